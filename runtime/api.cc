@@ -1,0 +1,207 @@
+// The C boundary of libepx: checks what it is handed, calls, and turns exceptions into statuses. Nothing else is extern
+// "C".
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "epx/epx.h"
+#include "runtime/arguments.h"
+#include "runtime/base/c_boundary.h"
+#include "runtime/base/env.h"
+#include "runtime/base/error.h"
+#include "runtime/base/names.h"
+#include "runtime/config.h"
+#include "runtime/group.h"
+#include "runtime/memory/handle_memory.h"
+#include "runtime/memory/planner.h"
+#include "runtime/stages/slots.h"
+#include "transport/bootstrap/file.h"
+
+using namespace epx;
+
+struct epx_group_s {
+  std::unique_ptr<Group> group;
+};
+
+namespace {
+
+constexpr int64_t kDefaultTimeoutMs = 300000;
+constexpr int32_t kDefaultMaxAlignment = 128; // rows of a tile of the usual grouped matrix products
+
+thread_local std::string last_error;
+
+Group& require_group(const char* function, epx_group group) {
+  require_pointer(function, "group", group);
+  return *group->group;
+}
+
+} // namespace
+
+int32_t epx_version(void) {
+  return EPX_VERSION_MAJOR * 10000 + EPX_VERSION_MINOR * 100 + EPX_VERSION_PATCH;
+}
+
+const char* epx_status_string(epx_status status) {
+  return name_of(status);
+}
+
+const char* epx_last_error(void) {
+  return last_error.c_str();
+}
+
+void epx_set_last_error(const char* message) {
+  last_error = message == nullptr ? "" : message;
+}
+
+epx_status epx_bootstrap_file(const char* directory, const char* job_id, int32_t rank, int32_t num_ranks,
+                              int64_t timeout_ms, epx_bootstrap* bootstrap) {
+  return at_c_boundary([&] {
+    require_pointer("epx_bootstrap_file", "directory", directory);
+    require_pointer("epx_bootstrap_file", "job_id", job_id);
+    require_pointer("epx_bootstrap_file", "bootstrap", bootstrap);
+    *bootstrap = make_file_bootstrap(directory, job_id, rank, num_ranks, std::chrono::milliseconds(timeout_ms));
+  });
+}
+
+void epx_bootstrap_free(epx_bootstrap* bootstrap) {
+  if (bootstrap == nullptr) return;
+  if (bootstrap->release != nullptr) bootstrap->release(bootstrap->context);
+  *bootstrap = {};
+}
+
+epx_status epx_group_config_init(epx_group_config* config) {
+  return at_c_boundary([&] {
+    require_pointer("epx_group_config_init", "config", config);
+    const Environment& env = environment();
+    if (env.timeout_text && !env.timeout_ms)
+      fail(EPX_ERROR_INVALID_ARGUMENT,
+           "the environment variable EPX_TIMEOUT_MS is \"{}\"; it must be a positive number of milliseconds",
+           *env.timeout_text);
+    *config = {};
+    config->struct_size = sizeof(*config);
+    config->max_alignment = kDefaultMaxAlignment;
+    config->timeout_ms = env.timeout_ms.value_or(kDefaultTimeoutMs);
+  });
+}
+
+epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_group_config* config, epx_group* group) {
+  return at_c_boundary([&] {
+    require_pointer("epx_group_create", "bootstrap", bootstrap);
+    require_pointer("epx_group_create", "config", config);
+    require_pointer("epx_group_create", "group", group);
+    *group = new epx_group_s{Group::create(*bootstrap, *config)};
+  });
+}
+
+void epx_group_destroy(epx_group group) {
+  delete group;
+}
+
+epx_status epx_group_abort(epx_group group) {
+  return at_c_boundary([&] { require_group("epx_group_abort", group).abort(); });
+}
+
+epx_status epx_group_query(epx_group group, epx_group_info* info) {
+  return at_c_boundary([&] {
+    const Group& target = require_group("epx_group_query", group);
+    require_pointer("epx_group_query", "info", info);
+    require_struct_size("epx_group_info", info->struct_size, sizeof(*info));
+    const GroupContext& context = target.context();
+    const ExpertBlocks experts{context.shape.num_experts, context.shape.num_ranks};
+    info->group_id = context.group_id;
+    info->rank = context.rank;
+    info->num_ranks = context.shape.num_ranks;
+    info->num_experts = context.shape.num_experts;
+    info->num_local_experts = experts.num_local_experts(context.rank);
+    info->first_local_expert = experts.first_expert(context.rank);
+    info->transport = target.transport_kind();
+    info->max_recv_tokens_per_rank = context.shape.max_recv_tokens;
+    info->window_bytes = context.layout.total_bytes;
+    info->timeout_ms = context.timeout_ms;
+  });
+}
+
+epx_status epx_group_memory_plan(const epx_group_config* config, int32_t num_ranks, epx_memory_plan* plan) {
+  return at_c_boundary([&] {
+    require_pointer("epx_group_memory_plan", "config", config);
+    require_pointer("epx_group_memory_plan", "plan", plan);
+    require_struct_size("epx_memory_plan", plan->struct_size, sizeof(*plan));
+    if (num_ranks < 1 || num_ranks > kMaxRanks)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_memory_plan: num_ranks is {}; it must be 1..{}", num_ranks, kMaxRanks);
+    validate(*config);
+    *plan = plan_memory(resolve(*config, num_ranks));
+  });
+}
+
+epx_status epx_group_status(epx_group group, epx_group_report* report) {
+  return at_c_boundary([&] {
+    Group& target = require_group("epx_group_status", group);
+    require_pointer("epx_group_status", "report", report);
+    require_struct_size("epx_group_report", report->struct_size, sizeof(*report));
+    target.report(*report);
+  });
+}
+
+epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr) {
+  return at_c_boundary([&] {
+    Group& target = require_group("epx_mem_alloc", group);
+    require_pointer("epx_mem_alloc", "ptr", ptr);
+    if (bytes == 0 || bytes > INT64_MAX)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_alloc: bytes is {}; it must be 1..2^63 - 1", bytes);
+    *ptr = target.allocate(static_cast<int64_t>(bytes));
+  });
+}
+
+epx_status epx_mem_free(epx_group group, void* ptr) {
+  return at_c_boundary([&] {
+    Group& target = require_group("epx_mem_free", group);
+    require_pointer("epx_mem_free", "ptr", ptr);
+    target.free(ptr);
+  });
+}
+
+epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, size_t* bytes) {
+  return at_c_boundary([&] {
+    const Group& target = require_group("epx_handle_mem_size", group);
+    require_pointer("epx_handle_mem_size", "layer", layer);
+    require_pointer("epx_handle_mem_size", "bytes", bytes);
+    require_layer(target.context(), *layer, "epx_handle_mem_size");
+    *bytes = static_cast<size_t>(make_handle_layout(target.context().shape, layer->top_k).total_bytes);
+  });
+}
+
+epx_status epx_prepare(epx_group group, const epx_prepare_args* args) {
+  return at_c_boundary([&] {
+    Group& target = require_group("epx_prepare", group);
+    target.stages().prepare(check(target.context(), args));
+  });
+}
+
+epx_status epx_dispatch(epx_group group, const epx_dispatch_args* args) {
+  return at_c_boundary([&] {
+    Group& target = require_group("epx_dispatch", group);
+    target.stages().dispatch(check(target.context(), args));
+  });
+}
+
+epx_status epx_combine(epx_group group, const epx_combine_args* args) {
+  return at_c_boundary([&] {
+    Group& target = require_group("epx_combine", group);
+    target.stages().combine(check(target.context(), args));
+  });
+}
+
+epx_status epx_combine_bwd(epx_group group, const epx_combine_bwd_args* args) {
+  return at_c_boundary([&] {
+    Group& target = require_group("epx_combine_bwd", group);
+    target.stages().combine_bwd(check(target.context(), args));
+  });
+}
+
+epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args* args) {
+  return at_c_boundary([&] {
+    Group& target = require_group("epx_dispatch_bwd", group);
+    target.stages().dispatch_bwd(check(target.context(), args));
+  });
+}

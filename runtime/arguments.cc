@@ -1,0 +1,379 @@
+#include "runtime/arguments.h"
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <string>
+
+#include <fmt/format.h>
+
+#include "runtime/base/checked_math.h"
+#include "runtime/base/error.h"
+#include "runtime/base/names.h"
+#include "runtime/memory/handle_memory.h"
+#include "runtime/stages/slots.h"
+
+namespace epx {
+namespace {
+
+constexpr uintptr_t kHandleMemAlignment = 16; // bytes
+
+bool is_aligned(const void* pointer, uintptr_t alignment) {
+  return reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
+}
+
+// A dimension that a tensor must have: what it is called, and its value.
+struct Dim {
+  const char* symbol;
+  int64_t value;
+};
+constexpr int64_t kAnySize = -1;
+
+enum class Direction { kIn, kOut };
+
+// Checks the arguments of one call: each tensor by itself, then that no output overlaps anything.
+class Checker {
+public:
+  Checker(const GroupContext& context, const char* function) : context_(context), function_(function) {}
+
+  template <typename... Args>
+  [[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) const {
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{}: {}", function_, fmt::format(format, std::forward<Args>(args)...));
+  }
+
+  // What every args struct has. Returns the effective alignment.
+  template <typename ArgsStruct>
+  int common(const ArgsStruct* args, const char* struct_name, Direction handle_direction) {
+    if (args == nullptr) refuse("args is NULL");
+    require_struct_size(struct_name, args->struct_size, sizeof(ArgsStruct));
+    const int alignment = require_layer(context_, args->layer, function_);
+    if (args->handle_mem == nullptr) refuse("handle_mem is NULL");
+    if (!is_aligned(args->handle_mem, kHandleMemAlignment))
+      refuse("handle_mem is not aligned to {} bytes", kHandleMemAlignment);
+    const int64_t needed = make_handle_layout(context_.shape, args->layer.top_k).total_bytes;
+    if (args->handle_mem_bytes < static_cast<size_t>(needed))
+      refuse("handle_mem_bytes is {}; top_k {} needs {} (epx_handle_mem_size)", args->handle_mem_bytes, args->layer.top_k,
+             needed);
+    if (args->stream != nullptr)
+      refuse("stream is {}; the host transport has no streams, pass NULL", fmt::ptr(args->stream));
+    add_span("handle_mem", args->handle_mem, needed, handle_direction);
+    return alignment;
+  }
+
+  // A tensor that must be there, of one of `dtypes` and exactly these dimensions (kAnySize: any). Only tensors that may
+  // have a sidecar are passed with allow_sidecar.
+  void tensor(const epx_tensor* tensor, const char* name, std::initializer_list<epx_dtype> dtypes,
+              std::initializer_list<Dim> dims, Direction direction, bool allow_sidecar = false) {
+    if (tensor == nullptr) refuse("{} is NULL; it is required", name);
+    bool dtype_fits = false;
+    std::string wanted;
+    for (const epx_dtype dtype : dtypes) {
+      dtype_fits |= tensor->dtype == dtype;
+      wanted += (wanted.empty() ? "" : " or ") + std::string(name_of(dtype));
+    }
+    if (!dtype_fits)
+      refuse("{} has dtype {} ({}); it must be {}", name, static_cast<int>(tensor->dtype), name_of(tensor->dtype), wanted);
+    if (tensor->ndim != static_cast<int32_t>(dims.size()))
+      refuse("{} has {} dimensions (ndim); it must have {}: {}", name, tensor->ndim, dims.size(), describe(dims));
+    int64_t elements = 1;
+    size_t axis = 0;
+    for (const Dim& dim : dims) {
+      const int64_t size = tensor->sizes[axis];
+      if (size < 0) refuse("{} has sizes[{}] = {}; sizes are not negative", name, axis, size);
+      if (dim.value != kAnySize && size != dim.value)
+        refuse("{} has sizes[{}] = {}; it must be {} = {}, shape {}", name, axis, size, dim.symbol, dim.value,
+               describe(dims));
+      elements = checked_mul(elements, size, name);
+      ++axis;
+    }
+    const int64_t bytes = checked_mul(elements, element_bytes(tensor->dtype), name);
+    if (bytes > 0 && tensor->data == nullptr) refuse("{} has {} elements, but its data is NULL", name, elements);
+    if (!is_aligned(tensor->data, static_cast<uintptr_t>(element_bytes(tensor->dtype))))
+      refuse("{} has data at {}, which is not aligned to its {} bytes per element", name, fmt::ptr(tensor->data),
+             element_bytes(tensor->dtype));
+    if (tensor->reserved[0] != 0 || tensor->reserved[1] != 0) refuse("{} has a reserved field that is not 0", name);
+    if (tensor->sidecar_row_bytes < 0)
+      refuse("{} has sidecar_row_bytes = {}; it is not negative", name, tensor->sidecar_row_bytes);
+    if (!allow_sidecar && (tensor->sidecar != nullptr || tensor->sidecar_row_bytes != 0))
+      refuse("{} has a sidecar of {} bytes per row; sidecars belong to the tokens of dispatch", name,
+             tensor->sidecar_row_bytes);
+    add_span(name, tensor->data, bytes, direction);
+  }
+
+  void sidecar(const epx_tensor& tensor, const char* name, Direction direction) {
+    if (tensor.sidecar_row_bytes > context_.shape.max_sidecar_bytes)
+      refuse("{} has sidecar_row_bytes = {}; the group's max_sidecar_bytes is {}", name, tensor.sidecar_row_bytes,
+             context_.shape.max_sidecar_bytes);
+    const int64_t bytes = checked_mul(tensor.sizes[0], tensor.sidecar_row_bytes, name);
+    if (bytes > 0 && tensor.sidecar == nullptr)
+      refuse("{} has sidecar_row_bytes = {}, but its sidecar is NULL", name, tensor.sidecar_row_bytes);
+    if (tensor.sidecar_row_bytes == 0 && tensor.sidecar != nullptr)
+      refuse("{} has a sidecar with sidecar_row_bytes = 0", name);
+    add_span(name, tensor.sidecar, bytes, direction);
+  }
+
+  // Rows of tokens, [rows, H]: dtype and H must fit the group.
+  void token_rows(const epx_tensor* rows, const char* name, const char* rows_symbol, Direction direction,
+                  bool allow_sidecar = false) {
+    tensor(rows, name, {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16}, {{rows_symbol, kAnySize}, {"H", kAnySize}}, direction,
+           allow_sidecar);
+    const GroupShape& shape = context_.shape;
+    if (element_bytes(rows->dtype) > element_bytes(shape.max_token_dtype))
+      refuse("{} has dtype {}, which is wider than the group's max_token_dtype {}", name, name_of(rows->dtype),
+             name_of(shape.max_token_dtype));
+    if (rows->sizes[1] < 1 || rows->sizes[1] > shape.hidden_dim)
+      refuse("{} has H = sizes[1] = {}; it must be 1..{} (hidden_dim)", name, rows->sizes[1], shape.hidden_dim);
+  }
+
+  void num_tokens(const char* name, int64_t tokens) const {
+    if (tokens > context_.shape.max_tokens_per_rank)
+      refuse("{} has T = sizes[0] = {} tokens; the group's max_tokens_per_rank is {}", name, tokens,
+             context_.shape.max_tokens_per_rank);
+  }
+
+  // Two arguments that are given both or neither.
+  void both_or_neither(const char* a, const void* given_a, const char* b, const void* given_b) const {
+    if ((given_a == nullptr) != (given_b == nullptr))
+      refuse("{} is {} and {} is {}; give both or neither", a, given_a == nullptr ? "NULL" : "given", b,
+             given_b == nullptr ? "NULL" : "given");
+  }
+
+  // Last: every output lies apart from everything else.
+  void no_overlap() const {
+    for (size_t i = 0; i < num_spans_; ++i) {
+      for (size_t j = 0; j < num_spans_; ++j) {
+        const Span& out = spans_[i];
+        const Span& other = spans_[j];
+        if (i == j || out.direction != Direction::kOut) continue;
+        if (out.begin < other.begin + other.bytes && other.begin < out.begin + out.bytes)
+          refuse("{} overlaps {}", out.name, other.name);
+      }
+    }
+  }
+
+private:
+  struct Span {
+    const char* name;
+    uintptr_t begin;
+    uintptr_t bytes;
+    Direction direction;
+  };
+
+  void add_span(const char* name, const void* data, int64_t bytes, Direction direction) {
+    if (bytes > 0)
+      spans_.at(num_spans_++) = {name, reinterpret_cast<uintptr_t>(data), static_cast<uintptr_t>(bytes), direction};
+  }
+
+  static std::string describe(std::initializer_list<Dim> dims) {
+    std::string text;
+    for (const Dim& dim : dims)
+      text += (text.empty() ? "[" : ", ") + std::string(dim.symbol);
+    return text + "]";
+  }
+
+  const GroupContext& context_;
+  const char* function_;
+  std::array<Span, 10> spans_{};
+  size_t num_spans_ = 0;
+};
+
+void* data_of(const epx_tensor* tensor) {
+  return tensor == nullptr ? nullptr : tensor->data;
+}
+
+// Typed data of a tensor. A given tensor without elements may have NULL data, which must not read as "not given".
+template <typename T>
+T* pointer_of(const epx_tensor* tensor) {
+  alignas(16) static std::array<std::byte, 16> empty{};
+  if (tensor == nullptr) return nullptr;
+  return reinterpret_cast<T*>(tensor->data != nullptr ? tensor->data : empty.data());
+}
+
+template <typename ArgsStruct>
+MovementCall movement(epx_operation operation, const ArgsStruct& args, int alignment, const epx_tensor& token_side,
+                      const epx_tensor& slot_side) {
+  return {operation,
+          args.layer.top_k,
+          alignment,
+          static_cast<const std::byte*>(args.handle_mem),
+          token_side.sizes[0],
+          slot_side.sizes[0],
+          static_cast<int>(token_side.sizes[1]),
+          token_side.dtype};
+}
+
+} // namespace
+
+void require_struct_size(const char* name, size_t given, size_t expected) {
+  if (given != expected)
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "{}.struct_size is {}; this library expects {}: set it to sizeof({}), and build against the "
+         "header of the library that is loaded",
+         name, given, expected, name);
+}
+
+void require_pointer(const char* function, const char* name, const void* pointer) {
+  if (pointer == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "{}: {} is NULL", function, name);
+}
+
+int require_layer(const GroupContext& context, const epx_layer& layer, const char* function) {
+  if (layer.top_k < 1 || layer.top_k > context.shape.max_top_k)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{}: layer.top_k is {}; it must be 1..{} (max_top_k)", function, layer.top_k,
+         context.shape.max_top_k);
+  if (layer.alignment < 0 || layer.alignment > context.shape.max_alignment)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{}: layer.alignment is {}; it must be 0..{} (max_alignment)", function,
+         layer.alignment, context.shape.max_alignment);
+  return effective_alignment(layer.alignment);
+}
+
+PrepareCall check(const GroupContext& context, const epx_prepare_args* args) {
+  Checker checker(context, "epx_prepare");
+  const int alignment = checker.common(args, "epx_prepare_args", Direction::kOut);
+  const GroupShape& shape = context.shape;
+  const ExpertBlocks experts{shape.num_experts, shape.num_ranks};
+  const int64_t num_local_experts = experts.num_local_experts(context.rank);
+  const Dim top_k{"K", args->layer.top_k};
+
+  checker.tensor(args->topk_idx, "topk_idx", {EPX_INT32, EPX_INT64}, {{"T", kAnySize}, top_k}, Direction::kIn);
+  const int64_t num_tokens = args->topk_idx->sizes[0];
+  checker.num_tokens("topk_idx", num_tokens);
+  checker.tensor(args->counts, "counts", {EPX_INT32, EPX_INT64}, {{"E_l", num_local_experts}}, Direction::kOut);
+  const epx_dtype count_dtype = args->counts->dtype;
+  checker.tensor(args->offsets, "offsets", {count_dtype}, {{"E_l + 1", num_local_experts + 1}}, Direction::kOut);
+  if (args->global_counts != nullptr)
+    checker.tensor(args->global_counts, "global_counts", {count_dtype}, {{"P", shape.num_ranks}, {"E", shape.num_experts}},
+                   Direction::kOut);
+  if (args->info != nullptr) checker.tensor(args->info, "info", {EPX_INT64}, {{"5", 5}}, Direction::kOut);
+  if (args->slot != nullptr) checker.tensor(args->slot, "slot", {EPX_INT32}, {{"T", num_tokens}, top_k}, Direction::kOut);
+  if (args->slot_origin != nullptr)
+    checker.tensor(args->slot_origin, "slot_origin", {EPX_INT32}, {{"R", shape.max_recv_tokens}, {"3", 3}},
+                   Direction::kOut);
+  checker.no_overlap();
+
+  PrepareCall call{};
+  call.top_k = args->layer.top_k;
+  call.alignment = alignment;
+  call.handle_mem = static_cast<std::byte*>(args->handle_mem);
+  call.num_tokens = num_tokens;
+  call.topk_idx = data_of(args->topk_idx);
+  call.topk_idx_is_64 = args->topk_idx->dtype == EPX_INT64;
+  call.counts = data_of(args->counts);
+  call.offsets = data_of(args->offsets);
+  call.global_counts = data_of(args->global_counts);
+  call.counts_are_64 = count_dtype == EPX_INT64;
+  call.info = pointer_of<int64_t>(args->info);
+  call.slot = pointer_of<int32_t>(args->slot);
+  call.slot_origin = pointer_of<int32_t>(args->slot_origin);
+  return call;
+}
+
+DispatchCall check(const GroupContext& context, const epx_dispatch_args* args) {
+  Checker checker(context, "epx_dispatch");
+  const int alignment = checker.common(args, "epx_dispatch_args", Direction::kIn);
+  checker.token_rows(args->tokens, "tokens", "T", Direction::kIn, true);
+  const epx_tensor& tokens = *args->tokens;
+  checker.num_tokens("tokens", tokens.sizes[0]);
+  checker.tensor(args->recv_tokens, "recv_tokens", {tokens.dtype}, {{"N", kAnySize}, {"H", tokens.sizes[1]}},
+                 Direction::kOut, true);
+  const epx_tensor& recv_tokens = *args->recv_tokens;
+  checker.sidecar(tokens, "the sidecar of tokens", Direction::kIn);
+  checker.sidecar(recv_tokens, "the sidecar of recv_tokens", Direction::kOut);
+  if (tokens.sidecar_row_bytes != recv_tokens.sidecar_row_bytes)
+    checker.refuse("tokens has sidecar_row_bytes = {}, recv_tokens has {}; they must be equal", tokens.sidecar_row_bytes,
+                   recv_tokens.sidecar_row_bytes);
+  checker.both_or_neither("topk_weights", args->topk_weights, "recv_weights", args->recv_weights);
+  if (args->topk_weights != nullptr) {
+    checker.tensor(args->topk_weights, "topk_weights", {EPX_FLOAT32}, {{"T", tokens.sizes[0]}, {"K", args->layer.top_k}},
+                   Direction::kIn);
+    checker.tensor(args->recv_weights, "recv_weights", {EPX_FLOAT32}, {{"N", recv_tokens.sizes[0]}}, Direction::kOut);
+  }
+  checker.no_overlap();
+
+  DispatchCall call{};
+  static_cast<MovementCall&>(call) = movement(EPX_OP_DISPATCH, *args, alignment, tokens, recv_tokens);
+  call.tokens = pointer_of<const std::byte>(args->tokens);
+  call.sidecar_bytes = tokens.sidecar_row_bytes;
+  call.sidecar = static_cast<const std::byte*>(tokens.sidecar);
+  call.topk_weights = pointer_of<const float>(args->topk_weights);
+  call.recv_tokens = pointer_of<std::byte>(args->recv_tokens);
+  call.recv_sidecar = static_cast<std::byte*>(recv_tokens.sidecar);
+  call.recv_weights = pointer_of<float>(args->recv_weights);
+  return call;
+}
+
+CombineCall check(const GroupContext& context, const epx_combine_args* args) {
+  Checker checker(context, "epx_combine");
+  const int alignment = checker.common(args, "epx_combine_args", Direction::kIn);
+  checker.token_rows(args->expert_out, "expert_out", "N", Direction::kIn);
+  const epx_tensor& expert_out = *args->expert_out;
+  checker.tensor(args->out, "out", {expert_out.dtype}, {{"T", kAnySize}, {"H", expert_out.sizes[1]}}, Direction::kOut);
+  checker.num_tokens("out", args->out->sizes[0]);
+  if (args->recv_weights != nullptr)
+    checker.tensor(args->recv_weights, "recv_weights", {EPX_FLOAT32}, {{"N", expert_out.sizes[0]}}, Direction::kIn);
+  checker.no_overlap();
+
+  CombineCall call{};
+  static_cast<MovementCall&>(call) = movement(EPX_OP_COMBINE, *args, alignment, *args->out, expert_out);
+  call.expert_out = pointer_of<const std::byte>(args->expert_out);
+  call.recv_weights = pointer_of<const float>(args->recv_weights);
+  call.out = pointer_of<std::byte>(args->out);
+  return call;
+}
+
+CombineBwdCall check(const GroupContext& context, const epx_combine_bwd_args* args) {
+  Checker checker(context, "epx_combine_bwd");
+  const int alignment = checker.common(args, "epx_combine_bwd_args", Direction::kIn);
+  checker.token_rows(args->grad_out, "grad_out", "T", Direction::kIn);
+  const epx_tensor& grad_out = *args->grad_out;
+  checker.num_tokens("grad_out", grad_out.sizes[0]);
+  checker.tensor(args->grad_expert_out, "grad_expert_out", {grad_out.dtype}, {{"N", kAnySize}, {"H", grad_out.sizes[1]}},
+                 Direction::kOut);
+  const Dim rows{"N", args->grad_expert_out->sizes[0]};
+  checker.both_or_neither("expert_out", args->expert_out, "grad_recv_weights", args->grad_recv_weights);
+  if (args->expert_out != nullptr) {
+    checker.tensor(args->expert_out, "expert_out", {grad_out.dtype}, {rows, {"H", grad_out.sizes[1]}}, Direction::kIn);
+    checker.tensor(args->grad_recv_weights, "grad_recv_weights", {EPX_FLOAT32}, {rows}, Direction::kOut);
+  }
+  if (args->recv_weights != nullptr)
+    checker.tensor(args->recv_weights, "recv_weights", {EPX_FLOAT32}, {rows}, Direction::kIn);
+  checker.no_overlap();
+
+  CombineBwdCall call{};
+  static_cast<MovementCall&>(call) = movement(EPX_OP_COMBINE_BWD, *args, alignment, grad_out, *args->grad_expert_out);
+  call.grad_out = pointer_of<const std::byte>(args->grad_out);
+  call.expert_out = pointer_of<const std::byte>(args->expert_out);
+  call.recv_weights = pointer_of<const float>(args->recv_weights);
+  call.grad_expert_out = pointer_of<std::byte>(args->grad_expert_out);
+  call.grad_recv_weights = pointer_of<float>(args->grad_recv_weights);
+  return call;
+}
+
+DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args* args) {
+  Checker checker(context, "epx_dispatch_bwd");
+  const int alignment = checker.common(args, "epx_dispatch_bwd_args", Direction::kIn);
+  checker.token_rows(args->grad_recv, "grad_recv", "N", Direction::kIn);
+  const epx_tensor& grad_recv = *args->grad_recv;
+  checker.tensor(args->grad_tokens, "grad_tokens", {grad_recv.dtype}, {{"T", kAnySize}, {"H", grad_recv.sizes[1]}},
+                 Direction::kOut);
+  const epx_tensor& grad_tokens = *args->grad_tokens;
+  checker.num_tokens("grad_tokens", grad_tokens.sizes[0]);
+  checker.both_or_neither("grad_recv_weights", args->grad_recv_weights, "grad_topk_weights", args->grad_topk_weights);
+  if (args->grad_recv_weights != nullptr) {
+    checker.tensor(args->grad_recv_weights, "grad_recv_weights", {EPX_FLOAT32}, {{"N", grad_recv.sizes[0]}},
+                   Direction::kIn);
+    checker.tensor(args->grad_topk_weights, "grad_topk_weights", {EPX_FLOAT32},
+                   {{"T", grad_tokens.sizes[0]}, {"K", args->layer.top_k}}, Direction::kOut);
+  }
+  checker.no_overlap();
+
+  DispatchBwdCall call{};
+  static_cast<MovementCall&>(call) = movement(EPX_OP_DISPATCH_BWD, *args, alignment, grad_tokens, grad_recv);
+  call.grad_recv = pointer_of<const std::byte>(args->grad_recv);
+  call.grad_recv_weights = pointer_of<const float>(args->grad_recv_weights);
+  call.grad_tokens = pointer_of<std::byte>(args->grad_tokens);
+  call.grad_topk_weights = pointer_of<float>(args->grad_topk_weights);
+  return call;
+}
+
+} // namespace epx

@@ -1,0 +1,26 @@
+// Checks the arguments of the five operations, and turns them into the calls of runtime/stages/stages.h. What is refused
+// here throws INVALID_ARGUMENT before anything has happened.
+#pragma once
+
+#include "epx/epx.h"
+#include "runtime/group_context.h"
+#include "runtime/stages/stages.h"
+
+namespace epx {
+
+// The alignment that counts. Throws when the layer does not fit the group.
+int require_layer(const GroupContext& context, const epx_layer& layer, const char* function);
+
+PrepareCall check(const GroupContext& context, const epx_prepare_args* args);
+DispatchCall check(const GroupContext& context, const epx_dispatch_args* args);
+CombineCall check(const GroupContext& context, const epx_combine_args* args);
+CombineBwdCall check(const GroupContext& context, const epx_combine_bwd_args* args);
+DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args* args);
+
+// Throws unless a struct of the C API has the size that this library knows.
+void require_struct_size(const char* name, size_t given, size_t expected);
+
+// Throws when `pointer` is NULL.
+void require_pointer(const char* function, const char* name, const void* pointer);
+
+} // namespace epx

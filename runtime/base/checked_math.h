@@ -1,0 +1,33 @@
+// Arithmetic on byte counts and rows that says so when it overflows.
+#pragma once
+
+#include <cstdint>
+
+#include "runtime/base/error.h"
+
+namespace epx {
+
+inline int64_t checked_mul(int64_t a, int64_t b, const char* what) {
+  int64_t result = 0;
+  if (__builtin_mul_overflow(a, b, &result))
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{} needs {} * {}, which is more than 2^63 - 1", what, a, b);
+  return result;
+}
+
+inline int64_t checked_add(int64_t a, int64_t b, const char* what) {
+  int64_t result = 0;
+  if (__builtin_add_overflow(a, b, &result))
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{} needs {} + {}, which is more than 2^63 - 1", what, a, b);
+  return result;
+}
+
+// `multiple` > 0.
+constexpr int64_t round_down(int64_t value, int64_t multiple) {
+  return value / multiple * multiple;
+}
+
+inline int64_t checked_round_up(int64_t value, int64_t multiple, const char* what) {
+  return round_down(checked_add(value, multiple - 1, what), multiple);
+}
+
+} // namespace epx

@@ -1,0 +1,30 @@
+#include "runtime/base/env.h"
+
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+
+namespace epx {
+namespace {
+
+Environment read_environment() {
+  Environment environment;
+  if (const char* text = std::getenv("EPX_TIMEOUT_MS")) {
+    environment.timeout_text = text;
+    int64_t value = 0;
+    const char* end = text + std::strlen(text);
+    const auto parsed = std::from_chars(text, end, value);
+    if (parsed.ec == std::errc() && parsed.ptr == end && value > 0) environment.timeout_ms = value;
+  }
+  if (const char* text = std::getenv("EPX_LOG")) environment.log_level = text;
+  return environment;
+}
+
+} // namespace
+
+const Environment& environment() {
+  static const Environment kEnvironment = read_environment();
+  return kEnvironment;
+}
+
+} // namespace epx

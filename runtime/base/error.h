@@ -1,0 +1,33 @@
+// Failures inside epx: thrown as Error, turned into an epx_status at the C boundary (c_boundary.h).
+#pragma once
+
+#include <exception>
+#include <string>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "epx/epx.h"
+
+namespace epx {
+
+class Error : public std::exception {
+public:
+  Error(epx_status status, std::string message) : status_(status), message_(std::move(message)) {}
+
+  epx_status status() const noexcept { return status_; }
+  const std::string& message() const noexcept { return message_; }
+  const char* what() const noexcept override { return message_.c_str(); }
+
+private:
+  epx_status status_;
+  std::string message_;
+};
+
+// fail(EPX_ERROR_INVALID_ARGUMENT, "top_k is {}; it must be 1..{}", top_k, max_top_k)
+template <typename... Args>
+[[noreturn]] void fail(epx_status status, fmt::format_string<Args...> format, Args&&... args) {
+  throw Error(status, fmt::format(format, std::forward<Args>(args)...));
+}
+
+} // namespace epx

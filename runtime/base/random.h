@@ -1,0 +1,14 @@
+// Random identities (group ids, names of shared memory); not for statistics.
+#pragma once
+
+#include <cstdint>
+#include <random>
+
+namespace epx {
+
+inline uint64_t random_u64() {
+  std::random_device device; // the operating system's entropy
+  return static_cast<uint64_t>(device()) << 32 | device();
+}
+
+} // namespace epx

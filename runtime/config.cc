@@ -1,0 +1,122 @@
+#include "runtime/config.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+#include "runtime/base/checked_math.h"
+#include "runtime/base/error.h"
+#include "runtime/base/names.h"
+
+namespace epx {
+namespace {
+
+void require_range(const char* field, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_config.{} is {}; it must be {}..{}", field, value, low, high);
+}
+
+void require_at_least(const char* field, int64_t value, int64_t low) {
+  if (value < low) fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_config.{} is {}; it must be at least {}", field, value, low);
+}
+
+// A field that ranks must agree on.
+struct AgreedField {
+  const char* name;
+  int64_t (*value)(const epx_group_config&);
+};
+
+constexpr std::array kAgreedFields = {
+    AgreedField{"num_experts", [](const epx_group_config& c) -> int64_t { return c.num_experts; }},
+    AgreedField{"max_tokens_per_rank", [](const epx_group_config& c) -> int64_t { return c.max_tokens_per_rank; }},
+    AgreedField{"hidden_dim", [](const epx_group_config& c) -> int64_t { return c.hidden_dim; }},
+    AgreedField{"max_top_k", [](const epx_group_config& c) -> int64_t { return c.max_top_k; }},
+    AgreedField{"max_alignment", [](const epx_group_config& c) -> int64_t { return c.max_alignment; }},
+    AgreedField{"max_token_dtype", [](const epx_group_config& c) -> int64_t { return c.max_token_dtype; }},
+    AgreedField{"max_recv_tokens_per_rank",
+                [](const epx_group_config& c) -> int64_t { return c.max_recv_tokens_per_rank; }},
+    AgreedField{"max_sidecar_bytes", [](const epx_group_config& c) -> int64_t { return c.max_sidecar_bytes; }},
+    AgreedField{"combine_precision", [](const epx_group_config& c) -> int64_t { return c.combine_precision; }},
+    AgreedField{"overflow", [](const epx_group_config& c) -> int64_t { return c.overflow; }},
+    AgreedField{"transport", [](const epx_group_config& c) -> int64_t { return c.transport; }},
+};
+
+} // namespace
+
+void validate(const epx_group_config& config) {
+  if (config.struct_size != sizeof(epx_group_config))
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "epx_group_config.struct_size is {}; this library expects {}: call epx_group_config_init, and build against the "
+         "header of the library that is loaded",
+         config.struct_size, sizeof(epx_group_config));
+  constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
+  require_at_least("num_experts", config.num_experts, 1);
+  require_at_least("max_tokens_per_rank", config.max_tokens_per_rank, 1);
+  require_at_least("hidden_dim", config.hidden_dim, 1);
+  require_range("max_top_k", config.max_top_k, 1, kMaxTopK);
+  require_at_least("max_alignment", config.max_alignment, 1);
+  if (config.max_token_dtype == EPX_DTYPE_UNSET)
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "epx_group_config.max_token_dtype is unset; it has no default: set the widest dtype of the tokens (EPX_FLOAT32, "
+         "EPX_FLOAT16 or EPX_BFLOAT16)");
+  if (!is_token_dtype(config.max_token_dtype))
+    fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_config.max_token_dtype is {} ({}); it must be float32, float16 or bfloat16",
+         static_cast<int>(config.max_token_dtype), name_of(config.max_token_dtype));
+  require_range("max_recv_tokens_per_rank", config.max_recv_tokens_per_rank, 0, kMaxInt);
+  require_at_least("max_sidecar_bytes", config.max_sidecar_bytes, 0);
+  require_range("combine_precision", config.combine_precision, EPX_COMBINE_WIRE, EPX_COMBINE_EXACT);
+  require_range("overflow", config.overflow, EPX_OVERFLOW_ERROR, EPX_OVERFLOW_DROP);
+  require_range("transport", config.transport, EPX_TRANSPORT_AUTO, EPX_TRANSPORT_NCCL);
+  require_at_least("num_comm_sms", config.num_comm_sms, 0);
+  require_at_least("timeout_ms", config.timeout_ms, 1);
+  if (config.transport == EPX_TRANSPORT_NCCL)
+    fail(EPX_ERROR_UNSUPPORTED, "epx_group_config.transport is nccl; this build of epx has the host transport only");
+}
+
+GroupShape resolve(const epx_group_config& config, int num_ranks) {
+  GroupShape shape;
+  shape.num_ranks = num_ranks;
+  shape.num_experts = config.num_experts;
+  shape.max_tokens_per_rank = config.max_tokens_per_rank;
+  shape.hidden_dim = config.hidden_dim;
+  shape.max_top_k = config.max_top_k;
+  shape.max_alignment = config.max_alignment;
+  shape.max_sidecar_bytes = config.max_sidecar_bytes;
+  shape.max_token_dtype = config.max_token_dtype;
+  shape.precision = config.combine_precision;
+
+  constexpr int64_t kMaxSlots = std::numeric_limits<int32_t>::max();
+  if (static_cast<int64_t>(config.max_tokens_per_rank) * config.max_top_k > kMaxSlots)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "max_tokens_per_rank {} times max_top_k {} is more than {} routes; counts are int32",
+         config.max_tokens_per_rank, config.max_top_k, kMaxSlots);
+
+  const char* what = "the worst case of max_recv_tokens_per_rank";
+  int64_t rows = config.max_recv_tokens_per_rank;
+  if (rows == 0) {
+    const int64_t routes = checked_mul(checked_mul(num_ranks, config.max_tokens_per_rank, what), config.max_top_k, what);
+    const int64_t experts = (static_cast<int64_t>(config.num_experts) + num_ranks - 1) / num_ranks;
+    const int64_t pads = checked_mul(experts, config.max_alignment - 1, what);
+    rows = checked_round_up(checked_add(routes, pads, what), config.max_alignment, what);
+  }
+  if (rows > kMaxSlots)
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "max_recv_tokens_per_rank would be {} rows in the worst case of {} ranks, max_tokens_per_rank {}, max_top_k {}; "
+         "slots "
+         "are int32: set max_recv_tokens_per_rank to at most {}",
+         rows, num_ranks, config.max_tokens_per_rank, config.max_top_k, kMaxSlots);
+  shape.max_recv_tokens = rows;
+  return shape;
+}
+
+void require_agreement(std::span<const epx_group_config> configs, std::span<const int> world_ranks) {
+  for (const AgreedField& field : kAgreedFields) {
+    const int64_t first = field.value(configs[0]);
+    const auto differs = [&](const epx_group_config& config) { return field.value(config) != first; };
+    const auto other = std::find_if(configs.begin(), configs.end(), differs);
+    if (other == configs.end()) continue;
+    fail(EPX_ERROR_MISMATCH, "epx_group_config.{} differs between ranks: rank {} has {}, rank {} has {}", field.name,
+         world_ranks[0], first, world_ranks[other - configs.begin()], field.value(*other));
+  }
+}
+
+} // namespace epx

@@ -1,0 +1,38 @@
+// The configuration of a group: validated, resolved for a number of ranks, and compared between ranks.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "epx/epx.h"
+
+namespace epx {
+
+constexpr int kMaxTopK = 64;
+constexpr int kMaxRanks = 65535; // a poison record holds a rank in 16 bits
+
+// Dimensions that every size of a group follows from. Equal on all ranks.
+struct GroupShape {
+  int num_ranks = 0;           // P
+  int num_experts = 0;         // E
+  int max_tokens_per_rank = 0; // tokens
+  int hidden_dim = 0;          // elements
+  int max_top_k = 0;
+  int max_alignment = 0; // rows, >= 1
+  int max_sidecar_bytes = 0;
+  int64_t max_recv_tokens = 0; // R, rows
+  epx_dtype max_token_dtype = EPX_DTYPE_UNSET;
+  epx_combine_precision precision = EPX_COMBINE_WIRE;
+};
+
+// Checks what one rank can see of its own config. Throws Error with the field and its value.
+void validate(const epx_group_config& config);
+
+// The shape of a group of num_ranks ranks, R resolved. `config` is valid. Throws when the sizes cannot be represented.
+GroupShape resolve(const epx_group_config& config, int num_ranks);
+
+// Throws MISMATCH, naming the field, two ranks and their values, unless all configs agree on what ranks must agree on.
+// world_ranks[i] is the rank in the bootstrap that passed configs[i].
+void require_agreement(std::span<const epx_group_config> configs, std::span<const int> world_ranks);
+
+} // namespace epx

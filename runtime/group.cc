@@ -1,0 +1,123 @@
+#include "runtime/group.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "runtime/arguments.h"
+#include "runtime/base/error.h"
+#include "runtime/base/log.h"
+#include "runtime/base/random.h"
+#include "runtime/stages/host/host_stages.h"
+#include "runtime/stages/slots.h"
+#include "transport/bootstrap/bootstrap_exchange.h"
+#include "transport/host/host_transport.h"
+
+namespace epx {
+namespace {
+
+// What each rank of the bootstrap tells the others first.
+struct Introduction {
+  int32_t version;
+  epx_group_config config;
+  uint64_t proposed_group_id; // the group takes its first rank's
+};
+
+// Ranks of the bootstrap that passed `color`, ordered by (key, rank).
+std::vector<int> members_of(const std::vector<Introduction>& world, int32_t color) {
+  std::vector<int> members;
+  for (size_t rank = 0; rank < world.size(); ++rank)
+    if (world[rank].config.color == color) members.push_back(static_cast<int>(rank));
+  std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
+    return world[static_cast<size_t>(a)].config.key < world[static_cast<size_t>(b)].config.key;
+  });
+  return members;
+}
+
+// Every rank checks every group, so that all of them fail alike and none waits for one that has left.
+void require_consistent(const std::vector<Introduction>& world) {
+  for (size_t rank = 1; rank < world.size(); ++rank)
+    if (world[rank].version != world[0].version)
+      fail(EPX_ERROR_MISMATCH, "the version of libepx differs between ranks: rank 0 has {}, rank {} has {}",
+           world[0].version, rank, world[rank].version);
+  for (size_t rank = 0; rank < world.size(); ++rank) {
+    const std::vector<int> members = members_of(world, world[rank].config.color);
+    if (members.front() != static_cast<int>(rank)) continue; // each group once
+    std::vector<epx_group_config> configs;
+    for (const int member : members)
+      configs.push_back(world[static_cast<size_t>(member)].config);
+    require_agreement(configs, members);
+    make_window_layout(resolve(configs.front(), static_cast<int>(members.size())));
+  }
+}
+
+void require_bootstrap(const epx_bootstrap& bootstrap) {
+  require_struct_size("epx_bootstrap", bootstrap.struct_size, sizeof(epx_bootstrap));
+  if (bootstrap.num_ranks < 1 || bootstrap.num_ranks > kMaxRanks)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "epx_bootstrap.num_ranks is {}; it must be 1..{}", bootstrap.num_ranks, kMaxRanks);
+  if (bootstrap.rank < 0 || bootstrap.rank >= bootstrap.num_ranks)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "epx_bootstrap.rank is {}; it must be 0..{}", bootstrap.rank, bootstrap.num_ranks - 1);
+  if (bootstrap.all_gather == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "epx_bootstrap.all_gather is NULL");
+}
+
+} // namespace
+
+Group::Group(const GroupContext& context, std::unique_ptr<Transport> transport, std::unique_ptr<Window> window)
+    : context_(context), transport_(std::move(transport)), window_(std::move(window)),
+      protocol_(context_, window_->view(), status_),
+      stages_(std::make_unique<host::HostStages>(context_, window_->view(), allocations_, protocol_, status_)) {}
+
+std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_group_config& config) {
+  require_bootstrap(bootstrap);
+  const int64_t timeout_ms =
+      std::max<int64_t>(config.timeout_ms, 1); // a config that is refused still has to say so to the others
+  BootstrapExchange exchange(bootstrap, timeout_ms);
+  const std::vector<Introduction> world = exchange.all_gather([&] {
+    validate(config);
+    return Introduction{EPX_VERSION_MAJOR * 10000 + EPX_VERSION_MINOR * 100 + EPX_VERSION_PATCH, config, random_u64()};
+  });
+  require_consistent(world);
+
+  const std::vector<int> members = members_of(world, config.color);
+  const auto self = std::find(members.begin(), members.end(), bootstrap.rank);
+  exchange.set_members(members);
+  GroupContext context{};
+  context.shape = resolve(config, static_cast<int>(members.size()));
+  context.layout = make_window_layout(context.shape);
+  context.group_id = world[static_cast<size_t>(members.front())].proposed_group_id;
+  context.rank = static_cast<int>(self - members.begin());
+  context.overflow = config.overflow;
+  context.timeout_ms = config.timeout_ms;
+
+  std::unique_ptr<Transport> transport = make_host_transport(context.rank, context.shape.num_ranks);
+  std::unique_ptr<Window> window = transport->open_window(context.layout.total_bytes, exchange);
+  log::group().info("group {:016x}: rank {} of {}, transport host{}, window {} bytes, receive capacity {} rows",
+                    context.group_id, context.rank, context.shape.num_ranks,
+                    config.transport == EPX_TRANSPORT_AUTO ? " (auto: this build has no other)" : "",
+                    context.layout.total_bytes, context.shape.max_recv_tokens);
+  return std::unique_ptr<Group>(new Group(context, std::move(transport), std::move(window)));
+}
+
+void* Group::allocate(int64_t bytes) {
+  status_.require_healthy();
+  host::CallExchange exchange(protocol_, context_, window_->view(), EPX_OP_MEM_ALLOC, CallPost{});
+  return allocations_.add(transport_->open_window(bytes, exchange));
+}
+
+void Group::free(void* data) {
+  const auto place = allocations_.locate(static_cast<const std::byte*>(data), 1);
+  if (!place || place->offset != 0)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_free: {} is not the start of memory from epx_mem_alloc of this group", data);
+  if (status_.is_healthy()) {
+    CallPost terms{};
+    terms.allocation = place->allocation;
+    protocol_.begin(EPX_OP_MEM_FREE);
+    protocol_.arrive(terms);
+    protocol_.complete();
+  }
+  allocations_.remove(place->allocation);
+}
+
+} // namespace epx

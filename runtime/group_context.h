@@ -1,0 +1,21 @@
+// What every part of a group knows about it; fixed at creation.
+#pragma once
+
+#include <cstdint>
+
+#include "epx/epx.h"
+#include "runtime/config.h"
+#include "runtime/memory/window_layout.h"
+
+namespace epx {
+
+struct GroupContext {
+  GroupShape shape;
+  WindowLayout layout;
+  uint64_t group_id;
+  int rank;
+  epx_overflow overflow;
+  int64_t timeout_ms;
+};
+
+} // namespace epx

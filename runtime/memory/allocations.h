@@ -1,0 +1,51 @@
+// Windows that the user allocated with epx_mem_alloc. Numbered alike on all ranks, since allocation is collective.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "transport/transport.h"
+
+namespace epx {
+
+// A place in an allocation: the same pair means the same bytes of this rank's share on every peer.
+struct AllocationPlace {
+  int64_t allocation;
+  int64_t offset; // bytes
+};
+
+class Allocations {
+public:
+  // Takes over a window and returns where this rank's share starts.
+  std::byte* add(std::unique_ptr<Window> window) {
+    std::byte* start = window->view().local<std::byte>(0);
+    windows_.emplace(next_++, std::move(window));
+    return start;
+  }
+
+  // The allocation that contains [data, data + bytes), if one does. Nothing contains no bytes.
+  std::optional<AllocationPlace> locate(const std::byte* data, int64_t bytes) const {
+    if (data == nullptr || bytes == 0) return std::nullopt;
+    for (const auto& [number, window] : windows_) {
+      const std::byte* start = window->view().local<std::byte>(0);
+      if (data >= start && data + bytes <= start + window->bytes()) return AllocationPlace{number, data - start};
+    }
+    return std::nullopt;
+  }
+
+  std::byte* peer_address(int peer, const AllocationPlace& place) const {
+    return windows_.at(place.allocation)->view().at<std::byte>(peer, place.offset);
+  }
+
+  void remove(int64_t allocation) { windows_.erase(allocation); }
+
+private:
+  std::map<int64_t, std::unique_ptr<Window>> windows_;
+  int64_t next_ = 0;
+};
+
+} // namespace epx

@@ -1,0 +1,101 @@
+// Handle memory: the routing state of one layer in flight, in memory that the caller owns. No pointers, so that its bytes
+// may be copied. Written by prepare, read-only afterwards.
+//
+//   HandleHeader | Route [max_tokens, K] | zone begin int32 [E_l + 1] | zone rows int32 [E_l] | SlotRecord [R]
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "runtime/base/checked_math.h"
+#include "runtime/config.h"
+#include "runtime/stages/slots.h"
+
+namespace epx {
+
+constexpr uint64_t kHandleMagic = 0x3165'6c64'6e68'7865; // "exhndle1"
+
+struct HandleHeader {
+  uint64_t magic;
+  uint64_t group_id;
+  uint64_t plan_id;    // sequence number of the prepare
+  int64_t num_tokens;  // T
+  int64_t rows_in_use; // offsets[E_l]
+  int32_t top_k;
+  int32_t alignment; // effective
+  int32_t rank;
+  int32_t reserved;
+  uint64_t checksum; // of all the above
+};
+
+// FNV-1a over the header's words: damage is found before it is believed.
+constexpr uint64_t header_checksum(const HandleHeader& header) {
+  const uint64_t words[] = {
+      header.magic,
+      header.group_id,
+      header.plan_id,
+      static_cast<uint64_t>(header.num_tokens),
+      static_cast<uint64_t>(header.rows_in_use),
+      static_cast<uint64_t>(static_cast<uint32_t>(header.top_k)) << 32 | static_cast<uint32_t>(header.alignment),
+      static_cast<uint64_t>(static_cast<uint32_t>(header.rank)) << 32 | static_cast<uint32_t>(header.reserved)};
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const uint64_t word : words) {
+    for (int byte = 0; byte < 8; ++byte) {
+      hash ^= word >> (8 * byte) & 0xff;
+      hash *= 0x100000001b3;
+    }
+  }
+  return hash;
+}
+
+struct HandleLayout {
+  int64_t routes; // byte offsets
+  int64_t zone_begin;
+  int64_t zone_rows;
+  int64_t slot_records;
+  int64_t total_bytes;
+};
+
+inline HandleLayout make_handle_layout(const GroupShape& shape, int top_k) {
+  const char* what = "handle memory";
+  // Every rank's handle has room for the largest block of experts, so that the size is the same on all of them.
+  const int64_t experts = (static_cast<int64_t>(shape.num_experts) + shape.num_ranks - 1) / shape.num_ranks;
+  HandleLayout layout{};
+  int64_t end = checked_round_up(sizeof(HandleHeader), kRowAlignment, what);
+  const auto append = [&](int64_t count, int64_t bytes_each) {
+    const int64_t offset = end;
+    end = checked_round_up(checked_add(end, checked_mul(count, bytes_each, what), what), kRowAlignment, what);
+    return offset;
+  };
+  layout.routes = append(checked_mul(shape.max_tokens_per_rank, top_k, what), sizeof(Route));
+  layout.zone_begin = append(experts + 1, sizeof(int32_t));
+  layout.zone_rows = append(experts, sizeof(int32_t));
+  layout.slot_records = append(shape.max_recv_tokens, sizeof(SlotRecord));
+  layout.total_bytes = end;
+  return layout;
+}
+
+// Typed access to handle memory at `base`; const or not as the memory is.
+template <typename Byte>
+struct HandleView {
+  template <typename T>
+  using Ptr = std::conditional_t<std::is_const_v<Byte>, const T*, T*>;
+
+  HandleView(Byte* base, const HandleLayout& layout)
+      : header(reinterpret_cast<Ptr<HandleHeader>>(base)), routes(reinterpret_cast<Ptr<Route>>(base + layout.routes)),
+        zone_begin(reinterpret_cast<Ptr<int32_t>>(base + layout.zone_begin)),
+        zone_rows(reinterpret_cast<Ptr<int32_t>>(base + layout.zone_rows)),
+        slot_records(reinterpret_cast<Ptr<SlotRecord>>(base + layout.slot_records)) {}
+
+  Ptr<HandleHeader> header;
+  Ptr<Route> routes;
+  Ptr<int32_t> zone_begin; // first slot of each zone, then the end of the last
+  Ptr<int32_t> zone_rows;  // kept routes of each zone; the rest up to the next zone are pads
+  Ptr<SlotRecord> slot_records;
+};
+
+using HandleReader = HandleView<const std::byte>;
+using HandleWriter = HandleView<std::byte>;
+
+} // namespace epx

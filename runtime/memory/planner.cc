@@ -1,0 +1,32 @@
+#include "runtime/memory/planner.h"
+
+#include "runtime/memory/handle_memory.h"
+#include "runtime/memory/window_layout.h"
+#include "runtime/stages/host/scratch.h"
+
+namespace epx {
+
+int64_t scratch_bytes(const GroupShape& shape) {
+  return host::Scratch::bytes(shape);
+}
+
+epx_memory_plan plan_memory(const GroupShape& shape) {
+  const WindowLayout layout = make_window_layout(shape);
+  epx_memory_plan plan{};
+  plan.struct_size = sizeof(plan);
+  plan.max_recv_tokens_per_rank = shape.max_recv_tokens;
+  plan.window_bytes = layout.total_bytes;
+  plan.control_bytes = layout.control_bytes();
+  plan.count_bytes = layout.counts.bytes;
+  plan.slot_record_bytes = layout.slot_records.bytes;
+  plan.scatter_row_bytes = layout.scatter_rows.bytes;
+  plan.scatter_sidecar_bytes = layout.scatter_sidecars.bytes;
+  plan.scatter_weight_bytes = layout.scatter_weights.bytes;
+  plan.gather_row_bytes = layout.gather_rows.bytes;
+  plan.gather_weight_bytes = layout.gather_weights.bytes;
+  plan.scratch_bytes = scratch_bytes(shape);
+  plan.handle_mem_bytes = make_handle_layout(shape, shape.max_top_k).total_bytes;
+  return plan;
+}
+
+} // namespace epx

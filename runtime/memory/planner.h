@@ -1,0 +1,14 @@
+// Every byte of a group, before anything is allocated.
+#pragma once
+
+#include "epx/epx.h"
+#include "runtime/config.h"
+
+namespace epx {
+
+// Private bytes that the stages of a group of this shape need within a call.
+int64_t scratch_bytes(const GroupShape& shape);
+
+epx_memory_plan plan_memory(const GroupShape& shape);
+
+} // namespace epx

@@ -1,0 +1,138 @@
+// Where everything lies in the group's window: every offset and byte count, once, for host and device.
+//
+// Every rank has one such window, and every peer may store into it. What is stored where depends only on this table and on
+// runtime/stages/slots.h, never on the transport.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "runtime/base/checked_math.h"
+#include "runtime/base/names.h"
+#include "runtime/config.h"
+
+namespace epx {
+
+constexpr int64_t kRegionAlignment = 256; // bytes; keeps regions off each other's cache lines, and bulk copies aligned
+constexpr int64_t kRowAlignment = 16;     // bytes; staged rows are padded to it, for vector loads and bulk copies
+
+// One flag, alone on two cache lines (the adjacent-line prefetcher pulls pairs).
+struct alignas(128) Flag {
+  uint64_t value; // a sequence number; only grows
+};
+
+// What a rank offers in one call to one peer. Written by that rank into the peer's window.
+struct alignas(128) CallPost {
+  // Terms that all ranks must agree on.
+  int32_t operation;
+  int32_t top_k;
+  int32_t alignment;
+  int32_t hidden;
+  int32_t dtype;
+  int32_t weights;       // bit 0: weights are passed; bit 1: weight gradients are wanted
+  int64_t sidecar_bytes; // per row
+  int64_t allocation;    // mem_free: number of the allocation
+  // This rank's own.
+  uint64_t plan_id;           // sequence number of the prepare that made the handle memory; 0: takes part without routes
+  int64_t recv_rows;          // N
+  int64_t rows_allocation;    // allocation that the receive rows lie in, where peers may reach them; -1: none
+  int64_t rows_offset;        // bytes into that allocation
+  int64_t weights_allocation; // the same for the receive weights of a gather
+  int64_t weights_offset;
+  // Stored last, with release order.
+  uint64_t sequence;
+};
+
+// One rank's contribution to an exchange of small host-side records (allocation of memory).
+constexpr int64_t kExchangeRecordBytes = 512;
+
+// A run of bytes of the window.
+struct Region {
+  int64_t offset;
+  int64_t bytes;
+};
+
+// Who ended the group and why, packed into one word so that one compare-and-swap publishes all of it. 0: nobody.
+struct Poison {
+  epx_status status;
+  epx_operation operation;
+  int32_t culprit;
+  uint64_t sequence;
+};
+
+constexpr uint64_t pack(const Poison& poison) {
+  return static_cast<uint64_t>(poison.status) << 60 | static_cast<uint64_t>(poison.operation) << 56 |
+         static_cast<uint64_t>(poison.culprit) << 40 | (poison.sequence & ((uint64_t{1} << 40) - 1));
+}
+
+constexpr Poison unpack_poison(uint64_t word) {
+  return {static_cast<epx_status>(word >> 60), static_cast<epx_operation>(word >> 56 & 0xf),
+          static_cast<int32_t>(word >> 40 & 0xffff), word & ((uint64_t{1} << 40) - 1)};
+}
+
+struct WindowLayout {
+  // Control.
+  Region poison;   // Flag: packed Poison
+  Region waiting;  // Flag: 1 + the peer that this rank waits for, 0 while it does not; read by peers that time out
+  Region posts;    // CallPost [P], by source rank
+  Region complete; // Flag [P], by source rank: last call whose data from there is all here
+  Region board;    // kExchangeRecordBytes [P], by source rank
+  // Prepare.
+  Region counts;       // int32 [2, P, E]: routes from each rank to each expert, by parity of the call
+  Region slot_records; // SlotRecord [R]
+  // Scatter (dispatch, combine_bwd), stored by the token's rank.
+  Region scatter_rows;     // [scatter_staging_rows, row_stride]
+  Region scatter_sidecars; // [scatter_staging_rows, sidecar_stride]
+  Region scatter_weights;  // float [R], by slot
+  // Gather (combine, dispatch_bwd), stored by the expert's rank.
+  Region gather_rows;    // [gather_staging_rows, row_stride]
+  Region gather_weights; // float [max_tokens * max_top_k], by (token, k)
+
+  int64_t row_stride;           // bytes
+  int64_t sidecar_stride;       // bytes
+  int64_t scatter_staging_rows; // rows
+  int64_t gather_staging_rows;  // rows
+  bool scatter_by_token;        // a staged row lies at (source, token); otherwise at the token's first slot
+
+  int64_t total_bytes;
+  int64_t control_bytes() const { return counts.offset; }
+};
+
+constexpr int64_t kSlotRecordBytes = 16; // sizeof(SlotRecord), runtime/stages/slots.h
+
+// Throws Error when the sizes cannot be represented.
+inline WindowLayout make_window_layout(const GroupShape& shape) {
+  const char* what = "the group's window";
+  const int64_t ranks = shape.num_ranks;
+  const int64_t tokens = shape.max_tokens_per_rank;
+  WindowLayout layout{};
+  const auto append = [&](Region& region, int64_t count, int64_t bytes_each) {
+    region.offset = layout.total_bytes;
+    region.bytes = checked_round_up(checked_mul(count, bytes_each, what), kRegionAlignment, what);
+    layout.total_bytes = checked_add(layout.total_bytes, region.bytes, what);
+  };
+
+  layout.row_stride = checked_round_up(shape.hidden_dim * element_bytes(shape.max_token_dtype), kRowAlignment, what);
+  layout.sidecar_stride = checked_round_up(shape.max_sidecar_bytes, kRowAlignment, what);
+  // A token's row is staged once per receiver: by (source, token), or, where that table would be the larger one, by slot.
+  layout.scatter_by_token = ranks * tokens <= shape.max_recv_tokens;
+  layout.scatter_staging_rows = std::min(ranks * tokens, shape.max_recv_tokens);
+  const bool exact = shape.precision == EPX_COMBINE_EXACT;
+  layout.gather_staging_rows = tokens * (exact ? shape.max_top_k : std::min(shape.num_ranks, shape.max_top_k));
+
+  append(layout.poison, 1, sizeof(Flag));
+  append(layout.waiting, 1, sizeof(Flag));
+  append(layout.posts, ranks, sizeof(CallPost));
+  append(layout.complete, ranks, sizeof(Flag));
+  append(layout.board, ranks, kExchangeRecordBytes);
+  append(layout.counts, checked_mul(2 * ranks, shape.num_experts, what), sizeof(int32_t));
+  append(layout.slot_records, shape.max_recv_tokens, kSlotRecordBytes);
+  append(layout.scatter_rows, layout.scatter_staging_rows, layout.row_stride);
+  append(layout.scatter_sidecars, layout.scatter_staging_rows, layout.sidecar_stride);
+  append(layout.scatter_weights, shape.max_recv_tokens, sizeof(float));
+  append(layout.gather_rows, layout.gather_staging_rows, layout.row_stride);
+  append(layout.gather_weights, tokens * shape.max_top_k, sizeof(float));
+  return layout;
+}
+
+} // namespace epx

@@ -1,0 +1,86 @@
+// How the ranks of a group make one call together on the host transport.
+//
+//   begin      the call gets its sequence number
+//   arrive     tells every peer what this rank offers; waits until all have; checks that they agree
+//   ...        ranks store into each other's windows
+//   complete   tells every peer that this rank's data is in place; waits until all have said so
+//
+// A rank that has arrived at call n has finished call n - 1, so whoever saw it arrive may store into its staging. Flags
+// carry sequence numbers, which only grow; nothing is reset between calls. Every wait is bounded, and ends early when a
+// peer has left a poison record in this rank's window.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "epx/epx.h"
+#include "runtime/group_context.h"
+#include "runtime/memory/window_layout.h"
+#include "runtime/status_board.h"
+#include "transport/exchange.h"
+#include "transport/peer_window.h"
+
+namespace epx::host {
+
+class CallProtocol {
+public:
+  CallProtocol(const GroupContext& context, PeerWindow window, StatusBoard& status);
+
+  // Throws the sticky failure if there is one. Returns the sequence number of the call, from 1.
+  uint64_t begin(epx_operation operation);
+
+  // `offer.operation` and `offer.sequence` are filled in here. Throws TIMEOUT, ABORTED, OUT_OF_SEQUENCE or MISMATCH
+  // (sticky).
+  void arrive(CallPost offer);
+
+  // What a rank offers in this call. After arrive.
+  const CallPost& offer_of(int rank) const { return offers_[static_cast<size_t>(rank)]; }
+
+  // Throws TIMEOUT or ABORTED (sticky).
+  void complete();
+
+  epx_operation operation() const { return operation_; }
+  uint64_t sequence() const { return sequence_; }
+
+  // Ends the group here and tells the peers. From any thread.
+  void abort();
+
+private:
+  void wait_for_peers(epx_phase phase);
+  uint64_t progress_of(int peer, epx_phase phase) const;
+  Failure failure_here(epx_status status) const;
+  void require_not_poisoned();
+  void require_same_terms();
+  void time_out(epx_phase phase); // throws unless the peers came after all
+  int find_culprit(int missing) const;
+  void poison_all(const Poison& poison);
+  [[noreturn]] void fail_as_poisoned(const Poison& poison);
+
+  const GroupContext& context_;
+  PeerWindow window_;
+  StatusBoard& status_;
+  std::vector<CallPost> offers_; // [P]
+  uint64_t sequence_ = 0;
+  epx_operation operation_ = EPX_OP_NONE;
+};
+
+// An exchange of small records as one call of the group.
+class CallExchange : public Exchange {
+public:
+  // `terms` holds what ranks must agree on for this operation.
+  CallExchange(CallProtocol& protocol, const GroupContext& context, PeerWindow window, epx_operation operation,
+               const CallPost& terms)
+      : protocol_(protocol), context_(context), window_(window), operation_(operation), terms_(terms) {}
+
+protected:
+  std::vector<ExchangeRecord> gather(ExchangeRecord mine) override;
+
+private:
+  CallProtocol& protocol_;
+  const GroupContext& context_;
+  PeerWindow window_;
+  epx_operation operation_;
+  CallPost terms_;
+};
+
+} // namespace epx::host

@@ -1,0 +1,183 @@
+// Gather: rows go from slots to their tokens' home ranks and are summed. combine weighs them; dispatch_bwd does not, and
+// brings the weights' gradients along.
+//
+// Precision wire: the experts' rank sums its slots of a token and sends one partial row. Precision exact: it sends each
+// slot's row and weight. What comes home lies at a place that depends only on the token and the rank's order, or the route.
+
+#include <algorithm>
+#include <cstring>
+
+#include "runtime/base/names.h"
+#include "runtime/stages/host/float_environment.h"
+#include "runtime/stages/host/host_stages.h"
+#include "runtime/stages/host/row_sums.h"
+
+namespace epx::host {
+
+struct HostStages::GatherTensors {
+  const std::byte* rows;        // [N, H]
+  const float* row_weights;     // [N]; applied in the sum; may be NULL
+  const float* carried_weights; // [N]; carried home beside the rows; may be NULL
+  std::byte* out;               // [T, H]
+  float* carried_out;           // [T, K]; NULL iff carried_weights is
+};
+
+void HostStages::send_partials_home(const MovementCall& call, const GatherTensors& tensors, const Movement& movement) {
+  const HandleReader& plan = movement.plan;
+  const int64_t bytes = row_bytes(call);
+  const bool weighted = tensors.row_weights != nullptr;
+  RowSums sums(call.dtype, call.hidden, weighted);
+  for (int64_t head = 0; head < plan.header->rows_in_use; ++head) {
+    const SlotRecord& record = plan.slot_records[head];
+    if (record.first == 0 || !is_active(record.source)) continue;
+    const int64_t home_row = partial_staging_row(context_.shape, record.token, call.top_k, record.order);
+    RowSum& partial = sums.next(
+        window_.at<std::byte>(record.source, context_.layout.gather_rows.offset + home_row * context_.layout.row_stride));
+    for (int64_t slot = head; slot >= 0; slot = plan.slot_records[slot].next_slot)
+      if (slot < call.recv_rows) partial.add(tensors.rows + slot * bytes, weighted ? tensors.row_weights[slot] : 1.0f);
+    if (partial.num_rows > 0) sums.submit_next();
+  }
+  sums.finish();
+}
+
+void HostStages::send_routes_home(const MovementCall& call, const GatherTensors& tensors, const Movement& movement) {
+  const HandleReader& plan = movement.plan;
+  const int64_t bytes = row_bytes(call);
+  const int64_t rows = std::min(call.recv_rows, plan.header->rows_in_use);
+  for (int64_t slot = 0; slot < rows; ++slot) {
+    const SlotRecord& record = plan.slot_records[slot];
+    if (record.source < 0 || !is_active(record.source)) continue;
+    const int64_t home_row = route_index(record.token, call.top_k, record.k);
+    std::memcpy(
+        window_.at<std::byte>(record.source, context_.layout.gather_rows.offset + home_row * context_.layout.row_stride),
+        tensors.rows + slot * bytes, static_cast<size_t>(bytes));
+  }
+  if (tensors.row_weights != nullptr) send_weights_home(call, tensors.row_weights, movement);
+}
+
+void HostStages::send_weights_home(const MovementCall& call, const float* weights, const Movement& movement) {
+  const HandleReader& plan = movement.plan;
+  const int64_t rows = std::min(call.recv_rows, plan.header->rows_in_use);
+  for (int64_t slot = 0; slot < rows; ++slot) {
+    const SlotRecord& record = plan.slot_records[slot];
+    if (record.source < 0 || !is_active(record.source)) continue;
+    window_.at<float>(record.source,
+                      context_.layout.gather_weights.offset)[route_index(record.token, call.top_k, record.k)] =
+        weights[slot];
+  }
+}
+
+// Calls add_rows(sum, routes, token) for each token, and computes the sums.
+template <typename AddRows>
+void HostStages::sum_tokens(const MovementCall& call, const GatherTensors& tensors, bool weighted,
+                            const AddRows& add_rows) const {
+  const int64_t bytes = row_bytes(call);
+  RowSums sums(call.dtype, call.hidden, weighted);
+  for (int64_t token = 0; token < call.num_tokens; ++token) {
+    add_rows(sums.next(tensors.out + token * bytes), token);
+    sums.submit_next();
+  }
+  sums.finish();
+}
+
+// Sums what has come home.
+void HostStages::sum_at_home(const MovementCall& call, const GatherTensors& tensors, const Movement& movement) const {
+  const WindowLayout& layout = context_.layout;
+  const bool exact = context_.shape.precision == EPX_COMBINE_EXACT;
+  const auto* staging = window_.local<std::byte>(layout.gather_rows.offset);
+  const auto* staged_weights = window_.local<float>(layout.gather_weights.offset);
+  sum_tokens(call, tensors, exact && tensors.row_weights != nullptr, [&](RowSum& sum, int64_t token) {
+    const Route* routes = movement.plan.routes + token * call.top_k;
+    uint64_t partials = 0; // one bit for each rank that sent one, by order, which ascends with the rank
+    for (int k = 0; k < call.top_k; ++k) {
+      if (!is_live(routes[k])) continue;
+      const int64_t index = route_index(token, call.top_k, k);
+      if (exact) sum.add(staging + index * layout.row_stride, staged_weights[index]);
+      partials |= uint64_t{1} << routes[k].order;
+    }
+    if (exact) return;
+    for (; partials != 0; partials &= partials - 1) {
+      const int64_t row = partial_staging_row(context_.shape, token, call.top_k, __builtin_ctzll(partials));
+      sum.add(staging + row * layout.row_stride, 1.0f);
+    }
+  });
+}
+
+// Whether the rows of all ranks, and the weights that go with them, lie where every rank can read them.
+bool HostStages::all_rows_in_reach(const GatherTensors& tensors) const {
+  const auto in_reach = [&](const CallPost& offer) {
+    return offer.recv_rows == 0 ||
+           (offer.rows_allocation >= 0 && (tensors.row_weights == nullptr || offer.weights_allocation >= 0));
+  };
+  for (int rank = 0; rank < window_.num_ranks; ++rank)
+    if (!in_reach(protocol_.offer_of(rank))) return false;
+  return true;
+}
+
+// Sums the rows from where they lie on their ranks: the same sums in the same order, without staging.
+void HostStages::sum_in_place(const MovementCall& call, const GatherTensors& tensors, const Movement& movement) const {
+  const bool exact = context_.shape.precision == EPX_COMBINE_EXACT;
+  const bool weighted = tensors.row_weights != nullptr;
+  const int64_t bytes = row_bytes(call);
+  sum_tokens(call, tensors, weighted, [&](RowSum& sum, int64_t token) {
+    const Route* routes = movement.plan.routes + token * call.top_k;
+    const auto add = [&](const Route& route) {
+      const auto rank = static_cast<size_t>(route.rank);
+      sum.add(scratch_.rows_base[rank] + route.slot * bytes, weighted ? scratch_.weights_base[rank][route.slot] : 1.0f);
+    };
+    uint64_t partials = 0; // one bit for each rank that has rows, by order, which ascends with the rank
+    for (int k = 0; k < call.top_k; ++k) {
+      if (!is_live(routes[k])) continue;
+      if (exact) add(routes[k]);
+      partials |= uint64_t{1} << routes[k].order;
+    }
+    if (exact) return;
+    for (; partials != 0; partials &= partials - 1) {
+      const int order = __builtin_ctzll(partials);
+      for (int k = 0; k < call.top_k; ++k)
+        if (is_live(routes[k]) && routes[k].order == order) add(routes[k]);
+      sum.end_group();
+    }
+  });
+}
+
+void HostStages::collect_weights_at_home(const MovementCall& call, const GatherTensors& tensors,
+                                         const Movement& movement) const {
+  const auto* staged = window_.local<float>(context_.layout.gather_weights.offset);
+  for (int64_t route = 0; route < call.num_tokens * call.top_k; ++route)
+    tensors.carried_out[route] = is_live(movement.plan.routes[route]) ? staged[route] : 0.0f;
+}
+
+void HostStages::gather(const MovementCall& call, const GatherTensors& tensors, const CallPost& offer) {
+  const DefaultFloatEnvironment environment;
+  const Movement movement = begin_movement(call, offer);
+  const bool in_reach = all_rows_in_reach(tensors); // the same on all ranks
+  if (movement.takes_part) {
+    find_rows();
+    if (in_reach)
+      sum_in_place(call, tensors, movement);
+    else if (context_.shape.precision == EPX_COMBINE_EXACT)
+      send_routes_home(call, tensors, movement);
+    else
+      send_partials_home(call, tensors, movement);
+    if (tensors.carried_weights != nullptr) send_weights_home(call, tensors.carried_weights, movement);
+  }
+  protocol_.complete(); // all that is sent has come home; all that is read in place has been read
+  if (!movement.takes_part) return;
+  if (!in_reach) sum_at_home(call, tensors, movement);
+  if (tensors.carried_out != nullptr) collect_weights_at_home(call, tensors, movement);
+}
+
+void HostStages::combine(const CombineCall& call) {
+  CallPost offer = make_offer(call, call.expert_out, call.recv_weights);
+  offer.weights = call.recv_weights != nullptr ? 1 : 0;
+  gather(call, {call.expert_out, call.recv_weights, nullptr, call.out, nullptr}, offer);
+}
+
+void HostStages::dispatch_bwd(const DispatchBwdCall& call) {
+  CallPost offer = make_offer(call, call.grad_recv, nullptr);
+  offer.weights = call.grad_recv_weights != nullptr ? 2 : 0;
+  gather(call, {call.grad_recv, nullptr, call.grad_recv_weights, call.grad_tokens, call.grad_topk_weights}, offer);
+}
+
+} // namespace epx::host

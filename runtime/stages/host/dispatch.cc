@@ -1,0 +1,177 @@
+// Scatter: rows go from tokens to slots. dispatch copies them; combine_bwd scales them and takes their products on arrival.
+//
+// A receiver whose rows lie in an allocation of the group gets each of them stored where it belongs. For any other the row
+// is staged once per token, and the receiver makes the copies.
+
+#include <array>
+#include <cstring>
+
+#include "runtime/base/names.h"
+#include "runtime/stages/host/float_environment.h"
+#include "runtime/stages/host/host_stages.h"
+#include "runtime/stages/host/rows/rows.h"
+
+namespace epx::host {
+
+struct HostStages::ScatterInput {
+  const std::byte* rows;    // [T, H]
+  const float* weights;     // [T, K]; may be NULL
+  const std::byte* sidecar; // [T, sidecar_bytes]
+  int64_t sidecar_bytes;    // 0: none
+};
+
+namespace {
+
+// A row that has reached its slot's rank.
+struct Arrival {
+  int64_t slot;
+  const std::byte* row;     // the slot itself when written in place, else staging
+  const std::byte* sidecar; // staging
+  float weight;             // meaningful when weights travel
+};
+
+} // namespace
+
+void HostStages::send_token(const MovementCall& call, const ScatterInput& input, const Route* routes, int64_t token) {
+  const WindowLayout& layout = context_.layout;
+  const int64_t bytes = row_bytes(call);
+  const std::byte* row = input.rows + token * bytes;
+  std::array<int32_t, kMaxTopK> first_slot; // by order of the receiver
+  uint64_t met = 0;                         // receivers whose first slot is known, a bit each by order
+  uint64_t staged = 0;                      // receivers that have the row (and sidecar) in staging
+  for (int k = 0; k < call.top_k; ++k) {
+    const Route& route = routes[k];
+    if (route.slot < 0) continue;
+    const uint64_t bit = uint64_t{1} << route.order;
+    if ((met & bit) == 0) first_slot[static_cast<size_t>(route.order)] = route.slot;
+    met |= bit;
+    if (!is_live(route)) continue;
+
+    std::byte* in_place = scratch_.rows_base[static_cast<size_t>(route.rank)];
+    if (in_place != nullptr) std::memcpy(in_place + route.slot * bytes, row, static_cast<size_t>(bytes));
+    if ((staged & bit) == 0) {
+      staged |= bit;
+      const int64_t staging_row =
+          scatter_staging_row(layout, context_.shape, window_.rank, token, first_slot[static_cast<size_t>(route.order)]);
+      if (in_place == nullptr)
+        std::memcpy(window_.at<std::byte>(route.rank, layout.scatter_rows.offset + staging_row * layout.row_stride), row,
+                    static_cast<size_t>(bytes));
+      if (input.sidecar_bytes > 0)
+        std::memcpy(window_.at<std::byte>(route.rank, layout.scatter_sidecars.offset + staging_row * layout.sidecar_stride),
+                    input.sidecar + token * input.sidecar_bytes, static_cast<size_t>(input.sidecar_bytes));
+    }
+    if (input.weights != nullptr)
+      window_.at<float>(route.rank, layout.scatter_weights.offset)[route.slot] = input.weights[token * call.top_k + k];
+  }
+}
+
+void HostStages::send_rows(const MovementCall& call, const ScatterInput& input, const Movement& movement) {
+  find_rows();
+  for (int64_t token = 0; token < call.num_tokens; ++token)
+    send_token(call, input, movement.plan.routes + token * call.top_k, token);
+}
+
+// Hands every slot below N to the receiver: arrived(Arrival), or absent(slot) for pads and for rows whose source took part
+// without routes.
+template <typename Receiver>
+void HostStages::receive_rows(const MovementCall& call, const Movement& movement, const Receiver& receiver) const {
+  const WindowLayout& layout = context_.layout;
+  const HandleReader& plan = movement.plan;
+  const std::byte* own_rows = scratch_.rows_base[static_cast<size_t>(window_.rank)];
+  const auto* weights = window_.local<float>(layout.scatter_weights.offset);
+  const int num_local_experts = experts_.num_local_experts(window_.rank);
+  for (int expert = 0; expert < num_local_experts; ++expert) {
+    const int64_t end_of_rows = plan.zone_begin[expert] + plan.zone_rows[expert];
+    for (int64_t head = plan.zone_begin[expert]; head < end_of_rows; ++head) {
+      const SlotRecord& record = plan.slot_records[head];
+      if (record.first == 0) continue; // reached through the chain of its token
+      const int64_t staging_row = scatter_staging_row(layout, context_.shape, record.source, record.token, head);
+      const auto* staged_row = window_.local<std::byte>(layout.scatter_rows.offset + staging_row * layout.row_stride);
+      const auto* sidecar = window_.local<std::byte>(layout.scatter_sidecars.offset + staging_row * layout.sidecar_stride);
+      for (int64_t slot = head; slot >= 0; slot = plan.slot_records[slot].next_slot) {
+        if (slot >= call.recv_rows) continue;
+        if (!is_active(record.source)) {
+          receiver.absent(slot);
+          continue;
+        }
+        const std::byte* row = own_rows != nullptr ? own_rows + slot * row_bytes(call) : staged_row;
+        receiver.arrived(Arrival{slot, row, sidecar, weights[slot]});
+      }
+    }
+    for (int64_t pad = end_of_rows; pad < plan.zone_begin[expert + 1] && pad < call.recv_rows; ++pad)
+      receiver.absent(pad);
+  }
+}
+
+template <typename Receiver>
+void HostStages::scatter(const MovementCall& call, const ScatterInput& input, CallPost offer, const Receiver& receiver) {
+  const Movement movement = begin_movement(call, offer);
+  if (movement.takes_part) send_rows(call, input, movement);
+  protocol_.complete();
+  if (movement.takes_part) receive_rows(call, movement, receiver);
+}
+
+namespace {
+
+struct DispatchReceiver {
+  const DispatchCall& call;
+  int64_t row_bytes;
+
+  void arrived(const Arrival& arrival) const {
+    std::byte* row = call.recv_tokens + arrival.slot * row_bytes;
+    if (row != arrival.row) std::memcpy(row, arrival.row, static_cast<size_t>(row_bytes));
+    if (call.sidecar_bytes > 0)
+      std::memcpy(call.recv_sidecar + arrival.slot * call.sidecar_bytes, arrival.sidecar,
+                  static_cast<size_t>(call.sidecar_bytes));
+    if (call.recv_weights != nullptr) call.recv_weights[arrival.slot] = arrival.weight;
+  }
+
+  void absent(int64_t slot) const {
+    std::memset(call.recv_tokens + slot * row_bytes, 0, static_cast<size_t>(row_bytes));
+    if (call.sidecar_bytes > 0)
+      std::memset(call.recv_sidecar + slot * call.sidecar_bytes, 0, static_cast<size_t>(call.sidecar_bytes));
+    if (call.recv_weights != nullptr) call.recv_weights[slot] = 0.0f;
+  }
+};
+
+struct CombineBwdReceiver {
+  const CombineBwdCall& call;
+  int64_t row_bytes;
+  const rows::RowKernels& kernels = rows::row_kernels();
+
+  void arrived(const Arrival& arrival) const {
+    std::byte* grad = call.grad_expert_out + arrival.slot * row_bytes;
+    if (call.grad_recv_weights != nullptr) // before the row is scaled where it lies
+      call.grad_recv_weights[arrival.slot] =
+          kernels.dot(call.dtype, arrival.row, call.expert_out + arrival.slot * row_bytes, call.hidden);
+    if (call.recv_weights != nullptr)
+      kernels.scale(call.dtype, grad, arrival.row, call.recv_weights[arrival.slot], call.hidden);
+    else if (grad != arrival.row)
+      std::memcpy(grad, arrival.row, static_cast<size_t>(row_bytes));
+  }
+
+  void absent(int64_t slot) const {
+    std::memset(call.grad_expert_out + slot * row_bytes, 0, static_cast<size_t>(row_bytes));
+    if (call.grad_recv_weights != nullptr) call.grad_recv_weights[slot] = 0.0f;
+  }
+};
+
+} // namespace
+
+void HostStages::dispatch(const DispatchCall& call) {
+  CallPost offer = make_offer(call, call.recv_tokens, nullptr);
+  offer.weights = call.topk_weights != nullptr ? 1 : 0;
+  offer.sidecar_bytes = call.sidecar_bytes;
+  const ScatterInput input{call.tokens, call.topk_weights, call.sidecar, call.sidecar_bytes};
+  scatter(call, input, offer, DispatchReceiver{call, row_bytes(call)});
+}
+
+void HostStages::combine_bwd(const CombineBwdCall& call) {
+  const DefaultFloatEnvironment environment;
+  CallPost offer = make_offer(call, call.grad_expert_out, nullptr);
+  offer.weights = (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0);
+  const ScatterInput input{call.grad_out, nullptr, nullptr, 0};
+  scatter(call, input, offer, CombineBwdReceiver{call, row_bytes(call)});
+}
+
+} // namespace epx::host

@@ -1,0 +1,122 @@
+#include "runtime/stages/host/host_stages.h"
+
+#include <algorithm>
+#include <string>
+
+#include <fmt/format.h>
+
+#include "runtime/base/names.h"
+
+namespace epx::host {
+
+HostStages::HostStages(const GroupContext& context, PeerWindow window, const Allocations& allocations,
+                       CallProtocol& protocol, StatusBoard& status)
+    : context_(context), window_(window), allocations_(allocations), protocol_(protocol),
+      status_(status), experts_{context.shape.num_experts, context.shape.num_ranks}, scratch_(context.shape) {}
+
+int64_t HostStages::row_bytes(const MovementCall& call) const {
+  return call.hidden * element_bytes(call.dtype);
+}
+
+std::string HostStages::why_unusable(const MovementCall& call, const HandleHeader& header) const {
+  if (header.magic != kHandleMagic) return "the handle memory was not filled in by epx_prepare";
+  if (header.checksum != header_checksum(header)) return "the header of the handle memory is damaged";
+  if (header.group_id != context_.group_id)
+    return fmt::format("the handle memory belongs to group {:016x}, this group is {:016x}", header.group_id,
+                       context_.group_id);
+  if (header.rank != window_.rank)
+    return fmt::format("the handle memory belongs to rank {}, this is rank {}", header.rank, window_.rank);
+  if (header.top_k != call.top_k || header.alignment != call.alignment)
+    return fmt::format(
+        "the handle memory was prepared for top_k {} and alignment {}, the call passes top_k {} and alignment {}",
+        header.top_k, header.alignment, call.top_k, call.alignment);
+  if (header.num_tokens != call.num_tokens)
+    return fmt::format("the handle memory was prepared for {} tokens, the call passes {}", header.num_tokens,
+                       call.num_tokens);
+  return "";
+}
+
+// Routes of this rank whose slot is at or above N.
+void HostStages::report_rows_beyond(const MovementCall& call, const HandleReader& plan) {
+  const int num_local_experts = experts_.num_local_experts(window_.rank);
+  int64_t beyond = 0;
+  for (int expert = 0; expert < num_local_experts; ++expert) {
+    const int64_t end = plan.zone_begin[expert] + plan.zone_rows[expert];
+    beyond += std::max<int64_t>(0, end - std::max<int64_t>(call.recv_rows, plan.zone_begin[expert]));
+  }
+  if (beyond == 0) return;
+  status_.record(
+      {EPX_EVENT_TOO_FEW_ROWS, call.operation, protocol_.sequence(), static_cast<uint64_t>(beyond),
+       fmt::format("{} (call {}): the receive tensors have {} rows, {} are in use: {} routes were dropped",
+                   name_of(call.operation), protocol_.sequence(), call.recv_rows, plan.header->rows_in_use, beyond)});
+}
+
+// What this rank offers its peers: receive rows (and weights) that they may reach where they lie in an allocation.
+CallPost HostStages::make_offer(const MovementCall& call, const std::byte* rows, const float* weights) const {
+  CallPost offer{};
+  offer.rows_allocation = -1;
+  offer.weights_allocation = -1;
+  const int64_t bytes = call.recv_rows * row_bytes(call);
+  if (const auto place = allocations_.locate(rows, bytes)) {
+    offer.rows_allocation = place->allocation;
+    offer.rows_offset = place->offset;
+  }
+  const int64_t weight_bytes = call.recv_rows * static_cast<int64_t>(sizeof(float));
+  if (const auto place = allocations_.locate(reinterpret_cast<const std::byte*>(weights), weight_bytes)) {
+    offer.weights_allocation = place->allocation;
+    offer.weights_offset = place->offset;
+  }
+  return offer;
+}
+
+// Where each peer's receive rows and weights can be reached; NULL where they cannot.
+void HostStages::find_rows() {
+  for (int rank = 0; rank < window_.num_ranks; ++rank) {
+    const CallPost& offer = protocol_.offer_of(rank);
+    const auto index = static_cast<size_t>(rank);
+    scratch_.rows_base[index] =
+        offer.rows_allocation < 0 ? nullptr : allocations_.peer_address(rank, {offer.rows_allocation, offer.rows_offset});
+    scratch_.weights_base[index] = offer.weights_allocation < 0
+                                       ? nullptr
+                                       : reinterpret_cast<const float*>(allocations_.peer_address(
+                                             rank, {offer.weights_allocation, offer.weights_offset}));
+  }
+}
+
+HostStages::Movement HostStages::begin_movement(const MovementCall& call, CallPost offer) {
+  const HandleReader plan(call.handle_mem, make_handle_layout(context_.shape, call.top_k));
+  const std::string why = why_unusable(call, *plan.header);
+  const bool usable = why.empty();
+
+  offer.top_k = call.top_k;
+  offer.alignment = call.alignment;
+  offer.hidden = call.hidden;
+  offer.dtype = call.dtype;
+  offer.plan_id = usable ? plan.header->plan_id : 0;
+  offer.recv_rows = call.recv_rows;
+  protocol_.begin(call.operation);
+  protocol_.arrive(offer);
+
+  const auto report_mismatch = [&](const std::string& reason) {
+    status_.record({EPX_EVENT_HANDLE_MISMATCH, call.operation, protocol_.sequence(), 1,
+                    fmt::format("{} (call {}): {}", name_of(call.operation), protocol_.sequence(), reason)});
+  };
+  if (!usable) report_mismatch(why + "; this rank took part without routes");
+  int stranger = -1; // a rank whose handle memory comes from another prepare
+  for (int rank = 0; rank < window_.num_ranks; ++rank) {
+    const uint64_t plan_id = protocol_.offer_of(rank).plan_id;
+    const bool same_plan = usable && plan_id == offer.plan_id;
+    scratch_.active[static_cast<size_t>(rank)] = same_plan ? 1 : 0;
+    if (usable && plan_id != 0 && !same_plan && stranger < 0) stranger = rank;
+  }
+  if (stranger >= 0)
+    report_mismatch(
+        fmt::format("the handle memory was prepared in call {} here and in call {} on rank {}; routes between such "
+                    "ranks were dropped",
+                    offer.plan_id, protocol_.offer_of(stranger).plan_id, stranger));
+  if (!usable) return {plan, false};
+  report_rows_beyond(call, plan);
+  return {plan, true};
+}
+
+} // namespace epx::host

@@ -1,0 +1,89 @@
+// The stages on shared memory: one thread per rank, loops over rows, plain stores into the peers' windows.
+#pragma once
+
+#include <string>
+
+#include "runtime/group_context.h"
+#include "runtime/memory/allocations.h"
+#include "runtime/memory/handle_memory.h"
+#include "runtime/stages/host/call_protocol.h"
+#include "runtime/stages/host/scratch.h"
+#include "runtime/stages/slots.h"
+#include "runtime/stages/stages.h"
+#include "runtime/status_board.h"
+
+namespace epx::host {
+
+class HostStages : public Stages {
+public:
+  // All arguments must outlive the stages.
+  HostStages(const GroupContext& context, PeerWindow window, const Allocations& allocations, CallProtocol& protocol,
+             StatusBoard& status);
+
+  void prepare(const PrepareCall& call) override;
+  void dispatch(const DispatchCall& call) override;
+  void combine(const CombineCall& call) override;
+  void combine_bwd(const CombineBwdCall& call) override;
+  void dispatch_bwd(const DispatchBwdCall& call) override;
+
+private:
+  // One movement in progress: the plan, and who takes part.
+  struct Movement {
+    HandleReader plan;
+    bool takes_part; // false: the handle memory is not this call's; outputs stay untouched
+  };
+
+  // prepare.cc
+  void count_routes(const PrepareCall& call);
+  void publish_counts() const;
+  void assign_slots(const PrepareCall& call, HandleWriter& plan, int64_t& dropped);
+  void write_zone_tables(const PrepareCall& call, HandleWriter& plan, int64_t* info) const;
+  void copy_outputs(const PrepareCall& call, const HandleWriter& plan) const;
+  const int32_t* counts_of(int rank) const;
+
+  // host_stages.cc: what both movements share
+  CallPost make_offer(const MovementCall& call, const std::byte* rows, const float* weights) const;
+  void find_rows();
+  Movement begin_movement(const MovementCall& call, CallPost offer);
+  std::string why_unusable(const MovementCall& call, const HandleHeader& header) const;
+  void report_rows_beyond(const MovementCall& call, const HandleReader& plan);
+  bool is_active(int rank) const { return scratch_.active[static_cast<size_t>(rank)] != 0; }
+  // Whether a route takes part in this call: kept by prepare, its rank active, its slot below that rank's N.
+  bool is_live(const Route& route) const {
+    return route.slot >= 0 && is_active(route.rank) && route.slot < protocol_.offer_of(route.rank).recv_rows;
+  }
+
+  // dispatch.cc
+  struct ScatterInput;
+  template <typename Receiver>
+  void scatter(const MovementCall& call, const ScatterInput& input, CallPost offer, const Receiver& receiver);
+  void send_rows(const MovementCall& call, const ScatterInput& input, const Movement& movement);
+  void send_token(const MovementCall& call, const ScatterInput& input, const Route* routes, int64_t token);
+  template <typename Receiver>
+  void receive_rows(const MovementCall& call, const Movement& movement, const Receiver& receiver) const;
+
+  // combine.cc
+  struct GatherTensors;
+  void gather(const MovementCall& call, const GatherTensors& tensors, const CallPost& offer);
+  void send_partials_home(const MovementCall& call, const GatherTensors& tensors, const Movement& movement);
+  void send_routes_home(const MovementCall& call, const GatherTensors& tensors, const Movement& movement);
+  void send_weights_home(const MovementCall& call, const float* weights, const Movement& movement);
+  bool all_rows_in_reach(const GatherTensors& tensors) const;
+  template <typename AddRows>
+  void sum_tokens(const MovementCall& call, const GatherTensors& tensors, bool weighted, const AddRows& add_rows) const;
+  void sum_in_place(const MovementCall& call, const GatherTensors& tensors, const Movement& movement) const;
+  void sum_at_home(const MovementCall& call, const GatherTensors& tensors, const Movement& movement) const;
+  void collect_weights_at_home(const MovementCall& call, const GatherTensors& tensors, const Movement& movement) const;
+
+  int64_t row_bytes(const MovementCall& call) const;
+
+  const GroupContext& context_;
+  PeerWindow window_;
+  const Allocations& allocations_;
+  CallProtocol& protocol_;
+  StatusBoard& status_;
+  ExpertBlocks experts_;
+  Scratch scratch_;
+};
+
+} // namespace epx::host

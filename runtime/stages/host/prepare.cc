@@ -1,0 +1,224 @@
+// prepare: ranks exchange their route counts, and each computes its own slots from the P x E matrix by a stable counting
+// sort. Then each tells the receivers where their slots come from.
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include <fmt/format.h>
+
+#include "runtime/base/names.h"
+#include "runtime/stages/host/host_stages.h"
+
+namespace epx::host {
+namespace {
+
+int64_t index_at(const PrepareCall& call, int64_t route) {
+  return call.topk_idx_is_64 ? static_cast<const int64_t*>(call.topk_idx)[route]
+                             : static_cast<const int32_t*>(call.topk_idx)[route];
+}
+
+void store_count(const PrepareCall& call, void* tensor, int64_t index, int64_t value) {
+  if (call.counts_are_64)
+    static_cast<int64_t*>(tensor)[index] = value;
+  else
+    static_cast<int32_t*>(tensor)[index] = static_cast<int32_t>(value);
+}
+
+} // namespace
+
+const int32_t* HostStages::counts_of(int rank) const {
+  // Two matrices by parity of the call: a peer that is already in call n + 1 writes the other one.
+  const int64_t parity = static_cast<int64_t>(protocol_.sequence() & 1);
+  const int64_t row = parity * window_.num_ranks + rank;
+  return window_.local<int32_t>(context_.layout.counts.offset) + row * context_.shape.num_experts;
+}
+
+void HostStages::count_routes(const PrepareCall& call) {
+  std::fill(scratch_.route_counts.begin(), scratch_.route_counts.end(), 0);
+  const int64_t num_routes = call.num_tokens * call.top_k;
+  int64_t bad = 0;
+  int64_t first_bad = -1;
+  for (int64_t route = 0; route < num_routes; ++route) {
+    const int64_t expert = index_at(call, route);
+    if (expert >= 0 && expert < context_.shape.num_experts) {
+      ++scratch_.route_counts[static_cast<size_t>(expert)];
+    } else if (expert != -1) {
+      if (bad++ == 0) first_bad = route;
+    }
+  }
+  if (bad == 0) return;
+  status_.record(
+      {EPX_EVENT_BAD_INDEX, EPX_OP_PREPARE, protocol_.sequence(), static_cast<uint64_t>(bad),
+       fmt::format("prepare (call {}): {} bad entries in topk_idx, the first is {} at token {}, k {}; indices are -1 or "
+                   "0..{}; these routes were treated as masked",
+                   protocol_.sequence(), bad, index_at(call, first_bad), first_bad / call.top_k, first_bad % call.top_k,
+                   context_.shape.num_experts - 1)});
+}
+
+void HostStages::publish_counts() const {
+  const auto offset = reinterpret_cast<const std::byte*>(counts_of(window_.rank)) - window_.bases[window_.rank];
+  const size_t bytes = scratch_.route_counts.size() * sizeof(int32_t);
+  for (int peer = 0; peer < window_.num_ranks; ++peer)
+    std::memcpy(window_.at<int32_t>(peer, offset), scratch_.route_counts.data(), bytes);
+}
+
+// Gives each route of this rank its slot, writes the routes into the handle memory, and the slots' origins into the windows
+// of the ranks that own the slots.
+void HostStages::assign_slots(const PrepareCall& call, HandleWriter& plan, int64_t& dropped) {
+  const GroupShape& shape = context_.shape;
+  const int64_t usable = usable_slots(shape.max_recv_tokens, call.alignment);
+  for (int rank = 0; rank < shape.num_ranks; ++rank) {
+    int64_t zone = 0;
+    for (int expert = experts_.first_expert(rank); expert < experts_.first_expert(rank + 1); ++expert) {
+      int64_t demand = 0;
+      for (int source = 0; source < shape.num_ranks; ++source) {
+        if (source == window_.rank) scratch_.next_slot[static_cast<size_t>(expert)] = zone + demand;
+        demand += counts_of(source)[expert];
+      }
+      zone += zone_rows(demand, call.alignment);
+    }
+  }
+
+  dropped = 0;
+  for (int64_t token = 0; token < call.num_tokens; ++token) {
+    Route* routes = plan.routes + token * call.top_k;
+    std::array<int32_t, kMaxTopK> ranks; // that this token goes to, then ascending and without duplicates
+    int num_ranks = 0;
+    for (int k = 0; k < call.top_k; ++k) {
+      const int64_t expert = index_at(call, token * call.top_k + k);
+      routes[k] = {-1, -1, 0};
+      if (expert < 0 || expert >= shape.num_experts) continue;
+      const int64_t slot = scratch_.next_slot[static_cast<size_t>(expert)]++;
+      if (slot >= usable) {
+        ++dropped;
+        continue;
+      }
+      routes[k] = {static_cast<int32_t>(slot), experts_.rank_of(static_cast<int>(expert)), 0};
+      ranks[static_cast<size_t>(num_ranks++)] = routes[k].rank;
+    }
+    std::sort(ranks.begin(), ranks.begin() + num_ranks);
+    const auto ranks_end = std::unique(ranks.begin(), ranks.begin() + num_ranks);
+
+    // From the last k to the first, so that each slot can name the next one of its token on the same rank.
+    std::array<int32_t, kMaxTopK> next_slot;
+    next_slot.fill(-1);
+    std::array<SlotRecord*, kMaxTopK> head{};
+    for (int k = call.top_k - 1; k >= 0; --k) {
+      Route& route = routes[k];
+      if (route.slot < 0) continue;
+      route.order = static_cast<int32_t>(std::lower_bound(ranks.begin(), ranks_end, route.rank) - ranks.begin());
+      const auto order = static_cast<size_t>(route.order);
+      auto* record = window_.at<SlotRecord>(route.rank, context_.layout.slot_records.offset) + route.slot;
+      *record = {window_.rank,    static_cast<int32_t>(token), static_cast<uint8_t>(k), 0, static_cast<uint16_t>(order),
+                 next_slot[order]};
+      next_slot[order] = route.slot;
+      head[order] = record;
+    }
+    for (auto order = ranks.begin(); order != ranks_end; ++order)
+      head[static_cast<size_t>(order - ranks.begin())]->first = 1;
+  }
+}
+
+// Zones of this rank's experts, and the outputs that follow from the counts alone.
+void HostStages::write_zone_tables(const PrepareCall& call, HandleWriter& plan, int64_t* info) const {
+  const int64_t usable = usable_slots(context_.shape.max_recv_tokens, call.alignment);
+  const int first = experts_.first_expert(window_.rank);
+  const int num_local_experts = experts_.num_local_experts(window_.rank);
+  int64_t zone = 0;
+  int64_t total_demand = 0;
+  int64_t total_kept = 0;
+  for (int expert = 0; expert < num_local_experts; ++expert) {
+    int64_t demand = 0;
+    for (int source = 0; source < context_.shape.num_ranks; ++source)
+      demand += counts_of(source)[first + expert];
+    const int64_t kept = std::clamp<int64_t>(usable - zone, 0, demand);
+    plan.zone_begin[expert] = static_cast<int32_t>(std::min(zone, usable));
+    plan.zone_rows[expert] = static_cast<int32_t>(kept);
+    store_count(call, call.counts, expert, kept);
+    store_count(call, call.offsets, expert, std::min(zone, usable));
+    zone += zone_rows(demand, call.alignment);
+    total_demand += demand;
+    total_kept += kept;
+  }
+  const int64_t rows_in_use = std::min(zone, usable);
+  plan.zone_begin[num_local_experts] = static_cast<int32_t>(rows_in_use);
+  plan.header->rows_in_use = rows_in_use;
+  store_count(call, call.offsets, num_local_experts, rows_in_use);
+  info[0] = total_demand;
+  info[1] = total_kept;
+  info[2] = total_demand - total_kept;
+  info[4] = zone;
+}
+
+void HostStages::copy_outputs(const PrepareCall& call, const HandleWriter& plan) const {
+  const GroupShape& shape = context_.shape;
+  if (call.global_counts != nullptr)
+    for (int rank = 0; rank < shape.num_ranks; ++rank)
+      for (int expert = 0; expert < shape.num_experts; ++expert)
+        store_count(call, call.global_counts, static_cast<int64_t>(rank) * shape.num_experts + expert,
+                    counts_of(rank)[expert]);
+  if (call.slot != nullptr)
+    for (int64_t route = 0; route < call.num_tokens * call.top_k; ++route)
+      call.slot[route] = plan.routes[route].slot;
+  if (call.slot_origin != nullptr) {
+    for (int64_t slot = 0; slot < shape.max_recv_tokens; ++slot) {
+      int32_t* origin = call.slot_origin + 3 * slot;
+      const bool in_use = slot < plan.header->rows_in_use && plan.slot_records[slot].source >= 0;
+      const SlotRecord none{-1, -1, 0, 0, 0, -1};
+      const SlotRecord& record = in_use ? plan.slot_records[slot] : none;
+      origin[0] = record.source;
+      origin[1] = record.token;
+      origin[2] = in_use ? record.k : -1;
+    }
+  }
+}
+
+void HostStages::prepare(const PrepareCall& call) {
+  HandleWriter plan(call.handle_mem, make_handle_layout(context_.shape, call.top_k));
+  protocol_.begin(EPX_OP_PREPARE);
+  count_routes(call);
+  publish_counts();
+  CallPost offer{};
+  offer.top_k = call.top_k;
+  offer.alignment = call.alignment;
+  protocol_.arrive(offer);
+
+  std::array<int64_t, 5> info{};
+  *plan.header = {};
+  write_zone_tables(call, plan, info.data());
+  assign_slots(call, plan, info[3]);
+  protocol_.complete();
+
+  // The window holds what the peers stored; pads get records that say so.
+  const auto* delivered = window_.local<SlotRecord>(context_.layout.slot_records.offset);
+  std::memcpy(plan.slot_records, delivered, static_cast<size_t>(plan.header->rows_in_use) * sizeof(SlotRecord));
+  for (int expert = 0; expert < experts_.num_local_experts(window_.rank); ++expert) {
+    const SlotRecord pad{-1, -1, 0, 0, 0, -1};
+    std::fill(plan.slot_records + plan.zone_begin[expert] + plan.zone_rows[expert],
+              plan.slot_records + plan.zone_begin[expert + 1], pad);
+  }
+
+  HandleHeader header{};
+  header.magic = kHandleMagic;
+  header.group_id = context_.group_id;
+  header.plan_id = protocol_.sequence();
+  header.num_tokens = call.num_tokens;
+  header.rows_in_use = plan.header->rows_in_use;
+  header.top_k = call.top_k;
+  header.alignment = call.alignment;
+  header.rank = window_.rank;
+  header.checksum = header_checksum(header);
+  *plan.header = header;
+
+  if (call.info != nullptr) std::copy(info.begin(), info.end(), call.info);
+  copy_outputs(call, plan);
+  if (context_.overflow == EPX_OVERFLOW_ERROR && info[2] > 0)
+    status_.record(
+        {EPX_EVENT_OVERFLOW, EPX_OP_PREPARE, protocol_.sequence(), static_cast<uint64_t>(info[2]),
+         fmt::format("prepare (call {}): {} of {} routes to this rank, {}, were dropped: {} rows would be needed, "
+                     "max_recv_tokens_per_rank is {}",
+                     protocol_.sequence(), info[2], info[0], window_.rank, info[4], context_.shape.max_recv_tokens)});
+}
+
+} // namespace epx::host

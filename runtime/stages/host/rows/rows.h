@@ -1,0 +1,42 @@
+// Arithmetic on rows of float32, float16 or bfloat16, by the contract's rounding: to nearest even, overflow to infinity,
+// subnormals kept, every product and sum an explicit fma or addition in float32.
+//
+// The same source is compiled for several instruction sets; all give the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "epx/epx.h"
+
+namespace epx::rows {
+
+struct RowKernels {
+  const char* instruction_set;
+
+  // out[c] = round(sum over i < num_rows of weights[i] * rows[i][c]), each step acc = fma(w, x, acc) from +0; without
+  // weights acc + x. num_rows may be 0. out overlaps no row.
+  void (*weighted_sum)(epx_dtype dtype, std::byte* out, const std::byte* const* rows, const float* weights, int num_rows,
+                       int64_t cols);
+
+  // The same in two steps: the rows come in num_groups groups of group_sizes[g] rows; each group is summed and rounded as
+  // by weighted_sum, then these partial sums are.
+  void (*sum_of_groups)(epx_dtype dtype, std::byte* out, const std::byte* const* rows, const float* weights,
+                        const int* group_sizes, int num_groups, int64_t cols);
+
+  // out[c] = round(weight * in[c]). out may be in.
+  void (*scale)(epx_dtype dtype, std::byte* out, const std::byte* in, float weight, int64_t cols);
+
+  // acc[c mod 256] = fma(a[c], b[c], acc[c mod 256]) from +0 with c ascending; then adjacent pairs are added until one is
+  // left.
+  float (*dot)(epx_dtype dtype, const std::byte* a, const std::byte* b, int64_t cols);
+};
+
+// The fastest that this processor runs.
+const RowKernels& row_kernels();
+
+// All that this processor runs, the portable one first. For tests.
+int num_row_kernels();
+const RowKernels& row_kernels(int index);
+
+} // namespace epx::rows

@@ -1,0 +1,70 @@
+#include "runtime/status_board.h"
+
+#include <algorithm>
+
+#include "runtime/base/error.h"
+#include "runtime/base/log.h"
+#include "runtime/base/names.h"
+
+namespace epx {
+
+void StatusBoard::require_healthy() const {
+  const std::scoped_lock lock(mutex_);
+  if (failure_) throw Error(failure_->status, failure_->message);
+}
+
+bool StatusBoard::is_healthy() const {
+  const std::scoped_lock lock(mutex_);
+  return !failure_;
+}
+
+void StatusBoard::fail(const Failure& failure) {
+  const std::scoped_lock lock(mutex_);
+  if (!failure_) {
+    failure_ = failure;
+    log::group().error("{}: {}", name_of(failure.status), failure.message);
+  }
+  throw Error(failure_->status, failure_->message);
+}
+
+void StatusBoard::record(const Event& event) {
+  const std::scoped_lock lock(mutex_);
+  event_counts_[event.kind] += event.count;
+  if (!first_event_) first_event_ = event;
+}
+
+void StatusBoard::report(epx_group_report& report) {
+  const std::scoped_lock lock(mutex_);
+  const size_t struct_size = report.struct_size;
+  report = {};
+  report.struct_size = struct_size;
+  report.culprit = -1;
+
+  std::string message;
+  if (first_event_) {
+    report.first_event = first_event_->kind;
+    report.first_event_operation = first_event_->operation;
+    report.first_event_sequence = first_event_->sequence;
+    message = first_event_->message;
+  }
+  std::copy(event_counts_.begin(), event_counts_.end(), report.event_counts);
+  if (failure_) {
+    report.status = failure_->status;
+    report.operation = failure_->operation;
+    report.phase = failure_->phase;
+    report.culprit = failure_->culprit;
+    report.sequence = failure_->sequence;
+    report.expected = failure_->expected;
+    report.seen = failure_->seen;
+    report.num_missing = static_cast<int32_t>(failure_->missing.size());
+    std::copy_n(failure_->missing.begin(), std::min<size_t>(failure_->missing.size(), EPX_MAX_REPORTED_RANKS),
+                report.missing);
+    message = failure_->message;
+  }
+  message.copy(report.message, EPX_MAX_MESSAGE_BYTES - 1);
+
+  event_counts_ = {};
+  first_event_.reset();
+}
+
+} // namespace epx

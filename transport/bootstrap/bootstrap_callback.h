@@ -1,0 +1,50 @@
+// What the ready-made bootstraps share: the guard of their callbacks, and the words for ranks.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "epx/epx.h"
+#include "runtime/base/error.h"
+
+namespace epx {
+
+// "rank 2", "ranks 0, 2, 5".
+inline std::string name_ranks(std::span<const int> ranks) {
+  return fmt::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", fmt::join(ranks, ", "));
+}
+
+// Runs `body` inside a callback of epx_bootstrap: nothing throws into C, a failure goes to `message`.
+template <typename Body>
+epx_status run_callback(char* message, size_t message_bytes, Body&& body) noexcept {
+  const auto tell = [&](std::string_view text) {
+    if (message == nullptr || message_bytes == 0) return;
+    message[text.copy(message, message_bytes - 1)] = '\0';
+  };
+  try {
+    std::forward<Body>(body)();
+    return EPX_SUCCESS;
+  } catch (const Error& error) {
+    tell(error.message());
+    return error.status();
+  } catch (const std::bad_alloc&) {
+    tell("out of host memory");
+    return EPX_ERROR_OUT_OF_MEMORY;
+  } catch (const std::exception& error) {
+    tell(error.what());
+    return EPX_ERROR_INTERNAL;
+  } catch (...) {
+    tell("unknown exception");
+    return EPX_ERROR_INTERNAL;
+  }
+}
+
+} // namespace epx

@@ -1,0 +1,387 @@
+#include "transport/bootstrap/file.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string_view>
+#include <vector>
+
+#include "runtime/base/error.h"
+#include "transport/bootstrap/bootstrap_callback.h"
+#include "transport/bootstrap/deadline.h"
+#include "transport/bootstrap/file_letters.h"
+#include "transport/bootstrap/file_meeting.h"
+#include "transport/bootstrap/rendezvous_directory.h"
+
+namespace epx {
+namespace {
+
+using namespace std::chrono_literals;
+using std::chrono::milliseconds;
+
+constexpr auto kFirstSleep = 200us;
+constexpr auto kLongestSleep = 5ms;
+constexpr auto kAnswerTime = 2s;    // from rank 0 taking the parts to its answer
+constexpr auto kLingerTime = 250ms; // for bad news to be read before it is cleared away
+
+// Rank 0's verdict on who is missing should come before the others lose patience.
+milliseconds grace_for(milliseconds timeout) {
+  return std::min<milliseconds>(timeout / 2, 250ms);
+}
+
+// No file of a live job is as old as this: each wait for one ends earlier, as long as jobs of the same id are run alike.
+std::chrono::seconds leftover_age(milliseconds timeout) {
+  constexpr milliseconds kLongest = 365 * 24h; // doubles without overflow
+  return std::max<std::chrono::seconds>(10min, std::chrono::ceil<std::chrono::seconds>(2 * std::min(timeout, kLongest)));
+}
+
+// One rank's end of a session: a row of all-gathers in which rank 0 collects and answers. The first is the meeting itself.
+class FileSession {
+public:
+  FileSession(const std::string& directory, Party party)
+      : party_(std::move(party)), directory_(directory, party_.job_id, party_.nonce) {}
+  ~FileSession();
+  FileSession(const FileSession&) = delete;
+  FileSession& operator=(const FileSession&) = delete;
+
+  void meet(milliseconds timeout);
+  void all_gather(const void* send, void* recv, size_t bytes_per_rank, milliseconds timeout);
+
+private:
+  // How far a rank's part of this round has come, as rank 0 sees it.
+  enum class Part { kAbsent, kPresent, kTaken, kAnswered, kGone };
+
+  std::string run_round(const std::string& mine, milliseconds timeout);
+  std::string lead(const std::string& mine, const Deadline& deadline, Reception* reception);
+  void wait_for_parts(const Deadline& deadline, Reception* reception, std::vector<Part>& parts);
+  std::string take_parts(const std::string& mine, std::vector<Part>& parts);
+  void answer(int rank, epx_status status, const std::string& body);
+  void report_failure(const Error& error, const Reception* reception, std::vector<Part>& parts);
+  [[noreturn]] void fail_incomplete(const Deadline* deadline, const std::vector<Part>& parts) const;
+  std::string follow(const std::string& mine, const Deadline& deadline);
+  std::optional<Letter> take_answer() const;
+  std::string open_answer(const Letter& letter, size_t expected_bytes) const;
+  void give_up(const Error& error);
+  void hand_in(const std::string& mine);
+  bool is_mine(const Letter& letter, int rank) const { return letter.nonce == session_ && letter.rank == rank; }
+
+  std::string in_file(int rank) const { return in_name(round_, rank, session_); }
+  std::string quit_file(int rank) const { return quit_name(round_, rank, session_); }
+  std::string out_file(int rank) const { return out_name(round_, rank, session_); }
+  std::string what() const {
+    return round_ == 0 ? fmt::format("job '{}'", party_.job_id)
+                       : fmt::format("job '{}', all-gather {}", party_.job_id, round_);
+  }
+
+  Party party_;
+  RendezvousDirectory directory_;
+  std::string session_;
+  uint64_t round_ = 0;
+  std::optional<Error> failure_;  // of an earlier round; the ranks are no longer in step
+  std::set<std::string> to_read_; // files for other ranks that may never be read
+};
+
+FileSession::~FileSession() {
+  try {
+    if (failure_ && !to_read_.empty()) {
+      const Deadline deadline(kLingerTime);
+      for (PollingPace pace(kFirstSleep, kLongestSleep); !deadline.passed(); pace.sleep(deadline)) {
+        const RendezvousDirectory::Names names = directory_.list();
+        if (std::none_of(to_read_.begin(), to_read_.end(), [&](const auto& file) { return names.contains(file); })) break;
+      }
+    }
+  } catch (...) { // what cannot be listed can still be removed
+  }
+  for (const std::string& file : to_read_)
+    directory_.remove(file);
+  if (failure_ && !session_.empty()) {
+    directory_.remove(in_file(party_.rank));
+    directory_.remove(out_file(party_.rank));
+  }
+  // Whoever claimed this rank too may have been late to say so.
+  directory_.remove(reject_name(party_.rank, party_.nonce));
+  directory_.leave();
+}
+
+void FileSession::meet(milliseconds timeout) {
+  if (party_.num_ranks == 1) return;
+  const Deadline deadline(timeout);
+  try {
+    if (party_.rank == 0) {
+      session_ = draw_nonce();
+      Reception reception(directory_, party_, session_);
+      lead("", deadline, &reception);
+      directory_.remove_older_than(hello_name(0), leftover_age(timeout));
+    } else {
+      const Deadline patient = deadline.with_grace(grace_for(timeout));
+      session_ = join(directory_, party_, patient);
+      follow("", patient);
+    }
+  } catch (const Error& error) {
+    failure_ = error;
+    throw;
+  }
+  ++round_;
+}
+
+void FileSession::all_gather(const void* send, void* recv, size_t bytes_per_rank, milliseconds timeout) {
+  if (timeout.count() <= 0) fail(EPX_ERROR_INVALID_ARGUMENT, "timeout_ms is {}; it must be > 0", timeout.count());
+  if (bytes_per_rank > 0 && (send == nullptr || recv == nullptr))
+    fail(EPX_ERROR_INVALID_ARGUMENT, "send or recv is NULL, and bytes_per_rank is {}", bytes_per_rank);
+  if (failure_) throw Error(*failure_);
+  const std::string mine(static_cast<const char*>(send), bytes_per_rank);
+  std::string all;
+  try {
+    all = run_round(mine, timeout);
+  } catch (const Error& error) {
+    failure_ = error;
+    throw;
+  } catch (const std::exception& error) { // out of memory, for instance; where it has left the round is unknown
+    failure_ = Error(EPX_ERROR_INTERNAL, fmt::format("{}: {}", what(), error.what()));
+    throw;
+  }
+  ++round_;
+  if (!all.empty()) std::memcpy(recv, all.data(), all.size());
+}
+
+std::string FileSession::run_round(const std::string& mine, milliseconds timeout) {
+  const Deadline deadline(timeout);
+  if (party_.num_ranks == 1) return mine;
+  if (party_.rank == 0) return lead(mine, deadline, nullptr);
+  return follow(mine, deadline.with_grace(grace_for(timeout)));
+}
+
+void FileSession::hand_in(const std::string& mine) {
+  write_letter(directory_, in_file(party_.rank),
+               {LetterKind::kIn, party_.rank, party_.num_ranks, EPX_SUCCESS, session_, mine});
+}
+
+// ---- Rank 0 -------------------------------------------------------------------------------------------------------------
+
+std::string FileSession::lead(const std::string& mine, const Deadline& deadline, Reception* reception) {
+  std::vector<Part> parts(static_cast<size_t>(party_.num_ranks), Part::kAbsent);
+  std::string all;
+  try {
+    hand_in(""); // so that ranks that give up know that rank 0 has come; its data nobody reads
+    parts[0] = Part::kTaken;
+    wait_for_parts(deadline, reception, parts);
+    if (reception != nullptr) reception->close();
+    all = take_parts(mine, parts);
+    for (int rank = 1; rank < party_.num_ranks; ++rank) {
+      answer(rank, EPX_SUCCESS, all);
+      parts[static_cast<size_t>(rank)] = Part::kAnswered;
+    }
+    directory_.remove(in_file(0));
+  } catch (const Error& error) {
+    if (reception != nullptr) reception->close();
+    report_failure(error, reception, parts);
+    directory_.remove(in_file(0));
+    if (reception != nullptr) to_read_.insert(reception->rejections().begin(), reception->rejections().end());
+    throw;
+  }
+  if (reception != nullptr) to_read_.insert(reception->rejections().begin(), reception->rejections().end());
+  return all;
+}
+
+void FileSession::wait_for_parts(const Deadline& deadline, Reception* reception, std::vector<Part>& parts) {
+  for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
+    const bool last_look = deadline.passed();
+    const RendezvousDirectory::Names names = directory_.list();
+    for (int rank = 1; rank < party_.num_ranks; ++rank) {
+      Part& part = parts[static_cast<size_t>(rank)];
+      if (names.contains(in_file(rank)))
+        part = Part::kPresent;
+      else if (part == Part::kPresent)
+        part = Part::kGone;
+    }
+    // A rank that has given up fails the round for all: better now than at the deadline.
+    for (int rank = 1; rank < party_.num_ranks; ++rank) {
+      if (!names.contains(quit_file(rank))) continue;
+      const std::optional<Letter> reason = read_letter(directory_, quit_file(rank), LetterKind::kQuit);
+      if (!reason || reason->status == EPX_SUCCESS || !directory_.remove(quit_file(rank))) continue;
+      parts[static_cast<size_t>(rank)] = Part::kGone;
+      throw Error(reason->status, reason->body);
+    }
+    if (std::find(parts.begin(), parts.end(), Part::kGone) != parts.end()) fail_incomplete(nullptr, parts);
+    if (std::find(parts.begin(), parts.end(), Part::kAbsent) == parts.end()) return;
+    if (reception != nullptr) reception->serve(names);
+    if (last_look) fail_incomplete(&deadline, parts);
+  }
+}
+
+// Names who never came, not who lost patience with them. `deadline`: the one that has passed, if it was that.
+void FileSession::fail_incomplete(const Deadline* deadline, const std::vector<Part>& parts) const {
+  std::vector<int> missing;
+  std::vector<int> gone;
+  for (int rank = 0; rank < party_.num_ranks; ++rank) {
+    const Part part = parts[static_cast<size_t>(rank)];
+    if (part == Part::kAbsent) missing.push_back(rank);
+    if (part == Part::kGone) gone.push_back(rank);
+  }
+  if (deadline != nullptr)
+    fail(EPX_ERROR_TIMEOUT, "{}: rank 0 waited {} ms for the others to come; {} of {} never came", what(),
+         deadline->timeout().count(), name_ranks(missing), party_.num_ranks);
+  if (missing.empty()) fail(EPX_ERROR_TIMEOUT, "{}: {} gave up too soon", what(), name_ranks(gone));
+  fail(EPX_ERROR_TIMEOUT, "{}: {} of {} had not come when {} gave up waiting", what(), name_ranks(missing),
+       party_.num_ranks, name_ranks(gone));
+}
+
+std::string FileSession::take_parts(const std::string& mine, std::vector<Part>& parts) {
+  std::vector<std::string> bodies(parts.size());
+  bodies[0] = mine;
+  for (int rank = 1; rank < party_.num_ranks; ++rank) {
+    const std::optional<Letter> letter = read_letter(directory_, in_file(rank), LetterKind::kIn, SIZE_MAX);
+    if (letter && is_mine(*letter, rank)) bodies[static_cast<size_t>(rank)] = letter->body;
+    // Removing it is what decides: a rank that finds its part gone knows that it will be answered.
+    const bool taken = directory_.remove(in_file(rank));
+    parts[static_cast<size_t>(rank)] = taken ? Part::kTaken : Part::kGone;
+    if (taken && (!letter || !is_mine(*letter, rank)))
+      fail(EPX_ERROR_SYSTEM, "{}: the file of rank {} is damaged", what(), rank);
+  }
+  if (std::find(parts.begin(), parts.end(), Part::kGone) != parts.end()) fail_incomplete(nullptr, parts);
+  std::string all;
+  for (int rank = 0; rank < party_.num_ranks; ++rank) {
+    const std::string& body = bodies[static_cast<size_t>(rank)];
+    if (body.size() != mine.size())
+      fail(EPX_ERROR_MISMATCH, "{}: rank 0 passes {} bytes per rank, and rank {} passes {}", what(), mine.size(), rank,
+           body.size());
+    all += body;
+  }
+  return all;
+}
+
+void FileSession::answer(int rank, epx_status status, const std::string& body) {
+  write_letter(directory_, out_file(rank), {LetterKind::kOut, rank, party_.num_ranks, status, session_, body});
+}
+
+// Tells everybody who knows the session and has not given up, the late ones too: they may come yet.
+void FileSession::report_failure(const Error& error, const Reception* reception, std::vector<Part>& parts) {
+  for (int rank = 1; rank < party_.num_ranks; ++rank) {
+    Part& part = parts[static_cast<size_t>(rank)];
+    if (part == Part::kAbsent && reception != nullptr && !reception->joined(rank)) continue;
+    if (part == Part::kPresent) part = directory_.remove(in_file(rank)) ? Part::kTaken : Part::kGone;
+    if (part == Part::kGone || part == Part::kAnswered) continue;
+    if (part == Part::kAbsent) to_read_.insert({in_file(rank), out_file(rank)});
+    try {
+      answer(rank, error.status(), error.message());
+    } catch (const Error&) { // then this rank's own deadline has to tell it
+    }
+  }
+}
+
+// ---- The other ranks ----------------------------------------------------------------------------------------------------
+
+std::optional<Letter> FileSession::take_answer() const {
+  std::optional<std::string> bytes = directory_.read(out_file(party_.rank), SIZE_MAX);
+  if (!bytes) return std::nullopt;
+  directory_.remove(out_file(party_.rank));
+  std::optional<Letter> letter = decode(*bytes, LetterKind::kOut);
+  if (!letter || !is_mine(*letter, party_.rank)) fail(EPX_ERROR_SYSTEM, "{}: the file from rank 0 is damaged", what());
+  return letter;
+}
+
+std::string FileSession::follow(const std::string& mine, const Deadline& deadline) {
+  const size_t answer_bytes = mine.size() * static_cast<size_t>(party_.num_ranks);
+  std::vector<bool> seen(static_cast<size_t>(party_.num_ranks), false);
+  hand_in(mine);
+  Every look_around(50ms);
+  for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
+    const bool last_look = deadline.passed();
+    if (look_around.due() || last_look) {
+      const RendezvousDirectory::Names names = directory_.list();
+      for (int rank = 0; rank < party_.num_ranks; ++rank)
+        if (names.contains(in_file(rank))) seen[static_cast<size_t>(rank)] = true;
+    } else {
+      directory_.refresh();
+    }
+    if (const std::optional<Letter> letter = take_answer()) return open_answer(*letter, answer_bytes);
+    if (last_look) break;
+  }
+
+  std::vector<int> missing;
+  for (int rank = 0; rank < party_.num_ranks; ++rank)
+    if (!seen[static_cast<size_t>(rank)]) missing.push_back(rank);
+  if (missing.empty()) missing.push_back(0); // all parts are there, and rank 0 has stopped
+  give_up(Error(EPX_ERROR_TIMEOUT,
+                fmt::format("{}: rank {} waited {} ms for the others to come; {} of {} never came", what(), party_.rank,
+                            deadline.timeout().count(), name_ranks(missing), party_.num_ranks)));
+
+  // Rank 0 has taken this rank's part at the last moment and is about to answer; only its death can prevent that.
+  const Deadline answer_deadline(kAnswerTime);
+  for (PollingPace pace(kFirstSleep, kLongestSleep); !answer_deadline.passed(); pace.sleep(answer_deadline)) {
+    directory_.refresh();
+    if (const std::optional<Letter> letter = take_answer()) return open_answer(*letter, answer_bytes);
+  }
+  fail(EPX_ERROR_TIMEOUT, "{}: rank 0 took the data of rank {} and never answered", what(), party_.rank);
+}
+
+// Throws `error`, unless rank 0 has this rank's part already: then the round is decided, one way or the other.
+void FileSession::give_up(const Error& error) {
+  try { // before the part goes, so that rank 0 never finds neither
+    write_letter(directory_, quit_file(party_.rank),
+                 {LetterKind::kQuit, party_.rank, party_.num_ranks, error.status(), session_, error.message()});
+  } catch (const Error&) { // rank 0 will see that the part is gone
+  }
+  if (directory_.remove(in_file(party_.rank))) {
+    to_read_.insert(quit_file(party_.rank));
+    throw Error(error);
+  }
+  directory_.remove(quit_file(party_.rank));
+}
+
+std::string FileSession::open_answer(const Letter& letter, size_t expected_bytes) const {
+  directory_.remove(in_file(party_.rank)); // still there when rank 0 failed before it saw it
+  if (letter.status != EPX_SUCCESS) throw Error(letter.status, letter.body);
+  if (letter.body.size() != expected_bytes)
+    fail(EPX_ERROR_SYSTEM, "{}: rank 0 answered with {} bytes instead of {}", what(), letter.body.size(), expected_bytes);
+  return letter.body;
+}
+
+// ---- epx_bootstrap ------------------------------------------------------------------------------------------------------
+
+epx_status all_gather_callback(void* context, const void* send, void* recv, size_t bytes_per_rank, int64_t timeout_ms,
+                               char* message, size_t message_bytes) {
+  return run_callback(message, message_bytes, [&] {
+    static_cast<FileSession*>(context)->all_gather(send, recv, bytes_per_rank, milliseconds(timeout_ms));
+  });
+}
+
+void release_callback(void* context) {
+  delete static_cast<FileSession*>(context);
+}
+
+void check_arguments(const std::string& directory, const std::string& job_id, int rank, int num_ranks,
+                     milliseconds timeout) {
+  constexpr size_t kMaxJobIdBytes = 64;
+  constexpr std::string_view kJobIdCharacters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-";
+  if (directory.empty()) fail(EPX_ERROR_INVALID_ARGUMENT, "directory is empty");
+  if (job_id.empty() || job_id.size() > kMaxJobIdBytes)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "job_id has {} characters; it must have 1 to {}", job_id.size(), kMaxJobIdBytes);
+  if (job_id.find_first_not_of(kJobIdCharacters) != std::string::npos)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "job_id is '{}'; only characters of [A-Za-z0-9._-] are allowed", job_id);
+  if (num_ranks < 1) fail(EPX_ERROR_INVALID_ARGUMENT, "num_ranks is {}; it must be >= 1", num_ranks);
+  if (rank < 0 || rank >= num_ranks)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "rank is {}; it must be 0..{} when num_ranks is {}", rank, num_ranks - 1, num_ranks);
+  if (timeout.count() <= 0) fail(EPX_ERROR_INVALID_ARGUMENT, "timeout_ms is {}; it must be > 0", timeout.count());
+}
+
+} // namespace
+
+epx_bootstrap make_file_bootstrap(const std::string& directory, const std::string& job_id, int rank, int num_ranks,
+                                  std::chrono::milliseconds timeout) {
+  check_arguments(directory, job_id, rank, num_ranks, timeout);
+  auto session = std::make_unique<FileSession>(directory, Party{job_id, rank, num_ranks, draw_nonce()});
+  session->meet(timeout);
+  epx_bootstrap bootstrap{};
+  bootstrap.struct_size = sizeof(bootstrap);
+  bootstrap.rank = rank;
+  bootstrap.num_ranks = num_ranks;
+  bootstrap.all_gather = all_gather_callback;
+  bootstrap.release = release_callback;
+  bootstrap.context = session.release();
+  return bootstrap;
+}
+
+} // namespace epx

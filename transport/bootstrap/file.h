@@ -1,0 +1,15 @@
+// File rendezvous: ranks meet through files in a directory. See epx_bootstrap_file in epx.h for the contract.
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "epx/epx.h"
+
+namespace epx {
+
+// Meets the other ranks and returns a bootstrap that owns its context (epx_bootstrap_free releases it). Throws Error.
+epx_bootstrap make_file_bootstrap(const std::string& directory, const std::string& job_id, int rank, int num_ranks,
+                                  std::chrono::milliseconds timeout);
+
+} // namespace epx

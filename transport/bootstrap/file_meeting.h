@@ -1,0 +1,95 @@
+// How processes that know nothing but a directory become the ranks of one session: each claims its rank, rank 0 lets it in.
+#pragma once
+
+#include <chrono>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "transport/bootstrap/deadline.h"
+#include "transport/bootstrap/file_letters.h"
+#include "transport/bootstrap/rendezvous_directory.h"
+
+namespace epx {
+
+struct Party {
+  std::string job_id;
+  int rank = 0;
+  int num_ranks = 1;
+  std::string nonce; // of this process (or thread)
+};
+
+// This process's hello, while it stands.
+class Claim {
+public:
+  Claim(RendezvousDirectory& directory, const Party& party);
+  ~Claim();
+  Claim(const Claim&) = delete;
+  Claim& operator=(const Claim&) = delete;
+
+  // Throws MISMATCH when another process claims the same rank, and lets that one know; throws the reason when this one has
+  // been rejected. A hello that has disappeared is written again, so that anybody may clear away one that looks dead.
+  void check();
+
+private:
+  void say_hello();
+
+  RendezvousDirectory& directory_;
+  const Party& party_;
+};
+
+// Every rank but 0: waits until rank 0 has let this one in, and returns the session.
+std::string join(RendezvousDirectory& directory, const Party& party, const Deadline& deadline);
+
+// Rank 0: lets ranks in while it waits for all of them.
+class Reception {
+public:
+  Reception(RendezvousDirectory& directory, const Party& party, std::string session);
+  ~Reception() { close(); }
+  Reception(const Reception&) = delete;
+  Reception& operator=(const Reception&) = delete;
+
+  // Looks at everybody who is at the door; `names` is the directory as it is now. Throws MISMATCH when rank 0 is claimed
+  // twice, or a live process believes in another number of ranks.
+  void serve(const RendezvousDirectory::Names& names);
+
+  // Lets nobody in any more: from here on joined() does not change.
+  void close() noexcept;
+
+  // `rank` has taken its welcome: it is alive, and knows the session.
+  bool joined(int rank) const { return guests_[static_cast<size_t>(rank)].state == State::kJoined; }
+
+  // Files for processes that were rejected; each removes its own when it reads it.
+  const std::set<std::string>& rejections() const { return rejections_; }
+
+private:
+  enum class State { kAbsent, kWelcomed, kJoined };
+  struct Guest {
+    State state = State::kAbsent;
+    std::string nonce;
+  };
+  struct Stranger { // of a job with another number of ranks: alive if it takes the rejection, else a dead job's leftover
+    int rank;
+    std::string nonce;
+    std::string rejection;
+    std::string sentence;
+  };
+
+  std::optional<Letter> hello_of(int rank, const RendezvousDirectory::Names& names) const;
+  void serve_guest(int rank, const RendezvousDirectory::Names& names);
+  void look_for_strangers(const RendezvousDirectory::Names& names) const;
+  void meet_stranger(int rank, const Letter& hello);
+  void withdraw_welcome(int rank, Guest& guest) const noexcept;
+  std::string reject(int rank, const Letter& hello, const std::string& sentence);
+  void forget_hello(int rank, const std::string& nonce) const noexcept;
+
+  RendezvousDirectory& directory_;
+  const Party& party_;
+  std::string session_;
+  Claim claim_;
+  std::vector<Guest> guests_; // [num_ranks]
+  std::vector<Stranger> strangers_;
+  std::set<std::string> rejections_;
+};
+
+} // namespace epx

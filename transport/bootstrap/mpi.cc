@@ -1,0 +1,342 @@
+// Bootstrap from an MPI communicator. Every rank sends its part to every other and polls for theirs, because MPI's own
+// collectives know no deadline and cannot say who is missing.
+#define OMPI_SKIP_MPICXX 1 // MPI's retired C++ bindings are not used, and warn
+#define MPICH_SKIP_MPICXX 1
+#include "epx/epx_mpi.h"
+
+#include <climits>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "runtime/base/c_boundary.h"
+#include "runtime/base/error.h"
+#include "transport/bootstrap/bootstrap_callback.h"
+#include "transport/bootstrap/deadline.h"
+
+namespace epx {
+namespace {
+
+using namespace std::chrono_literals;
+using std::chrono::milliseconds;
+
+constexpr auto kFirstSleep = 10us;
+constexpr auto kLongestSleep = 1ms;
+constexpr uint64_t kNumTags = 32767; // what every MPI has at least
+
+void check_mpi(int code, const char* call) {
+  if (code == MPI_SUCCESS) return;
+  char words[MPI_MAX_ERROR_STRING] = "";
+  int length = 0;
+  if (MPI_Error_string(code, words, &length) != MPI_SUCCESS) length = 0;
+  fail(EPX_ERROR_SYSTEM, "{}: {} (code {})", call, std::string(words, static_cast<size_t>(length)), code);
+}
+
+bool is_active() {
+  int initialized = 0;
+  int finalized = 0;
+  MPI_Initialized(&initialized);
+  MPI_Finalized(&finalized);
+  return initialized != 0 && finalized == 0;
+}
+
+void check_timeout(int64_t timeout_ms) {
+  if (timeout_ms <= 0) fail(EPX_ERROR_INVALID_ARGUMENT, "timeout_ms is {}; it must be > 0", timeout_ms);
+}
+
+// While it lives, MPI returns what goes wrong on the caller's communicator instead of ending the process.
+class ErrorsReturn {
+public:
+  explicit ErrorsReturn(MPI_Comm comm) : comm_(comm) {
+    check_mpi(MPI_Comm_get_errhandler(comm, &before_), "MPI_Comm_get_errhandler");
+    check_mpi(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  }
+  ~ErrorsReturn() {
+    MPI_Comm_set_errhandler(comm_, before_);
+    MPI_Errhandler_free(&before_);
+  }
+  ErrorsReturn(const ErrorsReturn&) = delete;
+  ErrorsReturn& operator=(const ErrorsReturn&) = delete;
+
+private:
+  MPI_Comm comm_;
+  MPI_Errhandler before_{};
+};
+
+MPI_Comm duplicate(MPI_Comm comm, const Deadline& deadline) {
+  struct Attempt {
+    MPI_Comm comm = MPI_COMM_NULL;
+    MPI_Request request = MPI_REQUEST_NULL;
+  };
+  auto attempt = std::make_unique<Attempt>();
+  check_mpi(MPI_Comm_idup(comm, &attempt->comm, &attempt->request), "MPI_Comm_idup");
+  for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
+    const bool last_look = deadline.passed();
+    int done = 0;
+    check_mpi(MPI_Test(&attempt->request, &done, MPI_STATUS_IGNORE), "MPI_Comm_idup");
+    if (done != 0) break;
+    if (last_look) {
+      // It cannot be cancelled, and MPI writes the communicator when the others come after all. So it is never freed.
+      (void)attempt.release();
+      fail(EPX_ERROR_TIMEOUT, "not all ranks of the communicator came to epx_bootstrap_mpi within {} ms",
+           deadline.timeout().count());
+    }
+  }
+  check_mpi(MPI_Comm_set_errhandler(attempt->comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  return attempt->comm;
+}
+
+class MpiSession {
+public:
+  explicit MpiSession(MPI_Comm own_comm) : comm_(own_comm) {
+    check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
+    check_mpi(MPI_Comm_size(comm_, &num_ranks_), "MPI_Comm_size");
+  }
+  ~MpiSession();
+  MpiSession(const MpiSession&) = delete;
+  MpiSession& operator=(const MpiSession&) = delete;
+
+  int rank() const { return rank_; }
+  int num_ranks() const { return num_ranks_; }
+  void all_gather(const void* send, void* recv, size_t bytes_per_rank, milliseconds timeout);
+
+private:
+  // Goes before the data, or before the sentence of a rank that has failed an earlier round.
+  struct Header {
+    epx_status status;
+    int32_t reserved;
+    uint64_t body_bytes;
+  };
+  struct Outgoing { // one letter to all others
+    std::vector<char> letter;
+    std::vector<MPI_Request> requests;
+  };
+  struct Incoming {
+    enum class State { kExpected, kArriving, kHere };
+    State state = State::kExpected;
+    std::vector<char> letter;
+    MPI_Request request = MPI_REQUEST_NULL;
+
+    Header header() const;
+    const char* body() const { return letter.data() + sizeof(Header); }
+  };
+
+  void gather(const void* send, char* recv, size_t bytes, const Deadline& deadline);
+  void post(epx_status status, const void* body, size_t bytes);
+  bool has_been_sent(Outgoing& outgoing) const;
+  void receive(int from, Incoming& incoming) const;
+  void check_sizes(size_t bytes, const std::vector<std::unique_ptr<Incoming>>& incoming) const;
+  void tell_others(const Error& error) noexcept;
+  int tag() const { return static_cast<int>(round_ % kNumTags); }
+
+  MPI_Comm comm_;
+  int rank_ = 0;
+  int num_ranks_ = 0;
+  uint64_t round_ = 1;
+  std::optional<Error> failure_; // of an earlier round; the ranks are no longer in step
+  // Buffers that MPI may still use stay here.
+  std::vector<std::unique_ptr<Outgoing>> outgoing_;
+  std::vector<std::unique_ptr<Incoming>> incoming_; // [num_ranks], of the current round
+};
+
+MpiSession::~MpiSession() {
+  const bool active = is_active();
+  bool all_sent = active;
+  for (const auto& outgoing : outgoing_)
+    try {
+      all_sent = all_sent && has_been_sent(*outgoing);
+    } catch (const Error&) {
+      all_sent = false;
+    }
+  if (active && all_sent && !failure_) {
+    MPI_Comm_free(&comm_);
+    return;
+  }
+  // MPI_Comm_free is collective, and after a failure a rank may never come to it. And MPI may still read from, or write to,
+  // what has not gone through: none of it is ever freed.
+  for (auto& outgoing : outgoing_)
+    (void)outgoing.release();
+  for (auto& incoming : incoming_)
+    if (incoming && incoming->state == Incoming::State::kArriving) (void)incoming.release();
+}
+
+void MpiSession::all_gather(const void* send, void* recv, size_t bytes_per_rank, milliseconds timeout) {
+  check_timeout(timeout.count());
+  constexpr size_t kMaxBytes = INT_MAX - sizeof(Header); // MPI counts with int
+  if (bytes_per_rank > kMaxBytes)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "bytes_per_rank is {}; over MPI it must be at most {}", bytes_per_rank, kMaxBytes);
+  if (bytes_per_rank > 0 && (send == nullptr || recv == nullptr))
+    fail(EPX_ERROR_INVALID_ARGUMENT, "send or recv is NULL, and bytes_per_rank is {}", bytes_per_rank);
+  if (!is_active()) fail(EPX_ERROR_INVALID_ARGUMENT, "MPI has been finalised");
+  if (failure_) throw Error(*failure_);
+  try {
+    gather(send, static_cast<char*>(recv), bytes_per_rank, Deadline(timeout));
+    ++round_;
+  } catch (const Error& error) {
+    failure_ = error;
+    tell_others(error);
+    throw;
+  } catch (const std::exception& error) { // out of memory, for instance; where it has left the round is unknown
+    failure_ = Error(EPX_ERROR_INTERNAL, fmt::format("all-gather {} over MPI: {}", round_, error.what()));
+    throw;
+  }
+}
+
+void MpiSession::gather(const void* send, char* recv, size_t bytes, const Deadline& deadline) {
+  incoming_.clear();
+  for (int from = 0; from < num_ranks_; ++from)
+    incoming_.push_back(std::make_unique<Incoming>());
+  incoming_[static_cast<size_t>(rank_)]->state = Incoming::State::kHere;
+  post(EPX_SUCCESS, send, bytes);
+
+  for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
+    const bool last_look = deadline.passed();
+    std::vector<int> missing;
+    for (int from = 0; from < num_ranks_; ++from) {
+      Incoming& incoming = *incoming_[static_cast<size_t>(from)];
+      if (incoming.state != Incoming::State::kHere) receive(from, incoming);
+      if (incoming.state != Incoming::State::kHere) {
+        missing.push_back(from);
+      } else if (from != rank_ && incoming.header().status != EPX_SUCCESS) {
+        throw Error(incoming.header().status, std::string(incoming.body(), incoming.header().body_bytes));
+      }
+    }
+    // A part that is not sent yet moves only while this rank polls.
+    const bool sent = has_been_sent(*outgoing_.back());
+    if (missing.empty() && sent) break;
+    if (last_look && missing.empty())
+      fail(EPX_ERROR_TIMEOUT, "all-gather {} over MPI: rank {} could not send its part within {} ms", round_, rank_,
+           deadline.timeout().count());
+    if (last_look)
+      fail(EPX_ERROR_TIMEOUT, "all-gather {} over MPI: rank {} waited {} ms for the others to come; {} of {} never came",
+           round_, rank_, deadline.timeout().count(), name_ranks(missing), num_ranks_);
+  }
+  outgoing_.pop_back();
+
+  check_sizes(bytes, incoming_);
+  if (bytes == 0) return;
+  for (int from = 0; from < num_ranks_; ++from)
+    std::memcpy(recv + static_cast<size_t>(from) * bytes,
+                from == rank_ ? send : incoming_[static_cast<size_t>(from)]->body(), bytes);
+}
+
+void MpiSession::post(epx_status status, const void* body, size_t bytes) {
+  const Header header{status, 0, bytes};
+  auto outgoing = std::make_unique<Outgoing>();
+  outgoing->letter.resize(sizeof(Header) + bytes);
+  std::memcpy(outgoing->letter.data(), &header, sizeof(Header));
+  if (bytes > 0) std::memcpy(outgoing->letter.data() + sizeof(Header), body, bytes);
+  outgoing->requests.assign(static_cast<size_t>(num_ranks_), MPI_REQUEST_NULL);
+  outgoing_.push_back(std::move(outgoing)); // before MPI knows the buffer
+  Outgoing& posted = *outgoing_.back();
+  for (int to = 0; to < num_ranks_; ++to)
+    if (to != rank_)
+      check_mpi(MPI_Isend(posted.letter.data(), static_cast<int>(posted.letter.size()), MPI_BYTE, to, tag(), comm_,
+                          &posted.requests[static_cast<size_t>(to)]),
+                "MPI_Isend");
+}
+
+bool MpiSession::has_been_sent(Outgoing& outgoing) const {
+  int done = 0;
+  check_mpi(MPI_Testall(static_cast<int>(outgoing.requests.size()), outgoing.requests.data(), &done, MPI_STATUSES_IGNORE),
+            "MPI_Testall");
+  return done != 0;
+}
+
+// Nothing is posted before a letter is there, so that a round that fails leaves no receive behind that could take a later
+// letter, and a letter of any size can be told from one of the right size.
+void MpiSession::receive(int from, Incoming& incoming) const {
+  if (incoming.state == Incoming::State::kExpected) {
+    int found = 0;
+    MPI_Message message = MPI_MESSAGE_NULL;
+    MPI_Status status;
+    check_mpi(MPI_Improbe(from, tag(), comm_, &found, &message, &status), "MPI_Improbe");
+    if (found == 0) return;
+    int bytes = 0;
+    check_mpi(MPI_Get_count(&status, MPI_BYTE, &bytes), "MPI_Get_count");
+    incoming.letter.resize(static_cast<size_t>(bytes));
+    check_mpi(MPI_Imrecv(incoming.letter.data(), bytes, MPI_BYTE, &message, &incoming.request), "MPI_Imrecv");
+    incoming.state = Incoming::State::kArriving;
+  }
+  int done = 0;
+  check_mpi(MPI_Test(&incoming.request, &done, MPI_STATUS_IGNORE), "MPI_Imrecv");
+  if (done == 0) return;
+  incoming.state = Incoming::State::kHere;
+  if (incoming.letter.size() < sizeof(Header) || incoming.header().body_bytes != incoming.letter.size() - sizeof(Header))
+    fail(EPX_ERROR_INTERNAL, "all-gather {} over MPI: rank {} sent {} bytes that are no part of it", round_, from,
+         incoming.letter.size());
+}
+
+MpiSession::Header MpiSession::Incoming::header() const {
+  Header header;
+  std::memcpy(&header, letter.data(), sizeof(Header));
+  return header;
+}
+
+// All ranks have all sizes here, and say the same.
+void MpiSession::check_sizes(size_t bytes, const std::vector<std::unique_ptr<Incoming>>& incoming) const {
+  const auto bytes_of = [&](int rank) {
+    return rank == rank_ ? bytes : incoming[static_cast<size_t>(rank)]->header().body_bytes;
+  };
+  for (int rank = 1; rank < num_ranks_; ++rank)
+    if (bytes_of(rank) != bytes_of(0))
+      fail(EPX_ERROR_MISMATCH, "all-gather {} over MPI: rank 0 passes {} bytes per rank, and rank {} passes {}", round_,
+           bytes_of(0), rank, bytes_of(rank));
+}
+
+// A rank that comes to this round late finds everybody's part, and succeeds. The next round tells it.
+void MpiSession::tell_others(const Error& error) noexcept {
+  try {
+    ++round_;
+    post(error.status(), error.message().data(), error.message().size());
+  } catch (...) { // then their own deadlines have to
+  }
+}
+
+// ---- epx_bootstrap ------------------------------------------------------------------------------------------------------
+
+epx_status all_gather_callback(void* context, const void* send, void* recv, size_t bytes_per_rank, int64_t timeout_ms,
+                               char* message, size_t message_bytes) {
+  return run_callback(message, message_bytes, [&] {
+    static_cast<MpiSession*>(context)->all_gather(send, recv, bytes_per_rank, milliseconds(timeout_ms));
+  });
+}
+
+void release_callback(void* context) {
+  delete static_cast<MpiSession*>(context);
+}
+
+epx_bootstrap make_mpi_bootstrap(MPI_Comm comm, milliseconds timeout) {
+  check_timeout(timeout.count());
+  if (!is_active()) fail(EPX_ERROR_INVALID_ARGUMENT, "MPI is not initialised, or already finalised");
+  if (comm == MPI_COMM_NULL) fail(EPX_ERROR_INVALID_ARGUMENT, "comm is MPI_COMM_NULL");
+  const ErrorsReturn errors_return(comm);
+  int is_inter = 0;
+  check_mpi(MPI_Comm_test_inter(comm, &is_inter), "MPI_Comm_test_inter");
+  if (is_inter != 0) fail(EPX_ERROR_INVALID_ARGUMENT, "comm is an intercommunicator; an intracommunicator is needed");
+
+  auto session = std::make_unique<MpiSession>(duplicate(comm, Deadline(timeout)));
+  epx_bootstrap bootstrap{};
+  bootstrap.struct_size = sizeof(bootstrap);
+  bootstrap.rank = session->rank();
+  bootstrap.num_ranks = session->num_ranks();
+  bootstrap.all_gather = all_gather_callback;
+  bootstrap.release = release_callback;
+  bootstrap.context = session.release();
+  return bootstrap;
+}
+
+} // namespace
+} // namespace epx
+
+epx_status epx_bootstrap_mpi(MPI_Comm comm, int64_t timeout_ms, epx_bootstrap* bootstrap) {
+  return epx::at_c_boundary([&] {
+    if (bootstrap == nullptr) epx::fail(EPX_ERROR_INVALID_ARGUMENT, "bootstrap is NULL");
+    *bootstrap = {}; // so that it can be freed whatever happens
+    *bootstrap = epx::make_mpi_bootstrap(comm, epx::milliseconds(timeout_ms));
+  });
+}

@@ -1,0 +1,24 @@
+// Memory that every rank of a group can store into, as stages see it: one base pointer per rank. A POD, passed by value.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace epx {
+
+struct PeerWindow {
+  std::byte* const* bases; // [num_ranks]; where each rank's window is mapped in this rank's address space
+  int rank;                // this rank
+  int num_ranks;
+
+  template <typename T>
+  T* at(int peer, int64_t offset) const {
+    return reinterpret_cast<T*>(bases[peer] + offset);
+  }
+  template <typename T>
+  T* local(int64_t offset) const {
+    return at<T>(rank, offset);
+  }
+};
+
+} // namespace epx
