@@ -1,0 +1,69 @@
+#include "tools/ep_bench/figures.h"
+
+#include "tools/ep_bench/stats.h"
+
+namespace epx::bench {
+namespace {
+
+// Bytes per microsecond are 1e6 bytes/s.
+double gbps(double bytes, double us) {
+  return bytes / us / 1e3;
+}
+
+struct MeanRows {
+  double logical = 0, wire = 0, written = 0; // per rank and timed iteration
+};
+
+MeanRows mean_rows(epx_operation operation, const Survey& survey, const Options& options, size_t num_ranks) {
+  MeanRows rows;
+  for (int iteration = options.warmup; iteration < options.warmup + options.iterations; ++iteration) {
+    const Traffic& all = survey.sets[iteration % survey.sets.size()];
+    rows.logical += static_cast<double>(logical_rows(operation, all));
+    rows.wire += static_cast<double>(wire_rows(operation, all, options.combine_precision));
+    rows.written += static_cast<double>(written_rows(operation, all, options.combine_precision));
+  }
+  const double samples = static_cast<double>(options.iterations) * static_cast<double>(num_ranks);
+  return {rows.logical / samples, rows.wire / samples, rows.written / samples};
+}
+
+OperationFigures figures_of(epx_operation operation, const OperationSeries& series, const Survey& survey,
+                            const Options& options) {
+  const std::vector<double> times = slowest_us(series.call);
+  const double num_ranks = static_cast<double>(series.call.size());
+  const MeanRows rows = mean_rows(operation, survey, options, series.call.size());
+  const auto bytes = static_cast<double>(row_bytes(options));
+
+  OperationFigures figures;
+  figures.median_us = median(times);
+  figures.p99_us = percentile(times, 99);
+  figures.min_us = minimum(times);
+  figures.slowest_rank = most_often_slowest(series.call);
+  if (operation == EPX_OP_PREPARE) return figures;
+  figures.logical_rows = rows.logical;
+  figures.wire_rows = rows.wire;
+  figures.written_rows = rows.written;
+  figures.logical_gbps = gbps(rows.logical * bytes, figures.median_us);
+  figures.wire_gbps = gbps(rows.wire * bytes, figures.median_us);
+  if (!series.copy.empty() && rows.written > 0) {
+    CopyFigures copy;
+    copy.median_us = median(span_us(series.copy));
+    copy.gbps = gbps(rows.written * bytes * num_ranks, copy.median_us);
+    copy.ratio = gbps(rows.written * bytes * num_ranks, figures.median_us) / copy.gbps;
+    figures.copy = copy;
+  }
+  return figures;
+}
+
+} // namespace
+
+Figures compute_figures(const Measurements& measurements, const Survey& survey, const Options& options) {
+  Figures figures;
+  const bool one_machine = !measurements[1].copy.empty(); // ranks that copy share a machine, and so a clock
+  for (int op = 0; op < kNumOperations; ++op) {
+    figures[op] = figures_of(kOperations[op], measurements[op], survey, options);
+    if (one_machine) figures[op].start_skew_us = median(start_skew_us(measurements[op].call));
+  }
+  return figures;
+}
+
+} // namespace epx::bench

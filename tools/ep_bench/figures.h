@@ -1,0 +1,42 @@
+// From times and row counts to the figures that ep_bench reports.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "tools/ep_bench/measure.h"
+#include "tools/ep_bench/options.h"
+#include "tools/ep_bench/traffic.h"
+
+namespace epx::bench {
+
+// A plain memcpy of as many rows as the operation writes, by all ranks at once.
+struct CopyFigures {
+  double median_us = 0; // from the first rank's begin to the last rank's end
+  double gbps = 0;      // all ranks together
+  double ratio = 0;     // bytes/s that the operation writes / bytes/s of this
+};
+
+// Of one operation. Times are the slowest rank's of each iteration; rows are means over iterations and ranks; 1 GB = 1e9
+// bytes.
+struct OperationFigures {
+  double median_us = 0;
+  double p99_us = 0;
+  double min_us = 0;
+  int slowest_rank = 0;
+  std::optional<double> start_skew_us; // median time from the first rank's begin to the last's; ranks on one machine
+  // None where the operation moves no rows (prepare).
+  double logical_rows = 0;
+  double wire_rows = 0;
+  double written_rows = 0;
+  std::optional<double> logical_gbps; // per rank
+  std::optional<double> wire_gbps;    // per rank
+  std::optional<CopyFigures> copy;    // host transport, unless no row was written
+};
+
+using Figures = std::array<OperationFigures, kNumOperations>; // in the order of kOperations
+
+Figures compute_figures(const Measurements& measurements, const Survey& survey, const Options& options);
+
+} // namespace epx::bench

@@ -1,0 +1,106 @@
+#include "tools/ep_bench/launcher.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <string_view>
+
+#include <fmt/format.h>
+
+#if defined(EPX_BENCH_HAS_MPI)
+#define OMPI_SKIP_MPICXX 1 // the C++ bindings of old: their headers warn, and nothing here uses them
+#define MPICH_SKIP_MPICXX 1
+#include "epx/epx_mpi.h"
+#endif
+#include "tools/ep_bench/errors.h"
+
+namespace epx::bench {
+namespace {
+
+void check(epx_status status, const char* call) {
+  if (status != EPX_SUCCESS)
+    throw RuntimeError(fmt::format("{}: {}: {}", call, epx_status_string(status), epx_last_error()));
+}
+
+#if defined(EPX_BENCH_HAS_MPI)
+
+// Returns this process's rank.
+int initialise_mpi() {
+  int rank = 0;
+  if (MPI_Init(nullptr, nullptr) != MPI_SUCCESS || MPI_Comm_rank(MPI_COMM_WORLD, &rank) != MPI_SUCCESS)
+    throw RuntimeError("MPI_Init failed");
+  return rank;
+}
+
+void synchronise_mpi() {
+  MPI_Barrier(MPI_COMM_WORLD);
+}
+void finalise_mpi() {
+  MPI_Finalize();
+}
+void abort_mpi(int exit_code) {
+  MPI_Abort(MPI_COMM_WORLD, exit_code);
+}
+
+// What mpirun of Open MPI, and of MPICH and its kin, tell their processes.
+bool under_mpirun() {
+  return std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr || std::getenv("PMI_SIZE") != nullptr;
+}
+
+#else
+
+int initialise_mpi() {
+  throw RuntimeError("this ep_bench was built without MPI");
+}
+void synchronise_mpi() {}
+void finalise_mpi() {}
+void abort_mpi(int) {}
+bool under_mpirun() {
+  return false;
+}
+
+#endif
+
+} // namespace
+
+Launcher::Launcher(const Options& options)
+    : uses_mpi_(options.bootstrap_directory.empty()), rank_(uses_mpi_ ? initialise_mpi() : options.rank) {}
+
+Launcher::~Launcher() {
+  if (uses_mpi_) finalise_mpi();
+}
+
+void Launcher::abandon(int exit_code) const {
+  if (uses_mpi_) abort_mpi(exit_code);
+}
+
+void say_once(std::FILE* stream, const std::string& text, std::span<const char* const> arguments) {
+  const bool meet_by_file = std::ranges::any_of(
+      arguments, [](std::string_view argument) { return argument.find("file:") != std::string_view::npos; });
+  if (!under_mpirun() || meet_by_file) {
+    fmt::print(stream, "{}", text);
+    return;
+  }
+  if (initialise_mpi() == 0) {
+    fmt::print(stream, "{}", text);
+    std::fflush(stream);
+  }
+  synchronise_mpi(); // mpirun may kill all ranks as soon as one has ended
+  finalise_mpi();
+}
+
+epx_bootstrap Launcher::make_bootstrap(const Options& options, int64_t timeout_ms) const {
+  epx_bootstrap bootstrap{};
+  bootstrap.struct_size = sizeof(bootstrap);
+#if defined(EPX_BENCH_HAS_MPI)
+  if (uses_mpi_) {
+    check(epx_bootstrap_mpi(MPI_COMM_WORLD, timeout_ms, &bootstrap), "epx_bootstrap_mpi");
+    return bootstrap;
+  }
+#endif
+  check(epx_bootstrap_file(options.bootstrap_directory.c_str(), options.job_id.c_str(), options.rank, options.num_ranks,
+                           timeout_ms, &bootstrap),
+        "epx_bootstrap_file");
+  return bootstrap;
+}
+
+} // namespace epx::bench

@@ -1,0 +1,53 @@
+// How the processes of a run were started, and how they find each other.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <span>
+#include <string>
+
+#include "epx/epx.h"
+#include "tools/ep_bench/options.h"
+
+namespace epx::bench {
+
+// MPI for as long as it lives, when the options ask for it. The only part of ep_bench that knows MPI.
+class Launcher {
+public:
+  explicit Launcher(const Options& options);
+  ~Launcher(); // finalises MPI: everything that uses the bootstrap must be gone
+  Launcher(const Launcher&) = delete;
+  Launcher& operator=(const Launcher&) = delete;
+
+  int rank() const { return rank_; }
+
+  // Collective; the caller owns the result. Throws RuntimeError.
+  epx_bootstrap make_bootstrap(const Options& options, int64_t timeout_ms) const;
+
+  // Ends all ranks, where the launcher can: for failures that the others may not know of.
+  void abandon(int exit_code) const;
+
+private:
+  bool uses_mpi_;
+  int rank_;
+};
+
+// A bootstrap's owner.
+class Bootstrap {
+public:
+  explicit Bootstrap(epx_bootstrap bootstrap) : bootstrap_(bootstrap) {}
+  ~Bootstrap() { epx_bootstrap_free(&bootstrap_); }
+  Bootstrap(const Bootstrap&) = delete;
+  Bootstrap& operator=(const Bootstrap&) = delete;
+
+  const epx_bootstrap& get() const { return bootstrap_; }
+
+private:
+  epx_bootstrap bootstrap_;
+};
+
+// Writes `text` once, although every process of a launcher's has it to say: for what comes before the options are known.
+// Collective under mpirun, unless the command line asks for a file bootstrap; then every process speaks.
+void say_once(std::FILE* stream, const std::string& text, std::span<const char* const> arguments);
+
+} // namespace epx::bench

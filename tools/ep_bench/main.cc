@@ -1,0 +1,113 @@
+// ep_bench: measures and verifies the exchange from the command line. Wiring only.
+#include <array>
+#include <cstdio>
+#include <optional>
+#include <span>
+#include <variant>
+#include <vector>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "epx/epx.h"
+#include "tools/ep_bench/errors.h"
+#include "tools/ep_bench/exchange.h"
+#include "tools/ep_bench/figures.h"
+#include "tools/ep_bench/launcher.h"
+#include "tools/ep_bench/measure.h"
+#include "tools/ep_bench/options.h"
+#include "tools/ep_bench/peers.h"
+#include "tools/ep_bench/report.h"
+#include "tools/ep_bench/traffic.h"
+#include "tools/ep_bench/verify.h"
+#include "tools/ep_bench/workload.h"
+
+namespace epx::bench {
+namespace {
+
+// Rows of the receive tensors beyond those in use, which nothing may touch.
+constexpr int64_t kSpareRows = 8;
+
+std::array<uint64_t, EPX_NUM_EVENT_KINDS> gather_events(Exchange& exchange, const Peers& peers) {
+  epx_group_report report{};
+  peers.together([&] { report = exchange.status(); });
+  std::array<uint64_t, EPX_NUM_EVENT_KINDS> events{};
+  for (const auto& of_rank : peers.gather(std::to_array(report.event_counts)))
+    for (int kind = 0; kind < EPX_NUM_EVENT_KINDS; ++kind)
+      events[kind] += of_rank[kind];
+  return events;
+}
+
+Results bench(const Launcher& launcher, const Options& options) {
+  const int64_t timeout_ms = group_config(options).timeout_ms;
+  const Bootstrap bootstrap(launcher.make_bootstrap(options, timeout_ms));
+  const Peers peers(bootstrap.get(), timeout_ms);
+
+  std::optional<Workload> workload;
+  std::optional<Exchange> exchange;
+  std::vector<InputSet> sets(options.num_input_sets());
+  peers.together([&] { workload.emplace(options, peers.num_ranks()); });
+  peers.together([&] { exchange.emplace(bootstrap.get(), options); }); // refuses shapes that are too large for memory
+  peers.together([&] {
+    for (int set = 0; set < std::ssize(sets); ++set)
+      sets[set].by_token = workload->token_inputs(set, peers.rank());
+  });
+  const Survey survey = bench::survey(*exchange, sets, options.top_k, peers);
+  peers.together([&] {
+    exchange->allocate_rows(survey.max_rows + kSpareRows);
+    for (int set = 0; set < std::ssize(sets); ++set)
+      sets[set].by_row = workload->row_inputs(set, peers.rank(), exchange->rows());
+  });
+
+  Results results;
+  results.options = options;
+  results.library_version = epx_version();
+  results.group = exchange->info();
+  results.handle_mem_bytes = static_cast<int64_t>(exchange->handle_mem_bytes());
+  results.handle_mem_limit = handle_memory_limit(options, exchange->info());
+  results.dropped_routes = dropped_routes(survey, options.top_k);
+  if (options.verify) results.wrong = verify(*exchange, *workload, options, peers);
+  results.figures = compute_figures(measure(*exchange, sets, survey, options, peers), survey, options);
+  results.events = gather_events(*exchange, peers);
+
+  peers.together([&] {
+    if (peers.rank() != 0) return;
+    fmt::print("{}", to_table(results));
+    if (!options.json_file.empty()) write_json(options.json_file, to_json(results));
+  });
+  return results;
+}
+
+// One failing rank speaks for all where all know of the failure; else each for itself.
+int run(const Options& options) {
+  Launcher launcher(options);
+  try {
+    return passed(bench(launcher, options)) ? 0 : kExitFailure;
+  } catch (const AgreedError& error) {
+    if (launcher.rank() == 0) fmt::print(stderr, "ep_bench: {}\n", error.what());
+    return error.exit_code();
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "ep_bench: rank {}: {}\n", launcher.rank(), error.what());
+    launcher.abandon(kExitFailure);
+    return kExitFailure;
+  }
+}
+
+} // namespace
+} // namespace epx::bench
+
+int main(int argc, char** argv) {
+  using namespace epx::bench;
+  try {
+    const std::variant<Options, RequestedText> parsed = parse_options(argc, argv);
+    if (const auto* options = std::get_if<Options>(&parsed)) return run(*options);
+    say_once(stdout, std::get<RequestedText>(parsed).text, {argv, argv + argc});
+    return 0;
+  } catch (const UsageError& error) {
+    say_once(stderr, fmt::format("ep_bench: {}\n", error.what()), {argv, argv + argc});
+    return kExitUsage;
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "ep_bench: {}\n", error.what());
+    return kExitFailure;
+  }
+}

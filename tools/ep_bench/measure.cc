@@ -1,0 +1,106 @@
+#include "tools/ep_bench/measure.h"
+
+#include <chrono>
+#include <optional>
+
+#include "tools/ep_bench/copy_baseline.h"
+
+namespace epx::bench {
+namespace {
+
+int64_t now_ns() {
+  using std::chrono::steady_clock;
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+// Times one host call that has finished when it returns.
+template <typename Action>
+Timing timed(Action&& action) {
+  Timing timing;
+  timing.begin_ns = now_ns();
+  action();
+  timing.end_ns = now_ns();
+  return timing;
+}
+
+// An even share of the rows of all ranks, so that the copies take no longer on one rank than on another.
+int64_t share(int64_t rows, int num_ranks) {
+  return (rows + num_ranks - 1) / num_ranks;
+}
+
+// Rows that this rank copies beside an operation in a set: [operation][set].
+std::array<std::vector<int64_t>, kNumOperations> copied_rows(const Survey& survey, const Options& options, int num_ranks) {
+  std::array<std::vector<int64_t>, kNumOperations> rows;
+  for (int op = 0; op < kNumOperations; ++op)
+    for (const Traffic& traffic : survey.sets)
+      rows[op].push_back(share(written_rows(kOperations[op], traffic, options.combine_precision), num_ranks));
+  return rows;
+}
+
+// A plain copy of `rows` rows of the operation's own input, scattered as the operation's are.
+void copy_like(epx_operation operation, CopyBaseline& baseline, const Exchange& exchange, const InputSet& set,
+               int64_t rows) {
+  switch (operation) {
+  case EPX_OP_DISPATCH:
+    return baseline.scatter(set.by_token.tokens, rows);
+  case EPX_OP_COMBINE:
+    return baseline.gather(exchange.expert_rows().expert_out.bytes(), rows);
+  case EPX_OP_COMBINE_BWD:
+    return baseline.scatter(set.by_token.grad_out, rows);
+  case EPX_OP_DISPATCH_BWD:
+    return baseline.gather(exchange.expert_rows().grad_recv.bytes(), rows);
+  default:
+    return;
+  }
+}
+
+std::vector<Series> gather_by_rank(const Series& mine, const Peers& peers) {
+  const Series all = peers.gather(std::span<const Timing>(mine));
+  std::vector<Series> ranks;
+  ranks.reserve(peers.num_ranks());
+  for (int rank = 0; rank < peers.num_ranks(); ++rank)
+    ranks.emplace_back(all.begin() + rank * mine.size(), all.begin() + (rank + 1) * mine.size());
+  return ranks;
+}
+
+} // namespace
+
+Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Options& options,
+                     const Peers& peers) {
+  const auto rows = copied_rows(survey, options, peers.num_ranks());
+  std::optional<CopyBaseline> baseline;
+  if (exchange.info().transport == EPX_TRANSPORT_HOST) {
+    std::vector<int64_t> row_counts;
+    for (const auto& of_operation : rows)
+      row_counts.insert(row_counts.end(), of_operation.begin(), of_operation.end());
+    peers.together([&] { baseline.emplace(row_counts, row_bytes(options), options.seed); });
+  }
+
+  std::array<Series, kNumOperations> calls, copies;
+  Failure failure; // of the last call: the next barrier tells the others
+  for (int iteration = 0; iteration < options.warmup + options.iterations; ++iteration) {
+    const size_t set = iteration % sets.size();
+    exchange.load(sets[set].by_row);
+    for (int op = 0; op < kNumOperations; ++op) {
+      const bool keep = iteration >= options.warmup;
+      if (baseline && kOperations[op] != EPX_OP_PREPARE) {
+        peers.start_together(failure);
+        const Timing timing = timed([&] { copy_like(kOperations[op], *baseline, exchange, sets[set], rows[op][set]); });
+        if (keep) copies[op].push_back(timing);
+      }
+      peers.start_together(failure);
+      const Timing timing = timed([&] { failure = attempt([&] { exchange.call(kOperations[op], sets[set]); }); });
+      if (keep) calls[op].push_back(timing);
+    }
+  }
+  peers.agree(failure);
+
+  Measurements measurements;
+  for (int op = 0; op < kNumOperations; ++op) {
+    measurements[op].call = gather_by_rank(calls[op], peers);
+    if (!copies[op].empty()) measurements[op].copy = gather_by_rank(copies[op], peers);
+  }
+  return measurements;
+}
+
+} // namespace epx::bench

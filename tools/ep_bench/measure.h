@@ -1,0 +1,31 @@
+// The timed loop.
+#pragma once
+
+#include <array>
+#include <span>
+#include <vector>
+
+#include "tools/ep_bench/exchange.h"
+#include "tools/ep_bench/options.h"
+#include "tools/ep_bench/peers.h"
+#include "tools/ep_bench/stats.h"
+#include "tools/ep_bench/traffic.h"
+#include "tools/ep_bench/workload.h"
+
+namespace epx::bench {
+
+// What was measured beside one operation.
+struct OperationSeries {
+  std::vector<Series> call; // [rank][iteration]
+  std::vector<Series> copy; // [rank][iteration] the plain memcpy of as many rows; empty where there is none
+};
+
+using Measurements = std::array<OperationSeries, kNumOperations>; // in the order of kOperations
+
+// Runs all five operations options.warmup + options.iterations times and keeps the times of the latter. Iteration i takes
+// input set i modulo the number of sets. Before each operation come a memcpy of as many rows as the operation writes (on
+// the host transport) and a barrier; neither is in its time. Collective.
+Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Options& options,
+                     const Peers& peers);
+
+} // namespace epx::bench

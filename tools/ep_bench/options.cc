@@ -1,0 +1,233 @@
+#include "tools/ep_bench/options.h"
+
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <limits>
+#include <span>
+#include <string_view>
+#include <utility>
+
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+
+#include "tools/ep_bench/errors.h"
+
+namespace epx::bench {
+namespace {
+
+template <typename Value>
+using Names = std::span<const std::pair<const char*, Value>>;
+
+constexpr std::array<std::pair<const char*, epx_dtype>, 3> kDtypes{
+    {{"fp32", EPX_FLOAT32}, {"fp16", EPX_FLOAT16}, {"bf16", EPX_BFLOAT16}}};
+constexpr std::array<std::pair<const char*, epx_transport>, 3> kTransports{
+    {{"auto", EPX_TRANSPORT_AUTO}, {"host", EPX_TRANSPORT_HOST}, {"nccl", EPX_TRANSPORT_NCCL}}};
+constexpr std::array<std::pair<const char*, epx_combine_precision>, 2> kPrecisions{
+    {{"wire", EPX_COMBINE_WIRE}, {"exact", EPX_COMBINE_EXACT}}};
+
+template <typename Value>
+Value value_of(const char* option, const std::string& text, Names<Value> names) {
+  std::string allowed;
+  for (const auto& [name, value] : names) {
+    if (text == name) return value;
+    allowed += allowed.empty() ? name : fmt::format(", {}", name);
+  }
+  throw UsageError(fmt::format("{} is '{}'; it must be one of {}", option, text, allowed));
+}
+
+template <typename Value>
+const char* name_of(Value value, Names<Value> names) {
+  for (const auto& [name, candidate] : names)
+    if (candidate == value) return name;
+  return "unknown";
+}
+
+RoutingSpec parse_routing(const std::string& text) {
+  constexpr std::string_view kZipf = "zipf:", kText = "text:";
+  RoutingSpec routing;
+  if (text == "uniform") return routing;
+  if (text.starts_with(kZipf)) {
+    routing.kind = RoutingSpec::Kind::Zipf;
+    const char* end = text.data() + text.size();
+    auto [stop, error] = std::from_chars(text.data() + kZipf.size(), end, routing.zipf_exponent);
+    if (error != std::errc() || stop != end || !std::isfinite(routing.zipf_exponent) || routing.zipf_exponent < 0)
+      throw UsageError(
+          fmt::format("--routing is '{}'; the exponent after 'zipf:' must be a finite number of at least 0", text));
+    return routing;
+  }
+  if (text.starts_with(kText)) {
+    routing.kind = RoutingSpec::Kind::Text;
+    routing.text_file = text.substr(kText.size());
+    if (routing.text_file.empty()) throw UsageError("--routing is 'text:'; a file name must follow the colon");
+    return routing;
+  }
+  throw UsageError(fmt::format("--routing is '{}'; it must be uniform, zipf:S or text:FILE", text));
+}
+
+uint64_t parse_seed(const std::string& text) {
+  uint64_t seed = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, seed);
+  if (error != std::errc() || stop != end)
+    throw UsageError(fmt::format("--seed is '{}'; it must be a whole number from 0 to 2^64 - 1", text));
+  return seed;
+}
+
+void check_range(const char* option, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high)
+    throw UsageError(fmt::format("{} is {}; it must be between {} and {}", option, value, low, high));
+}
+
+void check_shape(const Options& options) {
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  check_range("--tokens", options.tokens, 0, kMax);
+  check_range("--hidden", options.hidden, 1, kMax);
+  check_range("--experts", options.experts, 1, kMax);
+  check_range("--top-k", options.top_k, 1, 64);
+  check_range("--alignment", options.alignment, 0, kMax);
+  check_range("--capacity", options.capacity, 0, kMax);
+  check_range("--iters", options.iterations, 1, 1'000'000);
+  check_range("--warmup", options.warmup, 0, 1'000'000);
+  check_range("--input-sets", options.input_sets, 1, 1024);
+  check_range("--timeout-ms", options.timeout_ms, 0, std::numeric_limits<int64_t>::max());
+  if (options.routing.kind != RoutingSpec::Kind::Text && options.top_k > options.experts)
+    throw UsageError(
+        fmt::format("--top-k is {} and --experts is {}; with --routing {} the experts of a token are distinct, "
+                    "so there must be as many",
+                    options.top_k, options.experts, to_string(options.routing)));
+}
+
+void check_ranks(Options& options, const std::string& bootstrap) {
+  constexpr std::string_view kFile = "file:";
+  if (bootstrap == "mpi") {
+    if (!built_with_mpi()) throw UsageError("--bootstrap is 'mpi', but this ep_bench was built without MPI; use file:DIR");
+    if (options.rank != -1 || options.num_ranks != -1)
+      throw UsageError(fmt::format("--rank is {} and --ranks is {}, but --bootstrap is 'mpi'; they belong to file:DIR",
+                                   options.rank, options.num_ranks));
+    return;
+  }
+  if (!bootstrap.starts_with(kFile) || bootstrap.size() == kFile.size())
+    throw UsageError(fmt::format("--bootstrap is '{}'; it must be mpi or file:DIR", bootstrap));
+  options.bootstrap_directory = bootstrap.substr(kFile.size());
+  if (options.num_ranks < 1)
+    throw UsageError(fmt::format("--bootstrap is '{}' and --ranks is {}; it must be given and at least 1", bootstrap,
+                                 options.num_ranks));
+  if (options.rank < 0 || options.rank >= options.num_ranks)
+    throw UsageError(
+        fmt::format("--bootstrap is '{}' and --rank is {}; it must be given and between 0 and {} (--ranks - 1)", bootstrap,
+                    options.rank, options.num_ranks - 1));
+}
+
+constexpr const char* kFooter = R"(Figures
+  A time is that of one call, in microseconds, on the slowest rank of an iteration; all ranks start together. 'slowest' is
+  the rank that was that most often. Timed are prepare (counts and offsets only), dispatch with weights, combine with
+  weights, combine_bwd with weights and their gradients, and dispatch_bwd with weights.
+  A row is --hidden elements of --dtype; 1 GB is 1e9 bytes; rows are means over the ranks, and times are medians.
+  logical GB/s   rows that a rank receives in dispatch (combine, dispatch_bwd: sends back) x row bytes / time
+  wire GB/s      rows that must reach another rank x row bytes / time: one per (token, remote rank), and for the combine
+                 and dispatch_bwd of --combine-precision exact one per remote route
+  memcpy ratio   host transport: (rows that the operation must write x row bytes / time) / (bytes/s of a plain memcpy of as
+                 many rows of the operation's input, by all ranks at once, timed beside the operation in the same
+                 iteration, from the first rank's start to the last rank's end). dispatch and combine_bwd write one row per
+                 route, their memcpy goes to scattered places; combine and dispatch_bwd write one row per (token, expert
+                 rank), with exact one per route, and one per token, and their memcpy comes from scattered places
+  wrong          elements that differ from the serial reference, all ranks together (--verify)
+Exit status: 0; 1 when a call failed or a result is wrong; 2 when the command line is.)";
+
+} // namespace
+
+bool built_with_mpi() {
+#if defined(EPX_BENCH_HAS_MPI)
+  return true;
+#else
+  return false;
+#endif
+}
+
+std::variant<Options, RequestedText> parse_options(int argc, const char* const* argv) {
+  Options options;
+  std::string transport = "auto", dtype = "bf16", routing = "uniform", precision = "wire", seed = "1";
+  std::string bootstrap = built_with_mpi() ? "mpi" : "";
+
+  CLI::App app("Measures the exchange of Mixture-of-Experts tokens: prepare, dispatch, combine and their backwards.",
+               "ep_bench");
+  app.footer(kFooter);
+  app.set_version_flag("--version",
+                       fmt::format("ep_bench {}.{}.{}", EPX_VERSION_MAJOR, EPX_VERSION_MINOR, EPX_VERSION_PATCH));
+  app.option_defaults()->always_capture_default();
+  app.add_option("--tokens", options.tokens, "Tokens per rank, T; may be 0");
+  app.add_option("--hidden", options.hidden, "Elements per token row, H");
+  app.add_option("--experts", options.experts, "Experts of all ranks together, E");
+  app.add_option("--top-k", options.top_k, "Routes per token, K, 1..64");
+  app.add_option("--dtype", dtype, "Element type of token rows: fp32 (4 bytes), fp16 or bf16 (2 bytes)");
+  app.add_option(
+      "--routing", routing,
+      "uniform: K distinct experts per token; zipf:S: K distinct experts, drawn by weight 1/n^S over one order of "
+      "the experts; text:FILE: each word of FILE is a token whose experts are K hashes of it (Hash Layers)");
+  app.add_option("--alignment", options.alignment, "Rows that an expert's zone is padded to a multiple of; 0 means 1");
+  app.add_option("--capacity", options.capacity, "Receive capacity, rows per rank; 0: enough for the worst case");
+  app.add_option("--seed", seed, "Seed of routing, tokens and weights, a number from 0 to 2^64 - 1");
+  app.add_option("--transport", transport, "auto, host or nccl");
+  app.add_option("--combine-precision", precision, "Rounding of sums: wire (one row per token and rank) or exact");
+  app.add_flag("--staged", options.staged, "Receive tensors in plain memory instead of memory from epx_mem_alloc");
+  app.add_option("--timeout-ms", options.timeout_ms,
+                 "Longest wait for a rank, milliseconds; 0: EPX_TIMEOUT_MS if set, else 300000");
+  app.add_option("--iters", options.iterations, "Timed iterations of all operations");
+  app.add_option("--warmup", options.warmup, "Untimed iterations before them");
+  app.add_option("--input-sets", options.input_sets, "Different inputs per rank that the iterations take in turn, sets");
+  app.add_flag("--verify", options.verify, "First compare every output of two input sets with the serial reference");
+  app.add_option("--json", options.json_file, "File for all figures and the configuration, written by rank 0");
+  app.add_option("--bootstrap", bootstrap,
+                 "How ranks meet: mpi (started by mpirun), or file:DIR (a directory that all ranks share)");
+  app.add_option("--rank", options.rank, "With file:DIR: number of this process, from 0")->default_str("");
+  app.add_option("--ranks", options.num_ranks, "With file:DIR: number of processes")->default_str("");
+  app.add_option("--job-id", options.job_id, "With file:DIR: name of the job, 1 to 64 of [A-Za-z0-9._-]");
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    return RequestedText{app.help()};
+  } catch (const CLI::CallForVersion& version) {
+    return RequestedText{std::string(version.what()) + "\n"};
+  } catch (const CLI::ParseError& error) {
+    throw UsageError(error.what());
+  }
+
+  options.transport = value_of<epx_transport>("--transport", transport, kTransports);
+  options.dtype = value_of<epx_dtype>("--dtype", dtype, kDtypes);
+  options.combine_precision = value_of<epx_combine_precision>("--combine-precision", precision, kPrecisions);
+  options.routing = parse_routing(routing);
+  options.seed = parse_seed(seed);
+  check_shape(options);
+  check_ranks(options, bootstrap);
+  return options;
+}
+
+std::string to_string(const RoutingSpec& routing) {
+  switch (routing.kind) {
+  case RoutingSpec::Kind::Zipf:
+    return fmt::format("zipf:{}", routing.zipf_exponent);
+  case RoutingSpec::Kind::Text:
+    return "text:" + routing.text_file;
+  case RoutingSpec::Kind::Uniform:
+    break;
+  }
+  return "uniform";
+}
+
+const char* to_string(epx_dtype dtype) {
+  return name_of<epx_dtype>(dtype, kDtypes);
+}
+const char* to_string(epx_transport transport) {
+  return name_of<epx_transport>(transport, kTransports);
+}
+const char* to_string(epx_combine_precision precision) {
+  return name_of<epx_combine_precision>(precision, kPrecisions);
+}
+
+int64_t element_bytes(epx_dtype dtype) {
+  return dtype == EPX_FLOAT32 ? 4 : 2;
+}
+
+} // namespace epx::bench

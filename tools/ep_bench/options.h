@@ -1,0 +1,78 @@
+// The command line of ep_bench.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <variant>
+
+#include "epx/epx.h"
+
+namespace epx::bench {
+
+struct RoutingSpec {
+  enum class Kind { Uniform, Zipf, Text };
+  Kind kind = Kind::Uniform;
+  double zipf_exponent = 0; // Zipf
+  std::string text_file;    // Text
+};
+
+struct Options {
+  // What is exchanged.
+  int32_t tokens = 512; // T, on every rank
+  int32_t hidden = 1024;
+  int32_t experts = 32;
+  int32_t top_k = 4;
+  epx_dtype dtype = EPX_BFLOAT16;
+  RoutingSpec routing;
+  int32_t alignment = 0; // rows
+  int64_t capacity = 0;  // R in rows; 0: worst case
+  uint64_t seed = 1;
+
+  // How.
+  epx_transport transport = EPX_TRANSPORT_AUTO;
+  epx_combine_precision combine_precision = EPX_COMBINE_WIRE;
+  bool staged = false;    // receive tensors in plain memory instead of epx_mem_alloc's
+  int64_t timeout_ms = 0; // 0: the library's default
+
+  // How often, and what comes out.
+  int32_t iterations = 20;
+  int32_t warmup = 5; // iterations
+  int32_t input_sets = 4;
+  bool verify = false;
+  std::string json_file; // empty: none
+
+  // Who takes part.
+  std::string bootstrap_directory; // empty: MPI
+  int32_t rank = -1;               // file bootstrap only
+  int32_t num_ranks = -1;          // file bootstrap only
+  std::string job_id = "ep_bench";
+
+  // Input sets that are generated: a verified run looks at two at least.
+  int num_input_sets() const { return verify && input_sets < 2 ? 2 : input_sets; }
+};
+
+// What --help or --version asks for.
+struct RequestedText {
+  std::string text;
+};
+
+bool built_with_mpi();
+
+// Throws UsageError: one sentence with the option and its value.
+std::variant<Options, RequestedText> parse_options(int argc, const char* const* argv);
+
+// The spelling of the command line.
+std::string to_string(const RoutingSpec& routing); // "zipf:1.2"
+const char* to_string(epx_dtype dtype);            // "bf16"
+const char* to_string(epx_transport transport);
+const char* to_string(epx_combine_precision precision);
+
+// Bytes of an element of a token dtype.
+int64_t element_bytes(epx_dtype dtype);
+
+// A rank's bytes per row of hidden elements.
+inline int64_t row_bytes(const Options& options) {
+  return options.hidden * element_bytes(options.dtype);
+}
+
+} // namespace epx::bench

@@ -1,0 +1,179 @@
+#include "tools/ep_bench/report.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "tools/ep_bench/errors.h"
+
+namespace epx::bench {
+namespace {
+
+constexpr std::array<const char*, EPX_NUM_EVENT_KINDS> kEventNames{"bad_index", "overflow", "too_few_rows",
+                                                                   "handle_mismatch"};
+
+std::string version_string(int32_t version) {
+  return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
+}
+
+// "-" where there is no figure.
+template <typename T>
+std::string cell(const std::optional<T>& value, const char* format) {
+  return value ? fmt::format(fmt::runtime(format), *value) : "-";
+}
+
+std::optional<double> copy_ratio(const OperationFigures& figures) {
+  return figures.copy ? std::optional(figures.copy->ratio) : std::nullopt;
+}
+
+std::optional<int64_t> wrong_of(const Results& results, int op) {
+  return results.wrong ? std::optional((*results.wrong)[op]) : std::nullopt;
+}
+
+template <typename T>
+nlohmann::json json_or_null(const std::optional<T>& value) {
+  return value ? nlohmann::json(*value) : nlohmann::json(nullptr);
+}
+
+const char* receive_memory(const Options& options) {
+  return options.staged ? "plain (staged)" : "window";
+}
+
+nlohmann::json config_json(const Results& results) {
+  const Options& options = results.options;
+  const bool by_file = !options.bootstrap_directory.empty();
+  return {{"tokens", options.tokens},
+          {"hidden", options.hidden},
+          {"experts", options.experts},
+          {"top_k", options.top_k},
+          {"dtype", to_string(options.dtype)},
+          {"routing", to_string(options.routing)},
+          {"alignment", options.alignment},
+          {"capacity", options.capacity},
+          {"seed", options.seed},
+          {"transport", to_string(options.transport)},
+          {"combine_precision", to_string(options.combine_precision)},
+          {"staged", options.staged},
+          {"timeout_ms", results.group.timeout_ms},
+          {"iters", options.iterations},
+          {"warmup", options.warmup},
+          {"input_sets", options.num_input_sets()},
+          {"verify", options.verify},
+          {"bootstrap", by_file ? "file:" + options.bootstrap_directory : "mpi"},
+          {"job_id", by_file ? nlohmann::json(options.job_id) : nlohmann::json(nullptr)}};
+}
+
+nlohmann::json operation_json(const OperationFigures& figures, std::optional<int64_t> wrong) {
+  nlohmann::json json{{"median_us", figures.median_us},
+                      {"p99_us", figures.p99_us},
+                      {"min_us", figures.min_us},
+                      {"slowest_rank", figures.slowest_rank},
+                      {"start_skew_us", json_or_null(figures.start_skew_us)},
+                      {"logical_rows", figures.logical_rows},
+                      {"wire_rows", figures.wire_rows},
+                      {"written_rows", figures.written_rows},
+                      {"logical_gbps", json_or_null(figures.logical_gbps)},
+                      {"wire_gbps", json_or_null(figures.wire_gbps)},
+                      {"memcpy_ratio", json_or_null(copy_ratio(figures))},
+                      {"memcpy_us", nullptr},
+                      {"memcpy_total_gbps", nullptr},
+                      {"wrong", json_or_null(wrong)}};
+  if (figures.copy) {
+    json["memcpy_us"] = figures.copy->median_us;
+    json["memcpy_total_gbps"] = figures.copy->gbps;
+  }
+  return json;
+}
+
+std::string header(const Results& results) {
+  const Options& options = results.options;
+  return fmt::format("ep_bench {}: {} ranks, transport {}, {} tokens per rank x {} {}, top-{} of {} experts, routing {}\n"
+                     "alignment {}, combine {}, receive capacity R = {} rows, receive tensors in {} memory, seed {}, "
+                     "{} iterations\n"
+                     "handle memory {} bytes of {} allowed, window {} bytes per rank\n",
+                     version_string(results.library_version), results.group.num_ranks, to_string(results.group.transport),
+                     options.tokens, options.hidden, to_string(options.dtype), options.top_k, options.experts,
+                     to_string(options.routing), options.alignment, to_string(options.combine_precision),
+                     results.group.max_recv_tokens_per_rank, receive_memory(options), options.seed, options.iterations,
+                     results.handle_mem_bytes, results.handle_mem_limit, results.group.window_bytes);
+}
+
+} // namespace
+
+int64_t handle_memory_limit(const Options& options, const epx_group_info& group) {
+  const int64_t max_tokens = std::max(options.tokens, 1);
+  return 16 * (max_tokens * options.top_k + group.max_recv_tokens_per_rank) +
+         8 * int64_t{group.num_ranks} * options.experts + int64_t{64} * 1024;
+}
+
+bool passed(const Results& results) {
+  if (results.wrong && std::ranges::any_of(*results.wrong, [](int64_t wrong) { return wrong != 0; })) return false;
+  for (int kind = 0; kind < EPX_NUM_EVENT_KINDS; ++kind) {
+    const bool asked_for = kind == EPX_EVENT_OVERFLOW && results.options.capacity > 0;
+    if (results.events[kind] != 0 && !asked_for) return false;
+  }
+  return true;
+}
+
+std::string to_table(const Results& results) {
+  std::string text = header(results);
+  const auto out = std::back_inserter(text);
+  if (const auto& copy = results.figures[1].copy)
+    fmt::format_to(out, "memcpy of dispatch's rows: {:.2f} GB/s per rank, {:.2f} GB/s all ranks together\n",
+                   copy->gbps / results.group.num_ranks, copy->gbps);
+  if (results.dropped_routes > 0)
+    fmt::format_to(out, "dropped by capacity: {:.1f} routes per iteration of all ranks\n", results.dropped_routes);
+
+  fmt::format_to(out, "\n{:<13}{:>11}{:>11}{:>11}{:>9}{:>14}{:>11}{:>14}{:>8}\n", "operation", "median us", "p99 us",
+                 "min us", "slowest", "logical GB/s", "wire GB/s", "memcpy ratio", "wrong");
+  for (int op = 0; op < kNumOperations; ++op) {
+    const OperationFigures& figures = results.figures[op];
+    fmt::format_to(out, "{:<13}{:>11.1f}{:>11.1f}{:>11.1f}{:>9}{:>14}{:>11}{:>14}{:>8}\n", name_of(kOperations[op]),
+                   figures.median_us, figures.p99_us, figures.min_us, figures.slowest_rank,
+                   cell(figures.logical_gbps, "{:.3f}"), cell(figures.wire_gbps, "{:.3f}"),
+                   cell(copy_ratio(figures), "{:.2f}"), cell(wrong_of(results, op), "{}"));
+  }
+  for (int kind = 0; kind < EPX_NUM_EVENT_KINDS; ++kind)
+    if (results.events[kind] != 0)
+      fmt::format_to(out, "event {}: {} over the whole run, all ranks\n", kEventNames[kind], results.events[kind]);
+  return text;
+}
+
+nlohmann::json to_json(const Results& results) {
+  nlohmann::json operations, events;
+  for (int op = 0; op < kNumOperations; ++op)
+    operations[name_of(kOperations[op])] = operation_json(results.figures[op], wrong_of(results, op));
+  for (int kind = 0; kind < EPX_NUM_EVENT_KINDS; ++kind)
+    events[kEventNames[kind]] = results.events[kind];
+  const auto& copy = results.figures[1].copy;
+  return {{"epx_version", version_string(results.library_version)},
+          {"ranks", results.group.num_ranks},
+          {"transport", to_string(results.group.transport)},
+          {"config", config_json(results)},
+          {"memory",
+           {{"handle_mem_bytes", results.handle_mem_bytes},
+            {"handle_mem_limit_bytes", results.handle_mem_limit},
+            {"window_bytes", results.group.window_bytes},
+            {"max_recv_tokens_per_rank", results.group.max_recv_tokens_per_rank}}},
+          {"memcpy_total_gbps", copy ? nlohmann::json(copy->gbps) : nlohmann::json(nullptr)},
+          {"memcpy_gbps_per_rank", copy ? nlohmann::json(copy->gbps / results.group.num_ranks) : nlohmann::json(nullptr)},
+          {"dropped_routes", results.dropped_routes},
+          {"operations", operations},
+          {"events", events},
+          {"passed", passed(results)}};
+}
+
+void write_json(const std::string& file, const nlohmann::json& json) {
+  errno = 0;
+  std::ofstream out(file);
+  out << json.dump(2) << '\n';
+  out.close();
+  if (!out) throw RuntimeError(fmt::format("cannot write '{}' of --json: {}", file, std::strerror(errno)));
+}
+
+} // namespace epx::bench

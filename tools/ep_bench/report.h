@@ -1,0 +1,43 @@
+// What ep_bench prints and writes.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include <nlohmann/json_fwd.hpp>
+
+#include "epx/epx.h"
+#include "tools/ep_bench/figures.h"
+#include "tools/ep_bench/options.h"
+#include "tools/ep_bench/verify.h"
+
+namespace epx::bench {
+
+// Everything that a run found out.
+struct Results {
+  Options options;
+  int32_t library_version = 0; // epx_version()
+  epx_group_info group{};      // of rank 0
+  int64_t handle_mem_bytes = 0;
+  int64_t handle_mem_limit = 0; // the contract's formula, bytes
+  double dropped_routes = 0;    // per iteration, all ranks together
+  Figures figures{};
+  std::optional<WrongCounts> wrong;                   // with --verify
+  std::array<uint64_t, EPX_NUM_EVENT_KINDS> events{}; // of all ranks, over the whole run
+};
+
+// 16 * (max_tokens_per_rank * K + R) + 8 * P * E + 64 KiB.
+int64_t handle_memory_limit(const Options& options, const epx_group_info& group);
+
+// True when nothing is wrong, and the group met no event that the options do not explain.
+bool passed(const Results& results);
+
+std::string to_table(const Results& results);
+nlohmann::json to_json(const Results& results);
+
+// Throws RuntimeError.
+void write_json(const std::string& file, const nlohmann::json& json);
+
+} // namespace epx::bench

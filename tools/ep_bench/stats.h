@@ -1,0 +1,37 @@
+// Statistics of series of times.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace epx::bench {
+
+// When one rank entered and left something, nanoseconds of its steady clock. Ranks on one machine share that clock.
+struct Timing {
+  int64_t begin_ns = 0;
+  int64_t end_ns = 0;
+};
+
+using Series = std::vector<Timing>; // one per iteration
+
+// All take one Series per rank, of equal lengths.
+
+// The longest time of any rank in each iteration, microseconds.
+std::vector<double> slowest_us(std::span<const Series> ranks);
+
+// The rank that was the slowest most often; of several the lowest.
+int most_often_slowest(std::span<const Series> ranks);
+
+// From the first rank's begin to the last rank's end in each iteration, microseconds. Ranks on one machine only.
+std::vector<double> span_us(std::span<const Series> ranks);
+
+// From the first rank's begin to the last rank's begin in each iteration, microseconds. Ranks on one machine only.
+std::vector<double> start_skew_us(std::span<const Series> ranks);
+
+// Of at least one value. The median of an even number is the mean of the middle two; a percentile is by nearest rank.
+double median(std::vector<double> values);
+double percentile(std::vector<double> values, double percent);
+double minimum(std::span<const double> values);
+
+} // namespace epx::bench

@@ -1,0 +1,23 @@
+// Compares the library with the serial reference.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "tools/ep_bench/exchange.h"
+#include "tools/ep_bench/options.h"
+#include "tools/ep_bench/peers.h"
+#include "tools/ep_bench/workload.h"
+
+namespace epx::bench {
+
+using WrongCounts = std::array<int64_t, kNumOperations>; // elements, in the order of kOperations
+
+inline constexpr int kVerifiedSets = 2;
+
+// Runs all five operations on the first kVerifiedSets input sets, with poisoned outputs, and compares every output, rows
+// that must stay untouched too, with the reference. Every rank makes the inputs of all ranks again and runs the reference
+// on them. Returns the wrong elements of all ranks together. Collective.
+WrongCounts verify(Exchange& exchange, const Workload& workload, const Options& options, const Peers& peers);
+
+} // namespace epx::bench
