@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Installs a build below a temporary directory and uses it as a stranger would: headers alone, then a C11 program that finds
+# epx through pkg-config only, run by one process and by two.
+#   install_test.sh BUILD_DIR PREFIX LIBDIR SANITIZERS    (CC and CXX in the environment)
+set -euo pipefail
+
+readonly build_dir=$1 prefix=$2 libdir=$3 sanitizers=$4
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+readonly limit_s=60
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+step() { printf -- '-- %s\n' "$*"; }
+
+# Both may be several words: ccache and the compiler.
+read -ra cc <<<"${CC:-cc}"
+read -ra cxx <<<"${CXX:-c++}"
+strict=(-Wall -Wextra -Werror -pedantic)
+# A library that was built with a sanitizer needs a program that was, too.
+[[ $sanitizers == none ]] || strict+=("-fsanitize=$sanitizers")
+
+step "install to $prefix below a DESTDIR"
+root=$work/root
+meson install -C "$build_dir" --no-rebuild --destdir "$root" >"$work/install.log" || {
+  cat "$work/install.log"
+  exit 1
+}
+installed_lib=$root$prefix/$libdir
+export LD_LIBRARY_PATH=$installed_lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+
+# Only the installed .pc files are to be seen: whoever uses libepx needs none of what libepx is built with.
+export PKG_CONFIG_LIBDIR=$installed_lib/pkgconfig PKG_CONFIG_SYSROOT_DIR=$root
+unset PKG_CONFIG_PATH
+step "pkg-config --cflags --libs epx"
+read -ra flags <<<"$(pkg-config --cflags --libs epx)"
+printf '   %s\n' "${flags[@]}"
+version=$(pkg-config --modversion epx)
+
+step "epx.h alone, as C11 and as C++17"
+printf '#include <epx/epx.h>\n' | tee "$work/header.c" >"$work/header.cc"
+"${cc[@]}" -std=c11 "${strict[@]}" -c "$work/header.c" -o "$work/header_c.o" "${flags[@]}"
+"${cxx[@]}" -std=c++17 "${strict[@]}" -c "$work/header.cc" -o "$work/header_cc.o" "${flags[@]}"
+
+step "a C11 program against version $version"
+"${cc[@]}" -std=c11 "${strict[@]}" "$here/consumer.c" -o "$work/consumer" "${flags[@]}"
+
+step "one process"
+mkdir "$work/meeting"
+timeout "$limit_s" "$work/consumer" "$work/meeting" 0 1 "$version"
+
+step "two processes"
+timeout "$limit_s" "$work/consumer" "$work/meeting" 0 2 "$version" &
+first=$!
+status=0
+timeout "$limit_s" "$work/consumer" "$work/meeting" 1 2 "$version" || status=$?
+wait "$first" || status=$?
+
+step "nothing is left behind"
+leftover=$(ls -A "$work/meeting")
+if [[ -n $leftover ]]; then
+  printf 'the rendezvous directory still holds: %s\n' "$leftover"
+  status=1
+fi
+exit "$status"

@@ -1,0 +1,441 @@
+// Groups that must not come into being, and memory that is not there: configs that one rank gets wrong, configs that differ
+// between ranks, broken bootstraps, a full /dev/shm.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <fmt/ranges.h>
+#include <sys/statvfs.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "epx/epx.h"
+#include "tests/multiprocess/layer_round.h"
+#include "tests/multiprocess/sentences.h"
+#include "tests/support/check.h"
+#include "tests/support/local_bootstrap.h"
+#include "tests/support/run_ranks.h"
+#include "tests/support/system_state.h"
+
+namespace epx::test {
+namespace {
+
+using Config = epx_group_config;
+
+constexpr int32_t kMaxInt = std::numeric_limits<int32_t>::max();
+const epx_group kUntouched = reinterpret_cast<epx_group>(0x5a5a5a50);
+
+void check_words(const std::vector<std::string>& words, const std::string& name) {
+  check_tells(epx_last_error(), words, name);
+}
+
+// Makes a group of good configs, runs a round on it, and destroys it.
+void check_good_group(LocalMeeting& meeting, int rank) {
+  const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+  const Config config = round_config();
+  epx_group group = nullptr;
+  check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
+  LayerRound(group, rank).run_all();
+  epx_group_destroy(group);
+}
+
+struct BadConfig {
+  std::string name;
+  std::function<void(Config&)> spoil;
+  std::vector<std::string> words;
+  epx_status status = EPX_ERROR_INVALID_ARGUMENT;
+  bool for_plan = true; // epx_group_memory_plan refuses it, too
+};
+
+std::vector<BadConfig> bad_configs() {
+  const std::string size = std::to_string(sizeof(Config));
+  return {
+      {"struct_size 0", [](Config& c) { c.struct_size = 0; }, {"struct_size", "0", size}},
+      {"struct_size too large",
+       [](Config& c) { c.struct_size += 16; },
+       {"struct_size", std::to_string(sizeof(Config) + 16)}},
+      {"num_experts unset", [](Config& c) { c.num_experts = 0; }, {"num_experts", "0"}},
+      {"num_experts negative", [](Config& c) { c.num_experts = -4; }, {"num_experts", "-4"}},
+      {"max_tokens_per_rank unset", [](Config& c) { c.max_tokens_per_rank = 0; }, {"max_tokens_per_rank", "0"}},
+      {"max_tokens_per_rank negative", [](Config& c) { c.max_tokens_per_rank = -1; }, {"max_tokens_per_rank", "-1"}},
+      {"hidden_dim unset", [](Config& c) { c.hidden_dim = 0; }, {"hidden_dim", "0"}},
+      {"hidden_dim negative", [](Config& c) { c.hidden_dim = -16; }, {"hidden_dim", "-16"}},
+      {"max_top_k unset", [](Config& c) { c.max_top_k = 0; }, {"max_top_k", "0"}},
+      {"max_top_k 65", [](Config& c) { c.max_top_k = 65; }, {"max_top_k", "65", "64"}},
+      {"max_alignment negative", [](Config& c) { c.max_alignment = -128; }, {"max_alignment", "-128"}},
+      {"max_token_dtype unset", [](Config& c) { c.max_token_dtype = EPX_DTYPE_UNSET; }, {"max_token_dtype", "unset"}},
+      {"max_token_dtype int32", [](Config& c) { c.max_token_dtype = EPX_INT32; }, {"max_token_dtype", "int32"}},
+      {"max_token_dtype none",
+       [](Config& c) { c.max_token_dtype = static_cast<epx_dtype>(42); },
+       {"max_token_dtype", "42"}},
+      {"R negative", [](Config& c) { c.max_recv_tokens_per_rank = -6; }, {"max_recv_tokens_per_rank", "-6"}},
+      {"R beyond int32",
+       [](Config& c) { c.max_recv_tokens_per_rank = int64_t{1} << 40; },
+       {"max_recv_tokens_per_rank", "1099511627776"}},
+      {"max_sidecar_bytes negative", [](Config& c) { c.max_sidecar_bytes = -1; }, {"max_sidecar_bytes", "-1"}},
+      {"combine_precision",
+       [](Config& c) { c.combine_precision = static_cast<epx_combine_precision>(7); },
+       {"combine_precision", "7"}},
+      {"overflow", [](Config& c) { c.overflow = static_cast<epx_overflow>(8); }, {"overflow", "8"}},
+      {"transport", [](Config& c) { c.transport = static_cast<epx_transport>(9); }, {"transport", "9"}},
+      {"num_comm_sms negative", [](Config& c) { c.num_comm_sms = -2; }, {"num_comm_sms", "-2"}},
+      {"timeout_ms 0", [](Config& c) { c.timeout_ms = 0; }, {"timeout_ms", "0"}, EPX_ERROR_INVALID_ARGUMENT, false},
+      {"timeout_ms negative",
+       [](Config& c) { c.timeout_ms = -20; },
+       {"timeout_ms", "-20"},
+       EPX_ERROR_INVALID_ARGUMENT,
+       false},
+      {"transport nccl", [](Config& c) { c.transport = EPX_TRANSPORT_NCCL; }, {"nccl"}, EPX_ERROR_UNSUPPORTED},
+  };
+}
+
+void check_bad_config(const BadConfig& bad) {
+  Config config = round_config();
+  bad.spoil(config);
+  if (bad.for_plan) {
+    epx_memory_plan plan{};
+    plan.struct_size = sizeof(plan);
+    check_status(epx_group_memory_plan(&config, kRanks, &plan), bad.status, "epx_group_memory_plan");
+    check_words(bad.words, "epx_group_memory_plan");
+  }
+  LocalMeeting meeting(kRanks);
+  run_threads(kRanks, [&](int rank) {
+    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    const Config good = round_config();
+    epx_group group = kUntouched;
+    const epx_status status = epx_group_create(&bootstrap, rank == 1 ? &config : &good, &group);
+    check_status(status, bad.status, "epx_group_create");
+    check_words(bad.words, "epx_group_create");
+    if (rank == 0) check_words({"rank 1"}, "epx_group_create");
+    check(group == kUntouched || group == nullptr, "a failed call made a group");
+  });
+  run_threads(kRanks, [&](int rank) { check_good_group(meeting, rank); });
+}
+
+TEST_CASE("a config that one rank gets wrong: it says why, its peer learns who and why, and both may try again") {
+  for (const BadConfig& bad : bad_configs()) {
+    CAPTURE(bad.name);
+    CHECK_NOTHROW(check_bad_config(bad));
+  }
+}
+
+struct Difference {
+  std::string field;
+  std::function<void(Config&)> change;
+  std::vector<std::string> values;
+};
+
+void check_difference(const Difference& difference, int odd, int num_ranks) {
+  LocalMeeting meeting(num_ranks);
+  run_threads(num_ranks, [&](int rank) {
+    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    Config config = round_config();
+    if (rank == odd) difference.change(config);
+    epx_group group = kUntouched;
+    check_status(epx_group_create(&bootstrap, &config, &group), EPX_ERROR_MISMATCH, "epx_group_create");
+    check(group == kUntouched || group == nullptr, "a failed call made a group");
+    check_words({difference.field, "rank " + std::to_string(odd)}, "epx_group_create");
+    check_words(difference.values, "epx_group_create");
+  });
+}
+
+TEST_CASE("configs that differ between ranks: every rank learns the field, the ranks and the values") {
+  const std::vector<Difference> table = {
+      {"num_experts", [](Config& c) { c.num_experts = 7; }, {" 5", " 7"}},
+      {"max_tokens_per_rank", [](Config& c) { c.max_tokens_per_rank = 71; }, {" 6", " 71"}},
+      {"hidden_dim", [](Config& c) { c.hidden_dim = 32; }, {" 16", " 32"}},
+      {"max_top_k", [](Config& c) { c.max_top_k = 9; }, {" 4", " 9"}},
+      {"max_alignment", [](Config& c) { c.max_alignment = 13; }, {" 8", " 13"}},
+      {"max_token_dtype", [](Config& c) { c.max_token_dtype = EPX_FLOAT32; }, {" 3|bfloat16", " 1|float32"}},
+      {"max_recv_tokens_per_rank", [](Config& c) { c.max_recv_tokens_per_rank = 999; }, {" 0", " 999"}},
+      {"max_sidecar_bytes", [](Config& c) { c.max_sidecar_bytes = 24; }, {" 16", " 24"}},
+      {"combine_precision", [](Config& c) { c.combine_precision = EPX_COMBINE_EXACT; }, {" 0|wire", " 1|exact"}},
+      {"overflow", [](Config& c) { c.overflow = EPX_OVERFLOW_DROP; }, {" 0|error", " 1|drop"}},
+      {"transport", [](Config& c) { c.transport = EPX_TRANSPORT_AUTO; }, {" 0|auto", " 1|host"}},
+  };
+  constexpr int kThreeRanks = 3;
+  for (const Difference& difference : table) {
+    for (int odd = 0; odd < kThreeRanks; ++odd) {
+      CAPTURE(difference.field);
+      CAPTURE(odd);
+      CHECK_NOTHROW(check_difference(difference, odd, kThreeRanks));
+    }
+  }
+}
+
+TEST_CASE("color, key, num_comm_sms and timeout_ms may differ") {
+  LocalMeeting meeting(kRanks);
+  run_threads(kRanks, [&](int rank) {
+    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    Config config = round_config();
+    config.key = -rank; // turns the order around
+    config.num_comm_sms = rank;
+    config.timeout_ms += rank;
+    epx_group group = nullptr;
+    check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
+    LayerRound(group, kRanks - 1 - rank).run_all();
+    epx_group_destroy(group);
+
+    config.color = rank;
+    check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create of two colors");
+    epx_group_info group_info{};
+    group_info.struct_size = sizeof(group_info);
+    check_ok(epx_group_query(group, &group_info), "epx_group_query");
+    check(group_info.num_ranks == 1 && group_info.rank == 0, "two colors made a group of {}", group_info.num_ranks);
+    epx_group_destroy(group);
+  });
+}
+
+TEST_CASE("bad arguments of epx_group_create and epx_group_memory_plan") {
+  LocalMeeting meeting(1);
+  const epx_bootstrap good = meeting.bootstrap(0);
+  const Config config = round_config();
+  epx_group group = kUntouched;
+
+  const auto check_create = [&](const std::string& name, const epx_bootstrap* bootstrap, const Config* with, epx_group* out,
+                                const std::vector<std::string>& words) {
+    CAPTURE(name);
+    CHECK_NOTHROW(check_status(epx_group_create(bootstrap, with, out), EPX_ERROR_INVALID_ARGUMENT, name));
+    CHECK_NOTHROW(check_words(words, name));
+    CHECK((group == kUntouched || group == nullptr));
+  };
+  check_create("bootstrap NULL", nullptr, &config, &group, {"bootstrap", "NULL"});
+  check_create("config NULL", &good, nullptr, &group, {"config", "NULL"});
+  check_create("group NULL", &good, &config, nullptr, {"group", "NULL"});
+
+  struct BadBootstrap {
+    std::string name;
+    std::function<void(epx_bootstrap&)> spoil;
+    std::vector<std::string> words;
+  };
+  const std::vector<BadBootstrap> table = {
+      {"zeroed", [](epx_bootstrap& b) { b = {}; }, {"struct_size", "0"}},
+      {"struct_size", [](epx_bootstrap& b) { b.struct_size += 8; }, {"struct_size", std::to_string(sizeof(good) + 8)}},
+      {"num_ranks 0", [](epx_bootstrap& b) { b.num_ranks = 0; }, {"num_ranks", "0"}},
+      {"num_ranks negative", [](epx_bootstrap& b) { b.num_ranks = -3; }, {"num_ranks", "-3"}},
+      {"rank negative", [](epx_bootstrap& b) { b.rank = -1; }, {"rank", "-1"}},
+      {"rank beyond num_ranks",
+       [](epx_bootstrap& b) {
+         b.num_ranks = 2;
+         b.rank = 2;
+       },
+       {"rank", "2"}},
+      {"without all_gather", [](epx_bootstrap& b) { b.all_gather = nullptr; }, {"all_gather", "NULL"}},
+  };
+  for (const BadBootstrap& bad : table) {
+    epx_bootstrap bootstrap = good;
+    bad.spoil(bootstrap);
+    check_create(bad.name, &bootstrap, &config, &group, bad.words);
+  }
+
+  epx_memory_plan plan{};
+  plan.struct_size = sizeof(plan);
+  const auto check_plan = [&](const std::string& name, const Config* with, int num_ranks, epx_memory_plan* out,
+                              const std::vector<std::string>& words) {
+    CAPTURE(name);
+    CHECK_NOTHROW(check_status(epx_group_memory_plan(with, num_ranks, out), EPX_ERROR_INVALID_ARGUMENT, name));
+    CHECK_NOTHROW(check_words(words, name));
+    CHECK(plan.window_bytes == 0);
+  };
+  check_plan("config NULL", nullptr, 2, &plan, {"config", "NULL"});
+  check_plan("plan NULL", &config, 2, nullptr, {"plan", "NULL"});
+  check_plan("num_ranks 0", &config, 0, &plan, {"num_ranks", "0"});
+  check_plan("num_ranks negative", &config, -2, &plan, {"num_ranks", "-2"});
+  // Right in each field, too large together: it takes P to see that.
+  Config huge = config;
+  huge.max_tokens_per_rank = kMaxInt;
+  check_plan("more routes than int32 counts", &huge, 2, &plan, {"max_tokens_per_rank", std::to_string(kMaxInt)});
+  check_create("more routes than int32 counts", &good, &huge, &group, {"max_tokens_per_rank", std::to_string(kMaxInt)});
+  plan.struct_size = 4;
+  check_plan("struct_size", &config, 2, &plan, {"struct_size", "4"});
+  CHECK(epx_group_config_init(nullptr) == EPX_ERROR_INVALID_ARGUMENT);
+}
+
+TEST_CASE("a bootstrap that fails: its status and its words come through") {
+  epx_bootstrap bootstrap{};
+  bootstrap.struct_size = sizeof(bootstrap);
+  bootstrap.num_ranks = 2;
+  bootstrap.all_gather = [](void*, const void*, void*, size_t, int64_t, char* message, size_t bytes) {
+    const std::string words = "the cable is out";
+    message[words.copy(message, bytes - 1)] = '\0';
+    return EPX_ERROR_SYSTEM;
+  };
+  const Config config = round_config();
+  epx_group group = nullptr;
+  CHECK(epx_group_create(&bootstrap, &config, &group) == EPX_ERROR_SYSTEM);
+  CHECK(contains(epx_last_error(), "the cable is out"));
+  // Silent, and with a status that no enumerator has.
+  bootstrap.all_gather = [](void*, const void*, void*, size_t, int64_t, char*, size_t) {
+    return static_cast<epx_status>(77);
+  };
+  CHECK(epx_group_create(&bootstrap, &config, &group) != EPX_SUCCESS);
+  CHECK(std::string(epx_last_error()).size() > 0);
+  CHECK(group == nullptr);
+}
+
+TEST_CASE("a rank that does not come to epx_group_create is named") {
+  LocalMeeting meeting(3);
+  run_threads(2, [&](int rank) {
+    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    Config config = round_config();
+    config.timeout_ms = 500;
+    epx_group group = nullptr;
+    check_status(epx_group_create(&bootstrap, &config, &group), EPX_ERROR_TIMEOUT, "epx_group_create without rank 2");
+    check_words({"2"}, "timeout");
+  });
+}
+
+// EPX_TIMEOUT_MS is read once, so each value needs a process of its own: this test case, run by the next one.
+TEST_CASE("EPX_TIMEOUT_MS is refused" * doctest::skip()) {
+  Config config;
+  CHECK(epx_group_config_init(&config) == EPX_ERROR_INVALID_ARGUMENT);
+  CHECK(contains(epx_last_error(), "EPX_TIMEOUT_MS"));
+  CHECK(contains(epx_last_error(), std::getenv("EPX_TIMEOUT_MS")));
+}
+
+TEST_CASE("EPX_TIMEOUT_MS has to be a positive number") {
+  for (const char* value : {"soon", "0", "-5", "12x", "99999999999999999999"}) {
+    CAPTURE(value);
+    const pid_t child = fork();
+    if (child == 0) {
+      setenv("EPX_TIMEOUT_MS", value, 1);
+      execl("/proc/self/exe", "bad_config", "--no-skip", "--minimal", "--test-case=EPX_TIMEOUT_MS is refused", nullptr);
+      _exit(127);
+    }
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == 0);
+  }
+}
+
+// ---- Shared memory that is not there ----
+
+// Bytes that /dev/shm could hold if it were empty; 0 where it has no limit.
+int64_t shared_memory_size() {
+  struct statvfs stats {};
+  check(statvfs("/dev/shm", &stats) == 0, "statvfs(/dev/shm) failed");
+  return static_cast<int64_t>(stats.f_blocks) * static_cast<int64_t>(stats.f_frsize);
+}
+
+void check_nothing_left(const SharedMemoryWatch& watch) {
+  const std::set<std::string> left = watch.leftovers();
+  check(left.empty(), "left in /dev/shm: {}", fmt::join(left, ", "));
+}
+
+// What is free other processes may change meanwhile, so that number itself is not compared.
+void check_says_free(const std::string& sentence, int64_t wanted) {
+  check(contains(sentence, std::to_string(wanted)), "\"{}\" does not tell {} bytes", sentence, wanted);
+  check(contains(sentence, "free"), "\"{}\" does not tell what is free", sentence);
+}
+
+TEST_CASE("a group that does not fit into /dev/shm") {
+  const int64_t total = shared_memory_size();
+  if (total == 0) return;
+  constexpr int kThreeRanks = 3;
+  constexpr int64_t kRowBytes = int64_t{4} << 16;
+  Config config = round_config();
+  config.hidden_dim = 1 << 16;
+  config.max_token_dtype = EPX_FLOAT32;
+  // Windows of more than /dev/shm has in all: refused at once, nothing is filled up.
+  const int64_t rows = 2 * total / kRowBytes + 1;
+  config.max_tokens_per_rank = static_cast<int32_t>(rows);
+  config.max_recv_tokens_per_rank = rows;
+  epx_memory_plan plan{};
+  plan.struct_size = sizeof(plan);
+  REQUIRE(epx_group_memory_plan(&config, kThreeRanks, &plan) == EPX_SUCCESS);
+  REQUIRE(plan.window_bytes > total);
+
+  const SharedMemoryWatch watch;
+  LocalMeeting meeting(kThreeRanks);
+  run_threads(kThreeRanks, [&](int rank) {
+    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    epx_group group = nullptr;
+    check_status(epx_group_create(&bootstrap, &config, &group), EPX_ERROR_OUT_OF_MEMORY, "epx_group_create");
+    check_says_free(epx_last_error(), plan.window_bytes);
+    check(group == nullptr, "a failed call made a group");
+  });
+  CHECK_NOTHROW(check_nothing_left(watch));
+  LocalMeeting next(kRanks);
+  run_threads(kRanks, [&](int rank) { check_good_group(next, rank); });
+}
+
+TEST_CASE("epx_mem_alloc of more than /dev/shm has: out of memory on all ranks, and the group lives on") {
+  const int64_t total = shared_memory_size();
+  if (total == 0) return;
+  const SharedMemoryWatch watch;
+  LocalMeeting meeting(kRanks);
+  run_threads(kRanks, [&](int rank) {
+    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    const Config config = round_config();
+    epx_group group = nullptr;
+    check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
+    LayerRound round(group, rank);
+    const auto wanted = static_cast<size_t>(2 * total + 4096);
+    for (int i = 0; i < 2; ++i) {
+      void* ptr = nullptr;
+      check_status(epx_mem_alloc(group, wanted, &ptr), EPX_ERROR_OUT_OF_MEMORY, "epx_mem_alloc");
+      check_says_free(epx_last_error(), static_cast<int64_t>(wanted));
+      check(ptr == nullptr, "a failed call returned memory");
+      round.run_all();
+    }
+    // Bytes that no file can have.
+    void* ptr = nullptr;
+    check(epx_mem_alloc(group, std::numeric_limits<size_t>::max(), &ptr) != EPX_SUCCESS, "2^64 - 1 bytes were allocated");
+    check(ptr == nullptr, "a failed call returned memory");
+    round.run_all();
+    epx_group_destroy(group);
+  });
+  CHECK_NOTHROW(check_nothing_left(watch));
+}
+
+TEST_CASE("epx_mem_alloc of different bytes: both values on all ranks, and the group lives on") {
+  LocalMeeting meeting(kRanks);
+  run_threads(kRanks, [&](int rank) {
+    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    const Config config = round_config();
+    epx_group group = nullptr;
+    check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
+    LayerRound round(group, rank);
+    void* ptr = nullptr;
+    check_status(epx_mem_alloc(group, rank == 0 ? 4096 : 12288, &ptr), EPX_ERROR_MISMATCH, "epx_mem_alloc");
+    check_words({"4096", "12288"}, "epx_mem_alloc");
+    check(ptr == nullptr, "a failed call returned memory");
+    round.run_all();
+
+    // Not the start of an allocation: refused, and it can still be freed.
+    check_ok(epx_mem_alloc(group, 4096, &ptr), "epx_mem_alloc");
+    check_status(epx_mem_free(group, static_cast<std::byte*>(ptr) + 256), EPX_ERROR_INVALID_ARGUMENT, "inside");
+    check_ok(epx_mem_free(group, ptr), "epx_mem_free");
+    check_status(epx_mem_free(group, ptr), EPX_ERROR_INVALID_ARGUMENT, "twice");
+    round.run_all();
+    epx_group_destroy(group);
+  });
+}
+
+TEST_CASE("epx_mem_free of different allocations: out of sequence on all ranks") {
+  LocalMeeting meeting(kRanks);
+  run_threads(kRanks, [&](int rank) {
+    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    const Config config = round_config();
+    epx_group group = nullptr;
+    check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
+    void* allocations[2] = {};
+    for (void*& allocation : allocations)
+      check_ok(epx_mem_alloc(group, 4096, &allocation), "epx_mem_alloc");
+    check_status(epx_mem_free(group, allocations[rank]), EPX_ERROR_OUT_OF_SEQUENCE, "epx_mem_free");
+    // Local from now on.
+    check(epx_mem_free(group, allocations[1 - rank]) != EPX_ERROR_TIMEOUT, "epx_mem_free waited on a poisoned group");
+    epx_group_destroy(group);
+  });
+}
+
+} // namespace
+} // namespace epx::test

@@ -1,0 +1,115 @@
+// conformance --launcher mpi|env|ompi|threads [--transport host] [--ranks P] [--dir DIR] [doctest options]
+//   mpi      ranks of MPI_COMM_WORLD, bootstrap over MPI
+//   env      EPX_TEST_RANK, EPX_TEST_RANKS; file rendezvous in EPX_TEST_DIR (epx_test_launch sets them)
+//   ompi     started by mpirun, file rendezvous in DIR
+//   threads  P ranks as threads of this process
+#define DOCTEST_CONFIG_IMPLEMENT
+#include <doctest/doctest.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "tests/multiprocess/conformance.h"
+#include "tests/multiprocess/mpi_launcher.h"
+#include "tests/support/check.h"
+
+namespace epx::test {
+
+namespace {
+
+Launcher* current_launcher = nullptr;
+
+std::unique_ptr<Launcher> make_launcher(std::map<std::string, std::string>& options) {
+  const std::string transport = options.contains("--transport") ? options["--transport"] : "host";
+  const std::string& kind = options["--launcher"];
+  if (kind == "mpi") return make_mpi_launcher(transport);
+  if (kind == "threads") return make_thread_launcher(transport, std::atoi(options["--ranks"].c_str()));
+  if (kind == "ompi") {
+    return make_file_launcher(transport, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", options["--dir"]);
+  }
+  check(kind == "env", "--launcher is \"{}\"; it must be mpi, env, ompi or threads", kind);
+  const char* directory = std::getenv("EPX_TEST_DIR");
+  check(directory != nullptr, "EPX_TEST_DIR is not set: start this through epx_test_launch");
+  return make_file_launcher(transport, "EPX_TEST_RANK", "EPX_TEST_RANKS", directory);
+}
+
+} // namespace
+
+Launcher& launcher() {
+  return *current_launcher;
+}
+
+void on_every_rank(const std::function<void(const RankContext&)>& scenario) {
+  const int64_t before = num_checks();
+  std::string failure;
+  try {
+    launcher().each_rank(scenario);
+  } catch (const std::exception& error) {
+    failure = error.what();
+  }
+  REQUIRE_MESSAGE(failure.empty(), failure); // an assertion, since abort-after counts these only
+  REQUIRE(num_checks() > before);
+}
+
+Case base_case() {
+  Case test_case;
+  GroupCase& group = test_case.group;
+  group.num_ranks = launcher().num_ranks();
+  group.num_experts = (5 * group.num_ranks + 1) / 2;
+  group.max_tokens = 24;
+  group.hidden_dim = 72;
+  group.max_top_k = 4;
+  group.max_alignment = 16;
+  LayerCase& layer = test_case.layer;
+  layer.top_k = 3;
+  layer.alignment = 4;
+  layer.tokens = TokenCount::ragged;
+  layer.hidden = 64;
+  layer.combine_hidden = 64;
+  layer.dtype = EPX_BFLOAT16;
+  layer.combine_dtype = EPX_BFLOAT16;
+  return test_case;
+}
+
+void run_everywhere(const Case& test_case) {
+  Workloads workloads(test_case);
+  on_every_rank([&](const RankContext& context) {
+    try {
+      run_case(context, workloads);
+    } catch (const std::exception& error) {
+      fail_check("{}\n  in case {}", error.what(), describe(test_case));
+    }
+  });
+}
+
+void run_changed(const std::function<void(Case&)>& change) {
+  Case test_case = base_case();
+  change(test_case);
+  run_everywhere(test_case);
+}
+
+} // namespace epx::test
+
+int main(int argc, char** argv) {
+  std::map<std::string, std::string> options; // ours; doctest ignores what it does not know
+  for (int i = 1; i + 1 < argc; ++i) {
+    if (std::string(argv[i]).starts_with("--")) options[argv[i]] = argv[i + 1];
+  }
+  try {
+    const std::unique_ptr<epx::test::Launcher> launcher = epx::test::make_launcher(options);
+    epx::test::current_launcher = launcher.get();
+    doctest::Context context(argc, argv);
+    context.setOption("abort-after", 1); // ranks must not go on with different scenarios
+    const int code = context.run();
+    epx::test::current_launcher = nullptr;
+    if (code != 0) std::_Exit(code); // peers may be gone: nothing that waits for them any more
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "conformance: %s\n", error.what());
+    std::_Exit(1);
+  }
+}

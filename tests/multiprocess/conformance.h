@@ -1,0 +1,26 @@
+// The conformance suite: one list of named scenarios that every transport and every way to start ranks has to pass.
+#pragma once
+
+#include <functional>
+
+#include "tests/support/launcher.h"
+#include "tests/support/layer_run.h"
+
+namespace epx::test {
+
+// How this process takes part; set by main.
+Launcher& launcher();
+
+// Runs one scenario on every rank that lives in this process, and fails the test case when a check fails or none was made.
+void on_every_rank(const std::function<void(const RankContext&)>& scenario);
+
+// A case of middling size for all ranks: 2.5 experts per rank, ragged T, top-3, weights everywhere.
+Case base_case();
+
+// Runs the case on every rank.
+void run_everywhere(const Case& test_case);
+
+// Runs base_case() after `change` has changed it.
+void run_changed(const std::function<void(Case&)>& change);
+
+} // namespace epx::test

@@ -1,0 +1,256 @@
+// Calls that follow each other at once, with nothing but the library between the ranks, while some rank is always late:
+// what one call leaves behind must not be overtaken by the next. Results are closed-form and looked at in the end.
+#include <doctest/doctest.h>
+
+#include <chrono>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "tests/multiprocess/conformance.h"
+#include "tests/support/check.h"
+
+namespace epx::test {
+
+namespace {
+
+constexpr int kRounds = 24;
+constexpr int kTokens = 150;
+constexpr int kTopK = 3;
+constexpr int kHidden = 20;
+constexpr int kExperts = 96;
+
+int expert_of(int rank, int round, int token, int k) {
+  return (rank * 31 + round * 7 + token * (round + 1) + k * 5) % kExperts;
+}
+float value_of(int rank, int round, int token, int h) {
+  return static_cast<float>(((rank * kRounds + round) * kTokens + token) * 8 + h % 8);
+}
+
+GroupCase pace_group(int num_ranks, epx_combine_precision precision) {
+  GroupCase group;
+  group.num_ranks = num_ranks;
+  group.num_experts = kExperts;
+  group.max_tokens = kTokens;
+  group.hidden_dim = kHidden;
+  group.max_top_k = kTopK;
+  group.max_alignment = 2;
+  group.precision = precision;
+  return group;
+}
+
+// An array on the device.
+template <typename T>
+class Array {
+public:
+  Array(Device& device, int64_t count) : device_(&device), host_(static_cast<size_t>(count)) {
+    data_ = device.allocate(bytes() + 1);
+  }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+  Array(Array&& other) noexcept
+      : device_(other.device_), host_(std::move(other.host_)), data_(std::exchange(other.data_, nullptr)) {}
+  ~Array() {
+    if (data_ != nullptr) device_->free(data_);
+  }
+  void* data() const { return data_; }
+  size_t bytes() const { return host_.size() * sizeof(T); }
+  std::vector<T>& host() { return host_; }
+  void upload() { device_->write(data_, host_.data(), bytes()); }
+  std::vector<T>& download() {
+    device_->read(host_.data(), data_, bytes());
+    return host_;
+  }
+
+private:
+  Device* device_;
+  std::vector<T> host_;
+  std::byte* data_ = nullptr;
+};
+
+// Everything that one round reads and writes.
+struct Round {
+  Round(Device& device, const GroupCase& group, size_t handle_bytes)
+      : topk_idx(device, kTokens * kTopK), handle(device, static_cast<int64_t>(handle_bytes)), counts(device, kExperts),
+        offsets(device, kExperts + 1), global_counts(device, static_cast<int64_t>(group.num_ranks) * kExperts),
+        slot_origin(device, 3 * recv_capacity(group)), tokens(device, kTokens * kHidden),
+        recv(device, recv_capacity(group) * kHidden), out(device, kTokens * kHidden) {}
+
+  Array<int32_t> topk_idx;
+  Array<std::byte> handle;
+  Array<int32_t> counts;
+  Array<int32_t> offsets;
+  Array<int32_t> global_counts;
+  Array<int32_t> slot_origin;
+  Array<float> tokens;
+  Array<float> recv;
+  Array<float> out;
+};
+
+class Pace {
+public:
+  Pace(const RankContext& context, epx_combine_precision precision)
+      : shape_(pace_group(context.num_ranks, precision)), group_(context, shape_), device_(*context.device),
+        rng_(mix(5, static_cast<uint64_t>(context.rank))) {
+    size_t handle_bytes = 0;
+    check_ok(epx_handle_mem_size(group_.handle(), &layer_, &handle_bytes), "epx_handle_mem_size");
+    for (int round = 0; round < kRounds; ++round) {
+      rounds_.emplace_back(device_, shape_, handle_bytes);
+      Round& data = rounds_.back();
+      for (int token = 0; token < kTokens; ++token) {
+        for (int k = 0; k < kTopK; ++k)
+          data.topk_idx.host()[static_cast<size_t>(token * kTopK + k)] = expert_of(group_.rank(), round, token, k);
+        for (int h = 0; h < kHidden; ++h)
+          data.tokens.host()[static_cast<size_t>(token * kHidden + h)] = value_of(group_.rank(), round, token, h);
+      }
+      data.topk_idx.upload();
+      data.tokens.upload();
+    }
+  }
+
+  void prepare(int round) {
+    maybe_be_late();
+    Round& data = rounds_[static_cast<size_t>(round)];
+    const int64_t num_experts = group_.info().num_local_experts;
+    const epx_tensor topk_idx = epx_tensor_2d(data.topk_idx.data(), EPX_INT32, kTokens, kTopK);
+    const epx_tensor counts = epx_tensor_1d(data.counts.data(), EPX_INT32, num_experts);
+    const epx_tensor offsets = epx_tensor_1d(data.offsets.data(), EPX_INT32, num_experts + 1);
+    const epx_tensor global_counts = epx_tensor_2d(data.global_counts.data(), EPX_INT32, shape_.num_ranks, kExperts);
+    const epx_tensor slot_origin = epx_tensor_2d(data.slot_origin.data(), EPX_INT32, recv_capacity(shape_), 3);
+    epx_prepare_args args = {};
+    args.struct_size = sizeof(args);
+    args.layer = layer_;
+    args.handle_mem = data.handle.data();
+    args.handle_mem_bytes = data.handle.bytes();
+    args.stream = device_.stream();
+    args.topk_idx = &topk_idx;
+    args.counts = &counts;
+    args.offsets = &offsets;
+    args.global_counts = &global_counts;
+    args.slot_origin = &slot_origin;
+    check_ok(epx_prepare(group_.handle(), &args), "epx_prepare");
+  }
+
+  void dispatch(int round) {
+    maybe_be_late();
+    Round& data = rounds_[static_cast<size_t>(round)];
+    const epx_tensor tokens = epx_tensor_2d(data.tokens.data(), EPX_FLOAT32, kTokens, kHidden);
+    const epx_tensor recv = epx_tensor_2d(data.recv.data(), EPX_FLOAT32, recv_capacity(shape_), kHidden);
+    epx_dispatch_args args = {};
+    fill(args, data);
+    args.tokens = &tokens;
+    args.recv_tokens = &recv;
+    check_ok(epx_dispatch(group_.handle(), &args), "epx_dispatch");
+  }
+
+  void combine(int round) { // the experts are the identity
+    maybe_be_late();
+    Round& data = rounds_[static_cast<size_t>(round)];
+    const epx_tensor expert_out = epx_tensor_2d(data.recv.data(), EPX_FLOAT32, recv_capacity(shape_), kHidden);
+    const epx_tensor out = epx_tensor_2d(data.out.data(), EPX_FLOAT32, kTokens, kHidden);
+    epx_combine_args args = {};
+    fill(args, data);
+    args.expert_out = &expert_out;
+    args.out = &out;
+    check_ok(epx_combine(group_.handle(), &args), "epx_combine");
+  }
+
+  void check_results() {
+    device_.finish();
+    for (int round = 0; round < kRounds; ++round) {
+      check_counts(round);
+      check_rows_and_sums(round);
+    }
+  }
+
+private:
+  template <typename Args>
+  void fill(Args& args, const Round& data) const {
+    args.struct_size = sizeof(args);
+    args.layer = layer_;
+    args.handle_mem = data.handle.data();
+    args.handle_mem_bytes = data.handle.bytes();
+    args.stream = device_.stream();
+  }
+
+  void maybe_be_late() {
+    if (rng_.chance(10)) std::this_thread::sleep_for(std::chrono::microseconds(rng_.below(300)));
+  }
+
+  void check_counts(int round) {
+    const std::vector<int32_t>& counts = rounds_[static_cast<size_t>(round)].global_counts.download();
+    std::vector<int32_t> expected(counts.size());
+    for (int rank = 0; rank < shape_.num_ranks; ++rank) {
+      for (int token = 0; token < kTokens; ++token) {
+        for (int k = 0; k < kTopK; ++k)
+          ++expected[static_cast<size_t>(rank * kExperts + expert_of(rank, round, token, k))];
+      }
+    }
+    check(counts == expected, "round {}: global_counts are those of another call", round);
+  }
+
+  void check_rows_and_sums(int round) {
+    Round& data = rounds_[static_cast<size_t>(round)];
+    const std::vector<int32_t>& origin = data.slot_origin.download();
+    const std::vector<float>& recv = data.recv.download();
+    const std::vector<float>& out = data.out.download();
+    int64_t num_rows = 0;
+    for (size_t slot = 0; 3 * slot < origin.size(); ++slot) {
+      if (origin[3 * slot] < 0) continue;
+      ++num_rows;
+      for (int h = 0; h < kHidden; ++h) {
+        const float have = recv[slot * kHidden + static_cast<size_t>(h)];
+        const float want = value_of(origin[3 * slot], round, origin[3 * slot + 1], h);
+        if (have != want) fail_check("round {}: row {} holds {} instead of {}", round, slot, have, want);
+      }
+    }
+    check(num_rows > 0, "round {}: no rows came", round);
+    for (int token = 0; token < kTokens; ++token) {
+      for (int h = 0; h < kHidden; ++h) {
+        const float have = out[static_cast<size_t>(token * kHidden + h)];
+        const float want = kTopK * value_of(group_.rank(), round, token, h); // small integers: exact
+        if (have != want) fail_check("round {}: token {} sums to {} instead of {}", round, token, have, want);
+      }
+    }
+  }
+
+  GroupCase shape_;
+  GroupRun group_;
+  Device& device_;
+  Rng rng_;
+  epx_layer layer_ = {kTopK, 2};
+  std::vector<Round> rounds_;
+};
+
+} // namespace
+
+TEST_CASE("calls of one kind at once after each other") {
+  for (const auto precision : {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT}) {
+    on_every_rank([&](const RankContext& context) {
+      Pace pace(context, precision);
+      for (int round = 0; round < kRounds; ++round)
+        pace.prepare(round);
+      for (int round = 0; round < kRounds; ++round)
+        pace.dispatch(round);
+      for (int round = 0; round < kRounds; ++round)
+        pace.combine(round);
+      pace.check_results();
+    });
+  }
+}
+
+TEST_CASE("layers at once after each other, and overlapping") {
+  for (const auto precision : {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT}) {
+    on_every_rank([&](const RankContext& context) {
+      Pace pace(context, precision);
+      for (int round = 0; round <= kRounds; ++round) { // the next layer is prepared while one is dispatched
+        if (round < kRounds) pace.prepare(round);
+        if (round > 0) pace.dispatch(round - 1);
+        if (round > 0) pace.combine(round - 1);
+      }
+      pace.check_results();
+    });
+  }
+}
+
+} // namespace epx::test

@@ -1,0 +1,99 @@
+// Scenarios of what a row is: its length, dtype, sidecar, weights, and how rows are summed.
+#include <doctest/doctest.h>
+
+#include "tests/multiprocess/conformance.h"
+
+namespace epx::test {
+
+namespace {
+constexpr epx_dtype kDtypes[] = {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16};
+constexpr epx_combine_precision kPrecisions[] = {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT};
+} // namespace
+
+TEST_CASE("odd hidden sizes, and calls with fewer than hidden_dim") {
+  for (const auto dtype : kDtypes) {
+    for (const int hidden : {1, 3, 127, 255, 257}) {
+      run_changed([&](Case& c) {
+        c.group.max_tokens = 6;
+        c.group.hidden_dim = hidden == 3 ? 1000 : hidden;
+        c.layer.hidden = hidden;
+        c.layer.combine_hidden = (hidden + 1) / 2;
+        c.layer.dtype = dtype;
+        c.layer.combine_dtype = dtype;
+        c.iterations = 1;
+      });
+    }
+  }
+}
+
+TEST_CASE("each dtype within each wider or equal max_token_dtype") {
+  for (const auto max_dtype : kDtypes) {
+    for (const auto dtype : kDtypes) {
+      if (dtype == EPX_FLOAT32 && max_dtype != EPX_FLOAT32) continue;
+      for (const auto precision : kPrecisions) {
+        run_changed([&](Case& c) {
+          c.group.max_dtype = max_dtype;
+          c.group.precision = precision;
+          c.layer.dtype = dtype;
+          c.layer.combine_dtype = max_dtype; // another dtype on the way back
+        });
+      }
+    }
+  }
+}
+
+TEST_CASE("sidecars") {
+  for (const int bytes : {0, 1, 3, 16, 33}) {
+    run_changed([&](Case& c) {
+      c.group.max_sidecar_bytes = 40;
+      c.layer.sidecar_bytes = bytes;
+    });
+  }
+}
+
+TEST_CASE("with and without weights, forward and backward") {
+  for (const auto precision : kPrecisions) {
+    for (const int choice : {0, 1, 2, 3}) {
+      run_changed([&](Case& c) {
+        const bool first = (choice & 1) != 0;
+        const bool second = (choice & 2) != 0;
+        c.group.precision = precision;
+        c.layer.dispatch_weights = first;
+        c.layer.combine_weights = second;
+        c.layer.combine_bwd_weights = first;
+        c.layer.combine_bwd_grads = second;
+        c.layer.dispatch_bwd_grads = first;
+      });
+    }
+  }
+}
+
+TEST_CASE("rows in epx_mem_alloc memory yield the same bits as staged ones") {
+  for (const auto placement : {Placement::plain, Placement::in_place, Placement::random}) {
+    for (const auto precision : kPrecisions) {
+      run_changed([&](Case& c) {
+        c.placement = placement;
+        c.num_arenas = 3;
+        c.arena_bytes = 1 << 20;
+        c.iterations = 3;
+        c.group.precision = precision;
+        c.group.max_sidecar_bytes = 12;
+        c.layer.sidecar_bytes = 12;
+        c.layer.rows = RecvRows::any;
+      });
+    }
+  }
+}
+
+TEST_CASE("more bytes than any internal step is likely to move at once") {
+  run_changed([](Case& c) {
+    c.group.max_tokens = 300;
+    c.group.hidden_dim = 1500;
+    c.layer.hidden = 1500;
+    c.layer.combine_hidden = 1499;
+    c.layer.top_k = 2;
+    c.iterations = 1;
+  });
+}
+
+} // namespace epx::test

@@ -1,0 +1,72 @@
+// One rank of a small group for the tests of failure: makes calls whose terms can be spoiled, and looks at the reports.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "epx/epx.h"
+#include "tests/support/group_run.h"
+
+namespace epx::test {
+
+// What ranks have to agree on in a call. The sizes stay within the group's limits.
+struct CallTerms {
+  int top_k = 2;
+  int alignment = 4;
+  int hidden = 8;
+  epx_dtype dtype = EPX_FLOAT32;
+  int sidecar_bytes = 0;
+  bool weights = true;
+  bool grads = true; // of the weights
+};
+
+class FaultRank {
+public:
+  FaultRank(const RankContext& context, int64_t timeout_ms);
+  FaultRank(const FaultRank&) = delete;
+  FaultRank& operator=(const FaultRank&) = delete;
+  ~FaultRank();
+
+  epx_group group() const { return group_; }
+  int rank() const { return rank_; }
+  void destroy(); // epx_group_destroy, which must come back soon
+
+  epx_status call(epx_operation operation, const CallTerms& terms = {});
+  void prepare(); // the group's first call, which must succeed
+
+private:
+  epx_status call_prepare(const CallTerms& terms);
+  epx_status call_dispatch(const CallTerms& terms);
+  epx_status call_combine(const CallTerms& terms);
+  epx_status call_combine_bwd(const CallTerms& terms);
+  epx_status call_dispatch_bwd(const CallTerms& terms);
+
+  template <typename Args>
+  Args make_args(const CallTerms& terms);
+  epx_tensor rows(int64_t count, const CallTerms& terms, int which);
+  epx_tensor floats(int64_t count, int64_t per_row, int which);
+
+  int rank_;
+  Device& device_;
+  epx_group group_ = nullptr;
+  std::vector<std::byte*> memory_; // several tensors, large enough for any terms
+  size_t handle_bytes_ = 0;
+};
+
+// What the report of a failed group has to say. Unset: not looked at.
+struct ExpectedFailure {
+  epx_status status = EPX_SUCCESS;
+  epx_operation operation = EPX_OP_NONE;
+  std::optional<int> culprit;
+  std::optional<uint64_t> sequence;
+};
+
+// Checks the report, that its message and that of `returned` are sentences, and that every later call returns `status` at
+// once. Returns the report.
+epx_group_report check_failed(FaultRank& rank, epx_status returned, const ExpectedFailure& expected);
+
+const char* operation_name(epx_operation operation); // "dispatch_bwd"
+
+} // namespace epx::test

@@ -1,0 +1,271 @@
+// Failures that a group does not survive, ranks as threads: who is named, who learns of it, and how soon.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/multiprocess/fault_rank.h"
+#include "tests/support/check.h"
+#include "tests/support/launcher.h"
+#include "tests/support/run_ranks.h"
+
+namespace epx::test {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using namespace std::chrono_literals;
+
+constexpr int64_t kShortMs = 1'000; // of those who are to time out; long enough for a busy machine to make a call
+constexpr int64_t kLongMs = 60'000; // of those who are not to wait
+constexpr auto kSoon = 10s;         // much less than kLongMs
+
+void with_ranks(int num_ranks, const std::function<void(const RankContext&)>& fn) {
+  const int64_t before = num_checks();
+  make_thread_launcher("host", num_ranks)->each_rank(fn);
+  CHECK(num_checks() > before);
+}
+
+// Lets ranks wait, outside of epx, until others have reached a point.
+class Counter {
+public:
+  void add() { ++count_; }
+  void wait_for(int count) const {
+    const auto deadline = Clock::now() + 30s;
+    while (count_ < count) {
+      check(Clock::now() < deadline, "other ranks did not reach the next step of the test");
+      std::this_thread::sleep_for(1ms);
+    }
+  }
+
+private:
+  std::atomic<int> count_{0};
+};
+
+// Reports of several ranks, for checks over all of them.
+class Reports {
+public:
+  void add(const epx_group_report& report) {
+    const std::scoped_lock lock(mutex_);
+    reports_.push_back(report);
+  }
+  // At least one rank has waited itself, and knows whom for; the others may have learned of it from that rank.
+  void check_missing(const std::vector<int>& missing, uint64_t expected, uint64_t seen) const {
+    int waited = 0;
+    for (const epx_group_report& report : reports_) {
+      if (report.phase == EPX_PHASE_NONE) continue;
+      ++waited;
+      const std::vector<int> reported(report.missing, report.missing + report.num_missing);
+      check(reported == missing, "{} ranks are missing instead of {}: \"{}\"", reported.size(), missing.size(),
+            report.message);
+      check_equal(report.expected, expected, "the call that was waited for");
+      check_equal(report.seen, seen, "the last call that the culprit reached");
+    }
+    check(waited > 0, "no rank reports that it waited");
+  }
+
+private:
+  std::mutex mutex_;
+  std::vector<epx_group_report> reports_;
+};
+
+// Rank 1 of 3 stays away from `operation` until the others have given up, and is late then.
+void stay_away_from(epx_operation operation) {
+  constexpr int kAbsent = 1;
+  Counter gave_up;
+  Reports reports;
+  const uint64_t sequence = operation == EPX_OP_PREPARE ? 1 : 2;
+  with_ranks(3, [&](const RankContext& context) {
+    FaultRank rank(context, context.rank == kAbsent ? kLongMs : kShortMs);
+    if (operation != EPX_OP_PREPARE) rank.prepare();
+    if (context.rank == kAbsent) gave_up.wait_for(2);
+    const auto begin = Clock::now();
+    const epx_status status = rank.call(operation);
+    const auto waited = Clock::now() - begin;
+    const ExpectedFailure expected{EPX_ERROR_TIMEOUT, operation, kAbsent, sequence};
+    const epx_group_report report = check_failed(rank, status, expected);
+    if (context.rank == kAbsent) {
+      check(waited < kSoon, "a late rank waited {} ms", waited / 1ms);
+    } else {
+      check(contains(report.message, "rank 1"), "\"{}\" does not name rank 1", report.message);
+      reports.add(report);
+      gave_up.add();
+    }
+    rank.destroy();
+  });
+  reports.check_missing({kAbsent}, sequence, sequence - 1);
+}
+
+// Rank 0 and the others make different calls, or the same with different terms. All of them must say so.
+void disagree(epx_operation operation, epx_operation others_operation, const CallTerms& terms,
+              const CallTerms& others_terms, epx_status status, const std::vector<std::string>& words) {
+  with_ranks(3, [&](const RankContext& context) {
+    FaultRank rank(context, kLongMs);
+    rank.prepare();
+    const bool first = context.rank == 0;
+    const epx_operation mine = first ? operation : others_operation;
+    const auto begin = Clock::now();
+    const epx_status returned = rank.call(mine, first ? terms : others_terms);
+    check(Clock::now() - begin < kSoon, "ranks that disagree waited");
+    const epx_group_report report = check_failed(rank, returned, {status, mine, {}, 2});
+    for (const std::string& word : words) {
+      check(contains(report.message, word), "\"{}\" does not say \"{}\"", report.message, word);
+    }
+    rank.destroy();
+  });
+}
+
+void disagree_on(epx_operation operation, void (*change)(CallTerms&), const std::vector<std::string>& words) {
+  CallTerms others;
+  change(others);
+  std::vector<std::string> all = words;
+  all.insert(all.end(), {"rank 0", "rank 1"});
+  disagree(operation, operation, {}, others, EPX_ERROR_MISMATCH, all);
+}
+
+} // namespace
+
+TEST_CASE("a rank that stays away is named by all, and finds out when it comes") {
+  for (const epx_operation operation :
+       {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD, EPX_OP_MEM_ALLOC}) {
+    CAPTURE(std::string(operation_name(operation)));
+    stay_away_from(operation);
+  }
+}
+
+TEST_CASE("two ranks that stay away are both listed") {
+  Reports reports;
+  Counter gave_up;
+  with_ranks(4, [&](const RankContext& context) {
+    FaultRank rank(context, kShortMs);
+    rank.prepare();
+    if (context.rank == 1 || context.rank == 2) {
+      gave_up.wait_for(2);
+      return;
+    }
+    const epx_status status = rank.call(EPX_OP_DISPATCH);
+    const epx_group_report report = check_failed(rank, status, {EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH, {}, 2});
+    check(report.culprit == 1 || report.culprit == 2, "culprit is {}", report.culprit);
+    reports.add(report);
+    gave_up.add();
+  });
+  reports.check_missing({1, 2}, 2, 1);
+}
+
+TEST_CASE("a rank that has destroyed its group is named") {
+  Counter gave_up;
+  with_ranks(3, [&](const RankContext& context) {
+    FaultRank rank(context, kShortMs);
+    rank.prepare();
+    if (context.rank == 2) {
+      rank.destroy();
+      return;
+    }
+    const epx_status status = rank.call(EPX_OP_COMBINE);
+    check_failed(rank, status, {EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 2, 2});
+  });
+}
+
+TEST_CASE("abort from another thread unblocks this rank, and the peers learn of it") {
+  Counter returned;
+  with_ranks(3, [&](const RankContext& context) {
+    FaultRank rank(context, kLongMs);
+    rank.prepare();
+    if (context.rank == 1) returned.wait_for(2);
+    std::thread aborter;
+    if (context.rank == 0) {
+      aborter = std::thread([group = rank.group()] {
+        std::this_thread::sleep_for(200ms);
+        epx_group_abort(group);
+      });
+    }
+    const auto begin = Clock::now();
+    const epx_status status = rank.call(EPX_OP_DISPATCH);
+    const auto waited = Clock::now() - begin;
+    if (aborter.joinable()) aborter.join();
+    returned.add();
+    check(waited < kSoon, "rank {} waited {} ms", context.rank, waited / 1ms);
+    const epx_group_report report = check_failed(rank, status, {EPX_ERROR_ABORTED, EPX_OP_DISPATCH, 0, 2});
+    check(context.rank == 0 || contains(report.message, "rank 0"), "\"{}\" does not name rank 0", report.message);
+    rank.destroy();
+  });
+}
+
+TEST_CASE("abort before a call ends the group, also one of a single rank, and may be repeated") {
+  for (const int num_ranks : {1, 2}) {
+    with_ranks(num_ranks, [&](const RankContext& context) {
+      FaultRank rank(context, kLongMs);
+      rank.prepare();
+      context.gather(0);
+      if (context.rank == 0) {
+        check_ok(epx_group_abort(rank.group()), "epx_group_abort");
+        check_ok(epx_group_abort(rank.group()), "the second epx_group_abort");
+      }
+      const epx_status status = rank.call(EPX_OP_COMBINE);
+      check_failed(rank, status, {EPX_ERROR_ABORTED, EPX_OP_COMBINE, 0, 2});
+    });
+  }
+}
+
+TEST_CASE("ranks that make different calls are out of sequence") {
+  const std::pair<epx_operation, epx_operation> pairs[] = {{EPX_OP_DISPATCH, EPX_OP_COMBINE},
+                                                           {EPX_OP_PREPARE, EPX_OP_DISPATCH},
+                                                           {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD},
+                                                           {EPX_OP_MEM_ALLOC, EPX_OP_DISPATCH}};
+  for (const auto& [first, second] : pairs) {
+    CAPTURE(std::string(operation_name(first)));
+    disagree(first, second, {}, {}, EPX_ERROR_OUT_OF_SEQUENCE, {operation_name(first), operation_name(second)});
+  }
+}
+
+TEST_CASE("ranks that free different memory are out of sequence") {
+  with_ranks(2, [&](const RankContext& context) {
+    FaultRank rank(context, kLongMs);
+    void* memory[2] = {};
+    for (void*& piece : memory)
+      check_ok(epx_mem_alloc(rank.group(), 512, &piece), "epx_mem_alloc");
+    const epx_status status = epx_mem_free(rank.group(), memory[context.rank]);
+    check_failed(rank, status, {EPX_ERROR_OUT_OF_SEQUENCE, EPX_OP_MEM_FREE, {}, 5}); // each epx_mem_alloc counts as two calls
+  });
+}
+
+TEST_CASE("ranks that disagree on the terms of a call are told the field, the ranks and the values") {
+  for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD}) {
+    CAPTURE(std::string(operation_name(operation)));
+    disagree_on(operation, [](CallTerms& terms) { terms.hidden = 7; }, {"hidden", "8", "7"});
+    disagree_on(operation, [](CallTerms& terms) { terms.dtype = EPX_BFLOAT16; }, {"dtype", "float32", "bfloat16"});
+    disagree_on(operation, [](CallTerms& terms) { terms.top_k = 3; }, {"top_k", "2", "3"});
+    disagree_on(operation, [](CallTerms& terms) { terms.alignment = 8; }, {"alignment", "4", "8"});
+  }
+  disagree_on(EPX_OP_PREPARE, [](CallTerms& terms) { terms.top_k = 3; }, {"top_k", "2", "3"});
+  disagree_on(EPX_OP_DISPATCH, [](CallTerms& terms) { terms.sidecar_bytes = 5; }, {"sidecar", "0", "5"});
+  for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD}) {
+    disagree_on(operation, [](CallTerms& terms) { terms.weights = false; }, {"weights"});
+  }
+  for (const epx_operation operation : {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD}) {
+    disagree_on(operation, [](CallTerms& terms) { terms.grads = false; }, {"weights"});
+  }
+}
+
+TEST_CASE("the same ranks form a new group after a failure") {
+  with_ranks(3, [&](const RankContext& context) {
+    {
+      FaultRank rank(context, kShortMs);
+      rank.prepare();
+      if (context.rank != 0) check_status(rank.call(EPX_OP_DISPATCH), EPX_ERROR_TIMEOUT, "epx_dispatch");
+      context.gather(0);
+    }
+    FaultRank rank(context, kLongMs);
+    rank.prepare();
+    check_ok(rank.call(EPX_OP_DISPATCH), "epx_dispatch in the new group");
+    check_ok(rank.call(EPX_OP_COMBINE), "epx_combine in the new group");
+  });
+}
+
+} // namespace epx::test

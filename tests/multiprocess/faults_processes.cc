@@ -1,0 +1,139 @@
+// Failures of whole processes: killed, stopped, and what they leave behind.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include "tests/multiprocess/fault_rank.h"
+#include "tests/support/check.h"
+#include "tests/support/run_ranks.h"
+#include "tests/support/system_state.h"
+
+namespace epx::test {
+
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr int64_t kTimeoutMs = 2'000;
+constexpr int64_t kMeetMs = 30'000;
+constexpr auto kTimeLimit = 60s;
+constexpr int kVictim = 1;
+
+// Calls fn as one of num_ranks processes that have met through files in `directory`.
+void as_rank(const TempDirectory& directory, const char* job, int rank, int num_ranks,
+             const std::function<void(const RankContext&)>& fn) {
+  epx_bootstrap bootstrap = {};
+  check_ok(epx_bootstrap_file(directory.path().c_str(), job, rank, num_ranks, kMeetMs, &bootstrap), "epx_bootstrap_file");
+  const auto device = make_device("host", rank);
+  fn({rank, num_ranks, &bootstrap, device.get()});
+  epx_bootstrap_free(&bootstrap);
+}
+
+// Runs three ranks. The victim is killed by its own doing or a peer's; the others must succeed, and nothing may be left in
+// /dev/shm.
+void lose_the_victim(const std::function<void(const TempDirectory&, const RankContext&)>& fn) {
+  const TempDirectory directory;
+  const SharedMemoryWatch shared_memory;
+  const std::vector<ProcessResult> results = run_processes(3, kTimeLimit, [&](int rank) {
+    as_rank(directory, "faults", rank, 3, [&](const RankContext& context) { fn(directory, context); });
+  });
+  for (const ProcessResult& result : results) {
+    CAPTURE(result.describe());
+    if (result.rank == kVictim) {
+      CHECK(result.signal == SIGKILL);
+      CHECK_FALSE(result.stopped);
+    } else {
+      CHECK(result.succeeded());
+    }
+  }
+  const std::set<std::string> leftovers = shared_memory.leftovers();
+  CAPTURE(leftovers.empty() ? std::string() : *leftovers.begin());
+  CHECK(leftovers.empty());
+}
+
+pid_t pid_of(const std::vector<uint64_t>& pids, int rank) {
+  return static_cast<pid_t>(pids[static_cast<size_t>(rank)]);
+}
+
+} // namespace
+
+TEST_CASE("a rank that is killed before a call is named, and the survivors meet again") {
+  lose_the_victim([](const TempDirectory& directory, const RankContext& context) {
+    FaultRank rank(context, kTimeoutMs);
+    rank.prepare();
+    if (context.rank == kVictim) std::raise(SIGKILL);
+    const epx_status status = rank.call(EPX_OP_DISPATCH);
+    check_failed(rank, status, {EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH, kVictim, 2});
+    rank.destroy();
+
+    as_rank(directory, "survivors", context.rank / 2, 2, [](const RankContext& survivor) {
+      FaultRank again(survivor, kMeetMs);
+      again.prepare();
+      check_ok(again.call(EPX_OP_DISPATCH), "epx_dispatch among the survivors");
+      check_ok(again.call(EPX_OP_COMBINE), "epx_combine among the survivors");
+    });
+  });
+}
+
+TEST_CASE("a rank that is killed while it waits in a call is named") {
+  lose_the_victim([](const TempDirectory& /*directory*/, const RankContext& context) {
+    FaultRank rank(context, kTimeoutMs);
+    rank.prepare();
+    const std::vector<uint64_t> pids = context.gather(static_cast<uint64_t>(::getpid()));
+    std::thread killer;
+    if (context.rank == 0) {
+      killer = std::thread([&] {
+        std::this_thread::sleep_for(300ms);
+        ::kill(pid_of(pids, kVictim), SIGKILL);
+      });
+    }
+    if (context.rank == 2) std::this_thread::sleep_for(800ms); // ranks 0 and 1 wait for this one
+    const epx_status status = rank.call(EPX_OP_DISPATCH);
+    if (killer.joinable()) killer.join();
+    check_failed(rank, status, {EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH, kVictim, 2});
+  });
+}
+
+TEST_CASE("a rank that is killed while a group is created is named") {
+  lose_the_victim([](const TempDirectory& /*directory*/, const RankContext& context) {
+    if (context.rank == kVictim) std::raise(SIGKILL);
+    GroupCase shape;
+    shape.num_ranks = context.num_ranks;
+    shape.timeout_ms = kTimeoutMs;
+    const epx_group_config config = make_config(shape);
+    epx_group group = nullptr;
+    check_status(epx_group_create(context.bootstrap, &config, &group), EPX_ERROR_TIMEOUT, "epx_group_create");
+    const std::string message = epx_last_error();
+    check(contains(message, "rank 1") || contains(message, "ranks 1"), "\"{}\" does not name rank 1", message);
+    check(group == nullptr, "a group came out of a failed creation");
+  });
+}
+
+TEST_CASE("a rank that is stopped is named, and finds out when it goes on") {
+  const TempDirectory directory;
+  const std::vector<ProcessResult> results = run_processes(3, kTimeLimit, [&](int number) {
+    as_rank(directory, "stopped", number, 3, [&](const RankContext& context) {
+      FaultRank rank(context, kTimeoutMs);
+      rank.prepare();
+      const std::vector<uint64_t> pids = context.gather(static_cast<uint64_t>(::getpid()));
+      if (context.rank == kVictim) std::raise(SIGSTOP);
+      const epx_status status = rank.call(EPX_OP_DISPATCH);
+      if (context.rank != kVictim) ::kill(pid_of(pids, kVictim), SIGCONT);
+      check_failed(rank, status, {EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH, kVictim, 2});
+    });
+  });
+  check_all_succeeded(results);
+  CHECK(results.size() == 3);
+}
+
+} // namespace epx::test

@@ -1,0 +1,293 @@
+#include "tests/multiprocess/layer_round.h"
+
+#include <bit>
+#include <cstring>
+
+#include "tests/support/check.h"
+#include "tests/support/values.h"
+
+namespace epx::test {
+
+namespace {
+
+// Small integers and halves of them: exact in bfloat16, also after every step below.
+float token_at(int rank, int t, int h) {
+  return static_cast<float>(32 * rank + 8 * t + h);
+}
+float grad_at(int rank, int t, int h) {
+  return static_cast<float>(1 + rank + t + h);
+}
+float weight_at(int k) {
+  return k == 0 ? 0.5F : 1.0F;
+}
+std::byte sidecar_at(int rank, int t, int i) {
+  return static_cast<std::byte>(64 * rank + 8 * t + i + 1);
+}
+int expert_at(int rank, int t, int k) {
+  return (rank + t + k) % kExperts;
+}
+
+uint16_t to_bf16(float value) {
+  return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
+}
+float from_bf16(uint16_t bits) {
+  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+}
+
+float dot_at(int rank, int t) {
+  float sum = 0;
+  for (int h = 0; h < kHidden; ++h)
+    sum += token_at(rank, t, h) * grad_at(rank, t, h);
+  return sum;
+}
+
+void check_value(float actual, float expected, const char* what, int64_t row, int column) {
+  check(actual == expected, "{}[{}, {}] is {}, expected {}", what, row, column, actual, expected);
+}
+
+} // namespace
+
+epx_group_config round_config() {
+  epx_group_config config;
+  check_ok(epx_group_config_init(&config), "epx_group_config_init");
+  config.num_experts = kExperts;
+  config.max_tokens_per_rank = kMaxTokens;
+  config.hidden_dim = kHiddenDim;
+  config.max_top_k = kMaxTopK;
+  config.max_alignment = kMaxAlignment;
+  config.max_token_dtype = kDtype;
+  config.max_sidecar_bytes = kMaxSidecarBytes;
+  config.transport = EPX_TRANSPORT_HOST;
+  config.timeout_ms = 20000;
+  return config;
+}
+
+epx_status call(Op op, const Calls& calls) {
+  const bool none = calls.without_args;
+  switch (op) {
+  case Op::prepare:
+    return epx_prepare(calls.group, none ? nullptr : &calls.prepare);
+  case Op::dispatch:
+    return epx_dispatch(calls.group, none ? nullptr : &calls.dispatch);
+  case Op::combine:
+    return epx_combine(calls.group, none ? nullptr : &calls.combine);
+  case Op::combine_bwd:
+    return epx_combine_bwd(calls.group, none ? nullptr : &calls.combine_bwd);
+  case Op::dispatch_bwd:
+    return epx_dispatch_bwd(calls.group, none ? nullptr : &calls.dispatch_bwd);
+  }
+  fail_check("no such operation");
+}
+
+LayerRound::LayerRound(epx_group group, int rank) : group_(group), rank_(rank), num_tokens_(4 - rank) {
+  epx_group_info group_info{};
+  group_info.struct_size = sizeof(group_info);
+  check_ok(epx_group_query(group, &group_info), "epx_group_query");
+  num_local_ = group_info.num_local_experts;
+  num_rows_ = group_info.max_recv_tokens_per_rank;
+  const epx_layer layer = {kTopK, kAlignment};
+  check_ok(epx_handle_mem_size(group, &layer, &handle_bytes_), "epx_handle_mem_size");
+  lay_out();
+  fill_inputs();
+}
+
+void LayerRound::lay_out() {
+  const auto rows = static_cast<size_t>(num_rows_);
+  const auto tokens = static_cast<size_t>(num_tokens_);
+  std::array<size_t, kNumBuffers> bytes{};
+  bytes[kTopkIdx] = tokens * kTopK * sizeof(int64_t);
+  bytes[kTokens] = bytes[kGradOut] = bytes[kOut] = bytes[kGradTokens] = tokens * kHidden * sizeof(uint16_t);
+  bytes[kSidecar] = tokens * kSidecarBytes;
+  bytes[kTopkWeights] = bytes[kGradTopkWeights] = tokens * kTopK * sizeof(float);
+  bytes[kHandle] = handle_bytes_;
+  bytes[kCounts] = static_cast<size_t>(num_local_) * sizeof(int32_t);
+  bytes[kOffsets] = static_cast<size_t>(num_local_ + 1) * sizeof(int32_t);
+  bytes[kGlobalCounts] = kRanks * kExperts * sizeof(int32_t);
+  bytes[kInfo] = 5 * sizeof(int64_t);
+  bytes[kSlot] = tokens * kTopK * sizeof(int32_t);
+  bytes[kSlotOrigin] = rows * 3 * sizeof(int32_t);
+  bytes[kRecvTokens] = bytes[kGradExpertOut] = rows * kHidden * sizeof(uint16_t);
+  bytes[kRecvSidecar] = rows * kSidecarBytes;
+  bytes[kRecvWeights] = bytes[kGradRecvWeights] = rows * sizeof(float);
+  size_t end = 0;
+  for (int buffer = 0; buffer < kNumBuffers; ++buffer) {
+    first_block_[buffer] = end;
+    end += (bytes[buffer] + sizeof(Block) - 1) / sizeof(Block);
+  }
+  first_block_[kNumBuffers] = end;
+  arena_.resize(end);
+}
+
+void LayerRound::fill_inputs() {
+  for (int t = 0; t < num_tokens_; ++t) {
+    for (int h = 0; h < kHidden; ++h) {
+      as<uint16_t>(kTokens)[t * kHidden + h] = to_bf16(token_at(rank_, t, h));
+      as<uint16_t>(kGradOut)[t * kHidden + h] = to_bf16(grad_at(rank_, t, h));
+    }
+    for (int i = 0; i < kSidecarBytes; ++i)
+      at(kSidecar)[t * kSidecarBytes + i] = sidecar_at(rank_, t, i);
+    for (int k = 0; k < kTopK; ++k)
+      as<float>(kTopkWeights)[t * kTopK + k] = weight_at(k);
+  }
+  unmask();
+}
+
+void LayerRound::mask(int t, int k, int64_t index) {
+  as<int64_t>(kTopkIdx)[t * kTopK + k] = index;
+  masked_[t * kTopK + k] = true;
+}
+
+void LayerRound::unmask() {
+  for (int t = 0; t < num_tokens_; ++t) {
+    for (int k = 0; k < kTopK; ++k)
+      as<int64_t>(kTopkIdx)[t * kTopK + k] = expert_at(rank_, t, k);
+  }
+  masked_.fill(false);
+}
+
+std::unique_ptr<Calls> LayerRound::calls() {
+  auto made = std::make_unique<Calls>();
+  Calls& c = *made;
+  c.group = group_;
+  c.topk_idx = epx_tensor_2d(at(kTopkIdx), EPX_INT64, num_tokens_, kTopK);
+  c.counts = epx_tensor_1d(at(kCounts), EPX_INT32, num_local_);
+  c.offsets = epx_tensor_1d(at(kOffsets), EPX_INT32, num_local_ + 1);
+  c.global_counts = epx_tensor_2d(at(kGlobalCounts), EPX_INT32, kRanks, kExperts);
+  c.info = epx_tensor_1d(at(kInfo), EPX_INT64, 5);
+  c.slot = epx_tensor_2d(at(kSlot), EPX_INT32, num_tokens_, kTopK);
+  c.slot_origin = epx_tensor_2d(at(kSlotOrigin), EPX_INT32, num_rows_, 3);
+  c.tokens = epx_tensor_2d(at(kTokens), kDtype, num_tokens_, kHidden);
+  c.tokens.sidecar = at(kSidecar);
+  c.tokens.sidecar_row_bytes = kSidecarBytes;
+  c.topk_weights = epx_tensor_2d(at(kTopkWeights), EPX_FLOAT32, num_tokens_, kTopK);
+  c.expert_out = c.recv_tokens = epx_tensor_2d(at(kRecvTokens), kDtype, num_rows_, kHidden);
+  c.recv_tokens.sidecar = at(kRecvSidecar);
+  c.recv_tokens.sidecar_row_bytes = kSidecarBytes;
+  c.recv_weights = epx_tensor_1d(at(kRecvWeights), EPX_FLOAT32, num_rows_);
+  c.out = epx_tensor_2d(at(kOut), kDtype, num_tokens_, kHidden);
+  c.grad_out = epx_tensor_2d(at(kGradOut), kDtype, num_tokens_, kHidden);
+  c.grad_recv = c.grad_expert_out = epx_tensor_2d(at(kGradExpertOut), kDtype, num_rows_, kHidden);
+  c.grad_recv_weights = epx_tensor_1d(at(kGradRecvWeights), EPX_FLOAT32, num_rows_);
+  c.grad_tokens = epx_tensor_2d(at(kGradTokens), kDtype, num_tokens_, kHidden);
+  c.grad_topk_weights = epx_tensor_2d(at(kGradTopkWeights), EPX_FLOAT32, num_tokens_, kTopK);
+
+  const auto begin = [this](auto& args) {
+    args.struct_size = sizeof(args);
+    args.layer = {kTopK, kAlignment};
+    args.handle_mem = at(kHandle);
+    args.handle_mem_bytes = handle_bytes_;
+  };
+  begin(c.prepare);
+  c.prepare.topk_idx = &c.topk_idx;
+  c.prepare.counts = &c.counts;
+  c.prepare.offsets = &c.offsets;
+  c.prepare.global_counts = &c.global_counts;
+  c.prepare.info = &c.info;
+  c.prepare.slot = &c.slot;
+  c.prepare.slot_origin = &c.slot_origin;
+  begin(c.dispatch);
+  c.dispatch.tokens = &c.tokens;
+  c.dispatch.topk_weights = &c.topk_weights;
+  c.dispatch.recv_tokens = &c.recv_tokens;
+  c.dispatch.recv_weights = &c.recv_weights;
+  begin(c.combine);
+  c.combine.expert_out = &c.expert_out;
+  c.combine.recv_weights = &c.recv_weights;
+  c.combine.out = &c.out;
+  begin(c.combine_bwd);
+  c.combine_bwd.grad_out = &c.grad_out;
+  c.combine_bwd.expert_out = &c.expert_out;
+  c.combine_bwd.recv_weights = &c.recv_weights;
+  c.combine_bwd.grad_expert_out = &c.grad_expert_out;
+  c.combine_bwd.grad_recv_weights = &c.grad_recv_weights;
+  begin(c.dispatch_bwd);
+  c.dispatch_bwd.grad_recv = &c.grad_recv;
+  c.dispatch_bwd.grad_recv_weights = &c.grad_recv_weights;
+  c.dispatch_bwd.grad_tokens = &c.grad_tokens;
+  c.dispatch_bwd.grad_topk_weights = &c.grad_topk_weights;
+  return made;
+}
+
+std::vector<std::byte> LayerRound::memory() const {
+  std::vector<std::byte> bytes(arena_.size() * sizeof(Block));
+  std::memcpy(bytes.data(), arena_.data(), bytes.size());
+  return bytes;
+}
+
+void LayerRound::poison_outputs() {
+  const size_t blocks = first_block_[kNumBuffers] - first_block_[kFirstOutput];
+  std::memset(at(kFirstOutput), std::to_integer<int>(kPoison), blocks * sizeof(Block));
+}
+
+void LayerRound::run(Op op) {
+  check_ok(call(op, *calls()), "a good call");
+}
+
+void LayerRound::run_all() {
+  poison_outputs();
+  for (const Op op : {Op::prepare, Op::dispatch, Op::combine, Op::combine_bwd, Op::dispatch_bwd})
+    run(op);
+  check_results();
+  epx_group_report report{};
+  report.struct_size = sizeof(report);
+  check_ok(epx_group_status(group_, &report), "epx_group_status");
+  check(report.message[0] == '\0', "after a good round the group reports: {}", report.message);
+}
+
+int32_t LayerRound::slot(int t, int k) const {
+  return as<int32_t>(kSlot)[t * kTopK + k];
+}
+
+float LayerRound::kept_weight(int t) const {
+  float sum = 0;
+  for (int k = 0; k < kTopK; ++k)
+    sum += kept(t, k) ? weight_at(k) : 0;
+  return sum;
+}
+
+void LayerRound::check_received(int without) const {
+  const int32_t rows_in_use = as<int32_t>(kOffsets)[num_local_];
+  check(rows_in_use > 0 && rows_in_use <= num_rows_, "{} rows in use of {}", rows_in_use, num_rows_);
+  for (int32_t s = 0; s < rows_in_use; ++s) {
+    const int32_t* origin = as<int32_t>(kSlotOrigin) + 3 * s;
+    const int rank = origin[0];
+    const int t = origin[1];
+    const bool zero = rank < 0 || rank == without;
+    check_value(as<float>(kRecvWeights)[s], zero ? 0 : weight_at(origin[2]), "recv_weights", s, 0);
+    for (int h = 0; h < kHidden; ++h) {
+      check_value(from_bf16(as<uint16_t>(kRecvTokens)[s * kHidden + h]), zero ? 0 : token_at(rank, t, h), "recv_tokens", s,
+                  h);
+    }
+    for (int i = 0; i < kSidecarBytes; ++i) {
+      check(at(kRecvSidecar)[s * kSidecarBytes + i] == (zero ? std::byte{0} : sidecar_at(rank, t, i)),
+            "byte {} of the sidecar of slot {} is wrong", i, s);
+    }
+  }
+}
+
+void LayerRound::check_results() {
+  check_received();
+  const int32_t rows_in_use = as<int32_t>(kOffsets)[num_local_];
+  for (int32_t s = 0; s < rows_in_use; ++s) {
+    const int32_t* origin = as<int32_t>(kSlotOrigin) + 3 * s;
+    const bool pad = origin[0] < 0;
+    check_value(as<float>(kGradRecvWeights)[s], pad ? 0 : dot_at(origin[0], origin[1]), "grad_recv_weights", s, 0);
+    for (int h = 0; h < kHidden; ++h) {
+      check_value(from_bf16(as<uint16_t>(kGradExpertOut)[s * kHidden + h]),
+                  pad ? 0 : weight_at(origin[2]) * grad_at(origin[0], origin[1], h), "grad_expert_out", s, h);
+    }
+  }
+  for (int t = 0; t < num_tokens_; ++t) {
+    for (int h = 0; h < kHidden; ++h) {
+      check_value(from_bf16(as<uint16_t>(kOut)[t * kHidden + h]), kept_weight(t) * token_at(rank_, t, h), "out", t, h);
+      check_value(from_bf16(as<uint16_t>(kGradTokens)[t * kHidden + h]), kept_weight(t) * grad_at(rank_, t, h),
+                  "grad_tokens", t, h);
+    }
+    for (int k = 0; k < kTopK; ++k) {
+      check_value(as<float>(kGradTopkWeights)[t * kTopK + k], kept(t, k) ? dot_at(rank_, t) : 0, "grad_topk_weights", t, k);
+      check((slot(t, k) >= 0) == kept(t, k), "slot[{}, {}] is {}", t, k, slot(t, k));
+    }
+  }
+}
+
+} // namespace epx::test

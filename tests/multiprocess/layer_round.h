@@ -1,0 +1,138 @@
+// One layer on one rank, forward and backward, with closed-form results: what the bad-input tests spoil, and what proves
+// afterwards that a refused call has changed nothing.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "epx/epx.h"
+
+namespace epx::test {
+
+inline constexpr int kRanks = 2;
+inline constexpr int kExperts = 5; // rank 0 owns three, rank 1 two
+inline constexpr int kMaxTokens = 6;
+inline constexpr int kHiddenDim = 16;
+inline constexpr int kHidden = 8;
+inline constexpr int kMaxTopK = 4;
+inline constexpr int kTopK = 2;
+inline constexpr int kMaxAlignment = 8;
+inline constexpr int kAlignment = 4;
+inline constexpr int kMaxSidecarBytes = 16;
+inline constexpr int kSidecarBytes = 8;
+inline constexpr epx_dtype kDtype = EPX_BFLOAT16; // also the group's max_token_dtype
+
+// The config of the groups here; timeout 20 s.
+epx_group_config round_config();
+
+enum class Op { prepare, dispatch, combine, combine_bwd, dispatch_bwd };
+
+// The arguments of all five calls, right until a test spoils them.
+struct Calls {
+  Calls() = default;
+  Calls(const Calls&) = delete;
+  Calls& operator=(const Calls&) = delete;
+
+  epx_group group = nullptr;
+  bool without_args = false; // pass NULL
+  epx_tensor topk_idx{}, counts{}, offsets{}, global_counts{}, info{}, slot{}, slot_origin{};
+  epx_tensor tokens{}, topk_weights{}, recv_tokens{}, recv_weights{};
+  epx_tensor expert_out{}, out{}; // expert_out is recv_tokens without its sidecar: the experts are the identity
+  epx_tensor grad_out{}, grad_expert_out{}, grad_recv_weights{};
+  epx_tensor grad_recv{}, grad_tokens{}, grad_topk_weights{}; // grad_recv is grad_expert_out
+  epx_prepare_args prepare{};
+  epx_dispatch_args dispatch{};
+  epx_combine_args combine{};
+  epx_combine_bwd_args combine_bwd{};
+  epx_dispatch_bwd_args dispatch_bwd{};
+};
+
+epx_status call(Op op, const Calls& calls);
+
+class LayerRound {
+public:
+  LayerRound(epx_group group, int rank);
+
+  std::unique_ptr<Calls> calls();
+  int num_tokens() const { return num_tokens_; } // T of this rank
+  int64_t num_rows() const { return num_rows_; } // R, which is also N
+  size_t handle_bytes() const { return handle_bytes_; }
+
+  // Makes route (t, k) an index that the library has to treat as masked, from the next prepare on.
+  void mask(int t, int k, int64_t index);
+  void unmask();
+
+  void poison_outputs();
+  void run(Op op);      // a good call
+  void run_all();       // poisons the outputs, makes the five calls and checks their results and that nothing is reported
+  void check_results(); // of the five calls
+  std::vector<std::byte> memory() const; // a copy of the inputs, the handle and the outputs
+  std::byte* handle() { return at(kHandle); }
+  int32_t slot(int t, int k) const;
+
+  // What dispatch delivered is right, where rows of rank `without` (-1: of none) are zero.
+  void check_received(int without = -1) const;
+
+private:
+  enum Buffer {
+    // Inputs.
+    kTopkIdx,
+    kTokens,
+    kSidecar,
+    kTopkWeights,
+    kGradOut,
+    // Outputs; the handle is one as well.
+    kHandle,
+    kCounts,
+    kOffsets,
+    kGlobalCounts,
+    kInfo,
+    kSlot,
+    kSlotOrigin,
+    kRecvTokens,
+    kRecvSidecar,
+    kRecvWeights,
+    kOut,
+    kGradExpertOut,
+    kGradRecvWeights,
+    kGradTokens,
+    kGradTopkWeights,
+    kNumBuffers
+  };
+  static constexpr Buffer kFirstOutput = kHandle;
+
+  struct alignas(256) Block {
+    std::array<std::byte, 256> bytes;
+  };
+
+  std::byte* at(Buffer buffer) { return arena_[first_block_[buffer]].bytes.data(); }
+  const std::byte* at(Buffer buffer) const { return arena_[first_block_[buffer]].bytes.data(); }
+  template <typename T>
+  T* as(Buffer buffer) {
+    return reinterpret_cast<T*>(at(buffer));
+  }
+  template <typename T>
+  const T* as(Buffer buffer) const {
+    return reinterpret_cast<const T*>(at(buffer));
+  }
+  void lay_out();
+  void fill_inputs();
+  bool kept(int t, int k) const { return !masked_[t * kTopK + k]; }
+  float kept_weight(int t) const; // sum of the weights of token t's routes that are not masked
+
+  epx_group group_;
+  int rank_;
+  int num_local_ = 0; // E_l
+  int num_tokens_;
+  int64_t num_rows_ = 0;
+  size_t handle_bytes_ = 0;
+  std::array<size_t, kNumBuffers + 1> first_block_{};
+  std::vector<Block> arena_;
+  std::array<bool, kMaxTokens * kTopK> masked_{};
+};
+
+} // namespace epx::test

@@ -1,0 +1,315 @@
+// The MPI bootstrap. Runs under mpirun with 1 to 4 ranks; every test case is collective.
+#define OMPI_SKIP_MPICXX 1 // MPI's retired C++ bindings are not used, and warn
+#define MPICH_SKIP_MPICXX 1
+#include "epx/epx_mpi.h"
+
+#include <chrono>
+#include <climits>
+#include <cstdint>
+#include <cstdio>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <signal.h>
+#include <unistd.h>
+
+#define DOCTEST_CONFIG_IMPLEMENT
+#include <doctest/doctest.h>
+
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kPatient = 30s; // a test that has to wait this long has failed
+constexpr milliseconds kShort = 300ms;
+constexpr milliseconds kSlack = 5s; // what a loaded machine may add to a bounded wait
+
+// Ends the process, and with it the job, when a test hangs.
+class TimeLimit {
+public:
+  explicit TimeLimit(unsigned seconds) {
+    struct sigaction action {};
+    action.sa_handler = [](int) {
+      constexpr char kText[] = "mpi_bootstrap_test: a test exceeded its time limit\n";
+      [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, kText, sizeof(kText) - 1);
+      ::_exit(1);
+    };
+    ::sigaction(SIGALRM, &action, nullptr);
+    ::alarm(seconds);
+  }
+  ~TimeLimit() { ::alarm(0); }
+  TimeLimit(const TimeLimit&) = delete;
+  TimeLimit& operator=(const TimeLimit&) = delete;
+};
+
+int rank_in(MPI_Comm comm) {
+  int rank = -1;
+  MPI_Comm_rank(comm, &rank);
+  return rank;
+}
+
+int size_of(MPI_Comm comm) {
+  int size = -1;
+  MPI_Comm_size(comm, &size);
+  return size;
+}
+
+class Bootstrap {
+public:
+  explicit Bootstrap(MPI_Comm comm) {
+    const epx_status status = epx_bootstrap_mpi(comm, kPatient.count(), &bootstrap_);
+    REQUIRE_MESSAGE(status == EPX_SUCCESS, epx_last_error());
+  }
+  ~Bootstrap() { epx_bootstrap_free(&bootstrap_); }
+  Bootstrap(const Bootstrap&) = delete;
+  Bootstrap& operator=(const Bootstrap&) = delete;
+
+  const epx_bootstrap& get() const { return bootstrap_; }
+
+  epx_status all_gather(const std::vector<uint8_t>& mine, milliseconds timeout) {
+    all.assign(mine.size() * static_cast<size_t>(bootstrap_.num_ranks), 0);
+    char text[1024] = "";
+    const epx_status status = bootstrap_.all_gather(bootstrap_.context, mine.data(), all.data(), mine.size(),
+                                                    timeout.count(), text, sizeof(text));
+    message = text;
+    return status;
+  }
+
+  std::vector<uint8_t> all; // of the last all_gather
+  std::string message;
+
+private:
+  epx_bootstrap bootstrap_{};
+};
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+std::vector<uint8_t> part_of(int rank, int round, size_t bytes) {
+  std::vector<uint8_t> part(bytes);
+  for (size_t i = 0; i < bytes; ++i)
+    part[i] = static_cast<uint8_t>(rank * 7 + round * 31 + static_cast<int>(i) * 3 + 1);
+  return part;
+}
+
+void check_round(Bootstrap& bootstrap, int round, size_t bytes) {
+  CAPTURE(round);
+  CAPTURE(bytes);
+  std::vector<uint8_t> expected;
+  for (int rank = 0; rank < bootstrap.get().num_ranks; ++rank) {
+    const std::vector<uint8_t> part = part_of(rank, round, bytes);
+    expected.insert(expected.end(), part.begin(), part.end());
+  }
+  CHECK(bootstrap.all_gather(part_of(bootstrap.get().rank, round, bytes), kPatient) == EPX_SUCCESS);
+  CHECK(bootstrap.message == "");
+  CHECK((bootstrap.all == expected));
+}
+
+} // namespace
+
+TEST_CASE("ranks are those of the communicator, and gather") {
+  const TimeLimit limit(60);
+  Bootstrap bootstrap(MPI_COMM_WORLD);
+  CHECK(bootstrap.get().struct_size == sizeof(epx_bootstrap));
+  CHECK(bootstrap.get().rank == rank_in(MPI_COMM_WORLD));
+  CHECK(bootstrap.get().num_ranks == size_of(MPI_COMM_WORLD));
+  int round = 0;
+  for (const size_t bytes : {1, 0, 464, 3, 300'000, 0, 5'000'000, 16})
+    check_round(bootstrap, round++, bytes);
+  for (; round < 100; ++round)
+    check_round(bootstrap, round, 8);
+}
+
+TEST_CASE("communicators that were split are apart from each other") {
+  const TimeLimit limit(60);
+  const int rank = rank_in(MPI_COMM_WORLD);
+  const int size = size_of(MPI_COMM_WORLD);
+  MPI_Comm half = MPI_COMM_NULL;
+  MPI_Comm_split(MPI_COMM_WORLD, rank % 2, -rank, &half); // the ranks of a half in descending order
+  Bootstrap bootstrap(half);
+  CHECK(bootstrap.get().num_ranks == (rank % 2 == 0 ? (size + 1) / 2 : size / 2));
+  CHECK(bootstrap.get().rank == rank_in(half));
+  for (int round = 0; round < (rank % 2 == 0 ? 20 : 7); ++round) {
+    CHECK(bootstrap.all_gather({static_cast<uint8_t>(rank)}, kPatient) == EPX_SUCCESS);
+    std::vector<uint8_t> expected;
+    for (int other = size - 1; other >= 0; --other)
+      if (other % 2 == rank % 2) expected.push_back(static_cast<uint8_t>(other));
+    CHECK((bootstrap.all == expected));
+  }
+  MPI_Comm_free(&half);
+}
+
+TEST_CASE("a communicator may be freed right after") {
+  const TimeLimit limit(60);
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    MPI_Comm comm = MPI_COMM_NULL;
+    MPI_Comm_dup(MPI_COMM_WORLD, &comm);
+    Bootstrap bootstrap(comm);
+    MPI_Comm_free(&comm);
+    for (int round = 0; round < 3; ++round)
+      check_round(bootstrap, round, 1000);
+  }
+}
+
+TEST_CASE("several bootstraps of one communicator do not meet each other, nor the caller's messages") {
+  const TimeLimit limit(60);
+  const int rank = rank_in(MPI_COMM_WORLD);
+  const int size = size_of(MPI_COMM_WORLD);
+  int received = -1;
+  MPI_Request request = MPI_REQUEST_NULL;
+  MPI_Irecv(&received, 1, MPI_INT, MPI_ANY_SOURCE, MPI_ANY_TAG, MPI_COMM_WORLD, &request);
+  {
+    Bootstrap a(MPI_COMM_WORLD);
+    Bootstrap b(MPI_COMM_WORLD);
+    for (int round = 0; round < 10; ++round) {
+      check_round(a, round, 4);
+      if (round % 3 == 0) check_round(b, 100 + round, 4);
+    }
+  }
+  MPI_Send(&rank, 1, MPI_INT, (rank + 1) % size, 1, MPI_COMM_WORLD);
+  MPI_Wait(&request, MPI_STATUS_IGNORE);
+  CHECK(received == (rank + size - 1) % size);
+}
+
+TEST_CASE("arguments are checked") {
+  const TimeLimit limit(60);
+  epx_bootstrap bootstrap{};
+  CHECK(epx_bootstrap_mpi(MPI_COMM_NULL, 1000, &bootstrap) == EPX_ERROR_INVALID_ARGUMENT);
+  CHECK(contains(epx_last_error(), "MPI_COMM_NULL"));
+  CHECK(epx_bootstrap_mpi(MPI_COMM_WORLD, 0, &bootstrap) == EPX_ERROR_INVALID_ARGUMENT);
+  CHECK(contains(epx_last_error(), "timeout_ms is 0"));
+  CHECK(epx_bootstrap_mpi(MPI_COMM_WORLD, 1000, nullptr) == EPX_ERROR_INVALID_ARGUMENT);
+  CHECK(contains(epx_last_error(), "bootstrap is NULL"));
+  CHECK(bootstrap.context == nullptr);
+
+  Bootstrap good(MPI_COMM_WORLD);
+  const epx_bootstrap& c = good.get();
+  char message[200] = "";
+  uint8_t byte = 0;
+  CHECK(c.all_gather(c.context, &byte, &byte, size_t{INT_MAX} + 1, 1000, message, sizeof(message)) ==
+        EPX_ERROR_INVALID_ARGUMENT);
+  CHECK(contains(message, "bytes_per_rank is 2147483648"));
+  CHECK(c.all_gather(c.context, &byte, &byte, 1, -1, message, sizeof(message)) == EPX_ERROR_INVALID_ARGUMENT);
+  CHECK(c.all_gather(c.context, nullptr, &byte, 1, 1000, message, sizeof(message)) == EPX_ERROR_INVALID_ARGUMENT);
+  check_round(good, 1, 10); // what is refused has done nothing
+}
+
+TEST_CASE("an intercommunicator is refused") {
+  const TimeLimit limit(60);
+  const int rank = rank_in(MPI_COMM_WORLD);
+  if (size_of(MPI_COMM_WORLD) < 2) return;
+  MPI_Comm half = MPI_COMM_NULL;
+  MPI_Comm inter = MPI_COMM_NULL;
+  MPI_Comm_split(MPI_COMM_WORLD, rank % 2, rank, &half);
+  MPI_Intercomm_create(half, 0, MPI_COMM_WORLD, 1 - rank % 2, 5, &inter);
+  epx_bootstrap bootstrap{};
+  CHECK(epx_bootstrap_mpi(inter, 1000, &bootstrap) == EPX_ERROR_INVALID_ARGUMENT);
+  CHECK(contains(epx_last_error(), "intercommunicator"));
+  MPI_Comm_free(&inter);
+  MPI_Comm_free(&half);
+}
+
+TEST_CASE("the caller's error handler is as it was") {
+  const TimeLimit limit(60);
+  MPI_Comm comm = MPI_COMM_NULL;
+  MPI_Comm_dup(MPI_COMM_WORLD, &comm);
+  Bootstrap bootstrap(comm);
+  MPI_Errhandler handler{};
+  MPI_Comm_get_errhandler(comm, &handler);
+  CHECK(handler == MPI_ERRORS_ARE_FATAL);
+  MPI_Errhandler_free(&handler);
+  MPI_Comm_free(&comm);
+}
+
+TEST_CASE("ranks that pass different sizes are all told so") {
+  const TimeLimit limit(60);
+  const int last = size_of(MPI_COMM_WORLD) - 1;
+  if (last == 0) return;
+  for (const size_t bytes : {size_t{8}, size_t{1'000'000}}) {
+    Bootstrap bootstrap(MPI_COMM_WORLD);
+    const bool other = bootstrap.get().rank == last;
+    CHECK(bootstrap.all_gather(std::vector<uint8_t>(other ? 2 * bytes : bytes), kPatient) == EPX_ERROR_MISMATCH);
+    CAPTURE(bootstrap.message);
+    CHECK(contains(bootstrap.message, "rank 0 passes " + std::to_string(bytes) + " bytes"));
+    CHECK(contains(bootstrap.message, "rank " + std::to_string(last) + " passes " + std::to_string(2 * bytes)));
+    MPI_Barrier(MPI_COMM_WORLD);
+  }
+}
+
+TEST_CASE("a rank that does not come is named by all, and hears of it when it comes") {
+  const TimeLimit limit(60);
+  const int size = size_of(MPI_COMM_WORLD);
+  if (size < 2) return;
+  for (const int late : {0, size - 1}) {
+    Bootstrap bootstrap(MPI_COMM_WORLD);
+    const int rank = bootstrap.get().rank;
+    check_round(bootstrap, 0, 100);
+    const std::string named = "rank " + std::to_string(late) + " of " + std::to_string(size) + " never came";
+    CAPTURE(named);
+    if (rank == late) {
+      std::this_thread::sleep_for(4 * kShort);
+      // The parts of the others are here, so that this round succeeds; they have not waited, as the next one tells.
+      check_round(bootstrap, 1, 64);
+      CHECK(bootstrap.all_gather({1, 2, 3}, kPatient) == EPX_ERROR_TIMEOUT);
+    } else {
+      const Clock::time_point begin = Clock::now();
+      CHECK(bootstrap.all_gather(part_of(rank, 1, 64), kShort) == EPX_ERROR_TIMEOUT);
+      CHECK(Clock::now() - begin >= kShort);
+      CHECK(Clock::now() - begin < kShort + kSlack);
+    }
+    const std::string message = bootstrap.message;
+    CAPTURE(message);
+    CHECK(contains(message, "all-gather 2"));
+    CHECK(contains(message, named));
+    CHECK(bootstrap.all_gather({1, 2, 3}, kPatient) == EPX_ERROR_TIMEOUT); // at once: the ranks are out of step
+    CHECK(bootstrap.message == message);
+    MPI_Barrier(MPI_COMM_WORLD);
+  }
+}
+
+TEST_CASE("a rank that does not come to epx_bootstrap_mpi is not waited for longer than asked") {
+  const TimeLimit limit(60);
+  const int size = size_of(MPI_COMM_WORLD);
+  if (size < 2) return;
+  epx_bootstrap bootstrap{};
+  if (rank_in(MPI_COMM_WORLD) == size - 1) {
+    std::this_thread::sleep_for(4 * kShort);
+    epx_bootstrap_mpi(MPI_COMM_WORLD, kShort.count(), &bootstrap); // whether the others still take part is MPI's affair
+  } else {
+    const Clock::time_point begin = Clock::now();
+    CHECK(epx_bootstrap_mpi(MPI_COMM_WORLD, kShort.count(), &bootstrap) == EPX_ERROR_TIMEOUT);
+    CHECK(Clock::now() - begin < kShort + kSlack);
+    CHECK(contains(epx_last_error(), "within 300 ms"));
+    CHECK(bootstrap.context == nullptr);
+  }
+  MPI_Barrier(MPI_COMM_WORLD);
+  epx_bootstrap_free(&bootstrap);
+}
+
+int main(int argc, char** argv) {
+  doctest::Context context(argc, argv);
+  epx_bootstrap early{};
+  bool ok = epx_bootstrap_mpi(MPI_COMM_WORLD, 1000, &early) == EPX_ERROR_INVALID_ARGUMENT;
+
+  MPI_Init(&argc, &argv);
+  epx_bootstrap outlives_mpi{};
+  ok = ok && epx_bootstrap_mpi(MPI_COMM_WORLD, kPatient.count(), &outlives_mpi) == EPX_SUCCESS;
+  const int result = context.run();
+  {
+    const TimeLimit limit(60);
+    MPI_Finalize();
+  }
+
+  uint8_t byte = 0;
+  char message[100] = "";
+  ok = ok && epx_bootstrap_mpi(MPI_COMM_WORLD, 1000, &early) == EPX_ERROR_INVALID_ARGUMENT;
+  ok = ok && outlives_mpi.all_gather(outlives_mpi.context, &byte, &byte, 0, 1000, message, sizeof(message)) ==
+                 EPX_ERROR_INVALID_ARGUMENT;
+  epx_bootstrap_free(&outlives_mpi);
+  if (!ok) std::fprintf(stderr, "mpi_bootstrap_test: FAILED outside MPI_Init and MPI_Finalize\n");
+  return ok ? result : 1;
+}

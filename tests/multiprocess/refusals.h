@@ -1,0 +1,24 @@
+// Calls that have to be refused on the host, as a table.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "epx/epx.h"
+#include "tests/multiprocess/layer_round.h"
+
+namespace epx::test {
+
+struct Refusal {
+  std::string name;
+  Op op;
+  std::function<void(Calls&)> spoil;
+  std::vector<std::string> words; // names and values that the sentence has to contain
+  epx_status status = EPX_ERROR_INVALID_ARGUMENT;
+};
+
+// For the rank whose T is num_tokens, in a group of layer_round.h.
+std::vector<Refusal> refusals(int num_tokens, int num_local_experts, int64_t num_rows, size_t handle_bytes);
+
+} // namespace epx::test

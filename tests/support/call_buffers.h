@@ -1,0 +1,63 @@
+// The tensors of one call: each between guard bytes, at an address that is aligned to no more than its elements, in memory
+// of its own or in memory from epx_mem_alloc.
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tests/support/case.h"
+#include "tests/support/device.h"
+#include "tests/support/rng.h"
+
+namespace epx::test {
+
+// Memory from epx_mem_alloc, given out piece by piece to one call at a time.
+struct Arena {
+  std::byte* base = nullptr;
+  size_t bytes = 0;
+  size_t used = 0;
+};
+
+class CallBuffers {
+public:
+  // Placement::random decides per tensor. The arenas are taken over from the previous call.
+  CallBuffers(Device& device, std::vector<Arena>& arenas, Placement placement, Rng& rng);
+  CallBuffers(const CallBuffers&) = delete;
+  CallBuffers& operator=(const CallBuffers&) = delete;
+  ~CallBuffers();
+
+  // Memory on the device. NULL now and then when there is nothing to hold.
+  void* input(const std::string& name, std::span<const std::byte> contents, size_t alignment);
+  void* output(const std::string& name, size_t bytes, size_t alignment); // poisoned
+
+  // Call once the operation has finished. Throws CheckFailure when a guard or an input has changed.
+  void check_surroundings();
+
+  // What the index-th output holds, in the order of the calls to output().
+  std::vector<std::byte> read_output(size_t index);
+
+private:
+  struct Buffer {
+    std::string name;
+    bool is_output = false;
+    std::byte* base = nullptr; // of guard, contents, guard
+    size_t offset = 0;         // of the contents
+    size_t bytes = 0;
+    std::vector<std::byte> before; // guard, contents, guard
+    bool owned = false;
+  };
+
+  void* add(const std::string& name, bool is_output, std::span<const std::byte> contents, size_t alignment);
+  std::byte* take_from_arena(size_t bytes);
+
+  Device& device_;
+  std::vector<Arena>& arenas_;
+  Placement placement_;
+  Rng& rng_;
+  std::deque<Buffer> buffers_;
+};
+
+} // namespace epx::test

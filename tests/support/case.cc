@@ -1,0 +1,193 @@
+#include "tests/support/case.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "tests/support/rng.h"
+
+namespace epx::test {
+
+namespace {
+
+int64_t dtype_bytes(epx_dtype dtype) {
+  return dtype == EPX_FLOAT32 ? 4 : 2;
+}
+
+epx_dtype random_dtype(Rng& rng) {
+  return rng.pick({EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16});
+}
+
+int random_hidden(Rng& rng) {
+  switch (rng.below(10)) {
+  case 0:
+    return 1;
+  case 1:
+    return rng.pick({255, 256, 257, 300});
+  case 2:
+    return rng.pick({8, 16, 64, 128});
+  case 3:
+    return rng.pick({3, 7, 31, 33, 127});
+  default:
+    return static_cast<int>(rng.between(1, 60));
+  }
+}
+
+int random_experts(int num_ranks, Rng& rng) {
+  switch (rng.below(10)) {
+  case 0:
+    return static_cast<int>(rng.between(1, num_ranks)); // some ranks may own none
+  case 1:
+    return static_cast<int>(rng.between(20, 64));
+  case 2:
+    return num_ranks * static_cast<int>(rng.between(1, 4));
+  default:
+    return static_cast<int>(rng.between(1, 4 * num_ranks + 2));
+  }
+}
+
+// A capacity that is exceeded now and then; 0 for the worst case.
+int64_t random_capacity(const GroupCase& group, const LayerCase& layer, Rng& rng) {
+  const int64_t average = static_cast<int64_t>(group.max_tokens) * layer.top_k;
+  switch (rng.below(10)) {
+  case 0:
+    return rng.between(1, std::max(layer.alignment, 1)); // at most one padded zone, often none
+  case 1:
+    return rng.between(1, 2 * average + 1);
+  case 2:
+    return average + layer.alignment;
+  case 3:
+    return 4 * average + 4 * static_cast<int64_t>(layer.alignment);
+  default:
+    return 0;
+  }
+}
+
+void choose_group(Case& chosen, Rng& rng) {
+  GroupCase& group = chosen.group;
+  group.num_ranks = rng.pick({1, 2, 2, 3, 3, 4, 4, 7});
+  group.num_experts = random_experts(group.num_ranks, rng);
+  group.max_tokens = static_cast<int>(rng.chance(15) ? rng.between(20, 40) : rng.between(1, 16));
+  group.hidden_dim = random_hidden(rng);
+  group.precision = rng.pick({EPX_COMBINE_WIRE, EPX_COMBINE_EXACT});
+  group.overflow = rng.pick({EPX_OVERFLOW_ERROR, EPX_OVERFLOW_DROP});
+}
+
+void choose_routing(Case& chosen, Rng& rng) {
+  LayerCase& layer = chosen.layer;
+  layer.top_k = static_cast<int>(rng.chance(4) ? rng.pick({32, 64}) : rng.between(1, 8));
+  if (layer.top_k > 8) chosen.group.max_tokens = std::min(chosen.group.max_tokens, 6);
+  layer.alignment = rng.chance(30) ? static_cast<int>(rng.between(2, 40)) : rng.pick({0, 1, 1, 16, 128});
+  layer.tokens = rng.pick({TokenCount::full, TokenCount::ragged, TokenCount::ragged, TokenCount::none_on_one});
+  if (rng.chance(2)) layer.tokens = TokenCount::none;
+  layer.routing = rng.pick({RoutingStyle::uniform, RoutingStyle::distinct, RoutingStyle::distinct, RoutingStyle::skewed,
+                            RoutingStyle::repeated, RoutingStyle::hot});
+  layer.percent_masked = rng.pick({0, 0, 10, 50});
+  layer.percent_bad = rng.pick({0, 0, 0, 10});
+  layer.index_dtype = rng.pick({EPX_INT32, EPX_INT64});
+  layer.counts_dtype = rng.pick({EPX_INT32, EPX_INT64});
+  layer.rows = rng.pick({RecvRows::exact, RecvRows::exact, RecvRows::more, RecvRows::fewer, RecvRows::any});
+}
+
+void choose_tensors(Case& chosen, Rng& rng) {
+  LayerCase& layer = chosen.layer;
+  const int hidden_dim = chosen.group.hidden_dim;
+  layer.hidden = rng.chance(60) ? hidden_dim : static_cast<int>(rng.between(1, hidden_dim));
+  layer.combine_hidden = rng.chance(60) ? layer.hidden : static_cast<int>(rng.between(1, hidden_dim));
+  layer.dtype = random_dtype(rng);
+  layer.combine_dtype = rng.chance(70) ? layer.dtype : random_dtype(rng);
+  layer.sidecar_bytes = rng.pick({0, 0, 1, 3, 16, 33});
+  layer.dispatch_weights = rng.chance(70);
+  layer.combine_weights = rng.chance(60);
+  layer.combine_bwd_weights = rng.chance(60);
+  layer.combine_bwd_grads = rng.chance(60);
+  layer.dispatch_bwd_grads = rng.chance(70);
+}
+
+// The group's limits, equal to what the layer needs or above it.
+void choose_limits(Case& chosen, Rng& rng) {
+  GroupCase& group = chosen.group;
+  const LayerCase& layer = chosen.layer;
+  const bool narrow = layer.dtype != EPX_FLOAT32 && layer.combine_dtype != EPX_FLOAT32;
+  group.max_dtype = narrow && rng.chance(60) ? rng.pick({EPX_FLOAT16, EPX_BFLOAT16}) : EPX_FLOAT32;
+  group.max_top_k = static_cast<int>(rng.chance(70) ? layer.top_k : std::min<int64_t>(64, layer.top_k + rng.below(4)));
+  group.max_alignment = std::max(layer.alignment, 1) + (rng.chance(70) ? 0 : static_cast<int>(rng.below(20)));
+  group.max_sidecar_bytes = layer.sidecar_bytes + (rng.chance(70) ? 0 : static_cast<int>(rng.below(20)));
+  group.max_recv_rows = random_capacity(group, layer, rng);
+  constexpr int64_t kLargestWindow = 8 << 20; // bytes; keeps the many groups of a run cheap
+  const int64_t row_bytes = group.hidden_dim * dtype_bytes(group.max_dtype) + 16;
+  if (group.num_ranks * recv_capacity(group) * row_bytes > kLargestWindow) {
+    group.max_recv_rows = std::max<int64_t>(1, kLargestWindow / (group.num_ranks * row_bytes));
+  }
+}
+
+} // namespace
+
+epx_group_config make_config(const GroupCase& group) {
+  epx_group_config config = {};
+  epx_group_config_init(&config);
+  config.num_experts = group.num_experts;
+  config.max_tokens_per_rank = group.max_tokens;
+  config.hidden_dim = group.hidden_dim;
+  config.max_top_k = group.max_top_k;
+  config.max_alignment = group.max_alignment;
+  config.max_recv_tokens_per_rank = group.max_recv_rows;
+  config.max_sidecar_bytes = group.max_sidecar_bytes;
+  config.max_token_dtype = group.max_dtype;
+  config.combine_precision = group.precision;
+  config.overflow = group.overflow;
+  config.transport = group.transport;
+  config.timeout_ms = group.timeout_ms;
+  return config;
+}
+
+int64_t recv_capacity(const GroupCase& group) {
+  if (group.max_recv_rows != 0) return group.max_recv_rows;
+  const int64_t routes = static_cast<int64_t>(group.num_ranks) * group.max_tokens * group.max_top_k;
+  const int64_t experts = (group.num_experts + group.num_ranks - 1) / group.num_ranks;
+  const int64_t rows = routes + experts * (group.max_alignment - 1);
+  return (rows + group.max_alignment - 1) / group.max_alignment * group.max_alignment;
+}
+
+Case random_case(uint64_t seed) {
+  Rng rng(mix(seed, 0xca5e));
+  Case chosen;
+  chosen.seed = seed;
+  choose_group(chosen, rng);
+  choose_routing(chosen, rng);
+  choose_tensors(chosen, rng);
+  choose_limits(chosen, rng);
+  chosen.iterations = static_cast<int>(rng.between(1, 2));
+  chosen.placement = rng.pick({Placement::plain, Placement::in_place, Placement::random, Placement::random});
+  chosen.num_arenas = chosen.placement == Placement::plain ? 0 : static_cast<int>(rng.between(1, 2));
+  chosen.arena_bytes = rng.pick({1 << 14, 1 << 16, 1 << 18});
+  return chosen;
+}
+
+std::string describe(const Case& c) {
+  const GroupCase& g = c.group;
+  const LayerCase& l = c.layer;
+  const auto name = [](epx_dtype dtype) {
+    constexpr const char* kNames[] = {"unset", "fp32", "fp16", "bf16", "int32", "int64"};
+    return kNames[dtype];
+  };
+  constexpr const char* kTokens[] = {"full", "ragged", "none-on-one", "none"};
+  constexpr const char* kRouting[] = {"uniform", "distinct", "hot", "skewed", "repeated"};
+  constexpr const char* kRows[] = {"exact", "more", "fewer", "any"};
+  constexpr const char* kPlacement[] = {"plain", "in-place", "random"};
+  return fmt::format("seed={} P={} E={} max_tokens={} T={} hidden_dim={} H={}/{} K={}/{} alignment={}/{} R={}{} N={} "
+                     "dtype={}/{}/max:{} index={} counts={} sidecar={}/{} routing={} masked={}% bad={}% precision={} "
+                     "overflow={} weights=dispatch:{},combine:{},combine_bwd:{}+grads:{},dispatch_bwd:{} iterations={} "
+                     "placement={} arenas={}x{}",
+                     c.seed, g.num_ranks, g.num_experts, g.max_tokens, kTokens[static_cast<int>(l.tokens)], g.hidden_dim,
+                     l.hidden, l.combine_hidden, l.top_k, g.max_top_k, l.alignment, g.max_alignment, recv_capacity(g),
+                     g.max_recv_rows == 0 ? "(worst case)" : "", kRows[static_cast<int>(l.rows)], name(l.dtype),
+                     name(l.combine_dtype), name(g.max_dtype), name(l.index_dtype), name(l.counts_dtype), l.sidecar_bytes,
+                     g.max_sidecar_bytes, kRouting[static_cast<int>(l.routing)], l.percent_masked, l.percent_bad,
+                     g.precision == EPX_COMBINE_WIRE ? "wire" : "exact",
+                     g.overflow == EPX_OVERFLOW_ERROR ? "error" : "drop", l.dispatch_weights, l.combine_weights,
+                     l.combine_bwd_weights, l.combine_bwd_grads, l.dispatch_bwd_grads, c.iterations,
+                     kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
+}
+
+} // namespace epx::test

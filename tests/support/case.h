@@ -1,0 +1,76 @@
+// A test problem: everything that a group and a layer can be asked for, and how the tokens are routed. A Case is made from
+// a seed or by hand, and the same Case yields the same data in every process.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "epx/epx.h"
+
+namespace epx::test {
+
+struct GroupCase {
+  int num_ranks = 1;   // P
+  int num_experts = 8; // E
+  int max_tokens = 16; // per rank
+  int hidden_dim = 32; // elements
+  int max_top_k = 4;
+  int max_alignment = 16;    // rows
+  int64_t max_recv_rows = 0; // R; 0: the worst case
+  int max_sidecar_bytes = 0;
+  epx_dtype max_dtype = EPX_FLOAT32;
+  epx_combine_precision precision = EPX_COMBINE_WIRE;
+  epx_overflow overflow = EPX_OVERFLOW_ERROR;
+  epx_transport transport = EPX_TRANSPORT_HOST;
+  int64_t timeout_ms = 60'000;
+};
+
+epx_group_config make_config(const GroupCase& group);
+int64_t recv_capacity(const GroupCase& group); // R, resolved as epx.h says
+
+enum class TokenCount { full, ragged, none_on_one, none };            // T of each rank
+enum class RoutingStyle { uniform, distinct, hot, skewed, repeated }; // hot: one expert; repeated: duplicates in each row
+enum class RecvRows { exact, more, fewer, any };                      // N against offsets[E_l]
+
+struct LayerCase {
+  int top_k = 2;
+  int alignment = 1;
+  TokenCount tokens = TokenCount::full;
+  RoutingStyle routing = RoutingStyle::uniform;
+  int percent_masked = 0; // routes that are -1
+  int percent_bad = 0;    // routes with an index outside -1 .. E-1
+  epx_dtype index_dtype = EPX_INT32;
+  epx_dtype counts_dtype = EPX_INT32;
+  RecvRows rows = RecvRows::exact;
+  int hidden = 32; // H of dispatch and dispatch_bwd
+  epx_dtype dtype = EPX_FLOAT32;
+  int combine_hidden = 32; // H of combine and combine_bwd
+  epx_dtype combine_dtype = EPX_FLOAT32;
+  int sidecar_bytes = 0;
+  bool dispatch_weights = true;
+  bool combine_weights = true;
+  bool combine_bwd_weights = true;
+  bool combine_bwd_grads = true; // of the weights
+  bool dispatch_bwd_grads = true;
+};
+
+enum class Placement { plain, in_place, random }; // where the tensors of a call lie: own memory, or epx_mem_alloc's
+
+struct Case {
+  uint64_t seed = 1;
+  GroupCase group;
+  LayerCase layer;
+  int iterations = 2; // each with fresh tokens and routing
+  Placement placement = Placement::random;
+  int64_t arena_bytes =
+      1 << 18; // of epx_mem_alloc memory for tensors, per allocation; tensors that do not fit lie elsewhere
+  int num_arenas = 2;
+};
+
+// Everything chosen by the seed, the number of ranks too (1, 2, 3, 4 or 7).
+Case random_case(uint64_t seed);
+
+// One line.
+std::string describe(const Case& test_case);
+
+} // namespace epx::test

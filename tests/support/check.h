@@ -1,0 +1,48 @@
+// Checks that work on any thread and in any process: a failed one throws CheckFailure, and who runs the ranks reports it
+// with the rank's number (doctest's own macros are for the main thread).
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "epx/epx.h"
+
+namespace epx::test {
+
+class CheckFailure : public std::runtime_error {
+public:
+  using std::runtime_error::runtime_error;
+};
+
+// Checks made so far in this process, so that a test can tell that it tested anything.
+int64_t num_checks();
+void count_check();
+
+template <typename... Args>
+void check(bool ok, fmt::format_string<Args...> format, Args&&... args) {
+  count_check();
+  if (!ok) throw CheckFailure(fmt::format(format, std::forward<Args>(args)...));
+}
+
+template <typename... Args>
+[[noreturn]] void fail_check(fmt::format_string<Args...> format, Args&&... args) {
+  throw CheckFailure(fmt::format(format, std::forward<Args>(args)...));
+}
+
+template <typename T>
+void check_equal(const T& actual, const T& expected, const std::string& what) {
+  check(actual == expected, "{} is {}, expected {}", what, actual, expected);
+}
+
+// The message carries epx_last_error().
+void check_status(epx_status actual, epx_status expected, const std::string& call);
+void check_ok(epx_status status, const std::string& call);
+
+// True when `text` contains `part`.
+bool contains(const std::string& text, const std::string& part);
+
+} // namespace epx::test

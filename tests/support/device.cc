@@ -1,0 +1,32 @@
+#include "tests/support/device.h"
+
+#include <cstring>
+#include <new>
+
+#include "tests/support/check.h"
+
+namespace epx::test {
+
+namespace {
+
+constexpr std::align_val_t kAlignment{256};
+
+class HostDevice final : public Device {
+public:
+  epx_transport transport() const override { return EPX_TRANSPORT_HOST; }
+  epx_stream stream() const override { return nullptr; }
+  std::byte* allocate(size_t bytes) override { return static_cast<std::byte*>(::operator new(bytes, kAlignment)); }
+  void free(std::byte* memory) noexcept override { ::operator delete(memory, kAlignment); }
+  void write(void* to, const void* host, size_t bytes) override { std::memcpy(to, host, bytes); }
+  void read(void* host, const void* from, size_t bytes) override { std::memcpy(host, from, bytes); }
+  void finish() override {}
+};
+
+} // namespace
+
+std::unique_ptr<Device> make_device(const std::string& transport, int /*rank*/) {
+  check(transport == "host", "no tests for transport \"{}\"; there are: host", transport);
+  return std::make_unique<HostDevice>();
+}
+
+} // namespace epx::test

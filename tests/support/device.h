@@ -1,0 +1,30 @@
+// What the tests need of a transport: the memory that its calls accept, and the stream they run on. A new transport passes
+// the same suites once it provides this.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "epx/epx.h"
+
+namespace epx::test {
+
+// One per rank. All functions may block.
+class Device {
+public:
+  virtual ~Device() = default;
+
+  virtual epx_transport transport() const = 0;
+  virtual epx_stream stream() const = 0;
+  virtual std::byte* allocate(size_t bytes) = 0; // aligned to 256 bytes; throws when it cannot
+  virtual void free(std::byte* memory) noexcept = 0;
+  virtual void write(void* to, const void* host, size_t bytes) = 0;  // into memory of the device
+  virtual void read(void* host, const void* from, size_t bytes) = 0; // out of it
+  virtual void finish() = 0;                                         // waits for the stream
+};
+
+// `transport` is "host"; throws CheckFailure for others. `rank` chooses the device where there are several.
+std::unique_ptr<Device> make_device(const std::string& transport, int rank);
+
+} // namespace epx::test

@@ -1,0 +1,132 @@
+#include "tests/support/group_run.h"
+
+#include <exception>
+
+#include "tests/support/check.h"
+
+namespace epx::test {
+
+std::vector<uint64_t> RankContext::gather(uint64_t value) const {
+  std::vector<uint64_t> values(static_cast<size_t>(num_ranks));
+  char message[EPX_MAX_MESSAGE_BYTES] = "";
+  constexpr int64_t kTimeoutMs = 120'000;
+  const epx_status status =
+      bootstrap->all_gather(bootstrap->context, &value, values.data(), sizeof(value), kTimeoutMs, message, sizeof(message));
+  check(status == EPX_SUCCESS, "the bootstrap's all-gather returned {}: {}", epx_status_string(status), message);
+  return values;
+}
+
+epx_group_report read_status(epx_group group) {
+  epx_group_report report = {};
+  report.struct_size = sizeof(report);
+  check_ok(epx_group_status(group, &report), "epx_group_status");
+  return report;
+}
+
+GroupRun::GroupRun(const RankContext& context, const GroupCase& group, int color, int key, std::optional<int> expected_rank)
+    : shape_(group), device_(*context.device) {
+  shape_.transport = device_.transport();
+  epx_group_config config = make_config(shape_);
+  config.color = color;
+  config.key = key;
+  check_ok(epx_group_create(context.bootstrap, &config, &group_), "epx_group_create");
+  try {
+    info_.struct_size = sizeof(info_);
+    check_ok(epx_group_query(group_, &info_), "epx_group_query");
+    check_info(config, expected_rank.value_or(context.rank));
+    check_plan(config);
+  } catch (...) {
+    epx_group_abort(group_);
+    epx_group_destroy(group_);
+    throw;
+  }
+}
+
+GroupRun::~GroupRun() {
+  if (std::uncaught_exceptions() > 0) epx_group_abort(group_);
+  epx_group_destroy(group_);
+}
+
+void GroupRun::check_info(const epx_group_config& config, int expected_rank) const {
+  const int per_rank = shape_.num_experts / shape_.num_ranks;
+  const int extra = shape_.num_experts % shape_.num_ranks;
+  int first = 0;
+  for (int rank = 0; rank < expected_rank; ++rank)
+    first += per_rank + (rank < extra);
+  check_equal(info_.rank, expected_rank, "info.rank");
+  check_equal(info_.num_ranks, shape_.num_ranks, "info.num_ranks");
+  check_equal(info_.num_experts, shape_.num_experts, "info.num_experts");
+  check_equal(info_.num_local_experts, per_rank + (expected_rank < extra), "info.num_local_experts");
+  check_equal(info_.first_local_expert, first, "info.first_local_expert");
+  check_equal(static_cast<int>(info_.transport), static_cast<int>(device_.transport()), "info.transport");
+  check_equal(info_.max_recv_tokens_per_rank, recv_capacity(shape_), "info.max_recv_tokens_per_rank");
+  check_equal(info_.timeout_ms, config.timeout_ms, "info.timeout_ms");
+  check(info_.group_id != 0, "info.group_id is 0");
+}
+
+void GroupRun::check_plan(const epx_group_config& config) const {
+  epx_memory_plan plan = {};
+  plan.struct_size = sizeof(plan);
+  check_ok(epx_group_memory_plan(&config, shape_.num_ranks, &plan), "epx_group_memory_plan");
+  check_equal(plan.max_recv_tokens_per_rank, recv_capacity(shape_), "plan.max_recv_tokens_per_rank");
+  check_equal(plan.window_bytes, info_.window_bytes, "plan.window_bytes");
+  const int64_t parts = plan.control_bytes + plan.count_bytes + plan.slot_record_bytes + plan.scatter_row_bytes +
+                        plan.scatter_sidecar_bytes + plan.scatter_weight_bytes + plan.gather_row_bytes +
+                        plan.gather_weight_bytes;
+  check_equal(parts, plan.window_bytes, "the sum of the plan's parts");
+
+  const epx_layer largest = {shape_.max_top_k, shape_.max_alignment};
+  size_t handle_bytes = 0;
+  check_ok(epx_handle_mem_size(group_, &largest, &handle_bytes), "epx_handle_mem_size");
+  check_equal(plan.handle_mem_bytes, static_cast<int64_t>(handle_bytes), "plan.handle_mem_bytes");
+}
+
+void GroupRun::add_arena(int64_t bytes) {
+  void* memory = nullptr;
+  const auto size = static_cast<size_t>(bytes);
+  check_ok(epx_mem_alloc(group_, size, &memory), "epx_mem_alloc");
+  count_call();
+  count_call(); // TEMPORARY
+  check(memory != nullptr && reinterpret_cast<uintptr_t>(memory) % 256 == 0, "epx_mem_alloc gave {}", fmt::ptr(memory));
+  std::vector<std::byte> contents(size);
+  device_.read(contents.data(), memory, size);
+  for (const std::byte value : contents) {
+    if (value != std::byte{0}) fail_check("fresh memory from epx_mem_alloc is not zero");
+  }
+  arenas_.push_back({static_cast<std::byte*>(memory), size, 0});
+}
+
+void GroupRun::free_arena(size_t index) {
+  check_ok(epx_mem_free(group_, arenas_.at(index).base), "epx_mem_free");
+  count_call();
+  arenas_.erase(arenas_.begin() + static_cast<std::ptrdiff_t>(index));
+}
+
+void GroupRun::expect_event(epx_event_kind kind, epx_operation operation, int64_t count) {
+  if (count == 0) return;
+  events_[kind] += static_cast<uint64_t>(count);
+  if (!first_event_) first_event_ = FirstEvent{kind, operation, calls_};
+}
+
+void GroupRun::check_status() {
+  const epx_group_report report = read_status(group_);
+  const std::string message = report.message;
+  check(report.status == EPX_SUCCESS, "the group has failed with {}: {}", epx_status_string(report.status), message);
+  constexpr const char* kNames[] = {"BAD_INDEX", "OVERFLOW", "TOO_FEW_ROWS", "HANDLE_MISMATCH"};
+  for (size_t kind = 0; kind < events_.size(); ++kind) {
+    check(report.event_counts[kind] == events_[kind], "{} {} events were reported, expected {}; message: \"{}\"",
+          report.event_counts[kind], kNames[kind], events_[kind], message);
+  }
+  check(message.empty() == !first_event_.has_value(), "the status message is \"{}\"", message);
+  if (first_event_) {
+    check(report.first_event == first_event_->kind && report.first_event_operation == first_event_->operation &&
+              report.first_event_sequence == first_event_->sequence,
+          "the first event is {} of operation {} in call {}, expected {}, {}, {}", kNames[report.first_event],
+          static_cast<int>(report.first_event_operation), report.first_event_sequence, kNames[first_event_->kind],
+          static_cast<int>(first_event_->operation), first_event_->sequence);
+  }
+  events_ = {};
+  first_event_.reset();
+}
+
+} // namespace epx::test

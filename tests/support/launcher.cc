@@ -1,0 +1,75 @@
+#include "tests/support/launcher.h"
+
+#include <cstdlib>
+
+#include "tests/support/check.h"
+#include "tests/support/local_bootstrap.h"
+#include "tests/support/run_ranks.h"
+
+namespace epx::test {
+
+namespace {
+
+class ProcessLauncher final : public Launcher {
+public:
+  ProcessLauncher(const std::string& transport, const epx_bootstrap& bootstrap)
+      : bootstrap_(bootstrap), device_(make_device(transport, bootstrap.rank)) {}
+  ProcessLauncher(const ProcessLauncher&) = delete;
+  ProcessLauncher& operator=(const ProcessLauncher&) = delete;
+  ~ProcessLauncher() override { epx_bootstrap_free(&bootstrap_); }
+
+  int num_ranks() const override { return bootstrap_.num_ranks; }
+  void each_rank(const std::function<void(const RankContext&)>& fn) override {
+    fn({bootstrap_.rank, bootstrap_.num_ranks, &bootstrap_, device_.get()});
+  }
+
+private:
+  epx_bootstrap bootstrap_;
+  std::unique_ptr<Device> device_;
+};
+
+class ThreadLauncher final : public Launcher {
+public:
+  ThreadLauncher(std::string transport, int num_ranks) : transport_(std::move(transport)), num_ranks_(num_ranks) {}
+
+  int num_ranks() const override { return num_ranks_; }
+  void each_rank(const std::function<void(const RankContext&)>& fn) override {
+    LocalMeeting meeting(num_ranks_);
+    run_threads(num_ranks_, [&](int rank) {
+      const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+      const std::unique_ptr<Device> device = make_device(transport_, rank);
+      fn({rank, num_ranks_, &bootstrap, device.get()});
+    });
+  }
+
+private:
+  std::string transport_;
+  int num_ranks_;
+};
+
+int number_from(const char* variable) {
+  const char* text = std::getenv(variable);
+  check(text != nullptr && *text != '\0', "{} is not set: start this through a launcher", variable);
+  return std::atoi(text);
+}
+
+} // namespace
+
+std::unique_ptr<Launcher> make_process_launcher(const std::string& transport, const epx_bootstrap& bootstrap) {
+  return std::make_unique<ProcessLauncher>(transport, bootstrap);
+}
+
+std::unique_ptr<Launcher> make_file_launcher(const std::string& transport, const char* rank_variable,
+                                             const char* ranks_variable, const std::string& directory) {
+  epx_bootstrap bootstrap = {};
+  check_ok(epx_bootstrap_file(directory.c_str(), "suite", number_from(rank_variable), number_from(ranks_variable),
+                              kMeetTimeoutMs, &bootstrap),
+           "epx_bootstrap_file");
+  return make_process_launcher(transport, bootstrap);
+}
+
+std::unique_ptr<Launcher> make_thread_launcher(const std::string& transport, int num_ranks) {
+  return std::make_unique<ThreadLauncher>(transport, num_ranks);
+}
+
+} // namespace epx::test

@@ -1,0 +1,336 @@
+#include "tests/support/layer_run.h"
+
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "tests/support/check.h"
+#include "tests/support/compare.h"
+#include "tests/support/values.h"
+
+namespace epx::test {
+
+namespace {
+
+size_t integer_bytes(epx_dtype dtype) {
+  return dtype == EPX_INT32 ? 4 : 8;
+}
+
+std::span<const std::byte> bytes_of(const std::vector<float>& values) {
+  return std::as_bytes(std::span(values));
+}
+
+std::vector<std::byte> encode_integers(const std::vector<int64_t>& values, epx_dtype dtype) {
+  const size_t size = integer_bytes(dtype);
+  std::vector<std::byte> bytes(values.size() * size);
+  for (size_t i = 0; i < values.size(); ++i) {
+    const auto narrow = static_cast<int32_t>(values[i]);
+    std::memcpy(bytes.data() + i * size, size == 4 ? static_cast<const void*>(&narrow) : &values[i], size);
+  }
+  return bytes;
+}
+
+std::vector<int64_t> widen(const std::vector<int32_t>& values) {
+  return {values.begin(), values.end()};
+}
+
+// The tensors of a call, and which of its outputs is which.
+class Tensors {
+public:
+  explicit Tensors(CallBuffers& buffers) : buffers_(buffers) {}
+
+  epx_tensor rows_in(const char* name, const reference::Matrix& matrix) {
+    return rows(matrix, buffers_.input(name, matrix.bytes, static_cast<size_t>(reference::element_size(matrix.dtype))));
+  }
+  epx_tensor rows_out(const char* name, const reference::Matrix& shape) {
+    const auto alignment = static_cast<size_t>(reference::element_size(shape.dtype));
+    return rows(shape, buffers_.output(name, shape.bytes.size(), alignment));
+  }
+  epx_tensor floats_in(const char* name, const std::vector<float>& values, int64_t per_row) {
+    return floats(values, per_row, buffers_.input(name, bytes_of(values), sizeof(float)));
+  }
+  epx_tensor floats_out(const char* name, const std::vector<float>& shape, int64_t per_row) {
+    return floats(shape, per_row, buffers_.output(name, shape.size() * sizeof(float), sizeof(float)));
+  }
+  void sidecar_in(epx_tensor& tensor, const reference::Sidecar& sidecar) {
+    tensor.sidecar = buffers_.input("sidecar", sidecar.bytes, 1);
+    tensor.sidecar_row_bytes = sidecar.row_bytes;
+  }
+  void sidecar_out(epx_tensor& tensor, const reference::Sidecar& shape) {
+    tensor.sidecar = buffers_.output("received sidecar", shape.bytes.size(), 1);
+    tensor.sidecar_row_bytes = shape.row_bytes;
+  }
+
+  // The next output, in the order in which they were made.
+  std::vector<std::byte> next_output() { return buffers_.read_output(num_read_++); }
+
+private:
+  static epx_tensor rows(const reference::Matrix& matrix, void* data) {
+    return epx_tensor_2d(data, matrix.dtype, matrix.rows, matrix.cols);
+  }
+  static epx_tensor floats(const std::vector<float>& values, int64_t per_row, void* data) { // per_row 0: 1-dimensional
+    const auto count = static_cast<int64_t>(values.size());
+    return per_row == 0 ? epx_tensor_1d(data, EPX_FLOAT32, count)
+                        : epx_tensor_2d(data, EPX_FLOAT32, count / per_row, per_row);
+  }
+
+  CallBuffers& buffers_;
+  size_t num_read_ = 0;
+};
+
+template <typename Args>
+Args make_args(const epx_layer& layer, const void* handle, size_t handle_bytes, epx_stream stream) {
+  Args args = {};
+  args.struct_size = sizeof(args);
+  args.layer = layer;
+  args.handle_mem = handle;
+  args.handle_mem_bytes = handle_bytes;
+  args.stream = stream;
+  return args;
+}
+
+} // namespace
+
+LayerRun::LayerRun(GroupRun& group, const LayerCase& layer, Placement placement, uint64_t seed)
+    : group_(group), layer_(layer), epx_layer_{layer.top_k, layer.alignment}, placement_(placement),
+      rng_(mix(seed, 0x1a7e4 + static_cast<uint64_t>(group.rank()))) {
+  size_t bytes = 0;
+  check_ok(epx_handle_mem_size(group_.handle(), &epx_layer_, &bytes), "epx_handle_mem_size");
+  const GroupCase& shape = group_.shape();
+  const int64_t limit = 16 * (static_cast<int64_t>(shape.max_tokens) * layer.top_k + recv_capacity(shape)) +
+                        8 * static_cast<int64_t>(shape.num_ranks) * shape.num_experts + 64 * 1024;
+  check(bytes > 0 && static_cast<int64_t>(bytes) <= limit, "handle memory takes {} bytes; at most {} are allowed", bytes,
+        limit);
+  handle_.resize(bytes);
+}
+
+void LayerRun::expect_mismatch(bool useless) {
+  mismatch_ = true;
+  useless_ = useless;
+}
+
+void LayerRun::use_foreign_handle(std::vector<std::byte> bytes) {
+  check(bytes.size() >= handle_.size(), "a test passes handle memory of {} bytes instead of {}", bytes.size(),
+        handle_.size());
+  handle_ = std::move(bytes);
+}
+
+const void* LayerRun::handle_input(CallBuffers& buffers) {
+  // Always a copy of the bytes that prepare wrote, at a new address; prepare's own memory is gone.
+  return buffers.input("handle memory", handle_, 16);
+}
+
+void LayerRun::finish(CallBuffers& buffers, epx_operation operation, epx_status status, const std::string& call) {
+  check_ok(status, call);
+  group_.count_call();
+  buffers.check_surroundings();
+  if (mismatch_ && operation != EPX_OP_PREPARE) group_.expect_event(EPX_EVENT_HANDLE_MISMATCH, operation, 1);
+}
+
+void LayerRun::expect_after_call(const Workload& work, epx_operation operation, int64_t rows) {
+  const reference::RankPlan& mine = work.plan.ranks[static_cast<size_t>(group_.rank())];
+  if (!useless_) group_.expect_event(EPX_EVENT_TOO_FEW_ROWS, operation, routes_beyond(mine, rows));
+  if (rng_.chance(50)) group_.check_status(); // otherwise the events of several calls add up
+}
+
+void LayerRun::prepare(const Workload& work) {
+  const auto rank = static_cast<size_t>(group_.rank());
+  const reference::RankPlan& mine = work.plan.ranks[rank];
+  const reference::Routing& routing = work.routing[rank];
+  CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
+
+  // Name, expected values, dtype, shape of each output; the first two must be given, the others when this rank wants to.
+  struct Output {
+    const char* name;
+    std::vector<int64_t> expected;
+    epx_dtype dtype;
+    int64_t sizes[2]; // sizes[1] 0: 1-dimensional
+    const epx_tensor* epx_prepare_args::*field;
+  };
+  const epx_dtype counts = layer_.counts_dtype;
+  const auto num_experts = static_cast<int64_t>(mine.counts.size());
+  const std::array<Output, 6> outputs = {{
+      {"counts", mine.counts, counts, {num_experts, 0}, &epx_prepare_args::counts},
+      {"offsets", mine.offsets, counts, {num_experts + 1, 0}, &epx_prepare_args::offsets},
+      {"global_counts",
+       work.plan.global_counts,
+       counts,
+       {work.group.num_ranks, work.group.num_experts},
+       &epx_prepare_args::global_counts},
+      {"info", {mine.info.begin(), mine.info.end()}, EPX_INT64, {5, 0}, &epx_prepare_args::info},
+      {"slot", widen(mine.slot), EPX_INT32, {routing.num_tokens, layer_.top_k}, &epx_prepare_args::slot},
+      {"slot_origin", widen(mine.slot_origin), EPX_INT32, {recv_capacity(work.group), 3}, &epx_prepare_args::slot_origin},
+  }};
+
+  const std::vector<std::byte> indices = encode_integers(routing.topk_idx, layer_.index_dtype);
+  const epx_tensor topk_idx = epx_tensor_2d(buffers.input("topk_idx", indices, integer_bytes(layer_.index_dtype)),
+                                            layer_.index_dtype, routing.num_tokens, layer_.top_k);
+  void* handle = buffers.output("handle memory", handle_.size(), 16);
+  epx_prepare_args args = {};
+  args.struct_size = sizeof(args);
+  args.layer = epx_layer_;
+  args.handle_mem = handle;
+  args.handle_mem_bytes = handle_.size();
+  args.stream = group_.device().stream();
+  args.topk_idx = &topk_idx;
+  std::array<epx_tensor, 6> tensors = {};
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (i >= 2 && rng_.chance(30)) continue; // not wanted
+    const Output& output = outputs[i];
+    const size_t size = integer_bytes(output.dtype);
+    void* data = buffers.output(output.name, output.expected.size() * size, size);
+    tensors[i] = output.sizes[1] == 0 ? epx_tensor_1d(data, output.dtype, output.sizes[0])
+                                      : epx_tensor_2d(data, output.dtype, output.sizes[0], output.sizes[1]);
+    args.*output.field = &tensors[i];
+  }
+
+  finish(buffers, EPX_OP_PREPARE, epx_prepare(group_.handle(), &args), "epx_prepare");
+  size_t next = 0;
+  handle_ = buffers.read_output(next++);
+  mismatch_ = useless_ = false;
+  for (const Output& output : outputs) {
+    if (args.*output.field == nullptr) continue;
+    check_integers(output.name, output.expected, buffers.read_output(next++), output.dtype);
+  }
+  group_.expect_event(EPX_EVENT_BAD_INDEX, EPX_OP_PREPARE, mine.bad_indices);
+  if (work.group.overflow == EPX_OVERFLOW_ERROR) {
+    group_.expect_event(EPX_EVENT_OVERFLOW, EPX_OP_PREPARE, mine.info[2]);
+  }
+  if (rng_.chance(50)) group_.check_status();
+}
+
+void LayerRun::dispatch(const Workload& work) {
+  const auto rank = static_cast<size_t>(group_.rank());
+  const DispatchData& data = work.dispatch;
+  CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
+  Tensors tensors(buffers);
+  auto args = make_args<epx_dispatch_args>(epx_layer_, handle_input(buffers), handle_.size(), group_.device().stream());
+
+  epx_tensor tokens = tensors.rows_in("tokens", data.tokens[rank]);
+  epx_tensor recv_tokens = tensors.rows_out("recv_tokens", data.recv_tokens[rank]);
+  epx_tensor topk_weights = {}, recv_weights = {};
+  args.tokens = &tokens;
+  args.recv_tokens = &recv_tokens;
+  if (!data.sidecars.empty()) {
+    tensors.sidecar_in(tokens, data.sidecars[rank]);
+    tensors.sidecar_out(recv_tokens, data.recv_sidecars[rank]);
+  }
+  if (!data.topk_weights.empty()) {
+    topk_weights = tensors.floats_in("topk_weights", data.topk_weights[rank], layer_.top_k);
+    recv_weights = tensors.floats_out("recv_weights", data.recv_weights[rank], 0);
+    args.topk_weights = &topk_weights;
+    args.recv_weights = &recv_weights;
+  }
+
+  finish(buffers, EPX_OP_DISPATCH, epx_dispatch(group_.handle(), &args), "epx_dispatch");
+  check_rows("recv_tokens", data.recv_tokens[rank], tensors.next_output(), NanRule::bits);
+  if (!data.sidecars.empty()) check_bytes("recv sidecar", data.recv_sidecars[rank].bytes, tensors.next_output());
+  if (!data.topk_weights.empty()) {
+    check_floats("recv_weights", data.recv_weights[rank], tensors.next_output(), NanRule::bits);
+  }
+  expect_after_call(work, EPX_OP_DISPATCH, data.recv_tokens[rank].rows);
+}
+
+void LayerRun::combine(const Workload& work) {
+  const auto rank = static_cast<size_t>(group_.rank());
+  const CombineData& data = work.combine;
+  CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
+  Tensors tensors(buffers);
+  auto args = make_args<epx_combine_args>(epx_layer_, handle_input(buffers), handle_.size(), group_.device().stream());
+
+  const epx_tensor expert_out = tensors.rows_in("expert_out", data.expert_out[rank]);
+  const epx_tensor out = tensors.rows_out("out", data.out[rank]);
+  epx_tensor recv_weights = {};
+  args.expert_out = &expert_out;
+  args.out = &out;
+  if (!data.recv_weights.empty()) {
+    recv_weights = tensors.floats_in("recv_weights", data.recv_weights[rank], 0);
+    args.recv_weights = &recv_weights;
+  }
+
+  finish(buffers, EPX_OP_COMBINE, epx_combine(group_.handle(), &args), "epx_combine");
+  check_rows("out", data.out[rank], tensors.next_output(), NanRule::any_nan);
+  expect_after_call(work, EPX_OP_COMBINE, data.expert_out[rank].rows);
+}
+
+void LayerRun::combine_bwd(const Workload& work) {
+  const auto rank = static_cast<size_t>(group_.rank());
+  const CombineBwdData& data = work.combine_bwd;
+  CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
+  Tensors tensors(buffers);
+  auto args = make_args<epx_combine_bwd_args>(epx_layer_, handle_input(buffers), handle_.size(), group_.device().stream());
+
+  const epx_tensor grad_out = tensors.rows_in("grad_out", data.grad_out[rank]);
+  const epx_tensor grad_expert_out = tensors.rows_out("grad_expert_out", data.grad_expert_out[rank]);
+  epx_tensor expert_out = {}, recv_weights = {}, grad_recv_weights = {};
+  args.grad_out = &grad_out;
+  args.grad_expert_out = &grad_expert_out;
+  if (!data.recv_weights.empty()) {
+    recv_weights = tensors.floats_in("recv_weights", data.recv_weights[rank], 0);
+    args.recv_weights = &recv_weights;
+  }
+  if (!data.grad_recv_weights.empty()) {
+    expert_out = tensors.rows_in("expert_out", data.expert_out[rank]);
+    grad_recv_weights = tensors.floats_out("grad_recv_weights", data.grad_recv_weights[rank], 0);
+    args.expert_out = &expert_out;
+    args.grad_recv_weights = &grad_recv_weights;
+  }
+
+  finish(buffers, EPX_OP_COMBINE_BWD, epx_combine_bwd(group_.handle(), &args), "epx_combine_bwd");
+  const NanRule rule = data.recv_weights.empty() ? NanRule::bits : NanRule::any_nan;
+  check_rows("grad_expert_out", data.grad_expert_out[rank], tensors.next_output(), rule);
+  if (!data.grad_recv_weights.empty()) {
+    check_floats("grad_recv_weights", data.grad_recv_weights[rank], tensors.next_output(), NanRule::any_nan);
+  }
+  expect_after_call(work, EPX_OP_COMBINE_BWD, data.grad_expert_out[rank].rows);
+}
+
+void LayerRun::dispatch_bwd(const Workload& work) {
+  const auto rank = static_cast<size_t>(group_.rank());
+  const DispatchBwdData& data = work.dispatch_bwd;
+  CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
+  Tensors tensors(buffers);
+  auto args = make_args<epx_dispatch_bwd_args>(epx_layer_, handle_input(buffers), handle_.size(), group_.device().stream());
+
+  const epx_tensor grad_recv = tensors.rows_in("grad_recv", data.grad_recv[rank]);
+  const epx_tensor grad_tokens = tensors.rows_out("grad_tokens", data.grad_tokens[rank]);
+  epx_tensor grad_recv_weights = {}, grad_topk_weights = {};
+  args.grad_recv = &grad_recv;
+  args.grad_tokens = &grad_tokens;
+  if (!data.grad_recv_weights.empty()) {
+    grad_recv_weights = tensors.floats_in("grad_recv_weights", data.grad_recv_weights[rank], 0);
+    grad_topk_weights = tensors.floats_out("grad_topk_weights", data.grad_topk_weights[rank], layer_.top_k);
+    args.grad_recv_weights = &grad_recv_weights;
+    args.grad_topk_weights = &grad_topk_weights;
+  }
+
+  finish(buffers, EPX_OP_DISPATCH_BWD, epx_dispatch_bwd(group_.handle(), &args), "epx_dispatch_bwd");
+  check_rows("grad_tokens", data.grad_tokens[rank], tensors.next_output(), NanRule::any_nan);
+  if (!data.grad_recv_weights.empty()) {
+    check_floats("grad_topk_weights", data.grad_topk_weights[rank], tensors.next_output(), NanRule::bits);
+  }
+  expect_after_call(work, EPX_OP_DISPATCH_BWD, data.grad_recv[rank].rows);
+}
+
+void run_iteration(GroupRun& group, LayerRun& layer, const Workload& work) {
+  layer.prepare(work);
+  layer.dispatch(work);
+  layer.combine(work);
+  layer.combine_bwd(work);
+  layer.dispatch_bwd(work);
+  group.check_status();
+}
+
+void run_case(const RankContext& context, Workloads& workloads) {
+  const Case& test_case = workloads.test_case();
+  GroupRun group(context, test_case.group);
+  for (int i = 0; i < test_case.num_arenas; ++i)
+    group.add_arena(test_case.arena_bytes);
+  LayerRun layer(group, test_case.layer, test_case.placement, test_case.seed);
+  for (int iteration = 0; iteration < test_case.iterations; ++iteration) {
+    run_iteration(group, layer, workloads[iteration]);
+    if (iteration == 0 && group.arenas().size() > 1) group.free_arena(0);
+  }
+}
+
+} // namespace epx::test

@@ -1,0 +1,57 @@
+// One layer in flight on one rank: its handle memory, and the five operations on it, each compared with the oracle.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tests/support/group_run.h"
+#include "tests/support/workload.h"
+
+namespace epx::test {
+
+class LayerRun {
+public:
+  // Chooses by `seed` what each rank may choose afresh in each call: where tensors lie, which optional ones it wants, and
+  // whether it passes the handle memory or a copy.
+  LayerRun(GroupRun& group, const LayerCase& layer, Placement placement, uint64_t seed);
+
+  // Collective. `work` belongs to the same layer; dispatch and the others follow a prepare of the same `work`.
+  void prepare(const Workload& work);
+  void dispatch(const Workload& work);
+  void combine(const Workload& work);
+  void combine_bwd(const Workload& work);
+  void dispatch_bwd(const Workload& work);
+
+  const std::vector<std::byte>& handle() const { return handle_; }
+
+  // Until the next prepare this rank passes these bytes, of another layer, group or prepare, or damaged.
+  void use_foreign_handle(std::vector<std::byte> bytes);
+
+  // Until the next prepare each call of this rank must report a mismatch of handle memory. useless: its own is to blame,
+  // and this rank takes part without routes.
+  void expect_mismatch(bool useless);
+
+private:
+  const void* handle_input(CallBuffers& buffers);
+  void finish(CallBuffers& buffers, epx_operation operation, epx_status status, const std::string& call);
+  void expect_after_call(const Workload& work, epx_operation operation, int64_t rows);
+
+  GroupRun& group_;
+  LayerCase layer_;
+  epx_layer epx_layer_;
+  Placement placement_;
+  Rng rng_;
+  std::vector<std::byte> handle_;
+  bool mismatch_ = false; // each call reports it
+  bool useless_ = false;
+};
+
+// prepare, dispatch, combine, combine_bwd, dispatch_bwd, and a look at the status.
+void run_iteration(GroupRun& group, LayerRun& layer, const Workload& work);
+
+// Creates a group and runs all iterations of the Case on this rank.
+void run_case(const RankContext& context, Workloads& workloads);
+
+} // namespace epx::test

@@ -1,0 +1,25 @@
+// Test data: rows with values that hurt, and the poison that outputs hold before a call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "runtime/reference/reference.h"
+#include "tests/support/rng.h"
+
+namespace epx::test {
+
+inline constexpr std::byte kPoison{0xA5}; // as an element of any dtype: finite and unlikely
+
+// Mostly values of mixed magnitude; every fourth row also has zeros of both signs, subnormals, infinities and NaNs with
+// payloads.
+reference::Matrix random_rows(epx_dtype dtype, int64_t rows, int64_t cols, Rng& rng);
+std::vector<float> random_weights(int64_t count, Rng& rng);
+reference::Sidecar random_sidecar(int64_t rows, int64_t row_bytes, Rng& rng);
+
+reference::Matrix poisoned_rows(epx_dtype dtype, int64_t rows, int64_t cols);
+std::vector<float> poisoned_weights(int64_t count);
+reference::Sidecar poisoned_sidecar(int64_t rows, int64_t row_bytes);
+
+} // namespace epx::test

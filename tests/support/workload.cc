@@ -1,0 +1,262 @@
+#include "tests/support/workload.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "tests/support/values.h"
+
+namespace epx::test {
+
+namespace {
+
+using reference::Matrix;
+
+std::vector<int64_t> token_counts(const GroupCase& group, TokenCount style, Rng& rng) {
+  std::vector<int64_t> counts(static_cast<size_t>(group.num_ranks), group.max_tokens);
+  if (style == TokenCount::none) std::ranges::fill(counts, 0);
+  if (style == TokenCount::ragged) {
+    for (int64_t& count : counts)
+      count = rng.between(0, group.max_tokens);
+  }
+  if (style == TokenCount::none_on_one) counts[static_cast<size_t>(rng.below(group.num_ranks))] = 0;
+  return counts;
+}
+
+int64_t bad_index(const LayerCase& layer, int num_experts, Rng& rng) {
+  if (layer.index_dtype == EPX_INT64 && rng.chance(60)) { // valid in its low 32 bits only
+    return rng.pick({int64_t{1} << 32, (int64_t{1} << 32) + num_experts - 1, (int64_t{1} << 32) - 1,
+                     std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()});
+  }
+  return rng.pick({static_cast<int64_t>(num_experts), int64_t{-2}, int64_t{std::numeric_limits<int32_t>::max()},
+                   int64_t{std::numeric_limits<int32_t>::min()}});
+}
+
+std::vector<int64_t> route_token(const GroupCase& group, const LayerCase& layer, int hot_expert, Rng& rng) {
+  const int num_experts = group.num_experts;
+  std::vector<int64_t> experts(static_cast<size_t>(layer.top_k));
+  for (int64_t& expert : experts) {
+    expert = rng.below(num_experts);
+    if (layer.routing == RoutingStyle::hot) expert = hot_expert;
+    if (layer.routing == RoutingStyle::skewed) expert = std::min({expert, rng.below(num_experts), rng.below(num_experts)});
+  }
+  if (layer.routing == RoutingStyle::repeated) { // a few experts, each several times
+    for (size_t k = 1; k < experts.size(); ++k) {
+      if (rng.chance(60)) experts[k] = experts[static_cast<size_t>(rng.below(static_cast<int64_t>(k)))];
+    }
+  }
+  if (layer.routing == RoutingStyle::distinct && layer.top_k <= num_experts) {
+    std::vector<int64_t> all(static_cast<size_t>(num_experts));
+    std::iota(all.begin(), all.end(), 0);
+    for (size_t k = 0; k < experts.size(); ++k) { // the first steps of a shuffle
+      std::swap(all[k], all[k + static_cast<size_t>(rng.below(num_experts - static_cast<int64_t>(k)))]);
+      experts[k] = all[k];
+    }
+  }
+  for (int64_t& expert : experts) {
+    if (rng.chance(layer.percent_masked)) expert = -1;
+    if (rng.chance(layer.percent_bad)) expert = bad_index(layer, num_experts, rng);
+  }
+  return experts;
+}
+
+std::vector<reference::Routing> make_routing(const GroupCase& group, const LayerCase& layer, Rng& rng) {
+  std::vector<reference::Routing> ranks;
+  const auto hot_expert = static_cast<int>(rng.below(group.num_experts));
+  for (const int64_t num_tokens : token_counts(group, layer.tokens, rng)) {
+    reference::Routing routing{num_tokens, {}};
+    for (int64_t token = 0; token < num_tokens; ++token) {
+      const std::vector<int64_t> experts = route_token(group, layer, hot_expert, rng);
+      routing.topk_idx.insert(routing.topk_idx.end(), experts.begin(), experts.end());
+    }
+    ranks.push_back(std::move(routing));
+  }
+  return ranks;
+}
+
+// Rows (N) that each rank passes to one call.
+std::vector<int64_t> receive_rows(const reference::Plan& plan, RecvRows style, Rng& rng) {
+  std::vector<int64_t> rows;
+  const int64_t capacity = plan.problem.max_recv_tokens;
+  for (const reference::RankPlan& rank : plan.ranks) {
+    const int64_t used = rank.offsets.back();
+    RecvRows mine = style;
+    if (style == RecvRows::any) mine = rng.pick({RecvRows::exact, RecvRows::more, RecvRows::fewer});
+    if (mine == RecvRows::exact) rows.push_back(used);
+    if (mine == RecvRows::fewer) rows.push_back(rng.between(0, used));
+    if (mine == RecvRows::more)
+      rows.push_back(capacity < 200 && rng.chance(50) ? capacity + rng.below(9) : used + rng.below(9));
+  }
+  return rows;
+}
+
+// One random or poisoned [count, H] matrix per rank.
+using MakeRows = Matrix (*)(epx_dtype, int64_t, int64_t, Rng&);
+Matrix poisoned(epx_dtype dtype, int64_t rows, int64_t cols, Rng& /*rng*/) {
+  return poisoned_rows(dtype, rows, cols);
+}
+
+std::vector<Matrix> per_rank(MakeRows make, epx_dtype dtype, const std::vector<int64_t>& counts, int64_t hidden, Rng& rng) {
+  std::vector<Matrix> matrices;
+  for (const int64_t count : counts)
+    matrices.push_back(make(dtype, count, hidden, rng));
+  return matrices;
+}
+
+using MakeWeights = std::vector<float> (*)(int64_t, Rng&);
+std::vector<float> poisoned_floats(int64_t count, Rng& /*rng*/) {
+  return poisoned_weights(count);
+}
+
+std::vector<std::vector<float>> weights_per_rank(bool wanted, MakeWeights make, const std::vector<int64_t>& counts,
+                                                 int64_t per_row, Rng& rng) {
+  std::vector<std::vector<float>> weights;
+  if (!wanted) return weights;
+  for (const int64_t count : counts)
+    weights.push_back(make(count * per_row, rng));
+  return weights;
+}
+
+// Where a lost rank is concerned, the oracle works on a plan without its routes, and its own outputs stay as they were.
+template <typename Outputs>
+void keep_untouched(Outputs& outputs, const Outputs& before, LostRank lost) {
+  if (lost.rank < 0 || lost.stale || outputs.empty()) return;
+  outputs[static_cast<size_t>(lost.rank)] = before[static_cast<size_t>(lost.rank)];
+}
+
+reference::Plan without_rank(reference::Plan plan, LostRank lost) {
+  const auto is_cut = [&](int one, int other) {
+    if (lost.stale && one == other) return false;
+    return one == lost.rank || other == lost.rank;
+  };
+  for (size_t rank = 0; rank < plan.ranks.size(); ++rank) {
+    reference::RankPlan& mine = plan.ranks[rank];
+    for (size_t slot = 0; slot * 3 < mine.slot_origin.size(); ++slot) {
+      if (is_cut(static_cast<int>(rank), mine.slot_origin[slot * 3])) {
+        std::fill_n(mine.slot_origin.begin() + static_cast<std::ptrdiff_t>(slot * 3), 3, -1);
+      }
+    }
+    for (size_t route = 0; route < mine.slot.size(); ++route) {
+      if (is_cut(static_cast<int>(rank), mine.expert_rank[route])) mine.slot[route] = -1;
+    }
+  }
+  return plan;
+}
+
+struct Maker {
+  const LayerCase& layer;
+  const reference::Plan& plan; // as the exchange sees it
+  const reference::Plan& full; // as prepare made it
+  LostRank lost;
+  std::vector<int64_t> tokens; // T of each rank
+  Rng rng;
+
+  std::vector<int64_t> rows() { return receive_rows(full, layer.rows, rng); }
+
+  DispatchData dispatch() {
+    const std::vector<int64_t> recv = rows();
+    DispatchData data;
+    data.tokens = per_rank(random_rows, layer.dtype, tokens, layer.hidden, rng);
+    data.recv_tokens = per_rank(poisoned, layer.dtype, recv, layer.hidden, rng);
+    data.topk_weights = weights_per_rank(layer.dispatch_weights, random_weights, tokens, layer.top_k, rng);
+    data.recv_weights = weights_per_rank(layer.dispatch_weights, poisoned_floats, recv, 1, rng);
+    for (size_t rank = 0; layer.sidecar_bytes > 0 && rank < tokens.size(); ++rank) {
+      data.sidecars.push_back(random_sidecar(tokens[rank], layer.sidecar_bytes, rng));
+      data.recv_sidecars.push_back(poisoned_sidecar(recv[rank], layer.sidecar_bytes));
+    }
+    const DispatchData before = data;
+    reference::dispatch(
+        plan, {data.tokens, data.sidecars, data.topk_weights, data.recv_tokens, data.recv_sidecars, data.recv_weights});
+    keep_untouched(data.recv_tokens, before.recv_tokens, lost);
+    keep_untouched(data.recv_sidecars, before.recv_sidecars, lost);
+    keep_untouched(data.recv_weights, before.recv_weights, lost);
+    return data;
+  }
+
+  CombineData combine() {
+    const std::vector<int64_t> recv = rows();
+    CombineData data;
+    data.expert_out = per_rank(random_rows, layer.combine_dtype, recv, layer.combine_hidden, rng);
+    data.recv_weights = weights_per_rank(layer.combine_weights, random_weights, recv, 1, rng);
+    data.out = per_rank(poisoned, layer.combine_dtype, tokens, layer.combine_hidden, rng);
+    const CombineData before = data;
+    reference::combine(plan, {data.expert_out, data.recv_weights, data.out});
+    keep_untouched(data.out, before.out, lost);
+    return data;
+  }
+
+  CombineBwdData combine_bwd() {
+    const std::vector<int64_t> recv = rows();
+    CombineBwdData data;
+    data.grad_out = per_rank(random_rows, layer.combine_dtype, tokens, layer.combine_hidden, rng);
+    if (layer.combine_bwd_grads) {
+      data.expert_out = per_rank(random_rows, layer.combine_dtype, recv, layer.combine_hidden, rng);
+    }
+    data.recv_weights = weights_per_rank(layer.combine_bwd_weights, random_weights, recv, 1, rng);
+    data.grad_expert_out = per_rank(poisoned, layer.combine_dtype, recv, layer.combine_hidden, rng);
+    data.grad_recv_weights = weights_per_rank(layer.combine_bwd_grads, poisoned_floats, recv, 1, rng);
+    const CombineBwdData before = data;
+    reference::combine_bwd(
+        plan, {data.grad_out, data.expert_out, data.recv_weights, data.grad_expert_out, data.grad_recv_weights});
+    keep_untouched(data.grad_expert_out, before.grad_expert_out, lost);
+    keep_untouched(data.grad_recv_weights, before.grad_recv_weights, lost);
+    return data;
+  }
+
+  DispatchBwdData dispatch_bwd() {
+    const std::vector<int64_t> recv = rows();
+    DispatchBwdData data;
+    data.grad_recv = per_rank(random_rows, layer.dtype, recv, layer.hidden, rng);
+    data.grad_recv_weights = weights_per_rank(layer.dispatch_bwd_grads, random_weights, recv, 1, rng);
+    data.grad_tokens = per_rank(poisoned, layer.dtype, tokens, layer.hidden, rng);
+    data.grad_topk_weights = weights_per_rank(layer.dispatch_bwd_grads, poisoned_floats, tokens, layer.top_k, rng);
+    const DispatchBwdData before = data;
+    reference::dispatch_bwd(plan, {data.grad_recv, data.grad_recv_weights, data.grad_tokens, data.grad_topk_weights});
+    keep_untouched(data.grad_tokens, before.grad_tokens, lost);
+    keep_untouched(data.grad_topk_weights, before.grad_topk_weights, lost);
+    return data;
+  }
+};
+
+} // namespace
+
+Workload make_workload(const GroupCase& group, const LayerCase& layer, uint64_t seed, LostRank lost) {
+  Workload work;
+  work.group = group;
+  work.layer = layer;
+  Rng rng(mix(seed, 0xda7a));
+  work.routing = make_routing(group, layer, rng);
+  work.plan = reference::prepare({group.num_experts, layer.top_k, layer.alignment, recv_capacity(group), group.precision},
+                                 work.routing);
+
+  const reference::Plan seen = lost.rank < 0 ? work.plan : without_rank(work.plan, lost);
+  Maker maker{layer, seen, work.plan, lost, {}, rng};
+  for (const reference::Routing& routing : work.routing)
+    maker.tokens.push_back(routing.num_tokens);
+  work.dispatch = maker.dispatch();
+  work.combine = maker.combine();
+  work.combine_bwd = maker.combine_bwd();
+  work.dispatch_bwd = maker.dispatch_bwd();
+  return work;
+}
+
+const Workload& Workloads::operator[](int iteration) {
+  const std::scoped_lock lock(mutex_);
+  std::unique_ptr<Workload>& workload = made_[iteration];
+  if (!workload) {
+    const uint64_t seed = mix(case_.seed, static_cast<uint64_t>(iteration));
+    workload = std::make_unique<Workload>(make_workload(case_.group, case_.layer, seed));
+  }
+  return *workload;
+}
+
+int64_t routes_beyond(const reference::RankPlan& plan, int64_t rows) {
+  int64_t routes = 0;
+  const auto num_slots = static_cast<int64_t>(plan.slot_origin.size() / 3);
+  for (int64_t slot = std::max<int64_t>(rows, 0); slot < num_slots; ++slot) {
+    routes += plan.slot_origin[static_cast<size_t>(slot * 3)] >= 0;
+  }
+  return routes;
+}
+
+} // namespace epx::test

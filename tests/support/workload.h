@@ -1,0 +1,87 @@
+// The data of one iteration of a Case: what all ranks pass to each operation, and what the oracle says they get back.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "runtime/reference/reference.h"
+#include "tests/support/case.h"
+#include "tests/support/rng.h"
+
+namespace epx::test {
+
+// In the structs below a vector has one entry per rank, or none where the tensor is not passed. Outputs hold what a call
+// must have written into poisoned tensors.
+
+struct DispatchData {
+  std::vector<reference::Matrix> tokens;         // [T, H]
+  std::vector<reference::Sidecar> sidecars;      // [T]
+  std::vector<std::vector<float>> topk_weights;  // [T, K]
+  std::vector<reference::Matrix> recv_tokens;    // [N, H] out
+  std::vector<reference::Sidecar> recv_sidecars; // [N] out
+  std::vector<std::vector<float>> recv_weights;  // [N] out
+};
+
+struct CombineData {
+  std::vector<reference::Matrix> expert_out;    // [N, H]
+  std::vector<std::vector<float>> recv_weights; // [N]
+  std::vector<reference::Matrix> out;           // [T, H] out
+};
+
+struct CombineBwdData {
+  std::vector<reference::Matrix> grad_out;           // [T, H]
+  std::vector<reference::Matrix> expert_out;         // [N, H]
+  std::vector<std::vector<float>> recv_weights;      // [N]
+  std::vector<reference::Matrix> grad_expert_out;    // [N, H] out
+  std::vector<std::vector<float>> grad_recv_weights; // [N] out
+};
+
+struct DispatchBwdData {
+  std::vector<reference::Matrix> grad_recv;          // [N, H]
+  std::vector<std::vector<float>> grad_recv_weights; // [N]
+  std::vector<reference::Matrix> grad_tokens;        // [T, H] out
+  std::vector<std::vector<float>> grad_topk_weights; // [T, K] out
+};
+
+struct Workload {
+  GroupCase group;
+  LayerCase layer;
+  std::vector<reference::Routing> routing;
+  reference::Plan plan;
+  DispatchData dispatch;
+  CombineData combine;
+  CombineBwdData combine_bwd;
+  DispatchBwdData dispatch_bwd;
+};
+
+// A rank whose handle memory is wrong in everything after prepare.
+struct LostRank {
+  int rank = -1; // -1: none
+  // true: from another prepare of the same routing: what is between this rank and the others is dropped.
+  // false: of no use at all: this rank takes part without routes and its outputs stay untouched.
+  bool stale = false;
+};
+
+Workload make_workload(const GroupCase& group, const LayerCase& layer, uint64_t seed, LostRank lost = {});
+
+// The workloads of a Case's iterations, each computed once and shared by all ranks that are threads of this process.
+class Workloads {
+public:
+  explicit Workloads(const Case& test_case) : case_(test_case) {}
+
+  const Case& test_case() const { return case_; }
+  const Workload& operator[](int iteration);
+
+private:
+  Case case_;
+  std::mutex mutex_;
+  std::map<int, std::unique_ptr<Workload>> made_;
+};
+
+// Routes to `rank` whose slot is at or above `rows`.
+int64_t routes_beyond(const reference::RankPlan& plan, int64_t rows);
+
+} // namespace epx::test

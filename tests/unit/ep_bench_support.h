@@ -1,0 +1,52 @@
+// What the unit tests of ep_bench share.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include <doctest/doctest.h>
+#include <unistd.h>
+
+#include "tools/ep_bench/options.h"
+
+namespace epx::bench {
+
+// A command line that builds with and without MPI accept.
+inline std::variant<Options, RequestedText> parse(std::vector<const char*> arguments) {
+  std::vector<const char*> argv{"ep_bench", "--bootstrap", "file:/tmp", "--rank", "0", "--ranks", "1"};
+  argv.insert(argv.end(), arguments.begin(), arguments.end());
+  return parse_options(static_cast<int>(argv.size()), argv.data());
+}
+
+inline Options options_of(std::vector<const char*> arguments) {
+  return std::get<Options>(parse(std::move(arguments)));
+}
+
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+class TemporaryFile {
+public:
+  explicit TemporaryFile(const std::string& content) {
+    const int file = mkstemp(name_);
+    REQUIRE(file >= 0);
+    close(file);
+    std::ofstream(name_) << content;
+  }
+  ~TemporaryFile() { std::remove(name_); }
+  TemporaryFile(const TemporaryFile&) = delete;
+  TemporaryFile& operator=(const TemporaryFile&) = delete;
+
+  const char* name() const { return name_; }
+
+private:
+  char name_[32] = "/tmp/ep_bench_test_XXXXXX";
+};
+
+} // namespace epx::bench

@@ -1,0 +1,229 @@
+// The command line of ep_bench, and how its ranks fail together.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include "tests/unit/ep_bench_support.h"
+#include "tools/ep_bench/errors.h"
+#include "tools/ep_bench/options.h"
+#include "tools/ep_bench/peers.h"
+
+namespace epx::bench {
+namespace {
+
+// The sentence that a refused command line gives.
+std::string refusal(const std::vector<const char*>& argv) {
+  try {
+    parse_options(static_cast<int>(argv.size()), argv.data());
+  } catch (const UsageError& error) {
+    CHECK(error.exit_code() == 2);
+    return error.what();
+  }
+  return "accepted";
+}
+
+TEST_CASE("ep_bench options: everything given") {
+  const Options options = options_of({"--transport",
+                                      "host",
+                                      "--tokens",
+                                      "7",
+                                      "--hidden",
+                                      "33",
+                                      "--experts",
+                                      "9",
+                                      "--top-k",
+                                      "3",
+                                      "--dtype",
+                                      "fp16",
+                                      "--routing",
+                                      "zipf:1.25",
+                                      "--alignment",
+                                      "16",
+                                      "--capacity",
+                                      "100",
+                                      "--seed",
+                                      "18446744073709551615",
+                                      "--combine-precision",
+                                      "exact",
+                                      "--staged",
+                                      "--timeout-ms",
+                                      "1500",
+                                      "--iters",
+                                      "2",
+                                      "--warmup",
+                                      "0",
+                                      "--input-sets",
+                                      "3",
+                                      "--verify",
+                                      "--json",
+                                      "out.json",
+                                      "--job-id",
+                                      "job"});
+  CHECK(options.transport == EPX_TRANSPORT_HOST);
+  CHECK(options.tokens == 7);
+  CHECK(options.hidden == 33);
+  CHECK(options.experts == 9);
+  CHECK(options.top_k == 3);
+  CHECK(options.dtype == EPX_FLOAT16);
+  CHECK(options.routing.kind == RoutingSpec::Kind::Zipf);
+  CHECK(options.routing.zipf_exponent == 1.25);
+  CHECK(options.alignment == 16);
+  CHECK(options.capacity == 100);
+  CHECK(options.seed == UINT64_MAX);
+  CHECK(options.combine_precision == EPX_COMBINE_EXACT);
+  CHECK(options.staged);
+  CHECK(options.timeout_ms == 1500);
+  CHECK(options.iterations == 2);
+  CHECK(options.warmup == 0);
+  CHECK(options.input_sets == 3);
+  CHECK(options.verify);
+  CHECK(options.json_file == "out.json");
+  CHECK(options.bootstrap_directory == "/tmp");
+  CHECK(options.rank == 0);
+  CHECK(options.num_ranks == 1);
+  CHECK(options.job_id == "job");
+  CHECK(row_bytes(options) == 66);
+}
+
+TEST_CASE("ep_bench options: defaults and borders") {
+  CHECK(options_of({}).dtype == EPX_BFLOAT16);
+  CHECK_FALSE(options_of({}).staged);
+  CHECK(options_of({"--tokens", "0"}).tokens == 0);
+  CHECK(options_of({"--top-k", "64", "--experts", "64"}).top_k == 64);
+  CHECK(options_of({"--routing", "zipf:0"}).routing.zipf_exponent == 0);
+  CHECK(options_of({"--routing", "text:a b:c"}).routing.text_file == "a b:c");
+  CHECK(options_of({"--routing", "text:x", "--top-k", "8", "--experts", "2"}).top_k == 8); // duplicates are routes
+  CHECK(row_bytes(options_of({"--dtype", "fp32", "--hidden", "3"})) == 12);
+  CHECK(options_of({"--input-sets", "1"}).num_input_sets() == 1);
+  CHECK(options_of({"--input-sets", "1", "--verify"}).num_input_sets() == 2);
+
+  std::vector<const char*> bare{"ep_bench"};
+  if (built_with_mpi())
+    CHECK(std::get<Options>(parse_options(1, bare.data())).bootstrap_directory.empty());
+  else
+    CHECK(contains(refusal(bare), "--bootstrap"));
+}
+
+TEST_CASE("ep_bench options: help and version name what they should") {
+  const std::string help = std::get<RequestedText>(parse({"--help"})).text;
+  for (const char* part :
+       {"--tokens", "--routing", "zipf:S", "text:FILE", "--bootstrap", "file:DIR", "--rank", "--capacity",
+        "--combine-precision", "--staged", "microseconds", "memcpy ratio", "1e9 bytes", "milliseconds"})
+    CHECK_MESSAGE(contains(help, part), part);
+  CHECK(contains(std::get<RequestedText>(parse({"--version"})).text, "0.1.0"));
+}
+
+TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
+  struct Case {
+    std::vector<const char*> arguments;
+    std::vector<const char*> told;
+  };
+  const std::vector<Case> cases{
+      {{"--tokens", "-1"}, {"--tokens", "-1"}},
+      {{"--tokens", "many"}, {"--tokens", "many"}},
+      {{"--tokens", "99999999999"}, {"--tokens", "99999999999"}},
+      {{"--tokens"}, {"--tokens"}},
+      {{"--hidden", "0"}, {"--hidden", "0"}},
+      {{"--experts", "0"}, {"--experts", "0"}},
+      {{"--top-k", "0"}, {"--top-k", "0", "64"}},
+      {{"--top-k", "65", "--experts", "128"}, {"--top-k", "65", "64"}},
+      {{"--top-k", "4", "--experts", "3"}, {"--top-k", "4", "--experts", "3", "uniform"}},
+      {{"--top-k", "4", "--experts", "3", "--routing", "zipf:1"}, {"--top-k", "--experts", "zipf:1"}},
+      {{"--dtype", "fp8"}, {"--dtype", "fp8", "bf16"}},
+      {{"--dtype", ""}, {"--dtype"}},
+      {{"--routing", "random"}, {"--routing", "random"}},
+      {{"--routing", "zipf"}, {"--routing", "zipf"}},
+      {{"--routing", "zipf:"}, {"--routing", "zipf:"}},
+      {{"--routing", "zipf:steep"}, {"--routing", "zipf:steep"}},
+      {{"--routing", "zipf:1.5x"}, {"--routing", "zipf:1.5x"}},
+      {{"--routing", "zipf:-1"}, {"--routing", "zipf:-1"}},
+      {{"--routing", "zipf:nan"}, {"--routing", "zipf:nan"}},
+      {{"--routing", "zipf:inf"}, {"--routing", "zipf:inf"}},
+      {{"--routing", "text:"}, {"--routing", "text:"}},
+      {{"--alignment", "-2"}, {"--alignment", "-2"}},
+      {{"--capacity", "-1"}, {"--capacity", "-1"}},
+      {{"--capacity", "3000000000"}, {"--capacity", "3000000000"}},
+      {{"--iters", "0"}, {"--iters", "0"}},
+      {{"--warmup", "-1"}, {"--warmup", "-1"}},
+      {{"--input-sets", "0"}, {"--input-sets", "0"}},
+      {{"--seed", "x"}, {"--seed", "x"}},
+      {{"--seed", "-1"}, {"--seed", "-1"}},
+      {{"--seed", "18446744073709551616"}, {"--seed", "18446744073709551616"}},
+      {{"--timeout-ms", "-5"}, {"--timeout-ms", "-5"}},
+      {{"--transport", "tcp"}, {"--transport", "tcp", "nccl"}},
+      {{"--combine-precision", "fast"}, {"--combine-precision", "fast", "exact"}},
+      {{"--frobnicate"}, {"--frobnicate"}},
+      {{"stray"}, {"stray"}},
+      {{"--bootstrap", "file:"}, {"--bootstrap", "file:"}},
+      {{"--bootstrap", "tcp:1"}, {"--bootstrap", "tcp:1"}},
+      {{"--bootstrap", "file:/tmp"}, {"--ranks"}},
+      {{"--bootstrap", "file:/tmp", "--ranks", "2"}, {"--rank"}},
+      {{"--bootstrap", "file:/tmp", "--ranks", "2", "--rank", "2"}, {"--rank", "2"}},
+      {{"--bootstrap", "file:/tmp", "--ranks", "0", "--rank", "0"}, {"--ranks", "0"}},
+      {{"--bootstrap", "mpi", "--rank", "3"}, {"--bootstrap"}},
+  };
+  for (const Case& c : cases) {
+    std::vector<const char*> argv{"ep_bench"};
+    argv.insert(argv.end(), c.arguments.begin(), c.arguments.end());
+    const bool has_bootstrap = std::ranges::any_of(c.arguments, [](std::string_view a) { return a == "--bootstrap"; });
+    if (!has_bootstrap) argv.insert(argv.begin() + 1, {"--bootstrap", "file:/tmp", "--rank", "0", "--ranks", "1"});
+    const std::string sentence = refusal(argv);
+    CHECK(sentence != "accepted");
+    CHECK_FALSE(contains(sentence, "\n"));
+    for (const char* part : c.told)
+      CHECK_MESSAGE(contains(sentence, part), sentence, " | lacks ", part);
+  }
+}
+
+// A bootstrap that answers for two ranks: the other one fares as told.
+struct PretendPeer {
+  int32_t exit_code = 0;
+  const char* message = "";
+
+  epx_bootstrap bootstrap(int rank) {
+    epx_bootstrap result{};
+    result.struct_size = sizeof(result);
+    result.rank = rank;
+    result.num_ranks = 2;
+    result.context = this;
+    result.all_gather = [](void* context, const void* send, void* recv, size_t bytes, int64_t, char*, size_t) {
+      const auto* self = static_cast<const PretendPeer*>(context);
+      auto* all = static_cast<char*>(recv);
+      std::memcpy(all, send, bytes);
+      std::memset(all + bytes, 0, bytes);
+      if (bytes == sizeof(exit_code)) std::memcpy(all + bytes, &self->exit_code, bytes);
+      if (bytes == EPX_MAX_MESSAGE_BYTES) std::memcpy(all + bytes, self->message, std::strlen(self->message));
+      return EPX_SUCCESS;
+    };
+    return result;
+  }
+};
+
+TEST_CASE("ep_bench peers fail together") {
+  PretendPeer well, sick{kExitFailure, "no space"}, same{kExitUsage, "no words"};
+  CHECK_NOTHROW(Peers(well.bootstrap(0), 1).together([] {}));
+  const auto agreed = [](PretendPeer& peer, auto action) {
+    try {
+      Peers(peer.bootstrap(0), 1).together(action);
+    } catch (const AgreedError& error) {
+      return std::pair<int, std::string>(error.exit_code(), error.what());
+    }
+    return std::pair<int, std::string>(0, "");
+  };
+  CHECK(agreed(sick, [] {}) == std::pair<int, std::string>(1, "rank 1: no space"));
+  CHECK(agreed(same, [] { throw UsageError("no words"); }) == std::pair<int, std::string>(2, "no words"));
+  CHECK(agreed(well, [] { throw std::bad_alloc(); }) == std::pair<int, std::string>(1, "rank 0: out of memory"));
+  CHECK(agreed(sick, [] { throw RuntimeError("no time"); }) ==
+        std::pair<int, std::string>(1, "rank 0: no time\nrank 1: no space"));
+}
+
+} // namespace
+} // namespace epx::bench

@@ -1,0 +1,195 @@
+// Sizes, offsets and slot arithmetic: closed-form answers.
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include "runtime/base/error.h"
+#include "runtime/config.h"
+#include "runtime/memory/handle_memory.h"
+#include "runtime/memory/planner.h"
+#include "runtime/memory/window_layout.h"
+#include "runtime/stages/slots.h"
+
+namespace {
+
+epx_group_config small_config() {
+  epx_group_config config{};
+  config.struct_size = sizeof(config);
+  config.num_experts = 10;
+  config.max_tokens_per_rank = 6;
+  config.hidden_dim = 33;
+  config.max_top_k = 3;
+  config.max_alignment = 4;
+  config.max_token_dtype = EPX_BFLOAT16;
+  config.timeout_ms = 1000;
+  return config;
+}
+
+} // namespace
+
+TEST_CASE("experts lie in contiguous blocks, the first ranks own one more") {
+  const epx::ExpertBlocks uneven{10, 4}; // 3 3 2 2
+  CHECK(uneven.first_expert(0) == 0);
+  CHECK(uneven.first_expert(1) == 3);
+  CHECK(uneven.first_expert(2) == 6);
+  CHECK(uneven.first_expert(3) == 8);
+  CHECK(uneven.first_expert(4) == 10);
+  const epx::ExpertBlocks fewer{2, 5}; // 1 1 0 0 0
+  CHECK(fewer.num_local_experts(1) == 1);
+  CHECK(fewer.num_local_experts(2) == 0);
+  for (const epx::ExpertBlocks& blocks : {uneven, fewer, epx::ExpertBlocks{7, 7}, epx::ExpertBlocks{1, 3}})
+    for (int rank = 0; rank < blocks.num_ranks; ++rank)
+      for (int expert = blocks.first_expert(rank); expert < blocks.first_expert(rank + 1); ++expert)
+        CHECK(blocks.rank_of(expert) == rank);
+}
+
+TEST_CASE("zones and usable slots") {
+  CHECK(epx::effective_alignment(0) == 1);
+  CHECK(epx::zone_rows(0, 16) == 0);
+  CHECK(epx::zone_rows(1, 16) == 16);
+  CHECK(epx::zone_rows(16, 16) == 16);
+  CHECK(epx::usable_slots(50, 16) == 48);
+  CHECK(epx::usable_slots(15, 16) == 0);
+}
+
+TEST_CASE("the receive capacity defaults to the worst case") {
+  // 3 ranks * 6 tokens * 3 routes + ceil(10 / 3) experts * 3 pads = 66, rounded up to 4
+  CHECK(epx::resolve(small_config(), 3).max_recv_tokens == 68);
+  epx_group_config config = small_config();
+  config.max_recv_tokens_per_rank = 17;
+  CHECK(epx::resolve(config, 3).max_recv_tokens == 17);
+}
+
+TEST_CASE("slots that do not fit int32 are refused with the numbers") {
+  epx_group_config config = small_config();
+  config.max_tokens_per_rank = 1 << 24;
+  config.max_top_k = 64;
+  try {
+    epx::resolve(config, 3);
+    FAIL("accepted");
+  } catch (const epx::Error& error) {
+    CHECK(error.status() == EPX_ERROR_INVALID_ARGUMENT);
+    CHECK(error.message().find("3221225484") != std::string::npos); // 3 * 2^24 * 64 + 4 * 3
+  }
+}
+
+TEST_CASE("regions of the window are aligned, apart, and add up") {
+  for (const epx_combine_precision precision : {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT}) {
+    epx_group_config config = small_config();
+    config.combine_precision = precision;
+    config.max_sidecar_bytes = 5;
+    const epx::GroupShape shape = epx::resolve(config, 5);
+    const epx::WindowLayout layout = epx::make_window_layout(shape);
+    const std::vector<epx::Region> regions = {layout.poison,          layout.waiting,      layout.posts,
+                                              layout.complete,        layout.board,        layout.counts,
+                                              layout.slot_records,    layout.scatter_rows, layout.scatter_sidecars,
+                                              layout.scatter_weights, layout.gather_rows,  layout.gather_weights};
+    int64_t end = 0;
+    for (const epx::Region& region : regions) {
+      CHECK(region.offset == end);
+      CHECK(region.offset % epx::kRegionAlignment == 0);
+      end = region.offset + region.bytes;
+    }
+    CHECK(end == layout.total_bytes);
+    CHECK(layout.row_stride == 80); // 33 bf16 = 66 bytes, padded to 16
+    CHECK(layout.sidecar_stride == 16);
+    CHECK(layout.gather_staging_rows == 6 * 3); // min(5 ranks, top-3) and 3 routes are the same here
+    CHECK(layout.counts.bytes >= 2 * 5 * 10 * 4);
+  }
+}
+
+TEST_CASE("a token is staged by (source, token) or by slot, whichever needs fewer rows") {
+  epx_group_config config = small_config();
+  const epx::GroupShape large = epx::resolve(config, 4); // R = 84 >= 24
+  const epx::WindowLayout by_token = epx::make_window_layout(large);
+  CHECK(by_token.scatter_by_token);
+  CHECK(by_token.scatter_staging_rows == 24);
+  CHECK(epx::scatter_staging_row(by_token, large, 3, 5, 77) == 3 * 6 + 5);
+  config.max_recv_tokens_per_rank = 20;
+  const epx::GroupShape small = epx::resolve(config, 4);
+  const epx::WindowLayout by_slot = epx::make_window_layout(small);
+  CHECK_FALSE(by_slot.scatter_by_token);
+  CHECK(by_slot.scatter_staging_rows == 20);
+  CHECK(epx::scatter_staging_row(by_slot, small, 3, 5, 17) == 17);
+}
+
+TEST_CASE("gather staging: one row per token and rank, or per route") {
+  const epx::GroupShape shape = epx::resolve(small_config(), 2);
+  CHECK(epx::partial_staging_row(shape, 4, 3, 1) == 4 * 2 + 1); // 2 ranks < top-3
+  CHECK(epx::partial_staging_row(shape, 4, 1, 0) == 4);
+  CHECK(epx::route_index(4, 3, 2) == 14);
+}
+
+TEST_CASE("the plan tells the parts of the window") {
+  const epx::GroupShape shape = epx::resolve(small_config(), 4);
+  const epx_memory_plan plan = epx::plan_memory(shape);
+  CHECK(plan.window_bytes == epx::make_window_layout(shape).total_bytes);
+  CHECK(plan.control_bytes + plan.count_bytes + plan.slot_record_bytes + plan.scatter_row_bytes +
+            plan.scatter_sidecar_bytes + plan.scatter_weight_bytes + plan.gather_row_bytes + plan.gather_weight_bytes ==
+        plan.window_bytes);
+  CHECK(plan.handle_mem_bytes == epx::make_handle_layout(shape, 3).total_bytes);
+}
+
+TEST_CASE("handle memory keeps to the formula of the contract") {
+  for (const int ranks : {1, 4, 64}) {
+    for (const int tokens : {1, 128, 8192}) {
+      for (const int top_k : {1, 8, 64}) {
+        epx_group_config config = small_config();
+        config.num_experts = 256;
+        config.max_tokens_per_rank = tokens;
+        config.max_top_k = top_k;
+        const epx::GroupShape shape = epx::resolve(config, ranks);
+        const int64_t allowed = 16 * (int64_t{tokens} * top_k + shape.max_recv_tokens) + 8 * int64_t{ranks} * 256 + 65536;
+        CHECK(epx::make_handle_layout(shape, top_k).total_bytes <= allowed);
+      }
+    }
+  }
+}
+
+TEST_CASE("a damaged handle header shows") {
+  epx::HandleHeader header{};
+  header.magic = epx::kHandleMagic;
+  header.group_id = 0x1234;
+  header.plan_id = 7;
+  header.num_tokens = 5;
+  header.top_k = 2;
+  header.alignment = 16;
+  header.checksum = epx::header_checksum(header);
+  auto* bytes = reinterpret_cast<unsigned char*>(&header);
+  for (size_t i = 0; i < sizeof(header); ++i) {
+    bytes[i] ^= 0x10;
+    CHECK(header.checksum != epx::header_checksum(header));
+    bytes[i] ^= 0x10;
+  }
+  CHECK(header.checksum == epx::header_checksum(header));
+}
+
+TEST_CASE("a poison record survives its packing") {
+  const epx::Poison poison = epx::unpack_poison(epx::pack({EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH_BWD, 65534, 123456789012}));
+  CHECK(poison.status == EPX_ERROR_TIMEOUT);
+  CHECK(poison.operation == EPX_OP_DISPATCH_BWD);
+  CHECK(poison.culprit == 65534);
+  CHECK(poison.sequence == 123456789012);
+}
+
+TEST_CASE("agreement names the field, two ranks and their values") {
+  std::vector<epx_group_config> configs(3, small_config());
+  const std::vector<int> world_ranks = {4, 6, 8};
+  CHECK_NOTHROW(epx::require_agreement(configs, world_ranks));
+  configs[2].hidden_dim = 34;
+  try {
+    epx::require_agreement(configs, world_ranks);
+    FAIL("accepted");
+  } catch (const epx::Error& error) {
+    CHECK(error.status() == EPX_ERROR_MISMATCH);
+    CHECK(error.message() == "epx_group_config.hidden_dim differs between ranks: rank 4 has 33, rank 8 has 34");
+  }
+  configs[2] = small_config();
+  configs[2].color = 5;
+  configs[2].key = 5;
+  configs[2].num_comm_sms = 5;
+  configs[2].timeout_ms = 5;
+  CHECK_NOTHROW(epx::require_agreement(configs, world_ranks)); // these may differ
+}
