@@ -1,0 +1,86 @@
+# What quickstart.sh and test.sh share: say, install, configure, launch. Sourced, not run.
+# shellcheck shell=bash
+
+set -euo pipefail
+
+source_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# What building needs, as package or package:command; a tool that is there by other means than apt will do.
+# shellcheck disable=SC2034  # used by the scripts that source this file
+build_packages=(g++:g++ meson:meson ninja-build:ninja pkg-config:pkg-config ccache:ccache
+  libopenmpi-dev openmpi-bin:mpirun libspdlog-dev libfmt-dev doctest-dev libcli11-dev nlohmann-json3-dev)
+# One version everywhere: formatting differs from version to version.
+# shellcheck disable=SC2034
+lint_packages=(clang-format-14:clang-format-14 clang-tidy-14:clang-tidy-14)
+
+say() { printf '==> %s\n' "$*"; }
+
+die() {
+  printf '%s: %s\n' "${0##*/}" "$*" >&2
+  exit 1
+}
+
+is_installed() {
+  local package=${1%%:*} command=''
+  [[ $1 == *:* ]] && command=${1#*:}
+  if [[ -n $command ]] && command -v "$command" >/dev/null; then return 0; fi
+  [[ $(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null) == installed ]]
+}
+
+# install_missing PACKAGE[:COMMAND]...
+install_missing() {
+  local entry missing=() as_root=()
+  if ! command -v dpkg-query >/dev/null; then
+    say "Not a Debian or Ubuntu machine: install the equivalents of ${*%%:*} if the build asks for them"
+    return
+  fi
+  for entry in "$@"; do
+    is_installed "$entry" || missing+=("${entry%%:*}")
+  done
+  if ((${#missing[@]} == 0)); then
+    say "Packages: all $# are installed"
+    return
+  fi
+  if ((EUID != 0)); then
+    as_root=(sudo)
+    if ! command -v sudo >/dev/null || { [[ ! -t 0 ]] && ! sudo -n true 2>/dev/null; }; then
+      die "missing packages, and neither root nor sudo to install them; ask for: apt-get install ${missing[*]}"
+    fi
+  fi
+  say "Packages: installing ${missing[*]}"
+  local apt=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300)
+  "${apt[@]}" update
+  "${apt[@]}" install -y --no-install-recommends "${missing[@]}" >/dev/null
+}
+
+# configure BUILD_DIR MESON_OPTION...   Sets the build directory up, or changes the options of one that is there.
+configure() {
+  local build_dir=$1
+  shift
+  local again=()
+  [[ -e $build_dir/build.ninja ]] && again=(--reconfigure)
+  meson setup "${again[@]}" "$build_dir" "$source_root" "$@" >"$build_dir.setup.log" 2>&1 || {
+    cat "$build_dir.setup.log" >&2
+    return 1
+  }
+  mv "$build_dir.setup.log" "$build_dir/setup.log"
+}
+
+# Lets Open MPI run more ranks than there are cores, and in a container, as whoever calls.
+use_local_mpi() {
+  if ((EUID == 0)); then
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+  fi
+  export OMPI_MCA_rmaps_base_oversubscribe=1   # more ranks than cores
+  export OMPI_MCA_hwloc_base_binding_policy=none
+  export OMPI_MCA_btl_vader_single_copy_mechanism=none # containers forbid process_vm_readv
+  export OMPI_MCA_btl=self,vader
+}
+
+# The windows of a group live in /dev/shm; a container's default of 64 MiB is too little for the examples.
+check_shared_memory() {
+  local free_mib
+  free_mib=$(df --output=avail -BM /dev/shm 2>/dev/null | tail -n 1 | tr -dc '0-9')
+  if [[ -n $free_mib ]] && ((free_mib < 512)); then
+    say "/dev/shm has ${free_mib} MiB free; 512 MiB are needed (a container gets them from --shm-size=1g)"
+  fi
+}

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# From a bare Debian 12 or Ubuntu 24.04 machine to epx's main job: installs what is missing, builds ep_bench, and checks
+# dispatch and combine, forward and backward, on four ranks, on uniform routing and on the words of a real text.
+# Run it as often as you like.
+# shellcheck source=tools/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+cd "$source_root"
+
+readonly ranks=4 limit_s=300
+readonly bench=build/tools/ep_bench/ep_bench
+
+run_bench() { # NAME ROUTING
+  local json=build/quickstart-$1.json
+  say "Running ep_bench --verify on $ranks ranks, routing $2"
+  timeout --kill-after=10 "$limit_s" mpirun -n "$ranks" --oversubscribe "$bench" \
+    --transport host --tokens 512 --hidden 1024 --experts 32 --top-k 4 --dtype bf16 --routing "$2" --seed 1 \
+    --verify --json "$json" || die "ep_bench failed (exit status $?) on routing $2"
+  say "Right; the figures are in $json"
+}
+
+install_missing "${build_packages[@]}"
+
+if [[ -e build/build.ninja ]]; then
+  say "Build: build/ is set up"
+else
+  say "Build: setting build/ up (release)"
+  configure build --buildtype=release
+fi
+say "Build: compiling ep_bench (log: build/quickstart.log)"
+ninja -C build tools/ep_bench/ep_bench >build/quickstart.log || {
+  cat build/quickstart.log >&2
+  die "the build failed"
+}
+
+text=/usr/share/common-licenses/GPL-3
+if [[ ! -r $text ]]; then
+  say "$text is not here: reading LICENSE instead"
+  text=LICENSE
+fi
+
+use_local_mpi
+check_shared_memory
+run_bench uniform uniform
+run_bench text "text:$text"
+say "Done. Next: ./tools/test.sh runs every test, $bench --help explains the options"
