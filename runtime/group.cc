@@ -46,6 +46,7 @@ void require_consistent(const std::vector<Introduction>& world) {
     const std::vector<int> members = members_of(world, world[rank].config.color);
     if (members.front() != static_cast<int>(rank)) continue; // each group once
     std::vector<epx_group_config> configs;
+    configs.reserve(members.size());
     for (const int member : members)
       configs.push_back(world[static_cast<size_t>(member)].config);
     require_agreement(configs, members);

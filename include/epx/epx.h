@@ -95,7 +95,7 @@ typedef void* epx_stream; /* a cudaStream_t on GPUs, NULL on the host transport 
 
 /* A view of memory that the caller owns. Zero the whole struct first, or use epx_tensor_1d/2d. */
 typedef struct epx_tensor {
-  void* data;                /* may be NULL where the tensor has no elements */
+  void* data; /* may be NULL where the tensor has no elements */
   epx_dtype dtype;
   int32_t ndim;              /* 1..4 */
   int64_t sizes[4];          /* elements, outermost first; entries beyond ndim are ignored */
@@ -173,16 +173,16 @@ typedef enum epx_transport {
 
 /* Ranks of a group must agree on every field except color, key, num_comm_sms and timeout_ms. */
 typedef struct epx_group_config {
-  size_t struct_size;               /* set by epx_group_config_init */
-  int32_t num_experts;              /* E >= 1; required */
-  int32_t max_tokens_per_rank;      /* >= 1; required */
-  int32_t hidden_dim;               /* largest H of a call, elements; required */
-  int32_t max_top_k;                /* largest K of a layer, 1..64; required */
-  int32_t max_alignment;            /* largest alignment of a layer, rows; default 128 */
-  epx_dtype max_token_dtype;        /* widest token dtype of a call; required: FLOAT32, FLOAT16 or BFLOAT16 */
-  int64_t max_recv_tokens_per_rank; /* R in rows; 0 (default): the worst case, P * max_tokens_per_rank * max_top_k +
+  size_t struct_size;                      /* set by epx_group_config_init */
+  int32_t num_experts;                     /* E >= 1; required */
+  int32_t max_tokens_per_rank;             /* >= 1; required */
+  int32_t hidden_dim;                      /* largest H of a call, elements; required */
+  int32_t max_top_k;                       /* largest K of a layer, 1..64; required */
+  int32_t max_alignment;                   /* largest alignment of a layer, rows; default 128 */
+  epx_dtype max_token_dtype;               /* widest token dtype of a call; required: FLOAT32, FLOAT16 or BFLOAT16 */
+  int64_t max_recv_tokens_per_rank;        /* R in rows; 0 (default): the worst case, P * max_tokens_per_rank * max_top_k +
                                        ceil(E / P) * (max_alignment - 1), rounded up to max_alignment */
-  int32_t max_sidecar_bytes;        /* largest sidecar of a row, bytes; default 0 */
+  int32_t max_sidecar_bytes;               /* largest sidecar of a row, bytes; default 0 */
   epx_combine_precision combine_precision; /* default EPX_COMBINE_WIRE */
   epx_overflow overflow;                   /* default EPX_OVERFLOW_ERROR */
   epx_transport transport;                 /* default EPX_TRANSPORT_AUTO */
@@ -286,14 +286,14 @@ typedef struct epx_group_report {
   size_t struct_size; /* set by the caller: sizeof(epx_group_report) */
 
   /* Sticky failure. */
-  epx_status status;       /* EPX_SUCCESS, or what every later call returns */
-  epx_operation operation; /* the call that failed */
-  epx_phase phase;         /* where it waited; NONE when a peer reported the failure */
-  int32_t culprit;         /* rank that caused it; -1 when there is none */
-  uint64_t sequence;       /* number of the failed call, from 1 */
-  uint64_t expected;       /* TIMEOUT: sequence number that was waited for */
-  uint64_t seen;           /* TIMEOUT: the last one the culprit had reached */
-  int32_t num_missing;     /* TIMEOUT: peers that this rank waited for in vain */
+  epx_status status;                       /* EPX_SUCCESS, or what every later call returns */
+  epx_operation operation;                 /* the call that failed */
+  epx_phase phase;                         /* where it waited; NONE when a peer reported the failure */
+  int32_t culprit;                         /* rank that caused it; -1 when there is none */
+  uint64_t sequence;                       /* number of the failed call, from 1 */
+  uint64_t expected;                       /* TIMEOUT: sequence number that was waited for */
+  uint64_t seen;                           /* TIMEOUT: the last one the culprit had reached */
+  int32_t num_missing;                     /* TIMEOUT: peers that this rank waited for in vain */
   int32_t missing[EPX_MAX_REPORTED_RANKS]; /* the first of them, ascending */
 
   /* What the group lived on with since the last epx_group_status. */
@@ -311,9 +311,10 @@ EPX_API epx_status epx_group_status(epx_group group, epx_group_report* report);
 
 /* ---- Memory --------------------------------------------------------------------------------------------------------- */
 
-/* Allocates `bytes` (> 0, the same on all ranks) of memory that peers can store into. Receive tensors that lie in it are
- * written in place; others are staged, with the same result. Collective; counts as two calls in sequence numbers. *ptr is aligned to 256
- * bytes, its contents are zero, and the memory is private to this rank as far as the caller is concerned.
+/* Allocates `bytes` (> 0, the same on all ranks) of memory that peers can reach. Receive tensors that lie in it are written
+ * in place by dispatch and combine_bwd, and may be read in place by combine and dispatch_bwd (on the host transport: when
+ * those of all ranks, weights included, do); others are staged, with the same result. Collective; counts as two calls in
+ * sequence numbers. *ptr is aligned to 256 bytes and its contents are zero.
  * Errors: INVALID_ARGUMENT; OUT_OF_MEMORY (on all ranks, if any lacks it; the group lives on); MISMATCH (bytes differ; the
  * group lives on); sticky ones. */
 EPX_API epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr);
@@ -330,9 +331,9 @@ typedef struct epx_layer {
 } epx_layer;
 
 /* Bytes of handle memory, the routing state of one layer in flight; at most 16 * (max_tokens_per_rank * K + R) + 8 * P * E +
- * 64 KiB. Local. The caller allocates it where the tokens live, aligned to 16 bytes. epx_prepare fills it in; then it is read-only for
- * any number of later calls in any order, also from a copy of its bytes, as long as the group lives. It needs no freeing
- * beyond the caller's own. Errors: INVALID_ARGUMENT. */
+ * 64 KiB. Local. The caller allocates it where the tokens live, aligned to 16 bytes. epx_prepare fills it in; then it is
+ * read-only for any number of later calls in any order, also from a copy of its bytes, as long as the group lives. It needs
+ * no freeing beyond the caller's own. Errors: INVALID_ARGUMENT. */
 EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, size_t* bytes);
 
 /* ---- The five operations -------------------------------------------------------------------------------------------- */
@@ -357,7 +358,8 @@ typedef struct epx_prepare_args {
                                       drops, without masked and bad ones */
   const epx_tensor* info; /* [out, optional] [5] INT64: demand, kept, dropped (routes to this rank), dropped (routes of this
                              rank), rows_needed (what offsets[E_l] would be with unlimited R) */
-  const epx_tensor* slot; /* [out, optional] [T, K] INT32: slot of each route on its expert's rank; -1 where masked or dropped */
+  const epx_tensor*
+      slot; /* [out, optional] [T, K] INT32: slot of each route on its expert's rank; -1 where masked or dropped */
   const epx_tensor* slot_origin; /* [out, optional] [R, 3] INT32: (source rank, token, k) of each slot; -1 for pads and
                                     unused slots */
 } epx_prepare_args;

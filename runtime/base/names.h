@@ -1,7 +1,11 @@
-// Enumerators of the C API in words, and what follows from them.
+// Enumerators of the C API and ranks in words, and what follows from a dtype.
 #pragma once
 
 #include <cstdint>
+#include <span>
+#include <string>
+
+#include <fmt/format.h>
 
 #include "epx/epx.h"
 
@@ -104,6 +108,11 @@ constexpr int64_t element_bytes(epx_dtype dtype) {
 
 constexpr bool is_token_dtype(epx_dtype dtype) {
   return dtype == EPX_FLOAT32 || dtype == EPX_FLOAT16 || dtype == EPX_BFLOAT16;
+}
+
+// "rank 2", "ranks 0, 2, 5".
+inline std::string name_ranks(std::span<const int> ranks) {
+  return fmt::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", fmt::join(ranks, ", "));
 }
 
 } // namespace epx

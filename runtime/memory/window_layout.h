@@ -70,10 +70,25 @@ constexpr Poison unpack_poison(uint64_t word) {
           static_cast<int32_t>(word >> 40 & 0xffff), word & ((uint64_t{1} << 40) - 1)};
 }
 
+// Whom a rank waits for, packed into one word. 0: nobody.
+struct Waiting {
+  uint64_t sequence; // of the call
+  epx_phase phase;
+  int32_t peer;
+};
+
+constexpr uint64_t pack(const Waiting& waiting) {
+  return waiting.sequence << 20 | static_cast<uint64_t>(waiting.phase) << 16 | static_cast<uint64_t>(waiting.peer);
+}
+
+constexpr Waiting unpack_waiting(uint64_t word) {
+  return {word >> 20, static_cast<epx_phase>(word >> 16 & 0xf), static_cast<int32_t>(word & 0xffff)};
+}
+
 struct WindowLayout {
   // Control.
   Region poison;   // Flag: packed Poison
-  Region waiting;  // Flag: 1 + the peer that this rank waits for, 0 while it does not; read by peers that time out
+  Region waiting;  // Flag: packed Waiting; read by peers that time out
   Region posts;    // CallPost [P], by source rank
   Region complete; // Flag [P], by source rank: last call whose data from there is all here
   Region board;    // kExchangeRecordBytes [P], by source rank

@@ -231,7 +231,8 @@ TEST_CASE("ranks that free different memory are out of sequence") {
     for (void*& piece : memory)
       check_ok(epx_mem_alloc(rank.group(), 512, &piece), "epx_mem_alloc");
     const epx_status status = epx_mem_free(rank.group(), memory[context.rank]);
-    check_failed(rank, status, {EPX_ERROR_OUT_OF_SEQUENCE, EPX_OP_MEM_FREE, {}, 5}); // each epx_mem_alloc counts as two calls
+    check_failed(rank, status,
+                 {EPX_ERROR_OUT_OF_SEQUENCE, EPX_OP_MEM_FREE, {}, 5}); // each epx_mem_alloc counts as two calls
   });
 }
 

@@ -1,6 +1,4 @@
 // The MPI bootstrap. Runs under mpirun with 1 to 4 ranks; every test case is collective.
-#define OMPI_SKIP_MPICXX 1 // MPI's retired C++ bindings are not used, and warn
-#define MPICH_SKIP_MPICXX 1
 #include "epx/epx_mpi.h"
 
 #include <chrono>

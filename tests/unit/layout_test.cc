@@ -167,11 +167,19 @@ TEST_CASE("a damaged handle header shows") {
 }
 
 TEST_CASE("a poison record survives its packing") {
-  const epx::Poison poison = epx::unpack_poison(epx::pack({EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH_BWD, 65534, 123456789012}));
+  const epx::Poison poison =
+      epx::unpack_poison(epx::pack(epx::Poison{EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH_BWD, 65534, 123456789012}));
   CHECK(poison.status == EPX_ERROR_TIMEOUT);
   CHECK(poison.operation == EPX_OP_DISPATCH_BWD);
   CHECK(poison.culprit == 65534);
   CHECK(poison.sequence == 123456789012);
+}
+
+TEST_CASE("whom a rank waits for survives its packing") {
+  const epx::Waiting waiting = epx::unpack_waiting(epx::pack(epx::Waiting{123456789012, EPX_PHASE_COMPLETE, 65534}));
+  CHECK(waiting.sequence == 123456789012);
+  CHECK(waiting.phase == EPX_PHASE_COMPLETE);
+  CHECK(waiting.peer == 65534);
 }
 
 TEST_CASE("agreement names the field, two ranks and their values") {

@@ -7,8 +7,6 @@
 #include <fmt/format.h>
 
 #if defined(EPX_BENCH_HAS_MPI)
-#define OMPI_SKIP_MPICXX 1 // the C++ bindings of old: their headers warn, and nothing here uses them
-#define MPICH_SKIP_MPICXX 1
 #include "epx/epx_mpi.h"
 #endif
 #include "tools/ep_bench/errors.h"

@@ -1,26 +1,17 @@
-// What the ready-made bootstraps share: the guard of their callbacks, and the words for ranks.
+// What the ready-made bootstraps share: the guard of their callbacks.
 #pragma once
 
 #include <cstddef>
 #include <cstring>
 #include <exception>
 #include <new>
-#include <span>
-#include <string>
 #include <string_view>
 #include <utility>
-
-#include <fmt/format.h>
 
 #include "epx/epx.h"
 #include "runtime/base/error.h"
 
 namespace epx {
-
-// "rank 2", "ranks 0, 2, 5".
-inline std::string name_ranks(std::span<const int> ranks) {
-  return fmt::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", fmt::join(ranks, ", "));
-}
 
 // Runs `body` inside a callback of epx_bootstrap: nothing throws into C, a failure goes to `message`.
 template <typename Body>

@@ -8,9 +8,10 @@
 #include <string_view>
 #include <vector>
 
+#include "runtime/base/deadline.h"
 #include "runtime/base/error.h"
+#include "runtime/base/names.h"
 #include "transport/bootstrap/bootstrap_callback.h"
-#include "transport/bootstrap/deadline.h"
 #include "transport/bootstrap/file_letters.h"
 #include "transport/bootstrap/file_meeting.h"
 #include "transport/bootstrap/rendezvous_directory.h"

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "runtime/base/error.h"
+#include "runtime/base/names.h"
 #include "transport/bootstrap/bootstrap_callback.h"
 
 namespace epx {

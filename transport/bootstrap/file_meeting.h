@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "transport/bootstrap/deadline.h"
+#include "runtime/base/deadline.h"
 #include "transport/bootstrap/file_letters.h"
 #include "transport/bootstrap/rendezvous_directory.h"
 

@@ -1,7 +1,5 @@
 // Bootstrap from an MPI communicator. Every rank sends its part to every other and polls for theirs, because MPI's own
 // collectives know no deadline and cannot say who is missing.
-#define OMPI_SKIP_MPICXX 1 // MPI's retired C++ bindings are not used, and warn
-#define MPICH_SKIP_MPICXX 1
 #include "epx/epx_mpi.h"
 
 #include <climits>
@@ -14,9 +12,10 @@
 #include <vector>
 
 #include "runtime/base/c_boundary.h"
+#include "runtime/base/deadline.h"
 #include "runtime/base/error.h"
+#include "runtime/base/names.h"
 #include "transport/bootstrap/bootstrap_callback.h"
-#include "transport/bootstrap/deadline.h"
 
 namespace epx {
 namespace {

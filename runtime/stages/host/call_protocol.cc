@@ -7,10 +7,9 @@
 #include <string>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
+#include "runtime/base/deadline.h"
 #include "runtime/base/names.h"
-#include "transport/bootstrap/deadline.h"
 #include "transport/host/backoff.h"
 
 namespace epx::host {
@@ -89,10 +88,12 @@ void CallProtocol::complete() {
   wait_for_peers(EPX_PHASE_COMPLETE);
 }
 
-uint64_t CallProtocol::progress_of(int peer, epx_phase phase) const {
+// The last call that `peer` has reached in this phase, as it has told `owner`.
+uint64_t CallProtocol::progress_told(int owner, int peer, epx_phase phase) const {
+  const WindowLayout& layout = context_.layout;
   if (phase == EPX_PHASE_ARRIVE)
-    return load_acquire(window_.local<CallPost>(offset_of(context_.layout.posts, peer, sizeof(CallPost)))->sequence);
-  return load_acquire(window_.local<Flag>(offset_of(context_.layout.complete, peer, sizeof(Flag)))->value);
+    return load_acquire(window_.at<CallPost>(owner, offset_of(layout.posts, peer, sizeof(CallPost)))->sequence);
+  return load_acquire(window_.at<Flag>(owner, offset_of(layout.complete, peer, sizeof(Flag)))->value);
 }
 
 void CallProtocol::wait_for_peers(epx_phase phase) {
@@ -101,10 +102,10 @@ void CallProtocol::wait_for_peers(epx_phase phase) {
   bool told = false;
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
     Backoff backoff;
-    while (progress_of(peer, phase) < sequence_) {
+    while (progress_told(window_.rank, peer, phase) < sequence_) {
       require_not_poisoned();
       if (backoff.is_long()) {
-        store_release(waiting, static_cast<uint64_t>(peer) + 1);
+        store_release(waiting, pack(Waiting{sequence_, phase, peer}));
         told = true;
         if (deadline.passed()) time_out(phase);
       }
@@ -154,14 +155,16 @@ void CallProtocol::require_same_terms() {
   }
 }
 
-// Follows who waits for whom from a rank that is missing to one that waits for nobody: the culprit, not a victim.
+// Follows who waits for whom from a rank that is missing to one that waits for nobody: the culprit, not a victim. A rank
+// that was killed while it waited has left a record of that; it no longer counts once the peer it waited for has come.
 int CallProtocol::find_culprit(int missing) const {
   int culprit = missing;
   for (int step = 0; step < window_.num_ranks; ++step) {
-    const uint64_t waits_for = load_acquire(window_.at<Flag>(culprit, context_.layout.waiting.offset)->value);
-    const int next = static_cast<int>(waits_for) - 1;
-    if (next < 0 || next >= window_.num_ranks || next == window_.rank) break;
-    culprit = next;
+    const uint64_t word = load_acquire(window_.at<Flag>(culprit, context_.layout.waiting.offset)->value);
+    if (word == 0) break;
+    const Waiting waiting = unpack_waiting(word);
+    if (waiting.peer == window_.rank || progress_told(culprit, waiting.peer, waiting.phase) >= waiting.sequence) break;
+    culprit = waiting.peer;
   }
   return culprit;
 }
@@ -171,22 +174,22 @@ void CallProtocol::time_out(epx_phase phase) {
   Failure failure = failure_here(EPX_ERROR_TIMEOUT);
   failure.phase = phase;
   for (int peer = 0; peer < window_.num_ranks; ++peer)
-    if (progress_of(peer, phase) < sequence_) failure.missing.push_back(peer);
+    if (progress_told(window_.rank, peer, phase) < sequence_) failure.missing.push_back(peer);
   if (failure.missing.empty()) return; // they came at the last moment
   failure.culprit = find_culprit(failure.missing.front());
   failure.expected = sequence_;
-  failure.seen = progress_of(failure.culprit, EPX_PHASE_ARRIVE);
-  failure.message = fmt::format(
-      "{} (call {}) timed out after {} ms in phase {}: waited for rank{} {}; rank {} is the cause, the last call it "
-      "arrived at is {}",
-      name_of(operation_), sequence_, context_.timeout_ms, name_of(phase), failure.missing.size() == 1 ? "" : "s",
-      fmt::join(failure.missing, ", "), failure.culprit, failure.seen);
-  poison_all({failure.status, operation_, failure.culprit, sequence_});
+  failure.seen = progress_told(window_.rank, failure.culprit, EPX_PHASE_ARRIVE);
+  failure.message =
+      fmt::format("{} (call {}) timed out after {} ms in phase {}: waited for {}; rank {} is the cause, the last call it "
+                  "arrived at is {}",
+                  name_of(operation_), sequence_, context_.timeout_ms, name_of(phase), name_ranks(failure.missing),
+                  failure.culprit, failure.seen);
+  poison_all(Poison{failure.status, operation_, failure.culprit, sequence_});
   status_.fail(failure);
 }
 
 void CallProtocol::abort() {
-  poison_all({EPX_ERROR_ABORTED, EPX_OP_NONE, window_.rank, 0});
+  poison_all(Poison{EPX_ERROR_ABORTED, EPX_OP_NONE, window_.rank, 0});
 }
 
 void CallProtocol::poison_all(const Poison& poison) {
@@ -213,7 +216,7 @@ void CallProtocol::fail_as_poisoned(const Poison& poison) {
                                   sequence_, poison.culprit, name_of(poison.operation), poison.sequence);
   }
   failure.expected = poison.sequence;
-  failure.seen = progress_of(poison.culprit, EPX_PHASE_ARRIVE);
+  failure.seen = progress_told(window_.rank, poison.culprit, EPX_PHASE_ARRIVE);
   status_.fail(failure);
 }
 

@@ -47,7 +47,7 @@ public:
 
 private:
   void wait_for_peers(epx_phase phase);
-  uint64_t progress_of(int peer, epx_phase phase) const;
+  uint64_t progress_told(int owner, int peer, epx_phase phase) const;
   Failure failure_here(epx_status status) const;
   void require_not_poisoned();
   void require_same_terms();

@@ -3,6 +3,9 @@
 //
 // Precision wire: the experts' rank sums its slots of a token and sends one partial row. Precision exact: it sends each
 // slot's row and weight. What comes home lies at a place that depends only on the token and the rank's order, or the route.
+//
+// When the rows of all ranks lie in allocations of the group, nothing is staged: the home rank does the same sums in the
+// same order, reading the rows where they are.
 
 #include <algorithm>
 #include <cstring>

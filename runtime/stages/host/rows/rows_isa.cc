@@ -145,8 +145,8 @@ float dot_rows(const std::byte* a, const std::byte* b, int64_t cols) {
     for (int i = 0; i < count; ++i)
       acc[i] = __builtin_fmaf(Format::load(x[start + i]), Format::load(y[start + i]), acc[i]);
   }
-  for (int width = kAccumulators / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i)
+  for (int64_t width = kAccumulators / 2; width > 0; width /= 2)
+    for (int64_t i = 0; i < width; ++i)
       acc[i] = acc[2 * i] + acc[2 * i + 1];
   return acc[0];
 }
