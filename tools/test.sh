@@ -84,13 +84,15 @@ unrandomised=()
 if setarch "$(uname -m)" -R true 2>/dev/null; then
   unrandomised=(setarch "$(uname -m)" -R)
 fi
+# Line numbers without the rest of the debug information, and few optimisations: half the time to compile.
+sanitizer_options=(--buildtype=plain -Doptimization=1 -Dc_args=-g1 -Dcpp_args=-g1 -Db_lundef=false)
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
 export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1
 
 if build build --buildtype=release -Dwerror=true; then
   run_tests build testlog 1
 fi
-if build build-asan --buildtype=debugoptimized -Db_sanitize=address,undefined -Db_lundef=false; then
+if build build-asan "${sanitizer_options[@]}" -Db_sanitize=address,undefined; then
   export ASAN_OPTIONS=abort_on_error=1:detect_stack_use_after_return=1
   run_tests build-asan testlog 4 --no-suite mpi
   ASAN_OPTIONS+=:detect_leaks=0 # Open MPI leaks, from modules that it has unloaded by then
@@ -98,7 +100,7 @@ if build build-asan --buildtype=debugoptimized -Db_sanitize=address,undefined -D
   unset ASAN_OPTIONS
 fi
 # No threads in what this leaves out.
-if build build-tsan -Dtools=disabled -Dmpi=disabled --buildtype=debugoptimized -Db_sanitize=thread -Db_lundef=false; then
+if build build-tsan -Dtools=disabled -Dmpi=disabled "${sanitizer_options[@]}" -Db_sanitize=thread; then
   run_tests build-tsan testlog 6 --suite threads
 fi
 
