@@ -47,13 +47,17 @@
 #define EPX_API
 #endif
 
+/* Enumerations have the size of an int32_t. C++ is told so, since a C caller may pass any value in one. */
 #ifdef __cplusplus
+#define EPX_ENUM_INT32 : int32_t
 extern "C" {
+#else
+#define EPX_ENUM_INT32
 #endif
 
 /* ---- Version, status ------------------------------------------------------------------------------------------------ */
 
-typedef enum epx_status {
+typedef enum epx_status EPX_ENUM_INT32 {
   EPX_SUCCESS = 0,
   EPX_ERROR_INVALID_ARGUMENT = 1, /* refused on the host; nothing happened */
   EPX_ERROR_UNSUPPORTED = 2,      /* this build, transport or machine cannot do it; nothing happened */
@@ -82,7 +86,7 @@ EPX_API void epx_set_last_error(const char* message);
 
 /* ---- Tensors -------------------------------------------------------------------------------------------------------- */
 
-typedef enum epx_dtype {
+typedef enum epx_dtype EPX_ENUM_INT32 {
   EPX_DTYPE_UNSET = 0,
   EPX_FLOAT32 = 1,
   EPX_FLOAT16 = 2,
@@ -150,7 +154,7 @@ EPX_API void epx_bootstrap_free(epx_bootstrap* bootstrap);
 
 typedef struct epx_group_s* epx_group;
 
-typedef enum epx_combine_precision {
+typedef enum epx_combine_precision EPX_ENUM_INT32 {
   /* Each expert rank sums its routes of a token in k order in float32 and rounds once to the token dtype; the home rank sums
    * these partials in rank order in float32 and rounds once. One row per (token, expert rank) travels. */
   EPX_COMBINE_WIRE = 0,
@@ -160,12 +164,12 @@ typedef enum epx_combine_precision {
 } epx_combine_precision;
 
 /* What happens to routes that exceed the receive capacity. They are dropped and counted either way. */
-typedef enum epx_overflow {
+typedef enum epx_overflow EPX_ENUM_INT32 {
   EPX_OVERFLOW_ERROR = 0, /* the receiver also reports EPX_EVENT_OVERFLOW in its status */
   EPX_OVERFLOW_DROP = 1
 } epx_overflow;
 
-typedef enum epx_transport {
+typedef enum epx_transport EPX_ENUM_INT32 {
   EPX_TRANSPORT_AUTO = 0, /* the fastest that all ranks can use */
   EPX_TRANSPORT_HOST = 1, /* POSIX shared memory, for ranks on one machine; processes or threads */
   EPX_TRANSPORT_NCCL = 2  /* NVLink through NCCL symmetric windows; not in this build: EPX_ERROR_UNSUPPORTED */
@@ -253,7 +257,7 @@ EPX_API epx_status epx_group_memory_plan(const epx_group_config* config, int32_t
 
 /* ---- Status --------------------------------------------------------------------------------------------------------- */
 
-typedef enum epx_operation {
+typedef enum epx_operation EPX_ENUM_INT32 {
   EPX_OP_NONE = 0,
   EPX_OP_PREPARE = 1,
   EPX_OP_DISPATCH = 2,
@@ -264,14 +268,14 @@ typedef enum epx_operation {
   EPX_OP_MEM_FREE = 7
 } epx_operation;
 
-typedef enum epx_phase {
+typedef enum epx_phase EPX_ENUM_INT32 {
   EPX_PHASE_NONE = 0,
   EPX_PHASE_ARRIVE = 1,  /* waiting for peers to enter the call */
   EPX_PHASE_COMPLETE = 2 /* waiting for peers' data */
 } epx_phase;
 
 /* Kinds of errors that a group lives on with. */
-typedef enum epx_event_kind {
+typedef enum epx_event_kind EPX_ENUM_INT32 {
   EPX_EVENT_BAD_INDEX = 0,       /* a topk_idx entry < -1 or >= E; the route was treated as masked */
   EPX_EVENT_OVERFLOW = 1,        /* routes to this rank exceeded R (overflow policy ERROR); they were dropped */
   EPX_EVENT_TOO_FEW_ROWS = 2,    /* N was smaller than offsets[E_l] of the handle; routes beyond N were dropped */
