@@ -17,9 +17,14 @@ public:
   epx_stream stream() const override { return nullptr; }
   std::byte* allocate(size_t bytes) override { return static_cast<std::byte*>(::operator new(bytes, kAlignment)); }
   void free(std::byte* memory) noexcept override { ::operator delete(memory, kAlignment); }
-  void write(void* to, const void* host, size_t bytes) override { std::memcpy(to, host, bytes); }
-  void read(void* host, const void* from, size_t bytes) override { std::memcpy(host, from, bytes); }
+  void write(void* to, const void* host, size_t bytes) override { copy(to, host, bytes); }
+  void read(void* host, const void* from, size_t bytes) override { copy(host, from, bytes); }
   void finish() override {}
+
+private:
+  static void copy(void* to, const void* from, size_t bytes) {
+    if (bytes > 0) std::memcpy(to, from, bytes); // memcpy takes no NULL, not even for nothing
+  }
 };
 
 } // namespace

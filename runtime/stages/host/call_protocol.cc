@@ -184,7 +184,8 @@ void CallProtocol::time_out(epx_phase phase) {
                   "arrived at is {}",
                   name_of(operation_), sequence_, context_.timeout_ms, name_of(phase), name_ranks(failure.missing),
                   failure.culprit, failure.seen);
-  poison_all(Poison{failure.status, operation_, failure.culprit, sequence_});
+  const Poison verdict = poison_all(Poison{failure.status, operation_, failure.culprit, sequence_});
+  if (verdict.culprit != failure.culprit) fail_as_poisoned(verdict);
   status_.fail(failure);
 }
 
@@ -192,12 +193,17 @@ void CallProtocol::abort() {
   poison_all(Poison{EPX_ERROR_ABORTED, EPX_OP_NONE, window_.rank, 0});
 }
 
-void CallProtocol::poison_all(const Poison& poison) {
+// Returns the record that stands. When several ranks give up at once, the one that reaches rank 0's window first decides, so
+// that all ranks name the same culprit.
+Poison CallProtocol::poison_all(const Poison& poison) {
+  uint64_t verdict = pack(poison);
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
-    uint64_t nobody = 0; // the first record stands
-    std::atomic_ref(window_.at<Flag>(peer, context_.layout.poison.offset)->value)
-        .compare_exchange_strong(nobody, pack(poison), std::memory_order_acq_rel);
+    uint64_t found = 0; // nobody
+    const bool stored = std::atomic_ref(window_.at<Flag>(peer, context_.layout.poison.offset)->value)
+                            .compare_exchange_strong(found, verdict, std::memory_order_acq_rel);
+    if (!stored && peer == 0) verdict = found;
   }
+  return unpack_poison(verdict);
 }
 
 void CallProtocol::fail_as_poisoned(const Poison& poison) {

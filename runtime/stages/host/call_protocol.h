@@ -53,7 +53,7 @@ private:
   void require_same_terms();
   void time_out(epx_phase phase); // throws unless the peers came after all
   int find_culprit(int missing) const;
-  void poison_all(const Poison& poison);
+  Poison poison_all(const Poison& poison);
   [[noreturn]] void fail_as_poisoned(const Poison& poison);
 
   const GroupContext& context_;
