@@ -70,7 +70,7 @@ void HostStages::send_weights_home(const MovementCall& call, const float* weight
   }
 }
 
-// Calls add_rows(sum, routes, token) for each token, and computes the sums.
+// Calls add_rows(sum, token) for each token, and computes the sums.
 template <typename AddRows>
 void HostStages::sum_tokens(const MovementCall& call, const GatherTensors& tensors, bool weighted,
                             const AddRows& add_rows) const {
