@@ -119,6 +119,12 @@ epx_status epx_group_query(epx_group group, epx_group_info* info) {
     info->max_recv_tokens_per_rank = context.shape.max_recv_tokens;
     info->window_bytes = context.layout.total_bytes;
     info->timeout_ms = context.timeout_ms;
+    info->max_tokens_per_rank = context.shape.max_tokens_per_rank;
+    info->hidden_dim = context.shape.hidden_dim;
+    info->max_top_k = context.shape.max_top_k;
+    info->max_alignment = context.shape.max_alignment;
+    info->max_token_dtype = context.shape.max_token_dtype;
+    info->combine_precision = context.shape.precision;
   });
 }
 

@@ -60,9 +60,9 @@ source_files() { # FIND_TEST...
 
 format_is_right() { source_files -name '*.h' -o -name '*.c' -o -name '*.cc' | xargs -r clang-format-14 --dry-run -Werror; }
 
-# Sources of the library that the build compiles, since clang-tidy needs their flags.
+# Sources of the libraries that the build compiles, since clang-tidy needs their flags.
 tidy_files() {
-  source_files -path 'runtime/*.cc' -o -path 'transport/*.cc' | while read -r file; do
+  source_files -path 'runtime/*.cc' -o -path 'transport/*.cc' -o -path 'moe/*.cc' | while read -r file; do
     if grep -qF "$file\"" build/compile_commands.json &&
       { [[ -z $changed_since ]] || ! git diff --quiet "$changed_since" -- "$file"; }; then
       printf '%s\n' "$file"
@@ -106,7 +106,7 @@ fi
 
 say "clang-format: comparing"
 check clang-format format_is_right
-say "clang-tidy: reading runtime/ and transport/${changed_since:+ (what differs from $changed_since)}"
+say "clang-tidy: reading runtime/, transport/ and moe/${changed_since:+ (what differs from $changed_since)}"
 check clang-tidy tidy_is_quiet
 
 say "Everything took $((SECONDS / 60)) min $((SECONDS % 60)) s"

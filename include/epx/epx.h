@@ -92,7 +92,9 @@ typedef enum epx_dtype EPX_ENUM_INT32 {
   EPX_FLOAT16 = 2,
   EPX_BFLOAT16 = 3,
   EPX_INT32 = 4,
-  EPX_INT64 = 5
+  EPX_INT64 = 5,
+  EPX_FLOAT64 = 6, /* epx_moe.h only */
+  EPX_UINT8 = 7    /* epx_moe.h only */
 } epx_dtype;
 
 typedef void* epx_stream; /* a cudaStream_t on GPUs, NULL on the host transport */
@@ -228,6 +230,12 @@ typedef struct epx_group_info {
   int64_t max_recv_tokens_per_rank; /* R, resolved */
   int64_t window_bytes;             /* shared memory that the group holds for its own use on this rank */
   int64_t timeout_ms;
+  int32_t max_tokens_per_rank; /* these as in the group's config */
+  int32_t hidden_dim;
+  int32_t max_top_k;
+  int32_t max_alignment;
+  epx_dtype max_token_dtype;
+  epx_combine_precision combine_precision;
 } epx_group_info;
 
 /* Describes the group. Errors: INVALID_ARGUMENT. */

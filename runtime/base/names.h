@@ -73,6 +73,10 @@ constexpr const char* name_of(epx_dtype dtype) {
     return "int32";
   case EPX_INT64:
     return "int64";
+  case EPX_FLOAT64:
+    return "float64";
+  case EPX_UINT8:
+    return "uint8";
   }
   return "unknown dtype";
 }
@@ -101,7 +105,10 @@ constexpr int64_t element_bytes(epx_dtype dtype) {
   case EPX_BFLOAT16:
     return 2;
   case EPX_INT64:
+  case EPX_FLOAT64:
     return 8;
+  case EPX_UINT8:
+    return 1;
   }
   return 0;
 }

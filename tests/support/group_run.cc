@@ -61,6 +61,13 @@ void GroupRun::check_info(const epx_group_config& config, int expected_rank) con
   check_equal(static_cast<int>(info_.transport), static_cast<int>(device_.transport()), "info.transport");
   check_equal(info_.max_recv_tokens_per_rank, recv_capacity(shape_), "info.max_recv_tokens_per_rank");
   check_equal(info_.timeout_ms, config.timeout_ms, "info.timeout_ms");
+  check_equal(info_.max_tokens_per_rank, config.max_tokens_per_rank, "info.max_tokens_per_rank");
+  check_equal(info_.hidden_dim, config.hidden_dim, "info.hidden_dim");
+  check_equal(info_.max_top_k, config.max_top_k, "info.max_top_k");
+  check_equal(info_.max_alignment, config.max_alignment, "info.max_alignment");
+  check_equal(static_cast<int>(info_.max_token_dtype), static_cast<int>(config.max_token_dtype), "info.max_token_dtype");
+  check_equal(static_cast<int>(info_.combine_precision), static_cast<int>(config.combine_precision),
+              "info.combine_precision");
   check(info_.group_id != 0, "info.group_id is 0");
 }
 

@@ -1,0 +1,58 @@
+// Failures inside libepx_moe: thrown as Error, turned into an epx_status at the C boundary. The module stands on the public
+// header of epx alone, so it has its own.
+#pragma once
+
+#include <exception>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "epx/epx.h"
+
+namespace epx::moe {
+
+class Error : public std::runtime_error {
+public:
+  Error(epx_status status, const std::string& message) : std::runtime_error(message), status_(status) {}
+
+  epx_status status() const noexcept { return status_; }
+
+private:
+  epx_status status_;
+};
+
+// A bad argument, in one sentence with the names and the values.
+template <typename... Args>
+[[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) {
+  throw Error(EPX_ERROR_INVALID_ARGUMENT, fmt::format(format, std::forward<Args>(args)...));
+}
+
+// Passes on what a call of epx.h says; its sentence is set already.
+inline void require_success(epx_status status) {
+  if (status != EPX_SUCCESS) throw Error(status, epx_last_error());
+}
+
+// Runs the body of `function`; what it throws becomes this thread's last error, with the function's name before a refusal.
+template <typename Body>
+epx_status at_c_boundary(const char* function, Body&& body) noexcept {
+  try {
+    try {
+      std::forward<Body>(body)();
+      return EPX_SUCCESS;
+    } catch (const Error& error) {
+      epx_set_last_error(fmt::format("{}: {}", function, error.what()).c_str());
+      return error.status();
+    }
+  } catch (const std::bad_alloc&) {
+    epx_set_last_error("out of host memory");
+    return EPX_ERROR_OUT_OF_MEMORY;
+  } catch (const std::exception& error) {
+    epx_set_last_error(error.what());
+    return EPX_ERROR_INTERNAL;
+  }
+}
+
+} // namespace epx::moe

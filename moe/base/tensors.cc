@@ -1,0 +1,104 @@
+#include "moe/base/tensors.h"
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+namespace epx::moe {
+namespace {
+
+struct DtypeTraits {
+  epx_dtype dtype;
+  const char* name;
+  int64_t bytes;
+};
+constexpr std::array<DtypeTraits, 7> kDtypes{{{EPX_FLOAT32, "float32", 4},
+                                              {EPX_FLOAT16, "float16", 2},
+                                              {EPX_BFLOAT16, "bfloat16", 2},
+                                              {EPX_INT32, "int32", 4},
+                                              {EPX_INT64, "int64", 8},
+                                              {EPX_FLOAT64, "float64", 8},
+                                              {EPX_UINT8, "uint8", 1}}};
+
+// "[T, K = 2]"
+std::string describe(std::initializer_list<Dim> dims) {
+  std::vector<std::string> parts;
+  for (const Dim& dim : dims)
+    parts.push_back(dim.size == kAnySize ? dim.symbol : fmt::format("{} = {}", dim.symbol, dim.size));
+  return fmt::format("[{}]", fmt::join(parts, ", "));
+}
+
+int64_t require_shape(const epx_tensor& tensor, const char* name, std::initializer_list<Dim> dims) {
+  if (tensor.ndim != static_cast<int32_t>(dims.size()))
+    refuse("{} has {} dimensions (ndim); it must have {}: {}", name, tensor.ndim, dims.size(), describe(dims));
+  int64_t elements = 1;
+  int axis = 0;
+  for (const Dim& dim : dims) {
+    const int64_t size = tensor.sizes[axis];
+    if (size < 0) refuse("{} has sizes[{}] = {}; sizes are not negative", name, axis, size);
+    if (dim.size != kAnySize && size != dim.size)
+      refuse("{} has sizes[{}] = {}; its shape must be {}", name, axis, size, describe(dims));
+    if (__builtin_mul_overflow(elements, size, &elements)) refuse("{} has more elements than an int64 can count", name);
+    ++axis;
+  }
+  const int64_t bytes = element_bytes(tensor.dtype);
+  if (elements > 0 && tensor.data == nullptr) refuse("{} has {} elements, but its data is NULL", name, elements);
+  if (reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(bytes) != 0)
+    refuse("{} has data at {}, which is not aligned to its {} bytes per element", name, tensor.data, bytes);
+  if (tensor.sidecar != nullptr || tensor.sidecar_row_bytes != 0)
+    refuse("{} has a sidecar of {} bytes per row; sidecars belong to the tokens of epx_dispatch", name,
+           tensor.sidecar_row_bytes);
+  return elements;
+}
+
+} // namespace
+
+const char* name_of(epx_dtype dtype) {
+  for (const DtypeTraits& traits : kDtypes)
+    if (traits.dtype == dtype) return traits.name;
+  return dtype == EPX_DTYPE_UNSET ? "unset" : "unknown dtype";
+}
+
+int64_t element_bytes(epx_dtype dtype) {
+  for (const DtypeTraits& traits : kDtypes)
+    if (traits.dtype == dtype) return traits.bytes;
+  return 0;
+}
+
+int64_t require_tensor(const epx_tensor* tensor, const char* name, std::initializer_list<epx_dtype> dtypes,
+                       std::initializer_list<Dim> dims) {
+  if (tensor == nullptr) refuse("{} is NULL; it is required, {}", name, describe(dims));
+  bool fits = false;
+  std::vector<const char*> wanted;
+  for (const epx_dtype dtype : dtypes) {
+    fits |= tensor->dtype == dtype;
+    wanted.push_back(name_of(dtype));
+  }
+  if (!fits)
+    refuse("{} has dtype {} ({}); it must be {}", name, static_cast<int>(tensor->dtype), name_of(tensor->dtype),
+           fmt::join(wanted, " or "));
+  return require_shape(*tensor, name, dims);
+}
+
+void allow_tensor(const epx_tensor* tensor, const char* name, std::initializer_list<epx_dtype> dtypes,
+                  std::initializer_list<Dim> dims) {
+  if (tensor != nullptr) require_tensor(tensor, name, dtypes, dims);
+}
+
+void require_any_tensor(const epx_tensor* tensor, const char* name, std::initializer_list<Dim> dims) {
+  if (tensor == nullptr) refuse("{} is NULL; it is required, {}", name, describe(dims));
+  if (element_bytes(tensor->dtype) == 0) refuse("{} has dtype {}, which is none", name, static_cast<int>(tensor->dtype));
+  require_shape(*tensor, name, dims);
+}
+
+void require_both_or_neither(const epx_tensor* one, const char* one_name, const epx_tensor* other, const char* other_name) {
+  if ((one == nullptr) == (other == nullptr)) return;
+  const bool one_given = one != nullptr;
+  refuse("{} is given, but {} is NULL; they are given both or neither", one_given ? one_name : other_name,
+         one_given ? other_name : one_name);
+}
+
+} // namespace epx::moe

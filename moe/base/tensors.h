@@ -1,0 +1,103 @@
+// The tensors of a call: checked against names, dtypes and dimensions, then read and written as typed memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <type_traits>
+
+#include "epx/epx.h"
+#include "moe/base/error.h"
+
+namespace epx::moe {
+
+const char* name_of(epx_dtype dtype);
+
+int64_t element_bytes(epx_dtype dtype); // 0 for what is no dtype
+
+// A dimension that a tensor must have: what it is called, and its size.
+struct Dim {
+  const char* symbol;
+  int64_t size;
+};
+inline constexpr int64_t kAnySize = -1;
+
+// Throws unless `tensor` is there and has one of `dtypes` and exactly these dimensions. Returns its number of elements.
+int64_t require_tensor(const epx_tensor* tensor, const char* name, std::initializer_list<epx_dtype> dtypes,
+                       std::initializer_list<Dim> dims);
+
+// The same, unless the tensor is NULL.
+void allow_tensor(const epx_tensor* tensor, const char* name, std::initializer_list<epx_dtype> dtypes,
+                  std::initializer_list<Dim> dims);
+
+// Any dtype that there is, for bit copies.
+void require_any_tensor(const epx_tensor* tensor, const char* name, std::initializer_list<Dim> dims);
+
+void require_both_or_neither(const epx_tensor* one, const char* one_name, const epx_tensor* other, const char* other_name);
+
+// What every args struct has: itself, its size, and a stream that is NULL.
+template <typename Struct>
+void require_struct(const Struct* given, const char* name) {
+  if (given == nullptr) refuse("{} is NULL", name);
+  if (given->struct_size != sizeof(Struct))
+    refuse(
+        "{0}.struct_size is {1}; this library expects {2}: set it to the size of the struct, and build against the header "
+        "of the library that is loaded",
+        name, given->struct_size, sizeof(Struct));
+}
+template <typename Args>
+void require_args(const Args* args) {
+  require_struct(args, "args");
+  if (args->stream != nullptr) refuse("stream is {}; computation on the host has no streams, pass NULL", args->stream);
+}
+
+template <typename T>
+inline constexpr epx_dtype kDtypeOf = EPX_DTYPE_UNSET;
+template <>
+inline constexpr epx_dtype kDtypeOf<float> = EPX_FLOAT32;
+template <>
+inline constexpr epx_dtype kDtypeOf<double> = EPX_FLOAT64;
+template <>
+inline constexpr epx_dtype kDtypeOf<int32_t> = EPX_INT32;
+template <>
+inline constexpr epx_dtype kDtypeOf<int64_t> = EPX_INT64;
+template <>
+inline constexpr epx_dtype kDtypeOf<uint8_t> = EPX_UINT8;
+
+// The memory of a tensor that was checked; NULL for NULL.
+template <typename T>
+T* data_of(const epx_tensor* tensor) {
+  return tensor != nullptr ? static_cast<T*>(tensor->data) : nullptr;
+}
+
+// Calls body with a value of the tensor's type: FLOAT32 or FLOAT64, checked before.
+template <typename Body>
+decltype(auto) with_real(epx_dtype dtype, Body&& body) {
+  return dtype == EPX_FLOAT64 ? body(double{}) : body(float{});
+}
+
+// An array of INT32 or INT64, as the caller has it.
+class Integers {
+public:
+  Integers() = default;
+  explicit Integers(const epx_tensor* tensor)
+      : data_(tensor != nullptr ? tensor->data : nullptr), is_64_(tensor != nullptr && tensor->dtype == EPX_INT64) {}
+  explicit Integers(int32_t* data) : data_(data) {}
+
+  explicit operator bool() const { return data_ != nullptr; }
+  int64_t operator[](int64_t i) const {
+    return is_64_ ? static_cast<const int64_t*>(data_)[i] : static_cast<const int32_t*>(data_)[i];
+  }
+  void set(int64_t i, int64_t value) const {
+    if (is_64_)
+      static_cast<int64_t*>(data_)[i] = value;
+    else
+      static_cast<int32_t*>(data_)[i] = static_cast<int32_t>(value);
+  }
+
+private:
+  void* data_ = nullptr;
+  bool is_64_ = false;
+};
+
+} // namespace epx::moe

@@ -1,0 +1,55 @@
+// The block's part of the C API.
+#include "epx/epx_moe.h"
+#include "moe/base/error.h"
+#include "moe/base/tensors.h"
+#include "moe/block/block.h"
+
+using namespace epx::moe;
+
+struct epx_moe_block_s {
+  std::unique_ptr<Block> block;
+};
+
+epx_status epx_moe_block_config_init(epx_moe_block_config* config) {
+  return at_c_boundary(__func__, [&] {
+    if (config == nullptr) refuse("config is NULL");
+    *config = {};
+    config->struct_size = sizeof(*config);
+    require_success(epx_moe_router_config_init(&config->router));
+    require_success(epx_moe_ffn_config_init(&config->ffn));
+    config->dtype = EPX_FLOAT32;
+    config->alignment = 1;
+    config->max_in_flight = 1;
+  });
+}
+
+epx_status epx_moe_block_create(epx_group group, const epx_moe_block_config* config, epx_moe_block* block) {
+  return at_c_boundary(__func__, [&] {
+    require_struct(config, "config");
+    if (block == nullptr) refuse("block is NULL");
+    *block = new epx_moe_block_s{make_block(group, *config)};
+  });
+}
+
+epx_status epx_moe_block_destroy(epx_moe_block block) {
+  const std::unique_ptr<epx_moe_block_s> owner(block);
+  return at_c_boundary(__func__, [&] {
+    if (owner != nullptr) owner->block->release();
+  });
+}
+
+epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fwd_args* args) {
+  return at_c_boundary(__func__, [&] {
+    if (block == nullptr) refuse("block is NULL");
+    require_args(args);
+    block->block->forward(*args);
+  });
+}
+
+epx_status epx_moe_block_bwd(epx_moe_block block, const epx_moe_block_bwd_args* args) {
+  return at_c_boundary(__func__, [&] {
+    if (block == nullptr) refuse("block is NULL");
+    require_args(args);
+    block->block->backward(*args);
+  });
+}

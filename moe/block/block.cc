@@ -1,0 +1,312 @@
+#include "moe/block/block.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "moe/base/error.h"
+#include "moe/base/tensors.h"
+#include "moe/block/exchange.h"
+#include "moe/ffn/ffn.h"
+#include "moe/router/router.h"
+
+namespace epx::moe {
+namespace {
+
+constexpr auto kInteger = {EPX_INT32, EPX_INT64};
+
+// Parts of one allocation, each aligned to 256 bytes. Counts first, then cuts.
+class Carver {
+public:
+  explicit Carver(std::byte* memory) : memory_(memory) {}
+
+  template <typename T>
+  T* take(int64_t elements) {
+    constexpr size_t kAlignment = 256;
+    T* const part = memory_ != nullptr ? reinterpret_cast<T*>(memory_ + bytes_) : nullptr;
+    bytes_ += (static_cast<size_t>(elements) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    return part;
+  }
+  size_t bytes() const { return bytes_; }
+
+private:
+  std::byte* memory_;
+  size_t bytes_ = 0;
+};
+
+struct alignas(16) HandleUnit { // epx wants handle memory aligned to 16 bytes
+  std::byte bytes[16];
+};
+
+// What a forward leaves for its backward.
+template <typename T>
+struct Flight {
+  int64_t num_tokens = -1; // -1: no forward that succeeded
+  std::vector<HandleUnit> handle_mem;
+  std::vector<int32_t> topk_idx;                       // [T, K]
+  std::vector<T> logits, topk_weights;                 // [T, E], [T, K]
+  std::vector<int32_t> counts, offsets, global_counts; // [E_l], [E_l + 1], [P, E]
+  T* recv_tokens = nullptr;                            // [R, H], memory of the exchange, as the next two
+  T* expert_out = nullptr;                             // [R, H]
+  T* recv_weights = nullptr;                           // [R]
+  std::unique_ptr<T[]> pre_act;                        // [R, 2F or F]; not initialised, so that unused rows cost nothing
+};
+
+template <typename T>
+class BlockOf final : public Block {
+public:
+  BlockOf(std::unique_ptr<Exchange> exchange, const epx_moe_block_config& config, const FfnShape& ffn)
+      : exchange_(std::move(exchange)), shape_(exchange_->shape()), router_(config.router),
+        ffn_(ffn), layer_{config.router.top_k, config.alignment}, is_early_(config.weighting == EPX_MOE_WEIGHT_EARLY),
+        flights_(config.max_in_flight), grad_topk_weights_(shape_.max_tokens * config.router.top_k) {
+    ffn_.num_experts = shape_.num_local_experts;
+    for (Flight<T>& flight : flights_)
+      reserve(flight);
+    Carver measure(nullptr);
+    carve(measure);
+    Carver cut(exchange_->allocate(measure.bytes()));
+    carve(cut);
+  }
+
+  void forward(const epx_moe_block_fwd_args& args) override {
+    Flight<T>& flight = require_flight(args.flight);
+    const FfnParams<T> params = view_params<T>(ffn_, args.params, "params");
+    const int64_t tokens = require_forward(args);
+
+    flight.num_tokens = -1;
+    std::copy_n(data_of<T>(args.logits), tokens * router_.num_experts, flight.logits.begin());
+    const RouterInputs<T> inputs{tokens, flight.logits.data(), data_of<T>(args.selection_bias),
+                                 data_of<uint8_t>(args.token_mask)};
+    const RouterInfo info = route<T>(router_, inputs, Integers(flight.topk_idx.data()), flight.topk_weights.data());
+    prepare(flight, tokens);
+    dispatch(flight, *args.tokens);
+    ffn_fwd<T>(ffn_, {params, zones(flight), flight.recv_tokens, is_early_ ? flight.recv_weights : nullptr,
+                      flight.expert_out, flight.pre_act.get()});
+    combine(flight, *args.out);
+    flight.num_tokens = tokens;
+    write_outputs(flight, info, args);
+  }
+
+  void backward(const epx_moe_block_bwd_args& args) override {
+    Flight<T>& flight = require_flight(args.flight);
+    const FfnParams<T> params = view_params<T>(ffn_, args.params, "params");
+    const FfnParams<T> grads = view_grads<T>(ffn_, params, args.grads, "grads");
+    require_backward(flight, args);
+
+    combine_bwd(flight, *args.grad_out);
+    FfnBackward<T> call;
+    call.params = params;
+    call.zones = zones(flight);
+    call.recv_tokens = flight.recv_tokens;
+    call.recv_weights = is_early_ ? flight.recv_weights : nullptr;
+    call.pre_act = flight.pre_act.get();
+    call.grad_expert_out = grad_expert_out_;
+    call.grad_recv = grad_recv_;
+    call.grad_recv_weights = is_early_ ? grad_recv_weights_ : nullptr; // late: combine_bwd has written them
+    call.grads = grads;
+    call.accumulate = args.accumulate == 1;
+    ffn_bwd<T>(ffn_, call);
+    dispatch_bwd(flight, *args.grad_tokens);
+
+    const ExpertLoad load(Integers(flight.global_counts.data()), shape_.num_ranks, router_.num_experts);
+    route_bwd<T>(router_, flight.num_tokens, flight.logits.data(), Integers(flight.topk_idx.data()),
+                 grad_topk_weights_.data(), router_.aux_loss_coeff != 0 ? &load : nullptr, args.aux_loss_grad,
+                 data_of<T>(args.grad_logits));
+  }
+
+  void release() override { exchange_->release(); }
+
+private:
+  static constexpr epx_dtype kReal = kDtypeOf<T>;
+
+  // ---- Memory ----
+
+  void reserve(Flight<T>& flight) const {
+    flight.handle_mem.resize((shape_.handle_mem_bytes + sizeof(HandleUnit) - 1) / sizeof(HandleUnit));
+    flight.topk_idx.resize(shape_.max_tokens * router_.top_k);
+    flight.topk_weights.resize(shape_.max_tokens * router_.top_k);
+    flight.logits.resize(shape_.max_tokens * router_.num_experts);
+    flight.counts.resize(ffn_.num_experts);
+    flight.offsets.resize(ffn_.num_experts + 1);
+    flight.global_counts.resize(static_cast<int64_t>(shape_.num_ranks) * router_.num_experts);
+    flight.pre_act.reset(new T[shape_.row_capacity * ffn_.pre_act()]);
+  }
+
+  void carve(Carver& carver) {
+    const int64_t rows = shape_.row_capacity;
+    for (Flight<T>& flight : flights_) {
+      flight.recv_tokens = carver.take<T>(rows * ffn_.hidden);
+      flight.expert_out = carver.take<T>(rows * ffn_.hidden);
+      flight.recv_weights = carver.take<T>(rows);
+    }
+    grad_expert_out_ = carver.take<T>(rows * ffn_.hidden);
+    grad_recv_ = carver.take<T>(rows * ffn_.hidden);
+    grad_recv_weights_ = carver.take<T>(rows);
+  }
+
+  // ---- Arguments ----
+
+  Flight<T>& require_flight(int32_t flight) {
+    if (flight < 0 || flight >= static_cast<int32_t>(flights_.size()))
+      refuse("flight is {}; max_in_flight is {}", flight, flights_.size());
+    return flights_[flight];
+  }
+
+  // Returns T.
+  int64_t require_forward(const epx_moe_block_fwd_args& args) const {
+    require_tensor(args.tokens, "tokens", {kReal}, {{"T", kAnySize}, {"H", ffn_.hidden}});
+    const Dim tokens{"T", args.tokens->sizes[0]};
+    const Dim experts{"E", router_.num_experts};
+    const Dim top_k{"K", router_.top_k};
+    if (tokens.size > shape_.max_tokens)
+      refuse("tokens has {} rows; max_tokens_per_rank is {}", tokens.size, shape_.max_tokens);
+    require_tensor(args.logits, "logits", {kReal}, {tokens, experts});
+    allow_tensor(args.selection_bias, "selection_bias", {kReal}, {experts});
+    allow_tensor(args.token_mask, "token_mask", {EPX_UINT8}, {tokens});
+    require_tensor(args.out, "out", {kReal}, {tokens, {"H", ffn_.hidden}});
+    allow_tensor(args.topk_idx, "topk_idx", kInteger, {tokens, top_k});
+    allow_tensor(args.topk_weights, "topk_weights", {kReal}, {tokens, top_k});
+    allow_tensor(args.global_counts, "global_counts", kInteger, {{"P", shape_.num_ranks}, experts});
+    allow_tensor(args.info, "info", {EPX_INT64}, {{"3", 3}});
+    return tokens.size;
+  }
+
+  void require_backward(const Flight<T>& flight, const epx_moe_block_bwd_args& args) const {
+    if (flight.num_tokens < 0) refuse("flight {} has no forward to go back from", args.flight);
+    const Dim tokens{"T", flight.num_tokens};
+    require_tensor(args.grad_out, "grad_out", {kReal}, {tokens, {"H", ffn_.hidden}});
+    require_tensor(args.grad_tokens, "grad_tokens", {kReal}, {tokens, {"H", ffn_.hidden}});
+    require_tensor(args.grad_logits, "grad_logits", {kReal}, {tokens, {"E", router_.num_experts}});
+    if (args.accumulate != 0 && args.accumulate != 1) refuse("accumulate is {}; it must be 0 or 1", args.accumulate);
+  }
+
+  static Zones zones(Flight<T>& flight) { return {Integers(flight.counts.data()), Integers(flight.offsets.data())}; }
+
+  // ---- The five operations, on the block's memory ----
+
+  template <typename Args>
+  Args args_for(Flight<T>& flight) const {
+    Args args{};
+    args.struct_size = sizeof(args);
+    args.layer = layer_;
+    args.handle_mem = flight.handle_mem.data();
+    args.handle_mem_bytes = flight.handle_mem.size() * sizeof(HandleUnit);
+    return args;
+  }
+  epx_tensor rows(T* data) const { return epx_tensor_2d(data, kReal, shape_.row_capacity, ffn_.hidden); }
+  epx_tensor row_weights(T* data) const { return epx_tensor_1d(data, kReal, shape_.row_capacity); }
+
+  void prepare(Flight<T>& flight, int64_t tokens) {
+    const epx_tensor topk_idx = epx_tensor_2d(flight.topk_idx.data(), EPX_INT32, tokens, router_.top_k);
+    const epx_tensor counts = epx_tensor_1d(flight.counts.data(), EPX_INT32, ffn_.num_experts);
+    const epx_tensor offsets = epx_tensor_1d(flight.offsets.data(), EPX_INT32, ffn_.num_experts + 1);
+    const epx_tensor global_counts =
+        epx_tensor_2d(flight.global_counts.data(), EPX_INT32, shape_.num_ranks, router_.num_experts);
+    auto args = args_for<epx_prepare_args>(flight);
+    args.topk_idx = &topk_idx;
+    args.counts = &counts;
+    args.offsets = &offsets;
+    args.global_counts = &global_counts;
+    exchange_->prepare(args);
+  }
+
+  void dispatch(Flight<T>& flight, const epx_tensor& tokens) {
+    const epx_tensor topk_weights = epx_tensor_2d(flight.topk_weights.data(), kReal, tokens.sizes[0], router_.top_k);
+    const epx_tensor recv_tokens = rows(flight.recv_tokens);
+    const epx_tensor recv_weights = row_weights(flight.recv_weights);
+    auto args = args_for<epx_dispatch_args>(flight);
+    args.tokens = &tokens;
+    args.topk_weights = &topk_weights;
+    args.recv_tokens = &recv_tokens;
+    args.recv_weights = &recv_weights;
+    exchange_->dispatch(args);
+  }
+
+  void combine(Flight<T>& flight, const epx_tensor& out) {
+    const epx_tensor expert_out = rows(flight.expert_out);
+    const epx_tensor recv_weights = row_weights(flight.recv_weights);
+    auto args = args_for<epx_combine_args>(flight);
+    args.expert_out = &expert_out;
+    args.recv_weights = is_early_ ? nullptr : &recv_weights;
+    args.out = &out;
+    exchange_->combine(args);
+  }
+
+  void combine_bwd(Flight<T>& flight, const epx_tensor& grad_out) {
+    const epx_tensor expert_out = rows(flight.expert_out);
+    const epx_tensor recv_weights = row_weights(flight.recv_weights);
+    const epx_tensor grad_expert_out = rows(grad_expert_out_);
+    const epx_tensor grad_recv_weights = row_weights(grad_recv_weights_);
+    auto args = args_for<epx_combine_bwd_args>(flight);
+    args.grad_out = &grad_out;
+    args.grad_expert_out = &grad_expert_out;
+    if (!is_early_) {
+      args.expert_out = &expert_out;
+      args.recv_weights = &recv_weights;
+      args.grad_recv_weights = &grad_recv_weights;
+    }
+    exchange_->combine_bwd(args);
+  }
+
+  void dispatch_bwd(Flight<T>& flight, const epx_tensor& grad_tokens) {
+    const epx_tensor grad_recv = rows(grad_recv_);
+    const epx_tensor grad_recv_weights = row_weights(grad_recv_weights_);
+    const epx_tensor grad_topk_weights = epx_tensor_2d(grad_topk_weights_.data(), kReal, flight.num_tokens, router_.top_k);
+    auto args = args_for<epx_dispatch_bwd_args>(flight);
+    args.grad_recv = &grad_recv;
+    args.grad_recv_weights = &grad_recv_weights;
+    args.grad_tokens = &grad_tokens;
+    args.grad_topk_weights = &grad_topk_weights;
+    exchange_->dispatch_bwd(args);
+  }
+
+  void write_outputs(const Flight<T>& flight, const RouterInfo& info, const epx_moe_block_fwd_args& args) const {
+    const int64_t routes = flight.num_tokens * router_.top_k;
+    if (args.topk_idx != nullptr) copy_integers(flight.topk_idx, routes, *args.topk_idx);
+    if (args.topk_weights != nullptr) std::copy_n(flight.topk_weights.data(), routes, data_of<T>(args.topk_weights));
+    if (args.global_counts != nullptr)
+      copy_integers(flight.global_counts, static_cast<int64_t>(flight.global_counts.size()), *args.global_counts);
+    if (args.info != nullptr) write_info(info, *args.info);
+  }
+
+  static void copy_integers(const std::vector<int32_t>& from, int64_t size, const epx_tensor& to) {
+    for (int64_t i = 0; i < size; ++i)
+      Integers(&to).set(i, from[i]);
+  }
+
+  std::unique_ptr<Exchange> exchange_;
+  Exchange::Shape shape_;
+  epx_moe_router_config router_;
+  FfnShape ffn_;
+  epx_layer layer_;
+  bool is_early_;
+  std::vector<Flight<T>> flights_;
+  std::vector<T> grad_topk_weights_; // [T, K], for the time of a backward
+  T* grad_expert_out_ = nullptr;     // [R, H], memory of the exchange, as the next two; for the time of a backward
+  T* grad_recv_ = nullptr;           // [R, H]
+  T* grad_recv_weights_ = nullptr;   // [R]
+};
+
+} // namespace
+
+std::unique_ptr<Block> make_block(epx_group group, const epx_moe_block_config& config) {
+  require_struct(&config.router, "config.router");
+  require_struct(&config.ffn, "config.ffn");
+  validate(config.router);
+  const FfnShape ffn = make_ffn_shape(config.ffn);
+  if (config.dtype != EPX_FLOAT32 && config.dtype != EPX_FLOAT64)
+    refuse("dtype is {}; it must be float32, or float64 without a group", name_of(config.dtype));
+  if (config.weighting != EPX_MOE_WEIGHT_LATE && config.weighting != EPX_MOE_WEIGHT_EARLY)
+    refuse("weighting is {}; it must be an epx_moe_weighting", static_cast<int>(config.weighting));
+  if (config.alignment < 0) refuse("alignment is {}; it must not be negative", config.alignment);
+  if (config.max_in_flight < 1) refuse("max_in_flight is {}; it must be at least 1", config.max_in_flight);
+  if (group != nullptr) return std::make_unique<BlockOf<float>>(make_group_exchange(group, config), config, ffn);
+
+  if (config.max_tokens_per_rank < 1)
+    refuse("max_tokens_per_rank is {}; without a group it must be at least 1", config.max_tokens_per_rank);
+  if (config.dtype == EPX_FLOAT64)
+    return std::make_unique<BlockOf<double>>(make_local_exchange<double>(config), config, ffn);
+  return std::make_unique<BlockOf<float>>(make_local_exchange<float>(config), config, ffn);
+}
+
+} // namespace epx::moe

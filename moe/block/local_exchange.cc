@@ -1,0 +1,110 @@
+// The five operations where all experts are on one rank: the local permutation, with the bits of EPX_COMBINE_EXACT. Its
+// handle memory is the row map.
+#include <algorithm>
+#include <new>
+#include <vector>
+
+#include "moe/base/error.h"
+#include "moe/base/tensors.h"
+#include "moe/block/exchange.h"
+#include "moe/permute/permute.h"
+
+namespace epx::moe {
+namespace {
+
+constexpr std::align_val_t kMemoryAlignment{256};
+
+template <typename T>
+class LocalExchange final : public Exchange {
+public:
+  explicit LocalExchange(const epx_moe_block_config& config)
+      : num_experts_(config.router.num_experts), top_k_(config.router.top_k), alignment_(std::max(config.alignment, 1)) {
+    const int64_t tokens = config.max_tokens_per_rank;
+    const int64_t routes = tokens * top_k_;
+    shape_ = {1, num_experts_, tokens, routes + num_experts_ * (alignment_ - 1),
+              static_cast<size_t>(routes) * sizeof(int32_t)};
+    weights_.resize(routes);
+  }
+
+  std::byte* allocate(size_t bytes) override {
+    memory_.reset(static_cast<std::byte*>(operator new(bytes, kMemoryAlignment)));
+    std::fill_n(memory_.get(), bytes, std::byte{0});
+    return memory_.get();
+  }
+  void release() override { memory_.reset(); }
+
+  void prepare(const epx_prepare_args& args) override {
+    const int64_t tokens = args.topk_idx->sizes[0];
+    const Integers counts(args.counts);
+    const Integers global_counts(args.global_counts);
+    make_row_map(Integers(args.topk_idx), tokens, top_k_, num_experts_, alignment_, counts, Integers(args.offsets),
+                 static_cast<int32_t*>(args.handle_mem));
+    for (int e = 0; e < num_experts_; ++e)
+      global_counts.set(e, counts[e]);
+  }
+
+  void dispatch(const epx_dispatch_args& args) override {
+    const RowMap map = row_map(args, args.tokens, args.recv_tokens);
+    scatter_tokens(map, args.tokens->data, args.recv_tokens->data, row_bytes(args.tokens));
+    scatter_routes(map, args.topk_weights->data, args.recv_weights->data, sizeof(T));
+  }
+
+  void combine(const epx_combine_args& args) override {
+    const RowMap map = row_map(args, args.out, args.expert_out);
+    sum_rows<T>(map, data_of<T>(args.expert_out), weights_by_route(map, args.recv_weights), args.out->sizes[1],
+                data_of<T>(args.out));
+  }
+
+  void combine_bwd(const epx_combine_bwd_args& args) override {
+    const RowMap map = row_map(args, args.grad_out, args.grad_expert_out);
+    const T* const grad_out = data_of<T>(args.grad_out);
+    const int64_t hidden = args.grad_out->sizes[1];
+    scatter_weighted<T>(map, grad_out, weights_by_route(map, args.recv_weights), hidden, data_of<T>(args.grad_expert_out));
+    if (args.grad_recv_weights == nullptr) return;
+    dot_rows<T>(map, grad_out, data_of<T>(args.expert_out), hidden, weights_.data());
+    scatter_routes(map, weights_.data(), args.grad_recv_weights->data, sizeof(T));
+  }
+
+  void dispatch_bwd(const epx_dispatch_bwd_args& args) override {
+    const RowMap map = row_map(args, args.grad_tokens, args.grad_recv);
+    sum_rows<T>(map, data_of<T>(args.grad_recv), nullptr, args.grad_tokens->sizes[1], data_of<T>(args.grad_tokens));
+    gather_routes<T>(map, data_of<T>(args.grad_recv_weights), data_of<T>(args.grad_topk_weights));
+  }
+
+private:
+  struct Free {
+    void operator()(std::byte* memory) const { operator delete(memory, kMemoryAlignment); }
+  };
+
+  static int64_t row_bytes(const epx_tensor* rows) { return rows->sizes[1] * static_cast<int64_t>(sizeof(T)); }
+
+  template <typename Args>
+  RowMap row_map(const Args& args, const epx_tensor* tokens, const epx_tensor* rows) const {
+    return {static_cast<const int32_t*>(args.handle_mem), tokens->sizes[0], top_k_, rows->sizes[0]};
+  }
+
+  // [T, K] from [N]; NULL from NULL.
+  const T* weights_by_route(const RowMap& map, const epx_tensor* recv_weights) {
+    if (recv_weights == nullptr) return nullptr;
+    gather_routes<T>(map, data_of<T>(recv_weights), weights_.data());
+    return weights_.data();
+  }
+
+  int num_experts_;
+  int top_k_;
+  int64_t alignment_;
+  std::vector<T> weights_; // [max_tokens, K]
+  std::unique_ptr<std::byte, Free> memory_;
+};
+
+} // namespace
+
+template <typename T>
+std::unique_ptr<Exchange> make_local_exchange(const epx_moe_block_config& config) {
+  return std::make_unique<LocalExchange<T>>(config);
+}
+
+template std::unique_ptr<Exchange> make_local_exchange<float>(const epx_moe_block_config&);
+template std::unique_ptr<Exchange> make_local_exchange<double>(const epx_moe_block_config&);
+
+} // namespace epx::moe

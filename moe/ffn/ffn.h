@@ -1,0 +1,87 @@
+// The grouped FFN: each expert's two-layer network on the rows of its zone, forward and backward.
+#pragma once
+
+#include <cstdint>
+
+#include "epx/epx_moe.h"
+#include "moe/base/tensors.h"
+
+namespace epx::moe {
+
+struct FfnShape {
+  int num_experts = 0; // E_l
+  int64_t hidden = 0;  // H
+  int64_t inner = 0;   // F
+  epx_moe_activation activation = EPX_MOE_SWIGLU;
+
+  bool has_gate() const { return activation == EPX_MOE_SWIGLU; }
+  int64_t pre_act() const { return has_gate() ? 2 * inner : inner; } // elements of a row of pre_act
+};
+
+// Throws with the field and its value.
+FfnShape make_ffn_shape(const epx_moe_ffn_config& config);
+
+// One parameter of all experts; NULL where it is not given.
+template <typename T>
+struct ParamView {
+  T* data = nullptr;
+  int64_t stride = 0; // elements from expert to expert
+
+  explicit operator bool() const { return data != nullptr; }
+  T* of(int expert) const { return data != nullptr ? data + expert * stride : nullptr; }
+};
+
+// Parameters, or their gradients, whether they were given stacked or separately.
+template <typename T>
+struct FfnParams {
+  ParamView<T> gate, up, down;                // [F, H], [F, H], [H, F] of each expert
+  ParamView<T> gate_bias, up_bias, down_bias; // [F], [F], [H]
+};
+
+// Throws with the tensor's name, which starts with `name`. All of dtype T.
+template <typename T>
+FfnParams<T> view_params(const FfnShape& shape, const epx_moe_ffn_params* params, const char* name);
+// Any subset of the parameters; `grads` may be NULL.
+template <typename T>
+FfnParams<T> view_grads(const FfnShape& shape, const FfnParams<T>& params, const epx_moe_ffn_params* grads,
+                        const char* name);
+
+// Which rows belong to which expert.
+struct Zones {
+  Integers counts;  // [E_l]
+  Integers offsets; // [E_l + 1]
+};
+
+// Throws unless the zones follow each other within num_rows rows.
+void validate(const Zones& zones, int num_experts, int64_t num_rows);
+
+template <typename T>
+struct FfnForward {
+  FfnParams<T> params;
+  Zones zones;
+  const T* recv_tokens = nullptr;  // [N, H]
+  const T* recv_weights = nullptr; // [N] or NULL
+  T* expert_out = nullptr;         // [N, H]
+  T* pre_act = nullptr;            // [N, shape.pre_act()] or NULL
+};
+
+template <typename T>
+struct FfnBackward {
+  FfnParams<T> params;
+  Zones zones;
+  const T* recv_tokens = nullptr;
+  const T* recv_weights = nullptr;
+  const T* pre_act = nullptr;
+  const T* grad_expert_out = nullptr;
+  T* grad_recv = nullptr;
+  T* grad_recv_weights = nullptr; // or NULL
+  FfnParams<T> grads;
+  bool accumulate = false;
+};
+
+template <typename T>
+void ffn_fwd(const FfnShape& shape, const FfnForward<T>& call);
+template <typename T>
+void ffn_bwd(const FfnShape& shape, const FfnBackward<T>& call);
+
+} // namespace epx::moe

@@ -1,0 +1,234 @@
+// Works on tiles of kTileRows rows of one expert; the last tile of a zone is filled up with zero rows in scratch memory. Each
+// product so has the same shape whatever the number of rows, which is what makes a row's result independent of the others.
+#include "moe/ffn/ffn.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "moe/ffn/host/activation.h"
+#include "moe/ffn/host/gemm/gemm.h"
+
+namespace epx::moe {
+namespace {
+
+struct Tile {
+  int expert = 0;
+  int64_t first_row = 0;
+  int64_t num_rows = 0; // 1..kTileRows
+};
+
+// Walks the tiles of all experts, in row order.
+class TileScheduler {
+public:
+  TileScheduler(const Zones& zones, int num_experts) : zones_(zones), num_experts_(num_experts) {}
+
+  bool next(Tile& tile) {
+    while (expert_ < num_experts_ && done_ >= zones_.counts[expert_]) {
+      ++expert_;
+      done_ = 0;
+    }
+    if (expert_ == num_experts_) return false;
+    tile = {expert_, zones_.offsets[expert_] + done_, std::min(kTileRows, zones_.counts[expert_] - done_)};
+    done_ += tile.num_rows;
+    return true;
+  }
+
+private:
+  const Zones& zones_;
+  int num_experts_;
+  int expert_ = 0;
+  int64_t done_ = 0; // rows of this expert
+};
+
+// kTileRows rows of `width` elements in scratch memory.
+template <typename T>
+class TileBuffer {
+public:
+  explicit TileBuffer(int64_t width) : width_(width), values_(kTileRows * width) {}
+
+  T* data() { return values_.data(); }
+  T* row(int64_t r) { return values_.data() + r * width_; }
+
+  void clear() { std::fill(values_.begin(), values_.end(), T{0}); }
+  // Every row becomes `row`, or zero.
+  void fill(const T* row_or_null) {
+    if (row_or_null == nullptr) return clear();
+    for (int64_t r = 0; r < kTileRows; ++r)
+      std::copy_n(row_or_null, width_, row(r));
+  }
+  // The tile's rows of `from`, whose rows are `stride` apart; zero beyond them.
+  void load(const Tile& tile, const T* from, int64_t stride) {
+    for (int64_t r = 0; r < tile.num_rows; ++r)
+      std::copy_n(from + (tile.first_row + r) * stride, width_, row(r));
+    std::fill(values_.begin() + tile.num_rows * width_, values_.end(), T{0});
+  }
+  void store(const Tile& tile, T* to, int64_t stride) {
+    for (int64_t r = 0; r < tile.num_rows; ++r)
+      std::copy_n(row(r), width_, to + (tile.first_row + r) * stride);
+  }
+  void scale_rows(const Tile& tile, const T* row_weights) {
+    for (int64_t r = 0; r < tile.num_rows; ++r)
+      for (int64_t i = 0; i < width_; ++i)
+        row(r)[i] *= row_weights[tile.first_row + r];
+  }
+  void add_rows_to(const Tile& tile, T* sum) {
+    for (int64_t r = 0; r < tile.num_rows; ++r)
+      for (int64_t i = 0; i < width_; ++i)
+        sum[i] += row(r)[i];
+  }
+
+private:
+  int64_t width_;
+  std::vector<T> values_;
+};
+
+// The tile's rows of `from`, in place when they fill a tile.
+template <typename T>
+const T* full_tile(const Tile& tile, const T* from, int64_t width, TileBuffer<T>& scratch) {
+  if (tile.num_rows == kTileRows) return from + tile.first_row * width;
+  scratch.load(tile, from, width);
+  return scratch.data();
+}
+
+template <typename T>
+void activate(const FfnShape& shape, const Tile& tile, TileBuffer<T>& gate, TileBuffer<T>& up, TileBuffer<T>& inner) {
+  inner.clear(); // rows beyond the tile's stay zero
+  for (int64_t r = 0; r < tile.num_rows; ++r)
+    for (int64_t i = 0; i < shape.inner; ++i)
+      inner.row(r)[i] = shape.has_gate() ? swiglu(gate.row(r)[i], up.row(r)[i]) : ungated(shape.activation, up.row(r)[i]);
+}
+
+// grad_inner becomes the gradient of up, and grad_gate that of the gate.
+template <typename T>
+void activate_bwd(const FfnShape& shape, const Tile& tile, TileBuffer<T>& gate, TileBuffer<T>& up, TileBuffer<T>& grad_gate,
+                  TileBuffer<T>& grad_inner) {
+  if (shape.has_gate()) grad_gate.clear();
+  for (int64_t r = 0; r < tile.num_rows; ++r) {
+    for (int64_t i = 0; i < shape.inner; ++i) {
+      T& grad = grad_inner.row(r)[i];
+      if (shape.has_gate()) {
+        const GateUp<T> grads = swiglu_bwd(gate.row(r)[i], up.row(r)[i], grad);
+        grad_gate.row(r)[i] = grads.gate;
+        grad = grads.up;
+      } else {
+        grad = ungated_bwd(shape.activation, up.row(r)[i], grad);
+      }
+    }
+  }
+}
+
+template <typename T>
+T dot(const T* a, const T* b, int64_t size) {
+  T sum = 0;
+  for (int64_t i = 0; i < size; ++i)
+    sum += a[i] * b[i];
+  return sum;
+}
+
+template <typename T>
+void clear_grads(const FfnShape& shape, const FfnParams<T>& grads) {
+  const auto clear = [&](const ParamView<T>& view, int64_t size) {
+    for (int e = 0; view && e < shape.num_experts; ++e)
+      std::fill_n(view.of(e), size, T{0});
+  };
+  clear(grads.gate, shape.inner * shape.hidden);
+  clear(grads.up, shape.inner * shape.hidden);
+  clear(grads.down, shape.hidden * shape.inner);
+  clear(grads.gate_bias, shape.inner);
+  clear(grads.up_bias, shape.inner);
+  clear(grads.down_bias, shape.hidden);
+}
+
+} // namespace
+
+template <typename T>
+void ffn_fwd(const FfnShape& shape, const FfnForward<T>& call) {
+  const auto& [params, zones, recv_tokens, recv_weights, expert_out, pre_act] = call;
+  const GemmKernels<T>& product = gemm<T>();
+  TileBuffer<T> x(shape.hidden), gate(shape.has_gate() ? shape.inner : 0), up(shape.inner), inner(shape.inner),
+      y(shape.hidden);
+  TileScheduler scheduler(zones, shape.num_experts);
+  for (Tile tile; scheduler.next(tile);) {
+    const int e = tile.expert;
+    const T* const tokens = full_tile(tile, recv_tokens, shape.hidden, x);
+    if (shape.has_gate()) {
+      gate.fill(params.gate_bias.of(e));
+      product.add_a_bt(tokens, params.gate.of(e), gate.data(), shape.inner, shape.hidden);
+    }
+    up.fill(params.up_bias.of(e));
+    product.add_a_bt(tokens, params.up.of(e), up.data(), shape.inner, shape.hidden);
+    if (pre_act != nullptr) {
+      if (shape.has_gate()) gate.store(tile, pre_act, shape.pre_act());
+      up.store(tile, pre_act + shape.pre_act() - shape.inner, shape.pre_act());
+    }
+
+    activate(shape, tile, gate, up, inner);
+    y.fill(params.down_bias.of(e));
+    if (recv_weights != nullptr) {
+      inner.scale_rows(tile, recv_weights);
+      y.scale_rows(tile, recv_weights);
+    }
+    product.add_a_bt(inner.data(), params.down.of(e), y.data(), shape.hidden, shape.inner);
+    y.store(tile, expert_out, shape.hidden);
+  }
+}
+
+template <typename T>
+void ffn_bwd(const FfnShape& shape, const FfnBackward<T>& call) {
+  const FfnParams<T>& params = call.params;
+  const FfnParams<T>& grads = call.grads;
+  const GemmKernels<T>& product = gemm<T>();
+  const int64_t hidden = shape.hidden;
+  const int64_t inner_size = shape.inner;
+  const int64_t gate_size = shape.has_gate() ? inner_size : 0;
+  TileBuffer<T> x(hidden), gate(gate_size), up(inner_size), inner(inner_size);
+  TileBuffer<T> grad_y(hidden), grad_gate(gate_size), grad_inner(inner_size), grad_x(hidden);
+  if (!call.accumulate) clear_grads(shape, grads);
+
+  TileScheduler scheduler(call.zones, shape.num_experts);
+  for (Tile tile; scheduler.next(tile);) {
+    const int e = tile.expert;
+    const T* const tokens = full_tile(tile, call.recv_tokens, hidden, x);
+    grad_y.load(tile, call.grad_expert_out, hidden);
+    if (shape.has_gate()) gate.load(tile, call.pre_act, shape.pre_act());
+    up.load(tile, call.pre_act + gate_size, shape.pre_act());
+    activate(shape, tile, gate, up, inner);
+
+    // Through the down projection; its weight gradient sees the weighted activations, or the weighted gradient.
+    grad_inner.clear();
+    product.add_a_b(grad_y.data(), params.down.of(e), grad_inner.data(), inner_size, hidden);
+    if (call.grad_recv_weights != nullptr) {
+      for (int64_t r = 0; r < tile.num_rows; ++r) {
+        T& grad = call.grad_recv_weights[tile.first_row + r];
+        grad = dot(grad_inner.row(r), inner.row(r), inner_size);
+        if (params.down_bias) grad += dot(grad_y.row(r), params.down_bias.of(e), hidden);
+      }
+    }
+    if (call.recv_weights != nullptr) {
+      grad_inner.scale_rows(tile, call.recv_weights);
+      grad_y.scale_rows(tile, call.recv_weights);
+    }
+    if (grads.down) product.add_at_b(grad_y.data(), inner.data(), grads.down.of(e), hidden, inner_size);
+    if (grads.down_bias) grad_y.add_rows_to(tile, grads.down_bias.of(e));
+
+    // Through the activation, gate and up.
+    activate_bwd(shape, tile, gate, up, grad_gate, grad_inner);
+    grad_x.clear();
+    if (shape.has_gate()) {
+      product.add_a_b(grad_gate.data(), params.gate.of(e), grad_x.data(), hidden, inner_size);
+      if (grads.gate) product.add_at_b(grad_gate.data(), tokens, grads.gate.of(e), inner_size, hidden);
+      if (grads.gate_bias) grad_gate.add_rows_to(tile, grads.gate_bias.of(e));
+    }
+    product.add_a_b(grad_inner.data(), params.up.of(e), grad_x.data(), hidden, inner_size);
+    if (grads.up) product.add_at_b(grad_inner.data(), tokens, grads.up.of(e), inner_size, hidden);
+    if (grads.up_bias) grad_inner.add_rows_to(tile, grads.up_bias.of(e));
+    grad_x.store(tile, call.grad_recv, hidden);
+  }
+}
+
+template void ffn_fwd(const FfnShape&, const FfnForward<float>&);
+template void ffn_fwd(const FfnShape&, const FfnForward<double>&);
+template void ffn_bwd(const FfnShape&, const FfnBackward<float>&);
+template void ffn_bwd(const FfnShape&, const FfnBackward<double>&);
+
+} // namespace epx::moe

@@ -1,0 +1,120 @@
+// The local permutation's part of the C API.
+#include "epx/epx_moe.h"
+#include "moe/base/error.h"
+#include "moe/base/tensors.h"
+#include "moe/permute/permute.h"
+
+using namespace epx::moe;
+
+namespace {
+
+constexpr auto kReal = {EPX_FLOAT32, EPX_FLOAT64};
+constexpr auto kInteger = {EPX_INT32, EPX_INT64};
+
+// Checks row_map[T, K] against rows that have been checked.
+RowMap require_map(const epx_tensor* row_map, int64_t num_rows) {
+  require_tensor(row_map, "row_map", {EPX_INT32}, {{"T", kAnySize}, {"K", kAnySize}});
+  const RowMap map{data_of<int32_t>(row_map), row_map->sizes[0], static_cast<int>(row_map->sizes[1]), num_rows};
+  validate(map);
+  return map;
+}
+
+Dim tokens_of(const RowMap& map) {
+  return {"T", map.num_tokens};
+}
+Dim top_k_of(const RowMap& map) {
+  return {"K", map.top_k};
+}
+
+} // namespace
+
+epx_status epx_moe_row_map(const epx_moe_row_map_args* args) {
+  return at_c_boundary(__func__, [&] {
+    require_args(args);
+    require_tensor(args->topk_idx, "topk_idx", kInteger, {{"T", kAnySize}, {"K", kAnySize}});
+    const int64_t tokens = args->topk_idx->sizes[0];
+    const int64_t top_k = args->topk_idx->sizes[1];
+    if (args->alignment < 0) refuse("alignment is {}; it must not be negative", args->alignment);
+    require_tensor(args->counts, "counts", kInteger, {{"E", kAnySize}});
+    const int64_t experts = args->counts->sizes[0];
+    require_tensor(args->offsets, "offsets", {args->counts->dtype}, {{"E + 1", experts + 1}});
+    require_tensor(args->row_map, "row_map", {EPX_INT32}, {{"T", tokens}, {"K", top_k}});
+    make_row_map(Integers(args->topk_idx), tokens, static_cast<int>(top_k), experts,
+                 args->alignment == 0 ? 1 : args->alignment, Integers(args->counts), Integers(args->offsets),
+                 data_of<int32_t>(args->row_map));
+  });
+}
+
+epx_status epx_moe_permute(const epx_moe_permute_args* args) {
+  return at_c_boundary(__func__, [&] {
+    require_args(args);
+    require_any_tensor(args->tokens, "tokens", {{"T", kAnySize}, {"H", kAnySize}});
+    const int64_t hidden = args->tokens->sizes[1];
+    require_tensor(args->rows, "rows", {args->tokens->dtype}, {{"N", kAnySize}, {"H", hidden}});
+    const RowMap map = require_map(args->row_map, args->rows->sizes[0]);
+    require_any_tensor(args->tokens, "tokens", {tokens_of(map), {"H", hidden}});
+    require_both_or_neither(args->topk_weights, "topk_weights", args->row_weights, "row_weights");
+    if (args->topk_weights != nullptr) {
+      require_any_tensor(args->topk_weights, "topk_weights", {tokens_of(map), top_k_of(map)});
+      require_tensor(args->row_weights, "row_weights", {args->topk_weights->dtype}, {{"N", map.num_rows}});
+    }
+    scatter_tokens(map, args->tokens->data, args->rows->data, hidden * element_bytes(args->tokens->dtype));
+    if (args->topk_weights != nullptr)
+      scatter_routes(map, args->topk_weights->data, args->row_weights->data, element_bytes(args->topk_weights->dtype));
+  });
+}
+
+epx_status epx_moe_permute_bwd(const epx_moe_permute_bwd_args* args) {
+  return at_c_boundary(__func__, [&] {
+    require_args(args);
+    require_tensor(args->grad_rows, "grad_rows", kReal, {{"N", kAnySize}, {"H", kAnySize}});
+    const epx_dtype real = args->grad_rows->dtype;
+    const int64_t hidden = args->grad_rows->sizes[1];
+    const RowMap map = require_map(args->row_map, args->grad_rows->sizes[0]);
+    require_tensor(args->grad_tokens, "grad_tokens", {real}, {tokens_of(map), {"H", hidden}});
+    require_both_or_neither(args->grad_row_weights, "grad_row_weights", args->grad_topk_weights, "grad_topk_weights");
+    allow_tensor(args->grad_row_weights, "grad_row_weights", {real}, {{"N", map.num_rows}});
+    allow_tensor(args->grad_topk_weights, "grad_topk_weights", {real}, {tokens_of(map), top_k_of(map)});
+    with_real(real, [&]<typename T>(T) {
+      sum_rows<T>(map, data_of<T>(args->grad_rows), nullptr, hidden, data_of<T>(args->grad_tokens));
+      if (args->grad_row_weights != nullptr)
+        gather_routes<T>(map, data_of<T>(args->grad_row_weights), data_of<T>(args->grad_topk_weights));
+    });
+  });
+}
+
+epx_status epx_moe_unpermute(const epx_moe_unpermute_args* args) {
+  return at_c_boundary(__func__, [&] {
+    require_args(args);
+    require_tensor(args->rows, "rows", kReal, {{"N", kAnySize}, {"H", kAnySize}});
+    const epx_dtype real = args->rows->dtype;
+    const int64_t hidden = args->rows->sizes[1];
+    const RowMap map = require_map(args->row_map, args->rows->sizes[0]);
+    allow_tensor(args->topk_weights, "topk_weights", {real}, {tokens_of(map), top_k_of(map)});
+    require_tensor(args->tokens, "tokens", {real}, {tokens_of(map), {"H", hidden}});
+    with_real(real, [&]<typename T>(T) {
+      sum_rows<T>(map, data_of<T>(args->rows), data_of<T>(args->topk_weights), hidden, data_of<T>(args->tokens));
+    });
+  });
+}
+
+epx_status epx_moe_unpermute_bwd(const epx_moe_unpermute_bwd_args* args) {
+  return at_c_boundary(__func__, [&] {
+    require_args(args);
+    require_tensor(args->grad_rows, "grad_rows", kReal, {{"N", kAnySize}, {"H", kAnySize}});
+    const epx_dtype real = args->grad_rows->dtype;
+    const Dim hidden{"H", args->grad_rows->sizes[1]};
+    const RowMap map = require_map(args->row_map, args->grad_rows->sizes[0]);
+    require_tensor(args->grad_tokens, "grad_tokens", {real}, {tokens_of(map), hidden});
+    allow_tensor(args->topk_weights, "topk_weights", {real}, {tokens_of(map), top_k_of(map)});
+    require_both_or_neither(args->rows, "rows", args->grad_topk_weights, "grad_topk_weights");
+    allow_tensor(args->rows, "rows", {real}, {{"N", map.num_rows}, hidden});
+    allow_tensor(args->grad_topk_weights, "grad_topk_weights", {real}, {tokens_of(map), top_k_of(map)});
+    with_real(real, [&]<typename T>(T) {
+      const T* const grad_tokens = data_of<T>(args->grad_tokens);
+      scatter_weighted<T>(map, grad_tokens, data_of<T>(args->topk_weights), hidden.size, data_of<T>(args->grad_rows));
+      if (args->grad_topk_weights != nullptr)
+        dot_rows<T>(map, grad_tokens, data_of<T>(args->rows), hidden.size, data_of<T>(args->grad_topk_weights));
+    });
+  });
+}

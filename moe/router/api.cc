@@ -1,0 +1,125 @@
+// The router's part of the C API.
+#include <cmath>
+#include <optional>
+
+#include "epx/epx_moe.h"
+#include "moe/base/error.h"
+#include "moe/base/tensors.h"
+#include "moe/router/router.h"
+
+using namespace epx::moe;
+
+namespace {
+
+constexpr auto kReal = {EPX_FLOAT32, EPX_FLOAT64};
+constexpr auto kInteger = {EPX_INT32, EPX_INT64};
+
+void require_config(const epx_moe_router_config* config) {
+  require_struct(config, "config");
+  validate(*config);
+}
+
+// Checks logits[T, E] and returns T.
+int64_t require_logits(const epx_tensor* logits, const epx_moe_router_config& config) {
+  require_tensor(logits, "logits", kReal, {{"T", kAnySize}, {"E", config.num_experts}});
+  return logits->sizes[0];
+}
+
+// topk_idx that a caller gives back: what the router could have written.
+void require_selection(const epx_tensor* topk_idx, const epx_moe_router_config& config, int64_t num_tokens) {
+  require_tensor(topk_idx, "topk_idx", kInteger, {{"T", num_tokens}, {"K", config.top_k}});
+  const Integers indices(topk_idx);
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    const bool has_routes = indices[t * config.top_k] >= 0;
+    for (int64_t k = 0; k < config.top_k; ++k) {
+      const int64_t expert = indices[t * config.top_k + k];
+      if (has_routes ? expert < 0 || expert >= config.num_experts : expert != -1)
+        refuse("topk_idx[{}, {}] is {}; a row has experts, 0..{}, or is all -1", t, k, expert, config.num_experts - 1);
+    }
+  }
+}
+
+ExpertLoad load_of(const epx_tensor* global_counts, int32_t num_experts) {
+  require_tensor(global_counts, "global_counts", kInteger, {{"P", kAnySize}, {"E", num_experts}});
+  return {Integers(global_counts), global_counts->sizes[0], num_experts};
+}
+
+} // namespace
+
+epx_status epx_moe_router_config_init(epx_moe_router_config* config) {
+  return at_c_boundary(__func__, [&] {
+    if (config == nullptr) refuse("config is NULL");
+    *config = {};
+    config->struct_size = sizeof(*config);
+    config->num_groups = 1;
+    config->topk_groups = 1;
+    config->scaling_factor = 1;
+  });
+}
+
+epx_status epx_moe_router(const epx_moe_router_config* config, const epx_moe_router_args* args) {
+  return at_c_boundary(__func__, [&] {
+    require_config(config);
+    require_args(args);
+    const int64_t tokens = require_logits(args->logits, *config);
+    const epx_dtype real = args->logits->dtype;
+    allow_tensor(args->selection_bias, "selection_bias", {real}, {{"E", config->num_experts}});
+    allow_tensor(args->token_mask, "token_mask", {EPX_UINT8}, {{"T", tokens}});
+    require_tensor(args->topk_idx, "topk_idx", kInteger, {{"T", tokens}, {"K", config->top_k}});
+    require_tensor(args->topk_weights, "topk_weights", {real}, {{"T", tokens}, {"K", config->top_k}});
+    allow_tensor(args->info, "info", {EPX_INT64}, {{"3", 3}});
+    const RouterInfo info = with_real(real, [&]<typename T>(T) {
+      const RouterInputs<T> inputs{tokens, data_of<T>(args->logits), data_of<T>(args->selection_bias),
+                                   data_of<uint8_t>(args->token_mask)};
+      return route<T>(*config, inputs, Integers(args->topk_idx), data_of<T>(args->topk_weights));
+    });
+    if (args->info != nullptr) write_info(info, *args->info);
+  });
+}
+
+epx_status epx_moe_router_bwd(const epx_moe_router_config* config, const epx_moe_router_bwd_args* args) {
+  return at_c_boundary(__func__, [&] {
+    require_config(config);
+    require_args(args);
+    const int64_t tokens = require_logits(args->logits, *config);
+    const epx_dtype real = args->logits->dtype;
+    require_selection(args->topk_idx, *config, tokens);
+    allow_tensor(args->grad_topk_weights, "grad_topk_weights", {real}, {{"T", tokens}, {"K", config->top_k}});
+    require_tensor(args->grad_logits, "grad_logits", {real}, {{"T", tokens}, {"E", config->num_experts}});
+    if (config->aux_loss_coeff == 0 && args->global_counts != nullptr)
+      refuse("global_counts is given, but aux_loss_coeff is 0: there is no loss that needs it");
+    std::optional<ExpertLoad> load;
+    if (config->aux_loss_coeff != 0) load = load_of(args->global_counts, config->num_experts);
+    with_real(real, [&]<typename T>(T) {
+      route_bwd<T>(*config, tokens, data_of<T>(args->logits), Integers(args->topk_idx), data_of<T>(args->grad_topk_weights),
+                   load ? &*load : nullptr, args->aux_loss_grad, data_of<T>(args->grad_logits));
+    });
+  });
+}
+
+epx_status epx_moe_aux_loss(const epx_moe_router_config* config, const epx_moe_aux_loss_args* args) {
+  return at_c_boundary(__func__, [&] {
+    require_config(config);
+    require_args(args);
+    const int64_t tokens = require_logits(args->logits, *config);
+    require_selection(args->topk_idx, *config, tokens);
+    const ExpertLoad load = load_of(args->global_counts, config->num_experts);
+    require_tensor(args->loss, "loss", {EPX_FLOAT64}, {{"1", 1}});
+    *data_of<double>(args->loss) = with_real(args->logits->dtype, [&]<typename T>(T) {
+      return aux_loss<T>(*config, tokens, data_of<T>(args->logits), Integers(args->topk_idx), load);
+    });
+  });
+}
+
+epx_status epx_moe_bias_update(const epx_moe_bias_update_args* args) {
+  return at_c_boundary(__func__, [&] {
+    require_args(args);
+    require_tensor(args->selection_bias, "selection_bias", kReal, {{"E", kAnySize}});
+    const auto experts = static_cast<int32_t>(args->selection_bias->sizes[0]);
+    if (experts < 1) refuse("selection_bias has {} elements; it must have one for each expert", experts);
+    if (!std::isfinite(args->rate)) refuse("rate is {}; it must be finite", args->rate);
+    const ExpertLoad load = load_of(args->global_counts, experts);
+    with_real(args->selection_bias->dtype,
+              [&]<typename T>(T) { update_bias<T>(load, args->rate, experts, data_of<T>(args->selection_bias)); });
+  });
+}

@@ -1,0 +1,317 @@
+#include "moe/router/router.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <span>
+
+namespace epx::moe {
+namespace {
+
+constexpr double kTinySum = 1e-20; // keeps a division by a sum of underflowed sigmoids finite
+
+// softmax of `logits` into `out`; NaN when no logit is finite, or one is NaN or +infinity.
+template <typename T>
+void softmax(std::span<const T> logits, std::span<T> out) {
+  const T top = *std::max_element(logits.begin(), logits.end());
+  T sum = 0;
+  for (size_t i = 0; i < logits.size(); ++i)
+    sum += out[i] = std::exp(logits[i] - top);
+  for (T& value : out)
+    value /= sum;
+}
+
+// Scores of one token: what the weights are made of. With TOPK_THEN_SOFTMAX these are the logits themselves.
+template <typename T>
+void score(epx_moe_score how, std::span<const T> logits, std::span<T> scores) {
+  switch (how) {
+  case EPX_MOE_TOPK_THEN_SOFTMAX:
+    std::copy(logits.begin(), logits.end(), scores.begin());
+    return;
+  case EPX_MOE_SOFTMAX_THEN_TOPK:
+    softmax(logits, scores);
+    return;
+  case EPX_MOE_SIGMOID:
+    for (size_t e = 0; e < logits.size(); ++e)
+      scores[e] = 1 / (1 + std::exp(-logits[e]));
+    return;
+  }
+}
+
+// The K weights of a token from the scores (for TOPK_THEN_SOFTMAX: logits) of its experts.
+template <typename T>
+void weigh(const epx_moe_router_config& config, std::span<const T> selected, std::span<T> weights) {
+  if (config.score == EPX_MOE_TOPK_THEN_SOFTMAX) {
+    softmax(selected, weights);
+  } else {
+    std::copy(selected.begin(), selected.end(), weights.begin());
+    if (config.renormalize != 0) {
+      const T sum = std::accumulate(weights.begin(), weights.end(), T{0}) + static_cast<T>(kTinySum);
+      for (T& weight : weights)
+        weight /= sum;
+    }
+  }
+  for (T& weight : weights)
+    weight *= static_cast<T>(config.scaling_factor);
+}
+
+template <typename T>
+bool any_nan(std::span<const T> values) {
+  return std::any_of(values.begin(), values.end(), [](T value) { return std::isnan(value); });
+}
+
+// Selects experts of one token at a time; its scratch is allocated once.
+template <typename T>
+class Selector {
+public:
+  Selector(const epx_moe_router_config& config, const T* selection_bias)
+      : config_(config), bias_(selection_bias), scores_(config.num_experts), keys_(config.num_experts),
+        group_scores_(config.num_groups), experts_(config.num_experts), groups_(config.num_groups),
+        selected_(config.top_k) {}
+
+  // False when the token is bad. experts() then mean nothing.
+  bool select(std::span<const T> logits, std::span<T> weights) {
+    if (any_nan(logits)) return false; // before anything is ordered by them
+    score<T>(config_.score, logits, scores_);
+    for (int e = 0; e < config_.num_experts; ++e)
+      keys_[e] = bias_ != nullptr ? scores_[e] + bias_[e] : scores_[e];
+    if (any_nan<T>(keys_)) return false;
+    const std::span<int> candidates = config_.num_groups > 1 ? experts_of_best_groups() : all_experts();
+    if (candidates.empty()) return false;
+    order_best_first(candidates, config_.top_k, keys_);
+    for (int k = 0; k < config_.top_k; ++k)
+      selected_[k] = scores_[experts_[k]];
+    weigh<T>(config_, selected_, weights);
+    return !any_nan<T>(weights);
+  }
+
+  std::span<const int> experts() const { return {experts_.data(), static_cast<size_t>(config_.top_k)}; }
+
+private:
+  // The best `count` of `items` to the front, ties by the lower index.
+  static void order_best_first(std::span<int> items, int count, const std::vector<T>& keys) {
+    std::partial_sort(items.begin(), items.begin() + count, items.end(),
+                      [&](int a, int b) { return keys[a] > keys[b] || (keys[a] == keys[b] && a < b); });
+  }
+
+  std::span<int> all_experts() {
+    std::iota(experts_.begin(), experts_.end(), 0);
+    return experts_;
+  }
+
+  // Empty when a group's score is not a number.
+  std::span<int> experts_of_best_groups() {
+    const int group_size = config_.num_experts / config_.num_groups;
+    const int per_group = config_.top_k / config_.topk_groups;
+    all_experts();
+    for (int g = 0; g < config_.num_groups; ++g) {
+      const std::span<int> members = std::span(experts_).subspan(g * group_size, group_size);
+      order_best_first(members, per_group, keys_);
+      group_scores_[g] = 0;
+      for (int i = 0; i < per_group; ++i)
+        group_scores_[g] += keys_[members[i]];
+    }
+    if (any_nan<T>(group_scores_)) return {};
+    std::iota(groups_.begin(), groups_.end(), 0);
+    order_best_first(groups_, config_.topk_groups, group_scores_);
+    for (int i = 0; i < config_.topk_groups; ++i)
+      std::iota(experts_.begin() + i * group_size, experts_.begin() + (i + 1) * group_size, groups_[i] * group_size);
+    return std::span(experts_).first(config_.topk_groups * group_size);
+  }
+
+  const epx_moe_router_config& config_;
+  const T* bias_;
+  std::vector<T> scores_, keys_; // [E]
+  std::vector<T> group_scores_;  // [num_groups]
+  std::vector<int> experts_;     // [E]; the selected ones first
+  std::vector<int> groups_;      // [num_groups]
+  std::vector<T> selected_;      // [K]: scores of the selected ones
+};
+
+// What an expert's share of the load weighs in the loss: E * c / (K * T_g^2).
+double aux_scale(const epx_moe_router_config& config, const ExpertLoad& load) {
+  if (load.total() == 0) return 0;
+  const double tokens = load.total() / config.top_k;
+  return config.num_experts * config.aux_loss_coeff / (config.top_k * tokens * tokens);
+}
+
+// p[t, :] of the load-balance loss. Returns what the scores were divided by (1 for a softmax).
+template <typename T>
+T balance_probabilities(epx_moe_score how, std::span<const T> logits, std::span<T> p) {
+  if (how != EPX_MOE_SIGMOID) {
+    softmax(logits, p);
+    return 1;
+  }
+  score(how, logits, p);
+  const T sum = std::accumulate(p.begin(), p.end(), T{0}) + static_cast<T>(kTinySum);
+  for (T& value : p)
+    value /= sum;
+  return sum;
+}
+
+template <typename T>
+T dot(std::span<const T> a, std::span<const T> b) {
+  return std::inner_product(a.begin(), a.end(), b.begin(), T{0});
+}
+
+// Gradients of one token, added up in the token's row of grad_logits.
+template <typename T>
+class Backward {
+public:
+  Backward(const epx_moe_router_config& config, const ExpertLoad* load, double aux_loss_grad)
+      : config_(config), load_(load), aux_scale_(load != nullptr ? aux_scale(config, *load) * aux_loss_grad : 0),
+        scores_(config.num_experts), grad_scores_(config.num_experts), selected_(config.top_k), weights_(config.top_k),
+        grads_(config.top_k) {}
+
+  void run(std::span<const T> logits, std::span<const int> experts, std::span<const T> grad_weights,
+           std::span<T> grad_logits) {
+    if (!grad_weights.empty()) through_weights(logits, experts, grad_weights, grad_logits);
+    if (load_ != nullptr) through_balance(logits, grad_logits);
+  }
+
+private:
+  void through_weights(std::span<const T> logits, std::span<const int> experts, std::span<const T> grad_weights,
+                       std::span<T> grad_logits) {
+    const int top_k = config_.top_k;
+    for (int k = 0; k < top_k; ++k)
+      grads_[k] = grad_weights[k] * static_cast<T>(config_.scaling_factor);
+    if (config_.score == EPX_MOE_TOPK_THEN_SOFTMAX) {
+      for (int k = 0; k < top_k; ++k)
+        selected_[k] = logits[experts[k]];
+      softmax<T>(selected_, weights_);
+      const T mean = dot<T>(weights_, grads_);
+      for (int k = 0; k < top_k; ++k)
+        grad_logits[experts[k]] += weights_[k] * (grads_[k] - mean);
+      return;
+    }
+    score<T>(config_.score, logits, scores_);
+    if (config_.renormalize != 0) {
+      T sum = static_cast<T>(kTinySum);
+      for (int k = 0; k < top_k; ++k)
+        sum += selected_[k] = scores_[experts[k]];
+      const T mean = dot<T>(selected_, grads_) / sum;
+      for (int k = 0; k < top_k; ++k)
+        grads_[k] = (grads_[k] - mean) / sum;
+    }
+    std::fill(grad_scores_.begin(), grad_scores_.end(), T{0});
+    for (int k = 0; k < top_k; ++k)
+      grad_scores_[experts[k]] = grads_[k];
+    through_scores(grad_logits);
+  }
+
+  void through_balance(std::span<const T> logits, std::span<T> grad_logits) {
+    const T sum = balance_probabilities<T>(config_.score, logits, scores_);
+    for (int e = 0; e < config_.num_experts; ++e)
+      grad_scores_[e] = static_cast<T>(aux_scale_ * load_->routes(e));
+    if (config_.score == EPX_MOE_SIGMOID) {
+      const T mean = dot<T>(scores_, grad_scores_);
+      for (int e = 0; e < config_.num_experts; ++e) {
+        grad_scores_[e] = (grad_scores_[e] - mean) / sum;
+        scores_[e] *= sum;
+      }
+    }
+    through_scores(grad_logits);
+  }
+
+  // From scores_ and grad_scores_ to the logits, through the softmax over all experts or the sigmoids.
+  void through_scores(std::span<T> grad_logits) {
+    const bool is_softmax = config_.score != EPX_MOE_SIGMOID;
+    const T mean = is_softmax ? dot<T>(scores_, grad_scores_) : 0;
+    for (int e = 0; e < config_.num_experts; ++e)
+      grad_logits[e] +=
+          is_softmax ? scores_[e] * (grad_scores_[e] - mean) : scores_[e] * (1 - scores_[e]) * grad_scores_[e];
+  }
+
+  const epx_moe_router_config& config_;
+  const ExpertLoad* load_;
+  double aux_scale_;
+  std::vector<T> scores_, grad_scores_;       // [E]
+  std::vector<T> selected_, weights_, grads_; // [K]
+};
+
+} // namespace
+
+template <typename T>
+RouterInfo route(const epx_moe_router_config& config, const RouterInputs<T>& inputs, Integers topk_idx, T* topk_weights) {
+  const int64_t experts = config.num_experts;
+  const int64_t top_k = config.top_k;
+  RouterInfo info;
+  Selector<T> selector(config, inputs.selection_bias);
+  for (int64_t t = 0; t < inputs.num_tokens; ++t) {
+    const std::span<T> weights(topk_weights + t * top_k, static_cast<size_t>(top_k));
+    const bool masked = inputs.token_mask != nullptr && inputs.token_mask[t] == 0;
+    const bool good = !masked && selector.select({inputs.logits + t * experts, static_cast<size_t>(experts)}, weights);
+    if (!good) std::fill(weights.begin(), weights.end(), T{0});
+    for (int64_t k = 0; k < top_k; ++k)
+      topk_idx.set(t * top_k + k, good ? selector.experts()[k] : -1);
+    info.masked_tokens += masked;
+    if (!masked && !good && info.bad_tokens++ == 0) info.first_bad_token = t;
+  }
+  return info;
+}
+
+ExpertLoad::ExpertLoad(Integers counts_by_rank, int64_t num_ranks, int num_experts) : routes_(num_experts) {
+  for (int64_t rank = 0; rank < num_ranks; ++rank)
+    for (int e = 0; e < num_experts; ++e)
+      routes_[e] += static_cast<double>(counts_by_rank[rank * num_experts + e]);
+  for (const double routes : routes_)
+    total_ += routes;
+}
+
+template <typename T>
+void route_bwd(const epx_moe_router_config& config, int64_t num_tokens, const T* logits, Integers topk_idx,
+               const T* grad_topk_weights, const ExpertLoad* load, double aux_loss_grad, T* grad_logits) {
+  const int64_t experts = config.num_experts;
+  const int64_t top_k = config.top_k;
+  Backward<T> backward(config, load, aux_loss_grad);
+  std::vector<int> selected(top_k);
+  std::fill_n(grad_logits, num_tokens * experts, T{0});
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    if (topk_idx[t * top_k] < 0) continue; // masked or bad
+    for (int64_t k = 0; k < top_k; ++k)
+      selected[k] = static_cast<int>(topk_idx[t * top_k + k]);
+    const std::span<const T> grad_weights = grad_topk_weights != nullptr
+                                                ? std::span(grad_topk_weights + t * top_k, static_cast<size_t>(top_k))
+                                                : std::span<const T>();
+    backward.run({logits + t * experts, static_cast<size_t>(experts)}, selected, grad_weights,
+                 {grad_logits + t * experts, static_cast<size_t>(experts)});
+  }
+}
+
+template <typename T>
+double aux_loss(const epx_moe_router_config& config, int64_t num_tokens, const T* logits, Integers topk_idx,
+                const ExpertLoad& load) {
+  const int64_t experts = config.num_experts;
+  std::vector<T> p(experts);
+  double sum = 0;
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    if (topk_idx[t * config.top_k] < 0) continue;
+    balance_probabilities<T>(config.score, {logits + t * experts, static_cast<size_t>(experts)}, p);
+    for (int e = 0; e < experts; ++e)
+      sum += static_cast<double>(p[e]) * load.routes(e);
+  }
+  return aux_scale(config, load) * sum;
+}
+
+template <typename T>
+void update_bias(const ExpertLoad& load, double rate, int num_experts, T* selection_bias) {
+  const double mean = load.total() / num_experts;
+  for (int e = 0; e < num_experts; ++e) {
+    const double lack = mean - load.routes(e);
+    selection_bias[e] += static_cast<T>(lack > 0 ? rate : lack < 0 ? -rate : 0);
+  }
+}
+
+template RouterInfo route(const epx_moe_router_config&, const RouterInputs<float>&, Integers, float*);
+template RouterInfo route(const epx_moe_router_config&, const RouterInputs<double>&, Integers, double*);
+template void route_bwd(const epx_moe_router_config&, int64_t, const float*, Integers, const float*, const ExpertLoad*,
+                        double, float*);
+template void route_bwd(const epx_moe_router_config&, int64_t, const double*, Integers, const double*, const ExpertLoad*,
+                        double, double*);
+template double aux_loss(const epx_moe_router_config&, int64_t, const float*, Integers, const ExpertLoad&);
+template double aux_loss(const epx_moe_router_config&, int64_t, const double*, Integers, const ExpertLoad&);
+template void update_bias(const ExpertLoad&, double, int, float*);
+template void update_bias(const ExpertLoad&, double, int, double*);
+
+} // namespace epx::moe
