@@ -38,8 +38,8 @@ typedef struct epx_moe_router_config {
   int32_t top_k;         /* K, 1..E; required */
   epx_moe_score score;   /* default TOPK_THEN_SOFTMAX */
   int32_t num_groups;    /* > 1: experts are split into this many contiguous groups of equal size, and a token selects only
-                            from the topk_groups best; a group's score is the sum of its K / topk_groups best (score + bias).
-                            Must divide E. Default 1 */
+                            from the topk_groups best; a group's score is the sum of its K / topk_groups best (score + bias),
+                            best first. Must divide E. Default 1 */
   int32_t topk_groups;   /* 1..num_groups; must divide K, and K / topk_groups <= E / num_groups. Default 1 */
   int32_t renormalize;   /* 1: the K weights of a token are divided by their sum (+ 1e-20). No effect on TOPK_THEN_SOFTMAX,
                             whose weights add up to 1. Default 0 */
@@ -55,7 +55,7 @@ typedef struct epx_moe_router_args {
   epx_stream stream;
   const epx_tensor* logits;         /* [in]  [T, E] real; -infinity excludes an expert from weight, not from selection */
   const epx_tensor* selection_bias; /* [in, optional] [E] real: added to the scores for selection only */
-  const epx_tensor* token_mask;     /* [in, optional] [T] UINT8: 0 masks the token */
+  const epx_tensor* token_mask;     /* [in, optional] [T] UINT8: 0 masks the token, whatever its logits are */
   const epx_tensor* topk_idx;       /* [out] [T, K] INT32 or INT64: selected experts, best first, ties by the lower index;
                                        all -1 for a token that is masked or bad */
   const epx_tensor* topk_weights;   /* [out] [T, K] real; 0 where topk_idx is -1 */
@@ -244,9 +244,10 @@ typedef struct epx_moe_ffn_bwd_args {
   const epx_tensor* grad_expert_out;   /* [in]  [N, H] real */
   const epx_tensor* grad_recv;         /* [out] [N, H] real; rows as in expert_out */
   const epx_tensor* grad_recv_weights; /* [out, optional] [N] real; only with recv_weights; rows as in expert_out */
-  const epx_moe_ffn_params* grads;     /* [out] any of params' tensors, stacked or separate; those that are NULL are not
-                                          wanted; NULL: none is */
-  int32_t accumulate;                  /* 1: adds to grads; 0: overwrites them, with zero for an expert without rows */
+  const epx_moe_ffn_params*
+      grads;          /* [out] of any of params' tensors, stacked or separate whatever params are; those that are
+                                          NULL are not wanted; NULL: none is */
+  int32_t accumulate; /* 1: adds to grads; 0: overwrites them, with zero for an expert without rows */
 } epx_moe_ffn_bwd_args;
 
 /* Gradients of parameters are summed in row order, so that they have the same bits for every number of ranks. */

@@ -1,6 +1,7 @@
 #include "moe/block/block.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <vector>
 
@@ -177,6 +178,7 @@ private:
     require_tensor(args.grad_out, "grad_out", {kReal}, {tokens, {"H", ffn_.hidden}});
     require_tensor(args.grad_tokens, "grad_tokens", {kReal}, {tokens, {"H", ffn_.hidden}});
     require_tensor(args.grad_logits, "grad_logits", {kReal}, {tokens, {"E", router_.num_experts}});
+    if (!std::isfinite(args.aux_loss_grad)) refuse("aux_loss_grad is {}; it must be finite", args.aux_loss_grad);
     if (args.accumulate != 0 && args.accumulate != 1) refuse("accumulate is {}; it must be 0 or 1", args.accumulate);
   }
 

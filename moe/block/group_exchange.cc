@@ -1,4 +1,5 @@
 #include "moe/base/error.h"
+#include "moe/base/tensors.h"
 #include "moe/block/exchange.h"
 
 namespace epx::moe {
@@ -44,7 +45,8 @@ private:
       refuse("router.top_k is {}; the group's max_top_k is {}", config.router.top_k, info.max_top_k);
     if (config.alignment > info.max_alignment)
       refuse("alignment is {}; the group's max_alignment is {}", config.alignment, info.max_alignment);
-    if (info.max_token_dtype != EPX_FLOAT32) refuse("the group's max_token_dtype is a 16-bit float; a block needs float32");
+    if (info.max_token_dtype != EPX_FLOAT32)
+      refuse("the group's max_token_dtype is {}; a block needs float32", name_of(info.max_token_dtype));
   }
 
   epx_group group_;

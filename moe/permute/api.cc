@@ -101,9 +101,10 @@ epx_status epx_moe_unpermute(const epx_moe_unpermute_args* args) {
 epx_status epx_moe_unpermute_bwd(const epx_moe_unpermute_bwd_args* args) {
   return at_c_boundary(__func__, [&] {
     require_args(args);
-    require_tensor(args->grad_rows, "grad_rows", kReal, {{"N", kAnySize}, {"H", kAnySize}});
-    const epx_dtype real = args->grad_rows->dtype;
-    const Dim hidden{"H", args->grad_rows->sizes[1]};
+    require_tensor(args->grad_tokens, "grad_tokens", kReal, {{"T", kAnySize}, {"H", kAnySize}});
+    const epx_dtype real = args->grad_tokens->dtype;
+    const Dim hidden{"H", args->grad_tokens->sizes[1]};
+    require_tensor(args->grad_rows, "grad_rows", {real}, {{"N", kAnySize}, hidden});
     const RowMap map = require_map(args->row_map, args->grad_rows->sizes[0]);
     require_tensor(args->grad_tokens, "grad_tokens", {real}, {tokens_of(map), hidden});
     allow_tensor(args->topk_weights, "topk_weights", {real}, {tokens_of(map), top_k_of(map)});

@@ -88,6 +88,9 @@ epx_status epx_moe_router_bwd(const epx_moe_router_config* config, const epx_moe
     require_tensor(args->grad_logits, "grad_logits", {real}, {{"T", tokens}, {"E", config->num_experts}});
     if (config->aux_loss_coeff == 0 && args->global_counts != nullptr)
       refuse("global_counts is given, but aux_loss_coeff is 0: there is no loss that needs it");
+    if (config->aux_loss_coeff != 0 && args->global_counts == nullptr)
+      refuse("global_counts is NULL; aux_loss_coeff is {}, and that loss needs them", config->aux_loss_coeff);
+    if (!std::isfinite(args->aux_loss_grad)) refuse("aux_loss_grad is {}; it must be finite", args->aux_loss_grad);
     std::optional<ExpertLoad> load;
     if (config->aux_loss_coeff != 0) load = load_of(args->global_counts, config->num_experts);
     with_real(real, [&]<typename T>(T) {
@@ -114,9 +117,10 @@ epx_status epx_moe_aux_loss(const epx_moe_router_config* config, const epx_moe_a
 epx_status epx_moe_bias_update(const epx_moe_bias_update_args* args) {
   return at_c_boundary(__func__, [&] {
     require_args(args);
-    require_tensor(args->selection_bias, "selection_bias", kReal, {{"E", kAnySize}});
-    const auto experts = static_cast<int32_t>(args->selection_bias->sizes[0]);
-    if (experts < 1) refuse("selection_bias has {} elements; it must have one for each expert", experts);
+    require_tensor(args->global_counts, "global_counts", kInteger, {{"P", kAnySize}, {"E", kAnySize}});
+    const auto experts = static_cast<int32_t>(args->global_counts->sizes[1]);
+    if (experts < 1) refuse("global_counts has {} columns; it must have one for each expert", experts);
+    require_tensor(args->selection_bias, "selection_bias", kReal, {{"E", experts}});
     if (!std::isfinite(args->rate)) refuse("rate is {}; it must be finite", args->rate);
     const ExpertLoad load = load_of(args->global_counts, experts);
     with_real(args->selection_bias->dtype,

@@ -11,18 +11,18 @@ void validate(const epx_moe_router_config& config) {
   const int32_t groups = config.num_groups;
   const int32_t topk_groups = config.topk_groups;
   if (experts < 1) refuse("num_experts is {}; it must be at least 1 (it has no default)", experts);
-  if (top_k < 1 || top_k > experts) refuse("top_k is {}; it must be 1..{}, the number of experts", top_k, experts);
+  if (top_k < 1 || top_k > experts) refuse("top_k is {}; it must be 1..num_experts = {}", top_k, experts);
   if (config.score != EPX_MOE_TOPK_THEN_SOFTMAX && config.score != EPX_MOE_SOFTMAX_THEN_TOPK &&
       config.score != EPX_MOE_SIGMOID)
     refuse("score is {}; it must be an epx_moe_score", static_cast<int>(config.score));
   if (groups < 1) refuse("num_groups is {}; it must be at least 1", groups);
   if (experts % groups != 0) refuse("num_groups is {}; it must divide num_experts = {}", groups, experts);
   if (topk_groups < 1 || topk_groups > groups)
-    refuse("topk_groups is {}; it must be 1..{}, the number of groups", topk_groups, groups);
+    refuse("topk_groups is {}; it must be 1..num_groups = {}", topk_groups, groups);
   if (top_k % topk_groups != 0) refuse("topk_groups is {}; it must divide top_k = {}", topk_groups, top_k);
   if (top_k / topk_groups > experts / groups)
-    refuse("top_k / topk_groups is {}; a group has num_experts / num_groups = {} experts", top_k / topk_groups,
-           experts / groups);
+    refuse("top_k / topk_groups = {} / {} is more than the experts of a group, num_experts / num_groups = {} / {}", top_k,
+           topk_groups, experts, groups);
   if (config.renormalize != 0 && config.renormalize != 1)
     refuse("renormalize is {}; it must be 0 or 1", config.renormalize);
   if (!std::isfinite(config.scaling_factor)) refuse("scaling_factor is {}; it must be finite", config.scaling_factor);

@@ -1,0 +1,25 @@
+// A checkpoint: one file, the same for every number of ranks and every exchange, so that training goes on anywhere.
+// A line of JSON (format, step, model, text, tensors), then for each tensor its values and AdamW's two moments, float32 in the
+// machine's byte order.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "examples/train_moe/options.h"
+#include "examples/train_moe/parameters.h"
+#include "examples/train_moe/text.h"
+#include "examples/train_moe/world.h"
+
+namespace train {
+
+// Collective. The file appears whole or not at all. Throws AgreedError.
+void save_checkpoint(const World& world, const std::string& file, int64_t step, const ModelOptions& model, const Text& text,
+                     Parameters& parameters);
+
+// Collective. Returns the step after which it was saved. Throws AgreedError for a file that is unreadable, damaged, or of
+// another model or text, and names what differs.
+int64_t load_checkpoint(const World& world, const std::string& file, const ModelOptions& model, const Text& text,
+                        Parameters& parameters);
+
+} // namespace train

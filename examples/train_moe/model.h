@@ -1,0 +1,60 @@
+// The model: embeddings of the last bytes -> linear -> residual MoE layers -> linear -> distribution of the next byte.
+//   x_0 = in_weight * [embedding of each byte of the context] + in_bias
+//   x_(l+1) = x_l + moe_l(rms_norm(x_l)), with the router's logits = router_weight_l * rms_norm(x_l)
+//   logits = out_weight * rms_norm(x_L) + out_bias
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "examples/train_moe/chunks.h"
+#include "examples/train_moe/moe_layer.h"
+#include "examples/train_moe/options.h"
+#include "examples/train_moe/parameters.h"
+#include "examples/train_moe/text.h"
+
+namespace train {
+
+class Model {
+public:
+  // Declares the model's parameters; experts in `mine` live here, and are sharded unless all are replicated.
+  Model(const ModelOptions& options, Parameters& parameters, Ownership mine, bool replicate_experts);
+
+  // Experts of each layer, for whoever makes the layers.
+  const std::vector<Experts>& experts() const { return experts_; }
+  void set_layers(std::vector<std::unique_ptr<MoeLayer>> layers) { moe_ = std::move(layers); }
+  const std::vector<std::unique_ptr<MoeLayer>>& layers() const { return moe_; }
+
+  // Predicts the bytes of `text` at `positions`, this rank's, and returns the summed loss of each chunk in nats. Collective.
+  std::vector<double> forward(const Text& text, std::span<const int64_t> positions, const Chunks& chunks);
+
+  // Gradients of (sum of all ranks' losses) / (predicted bytes of all ranks), of the last forward, whose loss_scale was
+  // 1 / (predicted bytes). Collective. Overwrites chunk_grads and the gradients of sharded parameters.
+  void backward(ChunkGrads& chunk_grads);
+
+private:
+  using Id = Parameters::Id;
+
+  struct Layer {
+    Id router_weight;
+    std::vector<float> x, normed, logits; // [T, H], [T, H], [T, E]
+  };
+
+  void embed(int64_t first, int64_t rows, float* out) const;
+
+  ModelOptions options_;
+  Parameters& parameters_;
+  int64_t embedded_; // elements of a context's embeddings
+  Id embedding_, in_weight_, in_bias_, out_weight_, out_bias_;
+  std::vector<Experts> experts_;
+  std::vector<Layer> layers_;
+  std::vector<std::unique_ptr<MoeLayer>> moe_;
+
+  // Of the last forward.
+  Chunks chunks_{0, 0, 1};
+  std::vector<unsigned char> contexts_, targets_;      // [T, context], [T]
+  std::vector<float> last_x_, last_normed_, grad_out_; // [T, H], [T, H], [T, 256]
+};
+
+} // namespace train

@@ -1,0 +1,81 @@
+// One MoE layer as the model sees it; the three implementations differ in how tokens reach their experts.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "epx/epx_moe.h"
+#include "examples/train_moe/chunks.h"
+#include "examples/train_moe/options.h"
+#include "examples/train_moe/parameters.h"
+#include "examples/train_moe/world.h"
+
+namespace train {
+
+// Gradients of the replicated parameters, one vector per chunk of this rank.
+using ChunkGrads = std::vector<std::vector<float>>;
+
+// The experts of one layer.
+struct Experts {
+  Parameters::Id gate_up; // [E, 2F, H]
+  Parameters::Id down;    // [E, H, F]
+};
+
+class MoeLayer {
+public:
+  virtual ~MoeLayer() = default;
+
+  // tokens[T, H], logits[T, E] -> out[T, H]. Collective, unless dense.
+  virtual void forward(const float* tokens, const float* logits, const Chunks& chunks, float* out) = 0;
+
+  // Of the last forward, whose tokens and logits are still there. Gradients of sharded experts become those of all ranks' tokens;
+  // those of replicated ones are added to chunk_grads.
+  virtual void backward(const float* grad_out, float* grad_tokens, float* grad_logits, ChunkGrads& chunk_grads) = 0;
+
+  // Of the last forward.
+  const std::vector<int32_t>& topk_idx() const { return topk_idx_; } // [T, K]
+  int64_t bad_tokens() const { return info_[1]; }                    // whose logits are not numbers
+  int64_t first_bad_token() const { return info_[2]; }
+  double load() const; // routes to the busiest expert over the mean
+
+protected:
+  MoeLayer(const ModelOptions& model, double aux_loss);
+
+  ModelOptions model_;
+  double aux_loss_;
+  std::vector<int32_t> topk_idx_;      // [T, K]
+  std::vector<int32_t> global_counts_; // [P, E]
+  int64_t info_[3] = {0, 0, -1};       // as epx_moe_router writes it
+};
+
+// The group that an epx layer exchanges its tokens through.
+class Group {
+public:
+  Group(const World& world, const ModelOptions& model, int64_t max_tokens, int64_t timeout_ms);
+  ~Group() { epx_group_destroy(group_); }
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  epx_group get() const { return group_; }
+  void require_no_events() const; // throws when the group has dropped or refused anything
+
+private:
+  epx_group group_ = nullptr;
+};
+
+// Which experts live on a rank: contiguous blocks, the first E mod P ranks own one more, as in epx.
+struct Ownership {
+  int64_t first = 0;
+  int64_t count = 0;
+};
+Ownership ownership(int experts, int rank, int num_ranks);
+
+std::unique_ptr<MoeLayer> make_epx_layer(const Group& group, const World& world, const ModelOptions& model, double aux_loss,
+                                         Parameters& parameters, Experts experts);
+std::unique_ptr<MoeLayer> make_alltoallv_layer(const World& world, const ModelOptions& model, double aux_loss,
+                                               Parameters& parameters, Experts experts);
+std::unique_ptr<MoeLayer> make_dense_layer(const World& world, const ModelOptions& model, double aux_loss,
+                                           Parameters& parameters, Experts experts);
+
+} // namespace train

@@ -1,0 +1,110 @@
+#include "examples/train_moe/options.h"
+
+#include <limits>
+#include <map>
+
+#include <CLI/CLI.hpp>
+
+#include "epx/epx.h"
+#include "examples/train_moe/errors.h"
+
+namespace train {
+namespace {
+
+const std::map<std::string, Exchange> kExchanges{
+    {"epx", Exchange::epx}, {"alltoallv", Exchange::alltoallv}, {"both", Exchange::both}};
+
+const char* const kFooter = "Trains a byte-level language model with Mixture-of-Experts layers. The curve does not depend "
+                            "on the number of ranks: the\n"
+                            "batch is split into chunks of 32 bytes, ranks take contiguous runs of chunks, and gradients "
+                            "are summed chunk by chunk in\n"
+                            "that order. Prints one JSON line per step {\"step\", \"loss\" (nats per byte), \"load\" (per "
+                            "layer: the busiest expert's\n"
+                            "routes over the mean)} and, at the end, one with the held-out loss.\n"
+                            "\n"
+                            "A tenth of the text, its end, is held out. Exit status: 0, 1 (a call failed or training "
+                            "cannot go on), 2 (the command\n"
+                            "line or a file is no good).\n"
+                            "\n"
+                            "Example: mpirun -n 4 train_moe --text FILE --steps 200 --experts 8 --top-k 2";
+
+} // namespace
+
+const char* name_of(Exchange exchange) {
+  switch (exchange) {
+  case Exchange::epx:
+    return "epx";
+  case Exchange::alltoallv:
+    return "alltoallv";
+  case Exchange::dense:
+    return "dense";
+  case Exchange::both:
+    return "both";
+  }
+  return "unknown";
+}
+
+std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
+  Options options;
+  ModelOptions& model = options.model;
+  bool dense = false;
+  CLI::App app("train_moe: expert-parallel training on a text");
+  app.footer(kFooter);
+  app.set_version_flag("--version", fmt::format("train_moe (epx {})", epx_version()));
+  const CLI::Range positive(1, std::numeric_limits<int>::max());
+
+  app.add_option("--text", options.text, "file to learn")->capture_default_str();
+  app.add_option("--steps", options.steps, "number of the last step")->check(positive)->capture_default_str();
+  app.add_option("--batch", model.batch, "bytes predicted per step, over all ranks")
+      ->check(positive)
+      ->capture_default_str();
+  app.add_option("--experts", model.experts, "experts per layer")->check(positive)->capture_default_str();
+  app.add_option("--top-k", model.top_k, "experts per token")->check(CLI::Range(1, 64))->capture_default_str();
+  app.add_option("--layers", model.layers, "MoE layers")->check(positive)->capture_default_str();
+  app.add_option("--hidden", model.hidden, "hidden size")->check(positive)->capture_default_str();
+  app.add_option("--ffn", model.ffn, "inner size of an expert")->check(positive)->capture_default_str();
+  app.add_option("--context", model.context, "bytes that the model sees")->check(positive)->capture_default_str();
+  app.add_option("--embedding", model.embedding, "size of a byte's embedding")->check(positive)->capture_default_str();
+  app.add_option("--seed", model.seed, "of parameters and batches")->capture_default_str();
+  app.add_option("--lr", options.learning_rate, "AdamW's learning rate, after 10 steps of warm-up")->capture_default_str();
+  app.add_option("--weight-decay", options.weight_decay, "of matrices")->capture_default_str();
+  app.add_option("--aux-loss", options.aux_loss, "coefficient of the load-balance loss")->capture_default_str();
+  auto* exchange =
+      app.add_option("--exchange", options.exchange,
+                     "how tokens reach their experts: epx, alltoallv (MPI_Alltoallv of permuted rows), or both side "
+                     "by side, with the time per step of each");
+  exchange->transform(CLI::CheckedTransformer(kExchanges))->default_str("epx");
+  app.add_flag("--dense", dense, "no exchange: each rank computes all experts")->excludes(exchange);
+  app.add_option("--checkpoint", options.checkpoint_file, "write a checkpoint here after the last step");
+  app.add_option("--checkpoint-every", options.checkpoint_every, "and after every so many steps")->check(positive);
+  app.add_option("--resume", options.resume_file, "go on from this checkpoint, on any number of ranks");
+  app.add_option("--record-routing", options.routing_file,
+                 "write every step's top-k indices here (docs/routing-record.md)");
+  app.add_option("--log", options.log_file, "write the JSON lines here instead of to standard output");
+  app.add_option("--progress", options.progress, "bar on standard error: auto (on a terminal), on, off")
+      ->check(CLI::IsMember({"auto", "on", "off"}))
+      ->capture_default_str();
+  app.add_option("--timeout-ms", options.timeout_ms, "longest wait for another rank")
+      ->check(positive)
+      ->capture_default_str();
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    return RequestedText{app.help()};
+  } catch (const CLI::CallForVersion&) {
+    return RequestedText{app.version() + "\n"};
+  } catch (const CLI::ParseError& error) {
+    fail(kExitUsage, "{}", error.what());
+  }
+  if (dense) options.exchange = Exchange::dense;
+  if (model.top_k > model.experts)
+    fail(kExitUsage, "--top-k is {}; it must not exceed --experts, {}", model.top_k, model.experts);
+  if (options.checkpoint_every > 0 && options.checkpoint_file.empty())
+    fail(kExitUsage, "--checkpoint-every {} is given without --checkpoint FILE", options.checkpoint_every);
+  if (options.exchange == Exchange::both && !(options.checkpoint_file + options.routing_file).empty())
+    fail(kExitUsage, "--exchange both trains two models; --checkpoint and --record-routing are for one");
+  return options;
+}
+
+} // namespace train

@@ -1,0 +1,59 @@
+// The command line.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <variant>
+
+namespace train {
+
+enum class Exchange {
+  epx,       // an epx_moe_block on a group: dispatch and combine
+  alltoallv, // the native baseline: counts, then MPI_Alltoallv of permuted rows
+  dense,     // no exchange: each rank computes all experts on its tokens
+  both       // epx and alltoallv side by side, step by step
+};
+
+const char* name_of(Exchange exchange);
+
+// What decides the model's shape and its curve; a checkpoint carries it.
+struct ModelOptions {
+  int context = 8;    // bytes that the model sees
+  int embedding = 16; // elements per byte
+  int hidden = 64;
+  int ffn = 128;
+  int layers = 2;
+  int experts = 8;
+  int top_k = 2;
+  int batch = 768; // predicted bytes per step, over all ranks
+  uint64_t seed = 1;
+
+  bool operator==(const ModelOptions&) const = default;
+};
+
+struct Options {
+  ModelOptions model;
+  std::string text = "/usr/share/common-licenses/GPL-3";
+  int steps = 200; // the last step's number
+  double learning_rate = 4e-3;
+  double weight_decay = 0.1;
+  double aux_loss = 0.01;
+  Exchange exchange = Exchange::epx;
+  std::string checkpoint_file; // "" for none
+  int checkpoint_every = 0;    // steps; 0: after the last one only
+  std::string resume_file;
+  std::string routing_file;
+  std::string log_file; // "" for standard output
+  std::string progress = "auto";
+  int64_t timeout_ms = 60'000;
+};
+
+// --help or --version: what to print before leaving.
+struct RequestedText {
+  std::string text;
+};
+
+// Throws Error.
+std::variant<Options, RequestedText> parse_options(int argc, char** argv);
+
+} // namespace train

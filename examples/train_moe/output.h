@@ -1,0 +1,58 @@
+// What train_moe writes: JSON lines, the routing record, and a progress bar.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "examples/train_moe/options.h"
+#include "examples/train_moe/trainer.h"
+#include "examples/train_moe/world.h"
+
+namespace train {
+
+// JSON lines to a file, or to standard output for "". Rank 0 writes. Throws Error when the file cannot be written.
+class LineWriter {
+public:
+  LineWriter(const std::string& option, const std::string& file);
+  void write(const std::string& line);
+  void close(); // throws if anything was lost
+
+private:
+  std::string option_, file_;
+  std::ofstream stream_;
+};
+
+// One line per layer, step and rank (docs/routing-record.md).
+class RoutingRecord {
+public:
+  RoutingRecord(const World& world, const ModelOptions& model, const std::string& file);
+  void write(int64_t step, const Model& model); // collective
+  void close();
+
+private:
+  const World& world_;
+  ModelOptions options_;
+  std::unique_ptr<LineWriter> writer_; // rank 0's
+};
+
+// A bar on standard error.
+class ProgressBar {
+public:
+  ProgressBar(bool is_shown, int64_t first_step, int64_t last_step);
+  ~ProgressBar();
+  void update(int64_t step, double loss);
+
+private:
+  bool is_shown_;
+  int64_t first_step_, last_step_;
+  double begin_;
+};
+
+// Whether standard error, or mpirun's when that started us, is a terminal.
+bool has_terminal();
+
+} // namespace train

@@ -1,0 +1,31 @@
+// The text: what is learnt, what is held out, and which bytes a step predicts.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "examples/train_moe/options.h"
+
+namespace train {
+
+struct Text {
+  std::string name;
+  std::vector<unsigned char> bytes;
+  int64_t num_train = 0; // bytes before the held-out ones
+
+  int64_t size() const { return static_cast<int64_t>(bytes.size()); }
+  double unigram_entropy() const; // of all bytes, nats per byte
+  uint64_t hash() const;          // FNV-1a, to tell texts apart
+};
+
+// Throws Error when the file cannot be read, or is shorter than a batch.
+Text read_text(const std::string& file, const ModelOptions& model);
+
+// Positions of the bytes that `step` predicts, all of the batch: the same on every rank.
+std::vector<int64_t> train_positions(const Text& text, const ModelOptions& model, int64_t step);
+
+// Positions of all held-out bytes.
+std::vector<int64_t> held_out_positions(const Text& text, const ModelOptions& model);
+
+} // namespace train

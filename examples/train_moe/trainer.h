@@ -1,0 +1,53 @@
+// One model in training: its parameters, its layers on one kind of exchange, and the optimiser.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "examples/train_moe/model.h"
+#include "examples/train_moe/options.h"
+#include "examples/train_moe/parameters.h"
+#include "examples/train_moe/text.h"
+#include "examples/train_moe/world.h"
+
+namespace train {
+
+struct StepResult {
+  double loss = 0;          // nats per byte, before the update
+  double seconds = 0;       // of the slowest rank
+  std::vector<double> load; // per layer
+};
+
+class Trainer {
+public:
+  // Collective. `exchange` is not both.
+  Trainer(const World& world, const Options& options, const Text& text, Exchange exchange);
+
+  Exchange exchange() const { return exchange_; }
+  Parameters& parameters() { return parameters_; }
+  const Model& model() const { return model_; }
+
+  // Steps count from 1. Collective. Throws AgreedError when router logits are no longer numbers.
+  StepResult step(int64_t step);
+
+  // Nats per byte over the held-out part. Collective.
+  double held_out_loss();
+
+  // Throws when the group has reported anything that should not have happened.
+  void require_no_events() const;
+
+private:
+  double mean_loss(const std::vector<int64_t>& positions, const Chunks& chunks, const char* when, int64_t step);
+
+  const World& world_;
+  const Options& options_;
+  const Text& text_;
+  Exchange exchange_;
+  Parameters parameters_;
+  std::optional<Group> group_; // outlives the blocks in model_
+  Model model_;
+  ChunkGrads chunk_grads_;
+};
+
+} // namespace train

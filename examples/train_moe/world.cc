@@ -1,0 +1,88 @@
+#include "examples/train_moe/world.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+#include <numeric>
+
+namespace train {
+namespace {
+
+int as_count(size_t size) {
+  if (size > static_cast<size_t>(std::numeric_limits<int>::max()))
+    fail(kExitFailure, "a message of {} elements is more than MPI's int can count", size);
+  return static_cast<int>(size);
+}
+
+} // namespace
+
+World::World() {
+  MPI_Init(nullptr, nullptr);
+  MPI_Comm_rank(comm(), &rank_);
+  MPI_Comm_size(comm(), &size_);
+}
+
+World::~World() {
+  MPI_Finalize();
+}
+
+void World::agree(int exit_code, const std::string& message) const {
+  const int mine = exit_code != 0 ? rank_ : size_;
+  int first = size_;
+  MPI_Allreduce(&mine, &first, 1, MPI_INT, MPI_MIN, comm());
+  if (first == size_) return;
+  std::vector<char> words(message.begin(), message.end());
+  int size = as_count(words.size());
+  MPI_Bcast(&exit_code, 1, MPI_INT, first, comm());
+  MPI_Bcast(&size, 1, MPI_INT, first, comm());
+  words.resize(size);
+  MPI_Bcast(words.data(), size, MPI_CHAR, first, comm());
+  throw AgreedError(exit_code, std::string(words.begin(), words.end()));
+}
+
+void World::broadcast(std::vector<char>& bytes) const {
+  uint64_t size = bytes.size();
+  MPI_Bcast(&size, 1, MPI_UINT64_T, 0, comm());
+  bytes.resize(size);
+  constexpr size_t kMostAtOnce = 1u << 30; // below MPI's int
+  for (size_t done = 0; done < bytes.size(); done += kMostAtOnce)
+    MPI_Bcast(bytes.data() + done, as_count(std::min(kMostAtOnce, bytes.size() - done)), MPI_CHAR, 0, comm());
+}
+
+std::vector<char> World::gather_bytes(std::span<const std::byte> part) const {
+  const int mine = as_count(part.size());
+  std::vector<int> sizes(size_), begins(size_);
+  MPI_Allgather(&mine, 1, MPI_INT, sizes.data(), 1, MPI_INT, comm());
+  std::exclusive_scan(sizes.begin(), sizes.end(), begins.begin(), 0);
+  std::vector<char> all(static_cast<size_t>(begins.back()) + sizes.back());
+  MPI_Allgatherv(part.data(), mine, MPI_BYTE, all.data(), sizes.data(), begins.data(), MPI_BYTE, comm());
+  return all;
+}
+
+void World::ordered_sum(const std::vector<std::vector<float>>& parts, std::vector<float>& sum) const {
+  const int count = as_count(sum.size());
+  std::fill(sum.begin(), sum.end(), 0.0f);
+  if (rank_ > 0) MPI_Recv(sum.data(), count, MPI_FLOAT, rank_ - 1, 0, comm(), MPI_STATUS_IGNORE);
+  for (const std::vector<float>& part : parts)
+    for (size_t i = 0; i < sum.size(); ++i)
+      sum[i] += part[i];
+  if (rank_ + 1 < size_) MPI_Send(sum.data(), count, MPI_FLOAT, rank_ + 1, 0, comm());
+  MPI_Bcast(sum.data(), count, MPI_FLOAT, size_ - 1, comm());
+}
+
+double World::slowest(double seconds) const {
+  double most = seconds;
+  MPI_Allreduce(&seconds, &most, 1, MPI_DOUBLE, MPI_MAX, comm());
+  return most;
+}
+
+void World::barrier() const {
+  MPI_Barrier(comm());
+}
+
+void World::abort(int exit_code) const {
+  MPI_Abort(comm(), exit_code);
+  std::abort(); // MPI_Abort does not come back
+}
+
+} // namespace train

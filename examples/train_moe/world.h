@@ -1,0 +1,73 @@
+// The ranks: MPI for as long as it lives. Collective functions are called by all ranks in the same order.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <mpi.h>
+
+#include "examples/train_moe/errors.h"
+
+namespace train {
+
+class World {
+public:
+  World();
+  ~World(); // finalises MPI
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  MPI_Comm comm() const { return MPI_COMM_WORLD; }
+
+  // Runs a local action on every rank; when it throws on one, AgreedError is thrown on all, with the words of the lowest.
+  template <typename Action>
+  void together(Action&& action) const {
+    int exit_code = 0;
+    std::string message;
+    try {
+      action();
+    } catch (const Error& error) {
+      exit_code = error.exit_code();
+      message = error.what();
+    } catch (const std::exception& error) {
+      exit_code = kExitFailure;
+      message = error.what();
+    }
+    agree(exit_code, message);
+  }
+
+  // Rank 0's bytes, on all ranks.
+  void broadcast(std::vector<char>& bytes) const;
+
+  // Every rank's part, concatenated in rank order, on all ranks.
+  template <typename T>
+  std::vector<T> gather(std::span<const T> part) const {
+    std::vector<char> bytes = gather_bytes(std::as_bytes(part));
+    std::vector<T> all(bytes.size() / sizeof(T));
+    if (!all.empty()) std::copy_n(bytes.data(), bytes.size(), reinterpret_cast<char*>(all.data()));
+    return all;
+  }
+
+  // The sum of all parts of all ranks, ((p0 + p1) + p2) + ..., in rank order and within a rank in order: the same bits
+  // however the parts are split over the ranks.
+  void ordered_sum(const std::vector<std::vector<float>>& parts, std::vector<float>& sum) const;
+
+  double slowest(double seconds) const; // the largest of all ranks
+  void barrier() const;
+  [[noreturn]] void abort(int exit_code) const; // ends all ranks
+
+private:
+  void agree(int exit_code, const std::string& message) const;
+  std::vector<char> gather_bytes(std::span<const std::byte> part) const;
+
+  int rank_ = 0;
+  int size_ = 1;
+};
+
+} // namespace train

@@ -1,0 +1,207 @@
+// Bad input to a local block: each call is refused with a sentence that has the names and values, and writes nothing.
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include "tests/moe/block_run.h"
+
+namespace epx::test {
+namespace {
+
+TEST_CASE("the defaults of a block") {
+  epx_moe_block_config config;
+  std::memset(&config, 0xA5, sizeof(config));
+  REQUIRE(epx_moe_block_config_init(&config) == EPX_SUCCESS);
+  CHECK(config.struct_size == sizeof(config));
+  CHECK(config.router.struct_size == sizeof(config.router));
+  CHECK(config.router.num_groups == 1);
+  CHECK(config.router.scaling_factor == 1);
+  CHECK(config.ffn.struct_size == sizeof(config.ffn));
+  CHECK(config.ffn.activation == EPX_MOE_SWIGLU);
+  CHECK(config.dtype == EPX_FLOAT32);
+  CHECK(config.weighting == EPX_MOE_WEIGHT_LATE);
+  CHECK(config.alignment == 1);
+  CHECK(config.max_in_flight == 1);
+  CHECK(epx_moe_block_config_init(nullptr) == EPX_ERROR_INVALID_ARGUMENT);
+  CHECK(epx_moe_block_destroy(nullptr) == EPX_SUCCESS);
+}
+
+TEST_CASE("a bad block config is refused") {
+  using Config = epx_moe_block_config;
+  struct Refusal {
+    std::function<void(Config&)> spoil;
+    std::vector<std::string> words;
+  };
+  const std::vector<Refusal> table = {
+      {[](Config& c) { c.struct_size = 5; }, {"struct_size", "5"}},
+      {[](Config& c) { c.router.struct_size = 6; }, {"struct_size", "6"}},
+      {[](Config& c) { c.ffn.struct_size = 7; }, {"struct_size", "7"}},
+      {[](Config& c) { c.router.num_experts = 0; }, {"num_experts", "0"}},
+      {[](Config& c) { c.router.top_k = 0; }, {"top_k", "0"}},
+      {[](Config& c) { c.router.top_k = 5; }, {"top_k", "5", "4"}},
+      {[](Config& c) { c.router.num_groups = 3; }, {"num_groups", "3", "4"}},
+      {[](Config& c) { c.router.scaling_factor = std::numeric_limits<double>::infinity(); }, {"scaling_factor", "inf"}},
+      {[](Config& c) { c.ffn.hidden_dim = 0; }, {"hidden_dim", "0"}},
+      {[](Config& c) { c.ffn.ffn_dim = -1; }, {"ffn_dim", "-1"}},
+      {[](Config& c) { c.ffn.activation = static_cast<epx_moe_activation>(8); }, {"activation", "8"}},
+      {[](Config& c) { c.dtype = EPX_FLOAT16; }, {"dtype", "float16"}},
+      {[](Config& c) { c.dtype = EPX_DTYPE_UNSET; }, {"dtype"}},
+      {[](Config& c) { c.weighting = static_cast<epx_moe_weighting>(2); }, {"weighting", "2"}},
+      {[](Config& c) { c.alignment = -4; }, {"alignment", "-4"}},
+      {[](Config& c) { c.max_in_flight = 0; }, {"max_in_flight", "0"}},
+      {[](Config& c) { c.max_tokens_per_rank = 0; }, {"max_tokens_per_rank", "0"}},
+  };
+  for (size_t i = 0; i < table.size(); ++i) {
+    CAPTURE(i);
+    Config config = block_config<float>({});
+    table[i].spoil(config);
+    epx_moe_block block = nullptr;
+    CHECK(not_refused(epx_moe_block_create(nullptr, &config, &block), table[i].words) == "");
+    CHECK(block == nullptr);
+    epx_moe_block_destroy(block); // where it was made after all
+  }
+  epx_moe_block block = nullptr;
+  const Config config = block_config<float>({});
+  CHECK(not_refused(epx_moe_block_create(nullptr, nullptr, &block), {"config", "NULL"}) == "");
+  CHECK(not_refused(epx_moe_block_create(nullptr, &config, nullptr), {"block", "NULL"}) == "");
+}
+
+// Good calls of a block with T = 3, E = 4, K = 2, H = 5, F = 4 and room for two flights. A case spoils one thing.
+struct BlockCalls {
+  static epx_moe_block_config config() {
+    epx_moe_block_config config = block_config<float>({});
+    config.max_in_flight = 2;
+    return config;
+  }
+
+  Rng rng{81};
+  Block<float> block{nullptr, config()};
+  epx_moe_block handle = block.handle();
+  BlockInput<float> input = {Tensor<float>({3, 5}, 1.0f), Tensor<float>({3, 4}, 0.5f), Tensor<float>({3, 5}, 1.0f), {}, {}};
+  FfnParams<float> params_data = random_params<float>({4, 5, 4, EPX_MOE_SWIGLU}, {}, rng);
+  FfnParams<float> grads_data = poisoned_like(params_data);
+  Tensor<float> out_data = poisoned<float>({3, 5});
+  Tensor<int32_t> idx_data = poisoned<int32_t>({3, 2});
+  Tensor<float> grad_tokens_data = poisoned<float>({3, 5});
+  Tensor<float> grad_logits_data = poisoned<float>({3, 4});
+  Tensor<float> bias_data{{4}};
+  Tensor<uint8_t> mask_data = Tensor<uint8_t>({3}, 1);
+  Tensor<int64_t> counts_data = poisoned<int64_t>({1, 4});
+
+  epx_moe_ffn_params params = params_data.view();
+  epx_moe_ffn_params grads = grads_data.view();
+  epx_tensor tokens = *input.tokens.get();
+  epx_tensor logits = *input.logits.get();
+  epx_tensor grad_out = *input.grad_out.get();
+  epx_tensor bias = *bias_data.get();
+  epx_tensor mask = *mask_data.get();
+  epx_tensor out = *out_data.get();
+  epx_tensor idx = *idx_data.get();
+  epx_tensor counts = *counts_data.get();
+  epx_tensor grad_tokens = *grad_tokens_data.get();
+  epx_tensor grad_logits = *grad_logits_data.get();
+  epx_moe_block_fwd_args fwd = {sizeof(fwd), nullptr, 0,    &tokens, &logits, &bias,  &mask,
+                                &params,     &out,    &idx, nullptr, &counts, nullptr};
+  epx_moe_block_bwd_args bwd = {sizeof(bwd), nullptr, 0, &params, &grad_out, 1.0, &grad_tokens, &grad_logits, &grads, 0};
+
+  std::string changed_output() const {
+    std::string changed;
+    if (!difference(out_data, poisoned<float>({3, 5})).empty()) changed += " out";
+    if (!difference(idx_data, poisoned<int32_t>({3, 2})).empty()) changed += " topk_idx";
+    if (!difference(counts_data, poisoned<int64_t>({1, 4})).empty()) changed += " global_counts";
+    if (!difference(grad_tokens_data, poisoned<float>({3, 5})).empty()) changed += " grad_tokens";
+    if (!difference(grad_logits_data, poisoned<float>({3, 4})).empty()) changed += " grad_logits";
+    const auto untouched = poisoned_like(grads_data);
+    for_each_tensor(
+        [&](const char* name, const Tensor<float>& grad, const Tensor<float>& before) {
+          if (!difference(grad, before).empty()) changed += std::string(" ") + name;
+        },
+        grads_data, untouched);
+    return changed;
+  }
+};
+
+using C = BlockCalls;
+
+struct Refusal {
+  std::function<void(C&)> spoil;
+  std::vector<std::string> words;
+};
+
+TEST_CASE("a bad forward is refused, and the good one after it is not") {
+  const std::vector<Refusal> table = {
+      {[](C& c) { c.handle = nullptr; }, {"block", "NULL"}},
+      {[](C& c) { c.fwd.struct_size = 9; }, {"struct_size", "9"}},
+      {[](C& c) { c.fwd.stream = &c; }, {"stream"}},
+      {[](C& c) { c.fwd.flight = 2; }, {"flight", "2", "max_in_flight"}},
+      {[](C& c) { c.fwd.flight = -1; }, {"flight", "-1"}},
+      {[](C& c) { c.fwd.tokens = nullptr; }, {"tokens", "NULL"}},
+      {[](C& c) { c.fwd.logits = nullptr; }, {"logits", "NULL"}},
+      {[](C& c) { c.fwd.out = nullptr; }, {"out", "NULL"}},
+      {[](C& c) { c.fwd.params = nullptr; }, {"params", "NULL"}},
+      {[](C& c) { c.params.down_weight = nullptr; }, {"down_weight"}},
+      {[](C& c) { c.tokens.sizes[1] = 4; }, {"tokens", "4", "5"}},
+      {[](C& c) { c.tokens.sizes[0] = c.logits.sizes[0] = c.out.sizes[0] = 9; }, {"tokens", "9", "8"}},
+      {[](C& c) { c.tokens.dtype = EPX_FLOAT64; }, {"tokens", "float64", "float32"}},
+      {[](C& c) { c.logits.dtype = EPX_FLOAT64; }, {"logits", "float64", "float32"}},
+      {[](C& c) { c.logits.sizes[1] = 3; }, {"logits", "3", "4"}},
+      {[](C& c) { c.logits.sizes[0] = 2; }, {"logits", "2", "3"}},
+      {[](C& c) { c.bias.sizes[0] = 3; }, {"selection_bias", "3", "4"}},
+      {[](C& c) { c.mask.sizes[0] = 4; }, {"token_mask", "4", "3"}},
+      {[](C& c) { c.out.sizes[0] = 2; }, {"out", "2", "3"}},
+      {[](C& c) { c.idx.dtype = EPX_FLOAT32; }, {"topk_idx", "float32"}},
+      {[](C& c) { c.idx.sizes[1] = 3; }, {"topk_idx", "3", "2"}},
+      {[](C& c) { c.counts.sizes[0] = 2; }, {"global_counts", "2", "1"}},
+  };
+  for (size_t i = 0; i < table.size(); ++i) {
+    CAPTURE(i);
+    BlockCalls calls;
+    table[i].spoil(calls);
+    CHECK(not_refused(epx_moe_block_fwd(calls.handle, &calls.fwd), table[i].words) == "");
+    CHECK(calls.changed_output() == "");
+    calls.block.forward(calls.input, calls.params_data);
+  }
+  BlockCalls calls;
+  CHECK(not_refused(epx_moe_block_fwd(calls.handle, nullptr), {"args", "NULL"}) == "");
+}
+
+TEST_CASE("a bad backward is refused, and the good one after it is not") {
+  const std::vector<Refusal> table = {
+      {[](C& c) { c.handle = nullptr; }, {"block", "NULL"}},
+      {[](C& c) { c.bwd.struct_size = 9; }, {"struct_size", "9"}},
+      {[](C& c) { c.bwd.flight = 2; }, {"flight", "2", "max_in_flight"}},
+      {[](C& c) { c.bwd.flight = 1; }, {"flight", "1", "forward|fwd"}}, // its forward was of flight 0
+      {[](C& c) { c.bwd.params = nullptr; }, {"params", "NULL"}},
+      {[](C& c) { c.params.up_weight = nullptr; }, {"up_weight"}},
+      {[](C& c) { c.params.up_bias = nullptr; }, {"up_bias"}}, // whose gradient is wanted
+      {[](C& c) { c.bwd.grad_out = nullptr; }, {"grad_out", "NULL"}},
+      {[](C& c) { c.bwd.grad_tokens = nullptr; }, {"grad_tokens", "NULL"}},
+      {[](C& c) { c.bwd.grad_logits = nullptr; }, {"grad_logits", "NULL"}},
+      {[](C& c) { c.grad_out.sizes[0] = 2; }, {"grad_out", "2", "3"}},
+      {[](C& c) { c.grad_tokens.sizes[1] = 4; }, {"grad_tokens", "4", "5"}},
+      {[](C& c) { c.grad_logits.sizes[1] = 5; }, {"grad_logits", "5", "4"}},
+      {[](C& c) { c.grad_logits.dtype = EPX_FLOAT64; }, {"grad_logits", "float64", "float32"}},
+      {[](C& c) { c.bwd.accumulate = -1; }, {"accumulate", "-1"}},
+      {[](C& c) { c.bwd.aux_loss_grad = std::numeric_limits<double>::quiet_NaN(); }, {"aux_loss_grad", "nan"}},
+  };
+  for (size_t i = 0; i < table.size(); ++i) {
+    CAPTURE(i);
+    BlockCalls calls;
+    calls.block.forward(calls.input, calls.params_data);
+    table[i].spoil(calls);
+    CHECK(not_refused(epx_moe_block_bwd(calls.handle, &calls.bwd), table[i].words) == "");
+    CHECK(calls.changed_output() == "");
+    calls.block.backward(calls.input, calls.params_data);
+  }
+  BlockCalls calls;
+  CHECK(not_refused(epx_moe_block_bwd(calls.handle, nullptr), {"args", "NULL"}) == "");
+  CHECK(not_refused(epx_moe_block_bwd(calls.handle, &calls.bwd), {"flight", "0", "forward|fwd"}) == "");
+  CHECK(calls.changed_output() == "");
+}
+
+} // namespace
+} // namespace epx::test

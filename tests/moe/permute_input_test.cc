@@ -1,0 +1,189 @@
+// Bad input to the local permutation: each call is refused with a sentence that has the names and values, and writes
+// nothing.
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include "tests/moe/permute_run.h"
+
+namespace epx::test {
+namespace {
+
+// Good calls of everything with T = 3, K = 2, E = 4, N = 7, H = 5. A case spoils one thing.
+struct PermuteCalls {
+  Tensor<int32_t> idx_data{{3, 2}, {0, 3, 3, -1, 1, 0}};
+  Tensor<int32_t> map_data{{3, 2}, {0, 3, 4, -1, 2, 1}};
+  Tensor<double> tokens_data{{3, 5}};
+  Tensor<double> weights_data{{3, 2}};
+  Tensor<double> rows_data{{7, 5}};
+  Tensor<double> row_weights_data{{7}};
+  Tensor<int32_t> out_counts_data = poisoned<int32_t>({4});
+  Tensor<int32_t> out_offsets_data = poisoned<int32_t>({5});
+  Tensor<int32_t> out_map_data = poisoned<int32_t>({3, 2});
+  Tensor<double> out_tokens_data = poisoned<double>({3, 5});
+  Tensor<double> out_weights_data = poisoned<double>({3, 2});
+  Tensor<double> out_rows_data = poisoned<double>({7, 5});
+  Tensor<double> out_row_weights_data = poisoned<double>({7});
+
+  epx_tensor idx = *idx_data.get();
+  epx_tensor map = *map_data.get();
+  epx_tensor tokens = *tokens_data.get();
+  epx_tensor weights = *weights_data.get();
+  epx_tensor rows = *rows_data.get();
+  epx_tensor row_weights = *row_weights_data.get();
+  epx_tensor out_counts = *out_counts_data.get();
+  epx_tensor out_offsets = *out_offsets_data.get();
+  epx_tensor out_map = *out_map_data.get();
+  epx_tensor out_tokens = *out_tokens_data.get();
+  epx_tensor out_weights = *out_weights_data.get();
+  epx_tensor out_rows = *out_rows_data.get();
+  epx_tensor out_row_weights = *out_row_weights_data.get();
+
+  epx_moe_row_map_args row_map = {sizeof(row_map), nullptr, &idx, 4, &out_counts, &out_offsets, &out_map};
+  epx_moe_permute_args permute = {sizeof(permute), nullptr, &map, &tokens, &weights, &out_rows, &out_row_weights};
+  epx_moe_permute_bwd_args permute_bwd = {sizeof(permute_bwd), nullptr,     &map,        &rows,
+                                          &row_weights,        &out_tokens, &out_weights};
+  epx_moe_unpermute_args unpermute = {sizeof(unpermute), nullptr, &map, &rows, &weights, &out_tokens};
+  epx_moe_unpermute_bwd_args unpermute_bwd = {sizeof(unpermute_bwd), nullptr, &map, &tokens, &rows, &weights, &out_rows,
+                                              &out_weights};
+
+  PermuteCalls() = default;
+  PermuteCalls(const PermuteCalls&) = delete;
+  PermuteCalls& operator=(const PermuteCalls&) = delete;
+
+  std::string changed_output() const {
+    if (!difference(out_counts_data, poisoned<int32_t>({4})).empty()) return "counts were written";
+    if (!difference(out_offsets_data, poisoned<int32_t>({5})).empty()) return "offsets were written";
+    if (!difference(out_map_data, poisoned<int32_t>({3, 2})).empty()) return "row_map was written";
+    if (!difference(out_tokens_data, poisoned<double>({3, 5})).empty()) return "tokens were written";
+    if (!difference(out_weights_data, poisoned<double>({3, 2})).empty()) return "weights were written";
+    if (!difference(out_rows_data, poisoned<double>({7, 5})).empty()) return "rows were written";
+    if (!difference(out_row_weights_data, poisoned<double>({7})).empty()) return "row_weights were written";
+    return "";
+  }
+};
+
+enum class Op { row_map, permute, permute_bwd, unpermute, unpermute_bwd };
+
+epx_status call(Op op, PermuteCalls& calls) {
+  switch (op) {
+  case Op::row_map:
+    return epx_moe_row_map(&calls.row_map);
+  case Op::permute:
+    return epx_moe_permute(&calls.permute);
+  case Op::permute_bwd:
+    return epx_moe_permute_bwd(&calls.permute_bwd);
+  case Op::unpermute:
+    return epx_moe_unpermute(&calls.unpermute);
+  case Op::unpermute_bwd:
+    break;
+  }
+  return epx_moe_unpermute_bwd(&calls.unpermute_bwd);
+}
+
+struct Refusal {
+  Op op;
+  std::function<void(PermuteCalls&)> spoil;
+  std::vector<std::string> words;
+};
+
+void check_refused(const std::vector<Refusal>& table) {
+  for (size_t i = 0; i < table.size(); ++i) {
+    CAPTURE(i);
+    CAPTURE(table[i].words.front());
+    PermuteCalls calls;
+    table[i].spoil(calls);
+    CHECK(not_refused(call(table[i].op, calls), table[i].words) == "");
+    CHECK(calls.changed_output() == "");
+  }
+}
+
+using C = PermuteCalls;
+
+TEST_CASE("good calls of the local permutation are not refused") {
+  PermuteCalls calls;
+  for (const Op op : {Op::row_map, Op::permute, Op::permute_bwd, Op::unpermute, Op::unpermute_bwd})
+    require_ok(call(op, calls), "the call");
+}
+
+TEST_CASE("bad arguments of epx_moe_row_map are refused") {
+  check_refused({
+      {Op::row_map, [](C& c) { c.row_map.struct_size = 5; }, {"struct_size", "5"}},
+      {Op::row_map, [](C& c) { c.row_map.stream = &c; }, {"stream"}},
+      {Op::row_map, [](C& c) { c.row_map.topk_idx = nullptr; }, {"topk_idx", "NULL"}},
+      {Op::row_map, [](C& c) { c.row_map.counts = nullptr; }, {"counts", "NULL"}},
+      {Op::row_map, [](C& c) { c.row_map.offsets = nullptr; }, {"offsets", "NULL"}},
+      {Op::row_map, [](C& c) { c.row_map.row_map = nullptr; }, {"row_map", "NULL"}},
+      {Op::row_map, [](C& c) { c.row_map.alignment = -3; }, {"alignment", "-3"}},
+      {Op::row_map, [](C& c) { c.row_map.alignment = 1 << 30; }, {"rows", "2147483647|INT32|int32"}},
+      {Op::row_map, [](C& c) { c.idx_data(2, 1) = 4; }, {"topk_idx", "2", "1", "4"}},
+      {Op::row_map, [](C& c) { c.idx_data(1, 0) = -2; }, {"topk_idx", "1", "0", "-2"}},
+      {Op::row_map, [](C& c) { c.idx.dtype = EPX_FLOAT32; }, {"topk_idx", "float32"}},
+      {Op::row_map, [](C& c) { c.idx.ndim = 1; }, {"topk_idx", "1"}},
+      {Op::row_map, [](C& c) { c.out_counts.dtype = EPX_FLOAT32; }, {"counts", "float32"}},
+      {Op::row_map, [](C& c) { c.out_offsets.sizes[0] = 4; }, {"offsets", "4", "5"}},
+      {Op::row_map, [](C& c) { c.out_counts.dtype = EPX_INT64; }, {"offsets", "int32", "int64"}},
+      {Op::row_map, [](C& c) { c.out_map.sizes[1] = 1; }, {"row_map", "1", "2"}},
+      {Op::row_map, [](C& c) { c.out_map.dtype = EPX_INT64; }, {"row_map", "int64", "int32"}},
+  });
+  CHECK(not_refused(epx_moe_row_map(nullptr), {"args", "NULL"}) == "");
+}
+
+TEST_CASE("bad arguments of epx_moe_permute are refused") {
+  check_refused({
+      {Op::permute, [](C& c) { c.permute.struct_size = 0; }, {"struct_size", "0"}},
+      {Op::permute, [](C& c) { c.permute.row_map = nullptr; }, {"row_map", "NULL"}},
+      {Op::permute, [](C& c) { c.permute.tokens = nullptr; }, {"tokens", "NULL"}},
+      {Op::permute, [](C& c) { c.permute.rows = nullptr; }, {"rows", "NULL"}},
+      {Op::permute, [](C& c) { c.permute.row_weights = nullptr; }, {"topk_weights", "row_weights"}},
+      {Op::permute, [](C& c) { c.permute.topk_weights = nullptr; }, {"topk_weights", "row_weights"}},
+      {Op::permute, [](C& c) { c.map_data(1, 0) = 7; }, {"row_map", "7"}},
+      {Op::permute, [](C& c) { c.map_data(2, 1) = -2; }, {"row_map", "-2"}},
+      {Op::permute, [](C& c) { c.map.dtype = EPX_INT64; }, {"row_map", "int64"}},
+      {Op::permute, [](C& c) { c.tokens.sizes[0] = 2; }, {"tokens", "2", "3"}},
+      {Op::permute, [](C& c) { c.tokens.dtype = EPX_DTYPE_UNSET; }, {"tokens", "dtype"}},
+      {Op::permute, [](C& c) { c.out_rows.sizes[1] = 4; }, {"rows", "4", "5"}},
+      {Op::permute, [](C& c) { c.out_rows.dtype = EPX_FLOAT32; }, {"rows", "float32", "float64"}},
+      {Op::permute, [](C& c) { c.weights.sizes[1] = 3; }, {"topk_weights", "3", "2"}},
+      {Op::permute, [](C& c) { c.out_row_weights.sizes[0] = 6; }, {"row_weights", "6", "7"}},
+      {Op::permute, [](C& c) { c.out_row_weights.dtype = EPX_FLOAT32; }, {"row_weights", "float32", "float64"}},
+      {Op::permute_bwd, [](C& c) { c.permute_bwd.struct_size = 0; }, {"struct_size", "0"}},
+      {Op::permute_bwd, [](C& c) { c.permute_bwd.grad_rows = nullptr; }, {"grad_rows", "NULL"}},
+      {Op::permute_bwd, [](C& c) { c.permute_bwd.grad_tokens = nullptr; }, {"grad_tokens", "NULL"}},
+      {Op::permute_bwd, [](C& c) { c.permute_bwd.grad_topk_weights = nullptr; }, {"grad_row_weights", "grad_topk_weights"}},
+      {Op::permute_bwd, [](C& c) { c.permute_bwd.grad_row_weights = nullptr; }, {"grad_row_weights", "grad_topk_weights"}},
+      {Op::permute_bwd, [](C& c) { c.map_data(0, 0) = 8; }, {"row_map", "8"}},
+      {Op::permute_bwd, [](C& c) { c.rows.dtype = c.out_tokens.dtype = EPX_BFLOAT16; }, {"grad_rows", "bfloat16"}},
+      {Op::permute_bwd, [](C& c) { c.out_tokens.sizes[1] = 6; }, {"grad_tokens", "6", "5"}},
+      {Op::permute_bwd, [](C& c) { c.row_weights.sizes[0] = 5; }, {"grad_row_weights", "5", "7"}},
+  });
+}
+
+TEST_CASE("bad arguments of epx_moe_unpermute are refused") {
+  check_refused({
+      {Op::unpermute, [](C& c) { c.unpermute.struct_size = 0; }, {"struct_size", "0"}},
+      {Op::unpermute, [](C& c) { c.unpermute.row_map = nullptr; }, {"row_map", "NULL"}},
+      {Op::unpermute, [](C& c) { c.unpermute.rows = nullptr; }, {"rows", "NULL"}},
+      {Op::unpermute, [](C& c) { c.unpermute.tokens = nullptr; }, {"tokens", "NULL"}},
+      {Op::unpermute, [](C& c) { c.map_data(1, 0) = 7; }, {"row_map", "7"}},
+      {Op::unpermute, [](C& c) { c.rows.dtype = c.out_tokens.dtype = EPX_FLOAT16; }, {"rows", "float16"}},
+      {Op::unpermute, [](C& c) { c.weights.dtype = EPX_FLOAT32; }, {"topk_weights", "float32", "float64"}},
+      {Op::unpermute, [](C& c) { c.weights.sizes[0] = 2; }, {"topk_weights", "2", "3"}},
+      {Op::unpermute, [](C& c) { c.out_tokens.sizes[0] = 4; }, {"tokens", "4", "3"}},
+      {Op::unpermute, [](C& c) { c.out_tokens.sizes[1] = 4; }, {"tokens", "4", "5"}},
+      {Op::unpermute_bwd, [](C& c) { c.unpermute_bwd.struct_size = 0; }, {"struct_size", "0"}},
+      {Op::unpermute_bwd, [](C& c) { c.unpermute_bwd.grad_tokens = nullptr; }, {"grad_tokens", "NULL"}},
+      {Op::unpermute_bwd, [](C& c) { c.unpermute_bwd.grad_rows = nullptr; }, {"grad_rows", "NULL"}},
+      {Op::unpermute_bwd, [](C& c) { c.unpermute_bwd.rows = nullptr; }, {"grad_topk_weights", "rows"}},
+      {Op::unpermute_bwd, [](C& c) { c.unpermute_bwd.grad_topk_weights = nullptr; }, {"grad_topk_weights", "rows"}},
+      {Op::unpermute_bwd, [](C& c) { c.map_data(1, 0) = 7; }, {"row_map", "7"}},
+      {Op::unpermute_bwd, [](C& c) { c.rows.sizes[0] = 6; }, {"rows", "6", "7"}},
+      {Op::unpermute_bwd, [](C& c) { c.out_weights.sizes[1] = 3; }, {"grad_topk_weights", "3", "2"}},
+      {Op::unpermute_bwd, [](C& c) { c.out_rows.sizes[1] = 3; }, {"grad_rows", "3", "5"}},
+  });
+}
+
+} // namespace
+} // namespace epx::test

@@ -1,0 +1,207 @@
+// Bad input to the router's calls: each is refused with a sentence that has the names and values, and writes nothing.
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include "tests/moe/router_run.h"
+
+namespace epx::test {
+namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+using Words = std::vector<std::string>;
+
+// Good calls of everything about a router with T = 4, E = 6, K = 2, P = 3. A case spoils one thing.
+struct RouterCalls {
+  Tensor<double> logits_data{{4, 6}};
+  Tensor<double> bias_data{{6}};
+  Tensor<uint8_t> mask_data = Tensor<uint8_t>({4}, 1);
+  Tensor<int32_t> counts_data{{3, 6}};
+  Tensor<double> grad_weights_data{{4, 2}};
+  Tensor<int32_t> idx_data{{4, 2}, {0, 1, 0, 1, 0, 1, 0, 1}};
+  Tensor<int32_t> out_idx_data = poisoned<int32_t>({4, 2});
+  Tensor<double> out_weights_data = poisoned<double>({4, 2});
+  Tensor<int64_t> out_info_data = poisoned<int64_t>({3});
+  Tensor<double> out_grad_data = poisoned<double>({4, 6});
+  Tensor<double> out_loss_data = poisoned<double>({1});
+
+  epx_tensor logits = *logits_data.get();
+  epx_tensor bias = *bias_data.get();
+  epx_tensor mask = *mask_data.get();
+  epx_tensor counts = *counts_data.get();
+  epx_tensor grad_weights = *grad_weights_data.get();
+  epx_tensor idx = *idx_data.get();
+  epx_tensor out_idx = *out_idx_data.get();
+  epx_tensor out_weights = *out_weights_data.get();
+  epx_tensor info = *out_info_data.get();
+  epx_tensor grad_logits = *out_grad_data.get();
+  epx_tensor loss = *out_loss_data.get();
+
+  epx_moe_router_config config = router_config(6, 2);
+  epx_moe_router_args fwd = {sizeof(fwd), nullptr, &logits, &bias, &mask, &out_idx, &out_weights, &info};
+  epx_moe_router_bwd_args bwd = {sizeof(bwd), nullptr, &logits, &idx, &grad_weights, &counts, 1.0, &grad_logits};
+  epx_moe_aux_loss_args aux = {sizeof(aux), nullptr, &logits, &idx, &counts, &loss};
+  epx_moe_bias_update_args update = {sizeof(update), nullptr, &counts, 0.5, &bias};
+
+  RouterCalls() { config.aux_loss_coeff = 0.1; }
+  RouterCalls(const RouterCalls&) = delete;
+  RouterCalls& operator=(const RouterCalls&) = delete;
+
+  std::string changed_output() const {
+    if (!difference(out_idx_data, poisoned<int32_t>({4, 2})).empty()) return "topk_idx was written";
+    if (!difference(out_weights_data, poisoned<double>({4, 2})).empty()) return "topk_weights were written";
+    if (!difference(out_info_data, poisoned<int64_t>({3})).empty()) return "info was written";
+    if (!difference(out_grad_data, poisoned<double>({4, 6})).empty()) return "grad_logits were written";
+    if (!difference(out_loss_data, poisoned<double>({1})).empty()) return "loss was written";
+    if (!difference(bias_data, Tensor<double>({6})).empty()) return "selection_bias was written";
+    return "";
+  }
+};
+
+enum class Op { fwd, bwd, aux, update };
+
+epx_status call(Op op, RouterCalls& calls) {
+  switch (op) {
+  case Op::fwd:
+    return epx_moe_router(&calls.config, &calls.fwd);
+  case Op::bwd:
+    return epx_moe_router_bwd(&calls.config, &calls.bwd);
+  case Op::aux:
+    return epx_moe_aux_loss(&calls.config, &calls.aux);
+  case Op::update:
+    break;
+  }
+  return epx_moe_bias_update(&calls.update);
+}
+
+struct Refusal {
+  Op op;
+  std::function<void(RouterCalls&)> spoil;
+  Words words;
+};
+
+void check_refused(const std::vector<Refusal>& table) {
+  for (size_t i = 0; i < table.size(); ++i) {
+    CAPTURE(i);
+    CAPTURE(table[i].words.front());
+    RouterCalls calls;
+    table[i].spoil(calls);
+    CHECK(not_refused(call(table[i].op, calls), table[i].words) == "");
+    CHECK(calls.changed_output() == "");
+  }
+}
+
+TEST_CASE("good calls of the router are not refused") {
+  RouterCalls calls;
+  for (const Op op : {Op::fwd, Op::bwd, Op::aux, Op::update})
+    require_ok(call(op, calls), "the call");
+}
+
+TEST_CASE("a bad router config is refused") {
+  const auto config = [](std::function<void(epx_moe_router_config&)> spoil, Words words) -> Refusal {
+    return {Op::fwd, [spoil](RouterCalls& c) { spoil(c.config); }, std::move(words)};
+  };
+  using Config = epx_moe_router_config;
+  check_refused({
+      config([](Config& c) { c.struct_size = 3; }, {"struct_size", "3", std::to_string(sizeof(Config))}),
+      config([](Config& c) { c.num_experts = 0; }, {"num_experts", "0"}),
+      config([](Config& c) { c.num_experts = -4; }, {"num_experts", "-4"}),
+      config([](Config& c) { c.top_k = 0; }, {"top_k", "0"}),
+      config([](Config& c) { c.top_k = 7; }, {"top_k", "7", "num_experts", "6"}),
+      config([](Config& c) { c.score = static_cast<epx_moe_score>(3); }, {"score", "3"}),
+      config([](Config& c) { c.num_groups = 0; }, {"num_groups", "0"}),
+      config([](Config& c) { c.num_groups = 4; }, {"num_groups", "4", "num_experts", "6"}),
+      config([](Config& c) { c.num_groups = 3, c.topk_groups = 0; }, {"topk_groups", "0"}),
+      config([](Config& c) { c.num_groups = 2, c.topk_groups = 3, c.top_k = 3; }, {"topk_groups", "3", "num_groups", "2"}),
+      config([](Config& c) { c.num_groups = 3, c.topk_groups = 2, c.top_k = 3; }, {"topk_groups", "2", "top_k", "3"}),
+      config([](Config& c) { c.num_groups = 3, c.topk_groups = 1, c.top_k = 3; }, {"top_k", "3", "num_groups", "6"}),
+      config([](Config& c) { c.renormalize = 2; }, {"renormalize", "2"}),
+      config([](Config& c) { c.scaling_factor = kNaN; }, {"scaling_factor", "nan"}),
+      config([](Config& c) { c.scaling_factor = -kInfinity; }, {"scaling_factor", "-inf"}),
+      config([](Config& c) { c.aux_loss_coeff = kInfinity; }, {"aux_loss_coeff", "inf"}),
+  });
+}
+
+TEST_CASE("bad arguments of the router are refused") {
+  using C = RouterCalls;
+  check_refused({
+      {Op::fwd, [](C& c) { c.fwd.struct_size = 7; }, {"struct_size", "7", std::to_string(sizeof(epx_moe_router_args))}},
+      {Op::fwd, [](C& c) { c.fwd.stream = &c; }, {"stream"}},
+      {Op::fwd, [](C& c) { c.fwd.logits = nullptr; }, {"logits", "NULL"}},
+      {Op::fwd, [](C& c) { c.fwd.topk_idx = nullptr; }, {"topk_idx", "NULL"}},
+      {Op::fwd, [](C& c) { c.fwd.topk_weights = nullptr; }, {"topk_weights", "NULL"}},
+      {Op::fwd, [](C& c) { c.logits.data = nullptr; }, {"logits", "NULL"}},
+      {Op::fwd, [](C& c) { c.logits.ndim = 1; }, {"logits", "1"}},
+      {Op::fwd, [](C& c) { c.logits.sizes[1] = 5; }, {"logits", "5", "6"}},
+      {Op::fwd, [](C& c) { c.logits.sizes[0] = -1; }, {"logits", "-1"}},
+      {Op::fwd, [](C& c) { c.logits.dtype = EPX_BFLOAT16; }, {"logits", "bfloat16"}},
+      {Op::fwd, [](C& c) { c.logits.data = reinterpret_cast<char*>(c.logits.data) + 1; }, {"logits", "align"}},
+      {Op::fwd, [](C& c) { c.bias.dtype = EPX_FLOAT32; }, {"selection_bias", "float32", "float64"}},
+      {Op::fwd, [](C& c) { c.bias.sizes[0] = 5; }, {"selection_bias", "5", "6"}},
+      {Op::fwd, [](C& c) { c.mask.dtype = EPX_INT32; }, {"token_mask", "int32", "uint8"}},
+      {Op::fwd, [](C& c) { c.mask.sizes[0] = 3; }, {"token_mask", "3", "4"}},
+      {Op::fwd, [](C& c) { c.out_idx.dtype = EPX_FLOAT32; }, {"topk_idx", "float32"}},
+      {Op::fwd, [](C& c) { c.out_idx.sizes[1] = 3; }, {"topk_idx", "3", "2"}},
+      {Op::fwd, [](C& c) { c.out_weights.dtype = EPX_FLOAT32; }, {"topk_weights", "float32", "float64"}},
+      {Op::fwd, [](C& c) { c.out_weights.sizes[0] = 3; }, {"topk_weights", "3", "4"}},
+      {Op::fwd, [](C& c) { c.info.dtype = EPX_INT32; }, {"info", "int32", "int64"}},
+      {Op::fwd, [](C& c) { c.info.sizes[0] = 5; }, {"info", "5", "3"}},
+  });
+  RouterCalls calls;
+  CHECK(not_refused(epx_moe_router(nullptr, &calls.fwd), {"config", "NULL"}) == "");
+  CHECK(not_refused(epx_moe_router(&calls.config, nullptr), {"args", "NULL"}) == "");
+  CHECK(calls.changed_output() == "");
+}
+
+TEST_CASE("bad arguments of the router's backward are refused") {
+  using C = RouterCalls;
+  check_refused({
+      {Op::bwd, [](C& c) { c.bwd.struct_size = 8; }, {"struct_size", "8"}},
+      {Op::bwd, [](C& c) { c.config.top_k = 9; }, {"top_k", "9", "6"}},
+      {Op::bwd, [](C& c) { c.bwd.logits = nullptr; }, {"logits", "NULL"}},
+      {Op::bwd, [](C& c) { c.bwd.topk_idx = nullptr; }, {"topk_idx", "NULL"}},
+      {Op::bwd, [](C& c) { c.bwd.grad_logits = nullptr; }, {"grad_logits", "NULL"}},
+      {Op::bwd, [](C& c) { c.bwd.global_counts = nullptr; }, {"global_counts", "NULL", "aux_loss_coeff", "0.1"}},
+      {Op::bwd, [](C& c) { c.config.aux_loss_coeff = 0; }, {"global_counts", "aux_loss_coeff"}},
+      {Op::bwd, [](C& c) { c.bwd.aux_loss_grad = kNaN; }, {"aux_loss_grad", "nan"}},
+      {Op::bwd, [](C& c) { c.idx.sizes[1] = 1; }, {"topk_idx", "1", "2"}},
+      {Op::bwd, [](C& c) { c.idx_data(2, 1) = 6; }, {"topk_idx", "6", "2", "1"}},
+      {Op::bwd, [](C& c) { c.idx_data(2, 0) = -2; }, {"topk_idx", "-2"}},
+      {Op::bwd, [](C& c) { c.grad_weights.dtype = EPX_FLOAT32; }, {"grad_topk_weights", "float32", "float64"}},
+      {Op::bwd, [](C& c) { c.grad_weights.sizes[1] = 6; }, {"grad_topk_weights", "6", "2"}},
+      {Op::bwd, [](C& c) { c.counts.dtype = EPX_FLOAT64; }, {"global_counts", "float64"}},
+      {Op::bwd, [](C& c) { c.counts.sizes[1] = 5; }, {"global_counts", "5", "6"}},
+      {Op::bwd, [](C& c) { c.grad_logits.sizes[1] = 5; }, {"grad_logits", "5", "6"}},
+      {Op::bwd, [](C& c) { c.grad_logits.dtype = EPX_FLOAT32; }, {"grad_logits", "float32", "float64"}},
+  });
+}
+
+TEST_CASE("bad arguments of the load-balance loss and of the bias update are refused") {
+  using C = RouterCalls;
+  check_refused({
+      {Op::aux, [](C& c) { c.aux.struct_size = 0; }, {"struct_size", "0"}},
+      {Op::aux, [](C& c) { c.aux.logits = nullptr; }, {"logits", "NULL"}},
+      {Op::aux, [](C& c) { c.aux.topk_idx = nullptr; }, {"topk_idx", "NULL"}},
+      {Op::aux, [](C& c) { c.aux.global_counts = nullptr; }, {"global_counts", "NULL"}},
+      {Op::aux, [](C& c) { c.aux.loss = nullptr; }, {"loss", "NULL"}},
+      {Op::aux, [](C& c) { c.loss.dtype = EPX_FLOAT32; }, {"loss", "float32", "float64"}},
+      {Op::aux, [](C& c) { c.loss.sizes[0] = 2; }, {"loss", "2", "1"}},
+      {Op::aux, [](C& c) { c.counts.sizes[1] = 4; }, {"global_counts", "4", "6"}},
+      {Op::aux, [](C& c) { c.idx.sizes[0] = 3; }, {"topk_idx", "3", "4"}},
+      {Op::update, [](C& c) { c.update.struct_size = 1; }, {"struct_size", "1"}},
+      {Op::update, [](C& c) { c.update.global_counts = nullptr; }, {"global_counts", "NULL"}},
+      {Op::update, [](C& c) { c.update.selection_bias = nullptr; }, {"selection_bias", "NULL"}},
+      {Op::update, [](C& c) { c.update.rate = kNaN; }, {"rate", "nan"}},
+      {Op::update, [](C& c) { c.bias.dtype = EPX_INT64; }, {"selection_bias", "int64"}},
+      {Op::update, [](C& c) { c.bias.sizes[0] = 5; }, {"selection_bias", "5", "6"}},
+      {Op::update, [](C& c) { c.counts.dtype = EPX_UINT8; }, {"global_counts", "uint8"}},
+  });
+}
+
+} // namespace
+} // namespace epx::test

@@ -1,0 +1,290 @@
+// epx_moe_router against the oracle and closed forms, and epx_moe_bias_update.
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include "tests/moe/router_oracle.h"
+#include "tests/moe/router_run.h"
+
+namespace epx::test {
+namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+struct Tally {
+  int64_t tokens = 0;
+  int64_t near_ties = 0; // not compared: rounding may decide either way
+};
+
+epx_moe_router_config random_config(Rng& rng) {
+  epx_moe_router_config config =
+      router_config(static_cast<int>(rng.between(1, 64)), 1, rng.pick({kScores[0], kScores[1], kScores[2]}));
+  if (rng.chance(50)) {
+    do
+      config.num_groups = static_cast<int>(rng.between(1, config.num_experts));
+    while (config.num_experts % config.num_groups != 0);
+    config.topk_groups = static_cast<int>(rng.between(1, config.num_groups));
+  }
+  const int group_size = config.num_experts / config.num_groups;
+  config.top_k = config.topk_groups * static_cast<int>(rng.between(1, group_size));
+  config.renormalize = static_cast<int>(rng.below(2));
+  config.scaling_factor = rng.pick({1.0, 2.5, -0.5});
+  return config;
+}
+
+// Logits of one case are either spread or of three values, so that ties abound. The three are such that no two different
+// sums of their scores are equal.
+double random_logit(bool ties, Rng& rng) {
+  if (rng.chance(2)) return -kInfinity;
+  return ties ? rng.pick({0.0, 1.0, 3.0}) : uniform(rng, -2, 2);
+}
+
+// Returns what is wrong.
+template <typename Real, typename Index>
+std::string random_case(uint64_t seed, Tally& tally) {
+  Rng rng(mix(seed, 0x40c7e5));
+  const epx_moe_router_config config = random_config(rng);
+  const int64_t num_tokens = rng.between(0, 20);
+  const bool ties = rng.chance(40);
+  const bool with_bias = rng.chance(50);
+  const bool with_mask = rng.chance(50);
+  Tensor<Real> logits({num_tokens, config.num_experts});
+  for (int64_t i = 0; i < logits.count(); ++i)
+    logits[i] = static_cast<Real>(random_logit(ties, rng));
+  // Where rounding could tell sums apart that are equal, (a + bias) + b and a + (b + bias), a case of ties has no bias.
+  const bool exact_sums = config.score == EPX_MOE_TOPK_THEN_SOFTMAX || config.num_groups == 1;
+  Tensor<Real> bias({config.num_experts});
+  for (int64_t e = 0; e < bias.count(); ++e)
+    bias[e] = static_cast<Real>(!ties ? uniform(rng) : exact_sums ? rng.pick({0.0, 0.25}) : 0.0);
+  Tensor<uint8_t> mask({num_tokens});
+  for (int64_t t = 0; t < num_tokens; ++t)
+    mask[t] = rng.pick<uint8_t>({0, 1, 1, 255});
+
+  const auto routed = run_router<Real, Index>(config, logits, with_bias ? &bias : nullptr, with_mask ? &mask : nullptr);
+  const auto wide_bias = converted<double>(bias);
+  RouterAnswer expected =
+      route(config, converted<double>(logits), with_bias ? &wide_bias : nullptr, with_mask ? &mask : nullptr);
+  const auto topk_idx = converted<int64_t>(routed.topk_idx);
+  const auto topk_weights = converted<double>(routed.topk_weights);
+  constexpr bool kWide = sizeof(Real) == 8;
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    ++tally.tokens;
+    if (expected.gap[static_cast<size_t>(t)] > (kWide ? 1e-13 : 3e-6)) continue;
+    ++tally.near_ties;
+    for (int64_t k = 0; k < config.top_k; ++k) {
+      expected.topk_idx(t, k) = topk_idx(t, k);
+      expected.topk_weights(t, k) = topk_weights(t, k);
+    }
+  }
+  std::string wrong = difference(topk_idx, expected.topk_idx);
+  if (wrong.empty()) wrong = difference(topk_weights, expected.topk_weights, kWide ? 1e-12 : 5e-6);
+  if (wrong.empty()) wrong = difference(routed.info, Tensor<int64_t>({3}, {expected.info.begin(), expected.info.end()}));
+  return wrong;
+}
+
+template <typename T>
+std::vector<T> values(const Tensor<T>& tensor) {
+  return {tensor.begin(), tensor.end()};
+}
+
+void check_near(const Tensor<double>& actual, const Tensor<double>& expected) {
+  CHECK(difference(actual, expected, 1e-14) == "");
+}
+
+TEST_CASE("2000 random cases have the oracle's routes and weights") {
+  Tally tally;
+  for (uint64_t seed = 0; seed < 2000; ++seed) {
+    const std::string wrong = seed % 4 == 0   ? random_case<float, int32_t>(seed, tally)
+                              : seed % 4 == 1 ? random_case<float, int64_t>(seed, tally)
+                              : seed % 4 == 2 ? random_case<double, int32_t>(seed, tally)
+                                              : random_case<double, int64_t>(seed, tally);
+    if (!wrong.empty()) FAIL_CHECK("seed " << seed << ": " << wrong);
+  }
+  CHECK(tally.tokens > 15000);
+  CHECK(tally.near_ties < tally.tokens / 50);
+}
+
+TEST_CASE("a token with a NaN logit has no routes and changes no other token") {
+  Rng rng(11);
+  const auto good_logits = random_tensor<double>({6, 6}, rng);
+  const Tensor<uint8_t> mask({6}, {1, 1, 1, 0, 1, 1});
+  for (const epx_moe_score score : kScores) {
+    for (const int num_groups : {1, 3}) {
+      for (int64_t expert = 0; expert < 6; ++expert) {
+        CAPTURE(score);
+        CAPTURE(num_groups);
+        CAPTURE(expert);
+        epx_moe_router_config config = router_config(6, 2, score);
+        config.num_groups = num_groups;
+        auto expected = run_router(config, good_logits, nullptr, &mask);
+        auto logits = good_logits;
+        for (const int64_t token : {2, 3, 4}) { // 3 is masked anyway
+          logits(token, expert) = kNaN;
+          for (int64_t k = 0; k < 2; ++k) {
+            expected.topk_idx(token, k) = -1;
+            expected.topk_weights(token, k) = 0;
+          }
+        }
+        const auto routed = run_router(config, logits, nullptr, &mask);
+        CHECK(difference(routed.topk_idx, expected.topk_idx) == "");
+        CHECK(difference(routed.topk_weights, expected.topk_weights) == "");
+        CHECK(values(routed.info) == std::vector<int64_t>{1, 2, 2});
+      }
+    }
+  }
+}
+
+TEST_CASE("-infinity excludes an expert from weight, not from selection") {
+  const double a = std::log(2.0);
+  const Tensor<double> logits({1, 4}, {0, -kInfinity, a, -kInfinity});
+  for (const epx_moe_score score : kScores) {
+    CAPTURE(score);
+    const auto routed = run_router(router_config(4, 3, score), logits);
+    CHECK(values(routed.topk_idx) == std::vector<int64_t>{2, 0, 1});
+    CHECK(values(routed.info) == std::vector<int64_t>{0, 0, -1});
+    check_near(routed.topk_weights, score == EPX_MOE_SIGMOID ? Tensor<double>({1, 3}, {2.0 / 3, 0.5, 0})
+                                                             : Tensor<double>({1, 3}, {2.0 / 3, 1.0 / 3, 0}));
+  }
+}
+
+TEST_CASE("infinities that leave no number make a token bad") {
+  const Tensor<double> logits({3, 3}, {0, kInfinity, 1, -kInfinity, -kInfinity, -kInfinity, 2, 1, 0});
+  for (const epx_moe_score score : {EPX_MOE_TOPK_THEN_SOFTMAX, EPX_MOE_SOFTMAX_THEN_TOPK}) {
+    CAPTURE(score);
+    const auto routed = run_router(router_config(3, 2, score), logits);
+    CHECK(values(routed.topk_idx) == std::vector<int64_t>{-1, -1, -1, -1, 0, 1});
+    CHECK(routed.topk_weights(0, 0) == 0);
+    CHECK(routed.topk_weights(1, 1) == 0);
+    CHECK(routed.topk_weights(2, 0) > 0);
+    CHECK(values(routed.info) == std::vector<int64_t>{0, 2, 0});
+  }
+  for (const int renormalize : {0, 1}) { // sigmoid has a value everywhere
+    CAPTURE(renormalize);
+    epx_moe_router_config config = router_config(3, 2, EPX_MOE_SIGMOID);
+    config.renormalize = renormalize;
+    const auto routed = run_router(config, logits);
+    CHECK(values(routed.topk_idx) == std::vector<int64_t>{1, 2, 0, 1, 0, 1});
+    CHECK(values(routed.info) == std::vector<int64_t>{0, 0, -1});
+    CHECK(routed.topk_weights(1, 0) == 0);
+    const double s1 = 1 / (1 + std::exp(-1.0));
+    CHECK(routed.topk_weights(0, 0) == doctest::Approx(renormalize == 0 ? 1.0 : 1 / (1 + s1)).epsilon(1e-14));
+  }
+}
+
+TEST_CASE("a NaN in the bias makes every token bad that is not masked") {
+  Rng rng(12);
+  const auto logits = random_tensor<double>({4, 3}, rng);
+  const Tensor<double> bias({3}, {0.5, 0, kNaN});
+  const Tensor<uint8_t> mask({4}, {0, 1, 1, 1});
+  for (const epx_moe_score score : kScores) {
+    CAPTURE(score);
+    const auto routed = run_router(router_config(3, 1, score), logits, &bias, &mask);
+    CHECK(values(routed.topk_idx) == std::vector<int64_t>{-1, -1, -1, -1});
+    CHECK(values(routed.topk_weights) == std::vector<double>{0, 0, 0, 0});
+    CHECK(values(routed.info) == std::vector<int64_t>{1, 3, 1});
+  }
+}
+
+TEST_CASE("ties go to the lower index, among experts and among groups") {
+  const Tensor<double> logits({1, 6}, 0.75);
+  const double sigmoid = 1 / (1 + std::exp(-0.75));
+  for (const epx_moe_score score : kScores) {
+    CAPTURE(score);
+    epx_moe_router_config config = router_config(6, 4, score);
+    const double weight = score == EPX_MOE_SIGMOID ? sigmoid : score == EPX_MOE_SOFTMAX_THEN_TOPK ? 1.0 / 6 : 0.25;
+    auto routed = run_router(config, logits);
+    CHECK(values(routed.topk_idx) == std::vector<int64_t>{0, 1, 2, 3});
+    check_near(routed.topk_weights, Tensor<double>({1, 4}, weight));
+
+    config.num_groups = 3;
+    config.topk_groups = 2;
+    routed = run_router(config, logits);
+    CHECK(values(routed.topk_idx) == std::vector<int64_t>{0, 1, 2, 3});
+
+    const Tensor<double> bias({6}, {0, 0, 1, 0, 1, 1}); // groups score 0, 1 and 2 more
+    routed = run_router(config, logits, &bias);
+    CHECK(values(routed.topk_idx) == std::vector<int64_t>{2, 4, 5, 3});
+    check_near(routed.topk_weights, Tensor<double>({1, 4}, weight)); // the bias has no weight
+  }
+}
+
+TEST_CASE("a group is judged by its K / topk_groups best") {
+  epx_moe_router_config config = router_config(6, 2);
+  config.num_groups = 2;
+  const Tensor<double> logits({2, 6}, {9, 0, 0, 5, 5, 0, 9, 2, 0, 5, 5, 0});
+  CHECK(values(run_router(config, logits).topk_idx) == std::vector<int64_t>{3, 4, 0, 1}); // 9 + 0 < 5 + 5 < 9 + 2
+  config.topk_groups = 2;
+  CHECK(values(run_router(config, logits).topk_idx) == std::vector<int64_t>{0, 3, 0, 3});
+}
+
+TEST_CASE("K of 1 and of E") {
+  const Tensor<double> logits({2, 3}, {1, 3, 2, 0.5, -1, 4});
+  const auto one = run_router(router_config(3, 1), logits);
+  CHECK(values(one.topk_idx) == std::vector<int64_t>{1, 2});
+  CHECK(values(one.topk_weights) == std::vector<double>{1, 1});
+
+  const auto before = run_router(router_config(3, 3, EPX_MOE_TOPK_THEN_SOFTMAX), logits);
+  const auto after = run_router(router_config(3, 3, EPX_MOE_SOFTMAX_THEN_TOPK), logits);
+  CHECK(values(before.topk_idx) == std::vector<int64_t>{1, 2, 0, 2, 0, 1});
+  CHECK(difference(after.topk_idx, before.topk_idx) == "");
+  check_near(after.topk_weights, before.topk_weights);
+
+  const auto single = run_router(router_config(1, 1, EPX_MOE_SOFTMAX_THEN_TOPK), Tensor<double>({1, 1}, -7.0));
+  CHECK(single.topk_idx[0] == 0);
+  CHECK(single.topk_weights[0] == 1);
+}
+
+TEST_CASE("no tokens") {
+  const auto routed = run_router(router_config(5, 2), Tensor<float>({0, 5}));
+  CHECK(values(routed.info) == std::vector<int64_t>{0, 0, -1});
+}
+
+TEST_CASE("the defaults of a router") {
+  epx_moe_router_config config;
+  std::memset(&config, 0xA5, sizeof(config));
+  REQUIRE(epx_moe_router_config_init(&config) == EPX_SUCCESS);
+  CHECK(config.struct_size == sizeof(config));
+  CHECK(config.num_experts == 0);
+  CHECK(config.top_k == 0);
+  CHECK(config.score == EPX_MOE_TOPK_THEN_SOFTMAX);
+  CHECK(config.num_groups == 1);
+  CHECK(config.topk_groups == 1);
+  CHECK(config.renormalize == 0);
+  CHECK(config.scaling_factor == 1);
+  CHECK(config.aux_loss_coeff == 0);
+  CHECK(epx_moe_router_config_init(nullptr) == EPX_ERROR_INVALID_ARGUMENT);
+}
+
+template <typename Real, typename Index>
+std::string bias_update_fault() {
+  Tensor<Real> bias({4}, {0, 1, -2, 0.5});
+  const Tensor<Index> counts({2, 4}, {1, 0, 5, 2, 2, 2, 3, 1}); // sums 3, 2, 8, 3 with a mean of 4
+  epx_moe_bias_update_args args = {};
+  args.struct_size = sizeof(args);
+  args.global_counts = counts.get();
+  args.rate = 0.125;
+  args.selection_bias = bias.get();
+  require_ok(epx_moe_bias_update(&args), "epx_moe_bias_update");
+  return difference(bias, Tensor<Real>({4}, {0.125, 1.125, -2.125, 0.625}));
+}
+
+TEST_CASE("the bias goes up for experts below the mean and down for those above") {
+  CHECK(bias_update_fault<float, int32_t>() == "");
+  CHECK(bias_update_fault<double, int64_t>() == "");
+
+  // A mean that no integer is, and an expert that has just the mean.
+  for (const auto& [counts, expected] : {std::pair{Tensor<int32_t>({1, 2}, {3, 4}), Tensor<double>({2}, {0.5, -0.5})},
+                                         std::pair{Tensor<int32_t>({1, 2}, {4, 4}), Tensor<double>({2}, {0, 0})}}) {
+    Tensor<double> bias({2});
+    const epx_moe_bias_update_args args = {sizeof(args), nullptr, counts.get(), 0.5, bias.get()};
+    require_ok(epx_moe_bias_update(&args), "epx_moe_bias_update");
+    CHECK(difference(bias, expected) == "");
+  }
+}
+
+} // namespace
+} // namespace epx::test

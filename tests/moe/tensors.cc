@@ -1,0 +1,132 @@
+#include "tests/moe/tensors.h"
+
+#include <algorithm>
+#include <sstream>
+#include <stdexcept>
+#include <string_view>
+
+#include <doctest/doctest.h>
+
+namespace epx::test {
+
+namespace {
+
+constexpr int64_t kMaxElements = 60; // of a gradient
+constexpr double kTolerance = 1e-6;
+constexpr double kStep = 1e-5;
+
+// What the rounding of a value of about 10 makes of a central difference, 1e-16 * 10 / kStep, is below kTolerance of this.
+constexpr double kSmallestScale = 1e-4;
+
+bool tells(const std::string& sentence, std::string_view word) {
+  for (size_t bar = word.find('|'); bar != std::string_view::npos; bar = word.find('|')) {
+    if (sentence.find(word.substr(0, bar)) != std::string::npos) return true;
+    word.remove_prefix(bar + 1);
+  }
+  return sentence.find(word) != std::string::npos;
+}
+
+template <typename T>
+bool same_shape(const Tensor<T>& a, const Tensor<T>& b) {
+  return a.get()->ndim == b.get()->ndim && std::equal(a.get()->sizes, a.get()->sizes + a.get()->ndim, b.get()->sizes);
+}
+
+template <typename T, typename Equal>
+std::string first_difference(const Tensor<T>& actual, const Tensor<T>& expected, const Equal& equal) {
+  if (!same_shape(actual, expected)) return "the shapes differ";
+  int64_t wrong = 0;
+  std::ostringstream text;
+  text.precision(17);
+  for (int64_t i = 0; i < actual.count(); ++i) {
+    if (equal(actual[i], expected[i])) continue;
+    if (wrong++ == 0) text << "element " << i << " is " << +actual[i] << ", expected " << +expected[i];
+  }
+  if (wrong > 1) text << "; " << wrong << " of " << actual.count() << " are wrong";
+  return text.str();
+}
+
+double central_difference(const std::function<double()>& value, double& x) {
+  const double at = x;
+  const double step = kStep * std::max(1.0, std::abs(at));
+  const double above = at + step;
+  const double below = at - step;
+  x = above;
+  const double value_above = value();
+  x = below;
+  const double value_below = value();
+  x = at;
+  return (value_above - value_below) / (above - below);
+}
+
+} // namespace
+
+void require_ok(epx_status status, const char* call) {
+  if (status == EPX_SUCCESS) return;
+  throw std::runtime_error(std::string(call) + " returned " + epx_status_string(status) + ": " + epx_last_error());
+}
+
+std::string not_refused(epx_status status, const std::vector<std::string>& words) {
+  const std::string sentence = epx_last_error();
+  if (status != EPX_ERROR_INVALID_ARGUMENT)
+    return std::string("returned ") + epx_status_string(status) + (status == EPX_SUCCESS ? "" : ": " + sentence);
+  std::string missing;
+  for (const std::string& word : words) {
+    if (!tells(sentence, word)) missing += " " + word;
+  }
+  return missing.empty() ? "" : "\"" + sentence + "\" does not tell" + missing;
+}
+
+template <typename T>
+std::string difference(const Tensor<T>& actual, const Tensor<T>& expected) {
+  return first_difference(actual, expected, [](T a, T b) { return std::memcmp(&a, &b, sizeof(T)) == 0; });
+}
+
+template <typename T>
+std::string difference(const Tensor<T>& actual, const Tensor<T>& expected, double tolerance, double scale) {
+  return first_difference(actual, expected, [=](double a, double b) {
+    return a == b || std::abs(a - b) <= tolerance * std::max(scale, std::abs(b));
+  });
+}
+
+template std::string difference(const Tensor<float>&, const Tensor<float>&);
+template std::string difference(const Tensor<double>&, const Tensor<double>&);
+template std::string difference(const Tensor<int32_t>&, const Tensor<int32_t>&);
+template std::string difference(const Tensor<int64_t>&, const Tensor<int64_t>&);
+template std::string difference(const Tensor<uint8_t>&, const Tensor<uint8_t>&);
+template std::string difference(const Tensor<uint16_t>&, const Tensor<uint16_t>&);
+template std::string difference(const Tensor<float>&, const Tensor<float>&, double, double);
+template std::string difference(const Tensor<double>&, const Tensor<double>&, double, double);
+
+double dot(const Tensor<double>& a, const Tensor<double>& b) {
+  REQUIRE(a.count() == b.count());
+  double sum = 0;
+  for (int64_t i = 0; i < a.count(); ++i)
+    sum += a[i] * b[i];
+  return sum;
+}
+
+double max_abs(const Tensor<double>& tensor) {
+  double largest = 0;
+  for (const double value : tensor)
+    largest = std::max(largest, std::abs(value));
+  return largest;
+}
+
+void check_gradient(const std::function<double()>& value, Tensor<double>& x, const Tensor<double>& analytic,
+                    const std::string& what) {
+  REQUIRE_MESSAGE(same_shape(x, analytic), what);
+  const double scale = std::max(kSmallestScale, max_abs(analytic));
+  Rng rng(mix(x.count(), 0x9bad));
+  for (int64_t n = 0; n < std::min(x.count(), kMaxElements); ++n) {
+    const int64_t i = x.count() <= kMaxElements ? n : rng.below(x.count());
+    const double numeric = central_difference(value, x[i]);
+    const double error = std::abs(numeric - analytic[i]);
+    if (error <= kTolerance * scale) continue; // scale is at least |analytic[i]|
+    FAIL_CHECK("gradient of " << what << ": element " << i << " of " << x.count() << " is " << analytic[i]
+                              << ", by differences " << numeric << " (largest " << scale << ")");
+    return;
+  }
+  CHECK_MESSAGE(true, what); // counts as an assertion
+}
+
+} // namespace epx::test

@@ -1,0 +1,146 @@
+// Tensors, values and comparisons for the tests of epx_moe.h. Nothing here knows which operation is under test.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <initializer_list>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "epx/epx_moe.h"
+#include "tests/support/rng.h"
+
+namespace epx::test {
+
+template <typename T>
+inline constexpr epx_dtype kDtype = EPX_DTYPE_UNSET;
+template <>
+inline constexpr epx_dtype kDtype<float> = EPX_FLOAT32;
+template <>
+inline constexpr epx_dtype kDtype<double> = EPX_FLOAT64;
+template <>
+inline constexpr epx_dtype kDtype<int32_t> = EPX_INT32;
+template <>
+inline constexpr epx_dtype kDtype<int64_t> = EPX_INT64;
+template <>
+inline constexpr epx_dtype kDtype<uint8_t> = EPX_UINT8;
+template <>
+inline constexpr epx_dtype kDtype<uint16_t> = EPX_BFLOAT16; // its bits
+
+// A contiguous array and the descriptor that the C API takes. Its size is fixed, so get() stays valid as long as it lives.
+template <typename T>
+class Tensor {
+public:
+  Tensor() : Tensor({0}) {}
+  explicit Tensor(std::initializer_list<int64_t> shape, T value = T{}) : view_{} {
+    size_t count = 1;
+    for (const int64_t size : shape) {
+      view_.sizes[view_.ndim++] = size;
+      count *= static_cast<size_t>(size);
+    }
+    values_.assign(count, value);
+    view_.dtype = kDtype<T>;
+    view_.data = values_.data();
+  }
+  Tensor(std::initializer_list<int64_t> shape, const std::vector<T>& values) : Tensor(shape) {
+    for (size_t i = 0; i < values_.size(); ++i)
+      values_[i] = values.at(i);
+  }
+  Tensor(const Tensor& other) : values_(other.values_), view_(other.view_) { view_.data = values_.data(); }
+  Tensor(Tensor&& other) noexcept : values_(std::move(other.values_)), view_(other.view_) {}
+  Tensor& operator=(Tensor other) noexcept {
+    values_ = std::move(other.values_); // a move keeps the address of the elements
+    view_ = other.view_;
+    return *this;
+  }
+  ~Tensor() = default;
+
+  const epx_tensor* get() const { return &view_; }
+  int64_t size(int dimension) const { return view_.sizes[dimension]; }
+  int64_t count() const { return static_cast<int64_t>(values_.size()); }
+  int64_t per_row() const { return size(0) == 0 ? 0 : count() / size(0); } // elements for each index of the first dimension
+
+  T& operator[](int64_t i) { return values_.at(static_cast<size_t>(i)); }
+  const T& operator[](int64_t i) const { return values_.at(static_cast<size_t>(i)); }
+  T& operator()(int64_t row, int64_t i) { return (*this)[row * per_row() + i]; }
+  const T& operator()(int64_t row, int64_t i) const { return (*this)[row * per_row() + i]; }
+  auto begin() const { return values_.begin(); }
+  auto end() const { return values_.end(); }
+
+  // Bytes that no test produces and that are finite as a float: what outputs hold before a call.
+  void poison() {
+    if (count() > 0) std::memset(values_.data(), 0xA5, values_.size() * sizeof(T));
+  }
+
+private:
+  std::vector<T> values_;
+  epx_tensor view_;
+};
+
+template <typename T>
+Tensor<T> poisoned(std::initializer_list<int64_t> shape) {
+  Tensor<T> tensor(shape);
+  tensor.poison();
+  return tensor;
+}
+
+// [low, high), from the top 53 bits of the generator: the same on every platform, unlike the standard distributions.
+inline double uniform(Rng& rng, double low = -1, double high = 1) {
+  return low + (high - low) * (static_cast<double>(rng.next() >> 11) * 0x1p-53);
+}
+
+template <typename T>
+Tensor<T> random_tensor(std::initializer_list<int64_t> shape, Rng& rng, double low = -1, double high = 1) {
+  Tensor<T> tensor(shape);
+  for (int64_t i = 0; i < tensor.count(); ++i)
+    tensor[i] = static_cast<T>(uniform(rng, low, high));
+  return tensor;
+}
+
+template <typename To, typename From>
+Tensor<To> converted(const Tensor<From>& from) {
+  const int64_t* sizes = from.get()->sizes;
+  Tensor<To> to = from.get()->ndim == 1   ? Tensor<To>({sizes[0]})
+                  : from.get()->ndim == 2 ? Tensor<To>({sizes[0], sizes[1]})
+                                          : Tensor<To>({sizes[0], sizes[1], sizes[2]});
+  for (int64_t i = 0; i < to.count(); ++i)
+    to[i] = static_cast<To>(from[i]);
+  return to;
+}
+
+// Rows [first, first + rows) of a tensor of two dimensions.
+template <typename T>
+Tensor<T> slice_rows(const Tensor<T>& tensor, int64_t first, int64_t rows) {
+  Tensor<T> slice({rows, tensor.size(1)});
+  for (int64_t i = 0; i < slice.count(); ++i)
+    slice[i] = tensor[first * tensor.size(1) + i];
+  return slice;
+}
+
+// Throws the sentence of the library, so that it works in any thread; doctest and run_threads both report it.
+void require_ok(epx_status status, const char* call);
+
+// What a call that was to be refused did instead: "" when it returned EPX_ERROR_INVALID_ARGUMENT and its sentence has each
+// of the words. "a|b" is told when a or b is.
+std::string not_refused(epx_status status, const std::vector<std::string>& words);
+
+// "" when the tensors have the same shape and bits, else the first element that differs.
+template <typename T>
+std::string difference(const Tensor<T>& actual, const Tensor<T>& expected);
+
+// The same, with |actual - expected| <= tolerance * max(scale, |expected|) allowed. A NaN equals nothing.
+template <typename T>
+std::string difference(const Tensor<T>& actual, const Tensor<T>& expected, double tolerance, double scale = 0);
+
+double dot(const Tensor<double>& a, const Tensor<double>& b);
+double max_abs(const Tensor<double>& tensor);
+
+// Compares an analytic gradient of a scalar function with central differences in float64, to 1e-6 of the largest element.
+// `value` reads x, which is changed and put back one element at a time; when x is large, 60 random elements.
+void check_gradient(const std::function<double()>& value, Tensor<double>& x, const Tensor<double>& analytic,
+                    const std::string& what);
+
+} // namespace epx::test
