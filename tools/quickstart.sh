@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# From a bare Debian 12 or Ubuntu 24.04 machine to epx's main job: installs what is missing, builds ep_bench, and checks
-# dispatch and combine, forward and backward, on four ranks, on uniform routing and on the words of a real text.
-# Run it as often as you like.
+# From a bare Debian 12 or Ubuntu 24.04 machine to epx's main job: installs what is missing, builds, checks dispatch and
+# combine, forward and backward, on four ranks, on uniform routing and on the words of a real text, and trains a small
+# Mixture-of-Experts model on that text. Run it as often as you like.
 # shellcheck source=tools/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 cd "$source_root"
 
 readonly ranks=4 limit_s=300
-readonly bench=build/tools/ep_bench/ep_bench
+readonly bench=build/tools/ep_bench/ep_bench train=build/examples/train_moe/train_moe
 
 run_bench() { # NAME ROUTING
   local json=build/quickstart-$1.json
@@ -18,6 +18,14 @@ run_bench() { # NAME ROUTING
   say "Right; the figures are in $json"
 }
 
+run_training() { # STEPS TEXT
+  local log=build/quickstart-training.jsonl
+  say "Training a language model with MoE layers on $2 for $1 steps, on $ranks ranks"
+  timeout --kill-after=10 "$limit_s" mpirun -n "$ranks" --oversubscribe "$train" --text "$2" --steps "$1" --log "$log" ||
+    die "train_moe failed (exit status $?)"
+  say "The loss of every step is in $log; it is the same on any number of ranks"
+}
+
 install_missing "${build_packages[@]}"
 
 if [[ -e build/build.ninja ]]; then
@@ -26,8 +34,8 @@ else
   say "Build: setting build/ up (release)"
   configure build --buildtype=release
 fi
-say "Build: compiling ep_bench (log: build/quickstart.log)"
-ninja -C build tools/ep_bench/ep_bench >build/quickstart.log || {
+say "Build: compiling ep_bench and train_moe (log: build/quickstart.log)"
+ninja -C build "${bench#build/}" "${train#build/}" >build/quickstart.log || {
   cat build/quickstart.log >&2
   die "the build failed"
 }
@@ -42,4 +50,5 @@ use_local_mpi
 check_shared_memory
 run_bench uniform uniform
 run_bench text "text:$text"
-say "Done. Next: ./tools/test.sh runs every test, $bench --help explains the options"
+run_training 50 "$text"
+say "Done. Next: ./tools/test.sh runs every test; $bench --help and $train --help explain the options"

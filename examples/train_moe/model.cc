@@ -59,18 +59,18 @@ std::vector<double> Model::forward(const Text& text, std::span<const int64_t> po
   std::vector<float> embedded(kChunk * embedded_), x(tokens * hidden), moe_out(tokens * hidden);
   for (int64_t c = 0; c < chunks.count(); ++c) {
     embed(chunks.begin(c), chunks.size(c), embedded.data());
-    linear(embedded.data(), parameters_.values(in_weight_), parameters_.values(in_bias_), chunks.size(c), embedded_, hidden,
-           x.data() + chunks.begin(c) * hidden);
+    linear<float>(embedded.data(), parameters_.values(in_weight_), parameters_.values(in_bias_), chunks.size(c), embedded_,
+                  hidden, x.data() + chunks.begin(c) * hidden);
   }
   for (size_t l = 0; l < layers_.size(); ++l) {
     Layer& layer = layers_[l];
     layer.x = x;
     layer.normed.resize(tokens * hidden);
     layer.logits.resize(tokens * options_.experts);
-    rms_norm(x.data(), tokens, hidden, layer.normed.data());
+    rms_norm<float>(x.data(), tokens, hidden, layer.normed.data());
     for (int64_t c = 0; c < chunks.count(); ++c)
-      linear(layer.normed.data() + chunks.begin(c) * hidden, parameters_.values(layer.router_weight), nullptr,
-             chunks.size(c), hidden, options_.experts, layer.logits.data() + chunks.begin(c) * options_.experts);
+      linear<float>(layer.normed.data() + chunks.begin(c) * hidden, parameters_.values(layer.router_weight), nullptr,
+                    chunks.size(c), hidden, options_.experts, layer.logits.data() + chunks.begin(c) * options_.experts);
     moe_[l]->forward(layer.normed.data(), layer.logits.data(), chunks, moe_out.data());
     for (size_t i = 0; i < x.size(); ++i)
       x[i] += moe_out[i];
@@ -79,14 +79,14 @@ std::vector<double> Model::forward(const Text& text, std::span<const int64_t> po
   last_x_ = x;
   last_normed_.resize(tokens * hidden);
   grad_out_.resize(tokens * kBytes);
-  rms_norm(x.data(), tokens, hidden, last_normed_.data());
+  rms_norm<float>(x.data(), tokens, hidden, last_normed_.data());
   const float scale = 1 / static_cast<float>(positions.size());
   std::vector<double> losses;
   for (int64_t c = 0; c < chunks.count(); ++c) {
     float* const logits = grad_out_.data() + chunks.begin(c) * kBytes;
-    linear(last_normed_.data() + chunks.begin(c) * hidden, parameters_.values(out_weight_), parameters_.values(out_bias_),
-           chunks.size(c), hidden, kBytes, logits);
-    losses.push_back(cross_entropy(logits, targets_.data() + chunks.begin(c), chunks.size(c), kBytes, scale));
+    linear<float>(last_normed_.data() + chunks.begin(c) * hidden, parameters_.values(out_weight_),
+                  parameters_.values(out_bias_), chunks.size(c), hidden, kBytes, logits);
+    losses.push_back(cross_entropy<float>(logits, targets_.data() + chunks.begin(c), chunks.size(c), kBytes, scale));
   }
   return losses;
 }
@@ -102,30 +102,31 @@ void Model::backward(ChunkGrads& chunk_grads) {
   std::vector<float> grad_x(tokens * hidden), grad_normed(tokens * hidden), grad_logits(tokens * experts);
   for (int64_t c = 0; c < chunks_.count(); ++c) {
     const int64_t begin = chunks_.begin(c);
-    linear_bwd(last_normed_.data() + begin * hidden, parameters_.values(out_weight_), grad_out_.data() + begin * kBytes,
-               chunks_.size(c), hidden, kBytes,
-               {grad_normed.data() + begin * hidden, parameters_.in(chunk_grads[c], out_weight_),
-                parameters_.in(chunk_grads[c], out_bias_)});
+    linear_bwd<float>(last_normed_.data() + begin * hidden, parameters_.values(out_weight_),
+                      grad_out_.data() + begin * kBytes, chunks_.size(c), hidden, kBytes,
+                      {grad_normed.data() + begin * hidden, parameters_.in(chunk_grads[c], out_weight_),
+                       parameters_.in(chunk_grads[c], out_bias_)});
   }
-  rms_norm_bwd(last_x_.data(), grad_normed.data(), tokens, hidden, grad_x.data());
+  rms_norm_bwd<float>(last_x_.data(), grad_normed.data(), tokens, hidden, grad_x.data());
 
   for (size_t l = layers_.size(); l-- > 0;) {
     const Layer& layer = layers_[l];
     moe_[l]->backward(grad_x.data(), grad_normed.data(), grad_logits.data(), chunk_grads);
     for (int64_t c = 0; c < chunks_.count(); ++c) {
       const int64_t begin = chunks_.begin(c);
-      linear_bwd(layer.normed.data() + begin * hidden, parameters_.values(layer.router_weight),
-                 grad_logits.data() + begin * experts, chunks_.size(c), hidden, experts,
-                 {grad_normed.data() + begin * hidden, parameters_.in(chunk_grads[c], layer.router_weight), nullptr, true});
+      linear_bwd<float>(
+          layer.normed.data() + begin * hidden, parameters_.values(layer.router_weight),
+          grad_logits.data() + begin * experts, chunks_.size(c), hidden, experts,
+          {grad_normed.data() + begin * hidden, parameters_.in(chunk_grads[c], layer.router_weight), nullptr, true});
     }
-    rms_norm_bwd(layer.x.data(), grad_normed.data(), tokens, hidden, grad_x.data());
+    rms_norm_bwd<float>(layer.x.data(), grad_normed.data(), tokens, hidden, grad_x.data());
   }
 
   std::vector<float> embedded(kChunk * embedded_), grad_embedded(kChunk * embedded_);
   for (int64_t c = 0; c < chunks_.count(); ++c) {
     const int64_t begin = chunks_.begin(c);
     embed(begin, chunks_.size(c), embedded.data());
-    linear_bwd(
+    linear_bwd<float>(
         embedded.data(), parameters_.values(in_weight_), grad_x.data() + begin * hidden, chunks_.size(c), embedded_, hidden,
         {grad_embedded.data(), parameters_.in(chunk_grads[c], in_weight_), parameters_.in(chunk_grads[c], in_bias_)});
     float* const grad_table = parameters_.in(chunk_grads[c], embedding_);

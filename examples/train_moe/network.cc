@@ -8,79 +8,99 @@
 namespace train {
 namespace {
 
-using Matrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-using In = Eigen::Map<const Matrix>;
-using Out = Eigen::Map<Matrix>;
-using InRow = Eigen::Map<const Eigen::RowVectorXf>;
+template <typename T>
+using Matrix = Eigen::Matrix<T, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+template <typename T>
+using In = Eigen::Map<const Matrix<T>>;
+template <typename T>
+using Out = Eigen::Map<Matrix<T>>;
+template <typename T>
+using Row = Eigen::Matrix<T, 1, Eigen::Dynamic>;
 
-constexpr float kEpsilon = 1e-6f;
+constexpr double kEpsilon = 1e-6;
 
-float inverse_rms(const float* row, int64_t width) {
-  float squares = 0;
+template <typename T>
+T inverse_rms(const T* row, int64_t width) {
+  T squares = 0;
   for (int64_t i = 0; i < width; ++i)
     squares += row[i] * row[i];
-  return 1 / std::sqrt(squares / static_cast<float>(width) + kEpsilon);
+  return 1 / std::sqrt(squares / static_cast<T>(width) + static_cast<T>(kEpsilon));
 }
 
 } // namespace
 
-void linear(const float* x, const float* weight, const float* bias, int64_t rows, int64_t in, int64_t out, float* y) {
-  Out result(y, rows, out);
+template <typename T>
+void linear(const T* x, const T* weight, const T* bias, int64_t rows, int64_t in, int64_t out, T* y) {
+  Out<T> result(y, rows, out);
   if (bias != nullptr)
-    result = InRow(bias, out).replicate(rows, 1);
+    result = Eigen::Map<const Row<T>>(bias, out).replicate(rows, 1);
   else
     result.setZero();
-  result.noalias() += In(x, rows, in) * In(weight, out, in).transpose();
+  result.noalias() += In<T>(x, rows, in) * In<T>(weight, out, in).transpose();
 }
 
-void linear_bwd(const float* x, const float* weight, const float* grad_y, int64_t rows, int64_t in, int64_t out,
-                const LinearGrads& grads) {
-  const In grad(grad_y, rows, out);
-  Out(grads.grad_weight, out, in).noalias() = grad.transpose() * In(x, rows, in);
-  if (grads.grad_bias != nullptr) Eigen::Map<Eigen::RowVectorXf>(grads.grad_bias, out) = grad.colwise().sum();
-  Out grad_x(grads.grad_x, rows, in);
+template <typename T>
+void linear_bwd(const T* x, const T* weight, const T* grad_y, int64_t rows, int64_t in, int64_t out,
+                const LinearGrads<T>& grads) {
+  const In<T> grad(grad_y, rows, out);
+  Out<T>(grads.grad_weight, out, in).noalias() = grad.transpose() * In<T>(x, rows, in);
+  if (grads.grad_bias != nullptr) Eigen::Map<Row<T>>(grads.grad_bias, out) = grad.colwise().sum();
+  Out<T> grad_x(grads.grad_x, rows, in);
   if (!grads.add_to_grad_x) grad_x.setZero();
-  grad_x.noalias() += grad * In(weight, out, in);
+  grad_x.noalias() += grad * In<T>(weight, out, in);
 }
 
-void rms_norm(const float* x, int64_t rows, int64_t width, float* y) {
+template <typename T>
+void rms_norm(const T* x, int64_t rows, int64_t width, T* y) {
   for (int64_t r = 0; r < rows; ++r) {
-    const float inverse = inverse_rms(x + r * width, width);
+    const T inverse = inverse_rms(x + r * width, width);
     for (int64_t i = 0; i < width; ++i)
       y[r * width + i] = x[r * width + i] * inverse;
   }
 }
 
-void rms_norm_bwd(const float* x, const float* grad_y, int64_t rows, int64_t width, float* grad_x) {
+template <typename T>
+void rms_norm_bwd(const T* x, const T* grad_y, int64_t rows, int64_t width, T* grad_x) {
   for (int64_t r = 0; r < rows; ++r) {
-    const float* const row = x + r * width;
-    const float* const grad = grad_y + r * width;
-    const float inverse = inverse_rms(row, width);
-    float dot = 0;
+    const T* const row = x + r * width;
+    const T* const grad = grad_y + r * width;
+    const T inverse = inverse_rms(row, width);
+    T dot = 0;
     for (int64_t i = 0; i < width; ++i)
       dot += grad[i] * row[i];
-    const float shrink = dot * inverse * inverse * inverse / static_cast<float>(width);
+    const T shrink = dot * inverse * inverse * inverse / static_cast<T>(width);
     for (int64_t i = 0; i < width; ++i)
       grad_x[r * width + i] += grad[i] * inverse - row[i] * shrink;
   }
 }
 
-double cross_entropy(float* logits, const unsigned char* targets, int64_t rows, int64_t classes, float scale) {
+template <typename T>
+double cross_entropy(T* logits, const unsigned char* targets, int64_t rows, int64_t classes, T scale) {
   double loss = 0;
   for (int64_t r = 0; r < rows; ++r) {
-    float* const row = logits + r * classes;
-    const float top = *std::max_element(row, row + classes);
-    const float target = row[targets[r]];
+    T* const row = logits + r * classes;
+    const T top = *std::max_element(row, row + classes);
+    const T target = row[targets[r]];
     double sum = 0;
     for (int64_t i = 0; i < classes; ++i)
       sum += row[i] = std::exp(row[i] - top);
     loss += std::log(sum) + static_cast<double>(top) - static_cast<double>(target);
-    const float share = scale / static_cast<float>(sum);
+    const T share = scale / static_cast<T>(sum);
     for (int64_t i = 0; i < classes; ++i)
       row[i] *= share;
     row[targets[r]] -= scale;
   }
   return loss;
 }
+
+#define TRAIN_INSTANTIATE(T)                                                                                               \
+  template void linear(const T*, const T*, const T*, int64_t, int64_t, int64_t, T*);                                       \
+  template void linear_bwd(const T*, const T*, const T*, int64_t, int64_t, int64_t, const LinearGrads<T>&);                \
+  template void rms_norm(const T*, int64_t, int64_t, T*);                                                                  \
+  template void rms_norm_bwd(const T*, const T*, int64_t, int64_t, T*);                                                    \
+  template double cross_entropy(T*, const unsigned char*, int64_t, int64_t, T);
+TRAIN_INSTANTIATE(float)
+TRAIN_INSTANTIATE(double)
+#undef TRAIN_INSTANTIATE
 
 } // namespace train

@@ -1,4 +1,5 @@
-// The dense parts of the model, on a few rows at a time. Matrices are row-major; weights are [out, in].
+// The dense parts of the model, on a few rows at a time. Matrices are row-major; weights are [out, in]. T is float, or double
+// to check gradients.
 #pragma once
 
 #include <cstdint>
@@ -6,24 +7,29 @@
 namespace train {
 
 // y[rows, out] = x[rows, in] * weight[out, in]^T + bias[out]; bias may be NULL.
-void linear(const float* x, const float* weight, const float* bias, int64_t rows, int64_t in, int64_t out, float* y);
+template <typename T>
+void linear(const T* x, const T* weight, const T* bias, int64_t rows, int64_t in, int64_t out, T* y);
 
-// Overwrites grad_weight[out, in] and grad_bias[out], which may be NULL, and grad_x[rows, in] (adds to it with add_to_grad_x).
+template <typename T>
 struct LinearGrads {
-  float* grad_x = nullptr;
-  float* grad_weight = nullptr;
-  float* grad_bias = nullptr;
-  bool add_to_grad_x = false;
+  T* grad_x = nullptr;        // [rows, in]
+  T* grad_weight = nullptr;   // [out, in]
+  T* grad_bias = nullptr;     // [out], or NULL
+  bool add_to_grad_x = false; // instead of overwriting it
 };
-void linear_bwd(const float* x, const float* weight, const float* grad_y, int64_t rows, int64_t in, int64_t out,
-                const LinearGrads& grads);
+template <typename T>
+void linear_bwd(const T* x, const T* weight, const T* grad_y, int64_t rows, int64_t in, int64_t out,
+                const LinearGrads<T>& grads);
 
 // y = x / sqrt(mean(x^2) + epsilon), row by row (arXiv:1910.07467, without gain).
-void rms_norm(const float* x, int64_t rows, int64_t width, float* y);
+template <typename T>
+void rms_norm(const T* x, int64_t rows, int64_t width, T* y);
 // Adds to grad_x.
-void rms_norm_bwd(const float* x, const float* grad_y, int64_t rows, int64_t width, float* grad_x);
+template <typename T>
+void rms_norm_bwd(const T* x, const T* grad_y, int64_t rows, int64_t width, T* grad_x);
 
 // Sum over the rows of -log softmax(logits[rows, classes])[target]; `logits` become its gradient times scale.
-double cross_entropy(float* logits, const unsigned char* targets, int64_t rows, int64_t classes, float scale);
+template <typename T>
+double cross_entropy(T* logits, const unsigned char* targets, int64_t rows, int64_t classes, T scale);
 
 } // namespace train

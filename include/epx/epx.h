@@ -99,7 +99,7 @@ typedef enum epx_dtype EPX_ENUM_INT32 {
 
 typedef void* epx_stream; /* a cudaStream_t on GPUs, NULL on the host transport */
 
-/* A view of memory that the caller owns. Zero the whole struct first, or use epx_tensor_1d/2d. */
+/* A view of memory that the caller owns. Zero the whole struct first, or use epx_tensor_1d/2d/3d. */
 typedef struct epx_tensor {
   void* data; /* may be NULL where the tensor has no elements */
   epx_dtype dtype;
@@ -117,6 +117,11 @@ static inline epx_tensor epx_tensor_1d(void* data, epx_dtype dtype, int64_t size
 
 static inline epx_tensor epx_tensor_2d(void* data, epx_dtype dtype, int64_t size0, int64_t size1) {
   epx_tensor tensor = {data, dtype, 2, {size0, size1, 0, 0}, NULL, 0, {0, 0}};
+  return tensor;
+}
+
+static inline epx_tensor epx_tensor_3d(void* data, epx_dtype dtype, int64_t size0, int64_t size1, int64_t size2) {
+  epx_tensor tensor = {data, dtype, 3, {size0, size1, size2, 0}, NULL, 0, {0, 0}};
   return tensor;
 }
 

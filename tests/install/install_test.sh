@@ -44,6 +44,16 @@ printf '#include <epx/epx.h>\n' | tee "$work/header.c" >"$work/header.cc"
 step "a C11 program against version $version"
 "${cc[@]}" -std=c11 "${strict[@]}" "$here/consumer.c" -o "$work/consumer" "${flags[@]}"
 
+if [[ -e $root$prefix/include/epx/epx_moe.h ]]; then
+  step "epx_moe.h alone, as C11 and as C++17, and a C11 program"
+  read -ra moe_flags <<<"$(pkg-config --cflags --libs epx-moe)"
+  printf '#include <epx/epx_moe.h>\n' | tee "$work/header.c" >"$work/header.cc"
+  "${cc[@]}" -std=c11 "${strict[@]}" -c "$work/header.c" -o "$work/header_c.o" "${moe_flags[@]}"
+  "${cxx[@]}" -std=c++17 "${strict[@]}" -c "$work/header.cc" -o "$work/header_cc.o" "${moe_flags[@]}"
+  "${cc[@]}" -std=c11 "${strict[@]}" "$here/consumer_moe.c" -o "$work/consumer_moe" "${moe_flags[@]}"
+  timeout "$limit_s" "$work/consumer_moe"
+fi
+
 step "one process"
 mkdir "$work/meeting"
 timeout "$limit_s" "$work/consumer" "$work/meeting" 0 1 "$version"

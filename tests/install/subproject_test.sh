@@ -9,7 +9,8 @@ mkdir -p "$work/parent/subprojects"
 ln -s "$source_dir" "$work/parent/subprojects/epx"
 cat >"$work/parent/meson.build" <<'MESON'
 project('parent', 'c', default_options: ['c_std=c11', 'warning_level=3', 'werror=true'])
-epx_dep = dependency('epx', fallback: 'epx', default_options: ['tools=disabled', 'tests=disabled', 'mpi=disabled'])
+epx_dep = dependency('epx', fallback: 'epx', default_options: ['tools=disabled', 'tests=disabled', 'mpi=disabled',
+  'moe=disabled'])
 test('parent', executable('parent', 'parent.c', dependencies: epx_dep))
 MESON
 cat >"$work/parent/parent.c" <<'C'

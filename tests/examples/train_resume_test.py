@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Training that stopped goes on, on any number of ranks; what cannot go on is refused."""
+import json
+import pathlib
+
+import train_runs
+from train_runs import FAILURE, TEXT, TrainTest
+
+STEPS = 12
+HALF = STEPS // 2
+OTHER_TEXT = pathlib.Path("/usr/share/common-licenses/GPL-2")
+
+
+def header_of(checkpoint):
+    return json.loads(checkpoint.read_bytes().split(b"\n", 1)[0])
+
+
+def with_header(checkpoint, **changes):
+    line, numbers = checkpoint.read_bytes().split(b"\n", 1)
+    return json.dumps({**json.loads(line), **changes}).encode() + b"\n" + numbers
+
+
+class Checkpoints(TrainTest):
+    def save(self, num_ranks, steps, *args, name="checkpoint"):
+        file = self.directory / name
+        self.train(num_ranks, "--steps", steps, "--checkpoint", file, *args)
+        return file
+
+
+class Resume(Checkpoints):
+    def test_is_as_if_it_had_not_stopped(self):
+        whole = self.train(2, "--steps", STEPS, "--checkpoint", self.directory / "whole")
+        half = self.save(2, HALF, name="half")
+        for num_ranks in (1, 2, 3):
+            with self.subTest(num_ranks=num_ranks):
+                resumed = self.train(num_ranks, "--steps", STEPS, "--resume", half, "--checkpoint", self.directory / "resumed")
+                self.assertEqual(resumed.step_lines, whole.step_lines[HALF:])
+                self.assertEqual(resumed.final["held_out_loss"], whole.final["held_out_loss"])
+                self.assertEqual((self.directory / "resumed").read_bytes(), (self.directory / "whole").read_bytes())
+
+    def test_with_another_exchange(self):
+        half = self.save(3, HALF)
+        resume = ["--steps", STEPS, "--resume", half]
+        epx = self.train(1, *resume)
+        self.assert_same_curve(self.train(2, *resume, "--exchange", "alltoallv"), epx)
+        deviation = self.assert_close(self.train(2, *resume, "--dense"), epx)
+        both = self.train(2, *resume, "--exchange", "both")
+        self.assertEqual(both.step_lines, epx.step_lines)
+        print(f"dense differs by at most {deviation:.1e} of the loss ... ", end="")
+
+    def test_from_dense(self):
+        half = self.save(2, HALF, "--dense")
+        dense = self.train(1, "--steps", STEPS, "--resume", half, "--dense")
+        self.assert_close(self.train(3, "--steps", STEPS, "--resume", half), dense)
+
+
+class Save(Checkpoints):
+    def test_file_does_not_depend_on_the_ranks(self):
+        for args in ([], ["--experts", 5], ["--experts", 2]):
+            with self.subTest(args=args):
+                one = self.save(1, 3, *args, name="one")
+                three = self.save(3, 3, *args, name="three")
+                self.assertEqual(one.read_bytes(), three.read_bytes())
+
+    def test_every_few_steps(self):
+        """A step size at which the second step fails: what is left was saved after the first."""
+        file = self.directory / "checkpoint"
+        run = self.launch(2, "--steps", 6, "--lr", 1e30, "--checkpoint", file, "--checkpoint-every", 1)
+        self.assert_refused(run, "step 2", status=FAILURE)
+        self.assertEqual(header_of(file)["step"], 1)
+
+    def test_every_few_steps_and_after_the_last(self):
+        plain = self.save(1, 7, name="plain")
+        every = self.save(2, 7, "--checkpoint-every", 3, name="every")
+        self.assertEqual(every.read_bytes(), plain.read_bytes())
+        self.assertEqual(sorted(file.name for file in self.directory.iterdir()), ["every", "plain"])
+
+    def test_survives_a_full_disk(self):
+        file = self.save(1, 3)
+        before = file.read_bytes()
+        pathlib.Path(f"{file}.tmp").symlink_to("/dev/full")  # where the program puts the file before it renames it
+        run = self.launch(2, "--steps", 6, "--resume", file, "--checkpoint", file)
+        self.assert_refused(run, f"--checkpoint {file}: No space left on device")
+        self.assertEqual(file.read_bytes(), before)
+        self.assertEqual(list(self.directory.iterdir()), [file])
+
+    def test_file_that_cannot_be_written(self):
+        (self.directory / "directory").mkdir()
+        for name in ("missing/checkpoint", "directory"):
+            with self.subTest(name):
+                file = self.directory / name
+                self.assert_refused(self.launch(2, "--steps", 2, "--checkpoint", file), f"--checkpoint {file}: ")
+        self.assertEqual([file.name for file in self.directory.iterdir()], ["directory"])
+
+
+class Refusals(Checkpoints):
+    def setUp(self):
+        super().setUp()
+        self.file = self.save(1, 2, "--batch", 64)
+
+    def assert_not_resumed(self, *words, file=None, args=(), num_ranks=1):
+        """Also nothing is written: no lines and no files."""
+        file = file or self.file
+        before = sorted(self.directory.iterdir())
+        run = self.launch(num_ranks, "--steps", 4, "--batch", 64, "--resume", file, "--checkpoint", self.directory / "new",
+                          "--record-routing", self.directory / "routing", *args)
+        self.assert_refused(run, f"--resume {file}", *words)
+        self.assertEqual(run.stdout, "")
+        self.assertEqual(sorted(self.directory.iterdir()), before)
+
+    def refuse_content(self, content, *words, **kwargs):
+        file = self.directory / "bad"
+        file.write_bytes(content)
+        self.assert_not_resumed(*words, file=file, **kwargs)
+
+    def test_all_ranks_end(self):
+        self.assert_not_resumed("hidden = 64", "this run has 32", args=("--hidden", 32), num_ranks=2)
+        self.assert_not_resumed("No such file", file=self.directory / "missing", num_ranks=3)
+        self.refuse_content(self.file.read_bytes()[:-1], self.file.stat().st_size, num_ranks=2)
+        self.refuse_content(b"garbage", "not a checkpoint", num_ranks=3)
+
+    def test_keeps_an_earlier_log(self):
+        log = self.directory / "log"
+        log.write_text("of an earlier run\n")
+        self.assert_not_resumed(args=("--seed", 5, "--log", log))
+        self.assertEqual(log.read_text(), "of an earlier run\n")
+
+    def test_another_model(self):
+        model = header_of(self.file)["model"]
+        others = {"context": 9, "embedding": 8, "hidden": 32, "ffn": 96, "layers": 1, "experts": 4, "top-k": 1, "seed": 5}
+        self.assertEqual(model.keys(), others.keys() | {"batch"})
+        for field, value in others.items():
+            with self.subTest(field):
+                self.assert_not_resumed(f"{field} = {model[field]}", f"this run has {value}", args=(f"--{field}", value))
+
+    def test_another_batch(self):
+        run = self.launch(1, "--steps", 4, "--batch", 96, "--resume", self.file)
+        self.assert_refused(run, f"--resume {self.file}", "batch = 64", "this run has 96")
+
+    def test_another_text(self):
+        self.assert_not_resumed(f"bytes = {TEXT.stat().st_size}", f"this run has {OTHER_TEXT.stat().st_size}",
+                                args=("--text", OTHER_TEXT))
+
+    def test_another_text_of_the_same_size(self):
+        text = self.directory / "text"
+        text.write_bytes(TEXT.read_bytes()[::-1])
+        self.assert_not_resumed(header_of(self.file)["text"]["hash"], args=("--text", text))
+
+    def test_size(self):
+        whole = self.file.read_bytes()
+        for size in (len(whole) - 1, len(whole) // 2):
+            with self.subTest(size=size):
+                self.refuse_content(whole[:size], size, len(whole))
+        self.refuse_content(whole + b"\0", len(whole) + 1, len(whole))
+
+    def test_cut_header(self):
+        self.refuse_content(self.file.read_bytes()[:100], "not a checkpoint")
+
+    def test_garbage(self):
+        for content in (b"", b"\n", b"\xff\x00\xfe" * 1000, TEXT.read_bytes(), b"[1, 2]\n", b'{"format": 3}\n'):
+            with self.subTest(content[:20]):
+                self.refuse_content(content, "not a checkpoint")
+
+    def test_bad_step(self):
+        for step in (-1, 2**64 - 1, 1.5, "2", None):
+            with self.subTest(step=step):
+                self.refuse_content(with_header(self.file, step=step), "step")
+
+    def test_header_without_model(self):
+        for model in ({}, [], None):
+            with self.subTest(model=model):
+                self.refuse_content(with_header(self.file, model=model), "model", "context")
+
+    def test_directory(self):
+        self.assert_not_resumed("directory", file=self.directory)
+
+    def test_nothing_left_to_train(self):
+        for steps in (1, 2):
+            with self.subTest(steps=steps):
+                run = self.launch(1, "--steps", steps, "--batch", 64, "--resume", self.file)
+                self.assert_refused(run, f"--resume {self.file}", "at step 2", f"--steps is {steps}")
+                self.assertEqual(run.stdout, "")
+
+
+if __name__ == "__main__":
+    train_runs.main()
