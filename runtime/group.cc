@@ -114,9 +114,14 @@ void Group::free(void* data) {
   if (status_.is_healthy()) {
     CallPost terms{};
     terms.allocation = place->allocation;
-    protocol_.begin(EPX_OP_MEM_FREE);
-    protocol_.arrive(terms);
-    protocol_.complete();
+    try {
+      protocol_.begin(EPX_OP_MEM_FREE);
+      protocol_.arrive(terms);
+      protocol_.complete();
+    } catch (const Error&) { // the group has failed: from here on freeing is local
+      allocations_.remove(place->allocation);
+      throw;
+    }
   }
   allocations_.remove(place->allocation);
 }

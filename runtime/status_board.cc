@@ -22,7 +22,9 @@ void StatusBoard::fail(const Failure& failure) {
   const std::scoped_lock lock(mutex_);
   if (!failure_) {
     failure_ = failure;
-    log::group().error("{}: {}", name_of(failure.status), failure.message);
+    // Somebody asked for an abort; everything else is news.
+    const auto level = failure.status == EPX_ERROR_ABORTED ? spdlog::level::info : spdlog::level::err;
+    log::group().log(level, "{}: {}", name_of(failure.status), failure.message);
   }
   throw Error(failure_->status, failure_->message);
 }

@@ -52,9 +52,10 @@ int main(int argc, char** argv) {
   check(epx_dispatch(group, ARGS(epx_dispatch_args, LAYER, .tokens = &tokens, .topk_weights = &weights,
                                  .recv_tokens = &recv, .recv_weights = &w)));
 
+  /* 5. each expert computes its rows */
+  epx_moe_ffn_config ffn = {.struct_size = sizeof(ffn), .num_local_experts = L, .hidden_dim = H, .ffn_dim = F};
   epx_tensor gate_up = epx_tensor_3d(rows(e0 * 2 * F, L * 2 * F, H).data, EPX_FLOAT32, L, 2 * F, H);
   epx_tensor down = epx_tensor_3d(rows(e0 * H, L * H, F).data, EPX_FLOAT32, L, H, F), results = rows(0, N, H);
-  epx_moe_ffn_config ffn = {sizeof(ffn), L, H, F, EPX_MOE_SWIGLU}; /* 5. each expert computes its rows */
   epx_moe_ffn_params params = {.struct_size = sizeof(params), .gate_up_weight = &gate_up, .down_weight = &down};
   check(epx_moe_ffn(&ffn, ARGS(epx_moe_ffn_args, .params = &params, .recv_tokens = &recv, .counts = &zones,
                                .offsets = &begins, .expert_out = &results)));

@@ -1,6 +1,5 @@
 // The native baseline: what one writes without epx. Routes are sorted by expert at their source, counts are exchanged, then
 // MPI_Alltoallv moves one row per route, and the receiver sorts them by its own experts; the way back is the same.
-#include <numeric>
 #include <optional>
 
 #include "examples/train_moe/moe_layer.h"
@@ -39,7 +38,8 @@ public:
     const std::vector<float> arrived = send_to_experts(
         by_expert_->unpermute_bwd(grad_out, returned_, topk_weights_.data(), model_.hidden, grad_topk_weights.data()));
     const std::vector<float> grad_expert_out = by_local_expert_->permute(arrived.data(), model_.hidden);
-    const GroupedFfn::Tensors grads{parameters_.sharded_grads(experts_.gate_up), parameters_.sharded_grads(experts_.down)};
+    const ExpertTensors grads(model_, mine_.count, parameters_.sharded_grads(experts_.gate_up),
+                              parameters_.sharded_grads(experts_.down));
     const std::vector<float> grad_recv =
         ffn_.backward(recv_tokens_, *by_local_expert_, values(), pre_act_, grad_expert_out, grads);
     std::vector<float> leaving(arrived.size());
@@ -52,33 +52,39 @@ private:
   // Elements per rank, and where each rank's begin, as MPI wants them.
   struct Parcel {
     std::vector<int> sizes, begins;
+    int64_t total = 0;
 
-    explicit Parcel(std::vector<int> elements) : sizes(std::move(elements)), begins(sizes.size()) {
-      std::exclusive_scan(sizes.begin(), sizes.end(), begins.begin(), 0);
+    explicit Parcel(const std::vector<int64_t>& elements) {
+      for (const int64_t size : elements) {
+        begins.push_back(as_count(total));
+        sizes.push_back(as_count(size));
+        total += size;
+      }
     }
-    int64_t total() const { return static_cast<int64_t>(begins.back()) + sizes.back(); }
   };
 
-  GroupedFfn::Tensors values() { return {parameters_.values(experts_.gate_up), parameters_.values(experts_.down)}; }
+  ExpertTensors values() {
+    return {model_, mine_.count, parameters_.values(experts_.gate_up), parameters_.values(experts_.down)};
+  }
 
   int32_t count(int from, int64_t expert) const { return global_counts_[from * model_.experts + expert]; }
 
   // From the counts: what goes where, and which local expert each arriving row is for. Rows arrive by (source, expert).
   void plan() {
-    std::vector<int> to(world_.size()), from(world_.size());
+    std::vector<int64_t> to(world_.size()), from(world_.size()); // elements
     std::vector<int32_t> local_expert;
     for (int rank = 0; rank < world_.size(); ++rank) {
       const Ownership theirs = ownership(model_.experts, rank, world_.size());
       for (int64_t e = 0; e < theirs.count; ++e)
-        to[rank] += count(world_.rank(), theirs.first + e) * model_.hidden;
+        to[rank] += int64_t{count(world_.rank(), theirs.first + e)} * model_.hidden;
       for (int64_t e = 0; e < mine_.count; ++e) {
         const int32_t rows = count(rank, mine_.first + e);
-        from[rank] += rows * model_.hidden;
+        from[rank] += int64_t{rows} * model_.hidden;
         local_expert.insert(local_expert.end(), rows, static_cast<int32_t>(e));
       }
     }
-    outward_.emplace(std::move(to));
-    inward_.emplace(std::move(from));
+    outward_.emplace(to);
+    inward_.emplace(from);
     by_local_expert_.emplace(local_expert.data(), static_cast<int64_t>(local_expert.size()), 1, mine_.count);
   }
 
@@ -86,7 +92,7 @@ private:
   std::vector<float> send_home(const std::vector<float>& rows) const { return exchange(rows, *inward_, *outward_); }
 
   std::vector<float> exchange(const std::vector<float>& rows, const Parcel& send, const Parcel& receive) const {
-    std::vector<float> arrived(receive.total());
+    std::vector<float> arrived(receive.total);
     MPI_Alltoallv(rows.data(), send.sizes.data(), send.begins.data(), MPI_FLOAT, arrived.data(), receive.sizes.data(),
                   receive.begins.data(), MPI_FLOAT, world_.comm());
     return arrived;

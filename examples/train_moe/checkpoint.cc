@@ -6,12 +6,13 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
+#include <limits>
 #include <vector>
 
 #include <nlohmann/json.hpp>
 
 #include "examples/train_moe/errors.h"
+#include "examples/train_moe/files.h"
 
 namespace train {
 namespace {
@@ -47,9 +48,9 @@ json header_of(int64_t step, const ModelOptions& model, const Text& text, const 
 
 void require_same(const std::string& file, const json& theirs, const json& ours, const char* what) {
   for (const auto& [name, value] : ours.items())
-    if (!theirs.contains(name) || theirs[name] != value)
+    if (!theirs.is_object() || !theirs.contains(name) || theirs[name] != value)
       fail(kExitUsage, "--resume {}: its {} has {} = {}; this run has {}", file, what, name,
-           theirs.contains(name) ? theirs[name].dump() : "nothing", value.dump());
+           theirs.is_object() && theirs.contains(name) ? theirs[name].dump() : "nothing", value.dump());
 }
 
 int64_t whole_size(const Tensor& tensor) {
@@ -71,26 +72,20 @@ void write_file(const std::string& file, const json& header, const std::vector<f
   fail(kExitUsage, "--checkpoint {}: {}", file, reason);
 }
 
-std::vector<char> read_file(const std::string& file) {
-  errno = 0;
-  std::ifstream stream(file, std::ios::binary);
-  std::vector<char> bytes;
-  if (stream) bytes.assign(std::istreambuf_iterator<char>(stream), {});
-  if (!stream || stream.bad())
-    fail(kExitUsage, "--resume {}: {}", file, errno != 0 ? std::strerror(errno) : "cannot be read");
-  return bytes;
-}
-
 // Checks the whole file, and returns its header and where the numbers begin.
 json check_file(const std::string& file, const std::vector<char>& bytes, const json& ours, size_t& begin) {
   const auto end_of_line = std::find(bytes.begin(), bytes.end(), '\n');
   const json theirs = json::parse(bytes.begin(), end_of_line, nullptr, false);
-  if (!theirs.is_object() || theirs.value("format", "") != kFormat)
+  if (!theirs.is_object() || !theirs.contains("format") || theirs["format"] != kFormat)
     fail(kExitUsage, "--resume {}: this is not a checkpoint of train_moe (\"format\": \"{}\")", file, kFormat);
-  require_same(file, theirs.value("model", json::object()), ours["model"], "model");
-  require_same(file, theirs.value("text", json::object()), ours["text"], "text");
-  if (theirs.value("tensors", json::array()) != ours["tensors"] || !theirs.value("step", json()).is_number_integer())
-    fail(kExitUsage, "--resume {}: its list of tensors is another than this program's, or it has no step", file);
+  for (const char* part : {"model", "text"})
+    require_same(file, theirs.value(part, json()), ours[part], part);
+  if (!theirs.contains("tensors") || theirs["tensors"] != ours["tensors"])
+    fail(kExitUsage, "--resume {}: its list of tensors is another than this program's", file);
+  const json step = theirs.value("step", json());
+  if (!step.is_number_unsigned() || step.get<uint64_t>() < 1 || step.get<uint64_t>() > std::numeric_limits<int32_t>::max())
+    fail(kExitUsage, "--resume {}: its step is {}; it must be 1..{}", file, step.dump(),
+         std::numeric_limits<int32_t>::max());
   size_t elements = 0;
   for (const auto& tensor : ours["tensors"]) {
     size_t size = 3;
@@ -107,15 +102,26 @@ json check_file(const std::string& file, const std::vector<char>& bytes, const j
 
 } // namespace
 
+void require_writable(const std::string& file) {
+  errno = 0;
+  const std::string temporary = file + ".tmp";
+  const bool is_writable = std::ofstream(temporary).good();
+  std::error_code error;
+  if (is_writable) std::filesystem::remove(temporary, error);
+  if (is_writable && std::filesystem::is_directory(file, error)) errno = EISDIR;
+  if (!is_writable || errno == EISDIR)
+    fail(kExitUsage, "--checkpoint {}: {}", file, errno != 0 ? std::strerror(errno) : "it cannot be written");
+}
+
 void save_checkpoint(const World& world, const std::string& file, int64_t step, const ModelOptions& model, const Text& text,
                      Parameters& parameters) {
-  std::vector<float> all;
+  std::vector<float> all; // rank 0's
   for (const Tensor& tensor : parameters.tensors()) {
     for (const std::vector<float>* values : saved_vectors(parameters.area(tensor))) {
       const std::span<const float> here(values->data() + tensor.offset, static_cast<size_t>(tensor.size()));
       const std::vector<float> whole =
           tensor.is_sharded ? world.gather(here) : std::vector<float>(here.begin(), here.end());
-      all.insert(all.end(), whole.begin(), whole.end());
+      if (world.rank() == 0) all.insert(all.end(), whole.begin(), whole.end());
     }
   }
   world.together([&] {
@@ -127,7 +133,7 @@ int64_t load_checkpoint(const World& world, const std::string& file, const Model
                         Parameters& parameters) {
   std::vector<char> bytes;
   world.together([&] {
-    if (world.rank() == 0) bytes = read_file(file);
+    if (world.rank() == 0) bytes = read_file<char>("--resume", file);
   });
   world.broadcast(bytes);
   int64_t step = 0;

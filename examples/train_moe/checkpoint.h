@@ -13,6 +13,9 @@
 
 namespace train {
 
+// Throws Error when a checkpoint cannot be written here. Local.
+void require_writable(const std::string& file);
+
 // Collective. The file appears whole or not at all. Throws AgreedError.
 void save_checkpoint(const World& world, const std::string& file, int64_t step, const ModelOptions& model, const Text& text,
                      Parameters& parameters);

@@ -43,8 +43,8 @@ public:
       const std::vector<float> grad_expert_out = pass.by_expert.unpermute_bwd(
           grad_out + first * model_.hidden, pass.expert_out, topk_weights_.data() + first * model_.top_k, model_.hidden,
           grad_topk_weights.data() + first * model_.top_k);
-      const GroupedFfn::Tensors grads{parameters_.in(chunk_grads[c], experts_.gate_up),
-                                      parameters_.in(chunk_grads[c], experts_.down)};
+      const ExpertTensors grads(model_, model_.experts, parameters_.in(chunk_grads[c], experts_.gate_up),
+                                parameters_.in(chunk_grads[c], experts_.down));
       const std::vector<float> grad_rows =
           ffn_.backward(pass.rows, pass.by_expert, values(), pass.pre_act, grad_expert_out, grads);
       pass.by_expert.permute_bwd(grad_rows, model_.hidden, grad_tokens + first * model_.hidden);
@@ -62,7 +62,9 @@ private:
     std::vector<float> rows, pre_act, expert_out;
   };
 
-  GroupedFfn::Tensors values() { return {parameters_.values(experts_.gate_up), parameters_.values(experts_.down)}; }
+  ExpertTensors values() {
+    return {model_, model_.experts, parameters_.values(experts_.gate_up), parameters_.values(experts_.down)};
+  }
 
   const World& world_;
   Parameters& parameters_;

@@ -3,6 +3,7 @@
 
 #include "epx/epx_mpi.h"
 #include "examples/train_moe/moe_layer.h"
+#include "examples/train_moe/pieces.h"
 
 namespace train {
 namespace {
@@ -41,7 +42,8 @@ public:
     const epx_tensor topk_idx = epx_tensor_2d(topk_idx_.data(), EPX_INT32, num_tokens_, model_.top_k);
     const epx_tensor global_counts = epx_tensor_2d(global_counts_.data(), EPX_INT32, num_ranks_, model_.experts);
     const epx_tensor info = epx_tensor_1d(info_, EPX_INT64, 3);
-    const Weights weights(*this, [&](Parameters::Id id) { return parameters_.values(id); });
+    const ExpertTensors weights(model_, num_local_experts(), parameters_.values(experts_.gate_up),
+                                parameters_.values(experts_.down));
 
     epx_moe_block_fwd_args args{};
     args.struct_size = sizeof(args);
@@ -59,8 +61,10 @@ public:
     const epx_tensor grad_out_rows = rows(unconst(grad_out), model_.hidden);
     const epx_tensor grad_token_rows = rows(grad_tokens, model_.hidden);
     const epx_tensor grad_logit_rows = rows(grad_logits, model_.experts);
-    const Weights weights(*this, [&](Parameters::Id id) { return parameters_.values(id); });
-    const Weights grads(*this, [&](Parameters::Id id) { return parameters_.sharded_grads(id); });
+    const ExpertTensors weights(model_, num_local_experts(), parameters_.values(experts_.gate_up),
+                                parameters_.values(experts_.down));
+    const ExpertTensors grads(model_, num_local_experts(), parameters_.sharded_grads(experts_.gate_up),
+                              parameters_.sharded_grads(experts_.down));
 
     epx_moe_block_bwd_args args{};
     args.struct_size = sizeof(args);
@@ -74,40 +78,7 @@ public:
   }
 
 private:
-  // The layer's expert tensors, values or gradients, as epx takes them.
-  class Weights {
-  public:
-    template <typename DataOf>
-    Weights(const EpxLayer& layer, DataOf&& data_of) {
-      const int64_t count = layer.parameters_.tensor(layer.experts_.gate_up).count;
-      gate_up_ = {data_of(layer.experts_.gate_up),
-                  EPX_FLOAT32,
-                  3,
-                  {count, 2 * layer.model_.ffn, layer.model_.hidden, 0},
-                  nullptr,
-                  0,
-                  {0, 0}};
-      down_ = {data_of(layer.experts_.down),
-               EPX_FLOAT32,
-               3,
-               {count, layer.model_.hidden, layer.model_.ffn, 0},
-               nullptr,
-               0,
-               {0, 0}};
-      params_.struct_size = sizeof(params_);
-      params_.gate_up_weight = &gate_up_;
-      params_.down_weight = &down_;
-    }
-    Weights(const Weights&) = delete;
-    Weights& operator=(const Weights&) = delete;
-
-    const epx_moe_ffn_params* get() const { return &params_; }
-
-  private:
-    epx_tensor gate_up_{}, down_{};
-    epx_moe_ffn_params params_{};
-  };
-
+  int64_t num_local_experts() const { return parameters_.tensor(experts_.gate_up).count; }
   epx_tensor rows(float* data, int64_t width) const { return epx_tensor_2d(data, EPX_FLOAT32, num_tokens_, width); }
 
   epx_group group_;

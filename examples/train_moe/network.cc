@@ -44,7 +44,12 @@ void linear_bwd(const T* x, const T* weight, const T* grad_y, int64_t rows, int6
                 const LinearGrads<T>& grads) {
   const In<T> grad(grad_y, rows, out);
   Out<T>(grads.grad_weight, out, in).noalias() = grad.transpose() * In<T>(x, rows, in);
-  if (grads.grad_bias != nullptr) Eigen::Map<Row<T>>(grads.grad_bias, out) = grad.colwise().sum();
+  if (grads.grad_bias != nullptr) { // Eigen's own sum would depend on where the memory begins
+    std::fill_n(grads.grad_bias, out, T{0});
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t i = 0; i < out; ++i)
+        grads.grad_bias[i] += grad_y[r * out + i];
+  }
   Out<T> grad_x(grads.grad_x, rows, in);
   if (!grads.add_to_grad_x) grad_x.setZero();
   grad_x.noalias() += grad * In<T>(weight, out, in);

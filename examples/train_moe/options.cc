@@ -1,7 +1,9 @@
 #include "examples/train_moe/options.h"
 
+#include <cmath>
 #include <limits>
 #include <map>
+#include <utility>
 
 #include <CLI/CLI.hpp>
 
@@ -97,6 +99,11 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     fail(kExitUsage, "{}", error.what());
   }
+  for (const auto& [name, value] : {std::pair{"--lr", options.learning_rate},
+                                    {"--weight-decay", options.weight_decay},
+                                    {"--aux-loss", options.aux_loss}})
+    if (!std::isfinite(value) || value < 0)
+      fail(kExitUsage, "{} is {}; it must be a number that is not negative", name, value);
   if (dense) options.exchange = Exchange::dense;
   if (model.top_k > model.experts)
     fail(kExitUsage, "--top-k is {}; it must not exceed --experts, {}", model.top_k, model.experts);

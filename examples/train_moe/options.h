@@ -27,8 +27,6 @@ struct ModelOptions {
   int top_k = 2;
   int batch = 768; // predicted bytes per step, over all ranks
   uint64_t seed = 1;
-
-  bool operator==(const ModelOptions&) const = default;
 };
 
 struct Options {

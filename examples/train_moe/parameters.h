@@ -33,7 +33,7 @@ public:
   // [first, first + count) of shape[0] live here.
   Id add_sharded(const std::string& name, std::vector<int64_t> shape, double init_limit, int64_t first, int64_t count);
 
-  // Random values that depend on the seed and on the tensor's name, not on how it is sharded.
+  // Random values that depend on the seed and on how many tensors were added before, not on how they are sharded.
   void initialise(uint64_t seed);
 
   // One step of AdamW (arXiv:1711.05101) on both areas; step counts from 1.

@@ -27,24 +27,6 @@ Args make_args() {
   return args;
 }
 
-// Expert tensors as epx takes them.
-struct FfnParams {
-  FfnParams(const epx_moe_ffn_config& config, GroupedFfn::Tensors tensors)
-      : gate_up{tensors.gate_up, EPX_FLOAT32, 3, {config.num_local_experts, 2 * config.ffn_dim, config.hidden_dim, 0},
-                nullptr,         0,           {}},
-        down{tensors.down, EPX_FLOAT32, 3, {config.num_local_experts, config.hidden_dim, config.ffn_dim, 0},
-             nullptr,      0,           {}} {
-    params.struct_size = sizeof(params);
-    params.gate_up_weight = &gate_up;
-    params.down_weight = &down;
-  }
-  FfnParams(const FfnParams&) = delete;
-  FfnParams& operator=(const FfnParams&) = delete;
-
-  epx_tensor gate_up, down;
-  epx_moe_ffn_params params{};
-};
-
 } // namespace
 
 Router::Router(const ModelOptions& model, double aux_loss) {
@@ -162,6 +144,14 @@ std::vector<float> Permutation::unpermute_bwd(const float* grad_tokens, const st
   return grad_rows;
 }
 
+ExpertTensors::ExpertTensors(const ModelOptions& model, int64_t num_local_experts, float* gate_up, float* down)
+    : gate_up_(epx_tensor_3d(gate_up, EPX_FLOAT32, num_local_experts, 2 * model.ffn, model.hidden)),
+      down_(epx_tensor_3d(down, EPX_FLOAT32, num_local_experts, model.hidden, model.ffn)) {
+  params_.struct_size = sizeof(params_);
+  params_.gate_up_weight = &gate_up_;
+  params_.down_weight = &down_;
+}
+
 GroupedFfn::GroupedFfn(const ModelOptions& model, int64_t num_local_experts) {
   check(epx_moe_ffn_config_init(&config_), "epx_moe_ffn_config_init");
   config_.num_local_experts = static_cast<int32_t>(num_local_experts);
@@ -169,9 +159,8 @@ GroupedFfn::GroupedFfn(const ModelOptions& model, int64_t num_local_experts) {
   config_.ffn_dim = model.ffn;
 }
 
-std::vector<float> GroupedFfn::forward(const std::vector<float>& rows, const Permutation& zones, Tensors weights,
-                                       std::vector<float>& pre_act) const {
-  const FfnParams params(config_, weights);
+std::vector<float> GroupedFfn::forward(const std::vector<float>& rows, const Permutation& zones,
+                                       const ExpertTensors& weights, std::vector<float>& pre_act) const {
   const int64_t num_rows = zones.num_rows();
   std::vector<float> out(rows.size());
   pre_act.resize(num_rows * 2 * config_.ffn_dim);
@@ -181,7 +170,7 @@ std::vector<float> GroupedFfn::forward(const std::vector<float>& rows, const Per
   const epx_tensor expert_out = floats(out.data(), num_rows, config_.hidden_dim);
   const epx_tensor saved = floats(pre_act.data(), num_rows, 2 * config_.ffn_dim);
   auto args = make_args<epx_moe_ffn_args>();
-  args.params = &params.params;
+  args.params = weights.get();
   args.recv_tokens = &recv_tokens;
   args.counts = &counts;
   args.offsets = &offsets;
@@ -191,11 +180,9 @@ std::vector<float> GroupedFfn::forward(const std::vector<float>& rows, const Per
   return out;
 }
 
-std::vector<float> GroupedFfn::backward(const std::vector<float>& rows, const Permutation& zones, Tensors weights,
-                                        const std::vector<float>& pre_act, const std::vector<float>& grad_out,
-                                        Tensors grads) const {
-  const FfnParams params(config_, weights);
-  const FfnParams grad_params(config_, grads);
+std::vector<float> GroupedFfn::backward(const std::vector<float>& rows, const Permutation& zones,
+                                        const ExpertTensors& weights, const std::vector<float>& pre_act,
+                                        const std::vector<float>& grad_out, const ExpertTensors& grads) const {
   const int64_t num_rows = zones.num_rows();
   std::vector<float> grad_rows(rows.size());
   const epx_tensor counts = integers(zones.counts());
@@ -205,14 +192,14 @@ std::vector<float> GroupedFfn::backward(const std::vector<float>& rows, const Pe
   const epx_tensor grad_expert_out = floats(grad_out.data(), num_rows, config_.hidden_dim);
   const epx_tensor grad_recv = floats(grad_rows.data(), num_rows, config_.hidden_dim);
   auto args = make_args<epx_moe_ffn_bwd_args>();
-  args.params = &params.params;
+  args.params = weights.get();
   args.recv_tokens = &recv_tokens;
   args.counts = &counts;
   args.offsets = &offsets;
   args.pre_act = &saved;
   args.grad_expert_out = &grad_expert_out;
   args.grad_recv = &grad_recv;
-  args.grads = &grad_params.params;
+  args.grads = grads.get();
   check(epx_moe_ffn_bwd(&config_, &args), "epx_moe_ffn_bwd");
   return grad_rows;
 }

@@ -48,21 +48,31 @@ private:
   std::vector<int32_t> counts_, offsets_, row_map_;
 };
 
+// The tensors of one layer's experts here, values or gradients, as epx takes them.
+class ExpertTensors {
+public:
+  ExpertTensors(const ModelOptions& model, int64_t num_local_experts, float* gate_up, float* down);
+  ExpertTensors(const ExpertTensors&) = delete;
+  ExpertTensors& operator=(const ExpertTensors&) = delete;
+
+  const epx_moe_ffn_params* get() const { return &params_; }
+
+private:
+  epx_tensor gate_up_, down_; // [E_l, 2F, H], [E_l, H, F]
+  epx_moe_ffn_params params_{};
+};
+
 // SwiGLU experts on rows sorted by expert.
 class GroupedFfn {
 public:
-  struct Tensors {
-    float* gate_up = nullptr; // [E_l, 2F, H]
-    float* down = nullptr;    // [E_l, H, F]
-  };
-
   GroupedFfn(const ModelOptions& model, int64_t num_local_experts);
 
-  std::vector<float> forward(const std::vector<float>& rows, const Permutation& zones, Tensors weights,
+  std::vector<float> forward(const std::vector<float>& rows, const Permutation& zones, const ExpertTensors& weights,
                              std::vector<float>& pre_act) const;
   // Returns grad_rows; overwrites grads.
-  std::vector<float> backward(const std::vector<float>& rows, const Permutation& zones, Tensors weights,
-                              const std::vector<float>& pre_act, const std::vector<float>& grad_out, Tensors grads) const;
+  std::vector<float> backward(const std::vector<float>& rows, const Permutation& zones, const ExpertTensors& weights,
+                              const std::vector<float>& pre_act, const std::vector<float>& grad_out,
+                              const ExpertTensors& grads) const;
 
 private:
   epx_moe_ffn_config config_{};

@@ -2,15 +2,12 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cmath>
-#include <cstring>
-#include <fstream>
-#include <iterator>
 #include <numeric>
 #include <random>
 
 #include "examples/train_moe/errors.h"
+#include "examples/train_moe/files.h"
 
 namespace train {
 namespace {
@@ -40,13 +37,8 @@ uint64_t Text::hash() const {
 }
 
 Text read_text(const std::string& file, const ModelOptions& model) {
-  errno = 0;
-  std::ifstream stream(file, std::ios::binary);
   Text text;
-  text.name = file;
-  if (stream) text.bytes.assign(std::istreambuf_iterator<char>(stream), {});
-  if (!stream || stream.bad())
-    fail(kExitUsage, "--text {}: {}", file, errno != 0 ? std::strerror(errno) : "cannot be read");
+  text.bytes = read_file<unsigned char>("--text", file);
   text.num_train = text.size() - text.size() / kHeldOutPart;
   const int64_t needed = static_cast<int64_t>(model.context) + model.batch;
   if (text.num_train < needed || text.size() - text.num_train < 1)

@@ -10,7 +10,6 @@
 namespace train {
 
 struct Text {
-  std::string name;
   std::vector<unsigned char> bytes;
   int64_t num_train = 0; // bytes before the held-out ones
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <span>
 
 namespace train {
@@ -51,6 +52,7 @@ StepResult Trainer::step(int64_t step) {
   StepResult result;
   result.loss = mean_loss(positions, chunks, "step", step);
   model_.backward(chunk_grads_);
+  if (group_) group_->require_no_events();
   world_.ordered_sum(chunk_grads_, parameters_.replicated().grads);
   const double warm = std::min(1.0, static_cast<double>(step) / kWarmUpSteps);
   parameters_.step(step, options_.learning_rate * warm, options_.weight_decay);
@@ -90,11 +92,10 @@ double Trainer::mean_loss(const std::vector<int64_t>& positions, const Chunks& c
   double sum = 0;
   for (const double loss : losses) // in chunk order
     sum += loss;
-  return sum / static_cast<double>(positions.size());
-}
-
-void Trainer::require_no_events() const {
-  if (group_) group_->require_no_events();
+  const double mean = sum / static_cast<double>(positions.size());
+  if (!std::isfinite(mean))
+    throw AgreedError(kExitFailure, fmt::format("{} {}: the loss is {}; a smaller --lr may help", when, number, mean));
+  return mean;
 }
 
 } // namespace train

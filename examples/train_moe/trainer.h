@@ -34,9 +34,6 @@ public:
   // Nats per byte over the held-out part. Collective.
   double held_out_loss();
 
-  // Throws when the group has reported anything that should not have happened.
-  void require_no_events() const;
-
 private:
   double mean_loss(const std::vector<int64_t>& positions, const Chunks& chunks, const char* when, int64_t step);
 

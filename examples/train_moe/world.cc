@@ -6,15 +6,12 @@
 #include <numeric>
 
 namespace train {
-namespace {
 
-int as_count(size_t size) {
-  if (size > static_cast<size_t>(std::numeric_limits<int>::max()))
+int as_count(int64_t size) {
+  if (size > std::numeric_limits<int>::max())
     fail(kExitFailure, "a message of {} elements is more than MPI's int can count", size);
   return static_cast<int>(size);
 }
-
-} // namespace
 
 World::World() {
   MPI_Init(nullptr, nullptr);
@@ -32,7 +29,7 @@ void World::agree(int exit_code, const std::string& message) const {
   MPI_Allreduce(&mine, &first, 1, MPI_INT, MPI_MIN, comm());
   if (first == size_) return;
   std::vector<char> words(message.begin(), message.end());
-  int size = as_count(words.size());
+  int size = as_count(std::ssize(words));
   MPI_Bcast(&exit_code, 1, MPI_INT, first, comm());
   MPI_Bcast(&size, 1, MPI_INT, first, comm());
   words.resize(size);
@@ -46,21 +43,23 @@ void World::broadcast(std::vector<char>& bytes) const {
   bytes.resize(size);
   constexpr size_t kMostAtOnce = 1u << 30; // below MPI's int
   for (size_t done = 0; done < bytes.size(); done += kMostAtOnce)
-    MPI_Bcast(bytes.data() + done, as_count(std::min(kMostAtOnce, bytes.size() - done)), MPI_CHAR, 0, comm());
+    MPI_Bcast(bytes.data() + done, as_count(static_cast<int64_t>(std::min(kMostAtOnce, bytes.size() - done))), MPI_CHAR, 0,
+              comm());
 }
 
 std::vector<char> World::gather_bytes(std::span<const std::byte> part) const {
-  const int mine = as_count(part.size());
+  const int mine = as_count(std::ssize(part));
   std::vector<int> sizes(size_), begins(size_);
   MPI_Allgather(&mine, 1, MPI_INT, sizes.data(), 1, MPI_INT, comm());
+  const int64_t total = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+  std::vector<char> all(as_count(total));
   std::exclusive_scan(sizes.begin(), sizes.end(), begins.begin(), 0);
-  std::vector<char> all(static_cast<size_t>(begins.back()) + sizes.back());
   MPI_Allgatherv(part.data(), mine, MPI_BYTE, all.data(), sizes.data(), begins.data(), MPI_BYTE, comm());
   return all;
 }
 
 void World::ordered_sum(const std::vector<std::vector<float>>& parts, std::vector<float>& sum) const {
-  const int count = as_count(sum.size());
+  const int count = as_count(std::ssize(sum));
   std::fill(sum.begin(), sum.end(), 0.0f);
   if (rank_ > 0) MPI_Recv(sum.data(), count, MPI_FLOAT, rank_ - 1, 0, comm(), MPI_STATUS_IGNORE);
   for (const std::vector<float>& part : parts)

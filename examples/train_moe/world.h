@@ -14,6 +14,9 @@
 
 namespace train {
 
+// A number of elements as MPI counts them. Throws when it does not fit.
+int as_count(int64_t size);
+
 class World {
 public:
   World();

@@ -11,8 +11,10 @@
  *   that type. FLOAT64 is there to check gradients.
  * - Determinism: a call's result depends on its arguments alone (on one kind of processor), and what the FFN makes of a row
  *   does not depend on which other rows are there, so it has the same bits for every number of ranks.
- * - Output tensors overlap no other tensor of the call. Where a comment says optional, NULL means "not wanted".
- * - Errors: INVALID_ARGUMENT (refused; nothing was written) unless said otherwise; epx_last_error() has the sentence.
+ * - Output tensors overlap no other tensor of the call, which is not checked here. Where a comment says optional, NULL means
+ *   "not wanted".
+ * - Errors: INVALID_ARGUMENT (refused; nothing was written) unless said otherwise, and OUT_OF_MEMORY (of this process; outputs
+ *   may be partly written); epx_last_error() has the sentence.
  */
 #ifndef EPX_EPX_MOE_H_
 #define EPX_EPX_MOE_H_
@@ -45,6 +47,7 @@ typedef struct epx_moe_router_config {
                             whose weights add up to 1. Default 0 */
   double scaling_factor; /* multiplies the weights, after renormalisation; finite. Default 1 */
   double aux_loss_coeff; /* c of the load-balance loss; finite; 0 (default): no such loss */
+  int64_t reserved[4];   /* 0 */
 } epx_moe_router_config;
 
 /* Fills in defaults; num_experts and top_k are left 0 and must be set. */
@@ -128,7 +131,7 @@ EPX_API epx_status epx_moe_row_map(const epx_moe_row_map_args* args);
 typedef struct epx_moe_permute_args {
   size_t struct_size;
   epx_stream stream;
-  const epx_tensor* row_map;      /* [in]  [T, K] INT32: rows 0..N-1, each at most once, or -1 */
+  const epx_tensor* row_map;      /* [in]  [T, K] INT32: rows 0..N-1, each at most once, or -1; in each of these calls */
   const epx_tensor* tokens;       /* [in]  [T, H] any dtype */
   const epx_tensor* topk_weights; /* [in, optional] [T, K] any dtype */
   const epx_tensor* rows;         /* [out] [N, H] dtype of tokens */
@@ -168,7 +171,7 @@ EPX_API epx_status epx_moe_unpermute(const epx_moe_unpermute_args* args);
 typedef struct epx_moe_unpermute_bwd_args {
   size_t struct_size;
   epx_stream stream;
-  const epx_tensor* row_map;           /* [in]  [T, K] INT32: each row at most once */
+  const epx_tensor* row_map;           /* [in]  [T, K] INT32 */
   const epx_tensor* grad_tokens;       /* [in]  [T, H] real */
   const epx_tensor* rows;              /* [in]  [N, H] real, iff grad_topk_weights is wanted */
   const epx_tensor* topk_weights;      /* [in, optional] [T, K] real, as in epx_moe_unpermute */
@@ -194,6 +197,7 @@ typedef struct epx_moe_ffn_config {
   int32_t hidden_dim;            /* H >= 1; required */
   int32_t ffn_dim;               /* F >= 1; required */
   epx_moe_activation activation; /* default SWIGLU */
+  int64_t reserved[4];           /* 0 */
 } epx_moe_ffn_config;
 
 EPX_API epx_status epx_moe_ffn_config_init(epx_moe_ffn_config* config);
@@ -268,7 +272,7 @@ typedef enum epx_moe_weighting EPX_ENUM_INT32 {
 typedef struct epx_moe_block_config {
   size_t struct_size;           /* set by epx_moe_block_config_init */
   epx_moe_router_config router; /* num_experts must be the group's */
-  epx_moe_ffn_config ffn;       /* num_local_experts is ignored: the group tells */
+  epx_moe_ffn_config ffn;       /* num_local_experts is not used: the group tells */
   epx_dtype dtype;              /* FLOAT32 (default); FLOAT64 only without a group */
   epx_moe_weighting weighting;  /* default LATE */
   int32_t alignment;            /* of the layer, rows; default 1 */
@@ -282,11 +286,13 @@ EPX_API epx_status epx_moe_block_config_init(epx_moe_block_config* config);
  * the bits of a group with EPX_COMBINE_EXACT. Otherwise collective over the group, which must use the host transport, offer
  * FLOAT32, and outlive the block. What peers reach lies in memory from epx_mem_alloc, about (max_in_flight + 1) * R * (2H + 1)
  * floats; pre_act, max_in_flight * R rows of it, in memory of this process.
- * Errors: INVALID_ARGUMENT (the config; or it does not fit the group, and then the group has made no call); OUT_OF_MEMORY;
- * those of epx_mem_alloc. */
+ * Errors: INVALID_ARGUMENT (the config; or it does not fit the group, and then the group has made no call); UNSUPPORTED (the
+ * group's transport, likewise); OUT_OF_MEMORY (of memory that peers reach: on all ranks, and the group lives on; of this
+ * process: the group is aborted, since its other ranks are waiting already); the sticky ones of epx_mem_alloc. */
 EPX_API epx_status epx_moe_block_create(epx_group group, const epx_moe_block_config* config, epx_moe_block* block);
 
-/* Collective over the group, unless the group has failed or the block is local; before epx_group_destroy. Accepts NULL. */
+/* Frees the block, whatever it returns. Collective over the group, unless the group has failed or the block is local; before
+ * epx_group_destroy. Accepts NULL. Errors: those of epx_mem_free. */
 EPX_API epx_status epx_moe_block_destroy(epx_moe_block block);
 
 typedef struct epx_moe_block_fwd_args {

@@ -35,23 +35,30 @@ inline void require_success(epx_status status) {
   if (status != EPX_SUCCESS) throw Error(status, epx_last_error());
 }
 
-// Runs the body of `function`; what it throws becomes this thread's last error, with the function's name before a refusal.
+// Runs the body of `function`; what it throws becomes this thread's last error, with the function's name before it.
 template <typename Body>
 epx_status at_c_boundary(const char* function, Body&& body) noexcept {
-  try {
+  const auto report = [&](epx_status status, const char* what) {
     try {
-      std::forward<Body>(body)();
-      return EPX_SUCCESS;
-    } catch (const Error& error) {
-      epx_set_last_error(fmt::format("{}: {}", function, error.what()).c_str());
-      return error.status();
+      epx_set_last_error(fmt::format("{}: {}", function, what).c_str());
+    } catch (...) { // no memory for the sentence
+      epx_set_last_error(function);
     }
+    return status;
+  };
+  try {
+    std::forward<Body>(body)();
+    return EPX_SUCCESS;
+  } catch (const Error& error) {
+    return report(error.status(), error.what());
   } catch (const std::bad_alloc&) {
-    epx_set_last_error("out of host memory");
-    return EPX_ERROR_OUT_OF_MEMORY;
+    return report(EPX_ERROR_OUT_OF_MEMORY, "out of host memory");
+  } catch (const std::length_error&) { // more than a container can hold
+    return report(EPX_ERROR_OUT_OF_MEMORY, "out of host memory");
   } catch (const std::exception& error) {
-    epx_set_last_error(error.what());
-    return EPX_ERROR_INTERNAL;
+    return report(EPX_ERROR_INTERNAL, error.what());
+  } catch (...) {
+    return report(EPX_ERROR_INTERNAL, "unknown exception");
   }
 }
 

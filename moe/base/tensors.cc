@@ -41,16 +41,18 @@ int64_t require_shape(const epx_tensor& tensor, const char* name, std::initializ
     if (size < 0) refuse("{} has sizes[{}] = {}; sizes are not negative", name, axis, size);
     if (dim.size != kAnySize && size != dim.size)
       refuse("{} has sizes[{}] = {}; its shape must be {}", name, axis, size, describe(dims));
-    if (__builtin_mul_overflow(elements, size, &elements)) refuse("{} has more elements than an int64 can count", name);
+    elements = checked_product({elements, size}, name);
     ++axis;
   }
   const int64_t bytes = element_bytes(tensor.dtype);
+  checked_product({elements, bytes}, name);
   if (elements > 0 && tensor.data == nullptr) refuse("{} has {} elements, but its data is NULL", name, elements);
   if (reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(bytes) != 0)
     refuse("{} has data at {}, which is not aligned to its {} bytes per element", name, tensor.data, bytes);
   if (tensor.sidecar != nullptr || tensor.sidecar_row_bytes != 0)
     refuse("{} has a sidecar of {} bytes per row; sidecars belong to the tokens of epx_dispatch", name,
            tensor.sidecar_row_bytes);
+  if (tensor.reserved[0] != 0 || tensor.reserved[1] != 0) refuse("{} has a reserved field that is not 0", name);
   return elements;
 }
 
@@ -60,6 +62,13 @@ const char* name_of(epx_dtype dtype) {
   for (const DtypeTraits& traits : kDtypes)
     if (traits.dtype == dtype) return traits.name;
   return dtype == EPX_DTYPE_UNSET ? "unset" : "unknown dtype";
+}
+
+int64_t checked_product(std::initializer_list<int64_t> factors, const char* name) {
+  int64_t product = 1;
+  for (const int64_t factor : factors)
+    if (__builtin_mul_overflow(product, factor, &product)) refuse("{} has more bytes than an int64 can count", name);
+  return product;
 }
 
 int64_t element_bytes(epx_dtype dtype) {

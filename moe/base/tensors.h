@@ -1,6 +1,7 @@
 // The tensors of a call: checked against names, dtypes and dimensions, then read and written as typed memory.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -14,6 +15,13 @@ namespace epx::moe {
 const char* name_of(epx_dtype dtype);
 
 int64_t element_bytes(epx_dtype dtype); // 0 for what is no dtype
+
+// The product of sizes that are not negative; refuses `name` when an int64 cannot hold it.
+int64_t checked_product(std::initializer_list<int64_t> factors, const char* name);
+
+// The dtypes of what epx_moe.h calls real, and of indices and counts.
+inline constexpr std::initializer_list<epx_dtype> kReal = {EPX_FLOAT32, EPX_FLOAT64};
+inline constexpr std::initializer_list<epx_dtype> kInteger = {EPX_INT32, EPX_INT64};
 
 // A dimension that a tensor must have: what it is called, and its size.
 struct Dim {
@@ -35,6 +43,26 @@ void require_any_tensor(const epx_tensor* tensor, const char* name, std::initial
 
 void require_both_or_neither(const epx_tensor* one, const char* one_name, const epx_tensor* other, const char* other_name);
 
+template <typename T>
+inline constexpr epx_dtype kDtypeOf = EPX_DTYPE_UNSET;
+template <>
+inline constexpr epx_dtype kDtypeOf<float> = EPX_FLOAT32;
+template <>
+inline constexpr epx_dtype kDtypeOf<double> = EPX_FLOAT64;
+template <>
+inline constexpr epx_dtype kDtypeOf<int32_t> = EPX_INT32;
+template <>
+inline constexpr epx_dtype kDtypeOf<int64_t> = EPX_INT64;
+template <>
+inline constexpr epx_dtype kDtypeOf<uint8_t> = EPX_UINT8;
+
+// Throws unless `value` is finite, also as a T.
+template <typename T>
+void require_finite(double value, const char* name) {
+  if (!std::isfinite(static_cast<T>(value)))
+    refuse("{} is {}; it must be finite, as a {} too", name, value, name_of(kDtypeOf<T>));
+}
+
 // What every args struct has: itself, its size, and a stream that is NULL.
 template <typename Struct>
 void require_struct(const Struct* given, const char* name) {
@@ -50,19 +78,6 @@ void require_args(const Args* args) {
   require_struct(args, "args");
   if (args->stream != nullptr) refuse("stream is {}; computation on the host has no streams, pass NULL", args->stream);
 }
-
-template <typename T>
-inline constexpr epx_dtype kDtypeOf = EPX_DTYPE_UNSET;
-template <>
-inline constexpr epx_dtype kDtypeOf<float> = EPX_FLOAT32;
-template <>
-inline constexpr epx_dtype kDtypeOf<double> = EPX_FLOAT64;
-template <>
-inline constexpr epx_dtype kDtypeOf<int32_t> = EPX_INT32;
-template <>
-inline constexpr epx_dtype kDtypeOf<int64_t> = EPX_INT64;
-template <>
-inline constexpr epx_dtype kDtypeOf<uint8_t> = EPX_UINT8;
 
 // The memory of a tensor that was checked; NULL for NULL.
 template <typename T>
@@ -84,7 +99,6 @@ public:
       : data_(tensor != nullptr ? tensor->data : nullptr), is_64_(tensor != nullptr && tensor->dtype == EPX_INT64) {}
   explicit Integers(int32_t* data) : data_(data) {}
 
-  explicit operator bool() const { return data_ != nullptr; }
   int64_t operator[](int64_t i) const {
     return is_64_ ? static_cast<const int64_t*>(data_)[i] : static_cast<const int32_t*>(data_)[i];
   }

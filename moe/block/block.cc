@@ -1,7 +1,6 @@
 #include "moe/block/block.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <vector>
 
@@ -14,8 +13,6 @@
 namespace epx::moe {
 namespace {
 
-constexpr auto kInteger = {EPX_INT32, EPX_INT64};
-
 // Parts of one allocation, each aligned to 256 bytes. Counts first, then cuts.
 class Carver {
 public:
@@ -23,16 +20,20 @@ public:
 
   template <typename T>
   T* take(int64_t elements) {
-    constexpr size_t kAlignment = 256;
     T* const part = memory_ != nullptr ? reinterpret_cast<T*>(memory_ + bytes_) : nullptr;
-    bytes_ += (static_cast<size_t>(elements) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    const int64_t bytes = checked_product({elements, sizeof(T)}, kWhat) + kAlignment - 1;
+    if (__builtin_add_overflow(bytes_, bytes / kAlignment * kAlignment, &bytes_))
+      refuse("{} has more bytes than an int64 can count", kWhat);
     return part;
   }
-  size_t bytes() const { return bytes_; }
+  size_t bytes() const { return static_cast<size_t>(bytes_); }
 
 private:
+  static constexpr int64_t kAlignment = 256;
+  static constexpr const char* kWhat = "the block's memory for its rows";
+
   std::byte* memory_;
-  size_t bytes_ = 0;
+  int64_t bytes_ = 0;
 };
 
 struct alignas(16) HandleUnit { // epx wants handle memory aligned to 16 bytes
@@ -61,6 +62,8 @@ public:
         ffn_(ffn), layer_{config.router.top_k, config.alignment}, is_early_(config.weighting == EPX_MOE_WEIGHT_EARLY),
         flights_(config.max_in_flight), grad_topk_weights_(shape_.max_tokens * config.router.top_k) {
     ffn_.num_experts = shape_.num_local_experts;
+    require_finite<T>(router_.scaling_factor, "router.scaling_factor");
+    require_finite<T>(router_.aux_loss_coeff, "router.aux_loss_coeff");
     for (Flight<T>& flight : flights_)
       reserve(flight);
     Carver measure(nullptr);
@@ -130,18 +133,19 @@ private:
     flight.counts.resize(ffn_.num_experts);
     flight.offsets.resize(ffn_.num_experts + 1);
     flight.global_counts.resize(static_cast<int64_t>(shape_.num_ranks) * router_.num_experts);
-    flight.pre_act.reset(new T[shape_.row_capacity * ffn_.pre_act()]);
+    flight.pre_act.reset(new T[checked_product({shape_.row_capacity, ffn_.pre_act()}, "pre_act")]);
   }
 
   void carve(Carver& carver) {
     const int64_t rows = shape_.row_capacity;
+    const int64_t elements = checked_product({rows, ffn_.hidden}, "the block's memory for its rows");
     for (Flight<T>& flight : flights_) {
-      flight.recv_tokens = carver.take<T>(rows * ffn_.hidden);
-      flight.expert_out = carver.take<T>(rows * ffn_.hidden);
+      flight.recv_tokens = carver.take<T>(elements);
+      flight.expert_out = carver.take<T>(elements);
       flight.recv_weights = carver.take<T>(rows);
     }
-    grad_expert_out_ = carver.take<T>(rows * ffn_.hidden);
-    grad_recv_ = carver.take<T>(rows * ffn_.hidden);
+    grad_expert_out_ = carver.take<T>(elements);
+    grad_recv_ = carver.take<T>(elements);
     grad_recv_weights_ = carver.take<T>(rows);
   }
 
@@ -178,7 +182,7 @@ private:
     require_tensor(args.grad_out, "grad_out", {kReal}, {tokens, {"H", ffn_.hidden}});
     require_tensor(args.grad_tokens, "grad_tokens", {kReal}, {tokens, {"H", ffn_.hidden}});
     require_tensor(args.grad_logits, "grad_logits", {kReal}, {tokens, {"E", router_.num_experts}});
-    if (!std::isfinite(args.aux_loss_grad)) refuse("aux_loss_grad is {}; it must be finite", args.aux_loss_grad);
+    require_finite<T>(args.aux_loss_grad, "aux_loss_grad");
     if (args.accumulate != 0 && args.accumulate != 1) refuse("accumulate is {}; it must be 0 or 1", args.accumulate);
   }
 
@@ -302,7 +306,17 @@ std::unique_ptr<Block> make_block(epx_group group, const epx_moe_block_config& c
     refuse("weighting is {}; it must be an epx_moe_weighting", static_cast<int>(config.weighting));
   if (config.alignment < 0) refuse("alignment is {}; it must not be negative", config.alignment);
   if (config.max_in_flight < 1) refuse("max_in_flight is {}; it must be at least 1", config.max_in_flight);
-  if (group != nullptr) return std::make_unique<BlockOf<float>>(make_group_exchange(group, config), config, ffn);
+  if (group != nullptr) {
+    std::unique_ptr<Exchange> exchange = make_group_exchange(group, config);
+    try {
+      return std::make_unique<BlockOf<float>>(std::move(exchange), config, ffn);
+    } catch (const Error&) {
+      throw; // refused on every rank, or by epx
+    } catch (...) {
+      epx_group_abort(group); // no memory here: the other ranks are waiting in epx_mem_alloc
+      throw;
+    }
+  }
 
   if (config.max_tokens_per_rank < 1)
     refuse("max_tokens_per_rank is {}; without a group it must be at least 1", config.max_tokens_per_rank);

@@ -1,6 +1,7 @@
 // The five operations where all experts are on one rank: the local permutation, with the bits of EPX_COMBINE_EXACT. Its
-// handle memory is the row map.
+// handle memory is the number of rows in use and the row map.
 #include <algorithm>
+#include <limits>
 #include <new>
 #include <vector>
 
@@ -21,8 +22,11 @@ public:
       : num_experts_(config.router.num_experts), top_k_(config.router.top_k), alignment_(std::max(config.alignment, 1)) {
     const int64_t tokens = config.max_tokens_per_rank;
     const int64_t routes = tokens * top_k_;
-    shape_ = {1, num_experts_, tokens, routes + num_experts_ * (alignment_ - 1),
-              static_cast<size_t>(routes) * sizeof(int32_t)};
+    const int64_t rows = routes + num_experts_ * (alignment_ - 1);
+    if (rows > std::numeric_limits<int32_t>::max())
+      refuse("max_tokens_per_rank = {}, top_k = {} and alignment = {} make {} rows, more than an int32 can count", tokens,
+             top_k_, alignment_, rows);
+    shape_ = {1, num_experts_, tokens, rows, static_cast<size_t>(1 + routes) * sizeof(int32_t)};
     weights_.resize(routes);
   }
 
@@ -37,26 +41,28 @@ public:
     const int64_t tokens = args.topk_idx->sizes[0];
     const Integers counts(args.counts);
     const Integers global_counts(args.global_counts);
-    make_row_map(Integers(args.topk_idx), tokens, top_k_, num_experts_, alignment_, counts, Integers(args.offsets),
-                 static_cast<int32_t*>(args.handle_mem));
+    const Integers offsets(args.offsets);
+    auto* const handle = static_cast<int32_t*>(args.handle_mem);
+    make_row_map(Integers(args.topk_idx), tokens, top_k_, num_experts_, alignment_, counts, offsets, handle + 1);
+    handle[0] = static_cast<int32_t>(offsets[num_experts_]);
     for (int e = 0; e < num_experts_; ++e)
       global_counts.set(e, counts[e]);
   }
 
   void dispatch(const epx_dispatch_args& args) override {
-    const RowMap map = row_map(args, args.tokens, args.recv_tokens);
+    const RowMap map = row_map(args, args.tokens);
     scatter_tokens(map, args.tokens->data, args.recv_tokens->data, row_bytes(args.tokens));
     scatter_routes(map, args.topk_weights->data, args.recv_weights->data, sizeof(T));
   }
 
   void combine(const epx_combine_args& args) override {
-    const RowMap map = row_map(args, args.out, args.expert_out);
+    const RowMap map = row_map(args, args.out);
     sum_rows<T>(map, data_of<T>(args.expert_out), weights_by_route(map, args.recv_weights), args.out->sizes[1],
                 data_of<T>(args.out));
   }
 
   void combine_bwd(const epx_combine_bwd_args& args) override {
-    const RowMap map = row_map(args, args.grad_out, args.grad_expert_out);
+    const RowMap map = row_map(args, args.grad_out);
     const T* const grad_out = data_of<T>(args.grad_out);
     const int64_t hidden = args.grad_out->sizes[1];
     scatter_weighted<T>(map, grad_out, weights_by_route(map, args.recv_weights), hidden, data_of<T>(args.grad_expert_out));
@@ -66,7 +72,7 @@ public:
   }
 
   void dispatch_bwd(const epx_dispatch_bwd_args& args) override {
-    const RowMap map = row_map(args, args.grad_tokens, args.grad_recv);
+    const RowMap map = row_map(args, args.grad_tokens);
     sum_rows<T>(map, data_of<T>(args.grad_recv), nullptr, args.grad_tokens->sizes[1], data_of<T>(args.grad_tokens));
     gather_routes<T>(map, data_of<T>(args.grad_recv_weights), data_of<T>(args.grad_topk_weights));
   }
@@ -79,8 +85,9 @@ private:
   static int64_t row_bytes(const epx_tensor* rows) { return rows->sizes[1] * static_cast<int64_t>(sizeof(T)); }
 
   template <typename Args>
-  RowMap row_map(const Args& args, const epx_tensor* tokens, const epx_tensor* rows) const {
-    return {static_cast<const int32_t*>(args.handle_mem), tokens->sizes[0], top_k_, rows->sizes[0]};
+  RowMap row_map(const Args& args, const epx_tensor* tokens) const {
+    const auto* const handle = static_cast<const int32_t*>(args.handle_mem);
+    return {handle + 1, tokens->sizes[0], top_k_, handle[0]};
   }
 
   // [T, K] from [N]; NULL from NULL.
@@ -91,7 +98,7 @@ private:
   }
 
   int num_experts_;
-  int top_k_;
+  int64_t top_k_;
   int64_t alignment_;
   std::vector<T> weights_; // [max_tokens, K]
   std::unique_ptr<std::byte, Free> memory_;

@@ -38,7 +38,7 @@ public:
     if (stacked != nullptr) {
       check(stacked, stacked_name.c_str(), {"2F", 2 * shape_.inner}, columns);
       gate_view = {data_of<T>(stacked), 2 * block};
-      up_view = {data_of<T>(stacked) + block, 2 * block};
+      up_view = {stacked->data != nullptr ? data_of<T>(stacked) + block : nullptr, 2 * block};
     }
     if (gate != nullptr) {
       check(gate, gate_name.c_str(), {"F", shape_.inner}, columns);
@@ -81,6 +81,8 @@ FfnShape make_ffn_shape(const epx_moe_ffn_config& config) {
   if (config.ffn_dim < 1) refuse("ffn_dim is {}; it must be at least 1 (it has no default)", config.ffn_dim);
   if (config.activation != EPX_MOE_SWIGLU && config.activation != EPX_MOE_GELU && config.activation != EPX_MOE_RELU2)
     refuse("activation is {}; it must be an epx_moe_activation", static_cast<int>(config.activation));
+  for (const int64_t reserved : config.reserved)
+    if (reserved != 0) refuse("a reserved field of the FFN's config is {}; it must be 0", reserved);
   return {config.num_local_experts, config.hidden_dim, config.ffn_dim, config.activation};
 }
 

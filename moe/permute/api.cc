@@ -1,4 +1,7 @@
 // The local permutation's part of the C API.
+#include <initializer_list>
+#include <limits>
+
 #include "epx/epx_moe.h"
 #include "moe/base/error.h"
 #include "moe/base/tensors.h"
@@ -8,15 +11,29 @@ using namespace epx::moe;
 
 namespace {
 
-constexpr auto kReal = {EPX_FLOAT32, EPX_FLOAT64};
-constexpr auto kInteger = {EPX_INT32, EPX_INT64};
+// Sizes of [T, K], of which there is at least one route per token.
+struct Routes {
+  int64_t tokens, top_k;
+};
+Routes require_routes(const epx_tensor* tensor, const char* name, std::initializer_list<epx_dtype> dtypes) {
+  require_tensor(tensor, name, dtypes, {{"T", kAnySize}, {"K", kAnySize}});
+  if (tensor->sizes[1] < 1) refuse("{} has K = {}; it must be at least 1", name, tensor->sizes[1]);
+  return {tensor->sizes[0], tensor->sizes[1]};
+}
 
-// Checks row_map[T, K] against rows that have been checked.
+// Checks row_map[T, K] against rows whose first dimension has been checked.
 RowMap require_map(const epx_tensor* row_map, int64_t num_rows) {
-  require_tensor(row_map, "row_map", {EPX_INT32}, {{"T", kAnySize}, {"K", kAnySize}});
-  const RowMap map{data_of<int32_t>(row_map), row_map->sizes[0], static_cast<int>(row_map->sizes[1]), num_rows};
+  const auto [tokens, top_k] = require_routes(row_map, "row_map", {EPX_INT32});
+  if (num_rows > std::numeric_limits<int32_t>::max()) refuse("there are {} rows, more than an int32 can count", num_rows);
+  const RowMap map{data_of<int32_t>(row_map), tokens, top_k, num_rows};
   validate(map);
   return map;
+}
+
+// The H of a tensor of rows.
+int64_t require_hidden(const epx_tensor& rows, const char* name) {
+  if (rows.sizes[1] < 1) refuse("{} has H = {}; it must be at least 1", name, rows.sizes[1]);
+  return rows.sizes[1];
 }
 
 Dim tokens_of(const RowMap& map) {
@@ -31,28 +48,25 @@ Dim top_k_of(const RowMap& map) {
 epx_status epx_moe_row_map(const epx_moe_row_map_args* args) {
   return at_c_boundary(__func__, [&] {
     require_args(args);
-    require_tensor(args->topk_idx, "topk_idx", kInteger, {{"T", kAnySize}, {"K", kAnySize}});
-    const int64_t tokens = args->topk_idx->sizes[0];
-    const int64_t top_k = args->topk_idx->sizes[1];
+    const auto [tokens, top_k] = require_routes(args->topk_idx, "topk_idx", kInteger);
     if (args->alignment < 0) refuse("alignment is {}; it must not be negative", args->alignment);
     require_tensor(args->counts, "counts", kInteger, {{"E", kAnySize}});
     const int64_t experts = args->counts->sizes[0];
     require_tensor(args->offsets, "offsets", {args->counts->dtype}, {{"E + 1", experts + 1}});
     require_tensor(args->row_map, "row_map", {EPX_INT32}, {{"T", tokens}, {"K", top_k}});
-    make_row_map(Integers(args->topk_idx), tokens, static_cast<int>(top_k), experts,
-                 args->alignment == 0 ? 1 : args->alignment, Integers(args->counts), Integers(args->offsets),
-                 data_of<int32_t>(args->row_map));
+    make_row_map(Integers(args->topk_idx), tokens, top_k, experts, args->alignment == 0 ? 1 : args->alignment,
+                 Integers(args->counts), Integers(args->offsets), data_of<int32_t>(args->row_map));
   });
 }
 
 epx_status epx_moe_permute(const epx_moe_permute_args* args) {
   return at_c_boundary(__func__, [&] {
     require_args(args);
-    require_any_tensor(args->tokens, "tokens", {{"T", kAnySize}, {"H", kAnySize}});
-    const int64_t hidden = args->tokens->sizes[1];
+    const int64_t tokens = require_routes(args->row_map, "row_map", {EPX_INT32}).tokens;
+    require_any_tensor(args->tokens, "tokens", {{"T", tokens}, {"H", kAnySize}});
+    const int64_t hidden = require_hidden(*args->tokens, "tokens");
     require_tensor(args->rows, "rows", {args->tokens->dtype}, {{"N", kAnySize}, {"H", hidden}});
     const RowMap map = require_map(args->row_map, args->rows->sizes[0]);
-    require_any_tensor(args->tokens, "tokens", {tokens_of(map), {"H", hidden}});
     require_both_or_neither(args->topk_weights, "topk_weights", args->row_weights, "row_weights");
     if (args->topk_weights != nullptr) {
       require_any_tensor(args->topk_weights, "topk_weights", {tokens_of(map), top_k_of(map)});
@@ -69,7 +83,7 @@ epx_status epx_moe_permute_bwd(const epx_moe_permute_bwd_args* args) {
     require_args(args);
     require_tensor(args->grad_rows, "grad_rows", kReal, {{"N", kAnySize}, {"H", kAnySize}});
     const epx_dtype real = args->grad_rows->dtype;
-    const int64_t hidden = args->grad_rows->sizes[1];
+    const int64_t hidden = require_hidden(*args->grad_rows, "grad_rows");
     const RowMap map = require_map(args->row_map, args->grad_rows->sizes[0]);
     require_tensor(args->grad_tokens, "grad_tokens", {real}, {tokens_of(map), {"H", hidden}});
     require_both_or_neither(args->grad_row_weights, "grad_row_weights", args->grad_topk_weights, "grad_topk_weights");
@@ -88,7 +102,7 @@ epx_status epx_moe_unpermute(const epx_moe_unpermute_args* args) {
     require_args(args);
     require_tensor(args->rows, "rows", kReal, {{"N", kAnySize}, {"H", kAnySize}});
     const epx_dtype real = args->rows->dtype;
-    const int64_t hidden = args->rows->sizes[1];
+    const int64_t hidden = require_hidden(*args->rows, "rows");
     const RowMap map = require_map(args->row_map, args->rows->sizes[0]);
     allow_tensor(args->topk_weights, "topk_weights", {real}, {tokens_of(map), top_k_of(map)});
     require_tensor(args->tokens, "tokens", {real}, {tokens_of(map), {"H", hidden}});
@@ -101,12 +115,12 @@ epx_status epx_moe_unpermute(const epx_moe_unpermute_args* args) {
 epx_status epx_moe_unpermute_bwd(const epx_moe_unpermute_bwd_args* args) {
   return at_c_boundary(__func__, [&] {
     require_args(args);
-    require_tensor(args->grad_tokens, "grad_tokens", kReal, {{"T", kAnySize}, {"H", kAnySize}});
+    const int64_t tokens = require_routes(args->row_map, "row_map", {EPX_INT32}).tokens;
+    require_tensor(args->grad_tokens, "grad_tokens", kReal, {{"T", tokens}, {"H", kAnySize}});
     const epx_dtype real = args->grad_tokens->dtype;
-    const Dim hidden{"H", args->grad_tokens->sizes[1]};
+    const Dim hidden{"H", require_hidden(*args->grad_tokens, "grad_tokens")};
     require_tensor(args->grad_rows, "grad_rows", {real}, {{"N", kAnySize}, hidden});
     const RowMap map = require_map(args->row_map, args->grad_rows->sizes[0]);
-    require_tensor(args->grad_tokens, "grad_tokens", {real}, {tokens_of(map), hidden});
     allow_tensor(args->topk_weights, "topk_weights", {real}, {tokens_of(map), top_k_of(map)});
     require_both_or_neither(args->rows, "rows", args->grad_topk_weights, "grad_topk_weights");
     allow_tensor(args->rows, "rows", {real}, {{"N", map.num_rows}, hidden});

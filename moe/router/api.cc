@@ -1,5 +1,5 @@
 // The router's part of the C API.
-#include <cmath>
+#include <limits>
 #include <optional>
 
 #include "epx/epx_moe.h"
@@ -10,9 +10,6 @@
 using namespace epx::moe;
 
 namespace {
-
-constexpr auto kReal = {EPX_FLOAT32, EPX_FLOAT64};
-constexpr auto kInteger = {EPX_INT32, EPX_INT64};
 
 void require_config(const epx_moe_router_config* config) {
   require_struct(config, "config");
@@ -30,9 +27,13 @@ void require_selection(const epx_tensor* topk_idx, const epx_moe_router_config& 
   require_tensor(topk_idx, "topk_idx", kInteger, {{"T", num_tokens}, {"K", config.top_k}});
   const Integers indices(topk_idx);
   for (int64_t t = 0; t < num_tokens; ++t) {
-    const bool has_routes = indices[t * config.top_k] >= 0;
+    const int64_t first = t * config.top_k;
+    const bool has_routes = indices[first] >= 0;
     for (int64_t k = 0; k < config.top_k; ++k) {
-      const int64_t expert = indices[t * config.top_k + k];
+      const int64_t expert = indices[first + k];
+      for (int64_t j = 0; has_routes && j < k; ++j)
+        if (indices[first + j] == expert)
+          refuse("topk_idx[{}, {}] and [{}, {}] are both {}; experts differ", t, j, t, k, expert);
       if (has_routes ? expert < 0 || expert >= config.num_experts : expert != -1)
         refuse("topk_idx[{}, {}] is {}; a row has experts, 0..{}, or is all -1", t, k, expert, config.num_experts - 1);
     }
@@ -41,7 +42,18 @@ void require_selection(const epx_tensor* topk_idx, const epx_moe_router_config& 
 
 ExpertLoad load_of(const epx_tensor* global_counts, int32_t num_experts) {
   require_tensor(global_counts, "global_counts", kInteger, {{"P", kAnySize}, {"E", num_experts}});
-  return {Integers(global_counts), global_counts->sizes[0], num_experts};
+  const Integers counts(global_counts);
+  for (int64_t i = 0; i < global_counts->sizes[0] * num_experts; ++i)
+    if (counts[i] < 0)
+      refuse("global_counts[{}, {}] is {}; counts are not negative", i / num_experts, i % num_experts, counts[i]);
+  return {counts, global_counts->sizes[0], num_experts};
+}
+
+// Throws unless the config's numbers are finite in the type of the computation.
+template <typename T>
+void require_finite_config(const epx_moe_router_config& config) {
+  require_finite<T>(config.scaling_factor, "scaling_factor");
+  require_finite<T>(config.aux_loss_coeff, "aux_loss_coeff");
 }
 
 } // namespace
@@ -69,6 +81,7 @@ epx_status epx_moe_router(const epx_moe_router_config* config, const epx_moe_rou
     require_tensor(args->topk_weights, "topk_weights", {real}, {{"T", tokens}, {"K", config->top_k}});
     allow_tensor(args->info, "info", {EPX_INT64}, {{"3", 3}});
     const RouterInfo info = with_real(real, [&]<typename T>(T) {
+      require_finite_config<T>(*config);
       const RouterInputs<T> inputs{tokens, data_of<T>(args->logits), data_of<T>(args->selection_bias),
                                    data_of<uint8_t>(args->token_mask)};
       return route<T>(*config, inputs, Integers(args->topk_idx), data_of<T>(args->topk_weights));
@@ -90,10 +103,11 @@ epx_status epx_moe_router_bwd(const epx_moe_router_config* config, const epx_moe
       refuse("global_counts is given, but aux_loss_coeff is 0: there is no loss that needs it");
     if (config->aux_loss_coeff != 0 && args->global_counts == nullptr)
       refuse("global_counts is NULL; aux_loss_coeff is {}, and that loss needs them", config->aux_loss_coeff);
-    if (!std::isfinite(args->aux_loss_grad)) refuse("aux_loss_grad is {}; it must be finite", args->aux_loss_grad);
     std::optional<ExpertLoad> load;
     if (config->aux_loss_coeff != 0) load = load_of(args->global_counts, config->num_experts);
     with_real(real, [&]<typename T>(T) {
+      require_finite_config<T>(*config);
+      require_finite<T>(args->aux_loss_grad, "aux_loss_grad");
       route_bwd<T>(*config, tokens, data_of<T>(args->logits), Integers(args->topk_idx), data_of<T>(args->grad_topk_weights),
                    load ? &*load : nullptr, args->aux_loss_grad, data_of<T>(args->grad_logits));
     });
@@ -118,12 +132,15 @@ epx_status epx_moe_bias_update(const epx_moe_bias_update_args* args) {
   return at_c_boundary(__func__, [&] {
     require_args(args);
     require_tensor(args->global_counts, "global_counts", kInteger, {{"P", kAnySize}, {"E", kAnySize}});
-    const auto experts = static_cast<int32_t>(args->global_counts->sizes[1]);
-    if (experts < 1) refuse("global_counts has {} columns; it must have one for each expert", experts);
+    const int64_t columns = args->global_counts->sizes[1];
+    if (columns < 1 || columns > std::numeric_limits<int32_t>::max())
+      refuse("global_counts has {} columns; it must have one for each expert", columns);
+    const auto experts = static_cast<int32_t>(columns);
     require_tensor(args->selection_bias, "selection_bias", kReal, {{"E", experts}});
-    if (!std::isfinite(args->rate)) refuse("rate is {}; it must be finite", args->rate);
     const ExpertLoad load = load_of(args->global_counts, experts);
-    with_real(args->selection_bias->dtype,
-              [&]<typename T>(T) { update_bias<T>(load, args->rate, experts, data_of<T>(args->selection_bias)); });
+    with_real(args->selection_bias->dtype, [&]<typename T>(T) {
+      require_finite<T>(args->rate, "rate");
+      update_bias<T>(load, args->rate, experts, data_of<T>(args->selection_bias));
+    });
   });
 }

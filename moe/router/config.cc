@@ -27,6 +27,8 @@ void validate(const epx_moe_router_config& config) {
     refuse("renormalize is {}; it must be 0 or 1", config.renormalize);
   if (!std::isfinite(config.scaling_factor)) refuse("scaling_factor is {}; it must be finite", config.scaling_factor);
   if (!std::isfinite(config.aux_loss_coeff)) refuse("aux_loss_coeff is {}; it must be finite", config.aux_loss_coeff);
+  for (const int64_t reserved : config.reserved)
+    if (reserved != 0) refuse("a reserved field of the router's config is {}; it must be 0", reserved);
 }
 
 } // namespace epx::moe

@@ -15,7 +15,7 @@ def program_on(page):
 
 def code_lines(program):
     """Lines that are neither blank, nor an include, nor only a comment."""
-    return [line for line in program.splitlines() if line.strip() and not line.startswith(("#include", "/*"))]
+    return [line for line in program.splitlines() if line.strip() and not line.strip().startswith(("#include", "/*"))]
 
 
 def output_of(mpirun, program, num_ranks):

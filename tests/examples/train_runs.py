@@ -61,7 +61,7 @@ def end_session(leader):
     """mpirun gives each rank a process group of its own, but all are in the session that it leads."""
     leader.terminate()  # mpirun ends its ranks, and removes what they shared
     with contextlib.suppress(subprocess.TimeoutExpired):
-        leader.wait(timeout=5)
+        leader.wait(timeout=10)
     for entry in pathlib.Path("/proc").glob("[0-9]*"):
         if session_of(int(entry.name)) == leader.pid:
             with contextlib.suppress(ProcessLookupError):
@@ -83,7 +83,7 @@ def run_limited(command, timeout):
     except BaseException:
         end_session(process)
         raise
-    run = Run(shown, process.returncode, *(stream.decode() for stream in output))
+    run = Run(shown, process.returncode, *(stream.decode(errors="replace") for stream in output))
     if not is_done:
         raise TimeoutError(f"not done after {timeout} s:\n{run}")
     return run
@@ -114,6 +114,9 @@ class TrainTest(unittest.TestCase):
         run = self.launch(num_ranks, *args)
         self.assertEqual(run.status, SUCCESS, run)
         return run
+
+    def report(self, figures):
+        print(figures, end=" ... ", flush=True)
 
     def assert_refused(self, run, *words, status=USAGE):
         """The program ended with `status` and one sentence, in which all of `words` are."""

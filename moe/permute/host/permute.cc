@@ -14,13 +14,13 @@ namespace {
 template <typename Visit>
 void for_each_route(const RowMap& map, Visit&& visit) {
   for (int64_t t = 0; t < map.num_tokens; ++t)
-    for (int k = 0; k < map.top_k; ++k)
+    for (int64_t k = 0; k < map.top_k; ++k)
       if (const int32_t row = map.at(t, k); row >= 0) visit(t, k, static_cast<int64_t>(row));
 }
 
 void zero_rows_without_route(const RowMap& map, std::byte* to, int64_t row_bytes) {
   std::vector<bool> is_target(map.num_rows);
-  for_each_route(map, [&](int64_t, int, int64_t row) { is_target[row] = true; });
+  for_each_route(map, [&](int64_t, int64_t, int64_t row) { is_target[row] = true; });
   for (int64_t row = 0; row < map.num_rows; ++row)
     if (!is_target[row]) std::fill_n(to + row * row_bytes, row_bytes, std::byte{0});
 }
@@ -31,8 +31,7 @@ void scatter(const RowMap& map, const void* from, void* to, int64_t item_bytes, 
   auto* const rows = static_cast<std::byte*>(to);
   const auto* const items = static_cast<const std::byte*>(from);
   zero_rows_without_route(map, rows, item_bytes);
-  if (item_bytes == 0) return;
-  for_each_route(map, [&](int64_t t, int k, int64_t row) {
+  for_each_route(map, [&](int64_t t, int64_t k, int64_t row) {
     std::memcpy(rows + row * item_bytes, items + item_of(t, k) * item_bytes, static_cast<size_t>(item_bytes));
   });
 }
@@ -52,8 +51,8 @@ T dot_by_tree(std::span<const T> a, std::span<const T> b) {
 
 } // namespace
 
-void make_row_map(Integers topk_idx, int64_t num_tokens, int top_k, int64_t num_experts, int64_t alignment, Integers counts,
-                  Integers offsets, int32_t* row_map) {
+void make_row_map(Integers topk_idx, int64_t num_tokens, int64_t top_k, int64_t num_experts, int64_t alignment,
+                  Integers counts, Integers offsets, int32_t* row_map) {
   const int64_t routes = num_tokens * top_k;
   std::vector<int64_t> next(num_experts + 1); // first the routes of each expert, then the next row of its zone
   for (int64_t i = 0; i < routes; ++i) {
@@ -83,24 +82,32 @@ void make_row_map(Integers topk_idx, int64_t num_tokens, int top_k, int64_t num_
 }
 
 void validate(const RowMap& map) {
-  for (int64_t t = 0; t < map.num_tokens; ++t)
-    for (int k = 0; k < map.top_k; ++k)
-      if (const int32_t row = map.at(t, k); row < -1 || row >= map.num_rows)
+  std::vector<bool> is_taken(map.num_rows);
+  for (int64_t t = 0; t < map.num_tokens; ++t) {
+    for (int64_t k = 0; k < map.top_k; ++k) {
+      const int32_t row = map.at(t, k);
+      if (row < -1 || row >= map.num_rows)
         refuse("row_map[{}, {}] is {}; there are {} rows (-1 means none)", t, k, row, map.num_rows);
+      if (row < 0) continue;
+      if (is_taken[row])
+        refuse("row_map[{}, {}] is {}, as is an entry before it; each row belongs to one route", t, k, row);
+      is_taken[row] = true;
+    }
+  }
 }
 
 void scatter_tokens(const RowMap& map, const void* from, void* to, int64_t item_bytes) {
-  scatter(map, from, to, item_bytes, [](int64_t t, int) { return t; });
+  scatter(map, from, to, item_bytes, [](int64_t t, int64_t) { return t; });
 }
 
 void scatter_routes(const RowMap& map, const void* from, void* to, int64_t item_bytes) {
-  scatter(map, from, to, item_bytes, [&](int64_t t, int k) { return t * map.top_k + k; });
+  scatter(map, from, to, item_bytes, [&](int64_t t, int64_t k) { return t * map.top_k + k; });
 }
 
 template <typename T>
 void sum_rows(const RowMap& map, const T* rows, const T* weights, int64_t hidden, T* tokens) {
   std::fill_n(tokens, map.num_tokens * hidden, T{0});
-  for_each_route(map, [&](int64_t t, int k, int64_t row) {
+  for_each_route(map, [&](int64_t t, int64_t k, int64_t row) {
     const T* const from = rows + row * hidden;
     T* const acc = tokens + t * hidden;
     if (weights == nullptr) {
@@ -117,7 +124,7 @@ void sum_rows(const RowMap& map, const T* rows, const T* weights, int64_t hidden
 template <typename T>
 void gather_routes(const RowMap& map, const T* row_values, T* values) {
   std::fill_n(values, map.num_tokens * map.top_k, T{0});
-  for_each_route(map, [&](int64_t t, int k, int64_t row) { values[t * map.top_k + k] = row_values[row]; });
+  for_each_route(map, [&](int64_t t, int64_t k, int64_t row) { values[t * map.top_k + k] = row_values[row]; });
 }
 
 template <typename T>
@@ -127,7 +134,7 @@ void scatter_weighted(const RowMap& map, const T* grad_tokens, const T* weights,
     return;
   }
   zero_rows_without_route(map, reinterpret_cast<std::byte*>(grad_rows), hidden * static_cast<int64_t>(sizeof(T)));
-  for_each_route(map, [&](int64_t t, int k, int64_t row) {
+  for_each_route(map, [&](int64_t t, int64_t k, int64_t row) {
     const T weight = weights[t * map.top_k + k];
     for (int64_t h = 0; h < hidden; ++h)
       grad_rows[row * hidden + h] = weight * grad_tokens[t * hidden + h];
@@ -138,7 +145,7 @@ template <typename T>
 void dot_rows(const RowMap& map, const T* grad_tokens, const T* rows, int64_t hidden, T* grad_weights) {
   std::fill_n(grad_weights, map.num_tokens * map.top_k, T{0});
   const auto size = static_cast<size_t>(hidden);
-  for_each_route(map, [&](int64_t t, int k, int64_t row) {
+  for_each_route(map, [&](int64_t t, int64_t k, int64_t row) {
     grad_weights[t * map.top_k + k] = dot_by_tree<T>({grad_tokens + t * hidden, size}, {rows + row * hidden, size});
   });
 }
