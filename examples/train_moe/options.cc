@@ -50,9 +50,11 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   Options options;
   ModelOptions& model = options.model;
   bool dense = false;
+  std::string exchange_name = "epx";
   CLI::App app("train_moe: expert-parallel training on a text");
   app.footer(kFooter);
-  app.set_version_flag("--version", fmt::format("train_moe (epx {})", epx_version()));
+  app.set_version_flag("--version",
+                       fmt::format("train_moe (epx {}.{}.{})", EPX_VERSION_MAJOR, EPX_VERSION_MINOR, EPX_VERSION_PATCH));
   const CLI::Range positive(1, std::numeric_limits<int>::max());
 
   app.add_option("--text", options.text, "file to learn")->capture_default_str();
@@ -72,10 +74,10 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   app.add_option("--weight-decay", options.weight_decay, "of matrices")->capture_default_str();
   app.add_option("--aux-loss", options.aux_loss, "coefficient of the load-balance loss")->capture_default_str();
   auto* exchange =
-      app.add_option("--exchange", options.exchange,
+      app.add_option("--exchange", exchange_name,
                      "how tokens reach their experts: epx, alltoallv (MPI_Alltoallv of permuted rows), or both side "
                      "by side, with the time per step of each");
-  exchange->transform(CLI::CheckedTransformer(kExchanges))->default_str("epx");
+  exchange->check(CLI::IsMember({"epx", "alltoallv", "both"}))->capture_default_str();
   app.add_flag("--dense", dense, "no exchange: each rank computes all experts")->excludes(exchange);
   app.add_option("--checkpoint", options.checkpoint_file, "write a checkpoint here after the last step");
   app.add_option("--checkpoint-every", options.checkpoint_every, "and after every so many steps")->check(positive);
@@ -104,7 +106,7 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
                                     {"--aux-loss", options.aux_loss}})
     if (!std::isfinite(value) || value < 0)
       fail(kExitUsage, "{} is {}; it must be a number that is not negative", name, value);
-  if (dense) options.exchange = Exchange::dense;
+  options.exchange = dense ? Exchange::dense : kExchanges.at(exchange_name);
   if (model.top_k > model.experts)
     fail(kExitUsage, "--top-k is {}; it must not exceed --experts, {}", model.top_k, model.experts);
   if (options.checkpoint_every > 0 && options.checkpoint_file.empty())

@@ -64,10 +64,10 @@ public:
     ffn_.num_experts = shape_.num_local_experts;
     require_finite<T>(router_.scaling_factor, "router.scaling_factor");
     require_finite<T>(router_.aux_loss_coeff, "router.aux_loss_coeff");
-    for (Flight<T>& flight : flights_)
-      reserve(flight);
     Carver measure(nullptr);
     carve(measure);
+    for (Flight<T>& flight : flights_)
+      reserve(flight);
     Carver cut(exchange_->allocate(measure.bytes()));
     carve(cut);
   }

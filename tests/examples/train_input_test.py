@@ -73,7 +73,7 @@ class Texts(TrainTest):
         self.refuse(b"", "0 bytes")
 
     def test_shorter_than_a_batch(self):
-        """862 bytes are one too few: a tenth is held out, and 776 must be left."""
+        """861 bytes are one too few: a tenth is held out, and 776 must be left."""
         self.refuse(bytes(range(256)) * 2, 512, "--context 8", "--batch 768", 776)
         content = TEXT.read_bytes()
         self.refuse(content[:861], "861 bytes", "775 of them", 776)

@@ -105,10 +105,10 @@ class TrainTest(unittest.TestCase):
         self.directory = pathlib.Path(directory.name)
 
     @classmethod
-    def launch(cls, num_ranks, *args, timeout=100):
+    def launch(cls, num_ranks, *args, timeout=100, wrapper=()):
         """A single rank runs without mpirun."""
         launcher = [cls.mpirun, "--oversubscribe", "-n", str(num_ranks)] if num_ranks > 1 else []
-        return run_limited([*launcher, cls.train_moe, *map(str, args)], timeout)
+        return run_limited([*wrapper, *launcher, cls.train_moe, *map(str, args)], timeout)
 
     def train(self, num_ranks, *args):
         run = self.launch(num_ranks, *args)

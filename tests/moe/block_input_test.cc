@@ -54,6 +54,10 @@ TEST_CASE("a bad block config is refused") {
       {[](Config& c) { c.alignment = -4; }, {"alignment", "-4"}},
       {[](Config& c) { c.max_in_flight = 0; }, {"max_in_flight", "0"}},
       {[](Config& c) { c.max_tokens_per_rank = 0; }, {"max_tokens_per_rank", "0"}},
+      {[](Config& c) { c.max_tokens_per_rank = 2000000000; }, {"max_tokens_per_rank", "2000000000", "int32"}},
+      {[](Config& c) { c.ffn.hidden_dim = 1388718588, c.alignment = 1685696, c.max_in_flight = 984; }, {"int64"}},
+      {[](Config& c) { c.router.scaling_factor = 1e39; }, {"scaling_factor", "1e+39", "float32"}},
+      {[](Config& c) { c.ffn.reserved[0] = 3; }, {"reserved", "3"}},
   };
   for (size_t i = 0; i < table.size(); ++i) {
     CAPTURE(i);
@@ -145,6 +149,8 @@ TEST_CASE("a bad forward is refused, and the good one after it is not") {
       {[](C& c) { c.fwd.params = nullptr; }, {"params", "NULL"}},
       {[](C& c) { c.params.down_weight = nullptr; }, {"down_weight"}},
       {[](C& c) { c.tokens.sizes[1] = 4; }, {"tokens", "4", "5"}},
+      {[](C& c) { c.tokens.reserved[0] = 1; }, {"tokens", "reserved"}}, // which epx_dispatch would refuse after epx_prepare
+      {[](C& c) { c.out.reserved[1] = 1; }, {"out", "reserved"}},
       {[](C& c) { c.tokens.sizes[0] = c.logits.sizes[0] = c.out.sizes[0] = 9; }, {"tokens", "9", "8"}},
       {[](C& c) { c.tokens.dtype = EPX_FLOAT64; }, {"tokens", "float64", "float32"}},
       {[](C& c) { c.logits.dtype = EPX_FLOAT64; }, {"logits", "float64", "float32"}},
@@ -186,6 +192,8 @@ TEST_CASE("a bad backward is refused, and the good one after it is not") {
       {[](C& c) { c.grad_logits.sizes[1] = 5; }, {"grad_logits", "5", "4"}},
       {[](C& c) { c.grad_logits.dtype = EPX_FLOAT64; }, {"grad_logits", "float64", "float32"}},
       {[](C& c) { c.bwd.accumulate = -1; }, {"accumulate", "-1"}},
+      {[](C& c) { c.grad_out.reserved[0] = 1; }, {"grad_out", "reserved"}},
+      {[](C& c) { c.grad_tokens.reserved[0] = 1; }, {"grad_tokens", "reserved"}},
       {[](C& c) { c.bwd.aux_loss_grad = std::numeric_limits<double>::quiet_NaN(); }, {"aux_loss_grad", "nan"}},
   };
   for (size_t i = 0; i < table.size(); ++i) {

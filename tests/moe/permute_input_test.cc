@@ -168,6 +168,11 @@ TEST_CASE("bad arguments of epx_moe_unpermute are refused") {
       {Op::unpermute, [](C& c) { c.unpermute.rows = nullptr; }, {"rows", "NULL"}},
       {Op::unpermute, [](C& c) { c.unpermute.tokens = nullptr; }, {"tokens", "NULL"}},
       {Op::unpermute, [](C& c) { c.map_data(1, 0) = 7; }, {"row_map", "7"}},
+      {Op::unpermute_bwd, [](C& c) { c.map_data(2, 1) = 3; }, {"row_map[2, 1]", "3"}}, // as route (0, 1)
+      {Op::unpermute, [](C& c) { c.map.sizes[1] = 0; }, {"row_map", "K = 0"}},
+      {Op::unpermute, [](C& c) { c.rows.sizes[1] = c.out_tokens.sizes[1] = 0; }, {"rows", "H = 0"}},
+      {Op::unpermute, [](C& c) { c.rows.sizes[0] = int64_t{1} << 32; }, {"4294967296", "rows"}},
+      {Op::unpermute, [](C& c) { c.rows.sizes[0] = int64_t{1} << 62; }, {"rows", "int64"}},
       {Op::unpermute, [](C& c) { c.rows.dtype = c.out_tokens.dtype = EPX_FLOAT16; }, {"rows", "float16"}},
       {Op::unpermute, [](C& c) { c.weights.dtype = EPX_FLOAT32; }, {"topk_weights", "float32", "float64"}},
       {Op::unpermute, [](C& c) { c.weights.sizes[0] = 2; }, {"topk_weights", "2", "3"}},

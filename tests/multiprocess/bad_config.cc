@@ -437,5 +437,21 @@ TEST_CASE("epx_mem_free of different allocations: out of sequence on all ranks")
   });
 }
 
+TEST_CASE("epx_mem_free after an abort tells of it, and frees all the same") {
+  LocalMeeting meeting(kRanks);
+  run_threads(kRanks, [&](int rank) {
+    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    const Config config = round_config();
+    epx_group group = nullptr;
+    check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
+    void* ptr = nullptr;
+    check_ok(epx_mem_alloc(group, 4096, &ptr), "epx_mem_alloc");
+    check_ok(epx_group_abort(group), "epx_group_abort");
+    check_status(epx_mem_free(group, ptr), EPX_ERROR_ABORTED, "epx_mem_free");
+    check_status(epx_mem_free(group, ptr), EPX_ERROR_INVALID_ARGUMENT, "a second epx_mem_free");
+    epx_group_destroy(group);
+  });
+}
+
 } // namespace
 } // namespace epx::test

@@ -1,5 +1,7 @@
 #include "moe/ffn/host/gemm/gemm.h"
 
+#include <vector>
+
 namespace epx::moe {
 
 #define EPX_DECLARE_GEMM(isa)                                                                                              \
@@ -16,36 +18,33 @@ EPX_DECLARE_GEMM(avx512)
 
 namespace {
 
-struct Kernels {
-  const GemmKernels<float>* float32;
-  const GemmKernels<double>* float64;
-};
-
-Kernels choose() {
+std::vector<GemmIsa> find_supported() {
+  std::vector<GemmIsa> isas = {{"portable", &portable::kFloat32, &portable::kFloat64}};
 #if defined(EPX_GEMM_X86)
-  if (__builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
-      __builtin_cpu_supports("avx512vl") != 0 && __builtin_cpu_supports("avx512dq") != 0)
-    return {&avx512::kFloat32, &avx512::kFloat64};
-  if (__builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0) return {&avx2::kFloat32, &avx2::kFloat64};
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (has_avx2) isas.push_back({"avx2", &avx2::kFloat32, &avx2::kFloat64});
+  if (has_avx2 && has_avx512) isas.push_back({"avx512", &avx512::kFloat32, &avx512::kFloat64});
 #endif
-  return {&portable::kFloat32, &portable::kFloat64};
-}
-
-const Kernels& chosen() {
-  static const Kernels kernels = choose();
-  return kernels;
+  return isas;
 }
 
 } // namespace
 
+std::span<const GemmIsa> supported_gemm_isas() {
+  static const std::vector<GemmIsa> isas = find_supported();
+  return isas;
+}
+
 template <>
 const GemmKernels<float>& gemm<float>() {
-  return *chosen().float32;
+  return *supported_gemm_isas().back().float32;
 }
 
 template <>
 const GemmKernels<double>& gemm<double>() {
-  return *chosen().float64;
+  return *supported_gemm_isas().back().float64;
 }
 
 } // namespace epx::moe

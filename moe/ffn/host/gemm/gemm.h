@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 namespace epx::moe {
 
@@ -19,8 +20,16 @@ struct GemmKernels {
   void (*add_at_b)(const T* a, const T* b, T* out, int64_t m, int64_t n);
 };
 
-// For the processor that this runs on.
+// The best for the processor that this runs on.
 template <typename T>
 const GemmKernels<T>& gemm();
+
+// All that this processor has, the best last; for tests.
+struct GemmIsa {
+  const char* name;
+  const GemmKernels<float>* float32;
+  const GemmKernels<double>* float64;
+};
+std::span<const GemmIsa> supported_gemm_isas();
 
 } // namespace epx::moe

@@ -1,0 +1,43 @@
+// One run of train_moe: what is read before, trained, and written after. Every function is collective.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "examples/train_moe/options.h"
+#include "examples/train_moe/output.h"
+#include "examples/train_moe/text.h"
+#include "examples/train_moe/trainer.h"
+#include "examples/train_moe/world.h"
+
+namespace train {
+
+class Job {
+public:
+  // Throws AgreedError for whatever can be refused, before a file of an earlier run is touched.
+  Job(const World& world, const Options& options);
+
+  void train();
+
+  // Measures the held-out loss, and writes the closing line and the table of times.
+  void finish();
+
+private:
+  void resume();
+  void save(int64_t step);
+  StepResult train_step(int64_t step);
+  void print_times() const;
+
+  const World& world_;
+  const Options& options_;
+  Text text_;
+  std::vector<std::unique_ptr<Trainer>> trainers_; // one, or one per exchange side by side
+  std::vector<std::vector<double>> seconds_;       // of each trainer's steps
+  int64_t done_ = 0;                               // steps before this run's first
+  std::unique_ptr<LineWriter> log_;                // rank 0's
+  std::optional<RoutingRecord> routing_;
+};
+
+} // namespace train
