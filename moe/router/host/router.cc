@@ -102,7 +102,7 @@ private:
 
   // Empty when a group's score is not a number.
   std::span<int> experts_of_best_groups() {
-    const int group_size = config_.num_experts / config_.num_groups;
+    const int64_t group_size = config_.num_experts / config_.num_groups;
     const int per_group = config_.top_k / config_.topk_groups;
     all_experts();
     for (int g = 0; g < config_.num_groups; ++g) {
@@ -116,7 +116,8 @@ private:
     std::iota(groups_.begin(), groups_.end(), 0);
     order_best_first(groups_, config_.topk_groups, group_scores_);
     for (int i = 0; i < config_.topk_groups; ++i)
-      std::iota(experts_.begin() + i * group_size, experts_.begin() + (i + 1) * group_size, groups_[i] * group_size);
+      std::iota(experts_.begin() + i * group_size, experts_.begin() + (i + 1) * group_size,
+                groups_[i] * static_cast<int>(group_size));
     return std::span(experts_).first(config_.topk_groups * group_size);
   }
 
