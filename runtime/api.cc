@@ -99,7 +99,7 @@ void epx_group_destroy(epx_group group) {
 }
 
 epx_status epx_group_abort(epx_group group) {
-  return at_c_boundary([&] { require_group("epx_group_abort", group).abort(); });
+  return at_c_boundary([&] { require_group("epx_group_abort", group).backend().abort(); });
 }
 
 epx_status epx_group_query(epx_group group, epx_group_info* info) {
@@ -115,7 +115,7 @@ epx_status epx_group_query(epx_group group, epx_group_info* info) {
     info->num_experts = context.shape.num_experts;
     info->num_local_experts = experts.num_local_experts(context.rank);
     info->first_local_expert = experts.first_expert(context.rank);
-    info->transport = target.transport_kind();
+    info->transport = target.backend().kind();
     info->max_recv_tokens_per_rank = context.shape.max_recv_tokens;
     info->window_bytes = context.layout.total_bytes;
     info->timeout_ms = context.timeout_ms;
@@ -145,7 +145,7 @@ epx_status epx_group_status(epx_group group, epx_group_report* report) {
     Group& target = require_group("epx_group_status", group);
     require_pointer("epx_group_status", "report", report);
     require_struct_size("epx_group_report", report->struct_size, sizeof(*report));
-    target.report(*report);
+    target.backend().report(*report);
   });
 }
 
@@ -155,7 +155,7 @@ epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr) {
     require_pointer("epx_mem_alloc", "ptr", ptr);
     if (bytes == 0 || bytes > INT64_MAX)
       fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_alloc: bytes is {}; it must be 1..2^63 - 1", bytes);
-    *ptr = target.allocate(static_cast<int64_t>(bytes));
+    *ptr = target.backend().allocate(static_cast<int64_t>(bytes));
   });
 }
 
@@ -163,7 +163,7 @@ epx_status epx_mem_free(epx_group group, void* ptr) {
   return at_c_boundary([&] {
     Group& target = require_group("epx_mem_free", group);
     require_pointer("epx_mem_free", "ptr", ptr);
-    target.free(ptr);
+    target.backend().free(ptr);
   });
 }
 
@@ -180,34 +180,34 @@ epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, size_t* 
 epx_status epx_prepare(epx_group group, const epx_prepare_args* args) {
   return at_c_boundary([&] {
     Group& target = require_group("epx_prepare", group);
-    target.stages().prepare(check(target.context(), args));
+    target.backend().stages().prepare(check(target.context(), args));
   });
 }
 
 epx_status epx_dispatch(epx_group group, const epx_dispatch_args* args) {
   return at_c_boundary([&] {
     Group& target = require_group("epx_dispatch", group);
-    target.stages().dispatch(check(target.context(), args));
+    target.backend().stages().dispatch(check(target.context(), args));
   });
 }
 
 epx_status epx_combine(epx_group group, const epx_combine_args* args) {
   return at_c_boundary([&] {
     Group& target = require_group("epx_combine", group);
-    target.stages().combine(check(target.context(), args));
+    target.backend().stages().combine(check(target.context(), args));
   });
 }
 
 epx_status epx_combine_bwd(epx_group group, const epx_combine_bwd_args* args) {
   return at_c_boundary([&] {
     Group& target = require_group("epx_combine_bwd", group);
-    target.stages().combine_bwd(check(target.context(), args));
+    target.backend().stages().combine_bwd(check(target.context(), args));
   });
 }
 
 epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args* args) {
   return at_c_boundary([&] {
     Group& target = require_group("epx_dispatch_bwd", group);
-    target.stages().dispatch_bwd(check(target.context(), args));
+    target.backend().stages().dispatch_bwd(check(target.context(), args));
   });
 }

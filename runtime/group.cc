@@ -10,10 +10,9 @@
 #include "runtime/base/error.h"
 #include "runtime/base/log.h"
 #include "runtime/base/random.h"
-#include "runtime/stages/host/host_stages.h"
+#include "runtime/stages/host/host_backend.h"
 #include "runtime/stages/slots.h"
 #include "transport/bootstrap/bootstrap_exchange.h"
-#include "transport/host/host_transport.h"
 
 namespace epx {
 namespace {
@@ -65,11 +64,6 @@ void require_bootstrap(const epx_bootstrap& bootstrap) {
 
 } // namespace
 
-Group::Group(const GroupContext& context, std::unique_ptr<Transport> transport, std::unique_ptr<Window> window)
-    : context_(context), transport_(std::move(transport)), window_(std::move(window)),
-      protocol_(context_, window_->view(), status_),
-      stages_(std::make_unique<host::HostStages>(context_, window_->view(), allocations_, protocol_, status_)) {}
-
 std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_group_config& config) {
   require_bootstrap(bootstrap);
   const int64_t timeout_ms =
@@ -92,38 +86,13 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
   context.overflow = config.overflow;
   context.timeout_ms = config.timeout_ms;
 
-  std::unique_ptr<Transport> transport = make_host_transport(context.rank, context.shape.num_ranks);
-  std::unique_ptr<Window> window = transport->open_window(context.layout.total_bytes, exchange);
+  std::unique_ptr<Group> group(new Group(context));
+  group->backend_ = host::make_backend(group->context_, exchange);
   log::group().info("group {:016x}: rank {} of {}, transport host{}, window {} bytes, receive capacity {} rows",
                     context.group_id, context.rank, context.shape.num_ranks,
                     config.transport == EPX_TRANSPORT_AUTO ? " (auto: this build has no other)" : "",
                     context.layout.total_bytes, context.shape.max_recv_tokens);
-  return std::unique_ptr<Group>(new Group(context, std::move(transport), std::move(window)));
-}
-
-void* Group::allocate(int64_t bytes) {
-  status_.require_healthy();
-  host::CallExchange exchange(protocol_, context_, window_->view(), EPX_OP_MEM_ALLOC, CallPost{});
-  return allocations_.add(transport_->open_window(bytes, exchange));
-}
-
-void Group::free(void* data) {
-  const auto place = allocations_.locate(static_cast<const std::byte*>(data), 1);
-  if (!place || place->offset != 0)
-    fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_free: {} is not the start of memory from epx_mem_alloc of this group", data);
-  if (status_.is_healthy()) {
-    CallPost terms{};
-    terms.allocation = place->allocation;
-    try {
-      protocol_.begin(EPX_OP_MEM_FREE);
-      protocol_.arrive(terms);
-      protocol_.complete();
-    } catch (const Error&) { // the group has failed: from here on freeing is local
-      allocations_.remove(place->allocation);
-      throw;
-    }
-  }
-  allocations_.remove(place->allocation);
+  return group;
 }
 
 } // namespace epx

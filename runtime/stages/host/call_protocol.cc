@@ -9,7 +9,7 @@
 #include <fmt/format.h>
 
 #include "runtime/base/deadline.h"
-#include "runtime/base/names.h"
+#include "runtime/stages/reports.h"
 #include "transport/host/backoff.h"
 
 namespace epx::host {
@@ -28,32 +28,6 @@ uint64_t load_acquire(uint64_t& word) {
 int64_t offset_of(const Region& region, int rank, int64_t bytes_each) {
   return region.offset + rank * bytes_each;
 }
-
-// A term that ranks must agree on, as a value and in words.
-struct Term {
-  const char* name;
-  int64_t (*value)(const CallPost&);
-  std::string (*words)(int64_t value) = [](int64_t value) { return std::to_string(value); };
-};
-
-std::string dtype_words(int64_t value) {
-  return epx::name_of(static_cast<epx_dtype>(value));
-}
-
-std::string weights_words(int64_t value) {
-  if (value == 0) return "none";
-  if (value == 1) return "weights";
-  return value == 2 ? "weight gradients" : "weights and weight gradients";
-}
-
-constexpr std::array kTerms = {
-    Term{"top_k", [](const CallPost& post) -> int64_t { return post.top_k; }},
-    Term{"alignment", [](const CallPost& post) -> int64_t { return post.alignment; }},
-    Term{"hidden size", [](const CallPost& post) -> int64_t { return post.hidden; }},
-    Term{"dtype", [](const CallPost& post) -> int64_t { return post.dtype; }, dtype_words},
-    Term{"choice of weights", [](const CallPost& post) -> int64_t { return post.weights; }, weights_words},
-    Term{"sidecar_row_bytes", [](const CallPost& post) -> int64_t { return post.sidecar_bytes; }},
-};
 
 } // namespace
 
@@ -120,39 +94,8 @@ void CallProtocol::require_not_poisoned() {
   if (word != 0) fail_as_poisoned(unpack_poison(word));
 }
 
-Failure CallProtocol::failure_here(epx_status status) const {
-  Failure failure;
-  failure.status = status;
-  failure.operation = operation_;
-  failure.sequence = sequence_;
-  return failure;
-}
-
 void CallProtocol::require_same_terms() {
-  const CallPost& first = offer_of(0);
-  for (int rank = 1; rank < window_.num_ranks; ++rank) {
-    const CallPost& other = offer_of(rank);
-    Failure failure = failure_here(EPX_ERROR_OUT_OF_SEQUENCE);
-    if (other.operation != first.operation) {
-      failure.message = fmt::format(
-          "call {} is {} on rank 0 and {} on rank {}: all ranks must make the same calls in the same order", sequence_,
-          name_of(static_cast<epx_operation>(first.operation)), name_of(static_cast<epx_operation>(other.operation)), rank);
-      status_.fail(failure);
-    }
-    if (other.allocation != first.allocation) {
-      failure.message = fmt::format("{} (call {}): rank 0 frees its allocation number {}, rank {} number {}",
-                                    name_of(operation_), sequence_, first.allocation, rank, other.allocation);
-      status_.fail(failure);
-    }
-    for (const Term& term : kTerms) {
-      if (term.value(other) == term.value(first)) continue;
-      failure.status = EPX_ERROR_MISMATCH;
-      failure.message =
-          fmt::format("{} (call {}): {} differs between ranks: rank 0 passes {}, rank {} passes {}", name_of(operation_),
-                      sequence_, term.name, term.words(term.value(first)), rank, term.words(term.value(other)));
-      status_.fail(failure);
-    }
-  }
+  if (const auto failure = find_disagreement(name(), offers_)) status_.fail(*failure);
 }
 
 // Follows who waits for whom from a rank that is missing to one that waits for nobody: the culprit, not a victim. A rank
@@ -171,19 +114,14 @@ int CallProtocol::find_culprit(int missing) const {
 
 void CallProtocol::time_out(epx_phase phase) {
   require_not_poisoned(); // a peer that gave up first has named the culprit
-  Failure failure = failure_here(EPX_ERROR_TIMEOUT);
-  failure.phase = phase;
+  TimeOut timeout{};
+  timeout.phase = phase;
   for (int peer = 0; peer < window_.num_ranks; ++peer)
-    if (progress_told(window_.rank, peer, phase) < sequence_) failure.missing.push_back(peer);
-  if (failure.missing.empty()) return; // they came at the last moment
-  failure.culprit = find_culprit(failure.missing.front());
-  failure.expected = sequence_;
-  failure.seen = progress_told(window_.rank, failure.culprit, EPX_PHASE_ARRIVE);
-  failure.message =
-      fmt::format("{} (call {}) timed out after {} ms in phase {}: waited for {}; rank {} is the cause, the last call it "
-                  "arrived at is {}",
-                  name_of(operation_), sequence_, context_.timeout_ms, name_of(phase), name_ranks(failure.missing),
-                  failure.culprit, failure.seen);
+    if (progress_told(window_.rank, peer, phase) < sequence_) timeout.missing.push_back(peer);
+  if (timeout.missing.empty()) return; // they came at the last moment
+  timeout.culprit = find_culprit(timeout.missing.front());
+  timeout.culprit_arrived_at = progress_told(window_.rank, timeout.culprit, EPX_PHASE_ARRIVE);
+  const Failure failure = timeout_failure(name(), timeout, context_.timeout_ms);
   const Poison verdict = poison_all(Poison{failure.status, operation_, failure.culprit, sequence_});
   if (verdict.culprit != failure.culprit) fail_as_poisoned(verdict);
   status_.fail(failure);
@@ -207,23 +145,7 @@ Poison CallProtocol::poison_all(const Poison& poison) {
 }
 
 void CallProtocol::fail_as_poisoned(const Poison& poison) {
-  Failure failure = failure_here(poison.status);
-  failure.culprit = poison.culprit;
-  const bool is_self = poison.culprit == window_.rank;
-  if (poison.status == EPX_ERROR_ABORTED) {
-    failure.message = fmt::format("{} (call {}): {} aborted the group", name_of(operation_), sequence_,
-                                  is_self ? "this rank" : fmt::format("rank {}", poison.culprit));
-  } else if (is_self) {
-    failure.message =
-        fmt::format("{} (call {}): this rank, {}, came too late: its peers gave up waiting for it in {} (call {})",
-                    name_of(operation_), sequence_, window_.rank, name_of(poison.operation), poison.sequence);
-  } else {
-    failure.message = fmt::format("{} (call {}): a peer gave up waiting for rank {} in {} (call {})", name_of(operation_),
-                                  sequence_, poison.culprit, name_of(poison.operation), poison.sequence);
-  }
-  failure.expected = poison.sequence;
-  failure.seen = progress_told(window_.rank, poison.culprit, EPX_PHASE_ARRIVE);
-  status_.fail(failure);
+  status_.fail(poison_failure(name(), poison, window_.rank, progress_told(window_.rank, poison.culprit, EPX_PHASE_ARRIVE)));
 }
 
 std::vector<ExchangeRecord> CallExchange::gather(ExchangeRecord mine) {

@@ -16,6 +16,7 @@
 #include "epx/epx.h"
 #include "runtime/group_context.h"
 #include "runtime/memory/window_layout.h"
+#include "runtime/stages/reports.h"
 #include "runtime/status_board.h"
 #include "transport/exchange.h"
 #include "transport/peer_window.h"
@@ -39,7 +40,7 @@ public:
   // Throws TIMEOUT or ABORTED (sticky).
   void complete();
 
-  epx_operation operation() const { return operation_; }
+  CallName name() const { return {operation_, sequence_}; }
   uint64_t sequence() const { return sequence_; }
 
   // Ends the group here and tells the peers. From any thread.
@@ -48,7 +49,6 @@ public:
 private:
   void wait_for_peers(epx_phase phase);
   uint64_t progress_told(int owner, int peer, epx_phase phase) const;
-  Failure failure_here(epx_status status) const;
   void require_not_poisoned();
   void require_same_terms();
   void time_out(epx_phase phase); // throws unless the peers came after all

@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <string>
 
-#include <fmt/format.h>
-
 #include "runtime/base/names.h"
+#include "runtime/stages/reports.h"
 
 namespace epx::host {
 
@@ -18,24 +17,6 @@ int64_t HostStages::row_bytes(const MovementCall& call) const {
   return call.hidden * element_bytes(call.dtype);
 }
 
-std::string HostStages::why_unusable(const MovementCall& call, const HandleHeader& header) const {
-  if (header.magic != kHandleMagic) return "the handle memory was not filled in by epx_prepare";
-  if (header.checksum != header_checksum(header)) return "the header of the handle memory is damaged";
-  if (header.group_id != context_.group_id)
-    return fmt::format("the handle memory belongs to group {:016x}, this group is {:016x}", header.group_id,
-                       context_.group_id);
-  if (header.rank != window_.rank)
-    return fmt::format("the handle memory belongs to rank {}, this is rank {}", header.rank, window_.rank);
-  if (header.top_k != call.top_k || header.alignment != call.alignment)
-    return fmt::format(
-        "the handle memory was prepared for top_k {} and alignment {}, the call passes top_k {} and alignment {}",
-        header.top_k, header.alignment, call.top_k, call.alignment);
-  if (header.num_tokens != call.num_tokens)
-    return fmt::format("the handle memory was prepared for {} tokens, the call passes {}", header.num_tokens,
-                       call.num_tokens);
-  return "";
-}
-
 // Routes of this rank whose slot is at or above N.
 void HostStages::report_rows_beyond(const MovementCall& call, const HandleReader& plan) {
   const int num_local_experts = experts_.num_local_experts(window_.rank);
@@ -45,10 +26,7 @@ void HostStages::report_rows_beyond(const MovementCall& call, const HandleReader
     beyond += std::max<int64_t>(0, end - std::max<int64_t>(call.recv_rows, plan.zone_begin[expert]));
   }
   if (beyond == 0) return;
-  status_.record(
-      {EPX_EVENT_TOO_FEW_ROWS, call.operation, protocol_.sequence(), static_cast<uint64_t>(beyond),
-       fmt::format("{} (call {}): the receive tensors have {} rows, {} are in use: {} routes were dropped",
-                   name_of(call.operation), protocol_.sequence(), call.recv_rows, plan.header->rows_in_use, beyond)});
+  status_.record(too_few_rows_event(protocol_.name(), beyond, call.recv_rows, plan.header->rows_in_use));
 }
 
 // What this rank offers its peers: receive rows (and weights) that they may reach where they lie in an allocation.
@@ -85,7 +63,7 @@ void HostStages::find_rows() {
 
 HostStages::Movement HostStages::begin_movement(const MovementCall& call, CallPost offer) {
   const HandleReader plan(call.handle_mem, make_handle_layout(context_.shape, call.top_k));
-  const std::string why = why_unusable(call, *plan.header);
+  const std::string why = why_unusable(*plan.header, {call.top_k, call.alignment, call.num_tokens}, context_);
   const bool usable = why.empty();
 
   offer.top_k = call.top_k;
@@ -97,11 +75,7 @@ HostStages::Movement HostStages::begin_movement(const MovementCall& call, CallPo
   protocol_.begin(call.operation);
   protocol_.arrive(offer);
 
-  const auto report_mismatch = [&](const std::string& reason) {
-    status_.record({EPX_EVENT_HANDLE_MISMATCH, call.operation, protocol_.sequence(), 1,
-                    fmt::format("{} (call {}): {}", name_of(call.operation), protocol_.sequence(), reason)});
-  };
-  if (!usable) report_mismatch(why + "; this rank took part without routes");
+  if (!usable) status_.record(unusable_handle_event(protocol_.name(), why));
   int stranger = -1; // a rank whose handle memory comes from another prepare
   for (int rank = 0; rank < window_.num_ranks; ++rank) {
     const uint64_t plan_id = protocol_.offer_of(rank).plan_id;
@@ -110,10 +84,7 @@ HostStages::Movement HostStages::begin_movement(const MovementCall& call, CallPo
     if (usable && plan_id != 0 && !same_plan && stranger < 0) stranger = rank;
   }
   if (stranger >= 0)
-    report_mismatch(
-        fmt::format("the handle memory was prepared in call {} here and in call {} on rank {}; routes between such "
-                    "ranks were dropped",
-                    offer.plan_id, protocol_.offer_of(stranger).plan_id, stranger));
+    status_.record(stranger_event(protocol_.name(), offer.plan_id, protocol_.offer_of(stranger).plan_id, stranger));
   if (!usable) return {plan, false};
   report_rows_beyond(call, plan);
   return {plan, true};

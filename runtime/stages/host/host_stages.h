@@ -1,8 +1,6 @@
 // The stages on shared memory: one thread per rank, loops over rows, plain stores into the peers' windows.
 #pragma once
 
-#include <string>
-
 #include "runtime/group_context.h"
 #include "runtime/memory/allocations.h"
 #include "runtime/memory/handle_memory.h"
@@ -45,7 +43,6 @@ private:
   CallPost make_offer(const MovementCall& call, const std::byte* rows, const float* weights) const;
   void find_rows();
   Movement begin_movement(const MovementCall& call, CallPost offer);
-  std::string why_unusable(const MovementCall& call, const HandleHeader& header) const;
   void report_rows_beyond(const MovementCall& call, const HandleReader& plan);
   bool is_active(int rank) const { return scratch_.active[static_cast<size_t>(rank)] != 0; }
   // Whether a route takes part in this call: kept by prepare, its rank active, its slot below that rank's N.

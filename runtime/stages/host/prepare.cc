@@ -5,10 +5,8 @@
 #include <array>
 #include <cstring>
 
-#include <fmt/format.h>
-
-#include "runtime/base/names.h"
 #include "runtime/stages/host/host_stages.h"
+#include "runtime/stages/reports.h"
 
 namespace epx::host {
 namespace {
@@ -48,12 +46,8 @@ void HostStages::count_routes(const PrepareCall& call) {
     }
   }
   if (bad == 0) return;
-  status_.record(
-      {EPX_EVENT_BAD_INDEX, EPX_OP_PREPARE, protocol_.sequence(), static_cast<uint64_t>(bad),
-       fmt::format("prepare (call {}): {} bad entries in topk_idx, the first is {} at token {}, k {}; indices are -1 or "
-                   "0..{}; these routes were treated as masked",
-                   protocol_.sequence(), bad, index_at(call, first_bad), first_bad / call.top_k, first_bad % call.top_k,
-                   context_.shape.num_experts - 1)});
+  status_.record(bad_index_event(protocol_.name(), bad, index_at(call, first_bad), first_bad / call.top_k,
+                                 first_bad % call.top_k, context_.shape.num_experts));
 }
 
 void HostStages::publish_counts() const {
@@ -215,10 +209,7 @@ void HostStages::prepare(const PrepareCall& call) {
   copy_outputs(call, plan);
   if (context_.overflow == EPX_OVERFLOW_ERROR && info[2] > 0)
     status_.record(
-        {EPX_EVENT_OVERFLOW, EPX_OP_PREPARE, protocol_.sequence(), static_cast<uint64_t>(info[2]),
-         fmt::format("prepare (call {}): {} of {} routes to this rank, {}, were dropped: {} rows would be needed, "
-                     "max_recv_tokens_per_rank is {}",
-                     protocol_.sequence(), info[2], info[0], window_.rank, info[4], context_.shape.max_recv_tokens)});
+        overflow_event(protocol_.name(), {info[0], info[2], info[4]}, window_.rank, context_.shape.max_recv_tokens));
 }
 
 } // namespace epx::host

@@ -1,0 +1,28 @@
+// A group on one kind of machine: windows, the five operations on them, and what can go wrong there. The group chooses one at
+// creation and knows no more of it than this.
+#pragma once
+
+#include <cstdint>
+
+#include "epx/epx.h"
+#include "runtime/stages/stages.h"
+
+namespace epx {
+
+class Backend {
+public:
+  virtual ~Backend() = default;
+
+  virtual epx_transport kind() const = 0;
+  virtual Stages& stages() = 0;
+
+  // Collective. See epx_mem_alloc and epx_mem_free.
+  virtual void* allocate(int64_t bytes) = 0;
+  virtual void free(void* data) = 0;
+
+  // From any thread.
+  virtual void abort() = 0;
+  virtual void report(epx_group_report& report) = 0;
+};
+
+} // namespace epx

@@ -1,0 +1,72 @@
+#include "runtime/stages/host/host_backend.h"
+
+#include <utility>
+
+#include "runtime/base/error.h"
+#include "runtime/memory/allocations.h"
+#include "runtime/stages/host/call_protocol.h"
+#include "runtime/stages/host/host_stages.h"
+#include "runtime/status_board.h"
+#include "transport/host/host_transport.h"
+
+namespace epx::host {
+namespace {
+
+class HostBackend final : public Backend {
+public:
+  HostBackend(const GroupContext& context, std::unique_ptr<Transport> transport, std::unique_ptr<Window> window)
+      : context_(context), transport_(std::move(transport)), window_(std::move(window)),
+        protocol_(context_, window_->view(), status_),
+        stages_(context_, window_->view(), allocations_, protocol_, status_) {}
+
+  epx_transport kind() const override { return EPX_TRANSPORT_HOST; }
+  Stages& stages() override { return stages_; }
+
+  void* allocate(int64_t bytes) override {
+    status_.require_healthy();
+    CallExchange exchange(protocol_, context_, window_->view(), EPX_OP_MEM_ALLOC, CallPost{});
+    return allocations_.add(transport_->open_window(bytes, exchange));
+  }
+
+  void free(void* data) override {
+    const auto place = allocations_.locate(static_cast<const std::byte*>(data), 1);
+    if (!place || place->offset != 0)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_free: {} is not the start of memory from epx_mem_alloc of this group",
+           data);
+    if (status_.is_healthy()) {
+      CallPost terms{};
+      terms.allocation = place->allocation;
+      try {
+        protocol_.begin(EPX_OP_MEM_FREE);
+        protocol_.arrive(terms);
+        protocol_.complete();
+      } catch (const Error&) { // the group has failed: from here on freeing is local
+        allocations_.remove(place->allocation);
+        throw;
+      }
+    }
+    allocations_.remove(place->allocation);
+  }
+
+  void abort() override { protocol_.abort(); }
+  void report(epx_group_report& report) override { status_.report(report); }
+
+private:
+  const GroupContext& context_;
+  std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Window> window_;
+  Allocations allocations_;
+  StatusBoard status_;
+  CallProtocol protocol_;
+  HostStages stages_;
+};
+
+} // namespace
+
+std::unique_ptr<Backend> make_backend(const GroupContext& context, Exchange& exchange) {
+  std::unique_ptr<Transport> transport = make_host_transport(context.rank, context.shape.num_ranks);
+  std::unique_ptr<Window> window = transport->open_window(context.layout.total_bytes, exchange);
+  return std::make_unique<HostBackend>(context, std::move(transport), std::move(window));
+}
+
+} // namespace epx::host

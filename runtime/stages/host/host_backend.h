@@ -1,0 +1,15 @@
+// The backend on shared memory.
+#pragma once
+
+#include <memory>
+
+#include "runtime/backend.h"
+#include "runtime/group_context.h"
+#include "transport/exchange.h"
+
+namespace epx::host {
+
+// Collective over `exchange`; all ranks succeed or all throw. The context must outlive the backend.
+std::unique_ptr<Backend> make_backend(const GroupContext& context, Exchange& exchange);
+
+} // namespace epx::host

@@ -1,0 +1,164 @@
+#include "runtime/stages/reports.h"
+
+#include <array>
+
+#include <fmt/format.h>
+
+#include "runtime/base/names.h"
+
+namespace epx {
+namespace {
+
+// A term that ranks must agree on, as a value and in words.
+struct Term {
+  const char* name;
+  int64_t (*value)(const CallPost&);
+  std::string (*words)(int64_t value) = [](int64_t value) { return std::to_string(value); };
+};
+
+std::string dtype_words(int64_t value) {
+  return name_of(static_cast<epx_dtype>(value));
+}
+
+std::string weights_words(int64_t value) {
+  if (value == 0) return "none";
+  if (value == 1) return "weights";
+  return value == 2 ? "weight gradients" : "weights and weight gradients";
+}
+
+constexpr std::array kTerms = {
+    Term{"top_k", [](const CallPost& post) -> int64_t { return post.top_k; }},
+    Term{"alignment", [](const CallPost& post) -> int64_t { return post.alignment; }},
+    Term{"hidden size", [](const CallPost& post) -> int64_t { return post.hidden; }},
+    Term{"dtype", [](const CallPost& post) -> int64_t { return post.dtype; }, dtype_words},
+    Term{"choice of weights", [](const CallPost& post) -> int64_t { return post.weights; }, weights_words},
+    Term{"sidecar_row_bytes", [](const CallPost& post) -> int64_t { return post.sidecar_bytes; }},
+};
+
+// "dispatch (call 7)"
+std::string words(CallName call) {
+  return fmt::format("{} (call {})", name_of(call.operation), call.sequence);
+}
+
+Failure failure_of(CallName call, epx_status status) {
+  Failure failure;
+  failure.status = status;
+  failure.operation = call.operation;
+  failure.sequence = call.sequence;
+  return failure;
+}
+
+} // namespace
+
+Event bad_index_event(CallName call, int64_t bad, int64_t first_value, int64_t token, int64_t k, int num_experts) {
+  return {EPX_EVENT_BAD_INDEX, call.operation, call.sequence, static_cast<uint64_t>(bad),
+          fmt::format("{}: {} bad entries in topk_idx, the first is {} at token {}, k {}; indices are -1 or 0..{}; these "
+                      "routes were treated as masked",
+                      words(call), bad, first_value, token, k, num_experts - 1)};
+}
+
+Event overflow_event(CallName call, const Overflow& overflow, int rank, int64_t max_recv_tokens) {
+  return {EPX_EVENT_OVERFLOW, call.operation, call.sequence, static_cast<uint64_t>(overflow.dropped),
+          fmt::format("{}: {} of {} routes to this rank, {}, were dropped: {} rows would be needed, "
+                      "max_recv_tokens_per_rank is {}",
+                      words(call), overflow.dropped, overflow.demand, rank, overflow.rows_needed, max_recv_tokens)};
+}
+
+Event too_few_rows_event(CallName call, int64_t dropped, int64_t recv_rows, int64_t rows_in_use) {
+  return {EPX_EVENT_TOO_FEW_ROWS, call.operation, call.sequence, static_cast<uint64_t>(dropped),
+          fmt::format("{}: the receive tensors have {} rows, {} are in use: {} routes were dropped", words(call), recv_rows,
+                      rows_in_use, dropped)};
+}
+
+std::string why_unusable(const HandleHeader& header, const HandleUse& use, const GroupContext& context) {
+  if (header.magic != kHandleMagic) return "the handle memory was not filled in by epx_prepare";
+  if (header.checksum != header_checksum(header)) return "the header of the handle memory is damaged";
+  if (header.group_id != context.group_id)
+    return fmt::format("the handle memory belongs to group {:016x}, this group is {:016x}", header.group_id,
+                       context.group_id);
+  if (header.rank != context.rank)
+    return fmt::format("the handle memory belongs to rank {}, this is rank {}", header.rank, context.rank);
+  if (header.top_k != use.top_k || header.alignment != use.alignment)
+    return fmt::format(
+        "the handle memory was prepared for top_k {} and alignment {}, the call passes top_k {} and alignment {}",
+        header.top_k, header.alignment, use.top_k, use.alignment);
+  if (header.num_tokens != use.num_tokens)
+    return fmt::format("the handle memory was prepared for {} tokens, the call passes {}", header.num_tokens,
+                       use.num_tokens);
+  return "";
+}
+
+Event unusable_handle_event(CallName call, const std::string& why) {
+  return {EPX_EVENT_HANDLE_MISMATCH, call.operation, call.sequence, 1,
+          fmt::format("{}: {}; this rank took part without routes", words(call), why)};
+}
+
+Event stranger_event(CallName call, uint64_t own_plan, uint64_t their_plan, int stranger) {
+  return {
+      EPX_EVENT_HANDLE_MISMATCH, call.operation, call.sequence, 1,
+      fmt::format("{}: the handle memory was prepared in call {} here and in call {} on rank {}; routes between such ranks "
+                  "were dropped",
+                  words(call), own_plan, their_plan, stranger)};
+}
+
+std::optional<Failure> find_disagreement(CallName call, std::span<const CallPost> offers) {
+  const CallPost& first = offers.front();
+  for (size_t rank = 1; rank < offers.size(); ++rank) {
+    const CallPost& other = offers[rank];
+    Failure failure = failure_of(call, EPX_ERROR_OUT_OF_SEQUENCE);
+    if (other.operation != first.operation) {
+      failure.message = fmt::format(
+          "call {} is {} on rank 0 and {} on rank {}: all ranks must make the same calls in the same order", call.sequence,
+          name_of(static_cast<epx_operation>(first.operation)), name_of(static_cast<epx_operation>(other.operation)), rank);
+      return failure;
+    }
+    if (other.allocation != first.allocation) {
+      failure.message = fmt::format("{}: rank 0 frees its allocation number {}, rank {} number {}", words(call),
+                                    first.allocation, rank, other.allocation);
+      return failure;
+    }
+    for (const Term& term : kTerms) {
+      if (term.value(other) == term.value(first)) continue;
+      failure.status = EPX_ERROR_MISMATCH;
+      failure.message = fmt::format("{}: {} differs between ranks: rank 0 passes {}, rank {} passes {}", words(call),
+                                    term.name, term.words(term.value(first)), rank, term.words(term.value(other)));
+      return failure;
+    }
+  }
+  return std::nullopt;
+}
+
+Failure timeout_failure(CallName call, const TimeOut& timeout, int64_t timeout_ms) {
+  Failure failure = failure_of(call, EPX_ERROR_TIMEOUT);
+  failure.phase = timeout.phase;
+  failure.missing = timeout.missing;
+  failure.culprit = timeout.culprit;
+  failure.expected = call.sequence;
+  failure.seen = timeout.culprit_arrived_at;
+  failure.message = fmt::format(
+      "{} timed out after {} ms in phase {}: waited for {}; rank {} is the cause, the last call it arrived at is {}",
+      words(call), timeout_ms, name_of(timeout.phase), name_ranks(timeout.missing), timeout.culprit,
+      timeout.culprit_arrived_at);
+  return failure;
+}
+
+Failure poison_failure(CallName call, const Poison& poison, int rank, uint64_t culprit_arrived_at) {
+  Failure failure = failure_of(call, poison.status);
+  failure.culprit = poison.culprit;
+  const bool is_self = poison.culprit == rank;
+  if (poison.status == EPX_ERROR_ABORTED) {
+    failure.message = fmt::format("{}: {} aborted the group", words(call),
+                                  is_self ? "this rank" : fmt::format("rank {}", poison.culprit));
+  } else if (is_self) {
+    failure.message = fmt::format("{}: this rank, {}, came too late: its peers gave up waiting for it in {} (call {})",
+                                  words(call), rank, name_of(poison.operation), poison.sequence);
+  } else {
+    failure.message = fmt::format("{}: a peer gave up waiting for rank {} in {} (call {})", words(call), poison.culprit,
+                                  name_of(poison.operation), poison.sequence);
+  }
+  failure.expected = poison.sequence;
+  failure.seen = culprit_arrived_at;
+  return failure;
+}
+
+} // namespace epx

@@ -1,0 +1,59 @@
+// What a group reports, in words: the same sentences whoever finds the cause, host code or a kernel.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "runtime/group_context.h"
+#include "runtime/memory/handle_memory.h"
+#include "runtime/status_board.h"
+
+namespace epx {
+
+// The call that a report is about.
+struct CallName {
+  epx_operation operation;
+  uint64_t sequence;
+};
+
+// ---- Events that a group lives on with ----
+
+Event bad_index_event(CallName call, int64_t bad, int64_t first_value, int64_t token, int64_t k, int num_experts);
+
+struct Overflow {
+  int64_t demand, dropped, rows_needed;
+};
+Event overflow_event(CallName call, const Overflow& overflow, int rank, int64_t max_recv_tokens);
+
+Event too_few_rows_event(CallName call, int64_t dropped, int64_t recv_rows, int64_t rows_in_use);
+
+// What a call passes that its handle memory must have been prepared for.
+struct HandleUse {
+  int32_t top_k;
+  int32_t alignment; // effective
+  int64_t num_tokens;
+};
+// Why this rank cannot use the handle memory in this call; "" when it can.
+std::string why_unusable(const HandleHeader& header, const HandleUse& use, const GroupContext& context);
+Event unusable_handle_event(CallName call, const std::string& why);
+Event stranger_event(CallName call, uint64_t own_plan, uint64_t their_plan, int stranger);
+
+// ---- Failures that it does not ----
+
+// The first disagreement among what the ranks offer, [P]; none when they agree.
+std::optional<Failure> find_disagreement(CallName call, std::span<const CallPost> offers);
+
+struct TimeOut {
+  epx_phase phase;
+  std::vector<int> missing;
+  int culprit;
+  uint64_t culprit_arrived_at; // last call that the culprit had reached
+};
+Failure timeout_failure(CallName call, const TimeOut& timeout, int64_t timeout_ms);
+
+// A peer, or this rank itself, left a poison record.
+Failure poison_failure(CallName call, const Poison& poison, int rank, uint64_t culprit_arrived_at);
+
+} // namespace epx
