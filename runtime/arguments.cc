@@ -55,7 +55,7 @@ public:
     if (args->handle_mem_bytes < static_cast<size_t>(needed))
       refuse("handle_mem_bytes is {}; top_k {} needs {} (epx_handle_mem_size)", args->handle_mem_bytes, args->layer.top_k,
              needed);
-    if (args->stream != nullptr)
+    if (args->stream != nullptr && context_.transport == EPX_TRANSPORT_HOST)
       refuse("stream is {}; the host transport has no streams, pass NULL", fmt::ptr(args->stream));
     add_span("handle_mem", args->handle_mem, needed, handle_direction);
     return alignment;
@@ -193,7 +193,8 @@ T* pointer_of(const epx_tensor* tensor) {
 template <typename ArgsStruct>
 MovementCall movement(epx_operation operation, const ArgsStruct& args, int alignment, const epx_tensor& token_side,
                       const epx_tensor& slot_side) {
-  return {operation,
+  return {args.stream,
+          operation,
           args.layer.top_k,
           alignment,
           static_cast<const std::byte*>(args.handle_mem),
@@ -252,6 +253,7 @@ PrepareCall check(const GroupContext& context, const epx_prepare_args* args) {
   checker.no_overlap();
 
   PrepareCall call{};
+  call.stream = args->stream;
   call.top_k = args->layer.top_k;
   call.alignment = alignment;
   call.handle_mem = static_cast<std::byte*>(args->handle_mem);

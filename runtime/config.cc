@@ -69,8 +69,10 @@ void validate(const epx_group_config& config) {
   require_range("transport", config.transport, EPX_TRANSPORT_AUTO, EPX_TRANSPORT_NCCL);
   require_at_least("num_comm_sms", config.num_comm_sms, 0);
   require_at_least("timeout_ms", config.timeout_ms, 1);
+#if !defined(EPX_WITH_CUDA)
   if (config.transport == EPX_TRANSPORT_NCCL)
     fail(EPX_ERROR_UNSUPPORTED, "epx_group_config.transport is nccl; this build of epx has the host transport only");
+#endif
 }
 
 GroupShape resolve(const epx_group_config& config, int num_ranks) {

@@ -3,14 +3,20 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "runtime/arguments.h"
 #include "runtime/base/error.h"
 #include "runtime/base/log.h"
+#include "runtime/base/names.h"
 #include "runtime/base/random.h"
 #include "runtime/stages/host/host_backend.h"
+#if defined(EPX_WITH_CUDA)
+#include "runtime/stages/cuda/cuda_backend.h"
+#include "transport/nccl/nccl_transport.h"
+#endif
 #include "runtime/stages/slots.h"
 #include "transport/bootstrap/bootstrap_exchange.h"
 
@@ -53,6 +59,43 @@ void require_consistent(const std::vector<Introduction>& world) {
   }
 }
 
+struct TransportChoice {
+  epx_transport transport; // never AUTO
+  std::string why;
+};
+
+#if defined(EPX_WITH_CUDA)
+
+// Collective. `auto` is nccl when each rank has a GPU of its own.
+TransportChoice choose_transport(epx_transport wanted, Exchange& exchange) {
+  if (wanted != EPX_TRANSPORT_AUTO) return {wanted, "as configured"};
+  const std::vector<GpuIdentity> gpus = exchange.all_gather([] { return find_gpu(); });
+  for (size_t rank = 0; rank < gpus.size(); ++rank) {
+    if (gpus[rank].device < 0) return {EPX_TRANSPORT_HOST, fmt::format("auto: rank {} has no GPU", rank)};
+    for (size_t other = 0; other < rank; ++other)
+      if (gpus[other].uuid == gpus[rank].uuid)
+        return {EPX_TRANSPORT_HOST, fmt::format("auto: ranks {} and {} share a GPU", other, rank)};
+  }
+  return {EPX_TRANSPORT_NCCL, "auto: each rank has a GPU of its own"};
+}
+
+std::unique_ptr<Backend> make_backend(const GroupContext& context, const epx_group_config& config, Exchange& exchange) {
+  if (context.transport == EPX_TRANSPORT_NCCL) return cuda::make_backend(context, config.num_comm_sms, exchange);
+  return host::make_backend(context, exchange);
+}
+
+#else
+
+TransportChoice choose_transport(epx_transport wanted, Exchange&) {
+  return {EPX_TRANSPORT_HOST, wanted == EPX_TRANSPORT_AUTO ? "auto: this build has no other" : "as configured"};
+}
+
+std::unique_ptr<Backend> make_backend(const GroupContext& context, const epx_group_config&, Exchange& exchange) {
+  return host::make_backend(context, exchange);
+}
+
+#endif
+
 void require_bootstrap(const epx_bootstrap& bootstrap) {
   require_struct_size("epx_bootstrap", bootstrap.struct_size, sizeof(epx_bootstrap));
   if (bootstrap.num_ranks < 1 || bootstrap.num_ranks > kMaxRanks)
@@ -86,11 +129,12 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
   context.overflow = config.overflow;
   context.timeout_ms = config.timeout_ms;
 
+  const TransportChoice choice = choose_transport(config.transport, exchange);
+  context.transport = choice.transport;
   std::unique_ptr<Group> group(new Group(context));
-  group->backend_ = host::make_backend(group->context_, exchange);
-  log::group().info("group {:016x}: rank {} of {}, transport host{}, window {} bytes, receive capacity {} rows",
-                    context.group_id, context.rank, context.shape.num_ranks,
-                    config.transport == EPX_TRANSPORT_AUTO ? " (auto: this build has no other)" : "",
+  group->backend_ = make_backend(group->context_, config, exchange);
+  log::group().info("group {:016x}: rank {} of {}, transport {} ({}), window {} bytes, receive capacity {} rows",
+                    context.group_id, context.rank, context.shape.num_ranks, name_of(context.transport), choice.why,
                     context.layout.total_bytes, context.shape.max_recv_tokens);
   return group;
 }

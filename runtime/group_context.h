@@ -10,6 +10,7 @@
 namespace epx {
 
 struct GroupContext {
+  epx_transport transport; // in use
   GroupShape shape;
   WindowLayout layout;
   uint64_t group_id;

@@ -84,8 +84,9 @@ unrandomised=()
 if setarch "$(uname -m)" -R true 2>/dev/null; then
   unrandomised=(setarch "$(uname -m)" -R)
 fi
-# Line numbers without the rest of the debug information, and few optimisations: half the time to compile.
-sanitizer_options=(--buildtype=plain -Doptimization=1 -Dc_args=-g1 -Dcpp_args=-g1 -Db_lundef=false)
+# Line numbers without the rest of the debug information, and few optimisations: half the time to compile. Kernels have
+# compute-sanitizer, on machines with GPUs.
+sanitizer_options=(--buildtype=plain -Dcuda=disabled -Doptimization=1 -Dc_args=-g1 -Dcpp_args=-g1 -Db_lundef=false)
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
 export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1
 

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "runtime/base/host_device.h"
+
 namespace epx {
 
 struct PeerWindow {
@@ -12,11 +14,11 @@ struct PeerWindow {
   int num_ranks;
 
   template <typename T>
-  T* at(int peer, int64_t offset) const {
+  EPX_HOST_DEVICE T* at(int peer, int64_t offset) const {
     return reinterpret_cast<T*>(bases[peer] + offset);
   }
   template <typename T>
-  T* local(int64_t offset) const {
+  EPX_HOST_DEVICE T* local(int64_t offset) const {
     return at<T>(rank, offset);
   }
 };

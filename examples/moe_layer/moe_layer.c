@@ -25,7 +25,7 @@ int main(int argc, char** argv) {
   check(epx_bootstrap_mpi(MPI_COMM_WORLD, 30000, &bootstrap));
   check(epx_group_config_init(&config));
   config.num_experts = E, config.max_tokens_per_rank = ALL, config.hidden_dim = H, config.max_top_k = K;
-  config.max_token_dtype = EPX_FLOAT32, config.combine_precision = EPX_COMBINE_EXACT;
+  config.max_token_dtype = EPX_FLOAT32, config.combine_precision = EPX_COMBINE_EXACT, config.transport = EPX_TRANSPORT_HOST;
   check(epx_group_create(&bootstrap, &config, &group));
   epx_group_info me = {.struct_size = sizeof(me)};
   check(epx_group_query(group, &me));

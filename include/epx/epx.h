@@ -179,7 +179,9 @@ typedef enum epx_overflow EPX_ENUM_INT32 {
 typedef enum epx_transport EPX_ENUM_INT32 {
   EPX_TRANSPORT_AUTO = 0, /* the fastest that all ranks can use */
   EPX_TRANSPORT_HOST = 1, /* POSIX shared memory, for ranks on one machine; processes or threads */
-  EPX_TRANSPORT_NCCL = 2  /* NVLink through NCCL symmetric windows; not in this build: EPX_ERROR_UNSUPPORTED */
+  EPX_TRANSPORT_NCCL =
+      2 /* NVLink through NCCL symmetric windows, a GPU of its own for each rank, the calling thread's current
+                             device at creation. UNSUPPORTED in builds without CUDA */
 } epx_transport;
 
 /* Ranks of a group must agree on every field except color, key, num_comm_sms and timeout_ms. */

@@ -3,21 +3,20 @@
 
 #include <cstdint>
 
-#include "runtime/base/error.h"
-
 namespace epx {
+
+// Throws INVALID_ARGUMENT: "WHAT needs A OPERATOR B, which is more than 2^63 - 1".
+[[noreturn]] void fail_too_large(const char* what, int64_t a, char operation, int64_t b);
 
 inline int64_t checked_mul(int64_t a, int64_t b, const char* what) {
   int64_t result = 0;
-  if (__builtin_mul_overflow(a, b, &result))
-    fail(EPX_ERROR_INVALID_ARGUMENT, "{} needs {} * {}, which is more than 2^63 - 1", what, a, b);
+  if (__builtin_mul_overflow(a, b, &result)) fail_too_large(what, a, '*', b);
   return result;
 }
 
 inline int64_t checked_add(int64_t a, int64_t b, const char* what) {
   int64_t result = 0;
-  if (__builtin_add_overflow(a, b, &result))
-    fail(EPX_ERROR_INVALID_ARGUMENT, "{} needs {} + {}, which is more than 2^63 - 1", what, a, b);
+  if (__builtin_add_overflow(a, b, &result)) fail_too_large(what, a, '+', b);
   return result;
 }
 

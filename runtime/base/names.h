@@ -1,4 +1,4 @@
-// Enumerators of the C API and ranks in words, and what follows from a dtype.
+// Enumerators of the C API and ranks in words.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include "epx/epx.h"
+#include "runtime/base/dtypes.h"
 
 namespace epx {
 
@@ -81,6 +82,18 @@ constexpr const char* name_of(epx_dtype dtype) {
   return "unknown dtype";
 }
 
+constexpr const char* name_of(epx_transport transport) {
+  switch (transport) {
+  case EPX_TRANSPORT_AUTO:
+    return "auto";
+  case EPX_TRANSPORT_HOST:
+    return "host";
+  case EPX_TRANSPORT_NCCL:
+    return "nccl";
+  }
+  return "unknown transport";
+}
+
 constexpr const char* name_of(epx_phase phase) {
   switch (phase) {
   case EPX_PHASE_NONE:
@@ -91,30 +104,6 @@ constexpr const char* name_of(epx_phase phase) {
     return "complete";
   }
   return "unknown phase";
-}
-
-// Bytes of an element; 0 for what is no dtype.
-constexpr int64_t element_bytes(epx_dtype dtype) {
-  switch (dtype) {
-  case EPX_DTYPE_UNSET:
-    return 0;
-  case EPX_FLOAT32:
-  case EPX_INT32:
-    return 4;
-  case EPX_FLOAT16:
-  case EPX_BFLOAT16:
-    return 2;
-  case EPX_INT64:
-  case EPX_FLOAT64:
-    return 8;
-  case EPX_UINT8:
-    return 1;
-  }
-  return 0;
-}
-
-constexpr bool is_token_dtype(epx_dtype dtype) {
-  return dtype == EPX_FLOAT32 || dtype == EPX_FLOAT16 || dtype == EPX_BFLOAT16;
 }
 
 // "rank 2", "ranks 0, 2, 5".

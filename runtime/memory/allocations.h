@@ -41,6 +41,8 @@ public:
     return windows_.at(place.allocation)->view().at<std::byte>(peer, place.offset);
   }
 
+  int64_t next_number() const { return next_; } // of the next window
+  bool contains(int64_t allocation) const { return windows_.contains(allocation); }
   void remove(int64_t allocation) { windows_.erase(allocation); }
 
 private:

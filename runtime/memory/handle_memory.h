@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "runtime/base/checked_math.h"
+#include "runtime/base/host_device.h"
 #include "runtime/config.h"
 #include "runtime/stages/slots.h"
 
@@ -82,7 +83,7 @@ struct HandleView {
   template <typename T>
   using Ptr = std::conditional_t<std::is_const_v<Byte>, const T*, T*>;
 
-  HandleView(Byte* base, const HandleLayout& layout)
+  EPX_HOST_DEVICE HandleView(Byte* base, const HandleLayout& layout)
       : header(reinterpret_cast<Ptr<HandleHeader>>(base)), routes(reinterpret_cast<Ptr<Route>>(base + layout.routes)),
         zone_begin(reinterpret_cast<Ptr<int32_t>>(base + layout.zone_begin)),
         zone_rows(reinterpret_cast<Ptr<int32_t>>(base + layout.zone_rows)),

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "runtime/base/checked_math.h"
-#include "runtime/base/names.h"
+#include "runtime/base/dtypes.h"
 #include "runtime/config.h"
 
 namespace epx {
@@ -89,7 +89,7 @@ struct WindowLayout {
   // Control.
   Region poison;   // Flag: packed Poison
   Region waiting;  // Flag: packed Waiting; read by peers that time out
-  Region posts;    // CallPost [P], by source rank
+  Region posts;    // CallPost [2, P], by parity of the call (on GPUs; the host uses the first) and source rank
   Region complete; // Flag [P], by source rank: last call whose data from there is all here
   Region board;    // kExchangeRecordBytes [P], by source rank
   // Prepare.
@@ -137,7 +137,7 @@ inline WindowLayout make_window_layout(const GroupShape& shape) {
 
   append(layout.poison, 1, sizeof(Flag));
   append(layout.waiting, 1, sizeof(Flag));
-  append(layout.posts, ranks, sizeof(CallPost));
+  append(layout.posts, 2 * ranks, sizeof(CallPost));
   append(layout.complete, ranks, sizeof(Flag));
   append(layout.board, ranks, kExchangeRecordBytes);
   append(layout.counts, checked_mul(2 * ranks, shape.num_experts, what), sizeof(int32_t));

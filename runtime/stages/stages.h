@@ -13,6 +13,7 @@
 namespace epx {
 
 struct PrepareCall {
+  epx_stream stream; // NULL on the host
   int top_k;
   int alignment; // effective, >= 1
   std::byte* handle_mem;
@@ -30,6 +31,7 @@ struct PrepareCall {
 
 // What the four data movements have in common.
 struct MovementCall {
+  epx_stream stream; // NULL on the host
   epx_operation operation;
   int top_k;
   int alignment; // effective, >= 1

@@ -79,6 +79,7 @@ static epx_group create_group(const epx_bootstrap* bootstrap, int64_t* rows) {
   config.max_top_k = TOP_K;
   config.max_alignment = ALIGNMENT;
   config.max_token_dtype = EPX_FLOAT32;
+  config.transport = EPX_TRANSPORT_HOST; /* its tensors are in host memory */
   config.timeout_ms = TIMEOUT_MS;
 
   epx_memory_plan plan;

@@ -108,6 +108,9 @@ int main(int argc, char** argv) {
     epx::test::current_launcher = nullptr;
     if (code != 0) std::_Exit(code); // peers may be gone: nothing that waits for them any more
     return 0;
+  } catch (const epx::test::Skipped& reason) {
+    std::fprintf(stderr, "conformance: skipped: %s\n", reason.what());
+    return epx::test::kSkippedExitCode;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "conformance: %s\n", error.what());
     std::_Exit(1);

@@ -34,7 +34,7 @@ void as_rank(const TempDirectory& directory, const char* job, int rank, int num_
              const std::function<void(const RankContext&)>& fn) {
   epx_bootstrap bootstrap = {};
   check_ok(epx_bootstrap_file(directory.path().c_str(), job, rank, num_ranks, kMeetMs, &bootstrap), "epx_bootstrap_file");
-  const auto device = make_device("host", rank);
+  const auto device = make_device("host", rank, 1);
   fn({rank, num_ranks, &bootstrap, device.get()});
   epx_bootstrap_free(&bootstrap);
 }

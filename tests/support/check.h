@@ -18,6 +18,13 @@ public:
   using std::runtime_error::runtime_error;
 };
 
+// A test that this machine cannot run, and why. Whoever has main() prints it and exits with kSkippedExitCode.
+class Skipped : public std::runtime_error {
+public:
+  using std::runtime_error::runtime_error;
+};
+inline constexpr int kSkippedExitCode = 77; // as Meson knows it
+
 // Checks made so far in this process, so that a test can tell that it tested anything.
 int64_t num_checks();
 void count_check();

@@ -29,8 +29,16 @@ private:
 
 } // namespace
 
-std::unique_ptr<Device> make_device(const std::string& transport, int /*rank*/) {
-  check(transport == "host", "no tests for transport \"{}\"; there are: host", transport);
+#if defined(EPX_WITH_CUDA)
+std::unique_ptr<Device> make_cuda_device(int rank, int num_ranks); // cuda_device.cc
+#endif
+
+std::unique_ptr<Device> make_device(const std::string& transport, [[maybe_unused]] int rank,
+                                    [[maybe_unused]] int num_ranks) {
+#if defined(EPX_WITH_CUDA)
+  if (transport == "nccl") return make_cuda_device(rank, num_ranks);
+#endif
+  check(transport == "host", "no tests for transport \"{}\" in this build", transport);
   return std::make_unique<HostDevice>();
 }
 

@@ -24,7 +24,8 @@ public:
   virtual void finish() = 0;                                         // waits for the stream
 };
 
-// `transport` is "host"; throws CheckFailure for others. `rank` chooses the device where there are several.
-std::unique_ptr<Device> make_device(const std::string& transport, int rank);
+// `transport` is "host", or "nccl" where the build has it; throws CheckFailure for others, and Skipped
+// where num_ranks ranks cannot have a device each. `rank` chooses the device; it becomes the calling thread's.
+std::unique_ptr<Device> make_device(const std::string& transport, int rank, int num_ranks);
 
 } // namespace epx::test

@@ -22,7 +22,7 @@ namespace {
 
 using namespace epx::test;
 
-constexpr int kSkipped = 77;
+constexpr int kSkipped = kSkippedExitCode;
 
 volatile std::sig_atomic_t stop_requested = 0;
 

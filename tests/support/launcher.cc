@@ -13,7 +13,7 @@ namespace {
 class ProcessLauncher final : public Launcher {
 public:
   ProcessLauncher(const std::string& transport, const epx_bootstrap& bootstrap)
-      : bootstrap_(bootstrap), device_(make_device(transport, bootstrap.rank)) {}
+      : bootstrap_(bootstrap), device_(make_device(transport, bootstrap.rank, bootstrap.num_ranks)) {}
   ProcessLauncher(const ProcessLauncher&) = delete;
   ProcessLauncher& operator=(const ProcessLauncher&) = delete;
   ~ProcessLauncher() override { epx_bootstrap_free(&bootstrap_); }
@@ -37,7 +37,7 @@ public:
     LocalMeeting meeting(num_ranks_);
     run_threads(num_ranks_, [&](int rank) {
       const epx_bootstrap bootstrap = meeting.bootstrap(rank);
-      const std::unique_ptr<Device> device = make_device(transport_, rank);
+      const std::unique_ptr<Device> device = make_device(transport_, rank, num_ranks_);
       fn({rank, num_ranks_, &bootstrap, device.get()});
     });
   }

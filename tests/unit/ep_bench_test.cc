@@ -158,7 +158,7 @@ TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
       {{"--seed", "-1"}, {"--seed", "-1"}},
       {{"--seed", "18446744073709551616"}, {"--seed", "18446744073709551616"}},
       {{"--timeout-ms", "-5"}, {"--timeout-ms", "-5"}},
-      {{"--transport", "tcp"}, {"--transport", "tcp", "nccl"}},
+      {{"--transport", "nccl"}, {"--transport", "nccl", "host"}},
       {{"--combine-precision", "fast"}, {"--combine-precision", "fast", "exact"}},
       {{"--frobnicate"}, {"--frobnicate"}},
       {{"stray"}, {"stray"}},

@@ -75,7 +75,7 @@ TEST_CASE("integers are compared in both widths") {
 }
 
 TEST_CASE("a write outside of an output, or into an input, is noticed") {
-  const auto device = make_device("host", 0);
+  const auto device = make_device("host", 0, 1);
   std::vector<std::byte> arena_memory(1 << 12);
   std::vector<Arena> arenas = {{arena_memory.data(), arena_memory.size(), 0}};
   Rng rng(1);

@@ -21,8 +21,7 @@ using Names = std::span<const std::pair<const char*, Value>>;
 
 constexpr std::array<std::pair<const char*, epx_dtype>, 3> kDtypes{
     {{"fp32", EPX_FLOAT32}, {"fp16", EPX_FLOAT16}, {"bf16", EPX_BFLOAT16}}};
-constexpr std::array<std::pair<const char*, epx_transport>, 3> kTransports{
-    {{"auto", EPX_TRANSPORT_AUTO}, {"host", EPX_TRANSPORT_HOST}, {"nccl", EPX_TRANSPORT_NCCL}}};
+constexpr std::array<std::pair<const char*, epx_transport>, 1> kTransports{{{"host", EPX_TRANSPORT_HOST}}};
 constexpr std::array<std::pair<const char*, epx_combine_precision>, 2> kPrecisions{
     {{"wire", EPX_COMBINE_WIRE}, {"exact", EPX_COMBINE_EXACT}}};
 
@@ -147,7 +146,7 @@ bool built_with_mpi() {
 
 std::variant<Options, RequestedText> parse_options(int argc, const char* const* argv) {
   Options options;
-  std::string transport = "auto", dtype = "bf16", routing = "uniform", precision = "wire", seed = "1";
+  std::string transport = "host", dtype = "bf16", routing = "uniform", precision = "wire", seed = "1";
   std::string bootstrap = built_with_mpi() ? "mpi" : "";
 
   CLI::App app("Measures the exchange of Mixture-of-Experts tokens: prepare, dispatch, combine and their backwards.",
@@ -168,7 +167,7 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.add_option("--alignment", options.alignment, "Rows that an expert's zone is padded to a multiple of; 0 means 1");
   app.add_option("--capacity", options.capacity, "Receive capacity, rows per rank; 0: enough for the worst case");
   app.add_option("--seed", seed, "Seed of routing, tokens and weights, a number from 0 to 2^64 - 1");
-  app.add_option("--transport", transport, "auto, host or nccl");
+  app.add_option("--transport", transport, "host; ep_bench has no buffers on GPUs yet");
   app.add_option("--combine-precision", precision, "Rounding of sums: wire (one row per token and rank) or exact");
   app.add_flag("--staged", options.staged, "Receive tensors in plain memory instead of memory from epx_mem_alloc");
   app.add_option("--timeout-ms", options.timeout_ms,

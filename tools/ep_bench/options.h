@@ -29,7 +29,7 @@ struct Options {
   uint64_t seed = 1;
 
   // How.
-  epx_transport transport = EPX_TRANSPORT_AUTO;
+  epx_transport transport = EPX_TRANSPORT_HOST;
   epx_combine_precision combine_precision = EPX_COMBINE_WIRE;
   bool staged = false;    // receive tensors in plain memory instead of epx_mem_alloc's
   int64_t timeout_ms = 0; // 0: the library's default

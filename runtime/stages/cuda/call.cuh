@@ -1,0 +1,272 @@
+// How the ranks' kernels make one call together; the protocol of runtime/stages/host/call_protocol.h on GPUs.
+//
+//   arrive    one block tells every peer what this rank offers; every block waits until all peers have. A peer that has
+//             arrived at call n has ended call n - 1, so its staging may be written, and its offer tells where else.
+//   ...       blocks store into the peers' windows
+//   sent      the last block to get here tells every peer that this rank's data is in place
+//   wait(COMPLETE)  every block waits until all peers have said so
+//   end       the last block to get here advances the sequence number
+//
+// Grids are launched cooperatively: all blocks of a grid run at the same time, so a block may wait for a peer whose progress
+// needs another block of this grid. Posts lie by parity of the call, because a slow block may still read the posts of call n
+// while a peer is in call n + 1; no peer is in n + 2 before this grid has ended. Every wait is bounded, and ends early when a
+// poison record or the host's abort is seen; then the grid runs out without touching anything more.
+#pragma once
+
+#include <cstdint>
+
+#include "runtime/stages/cuda/device_group.h"
+#include "runtime/stages/cuda/memory_order.cuh"
+
+namespace epx::cuda {
+
+class Call {
+public:
+  // Every thread of the block.
+  __device__ Call(const DeviceGroup& group, epx_operation operation)
+      : group_(group), operation_(operation), sequence_(group.state->sequence + 1) {}
+
+  __device__ uint64_t sequence() const { return sequence_; }
+  __device__ int num_ranks() const { return group_.context.shape.num_ranks; }
+  __device__ int rank() const { return group_.context.rank; }
+
+  // What a rank offers in this call. After arrive.
+  __device__ const CallPost& offer_of(int peer) const { return *post_at(rank(), peer); }
+
+  // False: the group has failed; the block returns at once, as do the other blocks. The same in all threads of the block,
+  // here and in what follows. What the block stored before is visible to peers that have seen it arrive, if block 0 did.
+  __device__ bool arrive(CallPost offer) const {
+    const bool has_failed = threadIdx.x == 0 && ends_early(); // a rank that comes late finds here that its peers gave up
+    if (__syncthreads_or(has_failed ? 1 : 0) != 0) return false;
+    if (blockIdx.x == 0) {
+      offer.operation = operation_;
+      for (int peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x) {
+        CallPost* const post = post_at(peer, rank());
+        const auto* from = reinterpret_cast<const uint64_t*>(&offer);
+        auto* to = reinterpret_cast<uint64_t*>(post);
+        for (size_t word = 0; word < offsetof(CallPost, sequence) / sizeof(uint64_t); ++word)
+          to[word] = from[word];
+        fence_acq_rel_sys(); // the block's stores before the barrier come with the post
+        store_release_sys(&post->sequence, sequence_);
+      }
+    }
+    return wait(EPX_PHASE_ARRIVE) && same_terms();
+  }
+
+  // Every block, once, after its last store to a peer.
+  __device__ void sent() const {
+    __shared__ bool is_last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      fence_acq_rel_sys();
+      is_last = atomicAdd(&group_.state->blocks_sent, 1u) == gridDim.x - 1;
+      if (is_last) group_.state->blocks_sent = 0;
+      fence_acq_rel_sys();
+    }
+    __syncthreads();
+    if (!is_last) return;
+    for (int peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x)
+      store_release_sys(&flag_at(peer, group_.context.layout.complete, rank())->value, sequence_);
+  }
+
+  __device__ bool wait(epx_phase phase) const {
+    bool ok = true;
+    for (int peer = threadIdx.x; peer < num_ranks() && ok; peer += blockDim.x)
+      ok = wait_for(peer, phase);
+    return __syncthreads_and(ok ? 1 : 0) != 0;
+  }
+
+  // All blocks of the grid meet. False as for arrive.
+  __device__ bool grid_barrier() const {
+    __shared__ bool ok;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      fence_acq_rel_gpu();
+      const uint32_t mine = atomicAdd(&group_.state->barrier, 1u);
+      const uint32_t goal = (mine / gridDim.x + 1) * gridDim.x;
+      const uint64_t begin = nanoseconds();
+      ok = true;
+      while (ok && load_acquire_gpu(&group_.state->barrier) < goal)
+        ok = load_acquire_gpu(&group_.state->failed) == 0 && nanoseconds() - begin < 2 * group_.timeout_ns;
+      fence_acq_rel_gpu();
+    }
+    __syncthreads();
+    return ok;
+  }
+
+  // Every block, last.
+  __device__ void end() const {
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    fence_acq_rel_gpu();
+    if (atomicAdd(&group_.state->blocks_ended, 1u) != gridDim.x - 1) return;
+    group_.state->blocks_ended = 0;
+    group_.state->barrier = 0;
+    group_.state->sequence = sequence_;
+  }
+
+  // One thread of the grid. values and header as EventRecord says.
+  __device__ void record_event(epx_event_kind kind, int64_t v0, int64_t v1 = 0, int64_t v2 = 0, int64_t v3 = 0,
+                               int64_t v4 = 0, const HandleHeader* header = nullptr) const {
+    const uint64_t number = group_.state->num_events++;
+    EventRecord& event = group_.record->events[number % StatusRecord::kEvents];
+    event.kind = kind;
+    event.operation = operation_;
+    event.sequence = sequence_;
+    const int64_t values[5] = {v0, v1, v2, v3, v4};
+    for (int i = 0; i < 5; ++i)
+      event.values[i] = values[i];
+    if (header != nullptr) event.header = *header;
+    store_release_sys(&group_.record->num_events, number + 1);
+  }
+
+private:
+  static constexpr uint64_t kSlowNs = 1'000'000; // a wait longer than this tells peers about itself
+
+  __device__ CallPost* post_at(int owner, int source) const {
+    const int64_t index = static_cast<int64_t>(sequence_ & 1) * num_ranks() + source;
+    return group_.window().at<CallPost>(owner, group_.context.layout.posts.offset) + index;
+  }
+  __device__ Flag* flag_at(int owner, const Region& region, int source) const {
+    return group_.window().at<Flag>(owner, region.offset) + source;
+  }
+
+  // The last call that `peer` has reached in this phase, as it has told `owner`.
+  __device__ uint64_t progress_told(int owner, int peer, epx_phase phase, uint64_t sequence) const {
+    if (phase == EPX_PHASE_COMPLETE) return load_acquire_sys(&flag_at(owner, group_.context.layout.complete, peer)->value);
+    const int64_t index = static_cast<int64_t>(sequence & 1) * num_ranks() + peer;
+    const CallPost* post = group_.window().at<CallPost>(owner, group_.context.layout.posts.offset) + index;
+    return load_acquire_sys(&post->sequence);
+  }
+
+  __device__ uint64_t last_arrival_told(int peer) const {
+    const uint64_t even = progress_told(rank(), peer, EPX_PHASE_ARRIVE, 0);
+    const uint64_t odd = progress_told(rank(), peer, EPX_PHASE_ARRIVE, 1);
+    return even > odd ? even : odd;
+  }
+
+  __device__ bool wait_for(int peer, epx_phase phase) const {
+    uint64_t begin = 0;
+    bool told = false;
+    for (uint32_t spin = 1; progress_told(rank(), peer, phase, sequence_) < sequence_; ++spin) {
+      if (spin % 64 != 0) continue;
+      if (ends_early()) return false;
+      const uint64_t now = nanoseconds();
+      if (begin == 0) begin = now;
+      if (now - begin > kSlowNs && !told) {
+        store_release_sys(&flag_at(rank(), group_.context.layout.waiting, 0)->value, pack(Waiting{sequence_, phase, peer}));
+        told = true;
+      }
+      if (now - begin > group_.timeout_ns) return time_out(phase);
+    }
+    if (told) store_release_sys(&flag_at(rank(), group_.context.layout.waiting, 0)->value, 0);
+    return true;
+  }
+
+  // Whether another block, a peer or the host has ended the group; reports it if nobody has.
+  __device__ bool ends_early() const {
+    if (load_acquire_gpu(&group_.state->failed) != 0) return true;
+    uint64_t poison = load_acquire_sys(&flag_at(rank(), group_.context.layout.poison, 0)->value);
+    if (poison == 0 && load_relaxed_sys(&group_.record->aborted) != 0)
+      poison = poison_all(Poison{EPX_ERROR_ABORTED, EPX_OP_NONE, rank(), 0});
+    if (poison == 0) return false;
+    report_poison(poison);
+    return true;
+  }
+
+  __device__ bool time_out(epx_phase phase) const {
+    uint64_t missing = 0;
+    int first = -1;
+    for (int peer = num_ranks() - 1; peer >= 0; --peer) {
+      if (progress_told(rank(), peer, phase, sequence_) >= sequence_) continue;
+      missing |= uint64_t{1} << peer;
+      first = peer;
+    }
+    if (missing == 0) return true; // they came at the last moment
+    if (ends_early()) return false;
+    const int culprit = find_culprit(first);
+    const uint64_t verdict = poison_all(Poison{EPX_ERROR_TIMEOUT, operation_, culprit, sequence_});
+    if (unpack_poison(verdict).culprit != culprit) {
+      report_poison(verdict);
+      return false;
+    }
+    if (atomicExch(&group_.state->failed, 1u) != 0) return false;
+    FailureRecord& failure = group_.record->failure;
+    failure.status = EPX_ERROR_TIMEOUT;
+    failure.phase = phase;
+    failure.culprit = culprit;
+    failure.missing = missing;
+    publish(failure, culprit);
+    return false;
+  }
+
+  // Follows who waits for whom from a rank that is missing to one that waits for nobody: the culprit, not a victim.
+  __device__ int find_culprit(int missing) const {
+    int culprit = missing;
+    for (int step = 0; step < num_ranks(); ++step) {
+      const uint64_t word = load_acquire_sys(&flag_at(culprit, group_.context.layout.waiting, 0)->value);
+      if (word == 0) break;
+      const Waiting waiting = unpack_waiting(word);
+      if (waiting.peer == rank() ||
+          progress_told(culprit, waiting.peer, waiting.phase, waiting.sequence) >= waiting.sequence)
+        break;
+      culprit = waiting.peer;
+    }
+    return culprit;
+  }
+
+  // Returns the record that stands: rank 0's window decides, so that all ranks name the same culprit.
+  __device__ uint64_t poison_all(const Poison& poison) const {
+    uint64_t verdict = pack(poison);
+    for (int peer = 0; peer < num_ranks(); ++peer) {
+      const uint64_t found = compare_and_swap_sys(&flag_at(peer, group_.context.layout.poison, 0)->value, 0, verdict);
+      if (found != 0 && peer == 0) verdict = found;
+    }
+    return verdict;
+  }
+
+  __device__ void report_poison(uint64_t poison) const {
+    if (atomicExch(&group_.state->failed, 1u) != 0) return;
+    FailureRecord& failure = group_.record->failure;
+    failure.status = unpack_poison(poison).status;
+    failure.phase = EPX_PHASE_NONE;
+    failure.culprit = unpack_poison(poison).culprit;
+    failure.poison = poison;
+    publish(failure, failure.culprit);
+  }
+
+  __device__ void publish(FailureRecord& failure, int culprit) const {
+    failure.operation = operation_;
+    failure.sequence = sequence_;
+    failure.culprit_arrived_at = last_arrival_told(culprit);
+    store_release_sys(&group_.record->failed, 1);
+  }
+
+  // Whether all ranks offer what they must agree on. All of them see the same offers and fail alike.
+  __device__ bool same_terms() const {
+    bool same = true;
+    const CallPost& first = offer_of(0);
+    for (int peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x) {
+      const CallPost& other = offer_of(peer);
+      same &= other.operation == first.operation && other.top_k == first.top_k && other.alignment == first.alignment &&
+              other.hidden == first.hidden && other.dtype == first.dtype && other.weights == first.weights &&
+              other.sidecar_bytes == first.sidecar_bytes;
+    }
+    if (__syncthreads_and(same ? 1 : 0) != 0) return true;
+    if (threadIdx.x == 0 && atomicExch(&group_.state->failed, 1u) == 0) {
+      FailureRecord& failure = group_.record->failure;
+      failure.status = EPX_ERROR_MISMATCH; // or OUT_OF_SEQUENCE: the host looks at the offers
+      failure.culprit = -1;
+      for (int peer = 0; peer < num_ranks(); ++peer)
+        failure.offers[peer] = offer_of(peer);
+      publish(failure, 0);
+    }
+    return false;
+  }
+
+  const DeviceGroup& group_;
+  epx_operation operation_;
+  uint64_t sequence_;
+};
+
+} // namespace epx::cuda

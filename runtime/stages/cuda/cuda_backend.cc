@@ -1,0 +1,248 @@
+#include "runtime/stages/cuda/cuda_backend.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "runtime/base/cuda.h"
+#include "runtime/base/error.h"
+#include "runtime/memory/allocations.h"
+#include "runtime/stages/cuda/kernels.h"
+#include "runtime/stages/reports.h"
+#include "runtime/status_board.h"
+#include "transport/nccl/nccl_transport.h"
+
+namespace epx::cuda {
+namespace {
+
+// Turns what kernels left in the status record into words, once.
+class RecordReader {
+public:
+  RecordReader(const GroupContext& context, StatusRecord& record, StatusBoard& status)
+      : context_(context), record_(record), status_(status) {}
+
+  // Hands new events and the failure, if there is one, to the status board. Throws the failure.
+  void read() {
+    const std::scoped_lock lock(mutex_);
+    const uint64_t num_events = std::atomic_ref(record_.num_events).load(std::memory_order_acquire);
+    next_event_ = std::max(next_event_, num_events - std::min(num_events, StatusRecord::kEvents)); // older ones are lost
+    for (; next_event_ < num_events; ++next_event_)
+      status_.record(in_words(record_.events[next_event_ % StatusRecord::kEvents]));
+    if (std::atomic_ref(record_.failed).load(std::memory_order_acquire) != 0) status_.fail(in_words(record_.failure));
+  }
+
+private:
+  Event in_words(const EventRecord& event) const {
+    const CallName call{event.operation, event.sequence};
+    const auto& v = event.values;
+    switch (event.kind) {
+    case EPX_EVENT_BAD_INDEX:
+      return bad_index_event(call, v[0], v[1], v[2], v[3], context_.shape.num_experts);
+    case EPX_EVENT_OVERFLOW:
+      return overflow_event(call, {v[0], v[1], v[2]}, context_.rank, context_.shape.max_recv_tokens);
+    case EPX_EVENT_TOO_FEW_ROWS:
+      return too_few_rows_event(call, v[0], v[1], v[2]);
+    default:
+      break;
+    }
+    if (v[3] >= 0) return stranger_event(call, event.header.plan_id, static_cast<uint64_t>(v[4]), static_cast<int>(v[3]));
+    const HandleUse use{static_cast<int32_t>(v[0]), static_cast<int32_t>(v[1]), v[2]};
+    return unusable_handle_event(call, why_unusable(event.header, use, context_));
+  }
+
+  Failure in_words(const FailureRecord& failure) const {
+    const CallName call{failure.operation, failure.sequence};
+    if (failure.status == EPX_ERROR_MISMATCH) {
+      const auto disagreement = find_disagreement(call, {failure.offers, static_cast<size_t>(context_.shape.num_ranks)});
+      if (disagreement) return *disagreement;
+    }
+    if (failure.poison != 0)
+      return poison_failure(call, unpack_poison(failure.poison), context_.rank, failure.culprit_arrived_at);
+    TimeOut timeout{failure.phase, {}, failure.culprit, failure.culprit_arrived_at};
+    for (int rank = 0; rank < context_.shape.num_ranks; ++rank)
+      if ((failure.missing >> rank & 1) != 0) timeout.missing.push_back(rank);
+    return timeout_failure(call, timeout, context_.timeout_ms);
+  }
+
+  const GroupContext& context_;
+  StatusRecord& record_;
+  StatusBoard& status_;
+  std::mutex mutex_;
+  uint64_t next_event_ = 0;
+};
+
+class CudaBackend final : public Backend, private Stages {
+public:
+  CudaBackend(const GroupContext& context, int device, std::unique_ptr<NcclTransport> transport,
+              std::unique_ptr<Window> window, const LaunchShape& shape)
+      : context_(context), device_(device), transport_(std::move(transport)), window_(std::move(window)), shape_(shape),
+        record_(make_mapped_memory<StatusRecord>()), state_(make_device_memory<DeviceState>(1)),
+        bases_(make_device_memory<std::byte*>(num_ranks())),
+        allocation_bases_(make_device_memory<std::byte*>(kMaxDeviceAllocations * num_ranks())),
+        block_counts_(make_device_memory<int32_t>(static_cast<size_t>(shape.prepare_blocks) * context.shape.num_experts)),
+        reader_(context_, *record_, status_) {
+    copy_bases(bases_.get(), *window_);
+    group_ = {context_,
+              bases_.get(),
+              state_.get(),
+              record_.get(),
+              allocation_bases_.get(),
+              block_counts_.get(),
+              static_cast<uint64_t>(context.timeout_ms) * 1'000'000};
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
+  ~CudaBackend() override {
+    abort_kernels(); // none may still be waiting for a peer when its memory goes
+    log_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
+
+  epx_transport kind() const override { return EPX_TRANSPORT_NCCL; }
+  Stages& stages() override { return *this; }
+
+  void* allocate(int64_t bytes) override {
+    reader_.read();
+    status_.require_healthy();
+    if (allocations_.contains(allocations_.next_number() - kMaxDeviceAllocations)) // numbers are the same on all ranks
+      fail(EPX_ERROR_OUT_OF_MEMORY,
+           "epx_mem_alloc: allocation number {} would take the place of number {}, which is still in use: on GPUs an "
+           "allocation "
+           "must be freed before {} later ones are made",
+           allocations_.next_number(), allocations_.next_number() - kMaxDeviceAllocations, kMaxDeviceAllocations);
+    const CudaDeviceScope scope(device_);
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // so that peers do not write while sequences are advanced
+    std::unique_ptr<Window> window = transport_->open_window(bytes, transport_->exchange());
+    copy_bases(allocation_bases_.get() + slot_of(allocations_.next_number()), *window);
+    advance_sequence(2);
+    return allocations_.add(std::move(window));
+  }
+
+  void free(void* data) override {
+    const auto place = allocations_.locate(static_cast<const std::byte*>(data), 1);
+    if (!place || place->offset != 0)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_free: {} is not the start of memory from epx_mem_alloc of this group",
+           data);
+    const CudaDeviceScope scope(device_);
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // kernels may still use it
+    if (status_.is_healthy()) {
+      const std::vector<int64_t> numbers = transport_->exchange().all_gather([&] { return place->allocation; });
+      for (size_t rank = 0; rank < numbers.size(); ++rank)
+        if (numbers[rank] != numbers[0])
+          fail(EPX_ERROR_OUT_OF_SEQUENCE, "mem_free: rank 0 frees its allocation number {}, rank {} number {}", numbers[0],
+               rank, numbers[rank]);
+      advance_sequence(1);
+    }
+    allocations_.remove(place->allocation);
+  }
+
+  void abort() override {
+    const CudaDeviceScope scope(device_);
+    abort_kernels();
+    check_cuda(launch_poison(group_, Poison{EPX_ERROR_ABORTED, EPX_OP_NONE, context_.rank, 0}, abort_stream_.get()),
+               "epx_group_abort");
+  }
+
+  void report(epx_group_report& report) override {
+    try {
+      reader_.read();
+    } catch (const Error&) { // it is on the board now
+    }
+    status_.report(report);
+  }
+
+private:
+  void prepare(const PrepareCall& call) override {
+    const CudaDeviceScope scope = begin();
+    check_cuda(launch_prepare(group_, shape_, call, static_cast<cudaStream_t>(call.stream)), "prepare");
+  }
+  void dispatch(const DispatchCall& call) override {
+    const CudaDeviceScope scope = begin();
+    check_cuda(launch_dispatch(group_, shape_, call, reach(call.recv_tokens, call), static_cast<cudaStream_t>(call.stream)),
+               "dispatch");
+  }
+  void combine(const CombineCall& call) override {
+    const CudaDeviceScope scope = begin();
+    check_cuda(launch_combine(group_, shape_, call, static_cast<cudaStream_t>(call.stream)), "combine");
+  }
+  void combine_bwd(const CombineBwdCall& call) override {
+    const CudaDeviceScope scope = begin();
+    check_cuda(
+        launch_combine_bwd(group_, shape_, call, reach(call.grad_expert_out, call), static_cast<cudaStream_t>(call.stream)),
+        "combine_bwd");
+  }
+  void dispatch_bwd(const DispatchBwdCall& call) override {
+    const CudaDeviceScope scope = begin();
+    check_cuda(launch_dispatch_bwd(group_, shape_, call, static_cast<cudaStream_t>(call.stream)), "dispatch_bwd");
+  }
+
+  // Throws what kernels have reported so far.
+  CudaDeviceScope begin() {
+    reader_.read();
+    status_.require_healthy();
+    return CudaDeviceScope(device_);
+  }
+
+  // Counts calls that no kernel makes. Its ranks have met on the host, and no kernel of theirs is on its way.
+  void advance_sequence(uint64_t calls) const {
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    uint64_t sequence = 0;
+    check_cuda(cudaMemcpy(&sequence, &state_.get()->sequence, sizeof(sequence), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    sequence += calls;
+    check_cuda(cudaMemcpy(&state_.get()->sequence, &sequence, sizeof(sequence), cudaMemcpyHostToDevice), "cudaMemcpy");
+  }
+
+  size_t num_ranks() const { return static_cast<size_t>(context_.shape.num_ranks); }
+  size_t slot_of(int64_t allocation) const { return static_cast<size_t>(allocation % kMaxDeviceAllocations) * num_ranks(); }
+
+  void copy_bases(std::byte** to, const Window& window) const {
+    check_cuda(cudaMemcpy(to, window.view().bases, num_ranks() * sizeof(std::byte*), cudaMemcpyHostToDevice), "cudaMemcpy");
+  }
+
+  Reach reach(const std::byte* rows, const MovementCall& call) const {
+    const auto place = allocations_.locate(rows, call.recv_rows * call.hidden * element_bytes(call.dtype));
+    return place ? Reach{place->allocation, place->offset} : Reach{-1, 0};
+  }
+
+  void abort_kernels() noexcept { std::atomic_ref(record_->aborted).store(1, std::memory_order_release); }
+
+  const GroupContext& context_;
+  int device_;
+  std::unique_ptr<NcclTransport> transport_;
+  std::unique_ptr<Window> window_;
+  Allocations allocations_;
+  LaunchShape shape_;
+  StatusBoard status_;
+  MappedMemory<StatusRecord> record_;
+  DeviceMemory<DeviceState> state_;
+  DeviceMemory<std::byte*> bases_;
+  DeviceMemory<std::byte*> allocation_bases_;
+  DeviceMemory<int32_t> block_counts_;
+  CudaStream abort_stream_;
+  RecordReader reader_;
+  DeviceGroup group_{};
+};
+
+} // namespace
+
+std::unique_ptr<Backend> make_backend(const GroupContext& context, int num_comm_sms, Exchange& exchange) {
+  std::unique_ptr<NcclTransport> transport =
+      make_nccl_transport(context.rank, context.shape.num_ranks, context.timeout_ms, exchange);
+  LaunchShape shape{};
+  exchange.all_gather([&] {
+    if (context.shape.num_ranks > kMaxDeviceRanks)
+      fail(EPX_ERROR_UNSUPPORTED, "transport nccl serves at most {} ranks; the group has {}", kMaxDeviceRanks,
+           context.shape.num_ranks);
+    shape = plan_launches(context.shape, num_comm_sms);
+    return int32_t{0};
+  });
+  std::unique_ptr<Window> window = transport->open_window(context.layout.total_bytes, exchange);
+  std::unique_ptr<Backend> backend;
+  exchange.all_gather([&] { // no rank calls before all can be called
+    backend = std::make_unique<CudaBackend>(context, find_gpu().device, std::move(transport), std::move(window), shape);
+    return int32_t{0};
+  });
+  return backend;
+}
+
+} // namespace epx::cuda

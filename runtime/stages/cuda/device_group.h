@@ -1,0 +1,76 @@
+// What kernels know of the group, and what they leave for the host to read. PODs: kernels take DeviceGroup by value.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "runtime/group_context.h"
+#include "runtime/memory/handle_memory.h"
+#include "transport/peer_window.h"
+
+namespace epx::cuda {
+
+constexpr int kMaxDeviceRanks = 64;        // a rank is a bit of a word in the kernels
+constexpr int kMaxDeviceAllocations = 256; // alive at the same time
+
+// ---- The status record, in host memory that the GPU can write ----
+
+// What a kernel found, in numbers; the host puts it into words (runtime/stages/reports.h).
+struct EventRecord {
+  epx_event_kind kind;
+  epx_operation operation;
+  uint64_t sequence;
+  int64_t values[5];   // of the kind: see record_event's callers and CudaStages::translate
+  HandleHeader header; // HANDLE_MISMATCH
+};
+
+struct FailureRecord {
+  epx_status status;
+  epx_operation operation;
+  epx_phase phase;
+  int32_t culprit;
+  uint64_t sequence;
+  uint64_t culprit_arrived_at;
+  uint64_t missing;                 // TIMEOUT: a bit for each rank
+  uint64_t poison;                  // found in this rank's window; 0: this rank failed by itself
+  CallPost offers[kMaxDeviceRanks]; // MISMATCH, OUT_OF_SEQUENCE: what the ranks offered
+};
+
+struct StatusRecord {
+  static constexpr uint64_t kEvents = 256;
+
+  uint64_t failed;     // 1 once `failure` is complete; stored by the GPU with release order
+  uint64_t num_events; // that were ever recorded; event i lies at i % kEvents
+  uint32_t aborted;    // 1: the host wants the group to end; stored by the host
+  FailureRecord failure;
+  EventRecord events[kEvents];
+};
+
+// ---- State of the group in the GPU's memory ----
+
+struct DeviceState {
+  uint64_t sequence; // of the last call that has ended here
+  uint64_t num_events;
+  uint32_t blocks_sent;  // of the call in progress
+  uint32_t blocks_ended; // of the call in progress
+  uint32_t barrier;      // arrivals at grid barriers of the call in progress
+  uint32_t failed;       // 1: a block has taken it on itself to report a failure; kernels end at once
+  // Of the prepare in progress; 0 between calls.
+  unsigned long long bad_indices;
+  unsigned long long first_bad_inverted; // ~ of the lowest route with a bad index, so that the largest is the first
+  unsigned long long dropped_of_mine;
+};
+
+struct DeviceGroup {
+  GroupContext context;
+  std::byte* const* bases; // [P], device memory: each rank's window
+  DeviceState* state;
+  StatusRecord* record;          // host memory
+  std::byte* const* allocations; // [kMaxDeviceAllocations, P], device memory: each rank's share of each allocation
+  int32_t* block_counts;         // [blocks, E], scratch of prepare
+  uint64_t timeout_ns;
+
+  EPX_HOST_DEVICE PeerWindow window() const { return {bases, context.rank, context.shape.num_ranks}; }
+};
+
+} // namespace epx::cuda

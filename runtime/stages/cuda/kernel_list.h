@@ -1,0 +1,19 @@
+// Every kernel of the stages, so that all can be loaded before any is launched.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+namespace epx::cuda {
+
+const void* prepare_kernel_address();
+int prepare_threads();
+size_t prepare_shared_bytes(int num_experts);
+
+std::vector<const void*> scatter_kernels();
+std::vector<const void*> gather_kernels();
+int movement_threads(); // of both
+
+const void* poison_kernel_address();
+
+} // namespace epx::cuda

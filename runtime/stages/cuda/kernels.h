@@ -1,0 +1,42 @@
+// The five operations as kernels. Each launch is asynchronous on the stream, and one kernel.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "runtime/stages/cuda/device_group.h"
+#include "runtime/stages/stages.h"
+
+namespace epx::cuda {
+
+// What the host knows of a launch; fixed at creation.
+struct LaunchShape {
+  int prepare_blocks;
+  size_t prepare_shared_bytes;
+  int movement_blocks;
+};
+
+// Loads all kernels, and chooses grids of blocks that all run at the same time on at most num_sms multiprocessors (0: all).
+// Throws.
+LaunchShape plan_launches(const GroupShape& shape, int num_sms);
+
+// A tensor's place in an allocation of the group; allocation -1: none.
+struct Reach {
+  int64_t rows_allocation;
+  int64_t rows_offset;
+};
+
+cudaError_t launch_prepare(const DeviceGroup& group, const LaunchShape& shape, const PrepareCall& call,
+                           cudaStream_t stream);
+cudaError_t launch_dispatch(const DeviceGroup& group, const LaunchShape& shape, const DispatchCall& call,
+                            const Reach& reach, cudaStream_t stream);
+cudaError_t launch_combine_bwd(const DeviceGroup& group, const LaunchShape& shape, const CombineBwdCall& call,
+                               const Reach& reach, cudaStream_t stream);
+cudaError_t launch_combine(const DeviceGroup& group, const LaunchShape& shape, const CombineCall& call,
+                           cudaStream_t stream);
+cudaError_t launch_dispatch_bwd(const DeviceGroup& group, const LaunchShape& shape, const DispatchBwdCall& call,
+                                cudaStream_t stream);
+
+// Stores a poison record into every rank's window that has none.
+cudaError_t launch_poison(const DeviceGroup& group, const Poison& poison, cudaStream_t stream);
+
+} // namespace epx::cuda

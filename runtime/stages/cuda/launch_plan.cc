@@ -1,0 +1,72 @@
+#include <algorithm>
+
+#include "runtime/base/cuda.h"
+#include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/kernels.h"
+
+namespace epx::cuda {
+namespace {
+
+constexpr int kPrepareBlocks = 32; // enough to sort 32768 routes in two tiles each; each block reads the counts of all
+
+struct Device {
+  int num_sms;
+  int max_shared_bytes; // per block
+};
+
+Device this_device() {
+  int ordinal = 0;
+  Device device{};
+  check_cuda(cudaGetDevice(&ordinal), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&device.num_sms, cudaDevAttrMultiProcessorCount, ordinal), "cudaDeviceGetAttribute");
+  check_cuda(cudaDeviceGetAttribute(&device.max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal),
+             "cudaDeviceGetAttribute");
+  return device;
+}
+
+// Loads a kernel: lazy loading behind a kernel that waits for a peer would never end. Returns the dynamic shared memory that a
+// block of it may have; every group sets the same limit, since the limit is the kernel's and not the group's.
+size_t load(const void* kernel, const Device& device) {
+  cudaFuncAttributes attributes{};
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+  const size_t most = static_cast<size_t>(device.max_shared_bytes) - attributes.sharedSizeBytes;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most)),
+             "cudaFuncSetAttribute");
+  return most;
+}
+
+// Blocks of a kernel that one multiprocessor runs at the same time.
+int blocks_per_sm(const void* kernel, int threads, size_t shared_bytes) {
+  int blocks = 0;
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes),
+             "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  return blocks;
+}
+
+} // namespace
+
+LaunchShape plan_launches(const GroupShape& shape, int num_sms) {
+  const Device device = this_device();
+  const int sms = num_sms == 0 ? device.num_sms : std::min(num_sms, device.num_sms);
+  LaunchShape launch{};
+  launch.prepare_shared_bytes = prepare_shared_bytes(shape.num_experts);
+  const size_t most_shared_bytes = load(prepare_kernel_address(), device);
+  if (launch.prepare_shared_bytes > most_shared_bytes)
+    fail(EPX_ERROR_UNSUPPORTED, "epx_group_config.num_experts is {}; on this GPU prepare has shared memory for {}",
+         shape.num_experts, most_shared_bytes / prepare_shared_bytes(1));
+  launch.prepare_blocks = std::min(
+      kPrepareBlocks, sms * blocks_per_sm(prepare_kernel_address(), prepare_threads(), launch.prepare_shared_bytes));
+  load(poison_kernel_address(), device);
+  int per_sm = 1 << 30;
+  for (const auto& kernels : {scatter_kernels(), gather_kernels()})
+    for (const void* kernel : kernels) {
+      load(kernel, device);
+      per_sm = std::min(per_sm, blocks_per_sm(kernel, movement_threads(), 0));
+    }
+  launch.movement_blocks = sms * std::min(per_sm, 2);
+  if (launch.prepare_blocks < 1 || launch.movement_blocks < 1)
+    fail(EPX_ERROR_UNSUPPORTED, "this GPU cannot run a block of epx's kernels");
+  return launch;
+}
+
+} // namespace epx::cuda

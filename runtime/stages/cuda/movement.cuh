@@ -1,0 +1,82 @@
+// What scatter and gather have in common: the plan in the handle memory, who takes part, and which routes live in this call.
+#pragma once
+
+#include "runtime/stages/cuda/call.cuh"
+#include "runtime/stages/slots.h"
+#include "runtime/stages/stages.h"
+
+namespace epx::cuda {
+
+// One movement in progress, after its ranks have met.
+class Movement {
+public:
+  __device__ Movement(const DeviceGroup& group, const MovementCall& call, const HandleLayout& layout)
+      : group_(group), call_(group, call.operation), args_(call), plan_(call.handle_mem, layout) {
+    const HandleHeader& header = *plan_.header;
+    is_usable_ = header.magic == kHandleMagic && header.checksum == header_checksum(header) &&
+                 header.group_id == group.context.group_id && header.rank == group.context.rank &&
+                 header.top_k == call.top_k && header.alignment == call.alignment && header.num_tokens == call.num_tokens;
+  }
+
+  // False: the group has failed.
+  __device__ bool begin(CallPost offer) {
+    offer.top_k = args_.top_k;
+    offer.alignment = args_.alignment;
+    offer.hidden = args_.hidden;
+    offer.dtype = args_.dtype;
+    offer.plan_id = is_usable_ ? plan_.header->plan_id : 0;
+    offer.recv_rows = args_.recv_rows;
+    if (!call_.arrive(offer)) return false;
+    if (blockIdx.x == 0 && threadIdx.x == 0) report();
+    return true;
+  }
+
+  // False: the handle memory is not this call's; outputs stay untouched.
+  __device__ bool takes_part() const { return is_usable_; }
+
+  __device__ const Call& call() const { return call_; }
+  __device__ const HandleReader& plan() const { return plan_; }
+  __device__ bool is_active(int rank) const { return is_usable_ && call_.offer_of(rank).plan_id == plan_.header->plan_id; }
+  // Whether a route takes part in this call: kept by prepare, its rank active, its slot below that rank's N.
+  __device__ bool is_live(const Route& route) const {
+    return route.slot >= 0 && is_active(route.rank) && route.slot < call_.offer_of(route.rank).recv_rows;
+  }
+  // Where a peer's receive rows can be written; NULL where they cannot.
+  __device__ std::byte* rows_of(int rank) const {
+    const CallPost& offer = call_.offer_of(rank);
+    if (offer.rows_allocation < 0) return nullptr;
+    return group_.allocations[offer.rows_allocation % kMaxDeviceAllocations * call_.num_ranks() + rank] + offer.rows_offset;
+  }
+
+private:
+  // What the host transport reports too, in the same order.
+  __device__ void report() const {
+    if (!is_usable_) {
+      call_.record_event(EPX_EVENT_HANDLE_MISMATCH, args_.top_k, args_.alignment, args_.num_tokens, -1, 0, plan_.header);
+      return;
+    }
+    for (int rank = 0; rank < call_.num_ranks(); ++rank) {
+      const uint64_t plan_id = call_.offer_of(rank).plan_id;
+      if (plan_id == 0 || plan_id == plan_.header->plan_id) continue;
+      call_.record_event(EPX_EVENT_HANDLE_MISMATCH, 0, 0, 0, rank, static_cast<int64_t>(plan_id), plan_.header);
+      break;
+    }
+    const ExpertBlocks experts{group_.context.shape.num_experts, call_.num_ranks()};
+    int64_t beyond = 0;
+    for (int expert = 0; expert < experts.num_local_experts(call_.rank()); ++expert) {
+      const int64_t begin = plan_.zone_begin[expert];
+      const int64_t end = begin + plan_.zone_rows[expert];
+      const int64_t first_lost = args_.recv_rows > begin ? args_.recv_rows : begin;
+      if (end > first_lost) beyond += end - first_lost;
+    }
+    if (beyond > 0) call_.record_event(EPX_EVENT_TOO_FEW_ROWS, beyond, args_.recv_rows, plan_.header->rows_in_use);
+  }
+
+  const DeviceGroup& group_;
+  Call call_;
+  const MovementCall& args_;
+  HandleReader plan_;
+  bool is_usable_;
+};
+
+} // namespace epx::cuda

@@ -1,0 +1,381 @@
+// prepare in one kernel. Ranks exchange only their counts; each computes its own slots by a stable counting sort.
+//
+//   count    each block counts the routes of its own run of tokens, by expert                      -> block_counts
+//            (grid barrier)
+//   publish  block 0 adds the blocks' counts up and stores the sums into every peer's window; its post follows them
+//   assign   once all ranks have arrived, each block knows where its routes of each expert begin: the zone, then the ranks
+//            before this one, then the blocks before this one. It walks its tokens tile by tile, gives every route its slot,
+//            and stores where the slot comes from into the window of the slot's rank.
+//   deliver  once all ranks have sent, blocks copy what came to the handle memory and write the outputs
+#include "runtime/stages/cuda/kernels.h"
+
+#include "runtime/stages/cuda/call.cuh"
+#include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/rows.cuh"
+#include "runtime/stages/slots.h"
+
+namespace epx::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / kWarp;
+
+struct Params {
+  DeviceGroup group;
+  PrepareCall call;
+  HandleLayout layout;
+};
+
+// Dynamic shared memory: int32 next[E] | int32 warp_base[kWarps, E] | int32 zone[E].
+__host__ __device__ constexpr size_t shared_bytes(int num_experts) {
+  return sizeof(int32_t) * static_cast<size_t>(num_experts) * (2 + kWarps);
+}
+
+class Prepare {
+public:
+  __device__ Prepare(const Params& params, int32_t* shared)
+      : group_(params.group), args_(params.call), call_(params.group, EPX_OP_PREPARE),
+        shape_(params.group.context.shape), experts_{shape_.num_experts, shape_.num_ranks},
+        plan_(params.call.handle_mem, params.layout), next_(shared), warp_base_(shared + shape_.num_experts),
+        zone_(shared + shape_.num_experts * (1 + kWarps)),
+        usable_(usable_slots(shape_.max_recv_tokens, params.call.alignment)) {
+    const int64_t tokens_per_block = (args_.num_tokens + gridDim.x - 1) / gridDim.x;
+    begin_ = min(tokens_per_block * static_cast<int64_t>(blockIdx.x), args_.num_tokens);
+    end_ = min(begin_ + tokens_per_block, args_.num_tokens);
+  }
+
+  __device__ void run() {
+    count();
+    if (!call_.grid_barrier()) return;
+    if (blockIdx.x == 0) publish();
+    CallPost offer{};
+    offer.top_k = args_.top_k;
+    offer.alignment = args_.alignment;
+    if (!call_.arrive(offer)) return;
+    find_bases();
+    assign();
+    call_.sent();
+    if (!call_.wait(EPX_PHASE_COMPLETE)) return;
+    deliver();
+    call_.end();
+  }
+
+private:
+  __device__ int num_experts() const { return shape_.num_experts; }
+
+  __device__ int64_t index_at(int64_t route) const {
+    return args_.topk_idx_is_64 ? static_cast<const int64_t*>(args_.topk_idx)[route]
+                                : static_cast<const int32_t*>(args_.topk_idx)[route];
+  }
+  // The expert of a route; -1 when it has none.
+  __device__ int expert_of(int64_t route) const {
+    const int64_t index = index_at(route);
+    return index >= 0 && index < num_experts() ? static_cast<int>(index) : -1;
+  }
+
+  // Two matrices by parity of the call: a peer that is already in call n + 1 writes the other one.
+  __device__ int64_t counts_offset(int source) const {
+    const int64_t row = static_cast<int64_t>(call_.sequence() & 1) * shape_.num_ranks + source;
+    return group_.context.layout.counts.offset + row * num_experts() * static_cast<int64_t>(sizeof(int32_t));
+  }
+  __device__ int32_t count_of(int source, int expert) const {
+    return group_.window().local<int32_t>(counts_offset(source))[expert];
+  }
+  __device__ int32_t demand_of(int expert) const {
+    int32_t demand = 0;
+    for (int source = 0; source < shape_.num_ranks; ++source)
+      demand += count_of(source, expert);
+    return demand;
+  }
+
+  __device__ void count() {
+    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
+      next_[e] = 0;
+    __syncthreads();
+    for (int64_t route = begin_ * args_.top_k + threadIdx.x; route < end_ * args_.top_k; route += kThreads) {
+      const int expert = expert_of(route);
+      if (expert >= 0) {
+        atomicAdd(&next_[expert], 1);
+      } else if (index_at(route) != -1) {
+        atomicAdd(&group_.state->bad_indices, 1ull);
+        atomicMax(&group_.state->first_bad_inverted, ~static_cast<unsigned long long>(route));
+      }
+    }
+    __syncthreads();
+    int32_t* const mine = group_.block_counts + static_cast<int64_t>(blockIdx.x) * num_experts();
+    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
+      mine[e] = next_[e];
+  }
+
+  __device__ void publish() const {
+    for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
+      int32_t sum = 0;
+      for (unsigned block = 0; block < gridDim.x; ++block)
+        sum += group_.block_counts[static_cast<int64_t>(block) * num_experts() + e];
+      for (int peer = 0; peer < shape_.num_ranks; ++peer)
+        group_.window().at<int32_t>(peer, counts_offset(call_.rank()))[e] = sum;
+    }
+    if (threadIdx.x == 0 && group_.state->bad_indices > 0) {
+      const auto first = static_cast<int64_t>(~group_.state->first_bad_inverted);
+      call_.record_event(EPX_EVENT_BAD_INDEX, static_cast<int64_t>(group_.state->bad_indices), index_at(first),
+                         first / args_.top_k, first % args_.top_k);
+    }
+  }
+
+  // zone_[e]: first slot of each expert's zone on its rank. next_[e]: the next slot for a route of this block.
+  __device__ void find_bases() {
+    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
+      zone_[e] = static_cast<int32_t>(zone_rows(demand_of(e), args_.alignment));
+    __syncthreads();
+    const int warp = threadIdx.x / kWarp;
+    for (int rank = warp; rank < shape_.num_ranks; rank += kWarps) { // an exclusive sum over each rank's experts
+      int32_t before = 0;
+      for (int first = experts_.first_expert(rank); first < experts_.first_expert(rank + 1); first += kWarp) {
+        const int e = first + lane();
+        const int32_t mine = e < experts_.first_expert(rank + 1) ? zone_[e] : 0;
+        int32_t sum = mine;
+        for (int distance = 1; distance < kWarp; distance *= 2) {
+          const int32_t left = __shfl_up_sync(~0u, sum, distance);
+          if (lane() >= distance) sum += left;
+        }
+        if (e < experts_.first_expert(rank + 1)) zone_[e] = before + sum - mine;
+        before += __shfl_sync(~0u, sum, kWarp - 1);
+      }
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
+      int32_t next = zone_[e];
+      for (int source = 0; source < call_.rank(); ++source)
+        next += count_of(source, e);
+      for (unsigned block = 0; block < blockIdx.x; ++block)
+        next += group_.block_counts[static_cast<int64_t>(block) * num_experts() + e];
+      next_[e] = next;
+    }
+    __syncthreads();
+  }
+
+  __device__ void assign() {
+    const int64_t tile_tokens = kThreads / args_.top_k;
+    for (int64_t token = begin_; token < end_; token += tile_tokens)
+      assign_tile(token, min(token + tile_tokens, end_));
+  }
+
+  // A thread is one route; a token's routes lie in neighbouring threads.
+  __device__ void assign_tile(int64_t first_token, int64_t end_token) {
+    __shared__ int32_t slots[kThreads]; // -1: masked or dropped
+    __shared__ int32_t ranks[kThreads];
+    const int thread = threadIdx.x;
+    const int warp = thread / kWarp;
+    const int64_t route = first_token * args_.top_k + thread;
+    const bool is_route = route < end_token * args_.top_k;
+    const int expert = is_route ? expert_of(route) : -1;
+
+    // Stable rank among the tile's routes to the same expert: those in warps before, then those in lanes before.
+    for (int i = thread; i < num_experts() * kWarps; i += kThreads)
+      warp_base_[i] = 0;
+    __syncthreads();
+    const unsigned same = __match_any_sync(~0u, expert);
+    const unsigned before = same & ((1u << lane()) - 1);
+    if (expert >= 0 && before == 0) warp_base_[warp * num_experts() + expert] = __popc(same);
+    __syncthreads();
+    for (int e = thread; e < num_experts(); e += kThreads) {
+      int32_t next = next_[e];
+      for (int w = 0; w < kWarps; ++w) {
+        const int32_t count = warp_base_[w * num_experts() + e];
+        warp_base_[w * num_experts() + e] = next;
+        next += count;
+      }
+      next_[e] = next;
+    }
+    __syncthreads();
+    int64_t slot = -1;
+    if (expert >= 0) {
+      slot = warp_base_[warp * num_experts() + expert] + __popc(before);
+      if (slot >= usable_) {
+        atomicAdd(&group_.state->dropped_of_mine, 1ull);
+        slot = -1;
+      }
+    }
+    slots[thread] = static_cast<int32_t>(slot);
+    ranks[thread] = slot >= 0 ? experts_.rank_of(expert) : -1;
+    __syncthreads();
+    if (is_route) write_route(route, slots, ranks);
+    __syncthreads();
+  }
+
+  __device__ void write_route(int64_t route, const int32_t* slots, const int32_t* ranks) const {
+    const int thread = threadIdx.x;
+    const int k = thread % args_.top_k;
+    const int first = thread - k; // of the token
+    const int32_t slot = slots[thread];
+    const int32_t rank = ranks[thread];
+    if (args_.slot != nullptr) args_.slot[route] = slot;
+    if (slot < 0) {
+      plan_.routes[route] = {-1, -1, 0};
+      return;
+    }
+    uint64_t lower_ranks = 0; // that the token goes to, a bit each
+    int32_t next_slot = -1;
+    bool is_first = true;
+    for (int other = args_.top_k - 1; other >= 0; --other) {
+      const int32_t other_rank = ranks[first + other];
+      if (other_rank < 0) continue;
+      if (other_rank < rank) lower_ranks |= uint64_t{1} << other_rank;
+      if (other_rank != rank) continue;
+      if (other > k) next_slot = slots[first + other];
+      if (other < k) is_first = false;
+    }
+    const int order = __popcll(lower_ranks);
+    plan_.routes[route] = {slot, rank, order};
+    SlotRecord record{call_.rank(),
+                      static_cast<int32_t>(route / args_.top_k),
+                      static_cast<uint8_t>(k),
+                      static_cast<uint8_t>(is_first ? 1 : 0),
+                      static_cast<uint16_t>(order),
+                      next_slot};
+    *reinterpret_cast<uint4*>(group_.window().at<SlotRecord>(rank, group_.context.layout.slot_records.offset) + slot) =
+        *reinterpret_cast<const uint4*>(&record);
+  }
+
+  __device__ void store_count(void* tensor, int64_t index, int64_t value) const {
+    if (args_.counts_are_64)
+      static_cast<int64_t*>(tensor)[index] = value;
+    else
+      static_cast<int32_t*>(tensor)[index] = static_cast<int32_t>(value);
+  }
+
+  // Slots that a zone of this rank's experts really has.
+  struct Zone {
+    int64_t begin, kept, end;
+  };
+  __device__ Zone zone_of(int local_expert) const {
+    const int expert = experts_.first_expert(call_.rank()) + local_expert;
+    const int64_t begin = zone_[expert];
+    const int64_t demand = demand_of(expert);
+    const int64_t kept = max(int64_t{0}, min(usable_ - begin, demand));
+    return {min(begin, usable_), kept, min(begin + zone_rows(demand, args_.alignment), usable_)};
+  }
+
+  __device__ void deliver() {
+    const int local_experts = experts_.num_local_experts(call_.rank());
+    const int first_expert = experts_.first_expert(call_.rank());
+    const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
+    const auto* delivered = group_.window().local<SlotRecord>(group_.context.layout.slot_records.offset);
+    // A warp for each zone: its records from the window, and pads behind them.
+    for (int64_t e = global_warp(); e < local_experts; e += num_warps()) {
+      const Zone zone = zone_of(static_cast<int>(e));
+      for (int64_t slot = zone.begin + lane(); slot < zone.end; slot += kWarp) {
+        const bool is_pad = slot >= zone.begin + zone.kept;
+        const SlotRecord record = is_pad ? SlotRecord{-1, -1, 0, 0, 0, -1} : delivered[slot];
+        plan_.slot_records[slot] = record;
+        if (args_.slot_origin != nullptr) write_origin(slot, record.source, record.token, is_pad ? -1 : record.k);
+      }
+      if (lane() == 0) {
+        plan_.zone_begin[e] = static_cast<int32_t>(zone.begin);
+        plan_.zone_rows[e] = static_cast<int32_t>(zone.kept);
+        store_count(args_.counts, e, zone.kept);
+        store_count(args_.offsets, e, zone.begin);
+      }
+    }
+    const int64_t rows_needed = local_experts == 0
+                                    ? 0
+                                    : zone_[first_expert + local_experts - 1] +
+                                          zone_rows(demand_of(first_expert + local_experts - 1), args_.alignment);
+    const int64_t rows_in_use = min(rows_needed, usable_);
+    if (args_.slot_origin != nullptr)
+      for (int64_t slot = rows_in_use + thread; slot < shape_.max_recv_tokens; slot += threads)
+        write_origin(slot, -1, -1, -1);
+    if (args_.global_counts != nullptr)
+      for (int64_t i = thread; i < static_cast<int64_t>(shape_.num_ranks) * num_experts(); i += threads)
+        store_count(args_.global_counts, i,
+                    count_of(static_cast<int>(i / num_experts()), static_cast<int>(i % num_experts())));
+    if (thread == 0) {
+      plan_.zone_begin[local_experts] = static_cast<int32_t>(rows_in_use);
+      store_count(args_.offsets, local_experts, rows_in_use);
+      write_header(rows_in_use);
+      report(local_experts, rows_needed);
+      group_.state->bad_indices = 0; // all blocks have sent: none counts any more
+      group_.state->first_bad_inverted = 0;
+      group_.state->dropped_of_mine = 0;
+    }
+  }
+
+  __device__ void write_origin(int64_t slot, int32_t source, int32_t token, int32_t k) const {
+    int32_t* const origin = args_.slot_origin + 3 * slot;
+    origin[0] = source;
+    origin[1] = token;
+    origin[2] = k;
+  }
+
+  __device__ void write_header(int64_t rows_in_use) {
+    HandleHeader header{};
+    header.magic = kHandleMagic;
+    header.group_id = group_.context.group_id;
+    header.plan_id = call_.sequence();
+    header.num_tokens = args_.num_tokens;
+    header.rows_in_use = rows_in_use;
+    header.top_k = args_.top_k;
+    header.alignment = args_.alignment;
+    header.rank = call_.rank();
+    header.checksum = header_checksum(header);
+    *plan_.header = header;
+  }
+
+  __device__ void report(int local_experts, int64_t rows_needed) const {
+    int64_t demand = 0;
+    int64_t kept = 0;
+    for (int e = 0; e < local_experts; ++e) {
+      demand += demand_of(experts_.first_expert(call_.rank()) + e);
+      kept += zone_of(e).kept;
+    }
+    if (args_.info != nullptr) {
+      args_.info[0] = demand;
+      args_.info[1] = kept;
+      args_.info[2] = demand - kept;
+      args_.info[3] = static_cast<int64_t>(group_.state->dropped_of_mine);
+      args_.info[4] = rows_needed;
+    }
+    if (group_.context.overflow == EPX_OVERFLOW_ERROR && demand > kept)
+      call_.record_event(EPX_EVENT_OVERFLOW, demand, demand - kept, rows_needed);
+  }
+
+  const DeviceGroup& group_;
+  const PrepareCall& args_;
+  Call call_;
+  const GroupShape& shape_;
+  ExpertBlocks experts_;
+  HandleWriter plan_;
+  int32_t* next_;      // [E]
+  int32_t* warp_base_; // [kWarps, E]
+  int32_t* zone_;      // [E]
+  int64_t usable_;
+  int64_t begin_, end_; // tokens of this block
+};
+
+__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Params params) {
+  extern __shared__ int32_t shared[];
+  Prepare(params, shared).run();
+}
+
+} // namespace
+
+const void* prepare_kernel_address() {
+  return reinterpret_cast<const void*>(&prepare_kernel);
+}
+int prepare_threads() {
+  return kThreads;
+}
+size_t prepare_shared_bytes(int num_experts) {
+  return shared_bytes(num_experts);
+}
+
+cudaError_t launch_prepare(const DeviceGroup& group, const LaunchShape& shape, const PrepareCall& call,
+                           cudaStream_t stream) {
+  Params params{group, call, make_handle_layout(group.context.shape, call.top_k)};
+  void* args[] = {&params};
+  return cudaLaunchCooperativeKernel(prepare_kernel_address(), shape.prepare_blocks, kThreads, args,
+                                     shape.prepare_shared_bytes, stream);
+}
+
+} // namespace epx::cuda

@@ -1,0 +1,54 @@
+// The tests' view of a GPU: memory from cudaMalloc, and a stream of its own.
+#include <cuda_runtime_api.h>
+
+#include "tests/support/check.h"
+#include "tests/support/device.h"
+
+namespace epx::test {
+namespace {
+
+void check_cuda(cudaError_t error, const char* call) {
+  check(error == cudaSuccess, "{}: {}", call, cudaGetErrorString(error));
+}
+
+class CudaDevice final : public Device {
+public:
+  CudaDevice(int rank, int num_ranks) : device_(rank) {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+    if (count < num_ranks) throw Skipped(fmt::format("{} ranks need a GPU each; this machine has {}", num_ranks, count));
+    check_cuda(cudaSetDevice(device_), "cudaSetDevice"); // of the calling thread
+    check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  }
+  ~CudaDevice() override { cudaStreamDestroy(stream_); }
+
+  epx_transport transport() const override { return EPX_TRANSPORT_NCCL; }
+  epx_stream stream() const override { return stream_; }
+  std::byte* allocate(size_t bytes) override {
+    void* memory = nullptr;
+    check_cuda(cudaMalloc(&memory, bytes), "cudaMalloc");
+    return static_cast<std::byte*>(memory);
+  }
+  void free(std::byte* memory) noexcept override { cudaFree(memory); }
+  void write(void* to, const void* host, size_t bytes) override { copy(to, host, bytes, cudaMemcpyHostToDevice); }
+  void read(void* host, const void* from, size_t bytes) override { copy(host, from, bytes, cudaMemcpyDeviceToHost); }
+  void finish() override { check_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
+
+private:
+  void copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+    if (bytes == 0) return;
+    check_cuda(cudaMemcpyAsync(to, from, bytes, kind, stream_), "cudaMemcpyAsync");
+    finish();
+  }
+
+  int device_;
+  cudaStream_t stream_ = nullptr;
+};
+
+} // namespace
+
+std::unique_ptr<Device> make_cuda_device(int rank, int num_ranks) {
+  return std::make_unique<CudaDevice>(rank, num_ranks);
+}
+
+} // namespace epx::test

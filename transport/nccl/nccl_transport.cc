@@ -1,0 +1,269 @@
+#include "transport/nccl/nccl_transport.h"
+
+#include <chrono>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <nccl.h>
+#include <nccl_device.h>
+
+#include "runtime/base/cuda.h"
+#include "runtime/base/deadline.h"
+#include "runtime/base/log.h"
+#include "transport/nccl/lsa_pointers.h"
+
+namespace epx {
+namespace {
+
+[[noreturn]] void fail_nccl(ncclResult_t result, const char* call) {
+  fail(EPX_ERROR_SYSTEM, "{}: {} ({})", call, ncclGetErrorString(result), ncclGetLastError(nullptr));
+}
+
+void check_nccl(ncclResult_t result, const char* call) {
+  if (result != ncclSuccess) fail_nccl(result, call);
+}
+
+// A communicator that never blocks: what is in progress is polled, and aborted at the deadline.
+class Communicator {
+public:
+  Communicator(int rank, int num_ranks, const ncclUniqueId& id, std::chrono::milliseconds timeout) : timeout_(timeout) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    wait(ncclCommInitRankConfig(&comm_, num_ranks, id, rank, &config), "ncclCommInitRankConfig");
+  }
+  ~Communicator() {
+    if (comm_ != nullptr) ncclCommAbort(comm_); // local, never waits for a peer; frees what is left
+  }
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  ncclComm_t get() const { return comm_; }
+
+  // Waits for what `call` began.
+  void wait(ncclResult_t result, const char* call) {
+    const Deadline deadline{timeout_};
+    if (result == ncclSuccess) result = ncclInProgress; // it may have begun only
+    while (result == ncclInProgress) {
+      if (deadline.passed()) {
+        ncclCommAbort(std::exchange(comm_, nullptr));
+        fail(EPX_ERROR_TIMEOUT, "{}: not all ranks came within {} ms", call, timeout_.count());
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      check_nccl(ncclCommGetAsyncError(comm_, &result), "ncclCommGetAsyncError");
+    }
+    check_nccl(result, call);
+  }
+
+private:
+  ncclComm_t comm_ = nullptr;
+  std::chrono::milliseconds timeout_;
+};
+
+struct NcclFree {
+  void operator()(std::byte* memory) const noexcept { ncclMemFree(memory); }
+};
+
+// A window's lifetime: the communicator outlives it.
+class NcclWindow final : public Window {
+public:
+  NcclWindow(std::shared_ptr<Communicator> communicator, int rank, int num_ranks, int64_t bytes)
+      : communicator_(std::move(communicator)), rank_(rank), num_ranks_(num_ranks), bytes_(bytes) {
+    void* memory = nullptr;
+    const ncclResult_t result = ncclMemAlloc(&memory, static_cast<size_t>(bytes));
+    memory_.reset(static_cast<std::byte*>(memory));
+    if (result != ncclSuccess) {
+      size_t free_bytes = 0, total_bytes = 0;
+      cudaMemGetInfo(&free_bytes, &total_bytes);
+      cudaGetLastError();
+      fail(EPX_ERROR_OUT_OF_MEMORY, "ncclMemAlloc of {} bytes: {} ({} bytes of {} are free on the GPU)", bytes,
+           ncclGetErrorString(result), free_bytes, total_bytes);
+    }
+    check_cuda(cudaMemset(memory, 0, static_cast<size_t>(bytes)), "cudaMemset");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
+  ~NcclWindow() override {
+    if (window_ != nullptr && communicator_->get() != nullptr) ncclCommWindowDeregister(communicator_->get(), window_);
+  }
+
+  // Collective in the communicator.
+  void register_everywhere() {
+    if (num_ranks_ == 1) { // NCCL has no symmetric memory for one rank, and none is needed
+      bases_ = {memory_.get()};
+      return;
+    }
+    communicator_->wait(ncclCommWindowRegister(communicator_->get(), memory_.get(), static_cast<size_t>(bytes_), &window_,
+                                               NCCL_WIN_COLL_SYMMETRIC),
+                        "ncclCommWindowRegister");
+    if (window_ == nullptr)
+      fail(EPX_ERROR_UNSUPPORTED,
+           "NCCL has no symmetric memory here (ncclCommWindowRegister returned no window): peer access "
+           "over NVLink and CUDA's virtual memory management (NCCL_CUMEM_ENABLE) are needed");
+    DeviceMemory<std::byte*> bases = make_device_memory<std::byte*>(static_cast<size_t>(num_ranks_));
+    const CudaStream stream;
+    check_cuda(find_lsa_pointers(window_, num_ranks_, bases.get(), stream.get()), "find_lsa_pointers");
+    bases_.resize(static_cast<size_t>(num_ranks_));
+    check_cuda(cudaMemcpyAsync(bases_.data(), bases.get(), bases_.size() * sizeof(std::byte*), cudaMemcpyDeviceToHost,
+                               stream.get()),
+               "cudaMemcpyAsync");
+    check_cuda(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize");
+    bases_[static_cast<size_t>(rank_)] = memory_.get(); // the address that the user knows
+  }
+
+  PeerWindow view() const override { return {bases_.data(), rank_, num_ranks_}; }
+  int64_t bytes() const override { return bytes_; }
+
+private:
+  std::shared_ptr<Communicator> communicator_;
+  int rank_;
+  int num_ranks_;
+  int64_t bytes_;
+  std::unique_ptr<std::byte, NcclFree> memory_;
+  ncclWindow_t window_ = nullptr;
+  std::vector<std::byte*> bases_;
+};
+
+// Records travel through an all-gather on the GPU.
+class NcclExchange final : public Exchange {
+public:
+  // One rank needs no communicator.
+  NcclExchange(Communicator* communicator, int rank, int num_ranks, std::chrono::milliseconds timeout)
+      : communicator_(communicator), rank_(rank), num_ranks_(num_ranks), timeout_(timeout),
+        records_(make_device_memory<ExchangeRecord>(static_cast<size_t>(num_ranks) + 1)) {}
+
+protected:
+  std::vector<ExchangeRecord> gather(ExchangeRecord mine) override {
+    mine.rank = rank_;
+    if (num_ranks_ == 1) return {mine};
+    ExchangeRecord* const own = records_.get() + num_ranks_;
+    std::vector<ExchangeRecord> all(static_cast<size_t>(num_ranks_));
+    check_cuda(cudaMemcpyAsync(own, &mine, sizeof(mine), cudaMemcpyHostToDevice, stream_.get()), "cudaMemcpyAsync");
+    communicator_->wait(
+        ncclAllGather(own, records_.get(), sizeof(ExchangeRecord), ncclChar, communicator_->get(), stream_.get()),
+        "ncclAllGather");
+    check_cuda(cudaMemcpyAsync(all.data(), records_.get(), all.size() * sizeof(ExchangeRecord), cudaMemcpyDeviceToHost,
+                               stream_.get()),
+               "cudaMemcpyAsync");
+    const Deadline deadline{timeout_};
+    for (cudaError_t state = cudaErrorNotReady; state != cudaSuccess; state = cudaStreamQuery(stream_.get())) {
+      if (state != cudaErrorNotReady) check_cuda(state, "cudaStreamQuery");
+      if (deadline.passed()) fail(EPX_ERROR_TIMEOUT, "not all ranks came within {} ms", timeout_.count());
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+    for (const ExchangeRecord& record : all)
+      if (record.status != EPX_SUCCESS && mine.status == EPX_SUCCESS) throw_peer_failure(record);
+    return all;
+  }
+
+private:
+  Communicator* communicator_;
+  int rank_;
+  int num_ranks_;
+  std::chrono::milliseconds timeout_;
+  CudaStream stream_;
+  DeviceMemory<ExchangeRecord> records_; // [num_ranks], then this rank's own
+};
+
+class NcclTransportOf final : public NcclTransport {
+public:
+  NcclTransportOf(std::shared_ptr<Communicator> communicator, int rank, int num_ranks, std::chrono::milliseconds timeout)
+      : communicator_(std::move(communicator)), rank_(rank), num_ranks_(num_ranks),
+        exchange_(communicator_.get(), rank, num_ranks, timeout) {}
+
+  epx_transport kind() const override { return EPX_TRANSPORT_NCCL; }
+  Exchange& exchange() override { return exchange_; }
+
+  std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {
+    std::unique_ptr<NcclWindow> window;
+    const std::vector<int64_t> sizes = exchange.all_gather([&] {
+      window = std::make_unique<NcclWindow>(communicator_, rank_, num_ranks_, bytes);
+      return bytes;
+    });
+    exchange.all_gather([&] {
+      for (int peer = 0; peer < num_ranks_; ++peer)
+        if (sizes[static_cast<size_t>(peer)] != bytes)
+          fail(EPX_ERROR_MISMATCH, "bytes differ between ranks: rank {} asks for {}, rank {} for {}", rank_, bytes, peer,
+               sizes[static_cast<size_t>(peer)]);
+      return bytes;
+    });
+    exchange.all_gather([&] {
+      window->register_everywhere();
+      return bytes;
+    });
+    return window;
+  }
+
+private:
+  std::shared_ptr<Communicator> communicator_;
+  int rank_;
+  int num_ranks_;
+  NcclExchange exchange_;
+};
+
+void require_own_gpus(const std::vector<GpuIdentity>& gpus) {
+  for (size_t rank = 0; rank < gpus.size(); ++rank) {
+    if (gpus[rank].device < 0)
+      fail(EPX_ERROR_UNSUPPORTED, "transport nccl needs a GPU on every rank; rank {} has none (no driver, or no device)",
+           rank);
+    for (size_t other = 0; other < rank; ++other)
+      if (gpus[other].uuid == gpus[rank].uuid)
+        fail(EPX_ERROR_UNSUPPORTED,
+             "transport nccl needs a GPU for every rank; ranks {} and {} share one (device {} of rank {}): "
+             "call cudaSetDevice before epx_group_create",
+             other, rank, gpus[rank].device, rank);
+  }
+}
+
+void require_compiled_version() {
+  int version = 0;
+  check_nccl(ncclGetVersion(&version), "ncclGetVersion");
+  if (version != NCCL_VERSION_CODE)
+    fail(EPX_ERROR_UNSUPPORTED,
+         "libepx was compiled for NCCL {}, the library that is loaded is {}: device-side structures differ between "
+         "releases; load the former (LD_LIBRARY_PATH), or build epx against the latter",
+         NCCL_VERSION_CODE, version);
+}
+
+} // namespace
+
+GpuIdentity find_gpu() noexcept {
+  GpuIdentity gpu;
+  cudaDeviceProp properties;
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || cudaGetDeviceProperties(&properties, device) != cudaSuccess) {
+    cudaGetLastError();
+    return gpu;
+  }
+  gpu.device = device;
+  std::copy_n(properties.uuid.bytes, gpu.uuid.size(), gpu.uuid.begin());
+  return gpu;
+}
+
+std::unique_ptr<NcclTransport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
+  const std::chrono::milliseconds timeout(timeout_ms);
+  const std::vector<GpuIdentity> gpus = exchange.all_gather([] {
+    require_compiled_version();
+    return find_gpu();
+  });
+  const std::vector<ncclUniqueId> ids = exchange.all_gather([&] { // the UID all-gather
+    require_own_gpus(gpus);
+    ncclUniqueId id{};
+    if (rank == 0) check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
+    return id;
+  });
+  std::shared_ptr<Communicator> communicator;
+  exchange.all_gather([&] {
+    if (num_ranks == 1) return 1;
+    communicator = std::make_shared<Communicator>(rank, num_ranks, ids.front(), timeout);
+    const int lsa_ranks = ncclTeamLsa(communicator->get()).nRanks;
+    if (lsa_ranks < num_ranks)
+      fail(EPX_ERROR_UNSUPPORTED,
+           "the group has {} ranks, but only {} of them reach each other's memory over NVLink (rank {}'s "
+           "LSA domain)",
+           num_ranks, lsa_ranks, rank);
+    return lsa_ranks;
+  });
+  return std::make_unique<NcclTransportOf>(std::move(communicator), rank, num_ranks, timeout);
+}
+
+} // namespace epx

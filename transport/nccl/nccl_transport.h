@@ -1,0 +1,34 @@
+// Windows over NVLink: NCCL symmetric memory of the ranks of one LSA domain, which load and store each other's.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "transport/exchange.h"
+#include "transport/transport.h"
+
+namespace epx {
+
+// What a rank tells the others of its GPU before a transport is chosen.
+struct GpuIdentity {
+  int32_t device = -1; // CUDA ordinal; -1: none
+  std::array<char, 16> uuid{};
+};
+
+// The calling thread's current device. None where there is no driver or no GPU.
+GpuIdentity find_gpu() noexcept;
+
+// A transport that also carries small host-side records, for what ranks agree on after creation.
+class NcclTransport : public Transport {
+public:
+  // As an exchange of all ranks, through the GPU; bounded by timeout_ms. Not while a call of the group waits on the host.
+  virtual Exchange& exchange() = 0;
+};
+
+// Collective over `exchange`; all ranks succeed or all throw: UNSUPPORTED (no GPU, two ranks on one GPU, another NCCL than at
+// compile time, ranks beyond one LSA domain, no symmetric memory), TIMEOUT, SYSTEM.
+std::unique_ptr<NcclTransport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange);
+
+} // namespace epx
