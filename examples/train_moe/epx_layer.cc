@@ -100,7 +100,7 @@ Group::Group(const World& world, const ModelOptions& model, int64_t max_tokens, 
   config.max_top_k = model.top_k;
   config.max_alignment = 1;
   config.max_token_dtype = EPX_FLOAT32;
-  config.transport = EPX_TRANSPORT_HOST; // the experts compute on the host
+  config.transport = EPX_TRANSPORT_HOST;        // the experts compute on the host
   config.combine_precision = EPX_COMBINE_EXACT; // the same bits for every number of ranks
   config.timeout_ms = timeout_ms;
   epx_bootstrap bootstrap;
