@@ -10,7 +10,7 @@ ln -s "$source_dir" "$work/parent/subprojects/epx"
 cat >"$work/parent/meson.build" <<'MESON'
 project('parent', 'c', default_options: ['c_std=c11', 'warning_level=3', 'werror=true'])
 epx_dep = dependency('epx', fallback: 'epx', default_options: ['tools=disabled', 'tests=disabled', 'mpi=disabled',
-  'moe=disabled'])
+  'moe=disabled', 'cuda=disabled'])
 test('parent', executable('parent', 'parent.c', dependencies: epx_dep))
 MESON
 cat >"$work/parent/parent.c" <<'C'
