@@ -1,0 +1,158 @@
+// Failures that a group on GPUs does not survive: who is named, and that the CUDA context does. Ranks are processes, started
+// by epx_test_launch.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/support/check.h"
+#include "tests/support/launcher.h"
+
+namespace epx::test {
+namespace {
+
+constexpr int kTokens = 8;
+constexpr int kTopK = 2;
+constexpr int kExperts = 8;
+constexpr int64_t kShortMs = 1'500; // of those who are to time out
+
+// A group and the device memory of one prepare.
+class Round {
+public:
+  Round(const RankContext& context, int64_t timeout_ms) : device_(*context.device) {
+    epx_group_config config;
+    check_ok(epx_group_config_init(&config), "epx_group_config_init");
+    config.num_experts = kExperts;
+    config.max_tokens_per_rank = kTokens;
+    config.hidden_dim = 16;
+    config.max_top_k = kTopK;
+    config.max_token_dtype = EPX_BFLOAT16;
+    config.transport = EPX_TRANSPORT_NCCL;
+    config.timeout_ms = timeout_ms;
+    check_ok(epx_group_create(context.bootstrap, &config, &group_), "epx_group_create");
+    check_ok(epx_handle_mem_size(group_, &layer_, &handle_bytes_), "epx_handle_mem_size");
+    handle_ = device_.allocate(handle_bytes_);
+    topk_idx_ = device_.allocate(kTokens * kTopK * sizeof(int32_t));
+    counts_ = device_.allocate(kExperts * sizeof(int32_t));
+    offsets_ = device_.allocate((kExperts + 1) * sizeof(int32_t));
+    const std::vector<int32_t> experts(kTokens * kTopK, context.rank);
+    device_.write(topk_idx_, experts.data(), experts.size() * sizeof(int32_t));
+    epx_group_info info = {};
+    info.struct_size = sizeof(info);
+    check_ok(epx_group_query(group_, &info), "epx_group_query");
+    num_local_experts_ = info.num_local_experts;
+  }
+  Round(const Round&) = delete;
+  Round& operator=(const Round&) = delete;
+  ~Round() {
+    epx_group_destroy(group_);
+    for (std::byte* memory : {handle_, topk_idx_, counts_, offsets_})
+      device_.free(memory);
+  }
+
+  epx_group group() const { return group_; }
+
+  epx_status prepare() {
+    const epx_tensor topk_idx = epx_tensor_2d(topk_idx_, EPX_INT32, kTokens, kTopK);
+    const epx_tensor counts = epx_tensor_1d(counts_, EPX_INT32, num_local_experts_);
+    const epx_tensor offsets = epx_tensor_1d(offsets_, EPX_INT32, num_local_experts_ + 1);
+    epx_prepare_args args = {};
+    args.struct_size = sizeof(args);
+    args.layer = layer_;
+    args.handle_mem = handle_;
+    args.handle_mem_bytes = handle_bytes_;
+    args.stream = device_.stream();
+    args.topk_idx = &topk_idx;
+    args.counts = &counts;
+    args.offsets = &offsets;
+    return epx_prepare(group_, &args);
+  }
+
+  epx_group_report report() const {
+    epx_group_report report = {};
+    report.struct_size = sizeof(report);
+    check_ok(epx_group_status(group_, &report), "epx_group_status");
+    return report;
+  }
+
+  // The kernels have ended in order: the stream and the memory still work.
+  void check_context() {
+    device_.finish();
+    const std::vector<int32_t> sent = {1, 2, 3};
+    std::vector<int32_t> back(sent.size());
+    device_.write(counts_, sent.data(), sent.size() * sizeof(int32_t));
+    device_.read(back.data(), counts_, back.size() * sizeof(int32_t));
+    check(back == sent, "device memory does not keep what is written to it");
+  }
+
+private:
+  Device& device_;
+  epx_group group_ = nullptr;
+  epx_layer layer_ = {kTopK, 1};
+  size_t handle_bytes_ = 0;
+  int num_local_experts_ = 0;
+  std::byte* handle_ = nullptr;
+  std::byte* topk_idx_ = nullptr;
+  std::byte* counts_ = nullptr;
+  std::byte* offsets_ = nullptr;
+};
+
+// The last rank does not make the second call: all others report it by its number, and it finds out when it comes.
+void test_missing_rank(const RankContext& context) {
+  Round round(context, kShortMs);
+  check_ok(round.prepare(), "epx_prepare");
+  context.device->finish();
+  const int absent = context.num_ranks - 1;
+  if (context.rank == absent) std::this_thread::sleep_for(std::chrono::milliseconds(3 * kShortMs));
+  const epx_status called = round.prepare(); // asynchronous: it succeeds, unless the failure is known already
+  check(called == EPX_SUCCESS || called == EPX_ERROR_TIMEOUT, "epx_prepare returned {}", epx_status_string(called));
+  round.check_context();
+  const epx_group_report report = round.report();
+  check_equal(static_cast<int>(report.status), static_cast<int>(EPX_ERROR_TIMEOUT), "report.status");
+  check_equal(report.culprit, absent, "report.culprit");
+  check(contains(report.message, std::to_string(absent)), "\"{}\" does not name rank {}", report.message, absent);
+  if (context.rank != absent && report.num_missing > 0) check_equal(report.missing[0], absent, "report.missing[0]");
+  check_status(round.prepare(), EPX_ERROR_TIMEOUT, "epx_prepare on the failed group");
+  context.gather(0);
+}
+
+// The last rank aborts while the others wait for it.
+void test_abort(const RankContext& context) {
+  Round round(context, 60'000);
+  const int aborting = context.num_ranks - 1;
+  if (context.rank == aborting) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    check_ok(epx_group_abort(round.group()), "epx_group_abort");
+  }
+  const epx_status called = round.prepare();
+  check(called == EPX_SUCCESS || called == EPX_ERROR_ABORTED, "epx_prepare returned {}", epx_status_string(called));
+  round.check_context();
+  const epx_group_report report = round.report();
+  check_equal(static_cast<int>(report.status), static_cast<int>(EPX_ERROR_ABORTED), "report.status");
+  check_equal(report.culprit, aborting, "report.culprit");
+  context.gather(0);
+}
+
+} // namespace
+} // namespace epx::test
+
+int main() {
+  using namespace epx::test;
+  try {
+    const char* directory = std::getenv("EPX_TEST_DIR");
+    check(directory != nullptr, "EPX_TEST_DIR is not set: start this through epx_test_launch");
+    const auto launcher = make_file_launcher("nccl", "EPX_TEST_RANK", "EPX_TEST_RANKS", directory);
+    launcher->each_rank(test_missing_rank);
+    launcher->each_rank(test_abort);
+    std::printf("%lld checks passed\n", static_cast<long long>(num_checks()));
+    return 0;
+  } catch (const Skipped& reason) {
+    std::fprintf(stderr, "skipped: %s\n", reason.what());
+    return kSkippedExitCode;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    std::_Exit(1); // peers may be gone: nothing that waits for them any more
+  }
+}
