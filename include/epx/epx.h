@@ -26,7 +26,8 @@
  * - Tensors are contiguous, row-major, aligned to their element size. Output tensors overlap no other tensor of the call.
  *   The library reads descriptors only during the call and owns none of the memory they name.
  * - On the host transport tensors and handle memory are host memory, `stream` is NULL, and a call has finished when it
- *   returns.
+ *   returns. With EPX_TRANSPORT_NCCL they are memory of the rank's GPU, `stream` is a cudaStream_t, and the five operations are
+ *   asynchronous on it: what goes wrong there is returned by a later call and told by epx_group_status.
  * - One group is used by one thread at a time, except epx_group_abort and epx_group_status, which any thread may call.
  *   Groups are independent of each other.
  * - The C API may still change until the NVLink transport is complete; CHANGELOG.md tells. From then on it is append-only.
@@ -333,7 +334,7 @@ EPX_API epx_status epx_group_status(epx_group group, epx_group_report* report);
 /* Allocates `bytes` (> 0, the same on all ranks) of memory that peers can reach. Receive tensors that lie in it are written
  * in place by dispatch and combine_bwd, and may be read in place by combine and dispatch_bwd (on the host transport: when
  * those of all ranks, weights included, do); others are staged, with the same result. Collective; counts as two calls in
- * sequence numbers. *ptr is aligned to 256 bytes and its contents are zero.
+ * sequence numbers. *ptr is aligned to 256 bytes and its contents are zero. On GPUs it and epx_mem_free synchronise the device.
  * Errors: INVALID_ARGUMENT; OUT_OF_MEMORY (on all ranks, if any lacks it; the group lives on); MISMATCH (bytes differ; the
  * group lives on); sticky ones. */
 EPX_API epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr);
