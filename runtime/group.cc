@@ -70,12 +70,7 @@ struct TransportChoice {
 TransportChoice choose_transport(epx_transport wanted, Exchange& exchange) {
   if (wanted != EPX_TRANSPORT_AUTO) return {wanted, "as configured"};
   const std::vector<GpuIdentity> gpus = exchange.all_gather([] { return find_gpu(); });
-  for (size_t rank = 0; rank < gpus.size(); ++rank) {
-    if (gpus[rank].device < 0) return {EPX_TRANSPORT_HOST, fmt::format("auto: rank {} has no GPU", rank)};
-    for (size_t other = 0; other < rank; ++other)
-      if (gpus[other].uuid == gpus[rank].uuid)
-        return {EPX_TRANSPORT_HOST, fmt::format("auto: ranks {} and {} share a GPU", other, rank)};
-  }
+  if (const std::string why = why_not_a_gpu_each(gpus); !why.empty()) return {EPX_TRANSPORT_HOST, "auto: " + why};
   return {EPX_TRANSPORT_NCCL, "auto: each rank has a GPU of its own"};
 }
 

@@ -15,7 +15,7 @@ FfnShape require_config(const epx_moe_ffn_config* config) {
 
 template <typename Args>
 Zones require_zones(const Args& args, const FfnShape& shape, int64_t num_rows) {
-  require_tensor(args.counts, "counts", {EPX_INT32, EPX_INT64}, {{"E_l", shape.num_experts}});
+  require_tensor(args.counts, "counts", kInteger, {{"E_l", shape.num_experts}});
   require_tensor(args.offsets, "offsets", {args.counts->dtype}, {{"E_l + 1", shape.num_experts + 1}});
   const Zones zones{Integers(args.counts), Integers(args.offsets)};
   validate(zones, shape.num_experts, num_rows);
@@ -71,7 +71,7 @@ void backward(const FfnShape& shape, const epx_moe_ffn_bwd_args& args) {
 
 // The tensor that tells in which type to compute.
 epx_dtype require_rows(const epx_tensor* recv_tokens, const FfnShape& shape) {
-  require_tensor(recv_tokens, "recv_tokens", {EPX_FLOAT32, EPX_FLOAT64}, {{"N", kAnySize}, {"H", shape.hidden}});
+  require_tensor(recv_tokens, "recv_tokens", kReal, {{"N", kAnySize}, {"H", shape.hidden}});
   return recv_tokens->dtype;
 }
 

@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "runtime/base/error.h"
 #include "transport/transport.h"
 
 namespace epx {
@@ -35,6 +36,15 @@ public:
       if (data >= start && data + bytes <= start + window->bytes()) return AllocationPlace{number, data - start};
     }
     return std::nullopt;
+  }
+
+  // The number of the allocation that starts at `data`. Throws INVALID_ARGUMENT when none does.
+  int64_t require_start(const void* data) const {
+    const auto place = locate(static_cast<const std::byte*>(data), 1);
+    if (!place || place->offset != 0)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_free: {} is not the start of memory from epx_mem_alloc of this group",
+           data);
+    return place->allocation;
   }
 
   std::byte* peer_address(int peer, const AllocationPlace& place) const {

@@ -15,33 +15,18 @@
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 
+#include "tests/support/time_limit.h"
+
 namespace {
 
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
+using epx::test::TimeLimit;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kPatient = 30s; // a test that has to wait this long has failed
 constexpr milliseconds kShort = 300ms;
 constexpr milliseconds kSlack = 5s; // what a loaded machine may add to a bounded wait
-
-// Ends the process, and with it the job, when a test hangs.
-class TimeLimit {
-public:
-  explicit TimeLimit(unsigned seconds) {
-    struct sigaction action {};
-    action.sa_handler = [](int) {
-      constexpr char kText[] = "mpi_bootstrap_test: a test exceeded its time limit\n";
-      [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, kText, sizeof(kText) - 1);
-      ::_exit(1);
-    };
-    ::sigaction(SIGALRM, &action, nullptr);
-    ::alarm(seconds);
-  }
-  ~TimeLimit() { ::alarm(0); }
-  TimeLimit(const TimeLimit&) = delete;
-  TimeLimit& operator=(const TimeLimit&) = delete;
-};
 
 int rank_in(MPI_Comm comm) {
   int rank = -1;

@@ -26,6 +26,7 @@
 #include <fmt/format.h>
 
 #include "runtime/base/error.h"
+#include "tests/support/time_limit.h"
 #include "transport/bootstrap/file.h"
 
 namespace {
@@ -33,29 +34,12 @@ namespace {
 namespace fs = std::filesystem;
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
+using epx::test::TimeLimit;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kPatient = 20s; // a test that has to wait this long has failed
 constexpr milliseconds kShort = 400ms;
 constexpr milliseconds kSlack = 3s; // what a loaded machine may add to a bounded wait
-
-// Ends the process when a test hangs.
-class TimeLimit {
-public:
-  explicit TimeLimit(unsigned seconds) {
-    struct sigaction action {};
-    action.sa_handler = [](int) {
-      constexpr char kText[] = "file_bootstrap_test: a test exceeded its time limit\n";
-      [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, kText, sizeof(kText) - 1);
-      ::_exit(1);
-    };
-    ::sigaction(SIGALRM, &action, nullptr);
-    ::alarm(seconds);
-  }
-  ~TimeLimit() { ::alarm(0); }
-  TimeLimit(const TimeLimit&) = delete;
-  TimeLimit& operator=(const TimeLimit&) = delete;
-};
 
 class TempDirectory {
 public:

@@ -200,20 +200,6 @@ private:
   NcclExchange exchange_;
 };
 
-void require_own_gpus(const std::vector<GpuIdentity>& gpus) {
-  for (size_t rank = 0; rank < gpus.size(); ++rank) {
-    if (gpus[rank].device < 0)
-      fail(EPX_ERROR_UNSUPPORTED, "transport nccl needs a GPU on every rank; rank {} has none (no driver, or no device)",
-           rank);
-    for (size_t other = 0; other < rank; ++other)
-      if (gpus[other].uuid == gpus[rank].uuid)
-        fail(EPX_ERROR_UNSUPPORTED,
-             "transport nccl needs a GPU for every rank; ranks {} and {} share one (device {} of rank {}): "
-             "call cudaSetDevice before epx_group_create",
-             other, rank, gpus[rank].device, rank);
-  }
-}
-
 void require_compiled_version() {
   int version = 0;
   check_nccl(ncclGetVersion(&version), "ncclGetVersion");
@@ -239,6 +225,16 @@ GpuIdentity find_gpu() noexcept {
   return gpu;
 }
 
+std::string why_not_a_gpu_each(std::span<const GpuIdentity> gpus) {
+  for (size_t rank = 0; rank < gpus.size(); ++rank) {
+    if (gpus[rank].device < 0) return fmt::format("rank {} has no GPU (no driver, or no device)", rank);
+    for (size_t other = 0; other < rank; ++other)
+      if (gpus[other].uuid == gpus[rank].uuid)
+        return fmt::format("ranks {} and {} share a GPU (device {} of rank {})", other, rank, gpus[rank].device, rank);
+  }
+  return "";
+}
+
 std::unique_ptr<NcclTransport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
   const std::chrono::milliseconds timeout(timeout_ms);
   const std::vector<GpuIdentity> gpus = exchange.all_gather([] {
@@ -246,7 +242,9 @@ std::unique_ptr<NcclTransport> make_nccl_transport(int rank, int num_ranks, int6
     return find_gpu();
   });
   const std::vector<ncclUniqueId> ids = exchange.all_gather([&] { // the UID all-gather
-    require_own_gpus(gpus);
+    if (const std::string why = why_not_a_gpu_each(gpus); !why.empty())
+      fail(EPX_ERROR_UNSUPPORTED,
+           "transport nccl needs a GPU of its own for every rank, but {}: call cudaSetDevice before epx_group_create", why);
     ncclUniqueId id{};
     if (rank == 0) check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
     return id;

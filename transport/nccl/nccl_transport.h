@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "transport/exchange.h"
@@ -19,6 +20,9 @@ struct GpuIdentity {
 
 // The calling thread's current device. None where there is no driver or no GPU.
 GpuIdentity find_gpu() noexcept;
+
+// Why these ranks cannot use transport nccl: one has no GPU, or two share one. "" when each has its own.
+std::string why_not_a_gpu_each(std::span<const GpuIdentity> gpus);
 
 // A transport that also carries small host-side records, for what ranks agree on after creation.
 class NcclTransport : public Transport {

@@ -119,21 +119,18 @@ public:
   }
 
   void free(void* data) override {
-    const auto place = allocations_.locate(static_cast<const std::byte*>(data), 1);
-    if (!place || place->offset != 0)
-      fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_free: {} is not the start of memory from epx_mem_alloc of this group",
-           data);
+    const int64_t allocation = allocations_.require_start(data);
     const CudaDeviceScope scope(device_);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // kernels may still use it
     if (status_.is_healthy()) {
-      const std::vector<int64_t> numbers = transport_->exchange().all_gather([&] { return place->allocation; });
+      const std::vector<int64_t> numbers = transport_->exchange().all_gather([&] { return allocation; });
       for (size_t rank = 0; rank < numbers.size(); ++rank)
         if (numbers[rank] != numbers[0])
           fail(EPX_ERROR_OUT_OF_SEQUENCE, "mem_free: rank 0 frees its allocation number {}, rank {} number {}", numbers[0],
                rank, numbers[rank]);
       advance_sequence(1);
     }
-    allocations_.remove(place->allocation);
+    allocations_.remove(allocation);
   }
 
   void abort() override {

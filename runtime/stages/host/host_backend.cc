@@ -29,23 +29,20 @@ public:
   }
 
   void free(void* data) override {
-    const auto place = allocations_.locate(static_cast<const std::byte*>(data), 1);
-    if (!place || place->offset != 0)
-      fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_free: {} is not the start of memory from epx_mem_alloc of this group",
-           data);
+    const int64_t allocation = allocations_.require_start(data);
     if (status_.is_healthy()) {
       CallPost terms{};
-      terms.allocation = place->allocation;
+      terms.allocation = allocation;
       try {
         protocol_.begin(EPX_OP_MEM_FREE);
         protocol_.arrive(terms);
         protocol_.complete();
       } catch (const Error&) { // the group has failed: from here on freeing is local
-        allocations_.remove(place->allocation);
+        allocations_.remove(allocation);
         throw;
       }
     }
-    allocations_.remove(place->allocation);
+    allocations_.remove(allocation);
   }
 
   void abort() override { protocol_.abort(); }
