@@ -1,6 +1,10 @@
 #include "transport/nccl/lsa_pointers.h"
 
+// Where NCCL lies in the toolkit's own folder, nvcc does not take its headers for a system's, and they have unused parameters.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-parameter"
 #include <nccl_device.h>
+#pragma GCC diagnostic pop
 
 namespace epx {
 namespace {
