@@ -7,7 +7,8 @@ source_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # What building needs, as package or package:command; a tool that is there by other means than apt will do.
 # shellcheck disable=SC2034  # used by the scripts that source this file
 build_packages=(g++:g++ meson:meson ninja-build:ninja pkg-config:pkg-config ccache:ccache
-  libopenmpi-dev openmpi-bin:mpirun libspdlog-dev libfmt-dev doctest-dev libcli11-dev nlohmann-json3-dev libeigen3-dev)
+  libopenmpi-dev openmpi-bin:mpirun libspdlog-dev libfmt-dev doctest-dev libcli11-dev nlohmann-json3-dev libeigen3-dev
+  libboost-context-dev)
 # One version everywhere: formatting differs from version to version.
 # shellcheck disable=SC2034
 lint_packages=(clang-format-14:clang-format-14 clang-tidy-14:clang-tidy-14)

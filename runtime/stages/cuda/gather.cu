@@ -7,6 +7,7 @@
 #include "runtime/stages/cuda/kernels.h"
 
 #include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/launch.h"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/rows.cuh"
 
@@ -176,12 +177,10 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
 }
 
 cudaError_t launch(const GatherParams& params, const LaunchShape& shape, cudaStream_t stream) {
-  GatherParams argument = params;
-  void* args[] = {&argument};
-  const void* kernel = params.call.dtype == EPX_FLOAT32   ? reinterpret_cast<const void*>(&gather_kernel<float>)
-                       : params.call.dtype == EPX_FLOAT16 ? reinterpret_cast<const void*>(&gather_kernel<__half>)
-                                                          : reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16>);
-  return cudaLaunchCooperativeKernel(kernel, shape.movement_blocks, kThreads, args, 0, stream);
+  const Grid grid{shape.movement_blocks, kThreads};
+  if (params.call.dtype == EPX_FLOAT32) return launch_cooperative(&gather_kernel<float>, grid, stream, params);
+  if (params.call.dtype == EPX_FLOAT16) return launch_cooperative(&gather_kernel<__half>, grid, stream, params);
+  return launch_cooperative(&gather_kernel<__nv_bfloat16>, grid, stream, params);
 }
 
 } // namespace

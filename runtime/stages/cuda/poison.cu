@@ -1,6 +1,7 @@
 // Tells every peer that this rank ended the group, while none of its kernels is there to do so.
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
+#include "runtime/stages/cuda/launch.h"
 #include "runtime/stages/cuda/memory_order.cuh"
 
 namespace epx::cuda {
@@ -18,8 +19,7 @@ const void* poison_kernel_address() {
 }
 
 cudaError_t launch_poison(const DeviceGroup& group, const Poison& poison, cudaStream_t stream) {
-  poison_kernel<<<1, 32, 0, stream>>>(group, pack(poison));
-  return cudaGetLastError();
+  return launch_cooperative(&poison_kernel, {1, 32}, stream, group, pack(poison));
 }
 
 } // namespace epx::cuda

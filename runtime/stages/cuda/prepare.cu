@@ -11,6 +11,7 @@
 
 #include "runtime/stages/cuda/call.cuh"
 #include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/launch.h"
 #include "runtime/stages/cuda/rows.cuh"
 #include "runtime/stages/slots.h"
 
@@ -354,8 +355,7 @@ private:
 };
 
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Params params) {
-  extern __shared__ int32_t shared[];
-  Prepare(params, shared).run();
+  Prepare(params, dynamic_shared_memory<int32_t>()).run();
 }
 
 } // namespace
@@ -373,9 +373,7 @@ size_t prepare_shared_bytes(int num_experts) {
 cudaError_t launch_prepare(const DeviceGroup& group, const LaunchShape& shape, const PrepareCall& call,
                            cudaStream_t stream) {
   Params params{group, call, make_handle_layout(group.context.shape, call.top_k)};
-  void* args[] = {&params};
-  return cudaLaunchCooperativeKernel(prepare_kernel_address(), shape.prepare_blocks, kThreads, args,
-                                     shape.prepare_shared_bytes, stream);
+  return launch_cooperative(&prepare_kernel, {shape.prepare_blocks, kThreads, shape.prepare_shared_bytes}, stream, params);
 }
 
 } // namespace epx::cuda

@@ -6,6 +6,7 @@
 #include "runtime/stages/cuda/kernels.h"
 
 #include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/launch.h"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/rows.cuh"
 
@@ -170,11 +171,8 @@ __global__ void __launch_bounds__(kThreads)
 template <typename Receiver>
 cudaError_t launch(const DeviceGroup& group, const LaunchShape& shape, const ScatterInput& input, CallPost offer,
                    const Receiver& receiver, cudaStream_t stream) {
-  ScatterParams params{group, make_handle_layout(group.context.shape, receiver.call.top_k), input, offer};
-  Receiver argument = receiver;
-  void* args[] = {&params, &argument};
-  return cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(&scatter_kernel<Receiver>), shape.movement_blocks,
-                                     kThreads, args, 0, stream);
+  const ScatterParams params{group, make_handle_layout(group.context.shape, receiver.call.top_k), input, offer};
+  return launch_cooperative(&scatter_kernel<Receiver>, {shape.movement_blocks, kThreads}, stream, params, receiver);
 }
 
 CallPost offer_of(const Reach& reach, int32_t weights, int64_t sidecar_bytes) {

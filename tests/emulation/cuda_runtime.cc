@@ -1,0 +1,298 @@
+// The part of the CUDA runtime that epx and its tests use, on a CPU. Devices have ordinals and nothing else; memory is the
+// host's. Capture records what is enqueued.
+#include <algorithm>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include "tests/emulation/streams.h"
+
+namespace {
+
+constexpr int kDevices = 8;
+constexpr int kMultiprocessors = 3;
+constexpr int kSharedBytes = 227 << 10; // of a block
+constexpr size_t kMemoryAlignment = 256;
+
+using Task = std::function<void()>;
+using Tasks = std::vector<Task>;
+
+thread_local int current_device = 0;
+
+} // namespace
+
+struct CUstream_st {
+  CUstream_st() : worker_([this] { run(); }) {}
+  ~CUstream_st() {
+    {
+      const std::scoped_lock lock(mutex_);
+      ends_ = true;
+    }
+    changed_.notify_all();
+    worker_.join();
+  }
+
+  void enqueue(Task task) {
+    const std::scoped_lock lock(mutex_);
+    if (captured_) {
+      captured_->push_back(std::move(task));
+      return;
+    }
+    tasks_.push_back(std::move(task));
+    ++num_enqueued_;
+    changed_.notify_all();
+  }
+  bool is_idle() {
+    const std::scoped_lock lock(mutex_);
+    return num_done_ == num_enqueued_;
+  }
+  void wait() {
+    std::unique_lock lock(mutex_);
+    const size_t goal = num_enqueued_;
+    changed_.wait(lock, [&] { return num_done_ >= goal; });
+  }
+  void begin_capture() {
+    const std::scoped_lock lock(mutex_);
+    captured_ = std::make_shared<Tasks>();
+  }
+  std::shared_ptr<Tasks> end_capture() {
+    const std::scoped_lock lock(mutex_);
+    return std::exchange(captured_, nullptr);
+  }
+
+private:
+  void run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return ends_ || !tasks_.empty(); });
+      if (tasks_.empty()) return;
+      Task task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+      lock.lock();
+      ++num_done_;
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task> tasks_;
+  size_t num_enqueued_ = 0;
+  size_t num_done_ = 0;
+  bool ends_ = false;
+  std::shared_ptr<Tasks> captured_;
+  std::thread worker_;
+};
+
+struct CUgraph_st {
+  std::shared_ptr<Tasks> tasks;
+};
+struct CUgraphExec_st {
+  std::shared_ptr<Tasks> tasks;
+};
+struct CUevent_st {
+  std::chrono::steady_clock::time_point time;
+  bool is_recorded = false;
+};
+
+namespace {
+
+std::mutex streams_mutex;
+std::set<cudaStream_t> streams;
+
+// Never destroyed: its thread may still run while the process ends.
+CUstream_st& null_stream() {
+  static auto* const stream = new CUstream_st;
+  return *stream;
+}
+
+CUstream_st& stream_of(cudaStream_t stream) {
+  return stream != nullptr ? *stream : null_stream();
+}
+
+} // namespace
+
+void epx::emulation::enqueue(cudaStream_t stream, Task task) {
+  stream_of(stream).enqueue(std::move(task));
+}
+
+extern "C" {
+
+// ---- Devices ----
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = kDevices;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= kDevices) return cudaErrorInvalidDevice;
+  current_device = device;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+  *properties = {};
+  std::strcpy(properties->name, "emulated");
+  properties->uuid.bytes[0] = static_cast<char>(device);
+  properties->multiProcessorCount = kMultiprocessors;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  if (attribute == cudaDevAttrMultiProcessorCount)
+    *value = kMultiprocessors;
+  else if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin)
+    *value = kSharedBytes;
+  else
+    return cudaErrorInvalidValue;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize() {
+  std::vector<cudaStream_t> all;
+  {
+    const std::scoped_lock lock(streams_mutex);
+    all.assign(streams.begin(), streams.end());
+  }
+  null_stream().wait();
+  for (cudaStream_t stream : all)
+    stream->wait();
+  return cudaSuccess;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t shared_bytes) {
+  *blocks = shared_bytes <= kSharedBytes ? 1 : 0;
+  return cudaSuccess;
+}
+const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : "error of the emulation";
+}
+const char* cudaGetErrorName(cudaError_t error) {
+  return error == cudaSuccess ? "cudaSuccess" : "cudaError";
+}
+cudaError_t cudaGetLastError() {
+  return cudaSuccess;
+}
+
+// ---- Memory ----
+
+cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  *memory = std::aligned_alloc(kMemoryAlignment,
+                               (std::max<size_t>(bytes, 1) + kMemoryAlignment - 1) / kMemoryAlignment * kMemoryAlignment);
+  return *memory != nullptr ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+cudaError_t cudaFree(void* memory) {
+  cudaDeviceSynchronize();
+  std::free(memory);
+  return cudaSuccess;
+}
+cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  return cudaMalloc(memory, bytes);
+}
+cudaError_t cudaFreeHost(void* memory) {
+  return cudaFree(memory);
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  stream_of(stream).enqueue([=] { std::memcpy(to, from, bytes); });
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  cudaMemcpyAsync(to, from, bytes, kind, nullptr);
+  return cudaStreamSynchronize(nullptr);
+}
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
+  stream_of(stream).enqueue([=] { std::memset(memory, value, bytes); });
+  return cudaSuccess;
+}
+cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
+  cudaMemsetAsync(memory, value, bytes, nullptr);
+  return cudaStreamSynchronize(nullptr);
+}
+
+// ---- Streams, events, graphs ----
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  *stream = new CUstream_st;
+  const std::scoped_lock lock(streams_mutex);
+  streams.insert(*stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  {
+    const std::scoped_lock lock(streams_mutex);
+    streams.erase(stream);
+  }
+  delete stream;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  stream_of(stream).wait();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  return stream_of(stream).is_idle() ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
+  stream_of(stream).enqueue([=] { function(argument); });
+  return cudaSuccess;
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  stream_of(stream).begin_capture();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  *graph = new CUgraph_st{stream_of(stream).end_capture()};
+  return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete graph;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  *exec = new CUgraphExec_st{graph->tasks};
+  return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+  for (const Task& task : *exec->tasks)
+    stream_of(stream).enqueue(task);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+  delete exec;
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  *event = new CUevent_st;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  stream_of(stream).enqueue([=] { event->time = std::chrono::steady_clock::now(); });
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
+  *milliseconds = std::chrono::duration<float, std::milli>(end->time - begin->time).count();
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+}

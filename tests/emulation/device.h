@@ -1,0 +1,173 @@
+// CUDA's built-in variables and functions, for kernels that a C++ compiler reads. Included before every kernel file.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstdint>
+#include <type_traits>
+
+#include <cuda_runtime_api.h>
+
+#include "tests/emulation/fibers.h"
+
+// A block is an operating system's thread.
+#undef __shared__
+#define __shared__ static thread_local
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __grid_constant__
+#define __grid_constant__
+#undef __global__
+#define __global__
+#undef __device__
+#define __device__
+#undef __host__
+#define __host__
+#undef __forceinline__
+#define __forceinline__ inline
+
+#define threadIdx (::epx::emulation::place().thread)
+#define blockIdx (::epx::emulation::place().block)
+#define blockDim (::epx::emulation::place().block_dim)
+#define gridDim (::epx::emulation::place().grid_dim)
+
+namespace epx::emulation {
+
+template <typename To, typename From>
+To bits_as(From from) {
+  static_assert(sizeof(To) <= 8 && sizeof(From) <= 8);
+  To to{};
+  __builtin_memcpy(&to, &from, std::min(sizeof(To), sizeof(From)));
+  return to;
+}
+
+inline int lane_id() {
+  return static_cast<int>(threadIdx.x) % kLanes;
+}
+
+} // namespace epx::emulation
+
+// ---- The block ----
+
+inline void __syncthreads() {
+  epx::emulation::meet_block(0);
+}
+inline int __syncthreads_or(int predicate) {
+  return epx::emulation::meet_block(predicate != 0 ? 1 : 0) != 0 ? 1 : 0;
+}
+inline int __syncthreads_and(int predicate) {
+  return epx::emulation::meet_block(predicate != 0 ? 0 : 1) == 0 ? 1 : 0;
+}
+inline int __syncthreads_count(int predicate) {
+  return static_cast<int>(epx::emulation::meet_block(predicate != 0 ? 1 : 0));
+}
+
+// ---- The warp; whole warps only ----
+
+inline void __syncwarp(unsigned = ~0u) {
+  epx::emulation::meet_warp(0);
+}
+template <typename T>
+T __shfl_sync(unsigned, T value, int from) {
+  return epx::emulation::bits_as<T>(
+      epx::emulation::meet_warp(epx::emulation::bits_as<uint64_t>(value))[static_cast<size_t>(from) % 32]);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int bits) {
+  return __shfl_sync(mask, value, epx::emulation::lane_id() ^ bits);
+}
+template <typename T>
+T __shfl_up_sync(unsigned mask, T value, int distance) {
+  const int from = epx::emulation::lane_id() - distance;
+  return __shfl_sync(mask, value, from < 0 ? epx::emulation::lane_id() : from);
+}
+template <typename T>
+T __shfl_down_sync(unsigned mask, T value, int distance) {
+  const int from = epx::emulation::lane_id() + distance;
+  return __shfl_sync(mask, value, from > 31 ? epx::emulation::lane_id() : from);
+}
+template <typename T>
+unsigned __match_any_sync(unsigned, T value) {
+  const uint64_t mine = epx::emulation::bits_as<uint64_t>(value);
+  const auto& values = epx::emulation::meet_warp(mine);
+  unsigned same = 0;
+  for (unsigned lane = 0; lane < 32; ++lane)
+    same |= values[lane] == mine ? 1u << lane : 0u;
+  return same;
+}
+inline unsigned __ballot_sync(unsigned, int predicate) {
+  const auto& values = epx::emulation::meet_warp(predicate != 0 ? 1 : 0);
+  unsigned ballot = 0;
+  for (unsigned lane = 0; lane < 32; ++lane)
+    ballot |= static_cast<unsigned>(values[lane]) << lane;
+  return ballot;
+}
+inline int __any_sync(unsigned mask, int predicate) {
+  return __ballot_sync(mask, predicate) != 0 ? 1 : 0;
+}
+inline int __all_sync(unsigned mask, int predicate) {
+  return __ballot_sync(mask, predicate == 0 ? 1 : 0) == 0 ? 1 : 0;
+}
+
+// ---- Atomics, of any scope ----
+
+template <typename T>
+T atomicAdd(T* word, std::type_identity_t<T> value) {
+  return std::atomic_ref(*word).fetch_add(value);
+}
+template <typename T>
+T atomicOr(T* word, std::type_identity_t<T> value) {
+  return std::atomic_ref(*word).fetch_or(value);
+}
+template <typename T>
+T atomicExch(T* word, std::type_identity_t<T> value) {
+  return std::atomic_ref(*word).exchange(value);
+}
+template <typename T>
+T atomicMax(T* word, std::type_identity_t<T> value) {
+  T seen = std::atomic_ref(*word).load();
+  while (seen < value && !std::atomic_ref(*word).compare_exchange_weak(seen, value)) {
+  }
+  return seen;
+}
+template <typename T>
+T atomicCAS_system(T* word, std::type_identity_t<T> expected, std::type_identity_t<T> desired) {
+  std::atomic_ref(*word).compare_exchange_strong(expected, desired);
+  return expected;
+}
+
+// ---- Arithmetic ----
+
+inline int __popc(unsigned x) {
+  return std::popcount(x);
+}
+inline int __popcll(unsigned long long x) {
+  return std::popcount(x);
+}
+inline int __ffs(int x) {
+  return __builtin_ffs(x);
+}
+inline int __ffsll(long long x) {
+  return __builtin_ffsll(x);
+}
+inline int __clz(int x) {
+  return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x));
+}
+inline float __fmaf_rn(float a, float b, float c) {
+  return __builtin_fmaf(a, b, c);
+}
+inline float __fadd_rn(float a, float b) {
+  return a + b;
+}
+inline float __fmul_rn(float a, float b) {
+  return a * b;
+}
+template <typename A, typename B>
+std::common_type_t<A, B> min(A a, B b) {
+  return b < a ? b : a;
+}
+template <typename A, typename B>
+std::common_type_t<A, B> max(A a, B b) {
+  return a < b ? b : a;
+}

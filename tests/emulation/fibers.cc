@@ -1,0 +1,198 @@
+#include "tests/emulation/fibers.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include <boost/context/fiber.hpp>
+#include <boost/context/pooled_fixedsize_stack.hpp>
+
+#include "runtime/base/random.h"
+
+namespace epx::emulation {
+namespace {
+
+namespace context = boost::context;
+
+constexpr size_t kStackBytes = size_t{64} << 10;
+constexpr int kPatience = 256; // passes without progress before the block's thread sleeps
+
+// A place where `expected` fibers meet; everyone leaves with what all of them brought. Two generations of values, since a fast
+// fiber may come again before a slow one has read.
+struct Meeting {
+  int expected;
+  int arrived = 0;
+  uint64_t generation = 0;
+};
+
+struct Warp {
+  Meeting meeting;
+  std::array<std::array<uint64_t, kLanes>, 2> values{};
+};
+
+enum class State { ready, waiting, ended };
+
+struct Thread {
+  context::fiber fiber;
+  State state = State::ready;
+  uint3 index{};
+};
+
+class Block {
+public:
+  Block(uint3 index, dim3 grid, int threads, size_t shared_bytes, const std::function<void()>& kernel)
+      : place_{{}, index, dim3(static_cast<unsigned>(threads)), grid}, kernel_(kernel),
+        shared_(shared_bytes + kAlignment), meeting_{threads}, threads_(static_cast<size_t>(threads)) {
+    for (int first = 0; first < threads; first += kLanes)
+      warps_.push_back({{std::min(kLanes, threads - first)}});
+    for (size_t i = 0; i < threads_.size(); ++i) {
+      threads_[i].index = {static_cast<unsigned>(i), 0, 0};
+      threads_[i].fiber = context::fiber(std::allocator_arg, stacks_, [this](context::fiber&& scheduler) {
+        scheduler_ = std::move(scheduler);
+        kernel_();
+        running_->state = State::ended;
+        end_thread();
+        return std::move(scheduler_);
+      });
+    }
+  }
+
+  void run() {
+    uint64_t random = random_u64();
+    int fruitless = 0;
+    while (num_ended_ < threads_.size()) {
+      made_progress_ = false;
+      random = random * 6364136223846793005u + 1442695040888963407u;
+      const size_t first = (random >> 33) % threads_.size();
+      const size_t stride = (random >> 20 & 1) != 0 ? 1 : threads_.size() - 1; // forwards or backwards
+      for (size_t step = 0; step < threads_.size(); ++step) {
+        Thread& thread = threads_[(first + step * stride) % threads_.size()];
+        if (thread.state == State::ready) resume(thread);
+      }
+      fruitless = made_progress_ ? 0 : fruitless + 1;
+      if (fruitless > kPatience)
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      else if (fruitless > 0)
+        std::this_thread::yield();
+    }
+  }
+
+  const Place& place() const { return place_; }
+  std::byte* shared() {
+    const auto address = reinterpret_cast<uintptr_t>(shared_.data());
+    return shared_.data() + (kAlignment - address % kAlignment) % kAlignment;
+  }
+
+  void pause() { suspend(); }
+
+  int64_t meet_block(int64_t brings) {
+    const uint64_t generation = meeting_.generation;
+    sums_[generation % 2] += brings;
+    arrive(meeting_, 0, threads_.size());
+    wait_for(meeting_, generation);
+    return sums_[generation % 2];
+  }
+
+  const std::array<uint64_t, kLanes>& meet_warp(uint64_t brings) {
+    const size_t index = place_.thread.x / kLanes;
+    Warp& warp = warps_[index];
+    const uint64_t generation = warp.meeting.generation;
+    warp.values[generation % 2][place_.thread.x % kLanes] = brings;
+    arrive(warp.meeting, index * kLanes, std::min(threads_.size(), (index + 1) * kLanes));
+    wait_for(warp.meeting, generation);
+    return warp.values[generation % 2];
+  }
+
+private:
+  static constexpr size_t kAlignment = 128;
+
+  void arrive(Meeting& meeting, size_t first, size_t end) {
+    ++meeting.arrived;
+    complete(meeting, first, end);
+  }
+  void complete(Meeting& meeting, size_t first, size_t end) {
+    if (meeting.arrived < meeting.expected || meeting.arrived == 0) return;
+    meeting.arrived = 0;
+    ++meeting.generation;
+    if (&meeting == &meeting_) sums_[meeting.generation % 2] = 0;
+    for (size_t i = first; i < end; ++i)
+      if (threads_[i].state == State::waiting && waits_at_[i] == &meeting) threads_[i].state = State::ready;
+    made_progress_ = true;
+  }
+  void wait_for(Meeting& meeting, uint64_t generation) {
+    while (meeting.generation == generation) {
+      running_->state = State::waiting;
+      waits_at_[place_.thread.x] = &meeting;
+      suspend();
+    }
+  }
+  // A thread that has ended is not waited for.
+  void end_thread() {
+    ++num_ended_;
+    made_progress_ = true;
+    --meeting_.expected;
+    complete(meeting_, 0, threads_.size());
+    const size_t index = place_.thread.x / kLanes;
+    --warps_[index].meeting.expected;
+    complete(warps_[index].meeting, index * kLanes, std::min(threads_.size(), (index + 1) * kLanes));
+  }
+
+  void resume(Thread& thread) {
+    running_ = &thread;
+    place_.thread = thread.index;
+    thread.fiber = std::move(thread.fiber).resume();
+  }
+  void suspend() { scheduler_ = std::move(scheduler_).resume(); }
+
+  Place place_; // of the running thread
+  const std::function<void()>& kernel_;
+  std::vector<std::byte> shared_;
+  Meeting meeting_;
+  std::array<int64_t, 2> sums_{};
+  context::pooled_fixedsize_stack stacks_{kStackBytes};
+  std::vector<Thread> threads_;
+  std::vector<Meeting*> waits_at_ = std::vector<Meeting*>(threads_.size());
+  std::vector<Warp> warps_;
+  context::fiber scheduler_;
+  Thread* running_ = nullptr;
+  size_t num_ended_ = 0;
+  bool made_progress_ = false;
+};
+
+thread_local Block* this_block = nullptr;
+
+} // namespace
+
+void run_grid(int blocks, int threads, size_t shared_bytes, const std::function<void()>& kernel) {
+  std::vector<std::thread> workers;
+  workers.reserve(static_cast<size_t>(blocks));
+  for (int index = 0; index < blocks; ++index)
+    workers.emplace_back([&, index] {
+      Block block({static_cast<unsigned>(index), 0, 0}, dim3(static_cast<unsigned>(blocks)), threads, shared_bytes, kernel);
+      this_block = &block;
+      block.run();
+      this_block = nullptr;
+    });
+  for (std::thread& worker : workers)
+    worker.join();
+}
+
+const Place& place() {
+  return this_block->place();
+}
+std::byte* dynamic_shared_memory() {
+  return this_block->shared();
+}
+void pause() {
+  this_block->pause();
+}
+int64_t meet_block(int64_t brings) {
+  return this_block->meet_block(brings);
+}
+const std::array<uint64_t, kLanes>& meet_warp(uint64_t brings) {
+  return this_block->meet_warp(brings);
+}
+
+} // namespace epx::emulation

@@ -1,0 +1,100 @@
+// transport/nccl/nccl_transport.h without NCCL: windows are the host transport's, and so is the way small records travel.
+#include "transport/nccl/nccl_transport.h"
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include <cuda_runtime_api.h>
+#include <unistd.h>
+
+#include "runtime/base/deadline.h"
+#include "transport/host/host_transport.h"
+
+namespace epx {
+namespace {
+
+// Each rank has a place for its record in every rank's window, and one more by parity, so that a fast rank does not
+// overwrite what a slow one reads.
+class WindowExchange final : public Exchange {
+public:
+  WindowExchange(Transport& transport, int64_t timeout_ms, Exchange& exchange, int num_ranks)
+      : timeout_(timeout_ms),
+        window_(transport.open_window(2 * num_ranks * static_cast<int64_t>(sizeof(Place)), exchange)) {}
+
+protected:
+  std::vector<ExchangeRecord> gather(ExchangeRecord mine) override {
+    const PeerWindow window = window_->view();
+    mine.rank = window.rank;
+    ++round_;
+    for (int peer = 0; peer < window.num_ranks; ++peer) {
+      Place& place = place_at(peer, window.rank);
+      place.record = mine;
+      std::atomic_ref(place.round).store(round_, std::memory_order_release);
+    }
+    const Deadline deadline{timeout_};
+    std::vector<ExchangeRecord> all;
+    for (int peer = 0; peer < window.num_ranks; ++peer) {
+      Place& place = place_at(window.rank, peer);
+      while (std::atomic_ref(place.round).load(std::memory_order_acquire) < round_) {
+        if (deadline.passed()) fail(EPX_ERROR_TIMEOUT, "not all ranks came within {} ms", timeout_.count());
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+      all.push_back(place.record);
+    }
+    for (const ExchangeRecord& record : all)
+      if (record.status != EPX_SUCCESS && mine.status == EPX_SUCCESS) throw_peer_failure(record);
+    return all;
+  }
+
+private:
+  struct Place {
+    ExchangeRecord record;
+    uint64_t round;
+  };
+  Place& place_at(int owner, int source) const {
+    const PeerWindow window = window_->view();
+    return window.at<Place>(owner,
+                            0)[(round_ % 2) * static_cast<uint64_t>(window.num_ranks) + static_cast<uint64_t>(source)];
+  }
+
+  std::chrono::milliseconds timeout_;
+  std::unique_ptr<Window> window_;
+  uint64_t round_ = 0;
+};
+
+class EmulatedTransport final : public NcclTransport {
+public:
+  EmulatedTransport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange)
+      : host_(make_host_transport(rank, num_ranks)), exchange_(*host_, timeout_ms, exchange, num_ranks) {}
+
+  epx_transport kind() const override { return EPX_TRANSPORT_NCCL; }
+  Exchange& exchange() override { return exchange_; }
+  std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {
+    return host_->open_window(bytes, exchange);
+  }
+
+private:
+  std::unique_ptr<Transport> host_;
+  WindowExchange exchange_;
+};
+
+} // namespace
+
+GpuIdentity find_gpu() noexcept {
+  GpuIdentity gpu;
+  cudaGetDevice(&gpu.device);
+  gpu.uuid[0] = static_cast<char>(gpu.device);
+  return gpu;
+}
+
+std::string why_not_a_gpu_each(std::span<const GpuIdentity>) {
+  return "";
+}
+
+std::unique_ptr<NcclTransport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
+  return std::make_unique<EmulatedTransport>(rank, num_ranks, timeout_ms, exchange);
+}
+
+} // namespace epx
