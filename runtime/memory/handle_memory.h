@@ -2,6 +2,7 @@
 // may be copied. Written by prepare, read-only afterwards.
 //
 //   HandleHeader | Route [max_tokens, K] | zone begin int32 [E_l + 1] | zone rows int32 [E_l] | SlotRecord [R]
+//   | heads int32 [P, max_tokens]
 #pragma once
 
 #include <cstddef>
@@ -55,6 +56,7 @@ struct HandleLayout {
   int64_t zone_begin;
   int64_t zone_rows;
   int64_t slot_records;
+  int64_t heads;
   int64_t total_bytes;
 };
 
@@ -73,6 +75,7 @@ inline HandleLayout make_handle_layout(const GroupShape& shape, int top_k) {
   layout.zone_begin = append(experts + 1, sizeof(int32_t));
   layout.zone_rows = append(experts, sizeof(int32_t));
   layout.slot_records = append(shape.max_recv_tokens, sizeof(SlotRecord));
+  layout.heads = append(checked_mul(shape.num_ranks, shape.max_tokens_per_rank, what), sizeof(int32_t));
   layout.total_bytes = end;
   return layout;
 }
@@ -87,13 +90,15 @@ struct HandleView {
       : header(reinterpret_cast<Ptr<HandleHeader>>(base)), routes(reinterpret_cast<Ptr<Route>>(base + layout.routes)),
         zone_begin(reinterpret_cast<Ptr<int32_t>>(base + layout.zone_begin)),
         zone_rows(reinterpret_cast<Ptr<int32_t>>(base + layout.zone_rows)),
-        slot_records(reinterpret_cast<Ptr<SlotRecord>>(base + layout.slot_records)) {}
+        slot_records(reinterpret_cast<Ptr<SlotRecord>>(base + layout.slot_records)),
+        heads(reinterpret_cast<Ptr<int32_t>>(base + layout.heads)) {}
 
   Ptr<HandleHeader> header;
   Ptr<Route> routes;
   Ptr<int32_t> zone_begin; // first slot of each zone, then the end of the last
   Ptr<int32_t> zone_rows;  // kept routes of each zone; the rest up to the next zone are pads
   Ptr<SlotRecord> slot_records;
+  Ptr<int32_t> heads; // first slot here of each source's tokens; -1: none. Written and read by kernels only
 };
 
 using HandleReader = HandleView<const std::byte>;

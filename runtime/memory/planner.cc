@@ -18,12 +18,12 @@ epx_memory_plan plan_memory(const GroupShape& shape) {
   plan.window_bytes = layout.total_bytes;
   plan.control_bytes = layout.control_bytes();
   plan.count_bytes = layout.counts.bytes;
-  plan.slot_record_bytes = layout.slot_records.bytes;
+  plan.slot_record_bytes = layout.slot_posts.bytes + layout.heads.bytes;
   plan.scatter_row_bytes = layout.scatter_rows.bytes;
   plan.scatter_sidecar_bytes = layout.scatter_sidecars.bytes;
-  plan.scatter_weight_bytes = layout.scatter_weights.bytes;
+  plan.scatter_weight_bytes = layout.scatter_weights.bytes + layout.scatter_arrivals.bytes;
   plan.gather_row_bytes = layout.gather_rows.bytes;
-  plan.gather_weight_bytes = layout.gather_weights.bytes;
+  plan.gather_weight_bytes = layout.gather_weights.bytes + layout.gather_arrivals.bytes;
   plan.scratch_bytes = scratch_bytes(shape);
   plan.handle_mem_bytes = make_handle_layout(shape, shape.max_top_k).total_bytes;
   return plan;

@@ -33,6 +33,7 @@ struct alignas(128) CallPost {
   int64_t sidecar_bytes; // per row
   int64_t allocation;    // mem_free: number of the allocation
   // This rank's own.
+  int64_t num_tokens;         // T
   uint64_t plan_id;           // sequence number of the prepare that made the handle memory; 0: takes part without routes
   int64_t recv_rows;          // N
   int64_t rows_allocation;    // allocation that the receive rows lie in, where peers may reach them; -1: none
@@ -93,15 +94,18 @@ struct WindowLayout {
   Region complete; // Flag [P], by source rank: last call whose data from there is all here
   Region board;    // kExchangeRecordBytes [P], by source rank
   // Prepare.
-  Region counts;       // int32 [2, P, E]: routes from each rank to each expert, by parity of the call
-  Region slot_records; // SlotRecord [R]
+  Region counts;     // int32 [2, P, E]: routes from each rank to each expert, by parity of the call
+  Region slot_posts; // SlotPost [R]
+  Region heads;      // int32 [P, max_tokens]: each token's first slot here, by source rank; stored and read by kernels only
   // Scatter (dispatch, combine_bwd), stored by the token's rank.
   Region scatter_rows;     // [scatter_staging_rows, row_stride]
   Region scatter_sidecars; // [scatter_staging_rows, sidecar_stride]
   Region scatter_weights;  // float [R], by slot
+  Region scatter_arrivals; // uint64 [P, max_tokens]: last call in which the token's row came; kernels only
   // Gather (combine, dispatch_bwd), stored by the expert's rank.
-  Region gather_rows;    // [gather_staging_rows, row_stride]
-  Region gather_weights; // float [max_tokens * max_top_k], by (token, k)
+  Region gather_rows;     // [gather_staging_rows, row_stride]
+  Region gather_weights;  // float [max_tokens * max_top_k], by (token, k)
+  Region gather_arrivals; // uint64 [max_tokens * min(P, max_top_k)]: last call in which a rank's rows came; kernels only
 
   int64_t row_stride;           // bytes
   int64_t sidecar_stride;       // bytes
@@ -113,7 +117,7 @@ struct WindowLayout {
   int64_t control_bytes() const { return counts.offset; }
 };
 
-constexpr int64_t kSlotRecordBytes = 16; // sizeof(SlotRecord), runtime/stages/slots.h
+constexpr int64_t kSlotPostBytes = 16; // sizeof(SlotPost), runtime/stages/slots.h
 
 // Throws Error when the sizes cannot be represented.
 inline WindowLayout make_window_layout(const GroupShape& shape) {
@@ -141,12 +145,15 @@ inline WindowLayout make_window_layout(const GroupShape& shape) {
   append(layout.complete, ranks, sizeof(Flag));
   append(layout.board, ranks, kExchangeRecordBytes);
   append(layout.counts, checked_mul(2 * ranks, shape.num_experts, what), sizeof(int32_t));
-  append(layout.slot_records, shape.max_recv_tokens, kSlotRecordBytes);
+  append(layout.slot_posts, shape.max_recv_tokens, kSlotPostBytes);
+  append(layout.heads, ranks * tokens, sizeof(int32_t));
   append(layout.scatter_rows, layout.scatter_staging_rows, layout.row_stride);
   append(layout.scatter_sidecars, layout.scatter_staging_rows, layout.sidecar_stride);
   append(layout.scatter_weights, shape.max_recv_tokens, sizeof(float));
+  append(layout.scatter_arrivals, ranks * tokens, sizeof(uint64_t));
   append(layout.gather_rows, layout.gather_staging_rows, layout.row_stride);
   append(layout.gather_weights, tokens * shape.max_top_k, sizeof(float));
+  append(layout.gather_arrivals, tokens * std::min(shape.num_ranks, shape.max_top_k), sizeof(uint64_t));
   return layout;
 }
 

@@ -42,15 +42,27 @@ constexpr int64_t zone_rows(int64_t demand, int alignment) {
 }
 
 // Where the row in one slot comes from, and which other slots of this rank hold the same token. Stored by the source rank.
-struct alignas(16) SlotRecord {
-  int32_t source; // rank; -1: a pad or unused slot
+struct SlotRecord {
+  static constexpr uint16_t kNoSource = 0xffff;
+
   int32_t token;
-  uint8_t k;
-  uint8_t first;     // 1: the token's lowest k on this rank; it heads a chain through next_slot
-  uint16_t order;    // index of this rank among the ranks that the token goes to, ascending
   int32_t next_slot; // slot of the token's next k on this rank; -1: the last
+  uint16_t source;   // rank; kNoSource: a pad
+  uint8_t k;
+  uint8_t first : 1; // 1: the token's lowest k on this rank; it heads a chain through next_slot
+  uint8_t order : 7; // index of this rank among the ranks that the token goes to, ascending
+
+  constexpr bool is_pad() const { return source == kNoSource; }
 };
-static_assert(sizeof(SlotRecord) == kSlotRecordBytes);
+static_assert(sizeof(SlotRecord) == 12 && kMaxTopK <= 128);
+
+constexpr SlotRecord kPadRecord{-1, -1, SlotRecord::kNoSource, 0, 0, 0};
+
+// On its way: one vector store.
+struct alignas(16) SlotPost {
+  SlotRecord record;
+};
+static_assert(sizeof(SlotPost) == kSlotPostBytes);
 
 // One (token, k) pair as its home rank sees it. Before call-time drops.
 struct Route {

@@ -1,10 +1,13 @@
 // The part of the CUDA runtime that epx and its tests use, on a CPU. Devices have ordinals and nothing else; memory is the
 // host's. Capture records what is enqueued.
 #include <algorithm>
+#include <array>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -31,7 +34,7 @@ thread_local int current_device = 0;
 } // namespace
 
 struct CUstream_st {
-  CUstream_st() : worker_([this] { run(); }) {}
+  explicit CUstream_st(int device) : device_(device), worker_([this] { run(); }) {}
   ~CUstream_st() {
     {
       const std::scoped_lock lock(mutex_);
@@ -40,6 +43,8 @@ struct CUstream_st {
     changed_.notify_all();
     worker_.join();
   }
+
+  int device() const { return device_; }
 
   void enqueue(Task task) {
     const std::scoped_lock lock(mutex_);
@@ -85,6 +90,7 @@ private:
     }
   }
 
+  int device_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> tasks_;
@@ -111,9 +117,12 @@ namespace {
 std::mutex streams_mutex;
 std::set<cudaStream_t> streams;
 
-// Never destroyed: its thread may still run while the process ends.
+// Of the current device. Never destroyed: its thread may still run while the process ends.
 CUstream_st& null_stream() {
-  static auto* const stream = new CUstream_st;
+  static std::array<CUstream_st*, kDevices>& of_device = *new std::array<CUstream_st*, kDevices>{};
+  const std::scoped_lock lock(streams_mutex);
+  CUstream_st*& stream = of_device[static_cast<size_t>(current_device)];
+  if (stream == nullptr) stream = new CUstream_st(current_device);
   return *stream;
 }
 
@@ -164,7 +173,8 @@ cudaError_t cudaDeviceSynchronize() {
   std::vector<cudaStream_t> all;
   {
     const std::scoped_lock lock(streams_mutex);
-    all.assign(streams.begin(), streams.end());
+    std::copy_if(streams.begin(), streams.end(), std::back_inserter(all),
+                 [](cudaStream_t stream) { return stream->device() == current_device; });
   }
   null_stream().wait();
   for (cudaStream_t stream : all)
@@ -230,7 +240,7 @@ cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
 // ---- Streams, events, graphs ----
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-  *stream = new CUstream_st;
+  *stream = new CUstream_st(current_device);
   const std::scoped_lock lock(streams_mutex);
   streams.insert(*stream);
   return cudaSuccess;

@@ -26,6 +26,8 @@
 #define __host__
 #undef __forceinline__
 #define __forceinline__ inline
+#undef __noinline__
+#define __noinline__ __attribute__((noinline))
 
 #define threadIdx (::epx::emulation::place().thread)
 #define blockIdx (::epx::emulation::place().block)

@@ -82,10 +82,10 @@ TEST_CASE("regions of the window are aligned, apart, and add up") {
     config.max_sidecar_bytes = 5;
     const epx::GroupShape shape = epx::resolve(config, 5);
     const epx::WindowLayout layout = epx::make_window_layout(shape);
-    const std::vector<epx::Region> regions = {layout.poison,          layout.waiting,      layout.posts,
-                                              layout.complete,        layout.board,        layout.counts,
-                                              layout.slot_records,    layout.scatter_rows, layout.scatter_sidecars,
-                                              layout.scatter_weights, layout.gather_rows,  layout.gather_weights};
+    const std::vector<epx::Region> regions = {
+        layout.poison,          layout.waiting,          layout.posts,       layout.complete,       layout.board,
+        layout.counts,          layout.slot_posts,       layout.heads,       layout.scatter_rows,   layout.scatter_sidecars,
+        layout.scatter_weights, layout.scatter_arrivals, layout.gather_rows, layout.gather_weights, layout.gather_arrivals};
     int64_t end = 0;
     for (const epx::Region& region : regions) {
       CHECK(region.offset == end);

@@ -2,9 +2,10 @@
 //
 //   arrive    one block tells every peer what this rank offers; every block waits until all peers have. A peer that has
 //             arrived at call n has ended call n - 1, so its staging may be written, and its offer tells where else.
-//   ...       blocks store into the peers' windows
-//   sent      the last block to get here tells every peer that this rank's data is in place
-//   wait(COMPLETE)  every block waits until all peers have said so
+//   ...       blocks, or some of their warps, store into the peers' windows; a movement tells of each token as it goes
+//             (tell_arrival), and other warps take it up at once (wait_for_arrival)
+//   sent      the last sender to get here tells every peer that all of this rank's data is in place
+//   wait(COMPLETE)  prepare: every block waits until all peers have said so
 //   end       the last block to get here advances the sequence number
 //
 // Grids are launched cooperatively: all blocks of a grid run at the same time, so a block may wait for a peer whose progress
@@ -69,12 +70,36 @@ public:
       store_release_sys(&flag_at(peer, group_.context.layout.complete, rank())->value, sequence_);
   }
 
+  // The same for senders that are warps; `num_warps` of the grid.
+  __device__ void sent_by_warp(unsigned num_warps) const {
+    const unsigned lane = threadIdx.x % 32;
+    unsigned is_last = 0;
+    __syncwarp();
+    if (lane == 0) {
+      fence_acq_rel_sys();
+      is_last = atomicAdd(&group_.state->senders_done, 1u) == num_warps - 1 ? 1 : 0;
+      if (is_last != 0) group_.state->senders_done = 0;
+      fence_acq_rel_sys();
+    }
+    if (__shfl_sync(~0u, is_last, 0) == 0) return;
+    for (int peer = static_cast<int>(lane); peer < num_ranks(); peer += 32)
+      store_release_sys(&flag_at(peer, group_.context.layout.complete, rank())->value, sequence_);
+  }
+
   __device__ bool wait(epx_phase phase) const {
     bool ok = true;
     for (int peer = threadIdx.x; peer < num_ranks() && ok; peer += blockDim.x)
-      ok = wait_for(peer, phase);
+      ok = wait_until([&] { return progress_told(rank(), peer, phase, sequence_) >= sequence_; }, peer, phase);
     return __syncthreads_and(ok ? 1 : 0) != 0;
   }
+
+  // For one thread: until `peer` has told by *arrival, in this rank's window, that what goes with it has come in this call.
+  // False: the group has failed.
+  __device__ bool wait_for_arrival(const uint64_t* arrival, int peer) const {
+    return wait_until([&] { return load_acquire_sys(arrival) >= sequence_; }, peer, EPX_PHASE_COMPLETE);
+  }
+  // Tells the window's owner so. What this thread stored, or has seen stored through a barrier, comes first.
+  __device__ void tell_arrival(uint64_t* arrival) const { store_release_sys(arrival, sequence_); }
 
   // All blocks of the grid meet. False as for arrive.
   __device__ bool grid_barrier() const {
@@ -122,6 +147,7 @@ public:
 
 private:
   static constexpr uint64_t kSlowNs = 1'000'000; // a wait longer than this tells peers about itself
+  static constexpr uint32_t kSpinsPerLook = 256; // a look at the host's memory takes as long as several spins
 
   __device__ CallPost* post_at(int owner, int source) const {
     const int64_t index = static_cast<int64_t>(sequence_ & 1) * num_ranks() + source;
@@ -145,11 +171,12 @@ private:
     return even > odd ? even : odd;
   }
 
-  __device__ bool wait_for(int peer, epx_phase phase) const {
+  template <typename Done>
+  __device__ bool wait_until(const Done& is_done, int peer, epx_phase phase) const {
     uint64_t begin = 0;
     bool told = false;
-    for (uint32_t spin = 1; progress_told(rank(), peer, phase, sequence_) < sequence_; ++spin) {
-      if (spin % 64 != 0) continue;
+    for (uint32_t spin = 1; !is_done(); ++spin) {
+      if (spin % kSpinsPerLook != 0) continue;
       if (ends_early()) return false;
       const uint64_t now = nanoseconds();
       if (begin == 0) begin = now;
@@ -157,14 +184,17 @@ private:
         store_release_sys(&flag_at(rank(), group_.context.layout.waiting, 0)->value, pack(Waiting{sequence_, phase, peer}));
         told = true;
       }
-      if (now - begin > group_.timeout_ns) return time_out(phase);
+      if (now - begin > group_.timeout_ns && !is_done()) {
+        time_out(peer, phase);
+        return false;
+      }
     }
     if (told) store_release_sys(&flag_at(rank(), group_.context.layout.waiting, 0)->value, 0);
     return true;
   }
 
   // Whether another block, a peer or the host has ended the group; reports it if nobody has.
-  __device__ bool ends_early() const {
+  __device__ __noinline__ bool ends_early() const {
     if (load_acquire_gpu(&group_.state->failed) != 0) return true;
     uint64_t poison = load_acquire_sys(&flag_at(rank(), group_.context.layout.poison, 0)->value);
     if (poison == 0 && load_relaxed_sys(&group_.record->aborted) != 0)
@@ -174,30 +204,25 @@ private:
     return true;
   }
 
-  __device__ bool time_out(epx_phase phase) const {
-    uint64_t missing = 0;
-    int first = -1;
-    for (int peer = num_ranks() - 1; peer >= 0; --peer) {
-      if (progress_told(rank(), peer, phase, sequence_) >= sequence_) continue;
-      missing |= uint64_t{1} << peer;
-      first = peer;
-    }
-    if (missing == 0) return true; // they came at the last moment
-    if (ends_early()) return false;
-    const int culprit = find_culprit(first);
+  // `peer` has not come to `phase` in time; perhaps others neither.
+  __device__ __noinline__ void time_out(int peer, epx_phase phase) const {
+    if (ends_early()) return;
+    uint64_t missing = uint64_t{1} << peer;
+    for (int other = 0; other < num_ranks(); ++other)
+      if (progress_told(rank(), other, phase, sequence_) < sequence_) missing |= uint64_t{1} << other;
+    const int culprit = find_culprit(__ffsll(static_cast<long long>(missing)) - 1);
     const uint64_t verdict = poison_all(Poison{EPX_ERROR_TIMEOUT, operation_, culprit, sequence_});
     if (unpack_poison(verdict).culprit != culprit) {
       report_poison(verdict);
-      return false;
+      return;
     }
-    if (atomicExch(&group_.state->failed, 1u) != 0) return false;
+    if (atomicExch(&group_.state->failed, 1u) != 0) return;
     FailureRecord& failure = group_.record->failure;
     failure.status = EPX_ERROR_TIMEOUT;
     failure.phase = phase;
     failure.culprit = culprit;
     failure.missing = missing;
     publish(failure, culprit);
-    return false;
   }
 
   // Follows who waits for whom from a rank that is missing to one that waits for nobody: the culprit, not a victim.

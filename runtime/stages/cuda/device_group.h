@@ -52,6 +52,7 @@ struct DeviceState {
   uint64_t sequence; // of the last call that has ended here
   uint64_t num_events;
   uint32_t blocks_sent;  // of the call in progress
+  uint32_t senders_done; // warps, of the movement in progress
   uint32_t blocks_ended; // of the call in progress
   uint32_t barrier;      // arrivals at grid barriers of the call in progress
   uint32_t failed;       // 1: a block has taken it on itself to report a failure; kernels end at once

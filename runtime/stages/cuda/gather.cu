@@ -1,9 +1,10 @@
 // Gather: rows go from slots to their tokens' home ranks and are summed. combine weighs them; dispatch_bwd does not, and brings
 // the weights' gradients along.
 //
-// Precision wire: a warp takes a token that has slots on this rank, sums them and stores one partial row into the home rank's
-// staging. Precision exact: a warp takes a slot and stores its row there. Once all ranks have sent, a warp takes a token of this
-// rank and sums what has come home, at places that depend only on the token and the rank's order, or the route.
+//   senders    A warp takes a peer's token that has slots here. Precision wire: it sums them and stores one partial row into the
+//              home rank's staging. Precision exact: it stores each row there. Then it tells the home rank.
+//   receivers  A warp takes a token of this rank, waits for the peers that it goes to, and sums what has come home with the rows
+//              of this rank's own slots, which go nowhere.
 #include "runtime/stages/cuda/kernels.h"
 
 #include "runtime/stages/cuda/kernel_list.h"
@@ -15,6 +16,7 @@ namespace epx::cuda {
 namespace {
 
 constexpr int kThreads = 512;
+constexpr int kSenders = 8; // of each block; they read about twice what they send
 
 struct GatherParams {
   DeviceGroup group;
@@ -32,136 +34,155 @@ template <typename T>
 class Gather {
 public:
   __device__ Gather(const GatherParams& params, const Movement& movement)
-      : params_(params), group_(params.group), args_(params.call), movement_(movement),
-        records_(movement.plan().slot_records), layout_(params.group.context.layout) {}
+      : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()),
+        layout_(params.group.context.layout), is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {}
 
-  __device__ void send() const {
-    const bool exact = group_.context.shape.precision == EPX_COMBINE_EXACT;
-    const int64_t rows_in_use = movement_.plan().header->rows_in_use;
-    for (int64_t slot = global_warp(); slot < rows_in_use; slot += num_warps()) {
-      const SlotRecord record = records_[slot];
-      if (record.source < 0 || !movement_.is_active(record.source)) continue;
-      if (slot < args_.recv_rows) send_slot(slot, record, exact);
-      if (!exact && record.first != 0) send_partial(slot, record);
+  __device__ void send(const Role& role) const {
+    const int64_t num_peer_tokens = movement_.num_peer_tokens();
+    for (int64_t index = role.index; index < num_peer_tokens; index += role.count) {
+      const Movement::PeerToken peer = movement_.peer_token(index);
+      if (movement_.is_active(peer.rank) && peer.token < movement_.tokens_of(peer.rank)) send_token(peer.rank, peer.token);
     }
   }
 
-  __device__ void sum() const {
-    for (int64_t token = global_warp(); token < args_.num_tokens; token += num_warps()) {
-      if (group_.context.shape.precision == EPX_COMBINE_EXACT)
-        sum_routes(token);
-      else
-        sum_partials(token);
-      if (params_.carried_out != nullptr) collect_weights(token);
-    }
+  // False: the group has failed.
+  __device__ bool sum(const Role& role) const {
+    for (int64_t token = role.index; token < args_.num_tokens; token += role.count)
+      if (!sum_token(token)) return false;
+    return true;
   }
 
 private:
   __device__ const T* row_of(int64_t slot) const { return reinterpret_cast<const T*>(params_.rows) + slot * args_.hidden; }
-  __device__ std::byte* staged_row(int owner, int64_t row) const {
-    return group_.window().at<std::byte>(owner, layout_.gather_rows.offset + row * layout_.row_stride);
+  __device__ T* staged_row(int owner, int64_t row) const {
+    return group_.window().at<T>(owner, layout_.gather_rows.offset + row * layout_.row_stride);
   }
   __device__ float* staged_weights(int owner) const {
     return group_.window().at<float>(owner, layout_.gather_weights.offset);
   }
-
-  // What travels for each route by itself.
-  __device__ void send_slot(int64_t slot, const SlotRecord& record, bool exact) const {
-    const int64_t route = route_index(record.token, args_.top_k, record.k);
-    if (exact) copy_row(staged_row(record.source, route), params_.rows + slot * row_bytes(), row_bytes());
-    const float* weights = params_.carried_weights != nullptr ? params_.carried_weights
-                           : exact                            ? params_.row_weights
-                                                              : nullptr;
-    if (weights != nullptr && lane() == 0) staged_weights(record.source)[route] = weights[slot];
+  // A word for each rank that a token goes to.
+  __device__ uint64_t* arrival_at(int owner, int64_t token, int order) const {
+    return group_.window().at<uint64_t>(owner, layout_.gather_arrivals.offset) +
+           partial_staging_row(group_.context.shape, token, args_.top_k, order);
   }
 
-  // The sum over the live slots of one token here, in k order, rounded once.
-  __device__ void send_partial(int64_t head, const SlotRecord& record) const {
-    bool is_empty = true;
-    for (int64_t slot = head; slot >= 0 && is_empty; slot = records_[slot].next_slot)
-      is_empty = slot >= args_.recv_rows;
-    if (is_empty) return;
-    auto* const to = reinterpret_cast<T*>(
-        staged_row(record.source, partial_staging_row(group_.context.shape, record.token, args_.top_k, record.order)));
-    for (int64_t h = lane() * kRun; h < args_.hidden; h += kStretch) {
-      float acc[kRun] = {};
-      for (int64_t slot = head; slot >= 0; slot = records_[slot].next_slot) {
-        if (slot >= args_.recv_rows) continue;
-        if (params_.row_weights != nullptr)
-          add_weighted(acc, row_of(slot), h, params_.row_weights[slot]);
-        else
-          add(acc, row_of(slot), h);
+  __device__ void send_token(int home, int64_t token) const {
+    const WarpList<int32_t> slots = movement_.live_slots(home, token);
+    if (slots.size() == 0) return;
+    const SlotRecord* const records = movement_.plan().slot_records;
+    const int order = records[slots[0]].order;
+    if (is_exact_) {
+      for (int i = 0; i < slots.size(); ++i) {
+        const int64_t slot = slots[i];
+        copy_row(reinterpret_cast<std::byte*>(staged_row(home, route_index(token, args_.top_k, records[slot].k))),
+                 reinterpret_cast<const std::byte*>(row_of(slot)), args_.hidden * static_cast<int64_t>(sizeof(T)));
       }
-      store_run(to, h, args_.hidden, acc);
+    } else {
+      Terms<T> terms;
+      for (int i = 0; i < slots.size(); ++i)
+        append(terms, slots[i]);
+      sum_rows<false>(terms, staged_row(home, partial_staging_row(group_.context.shape, token, args_.top_k, order)),
+                      args_.hidden);
     }
+    const float* const weights = params_.carried_weights != nullptr ? params_.carried_weights
+                                 : is_exact_                        ? params_.row_weights
+                                                                    : nullptr;
+    if (weights != nullptr)
+      for (int first = 0; first < slots.size(); first += kWarp)
+        if (slots.has_own(first))
+          staged_weights(home)[route_index(token, args_.top_k, records[slots.own(first)].k)] = weights[slots.own(first)];
+    __syncwarp(); // what all lanes have stored comes before what one tells
+    if (lane() == 0) call_.tell_arrival(arrival_at(home, token, order));
   }
 
-  __device__ void sum_partials(int64_t token) const {
+  // A row of this rank's own.
+  __device__ void append(Terms<T>& terms, int64_t slot) const {
+    if (params_.row_weights != nullptr)
+      terms.append(row_of(slot), params_.row_weights[slot]);
+    else
+      terms.append(row_of(slot));
+  }
+
+  __device__ bool sum_token(int64_t token) const {
     const Route* const routes = movement_.plan().routes + token * args_.top_k;
-    uint64_t partials = 0; // one bit for each rank that sent one, by order, which ascends with the rank
-    for (int k = 0; k < args_.top_k; ++k)
-      if (movement_.is_live(routes[k])) partials |= uint64_t{1} << routes[k].order;
-    for (int64_t h = lane() * kRun; h < args_.hidden; h += kStretch) {
-      float acc[kRun] = {};
-      for (uint64_t left = partials; left != 0; left &= left - 1) {
-        const int order = __ffsll(static_cast<long long>(left)) - 1;
-        add(acc,
-            reinterpret_cast<const T*>(
-                staged_row(group_.context.rank, partial_staging_row(group_.context.shape, token, args_.top_k, order))),
-            h);
+    uint64_t live = 0;        // routes, a bit each
+    uint64_t orders = 0;      // ranks that have live slots, a bit each by order, which ascends with the rank
+    int own_order = kMaxTopK; // of this rank
+    for (int k = 0; k < args_.top_k; ++k) {
+      const Route route = routes[k];
+      if (!movement_.is_live(route)) continue;
+      live |= uint64_t{1} << k;
+      orders |= uint64_t{1} << route.order;
+      if (route.rank == call_.rank()) own_order = route.order;
+    }
+    if (!wait_for_peers(token, routes, live)) return false;
+    const Terms<T> terms = is_exact_ ? routes_of(token, routes, live) : partials_of(token, routes, live, orders, own_order);
+    sum_rows<true>(terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden, args_.hidden);
+    if (params_.carried_out != nullptr) collect_weights(token, routes, live);
+    return true;
+  }
+
+  // Each lane for the ranks of some routes.
+  __device__ bool wait_for_peers(int64_t token, const Route* routes, uint64_t live) const {
+    bool ok = true;
+    for (int k = lane(); k < args_.top_k && ok; k += kWarp)
+      if ((live >> k & 1) != 0 && routes[k].rank != call_.rank())
+        ok = call_.wait_for_arrival(arrival_at(call_.rank(), token, routes[k].order), routes[k].rank);
+    return __all_sync(~0u, ok ? 1 : 0) != 0;
+  }
+
+  __device__ Terms<T> routes_of(int64_t token, const Route* routes, uint64_t live) const {
+    const float* const weights = params_.row_weights != nullptr ? staged_weights(call_.rank()) : nullptr;
+    Terms<T> terms;
+    for (int k = 0; k < args_.top_k; ++k) {
+      if ((live >> k & 1) == 0) continue;
+      const int64_t route = route_index(token, args_.top_k, k);
+      if (routes[k].rank == call_.rank())
+        append(terms, routes[k].slot);
+      else if (weights != nullptr)
+        terms.append(staged_row(call_.rank(), route), weights[route]);
+      else
+        terms.append(staged_row(call_.rank(), route));
+    }
+    return terms;
+  }
+
+  __device__ Terms<T> partials_of(int64_t token, const Route* routes, uint64_t live, uint64_t orders, int own_order) const {
+    Terms<T> terms;
+    for (; orders != 0; orders &= orders - 1) {
+      const int order = __ffsll(static_cast<long long>(orders)) - 1;
+      if (order != own_order) {
+        terms.append(staged_row(call_.rank(), partial_staging_row(group_.context.shape, token, args_.top_k, order)));
+        continue;
       }
-      store_run(out_row(token), h, args_.hidden, acc);
-    }
-  }
-
-  __device__ void sum_routes(int64_t token) const {
-    const Route* const routes = movement_.plan().routes + token * args_.top_k;
-    const float* const weights = params_.row_weights != nullptr ? staged_weights(group_.context.rank) : nullptr;
-    for (int64_t h = lane() * kRun; h < args_.hidden; h += kStretch) {
-      float acc[kRun] = {};
       for (int k = 0; k < args_.top_k; ++k) {
-        if (!movement_.is_live(routes[k])) continue;
-        const int64_t route = route_index(token, args_.top_k, k);
-        const auto* row = reinterpret_cast<const T*>(staged_row(group_.context.rank, route));
-        if (weights != nullptr)
-          add_weighted(acc, row, h, weights[route]);
-        else
-          add(acc, row, h);
+        if ((live >> k & 1) == 0 || routes[k].rank != call_.rank()) continue;
+        terms.inner |= uint64_t{1} << terms.size();
+        append(terms, routes[k].slot);
       }
-      store_run(out_row(token), h, args_.hidden, acc);
+      terms.ends_of_inner = uint64_t{1} << (terms.size() - 1);
     }
+    return terms;
   }
 
-  __device__ void collect_weights(int64_t token) const {
+  __device__ void collect_weights(int64_t token, const Route* routes, uint64_t live) const {
     for (int k = lane(); k < args_.top_k; k += kWarp) {
       const int64_t route = route_index(token, args_.top_k, k);
-      params_.carried_out[route] =
-          movement_.is_live(movement_.plan().routes[route]) ? staged_weights(group_.context.rank)[route] : 0.0f;
+      float weight = 0.0f;
+      if ((live >> k & 1) != 0)
+        weight =
+            routes[k].rank == call_.rank() ? params_.carried_weights[routes[k].slot] : staged_weights(call_.rank())[route];
+      params_.carried_out[route] = weight;
     }
-  }
-
-  __device__ T* out_row(int64_t token) const { return reinterpret_cast<T*>(params_.out) + token * args_.hidden; }
-  __device__ int64_t row_bytes() const { return args_.hidden * static_cast<int64_t>(sizeof(T)); }
-
-  __device__ void add_weighted(float (&acc)[kRun], const T* row, int64_t h, float weight) const {
-    float x[kRun];
-    load_run(row, h, args_.hidden, x);
-    for (int i = 0; i < kRun; ++i)
-      acc[i] = __fmaf_rn(weight, x[i], acc[i]);
-  }
-  __device__ void add(float (&acc)[kRun], const T* row, int64_t h) const {
-    float x[kRun];
-    load_run(row, h, args_.hidden, x);
-    for (int i = 0; i < kRun; ++i)
-      acc[i] = __fadd_rn(acc[i], x[i]);
   }
 
   const GatherParams& params_;
   const DeviceGroup& group_;
   const MovementCall& args_;
   const Movement& movement_;
-  const SlotRecord* records_;
+  const Call& call_;
   const WindowLayout& layout_;
+  bool is_exact_;
 };
 
 template <typename T>
@@ -169,15 +190,19 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
   Movement movement(params.group, params.call, params.layout);
   if (!movement.begin(params.offer)) return;
   const Gather<T> gather(params, movement);
-  if (movement.takes_part()) gather.send();
-  movement.call().sent();
-  if (!movement.call().wait(EPX_PHASE_COMPLETE)) return;
-  if (movement.takes_part()) gather.sum();
-  movement.call().end();
+  const Role role = role_of_warp(kSenders, params.group.context.shape.num_ranks);
+  bool ok = true;
+  if (role.sends) {
+    if (movement.takes_part()) gather.send(role);
+    movement.call().sent_by_warp(static_cast<unsigned>(role.count));
+  } else if (movement.takes_part()) {
+    ok = gather.sum(role);
+  }
+  if (__syncthreads_and(ok ? 1 : 0) != 0) movement.call().end();
 }
 
 cudaError_t launch(const GatherParams& params, const LaunchShape& shape, cudaStream_t stream) {
-  const Grid grid{shape.movement_blocks, kThreads};
+  const Grid grid{shape.gather_blocks, kThreads};
   if (params.call.dtype == EPX_FLOAT32) return launch_cooperative(&gather_kernel<float>, grid, stream, params);
   if (params.call.dtype == EPX_FLOAT16) return launch_cooperative(&gather_kernel<__half>, grid, stream, params);
   return launch_cooperative(&gather_kernel<__nv_bfloat16>, grid, stream, params);
@@ -185,6 +210,9 @@ cudaError_t launch(const GatherParams& params, const LaunchShape& shape, cudaStr
 
 } // namespace
 
+int gather_threads() {
+  return kThreads;
+}
 std::vector<const void*> gather_kernels() {
   return {reinterpret_cast<const void*>(&gather_kernel<float>), reinterpret_cast<const void*>(&gather_kernel<__half>),
           reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16>)};

@@ -11,8 +11,10 @@ int prepare_threads();
 size_t prepare_shared_bytes(int num_experts);
 
 std::vector<const void*> scatter_kernels();
+int scatter_threads();
+
 std::vector<const void*> gather_kernels();
-int movement_threads(); // of both
+int gather_threads();
 
 const void* poison_kernel_address();
 

@@ -12,7 +12,8 @@ namespace epx::cuda {
 struct LaunchShape {
   int prepare_blocks;
   size_t prepare_shared_bytes;
-  int movement_blocks;
+  int scatter_blocks;
+  int gather_blocks;
 };
 
 // Loads all kernels, and chooses grids of blocks that all run at the same time on at most num_sms multiprocessors (0: all).

@@ -7,6 +7,7 @@
 namespace epx::cuda {
 namespace {
 
+constexpr int kBlocksPerSm = 2;    // at most, of a movement
 constexpr int kPrepareBlocks = 32; // enough to sort 32768 routes in two tiles each; each block reads the counts of all
 
 struct Device {
@@ -57,14 +58,17 @@ LaunchShape plan_launches(const GroupShape& shape, int num_sms) {
   launch.prepare_blocks = std::min(
       kPrepareBlocks, sms * blocks_per_sm(prepare_kernel_address(), prepare_threads(), launch.prepare_shared_bytes));
   load(poison_kernel_address(), device);
-  int per_sm = 1 << 30;
-  for (const auto& kernels : {scatter_kernels(), gather_kernels()})
+  const auto blocks_of_all = [&](const std::vector<const void*>& kernels, int threads) {
+    int per_sm = kBlocksPerSm;
     for (const void* kernel : kernels) {
       load(kernel, device);
-      per_sm = std::min(per_sm, blocks_per_sm(kernel, movement_threads(), 0));
+      per_sm = std::min(per_sm, blocks_per_sm(kernel, threads, 0));
     }
-  launch.movement_blocks = sms * std::min(per_sm, 2);
-  if (launch.prepare_blocks < 1 || launch.movement_blocks < 1)
+    return sms * per_sm;
+  };
+  launch.scatter_blocks = blocks_of_all(scatter_kernels(), scatter_threads());
+  launch.gather_blocks = blocks_of_all(gather_kernels(), gather_threads());
+  if (launch.prepare_blocks < 1 || launch.scatter_blocks < 1 || launch.gather_blocks < 1)
     fail(EPX_ERROR_UNSUPPORTED, "this GPU cannot run a block of epx's kernels");
   return launch;
 }

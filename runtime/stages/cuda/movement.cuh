@@ -1,11 +1,32 @@
-// What scatter and gather have in common: the plan in the handle memory, who takes part, and which routes live in this call.
+// What scatter and gather have in common: the plan in the handle memory, who takes part, which routes live in this call, and
+// who does what. Some warps of each block send, token by token, and tell the receiver of each; the others receive, so that
+// what a rank does with its rows happens behind the wire.
 #pragma once
 
 #include "runtime/stages/cuda/call.cuh"
+#include "runtime/stages/cuda/warp.cuh"
 #include "runtime/stages/slots.h"
 #include "runtime/stages/stages.h"
 
 namespace epx::cuda {
+
+// What a warp does, and which of the warps of its role it is.
+struct Role {
+  bool sends;
+  int64_t index;
+  int64_t count;
+};
+
+// The first `senders` warps of each block send; with one rank, all receive.
+__device__ inline Role role_of_warp(int senders, int num_ranks) {
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  if (num_ranks == 1) senders = 0;
+  const bool sends = warp < senders;
+  const int of_role = sends ? senders : warps - senders;
+  return {sends, static_cast<int64_t>(blockIdx.x) * of_role + (sends ? warp : warp - senders),
+          static_cast<int64_t>(gridDim.x) * of_role};
+}
 
 // One movement in progress, after its ranks have met.
 class Movement {
@@ -25,6 +46,7 @@ public:
     offer.hidden = args_.hidden;
     offer.dtype = args_.dtype;
     offer.plan_id = is_usable_ ? plan_.header->plan_id : 0;
+    offer.num_tokens = args_.num_tokens;
     offer.recv_rows = args_.recv_rows;
     if (!call_.arrive(offer)) return false;
     if (blockIdx.x == 0 && threadIdx.x == 0) report();
@@ -41,6 +63,46 @@ public:
   __device__ bool is_live(const Route& route) const {
     return route.slot >= 0 && is_active(route.rank) && route.slot < call_.offer_of(route.rank).recv_rows;
   }
+  // The slots here of a token that are live, in k order.
+  __device__ WarpList<int32_t> live_slots(int rank, int64_t token) const {
+    WarpList<int32_t> slots;
+    for (int64_t slot = head_of(rank, token); slot >= 0; slot = plan_.slot_records[slot].next_slot)
+      if (slot < args_.recv_rows) slots.append(static_cast<int32_t>(slot));
+    return slots;
+  }
+  // The first slot here of a token, live or not; -1: none.
+  __device__ int32_t head_of(int rank, int64_t token) const {
+    return plan_.heads[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
+  }
+  // Tokens of a rank that may have slots here.
+  __device__ int64_t tokens_of(int rank) const {
+    return is_active(rank) ? call_.offer_of(rank).num_tokens : group_.context.shape.max_tokens_per_rank;
+  }
+  // The token of a peer that is `index`-th in the order in which this rank serves its peers: tokens ascending, and at each
+  // token another peer first, since stores of all ranks to the same peer at the same time take longer. May be beyond its
+  // tokens.
+  struct PeerToken {
+    int rank;
+    int64_t token;
+  };
+  __device__ PeerToken peer_token(int64_t index) const {
+    const int peers = call_.num_ranks() - 1;
+    const int64_t token = index / peers;
+    return {peer_in_order(token, static_cast<int>(index % peers)), token};
+  }
+  // The i-th peer, i < P - 1, of this rank at a token.
+  __device__ int peer_in_order(int64_t token, int i) const {
+    const int peers = call_.num_ranks() - 1;
+    return (call_.rank() + 1 + static_cast<int>((token + i) % peers)) % call_.num_ranks();
+  }
+  // As many indices as peer_token has.
+  __device__ int64_t num_peer_tokens() const {
+    int64_t most = 0;
+    for (int rank = 0; rank < call_.num_ranks(); ++rank)
+      if (rank != call_.rank()) most = max(most, tokens_of(rank));
+    return most * (call_.num_ranks() - 1);
+  }
+
   // Where a peer's receive rows can be written; NULL where they cannot.
   __device__ std::byte* rows_of(int rank) const {
     const CallPost& offer = call_.offer_of(rank);
@@ -61,6 +123,7 @@ private:
       call_.record_event(EPX_EVENT_HANDLE_MISMATCH, 0, 0, 0, rank, static_cast<int64_t>(plan_id), plan_.header);
       break;
     }
+    if (args_.recv_rows >= plan_.header->rows_in_use) return;
     const ExpertBlocks experts{group_.context.shape.num_experts, call_.num_ranks()};
     int64_t beyond = 0;
     for (int expert = 0; expert < experts.num_local_experts(call_.rank()); ++expert) {

@@ -52,6 +52,7 @@ public:
     CallPost offer{};
     offer.top_k = args_.top_k;
     offer.alignment = args_.alignment;
+    offer.num_tokens = args_.num_tokens;
     if (!call_.arrive(offer)) return;
     find_bases();
     assign();
@@ -201,6 +202,7 @@ private:
     ranks[thread] = slot >= 0 ? experts_.rank_of(expert) : -1;
     __syncthreads();
     if (is_route) write_route(route, slots, ranks);
+    write_heads(first_token, static_cast<int>(end_token - first_token), slots, ranks);
     __syncthreads();
   }
 
@@ -228,14 +230,28 @@ private:
     }
     const int order = __popcll(lower_ranks);
     plan_.routes[route] = {slot, rank, order};
-    SlotRecord record{call_.rank(),
-                      static_cast<int32_t>(route / args_.top_k),
-                      static_cast<uint8_t>(k),
-                      static_cast<uint8_t>(is_first ? 1 : 0),
-                      static_cast<uint16_t>(order),
-                      next_slot};
-    *reinterpret_cast<uint4*>(group_.window().at<SlotRecord>(rank, group_.context.layout.slot_records.offset) + slot) =
-        *reinterpret_cast<const uint4*>(&record);
+    const SlotPost post{{static_cast<int32_t>(route / args_.top_k), next_slot, static_cast<uint16_t>(call_.rank()),
+                         static_cast<uint8_t>(k), static_cast<uint8_t>(is_first ? 1 : 0),
+                         static_cast<uint8_t>(order & 0x7f)}};
+    *reinterpret_cast<uint4*>(group_.window().at<SlotPost>(rank, group_.context.layout.slot_posts.offset) + slot) =
+        *reinterpret_cast<const uint4*>(&post);
+  }
+
+  // Tells every rank the first slot there of each token of the tile; -1 where there is none. Neighbouring threads, neighbouring
+  // tokens.
+  __device__ void write_heads(int64_t first_token, int num_tokens, const int32_t* slots, const int32_t* ranks) const {
+    for (int i = threadIdx.x; i < num_tokens * shape_.num_ranks; i += kThreads) {
+      const int rank = i / num_tokens;
+      const int token = i % num_tokens;
+      int32_t head = -1;
+      for (int k = args_.top_k - 1; k >= 0; --k)
+        if (const int route = token * args_.top_k + k; ranks[route] == rank) head = slots[route];
+      group_.window().at<int32_t>(rank, group_.context.layout.heads.offset)[head_index(call_.rank(), first_token + token)] =
+          head;
+    }
+  }
+  __device__ int64_t head_index(int source, int64_t token) const {
+    return source * static_cast<int64_t>(shape_.max_tokens_per_rank) + token;
   }
 
   __device__ void store_count(void* tensor, int64_t index, int64_t value) const {
@@ -262,15 +278,16 @@ private:
     const int first_expert = experts_.first_expert(call_.rank());
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
-    const auto* delivered = group_.window().local<SlotRecord>(group_.context.layout.slot_records.offset);
+    const auto* posts = group_.window().local<SlotPost>(group_.context.layout.slot_posts.offset);
     // A warp for each zone: its records from the window, and pads behind them.
     for (int64_t e = global_warp(); e < local_experts; e += num_warps()) {
       const Zone zone = zone_of(static_cast<int>(e));
       for (int64_t slot = zone.begin + lane(); slot < zone.end; slot += kWarp) {
         const bool is_pad = slot >= zone.begin + zone.kept;
-        const SlotRecord record = is_pad ? SlotRecord{-1, -1, 0, 0, 0, -1} : delivered[slot];
+        const SlotRecord record = is_pad ? kPadRecord : posts[slot].record;
         plan_.slot_records[slot] = record;
-        if (args_.slot_origin != nullptr) write_origin(slot, record.source, record.token, is_pad ? -1 : record.k);
+        if (args_.slot_origin != nullptr)
+          write_origin(slot, is_pad ? -1 : record.source, record.token, is_pad ? -1 : record.k);
       }
       if (lane() == 0) {
         plan_.zone_begin[e] = static_cast<int32_t>(zone.begin);
@@ -279,6 +296,11 @@ private:
         store_count(args_.offsets, e, zone.begin);
       }
     }
+    const auto* heads = group_.window().local<int32_t>(group_.context.layout.heads.offset);
+    for (int source = 0; source < shape_.num_ranks; ++source)
+      for (int64_t token = thread; token < shape_.max_tokens_per_rank; token += threads)
+        plan_.heads[head_index(source, token)] =
+            token < call_.offer_of(source).num_tokens ? heads[head_index(source, token)] : -1;
     const int64_t rows_needed = local_experts == 0
                                     ? 0
                                     : zone_[first_expert + local_experts - 1] +

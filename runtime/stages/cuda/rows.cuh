@@ -6,13 +6,9 @@
 
 #include <cstdint>
 
+#include "runtime/stages/cuda/warp.cuh"
+
 namespace epx::cuda {
-
-constexpr int kWarp = 32;
-
-__device__ inline int lane() {
-  return static_cast<int>(threadIdx.x) % kWarp;
-}
 
 // This warp among all warps of the grid.
 __device__ inline int64_t global_warp() {
@@ -23,33 +19,50 @@ __device__ inline int64_t num_warps() {
 }
 
 template <typename Unit>
-__device__ inline void copy_units(std::byte* to, const std::byte* from, int64_t bytes) {
+__device__ inline void spread_units(const std::byte* from, int64_t bytes, unsigned lanes, std::byte* to) {
+  constexpr int kDepth = 4; // loads under way at a time
   const auto* source = reinterpret_cast<const Unit*>(from);
-  auto* target = reinterpret_cast<Unit*>(to);
   const int64_t units = bytes / static_cast<int64_t>(sizeof(Unit));
-  int64_t i = lane();
-  for (; i + 3 * kWarp < units; i += 4 * kWarp) { // four loads under way at a time
-    const Unit a = source[i], b = source[i + kWarp], c = source[i + 2 * kWarp], d = source[i + 3 * kWarp];
-    target[i] = a, target[i + kWarp] = b, target[i + 2 * kWarp] = c, target[i + 3 * kWarp] = d;
+  for (int64_t first = 0; first < units; first += kDepth * kWarp) { // the same in all lanes
+    Unit values[kDepth];
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i)
+      if (const int64_t unit = first + i * kWarp + lane(); unit < units) values[i] = source[unit];
+    for (unsigned left = lanes; left != 0; left &= left - 1) {
+      auto* const target = reinterpret_cast<Unit*>(from_lane(to, __ffs(static_cast<int>(left)) - 1));
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i)
+        if (const int64_t unit = first + i * kWarp + lane(); unit < units) target[unit] = values[i];
+    }
   }
-  for (; i < units; i += kWarp)
-    target[i] = source[i];
 }
 
-// One warp copies `bytes` bytes, by the widest unit that both ends and the size allow.
-__device__ inline void copy_row(std::byte* to, const std::byte* from, int64_t bytes) {
+// A warp copies `bytes` bytes to the places that its lanes name; NULL: none. Read once; by the widest unit that all ends and
+// the size allow.
+__device__ inline void spread_row(const std::byte* from, int64_t bytes, std::byte* to) {
+  const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
+  if (lanes == 0) return;
   const uint64_t bits = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | static_cast<uint64_t>(bytes);
-  if (bits % 16 == 0)
-    copy_units<uint4>(to, from, bytes);
-  else if (bits % 4 == 0)
-    copy_units<uint32_t>(to, from, bytes);
-  else if (bits % 2 == 0)
-    copy_units<uint16_t>(to, from, bytes);
+  if (__all_sync(~0u, bits % 16 == 0 ? 1 : 0) != 0)
+    spread_units<uint4>(from, bytes, lanes, to);
+  else if (__all_sync(~0u, bits % 4 == 0 ? 1 : 0) != 0)
+    spread_units<uint32_t>(from, bytes, lanes, to);
+  else if (__all_sync(~0u, bits % 2 == 0 ? 1 : 0) != 0)
+    spread_units<uint16_t>(from, bytes, lanes, to);
   else
-    copy_units<uint8_t>(to, from, bytes);
+    spread_units<uint8_t>(from, bytes, lanes, to);
+}
+
+__device__ inline void copy_row(std::byte* to, const std::byte* from, int64_t bytes) {
+  spread_row(from, bytes, lane() == 0 ? to : nullptr);
 }
 
 __device__ inline void zero_row(std::byte* to, int64_t bytes) {
+  if ((reinterpret_cast<uint64_t>(to) | static_cast<uint64_t>(bytes)) % 16 == 0) {
+    for (int64_t i = lane(); i < bytes / 16; i += kWarp)
+      reinterpret_cast<uint4*>(to)[i] = uint4{0, 0, 0, 0};
+    return;
+  }
   for (int64_t i = lane(); i < bytes; i += kWarp)
     to[i] = std::byte{0};
 }
@@ -90,39 +103,48 @@ struct alignas(16) Run {
 
 // Elements [h, h + kRun) of a row of `hidden`; 0 beyond its end.
 template <typename T>
-__device__ inline void load_run(const T* row, int64_t h, int64_t hidden, float (&out)[kRun]) {
-  if (h + kRun <= hidden && reinterpret_cast<uint64_t>(row + h) % 16 == 0) {
-    const Run<T> run = *reinterpret_cast<const Run<T>*>(row + h);
-    for (int i = 0; i < kRun; ++i)
-      out[i] = to_float(run.values[i]);
-    return;
-  }
+__device__ inline Run<T> load_run(const T* row, int64_t h, int64_t hidden) {
+  if (h + kRun <= hidden && reinterpret_cast<uint64_t>(row + h) % 16 == 0) return *reinterpret_cast<const Run<T>*>(row + h);
+  Run<T> run;
   for (int i = 0; i < kRun; ++i)
-    out[i] = h + i < hidden ? to_float(row[h + i]) : 0.0f;
+    run.values[i] = h + i < hidden ? row[h + i] : T(0.0f);
+  return run;
 }
 
 template <typename T>
-__device__ inline void store_run(T* row, int64_t h, int64_t hidden, const float (&in)[kRun]) {
+__device__ inline void store_run(T* row, int64_t h, int64_t hidden, const Run<T>& run) {
   if (h + kRun <= hidden && reinterpret_cast<uint64_t>(row + h) % 16 == 0) {
-    Run<T> run;
-    for (int i = 0; i < kRun; ++i)
-      run.values[i] = from_float<T>(in[i]);
     *reinterpret_cast<Run<T>*>(row + h) = run;
     return;
   }
   for (int i = 0; i < kRun && h + i < hidden; ++i)
-    row[h + i] = from_float<T>(in[i]);
+    row[h + i] = run.values[i];
 }
 
-// to = round(weight * from); `to` may be `from`.
 template <typename T>
-__device__ inline void scale_row(T* to, const T* from, float weight, int64_t hidden) {
-  for (int64_t h = lane() * kRun; h < hidden; h += kStretch) {
-    float x[kRun];
-    load_run(from, h, hidden, x);
-    for (int i = 0; i < kRun; ++i)
-      x[i] = __fmul_rn(weight, x[i]);
-    store_run(to, h, hidden, x);
+__device__ inline Run<T> rounded(const float (&values)[kRun]) {
+  Run<T> run;
+  for (int i = 0; i < kRun; ++i)
+    run.values[i] = from_float<T>(values[i]);
+  return run;
+}
+
+// For each lane that names a place: that row = round(its weight * from). A place may be `from` itself.
+template <typename T>
+__device__ inline void spread_scaled(const T* from, int64_t hidden, T* to, float weight) {
+  const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
+  if (lanes == 0) return;
+  for (int64_t first = 0; first < hidden; first += kStretch) {
+    const int64_t h = first + lane() * kRun;
+    const Run<T> row = load_run(from, h, hidden);
+    for (unsigned left = lanes; left != 0; left &= left - 1) {
+      const int place = __ffs(static_cast<int>(left)) - 1;
+      const float factor = from_lane(weight, place);
+      float scaled[kRun];
+      for (int i = 0; i < kRun; ++i)
+        scaled[i] = __fmul_rn(factor, to_float(row.values[i]));
+      store_run(from_lane(to, place), h, hidden, rounded<T>(scaled));
+    }
   }
 }
 
@@ -131,11 +153,10 @@ template <typename T>
 __device__ inline float dot_rows(const T* a, const T* b, int64_t hidden) {
   float acc[kRun] = {};
   for (int64_t h = lane() * kRun; h < hidden; h += kStretch) {
-    float x[kRun], y[kRun];
-    load_run(a, h, hidden, x);
-    load_run(b, h, hidden, y);
+    const Run<T> x = load_run(a, h, hidden);
+    const Run<T> y = load_run(b, h, hidden);
     for (int i = 0; i < kRun && h + i < hidden; ++i) // an absent element takes no step
-      acc[i] = __fmaf_rn(x[i], y[i], acc[i]);
+      acc[i] = __fmaf_rn(to_float(x.values[i]), to_float(y.values[i]), acc[i]);
   }
   for (int left = kRun / 2; left > 0; left /= 2)
     for (int i = 0; i < left; ++i)
@@ -144,6 +165,87 @@ __device__ inline float dot_rows(const T* a, const T* b, int64_t hidden) {
   for (int distance = 1; distance < kWarp; distance *= 2)
     sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, distance));
   return sum;
+}
+
+// Rows to be summed in order, each times a weight or as it is. `inner`: consecutive rows that are summed among themselves,
+// and rounded to T, before they enter the sum as one.
+template <typename T>
+struct Terms {
+  WarpList<const T*> rows;
+  WarpList<float> weights;
+  uint64_t weighted = 0;      // a bit for each row
+  uint64_t inner = 0;         // a bit for each row
+  uint64_t ends_of_inner = 0; // a bit for the last of consecutive inner rows
+
+  __device__ int size() const { return rows.size(); }
+  __device__ void append(const T* row) {
+    rows.append(row);
+    weights.append(1.0f);
+  }
+  __device__ void append(const T* row, float weight) {
+    weighted |= uint64_t{1} << size();
+    rows.append(row);
+    weights.append(weight);
+  }
+};
+
+// One step of a sum: acc = fma(weight, x, acc), or acc + x without a weight.
+template <typename T>
+__device__ inline void add_run(float (&acc)[kRun], const Run<T>& run, bool weighted, float weight) {
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) {
+    const float x = to_float(run.values[i]);
+    acc[i] = weighted ? __fmaf_rn(weight, x, acc[i]) : __fadd_rn(acc[i], x);
+  }
+}
+
+// to = round(the sum of terms), by the contract's rules. One warp; `to` is none of the rows. kHasInner: some may be inner.
+template <bool kHasInner, typename T>
+__device__ __noinline__ void sum_rows(const Terms<T> terms, T* to, int64_t hidden) {
+  constexpr int kDepth = 4;                     // rows under way at a time, of each
+  constexpr int kWide = sizeof(T) == 2 ? 2 : 1; // stretches
+  const int size = terms.size();
+  for (int64_t first = 0; first < hidden; first += kWide * kStretch) { // the same in all lanes
+    const int64_t h = first + lane() * kRun;
+    float acc[kWide][kRun] = {};
+    float inner[kWide][kRun] = {};
+    for (int begin = 0; begin < size; begin += kDepth) {
+      Run<T> runs[kDepth][kWide];
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i) {
+        if (begin + i >= size) break;
+        const T* const row = terms.rows[begin + i];
+#pragma unroll
+        for (int wide = 0; wide < kWide; ++wide)
+          runs[i][wide] = load_run(row, h + wide * kStretch, hidden);
+      }
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i) {
+        const int term = begin + i;
+        if (term >= size) break;
+        const float weight = terms.weights[term];
+        const bool weighted = (terms.weighted >> term & 1) != 0;
+        const bool is_inner = kHasInner && (terms.inner >> term & 1) != 0;
+        const bool ends_inner = (terms.ends_of_inner >> term & 1) != 0;
+#pragma unroll
+        for (int wide = 0; wide < kWide; ++wide) {
+          if (!is_inner) {
+            add_run(acc[wide], runs[i][wide], weighted, weight);
+            continue;
+          }
+          add_run(inner[wide], runs[i][wide], weighted, weight);
+          if (!ends_inner) continue;
+          add_run(acc[wide], rounded<T>(inner[wide]), false, 1.0f);
+#pragma unroll
+          for (float& x : inner[wide])
+            x = 0.0f;
+        }
+      }
+    }
+#pragma unroll
+    for (int wide = 0; wide < kWide; ++wide)
+      store_run(to, h + wide * kStretch, hidden, rounded<T>(acc[wide]));
+  }
 }
 
 } // namespace epx::cuda

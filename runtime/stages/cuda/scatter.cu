@@ -1,8 +1,9 @@
 // Scatter: rows go from tokens to slots. dispatch copies them; combine_bwd scales them and takes their products on arrival.
 //
-// A warp takes a token and stores its row once to each rank that it goes to: straight into the token's first live slot there
-// when the receive rows lie in an allocation of the group, else into staging. Once all ranks have sent, a warp takes a token
-// that came, and serves its slots on this rank.
+//   senders    A warp takes a token and stores its row once to each peer that it goes to: straight into the token's first live
+//              slot there when the receive rows lie in an allocation of the group, else into staging. Then it tells them.
+//   receivers  First what needs no peer: pads, and tokens of this rank. Then a warp takes a peer's token, waits for it alone,
+//              and serves all its slots here from one read of the row.
 #include "runtime/stages/cuda/kernels.h"
 
 #include "runtime/stages/cuda/kernel_list.h"
@@ -14,6 +15,9 @@ namespace epx::cuda {
 namespace {
 
 constexpr int kThreads = 512;
+// Of each block. As few as fill the wire: the fewer tokens are under way at a time, the earlier the first ones arrive, and the
+// less is left to do for receivers when the last has come.
+constexpr int kSenders = 4;
 
 // What a scatter sends. Rows of `row_bytes`; what is NULL or 0 does not travel.
 struct ScatterInput {
@@ -40,46 +44,71 @@ __device__ std::byte* staged_sidecar(const DeviceGroup& group, int receiver, int
   return group.window().at<std::byte>(receiver, layout.scatter_sidecars.offset + staging_row * layout.sidecar_stride);
 }
 
-// One warp sends one token.
+__device__ uint64_t* arrival_at(const DeviceGroup& group, int receiver, int source, int64_t token) {
+  const int64_t index = source * static_cast<int64_t>(group.context.shape.max_tokens_per_rank) + token;
+  return group.window().at<uint64_t>(receiver, group.context.layout.scatter_arrivals.offset) + index;
+}
+
+// One warp sends one token to all peers that have a live slot of it.
 __device__ void send_token(const DeviceGroup& group, const Movement& movement, const ScatterInput& input, int top_k,
                            int64_t token) {
+  const Call& call = movement.call();
   const Route* const routes = movement.plan().routes + token * top_k;
-  const std::byte* const row = input.rows + token * input.row_bytes;
-  uint64_t served = 0; // ranks that have the row, a bit each
-  for (int k = 0; k < top_k; ++k) {
-    const Route route = routes[k];
-    if (!movement.is_live(route)) continue;
-    if ((served >> route.rank & 1) == 0) {
-      served |= uint64_t{1} << route.rank;
-      int32_t first_slot = route.slot; // of the token on that rank, live or not: it names the staging row
-      for (int other = k - 1; other >= 0; --other)
-        if (routes[other].slot >= 0 && routes[other].rank == route.rank) first_slot = routes[other].slot;
-      const int64_t staging_row =
-          scatter_staging_row(group.context.layout, group.context.shape, group.context.rank, token, first_slot);
-      std::byte* const in_place = movement.rows_of(route.rank);
-      copy_row(in_place != nullptr ? in_place + route.slot * input.row_bytes : staged_row(group, route.rank, staging_row),
-               row, input.row_bytes);
-      if (input.sidecar_bytes > 0)
-        copy_row(staged_sidecar(group, route.rank, staging_row), input.sidecar + token * input.sidecar_bytes,
-                 input.sidecar_bytes);
+  if (input.weights != nullptr)
+    for (int k = lane(); k < top_k; k += kWarp)
+      if (const Route route = routes[k]; route.rank != call.rank() && movement.is_live(route))
+        group.window().at<float>(route.rank, group.context.layout.scatter_weights.offset)[route.slot] =
+            input.weights[token * top_k + k];
+  for (int first = 0; first < call.num_ranks() - 1; first += kWarp) {
+    std::byte* row = nullptr; // each lane speaks for one peer
+    std::byte* sidecar = nullptr;
+    uint64_t* arrival = nullptr;
+    if (first + lane() < call.num_ranks() - 1) {
+      const int peer = movement.peer_in_order(token, first + lane());
+      int32_t first_slot = -1; // of the token on that peer, live or not: it names the staging row
+      int32_t first_live = -1;
+      for (int k = top_k - 1; k >= 0; --k) {
+        const Route route = routes[k];
+        if (route.rank != peer || route.slot < 0) continue;
+        first_slot = route.slot;
+        if (movement.is_live(route)) first_live = route.slot;
+      }
+      if (first_live >= 0) {
+        std::byte* const in_place = movement.rows_of(peer);
+        const int64_t staging_row =
+            scatter_staging_row(group.context.layout, group.context.shape, call.rank(), token, first_slot);
+        row = in_place != nullptr ? in_place + first_live * input.row_bytes : staged_row(group, peer, staging_row);
+        if (input.sidecar_bytes > 0) sidecar = staged_sidecar(group, peer, staging_row);
+        arrival = arrival_at(group, peer, call.rank(), token);
+      }
     }
-    if (input.weights != nullptr && lane() == 0)
-      group.window().at<float>(route.rank, group.context.layout.scatter_weights.offset)[route.slot] =
-          input.weights[token * top_k + k];
+    spread_row(input.rows + token * input.row_bytes, input.row_bytes, row);
+    if (input.sidecar_bytes > 0) spread_row(input.sidecar + token * input.sidecar_bytes, input.sidecar_bytes, sidecar);
+    __syncwarp(); // what all lanes have stored comes before what each of them tells
+    if (arrival != nullptr) call.tell_arrival(arrival);
   }
 }
 
-// Takes the rows of one call on this rank. deliver(slot, row, sidecar, weight), absent(slot): one warp.
+// A token that is here.
+struct Arrival {
+  const std::byte* row;
+  const std::byte* sidecar;
+  int32_t slot_in_place; // where the row lies already; -1: elsewhere
+};
+
+// Takes the rows of one call on this rank, a warp at a time. take: each lane names a slot of the token, or -1, and its weight.
 struct DispatchReceiver {
   DispatchCall call;
   int64_t row_bytes;
 
   __device__ std::byte* rows() const { return call.recv_tokens; }
-  __device__ void deliver(int64_t slot, const std::byte* row, const std::byte* sidecar, float weight) const {
-    std::byte* const to = call.recv_tokens + slot * row_bytes;
-    if (to != row) copy_row(to, row, row_bytes);
-    if (call.sidecar_bytes > 0) copy_row(call.recv_sidecar + slot * call.sidecar_bytes, sidecar, call.sidecar_bytes);
-    if (call.recv_weights != nullptr && lane() == 0) call.recv_weights[slot] = weight;
+  __device__ void take(const Arrival& arrival, int32_t slot, float weight) const {
+    const bool is_slot = slot >= 0;
+    spread_row(arrival.row, row_bytes,
+               is_slot && slot != arrival.slot_in_place ? call.recv_tokens + slot * row_bytes : nullptr);
+    if (call.sidecar_bytes > 0)
+      spread_row(arrival.sidecar, call.sidecar_bytes, is_slot ? call.recv_sidecar + slot * call.sidecar_bytes : nullptr);
+    if (call.recv_weights != nullptr && is_slot) call.recv_weights[slot] = weight;
   }
   __device__ void absent(int64_t slot) const {
     zero_row(call.recv_tokens + slot * row_bytes, row_bytes);
@@ -94,17 +123,20 @@ struct CombineBwdReceiver {
   int64_t row_bytes;
 
   __device__ std::byte* rows() const { return call.grad_expert_out; }
-  __device__ void deliver(int64_t slot, const std::byte* row, const std::byte*, float) const {
-    std::byte* const to = call.grad_expert_out + slot * row_bytes;
-    const auto* const from = reinterpret_cast<const T*>(row);
-    if (call.grad_recv_weights != nullptr) { // before the row is scaled where it lies
-      const float product = dot_rows(from, reinterpret_cast<const T*>(call.expert_out + slot * row_bytes), call.hidden);
-      if (lane() == 0) call.grad_recv_weights[slot] = product;
-    }
+  __device__ void take(const Arrival& arrival, int32_t slot, float) const {
+    const bool is_slot = slot >= 0;
+    std::byte* const to = is_slot ? call.grad_expert_out + slot * row_bytes : nullptr;
+    const auto* const row = reinterpret_cast<const T*>(arrival.row);
+    if (call.grad_recv_weights != nullptr) // before the row is scaled where it lies
+      for (unsigned left = __ballot_sync(~0u, is_slot ? 1 : 0); left != 0; left &= left - 1) {
+        const int64_t one = from_lane(slot, __ffs(static_cast<int>(left)) - 1);
+        const float product = dot_rows(row, reinterpret_cast<const T*>(call.expert_out + one * row_bytes), call.hidden);
+        if (lane() == 0) call.grad_recv_weights[one] = product;
+      }
     if (call.recv_weights != nullptr)
-      scale_row(reinterpret_cast<T*>(to), from, call.recv_weights[slot], call.hidden);
-    else if (to != row)
-      copy_row(to, row, row_bytes);
+      spread_scaled(row, call.hidden, reinterpret_cast<T*>(to), is_slot ? call.recv_weights[slot] : 0.0f);
+    else
+      spread_row(arrival.row, row_bytes, slot != arrival.slot_in_place ? to : nullptr);
   }
   __device__ void absent(int64_t slot) const {
     zero_row(call.grad_expert_out + slot * row_bytes, row_bytes);
@@ -112,67 +144,97 @@ struct CombineBwdReceiver {
   }
 };
 
-// One warp serves the slots of the token whose first slot here is `head`.
+// One warp serves the slots here of one token. False: the group has failed.
 template <typename Receiver>
-__device__ void receive_token(const DeviceGroup& group, const Movement& movement, const Receiver& receiver, int64_t head,
-                              const SlotRecord& record) {
-  const SlotRecord* const records = movement.plan().slot_records;
-  const int64_t rows = receiver.call.recv_rows;
-  const bool has_come = movement.is_active(record.source);
-  const int64_t staging_row =
-      scatter_staging_row(group.context.layout, group.context.shape, record.source, record.token, head);
-  const bool in_place = movement.rows_of(group.context.rank) != nullptr;
-  const auto* const weights = group.window().template local<float>(group.context.layout.scatter_weights.offset);
+__device__ bool receive_token(const DeviceGroup& group, const Movement& movement, const ScatterInput& input,
+                              const Receiver& receiver, int source, int64_t token) {
+  const int rank = group.context.rank;
+  const WarpList<int32_t> slots = movement.live_slots(source, token);
+  if (slots.size() == 0) return true;
+  if (!movement.is_active(source)) {
+    for (int i = 0; i < slots.size(); ++i)
+      receiver.absent(slots[i]);
+    return true;
+  }
+  Arrival arrival{input.rows + token * input.row_bytes, input.sidecar + token * input.sidecar_bytes, -1};
+  if (source != rank) {
+    bool ok = true;
+    if (lane() == 0) ok = movement.call().wait_for_arrival(arrival_at(group, rank, source, token), source);
+    if (__all_sync(~0u, ok ? 1 : 0) == 0) return false; // the lanes see what lane 0 has acquired
+    const int64_t staging_row =
+        scatter_staging_row(group.context.layout, group.context.shape, source, token, movement.head_of(source, token));
+    const int32_t first_live = slots[0];
+    const bool in_place = movement.rows_of(rank) != nullptr;
+    arrival = {in_place ? receiver.rows() + first_live * receiver.row_bytes : staged_row(group, rank, staging_row),
+               staged_sidecar(group, rank, staging_row), in_place ? first_live : -1};
+  }
+  const auto* const staged_weights = group.window().template local<float>(group.context.layout.scatter_weights.offset);
+  for (int first = 0; first < slots.size(); first += kWarp) {
+    const int32_t slot = slots.has_own(first) ? slots.own(first) : -1;
+    float weight = 0.0f;
+    if (input.weights != nullptr && slot >= 0)
+      weight = source == rank ? input.weights[token * receiver.call.top_k + movement.plan().slot_records[slot].k]
+                              : staged_weights[slot];
+    receiver.take(arrival, slot, weight);
+  }
+  return true;
+}
 
-  int64_t first_live = -1; // where a row that was stored in place lies
-  for (int64_t slot = head; slot >= 0 && first_live < 0; slot = records[slot].next_slot)
-    if (slot < rows) first_live = slot;
-  if (first_live < 0) return;
-  const std::byte* const row =
-      in_place ? receiver.rows() + first_live * receiver.row_bytes : staged_row(group, group.context.rank, staging_row);
-  const auto serve = [&](int64_t slot) {
-    if (has_come)
-      receiver.deliver(slot, row, staged_sidecar(group, group.context.rank, staging_row), weights[slot]);
-    else
-      receiver.absent(slot);
-  };
-  for (int64_t slot = records[first_live].next_slot; slot >= 0; slot = records[slot].next_slot)
-    if (slot < rows) serve(slot);
-  __syncwarp(); // the other slots have read the row
-  serve(first_live);
+// Zeros what lies between the zones.
+template <typename Receiver>
+__device__ void clear_pads(const Movement& movement, const Receiver& receiver, int num_zones, const Role& role) {
+  const HandleReader& plan = movement.plan();
+  const int most = receiver.call.alignment - 1; // of each zone
+  for (int64_t pad = role.index; pad < static_cast<int64_t>(num_zones) * most; pad += role.count) {
+    const int64_t zone = pad / most;
+    const int64_t slot = plan.zone_begin[zone] + plan.zone_rows[zone] + pad % most;
+    if (slot < plan.zone_begin[zone + 1] && slot < receiver.call.recv_rows) receiver.absent(slot);
+  }
+}
+
+template <typename Receiver>
+__device__ bool receive(const DeviceGroup& group, const Movement& movement, const ScatterInput& input,
+                        const Receiver& receiver, const Role& role) {
+  for (int64_t token = role.index; token < movement.tokens_of(group.context.rank); token += role.count)
+    receive_token(group, movement, input, receiver, group.context.rank, token);
+  const int64_t num_peer_tokens = movement.num_peer_tokens();
+  for (int64_t index = role.index; index < num_peer_tokens; index += role.count) {
+    const Movement::PeerToken peer = movement.peer_token(index);
+    if (peer.token < movement.tokens_of(peer.rank) &&
+        !receive_token(group, movement, input, receiver, peer.rank, peer.token))
+      return false;
+  }
+  return true;
 }
 
 template <typename Receiver>
 __global__ void __launch_bounds__(kThreads)
     scatter_kernel(const __grid_constant__ ScatterParams params, const __grid_constant__ Receiver receiver) {
   const DeviceGroup& group = params.group;
-  const MovementCall& args = receiver.call;
-  Movement movement(group, args, params.layout);
+  const GroupShape& shape = group.context.shape;
+  const Role role = role_of_warp(kSenders, shape.num_ranks);
+  Movement movement(group, receiver.call, params.layout);
+  if (movement.takes_part() && !role.sends) // into this rank's own rows: no need to wait for peers
+    clear_pads(movement, receiver, ExpertBlocks{shape.num_experts, shape.num_ranks}.num_local_experts(group.context.rank),
+               role);
   if (!movement.begin(params.offer)) return;
-  if (movement.takes_part())
-    for (int64_t token = global_warp(); token < args.num_tokens; token += num_warps())
-      send_token(group, movement, params.input, args.top_k, token);
-  movement.call().sent();
-  if (!movement.call().wait(EPX_PHASE_COMPLETE)) return;
-  if (movement.takes_part()) {
-    const SlotRecord* const records = movement.plan().slot_records;
-    for (int64_t slot = global_warp(); slot < movement.plan().header->rows_in_use; slot += num_warps()) {
-      const SlotRecord record = records[slot];
-      if (record.source < 0) {
-        if (slot < args.recv_rows) receiver.absent(slot);
-      } else if (record.first != 0) {
-        receive_token(group, movement, receiver, slot, record);
-      }
-    }
+  bool ok = true;
+  if (role.sends) {
+    if (movement.takes_part())
+      for (int64_t token = role.index; token < receiver.call.num_tokens; token += role.count)
+        send_token(group, movement, params.input, receiver.call.top_k, token);
+    movement.call().sent_by_warp(static_cast<unsigned>(role.count));
+  } else if (movement.takes_part()) {
+    ok = receive(group, movement, params.input, receiver, role);
   }
-  movement.call().end();
+  if (__syncthreads_and(ok ? 1 : 0) != 0) movement.call().end();
 }
 
 template <typename Receiver>
 cudaError_t launch(const DeviceGroup& group, const LaunchShape& shape, const ScatterInput& input, CallPost offer,
                    const Receiver& receiver, cudaStream_t stream) {
   const ScatterParams params{group, make_handle_layout(group.context.shape, receiver.call.top_k), input, offer};
-  return launch_cooperative(&scatter_kernel<Receiver>, {shape.movement_blocks, kThreads}, stream, params, receiver);
+  return launch_cooperative(&scatter_kernel<Receiver>, {shape.scatter_blocks, kThreads}, stream, params, receiver);
 }
 
 CallPost offer_of(const Reach& reach, int32_t weights, int64_t sidecar_bytes) {
@@ -192,7 +254,7 @@ std::vector<const void*> scatter_kernels() {
           reinterpret_cast<const void*>(&scatter_kernel<CombineBwdReceiver<__half>>),
           reinterpret_cast<const void*>(&scatter_kernel<CombineBwdReceiver<__nv_bfloat16>>)};
 }
-int movement_threads() {
+int scatter_threads() {
   return kThreads;
 }
 

@@ -49,7 +49,7 @@ void HostStages::send_routes_home(const MovementCall& call, const GatherTensors&
   const int64_t rows = std::min(call.recv_rows, plan.header->rows_in_use);
   for (int64_t slot = 0; slot < rows; ++slot) {
     const SlotRecord& record = plan.slot_records[slot];
-    if (record.source < 0 || !is_active(record.source)) continue;
+    if (record.is_pad() || !is_active(record.source)) continue;
     const int64_t home_row = route_index(record.token, call.top_k, record.k);
     std::memcpy(
         window_.at<std::byte>(record.source, context_.layout.gather_rows.offset + home_row * context_.layout.row_stride),
@@ -63,7 +63,7 @@ void HostStages::send_weights_home(const MovementCall& call, const float* weight
   const int64_t rows = std::min(call.recv_rows, plan.header->rows_in_use);
   for (int64_t slot = 0; slot < rows; ++slot) {
     const SlotRecord& record = plan.slot_records[slot];
-    if (record.source < 0 || !is_active(record.source)) continue;
+    if (record.is_pad() || !is_active(record.source)) continue;
     window_.at<float>(record.source,
                       context_.layout.gather_weights.offset)[route_index(record.token, call.top_k, record.k)] =
         weights[slot];

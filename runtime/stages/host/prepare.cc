@@ -103,9 +103,13 @@ void HostStages::assign_slots(const PrepareCall& call, HandleWriter& plan, int64
       if (route.slot < 0) continue;
       route.order = static_cast<int32_t>(std::lower_bound(ranks.begin(), ranks_end, route.rank) - ranks.begin());
       const auto order = static_cast<size_t>(route.order);
-      auto* record = window_.at<SlotRecord>(route.rank, context_.layout.slot_records.offset) + route.slot;
-      *record = {window_.rank,    static_cast<int32_t>(token), static_cast<uint8_t>(k), 0, static_cast<uint16_t>(order),
-                 next_slot[order]};
+      SlotRecord* record = &window_.at<SlotPost>(route.rank, context_.layout.slot_posts.offset)[route.slot].record;
+      *record = {static_cast<int32_t>(token),
+                 next_slot[order],
+                 static_cast<uint16_t>(window_.rank),
+                 static_cast<uint8_t>(k),
+                 0,
+                 static_cast<uint8_t>(order & 0x7f)};
       next_slot[order] = route.slot;
       head[order] = record;
     }
@@ -158,12 +162,10 @@ void HostStages::copy_outputs(const PrepareCall& call, const HandleWriter& plan)
   if (call.slot_origin != nullptr) {
     for (int64_t slot = 0; slot < shape.max_recv_tokens; ++slot) {
       int32_t* origin = call.slot_origin + 3 * slot;
-      const bool in_use = slot < plan.header->rows_in_use && plan.slot_records[slot].source >= 0;
-      const SlotRecord none{-1, -1, 0, 0, 0, -1};
-      const SlotRecord& record = in_use ? plan.slot_records[slot] : none;
-      origin[0] = record.source;
+      const SlotRecord& record = slot < plan.header->rows_in_use ? plan.slot_records[slot] : kPadRecord;
+      origin[0] = record.is_pad() ? -1 : record.source;
       origin[1] = record.token;
-      origin[2] = in_use ? record.k : -1;
+      origin[2] = record.is_pad() ? -1 : record.k;
     }
   }
 }
@@ -185,12 +187,12 @@ void HostStages::prepare(const PrepareCall& call) {
   protocol_.complete();
 
   // The window holds what the peers stored; pads get records that say so.
-  const auto* delivered = window_.local<SlotRecord>(context_.layout.slot_records.offset);
-  std::memcpy(plan.slot_records, delivered, static_cast<size_t>(plan.header->rows_in_use) * sizeof(SlotRecord));
+  const auto* posts = window_.local<SlotPost>(context_.layout.slot_posts.offset);
+  for (int64_t slot = 0; slot < plan.header->rows_in_use; ++slot)
+    plan.slot_records[slot] = posts[slot].record;
   for (int expert = 0; expert < experts_.num_local_experts(window_.rank); ++expert) {
-    const SlotRecord pad{-1, -1, 0, 0, 0, -1};
     std::fill(plan.slot_records + plan.zone_begin[expert] + plan.zone_rows[expert],
-              plan.slot_records + plan.zone_begin[expert + 1], pad);
+              plan.slot_records + plan.zone_begin[expert + 1], kPadRecord);
   }
 
   HandleHeader header{};

@@ -1,0 +1,43 @@
+// What the lanes of a warp hold together.
+#pragma once
+
+#include <cstdint>
+
+namespace epx::cuda {
+
+constexpr int kWarp = 32;
+
+__device__ inline int lane() {
+  return static_cast<int>(threadIdx.x) % kWarp;
+}
+
+template <typename T>
+__device__ inline T from_lane(T value, int lane) {
+  return __shfl_sync(~0u, value, lane);
+}
+template <typename T>
+__device__ inline T* from_lane(T* pointer, int lane) {
+  return reinterpret_cast<T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(pointer), lane));
+}
+
+// Up to 64 values, two in each lane. All lanes do the same.
+template <typename T>
+class WarpList {
+public:
+  __device__ int size() const { return size_; }
+  __device__ void append(T value) {
+    if (size_ % kWarp == lane()) (size_ < kWarp ? low_ : high_) = value;
+    ++size_;
+  }
+  __device__ T operator[](int index) const { return from_lane(index < kWarp ? low_ : high_, index % kWarp); }
+
+  // What the calling lane holds: value `first` + lane, for first = 0 and 32.
+  __device__ bool has_own(int first) const { return first + lane() < size_; }
+  __device__ T own(int first) const { return first < kWarp ? low_ : high_; }
+
+private:
+  T low_{}, high_{};
+  int size_ = 0;
+};
+
+} // namespace epx::cuda
