@@ -35,11 +35,11 @@ public:
   __device__ const CallPost& offer_of(int peer) const { return *post_at(rank(), peer); }
 
   // False: the group has failed; the block returns at once, as do the other blocks. The same in all threads of the block,
-  // here and in what follows. What the block stored before is visible to peers that have seen it arrive, if block 0 did.
-  __device__ bool arrive(CallPost offer) const {
+  // here and in what follows. One block posts the offer; what it stored before, or has seen stored, comes first.
+  __device__ bool arrive(CallPost offer, bool posts) const {
     const bool has_failed = threadIdx.x == 0 && ends_early(); // a rank that comes late finds here that its peers gave up
     if (__syncthreads_or(has_failed ? 1 : 0) != 0) return false;
-    if (blockIdx.x == 0) {
+    if (posts) {
       offer.operation = operation_;
       for (int peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x) {
         CallPost* const post = post_at(peer, rank());
@@ -101,24 +101,6 @@ public:
   // Tells the window's owner so. What this thread stored, or has seen stored through a barrier, comes first.
   __device__ void tell_arrival(uint64_t* arrival) const { store_release_sys(arrival, sequence_); }
 
-  // All blocks of the grid meet. False as for arrive.
-  __device__ bool grid_barrier() const {
-    __shared__ bool ok;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      fence_acq_rel_gpu();
-      const uint32_t mine = atomicAdd(&group_.state->barrier, 1u);
-      const uint32_t goal = (mine / gridDim.x + 1) * gridDim.x;
-      const uint64_t begin = nanoseconds();
-      ok = true;
-      while (ok && load_acquire_gpu(&group_.state->barrier) < goal)
-        ok = load_acquire_gpu(&group_.state->failed) == 0 && nanoseconds() - begin < 2 * group_.timeout_ns;
-      fence_acq_rel_gpu();
-    }
-    __syncthreads();
-    return ok;
-  }
-
   // Every block, last.
   __device__ void end() const {
     __syncthreads();
@@ -126,7 +108,6 @@ public:
     fence_acq_rel_gpu();
     if (atomicAdd(&group_.state->blocks_ended, 1u) != gridDim.x - 1) return;
     group_.state->blocks_ended = 0;
-    group_.state->barrier = 0;
     group_.state->sequence = sequence_;
   }
 

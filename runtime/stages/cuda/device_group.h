@@ -51,11 +51,11 @@ struct StatusRecord {
 struct DeviceState {
   uint64_t sequence; // of the last call that has ended here
   uint64_t num_events;
-  uint32_t blocks_sent;  // of the call in progress
-  uint32_t senders_done; // warps, of the movement in progress
-  uint32_t blocks_ended; // of the call in progress
-  uint32_t barrier;      // arrivals at grid barriers of the call in progress
-  uint32_t failed;       // 1: a block has taken it on itself to report a failure; kernels end at once
+  uint32_t blocks_sent;    // of the call in progress
+  uint32_t senders_done;   // warps, of the movement in progress
+  uint32_t blocks_ended;   // of the call in progress
+  uint32_t blocks_counted; // of the prepare in progress
+  uint32_t failed;         // 1: a block has taken it on itself to report a failure; kernels end at once
   // Of the prepare in progress; 0 between calls.
   unsigned long long bad_indices;
   unsigned long long first_bad_inverted; // ~ of the lowest route with a bad index, so that the largest is the first

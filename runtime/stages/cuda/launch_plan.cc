@@ -7,8 +7,9 @@
 namespace epx::cuda {
 namespace {
 
-constexpr int kBlocksPerSm = 2;    // at most, of a movement
-constexpr int kPrepareBlocks = 32; // enough to sort 32768 routes in two tiles each; each block reads the counts of all
+constexpr int kBlocksPerSm = 2; // at most, of a movement
+constexpr int kPrepareBlocks =
+    64; // enough to sort 32768 routes in a tile each; each block reads the counts of those before
 
 struct Device {
   int num_sms;

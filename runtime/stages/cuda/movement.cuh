@@ -48,7 +48,7 @@ public:
     offer.plan_id = is_usable_ ? plan_.header->plan_id : 0;
     offer.num_tokens = args_.num_tokens;
     offer.recv_rows = args_.recv_rows;
-    if (!call_.arrive(offer)) return false;
+    if (!call_.arrive(offer, blockIdx.x == 0)) return false;
     if (blockIdx.x == 0 && threadIdx.x == 0) report();
     return true;
   }

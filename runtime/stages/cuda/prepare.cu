@@ -1,12 +1,14 @@
 // prepare in one kernel. Ranks exchange only their counts; each computes its own slots by a stable counting sort.
 //
 //   count    each block counts the routes of its own run of tokens, by expert                      -> block_counts
-//            (grid barrier)
-//   publish  block 0 adds the blocks' counts up and stores the sums into every peer's window; its post follows them
+//   publish  the last block to have counted adds the blocks' counts up and stores the sums into every peer's window; its post
+//            follows them
 //   assign   once all ranks have arrived, each block knows where its routes of each expert begin: the zone, then the ranks
 //            before this one, then the blocks before this one. It walks its tokens tile by tile, gives every route its slot,
 //            and stores where the slot comes from into the window of the slot's rank.
 //   deliver  once all ranks have sent, blocks copy what came to the handle memory and write the outputs
+#include <algorithm>
+
 #include "runtime/stages/cuda/kernels.h"
 
 #include "runtime/stages/cuda/call.cuh"
@@ -20,6 +22,7 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
+constexpr int kLeastBlocks = 16;
 
 struct Params {
   DeviceGroup group;
@@ -27,9 +30,9 @@ struct Params {
   HandleLayout layout;
 };
 
-// Dynamic shared memory: int32 next[E] | int32 warp_base[kWarps, E] | int32 zone[E].
+// Dynamic shared memory: int32 next[E] | int32 zone[E] | int32 demand[E] | int32 warp_base[kWarps, E].
 __host__ __device__ constexpr size_t shared_bytes(int num_experts) {
-  return sizeof(int32_t) * static_cast<size_t>(num_experts) * (2 + kWarps);
+  return sizeof(int32_t) * static_cast<size_t>(num_experts) * (3 + kWarps);
 }
 
 class Prepare {
@@ -37,8 +40,8 @@ public:
   __device__ Prepare(const Params& params, int32_t* shared)
       : group_(params.group), args_(params.call), call_(params.group, EPX_OP_PREPARE),
         shape_(params.group.context.shape), experts_{shape_.num_experts, shape_.num_ranks},
-        plan_(params.call.handle_mem, params.layout), next_(shared), warp_base_(shared + shape_.num_experts),
-        zone_(shared + shape_.num_experts * (1 + kWarps)),
+        plan_(params.call.handle_mem, params.layout), next_(shared), zone_(shared + shape_.num_experts),
+        demand_(shared + 2 * shape_.num_experts), warp_base_(shared + 3 * shape_.num_experts),
         usable_(usable_slots(shape_.max_recv_tokens, params.call.alignment)) {
     const int64_t tokens_per_block = (args_.num_tokens + gridDim.x - 1) / gridDim.x;
     begin_ = min(tokens_per_block * static_cast<int64_t>(blockIdx.x), args_.num_tokens);
@@ -46,14 +49,13 @@ public:
   }
 
   __device__ void run() {
-    count();
-    if (!call_.grid_barrier()) return;
-    if (blockIdx.x == 0) publish();
+    const bool is_last = count();
+    if (is_last) publish();
     CallPost offer{};
     offer.top_k = args_.top_k;
     offer.alignment = args_.alignment;
     offer.num_tokens = args_.num_tokens;
-    if (!call_.arrive(offer)) return;
+    if (!call_.arrive(offer, is_last)) return;
     find_bases();
     assign();
     call_.sent();
@@ -83,14 +85,18 @@ private:
   __device__ int32_t count_of(int source, int expert) const {
     return group_.window().local<int32_t>(counts_offset(source))[expert];
   }
-  __device__ int32_t demand_of(int expert) const {
-    int32_t demand = 0;
-    for (int source = 0; source < shape_.num_ranks; ++source)
-      demand += count_of(source, expert);
-    return demand;
+
+  // sums[e] += the routes to e that the first `blocks` blocks have counted. sums in shared memory; all threads.
+  __device__ void add_block_counts(unsigned blocks, int32_t* sums) const {
+    const int total = static_cast<int>(blocks) * num_experts();
+#pragma unroll 8
+    for (int i = threadIdx.x; i < total; i += kThreads)
+      if (const int32_t count = group_.block_counts[i]; count != 0) atomicAdd(&sums[i % num_experts()], count);
   }
 
-  __device__ void count() {
+  // True in the last block to have counted; it sees what the others have.
+  __device__ bool count() {
+    __shared__ bool is_last;
     for (int e = threadIdx.x; e < num_experts(); e += kThreads)
       next_[e] = 0;
     __syncthreads();
@@ -107,16 +113,26 @@ private:
     int32_t* const mine = group_.block_counts + static_cast<int64_t>(blockIdx.x) * num_experts();
     for (int e = threadIdx.x; e < num_experts(); e += kThreads)
       mine[e] = next_[e];
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      fence_acq_rel_gpu();
+      is_last = atomicAdd(&group_.state->blocks_counted, 1u) == gridDim.x - 1;
+      if (is_last) group_.state->blocks_counted = 0;
+      fence_acq_rel_gpu();
+    }
+    __syncthreads();
+    return is_last;
   }
 
-  __device__ void publish() const {
-    for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
-      int32_t sum = 0;
-      for (unsigned block = 0; block < gridDim.x; ++block)
-        sum += group_.block_counts[static_cast<int64_t>(block) * num_experts() + e];
-      for (int peer = 0; peer < shape_.num_ranks; ++peer)
-        group_.window().at<int32_t>(peer, counts_offset(call_.rank()))[e] = sum;
-    }
+  __device__ void publish() {
+    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
+      demand_[e] = 0;
+    __syncthreads();
+    add_block_counts(gridDim.x, demand_);
+    __syncthreads();
+    for (int i = threadIdx.x; i < shape_.num_ranks * num_experts(); i += kThreads)
+      group_.window().at<int32_t>(i / num_experts(), counts_offset(call_.rank()))[i % num_experts()] =
+          demand_[i % num_experts()];
     if (threadIdx.x == 0 && group_.state->bad_indices > 0) {
       const auto first = static_cast<int64_t>(~group_.state->first_bad_inverted);
       call_.record_event(EPX_EVENT_BAD_INDEX, static_cast<int64_t>(group_.state->bad_indices), index_at(first),
@@ -124,11 +140,20 @@ private:
     }
   }
 
-  // zone_[e]: first slot of each expert's zone on its rank. next_[e]: the next slot for a route of this block.
+  // demand_[e]: routes of all ranks. zone_[e]: first slot of the expert's zone on its rank. next_[e]: the next slot for a route
+  // of this block.
   __device__ void find_bases() {
-    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
-      zone_[e] = static_cast<int32_t>(zone_rows(demand_of(e), args_.alignment));
+    for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
+      int32_t demand = 0;
+      for (int source = 0; source < shape_.num_ranks; ++source) {
+        if (source == call_.rank()) next_[e] = demand;
+        demand += count_of(source, e);
+      }
+      demand_[e] = demand;
+      zone_[e] = static_cast<int32_t>(zone_rows(demand, args_.alignment));
+    }
     __syncthreads();
+    add_block_counts(blockIdx.x, next_);
     const int warp = threadIdx.x / kWarp;
     for (int rank = warp; rank < shape_.num_ranks; rank += kWarps) { // an exclusive sum over each rank's experts
       int32_t before = 0;
@@ -145,14 +170,8 @@ private:
       }
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
-      int32_t next = zone_[e];
-      for (int source = 0; source < call_.rank(); ++source)
-        next += count_of(source, e);
-      for (unsigned block = 0; block < blockIdx.x; ++block)
-        next += group_.block_counts[static_cast<int64_t>(block) * num_experts() + e];
-      next_[e] = next;
-    }
+    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
+      next_[e] += zone_[e];
     __syncthreads();
   }
 
@@ -268,7 +287,7 @@ private:
   __device__ Zone zone_of(int local_expert) const {
     const int expert = experts_.first_expert(call_.rank()) + local_expert;
     const int64_t begin = zone_[expert];
-    const int64_t demand = demand_of(expert);
+    const int64_t demand = demand_[expert];
     const int64_t kept = max(int64_t{0}, min(usable_ - begin, demand));
     return {min(begin, usable_), kept, min(begin + zone_rows(demand, args_.alignment), usable_)};
   }
@@ -279,33 +298,30 @@ private:
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
     const auto* posts = group_.window().local<SlotPost>(group_.context.layout.slot_posts.offset);
-    // A warp for each zone: its records from the window, and pads behind them.
-    for (int64_t e = global_warp(); e < local_experts; e += num_warps()) {
+    for (int64_t e = thread; e < local_experts; e += threads) {
       const Zone zone = zone_of(static_cast<int>(e));
-      for (int64_t slot = zone.begin + lane(); slot < zone.end; slot += kWarp) {
-        const bool is_pad = slot >= zone.begin + zone.kept;
-        const SlotRecord record = is_pad ? kPadRecord : posts[slot].record;
-        plan_.slot_records[slot] = record;
-        if (args_.slot_origin != nullptr)
-          write_origin(slot, is_pad ? -1 : record.source, record.token, is_pad ? -1 : record.k);
-      }
-      if (lane() == 0) {
-        plan_.zone_begin[e] = static_cast<int32_t>(zone.begin);
-        plan_.zone_rows[e] = static_cast<int32_t>(zone.kept);
-        store_count(args_.counts, e, zone.kept);
-        store_count(args_.offsets, e, zone.begin);
-      }
+      plan_.zone_begin[e] = static_cast<int32_t>(zone.begin);
+      plan_.zone_rows[e] = static_cast<int32_t>(zone.kept);
+      store_count(args_.counts, e, zone.kept);
+      store_count(args_.offsets, e, zone.begin);
+    }
+    const int last_expert = first_expert + local_experts - 1;
+    const int64_t rows_needed =
+        local_experts == 0 ? 0 : zone_[last_expert] + zone_rows(demand_[last_expert], args_.alignment);
+    const int64_t rows_in_use = min(rows_needed, usable_);
+    for (int64_t slot = thread; slot < rows_in_use; slot += threads) {
+      const int expert = expert_at(slot);
+      const bool is_pad = slot - zone_[expert] >= demand_[expert];
+      const SlotRecord record = is_pad ? kPadRecord : posts[slot].record;
+      plan_.slot_records[slot] = record;
+      if (args_.slot_origin != nullptr)
+        write_origin(slot, is_pad ? -1 : record.source, record.token, is_pad ? -1 : record.k);
     }
     const auto* heads = group_.window().local<int32_t>(group_.context.layout.heads.offset);
     for (int source = 0; source < shape_.num_ranks; ++source)
       for (int64_t token = thread; token < shape_.max_tokens_per_rank; token += threads)
         plan_.heads[head_index(source, token)] =
             token < call_.offer_of(source).num_tokens ? heads[head_index(source, token)] : -1;
-    const int64_t rows_needed = local_experts == 0
-                                    ? 0
-                                    : zone_[first_expert + local_experts - 1] +
-                                          zone_rows(demand_of(first_expert + local_experts - 1), args_.alignment);
-    const int64_t rows_in_use = min(rows_needed, usable_);
     if (args_.slot_origin != nullptr)
       for (int64_t slot = rows_in_use + thread; slot < shape_.max_recv_tokens; slot += threads)
         write_origin(slot, -1, -1, -1);
@@ -317,7 +333,9 @@ private:
       plan_.zone_begin[local_experts] = static_cast<int32_t>(rows_in_use);
       store_count(args_.offsets, local_experts, rows_in_use);
       write_header(rows_in_use);
-      report(local_experts, rows_needed);
+    }
+    if (thread < kWarp) report(local_experts, rows_needed);
+    if (thread == 0) {
       group_.state->bad_indices = 0; // all blocks have sent: none counts any more
       group_.state->first_bad_inverted = 0;
       group_.state->dropped_of_mine = 0;
@@ -345,13 +363,30 @@ private:
     *plan_.header = header;
   }
 
+  // The local expert's zone that a slot in use lies in, by its number among all experts.
+  __device__ int expert_at(int64_t slot) const {
+    int low = experts_.first_expert(call_.rank()); // its zone begins at or before the slot
+    int high = experts_.first_expert(call_.rank() + 1);
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (zone_[middle] <= slot ? low : high) = middle;
+    }
+    return low;
+  }
+
+  // One warp.
   __device__ void report(int local_experts, int64_t rows_needed) const {
     int64_t demand = 0;
     int64_t kept = 0;
-    for (int e = 0; e < local_experts; ++e) {
-      demand += demand_of(experts_.first_expert(call_.rank()) + e);
+    for (int e = lane(); e < local_experts; e += kWarp) {
+      demand += demand_[experts_.first_expert(call_.rank()) + e];
       kept += zone_of(e).kept;
     }
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      demand += __shfl_xor_sync(~0u, demand, distance);
+      kept += __shfl_xor_sync(~0u, kept, distance);
+    }
+    if (lane() != 0) return;
     if (args_.info != nullptr) {
       args_.info[0] = demand;
       args_.info[1] = kept;
@@ -370,8 +405,9 @@ private:
   ExpertBlocks experts_;
   HandleWriter plan_;
   int32_t* next_;      // [E]
-  int32_t* warp_base_; // [kWarps, E]
   int32_t* zone_;      // [E]
+  int32_t* demand_;    // [E]
+  int32_t* warp_base_; // [kWarps, E]
   int64_t usable_;
   int64_t begin_, end_; // tokens of this block
 };
@@ -395,7 +431,11 @@ size_t prepare_shared_bytes(int num_experts) {
 cudaError_t launch_prepare(const DeviceGroup& group, const LaunchShape& shape, const PrepareCall& call,
                            cudaStream_t stream) {
   Params params{group, call, make_handle_layout(group.context.shape, call.top_k)};
-  return launch_cooperative(&prepare_kernel, {shape.prepare_blocks, kThreads, shape.prepare_shared_bytes}, stream, params);
+  // A tile for each block, but enough blocks to write the outputs.
+  const int64_t tiles = (call.num_tokens * call.top_k + kThreads - 1) / kThreads;
+  const int blocks =
+      static_cast<int>(std::clamp<int64_t>(tiles, std::min(kLeastBlocks, shape.prepare_blocks), shape.prepare_blocks));
+  return launch_cooperative(&prepare_kernel, {blocks, kThreads, shape.prepare_shared_bytes}, stream, params);
 }
 
 } // namespace epx::cuda

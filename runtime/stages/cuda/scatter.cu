@@ -169,7 +169,8 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
                staged_sidecar(group, rank, staging_row), in_place ? first_live : -1};
   }
   const auto* const staged_weights = group.window().template local<float>(group.context.layout.scatter_weights.offset);
-  for (int first = 0; first < slots.size(); first += kWarp) {
+  for (int first = slots.size() > kWarp ? kWarp : 0; first >= 0;
+       first -= kWarp) { // the slot in place, the first of all, last
     const int32_t slot = slots.has_own(first) ? slots.own(first) : -1;
     float weight = 0.0f;
     if (input.weights != nullptr && slot >= 0)
