@@ -8,6 +8,7 @@
 #include <cstring>
 #include <deque>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -25,6 +26,7 @@ constexpr int kDevices = 8;
 constexpr int kMultiprocessors = 3;
 constexpr int kSharedBytes = 227 << 10; // of a block
 constexpr size_t kMemoryAlignment = 256;
+constexpr size_t kMemoryBytes = size_t{64} << 30;
 
 using Task = std::function<void()>;
 using Tasks = std::vector<Task>;
@@ -113,6 +115,9 @@ struct CUevent_st {
 };
 
 namespace {
+
+std::mutex memory_mutex;
+std::map<void*, size_t> allocations;
 
 std::mutex streams_mutex;
 std::set<cudaStream_t> streams;
@@ -204,13 +209,28 @@ cudaError_t cudaGetLastError() {
 
 // ---- Memory ----
 
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  const std::scoped_lock lock(memory_mutex);
+  size_t used = 0;
+  for (const auto& [memory, bytes] : allocations)
+    used += bytes;
+  *total = kMemoryBytes;
+  *free = kMemoryBytes - used;
+  return cudaSuccess;
+}
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
-  *memory = std::aligned_alloc(kMemoryAlignment,
-                               (std::max<size_t>(bytes, 1) + kMemoryAlignment - 1) / kMemoryAlignment * kMemoryAlignment);
-  return *memory != nullptr ? cudaSuccess : cudaErrorMemoryAllocation;
+  *memory = std::aligned_alloc(kMemoryAlignment, (bytes / kMemoryAlignment + 1) * kMemoryAlignment);
+  if (*memory == nullptr) return cudaErrorMemoryAllocation;
+  const std::scoped_lock lock(memory_mutex);
+  allocations[*memory] = bytes;
+  return cudaSuccess;
 }
 cudaError_t cudaFree(void* memory) {
   cudaDeviceSynchronize();
+  {
+    const std::scoped_lock lock(memory_mutex);
+    allocations.erase(memory);
+  }
   std::free(memory);
   return cudaSuccess;
 }

@@ -1,14 +1,12 @@
 // Failures that a group on GPUs does not survive: who is named, and that the CUDA context does. Ranks are processes, started
 // by epx_test_launch.
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "tests/gpu/suite.h"
 #include "tests/support/check.h"
-#include "tests/support/launcher.h"
 
 namespace epx::test {
 namespace {
@@ -139,20 +137,5 @@ void test_abort(const RankContext& context) {
 } // namespace epx::test
 
 int main() {
-  using namespace epx::test;
-  try {
-    const char* directory = std::getenv("EPX_TEST_DIR");
-    check(directory != nullptr, "EPX_TEST_DIR is not set: start this through epx_test_launch");
-    const auto launcher = make_file_launcher("nccl", "EPX_TEST_RANK", "EPX_TEST_RANKS", directory);
-    launcher->each_rank(test_missing_rank);
-    launcher->each_rank(test_abort);
-    std::printf("%lld checks passed\n", static_cast<long long>(num_checks()));
-    return 0;
-  } catch (const Skipped& reason) {
-    std::fprintf(stderr, "skipped: %s\n", reason.what());
-    return kSkippedExitCode;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    std::_Exit(1); // peers may be gone: nothing that waits for them any more
-  }
+  return epx::test::run_suite({epx::test::test_missing_rank, epx::test::test_abort});
 }

@@ -30,7 +30,7 @@ int64_t recv_capacity(const GroupCase& group); // R, resolved as epx.h says
 
 enum class TokenCount { full, ragged, none_on_one, none };            // T of each rank
 enum class RoutingStyle { uniform, distinct, hot, skewed, repeated }; // hot: one expert; repeated: duplicates in each row
-enum class RecvRows { exact, more, fewer, any };                      // N against offsets[E_l]
+enum class RecvRows { exact, more, fewer, any, capacity };            // N against offsets[E_l]; capacity: R
 
 struct LayerCase {
   int top_k = 2;

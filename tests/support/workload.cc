@@ -83,6 +83,7 @@ std::vector<int64_t> receive_rows(const reference::Plan& plan, RecvRows style, R
     RecvRows mine = style;
     if (style == RecvRows::any) mine = rng.pick({RecvRows::exact, RecvRows::more, RecvRows::fewer});
     if (mine == RecvRows::exact) rows.push_back(used);
+    if (mine == RecvRows::capacity) rows.push_back(capacity);
     if (mine == RecvRows::fewer) rows.push_back(rng.between(0, used));
     if (mine == RecvRows::more)
       rows.push_back(capacity < 200 && rng.chance(50) ? capacity + rng.below(9) : used + rng.below(9));

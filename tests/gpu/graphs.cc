@@ -1,0 +1,223 @@
+// CUDA graphs, and calls that return while the stream stands still.
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include "tests/gpu/resident_layer.h"
+#include "tests/gpu/suite.h"
+#include "tests/support/check.h"
+
+namespace epx::test {
+namespace {
+
+void check_cuda(cudaError_t error, const char* call) {
+  check(error == cudaSuccess, "{}: {}", call, cudaGetErrorString(error));
+}
+
+// What `enqueue` puts on the stream, to be put there again.
+class Graph {
+public:
+  Graph(cudaStream_t stream, const std::function<void()>& enqueue) : stream_(stream) {
+    cudaGraph_t graph = nullptr;
+    check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+    enqueue();
+    check_cuda(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+    check_cuda(cudaGraphInstantiate(&exec_, graph, 0), "cudaGraphInstantiate");
+    check_cuda(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  ~Graph() { cudaGraphExecDestroy(exec_); }
+
+  void launch() const { check_cuda(cudaGraphLaunch(exec_, stream_), "cudaGraphLaunch"); }
+
+private:
+  cudaStream_t stream_;
+  cudaGraphExec_t exec_ = nullptr;
+};
+
+cudaStream_t stream_of(const RankContext& context) {
+  return static_cast<cudaStream_t>(context.device->stream());
+}
+
+GroupCase small_group(const RankContext& context, epx_combine_precision precision) {
+  GroupCase group;
+  group.num_ranks = context.num_ranks;
+  group.num_experts = 12;
+  group.max_tokens = 24;
+  group.hidden_dim = 264;
+  group.max_top_k = 4;
+  group.max_recv_rows = 300;
+  group.max_dtype = EPX_BFLOAT16;
+  group.precision = precision;
+  group.overflow = EPX_OVERFLOW_DROP;
+  return group;
+}
+
+LayerCase small_layer(int top_k, int alignment, RoutingStyle routing) {
+  LayerCase layer;
+  layer.top_k = top_k;
+  layer.alignment = alignment;
+  layer.routing = routing;
+  layer.percent_masked = 5;
+  layer.rows = RecvRows::capacity;
+  layer.hidden = layer.combine_hidden = 264;
+  layer.dtype = layer.combine_dtype = EPX_BFLOAT16;
+  return layer;
+}
+
+// Captured once, replayed with other routing and tokens, eager calls in between: the oracle's bits each time.
+void test_replays(const RankContext& context, epx_combine_precision precision, bool in_place) {
+  const GroupCase shape = small_group(context, precision);
+  GroupRun group(context, shape);
+  ResidentLayer layer(group, small_layer(3, 16, RoutingStyle::uniform), in_place);
+  const auto all_calls = [&] {
+    layer.forward();
+    layer.backward();
+  };
+  const Graph graph(stream_of(context), all_calls);
+  const std::vector<RoutingStyle> routings = {RoutingStyle::uniform, RoutingStyle::hot, RoutingStyle::repeated,
+                                              RoutingStyle::skewed};
+  for (uint64_t round = 0; round < 12; ++round) {
+    const Workload work = make_workload(shape, small_layer(3, 16, routings[round % routings.size()]), 100 + round);
+    layer.write(work);
+    if (round % 3 == 1)
+      all_calls();
+    else
+      graph.launch();
+    context.device->finish();
+    layer.check_forward(work);
+    layer.check_backward(work);
+  }
+  const epx_group_report report = read_status(group.handle());
+  check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
+}
+
+// F0 F1 B0 F2 B1 B2 of three layers, captured and eager in turn, without a look in between.
+void test_layers_in_flight(const RankContext& context) {
+  const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
+  GroupRun group(context, shape);
+  std::vector<LayerCase> cases;
+  std::vector<std::unique_ptr<ResidentLayer>> layers;
+  std::vector<std::unique_ptr<Graph>> forwards, backwards;
+  for (int i = 0; i < 3; ++i) {
+    cases.push_back(small_layer(2 + i, i == 1 ? 16 : 1, RoutingStyle::uniform));
+    layers.push_back(std::make_unique<ResidentLayer>(group, cases.back(), i != 2));
+    ResidentLayer& layer = *layers.back();
+    forwards.push_back(std::make_unique<Graph>(stream_of(context), [&] { layer.forward(); }));
+    backwards.push_back(std::make_unique<Graph>(stream_of(context), [&] { layer.backward(); }));
+  }
+  for (uint64_t round = 0; round < 3; ++round) {
+    std::vector<Workload> works;
+    for (size_t i = 0; i < layers.size(); ++i) {
+      works.push_back(make_workload(shape, cases[i], 1000 + 10 * round + i));
+      layers[i]->write(works.back());
+    }
+    const auto run = [&](char what, size_t layer, bool replay) {
+      if (what == 'F')
+        replay ? forwards[layer]->launch() : layers[layer]->forward();
+      else
+        replay ? backwards[layer]->launch() : layers[layer]->backward();
+    };
+    const std::pair<char, size_t> schedule[] = {{'F', 0}, {'F', 1}, {'B', 0}, {'F', 2}, {'B', 1}, {'B', 2}};
+    for (size_t step = 0; step < std::size(schedule); ++step)
+      run(schedule[step].first, schedule[step].second, (step + round) % 2 == 0);
+    context.device->finish();
+    for (size_t i = 0; i < layers.size(); ++i) {
+      layers[i]->check_forward(works[i]);
+      layers[i]->check_backward(works[i]);
+    }
+  }
+}
+
+// Two groups of one process, of different shapes, in one graph.
+void test_groups(const RankContext& context) {
+  const GroupCase wire_shape = small_group(context, EPX_COMBINE_WIRE);
+  GroupCase exact_shape = small_group(context, EPX_COMBINE_EXACT);
+  exact_shape.num_experts = 7;
+  GroupRun wire_group(context, wire_shape), exact_group(context, exact_shape);
+  const LayerCase layer_case = small_layer(4, 1, RoutingStyle::skewed);
+  ResidentLayer wire(wire_group, layer_case, true), exact(exact_group, layer_case, true);
+  const Graph graph(stream_of(context), [&] {
+    wire.forward();
+    exact.forward();
+    wire.backward();
+    exact.backward();
+  });
+  for (uint64_t round = 0; round < 3; ++round) {
+    const Workload wire_work = make_workload(wire_shape, layer_case, 2000 + round);
+    const Workload exact_work = make_workload(exact_shape, layer_case, 3000 + round);
+    wire.write(wire_work);
+    exact.write(exact_work);
+    graph.launch();
+    context.device->finish();
+    wire.check_forward(wire_work);
+    exact.check_forward(exact_work);
+    wire.check_backward(wire_work);
+    exact.check_backward(exact_work);
+  }
+}
+
+// A stream that stands still until it is let go.
+class Gate {
+public:
+  explicit Gate(cudaStream_t stream) {
+    check_cuda(cudaLaunchHostFunc(
+                   stream, [](void* open) { static_cast<std::atomic<bool>*>(open)->wait(false); }, &open_),
+               "cudaLaunchHostFunc");
+  }
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+  ~Gate() { open(); }
+  void open() {
+    open_ = true;
+    open_.notify_all();
+  }
+
+private:
+  std::atomic<bool> open_ = false;
+};
+
+// All five calls return while nothing before them on the stream has run, and take no memory. A call that waits for the
+// stream never returns here, and the test runs into its time limit.
+void test_blocked_stream(const RankContext& context) {
+  const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
+  GroupRun group(context, shape);
+  const LayerCase layer_case = small_layer(3, 16, RoutingStyle::uniform);
+  ResidentLayer layer(group, layer_case, true);
+  const Workload work = make_workload(shape, layer_case, 4000);
+  layer.write(work);
+  size_t free_before = 0, free_after = 0, total = 0;
+  check_cuda(cudaMemGetInfo(&free_before, &total), "cudaMemGetInfo");
+  {
+    Gate gate(stream_of(context));
+    layer.forward();
+    layer.backward();
+    check(cudaStreamQuery(stream_of(context)) == cudaErrorNotReady, "the stream was to stand still");
+    gate.open();
+    context.device->finish();
+  }
+  check_cuda(cudaMemGetInfo(&free_after, &total), "cudaMemGetInfo");
+  check_equal(free_after, free_before, "free memory after the five calls");
+  layer.check_forward(work);
+  layer.check_backward(work);
+}
+
+} // namespace
+} // namespace epx::test
+
+int main() {
+  using namespace epx::test;
+  return run_suite({
+      [](const RankContext& context) { test_blocked_stream(context); }, // first: nothing has been called yet
+      [](const RankContext& context) { test_replays(context, EPX_COMBINE_WIRE, true); },
+      [](const RankContext& context) { test_replays(context, EPX_COMBINE_WIRE, false); },
+      [](const RankContext& context) { test_replays(context, EPX_COMBINE_EXACT, true); },
+      test_layers_in_flight,
+      test_groups,
+  });
+}

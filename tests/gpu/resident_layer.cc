@@ -1,0 +1,182 @@
+#include "tests/gpu/resident_layer.h"
+
+#include <span>
+#include <string>
+
+#include "tests/support/check.h"
+#include "tests/support/compare.h"
+#include "tests/support/values.h"
+
+namespace epx::test {
+
+ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, bool in_place)
+    : group_(group), layer_(layer), epx_layer_{layer.top_k, layer.alignment}, num_tokens_(group.shape().max_tokens),
+      recv_rows_(recv_capacity(group.shape())), memories_(kNumMemories) {
+  size_t handle_bytes = 0;
+  check_ok(epx_handle_mem_size(group.handle(), &epx_layer_, &handle_bytes), "epx_handle_mem_size");
+  const auto element = static_cast<size_t>(reference::element_size(layer.dtype));
+  const auto tokens = static_cast<size_t>(num_tokens_), slots = static_cast<size_t>(recv_rows_);
+  const auto hidden = static_cast<size_t>(layer.hidden), routes = tokens * static_cast<size_t>(layer.top_k);
+  const auto experts = static_cast<size_t>(group.info().num_local_experts);
+  const auto allocate = [&](size_t memory, size_t bytes, bool is_input, bool in_group = false) {
+    memories_[memory] = {nullptr, bytes, is_input, in_group};
+    if (in_group) {
+      void* data = nullptr;
+      check_ok(epx_mem_alloc(group_.handle(), bytes, &data), "epx_mem_alloc");
+      memories_[memory].data = static_cast<std::byte*>(data);
+    } else {
+      memories_[memory].data = group_.device().allocate(bytes);
+    }
+  };
+  allocate(kTopkIdx, routes * sizeof(int64_t), true);
+  allocate(kTokens, tokens * hidden * element, true);
+  allocate(kTopkWeights, routes * sizeof(float), true);
+  allocate(kExpertOut, slots * hidden * element, true);
+  allocate(kCombineWeights, slots * sizeof(float), true);
+  allocate(kGradOut, tokens * hidden * element, true);
+  allocate(kBwdExpertOut, slots * hidden * element, true);
+  allocate(kBwdWeights, slots * sizeof(float), true);
+  allocate(kGradRecv, slots * hidden * element, true);
+  allocate(kGradRecvWeightsIn, slots * sizeof(float), true);
+  allocate(kHandle, handle_bytes, false);
+  allocate(kCounts, experts * sizeof(int32_t), false);
+  allocate(kOffsets, (experts + 1) * sizeof(int32_t), false);
+  allocate(kRecvTokens, slots * hidden * element, false, in_place);
+  allocate(kRecvWeights, slots * sizeof(float), false);
+  allocate(kOut, tokens * hidden * element, false);
+  allocate(kGradExpertOut, slots * hidden * element, false, in_place);
+  allocate(kGradRecvWeights, slots * sizeof(float), false);
+  allocate(kGradTokens, tokens * hidden * element, false);
+  allocate(kGradTopkWeights, routes * sizeof(float), false);
+}
+
+ResidentLayer::~ResidentLayer() {
+  for (const Memory& memory : memories_) {
+    if (memory.in_group)
+      epx_mem_free(group_.handle(), memory.data);
+    else
+      group_.device().free(memory.data);
+  }
+}
+
+void ResidentLayer::write(const Workload& work) {
+  const auto rank = static_cast<size_t>(group_.rank());
+  const auto write_input = [&](size_t memory, const auto& values) {
+    const auto bytes = std::as_bytes(std::span(values));
+    check_equal(bytes.size(), memories_[memory].bytes, "bytes of input " + std::to_string(memory));
+    group_.device().write(memories_[memory].data, bytes.data(), bytes.size());
+  };
+  write_input(kTopkIdx, work.routing[rank].topk_idx);
+  write_input(kTokens, work.dispatch.tokens[rank].bytes);
+  write_input(kTopkWeights, work.dispatch.topk_weights[rank]);
+  write_input(kExpertOut, work.combine.expert_out[rank].bytes);
+  write_input(kCombineWeights, work.combine.recv_weights[rank]);
+  write_input(kGradOut, work.combine_bwd.grad_out[rank].bytes);
+  write_input(kBwdExpertOut, work.combine_bwd.expert_out[rank].bytes);
+  write_input(kBwdWeights, work.combine_bwd.recv_weights[rank]);
+  write_input(kGradRecv, work.dispatch_bwd.grad_recv[rank].bytes);
+  write_input(kGradRecvWeightsIn, work.dispatch_bwd.grad_recv_weights[rank]);
+  for (const Memory& memory : memories_) {
+    if (memory.is_input) continue;
+    const std::vector<std::byte> poison(memory.bytes, kPoison);
+    group_.device().write(memory.data, poison.data(), poison.size());
+  }
+}
+
+epx_tensor ResidentLayer::rows(size_t memory, int64_t count) const {
+  return epx_tensor_2d(memories_[memory].data, layer_.dtype, count, layer_.hidden);
+}
+epx_tensor ResidentLayer::floats(size_t memory, int64_t count, int64_t per_row) const {
+  return per_row == 0 ? epx_tensor_1d(memories_[memory].data, EPX_FLOAT32, count)
+                      : epx_tensor_2d(memories_[memory].data, EPX_FLOAT32, count, per_row);
+}
+
+template <typename Args>
+Args ResidentLayer::make_args() const {
+  Args args = {};
+  args.struct_size = sizeof(args);
+  args.layer = epx_layer_;
+  args.handle_mem = memories_[kHandle].data;
+  args.handle_mem_bytes = memories_[kHandle].bytes;
+  args.stream = group_.device().stream();
+  return args;
+}
+
+void ResidentLayer::forward() {
+  const int num_local_experts = group_.info().num_local_experts;
+  const epx_tensor topk_idx = epx_tensor_2d(memories_[kTopkIdx].data, EPX_INT64, num_tokens_, layer_.top_k);
+  const epx_tensor counts = epx_tensor_1d(memories_[kCounts].data, EPX_INT32, num_local_experts);
+  const epx_tensor offsets = epx_tensor_1d(memories_[kOffsets].data, EPX_INT32, num_local_experts + 1);
+  auto prepare = make_args<epx_prepare_args>();
+  prepare.topk_idx = &topk_idx;
+  prepare.counts = &counts;
+  prepare.offsets = &offsets;
+  check_ok(epx_prepare(group_.handle(), &prepare), "epx_prepare");
+
+  const epx_tensor tokens = rows(kTokens, num_tokens_), recv_tokens = rows(kRecvTokens, recv_rows_);
+  const epx_tensor topk_weights = floats(kTopkWeights, num_tokens_, layer_.top_k);
+  const epx_tensor recv_weights = floats(kRecvWeights, recv_rows_, 0);
+  auto dispatch = make_args<epx_dispatch_args>();
+  dispatch.tokens = &tokens;
+  dispatch.topk_weights = &topk_weights;
+  dispatch.recv_tokens = &recv_tokens;
+  dispatch.recv_weights = &recv_weights;
+  check_ok(epx_dispatch(group_.handle(), &dispatch), "epx_dispatch");
+
+  const epx_tensor expert_out = rows(kExpertOut, recv_rows_), out = rows(kOut, num_tokens_);
+  const epx_tensor combine_weights = floats(kCombineWeights, recv_rows_, 0);
+  auto combine = make_args<epx_combine_args>();
+  combine.expert_out = &expert_out;
+  combine.recv_weights = &combine_weights;
+  combine.out = &out;
+  check_ok(epx_combine(group_.handle(), &combine), "epx_combine");
+}
+
+void ResidentLayer::backward() {
+  const epx_tensor grad_out = rows(kGradOut, num_tokens_), expert_out = rows(kBwdExpertOut, recv_rows_);
+  const epx_tensor weights = floats(kBwdWeights, recv_rows_, 0);
+  const epx_tensor grad_expert_out = rows(kGradExpertOut, recv_rows_);
+  const epx_tensor grad_weights = floats(kGradRecvWeights, recv_rows_, 0);
+  auto combine_bwd = make_args<epx_combine_bwd_args>();
+  combine_bwd.grad_out = &grad_out;
+  combine_bwd.expert_out = &expert_out;
+  combine_bwd.recv_weights = &weights;
+  combine_bwd.grad_expert_out = &grad_expert_out;
+  combine_bwd.grad_recv_weights = &grad_weights;
+  check_ok(epx_combine_bwd(group_.handle(), &combine_bwd), "epx_combine_bwd");
+
+  const epx_tensor grad_recv = rows(kGradRecv, recv_rows_), grad_tokens = rows(kGradTokens, num_tokens_);
+  const epx_tensor grad_recv_weights = floats(kGradRecvWeightsIn, recv_rows_, 0);
+  const epx_tensor grad_topk_weights = floats(kGradTopkWeights, num_tokens_, layer_.top_k);
+  auto dispatch_bwd = make_args<epx_dispatch_bwd_args>();
+  dispatch_bwd.grad_recv = &grad_recv;
+  dispatch_bwd.grad_recv_weights = &grad_recv_weights;
+  dispatch_bwd.grad_tokens = &grad_tokens;
+  dispatch_bwd.grad_topk_weights = &grad_topk_weights;
+  check_ok(epx_dispatch_bwd(group_.handle(), &dispatch_bwd), "epx_dispatch_bwd");
+}
+
+std::vector<std::byte> ResidentLayer::read(size_t memory) const {
+  std::vector<std::byte> bytes(memories_[memory].bytes);
+  group_.device().read(bytes.data(), memories_[memory].data, bytes.size());
+  return bytes;
+}
+
+void ResidentLayer::check_forward(const Workload& work) const {
+  const auto rank = static_cast<size_t>(group_.rank());
+  check_integers("counts", work.plan.ranks[rank].counts, read(kCounts), EPX_INT32);
+  check_integers("offsets", work.plan.ranks[rank].offsets, read(kOffsets), EPX_INT32);
+  check_rows("recv_tokens", work.dispatch.recv_tokens[rank], read(kRecvTokens), NanRule::bits);
+  check_floats("recv_weights", work.dispatch.recv_weights[rank], read(kRecvWeights), NanRule::bits);
+  check_rows("out", work.combine.out[rank], read(kOut), NanRule::any_nan);
+}
+
+void ResidentLayer::check_backward(const Workload& work) const {
+  const auto rank = static_cast<size_t>(group_.rank());
+  check_rows("grad_expert_out", work.combine_bwd.grad_expert_out[rank], read(kGradExpertOut), NanRule::any_nan);
+  check_floats("grad_recv_weights", work.combine_bwd.grad_recv_weights[rank], read(kGradRecvWeights), NanRule::any_nan);
+  check_rows("grad_tokens", work.dispatch_bwd.grad_tokens[rank], read(kGradTokens), NanRule::any_nan);
+  check_floats("grad_topk_weights", work.dispatch_bwd.grad_topk_weights[rank], read(kGradTopkWeights), NanRule::bits);
+}
+
+} // namespace epx::test

@@ -1,0 +1,78 @@
+// One layer in flight whose tensors stay where they are from call to call, so that calls can be captured in a graph, and run
+// behind one another without a look in between.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "tests/support/group_run.h"
+#include "tests/support/workload.h"
+
+namespace epx::test {
+
+// All optional tensors are passed. Needs TokenCount::full, RecvRows::capacity and no sidecars: shapes never change.
+class ResidentLayer {
+public:
+  // Collective when in_place: what peers write then lies in memory from epx_mem_alloc.
+  ResidentLayer(GroupRun& group, const LayerCase& layer, bool in_place);
+  ResidentLayer(const ResidentLayer&) = delete;
+  ResidentLayer& operator=(const ResidentLayer&) = delete;
+  ~ResidentLayer();
+
+  // Copies the inputs to the device, and poison into the outputs. Blocks.
+  void write(const Workload& work);
+
+  // Asynchronous on the device's stream.
+  void forward();  // prepare, dispatch, combine
+  void backward(); // combine_bwd, dispatch_bwd
+
+  // Throws CheckFailure unless the outputs are the oracle's. Blocks.
+  void check_forward(const Workload& work) const;
+  void check_backward(const Workload& work) const;
+
+private:
+  struct Memory {
+    std::byte* data = nullptr;
+    size_t bytes = 0;
+    bool is_input = false;
+    bool in_group = false; // from epx_mem_alloc
+  };
+  epx_tensor rows(size_t memory, int64_t count) const;
+  epx_tensor floats(size_t memory, int64_t count, int64_t per_row) const;
+  std::vector<std::byte> read(size_t memory) const;
+  template <typename Args>
+  Args make_args() const;
+
+  enum : size_t {
+    kTopkIdx,
+    kTokens,
+    kTopkWeights,
+    kExpertOut,
+    kCombineWeights,
+    kGradOut,
+    kBwdExpertOut,
+    kBwdWeights,
+    kGradRecv,
+    kGradRecvWeightsIn,
+    kHandle,
+    kCounts,
+    kOffsets,
+    kRecvTokens,
+    kRecvWeights,
+    kOut,
+    kGradExpertOut,
+    kGradRecvWeights,
+    kGradTokens,
+    kGradTopkWeights,
+    kNumMemories
+  };
+
+  GroupRun& group_;
+  LayerCase layer_;
+  epx_layer epx_layer_;
+  int64_t num_tokens_;
+  int64_t recv_rows_;
+  std::vector<Memory> memories_;
+};
+
+} // namespace epx::test

@@ -1,0 +1,16 @@
+// What the programs of this folder have in common: each is started once per rank by epx_test_launch.
+#pragma once
+
+#include <functional>
+#include <initializer_list>
+
+#include "tests/support/launcher.h"
+
+namespace epx::test {
+
+using RankTest = std::function<void(const RankContext&)>;
+
+// Runs the tests one after the other as this rank, on transport nccl. Returns main's exit code.
+int run_suite(std::initializer_list<RankTest> tests);
+
+} // namespace epx::test
