@@ -1,6 +1,7 @@
 // Failures that a group on GPUs does not survive: who is named, and that the CUDA context does. Ranks are processes, started
 // by epx_test_launch.
 #include <chrono>
+#include <cstdlib>
 #include <string>
 #include <thread>
 #include <vector>
@@ -116,6 +117,21 @@ void test_missing_rank(const RankContext& context) {
   context.gather(0);
 }
 
+// The last rank's kernel stands still once all have arrived.
+void test_stalled_rank(const RankContext& context) {
+  const int stalled = context.num_ranks - 1;
+  if (context.rank == stalled) setenv("EPX_TEST_STALLS_IN", std::to_string(EPX_OP_PREPARE).c_str(), 1);
+  Round round(context, kShortMs);
+  unsetenv("EPX_TEST_STALLS_IN");
+  check_ok(round.prepare(), "epx_prepare");
+  round.check_context();
+  const epx_group_report report = round.report();
+  check_equal(static_cast<int>(report.status), static_cast<int>(EPX_ERROR_TIMEOUT), "report.status");
+  check_equal(report.culprit, stalled, "report.culprit");
+  check(contains(report.message, std::to_string(stalled)), "\"{}\" does not name rank {}", report.message, stalled);
+  context.gather(0);
+}
+
 // The last rank aborts while the others wait for it.
 void test_abort(const RankContext& context) {
   Round round(context, 60'000);
@@ -137,5 +153,5 @@ void test_abort(const RankContext& context) {
 } // namespace epx::test
 
 int main() {
-  return epx::test::run_suite({epx::test::test_missing_rank, epx::test::test_abort});
+  return epx::test::run_suite({epx::test::test_missing_rank, epx::test::test_stalled_rank, epx::test::test_abort});
 }

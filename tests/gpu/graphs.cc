@@ -7,68 +7,14 @@
 
 #include <cuda_runtime_api.h>
 
+#include "tests/gpu/graph.h"
 #include "tests/gpu/resident_layer.h"
+#include "tests/gpu/small_cases.h"
 #include "tests/gpu/suite.h"
 #include "tests/support/check.h"
 
 namespace epx::test {
 namespace {
-
-void check_cuda(cudaError_t error, const char* call) {
-  check(error == cudaSuccess, "{}: {}", call, cudaGetErrorString(error));
-}
-
-// What `enqueue` puts on the stream, to be put there again.
-class Graph {
-public:
-  Graph(cudaStream_t stream, const std::function<void()>& enqueue) : stream_(stream) {
-    cudaGraph_t graph = nullptr;
-    check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
-    enqueue();
-    check_cuda(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
-    check_cuda(cudaGraphInstantiate(&exec_, graph, 0), "cudaGraphInstantiate");
-    check_cuda(cudaGraphDestroy(graph), "cudaGraphDestroy");
-  }
-  Graph(const Graph&) = delete;
-  Graph& operator=(const Graph&) = delete;
-  ~Graph() { cudaGraphExecDestroy(exec_); }
-
-  void launch() const { check_cuda(cudaGraphLaunch(exec_, stream_), "cudaGraphLaunch"); }
-
-private:
-  cudaStream_t stream_;
-  cudaGraphExec_t exec_ = nullptr;
-};
-
-cudaStream_t stream_of(const RankContext& context) {
-  return static_cast<cudaStream_t>(context.device->stream());
-}
-
-GroupCase small_group(const RankContext& context, epx_combine_precision precision) {
-  GroupCase group;
-  group.num_ranks = context.num_ranks;
-  group.num_experts = 12;
-  group.max_tokens = 24;
-  group.hidden_dim = 264;
-  group.max_top_k = 4;
-  group.max_recv_rows = 300;
-  group.max_dtype = EPX_BFLOAT16;
-  group.precision = precision;
-  group.overflow = EPX_OVERFLOW_DROP;
-  return group;
-}
-
-LayerCase small_layer(int top_k, int alignment, RoutingStyle routing) {
-  LayerCase layer;
-  layer.top_k = top_k;
-  layer.alignment = alignment;
-  layer.routing = routing;
-  layer.percent_masked = 5;
-  layer.rows = RecvRows::capacity;
-  layer.hidden = layer.combine_hidden = 264;
-  layer.dtype = layer.combine_dtype = EPX_BFLOAT16;
-  return layer;
-}
 
 // Captured once, replayed with other routing and tokens, eager calls in between: the oracle's bits each time.
 void test_replays(const RankContext& context, epx_combine_precision precision, bool in_place) {

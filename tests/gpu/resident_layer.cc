@@ -3,6 +3,7 @@
 #include <span>
 #include <string>
 
+#include "tests/gpu/compare_kernel.h"
 #include "tests/support/check.h"
 #include "tests/support/compare.h"
 #include "tests/support/values.h"
@@ -160,6 +161,66 @@ std::vector<std::byte> ResidentLayer::read(size_t memory) const {
   std::vector<std::byte> bytes(memories_[memory].bytes);
   group_.device().read(bytes.data(), memories_[memory].data, bytes.size());
   return bytes;
+}
+
+class ResidentLayer::Snapshot {
+public:
+  explicit Snapshot(const ResidentLayer& layer) : device_(layer.group_.device()) {
+    for (const Memory& memory : layer.memories_) {
+      copies_.push_back(device_.allocate(memory.bytes));
+      copy(copies_.back(), memory.data, memory.bytes, device_);
+    }
+    device_.finish();
+  }
+  Snapshot(const Snapshot&) = delete;
+  Snapshot& operator=(const Snapshot&) = delete;
+  ~Snapshot() {
+    for (std::byte* memory : copies_)
+      device_.free(memory);
+  }
+
+  const std::byte* operator[](size_t memory) const { return copies_[memory]; }
+
+  static void copy(std::byte* to, const std::byte* from, size_t bytes, Device& device) {
+    const auto stream = static_cast<cudaStream_t>(device.stream());
+    const cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
+    check(error == cudaSuccess, "cudaMemcpyAsync: {}", cudaGetErrorString(error));
+  }
+
+private:
+  Device& device_;
+  std::vector<std::byte*> copies_;
+};
+
+void ResidentLayer::SnapshotDeleter::operator()(Snapshot* snapshot) const {
+  delete snapshot;
+}
+
+ResidentLayer::SnapshotOwner ResidentLayer::snapshot() const {
+  return SnapshotOwner(new Snapshot(*this));
+}
+
+void ResidentLayer::restore_inputs(const Snapshot& from) {
+  const auto stream = static_cast<cudaStream_t>(group_.device().stream());
+  for (size_t i = 0; i < memories_.size(); ++i) {
+    const Memory& memory = memories_[i];
+    if (memory.is_input) {
+      Snapshot::copy(memory.data, from[i], memory.bytes, group_.device());
+      continue;
+    }
+    const cudaError_t error = cudaMemsetAsync(memory.data, static_cast<int>(kPoison), memory.bytes, stream);
+    check(error == cudaSuccess, "cudaMemsetAsync: {}", cudaGetErrorString(error));
+  }
+}
+
+void ResidentLayer::count_wrong(const Snapshot& expected, unsigned long long* count) const {
+  const auto stream = static_cast<cudaStream_t>(group_.device().stream());
+  for (size_t i = 0; i < memories_.size(); ++i) {
+    const Memory& memory = memories_[i];
+    if (memory.is_input || i == kHandle) continue;
+    const cudaError_t error = count_differences(memory.data, expected[i], memory.bytes, count, stream);
+    check(error == cudaSuccess, "count_differences: {}", cudaGetErrorString(error));
+  }
 }
 
 void ResidentLayer::check_forward(const Workload& work) const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <vector>
 
 #include "tests/support/group_run.h"
@@ -25,6 +26,21 @@ public:
   // Asynchronous on the device's stream.
   void forward();  // prepare, dispatch, combine
   void backward(); // combine_bwd, dispatch_bwd
+
+  // ---- For runs without a look in between; all asynchronous but the first ----
+
+  // A copy of what the layer's memory holds, inputs and outputs, on the device.
+  class Snapshot;
+  struct SnapshotDeleter {
+    void operator()(Snapshot* snapshot) const;
+  };
+  using SnapshotOwner = std::unique_ptr<Snapshot, SnapshotDeleter>;
+  SnapshotOwner snapshot() const;
+  // Inputs from the snapshot, poison into the outputs.
+  void restore_inputs(const Snapshot& from);
+  // *count, on the device, += bytes of the outputs that differ from the snapshot's; the handle memory aside, which holds the
+  // number of its prepare.
+  void count_wrong(const Snapshot& expected, unsigned long long* count) const;
 
   // Throws CheckFailure unless the outputs are the oracle's. Blocks.
   void check_forward(const Workload& work) const;

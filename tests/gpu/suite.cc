@@ -25,4 +25,10 @@ int run_suite(std::initializer_list<RankTest> tests) {
   }
 }
 
+long option(int argc, char** argv, const std::string& name, long otherwise) {
+  for (int i = 1; i + 1 < argc; i += 2)
+    if (name == argv[i]) return std::atol(argv[i + 1]);
+  return otherwise;
+}
+
 } // namespace epx::test

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <initializer_list>
+#include <string>
 
 #include "tests/support/launcher.h"
 
@@ -12,5 +13,8 @@ using RankTest = std::function<void(const RankContext&)>;
 
 // Runs the tests one after the other as this rank, on transport nccl. Returns main's exit code.
 int run_suite(std::initializer_list<RankTest> tests);
+
+// The value after `name` on the command line, or `otherwise`.
+long option(int argc, char** argv, const std::string& name, long otherwise);
 
 } // namespace epx::test

@@ -39,6 +39,7 @@ public:
   __device__ bool arrive(CallPost offer, bool posts) const {
     const bool has_failed = threadIdx.x == 0 && ends_early(); // a rank that comes late finds here that its peers gave up
     if (__syncthreads_or(has_failed ? 1 : 0) != 0) return false;
+    dawdle();
     if (posts) {
       offer.operation = operation_;
       for (int peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x) {
@@ -51,7 +52,7 @@ public:
         store_release_sys(&post->sequence, sequence_);
       }
     }
-    return wait(EPX_PHASE_ARRIVE) && same_terms();
+    return wait(EPX_PHASE_ARRIVE) && same_terms() && !stalls();
   }
 
   // Every block, once, after its last store to a peer.
@@ -96,10 +97,14 @@ public:
   // For one thread: until `peer` has told by *arrival, in this rank's window, that what goes with it has come in this call.
   // False: the group has failed.
   __device__ bool wait_for_arrival(const uint64_t* arrival, int peer) const {
+    dawdle();
     return wait_until([&] { return load_acquire_sys(arrival) >= sequence_; }, peer, EPX_PHASE_COMPLETE);
   }
   // Tells the window's owner so. What this thread stored, or has seen stored through a barrier, comes first.
-  __device__ void tell_arrival(uint64_t* arrival) const { store_release_sys(arrival, sequence_); }
+  __device__ void tell_arrival(uint64_t* arrival) const {
+    dawdle();
+    store_release_sys(arrival, sequence_);
+  }
 
   // Every block, last.
   __device__ void end() const {
@@ -126,7 +131,30 @@ public:
     store_release_sys(&group_.record->num_events, number + 1);
   }
 
+  // Tests: whether what lies in staging is to be overwritten once it has been used.
+  __device__ bool poisons_staging() const { return kTestHooks && group_.hooks.poisons_staging; }
+
 private:
+  // Tests: takes its time, now and then.
+  __device__ void dawdle() const {
+    if (!kTestHooks || group_.hooks.max_delay_ns == 0) return;
+    const uint64_t begin = nanoseconds();
+    uint64_t random = (begin ^ sequence_ << 20 ^ blockIdx.x << 10 ^ threadIdx.x) * 0x9e3779b97f4a7c15u;
+    random ^= random >> 29;
+    if (random % 8 != 0) return;
+    while (nanoseconds() - begin < random / 8 % group_.hooks.max_delay_ns) {
+    }
+  }
+  // Tests: true after a stay that only the group's failure ends.
+  __device__ bool stalls() const {
+    if (!kTestHooks || group_.hooks.stalls_in != operation_) return false;
+    if (threadIdx.x == 0)
+      while (!ends_early()) {
+      }
+    __syncthreads();
+    return true;
+  }
+
   static constexpr uint64_t kSlowNs = 1'000'000; // a wait longer than this tells peers about itself
   static constexpr uint32_t kSpinsPerLook = 256; // a look at the host's memory takes as long as several spins
 

@@ -90,7 +90,8 @@ public:
               record_.get(),
               allocation_bases_.get(),
               block_counts_.get(),
-              static_cast<uint64_t>(context.timeout_ms) * 1'000'000};
+              static_cast<uint64_t>(context.timeout_ms) * 1'000'000,
+              read_test_hooks()};
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
   ~CudaBackend() override {

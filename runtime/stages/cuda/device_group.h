@@ -6,6 +6,7 @@
 
 #include "runtime/group_context.h"
 #include "runtime/memory/handle_memory.h"
+#include "runtime/stages/cuda/test_hooks.h"
 #include "transport/peer_window.h"
 
 namespace epx::cuda {
@@ -70,6 +71,7 @@ struct DeviceGroup {
   std::byte* const* allocations; // [kMaxDeviceAllocations, P], device memory: each rank's share of each allocation
   int32_t* block_counts;         // [blocks, E], scratch of prepare
   uint64_t timeout_ns;
+  TestHooks hooks;
 
   EPX_HOST_DEVICE PeerWindow window() const { return {bases, context.rank, context.shape.num_ranks}; }
 };

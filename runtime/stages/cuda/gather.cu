@@ -5,6 +5,8 @@
 //              home rank's staging. Precision exact: it stores each row there. Then it tells the home rank.
 //   receivers  A warp takes a token of this rank, waits for the peers that it goes to, and sums what has come home with the rows
 //              of this rank's own slots, which go nowhere.
+#include <cmath>
+
 #include "runtime/stages/cuda/kernels.h"
 
 #include "runtime/stages/cuda/kernel_list.h"
@@ -119,6 +121,7 @@ private:
     const Terms<T> terms = is_exact_ ? routes_of(token, routes, live) : partials_of(token, routes, live, orders, own_order);
     sum_rows<true>(terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden, args_.hidden);
     if (params_.carried_out != nullptr) collect_weights(token, routes, live);
+    if (call_.poisons_staging()) poison_staging(token);
     return true;
   }
 
@@ -174,6 +177,14 @@ private:
             routes[k].rank == call_.rank() ? params_.carried_weights[routes[k].slot] : staged_weights(call_.rank())[route];
       params_.carried_out[route] = weight;
     }
+  }
+
+  __device__ void poison_staging(int64_t token) const {
+    const int per_token = is_exact_ ? args_.top_k : min(args_.top_k, call_.num_ranks());
+    for (int64_t row = token * per_token; row < (token + 1) * per_token; ++row)
+      poison_row(reinterpret_cast<std::byte*>(staged_row(call_.rank(), row)), layout_.row_stride);
+    for (int k = lane(); k < args_.top_k; k += kWarp)
+      staged_weights(call_.rank())[route_index(token, args_.top_k, k)] = NAN;
   }
 
   const GatherParams& params_;

@@ -67,6 +67,13 @@ __device__ inline void zero_row(std::byte* to, int64_t bytes) {
     to[i] = std::byte{0};
 }
 
+// Tests: what staging holds once it has been used.
+__device__ inline void poison_row(std::byte* row, int64_t bytes) {
+  __syncwarp(); // all lanes have read it
+  for (int64_t i = lane(); i < bytes; i += kWarp)
+    row[i] = std::byte{0x5a};
+}
+
 __device__ inline float to_float(float x) {
   return x;
 }

@@ -4,6 +4,8 @@
 //              slot there when the receive rows lie in an allocation of the group, else into staging. Then it tells them.
 //   receivers  First what needs no peer: pads, and tokens of this rank. Then a warp takes a peer's token, waits for it alone,
 //              and serves all its slots here from one read of the row.
+#include <cmath>
+
 #include "runtime/stages/cuda/kernels.h"
 
 #include "runtime/stages/cuda/kernel_list.h"
@@ -177,6 +179,14 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
       weight = source == rank ? input.weights[token * receiver.call.top_k + movement.plan().slot_records[slot].k]
                               : staged_weights[slot];
     receiver.take(arrival, slot, weight);
+    if (movement.call().poisons_staging() && slot >= 0 && source != rank)
+      group.window().template local<float>(group.context.layout.scatter_weights.offset)[slot] = NAN;
+  }
+  if (movement.call().poisons_staging() && source != rank) {
+    const int64_t staging_row =
+        scatter_staging_row(group.context.layout, group.context.shape, source, token, movement.head_of(source, token));
+    poison_row(staged_row(group, rank, staging_row), input.row_bytes);
+    poison_row(staged_sidecar(group, rank, staging_row), input.sidecar_bytes);
   }
   return true;
 }

@@ -1,0 +1,40 @@
+// What a library for tests does on request, and libepx does not contain: it stands still inside a kernel, dawdles at random,
+// and poisons staging after use. Compiled in with EPX_TEST_HOOKS.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+
+#include "epx/epx.h"
+
+namespace epx::cuda {
+
+#if defined(EPX_TEST_HOOKS)
+constexpr bool kTestHooks = true;
+#else
+constexpr bool kTestHooks = false;
+#endif
+
+struct TestHooks {
+  epx_operation stalls_in = EPX_OP_NONE; // every call of it stands still after it has arrived, until its group has failed
+  uint32_t max_delay_ns = 0;             // now and then, before a rank tells or waits
+  bool poisons_staging = false;
+};
+
+// From the environment of the process: EPX_TEST_STALLS_IN (number of an epx_operation), EPX_TEST_MAX_DELAY_NS,
+// EPX_TEST_POISONS_STAGING.
+inline TestHooks read_test_hooks() {
+  TestHooks hooks;
+  if constexpr (kTestHooks) {
+    const auto number = [](const char* variable) {
+      const char* const text = std::getenv(variable);
+      return text != nullptr ? std::atol(text) : 0;
+    };
+    hooks.stalls_in = static_cast<epx_operation>(number("EPX_TEST_STALLS_IN"));
+    hooks.max_delay_ns = static_cast<uint32_t>(number("EPX_TEST_MAX_DELAY_NS"));
+    hooks.poisons_staging = number("EPX_TEST_POISONS_STAGING") != 0;
+  }
+  return hooks;
+}
+
+} // namespace epx::cuda

@@ -1,0 +1,3 @@
+#include "tests/emulation/device.h"
+
+#include "tests/gpu/compare_kernel.cu"

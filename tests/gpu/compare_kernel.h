@@ -1,0 +1,14 @@
+// Comparing on the device, for runs that are too long to look at every byte on the host.
+#pragma once
+
+#include <cstddef>
+
+#include <cuda_runtime_api.h>
+
+namespace epx::test {
+
+// *count += the bytes in which two buffers differ. Asynchronous on the stream; all pointers to device memory.
+cudaError_t count_differences(const std::byte* one, const std::byte* other, size_t bytes, unsigned long long* count,
+                              cudaStream_t stream);
+
+} // namespace epx::test
