@@ -159,6 +159,16 @@ epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr) {
   });
 }
 
+epx_status epx_mem_register(epx_group group, void* ptr, size_t bytes) {
+  return at_c_boundary([&] {
+    Group& target = require_group("epx_mem_register", group);
+    require_pointer("epx_mem_register", "ptr", ptr);
+    if (bytes == 0 || bytes > INT64_MAX)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_register: bytes is {}; it must be 1..2^63 - 1", bytes);
+    target.backend().register_memory(static_cast<std::byte*>(ptr), static_cast<int64_t>(bytes));
+  });
+}
+
 epx_status epx_mem_free(epx_group group, void* ptr) {
   return at_c_boundary([&] {
     Group& target = require_group("epx_mem_free", group);

@@ -2,6 +2,7 @@
 // creation and knows no more of it than this.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "epx/epx.h"
@@ -16,8 +17,9 @@ public:
   virtual epx_transport kind() const = 0;
   virtual Stages& stages() = 0;
 
-  // Collective. See epx_mem_alloc and epx_mem_free.
+  // Collective. See epx_mem_alloc, epx_mem_register and epx_mem_free.
   virtual void* allocate(int64_t bytes) = 0;
+  virtual void register_memory(std::byte* memory, int64_t bytes) = 0;
   virtual void free(void* data) = 0;
 
   // From any thread.

@@ -339,8 +339,16 @@ EPX_API epx_status epx_group_status(epx_group group, epx_group_report* report);
  * group lives on); sticky ones. */
 EPX_API epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr);
 
-/* Frees memory from epx_mem_alloc. Collective, in the same order on all ranks; local on a poisoned group. NULL is refused.
- * Errors: INVALID_ARGUMENT (not such memory); OUT_OF_SEQUENCE (ranks free different allocations; sticky); sticky ones. */
+/* Makes `bytes` (> 0, the same on all ranks) at ptr, which the caller owns, memory that peers can reach, as if it came from
+ * epx_mem_alloc; its contents stay. It must live until epx_mem_free(group, ptr), which then only ends the registration, or
+ * epx_group_destroy. Collective; counts as two calls; synchronises the device. NCCL can register what ncclMemAlloc made, or a
+ * framework's pool of such memory; ptr is aligned to 4096 bytes. Errors: INVALID_ARGUMENT (also: memory that the group knows
+ * already); MISMATCH (bytes differ; the group lives on); UNSUPPORTED (the host transport, which cannot map a process's own
+ * memory into another; memory that NCCL cannot register: then on all ranks, and the group lives on); sticky ones. */
+EPX_API epx_status epx_mem_register(epx_group group, void* ptr, size_t bytes);
+
+/* Frees memory from epx_mem_alloc, or ends the registration of memory from epx_mem_register. Collective, in the same order on
+ * all ranks; local on a poisoned group. NULL is refused. Errors: INVALID_ARGUMENT (not such memory); OUT_OF_SEQUENCE (ranks free different allocations; sticky); sticky ones. */
 EPX_API epx_status epx_mem_free(epx_group group, void* ptr);
 
 /* ---- Layer and handle memory ---------------------------------------------------------------------------------------- */

@@ -1,4 +1,4 @@
-// Windows that the user allocated with epx_mem_alloc. Numbered alike on all ranks, since allocation is collective.
+// Windows that the user made with epx_mem_alloc or epx_mem_register. Numbered alike on all ranks, since allocation is collective.
 #pragma once
 
 #include <cstddef>
@@ -42,7 +42,9 @@ public:
   int64_t require_start(const void* data) const {
     const auto place = locate(static_cast<const std::byte*>(data), 1);
     if (!place || place->offset != 0)
-      fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_free: {} is not the start of memory from epx_mem_alloc of this group",
+      fail(EPX_ERROR_INVALID_ARGUMENT,
+           "epx_mem_free: {} is not the start of memory from epx_mem_alloc or epx_mem_register of this "
+           "group",
            data);
     return place->allocation;
   }

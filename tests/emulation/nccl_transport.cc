@@ -3,8 +3,11 @@
 
 #include <atomic>
 #include <chrono>
+#include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include <cuda_runtime_api.h>
 #include <unistd.h>
@@ -64,6 +67,73 @@ private:
   uint64_t round_ = 0;
 };
 
+// A window that others of this process can be laid over: the only memory that peers can reach, as NCCL can register only what
+// it has allocated.
+class KnownWindow final : public Window {
+public:
+  explicit KnownWindow(std::unique_ptr<Window> window) : window_(std::move(window)) {
+    const std::scoped_lock lock(mutex);
+    known.insert(this);
+  }
+  KnownWindow(const KnownWindow&) = delete;
+  KnownWindow& operator=(const KnownWindow&) = delete;
+  ~KnownWindow() override {
+    const std::scoped_lock lock(mutex);
+    known.erase(this);
+  }
+
+  PeerWindow view() const override { return window_->view(); }
+  int64_t bytes() const override { return window_->bytes(); }
+
+  // The window that contains [memory, memory + bytes), or NULL.
+  static const KnownWindow* find(const std::byte* memory, int64_t bytes) {
+    const std::scoped_lock lock(mutex);
+    for (const KnownWindow* window : known) {
+      const std::byte* const start = window->view().local<std::byte>(0);
+      if (memory >= start && memory + bytes <= start + window->bytes()) return window;
+    }
+    return nullptr;
+  }
+
+private:
+  static inline std::mutex mutex;
+  static inline std::set<const KnownWindow*> known;
+  std::unique_ptr<Window> window_;
+};
+
+class AdoptedWindow final : public Window {
+public:
+  AdoptedWindow(std::byte* memory, int64_t bytes, Exchange& exchange) : bytes_(bytes) {
+    struct Share {
+      int64_t bytes, offset;
+    };
+    const KnownWindow* below = nullptr;
+    const std::vector<Share> shares = exchange.all_gather([&] {
+      below = KnownWindow::find(memory, bytes);
+      if (below == nullptr)
+        fail(EPX_ERROR_UNSUPPORTED, "no symmetric window over the {} bytes at {}", bytes, static_cast<void*>(memory));
+      return Share{bytes, memory - below->view().local<std::byte>(0)};
+    });
+    exchange.all_gather([&] {
+      for (size_t rank = 0; rank < shares.size(); ++rank)
+        if (shares[rank].bytes != bytes)
+          fail(EPX_ERROR_MISMATCH, "bytes differ between ranks: {} and {} on rank {}", bytes, shares[rank].bytes, rank);
+      return 0;
+    });
+    rank_ = below->view().rank;
+    for (size_t rank = 0; rank < shares.size(); ++rank)
+      bases_.push_back(below->view().at<std::byte>(static_cast<int>(rank), shares[rank].offset));
+  }
+
+  PeerWindow view() const override { return {bases_.data(), rank_, static_cast<int>(bases_.size())}; }
+  int64_t bytes() const override { return bytes_; }
+
+private:
+  int64_t bytes_;
+  int rank_ = 0;
+  std::vector<std::byte*> bases_;
+};
+
 class EmulatedTransport final : public NcclTransport {
 public:
   EmulatedTransport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange)
@@ -72,7 +142,10 @@ public:
   epx_transport kind() const override { return EPX_TRANSPORT_NCCL; }
   Exchange& exchange() override { return exchange_; }
   std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {
-    return host_->open_window(bytes, exchange);
+    return std::make_unique<KnownWindow>(host_->open_window(bytes, exchange));
+  }
+  std::unique_ptr<Window> adopt_window(std::byte* memory, int64_t bytes, Exchange& exchange) override {
+    return std::make_unique<AdoptedWindow>(memory, bytes, exchange);
   }
 
 private:

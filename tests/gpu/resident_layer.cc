@@ -1,5 +1,6 @@
 #include "tests/gpu/resident_layer.h"
 
+#include <algorithm>
 #include <span>
 #include <string>
 
@@ -10,24 +11,52 @@
 
 namespace epx::test {
 
-ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, bool in_place)
-    : group_(group), layer_(layer), epx_layer_{layer.top_k, layer.alignment}, num_tokens_(group.shape().max_tokens),
-      recv_rows_(recv_capacity(group.shape())), memories_(kNumMemories) {
-  size_t handle_bytes = 0;
-  check_ok(epx_handle_mem_size(group.handle(), &epx_layer_, &handle_bytes), "epx_handle_mem_size");
-  const auto element = static_cast<size_t>(reference::element_size(layer.dtype));
-  const auto tokens = static_cast<size_t>(num_tokens_), slots = static_cast<size_t>(recv_rows_);
-  const auto hidden = static_cast<size_t>(layer.hidden), routes = tokens * static_cast<size_t>(layer.top_k);
-  const auto experts = static_cast<size_t>(group.info().num_local_experts);
-  const auto allocate = [&](size_t memory, size_t bytes, bool is_input, bool in_group = false) {
-    memories_[memory] = {nullptr, bytes, is_input, in_group};
-    if (in_group) {
+ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, bool in_place) : group_(group), layer_(layer) {
+  lay_out();
+  if (in_place)
+    for (const size_t written_by_peers : {kRecvTokens, kGradExpertOut}) {
       void* data = nullptr;
-      check_ok(epx_mem_alloc(group_.handle(), bytes, &data), "epx_mem_alloc");
-      memories_[memory].data = static_cast<std::byte*>(data);
-    } else {
-      memories_[memory].data = group_.device().allocate(bytes);
+      check_ok(epx_mem_alloc(group_.handle(), memories_[written_by_peers].bytes, &data), "epx_mem_alloc");
+      memories_[written_by_peers].data = static_cast<std::byte*>(data);
+      memories_[written_by_peers].owner = Memory::group;
     }
+  allocate_on_device();
+}
+
+ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, std::byte* reachable, size_t bytes)
+    : group_(group), layer_(layer) {
+  lay_out();
+  for (const size_t written_by_peers : {kRecvTokens, kGradExpertOut}) {
+    Memory& memory = memories_[written_by_peers];
+    check(memory.bytes <= bytes, "{} bytes do not fit in {}", memory.bytes, bytes);
+    memory.data = reachable;
+    memory.owner = Memory::borrowed;
+    const size_t used = (memory.bytes + 255) / 256 * 256;
+    reachable += used;
+    bytes -= std::min(used, bytes);
+  }
+  allocate_on_device();
+}
+
+void ResidentLayer::allocate_on_device() {
+  for (Memory& memory : memories_)
+    if (memory.data == nullptr) memory.data = group_.device().allocate(memory.bytes);
+}
+
+void ResidentLayer::lay_out() {
+  epx_layer_ = {layer_.top_k, layer_.alignment};
+  num_tokens_ = group_.shape().max_tokens;
+  recv_rows_ = recv_capacity(group_.shape());
+  memories_.resize(kNumMemories);
+  size_t handle_bytes = 0;
+  check_ok(epx_handle_mem_size(group_.handle(), &epx_layer_, &handle_bytes), "epx_handle_mem_size");
+  const auto element = static_cast<size_t>(reference::element_size(layer_.dtype));
+  const auto tokens = static_cast<size_t>(num_tokens_), slots = static_cast<size_t>(recv_rows_);
+  const auto hidden = static_cast<size_t>(layer_.hidden), routes = tokens * static_cast<size_t>(layer_.top_k);
+  const auto experts = static_cast<size_t>(group_.info().num_local_experts);
+  const auto allocate = [&](size_t memory, size_t bytes, bool is_input) {
+    memories_[memory].bytes = bytes;
+    memories_[memory].is_input = is_input;
   };
   allocate(kTopkIdx, routes * sizeof(int64_t), true);
   allocate(kTokens, tokens * hidden * element, true);
@@ -42,10 +71,10 @@ ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, bool in_pl
   allocate(kHandle, handle_bytes, false);
   allocate(kCounts, experts * sizeof(int32_t), false);
   allocate(kOffsets, (experts + 1) * sizeof(int32_t), false);
-  allocate(kRecvTokens, slots * hidden * element, false, in_place);
+  allocate(kRecvTokens, slots * hidden * element, false);
   allocate(kRecvWeights, slots * sizeof(float), false);
   allocate(kOut, tokens * hidden * element, false);
-  allocate(kGradExpertOut, slots * hidden * element, false, in_place);
+  allocate(kGradExpertOut, slots * hidden * element, false);
   allocate(kGradRecvWeights, slots * sizeof(float), false);
   allocate(kGradTokens, tokens * hidden * element, false);
   allocate(kGradTopkWeights, routes * sizeof(float), false);
@@ -53,10 +82,8 @@ ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, bool in_pl
 
 ResidentLayer::~ResidentLayer() {
   for (const Memory& memory : memories_) {
-    if (memory.in_group)
-      epx_mem_free(group_.handle(), memory.data);
-    else
-      group_.device().free(memory.data);
+    if (memory.owner == Memory::group) epx_mem_free(group_.handle(), memory.data);
+    if (memory.owner == Memory::device) group_.device().free(memory.data);
   }
 }
 

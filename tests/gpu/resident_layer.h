@@ -16,6 +16,8 @@ class ResidentLayer {
 public:
   // Collective when in_place: what peers write then lies in memory from epx_mem_alloc.
   ResidentLayer(GroupRun& group, const LayerCase& layer, bool in_place);
+  // What peers write lies in `reachable`, memory that the group knows.
+  ResidentLayer(GroupRun& group, const LayerCase& layer, std::byte* reachable, size_t bytes);
   ResidentLayer(const ResidentLayer&) = delete;
   ResidentLayer& operator=(const ResidentLayer&) = delete;
   ~ResidentLayer();
@@ -51,8 +53,10 @@ private:
     std::byte* data = nullptr;
     size_t bytes = 0;
     bool is_input = false;
-    bool in_group = false; // from epx_mem_alloc
+    enum { device, group, borrowed } owner = device; // group: from epx_mem_alloc
   };
+  void lay_out();
+  void allocate_on_device();
   epx_tensor rows(size_t memory, int64_t count) const;
   epx_tensor floats(size_t memory, int64_t count, int64_t per_row) const;
   std::vector<std::byte> read(size_t memory) const;

@@ -64,23 +64,34 @@ struct NcclFree {
   void operator()(std::byte* memory) const noexcept { ncclMemFree(memory); }
 };
 
+// Zeroed.
+std::unique_ptr<std::byte, NcclFree> allocate(int64_t bytes) {
+  void* memory = nullptr;
+  const ncclResult_t result = ncclMemAlloc(&memory, static_cast<size_t>(bytes));
+  std::unique_ptr<std::byte, NcclFree> owner(static_cast<std::byte*>(memory));
+  if (result != ncclSuccess) {
+    size_t free_bytes = 0, total_bytes = 0;
+    cudaMemGetInfo(&free_bytes, &total_bytes);
+    cudaGetLastError();
+    fail(EPX_ERROR_OUT_OF_MEMORY, "ncclMemAlloc of {} bytes: {} ({} bytes of {} are free on the GPU)", bytes,
+         ncclGetErrorString(result), free_bytes, total_bytes);
+  }
+  check_cuda(cudaMemset(memory, 0, static_cast<size_t>(bytes)), "cudaMemset");
+  check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  return owner;
+}
+
 // A window's lifetime: the communicator outlives it.
 class NcclWindow final : public Window {
 public:
-  NcclWindow(std::shared_ptr<Communicator> communicator, int rank, int num_ranks, int64_t bytes)
-      : communicator_(std::move(communicator)), rank_(rank), num_ranks_(num_ranks), bytes_(bytes) {
-    void* memory = nullptr;
-    const ncclResult_t result = ncclMemAlloc(&memory, static_cast<size_t>(bytes));
-    memory_.reset(static_cast<std::byte*>(memory));
-    if (result != ncclSuccess) {
-      size_t free_bytes = 0, total_bytes = 0;
-      cudaMemGetInfo(&free_bytes, &total_bytes);
-      cudaGetLastError();
-      fail(EPX_ERROR_OUT_OF_MEMORY, "ncclMemAlloc of {} bytes: {} ({} bytes of {} are free on the GPU)", bytes,
-           ncclGetErrorString(result), free_bytes, total_bytes);
-    }
-    check_cuda(cudaMemset(memory, 0, static_cast<size_t>(bytes)), "cudaMemset");
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  // `owner`: of `memory`, or none.
+  NcclWindow(std::shared_ptr<Communicator> communicator, int rank, int num_ranks, std::byte* memory, int64_t bytes,
+             std::unique_ptr<std::byte, NcclFree> owner)
+      : communicator_(std::move(communicator)), rank_(rank), num_ranks_(num_ranks), memory_(memory), bytes_(bytes),
+        owner_(std::move(owner)) {
+    if (reinterpret_cast<uintptr_t>(memory) % NCCL_WIN_REQUIRED_ALIGNMENT != 0)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "the memory at {} is not aligned to {} bytes, as NCCL needs it",
+           static_cast<void*>(memory), NCCL_WIN_REQUIRED_ALIGNMENT);
   }
   ~NcclWindow() override {
     if (window_ != nullptr && communicator_->get() != nullptr) ncclCommWindowDeregister(communicator_->get(), window_);
@@ -89,16 +100,17 @@ public:
   // Collective in the communicator.
   void register_everywhere() {
     if (num_ranks_ == 1) { // NCCL has no symmetric memory for one rank, and none is needed
-      bases_ = {memory_.get()};
+      bases_ = {memory_};
       return;
     }
-    communicator_->wait(ncclCommWindowRegister(communicator_->get(), memory_.get(), static_cast<size_t>(bytes_), &window_,
+    communicator_->wait(ncclCommWindowRegister(communicator_->get(), memory_, static_cast<size_t>(bytes_), &window_,
                                                NCCL_WIN_COLL_SYMMETRIC),
                         "ncclCommWindowRegister");
     if (window_ == nullptr)
       fail(EPX_ERROR_UNSUPPORTED,
-           "NCCL has no symmetric memory here (ncclCommWindowRegister returned no window): peer access "
-           "over NVLink and CUDA's virtual memory management (NCCL_CUMEM_ENABLE) are needed");
+           "NCCL has no symmetric window over the {} bytes at {} (ncclCommWindowRegister returned none): peer access over "
+           "NVLink, CUDA's virtual memory management (NCCL_CUMEM_ENABLE) and memory from ncclMemAlloc are needed",
+           bytes_, static_cast<void*>(memory_));
     DeviceMemory<std::byte*> bases = make_device_memory<std::byte*>(static_cast<size_t>(num_ranks_));
     const CudaStream stream;
     check_cuda(find_lsa_pointers(window_, num_ranks_, bases.get(), stream.get()), "find_lsa_pointers");
@@ -107,7 +119,7 @@ public:
                                stream.get()),
                "cudaMemcpyAsync");
     check_cuda(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize");
-    bases_[static_cast<size_t>(rank_)] = memory_.get(); // the address that the user knows
+    bases_[static_cast<size_t>(rank_)] = memory_; // the address that the user knows
   }
 
   PeerWindow view() const override { return {bases_.data(), rank_, num_ranks_}; }
@@ -117,8 +129,9 @@ private:
   std::shared_ptr<Communicator> communicator_;
   int rank_;
   int num_ranks_;
+  std::byte* memory_;
   int64_t bytes_;
-  std::unique_ptr<std::byte, NcclFree> memory_;
+  std::unique_ptr<std::byte, NcclFree> owner_;
   ncclWindow_t window_ = nullptr;
   std::vector<std::byte*> bases_;
 };
@@ -174,9 +187,24 @@ public:
   Exchange& exchange() override { return exchange_; }
 
   std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {
+    return make_window(bytes, exchange, [&] {
+      auto owner = allocate(bytes);
+      std::byte* const memory = owner.get();
+      return std::make_unique<NcclWindow>(communicator_, rank_, num_ranks_, memory, bytes, std::move(owner));
+    });
+  }
+  std::unique_ptr<Window> adopt_window(std::byte* memory, int64_t bytes, Exchange& exchange) override {
+    return make_window(bytes, exchange, [&] {
+      return std::make_unique<NcclWindow>(communicator_, rank_, num_ranks_, memory, bytes, nullptr);
+    });
+  }
+
+private:
+  template <typename Make>
+  std::unique_ptr<Window> make_window(int64_t bytes, Exchange& exchange, const Make& make) {
     std::unique_ptr<NcclWindow> window;
     const std::vector<int64_t> sizes = exchange.all_gather([&] {
-      window = std::make_unique<NcclWindow>(communicator_, rank_, num_ranks_, bytes);
+      window = make();
       return bytes;
     });
     exchange.all_gather([&] {
@@ -193,7 +221,6 @@ public:
     return window;
   }
 
-private:
   std::shared_ptr<Communicator> communicator_;
   int rank_;
   int num_ranks_;

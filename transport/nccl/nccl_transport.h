@@ -29,6 +29,10 @@ class NcclTransport : public Transport {
 public:
   // As an exchange of all ranks, through the GPU; bounded by timeout_ms. Not while a call of the group waits on the host.
   virtual Exchange& exchange() = 0;
+
+  // A window over memory of the caller, who keeps it. Collective over `exchange`; all ranks succeed or all throw: MISMATCH when
+  // bytes differ, INVALID_ARGUMENT (alignment), UNSUPPORTED when NCCL cannot register it, SYSTEM.
+  virtual std::unique_ptr<Window> adopt_window(std::byte* memory, int64_t bytes, Exchange& exchange) = 0;
 };
 
 // Collective over `exchange`; all ranks succeed or all throw: UNSUPPORTED (no GPU, two ranks on one GPU, another NCCL than at

@@ -103,20 +103,14 @@ public:
   Stages& stages() override { return *this; }
 
   void* allocate(int64_t bytes) override {
-    reader_.read();
-    status_.require_healthy();
-    if (allocations_.contains(allocations_.next_number() - kMaxDeviceAllocations)) // numbers are the same on all ranks
-      fail(EPX_ERROR_OUT_OF_MEMORY,
-           "epx_mem_alloc: allocation number {} would take the place of number {}, which is still in use: on GPUs an "
-           "allocation "
-           "must be freed before {} later ones are made",
-           allocations_.next_number(), allocations_.next_number() - kMaxDeviceAllocations, kMaxDeviceAllocations);
-    const CudaDeviceScope scope(device_);
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // so that peers do not write while sequences are advanced
-    std::unique_ptr<Window> window = transport_->open_window(bytes, transport_->exchange());
-    copy_bases(allocation_bases_.get() + slot_of(allocations_.next_number()), *window);
-    advance_sequence(2);
-    return allocations_.add(std::move(window));
+    return add_allocation([&] { return transport_->open_window(bytes, transport_->exchange()); });
+  }
+
+  void register_memory(std::byte* memory, int64_t bytes) override {
+    if (allocations_.locate(memory, 1))
+      fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_register: {} lies in memory that peers of this group can reach already",
+           static_cast<void*>(memory));
+    add_allocation([&] { return transport_->adopt_window(memory, bytes, transport_->exchange()); });
   }
 
   void free(void* data) override {
@@ -179,6 +173,24 @@ private:
     reader_.read();
     status_.require_healthy();
     return CudaDeviceScope(device_);
+  }
+
+  // Collective. Returns where this rank's share of the new window starts.
+  template <typename Open>
+  std::byte* add_allocation(const Open& open) {
+    reader_.read();
+    status_.require_healthy();
+    if (allocations_.contains(allocations_.next_number() - kMaxDeviceAllocations)) // numbers are the same on all ranks
+      fail(EPX_ERROR_OUT_OF_MEMORY,
+           "allocation number {} of the group would take the place of number {}, which is still in use: on GPUs an "
+           "allocation must be freed before {} later ones are made",
+           allocations_.next_number(), allocations_.next_number() - kMaxDeviceAllocations, kMaxDeviceAllocations);
+    const CudaDeviceScope scope(device_);
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // so that peers do not write while sequences are advanced
+    std::unique_ptr<Window> window = open();
+    copy_bases(allocation_bases_.get() + slot_of(allocations_.next_number()), *window);
+    advance_sequence(2);
+    return allocations_.add(std::move(window));
   }
 
   // Counts calls that no kernel makes. Its ranks have met on the host, and no kernel of theirs is on its way.

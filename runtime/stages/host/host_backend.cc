@@ -28,6 +28,13 @@ public:
     return allocations_.add(transport_->open_window(bytes, exchange));
   }
 
+  void register_memory(std::byte* memory, int64_t bytes) override {
+    fail(EPX_ERROR_UNSUPPORTED,
+         "epx_mem_register: transport host cannot map the {} bytes at {} of this process into other processes; use "
+         "epx_mem_alloc",
+         bytes, static_cast<void*>(memory));
+  }
+
   void free(void* data) override {
     const int64_t allocation = allocations_.require_start(data);
     if (status_.is_healthy()) {
