@@ -199,6 +199,9 @@ TEST_CASE("memory comes, goes and is refused") {
     int on_stack = 0;
     check_status(epx_mem_free(group.handle(), nullptr), EPX_ERROR_INVALID_ARGUMENT, "epx_mem_free(NULL)");
     check_status(epx_mem_free(group.handle(), &on_stack), EPX_ERROR_INVALID_ARGUMENT, "epx_mem_free of foreign memory");
+    if (context.device->transport() == EPX_TRANSPORT_HOST)
+      check_status(epx_mem_register(group.handle(), &on_stack, sizeof(on_stack)), EPX_ERROR_UNSUPPORTED,
+                   "epx_mem_register on the host transport");
     run_iteration(group, layer, work);
     while (!group.arenas().empty())
       group.free_arena(group.arenas().size() - 1);

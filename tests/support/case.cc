@@ -89,9 +89,7 @@ void choose_routing(Case& chosen, Rng& rng) {
   layer.rows = rng.pick({RecvRows::exact, RecvRows::exact, RecvRows::more, RecvRows::fewer, RecvRows::any});
 }
 
-void choose_tensors(Case& chosen, Rng& rng) {
-  LayerCase& layer = chosen.layer;
-  const int hidden_dim = chosen.group.hidden_dim;
+void choose_tensors(LayerCase& layer, int hidden_dim, Rng& rng) {
   layer.hidden = rng.chance(60) ? hidden_dim : static_cast<int>(rng.between(1, hidden_dim));
   layer.combine_hidden = rng.chance(60) ? layer.hidden : static_cast<int>(rng.between(1, hidden_dim));
   layer.dtype = random_dtype(rng);
@@ -155,13 +153,46 @@ Case random_case(uint64_t seed) {
   chosen.seed = seed;
   choose_group(chosen, rng);
   choose_routing(chosen, rng);
-  choose_tensors(chosen, rng);
+  choose_tensors(chosen.layer, chosen.group.hidden_dim, rng);
   choose_limits(chosen, rng);
   chosen.iterations = static_cast<int>(rng.between(1, 2));
   chosen.placement = rng.pick({Placement::plain, Placement::in_place, Placement::random, Placement::random});
   chosen.num_arenas = chosen.placement == Placement::plain ? 0 : static_cast<int>(rng.between(1, 2));
   chosen.arena_bytes = rng.pick({1 << 14, 1 << 16, 1 << 18});
   return chosen;
+}
+
+GroupCase random_group(uint64_t seed, int num_ranks) {
+  Rng rng(mix(seed, 0x6409));
+  GroupCase group;
+  group.num_ranks = num_ranks;
+  group.num_experts = random_experts(num_ranks, rng);
+  group.max_tokens = static_cast<int>(rng.between(1, 40));
+  group.hidden_dim = random_hidden(rng);
+  group.precision = rng.pick({EPX_COMBINE_WIRE, EPX_COMBINE_EXACT});
+  group.overflow = rng.pick({EPX_OVERFLOW_ERROR, EPX_OVERFLOW_DROP});
+  group.max_top_k = rng.pick({4, 8, 8, 64});
+  group.max_alignment = rng.pick({1, 16, 128});
+  group.max_sidecar_bytes = rng.pick({0, 16, 33});
+  group.max_dtype = rng.pick({EPX_FLOAT32, EPX_FLOAT32, EPX_BFLOAT16, EPX_FLOAT16});
+  group.max_recv_rows = rng.chance(50) ? 0 : rng.between(1, 4 * int64_t{group.max_tokens} * group.max_top_k);
+  return group;
+}
+
+LayerCase random_layer(const GroupCase& group, uint64_t seed) {
+  Rng rng(mix(seed, 0x1a7e));
+  Case chosen;
+  choose_routing(chosen, rng);
+  choose_tensors(chosen.layer, group.hidden_dim, rng);
+  LayerCase& layer = chosen.layer;
+  layer.top_k = std::min(layer.top_k, group.max_top_k);
+  layer.alignment = std::min(layer.alignment, group.max_alignment);
+  layer.sidecar_bytes = std::min(layer.sidecar_bytes, group.max_sidecar_bytes);
+  if (group.max_dtype != EPX_FLOAT32) {
+    layer.dtype = rng.pick({EPX_FLOAT16, EPX_BFLOAT16});
+    layer.combine_dtype = rng.pick({EPX_FLOAT16, EPX_BFLOAT16});
+  }
+  return layer;
 }
 
 std::string describe(const Case& c) {

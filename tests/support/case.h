@@ -70,6 +70,11 @@ struct Case {
 // Everything chosen by the seed, the number of ranks too (1, 2, 3, 4 or 7).
 Case random_case(uint64_t seed);
 
+// A group of so many ranks whose limits leave layers something to choose, and a layer of it. For transports on which creating
+// a group takes long: many layers for each.
+GroupCase random_group(uint64_t seed, int num_ranks);
+LayerCase random_layer(const GroupCase& group, uint64_t seed);
+
 // One line.
 std::string describe(const Case& test_case);
 
