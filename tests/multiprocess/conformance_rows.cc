@@ -96,4 +96,21 @@ TEST_CASE("more bytes than any internal step is likely to move at once") {
   });
 }
 
+TEST_CASE("rows longer than any internal step is likely to move at once") {
+  for (const auto placement : {Placement::plain, Placement::in_place}) {
+    run_changed([&](Case& c) {
+      c.group.max_tokens = 6;
+      c.group.hidden_dim = 9004; // float32: a multiple of 16 bytes
+      c.layer.hidden = 9004;
+      c.layer.combine_hidden = 9000;
+      c.layer.combine_bwd_weights = false;
+      c.layer.dtype = c.layer.combine_dtype = EPX_FLOAT32;
+      c.layer.top_k = 3;
+      c.iterations = 4;
+      c.placement = placement;
+      c.arena_bytes = 4 << 20;
+    });
+  }
+}
+
 } // namespace epx::test

@@ -33,6 +33,7 @@ void* CallBuffers::output(const std::string& name, size_t bytes, size_t alignmen
 }
 
 void* CallBuffers::add(const std::string& name, bool is_output, std::span<const std::byte> contents, size_t alignment) {
+  if (is_aligned_) alignment = std::max(alignment, kWideAlignment);
   Buffer buffer;
   buffer.name = name;
   buffer.is_output = is_output;

@@ -1,5 +1,5 @@
-// The tensors of one call: each between guard bytes, at an address that is aligned to no more than its elements, in memory
-// of its own or in memory from epx_mem_alloc.
+// The tensors of one call: each between guard bytes, in memory of its own or in memory from epx_mem_alloc. In one half of the
+// calls their addresses are aligned to no more than their elements, in the other to 16 bytes, as a framework's are.
 #pragma once
 
 #include <cstddef>
@@ -56,7 +56,10 @@ private:
   Device& device_;
   std::vector<Arena>& arenas_;
   Placement placement_;
+  static constexpr size_t kWideAlignment = 16;
+
   Rng& rng_;
+  bool is_aligned_ = rng_.chance(50);
   std::deque<Buffer> buffers_;
 };
 

@@ -12,6 +12,7 @@ size_t prepare_shared_bytes(int num_experts);
 
 std::vector<const void*> scatter_kernels();
 int scatter_threads();
+size_t scatter_shared_bytes();
 
 std::vector<const void*> gather_kernels();
 int gather_threads();

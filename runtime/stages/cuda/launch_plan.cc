@@ -59,16 +59,16 @@ LaunchShape plan_launches(const GroupShape& shape, int num_sms) {
   launch.prepare_blocks = std::min(
       kPrepareBlocks, sms * blocks_per_sm(prepare_kernel_address(), prepare_threads(), launch.prepare_shared_bytes));
   load(poison_kernel_address(), device);
-  const auto blocks_of_all = [&](const std::vector<const void*>& kernels, int threads) {
+  const auto blocks_of_all = [&](const std::vector<const void*>& kernels, int threads, size_t shared_bytes) {
     int per_sm = kBlocksPerSm;
     for (const void* kernel : kernels) {
       load(kernel, device);
-      per_sm = std::min(per_sm, blocks_per_sm(kernel, threads, 0));
+      per_sm = std::min(per_sm, blocks_per_sm(kernel, threads, shared_bytes));
     }
     return sms * per_sm;
   };
-  launch.scatter_blocks = blocks_of_all(scatter_kernels(), scatter_threads());
-  launch.gather_blocks = blocks_of_all(gather_kernels(), gather_threads());
+  launch.scatter_blocks = blocks_of_all(scatter_kernels(), scatter_threads(), scatter_shared_bytes());
+  launch.gather_blocks = blocks_of_all(gather_kernels(), gather_threads(), 0);
   if (launch.prepare_blocks < 1 || launch.scatter_blocks < 1 || launch.gather_blocks < 1)
     fail(EPX_ERROR_UNSUPPORTED, "this GPU cannot run a block of epx's kernels");
   return launch;

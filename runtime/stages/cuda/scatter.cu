@@ -11,6 +11,7 @@
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/launch.h"
 #include "runtime/stages/cuda/movement.cuh"
+#include "runtime/stages/cuda/row_mover.cuh"
 #include "runtime/stages/cuda/rows.cuh"
 
 namespace epx::cuda {
@@ -52,8 +53,8 @@ __device__ uint64_t* arrival_at(const DeviceGroup& group, int receiver, int sour
 }
 
 // One warp sends one token to all peers that have a live slot of it.
-__device__ void send_token(const DeviceGroup& group, const Movement& movement, const ScatterInput& input, int top_k,
-                           int64_t token) {
+__device__ void send_token(const DeviceGroup& group, const Movement& movement, RowMover& mover, const ScatterInput& input,
+                           int top_k, int64_t token) {
   const Call& call = movement.call();
   const Route* const routes = movement.plan().routes + token * top_k;
   if (input.weights != nullptr)
@@ -84,9 +85,9 @@ __device__ void send_token(const DeviceGroup& group, const Movement& movement, c
         arrival = arrival_at(group, peer, call.rank(), token);
       }
     }
-    spread_row(input.rows + token * input.row_bytes, input.row_bytes, row);
+    mover.spread(input.rows + token * input.row_bytes, input.row_bytes, row);
     if (input.sidecar_bytes > 0) spread_row(input.sidecar + token * input.sidecar_bytes, input.sidecar_bytes, sidecar);
-    __syncwarp(); // what all lanes have stored comes before what each of them tells
+    mover.finish(); // what all lanes have stored comes before what each of them tells
     if (arrival != nullptr) call.tell_arrival(arrival);
   }
 }
@@ -104,10 +105,10 @@ struct DispatchReceiver {
   int64_t row_bytes;
 
   __device__ std::byte* rows() const { return call.recv_tokens; }
-  __device__ void take(const Arrival& arrival, int32_t slot, float weight) const {
+  __device__ void take(RowMover& mover, const Arrival& arrival, int32_t slot, float weight) const {
     const bool is_slot = slot >= 0;
-    spread_row(arrival.row, row_bytes,
-               is_slot && slot != arrival.slot_in_place ? call.recv_tokens + slot * row_bytes : nullptr);
+    mover.spread(arrival.row, row_bytes,
+                 is_slot && slot != arrival.slot_in_place ? call.recv_tokens + slot * row_bytes : nullptr);
     if (call.sidecar_bytes > 0)
       spread_row(arrival.sidecar, call.sidecar_bytes, is_slot ? call.recv_sidecar + slot * call.sidecar_bytes : nullptr);
     if (call.recv_weights != nullptr && is_slot) call.recv_weights[slot] = weight;
@@ -125,7 +126,7 @@ struct CombineBwdReceiver {
   int64_t row_bytes;
 
   __device__ std::byte* rows() const { return call.grad_expert_out; }
-  __device__ void take(const Arrival& arrival, int32_t slot, float) const {
+  __device__ void take(RowMover& mover, const Arrival& arrival, int32_t slot, float) const {
     const bool is_slot = slot >= 0;
     std::byte* const to = is_slot ? call.grad_expert_out + slot * row_bytes : nullptr;
     const auto* const row = reinterpret_cast<const T*>(arrival.row);
@@ -138,7 +139,7 @@ struct CombineBwdReceiver {
     if (call.recv_weights != nullptr)
       spread_scaled(row, call.hidden, reinterpret_cast<T*>(to), is_slot ? call.recv_weights[slot] : 0.0f);
     else
-      spread_row(arrival.row, row_bytes, slot != arrival.slot_in_place ? to : nullptr);
+      mover.spread(arrival.row, row_bytes, slot != arrival.slot_in_place ? to : nullptr);
   }
   __device__ void absent(int64_t slot) const {
     zero_row(call.grad_expert_out + slot * row_bytes, row_bytes);
@@ -148,8 +149,8 @@ struct CombineBwdReceiver {
 
 // One warp serves the slots here of one token. False: the group has failed.
 template <typename Receiver>
-__device__ bool receive_token(const DeviceGroup& group, const Movement& movement, const ScatterInput& input,
-                              const Receiver& receiver, int source, int64_t token) {
+__device__ bool receive_token(const DeviceGroup& group, const Movement& movement, RowMover& mover,
+                              const ScatterInput& input, const Receiver& receiver, int source, int64_t token) {
   const int rank = group.context.rank;
   const WarpList<int32_t> slots = movement.live_slots(source, token);
   if (slots.size() == 0) return true;
@@ -178,11 +179,12 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
     if (input.weights != nullptr && slot >= 0)
       weight = source == rank ? input.weights[token * receiver.call.top_k + movement.plan().slot_records[slot].k]
                               : staged_weights[slot];
-    receiver.take(arrival, slot, weight);
+    receiver.take(mover, arrival, slot, weight);
     if (movement.call().poisons_staging() && slot >= 0 && source != rank)
       group.window().template local<float>(group.context.layout.scatter_weights.offset)[slot] = NAN;
   }
   if (movement.call().poisons_staging() && source != rank) {
+    mover.finish();
     const int64_t staging_row =
         scatter_staging_row(group.context.layout, group.context.shape, source, token, movement.head_of(source, token));
     poison_row(staged_row(group, rank, staging_row), input.row_bytes);
@@ -204,15 +206,15 @@ __device__ void clear_pads(const Movement& movement, const Receiver& receiver, i
 }
 
 template <typename Receiver>
-__device__ bool receive(const DeviceGroup& group, const Movement& movement, const ScatterInput& input,
+__device__ bool receive(const DeviceGroup& group, const Movement& movement, RowMover& mover, const ScatterInput& input,
                         const Receiver& receiver, const Role& role) {
   for (int64_t token = role.index; token < movement.tokens_of(group.context.rank); token += role.count)
-    receive_token(group, movement, input, receiver, group.context.rank, token);
+    receive_token(group, movement, mover, input, receiver, group.context.rank, token);
   const int64_t num_peer_tokens = movement.num_peer_tokens();
   for (int64_t index = role.index; index < num_peer_tokens; index += role.count) {
     const Movement::PeerToken peer = movement.peer_token(index);
     if (peer.token < movement.tokens_of(peer.rank) &&
-        !receive_token(group, movement, input, receiver, peer.rank, peer.token))
+        !receive_token(group, movement, mover, input, receiver, peer.rank, peer.token))
       return false;
   }
   return true;
@@ -230,13 +232,15 @@ __global__ void __launch_bounds__(kThreads)
                role);
   if (!movement.begin(params.offer)) return;
   bool ok = true;
+  RowMover mover(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);
   if (role.sends) {
     if (movement.takes_part())
       for (int64_t token = role.index; token < receiver.call.num_tokens; token += role.count)
-        send_token(group, movement, params.input, receiver.call.top_k, token);
+        send_token(group, movement, mover, params.input, receiver.call.top_k, token);
     movement.call().sent_by_warp(static_cast<unsigned>(role.count));
   } else if (movement.takes_part()) {
-    ok = receive(group, movement, params.input, receiver, role);
+    ok = receive(group, movement, mover, params.input, receiver, role);
+    mover.finish();
   }
   if (__syncthreads_and(ok ? 1 : 0) != 0) movement.call().end();
 }
@@ -245,7 +249,8 @@ template <typename Receiver>
 cudaError_t launch(const DeviceGroup& group, const LaunchShape& shape, const ScatterInput& input, CallPost offer,
                    const Receiver& receiver, cudaStream_t stream) {
   const ScatterParams params{group, make_handle_layout(group.context.shape, receiver.call.top_k), input, offer};
-  return launch_cooperative(&scatter_kernel<Receiver>, {shape.scatter_blocks, kThreads}, stream, params, receiver);
+  return launch_cooperative(&scatter_kernel<Receiver>, {shape.scatter_blocks, kThreads, scatter_shared_bytes()}, stream,
+                            params, receiver);
 }
 
 CallPost offer_of(const Reach& reach, int32_t weights, int64_t sidecar_bytes) {
@@ -267,6 +272,9 @@ std::vector<const void*> scatter_kernels() {
 }
 int scatter_threads() {
   return kThreads;
+}
+size_t scatter_shared_bytes() {
+  return kThreads / kWarp * RowMover::kSharedBytes;
 }
 
 cudaError_t launch_dispatch(const DeviceGroup& group, const LaunchShape& shape, const DispatchCall& call,
