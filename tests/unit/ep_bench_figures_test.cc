@@ -76,18 +76,20 @@ Results sample_results() {
   results.group.max_recv_tokens_per_rank = 4096;
   // Iteration 1, the only one timed, takes set 1.
   const Survey survey{.sets = {{}, {.tokens = 20, .routes = 80, .remote_routes = 40, .pairs = 60, .remote_pairs = 30}}};
-  Measurements measurements;
+  Measurements measurements(kNumOperations);
   for (OperationSeries& series : measurements)
     series.call = {{{1000, 9000}}, {{3000, 11000}}}; // 8 us each
   for (int op = 1; op < kNumOperations; ++op)
     measurements[op].copy = {{{0, 3000}}, {{1000, 4000}}}; // 4 us together
-  results.figures = compute_figures(measurements, survey, results.options);
+  results.figures = compute_figures(measurements, {}, survey, results.options);
   return results;
 }
 
 TEST_CASE("ep_bench figures in closed form") {
   const Results results = sample_results();
-  const auto& [prepare, dispatch, combine, combine_bwd, dispatch_bwd] = results.figures;
+  const Figures& figures = results.figures;
+  const OperationFigures &prepare = figures[0], &dispatch = figures[1], &combine = figures[2], &combine_bwd = figures[3],
+                         &dispatch_bwd = figures[4];
   CHECK(prepare.median_us == 8);
   CHECK_FALSE(prepare.logical_gbps);
   CHECK_FALSE(prepare.copy);
@@ -141,6 +143,41 @@ TEST_CASE("ep_bench report: table and JSON say the same, and a dash or null wher
   write_json(file.name(), json);
   std::ifstream in(file.name());
   CHECK(nlohmann::json::parse(in) == json);
+}
+
+TEST_CASE("ep_bench report on GPUs: more lines, and ratios to the larger floor") {
+  Results results = sample_results();
+  results.options.transport = results.group.transport = EPX_TRANSPORT_NCCL;
+  results.options.floor = true;
+  Measurements measurements(kLines.size());
+  for (OperationSeries& series : measurements)
+    series.call = {{{0, 6000}}, {{0, 8000}}};
+  Floors floors(kLines.size());
+  floors[1] =
+      FloorFigures{.wire_us = 5, .hbm_us = 4, .wire_variant = "plain stores, 64 blocks", .hbm_variant = "132 blocks"};
+  floors[2] =
+      FloorFigures{.wire_us = 1, .hbm_us = 2, .wire_variant = "bulk stores, 16 blocks", .hbm_variant = "264 blocks"};
+  results.figures = compute_figures(measurements, floors, {.sets = {{}, {}}}, results.options);
+  CHECK_FALSE(results.figures[1].copy);
+  CHECK_FALSE(results.figures[1].start_skew_us);
+  CHECK(*results.figures[1].floor_ratio == doctest::Approx(1.6));
+  CHECK(*results.figures[2].floor_ratio == doctest::Approx(4));
+  CHECK_FALSE(results.figures[0].floor_ratio);
+  CHECK_FALSE(results.figures[6].logical_gbps);
+
+  const nlohmann::json operations = to_json(results)["operations"];
+  CHECK(operations.size() == 7);
+  CHECK(operations["dispatch"]["floor"]["wire_us"] == 5);
+  CHECK(operations["dispatch"]["floor"]["wire_variant"] == "plain stores, 64 blocks");
+  CHECK(operations["combine"]["floor"]["us"] == 2);
+  CHECK(operations["combine"]["ratio"] == 4);
+  CHECK(operations["prepare+dispatch+combine"]["floor"].is_null());
+  CHECK(operations["combine_bwd-nograd"]["median_us"] == 8);
+  const std::string table = to_table(results);
+  for (const char* part : {"floor us", "ratio", "1.600", "prepare+dispatch+combine",
+                           "wire 5.0 us (plain stores, 64 blocks)", "HBM 2.0 us (264 blocks)"})
+    CHECK_MESSAGE(contains(table, part), table);
+  CHECK_FALSE(contains(table, "memcpy"));
 }
 
 TEST_CASE("ep_bench copy baseline writes every row once") {

@@ -54,6 +54,8 @@ TEST_CASE("ep_bench options: everything given") {
                                       "--combine-precision",
                                       "exact",
                                       "--staged",
+                                      "--num-comm-sms",
+                                      "16",
                                       "--timeout-ms",
                                       "1500",
                                       "--iters",
@@ -80,6 +82,7 @@ TEST_CASE("ep_bench options: everything given") {
   CHECK(options.seed == UINT64_MAX);
   CHECK(options.combine_precision == EPX_COMBINE_EXACT);
   CHECK(options.staged);
+  CHECK(options.num_comm_sms == 16);
   CHECK(options.timeout_ms == 1500);
   CHECK(options.iterations == 2);
   CHECK(options.warmup == 0);
@@ -101,6 +104,8 @@ TEST_CASE("ep_bench options: defaults and borders") {
   CHECK(options_of({"--routing", "zipf:0"}).routing.zipf_exponent == 0);
   CHECK(options_of({"--routing", "text:a b:c"}).routing.text_file == "a b:c");
   CHECK(options_of({"--routing", "text:x", "--top-k", "8", "--experts", "2"}).top_k == 8); // duplicates are routes
+  CHECK(options_of({"--routing", "hot:1"}).routing.hot_fraction == 1);
+  CHECK(to_string(options_of({"--routing", "hot:0.3"}).routing) == "hot:0.3");
   CHECK(row_bytes(options_of({"--dtype", "fp32", "--hidden", "3"})) == 12);
   CHECK(options_of({"--input-sets", "1"}).num_input_sets() == 1);
   CHECK(options_of({"--input-sets", "1", "--verify"}).num_input_sets() == 2);
@@ -112,11 +117,24 @@ TEST_CASE("ep_bench options: defaults and borders") {
     CHECK(contains(refusal(bare), "--bootstrap"));
 }
 
+TEST_CASE("ep_bench options: GPUs where the build has CUDA") {
+  const std::vector<const char*> argv{"ep_bench", "--bootstrap", "file:/tmp", "--rank",  "0",      "--ranks",
+                                      "1",        "--transport", "nccl",      "--graph", "--floor"};
+  if (!built_with_cuda()) {
+    CHECK(contains(refusal(argv), "built without CUDA"));
+    return;
+  }
+  const Options options = options_of({"--transport", "nccl", "--graph", "--floor"});
+  CHECK(options.transport == EPX_TRANSPORT_NCCL);
+  CHECK(options.graph);
+  CHECK(options.floor);
+}
+
 TEST_CASE("ep_bench options: help and version name what they should") {
   const std::string help = std::get<RequestedText>(parse({"--help"})).text;
-  for (const char* part :
-       {"--tokens", "--routing", "zipf:S", "text:FILE", "--bootstrap", "file:DIR", "--rank", "--capacity",
-        "--combine-precision", "--staged", "microseconds", "memcpy ratio", "1e9 bytes", "milliseconds"})
+  for (const char* part : {"--tokens", "--routing", "zipf:S", "hot:F", "text:FILE", "--bootstrap", "file:DIR", "--rank",
+                           "--capacity", "--combine-precision", "--staged", "microseconds", "memcpy ratio", "--graph",
+                           "--num-comm-sms", "--floor", "floor us", "1e9 bytes", "milliseconds"})
     CHECK_MESSAGE(contains(help, part), part);
   CHECK(contains(std::get<RequestedText>(parse({"--version"})).text, "0.1.0"));
 }
@@ -158,7 +176,15 @@ TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
       {{"--seed", "-1"}, {"--seed", "-1"}},
       {{"--seed", "18446744073709551616"}, {"--seed", "18446744073709551616"}},
       {{"--timeout-ms", "-5"}, {"--timeout-ms", "-5"}},
-      {{"--transport", "nccl"}, {"--transport", "nccl", "host"}},
+      {{"--transport", "gpu"}, {"--transport", "gpu", "host", "nccl"}},
+      {{"--graph"}, {"--graph", "host", "nccl"}},
+      {{"--floor"}, {"--floor", "host", "nccl"}},
+      {{"--num-comm-sms", "-1"}, {"--num-comm-sms", "-1"}},
+      {{"--routing", "hot:"}, {"--routing", "hot:"}},
+      {{"--routing", "hot:1.5"}, {"--routing", "hot:1.5"}},
+      {{"--routing", "hot:-0.1"}, {"--routing", "hot:-0.1"}},
+      {{"--routing", "hot:nan"}, {"--routing", "hot:nan"}},
+      {{"--routing", "hot:0.3", "--top-k", "4", "--experts", "4"}, {"--top-k", "--experts", "hot:0.3"}},
       {{"--combine-precision", "fast"}, {"--combine-precision", "fast", "exact"}},
       {{"--frobnicate"}, {"--frobnicate"}},
       {{"stray"}, {"stray"}},

@@ -93,6 +93,27 @@ TEST_CASE("ep_bench zipf routing: first draws by weight, no expert twice") {
   CHECK(zipf_order(1, 100) != zipf_order(2, 100));
 }
 
+TEST_CASE("ep_bench hot routing: one expert on a fraction of the tokens, the others uniform and distinct") {
+  const RoutingShape shape{.tokens = 20000, .experts = 8, .top_k = 3, .seed = 7};
+  const int32_t hot = hot_expert(shape.seed, shape.experts);
+  for (double fraction : {0.0, 0.3, 1.0}) {
+    const std::vector<int64_t> topk_idx = hot_routing(shape, fraction, 1, 2);
+    REQUIRE(topk_idx.size() == 60000);
+    CHECK(rows_are_distinct(topk_idx, 3, 8));
+    std::array<int, 8> counts{};
+    for (int64_t expert : topk_idx)
+      ++counts[expert];
+    CHECK(std::abs(counts[hot] - 20000 * fraction) <= (fraction == 0.3 ? 325 : 0)); // five standard deviations
+    for (int expert = 0; expert < 8; ++expert)
+      if (expert != hot) CHECK(std::abs(counts[expert] - (60000 - 20000 * fraction) / 7) < 400);
+    CHECK(topk_idx == hot_routing(shape, fraction, 1, 2));
+    CHECK(topk_idx != hot_routing(shape, fraction, 1, 3));
+  }
+  CHECK(rows_are_distinct(hot_routing({.tokens = 50, .experts = 3, .top_k = 2, .seed = 1}, 0.5, 0, 0), 2, 3));
+  CHECK(hot_routing({.tokens = 4, .experts = 2, .top_k = 1, .seed = 1}, 1, 0, 0) ==
+        std::vector<int64_t>(4, hot_expert(1, 2)));
+}
+
 TEST_CASE("ep_bench text routing: a word's experts are hashes of the word") {
   const std::vector<std::string> words{"the", "quick", "brown", "the"};
   const RoutingShape shape{.tokens = 3, .experts = 16, .top_k = 2, .seed = 9};
@@ -194,6 +215,7 @@ TEST_CASE("ep_bench workload: the routing that the options name") {
         std::vector<int64_t>{hash_expert("e", 1, 0, 32), hash_expert("a", 1, 0, 32)}); // words 4 and 5
   const RoutingShape shape{.tokens = 512, .experts = 32, .top_k = 4, .seed = 1};
   CHECK(Workload(options_of({"--routing", "zipf:1.1"}), 2).topk_idx(0, 1) == zipf_routing(shape, 1.1, 0, 1));
+  CHECK(Workload(options_of({"--routing", "hot:0.4"}), 2).topk_idx(0, 1) == hot_routing(shape, 0.4, 0, 1));
   CHECK(Workload(options_of({}), 2).topk_idx(0, 1) == uniform_routing(shape, 0, 1));
   CHECK_THROWS_AS(Workload(options_of({"--routing", "text:/nonexistent"}), 1), UsageError);
 }

@@ -1,4 +1,4 @@
-// One rank's group, layer and output tensors, and the five operations on them.
+// One rank's group, layer and tensors, and the five operations on them.
 #pragma once
 
 #include <array>
@@ -7,16 +7,12 @@
 #include <vector>
 
 #include "epx/epx.h"
+#include "tools/ep_bench/lines.h"
 #include "tools/ep_bench/memory.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/workload.h"
 
 namespace epx::bench {
-
-inline constexpr std::array kOperations{EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD,
-                                        EPX_OP_DISPATCH_BWD};
-inline constexpr int kNumOperations = kOperations.size();
-const char* name_of(epx_operation operation); // "dispatch_bwd"
 
 // What poisoned outputs are filled with.
 inline constexpr auto kPoison = std::byte{0xa5};
@@ -28,6 +24,14 @@ struct PrepareOutputs {
   std::array<int64_t, 5> info{};
   std::vector<int32_t> slot;        // [T, K]
   std::vector<int32_t> slot_origin; // [R, 3]
+};
+
+// A rank's token inputs where calls read them.
+struct TokenTensors {
+  Buffer topk_idx;     // [T, K] int64
+  Buffer topk_weights; // [T, K] float
+  Buffer tokens;       // [T, H]
+  Buffer grad_out;     // [T, H]
 };
 
 struct RowOutputs {
@@ -55,39 +59,46 @@ epx_group_config group_config(const Options& options);
 
 class Exchange {
 public:
-  // Creates the group: collective over the bootstrap. Throws RuntimeError.
-  Exchange(const epx_bootstrap& bootstrap, const Options& options);
+  // Creates the group: collective over the bootstrap. `memory` must outlive this. Throws RuntimeError.
+  Exchange(const epx_bootstrap& bootstrap, const Options& options, Memory& memory);
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
   // Allocates receive tensors of N rows: collective, with the same N everywhere. Before the first operation but prepare.
   void allocate_rows(int64_t rows);
 
+  // `inputs` must outlive the tensors.
+  TokenTensors tensors_of(const TokenInputs& inputs) const;
+
   // Puts the inputs of the last three where experts would have written them, in memory of the same kind as the receive
   // tensors.
   void load(const RowInputs& inputs);
   void load_recv_weights(const std::vector<float>& recv_weights); // instead of those that dispatch received
 
-  // Each is one call of epx, collective, and throws RuntimeError with epx's own words.
-  void prepare(const TokenInputs& inputs);       // counts and offsets only
-  void prepare_fully(const TokenInputs& inputs); // every output
-  void dispatch(const TokenInputs& inputs);
+  // Each is one call of epx, collective, and throws RuntimeError with epx's own words. On a GPU it only enqueues.
+  void prepare(const TokenTensors& inputs);       // counts and offsets only
+  void prepare_fully(const TokenTensors& inputs); // every output
+  void dispatch(const TokenTensors& inputs);
   void combine();
-  void combine_bwd(const TokenInputs& inputs);
+  void combine_bwd(const TokenTensors& inputs);
   void dispatch_bwd();
 
-  // The timed form of any of the five.
-  void call(epx_operation operation, const InputSet& inputs);
+  // The timed form of any line.
+  void call(const Line& line, const TokenTensors& inputs);
 
-  // Reads the group's report and clears its events.
-  epx_group_report status();
+  // Waits until all calls have ended. Throws RuntimeError with the group's own words when one failed on the GPU.
+  void finish();
 
   void poison(); // all outputs
 
+  // How often the group met each kind of event until the last finish().
+  const std::array<uint64_t, EPX_NUM_EVENT_KINDS>& events() const { return events_; }
+
   const epx_group_info& info() const { return info_; }
+  double creation_ms() const { return creation_ms_; } // what epx_group_create took here
   size_t handle_mem_bytes() const { return handle_mem_.size(); }
   int64_t rows() const { return rows_; } // N
-  const PrepareOutputs& prepared() const { return prepared_; }
+  PrepareOutputs prepared() const;       // as they are now
   const RowOutputs& by_row() const { return by_row_; }
   const ExpertRows& expert_rows() const { return expert_rows_; }
   const TokenOutputs& by_token() const { return by_token_; }
@@ -98,22 +109,31 @@ private:
     void operator()(epx_group group) const { epx_group_destroy(group); }
   };
 
-  void run_prepare(const TokenInputs& inputs, bool every_output);
+  struct PrepareTensors {
+    Buffer counts, offsets, global_counts, info; // int64
+    Buffer slot, slot_origin;                    // int32
+  };
+
+  void run_prepare(const TokenTensors& inputs, bool every_output);
+  void run_combine_bwd(const TokenTensors& inputs, bool with_weight_gradients);
   template <typename Args>
   Args args() const; // struct_size, layer and handle memory
-  epx_tensor rows_tensor(const void* data, int64_t rows) const;
+  epx_tensor rows_tensor(const Buffer& buffer, int64_t rows) const;
   epx_tensor recv_weights_tensor() const;
 
   Options options_;
+  Memory& memory_;
   std::unique_ptr<epx_group_s, DestroyGroup> group_;
+  double creation_ms_ = 0;
   epx_group_info info_{};
   epx_layer layer_{};
-  std::vector<std::byte> handle_mem_; // malloc aligns it to the 16 bytes that epx wants
+  Buffer handle_mem_;
   int64_t rows_ = 0;
-  PrepareOutputs prepared_;
+  PrepareTensors prepared_;
   RowOutputs by_row_;
   ExpertRows expert_rows_;
   TokenOutputs by_token_;
+  std::array<uint64_t, EPX_NUM_EVENT_KINDS> events_{};
 };
 
 } // namespace epx::bench

@@ -26,11 +26,10 @@ MeanRows mean_rows(epx_operation operation, const Survey& survey, const Options&
   return {rows.logical / samples, rows.wire / samples, rows.written / samples};
 }
 
-OperationFigures figures_of(epx_operation operation, const OperationSeries& series, const Survey& survey,
-                            const Options& options) {
+OperationFigures figures_of(const Line& line, const OperationSeries& series, const Survey& survey, const Options& options) {
   const std::vector<double> times = slowest_us(series.call);
   const double num_ranks = static_cast<double>(series.call.size());
-  const MeanRows rows = mean_rows(operation, survey, options, series.call.size());
+  const MeanRows rows = mean_rows(line.operation, survey, options, series.call.size());
   const auto bytes = static_cast<double>(row_bytes(options));
 
   OperationFigures figures;
@@ -38,7 +37,7 @@ OperationFigures figures_of(epx_operation operation, const OperationSeries& seri
   figures.p99_us = percentile(times, 99);
   figures.min_us = minimum(times);
   figures.slowest_rank = most_often_slowest(series.call);
-  if (operation == EPX_OP_PREPARE) return figures;
+  if (!line.moves_rows()) return figures;
   figures.logical_rows = rows.logical;
   figures.wire_rows = rows.wire;
   figures.written_rows = rows.written;
@@ -56,12 +55,16 @@ OperationFigures figures_of(epx_operation operation, const OperationSeries& seri
 
 } // namespace
 
-Figures compute_figures(const Measurements& measurements, const Survey& survey, const Options& options) {
+Figures compute_figures(const Measurements& measurements, const Floors& floors, const Survey& survey,
+                        const Options& options) {
   Figures figures;
   const bool one_machine = !measurements[1].copy.empty(); // ranks that copy share a machine, and so a clock
-  for (int op = 0; op < kNumOperations; ++op) {
-    figures[op] = figures_of(kOperations[op], measurements[op], survey, options);
-    if (one_machine) figures[op].start_skew_us = median(start_skew_us(measurements[op].call));
+  for (size_t line = 0; line < measurements.size(); ++line) {
+    figures.push_back(figures_of(kLines[line], measurements[line], survey, options));
+    if (one_machine) figures.back().start_skew_us = median(start_skew_us(measurements[line].call));
+    if (floors.empty() || !floors[line]) continue;
+    figures.back().floor = floors[line];
+    figures.back().floor_ratio = figures.back().median_us / floors[line]->us();
   }
   return figures;
 }

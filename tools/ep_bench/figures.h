@@ -1,9 +1,10 @@
 // From times and row counts to the figures that ep_bench reports.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "tools/ep_bench/measure.h"
 #include "tools/ep_bench/options.h"
@@ -18,7 +19,17 @@ struct CopyFigures {
   double ratio = 0;     // bytes/s that the operation writes / bytes/s of this
 };
 
-// Of one operation. Times are the slowest rank's of each iteration; rows are means over iterations and ranks; 1 GB = 1e9
+// What the hardware needs for the operation's rows alone, by all ranks at once: see floor_plan.h.
+struct FloorFigures {
+  double wire_us = 0;                    // each row stored once to each rank that it must reach
+  double hbm_us = 0;                     // local reads and writes
+  std::string wire_variant, hbm_variant; // of the kernels tried, the fastest
+
+  double us() const { return wire_us > hbm_us ? wire_us : hbm_us; }
+};
+using Floors = std::vector<std::optional<FloorFigures>>; // of each line; empty where not measured
+
+// Of one line. Times are the slowest rank's of each iteration; rows are means over iterations and ranks; 1 GB = 1e9
 // bytes.
 struct OperationFigures {
   double median_us = 0;
@@ -26,17 +37,20 @@ struct OperationFigures {
   double min_us = 0;
   int slowest_rank = 0;
   std::optional<double> start_skew_us; // median time from the first rank's begin to the last's; ranks on one machine
-  // None where the operation moves no rows (prepare).
+  // None where the line does not move the rows of one operation.
   double logical_rows = 0;
   double wire_rows = 0;
   double written_rows = 0;
   std::optional<double> logical_gbps; // per rank
   std::optional<double> wire_gbps;    // per rank
   std::optional<CopyFigures> copy;    // host transport, unless no row was written
+  std::optional<FloorFigures> floor;  // with --floor
+  std::optional<double> floor_ratio;  // median time / the floor's
 };
 
-using Figures = std::array<OperationFigures, kNumOperations>; // in the order of kOperations
+using Figures = std::vector<OperationFigures>; // in the order of lines_of(the transport)
 
-Figures compute_figures(const Measurements& measurements, const Survey& survey, const Options& options);
+Figures compute_figures(const Measurements& measurements, const Floors& floors, const Survey& survey,
+                        const Options& options);
 
 } // namespace epx::bench

@@ -1,6 +1,8 @@
 // ep_bench: measures and verifies the exchange from the command line. Wiring only.
+#include <algorithm>
 #include <array>
 #include <cstdio>
+#include <memory>
 #include <optional>
 #include <span>
 #include <variant>
@@ -21,6 +23,12 @@
 #include "tools/ep_bench/traffic.h"
 #include "tools/ep_bench/verify.h"
 #include "tools/ep_bench/workload.h"
+#if defined(EPX_WITH_CUDA)
+#include "tools/ep_bench/floor.h"
+#include "tools/ep_bench/gpu.h"
+#include "tools/ep_bench/measure_gpu.h"
+#include "tools/ep_bench/start_line.h"
+#endif
 
 namespace epx::bench {
 namespace {
@@ -29,14 +37,44 @@ namespace {
 constexpr int64_t kSpareRows = 8;
 
 std::array<uint64_t, EPX_NUM_EVENT_KINDS> gather_events(Exchange& exchange, const Peers& peers) {
-  epx_group_report report{};
-  peers.together([&] { report = exchange.status(); });
+  peers.together([&] { exchange.finish(); });
   std::array<uint64_t, EPX_NUM_EVENT_KINDS> events{};
-  for (const auto& of_rank : peers.gather(std::to_array(report.event_counts)))
+  for (const auto& of_rank : peers.gather(exchange.events()))
     for (int kind = 0; kind < EPX_NUM_EVENT_KINDS; ++kind)
       events[kind] += of_rank[kind];
   return events;
 }
+
+// The floor is that of the whole routing.
+void check_floor(const Options& options, const Survey& survey) {
+  const double dropped = dropped_routes(survey, options.top_k);
+  if (options.floor && dropped > 0)
+    throw AgreedError(kExitUsage,
+                      fmt::format("--floor is given and --capacity is {}, which drops {:.1f} routes per iteration; "
+                                  "the floor is for routing without drops",
+                                  options.capacity, dropped));
+}
+
+#if defined(EPX_WITH_CUDA)
+Figures bench_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Workload& workload,
+                     const Options& options, const Peers& peers, Gpu& gpu) {
+  StartLine start(gpu, peers, exchange.info().timeout_ms);
+  const Measurements measurements = measure_on_gpu(exchange, sets, options, peers, gpu, start);
+  Floors floors;
+  if (options.floor) {
+    const std::vector<int32_t> first_experts = peers.gather(exchange.info().first_local_expert);
+    std::vector<RoutingOfAll> routing;
+    for (int set = 0; set < std::ssize(sets); ++set) {
+      routing.push_back({{}, first_experts, options.experts, options.top_k, options.alignment});
+      for (int rank = 0; rank < peers.num_ranks(); ++rank)
+        routing.back().topk_idx.push_back(workload.topk_idx(set, rank));
+    }
+    floors = measure_floors(routing, options, peers, gpu, start);
+  }
+  start.release(peers);
+  return compute_figures(measurements, floors, survey, options);
+}
+#endif
 
 Results bench(const Launcher& launcher, const Options& options) {
   const int64_t timeout_ms = group_config(options).timeout_ms;
@@ -44,18 +82,22 @@ Results bench(const Launcher& launcher, const Options& options) {
   const Peers peers(bootstrap.get(), timeout_ms);
 
   std::optional<Workload> workload;
+  std::unique_ptr<Memory> memory;
   std::optional<Exchange> exchange;
   std::vector<InputSet> sets(options.num_input_sets());
   peers.together([&] { workload.emplace(options, peers.num_ranks()); });
-  peers.together([&] { exchange.emplace(bootstrap.get(), options); }); // refuses shapes that are too large for memory
+  peers.together([&] { memory = make_memory(options, peers.rank()); });
+  peers.together([&] { exchange.emplace(bootstrap.get(), options, *memory); }); // refuses shapes too large for memory
   peers.together([&] {
     for (int set = 0; set < std::ssize(sets); ++set)
       sets[set].by_token = workload->token_inputs(set, peers.rank());
   });
   const Survey survey = bench::survey(*exchange, sets, options.top_k, peers);
+  check_floor(options, survey);
   peers.together([&] {
     exchange->allocate_rows(survey.max_rows + kSpareRows);
-    for (int set = 0; set < std::ssize(sets); ++set)
+    const int row_sets = memory->is_host() ? static_cast<int>(sets.size()) : 1; // see measure_on_gpu()
+    for (int set = 0; set < row_sets; ++set)
       sets[set].by_row = workload->row_inputs(set, peers.rank(), exchange->rows());
   });
 
@@ -63,11 +105,17 @@ Results bench(const Launcher& launcher, const Options& options) {
   results.options = options;
   results.library_version = epx_version();
   results.group = exchange->info();
+  results.group_creation_ms = std::ranges::max(peers.gather(exchange->creation_ms()));
   results.handle_mem_bytes = static_cast<int64_t>(exchange->handle_mem_bytes());
   results.handle_mem_limit = handle_memory_limit(options, exchange->info());
   results.dropped_routes = dropped_routes(survey, options.top_k);
   if (options.verify) results.wrong = verify(*exchange, *workload, options, peers);
-  results.figures = compute_figures(measure(*exchange, sets, survey, options, peers), survey, options);
+#if defined(EPX_WITH_CUDA)
+  if (options.transport == EPX_TRANSPORT_NCCL)
+    results.figures = bench_on_gpu(*exchange, sets, survey, *workload, options, peers, dynamic_cast<Gpu&>(*memory));
+  else
+#endif
+    results.figures = compute_figures(measure(*exchange, sets, survey, options, peers), {}, survey, options);
   results.events = gather_events(*exchange, peers);
 
   peers.together([&] {

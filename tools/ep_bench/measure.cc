@@ -1,5 +1,6 @@
 #include "tools/ep_bench/measure.h"
 
+#include <array>
 #include <chrono>
 #include <optional>
 
@@ -68,13 +69,16 @@ std::vector<Series> gather_by_rank(const Series& mine, const Peers& peers) {
 Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Options& options,
                      const Peers& peers) {
   const auto rows = copied_rows(survey, options, peers.num_ranks());
+  std::vector<int64_t> row_counts;
+  for (const auto& of_operation : rows)
+    row_counts.insert(row_counts.end(), of_operation.begin(), of_operation.end());
   std::optional<CopyBaseline> baseline;
-  if (exchange.info().transport == EPX_TRANSPORT_HOST) {
-    std::vector<int64_t> row_counts;
-    for (const auto& of_operation : rows)
-      row_counts.insert(row_counts.end(), of_operation.begin(), of_operation.end());
-    peers.together([&] { baseline.emplace(row_counts, row_bytes(options), options.seed); });
-  }
+  std::vector<TokenTensors> tensors;
+  peers.together([&] {
+    baseline.emplace(row_counts, row_bytes(options), options.seed);
+    for (const InputSet& set : sets)
+      tensors.push_back(exchange.tensors_of(set.by_token));
+  });
 
   std::array<Series, kNumOperations> calls, copies;
   Failure failure; // of the last call: the next barrier tells the others
@@ -83,19 +87,19 @@ Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const S
     exchange.load(sets[set].by_row);
     for (int op = 0; op < kNumOperations; ++op) {
       const bool keep = iteration >= options.warmup;
-      if (baseline && kOperations[op] != EPX_OP_PREPARE) {
+      if (kOperations[op] != EPX_OP_PREPARE) {
         peers.start_together(failure);
         const Timing timing = timed([&] { copy_like(kOperations[op], *baseline, exchange, sets[set], rows[op][set]); });
         if (keep) copies[op].push_back(timing);
       }
       peers.start_together(failure);
-      const Timing timing = timed([&] { failure = attempt([&] { exchange.call(kOperations[op], sets[set]); }); });
+      const Timing timing = timed([&] { failure = attempt([&] { exchange.call(kLines[op], tensors[set]); }); });
       if (keep) calls[op].push_back(timing);
     }
   }
   peers.agree(failure);
 
-  Measurements measurements;
+  Measurements measurements(kNumOperations);
   for (int op = 0; op < kNumOperations; ++op) {
     measurements[op].call = gather_by_rank(calls[op], peers);
     if (!copies[op].empty()) measurements[op].copy = gather_by_rank(copies[op], peers);

@@ -1,7 +1,6 @@
 // The timed loop.
 #pragma once
 
-#include <array>
 #include <span>
 #include <vector>
 
@@ -20,11 +19,11 @@ struct OperationSeries {
   std::vector<Series> copy; // [rank][iteration] the plain memcpy of as many rows; empty where there is none
 };
 
-using Measurements = std::array<OperationSeries, kNumOperations>; // in the order of kOperations
+using Measurements = std::vector<OperationSeries>; // in the order of lines_of(the transport)
 
-// Runs all five operations options.warmup + options.iterations times and keeps the times of the latter. Iteration i takes
-// input set i modulo the number of sets. Before each operation come a memcpy of as many rows as the operation writes (on
-// the host transport) and a barrier; neither is in its time. Collective.
+// Runs all five operations options.warmup + options.iterations times on the host transport and keeps the times of the
+// latter. Iteration i takes input set i modulo the number of sets. Before each operation come a memcpy of as many rows as
+// the operation writes and a barrier; neither is in its time. Collective.
 Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Options& options,
                      const Peers& peers);
 

@@ -2,51 +2,93 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "epx/epx.h"
-#include "tools/ep_bench/errors.h"
+#include "tools/ep_bench/options.h"
 
 namespace epx::bench {
 
-// Bytes that an output tensor lies in. Window memory comes from epx_mem_alloc and is freed with the group.
+// The memory that calls of a transport take, and the stream that they run on: the host's own, or a GPU's.
+class Memory {
+public:
+  virtual ~Memory() = default;
+
+  virtual bool is_host() const = 0;
+  virtual epx_stream stream() const = 0;
+  virtual std::byte* allocate(size_t bytes) = 0; // > 0; aligned to 256 bytes and zeroed; throws RuntimeError
+  virtual void free(std::byte* memory) noexcept = 0;
+
+  // All wait for the stream's earlier work, and have finished when they return.
+  virtual void write(std::byte* to, std::span<const std::byte> from) = 0;
+  virtual void read(std::span<std::byte> to, const std::byte* from) = 0;
+  virtual void fill(std::span<std::byte> bytes, std::byte value) = 0;
+  virtual void finish() = 0;
+};
+
+// Of the options' transport. On nccl this chooses the rank's GPU, which becomes the calling thread's. Throws RuntimeError.
+std::unique_ptr<Memory> make_memory(const Options& options, int rank);
+
+// Bytes of a Memory that a tensor lies in; the Memory must outlive it.
 class Buffer {
 public:
   Buffer() = default;
+  ~Buffer() { reset(); }
 
-  static Buffer plain(size_t bytes) {
-    Buffer buffer;
-    buffer.owned_.resize(bytes);
-    buffer.bytes_ = buffer.owned_;
-    return buffer;
+  static Buffer plain(Memory& memory, size_t bytes);
+
+  // Memory from epx_mem_alloc, which is freed with the group. Collective; bytes > 0 and the same on all ranks. Throws
+  // RuntimeError.
+  static Buffer window(Memory& memory, epx_group group, size_t bytes);
+
+  // `bytes` for calls to read. On the host these themselves, which must outlive the buffer; else a copy.
+  static Buffer input(Memory& memory, std::span<const std::byte> bytes);
+
+  Buffer(Buffer&& other) noexcept { swap(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    Buffer(std::move(other)).swap(*this);
+    return *this;
   }
-
-  // Collective; bytes > 0 and the same on all ranks. Throws RuntimeError.
-  static Buffer window(epx_group group, size_t bytes) {
-    void* memory = nullptr;
-    const epx_status status = epx_mem_alloc(group, bytes, &memory);
-    if (status != EPX_SUCCESS)
-      throw RuntimeError(fmt::format("epx_mem_alloc: {}: {}", epx_status_string(status), epx_last_error()));
-    Buffer buffer;
-    buffer.bytes_ = {static_cast<std::byte*>(memory), bytes};
-    return buffer;
-  }
-
-  Buffer(Buffer&&) = default; // a moved vector keeps its storage, so the span stays right
-  Buffer& operator=(Buffer&&) = default;
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
 
   std::byte* data() const { return bytes_.data(); }
-  std::span<std::byte> bytes() const { return bytes_; }
-  std::span<float> floats() const { return {reinterpret_cast<float*>(bytes_.data()), bytes_.size() / sizeof(float)}; }
+  size_t size() const { return bytes_.size(); }
+  std::span<std::byte> bytes() const { return bytes_; } // to be looked at where the memory is the host's
+
+  template <typename T>
+  std::vector<T> read() const {
+    std::vector<T> values(size() / sizeof(T));
+    if (size() > 0) memory_->read(std::as_writable_bytes(std::span(values)), data());
+    return values;
+  }
+  // At most size() bytes, to the buffer's begin.
+  template <typename T>
+  void write(const std::vector<T>& values) const {
+    if (!values.empty()) memory_->write(data(), std::as_bytes(std::span(values)));
+  }
+  void fill(std::byte value) const {
+    if (size() > 0) memory_->fill(bytes_, value);
+  }
 
 private:
-  std::vector<std::byte> owned_;
+  Buffer(Memory& memory, std::byte* data, size_t bytes, bool is_owned)
+      : memory_(&memory), bytes_(data, bytes), is_owned_(is_owned) {}
+  void swap(Buffer& other) noexcept {
+    std::swap(memory_, other.memory_);
+    std::swap(bytes_, other.bytes_);
+    std::swap(is_owned_, other.is_owned_);
+  }
+  void reset() noexcept {
+    if (is_owned_) memory_->free(data());
+  }
+
+  Memory* memory_ = nullptr;
   std::span<std::byte> bytes_;
+  bool is_owned_ = false;
 };
 
 } // namespace epx::bench

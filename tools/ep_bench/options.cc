@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -21,7 +22,8 @@ using Names = std::span<const std::pair<const char*, Value>>;
 
 constexpr std::array<std::pair<const char*, epx_dtype>, 3> kDtypes{
     {{"fp32", EPX_FLOAT32}, {"fp16", EPX_FLOAT16}, {"bf16", EPX_BFLOAT16}}};
-constexpr std::array<std::pair<const char*, epx_transport>, 1> kTransports{{{"host", EPX_TRANSPORT_HOST}}};
+constexpr std::array<std::pair<const char*, epx_transport>, 2> kTransports{
+    {{"host", EPX_TRANSPORT_HOST}, {"nccl", EPX_TRANSPORT_NCCL}}};
 constexpr std::array<std::pair<const char*, epx_combine_precision>, 2> kPrecisions{
     {{"wire", EPX_COMBINE_WIRE}, {"exact", EPX_COMBINE_EXACT}}};
 
@@ -42,17 +44,33 @@ const char* name_of(Value value, Names<Value> names) {
   return "unknown";
 }
 
+// The number after a prefix; none where it is not one.
+std::optional<double> number_after(std::string_view prefix, const std::string& text) {
+  double number = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data() + prefix.size(), end, number);
+  return error == std::errc() && stop == end && std::isfinite(number) ? std::optional(number) : std::nullopt;
+}
+
 RoutingSpec parse_routing(const std::string& text) {
-  constexpr std::string_view kZipf = "zipf:", kText = "text:";
+  constexpr std::string_view kZipf = "zipf:", kHot = "hot:", kText = "text:";
   RoutingSpec routing;
   if (text == "uniform") return routing;
   if (text.starts_with(kZipf)) {
     routing.kind = RoutingSpec::Kind::Zipf;
-    const char* end = text.data() + text.size();
-    auto [stop, error] = std::from_chars(text.data() + kZipf.size(), end, routing.zipf_exponent);
-    if (error != std::errc() || stop != end || !std::isfinite(routing.zipf_exponent) || routing.zipf_exponent < 0)
+    const std::optional<double> exponent = number_after(kZipf, text);
+    if (!exponent || *exponent < 0)
       throw UsageError(
           fmt::format("--routing is '{}'; the exponent after 'zipf:' must be a finite number of at least 0", text));
+    routing.zipf_exponent = *exponent;
+    return routing;
+  }
+  if (text.starts_with(kHot)) {
+    routing.kind = RoutingSpec::Kind::Hot;
+    const std::optional<double> fraction = number_after(kHot, text);
+    if (!fraction || *fraction < 0 || *fraction > 1)
+      throw UsageError(fmt::format("--routing is '{}'; the fraction after 'hot:' must be a number from 0 to 1", text));
+    routing.hot_fraction = *fraction;
     return routing;
   }
   if (text.starts_with(kText)) {
@@ -61,7 +79,7 @@ RoutingSpec parse_routing(const std::string& text) {
     if (routing.text_file.empty()) throw UsageError("--routing is 'text:'; a file name must follow the colon");
     return routing;
   }
-  throw UsageError(fmt::format("--routing is '{}'; it must be uniform, zipf:S or text:FILE", text));
+  throw UsageError(fmt::format("--routing is '{}'; it must be uniform, zipf:S, hot:F or text:FILE", text));
 }
 
 uint64_t parse_seed(const std::string& text) {
@@ -86,6 +104,7 @@ void check_shape(const Options& options) {
   check_range("--top-k", options.top_k, 1, 64);
   check_range("--alignment", options.alignment, 0, kMax);
   check_range("--capacity", options.capacity, 0, kMax);
+  check_range("--num-comm-sms", options.num_comm_sms, 0, kMax);
   check_range("--iters", options.iterations, 1, 1'000'000);
   check_range("--warmup", options.warmup, 0, 1'000'000);
   check_range("--input-sets", options.input_sets, 1, 1024);
@@ -95,6 +114,22 @@ void check_shape(const Options& options) {
         fmt::format("--top-k is {} and --experts is {}; with --routing {} the experts of a token are distinct, "
                     "so there must be as many",
                     options.top_k, options.experts, to_string(options.routing)));
+  if (options.routing.kind == RoutingSpec::Kind::Hot && options.top_k == options.experts)
+    throw UsageError(
+        fmt::format("--top-k and --experts are {}; with --routing {} there must be more experts, so that a token "
+                    "can do without the hot one",
+                    options.top_k, to_string(options.routing)));
+}
+
+void check_transport(const Options& options) {
+  if (options.transport == EPX_TRANSPORT_NCCL) {
+    if (!built_with_cuda()) throw UsageError("--transport is 'nccl', but this ep_bench was built without CUDA; use host");
+    return;
+  }
+  for (const auto& [option, is_given] : {std::pair("--graph", options.graph), std::pair("--floor", options.floor)})
+    if (is_given)
+      throw UsageError(
+          fmt::format("{} is given, but --transport is '{}'; it belongs to nccl", option, to_string(options.transport)));
 }
 
 void check_ranks(Options& options, const std::string& bootstrap) {
@@ -121,7 +156,11 @@ void check_ranks(Options& options, const std::string& bootstrap) {
 constexpr const char* kFooter = R"(Figures
   A time is that of one call, in microseconds, on the slowest rank of an iteration; all ranks start together. 'slowest' is
   the rank that was that most often. Timed are prepare (counts and offsets only), dispatch with weights, combine with
-  weights, combine_bwd with weights and their gradients, and dispatch_bwd with weights.
+  weights, combine_bwd with weights and their gradients, and dispatch_bwd with weights; on nccl also combine_bwd-nograd
+  (with weights, without their gradients) and prepare, dispatch and combine in a row as one.
+  On nccl a time is that between two CUDA events around the call on its stream, or with --graph around its replay: from
+  before its first kernel to the last byte in place. Before it comes a barrier of all ranks' streams; the whole iteration
+  is enqueued before any of it runs, so that the host's speed is in no time.
   A row is --hidden elements of --dtype; 1 GB is 1e9 bytes; rows are means over the ranks, and times are medians.
   logical GB/s   rows that a rank receives in dispatch (combine, dispatch_bwd: sends back) x row bytes / time
   wire GB/s      rows that must reach another rank x row bytes / time: one per (token, remote rank), and for the combine
@@ -131,10 +170,28 @@ constexpr const char* kFooter = R"(Figures
                  iteration, from the first rank's start to the last rank's end). dispatch and combine_bwd write one row per
                  route, their memcpy goes to scattered places; combine and dispatch_bwd write one row per (token, expert
                  rank), with exact one per route, and one per token, and their memcpy comes from scattered places
+  floor us       --floor: the larger of two times, measured after the iterations by all ranks at once, with the same input
+                 sets, barrier and events; each is the median of 24 runs on the slowest rank, and the best of several
+                 kernels. Wire floor: each row is read once and stored once to each distinct rank that it must reach, the
+                 own one too (dispatch and combine_bwd: one per (token, expert rank); combine and dispatch_bwd: the same
+                 back, with exact one per route), by 16, 32, 64, 96, 128 and as many blocks as the GPU has SMs, with plain
+                 and with bulk stores. HBM floor: as many rows read and written locally as the operation must, on all SMs:
+                 dispatch reads the tokens and what arrived for several slots, and writes the rows in use; combine_bwd
+                 reads the tokens, what arrived and (with gradients) expert_out, and writes what arrives and the rows in
+                 use; combine and dispatch_bwd read their slots and what came back, and write what comes back and the tokens
+  ratio          --floor: median time / floor
   wrong          elements that differ from the serial reference, all ranks together (--verify)
 Exit status: 0; 1 when a call failed or a result is wrong; 2 when the command line is.)";
 
 } // namespace
+
+bool built_with_cuda() {
+#if defined(EPX_WITH_CUDA)
+  return true;
+#else
+  return false;
+#endif
+}
 
 bool built_with_mpi() {
 #if defined(EPX_BENCH_HAS_MPI)
@@ -163,19 +220,26 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.add_option(
       "--routing", routing,
       "uniform: K distinct experts per token; zipf:S: K distinct experts, drawn by weight 1/n^S over one order of "
-      "the experts; text:FILE: each word of FILE is a token whose experts are K hashes of it (Hash Layers)");
+      "the experts; hot:F: one expert on the fraction F of the tokens, the other experts of each token uniform and "
+      "distinct; text:FILE: each word of FILE is a token whose experts are K hashes of it (Hash Layers)");
   app.add_option("--alignment", options.alignment, "Rows that an expert's zone is padded to a multiple of; 0 means 1");
   app.add_option("--capacity", options.capacity, "Receive capacity, rows per rank; 0: enough for the worst case");
   app.add_option("--seed", seed, "Seed of routing, tokens and weights, a number from 0 to 2^64 - 1");
-  app.add_option("--transport", transport, "host; ep_bench has no buffers on GPUs yet");
+  app.add_option("--transport", transport, "host (shared memory) or nccl (a GPU for each rank, in builds with CUDA)");
   app.add_option("--combine-precision", precision, "Rounding of sums: wire (one row per token and rank) or exact");
   app.add_flag("--staged", options.staged, "Receive tensors in plain memory instead of memory from epx_mem_alloc");
+  app.add_flag("--graph", options.graph,
+               "nccl: each timed call is the replay of a CUDA graph, captured once per input set");
+  app.add_option("--num-comm-sms", options.num_comm_sms,
+                 "Streaming multiprocessors that a call may use on GPUs; 0: chosen by the library");
   app.add_option("--timeout-ms", options.timeout_ms,
                  "Longest wait for a rank, milliseconds; 0: EPX_TIMEOUT_MS if set, else 300000");
   app.add_option("--iters", options.iterations, "Timed iterations of all operations");
   app.add_option("--warmup", options.warmup, "Untimed iterations before them");
   app.add_option("--input-sets", options.input_sets, "Different inputs per rank that the iterations take in turn, sets");
   app.add_flag("--verify", options.verify, "First compare every output of two input sets with the serial reference");
+  app.add_flag("--floor", options.floor,
+               "nccl: also measure how fast the GPUs move the rows of each operation alone, and print ratios to it");
   app.add_option("--json", options.json_file, "File for all figures and the configuration, written by rank 0");
   app.add_option("--bootstrap", bootstrap,
                  "How ranks meet: mpi (started by mpirun), or file:DIR (a directory that all ranks share)");
@@ -198,6 +262,7 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   options.combine_precision = value_of<epx_combine_precision>("--combine-precision", precision, kPrecisions);
   options.routing = parse_routing(routing);
   options.seed = parse_seed(seed);
+  check_transport(options);
   check_shape(options);
   check_ranks(options, bootstrap);
   return options;
@@ -207,6 +272,8 @@ std::string to_string(const RoutingSpec& routing) {
   switch (routing.kind) {
   case RoutingSpec::Kind::Zipf:
     return fmt::format("zipf:{}", routing.zipf_exponent);
+  case RoutingSpec::Kind::Hot:
+    return fmt::format("hot:{}", routing.hot_fraction);
   case RoutingSpec::Kind::Text:
     return "text:" + routing.text_file;
   case RoutingSpec::Kind::Uniform:

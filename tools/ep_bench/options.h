@@ -10,9 +10,10 @@
 namespace epx::bench {
 
 struct RoutingSpec {
-  enum class Kind { Uniform, Zipf, Text };
+  enum class Kind { Uniform, Zipf, Hot, Text };
   Kind kind = Kind::Uniform;
   double zipf_exponent = 0; // Zipf
+  double hot_fraction = 0;  // Hot, in [0, 1]
   std::string text_file;    // Text
 };
 
@@ -31,14 +32,17 @@ struct Options {
   // How.
   epx_transport transport = EPX_TRANSPORT_HOST;
   epx_combine_precision combine_precision = EPX_COMBINE_WIRE;
-  bool staged = false;    // receive tensors in plain memory instead of epx_mem_alloc's
-  int64_t timeout_ms = 0; // 0: the library's default
+  bool staged = false;      // receive tensors in plain memory instead of epx_mem_alloc's
+  bool graph = false;       // calls are replays of CUDA graphs; nccl
+  int32_t num_comm_sms = 0; // 0: chosen by the library
+  int64_t timeout_ms = 0;   // 0: the library's default
 
   // How often, and what comes out.
   int32_t iterations = 20;
   int32_t warmup = 5; // iterations
   int32_t input_sets = 4;
   bool verify = false;
+  bool floor = false;    // also measure what the hardware needs for the rows alone; nccl
   std::string json_file; // empty: none
 
   // Who takes part.
@@ -57,6 +61,7 @@ struct RequestedText {
 };
 
 bool built_with_mpi();
+bool built_with_cuda();
 
 // Throws UsageError: one sentence with the option and its value.
 std::variant<Options, RequestedText> parse_options(int argc, const char* const* argv);

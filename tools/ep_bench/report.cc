@@ -31,13 +31,21 @@ std::optional<double> copy_ratio(const OperationFigures& figures) {
   return figures.copy ? std::optional(figures.copy->ratio) : std::nullopt;
 }
 
-std::optional<int64_t> wrong_of(const Results& results, int op) {
-  return results.wrong ? std::optional((*results.wrong)[op]) : std::nullopt;
+std::optional<double> floor_us(const OperationFigures& figures) {
+  return figures.floor ? std::optional(figures.floor->us()) : std::nullopt;
+}
+
+std::optional<int64_t> wrong_of(const Results& results, size_t line) {
+  return results.wrong && line < results.wrong->size() ? std::optional((*results.wrong)[line]) : std::nullopt;
 }
 
 template <typename T>
 nlohmann::json json_or_null(const std::optional<T>& value) {
   return value ? nlohmann::json(*value) : nlohmann::json(nullptr);
+}
+
+bool is_on_gpus(const Results& results) {
+  return results.group.transport == EPX_TRANSPORT_NCCL;
 }
 
 const char* receive_memory(const Options& options) {
@@ -59,11 +67,14 @@ nlohmann::json config_json(const Results& results) {
           {"transport", to_string(options.transport)},
           {"combine_precision", to_string(options.combine_precision)},
           {"staged", options.staged},
+          {"graph", options.graph},
+          {"num_comm_sms", options.num_comm_sms},
           {"timeout_ms", results.group.timeout_ms},
           {"iters", options.iterations},
           {"warmup", options.warmup},
           {"input_sets", options.num_input_sets()},
           {"verify", options.verify},
+          {"floor", options.floor},
           {"bootstrap", by_file ? "file:" + options.bootstrap_directory : "mpi"},
           {"job_id", by_file ? nlohmann::json(options.job_id) : nlohmann::json(nullptr)}};
 }
@@ -82,11 +93,19 @@ nlohmann::json operation_json(const OperationFigures& figures, std::optional<int
                       {"memcpy_ratio", json_or_null(copy_ratio(figures))},
                       {"memcpy_us", nullptr},
                       {"memcpy_total_gbps", nullptr},
+                      {"floor", nullptr},
+                      {"ratio", json_or_null(figures.floor_ratio)},
                       {"wrong", json_or_null(wrong)}};
   if (figures.copy) {
     json["memcpy_us"] = figures.copy->median_us;
     json["memcpy_total_gbps"] = figures.copy->gbps;
   }
+  if (figures.floor)
+    json["floor"] = {{"us", figures.floor->us()},
+                     {"wire_us", figures.floor->wire_us},
+                     {"wire_variant", figures.floor->wire_variant},
+                     {"hbm_us", figures.floor->hbm_us},
+                     {"hbm_variant", figures.floor->hbm_variant}};
   return json;
 }
 
@@ -95,12 +114,49 @@ std::string header(const Results& results) {
   return fmt::format("ep_bench {}: {} ranks, transport {}, {} tokens per rank x {} {}, top-{} of {} experts, routing {}\n"
                      "alignment {}, combine {}, receive capacity R = {} rows, receive tensors in {} memory, seed {}, "
                      "{} iterations\n"
-                     "handle memory {} bytes of {} allowed, window {} bytes per rank\n",
+                     "handle memory {} bytes of {} allowed, window {} bytes per rank, group created in {:.1f} ms\n",
                      version_string(results.library_version), results.group.num_ranks, to_string(results.group.transport),
                      options.tokens, options.hidden, to_string(options.dtype), options.top_k, options.experts,
                      to_string(options.routing), options.alignment, to_string(options.combine_precision),
                      results.group.max_recv_tokens_per_rank, receive_memory(options), options.seed, options.iterations,
-                     results.handle_mem_bytes, results.handle_mem_limit, results.group.window_bytes);
+                     results.handle_mem_bytes, results.handle_mem_limit, results.group.window_bytes,
+                     results.group_creation_ms);
+}
+
+// How the calls of nccl were made, and what the floors are made of.
+std::string gpu_header(const Results& results) {
+  const Options& options = results.options;
+  std::string text =
+      fmt::format("calls {}, SMs for communication: {}\n", options.graph ? "replayed from CUDA graphs" : "made one by one",
+                  options.num_comm_sms == 0 ? "chosen by the library" : std::to_string(options.num_comm_sms));
+  if (!options.floor) return text;
+  text += "floor, the larger of (rows stored once to each rank that they must reach, rows read and written locally):\n";
+  for (size_t line = 0; line < results.figures.size(); ++line)
+    if (const auto& floor = results.figures[line].floor)
+      text += fmt::format("  {:<20}wire {:.1f} us ({}), HBM {:.1f} us ({})\n", kLines[line].name, floor->wire_us,
+                          floor->wire_variant, floor->hbm_us, floor->hbm_variant);
+  return text;
+}
+
+// One line of a table whose first column is `names` wide; the last columns but one differ by transport.
+std::string table_line(const Results& results, size_t line, size_t names) {
+  const OperationFigures& figures = results.figures[line];
+  std::string text = fmt::format("{:<{}}{:>11.1f}{:>11.1f}{:>11.1f}{:>9}{:>14}{:>11}", kLines[line].name, names,
+                                 figures.median_us, figures.p99_us, figures.min_us, figures.slowest_rank,
+                                 cell(figures.logical_gbps, "{:.3f}"), cell(figures.wire_gbps, "{:.3f}"));
+  if (is_on_gpus(results))
+    text += fmt::format("{:>11}{:>8}", cell(floor_us(figures), "{:.1f}"), cell(figures.floor_ratio, "{:.3f}"));
+  else
+    text += fmt::format("{:>14}", cell(copy_ratio(figures), "{:.2f}"));
+  return text + fmt::format("{:>8}\n", cell(wrong_of(results, line), "{}"));
+}
+
+std::string table_header(const Results& results, size_t names) {
+  return fmt::format("\n{:<{}}{:>11}{:>11}{:>11}{:>9}{:>14}{:>11}{}{:>8}\n", "operation", names, "median us", "p99 us",
+                     "min us", "slowest", "logical GB/s", "wire GB/s",
+                     is_on_gpus(results) ? fmt::format("{:>11}{:>8}", "floor us", "ratio")
+                                         : fmt::format("{:>14}", "memcpy ratio"),
+                     "wrong");
 }
 
 } // namespace
@@ -129,15 +185,12 @@ std::string to_table(const Results& results) {
   if (results.dropped_routes > 0)
     fmt::format_to(out, "dropped by capacity: {:.1f} routes per iteration of all ranks\n", results.dropped_routes);
 
-  fmt::format_to(out, "\n{:<13}{:>11}{:>11}{:>11}{:>9}{:>14}{:>11}{:>14}{:>8}\n", "operation", "median us", "p99 us",
-                 "min us", "slowest", "logical GB/s", "wire GB/s", "memcpy ratio", "wrong");
-  for (int op = 0; op < kNumOperations; ++op) {
-    const OperationFigures& figures = results.figures[op];
-    fmt::format_to(out, "{:<13}{:>11.1f}{:>11.1f}{:>11.1f}{:>9}{:>14}{:>11}{:>14}{:>8}\n", name_of(kOperations[op]),
-                   figures.median_us, figures.p99_us, figures.min_us, figures.slowest_rank,
-                   cell(figures.logical_gbps, "{:.3f}"), cell(figures.wire_gbps, "{:.3f}"),
-                   cell(copy_ratio(figures), "{:.2f}"), cell(wrong_of(results, op), "{}"));
-  }
+  if (is_on_gpus(results)) text += gpu_header(results);
+
+  const size_t names = is_on_gpus(results) ? 25 : 13;
+  text += table_header(results, names);
+  for (size_t line = 0; line < results.figures.size(); ++line)
+    text += table_line(results, line, names);
   for (int kind = 0; kind < EPX_NUM_EVENT_KINDS; ++kind)
     if (results.events[kind] != 0)
       fmt::format_to(out, "event {}: {} over the whole run, all ranks\n", kEventNames[kind], results.events[kind]);
@@ -146,8 +199,8 @@ std::string to_table(const Results& results) {
 
 nlohmann::json to_json(const Results& results) {
   nlohmann::json operations, events;
-  for (int op = 0; op < kNumOperations; ++op)
-    operations[name_of(kOperations[op])] = operation_json(results.figures[op], wrong_of(results, op));
+  for (size_t line = 0; line < results.figures.size(); ++line)
+    operations[kLines[line].name] = operation_json(results.figures[line], wrong_of(results, line));
   for (int kind = 0; kind < EPX_NUM_EVENT_KINDS; ++kind)
     events[kEventNames[kind]] = results.events[kind];
   const auto& copy = results.figures[1].copy;
@@ -155,6 +208,7 @@ nlohmann::json to_json(const Results& results) {
           {"ranks", results.group.num_ranks},
           {"transport", to_string(results.group.transport)},
           {"config", config_json(results)},
+          {"group_creation_ms", results.group_creation_ms},
           {"memory",
            {{"handle_mem_bytes", results.handle_mem_bytes},
             {"handle_mem_limit_bytes", results.handle_mem_limit},

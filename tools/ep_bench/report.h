@@ -18,12 +18,13 @@ namespace epx::bench {
 // Everything that a run found out.
 struct Results {
   Options options;
-  int32_t library_version = 0; // epx_version()
-  epx_group_info group{};      // of rank 0
+  int32_t library_version = 0;  // epx_version()
+  epx_group_info group{};       // of rank 0
+  double group_creation_ms = 0; // epx_group_create, the slowest rank
   int64_t handle_mem_bytes = 0;
   int64_t handle_mem_limit = 0; // the contract's formula, bytes
   double dropped_routes = 0;    // per iteration, all ranks together
-  Figures figures{};
+  Figures figures;
   std::optional<WrongCounts> wrong;                   // with --verify
   std::array<uint64_t, EPX_NUM_EVENT_KINDS> events{}; // of all ranks, over the whole run
 };

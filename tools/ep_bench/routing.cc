@@ -20,7 +20,13 @@ namespace epx::bench {
 namespace {
 
 // First key words of the streams, so that no two purposes share numbers.
-enum : uint64_t { kUniform = 0x756e6966, kZipf = 0x7a697066, kZipfOrder = 0x6f726472, kWordHash = 0x776f7264 };
+enum : uint64_t {
+  kUniform = 0x756e6966,
+  kZipf = 0x7a697066,
+  kZipfOrder = 0x6f726472,
+  kWordHash = 0x776f7264,
+  kHot = 0x686f74
+};
 
 RandomStream stream_of(uint64_t purpose, uint64_t seed, int set, int rank) {
   return {purpose, seed, static_cast<uint64_t>(set), static_cast<uint64_t>(rank)};
@@ -103,6 +109,24 @@ std::vector<int64_t> zipf_routing(const RoutingShape& shape, double exponent, in
       topk_idx.push_back(order[keys[k].second]);
   }
   return topk_idx;
+}
+
+std::vector<int64_t> hot_routing(const RoutingShape& shape, double fraction, int set, int rank) {
+  const RandomStream random = stream_of(kHot, shape.seed, set, rank);
+  const int32_t hot = hot_expert(shape.seed, shape.experts);
+  // Uniform over the other E - 1 experts, which are numbered without it; then the first place goes to it.
+  RoutingShape others = shape;
+  --others.experts;
+  std::vector<int64_t> topk_idx = uniform_routing(others, set, rank);
+  for (int64_t& expert : topk_idx)
+    expert += expert >= hot ? 1 : 0;
+  for (int64_t token = 0; token < shape.tokens; ++token)
+    if (random.unit(token) < fraction) topk_idx[token * shape.top_k] = hot;
+  return topk_idx;
+}
+
+int32_t hot_expert(uint64_t seed, int32_t experts) {
+  return static_cast<int32_t>(RandomStream{kHot, seed}.below(0, static_cast<uint32_t>(experts)));
 }
 
 std::vector<int64_t> text_routing(const RoutingShape& shape, std::span<const std::string> words, int set, int rank,

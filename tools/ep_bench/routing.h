@@ -36,6 +36,13 @@ std::vector<int64_t> zipf_routing(const RoutingShape& shape, double exponent, in
 // The experts from the most to the least popular, a permutation that the seed chooses.
 std::vector<int32_t> zipf_order(uint64_t seed, int32_t experts);
 
+// hot_expert on each token with probability `fraction`, in its first place; its other experts (K without it) are distinct
+// ones of the rest, every ordered choice equally likely. E > K.
+std::vector<int64_t> hot_routing(const RoutingShape& shape, double fraction, int set, int rank);
+
+// The same in all sets and on all ranks; the seed chooses it.
+int32_t hot_expert(uint64_t seed, int32_t experts);
+
 // Token t of rank r in set s is word (s * P + r) * T + t of the text, cyclically.
 std::vector<int64_t> text_routing(const RoutingShape& shape, std::span<const std::string> words, int set, int rank,
                                   int num_ranks);

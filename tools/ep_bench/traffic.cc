@@ -70,8 +70,13 @@ Survey survey(Exchange& exchange, std::span<const InputSet> sets, int top_k, con
   const std::vector<int32_t> first_experts = peers.gather(exchange.info().first_local_expert);
   Survey result;
   for (const InputSet& set : sets) {
-    peers.together([&] { exchange.prepare_fully(set.by_token); });
-    const PrepareOutputs& prepared = exchange.prepared();
+    PrepareOutputs prepared;
+    peers.together([&] {
+      const TokenTensors inputs = exchange.tensors_of(set.by_token);
+      exchange.prepare_fully(inputs);
+      exchange.finish();
+      prepared = exchange.prepared();
+    });
     const Traffic mine = count_traffic(set.by_token.topk_idx, prepared.slot, top_k, first_experts, peers.rank());
     Traffic all;
     for (const Traffic& traffic : peers.gather(mine))

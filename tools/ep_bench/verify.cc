@@ -63,6 +63,7 @@ public:
                                 .precision = options.combine_precision},
                                routing);
     recv_weights_ = poisoned_floats(num_ranks, exchange.rows());
+    inputs_ = exchange.tensors_of(mine_.by_token);
   }
 
   // This rank's wrong elements. Collective.
@@ -70,9 +71,9 @@ public:
 
 private:
   int64_t prepare() {
-    call([&] { exchange_.prepare_fully(mine_.by_token); });
+    call([&] { exchange_.prepare_fully(inputs_); });
     const reference::RankPlan& expected = plan_.ranks[peers_.rank()];
-    const PrepareOutputs& actual = exchange_.prepared();
+    const PrepareOutputs actual = exchange_.prepared();
     return count_different(expected.counts, actual.counts) + count_different(expected.offsets, actual.offsets) +
            count_different(plan_.global_counts, actual.global_counts) + count_different(expected.info, actual.info) +
            count_different(expected.slot, actual.slot) + count_different(expected.slot_origin, actual.slot_origin);
@@ -86,7 +87,7 @@ private:
                                 .recv_tokens = recv_tokens,
                                 .recv_sidecars = {},
                                 .recv_weights = recv_weights_});
-    call([&] { exchange_.dispatch(mine_.by_token); });
+    call([&] { exchange_.dispatch(inputs_); });
     return wrong_elements(recv_tokens, exchange_.by_row().recv_tokens, false) +
            wrong_elements(recv_weights_, exchange_.by_row().recv_weights);
   }
@@ -114,7 +115,7 @@ private:
                                    .grad_recv_weights = grad_recv_weights});
     call([&] {
       exchange_.load_recv_weights(recv_weights_[peers_.rank()]);
-      exchange_.combine_bwd(mine_.by_token);
+      exchange_.combine_bwd(inputs_);
     });
     return wrong_elements(grad_expert_out, exchange_.by_row().grad_expert_out, true) +
            wrong_elements(grad_recv_weights, exchange_.by_row().grad_recv_weights);
@@ -136,7 +137,10 @@ private:
   template <typename Call>
   void call(Call&& library_call) {
     exchange_.poison();
-    peers_.together(library_call);
+    peers_.together([&] {
+      library_call();
+      exchange_.finish();
+    });
   }
 
   Matrix matrix(std::vector<std::byte> bytes, int64_t rows) const {
@@ -145,20 +149,20 @@ private:
 
   int64_t wrong_elements(const std::vector<Matrix>& expected, const Buffer& actual, bool nan_equals_nan) const {
     const Matrix& mine = expected[peers_.rank()];
-    Matrix copy{.dtype = mine.dtype, .rows = mine.rows, .cols = mine.cols, .bytes = {}};
-    copy.bytes.assign(actual.bytes().begin(), actual.bytes().end());
+    const Matrix copy{.dtype = mine.dtype, .rows = mine.rows, .cols = mine.cols, .bytes = actual.read<std::byte>()};
     return reference::count_wrong(mine, copy, nan_equals_nan);
   }
 
   // Weights: only copied, but for those that combine_bwd computes from finite numbers.
   int64_t wrong_elements(const std::vector<Floats>& expected, const Buffer& actual) const {
-    return reference::count_wrong(expected[peers_.rank()], actual.floats(), false);
+    return reference::count_wrong(expected[peers_.rank()], actual.read<float>(), false);
   }
 
   Exchange& exchange_;
   const Options& options_;
   const Peers& peers_;
   InputSet mine_;
+  TokenTensors inputs_; // mine
   reference::Plan plan_;
   std::vector<Matrix> tokens_, grad_out_;      // [T, H] of each rank
   std::vector<Matrix> expert_out_, grad_recv_; // [N, H]

@@ -58,6 +58,8 @@ std::vector<int64_t> Workload::topk_idx(int set, int rank) const {
   switch (options_.routing.kind) {
   case RoutingSpec::Kind::Zipf:
     return zipf_routing(shape, options_.routing.zipf_exponent, set, rank);
+  case RoutingSpec::Kind::Hot:
+    return hot_routing(shape, options_.routing.hot_fraction, set, rank);
   case RoutingSpec::Kind::Text:
     return text_routing(shape, words_, set, rank, num_ranks_);
   case RoutingSpec::Kind::Uniform:

@@ -1,0 +1,246 @@
+#include "tools/ep_bench/floor.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "tools/ep_bench/errors.h"
+#include "tools/ep_bench/floor_kernels.h"
+#include "tools/ep_bench/measure_gpu.h"
+#include "tools/ep_bench/random.h"
+#include "tools/ep_bench/stats.h"
+
+namespace epx::bench {
+namespace {
+
+constexpr int kWarmupRuns = 4;
+constexpr int kRuns = 24;
+
+// Grids that a wire floor is tried with, below that of all SMs: more blocks are not always faster.
+constexpr int kWireGrids[] = {16, 32, 64, 96, 128};
+constexpr int kLocalBlocksPerSm[] = {1, 2}; // no more fit
+
+struct PlanOnDevice {
+  Buffer first, places;
+  int32_t rows = 0;
+};
+
+template <typename T>
+Buffer upload(Gpu& gpu, const std::vector<T>& values) {
+  return Buffer::input(gpu, std::as_bytes(std::span(values)));
+}
+
+// What a rank's source buffer repeats.
+std::vector<uint64_t> source_block(int rank) {
+  constexpr size_t kBytes = size_t{8} << 20;
+  std::vector<uint64_t> block(kBytes / sizeof(uint64_t));
+  const RandomStream random{0x666c6f6f72, static_cast<uint64_t>(rank)};
+  for (size_t i = 0; i < block.size(); ++i)
+    block[i] = random.at(i);
+  return block;
+}
+
+class FloorRun {
+public:
+  FloorRun(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu, StartLine& start)
+      : sets_(sets), exact_(options.combine_precision == EPX_COMBINE_EXACT), peers_(peers), gpu_(gpu), start_(start),
+        row_bytes_((row_bytes(options) + kFloorRowUnit - 1) / kFloorRowUnit * kFloorRowUnit),
+        target_rows_(std::max<int64_t>(rows_of_places(sets[0], exact_), 1)),
+        targets_(static_cast<size_t>(target_rows_ * row_bytes_), peers) {
+    peers.together([&] {
+      check_cuda(load_floor_kernels(), "cudaFuncGetAttributes");
+      source_rows_ = 1;
+      for (const RoutingOfAll& set : sets_) {
+        scatter_.push_back(prepare(scatter_plan(set, peers_.rank())));
+        gather_.push_back(prepare(gather_plan(set, peers_.rank(), exact_)));
+        for (const Line& line : kLines)
+          source_rows_ = std::max(source_rows_, local_rows(set, peers_.rank(), line, exact_).reads);
+      }
+      source_ = Buffer::plain(gpu_, static_cast<size_t>(source_rows_ * row_bytes_));
+      fill_source();
+    });
+  }
+
+  // Of all lines of one direction at once. Collective.
+  void measure_wire() {
+    scatter_floor_ = wire(scatter_);
+    gather_floor_ = wire(gather_);
+  }
+
+  FloorFigures of(const Line& line) const {
+    const bool scatters = line.operation == EPX_OP_DISPATCH || line.operation == EPX_OP_COMBINE_BWD;
+    FloorFigures figures = scatters ? scatter_floor_ : gather_floor_;
+    measure_local(line, figures);
+    return figures;
+  }
+
+  // That the kernels of the wire floors move every row. Collective.
+  void verify() const {
+    for (auto* launch : {launch_wire_floor, launch_wire_floor_bulk}) {
+      verify_wire(
+          scatter_[0], [&](int rank) { return scatter_plan(sets_[0], rank); }, launch);
+      verify_wire(
+          gather_[0], [&](int rank) { return gather_plan(sets_[0], rank, exact_); }, launch);
+    }
+  }
+
+  void release() { targets_.release(peers_); }
+
+private:
+  PlanOnDevice prepare(const WirePlan& plan) {
+    source_rows_ = std::max<int64_t>(source_rows_, plan.rows());
+    return {upload(gpu_, plan.first), upload(gpu_, plan.places), plan.rows()};
+  }
+
+  // Bits as random as those of tokens: what links and memory draw depends on them. The same block again and again.
+  void fill_source() {
+    const std::vector<uint64_t> block = source_block(peers_.rank());
+    const std::span<const std::byte> bytes = std::as_bytes(std::span(block));
+    for (size_t done = 0; done < source_.size(); done += bytes.size())
+      gpu_.write(source_.data() + done, bytes.first(std::min(bytes.size(), source_.size() - done)));
+  }
+
+  // The median over runs of the slowest rank's time of launch(set), microseconds.
+  template <typename Launch>
+  double median_us(Launch&& launch) const {
+    std::vector<Stopwatch> watches(kWarmupRuns + kRuns);
+    std::vector<int64_t> times;
+    start_.hold();
+    Failure failure = attempt([&] {
+      for (int run = 0; run < kWarmupRuns + kRuns; ++run) {
+        start_.line_up();
+        watches[run].start(gpu_.cuda_stream());
+        check_cuda(launch(run % sets_.size()), "launch of a floor's kernel");
+        watches[run].stop(gpu_.cuda_stream());
+      }
+    });
+    start_.let_go();
+    if (failure.exit_code == 0)
+      failure = attempt([&] {
+        gpu_.finish();
+        start_.check();
+        for (int run = kWarmupRuns; run < kWarmupRuns + kRuns; ++run)
+          times.push_back(watches[run].elapsed_ns());
+      });
+    peers_.agree(failure);
+    return median(slowest_us(gather_durations(times, peers_)));
+  }
+
+  WireParams wire_params(const PlanOnDevice& plan) const {
+    WireParams params{.source = source_.data(),
+                      .first = reinterpret_cast<const int32_t*>(plan.first.data()),
+                      .places = reinterpret_cast<const RowPlace*>(plan.places.data()),
+                      .rows = plan.rows,
+                      .row_bytes = row_bytes_,
+                      .targets = {}};
+    std::ranges::copy(targets_.all(), params.targets);
+    return params;
+  }
+
+  // Lets `launch` carry out a plan of the first set, and throws where a row has not come.
+  template <typename Launch>
+  void verify_wire(const PlanOnDevice& plan, const std::function<WirePlan(int)>& plan_of, Launch&& launch) const {
+    const std::span<std::byte> mine(targets_.of(peers_.rank()), static_cast<size_t>(target_rows_ * row_bytes_));
+    peers_.together([&] { gpu_.fill(mine, std::byte{0}); });
+    peers_.together([&] {
+      check_cuda(launch(wire_params(plan), gpu_.num_sms(), gpu_.cuda_stream()), "launch of a floor's kernel");
+      gpu_.finish();
+    });
+    peers_.together([&] {
+      std::vector<std::byte> rows(mine.size());
+      gpu_.read(rows, mine.data());
+      for (int source = 0; source < peers_.num_ranks(); ++source)
+        check_rows(rows, source, plan_of(source));
+    });
+  }
+
+  void check_rows(std::span<const std::byte> rows, int source, const WirePlan& plan) const {
+    const std::vector<uint64_t> block = source_block(source);
+    const std::span<const std::byte> sent = std::as_bytes(std::span(block));
+    for (int64_t row = 0; row < plan.rows(); ++row)
+      for (int32_t place = plan.first[row]; place < plan.first[row + 1]; ++place) {
+        if (plan.places[place].rank != peers_.rank()) continue;
+        const std::byte* const come = &rows[plan.places[place].row * row_bytes_];
+        for (int64_t i = 0; i < row_bytes_; ++i)
+          if (come[i] != sent[(row * row_bytes_ + i) % sent.size()])
+            throw RuntimeError(fmt::format("the floor's row {} of rank {} did not come", row, source));
+      }
+  }
+
+  FloorFigures wire(const std::vector<PlanOnDevice>& plans) const {
+    FloorFigures best;
+    const auto offer = [&](const char* kind, int blocks, auto&& launch) {
+      const double us = median_us([&](size_t set) { return launch(wire_params(plans[set]), blocks, gpu_.cuda_stream()); });
+      if (!best.wire_variant.empty() && us >= best.wire_us) return;
+      best.wire_us = us;
+      best.wire_variant = fmt::format("{} stores, {} blocks", kind, blocks);
+    };
+    const auto offer_both = [&](int blocks) {
+      offer("plain", blocks, launch_wire_floor);
+      offer("bulk", blocks, launch_wire_floor_bulk);
+    };
+    for (int blocks : kWireGrids)
+      if (blocks < gpu_.num_sms()) offer_both(blocks);
+    offer_both(gpu_.num_sms());
+    return best;
+  }
+
+  void measure_local(const Line& line, FloorFigures& figures) const {
+    std::vector<LocalRows> rows;
+    for (const RoutingOfAll& set : sets_)
+      rows.push_back(local_rows(set, peers_.rank(), line, exact_));
+    for (int per_sm : kLocalBlocksPerSm) {
+      const int blocks = per_sm * gpu_.num_sms();
+      const double us = median_us([&](size_t set) {
+        return launch_local_floor({.source = source_.data(),
+                                   .target = targets_.of(peers_.rank()),
+                                   .source_rows = source_rows_,
+                                   .target_rows = target_rows_,
+                                   .reads = rows[set].reads,
+                                   .writes = rows[set].writes,
+                                   .row_bytes = row_bytes_},
+                                  blocks, gpu_.cuda_stream());
+      });
+      if (!figures.hbm_variant.empty() && us >= figures.hbm_us) continue;
+      figures.hbm_us = us;
+      figures.hbm_variant = fmt::format("{} blocks", blocks);
+    }
+  }
+
+  std::span<const RoutingOfAll> sets_;
+  bool exact_;
+  const Peers& peers_;
+  Gpu& gpu_;
+  StartLine& start_;
+  int64_t row_bytes_;
+  int64_t target_rows_;
+  int64_t source_rows_ = 0;
+  PeerMemory targets_;
+  Buffer source_;
+  std::vector<PlanOnDevice> scatter_, gather_; // [set]
+  FloorFigures scatter_floor_, gather_floor_;  // without the HBM's
+};
+
+} // namespace
+
+Floors measure_floors(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu,
+                      StartLine& start) {
+  FloorRun run(sets, options, peers, gpu, start);
+  if (options.verify) run.verify();
+  run.measure_wire();
+  Floors floors;
+  std::optional<FloorFigures> of_gather; // combine and dispatch_bwd move the same rows
+  for (const Line& line : kLines) {
+    const bool gathers = line.operation == EPX_OP_COMBINE || line.operation == EPX_OP_DISPATCH_BWD;
+    if (gathers && !of_gather) of_gather = run.of(line);
+    floors.push_back(gathers ? of_gather : line.moves_rows() ? std::optional(run.of(line)) : std::nullopt);
+  }
+  run.release();
+  return floors;
+}
+
+} // namespace epx::bench

@@ -1,0 +1,42 @@
+// The kernels of the floor: rows that are moved and nothing else.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+#include "tools/ep_bench/floor_plan.h"
+#include "tools/ep_bench/start_kernels.h"
+
+namespace epx::bench {
+
+inline constexpr int64_t kFloorRowUnit = 16; // bytes that rows of the floor are multiples of
+
+// A WirePlan on the device.
+struct WireParams {
+  const std::byte* source; // [rows, row_bytes]
+  const int32_t* first;    // [rows + 1]
+  const RowPlace* places;
+  int32_t rows;
+  int64_t row_bytes;
+  std::byte* targets[kMaxRanksOnGpus]; // of each rank, [rows_of_places, row_bytes]
+};
+
+// A warp takes a row, reads it once, and stores it to all its places. All stores have been made when the kernel ends.
+cudaError_t launch_wire_floor(const WireParams& params, int blocks, cudaStream_t stream);      // loads and stores
+cudaError_t launch_wire_floor_bulk(const WireParams& params, int blocks, cudaStream_t stream); // bulk copies
+
+// Reads and writes so many rows, spread evenly over each other, beginning again where a buffer ends.
+struct LocalParams {
+  const std::byte* source; // [source_rows, row_bytes]
+  std::byte* target;       // [target_rows, row_bytes]
+  int64_t source_rows, target_rows;
+  int64_t reads, writes; // rows
+  int64_t row_bytes;
+};
+cudaError_t launch_local_floor(const LocalParams& params, int blocks, cudaStream_t stream);
+
+cudaError_t load_floor_kernels();
+
+} // namespace epx::bench

@@ -1,0 +1,73 @@
+// The least that an operation must move, counted and listed from the routing of all ranks: what the floor's kernels carry
+// out. Nothing may be dropped: every route has a slot.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "tools/ep_bench/lines.h"
+
+namespace epx::bench {
+
+// A row of the floor's own buffer on a rank.
+struct RowPlace {
+  int32_t rank;
+  int32_t row;
+};
+
+// The rows that one rank stores, each to all its places: row i to places[first[i]] .. places[first[i + 1] - 1].
+struct WirePlan {
+  std::vector<int32_t> first{0}; // [rows + 1]
+  std::vector<RowPlace> places;
+
+  int32_t rows() const { return static_cast<int32_t>(first.size()) - 1; }
+};
+
+// What is common to all ranks of a run in one input set.
+struct RoutingOfAll {
+  std::vector<std::vector<int64_t>> topk_idx; // [P] of [T, K]
+  std::vector<int32_t> first_experts;         // [P] first expert of each rank, ascending
+  int32_t num_experts = 0;
+  int32_t top_k = 0;
+  int32_t alignment = 1;
+
+  int num_ranks() const { return static_cast<int>(topk_idx.size()); }
+  int64_t tokens() const { return static_cast<int64_t>(topk_idx[0].size()) / top_k; } // T, of each rank
+  int owner(int64_t expert) const;
+};
+
+// dispatch and combine_bwd: each token's row once to each distinct rank that owns experts of it, the own one too; there it
+// lies at row `source rank * T + token`. A token's ranks come in turn, beginning with `rank + token` modulo P, so that not
+// all ranks store to the same one at the same time.
+WirePlan scatter_plan(const RoutingOfAll& routing, int rank);
+
+// combine and dispatch_bwd, wire: the transposed traffic, one row per token of any rank that has experts here, to the
+// token's home; there it lies at row `expert rank * T + token`. exact: one row per route, at row `token * K + k`. For each
+// token number the homes come in turn, beginning with `rank + token` modulo P.
+WirePlan gather_plan(const RoutingOfAll& routing, int rank, bool exact);
+
+// Rows of any buffer that the plans of all ranks write to.
+int64_t rows_of_places(const RoutingOfAll& routing, bool exact);
+
+// Rows that an operation must read from and write to the memory of one rank's GPU. With
+//   T       tokens of this rank                        rows in use  slots of this rank, pads too
+//   arrived rows of other ranks' tokens with slots here, one per (token, this rank)
+//   sent    rows of this rank's tokens with slots elsewhere, one per (token, other rank); exact: one per route
+//   slots   routes to this rank, its own tokens' too
+// the least is
+//   dispatch            reads T + those of `arrived` that have more than one slot   writes rows in use (a row arrives in
+//                       its first slot; an own token is read once and written to all its slots)
+//   combine_bwd         reads T + arrived + slots (expert_out)                      writes arrived + rows in use (the
+//                       weights are the receiver's: what arrived is scaled into the slots)
+//   combine_bwd-nograd  reads T + arrived                                           writes arrived + rows in use
+//   combine             reads slots + sent (what came back)                         writes sent (what comes back) + T
+//   dispatch_bwd        as combine
+// Index lists and weights are not counted. All 0 for a line that moves no rows.
+struct LocalRows {
+  int64_t reads = 0;
+  int64_t writes = 0;
+};
+LocalRows local_rows(const RoutingOfAll& routing, int rank, const Line& line, bool exact);
+
+} // namespace epx::bench

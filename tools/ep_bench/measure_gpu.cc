@@ -1,0 +1,81 @@
+#include "tools/ep_bench/measure_gpu.h"
+
+#include <vector>
+
+#include <fmt/format.h>
+#include <nvtx3/nvtx3.hpp>
+
+namespace epx::bench {
+namespace {
+
+// One graph per line of the table, of one input set.
+std::vector<Graph> capture(Exchange& exchange, const TokenTensors& inputs, cudaStream_t stream) {
+  std::vector<Graph> graphs;
+  for (const Line& line : kLines)
+    graphs.push_back(Graph::capture(stream, [&] { exchange.call(line, inputs); }));
+  return graphs;
+}
+
+} // namespace
+
+Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers,
+                            Gpu& gpu, StartLine& start) {
+  const cudaStream_t stream = gpu.cuda_stream();
+  std::vector<TokenTensors> tensors;
+  std::vector<std::vector<Graph>> graphs; // [set][line]
+  std::vector<Stopwatch> watches(kLines.size());
+  peers.together([&] {
+    for (const InputSet& set : sets)
+      tensors.push_back(exchange.tensors_of(set.by_token));
+    exchange.load(sets[0].by_row);
+    if (options.graph)
+      for (const TokenTensors& inputs : tensors)
+        graphs.push_back(capture(exchange, inputs, stream));
+    gpu.finish();
+  });
+
+  std::vector<std::vector<int64_t>> times(kLines.size());
+  for (int iteration = 0; iteration < options.warmup + options.iterations; ++iteration) {
+    const size_t set = iteration % sets.size();
+    Failure failure;
+    start.hold();
+    for (size_t line = 0; line < kLines.size(); ++line) {
+      start.line_up(); // after a failure too: the others wait for this rank
+      if (failure.exit_code != 0) continue;
+      failure = attempt([&] {
+        const nvtx3::scoped_range range(fmt::format("{} {}", kLines[line].name, iteration));
+        watches[line].start(stream);
+        if (options.graph)
+          graphs[set][line].replay(stream);
+        else
+          exchange.call(kLines[line], tensors[set]);
+        watches[line].stop(stream);
+      });
+    }
+    start.let_go();
+    if (failure.exit_code == 0)
+      failure = attempt([&] {
+        exchange.finish();
+        start.check();
+      });
+    peers.agree(failure);
+    if (iteration < options.warmup) continue;
+    for (size_t line = 0; line < kLines.size(); ++line)
+      times[line].push_back(watches[line].elapsed_ns());
+  }
+
+  Measurements measurements;
+  for (const std::vector<int64_t>& of_line : times)
+    measurements.push_back({.call = gather_durations(of_line, peers), .copy = {}});
+  return measurements;
+}
+
+std::vector<Series> gather_durations(std::span<const int64_t> mine_ns, const Peers& peers) {
+  const std::vector<int64_t> all = peers.gather(mine_ns);
+  std::vector<Series> ranks(static_cast<size_t>(peers.num_ranks()));
+  for (size_t i = 0; i < all.size(); ++i)
+    ranks[i / mine_ns.size()].push_back({.begin_ns = 0, .end_ns = all[i]});
+  return ranks;
+}
+
+} // namespace epx::bench
