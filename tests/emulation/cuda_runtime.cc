@@ -18,6 +18,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "tests/emulation/exported_memory.h"
 #include "tests/emulation/streams.h"
 
 namespace {
@@ -27,6 +28,7 @@ constexpr int kMultiprocessors = 3;
 constexpr int kSharedBytes = 227 << 10; // of a block
 constexpr size_t kMemoryAlignment = 256;
 constexpr size_t kMemoryBytes = size_t{64} << 30;
+constexpr size_t kExportedBlock = size_t{2} << 20; // allocations of whole ones can be opened by other processes
 
 using Task = std::function<void()>;
 using Tasks = std::vector<Task>;
@@ -219,7 +221,9 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
-  *memory = std::aligned_alloc(kMemoryAlignment, (bytes / kMemoryAlignment + 1) * kMemoryAlignment);
+  *memory = bytes > 0 && bytes % kExportedBlock == 0
+                ? epx::emulation::allocate_exportable(bytes)
+                : std::aligned_alloc(kMemoryAlignment, (bytes / kMemoryAlignment + 1) * kMemoryAlignment);
   if (*memory == nullptr) return cudaErrorMemoryAllocation;
   const std::scoped_lock lock(memory_mutex);
   allocations[*memory] = bytes;
@@ -231,7 +235,7 @@ cudaError_t cudaFree(void* memory) {
     const std::scoped_lock lock(memory_mutex);
     allocations.erase(memory);
   }
-  std::free(memory);
+  if (!epx::emulation::free_exportable(memory)) std::free(memory);
   return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
@@ -239,6 +243,17 @@ cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
 }
 cudaError_t cudaFreeHost(void* memory) {
   return cudaFree(memory);
+}
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
+  return epx::emulation::export_memory(memory, handle->reserved) ? cudaSuccess : cudaErrorInvalidValue;
+}
+cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsigned) {
+  *memory = epx::emulation::open_exported(handle.reserved);
+  return *memory != nullptr ? cudaSuccess : cudaErrorInvalidValue;
+}
+cudaError_t cudaIpcCloseMemHandle(void* memory) {
+  cudaDeviceSynchronize();
+  return epx::emulation::free_exportable(memory) ? cudaSuccess : cudaErrorInvalidValue;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   stream_of(stream).enqueue([=] { std::memcpy(to, from, bytes); });
@@ -298,6 +313,9 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
   *exec = new CUgraphExec_st{graph->tasks};
+  return cudaSuccess;
+}
+cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) {
   return cudaSuccess;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {

@@ -1,0 +1,3 @@
+#include "tests/emulation/device.h"
+
+#include "tools/ep_bench/start_kernels.cu"

@@ -1,0 +1,14 @@
+// Memory of one process that others can map, as with CUDA's IPC handles. It has no name: a handle tells the process and its
+// file descriptor.
+#pragma once
+
+#include <cstddef>
+
+namespace epx::emulation {
+
+void* allocate_exportable(size_t bytes);                    // zeroed; NULL when it cannot
+bool export_memory(const void* memory, char (&handle)[64]); // false: not such memory
+void* open_exported(const char (&handle)[64]);              // NULL when it cannot
+bool free_exportable(void* memory);                         // allocated or opened; false: not such memory
+
+} // namespace epx::emulation

@@ -1,0 +1,36 @@
+// In place of tools/ep_bench/launch.h.
+#pragma once
+
+#include <cstddef>
+#include <type_traits>
+
+#include "tests/emulation/device.h"
+#include "tests/emulation/streams.h"
+
+namespace epx::bench {
+
+struct Grid {
+  int blocks;
+  int threads;
+  size_t shared_bytes = 0;
+};
+
+template <typename... Params>
+cudaError_t launch(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
+                   std::type_identity_t<Params>... params) {
+  emulation::enqueue(
+      stream, [=] { emulation::run_grid(grid.blocks, grid.threads, grid.shared_bytes, [=] { kernel(params...); }); });
+  return cudaSuccess;
+}
+
+template <typename... Params>
+cudaError_t load(void (*)(Params...), size_t = 0) {
+  return cudaSuccess;
+}
+
+template <typename T>
+T* dynamic_shared_memory() {
+  return reinterpret_cast<T*>(emulation::dynamic_shared_memory());
+}
+
+} // namespace epx::bench
