@@ -1,5 +1,4 @@
 // Gradients of train_moe's dense parts against finite differences in float64.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <cmath>

@@ -1,6 +1,5 @@
 // Groups that must not come into being, and memory that is not there: configs that one rank gets wrong, configs that differ
 // between ranks, broken bootstraps, a full /dev/shm.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <cstdint>

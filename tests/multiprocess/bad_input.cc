@@ -1,7 +1,6 @@
 // Bad input to the five operations. What is refused on the host changes nothing, on the rank that passed it and on its
 // peer, and takes no sequence number: a good round follows each. What is lived with is reported in words, and the group
 // goes on. What cannot be lived with ends the group on all ranks alike.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <cstdint>

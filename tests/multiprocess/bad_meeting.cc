@@ -1,6 +1,5 @@
 // File rendezvous that goes wrong: bad arguments, directories that are missing or read-only, ranks that never come, come
 // twice or disagree, what a dead job left behind, and two jobs in one directory.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <array>

@@ -3,7 +3,6 @@
 //   env      EPX_TEST_RANK, EPX_TEST_RANKS; file rendezvous in EPX_TEST_DIR (epx_test_launch sets them)
 //   ompi     started by mpirun, file rendezvous in DIR
 //   threads  P ranks as threads of this process
-#define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 
 #include <cstdio>

@@ -1,5 +1,4 @@
 // Failures that a group does not survive, ranks as threads: who is named, who learns of it, and how soon.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <atomic>

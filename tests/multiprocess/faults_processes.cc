@@ -1,5 +1,4 @@
 // Failures of whole processes: killed, stopped, and what they leave behind.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <chrono>

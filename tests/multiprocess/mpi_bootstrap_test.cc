@@ -12,7 +12,6 @@
 #include <signal.h>
 #include <unistd.h>
 
-#define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 
 #include "tests/support/time_limit.h"

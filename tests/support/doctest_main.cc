@@ -1,0 +1,6 @@
+// main of programs that have no other.
+#include <doctest/doctest.h>
+
+int main(int argc, char** argv) {
+  return doctest::Context(argc, argv).run();
+}
