@@ -31,7 +31,8 @@ struct HandleHeader {
   uint64_t checksum; // of all the above
 };
 
-// FNV-1a over the header's words: damage is found before it is believed.
+// FNV-1a by words, since every thread of a kernel computes it: damage is found before it is believed. Each step can be undone,
+// so that another word always yields another sum.
 constexpr uint64_t header_checksum(const HandleHeader& header) {
   const uint64_t words[] = {
       header.magic,
@@ -43,10 +44,8 @@ constexpr uint64_t header_checksum(const HandleHeader& header) {
       static_cast<uint64_t>(static_cast<uint32_t>(header.rank)) << 32 | static_cast<uint32_t>(header.reserved)};
   uint64_t hash = 0xcbf29ce484222325;
   for (const uint64_t word : words) {
-    for (int byte = 0; byte < 8; ++byte) {
-      hash ^= word >> (8 * byte) & 0xff;
-      hash *= 0x100000001b3;
-    }
+    hash = (hash ^ word) * 0x100000001b3;
+    hash ^= hash >> 29; // so that high bits reach the low ones
   }
   return hash;
 }

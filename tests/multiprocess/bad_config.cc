@@ -127,6 +127,29 @@ TEST_CASE("a config that one rank gets wrong: it says why, its peer learns who a
   }
 }
 
+#if defined(EPX_WITH_CUDA)
+TEST_CASE("transport nccl where ranks have no GPU, or share one: why, on all ranks, and `auto` takes the host transport") {
+  LocalMeeting meeting(kRanks);
+  run_threads(kRanks, [&](int rank) { // none calls cudaSetDevice: they have the same device, or none
+    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    Config config = round_config();
+    config.transport = EPX_TRANSPORT_NCCL;
+    epx_group group = kUntouched;
+    check_status(epx_group_create(&bootstrap, &config, &group), EPX_ERROR_UNSUPPORTED, "epx_group_create");
+    check_words({"nccl", "GPU", "rank"}, "epx_group_create");
+    check(group == kUntouched || group == nullptr, "a failed call made a group");
+
+    config.transport = EPX_TRANSPORT_AUTO;
+    check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
+    epx_group_info info{};
+    info.struct_size = sizeof(info);
+    check_ok(epx_group_query(group, &info), "epx_group_query");
+    check_equal(static_cast<int>(info.transport), static_cast<int>(EPX_TRANSPORT_HOST), "info.transport");
+    epx_group_destroy(group);
+  });
+}
+#endif
+
 struct Difference {
   std::string field;
   std::function<void(Config&)> change;

@@ -2,11 +2,13 @@
 
 #include <vector_types.h>
 
-#include "tools/ep_bench/bulk_copy.cuh"
-#include "tools/ep_bench/launch.h"
+#include "runtime/base/device/bulk_copy.cuh"
+#include "runtime/base/device/launch.h"
 
 namespace epx::bench {
 namespace {
+
+using namespace cuda; // runtime/base/device
 
 constexpr int kLanes = 32;
 constexpr int kThreads = 512;
@@ -110,12 +112,12 @@ __global__ void __launch_bounds__(kBulkWarps* kLanes) bulk_kernel(const __grid_c
   std::byte* const stages = dynamic_shared_memory<std::byte>() + warp_of_block() * kStages * kMaxPieceBytes;
   for (int stage = 0; stage < kStages; ++stage)
     init_barrier(&loaded[stage]);
-  fence_barriers_for_loads();
+  fence_before_bulk_copies();
 
   const Pieces pieces(params);
   const auto load_piece = [&](int64_t piece) {
     const int64_t stage = piece % kStages;
-    start_load(stages + stage * kMaxPieceBytes, params.source + pieces.row(piece) * params.row_bytes + pieces.offset(piece),
+    begin_load(stages + stage * kMaxPieceBytes, params.source + pieces.row(piece) * params.row_bytes + pieces.offset(piece),
                pieces.bytes(piece), &loaded[stage]);
   };
   for (int64_t piece = 0; piece < kStages && pieces.has(piece); ++piece)
@@ -125,14 +127,14 @@ __global__ void __launch_bounds__(kBulkWarps* kLanes) bulk_kernel(const __grid_c
     wait_for_load(&loaded[stage], static_cast<uint32_t>(piece / kStages % 2));
     for (int32_t place = params.first[row]; place < params.first[row + 1]; ++place) {
       const RowPlace to = params.places[place];
-      start_store(params.targets[to.rank] + to.row * params.row_bytes + pieces.offset(piece),
+      begin_store(params.targets[to.rank] + to.row * params.row_bytes + pieces.offset(piece),
                   stages + stage * kMaxPieceBytes, pieces.bytes(piece));
     }
-    commit_stores();
+    end_store_group();
     // The previous piece's stage is loaded again as soon as its stores have read it; this piece's still run.
     const int64_t next = piece - 1 + kStages;
     if (piece > 0 && pieces.has(next)) {
-      wait_for_stores_to_read<1>();
+      wait_for_store_reads<1>();
       load_piece(next);
     }
   }

@@ -30,6 +30,7 @@ public:
   Communicator(int rank, int num_ranks, const ncclUniqueId& id, std::chrono::milliseconds timeout) : timeout_(timeout) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
+    config.minCTAs = config.maxCTAs = 1; // its collectives carry small records only; channels cost time and memory
     wait(ncclCommInitRankConfig(&comm_, num_ranks, id, rank, &config), "ncclCommInitRankConfig");
   }
   ~Communicator() {

@@ -16,8 +16,8 @@
 
 #include <cstdint>
 
+#include "runtime/base/device/memory_order.cuh"
 #include "runtime/stages/cuda/device_group.h"
-#include "runtime/stages/cuda/memory_order.cuh"
 
 namespace epx::cuda {
 

@@ -9,8 +9,8 @@
 
 #include "runtime/stages/cuda/kernels.h"
 
+#include "runtime/base/device/launch.h"
 #include "runtime/stages/cuda/kernel_list.h"
-#include "runtime/stages/cuda/launch.h"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/rows.cuh"
 

@@ -17,14 +17,15 @@ struct Role {
   int64_t count;
 };
 
-// The first `senders` warps of each block send; with one rank, all receive.
+// The first `senders` warps of each block send; with one rank, all receive. Neighbours are in different blocks, so that few
+// tokens are on many multiprocessors.
 __device__ inline Role role_of_warp(int senders, int num_ranks) {
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   if (num_ranks == 1) senders = 0;
   const bool sends = warp < senders;
   const int of_role = sends ? senders : warps - senders;
-  return {sends, static_cast<int64_t>(blockIdx.x) * of_role + (sends ? warp : warp - senders),
+  return {sends, static_cast<int64_t>(sends ? warp : warp - senders) * gridDim.x + blockIdx.x,
           static_cast<int64_t>(gridDim.x) * of_role};
 }
 

@@ -1,8 +1,8 @@
 // Tells every peer that this rank ended the group, while none of its kernels is there to do so.
+#include "runtime/base/device/launch.h"
+#include "runtime/base/device/memory_order.cuh"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
-#include "runtime/stages/cuda/launch.h"
-#include "runtime/stages/cuda/memory_order.cuh"
 
 namespace epx::cuda {
 namespace {

@@ -11,9 +11,9 @@
 
 #include "runtime/stages/cuda/kernels.h"
 
+#include "runtime/base/device/launch.h"
 #include "runtime/stages/cuda/call.cuh"
 #include "runtime/stages/cuda/kernel_list.h"
-#include "runtime/stages/cuda/launch.h"
 #include "runtime/stages/cuda/rows.cuh"
 #include "runtime/stages/slots.h"
 

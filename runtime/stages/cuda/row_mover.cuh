@@ -3,7 +3,7 @@
 // multiprocessors suffice.
 #pragma once
 
-#include "runtime/stages/cuda/bulk_copy.cuh"
+#include "runtime/base/device/bulk_copy.cuh"
 #include "runtime/stages/cuda/rows.cuh"
 
 namespace epx::cuda {

@@ -10,14 +10,6 @@
 
 namespace epx::cuda {
 
-// This warp among all warps of the grid.
-__device__ inline int64_t global_warp() {
-  return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
-}
-__device__ inline int64_t num_warps() {
-  return static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
-}
-
 template <typename Unit>
 __device__ inline void spread_units(const std::byte* from, int64_t bytes, unsigned lanes, std::byte* to) {
   constexpr int kDepth = 4; // loads under way at a time

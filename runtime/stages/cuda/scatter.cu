@@ -8,8 +8,8 @@
 
 #include "runtime/stages/cuda/kernels.h"
 
+#include "runtime/base/device/launch.h"
 #include "runtime/stages/cuda/kernel_list.h"
-#include "runtime/stages/cuda/launch.h"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/row_mover.cuh"
 #include "runtime/stages/cuda/rows.cuh"
@@ -208,6 +208,8 @@ __device__ void clear_pads(const Movement& movement, const Receiver& receiver, i
 template <typename Receiver>
 __device__ bool receive(const DeviceGroup& group, const Movement& movement, RowMover& mover, const ScatterInput& input,
                         const Receiver& receiver, const Role& role) {
+  const ExpertBlocks experts{group.context.shape.num_experts, group.context.shape.num_ranks};
+  clear_pads(movement, receiver, experts.num_local_experts(group.context.rank), role);
   for (int64_t token = role.index; token < movement.tokens_of(group.context.rank); token += role.count)
     receive_token(group, movement, mover, input, receiver, group.context.rank, token);
   const int64_t num_peer_tokens = movement.num_peer_tokens();
@@ -224,12 +226,8 @@ template <typename Receiver>
 __global__ void __launch_bounds__(kThreads)
     scatter_kernel(const __grid_constant__ ScatterParams params, const __grid_constant__ Receiver receiver) {
   const DeviceGroup& group = params.group;
-  const GroupShape& shape = group.context.shape;
-  const Role role = role_of_warp(kSenders, shape.num_ranks);
+  const Role role = role_of_warp(kSenders, group.context.shape.num_ranks);
   Movement movement(group, receiver.call, params.layout);
-  if (movement.takes_part() && !role.sends) // into this rank's own rows: no need to wait for peers
-    clear_pads(movement, receiver, ExpertBlocks{shape.num_experts, shape.num_ranks}.num_local_experts(group.context.rank),
-               role);
   if (!movement.begin(params.offer)) return;
   bool ok = true;
   RowMover mover(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);

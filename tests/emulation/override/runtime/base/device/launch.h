@@ -1,4 +1,4 @@
-// In place of tools/ep_bench/launch.h.
+// In place of runtime/base/device/launch.h.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 #include "tests/emulation/device.h"
 #include "tests/emulation/streams.h"
 
-namespace epx::bench {
+namespace epx::cuda {
 
 struct Grid {
   int blocks;
@@ -16,11 +16,17 @@ struct Grid {
 };
 
 template <typename... Params>
-cudaError_t launch(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
-                   std::type_identity_t<Params>... params) {
+cudaError_t launch_cooperative(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
+                               std::type_identity_t<Params>... params) {
   emulation::enqueue(
       stream, [=] { emulation::run_grid(grid.blocks, grid.threads, grid.shared_bytes, [=] { kernel(params...); }); });
   return cudaSuccess;
+}
+
+template <typename... Params>
+cudaError_t launch(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
+                   std::type_identity_t<Params>... params) {
+  return launch_cooperative(kernel, grid, stream, params...);
 }
 
 template <typename... Params>
@@ -33,4 +39,4 @@ T* dynamic_shared_memory() {
   return reinterpret_cast<T*>(emulation::dynamic_shared_memory());
 }
 
-} // namespace epx::bench
+} // namespace epx::cuda

@@ -1,4 +1,4 @@
-// In place of runtime/stages/cuda/memory_order.cuh. Loads that a kernel may poll let others run.
+// In place of runtime/base/device/memory_order.cuh. Loads that a kernel may poll let others run.
 #pragma once
 
 #include <atomic>

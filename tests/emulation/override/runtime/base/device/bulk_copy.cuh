@@ -1,4 +1,4 @@
-// In place of runtime/stages/cuda/bulk_copy.cuh. A copy is made as late as the rules allow, so that a wait that is missing shows:
+// In place of runtime/base/device/bulk_copy.cuh. A copy is made as late as the rules allow, so that a wait that is missing shows:
 // a load when it is waited for, a store's read when reads or stores are waited for, its write when stores are.
 #pragma once
 

@@ -6,7 +6,7 @@
 
 #include <cuda_runtime_api.h>
 
-namespace epx::bench {
+namespace epx::cuda {
 
 struct Grid {
   int blocks;
@@ -14,6 +14,16 @@ struct Grid {
   size_t shared_bytes = 0;
 };
 
+// All blocks run at the same time, or the launch fails: a block may wait for another one of its grid.
+template <typename... Params>
+cudaError_t launch_cooperative(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
+                               std::type_identity_t<Params>... params) {
+  void* pointers[] = {&params...};
+  return cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(grid.blocks)),
+                                     dim3(static_cast<unsigned>(grid.threads)), pointers, grid.shared_bytes, stream);
+}
+
+// Blocks that do not wait for each other.
 template <typename... Params>
 cudaError_t launch(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
                    std::type_identity_t<Params>... params) {
@@ -22,7 +32,8 @@ cudaError_t launch(void (*kernel)(Params...), const Grid& grid, cudaStream_t str
                           dim3(static_cast<unsigned>(grid.threads)), pointers, grid.shared_bytes, stream);
 }
 
-// Brings the kernel to the device: a kernel that is loaded when it is first launched would wait for one that is waiting.
+// Brings the kernel to the device, and lets its blocks have so much dynamic shared memory: a kernel that is loaded when it is
+// first launched would wait for one that is waiting.
 template <typename... Params>
 cudaError_t load(void (*kernel)(Params...), size_t shared_bytes = 0) {
   cudaFuncAttributes attributes;
@@ -36,9 +47,9 @@ cudaError_t load(void (*kernel)(Params...), size_t shared_bytes = 0) {
 // 128 bytes aligned.
 template <typename T>
 __device__ inline T* dynamic_shared_memory() {
-  extern __shared__ __align__(128) unsigned char ep_bench_dynamic_shared_memory[];
-  return reinterpret_cast<T*>(ep_bench_dynamic_shared_memory);
+  extern __shared__ __align__(128) unsigned char epx_dynamic_shared_memory[];
+  return reinterpret_cast<T*>(epx_dynamic_shared_memory);
 }
 #endif
 
-} // namespace epx::bench
+} // namespace epx::cuda

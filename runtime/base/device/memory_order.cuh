@@ -1,4 +1,5 @@
-// Loads, stores and fences that other GPUs take part in, by their order and scope. The only PTX.
+// Loads, stores and fences that other GPUs take part in, by their order and scope. The only PTX beside
+// bulk_copy.cuh.
 #pragma once
 
 #include <cstdint>
