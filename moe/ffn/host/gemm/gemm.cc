@@ -10,8 +10,10 @@ namespace epx::moe {
   extern const GemmKernels<double> kFloat64;                                                                               \
   }
 EPX_DECLARE_GEMM(portable)
-#if defined(EPX_GEMM_X86)
+#if defined(EPX_GEMM_AVX2)
 EPX_DECLARE_GEMM(avx2)
+#endif
+#if defined(EPX_GEMM_AVX512)
 EPX_DECLARE_GEMM(avx512)
 #endif
 #undef EPX_DECLARE_GEMM
@@ -20,11 +22,13 @@ namespace {
 
 std::vector<GemmIsa> find_supported() {
   std::vector<GemmIsa> isas = {{"portable", &portable::kFloat32, &portable::kFloat64}};
-#if defined(EPX_GEMM_X86)
+#if defined(EPX_GEMM_AVX2)
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (has_avx2) isas.push_back({"avx2", &avx2::kFloat32, &avx2::kFloat64});
+#endif
+#if defined(EPX_GEMM_AVX512)
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (has_avx2) isas.push_back({"avx2", &avx2::kFloat32, &avx2::kFloat64});
   if (has_avx2 && has_avx512) isas.push_back({"avx512", &avx512::kFloat32, &avx512::kFloat64});
 #endif
   return isas;
