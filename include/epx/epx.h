@@ -256,12 +256,12 @@ typedef struct epx_memory_plan {
   int64_t window_bytes;             /* memory that every peer can store into, one per rank */
   int64_t control_bytes;            /* of which: call records, flags, poison record, exchange board */
   int64_t count_bytes;              /* of which: [2, P, E] route counts */
-  int64_t slot_record_bytes;        /* of which: where each slot comes from, [R] */
+  int64_t slot_record_bytes;        /* of which: origins of slots, [R]; first slots of tokens, [P, max_tokens] */
   int64_t scatter_row_bytes;        /* of which: staged rows of dispatch and combine_bwd */
   int64_t scatter_sidecar_bytes;    /* of which: their sidecars */
-  int64_t scatter_weight_bytes;     /* of which: their weights */
+  int64_t scatter_weight_bytes;     /* of which: their weights, and which tokens have come */
   int64_t gather_row_bytes;         /* of which: staged rows of combine and dispatch_bwd */
-  int64_t gather_weight_bytes;      /* of which: their weights */
+  int64_t gather_weight_bytes;      /* of which: their weights, and which tokens have come */
   int64_t scratch_bytes;            /* private memory of the group for use within a call */
   int64_t handle_mem_bytes;         /* epx_handle_mem_size for (max_top_k, max_alignment); allocated by the caller, one per
                                        layer in flight */
@@ -341,14 +341,16 @@ EPX_API epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr);
 
 /* Makes `bytes` (> 0, the same on all ranks) at ptr, which the caller owns, memory that peers can reach, as if it came from
  * epx_mem_alloc; its contents stay. It must live until epx_mem_free(group, ptr), which then only ends the registration, or
- * epx_group_destroy. Collective; counts as two calls; synchronises the device. NCCL can register what ncclMemAlloc made, or a
- * framework's pool of such memory; ptr is aligned to 4096 bytes. Errors: INVALID_ARGUMENT (also: memory that the group knows
- * already); MISMATCH (bytes differ; the group lives on); UNSUPPORTED (the host transport, which cannot map a process's own
- * memory into another; memory that NCCL cannot register: then on all ranks, and the group lives on); sticky ones. */
+ * epx_group_destroy. Collective; counts as two calls; synchronises the device. NCCL can register what ncclMemAlloc made, or
+ * a framework's pool of such memory, at an address that is a multiple of 4096. Errors: INVALID_ARGUMENT (also: memory that
+ * the group knows already); MISMATCH (bytes differ; the group lives on); UNSUPPORTED (the host transport, which cannot map a
+ * process's own memory into another; memory that NCCL cannot register: then on all ranks, and the group lives on); sticky
+ * ones. */
 EPX_API epx_status epx_mem_register(epx_group group, void* ptr, size_t bytes);
 
-/* Frees memory from epx_mem_alloc, or ends the registration of memory from epx_mem_register. Collective, in the same order on
- * all ranks; local on a poisoned group. NULL is refused. Errors: INVALID_ARGUMENT (not such memory); OUT_OF_SEQUENCE (ranks free different allocations; sticky); sticky ones. */
+/* Frees memory from epx_mem_alloc, or ends the registration of memory from epx_mem_register. Collective, in the same order
+ * on all ranks; local on a poisoned group. NULL is refused. Errors: INVALID_ARGUMENT (not such memory); OUT_OF_SEQUENCE
+ * (ranks free different allocations; sticky); sticky ones. */
 EPX_API epx_status epx_mem_free(epx_group group, void* ptr);
 
 /* ---- Layer and handle memory ---------------------------------------------------------------------------------------- */
