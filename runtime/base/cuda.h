@@ -62,6 +62,7 @@ DeviceMemory<T> make_device_memory(size_t count) {
   check_cuda(cudaMalloc(&memory, count * sizeof(T)), "cudaMalloc");
   DeviceMemory<T> owner(static_cast<T*>(memory));
   check_cuda(cudaMemset(memory, 0, count * sizeof(T)), "cudaMemset");
+  check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // streams that do not wait for the default one may use it
   return owner;
 }
 

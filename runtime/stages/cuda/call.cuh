@@ -37,7 +37,7 @@ public:
   // False: the group has failed; the block returns at once, as do the other blocks. The same in all threads of the block,
   // here and in what follows. One block posts the offer; what it stored before, or has seen stored, comes first.
   __device__ bool arrive(CallPost offer, bool posts) const {
-    const bool has_failed = threadIdx.x == 0 && ends_early(); // a rank that comes late finds here that its peers gave up
+    const bool has_failed = threadIdx.x == 0 && peers_gave_up(); // a rank that comes late finds out here
     if (__syncthreads_or(has_failed ? 1 : 0) != 0) return false;
     dawdle();
     if (posts) {
@@ -98,7 +98,9 @@ public:
   // False: the group has failed.
   __device__ bool wait_for_arrival(const uint64_t* arrival, int peer) const {
     dawdle();
-    return wait_until([&] { return load_acquire_sys(arrival) >= sequence_; }, peer, EPX_PHASE_COMPLETE);
+    return wait_until( // an acquire load takes the cache with it, so that one is made only when there is something to see
+        [&] { return load_relaxed_sys(arrival) >= sequence_ && load_acquire_sys(arrival) >= sequence_; }, peer,
+        EPX_PHASE_COMPLETE);
   }
   // Tells the window's owner so. What this thread stored, or has seen stored through a barrier, comes first.
   __device__ void tell_arrival(uint64_t* arrival) const {
@@ -189,7 +191,7 @@ private:
       if (ends_early()) return false;
       const uint64_t now = nanoseconds();
       if (begin == 0) begin = now;
-      if (now - begin > kSlowNs && !told) {
+      if (now - begin > kSlowNs) { // again and again: another warp that waits no more has taken the word back
         store_release_sys(&flag_at(rank(), group_.context.layout.waiting, 0)->value, pack(Waiting{sequence_, phase, peer}));
         told = true;
       }
@@ -204,10 +206,15 @@ private:
 
   // Whether another block, a peer or the host has ended the group; reports it if nobody has.
   __device__ __noinline__ bool ends_early() const {
+    if (peers_gave_up()) return true;
+    if (load_relaxed_sys(&group_.record->aborted) == 0) return false;
+    report_poison(poison_all(Poison{EPX_ERROR_ABORTED, EPX_OP_NONE, rank(), 0}));
+    return true;
+  }
+  // The same without a look at the host's memory, which takes long.
+  __device__ __noinline__ bool peers_gave_up() const {
     if (load_acquire_gpu(&group_.state->failed) != 0) return true;
-    uint64_t poison = load_acquire_sys(&flag_at(rank(), group_.context.layout.poison, 0)->value);
-    if (poison == 0 && load_relaxed_sys(&group_.record->aborted) != 0)
-      poison = poison_all(Poison{EPX_ERROR_ABORTED, EPX_OP_NONE, rank(), 0});
+    const uint64_t poison = load_acquire_sys(&flag_at(rank(), group_.context.layout.poison, 0)->value);
     if (poison == 0) return false;
     report_poison(poison);
     return true;

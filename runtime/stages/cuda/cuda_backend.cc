@@ -200,6 +200,7 @@ private:
     check_cuda(cudaMemcpy(&sequence, &state_.get()->sequence, sizeof(sequence), cudaMemcpyDeviceToHost), "cudaMemcpy");
     sequence += calls;
     check_cuda(cudaMemcpy(&state_.get()->sequence, &sequence, sizeof(sequence), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // a copy from pageable memory may still be under way
   }
 
   size_t num_ranks() const { return static_cast<size_t>(context_.shape.num_ranks); }

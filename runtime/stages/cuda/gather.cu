@@ -131,7 +131,9 @@ private:
     for (int k = lane(); k < args_.top_k && ok; k += kWarp)
       if ((live >> k & 1) != 0 && routes[k].rank != call_.rank())
         ok = call_.wait_for_arrival(arrival_at(call_.rank(), token, routes[k].order), routes[k].rank);
-    return __all_sync(~0u, ok ? 1 : 0) != 0;
+    const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
+    __syncwarp(); // every lane sees what each has acquired
+    return all;
   }
 
   __device__ Terms<T> routes_of(int64_t token, const Route* routes, uint64_t live) const {

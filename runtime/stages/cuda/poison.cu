@@ -19,7 +19,7 @@ const void* poison_kernel_address() {
 }
 
 cudaError_t launch_poison(const DeviceGroup& group, const Poison& poison, cudaStream_t stream) {
-  return launch_cooperative(&poison_kernel, {1, 32}, stream, group, pack(poison));
+  return launch(&poison_kernel, {1, 32}, stream, group, pack(poison));
 }
 
 } // namespace epx::cuda

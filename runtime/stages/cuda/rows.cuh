@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "runtime/stages/cuda/warp.cuh"
 
@@ -128,39 +129,109 @@ __device__ inline Run<T> rounded(const float (&values)[kRun]) {
   return run;
 }
 
+// Elements [h, h + kRun) of a row as they lie in memory. Vector rows are aligned to 16 bytes, and `hidden` is a multiple of kRun:
+// then a load is one instruction or two, whose result nobody touches before it is needed, so that many are under way.
+template <typename T, bool kVector>
+struct Loaded {
+  Run<T> run;
+  __device__ void load(const T* row, int64_t h, int64_t hidden) { run = load_run(row, h, hidden); }
+  __device__ Run<T> get() const { return run; }
+};
+template <typename T>
+struct Loaded<T, true> {
+  static constexpr int kWords = sizeof(Run<T>) / sizeof(uint4);
+  uint4 words[kWords];
+  __device__ void load(const T* row, int64_t h, int64_t hidden) {
+    if (h < hidden) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i)
+        words[i] = reinterpret_cast<const uint4*>(row + h)[i];
+    }
+  }
+  __device__ Run<T> get() const {
+    Run<T> run;
+    memcpy(&run, words, sizeof(run));
+    return run;
+  }
+};
+
+// Whether rows whose addresses have these bits set between them are vector rows.
+__device__ inline bool are_vector_rows(uint64_t address_bits, int64_t hidden) {
+  return address_bits % 16 == 0 && hidden % kRun == 0;
+}
+
+template <bool kVector, typename T>
+__device__ __noinline__ void spread_scaled_rows(const T* from, int64_t hidden, unsigned lanes, T* to, float weight) {
+  constexpr int kWide = kVector ? 2 : 1;                               // stretches under way at a time
+  for (int64_t first = 0; first < hidden; first += kWide * kStretch) { // the same in all lanes
+    const int64_t h = first + lane() * kRun;
+    Loaded<T, kVector> row[kWide];
+#pragma unroll
+    for (int wide = 0; wide < kWide; ++wide)
+      row[wide].load(from, h + wide * kStretch, hidden);
+    for (unsigned left = lanes; left != 0; left &= left - 1) {
+      const int place = __ffs(static_cast<int>(left)) - 1;
+      const float factor = from_lane(weight, place);
+      T* const target = from_lane(to, place);
+#pragma unroll
+      for (int wide = 0; wide < kWide; ++wide) {
+        const Run<T> run = row[wide].get();
+        float scaled[kRun];
+        for (int i = 0; i < kRun; ++i)
+          scaled[i] = __fmul_rn(factor, to_float(run.values[i]));
+        store_run(target, h + wide * kStretch, hidden, rounded<T>(scaled));
+      }
+    }
+  }
+}
+
 // For each lane that names a place: that row = round(its weight * from). A place may be `from` itself.
 template <typename T>
 __device__ inline void spread_scaled(const T* from, int64_t hidden, T* to, float weight) {
   const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
   if (lanes == 0) return;
-  for (int64_t first = 0; first < hidden; first += kStretch) {
-    const int64_t h = first + lane() * kRun;
-    const Run<T> row = load_run(from, h, hidden);
-    for (unsigned left = lanes; left != 0; left &= left - 1) {
-      const int place = __ffs(static_cast<int>(left)) - 1;
-      const float factor = from_lane(weight, place);
-      float scaled[kRun];
+  if (are_vector_rows(reinterpret_cast<uint64_t>(from), hidden))
+    spread_scaled_rows<true>(from, hidden, lanes, to, weight);
+  else
+    spread_scaled_rows<false>(from, hidden, lanes, to, weight);
+}
+
+// This lane's part: the sum of its 8 accumulators.
+template <bool kVector, typename T>
+__device__ __noinline__ float sum_of_products(const T* a, const T* b, int64_t hidden) {
+  constexpr int kWide = !kVector ? 1 : sizeof(T) == 2 ? 4 : 2; // stretches under way at a time, of both rows
+  float acc[kRun] = {};
+  for (int64_t h = lane() * kRun; h < hidden; h += kWide * kStretch) {
+    Loaded<T, kVector> x[kWide], y[kWide];
+#pragma unroll
+    for (int wide = 0; wide < kWide; ++wide) {
+      x[wide].load(a, h + wide * kStretch, hidden);
+      y[wide].load(b, h + wide * kStretch, hidden);
+    }
+#pragma unroll
+    for (int wide = 0; wide < kWide; ++wide) {
+      const int64_t begin = h + wide * kStretch;
+      if (begin >= hidden) break;
+      const Run<T> x_run = x[wide].get(), y_run = y[wide].get();
+#pragma unroll
       for (int i = 0; i < kRun; ++i)
-        scaled[i] = __fmul_rn(factor, to_float(row.values[i]));
-      store_run(from_lane(to, place), h, hidden, rounded<T>(scaled));
+        if (kVector || begin + i < hidden) // an absent element takes no step
+          acc[i] = __fmaf_rn(to_float(x_run.values[i]), to_float(y_run.values[i]), acc[i]);
     }
   }
+#pragma unroll
+  for (int left = kRun / 2; left > 0; left /= 2)
+#pragma unroll
+    for (int i = 0; i < left; ++i)
+      acc[i] = __fadd_rn(acc[2 * i], acc[2 * i + 1]);
+  return acc[0];
 }
 
 // The fixed tree of epx_combine_bwd: 256 accumulators, j = h mod 256, then adjacent pairs. The result is in every lane.
 template <typename T>
 __device__ inline float dot_rows(const T* a, const T* b, int64_t hidden) {
-  float acc[kRun] = {};
-  for (int64_t h = lane() * kRun; h < hidden; h += kStretch) {
-    const Run<T> x = load_run(a, h, hidden);
-    const Run<T> y = load_run(b, h, hidden);
-    for (int i = 0; i < kRun && h + i < hidden; ++i) // an absent element takes no step
-      acc[i] = __fmaf_rn(to_float(x.values[i]), to_float(y.values[i]), acc[i]);
-  }
-  for (int left = kRun / 2; left > 0; left /= 2)
-    for (int i = 0; i < left; ++i)
-      acc[i] = __fadd_rn(acc[2 * i], acc[2 * i + 1]);
-  float sum = acc[0];
+  const bool are_vectors = are_vector_rows(reinterpret_cast<uint64_t>(a) | reinterpret_cast<uint64_t>(b), hidden);
+  float sum = are_vectors ? sum_of_products<true>(a, b, hidden) : sum_of_products<false>(a, b, hidden);
   for (int distance = 1; distance < kWarp; distance *= 2)
     sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, distance));
   return sum;
@@ -175,14 +246,17 @@ struct Terms {
   uint64_t weighted = 0;      // a bit for each row
   uint64_t inner = 0;         // a bit for each row
   uint64_t ends_of_inner = 0; // a bit for the last of consecutive inner rows
+  uint64_t address_bits = 0;  // set in the address of any row
 
   __device__ int size() const { return rows.size(); }
   __device__ void append(const T* row) {
+    address_bits |= reinterpret_cast<uint64_t>(row);
     rows.append(row);
     weights.append(1.0f);
   }
   __device__ void append(const T* row, float weight) {
     weighted |= uint64_t{1} << size();
+    address_bits |= reinterpret_cast<uint64_t>(row);
     rows.append(row);
     weights.append(weight);
   }
@@ -198,25 +272,24 @@ __device__ inline void add_run(float (&acc)[kRun], const Run<T>& run, bool weigh
   }
 }
 
-// to = round(the sum of terms), by the contract's rules. One warp; `to` is none of the rows. kHasInner: some may be inner.
-template <bool kHasInner, typename T>
-__device__ __noinline__ void sum_rows(const Terms<T> terms, T* to, int64_t hidden) {
-  constexpr int kDepth = 4;                     // rows under way at a time, of each
-  constexpr int kWide = sizeof(T) == 2 ? 2 : 1; // stretches
+template <bool kHasInner, bool kVector, typename T>
+__device__ __noinline__ void sum_terms(const Terms<T> terms, T* to, int64_t hidden) {
+  constexpr int kDepth = kVector ? 4 : 2;                  // rows under way at a time
+  constexpr int kWide = kVector && sizeof(T) == 2 ? 2 : 1; // stretches of each
   const int size = terms.size();
   for (int64_t first = 0; first < hidden; first += kWide * kStretch) { // the same in all lanes
     const int64_t h = first + lane() * kRun;
     float acc[kWide][kRun] = {};
     float inner[kWide][kRun] = {};
     for (int begin = 0; begin < size; begin += kDepth) {
-      Run<T> runs[kDepth][kWide];
+      Loaded<T, kVector> runs[kDepth][kWide];
 #pragma unroll
       for (int i = 0; i < kDepth; ++i) {
         if (begin + i >= size) break;
         const T* const row = terms.rows[begin + i];
 #pragma unroll
         for (int wide = 0; wide < kWide; ++wide)
-          runs[i][wide] = load_run(row, h + wide * kStretch, hidden);
+          runs[i][wide].load(row, h + wide * kStretch, hidden);
       }
 #pragma unroll
       for (int i = 0; i < kDepth; ++i) {
@@ -228,11 +301,12 @@ __device__ __noinline__ void sum_rows(const Terms<T> terms, T* to, int64_t hidde
         const bool ends_inner = (terms.ends_of_inner >> term & 1) != 0;
 #pragma unroll
         for (int wide = 0; wide < kWide; ++wide) {
+          const Run<T> run = runs[i][wide].get();
           if (!is_inner) {
-            add_run(acc[wide], runs[i][wide], weighted, weight);
+            add_run(acc[wide], run, weighted, weight);
             continue;
           }
-          add_run(inner[wide], runs[i][wide], weighted, weight);
+          add_run(inner[wide], run, weighted, weight);
           if (!ends_inner) continue;
           add_run(acc[wide], rounded<T>(inner[wide]), false, 1.0f);
 #pragma unroll
@@ -245,6 +319,15 @@ __device__ __noinline__ void sum_rows(const Terms<T> terms, T* to, int64_t hidde
     for (int wide = 0; wide < kWide; ++wide)
       store_run(to, h + wide * kStretch, hidden, rounded<T>(acc[wide]));
   }
+}
+
+// to = round(the sum of terms), by the contract's rules. One warp; `to` is none of the rows. kHasInner: some may be inner.
+template <bool kHasInner, typename T>
+__device__ inline void sum_rows(const Terms<T>& terms, T* to, int64_t hidden) {
+  if (are_vector_rows(terms.address_bits, hidden))
+    sum_terms<kHasInner, true>(terms, to, hidden);
+  else
+    sum_terms<kHasInner, false>(terms, to, hidden);
 }
 
 } // namespace epx::cuda
