@@ -109,6 +109,10 @@ private:
   double median_us(Launch&& launch) const {
     std::vector<Stopwatch> watches(kWarmupRuns + kRuns);
     std::vector<int64_t> times;
+    peers_.together([&] { // once before hold(): a first launch may wait for the stream
+      check_cuda(launch(size_t{0}), "launch of a floor's kernel");
+      gpu_.finish();
+    });
     start_.hold();
     Failure failure = attempt([&] {
       for (int run = 0; run < kWarmupRuns + kRuns; ++run) {
