@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include "runtime/base/checked_math.h"
@@ -43,6 +44,26 @@ struct alignas(128) CallPost {
   // Stored last, with release order.
   uint64_t sequence;
 };
+
+// What kernels send each other in few words carries the call's sequence number in every word, and is stored and loaded at once:
+// who sees the number has the value. No fence, no flag. (A Tag is the number's low half; nothing lies unwritten for exactly 2^32
+// calls and is then waited for.)
+struct alignas(16) TaggedWord {
+  uint64_t value;
+  uint64_t sequence;
+};
+using Tag = uint32_t;
+struct alignas(8) TaggedCount {
+  int32_t value;
+  Tag tag;
+};
+
+// A CallPost between kernels: its words before `sequence` that they use, tagged each.
+constexpr int kPostWords = offsetof(CallPost, weights_allocation) / sizeof(uint64_t);
+struct alignas(256) TaggedPost {
+  TaggedWord words[kPostWords];
+};
+static_assert(sizeof(TaggedPost) == 256);
 
 // One rank's contribution to an exchange of small host-side records (allocation of memory).
 constexpr int64_t kExchangeRecordBytes = 512;
@@ -90,13 +111,13 @@ struct WindowLayout {
   // Control.
   Region poison;   // Flag: packed Poison
   Region waiting;  // Flag: packed Waiting; read by peers that time out
-  Region posts;    // CallPost [2, P], by parity of the call (on GPUs; the host uses the first) and source rank
+  Region posts;    // by source rank: CallPost [P]; of kernels TaggedPost [2, P], by parity of the call
   Region complete; // Flag [P], by source rank: last call whose data from there is all here
   Region board;    // kExchangeRecordBytes [P], by source rank
   // Prepare.
-  Region counts;     // int32 [2, P, E]: routes from each rank to each expert, by parity of the call
+  Region counts;     // routes from each rank to each expert: int32 [P, E]; of kernels TaggedCount [2, P, E], by parity
   Region slot_posts; // SlotPost [R]
-  Region heads;      // int32 [P, max_tokens]: each token's first slot here, by source rank; stored and read by kernels only
+  Region heads;      // TaggedCount [P, max_tokens]: each token's first slot here, by source rank; kernels only
   // Scatter (dispatch, combine_bwd), stored by the token's rank.
   Region scatter_rows;     // [scatter_staging_rows, row_stride]
   Region scatter_sidecars; // [scatter_staging_rows, sidecar_stride]
@@ -141,12 +162,12 @@ inline WindowLayout make_window_layout(const GroupShape& shape) {
 
   append(layout.poison, 1, sizeof(Flag));
   append(layout.waiting, 1, sizeof(Flag));
-  append(layout.posts, 2 * ranks, sizeof(CallPost));
+  append(layout.posts, 2 * ranks, sizeof(TaggedPost));
   append(layout.complete, ranks, sizeof(Flag));
   append(layout.board, ranks, kExchangeRecordBytes);
-  append(layout.counts, checked_mul(2 * ranks, shape.num_experts, what), sizeof(int32_t));
+  append(layout.counts, checked_mul(2 * ranks, shape.num_experts, what), sizeof(TaggedCount));
   append(layout.slot_posts, shape.max_recv_tokens, kSlotPostBytes);
-  append(layout.heads, ranks * tokens, sizeof(int32_t));
+  append(layout.heads, ranks * tokens, sizeof(TaggedCount));
   append(layout.scatter_rows, layout.scatter_staging_rows, layout.row_stride);
   append(layout.scatter_sidecars, layout.scatter_staging_rows, layout.sidecar_stride);
   append(layout.scatter_weights, shape.max_recv_tokens, sizeof(float));

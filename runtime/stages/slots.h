@@ -58,9 +58,10 @@ static_assert(sizeof(SlotRecord) == 12 && kMaxTopK <= 128);
 
 constexpr SlotRecord kPadRecord{-1, -1, SlotRecord::kNoSource, 0, 0, 0};
 
-// On its way: one vector store.
+// On its way; the tag is for kernels.
 struct alignas(16) SlotPost {
   SlotRecord record;
+  Tag tag;
 };
 static_assert(sizeof(SlotPost) == kSlotPostBytes);
 

@@ -118,6 +118,13 @@ template <typename T>
 T atomicAdd(T* word, std::type_identity_t<T> value) {
   return std::atomic_ref(*word).fetch_add(value);
 }
+// Counts up to `last`, then begins again at 0.
+inline unsigned atomicInc(unsigned* word, unsigned last) {
+  unsigned seen = std::atomic_ref(*word).load();
+  while (!std::atomic_ref(*word).compare_exchange_weak(seen, seen >= last ? 0 : seen + 1)) {
+  }
+  return seen;
+}
 template <typename T>
 T atomicOr(T* word, std::type_identity_t<T> value) {
   return std::atomic_ref(*word).fetch_or(value);

@@ -1,12 +1,12 @@
 // How the ranks' kernels make one call together; the protocol of runtime/stages/host/call_protocol.h on GPUs.
 //
-//   arrive    one block tells every peer what this rank offers; every block waits until all peers have. A peer that has
-//             arrived at call n has ended call n - 1, so its staging may be written, and its offer tells where else.
-//   ...       blocks, or some of their warps, store into the peers' windows; a movement tells of each token as it goes
-//             (tell_arrival), and other warps take it up at once (wait_for_arrival)
-//   sent      the last sender to get here tells every peer that all of this rank's data is in place
-//   wait(COMPLETE)  prepare: every block waits until all peers have said so
-//   end       the last block to get here advances the sequence number
+//   post      one block tells every peer what this rank offers
+//   arrive    every block waits until all peers have. A peer that has arrived at call n has ended call n - 1, so its staging may
+//             be written, and its offer tells where else.
+//   ...       blocks, or some of their warps, store into the peers' windows. A movement tells of each token as it goes
+//             (tell_arrival), and other warps take it up at once (wait_for_arrival). What prepare stores is in words that
+//             tell of themselves (TaggedWord and its kin; wait_for_word).
+//   sent      the last sender to get here says so to every peer; only who asks why nothing comes wants to know
 //
 // Grids are launched cooperatively: all blocks of a grid run at the same time, so a block may wait for a peer whose progress
 // needs another block of this grid. Posts lie by parity of the call, because a slow block may still read the posts of call n
@@ -15,11 +15,20 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "runtime/base/device/memory_order.cuh"
 #include "runtime/stages/cuda/device_group.h"
 
 namespace epx::cuda {
+
+// What the ranks offer in the call in progress, as all threads of a block see it.
+struct PeerOffers {
+  uint64_t plan_id[kMaxDeviceRanks];
+  std::byte* rows[kMaxDeviceRanks]; // where the rank's receive rows can be written; NULL: nowhere
+  int32_t num_tokens[kMaxDeviceRanks];
+  int32_t recv_rows[kMaxDeviceRanks]; // no more than slots can be numbered
+};
 
 class Call {
 public:
@@ -28,70 +37,60 @@ public:
       : group_(group), operation_(operation), sequence_(group.state->sequence + 1) {}
 
   __device__ uint64_t sequence() const { return sequence_; }
+  __device__ Tag tag() const { return static_cast<Tag>(sequence_); }
   __device__ int num_ranks() const { return group_.context.shape.num_ranks; }
   __device__ int rank() const { return group_.context.rank; }
 
-  // What a rank offers in this call. After arrive.
-  __device__ const CallPost& offer_of(int peer) const { return *post_at(rank(), peer); }
+  // After arrive.
+  __device__ const PeerOffers& offers() const { return shared_offers(); }
 
-  // False: the group has failed; the block returns at once, as do the other blocks. The same in all threads of the block,
-  // here and in what follows. One block posts the offer; what it stored before, or has seen stored, comes first.
-  __device__ bool arrive(CallPost offer, bool posts) const {
-    const bool has_failed = threadIdx.x == 0 && peers_gave_up(); // a rank that comes late finds out here
-    if (__syncthreads_or(has_failed ? 1 : 0) != 0) return false;
+  // One block, first of all: tells every peer what this rank offers. `offer` is without the plan, which only the device knows.
+  __device__ void post(const CallPost& offer, uint64_t plan_id) const {
     dawdle();
-    if (posts) {
-      offer.operation = operation_;
-      for (int peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x) {
-        CallPost* const post = post_at(peer, rank());
-        const auto* from = reinterpret_cast<const uint64_t*>(&offer);
-        auto* to = reinterpret_cast<uint64_t*>(post);
-        for (size_t word = 0; word < offsetof(CallPost, sequence) / sizeof(uint64_t); ++word)
-          to[word] = from[word];
-        fence_acq_rel_sys(); // the block's stores before the barrier come with the post
-        store_release_sys(&post->sequence, sequence_);
-      }
+    fence_acq_rel_sys(); // what kernels before this one have read and stored comes before the post
+    const auto* const words = reinterpret_cast<const uint64_t*>(&offer);
+    constexpr int kPlan = offsetof(CallPost, plan_id) / sizeof(uint64_t);
+    for (int i = threadIdx.x; i < num_ranks() * kPostWords; i += blockDim.x) {
+      const int word = i % kPostWords;
+      store_whole_relaxed_sys(&post_at(i / kPostWords, rank(), sequence_)->words[word],
+                              TaggedWord{word == kPlan ? plan_id : words[word], sequence_});
     }
-    return wait(EPX_PHASE_ARRIVE) && same_terms() && !stalls();
   }
 
-  // Every block, once, after its last store to a peer.
-  __device__ void sent() const {
-    __shared__ bool is_last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      fence_acq_rel_sys();
-      is_last = atomicAdd(&group_.state->blocks_sent, 1u) == gridDim.x - 1;
-      if (is_last) group_.state->blocks_sent = 0;
-      fence_acq_rel_sys();
-    }
-    __syncthreads();
-    if (!is_last) return;
-    for (int peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x)
-      store_release_sys(&flag_at(peer, group_.context.layout.complete, rank())->value, sequence_);
-  }
-
-  // The same for senders that are warps; `num_warps` of the grid.
-  __device__ void sent_by_warp(unsigned num_warps) const {
-    const unsigned lane = threadIdx.x % 32;
-    unsigned is_last = 0;
-    __syncwarp();
-    if (lane == 0) {
-      fence_acq_rel_sys();
-      is_last = atomicAdd(&group_.state->senders_done, 1u) == num_warps - 1 ? 1 : 0;
-      if (is_last != 0) group_.state->senders_done = 0;
-      fence_acq_rel_sys();
-    }
-    if (__shfl_sync(~0u, is_last, 0) == 0) return;
-    for (int peer = static_cast<int>(lane); peer < num_ranks(); peer += 32)
-      store_release_sys(&flag_at(peer, group_.context.layout.complete, rank())->value, sequence_);
-  }
-
-  __device__ bool wait(epx_phase phase) const {
+  // Every block, with the same offer, once: until all ranks have posted theirs. False: the group has failed; the block returns
+  // at once, as do the other blocks. The same in all threads of the block.
+  __device__ bool arrive(const CallPost& offer) const {
     bool ok = true;
-    for (int peer = threadIdx.x; peer < num_ranks() && ok; peer += blockDim.x)
-      ok = wait_until([&] { return progress_told(rank(), peer, phase, sequence_) >= sequence_; }, peer, phase);
-    return __syncthreads_and(ok ? 1 : 0) != 0;
+    bool same = true;
+    if (threadIdx.x == blockDim.x - 1) ok = !peers_gave_up(); // a rank that comes late finds out here
+    constexpr int kTaken = kPostWords - 1;                    // the last goes with the one before
+    for (int i = threadIdx.x; i < num_ranks() * kTaken && ok; i += blockDim.x)
+      ok = take_in(offer, i / kTaken, i % kTaken, same);
+    if (__syncthreads_and(ok && same ? 1 : 0) != 0) {
+      begun();
+      return !stalls();
+    }
+    if (__syncthreads_and(ok ? 1 : 0) != 0 && threadIdx.x == 0) report_terms();
+    return false;
+  }
+
+  // Every sender, after its last store to a peer; there are `senders` in the grid. One thread of each.
+  __device__ void sent(unsigned senders) const {
+    if (atomicInc(&group_.state->senders_done, senders - 1) != senders - 1) return;
+    for (int peer = 0; peer < num_ranks(); ++peer)
+      store_relaxed_sys(&flag_at(peer, group_.context.layout.complete, rank())->value, sequence_);
+  }
+
+  // For one thread: until *place, in this rank's window or in its own memory, is of this call. peer_of(), who stores it, is asked
+  // only when it does not come. False: the group has failed.
+  template <typename Word, typename PeerOf>
+  __device__ bool wait_for_word(const Word* place, Word& word, const PeerOf& peer_of) const {
+    return wait_until(
+        [&] {
+          word = load_whole_relaxed_sys(place);
+          return word.tag == tag();
+        },
+        peer_of, EPX_PHASE_COMPLETE);
   }
 
   // For one thread: until `peer` has told by *arrival, in this rank's window, that what goes with it has come in this call.
@@ -99,23 +98,13 @@ public:
   __device__ bool wait_for_arrival(const uint64_t* arrival, int peer) const {
     dawdle();
     return wait_until( // an acquire load takes the cache with it, so that one is made only when there is something to see
-        [&] { return load_relaxed_sys(arrival) >= sequence_ && load_acquire_sys(arrival) >= sequence_; }, peer,
-        EPX_PHASE_COMPLETE);
+        [&] { return load_relaxed_sys(arrival) >= sequence_ && load_acquire_sys(arrival) >= sequence_; },
+        [&] { return peer; }, EPX_PHASE_COMPLETE);
   }
   // Tells the window's owner so. What this thread stored, or has seen stored through a barrier, comes first.
   __device__ void tell_arrival(uint64_t* arrival) const {
     dawdle();
     store_release_sys(arrival, sequence_);
-  }
-
-  // Every block, last.
-  __device__ void end() const {
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    fence_acq_rel_gpu();
-    if (atomicAdd(&group_.state->blocks_ended, 1u) != gridDim.x - 1) return;
-    group_.state->blocks_ended = 0;
-    group_.state->sequence = sequence_;
   }
 
   // One thread of the grid. values and header as EventRecord says.
@@ -151,19 +140,75 @@ private:
   __device__ bool stalls() const {
     if (!kTestHooks || group_.hooks.stalls_in != operation_) return false;
     if (threadIdx.x == 0)
-      while (!ends_early()) {
+      while (!ends_early(nanoseconds())) {
       }
     __syncthreads();
     return true;
   }
 
-  static constexpr uint64_t kSlowNs = 1'000'000; // a wait longer than this tells peers about itself
-  static constexpr uint32_t kSpinsPerLook = 256; // a look at the host's memory takes as long as several spins
+  static constexpr uint64_t kSlowNs = 1'000'000;  // a wait longer than this tells peers about itself, and asks the host
+  static constexpr uint64_t kAskEveryNs = 100'000; // the host
+  static constexpr uint32_t kSpinsPerLook = 256;
+  static constexpr unsigned kLongestNapNs = 500;
 
-  __device__ CallPost* post_at(int owner, int source) const {
-    const int64_t index = static_cast<int64_t>(sequence_ & 1) * num_ranks() + source;
-    return group_.window().at<CallPost>(owner, group_.context.layout.posts.offset) + index;
+  __device__ static PeerOffers& shared_offers() {
+    __shared__ PeerOffers offers;
+    return offers;
   }
+
+  __device__ TaggedPost* post_at(int owner, int source, uint64_t sequence) const {
+    const int64_t index = static_cast<int64_t>(sequence & 1) * num_ranks() + source;
+    return group_.window().at<TaggedPost>(owner, group_.context.layout.posts.offset) + index;
+  }
+
+  __device__ bool wait_for_post(int peer, int word, uint64_t& value) const {
+    const TaggedWord* const place = &post_at(rank(), peer, sequence_)->words[word];
+    TaggedWord found{};
+    const bool ok = wait_until(
+        [&] {
+          found = load_whole_acquire_sys(place);
+          return found.sequence >= sequence_;
+        },
+        [&] { return peer; }, EPX_PHASE_ARRIVE);
+    value = found.value;
+    return ok;
+  }
+
+  // One thread, one word of a peer's post. `same` becomes false when it is a term that differs from this rank's.
+  __device__ bool take_in(const CallPost& mine, int peer, int word, bool& same) const {
+    uint64_t value = 0;
+    if (!wait_for_post(peer, word, value)) return false;
+    PeerOffers& offers = shared_offers();
+    switch (word * sizeof(uint64_t)) {
+    case offsetof(CallPost, num_tokens):
+      offers.num_tokens[peer] = static_cast<int32_t>(value);
+      return true;
+    case offsetof(CallPost, plan_id):
+      offers.plan_id[peer] = value;
+      return true;
+    case offsetof(CallPost, recv_rows):
+      offers.recv_rows[peer] = static_cast<int32_t>(min(value, uint64_t{std::numeric_limits<int32_t>::max()}));
+      return true;
+    case offsetof(CallPost, rows_allocation): {
+      uint64_t offset = 0;
+      if (!wait_for_post(peer, word + 1, offset)) return false;
+      const auto allocation = static_cast<int64_t>(value);
+      offers.rows[peer] =
+          allocation < 0 ? nullptr : group_.allocations[allocation % kMaxDeviceAllocations * num_ranks() + peer] + offset;
+      return true;
+    }
+    default:
+      same &= value == reinterpret_cast<const uint64_t*>(&mine)[word];
+      return true;
+    }
+  }
+
+  // Every block once all its threads know the call's number: the last one makes it the last call begun.
+  __device__ void begun() const {
+    if (threadIdx.x == 0 && atomicInc(&group_.state->blocks_begun, gridDim.x - 1) == gridDim.x - 1)
+      group_.state->sequence = sequence_;
+  }
+
   __device__ Flag* flag_at(int owner, const Region& region, int source) const {
     return group_.window().at<Flag>(owner, region.offset) + source;
   }
@@ -171,9 +216,7 @@ private:
   // The last call that `peer` has reached in this phase, as it has told `owner`.
   __device__ uint64_t progress_told(int owner, int peer, epx_phase phase, uint64_t sequence) const {
     if (phase == EPX_PHASE_COMPLETE) return load_acquire_sys(&flag_at(owner, group_.context.layout.complete, peer)->value);
-    const int64_t index = static_cast<int64_t>(sequence & 1) * num_ranks() + peer;
-    const CallPost* post = group_.window().at<CallPost>(owner, group_.context.layout.posts.offset) + index;
-    return load_acquire_sys(&post->sequence);
+    return load_acquire_sys(&post_at(owner, peer, sequence)->words[0].sequence);
   }
 
   __device__ uint64_t last_arrival_told(int peer) const {
@@ -182,21 +225,25 @@ private:
     return even > odd ? even : odd;
   }
 
-  template <typename Done>
-  __device__ bool wait_until(const Done& is_done, int peer, epx_phase phase) const {
+  template <typename Done, typename PeerOf>
+  __device__ bool wait_until(const Done& is_done, const PeerOf& peer_of, epx_phase phase) const {
     uint64_t begin = 0;
     bool told = false;
+    unsigned pause = 16;
     for (uint32_t spin = 1; !is_done(); ++spin) {
+      nap(pause); // many warps wait at a time, beside others that work
+      pause = min(2 * pause, kLongestNapNs);
       if (spin % kSpinsPerLook != 0) continue;
-      if (ends_early()) return false;
+      if (peers_gave_up()) return false;
       const uint64_t now = nanoseconds();
       if (begin == 0) begin = now;
-      if (now - begin > kSlowNs) { // again and again: another warp that waits no more has taken the word back
-        store_release_sys(&flag_at(rank(), group_.context.layout.waiting, 0)->value, pack(Waiting{sequence_, phase, peer}));
-        told = true;
-      }
+      if (now - begin < kSlowNs) continue;
+      // Again and again: another warp that waits no more has taken the word back.
+      store_release_sys(&flag_at(rank(), group_.context.layout.waiting, 0)->value, pack(Waiting{sequence_, phase, peer_of()}));
+      told = true;
+      if (ends_early(now)) return false;
       if (now - begin > group_.timeout_ns && !is_done()) {
-        time_out(peer, phase);
+        time_out(peer_of(), phase);
         return false;
       }
     }
@@ -205,13 +252,20 @@ private:
   }
 
   // Whether another block, a peer or the host has ended the group; reports it if nobody has.
-  __device__ __noinline__ bool ends_early() const {
+  __device__ __noinline__ bool ends_early(uint64_t now) const {
     if (peers_gave_up()) return true;
-    if (load_relaxed_sys(&group_.record->aborted) == 0) return false;
+    if (!host_aborts(now)) return false;
     report_poison(poison_all(Poison{EPX_ERROR_ABORTED, EPX_OP_NONE, rank(), 0}));
     return true;
   }
-  // The same without a look at the host's memory, which takes long.
+  // One thread asks at a time, and not often: loads from the host's memory take long, and many of them hold up the stores of
+  // the whole GPU.
+  __device__ bool host_aborts(uint64_t now) const {
+    const uint64_t asked = load_relaxed_sys(&group_.state->asked_host_at);
+    if (now < asked + kAskEveryNs) return false;
+    if (compare_and_swap_sys(&group_.state->asked_host_at, asked, now) != asked) return false;
+    return load_relaxed_sys(&group_.record->aborted) != 0;
+  }
   __device__ __noinline__ bool peers_gave_up() const {
     if (load_acquire_gpu(&group_.state->failed) != 0) return true;
     const uint64_t poison = load_acquire_sys(&flag_at(rank(), group_.context.layout.poison, 0)->value);
@@ -222,7 +276,7 @@ private:
 
   // `peer` has not come to `phase` in time; perhaps others neither.
   __device__ __noinline__ void time_out(int peer, epx_phase phase) const {
-    if (ends_early()) return;
+    if (peers_gave_up()) return;
     uint64_t missing = uint64_t{1} << peer;
     for (int other = 0; other < num_ranks(); ++other)
       if (progress_told(rank(), other, phase, sequence_) < sequence_) missing |= uint64_t{1} << other;
@@ -283,26 +337,16 @@ private:
     store_release_sys(&group_.record->failed, 1);
   }
 
-  // Whether all ranks offer what they must agree on. All of them see the same offers and fail alike.
-  __device__ bool same_terms() const {
-    bool same = true;
-    const CallPost& first = offer_of(0);
-    for (int peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x) {
-      const CallPost& other = offer_of(peer);
-      same &= other.operation == first.operation && other.top_k == first.top_k && other.alignment == first.alignment &&
-              other.hidden == first.hidden && other.dtype == first.dtype && other.weights == first.weights &&
-              other.sidecar_bytes == first.sidecar_bytes;
-    }
-    if (__syncthreads_and(same ? 1 : 0) != 0) return true;
-    if (threadIdx.x == 0 && atomicExch(&group_.state->failed, 1u) == 0) {
-      FailureRecord& failure = group_.record->failure;
-      failure.status = EPX_ERROR_MISMATCH; // or OUT_OF_SEQUENCE: the host looks at the offers
-      failure.culprit = -1;
-      for (int peer = 0; peer < num_ranks(); ++peer)
-        failure.offers[peer] = offer_of(peer);
-      publish(failure, 0);
-    }
-    return false;
+  // The ranks' terms differ: all of them see the same offers and fail alike. One thread of each block.
+  __device__ void report_terms() const {
+    if (atomicExch(&group_.state->failed, 1u) != 0) return;
+    FailureRecord& failure = group_.record->failure;
+    failure.status = EPX_ERROR_MISMATCH; // or OUT_OF_SEQUENCE: the host looks at the offers
+    failure.culprit = -1;
+    for (int peer = 0; peer < num_ranks(); ++peer)
+      for (int word = 0; word < kPostWords; ++word)
+        reinterpret_cast<uint64_t*>(&failure.offers[peer])[word] = post_at(rank(), peer, sequence_)->words[word].value;
+    publish(failure, 0);
   }
 
   const DeviceGroup& group_;

@@ -9,6 +9,7 @@
 #include "runtime/base/cuda.h"
 #include "runtime/base/error.h"
 #include "runtime/memory/allocations.h"
+#include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
 #include "runtime/stages/reports.h"
 #include "runtime/status_board.h"
@@ -79,19 +80,19 @@ public:
               std::unique_ptr<Window> window, const LaunchShape& shape)
       : context_(context), device_(device), transport_(std::move(transport)), window_(std::move(window)), shape_(shape),
         record_(make_mapped_memory<StatusRecord>()), state_(make_device_memory<DeviceState>(1)),
-        bases_(make_device_memory<std::byte*>(num_ranks())),
         allocation_bases_(make_device_memory<std::byte*>(kMaxDeviceAllocations * num_ranks())),
-        block_counts_(make_device_memory<int32_t>(static_cast<size_t>(shape.prepare_blocks) * context.shape.num_experts)),
+        prepare_scratch_(
+            make_device_memory<TaggedCount>(prepare_scratch_words(context.shape.num_experts, shape.prepare_blocks))),
         reader_(context_, *record_, status_) {
-    copy_bases(bases_.get(), *window_);
     group_ = {context_,
-              bases_.get(),
+              {},
               state_.get(),
               record_.get(),
               allocation_bases_.get(),
-              block_counts_.get(),
+              prepare_scratch_.get(),
               static_cast<uint64_t>(context.timeout_ms) * 1'000'000,
               read_test_hooks()};
+    std::copy_n(window_->view().bases, num_ranks(), group_.bases);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
   ~CudaBackend() override {
@@ -212,7 +213,7 @@ private:
 
   Reach reach(const std::byte* rows, const MovementCall& call) const {
     const auto place = allocations_.locate(rows, call.recv_rows * call.hidden * element_bytes(call.dtype));
-    return place ? Reach{place->allocation, place->offset} : Reach{-1, 0};
+    return place ? Reach{place->allocation, place->offset} : kNoReach;
   }
 
   void abort_kernels() noexcept { std::atomic_ref(record_->aborted).store(1, std::memory_order_release); }
@@ -226,9 +227,8 @@ private:
   StatusBoard status_;
   MappedMemory<StatusRecord> record_;
   DeviceMemory<DeviceState> state_;
-  DeviceMemory<std::byte*> bases_;
   DeviceMemory<std::byte*> allocation_bases_;
-  DeviceMemory<int32_t> block_counts_;
+  DeviceMemory<TaggedCount> prepare_scratch_;
   CudaStream abort_stream_;
   RecordReader reader_;
   DeviceGroup group_{};

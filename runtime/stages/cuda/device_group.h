@@ -50,26 +50,21 @@ struct StatusRecord {
 // ---- State of the group in the GPU's memory ----
 
 struct DeviceState {
-  uint64_t sequence; // of the last call that has ended here
+  uint64_t sequence; // of the last call that all blocks here have begun
   uint64_t num_events;
-  uint32_t blocks_sent;    // of the call in progress
-  uint32_t senders_done;   // warps, of the movement in progress
-  uint32_t blocks_ended;   // of the call in progress
-  uint32_t blocks_counted; // of the prepare in progress
-  uint32_t failed;         // 1: a block has taken it on itself to report a failure; kernels end at once
-  // Of the prepare in progress; 0 between calls.
-  unsigned long long bad_indices;
-  unsigned long long first_bad_inverted; // ~ of the lowest route with a bad index, so that the largest is the first
-  unsigned long long dropped_of_mine;
+  uint64_t asked_host_at;  // when a thread last asked whether the host wants an end; nanoseconds
+  uint32_t blocks_begun; // of the call in progress, as the next: they count to their end and begin again
+  uint32_t senders_done; // blocks of prepare, warps of a movement
+  uint32_t failed;       // 1: a block has taken it on itself to report a failure; kernels end at once
 };
 
 struct DeviceGroup {
   GroupContext context;
-  std::byte* const* bases; // [P], device memory: each rank's window
+  std::byte* bases[kMaxDeviceRanks]; // [P]: each rank's window; here, since looking them up must not take a load
   DeviceState* state;
   StatusRecord* record;          // host memory
   std::byte* const* allocations; // [kMaxDeviceAllocations, P], device memory: each rank's share of each allocation
-  int32_t* block_counts;         // [blocks, E], scratch of prepare
+  TaggedCount* prepare_scratch;  // see prepare_scratch_words()
   uint64_t timeout_ns;
   TestHooks hooks;
 

@@ -18,11 +18,11 @@ namespace epx::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kSenders = 8; // of each block; they read about twice what they send
 
 struct GatherParams {
   DeviceGroup group;
   HandleLayout layout;
+  Division division;
   MovementCall call;
   CallPost offer;
   const std::byte* rows;        // [N, H]
@@ -35,8 +35,8 @@ struct GatherParams {
 template <typename T>
 class Gather {
 public:
-  __device__ Gather(const GatherParams& params, const Movement& movement)
-      : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()),
+  __device__ Gather(const GatherParams& params, const Movement& movement, RowStream& stream)
+      : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()), stream_(stream),
         layout_(params.group.context.layout), is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {}
 
   __device__ void send(const Role& role) const {
@@ -47,11 +47,9 @@ public:
     }
   }
 
-  // False: the group has failed.
-  __device__ bool sum(const Role& role) const {
+  __device__ void sum(const Role& role) const {
     for (int64_t token = role.index; token < args_.num_tokens; token += role.count)
-      if (!sum_token(token)) return false;
-    return true;
+      if (!sum_token(token)) return;
   }
 
 private:
@@ -69,90 +67,112 @@ private:
   }
 
   __device__ void send_token(int home, int64_t token) const {
-    const WarpList<int32_t> slots = movement_.live_slots(home, token);
+    const TokenSlots found = movement_.slots_of(home, token);
+    const WarpList<int32_t>& slots = found.slots;
     if (slots.size() == 0) return;
-    const SlotRecord* const records = movement_.plan().slot_records;
-    const int order = records[slots[0]].order;
-    if (is_exact_) {
-      for (int i = 0; i < slots.size(); ++i) {
-        const int64_t slot = slots[i];
-        copy_row(reinterpret_cast<std::byte*>(staged_row(home, route_index(token, args_.top_k, records[slot].k))),
-                 reinterpret_cast<const std::byte*>(row_of(slot)), args_.hidden * static_cast<int64_t>(sizeof(T)));
-      }
-    } else {
-      Terms<T> terms;
-      for (int i = 0; i < slots.size(); ++i)
-        append(terms, slots[i]);
-      sum_rows<false>(terms, staged_row(home, partial_staging_row(group_.context.shape, token, args_.top_k, order)),
-                      args_.hidden);
-    }
     const float* const weights = params_.carried_weights != nullptr ? params_.carried_weights
                                  : is_exact_                        ? params_.row_weights
                                                                     : nullptr;
-    if (weights != nullptr)
+    if (is_exact_ || weights != nullptr)
       for (int first = 0; first < slots.size(); first += kWarp)
-        if (slots.has_own(first))
-          staged_weights(home)[route_index(token, args_.top_k, records[slots.own(first)].k)] = weights[slots.own(first)];
-    __syncwarp(); // what all lanes have stored comes before what one tells
-    if (lane() == 0) call_.tell_arrival(arrival_at(home, token, order));
+        send_routes(home, token, slots.has_own(first) ? slots.own(first) : -1, weights);
+    if (!is_exact_) {
+      Terms<T> terms;
+      for (int first = 0; first < slots.size(); first += kWarp) {
+        const int32_t mine = slots.has_own(first) ? slots.own(first) : -1;
+        const float weight = weight_of(mine);
+        for (int i = first; i < slots.size() && i < first + kWarp; ++i)
+          append(terms, from_lane(mine, i % kWarp), from_lane(weight, i % kWarp));
+      }
+      const int64_t row = partial_staging_row(group_.context.shape, token, args_.top_k, found.order);
+      sum_rows<false>(stream_, terms, staged_row(home, row), args_.hidden);
+    }
+    stream_.finish(); // what all lanes have stored comes before what one tells
+    if (lane() == 0) call_.tell_arrival(arrival_at(home, token, found.order));
   }
 
-  // A row of this rank's own.
-  __device__ void append(Terms<T>& terms, int64_t slot) const {
-    if (params_.row_weights != nullptr)
-      terms.append(row_of(slot), params_.row_weights[slot]);
-    else
-      terms.append(row_of(slot));
+  // Each lane names a slot, or -1. Precision exact: their rows travel; and their weights, if there are any.
+  __device__ void send_routes(int home, int64_t token, int32_t slot, const float* weights) const {
+    const int64_t route =
+        slot >= 0 ? route_index(token, args_.top_k, movement_.plan().slot_records[slot].k) : 0;
+    if (weights != nullptr && slot >= 0) staged_weights(home)[route] = weights[slot];
+    if (!is_exact_) return;
+    for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1) {
+      const int one = __ffs(static_cast<int>(left)) - 1;
+      begin_to_spread_row(stream_, reinterpret_cast<const std::byte*>(row_of(from_lane(slot, one))),
+                          args_.hidden * static_cast<int64_t>(sizeof(T)),
+                          lane() == one ? reinterpret_cast<std::byte*>(staged_row(home, route)) : nullptr);
+    }
+  }
+
+  // Of a row of this rank's own, as the lane's slot names it.
+  __device__ float weight_of(int32_t slot) const {
+    return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
+  }
+  __device__ void append(Terms<T>& terms, int64_t slot, float weight) const {
+    terms.append(row_of(slot), params_.row_weights != nullptr, weight);
   }
 
   __device__ bool sum_token(int64_t token) const {
-    const Route* const routes = movement_.plan().routes + token * args_.top_k;
-    uint64_t live = 0;        // routes, a bit each
-    uint64_t orders = 0;      // ranks that have live slots, a bit each by order, which ascends with the rank
-    int own_order = kMaxTopK; // of this rank
-    for (int k = 0; k < args_.top_k; ++k) {
-      const Route route = routes[k];
-      if (!movement_.is_live(route)) continue;
-      live |= uint64_t{1} << k;
-      orders |= uint64_t{1} << route.order;
-      if (route.rank == call_.rank()) own_order = route.order;
-    }
-    if (!wait_for_peers(token, routes, live)) return false;
-    const Terms<T> terms = is_exact_ ? routes_of(token, routes, live) : partials_of(token, routes, live, orders, own_order);
-    sum_rows<true>(terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden, args_.hidden);
+    const WarpRoutes routes = movement_.routes_of(token);
+    const auto mask_of = [&](const auto& holds) { // a bit for each route that it holds for
+      return static_cast<uint64_t>(__ballot_sync(~0u, holds(routes.low) ? 1 : 0)) |
+             static_cast<uint64_t>(__ballot_sync(~0u, holds(routes.high) ? 1 : 0)) << kWarp;
+    };
+    const uint64_t live = mask_of([&](const Route& route) { return movement_.is_live(route); });
+    const uint64_t own = live & mask_of([&](const Route& route) { return route.rank == call_.rank(); });
+    if (!wait_for_peers(token, routes, live & ~own)) return false;
+    const Terms<T> terms = is_exact_ ? terms_of_routes(token, routes, live, own) : terms_of_ranks(token, routes, live, own);
+    sum_rows<true>(stream_, terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden, args_.hidden);
     if (params_.carried_out != nullptr) collect_weights(token, routes, live);
     if (call_.poisons_staging()) poison_staging(token);
     return true;
   }
 
-  // Each lane for the ranks of some routes.
-  __device__ bool wait_for_peers(int64_t token, const Route* routes, uint64_t live) const {
+  // Each lane for the ranks of its routes. `awaited`: a bit for each route.
+  __device__ bool wait_for_peers(int64_t token, const WarpRoutes& routes, uint64_t awaited) const {
     bool ok = true;
-    for (int k = lane(); k < args_.top_k && ok; k += kWarp)
-      if ((live >> k & 1) != 0 && routes[k].rank != call_.rank())
-        ok = call_.wait_for_arrival(arrival_at(call_.rank(), token, routes[k].order), routes[k].rank);
+    for (int first = 0; first < args_.top_k; first += kWarp)
+      if (const Route& route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
+        ok = call_.wait_for_arrival(arrival_at(call_.rank(), token, route.order), route.rank);
     const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
     __syncwarp(); // every lane sees what each has acquired
     return all;
   }
 
-  __device__ Terms<T> routes_of(int64_t token, const Route* routes, uint64_t live) const {
+  // In k order.
+  __device__ Terms<T> terms_of_routes(int64_t token, const WarpRoutes& routes, uint64_t live, uint64_t own) const {
     const float* const weights = params_.row_weights != nullptr ? staged_weights(call_.rank()) : nullptr;
     Terms<T> terms;
-    for (int k = 0; k < args_.top_k; ++k) {
-      if ((live >> k & 1) == 0) continue;
-      const int64_t route = route_index(token, args_.top_k, k);
-      if (routes[k].rank == call_.rank())
-        append(terms, routes[k].slot);
-      else if (weights != nullptr)
-        terms.append(staged_row(call_.rank(), route), weights[route]);
-      else
-        terms.append(staged_row(call_.rank(), route));
+    for (int first = 0; first < args_.top_k; first += kWarp) {
+      const bool is_own = (own >> (first + lane()) & 1) != 0;
+      float weight = 1.0f; // of the lane's route
+      if (is_own)
+        weight = weight_of(routes.own(first).slot);
+      else if (weights != nullptr && (live >> (first + lane()) & 1) != 0)
+        weight = weights[route_index(token, args_.top_k, first + lane())];
+      for (int k = first; k < args_.top_k && k < first + kWarp; ++k) {
+        if ((live >> k & 1) == 0) continue;
+        const T* const row =
+            (own >> k & 1) != 0 ? row_of(routes.slot(k)) : staged_row(call_.rank(), route_index(token, args_.top_k, k));
+        terms.append(row, params_.row_weights != nullptr, from_lane(weight, k % kWarp));
+      }
     }
     return terms;
   }
 
-  __device__ Terms<T> partials_of(int64_t token, const Route* routes, uint64_t live, uint64_t orders, int own_order) const {
+  // In rank order; the rows of this rank's own in k order.
+  __device__ Terms<T> terms_of_ranks(int64_t token, const WarpRoutes& routes, uint64_t live, uint64_t own) const {
+    uint64_t orders = 0;      // ranks that have live slots, a bit each by order, which ascends with the rank
+    int own_order = kMaxTopK; // of this rank
+    for (uint64_t left = live; left != 0; left &= left - 1) {
+      const int k = __ffsll(static_cast<long long>(left)) - 1;
+      const int order = routes.order(k);
+      orders |= uint64_t{1} << order;
+      if ((own >> k & 1) != 0) own_order = order;
+    }
+    const float low_weight = weight_of((own >> lane() & 1) != 0 ? routes.low.slot : -1);
+    const float high_weight = weight_of((own >> kWarp >> lane() & 1) != 0 ? routes.high.slot : -1);
     Terms<T> terms;
     for (; orders != 0; orders &= orders - 1) {
       const int order = __ffsll(static_cast<long long>(orders)) - 1;
@@ -160,24 +180,26 @@ private:
         terms.append(staged_row(call_.rank(), partial_staging_row(group_.context.shape, token, args_.top_k, order)));
         continue;
       }
-      for (int k = 0; k < args_.top_k; ++k) {
-        if ((live >> k & 1) == 0 || routes[k].rank != call_.rank()) continue;
+      for (uint64_t left = own; left != 0; left &= left - 1) {
+        const int k = __ffsll(static_cast<long long>(left)) - 1;
         terms.inner |= uint64_t{1} << terms.size();
-        append(terms, routes[k].slot);
+        append(terms, routes.slot(k), from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
       }
       terms.ends_of_inner = uint64_t{1} << (terms.size() - 1);
     }
     return terms;
   }
 
-  __device__ void collect_weights(int64_t token, const Route* routes, uint64_t live) const {
-    for (int k = lane(); k < args_.top_k; k += kWarp) {
-      const int64_t route = route_index(token, args_.top_k, k);
+  __device__ void collect_weights(int64_t token, const WarpRoutes& routes, uint64_t live) const {
+    for (int first = 0; first < args_.top_k; first += kWarp) {
+      const int k = first + lane();
+      if (k >= args_.top_k) continue;
+      const Route& route = routes.own(first);
+      const int64_t index = route_index(token, args_.top_k, k);
       float weight = 0.0f;
       if ((live >> k & 1) != 0)
-        weight =
-            routes[k].rank == call_.rank() ? params_.carried_weights[routes[k].slot] : staged_weights(call_.rank())[route];
-      params_.carried_out[route] = weight;
+        weight = route.rank == call_.rank() ? params_.carried_weights[route.slot] : staged_weights(call_.rank())[index];
+      params_.carried_out[index] = weight;
     }
   }
 
@@ -194,6 +216,7 @@ private:
   const MovementCall& args_;
   const Movement& movement_;
   const Call& call_;
+  RowStream& stream_;
   const WindowLayout& layout_;
   bool is_exact_;
 };
@@ -202,20 +225,19 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams params) {
   Movement movement(params.group, params.call, params.layout);
   if (!movement.begin(params.offer)) return;
-  const Gather<T> gather(params, movement);
-  const Role role = role_of_warp(kSenders, params.group.context.shape.num_ranks);
-  bool ok = true;
-  if (role.sends) {
-    if (movement.takes_part()) gather.send(role);
-    movement.call().sent_by_warp(static_cast<unsigned>(role.count));
-  } else if (movement.takes_part()) {
-    ok = gather.sum(role);
+  RowStream stream(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);
+  const Gather<T> gather(params, movement, stream);
+  const Role role = role_of_warp(params.division, params.group.context.shape.num_ranks);
+  if (role.kind == Role::kSends) {
+    gather.send(role);
+    if (lane() == 0) movement.call().sent(static_cast<unsigned>(role.count));
+  } else if (role.kind == Role::kReceives) {
+    gather.sum(role);
   }
-  if (__syncthreads_and(ok ? 1 : 0) != 0) movement.call().end();
 }
 
 cudaError_t launch(const GatherParams& params, const LaunchShape& shape, cudaStream_t stream) {
-  const Grid grid{shape.gather_blocks, kThreads};
+  const Grid grid{shape.gather_blocks, kThreads, gather_shared_bytes()};
   if (params.call.dtype == EPX_FLOAT32) return launch_cooperative(&gather_kernel<float>, grid, stream, params);
   if (params.call.dtype == EPX_FLOAT16) return launch_cooperative(&gather_kernel<__half>, grid, stream, params);
   return launch_cooperative(&gather_kernel<__nv_bfloat16>, grid, stream, params);
@@ -226,6 +248,9 @@ cudaError_t launch(const GatherParams& params, const LaunchShape& shape, cudaStr
 int gather_threads() {
   return kThreads;
 }
+size_t gather_shared_bytes() {
+  return kThreads / kWarp * RowStream::kSharedBytes;
+}
 std::vector<const void*> gather_kernels() {
   return {reinterpret_cast<const void*>(&gather_kernel<float>), reinterpret_cast<const void*>(&gather_kernel<__half>),
           reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16>)};
@@ -233,21 +258,17 @@ std::vector<const void*> gather_kernels() {
 
 cudaError_t launch_combine(const DeviceGroup& group, const LaunchShape& shape, const CombineCall& call,
                            cudaStream_t stream) {
-  CallPost offer{};
-  offer.weights = call.recv_weights != nullptr ? 1 : 0;
-  offer.rows_allocation = -1;
+  const CallPost offer = offer_of(call, call.recv_weights != nullptr ? 1 : 0, 0, kNoReach);
   const HandleLayout layout = make_handle_layout(group.context.shape, call.top_k);
-  return launch({group, layout, call, offer, call.expert_out, call.recv_weights, nullptr, call.out, nullptr}, shape,
+  return launch({group, layout, shape.gather_division, call, offer, call.expert_out, call.recv_weights, nullptr, call.out, nullptr}, shape,
                 stream);
 }
 
 cudaError_t launch_dispatch_bwd(const DeviceGroup& group, const LaunchShape& shape, const DispatchBwdCall& call,
                                 cudaStream_t stream) {
-  CallPost offer{};
-  offer.weights = call.grad_recv_weights != nullptr ? 2 : 0;
-  offer.rows_allocation = -1;
+  const CallPost offer = offer_of(call, call.grad_recv_weights != nullptr ? 2 : 0, 0, kNoReach);
   const HandleLayout layout = make_handle_layout(group.context.shape, call.top_k);
-  return launch({group, layout, call, offer, call.grad_recv, nullptr, call.grad_recv_weights, call.grad_tokens,
+  return launch({group, layout, shape.gather_division, call, offer, call.grad_recv, nullptr, call.grad_recv_weights, call.grad_tokens,
                  call.grad_topk_weights},
                 shape, stream);
 }

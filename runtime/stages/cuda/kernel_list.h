@@ -6,9 +6,11 @@
 
 namespace epx::cuda {
 
+constexpr int kMostPrepareBlocks = 64; // enough to sort 32768 routes in a tile each
 const void* prepare_kernel_address();
 int prepare_threads();
 size_t prepare_shared_bytes(int num_experts);
+size_t prepare_scratch_words(int num_experts, int blocks); // of DeviceGroup::prepare_scratch
 
 std::vector<const void*> scatter_kernels();
 int scatter_threads();
@@ -16,6 +18,7 @@ size_t scatter_shared_bytes();
 
 std::vector<const void*> gather_kernels();
 int gather_threads();
+size_t gather_shared_bytes();
 
 const void* poison_kernel_address();
 

@@ -8,12 +8,21 @@
 
 namespace epx::cuda {
 
+// Who of a movement's grid sends: the first warps of the first blocks. When those are all blocks, their other warps receive;
+// else all other blocks do.
+struct Division {
+  int sender_blocks;
+  int sender_warps; // of each of these blocks
+};
+
 // What the host knows of a launch; fixed at creation.
 struct LaunchShape {
   int prepare_blocks;
   size_t prepare_shared_bytes;
   int scatter_blocks;
   int gather_blocks;
+  Division scatter_division;
+  Division gather_division;
 };
 
 // Loads all kernels, and chooses grids of blocks that all run at the same time on at most num_sms multiprocessors (0: all).
@@ -25,6 +34,7 @@ struct Reach {
   int64_t rows_allocation;
   int64_t rows_offset;
 };
+constexpr Reach kNoReach{-1, 0};
 
 cudaError_t launch_prepare(const DeviceGroup& group, const LaunchShape& shape, const PrepareCall& call,
                            cudaStream_t stream);

@@ -8,8 +8,15 @@ namespace epx::cuda {
 namespace {
 
 constexpr int kBlocksPerSm = 2; // at most, of a movement
-constexpr int kPrepareBlocks =
-    64; // enough to sort 32768 routes in a tile each; each block reads the counts of those before
+
+// Senders have multiprocessors of their own where there are enough: stores to peers that wait for the wire would hold up the
+// stores that receivers make beside them. No more than fill the wire, and few rows under way at a time: the earlier the first
+// ones arrive, and the less is left to do for receivers when the last has come.
+constexpr int kMostSenderBlocks = 64;
+constexpr Division divide(int blocks, int warps_in_own_blocks, int warps_in_shared_blocks) {
+  if (blocks < 2 * kMostSenderBlocks) return {blocks, warps_in_shared_blocks};
+  return {kMostSenderBlocks, warps_in_own_blocks};
+}
 
 struct Device {
   int num_sms;
@@ -55,9 +62,10 @@ LaunchShape plan_launches(const GroupShape& shape, int num_sms) {
   const size_t most_shared_bytes = load(prepare_kernel_address(), device);
   if (launch.prepare_shared_bytes > most_shared_bytes)
     fail(EPX_ERROR_UNSUPPORTED, "epx_group_config.num_experts is {}; on this GPU prepare has shared memory for {}",
-         shape.num_experts, most_shared_bytes / prepare_shared_bytes(1));
+         shape.num_experts,
+         (most_shared_bytes - prepare_shared_bytes(0)) / (prepare_shared_bytes(1) - prepare_shared_bytes(0)));
   launch.prepare_blocks = std::min(
-      kPrepareBlocks, sms * blocks_per_sm(prepare_kernel_address(), prepare_threads(), launch.prepare_shared_bytes));
+      kMostPrepareBlocks, sms * blocks_per_sm(prepare_kernel_address(), prepare_threads(), launch.prepare_shared_bytes));
   load(poison_kernel_address(), device);
   const auto blocks_of_all = [&](const std::vector<const void*>& kernels, int threads, size_t shared_bytes) {
     int per_sm = kBlocksPerSm;
@@ -68,7 +76,9 @@ LaunchShape plan_launches(const GroupShape& shape, int num_sms) {
     return sms * per_sm;
   };
   launch.scatter_blocks = blocks_of_all(scatter_kernels(), scatter_threads(), scatter_shared_bytes());
-  launch.gather_blocks = blocks_of_all(gather_kernels(), gather_threads(), 0);
+  launch.gather_blocks = blocks_of_all(gather_kernels(), gather_threads(), gather_shared_bytes());
+  launch.scatter_division = divide(launch.scatter_blocks, 8, 4);
+  launch.gather_division = divide(launch.gather_blocks, 12, 8);
   if (launch.prepare_blocks < 1 || launch.scatter_blocks < 1 || launch.gather_blocks < 1)
     fail(EPX_ERROR_UNSUPPORTED, "this GPU cannot run a block of epx's kernels");
   return launch;

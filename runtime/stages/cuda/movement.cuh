@@ -4,80 +4,124 @@
 #pragma once
 
 #include "runtime/stages/cuda/call.cuh"
+#include "runtime/stages/cuda/kernels.h"
 #include "runtime/stages/cuda/warp.cuh"
 #include "runtime/stages/slots.h"
 #include "runtime/stages/stages.h"
 
 namespace epx::cuda {
 
+// What this rank offers in a movement, but for its plan.
+inline CallPost offer_of(const MovementCall& call, int32_t weights, int64_t sidecar_bytes, const Reach& reach) {
+  CallPost offer{};
+  offer.operation = call.operation;
+  offer.top_k = call.top_k;
+  offer.alignment = call.alignment;
+  offer.hidden = call.hidden;
+  offer.dtype = call.dtype;
+  offer.weights = weights;
+  offer.sidecar_bytes = sidecar_bytes;
+  offer.num_tokens = call.num_tokens;
+  offer.recv_rows = call.recv_rows;
+  offer.rows_allocation = reach.rows_allocation;
+  offer.rows_offset = reach.rows_offset;
+  return offer;
+}
+
 // What a warp does, and which of the warps of its role it is.
 struct Role {
-  bool sends;
+  enum Kind { kSends, kReceives, kIdles } kind;
   int64_t index;
   int64_t count;
 };
 
-// The first `senders` warps of each block send; with one rank, all receive. Neighbours are in different blocks, so that few
-// tokens are on many multiprocessors.
-__device__ inline Role role_of_warp(int senders, int num_ranks) {
+// With one rank, all receive. Neighbours are in different blocks, so that few tokens are on many multiprocessors.
+__device__ inline Role role_of_warp(const Division& division, int num_ranks) {
+  const int blocks = static_cast<int>(gridDim.x);
+  const int block = static_cast<int>(blockIdx.x);
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  if (num_ranks == 1) senders = 0;
-  const bool sends = warp < senders;
-  const int of_role = sends ? senders : warps - senders;
-  return {sends, static_cast<int64_t>(sends ? warp : warp - senders) * gridDim.x + blockIdx.x,
-          static_cast<int64_t>(gridDim.x) * of_role};
+  const int sender_blocks = num_ranks == 1 ? 0 : division.sender_blocks;
+  const int senders = num_ranks == 1 ? 0 : division.sender_warps;
+  const auto role = [](Role::Kind kind, int warp_of_role, int num_warps, int block_of_role, int num_blocks) {
+    return Role{kind, static_cast<int64_t>(warp_of_role) * num_blocks + block_of_role,
+                static_cast<int64_t>(num_warps) * num_blocks};
+  };
+  if (block < sender_blocks && warp < senders) return role(Role::kSends, warp, senders, block, sender_blocks);
+  if (sender_blocks == blocks) return role(Role::kReceives, warp - senders, warps - senders, block, blocks);
+  if (block < sender_blocks) return {Role::kIdles, 0, 0};
+  return role(Role::kReceives, warp, warps, block - sender_blocks, blocks - sender_blocks);
 }
+
+// The routes of one token, a lane each; the second 32 likewise.
+struct WarpRoutes {
+  Route low, high;
+
+  __device__ const Route& own(int first) const { return first < kWarp ? low : high; } // route `first` + lane
+  __device__ int32_t rank(int k) const { return from_lane(k < kWarp ? low.rank : high.rank, k % kWarp); }
+  __device__ int32_t slot(int k) const { return from_lane(k < kWarp ? low.slot : high.slot, k % kWarp); }
+  __device__ int32_t order(int k) const { return from_lane(k < kWarp ? low.order : high.order, k % kWarp); }
+};
+
+// The slots of one token on this rank that are live, in k order.
+struct TokenSlots {
+  WarpList<int32_t> slots;
+  int32_t head = -1; // the first slot, live or not; -1: none
+  int order = 0;     // of this rank among those that the token goes to
+};
 
 // One movement in progress, after its ranks have met.
 class Movement {
 public:
   __device__ Movement(const DeviceGroup& group, const MovementCall& call, const HandleLayout& layout)
       : group_(group), call_(group, call.operation), args_(call), plan_(call.handle_mem, layout) {
-    const HandleHeader& header = *plan_.header;
+    const HandleHeader header = *plan_.header;
+    plan_id_ = header.plan_id;
+    rows_in_use_ = header.rows_in_use;
     is_usable_ = header.magic == kHandleMagic && header.checksum == header_checksum(header) &&
                  header.group_id == group.context.group_id && header.rank == group.context.rank &&
                  header.top_k == call.top_k && header.alignment == call.alignment && header.num_tokens == call.num_tokens;
   }
 
-  // False: the group has failed.
-  __device__ bool begin(CallPost offer) {
-    offer.top_k = args_.top_k;
-    offer.alignment = args_.alignment;
-    offer.hidden = args_.hidden;
-    offer.dtype = args_.dtype;
-    offer.plan_id = is_usable_ ? plan_.header->plan_id : 0;
-    offer.num_tokens = args_.num_tokens;
-    offer.recv_rows = args_.recv_rows;
-    if (!call_.arrive(offer, blockIdx.x == 0)) return false;
-    if (blockIdx.x == 0 && threadIdx.x == 0) report();
-    return true;
+  // False: the group has failed, or the handle memory is not this call's; either way outputs stay untouched. `offer`: see
+  // offer_of(). The same in all threads.
+  __device__ bool begin(const CallPost& offer) {
+    if (blockIdx.x == 0) call_.post(offer, is_usable_ ? plan_id_ : 0);
+    if (!call_.arrive(offer)) return false;
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      report();
+      if (!is_usable_) call_.sent(1);
+    }
+    return is_usable_;
   }
-
-  // False: the handle memory is not this call's; outputs stay untouched.
-  __device__ bool takes_part() const { return is_usable_; }
 
   __device__ const Call& call() const { return call_; }
   __device__ const HandleReader& plan() const { return plan_; }
-  __device__ bool is_active(int rank) const { return is_usable_ && call_.offer_of(rank).plan_id == plan_.header->plan_id; }
+  __device__ bool is_active(int rank) const { return is_usable_ && call_.offers().plan_id[rank] == plan_id_; }
   // Whether a route takes part in this call: kept by prepare, its rank active, its slot below that rank's N.
   __device__ bool is_live(const Route& route) const {
-    return route.slot >= 0 && is_active(route.rank) && route.slot < call_.offer_of(route.rank).recv_rows;
+    return route.slot >= 0 && is_active(route.rank) && route.slot < call_.offers().recv_rows[route.rank];
   }
-  // The slots here of a token that are live, in k order.
-  __device__ WarpList<int32_t> live_slots(int rank, int64_t token) const {
-    WarpList<int32_t> slots;
-    for (int64_t slot = head_of(rank, token); slot >= 0; slot = plan_.slot_records[slot].next_slot)
-      if (slot < args_.recv_rows) slots.append(static_cast<int32_t>(slot));
-    return slots;
+  __device__ WarpRoutes routes_of(int64_t token) const {
+    const Route* const routes = plan_.routes + token * args_.top_k;
+    constexpr Route kNone{-1, -1, 0};
+    return {lane() < args_.top_k ? routes[lane()] : kNone,
+            lane() + kWarp < args_.top_k ? routes[lane() + kWarp] : kNone};
   }
-  // The first slot here of a token, live or not; -1: none.
-  __device__ int32_t head_of(int rank, int64_t token) const {
-    return plan_.heads[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
+  __device__ TokenSlots slots_of(int rank, int64_t token) const {
+    TokenSlots found;
+    found.head = plan_.heads[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
+    for (int64_t slot = found.head; slot >= 0;) {
+      const SlotRecord record = plan_.slot_records[slot];
+      if (slot < args_.recv_rows) found.slots.append(static_cast<int32_t>(slot));
+      found.order = record.order;
+      slot = record.next_slot;
+    }
+    return found;
   }
   // Tokens of a rank that may have slots here.
   __device__ int64_t tokens_of(int rank) const {
-    return is_active(rank) ? call_.offer_of(rank).num_tokens : group_.context.shape.max_tokens_per_rank;
+    return is_active(rank) ? call_.offers().num_tokens[rank] : group_.context.shape.max_tokens_per_rank;
   }
   // The token of a peer that is `index`-th in the order in which this rank serves its peers: tokens ascending, and at each
   // token another peer first, since stores of all ranks to the same peer at the same time take longer. May be beyond its
@@ -104,12 +148,8 @@ public:
     return most * (call_.num_ranks() - 1);
   }
 
-  // Where a peer's receive rows can be written; NULL where they cannot.
-  __device__ std::byte* rows_of(int rank) const {
-    const CallPost& offer = call_.offer_of(rank);
-    if (offer.rows_allocation < 0) return nullptr;
-    return group_.allocations[offer.rows_allocation % kMaxDeviceAllocations * call_.num_ranks() + rank] + offer.rows_offset;
-  }
+  // Where a rank's receive rows can be written; NULL where they cannot.
+  __device__ std::byte* rows_of(int rank) const { return call_.offers().rows[rank]; }
 
 private:
   // What the host transport reports too, in the same order.
@@ -119,12 +159,12 @@ private:
       return;
     }
     for (int rank = 0; rank < call_.num_ranks(); ++rank) {
-      const uint64_t plan_id = call_.offer_of(rank).plan_id;
-      if (plan_id == 0 || plan_id == plan_.header->plan_id) continue;
+      const uint64_t plan_id = call_.offers().plan_id[rank];
+      if (plan_id == 0 || plan_id == plan_id_) continue;
       call_.record_event(EPX_EVENT_HANDLE_MISMATCH, 0, 0, 0, rank, static_cast<int64_t>(plan_id), plan_.header);
       break;
     }
-    if (args_.recv_rows >= plan_.header->rows_in_use) return;
+    if (args_.recv_rows >= rows_in_use_) return;
     const ExpertBlocks experts{group_.context.shape.num_experts, call_.num_ranks()};
     int64_t beyond = 0;
     for (int expert = 0; expert < experts.num_local_experts(call_.rank()); ++expert) {
@@ -141,6 +181,8 @@ private:
   const MovementCall& args_;
   HandleReader plan_;
   bool is_usable_;
+  uint64_t plan_id_; // of the handle memory
+  int64_t rows_in_use_;
 };
 
 } // namespace epx::cuda

@@ -1,12 +1,13 @@
-// prepare in one kernel. Ranks exchange only their counts; each computes its own slots by a stable counting sort.
+// prepare in one kernel. Ranks exchange only their counts; each computes its own slots by a stable counting sort. All that blocks
+// and ranks tell each other are words that tell of themselves (Call::wait_for_word), so that nobody fences or waits for all.
 //
-//   count    each block counts the routes of its own run of tokens, by expert                      -> block_counts
-//   publish  the last block to have counted adds the blocks' counts up and stores the sums into every peer's window; its post
-//            follows them
-//   assign   once all ranks have arrived, each block knows where its routes of each expert begin: the zone, then the ranks
-//            before this one, then the blocks before this one. It walks its tokens tile by tile, gives every route its slot,
-//            and stores where the slot comes from into the window of the slot's rank.
-//   deliver  once all ranks have sent, blocks copy what came to the handle memory and write the outputs
+//   count    each block counts the routes of its own run of tokens, by expert                                -> block_counts
+//   publish  each block takes some experts, adds their counts up over the blocks, stores the sums into every peer's window, and
+//            tells each block how many routes the blocks before it have                                      -> routes_before
+//   assign   each block now knows where its routes of each expert begin: the zone, then the ranks before this one, then the
+//            blocks before this one. It walks its tokens tile by tile, gives every route its slot, and stores where the slot
+//            comes from into the window of the slot's rank.
+//   deliver  all blocks write the handle memory and the outputs from what has come.
 #include <algorithm>
 
 #include "runtime/stages/cuda/kernels.h"
@@ -28,40 +29,35 @@ struct Params {
   DeviceGroup group;
   PrepareCall call;
   HandleLayout layout;
+  CallPost offer;
 };
 
-// Dynamic shared memory: int32 next[E] | int32 zone[E] | int32 demand[E] | int32 warp_base[kWarps, E].
-__host__ __device__ constexpr size_t shared_bytes(int num_experts) {
-  return sizeof(int32_t) * static_cast<size_t>(num_experts) * (3 + kWarps);
+// Dynamic shared memory: int32 next[E] | int32 zone[E] | int32 demand[E] | int32 warp_base[kWarps, E], or what publish() adds up:
+// fewer than E + blocks.
+constexpr size_t shared_bytes(int num_experts) {
+  return sizeof(int32_t) * (static_cast<size_t>(num_experts) * (3 + kWarps) + kMostPrepareBlocks);
 }
 
 class Prepare {
 public:
-  __device__ Prepare(const Params& params, int32_t* shared)
-      : group_(params.group), args_(params.call), call_(params.group, EPX_OP_PREPARE),
+  __device__ Prepare(const Params& params, int32_t* shared, unsigned long long& dropped_of_mine)
+      : params_(params), group_(params.group), args_(params.call), call_(params.group, EPX_OP_PREPARE),
         shape_(params.group.context.shape), experts_{shape_.num_experts, shape_.num_ranks},
         plan_(params.call.handle_mem, params.layout), next_(shared), zone_(shared + shape_.num_experts),
         demand_(shared + 2 * shape_.num_experts), warp_base_(shared + 3 * shape_.num_experts),
-        usable_(usable_slots(shape_.max_recv_tokens, params.call.alignment)) {
+        dropped_of_mine_(dropped_of_mine), usable_(usable_slots(shape_.max_recv_tokens, params.call.alignment)) {
     const int64_t tokens_per_block = (args_.num_tokens + gridDim.x - 1) / gridDim.x;
     begin_ = min(tokens_per_block * static_cast<int64_t>(blockIdx.x), args_.num_tokens);
     end_ = min(begin_ + tokens_per_block, args_.num_tokens);
   }
 
   __device__ void run() {
-    const bool is_last = count();
-    if (is_last) publish();
-    CallPost offer{};
-    offer.top_k = args_.top_k;
-    offer.alignment = args_.alignment;
-    offer.num_tokens = args_.num_tokens;
-    if (!call_.arrive(offer, is_last)) return;
-    find_bases();
+    if (blockIdx.x == 0) call_.post(params_.offer, 0);
+    count();
+    if (!publish() || !call_.arrive(params_.offer) || !find_bases()) return;
     assign();
-    call_.sent();
-    if (!call_.wait(EPX_PHASE_COMPLETE)) return;
+    if (threadIdx.x == 0) call_.sent(gridDim.x);
     deliver();
-    call_.end();
   }
 
 private:
@@ -78,101 +74,165 @@ private:
   }
 
   // Two matrices by parity of the call: a peer that is already in call n + 1 writes the other one.
-  __device__ int64_t counts_offset(int source) const {
+  __device__ TaggedCount* counts_of(int owner, int source) const {
     const int64_t row = static_cast<int64_t>(call_.sequence() & 1) * shape_.num_ranks + source;
-    return group_.context.layout.counts.offset + row * num_experts() * static_cast<int64_t>(sizeof(int32_t));
+    return group_.window().at<TaggedCount>(owner, group_.context.layout.counts.offset) + row * num_experts();
   }
+  // Once it has come.
   __device__ int32_t count_of(int source, int expert) const {
-    return group_.window().local<int32_t>(counts_offset(source))[expert];
+    return load_whole_relaxed_sys(&counts_of(call_.rank(), source)[expert]).value;
+  }
+  __device__ void tell(TaggedCount* place, int32_t value) const {
+    store_whole_relaxed_sys(place, TaggedCount{value, call_.tag()});
+  }
+  // For one thread. False: the group has failed.
+  __device__ bool wait_for(const TaggedCount* place, int source, int32_t& value) const {
+    TaggedCount word{};
+    const bool ok = call_.wait_for_word(place, word, [&] { return source; });
+    value = word.value;
+    return ok;
   }
 
-  // sums[e] += the routes to e that the first `blocks` blocks have counted. sums in shared memory; all threads.
-  __device__ void add_block_counts(unsigned blocks, int32_t* sums) const {
-    const int total = static_cast<int>(blocks) * num_experts();
-#pragma unroll 8
-    for (int i = threadIdx.x; i < total; i += kThreads)
-      if (const int32_t count = group_.block_counts[i]; count != 0) atomicAdd(&sums[i % num_experts()], count);
+  // Two columns more than experts: how many bad indices the block has seen, and the first of them, ~ of the route.
+  __device__ TaggedCount* block_counts(int block) const {
+    return group_.prepare_scratch + static_cast<int64_t>(block) * (num_experts() + 2);
+  }
+  __device__ TaggedCount* routes_before(int block) const {
+    return group_.prepare_scratch + static_cast<int64_t>(gridDim.x) * (num_experts() + 2) +
+           static_cast<int64_t>(block) * num_experts();
   }
 
-  // True in the last block to have counted; it sees what the others have.
-  __device__ bool count() {
-    __shared__ bool is_last;
+  __device__ void count() {
+    __shared__ int32_t num_bad;
+    __shared__ unsigned first_bad_inverted; // so that the largest is the first
     for (int e = threadIdx.x; e < num_experts(); e += kThreads)
       next_[e] = 0;
+    if (threadIdx.x == 0) {
+      num_bad = 0;
+      first_bad_inverted = 0;
+    }
     __syncthreads();
     for (int64_t route = begin_ * args_.top_k + threadIdx.x; route < end_ * args_.top_k; route += kThreads) {
       const int expert = expert_of(route);
       if (expert >= 0) {
         atomicAdd(&next_[expert], 1);
       } else if (index_at(route) != -1) {
-        atomicAdd(&group_.state->bad_indices, 1ull);
-        atomicMax(&group_.state->first_bad_inverted, ~static_cast<unsigned long long>(route));
+        atomicAdd(&num_bad, 1);
+        atomicMax(&first_bad_inverted, ~static_cast<unsigned>(route));
       }
     }
     __syncthreads();
-    int32_t* const mine = group_.block_counts + static_cast<int64_t>(blockIdx.x) * num_experts();
+    TaggedCount* const mine = block_counts(blockIdx.x);
     for (int e = threadIdx.x; e < num_experts(); e += kThreads)
-      mine[e] = next_[e];
-    __syncthreads();
+      tell(&mine[e], next_[e]);
     if (threadIdx.x == 0) {
-      fence_acq_rel_gpu();
-      is_last = atomicAdd(&group_.state->blocks_counted, 1u) == gridDim.x - 1;
-      if (is_last) group_.state->blocks_counted = 0;
-      fence_acq_rel_gpu();
+      tell(&mine[num_experts()], num_bad);
+      tell(&mine[num_experts() + 1], static_cast<int32_t>(first_bad_inverted));
     }
-    __syncthreads();
-    return is_last;
   }
 
-  __device__ void publish() {
-    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
-      demand_[e] = 0;
-    __syncthreads();
-    add_block_counts(gridDim.x, demand_);
-    __syncthreads();
-    for (int i = threadIdx.x; i < shape_.num_ranks * num_experts(); i += kThreads)
-      group_.window().at<int32_t>(i / num_experts(), counts_offset(call_.rank()))[i % num_experts()] =
-          demand_[i % num_experts()];
-    if (threadIdx.x == 0 && group_.state->bad_indices > 0) {
-      const auto first = static_cast<int64_t>(~group_.state->first_bad_inverted);
-      call_.record_event(EPX_EVENT_BAD_INDEX, static_cast<int64_t>(group_.state->bad_indices), index_at(first),
-                         first / args_.top_k, first % args_.top_k);
+  // False: the group has failed. The same in all threads.
+  __device__ bool publish() {
+    const int blocks = static_cast<int>(gridDim.x);
+    const int per_block = (num_experts() + blocks - 1) / blocks;
+    const int first = min(static_cast<int>(blockIdx.x) * per_block, num_experts());
+    const int experts = min(per_block, num_experts() - first);
+    int32_t* const counts = warp_base_; // [experts, blocks]
+    bool ok = true;
+    for (int i = threadIdx.x; i < experts * blocks && ok; i += kThreads) {
+      const int block = i / experts;
+      const int expert = i % experts;
+      ok = wait_for(&block_counts(block)[first + expert], call_.rank(), counts[expert * blocks + block]);
     }
+    if (__syncthreads_and(ok ? 1 : 0) == 0) return false;
+    for (int expert = threadIdx.x / kWarp; expert < experts; expert += kWarps) {
+      int32_t total = 0;
+      for (int begin = 0; begin < blocks; begin += kWarp) {
+        const int block = begin + lane();
+        const int32_t mine = block < blocks ? counts[expert * blocks + block] : 0;
+        const int32_t sum = inclusive_sum(mine);
+        if (block < blocks) tell(&routes_before(block)[first + expert], total + sum - mine);
+        total += __shfl_sync(~0u, sum, kWarp - 1);
+      }
+      for (int peer = lane(); peer < shape_.num_ranks; peer += kWarp)
+        tell(&counts_of(peer, call_.rank())[first + expert], total);
+    }
+    if (blockIdx.x == 0 && threadIdx.x / kWarp == kWarps - 1) report_bad_indices();
+    return true;
+  }
+
+  __device__ static int32_t inclusive_sum(int32_t value) {
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const int32_t left = __shfl_up_sync(~0u, value, distance);
+      if (lane() >= distance) value += left;
+    }
+    return value;
+  }
+
+  // One warp.
+  __device__ void report_bad_indices() const {
+    int32_t number = 0;
+    unsigned first_inverted = 0;
+    for (int block = lane(); block < static_cast<int>(gridDim.x); block += kWarp) {
+      int32_t of_block = 0;
+      int32_t inverted = 0;
+      if (!wait_for(&block_counts(block)[num_experts()], call_.rank(), of_block) ||
+          !wait_for(&block_counts(block)[num_experts() + 1], call_.rank(), inverted))
+        break;
+      number += of_block;
+      first_inverted = max(first_inverted, static_cast<unsigned>(inverted));
+    }
+    __syncwarp();
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      number += __shfl_xor_sync(~0u, number, distance);
+      first_inverted = max(first_inverted, __shfl_xor_sync(~0u, first_inverted, distance));
+    }
+    if (lane() != 0 || number == 0) return;
+    const auto first = static_cast<int64_t>(~first_inverted);
+    call_.record_event(EPX_EVENT_BAD_INDEX, number, index_at(first), first / args_.top_k, first % args_.top_k);
   }
 
   // demand_[e]: routes of all ranks. zone_[e]: first slot of the expert's zone on its rank. next_[e]: the next slot for a route
-  // of this block.
-  __device__ void find_bases() {
+  // of this block. False: the group has failed. The same in all threads.
+  __device__ bool find_bases() {
+    bool ok = true;
     for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
-      int32_t demand = 0;
-      for (int source = 0; source < shape_.num_ranks; ++source) {
-        if (source == call_.rank()) next_[e] = demand;
-        demand += count_of(source, e);
-      }
-      demand_[e] = demand;
-      zone_[e] = static_cast<int32_t>(zone_rows(demand, args_.alignment));
+      demand_[e] = 0;
+      if (ok) ok = wait_for(&routes_before(blockIdx.x)[e], call_.rank(), next_[e]);
     }
+    if (threadIdx.x == 0) dropped_of_mine_ = 0;
     __syncthreads();
-    add_block_counts(blockIdx.x, next_);
-    const int warp = threadIdx.x / kWarp;
-    for (int rank = warp; rank < shape_.num_ranks; rank += kWarps) { // an exclusive sum over each rank's experts
+    for (int i = threadIdx.x; i < shape_.num_ranks * num_experts() && ok; i += kThreads) {
+      const int source = i / num_experts();
+      const int e = i % num_experts();
+      int32_t routes = 0;
+      ok = wait_for(&counts_of(call_.rank(), source)[e], source, routes);
+      if (routes == 0) continue;
+      atomicAdd(&demand_[e], routes);
+      if (source < call_.rank()) atomicAdd(&next_[e], routes);
+    }
+    if (__syncthreads_and(ok ? 1 : 0) == 0) return false;
+    for (int rank = threadIdx.x / kWarp; rank < shape_.num_ranks; rank += kWarps) { // where each rank's zones begin
       int32_t before = 0;
       for (int first = experts_.first_expert(rank); first < experts_.first_expert(rank + 1); first += kWarp) {
         const int e = first + lane();
-        const int32_t mine = e < experts_.first_expert(rank + 1) ? zone_[e] : 0;
-        int32_t sum = mine;
-        for (int distance = 1; distance < kWarp; distance *= 2) {
-          const int32_t left = __shfl_up_sync(~0u, sum, distance);
-          if (lane() >= distance) sum += left;
-        }
-        if (e < experts_.first_expert(rank + 1)) zone_[e] = before + sum - mine;
+        const bool is_expert = e < experts_.first_expert(rank + 1);
+        const auto mine = is_expert ? static_cast<int32_t>(zone_rows(demand_[e], args_.alignment)) : 0;
+        const int32_t sum = inclusive_sum(mine);
+        if (is_expert) zone_[e] = before + sum - mine;
         before += __shfl_sync(~0u, sum, kWarp - 1);
       }
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
+    for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
       next_[e] += zone_[e];
+      if (blockIdx.x != 0) continue; // the first block's routes are the first of this rank
+      const int32_t mine = count_of(call_.rank(), e);
+      const int64_t kept = max(int64_t{0}, min(usable_ - next_[e], int64_t{mine}));
+      if (kept < mine) atomicAdd(&dropped_of_mine_, static_cast<unsigned long long>(mine - kept));
+    }
     __syncthreads();
+    return true;
   }
 
   __device__ void assign() {
@@ -212,10 +272,7 @@ private:
     int64_t slot = -1;
     if (expert >= 0) {
       slot = warp_base_[warp * num_experts() + expert] + __popc(before);
-      if (slot >= usable_) {
-        atomicAdd(&group_.state->dropped_of_mine, 1ull);
-        slot = -1;
-      }
+      if (slot >= usable_) slot = -1;
     }
     slots[thread] = static_cast<int32_t>(slot);
     ranks[thread] = slot >= 0 ? experts_.rank_of(expert) : -1;
@@ -251,9 +308,9 @@ private:
     plan_.routes[route] = {slot, rank, order};
     const SlotPost post{{static_cast<int32_t>(route / args_.top_k), next_slot, static_cast<uint16_t>(call_.rank()),
                          static_cast<uint8_t>(k), static_cast<uint8_t>(is_first ? 1 : 0),
-                         static_cast<uint8_t>(order & 0x7f)}};
-    *reinterpret_cast<uint4*>(group_.window().at<SlotPost>(rank, group_.context.layout.slot_posts.offset) + slot) =
-        *reinterpret_cast<const uint4*>(&post);
+                         static_cast<uint8_t>(order & 0x7f)},
+                        call_.tag()};
+    store_whole_relaxed_sys(group_.window().at<SlotPost>(rank, group_.context.layout.slot_posts.offset) + slot, post);
   }
 
   // Tells every rank the first slot there of each token of the tile; -1 where there is none. Neighbouring threads, neighbouring
@@ -265,8 +322,9 @@ private:
       int32_t head = -1;
       for (int k = args_.top_k - 1; k >= 0; --k)
         if (const int route = token * args_.top_k + k; ranks[route] == rank) head = slots[route];
-      group_.window().at<int32_t>(rank, group_.context.layout.heads.offset)[head_index(call_.rank(), first_token + token)] =
-          head;
+      tell(group_.window().at<TaggedCount>(rank, group_.context.layout.heads.offset) +
+               head_index(call_.rank(), first_token + token),
+           head);
     }
   }
   __device__ int64_t head_index(int source, int64_t token) const {
@@ -309,19 +367,25 @@ private:
     const int64_t rows_needed =
         local_experts == 0 ? 0 : zone_[last_expert] + zone_rows(demand_[last_expert], args_.alignment);
     const int64_t rows_in_use = min(rows_needed, usable_);
+    if (thread < kWarp) report(local_experts, rows_needed);
+    const auto* heads = group_.window().local<TaggedCount>(group_.context.layout.heads.offset);
+    const int64_t max_tokens = shape_.max_tokens_per_rank;
+    for (int64_t i = thread; i < shape_.num_ranks * max_tokens; i += threads) {
+      const auto source = static_cast<int>(i / max_tokens);
+      int32_t head = -1;
+      if (i % max_tokens < call_.offers().num_tokens[source] && !wait_for(&heads[i], source, head)) return;
+      plan_.heads[i] = head;
+    }
     for (int64_t slot = thread; slot < rows_in_use; slot += threads) {
       const int expert = expert_at(slot);
       const bool is_pad = slot - zone_[expert] >= demand_[expert];
-      const SlotRecord record = is_pad ? kPadRecord : posts[slot].record;
+      SlotPost post{kPadRecord, 0};
+      if (!is_pad && !call_.wait_for_word(&posts[slot], post, [&] { return source_of(slot); })) return;
+      const SlotRecord& record = post.record;
       plan_.slot_records[slot] = record;
       if (args_.slot_origin != nullptr)
         write_origin(slot, is_pad ? -1 : record.source, record.token, is_pad ? -1 : record.k);
     }
-    const auto* heads = group_.window().local<int32_t>(group_.context.layout.heads.offset);
-    for (int source = 0; source < shape_.num_ranks; ++source)
-      for (int64_t token = thread; token < shape_.max_tokens_per_rank; token += threads)
-        plan_.heads[head_index(source, token)] =
-            token < call_.offer_of(source).num_tokens ? heads[head_index(source, token)] : -1;
     if (args_.slot_origin != nullptr)
       for (int64_t slot = rows_in_use + thread; slot < shape_.max_recv_tokens; slot += threads)
         write_origin(slot, -1, -1, -1);
@@ -333,12 +397,6 @@ private:
       plan_.zone_begin[local_experts] = static_cast<int32_t>(rows_in_use);
       store_count(args_.offsets, local_experts, rows_in_use);
       write_header(rows_in_use);
-    }
-    if (thread < kWarp) report(local_experts, rows_needed);
-    if (thread == 0) {
-      group_.state->bad_indices = 0; // all blocks have sent: none counts any more
-      group_.state->first_bad_inverted = 0;
-      group_.state->dropped_of_mine = 0;
     }
   }
 
@@ -374,6 +432,18 @@ private:
     return low;
   }
 
+  // The rank whose route has this slot.
+  __device__ int source_of(int64_t slot) const {
+    const int expert = expert_at(slot);
+    int64_t before = zone_[expert];
+    int source = 0;
+    for (; source < shape_.num_ranks - 1; ++source) {
+      before += count_of(source, expert);
+      if (slot < before) break;
+    }
+    return source;
+  }
+
   // One warp.
   __device__ void report(int local_experts, int64_t rows_needed) const {
     int64_t demand = 0;
@@ -391,13 +461,14 @@ private:
       args_.info[0] = demand;
       args_.info[1] = kept;
       args_.info[2] = demand - kept;
-      args_.info[3] = static_cast<int64_t>(group_.state->dropped_of_mine);
+      args_.info[3] = static_cast<int64_t>(dropped_of_mine_);
       args_.info[4] = rows_needed;
     }
     if (group_.context.overflow == EPX_OVERFLOW_ERROR && demand > kept)
       call_.record_event(EPX_EVENT_OVERFLOW, demand, demand - kept, rows_needed);
   }
 
+  const Params& params_;
   const DeviceGroup& group_;
   const PrepareCall& args_;
   Call call_;
@@ -408,12 +479,14 @@ private:
   int32_t* zone_;      // [E]
   int32_t* demand_;    // [E]
   int32_t* warp_base_; // [kWarps, E]
+  unsigned long long& dropped_of_mine_; // of this rank's routes; in the first block
   int64_t usable_;
   int64_t begin_, end_; // tokens of this block
 };
 
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Params params) {
-  Prepare(params, dynamic_shared_memory<int32_t>()).run();
+  __shared__ unsigned long long dropped_of_mine;
+  Prepare(params, dynamic_shared_memory<int32_t>(), dropped_of_mine).run();
 }
 
 } // namespace
@@ -427,10 +500,19 @@ int prepare_threads() {
 size_t prepare_shared_bytes(int num_experts) {
   return shared_bytes(num_experts);
 }
+size_t prepare_scratch_words(int num_experts, int blocks) {
+  return static_cast<size_t>(blocks) * (2 * static_cast<size_t>(num_experts) + 2); // block_counts and routes_before
+}
 
 cudaError_t launch_prepare(const DeviceGroup& group, const LaunchShape& shape, const PrepareCall& call,
                            cudaStream_t stream) {
-  Params params{group, call, make_handle_layout(group.context.shape, call.top_k)};
+  CallPost offer{};
+  offer.operation = EPX_OP_PREPARE;
+  offer.top_k = call.top_k;
+  offer.alignment = call.alignment;
+  offer.num_tokens = call.num_tokens;
+  offer.rows_allocation = -1;
+  const Params params{group, call, make_handle_layout(group.context.shape, call.top_k), offer};
   // A tile for each block, but enough blocks to write the outputs.
   const int64_t tiles = (call.num_tokens * call.top_k + kThreads - 1) / kThreads;
   const int blocks =

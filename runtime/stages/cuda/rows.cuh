@@ -1,4 +1,5 @@
-// Rows of elements, one warp at a time: copies, conversions, and the arithmetic that the contract fixes.
+// Rows of elements, one warp at a time: copies, conversions, and the arithmetic that the contract fixes. Each has two forms:
+// through a RowStream where rows are aligned to 16 bytes, and a plain one for the rest.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "runtime/stages/cuda/row_stream.cuh"
 #include "runtime/stages/cuda/warp.cuh"
 
 namespace epx::cuda {
@@ -46,8 +48,13 @@ __device__ inline void spread_row(const std::byte* from, int64_t bytes, std::byt
     spread_units<uint8_t>(from, bytes, lanes, to);
 }
 
-__device__ inline void copy_row(std::byte* to, const std::byte* from, int64_t bytes) {
-  spread_row(from, bytes, lane() == 0 ? to : nullptr);
+// The same, begun only where bulk copies can do it: stream.finish() ends it.
+__device__ inline void begin_to_spread_row(RowStream& stream, const std::byte* from, int64_t bytes, std::byte* to) {
+  const uint64_t bits = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | static_cast<uint64_t>(bytes);
+  if (__all_sync(~0u, bits % 16 == 0 ? 1 : 0) != 0)
+    stream.spread(from, bytes, to);
+  else
+    spread_row(from, bytes, to);
 }
 
 __device__ inline void zero_row(std::byte* to, int64_t bytes) {
@@ -129,113 +136,125 @@ __device__ inline Run<T> rounded(const float (&values)[kRun]) {
   return run;
 }
 
-// Elements [h, h + kRun) of a row as they lie in memory. Vector rows are aligned to 16 bytes, and `hidden` is a multiple of kRun:
-// then a load is one instruction or two, whose result nobody touches before it is needed, so that many are under way.
-template <typename T, bool kVector>
-struct Loaded {
-  Run<T> run;
-  __device__ void load(const T* row, int64_t h, int64_t hidden) { run = load_run(row, h, hidden); }
-  __device__ Run<T> get() const { return run; }
-};
+// Rows of which some address has these bits set.
 template <typename T>
-struct Loaded<T, true> {
-  static constexpr int kWords = sizeof(Run<T>) / sizeof(uint4);
-  uint4 words[kWords];
-  __device__ void load(const T* row, int64_t h, int64_t hidden) {
-    if (h < hidden) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i)
-        words[i] = reinterpret_cast<const uint4*>(row + h)[i];
-    }
-  }
-  __device__ Run<T> get() const {
-    Run<T> run;
-    memcpy(&run, words, sizeof(run));
-    return run;
-  }
-};
-
-// Whether rows whose addresses have these bits set between them are vector rows.
-__device__ inline bool are_vector_rows(uint64_t address_bits, int64_t hidden) {
+__device__ inline bool can_be_streamed(uint64_t address_bits, int64_t hidden) {
   return address_bits % 16 == 0 && hidden % kRun == 0;
 }
 
-template <bool kVector, typename T>
-__device__ __noinline__ void spread_scaled_rows(const T* from, int64_t hidden, unsigned lanes, T* to, float weight) {
-  constexpr int kWide = kVector ? 2 : 1;                               // stretches under way at a time
-  for (int64_t first = 0; first < hidden; first += kWide * kStretch) { // the same in all lanes
-    const int64_t h = first + lane() * kRun;
-    Loaded<T, kVector> row[kWide];
+// A stretch of elements in a piece of a row: the lane's run of it, if the row is that long. Calls
+// serve(stretch, element of the row, run).
+template <typename T>
+constexpr int kStretchesOfPiece = RowStream::kPieceBytes / static_cast<int>(kStretch * sizeof(T));
+template <typename T, typename Serve>
+__device__ inline void for_each_run(const std::byte* piece, uint32_t piece_bytes, int64_t offset, const Serve& serve) {
 #pragma unroll
-    for (int wide = 0; wide < kWide; ++wide)
-      row[wide].load(from, h + wide * kStretch, hidden);
-    for (unsigned left = lanes; left != 0; left &= left - 1) {
-      const int place = __ffs(static_cast<int>(left)) - 1;
-      const float factor = from_lane(weight, place);
-      T* const target = from_lane(to, place);
+  for (int stretch = 0; stretch < kStretchesOfPiece<T>; ++stretch) {
+    const uint32_t at = static_cast<uint32_t>(stretch * kStretch + lane() * kRun) * sizeof(T);
+    if (at < piece_bytes)
+      serve(stretch, (offset + at) / static_cast<int64_t>(sizeof(T)), *reinterpret_cast<const Run<T>*>(piece + at));
+  }
+}
+
+// ---- Scaled copies ----
+
+template <typename T>
+__device__ inline Run<T> scaled(float factor, const Run<T>& run) {
+  float values[kRun];
 #pragma unroll
-      for (int wide = 0; wide < kWide; ++wide) {
-        const Run<T> run = row[wide].get();
-        float scaled[kRun];
-        for (int i = 0; i < kRun; ++i)
-          scaled[i] = __fmul_rn(factor, to_float(run.values[i]));
-        store_run(target, h + wide * kStretch, hidden, rounded<T>(scaled));
-      }
-    }
+  for (int i = 0; i < kRun; ++i)
+    values[i] = __fmul_rn(factor, to_float(run.values[i]));
+  return rounded<T>(values);
+}
+
+template <typename T>
+__device__ inline void store_scaled(const Run<T>& run, int64_t h, int64_t hidden, unsigned lanes, T* to, float weight) {
+  for (unsigned left = lanes; left != 0; left &= left - 1) {
+    const int place = __ffs(static_cast<int>(left)) - 1;
+    store_run(from_lane(to, place), h, hidden, scaled(from_lane(weight, place), run));
   }
 }
 
 // For each lane that names a place: that row = round(its weight * from). A place may be `from` itself.
 template <typename T>
-__device__ inline void spread_scaled(const T* from, int64_t hidden, T* to, float weight) {
+__device__ inline void spread_scaled(RowStream& stream, const T* from, int64_t hidden, T* to, float weight) {
   const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
   if (lanes == 0) return;
-  if (are_vector_rows(reinterpret_cast<uint64_t>(from), hidden))
-    spread_scaled_rows<true>(from, hidden, lanes, to, weight);
-  else
-    spread_scaled_rows<false>(from, hidden, lanes, to, weight);
+  if (!can_be_streamed<T>(reinterpret_cast<uint64_t>(from), hidden)) {
+    for (int64_t first = 0; first < hidden; first += kStretch) { // the same in all lanes
+      const int64_t h = first + lane() * kRun;
+      store_scaled(load_run(from, h, hidden), h, hidden, lanes, to, weight);
+    }
+    return;
+  }
+  stream.read(
+      1, hidden * static_cast<int64_t>(sizeof(T)), [&](int) { return reinterpret_cast<const std::byte*>(from); },
+      [&](int, int64_t offset, const std::byte* piece, uint32_t piece_bytes) {
+        for (int stretch = 0; stretch < kStretchesOfPiece<T>; ++stretch) { // the same in all lanes
+          const uint32_t at = static_cast<uint32_t>(stretch * kStretch + lane() * kRun) * sizeof(T);
+          Run<T> run{};
+          if (at < piece_bytes) run = *reinterpret_cast<const Run<T>*>(piece + at);
+          store_scaled(run, (offset + at) / static_cast<int64_t>(sizeof(T)), hidden, lanes, to, weight);
+        }
+      });
 }
 
-// This lane's part: the sum of its 8 accumulators.
-template <bool kVector, typename T>
-__device__ __noinline__ float sum_of_products(const T* a, const T* b, int64_t hidden) {
-  constexpr int kWide = !kVector ? 1 : sizeof(T) == 2 ? 4 : 2; // stretches under way at a time, of both rows
-  float acc[kRun] = {};
-  for (int64_t h = lane() * kRun; h < hidden; h += kWide * kStretch) {
-    Loaded<T, kVector> x[kWide], y[kWide];
-#pragma unroll
-    for (int wide = 0; wide < kWide; ++wide) {
-      x[wide].load(a, h + wide * kStretch, hidden);
-      y[wide].load(b, h + wide * kStretch, hidden);
-    }
-#pragma unroll
-    for (int wide = 0; wide < kWide; ++wide) {
-      const int64_t begin = h + wide * kStretch;
-      if (begin >= hidden) break;
-      const Run<T> x_run = x[wide].get(), y_run = y[wide].get();
-#pragma unroll
-      for (int i = 0; i < kRun; ++i)
-        if (kVector || begin + i < hidden) // an absent element takes no step
-          acc[i] = __fmaf_rn(to_float(x_run.values[i]), to_float(y_run.values[i]), acc[i]);
-    }
-  }
+// ---- Products ----
+
+// The fixed tree of epx_combine_bwd: 256 accumulators, j = h mod 256, of which this lane has the eight of its runs; then adjacent
+// pairs. The result is in every lane.
+__device__ inline float sum_of_tree(float (&acc)[kRun]) {
 #pragma unroll
   for (int left = kRun / 2; left > 0; left /= 2)
 #pragma unroll
     for (int i = 0; i < left; ++i)
       acc[i] = __fadd_rn(acc[2 * i], acc[2 * i + 1]);
-  return acc[0];
-}
-
-// The fixed tree of epx_combine_bwd: 256 accumulators, j = h mod 256, then adjacent pairs. The result is in every lane.
-template <typename T>
-__device__ inline float dot_rows(const T* a, const T* b, int64_t hidden) {
-  const bool are_vectors = are_vector_rows(reinterpret_cast<uint64_t>(a) | reinterpret_cast<uint64_t>(b), hidden);
-  float sum = are_vectors ? sum_of_products<true>(a, b, hidden) : sum_of_products<false>(a, b, hidden);
+  float sum = acc[0];
   for (int distance = 1; distance < kWarp; distance *= 2)
     sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, distance));
   return sum;
 }
+
+template <typename T>
+__device__ inline void add_products(float (&acc)[kRun], const Run<T>& a, const Run<T>& b, int count) {
+#pragma unroll
+  for (int i = 0; i < kRun; ++i)
+    if (i < count) // an absent element takes no step
+      acc[i] = __fmaf_rn(to_float(a.values[i]), to_float(b.values[i]), acc[i]);
+}
+
+// Returns the product of grad and x, by the fixed tree; and to = round(weight * grad), or the same bits if !is_weighted. `to` may
+// be `grad` itself.
+template <typename T>
+__device__ inline float scale_and_multiply(RowStream& stream, const T* grad, const T* x, int64_t hidden, T* to,
+                                           bool is_weighted, float weight) {
+  float acc[kRun] = {};
+  if (!can_be_streamed<T>(reinterpret_cast<uint64_t>(grad) | reinterpret_cast<uint64_t>(x), hidden)) {
+    for (int64_t h = lane() * kRun; h < hidden; h += kStretch) {
+      const Run<T> run = load_run(grad, h, hidden);
+      add_products(acc, run, load_run(x, h, hidden), static_cast<int>(min(int64_t{kRun}, hidden - h)));
+      store_run(to, h, hidden, is_weighted ? scaled(weight, run) : run);
+    }
+    return sum_of_tree(acc);
+  }
+  Run<T> runs[kStretchesOfPiece<T>];
+  stream.read(
+      2, hidden * static_cast<int64_t>(sizeof(T)),
+      [&](int row) { return reinterpret_cast<const std::byte*>(row == 0 ? grad : x); },
+      [&](int row, int64_t offset, const std::byte* piece, uint32_t piece_bytes) {
+        for_each_run<T>(piece, piece_bytes, offset, [&](int stretch, int64_t h, const Run<T>& run) {
+          if (row == 0) {
+            runs[stretch] = run;
+            return;
+          }
+          add_products(acc, runs[stretch], run, kRun);
+          store_run(to, h, hidden, is_weighted ? scaled(weight, runs[stretch]) : runs[stretch]);
+        });
+      });
+  return sum_of_tree(acc);
+}
+
+// ---- Sums ----
 
 // Rows to be summed in order, each times a weight or as it is. `inner`: consecutive rows that are summed among themselves,
 // and rounded to T, before they enter the sum as one.
@@ -249,13 +268,8 @@ struct Terms {
   uint64_t address_bits = 0;  // set in the address of any row
 
   __device__ int size() const { return rows.size(); }
-  __device__ void append(const T* row) {
-    address_bits |= reinterpret_cast<uint64_t>(row);
-    rows.append(row);
-    weights.append(1.0f);
-  }
-  __device__ void append(const T* row, float weight) {
-    weighted |= uint64_t{1} << size();
+  __device__ void append(const T* row, bool is_weighted = false, float weight = 1.0f) {
+    if (is_weighted) weighted |= uint64_t{1} << size();
     address_bits |= reinterpret_cast<uint64_t>(row);
     rows.append(row);
     weights.append(weight);
@@ -272,62 +286,64 @@ __device__ inline void add_run(float (&acc)[kRun], const Run<T>& run, bool weigh
   }
 }
 
-template <bool kHasInner, bool kVector, typename T>
-__device__ __noinline__ void sum_terms(const Terms<T> terms, T* to, int64_t hidden) {
-  constexpr int kDepth = kVector ? 4 : 2;                  // rows under way at a time
-  constexpr int kWide = kVector && sizeof(T) == 2 ? 2 : 1; // stretches of each
-  const int size = terms.size();
-  for (int64_t first = 0; first < hidden; first += kWide * kStretch) { // the same in all lanes
-    const int64_t h = first + lane() * kRun;
-    float acc[kWide][kRun] = {};
-    float inner[kWide][kRun] = {};
-    for (int begin = 0; begin < size; begin += kDepth) {
-      Loaded<T, kVector> runs[kDepth][kWide];
-#pragma unroll
-      for (int i = 0; i < kDepth; ++i) {
-        if (begin + i >= size) break;
-        const T* const row = terms.rows[begin + i];
-#pragma unroll
-        for (int wide = 0; wide < kWide; ++wide)
-          runs[i][wide].load(row, h + wide * kStretch, hidden);
-      }
-#pragma unroll
-      for (int i = 0; i < kDepth; ++i) {
-        const int term = begin + i;
-        if (term >= size) break;
-        const float weight = terms.weights[term];
-        const bool weighted = (terms.weighted >> term & 1) != 0;
-        const bool is_inner = kHasInner && (terms.inner >> term & 1) != 0;
-        const bool ends_inner = (terms.ends_of_inner >> term & 1) != 0;
-#pragma unroll
-        for (int wide = 0; wide < kWide; ++wide) {
-          const Run<T> run = runs[i][wide].get();
-          if (!is_inner) {
-            add_run(acc[wide], run, weighted, weight);
-            continue;
-          }
-          add_run(inner[wide], run, weighted, weight);
-          if (!ends_inner) continue;
-          add_run(acc[wide], rounded<T>(inner[wide]), false, 1.0f);
-#pragma unroll
-          for (float& x : inner[wide])
-            x = 0.0f;
-        }
+// The sum of terms so far, of one run.
+template <bool kHasInner, typename T>
+class RunSum {
+public:
+  __device__ void add(const Terms<T>& terms, int term, float weight, const Run<T>& run) {
+    const bool weighted = (terms.weighted >> term & 1) != 0;
+    if constexpr (kHasInner) {
+      if ((terms.inner >> term & 1) != 0) {
+        add_run(inner_, run, weighted, weight);
+        if ((terms.ends_of_inner >> term & 1) != 0) add_run(acc_, rounded<T>(inner_), false, 1.0f);
+        return;
       }
     }
-#pragma unroll
-    for (int wide = 0; wide < kWide; ++wide)
-      store_run(to, h + wide * kStretch, hidden, rounded<T>(acc[wide]));
+    add_run(acc_, run, weighted, weight);
+  }
+  __device__ Run<T> get() const { return rounded<T>(acc_); }
+
+private:
+  float acc_[kRun] = {};
+  float inner_[kHasInner ? kRun : 1] = {}; // each sum has one group of inner rows at most
+};
+
+template <bool kHasInner, typename T>
+__device__ __noinline__ void sum_plain_rows(const Terms<T> terms, T* to, int64_t hidden) {
+  for (int64_t first = 0; first < hidden; first += kStretch) { // the same in all lanes
+    const int64_t h = first + lane() * kRun;
+    RunSum<kHasInner, T> sum;
+    for (int term = 0; term < terms.size(); ++term) {
+      const T* const row = terms.rows[term];
+      sum.add(terms, term, terms.weights[term], load_run(row, h, hidden));
+    }
+    store_run(to, h, hidden, sum.get());
   }
 }
 
 // to = round(the sum of terms), by the contract's rules. One warp; `to` is none of the rows. kHasInner: some may be inner.
 template <bool kHasInner, typename T>
-__device__ inline void sum_rows(const Terms<T>& terms, T* to, int64_t hidden) {
-  if (are_vector_rows(terms.address_bits, hidden))
-    sum_terms<kHasInner, true>(terms, to, hidden);
-  else
-    sum_terms<kHasInner, false>(terms, to, hidden);
+__device__ inline void sum_rows(RowStream& stream, const Terms<T>& terms, T* to, int64_t hidden) {
+  const int64_t bytes = hidden * static_cast<int64_t>(sizeof(T));
+  if (terms.size() == 0) {
+    zero_row(reinterpret_cast<std::byte*>(to), bytes);
+    return;
+  }
+  if (!can_be_streamed<T>(terms.address_bits, hidden)) {
+    sum_plain_rows<kHasInner>(terms, to, hidden);
+    return;
+  }
+  RunSum<kHasInner, T> sums[kStretchesOfPiece<T>];
+  stream.read(
+      terms.size(), bytes, [&](int term) { return reinterpret_cast<const std::byte*>(terms.rows[term]); },
+      [&](int term, int64_t offset, const std::byte* piece, uint32_t piece_bytes) {
+        const float weight = terms.weights[term];
+        for_each_run<T>(piece, piece_bytes, offset, [&](int stretch, int64_t h, const Run<T>& run) {
+          if (term == 0) sums[stretch] = {};
+          sums[stretch].add(terms, term, weight, run);
+          if (term + 1 == terms.size()) store_run(to, h, hidden, sums[stretch].get());
+        });
+      });
 }
 
 } // namespace epx::cuda

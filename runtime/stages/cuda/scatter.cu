@@ -11,16 +11,13 @@
 #include "runtime/base/device/launch.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/movement.cuh"
-#include "runtime/stages/cuda/row_mover.cuh"
+#include "runtime/stages/cuda/row_stream.cuh"
 #include "runtime/stages/cuda/rows.cuh"
 
 namespace epx::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-// Of each block. As few as fill the wire: the fewer tokens are under way at a time, the earlier the first ones arrive, and the
-// less is left to do for receivers when the last has come.
-constexpr int kSenders = 4;
 
 // What a scatter sends. Rows of `row_bytes`; what is NULL or 0 does not travel.
 struct ScatterInput {
@@ -34,6 +31,7 @@ struct ScatterInput {
 struct ScatterParams {
   DeviceGroup group;
   HandleLayout layout;
+  Division division;
   ScatterInput input;
   CallPost offer;
 };
@@ -53,41 +51,39 @@ __device__ uint64_t* arrival_at(const DeviceGroup& group, int receiver, int sour
 }
 
 // One warp sends one token to all peers that have a live slot of it.
-__device__ void send_token(const DeviceGroup& group, const Movement& movement, RowMover& mover, const ScatterInput& input,
+__device__ void send_token(const DeviceGroup& group, const Movement& movement, RowStream& stream, const ScatterInput& input,
                            int top_k, int64_t token) {
   const Call& call = movement.call();
-  const Route* const routes = movement.plan().routes + token * top_k;
+  const WarpRoutes routes = movement.routes_of(token);
   if (input.weights != nullptr)
-    for (int k = lane(); k < top_k; k += kWarp)
-      if (const Route route = routes[k]; route.rank != call.rank() && movement.is_live(route))
+    for (int first = 0; first < top_k; first += kWarp)
+      if (const Route& route = routes.own(first); route.rank != call.rank() && movement.is_live(route))
         group.window().at<float>(route.rank, group.context.layout.scatter_weights.offset)[route.slot] =
-            input.weights[token * top_k + k];
-  for (int first = 0; first < call.num_ranks() - 1; first += kWarp) {
-    std::byte* row = nullptr; // each lane speaks for one peer
+            input.weights[token * top_k + first + lane()];
+  for (int first = 0; first < call.num_ranks() - 1; first += kWarp) { // each lane speaks for one peer
+    const int peer = first + lane() < call.num_ranks() - 1 ? movement.peer_in_order(token, first + lane()) : -1;
+    int32_t first_slot = -1; // of the token on that peer, live or not: it names the staging row
+    int32_t first_live = -1;
+    for (int k = top_k - 1; k >= 0; --k) {
+      const Route route{routes.slot(k), routes.rank(k), 0};
+      if (route.slot < 0 || route.rank != peer) continue;
+      first_slot = route.slot;
+      if (movement.is_live(route)) first_live = route.slot;
+    }
+    std::byte* row = nullptr;
     std::byte* sidecar = nullptr;
     uint64_t* arrival = nullptr;
-    if (first + lane() < call.num_ranks() - 1) {
-      const int peer = movement.peer_in_order(token, first + lane());
-      int32_t first_slot = -1; // of the token on that peer, live or not: it names the staging row
-      int32_t first_live = -1;
-      for (int k = top_k - 1; k >= 0; --k) {
-        const Route route = routes[k];
-        if (route.rank != peer || route.slot < 0) continue;
-        first_slot = route.slot;
-        if (movement.is_live(route)) first_live = route.slot;
-      }
-      if (first_live >= 0) {
-        std::byte* const in_place = movement.rows_of(peer);
-        const int64_t staging_row =
-            scatter_staging_row(group.context.layout, group.context.shape, call.rank(), token, first_slot);
-        row = in_place != nullptr ? in_place + first_live * input.row_bytes : staged_row(group, peer, staging_row);
-        if (input.sidecar_bytes > 0) sidecar = staged_sidecar(group, peer, staging_row);
-        arrival = arrival_at(group, peer, call.rank(), token);
-      }
+    if (first_live >= 0) {
+      std::byte* const in_place = movement.rows_of(peer);
+      const int64_t staging_row =
+          scatter_staging_row(group.context.layout, group.context.shape, call.rank(), token, first_slot);
+      row = in_place != nullptr ? in_place + first_live * input.row_bytes : staged_row(group, peer, staging_row);
+      if (input.sidecar_bytes > 0) sidecar = staged_sidecar(group, peer, staging_row);
+      arrival = arrival_at(group, peer, call.rank(), token);
     }
-    mover.spread(input.rows + token * input.row_bytes, input.row_bytes, row);
+    begin_to_spread_row(stream, input.rows + token * input.row_bytes, input.row_bytes, row);
     if (input.sidecar_bytes > 0) spread_row(input.sidecar + token * input.sidecar_bytes, input.sidecar_bytes, sidecar);
-    mover.finish(); // what all lanes have stored comes before what each of them tells
+    stream.finish(); // what all lanes have stored comes before what each of them tells
     if (arrival != nullptr) call.tell_arrival(arrival);
   }
 }
@@ -105,10 +101,10 @@ struct DispatchReceiver {
   int64_t row_bytes;
 
   __device__ std::byte* rows() const { return call.recv_tokens; }
-  __device__ void take(RowMover& mover, const Arrival& arrival, int32_t slot, float weight) const {
+  __device__ void take(RowStream& stream, const Arrival& arrival, int32_t slot, float weight) const {
     const bool is_slot = slot >= 0;
-    mover.spread(arrival.row, row_bytes,
-                 is_slot && slot != arrival.slot_in_place ? call.recv_tokens + slot * row_bytes : nullptr);
+    begin_to_spread_row(stream, arrival.row, row_bytes,
+                        is_slot && slot != arrival.slot_in_place ? call.recv_tokens + slot * row_bytes : nullptr);
     if (call.sidecar_bytes > 0)
       spread_row(arrival.sidecar, call.sidecar_bytes, is_slot ? call.recv_sidecar + slot * call.sidecar_bytes : nullptr);
     if (call.recv_weights != nullptr && is_slot) call.recv_weights[slot] = weight;
@@ -126,20 +122,25 @@ struct CombineBwdReceiver {
   int64_t row_bytes;
 
   __device__ std::byte* rows() const { return call.grad_expert_out; }
-  __device__ void take(RowMover& mover, const Arrival& arrival, int32_t slot, float) const {
+  __device__ void take(RowStream& stream, const Arrival& arrival, int32_t slot, float) const {
     const bool is_slot = slot >= 0;
     std::byte* const to = is_slot ? call.grad_expert_out + slot * row_bytes : nullptr;
     const auto* const row = reinterpret_cast<const T*>(arrival.row);
-    if (call.grad_recv_weights != nullptr) // before the row is scaled where it lies
-      for (unsigned left = __ballot_sync(~0u, is_slot ? 1 : 0); left != 0; left &= left - 1) {
-        const int64_t one = from_lane(slot, __ffs(static_cast<int>(left)) - 1);
-        const float product = dot_rows(row, reinterpret_cast<const T*>(call.expert_out + one * row_bytes), call.hidden);
+    const float factor = is_slot && call.recv_weights != nullptr ? call.recv_weights[slot] : 1.0f;
+    if (call.grad_recv_weights != nullptr) // a lane's slot after the other; the one in place, the first of all, last
+      for (unsigned left = __ballot_sync(~0u, is_slot ? 1 : 0); left != 0;) {
+        const int last = kWarp - 1 - __clz(static_cast<int>(left));
+        left ^= 1u << last;
+        const int64_t one = from_lane(slot, last);
+        const auto* const x = reinterpret_cast<const T*>(call.expert_out + one * row_bytes);
+        const float product = scale_and_multiply(stream, row, x, call.hidden, reinterpret_cast<T*>(from_lane(to, last)),
+                                                 call.recv_weights != nullptr, from_lane(factor, last));
         if (lane() == 0) call.grad_recv_weights[one] = product;
       }
-    if (call.recv_weights != nullptr)
-      spread_scaled(row, call.hidden, reinterpret_cast<T*>(to), is_slot ? call.recv_weights[slot] : 0.0f);
+    else if (call.recv_weights != nullptr)
+      spread_scaled(stream, row, call.hidden, reinterpret_cast<T*>(to), factor);
     else
-      mover.spread(arrival.row, row_bytes, slot != arrival.slot_in_place ? to : nullptr);
+      begin_to_spread_row(stream, arrival.row, row_bytes, slot != arrival.slot_in_place ? to : nullptr);
   }
   __device__ void absent(int64_t slot) const {
     zero_row(call.grad_expert_out + slot * row_bytes, row_bytes);
@@ -149,10 +150,11 @@ struct CombineBwdReceiver {
 
 // One warp serves the slots here of one token. False: the group has failed.
 template <typename Receiver>
-__device__ bool receive_token(const DeviceGroup& group, const Movement& movement, RowMover& mover,
+__device__ bool receive_token(const DeviceGroup& group, const Movement& movement, RowStream& stream,
                               const ScatterInput& input, const Receiver& receiver, int source, int64_t token) {
   const int rank = group.context.rank;
-  const WarpList<int32_t> slots = movement.live_slots(source, token);
+  const TokenSlots found = movement.slots_of(source, token);
+  const WarpList<int32_t>& slots = found.slots;
   if (slots.size() == 0) return true;
   if (!movement.is_active(source)) {
     for (int i = 0; i < slots.size(); ++i)
@@ -166,7 +168,7 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
     if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
     __syncwarp(); // the lanes see what lane 0 has acquired
     const int64_t staging_row =
-        scatter_staging_row(group.context.layout, group.context.shape, source, token, movement.head_of(source, token));
+        scatter_staging_row(group.context.layout, group.context.shape, source, token, found.head);
     const int32_t first_live = slots[0];
     const bool in_place = movement.rows_of(rank) != nullptr;
     arrival = {in_place ? receiver.rows() + first_live * receiver.row_bytes : staged_row(group, rank, staging_row),
@@ -180,14 +182,14 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
     if (input.weights != nullptr && slot >= 0)
       weight = source == rank ? input.weights[token * receiver.call.top_k + movement.plan().slot_records[slot].k]
                               : staged_weights[slot];
-    receiver.take(mover, arrival, slot, weight);
+    receiver.take(stream, arrival, slot, weight);
     if (movement.call().poisons_staging() && slot >= 0 && source != rank)
       group.window().template local<float>(group.context.layout.scatter_weights.offset)[slot] = NAN;
   }
   if (movement.call().poisons_staging() && source != rank) {
-    mover.finish();
+    stream.finish();
     const int64_t staging_row =
-        scatter_staging_row(group.context.layout, group.context.shape, source, token, movement.head_of(source, token));
+        scatter_staging_row(group.context.layout, group.context.shape, source, token, found.head);
     poison_row(staged_row(group, rank, staging_row), input.row_bytes);
     poison_row(staged_sidecar(group, rank, staging_row), input.sidecar_bytes);
   }
@@ -207,58 +209,46 @@ __device__ void clear_pads(const Movement& movement, const Receiver& receiver, i
 }
 
 template <typename Receiver>
-__device__ bool receive(const DeviceGroup& group, const Movement& movement, RowMover& mover, const ScatterInput& input,
+__device__ void receive(const DeviceGroup& group, const Movement& movement, RowStream& stream, const ScatterInput& input,
                         const Receiver& receiver, const Role& role) {
   const ExpertBlocks experts{group.context.shape.num_experts, group.context.shape.num_ranks};
   clear_pads(movement, receiver, experts.num_local_experts(group.context.rank), role);
   for (int64_t token = role.index; token < movement.tokens_of(group.context.rank); token += role.count)
-    receive_token(group, movement, mover, input, receiver, group.context.rank, token);
+    receive_token(group, movement, stream, input, receiver, group.context.rank, token);
   const int64_t num_peer_tokens = movement.num_peer_tokens();
   for (int64_t index = role.index; index < num_peer_tokens; index += role.count) {
     const Movement::PeerToken peer = movement.peer_token(index);
     if (peer.token < movement.tokens_of(peer.rank) &&
-        !receive_token(group, movement, mover, input, receiver, peer.rank, peer.token))
-      return false;
+        !receive_token(group, movement, stream, input, receiver, peer.rank, peer.token))
+      return;
   }
-  return true;
 }
 
 template <typename Receiver>
 __global__ void __launch_bounds__(kThreads)
     scatter_kernel(const __grid_constant__ ScatterParams params, const __grid_constant__ Receiver receiver) {
   const DeviceGroup& group = params.group;
-  const Role role = role_of_warp(kSenders, group.context.shape.num_ranks);
   Movement movement(group, receiver.call, params.layout);
   if (!movement.begin(params.offer)) return;
-  bool ok = true;
-  RowMover mover(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);
-  if (role.sends) {
-    if (movement.takes_part())
-      for (int64_t token = role.index; token < receiver.call.num_tokens; token += role.count)
-        send_token(group, movement, mover, params.input, receiver.call.top_k, token);
-    movement.call().sent_by_warp(static_cast<unsigned>(role.count));
-  } else if (movement.takes_part()) {
-    ok = receive(group, movement, mover, params.input, receiver, role);
-    mover.finish();
+  RowStream stream(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);
+  const Role role = role_of_warp(params.division, group.context.shape.num_ranks);
+  if (role.kind == Role::kSends) {
+    for (int64_t token = role.index; token < receiver.call.num_tokens; token += role.count)
+      send_token(group, movement, stream, params.input, receiver.call.top_k, token);
+    if (lane() == 0) movement.call().sent(static_cast<unsigned>(role.count));
+  } else if (role.kind == Role::kReceives) {
+    receive(group, movement, stream, params.input, receiver, role);
+    stream.finish();
   }
-  if (__syncthreads_and(ok ? 1 : 0) != 0) movement.call().end();
 }
 
 template <typename Receiver>
-cudaError_t launch(const DeviceGroup& group, const LaunchShape& shape, const ScatterInput& input, CallPost offer,
+cudaError_t launch(const DeviceGroup& group, const LaunchShape& shape, const ScatterInput& input, const CallPost& offer,
                    const Receiver& receiver, cudaStream_t stream) {
-  const ScatterParams params{group, make_handle_layout(group.context.shape, receiver.call.top_k), input, offer};
+  const ScatterParams params{group, make_handle_layout(group.context.shape, receiver.call.top_k), shape.scatter_division,
+                             input, offer};
   return launch_cooperative(&scatter_kernel<Receiver>, {shape.scatter_blocks, kThreads, scatter_shared_bytes()}, stream,
                             params, receiver);
-}
-
-CallPost offer_of(const Reach& reach, int32_t weights, int64_t sidecar_bytes) {
-  CallPost offer{};
-  offer.weights = weights;
-  offer.sidecar_bytes = sidecar_bytes;
-  offer.rows_allocation = reach.rows_allocation;
-  offer.rows_offset = reach.rows_offset;
-  return offer;
 }
 
 } // namespace
@@ -273,14 +263,15 @@ int scatter_threads() {
   return kThreads;
 }
 size_t scatter_shared_bytes() {
-  return kThreads / kWarp * RowMover::kSharedBytes;
+  return kThreads / kWarp * RowStream::kSharedBytes;
 }
 
 cudaError_t launch_dispatch(const DeviceGroup& group, const LaunchShape& shape, const DispatchCall& call,
                             const Reach& reach, cudaStream_t stream) {
   const int64_t row_bytes = call.hidden * element_bytes(call.dtype);
   const ScatterInput input{call.tokens, row_bytes, call.topk_weights, call.sidecar, call.sidecar_bytes};
-  return launch(group, shape, input, offer_of(reach, call.topk_weights != nullptr ? 1 : 0, call.sidecar_bytes),
+  return launch(group, shape, input,
+                offer_of(call, call.topk_weights != nullptr ? 1 : 0, call.sidecar_bytes, reach),
                 DispatchReceiver{call, row_bytes}, stream);
 }
 
@@ -289,7 +280,7 @@ cudaError_t launch_combine_bwd(const DeviceGroup& group, const LaunchShape& shap
   const int64_t row_bytes = call.hidden * element_bytes(call.dtype);
   const ScatterInput input{call.grad_out, row_bytes, nullptr, nullptr, 0};
   const CallPost offer =
-      offer_of(reach, (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0), 0);
+      offer_of(call, (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0), 0, reach);
   if (call.dtype == EPX_FLOAT32)
     return launch(group, shape, input, offer, CombineBwdReceiver<float>{call, row_bytes}, stream);
   if (call.dtype == EPX_FLOAT16)
