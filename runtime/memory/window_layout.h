@@ -122,11 +122,11 @@ struct WindowLayout {
   Region scatter_rows;     // [scatter_staging_rows, row_stride]
   Region scatter_sidecars; // [scatter_staging_rows, sidecar_stride]
   Region scatter_weights;  // float [R], by slot
-  Region scatter_arrivals; // uint64 [P, max_tokens]: last call in which the token's row came; kernels only
+  Region scatter_arrivals; // Tag [P, max_tokens]: the last call in which the token's row came; kernels only
   // Gather (combine, dispatch_bwd), stored by the expert's rank.
   Region gather_rows;     // [gather_staging_rows, row_stride]
   Region gather_weights;  // float [max_tokens * max_top_k], by (token, k)
-  Region gather_arrivals; // uint64 [max_tokens * min(P, max_top_k)]: last call in which a rank's rows came; kernels only
+  Region gather_arrivals; // Tag [max_tokens * min(P, max_top_k)]: the last call in which a rank's rows came; kernels only
 
   int64_t row_stride;           // bytes
   int64_t sidecar_stride;       // bytes
@@ -171,10 +171,10 @@ inline WindowLayout make_window_layout(const GroupShape& shape) {
   append(layout.scatter_rows, layout.scatter_staging_rows, layout.row_stride);
   append(layout.scatter_sidecars, layout.scatter_staging_rows, layout.sidecar_stride);
   append(layout.scatter_weights, shape.max_recv_tokens, sizeof(float));
-  append(layout.scatter_arrivals, ranks * tokens, sizeof(uint64_t));
+  append(layout.scatter_arrivals, ranks * tokens, sizeof(Tag));
   append(layout.gather_rows, layout.gather_staging_rows, layout.row_stride);
   append(layout.gather_weights, tokens * shape.max_top_k, sizeof(float));
-  append(layout.gather_arrivals, tokens * std::min(shape.num_ranks, shape.max_top_k), sizeof(uint64_t));
+  append(layout.gather_arrivals, tokens * std::min(shape.num_ranks, shape.max_top_k), sizeof(Tag));
   return layout;
 }
 

@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kBulkWarps* kLanes) bulk_kernel(const __grid_c
   std::byte* const stages = dynamic_shared_memory<std::byte>() + warp_of_block() * kStages * kMaxPieceBytes;
   for (int stage = 0; stage < kStages; ++stage)
     init_barrier(&loaded[stage]);
-  fence_before_bulk_copies();
+  fence_shared_before_bulk_copies();
 
   const Pieces pieces(params);
   const auto load_piece = [&](int64_t piece) {

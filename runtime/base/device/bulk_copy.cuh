@@ -18,10 +18,14 @@ __device__ inline void init_barrier(LoadBarrier* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// What this thread has done in the order of ordinary accesses (barriers initialised, flags acquired) comes before the copies
-// that it begins from here on.
-__device__ inline void fence_before_bulk_copies() {
-  asm volatile("fence.proxy.async;" ::: "memory");
+// What this thread has done in the order of ordinary accesses comes before the copies that begin from here on: in shared memory
+// (barriers initialised, bytes written) ...
+__device__ inline void fence_shared_before_bulk_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// ... and in global memory (flags acquired, and what they tell of).
+__device__ inline void fence_global_before_bulk_copies() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 __device__ inline void begin_load(std::byte* shared, const std::byte* global, uint32_t bytes, LoadBarrier* barrier) {

@@ -81,34 +81,33 @@ public:
       store_relaxed_sys(&flag_at(peer, group_.context.layout.complete, rank())->value, sequence_);
   }
 
-  // For one thread: until *place, in this rank's window or in its own memory, is of this call. peer_of(), who stores it, is asked
-  // only when it does not come. False: the group has failed.
-  template <typename Word, typename PeerOf>
-  __device__ bool wait_for_word(const Word* place, Word& word, const PeerOf& peer_of) const {
-    return wait_until(
-        [&] {
-          word = load_whole_relaxed_sys(place);
-          return word.tag == tag();
-        },
-        peer_of, EPX_PHASE_COMPLETE);
+  // For one thread: until *place, in this rank's window or in its own memory, is of this call. `peer` stores it. False: the group
+  // has failed.
+  template <typename Word>
+  __device__ bool wait_for_word(const Word* place, Word& word, int peer) const {
+    word = load_whole_relaxed_sys(place);
+    if (word.tag == tag()) return true;
+    if (!wait_long(&place->tag, peer, EPX_PHASE_COMPLETE)) return false;
+    word = load_whole_relaxed_sys(place);
+    return true;
   }
 
   // For one thread: until `peer` has told by *arrival, in this rank's window, that what goes with it has come in this call.
   // False: the group has failed.
-  __device__ bool wait_for_arrival(const uint64_t* arrival, int peer) const {
+  __device__ bool wait_for_arrival(const Tag* arrival, int peer) const {
     dawdle();
-    return wait_until( // an acquire load takes the cache with it, so that one is made only when there is something to see
-        [&] { return load_relaxed_sys(arrival) >= sequence_ && load_acquire_sys(arrival) >= sequence_; },
-        [&] { return peer; }, EPX_PHASE_COMPLETE);
+    while (load_acquire_sys(arrival) != tag()) // an acquire load takes the cache with it: a long wait makes none
+      if (!wait_long(arrival, peer, EPX_PHASE_COMPLETE)) return false;
+    return true;
   }
   // Tells the window's owner so. What this thread stored, or has seen stored through a barrier, comes first.
-  __device__ void tell_arrival(uint64_t* arrival) const {
+  __device__ void tell_arrival(Tag* arrival) const {
     dawdle();
-    store_release_sys(arrival, sequence_);
+    store_release_sys(arrival, tag());
   }
 
   // One thread of the grid. values and header as EventRecord says.
-  __device__ void record_event(epx_event_kind kind, int64_t v0, int64_t v1 = 0, int64_t v2 = 0, int64_t v3 = 0,
+  __device__ __noinline__ void record_event(epx_event_kind kind, int64_t v0, int64_t v1 = 0, int64_t v2 = 0, int64_t v3 = 0,
                                int64_t v4 = 0, const HandleHeader* header = nullptr) const {
     const uint64_t number = group_.state->num_events++;
     EventRecord& event = group_.record->events[number % StatusRecord::kEvents];
@@ -161,18 +160,17 @@ private:
     return group_.window().at<TaggedPost>(owner, group_.context.layout.posts.offset) + index;
   }
 
-  __device__ bool wait_for_post(int peer, int word, uint64_t& value) const {
+  __device__ __noinline__ bool wait_for_post(int peer, int word, uint64_t& value) const {
     const TaggedWord* const place = &post_at(rank(), peer, sequence_)->words[word];
-    TaggedWord found{};
-    const bool ok = wait_until(
-        [&] {
-          found = load_whole_acquire_sys(place);
-          return found.sequence >= sequence_;
-        },
-        [&] { return peer; }, EPX_PHASE_ARRIVE);
+    TaggedWord found = load_whole_acquire_sys(place);
+    if (found.sequence != sequence_) {
+      if (!wait_long(low_half(&place->sequence), peer, EPX_PHASE_ARRIVE)) return false;
+      found = load_whole_acquire_sys(place);
+    }
     value = found.value;
-    return ok;
+    return true;
   }
+  __device__ static const Tag* low_half(const uint64_t* word) { return reinterpret_cast<const Tag*>(word); }
 
   // One thread, one word of a peer's post. `same` becomes false when it is a term that differs from this rank's.
   __device__ bool take_in(const CallPost& mine, int peer, int word, bool& same) const {
@@ -225,12 +223,12 @@ private:
     return even > odd ? even : odd;
   }
 
-  template <typename Done, typename PeerOf>
-  __device__ bool wait_until(const Done& is_done, const PeerOf& peer_of, epx_phase phase) const {
+  // Until *place is the call's number, which `peer` stores; apart from where nobody has to wait.
+  __device__ __noinline__ bool wait_long(const Tag* place, int peer, epx_phase phase) const {
     uint64_t begin = 0;
     bool told = false;
     unsigned pause = 16;
-    for (uint32_t spin = 1; !is_done(); ++spin) {
+    for (uint32_t spin = 1; load_relaxed_sys(place) != tag(); ++spin) {
       nap(pause); // many warps wait at a time, beside others that work
       pause = min(2 * pause, kLongestNapNs);
       if (spin % kSpinsPerLook != 0) continue;
@@ -239,11 +237,11 @@ private:
       if (begin == 0) begin = now;
       if (now - begin < kSlowNs) continue;
       // Again and again: another warp that waits no more has taken the word back.
-      store_release_sys(&flag_at(rank(), group_.context.layout.waiting, 0)->value, pack(Waiting{sequence_, phase, peer_of()}));
+      store_release_sys(&flag_at(rank(), group_.context.layout.waiting, 0)->value, pack(Waiting{sequence_, phase, peer}));
       told = true;
       if (ends_early(now)) return false;
-      if (now - begin > group_.timeout_ns && !is_done()) {
-        time_out(peer_of(), phase);
+      if (now - begin > group_.timeout_ns && load_relaxed_sys(place) != tag()) {
+        time_out(peer, phase);
         return false;
       }
     }
@@ -338,7 +336,7 @@ private:
   }
 
   // The ranks' terms differ: all of them see the same offers and fail alike. One thread of each block.
-  __device__ void report_terms() const {
+  __device__ __noinline__ void report_terms() const {
     if (atomicExch(&group_.state->failed, 1u) != 0) return;
     FailureRecord& failure = group_.record->failure;
     failure.status = EPX_ERROR_MISMATCH; // or OUT_OF_SEQUENCE: the host looks at the offers

@@ -61,8 +61,8 @@ private:
     return group_.window().at<float>(owner, layout_.gather_weights.offset);
   }
   // A word for each rank that a token goes to.
-  __device__ uint64_t* arrival_at(int owner, int64_t token, int order) const {
-    return group_.window().at<uint64_t>(owner, layout_.gather_arrivals.offset) +
+  __device__ Tag* arrival_at(int owner, int64_t token, int order) const {
+    return group_.window().at<Tag>(owner, layout_.gather_arrivals.offset) +
            partial_staging_row(group_.context.shape, token, args_.top_k, order);
   }
 
@@ -110,7 +110,7 @@ private:
     return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
   }
   __device__ void append(Terms<T>& terms, int64_t slot, float weight) const {
-    terms.append(row_of(slot), params_.row_weights != nullptr, weight);
+    terms.append(row_of(slot), weight);
   }
 
   __device__ bool sum_token(int64_t token) const {
@@ -155,37 +155,34 @@ private:
         if ((live >> k & 1) == 0) continue;
         const T* const row =
             (own >> k & 1) != 0 ? row_of(routes.slot(k)) : staged_row(call_.rank(), route_index(token, args_.top_k, k));
-        terms.append(row, params_.row_weights != nullptr, from_lane(weight, k % kWarp));
+        terms.append(row, from_lane(weight, k % kWarp));
       }
     }
     return terms;
   }
 
-  // In rank order; the rows of this rank's own in k order.
+  // In rank order; the rows of this rank's own, which are the inner ones, in k order.
   __device__ Terms<T> terms_of_ranks(int64_t token, const WarpRoutes& routes, uint64_t live, uint64_t own) const {
-    uint64_t orders = 0;      // ranks that have live slots, a bit each by order, which ascends with the rank
-    int own_order = kMaxTopK; // of this rank
-    for (uint64_t left = live; left != 0; left &= left - 1) {
-      const int k = __ffsll(static_cast<long long>(left)) - 1;
-      const int order = routes.order(k);
-      orders |= uint64_t{1} << order;
-      if ((own >> k & 1) != 0) own_order = order;
-    }
     const float low_weight = weight_of((own >> lane() & 1) != 0 ? routes.low.slot : -1);
     const float high_weight = weight_of((own >> kWarp >> lane() & 1) != 0 ? routes.high.slot : -1);
     Terms<T> terms;
+    int own_order = kMaxTopK; // of this rank
+#pragma unroll 1
+    for (uint64_t left = own; left != 0; left &= left - 1) {
+      const int k = __ffsll(static_cast<long long>(left)) - 1;
+      own_order = routes.order(k);
+      append(terms, routes.slot(k), from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
+    }
+    terms.num_inner = terms.size();
+    uint64_t orders = 0; // of the peers that have live slots, a bit each; it ascends with the rank
+#pragma unroll 1
+    for (uint64_t left = live & ~own; left != 0; left &= left - 1)
+      orders |= uint64_t{1} << routes.order(__ffsll(static_cast<long long>(left)) - 1);
+#pragma unroll 1
     for (; orders != 0; orders &= orders - 1) {
       const int order = __ffsll(static_cast<long long>(orders)) - 1;
-      if (order != own_order) {
-        terms.append(staged_row(call_.rank(), partial_staging_row(group_.context.shape, token, args_.top_k, order)));
-        continue;
-      }
-      for (uint64_t left = own; left != 0; left &= left - 1) {
-        const int k = __ffsll(static_cast<long long>(left)) - 1;
-        terms.inner |= uint64_t{1} << terms.size();
-        append(terms, routes.slot(k), from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
-      }
-      terms.ends_of_inner = uint64_t{1} << (terms.size() - 1);
+      if (order < own_order) ++terms.own_position;
+      terms.append(staged_row(call_.rank(), partial_staging_row(group_.context.shape, token, args_.top_k, order)));
     }
     return terms;
   }

@@ -131,14 +131,20 @@ public:
     int64_t token;
   };
   __device__ PeerToken peer_token(int64_t index) const {
-    const int peers = call_.num_ranks() - 1;
-    const int64_t token = index / peers;
-    return {peer_in_order(token, static_cast<int>(index % peers)), token};
+    const auto peers = static_cast<uint64_t>(call_.num_ranks() - 1);
+    if (static_cast<uint64_t>(index) <= ~uint32_t{0}) { // as good as always; a long division takes long
+      const uint32_t token = static_cast<uint32_t>(index) / static_cast<uint32_t>(peers);
+      return {peer_in_order(token, static_cast<int>(static_cast<uint32_t>(index) - token * static_cast<uint32_t>(peers))),
+              token};
+    }
+    const int64_t token = index / static_cast<int64_t>(peers);
+    return {peer_in_order(token, static_cast<int>(index % static_cast<int64_t>(peers))), token};
   }
   // The i-th peer, i < P - 1, of this rank at a token.
   __device__ int peer_in_order(int64_t token, int i) const {
-    const int peers = call_.num_ranks() - 1;
-    return (call_.rank() + 1 + static_cast<int>((token + i) % peers)) % call_.num_ranks();
+    const auto peers = static_cast<unsigned>(call_.num_ranks() - 1);
+    const int turned = call_.rank() + 1 + static_cast<int>((static_cast<unsigned>(token) + static_cast<unsigned>(i)) % peers);
+    return turned < call_.num_ranks() ? turned : turned - call_.num_ranks();
   }
   // As many indices as peer_token has.
   __device__ int64_t num_peer_tokens() const {
@@ -153,7 +159,7 @@ public:
 
 private:
   // What the host transport reports too, in the same order.
-  __device__ void report() const {
+  __device__ __noinline__ void report() const {
     if (!is_usable_) {
       call_.record_event(EPX_EVENT_HANDLE_MISMATCH, args_.top_k, args_.alignment, args_.num_tokens, -1, 0, plan_.header);
       return;

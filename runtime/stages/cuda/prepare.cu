@@ -88,7 +88,7 @@ private:
   // For one thread. False: the group has failed.
   __device__ bool wait_for(const TaggedCount* place, int source, int32_t& value) const {
     TaggedCount word{};
-    const bool ok = call_.wait_for_word(place, word, [&] { return source; });
+    const bool ok = call_.wait_for_word(place, word, source);
     value = word.value;
     return ok;
   }
@@ -170,7 +170,7 @@ private:
   }
 
   // One warp.
-  __device__ void report_bad_indices() const {
+  __device__ __noinline__ void report_bad_indices() const {
     int32_t number = 0;
     unsigned first_inverted = 0;
     for (int block = lane(); block < static_cast<int>(gridDim.x); block += kWarp) {
@@ -380,7 +380,10 @@ private:
       const int expert = expert_at(slot);
       const bool is_pad = slot - zone_[expert] >= demand_[expert];
       SlotPost post{kPadRecord, 0};
-      if (!is_pad && !call_.wait_for_word(&posts[slot], post, [&] { return source_of(slot); })) return;
+      if (!is_pad) {
+        post = load_whole_relaxed_sys(&posts[slot]);
+        if (post.tag != call_.tag() && !call_.wait_for_word(&posts[slot], post, source_of(slot))) return;
+      }
       const SlotRecord& record = post.record;
       plan_.slot_records[slot] = record;
       if (args_.slot_origin != nullptr)
@@ -433,7 +436,7 @@ private:
   }
 
   // The rank whose route has this slot.
-  __device__ int source_of(int64_t slot) const {
+  __device__ __noinline__ int source_of(int64_t slot) const {
     const int expert = expert_at(slot);
     int64_t before = zone_[expert];
     int source = 0;
@@ -445,7 +448,7 @@ private:
   }
 
   // One warp.
-  __device__ void report(int local_experts, int64_t rows_needed) const {
+  __device__ __noinline__ void report(int local_experts, int64_t rows_needed) const {
     int64_t demand = 0;
     int64_t kept = 0;
     for (int e = lane(); e < local_experts; e += kWarp) {

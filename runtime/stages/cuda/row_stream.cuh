@@ -14,6 +14,7 @@ public:
   // have, and a row of 7168 16-bit elements is under way at once.
   static constexpr int kStages = 7;
   static constexpr int kPieceBytes = 2048;
+  static constexpr int64_t kHalfBytes = kStages * kPieceBytes / 2; // of all stages: the pieces of plain copies
   static constexpr size_t kSharedBytes = kStages * (kPieceBytes + sizeof(LoadBarrier));
 
   // All lanes. `shared`: kSharedBytes for each warp of the block, 128 bytes aligned.
@@ -21,9 +22,10 @@ public:
       : stages_(shared + warp * kStages * kPieceBytes),
         barriers_(reinterpret_cast<LoadBarrier*>(shared + num_warps * kStages * kPieceBytes) + warp * kStages) {
     if (lane() == 0) {
+#pragma unroll 1
       for (int stage = 0; stage < kStages; ++stage)
         init_barrier(barriers_ + stage);
-      fence_before_bulk_copies();
+      fence_shared_before_bulk_copies();
     }
     __syncwarp();
   }
@@ -37,8 +39,10 @@ public:
   __device__ void read(int num_rows, int64_t bytes, const RowAt& row_at, const Take& take) {
     begin();
     Position ahead{0, 0}, here{0, 0};
+#pragma unroll 1
     for (int stage = 0; stage < kStages && ahead.offset < bytes; ++stage, ahead.advance(num_rows))
       load(stage, row_at(ahead.row), ahead.offset, bytes);
+#pragma unroll 1
     for (int stage = 0; here.offset < bytes; stage = stage + 1 < kStages ? stage + 1 : 0, here.advance(num_rows)) {
       wait(stage);
       __syncwarp();
@@ -56,25 +60,48 @@ public:
     const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
     if (lanes == 0) return;
     begin();
-    int64_t ahead = 0;
-    for (int stage = 0; stage < kStages && ahead < bytes; ++stage, ahead += kPieceBytes)
-      load(stage, from, ahead, bytes);
-    int free = kStages - 1; // the stage before `stage`
-    for (int64_t offset = 0, stage = 0; offset < bytes; offset += kPieceBytes) {
-      wait(static_cast<int>(stage));
+    if (lane() == 0)
+#pragma unroll 1
+      for (int half = 0; half < 2 && half * kHalfBytes < bytes; ++half)
+        load_half(half, from, half * kHalfBytes, bytes);
+    int half = 0;
+#pragma unroll 1
+    for (int64_t offset = 0; offset < bytes; offset += kHalfBytes, half ^= 1) {
+      wait(half);
+#pragma unroll 1
       for (unsigned left = lanes; left != 0; left &= left - 1) {
         std::byte* const place = from_lane(to, __ffs(static_cast<int>(left)) - 1);
-        if (lane() == 0) begin_store(place + offset, stage_at(static_cast<int>(stage)), bytes_at(offset, bytes));
+        if (lane() == 0) begin_store(place + offset, half_at(half), bytes_of_half(offset, bytes));
       }
-      if (lane() == 0) end_store_group();
-      if (offset > 0 && ahead < bytes) { // the piece before has its stage until it has been read
-        if (lane() == 0) wait_for_store_reads<1>();
-        load(free, from, ahead, bytes);
-        ahead += kPieceBytes;
-      }
-      free = static_cast<int>(stage);
-      stage = stage + 1 < kStages ? stage + 1 : 0;
+      if (lane() != 0) continue;
+      end_store_group();
+      if (offset + 2 * kHalfBytes >= bytes) continue;
+      wait_for_store_reads<0>(); // then its place is free
+      load_half(half, from, offset + 2 * kHalfBytes, bytes);
     }
+  }
+
+  // Begins to fill rows of `bytes` bytes with zeros: the warp's `row_at(i)`, i < num_rows; NULL: none. finish() ends it. All
+  // lanes.
+  template <typename RowAt>
+  __device__ void clear(int64_t num_rows, int64_t bytes, const RowAt& row_at) {
+    if (num_rows == 0) return;
+    begin();
+    __syncwarp();
+    for (int64_t i = lane(); i < kHalfBytes / 16; i += kWarp)
+      reinterpret_cast<uint4*>(stages_)[i] = uint4{0, 0, 0, 0};
+    fence_shared_before_bulk_copies(); // in each lane: its own zeros come before the copies
+    __syncwarp();
+    if (lane() == 0)
+#pragma unroll 1
+      for (int64_t row = 0; row < num_rows; ++row) {
+        std::byte* const to = row_at(row);
+        if (to == nullptr) continue;
+        for (int64_t offset = 0; offset < bytes; offset += kHalfBytes)
+          begin_store(to + offset, stages_, bytes_of_half(offset, bytes));
+        end_store_group();
+      }
+    __syncwarp();
   }
 
   // Until all rows are where they belong, and whatever a lane tells afterwards comes after them.
@@ -96,11 +123,18 @@ private:
 
   __device__ void begin() {
     if (lane() != 0) return;
-    fence_before_bulk_copies();
+    fence_global_before_bulk_copies();
     wait_for_store_reads<0>(); // rows before have left the stages
   }
   __device__ static uint32_t bytes_at(int64_t offset, int64_t bytes) {
     return static_cast<uint32_t>(min(int64_t{kPieceBytes}, bytes - offset));
+  }
+  __device__ static uint32_t bytes_of_half(int64_t offset, int64_t bytes) {
+    return static_cast<uint32_t>(min(kHalfBytes, bytes - offset));
+  }
+  __device__ std::byte* half_at(int half) const { return stages_ + half * kHalfBytes; }
+  __device__ void load_half(int half, const std::byte* row, int64_t offset, int64_t bytes) {
+    begin_load(half_at(half), row + offset, bytes_of_half(offset, bytes), barriers_ + half);
   }
   __device__ std::byte* stage_at(int stage) const { return stages_ + stage * kPieceBytes; }
   __device__ void load(int stage, const std::byte* row, int64_t offset, int64_t bytes) {

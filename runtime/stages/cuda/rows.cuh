@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -34,7 +35,7 @@ __device__ inline void spread_units(const std::byte* from, int64_t bytes, unsign
 
 // A warp copies `bytes` bytes to the places that its lanes name; NULL: none. Read once; by the widest unit that all ends and
 // the size allow.
-__device__ inline void spread_row(const std::byte* from, int64_t bytes, std::byte* to) {
+__device__ __noinline__ inline void spread_row(const std::byte* from, int64_t bytes, std::byte* to) {
   const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
   if (lanes == 0) return;
   const uint64_t bits = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | static_cast<uint64_t>(bytes);
@@ -57,7 +58,7 @@ __device__ inline void begin_to_spread_row(RowStream& stream, const std::byte* f
     spread_row(from, bytes, to);
 }
 
-__device__ inline void zero_row(std::byte* to, int64_t bytes) {
+__device__ __noinline__ inline void zero_row(std::byte* to, int64_t bytes) {
   if ((reinterpret_cast<uint64_t>(to) | static_cast<uint64_t>(bytes)) % 16 == 0) {
     for (int64_t i = lane(); i < bytes / 16; i += kWarp)
       reinterpret_cast<uint4*>(to)[i] = uint4{0, 0, 0, 0};
@@ -74,104 +75,148 @@ __device__ inline void poison_row(std::byte* row, int64_t bytes) {
     row[i] = std::byte{0x5a};
 }
 
-__device__ inline float to_float(float x) {
-  return x;
-}
-__device__ inline float to_float(__half x) {
-  return __half2float(x);
-}
-__device__ inline float to_float(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
+// ---- Elements ----
 
-template <typename T>
-__device__ T from_float(float x);
-template <>
-__device__ inline float from_float<float>(float x) {
-  return x;
-}
-template <>
-__device__ inline __half from_float<__half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
-
-// A lane works on runs of kRun elements: lane l has elements [8 l, 8 l + 8) of each stretch of 256.
+// A lane works on runs of kRun elements: lane l has elements [8 l, 8 l + 8) of each stretch of 256. As words, lest the compiler
+// move it element by element.
 constexpr int kRun = 8;
 constexpr int kStretch = kRun * kWarp;
 
 template <typename T>
 struct alignas(16) Run {
-  T values[kRun];
+  uint32_t words[kRun * sizeof(T) / sizeof(uint32_t)];
 };
 
-// Elements [h, h + kRun) of a row of `hidden`; 0 beyond its end.
-template <typename T>
-__device__ inline Run<T> load_run(const T* row, int64_t h, int64_t hidden) {
-  if (h + kRun <= hidden && reinterpret_cast<uint64_t>(row + h) % 16 == 0) return *reinterpret_cast<const Run<T>*>(row + h);
-  Run<T> run;
-  for (int i = 0; i < kRun; ++i)
-    run.values[i] = h + i < hidden ? row[h + i] : T(0.0f);
-  return run;
+__device__ inline void unpack(const Run<float>& run, float (&x)[kRun]) {
+  memcpy(x, run.words, sizeof(x));
 }
-
-template <typename T>
-__device__ inline void store_run(T* row, int64_t h, int64_t hidden, const Run<T>& run) {
-  if (h + kRun <= hidden && reinterpret_cast<uint64_t>(row + h) % 16 == 0) {
-    *reinterpret_cast<Run<T>*>(row + h) = run;
-    return;
+__device__ inline void unpack(const Run<__half>& run, float (&x)[kRun]) {
+#pragma unroll
+  for (int i = 0; i < kRun / 2; ++i) {
+    __half2 pair;
+    memcpy(static_cast<void*>(&pair), &run.words[i], sizeof(pair));
+    x[2 * i] = __low2float(pair);
+    x[2 * i + 1] = __high2float(pair);
   }
-  for (int i = 0; i < kRun && h + i < hidden; ++i)
-    row[h + i] = run.values[i];
+}
+__device__ inline void unpack(const Run<__nv_bfloat16>& run, float (&x)[kRun]) {
+#pragma unroll
+  for (int i = 0; i < kRun / 2; ++i) { // a bfloat16 is the upper half of a float
+    x[2 * i] = std::bit_cast<float>(run.words[i] << 16);
+    x[2 * i + 1] = std::bit_cast<float>(run.words[i] & 0xffff0000u);
+  }
 }
 
+// Rounded to nearest even.
 template <typename T>
-__device__ inline Run<T> rounded(const float (&values)[kRun]) {
-  Run<T> run;
-  for (int i = 0; i < kRun; ++i)
-    run.values[i] = from_float<T>(values[i]);
+__device__ Run<T> pack(const float (&x)[kRun]);
+template <>
+__device__ inline Run<float> pack<float>(const float (&x)[kRun]) {
+  Run<float> run;
+  memcpy(run.words, x, sizeof(run));
+  return run;
+}
+template <>
+__device__ inline Run<__half> pack<__half>(const float (&x)[kRun]) {
+  Run<__half> run;
+#pragma unroll
+  for (int i = 0; i < kRun / 2; ++i) {
+    const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+    memcpy(&run.words[i], &pair, sizeof(pair));
+  }
+  return run;
+}
+template <>
+__device__ inline Run<__nv_bfloat16> pack<__nv_bfloat16>(const float (&x)[kRun]) {
+  Run<__nv_bfloat16> run;
+#pragma unroll
+  for (int i = 0; i < kRun / 2; ++i) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+    memcpy(&run.words[i], &pair, sizeof(pair));
+  }
   return run;
 }
 
-// Rows of which some address has these bits set.
+// At an address aligned to 16 bytes.
 template <typename T>
-__device__ inline bool can_be_streamed(uint64_t address_bits, int64_t hidden) {
+__device__ inline Run<T> load_vector(const void* from) {
+  Run<T> run;
+#pragma unroll
+  for (size_t i = 0; i < sizeof(run) / sizeof(uint4); ++i) {
+    const uint4 vector = static_cast<const uint4*>(from)[i];
+    memcpy(run.words + 4 * i, &vector, sizeof(vector));
+  }
+  return run;
+}
+template <typename T>
+__device__ inline void store_vector(void* to, const Run<T>& run) {
+#pragma unroll
+  for (size_t i = 0; i < sizeof(run) / sizeof(uint4); ++i) {
+    uint4 vector;
+    memcpy(&vector, run.words + 4 * i, sizeof(vector));
+    static_cast<uint4*>(to)[i] = vector;
+  }
+}
+
+// At any address: elements [h, h + kRun) of a row of `hidden`; zeros beyond its end.
+template <typename T>
+__device__ inline Run<T> load_elements(const T* row, int64_t h, int64_t hidden) {
+  T elements[kRun];
+  for (int i = 0; i < kRun; ++i)
+    elements[i] = h + i < hidden ? row[h + i] : T(0.0f);
+  Run<T> run;
+  memcpy(&run, elements, sizeof(run));
+  return run;
+}
+template <typename T>
+__device__ inline void store_elements(T* row, int64_t h, int64_t hidden, const Run<T>& run) {
+  T elements[kRun];
+  memcpy(static_cast<void*>(elements), &run, sizeof(run));
+  for (int i = 0; i < kRun && h + i < hidden; ++i)
+    row[h + i] = elements[i];
+}
+
+// Whether rows of which some address has these bits set can come and go by vectors.
+__device__ inline bool are_vectors(uint64_t address_bits, int64_t hidden) {
   return address_bits % 16 == 0 && hidden % kRun == 0;
 }
 
-// A stretch of elements in a piece of a row: the lane's run of it, if the row is that long. Calls
-// serve(stretch, element of the row, run).
+// The stretches in a piece of a row that a RowStream brings, and where in the piece the lane's run of a stretch is.
 template <typename T>
 constexpr int kStretchesOfPiece = RowStream::kPieceBytes / static_cast<int>(kStretch * sizeof(T));
-template <typename T, typename Serve>
-__device__ inline void for_each_run(const std::byte* piece, uint32_t piece_bytes, int64_t offset, const Serve& serve) {
+template <typename T>
+__device__ inline uint32_t place_of_run(int stretch) {
+  return static_cast<uint32_t>(stretch * kStretch + lane() * kRun) * sizeof(T);
+}
+// The lane's runs of a piece; beyond its end they hold anything.
+template <typename T>
+__device__ inline void load_piece(const std::byte* piece, Run<T> (&runs)[kStretchesOfPiece<T>]) {
 #pragma unroll
-  for (int stretch = 0; stretch < kStretchesOfPiece<T>; ++stretch) {
-    const uint32_t at = static_cast<uint32_t>(stretch * kStretch + lane() * kRun) * sizeof(T);
-    if (at < piece_bytes)
-      serve(stretch, (offset + at) / static_cast<int64_t>(sizeof(T)), *reinterpret_cast<const Run<T>*>(piece + at));
-  }
+  for (int stretch = 0; stretch < kStretchesOfPiece<T>; ++stretch)
+    runs[stretch] = load_vector<T>(piece + place_of_run<T>(stretch));
 }
 
 // ---- Scaled copies ----
 
 template <typename T>
 __device__ inline Run<T> scaled(float factor, const Run<T>& run) {
-  float values[kRun];
+  float x[kRun];
+  unpack(run, x);
 #pragma unroll
-  for (int i = 0; i < kRun; ++i)
-    values[i] = __fmul_rn(factor, to_float(run.values[i]));
-  return rounded<T>(values);
+  for (float& value : x)
+    value = __fmul_rn(factor, value);
+  return pack<T>(x);
 }
 
 template <typename T>
-__device__ inline void store_scaled(const Run<T>& run, int64_t h, int64_t hidden, unsigned lanes, T* to, float weight) {
-  for (unsigned left = lanes; left != 0; left &= left - 1) {
-    const int place = __ffs(static_cast<int>(left)) - 1;
-    store_run(from_lane(to, place), h, hidden, scaled(from_lane(weight, place), run));
+__device__ __noinline__ void spread_scaled_elements(const T* from, int64_t hidden, unsigned lanes, T* to, float weight) {
+  for (int64_t first = 0; first < hidden; first += kStretch) { // the same in all lanes
+    const int64_t h = first + lane() * kRun;
+    const Run<T> run = load_elements(from, h, hidden);
+    for (unsigned left = lanes; left != 0; left &= left - 1) {
+      const int place = __ffs(static_cast<int>(left)) - 1;
+      store_elements(from_lane(to, place), h, hidden, scaled(from_lane(weight, place), run));
+    }
   }
 }
 
@@ -180,21 +225,25 @@ template <typename T>
 __device__ inline void spread_scaled(RowStream& stream, const T* from, int64_t hidden, T* to, float weight) {
   const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
   if (lanes == 0) return;
-  if (!can_be_streamed<T>(reinterpret_cast<uint64_t>(from), hidden)) {
-    for (int64_t first = 0; first < hidden; first += kStretch) { // the same in all lanes
-      const int64_t h = first + lane() * kRun;
-      store_scaled(load_run(from, h, hidden), h, hidden, lanes, to, weight);
-    }
+  const uint64_t bits = reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(to);
+  if (__all_sync(~0u, are_vectors(bits, hidden) ? 1 : 0) == 0) {
+    spread_scaled_elements(from, hidden, lanes, to, weight);
     return;
   }
   stream.read(
       1, hidden * static_cast<int64_t>(sizeof(T)), [&](int) { return reinterpret_cast<const std::byte*>(from); },
       [&](int, int64_t offset, const std::byte* piece, uint32_t piece_bytes) {
-        for (int stretch = 0; stretch < kStretchesOfPiece<T>; ++stretch) { // the same in all lanes
-          const uint32_t at = static_cast<uint32_t>(stretch * kStretch + lane() * kRun) * sizeof(T);
-          Run<T> run{};
-          if (at < piece_bytes) run = *reinterpret_cast<const Run<T>*>(piece + at);
-          store_scaled(run, (offset + at) / static_cast<int64_t>(sizeof(T)), hidden, lanes, to, weight);
+        Run<T> runs[kStretchesOfPiece<T>];
+        load_piece(piece, runs);
+#pragma unroll 1
+        for (unsigned left = lanes; left != 0; left &= left - 1) {
+          const int place = __ffs(static_cast<int>(left)) - 1;
+          const float factor = from_lane(weight, place);
+          auto* const target = reinterpret_cast<std::byte*>(from_lane(to, place)) + offset;
+#pragma unroll
+          for (int stretch = 0; stretch < kStretchesOfPiece<T>; ++stretch)
+            if (const uint32_t at = place_of_run<T>(stretch); at < piece_bytes)
+              store_vector(target + at, scaled(factor, runs[stretch]));
         }
       });
 }
@@ -215,12 +264,28 @@ __device__ inline float sum_of_tree(float (&acc)[kRun]) {
   return sum;
 }
 
+// acc += a * b in the first `count` elements: an absent element takes no step.
 template <typename T>
-__device__ inline void add_products(float (&acc)[kRun], const Run<T>& a, const Run<T>& b, int count) {
+__device__ inline void add_products(float (&acc)[kRun], const Run<T>& a, const Run<T>& b, int count = kRun) {
+  float x[kRun], y[kRun];
+  unpack(a, x);
+  unpack(b, y);
 #pragma unroll
   for (int i = 0; i < kRun; ++i)
-    if (i < count) // an absent element takes no step
-      acc[i] = __fmaf_rn(to_float(a.values[i]), to_float(b.values[i]), acc[i]);
+    if (i < count) acc[i] = __fmaf_rn(x[i], y[i], acc[i]);
+}
+
+template <typename T>
+__device__ __noinline__ float scale_and_multiply_elements(const T* grad, const T* x, int64_t hidden, T* to, bool is_weighted,
+                                                          float weight) {
+  float acc[kRun] = {};
+  for (int64_t h = lane() * kRun; h < hidden; h += kStretch) {
+    const Run<T> run = load_elements(grad, h, hidden);
+    add_products(acc, run, load_elements(x, h, hidden), static_cast<int>(min(int64_t{kRun}, hidden - h)));
+    store_elements(to, h, hidden, is_weighted ? scaled(weight, run) : run);
+  }
+  __syncwarp();
+  return sum_of_tree(acc);
 }
 
 // Returns the product of grad and x, by the fixed tree; and to = round(weight * grad), or the same bits if !is_weighted. `to` may
@@ -228,100 +293,116 @@ __device__ inline void add_products(float (&acc)[kRun], const Run<T>& a, const R
 template <typename T>
 __device__ inline float scale_and_multiply(RowStream& stream, const T* grad, const T* x, int64_t hidden, T* to,
                                            bool is_weighted, float weight) {
+  const uint64_t bits = reinterpret_cast<uint64_t>(grad) | reinterpret_cast<uint64_t>(x) | reinterpret_cast<uint64_t>(to);
+  if (!are_vectors(bits, hidden)) return scale_and_multiply_elements(grad, x, hidden, to, is_weighted, weight);
   float acc[kRun] = {};
-  if (!can_be_streamed<T>(reinterpret_cast<uint64_t>(grad) | reinterpret_cast<uint64_t>(x), hidden)) {
-    for (int64_t h = lane() * kRun; h < hidden; h += kStretch) {
-      const Run<T> run = load_run(grad, h, hidden);
-      add_products(acc, run, load_run(x, h, hidden), static_cast<int>(min(int64_t{kRun}, hidden - h)));
-      store_run(to, h, hidden, is_weighted ? scaled(weight, run) : run);
-    }
-    return sum_of_tree(acc);
-  }
-  Run<T> runs[kStretchesOfPiece<T>];
+  Run<T> grads[kStretchesOfPiece<T>];
   stream.read(
       2, hidden * static_cast<int64_t>(sizeof(T)),
       [&](int row) { return reinterpret_cast<const std::byte*>(row == 0 ? grad : x); },
       [&](int row, int64_t offset, const std::byte* piece, uint32_t piece_bytes) {
-        for_each_run<T>(piece, piece_bytes, offset, [&](int stretch, int64_t h, const Run<T>& run) {
-          if (row == 0) {
-            runs[stretch] = run;
-            return;
-          }
-          add_products(acc, runs[stretch], run, kRun);
-          store_run(to, h, hidden, is_weighted ? scaled(weight, runs[stretch]) : runs[stretch]);
-        });
+        if (row == 0) {
+          load_piece(piece, grads);
+          return;
+        }
+        Run<T> runs[kStretchesOfPiece<T>];
+        load_piece(piece, runs);
+        auto* const target = reinterpret_cast<std::byte*>(to) + offset;
+#pragma unroll
+        for (int stretch = 0; stretch < kStretchesOfPiece<T>; ++stretch) {
+          const uint32_t at = place_of_run<T>(stretch);
+          if (at >= piece_bytes) continue;
+          add_products(acc, grads[stretch], runs[stretch]);
+          store_vector(target + at, is_weighted ? scaled(weight, grads[stretch]) : grads[stretch]);
+        }
       });
   return sum_of_tree(acc);
 }
 
 // ---- Sums ----
 
-// Rows to be summed in order, each times a weight or as it is. `inner`: consecutive rows that are summed among themselves,
-// and rounded to T, before they enter the sum as one.
+// Rows to be summed in order, each times its weight. The first num_inner rows are summed among themselves, rounded to T, and enter
+// the sum of the others as one: before the own_position-th of those.
 template <typename T>
 struct Terms {
   WarpList<const T*> rows;
   WarpList<float> weights;
-  uint64_t weighted = 0;      // a bit for each row
-  uint64_t inner = 0;         // a bit for each row
-  uint64_t ends_of_inner = 0; // a bit for the last of consecutive inner rows
-  uint64_t address_bits = 0;  // set in the address of any row
+  int num_inner = 0;
+  int own_position = 0;
+  uint64_t address_bits = 0; // set in the address of any row
 
   __device__ int size() const { return rows.size(); }
-  __device__ void append(const T* row, bool is_weighted = false, float weight = 1.0f) {
-    if (is_weighted) weighted |= uint64_t{1} << size();
+  __device__ void append(const T* row, float weight = 1.0f) {
     address_bits |= reinterpret_cast<uint64_t>(row);
     rows.append(row);
     weights.append(weight);
   }
 };
 
-// One step of a sum: acc = fma(weight, x, acc), or acc + x without a weight.
+// One step of a sum. Without a weight it is acc + x, which 1 * x + acc equals.
 template <typename T>
-__device__ inline void add_run(float (&acc)[kRun], const Run<T>& run, bool weighted, float weight) {
+__device__ inline void add_run(float (&acc)[kRun], const Run<T>& run, float weight) {
+  float x[kRun];
+  unpack(run, x);
 #pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    const float x = to_float(run.values[i]);
-    acc[i] = weighted ? __fmaf_rn(weight, x, acc[i]) : __fadd_rn(acc[i], x);
-  }
+  for (int i = 0; i < kRun; ++i)
+    acc[i] = __fmaf_rn(weight, x[i], acc[i]);
 }
 
-// The sum of terms so far, of one run.
-template <bool kHasInner, typename T>
-class RunSum {
+// The sum so far, of a lane's runs at the same places of all rows.
+template <bool kHasInner, typename T, int kRuns>
+class RunSums {
 public:
-  __device__ void add(const Terms<T>& terms, int term, float weight, const Run<T>& run) {
-    const bool weighted = (terms.weighted >> term & 1) != 0;
-    if constexpr (kHasInner) {
-      if ((terms.inner >> term & 1) != 0) {
-        add_run(inner_, run, weighted, weight);
-        if ((terms.ends_of_inner >> term & 1) != 0) add_run(acc_, rounded<T>(inner_), false, 1.0f);
-        return;
-      }
+  __device__ void add(const Terms<T>& terms, int term, float weight, const Run<T> (&runs)[kRuns]) {
+    if (term == 0) clear();
+    if (kHasInner && term >= terms.num_inner && term - terms.num_inner == terms.own_position && terms.num_inner > 0)
+      add_all(inner_, 1.0f);
+    add_all(runs, weight);
+    if (!kHasInner) return;
+    if (term + 1 == terms.num_inner) {
+#pragma unroll
+      for (int i = 0; i < kRuns; ++i)
+        inner_[kHasInner ? i : 0] = pack<T>(acc_[i]);
+      clear();
     }
-    add_run(acc_, run, weighted, weight);
+    if (term + 1 == terms.size() && terms.num_inner > 0 && terms.size() - terms.num_inner == terms.own_position)
+      add_all(inner_, 1.0f);
   }
-  __device__ Run<T> get() const { return rounded<T>(acc_); }
+  __device__ Run<T> get(int i) const { return pack<T>(acc_[i]); }
 
 private:
-  float acc_[kRun] = {};
-  float inner_[kHasInner ? kRun : 1] = {}; // each sum has one group of inner rows at most
+  template <int kCount>
+  __device__ void add_all(const Run<T> (&runs)[kCount], float weight) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      add_run(acc_[i], runs[i], weight);
+  }
+  __device__ void clear() {
+#pragma unroll
+    for (auto& of_run : acc_)
+#pragma unroll
+      for (float& x : of_run)
+        x = 0.0f;
+  }
+
+  float acc_[kRuns][kRun] = {};
+  Run<T> inner_[kHasInner ? kRuns : 1] = {};
 };
 
 template <bool kHasInner, typename T>
-__device__ __noinline__ void sum_plain_rows(const Terms<T> terms, T* to, int64_t hidden) {
+__device__ __noinline__ void sum_elements(const Terms<T> terms, T* to, int64_t hidden) {
   for (int64_t first = 0; first < hidden; first += kStretch) { // the same in all lanes
     const int64_t h = first + lane() * kRun;
-    RunSum<kHasInner, T> sum;
+    RunSums<kHasInner, T, 1> sum;
     for (int term = 0; term < terms.size(); ++term) {
       const T* const row = terms.rows[term];
-      sum.add(terms, term, terms.weights[term], load_run(row, h, hidden));
+      sum.add(terms, term, terms.weights[term], {load_elements(row, h, hidden)});
     }
-    store_run(to, h, hidden, sum.get());
+    store_elements(to, h, hidden, sum.get(0));
   }
 }
 
-// to = round(the sum of terms), by the contract's rules. One warp; `to` is none of the rows. kHasInner: some may be inner.
+// to = round(the sum of terms), by the contract's rules. One warp; `to` is none of the rows. Without kHasInner, none is inner.
 template <bool kHasInner, typename T>
 __device__ inline void sum_rows(RowStream& stream, const Terms<T>& terms, T* to, int64_t hidden) {
   const int64_t bytes = hidden * static_cast<int64_t>(sizeof(T));
@@ -329,20 +410,22 @@ __device__ inline void sum_rows(RowStream& stream, const Terms<T>& terms, T* to,
     zero_row(reinterpret_cast<std::byte*>(to), bytes);
     return;
   }
-  if (!can_be_streamed<T>(terms.address_bits, hidden)) {
-    sum_plain_rows<kHasInner>(terms, to, hidden);
+  if (!are_vectors(terms.address_bits | reinterpret_cast<uint64_t>(to), hidden)) {
+    sum_elements<kHasInner>(terms, to, hidden);
     return;
   }
-  RunSum<kHasInner, T> sums[kStretchesOfPiece<T>];
+  RunSums<kHasInner, T, kStretchesOfPiece<T>> sums;
   stream.read(
       terms.size(), bytes, [&](int term) { return reinterpret_cast<const std::byte*>(terms.rows[term]); },
       [&](int term, int64_t offset, const std::byte* piece, uint32_t piece_bytes) {
-        const float weight = terms.weights[term];
-        for_each_run<T>(piece, piece_bytes, offset, [&](int stretch, int64_t h, const Run<T>& run) {
-          if (term == 0) sums[stretch] = {};
-          sums[stretch].add(terms, term, weight, run);
-          if (term + 1 == terms.size()) store_run(to, h, hidden, sums[stretch].get());
-        });
+        Run<T> runs[kStretchesOfPiece<T>];
+        load_piece(piece, runs);
+        sums.add(terms, term, terms.weights[term], runs);
+        if (term + 1 < terms.size()) return;
+        auto* const target = reinterpret_cast<std::byte*>(to) + offset;
+#pragma unroll
+        for (int stretch = 0; stretch < kStretchesOfPiece<T>; ++stretch)
+          if (const uint32_t at = place_of_run<T>(stretch); at < piece_bytes) store_vector(target + at, sums.get(stretch));
       });
 }
 

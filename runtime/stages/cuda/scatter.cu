@@ -45,9 +45,9 @@ __device__ std::byte* staged_sidecar(const DeviceGroup& group, int receiver, int
   return group.window().at<std::byte>(receiver, layout.scatter_sidecars.offset + staging_row * layout.sidecar_stride);
 }
 
-__device__ uint64_t* arrival_at(const DeviceGroup& group, int receiver, int source, int64_t token) {
+__device__ Tag* arrival_at(const DeviceGroup& group, int receiver, int source, int64_t token) {
   const int64_t index = source * static_cast<int64_t>(group.context.shape.max_tokens_per_rank) + token;
-  return group.window().at<uint64_t>(receiver, group.context.layout.scatter_arrivals.offset) + index;
+  return group.window().at<Tag>(receiver, group.context.layout.scatter_arrivals.offset) + index;
 }
 
 // One warp sends one token to all peers that have a live slot of it.
@@ -72,7 +72,7 @@ __device__ void send_token(const DeviceGroup& group, const Movement& movement, R
     }
     std::byte* row = nullptr;
     std::byte* sidecar = nullptr;
-    uint64_t* arrival = nullptr;
+    Tag* arrival = nullptr;
     if (first_live >= 0) {
       std::byte* const in_place = movement.rows_of(peer);
       const int64_t staging_row =
@@ -109,8 +109,8 @@ struct DispatchReceiver {
       spread_row(arrival.sidecar, call.sidecar_bytes, is_slot ? call.recv_sidecar + slot * call.sidecar_bytes : nullptr);
     if (call.recv_weights != nullptr && is_slot) call.recv_weights[slot] = weight;
   }
-  __device__ void absent(int64_t slot) const {
-    zero_row(call.recv_tokens + slot * row_bytes, row_bytes);
+  // All but the row itself.
+  __device__ void clear_beside(int64_t slot) const {
     if (call.sidecar_bytes > 0) zero_row(call.recv_sidecar + slot * call.sidecar_bytes, call.sidecar_bytes);
     if (call.recv_weights != nullptr && lane() == 0) call.recv_weights[slot] = 0.0f;
   }
@@ -142,8 +142,7 @@ struct CombineBwdReceiver {
     else
       begin_to_spread_row(stream, arrival.row, row_bytes, slot != arrival.slot_in_place ? to : nullptr);
   }
-  __device__ void absent(int64_t slot) const {
-    zero_row(call.grad_expert_out + slot * row_bytes, row_bytes);
+  __device__ void clear_beside(int64_t slot) const {
     if (call.grad_recv_weights != nullptr && lane() == 0) call.grad_recv_weights[slot] = 0.0f;
   }
 };
@@ -157,8 +156,10 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
   const WarpList<int32_t>& slots = found.slots;
   if (slots.size() == 0) return true;
   if (!movement.is_active(source)) {
-    for (int i = 0; i < slots.size(); ++i)
-      receiver.absent(slots[i]);
+    for (int i = 0; i < slots.size(); ++i) {
+      zero_row(receiver.rows() + static_cast<int64_t>(slots[i]) * receiver.row_bytes, receiver.row_bytes);
+      receiver.clear_beside(slots[i]);
+    }
     return true;
   }
   Arrival arrival{input.rows + token * input.row_bytes, input.sidecar + token * input.sidecar_bytes, -1};
@@ -198,21 +199,36 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
 
 // Zeros what lies between the zones.
 template <typename Receiver>
-__device__ void clear_pads(const Movement& movement, const Receiver& receiver, int num_zones, const Role& role) {
+__device__ void clear_pads(const Movement& movement, RowStream& stream, const Receiver& receiver, int num_zones,
+                           const Role& role) {
   const HandleReader& plan = movement.plan();
-  const int most = receiver.call.alignment - 1; // of each zone
-  for (int64_t pad = role.index; pad < static_cast<int64_t>(num_zones) * most; pad += role.count) {
+  const int64_t most = receiver.call.alignment - 1; // of each zone
+  const int64_t pads = num_zones * most;
+  const int64_t mine = role.index < pads ? (pads - role.index + role.count - 1) / role.count : 0;
+  const auto slot_of = [&](int64_t i) { // of this warp's i-th; -1: it is none
+    const int64_t pad = role.index + i * role.count;
     const int64_t zone = pad / most;
     const int64_t slot = plan.zone_begin[zone] + plan.zone_rows[zone] + pad % most;
-    if (slot < plan.zone_begin[zone + 1] && slot < receiver.call.recv_rows) receiver.absent(slot);
-  }
+    return slot < plan.zone_begin[zone + 1] && slot < receiver.call.recv_rows ? slot : -1;
+  };
+  const bool by_stream = (reinterpret_cast<uint64_t>(receiver.rows()) | static_cast<uint64_t>(receiver.row_bytes)) % 16 == 0;
+  if (by_stream)
+    stream.clear(mine, receiver.row_bytes, [&](int64_t i) {
+      const int64_t slot = slot_of(i);
+      return slot >= 0 ? receiver.rows() + slot * receiver.row_bytes : nullptr;
+    });
+  for (int64_t i = 0; i < mine; ++i)
+    if (const int64_t slot = slot_of(i); slot >= 0) {
+      if (!by_stream) zero_row(receiver.rows() + slot * receiver.row_bytes, receiver.row_bytes);
+      receiver.clear_beside(slot);
+    }
 }
 
 template <typename Receiver>
 __device__ void receive(const DeviceGroup& group, const Movement& movement, RowStream& stream, const ScatterInput& input,
                         const Receiver& receiver, const Role& role) {
   const ExpertBlocks experts{group.context.shape.num_experts, group.context.shape.num_ranks};
-  clear_pads(movement, receiver, experts.num_local_experts(group.context.rank), role);
+  clear_pads(movement, stream, receiver, experts.num_local_experts(group.context.rank), role);
   for (int64_t token = role.index; token < movement.tokens_of(group.context.rank); token += role.count)
     receive_token(group, movement, stream, input, receiver, group.context.rank, token);
   const int64_t num_peer_tokens = movement.num_peer_tokens();

@@ -54,7 +54,8 @@ inline void require(bool holds) {
 inline void init_barrier(LoadBarrier* barrier) {
   *barrier = 0;
 }
-inline void fence_before_bulk_copies() {}
+inline void fence_shared_before_bulk_copies() {}
+inline void fence_global_before_bulk_copies() {}
 
 inline void begin_load(std::byte* shared, const std::byte* global, uint32_t bytes, LoadBarrier* barrier) {
   bulk::require(reinterpret_cast<uintptr_t>(shared) % 16 == 0 && reinterpret_cast<uintptr_t>(global) % 16 == 0 &&

@@ -26,7 +26,17 @@ inline uint64_t load_relaxed_sys(const uint64_t* word) {
   return std::atomic_ref(*const_cast<uint64_t*>(word)).load(std::memory_order_relaxed);
 }
 
+inline uint32_t load_acquire_sys(const uint32_t* word) {
+  emulation::pause();
+  return std::atomic_ref(*const_cast<uint32_t*>(word)).load(std::memory_order_acquire);
+}
+
+inline void store_release_sys(uint32_t* word, uint32_t value) {
+  std::atomic_ref(*word).store(value, std::memory_order_release);
+}
+
 inline uint32_t load_relaxed_sys(const uint32_t* word) {
+  emulation::pause();
   return std::atomic_ref(*const_cast<uint32_t*>(word)).load(std::memory_order_relaxed);
 }
 
