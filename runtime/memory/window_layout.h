@@ -65,6 +65,8 @@ struct alignas(256) TaggedPost {
 };
 static_assert(sizeof(TaggedPost) == 256);
 
+constexpr int kMaxGatherParts = 8; // of a row, that different warps gather when tokens are few
+
 // One rank's contribution to an exchange of small host-side records (allocation of memory).
 constexpr int64_t kExchangeRecordBytes = 512;
 
@@ -126,7 +128,8 @@ struct WindowLayout {
   // Gather (combine, dispatch_bwd), stored by the expert's rank.
   Region gather_rows;     // [gather_staging_rows, row_stride]
   Region gather_weights;  // float [max_tokens * max_top_k], by (token, k)
-  Region gather_arrivals; // Tag [max_tokens * min(P, max_top_k)]: the last call in which a rank's rows came; kernels only
+  // Tag [max_tokens * min(P, max_top_k), kMaxGatherParts]: the last call in which a part of a rank's rows came; kernels only
+  Region gather_arrivals;
 
   int64_t row_stride;           // bytes
   int64_t sidecar_stride;       // bytes
@@ -174,7 +177,7 @@ inline WindowLayout make_window_layout(const GroupShape& shape) {
   append(layout.scatter_arrivals, ranks * tokens, sizeof(Tag));
   append(layout.gather_rows, layout.gather_staging_rows, layout.row_stride);
   append(layout.gather_weights, tokens * shape.max_top_k, sizeof(float));
-  append(layout.gather_arrivals, tokens * std::min(shape.num_ranks, shape.max_top_k), sizeof(Tag));
+  append(layout.gather_arrivals, tokens * std::min(shape.num_ranks, shape.max_top_k) * kMaxGatherParts, sizeof(Tag));
   return layout;
 }
 

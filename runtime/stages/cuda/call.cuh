@@ -46,8 +46,7 @@ public:
 
   // One block, first of all: tells every peer what this rank offers. `offer` is without the plan, which only the device knows.
   __device__ void post(const CallPost& offer, uint64_t plan_id) const {
-    dawdle();
-    fence_acq_rel_sys(); // what kernels before this one have read and stored comes before the post
+    dawdle(); // no fence: what kernels before this one have read and stored is complete when this one begins
     const auto* const words = reinterpret_cast<const uint64_t*>(&offer);
     constexpr int kPlan = offsetof(CallPost, plan_id) / sizeof(uint64_t);
     for (int i = threadIdx.x; i < num_ranks() * kPostWords; i += blockDim.x) {
@@ -148,7 +147,8 @@ private:
   static constexpr uint64_t kSlowNs = 1'000'000;  // a wait longer than this tells peers about itself, and asks the host
   static constexpr uint64_t kAskEveryNs = 100'000; // the host
   static constexpr uint32_t kSpinsPerLook = 256;
-  static constexpr unsigned kLongestNapNs = 500;
+  static constexpr uint32_t kSpinsBeforeNaps = 16;
+  static constexpr unsigned kNapNs = 200;
 
   __device__ static PeerOffers& shared_offers() {
     __shared__ PeerOffers offers;
@@ -227,10 +227,8 @@ private:
   __device__ __noinline__ bool wait_long(const Tag* place, int peer, epx_phase phase) const {
     uint64_t begin = 0;
     bool told = false;
-    unsigned pause = 16;
     for (uint32_t spin = 1; load_relaxed_sys(place) != tag(); ++spin) {
-      nap(pause); // many warps wait at a time, beside others that work
-      pause = min(2 * pause, kLongestNapNs);
+      if (spin > kSpinsBeforeNaps) nap(kNapNs); // many warps wait at a time, beside others that work
       if (spin % kSpinsPerLook != 0) continue;
       if (peers_gave_up()) return false;
       const uint64_t now = nanoseconds();

@@ -37,22 +37,54 @@ class Gather {
 public:
   __device__ Gather(const GatherParams& params, const Movement& movement, RowStream& stream)
       : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()), stream_(stream),
-        layout_(params.group.context.layout), is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {}
+        layout_(params.group.context.layout), is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {
+    divide();
+  }
 
   __device__ void send(const Role& role) const {
-    const int64_t num_peer_tokens = movement_.num_peer_tokens();
-    for (int64_t index = role.index; index < num_peer_tokens; index += role.count) {
-      const Movement::PeerToken peer = movement_.peer_token(index);
-      if (movement_.is_active(peer.rank) && peer.token < movement_.tokens_of(peer.rank)) send_token(peer.rank, peer.token);
+    const int64_t items = movement_.num_peer_tokens() * num_parts_;
+#pragma unroll 1
+    for (int64_t item = role.index; item < items; item += role.count) {
+      const Movement::PeerToken peer = movement_.peer_token(quotient(item, num_parts_));
+      if (movement_.is_active(peer.rank) && peer.token < movement_.tokens_of(peer.rank))
+        send_token(peer.rank, peer.token, part_at(item));
     }
   }
 
   __device__ void sum(const Role& role) const {
-    for (int64_t token = role.index; token < args_.num_tokens; token += role.count)
-      if (!sum_token(token)) return;
+    const int64_t items = args_.num_tokens * num_parts_;
+#pragma unroll 1
+    for (int64_t item = role.index; item < items; item += role.count)
+      if (!sum_token(quotient(item, num_parts_), part_at(item))) return;
   }
 
 private:
+  // When tokens are few, several warps share a row: each takes a part on its own, from the slots to the sum. All ranks divide
+  // alike.
+  struct Part {
+    int index;
+    int64_t first; // element
+    int64_t elements;
+  };
+  static constexpr int64_t kMostItems = 1024; // of tokens times parts
+  static constexpr int64_t kUnit = RowStream::kPieceBytes / static_cast<int64_t>(sizeof(T)); // of elements in a part
+
+  __device__ void divide() {
+    int64_t tokens = 1;
+    for (int rank = 0; rank < call_.num_ranks(); ++rank)
+      tokens = max(tokens, int64_t{call_.offers().num_tokens[rank]});
+    const auto most = static_cast<int>(is_exact_ ? 1 : max(int64_t{1}, min(kMostItems / tokens, int64_t{kMaxGatherParts})));
+    const auto units = static_cast<int>((args_.hidden + kUnit - 1) / kUnit);
+    const int units_of_part = (units + most - 1) / most;
+    part_elements_ = units_of_part * kUnit;
+    num_parts_ = (units + units_of_part - 1) / units_of_part;
+  }
+  __device__ static int64_t quotient(int64_t item, int parts) { return parts == 1 ? item : item / parts; }
+  __device__ Part part_at(int64_t item) const {
+    const int part = num_parts_ == 1 ? 0 : static_cast<int>(item % num_parts_);
+    return {part, part * part_elements_, min(part_elements_, args_.hidden - part * part_elements_)};
+  }
+
   __device__ const T* row_of(int64_t slot) const { return reinterpret_cast<const T*>(params_.rows) + slot * args_.hidden; }
   __device__ T* staged_row(int owner, int64_t row) const {
     return group_.window().at<T>(owner, layout_.gather_rows.offset + row * layout_.row_stride);
@@ -60,20 +92,20 @@ private:
   __device__ float* staged_weights(int owner) const {
     return group_.window().at<float>(owner, layout_.gather_weights.offset);
   }
-  // A word for each rank that a token goes to.
-  __device__ Tag* arrival_at(int owner, int64_t token, int order) const {
+  // For each part of what a rank sends of a token.
+  __device__ Tag* arrival_at(int owner, int64_t token, int order, int part) const {
     return group_.window().at<Tag>(owner, layout_.gather_arrivals.offset) +
-           partial_staging_row(group_.context.shape, token, args_.top_k, order);
+           partial_staging_row(group_.context.shape, token, args_.top_k, order) * kMaxGatherParts + part;
   }
 
-  __device__ void send_token(int home, int64_t token) const {
+  __device__ void send_token(int home, int64_t token, const Part& part) const {
     const TokenSlots found = movement_.slots_of(home, token);
     const WarpList<int32_t>& slots = found.slots;
     if (slots.size() == 0) return;
     const float* const weights = params_.carried_weights != nullptr ? params_.carried_weights
                                  : is_exact_                        ? params_.row_weights
                                                                     : nullptr;
-    if (is_exact_ || weights != nullptr)
+    if (is_exact_ || (weights != nullptr && part.index == 0)) // a row of precision exact has one part
       for (int first = 0; first < slots.size(); first += kWarp)
         send_routes(home, token, slots.has_own(first) ? slots.own(first) : -1, weights);
     if (!is_exact_) {
@@ -82,13 +114,13 @@ private:
         const int32_t mine = slots.has_own(first) ? slots.own(first) : -1;
         const float weight = weight_of(mine);
         for (int i = first; i < slots.size() && i < first + kWarp; ++i)
-          append(terms, from_lane(mine, i % kWarp), from_lane(weight, i % kWarp));
+          append(terms, part, from_lane(mine, i % kWarp), from_lane(weight, i % kWarp));
       }
       const int64_t row = partial_staging_row(group_.context.shape, token, args_.top_k, found.order);
-      sum_rows<false>(stream_, terms, staged_row(home, row), args_.hidden);
+      sum_rows<false>(stream_, terms, staged_row(home, row) + part.first, part.elements);
     }
     stream_.finish(); // what all lanes have stored comes before what one tells
-    if (lane() == 0) call_.tell_arrival(arrival_at(home, token, found.order));
+    if (lane() == 0) call_.tell_arrival(arrival_at(home, token, found.order, part.index));
   }
 
   // Each lane names a slot, or -1. Precision exact: their rows travel; and their weights, if there are any.
@@ -109,11 +141,11 @@ private:
   __device__ float weight_of(int32_t slot) const {
     return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
   }
-  __device__ void append(Terms<T>& terms, int64_t slot, float weight) const {
-    terms.append(row_of(slot), weight);
+  __device__ void append(Terms<T>& terms, const Part& part, int64_t slot, float weight) const {
+    terms.append(row_of(slot) + part.first, weight);
   }
 
-  __device__ bool sum_token(int64_t token) const {
+  __device__ bool sum_token(int64_t token, const Part& part) const {
     const WarpRoutes routes = movement_.routes_of(token);
     const auto mask_of = [&](const auto& holds) { // a bit for each route that it holds for
       return static_cast<uint64_t>(__ballot_sync(~0u, holds(routes.low) ? 1 : 0)) |
@@ -121,20 +153,22 @@ private:
     };
     const uint64_t live = mask_of([&](const Route& route) { return movement_.is_live(route); });
     const uint64_t own = live & mask_of([&](const Route& route) { return route.rank == call_.rank(); });
-    if (!wait_for_peers(token, routes, live & ~own)) return false;
-    const Terms<T> terms = is_exact_ ? terms_of_routes(token, routes, live, own) : terms_of_ranks(token, routes, live, own);
-    sum_rows<true>(stream_, terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden, args_.hidden);
-    if (params_.carried_out != nullptr) collect_weights(token, routes, live);
-    if (call_.poisons_staging()) poison_staging(token);
+    if (!wait_for_peers(token, part, routes, live & ~own)) return false;
+    const Terms<T> terms =
+        is_exact_ ? terms_of_routes(token, routes, live, own) : terms_of_ranks(token, part, routes, live, own);
+    sum_rows<true>(stream_, terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden + part.first,
+                   part.elements);
+    if (params_.carried_out != nullptr && part.index == 0) collect_weights(token, routes, live);
+    if (call_.poisons_staging()) poison_staging(token, part);
     return true;
   }
 
   // Each lane for the ranks of its routes. `awaited`: a bit for each route.
-  __device__ bool wait_for_peers(int64_t token, const WarpRoutes& routes, uint64_t awaited) const {
+  __device__ bool wait_for_peers(int64_t token, const Part& part, const WarpRoutes& routes, uint64_t awaited) const {
     bool ok = true;
     for (int first = 0; first < args_.top_k; first += kWarp)
       if (const Route& route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
-        ok = call_.wait_for_arrival(arrival_at(call_.rank(), token, route.order), route.rank);
+        ok = call_.wait_for_arrival(arrival_at(call_.rank(), token, route.order, part.index), route.rank);
     const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
     __syncwarp(); // every lane sees what each has acquired
     return all;
@@ -162,7 +196,7 @@ private:
   }
 
   // In rank order; the rows of this rank's own, which are the inner ones, in k order.
-  __device__ Terms<T> terms_of_ranks(int64_t token, const WarpRoutes& routes, uint64_t live, uint64_t own) const {
+  __device__ Terms<T> terms_of_ranks(int64_t token, const Part& part, const WarpRoutes& routes, uint64_t live, uint64_t own) const {
     const float low_weight = weight_of((own >> lane() & 1) != 0 ? routes.low.slot : -1);
     const float high_weight = weight_of((own >> kWarp >> lane() & 1) != 0 ? routes.high.slot : -1);
     Terms<T> terms;
@@ -171,7 +205,7 @@ private:
     for (uint64_t left = own; left != 0; left &= left - 1) {
       const int k = __ffsll(static_cast<long long>(left)) - 1;
       own_order = routes.order(k);
-      append(terms, routes.slot(k), from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
+      append(terms, part, routes.slot(k), from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
     }
     terms.num_inner = terms.size();
     uint64_t orders = 0; // of the peers that have live slots, a bit each; it ascends with the rank
@@ -182,7 +216,8 @@ private:
     for (; orders != 0; orders &= orders - 1) {
       const int order = __ffsll(static_cast<long long>(orders)) - 1;
       if (order < own_order) ++terms.own_position;
-      terms.append(staged_row(call_.rank(), partial_staging_row(group_.context.shape, token, args_.top_k, order)));
+      terms.append(staged_row(call_.rank(), partial_staging_row(group_.context.shape, token, args_.top_k, order)) +
+                   part.first);
     }
     return terms;
   }
@@ -200,10 +235,12 @@ private:
     }
   }
 
-  __device__ void poison_staging(int64_t token) const {
+  __device__ void poison_staging(int64_t token, const Part& part) const {
     const int per_token = is_exact_ ? args_.top_k : min(args_.top_k, call_.num_ranks());
     for (int64_t row = token * per_token; row < (token + 1) * per_token; ++row)
-      poison_row(reinterpret_cast<std::byte*>(staged_row(call_.rank(), row)), layout_.row_stride);
+      poison_row(reinterpret_cast<std::byte*>(staged_row(call_.rank(), row) + part.first),
+                 part.elements * static_cast<int64_t>(sizeof(T)));
+    if (part.index != 0) return;
     for (int k = lane(); k < args_.top_k; k += kWarp)
       staged_weights(call_.rank())[route_index(token, args_.top_k, k)] = NAN;
   }
@@ -216,11 +253,14 @@ private:
   RowStream& stream_;
   const WindowLayout& layout_;
   bool is_exact_;
+  int num_parts_;
+  int64_t part_elements_;
 };
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams params) {
   Movement movement(params.group, params.call, params.layout);
+  movement.post(params.offer);
   if (!movement.begin(params.offer)) return;
   RowStream stream(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);
   const Gather<T> gather(params, movement, stream);

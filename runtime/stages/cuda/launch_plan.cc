@@ -77,8 +77,8 @@ LaunchShape plan_launches(const GroupShape& shape, int num_sms) {
   };
   launch.scatter_blocks = blocks_of_all(scatter_kernels(), scatter_threads(), scatter_shared_bytes());
   launch.gather_blocks = blocks_of_all(gather_kernels(), gather_threads(), gather_shared_bytes());
-  launch.scatter_division = divide(launch.scatter_blocks, 8, 4);
-  launch.gather_division = divide(launch.gather_blocks, 12, 8);
+  launch.scatter_division = divide(launch.scatter_blocks, 6, 6);
+  launch.gather_division = divide(launch.gather_blocks, 16, 10);
   if (launch.prepare_blocks < 1 || launch.scatter_blocks < 1 || launch.gather_blocks < 1)
     fail(EPX_ERROR_UNSUPPORTED, "this GPU cannot run a block of epx's kernels");
   return launch;

@@ -83,10 +83,14 @@ public:
                  header.top_k == call.top_k && header.alignment == call.alignment && header.num_tokens == call.num_tokens;
   }
 
-  // False: the group has failed, or the handle memory is not this call's; either way outputs stay untouched. `offer`: see
-  // offer_of(). The same in all threads.
-  __device__ bool begin(const CallPost& offer) {
+  // First of all. `offer`: see offer_of().
+  __device__ void post(const CallPost& offer) const {
     if (blockIdx.x == 0) call_.post(offer, is_usable_ ? plan_id_ : 0);
+  }
+  // Whether the handle memory is this call's; if not, outputs stay untouched. The same in all threads and at all times.
+  __device__ bool is_usable() const { return is_usable_; }
+  // Then, with the same offer. False: the group has failed, or the handle memory is not usable. The same in all threads.
+  __device__ bool begin(const CallPost& offer) {
     if (!call_.arrive(offer)) return false;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       report();
