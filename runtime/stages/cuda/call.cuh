@@ -84,8 +84,11 @@ public:
   // has failed.
   template <typename Word>
   __device__ bool wait_for_word(const Word* place, Word& word, int peer) const {
-    word = load_whole_relaxed_sys(place);
-    if (word.tag == tag()) return true;
+#pragma unroll 1
+    for (int spin = 0; spin < kShortSpins; ++spin) {
+      word = load_whole_relaxed_sys(place);
+      if (word.tag == tag()) return true;
+    }
     if (!wait_long(&place->tag, peer, EPX_PHASE_COMPLETE)) return false;
     word = load_whole_relaxed_sys(place);
     return true;
@@ -147,7 +150,7 @@ private:
   static constexpr uint64_t kSlowNs = 1'000'000;  // a wait longer than this tells peers about itself, and asks the host
   static constexpr uint64_t kAskEveryNs = 100'000; // the host
   static constexpr uint32_t kSpinsPerLook = 256;
-  static constexpr uint32_t kSpinsBeforeNaps = 16;
+  static constexpr int kShortSpins = 32; // when what is waited for is as good as there
   static constexpr unsigned kNapNs = 200;
 
   __device__ static PeerOffers& shared_offers() {
@@ -162,7 +165,10 @@ private:
 
   __device__ __noinline__ bool wait_for_post(int peer, int word, uint64_t& value) const {
     const TaggedWord* const place = &post_at(rank(), peer, sequence_)->words[word];
-    TaggedWord found = load_whole_acquire_sys(place);
+    TaggedWord found{};
+#pragma unroll 1
+    for (int spin = 0; spin < kShortSpins && found.sequence != sequence_; ++spin)
+      found = load_whole_acquire_sys(place);
     if (found.sequence != sequence_) {
       if (!wait_long(low_half(&place->sequence), peer, EPX_PHASE_ARRIVE)) return false;
       found = load_whole_acquire_sys(place);
@@ -228,7 +234,7 @@ private:
     uint64_t begin = 0;
     bool told = false;
     for (uint32_t spin = 1; load_relaxed_sys(place) != tag(); ++spin) {
-      if (spin > kSpinsBeforeNaps) nap(kNapNs); // many warps wait at a time, beside others that work
+      nap(kNapNs); // many warps wait at a time, beside others that work
       if (spin % kSpinsPerLook != 0) continue;
       if (peers_gave_up()) return false;
       const uint64_t now = nanoseconds();

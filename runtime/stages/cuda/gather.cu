@@ -66,14 +66,14 @@ private:
     int64_t first; // element
     int64_t elements;
   };
-  static constexpr int64_t kMostItems = 1024; // of tokens times parts
+  static constexpr int64_t kMostItems = 1024; // for senders: no more than one for each of their warps
   static constexpr int64_t kUnit = RowStream::kPieceBytes / static_cast<int64_t>(sizeof(T)); // of elements in a part
 
   __device__ void divide() {
     int64_t tokens = 1;
     for (int rank = 0; rank < call_.num_ranks(); ++rank)
       tokens = max(tokens, int64_t{call_.offers().num_tokens[rank]});
-    const auto most = static_cast<int>(is_exact_ ? 1 : max(int64_t{1}, min(kMostItems / tokens, int64_t{kMaxGatherParts})));
+    const auto most = static_cast<int>(is_exact_ ? 1 : max(int64_t{1}, min(kMostItems / (tokens * max(call_.num_ranks() - 1, 1)), int64_t{kMaxGatherParts})));
     const auto units = static_cast<int>((args_.hidden + kUnit - 1) / kUnit);
     const int units_of_part = (units + most - 1) / most;
     part_elements_ = units_of_part * kUnit;

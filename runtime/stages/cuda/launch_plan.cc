@@ -41,6 +41,9 @@ size_t load(const void* kernel, const Device& device) {
   const size_t most = static_cast<size_t>(device.max_shared_bytes) - attributes.sharedSizeBytes;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most)),
              "cudaFuncSetAttribute");
+  // The same for all: a kernel that wants another division of the cache than the one before it waits until that is made.
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+             "cudaFuncSetAttribute");
   return most;
 }
 

@@ -2,10 +2,8 @@
 //
 //   senders    A warp takes a token and stores its row once to each peer that it goes to: straight into the token's first live
 //              slot there when the receive rows lie in an allocation of the group, else into staging. Then it tells them.
-//   receivers  First the tokens of this rank, which need no peer. Then a warp takes a peer's token, waits for it alone, and
-//              serves all its slots here from one read of the row.
-//
-// Pads are cleared by all warps before the ranks have met.
+//   receivers  Pads are cleared while the ranks meet. Then come the tokens of this rank, which need no peer. Then a warp takes a
+//              peer's token, waits for it alone, and serves all its slots here from one read of the row.
 #include <cmath>
 
 #include "runtime/stages/cuda/kernels.h"
@@ -199,18 +197,17 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
   return true;
 }
 
-// Begins to zero what lies between the zones: all warps.
+// Begins to zero what lies between the zones.
 template <typename Receiver>
-__device__ void clear_pads(const DeviceGroup& group, const Movement& movement, RowStream& stream, const Receiver& receiver) {
+__device__ void clear_pads(const DeviceGroup& group, const Movement& movement, RowStream& stream, const Receiver& receiver,
+                           const Role& role) {
   const HandleReader& plan = movement.plan();
   const ExpertBlocks experts{group.context.shape.num_experts, group.context.shape.num_ranks};
-  const int64_t warp = static_cast<int64_t>(threadIdx.x / kWarp) * gridDim.x + blockIdx.x;
-  const int64_t warps = static_cast<int64_t>(kThreads / kWarp) * gridDim.x;
   const int64_t most = receiver.call.alignment - 1; // of each zone
   const int64_t pads = experts.num_local_experts(group.context.rank) * most;
-  const int64_t mine = warp < pads ? (pads - warp + warps - 1) / warps : 0;
+  const int64_t mine = role.index < pads ? (pads - role.index + role.count - 1) / role.count : 0;
   const auto slot_of = [&](int64_t i) { // of this warp's i-th; -1: it is none
-    const int64_t pad = warp + i * warps;
+    const int64_t pad = role.index + i * role.count;
     const int64_t zone = pad / most;
     const int64_t slot = plan.zone_begin[zone] + plan.zone_rows[zone] + pad % most;
     return slot < plan.zone_begin[zone + 1] && slot < receiver.call.recv_rows ? slot : -1;
@@ -249,11 +246,13 @@ __global__ void __launch_bounds__(kThreads)
   Movement movement(group, receiver.call, params.layout);
   movement.post(params.offer);
   RowStream stream(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);
-  if (movement.is_usable()) clear_pads(group, movement, stream, receiver); // no peer writes them: while the ranks meet
-  const bool begins = movement.begin(params.offer);
-  stream.finish();
-  if (!begins) return;
   const Role role = role_of_warp(params.division, group.context.shape.num_ranks);
+  if (role.kind == Role::kReceives && movement.is_usable())
+    clear_pads(group, movement, stream, receiver, role); // no peer writes them: while the ranks meet
+  if (!movement.begin(params.offer)) {
+    stream.finish();
+    return;
+  }
   if (role.kind == Role::kSends) {
     for (int64_t token = role.index; token < receiver.call.num_tokens; token += role.count)
       send_token(group, movement, stream, params.input, receiver.call.top_k, token);
