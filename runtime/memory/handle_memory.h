@@ -27,7 +27,7 @@ struct HandleHeader {
   int32_t top_k;
   int32_t alignment; // effective
   int32_t rank;
-  int32_t reserved;
+  int32_t most_tokens; // T of the rank that has the most; 0 on the host, which does not ask
   uint64_t checksum; // of all the above
 };
 
@@ -41,7 +41,7 @@ constexpr uint64_t header_checksum(const HandleHeader& header) {
       static_cast<uint64_t>(header.num_tokens),
       static_cast<uint64_t>(header.rows_in_use),
       static_cast<uint64_t>(static_cast<uint32_t>(header.top_k)) << 32 | static_cast<uint32_t>(header.alignment),
-      static_cast<uint64_t>(static_cast<uint32_t>(header.rank)) << 32 | static_cast<uint32_t>(header.reserved)};
+      static_cast<uint64_t>(static_cast<uint32_t>(header.rank)) << 32 | static_cast<uint32_t>(header.most_tokens)};
   uint64_t hash = 0xcbf29ce484222325;
   for (const uint64_t word : words) {
     hash = (hash ^ word) * 0x100000001b3;

@@ -1,6 +1,8 @@
 // Gather: rows go from slots to their tokens' home ranks and are summed. combine weighs them; dispatch_bwd does not, and brings
 // the weights' gradients along.
 //
+// With many tokens some warps send while others receive; with few, all warps send, then receive.
+//
 //   senders    A warp takes a peer's token that has slots here. Precision wire: it sums them and stores one partial row into the
 //              home rank's staging. Precision exact: it stores each row there. Then it tells the home rank.
 //   receivers  A warp takes a token of this rank, waits for the peers that it goes to, and sums what has come home with the rows
@@ -41,13 +43,21 @@ public:
     divide();
   }
 
-  __device__ void send(const Role& role) const {
+  // The slots that the warp sends first: looked up while the ranks meet.
+  __device__ TokenSlots first_slots(const Role& role) const {
+    if (!role.sends) return {};
+    const Movement::PeerToken peer = movement_.peer_token(quotient(role.index, num_parts_));
+    return peer.token < movement_.most_tokens() ? movement_.slots_of(peer.rank, peer.token) : TokenSlots{};
+  }
+
+  __device__ void send(const Role& role, const TokenSlots& first) const {
     const int64_t items = movement_.num_peer_tokens() * num_parts_;
 #pragma unroll 1
     for (int64_t item = role.index; item < items; item += role.count) {
       const Movement::PeerToken peer = movement_.peer_token(quotient(item, num_parts_));
-      if (movement_.is_active(peer.rank) && peer.token < movement_.tokens_of(peer.rank))
-        send_token(peer.rank, peer.token, part_at(item));
+      if (!movement_.is_active(peer.rank) || peer.token >= movement_.tokens_of(peer.rank)) continue;
+      send_token(peer.rank, peer.token, part_at(item),
+                 item == role.index ? first : movement_.slots_of(peer.rank, peer.token));
     }
   }
 
@@ -66,14 +76,13 @@ private:
     int64_t first; // element
     int64_t elements;
   };
-  static constexpr int64_t kMostItems = 1024; // for senders: no more than one for each of their warps
+  static constexpr int64_t kMostItems = 2048; // parts that senders take
   static constexpr int64_t kUnit = RowStream::kPieceBytes / static_cast<int64_t>(sizeof(T)); // of elements in a part
 
   __device__ void divide() {
-    int64_t tokens = 1;
-    for (int rank = 0; rank < call_.num_ranks(); ++rank)
-      tokens = max(tokens, int64_t{call_.offers().num_tokens[rank]});
-    const auto most = static_cast<int>(is_exact_ ? 1 : max(int64_t{1}, min(kMostItems / (tokens * max(call_.num_ranks() - 1, 1)), int64_t{kMaxGatherParts})));
+    const auto peers = max(call_.num_ranks() - 1, 1);
+    const auto tokens = static_cast<int>(min(max(movement_.most_tokens(), int64_t{1}), kMostItems));
+    const int most = is_exact_ ? 1 : max(1, min(static_cast<int>(kMostItems) / (tokens * peers), kMaxGatherParts));
     const auto units = static_cast<int>((args_.hidden + kUnit - 1) / kUnit);
     const int units_of_part = (units + most - 1) / most;
     part_elements_ = units_of_part * kUnit;
@@ -98,8 +107,7 @@ private:
            partial_staging_row(group_.context.shape, token, args_.top_k, order) * kMaxGatherParts + part;
   }
 
-  __device__ void send_token(int home, int64_t token, const Part& part) const {
-    const TokenSlots found = movement_.slots_of(home, token);
+  __device__ void send_token(int home, int64_t token, const Part& part, const TokenSlots& found) const {
     const WarpList<int32_t>& slots = found.slots;
     if (slots.size() == 0) return;
     const float* const weights = params_.carried_weights != nullptr ? params_.carried_weights
@@ -261,16 +269,17 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams params) {
   Movement movement(params.group, params.call, params.layout);
   movement.post(params.offer);
-  if (!movement.begin(params.offer)) return;
   RowStream stream(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);
   const Gather<T> gather(params, movement, stream);
-  const Role role = role_of_warp(params.division, params.group.context.shape.num_ranks);
-  if (role.kind == Role::kSends) {
-    gather.send(role);
+  const Role role =
+      role_of_warp(params.division, params.group.context.shape.num_ranks, movement.has_few_tokens());
+  const TokenSlots first = movement.is_usable() ? gather.first_slots(role) : TokenSlots{};
+  if (!movement.begin(params.offer)) return;
+  if (role.sends) {
+    gather.send(role, first);
     if (lane() == 0) movement.call().sent(static_cast<unsigned>(role.count));
-  } else if (role.kind == Role::kReceives) {
-    gather.sum(role);
   }
+  if (role.receives) gather.sum(role);
 }
 
 cudaError_t launch(const GatherParams& params, const LaunchShape& shape, cudaStream_t stream) {

@@ -28,29 +28,33 @@ inline CallPost offer_of(const MovementCall& call, int32_t weights, int64_t side
   return offer;
 }
 
-// What a warp does, and which of the warps of its role it is.
+// What a warp does, and which of the warps that do so it is.
 struct Role {
-  enum Kind { kSends, kReceives, kIdles } kind;
+  bool sends, receives; // with few tokens all warps do both, one after the other
   int64_t index;
   int64_t count;
 };
 
-// With one rank, all receive. Neighbours are in different blocks, so that few tokens are on many multiprocessors.
-__device__ inline Role role_of_warp(const Division& division, int num_ranks) {
+// Neighbours are in different blocks, so that few tokens are on many multiprocessors. With one rank, all receive.
+__device__ inline Role role_of_warp(const Division& division, int num_ranks, bool few_tokens) {
   const int blocks = static_cast<int>(gridDim.x);
   const int block = static_cast<int>(blockIdx.x);
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int sender_blocks = num_ranks == 1 ? 0 : division.sender_blocks;
-  const int senders = num_ranks == 1 ? 0 : division.sender_warps;
-  const auto role = [](Role::Kind kind, int warp_of_role, int num_warps, int block_of_role, int num_blocks) {
-    return Role{kind, static_cast<int64_t>(warp_of_role) * num_blocks + block_of_role,
+  const auto role = [](bool sends, bool receives, int first_warp, int num_warps, int first_block, int num_blocks) {
+    return Role{sends, receives,
+                static_cast<int64_t>(static_cast<int>(threadIdx.x) / kWarp - first_warp) * num_blocks +
+                    (static_cast<int>(blockIdx.x) - first_block),
                 static_cast<int64_t>(num_warps) * num_blocks};
   };
-  if (block < sender_blocks && warp < senders) return role(Role::kSends, warp, senders, block, sender_blocks);
-  if (sender_blocks == blocks) return role(Role::kReceives, warp - senders, warps - senders, block, blocks);
-  if (block < sender_blocks) return {Role::kIdles, 0, 0};
-  return role(Role::kReceives, warp, warps, block - sender_blocks, blocks - sender_blocks);
+  if (num_ranks == 1) return role(false, true, 0, warps, 0, blocks);
+  if (few_tokens) return role(true, true, 0, warps, 0, blocks);
+  const int sender_blocks = division.sender_blocks;
+  const int senders = division.sender_warps;
+  if (block < sender_blocks && warp < senders) return role(true, false, 0, senders, 0, sender_blocks);
+  if (sender_blocks == blocks) return role(false, true, senders, warps - senders, 0, blocks);
+  if (block < sender_blocks) return {false, false, 0, 0};
+  return role(false, true, 0, warps, sender_blocks, blocks - sender_blocks);
 }
 
 // The routes of one token, a lane each; the second 32 likewise.
@@ -77,6 +81,7 @@ public:
       : group_(group), call_(group, call.operation), args_(call), plan_(call.handle_mem, layout) {
     const HandleHeader header = *plan_.header;
     plan_id_ = header.plan_id;
+    most_tokens_ = header.most_tokens;
     rows_in_use_ = header.rows_in_use;
     is_usable_ = header.magic == kHandleMagic && header.checksum == header_checksum(header) &&
                  header.group_id == group.context.group_id && header.rank == group.context.rank &&
@@ -89,6 +94,12 @@ public:
   }
   // Whether the handle memory is this call's; if not, outputs stay untouched. The same in all threads and at all times.
   __device__ bool is_usable() const { return is_usable_; }
+  // Of the ranks whose plan is this one; the same on all of them.
+  __device__ int64_t most_tokens() const { return most_tokens_; }
+  // Whether there is a warp for each token and peer. The same in all threads.
+  __device__ bool has_few_tokens() const {
+    return most_tokens() * (call_.num_ranks() - 1) <= static_cast<int64_t>(gridDim.x) * (blockDim.x / kWarp);
+  }
   // Then, with the same offer. False: the group has failed, or the handle memory is not usable. The same in all threads.
   __device__ bool begin(const CallPost& offer) {
     if (!call_.arrive(offer)) return false;
@@ -191,7 +202,8 @@ private:
   const MovementCall& args_;
   HandleReader plan_;
   bool is_usable_;
-  uint64_t plan_id_; // of the handle memory
+  uint64_t plan_id_; // of the handle memory, as the next two
+  int32_t most_tokens_;
   int64_t rows_in_use_;
 };
 

@@ -420,6 +420,8 @@ private:
     header.top_k = args_.top_k;
     header.alignment = args_.alignment;
     header.rank = call_.rank();
+    for (int rank = 0; rank < call_.num_ranks(); ++rank)
+      header.most_tokens = max(header.most_tokens, call_.offers().num_tokens[rank]);
     header.checksum = header_checksum(header);
     *plan_.header = header;
   }

@@ -1,5 +1,8 @@
 // Scatter: rows go from tokens to slots. dispatch copies them; combine_bwd scales them and takes their products on arrival.
 //
+// With many tokens some warps send while others receive, so that what a rank does with its rows happens behind the wire; with
+// few, all warps send, then receive.
+//
 //   senders    A warp takes a token and stores its row once to each peer that it goes to: straight into the token's first live
 //              slot there when the receive rows lie in an allocation of the group, else into staging. Then it tells them.
 //   receivers  Pads are cleared while the ranks meet. Then come the tokens of this rank, which need no peer. Then a warp takes a
@@ -155,7 +158,7 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
   const TokenSlots found = movement.slots_of(source, token);
   const WarpList<int32_t>& slots = found.slots;
   if (slots.size() == 0) return true;
-  if (!movement.is_active(source)) {
+  if (source != rank && !movement.is_active(source)) {
     for (int i = 0; i < slots.size(); ++i) {
       zero_row(receiver.rows() + static_cast<int64_t>(slots[i]) * receiver.row_bytes, receiver.row_bytes);
       receiver.clear_beside(slots[i]);
@@ -197,6 +200,13 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
   return true;
 }
 
+// The role without its first warps, if there are others: those have something to send first.
+__device__ Role without_first(const Role& role, int64_t warps) {
+  if (2 * warps > role.count) return role;
+  if (role.index < warps) return {role.sends, role.receives, 0, 0};
+  return {role.sends, role.receives, role.index - warps, role.count - warps};
+}
+
 // Begins to zero what lies between the zones.
 template <typename Receiver>
 __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, RowStream& stream, const Receiver& receiver,
@@ -205,7 +215,7 @@ __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, R
   const ExpertBlocks experts{group.context.shape.num_experts, group.context.shape.num_ranks};
   const int64_t most = receiver.call.alignment - 1; // of each zone
   const int64_t pads = experts.num_local_experts(group.context.rank) * most;
-  const int64_t mine = role.index < pads ? (pads - role.index + role.count - 1) / role.count : 0;
+  const int64_t mine = role.count > 0 && role.index < pads ? (pads - role.index + role.count - 1) / role.count : 0;
   const auto slot_of = [&](int64_t i) { // of this warp's i-th; -1: it is none
     const int64_t pad = role.index + i * role.count;
     const int64_t zone = pad / most;
@@ -225,12 +235,20 @@ __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, R
     }
 }
 
+// Tokens of this rank; needs no peer.
 template <typename Receiver>
-__device__ void receive(const DeviceGroup& group, const Movement& movement, RowStream& stream, const ScatterInput& input,
-                        const Receiver& receiver, const Role& role) {
-  for (int64_t token = role.index; token < movement.tokens_of(group.context.rank); token += role.count)
+__device__ void receive_own(const DeviceGroup& group, const Movement& movement, RowStream& stream, const ScatterInput& input,
+                            const Receiver& receiver, const Role& role) {
+#pragma unroll 1
+  for (int64_t token = role.count - 1 - role.index; token < receiver.call.num_tokens; token += role.count)
     receive_token(group, movement, stream, input, receiver, group.context.rank, token);
+}
+
+template <typename Receiver>
+__device__ void receive_from_peers(const DeviceGroup& group, const Movement& movement, RowStream& stream,
+                                   const ScatterInput& input, const Receiver& receiver, const Role& role) {
   const int64_t num_peer_tokens = movement.num_peer_tokens();
+#pragma unroll 1
   for (int64_t index = role.index; index < num_peer_tokens; index += role.count) {
     const Movement::PeerToken peer = movement.peer_token(index);
     if (peer.token < movement.tokens_of(peer.rank) &&
@@ -246,19 +264,25 @@ __global__ void __launch_bounds__(kThreads)
   Movement movement(group, receiver.call, params.layout);
   movement.post(params.offer);
   RowStream stream(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);
-  const Role role = role_of_warp(params.division, group.context.shape.num_ranks);
-  if (role.kind == Role::kReceives && movement.is_usable())
-    clear_pads(group, movement, stream, receiver, role); // no peer writes them: while the ranks meet
+  const Role role = role_of_warp(params.division, group.context.shape.num_ranks, movement.has_few_tokens());
+  const bool does_both = role.sends && role.receives;
+  if (movement.is_usable() && role.receives) { // what needs no peer, while the ranks meet
+    clear_pads(group, movement, stream, receiver, does_both ? without_first(role, receiver.call.num_tokens) : role);
+    if (does_both) receive_own(group, movement, stream, params.input, receiver, role);
+  }
   if (!movement.begin(params.offer)) {
     stream.finish();
     return;
   }
-  if (role.kind == Role::kSends) {
+  if (role.sends) {
+#pragma unroll 1
     for (int64_t token = role.index; token < receiver.call.num_tokens; token += role.count)
       send_token(group, movement, stream, params.input, receiver.call.top_k, token);
     if (lane() == 0) movement.call().sent(static_cast<unsigned>(role.count));
-  } else if (role.kind == Role::kReceives) {
-    receive(group, movement, stream, params.input, receiver, role);
+  }
+  if (role.receives) {
+    if (!does_both) receive_own(group, movement, stream, params.input, receiver, role);
+    receive_from_peers(group, movement, stream, params.input, receiver, role);
     stream.finish();
   }
 }
