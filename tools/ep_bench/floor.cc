@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <iterator>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -47,7 +49,8 @@ std::vector<uint64_t> source_block(int rank) {
 class FloorRun {
 public:
   FloorRun(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu, StartLine& start)
-      : sets_(sets), exact_(options.combine_precision == EPX_COMBINE_EXACT), peers_(peers), gpu_(gpu), start_(start),
+      : sets_(sets), exact_(options.combine_precision == EPX_COMBINE_EXACT),
+        num_comm_sms_(options.num_comm_sms), peers_(peers), gpu_(gpu), start_(start),
         row_bytes_((row_bytes(options) + kFloorRowUnit - 1) / kFloorRowUnit * kFloorRowUnit),
         target_rows_(std::max<int64_t>(rows_of_places(sets[0], exact_), 1)),
         targets_(static_cast<size_t>(target_rows_ * row_bytes_), peers) {
@@ -179,6 +182,7 @@ private:
     FloorFigures best;
     const auto offer = [&](const char* kind, int blocks, auto&& launch) {
       const double us = median_us([&](size_t set) { return launch(wire_params(plans[set]), blocks, gpu_.cuda_stream()); });
+      if (blocks == num_comm_sms_) best.wire_us_on_sms = lower(best.wire_us_on_sms, us);
       if (!best.wire_variant.empty() && us >= best.wire_us) return;
       best.wire_us = us;
       best.wire_variant = fmt::format("{} stores, {} blocks", kind, blocks);
@@ -187,19 +191,21 @@ private:
       offer("plain", blocks, launch_wire_floor);
       offer("bulk", blocks, launch_wire_floor_bulk);
     };
-    for (int blocks : kWireGrids)
-      if (blocks < gpu_.num_sms()) offer_both(blocks);
-    offer_both(gpu_.num_sms());
+    std::set<int> grids(std::begin(kWireGrids), std::end(kWireGrids));
+    grids.insert({gpu_.num_sms(), num_comm_sms_});
+    for (int blocks : grids)
+      if (blocks > 0 && blocks <= gpu_.num_sms()) offer_both(blocks);
     return best;
   }
+
+  static double lower(double us, double other) { return us == 0 ? other : std::min(us, other); }
 
   void measure_local(const Line& line, FloorFigures& figures) const {
     std::vector<LocalRows> rows;
     for (const RoutingOfAll& set : sets_)
       rows.push_back(local_rows(set, peers_.rank(), line, exact_));
-    for (int per_sm : kLocalBlocksPerSm) {
-      const int blocks = per_sm * gpu_.num_sms();
-      const double us = median_us([&](size_t set) {
+    const auto time = [&](int blocks) {
+      return median_us([&](size_t set) {
         return launch_local_floor({.source = source_.data(),
                                    .target = targets_.of(peers_.rank()),
                                    .source_rows = source_rows_,
@@ -209,6 +215,11 @@ private:
                                    .row_bytes = row_bytes_},
                                   blocks, gpu_.cuda_stream());
       });
+    };
+    for (int per_sm : kLocalBlocksPerSm) {
+      const int blocks = per_sm * gpu_.num_sms();
+      const double us = time(blocks);
+      if (num_comm_sms_ > 0) figures.hbm_us_on_sms = lower(figures.hbm_us_on_sms, time(per_sm * num_comm_sms_));
       if (!figures.hbm_variant.empty() && us >= figures.hbm_us) continue;
       figures.hbm_us = us;
       figures.hbm_variant = fmt::format("{} blocks", blocks);
@@ -217,6 +228,7 @@ private:
 
   std::span<const RoutingOfAll> sets_;
   bool exact_;
+  int num_comm_sms_; // 0: all
   const Peers& peers_;
   Gpu& gpu_;
   StartLine& start_;

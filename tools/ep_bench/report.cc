@@ -105,7 +105,9 @@ nlohmann::json operation_json(const OperationFigures& figures, std::optional<int
                      {"wire_us", figures.floor->wire_us},
                      {"wire_variant", figures.floor->wire_variant},
                      {"hbm_us", figures.floor->hbm_us},
-                     {"hbm_variant", figures.floor->hbm_variant}};
+                     {"hbm_variant", figures.floor->hbm_variant},
+                     {"wire_us_on_comm_sms", figures.floor->wire_us_on_sms},
+                     {"hbm_us_on_comm_sms", figures.floor->hbm_us_on_sms}};
   return json;
 }
 
@@ -132,9 +134,14 @@ std::string gpu_header(const Results& results) {
   if (!options.floor) return text;
   text += "floor, the larger of (rows stored once to each rank that they must reach, rows read and written locally):\n";
   for (size_t line = 0; line < results.figures.size(); ++line)
-    if (const auto& floor = results.figures[line].floor)
-      text += fmt::format("  {:<20}wire {:.1f} us ({}), HBM {:.1f} us ({})\n", kLines[line].name, floor->wire_us,
+    if (const auto& floor = results.figures[line].floor) {
+      text += fmt::format("  {:<20}wire {:.1f} us ({}), HBM {:.1f} us ({})", kLines[line].name, floor->wire_us,
                           floor->wire_variant, floor->hbm_us, floor->hbm_variant);
+      if (options.num_comm_sms > 0)
+        text += fmt::format("; on {} SMs {:.1f} and {:.1f} us", options.num_comm_sms, floor->wire_us_on_sms,
+                            floor->hbm_us_on_sms);
+      text += "\n";
+    }
   return text;
 }
 

@@ -25,7 +25,8 @@ namespace epx::cuda {
 // What the ranks offer in the call in progress, as all threads of a block see it.
 struct PeerOffers {
   uint64_t plan_id[kMaxDeviceRanks];
-  std::byte* rows[kMaxDeviceRanks]; // where the rank's receive rows can be written; NULL: nowhere
+  int64_t rows_offset[kMaxDeviceRanks];
+  int32_t rows_allocation[kMaxDeviceRanks];
   int32_t num_tokens[kMaxDeviceRanks];
   int32_t recv_rows[kMaxDeviceRanks]; // no more than slots can be numbered
 };
@@ -62,9 +63,8 @@ public:
     bool ok = true;
     bool same = true;
     if (threadIdx.x == blockDim.x - 1) ok = !peers_gave_up(); // a rank that comes late finds out here
-    constexpr int kTaken = kPostWords - 1;                    // the last goes with the one before
-    for (int i = threadIdx.x; i < num_ranks() * kTaken && ok; i += blockDim.x)
-      ok = take_in(offer, i / kTaken, i % kTaken, same);
+    for (int i = threadIdx.x; i < num_ranks() * kPostWords && ok; i += blockDim.x)
+      ok = take_in(offer, i / kPostWords, i % kPostWords, same);
     if (__syncthreads_and(ok && same ? 1 : 0) != 0) {
       begun();
       return !stalls();
@@ -193,14 +193,12 @@ private:
     case offsetof(CallPost, recv_rows):
       offers.recv_rows[peer] = static_cast<int32_t>(min(value, uint64_t{std::numeric_limits<int32_t>::max()}));
       return true;
-    case offsetof(CallPost, rows_allocation): {
-      uint64_t offset = 0;
-      if (!wait_for_post(peer, word + 1, offset)) return false;
-      const auto allocation = static_cast<int64_t>(value);
-      offers.rows[peer] =
-          allocation < 0 ? nullptr : group_.allocations[allocation % kMaxDeviceAllocations * num_ranks() + peer] + offset;
+    case offsetof(CallPost, rows_allocation):
+      offers.rows_allocation[peer] = static_cast<int32_t>(value);
       return true;
-    }
+    case offsetof(CallPost, rows_offset):
+      offers.rows_offset[peer] = static_cast<int64_t>(value);
+      return true;
     default:
       same &= value == reinterpret_cast<const uint64_t*>(&mine)[word];
       return true;

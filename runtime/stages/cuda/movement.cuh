@@ -169,8 +169,12 @@ public:
     return most * (call_.num_ranks() - 1);
   }
 
-  // Where a rank's receive rows can be written; NULL where they cannot.
-  __device__ std::byte* rows_of(int rank) const { return call_.offers().rows[rank]; }
+  // Whether a rank's receive rows can be written in place, and where.
+  __device__ bool has_reachable_rows(int rank) const { return call_.offers().rows_allocation[rank] >= 0; }
+  __device__ std::byte* rows_of(int rank) const {
+    const int64_t allocation = call_.offers().rows_allocation[rank] % kMaxDeviceAllocations;
+    return group_.allocations[allocation * call_.num_ranks() + rank] + call_.offers().rows_offset[rank];
+  }
 
 private:
   // What the host transport reports too, in the same order.

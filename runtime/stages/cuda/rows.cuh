@@ -75,6 +75,33 @@ __device__ inline void poison_row(std::byte* row, int64_t bytes) {
     row[i] = std::byte{0x5a};
 }
 
+// The same by the lanes' own stores, from a piece in shared memory.
+__device__ inline void spread_row_by_lanes(RowStream& stream, const std::byte* from, int64_t bytes, std::byte* to) {
+  const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
+  if (lanes == 0) return;
+  const uint64_t bits = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | static_cast<uint64_t>(bytes);
+  if (__all_sync(~0u, bits % 16 == 0 ? 1 : 0) == 0) {
+    spread_row(from, bytes, to);
+    return;
+  }
+  constexpr int kWords = RowStream::kPieceBytes / (kWarp * static_cast<int>(sizeof(uint4))); // of a lane
+  stream.read(
+      1, bytes, [&](int) { return from; },
+      [&](int, int64_t offset, const std::byte* piece, uint32_t piece_bytes) {
+        uint4 words[kWords];
+#pragma unroll
+        for (int i = 0; i < kWords; ++i)
+          words[i] = reinterpret_cast<const uint4*>(piece)[i * kWarp + lane()];
+#pragma unroll 1
+        for (unsigned left = lanes; left != 0; left &= left - 1) {
+          auto* const target = reinterpret_cast<uint4*>(from_lane(to, __ffs(static_cast<int>(left)) - 1) + offset);
+#pragma unroll
+          for (int i = 0; i < kWords; ++i)
+            if ((i * kWarp + lane()) * sizeof(uint4) < piece_bytes) target[i * kWarp + lane()] = words[i];
+        }
+      });
+}
+
 // ---- Elements ----
 
 // A lane works on runs of kRun elements: lane l has elements [8 l, 8 l + 8) of each stretch of 256. As words, lest the compiler

@@ -53,9 +53,9 @@ __device__ Tag* arrival_at(const DeviceGroup& group, int receiver, int source, i
   return group.window().at<Tag>(receiver, group.context.layout.scatter_arrivals.offset) + index;
 }
 
-// One warp sends one token to all peers that have a live slot of it.
+// One warp sends one token to all peers that have a live slot of it. by_lanes: its stores are the lanes' own.
 __device__ void send_token(const DeviceGroup& group, const Movement& movement, RowStream& stream, const ScatterInput& input,
-                           int top_k, int64_t token) {
+                           int top_k, int64_t token, bool by_lanes) {
   const Call& call = movement.call();
   const WarpRoutes routes = movement.routes_of(token);
   if (input.weights != nullptr)
@@ -67,24 +67,36 @@ __device__ void send_token(const DeviceGroup& group, const Movement& movement, R
     const int peer = first + lane() < call.num_ranks() - 1 ? movement.peer_in_order(token, first + lane()) : -1;
     int32_t first_slot = -1; // of the token on that peer, live or not: it names the staging row
     int32_t first_live = -1;
-    for (int k = top_k - 1; k >= 0; --k) {
-      const Route route{routes.slot(k), routes.rank(k), 0};
-      if (route.slot < 0 || route.rank != peer) continue;
-      first_slot = route.slot;
-      if (movement.is_live(route)) first_live = route.slot;
+#pragma unroll 1
+    for (int i = 0; i < kWarp && first + i < call.num_ranks() - 1; ++i) {
+      const int rank = from_lane(peer, i);
+#pragma unroll 1
+      for (int k = top_k > kWarp ? kWarp : 0; k >= 0; k -= kWarp) { // lower k win
+        const Route& route = routes.own(k);
+        const bool goes_there = route.slot >= 0 && route.rank == rank;
+        const unsigned kept = __ballot_sync(~0u, goes_there ? 1 : 0);
+        const unsigned live = __ballot_sync(~0u, goes_there && movement.is_live(route) ? 1 : 0);
+        const int32_t kept_slot = from_lane(route.slot, kept != 0 ? __ffs(static_cast<int>(kept)) - 1 : 0);
+        const int32_t live_slot = from_lane(route.slot, live != 0 ? __ffs(static_cast<int>(live)) - 1 : 0);
+        if (lane() == i && kept != 0) first_slot = kept_slot;
+        if (lane() == i && live != 0) first_live = live_slot;
+      }
     }
     std::byte* row = nullptr;
     std::byte* sidecar = nullptr;
     Tag* arrival = nullptr;
     if (first_live >= 0) {
-      std::byte* const in_place = movement.rows_of(peer);
       const int64_t staging_row =
           scatter_staging_row(group.context.layout, group.context.shape, call.rank(), token, first_slot);
-      row = in_place != nullptr ? in_place + first_live * input.row_bytes : staged_row(group, peer, staging_row);
+      row = movement.has_reachable_rows(peer) ? movement.rows_of(peer) + first_live * input.row_bytes
+                                              : staged_row(group, peer, staging_row);
       if (input.sidecar_bytes > 0) sidecar = staged_sidecar(group, peer, staging_row);
       arrival = arrival_at(group, peer, call.rank(), token);
     }
-    begin_to_spread_row(stream, input.rows + token * input.row_bytes, input.row_bytes, row);
+    if (by_lanes)
+      spread_row_by_lanes(stream, input.rows + token * input.row_bytes, input.row_bytes, row);
+    else
+      begin_to_spread_row(stream, input.rows + token * input.row_bytes, input.row_bytes, row);
     if (input.sidecar_bytes > 0) spread_row(input.sidecar + token * input.sidecar_bytes, input.sidecar_bytes, sidecar);
     stream.finish(); // what all lanes have stored comes before what each of them tells
     if (arrival != nullptr) call.tell_arrival(arrival);
@@ -174,7 +186,7 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
     const int64_t staging_row =
         scatter_staging_row(group.context.layout, group.context.shape, source, token, found.head);
     const int32_t first_live = slots[0];
-    const bool in_place = movement.rows_of(rank) != nullptr;
+    const bool in_place = movement.has_reachable_rows(rank);
     arrival = {in_place ? receiver.rows() + first_live * receiver.row_bytes : staged_row(group, rank, staging_row),
                staged_sidecar(group, rank, staging_row), in_place ? first_live : -1};
   }
@@ -266,22 +278,22 @@ __global__ void __launch_bounds__(kThreads)
   RowStream stream(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);
   const Role role = role_of_warp(params.division, group.context.shape.num_ranks, movement.has_few_tokens());
   const bool does_both = role.sends && role.receives;
-  if (movement.is_usable() && role.receives) { // what needs no peer, while the ranks meet
+  if (movement.is_usable() && role.receives) // needs no peer: while the ranks meet
     clear_pads(group, movement, stream, receiver, does_both ? without_first(role, receiver.call.num_tokens) : role);
-    if (does_both) receive_own(group, movement, stream, params.input, receiver, role);
-  }
   if (!movement.begin(params.offer)) {
     stream.finish();
     return;
   }
   if (role.sends) {
+    // Bulk stores queue up: beside receivers those that wait for the wire would hold up theirs.
+    const bool by_lanes = params.division.sender_blocks == static_cast<int>(gridDim.x);
 #pragma unroll 1
     for (int64_t token = role.index; token < receiver.call.num_tokens; token += role.count)
-      send_token(group, movement, stream, params.input, receiver.call.top_k, token);
+      send_token(group, movement, stream, params.input, receiver.call.top_k, token, by_lanes);
     if (lane() == 0) movement.call().sent(static_cast<unsigned>(role.count));
   }
   if (role.receives) {
-    if (!does_both) receive_own(group, movement, stream, params.input, receiver, role);
+    receive_own(group, movement, stream, params.input, receiver, role);
     receive_from_peers(group, movement, stream, params.input, receiver, role);
     stream.finish();
   }
