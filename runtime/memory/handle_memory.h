@@ -28,7 +28,7 @@ struct HandleHeader {
   int32_t alignment; // effective
   int32_t rank;
   int32_t most_tokens; // T of the rank that has the most; 0 on the host, which does not ask
-  uint64_t checksum; // of all the above
+  uint64_t checksum;   // of all the above
 };
 
 // FNV-1a by words, since every thread of a kernel computes it: damage is found before it is believed. Each step can be undone,

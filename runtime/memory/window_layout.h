@@ -126,8 +126,8 @@ struct WindowLayout {
   Region scatter_weights;  // float [R], by slot
   Region scatter_arrivals; // Tag [P, max_tokens]: the last call in which the token's row came; kernels only
   // Gather (combine, dispatch_bwd), stored by the expert's rank.
-  Region gather_rows;     // [gather_staging_rows, row_stride]
-  Region gather_weights;  // float [max_tokens * max_top_k], by (token, k)
+  Region gather_rows;    // [gather_staging_rows, row_stride]
+  Region gather_weights; // float [max_tokens * max_top_k], by (token, k)
   // Tag [max_tokens * min(P, max_top_k), kMaxGatherParts]: the last call in which a part of a rank's rows came; kernels only
   Region gather_arrivals;
 

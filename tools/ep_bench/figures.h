@@ -24,7 +24,7 @@ struct FloorFigures {
   double wire_us = 0;                    // each row stored once to each rank that it must reach
   double hbm_us = 0;                     // local reads and writes
   std::string wire_variant, hbm_variant; // of the kernels tried, the fastest
-  double wire_us_on_sms = 0; // the same on no more than options.num_comm_sms multiprocessors; 0: not asked
+  double wire_us_on_sms = 0;             // the same on no more than options.num_comm_sms multiprocessors; 0: not asked
   double hbm_us_on_sms = 0;
 
   double us() const { return wire_us > hbm_us ? wire_us : hbm_us; }

@@ -49,8 +49,8 @@ std::vector<uint64_t> source_block(int rank) {
 class FloorRun {
 public:
   FloorRun(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu, StartLine& start)
-      : sets_(sets), exact_(options.combine_precision == EPX_COMBINE_EXACT),
-        num_comm_sms_(options.num_comm_sms), peers_(peers), gpu_(gpu), start_(start),
+      : sets_(sets), exact_(options.combine_precision == EPX_COMBINE_EXACT), num_comm_sms_(options.num_comm_sms),
+        peers_(peers), gpu_(gpu), start_(start),
         row_bytes_((row_bytes(options) + kFloorRowUnit - 1) / kFloorRowUnit * kFloorRowUnit),
         target_rows_(std::max<int64_t>(rows_of_places(sets[0], exact_), 1)),
         targets_(static_cast<size_t>(target_rows_ * row_bytes_), peers) {

@@ -110,7 +110,7 @@ public:
 
   // One thread of the grid. values and header as EventRecord says.
   __device__ __noinline__ void record_event(epx_event_kind kind, int64_t v0, int64_t v1 = 0, int64_t v2 = 0, int64_t v3 = 0,
-                               int64_t v4 = 0, const HandleHeader* header = nullptr) const {
+                                            int64_t v4 = 0, const HandleHeader* header = nullptr) const {
     const uint64_t number = group_.state->num_events++;
     EventRecord& event = group_.record->events[number % StatusRecord::kEvents];
     event.kind = kind;
@@ -124,7 +124,9 @@ public:
   }
 
   // Tests: whether what lies in staging is to be overwritten once it has been used.
-  __device__ bool poisons_staging() const { return kTestHooks && group_.hooks.poisons_staging; }
+  __device__ bool poisons_staging() const {
+    return kTestHooks && group_.hooks.poisons_staging;
+  }
 
 private:
   // Tests: takes its time, now and then.
@@ -147,7 +149,7 @@ private:
     return true;
   }
 
-  static constexpr uint64_t kSlowNs = 1'000'000;  // a wait longer than this tells peers about itself, and asks the host
+  static constexpr uint64_t kSlowNs = 1'000'000;   // a wait longer than this tells peers about itself, and asks the host
   static constexpr uint64_t kAskEveryNs = 100'000; // the host
   static constexpr uint32_t kSpinsPerLook = 256;
   static constexpr int kShortSpins = 32; // when what is waited for is as good as there
@@ -176,7 +178,9 @@ private:
     value = found.value;
     return true;
   }
-  __device__ static const Tag* low_half(const uint64_t* word) { return reinterpret_cast<const Tag*>(word); }
+  __device__ static const Tag* low_half(const uint64_t* word) {
+    return reinterpret_cast<const Tag*>(word);
+  }
 
   // One thread, one word of a peer's post. `same` becomes false when it is a term that differs from this rank's.
   __device__ bool take_in(const CallPost& mine, int peer, int word, bool& same) const {

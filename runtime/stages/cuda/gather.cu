@@ -38,8 +38,9 @@ template <typename T>
 class Gather {
 public:
   __device__ Gather(const GatherParams& params, const Movement& movement, RowStream& stream)
-      : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()), stream_(stream),
-        layout_(params.group.context.layout), is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {
+      : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()),
+        stream_(stream), layout_(params.group.context.layout),
+        is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {
     divide();
   }
 
@@ -76,7 +77,7 @@ private:
     int64_t first; // element
     int64_t elements;
   };
-  static constexpr int64_t kMostItems = 2048; // parts that senders take
+  static constexpr int64_t kMostItems = 2048;                                                // parts that senders take
   static constexpr int64_t kUnit = RowStream::kPieceBytes / static_cast<int64_t>(sizeof(T)); // of elements in a part
 
   __device__ void divide() {
@@ -88,13 +89,17 @@ private:
     part_elements_ = units_of_part * kUnit;
     num_parts_ = (units + units_of_part - 1) / units_of_part;
   }
-  __device__ static int64_t quotient(int64_t item, int parts) { return parts == 1 ? item : item / parts; }
+  __device__ static int64_t quotient(int64_t item, int parts) {
+    return parts == 1 ? item : item / parts;
+  }
   __device__ Part part_at(int64_t item) const {
     const int part = num_parts_ == 1 ? 0 : static_cast<int>(item % num_parts_);
     return {part, part * part_elements_, min(part_elements_, args_.hidden - part * part_elements_)};
   }
 
-  __device__ const T* row_of(int64_t slot) const { return reinterpret_cast<const T*>(params_.rows) + slot * args_.hidden; }
+  __device__ const T* row_of(int64_t slot) const {
+    return reinterpret_cast<const T*>(params_.rows) + slot * args_.hidden;
+  }
   __device__ T* staged_row(int owner, int64_t row) const {
     return group_.window().at<T>(owner, layout_.gather_rows.offset + row * layout_.row_stride);
   }
@@ -133,8 +138,7 @@ private:
 
   // Each lane names a slot, or -1. Precision exact: their rows travel; and their weights, if there are any.
   __device__ void send_routes(int home, int64_t token, int32_t slot, const float* weights) const {
-    const int64_t route =
-        slot >= 0 ? route_index(token, args_.top_k, movement_.plan().slot_records[slot].k) : 0;
+    const int64_t route = slot >= 0 ? route_index(token, args_.top_k, movement_.plan().slot_records[slot].k) : 0;
     if (weights != nullptr && slot >= 0) staged_weights(home)[route] = weights[slot];
     if (!is_exact_) return;
     for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1) {
@@ -164,8 +168,7 @@ private:
     if (!wait_for_peers(token, part, routes, live & ~own)) return false;
     const Terms<T> terms =
         is_exact_ ? terms_of_routes(token, routes, live, own) : terms_of_ranks(token, part, routes, live, own);
-    sum_rows<true>(stream_, terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden + part.first,
-                   part.elements);
+    sum_rows<true>(stream_, terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden + part.first, part.elements);
     if (params_.carried_out != nullptr && part.index == 0) collect_weights(token, routes, live);
     if (call_.poisons_staging()) poison_staging(token, part);
     return true;
@@ -204,7 +207,8 @@ private:
   }
 
   // In rank order; the rows of this rank's own, which are the inner ones, in k order.
-  __device__ Terms<T> terms_of_ranks(int64_t token, const Part& part, const WarpRoutes& routes, uint64_t live, uint64_t own) const {
+  __device__ Terms<T> terms_of_ranks(int64_t token, const Part& part, const WarpRoutes& routes, uint64_t live,
+                                     uint64_t own) const {
     const float low_weight = weight_of((own >> lane() & 1) != 0 ? routes.low.slot : -1);
     const float high_weight = weight_of((own >> kWarp >> lane() & 1) != 0 ? routes.high.slot : -1);
     Terms<T> terms;
@@ -271,8 +275,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
   movement.post(params.offer);
   RowStream stream(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);
   const Gather<T> gather(params, movement, stream);
-  const Role role =
-      role_of_warp(params.division, params.group.context.shape.num_ranks, movement.has_few_tokens());
+  const Role role = role_of_warp(params.division, params.group.context.shape.num_ranks, movement.has_few_tokens());
   const TokenSlots first = movement.is_usable() ? gather.first_slots(role) : TokenSlots{};
   if (!movement.begin(params.offer)) return;
   if (role.sends) {
@@ -306,16 +309,17 @@ cudaError_t launch_combine(const DeviceGroup& group, const LaunchShape& shape, c
                            cudaStream_t stream) {
   const CallPost offer = offer_of(call, call.recv_weights != nullptr ? 1 : 0, 0, kNoReach);
   const HandleLayout layout = make_handle_layout(group.context.shape, call.top_k);
-  return launch({group, layout, shape.gather_division, call, offer, call.expert_out, call.recv_weights, nullptr, call.out, nullptr}, shape,
-                stream);
+  return launch(
+      {group, layout, shape.gather_division, call, offer, call.expert_out, call.recv_weights, nullptr, call.out, nullptr},
+      shape, stream);
 }
 
 cudaError_t launch_dispatch_bwd(const DeviceGroup& group, const LaunchShape& shape, const DispatchBwdCall& call,
                                 cudaStream_t stream) {
   const CallPost offer = offer_of(call, call.grad_recv_weights != nullptr ? 2 : 0, 0, kNoReach);
   const HandleLayout layout = make_handle_layout(group.context.shape, call.top_k);
-  return launch({group, layout, shape.gather_division, call, offer, call.grad_recv, nullptr, call.grad_recv_weights, call.grad_tokens,
-                 call.grad_topk_weights},
+  return launch({group, layout, shape.gather_division, call, offer, call.grad_recv, nullptr, call.grad_recv_weights,
+                 call.grad_tokens, call.grad_topk_weights},
                 shape, stream);
 }
 

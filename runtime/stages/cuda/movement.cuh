@@ -120,8 +120,7 @@ public:
   __device__ WarpRoutes routes_of(int64_t token) const {
     const Route* const routes = plan_.routes + token * args_.top_k;
     constexpr Route kNone{-1, -1, 0};
-    return {lane() < args_.top_k ? routes[lane()] : kNone,
-            lane() + kWarp < args_.top_k ? routes[lane() + kWarp] : kNone};
+    return {lane() < args_.top_k ? routes[lane()] : kNone, lane() + kWarp < args_.top_k ? routes[lane() + kWarp] : kNone};
   }
   __device__ TokenSlots slots_of(int rank, int64_t token) const {
     TokenSlots found;
@@ -158,7 +157,8 @@ public:
   // The i-th peer, i < P - 1, of this rank at a token.
   __device__ int peer_in_order(int64_t token, int i) const {
     const auto peers = static_cast<unsigned>(call_.num_ranks() - 1);
-    const int turned = call_.rank() + 1 + static_cast<int>((static_cast<unsigned>(token) + static_cast<unsigned>(i)) % peers);
+    const int turned =
+        call_.rank() + 1 + static_cast<int>((static_cast<unsigned>(token) + static_cast<unsigned>(i)) % peers);
     return turned < call_.num_ranks() ? turned : turned - call_.num_ranks();
   }
   // As many indices as peer_token has.

@@ -132,11 +132,15 @@ private:
   __device__ static uint32_t bytes_of_half(int64_t offset, int64_t bytes) {
     return static_cast<uint32_t>(min(kHalfBytes, bytes - offset));
   }
-  __device__ std::byte* half_at(int half) const { return stages_ + half * kHalfBytes; }
+  __device__ std::byte* half_at(int half) const {
+    return stages_ + half * kHalfBytes;
+  }
   __device__ void load_half(int half, const std::byte* row, int64_t offset, int64_t bytes) {
     begin_load(half_at(half), row + offset, bytes_of_half(offset, bytes), barriers_ + half);
   }
-  __device__ std::byte* stage_at(int stage) const { return stages_ + stage * kPieceBytes; }
+  __device__ std::byte* stage_at(int stage) const {
+    return stages_ + stage * kPieceBytes;
+  }
   __device__ void load(int stage, const std::byte* row, int64_t offset, int64_t bytes) {
     if (lane() == 0) begin_load(stage_at(stage), row + offset, bytes_at(offset, bytes), barriers_ + stage);
   }
