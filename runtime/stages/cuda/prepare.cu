@@ -1,7 +1,7 @@
 // prepare in one kernel. Ranks exchange only their counts; each computes its own slots by a stable counting sort. All that blocks
 // and ranks tell each other are words that tell of themselves (Call::wait_for_word), so that nobody fences or waits for all.
 //
-//   count    each block counts the routes of its own run of tokens, by expert                                -> block_counts
+//   count    each block counts the routes of its own run of tokens, by expert; few routes, of all tokens      -> block_counts
 //   publish  each block takes some experts, adds their counts up over the blocks, stores the sums into every peer's window, and
 //            tells each block how many routes the blocks before it have                                      -> routes_before
 //   assign   each block now knows where its routes of each expert begin: the zone, then the ranks before this one, then the
@@ -24,6 +24,7 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kLeastBlocks = 16;
+constexpr int kFewRoutes = 4 * kThreads;
 
 struct Params {
   DeviceGroup group;
@@ -102,29 +103,40 @@ private:
            static_cast<int64_t>(block) * num_experts();
   }
 
+  // So few that each block counts all of them, and none has to wait for what others have counted.
+  __device__ bool has_few_routes() const { return args_.num_tokens * args_.top_k <= kFewRoutes; }
+
+  // next_[e]: routes of this block or, when they are few, of the blocks before it; demand_[e]: then, of all blocks.
   __device__ void count() {
     __shared__ int32_t num_bad;
     __shared__ unsigned first_bad_inverted; // so that the largest is the first
+    const bool few = has_few_routes();
     for (int e = threadIdx.x; e < num_experts(); e += kThreads)
-      next_[e] = 0;
+      next_[e] = demand_[e] = 0;
     if (threadIdx.x == 0) {
       num_bad = 0;
       first_bad_inverted = 0;
     }
     __syncthreads();
-    for (int64_t route = begin_ * args_.top_k + threadIdx.x; route < end_ * args_.top_k; route += kThreads) {
+    const int64_t begin = begin_ * args_.top_k;
+    const int64_t end = end_ * args_.top_k;
+    for (int64_t route = (few ? 0 : begin) + threadIdx.x; route < (few ? args_.num_tokens * args_.top_k : end);
+         route += kThreads) {
+      const bool is_mine = route >= begin && route < end;
       const int expert = expert_of(route);
       if (expert >= 0) {
-        atomicAdd(&next_[expert], 1);
-      } else if (index_at(route) != -1) {
+        if (few) atomicAdd(&demand_[expert], 1);
+        if (few ? route < begin : is_mine) atomicAdd(&next_[expert], 1);
+      } else if (is_mine && index_at(route) != -1) {
         atomicAdd(&num_bad, 1);
         atomicMax(&first_bad_inverted, ~static_cast<unsigned>(route));
       }
     }
     __syncthreads();
     TaggedCount* const mine = block_counts(blockIdx.x);
-    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
-      tell(&mine[e], next_[e]);
+    if (!few)
+      for (int e = threadIdx.x; e < num_experts(); e += kThreads)
+        tell(&mine[e], next_[e]);
     if (threadIdx.x == 0) {
       tell(&mine[num_experts()], num_bad);
       tell(&mine[num_experts() + 1], static_cast<int32_t>(first_bad_inverted));
@@ -137,6 +149,13 @@ private:
     const int per_block = (num_experts() + blocks - 1) / blocks;
     const int first = min(static_cast<int>(blockIdx.x) * per_block, num_experts());
     const int experts = min(per_block, num_experts() - first);
+    if (has_few_routes()) {
+      for (int i = threadIdx.x; i < experts * shape_.num_ranks; i += kThreads)
+        tell(&counts_of(i / experts, call_.rank())[first + i % experts], demand_[first + i % experts]);
+      __syncthreads(); // demand_ is used otherwise from here on
+      if (blockIdx.x == 0 && threadIdx.x / kWarp == kWarps - 1) report_bad_indices();
+      return true;
+    }
     int32_t* const counts = warp_base_; // [experts, blocks]
     bool ok = true;
     for (int i = threadIdx.x; i < experts * blocks && ok; i += kThreads) {
@@ -198,7 +217,7 @@ private:
     bool ok = true;
     for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
       demand_[e] = 0;
-      if (ok) ok = wait_for(&routes_before(blockIdx.x)[e], call_.rank(), next_[e]);
+      if (ok && !has_few_routes()) ok = wait_for(&routes_before(blockIdx.x)[e], call_.rank(), next_[e]);
     }
     if (threadIdx.x == 0) dropped_of_mine_ = 0;
     __syncthreads();
@@ -480,10 +499,10 @@ private:
   const GroupShape& shape_;
   ExpertBlocks experts_;
   HandleWriter plan_;
-  int32_t* next_;      // [E]
-  int32_t* zone_;      // [E]
-  int32_t* demand_;    // [E]
-  int32_t* warp_base_; // [kWarps, E]
+  int32_t* next_;                       // [E]
+  int32_t* zone_;                       // [E]
+  int32_t* demand_;                     // [E]
+  int32_t* warp_base_;                  // [kWarps, E]
   unsigned long long& dropped_of_mine_; // of this rank's routes; in the first block
   int64_t usable_;
   int64_t begin_, end_; // tokens of this block

@@ -75,33 +75,6 @@ __device__ inline void poison_row(std::byte* row, int64_t bytes) {
     row[i] = std::byte{0x5a};
 }
 
-// The same by the lanes' own stores, from a piece in shared memory.
-__device__ inline void spread_row_by_lanes(RowStream& stream, const std::byte* from, int64_t bytes, std::byte* to) {
-  const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
-  if (lanes == 0) return;
-  const uint64_t bits = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | static_cast<uint64_t>(bytes);
-  if (__all_sync(~0u, bits % 16 == 0 ? 1 : 0) == 0) {
-    spread_row(from, bytes, to);
-    return;
-  }
-  constexpr int kWords = RowStream::kPieceBytes / (kWarp * static_cast<int>(sizeof(uint4))); // of a lane
-  stream.read(
-      1, bytes, [&](int) { return from; },
-      [&](int, int64_t offset, const std::byte* piece, uint32_t piece_bytes) {
-        uint4 words[kWords];
-#pragma unroll
-        for (int i = 0; i < kWords; ++i)
-          words[i] = reinterpret_cast<const uint4*>(piece)[i * kWarp + lane()];
-#pragma unroll 1
-        for (unsigned left = lanes; left != 0; left &= left - 1) {
-          auto* const target = reinterpret_cast<uint4*>(from_lane(to, __ffs(static_cast<int>(left)) - 1) + offset);
-#pragma unroll
-          for (int i = 0; i < kWords; ++i)
-            if ((i * kWarp + lane()) * sizeof(uint4) < piece_bytes) target[i * kWarp + lane()] = words[i];
-        }
-      });
-}
-
 // ---- Elements ----
 
 // A lane works on runs of kRun elements: lane l has elements [8 l, 8 l + 8) of each stretch of 256. As words, lest the compiler
@@ -303,8 +276,8 @@ __device__ inline void add_products(float (&acc)[kRun], const Run<T>& a, const R
 }
 
 template <typename T>
-__device__ __noinline__ float scale_and_multiply_elements(const T* grad, const T* x, int64_t hidden, T* to, bool is_weighted,
-                                                          float weight) {
+__device__ __noinline__ float scale_and_multiply_elements(const T* grad, const T* x, int64_t hidden, T* to,
+                                                          bool is_weighted, float weight) {
   float acc[kRun] = {};
   for (int64_t h = lane() * kRun; h < hidden; h += kStretch) {
     const Run<T> run = load_elements(grad, h, hidden);
@@ -395,7 +368,9 @@ public:
     if (term + 1 == terms.size() && terms.num_inner > 0 && terms.size() - terms.num_inner == terms.own_position)
       add_all(inner_, 1.0f);
   }
-  __device__ Run<T> get(int i) const { return pack<T>(acc_[i]); }
+  __device__ Run<T> get(int i) const {
+    return pack<T>(acc_[i]);
+  }
 
 private:
   template <int kCount>

@@ -5,7 +5,7 @@
 //
 //   senders    A warp takes a token and stores its row once to each peer that it goes to: straight into the token's first live
 //              slot there when the receive rows lie in an allocation of the group, else into staging. Then it tells them.
-//   receivers  Pads are cleared while the ranks meet. Then come the tokens of this rank, which need no peer. Then a warp takes a
+//   receivers  Pads are cleared, while the ranks meet if the block does not send. Then come the tokens of this rank, which need no peer. Then a warp takes a
 //              peer's token, waits for it alone, and serves all its slots here from one read of the row.
 #include <cmath>
 
@@ -53,9 +53,15 @@ __device__ Tag* arrival_at(const DeviceGroup& group, int receiver, int source, i
   return group.window().at<Tag>(receiver, group.context.layout.scatter_arrivals.offset) + index;
 }
 
-// One warp sends one token to all peers that have a live slot of it. by_lanes: its stores are the lanes' own.
-__device__ void send_token(const DeviceGroup& group, const Movement& movement, RowStream& stream, const ScatterInput& input,
-                           int top_k, int64_t token, bool by_lanes) {
+__device__ void tell(const Call& call, RowStream& stream, Tag* arrival) {
+  stream.finish(); // what all lanes have stored comes before what each of them tells
+  if (arrival != nullptr) call.tell_arrival(arrival);
+}
+
+// One warp begins to send one token to all peers that have a live slot of it. tell() ends it for the peers whose arrival words
+// the lanes get; NULL: none.
+__device__ Tag* begin_to_send_token(const DeviceGroup& group, const Movement& movement, RowStream& stream,
+                                    const ScatterInput& input, int top_k, int64_t token) {
   const Call& call = movement.call();
   const WarpRoutes routes = movement.routes_of(token);
   if (input.weights != nullptr)
@@ -63,7 +69,10 @@ __device__ void send_token(const DeviceGroup& group, const Movement& movement, R
       if (const Route& route = routes.own(first); route.rank != call.rank() && movement.is_live(route))
         group.window().at<float>(route.rank, group.context.layout.scatter_weights.offset)[route.slot] =
             input.weights[token * top_k + first + lane()];
+  Tag* arrival = nullptr;
   for (int first = 0; first < call.num_ranks() - 1; first += kWarp) { // each lane speaks for one peer
+    if (first > 0) tell(call, stream, arrival);
+    arrival = nullptr;
     const int peer = first + lane() < call.num_ranks() - 1 ? movement.peer_in_order(token, first + lane()) : -1;
     int32_t first_slot = -1; // of the token on that peer, live or not: it names the staging row
     int32_t first_live = -1;
@@ -84,7 +93,6 @@ __device__ void send_token(const DeviceGroup& group, const Movement& movement, R
     }
     std::byte* row = nullptr;
     std::byte* sidecar = nullptr;
-    Tag* arrival = nullptr;
     if (first_live >= 0) {
       const int64_t staging_row =
           scatter_staging_row(group.context.layout, group.context.shape, call.rank(), token, first_slot);
@@ -93,14 +101,10 @@ __device__ void send_token(const DeviceGroup& group, const Movement& movement, R
       if (input.sidecar_bytes > 0) sidecar = staged_sidecar(group, peer, staging_row);
       arrival = arrival_at(group, peer, call.rank(), token);
     }
-    if (by_lanes)
-      spread_row_by_lanes(stream, input.rows + token * input.row_bytes, input.row_bytes, row);
-    else
-      begin_to_spread_row(stream, input.rows + token * input.row_bytes, input.row_bytes, row);
+    begin_to_spread_row(stream, input.rows + token * input.row_bytes, input.row_bytes, row);
     if (input.sidecar_bytes > 0) spread_row(input.sidecar + token * input.sidecar_bytes, input.sidecar_bytes, sidecar);
-    stream.finish(); // what all lanes have stored comes before what each of them tells
-    if (arrival != nullptr) call.tell_arrival(arrival);
   }
+  return arrival;
 }
 
 // A token that is here.
@@ -183,8 +187,7 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
     if (lane() == 0) ok = movement.call().wait_for_arrival(arrival_at(group, rank, source, token), source);
     if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
     __syncwarp(); // the lanes see what lane 0 has acquired
-    const int64_t staging_row =
-        scatter_staging_row(group.context.layout, group.context.shape, source, token, found.head);
+    const int64_t staging_row = scatter_staging_row(group.context.layout, group.context.shape, source, token, found.head);
     const int32_t first_live = slots[0];
     const bool in_place = movement.has_reachable_rows(rank);
     arrival = {in_place ? receiver.rows() + first_live * receiver.row_bytes : staged_row(group, rank, staging_row),
@@ -204,8 +207,7 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
   }
   if (movement.call().poisons_staging() && source != rank) {
     stream.finish();
-    const int64_t staging_row =
-        scatter_staging_row(group.context.layout, group.context.shape, source, token, found.head);
+    const int64_t staging_row = scatter_staging_row(group.context.layout, group.context.shape, source, token, found.head);
     poison_row(staged_row(group, rank, staging_row), input.row_bytes);
     poison_row(staged_sidecar(group, rank, staging_row), input.sidecar_bytes);
   }
@@ -234,7 +236,8 @@ __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, R
     const int64_t slot = plan.zone_begin[zone] + plan.zone_rows[zone] + pad % most;
     return slot < plan.zone_begin[zone + 1] && slot < receiver.call.recv_rows ? slot : -1;
   };
-  const bool by_stream = (reinterpret_cast<uint64_t>(receiver.rows()) | static_cast<uint64_t>(receiver.row_bytes)) % 16 == 0;
+  const bool by_stream =
+      (reinterpret_cast<uint64_t>(receiver.rows()) | static_cast<uint64_t>(receiver.row_bytes)) % 16 == 0;
   if (by_stream)
     stream.clear(mine, receiver.row_bytes, [&](int64_t i) {
       const int64_t slot = slot_of(i);
@@ -249,8 +252,8 @@ __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, R
 
 // Tokens of this rank; needs no peer.
 template <typename Receiver>
-__device__ void receive_own(const DeviceGroup& group, const Movement& movement, RowStream& stream, const ScatterInput& input,
-                            const Receiver& receiver, const Role& role) {
+__device__ void receive_own(const DeviceGroup& group, const Movement& movement, RowStream& stream,
+                            const ScatterInput& input, const Receiver& receiver, const Role& role) {
 #pragma unroll 1
   for (int64_t token = role.count - 1 - role.index; token < receiver.call.num_tokens; token += role.count)
     receive_token(group, movement, stream, input, receiver, group.context.rank, token);
@@ -278,20 +281,27 @@ __global__ void __launch_bounds__(kThreads)
   RowStream stream(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);
   const Role role = role_of_warp(params.division, group.context.shape.num_ranks, movement.has_few_tokens());
   const bool does_both = role.sends && role.receives;
-  if (movement.is_usable() && role.receives) // needs no peer: while the ranks meet
-    clear_pads(group, movement, stream, receiver, does_both ? without_first(role, receiver.call.num_tokens) : role);
+  if (!does_both && role.receives && movement.is_usable())
+    clear_pads(group, movement, stream, receiver, role); // needs no peer: while the ranks meet
   if (!movement.begin(params.offer)) {
     stream.finish();
     return;
   }
-  if (role.sends) {
-    // Bulk stores queue up: beside receivers those that wait for the wire would hold up theirs.
-    const bool by_lanes = params.division.sender_blocks == static_cast<int>(gridDim.x);
+  const auto begin_to_send = [&](int64_t token) {
+    return begin_to_send_token(group, movement, stream, params.input, receiver.call.top_k, token);
+  };
+  const int64_t tokens = receiver.call.num_tokens;
+  if (does_both) { // bulk copies queue up: first what goes to peers, then all else
+    Tag* const arrival = role.index < tokens ? begin_to_send(role.index) : nullptr;
+    __syncthreads();
+    clear_pads(group, movement, stream, receiver, without_first(role, tokens));
+    if (role.index < tokens) tell(movement.call(), stream, arrival);
+  } else if (role.sends) {
 #pragma unroll 1
-    for (int64_t token = role.index; token < receiver.call.num_tokens; token += role.count)
-      send_token(group, movement, stream, params.input, receiver.call.top_k, token, by_lanes);
-    if (lane() == 0) movement.call().sent(static_cast<unsigned>(role.count));
+    for (int64_t token = role.index; token < tokens; token += role.count)
+      tell(movement.call(), stream, begin_to_send(token));
   }
+  if (role.sends && lane() == 0) movement.call().sent(static_cast<unsigned>(role.count));
   if (role.receives) {
     receive_own(group, movement, stream, params.input, receiver, role);
     receive_from_peers(group, movement, stream, params.input, receiver, role);
@@ -327,8 +337,7 @@ cudaError_t launch_dispatch(const DeviceGroup& group, const LaunchShape& shape, 
                             const Reach& reach, cudaStream_t stream) {
   const int64_t row_bytes = call.hidden * element_bytes(call.dtype);
   const ScatterInput input{call.tokens, row_bytes, call.topk_weights, call.sidecar, call.sidecar_bytes};
-  return launch(group, shape, input,
-                offer_of(call, call.topk_weights != nullptr ? 1 : 0, call.sidecar_bytes, reach),
+  return launch(group, shape, input, offer_of(call, call.topk_weights != nullptr ? 1 : 0, call.sidecar_bytes, reach),
                 DispatchReceiver{call, row_bytes}, stream);
 }
 
