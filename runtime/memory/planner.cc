@@ -17,13 +17,14 @@ epx_memory_plan plan_memory(const GroupShape& shape) {
   plan.max_recv_tokens_per_rank = shape.max_recv_tokens;
   plan.window_bytes = layout.total_bytes;
   plan.control_bytes = layout.control_bytes();
-  plan.count_bytes = layout.counts.bytes;
+  plan.count_bytes = layout.counts.bytes + layout.few_routes.bytes;
   plan.slot_record_bytes = layout.slot_posts.bytes + layout.heads.bytes;
-  plan.scatter_row_bytes = layout.scatter_rows.bytes;
+  plan.scatter_row_bytes = layout.scatter_rows.bytes + layout.few_scatter_rows.bytes;
   plan.scatter_sidecar_bytes = layout.scatter_sidecars.bytes;
-  plan.scatter_weight_bytes = layout.scatter_weights.bytes + layout.scatter_arrivals.bytes;
-  plan.gather_row_bytes = layout.gather_rows.bytes;
-  plan.gather_weight_bytes = layout.gather_weights.bytes + layout.gather_arrivals.bytes;
+  plan.scatter_weight_bytes =
+      layout.scatter_weights.bytes + layout.scatter_arrivals.bytes + layout.few_scatter_weights.bytes;
+  plan.gather_row_bytes = layout.gather_rows.bytes + layout.few_gather_rows.bytes;
+  plan.gather_weight_bytes = layout.gather_weights.bytes + layout.gather_arrivals.bytes + layout.few_gather_weights.bytes;
   plan.scratch_bytes = scratch_bytes(shape);
   plan.handle_mem_bytes = make_handle_layout(shape, shape.max_top_k).total_bytes;
   return plan;

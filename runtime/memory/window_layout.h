@@ -65,7 +65,21 @@ struct alignas(256) TaggedPost {
 };
 static_assert(sizeof(TaggedPost) == 256);
 
-constexpr int kMaxGatherParts = 8; // of a row, that different warps gather when tokens are few
+// Rows of few tokens travel through staging of their own in such words, twelve bytes in each: more bytes than the row has, but a
+// word is there as soon as it can be seen. A warp moves a strip of a row at a time.
+struct alignas(16) TaggedTriple {
+  uint32_t values[3];
+  Tag tag;
+};
+constexpr int64_t kStripBytes = 1536;
+constexpr int64_t kStripWords = kStripBytes / (3 * sizeof(uint32_t));
+constexpr int64_t strips_of(int64_t row_bytes) {
+  return (row_bytes + kStripBytes - 1) / kStripBytes;
+}
+
+constexpr int kMostFewTokens = 128; // of a rank; with more, the bytes that tags take cost more than waiting for a row's end
+constexpr int kMostFewRows = 2048;  // of all ranks' few tokens
+constexpr int kMostFewRoutes = 8192; // of all ranks
 
 // One rank's contribution to an exchange of small host-side records (allocation of memory).
 constexpr int64_t kExchangeRecordBytes = 512;
@@ -118,6 +132,7 @@ struct WindowLayout {
   Region board;    // kExchangeRecordBytes [P], by source rank
   // Prepare.
   Region counts;     // routes from each rank to each expert: int32 [P, E]; of kernels TaggedCount [2, P, E], by parity
+  Region few_routes; // TaggedCount [2, P, few_routes_per_rank], by parity and source rank: experts; kernels only
   Region slot_posts; // SlotPost [R]
   Region heads;      // TaggedCount [P, max_tokens]: each token's first slot here, by source rank; kernels only
   // Scatter (dispatch, combine_bwd), stored by the token's rank.
@@ -126,16 +141,26 @@ struct WindowLayout {
   Region scatter_weights;  // float [R], by slot
   Region scatter_arrivals; // Tag [P, max_tokens]: the last call in which the token's row came; kernels only
   // Gather (combine, dispatch_bwd), stored by the expert's rank.
-  Region gather_rows;    // [gather_staging_rows, row_stride]
-  Region gather_weights; // float [max_tokens * max_top_k], by (token, k)
-  // Tag [max_tokens * min(P, max_top_k), kMaxGatherParts]: the last call in which a part of a rank's rows came; kernels only
-  Region gather_arrivals;
+  Region gather_rows;     // [gather_staging_rows, row_stride]
+  Region gather_weights;  // float [max_tokens * max_top_k], by (token, k)
+  Region gather_arrivals; // Tag [gather_staging_rows]: the last call in which the row came; kernels only
+  // The same two with few tokens, by parity of the call: who stores there need not know where the peer is. Kernels only; those
+  // of the gather in precision wire only.
+  Region
+      few_scatter_rows; // TaggedTriple [2, P, few_tokens, few_strips, kStripWords], by source rank: a row, then its sidecar
+  Region few_scatter_weights; // TaggedCount [2, P, few_tokens, max_top_k], by source rank: the bits of floats
+  Region few_gather_rows;     // TaggedTriple [2, few_tokens, min(P, max_top_k), few_row_strips, kStripWords]
+  Region few_gather_weights;  // TaggedCount [2, few_tokens, max_top_k]: the bits of floats
 
   int64_t row_stride;           // bytes
   int64_t sidecar_stride;       // bytes
   int64_t scatter_staging_rows; // rows
   int64_t gather_staging_rows;  // rows
   bool scatter_by_token;        // a staged row lies at (source, token); otherwise at the token's first slot
+  int64_t few_tokens;           // of a rank that has the most; with more, tokens are not few
+  int64_t few_routes_per_rank;
+  int64_t few_row_strips;
+  int64_t few_strips; // with those of the sidecar
 
   int64_t total_bytes;
   int64_t control_bytes() const { return counts.offset; }
@@ -163,12 +188,18 @@ inline WindowLayout make_window_layout(const GroupShape& shape) {
   const bool exact = shape.precision == EPX_COMBINE_EXACT;
   layout.gather_staging_rows = tokens * (exact ? shape.max_top_k : std::min(shape.num_ranks, shape.max_top_k));
 
+  layout.few_tokens = std::min<int64_t>({tokens, kMostFewTokens, kMostFewRows / ranks});
+  layout.few_routes_per_rank = kMostFewRoutes / ranks;
+  layout.few_row_strips = strips_of(layout.row_stride);
+  layout.few_strips = layout.few_row_strips + strips_of(layout.sidecar_stride);
+
   append(layout.poison, 1, sizeof(Flag));
   append(layout.waiting, 1, sizeof(Flag));
   append(layout.posts, 2 * ranks, sizeof(TaggedPost));
   append(layout.complete, ranks, sizeof(Flag));
   append(layout.board, ranks, kExchangeRecordBytes);
   append(layout.counts, checked_mul(2 * ranks, shape.num_experts, what), sizeof(TaggedCount));
+  append(layout.few_routes, 2 * ranks * layout.few_routes_per_rank, sizeof(TaggedCount));
   append(layout.slot_posts, shape.max_recv_tokens, kSlotPostBytes);
   append(layout.heads, ranks * tokens, sizeof(TaggedCount));
   append(layout.scatter_rows, layout.scatter_staging_rows, layout.row_stride);
@@ -177,7 +208,15 @@ inline WindowLayout make_window_layout(const GroupShape& shape) {
   append(layout.scatter_arrivals, ranks * tokens, sizeof(Tag));
   append(layout.gather_rows, layout.gather_staging_rows, layout.row_stride);
   append(layout.gather_weights, tokens * shape.max_top_k, sizeof(float));
-  append(layout.gather_arrivals, tokens * std::min(shape.num_ranks, shape.max_top_k) * kMaxGatherParts, sizeof(Tag));
+  append(layout.gather_arrivals, layout.gather_staging_rows, sizeof(Tag));
+  const int64_t few = 2 * layout.few_tokens;
+  append(layout.few_scatter_rows, checked_mul(few * ranks, layout.few_strips * kStripWords, what), sizeof(TaggedTriple));
+  append(layout.few_scatter_weights, few * ranks * shape.max_top_k, sizeof(TaggedCount));
+  append(layout.few_gather_rows,
+         exact ? 0
+               : checked_mul(few * std::min(shape.num_ranks, shape.max_top_k), layout.few_row_strips * kStripWords, what),
+         sizeof(TaggedTriple));
+  append(layout.few_gather_weights, exact ? 0 : few * shape.max_top_k, sizeof(TaggedCount));
   return layout;
 }
 

@@ -89,4 +89,26 @@ constexpr int64_t route_index(int64_t token, int top_k, int k) {
   return token * top_k + k;
 }
 
+// Words of the staging of few tokens, by number in their region. `parity` is that of the call. The first of a strip; in scatter the
+// sidecar's strips follow those that the row may have.
+constexpr int64_t few_scatter_word(const WindowLayout& layout, const GroupShape& shape, int64_t parity, int source,
+                                   int64_t token, int64_t strip) {
+  const int64_t row = (parity * shape.num_ranks + source) * layout.few_tokens + token;
+  return (row * layout.few_strips + strip) * kStripWords;
+}
+constexpr int64_t few_gather_word(const WindowLayout& layout, const GroupShape& shape, int64_t parity, int64_t token,
+                                  int order, int64_t strip) {
+  const int64_t ranks = shape.max_top_k < shape.num_ranks ? shape.max_top_k : shape.num_ranks;
+  const int64_t row = (parity * layout.few_tokens + token) * ranks + order;
+  return (row * layout.few_row_strips + strip) * kStripWords;
+}
+constexpr int64_t few_scatter_weight(const WindowLayout& layout, const GroupShape& shape, int64_t parity, int source,
+                                     int64_t token, int k) {
+  return ((parity * shape.num_ranks + source) * layout.few_tokens + token) * shape.max_top_k + k;
+}
+constexpr int64_t few_gather_weight(const WindowLayout& layout, const GroupShape& shape, int64_t parity, int64_t token,
+                                    int k) {
+  return (parity * layout.few_tokens + token) * shape.max_top_k + k;
+}
+
 } // namespace epx

@@ -123,6 +123,11 @@ public:
     store_release_sys(&group_.record->num_events, number + 1);
   }
 
+  // Tests: whether few tokens go the way of many; `plan_id` is of the prepare that made, or makes, the plan.
+  __device__ bool takes_long_way(uint64_t plan_id) const {
+    return kTestHooks && group_.hooks.alternates_ways &&
+           (plan_id * 0x9e3779b97f4a7c15u >> (operation_ == EPX_OP_PREPARE ? 40 : 41) & 1) != 0;
+  }
   // Tests: whether what lies in staging is to be overwritten once it has been used.
   __device__ bool poisons_staging() const {
     return kTestHooks && group_.hooks.poisons_staging;
@@ -211,7 +216,7 @@ private:
 
   // Every block once all its threads know the call's number: the last one makes it the last call begun.
   __device__ void begun() const {
-    if (threadIdx.x == 0 && atomicInc(&group_.state->blocks_begun, gridDim.x - 1) == gridDim.x - 1)
+    if (threadIdx.x == blockDim.x - 1 && atomicInc(&group_.state->blocks_begun, gridDim.x - 1) == gridDim.x - 1)
       group_.state->sequence = sequence_;
   }
 

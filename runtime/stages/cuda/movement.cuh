@@ -1,6 +1,5 @@
 // What scatter and gather have in common: the plan in the handle memory, who takes part, which routes live in this call, and
-// who does what. Some warps of each block send, token by token, and tell the receiver of each; the others receive, so that
-// what a rank does with its rows happens behind the wire.
+// who does what.
 #pragma once
 
 #include "runtime/stages/cuda/call.cuh"
@@ -30,31 +29,34 @@ inline CallPost offer_of(const MovementCall& call, int32_t weights, int64_t side
 
 // What a warp does, and which of the warps that do so it is.
 struct Role {
-  bool sends, receives; // with few tokens all warps do both, one after the other
+  bool sends, receives;
   int64_t index;
   int64_t count;
 };
 
-// Neighbours are in different blocks, so that few tokens are on many multiprocessors. With one rank, all receive.
-__device__ inline Role role_of_warp(const Division& division, int num_ranks, bool few_tokens) {
+// Of some warps of some blocks. Neighbours are in different blocks, so that few items are on many multiprocessors.
+__device__ inline Role role_among(bool sends, bool receives, int first_warp, int num_warps, int first_block,
+                                  int num_blocks) {
+  return {sends, receives,
+          static_cast<int64_t>(static_cast<int>(threadIdx.x) / kWarp - first_warp) * num_blocks +
+              (static_cast<int>(blockIdx.x) - first_block),
+          static_cast<int64_t>(num_warps) * num_blocks};
+}
+
+// With many tokens some warps send, token by token, and tell the receiver of each; the others receive, so that what a rank does
+// with its rows happens behind the wire. With one rank, all receive.
+__device__ inline Role role_of_warp(const Division& division, int num_ranks) {
   const int blocks = static_cast<int>(gridDim.x);
   const int block = static_cast<int>(blockIdx.x);
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const auto role = [](bool sends, bool receives, int first_warp, int num_warps, int first_block, int num_blocks) {
-    return Role{sends, receives,
-                static_cast<int64_t>(static_cast<int>(threadIdx.x) / kWarp - first_warp) * num_blocks +
-                    (static_cast<int>(blockIdx.x) - first_block),
-                static_cast<int64_t>(num_warps) * num_blocks};
-  };
-  if (num_ranks == 1) return role(false, true, 0, warps, 0, blocks);
-  if (few_tokens) return role(true, true, 0, warps, 0, blocks);
+  if (num_ranks == 1) return role_among(false, true, 0, warps, 0, blocks);
   const int sender_blocks = division.sender_blocks;
   const int senders = division.sender_warps;
-  if (block < sender_blocks && warp < senders) return role(true, false, 0, senders, 0, sender_blocks);
-  if (sender_blocks == blocks) return role(false, true, senders, warps - senders, 0, blocks);
+  if (block < sender_blocks && warp < senders) return role_among(true, false, 0, senders, 0, sender_blocks);
+  if (sender_blocks == blocks) return role_among(false, true, senders, warps - senders, 0, blocks);
   if (block < sender_blocks) return {false, false, 0, 0};
-  return role(false, true, 0, warps, sender_blocks, blocks - sender_blocks);
+  return role_among(false, true, 0, warps, sender_blocks, blocks - sender_blocks);
 }
 
 // The routes of one token, a lane each; the second 32 likewise.
@@ -62,6 +64,12 @@ struct WarpRoutes {
   Route low, high;
 
   __device__ const Route& own(int first) const { return first < kWarp ? low : high; } // route `first` + lane
+  // A bit for each route that it holds for.
+  template <typename Holds>
+  __device__ uint64_t mask_of(const Holds& holds) const {
+    return static_cast<uint64_t>(__ballot_sync(~0u, holds(low) ? 1 : 0)) |
+           static_cast<uint64_t>(__ballot_sync(~0u, holds(high) ? 1 : 0)) << kWarp;
+  }
   __device__ int32_t rank(int k) const { return from_lane(k < kWarp ? low.rank : high.rank, k % kWarp); }
   __device__ int32_t slot(int k) const { return from_lane(k < kWarp ? low.slot : high.slot, k % kWarp); }
   __device__ int32_t order(int k) const { return from_lane(k < kWarp ? low.order : high.order, k % kWarp); }
@@ -96,18 +104,23 @@ public:
   __device__ bool is_usable() const { return is_usable_; }
   // Of the ranks whose plan is this one; the same on all of them.
   __device__ int64_t most_tokens() const { return most_tokens_; }
-  // Whether there is a warp for each token and peer. The same in all threads.
+  // Whether rows go through the staging of few tokens. The same on all ranks whose plan is this one.
   __device__ bool has_few_tokens() const {
-    return most_tokens() * (call_.num_ranks() - 1) <= static_cast<int64_t>(gridDim.x) * (blockDim.x / kWarp);
+    return is_usable_ && most_tokens_ <= group_.context.layout.few_tokens && !call_.takes_long_way(plan_id_);
   }
   // Then, with the same offer. False: the group has failed, or the handle memory is not usable. The same in all threads.
   __device__ bool begin(const CallPost& offer) {
     if (!call_.arrive(offer)) return false;
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
+    if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) { // a thread that has little else to do
       report();
       if (!is_usable_) call_.sent(1);
     }
     return is_usable_;
+  }
+
+  // Every block that has sent before it began.
+  __device__ void all_sent() const {
+    if (threadIdx.x == blockDim.x - 1) call_.sent(gridDim.x);
   }
 
   __device__ const Call& call() const { return call_; }
@@ -116,6 +129,10 @@ public:
   // Whether a route takes part in this call: kept by prepare, its rank active, its slot below that rank's N.
   __device__ bool is_live(const Route& route) const {
     return route.slot >= 0 && is_active(route.rank) && route.slot < call_.offers().recv_rows[route.rank];
+  }
+  // Whether it comes from this rank's own tokens, then; known without the peers.
+  __device__ bool is_live_here(const Route& route) const {
+    return route.rank == call_.rank() && route.slot >= 0 && route.slot < args_.recv_rows;
   }
   __device__ WarpRoutes routes_of(int64_t token) const {
     const Route* const routes = plan_.routes + token * args_.top_k;

@@ -1,13 +1,21 @@
-// prepare in one kernel. Ranks exchange only their counts; each computes its own slots by a stable counting sort. All that blocks
-// and ranks tell each other are words that tell of themselves (Call::wait_for_word), so that nobody fences or waits for all.
+// prepare in one kernel. All that blocks and ranks tell each other are words that tell of themselves (Call::wait_for_word), so that
+// nobody fences or waits for all.
 //
-//   count    each block counts the routes of its own run of tokens, by expert; few routes, of all tokens      -> block_counts
+// Ranks exchange only their counts; each computes its own slots by a stable counting sort:
+//   count    each block counts the routes of its own run of tokens, by expert                                -> block_counts
 //   publish  each block takes some experts, adds their counts up over the blocks, stores the sums into every peer's window, and
 //            tells each block how many routes the blocks before it have                                      -> routes_before
 //   assign   each block now knows where its routes of each expert begin: the zone, then the ranks before this one, then the
 //            blocks before this one. It walks its tokens tile by tile, gives every route its slot, and stores where the slot
 //            comes from into the window of the slot's rank.
 //   deliver  all blocks write the handle memory and the outputs from what has come.
+//
+// When all ranks have few routes they exchange those, and each computes everybody's slots, so that ranks wait for each other once
+// and blocks not at all:
+//   tell     every block stores some of this rank's routes into every peer's window
+//   count    each block counts all routes of all ranks, and those before its own run of all ranks' tokens
+//   assign   as above, but for the tokens of all ranks, and what concerns other ranks is left to them
+//   deliver  what is left
 #include <algorithm>
 
 #include "runtime/stages/cuda/kernels.h"
@@ -24,7 +32,6 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kLeastBlocks = 16;
-constexpr int kFewRoutes = 4 * kThreads;
 
 struct Params {
   DeviceGroup group;
@@ -41,23 +48,28 @@ constexpr size_t shared_bytes(int num_experts) {
 
 class Prepare {
 public:
-  __device__ Prepare(const Params& params, int32_t* shared, unsigned long long& dropped_of_mine)
+  __device__ Prepare(const Params& params, int32_t* shared, unsigned long long& dropped_of_mine, int32_t* first_token)
       : params_(params), group_(params.group), args_(params.call), call_(params.group, EPX_OP_PREPARE),
         shape_(params.group.context.shape), experts_{shape_.num_experts, shape_.num_ranks},
         plan_(params.call.handle_mem, params.layout), next_(shared), zone_(shared + shape_.num_experts),
         demand_(shared + 2 * shape_.num_experts), warp_base_(shared + 3 * shape_.num_experts),
-        dropped_of_mine_(dropped_of_mine), usable_(usable_slots(shape_.max_recv_tokens, params.call.alignment)) {
-    const int64_t tokens_per_block = (args_.num_tokens + gridDim.x - 1) / gridDim.x;
-    begin_ = min(tokens_per_block * static_cast<int64_t>(blockIdx.x), args_.num_tokens);
-    end_ = min(begin_ + tokens_per_block, args_.num_tokens);
-  }
+        dropped_of_mine_(dropped_of_mine), usable_(usable_slots(shape_.max_recv_tokens, params.call.alignment)),
+        first_token_(first_token) {}
 
   __device__ void run() {
     if (blockIdx.x == 0) call_.post(params_.offer, 0);
-    count();
-    if (!publish() || !call_.arrive(params_.offer) || !find_bases()) return;
+    const bool mine_are_few = has_few_routes(args_.num_tokens);
+    if (mine_are_few)
+      tell_routes();
+    else if (!count_and_publish())
+      return;
+    if (!call_.arrive(params_.offer)) return;
+    few_ = mine_are_few;
+    for (int rank = 0; rank < shape_.num_ranks; ++rank)
+      few_ = few_ && has_few_routes(call_.offers().num_tokens[rank]);
+    if (few_ ? !count_all() : (mine_are_few && !count_and_publish()) || !find_bases()) return;
     assign();
-    if (threadIdx.x == 0) call_.sent(gridDim.x);
+    if (threadIdx.x == kThreads - 1) call_.sent(gridDim.x);
     deliver();
   }
 
@@ -103,43 +115,153 @@ private:
            static_cast<int64_t>(block) * num_experts();
   }
 
-  // So few that each block counts all of them, and none has to wait for what others have counted.
-  __device__ bool has_few_routes() const { return args_.num_tokens * args_.top_k <= kFewRoutes; }
+  // Whether a rank with so many tokens has few routes.
+  __device__ bool has_few_routes(int64_t num_tokens) const {
+    return num_tokens * args_.top_k <= group_.context.layout.few_routes_per_rank && !call_.takes_long_way(call_.sequence());
+  }
+  // Experts; of a rank with few routes.
+  __device__ TaggedCount* routes_of(int owner, int source) const {
+    const int64_t row = static_cast<int64_t>(call_.sequence() & 1) * shape_.num_ranks + source;
+    return group_.window().at<TaggedCount>(owner, group_.context.layout.few_routes.offset) +
+           row * group_.context.layout.few_routes_per_rank;
+  }
 
-  // next_[e]: routes of this block or, when they are few, of the blocks before it; demand_[e]: then, of all blocks.
-  __device__ void count() {
-    __shared__ int32_t num_bad;
-    __shared__ unsigned first_bad_inverted; // so that the largest is the first
-    const bool few = has_few_routes();
-    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
-      next_[e] = demand_[e] = 0;
+  // The block's run of all `num_tokens` tokens.
+  __device__ void share(int64_t num_tokens) {
+    const int64_t tokens_per_block = (num_tokens + gridDim.x - 1) / gridDim.x;
+    begin_ = min(tokens_per_block * static_cast<int64_t>(blockIdx.x), num_tokens);
+    end_ = min(begin_ + tokens_per_block, num_tokens);
+  }
+
+  // How many indices are bad, and the first of them: ~ of its route, so that the largest is the first.
+  struct BadIndices {
+    int32_t number;
+    unsigned first_inverted;
+
+    __device__ void add(int64_t route, int64_t index) {
+      if (index == -1) return;
+      atomicAdd(&number, 1);
+      atomicMax(&first_inverted, ~static_cast<unsigned>(route));
+    }
+  };
+  // Of the block.
+  __device__ static BadIndices& bad_indices() {
+    __shared__ BadIndices bad;
+    return bad;
+  }
+  __device__ static void clear_bad_indices() {
+    if (threadIdx.x == 0) bad_indices() = {0, 0};
+    __syncthreads();
+  }
+
+  // ---- Few routes ----
+
+  __device__ void tell_routes() {
+    const auto routes = static_cast<uint32_t>(args_.num_tokens * args_.top_k);
+    const uint32_t words = routes * static_cast<uint32_t>(shape_.num_ranks);
+    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < words; i += gridDim.x * kThreads) {
+      const uint32_t peer = i / routes;
+      const uint32_t route = i - peer * routes;
+      tell(routes_of(static_cast<int>(peer), call_.rank()) + route, expert_of(route));
+    }
+    if (blockIdx.x != 0) return; // which reports them, if nobody has more
+    clear_bad_indices();
+    for (uint32_t route = threadIdx.x; route < routes; route += kThreads)
+      if (expert_of(route) < 0) bad_indices().add(route, index_at(route));
+  }
+
+  // demand_[e]: routes of all ranks. next_[e]: the next slot for a route of this block. False: the group has failed. The same in
+  // all threads.
+  __device__ bool count_all() {
     if (threadIdx.x == 0) {
-      num_bad = 0;
-      first_bad_inverted = 0;
+      int64_t tokens = 0;
+      for (int rank = 0; rank < shape_.num_ranks; ++rank) {
+        first_token_[rank] = static_cast<int32_t>(tokens);
+        tokens += call_.offers().num_tokens[rank];
+      }
+      first_token_[shape_.num_ranks] = static_cast<int32_t>(tokens);
+    }
+    int32_t* const mine = warp_base_; // [E], and the ranks before this one [E]; the first block counts them
+    int32_t* const before_mine = warp_base_ + num_experts();
+    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
+      demand_[e] = next_[e] = mine[e] = before_mine[e] = 0;
+    __syncthreads();
+    share(first_token_[shape_.num_ranks]);
+    const auto take = [&](int source, int64_t route, int expert) {
+      if (expert < 0) return;
+      atomicAdd(&demand_[expert], 1);
+      if (first_token_[source] * static_cast<int64_t>(args_.top_k) + route < begin_ * args_.top_k)
+        atomicAdd(&next_[expert], 1);
+      if (blockIdx.x == 0 && source <= call_.rank()) atomicAdd(&(source < call_.rank() ? before_mine : mine)[expert], 1);
+    };
+    if (__syncthreads_and(take_all_routes(take) ? 1 : 0) == 0) return false;
+    find_zones();
+    for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
+      next_[e] += zone_[e];
+      if (blockIdx.x == 0) count_dropped(zone_[e] + before_mine[e], mine[e]);
     }
     __syncthreads();
-    const int64_t begin = begin_ * args_.top_k;
-    const int64_t end = end_ * args_.top_k;
-    for (int64_t route = (few ? 0 : begin) + threadIdx.x; route < (few ? args_.num_tokens * args_.top_k : end);
-         route += kThreads) {
-      const bool is_mine = route >= begin && route < end;
-      const int expert = expert_of(route);
-      if (expert >= 0) {
-        if (few) atomicAdd(&demand_[expert], 1);
-        if (few ? route < begin : is_mine) atomicAdd(&next_[expert], 1);
-      } else if (is_mine && index_at(route) != -1) {
-        atomicAdd(&num_bad, 1);
-        atomicMax(&first_bad_inverted, ~static_cast<unsigned>(route));
+    return true;
+  }
+
+  // take(source, route of the source, expert), for all routes of all ranks, by all threads of a block. False: the group has failed.
+  template <typename Take>
+  __device__ bool take_all_routes(const Take& take) const {
+    constexpr int kBatch = 8; // loads under way together
+    const auto per_rank = static_cast<uint32_t>(group_.context.layout.few_routes_per_rank);
+    const uint32_t all = per_rank * static_cast<uint32_t>(shape_.num_ranks);
+    for (uint32_t first = threadIdx.x; first < all; first += kBatch * kThreads) {
+      const TaggedCount* places[kBatch];
+      TaggedCount words[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const uint32_t index = first + i * kThreads;
+        const uint32_t source = index / per_rank;
+        const uint32_t route = index - source * per_rank;
+        places[i] = nullptr;
+        if (index >= all || route >= static_cast<uint32_t>(call_.offers().num_tokens[source] * args_.top_k)) continue;
+        places[i] = routes_of(call_.rank(), static_cast<int>(source)) + route;
+        words[i] = load_whole_relaxed_sys(places[i]);
       }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (places[i] == nullptr) continue;
+        const uint32_t index = first + i * kThreads;
+        const auto source = static_cast<int>(index / per_rank);
+        if (words[i].tag != call_.tag() && !call_.wait_for_word(places[i], words[i], source)) return false;
+        take(source, index % per_rank, words[i].value);
+      }
+    }
+    return true;
+  }
+
+  // ---- Many routes ----
+
+  // False: the group has failed. The same in all threads.
+  __device__ bool count_and_publish() {
+    count();
+    return publish();
+  }
+
+  __device__ void count() {
+    share(args_.num_tokens);
+    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
+      next_[e] = 0;
+    clear_bad_indices();
+    BadIndices& bad = bad_indices();
+    for (int64_t route = begin_ * args_.top_k + threadIdx.x; route < end_ * args_.top_k; route += kThreads) {
+      if (const int expert = expert_of(route); expert >= 0)
+        atomicAdd(&next_[expert], 1);
+      else
+        bad.add(route, index_at(route));
     }
     __syncthreads();
     TaggedCount* const mine = block_counts(blockIdx.x);
-    if (!few)
-      for (int e = threadIdx.x; e < num_experts(); e += kThreads)
-        tell(&mine[e], next_[e]);
+    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
+      tell(&mine[e], next_[e]);
     if (threadIdx.x == 0) {
-      tell(&mine[num_experts()], num_bad);
-      tell(&mine[num_experts() + 1], static_cast<int32_t>(first_bad_inverted));
+      tell(&mine[num_experts()], bad.number);
+      tell(&mine[num_experts() + 1], static_cast<int32_t>(bad.first_inverted));
     }
   }
 
@@ -149,13 +271,6 @@ private:
     const int per_block = (num_experts() + blocks - 1) / blocks;
     const int first = min(static_cast<int>(blockIdx.x) * per_block, num_experts());
     const int experts = min(per_block, num_experts() - first);
-    if (has_few_routes()) {
-      for (int i = threadIdx.x; i < experts * shape_.num_ranks; i += kThreads)
-        tell(&counts_of(i / experts, call_.rank())[first + i % experts], demand_[first + i % experts]);
-      __syncthreads(); // demand_ is used otherwise from here on
-      if (blockIdx.x == 0 && threadIdx.x / kWarp == kWarps - 1) report_bad_indices();
-      return true;
-    }
     int32_t* const counts = warp_base_; // [experts, blocks]
     bool ok = true;
     for (int i = threadIdx.x; i < experts * blocks && ok; i += kThreads) {
@@ -176,7 +291,7 @@ private:
       for (int peer = lane(); peer < shape_.num_ranks; peer += kWarp)
         tell(&counts_of(peer, call_.rank())[first + expert], total);
     }
-    if (blockIdx.x == 0 && threadIdx.x / kWarp == kWarps - 1) report_bad_indices();
+    if (blockIdx.x == 0 && threadIdx.x / kWarp == kWarps - 1) sum_bad_indices();
     return true;
   }
 
@@ -189,7 +304,7 @@ private:
   }
 
   // One warp.
-  __device__ __noinline__ void report_bad_indices() const {
+  __device__ __noinline__ void sum_bad_indices() const {
     int32_t number = 0;
     unsigned first_inverted = 0;
     for (int block = lane(); block < static_cast<int>(gridDim.x); block += kWarp) {
@@ -206,20 +321,21 @@ private:
       number += __shfl_xor_sync(~0u, number, distance);
       first_inverted = max(first_inverted, __shfl_xor_sync(~0u, first_inverted, distance));
     }
-    if (lane() != 0 || number == 0) return;
+    if (lane() == 0) report_bad_indices(number, first_inverted);
+  }
+  __device__ __noinline__ void report_bad_indices(int32_t number, unsigned first_inverted) const {
+    if (number == 0) return;
     const auto first = static_cast<int64_t>(~first_inverted);
     call_.record_event(EPX_EVENT_BAD_INDEX, number, index_at(first), first / args_.top_k, first % args_.top_k);
   }
 
-  // demand_[e]: routes of all ranks. zone_[e]: first slot of the expert's zone on its rank. next_[e]: the next slot for a route
-  // of this block. False: the group has failed. The same in all threads.
+  // As count_all().
   __device__ bool find_bases() {
     bool ok = true;
     for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
       demand_[e] = 0;
-      if (ok && !has_few_routes()) ok = wait_for(&routes_before(blockIdx.x)[e], call_.rank(), next_[e]);
+      if (ok) ok = wait_for(&routes_before(blockIdx.x)[e], call_.rank(), next_[e]);
     }
-    if (threadIdx.x == 0) dropped_of_mine_ = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < shape_.num_ranks * num_experts() && ok; i += kThreads) {
       const int source = i / num_experts();
@@ -231,7 +347,21 @@ private:
       if (source < call_.rank()) atomicAdd(&next_[e], routes);
     }
     if (__syncthreads_and(ok ? 1 : 0) == 0) return false;
-    for (int rank = threadIdx.x / kWarp; rank < shape_.num_ranks; rank += kWarps) { // where each rank's zones begin
+    find_zones();
+    for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
+      next_[e] += zone_[e];
+      if (blockIdx.x == 0) count_dropped(next_[e], count_of(call_.rank(), e)); // its routes are the first of this rank
+    }
+    __syncthreads();
+    return true;
+  }
+
+  // ---- Either way ----
+
+  // zone_[e]: first slot of the expert's zone on its rank. All threads; before and after, others may use demand_ and zone_.
+  __device__ void find_zones() {
+    if (threadIdx.x == 0) dropped_of_mine_ = 0;
+    for (int rank = threadIdx.x / kWarp; rank < shape_.num_ranks; rank += kWarps) {
       int32_t before = 0;
       for (int first = experts_.first_expert(rank); first < experts_.first_expert(rank + 1); first += kWarp) {
         const int e = first + lane();
@@ -243,15 +373,11 @@ private:
       }
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
-      next_[e] += zone_[e];
-      if (blockIdx.x != 0) continue; // the first block's routes are the first of this rank
-      const int32_t mine = count_of(call_.rank(), e);
-      const int64_t kept = max(int64_t{0}, min(usable_ - next_[e], int64_t{mine}));
-      if (kept < mine) atomicAdd(&dropped_of_mine_, static_cast<unsigned long long>(mine - kept));
-    }
-    __syncthreads();
-    return true;
+  }
+  // One thread for an expert: this rank has `routes` to it, and the first would have the slot `first`.
+  __device__ void count_dropped(int64_t first, int32_t routes) {
+    const int64_t kept = max(int64_t{0}, min(usable_ - first, int64_t{routes}));
+    if (kept < routes) atomicAdd(&dropped_of_mine_, static_cast<unsigned long long>(routes - kept));
   }
 
   __device__ void assign() {
@@ -260,15 +386,35 @@ private:
       assign_tile(token, min(token + tile_tokens, end_));
   }
 
+  // A token, and whose it is.
+  struct Origin {
+    int rank;
+    int64_t token;
+  };
+  // Of a token by its number in what the blocks share.
+  __device__ Origin origin_of(int64_t token) const {
+    if (!few_) return {call_.rank(), token};
+    int rank = 0;
+    while (first_token_[rank + 1] <= token)
+      ++rank;
+    return {rank, token - first_token_[rank]};
+  }
+  __device__ int expert_of(const Origin& origin, int k) const {
+    const int64_t route = origin.token * args_.top_k + k;
+    return few_ ? load_whole_relaxed_sys(routes_of(call_.rank(), origin.rank) + route).value : expert_of(route);
+  }
+
   // A thread is one route; a token's routes lie in neighbouring threads.
   __device__ void assign_tile(int64_t first_token, int64_t end_token) {
     __shared__ int32_t slots[kThreads]; // -1: masked or dropped
     __shared__ int32_t ranks[kThreads];
     const int thread = threadIdx.x;
     const int warp = thread / kWarp;
-    const int64_t route = first_token * args_.top_k + thread;
-    const bool is_route = route < end_token * args_.top_k;
-    const int expert = is_route ? expert_of(route) : -1;
+    const int k = thread % args_.top_k;
+    const int64_t token = first_token + thread / args_.top_k;
+    const bool is_route = token < end_token;
+    const Origin origin = is_route ? origin_of(token) : Origin{};
+    const int expert = is_route ? expert_of(origin, k) : -1;
 
     // Stable rank among the tile's routes to the same expert: those in warps before, then those in lanes before.
     for (int i = thread; i < num_experts() * kWarps; i += kThreads)
@@ -296,20 +442,21 @@ private:
     slots[thread] = static_cast<int32_t>(slot);
     ranks[thread] = slot >= 0 ? experts_.rank_of(expert) : -1;
     __syncthreads();
-    if (is_route) write_route(route, slots, ranks);
+    if (is_route) write_route(origin, k, slots, ranks);
     write_heads(first_token, static_cast<int>(end_token - first_token), slots, ranks);
     __syncthreads();
   }
 
-  __device__ void write_route(int64_t route, const int32_t* slots, const int32_t* ranks) const {
+  __device__ void write_route(const Origin& origin, int k, const int32_t* slots, const int32_t* ranks) const {
     const int thread = threadIdx.x;
-    const int k = thread % args_.top_k;
     const int first = thread - k; // of the token
+    const int64_t route = origin.token * args_.top_k + k;
+    const bool is_mine = origin.rank == call_.rank();
     const int32_t slot = slots[thread];
     const int32_t rank = ranks[thread];
-    if (args_.slot != nullptr) args_.slot[route] = slot;
+    if (is_mine && args_.slot != nullptr) args_.slot[route] = slot;
     if (slot < 0) {
-      plan_.routes[route] = {-1, -1, 0};
+      if (is_mine) plan_.routes[route] = {-1, -1, 0};
       return;
     }
     uint64_t lower_ranks = 0; // that the token goes to, a bit each
@@ -324,26 +471,33 @@ private:
       if (other < k) is_first = false;
     }
     const int order = __popcll(lower_ranks);
-    plan_.routes[route] = {slot, rank, order};
-    const SlotPost post{{static_cast<int32_t>(route / args_.top_k), next_slot, static_cast<uint16_t>(call_.rank()),
-                         static_cast<uint8_t>(k), static_cast<uint8_t>(is_first ? 1 : 0),
-                         static_cast<uint8_t>(order & 0x7f)},
-                        call_.tag()};
-    store_whole_relaxed_sys(group_.window().at<SlotPost>(rank, group_.context.layout.slot_posts.offset) + slot, post);
+    if (is_mine) plan_.routes[route] = {slot, rank, order};
+    const SlotRecord record{static_cast<int32_t>(origin.token),     next_slot,
+                            static_cast<uint16_t>(origin.rank),     static_cast<uint8_t>(k),
+                            static_cast<uint8_t>(is_first ? 1 : 0), static_cast<uint8_t>(order & 0x7f)};
+    if (!few_)
+      store_whole_relaxed_sys(group_.window().at<SlotPost>(rank, group_.context.layout.slot_posts.offset) + slot,
+                              SlotPost{record, call_.tag()});
+    else if (rank == call_.rank())
+      write_record(slot, record);
   }
 
-  // Tells every rank the first slot there of each token of the tile; -1 where there is none. Neighbouring threads, neighbouring
-  // tokens.
+  // The first slot of each token of the tile; -1: none. Neighbouring threads, neighbouring tokens. Few routes: its first slot here;
+  // else every rank is told of its own.
   __device__ void write_heads(int64_t first_token, int num_tokens, const int32_t* slots, const int32_t* ranks) const {
-    for (int i = threadIdx.x; i < num_tokens * shape_.num_ranks; i += kThreads) {
-      const int rank = i / num_tokens;
+    const int num_ranks = few_ ? 1 : shape_.num_ranks;
+    for (int i = threadIdx.x; i < num_tokens * num_ranks; i += kThreads) {
+      const int rank = few_ ? call_.rank() : i / num_tokens;
       const int token = i % num_tokens;
       int32_t head = -1;
       for (int k = args_.top_k - 1; k >= 0; --k)
         if (const int route = token * args_.top_k + k; ranks[route] == rank) head = slots[route];
-      tell(group_.window().at<TaggedCount>(rank, group_.context.layout.heads.offset) +
-               head_index(call_.rank(), first_token + token),
-           head);
+      const Origin origin = origin_of(first_token + token);
+      const int64_t index = head_index(origin.rank, origin.token);
+      if (few_)
+        plan_.heads[index] = head;
+      else
+        tell(group_.window().at<TaggedCount>(rank, group_.context.layout.heads.offset) + index, head);
     }
   }
   __device__ int64_t head_index(int source, int64_t token) const {
@@ -369,12 +523,15 @@ private:
     return {min(begin, usable_), kept, min(begin + zone_rows(demand, args_.alignment), usable_)};
   }
 
+  // What is left to write. All blocks.
   __device__ void deliver() {
     const int local_experts = experts_.num_local_experts(call_.rank());
-    const int first_expert = experts_.first_expert(call_.rank());
+    const int last_expert = experts_.first_expert(call_.rank()) + local_experts - 1;
+    const int64_t rows_needed =
+        local_experts == 0 ? 0 : zone_[last_expert] + zone_rows(demand_[last_expert], args_.alignment);
+    const int64_t rows_in_use = min(rows_needed, usable_);
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
-    const auto* posts = group_.window().local<SlotPost>(group_.context.layout.slot_posts.offset);
     for (int64_t e = thread; e < local_experts; e += threads) {
       const Zone zone = zone_of(static_cast<int>(e));
       plan_.zone_begin[e] = static_cast<int32_t>(zone.begin);
@@ -382,51 +539,82 @@ private:
       store_count(args_.counts, e, zone.kept);
       store_count(args_.offsets, e, zone.begin);
     }
-    const int last_expert = first_expert + local_experts - 1;
-    const int64_t rows_needed =
-        local_experts == 0 ? 0 : zone_[last_expert] + zone_rows(demand_[last_expert], args_.alignment);
-    const int64_t rows_in_use = min(rows_needed, usable_);
-    if (thread < kWarp) report(local_experts, rows_needed);
-    const auto* heads = group_.window().local<TaggedCount>(group_.context.layout.heads.offset);
-    const int64_t max_tokens = shape_.max_tokens_per_rank;
-    for (int64_t i = thread; i < shape_.num_ranks * max_tokens; i += threads) {
-      const auto source = static_cast<int>(i / max_tokens);
-      int32_t head = -1;
-      if (i % max_tokens < call_.offers().num_tokens[source] && !wait_for(&heads[i], source, head)) return;
-      plan_.heads[i] = head;
-    }
-    for (int64_t slot = thread; slot < rows_in_use; slot += threads) {
-      const int expert = expert_at(slot);
-      const bool is_pad = slot - zone_[expert] >= demand_[expert];
-      SlotPost post{kPadRecord, 0};
-      if (!is_pad) {
-        post = load_whole_relaxed_sys(&posts[slot]);
-        if (post.tag != call_.tag() && !call_.wait_for_word(&posts[slot], post, source_of(slot))) return;
-      }
-      const SlotRecord& record = post.record;
-      plan_.slot_records[slot] = record;
-      if (args_.slot_origin != nullptr)
-        write_origin(slot, is_pad ? -1 : record.source, record.token, is_pad ? -1 : record.k);
-    }
-    if (args_.slot_origin != nullptr)
-      for (int64_t slot = rows_in_use + thread; slot < shape_.max_recv_tokens; slot += threads)
-        write_origin(slot, -1, -1, -1);
-    if (args_.global_counts != nullptr)
-      for (int64_t i = thread; i < static_cast<int64_t>(shape_.num_ranks) * num_experts(); i += threads)
-        store_count(args_.global_counts, i,
-                    count_of(static_cast<int>(i / num_experts()), static_cast<int>(i % num_experts())));
-    if (thread == 0) {
+    // Some threads have more to do: the last ones, which come to the end of what follows earlier, if they differ at all.
+    if (blockIdx.x == 0 && threadIdx.x / kWarp == kWarps - 1) report(local_experts, rows_needed); // knows what is dropped
+    if (thread == threads - 1 - kWarp) {
       plan_.zone_begin[local_experts] = static_cast<int32_t>(rows_in_use);
       store_count(args_.offsets, local_experts, rows_in_use);
       write_header(rows_in_use);
     }
+    if (!deliver_heads(thread, threads) || !deliver_records(thread, threads, rows_in_use)) return;
+    if (args_.slot_origin != nullptr)
+      for (int64_t slot = rows_in_use + thread; slot < shape_.max_recv_tokens; slot += threads)
+        write_origin(slot, kPadRecord);
+    if (args_.global_counts != nullptr) deliver_global_counts(thread, threads);
   }
 
-  __device__ void write_origin(int64_t slot, int32_t source, int32_t token, int32_t k) const {
+  // False: the group has failed.
+  __device__ bool deliver_heads(int64_t thread, int64_t threads) const {
+    const auto* const heads = group_.window().local<TaggedCount>(group_.context.layout.heads.offset);
+    const auto max_tokens = static_cast<uint32_t>(shape_.max_tokens_per_rank);
+    for (int64_t i = thread; i < int64_t{shape_.num_ranks} * max_tokens; i += threads) {
+      const auto source = static_cast<int>(i / max_tokens);
+      const bool is_token = i % max_tokens < call_.offers().num_tokens[source];
+      if (few_ && is_token) continue; // written by assign
+      int32_t head = -1;
+      if (is_token && !wait_for(&heads[i], source, head)) return false;
+      plan_.heads[i] = head;
+    }
+    return true;
+  }
+
+  // False: the group has failed.
+  __device__ bool deliver_records(int64_t thread, int64_t threads, int64_t rows_in_use) const {
+    const auto* const posts = group_.window().local<SlotPost>(group_.context.layout.slot_posts.offset);
+    for (int64_t slot = thread; slot < rows_in_use; slot += threads) {
+      const int expert = expert_at(slot);
+      SlotPost post{kPadRecord, 0};
+      if (slot - zone_[expert] < demand_[expert]) {
+        if (few_) continue; // written by assign
+        post = load_whole_relaxed_sys(&posts[slot]);
+        if (post.tag != call_.tag() && !call_.wait_for_word(&posts[slot], post, source_of(slot))) return false;
+      }
+      write_record(slot, post.record);
+    }
+    return true;
+  }
+
+  __device__ void write_record(int64_t slot, SlotRecord record) const {
+    plan_.slot_records[slot] = record;
+    if (args_.slot_origin != nullptr) write_origin(slot, record);
+  }
+
+  __device__ void deliver_global_counts(int64_t thread, int64_t threads) const {
+    if (!few_) {
+      for (int64_t i = thread; i < static_cast<int64_t>(shape_.num_ranks) * num_experts(); i += threads)
+        store_count(args_.global_counts, i,
+                    count_of(static_cast<int>(i / num_experts()), static_cast<int>(i % num_experts())));
+      return;
+    }
+    for (int rank = static_cast<int>(blockIdx.x); rank < shape_.num_ranks; rank += static_cast<int>(gridDim.x)) {
+      __syncthreads(); // next_ and warp_base_ are no longer used
+      for (int e = threadIdx.x; e < num_experts(); e += kThreads)
+        next_[e] = 0;
+      __syncthreads();
+      for (int64_t route = threadIdx.x; route < call_.offers().num_tokens[rank] * args_.top_k; route += kThreads)
+        if (const int expert = expert_of(Origin{rank, 0}, static_cast<int>(route)); expert >= 0)
+          atomicAdd(&next_[expert], 1);
+      __syncthreads();
+      for (int e = threadIdx.x; e < num_experts(); e += kThreads)
+        store_count(args_.global_counts, static_cast<int64_t>(rank) * num_experts() + e, next_[e]);
+    }
+  }
+
+  __device__ void write_origin(int64_t slot, SlotRecord record) const {
     int32_t* const origin = args_.slot_origin + 3 * slot;
-    origin[0] = source;
-    origin[1] = token;
-    origin[2] = k;
+    origin[0] = record.is_pad() ? -1 : record.source;
+    origin[1] = record.token;
+    origin[2] = record.is_pad() ? -1 : record.k;
   }
 
   __device__ void write_header(int64_t rows_in_use) {
@@ -488,6 +676,7 @@ private:
       args_.info[3] = static_cast<int64_t>(dropped_of_mine_);
       args_.info[4] = rows_needed;
     }
+    if (few_) report_bad_indices(bad_indices().number, bad_indices().first_inverted);
     if (group_.context.overflow == EPX_OVERFLOW_ERROR && demand > kept)
       call_.record_event(EPX_EVENT_OVERFLOW, demand, demand - kept, rows_needed);
   }
@@ -505,12 +694,15 @@ private:
   int32_t* warp_base_;                  // [kWarps, E]
   unsigned long long& dropped_of_mine_; // of this rank's routes; in the first block
   int64_t usable_;
-  int64_t begin_, end_; // tokens of this block
+  int64_t begin_, end_;  // tokens of this block, of those that it shares with the others
+  bool few_ = false;     // all ranks have few routes
+  int32_t* first_token_; // [P + 1]: of each rank's, among all ranks' tokens; if few_
 };
 
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Params params) {
   __shared__ unsigned long long dropped_of_mine;
-  Prepare(params, dynamic_shared_memory<int32_t>(), dropped_of_mine).run();
+  __shared__ int32_t first_token[kMaxDeviceRanks + 1];
+  Prepare(params, dynamic_shared_memory<int32_t>(), dropped_of_mine, first_token).run();
 }
 
 } // namespace

@@ -87,53 +87,62 @@ struct alignas(16) Run {
   uint32_t words[kRun * sizeof(T) / sizeof(uint32_t)];
 };
 
-__device__ inline void unpack(const Run<float>& run, float (&x)[kRun]) {
-  memcpy(x, run.words, sizeof(x));
+template <typename T>
+constexpr int kOfWord = static_cast<int>(sizeof(uint32_t) / sizeof(T)); // elements
+
+template <typename T>
+__device__ void unpack_word(uint32_t word, float* x);
+template <>
+__device__ inline void unpack_word<float>(uint32_t word, float* x) {
+  x[0] = std::bit_cast<float>(word);
 }
-__device__ inline void unpack(const Run<__half>& run, float (&x)[kRun]) {
-#pragma unroll
-  for (int i = 0; i < kRun / 2; ++i) {
-    __half2 pair;
-    memcpy(static_cast<void*>(&pair), &run.words[i], sizeof(pair));
-    x[2 * i] = __low2float(pair);
-    x[2 * i + 1] = __high2float(pair);
-  }
+template <>
+__device__ inline void unpack_word<__half>(uint32_t word, float* x) {
+  __half2 pair;
+  memcpy(static_cast<void*>(&pair), &word, sizeof(pair));
+  x[0] = __low2float(pair);
+  x[1] = __high2float(pair);
 }
-__device__ inline void unpack(const Run<__nv_bfloat16>& run, float (&x)[kRun]) {
-#pragma unroll
-  for (int i = 0; i < kRun / 2; ++i) { // a bfloat16 is the upper half of a float
-    x[2 * i] = std::bit_cast<float>(run.words[i] << 16);
-    x[2 * i + 1] = std::bit_cast<float>(run.words[i] & 0xffff0000u);
-  }
+template <>
+__device__ inline void unpack_word<__nv_bfloat16>(uint32_t word, float* x) {
+  x[0] = std::bit_cast<float>(word << 16); // a bfloat16 is the upper half of a float
+  x[1] = std::bit_cast<float>(word & 0xffff0000u);
 }
 
 // Rounded to nearest even.
 template <typename T>
-__device__ Run<T> pack(const float (&x)[kRun]);
+__device__ uint32_t pack_word(const float* x);
 template <>
-__device__ inline Run<float> pack<float>(const float (&x)[kRun]) {
-  Run<float> run;
-  memcpy(run.words, x, sizeof(run));
-  return run;
+__device__ inline uint32_t pack_word<float>(const float* x) {
+  return std::bit_cast<uint32_t>(x[0]);
 }
 template <>
-__device__ inline Run<__half> pack<__half>(const float (&x)[kRun]) {
-  Run<__half> run;
-#pragma unroll
-  for (int i = 0; i < kRun / 2; ++i) {
-    const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
-    memcpy(&run.words[i], &pair, sizeof(pair));
-  }
-  return run;
+__device__ inline uint32_t pack_word<__half>(const float* x) {
+  const __half2 pair = __floats2half2_rn(x[0], x[1]);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof(word));
+  return word;
 }
 template <>
-__device__ inline Run<__nv_bfloat16> pack<__nv_bfloat16>(const float (&x)[kRun]) {
-  Run<__nv_bfloat16> run;
+__device__ inline uint32_t pack_word<__nv_bfloat16>(const float* x) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof(word));
+  return word;
+}
+
+template <typename T>
+__device__ inline void unpack(const Run<T>& run, float (&x)[kRun]) {
 #pragma unroll
-  for (int i = 0; i < kRun / 2; ++i) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-    memcpy(&run.words[i], &pair, sizeof(pair));
-  }
+  for (int i = 0; i < kRun / kOfWord<T>; ++i)
+    unpack_word<T>(run.words[i], x + i * kOfWord<T>);
+}
+template <typename T>
+__device__ inline Run<T> pack(const float (&x)[kRun]) {
+  Run<T> run;
+#pragma unroll
+  for (int i = 0; i < kRun / kOfWord<T>; ++i)
+    run.words[i] = pack_word<T>(x + i * kOfWord<T>);
   return run;
 }
 

@@ -1,17 +1,17 @@
-// Scatter: rows go from tokens to slots. dispatch copies them; combine_bwd scales them and takes their products on arrival.
-//
-// With many tokens some warps send while others receive, so that what a rank does with its rows happens behind the wire; with
-// few, all warps send, then receive.
+// Scatter: rows go from tokens to slots. dispatch copies them; combine_bwd scales them and takes their products on arrival. With few
+// tokens dispatch does as dispatch_few.cuh says; else:
 //
 //   senders    A warp takes a token and stores its row once to each peer that it goes to: straight into the token's first live
 //              slot there when the receive rows lie in an allocation of the group, else into staging. Then it tells them.
-//   receivers  Pads are cleared, while the ranks meet if the block does not send. Then come the tokens of this rank, which need no peer. Then a warp takes a
+//   receivers  Pads are cleared while the ranks meet. Then come the tokens of this rank, which need no peer. Then a warp takes a
 //              peer's token, waits for it alone, and serves all its slots here from one read of the row.
 #include <cmath>
+#include <type_traits>
 
 #include "runtime/stages/cuda/kernels.h"
 
 #include "runtime/base/device/launch.h"
+#include "runtime/stages/cuda/dispatch_few.cuh"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/row_stream.cuh"
@@ -53,15 +53,9 @@ __device__ Tag* arrival_at(const DeviceGroup& group, int receiver, int source, i
   return group.window().at<Tag>(receiver, group.context.layout.scatter_arrivals.offset) + index;
 }
 
-__device__ void tell(const Call& call, RowStream& stream, Tag* arrival) {
-  stream.finish(); // what all lanes have stored comes before what each of them tells
-  if (arrival != nullptr) call.tell_arrival(arrival);
-}
-
-// One warp begins to send one token to all peers that have a live slot of it. tell() ends it for the peers whose arrival words
-// the lanes get; NULL: none.
-__device__ Tag* begin_to_send_token(const DeviceGroup& group, const Movement& movement, RowStream& stream,
-                                    const ScatterInput& input, int top_k, int64_t token) {
+// One warp sends one token to all peers that have a live slot of it.
+__device__ void send_token(const DeviceGroup& group, const Movement& movement, RowStream& stream, const ScatterInput& input,
+                           int top_k, int64_t token) {
   const Call& call = movement.call();
   const WarpRoutes routes = movement.routes_of(token);
   if (input.weights != nullptr)
@@ -69,10 +63,7 @@ __device__ Tag* begin_to_send_token(const DeviceGroup& group, const Movement& mo
       if (const Route& route = routes.own(first); route.rank != call.rank() && movement.is_live(route))
         group.window().at<float>(route.rank, group.context.layout.scatter_weights.offset)[route.slot] =
             input.weights[token * top_k + first + lane()];
-  Tag* arrival = nullptr;
   for (int first = 0; first < call.num_ranks() - 1; first += kWarp) { // each lane speaks for one peer
-    if (first > 0) tell(call, stream, arrival);
-    arrival = nullptr;
     const int peer = first + lane() < call.num_ranks() - 1 ? movement.peer_in_order(token, first + lane()) : -1;
     int32_t first_slot = -1; // of the token on that peer, live or not: it names the staging row
     int32_t first_live = -1;
@@ -93,6 +84,7 @@ __device__ Tag* begin_to_send_token(const DeviceGroup& group, const Movement& mo
     }
     std::byte* row = nullptr;
     std::byte* sidecar = nullptr;
+    Tag* arrival = nullptr;
     if (first_live >= 0) {
       const int64_t staging_row =
           scatter_staging_row(group.context.layout, group.context.shape, call.rank(), token, first_slot);
@@ -103,8 +95,9 @@ __device__ Tag* begin_to_send_token(const DeviceGroup& group, const Movement& mo
     }
     begin_to_spread_row(stream, input.rows + token * input.row_bytes, input.row_bytes, row);
     if (input.sidecar_bytes > 0) spread_row(input.sidecar + token * input.sidecar_bytes, input.sidecar_bytes, sidecar);
+    stream.finish(); // what all lanes have stored comes before what each of them tells
+    if (arrival != nullptr) call.tell_arrival(arrival);
   }
-  return arrival;
 }
 
 // A token that is here.
@@ -214,13 +207,6 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
   return true;
 }
 
-// The role without its first warps, if there are others: those have something to send first.
-__device__ Role without_first(const Role& role, int64_t warps) {
-  if (2 * warps > role.count) return role;
-  if (role.index < warps) return {role.sends, role.receives, 0, 0};
-  return {role.sends, role.receives, role.index - warps, role.count - warps};
-}
-
 // Begins to zero what lies between the zones.
 template <typename Receiver>
 __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, RowStream& stream, const Receiver& receiver,
@@ -272,36 +258,50 @@ __device__ void receive_from_peers(const DeviceGroup& group, const Movement& mov
   }
 }
 
+__device__ RowStream stream_of_warp() {
+  return {dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp};
+}
+
+__device__ void scatter_few(const ScatterParams& params, const DispatchReceiver& receiver, Movement& movement) {
+  const FewDispatch dispatch(params.group, movement, receiver.call);
+  dispatch.send();
+  if (!movement.begin(params.offer)) return;
+  movement.all_sent();
+  if (!dispatch.clears_pads()) {
+    dispatch.receive();
+    return;
+  }
+  RowStream stream = stream_of_warp();
+  clear_pads(params.group, movement, stream, receiver, dispatch.pad_role());
+  stream.finish();
+}
+
 template <typename Receiver>
 __global__ void __launch_bounds__(kThreads)
     scatter_kernel(const __grid_constant__ ScatterParams params, const __grid_constant__ Receiver receiver) {
   const DeviceGroup& group = params.group;
   Movement movement(group, receiver.call, params.layout);
   movement.post(params.offer);
-  RowStream stream(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);
-  const Role role = role_of_warp(params.division, group.context.shape.num_ranks, movement.has_few_tokens());
-  const bool does_both = role.sends && role.receives;
-  if (!does_both && role.receives && movement.is_usable())
+  if constexpr (std::is_same_v<Receiver, DispatchReceiver>) {
+    if (movement.has_few_tokens()) {
+      scatter_few(params, receiver, movement);
+      return;
+    }
+  }
+  RowStream stream = stream_of_warp();
+  const Role role = role_of_warp(params.division, group.context.shape.num_ranks);
+  if (role.receives && movement.is_usable())
     clear_pads(group, movement, stream, receiver, role); // needs no peer: while the ranks meet
   if (!movement.begin(params.offer)) {
     stream.finish();
     return;
   }
-  const auto begin_to_send = [&](int64_t token) {
-    return begin_to_send_token(group, movement, stream, params.input, receiver.call.top_k, token);
-  };
-  const int64_t tokens = receiver.call.num_tokens;
-  if (does_both) { // bulk copies queue up: first what goes to peers, then all else
-    Tag* const arrival = role.index < tokens ? begin_to_send(role.index) : nullptr;
-    __syncthreads();
-    clear_pads(group, movement, stream, receiver, without_first(role, tokens));
-    if (role.index < tokens) tell(movement.call(), stream, arrival);
-  } else if (role.sends) {
+  if (role.sends) {
 #pragma unroll 1
-    for (int64_t token = role.index; token < tokens; token += role.count)
-      tell(movement.call(), stream, begin_to_send(token));
+    for (int64_t token = role.index; token < receiver.call.num_tokens; token += role.count)
+      send_token(group, movement, stream, params.input, receiver.call.top_k, token);
+    if (lane() == 0) movement.call().sent(static_cast<unsigned>(role.count));
   }
-  if (role.sends && lane() == 0) movement.call().sent(static_cast<unsigned>(role.count));
   if (role.receives) {
     receive_own(group, movement, stream, params.input, receiver, role);
     receive_from_peers(group, movement, stream, params.input, receiver, role);

@@ -19,10 +19,11 @@ struct TestHooks {
   epx_operation stalls_in = EPX_OP_NONE; // every call of it stands still after it has arrived, until its group has failed
   uint32_t max_delay_ns = 0;             // now and then, before a rank tells or waits
   bool poisons_staging = false;
+  bool alternates_ways = false; // half of the plans of few tokens go the way of many
 };
 
 // From the environment of the process: EPX_TEST_STALLS_IN (number of an epx_operation), EPX_TEST_MAX_DELAY_NS,
-// EPX_TEST_POISONS_STAGING.
+// EPX_TEST_POISONS_STAGING, EPX_TEST_ALTERNATES_WAYS.
 inline TestHooks read_test_hooks() {
   TestHooks hooks;
   if constexpr (kTestHooks) {
@@ -33,6 +34,7 @@ inline TestHooks read_test_hooks() {
     hooks.stalls_in = static_cast<epx_operation>(number("EPX_TEST_STALLS_IN"));
     hooks.max_delay_ns = static_cast<uint32_t>(number("EPX_TEST_MAX_DELAY_NS"));
     hooks.poisons_staging = number("EPX_TEST_POISONS_STAGING") != 0;
+    hooks.alternates_ways = number("EPX_TEST_ALTERNATES_WAYS") != 0;
   }
   return hooks;
 }

@@ -1,0 +1,174 @@
+// dispatch with few tokens. What takes long then is not the bytes but one thing waiting for the other, so rows travel as tagged
+// words, into staging that may be written at any time. A warp takes a strip of a row at a time.
+//
+//   send     A warp takes a strip of a token of this rank: it stores it into the staging of each peer that the token goes to, and
+//            into its slots here. It waits for nobody.
+//   receive  Once the ranks have met, a warp takes a strip of a peer's token, waits for it alone, and stores it into its slots.
+//            The last warps of each block clear pads meanwhile.
+#pragma once
+
+#include <bit>
+#include <cmath>
+
+#include "runtime/stages/cuda/movement.cuh"
+#include "runtime/stages/cuda/tagged_rows.cuh"
+
+namespace epx::cuda {
+
+class FewDispatch {
+public:
+  __device__ FewDispatch(const DeviceGroup& group, const Movement& movement, const DispatchCall& args)
+      : group_(group), movement_(movement), call_(movement.call()), args_(args), layout_(group.context.layout),
+        row_bytes_(args.hidden * element_bytes(args.dtype)), row_strips_(static_cast<uint32_t>(strips_of(row_bytes_))),
+        strips_(row_strips_ + static_cast<uint32_t>(strips_of(args.sidecar_bytes))) {}
+
+  // Of the warps that clear pads.
+  __device__ Role pad_role() const {
+    return role_among(false, true, first_pad_warp(), num_warps() - first_pad_warp(), 0, static_cast<int>(gridDim.x));
+  }
+  __device__ bool clears_pads() const { return static_cast<int>(threadIdx.x) / kWarp >= first_pad_warp(); }
+
+  __device__ void send() const {
+    if (clears_pads()) return;
+    const Role role = mover_role();
+    const auto items = static_cast<uint32_t>(args_.num_tokens) * strips_;
+#pragma unroll 1
+    for (auto item = static_cast<uint32_t>(role.index); item < items; item += static_cast<uint32_t>(role.count)) {
+      const uint32_t token = item / strips_;
+      const Part part = part_at(item - token * strips_);
+      const WarpRoutes routes = movement_.routes_of(token);
+      const Strip strip = load_strip(source_of(part) + token * part.row_bytes + part.first, part.bytes);
+      send_to_peers(token, part, routes, strip);
+      uint64_t own = routes.mask_of([&](const Route& route) { return movement_.is_live_here(route); });
+      for (; own != 0; own &= own - 1)
+        store_strip(place_of(part, routes.slot(__ffsll(static_cast<long long>(own)) - 1)), part.bytes, strip);
+      if (part.strip == 0 && args_.topk_weights != nullptr) send_weights(token, routes);
+    }
+  }
+
+  // Once the ranks have met.
+  __device__ void receive() const {
+    const Role role = mover_role();
+    const auto items = static_cast<uint32_t>(movement_.most_tokens() * (call_.num_ranks() - 1)) * strips_;
+#pragma unroll 1
+    for (auto item = static_cast<uint32_t>(role.index); item < items; item += static_cast<uint32_t>(role.count)) {
+      const uint32_t index = item / strips_;
+      const Movement::PeerToken peer = movement_.peer_token(index);
+      if (!receive_strip(peer.rank, peer.token, part_at(item - index * strips_))) return;
+    }
+  }
+
+private:
+  static constexpr int kPadWarps = 4;
+
+  // A strip of a row or of its sidecar.
+  struct Part {
+    uint32_t strip; // in staging
+    bool is_sidecar;
+    int64_t row_bytes;
+    int64_t first; // byte of the row or sidecar
+    int64_t bytes;
+  };
+  __device__ Part part_at(uint32_t index) const {
+    const bool is_sidecar = index >= row_strips_;
+    const uint32_t strip = is_sidecar ? index - row_strips_ : index;
+    const int64_t row_bytes = is_sidecar ? args_.sidecar_bytes : row_bytes_;
+    const int64_t first = strip * kStripBytes;
+    return {strip + (is_sidecar ? static_cast<uint32_t>(layout_.few_row_strips) : 0), is_sidecar, row_bytes, first,
+            min(row_bytes - first, kStripBytes)};
+  }
+  __device__ const std::byte* source_of(const Part& part) const {
+    return part.is_sidecar ? args_.sidecar : args_.tokens;
+  }
+  __device__ std::byte* place_of(const Part& part, int64_t slot) const {
+    return (part.is_sidecar ? args_.recv_sidecar : args_.recv_tokens) + slot * part.row_bytes + part.first;
+  }
+  __device__ int64_t parity() const {
+    return static_cast<int64_t>(call_.sequence() & 1);
+  }
+  __device__ TaggedTriple* staged_strip(int receiver, int source, int64_t token, const Part& part) const {
+    return group_.window().at<TaggedTriple>(receiver, layout_.few_scatter_rows.offset) +
+           few_scatter_word(layout_, group_.context.shape, parity(), source, token, part.strip);
+  }
+  __device__ TaggedCount* staged_weight(int receiver, int source, int64_t token, int k) const {
+    return group_.window().at<TaggedCount>(receiver, layout_.few_scatter_weights.offset) +
+           few_scatter_weight(layout_, group_.context.shape, parity(), source, token, k);
+  }
+
+  __device__ static int num_warps() {
+    return static_cast<int>(blockDim.x) / kWarp;
+  }
+  __device__ int first_pad_warp() const {
+    return args_.alignment > 1 ? num_warps() - kPadWarps : num_warps();
+  }
+  __device__ Role mover_role() const {
+    return role_among(true, true, 0, first_pad_warp(), 0, static_cast<int>(gridDim.x));
+  }
+
+  // Whether the token's slots there are live, the peer knows.
+  __device__ void send_to_peers(int64_t token, const Part& part, const WarpRoutes& routes, const Strip& strip) const {
+#pragma unroll 1
+    for (int i = 0; i < call_.num_ranks() - 1; ++i) {
+      const int peer = movement_.peer_in_order(token, i);
+      const auto goes_there = [&](const Route& route) { return route.slot >= 0 && route.rank == peer; };
+      if (routes.mask_of(goes_there) != 0)
+        send_strip(staged_strip(peer, call_.rank(), token, part), part.bytes, strip, call_.tag());
+    }
+  }
+  __device__ void send_weights(int64_t token, const WarpRoutes& routes) const {
+    for (int first = 0; first < args_.top_k; first += kWarp) {
+      const Route& route = routes.own(first);
+      if (route.slot < 0) continue;
+      const float weight = args_.topk_weights[route_index(token, args_.top_k, first + lane())];
+      if (movement_.is_live_here(route))
+        args_.recv_weights[route.slot] = weight;
+      else if (route.rank != call_.rank())
+        store_whole_relaxed_sys(staged_weight(route.rank, call_.rank(), token, first + lane()),
+                                TaggedCount{std::bit_cast<int32_t>(weight), call_.tag()});
+    }
+  }
+
+  // False: the group has failed.
+  __device__ bool receive_strip(int source, int64_t token, const Part& part) const {
+    TaggedTriple* const staged = staged_strip(call_.rank(), source, token, part);
+    IncomingStrip incoming(staged, part.bytes);
+    const WarpList<int32_t> slots = movement_.slots_of(source, token).slots;
+    if (slots.size() == 0) return true;
+    const bool is_active = movement_.is_active(source);
+    Strip strip{};
+    if (is_active) {
+      if (!incoming.wait(call_, source)) return false;
+      strip = incoming.get();
+    }
+#pragma unroll 1
+    for (int i = 0; i < slots.size(); ++i)
+      store_strip(place_of(part, slots[i]), part.bytes, strip);
+    if (call_.poisons_staging()) poison_strip(staged);
+    return part.strip != 0 || args_.recv_weights == nullptr || receive_weights(source, token, slots, is_active);
+  }
+  // False: the group has failed. The same in all lanes.
+  __device__ bool receive_weights(int source, int64_t token, const WarpList<int32_t>& slots, bool is_active) const {
+    bool ok = true;
+    for (int first = 0; first < slots.size(); first += kWarp) {
+      if (!slots.has_own(first)) continue;
+      const int32_t slot = slots.own(first);
+      TaggedCount* const staged = staged_weight(call_.rank(), source, token, movement_.plan().slot_records[slot].k);
+      TaggedCount word{};
+      if (is_active && ok) ok = call_.wait_for_word(staged, word, source);
+      if (!ok) continue;
+      args_.recv_weights[slot] = std::bit_cast<float>(word.value);
+      if (call_.poisons_staging()) *staged = {std::bit_cast<int32_t>(NAN), 0};
+    }
+    return __all_sync(~0u, ok ? 1 : 0) != 0;
+  }
+
+  const DeviceGroup& group_;
+  const Movement& movement_;
+  const Call& call_;
+  const DispatchCall& args_;
+  const WindowLayout& layout_;
+  int64_t row_bytes_;
+  uint32_t row_strips_, strips_; // of this call
+};
+
+} // namespace epx::cuda

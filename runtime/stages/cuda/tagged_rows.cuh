@@ -1,0 +1,174 @@
+// Rows of few tokens on their way. A warp has a strip of a row in its registers; between ranks it travels as words that tell of
+// themselves (TaggedTriple): nobody waits for a store to be complete before telling of it, and nobody has to be told.
+#pragma once
+
+#include "runtime/stages/cuda/call.cuh"
+#include "runtime/stages/cuda/rows.cuh"
+#include "runtime/stages/cuda/warp.cuh"
+
+namespace epx::cuda {
+
+// What a lane has of a strip: vectors lane, lane + 32 and lane + 64. On their way their words are in four tagged words: those at
+// lane, lane + 32, lane + 64 and lane + 96.
+struct Strip {
+  static constexpr int kVectors = kStripBytes / (kWarp * sizeof(uint4));
+  static constexpr int kTriples = kStripWords / kWarp;
+  static constexpr int kWords = kVectors * sizeof(uint4) / sizeof(uint32_t);
+  static_assert(kWords == 3 * kTriples);
+
+  uint32_t words[kWords];
+
+  // Of the lane's vectors and tagged words, those that `bytes` bytes take; the others come first to nothing.
+  __device__ static int vectors_of(int64_t bytes) {
+    const int64_t beyond = bytes - lane() * static_cast<int64_t>(sizeof(uint4));
+    constexpr int64_t kEach = kWarp * sizeof(uint4);
+    return static_cast<int>(max(int64_t{0}, min((beyond + kEach - 1) / kEach, int64_t{kVectors})));
+  }
+  __device__ static int triples_of(int64_t bytes) {
+    const int vectors = vectors_of(bytes);
+    return vectors == 0 ? 0 : vectors + 1;
+  }
+};
+
+// Byte by byte, where a row or its end is not aligned.
+__device__ __noinline__ inline Strip load_ragged_strip(const std::byte* from, int64_t bytes) {
+  Strip strip{};
+  for (int vector = 0; vector < Strip::kVectors; ++vector) {
+    const int64_t first = (vector * kWarp + lane()) * static_cast<int64_t>(sizeof(uint4));
+    for (int i = 0; i < static_cast<int>(sizeof(uint4)) && first + i < bytes; ++i)
+      strip.words[vector * 4 + i / 4] |= static_cast<uint32_t>(from[first + i]) << 8 * (i % 4);
+  }
+  return strip;
+}
+__device__ __noinline__ inline void store_ragged_strip(std::byte* to, int64_t bytes, const Strip& strip) {
+  for (int vector = 0; vector < Strip::kVectors; ++vector) {
+    const int64_t first = (vector * kWarp + lane()) * static_cast<int64_t>(sizeof(uint4));
+    for (int i = 0; i < static_cast<int>(sizeof(uint4)) && first + i < bytes; ++i)
+      to[first + i] = static_cast<std::byte>(strip.words[vector * 4 + i / 4] >> 8 * (i % 4));
+  }
+}
+__device__ inline bool is_ragged(const std::byte* place, int64_t bytes) {
+  return (reinterpret_cast<uint64_t>(place) | static_cast<uint64_t>(bytes)) % sizeof(uint4) != 0;
+}
+
+// All lanes. `bytes` of the strip, up to kStripBytes; what it does not have is zero.
+__device__ inline Strip load_strip(const std::byte* from, int64_t bytes) {
+  if (is_ragged(from, bytes)) return load_ragged_strip(from, bytes);
+  Strip strip{};
+  const int vectors = Strip::vectors_of(bytes);
+#pragma unroll
+  for (int i = 0; i < Strip::kVectors; ++i) {
+    if (i >= vectors) continue;
+    const uint4 vector = reinterpret_cast<const uint4*>(from)[i * kWarp + lane()];
+    memcpy(strip.words + 4 * i, &vector, sizeof(vector));
+  }
+  return strip;
+}
+__device__ inline void store_strip(std::byte* to, int64_t bytes, const Strip& strip) {
+  if (is_ragged(to, bytes)) {
+    store_ragged_strip(to, bytes, strip);
+    return;
+  }
+  const int vectors = Strip::vectors_of(bytes);
+#pragma unroll
+  for (int i = 0; i < Strip::kVectors; ++i) {
+    if (i >= vectors) continue;
+    uint4 vector;
+    memcpy(&vector, strip.words + 4 * i, sizeof(vector));
+    reinterpret_cast<uint4*>(to)[i * kWarp + lane()] = vector;
+  }
+}
+
+// To a place in a rank's window.
+__device__ inline void send_strip(TaggedTriple* to, int64_t bytes, const Strip& strip, Tag tag) {
+  const int triples = Strip::triples_of(bytes);
+#pragma unroll
+  for (int i = 0; i < Strip::kTriples; ++i)
+    if (i < triples)
+      store_whole_relaxed_sys(to + i * kWarp + lane(),
+                              TaggedTriple{{strip.words[3 * i], strip.words[3 * i + 1], strip.words[3 * i + 2]}, tag});
+}
+// Tests: once it has been used.
+__device__ inline void poison_strip(TaggedTriple* place) {
+  __syncwarp(); // all lanes have read it
+#pragma unroll
+  for (int i = 0; i < Strip::kTriples; ++i)
+    store_whole_relaxed_sys(place + i * kWarp + lane(), TaggedTriple{{0x5a5a5a5a, 0x5a5a5a5a, 0x5a5a5a5a}, 0x5a5a5a5a});
+}
+
+// A strip on its way to this rank, as far as it has been seen.
+class IncomingStrip {
+public:
+  // None.
+  __device__ IncomingStrip() = default;
+  // Begins to look. All lanes.
+  __device__ IncomingStrip(const TaggedTriple* place, int64_t bytes) : place_(place), triples_(Strip::triples_of(bytes)) {
+    look();
+  }
+
+  // Until it is here. `peer` sends it. False: the group has failed. All lanes.
+  __device__ bool wait(const Call& call, int peer) {
+    const Tag tag = call.tag();
+#pragma unroll 1
+    while (true) {
+      const TaggedTriple* missing = nullptr; // of the lane
+#pragma unroll
+      for (int i = 0; i < Strip::kTriples; ++i)
+        if (i < triples_ && words_[i].tag != tag) missing = place_ + i * kWarp + lane();
+      const unsigned lanes = __ballot_sync(~0u, missing != nullptr ? 1 : 0);
+      if (lanes == 0) return true;
+      bool ok = true;
+      TaggedTriple word;
+      if (lane() == __ffs(static_cast<int>(lanes)) - 1) ok = call.wait_for_word(missing, word, peer); // one, lest all poll
+      if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
+      look();
+    }
+  }
+  // Once it is here.
+  __device__ Strip get() const {
+    Strip strip;
+#pragma unroll
+    for (int i = 0; i < Strip::kWords; ++i)
+      strip.words[i] = i / 3 < triples_ ? words_[i / 3].values[i % 3] : 0;
+    return strip;
+  }
+
+private:
+  __device__ void look() {
+#pragma unroll
+    for (int i = 0; i < Strip::kTriples; ++i)
+      if (i < triples_) words_[i] = load_whole_relaxed_sys(place_ + i * kWarp + lane());
+  }
+
+  const TaggedTriple* place_ = nullptr;
+  int triples_ = 0;
+  TaggedTriple words_[Strip::kTriples];
+};
+
+// The sum of rows' strips so far, by the contract's rules.
+template <typename T>
+class StripSum {
+public:
+  __device__ void add(const Strip& strip, float weight) {
+#pragma unroll
+    for (int i = 0; i < Strip::kWords; ++i) {
+      float x[kOfWord<T>];
+      unpack_word<T>(strip.words[i], x);
+#pragma unroll
+      for (int j = 0; j < kOfWord<T>; ++j)
+        acc_[i][j] = __fmaf_rn(weight, x[j], acc_[i][j]);
+    }
+  }
+  __device__ Strip rounded() const {
+    Strip strip;
+#pragma unroll
+    for (int i = 0; i < Strip::kWords; ++i)
+      strip.words[i] = pack_word<T>(acc_[i]);
+    return strip;
+  }
+
+private:
+  float acc_[Strip::kWords][kOfWord<T>] = {};
+};
+
+} // namespace epx::cuda
