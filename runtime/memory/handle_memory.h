@@ -2,7 +2,7 @@
 // may be copied. Written by prepare, read-only afterwards.
 //
 //   HandleHeader | Route [max_tokens, K] | zone begin int32 [E_l + 1] | zone rows int32 [E_l] | SlotRecord [R]
-//   | heads int32 [P, max_tokens]
+//   | heads int32 [P, max_tokens] | few slots int32 [P, few_tokens, K]
 #pragma once
 
 #include <cstddef>
@@ -27,8 +27,8 @@ struct HandleHeader {
   int32_t top_k;
   int32_t alignment; // effective
   int32_t rank;
-  int32_t most_tokens; // T of the rank that has the most; 0 on the host, which does not ask
-  uint64_t checksum;   // of all the above
+  int32_t few_tokens; // T of the rank that has the most, if `few_slots` is there; else 0. For kernels
+  uint64_t checksum;  // of all the above
 };
 
 // FNV-1a by words, since every thread of a kernel computes it: damage is found before it is believed. Each step can be undone,
@@ -41,7 +41,7 @@ constexpr uint64_t header_checksum(const HandleHeader& header) {
       static_cast<uint64_t>(header.num_tokens),
       static_cast<uint64_t>(header.rows_in_use),
       static_cast<uint64_t>(static_cast<uint32_t>(header.top_k)) << 32 | static_cast<uint32_t>(header.alignment),
-      static_cast<uint64_t>(static_cast<uint32_t>(header.rank)) << 32 | static_cast<uint32_t>(header.most_tokens)};
+      static_cast<uint64_t>(static_cast<uint32_t>(header.rank)) << 32 | static_cast<uint32_t>(header.few_tokens)};
   uint64_t hash = 0xcbf29ce484222325;
   for (const uint64_t word : words) {
     hash = (hash ^ word) * 0x100000001b3;
@@ -56,6 +56,7 @@ struct HandleLayout {
   int64_t zone_rows;
   int64_t slot_records;
   int64_t heads;
+  int64_t few_slots;
   int64_t total_bytes;
 };
 
@@ -75,6 +76,7 @@ inline HandleLayout make_handle_layout(const GroupShape& shape, int top_k) {
   layout.zone_rows = append(experts, sizeof(int32_t));
   layout.slot_records = append(shape.max_recv_tokens, sizeof(SlotRecord));
   layout.heads = append(checked_mul(shape.num_ranks, shape.max_tokens_per_rank, what), sizeof(int32_t));
+  layout.few_slots = append(checked_mul(shape.num_ranks * most_few_tokens(shape), top_k, what), sizeof(int32_t));
   layout.total_bytes = end;
   return layout;
 }
@@ -90,14 +92,16 @@ struct HandleView {
         zone_begin(reinterpret_cast<Ptr<int32_t>>(base + layout.zone_begin)),
         zone_rows(reinterpret_cast<Ptr<int32_t>>(base + layout.zone_rows)),
         slot_records(reinterpret_cast<Ptr<SlotRecord>>(base + layout.slot_records)),
-        heads(reinterpret_cast<Ptr<int32_t>>(base + layout.heads)) {}
+        heads(reinterpret_cast<Ptr<int32_t>>(base + layout.heads)),
+        few_slots(reinterpret_cast<Ptr<int32_t>>(base + layout.few_slots)) {}
 
   Ptr<HandleHeader> header;
   Ptr<Route> routes;
   Ptr<int32_t> zone_begin; // first slot of each zone, then the end of the last
   Ptr<int32_t> zone_rows;  // kept routes of each zone; the rest up to the next zone are pads
   Ptr<SlotRecord> slot_records;
-  Ptr<int32_t> heads; // first slot here of each source's tokens; -1: none. Written and read by kernels only
+  Ptr<int32_t> heads;     // first slot here of each source's tokens; -1: none. Written and read by kernels only
+  Ptr<int32_t> few_slots; // when all ranks have few tokens: the slot here of each source's (token, k); -1: none. The same
 };
 
 using HandleReader = HandleView<const std::byte>;

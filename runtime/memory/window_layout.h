@@ -80,6 +80,9 @@ constexpr int64_t strips_of(int64_t row_bytes) {
 constexpr int kMostFewTokens = 128; // of a rank; with more, the bytes that tags take cost more than waiting for a row's end
 constexpr int kMostFewRows = 2048;  // of all ranks' few tokens
 constexpr int kMostFewRoutes = 8192; // of all ranks
+inline int64_t most_few_tokens(const GroupShape& shape) {
+  return std::min({shape.max_tokens_per_rank, kMostFewTokens, kMostFewRows / shape.num_ranks});
+}
 
 // One rank's contribution to an exchange of small host-side records (allocation of memory).
 constexpr int64_t kExchangeRecordBytes = 512;
@@ -188,7 +191,7 @@ inline WindowLayout make_window_layout(const GroupShape& shape) {
   const bool exact = shape.precision == EPX_COMBINE_EXACT;
   layout.gather_staging_rows = tokens * (exact ? shape.max_top_k : std::min(shape.num_ranks, shape.max_top_k));
 
-  layout.few_tokens = std::min<int64_t>({tokens, kMostFewTokens, kMostFewRows / ranks});
+  layout.few_tokens = most_few_tokens(shape);
   layout.few_routes_per_rank = kMostFewRoutes / ranks;
   layout.few_row_strips = strips_of(layout.row_stride);
   layout.few_strips = layout.few_row_strips + strips_of(layout.sidecar_stride);

@@ -123,10 +123,9 @@ public:
     store_release_sys(&group_.record->num_events, number + 1);
   }
 
-  // Tests: whether few tokens go the way of many; `plan_id` is of the prepare that made, or makes, the plan.
-  __device__ bool takes_long_way(uint64_t plan_id) const {
-    return kTestHooks && group_.hooks.alternates_ways &&
-           (plan_id * 0x9e3779b97f4a7c15u >> (operation_ == EPX_OP_PREPARE ? 40 : 41) & 1) != 0;
+  // Tests: whether prepare takes few tokens and routes for many.
+  __device__ bool takes_long_way() const {
+    return kTestHooks && group_.hooks.alternates_ways && (sequence_ * 0x9e3779b97f4a7c15u >> 40 & 1) != 0;
   }
   // Tests: whether what lies in staging is to be overwritten once it has been used.
   __device__ bool poisons_staging() const {
@@ -276,8 +275,9 @@ private:
     return load_relaxed_sys(&group_.record->aborted) != 0;
   }
   __device__ __noinline__ bool peers_gave_up() const {
-    if (load_acquire_gpu(&group_.state->failed) != 0) return true;
-    const uint64_t poison = load_acquire_sys(&flag_at(rank(), group_.context.layout.poison, 0)->value);
+    const uint32_t failed = load_relaxed_sys(&group_.state->failed); // the two loads are under way together
+    const uint64_t poison = load_relaxed_sys(&flag_at(rank(), group_.context.layout.poison, 0)->value);
+    if (failed != 0) return true;
     if (poison == 0) return false;
     report_poison(poison);
     return true;

@@ -3,8 +3,8 @@
 //
 //   send     A warp takes a strip of a token of this rank: it stores it into the staging of each peer that the token goes to, and
 //            into its slots here. It waits for nobody.
-//   receive  Once the ranks have met, a warp takes a strip of a peer's token, waits for it alone, and stores it into its slots.
-//            The last warps of each block clear pads meanwhile.
+//   receive  A warp takes a strip of a peer's token, waits for it alone, and stores it into its slots, once the ranks have met.
+//   pads     are cleared by blocks of their own, which wait for nobody either.
 #pragma once
 
 #include <bit>
@@ -16,20 +16,27 @@
 namespace epx::cuda {
 
 class FewDispatch {
+  // A strip of a row or of its sidecar.
+  struct Part {
+    uint32_t strip; // in staging
+    bool is_sidecar;
+    int64_t row_bytes;
+    int64_t first; // byte of the row or sidecar
+    int64_t bytes;
+  };
+
 public:
   __device__ FewDispatch(const DeviceGroup& group, const Movement& movement, const DispatchCall& args)
       : group_(group), movement_(movement), call_(movement.call()), args_(args), layout_(group.context.layout),
         row_bytes_(args.hidden * element_bytes(args.dtype)), row_strips_(static_cast<uint32_t>(strips_of(row_bytes_))),
         strips_(row_strips_ + static_cast<uint32_t>(strips_of(args.sidecar_bytes))) {}
 
-  // Of the warps that clear pads.
-  __device__ Role pad_role() const {
-    return role_among(false, true, first_pad_warp(), num_warps() - first_pad_warp(), 0, static_cast<int>(gridDim.x));
-  }
-  __device__ bool clears_pads() const { return static_cast<int>(threadIdx.x) / kWarp >= first_pad_warp(); }
+  // Of the blocks that clear pads.
+  __device__ bool clears_pads() const { return args_.alignment > 1 && static_cast<int>(blockIdx.x) >= first_pad_block(); }
+  __device__ Role pad_role() const { return role_of_blocks(first_pad_block(), static_cast<int>(gridDim.x)); }
 
   __device__ void send() const {
-    if (clears_pads()) return;
+    if (!moves_rows()) return;
     const Role role = mover_role();
     const auto items = static_cast<uint32_t>(args_.num_tokens) * strips_;
 #pragma unroll 1
@@ -39,36 +46,38 @@ public:
       const WarpRoutes routes = movement_.routes_of(token);
       const Strip strip = load_strip(source_of(part) + token * part.row_bytes + part.first, part.bytes);
       send_to_peers(token, part, routes, strip);
-      uint64_t own = routes.mask_of([&](const Route& route) { return movement_.is_live_here(route); });
-      for (; own != 0; own &= own - 1)
-        store_strip(place_of(part, routes.slot(__ffsll(static_cast<long long>(own)) - 1)), part.bytes, strip);
+      store_into(movement_.few_slots_here(routes), part, strip);
       if (part.strip == 0 && args_.topk_weights != nullptr) send_weights(token, routes);
     }
   }
 
+  // A strip of a peer's token, as far as it has been seen.
+  struct Look {
+    bool is_item = false;
+    int source;
+    int64_t token;
+    Part part;
+    IncomingStrip strip;
+    FewSlots slots{-1, -1};
+  };
+  // The warp's first, while the ranks meet.
+  __device__ Look look_at_first() const {
+    return moves_rows() ? look_at(static_cast<uint32_t>(mover_role().index)) : Look{};
+  }
   // Once the ranks have met.
-  __device__ void receive() const {
+  __device__ void receive(const Look& first) const {
+    Look look = first;
+    if (!moves_rows()) return;
     const Role role = mover_role();
-    const auto items = static_cast<uint32_t>(movement_.most_tokens() * (call_.num_ranks() - 1)) * strips_;
 #pragma unroll 1
-    for (auto item = static_cast<uint32_t>(role.index); item < items; item += static_cast<uint32_t>(role.count)) {
-      const uint32_t index = item / strips_;
-      const Movement::PeerToken peer = movement_.peer_token(index);
-      if (!receive_strip(peer.rank, peer.token, part_at(item - index * strips_))) return;
+    for (auto item = static_cast<uint32_t>(role.index); look.is_item;) {
+      if (look.slots.live != 0 && !receive_strip(look)) return;
+      item += static_cast<uint32_t>(role.count);
+      look = look_at(item);
     }
   }
 
 private:
-  static constexpr int kPadWarps = 4;
-
-  // A strip of a row or of its sidecar.
-  struct Part {
-    uint32_t strip; // in staging
-    bool is_sidecar;
-    int64_t row_bytes;
-    int64_t first; // byte of the row or sidecar
-    int64_t bytes;
-  };
   __device__ Part part_at(uint32_t index) const {
     const bool is_sidecar = index >= row_strips_;
     const uint32_t strip = is_sidecar ? index - row_strips_ : index;
@@ -95,14 +104,20 @@ private:
            few_scatter_weight(layout_, group_.context.shape, parity(), source, token, k);
   }
 
-  __device__ static int num_warps() {
-    return static_cast<int>(blockDim.x) / kWarp;
+  __device__ int first_pad_block() const {
+    return gridDim.x == 1 ? 0 : static_cast<int>(gridDim.x - (gridDim.x + 3) / 4);
   }
-  __device__ int first_pad_warp() const {
-    return args_.alignment > 1 ? num_warps() - kPadWarps : num_warps();
+  __device__ int num_mover_blocks() const {
+    return args_.alignment > 1 && gridDim.x > 1 ? first_pad_block() : static_cast<int>(gridDim.x);
+  }
+  __device__ bool moves_rows() const {
+    return static_cast<int>(blockIdx.x) < num_mover_blocks();
   }
   __device__ Role mover_role() const {
-    return role_among(true, true, 0, first_pad_warp(), 0, static_cast<int>(gridDim.x));
+    return role_of_blocks(0, num_mover_blocks());
+  }
+  __device__ static Role role_of_blocks(int first, int end) {
+    return role_among(true, true, 0, static_cast<int>(blockDim.x) / kWarp, first, end - first);
   }
 
   // Whether the token's slots there are live, the peer knows.
@@ -128,33 +143,41 @@ private:
     }
   }
 
-  // False: the group has failed.
-  __device__ bool receive_strip(int source, int64_t token, const Part& part) const {
-    TaggedTriple* const staged = staged_strip(call_.rank(), source, token, part);
-    IncomingStrip incoming(staged, part.bytes);
-    const WarpList<int32_t> slots = movement_.slots_of(source, token).slots;
-    if (slots.size() == 0) return true;
-    const bool is_active = movement_.is_active(source);
-    Strip strip{};
-    if (is_active) {
-      if (!incoming.wait(call_, source)) return false;
-      strip = incoming.get();
-    }
+  __device__ void store_into(const FewSlots& slots, const Part& part, const Strip& strip) const {
 #pragma unroll 1
-    for (int i = 0; i < slots.size(); ++i)
-      store_strip(place_of(part, slots[i]), part.bytes, strip);
-    if (call_.poisons_staging()) poison_strip(staged);
-    return part.strip != 0 || args_.recv_weights == nullptr || receive_weights(source, token, slots, is_active);
+    for (uint64_t left = slots.live; left != 0; left &= left - 1)
+      store_strip(place_of(part, slots[__ffsll(static_cast<long long>(left)) - 1]), part.bytes, strip);
+  }
+
+  __device__ Look look_at(uint32_t item) const {
+    const uint32_t index = item / strips_;
+    if (index >= movement_.few_tokens() * (call_.num_ranks() - 1)) return {};
+    const Movement::PeerToken peer = movement_.peer_token(index);
+    const Part part = part_at(item - index * strips_);
+    return {true,
+            peer.rank,
+            peer.token,
+            part,
+            IncomingStrip(staged_strip(call_.rank(), peer.rank, peer.token, part), part.bytes),
+            movement_.few_slots_of(peer.rank, peer.token)};
+  }
+  // False: the group has failed.
+  __device__ bool receive_strip(Look& look) const {
+    const bool is_active = movement_.is_active(look.source);
+    if (is_active && !look.strip.wait(call_, look.source)) return false;
+    store_into(look.slots, look.part, is_active ? look.strip.get() : Strip{});
+    if (call_.poisons_staging()) poison_strip(staged_strip(call_.rank(), look.source, look.token, look.part));
+    return look.part.strip != 0 || args_.recv_weights == nullptr || receive_weights(look, is_active);
   }
   // False: the group has failed. The same in all lanes.
-  __device__ bool receive_weights(int source, int64_t token, const WarpList<int32_t>& slots, bool is_active) const {
+  __device__ bool receive_weights(const Look& look, bool is_active) const {
     bool ok = true;
-    for (int first = 0; first < slots.size(); first += kWarp) {
-      if (!slots.has_own(first)) continue;
-      const int32_t slot = slots.own(first);
-      TaggedCount* const staged = staged_weight(call_.rank(), source, token, movement_.plan().slot_records[slot].k);
+    for (int first = 0; first < args_.top_k; first += kWarp) {
+      const int32_t slot = look.slots.own(first);
+      if (slot < 0) continue;
+      TaggedCount* const staged = staged_weight(call_.rank(), look.source, look.token, first + lane());
       TaggedCount word{};
-      if (is_active && ok) ok = call_.wait_for_word(staged, word, source);
+      if (is_active && ok) ok = call_.wait_for_word(staged, word, look.source);
       if (!ok) continue;
       args_.recv_weights[slot] = std::bit_cast<float>(word.value);
       if (call_.poisons_staging()) *staged = {std::bit_cast<int32_t>(NAN), 0};

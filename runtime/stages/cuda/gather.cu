@@ -205,14 +205,16 @@ private:
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams params) {
+  fetch_parameters(params);
   Movement movement(params.group, params.call, params.layout);
   movement.post(params.offer);
   if (params.group.context.shape.precision == EPX_COMBINE_WIRE && movement.has_few_tokens()) {
     const FewGather<T> gather(params, movement);
     gather.send();
+    auto first = gather.look_at_first();
     if (!movement.begin(params.offer)) return;
     movement.all_sent();
-    gather.sum();
+    gather.sum(first);
     return;
   }
   if (!movement.begin(params.offer)) return;

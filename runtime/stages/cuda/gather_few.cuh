@@ -25,7 +25,7 @@ public:
         role_(role_among(true, true, 0, static_cast<int>(blockDim.x) / kWarp, 0, static_cast<int>(gridDim.x))) {}
 
   __device__ void send() const {
-    const auto items = static_cast<uint32_t>(movement_.most_tokens() * (call_.num_ranks() - 1)) * strips_;
+    const auto items = static_cast<uint32_t>(movement_.few_tokens() * (call_.num_ranks() - 1)) * strips_;
 #pragma unroll 1
     for (auto item = static_cast<uint32_t>(role_.index); item < items; item += static_cast<uint32_t>(role_.count)) {
       const uint32_t index = item / strips_;
@@ -34,12 +34,29 @@ public:
     }
   }
 
+  // A strip of a token of this rank, as far as it can be without the peers.
+  struct Look {
+    bool is_item = false;
+    uint32_t token, strip;
+    WarpRoutes routes;
+    uint64_t kept;            // routes, a bit each
+    uint64_t own;             // of these, those with a live slot here
+    Strip own_sum;            // of those
+    IncomingStrip from_first; // of the first peer that the token goes to
+  };
+  // The warp's first, while the ranks meet.
+  __device__ Look look_at_first() const {
+    return look_at(static_cast<uint32_t>(role_.index));
+  }
   // Once the ranks have met.
-  __device__ void sum() const {
-    const auto items = static_cast<uint32_t>(args_.num_tokens) * strips_;
+  __device__ void sum(const Look& first) const {
+    Look look = first;
 #pragma unroll 1
-    for (auto item = static_cast<uint32_t>(role_.index); item < items; item += static_cast<uint32_t>(role_.count))
-      if (const uint32_t token = item / strips_; !sum_strip(token, item - token * strips_)) return;
+    for (auto item = static_cast<uint32_t>(role_.index); look.is_item;) {
+      if (!sum_strip(look)) return;
+      item += static_cast<uint32_t>(role_.count);
+      look = look_at(item);
+    }
   }
 
 private:
@@ -60,59 +77,79 @@ private:
   __device__ Strip load_slot(int64_t slot, uint32_t strip) const {
     return load_strip(params_.rows + slot * row_bytes_ + strip * kStripBytes, bytes_of(strip));
   }
-  // Of a row here; the lane's slot names it, or none.
-  __device__ float weight_of(int32_t slot) const {
-    return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
+  // Of rows here, in k order, rounded. There are some.
+  __device__ Strip sum_slots(const FewSlots& slots, uint32_t strip) const {
+    const auto weight_of = [&](int32_t slot) {
+      return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
+    };
+    const float low_weight = weight_of(slots.low);
+    const float high_weight = weight_of(slots.high);
+    StripSum<T> sum;
+    Strip ahead = load_slot(slots[first_of(slots.live)], strip);
+#pragma unroll 1
+    for (uint64_t left = slots.live; left != 0;) {
+      const int k = first_of(left);
+      left &= left - 1;
+      const Strip row = ahead;
+      if (left != 0) ahead = load_slot(slots[first_of(left)], strip);
+      sum.add(row, from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
+    }
+    return sum.rounded();
   }
 
   __device__ void send_strip_of(int home, int64_t token, uint32_t strip) const {
-    const TokenSlots found = movement_.slots_of(home, token);
-    const WarpList<int32_t>& slots = found.slots;
-    if (slots.size() == 0) return;
-    StripSum<T> sum;
-    Strip ahead = load_slot(slots[0], strip);
-    for (int first = 0; first < slots.size(); first += kWarp) {
-      const int32_t mine = slots.has_own(first) ? slots.own(first) : -1;
-      const float weight = weight_of(mine);
-      for (int i = first; i < slots.size() && i < first + kWarp; ++i) {
-        const Strip row = ahead;
-        if (i + 1 < slots.size()) ahead = load_slot(slots[i + 1], strip);
-        sum.add(row, from_lane(weight, i % kWarp));
-      }
-      if (strip == 0 && params_.carried_weights != nullptr && mine >= 0)
-        store_whole_relaxed_sys(staged_weight(home, token, movement_.plan().slot_records[mine].k),
-                                TaggedCount{std::bit_cast<int32_t>(params_.carried_weights[mine]), call_.tag()});
-    }
-    send_strip(staged_strip(home, token, found.order, strip), bytes_of(strip), sum.rounded(), call_.tag());
+    const FewSlots slots = movement_.few_slots_of(home, token);
+    if (slots.live == 0) return;
+    const int order = movement_.plan().slot_records[slots[first_of(slots.live)]].order;
+    send_strip(staged_strip(home, token, order, strip), bytes_of(strip), sum_slots(slots, strip), call_.tag());
+    if (strip == 0 && params_.carried_weights != nullptr)
+      for (int first = 0; first < args_.top_k; first += kWarp)
+        if (const int32_t slot = slots.own(first); slot >= 0)
+          store_whole_relaxed_sys(staged_weight(home, token, first + lane()),
+                                  TaggedCount{std::bit_cast<int32_t>(params_.carried_weights[slot]), call_.tag()});
+  }
+
+  __device__ Look look_at(uint32_t item) const {
+    const uint32_t token = item / strips_;
+    if (token >= args_.num_tokens) return {};
+    const uint32_t strip = item - token * strips_;
+    const WarpRoutes routes = movement_.routes_of(token);
+    const uint64_t kept = routes.mask_of([](const Route& route) { return route.slot >= 0; });
+    const uint64_t here = routes.mask_of([&](const Route& route) { return route.rank == call_.rank(); });
+    const FewSlots own = movement_.few_slots_here(routes);
+    const Order first = Orders(routes, kept & ~here).take();
+    const IncomingStrip from_first = look_for(token, first, strip); // begun before what takes longer
+    return {true, token, strip, routes, kept, own.live, own.live != 0 ? sum_slots(own, strip) : Strip{}, from_first};
   }
 
   // False: the group has failed.
-  __device__ bool sum_strip(int64_t token, uint32_t strip) const {
-    const WarpRoutes routes = movement_.routes_of(token);
-    const uint64_t live = routes.mask_of([&](const Route& route) { return movement_.is_live(route); });
-    const uint64_t own = live & routes.mask_of([&](const Route& route) { return route.rank == call_.rank(); });
-    Orders orders(routes, live & ~own);
-    Order next = orders.take(); // a peer's sum is looked for while others are added
-    IncomingStrip incoming = look(token, next, strip);
+  __device__ bool sum_strip(const Look& look) const {
+    const WarpRoutes& routes = look.routes;
+    const uint64_t live = look.kept & routes.mask_of([&](const Route& route) { return movement_.is_live(route); });
+    const uint64_t others = routes.mask_of([&](const Route& route) { return route.rank != call_.rank(); });
+    Orders orders(routes, live & others);
+    Order next = orders.take();
+    IncomingStrip incoming = next.order == Orders(routes, look.kept & others).take().order
+                                 ? look.from_first
+                                 : look_for(look.token, next, look.strip);
     StripSum<T> sum;
-    const int own_order = own != 0 ? routes.order(first_of(own)) : kMaxTopK;
-    bool owes_own = own != 0;
-    const Strip own_sum = owes_own ? sum_own(routes, own, strip) : Strip{};
+    const int own_order = look.own != 0 ? routes.order(first_of(look.own)) : kMaxTopK;
+    bool owes_own = look.own != 0;
     while (next.order >= 0) {
       if (owes_own && own_order < next.order) {
-        sum.add(own_sum, 1.0f);
+        sum.add(look.own_sum, 1.0f);
         owes_own = false;
       }
       if (!incoming.wait(call_, next.rank)) return false;
       const Strip here = incoming.get();
-      if (call_.poisons_staging()) poison_strip(staged_strip(call_.rank(), token, next.order, strip));
+      if (call_.poisons_staging()) poison_strip(staged_strip(call_.rank(), look.token, next.order, look.strip));
       next = orders.take();
-      incoming = look(token, next, strip);
+      incoming = look_for(look.token, next, look.strip);
       sum.add(here, 1.0f);
     }
-    if (owes_own) sum.add(own_sum, 1.0f);
-    store_strip(params_.out + token * row_bytes_ + strip * kStripBytes, bytes_of(strip), sum.rounded());
-    return strip != 0 || params_.carried_out == nullptr || collect_weights(token, routes, live);
+    if (owes_own) sum.add(look.own_sum, 1.0f);
+    store_strip(params_.out + look.token * row_bytes_ + look.strip * kStripBytes, bytes_of(look.strip), sum.rounded());
+    return look.strip != 0 || params_.carried_out == nullptr || collect_weights(look.token, routes, live);
   }
 
   __device__ static int first_of(uint64_t routes) {
@@ -140,25 +177,9 @@ private:
     const WarpRoutes& routes_;
     uint64_t left_;
   };
-  __device__ IncomingStrip look(int64_t token, const Order& order, uint32_t strip) const {
+  __device__ IncomingStrip look_for(int64_t token, const Order& order, uint32_t strip) const {
     return order.order < 0 ? IncomingStrip{}
                            : IncomingStrip(staged_strip(call_.rank(), token, order.order, strip), bytes_of(strip));
-  }
-
-  __device__ Strip sum_own(const WarpRoutes& routes, uint64_t own, uint32_t strip) const {
-    const float low_weight = weight_of((own >> lane() & 1) != 0 ? routes.low.slot : -1);
-    const float high_weight = weight_of((own >> kWarp >> lane() & 1) != 0 ? routes.high.slot : -1);
-    StripSum<T> sum;
-    Strip ahead = load_slot(routes.slot(first_of(own)), strip);
-#pragma unroll 1
-    while (own != 0) {
-      const int k = first_of(own);
-      own &= own - 1;
-      const Strip row = ahead;
-      if (own != 0) ahead = load_slot(routes.slot(first_of(own)), strip);
-      sum.add(row, from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
-    }
-    return sum.rounded();
   }
 
   // False: the group has failed. The same in all lanes.

@@ -82,6 +82,19 @@ struct TokenSlots {
   int order = 0;     // of this rank among those that the token goes to
 };
 
+// The same with few tokens, by k, a lane each; the second 32 likewise. -1: none there.
+struct FewSlots {
+  int32_t low, high;
+  uint64_t live; // a bit for each k that has one
+
+  __device__ FewSlots(int32_t low_slot, int32_t high_slot)
+      : low(low_slot), high(high_slot), live(static_cast<uint64_t>(__ballot_sync(~0u, low_slot >= 0 ? 1 : 0)) |
+                                             static_cast<uint64_t>(__ballot_sync(~0u, high_slot >= 0 ? 1 : 0)) << kWarp) {}
+
+  __device__ int32_t own(int first) const { return first < kWarp ? low : high; } // k = `first` + lane
+  __device__ int32_t operator[](int k) const { return from_lane(k < kWarp ? low : high, k % kWarp); }
+};
+
 // One movement in progress, after its ranks have met.
 class Movement {
 public:
@@ -89,7 +102,7 @@ public:
       : group_(group), call_(group, call.operation), args_(call), plan_(call.handle_mem, layout) {
     const HandleHeader header = *plan_.header;
     plan_id_ = header.plan_id;
-    most_tokens_ = header.most_tokens;
+    few_tokens_ = header.few_tokens;
     rows_in_use_ = header.rows_in_use;
     is_usable_ = header.magic == kHandleMagic && header.checksum == header_checksum(header) &&
                  header.group_id == group.context.group_id && header.rank == group.context.rank &&
@@ -102,12 +115,10 @@ public:
   }
   // Whether the handle memory is this call's; if not, outputs stay untouched. The same in all threads and at all times.
   __device__ bool is_usable() const { return is_usable_; }
-  // Of the ranks whose plan is this one; the same on all of them.
-  __device__ int64_t most_tokens() const { return most_tokens_; }
-  // Whether rows go through the staging of few tokens. The same on all ranks whose plan is this one.
-  __device__ bool has_few_tokens() const {
-    return is_usable_ && most_tokens_ <= group_.context.layout.few_tokens && !call_.takes_long_way(plan_id_);
-  }
+  // Whether rows go through the staging of few tokens. The same on all ranks whose plan is this one, as the next.
+  __device__ bool has_few_tokens() const { return is_usable_ && few_tokens_ > 0; }
+  // Of the rank that has the most, if they are few.
+  __device__ int64_t few_tokens() const { return few_tokens_; }
   // Then, with the same offer. False: the group has failed, or the handle memory is not usable. The same in all threads.
   __device__ bool begin(const CallPost& offer) {
     if (!call_.arrive(offer)) return false;
@@ -149,6 +160,18 @@ public:
       slot = record.next_slot;
     }
     return found;
+  }
+  __device__ FewSlots few_slots_of(int rank, int64_t token) const {
+    const int32_t* const slots = plan_.few_slots + (rank * group_.context.layout.few_tokens + token) * args_.top_k;
+    const auto live_slot = [&](int k) {
+      const int32_t slot = k < args_.top_k ? slots[k] : -1;
+      return slot < args_.recv_rows ? slot : -1;
+    };
+    return {live_slot(lane()), live_slot(lane() + kWarp)};
+  }
+  // Those of a token of this rank.
+  __device__ FewSlots few_slots_here(const WarpRoutes& routes) const {
+    return {is_live_here(routes.low) ? routes.low.slot : -1, is_live_here(routes.high) ? routes.high.slot : -1};
   }
   // Tokens of a rank that may have slots here.
   __device__ int64_t tokens_of(int rank) const {
@@ -224,7 +247,7 @@ private:
   HandleReader plan_;
   bool is_usable_;
   uint64_t plan_id_; // of the handle memory, as the next two
-  int32_t most_tokens_;
+  int32_t few_tokens_;
   int64_t rows_in_use_;
 };
 

@@ -65,8 +65,11 @@ public:
       return;
     if (!call_.arrive(params_.offer)) return;
     few_ = mine_are_few;
-    for (int rank = 0; rank < shape_.num_ranks; ++rank)
+    for (int rank = 0; rank < shape_.num_ranks; ++rank) {
       few_ = few_ && has_few_routes(call_.offers().num_tokens[rank]);
+      few_tokens_ = max(few_tokens_, call_.offers().num_tokens[rank]);
+    }
+    if (!few_ || few_tokens_ > group_.context.layout.few_tokens) few_tokens_ = 0;
     if (few_ ? !count_all() : (mine_are_few && !count_and_publish()) || !find_bases()) return;
     assign();
     if (threadIdx.x == kThreads - 1) call_.sent(gridDim.x);
@@ -117,7 +120,7 @@ private:
 
   // Whether a rank with so many tokens has few routes.
   __device__ bool has_few_routes(int64_t num_tokens) const {
-    return num_tokens * args_.top_k <= group_.context.layout.few_routes_per_rank && !call_.takes_long_way(call_.sequence());
+    return num_tokens * args_.top_k <= group_.context.layout.few_routes_per_rank && !call_.takes_long_way();
   }
   // Experts; of a rank with few routes.
   __device__ TaggedCount* routes_of(int owner, int source) const {
@@ -204,32 +207,39 @@ private:
     return true;
   }
 
+  // What a rank has told of a route.
+  struct Told {
+    const TaggedCount* place;
+    TaggedCount word;
+    int source;
+    int route;
+  };
   // take(source, route of the source, expert), for all routes of all ranks, by all threads of a block. False: the group has failed.
   template <typename Take>
   __device__ bool take_all_routes(const Take& take) const {
-    constexpr int kBatch = 8; // loads under way together
-    const auto per_rank = static_cast<uint32_t>(group_.context.layout.few_routes_per_rank);
-    const uint32_t all = per_rank * static_cast<uint32_t>(shape_.num_ranks);
-    for (uint32_t first = threadIdx.x; first < all; first += kBatch * kThreads) {
-      const TaggedCount* places[kBatch];
-      TaggedCount words[kBatch];
+    constexpr int kBatch = 4; // loads under way together
+    const int routes = first_token_[shape_.num_ranks] * args_.top_k;
+    int source = 0;
+    int first_of_source = 0; // route
+#pragma unroll 1
+    for (int first = threadIdx.x; first < routes; first += kBatch * kThreads) {
+      Told told[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const uint32_t index = first + i * kThreads;
-        const uint32_t source = index / per_rank;
-        const uint32_t route = index - source * per_rank;
-        places[i] = nullptr;
-        if (index >= all || route >= static_cast<uint32_t>(call_.offers().num_tokens[source] * args_.top_k)) continue;
-        places[i] = routes_of(call_.rank(), static_cast<int>(source)) + route;
-        words[i] = load_whole_relaxed_sys(places[i]);
+        const int route = first + i * kThreads;
+        told[i] = {};
+        if (route >= routes) continue;
+        for (int end; (end = first_token_[source + 1] * args_.top_k) <= route; ++source)
+          first_of_source = end;
+        const TaggedCount* const place = routes_of(call_.rank(), source) + (route - first_of_source);
+        told[i] = {place, load_whole_relaxed_sys(place), source, route - first_of_source};
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        if (places[i] == nullptr) continue;
-        const uint32_t index = first + i * kThreads;
-        const auto source = static_cast<int>(index / per_rank);
-        if (words[i].tag != call_.tag() && !call_.wait_for_word(places[i], words[i], source)) return false;
-        take(source, index % per_rank, words[i].value);
+        if (told[i].place == nullptr) continue;
+        int32_t expert = told[i].word.value;
+        if (told[i].word.tag != call_.tag() && !wait_for(told[i].place, told[i].source, expert)) return false;
+        take(told[i].source, told[i].route, expert);
       }
     }
     return true;
@@ -455,6 +465,9 @@ private:
     const int32_t slot = slots[thread];
     const int32_t rank = ranks[thread];
     if (is_mine && args_.slot != nullptr) args_.slot[route] = slot;
+    if (few_tokens_ > 0)
+      plan_.few_slots[origin.rank * group_.context.layout.few_tokens * args_.top_k + route] =
+          rank == call_.rank() ? slot : -1;
     if (slot < 0) {
       if (is_mine) plan_.routes[route] = {-1, -1, 0};
       return;
@@ -530,9 +543,9 @@ private:
     const int64_t rows_needed =
         local_experts == 0 ? 0 : zone_[last_expert] + zone_rows(demand_[last_expert], args_.alignment);
     const int64_t rows_in_use = min(rows_needed, usable_);
-    const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-    const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
-    for (int64_t e = thread; e < local_experts; e += threads) {
+    const uint32_t thread = blockIdx.x * kThreads + threadIdx.x;
+    const uint32_t threads = gridDim.x * kThreads;
+    for (auto e = thread; e < static_cast<uint32_t>(local_experts); e += threads) {
       const Zone zone = zone_of(static_cast<int>(e));
       plan_.zone_begin[e] = static_cast<int32_t>(zone.begin);
       plan_.zone_rows[e] = static_cast<int32_t>(zone.kept);
@@ -546,7 +559,7 @@ private:
       store_count(args_.offsets, local_experts, rows_in_use);
       write_header(rows_in_use);
     }
-    if (!deliver_heads(thread, threads) || !deliver_records(thread, threads, rows_in_use)) return;
+    if (!deliver_heads(thread, threads) || !deliver_records(thread, threads, static_cast<uint32_t>(rows_in_use))) return;
     if (args_.slot_origin != nullptr)
       for (int64_t slot = rows_in_use + thread; slot < shape_.max_recv_tokens; slot += threads)
         write_origin(slot, kPadRecord);
@@ -554,12 +567,13 @@ private:
   }
 
   // False: the group has failed.
-  __device__ bool deliver_heads(int64_t thread, int64_t threads) const {
+  __device__ bool deliver_heads(uint32_t thread, uint32_t threads) const {
     const auto* const heads = group_.window().local<TaggedCount>(group_.context.layout.heads.offset);
     const auto max_tokens = static_cast<uint32_t>(shape_.max_tokens_per_rank);
-    for (int64_t i = thread; i < int64_t{shape_.num_ranks} * max_tokens; i += threads) {
+    const uint32_t all = static_cast<uint32_t>(shape_.num_ranks) * max_tokens; // fewer than slots can be numbered
+    for (uint32_t i = thread; i < all; i += threads) {
       const auto source = static_cast<int>(i / max_tokens);
-      const bool is_token = i % max_tokens < call_.offers().num_tokens[source];
+      const bool is_token = static_cast<int32_t>(i % max_tokens) < call_.offers().num_tokens[source];
       if (few_ && is_token) continue; // written by assign
       int32_t head = -1;
       if (is_token && !wait_for(&heads[i], source, head)) return false;
@@ -569,12 +583,12 @@ private:
   }
 
   // False: the group has failed.
-  __device__ bool deliver_records(int64_t thread, int64_t threads, int64_t rows_in_use) const {
+  __device__ bool deliver_records(uint32_t thread, uint32_t threads, uint32_t rows_in_use) const {
     const auto* const posts = group_.window().local<SlotPost>(group_.context.layout.slot_posts.offset);
-    for (int64_t slot = thread; slot < rows_in_use; slot += threads) {
+    for (uint32_t slot = thread; slot < rows_in_use; slot += threads) {
       const int expert = expert_at(slot);
       SlotPost post{kPadRecord, 0};
-      if (slot - zone_[expert] < demand_[expert]) {
+      if (static_cast<int32_t>(slot) - zone_[expert] < demand_[expert]) {
         if (few_) continue; // written by assign
         post = load_whole_relaxed_sys(&posts[slot]);
         if (post.tag != call_.tag() && !call_.wait_for_word(&posts[slot], post, source_of(slot))) return false;
@@ -589,11 +603,12 @@ private:
     if (args_.slot_origin != nullptr) write_origin(slot, record);
   }
 
-  __device__ void deliver_global_counts(int64_t thread, int64_t threads) const {
+  __device__ void deliver_global_counts(uint32_t thread, uint32_t threads) const {
     if (!few_) {
-      for (int64_t i = thread; i < static_cast<int64_t>(shape_.num_ranks) * num_experts(); i += threads)
+      for (uint32_t i = thread; i < static_cast<uint32_t>(shape_.num_ranks * num_experts()); i += threads)
         store_count(args_.global_counts, i,
-                    count_of(static_cast<int>(i / num_experts()), static_cast<int>(i % num_experts())));
+                    count_of(static_cast<int>(i / static_cast<uint32_t>(num_experts())),
+                             static_cast<int>(i % static_cast<uint32_t>(num_experts()))));
       return;
     }
     for (int rank = static_cast<int>(blockIdx.x); rank < shape_.num_ranks; rank += static_cast<int>(gridDim.x)) {
@@ -627,14 +642,13 @@ private:
     header.top_k = args_.top_k;
     header.alignment = args_.alignment;
     header.rank = call_.rank();
-    for (int rank = 0; rank < call_.num_ranks(); ++rank)
-      header.most_tokens = max(header.most_tokens, call_.offers().num_tokens[rank]);
+    header.few_tokens = few_tokens_;
     header.checksum = header_checksum(header);
     *plan_.header = header;
   }
 
   // The local expert's zone that a slot in use lies in, by its number among all experts.
-  __device__ int expert_at(int64_t slot) const {
+  __device__ int expert_at(int32_t slot) const {
     int low = experts_.first_expert(call_.rank()); // its zone begins at or before the slot
     int high = experts_.first_expert(call_.rank() + 1);
     while (high - low > 1) {
@@ -694,14 +708,16 @@ private:
   int32_t* warp_base_;                  // [kWarps, E]
   unsigned long long& dropped_of_mine_; // of this rank's routes; in the first block
   int64_t usable_;
-  int64_t begin_, end_;  // tokens of this block, of those that it shares with the others
-  bool few_ = false;     // all ranks have few routes
-  int32_t* first_token_; // [P + 1]: of each rank's, among all ranks' tokens; if few_
+  int64_t begin_, end_;    // tokens of this block, of those that it shares with the others
+  int32_t few_tokens_ = 0; // of the rank that has the most, if all have few tokens and few routes
+  bool few_ = false;       // all ranks have few routes
+  int32_t* first_token_;   // [P + 1]: of each rank's, among all ranks' tokens; if few_
 };
 
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Params params) {
   __shared__ unsigned long long dropped_of_mine;
   __shared__ int32_t first_token[kMaxDeviceRanks + 1];
+  fetch_parameters(params);
   Prepare(params, dynamic_shared_memory<int32_t>(), dropped_of_mine, first_token).run();
 }
 

@@ -81,27 +81,25 @@ public:
     }
   }
 
-  // Begins to fill rows of `bytes` bytes with zeros: the warp's `row_at(i)`, i < num_rows; NULL: none. finish() ends it. All
-  // lanes.
-  template <typename RowAt>
-  __device__ void clear(int64_t num_rows, int64_t bytes, const RowAt& row_at) {
-    if (num_rows == 0) return;
+  // Before clear(), with nothing else in between. All lanes.
+  __device__ void make_zeros() {
     begin();
     __syncwarp();
     for (int64_t i = lane(); i < kHalfBytes / 16; i += kWarp)
       reinterpret_cast<uint4*>(stages_)[i] = uint4{0, 0, 0, 0};
     fence_shared_before_bulk_copies(); // in each lane: its own zeros come before the copies
     __syncwarp();
-    if (lane() == 0)
+  }
+  // Begins to fill the rows of `bytes` bytes that the lanes name with zeros; NULL: none. finish() ends it. All lanes.
+  __device__ void clear(int64_t bytes, std::byte* to) {
 #pragma unroll 1
-      for (int64_t row = 0; row < num_rows; ++row) {
-        std::byte* const to = row_at(row);
-        if (to == nullptr) continue;
-        for (int64_t offset = 0; offset < bytes; offset += kHalfBytes)
-          begin_store(to + offset, stages_, bytes_of_half(offset, bytes));
-        end_store_group();
-      }
-    __syncwarp();
+    for (unsigned left = __ballot_sync(~0u, to != nullptr ? 1 : 0); left != 0; left &= left - 1) {
+      std::byte* const row = from_lane(to, __ffs(static_cast<int>(left)) - 1);
+      if (lane() != 0) continue;
+      for (int64_t offset = 0; offset < bytes; offset += kHalfBytes)
+        begin_store(row + offset, stages_, bytes_of_half(offset, bytes));
+      end_store_group();
+    }
   }
 
   // Until all rows are where they belong, and whatever a lane tells afterwards comes after them.

@@ -121,10 +121,13 @@ struct DispatchReceiver {
       spread_row(arrival.sidecar, call.sidecar_bytes, is_slot ? call.recv_sidecar + slot * call.sidecar_bytes : nullptr);
     if (call.recv_weights != nullptr && is_slot) call.recv_weights[slot] = weight;
   }
-  // All but the row itself.
-  __device__ void clear_beside(int64_t slot) const {
-    if (call.sidecar_bytes > 0) zero_row(call.recv_sidecar + slot * call.sidecar_bytes, call.sidecar_bytes);
-    if (call.recv_weights != nullptr && lane() == 0) call.recv_weights[slot] = 0.0f;
+  // Beside the rows of the slots that the lanes name; -1: none.
+  __device__ void clear_beside(int32_t slot) const {
+    if (call.recv_weights != nullptr && slot >= 0) call.recv_weights[slot] = 0.0f;
+    if (call.sidecar_bytes == 0) return;
+    for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
+      zero_row(call.recv_sidecar + from_lane(slot, __ffs(static_cast<int>(left)) - 1) * call.sidecar_bytes,
+               call.sidecar_bytes);
   }
 };
 
@@ -154,8 +157,8 @@ struct CombineBwdReceiver {
     else
       begin_to_spread_row(stream, arrival.row, row_bytes, slot != arrival.slot_in_place ? to : nullptr);
   }
-  __device__ void clear_beside(int64_t slot) const {
-    if (call.grad_recv_weights != nullptr && lane() == 0) call.grad_recv_weights[slot] = 0.0f;
+  __device__ void clear_beside(int32_t slot) const {
+    if (call.grad_recv_weights != nullptr && slot >= 0) call.grad_recv_weights[slot] = 0.0f;
   }
 };
 
@@ -170,7 +173,7 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
   if (source != rank && !movement.is_active(source)) {
     for (int i = 0; i < slots.size(); ++i) {
       zero_row(receiver.rows() + static_cast<int64_t>(slots[i]) * receiver.row_bytes, receiver.row_bytes);
-      receiver.clear_beside(slots[i]);
+      receiver.clear_beside(lane() == 0 ? slots[i] : -1);
     }
     return true;
   }
@@ -213,27 +216,28 @@ __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, R
                            const Role& role) {
   const HandleReader& plan = movement.plan();
   const ExpertBlocks experts{group.context.shape.num_experts, group.context.shape.num_ranks};
-  const int64_t most = receiver.call.alignment - 1; // of each zone
-  const int64_t pads = experts.num_local_experts(group.context.rank) * most;
-  const int64_t mine = role.count > 0 && role.index < pads ? (pads - role.index + role.count - 1) / role.count : 0;
-  const auto slot_of = [&](int64_t i) { // of this warp's i-th; -1: it is none
-    const int64_t pad = role.index + i * role.count;
-    const int64_t zone = pad / most;
-    const int64_t slot = plan.zone_begin[zone] + plan.zone_rows[zone] + pad % most;
-    return slot < plan.zone_begin[zone + 1] && slot < receiver.call.recv_rows ? slot : -1;
-  };
-  const bool by_stream =
-      (reinterpret_cast<uint64_t>(receiver.rows()) | static_cast<uint64_t>(receiver.row_bytes)) % 16 == 0;
-  if (by_stream)
-    stream.clear(mine, receiver.row_bytes, [&](int64_t i) {
-      const int64_t slot = slot_of(i);
-      return slot >= 0 ? receiver.rows() + slot * receiver.row_bytes : nullptr;
-    });
-  for (int64_t i = 0; i < mine; ++i)
-    if (const int64_t slot = slot_of(i); slot >= 0) {
-      if (!by_stream) zero_row(receiver.rows() + slot * receiver.row_bytes, receiver.row_bytes);
-      receiver.clear_beside(slot);
+  const auto most = static_cast<uint32_t>(receiver.call.alignment - 1); // of each zone
+  const uint32_t pads = static_cast<uint32_t>(experts.num_local_experts(group.context.rank)) * most;
+  const int64_t row_bytes = receiver.row_bytes;
+  const bool by_stream = (reinterpret_cast<uint64_t>(receiver.rows()) | static_cast<uint64_t>(row_bytes)) % 16 == 0;
+  if (by_stream) stream.make_zeros();
+#pragma unroll 1
+  for (auto first = static_cast<uint32_t>(role.index) * kWarp; first < pads;
+       first += static_cast<uint32_t>(role.count) * kWarp) {
+    const uint32_t pad = first + lane(); // a lane looks at one that may be there
+    int32_t slot = -1;
+    if (pad < pads) {
+      const uint32_t zone = pad / most;
+      const int64_t here = plan.zone_begin[zone] + plan.zone_rows[zone] + static_cast<int64_t>(pad - zone * most);
+      if (here < plan.zone_begin[zone + 1] && here < receiver.call.recv_rows) slot = static_cast<int32_t>(here);
     }
+    if (by_stream)
+      stream.clear(row_bytes, slot >= 0 ? receiver.rows() + slot * row_bytes : nullptr);
+    else
+      for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
+        zero_row(receiver.rows() + from_lane(slot, __ffs(static_cast<int>(left)) - 1) * row_bytes, row_bytes);
+    receiver.clear_beside(slot);
+  }
 }
 
 // Tokens of this rank; needs no peer.
@@ -265,20 +269,22 @@ __device__ RowStream stream_of_warp() {
 __device__ void scatter_few(const ScatterParams& params, const DispatchReceiver& receiver, Movement& movement) {
   const FewDispatch dispatch(params.group, movement, receiver.call);
   dispatch.send();
+  if (dispatch.clears_pads()) {
+    RowStream stream = stream_of_warp();
+    clear_pads(params.group, movement, stream, receiver, dispatch.pad_role());
+    stream.finish();
+  }
+  auto first = dispatch.look_at_first();
   if (!movement.begin(params.offer)) return;
   movement.all_sent();
-  if (!dispatch.clears_pads()) {
-    dispatch.receive();
-    return;
-  }
-  RowStream stream = stream_of_warp();
-  clear_pads(params.group, movement, stream, receiver, dispatch.pad_role());
-  stream.finish();
+  dispatch.receive(first);
 }
 
 template <typename Receiver>
 __global__ void __launch_bounds__(kThreads)
     scatter_kernel(const __grid_constant__ ScatterParams params, const __grid_constant__ Receiver receiver) {
+  fetch_parameters(params);
+  fetch_parameters(receiver);
   const DeviceGroup& group = params.group;
   Movement movement(group, receiver.call, params.layout);
   movement.post(params.offer);

@@ -19,7 +19,7 @@ struct TestHooks {
   epx_operation stalls_in = EPX_OP_NONE; // every call of it stands still after it has arrived, until its group has failed
   uint32_t max_delay_ns = 0;             // now and then, before a rank tells or waits
   bool poisons_staging = false;
-  bool alternates_ways = false; // half of the plans of few tokens go the way of many
+  bool alternates_ways = false; // every other prepare, or so, takes few tokens and routes for many
 };
 
 // From the environment of the process: EPX_TEST_STALLS_IN (number of an epx_operation), EPX_TEST_MAX_DELAY_NS,
