@@ -62,14 +62,15 @@ public:
   __device__ bool arrive(const CallPost& offer) const {
     bool ok = true;
     bool same = true;
-    if (threadIdx.x == blockDim.x - 1) ok = !peers_gave_up(); // a rank that comes late finds out here
+    if (threadIdx.x == blockDim.x - 1)
+      ok = !may_have_ended() || !copy().peers_gave_up(); // a rank that comes late finds out here
     for (int i = threadIdx.x; i < num_ranks() * kPostWords && ok; i += blockDim.x)
       ok = take_in(offer, i / kPostWords, i % kPostWords, same);
     if (__syncthreads_and(ok && same ? 1 : 0) != 0) {
       begun();
       return !stalls();
     }
-    if (__syncthreads_and(ok ? 1 : 0) != 0 && threadIdx.x == 0) report_terms();
+    if (__syncthreads_and(ok ? 1 : 0) != 0 && threadIdx.x == 0) copy().report_terms();
     return false;
   }
 
@@ -89,7 +90,7 @@ public:
       word = load_whole_relaxed_sys(place);
       if (word.tag == tag()) return true;
     }
-    if (!wait_long(&place->tag, peer, EPX_PHASE_COMPLETE)) return false;
+    if (!copy().wait_long(&place->tag, peer, EPX_PHASE_COMPLETE)) return false;
     word = load_whole_relaxed_sys(place);
     return true;
   }
@@ -99,7 +100,7 @@ public:
   __device__ bool wait_for_arrival(const Tag* arrival, int peer) const {
     dawdle();
     while (load_acquire_sys(arrival) != tag()) // an acquire load takes the cache with it: a long wait makes none
-      if (!wait_long(arrival, peer, EPX_PHASE_COMPLETE)) return false;
+      if (!copy().wait_long(arrival, peer, EPX_PHASE_COMPLETE)) return false;
     return true;
   }
   // Tells the window's owner so. What this thread stored, or has seen stored through a barrier, comes first.
@@ -108,7 +109,12 @@ public:
     store_release_sys(arrival, tag());
   }
 
-  // One thread of the grid. values and header as EventRecord says.
+  // For what is not inlined: an object whose address is known elsewhere has to lie in memory, and its user waits for that.
+  __device__ Call copy() const {
+    return *this;
+  }
+
+  // One thread of the grid, on a copy(). values and header as EventRecord says.
   __device__ __noinline__ void record_event(epx_event_kind kind, int64_t v0, int64_t v1 = 0, int64_t v2 = 0, int64_t v3 = 0,
                                             int64_t v4 = 0, const HandleHeader* header = nullptr) const {
     const uint64_t number = group_.state->num_events++;
@@ -147,7 +153,7 @@ private:
   __device__ bool stalls() const {
     if (!kTestHooks || group_.hooks.stalls_in != operation_) return false;
     if (threadIdx.x == 0)
-      while (!ends_early(nanoseconds())) {
+      while (!copy().ends_early(nanoseconds())) {
       }
     __syncthreads();
     return true;
@@ -169,14 +175,14 @@ private:
     return group_.window().at<TaggedPost>(owner, group_.context.layout.posts.offset) + index;
   }
 
-  __device__ __noinline__ bool wait_for_post(int peer, int word, uint64_t& value) const {
+  __device__ bool wait_for_post(int peer, int word, uint64_t& value) const {
     const TaggedWord* const place = &post_at(rank(), peer, sequence_)->words[word];
     TaggedWord found{};
 #pragma unroll 1
     for (int spin = 0; spin < kShortSpins && found.sequence != sequence_; ++spin)
       found = load_whole_acquire_sys(place);
     if (found.sequence != sequence_) {
-      if (!wait_long(low_half(&place->sequence), peer, EPX_PHASE_ARRIVE)) return false;
+      if (!copy().wait_long(low_half(&place->sequence), peer, EPX_PHASE_ARRIVE)) return false;
       found = load_whole_acquire_sys(place);
     }
     value = found.value;
@@ -274,13 +280,19 @@ private:
     if (compare_and_swap_sys(&group_.state->asked_host_at, asked, now) != asked) return false;
     return load_relaxed_sys(&group_.record->aborted) != 0;
   }
-  __device__ __noinline__ bool peers_gave_up() const {
+  __device__ bool may_have_ended() const {
     const uint32_t failed = load_relaxed_sys(&group_.state->failed); // the two loads are under way together
-    const uint64_t poison = load_relaxed_sys(&flag_at(rank(), group_.context.layout.poison, 0)->value);
-    if (failed != 0) return true;
+    return load_relaxed_sys(&poison_here()->value) != 0 || failed != 0;
+  }
+  __device__ __noinline__ bool peers_gave_up() const {
+    if (load_relaxed_sys(&group_.state->failed) != 0) return true;
+    const uint64_t poison = load_relaxed_sys(&poison_here()->value);
     if (poison == 0) return false;
     report_poison(poison);
     return true;
+  }
+  __device__ Flag* poison_here() const {
+    return flag_at(rank(), group_.context.layout.poison, 0);
   }
 
   // `peer` has not come to `phase` in time; perhaps others neither.

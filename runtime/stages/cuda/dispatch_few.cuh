@@ -132,7 +132,7 @@ private:
   }
   __device__ void send_weights(int64_t token, const WarpRoutes& routes) const {
     for (int first = 0; first < args_.top_k; first += kWarp) {
-      const Route& route = routes.own(first);
+      const Route route = routes.own(first);
       if (route.slot < 0) continue;
       const float weight = args_.topk_weights[route_index(token, args_.top_k, first + lane())];
       if (movement_.is_live_here(route))

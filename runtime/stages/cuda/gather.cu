@@ -117,7 +117,7 @@ private:
   __device__ bool wait_for_peers(int64_t token, const WarpRoutes& routes, uint64_t awaited) const {
     bool ok = true;
     for (int first = 0; first < args_.top_k; first += kWarp)
-      if (const Route& route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
+      if (const Route route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
         ok = call_.wait_for_arrival(arrival_at(call_.rank(), token, route.order), route.rank);
     const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
     __syncwarp(); // every lane sees what each has acquired
@@ -175,7 +175,7 @@ private:
     for (int first = 0; first < args_.top_k; first += kWarp) {
       const int k = first + lane();
       if (k >= args_.top_k) continue;
-      const Route& route = routes.own(first);
+      const Route route = routes.own(first);
       const int64_t index = route_index(token, args_.top_k, k);
       float weight = 0.0f;
       if ((live >> k & 1) != 0)

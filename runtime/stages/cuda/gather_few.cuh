@@ -188,7 +188,7 @@ private:
     for (int first = 0; first < args_.top_k; first += kWarp) {
       const int k = first + lane();
       if (k >= args_.top_k) continue;
-      const Route& route = routes.own(first);
+      const Route route = routes.own(first);
       float weight = 0.0f;
       if ((live >> k & 1) != 0 && route.rank == call_.rank()) {
         weight = params_.carried_weights[route.slot];

@@ -63,7 +63,7 @@ __device__ inline Role role_of_warp(const Division& division, int num_ranks) {
 struct WarpRoutes {
   Route low, high;
 
-  __device__ const Route& own(int first) const { return first < kWarp ? low : high; } // route `first` + lane
+  __device__ Route own(int first) const { return first < kWarp ? low : high; } // route `first` + lane
   // A bit for each route that it holds for.
   template <typename Holds>
   __device__ uint64_t mask_of(const Holds& holds) const {
@@ -104,9 +104,11 @@ public:
     plan_id_ = header.plan_id;
     few_tokens_ = header.few_tokens;
     rows_in_use_ = header.rows_in_use;
-    is_usable_ = header.magic == kHandleMagic && header.checksum == header_checksum(header) &&
-                 header.group_id == group.context.group_id && header.rank == group.context.rank &&
-                 header.top_k == call.top_k && header.alignment == call.alignment && header.num_tokens == call.num_tokens;
+    // Nothing is left out, lest a load wait for what the one before it has brought.
+    is_usable_ = (header.magic == kHandleMagic) & (header.checksum == header_checksum(header)) &
+                 (header.group_id == group.context.group_id) & (header.rank == group.context.rank) &
+                 (header.top_k == call.top_k) & (header.alignment == call.alignment) &
+                 (header.num_tokens == call.num_tokens);
   }
 
   // First of all. `offer`: see offer_of().
@@ -123,7 +125,7 @@ public:
   __device__ bool begin(const CallPost& offer) {
     if (!call_.arrive(offer)) return false;
     if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) { // a thread that has little else to do
-      report();
+      Movement(*this).report();                             // a copy; see Call::copy()
       if (!is_usable_) call_.sent(1);
     }
     return is_usable_;

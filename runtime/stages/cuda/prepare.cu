@@ -301,7 +301,7 @@ private:
       for (int peer = lane(); peer < shape_.num_ranks; peer += kWarp)
         tell(&counts_of(peer, call_.rank())[first + expert], total);
     }
-    if (blockIdx.x == 0 && threadIdx.x / kWarp == kWarps - 1) sum_bad_indices();
+    if (blockIdx.x == 0 && threadIdx.x / kWarp == kWarps - 1) Prepare(*this).sum_bad_indices();
     return true;
   }
 
@@ -336,7 +336,7 @@ private:
   __device__ __noinline__ void report_bad_indices(int32_t number, unsigned first_inverted) const {
     if (number == 0) return;
     const auto first = static_cast<int64_t>(~first_inverted);
-    call_.record_event(EPX_EVENT_BAD_INDEX, number, index_at(first), first / args_.top_k, first % args_.top_k);
+    call_.copy().record_event(EPX_EVENT_BAD_INDEX, number, index_at(first), first / args_.top_k, first % args_.top_k);
   }
 
   // As count_all().
@@ -368,6 +368,11 @@ private:
 
   // ---- Either way ----
 
+  // zone_rows() in fewer bits: a division of 64 takes long, and slots are numbered in 31.
+  __device__ int32_t rows_of_zone(int32_t demand) const {
+    const auto alignment = static_cast<uint32_t>(args_.alignment);
+    return static_cast<int32_t>((static_cast<uint32_t>(demand) + alignment - 1) / alignment * alignment);
+  }
   // zone_[e]: first slot of the expert's zone on its rank. All threads; before and after, others may use demand_ and zone_.
   __device__ void find_zones() {
     if (threadIdx.x == 0) dropped_of_mine_ = 0;
@@ -376,7 +381,7 @@ private:
       for (int first = experts_.first_expert(rank); first < experts_.first_expert(rank + 1); first += kWarp) {
         const int e = first + lane();
         const bool is_expert = e < experts_.first_expert(rank + 1);
-        const auto mine = is_expert ? static_cast<int32_t>(zone_rows(demand_[e], args_.alignment)) : 0;
+        const auto mine = is_expert ? rows_of_zone(demand_[e]) : 0;
         const int32_t sum = inclusive_sum(mine);
         if (is_expert) zone_[e] = before + sum - mine;
         before += __shfl_sync(~0u, sum, kWarp - 1);
@@ -533,7 +538,7 @@ private:
     const int64_t begin = zone_[expert];
     const int64_t demand = demand_[expert];
     const int64_t kept = max(int64_t{0}, min(usable_ - begin, demand));
-    return {min(begin, usable_), kept, min(begin + zone_rows(demand, args_.alignment), usable_)};
+    return {min(begin, usable_), kept, min(begin + rows_of_zone(static_cast<int32_t>(demand)), usable_)};
   }
 
   // What is left to write. All blocks.
@@ -541,7 +546,7 @@ private:
     const int local_experts = experts_.num_local_experts(call_.rank());
     const int last_expert = experts_.first_expert(call_.rank()) + local_experts - 1;
     const int64_t rows_needed =
-        local_experts == 0 ? 0 : zone_[last_expert] + zone_rows(demand_[last_expert], args_.alignment);
+        local_experts == 0 ? 0 : zone_[last_expert] + rows_of_zone(demand_[last_expert]);
     const int64_t rows_in_use = min(rows_needed, usable_);
     const uint32_t thread = blockIdx.x * kThreads + threadIdx.x;
     const uint32_t threads = gridDim.x * kThreads;
@@ -553,7 +558,8 @@ private:
       store_count(args_.offsets, e, zone.begin);
     }
     // Some threads have more to do: the last ones, which come to the end of what follows earlier, if they differ at all.
-    if (blockIdx.x == 0 && threadIdx.x / kWarp == kWarps - 1) report(local_experts, rows_needed); // knows what is dropped
+    if (blockIdx.x == 0 && threadIdx.x / kWarp == kWarps - 1)
+      Prepare(*this).report(local_experts, rows_needed); // knows what is dropped
     if (thread == threads - 1 - kWarp) {
       plan_.zone_begin[local_experts] = static_cast<int32_t>(rows_in_use);
       store_count(args_.offsets, local_experts, rows_in_use);
@@ -591,7 +597,8 @@ private:
       if (static_cast<int32_t>(slot) - zone_[expert] < demand_[expert]) {
         if (few_) continue; // written by assign
         post = load_whole_relaxed_sys(&posts[slot]);
-        if (post.tag != call_.tag() && !call_.wait_for_word(&posts[slot], post, source_of(slot))) return false;
+        if (post.tag != call_.tag() && !call_.wait_for_word(&posts[slot], post, Prepare(*this).source_of(slot)))
+          return false;
       }
       write_record(slot, post.record);
     }
@@ -692,7 +699,7 @@ private:
     }
     if (few_) report_bad_indices(bad_indices().number, bad_indices().first_inverted);
     if (group_.context.overflow == EPX_OVERFLOW_ERROR && demand > kept)
-      call_.record_event(EPX_EVENT_OVERFLOW, demand, demand - kept, rows_needed);
+      call_.copy().record_event(EPX_EVENT_OVERFLOW, demand, demand - kept, rows_needed);
   }
 
   const Params& params_;

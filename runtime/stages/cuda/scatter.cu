@@ -60,7 +60,7 @@ __device__ void send_token(const DeviceGroup& group, const Movement& movement, R
   const WarpRoutes routes = movement.routes_of(token);
   if (input.weights != nullptr)
     for (int first = 0; first < top_k; first += kWarp)
-      if (const Route& route = routes.own(first); route.rank != call.rank() && movement.is_live(route))
+      if (const Route route = routes.own(first); route.rank != call.rank() && movement.is_live(route))
         group.window().at<float>(route.rank, group.context.layout.scatter_weights.offset)[route.slot] =
             input.weights[token * top_k + first + lane()];
   for (int first = 0; first < call.num_ranks() - 1; first += kWarp) { // each lane speaks for one peer
@@ -72,7 +72,7 @@ __device__ void send_token(const DeviceGroup& group, const Movement& movement, R
       const int rank = from_lane(peer, i);
 #pragma unroll 1
       for (int k = top_k > kWarp ? kWarp : 0; k >= 0; k -= kWarp) { // lower k win
-        const Route& route = routes.own(k);
+        const Route route = routes.own(k);
         const bool goes_there = route.slot >= 0 && route.rank == rank;
         const unsigned kept = __ballot_sync(~0u, goes_there ? 1 : 0);
         const unsigned live = __ballot_sync(~0u, goes_there && movement.is_live(route) ? 1 : 0);
@@ -210,21 +210,23 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
   return true;
 }
 
-// Begins to zero what lies between the zones.
+// Begins to zero what lies between the zones: by the stream, which is to be finished; without one, or where it cannot, by the lanes.
 template <typename Receiver>
-__device__ void clear_pads(const DeviceGroup& group, const Movement& movement, RowStream& stream, const Receiver& receiver,
+__device__ void clear_pads(const DeviceGroup& group, const Movement& movement, RowStream* stream, const Receiver& receiver,
                            const Role& role) {
   const HandleReader& plan = movement.plan();
   const ExpertBlocks experts{group.context.shape.num_experts, group.context.shape.num_ranks};
   const auto most = static_cast<uint32_t>(receiver.call.alignment - 1); // of each zone
   const uint32_t pads = static_cast<uint32_t>(experts.num_local_experts(group.context.rank)) * most;
   const int64_t row_bytes = receiver.row_bytes;
-  const bool by_stream = (reinterpret_cast<uint64_t>(receiver.rows()) | static_cast<uint64_t>(row_bytes)) % 16 == 0;
-  if (by_stream) stream.make_zeros();
+  const bool by_stream =
+      stream != nullptr && (reinterpret_cast<uint64_t>(receiver.rows()) | static_cast<uint64_t>(row_bytes)) % 16 == 0;
+  if (by_stream) stream->make_zeros();
 #pragma unroll 1
-  for (auto first = static_cast<uint32_t>(role.index) * kWarp; first < pads;
-       first += static_cast<uint32_t>(role.count) * kWarp) {
-    const uint32_t pad = first + lane(); // a lane looks at one that may be there
+  for (uint32_t first = 0; first < pads; first += static_cast<uint32_t>(role.count) * kWarp) {
+    // A lane looks at one that may be there; neighbours are in different warps.
+    const uint32_t pad =
+        first + static_cast<uint32_t>(lane()) * static_cast<uint32_t>(role.count) + static_cast<uint32_t>(role.index);
     int32_t slot = -1;
     if (pad < pads) {
       const uint32_t zone = pad / most;
@@ -232,7 +234,7 @@ __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, R
       if (here < plan.zone_begin[zone + 1] && here < receiver.call.recv_rows) slot = static_cast<int32_t>(here);
     }
     if (by_stream)
-      stream.clear(row_bytes, slot >= 0 ? receiver.rows() + slot * row_bytes : nullptr);
+      stream->clear(row_bytes, slot >= 0 ? receiver.rows() + slot * row_bytes : nullptr);
     else
       for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
         zero_row(receiver.rows() + from_lane(slot, __ffs(static_cast<int>(left)) - 1) * row_bytes, row_bytes);
@@ -269,11 +271,7 @@ __device__ RowStream stream_of_warp() {
 __device__ void scatter_few(const ScatterParams& params, const DispatchReceiver& receiver, Movement& movement) {
   const FewDispatch dispatch(params.group, movement, receiver.call);
   dispatch.send();
-  if (dispatch.clears_pads()) {
-    RowStream stream = stream_of_warp();
-    clear_pads(params.group, movement, stream, receiver, dispatch.pad_role());
-    stream.finish();
-  }
+  if (dispatch.clears_pads()) clear_pads(params.group, movement, nullptr, receiver, dispatch.pad_role());
   auto first = dispatch.look_at_first();
   if (!movement.begin(params.offer)) return;
   movement.all_sent();
@@ -297,7 +295,7 @@ __global__ void __launch_bounds__(kThreads)
   RowStream stream = stream_of_warp();
   const Role role = role_of_warp(params.division, group.context.shape.num_ranks);
   if (role.receives && movement.is_usable())
-    clear_pads(group, movement, stream, receiver, role); // needs no peer: while the ranks meet
+    clear_pads(group, movement, &stream, receiver, role); // needs no peer: while the ranks meet
   if (!movement.begin(params.offer)) {
     stream.finish();
     return;

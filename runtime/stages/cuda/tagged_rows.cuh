@@ -30,21 +30,21 @@ struct Strip {
   }
 };
 
-// Byte by byte, where a row or its end is not aligned.
-__device__ __noinline__ inline Strip load_ragged_strip(const std::byte* from, int64_t bytes) {
-  Strip strip{};
+// Byte by byte, where a row or its end is not aligned. `words`: the lane's.
+__device__ __noinline__ inline void load_ragged_strip(const std::byte* from, int64_t bytes, uint32_t* words) {
   for (int vector = 0; vector < Strip::kVectors; ++vector) {
     const int64_t first = (vector * kWarp + lane()) * static_cast<int64_t>(sizeof(uint4));
+#pragma unroll 1
     for (int i = 0; i < static_cast<int>(sizeof(uint4)) && first + i < bytes; ++i)
-      strip.words[vector * 4 + i / 4] |= static_cast<uint32_t>(from[first + i]) << 8 * (i % 4);
+      words[vector * 4 + i / 4] |= static_cast<uint32_t>(from[first + i]) << 8 * (i % 4);
   }
-  return strip;
 }
-__device__ __noinline__ inline void store_ragged_strip(std::byte* to, int64_t bytes, const Strip& strip) {
+__device__ __noinline__ inline void store_ragged_strip(std::byte* to, int64_t bytes, const uint32_t* words) {
   for (int vector = 0; vector < Strip::kVectors; ++vector) {
     const int64_t first = (vector * kWarp + lane()) * static_cast<int64_t>(sizeof(uint4));
+#pragma unroll 1
     for (int i = 0; i < static_cast<int>(sizeof(uint4)) && first + i < bytes; ++i)
-      to[first + i] = static_cast<std::byte>(strip.words[vector * 4 + i / 4] >> 8 * (i % 4));
+      to[first + i] = static_cast<std::byte>(words[vector * 4 + i / 4] >> 8 * (i % 4));
   }
 }
 __device__ inline bool is_ragged(const std::byte* place, int64_t bytes) {
@@ -53,8 +53,15 @@ __device__ inline bool is_ragged(const std::byte* place, int64_t bytes) {
 
 // All lanes. `bytes` of the strip, up to kStripBytes; what it does not have is zero.
 __device__ inline Strip load_strip(const std::byte* from, int64_t bytes) {
-  if (is_ragged(from, bytes)) return load_ragged_strip(from, bytes);
   Strip strip{};
+  if (is_ragged(from, bytes)) {
+    Strip copy{}; // see Call::copy()
+    load_ragged_strip(from, bytes, copy.words);
+#pragma unroll
+    for (int i = 0; i < Strip::kWords; ++i)
+      strip.words[i] = copy.words[i];
+    return strip;
+  }
   const int vectors = Strip::vectors_of(bytes);
 #pragma unroll
   for (int i = 0; i < Strip::kVectors; ++i) {
@@ -66,7 +73,8 @@ __device__ inline Strip load_strip(const std::byte* from, int64_t bytes) {
 }
 __device__ inline void store_strip(std::byte* to, int64_t bytes, const Strip& strip) {
   if (is_ragged(to, bytes)) {
-    store_ragged_strip(to, bytes, strip);
+    const Strip copy = strip; // see Call::copy()
+    store_ragged_strip(to, bytes, copy.words);
     return;
   }
   const int vectors = Strip::vectors_of(bytes);
