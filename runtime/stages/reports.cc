@@ -147,8 +147,9 @@ Failure poison_failure(CallName call, const Poison& poison, int rank, uint64_t c
   failure.culprit = poison.culprit;
   const bool is_self = poison.culprit == rank;
   if (poison.status == EPX_ERROR_ABORTED) {
-    failure.message = fmt::format("{}: {} aborted the group", words(call),
-                                  is_self ? "this rank" : fmt::format("rank {}", poison.culprit));
+    failure.message =
+        fmt::format("{}{} aborted the group", call.operation == EPX_OP_NONE ? "" : words(call) + ": ", // in no call
+                    is_self ? "this rank" : fmt::format("rank {}", poison.culprit));
   } else if (is_self) {
     failure.message = fmt::format("{}: this rank, {}, came too late: its peers gave up waiting for it in {} (call {})",
                                   words(call), rank, name_of(poison.operation), poison.sequence);

@@ -151,8 +151,7 @@ void test_abort(const RankContext& context) {
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
     check_ok(epx_group_abort(round.group()), "epx_group_abort");
   }
-  const epx_status called = round.prepare();
-  check(called == EPX_SUCCESS || called == EPX_ERROR_ABORTED, "epx_prepare returned {}", epx_status_string(called));
+  check_status(round.prepare(), context.rank == aborting ? EPX_ERROR_ABORTED : EPX_SUCCESS, "epx_prepare");
   round.check_context();
   const epx_group_report report = round.report();
   check_equal(static_cast<int>(report.status), static_cast<int>(EPX_ERROR_ABORTED), "report.status");

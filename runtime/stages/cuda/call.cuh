@@ -6,6 +6,7 @@
 //   ...       blocks, or some of their warps, store into the peers' windows. A movement tells of each token as it goes
 //             (tell_arrival), and other warps take it up at once (wait_for_arrival). What prepare stores is in words that
 //             tell of themselves (TaggedWord and its kin; wait_for_word).
+//             With few tokens nothing is worth waiting for other warps, and each arrives on its own (arrive_alone).
 //   sent      the last sender to get here says so to every peer; only who asks why nothing comes wants to know
 //
 // Grids are launched cooperatively: all blocks of a grid run at the same time, so a block may wait for a peer whose progress
@@ -19,10 +20,11 @@
 
 #include "runtime/base/device/memory_order.cuh"
 #include "runtime/stages/cuda/device_group.h"
+#include "runtime/stages/cuda/warp.cuh"
 
 namespace epx::cuda {
 
-// What the ranks offer in the call in progress, as all threads of a block see it.
+// What the ranks offer in the call in progress, as all threads of a block, or of a warp, see it.
 struct PeerOffers {
   uint64_t plan_id[kMaxDeviceRanks];
   int64_t rows_offset[kMaxDeviceRanks];
@@ -35,7 +37,7 @@ class Call {
 public:
   // Every thread of the block.
   __device__ Call(const DeviceGroup& group, epx_operation operation)
-      : group_(group), operation_(operation), sequence_(group.state->sequence + 1) {}
+      : group_(group), operation_(operation), sequence_(group.state->sequence + 1), offers_(&offers_of_block()) {}
 
   __device__ uint64_t sequence() const { return sequence_; }
   __device__ Tag tag() const { return static_cast<Tag>(sequence_); }
@@ -43,7 +45,7 @@ public:
   __device__ int rank() const { return group_.context.rank; }
 
   // After arrive.
-  __device__ const PeerOffers& offers() const { return shared_offers(); }
+  __device__ const PeerOffers& offers() const { return *offers_; }
 
   // One block, first of all: tells every peer what this rank offers. `offer` is without the plan, which only the device knows.
   __device__ void post(const CallPost& offer, uint64_t plan_id) const {
@@ -60,18 +62,36 @@ public:
   // Every block, with the same offer, once: until all ranks have posted theirs. False: the group has failed; the block returns
   // at once, as do the other blocks. The same in all threads of the block.
   __device__ bool arrive(const CallPost& offer) const {
-    bool ok = true;
     bool same = true;
-    if (threadIdx.x == blockDim.x - 1)
-      ok = !may_have_ended() || !copy().peers_gave_up(); // a rank that comes late finds out here
-    for (int i = threadIdx.x; i < num_ranks() * kPostWords && ok; i += blockDim.x)
-      ok = take_in(offer, i / kPostWords, i % kPostWords, same);
+    const bool ok = take_in_share(offer, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), same);
     if (__syncthreads_and(ok && same ? 1 : 0) != 0) {
       begun();
       return !stalls();
     }
     if (__syncthreads_and(ok ? 1 : 0) != 0 && threadIdx.x == 0) copy().report_terms();
     return false;
+  }
+
+  // The same for each warp on its own, so that it waits for no other one; begin_alone() comes first. `offers` is the warp's place
+  // in shared memory. The same in all lanes.
+  __device__ bool arrive_alone(const CallPost& offer, PeerOffers& offers) {
+    offers_ = &offers;
+    bool same = true;
+    const bool ok = take_in_share(offer, lane(), kWarp, same);
+    __syncwarp();
+    if (__all_sync(~0u, ok && same ? 1 : 0) != 0) return !stalls();
+    if (__all_sync(~0u, ok ? 1 : 0) != 0 && lane() == 0) copy().report_terms();
+    return false;
+  }
+  // All threads of the block.
+  __device__ void begin_alone() const {
+    if (threadIdx.x == 0) warps_sent() = 0;
+    __syncthreads();
+    begun();
+  }
+  // Each of the `warps` warps of the block that send, after its last store to a peer: sent() of the block.
+  __device__ void sent_alone(int warps) const {
+    if (lane() == 0 && atomicAdd(&warps_sent(), 1) == warps - 1) sent(gridDim.x);
   }
 
   // Every sender, after its last store to a peer; there are `senders` in the grid. One thread of each.
@@ -152,10 +172,10 @@ private:
   // Tests: true after a stay that only the group's failure ends.
   __device__ bool stalls() const {
     if (!kTestHooks || group_.hooks.stalls_in != operation_) return false;
-    if (threadIdx.x == 0)
+    if (lane() == 0)
       while (!copy().ends_early(nanoseconds())) {
       }
-    __syncthreads();
+    __syncwarp();
     return true;
   }
 
@@ -165,9 +185,13 @@ private:
   static constexpr int kShortSpins = 32; // when what is waited for is as good as there
   static constexpr unsigned kNapNs = 200;
 
-  __device__ static PeerOffers& shared_offers() {
+  __device__ static PeerOffers& offers_of_block() {
     __shared__ PeerOffers offers;
     return offers;
+  }
+  __device__ static int& warps_sent() {
+    __shared__ int warps;
+    return warps;
   }
 
   __device__ TaggedPost* post_at(int owner, int source, uint64_t sequence) const {
@@ -192,11 +216,19 @@ private:
     return reinterpret_cast<const Tag*>(word);
   }
 
+  // One of `count` threads that take in all peers' posts together. False: the group has failed.
+  __device__ bool take_in_share(const CallPost& offer, int index, int count, bool& same) const {
+    bool ok = true;
+    if (index == count - 1) ok = !may_have_ended() || !copy().peers_gave_up(); // a rank that comes late finds out here
+    for (int i = index; i < num_ranks() * kPostWords && ok; i += count)
+      ok = take_in(offer, i / kPostWords, i % kPostWords, same);
+    return ok;
+  }
   // One thread, one word of a peer's post. `same` becomes false when it is a term that differs from this rank's.
   __device__ bool take_in(const CallPost& mine, int peer, int word, bool& same) const {
     uint64_t value = 0;
     if (!wait_for_post(peer, word, value)) return false;
-    PeerOffers& offers = shared_offers();
+    PeerOffers& offers = *offers_;
     switch (word * sizeof(uint64_t)) {
     case offsetof(CallPost, num_tokens):
       offers.num_tokens[peer] = static_cast<int32_t>(value);
@@ -373,6 +405,7 @@ private:
   const DeviceGroup& group_;
   epx_operation operation_;
   uint64_t sequence_;
+  PeerOffers* offers_;
 };
 
 } // namespace epx::cuda

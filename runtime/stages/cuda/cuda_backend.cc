@@ -132,8 +132,12 @@ public:
   void abort() override {
     const CudaDeviceScope scope(device_);
     abort_kernels();
-    check_cuda(launch_poison(group_, Poison{EPX_ERROR_ABORTED, EPX_OP_NONE, context_.rank, 0}, abort_stream_.get()),
-               "epx_group_abort");
+    const Poison poison{EPX_ERROR_ABORTED, EPX_OP_NONE, context_.rank, 0};
+    check_cuda(launch_poison(group_, poison, abort_stream_.get()), "epx_group_abort");
+    try { // kernels that find all they need no longer ask: the next call is refused here
+      status_.fail(poison_failure({EPX_OP_NONE, 0}, poison, context_.rank, 0));
+    } catch (const Error&) { // it is on the board now
+    }
   }
 
   void report(epx_group_report& report) override {

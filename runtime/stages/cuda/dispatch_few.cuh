@@ -4,7 +4,7 @@
 //   send     A warp takes a strip of a token of this rank: it stores it into the staging of each peer that the token goes to, and
 //            into its slots here. It waits for nobody.
 //   receive  A warp takes a strip of a peer's token, waits for it alone, and stores it into its slots, once the ranks have met.
-//   pads     are cleared by blocks of their own, which wait for nobody either.
+//   pads     are cleared by some warps of each block, which do nothing else.
 #pragma once
 
 #include <bit>
@@ -31,12 +31,13 @@ public:
         row_bytes_(args.hidden * element_bytes(args.dtype)), row_strips_(static_cast<uint32_t>(strips_of(row_bytes_))),
         strips_(row_strips_ + static_cast<uint32_t>(strips_of(args.sidecar_bytes))) {}
 
-  // Of the blocks that clear pads.
-  __device__ bool clears_pads() const { return args_.alignment > 1 && static_cast<int>(blockIdx.x) >= first_pad_block(); }
-  __device__ Role pad_role() const { return role_of_blocks(first_pad_block(), static_cast<int>(gridDim.x)); }
+  // Of the warps that clear pads.
+  __device__ bool clears_pads() const { return static_cast<int>(threadIdx.x) / kWarp >= num_movers(); }
+  __device__ Role pad_role() const { return role_of_warps(num_movers(), num_warps()); }
+  // The other warps of the block.
+  __device__ int num_movers() const { return args_.alignment > 1 ? num_warps() - kPadWarps : num_warps(); }
 
   __device__ void send() const {
-    if (!moves_rows()) return;
     const Role role = mover_role();
     const auto items = static_cast<uint32_t>(args_.num_tokens) * strips_;
 #pragma unroll 1
@@ -62,12 +63,11 @@ public:
   };
   // The warp's first, while the ranks meet.
   __device__ Look look_at_first() const {
-    return moves_rows() ? look_at(static_cast<uint32_t>(mover_role().index)) : Look{};
+    return look_at(static_cast<uint32_t>(mover_role().index));
   }
   // Once the ranks have met.
   __device__ void receive(const Look& first) const {
     Look look = first;
-    if (!moves_rows()) return;
     const Role role = mover_role();
 #pragma unroll 1
     for (auto item = static_cast<uint32_t>(role.index); look.is_item;) {
@@ -104,20 +104,15 @@ private:
            few_scatter_weight(layout_, group_.context.shape, parity(), source, token, k);
   }
 
-  __device__ int first_pad_block() const {
-    return gridDim.x == 1 ? 0 : static_cast<int>(gridDim.x - (gridDim.x + 3) / 4);
-  }
-  __device__ int num_mover_blocks() const {
-    return args_.alignment > 1 && gridDim.x > 1 ? first_pad_block() : static_cast<int>(gridDim.x);
-  }
-  __device__ bool moves_rows() const {
-    return static_cast<int>(blockIdx.x) < num_mover_blocks();
+  static constexpr int kPadWarps = 4;
+  __device__ static int num_warps() {
+    return static_cast<int>(blockDim.x) / kWarp;
   }
   __device__ Role mover_role() const {
-    return role_of_blocks(0, num_mover_blocks());
+    return role_of_warps(0, num_movers());
   }
-  __device__ static Role role_of_blocks(int first, int end) {
-    return role_among(true, true, 0, static_cast<int>(blockDim.x) / kWarp, first, end - first);
+  __device__ static Role role_of_warps(int first, int end) {
+    return role_among(true, true, first, end - first, 0, static_cast<int>(gridDim.x));
   }
 
   // Whether the token's slots there are live, the peer knows.

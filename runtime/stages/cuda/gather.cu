@@ -204,17 +204,21 @@ private:
 };
 
 template <typename T>
+__device__ void gather_few(const GatherParams& params, Movement& movement) {
+  movement.begin_alone();
+  const FewGather<T> gather(params, movement);
+  gather.send();
+  movement.call().sent_alone(kThreads / kWarp);
+  const auto first = gather.look_at_first();
+  if (movement.arrive_alone(params.offer, dynamic_shared_memory<PeerOffers>()[threadIdx.x / kWarp])) gather.sum(first);
+}
+
+template <typename T>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams params) {
-  fetch_parameters(params);
   Movement movement(params.group, params.call, params.layout);
   movement.post(params.offer);
   if (params.group.context.shape.precision == EPX_COMBINE_WIRE && movement.has_few_tokens()) {
-    const FewGather<T> gather(params, movement);
-    gather.send();
-    auto first = gather.look_at_first();
-    if (!movement.begin(params.offer)) return;
-    movement.all_sent();
-    gather.sum(first);
+    gather_few<T>(params, movement);
     return;
   }
   if (!movement.begin(params.offer)) return;

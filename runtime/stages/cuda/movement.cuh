@@ -131,9 +131,12 @@ public:
     return is_usable_;
   }
 
-  // Every block that has sent before it began.
-  __device__ void all_sent() const {
-    if (threadIdx.x == blockDim.x - 1) call_.sent(gridDim.x);
+  // With few tokens, each warp on its own: see Call.
+  __device__ void begin_alone() const { call_.begin_alone(); }
+  __device__ bool arrive_alone(const CallPost& offer, PeerOffers& offers) {
+    if (!call_.arrive_alone(offer, offers)) return false;
+    if (blockIdx.x == 0 && threadIdx.x == 2 * kWarp - 1) Movement(*this).report(); // not the warp that has the first item
+    return true;
   }
 
   __device__ const Call& call() const { return call_; }

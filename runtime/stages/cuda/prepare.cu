@@ -545,8 +545,7 @@ private:
   __device__ void deliver() {
     const int local_experts = experts_.num_local_experts(call_.rank());
     const int last_expert = experts_.first_expert(call_.rank()) + local_experts - 1;
-    const int64_t rows_needed =
-        local_experts == 0 ? 0 : zone_[last_expert] + rows_of_zone(demand_[last_expert]);
+    const int64_t rows_needed = local_experts == 0 ? 0 : zone_[last_expert] + rows_of_zone(demand_[last_expert]);
     const int64_t rows_in_use = min(rows_needed, usable_);
     const uint32_t thread = blockIdx.x * kThreads + threadIdx.x;
     const uint32_t threads = gridDim.x * kThreads;
@@ -724,7 +723,6 @@ private:
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Params params) {
   __shared__ unsigned long long dropped_of_mine;
   __shared__ int32_t first_token[kMaxDeviceRanks + 1];
-  fetch_parameters(params);
   Prepare(params, dynamic_shared_memory<int32_t>(), dropped_of_mine, first_token).run();
 }
 

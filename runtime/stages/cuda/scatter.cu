@@ -172,8 +172,9 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
   if (slots.size() == 0) return true;
   if (source != rank && !movement.is_active(source)) {
     for (int i = 0; i < slots.size(); ++i) {
-      zero_row(receiver.rows() + static_cast<int64_t>(slots[i]) * receiver.row_bytes, receiver.row_bytes);
-      receiver.clear_beside(lane() == 0 ? slots[i] : -1);
+      const int32_t slot = slots[i];
+      zero_row(receiver.rows() + static_cast<int64_t>(slot) * receiver.row_bytes, receiver.row_bytes);
+      receiver.clear_beside(lane() == 0 ? slot : -1);
     }
     return true;
   }
@@ -210,18 +211,17 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
   return true;
 }
 
-// Begins to zero what lies between the zones: by the stream, which is to be finished; without one, or where it cannot, by the lanes.
+// Begins to zero what lies between the zones.
 template <typename Receiver>
-__device__ void clear_pads(const DeviceGroup& group, const Movement& movement, RowStream* stream, const Receiver& receiver,
+__device__ void clear_pads(const DeviceGroup& group, const Movement& movement, RowStream& stream, const Receiver& receiver,
                            const Role& role) {
   const HandleReader& plan = movement.plan();
   const ExpertBlocks experts{group.context.shape.num_experts, group.context.shape.num_ranks};
   const auto most = static_cast<uint32_t>(receiver.call.alignment - 1); // of each zone
   const uint32_t pads = static_cast<uint32_t>(experts.num_local_experts(group.context.rank)) * most;
   const int64_t row_bytes = receiver.row_bytes;
-  const bool by_stream =
-      stream != nullptr && (reinterpret_cast<uint64_t>(receiver.rows()) | static_cast<uint64_t>(row_bytes)) % 16 == 0;
-  if (by_stream) stream->make_zeros();
+  const bool by_stream = (reinterpret_cast<uint64_t>(receiver.rows()) | static_cast<uint64_t>(row_bytes)) % 16 == 0;
+  if (by_stream) stream.make_zeros();
 #pragma unroll 1
   for (uint32_t first = 0; first < pads; first += static_cast<uint32_t>(role.count) * kWarp) {
     // A lane looks at one that may be there; neighbours are in different warps.
@@ -234,7 +234,7 @@ __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, R
       if (here < plan.zone_begin[zone + 1] && here < receiver.call.recv_rows) slot = static_cast<int32_t>(here);
     }
     if (by_stream)
-      stream->clear(row_bytes, slot >= 0 ? receiver.rows() + slot * row_bytes : nullptr);
+      stream.clear(row_bytes, slot >= 0 ? receiver.rows() + slot * row_bytes : nullptr);
     else
       for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
         zero_row(receiver.rows() + from_lane(slot, __ffs(static_cast<int>(left)) - 1) * row_bytes, row_bytes);
@@ -269,20 +269,24 @@ __device__ RowStream stream_of_warp() {
 }
 
 __device__ void scatter_few(const ScatterParams& params, const DispatchReceiver& receiver, Movement& movement) {
+  movement.begin_alone();
   const FewDispatch dispatch(params.group, movement, receiver.call);
+  if (dispatch.clears_pads()) {
+    RowStream stream = stream_of_warp();
+    clear_pads(params.group, movement, stream, receiver, dispatch.pad_role());
+    stream.finish();
+    return;
+  }
   dispatch.send();
-  if (dispatch.clears_pads()) clear_pads(params.group, movement, nullptr, receiver, dispatch.pad_role());
-  auto first = dispatch.look_at_first();
-  if (!movement.begin(params.offer)) return;
-  movement.all_sent();
-  dispatch.receive(first);
+  movement.call().sent_alone(dispatch.num_movers());
+  const auto first = dispatch.look_at_first();
+  PeerOffers* const offers = dynamic_shared_memory<PeerOffers>(); // pads come from places beyond
+  if (movement.arrive_alone(params.offer, offers[threadIdx.x / kWarp])) dispatch.receive(first);
 }
 
 template <typename Receiver>
 __global__ void __launch_bounds__(kThreads)
     scatter_kernel(const __grid_constant__ ScatterParams params, const __grid_constant__ Receiver receiver) {
-  fetch_parameters(params);
-  fetch_parameters(receiver);
   const DeviceGroup& group = params.group;
   Movement movement(group, receiver.call, params.layout);
   movement.post(params.offer);
@@ -295,7 +299,7 @@ __global__ void __launch_bounds__(kThreads)
   RowStream stream = stream_of_warp();
   const Role role = role_of_warp(params.division, group.context.shape.num_ranks);
   if (role.receives && movement.is_usable())
-    clear_pads(group, movement, &stream, receiver, role); // needs no peer: while the ranks meet
+    clear_pads(group, movement, stream, receiver, role); // needs no peer: while the ranks meet
   if (!movement.begin(params.offer)) {
     stream.finish();
     return;

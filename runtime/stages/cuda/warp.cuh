@@ -20,17 +20,6 @@ __device__ inline T* from_lane(T* pointer, int lane) {
   return reinterpret_cast<T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(pointer), lane));
 }
 
-// Has a kernel's parameters fetched all at once. They come through a cache that is cold when a kernel begins, a line at a time, each
-// when it is first looked at: with few tokens that takes as long as the work.
-template <typename Params>
-__device__ inline void fetch_parameters(const Params& params) {
-  constexpr unsigned kLine = 64;
-  const unsigned line = threadIdx.x % kWarp * (blockDim.x / kWarp) + threadIdx.x / kWarp; // each warp a few
-  if (line >= sizeof(Params) / kLine) return;
-  const auto word = reinterpret_cast<const uint32_t*>(&params)[line * (kLine / sizeof(uint32_t))];
-  asm volatile("" ::"r"(word)); // it is used
-}
-
 // Up to 64 values, two in each lane. All lanes do the same.
 template <typename T>
 class WarpList {
