@@ -15,7 +15,9 @@
 //   tell     every block stores some of this rank's routes into every peer's window
 //   count    each block counts all routes of all ranks, and those before its own run of all ranks' tokens
 //   assign   as above, but for the tokens of all ranks, and what concerns other ranks is left to them
-//   deliver  what is left
+//   deliver  what is left; a block that has no tokens, the clerk, has begun with it
+//
+// Such a kernel passes through its code once, and waits for instructions as others do for data. So loops stay loops.
 #include <algorithm>
 
 #include "runtime/stages/cuda/kernels.h"
@@ -31,7 +33,7 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kLeastBlocks = 16;
+constexpr int kLeastBlocks = 17; // for few routes: a tile for each, and the clerk
 
 struct Params {
   DeviceGroup group;
@@ -41,9 +43,10 @@ struct Params {
 };
 
 // Dynamic shared memory: int32 next[E] | int32 zone[E] | int32 demand[E] | int32 warp_base[kWarps, E], or what publish() adds up:
-// fewer than E + blocks.
+// fewer than E + blocks | int16 experts[kMostFewRoutes]: of all ranks' routes, when they are few; there is no room for more experts.
 constexpr size_t shared_bytes(int num_experts) {
-  return sizeof(int32_t) * (static_cast<size_t>(num_experts) * (3 + kWarps) + kMostPrepareBlocks);
+  return sizeof(int32_t) * (static_cast<size_t>(num_experts) * (3 + kWarps) + kMostPrepareBlocks) +
+         sizeof(int16_t) * kMostFewRoutes;
 }
 
 class Prepare {
@@ -53,18 +56,22 @@ public:
         shape_(params.group.context.shape), experts_{shape_.num_experts, shape_.num_ranks},
         plan_(params.call.handle_mem, params.layout), next_(shared), zone_(shared + shape_.num_experts),
         demand_(shared + 2 * shape_.num_experts), warp_base_(shared + 3 * shape_.num_experts),
+        experts_told_(reinterpret_cast<int16_t*>(shared + (3 + kWarps) * shape_.num_experts + kMostPrepareBlocks)),
         dropped_of_mine_(dropped_of_mine), usable_(usable_slots(shape_.max_recv_tokens, params.call.alignment)),
         first_token_(first_token) {}
 
   __device__ void run() {
     if (blockIdx.x == 0) call_.post(params_.offer, 0);
     const bool mine_are_few = has_few_routes(args_.num_tokens);
-    if (mine_are_few)
+    if (mine_are_few) {
       tell_routes();
-    else if (!count_and_publish())
+      clear_counts();
+    } else if (!count_and_publish()) {
       return;
+    }
     if (!call_.arrive(params_.offer)) return;
     few_ = mine_are_few;
+#pragma unroll 1
     for (int rank = 0; rank < shape_.num_ranks; ++rank) {
       few_ = few_ && has_few_routes(call_.offers().num_tokens[rank]);
       few_tokens_ = max(few_tokens_, call_.offers().num_tokens[rank]);
@@ -77,7 +84,9 @@ public:
   }
 
 private:
-  __device__ int num_experts() const { return shape_.num_experts; }
+  __device__ int num_experts() const {
+    return shape_.num_experts;
+  }
 
   __device__ int64_t index_at(int64_t route) const {
     return args_.topk_idx_is_64 ? static_cast<const int64_t*>(args_.topk_idx)[route]
@@ -129,9 +138,9 @@ private:
            row * group_.context.layout.few_routes_per_rank;
   }
 
-  // The block's run of all `num_tokens` tokens.
-  __device__ void share(int64_t num_tokens) {
-    const int64_t tokens_per_block = (num_tokens + gridDim.x - 1) / gridDim.x;
+  // The block's run of all `num_tokens` tokens, which the first `num_blocks` blocks share.
+  __device__ void share(int64_t num_tokens, unsigned num_blocks) {
+    const int64_t tokens_per_block = (num_tokens + num_blocks - 1) / num_blocks;
     begin_ = min(tokens_per_block * static_cast<int64_t>(blockIdx.x), num_tokens);
     end_ = min(begin_ + tokens_per_block, num_tokens);
   }
@@ -162,46 +171,62 @@ private:
   __device__ void tell_routes() {
     const auto routes = static_cast<uint32_t>(args_.num_tokens * args_.top_k);
     const uint32_t words = routes * static_cast<uint32_t>(shape_.num_ranks);
+#pragma unroll 1
     for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < words; i += gridDim.x * kThreads) {
       const uint32_t peer = i / routes;
       const uint32_t route = i - peer * routes;
       tell(routes_of(static_cast<int>(peer), call_.rank()) + route, expert_of(route));
     }
-    if (blockIdx.x != 0) return; // which reports them, if nobody has more
+    if (blockIdx.x != gridDim.x - 1) return; // which reports them, if nobody has more
     clear_bad_indices();
+#pragma unroll 1
     for (uint32_t route = threadIdx.x; route < routes; route += kThreads)
       if (expert_of(route) < 0) bad_indices().add(route, index_at(route));
+  }
+
+  // Of count_all(), while the ranks meet. The clerk counts this rank's routes [E], and those of the ranks before it [E].
+  __device__ int32_t* mine() const {
+    return warp_base_;
+  }
+  __device__ int32_t* before_mine() const {
+    return warp_base_ + num_experts();
+  }
+  __device__ void clear_counts() const {
+#pragma unroll 1
+    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
+      demand_[e] = next_[e] = mine()[e] = before_mine()[e] = 0;
+  }
+  // The block that writes what there is once. Few routes: one without tokens, if there are two.
+  __device__ bool is_clerk() const {
+    return blockIdx.x == (few_ ? gridDim.x - 1 : 0);
   }
 
   // demand_[e]: routes of all ranks. next_[e]: the next slot for a route of this block. False: the group has failed. The same in
   // all threads.
   __device__ bool count_all() {
-    if (threadIdx.x == 0) {
-      int64_t tokens = 0;
-      for (int rank = 0; rank < shape_.num_ranks; ++rank) {
-        first_token_[rank] = static_cast<int32_t>(tokens);
+    if (static_cast<int>(threadIdx.x) <= shape_.num_ranks) {
+      int32_t tokens = 0;
+#pragma unroll 1
+      for (int rank = 0; rank < static_cast<int>(threadIdx.x); ++rank)
         tokens += call_.offers().num_tokens[rank];
-      }
-      first_token_[shape_.num_ranks] = static_cast<int32_t>(tokens);
+      first_token_[threadIdx.x] = tokens;
     }
-    int32_t* const mine = warp_base_; // [E], and the ranks before this one [E]; the first block counts them
-    int32_t* const before_mine = warp_base_ + num_experts();
-    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
-      demand_[e] = next_[e] = mine[e] = before_mine[e] = 0;
     __syncthreads();
-    share(first_token_[shape_.num_ranks]);
-    const auto take = [&](int source, int64_t route, int expert) {
+    share(first_token_[shape_.num_ranks], max(gridDim.x - 1, 1u));
+    const int begin = static_cast<int>(begin_) * args_.top_k;
+    const auto take = [&](int source, int route, int expert) {
+      experts_told_[route] = static_cast<int16_t>(expert);
       if (expert < 0) return;
       atomicAdd(&demand_[expert], 1);
-      if (first_token_[source] * static_cast<int64_t>(args_.top_k) + route < begin_ * args_.top_k)
-        atomicAdd(&next_[expert], 1);
-      if (blockIdx.x == 0 && source <= call_.rank()) atomicAdd(&(source < call_.rank() ? before_mine : mine)[expert], 1);
+      if (route < begin) atomicAdd(&next_[expert], 1);
+      if (is_clerk() && source <= call_.rank()) atomicAdd(&(source < call_.rank() ? before_mine() : mine())[expert], 1);
     };
     if (__syncthreads_and(take_all_routes(take) ? 1 : 0) == 0) return false;
     find_zones();
+#pragma unroll 1
     for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
       next_[e] += zone_[e];
-      if (blockIdx.x == 0) count_dropped(zone_[e] + before_mine[e], mine[e]);
+      if (is_clerk()) count_dropped(zone_[e] + before_mine()[e], mine()[e]);
     }
     __syncthreads();
     return true;
@@ -212,9 +237,8 @@ private:
     const TaggedCount* place;
     TaggedCount word;
     int source;
-    int route;
   };
-  // take(source, route of the source, expert), for all routes of all ranks, by all threads of a block. False: the group has failed.
+  // take(source, route among those of all ranks, expert), for all routes of all ranks, by all threads of a block. False: the group has failed.
   template <typename Take>
   __device__ bool take_all_routes(const Take& take) const {
     constexpr int kBatch = 4; // loads under way together
@@ -229,17 +253,18 @@ private:
         const int route = first + i * kThreads;
         told[i] = {};
         if (route >= routes) continue;
+#pragma unroll 1
         for (int end; (end = first_token_[source + 1] * args_.top_k) <= route; ++source)
           first_of_source = end;
         const TaggedCount* const place = routes_of(call_.rank(), source) + (route - first_of_source);
-        told[i] = {place, load_whole_relaxed_sys(place), source, route - first_of_source};
+        told[i] = {place, load_whole_relaxed_sys(place), source};
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         if (told[i].place == nullptr) continue;
         int32_t expert = told[i].word.value;
         if (told[i].word.tag != call_.tag() && !wait_for(told[i].place, told[i].source, expert)) return false;
-        take(told[i].source, told[i].route, expert);
+        take(told[i].source, first + i * kThreads, expert);
       }
     }
     return true;
@@ -254,11 +279,13 @@ private:
   }
 
   __device__ void count() {
-    share(args_.num_tokens);
+    share(args_.num_tokens, gridDim.x);
+#pragma unroll 1
     for (int e = threadIdx.x; e < num_experts(); e += kThreads)
       next_[e] = 0;
     clear_bad_indices();
     BadIndices& bad = bad_indices();
+#pragma unroll 1
     for (int64_t route = begin_ * args_.top_k + threadIdx.x; route < end_ * args_.top_k; route += kThreads) {
       if (const int expert = expert_of(route); expert >= 0)
         atomicAdd(&next_[expert], 1);
@@ -267,6 +294,7 @@ private:
     }
     __syncthreads();
     TaggedCount* const mine = block_counts(blockIdx.x);
+#pragma unroll 1
     for (int e = threadIdx.x; e < num_experts(); e += kThreads)
       tell(&mine[e], next_[e]);
     if (threadIdx.x == 0) {
@@ -283,14 +311,17 @@ private:
     const int experts = min(per_block, num_experts() - first);
     int32_t* const counts = warp_base_; // [experts, blocks]
     bool ok = true;
+#pragma unroll 1
     for (int i = threadIdx.x; i < experts * blocks && ok; i += kThreads) {
       const int block = i / experts;
       const int expert = i % experts;
       ok = wait_for(&block_counts(block)[first + expert], call_.rank(), counts[expert * blocks + block]);
     }
     if (__syncthreads_and(ok ? 1 : 0) == 0) return false;
+#pragma unroll 1
     for (int expert = threadIdx.x / kWarp; expert < experts; expert += kWarps) {
       int32_t total = 0;
+#pragma unroll 1
       for (int begin = 0; begin < blocks; begin += kWarp) {
         const int block = begin + lane();
         const int32_t mine = block < blocks ? counts[expert * blocks + block] : 0;
@@ -298,6 +329,7 @@ private:
         if (block < blocks) tell(&routes_before(block)[first + expert], total + sum - mine);
         total += __shfl_sync(~0u, sum, kWarp - 1);
       }
+#pragma unroll 1
       for (int peer = lane(); peer < shape_.num_ranks; peer += kWarp)
         tell(&counts_of(peer, call_.rank())[first + expert], total);
     }
@@ -317,6 +349,7 @@ private:
   __device__ __noinline__ void sum_bad_indices() const {
     int32_t number = 0;
     unsigned first_inverted = 0;
+#pragma unroll 1
     for (int block = lane(); block < static_cast<int>(gridDim.x); block += kWarp) {
       int32_t of_block = 0;
       int32_t inverted = 0;
@@ -342,11 +375,13 @@ private:
   // As count_all().
   __device__ bool find_bases() {
     bool ok = true;
+#pragma unroll 1
     for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
       demand_[e] = 0;
       if (ok) ok = wait_for(&routes_before(blockIdx.x)[e], call_.rank(), next_[e]);
     }
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < shape_.num_ranks * num_experts() && ok; i += kThreads) {
       const int source = i / num_experts();
       const int e = i % num_experts();
@@ -358,6 +393,7 @@ private:
     }
     if (__syncthreads_and(ok ? 1 : 0) == 0) return false;
     find_zones();
+#pragma unroll 1
     for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
       next_[e] += zone_[e];
       if (blockIdx.x == 0) count_dropped(next_[e], count_of(call_.rank(), e)); // its routes are the first of this rank
@@ -376,8 +412,10 @@ private:
   // zone_[e]: first slot of the expert's zone on its rank. All threads; before and after, others may use demand_ and zone_.
   __device__ void find_zones() {
     if (threadIdx.x == 0) dropped_of_mine_ = 0;
+#pragma unroll 1
     for (int rank = threadIdx.x / kWarp; rank < shape_.num_ranks; rank += kWarps) {
       int32_t before = 0;
+#pragma unroll 1
       for (int first = experts_.first_expert(rank); first < experts_.first_expert(rank + 1); first += kWarp) {
         const int e = first + lane();
         const bool is_expert = e < experts_.first_expert(rank + 1);
@@ -397,6 +435,7 @@ private:
 
   __device__ void assign() {
     const int64_t tile_tokens = kThreads / args_.top_k;
+#pragma unroll 1
     for (int64_t token = begin_; token < end_; token += tile_tokens)
       assign_tile(token, min(token + tile_tokens, end_));
   }
@@ -414,9 +453,10 @@ private:
       ++rank;
     return {rank, token - first_token_[rank]};
   }
-  __device__ int expert_of(const Origin& origin, int k) const {
-    const int64_t route = origin.token * args_.top_k + k;
-    return few_ ? load_whole_relaxed_sys(routes_of(call_.rank(), origin.rank) + route).value : expert_of(route);
+  // Of a token by its number in what the blocks share.
+  __device__ int expert_of(int64_t token, int k) const {
+    const int64_t route = token * args_.top_k + k;
+    return few_ ? experts_told_[route] : expert_of(route);
   }
 
   // A thread is one route; a token's routes lie in neighbouring threads.
@@ -429,9 +469,10 @@ private:
     const int64_t token = first_token + thread / args_.top_k;
     const bool is_route = token < end_token;
     const Origin origin = is_route ? origin_of(token) : Origin{};
-    const int expert = is_route ? expert_of(origin, k) : -1;
+    const int expert = is_route ? expert_of(token, k) : -1;
 
     // Stable rank among the tile's routes to the same expert: those in warps before, then those in lanes before.
+#pragma unroll 1
     for (int i = thread; i < num_experts() * kWarps; i += kThreads)
       warp_base_[i] = 0;
     __syncthreads();
@@ -439,12 +480,17 @@ private:
     const unsigned before = same & ((1u << lane()) - 1);
     if (expert >= 0 && before == 0) warp_base_[warp * num_experts() + expert] = __popc(same);
     __syncthreads();
+#pragma unroll 1
     for (int e = thread; e < num_experts(); e += kThreads) {
+      int32_t counts[kWarps];
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w)
+        counts[w] = warp_base_[w * num_experts() + e];
       int32_t next = next_[e];
+#pragma unroll
       for (int w = 0; w < kWarps; ++w) {
-        const int32_t count = warp_base_[w * num_experts() + e];
         warp_base_[w * num_experts() + e] = next;
-        next += count;
+        next += counts[w];
       }
       next_[e] = next;
     }
@@ -504,6 +550,7 @@ private:
   // else every rank is told of its own.
   __device__ void write_heads(int64_t first_token, int num_tokens, const int32_t* slots, const int32_t* ranks) const {
     const int num_ranks = few_ ? 1 : shape_.num_ranks;
+#pragma unroll 1
     for (int i = threadIdx.x; i < num_tokens * num_ranks; i += kThreads) {
       const int rank = few_ ? call_.rank() : i / num_tokens;
       const int token = i % num_tokens;
@@ -549,26 +596,31 @@ private:
     const int64_t rows_in_use = min(rows_needed, usable_);
     const uint32_t thread = blockIdx.x * kThreads + threadIdx.x;
     const uint32_t threads = gridDim.x * kThreads;
-    for (auto e = thread; e < static_cast<uint32_t>(local_experts); e += threads) {
-      const Zone zone = zone_of(static_cast<int>(e));
+    if (is_clerk()) deliver_totals(local_experts, rows_needed);
+    if (!deliver_heads(thread, threads) || !deliver_records(thread, threads, static_cast<uint32_t>(rows_in_use))) return;
+    if (args_.slot_origin != nullptr)
+#pragma unroll 1
+      for (int64_t slot = rows_in_use + thread; slot < shape_.max_recv_tokens; slot += threads)
+        write_origin(slot, kPadRecord);
+    if (args_.global_counts != nullptr) deliver_global_counts(thread, threads);
+  }
+
+  __device__ void deliver_totals(int local_experts, int64_t rows_needed) {
+    const int64_t rows_in_use = min(rows_needed, usable_);
+#pragma unroll 1
+    for (int e = threadIdx.x; e < local_experts; e += kThreads) {
+      const Zone zone = zone_of(e);
       plan_.zone_begin[e] = static_cast<int32_t>(zone.begin);
       plan_.zone_rows[e] = static_cast<int32_t>(zone.kept);
       store_count(args_.counts, e, zone.kept);
       store_count(args_.offsets, e, zone.begin);
     }
-    // Some threads have more to do: the last ones, which come to the end of what follows earlier, if they differ at all.
-    if (blockIdx.x == 0 && threadIdx.x / kWarp == kWarps - 1)
-      Prepare(*this).report(local_experts, rows_needed); // knows what is dropped
-    if (thread == threads - 1 - kWarp) {
+    if (threadIdx.x == kThreads - kWarp - 1) {
       plan_.zone_begin[local_experts] = static_cast<int32_t>(rows_in_use);
       store_count(args_.offsets, local_experts, rows_in_use);
       write_header(rows_in_use);
     }
-    if (!deliver_heads(thread, threads) || !deliver_records(thread, threads, static_cast<uint32_t>(rows_in_use))) return;
-    if (args_.slot_origin != nullptr)
-      for (int64_t slot = rows_in_use + thread; slot < shape_.max_recv_tokens; slot += threads)
-        write_origin(slot, kPadRecord);
-    if (args_.global_counts != nullptr) deliver_global_counts(thread, threads);
+    if (threadIdx.x / kWarp == kWarps - 1) Prepare(*this).report(local_experts, rows_needed);
   }
 
   // False: the group has failed.
@@ -576,6 +628,7 @@ private:
     const auto* const heads = group_.window().local<TaggedCount>(group_.context.layout.heads.offset);
     const auto max_tokens = static_cast<uint32_t>(shape_.max_tokens_per_rank);
     const uint32_t all = static_cast<uint32_t>(shape_.num_ranks) * max_tokens; // fewer than slots can be numbered
+#pragma unroll 1
     for (uint32_t i = thread; i < all; i += threads) {
       const auto source = static_cast<int>(i / max_tokens);
       const bool is_token = static_cast<int32_t>(i % max_tokens) < call_.offers().num_tokens[source];
@@ -590,6 +643,7 @@ private:
   // False: the group has failed.
   __device__ bool deliver_records(uint32_t thread, uint32_t threads, uint32_t rows_in_use) const {
     const auto* const posts = group_.window().local<SlotPost>(group_.context.layout.slot_posts.offset);
+#pragma unroll 1
     for (uint32_t slot = thread; slot < rows_in_use; slot += threads) {
       const int expert = expert_at(slot);
       SlotPost post{kPadRecord, 0};
@@ -611,21 +665,26 @@ private:
 
   __device__ void deliver_global_counts(uint32_t thread, uint32_t threads) const {
     if (!few_) {
+#pragma unroll 1
       for (uint32_t i = thread; i < static_cast<uint32_t>(shape_.num_ranks * num_experts()); i += threads)
         store_count(args_.global_counts, i,
                     count_of(static_cast<int>(i / static_cast<uint32_t>(num_experts())),
                              static_cast<int>(i % static_cast<uint32_t>(num_experts()))));
       return;
     }
+#pragma unroll 1
     for (int rank = static_cast<int>(blockIdx.x); rank < shape_.num_ranks; rank += static_cast<int>(gridDim.x)) {
-      __syncthreads(); // next_ and warp_base_ are no longer used
+      __syncthreads(); // next_ is no longer used
+#pragma unroll 1
       for (int e = threadIdx.x; e < num_experts(); e += kThreads)
         next_[e] = 0;
       __syncthreads();
-      for (int64_t route = threadIdx.x; route < call_.offers().num_tokens[rank] * args_.top_k; route += kThreads)
-        if (const int expert = expert_of(Origin{rank, 0}, static_cast<int>(route)); expert >= 0)
-          atomicAdd(&next_[expert], 1);
+#pragma unroll 1
+      for (int route = first_token_[rank] * args_.top_k + threadIdx.x; route < first_token_[rank + 1] * args_.top_k;
+           route += kThreads)
+        if (experts_told_[route] >= 0) atomicAdd(&next_[experts_told_[route]], 1);
       __syncthreads();
+#pragma unroll 1
       for (int e = threadIdx.x; e < num_experts(); e += kThreads)
         store_count(args_.global_counts, static_cast<int64_t>(rank) * num_experts() + e, next_[e]);
     }
@@ -669,6 +728,7 @@ private:
     const int expert = expert_at(slot);
     int64_t before = zone_[expert];
     int source = 0;
+#pragma unroll 1
     for (; source < shape_.num_ranks - 1; ++source) {
       before += count_of(source, expert);
       if (slot < before) break;
@@ -680,6 +740,7 @@ private:
   __device__ __noinline__ void report(int local_experts, int64_t rows_needed) const {
     int64_t demand = 0;
     int64_t kept = 0;
+#pragma unroll 1
     for (int e = lane(); e < local_experts; e += kWarp) {
       demand += demand_[experts_.first_expert(call_.rank()) + e];
       kept += zone_of(e).kept;
@@ -712,6 +773,7 @@ private:
   int32_t* zone_;                       // [E]
   int32_t* demand_;                     // [E]
   int32_t* warp_base_;                  // [kWarps, E]
+  int16_t* experts_told_;               // of all ranks' routes, if few_
   unsigned long long& dropped_of_mine_; // of this rank's routes; in the first block
   int64_t usable_;
   int64_t begin_, end_;    // tokens of this block, of those that it shares with the others
