@@ -200,8 +200,10 @@ typedef struct epx_group_config {
   epx_combine_precision combine_precision; /* default EPX_COMBINE_WIRE */
   epx_overflow overflow;                   /* default EPX_OVERFLOW_ERROR */
   epx_transport transport;                 /* default EPX_TRANSPORT_AUTO */
-  int32_t num_comm_sms; /* streaming multiprocessors for communication on GPUs, 0 (default): chosen by the library; the host
-                           transport has none and ignores it */
+  int32_t num_comm_sms; /* streaming multiprocessors for communication on GPUs, 0 (default): as many as there are; the host
+                           transport has none and ignores it. A call's kernel runs once it has all of them, and then waits for
+                           its peers: calls of several groups that may run at the same time, on several streams, need numbers
+                           that fit on the GPU together, or each may wait until timeout_ms for what the other holds */
   int32_t color;        /* ranks of one bootstrap with different colors form different groups; default 0 */
   int32_t key;          /* ranks of a group are ordered by (key, rank in the bootstrap); default 0 */
   int64_t timeout_ms;   /* > 0: the longest that one wait for a peer lasts; default: the environment variable
@@ -255,12 +257,13 @@ typedef struct epx_memory_plan {
   int64_t max_recv_tokens_per_rank; /* R, resolved, in rows */
   int64_t window_bytes;             /* memory that every peer can store into, one per rank */
   int64_t control_bytes;            /* of which: call records, flags, poison record, exchange board */
-  int64_t count_bytes;              /* of which: [2, P, E] route counts */
+  int64_t count_bytes;              /* of which: route counts, [2, P, E]; experts of few routes */
   int64_t slot_record_bytes;        /* of which: origins of slots, [R]; first slots of tokens, [P, max_tokens] */
-  int64_t scatter_row_bytes;        /* of which: staged rows of dispatch and combine_bwd */
+  int64_t scatter_row_bytes;        /* of which: staged rows of dispatch and combine_bwd; dispatch has
+                                       places of their own for up to 128 tokens */
   int64_t scatter_sidecar_bytes;    /* of which: their sidecars */
   int64_t scatter_weight_bytes;     /* of which: their weights, and which tokens have come */
-  int64_t gather_row_bytes;         /* of which: staged rows of combine and dispatch_bwd */
+  int64_t gather_row_bytes;         /* of which: staged rows of combine and dispatch_bwd; the same */
   int64_t gather_weight_bytes;      /* of which: their weights, and which tokens have come */
   int64_t scratch_bytes;            /* private memory of the group for use within a call */
   int64_t handle_mem_bytes;         /* epx_handle_mem_size for (max_top_k, max_alignment); allocated by the caller, one per

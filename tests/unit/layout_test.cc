@@ -82,10 +82,26 @@ TEST_CASE("regions of the window are aligned, apart, and add up") {
     config.max_sidecar_bytes = 5;
     const epx::GroupShape shape = epx::resolve(config, 5);
     const epx::WindowLayout layout = epx::make_window_layout(shape);
-    const std::vector<epx::Region> regions = {
-        layout.poison,          layout.waiting,          layout.posts,       layout.complete,       layout.board,
-        layout.counts,          layout.slot_posts,       layout.heads,       layout.scatter_rows,   layout.scatter_sidecars,
-        layout.scatter_weights, layout.scatter_arrivals, layout.gather_rows, layout.gather_weights, layout.gather_arrivals};
+    const std::vector<epx::Region> regions = {layout.poison,
+                                              layout.waiting,
+                                              layout.posts,
+                                              layout.complete,
+                                              layout.board,
+                                              layout.counts,
+                                              layout.few_routes,
+                                              layout.slot_posts,
+                                              layout.heads,
+                                              layout.scatter_rows,
+                                              layout.scatter_sidecars,
+                                              layout.scatter_weights,
+                                              layout.scatter_arrivals,
+                                              layout.gather_rows,
+                                              layout.gather_weights,
+                                              layout.gather_arrivals,
+                                              layout.few_scatter_rows,
+                                              layout.few_scatter_weights,
+                                              layout.few_gather_rows,
+                                              layout.few_gather_weights};
     int64_t end = 0;
     for (const epx::Region& region : regions) {
       CHECK(region.offset == end);
@@ -120,6 +136,32 @@ TEST_CASE("gather staging: one row per token and rank, or per route") {
   CHECK(epx::partial_staging_row(shape, 4, 3, 1) == 4 * 2 + 1); // 2 ranks < top-3
   CHECK(epx::partial_staging_row(shape, 4, 1, 0) == 4);
   CHECK(epx::route_index(4, 3, 2) == 14);
+}
+
+TEST_CASE("staging of few tokens: a place for each strip, apart by parity, within its region") {
+  epx_group_config config = small_config();
+  config.hidden_dim = 1000; // 2000 bytes: two strips
+  config.max_sidecar_bytes = 5;
+  const epx::GroupShape shape = epx::resolve(config, 4);
+  const epx::WindowLayout layout = epx::make_window_layout(shape);
+  CHECK(layout.few_tokens == 6);
+  CHECK(layout.few_routes_per_rank == epx::kMostFewRoutes / 4);
+  CHECK(layout.few_row_strips == 2);
+  CHECK(layout.few_strips == 3);
+  CHECK(epx::few_scatter_word(layout, shape, 0, 0, 0, 2) == 2 * epx::kStripWords);
+  CHECK(epx::few_scatter_word(layout, shape, 0, 0, 1, 0) == 3 * epx::kStripWords);
+  CHECK(epx::few_scatter_word(layout, shape, 1, 0, 0, 0) == 4 * 6 * 3 * epx::kStripWords);
+  CHECK((epx::few_scatter_word(layout, shape, 1, 3, 5, 2) + epx::kStripWords) * int64_t{sizeof(epx::TaggedTriple)} ==
+        layout.few_scatter_rows.bytes);
+  CHECK((epx::few_gather_word(layout, shape, 1, 5, 2, 1) + epx::kStripWords) * int64_t{sizeof(epx::TaggedTriple)} ==
+        layout.few_gather_rows.bytes);
+  CHECK(epx::few_scatter_weight(layout, shape, 1, 3, 5, 2) * int64_t{sizeof(epx::TaggedCount)} <
+        layout.few_scatter_weights.bytes);
+  CHECK(epx::few_gather_weight(layout, shape, 1, 5, 2) * int64_t{sizeof(epx::TaggedCount)} <
+        layout.few_gather_weights.bytes);
+  config.max_tokens_per_rank = 4096;
+  CHECK(epx::make_window_layout(epx::resolve(config, 4)).few_tokens == epx::kMostFewTokens);
+  CHECK(epx::make_window_layout(epx::resolve(config, 64)).few_tokens == epx::kMostFewRows / 64);
 }
 
 TEST_CASE("the plan tells the parts of the window") {
