@@ -71,7 +71,7 @@ struct alignas(16) TaggedTriple {
   uint32_t values[3];
   Tag tag;
 };
-constexpr int64_t kStripBytes = 1536;
+constexpr int kStripBytes = 1536;
 constexpr int64_t kStripWords = kStripBytes / (3 * sizeof(uint32_t));
 constexpr int64_t strips_of(int64_t row_bytes) {
   return (row_bytes + kStripBytes - 1) / kStripBytes;

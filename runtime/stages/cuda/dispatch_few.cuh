@@ -22,7 +22,7 @@ class FewDispatch {
     bool is_sidecar;
     int64_t row_bytes;
     int64_t first; // byte of the row or sidecar
-    int64_t bytes;
+    int bytes;
   };
 
 public:
@@ -63,14 +63,14 @@ public:
   };
   // The warp's first, while the ranks meet.
   __device__ Look look_at_first() const {
-    return look_at(static_cast<uint32_t>(mover_role().index));
+    return look_at(first_item_of_receive());
   }
   // Once the ranks have met.
   __device__ void receive(const Look& first) const {
     Look look = first;
     const Role role = mover_role();
 #pragma unroll 1
-    for (auto item = static_cast<uint32_t>(role.index); look.is_item;) {
+    for (uint32_t item = first_item_of_receive(); look.is_item;) {
       if (look.slots.live != 0 && !receive_strip(look)) return;
       item += static_cast<uint32_t>(role.count);
       look = look_at(item);
@@ -82,9 +82,9 @@ private:
     const bool is_sidecar = index >= row_strips_;
     const uint32_t strip = is_sidecar ? index - row_strips_ : index;
     const int64_t row_bytes = is_sidecar ? args_.sidecar_bytes : row_bytes_;
-    const int64_t first = strip * kStripBytes;
+    const int64_t first = static_cast<int64_t>(strip) * kStripBytes;
     return {strip + (is_sidecar ? static_cast<uint32_t>(layout_.few_row_strips) : 0), is_sidecar, row_bytes, first,
-            min(row_bytes - first, kStripBytes)};
+            static_cast<int>(min(row_bytes - first, int64_t{kStripBytes}))};
   }
   __device__ const std::byte* source_of(const Part& part) const {
     return part.is_sidecar ? args_.sidecar : args_.tokens;
@@ -102,6 +102,12 @@ private:
   __device__ TaggedCount* staged_weight(int receiver, int source, int64_t token, int k) const {
     return group_.window().at<TaggedCount>(receiver, layout_.few_scatter_weights.offset) +
            few_scatter_weight(layout_, group_.context.shape, parity(), source, token, k);
+  }
+
+  // Other warps than in send(), when there is not enough for all.
+  __device__ uint32_t first_item_of_receive() const {
+    const Role role = mover_role();
+    return static_cast<uint32_t>(role.count - 1 - role.index);
   }
 
   static constexpr int kPadWarps = 4;

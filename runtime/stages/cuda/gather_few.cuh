@@ -46,13 +46,13 @@ public:
   };
   // The warp's first, while the ranks meet.
   __device__ Look look_at_first() const {
-    return look_at(static_cast<uint32_t>(role_.index));
+    return look_at(first_item_of_sum());
   }
   // Once the ranks have met.
   __device__ void sum(const Look& first) const {
     Look look = first;
 #pragma unroll 1
-    for (auto item = static_cast<uint32_t>(role_.index); look.is_item;) {
+    for (uint32_t item = first_item_of_sum(); look.is_item;) {
       if (!sum_strip(look)) return;
       item += static_cast<uint32_t>(role_.count);
       look = look_at(item);
@@ -60,6 +60,10 @@ public:
   }
 
 private:
+  // Other warps than in send(), when there is not enough for all.
+  __device__ uint32_t first_item_of_sum() const {
+    return static_cast<uint32_t>(role_.count - 1 - role_.index);
+  }
   __device__ int64_t parity() const {
     return static_cast<int64_t>(call_.sequence() & 1);
   }
@@ -71,11 +75,11 @@ private:
     return group_.window().at<TaggedCount>(home, layout_.few_gather_weights.offset) +
            few_gather_weight(layout_, group_.context.shape, parity(), token, k);
   }
-  __device__ int64_t bytes_of(uint32_t strip) const {
-    return min(row_bytes_ - strip * kStripBytes, kStripBytes);
+  __device__ int bytes_of(uint32_t strip) const {
+    return static_cast<int>(min(row_bytes_ - static_cast<int64_t>(strip) * kStripBytes, int64_t{kStripBytes}));
   }
   __device__ Strip load_slot(int64_t slot, uint32_t strip) const {
-    return load_strip(params_.rows + slot * row_bytes_ + strip * kStripBytes, bytes_of(strip));
+    return load_strip(params_.rows + slot * row_bytes_ + static_cast<int64_t>(strip) * kStripBytes, bytes_of(strip));
   }
   // Of rows here, in k order, rounded. There are some.
   __device__ Strip sum_slots(const FewSlots& slots, uint32_t strip) const {
@@ -148,7 +152,8 @@ private:
       sum.add(here, 1.0f);
     }
     if (owes_own) sum.add(look.own_sum, 1.0f);
-    store_strip(params_.out + look.token * row_bytes_ + look.strip * kStripBytes, bytes_of(look.strip), sum.rounded());
+    store_strip(params_.out + look.token * row_bytes_ + static_cast<int64_t>(look.strip) * kStripBytes,
+                bytes_of(look.strip), sum.rounded());
     return look.strip != 0 || params_.carried_out == nullptr || collect_weights(look.token, routes, live);
   }
 

@@ -18,41 +18,41 @@ struct Strip {
 
   uint32_t words[kWords];
 
-  // Of the lane's vectors and tagged words, those that `bytes` bytes take; the others come first to nothing.
-  __device__ static int vectors_of(int64_t bytes) {
-    const int64_t beyond = bytes - lane() * static_cast<int64_t>(sizeof(uint4));
-    constexpr int64_t kEach = kWarp * sizeof(uint4);
-    return static_cast<int>(max(int64_t{0}, min((beyond + kEach - 1) / kEach, int64_t{kVectors})));
+  // Of the lane's vectors and tagged words those that `bytes` bytes take, 1 <= bytes <= kStripBytes: the first so many.
+  __device__ static int vectors_of(int bytes) {
+    constexpr int kEach = kWarp * sizeof(uint4);
+    static_assert(kVectors * kEach == kStripBytes);
+    return static_cast<int>(static_cast<unsigned>(bytes - lane() * static_cast<int>(sizeof(uint4)) + kEach - 1) / kEach);
   }
-  __device__ static int triples_of(int64_t bytes) {
+  __device__ static int triples_of(int bytes) {
     const int vectors = vectors_of(bytes);
     return vectors == 0 ? 0 : vectors + 1;
   }
 };
 
 // Byte by byte, where a row or its end is not aligned. `words`: the lane's.
-__device__ __noinline__ inline void load_ragged_strip(const std::byte* from, int64_t bytes, uint32_t* words) {
+__device__ __noinline__ inline void load_ragged_strip(const std::byte* from, int bytes, uint32_t* words) {
   for (int vector = 0; vector < Strip::kVectors; ++vector) {
-    const int64_t first = (vector * kWarp + lane()) * static_cast<int64_t>(sizeof(uint4));
+    const int first = (vector * kWarp + lane()) * static_cast<int>(sizeof(uint4));
 #pragma unroll 1
     for (int i = 0; i < static_cast<int>(sizeof(uint4)) && first + i < bytes; ++i)
       words[vector * 4 + i / 4] |= static_cast<uint32_t>(from[first + i]) << 8 * (i % 4);
   }
 }
-__device__ __noinline__ inline void store_ragged_strip(std::byte* to, int64_t bytes, const uint32_t* words) {
+__device__ __noinline__ inline void store_ragged_strip(std::byte* to, int bytes, const uint32_t* words) {
   for (int vector = 0; vector < Strip::kVectors; ++vector) {
-    const int64_t first = (vector * kWarp + lane()) * static_cast<int64_t>(sizeof(uint4));
+    const int first = (vector * kWarp + lane()) * static_cast<int>(sizeof(uint4));
 #pragma unroll 1
     for (int i = 0; i < static_cast<int>(sizeof(uint4)) && first + i < bytes; ++i)
       to[first + i] = static_cast<std::byte>(words[vector * 4 + i / 4] >> 8 * (i % 4));
   }
 }
-__device__ inline bool is_ragged(const std::byte* place, int64_t bytes) {
-  return (reinterpret_cast<uint64_t>(place) | static_cast<uint64_t>(bytes)) % sizeof(uint4) != 0;
+__device__ inline bool is_ragged(const std::byte* place, int bytes) {
+  return (static_cast<uint32_t>(reinterpret_cast<uint64_t>(place)) | static_cast<uint32_t>(bytes)) % sizeof(uint4) != 0;
 }
 
 // All lanes. `bytes` of the strip, up to kStripBytes; what it does not have is zero.
-__device__ inline Strip load_strip(const std::byte* from, int64_t bytes) {
+__device__ inline Strip load_strip(const std::byte* from, int bytes) {
   Strip strip{};
   if (is_ragged(from, bytes)) {
     Strip copy{}; // see Call::copy()
@@ -71,7 +71,7 @@ __device__ inline Strip load_strip(const std::byte* from, int64_t bytes) {
   }
   return strip;
 }
-__device__ inline void store_strip(std::byte* to, int64_t bytes, const Strip& strip) {
+__device__ inline void store_strip(std::byte* to, int bytes, const Strip& strip) {
   if (is_ragged(to, bytes)) {
     const Strip copy = strip; // see Call::copy()
     store_ragged_strip(to, bytes, copy.words);
@@ -88,7 +88,7 @@ __device__ inline void store_strip(std::byte* to, int64_t bytes, const Strip& st
 }
 
 // To a place in a rank's window.
-__device__ inline void send_strip(TaggedTriple* to, int64_t bytes, const Strip& strip, Tag tag) {
+__device__ inline void send_strip(TaggedTriple* to, int bytes, const Strip& strip, Tag tag) {
   const int triples = Strip::triples_of(bytes);
 #pragma unroll
   for (int i = 0; i < Strip::kTriples; ++i)
@@ -110,7 +110,7 @@ public:
   // None.
   __device__ IncomingStrip() = default;
   // Begins to look. All lanes.
-  __device__ IncomingStrip(const TaggedTriple* place, int64_t bytes) : place_(place), triples_(Strip::triples_of(bytes)) {
+  __device__ IncomingStrip(const TaggedTriple* place, int bytes) : place_(place), triples_(Strip::triples_of(bytes)) {
     look();
   }
 
