@@ -105,6 +105,12 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
     ballot |= static_cast<unsigned>(values[lane]) << lane;
   return ballot;
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  unsigned all = 0;
+  for (const uint64_t of_lane : epx::emulation::meet_warp(value))
+    all |= static_cast<unsigned>(of_lane);
+  return all;
+}
 inline int __any_sync(unsigned mask, int predicate) {
   return __ballot_sync(mask, predicate) != 0 ? 1 : 0;
 }

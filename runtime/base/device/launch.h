@@ -12,15 +12,28 @@ struct Grid {
   int blocks;
   int threads; // of each block
   size_t shared_bytes = 0;
+  bool early = false; // see launch_cooperative
 };
 
-// All blocks run at the same time, or the launch fails: a block may wait for another one of its grid.
+// All blocks run at the same time, or the launch fails: a block may wait for another one of its grid. An early grid comes to those
+// multiprocessors that the kernel before it in the stream has left, if that is early too; it begins with begin_early().
 template <typename... Params>
 cudaError_t launch_cooperative(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
                                std::type_identity_t<Params>... params) {
   void* pointers[] = {&params...};
-  return cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(grid.blocks)),
-                                     dim3(static_cast<unsigned>(grid.threads)), pointers, grid.shared_bytes, stream);
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = grid.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = grid.early ? 2 : 1;
+  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers);
 }
 
 // Blocks that do not wait for each other.
@@ -44,6 +57,13 @@ cudaError_t load(void (*kernel)(Params...), size_t shared_bytes = 0) {
 }
 
 #if defined(__CUDACC__)
+// Until the kernels before this one in the stream have ended and all that they stored is there; then the next one may come. Does
+// nothing in a grid that is not early.
+__device__ inline void begin_early() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // 128 bytes aligned.
 template <typename T>
 __device__ inline T* dynamic_shared_memory() {

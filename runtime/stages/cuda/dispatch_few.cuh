@@ -15,6 +15,7 @@
 
 namespace epx::cuda {
 
+template <bool kRagged>
 class FewDispatch {
   // A strip of a row or of its sidecar.
   struct Part {
@@ -31,6 +32,12 @@ public:
         row_bytes_(args.hidden * element_bytes(args.dtype)), row_strips_(static_cast<uint32_t>(strips_of(row_bytes_))),
         strips_(row_strips_ + static_cast<uint32_t>(strips_of(args.sidecar_bytes))) {}
 
+  __device__ static bool is_needed(const DispatchCall& args) { // for ragged rows
+    const auto bits = [](const void* place) { return reinterpret_cast<uint64_t>(place); };
+    return is_ragged(bits(args.tokens) | bits(args.recv_tokens), args.hidden * element_bytes(args.dtype)) ||
+           (args.sidecar_bytes > 0 && is_ragged(bits(args.sidecar) | bits(args.recv_sidecar), args.sidecar_bytes));
+  }
+
   // Of the warps that clear pads.
   __device__ bool clears_pads() const { return static_cast<int>(threadIdx.x) / kWarp >= num_movers(); }
   __device__ Role pad_role() const { return role_of_warps(num_movers(), num_warps()); }
@@ -45,36 +52,32 @@ public:
       const uint32_t token = item / strips_;
       const Part part = part_at(item - token * strips_);
       const WarpRoutes routes = movement_.routes_of(token);
-      const Strip strip = load_strip(source_of(part) + token * part.row_bytes + part.first, part.bytes);
+      const Strip strip = load_strip<kRagged>(source_of(part) + token * part.row_bytes + part.first, part.bytes);
       send_to_peers(token, part, routes, strip);
       store_into(movement_.few_slots_here(routes), part, strip);
       if (part.strip == 0 && args_.topk_weights != nullptr) send_weights(token, routes);
     }
   }
 
-  // A strip of a peer's token, as far as it has been seen.
-  struct Look {
-    bool is_item = false;
-    int source;
-    int64_t token;
-    Part part;
-    IncomingStrip strip;
-    FewSlots slots{-1, -1};
-  };
-  // The warp's first, while the ranks meet.
-  __device__ Look look_at_first() const {
-    return look_at(first_item_of_receive());
-  }
-  // Once the ranks have met.
-  __device__ void receive(const Look& first) const {
-    Look look = first;
+  // arrive() tells whether the ranks have met; false: the group has failed.
+  template <typename Arrive>
+  __device__ void receive(const Arrive& arrive) const {
     const Role role = mover_role();
+    const auto tokens = static_cast<uint32_t>(movement_.few_tokens() * (call_.num_ranks() - 1));
+    bool has_arrived = false;
+    // Other warps than in send(), when there is not enough for all.
 #pragma unroll 1
-    for (uint32_t item = first_item_of_receive(); look.is_item;) {
-      if (look.slots.live != 0 && !receive_strip(look)) return;
-      item += static_cast<uint32_t>(role.count);
-      look = look_at(item);
+    for (auto item = static_cast<uint32_t>(role.count - 1 - role.index);; item += static_cast<uint32_t>(role.count)) {
+      const uint32_t index = item / strips_;
+      if (index >= tokens) break;
+      const Movement::PeerToken peer = movement_.peer_token(index);
+      const FewSlots slots = movement_.few_slots_of(peer.rank, peer.token); // while the ranks meet
+      if (slots.live == 0) continue;
+      if (!has_arrived && !arrive()) return;
+      has_arrived = true;
+      if (!receive_strip(peer.rank, peer.token, part_at(item - index * strips_), slots)) return;
     }
+    if (!has_arrived && movement_.must_arrive()) arrive();
   }
 
 private:
@@ -104,12 +107,6 @@ private:
            few_scatter_weight(layout_, group_.context.shape, parity(), source, token, k);
   }
 
-  // Other warps than in send(), when there is not enough for all.
-  __device__ uint32_t first_item_of_receive() const {
-    const Role role = mover_role();
-    return static_cast<uint32_t>(role.count - 1 - role.index);
-  }
-
   static constexpr int kPadWarps = 4;
   __device__ static int num_warps() {
     return static_cast<int>(blockDim.x) / kWarp;
@@ -123,13 +120,11 @@ private:
 
   // Whether the token's slots there are live, the peer knows.
   __device__ void send_to_peers(int64_t token, const Part& part, const WarpRoutes& routes, const Strip& strip) const {
+    const uint64_t ranks = routes.ranks_of([](const Route& route) { return route.slot >= 0; });
 #pragma unroll 1
-    for (int i = 0; i < call_.num_ranks() - 1; ++i) {
-      const int peer = movement_.peer_in_order(token, i);
-      const auto goes_there = [&](const Route& route) { return route.slot >= 0 && route.rank == peer; };
-      if (routes.mask_of(goes_there) != 0)
+    for (int i = 0; i < call_.num_ranks() - 1; ++i)
+      if (const int peer = movement_.peer_in_order(token, i); (ranks >> peer & 1) != 0)
         send_strip(staged_strip(peer, call_.rank(), token, part), part.bytes, strip, call_.tag());
-    }
   }
   __device__ void send_weights(int64_t token, const WarpRoutes& routes) const {
     for (int first = 0; first < args_.top_k; first += kWarp) {
@@ -147,38 +142,32 @@ private:
   __device__ void store_into(const FewSlots& slots, const Part& part, const Strip& strip) const {
 #pragma unroll 1
     for (uint64_t left = slots.live; left != 0; left &= left - 1)
-      store_strip(place_of(part, slots[__ffsll(static_cast<long long>(left)) - 1]), part.bytes, strip);
+      store_strip<kRagged>(place_of(part, slots[lowest_bit(left)]), part.bytes, strip);
   }
 
-  __device__ Look look_at(uint32_t item) const {
-    const uint32_t index = item / strips_;
-    if (index >= movement_.few_tokens() * (call_.num_ranks() - 1)) return {};
-    const Movement::PeerToken peer = movement_.peer_token(index);
-    const Part part = part_at(item - index * strips_);
-    return {true,
-            peer.rank,
-            peer.token,
-            part,
-            IncomingStrip(staged_strip(call_.rank(), peer.rank, peer.token, part), part.bytes),
-            movement_.few_slots_of(peer.rank, peer.token)};
-  }
   // False: the group has failed.
-  __device__ bool receive_strip(Look& look) const {
-    const bool is_active = movement_.is_active(look.source);
-    if (is_active && !look.strip.wait(call_, look.source)) return false;
-    store_into(look.slots, look.part, is_active ? look.strip.get() : Strip{});
-    if (call_.poisons_staging()) poison_strip(staged_strip(call_.rank(), look.source, look.token, look.part));
-    return look.part.strip != 0 || args_.recv_weights == nullptr || receive_weights(look, is_active);
+  __device__ bool receive_strip(int source, int64_t token, const Part& part, const FewSlots& slots) const {
+    const bool is_active = movement_.is_active(source);
+    TaggedTriple* const staged = staged_strip(call_.rank(), source, token, part);
+    Strip strip{};
+    if (is_active) {
+      IncomingStrip incoming(staged, part.bytes);
+      if (!incoming.wait(call_, source)) return false;
+      strip = incoming.get();
+    }
+    store_into(slots, part, strip);
+    if (call_.poisons_staging()) poison_strip(staged);
+    return part.strip != 0 || args_.recv_weights == nullptr || receive_weights(source, token, slots, is_active);
   }
   // False: the group has failed. The same in all lanes.
-  __device__ bool receive_weights(const Look& look, bool is_active) const {
+  __device__ bool receive_weights(int source, int64_t token, const FewSlots& slots, bool is_active) const {
     bool ok = true;
     for (int first = 0; first < args_.top_k; first += kWarp) {
-      const int32_t slot = look.slots.own(first);
+      const int32_t slot = slots.own(first);
       if (slot < 0) continue;
-      TaggedCount* const staged = staged_weight(call_.rank(), look.source, look.token, first + lane());
+      TaggedCount* const staged = staged_weight(call_.rank(), source, token, first + lane());
       TaggedCount word{};
-      if (is_active && ok) ok = call_.wait_for_word(staged, word, look.source);
+      if (is_active && ok) ok = call_.wait_for_word(staged, word, source);
       if (!ok) continue;
       args_.recv_weights[slot] = std::bit_cast<float>(word.value);
       if (call_.poisons_staging()) *staged = {std::bit_cast<int32_t>(NAN), 0};

@@ -203,22 +203,31 @@ private:
   bool is_exact_;
 };
 
-template <typename T>
+template <typename T, bool kRagged>
 __device__ void gather_few(const GatherParams& params, Movement& movement) {
   movement.begin_alone();
-  const FewGather<T> gather(params, movement);
+  const FewGather<T, kRagged> gather(params, movement);
   gather.send();
   movement.call().sent_alone(kThreads / kWarp);
-  const auto first = gather.look_at_first();
-  if (movement.arrive_alone(params.offer, dynamic_shared_memory<PeerOffers>()[threadIdx.x / kWarp])) gather.sum(first);
+  PeerOffers* const offers = dynamic_shared_memory<PeerOffers>();
+  gather.sum([&] { return movement.arrive_alone(params.offer, offers[threadIdx.x / kWarp]); });
+}
+template <typename T>
+__device__ __noinline__ void gather_few_ragged(const GatherParams& params, Movement movement) {
+  gather_few<T, true>(params, movement);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams params) {
+  begin_early();
   Movement movement(params.group, params.call, params.layout);
   movement.post(params.offer);
   if (params.group.context.shape.precision == EPX_COMBINE_WIRE && movement.has_few_tokens()) {
-    gather_few<T>(params, movement);
+    if (is_ragged(reinterpret_cast<uint64_t>(params.rows) | reinterpret_cast<uint64_t>(params.out),
+                  params.call.hidden * static_cast<int64_t>(sizeof(T))))
+      gather_few_ragged<T>(params, movement);
+    else
+      gather_few<T, false>(params, movement);
     return;
   }
   if (!movement.begin(params.offer)) return;
@@ -233,7 +242,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
 }
 
 cudaError_t launch(const GatherParams& params, const LaunchShape& shape, cudaStream_t stream) {
-  const Grid grid{shape.gather_blocks, kThreads, gather_shared_bytes()};
+  const Grid grid{shape.gather_blocks, kThreads, gather_shared_bytes(), shape.early};
   if (params.call.dtype == EPX_FLOAT32) return launch_cooperative(&gather_kernel<float>, grid, stream, params);
   if (params.call.dtype == EPX_FLOAT16) return launch_cooperative(&gather_kernel<__half>, grid, stream, params);
   return launch_cooperative(&gather_kernel<__nv_bfloat16>, grid, stream, params);

@@ -15,7 +15,7 @@
 
 namespace epx::cuda {
 
-template <typename T>
+template <typename T, bool kRagged>
 class FewGather {
 public:
   __device__ FewGather(const GatherParams& params, const Movement& movement)
@@ -34,36 +34,27 @@ public:
     }
   }
 
-  // A strip of a token of this rank, as far as it can be without the peers.
-  struct Look {
-    bool is_item = false;
-    uint32_t token, strip;
-    WarpRoutes routes;
-    uint64_t kept;            // routes, a bit each
-    uint64_t own;             // of these, those with a live slot here
-    Strip own_sum;            // of those
-    IncomingStrip from_first; // of the first peer that the token goes to
-  };
-  // The warp's first, while the ranks meet.
-  __device__ Look look_at_first() const {
-    return look_at(first_item_of_sum());
-  }
-  // Once the ranks have met.
-  __device__ void sum(const Look& first) const {
-    Look look = first;
+  // arrive() tells whether the ranks have met; false: the group has failed.
+  template <typename Arrive>
+  __device__ void sum(const Arrive& arrive) const {
+    bool has_arrived = false;
+    // Other warps than in send(), when there is not enough for all.
 #pragma unroll 1
-    for (uint32_t item = first_item_of_sum(); look.is_item;) {
-      if (!sum_strip(look)) return;
-      item += static_cast<uint32_t>(role_.count);
-      look = look_at(item);
+    for (auto item = static_cast<uint32_t>(role_.count - 1 - role_.index);; item += static_cast<uint32_t>(role_.count)) {
+      const uint32_t token = item / strips_;
+      if (token >= args_.num_tokens) break;
+      const uint32_t strip = item - token * strips_;
+      const WarpRoutes routes = movement_.routes_of(token);
+      const FewSlots own = movement_.few_slots_here(routes);
+      const Strip own_sum = own.live != 0 ? sum_slots(own, strip) : Strip{}; // while the ranks meet
+      if (!has_arrived && !arrive()) return;
+      has_arrived = true;
+      if (!sum_strip(token, strip, routes, own_sum)) return;
     }
+    if (!has_arrived && movement_.must_arrive()) arrive();
   }
 
 private:
-  // Other warps than in send(), when there is not enough for all.
-  __device__ uint32_t first_item_of_sum() const {
-    return static_cast<uint32_t>(role_.count - 1 - role_.index);
-  }
   __device__ int64_t parity() const {
     return static_cast<int64_t>(call_.sequence() & 1);
   }
@@ -79,7 +70,8 @@ private:
     return static_cast<int>(min(row_bytes_ - static_cast<int64_t>(strip) * kStripBytes, int64_t{kStripBytes}));
   }
   __device__ Strip load_slot(int64_t slot, uint32_t strip) const {
-    return load_strip(params_.rows + slot * row_bytes_ + static_cast<int64_t>(strip) * kStripBytes, bytes_of(strip));
+    return load_strip<kRagged>(params_.rows + slot * row_bytes_ + static_cast<int64_t>(strip) * kStripBytes,
+                               bytes_of(strip));
   }
   // Of rows here, in k order, rounded. There are some.
   __device__ Strip sum_slots(const FewSlots& slots, uint32_t strip) const {
@@ -89,13 +81,13 @@ private:
     const float low_weight = weight_of(slots.low);
     const float high_weight = weight_of(slots.high);
     StripSum<T> sum;
-    Strip ahead = load_slot(slots[first_of(slots.live)], strip);
+    Strip ahead = load_slot(slots[lowest_bit(slots.live)], strip);
 #pragma unroll 1
     for (uint64_t left = slots.live; left != 0;) {
-      const int k = first_of(left);
+      const int k = lowest_bit(left);
       left &= left - 1;
       const Strip row = ahead;
-      if (left != 0) ahead = load_slot(slots[first_of(left)], strip);
+      if (left != 0) ahead = load_slot(slots[lowest_bit(left)], strip);
       sum.add(row, from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
     }
     return sum.rounded();
@@ -104,7 +96,7 @@ private:
   __device__ void send_strip_of(int home, int64_t token, uint32_t strip) const {
     const FewSlots slots = movement_.few_slots_of(home, token);
     if (slots.live == 0) return;
-    const int order = movement_.plan().slot_records[slots[first_of(slots.live)]].order;
+    const int order = movement_.plan().slot_records[slots[lowest_bit(slots.live)]].order;
     send_strip(staged_strip(home, token, order, strip), bytes_of(strip), sum_slots(slots, strip), call_.tag());
     if (strip == 0 && params_.carried_weights != nullptr)
       for (int first = 0; first < args_.top_k; first += kWarp)
@@ -113,78 +105,29 @@ private:
                                   TaggedCount{std::bit_cast<int32_t>(params_.carried_weights[slot]), call_.tag()});
   }
 
-  __device__ Look look_at(uint32_t item) const {
-    const uint32_t token = item / strips_;
-    if (token >= args_.num_tokens) return {};
-    const uint32_t strip = item - token * strips_;
-    const WarpRoutes routes = movement_.routes_of(token);
-    const uint64_t kept = routes.mask_of([](const Route& route) { return route.slot >= 0; });
-    const uint64_t here = routes.mask_of([&](const Route& route) { return route.rank == call_.rank(); });
-    const FewSlots own = movement_.few_slots_here(routes);
-    const Order first = Orders(routes, kept & ~here).take();
-    const IncomingStrip from_first = look_for(token, first, strip); // begun before what takes longer
-    return {true, token, strip, routes, kept, own.live, own.live != 0 ? sum_slots(own, strip) : Strip{}, from_first};
-  }
-
-  // False: the group has failed.
-  __device__ bool sum_strip(const Look& look) const {
-    const WarpRoutes& routes = look.routes;
-    const uint64_t live = look.kept & routes.mask_of([&](const Route& route) { return movement_.is_live(route); });
-    const uint64_t others = routes.mask_of([&](const Route& route) { return route.rank != call_.rank(); });
-    Orders orders(routes, live & others);
-    Order next = orders.take();
-    IncomingStrip incoming = next.order == Orders(routes, look.kept & others).take().order
-                                 ? look.from_first
-                                 : look_for(look.token, next, look.strip);
+  // Adds up, in rank order, what this rank has and what comes home. False: the group has failed.
+  __device__ bool sum_strip(int64_t token, uint32_t strip, const WarpRoutes& routes, const Strip& own_sum) const {
+    const auto is_live = [&](const Route& route) { return movement_.is_live(route); };
+    const uint64_t kept_ranks = routes.ranks_of([](const Route& route) { return route.slot >= 0; });
+    const int bytes = bytes_of(strip);
     StripSum<T> sum;
-    const int own_order = look.own != 0 ? routes.order(first_of(look.own)) : kMaxTopK;
-    bool owes_own = look.own != 0;
-    while (next.order >= 0) {
-      if (owes_own && own_order < next.order) {
-        sum.add(look.own_sum, 1.0f);
-        owes_own = false;
+#pragma unroll 1
+    for (uint64_t ranks = routes.ranks_of(is_live); ranks != 0; ranks &= ranks - 1) {
+      const int rank = lowest_bit(ranks);
+      if (rank == call_.rank()) {
+        sum.add(own_sum, 1.0f);
+        continue;
       }
-      if (!incoming.wait(call_, next.rank)) return false;
-      const Strip here = incoming.get();
-      if (call_.poisons_staging()) poison_strip(staged_strip(call_.rank(), look.token, next.order, look.strip));
-      next = orders.take();
-      incoming = look_for(look.token, next, look.strip);
-      sum.add(here, 1.0f);
+      const int order = __popcll(kept_ranks & ((uint64_t{1} << rank) - 1));
+      TaggedTriple* const staged = staged_strip(call_.rank(), token, order, strip);
+      IncomingStrip incoming(staged, bytes);
+      if (!incoming.wait(call_, rank)) return false;
+      sum.add(incoming.get(), 1.0f);
+      if (call_.poisons_staging()) poison_strip(staged);
     }
-    if (owes_own) sum.add(look.own_sum, 1.0f);
-    store_strip(params_.out + look.token * row_bytes_ + static_cast<int64_t>(look.strip) * kStripBytes,
-                bytes_of(look.strip), sum.rounded());
-    return look.strip != 0 || params_.carried_out == nullptr || collect_weights(look.token, routes, live);
-  }
-
-  __device__ static int first_of(uint64_t routes) {
-    return __ffsll(static_cast<long long>(routes)) - 1;
-  }
-
-  // The peers that a token goes to, in rank order.
-  struct Order {
-    int order; // -1: none
-    int rank;
-  };
-  class Orders {
-  public:
-    __device__ Orders(const WarpRoutes& routes, uint64_t live) : routes_(routes), left_(live) {}
-    __device__ Order take() {
-      Order first{kMaxTopK, -1};
-      for (uint64_t left = left_; left != 0; left &= left - 1)
-        if (const int k = first_of(left); routes_.order(k) < first.order) first = {routes_.order(k), routes_.rank(k)};
-      if (first.rank < 0) return {-1, -1};
-      left_ &= ~routes_.mask_of([&](const Route& route) { return route.rank == first.rank; });
-      return first;
-    }
-
-  private:
-    const WarpRoutes& routes_;
-    uint64_t left_;
-  };
-  __device__ IncomingStrip look_for(int64_t token, const Order& order, uint32_t strip) const {
-    return order.order < 0 ? IncomingStrip{}
-                           : IncomingStrip(staged_strip(call_.rank(), token, order.order, strip), bytes_of(strip));
+    store_strip<kRagged>(params_.out + token * row_bytes_ + static_cast<int64_t>(strip) * kStripBytes, bytes,
+                         sum.rounded());
+    return strip != 0 || params_.carried_out == nullptr || collect_weights(token, routes, routes.mask_of(is_live));
   }
 
   // False: the group has failed. The same in all lanes.

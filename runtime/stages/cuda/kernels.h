@@ -23,6 +23,9 @@ struct LaunchShape {
   int gather_blocks;
   Division scatter_division;
   Division gather_division;
+  // Kernels follow each other without a gap, by holding multiprocessors before their time. Not when the group leaves some to
+  // others, such as another group, whose kernel would wait for them.
+  bool early;
 };
 
 // Loads all kernels, and chooses grids of blocks that all run at the same time on at most num_sms multiprocessors (0: all).

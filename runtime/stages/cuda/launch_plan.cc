@@ -61,6 +61,7 @@ LaunchShape plan_launches(const GroupShape& shape, int num_sms) {
   const Device device = this_device();
   const int sms = num_sms == 0 ? device.num_sms : std::min(num_sms, device.num_sms);
   LaunchShape launch{};
+  launch.early = sms == device.num_sms;
   launch.prepare_shared_bytes = prepare_shared_bytes(shape.num_experts);
   const size_t most_shared_bytes = load(prepare_kernel_address(), device);
   if (launch.prepare_shared_bytes > most_shared_bytes)

@@ -70,6 +70,12 @@ struct WarpRoutes {
     return static_cast<uint64_t>(__ballot_sync(~0u, holds(low) ? 1 : 0)) |
            static_cast<uint64_t>(__ballot_sync(~0u, holds(high) ? 1 : 0)) << kWarp;
   }
+  // A bit for each rank of those routes.
+  template <typename Holds>
+  __device__ uint64_t ranks_of(const Holds& holds) const {
+    const auto bit = [&](const Route& route) { return holds(route) ? uint64_t{1} << route.rank : uint64_t{0}; };
+    return or_of_lanes(bit(low) | bit(high));
+  }
   __device__ int32_t rank(int k) const { return from_lane(k < kWarp ? low.rank : high.rank, k % kWarp); }
   __device__ int32_t slot(int k) const { return from_lane(k < kWarp ? low.slot : high.slot, k % kWarp); }
   __device__ int32_t order(int k) const { return from_lane(k < kWarp ? low.order : high.order, k % kWarp); }
@@ -135,9 +141,12 @@ public:
   __device__ void begin_alone() const { call_.begin_alone(); }
   __device__ bool arrive_alone(const CallPost& offer, PeerOffers& offers) {
     if (!call_.arrive_alone(offer, offers)) return false;
-    if (blockIdx.x == 0 && threadIdx.x == 2 * kWarp - 1) Movement(*this).report(); // not the warp that has the first item
+    if (must_arrive() && lane() == 0) Movement(*this).report();
     return true;
   }
+  // Whether this is the warp that arrives in any case: the kernel is not to end before the ranks have met. Not the one with the
+  // first item.
+  __device__ bool must_arrive() const { return blockIdx.x == 0 && threadIdx.x / kWarp == 1; }
 
   __device__ const Call& call() const { return call_; }
   __device__ const HandleReader& plan() const { return plan_; }

@@ -783,6 +783,7 @@ private:
 };
 
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Params params) {
+  begin_early();
   __shared__ unsigned long long dropped_of_mine;
   __shared__ int32_t first_token[kMaxDeviceRanks + 1];
   Prepare(params, dynamic_shared_memory<int32_t>(), dropped_of_mine, first_token).run();
@@ -816,7 +817,7 @@ cudaError_t launch_prepare(const DeviceGroup& group, const LaunchShape& shape, c
   const int64_t tiles = (call.num_tokens * call.top_k + kThreads - 1) / kThreads;
   const int blocks =
       static_cast<int>(std::clamp<int64_t>(tiles, std::min(kLeastBlocks, shape.prepare_blocks), shape.prepare_blocks));
-  return launch_cooperative(&prepare_kernel, {blocks, kThreads, shape.prepare_shared_bytes}, stream, params);
+  return launch_cooperative(&prepare_kernel, {blocks, kThreads, shape.prepare_shared_bytes, shape.early}, stream, params);
 }
 
 } // namespace epx::cuda

@@ -268,9 +268,10 @@ __device__ RowStream stream_of_warp() {
   return {dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp};
 }
 
+template <bool kRagged>
 __device__ void scatter_few(const ScatterParams& params, const DispatchReceiver& receiver, Movement& movement) {
   movement.begin_alone();
-  const FewDispatch dispatch(params.group, movement, receiver.call);
+  const FewDispatch<kRagged> dispatch(params.group, movement, receiver.call);
   if (dispatch.clears_pads()) {
     RowStream stream = stream_of_warp();
     clear_pads(params.group, movement, stream, receiver, dispatch.pad_role());
@@ -279,20 +280,27 @@ __device__ void scatter_few(const ScatterParams& params, const DispatchReceiver&
   }
   dispatch.send();
   movement.call().sent_alone(dispatch.num_movers());
-  const auto first = dispatch.look_at_first();
   PeerOffers* const offers = dynamic_shared_memory<PeerOffers>(); // pads come from places beyond
-  if (movement.arrive_alone(params.offer, offers[threadIdx.x / kWarp])) dispatch.receive(first);
+  dispatch.receive([&] { return movement.arrive_alone(params.offer, offers[threadIdx.x / kWarp]); });
+}
+__device__ __noinline__ void scatter_few_ragged(const ScatterParams& params, const DispatchReceiver& receiver,
+                                                Movement movement) {
+  scatter_few<true>(params, receiver, movement);
 }
 
 template <typename Receiver>
 __global__ void __launch_bounds__(kThreads)
     scatter_kernel(const __grid_constant__ ScatterParams params, const __grid_constant__ Receiver receiver) {
+  begin_early();
   const DeviceGroup& group = params.group;
   Movement movement(group, receiver.call, params.layout);
   movement.post(params.offer);
   if constexpr (std::is_same_v<Receiver, DispatchReceiver>) {
     if (movement.has_few_tokens()) {
-      scatter_few(params, receiver, movement);
+      if (FewDispatch<true>::is_needed(receiver.call))
+        scatter_few_ragged(params, receiver, movement);
+      else
+        scatter_few<false>(params, receiver, movement);
       return;
     }
   }
@@ -322,8 +330,9 @@ cudaError_t launch(const DeviceGroup& group, const LaunchShape& shape, const Sca
                    const Receiver& receiver, cudaStream_t stream) {
   const ScatterParams params{group, make_handle_layout(group.context.shape, receiver.call.top_k), shape.scatter_division,
                              input, offer};
-  return launch_cooperative(&scatter_kernel<Receiver>, {shape.scatter_blocks, kThreads, scatter_shared_bytes()}, stream,
-                            params, receiver);
+  return launch_cooperative(&scatter_kernel<Receiver>,
+                            {shape.scatter_blocks, kThreads, scatter_shared_bytes(), shape.early}, stream, params,
+                            receiver);
 }
 
 } // namespace

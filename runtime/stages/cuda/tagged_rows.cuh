@@ -30,7 +30,7 @@ struct Strip {
   }
 };
 
-// Byte by byte, where a row or its end is not aligned. `words`: the lane's.
+// Byte by byte. `words`: the lane's.
 __device__ __noinline__ inline void load_ragged_strip(const std::byte* from, int bytes, uint32_t* words) {
   for (int vector = 0; vector < Strip::kVectors; ++vector) {
     const int first = (vector * kWarp + lane()) * static_cast<int>(sizeof(uint4));
@@ -47,19 +47,17 @@ __device__ __noinline__ inline void store_ragged_strip(std::byte* to, int bytes,
       to[first + i] = static_cast<std::byte>(words[vector * 4 + i / 4] >> 8 * (i % 4));
   }
 }
-__device__ inline bool is_ragged(const std::byte* place, int bytes) {
-  return (static_cast<uint32_t>(reinterpret_cast<uint64_t>(place)) | static_cast<uint32_t>(bytes)) % sizeof(uint4) != 0;
+// Whether rows at such places, of so many bytes, cannot be moved by vectors.
+__device__ inline bool is_ragged(uint64_t places, int64_t row_bytes) {
+  return (places | static_cast<uint64_t>(row_bytes)) % sizeof(uint4) != 0;
 }
 
-// All lanes. `bytes` of the strip, up to kStripBytes; what it does not have is zero.
+// All lanes. `bytes` of the strip, up to kStripBytes; what it does not have is zero. kRagged: see is_ragged().
+template <bool kRagged>
 __device__ inline Strip load_strip(const std::byte* from, int bytes) {
   Strip strip{};
-  if (is_ragged(from, bytes)) {
-    Strip copy{}; // see Call::copy()
-    load_ragged_strip(from, bytes, copy.words);
-#pragma unroll
-    for (int i = 0; i < Strip::kWords; ++i)
-      strip.words[i] = copy.words[i];
+  if constexpr (kRagged) {
+    load_ragged_strip(from, bytes, strip.words);
     return strip;
   }
   const int vectors = Strip::vectors_of(bytes);
@@ -71,10 +69,10 @@ __device__ inline Strip load_strip(const std::byte* from, int bytes) {
   }
   return strip;
 }
+template <bool kRagged>
 __device__ inline void store_strip(std::byte* to, int bytes, const Strip& strip) {
-  if (is_ragged(to, bytes)) {
-    const Strip copy = strip; // see Call::copy()
-    store_ragged_strip(to, bytes, copy.words);
+  if constexpr (kRagged) {
+    store_ragged_strip(to, bytes, strip.words);
     return;
   }
   const int vectors = Strip::vectors_of(bytes);
@@ -107,8 +105,6 @@ __device__ inline void poison_strip(TaggedTriple* place) {
 // A strip on its way to this rank, as far as it has been seen.
 class IncomingStrip {
 public:
-  // None.
-  __device__ IncomingStrip() = default;
   // Begins to look. All lanes.
   __device__ IncomingStrip(const TaggedTriple* place, int bytes) : place_(place), triples_(Strip::triples_of(bytes)) {
     look();
@@ -148,9 +144,9 @@ private:
       if (i < triples_) words_[i] = load_whole_relaxed_sys(place_ + i * kWarp + lane());
   }
 
-  const TaggedTriple* place_ = nullptr;
-  int triples_ = 0;
-  TaggedTriple words_[Strip::kTriples];
+  const TaggedTriple* place_;
+  int triples_;
+  TaggedTriple words_[Strip::kTriples] = {};
 };
 
 // The sum of rows' strips so far, by the contract's rules.

@@ -20,6 +20,17 @@ __device__ inline T* from_lane(T* pointer, int lane) {
   return reinterpret_cast<T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(pointer), lane));
 }
 
+__device__ inline int lowest_bit(uint64_t bits) {
+  return __ffsll(static_cast<long long>(bits)) - 1;
+}
+
+// Of all lanes.
+__device__ inline uint64_t or_of_lanes(uint64_t bits) {
+  const auto low = static_cast<uint32_t>(bits);
+  const auto high = static_cast<uint32_t>(bits >> 32);
+  return static_cast<uint64_t>(__reduce_or_sync(~0u, high)) << 32 | __reduce_or_sync(~0u, low);
+}
+
 // Up to 64 values, two in each lane. All lanes do the same.
 template <typename T>
 class WarpList {

@@ -13,6 +13,7 @@ struct Grid {
   int blocks;
   int threads;
   size_t shared_bytes = 0;
+  bool early = false;
 };
 
 template <typename... Params>
@@ -33,6 +34,8 @@ template <typename... Params>
 cudaError_t load(void (*)(Params...), size_t = 0) {
   return cudaSuccess;
 }
+
+inline void begin_early() {}
 
 template <typename T>
 T* dynamic_shared_memory() {
