@@ -32,12 +32,6 @@ public:
         row_bytes_(args.hidden * element_bytes(args.dtype)), row_strips_(static_cast<uint32_t>(strips_of(row_bytes_))),
         strips_(row_strips_ + static_cast<uint32_t>(strips_of(args.sidecar_bytes))) {}
 
-  __device__ static bool is_needed(const DispatchCall& args) { // for ragged rows
-    const auto bits = [](const void* place) { return reinterpret_cast<uint64_t>(place); };
-    return is_ragged(bits(args.tokens) | bits(args.recv_tokens), args.hidden * element_bytes(args.dtype)) ||
-           (args.sidecar_bytes > 0 && is_ragged(bits(args.sidecar) | bits(args.recv_sidecar), args.sidecar_bytes));
-  }
-
   // Of the warps that clear pads.
   __device__ bool clears_pads() const { return static_cast<int>(threadIdx.x) / kWarp >= num_movers(); }
   __device__ Role pad_role() const { return role_of_warps(num_movers(), num_warps()); }

@@ -268,6 +268,12 @@ __device__ RowStream stream_of_warp() {
   return {dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp};
 }
 
+__device__ bool has_ragged_rows(const DispatchCall& call) {
+  const auto bits = [](const void* place) { return reinterpret_cast<uint64_t>(place); };
+  return is_ragged(bits(call.tokens) | bits(call.recv_tokens), call.hidden * element_bytes(call.dtype)) ||
+         (call.sidecar_bytes > 0 && is_ragged(bits(call.sidecar) | bits(call.recv_sidecar), call.sidecar_bytes));
+}
+
 template <bool kRagged>
 __device__ void scatter_few(const ScatterParams& params, const DispatchReceiver& receiver, Movement& movement) {
   movement.begin_alone();
@@ -297,7 +303,7 @@ __global__ void __launch_bounds__(kThreads)
   movement.post(params.offer);
   if constexpr (std::is_same_v<Receiver, DispatchReceiver>) {
     if (movement.has_few_tokens()) {
-      if (FewDispatch<true>::is_needed(receiver.call))
+      if (has_ragged_rows(receiver.call))
         scatter_few_ragged(params, receiver, movement);
       else
         scatter_few<false>(params, receiver, movement);
