@@ -219,7 +219,7 @@ __device__ __noinline__ void gather_few_ragged(const GatherParams& params, Movem
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams params) {
-  begin_early();
+  begin_early(params);
   Movement movement(params.group, params.call, params.layout);
   movement.post(params.offer);
   if (params.group.context.shape.precision == EPX_COMBINE_WIRE && movement.has_few_tokens()) {

@@ -783,7 +783,7 @@ private:
 };
 
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Params params) {
-  begin_early();
+  begin_early(params);
   __shared__ unsigned long long dropped_of_mine;
   __shared__ int32_t first_token[kMaxDeviceRanks + 1];
   Prepare(params, dynamic_shared_memory<int32_t>(), dropped_of_mine, first_token).run();

@@ -297,7 +297,7 @@ __device__ __noinline__ void scatter_few_ragged(const ScatterParams& params, con
 template <typename Receiver>
 __global__ void __launch_bounds__(kThreads)
     scatter_kernel(const __grid_constant__ ScatterParams params, const __grid_constant__ Receiver receiver) {
-  begin_early();
+  begin_early(params, receiver);
   const DeviceGroup& group = params.group;
   Movement movement(group, receiver.call, params.layout);
   movement.post(params.offer);

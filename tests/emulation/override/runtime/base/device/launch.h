@@ -35,7 +35,8 @@ cudaError_t load(void (*)(Params...), size_t = 0) {
   return cudaSuccess;
 }
 
-inline void begin_early() {}
+template <typename... Params>
+void begin_early(const Params&...) {}
 
 template <typename T>
 T* dynamic_shared_memory() {
