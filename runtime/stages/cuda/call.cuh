@@ -75,6 +75,7 @@ public:
   // The same for each warp on its own, so that it waits for no other one; begin_alone() comes first. `offers` is the warp's place
   // in shared memory. The same in all lanes.
   __device__ bool arrive_alone(const CallPost& offer, PeerOffers& offers) {
+    dawdle();
     offers_ = &offers;
     bool same = true;
     const bool ok = take_in_share(offer, lane(), kWarp, same);
@@ -85,12 +86,14 @@ public:
   }
   // All threads of the block.
   __device__ void begin_alone() const {
+    dawdle();
     if (threadIdx.x == 0) warps_sent() = 0;
     __syncthreads();
     begun();
   }
   // Each of the `warps` warps of the block that send, after its last store to a peer: sent() of the block.
   __device__ void sent_alone(int warps) const {
+    dawdle();
     if (lane() == 0 && atomicAdd(&warps_sent(), 1) == warps - 1) sent(gridDim.x);
   }
 

@@ -1,5 +1,6 @@
 // dispatch with few tokens. What takes long then is not the bytes but one thing waiting for the other, so rows travel as tagged
-// words, into staging that may be written at any time. A warp takes a strip of a row at a time.
+// words, into staging that may be written at any time: it lies by parity of the call, and as long as this grid runs no peer is still
+// in the call before the last (call.cuh). A warp takes a strip of a row at a time.
 //
 //   send     A warp takes a strip of a token of this rank: it stores it into the staging of each peer that the token goes to, and
 //            into its slots here. It waits for nobody.
