@@ -45,9 +45,9 @@ struct alignas(128) CallPost {
   uint64_t sequence;
 };
 
-// What kernels send each other in few words carries the call's sequence number in every word, and is stored and loaded at once:
-// who sees the number has the value. No fence, no flag. (A Tag is the number's low half; nothing lies unwritten for exactly 2^32
-// calls and is then waited for.)
+// What kernels send each other in few words carries the call's sequence number in every word, and is stored and loaded at
+// once: who sees the number has the value. No fence, no flag. (A Tag is the number's low half; nothing lies unwritten for
+// exactly 2^32 calls and is then waited for.)
 struct alignas(16) TaggedWord {
   uint64_t value;
   uint64_t sequence;
@@ -65,8 +65,8 @@ struct alignas(256) TaggedPost {
 };
 static_assert(sizeof(TaggedPost) == 256);
 
-// Rows of few tokens travel through staging of their own in such words, twelve bytes in each: more bytes than the row has, but a
-// word is there as soon as it can be seen. A warp moves a strip of a row at a time.
+// Rows of few tokens travel through staging of their own in such words, twelve bytes in each: more bytes than the row has,
+// but a word is there as soon as it can be seen. A warp moves a strip of a row at a time.
 struct alignas(16) TaggedTriple {
   uint32_t values[3];
   Tag tag;
@@ -147,8 +147,8 @@ struct WindowLayout {
   Region gather_rows;     // [gather_staging_rows, row_stride]
   Region gather_weights;  // float [max_tokens * max_top_k], by (token, k)
   Region gather_arrivals; // Tag [gather_staging_rows]: the last call in which the row came; kernels only
-  // The same two with few tokens, by parity of the call: who stores there need not know where the peer is. Kernels only; those
-  // of the gather in precision wire only.
+  // The same two with few tokens, by parity of the call: who stores there need not know where the peer is. Kernels only;
+  // those of the gather in precision wire only.
   Region
       few_scatter_rows; // TaggedTriple [2, P, few_tokens, few_strips, kStripWords], by source rank: a row, then its sidecar
   Region few_scatter_weights; // TaggedCount [2, P, few_tokens, max_top_k], by source rank: the bits of floats

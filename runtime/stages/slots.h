@@ -89,8 +89,8 @@ constexpr int64_t route_index(int64_t token, int top_k, int k) {
   return token * top_k + k;
 }
 
-// Words of the staging of few tokens, by number in their region. `parity` is that of the call. The first of a strip; in scatter the
-// sidecar's strips follow those that the row may have.
+// Words of the staging of few tokens, by number in their region. `parity` is that of the call. The first of a strip; in
+// scatter the sidecar's strips follow those that the row may have.
 constexpr int64_t few_scatter_word(const WindowLayout& layout, const GroupShape& shape, int64_t parity, int source,
                                    int64_t token, int64_t strip) {
   const int64_t row = (parity * shape.num_ranks + source) * layout.few_tokens + token;

@@ -15,8 +15,9 @@ struct Grid {
   bool early = false; // see launch_cooperative
 };
 
-// All blocks run at the same time, or the launch fails: a block may wait for another one of its grid. An early grid comes to those
-// multiprocessors that the kernel before it in the stream has left, if that is early too; it begins with begin_early().
+// All blocks run at the same time, or the launch fails: a block may wait for another one of its grid. An early grid comes
+// to those multiprocessors that the kernel before it in the stream has left, if that is early too; it begins with
+// begin_early().
 template <typename... Params>
 cudaError_t launch_cooperative(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
                                std::type_identity_t<Params>... params) {
@@ -45,8 +46,8 @@ cudaError_t launch(void (*kernel)(Params...), const Grid& grid, cudaStream_t str
                           dim3(static_cast<unsigned>(grid.threads)), pointers, grid.shared_bytes, stream);
 }
 
-// Brings the kernel to the device, and lets its blocks have so much dynamic shared memory: a kernel that is loaded when it is
-// first launched would wait for one that is waiting.
+// Brings the kernel to the device, and lets its blocks have so much dynamic shared memory: a kernel that is loaded when it
+// is first launched would wait for one that is waiting.
 template <typename... Params>
 cudaError_t load(void (*kernel)(Params...), size_t shared_bytes = 0) {
   cudaFuncAttributes attributes;
@@ -73,8 +74,8 @@ __device__ inline void fetch(const Params& params) {
                "}" ::"r"(word));
 }
 
-// Until the kernels before this one in the stream have ended and all that they stored is there; then the next one may come. In a
-// grid that is not early only the parameters (__grid_constant__) are fetched.
+// Until the kernels before this one in the stream have ended and all that they stored is there; then the next one may
+// come. In a grid that is not early only the parameters (__grid_constant__) are fetched.
 template <typename... Params>
 __device__ inline void begin_early(const Params&... params) {
   (fetch(params), ...);

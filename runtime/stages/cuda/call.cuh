@@ -1,18 +1,18 @@
 // How the ranks' kernels make one call together; the protocol of runtime/stages/host/call_protocol.h on GPUs.
 //
 //   post      one block tells every peer what this rank offers
-//   arrive    every block waits until all peers have. A peer that has arrived at call n has ended call n - 1, so its staging may
-//             be written, and its offer tells where else.
+//   arrive    every block waits until all peers have. A peer that has arrived at call n has ended call n - 1, so its
+//             staging may be written, and its offer tells where else.
 //   ...       blocks, or some of their warps, store into the peers' windows. A movement tells of each token as it goes
 //             (tell_arrival), and other warps take it up at once (wait_for_arrival). What prepare stores is in words that
 //             tell of themselves (TaggedWord and its kin; wait_for_word).
 //             With few tokens nothing is worth waiting for other warps, and each arrives on its own (arrive_alone).
 //   sent      the last sender to get here says so to every peer; only who asks why nothing comes wants to know
 //
-// Grids are launched cooperatively: all blocks of a grid run at the same time, so a block may wait for a peer whose progress
-// needs another block of this grid. Posts lie by parity of the call, because a slow block may still read the posts of call n
-// while a peer is in call n + 1; no peer is in n + 2 before this grid has ended. Every wait is bounded, and ends early when a
-// poison record or the host's abort is seen; then the grid runs out without touching anything more.
+// Grids are launched cooperatively: all blocks of a grid run at the same time, so a block may wait for a peer whose
+// progress needs another block of this grid. Posts lie by parity of the call, because a slow block may still read the
+// posts of call n while a peer is in call n + 1; no peer is in n + 2 before this grid has ended. Every wait is bounded,
+// and ends early when a poison record or the host's abort is seen; then the grid runs out without touching anything more.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,8 @@ public:
   // After arrive.
   __device__ const PeerOffers& offers() const { return *offers_; }
 
-  // One block, first of all: tells every peer what this rank offers. `offer` is without the plan, which only the device knows.
+  // One block, first of all: tells every peer what this rank offers. `offer` is without the plan, which only the device
+  // knows.
   __device__ void post(const CallPost& offer, uint64_t plan_id) const {
     dawdle(); // no fence: what kernels before this one have read and stored is complete when this one begins
     const auto* const words = reinterpret_cast<const uint64_t*>(&offer);
@@ -59,8 +60,8 @@ public:
     }
   }
 
-  // Every block, with the same offer, once: until all ranks have posted theirs. False: the group has failed; the block returns
-  // at once, as do the other blocks. The same in all threads of the block.
+  // Every block, with the same offer, once: until all ranks have posted theirs. False: the group has failed; the block
+  // returns at once, as do the other blocks. The same in all threads of the block.
   __device__ bool arrive(const CallPost& offer) const {
     bool same = true;
     const bool ok = take_in_share(offer, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), same);
@@ -72,8 +73,8 @@ public:
     return false;
   }
 
-  // The same for each warp on its own, so that it waits for no other one; begin_alone() comes first. `offers` is the warp's place
-  // in shared memory. The same in all lanes.
+  // The same for each warp on its own, so that it waits for no other one; begin_alone() comes first. `offers` is the
+  // warp's place in shared memory. The same in all lanes.
   __device__ bool arrive_alone(const CallPost& offer, PeerOffers& offers) {
     dawdle();
     offers_ = &offers;
@@ -104,8 +105,8 @@ public:
       store_relaxed_sys(&flag_at(peer, group_.context.layout.complete, rank())->value, sequence_);
   }
 
-  // For one thread: until *place, in this rank's window or in its own memory, is of this call. `peer` stores it. False: the group
-  // has failed.
+  // For one thread: until *place, in this rank's window or in its own memory, is of this call. `peer` stores it. False:
+  // the group has failed.
   template <typename Word>
   __device__ bool wait_for_word(const Word* place, Word& word, int peer) const {
 #pragma unroll 1
@@ -307,8 +308,8 @@ private:
     report_poison(poison_all(Poison{EPX_ERROR_ABORTED, EPX_OP_NONE, rank(), 0}));
     return true;
   }
-  // One thread asks at a time, and not often: loads from the host's memory take long, and many of them hold up the stores of
-  // the whole GPU.
+  // One thread asks at a time, and not often: loads from the host's memory take long, and many of them hold up the stores
+  // of the whole GPU.
   __device__ bool host_aborts(uint64_t now) const {
     const uint64_t asked = load_relaxed_sys(&group_.state->asked_host_at);
     if (now < asked + kAskEveryNs) return false;

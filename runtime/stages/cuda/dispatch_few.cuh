@@ -1,10 +1,11 @@
-// dispatch with few tokens. What takes long then is not the bytes but one thing waiting for the other, so rows travel as tagged
-// words, into staging that may be written at any time: it lies by parity of the call, and as long as this grid runs no peer is still
-// in the call before the last (call.cuh). A warp takes a strip of a row at a time.
+// dispatch with few tokens. What takes long then is not the bytes but one thing waiting for the other, so rows travel as
+// tagged words, into staging that may be written at any time: it lies by parity of the call, and as long as this grid runs
+// no peer is still in the call before the last (call.cuh). A warp takes a strip of a row at a time.
 //
-//   send     A warp takes a strip of a token of this rank: it stores it into the staging of each peer that the token goes to, and
-//            into its slots here. It waits for nobody.
-//   receive  A warp takes a strip of a peer's token, waits for it alone, and stores it into its slots, once the ranks have met.
+//   send     A warp takes a strip of a token of this rank: it stores it into the staging of each peer that the token goes
+//            to, and into its slots here. It waits for nobody.
+//   receive  A warp takes a strip of a peer's token, waits for it alone, and stores it into its slots, once the ranks have
+//            met.
 //   pads     are cleared by some warps of each block, which do nothing else.
 #pragma once
 

@@ -1,10 +1,10 @@
-// Gather: rows go from slots to their tokens' home ranks and are summed. combine weighs them; dispatch_bwd does not, and brings
-// the weights' gradients along. With few tokens see gather_few.cuh; else:
+// Gather: rows go from slots to their tokens' home ranks and are summed. combine weighs them; dispatch_bwd does not, and
+// brings the weights' gradients along. With few tokens see gather_few.cuh; else:
 //
-//   senders    A warp takes a peer's token that has slots here. Precision wire: it sums them and stores one partial row into the
-//              home rank's staging. Precision exact: it stores each row there. Then it tells the home rank.
-//   receivers  A warp takes a token of this rank, waits for the peers that it goes to, and sums what has come home with the rows
-//              of this rank's own slots, which go nowhere.
+//   senders    A warp takes a peer's token that has slots here. Precision wire: it sums them and stores one partial row
+//              into the home rank's staging. Precision exact: it stores each row there. Then it tells the home rank.
+//   receivers  A warp takes a token of this rank, waits for the peers that it goes to, and sums what has come home with
+//              the rows of this rank's own slots, which go nowhere.
 #include <cmath>
 
 #include "runtime/stages/cuda/kernels.h"

@@ -1,9 +1,10 @@
-// combine and dispatch_bwd with few tokens, in precision wire. As in dispatch_few.cuh rows travel as tagged words, into staging
-// that may be written at any time, and a warp takes a strip of a row at a time.
+// combine and dispatch_bwd with few tokens, in precision wire. As in dispatch_few.cuh rows travel as tagged words, into
+// staging that may be written at any time, and a warp takes a strip of a row at a time.
 //
-//   send  A warp takes a strip of a peer's token that has slots here, sums those, and stores the sum into the home rank's staging.
-//         It waits for nobody.
-//   sum   Once the ranks have met, a warp takes a strip of a token of this rank, sums its slots here, and adds what has come home.
+//   send  A warp takes a strip of a peer's token that has slots here, sums those, and stores the sum into the home rank's
+//         staging. It waits for nobody.
+//   sum   Once the ranks have met, a warp takes a strip of a token of this rank, sums its slots here, and adds what has
+//         come home.
 #pragma once
 
 #include <bit>

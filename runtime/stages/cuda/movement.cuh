@@ -1,5 +1,5 @@
-// What scatter and gather have in common: the plan in the handle memory, who takes part, which routes live in this call, and
-// who does what.
+// What scatter and gather have in common: the plan in the handle memory, who takes part, which routes live in this call,
+// and who does what.
 #pragma once
 
 #include "runtime/stages/cuda/call.cuh"
@@ -43,8 +43,8 @@ __device__ inline Role role_among(bool sends, bool receives, int first_warp, int
           static_cast<int64_t>(num_warps) * num_blocks};
 }
 
-// With many tokens some warps send, token by token, and tell the receiver of each; the others receive, so that what a rank does
-// with its rows happens behind the wire. With one rank, all receive.
+// With many tokens some warps send, token by token, and tell the receiver of each; the others receive, so that what a rank
+// does with its rows happens behind the wire. With one rank, all receive.
 __device__ inline Role role_of_warp(const Division& division, int num_ranks) {
   const int blocks = static_cast<int>(gridDim.x);
   const int block = static_cast<int>(blockIdx.x);
@@ -144,8 +144,8 @@ public:
     if (must_arrive() && lane() == 0) Movement(*this).report();
     return true;
   }
-  // Whether this is the warp that arrives in any case: the kernel is not to end before the ranks have met. Not the one with the
-  // first item.
+  // Whether this is the warp that arrives in any case: the kernel is not to end before the ranks have met. Not the one
+  // with the first item.
   __device__ bool must_arrive() const { return blockIdx.x == 0 && threadIdx.x / kWarp == 1; }
 
   __device__ const Call& call() const { return call_; }

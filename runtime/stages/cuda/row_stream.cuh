@@ -32,9 +32,9 @@ public:
   RowStream(const RowStream&) = delete;
   RowStream& operator=(const RowStream&) = delete;
 
-  // Reads `num_rows` rows side by side, `bytes` bytes of each: take(row, offset, piece, piece_bytes) is called for the first
-  // piece of every row, then for the second, and so on; `piece` is in shared memory. row_at(row) tells where a row begins. What
-  // this warp has acquired comes before. All lanes; each sees the whole piece.
+  // Reads `num_rows` rows side by side, `bytes` bytes of each: take(row, offset, piece, piece_bytes) is called for the
+  // first piece of every row, then for the second, and so on; `piece` is in shared memory. row_at(row) tells where a row
+  // begins. What this warp has acquired comes before. All lanes; each sees the whole piece.
   template <typename RowAt, typename Take>
   __device__ void read(int num_rows, int64_t bytes, const RowAt& row_at, const Take& take) {
     begin();
@@ -54,8 +54,8 @@ public:
     }
   }
 
-  // Begins to copy `bytes` bytes to the places that the lanes name; NULL: none. finish() ends it. What this warp has acquired
-  // comes before. All lanes.
+  // Begins to copy `bytes` bytes to the places that the lanes name; NULL: none. finish() ends it. What this warp has
+  // acquired comes before. All lanes.
   __device__ void spread(const std::byte* from, int64_t bytes, std::byte* to) {
     const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
     if (lanes == 0) return;

@@ -1,5 +1,5 @@
-// Rows of elements, one warp at a time: copies, conversions, and the arithmetic that the contract fixes. Each has two forms:
-// through a RowStream where rows are aligned to 16 bytes, and a plain one for the rest.
+// Rows of elements, one warp at a time: copies, conversions, and the arithmetic that the contract fixes. Each has two
+// forms: through a RowStream where rows are aligned to 16 bytes, and a plain one for the rest.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -33,8 +33,8 @@ __device__ inline void spread_units(const std::byte* from, int64_t bytes, unsign
   }
 }
 
-// A warp copies `bytes` bytes to the places that its lanes name; NULL: none. Read once; by the widest unit that all ends and
-// the size allow.
+// A warp copies `bytes` bytes to the places that its lanes name; NULL: none. Read once; by the widest unit that all ends
+// and the size allow.
 __device__ __noinline__ inline void spread_row(const std::byte* from, int64_t bytes, std::byte* to) {
   const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
   if (lanes == 0) return;
@@ -77,8 +77,8 @@ __device__ inline void poison_row(std::byte* row, int64_t bytes) {
 
 // ---- Elements ----
 
-// A lane works on runs of kRun elements: lane l has elements [8 l, 8 l + 8) of each stretch of 256. As words, lest the compiler
-// move it element by element.
+// A lane works on runs of kRun elements: lane l has elements [8 l, 8 l + 8) of each stretch of 256. As words, lest the
+// compiler move it element by element.
 constexpr int kRun = 8;
 constexpr int kStretch = kRun * kWarp;
 
@@ -259,8 +259,8 @@ __device__ inline void spread_scaled(RowStream& stream, const T* from, int64_t h
 
 // ---- Products ----
 
-// The fixed tree of epx_combine_bwd: 256 accumulators, j = h mod 256, of which this lane has the eight of its runs; then adjacent
-// pairs. The result is in every lane.
+// The fixed tree of epx_combine_bwd: 256 accumulators, j = h mod 256, of which this lane has the eight of its runs; then
+// adjacent pairs. The result is in every lane.
 __device__ inline float sum_of_tree(float (&acc)[kRun]) {
 #pragma unroll
   for (int left = kRun / 2; left > 0; left /= 2)
@@ -297,8 +297,8 @@ __device__ __noinline__ float scale_and_multiply_elements(const T* grad, const T
   return sum_of_tree(acc);
 }
 
-// Returns the product of grad and x, by the fixed tree; and to = round(weight * grad), or the same bits if !is_weighted. `to` may
-// be `grad` itself.
+// Returns the product of grad and x, by the fixed tree; and to = round(weight * grad), or the same bits if !is_weighted.
+// `to` may be `grad` itself.
 template <typename T>
 __device__ inline float scale_and_multiply(RowStream& stream, const T* grad, const T* x, int64_t hidden, T* to,
                                            bool is_weighted, float weight) {
@@ -330,8 +330,8 @@ __device__ inline float scale_and_multiply(RowStream& stream, const T* grad, con
 
 // ---- Sums ----
 
-// Rows to be summed in order, each times its weight. The first num_inner rows are summed among themselves, rounded to T, and enter
-// the sum of the others as one: before the own_position-th of those.
+// Rows to be summed in order, each times its weight. The first num_inner rows are summed among themselves, rounded to T,
+// and enter the sum of the others as one: before the own_position-th of those.
 template <typename T>
 struct Terms {
   WarpList<const T*> rows;
@@ -413,7 +413,8 @@ __device__ __noinline__ void sum_elements(const Terms<T> terms, T* to, int64_t h
   }
 }
 
-// to = round(the sum of terms), by the contract's rules. One warp; `to` is none of the rows. Without kHasInner, none is inner.
+// to = round(the sum of terms), by the contract's rules. One warp; `to` is none of the rows. Without kHasInner, none is
+// inner.
 template <bool kHasInner, typename T>
 __device__ inline void sum_rows(RowStream& stream, const Terms<T>& terms, T* to, int64_t hidden) {
   const int64_t bytes = hidden * static_cast<int64_t>(sizeof(T));

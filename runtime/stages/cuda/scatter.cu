@@ -1,10 +1,11 @@
-// Scatter: rows go from tokens to slots. dispatch copies them; combine_bwd scales them and takes their products on arrival. With few
-// tokens dispatch does as dispatch_few.cuh says; else:
+// Scatter: rows go from tokens to slots. dispatch copies them; combine_bwd scales them and takes their products on
+// arrival. With few tokens dispatch does as dispatch_few.cuh says; else:
 //
-//   senders    A warp takes a token and stores its row once to each peer that it goes to: straight into the token's first live
-//              slot there when the receive rows lie in an allocation of the group, else into staging. Then it tells them.
-//   receivers  Pads are cleared while the ranks meet. Then come the tokens of this rank, which need no peer. Then a warp takes a
-//              peer's token, waits for it alone, and serves all its slots here from one read of the row.
+//   senders    A warp takes a token and stores its row once to each peer that it goes to: straight into the token's first
+//              live slot there when the receive rows lie in an allocation of the group, else into staging. Then it tells
+//              them.
+//   receivers  Pads are cleared while the ranks meet. Then come the tokens of this rank, which need no peer. Then a warp
+//              takes a peer's token, waits for it alone, and serves all its slots here from one read of the row.
 #include <cmath>
 #include <type_traits>
 
@@ -107,7 +108,8 @@ struct Arrival {
   int32_t slot_in_place; // where the row lies already; -1: elsewhere
 };
 
-// Takes the rows of one call on this rank, a warp at a time. take: each lane names a slot of the token, or -1, and its weight.
+// Takes the rows of one call on this rank, a warp at a time. take: each lane names a slot of the token, or -1, and its
+// weight.
 struct DispatchReceiver {
   DispatchCall call;
   int64_t row_bytes;

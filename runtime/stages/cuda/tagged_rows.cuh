@@ -1,5 +1,6 @@
-// Rows of few tokens on their way. A warp has a strip of a row in its registers; between ranks it travels as words that tell of
-// themselves (TaggedTriple): nobody waits for a store to be complete before telling of it, and nobody has to be told.
+// Rows of few tokens on their way. A warp has a strip of a row in its registers; between ranks it travels as words that
+// tell of themselves (TaggedTriple): nobody waits for a store to be complete before telling of it, and nobody has to be
+// told.
 #pragma once
 
 #include "runtime/stages/cuda/call.cuh"
@@ -8,8 +9,8 @@
 
 namespace epx::cuda {
 
-// What a lane has of a strip: vectors lane, lane + 32 and lane + 64. On their way their words are in four tagged words: those at
-// lane, lane + 32, lane + 64 and lane + 96.
+// What a lane has of a strip: vectors lane, lane + 32 and lane + 64. On their way their words are in four tagged words:
+// those at lane, lane + 32, lane + 64 and lane + 96.
 struct Strip {
   static constexpr int kVectors = kStripBytes / (kWarp * sizeof(uint4));
   static constexpr int kTriples = kStripWords / kWarp;
