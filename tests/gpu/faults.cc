@@ -79,6 +79,15 @@ public:
     return report;
   }
 
+  // Once the kernels have ended in order: the group has failed so, and `culprit` is to blame.
+  epx_group_report check_failure(epx_status status, int culprit) {
+    check_context();
+    const epx_group_report report = this->report();
+    check_equal(static_cast<int>(report.status), static_cast<int>(status), "report.status");
+    check_equal(report.culprit, culprit, "report.culprit");
+    return report;
+  }
+
   // The kernels have ended in order: the stream and the memory still work.
   void check_context() {
     device_.finish();
@@ -111,10 +120,7 @@ void test_missing_rank(const RankContext& context) {
   if (context.rank == absent) std::this_thread::sleep_for(std::chrono::milliseconds(3 * kShortMs));
   const epx_status called = round.prepare(); // asynchronous: it succeeds, unless the failure is known already
   check(called == EPX_SUCCESS || called == EPX_ERROR_TIMEOUT, "epx_prepare returned {}", epx_status_string(called));
-  round.check_context();
-  const epx_group_report report = round.report();
-  check_equal(static_cast<int>(report.status), static_cast<int>(EPX_ERROR_TIMEOUT), "report.status");
-  check_equal(report.culprit, absent, "report.culprit");
+  const epx_group_report report = round.check_failure(EPX_ERROR_TIMEOUT, absent);
   check(contains(report.message, std::to_string(absent)), "\"{}\" does not name rank {}", report.message, absent);
   if (context.rank != absent && report.num_missing > 0) check_equal(report.missing[0], absent, "report.missing[0]");
   check_status(round.prepare(), EPX_ERROR_TIMEOUT, "epx_prepare on the failed group");
@@ -134,10 +140,7 @@ void test_stalled_rank(const RankContext& context) {
       const epx_status called = round.prepare();
       check(called == EPX_SUCCESS || called == EPX_ERROR_TIMEOUT, "epx_prepare returned {}", epx_status_string(called));
     }
-    round.check_context();
-    const epx_group_report report = round.report();
-    check_equal(static_cast<int>(report.status), static_cast<int>(EPX_ERROR_TIMEOUT), "report.status");
-    check_equal(report.culprit, stalled, "report.culprit");
+    const epx_group_report report = round.check_failure(EPX_ERROR_TIMEOUT, stalled);
     check(contains(report.message, std::to_string(stalled)), "\"{}\" does not name rank {}", report.message, stalled);
     context.gather(0);
   }
@@ -152,10 +155,7 @@ void test_abort(const RankContext& context) {
     check_ok(epx_group_abort(round.group()), "epx_group_abort");
   }
   check_status(round.prepare(), context.rank == aborting ? EPX_ERROR_ABORTED : EPX_SUCCESS, "epx_prepare");
-  round.check_context();
-  const epx_group_report report = round.report();
-  check_equal(static_cast<int>(report.status), static_cast<int>(EPX_ERROR_ABORTED), "report.status");
-  check_equal(report.culprit, aborting, "report.culprit");
+  round.check_failure(EPX_ERROR_ABORTED, aborting);
   context.gather(0);
 }
 

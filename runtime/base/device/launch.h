@@ -63,6 +63,7 @@ template <typename Params>
 __device__ inline void fetch(const Params& params) {
   constexpr unsigned kLineBytes = 64;
   constexpr unsigned kLines = sizeof(Params) / kLineBytes;
+  static_assert(kLines > 0);
   constexpr unsigned kLanes = 32;
   const unsigned index = threadIdx.x % kLanes * (blockDim.x / kLanes) + threadIdx.x / kLanes; // each warp some
   const unsigned line = index < kLines ? index : kLines - 1;

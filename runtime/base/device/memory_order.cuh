@@ -39,12 +39,6 @@ __device__ inline uint32_t load_relaxed_sys(const uint32_t* word) {
   return value;
 }
 
-__device__ inline uint32_t load_acquire_gpu(const uint32_t* word) {
-  uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-
 __device__ inline void store_relaxed_sys(uint64_t* word, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
@@ -105,14 +99,6 @@ __device__ inline void store_whole_relaxed_sys(Word* word, const Word& value) {
                  : "memory");
   else
     store_relaxed_sys(reinterpret_cast<uint64_t*>(word), halves[0]);
-}
-
-__device__ inline void fence_acq_rel_sys() {
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
-}
-
-__device__ inline void fence_acq_rel_gpu() {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
 __device__ inline uint64_t compare_and_swap_sys(uint64_t* word, uint64_t expected, uint64_t desired) {

@@ -40,6 +40,8 @@ public:
       : group_(group), operation_(operation), sequence_(group.state->sequence + 1), offers_(&offers_of_block()) {}
 
   __device__ uint64_t sequence() const { return sequence_; }
+  // Which half of what lies by parity of the call.
+  __device__ int64_t parity() const { return parity_of(sequence_); }
   __device__ Tag tag() const { return static_cast<Tag>(sequence_); }
   __device__ int num_ranks() const { return group_.context.shape.num_ranks; }
   __device__ int rank() const { return group_.context.rank; }
@@ -198,8 +200,11 @@ private:
     return warps;
   }
 
+  __device__ static int64_t parity_of(uint64_t sequence) {
+    return static_cast<int64_t>(sequence & 1);
+  }
   __device__ TaggedPost* post_at(int owner, int source, uint64_t sequence) const {
-    const int64_t index = static_cast<int64_t>(sequence & 1) * num_ranks() + source;
+    const int64_t index = parity_of(sequence) * num_ranks() + source;
     return group_.window().at<TaggedPost>(owner, group_.context.layout.posts.offset) + index;
   }
 
@@ -337,7 +342,7 @@ private:
     uint64_t missing = uint64_t{1} << peer;
     for (int other = 0; other < num_ranks(); ++other)
       if (progress_told(rank(), other, phase, sequence_) < sequence_) missing |= uint64_t{1} << other;
-    const int culprit = find_culprit(__ffsll(static_cast<long long>(missing)) - 1);
+    const int culprit = find_culprit(lowest_bit(missing));
     const uint64_t verdict = poison_all(Poison{EPX_ERROR_TIMEOUT, operation_, culprit, sequence_});
     if (unpack_poison(verdict).culprit != culprit) {
       report_poison(verdict);

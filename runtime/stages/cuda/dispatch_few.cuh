@@ -9,9 +9,6 @@
 //   pads     are cleared by some warps of each block, which do nothing else.
 #pragma once
 
-#include <bit>
-#include <cmath>
-
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/tagged_rows.cuh"
 
@@ -91,16 +88,13 @@ private:
   __device__ std::byte* place_of(const Part& part, int64_t slot) const {
     return (part.is_sidecar ? args_.recv_sidecar : args_.recv_tokens) + slot * part.row_bytes + part.first;
   }
-  __device__ int64_t parity() const {
-    return static_cast<int64_t>(call_.sequence() & 1);
-  }
   __device__ TaggedTriple* staged_strip(int receiver, int source, int64_t token, const Part& part) const {
     return group_.window().at<TaggedTriple>(receiver, layout_.few_scatter_rows.offset) +
-           few_scatter_word(layout_, group_.context.shape, parity(), source, token, part.strip);
+           few_scatter_word(layout_, group_.context.shape, call_.parity(), source, token, part.strip);
   }
   __device__ TaggedCount* staged_weight(int receiver, int source, int64_t token, int k) const {
     return group_.window().at<TaggedCount>(receiver, layout_.few_scatter_weights.offset) +
-           few_scatter_weight(layout_, group_.context.shape, parity(), source, token, k);
+           few_scatter_weight(layout_, group_.context.shape, call_.parity(), source, token, k);
   }
 
   static constexpr int kPadWarps = 4;
@@ -130,8 +124,7 @@ private:
       if (movement_.is_live_here(route))
         args_.recv_weights[route.slot] = weight;
       else if (route.rank != call_.rank())
-        store_whole_relaxed_sys(staged_weight(route.rank, call_.rank(), token, first + lane()),
-                                TaggedCount{std::bit_cast<int32_t>(weight), call_.tag()});
+        send_weight(staged_weight(route.rank, call_.rank(), token, first + lane()), weight, call_.tag());
     }
   }
 
@@ -161,12 +154,10 @@ private:
     for (int first = 0; first < args_.top_k; first += kWarp) {
       const int32_t slot = slots.own(first);
       if (slot < 0) continue;
-      TaggedCount* const staged = staged_weight(call_.rank(), source, token, first + lane());
-      TaggedCount word{};
-      if (is_active && ok) ok = call_.wait_for_word(staged, word, source);
-      if (!ok) continue;
-      args_.recv_weights[slot] = std::bit_cast<float>(word.value);
-      if (call_.poisons_staging()) *staged = {std::bit_cast<int32_t>(NAN), 0};
+      float weight = 0.0f;
+      if (is_active && ok)
+        ok = receive_weight(call_, staged_weight(call_.rank(), source, token, first + lane()), source, weight);
+      if (ok) args_.recv_weights[slot] = weight;
     }
     return __all_sync(~0u, ok ? 1 : 0) != 0;
   }

@@ -90,7 +90,7 @@ private:
     if (weights != nullptr && slot >= 0) staged_weights(home)[route] = weights[slot];
     if (!is_exact_) return;
     for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1) {
-      const int one = __ffs(static_cast<int>(left)) - 1;
+      const int one = lowest_bit(left);
       begin_to_spread_row(stream_, reinterpret_cast<const std::byte*>(row_of(from_lane(slot, one))),
                           args_.hidden * static_cast<int64_t>(sizeof(T)),
                           lane() == one ? reinterpret_cast<std::byte*>(staged_row(home, route)) : nullptr);
@@ -153,7 +153,7 @@ private:
     int own_order = kMaxTopK; // of this rank
 #pragma unroll 1
     for (uint64_t left = own; left != 0; left &= left - 1) {
-      const int k = __ffsll(static_cast<long long>(left)) - 1;
+      const int k = lowest_bit(left);
       own_order = routes.order(k);
       terms.append(row_of(routes.slot(k)), from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
     }
@@ -161,10 +161,10 @@ private:
     uint64_t orders = 0; // of the peers that have live slots, a bit each; it ascends with the rank
 #pragma unroll 1
     for (uint64_t left = live & ~own; left != 0; left &= left - 1)
-      orders |= uint64_t{1} << routes.order(__ffsll(static_cast<long long>(left)) - 1);
+      orders |= uint64_t{1} << routes.order(lowest_bit(left));
 #pragma unroll 1
     for (; orders != 0; orders &= orders - 1) {
-      const int order = __ffsll(static_cast<long long>(orders)) - 1;
+      const int order = lowest_bit(orders);
       if (order < own_order) ++terms.own_position;
       terms.append(staged_row(call_.rank(), partial_staging_row(group_.context.shape, token, args_.top_k, order)));
     }

@@ -7,9 +7,6 @@
 //         come home.
 #pragma once
 
-#include <bit>
-#include <cmath>
-
 #include "runtime/stages/cuda/gather_params.h"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/tagged_rows.cuh"
@@ -56,16 +53,13 @@ public:
   }
 
 private:
-  __device__ int64_t parity() const {
-    return static_cast<int64_t>(call_.sequence() & 1);
-  }
   __device__ TaggedTriple* staged_strip(int home, int64_t token, int order, uint32_t strip) const {
     return group_.window().at<TaggedTriple>(home, layout_.few_gather_rows.offset) +
-           few_gather_word(layout_, group_.context.shape, parity(), token, order, strip);
+           few_gather_word(layout_, group_.context.shape, call_.parity(), token, order, strip);
   }
   __device__ TaggedCount* staged_weight(int home, int64_t token, int k) const {
     return group_.window().at<TaggedCount>(home, layout_.few_gather_weights.offset) +
-           few_gather_weight(layout_, group_.context.shape, parity(), token, k);
+           few_gather_weight(layout_, group_.context.shape, call_.parity(), token, k);
   }
   __device__ int bytes_of(uint32_t strip) const {
     return static_cast<int>(min(row_bytes_ - static_cast<int64_t>(strip) * kStripBytes, int64_t{kStripBytes}));
@@ -102,8 +96,7 @@ private:
     if (strip == 0 && params_.carried_weights != nullptr)
       for (int first = 0; first < args_.top_k; first += kWarp)
         if (const int32_t slot = slots.own(first); slot >= 0)
-          store_whole_relaxed_sys(staged_weight(home, token, first + lane()),
-                                  TaggedCount{std::bit_cast<int32_t>(params_.carried_weights[slot]), call_.tag()});
+          send_weight(staged_weight(home, token, first + lane()), params_.carried_weights[slot], call_.tag());
   }
 
   // Adds up, in rank order, what this rank has and what comes home. False: the group has failed.
@@ -142,11 +135,7 @@ private:
       if ((live >> k & 1) != 0 && route.rank == call_.rank()) {
         weight = params_.carried_weights[route.slot];
       } else if ((live >> k & 1) != 0 && ok) {
-        TaggedCount* const staged = staged_weight(call_.rank(), token, k);
-        TaggedCount word{};
-        ok = call_.wait_for_word(staged, word, route.rank);
-        weight = std::bit_cast<float>(word.value);
-        if (call_.poisons_staging()) *staged = {std::bit_cast<int32_t>(NAN), 0};
+        ok = receive_weight(call_, staged_weight(call_.rank(), token, k), route.rank, weight);
       }
       if (ok) params_.carried_out[route_index(token, args_.top_k, k)] = weight;
     }

@@ -76,7 +76,6 @@ struct WarpRoutes {
     const auto bit = [&](const Route& route) { return holds(route) ? uint64_t{1} << route.rank : uint64_t{0}; };
     return or_of_lanes(bit(low) | bit(high));
   }
-  __device__ int32_t rank(int k) const { return from_lane(k < kWarp ? low.rank : high.rank, k % kWarp); }
   __device__ int32_t slot(int k) const { return from_lane(k < kWarp ? low.slot : high.slot, k % kWarp); }
   __device__ int32_t order(int k) const { return from_lane(k < kWarp ? low.order : high.order, k % kWarp); }
 };

@@ -39,7 +39,7 @@ public:
         tokens += call_.offers().num_tokens[rank];
       first_token()[threadIdx.x] = tokens;
     }
-    few_tokens_ = most_tokens() <= group_.context.layout.few_tokens ? most_tokens() : 0;
+    if (const int32_t most = most_tokens(); most <= group_.context.layout.few_tokens) few_tokens_ = most;
     __syncthreads();
     share(first_token()[shape_.num_ranks], max(gridDim.x - 1, 1u));
     const int begin = static_cast<int>(begin_) * args_.top_k;
@@ -118,7 +118,7 @@ private:
   }
   // Experts; of a rank with few routes.
   __device__ TaggedCount* routes_of(int owner, int source) const {
-    const int64_t row = static_cast<int64_t>(call_.sequence() & 1) * shape_.num_ranks + source;
+    const int64_t row = call_.parity() * shape_.num_ranks + source;
     return group_.window().at<TaggedCount>(owner, group_.context.layout.few_routes.offset) +
            row * group_.context.layout.few_routes_per_rank;
   }

@@ -90,7 +90,7 @@ public:
 private:
   // Two matrices by parity of the call: a peer that is already in call n + 1 writes the other one.
   __device__ TaggedCount* counts_of(int owner, int source) const {
-    const int64_t row = static_cast<int64_t>(call_.sequence() & 1) * shape_.num_ranks + source;
+    const int64_t row = call_.parity() * shape_.num_ranks + source;
     return group_.window().at<TaggedCount>(owner, group_.context.layout.counts.offset) + row * num_experts();
   }
   // Once it has come.

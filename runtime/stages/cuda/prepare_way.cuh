@@ -137,14 +137,14 @@ private:
 
   // Slots that a zone of this rank's experts really has.
   struct Zone {
-    int64_t begin, kept, end;
+    int64_t begin, kept;
   };
   __device__ Zone zone_of(int local_expert) const {
     const int expert = experts_.first_expert(call_.rank()) + local_expert;
     const int64_t begin = zone_[expert];
     const int64_t demand = demand_[expert];
     const int64_t kept = max(int64_t{0}, min(usable_ - begin, demand));
-    return {min(begin, usable_), kept, min(begin + rows_of_zone(static_cast<int32_t>(demand)), usable_)};
+    return {min(begin, usable_), kept};
   }
 
   // What is left to write. All blocks.
@@ -179,7 +179,7 @@ private:
       store_count(args_.offsets, local_experts, rows_in_use);
       write_header(rows_in_use);
     }
-    if (threadIdx.x / kWarp == kWarps - 1) PrepareWay(*this).report(local_experts, rows_needed);
+    if (threadIdx.x / kWarp == kWarps - 1) Way(way()).report(local_experts, rows_needed);
   }
 
   // False: the group has failed.

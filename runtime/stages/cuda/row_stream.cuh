@@ -70,7 +70,7 @@ public:
       wait(half);
 #pragma unroll 1
       for (unsigned left = lanes; left != 0; left &= left - 1) {
-        std::byte* const place = from_lane(to, __ffs(static_cast<int>(left)) - 1);
+        std::byte* const place = from_lane(to, lowest_bit(left));
         if (lane() == 0) begin_store(place + offset, half_at(half), bytes_of_half(offset, bytes));
       }
       if (lane() != 0) continue;
@@ -94,7 +94,7 @@ public:
   __device__ void clear(int64_t bytes, std::byte* to) {
 #pragma unroll 1
     for (unsigned left = __ballot_sync(~0u, to != nullptr ? 1 : 0); left != 0; left &= left - 1) {
-      std::byte* const row = from_lane(to, __ffs(static_cast<int>(left)) - 1);
+      std::byte* const row = from_lane(to, lowest_bit(left));
       if (lane() != 0) continue;
       for (int64_t offset = 0; offset < bytes; offset += kHalfBytes)
         begin_store(row + offset, stages_, bytes_of_half(offset, bytes));

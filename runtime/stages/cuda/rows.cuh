@@ -25,12 +25,17 @@ __device__ inline void spread_units(const std::byte* from, int64_t bytes, unsign
     for (int i = 0; i < kDepth; ++i)
       if (const int64_t unit = first + i * kWarp + lane(); unit < units) values[i] = source[unit];
     for (unsigned left = lanes; left != 0; left &= left - 1) {
-      auto* const target = reinterpret_cast<Unit*>(from_lane(to, __ffs(static_cast<int>(left)) - 1));
+      auto* const target = reinterpret_cast<Unit*>(from_lane(to, lowest_bit(left)));
 #pragma unroll
       for (int i = 0; i < kDepth; ++i)
         if (const int64_t unit = first + i * kWarp + lane(); unit < units) target[unit] = values[i];
     }
   }
+}
+
+// Whether rows at such places, of so many bytes, cannot be moved by vectors.
+__device__ inline bool is_ragged(uint64_t places, int64_t row_bytes) {
+  return (places | static_cast<uint64_t>(row_bytes)) % sizeof(uint4) != 0;
 }
 
 // A warp copies `bytes` bytes to the places that its lanes name; NULL: none. Read once; by the widest unit that all ends
@@ -51,15 +56,15 @@ __device__ __noinline__ inline void spread_row(const std::byte* from, int64_t by
 
 // The same, begun only where bulk copies can do it: stream.finish() ends it.
 __device__ inline void begin_to_spread_row(RowStream& stream, const std::byte* from, int64_t bytes, std::byte* to) {
-  const uint64_t bits = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | static_cast<uint64_t>(bytes);
-  if (__all_sync(~0u, bits % 16 == 0 ? 1 : 0) != 0)
+  const uint64_t places = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);
+  if (__all_sync(~0u, is_ragged(places, bytes) ? 0 : 1) != 0)
     stream.spread(from, bytes, to);
   else
     spread_row(from, bytes, to);
 }
 
 __device__ __noinline__ inline void zero_row(std::byte* to, int64_t bytes) {
-  if ((reinterpret_cast<uint64_t>(to) | static_cast<uint64_t>(bytes)) % 16 == 0) {
+  if (!is_ragged(reinterpret_cast<uint64_t>(to), bytes)) {
     for (int64_t i = lane(); i < bytes / 16; i += kWarp)
       reinterpret_cast<uint4*>(to)[i] = uint4{0, 0, 0, 0};
     return;
@@ -223,7 +228,7 @@ __device__ __noinline__ void spread_scaled_elements(const T* from, int64_t hidde
     const int64_t h = first + lane() * kRun;
     const Run<T> run = load_elements(from, h, hidden);
     for (unsigned left = lanes; left != 0; left &= left - 1) {
-      const int place = __ffs(static_cast<int>(left)) - 1;
+      const int place = lowest_bit(left);
       store_elements(from_lane(to, place), h, hidden, scaled(from_lane(weight, place), run));
     }
   }
@@ -246,7 +251,7 @@ __device__ inline void spread_scaled(RowStream& stream, const T* from, int64_t h
         load_piece(piece, runs);
 #pragma unroll 1
         for (unsigned left = lanes; left != 0; left &= left - 1) {
-          const int place = __ffs(static_cast<int>(left)) - 1;
+          const int place = lowest_bit(left);
           const float factor = from_lane(weight, place);
           auto* const target = reinterpret_cast<std::byte*>(from_lane(to, place)) + offset;
 #pragma unroll
@@ -350,12 +355,18 @@ struct Terms {
 
 // One step of a sum. Without a weight it is acc + x, which 1 * x + acc equals.
 template <typename T>
-__device__ inline void add_run(float (&acc)[kRun], const Run<T>& run, float weight) {
-  float x[kRun];
-  unpack(run, x);
+__device__ inline void add_word(float* acc, uint32_t word, float weight) {
+  float x[kOfWord<T>];
+  unpack_word<T>(word, x);
 #pragma unroll
-  for (int i = 0; i < kRun; ++i)
+  for (int i = 0; i < kOfWord<T>; ++i)
     acc[i] = __fmaf_rn(weight, x[i], acc[i]);
+}
+template <typename T>
+__device__ inline void add_run(float (&acc)[kRun], const Run<T>& run, float weight) {
+#pragma unroll
+  for (int i = 0; i < kRun / kOfWord<T>; ++i)
+    add_word<T>(acc + i * kOfWord<T>, run.words[i], weight);
 }
 
 // The sum so far, of a lane's runs at the same places of all rows.

@@ -77,8 +77,8 @@ __device__ void send_token(const DeviceGroup& group, const Movement& movement, R
         const bool goes_there = route.slot >= 0 && route.rank == rank;
         const unsigned kept = __ballot_sync(~0u, goes_there ? 1 : 0);
         const unsigned live = __ballot_sync(~0u, goes_there && movement.is_live(route) ? 1 : 0);
-        const int32_t kept_slot = from_lane(route.slot, kept != 0 ? __ffs(static_cast<int>(kept)) - 1 : 0);
-        const int32_t live_slot = from_lane(route.slot, live != 0 ? __ffs(static_cast<int>(live)) - 1 : 0);
+        const int32_t kept_slot = from_lane(route.slot, kept != 0 ? lowest_bit(kept) : 0);
+        const int32_t live_slot = from_lane(route.slot, live != 0 ? lowest_bit(live) : 0);
         if (lane() == i && kept != 0) first_slot = kept_slot;
         if (lane() == i && live != 0) first_live = live_slot;
       }
@@ -128,8 +128,7 @@ struct DispatchReceiver {
     if (call.recv_weights != nullptr && slot >= 0) call.recv_weights[slot] = 0.0f;
     if (call.sidecar_bytes == 0) return;
     for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
-      zero_row(call.recv_sidecar + from_lane(slot, __ffs(static_cast<int>(left)) - 1) * call.sidecar_bytes,
-               call.sidecar_bytes);
+      zero_row(call.recv_sidecar + from_lane(slot, lowest_bit(left)) * call.sidecar_bytes, call.sidecar_bytes);
   }
 };
 
@@ -222,7 +221,7 @@ __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, R
   const auto most = static_cast<uint32_t>(receiver.call.alignment - 1); // of each zone
   const uint32_t pads = static_cast<uint32_t>(experts.num_local_experts(group.context.rank)) * most;
   const int64_t row_bytes = receiver.row_bytes;
-  const bool by_stream = (reinterpret_cast<uint64_t>(receiver.rows()) | static_cast<uint64_t>(row_bytes)) % 16 == 0;
+  const bool by_stream = !is_ragged(reinterpret_cast<uint64_t>(receiver.rows()), row_bytes);
   if (by_stream) stream.make_zeros();
 #pragma unroll 1
   for (uint32_t first = 0; first < pads; first += static_cast<uint32_t>(role.count) * kWarp) {
@@ -239,7 +238,7 @@ __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, R
       stream.clear(row_bytes, slot >= 0 ? receiver.rows() + slot * row_bytes : nullptr);
     else
       for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
-        zero_row(receiver.rows() + from_lane(slot, __ffs(static_cast<int>(left)) - 1) * row_bytes, row_bytes);
+        zero_row(receiver.rows() + from_lane(slot, lowest_bit(left)) * row_bytes, row_bytes);
     receiver.clear_beside(slot);
   }
 }

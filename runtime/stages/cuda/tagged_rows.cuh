@@ -3,6 +3,9 @@
 // told.
 #pragma once
 
+#include <bit>
+#include <cmath>
+
 #include "runtime/stages/cuda/call.cuh"
 #include "runtime/stages/cuda/rows.cuh"
 #include "runtime/stages/cuda/warp.cuh"
@@ -48,11 +51,6 @@ __device__ __noinline__ inline void store_ragged_strip(std::byte* to, int bytes,
       to[first + i] = static_cast<std::byte>(words[vector * 4 + i / 4] >> 8 * (i % 4));
   }
 }
-// Whether rows at such places, of so many bytes, cannot be moved by vectors.
-__device__ inline bool is_ragged(uint64_t places, int64_t row_bytes) {
-  return (places | static_cast<uint64_t>(row_bytes)) % sizeof(uint4) != 0;
-}
-
 // All lanes. `bytes` of the strip, up to kStripBytes; what it does not have is zero. kRagged: see is_ragged().
 template <bool kRagged>
 __device__ inline Strip load_strip(const std::byte* from, int bytes) {
@@ -124,7 +122,7 @@ public:
       if (lanes == 0) return true;
       bool ok = true;
       TaggedTriple word;
-      if (lane() == __ffs(static_cast<int>(lanes)) - 1) ok = call.wait_for_word(missing, word, peer); // one, lest all poll
+      if (lane() == lowest_bit(lanes)) ok = call.wait_for_word(missing, word, peer); // one, lest all poll
       if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
       look();
     }
@@ -150,19 +148,31 @@ private:
   TaggedTriple words_[Strip::kTriples] = {};
 };
 
+// ---- Weights that go with rows, likewise: as the bits of floats ----
+
+// To a place in a rank's window.
+__device__ inline void send_weight(TaggedCount* to, float weight, Tag tag) {
+  store_whole_relaxed_sys(to, TaggedCount{std::bit_cast<int32_t>(weight), tag});
+}
+// For one thread: until it is here. False: the group has failed.
+__device__ inline bool receive_weight(const Call& call, TaggedCount* place, int peer, float& weight) {
+  TaggedCount word{};
+  if (!call.wait_for_word(place, word, peer)) return false;
+  weight = std::bit_cast<float>(word.value);
+  if (call.poisons_staging()) *place = {std::bit_cast<int32_t>(NAN), 0};
+  return true;
+}
+
+// ---- Sums ----
+
 // The sum of rows' strips so far, by the contract's rules.
 template <typename T>
 class StripSum {
 public:
   __device__ void add(const Strip& strip, float weight) {
 #pragma unroll
-    for (int i = 0; i < Strip::kWords; ++i) {
-      float x[kOfWord<T>];
-      unpack_word<T>(strip.words[i], x);
-#pragma unroll
-      for (int j = 0; j < kOfWord<T>; ++j)
-        acc_[i][j] = __fmaf_rn(weight, x[j], acc_[i][j]);
-    }
+    for (int i = 0; i < Strip::kWords; ++i)
+      add_word<T>(acc_[i], strip.words[i], weight);
   }
   __device__ Strip rounded() const {
     Strip strip;

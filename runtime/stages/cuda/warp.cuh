@@ -20,6 +20,10 @@ __device__ inline T* from_lane(T* pointer, int lane) {
   return reinterpret_cast<T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(pointer), lane));
 }
 
+// Of what has a bit set.
+__device__ inline int lowest_bit(uint32_t bits) {
+  return __ffs(static_cast<int>(bits)) - 1;
+}
 __device__ inline int lowest_bit(uint64_t bits) {
   return __ffsll(static_cast<long long>(bits)) - 1;
 }

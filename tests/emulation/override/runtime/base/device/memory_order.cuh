@@ -40,11 +40,6 @@ inline uint32_t load_relaxed_sys(const uint32_t* word) {
   return std::atomic_ref(*const_cast<uint32_t*>(word)).load(std::memory_order_relaxed);
 }
 
-inline uint32_t load_acquire_gpu(const uint32_t* word) {
-  emulation::pause();
-  return std::atomic_ref(*const_cast<uint32_t*>(word)).load(std::memory_order_acquire);
-}
-
 // Aligned vectors of 16 bytes are loaded and stored at once by all x86 processors that have AVX; in assembly, since a compiler may
 // split what it knows to be two words.
 template <typename Word>
@@ -81,14 +76,6 @@ inline void store_relaxed_sys(uint64_t* word, uint64_t value) {
 
 inline void nap(unsigned) {
   emulation::pause();
-}
-
-inline void fence_acq_rel_sys() {
-  std::atomic_thread_fence(std::memory_order_acq_rel);
-}
-
-inline void fence_acq_rel_gpu() {
-  std::atomic_thread_fence(std::memory_order_acq_rel);
 }
 
 inline uint64_t compare_and_swap_sys(uint64_t* word, uint64_t expected, uint64_t desired) {
