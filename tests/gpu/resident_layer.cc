@@ -130,7 +130,7 @@ Args ResidentLayer::make_args() const {
   return args;
 }
 
-void ResidentLayer::forward() {
+void ResidentLayer::prepare() {
   const int num_local_experts = group_.info().num_local_experts;
   const epx_tensor topk_idx = epx_tensor_2d(memories_[kTopkIdx].data, EPX_INT64, num_tokens_, layer_.top_k);
   const epx_tensor counts = epx_tensor_1d(memories_[kCounts].data, EPX_INT32, num_local_experts);
@@ -140,7 +140,9 @@ void ResidentLayer::forward() {
   prepare.counts = &counts;
   prepare.offsets = &offsets;
   check_ok(epx_prepare(group_.handle(), &prepare), "epx_prepare");
+}
 
+void ResidentLayer::dispatch() {
   const epx_tensor tokens = rows(kTokens, num_tokens_), recv_tokens = rows(kRecvTokens, recv_rows_);
   const epx_tensor topk_weights = floats(kTopkWeights, num_tokens_, layer_.top_k);
   const epx_tensor recv_weights = floats(kRecvWeights, recv_rows_, 0);
@@ -150,7 +152,9 @@ void ResidentLayer::forward() {
   dispatch.recv_tokens = &recv_tokens;
   dispatch.recv_weights = &recv_weights;
   check_ok(epx_dispatch(group_.handle(), &dispatch), "epx_dispatch");
+}
 
+void ResidentLayer::combine() {
   const epx_tensor expert_out = rows(kExpertOut, recv_rows_), out = rows(kOut, num_tokens_);
   const epx_tensor combine_weights = floats(kCombineWeights, recv_rows_, 0);
   auto combine = make_args<epx_combine_args>();
@@ -158,6 +162,12 @@ void ResidentLayer::forward() {
   combine.recv_weights = &combine_weights;
   combine.out = &out;
   check_ok(epx_combine(group_.handle(), &combine), "epx_combine");
+}
+
+void ResidentLayer::forward() {
+  prepare();
+  dispatch();
+  combine();
 }
 
 void ResidentLayer::backward() {

@@ -26,7 +26,10 @@ public:
   void write(const Workload& work);
 
   // Asynchronous on the device's stream.
-  void forward();  // prepare, dispatch, combine
+  void prepare();
+  void dispatch();
+  void combine();
+  void forward();  // these three
   void backward(); // combine_bwd, dispatch_bwd
 
   // ---- For runs without a look in between; all asynchronous but the first ----

@@ -1,8 +1,10 @@
 // soak [--iterations N] [--seed S] [--max-delay-ns D]
-// Back-to-back iterations of several layers, with other tokens and routing each time, eager calls and replays mixed, delays on
-// every rank, and staging poisoned after use. The first pass over the inputs is compared with the oracle on the host, all
-// later ones with the first pass on the device: not one bit may differ.
+// Back-to-back iterations of several layers, with other tokens and routing each time, eager calls, some of them with each
+// movement made twice, and replays mixed, delays on every rank, staging poisoned after use, on all multiprocessors and on
+// one. The first pass over the inputs is compared with the oracle on the host, all later ones with the first pass on the
+// device: not one bit may differ.
 #include <cstdlib>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -32,6 +34,15 @@ struct Subject {
     layer->forward();
     layer->backward();
   }
+  // Each movement of the forward twice: nothing else comes between two calls that use the same staging.
+  void call_twice() const {
+    layer->prepare();
+    layer->dispatch();
+    layer->dispatch();
+    layer->combine();
+    layer->combine();
+    layer->backward();
+  }
 };
 
 Subject make_subject(const RankContext& context, GroupRun& group, const LayerCase& layer_case, bool in_place,
@@ -56,8 +67,15 @@ Subject make_subject(const RankContext& context, GroupRun& group, const LayerCas
 }
 
 void soak(const RankContext& context, uint64_t iterations, uint64_t seed) {
-  for (const epx_combine_precision precision : {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT}) {
-    GroupRun group(context, small_group(context, precision));
+  struct Kind {
+    epx_combine_precision precision;
+    int num_comm_sms; // few make each warp do much
+  };
+  constexpr Kind kKinds[] = {{EPX_COMBINE_WIRE, 0}, {EPX_COMBINE_EXACT, 0}, {EPX_COMBINE_WIRE, 1}, {EPX_COMBINE_EXACT, 1}};
+  for (const Kind& kind : kKinds) {
+    GroupCase group_case = small_group(context, kind.precision);
+    group_case.num_comm_sms = kind.num_comm_sms;
+    GroupRun group(context, group_case);
     std::vector<Subject> subjects;
     subjects.push_back(make_subject(context, group, small_layer(3, 16, RoutingStyle::uniform), true, seed));
     subjects.push_back(make_subject(context, group, small_layer(4, 1, RoutingStyle::uniform), false, seed + 1000));
@@ -68,13 +86,16 @@ void soak(const RankContext& context, uint64_t iterations, uint64_t seed) {
     unsigned long long wrong = 0;
     context.device->write(wrong_bytes, &wrong, sizeof(wrong));
     Rng rng(seed); // the same on all ranks
-    for (uint64_t iteration = 0; iteration < iterations / 2; ++iteration) {
+    for (uint64_t iteration = 0; iteration < iterations / std::size(kKinds); ++iteration) {
       const Subject& subject = subjects[rng.below(subjects.size())];
       const ResidentLayer::Snapshot& input = *subject.inputs[rng.below(subject.inputs.size())];
       const bool replays = rng.chance(50);
+      const bool doubles = rng.chance(50);
       subject.layer->restore_inputs(input);
       if (replays)
         subject.graph->launch();
+      else if (doubles)
+        subject.call_twice();
       else
         subject.call();
       subject.layer->count_wrong(input, wrong_bytes);

@@ -86,20 +86,23 @@ TEST_CASE("rows in epx_mem_alloc memory yield the same bits as staged ones") {
 }
 
 TEST_CASE("more bytes than any internal step is likely to move at once") {
-  run_changed([](Case& c) {
-    c.group.max_tokens = 300;
-    c.group.hidden_dim = 1500;
-    c.layer.hidden = 1500;
-    c.layer.combine_hidden = 1499;
-    c.layer.top_k = 2;
-    c.iterations = 1;
-  });
+  for (const int num_comm_sms : {0, 1})
+    run_changed([&](Case& c) {
+      c.group.max_tokens = 300;
+      c.group.num_comm_sms = num_comm_sms;
+      c.group.hidden_dim = 1500;
+      c.layer.hidden = 1500;
+      c.layer.combine_hidden = 1499;
+      c.layer.top_k = 2;
+      c.iterations = 1;
+    });
 }
 
 TEST_CASE("rows longer than any internal step is likely to move at once") {
   for (const auto placement : {Placement::plain, Placement::in_place}) {
     run_changed([&](Case& c) {
-      c.group.max_tokens = 6;
+      c.group.max_tokens = 24;
+      c.group.num_comm_sms = 1;
       c.group.hidden_dim = 9004; // float32: a multiple of 16 bytes
       c.layer.hidden = 9004;
       c.layer.combine_hidden = 9000;
@@ -108,7 +111,7 @@ TEST_CASE("rows longer than any internal step is likely to move at once") {
       c.layer.top_k = 3;
       c.iterations = 4;
       c.placement = placement;
-      c.arena_bytes = 4 << 20;
+      c.arena_bytes = 16 << 20;
     });
   }
 }

@@ -63,6 +63,11 @@ int64_t random_capacity(const GroupCase& group, const LayerCase& layer, Rng& rng
   }
 }
 
+// Few make each warp do much.
+int random_comm_sms(Rng& rng) {
+  return rng.pick({0, 0, 1, 2});
+}
+
 void choose_group(Case& chosen, Rng& rng) {
   GroupCase& group = chosen.group;
   group.num_ranks = rng.pick({1, 2, 2, 3, 3, 4, 4, 7});
@@ -117,6 +122,7 @@ void choose_limits(Case& chosen, Rng& rng) {
   if (group.num_ranks * recv_capacity(group) * row_bytes > kLargestWindow) {
     group.max_recv_rows = std::max<int64_t>(1, kLargestWindow / (group.num_ranks * row_bytes));
   }
+  group.num_comm_sms = random_comm_sms(rng);
 }
 
 } // namespace
@@ -135,6 +141,7 @@ epx_group_config make_config(const GroupCase& group) {
   config.combine_precision = group.precision;
   config.overflow = group.overflow;
   config.transport = group.transport;
+  config.num_comm_sms = group.num_comm_sms;
   config.timeout_ms = group.timeout_ms;
   return config;
 }
@@ -176,6 +183,7 @@ GroupCase random_group(uint64_t seed, int num_ranks) {
   group.max_sidecar_bytes = rng.pick({0, 16, 33});
   group.max_dtype = rng.pick({EPX_FLOAT32, EPX_FLOAT32, EPX_BFLOAT16, EPX_FLOAT16});
   group.max_recv_rows = rng.chance(50) ? 0 : rng.between(1, 4 * int64_t{group.max_tokens} * group.max_top_k);
+  group.num_comm_sms = random_comm_sms(rng);
   return group;
 }
 
@@ -206,19 +214,19 @@ std::string describe(const Case& c) {
   constexpr const char* kRouting[] = {"uniform", "distinct", "hot", "skewed", "repeated"};
   constexpr const char* kRows[] = {"exact", "more", "fewer", "any"};
   constexpr const char* kPlacement[] = {"plain", "in-place", "random"};
-  return fmt::format("seed={} P={} E={} max_tokens={} T={} hidden_dim={} H={}/{} K={}/{} alignment={}/{} R={}{} N={} "
-                     "dtype={}/{}/max:{} index={} counts={} sidecar={}/{} routing={} masked={}% bad={}% precision={} "
-                     "overflow={} weights=dispatch:{},combine:{},combine_bwd:{}+grads:{},dispatch_bwd:{} iterations={} "
-                     "placement={} arenas={}x{}",
-                     c.seed, g.num_ranks, g.num_experts, g.max_tokens, kTokens[static_cast<int>(l.tokens)], g.hidden_dim,
-                     l.hidden, l.combine_hidden, l.top_k, g.max_top_k, l.alignment, g.max_alignment, recv_capacity(g),
-                     g.max_recv_rows == 0 ? "(worst case)" : "", kRows[static_cast<int>(l.rows)], name(l.dtype),
-                     name(l.combine_dtype), name(g.max_dtype), name(l.index_dtype), name(l.counts_dtype), l.sidecar_bytes,
-                     g.max_sidecar_bytes, kRouting[static_cast<int>(l.routing)], l.percent_masked, l.percent_bad,
-                     g.precision == EPX_COMBINE_WIRE ? "wire" : "exact",
-                     g.overflow == EPX_OVERFLOW_ERROR ? "error" : "drop", l.dispatch_weights, l.combine_weights,
-                     l.combine_bwd_weights, l.combine_bwd_grads, l.dispatch_bwd_grads, c.iterations,
-                     kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
+  return fmt::format(
+      "seed={} P={} E={} max_tokens={} T={} hidden_dim={} H={}/{} K={}/{} alignment={}/{} R={}{} N={} "
+      "dtype={}/{}/max:{} index={} counts={} sidecar={}/{} routing={} masked={}% bad={}% precision={} "
+      "overflow={} sms={} weights=dispatch:{},combine:{},combine_bwd:{}+grads:{},dispatch_bwd:{} iterations={} "
+      "placement={} arenas={}x{}",
+      c.seed, g.num_ranks, g.num_experts, g.max_tokens, kTokens[static_cast<int>(l.tokens)], g.hidden_dim, l.hidden,
+      l.combine_hidden, l.top_k, g.max_top_k, l.alignment, g.max_alignment, recv_capacity(g),
+      g.max_recv_rows == 0 ? "(worst case)" : "", kRows[static_cast<int>(l.rows)], name(l.dtype), name(l.combine_dtype),
+      name(g.max_dtype), name(l.index_dtype), name(l.counts_dtype), l.sidecar_bytes, g.max_sidecar_bytes,
+      kRouting[static_cast<int>(l.routing)], l.percent_masked, l.percent_bad,
+      g.precision == EPX_COMBINE_WIRE ? "wire" : "exact", g.overflow == EPX_OVERFLOW_ERROR ? "error" : "drop",
+      g.num_comm_sms, l.dispatch_weights, l.combine_weights, l.combine_bwd_weights, l.combine_bwd_grads,
+      l.dispatch_bwd_grads, c.iterations, kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
 }
 
 } // namespace epx::test
