@@ -147,9 +147,13 @@ T atomicMax(T* word, std::type_identity_t<T> value) {
   return seen;
 }
 template <typename T>
-T atomicCAS_system(T* word, std::type_identity_t<T> expected, std::type_identity_t<T> desired) {
+T atomicCAS(T* word, std::type_identity_t<T> expected, std::type_identity_t<T> desired) {
   std::atomic_ref(*word).compare_exchange_strong(expected, desired);
   return expected;
+}
+template <typename T>
+T atomicCAS_system(T* word, std::type_identity_t<T> expected, std::type_identity_t<T> desired) {
+  return atomicCAS(word, expected, desired);
 }
 
 // ---- Arithmetic ----

@@ -39,8 +39,20 @@ __device__ inline uint32_t load_relaxed_sys(const uint32_t* word) {
   return value;
 }
 
+__device__ inline void store_relaxed_sys(uint32_t* word, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
 __device__ inline void store_relaxed_sys(uint64_t* word, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+// Between a relaxed load or store and others, so that together they acquire or release.
+__device__ inline void fence_acq_rel_sys() {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+__device__ inline void fence_acq_rel_block() {
+  asm volatile("fence.acq_rel.cta;" ::: "memory");
 }
 
 // A word of 8 or 16 bytes at once, so that nobody sees half of it. At system scope.

@@ -4,8 +4,8 @@
 //   arrive    every block waits until all peers have. A peer that has arrived at call n has ended call n - 1, so its
 //             staging may be written, and its offer tells where else.
 //   ...       blocks, or some of their warps, store into the peers' windows. A movement tells of each token as it goes
-//             (tell_arrival), and other warps take it up at once (wait_for_arrival). What prepare stores is in words that
-//             tell of themselves (TaggedWord and its kin; wait_for_word).
+//             (tell_arrival; Teller), and other warps take it up at once (wait_for_arrival). What prepare stores is in words
+//             that tell of themselves (TaggedWord and its kin; wait_for_word).
 //             With few tokens nothing is worth waiting for other warps, and each arrives on its own (arrive_alone).
 //   sent      the last sender to get here says so to every peer; only who asks why nothing comes wants to know
 //
@@ -133,6 +133,11 @@ public:
   __device__ void tell_arrival(Tag* arrival) const {
     dawdle();
     store_release_sys(arrival, tag());
+  }
+  // The same for several: behind one fence_acq_rel_sys() of this thread.
+  __device__ void tell_arrival_behind_fence(Tag* arrival) const {
+    dawdle();
+    store_relaxed_sys(arrival, tag());
   }
 
   // For what is not inlined: an object whose address is known elsewhere has to lie in memory, and its user waits for that.

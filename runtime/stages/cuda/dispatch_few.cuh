@@ -33,15 +33,15 @@ public:
 
   // Of the warps that clear pads.
   __device__ bool clears_pads() const { return static_cast<int>(threadIdx.x) / kWarp >= num_movers(); }
-  __device__ Role pad_role() const { return role_of_warps(num_movers(), num_warps()); }
+  __device__ Share pad_share() const { return share_of_warps(num_movers(), num_warps()); }
   // The other warps of the block.
   __device__ int num_movers() const { return args_.alignment > 1 ? num_warps() - kPadWarps : num_warps(); }
 
   __device__ void send() const {
-    const Role role = mover_role();
+    const Share share = mover_share();
     const auto items = static_cast<uint32_t>(args_.num_tokens) * strips_;
 #pragma unroll 1
-    for (auto item = static_cast<uint32_t>(role.index); item < items; item += static_cast<uint32_t>(role.count)) {
+    for (auto item = static_cast<uint32_t>(share.index); item < items; item += static_cast<uint32_t>(share.count)) {
       const uint32_t token = item / strips_;
       const Part part = part_at(item - token * strips_);
       const WarpRoutes routes = movement_.routes_of(token);
@@ -55,12 +55,12 @@ public:
   // arrive() tells whether the ranks have met; false: the group has failed.
   template <typename Arrive>
   __device__ void receive(const Arrive& arrive) const {
-    const Role role = mover_role();
+    const Share share = mover_share();
     const auto tokens = static_cast<uint32_t>(movement_.few_tokens() * (call_.num_ranks() - 1));
     bool has_arrived = false;
     // Other warps than in send(), when there is not enough for all.
 #pragma unroll 1
-    for (auto item = static_cast<uint32_t>(role.count - 1 - role.index);; item += static_cast<uint32_t>(role.count)) {
+    for (auto item = static_cast<uint32_t>(share.count - 1 - share.index);; item += static_cast<uint32_t>(share.count)) {
       const uint32_t index = item / strips_;
       if (index >= tokens) break;
       const Movement::PeerToken peer = movement_.peer_token(index);
@@ -101,11 +101,11 @@ private:
   __device__ static int num_warps() {
     return static_cast<int>(blockDim.x) / kWarp;
   }
-  __device__ Role mover_role() const {
-    return role_of_warps(0, num_movers());
+  __device__ Share mover_share() const {
+    return share_of_warps(0, num_movers());
   }
-  __device__ static Role role_of_warps(int first, int end) {
-    return role_among(true, true, first, end - first, 0, static_cast<int>(gridDim.x));
+  __device__ static Share share_of_warps(int first, int end) {
+    return share_among(first, end - first, 0, static_cast<int>(gridDim.x));
   }
 
   // Whether the token's slots there are live, the peer knows.

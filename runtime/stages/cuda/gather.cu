@@ -29,18 +29,18 @@ public:
         stream_(stream), layout_(params.group.context.layout),
         is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {}
 
-  __device__ void send(const Role& role) const {
+  __device__ void send(const Share& share) const {
     const int64_t items = movement_.num_peer_tokens();
 #pragma unroll 1
-    for (int64_t item = role.index; item < items; item += role.count) {
+    for (int64_t item = share.index; item < items; item += share.count) {
       const Movement::PeerToken peer = movement_.peer_token(item);
       if (movement_.is_active(peer.rank) && peer.token < movement_.tokens_of(peer.rank)) send_token(peer.rank, peer.token);
     }
   }
 
-  __device__ void sum(const Role& role) const {
+  __device__ void sum(const Share& share) const {
 #pragma unroll 1
-    for (int64_t token = role.index; token < args_.num_tokens; token += role.count)
+    for (int64_t token = share.index; token < args_.num_tokens; token += share.count)
       if (!sum_token(token)) return;
   }
 
@@ -60,7 +60,7 @@ private:
   }
 
   __device__ void send_token(int home, int64_t token) const {
-    const TokenSlots found = movement_.slots_of(home, token);
+    const OrderedTokenSlots found = movement_.slots_of(home, token);
     const WarpList<int32_t>& slots = found.slots;
     if (slots.size() == 0) return;
     const float* const weights = params_.carried_weights != nullptr ? params_.carried_weights
@@ -234,11 +234,11 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
   RowStream stream(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);
   const Gather<T> gather(params, movement, stream);
   const Role role = role_of_warp(params.division, params.group.context.shape.num_ranks);
-  if (role.sends) {
+  if (role.job == Job::send) {
     gather.send(role);
     if (lane() == 0) movement.call().sent(static_cast<unsigned>(role.count));
   }
-  if (role.receives) gather.sum(role);
+  if (role.job == Job::receive) gather.sum(role);
 }
 
 cudaError_t launch(const GatherParams& params, const LaunchShape& shape, cudaStream_t stream) {

@@ -20,12 +20,12 @@ public:
       : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()),
         layout_(params.group.context.layout), row_bytes_(args_.hidden * static_cast<int64_t>(sizeof(T))),
         strips_(static_cast<uint32_t>(strips_of(row_bytes_))),
-        role_(role_among(true, true, 0, static_cast<int>(blockDim.x) / kWarp, 0, static_cast<int>(gridDim.x))) {}
+        share_(share_among(0, static_cast<int>(blockDim.x) / kWarp, 0, static_cast<int>(gridDim.x))) {}
 
   __device__ void send() const {
     const auto items = static_cast<uint32_t>(movement_.few_tokens() * (call_.num_ranks() - 1)) * strips_;
 #pragma unroll 1
-    for (auto item = static_cast<uint32_t>(role_.index); item < items; item += static_cast<uint32_t>(role_.count)) {
+    for (auto item = static_cast<uint32_t>(share_.index); item < items; item += static_cast<uint32_t>(share_.count)) {
       const uint32_t index = item / strips_;
       const Movement::PeerToken peer = movement_.peer_token(index);
       send_strip_of(peer.rank, peer.token, item - index * strips_);
@@ -38,7 +38,7 @@ public:
     bool has_arrived = false;
     // Other warps than in send(), when there is not enough for all.
 #pragma unroll 1
-    for (auto item = static_cast<uint32_t>(role_.count - 1 - role_.index);; item += static_cast<uint32_t>(role_.count)) {
+    for (auto item = static_cast<uint32_t>(share_.count - 1 - share_.index);; item += static_cast<uint32_t>(share_.count)) {
       const uint32_t token = item / strips_;
       if (token >= args_.num_tokens) break;
       const uint32_t strip = item - token * strips_;
@@ -150,7 +150,7 @@ private:
   const WindowLayout& layout_;
   int64_t row_bytes_;
   uint32_t strips_; // of this call
-  Role role_;
+  Share share_;
 };
 
 } // namespace epx::cuda

@@ -8,12 +8,14 @@
 
 namespace epx::cuda {
 
-// Who of a movement's grid sends: the first warps of the first blocks. When those are all blocks, their other warps receive;
-// else all other blocks do.
+// Who of a movement's grid does what. The first warps of the first blocks send, and the last ones of these blocks tell.
+// When these are all blocks, their other warps receive; else all other blocks do.
 struct Division {
   int sender_blocks;
   int sender_warps; // of each of these blocks
+  int teller_warps; // likewise: 1; or 0, when senders tell
 };
+constexpr int kMostSendersOfTeller = 15; // warps; with it they are a block
 
 // What the host knows of a launch; fixed at creation.
 struct LaunchShape {

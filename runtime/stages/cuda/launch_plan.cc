@@ -11,11 +11,20 @@ constexpr int kBlocksPerSm = 2; // at most, of a movement
 
 // Senders have multiprocessors of their own where there are enough: stores to peers that wait for the wire would hold up the
 // stores that receivers make beside them. No more than fill the wire, and few rows under way at a time: the earlier the first
-// ones arrive, and the less is left to do for receivers when the last has come.
+// ones arrive, and the less is left to do for receivers when the last has come. `own`: that division.
 constexpr int kMostSenderBlocks = 64;
-constexpr Division divide(int blocks, int warps_in_own_blocks, int warps_in_shared_blocks) {
-  if (blocks < 2 * kMostSenderBlocks) return {blocks, warps_in_shared_blocks};
-  return {kMostSenderBlocks, warps_in_own_blocks};
+constexpr Division divide(int blocks, const Division& own, int warps_in_shared_blocks) {
+  if (blocks >= 2 * kMostSenderBlocks) return own;
+  return {blocks, warps_in_shared_blocks, own.teller_warps};
+}
+
+constexpr int kScatterSenderWarps = 6;
+static_assert(kScatterSenderWarps <= kMostSendersOfTeller);
+Division scatter_division(int blocks) {
+  return divide(blocks, {kMostSenderBlocks, kScatterSenderWarps, 1}, kScatterSenderWarps);
+}
+Division gather_division(int blocks) {
+  return divide(blocks, {kMostSenderBlocks, 16, 0}, 10);
 }
 
 struct Device {
@@ -81,8 +90,8 @@ LaunchShape plan_launches(const GroupShape& shape, int num_sms) {
   };
   launch.scatter_blocks = blocks_of_all(scatter_kernels(), scatter_threads(), scatter_shared_bytes());
   launch.gather_blocks = blocks_of_all(gather_kernels(), gather_threads(), gather_shared_bytes());
-  launch.scatter_division = divide(launch.scatter_blocks, 6, 6);
-  launch.gather_division = divide(launch.gather_blocks, 16, 10);
+  launch.scatter_division = scatter_division(launch.scatter_blocks);
+  launch.gather_division = gather_division(launch.gather_blocks);
   if (launch.prepare_blocks < 1 || launch.scatter_blocks < 1 || launch.gather_blocks < 1)
     fail(EPX_ERROR_UNSUPPORTED, "this GPU cannot run a block of epx's kernels");
   return launch;

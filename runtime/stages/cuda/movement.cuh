@@ -27,36 +27,41 @@ inline CallPost offer_of(const MovementCall& call, int32_t weights, int64_t side
   return offer;
 }
 
-// What a warp does, and which of the warps that do so it is.
-struct Role {
-  bool sends, receives;
+// Which of the warps that do the same a warp is.
+struct Share {
   int64_t index;
   int64_t count;
 };
 
 // Of some warps of some blocks. Neighbours are in different blocks, so that few items are on many multiprocessors.
-__device__ inline Role role_among(bool sends, bool receives, int first_warp, int num_warps, int first_block,
-                                  int num_blocks) {
-  return {sends, receives,
-          static_cast<int64_t>(static_cast<int>(threadIdx.x) / kWarp - first_warp) * num_blocks +
+__device__ inline Share share_among(int first_warp, int num_warps, int first_block, int num_blocks) {
+  return {static_cast<int64_t>(static_cast<int>(threadIdx.x) / kWarp - first_warp) * num_blocks +
               (static_cast<int>(blockIdx.x) - first_block),
           static_cast<int64_t>(num_warps) * num_blocks};
 }
 
-// With many tokens some warps send, token by token, and tell the receiver of each; the others receive, so that what a rank
-// does with its rows happens behind the wire. With one rank, all receive.
+enum class Job { none, send, tell, receive };
+
+struct Role : Share {
+  Job job;
+};
+
+// With many tokens some warps send, token by token, and tell the receiver of each, or a teller does; the others receive, so
+// that what a rank does with its rows happens behind the wire. With one rank, all receive.
 __device__ inline Role role_of_warp(const Division& division, int num_ranks) {
   const int blocks = static_cast<int>(gridDim.x);
-  const int block = static_cast<int>(blockIdx.x);
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  if (num_ranks == 1) return role_among(false, true, 0, warps, 0, blocks);
+  if (num_ranks == 1) return {share_among(0, warps, 0, blocks), Job::receive};
   const int sender_blocks = division.sender_blocks;
   const int senders = division.sender_warps;
-  if (block < sender_blocks && warp < senders) return role_among(true, false, 0, senders, 0, sender_blocks);
-  if (sender_blocks == blocks) return role_among(false, true, senders, warps - senders, 0, blocks);
-  if (block < sender_blocks) return {false, false, 0, 0};
-  return role_among(false, true, 0, warps, sender_blocks, blocks - sender_blocks);
+  const int tellers = division.teller_warps;
+  const int others = warps - senders - tellers;
+  if (static_cast<int>(blockIdx.x) >= sender_blocks)
+    return {share_among(0, warps, sender_blocks, blocks - sender_blocks), Job::receive};
+  if (warp < senders) return {share_among(0, senders, 0, sender_blocks), Job::send};
+  if (warp >= senders + others) return {share_among(senders + others, tellers, 0, sender_blocks), Job::tell};
+  return {share_among(senders, others, 0, sender_blocks), sender_blocks == blocks ? Job::receive : Job::none};
 }
 
 // The routes of one token, a lane each; the second 32 likewise.
@@ -84,7 +89,9 @@ struct WarpRoutes {
 struct TokenSlots {
   WarpList<int32_t> slots;
   int32_t head = -1; // the first slot, live or not; -1: none
-  int order = 0;     // of this rank among those that the token goes to
+};
+struct OrderedTokenSlots : TokenSlots {
+  int order = 0; // of this rank among those that the token goes to
 };
 
 // The same with few tokens, by k, a lane each; the second 32 likewise. -1: none there.
@@ -129,8 +136,8 @@ public:
   // Then, with the same offer. False: the group has failed, or the handle memory is not usable. The same in all threads.
   __device__ bool begin(const CallPost& offer) {
     if (!call_.arrive(offer)) return false;
-    if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) { // a thread that has little else to do
-      Movement(*this).report();                             // a copy; see Call::copy()
+    if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) {
+      Movement(*this).report(); // a copy; see Call::copy()
       if (!is_usable_) call_.sent(1);
     }
     return is_usable_;
@@ -163,8 +170,8 @@ public:
     constexpr Route kNone{-1, -1, 0};
     return {lane() < args_.top_k ? routes[lane()] : kNone, lane() + kWarp < args_.top_k ? routes[lane() + kWarp] : kNone};
   }
-  __device__ TokenSlots slots_of(int rank, int64_t token) const {
-    TokenSlots found;
+  __device__ OrderedTokenSlots slots_of(int rank, int64_t token) const {
+    OrderedTokenSlots found;
     found.head = plan_.heads[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
     for (int64_t slot = found.head; slot >= 0;) {
       const SlotRecord record = plan_.slot_records[slot];

@@ -14,13 +14,14 @@ public:
   // have, and a row of 7168 16-bit elements is under way at once.
   static constexpr int kStages = 7;
   static constexpr int kPieceBytes = 2048;
-  static constexpr int64_t kHalfBytes = kStages * kPieceBytes / 2; // of all stages: the pieces of plain copies
-  static constexpr size_t kSharedBytes = kStages * (kPieceBytes + sizeof(LoadBarrier));
+  static constexpr int64_t kStagesBytes = kStages * kPieceBytes;
+  static constexpr int64_t kHalfBytes = kStagesBytes / 2; // the pieces of plain copies
+  static constexpr size_t kSharedBytes = kStagesBytes + kStages * sizeof(LoadBarrier);
 
   // All lanes. `shared`: kSharedBytes for each warp of the block, 128 bytes aligned.
   __device__ RowStream(std::byte* shared, int warp, int num_warps)
-      : stages_(shared + warp * kStages * kPieceBytes),
-        barriers_(reinterpret_cast<LoadBarrier*>(shared + num_warps * kStages * kPieceBytes) + warp * kStages) {
+      : stages_(shared + warp * kStagesBytes),
+        barriers_(reinterpret_cast<LoadBarrier*>(shared + num_warps * kStagesBytes) + warp * kStages) {
     if (lane() == 0) {
 #pragma unroll 1
       for (int stage = 0; stage < kStages; ++stage)

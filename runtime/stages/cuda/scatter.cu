@@ -2,8 +2,8 @@
 // arrival. With few tokens dispatch does as dispatch_few.cuh says; else:
 //
 //   senders    A warp takes a token and stores its row once to each peer that it goes to: straight into the token's first
-//              live slot there when the receive rows lie in an allocation of the group, else into staging. Then it tells
-//              them.
+//              live slot there when the receive rows lie in an allocation of the group, else into staging.
+//   tellers    In each block with senders one warp tells the peers what has reached them (teller.cuh).
 //   receivers  Pads are cleared while the ranks meet. Then come the tokens of this rank, which need no peer. Then a warp
 //              takes a peer's token, waits for it alone, and serves all its slots here from one read of the row.
 #include <cmath>
@@ -17,6 +17,7 @@
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/row_stream.cuh"
 #include "runtime/stages/cuda/rows.cuh"
+#include "runtime/stages/cuda/teller.cuh"
 
 namespace epx::cuda {
 namespace {
@@ -54,52 +55,89 @@ __device__ Tag* arrival_at(const DeviceGroup& group, int receiver, int source, i
   return group.window().at<Tag>(receiver, group.context.layout.scatter_arrivals.offset) + index;
 }
 
-// One warp sends one token to all peers that have a live slot of it.
-__device__ void send_token(const DeviceGroup& group, const Movement& movement, RowStream& stream, const ScatterInput& input,
-                           int top_k, int64_t token) {
-  const Call& call = movement.call();
-  const WarpRoutes routes = movement.routes_of(token);
-  if (input.weights != nullptr)
-    for (int first = 0; first < top_k; first += kWarp)
-      if (const Route route = routes.own(first); route.rank != call.rank() && movement.is_live(route))
-        group.window().at<float>(route.rank, group.context.layout.scatter_weights.offset)[route.slot] =
-            input.weights[token * top_k + first + lane()];
-  for (int first = 0; first < call.num_ranks() - 1; first += kWarp) { // each lane speaks for one peer
-    const int peer = first + lane() < call.num_ranks() - 1 ? movement.peer_in_order(token, first + lane()) : -1;
-    int32_t first_slot = -1; // of the token on that peer, live or not: it names the staging row
-    int32_t first_live = -1;
+// Sends tokens, a warp one after the other, to all peers that have a live slot of them. A row has to be complete when the
+// next one is about to go; then it is posted to the teller.
+class Sender {
+public:
+  __device__ Sender(const DeviceGroup& group, const Movement& movement, RowStream& stream, const Teller& teller,
+                    const ScatterInput& input, int top_k)
+      : group_(group), movement_(movement), call_(movement.call()), stream_(stream), teller_(teller), input_(input),
+        top_k_(top_k) {}
+
+  __device__ void send(int64_t token) {
+    const WarpRoutes routes = movement_.routes_of(token);
+    if (input_.weights != nullptr) send_weights(token, routes);
+    for (int first = 0; first < call_.num_ranks() - 1; first += kWarp) { // each lane speaks for one peer
+      const int peer = first + lane() < call_.num_ranks() - 1 ? movement_.peer_in_order(token, first + lane()) : -1;
+      int32_t first_slot = -1; // of the token on that peer, live or not: it names the staging row
+      int32_t first_live = -1;
 #pragma unroll 1
-    for (int i = 0; i < kWarp && first + i < call.num_ranks() - 1; ++i) {
-      const int rank = from_lane(peer, i);
+      for (int i = 0; i < kWarp && first + i < call_.num_ranks() - 1; ++i) {
+        const int rank = from_lane(peer, i);
 #pragma unroll 1
-      for (int k = top_k > kWarp ? kWarp : 0; k >= 0; k -= kWarp) { // lower k win
-        const Route route = routes.own(k);
-        const bool goes_there = route.slot >= 0 && route.rank == rank;
-        const unsigned kept = __ballot_sync(~0u, goes_there ? 1 : 0);
-        const unsigned live = __ballot_sync(~0u, goes_there && movement.is_live(route) ? 1 : 0);
-        const int32_t kept_slot = from_lane(route.slot, kept != 0 ? lowest_bit(kept) : 0);
-        const int32_t live_slot = from_lane(route.slot, live != 0 ? lowest_bit(live) : 0);
-        if (lane() == i && kept != 0) first_slot = kept_slot;
-        if (lane() == i && live != 0) first_live = live_slot;
+        for (int k = top_k_ > kWarp ? kWarp : 0; k >= 0; k -= kWarp) { // lower k win
+          const Route route = routes.own(k);
+          const bool goes_there = route.slot >= 0 && route.rank == rank;
+          const unsigned kept = __ballot_sync(~0u, goes_there ? 1 : 0);
+          const unsigned live = __ballot_sync(~0u, goes_there && movement_.is_live(route) ? 1 : 0);
+          const int32_t kept_slot = from_lane(route.slot, kept != 0 ? lowest_bit(kept) : 0);
+          const int32_t live_slot = from_lane(route.slot, live != 0 ? lowest_bit(live) : 0);
+          if (lane() == i && kept != 0) first_slot = kept_slot;
+          if (lane() == i && live != 0) first_live = live_slot;
+        }
       }
+      if (__any_sync(~0u, first_live >= 0 ? 1 : 0) != 0) send_to(peer, token, first_slot, first_live);
     }
+  }
+
+  __device__ void finish() {
+    finish_row();
+    teller_.close();
+  }
+
+private:
+  __device__ void send_weights(int64_t token, const WarpRoutes& routes) const {
+    for (int first = 0; first < top_k_; first += kWarp)
+      if (const Route route = routes.own(first); route.rank != call_.rank() && movement_.is_live(route))
+        group_.window().at<float>(route.rank, group_.context.layout.scatter_weights.offset)[route.slot] =
+            input_.weights[token * top_k_ + first + lane()];
+  }
+
+  // Each lane names a peer and the token's first slots there; some are live.
+  __device__ void send_to(int peer, int64_t token, int32_t first_slot, int32_t first_live) {
     std::byte* row = nullptr;
     std::byte* sidecar = nullptr;
     Tag* arrival = nullptr;
     if (first_live >= 0) {
       const int64_t staging_row =
-          scatter_staging_row(group.context.layout, group.context.shape, call.rank(), token, first_slot);
-      row = movement.has_reachable_rows(peer) ? movement.rows_of(peer) + first_live * input.row_bytes
-                                              : staged_row(group, peer, staging_row);
-      if (input.sidecar_bytes > 0) sidecar = staged_sidecar(group, peer, staging_row);
-      arrival = arrival_at(group, peer, call.rank(), token);
+          scatter_staging_row(group_.context.layout, group_.context.shape, call_.rank(), token, first_slot);
+      row = movement_.has_reachable_rows(peer) ? movement_.rows_of(peer) + first_live * input_.row_bytes
+                                               : staged_row(group_, peer, staging_row);
+      if (input_.sidecar_bytes > 0) sidecar = staged_sidecar(group_, peer, staging_row);
+      arrival = arrival_at(group_, peer, call_.rank(), token);
     }
-    begin_to_spread_row(stream, input.rows + token * input.row_bytes, input.row_bytes, row);
-    if (input.sidecar_bytes > 0) spread_row(input.sidecar + token * input.sidecar_bytes, input.sidecar_bytes, sidecar);
-    stream.finish(); // what all lanes have stored comes before what each of them tells
-    if (arrival != nullptr) call.tell_arrival(arrival);
+    finish_row();
+    untold_ = arrival;
+    begin_to_spread_row(stream_, input_.rows + token * input_.row_bytes, input_.row_bytes, row);
+    if (input_.sidecar_bytes > 0) spread_row(input_.sidecar + token * input_.sidecar_bytes, input_.sidecar_bytes, sidecar);
   }
-}
+  // The one before, if there is one.
+  __device__ void finish_row() {
+    stream_.finish();
+    teller_.post(static_cast<int>(threadIdx.x) / kWarp, turn_, untold_);
+    turn_ ^= 1;
+  }
+
+  const DeviceGroup& group_;
+  const Movement& movement_;
+  const Call& call_;
+  RowStream& stream_;
+  const Teller& teller_;
+  const ScatterInput& input_;
+  int top_k_;
+  int turn_ = 0;          // of the next post
+  Tag* untold_ = nullptr; // each lane's, of the last row
+};
 
 // A token that is here.
 struct Arrival {
@@ -215,7 +253,7 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
 // Begins to zero what lies between the zones.
 template <typename Receiver>
 __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, RowStream& stream, const Receiver& receiver,
-                           const Role& role) {
+                           const Share& share) {
   const HandleReader& plan = movement.plan();
   const ExpertBlocks experts{group.context.shape.num_experts, group.context.shape.num_ranks};
   const auto most = static_cast<uint32_t>(receiver.call.alignment - 1); // of each zone
@@ -224,10 +262,10 @@ __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, R
   const bool by_stream = !is_ragged(reinterpret_cast<uint64_t>(receiver.rows()), row_bytes);
   if (by_stream) stream.make_zeros();
 #pragma unroll 1
-  for (uint32_t first = 0; first < pads; first += static_cast<uint32_t>(role.count) * kWarp) {
+  for (uint32_t first = 0; first < pads; first += static_cast<uint32_t>(share.count) * kWarp) {
     // A lane looks at one that may be there; neighbours are in different warps.
     const uint32_t pad =
-        first + static_cast<uint32_t>(lane()) * static_cast<uint32_t>(role.count) + static_cast<uint32_t>(role.index);
+        first + static_cast<uint32_t>(lane()) * static_cast<uint32_t>(share.count) + static_cast<uint32_t>(share.index);
     int32_t slot = -1;
     if (pad < pads) {
       const uint32_t zone = pad / most;
@@ -243,21 +281,16 @@ __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, R
   }
 }
 
-// Tokens of this rank; needs no peer.
+// Tokens of this rank first: they need no peer.
 template <typename Receiver>
-__device__ void receive_own(const DeviceGroup& group, const Movement& movement, RowStream& stream,
-                            const ScatterInput& input, const Receiver& receiver, const Role& role) {
+__device__ void receive(const DeviceGroup& group, const Movement& movement, RowStream& stream, const ScatterInput& input,
+                        const Receiver& receiver, const Share& share) {
 #pragma unroll 1
-  for (int64_t token = role.count - 1 - role.index; token < receiver.call.num_tokens; token += role.count)
+  for (int64_t token = share.count - 1 - share.index; token < receiver.call.num_tokens; token += share.count)
     receive_token(group, movement, stream, input, receiver, group.context.rank, token);
-}
-
-template <typename Receiver>
-__device__ void receive_from_peers(const DeviceGroup& group, const Movement& movement, RowStream& stream,
-                                   const ScatterInput& input, const Receiver& receiver, const Role& role) {
   const int64_t num_peer_tokens = movement.num_peer_tokens();
 #pragma unroll 1
-  for (int64_t index = role.index; index < num_peer_tokens; index += role.count) {
+  for (int64_t index = share.index; index < num_peer_tokens; index += share.count) {
     const Movement::PeerToken peer = movement.peer_token(index);
     if (peer.token < movement.tokens_of(peer.rank) &&
         !receive_token(group, movement, stream, input, receiver, peer.rank, peer.token))
@@ -267,6 +300,13 @@ __device__ void receive_from_peers(const DeviceGroup& group, const Movement& mov
 
 __device__ RowStream stream_of_warp() {
   return {dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp};
+}
+
+// Of a block with senders. The teller's warp needs no stream: the mailbox lies where that would have its rows.
+__device__ Teller teller_of_block(const Division& division, int num_ranks) {
+  static_assert(Teller::kSharedBytes <= RowStream::kStagesBytes);
+  std::byte* const shared = dynamic_shared_memory<std::byte>() + (kThreads / kWarp - 1) * RowStream::kStagesBytes;
+  return {shared, division.sender_warps, min(num_ranks - 1, kWarp)};
 }
 
 __device__ bool has_ragged_rows(const DispatchCall& call) {
@@ -281,7 +321,7 @@ __device__ void scatter_few(const ScatterParams& params, const DispatchReceiver&
   const FewDispatch<kRagged> dispatch(params.group, movement, receiver.call);
   if (dispatch.clears_pads()) {
     RowStream stream = stream_of_warp();
-    clear_pads(params.group, movement, stream, receiver, dispatch.pad_role());
+    clear_pads(params.group, movement, stream, receiver, dispatch.pad_share());
     stream.finish();
     return;
   }
@@ -313,21 +353,27 @@ __global__ void __launch_bounds__(kThreads)
   }
   RowStream stream = stream_of_warp();
   const Role role = role_of_warp(params.division, group.context.shape.num_ranks);
-  if (role.receives && movement.is_usable())
+  if (role.job == Job::receive && movement.is_usable())
     clear_pads(group, movement, stream, receiver, role); // needs no peer: while the ranks meet
+  const Teller teller = teller_of_block(params.division, group.context.shape.num_ranks);
+  if (role.job == Job::tell) teller.clear();
   if (!movement.begin(params.offer)) {
     stream.finish();
     return;
   }
-  if (role.sends) {
+  if (role.job == Job::send) {
+    Sender sender(group, movement, stream, teller, params.input, receiver.call.top_k);
 #pragma unroll 1
     for (int64_t token = role.index; token < receiver.call.num_tokens; token += role.count)
-      send_token(group, movement, stream, params.input, receiver.call.top_k, token);
+      sender.send(token);
+    sender.finish();
+  }
+  if (role.job == Job::tell) {
+    teller.run(movement.call());
     if (lane() == 0) movement.call().sent(static_cast<unsigned>(role.count));
   }
-  if (role.receives) {
-    receive_own(group, movement, stream, params.input, receiver, role);
-    receive_from_peers(group, movement, stream, params.input, receiver, role);
+  if (role.job == Job::receive) {
+    receive(group, movement, stream, params.input, receiver, role);
     stream.finish();
   }
 }

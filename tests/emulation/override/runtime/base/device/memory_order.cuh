@@ -70,6 +70,17 @@ void store_whole_relaxed_sys(Word* word, const Word& value) {
     std::atomic_ref(*reinterpret_cast<uint64_t*>(word)).store(std::bit_cast<uint64_t>(value), std::memory_order_relaxed);
 }
 
+inline void store_relaxed_sys(uint32_t* word, uint32_t value) {
+  std::atomic_ref(*word).store(value, std::memory_order_relaxed);
+}
+
+inline void fence_acq_rel_sys() {
+  std::atomic_thread_fence(std::memory_order_acq_rel);
+}
+inline void fence_acq_rel_block() {
+  std::atomic_thread_fence(std::memory_order_acq_rel);
+}
+
 inline void store_relaxed_sys(uint64_t* word, uint64_t value) {
   std::atomic_ref(*word).store(value, std::memory_order_relaxed);
 }
