@@ -107,6 +107,15 @@ struct FewSlots {
   __device__ int32_t operator[](int k) const { return from_lane(k < kWarp ? low : high, k % kWarp); }
 };
 
+// The first three slots of one token on this rank, live or not; -1: none.
+struct FirstSlots {
+  int32_t first = -1, second = -1, third = -1;
+
+  __device__ FirstSlots of_lane(int from) const {
+    return {from_lane(first, from), from_lane(second, from), from_lane(third, from)};
+  }
+};
+
 // One movement in progress, after its ranks have met.
 class Movement {
 public:
@@ -170,9 +179,31 @@ public:
     constexpr Route kNone{-1, -1, 0};
     return {lane() < args_.top_k ? routes[lane()] : kNone, lane() + kWarp < args_.top_k ? routes[lane() + kWarp] : kNone};
   }
+  // Each lane for a token of its own: one after the other they would wait for three loads each.
+  __device__ FirstSlots first_slots_of(int rank, int64_t token) const {
+    const auto next = [&](int32_t slot) { return slot >= 0 ? plan_.slot_records[slot].next_slot : -1; };
+    FirstSlots slots;
+    slots.first = head_of(rank, token);
+    slots.second = next(slots.first);
+    slots.third = next(slots.second);
+    return slots;
+  }
+  // All live slots of the token whose first are these.
+  __device__ TokenSlots slots_from(const FirstSlots& first) const {
+    TokenSlots found;
+    found.head = first.first;
+    const auto append = [&](int32_t slot) {
+      if (slot >= 0 && slot < args_.recv_rows) found.slots.append(slot);
+    };
+    append(first.first);
+    append(first.second);
+    for (int32_t slot = first.third; slot >= 0; slot = plan_.slot_records[slot].next_slot)
+      append(slot);
+    return found;
+  }
   __device__ OrderedTokenSlots slots_of(int rank, int64_t token) const {
     OrderedTokenSlots found;
-    found.head = plan_.heads[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
+    found.head = head_of(rank, token);
     for (int64_t slot = found.head; slot >= 0;) {
       const SlotRecord record = plan_.slot_records[slot];
       if (slot < args_.recv_rows) found.slots.append(static_cast<int32_t>(slot));
@@ -237,6 +268,9 @@ public:
   }
 
 private:
+  __device__ int32_t head_of(int rank, int64_t token) const {
+    return plan_.heads[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
+  }
   // What the host transport reports too, in the same order.
   __device__ __noinline__ void report() const {
     if (!is_usable_) {

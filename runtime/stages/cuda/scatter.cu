@@ -204,9 +204,9 @@ struct CombineBwdReceiver {
 // One warp serves the slots here of one token. False: the group has failed.
 template <typename Receiver>
 __device__ bool receive_token(const DeviceGroup& group, const Movement& movement, RowStream& stream,
-                              const ScatterInput& input, const Receiver& receiver, int source, int64_t token) {
+                              const ScatterInput& input, const Receiver& receiver, int source, int64_t token,
+                              const TokenSlots& found) {
   const int rank = group.context.rank;
-  const TokenSlots found = movement.slots_of(source, token);
   const WarpList<int32_t>& slots = found.slots;
   if (slots.size() == 0) return true;
   if (source != rank && !movement.is_active(source)) {
@@ -285,16 +285,22 @@ __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, R
 template <typename Receiver>
 __device__ void receive(const DeviceGroup& group, const Movement& movement, RowStream& stream, const ScatterInput& input,
                         const Receiver& receiver, const Share& share) {
+  const int64_t own = receiver.call.num_tokens;
+  const int64_t all = own + movement.num_peer_tokens();
 #pragma unroll 1
-  for (int64_t token = share.count - 1 - share.index; token < receiver.call.num_tokens; token += share.count)
-    receive_token(group, movement, stream, input, receiver, group.context.rank, token);
-  const int64_t num_peer_tokens = movement.num_peer_tokens();
+  for (int64_t next = share.index; next < all; next += kWarp * share.count) { // each lane looks a token up
+    const int64_t item = next + lane() * share.count;
+    Movement::PeerToken mine{group.context.rank, item};
+    if (item >= own && item < all) mine = movement.peer_token(item - own);
+    FirstSlots slots;
+    if (item < all && mine.token < movement.tokens_of(mine.rank)) slots = movement.first_slots_of(mine.rank, mine.token);
 #pragma unroll 1
-  for (int64_t index = share.index; index < num_peer_tokens; index += share.count) {
-    const Movement::PeerToken peer = movement.peer_token(index);
-    if (peer.token < movement.tokens_of(peer.rank) &&
-        !receive_token(group, movement, stream, input, receiver, peer.rank, peer.token))
-      return;
+    for (unsigned left = __ballot_sync(~0u, slots.first >= 0 ? 1 : 0); left != 0; left &= left - 1) {
+      const int one = lowest_bit(left);
+      if (!receive_token(group, movement, stream, input, receiver, from_lane(mine.rank, one), from_lane(mine.token, one),
+                         movement.slots_from(slots.of_lane(one))))
+        return;
+    }
   }
 }
 
