@@ -100,7 +100,8 @@ public:
     if (lane() == 0 && atomicAdd(&warps_sent(), 1) == warps - 1) sent(gridDim.x);
   }
 
-  // Every sender, after its last store to a peer; there are `senders` in the grid. One thread of each.
+  // Every sender, or whoever tells for some, after its last store to a peer; there are `senders` in the grid. One thread of
+  // each.
   __device__ void sent(unsigned senders) const {
     if (atomicInc(&group_.state->senders_done, senders - 1) != senders - 1) return;
     for (int peer = 0; peer < num_ranks(); ++peer)

@@ -60,9 +60,10 @@ private:
   }
 
   __device__ void send_token(int home, int64_t token) const {
-    const OrderedTokenSlots found = movement_.slots_of(home, token);
+    const TokenSlots found = movement_.slots_from(movement_.first_slots_of(home, token));
     const WarpList<int32_t>& slots = found.slots;
     if (slots.size() == 0) return;
+    const int order = movement_.plan().slot_records[found.head].order; // of this rank among those that it goes to
     const float* const weights = params_.carried_weights != nullptr ? params_.carried_weights
                                  : is_exact_                        ? params_.row_weights
                                                                     : nullptr;
@@ -77,11 +78,11 @@ private:
         for (int i = first; i < slots.size() && i < first + kWarp; ++i)
           terms.append(row_of(from_lane(mine, i % kWarp)), from_lane(weight, i % kWarp));
       }
-      const int64_t row = partial_staging_row(group_.context.shape, token, args_.top_k, found.order);
+      const int64_t row = partial_staging_row(group_.context.shape, token, args_.top_k, order);
       sum_rows<false>(stream_, terms, staged_row(home, row), args_.hidden);
     }
     stream_.finish(); // what all lanes have stored comes before what one tells
-    if (lane() == 0) call_.tell_arrival(arrival_at(home, token, found.order));
+    if (lane() == 0) call_.tell_arrival(arrival_at(home, token, order));
   }
 
   // Each lane names a slot, or -1. Precision exact: their rows travel; and their weights, if there are any.

@@ -90,9 +90,6 @@ struct TokenSlots {
   WarpList<int32_t> slots;
   int32_t head = -1; // the first slot, live or not; -1: none
 };
-struct OrderedTokenSlots : TokenSlots {
-  int order = 0; // of this rank among those that the token goes to
-};
 
 // The same with few tokens, by k, a lane each; the second 32 likewise. -1: none there.
 struct FewSlots {
@@ -179,11 +176,11 @@ public:
     constexpr Route kNone{-1, -1, 0};
     return {lane() < args_.top_k ? routes[lane()] : kNone, lane() + kWarp < args_.top_k ? routes[lane() + kWarp] : kNone};
   }
-  // Each lane for a token of its own: one after the other they would wait for three loads each.
+  // Each lane may ask for a token of its own: one after the other they would wait for three loads each.
   __device__ FirstSlots first_slots_of(int rank, int64_t token) const {
     const auto next = [&](int32_t slot) { return slot >= 0 ? plan_.slot_records[slot].next_slot : -1; };
     FirstSlots slots;
-    slots.first = head_of(rank, token);
+    slots.first = plan_.heads[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
     slots.second = next(slots.first);
     slots.third = next(slots.second);
     return slots;
@@ -199,17 +196,6 @@ public:
     append(first.second);
     for (int32_t slot = first.third; slot >= 0; slot = plan_.slot_records[slot].next_slot)
       append(slot);
-    return found;
-  }
-  __device__ OrderedTokenSlots slots_of(int rank, int64_t token) const {
-    OrderedTokenSlots found;
-    found.head = head_of(rank, token);
-    for (int64_t slot = found.head; slot >= 0;) {
-      const SlotRecord record = plan_.slot_records[slot];
-      if (slot < args_.recv_rows) found.slots.append(static_cast<int32_t>(slot));
-      found.order = record.order;
-      slot = record.next_slot;
-    }
     return found;
   }
   __device__ FewSlots few_slots_of(int rank, int64_t token) const {
@@ -268,9 +254,6 @@ public:
   }
 
 private:
-  __device__ int32_t head_of(int rank, int64_t token) const {
-    return plan_.heads[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
-  }
   // What the host transport reports too, in the same order.
   __device__ __noinline__ void report() const {
     if (!is_usable_) {
