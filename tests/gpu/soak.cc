@@ -30,17 +30,13 @@ struct Subject {
   std::unique_ptr<Graph> graph;
   std::vector<ResidentLayer::SnapshotOwner> inputs;
 
-  void call() const {
-    layer->forward();
-    layer->backward();
-  }
-  // Each movement of the forward twice: nothing else comes between two calls that use the same staging.
-  void call_twice() const {
+  // Each movement of the forward so often: nothing else comes between calls that use the same staging.
+  void call(int times = 1) const {
     layer->prepare();
-    layer->dispatch();
-    layer->dispatch();
-    layer->combine();
-    layer->combine();
+    for (int i = 0; i < times; ++i)
+      layer->dispatch();
+    for (int i = 0; i < times; ++i)
+      layer->combine();
     layer->backward();
   }
 };
@@ -90,14 +86,12 @@ void soak(const RankContext& context, uint64_t iterations, uint64_t seed) {
       const Subject& subject = subjects[rng.below(subjects.size())];
       const ResidentLayer::Snapshot& input = *subject.inputs[rng.below(subject.inputs.size())];
       const bool replays = rng.chance(50);
-      const bool doubles = rng.chance(50);
+      const int times = rng.chance(50) ? 2 : 1;
       subject.layer->restore_inputs(input);
       if (replays)
         subject.graph->launch();
-      else if (doubles)
-        subject.call_twice();
       else
-        subject.call();
+        subject.call(times);
       subject.layer->count_wrong(input, wrong_bytes);
       if (iteration % kLookEvery != 0) continue;
       context.device->read(&wrong, wrong_bytes, sizeof(wrong));

@@ -22,7 +22,7 @@ struct GroupCase {
   epx_combine_precision precision = EPX_COMBINE_WIRE;
   epx_overflow overflow = EPX_OVERFLOW_ERROR;
   epx_transport transport = EPX_TRANSPORT_HOST;
-  int num_comm_sms = 0;
+  int num_comm_sms = 0; // 0: all
   int64_t timeout_ms = 60'000;
 };
 
