@@ -100,6 +100,10 @@ public:
     if (lane() == 0 && atomicAdd(&warps_sent(), 1) == warps - 1) sent(gridDim.x);
   }
 
+  // All lanes: 0, 1, ..., each for one of the warps of this rank's grid that ask.
+  __device__ int64_t claim_to_send() const { return claim(group_.state->claims[parity()].sent); }
+  __device__ int64_t claim_to_receive() const { return claim(group_.state->claims[parity()].received); }
+
   // Every sender, or whoever tells for some, after its last store to a peer; there are `senders` in the grid. One thread of
   // each.
   __device__ void sent(unsigned senders) const {
@@ -206,6 +210,13 @@ private:
     return warps;
   }
 
+  __device__ int64_t claim(unsigned long long& claimed) const {
+    dawdle();
+    unsigned long long number = 0;
+    if (lane() == 0) number = atomicAdd(&claimed, 1ull);
+    return static_cast<int64_t>(from_lane(number, 0));
+  }
+
   __device__ static int64_t parity_of(uint64_t sequence) {
     return static_cast<int64_t>(sequence & 1);
   }
@@ -268,8 +279,9 @@ private:
 
   // Every block once all its threads know the call's number: the last one makes it the last call begun.
   __device__ void begun() const {
-    if (threadIdx.x == blockDim.x - 1 && atomicInc(&group_.state->blocks_begun, gridDim.x - 1) == gridDim.x - 1)
-      group_.state->sequence = sequence_;
+    if (threadIdx.x != blockDim.x - 1 || atomicInc(&group_.state->blocks_begun, gridDim.x - 1) != gridDim.x - 1) return;
+    group_.state->sequence = sequence_;
+    group_.state->claims[parity_of(sequence_ + 1)] = {};
   }
 
   __device__ Flag* flag_at(int owner, const Region& region, int source) const {

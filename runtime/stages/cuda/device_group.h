@@ -53,9 +53,13 @@ struct DeviceState {
   uint64_t sequence; // of the last call that all blocks here have begun
   uint64_t num_events;
   uint64_t asked_host_at; // when a thread last asked whether the host wants an end; nanoseconds
-  uint32_t blocks_begun;  // of the call in progress, as the next: they count to their end and begin again
-  uint32_t senders_done;  // blocks of prepare, warps of a movement
-  uint32_t failed;        // 1: a block has taken it on itself to report a failure; kernels end at once
+  // Items of a movement that its warps have claimed, by parity of the call; each call clears those of the next.
+  struct Claims {
+    unsigned long long sent, received;
+  } claims[2];
+  uint32_t blocks_begun; // of the call in progress, as the next: they count to their end and begin again
+  uint32_t senders_done; // blocks of prepare, warps of a movement
+  uint32_t failed;       // 1: a block has taken it on itself to report a failure; kernels end at once
 };
 
 struct DeviceGroup {

@@ -29,18 +29,18 @@ public:
         stream_(stream), layout_(params.group.context.layout),
         is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {}
 
-  __device__ void send(const Share& share) const {
+  __device__ void send(const Role& role) const {
     const int64_t items = movement_.num_peer_tokens();
 #pragma unroll 1
-    for (int64_t item = share.index; item < items; item += share.count) {
+    for (int64_t item = role.index; item < items; item = movement_.next_item(role)) {
       const Movement::PeerToken peer = movement_.peer_token(item);
       if (movement_.is_active(peer.rank) && peer.token < movement_.tokens_of(peer.rank)) send_token(peer.rank, peer.token);
     }
   }
 
-  __device__ void sum(const Share& share) const {
+  __device__ void sum(const Role& role) const {
 #pragma unroll 1
-    for (int64_t token = share.index; token < args_.num_tokens; token += share.count)
+    for (int64_t token = role.index; token < args_.num_tokens; token = movement_.next_item(role))
       if (!sum_token(token)) return;
   }
 
@@ -60,7 +60,7 @@ private:
   }
 
   __device__ void send_token(int home, int64_t token) const {
-    const TokenSlots found = movement_.slots_from(movement_.first_slots_of(home, token));
+    const TokenSlots found = movement_.slots_of(home, token);
     const WarpList<int32_t>& slots = found.slots;
     if (slots.size() == 0) return;
     const int order = movement_.plan().slot_records[found.head].order; // of this rank among those that it goes to

@@ -104,15 +104,6 @@ struct FewSlots {
   __device__ int32_t operator[](int k) const { return from_lane(k < kWarp ? low : high, k % kWarp); }
 };
 
-// The first three slots of one token on this rank, live or not; -1: none.
-struct FirstSlots {
-  int32_t first = -1, second = -1, third = -1;
-
-  __device__ FirstSlots of_lane(int from) const {
-    return {from_lane(first, from), from_lane(second, from), from_lane(third, from)};
-  }
-};
-
 // One movement in progress, after its ranks have met.
 class Movement {
 public:
@@ -176,26 +167,11 @@ public:
     constexpr Route kNone{-1, -1, 0};
     return {lane() < args_.top_k ? routes[lane()] : kNone, lane() + kWarp < args_.top_k ? routes[lane() + kWarp] : kNone};
   }
-  // Each lane may ask for a token of its own: one after the other they would wait for three loads each.
-  __device__ FirstSlots first_slots_of(int rank, int64_t token) const {
-    const auto next = [&](int32_t slot) { return slot >= 0 ? plan_.slot_records[slot].next_slot : -1; };
-    FirstSlots slots;
-    slots.first = plan_.heads[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
-    slots.second = next(slots.first);
-    slots.third = next(slots.second);
-    return slots;
-  }
-  // All live slots of the token whose first are these.
-  __device__ TokenSlots slots_from(const FirstSlots& first) const {
+  __device__ TokenSlots slots_of(int rank, int64_t token) const {
     TokenSlots found;
-    found.head = first.first;
-    const auto append = [&](int32_t slot) {
-      if (slot >= 0 && slot < args_.recv_rows) found.slots.append(slot);
-    };
-    append(first.first);
-    append(first.second);
-    for (int32_t slot = first.third; slot >= 0; slot = plan_.slot_records[slot].next_slot)
-      append(slot);
+    found.head = plan_.heads[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
+    for (int32_t slot = found.head; slot >= 0; slot = plan_.slot_records[slot].next_slot)
+      if (slot < args_.recv_rows) found.slots.append(slot);
     return found;
   }
   __device__ FewSlots few_slots_of(int rank, int64_t token) const {
@@ -209,6 +185,11 @@ public:
   // Those of a token of this rank.
   __device__ FewSlots few_slots_here(const WarpRoutes& routes) const {
     return {is_live_here(routes.low) ? routes.low.slot : -1, is_live_here(routes.high) ? routes.high.slot : -1};
+  }
+  // Another item for a warp that is done with the last one; the first is its index in its share. Some warps have more of the
+  // wire and of memory than others.
+  __device__ int64_t next_item(const Role& role) const {
+    return role.count + (role.job == Job::send ? call_.claim_to_send() : call_.claim_to_receive());
   }
   // Tokens of a rank that may have slots here.
   __device__ int64_t tokens_of(int rank) const {

@@ -284,23 +284,17 @@ __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, R
 // Tokens of this rank first: they need no peer.
 template <typename Receiver>
 __device__ void receive(const DeviceGroup& group, const Movement& movement, RowStream& stream, const ScatterInput& input,
-                        const Receiver& receiver, const Share& share) {
+                        const Receiver& receiver, const Role& role) {
   const int64_t own = receiver.call.num_tokens;
   const int64_t all = own + movement.num_peer_tokens();
 #pragma unroll 1
-  for (int64_t next = share.index; next < all; next += kWarp * share.count) { // each lane looks a token up
-    const int64_t item = next + lane() * share.count;
-    Movement::PeerToken mine{group.context.rank, item};
-    if (item >= own && item < all) mine = movement.peer_token(item - own);
-    FirstSlots slots;
-    if (item < all && mine.token < movement.tokens_of(mine.rank)) slots = movement.first_slots_of(mine.rank, mine.token);
-#pragma unroll 1
-    for (unsigned left = __ballot_sync(~0u, slots.first >= 0 ? 1 : 0); left != 0; left &= left - 1) {
-      const int one = lowest_bit(left);
-      if (!receive_token(group, movement, stream, input, receiver, from_lane(mine.rank, one), from_lane(mine.token, one),
-                         movement.slots_from(slots.of_lane(one))))
-        return;
-    }
+  for (int64_t item = role.index; item < all; item = movement.next_item(role)) {
+    Movement::PeerToken token{group.context.rank, item};
+    if (item >= own) token = movement.peer_token(item - own);
+    if (token.token >= movement.tokens_of(token.rank)) continue;
+    if (!receive_token(group, movement, stream, input, receiver, token.rank, token.token,
+                       movement.slots_of(token.rank, token.token)))
+      return;
   }
 }
 
@@ -370,7 +364,7 @@ __global__ void __launch_bounds__(kThreads)
   if (role.job == Job::send) {
     Sender sender(group, movement, stream, teller, params.input, receiver.call.top_k);
 #pragma unroll 1
-    for (int64_t token = role.index; token < receiver.call.num_tokens; token += role.count)
+    for (int64_t token = role.index; token < receiver.call.num_tokens; token = movement.next_item(role))
       sender.send(token);
     sender.finish();
   }
