@@ -126,6 +126,9 @@ constexpr Waiting unpack_waiting(uint64_t word) {
   return {word >> 20, static_cast<epx_phase>(word >> 16 & 0xf), static_cast<int32_t>(word & 0xffff)};
 }
 
+// Of a row in gather, each told of on its own.
+constexpr int kMostRowParts = 2;
+
 struct WindowLayout {
   // Control.
   Region poison;   // Flag: packed Poison
@@ -146,7 +149,7 @@ struct WindowLayout {
   // Gather (combine, dispatch_bwd), stored by the expert's rank.
   Region gather_rows;     // [gather_staging_rows, row_stride]
   Region gather_weights;  // float [max_tokens * max_top_k], by (token, k)
-  Region gather_arrivals; // Tag [gather_staging_rows]: the last call in which the row came; kernels only
+  Region gather_arrivals; // Tag [gather_staging_rows, kMostRowParts]: the last call in which a part came; kernels only
   // The same two with few tokens, by parity of the call: who stores there need not know where the peer is. Kernels only;
   // those of the gather in precision wire only.
   Region
@@ -211,7 +214,7 @@ inline WindowLayout make_window_layout(const GroupShape& shape) {
   append(layout.scatter_arrivals, ranks * tokens, sizeof(Tag));
   append(layout.gather_rows, layout.gather_staging_rows, layout.row_stride);
   append(layout.gather_weights, tokens * shape.max_top_k, sizeof(float));
-  append(layout.gather_arrivals, layout.gather_staging_rows, sizeof(Tag));
+  append(layout.gather_arrivals, layout.gather_staging_rows * kMostRowParts, sizeof(Tag));
   const int64_t few = 2 * layout.few_tokens;
   append(layout.few_scatter_rows, checked_mul(few * ranks, layout.few_strips * kStripWords, what), sizeof(TaggedTriple));
   append(layout.few_scatter_weights, few * ranks * shape.max_top_k, sizeof(TaggedCount));

@@ -23,6 +23,7 @@ namespace {
 
 constexpr int kInputs = 12;            // of each layer
 constexpr uint64_t kLookEvery = 1'000; // iterations
+constexpr int kLongRow = 3104;         // elements, which gather moves in parts
 
 // A layer, its graph, and what it holds with each of its inputs.
 struct Subject {
@@ -71,11 +72,15 @@ void soak(const RankContext& context, uint64_t iterations, uint64_t seed) {
   for (const Kind& kind : kKinds) {
     GroupCase group_case = small_group(context, kind.precision);
     group_case.num_comm_sms = kind.num_comm_sms;
+    group_case.hidden_dim = kLongRow;
     GroupRun group(context, group_case);
     std::vector<Subject> subjects;
     subjects.push_back(make_subject(context, group, small_layer(3, 16, RoutingStyle::uniform), true, seed));
     subjects.push_back(make_subject(context, group, small_layer(4, 1, RoutingStyle::uniform), false, seed + 1000));
     subjects.push_back(make_subject(context, group, small_layer(1, 8, RoutingStyle::uniform), true, seed + 2000));
+    LayerCase with_long_rows = small_layer(4, 8, RoutingStyle::uniform);
+    with_long_rows.hidden = with_long_rows.combine_hidden = kLongRow;
+    subjects.push_back(make_subject(context, group, with_long_rows, true, seed + 3000));
 
     std::byte* const memory = context.device->allocate(sizeof(unsigned long long));
     auto* const wrong_bytes = reinterpret_cast<unsigned long long*>(memory);

@@ -28,6 +28,8 @@ int random_hidden(Rng& rng) {
     return rng.pick({8, 16, 64, 128});
   case 3:
     return rng.pick({3, 7, 31, 33, 127});
+  case 4:
+    return rng.chance(50) ? rng.pick({1601, 2060, 3104, 4097}) : 512; // rows that are moved in parts
   default:
     return static_cast<int>(rng.between(1, 60));
   }

@@ -1,10 +1,14 @@
 // Gather: rows go from slots to their tokens' home ranks and are summed. combine weighs them; dispatch_bwd does not, and
 // brings the weights' gradients along. With few tokens see gather_few.cuh; else:
 //
-//   senders    A warp takes a peer's token that has slots here. Precision wire: it sums them and stores one partial row
-//              into the home rank's staging. Precision exact: it stores each row there. Then it tells the home rank.
-//   receivers  A warp takes a token of this rank, waits for the peers that it goes to, and sums what has come home with
-//              the rows of this rank's own slots, which go nowhere.
+//   senders    A warp takes part of the rows of a peer's token that has slots here. Precision wire: it sums them and stores
+//              a partial row into the home rank's staging. Precision exact: it stores each row there. Then it tells the
+//              home rank.
+//   receivers  A warp takes a part of a token of this rank, waits for the peers that the token goes to, and sums what has
+//              come home with the rows of this rank's own slots, which go nowhere.
+//
+// Rows in parts, since all senders' rows are under way together: the smaller what a warp takes, the earlier the first ones
+// arrive, and the less is left to do for receivers when the last have come.
 #include <cmath>
 
 #include "runtime/stages/cuda/kernels.h"
@@ -27,39 +31,65 @@ public:
   __device__ Gather(const GatherParams& params, const Movement& movement, RowStream& stream)
       : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()),
         stream_(stream), layout_(params.group.context.layout),
-        is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {}
+        is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {
+    constexpr int64_t kPiece = RowStream::kPieceBytes / sizeof(T);
+    const int64_t pieces = (args_.hidden + kPiece - 1) / kPiece;
+    num_parts_ = pieces < kFewestPieces ? 1 : kMostRowParts;
+    part_size_ = (pieces + num_parts_ - 1) / num_parts_ * kPiece;
+  }
+
+  // What a warp takes of a row, one of num_parts_: elements [first, first + size).
+  struct Part {
+    int index;
+    int64_t first;
+    int64_t size;
+  };
 
   __device__ void send(const Role& role) const {
-    const int64_t items = movement_.num_peer_tokens();
+    const int64_t items = movement_.num_peer_tokens() * num_parts_;
 #pragma unroll 1
     for (int64_t item = role.index; item < items; item = movement_.next_item(role)) {
-      const Movement::PeerToken peer = movement_.peer_token(item);
-      if (movement_.is_active(peer.rank) && peer.token < movement_.tokens_of(peer.rank)) send_token(peer.rank, peer.token);
+      const Movement::PeerToken peer = movement_.peer_token(token_of(item));
+      if (movement_.is_active(peer.rank) && peer.token < movement_.tokens_of(peer.rank))
+        send_part(peer.rank, peer.token, part_of(item));
     }
   }
 
   __device__ void sum(const Role& role) const {
+    const int64_t items = args_.num_tokens * num_parts_;
 #pragma unroll 1
-    for (int64_t token = role.index; token < args_.num_tokens; token = movement_.next_item(role))
-      if (!sum_token(token)) return;
+    for (int64_t item = role.index; item < items; item = movement_.next_item(role))
+      if (!sum_part(token_of(item), part_of(item))) return;
   }
 
 private:
-  __device__ const T* row_of(int64_t slot) const {
-    return reinterpret_cast<const T*>(params_.rows) + slot * args_.hidden;
+  static constexpr int kFewestPieces = 4; // of a row in parts
+
+  // Items are the parts of the first token, of the second, and so on.
+  __device__ int64_t token_of(int64_t item) const {
+    return num_parts_ == 1 ? item : item / kMostRowParts;
   }
-  __device__ T* staged_row(int owner, int64_t row) const {
-    return group_.window().at<T>(owner, layout_.gather_rows.offset + row * layout_.row_stride);
+  __device__ Part part_of(int64_t item) const {
+    const int index = num_parts_ == 1 ? 0 : static_cast<int>(item % kMostRowParts);
+    const int64_t first = index * part_size_;
+    return {index, first, min(args_.hidden - first, part_size_)};
+  }
+
+  __device__ const T* row_of(int64_t slot, const Part& part) const {
+    return reinterpret_cast<const T*>(params_.rows) + slot * args_.hidden + part.first;
+  }
+  __device__ T* staged_row(int owner, int64_t row, const Part& part) const {
+    return group_.window().at<T>(owner, layout_.gather_rows.offset + row * layout_.row_stride) + part.first;
   }
   __device__ float* staged_weights(int owner) const {
     return group_.window().at<float>(owner, layout_.gather_weights.offset);
   }
-  __device__ Tag* arrival_at(int owner, int64_t token, int order) const {
+  __device__ Tag* arrival_at(int owner, int64_t token, int order, const Part& part) const {
     return group_.window().at<Tag>(owner, layout_.gather_arrivals.offset) +
-           partial_staging_row(group_.context.shape, token, args_.top_k, order);
+           partial_staging_row(group_.context.shape, token, args_.top_k, order) * kMostRowParts + part.index;
   }
 
-  __device__ void send_token(int home, int64_t token) const {
+  __device__ void send_part(int home, int64_t token, const Part& part) const {
     const TokenSlots found = movement_.slots_of(home, token);
     const WarpList<int32_t>& slots = found.slots;
     if (slots.size() == 0) return;
@@ -67,34 +97,34 @@ private:
     const float* const weights = params_.carried_weights != nullptr ? params_.carried_weights
                                  : is_exact_                        ? params_.row_weights
                                                                     : nullptr;
-    if (is_exact_ || weights != nullptr)
+    if (is_exact_ || (weights != nullptr && part.index == 0))
       for (int first = 0; first < slots.size(); first += kWarp)
-        send_routes(home, token, slots.has_own(first) ? slots.own(first) : -1, weights);
+        send_routes(home, token, part, slots.has_own(first) ? slots.own(first) : -1, weights);
     if (!is_exact_) {
       Terms<T> terms;
       for (int first = 0; first < slots.size(); first += kWarp) {
         const int32_t mine = slots.has_own(first) ? slots.own(first) : -1;
         const float weight = weight_of(mine);
         for (int i = first; i < slots.size() && i < first + kWarp; ++i)
-          terms.append(row_of(from_lane(mine, i % kWarp)), from_lane(weight, i % kWarp));
+          terms.append(row_of(from_lane(mine, i % kWarp), part), from_lane(weight, i % kWarp));
       }
       const int64_t row = partial_staging_row(group_.context.shape, token, args_.top_k, order);
-      sum_rows<false>(stream_, terms, staged_row(home, row), args_.hidden);
+      sum_rows<false>(stream_, terms, staged_row(home, row, part), part.size);
     }
     stream_.finish(); // what all lanes have stored comes before what one tells
-    if (lane() == 0) call_.tell_arrival(arrival_at(home, token, order));
+    if (lane() == 0) call_.tell_arrival(arrival_at(home, token, order, part));
   }
 
-  // Each lane names a slot, or -1. Precision exact: their rows travel; and their weights, if there are any.
-  __device__ void send_routes(int home, int64_t token, int32_t slot, const float* weights) const {
+  // Each lane names a slot, or -1. Precision exact: their rows travel. Their weights do, if there are any.
+  __device__ void send_routes(int home, int64_t token, const Part& part, int32_t slot, const float* weights) const {
     const int64_t route = slot >= 0 ? route_index(token, args_.top_k, movement_.plan().slot_records[slot].k) : 0;
     if (weights != nullptr && slot >= 0) staged_weights(home)[route] = weights[slot];
     if (!is_exact_) return;
     for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1) {
       const int one = lowest_bit(left);
-      begin_to_spread_row(stream_, reinterpret_cast<const std::byte*>(row_of(from_lane(slot, one))),
-                          args_.hidden * static_cast<int64_t>(sizeof(T)),
-                          lane() == one ? reinterpret_cast<std::byte*>(staged_row(home, route)) : nullptr);
+      begin_to_spread_row(stream_, reinterpret_cast<const std::byte*>(row_of(from_lane(slot, one), part)),
+                          part.size * static_cast<int64_t>(sizeof(T)),
+                          lane() == one ? reinterpret_cast<std::byte*>(staged_row(home, route, part)) : nullptr);
     }
   }
 
@@ -102,31 +132,33 @@ private:
   __device__ float weight_of(int32_t slot) const {
     return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
   }
-  __device__ bool sum_token(int64_t token) const {
+  __device__ bool sum_part(int64_t token, const Part& part) const {
     const WarpRoutes routes = movement_.routes_of(token);
     const uint64_t live = routes.mask_of([&](const Route& route) { return movement_.is_live(route); });
     const uint64_t own = live & routes.mask_of([&](const Route& route) { return route.rank == call_.rank(); });
-    if (!wait_for_peers(token, routes, live & ~own)) return false;
-    const Terms<T> terms = is_exact_ ? terms_of_routes(token, routes, live, own) : terms_of_ranks(token, routes, live, own);
-    sum_rows<true>(stream_, terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden, args_.hidden);
-    if (params_.carried_out != nullptr) collect_weights(token, routes, live);
-    if (call_.poisons_staging()) poison_staging(token);
+    if (!wait_for_peers(token, part, routes, live & ~own)) return false;
+    const Terms<T> terms =
+        is_exact_ ? terms_of_routes(token, part, routes, live, own) : terms_of_ranks(token, part, routes, live, own);
+    sum_rows<true>(stream_, terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden + part.first, part.size);
+    if (params_.carried_out != nullptr && part.index == 0) collect_weights(token, routes, live);
+    if (call_.poisons_staging()) poison_staging(token, part);
     return true;
   }
 
   // Each lane for the ranks of its routes. `awaited`: a bit for each route.
-  __device__ bool wait_for_peers(int64_t token, const WarpRoutes& routes, uint64_t awaited) const {
+  __device__ bool wait_for_peers(int64_t token, const Part& part, const WarpRoutes& routes, uint64_t awaited) const {
     bool ok = true;
     for (int first = 0; first < args_.top_k; first += kWarp)
       if (const Route route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
-        ok = call_.wait_for_arrival(arrival_at(call_.rank(), token, route.order), route.rank);
+        ok = call_.wait_for_arrival(arrival_at(call_.rank(), token, route.order, part), route.rank);
     const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
     __syncwarp(); // every lane sees what each has acquired
     return all;
   }
 
   // In k order.
-  __device__ Terms<T> terms_of_routes(int64_t token, const WarpRoutes& routes, uint64_t live, uint64_t own) const {
+  __device__ Terms<T> terms_of_routes(int64_t token, const Part& part, const WarpRoutes& routes, uint64_t live,
+                                      uint64_t own) const {
     const float* const weights = params_.row_weights != nullptr ? staged_weights(call_.rank()) : nullptr;
     Terms<T> terms;
     for (int first = 0; first < args_.top_k; first += kWarp) {
@@ -138,8 +170,8 @@ private:
         weight = weights[route_index(token, args_.top_k, first + lane())];
       for (int k = first; k < args_.top_k && k < first + kWarp; ++k) {
         if ((live >> k & 1) == 0) continue;
-        const T* const row =
-            (own >> k & 1) != 0 ? row_of(routes.slot(k)) : staged_row(call_.rank(), route_index(token, args_.top_k, k));
+        const T* const row = (own >> k & 1) != 0 ? row_of(routes.slot(k), part)
+                                                 : staged_row(call_.rank(), route_index(token, args_.top_k, k), part);
         terms.append(row, from_lane(weight, k % kWarp));
       }
     }
@@ -147,7 +179,8 @@ private:
   }
 
   // In rank order; the rows of this rank's own, which are the inner ones, in k order.
-  __device__ Terms<T> terms_of_ranks(int64_t token, const WarpRoutes& routes, uint64_t live, uint64_t own) const {
+  __device__ Terms<T> terms_of_ranks(int64_t token, const Part& part, const WarpRoutes& routes, uint64_t live,
+                                     uint64_t own) const {
     const float low_weight = weight_of((own >> lane() & 1) != 0 ? routes.low.slot : -1);
     const float high_weight = weight_of((own >> kWarp >> lane() & 1) != 0 ? routes.high.slot : -1);
     Terms<T> terms;
@@ -156,7 +189,7 @@ private:
     for (uint64_t left = own; left != 0; left &= left - 1) {
       const int k = lowest_bit(left);
       own_order = routes.order(k);
-      terms.append(row_of(routes.slot(k)), from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
+      terms.append(row_of(routes.slot(k), part), from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
     }
     terms.num_inner = terms.size();
     uint64_t orders = 0; // of the peers that have live slots, a bit each; it ascends with the rank
@@ -167,7 +200,7 @@ private:
     for (; orders != 0; orders &= orders - 1) {
       const int order = lowest_bit(orders);
       if (order < own_order) ++terms.own_position;
-      terms.append(staged_row(call_.rank(), partial_staging_row(group_.context.shape, token, args_.top_k, order)));
+      terms.append(staged_row(call_.rank(), partial_staging_row(group_.context.shape, token, args_.top_k, order), part));
     }
     return terms;
   }
@@ -185,11 +218,12 @@ private:
     }
   }
 
-  __device__ void poison_staging(int64_t token) const {
+  __device__ void poison_staging(int64_t token, const Part& part) const {
     const int per_token = is_exact_ ? args_.top_k : min(args_.top_k, call_.num_ranks());
     for (int64_t row = token * per_token; row < (token + 1) * per_token; ++row)
-      poison_row(reinterpret_cast<std::byte*>(staged_row(call_.rank(), row)),
-                 args_.hidden * static_cast<int64_t>(sizeof(T)));
+      poison_row(reinterpret_cast<std::byte*>(staged_row(call_.rank(), row, part)),
+                 part.size * static_cast<int64_t>(sizeof(T)));
+    if (num_parts_ > 1) return; // the weights are for the other part too
     for (int k = lane(); k < args_.top_k; k += kWarp)
       staged_weights(call_.rank())[route_index(token, args_.top_k, k)] = NAN;
   }
@@ -202,6 +236,8 @@ private:
   RowStream& stream_;
   const WindowLayout& layout_;
   bool is_exact_;
+  int num_parts_;
+  int64_t part_size_; // elements
 };
 
 template <typename T, bool kRagged>

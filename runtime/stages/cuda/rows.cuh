@@ -374,7 +374,6 @@ template <bool kHasInner, typename T, int kRuns>
 class RunSums {
 public:
   __device__ void add(const Terms<T>& terms, int term, float weight, const Run<T> (&runs)[kRuns]) {
-    if (term == 0) clear();
     if (kHasInner && term >= terms.num_inner && term - terms.num_inner == terms.own_position && terms.num_inner > 0)
       add_all(inner_, 1.0f);
     add_all(runs, weight);
@@ -391,14 +390,7 @@ public:
   __device__ Run<T> get(int i) const {
     return pack<T>(acc_[i]);
   }
-
-private:
-  template <int kCount>
-  __device__ void add_all(const Run<T> (&runs)[kCount], float weight) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      add_run(acc_[i], runs[i], weight);
-  }
+  // For the next sum.
   __device__ void clear() {
 #pragma unroll
     for (auto& of_run : acc_)
@@ -407,6 +399,13 @@ private:
         x = 0.0f;
   }
 
+private:
+  template <int kCount>
+  __device__ void add_all(const Run<T> (&runs)[kCount], float weight) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      add_run(acc_[i], runs[i], weight);
+  }
   float acc_[kRuns][kRun] = {};
   Run<T> inner_[kHasInner ? kRuns : 1] = {};
 };
@@ -449,6 +448,7 @@ __device__ inline void sum_rows(RowStream& stream, const Terms<T>& terms, T* to,
 #pragma unroll
         for (int stretch = 0; stretch < kStretchesOfPiece<T>; ++stretch)
           if (const uint32_t at = place_of_run<T>(stretch); at < piece_bytes) store_vector(target + at, sums.get(stretch));
+        sums.clear();
       });
 }
 
