@@ -126,7 +126,8 @@ constexpr Waiting unpack_waiting(uint64_t word) {
   return {word >> 20, static_cast<epx_phase>(word >> 16 & 0xf), static_cast<int32_t>(word & 0xffff)};
 }
 
-// Of a row in gather, each told of on its own.
+// Parts of a row that gather takes and tells of one by one. On 2 H200 combine (4096 tokens of 7168 bfloat16, top-8 of 256)
+// took 220 us with whole rows and 207 with halves; thirds and quarters took longer than halves.
 constexpr int kMostRowParts = 2;
 
 struct WindowLayout {

@@ -21,7 +21,8 @@
 namespace epx::test {
 namespace {
 
-constexpr int kInputs = 12;            // of each layer
+constexpr int kInputs = 12;            // of a layer
+constexpr int kInputsOfLongRows = 3;   // the oracle takes its time
 constexpr uint64_t kLookEvery = 1'000; // iterations
 constexpr int kLongRow = 3104;         // elements, which gather moves in parts
 
@@ -42,13 +43,13 @@ struct Subject {
   }
 };
 
-Subject make_subject(const RankContext& context, GroupRun& group, const LayerCase& layer_case, bool in_place,
+Subject make_subject(const RankContext& context, GroupRun& group, const LayerCase& layer_case, bool in_place, int inputs,
                      uint64_t seed) {
   Subject subject;
   subject.layer = std::make_unique<ResidentLayer>(group, layer_case, in_place);
   subject.graph = std::make_unique<Graph>(stream_of(context), [&] { subject.call(); });
   Rng rng(seed);
-  for (int i = 0; i < kInputs; ++i) {
+  for (int i = 0; i < inputs; ++i) {
     LayerCase routed = layer_case;
     routed.routing = rng.pick(
         {RoutingStyle::uniform, RoutingStyle::distinct, RoutingStyle::hot, RoutingStyle::skewed, RoutingStyle::repeated});
@@ -75,12 +76,15 @@ void soak(const RankContext& context, uint64_t iterations, uint64_t seed) {
     group_case.hidden_dim = kLongRow;
     GroupRun group(context, group_case);
     std::vector<Subject> subjects;
-    subjects.push_back(make_subject(context, group, small_layer(3, 16, RoutingStyle::uniform), true, seed));
-    subjects.push_back(make_subject(context, group, small_layer(4, 1, RoutingStyle::uniform), false, seed + 1000));
-    subjects.push_back(make_subject(context, group, small_layer(1, 8, RoutingStyle::uniform), true, seed + 2000));
+    subjects.push_back(make_subject(context, group, small_layer(3, 16, RoutingStyle::uniform), true, kInputs, seed));
+    subjects.push_back(make_subject(context, group, small_layer(4, 1, RoutingStyle::uniform), false, kInputs, seed + 1000));
+    subjects.push_back(make_subject(context, group, small_layer(1, 8, RoutingStyle::uniform), true, kInputs, seed + 2000));
     LayerCase with_long_rows = small_layer(4, 8, RoutingStyle::uniform);
     with_long_rows.hidden = with_long_rows.combine_hidden = kLongRow;
-    subjects.push_back(make_subject(context, group, with_long_rows, true, seed + 3000));
+    subjects.push_back(make_subject(context, group, with_long_rows, true, kInputsOfLongRows, seed + 3000));
+    LayerCase with_ragged_rows = small_layer(2, 1, RoutingStyle::uniform);
+    with_ragged_rows.hidden = with_ragged_rows.combine_hidden = kLongRow - 3;
+    subjects.push_back(make_subject(context, group, with_ragged_rows, false, kInputsOfLongRows, seed + 4000));
 
     std::byte* const memory = context.device->allocate(sizeof(unsigned long long));
     auto* const wrong_bytes = reinterpret_cast<unsigned long long*>(memory);

@@ -209,6 +209,31 @@ TEST_CASE("memory comes, goes and is refused") {
   });
 }
 
+TEST_CASE("memory goes between movements") {
+  Case c = base_case();
+  c.group.max_tokens = 24;
+  c.group.num_comm_sms = 1; // more tokens than warps
+  c.group.precision = EPX_COMBINE_EXACT;
+  const Workload work = make_workload(c.group, c.layer, 65);
+  on_every_rank([&](const RankContext& context) {
+    GroupRun group(context, c.group);
+    for (int i = 0; i < 3; ++i)
+      group.add_arena(1 << 12);
+    LayerRun layer(group, c.layer, Placement::plain, 66);
+    layer.prepare(work);
+    layer.combine_bwd(work);
+    group.free_arena(2);
+    layer.combine_bwd(work);
+    layer.combine(work);
+    group.free_arena(1);
+    layer.combine(work);
+    layer.dispatch_bwd(work);
+    group.free_arena(0);
+    layer.dispatch_bwd(work);
+    group.check_status();
+  });
+}
+
 TEST_CASE("a call that one rank has refused takes no part in the sequence") {
   Case c = base_case();
   const Workload work = make_workload(c.group, c.layer, 70);

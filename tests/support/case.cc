@@ -29,7 +29,7 @@ int random_hidden(Rng& rng) {
   case 3:
     return rng.pick({3, 7, 31, 33, 127});
   case 4:
-    return rng.chance(50) ? rng.pick({1601, 2060, 3104, 4097}) : 512; // rows that are moved in parts
+    return rng.pick({1601, 2060, 3104, 4097}); // gather takes such rows in parts
   default:
     return static_cast<int>(rng.between(1, 60));
   }

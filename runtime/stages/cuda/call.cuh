@@ -3,9 +3,9 @@
 //   post      one block tells every peer what this rank offers
 //   arrive    every block waits until all peers have. A peer that has arrived at call n has ended call n - 1, so its
 //             staging may be written, and its offer tells where else.
-//   ...       blocks, or some of their warps, store into the peers' windows. A movement tells of each token as it goes
-//             (tell_arrival; Teller), and other warps take it up at once (wait_for_arrival). What prepare stores is in words
-//             that tell of themselves (TaggedWord and its kin; wait_for_word).
+//   ...       blocks, or some of their warps, store into the peers' windows. A movement tells of each row as it goes
+//             (tell_arrival; Teller), and other warps take it up at once (wait_for_arrival). What prepare stores is in
+//             words that tell of themselves (TaggedWord and its kin; wait_for_word).
 //             With few tokens nothing is worth waiting for other warps, and each arrives on its own (arrive_alone).
 //   sent      the last sender to get here says so to every peer; only who asks why nothing comes wants to know
 //
@@ -100,7 +100,7 @@ public:
     if (lane() == 0 && atomicAdd(&warps_sent(), 1) == warps - 1) sent(gridDim.x);
   }
 
-  // All lanes: 0, 1, ..., each for one of the warps of this rank's grid that ask.
+  // All lanes: the next of 0, 1, ...; no two warps of this rank's grid get the same.
   __device__ int64_t claim_to_send() const { return claim(group_.state->claims[parity()].sent); }
   __device__ int64_t claim_to_receive() const { return claim(group_.state->claims[parity()].received); }
 
@@ -277,7 +277,8 @@ private:
     }
   }
 
-  // Every block once all its threads know the call's number: the last one makes it the last call begun.
+  // Every block once all its threads know the call's number: the last one makes it the last call begun, and clears the next
+  // call's claims.
   __device__ void begun() const {
     if (threadIdx.x != blockDim.x - 1 || atomicInc(&group_.state->blocks_begun, gridDim.x - 1) != gridDim.x - 1) return;
     group_.state->sequence = sequence_;

@@ -53,7 +53,8 @@ struct DeviceState {
   uint64_t sequence; // of the last call that all blocks here have begun
   uint64_t num_events;
   uint64_t asked_host_at; // when a thread last asked whether the host wants an end; nanoseconds
-  // Items of a movement that its warps have claimed, by parity of the call; each call clears those of the next.
+  // Items of a movement that its warps have claimed, after the first of each, by parity of the call: each call clears the
+  // other parity's, which nobody uses then. So does the host for the calls that it makes.
   struct Claims {
     unsigned long long sent, received;
   } claims[2];

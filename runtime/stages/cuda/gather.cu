@@ -1,14 +1,14 @@
 // Gather: rows go from slots to their tokens' home ranks and are summed. combine weighs them; dispatch_bwd does not, and
 // brings the weights' gradients along. With few tokens see gather_few.cuh; else:
 //
-//   senders    A warp takes part of the rows of a peer's token that has slots here. Precision wire: it sums them and stores
-//              a partial row into the home rank's staging. Precision exact: it stores each row there. Then it tells the
+//   senders    A warp takes a half of the rows of a peer's token that has slots here. Precision wire: it sums them and
+//              stores the sum into the home rank's staging. Precision exact: it stores each of them there. Then it tells the
 //              home rank.
-//   receivers  A warp takes a part of a token of this rank, waits for the peers that the token goes to, and sums what has
+//   receivers  A warp takes a half of a token of this rank, waits for the peers that the token goes to, and sums what has
 //              come home with the rows of this rank's own slots, which go nowhere.
 //
-// Rows in parts, since all senders' rows are under way together: the smaller what a warp takes, the earlier the first ones
-// arrive, and the less is left to do for receivers when the last have come.
+// Halves, since all senders' rows are under way together: the less a warp takes, the earlier the first ones arrive, and the
+// less is left to do for receivers when the last have come.
 #include <cmath>
 
 #include "runtime/stages/cuda/kernels.h"
@@ -38,13 +38,6 @@ public:
     part_size_ = (pieces + num_parts_ - 1) / num_parts_ * kPiece;
   }
 
-  // What a warp takes of a row, one of num_parts_: elements [first, first + size).
-  struct Part {
-    int index;
-    int64_t first;
-    int64_t size;
-  };
-
   __device__ void send(const Role& role) const {
     const int64_t items = movement_.num_peer_tokens() * num_parts_;
 #pragma unroll 1
@@ -63,7 +56,14 @@ public:
   }
 
 private:
-  static constexpr int kFewestPieces = 4; // of a row in parts
+  static constexpr int kFewestPieces = 4; // of a row in parts: each part is looked up and waited for
+
+  // What a warp takes of a row: elements [first, first + size).
+  struct Part {
+    int index;
+    int64_t first;
+    int64_t size;
+  };
 
   // Items are the parts of the first token, of the second, and so on.
   __device__ int64_t token_of(int64_t item) const {
@@ -93,29 +93,24 @@ private:
     const TokenSlots found = movement_.slots_of(home, token);
     const WarpList<int32_t>& slots = found.slots;
     if (slots.size() == 0) return;
-    const int order = movement_.plan().slot_records[found.head].order; // of this rank among those that it goes to
-    const float* const weights = params_.carried_weights != nullptr ? params_.carried_weights
-                                 : is_exact_                        ? params_.row_weights
-                                                                    : nullptr;
-    if (is_exact_ || (weights != nullptr && part.index == 0))
+    const float* weights = is_exact_ ? params_.row_weights : nullptr; // that travel
+    if (params_.carried_weights != nullptr) weights = part.index == 0 ? params_.carried_weights : nullptr;
+    if (is_exact_ || weights != nullptr)
       for (int first = 0; first < slots.size(); first += kWarp)
         send_routes(home, token, part, slots.has_own(first) ? slots.own(first) : -1, weights);
     if (!is_exact_) {
       Terms<T> terms;
-      for (int first = 0; first < slots.size(); first += kWarp) {
-        const int32_t mine = slots.has_own(first) ? slots.own(first) : -1;
-        const float weight = weight_of(mine);
-        for (int i = first; i < slots.size() && i < first + kWarp; ++i)
-          terms.append(row_of(from_lane(mine, i % kWarp), part), from_lane(weight, i % kWarp));
-      }
-      const int64_t row = partial_staging_row(group_.context.shape, token, args_.top_k, order);
+      terms.rows = slots.map([&](int32_t slot) { return row_of(slot, part); });
+      terms.weights = slots.map([&](int32_t slot) { return weight_of(slot); });
+      terms.address_bits = reinterpret_cast<uint64_t>(params_.rows) | static_cast<uint64_t>(args_.hidden) * sizeof(T);
+      const int64_t row = partial_staging_row(group_.context.shape, token, args_.top_k, found.order);
       sum_rows<false>(stream_, terms, staged_row(home, row, part), part.size);
     }
     stream_.finish(); // what all lanes have stored comes before what one tells
-    if (lane() == 0) call_.tell_arrival(arrival_at(home, token, order, part));
+    if (lane() == 0) call_.tell_arrival(arrival_at(home, token, found.order, part));
   }
 
-  // Each lane names a slot, or -1. Precision exact: their rows travel. Their weights do, if there are any.
+  // Each lane names a slot, or -1. In precision exact their rows travel; in either, their weights, if there are any.
   __device__ void send_routes(int home, int64_t token, const Part& part, int32_t slot, const float* weights) const {
     const int64_t route = slot >= 0 ? route_index(token, args_.top_k, movement_.plan().slot_records[slot].k) : 0;
     if (weights != nullptr && slot >= 0) staged_weights(home)[route] = weights[slot];
@@ -223,7 +218,7 @@ private:
     for (int64_t row = token * per_token; row < (token + 1) * per_token; ++row)
       poison_row(reinterpret_cast<std::byte*>(staged_row(call_.rank(), row, part)),
                  part.size * static_cast<int64_t>(sizeof(T)));
-    if (num_parts_ > 1) return; // the weights are for the other part too
+    if (is_exact_ ? num_parts_ > 1 : part.index != 0) return; // in precision exact they are for the other part too
     for (int k = lane(); k < args_.top_k; k += kWarp)
       staged_weights(call_.rank())[route_index(token, args_.top_k, k)] = NAN;
   }

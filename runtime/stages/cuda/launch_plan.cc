@@ -9,9 +9,9 @@ namespace {
 
 constexpr int kBlocksPerSm = 2; // at most, of a movement
 
-// Senders have multiprocessors of their own where there are enough: stores to peers that wait for the wire would hold up the
-// stores that receivers make beside them. No more than fill the wire, and few rows under way at a time: the earlier the first
-// ones arrive, and the less is left to do for receivers when the last has come. `own`: that division.
+// Senders have multiprocessors of their own where there are enough: stores to peers that wait for the wire would hold up
+// the stores that receivers make beside them. No more than fill the wire: the fewer rows are under way at a time, the
+// earlier the first ones arrive, and the less is left to do for receivers when the last have come. `own`: that division.
 constexpr int kMostSenderBlocks = 64;
 constexpr Division divide(int blocks, const Division& own, int warps_in_shared_blocks) {
   if (blocks >= 2 * kMostSenderBlocks) return own;
@@ -21,8 +21,7 @@ constexpr Division divide(int blocks, const Division& own, int warps_in_shared_b
 constexpr int kScatterSenderWarps = 6;
 static_assert(kScatterSenderWarps <= kMostSendersOfTeller);
 // The fewer ranks, the fewer senders: more of a rank's rows stay where they are, and the wire is less of what takes long.
-// dispatch on 2 H200 (4096 tokens of 7168 bfloat16, top-8 of 256) took 237 us with 64 such blocks, 218 with 32; a load on
-// the same that is like that of 4 (11264 tokens, top-3) 417 with 64, 421 with 44.
+// dispatch on 2 H200 (4096 tokens of 7168 bfloat16, top-8 of 256) took 206 us with 32 such blocks, 217 with 24.
 Division scatter_division(int blocks, int num_ranks) {
   return divide(blocks, {std::min(16 * num_ranks, kMostSenderBlocks), kScatterSenderWarps, 1}, kScatterSenderWarps);
 }

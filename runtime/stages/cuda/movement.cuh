@@ -46,8 +46,8 @@ struct Role : Share {
   Job job;
 };
 
-// With many tokens some warps send, token by token, and tell the receiver of each, or a teller does; the others receive, so
-// that what a rank does with its rows happens behind the wire. With one rank, all receive.
+// With many tokens some warps send, and tell the receiver of each row, or a teller does; the others receive, so that what a
+// rank does with its rows happens behind the wire. With one rank, all receive.
 __device__ inline Role role_of_warp(const Division& division, int num_ranks) {
   const int blocks = static_cast<int>(gridDim.x);
   const int warps = static_cast<int>(blockDim.x) / kWarp;
@@ -89,6 +89,7 @@ struct WarpRoutes {
 struct TokenSlots {
   WarpList<int32_t> slots;
   int32_t head = -1; // the first slot, live or not; -1: none
+  int order = 0;     // of this rank among those that the token goes to
 };
 
 // The same with few tokens, by k, a lane each; the second 32 likewise. -1: none there.
@@ -170,6 +171,7 @@ public:
   __device__ TokenSlots slots_of(int rank, int64_t token) const {
     TokenSlots found;
     found.head = plan_.heads[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
+    if (found.head >= 0) found.order = plan_.slot_records[found.head].order;
     for (int32_t slot = found.head; slot >= 0; slot = plan_.slot_records[slot].next_slot)
       if (slot < args_.recv_rows) found.slots.append(slot);
     return found;
@@ -186,8 +188,8 @@ public:
   __device__ FewSlots few_slots_here(const WarpRoutes& routes) const {
     return {is_live_here(routes.low) ? routes.low.slot : -1, is_live_here(routes.high) ? routes.high.slot : -1};
   }
-  // Another item for a warp that is done with the last one; the first is its index in its share. Some warps have more of the
-  // wire and of memory than others.
+  // Another item for a warp that is done with the last one; the first is its index in its share. Some warps have more of
+  // the wire and of memory than others.
   __device__ int64_t next_item(const Role& role) const {
     return role.count + (role.job == Job::send ? call_.claim_to_send() : call_.claim_to_receive());
   }

@@ -390,7 +390,7 @@ public:
   __device__ Run<T> get(int i) const {
     return pack<T>(acc_[i]);
   }
-  // For the next sum.
+  // After the last get(), before the next sum's first add().
   __device__ void clear() {
 #pragma unroll
     for (auto& of_run : acc_)
@@ -406,6 +406,7 @@ private:
     for (int i = 0; i < kCount; ++i)
       add_run(acc_[i], runs[i], weight);
   }
+
   float acc_[kRuns][kRun] = {};
   Run<T> inner_[kHasInner ? kRuns : 1] = {};
 };

@@ -289,11 +289,11 @@ __device__ void receive(const DeviceGroup& group, const Movement& movement, RowS
   const int64_t all = own + movement.num_peer_tokens();
 #pragma unroll 1
   for (int64_t item = role.index; item < all; item = movement.next_item(role)) {
-    Movement::PeerToken token{group.context.rank, item};
-    if (item >= own) token = movement.peer_token(item - own);
-    if (token.token >= movement.tokens_of(token.rank)) continue;
-    if (!receive_token(group, movement, stream, input, receiver, token.rank, token.token,
-                       movement.slots_of(token.rank, token.token)))
+    Movement::PeerToken from{group.context.rank, item};
+    if (item >= own) from = movement.peer_token(item - own);
+    if (from.token >= movement.tokens_of(from.rank)) continue;
+    if (!receive_token(group, movement, stream, input, receiver, from.rank, from.token,
+                       movement.slots_of(from.rank, from.token)))
       return;
   }
 }

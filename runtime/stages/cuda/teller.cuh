@@ -1,7 +1,7 @@
 // Who tells peers what has reached them. A fence at system scope lasts until all that its multiprocessor has stored has
 // arrived: several microseconds while the wire is busy. So the warps of a block that send leave the places to be told in
-// shared memory, and go on; another warp, the teller, tells of all that it finds behind one fence. Gather's senders, who
-// sum several rows for each that they store, tell seldom, and do it themselves.
+// shared memory, and go on; another warp, the teller, tells of all that it finds behind one fence. Gather's senders tell
+// themselves: they sum several rows for each that they store, and telling takes none of their time that could be measured.
 #pragma once
 
 #include "runtime/base/device/memory_order.cuh"

@@ -45,12 +45,25 @@ public:
     ++size_;
   }
   __device__ T operator[](int index) const { return from_lane(index < kWarp ? low_ : high_, index % kWarp); }
+  // The list of what `of` makes of each value, in the lane that holds it.
+  template <typename Of>
+  __device__ auto map(const Of& of) const {
+    using Result = decltype(of(low_));
+    WarpList<Result> results;
+    if (has_own(0)) results.low_ = of(low_);
+    if (has_own(kWarp)) results.high_ = of(high_);
+    results.size_ = size_;
+    return results;
+  }
 
   // What the calling lane holds: value `first` + lane, for first = 0 and 32.
   __device__ bool has_own(int first) const { return first + lane() < size_; }
   __device__ T own(int first) const { return first < kWarp ? low_ : high_; }
 
 private:
+  template <typename>
+  friend class WarpList;
+
   T low_{}, high_{};
   int size_ = 0;
 };
