@@ -100,9 +100,9 @@ public:
     if (lane() == 0 && atomicAdd(&warps_sent(), 1) == warps - 1) sent(gridDim.x);
   }
 
-  // All lanes: the next of 0, 1, ...; no two warps of this rank's grid get the same.
-  __device__ int64_t claim_to_send() const { return claim(group_.state->claims[parity()].sent); }
-  __device__ int64_t claim_to_receive() const { return claim(group_.state->claims[parity()].received); }
+  // All lanes: the next of 0, 1, ..., claims - 1; no two warps of this rank's grid get the same. So many are there in all.
+  __device__ int64_t claim_to_send(int64_t claims) const { return claim(group_.state->sends_claimed, claims); }
+  __device__ int64_t claim_to_receive(int64_t claims) const { return claim(group_.state->receives_claimed, claims); }
 
   // Every sender, or whoever tells for some, after its last store to a peer; there are `senders` in the grid. One thread of
   // each.
@@ -210,11 +210,14 @@ private:
     return warps;
   }
 
-  __device__ int64_t claim(unsigned long long& claimed) const {
+  __device__ int64_t claim(unsigned long long& claimed, int64_t claims) const {
     dawdle();
-    unsigned long long number = 0;
-    if (lane() == 0) number = atomicAdd(&claimed, 1ull);
-    return static_cast<int64_t>(from_lane(number, 0));
+    int64_t number = 0;
+    if (lane() == 0) {
+      number = static_cast<int64_t>(atomicAdd(&claimed, 1ull));
+      if (number == claims - 1) atomicExch(&claimed, 0ull); // for the next call: nobody claims any more
+    }
+    return from_lane(number, 0);
   }
 
   __device__ static int64_t parity_of(uint64_t sequence) {
@@ -277,12 +280,10 @@ private:
     }
   }
 
-  // Every block once all its threads know the call's number: the last one makes it the last call begun, and clears the next
-  // call's claims.
+  // Every block once all its threads know the call's number: the last one makes it the last call begun.
   __device__ void begun() const {
-    if (threadIdx.x != blockDim.x - 1 || atomicInc(&group_.state->blocks_begun, gridDim.x - 1) != gridDim.x - 1) return;
-    group_.state->sequence = sequence_;
-    group_.state->claims[parity_of(sequence_ + 1)] = {};
+    if (threadIdx.x == blockDim.x - 1 && atomicInc(&group_.state->blocks_begun, gridDim.x - 1) == gridDim.x - 1)
+      group_.state->sequence = sequence_;
   }
 
   __device__ Flag* flag_at(int owner, const Region& region, int source) const {

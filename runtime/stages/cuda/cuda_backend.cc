@@ -201,12 +201,10 @@ private:
   // Counts calls that no kernel makes. Its ranks have met on the host, and no kernel of theirs is on its way.
   void advance_sequence(uint64_t calls) const {
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    DeviceState state{};
-    check_cuda(cudaMemcpy(&state, state_.get(), sizeof(state), cudaMemcpyDeviceToHost), "cudaMemcpy");
-    state.sequence += calls;
-    for (DeviceState::Claims& claims : state.claims) // the next call's parity may be that of the last one
-      claims = {};
-    check_cuda(cudaMemcpy(state_.get(), &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
+    uint64_t sequence = 0;
+    check_cuda(cudaMemcpy(&sequence, &state_.get()->sequence, sizeof(sequence), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    sequence += calls;
+    check_cuda(cudaMemcpy(&state_.get()->sequence, &sequence, sizeof(sequence), cudaMemcpyHostToDevice), "cudaMemcpy");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // a copy from pageable memory may still be under way
   }
 

@@ -53,14 +53,12 @@ struct DeviceState {
   uint64_t sequence; // of the last call that all blocks here have begun
   uint64_t num_events;
   uint64_t asked_host_at; // when a thread last asked whether the host wants an end; nanoseconds
-  // Items of a movement that its warps have claimed, after the first of each, by parity of the call: each call clears the
-  // other parity's, which nobody uses then. So does the host for the calls that it makes.
-  struct Claims {
-    unsigned long long sent, received;
-  } claims[2];
-  uint32_t blocks_begun; // of the call in progress, as the next: they count to their end and begin again
+  // Of the call in progress; they count to their end and begin again.
+  unsigned long long sends_claimed, receives_claimed; // items of a movement
+  uint32_t blocks_begun;
   uint32_t senders_done; // blocks of prepare, warps of a movement
-  uint32_t failed;       // 1: a block has taken it on itself to report a failure; kernels end at once
+
+  uint32_t failed; // 1: a block has taken it on itself to report a failure; kernels end at once
 };
 
 struct DeviceGroup {

@@ -2,8 +2,8 @@
 // brings the weights' gradients along. With few tokens see gather_few.cuh; else:
 //
 //   senders    A warp takes a half of the rows of a peer's token that has slots here. Precision wire: it sums them and
-//              stores the sum into the home rank's staging. Precision exact: it stores each of them there. Then it tells the
-//              home rank.
+//              stores the sum into the home rank's staging. Precision exact: it stores each of them there. Then it tells
+//              the home rank.
 //   receivers  A warp takes a half of a token of this rank, waits for the peers that the token goes to, and sums what has
 //              come home with the rows of this rank's own slots, which go nowhere.
 //
@@ -41,7 +41,7 @@ public:
   __device__ void send(const Role& role) const {
     const int64_t items = movement_.num_peer_tokens() * num_parts_;
 #pragma unroll 1
-    for (int64_t item = role.index; item < items; item = movement_.next_item(role)) {
+    for (int64_t item = role.index; item < items; item = movement_.next_item(role, items)) {
       const Movement::PeerToken peer = movement_.peer_token(token_of(item));
       if (movement_.is_active(peer.rank) && peer.token < movement_.tokens_of(peer.rank))
         send_part(peer.rank, peer.token, part_of(item));
@@ -51,7 +51,7 @@ public:
   __device__ void sum(const Role& role) const {
     const int64_t items = args_.num_tokens * num_parts_;
 #pragma unroll 1
-    for (int64_t item = role.index; item < items; item = movement_.next_item(role))
+    for (int64_t item = role.index; item < items; item = movement_.next_item(role, items))
       if (!sum_part(token_of(item), part_of(item))) return;
   }
 

@@ -188,10 +188,11 @@ public:
   __device__ FewSlots few_slots_here(const WarpRoutes& routes) const {
     return {is_live_here(routes.low) ? routes.low.slot : -1, is_live_here(routes.high) ? routes.high.slot : -1};
   }
-  // Another item for a warp that is done with the last one; the first is its index in its share. Some warps have more of
-  // the wire and of memory than others.
-  __device__ int64_t next_item(const Role& role) const {
-    return role.count + (role.job == Job::send ? call_.claim_to_send() : call_.claim_to_receive());
+  // Another of `items` items for a warp that is done with one: some warps have more of the wire and of memory than others.
+  // Its first is its index in its share; it goes on until it gets one that there is not. So there are as many claims as
+  // items: each item but the warps' first ones is claimed, and each warp that had one claims once more.
+  __device__ int64_t next_item(const Role& role, int64_t items) const {
+    return role.count + (role.job == Job::send ? call_.claim_to_send(items) : call_.claim_to_receive(items));
   }
   // Tokens of a rank that may have slots here.
   __device__ int64_t tokens_of(int rank) const {

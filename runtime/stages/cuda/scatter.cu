@@ -288,7 +288,7 @@ __device__ void receive(const DeviceGroup& group, const Movement& movement, RowS
   const int64_t own = receiver.call.num_tokens;
   const int64_t all = own + movement.num_peer_tokens();
 #pragma unroll 1
-  for (int64_t item = role.index; item < all; item = movement.next_item(role)) {
+  for (int64_t item = role.index; item < all; item = movement.next_item(role, all)) {
     Movement::PeerToken from{group.context.rank, item};
     if (item >= own) from = movement.peer_token(item - own);
     if (from.token >= movement.tokens_of(from.rank)) continue;
@@ -363,8 +363,9 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (role.job == Job::send) {
     Sender sender(group, movement, stream, teller, params.input, receiver.call.top_k);
+    const int64_t tokens = receiver.call.num_tokens;
 #pragma unroll 1
-    for (int64_t token = role.index; token < receiver.call.num_tokens; token = movement.next_item(role))
+    for (int64_t token = role.index; token < tokens; token = movement.next_item(role, tokens))
       sender.send(token);
     sender.finish();
   }
