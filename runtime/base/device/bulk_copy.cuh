@@ -1,5 +1,5 @@
 // Copies that the copy engine of a multiprocessor makes on its own, between global and shared memory (PTX cp.async.bulk). The
-// thread that begins one also waits for it. Addresses and sizes are multiples of 16 bytes.
+// thread that begins a store also waits for it; for loads any may. Addresses and sizes are multiples of 16 bytes.
 #pragma once
 
 #include <cstddef>

@@ -7,7 +7,7 @@
 
 namespace epx::cuda {
 
-// Of one warp. One lane begins the copies and waits for them.
+// Of one warp.
 class RowStream {
 public:
   // Shared memory for each warp: pieces of rows, and a barrier for each. 16 warps use nearly all that a block of Hopper may
@@ -33,25 +33,33 @@ public:
   RowStream(const RowStream&) = delete;
   RowStream& operator=(const RowStream&) = delete;
 
-  // Reads `num_rows` rows side by side, `bytes` bytes of each: take(row, offset, piece, piece_bytes) is called for the
-  // first piece of every row, then for the second, and so on; `piece` is in shared memory. row_at(row) tells where a row
-  // begins. What this warp has acquired comes before. All lanes; each sees the whole piece.
-  template <typename RowAt, typename Take>
-  __device__ void read(int num_rows, int64_t bytes, const RowAt& row_at, const Take& take) {
+  // Reads rows side by side, `bytes` bytes of each: take(row, piece, data, data_bytes) is called for piece 0 of every row,
+  // then for piece 1, and so on; `data` is in shared memory. What this warp has acquired comes before. All lanes; each sees
+  // the whole piece.
+  template <typename T, typename Take>
+  __device__ void read(const WarpList<const T*>& rows, int64_t bytes, const Take& take) {
     begin();
+    const auto pieces = static_cast<int>((bytes + kPieceBytes - 1) / kPieceBytes);
+    const auto last_bytes = static_cast<uint32_t>(bytes - static_cast<int64_t>(pieces - 1) * kPieceBytes);
+    const auto bytes_of = [&](int piece) { return piece + 1 < pieces ? uint32_t{kPieceBytes} : last_bytes; };
+    const auto load = [&](int stage, const Position& at) { // by the lane that knows where the row is
+      if (lane() != (at.row & (kWarp - 1))) return;
+      const auto* const row = reinterpret_cast<const std::byte*>(rows.own(at.row));
+      begin_load(stage_at(stage), row + static_cast<int64_t>(at.piece) * kPieceBytes, bytes_of(at.piece),
+                 barriers_ + stage);
+    };
     Position ahead{0, 0}, here{0, 0};
 #pragma unroll 1
-    for (int stage = 0; stage < kStages && ahead.offset < bytes; ++stage, ahead.advance(num_rows))
-      load(stage, row_at(ahead.row), ahead.offset, bytes);
+    for (int stage = 0; stage < kStages && ahead.piece < pieces; ++stage, ahead.advance(rows.size()))
+      load(stage, ahead);
 #pragma unroll 1
-    for (int stage = 0; here.offset < bytes; stage = stage + 1 < kStages ? stage + 1 : 0, here.advance(num_rows)) {
-      wait(stage);
-      __syncwarp();
-      take(here.row, here.offset, stage_at(stage), bytes_at(here.offset, bytes));
+    for (int stage = 0; here.piece < pieces; stage = stage + 1 < kStages ? stage + 1 : 0, here.advance(rows.size())) {
+      wait_for_load(barriers_ + stage, turn(stage));
+      take(here.row, here.piece, stage_at(stage), bytes_of(here.piece));
       __syncwarp(); // all lanes have read the stage
-      if (ahead.offset >= bytes) continue;
-      load(stage, row_at(ahead.row), ahead.offset, bytes);
-      ahead.advance(num_rows);
+      if (ahead.piece >= pieces) continue;
+      load(stage, ahead);
+      ahead.advance(rows.size());
     }
   }
 
@@ -68,7 +76,7 @@ public:
     int half = 0;
 #pragma unroll 1
     for (int64_t offset = 0; offset < bytes; offset += kHalfBytes, half ^= 1) {
-      wait(half);
+      if (const uint32_t parity = turn(half); lane() == 0) wait_for_load(barriers_ + half, parity);
 #pragma unroll 1
       for (unsigned left = lanes; left != 0; left &= left - 1) {
         std::byte* const place = from_lane(to, lowest_bit(left));
@@ -112,21 +120,18 @@ public:
 private:
   struct Position {
     int row;
-    int64_t offset;
+    int piece;
     __device__ void advance(int num_rows) {
       if (++row < num_rows) return;
       row = 0;
-      offset += kPieceBytes;
+      ++piece;
     }
   };
 
   __device__ void begin() {
-    if (lane() != 0) return;
-    fence_global_before_bulk_copies();
-    wait_for_store_reads<0>(); // rows before have left the stages
-  }
-  __device__ static uint32_t bytes_at(int64_t offset, int64_t bytes) {
-    return static_cast<uint32_t>(min(int64_t{kPieceBytes}, bytes - offset));
+    if (lane() == 0) wait_for_store_reads<0>(); // rows before have left the stages
+    __syncwarp();
+    fence_global_before_bulk_copies(); // in each lane that may begin one
   }
   __device__ static uint32_t bytes_of_half(int64_t offset, int64_t bytes) {
     return static_cast<uint32_t>(min(kHalfBytes, bytes - offset));
@@ -140,18 +145,16 @@ private:
   __device__ std::byte* stage_at(int stage) const {
     return stages_ + stage * kPieceBytes;
   }
-  __device__ void load(int stage, const std::byte* row, int64_t offset, int64_t bytes) {
-    if (lane() == 0) begin_load(stage_at(stage), row + offset, bytes_at(offset, bytes), barriers_ + stage);
-  }
-  __device__ void wait(int stage) {
-    if (lane() != 0) return;
-    wait_for_load(barriers_ + stage, parities_ >> stage & 1);
+  // The parity of the stage's load under way. All lanes, once for each load.
+  __device__ uint32_t turn(int stage) {
+    const uint32_t parity = parities_ >> stage & 1;
     parities_ ^= 1u << stage;
+    return parity;
   }
 
   std::byte* stages_;
   LoadBarrier* barriers_;
-  uint32_t parities_ = 0; // of the stages' next loads, a bit each; lane 0's
+  uint32_t parities_ = 0; // of the stages' next loads, a bit each
 };
 
 } // namespace epx::cuda

@@ -202,6 +202,11 @@ template <typename T>
 __device__ inline uint32_t place_of_run(int stretch) {
   return static_cast<uint32_t>(stretch * kStretch + lane() * kRun) * sizeof(T);
 }
+// Where a piece of a row begins.
+template <typename T>
+__device__ inline std::byte* piece_of(T* row, int piece) {
+  return reinterpret_cast<std::byte*>(row) + static_cast<int64_t>(piece) * RowStream::kPieceBytes;
+}
 // The lane's runs of a piece; beyond its end they hold anything.
 template <typename T>
 __device__ inline void load_piece(const std::byte* piece, Run<T> (&runs)[kStretchesOfPiece<T>]) {
@@ -244,22 +249,23 @@ __device__ inline void spread_scaled(RowStream& stream, const T* from, int64_t h
     spread_scaled_elements(from, hidden, lanes, to, weight);
     return;
   }
-  stream.read(
-      1, hidden * static_cast<int64_t>(sizeof(T)), [&](int) { return reinterpret_cast<const std::byte*>(from); },
-      [&](int, int64_t offset, const std::byte* piece, uint32_t piece_bytes) {
-        Run<T> runs[kStretchesOfPiece<T>];
-        load_piece(piece, runs);
+  WarpList<const T*> rows;
+  rows.append(from);
+  stream.read(rows, hidden * static_cast<int64_t>(sizeof(T)),
+              [&](int, int piece, const std::byte* data, uint32_t data_bytes) {
+                Run<T> runs[kStretchesOfPiece<T>];
+                load_piece(data, runs);
 #pragma unroll 1
-        for (unsigned left = lanes; left != 0; left &= left - 1) {
-          const int place = lowest_bit(left);
-          const float factor = from_lane(weight, place);
-          auto* const target = reinterpret_cast<std::byte*>(from_lane(to, place)) + offset;
+                for (unsigned left = lanes; left != 0; left &= left - 1) {
+                  const int place = lowest_bit(left);
+                  const float factor = from_lane(weight, place);
+                  std::byte* const target = piece_of(from_lane(to, place), piece);
 #pragma unroll
-          for (int stretch = 0; stretch < kStretchesOfPiece<T>; ++stretch)
-            if (const uint32_t at = place_of_run<T>(stretch); at < piece_bytes)
-              store_vector(target + at, scaled(factor, runs[stretch]));
-        }
-      });
+                  for (int stretch = 0; stretch < kStretchesOfPiece<T>; ++stretch)
+                    if (const uint32_t at = place_of_run<T>(stretch); at < data_bytes)
+                      store_vector(target + at, scaled(factor, runs[stretch]));
+                }
+              });
 }
 
 // ---- Products ----
@@ -311,25 +317,26 @@ __device__ inline float scale_and_multiply(RowStream& stream, const T* grad, con
   if (!are_vectors(bits, hidden)) return scale_and_multiply_elements(grad, x, hidden, to, is_weighted, weight);
   float acc[kRun] = {};
   Run<T> grads[kStretchesOfPiece<T>];
-  stream.read(
-      2, hidden * static_cast<int64_t>(sizeof(T)),
-      [&](int row) { return reinterpret_cast<const std::byte*>(row == 0 ? grad : x); },
-      [&](int row, int64_t offset, const std::byte* piece, uint32_t piece_bytes) {
-        if (row == 0) {
-          load_piece(piece, grads);
-          return;
-        }
-        Run<T> runs[kStretchesOfPiece<T>];
-        load_piece(piece, runs);
-        auto* const target = reinterpret_cast<std::byte*>(to) + offset;
+  WarpList<const T*> rows;
+  rows.append(grad);
+  rows.append(x);
+  stream.read(rows, hidden * static_cast<int64_t>(sizeof(T)),
+              [&](int row, int piece, const std::byte* data, uint32_t data_bytes) {
+                if (row == 0) {
+                  load_piece(data, grads);
+                  return;
+                }
+                Run<T> runs[kStretchesOfPiece<T>];
+                load_piece(data, runs);
+                std::byte* const target = piece_of(to, piece);
 #pragma unroll
-        for (int stretch = 0; stretch < kStretchesOfPiece<T>; ++stretch) {
-          const uint32_t at = place_of_run<T>(stretch);
-          if (at >= piece_bytes) continue;
-          add_products(acc, grads[stretch], runs[stretch]);
-          store_vector(target + at, is_weighted ? scaled(weight, grads[stretch]) : grads[stretch]);
-        }
-      });
+                for (int stretch = 0; stretch < kStretchesOfPiece<T>; ++stretch) {
+                  const uint32_t at = place_of_run<T>(stretch);
+                  if (at >= data_bytes) continue;
+                  add_products(acc, grads[stretch], runs[stretch]);
+                  store_vector(target + at, is_weighted ? scaled(weight, grads[stretch]) : grads[stretch]);
+                }
+              });
   return sum_of_tree(acc);
 }
 
@@ -438,19 +445,17 @@ __device__ inline void sum_rows(RowStream& stream, const Terms<T>& terms, T* to,
     return;
   }
   RunSums<kHasInner, T, kStretchesOfPiece<T>> sums;
-  stream.read(
-      terms.size(), bytes, [&](int term) { return reinterpret_cast<const std::byte*>(terms.rows[term]); },
-      [&](int term, int64_t offset, const std::byte* piece, uint32_t piece_bytes) {
-        Run<T> runs[kStretchesOfPiece<T>];
-        load_piece(piece, runs);
-        sums.add(terms, term, terms.weights[term], runs);
-        if (term + 1 < terms.size()) return;
-        auto* const target = reinterpret_cast<std::byte*>(to) + offset;
+  stream.read(terms.rows, bytes, [&](int term, int piece, const std::byte* data, uint32_t data_bytes) {
+    Run<T> runs[kStretchesOfPiece<T>];
+    load_piece(data, runs);
+    sums.add(terms, term, terms.weights[term], runs);
+    if (term + 1 < terms.size()) return;
+    std::byte* const target = piece_of(to, piece);
 #pragma unroll
-        for (int stretch = 0; stretch < kStretchesOfPiece<T>; ++stretch)
-          if (const uint32_t at = place_of_run<T>(stretch); at < piece_bytes) store_vector(target + at, sums.get(stretch));
-        sums.clear();
-      });
+    for (int stretch = 0; stretch < kStretchesOfPiece<T>; ++stretch)
+      if (const uint32_t at = place_of_run<T>(stretch); at < data_bytes) store_vector(target + at, sums.get(stretch));
+    sums.clear();
+  });
 }
 
 } // namespace epx::cuda

@@ -44,7 +44,7 @@ public:
     if (size_ % kWarp == lane()) (size_ < kWarp ? low_ : high_) = value;
     ++size_;
   }
-  __device__ T operator[](int index) const { return from_lane(index < kWarp ? low_ : high_, index % kWarp); }
+  __device__ T operator[](unsigned index) const { return from_lane(index < kWarp ? low_ : high_, index % kWarp); }
   // The list of what `of` makes of each value, in the lane that holds it.
   template <typename Of>
   __device__ auto map(const Of& of) const {

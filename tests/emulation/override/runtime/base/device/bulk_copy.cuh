@@ -29,7 +29,6 @@ struct Store {
   std::vector<std::byte> data; // once read
 };
 struct Copies {
-  std::map<LoadBarrier*, std::deque<Load>> loads;
   std::vector<Store> open_group;
   std::deque<std::vector<Store>> groups; // not written yet
 };
@@ -38,6 +37,11 @@ struct Copies {
 inline Copies& of_this_thread() {
   static thread_local std::map<unsigned, Copies> copies;
   return copies[threadIdx.x];
+}
+// Under way, of the running block.
+inline std::deque<Load>& loads_of(LoadBarrier* barrier) {
+  static thread_local std::map<LoadBarrier*, std::deque<Load>> loads;
+  return loads[barrier];
 }
 
 inline void read(std::vector<Store>& group) {
@@ -61,12 +65,14 @@ inline void begin_load(std::byte* shared, const std::byte* global, uint32_t byte
   bulk::require(reinterpret_cast<uintptr_t>(shared) % 16 == 0 && reinterpret_cast<uintptr_t>(global) % 16 == 0 &&
                 bytes % 16 == 0 && bytes > 0);
   std::memset(shared, 0xee, bytes); // from now on it may be anything, until the load has come
-  bulk::of_this_thread().loads[barrier].push_back({shared, global, bytes});
+  bulk::loads_of(barrier).push_back({shared, global, bytes});
 }
 
 inline void wait_for_load(LoadBarrier* barrier, uint32_t parity) {
-  std::deque<bulk::Load>& loads = bulk::of_this_thread().loads[barrier];
-  bulk::require(!loads.empty() && *barrier % 2 == parity);
+  std::deque<bulk::Load>& loads = bulk::loads_of(barrier);
+  while (*barrier % 2 == parity && loads.empty())
+    emulation::pause();               // another thread is about to begin it
+  if (*barrier % 2 != parity) return; // another thread has waited for it
   std::memcpy(loads.front().shared, loads.front().global, loads.front().bytes);
   loads.pop_front();
   ++*barrier;
