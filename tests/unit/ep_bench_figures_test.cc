@@ -153,10 +153,12 @@ TEST_CASE("ep_bench report on GPUs: more lines, and ratios to the larger floor")
   for (OperationSeries& series : measurements)
     series.call = {{{0, 6000}}, {{0, 8000}}};
   Floors floors(kLines.size());
-  floors[1] =
-      FloorFigures{.wire_us = 5, .hbm_us = 4, .wire_variant = "plain stores, 64 blocks", .hbm_variant = "132 blocks"};
-  floors[2] =
-      FloorFigures{.wire_us = 1, .hbm_us = 2, .wire_variant = "bulk stores, 16 blocks", .hbm_variant = "264 blocks"};
+  floors[1] = FloorFigures{.wire_us = 5,
+                           .hbm_us = 4,
+                           .wire_variant = "plain stores, 64 blocks",
+                           .hbm_variant = "plain stores, 132 blocks of 1024 threads"};
+  floors[2] = FloorFigures{
+      .wire_us = 1, .hbm_us = 2, .wire_variant = "bulk stores, 16 blocks", .hbm_variant = "bulk stores, 132 blocks"};
   results.figures = compute_figures(measurements, floors, {.sets = {{}, {}}}, results.options);
   CHECK_FALSE(results.figures[1].copy);
   CHECK_FALSE(results.figures[1].start_skew_us);
@@ -175,7 +177,7 @@ TEST_CASE("ep_bench report on GPUs: more lines, and ratios to the larger floor")
   CHECK(operations["combine_bwd-nograd"]["median_us"] == 8);
   const std::string table = to_table(results);
   for (const char* part : {"floor us", "ratio", "1.600", "prepare+dispatch+combine",
-                           "wire 5.0 us (plain stores, 64 blocks)", "HBM 2.0 us (264 blocks)"})
+                           "wire 5.0 us (plain stores, 64 blocks)", "HBM 2.0 us (bulk stores, 132 blocks)"})
     CHECK_MESSAGE(contains(table, part), table);
   CHECK_FALSE(contains(table, "memcpy"));
 }

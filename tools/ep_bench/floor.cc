@@ -22,9 +22,11 @@ namespace {
 constexpr int kWarmupRuns = 4;
 constexpr int kRuns = 24;
 
-// Grids that a wire floor is tried with, below that of all SMs: more blocks are not always faster.
+// Grids that a wire floor is tried with, below that of all SMs: more blocks are not always faster. A block has a
+// multiprocessor of its own.
 constexpr int kWireGrids[] = {16, 32, 64, 96, 128};
-constexpr int kLocalBlocksPerSm[] = {1, 2}; // no more fit
+
+constexpr int kLocalThreads[] = {512, kMostLocalFloorThreads};
 
 struct PlanOnDevice {
   Buffer first, places;
@@ -56,14 +58,19 @@ public:
         targets_(static_cast<size_t>(target_rows_ * row_bytes_), peers) {
     peers.together([&] {
       check_cuda(load_floor_kernels(), "cudaFuncGetAttributes");
-      source_rows_ = 1;
+      int64_t source_rows = 1, rows_written = 1;
       for (const RoutingOfAll& set : sets_) {
         scatter_.push_back(prepare(scatter_plan(set, peers_.rank())));
         gather_.push_back(prepare(gather_plan(set, peers_.rank(), exact_)));
-        for (const Line& line : kLines)
-          source_rows_ = std::max(source_rows_, local_rows(set, peers_.rank(), line, exact_).reads);
+        source_rows = std::max<int64_t>({source_rows, scatter_.back().rows, gather_.back().rows});
+        for (const Line& line : kLines) {
+          const LocalRows rows = local_rows(set, peers_.rank(), line, exact_);
+          source_rows = std::max(source_rows, rows.reads);
+          rows_written = std::max(rows_written, rows.writes);
+        }
       }
-      source_ = Buffer::plain(gpu_, static_cast<size_t>(source_rows_ * row_bytes_));
+      source_ = Buffer::plain(gpu_, static_cast<size_t>(source_rows * row_bytes_));
+      local_target_ = Buffer::plain(gpu_, static_cast<size_t>(rows_written * row_bytes_));
       fill_source();
     });
   }
@@ -94,10 +101,7 @@ public:
   void release() { targets_.release(peers_); }
 
 private:
-  PlanOnDevice prepare(const WirePlan& plan) {
-    source_rows_ = std::max<int64_t>(source_rows_, plan.rows());
-    return {upload(gpu_, plan.first), upload(gpu_, plan.places), plan.rows()};
-  }
+  PlanOnDevice prepare(const WirePlan& plan) { return {upload(gpu_, plan.first), upload(gpu_, plan.places), plan.rows()}; }
 
   // Bits as random as those of tokens: what links and memory draw depends on them. The same block again and again.
   void fill_source() {
@@ -204,25 +208,29 @@ private:
     std::vector<LocalRows> rows;
     for (const RoutingOfAll& set : sets_)
       rows.push_back(local_rows(set, peers_.rank(), line, exact_));
-    const auto time = [&](int blocks) {
-      return median_us([&](size_t set) {
-        return launch_local_floor({.source = source_.data(),
-                                   .target = targets_.of(peers_.rank()),
-                                   .source_rows = source_rows_,
-                                   .target_rows = target_rows_,
-                                   .reads = rows[set].reads,
-                                   .writes = rows[set].writes,
-                                   .row_bytes = row_bytes_},
-                                  blocks, gpu_.cuda_stream());
+    const auto offer = [&](std::string variant, int blocks, bool is_mixed, auto&& launch) {
+      const double us = median_us([&](size_t set) {
+        return launch(LocalParams{.source = source_.data(),
+                                  .target = local_target_.data(),
+                                  .reads = rows[set].reads,
+                                  .writes = rows[set].writes,
+                                  .row_bytes = row_bytes_,
+                                  .is_mixed = is_mixed});
       });
-    };
-    for (int per_sm : kLocalBlocksPerSm) {
-      const int blocks = per_sm * gpu_.num_sms();
-      const double us = time(blocks);
-      if (num_comm_sms_ > 0) figures.hbm_us_on_sms = lower(figures.hbm_us_on_sms, time(per_sm * num_comm_sms_));
-      if (!figures.hbm_variant.empty() && us >= figures.hbm_us) continue;
+      if (blocks == num_comm_sms_) figures.hbm_us_on_sms = lower(figures.hbm_us_on_sms, us);
+      if (!figures.hbm_variant.empty() && us >= figures.hbm_us) return;
       figures.hbm_us = us;
-      figures.hbm_variant = fmt::format("{} blocks", blocks);
+      figures.hbm_variant = std::move(variant) + (is_mixed ? ", mixed" : ", reads last");
+    };
+    for (int blocks : std::set<int>{gpu_.num_sms(), num_comm_sms_}) {
+      if (blocks == 0 || blocks > gpu_.num_sms()) continue;
+      for (bool is_mixed : {true, false}) {
+        for (int threads : kLocalThreads)
+          offer(fmt::format("plain stores, {} blocks of {} threads", blocks, threads), blocks, is_mixed,
+                [&](const LocalParams& params) { return launch_local_floor(params, blocks, threads, gpu_.cuda_stream()); });
+        offer(fmt::format("bulk stores, {} blocks", blocks), blocks, is_mixed,
+              [&](const LocalParams& params) { return launch_local_floor_bulk(params, blocks, gpu_.cuda_stream()); });
+      }
     }
   }
 
@@ -234,9 +242,8 @@ private:
   StartLine& start_;
   int64_t row_bytes_;
   int64_t target_rows_;
-  int64_t source_rows_ = 0;
   PeerMemory targets_;
-  Buffer source_;
+  Buffer source_, local_target_;
   std::vector<PlanOnDevice> scatter_, gather_; // [set]
   FloorFigures scatter_floor_, gather_floor_;  // without the HBM's
 };

@@ -11,7 +11,7 @@ namespace {
 using namespace cuda; // runtime/base/device
 
 constexpr int kLanes = 32;
-constexpr int kThreads = 512;
+constexpr int kWireThreads = 512;
 constexpr int kInFlight = 8; // 16-byte loads of a lane before its first store
 
 __device__ int lane() {
@@ -30,7 +30,7 @@ __device__ int64_t num_warps() {
 
 // ---- Loads and stores ----
 
-__global__ void __launch_bounds__(kThreads) wire_kernel(const __grid_constant__ WireParams params) {
+__global__ void __launch_bounds__(kWireThreads) wire_kernel(const __grid_constant__ WireParams params) {
   const int64_t words = params.row_bytes / static_cast<int64_t>(sizeof(uint4));
   for (int64_t row = global_warp(); row < params.rows; row += num_warps()) {
     const uint4* const from = reinterpret_cast<const uint4*>(params.source + row * params.row_bytes);
@@ -49,34 +49,54 @@ __global__ void __launch_bounds__(kThreads) wire_kernel(const __grid_constant__ 
   }
 }
 
-// `rows` rows, spread evenly over no fewer units: how many the units before this one take.
-__device__ int64_t rows_before(int64_t unit, int64_t units, int64_t rows) {
-  return unit * rows / units;
+// The rows that a unit of the local floor reads and writes, at most one each.
+struct LocalUnit {
+  const std::byte* from; // NULL: none
+  std::byte* to;
+};
+__device__ int64_t num_units(const LocalParams& params) {
+  return params.is_mixed ? max(params.reads, params.writes) : params.writes + params.reads;
+}
+__device__ LocalUnit local_unit(const LocalParams& params, int64_t unit) {
+  int64_t read, write; // -1: none
+  if (params.is_mixed) {
+    const auto row_of = [&](int64_t rows) { // those are spread evenly over the units
+      const int64_t before = unit * rows / num_units(params);
+      return (unit + 1) * rows / num_units(params) > before ? before : int64_t{-1};
+    };
+    read = row_of(params.reads);
+    write = row_of(params.writes);
+  } else {
+    read = unit < params.writes ? int64_t{-1} : unit - params.writes;
+    write = unit < params.writes ? unit : int64_t{-1};
+  }
+  return {read >= 0 ? params.source + read * params.row_bytes : nullptr,
+          write >= 0 ? params.target + write * params.row_bytes : nullptr};
 }
 
-__global__ void __launch_bounds__(kThreads) local_kernel(const __grid_constant__ LocalParams params) {
+__global__ void __launch_bounds__(kMostLocalFloorThreads) local_kernel(const __grid_constant__ LocalParams params) {
   const int64_t words = params.row_bytes / static_cast<int64_t>(sizeof(uint4));
-  const int64_t units = max(params.reads, params.writes);
-  for (int64_t unit = global_warp(); unit < units; unit += num_warps()) {
-    const int64_t read = rows_before(unit, units, params.reads), write = rows_before(unit, units, params.writes);
-    const bool reads = rows_before(unit + 1, units, params.reads) > read;
-    const bool writes = rows_before(unit + 1, units, params.writes) > write;
-    const uint4* const from = reinterpret_cast<const uint4*>(params.source + read % params.source_rows * params.row_bytes);
-    uint4* const to = reinterpret_cast<uint4*>(params.target + write % params.target_rows * params.row_bytes);
+  uint4 in_flight[kInFlight] = {};
+  for (int i = 0; i < kInFlight; ++i) // lest units that read nothing write zeros
+    if (lane() + i * kLanes < words) in_flight[i] = reinterpret_cast<const uint4*>(params.source)[lane() + i * kLanes];
+  for (int64_t unit = global_warp(); unit < num_units(params); unit += num_warps()) {
+    const LocalUnit rows = local_unit(params, unit);
+    const auto* const from = reinterpret_cast<const uint4*>(rows.from);
+    auto* const to = reinterpret_cast<uint4*>(rows.to);
     for (int64_t begin = lane(); begin < words; begin += kLanes * kInFlight) {
-      uint4 words_in_flight[kInFlight] = {};
-      for (int i = 0; i < kInFlight; ++i)
-        if (reads && begin + i * kLanes < words) words_in_flight[i] = from[begin + i * kLanes];
-      if (writes) {
+      if (from != nullptr)
         for (int i = 0; i < kInFlight; ++i)
-          if (begin + i * kLanes < words) to[begin + i * kLanes] = words_in_flight[i];
+          if (begin + i * kLanes < words) in_flight[i] = from[begin + i * kLanes];
+      if (to != nullptr) {
+        for (int i = 0; i < kInFlight; ++i)
+          if (begin + i * kLanes < words) to[begin + i * kLanes] = in_flight[i];
         continue;
       }
       // A store that hardly ever happens, without which the compiler would drop the loads.
       unsigned sum = 0;
       for (int i = 0; i < kInFlight; ++i)
-        sum += words_in_flight[i].x + words_in_flight[i].y + words_in_flight[i].z + words_in_flight[i].w;
-      if (sum == 0x600df00d) to[0] = words_in_flight[0];
+        sum += in_flight[i].x + in_flight[i].y + in_flight[i].z + in_flight[i].w;
+      if (sum == 0x600df00d) reinterpret_cast<uint4*>(params.target)[0] = in_flight[0];
     }
   }
 }
@@ -91,10 +111,9 @@ constexpr size_t kBulkSharedBytes = size_t{kBulkWarps} * kStages * kMaxPieceByte
 // The pieces of the rows that one warp takes, in order. Rows are cut evenly.
 class Pieces {
 public:
-  __device__ explicit Pieces(const WireParams& params)
-      : per_row_((params.row_bytes + kMaxPieceBytes - 1) / kMaxPieceBytes),
-        bytes_((params.row_bytes / kFloorRowUnit + per_row_ - 1) / per_row_ * kFloorRowUnit), row_bytes_(params.row_bytes),
-        rows_(params.rows) {}
+  __device__ Pieces(int64_t rows, int64_t row_bytes)
+      : per_row_((row_bytes + kMaxPieceBytes - 1) / kMaxPieceBytes),
+        bytes_((row_bytes / kFloorRowUnit + per_row_ - 1) / per_row_ * kFloorRowUnit), row_bytes_(row_bytes), rows_(rows) {}
 
   __device__ bool has(int64_t piece) const { return row(piece) < rows_; }
   __device__ int64_t row(int64_t piece) const { return global_warp() + piece / per_row_ * num_warps(); }
@@ -105,16 +124,25 @@ private:
   int64_t per_row_, bytes_, row_bytes_, rows_;
 };
 
-__global__ void __launch_bounds__(kBulkWarps* kLanes) bulk_kernel(const __grid_constant__ WireParams params) {
+// Of a warp; one lane does it all.
+struct BulkStages {
+  LoadBarrier* loaded; // [kStages]
+  std::byte* data;     // [kStages, kMaxPieceBytes]
+};
+__device__ BulkStages make_bulk_stages() {
   __shared__ LoadBarrier barriers[kBulkWarps][kStages];
-  if (lane() != 0) return; // one lane does it all
-  LoadBarrier* const loaded = barriers[warp_of_block()];
-  std::byte* const stages = dynamic_shared_memory<std::byte>() + warp_of_block() * kStages * kMaxPieceBytes;
+  const BulkStages stages{barriers[warp_of_block()],
+                          dynamic_shared_memory<std::byte>() + warp_of_block() * kStages * kMaxPieceBytes};
   for (int stage = 0; stage < kStages; ++stage)
-    init_barrier(&loaded[stage]);
+    init_barrier(&stages.loaded[stage]);
   fence_shared_before_bulk_copies();
+  return stages;
+}
 
-  const Pieces pieces(params);
+__global__ void __launch_bounds__(kBulkWarps* kLanes) wire_bulk_kernel(const __grid_constant__ WireParams params) {
+  if (lane() != 0) return;
+  const auto [loaded, stages] = make_bulk_stages();
+  const Pieces pieces(params.rows, params.row_bytes);
   const auto load_piece = [&](int64_t piece) {
     const int64_t stage = piece % kStages;
     begin_load(stages + stage * kMaxPieceBytes, params.source + pieces.row(piece) * params.row_bytes + pieces.offset(piece),
@@ -141,24 +169,66 @@ __global__ void __launch_bounds__(kBulkWarps* kLanes) bulk_kernel(const __grid_c
   wait_for_stores();
 }
 
+__global__ void __launch_bounds__(kBulkWarps* kLanes) local_bulk_kernel(const __grid_constant__ LocalParams params) {
+  if (lane() != 0) return;
+  const auto [loaded, stages] = make_bulk_stages();
+  const Pieces pieces(num_units(params), params.row_bytes);
+  unsigned parities = 0; // of the stages' next loads, a bit each
+  const auto wait = [&](int64_t stage) {
+    wait_for_load(&loaded[stage], parities >> stage & 1);
+    parities ^= 1u << stage;
+  };
+  const auto load_piece = [&](int64_t piece) {
+    const int64_t stage = piece % kStages;
+    const std::byte* const from = local_unit(params, pieces.row(piece)).from;
+    if (from != nullptr)
+      begin_load(stages + stage * kMaxPieceBytes, from + pieces.offset(piece), pieces.bytes(piece), &loaded[stage]);
+  };
+  for (int64_t stage = 0; stage < kStages; ++stage) { // lest units that read nothing write zeros
+    begin_load(stages + stage * kMaxPieceBytes, params.source, pieces.bytes(0), &loaded[stage]);
+    wait(stage);
+  }
+  for (int64_t piece = 0; piece < kStages && pieces.has(piece); ++piece)
+    load_piece(piece);
+  for (int64_t piece = 0; pieces.has(piece); ++piece) {
+    const int64_t stage = piece % kStages;
+    const LocalUnit rows = local_unit(params, pieces.row(piece));
+    if (rows.from != nullptr) wait(stage);
+    if (rows.to != nullptr)
+      begin_store(rows.to + pieces.offset(piece), stages + stage * kMaxPieceBytes, pieces.bytes(piece));
+    end_store_group();
+    const int64_t next = piece - 1 + kStages; // as above
+    if (piece > 0 && pieces.has(next)) {
+      wait_for_store_reads<1>();
+      load_piece(next);
+    }
+  }
+  wait_for_stores();
+}
+
 } // namespace
 
 cudaError_t launch_wire_floor(const WireParams& params, int blocks, cudaStream_t stream) {
-  return launch(&wire_kernel, {blocks, kThreads}, stream, params);
+  return launch(&wire_kernel, {blocks, kWireThreads}, stream, params);
 }
 
 cudaError_t launch_wire_floor_bulk(const WireParams& params, int blocks, cudaStream_t stream) {
-  return launch(&bulk_kernel, {blocks, kBulkWarps * kLanes, kBulkSharedBytes}, stream, params);
+  return launch(&wire_bulk_kernel, {blocks, kBulkWarps * kLanes, kBulkSharedBytes}, stream, params);
 }
 
-cudaError_t launch_local_floor(const LocalParams& params, int blocks, cudaStream_t stream) {
-  return launch(&local_kernel, {blocks, kThreads}, stream, params);
+cudaError_t launch_local_floor(const LocalParams& params, int blocks, int threads, cudaStream_t stream) {
+  return launch(&local_kernel, {blocks, threads}, stream, params);
+}
+
+cudaError_t launch_local_floor_bulk(const LocalParams& params, int blocks, cudaStream_t stream) {
+  return launch(&local_bulk_kernel, {blocks, kBulkWarps * kLanes, kBulkSharedBytes}, stream, params);
 }
 
 cudaError_t load_floor_kernels() {
-  cudaError_t error = load(&wire_kernel);
-  if (error == cudaSuccess) error = load(&local_kernel);
-  return error != cudaSuccess ? error : load(&bulk_kernel, kBulkSharedBytes);
+  for (cudaError_t error : {load(&wire_kernel), load(&local_kernel), load(&wire_bulk_kernel, kBulkSharedBytes),
+                            load(&local_bulk_kernel, kBulkSharedBytes)})
+    if (error != cudaSuccess) return error;
+  return cudaSuccess;
 }
 
 } // namespace epx::bench

@@ -27,15 +27,17 @@ struct WireParams {
 cudaError_t launch_wire_floor(const WireParams& params, int blocks, cudaStream_t stream);      // loads and stores
 cudaError_t launch_wire_floor_bulk(const WireParams& params, int blocks, cudaStream_t stream); // bulk copies
 
-// Reads and writes so many rows, spread evenly over each other, beginning again where a buffer ends.
+// Reads and writes so many rows, each once; as above.
 struct LocalParams {
-  const std::byte* source; // [source_rows, row_bytes]
-  std::byte* target;       // [target_rows, row_bytes]
-  int64_t source_rows, target_rows;
-  int64_t reads, writes; // rows
+  const std::byte* source; // [reads, row_bytes], one row at least
+  std::byte* target;       // [writes, row_bytes]
+  int64_t reads, writes;   // rows
   int64_t row_bytes;
+  bool is_mixed; // spread evenly over each other; else first the writes, then the reads
 };
-cudaError_t launch_local_floor(const LocalParams& params, int blocks, cudaStream_t stream);
+inline constexpr int kMostLocalFloorThreads = 1024;
+cudaError_t launch_local_floor(const LocalParams& params, int blocks, int threads, cudaStream_t stream);
+cudaError_t launch_local_floor_bulk(const LocalParams& params, int blocks, cudaStream_t stream);
 
 cudaError_t load_floor_kernels();
 
