@@ -58,9 +58,8 @@ public:
     const Share share = mover_share();
     const auto tokens = static_cast<uint32_t>(movement_.few_tokens() * (call_.num_ranks() - 1));
     bool has_arrived = false;
-    // Other warps than in send(), when there is not enough for all.
 #pragma unroll 1
-    for (auto item = static_cast<uint32_t>(share.count - 1 - share.index);; item += static_cast<uint32_t>(share.count)) {
+    for (auto item = static_cast<uint32_t>(share.turned_index());; item += static_cast<uint32_t>(share.count)) {
       const uint32_t index = item / strips_;
       if (index >= tokens) break;
       const Movement::PeerToken peer = movement_.peer_token(index);

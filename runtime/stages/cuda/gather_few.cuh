@@ -36,9 +36,8 @@ public:
   template <typename Arrive>
   __device__ void sum(const Arrive& arrive) const {
     bool has_arrived = false;
-    // Other warps than in send(), when there is not enough for all.
 #pragma unroll 1
-    for (auto item = static_cast<uint32_t>(share_.count - 1 - share_.index);; item += static_cast<uint32_t>(share_.count)) {
+    for (auto item = static_cast<uint32_t>(share_.turned_index());; item += static_cast<uint32_t>(share_.count)) {
       const uint32_t token = item / strips_;
       if (token >= args_.num_tokens) break;
       const uint32_t strip = item - token * strips_;
@@ -76,14 +75,11 @@ private:
     const float low_weight = weight_of(slots.low);
     const float high_weight = weight_of(slots.high);
     StripSum<T> sum;
-    Strip ahead = load_slot(slots[lowest_bit(slots.live)], strip);
 #pragma unroll 1
     for (uint64_t left = slots.live; left != 0;) {
       const int k = lowest_bit(left);
       left &= left - 1;
-      const Strip row = ahead;
-      if (left != 0) ahead = load_slot(slots[lowest_bit(left)], strip);
-      sum.add(row, from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
+      sum.add(load_slot(slots[k], strip), from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
     }
     return sum.rounded();
   }

@@ -31,6 +31,13 @@ inline CallPost offer_of(const MovementCall& call, int32_t weights, int64_t side
 struct Share {
   int64_t index;
   int64_t count;
+
+  // Its index when the second half comes first: when there is not enough for all, other warps have something of what goes
+  // by these than of what goes by the others, and still of the blocks with low numbers, which begin first.
+  __device__ int64_t turned_index() const {
+    const int64_t half = count / 2;
+    return index >= half ? index - half : index + count - half;
+  }
 };
 
 // Of some warps of some blocks. Neighbours are in different blocks, so that few items are on many multiprocessors.
