@@ -180,6 +180,17 @@ TEST_CASE("ep_bench report on GPUs: more lines, and ratios to the larger floor")
                            "wire 5.0 us (plain stores, 64 blocks)", "HBM 2.0 us (bulk stores, 132 blocks)"})
     CHECK_MESSAGE(contains(table, part), table);
   CHECK_FALSE(contains(table, "memcpy"));
+  CHECK_FALSE(results.figures[1].floor_ratio_on_sms);
+
+  results.options.num_comm_sms = 16;
+  for (auto& floor : {&floors[1], &floors[2]}) {
+    (*floor)->wire_us_on_sms = 6;
+    (*floor)->hbm_us_on_sms = 7;
+  }
+  results.figures = compute_figures(measurements, floors, {.sets = {{}, {}}}, results.options);
+  CHECK(*results.figures[1].floor_ratio == doctest::Approx(1.6));
+  CHECK(to_json(results)["operations"]["dispatch"]["ratio_on_comm_sms"].get<double>() == doctest::Approx(8.0 / 7));
+  CHECK_MESSAGE(contains(to_table(results), "on 16 SMs 6.0 and 7.0 us: ratio 1.143"), to_table(results));
 }
 
 TEST_CASE("ep_bench copy baseline writes every row once") {

@@ -65,6 +65,7 @@ Figures compute_figures(const Measurements& measurements, const Floors& floors, 
     if (floors.empty() || !floors[line]) continue;
     figures.back().floor = floors[line];
     figures.back().floor_ratio = figures.back().median_us / floors[line]->us();
+    if (options.num_comm_sms > 0) figures.back().floor_ratio_on_sms = figures.back().median_us / floors[line]->us_on_sms();
   }
   return figures;
 }

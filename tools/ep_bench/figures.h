@@ -28,6 +28,7 @@ struct FloorFigures {
   double hbm_us_on_sms = 0;
 
   double us() const { return wire_us > hbm_us ? wire_us : hbm_us; }
+  double us_on_sms() const { return wire_us_on_sms > hbm_us_on_sms ? wire_us_on_sms : hbm_us_on_sms; }
 };
 using Floors = std::vector<std::optional<FloorFigures>>; // of each line; empty where not measured
 
@@ -48,6 +49,7 @@ struct OperationFigures {
   std::optional<CopyFigures> copy;    // host transport, unless no row was written
   std::optional<FloorFigures> floor;  // with --floor
   std::optional<double> floor_ratio;  // median time / the floor's
+  std::optional<double> floor_ratio_on_sms;
 };
 
 using Figures = std::vector<OperationFigures>; // in the order of lines_of(the transport)

@@ -175,10 +175,12 @@ constexpr const char* kFooter = R"(Figures
                  kernels. Wire floor: each row is read once and stored once to each distinct rank that it must reach, the
                  own one too (dispatch and combine_bwd: one per (token, expert rank); combine and dispatch_bwd: the same
                  back, with exact one per route), by 16, 32, 64, 96, 128 and as many blocks as the GPU has SMs, with plain
-                 and with bulk stores. HBM floor: as many rows read and written locally as the operation must, on all SMs:
+                 and with bulk stores. HBM floor: as many rows read and written locally as the operation must, each once, by
+                 all SMs, with plain and with bulk stores, reads among the writes and after them:
                  dispatch reads the tokens and what arrived for several slots, and writes the rows in use; combine_bwd
                  reads the tokens, what arrived and (with gradients) expert_out, and writes what arrives and the rows in
-                 use; combine and dispatch_bwd read their slots and what came back, and write what comes back and the tokens
+                 use; combine and dispatch_bwd read their slots and what came back, and write what comes back and the tokens.
+                 With --num-comm-sms the same on so many SMs is told beside it
   ratio          --floor: median time / floor
   wrong          elements that differ from the serial reference, all ranks together (--verify)
 Exit status: 0; 1 when a call failed or a result is wrong; 2 when the command line is.)";

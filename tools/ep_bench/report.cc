@@ -95,6 +95,7 @@ nlohmann::json operation_json(const OperationFigures& figures, std::optional<int
                       {"memcpy_total_gbps", nullptr},
                       {"floor", nullptr},
                       {"ratio", json_or_null(figures.floor_ratio)},
+                      {"ratio_on_comm_sms", json_or_null(figures.floor_ratio_on_sms)},
                       {"wrong", json_or_null(wrong)}};
   if (figures.copy) {
     json["memcpy_us"] = figures.copy->median_us;
@@ -137,9 +138,9 @@ std::string gpu_header(const Results& results) {
     if (const auto& floor = results.figures[line].floor) {
       text += fmt::format("  {:<20}wire {:.1f} us ({}), HBM {:.1f} us ({})", kLines[line].name, floor->wire_us,
                           floor->wire_variant, floor->hbm_us, floor->hbm_variant);
-      if (options.num_comm_sms > 0)
-        text += fmt::format("; on {} SMs {:.1f} and {:.1f} us", options.num_comm_sms, floor->wire_us_on_sms,
-                            floor->hbm_us_on_sms);
+      if (const auto& ratio = results.figures[line].floor_ratio_on_sms)
+        text += fmt::format("; on {} SMs {:.1f} and {:.1f} us: ratio {:.3f}", options.num_comm_sms, floor->wire_us_on_sms,
+                            floor->hbm_us_on_sms, *ratio);
       text += "\n";
     }
   return text;
