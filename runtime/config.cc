@@ -69,6 +69,9 @@ void validate(const epx_group_config& config) {
   require_range("transport", config.transport, EPX_TRANSPORT_AUTO, EPX_TRANSPORT_NCCL);
   require_at_least("num_comm_sms", config.num_comm_sms, 0);
   require_at_least("timeout_ms", config.timeout_ms, 1);
+  if (std::ranges::any_of(config.reserved, [](int64_t value) { return value != 0; }))
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "epx_group_config has a reserved field that is not 0: call epx_group_config_init before setting fields");
 #if !defined(EPX_WITH_CUDA)
   if (config.transport == EPX_TRANSPORT_NCCL)
     fail(EPX_ERROR_UNSUPPORTED, "epx_group_config.transport is nccl; this build of epx has the host transport only");

@@ -98,6 +98,9 @@ void require_bootstrap(const epx_bootstrap& bootstrap) {
   if (bootstrap.rank < 0 || bootstrap.rank >= bootstrap.num_ranks)
     fail(EPX_ERROR_INVALID_ARGUMENT, "epx_bootstrap.rank is {}; it must be 0..{}", bootstrap.rank, bootstrap.num_ranks - 1);
   if (bootstrap.all_gather == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "epx_bootstrap.all_gather is NULL");
+  if (std::ranges::any_of(bootstrap.reserved, [](const void* value) { return value != nullptr; }))
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "epx_bootstrap has a reserved field that is not NULL: zero the struct before setting fields");
 }
 
 } // namespace

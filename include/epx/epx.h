@@ -30,7 +30,7 @@
  *   asynchronous on it: what goes wrong there is returned by a later call and told by epx_group_status.
  * - One group is used by one thread at a time, except epx_group_abort and epx_group_status, which any thread may call.
  *   Groups are independent of each other.
- * - The C API may still change until the NVLink transport is complete; CHANGELOG.md tells. From then on it is append-only.
+ * - The C API only grows: no field moves, no value is used again, and struct_size tells old callers from new ones.
  */
 #ifndef EPX_EPX_H_
 #define EPX_EPX_H_
@@ -129,7 +129,7 @@ static inline epx_tensor epx_tensor_3d(void* data, epx_dtype dtype, int64_t size
 /* ---- Bootstrap ------------------------------------------------------------------------------------------------------ */
 
 /* How ranks find each other while a group is created; not used afterwards. Two are ready-made: epx_bootstrap_file below and
- * epx_bootstrap_mpi in epx_mpi.h. A framework may fill one in itself. */
+ * epx_bootstrap_mpi in epx_mpi.h. A framework may fill one in itself: zero the whole struct first. */
 typedef struct epx_bootstrap {
   size_t struct_size; /* sizeof(epx_bootstrap) */
   int32_t rank;       /* of this process (or thread), 0 <= rank < num_ranks */
@@ -141,6 +141,7 @@ typedef struct epx_bootstrap {
                            char* message, size_t message_bytes);
   void (*release)(void* context); /* frees the context; called by epx_bootstrap_free; may be NULL */
   void* context;
+  void* reserved[3]; /* NULL */
 } epx_bootstrap;
 
 /* Ranks meet through files below `directory` (local or shared between the machines; it must exist and be writable).
@@ -180,9 +181,8 @@ typedef enum epx_overflow EPX_ENUM_INT32 {
 typedef enum epx_transport EPX_ENUM_INT32 {
   EPX_TRANSPORT_AUTO = 0, /* the fastest that all ranks can use */
   EPX_TRANSPORT_HOST = 1, /* POSIX shared memory, for ranks on one machine; processes or threads */
-  EPX_TRANSPORT_NCCL =
-      2 /* NVLink through NCCL symmetric windows, a GPU of its own for each rank, the calling thread's current
-                             device at creation. UNSUPPORTED in builds without CUDA */
+  EPX_TRANSPORT_NCCL = 2  /* NVLink through NCCL symmetric windows; each rank has a GPU of its own, the calling thread's
+                             current device at creation. UNSUPPORTED in builds without CUDA */
 } epx_transport;
 
 /* Ranks of a group must agree on every field except color, key, num_comm_sms and timeout_ms. */
@@ -208,6 +208,7 @@ typedef struct epx_group_config {
   int32_t key;          /* ranks of a group are ordered by (key, rank in the bootstrap); default 0 */
   int64_t timeout_ms;   /* > 0: the longest that one wait for a peer lasts; default: the environment variable
                            EPX_TIMEOUT_MS if set, else 300000 */
+  int64_t reserved[6];  /* 0 */
 } epx_group_config;
 
 /* Fills in defaults. The required fields are left 0 and must be set. Errors: INVALID_ARGUMENT (NULL, or EPX_TIMEOUT_MS is
@@ -303,7 +304,7 @@ typedef enum epx_event_kind EPX_ENUM_INT32 {
   EPX_NUM_EVENT_KINDS = 4
 } epx_event_kind;
 
-enum { EPX_MAX_REPORTED_RANKS = 64, EPX_MAX_MESSAGE_BYTES = 1024 };
+enum { EPX_MAX_EVENT_KINDS = 16, EPX_MAX_REPORTED_RANKS = 64, EPX_MAX_MESSAGE_BYTES = 1024 };
 
 typedef struct epx_group_report {
   size_t struct_size; /* set by the caller: sizeof(epx_group_report) */
@@ -320,7 +321,7 @@ typedef struct epx_group_report {
   int32_t missing[EPX_MAX_REPORTED_RANKS]; /* the first of them, ascending */
 
   /* What the group lived on with since the last epx_group_status. */
-  uint64_t event_counts[EPX_NUM_EVENT_KINDS]; /* BAD_INDEX, OVERFLOW, TOO_FEW_ROWS: routes; HANDLE_MISMATCH: calls */
+  uint64_t event_counts[EPX_MAX_EVENT_KINDS]; /* BAD_INDEX, OVERFLOW, TOO_FEW_ROWS: routes; HANDLE_MISMATCH: calls */
   epx_event_kind first_event;                 /* kind of the first; meaningful when any count is > 0 */
   epx_operation first_event_operation;
   uint64_t first_event_sequence;

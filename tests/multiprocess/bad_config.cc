@@ -85,6 +85,7 @@ std::vector<BadConfig> bad_configs() {
         {"overflow", [](Config& c) { c.overflow = static_cast<epx_overflow>(8); }, {"overflow", "8"}},
         {"transport", [](Config& c) { c.transport = static_cast<epx_transport>(9); }, {"transport", "9"}},
         {"num_comm_sms negative", [](Config& c) { c.num_comm_sms = -2; }, {"num_comm_sms", "-2"}},
+        {"with a reserved field set", [](Config& c) { c.reserved[5] = 1; }, {"epx_group_config", "reserved"}},
         {"timeout_ms 0", [](Config& c) { c.timeout_ms = 0; }, {"timeout_ms", "0"}, EPX_ERROR_INVALID_ARGUMENT, false},
         {"timeout_ms negative",
          [](Config& c) { c.timeout_ms = -20; },
@@ -252,6 +253,7 @@ TEST_CASE("bad arguments of epx_group_create and epx_group_memory_plan") {
        },
        {"rank", "2"}},
       {"without all_gather", [](epx_bootstrap& b) { b.all_gather = nullptr; }, {"all_gather", "NULL"}},
+      {"with a reserved field set", [](epx_bootstrap& b) { b.reserved[2] = &b; }, {"epx_bootstrap", "reserved"}},
   };
   for (const BadBootstrap& bad : table) {
     epx_bootstrap bootstrap = good;

@@ -1,0 +1,231 @@
+/* The C API only grows: what a caller was compiled against stays where it was. A line that no longer holds does not compile, a
+ * function that is gone does not link. New fields, values and functions get lines of their own; no line changes. Structs
+ * that the library fills in without being told their size, and those that lie in others, keep their size. */
+#include <stdio.h>
+
+#include "epx/epx.h"
+
+#define AT(type, field, offset) _Static_assert(offsetof(type, field) == (offset), #type "." #field " has moved")
+#define IS(enumerator, value) _Static_assert((enumerator) == (value), #enumerator " has another value")
+#define SIZE(type, bytes) _Static_assert(sizeof(type) == (bytes), #type " has another size")
+
+AT(epx_tensor, data, 0);
+AT(epx_tensor, dtype, 8);
+AT(epx_tensor, ndim, 12);
+AT(epx_tensor, sizes, 16);
+AT(epx_tensor, sidecar, 48);
+AT(epx_tensor, sidecar_row_bytes, 56);
+AT(epx_tensor, reserved, 64);
+SIZE(epx_tensor, 80);
+
+AT(epx_bootstrap, struct_size, 0);
+AT(epx_bootstrap, rank, 8);
+AT(epx_bootstrap, num_ranks, 12);
+AT(epx_bootstrap, all_gather, 16);
+AT(epx_bootstrap, release, 24);
+AT(epx_bootstrap, context, 32);
+AT(epx_bootstrap, reserved, 40);
+SIZE(epx_bootstrap, 64);
+
+AT(epx_group_config, struct_size, 0);
+AT(epx_group_config, num_experts, 8);
+AT(epx_group_config, max_tokens_per_rank, 12);
+AT(epx_group_config, hidden_dim, 16);
+AT(epx_group_config, max_top_k, 20);
+AT(epx_group_config, max_alignment, 24);
+AT(epx_group_config, max_token_dtype, 28);
+AT(epx_group_config, max_recv_tokens_per_rank, 32);
+AT(epx_group_config, max_sidecar_bytes, 40);
+AT(epx_group_config, combine_precision, 44);
+AT(epx_group_config, overflow, 48);
+AT(epx_group_config, transport, 52);
+AT(epx_group_config, num_comm_sms, 56);
+AT(epx_group_config, color, 60);
+AT(epx_group_config, key, 64);
+AT(epx_group_config, timeout_ms, 72);
+AT(epx_group_config, reserved, 80);
+SIZE(epx_group_config, 128);
+
+AT(epx_group_info, struct_size, 0);
+AT(epx_group_info, group_id, 8);
+AT(epx_group_info, rank, 16);
+AT(epx_group_info, num_ranks, 20);
+AT(epx_group_info, num_experts, 24);
+AT(epx_group_info, num_local_experts, 28);
+AT(epx_group_info, first_local_expert, 32);
+AT(epx_group_info, transport, 36);
+AT(epx_group_info, max_recv_tokens_per_rank, 40);
+AT(epx_group_info, window_bytes, 48);
+AT(epx_group_info, timeout_ms, 56);
+AT(epx_group_info, max_tokens_per_rank, 64);
+AT(epx_group_info, hidden_dim, 68);
+AT(epx_group_info, max_top_k, 72);
+AT(epx_group_info, max_alignment, 76);
+AT(epx_group_info, max_token_dtype, 80);
+AT(epx_group_info, combine_precision, 84);
+
+AT(epx_memory_plan, struct_size, 0);
+AT(epx_memory_plan, max_recv_tokens_per_rank, 8);
+AT(epx_memory_plan, window_bytes, 16);
+AT(epx_memory_plan, control_bytes, 24);
+AT(epx_memory_plan, count_bytes, 32);
+AT(epx_memory_plan, slot_record_bytes, 40);
+AT(epx_memory_plan, scatter_row_bytes, 48);
+AT(epx_memory_plan, scatter_sidecar_bytes, 56);
+AT(epx_memory_plan, scatter_weight_bytes, 64);
+AT(epx_memory_plan, gather_row_bytes, 72);
+AT(epx_memory_plan, gather_weight_bytes, 80);
+AT(epx_memory_plan, scratch_bytes, 88);
+AT(epx_memory_plan, handle_mem_bytes, 96);
+
+AT(epx_group_report, struct_size, 0);
+AT(epx_group_report, status, 8);
+AT(epx_group_report, operation, 12);
+AT(epx_group_report, phase, 16);
+AT(epx_group_report, culprit, 20);
+AT(epx_group_report, sequence, 24);
+AT(epx_group_report, expected, 32);
+AT(epx_group_report, seen, 40);
+AT(epx_group_report, num_missing, 48);
+AT(epx_group_report, missing, 52);
+AT(epx_group_report, event_counts, 312);
+AT(epx_group_report, first_event, 440);
+AT(epx_group_report, first_event_operation, 444);
+AT(epx_group_report, first_event_sequence, 448);
+AT(epx_group_report, message, 456);
+
+AT(epx_layer, top_k, 0);
+AT(epx_layer, alignment, 4);
+SIZE(epx_layer, 8);
+
+AT(epx_prepare_args, struct_size, 0);
+AT(epx_prepare_args, layer, 8);
+AT(epx_prepare_args, handle_mem, 16);
+AT(epx_prepare_args, handle_mem_bytes, 24);
+AT(epx_prepare_args, stream, 32);
+AT(epx_prepare_args, topk_idx, 40);
+AT(epx_prepare_args, counts, 48);
+AT(epx_prepare_args, offsets, 56);
+AT(epx_prepare_args, global_counts, 64);
+AT(epx_prepare_args, info, 72);
+AT(epx_prepare_args, slot, 80);
+AT(epx_prepare_args, slot_origin, 88);
+
+AT(epx_dispatch_args, struct_size, 0);
+AT(epx_dispatch_args, layer, 8);
+AT(epx_dispatch_args, handle_mem, 16);
+AT(epx_dispatch_args, handle_mem_bytes, 24);
+AT(epx_dispatch_args, stream, 32);
+AT(epx_dispatch_args, tokens, 40);
+AT(epx_dispatch_args, topk_weights, 48);
+AT(epx_dispatch_args, recv_tokens, 56);
+AT(epx_dispatch_args, recv_weights, 64);
+
+AT(epx_combine_args, struct_size, 0);
+AT(epx_combine_args, layer, 8);
+AT(epx_combine_args, handle_mem, 16);
+AT(epx_combine_args, handle_mem_bytes, 24);
+AT(epx_combine_args, stream, 32);
+AT(epx_combine_args, expert_out, 40);
+AT(epx_combine_args, recv_weights, 48);
+AT(epx_combine_args, out, 56);
+
+AT(epx_combine_bwd_args, struct_size, 0);
+AT(epx_combine_bwd_args, layer, 8);
+AT(epx_combine_bwd_args, handle_mem, 16);
+AT(epx_combine_bwd_args, handle_mem_bytes, 24);
+AT(epx_combine_bwd_args, stream, 32);
+AT(epx_combine_bwd_args, grad_out, 40);
+AT(epx_combine_bwd_args, expert_out, 48);
+AT(epx_combine_bwd_args, recv_weights, 56);
+AT(epx_combine_bwd_args, grad_expert_out, 64);
+AT(epx_combine_bwd_args, grad_recv_weights, 72);
+
+AT(epx_dispatch_bwd_args, struct_size, 0);
+AT(epx_dispatch_bwd_args, layer, 8);
+AT(epx_dispatch_bwd_args, handle_mem, 16);
+AT(epx_dispatch_bwd_args, handle_mem_bytes, 24);
+AT(epx_dispatch_bwd_args, stream, 32);
+AT(epx_dispatch_bwd_args, grad_recv, 40);
+AT(epx_dispatch_bwd_args, grad_recv_weights, 48);
+AT(epx_dispatch_bwd_args, grad_tokens, 56);
+AT(epx_dispatch_bwd_args, grad_topk_weights, 64);
+
+SIZE(epx_status, 4);
+IS(EPX_SUCCESS, 0);
+IS(EPX_ERROR_INVALID_ARGUMENT, 1);
+IS(EPX_ERROR_UNSUPPORTED, 2);
+IS(EPX_ERROR_MISMATCH, 3);
+IS(EPX_ERROR_OUT_OF_MEMORY, 4);
+IS(EPX_ERROR_SYSTEM, 5);
+IS(EPX_ERROR_TIMEOUT, 6);
+IS(EPX_ERROR_ABORTED, 7);
+IS(EPX_ERROR_OUT_OF_SEQUENCE, 8);
+IS(EPX_ERROR_INTERNAL, 9);
+
+SIZE(epx_dtype, 4);
+IS(EPX_DTYPE_UNSET, 0);
+IS(EPX_FLOAT32, 1);
+IS(EPX_FLOAT16, 2);
+IS(EPX_BFLOAT16, 3);
+IS(EPX_INT32, 4);
+IS(EPX_INT64, 5);
+IS(EPX_FLOAT64, 6);
+IS(EPX_UINT8, 7);
+
+SIZE(epx_combine_precision, 4);
+IS(EPX_COMBINE_WIRE, 0);
+IS(EPX_COMBINE_EXACT, 1);
+
+SIZE(epx_overflow, 4);
+IS(EPX_OVERFLOW_ERROR, 0);
+IS(EPX_OVERFLOW_DROP, 1);
+
+SIZE(epx_transport, 4);
+IS(EPX_TRANSPORT_AUTO, 0);
+IS(EPX_TRANSPORT_HOST, 1);
+IS(EPX_TRANSPORT_NCCL, 2);
+
+SIZE(epx_operation, 4);
+IS(EPX_OP_NONE, 0);
+IS(EPX_OP_PREPARE, 1);
+IS(EPX_OP_DISPATCH, 2);
+IS(EPX_OP_COMBINE, 3);
+IS(EPX_OP_COMBINE_BWD, 4);
+IS(EPX_OP_DISPATCH_BWD, 5);
+IS(EPX_OP_MEM_ALLOC, 6);
+IS(EPX_OP_MEM_FREE, 7);
+
+SIZE(epx_phase, 4);
+IS(EPX_PHASE_NONE, 0);
+IS(EPX_PHASE_ARRIVE, 1);
+IS(EPX_PHASE_COMPLETE, 2);
+
+SIZE(epx_event_kind, 4);
+IS(EPX_EVENT_BAD_INDEX, 0);
+IS(EPX_EVENT_OVERFLOW, 1);
+IS(EPX_EVENT_TOO_FEW_ROWS, 2);
+IS(EPX_EVENT_HANDLE_MISMATCH, 3);
+
+IS(EPX_MAX_EVENT_KINDS, 16);
+IS(EPX_MAX_REPORTED_RANKS, 64);
+IS(EPX_MAX_MESSAGE_BYTES, 1024);
+
+/* Here for the linker. */
+void (*const epx_functions[])(void) = {
+    (void (*)(void))epx_version,           (void (*)(void))epx_status_string,   (void (*)(void))epx_last_error,
+    (void (*)(void))epx_set_last_error,    (void (*)(void))epx_bootstrap_file,  (void (*)(void))epx_bootstrap_free,
+    (void (*)(void))epx_group_config_init, (void (*)(void))epx_group_create,    (void (*)(void))epx_group_destroy,
+    (void (*)(void))epx_group_abort,       (void (*)(void))epx_group_query,     (void (*)(void))epx_group_memory_plan,
+    (void (*)(void))epx_group_status,      (void (*)(void))epx_mem_alloc,       (void (*)(void))epx_mem_register,
+    (void (*)(void))epx_mem_free,          (void (*)(void))epx_handle_mem_size, (void (*)(void))epx_prepare,
+    (void (*)(void))epx_dispatch,          (void (*)(void))epx_combine,         (void (*)(void))epx_combine_bwd,
+    (void (*)(void))epx_dispatch_bwd,
+};
+
+int main(void) {
+  const int version = EPX_VERSION_MAJOR * 10000 + EPX_VERSION_MINOR * 100 + EPX_VERSION_PATCH;
+  if (epx_version() == version) return 0;
+  fprintf(stderr, "the library is version %d, the header %d\n", (int)epx_version(), version);
+  return 1;
+}
