@@ -49,7 +49,7 @@ public:
 private:
   mutable std::mutex mutex_; // epx_group_status may come from any thread
   std::optional<Failure> failure_;
-  std::array<uint64_t, EPX_NUM_EVENT_KINDS> event_counts_{};
+  std::array<uint64_t, EPX_MAX_EVENT_KINDS> event_counts_{};
   std::optional<Event> first_event_;
 };
 

@@ -252,7 +252,8 @@ typedef struct epx_group_info {
 /* Describes the group. Errors: INVALID_ARGUMENT. */
 EPX_API epx_status epx_group_query(epx_group group, epx_group_info* info);
 
-/* Every byte that a rank of such a group allocates, in bytes. The parts of the window add up to window_bytes. */
+/* What a rank of such a group takes, in bytes; on GPUs it has some records of its own besides. The parts of the window that
+ * this version lists add up to window_bytes; a later one may list more. */
 typedef struct epx_memory_plan {
   size_t struct_size;               /* set by the caller: sizeof(epx_memory_plan) */
   int64_t max_recv_tokens_per_rank; /* R, resolved, in rows */
@@ -266,13 +267,13 @@ typedef struct epx_memory_plan {
   int64_t scatter_weight_bytes;     /* of which: their weights, and which tokens have come */
   int64_t gather_row_bytes;         /* of which: staged rows of combine and dispatch_bwd; the same */
   int64_t gather_weight_bytes;      /* of which: their weights, and which tokens have come */
-  int64_t scratch_bytes;            /* private memory of the group for use within a call */
+  int64_t scratch_bytes;            /* host transport: private memory of the group for use within a call */
   int64_t handle_mem_bytes;         /* epx_handle_mem_size for (max_top_k, max_alignment); allocated by the caller, one per
                                        layer in flight */
 } epx_memory_plan;
 
 /* Tells what epx_group_create would allocate on each rank of a group of num_ranks ranks, without allocating or
- * communicating. color, key and timeout_ms do not matter. Errors: INVALID_ARGUMENT, UNSUPPORTED. */
+ * communicating. color, key, num_comm_sms and timeout_ms do not matter. Errors: INVALID_ARGUMENT, UNSUPPORTED. */
 EPX_API epx_status epx_group_memory_plan(const epx_group_config* config, int32_t num_ranks, epx_memory_plan* plan);
 
 /* ---- Status --------------------------------------------------------------------------------------------------------- */
@@ -296,12 +297,11 @@ typedef enum epx_phase EPX_ENUM_INT32 {
 
 /* Kinds of errors that a group lives on with. */
 typedef enum epx_event_kind EPX_ENUM_INT32 {
-  EPX_EVENT_BAD_INDEX = 0,       /* a topk_idx entry < -1 or >= E; the route was treated as masked */
-  EPX_EVENT_OVERFLOW = 1,        /* routes to this rank exceeded R (overflow policy ERROR); they were dropped */
-  EPX_EVENT_TOO_FEW_ROWS = 2,    /* N was smaller than offsets[E_l] of the handle; routes beyond N were dropped */
-  EPX_EVENT_HANDLE_MISMATCH = 3, /* handle memory of another layer, group, T or prepare, or damaged; this rank, or the two
+  EPX_EVENT_BAD_INDEX = 0,      /* a topk_idx entry < -1 or >= E; the route was treated as masked */
+  EPX_EVENT_OVERFLOW = 1,       /* routes to this rank exceeded R (overflow policy ERROR); they were dropped */
+  EPX_EVENT_TOO_FEW_ROWS = 2,   /* N was smaller than offsets[E_l] of the handle; routes beyond N were dropped */
+  EPX_EVENT_HANDLE_MISMATCH = 3 /* handle memory of another layer, group, T or prepare, or damaged; this rank, or the two
                                     ranks that disagree, took part without routes */
-  EPX_NUM_EVENT_KINDS = 4
 } epx_event_kind;
 
 enum { EPX_MAX_EVENT_KINDS = 16, EPX_MAX_REPORTED_RANKS = 64, EPX_MAX_MESSAGE_BYTES = 1024 };
@@ -321,7 +321,8 @@ typedef struct epx_group_report {
   int32_t missing[EPX_MAX_REPORTED_RANKS]; /* the first of them, ascending */
 
   /* What the group lived on with since the last epx_group_status. */
-  uint64_t event_counts[EPX_MAX_EVENT_KINDS]; /* BAD_INDEX, OVERFLOW, TOO_FEW_ROWS: routes; HANDLE_MISMATCH: calls */
+  uint64_t event_counts[EPX_MAX_EVENT_KINDS]; /* BAD_INDEX, OVERFLOW, TOO_FEW_ROWS: routes; HANDLE_MISMATCH: calls; those
+                                                 of kinds that this version does not have are 0 */
   epx_event_kind first_event;                 /* kind of the first; meaningful when any count is > 0 */
   epx_operation first_event_operation;
   uint64_t first_event_sequence;
@@ -365,9 +366,10 @@ typedef struct epx_layer {
 } epx_layer;
 
 /* Bytes of handle memory, the routing state of one layer in flight; at most 16 * (max_tokens_per_rank * K + R) + 8 * P * E +
- * 64 KiB. Local. The caller allocates it where the tokens live, aligned to 16 bytes. epx_prepare fills it in; then it is
- * read-only for any number of later calls in any order, also from a copy of its bytes, as long as the group lives. It needs
- * no freeing beyond the caller's own. Errors: INVALID_ARGUMENT. */
+ * 64 KiB, and where R is below its default up to 4 * P * (max_tokens_per_rank + 128 * K) more. Local. The caller allocates it
+ * where the tokens live, aligned to 16 bytes. epx_prepare fills it in; then it is read-only for any number of later calls in
+ * any order, also from a copy of its bytes, as long as the group lives. It needs no freeing beyond the caller's own. Errors:
+ * INVALID_ARGUMENT. */
 EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, size_t* bytes);
 
 /* ---- The five operations -------------------------------------------------------------------------------------------- */

@@ -13,6 +13,7 @@
  *   does not depend on which other rows are there, so it has the same bits for every number of ranks.
  * - Output tensors overlap no other tensor of the call, which is not checked here. Where a comment says optional, NULL means
  *   "not wanted".
+ * - Unlike epx.h this header may still change; CHANGELOG.md tells.
  * - Errors: INVALID_ARGUMENT (refused; nothing was written) unless said otherwise, and OUT_OF_MEMORY (of this process; outputs
  *   may be partly written); epx_last_error() has the sentence.
  */

@@ -119,17 +119,16 @@ void GroupRun::check_status() {
   const epx_group_report report = read_status(group_);
   const std::string message = report.message;
   check(report.status == EPX_SUCCESS, "the group has failed with {}: {}", epx_status_string(report.status), message);
-  constexpr const char* kNames[] = {"BAD_INDEX", "OVERFLOW", "TOO_FEW_ROWS", "HANDLE_MISMATCH"};
   for (size_t kind = 0; kind < events_.size(); ++kind) {
-    check(report.event_counts[kind] == events_[kind], "{} {} events were reported, expected {}; message: \"{}\"",
-          report.event_counts[kind], kNames[kind], events_[kind], message);
+    check(report.event_counts[kind] == events_[kind], "{} events of kind {} were reported, expected {}; message: \"{}\"",
+          report.event_counts[kind], kind, events_[kind], message);
   }
   check(message.empty() == !first_event_.has_value(), "the status message is \"{}\"", message);
   if (first_event_) {
     check(report.first_event == first_event_->kind && report.first_event_operation == first_event_->operation &&
               report.first_event_sequence == first_event_->sequence,
-          "the first event is {} of operation {} in call {}, expected {}, {}, {}", kNames[report.first_event],
-          static_cast<int>(report.first_event_operation), report.first_event_sequence, kNames[first_event_->kind],
+          "the first event is {} of operation {} in call {}, expected {}, {}, {}", static_cast<int>(report.first_event),
+          static_cast<int>(report.first_event_operation), report.first_event_sequence, static_cast<int>(first_event_->kind),
           static_cast<int>(first_event_->operation), first_event_->sequence);
   }
   events_ = {};

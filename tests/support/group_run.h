@@ -70,7 +70,7 @@ private:
     epx_operation operation;
     uint64_t sequence;
   };
-  std::array<uint64_t, EPX_NUM_EVENT_KINDS> events_{};
+  std::array<uint64_t, EPX_MAX_EVENT_KINDS> events_{};
   std::optional<FirstEvent> first_event_;
 };
 

@@ -211,16 +211,53 @@ IS(EPX_MAX_EVENT_KINDS, 16);
 IS(EPX_MAX_REPORTED_RANKS, 64);
 IS(EPX_MAX_MESSAGE_BYTES, 1024);
 
-/* Here for the linker. */
-void (*const epx_functions[])(void) = {
-    (void (*)(void))epx_version,           (void (*)(void))epx_status_string,   (void (*)(void))epx_last_error,
-    (void (*)(void))epx_set_last_error,    (void (*)(void))epx_bootstrap_file,  (void (*)(void))epx_bootstrap_free,
-    (void (*)(void))epx_group_config_init, (void (*)(void))epx_group_create,    (void (*)(void))epx_group_destroy,
-    (void (*)(void))epx_group_abort,       (void (*)(void))epx_group_query,     (void (*)(void))epx_group_memory_plan,
-    (void (*)(void))epx_group_status,      (void (*)(void))epx_mem_alloc,       (void (*)(void))epx_mem_register,
-    (void (*)(void))epx_mem_free,          (void (*)(void))epx_handle_mem_size, (void (*)(void))epx_prepare,
-    (void (*)(void))epx_dispatch,          (void (*)(void))epx_combine,         (void (*)(void))epx_combine_bwd,
-    (void (*)(void))epx_dispatch_bwd,
+/* Here for the compiler and the linker: no signature has changed, no function is gone. */
+const struct {
+  int32_t (*version)(void);
+  const char* (*status_string)(epx_status);
+  const char* (*last_error)(void);
+  void (*set_last_error)(const char*);
+  epx_status (*bootstrap_file)(const char*, const char*, int32_t, int32_t, int64_t, epx_bootstrap*);
+  void (*bootstrap_free)(epx_bootstrap*);
+  epx_status (*group_config_init)(epx_group_config*);
+  epx_status (*group_create)(const epx_bootstrap*, const epx_group_config*, epx_group*);
+  void (*group_destroy)(epx_group);
+  epx_status (*group_abort)(epx_group);
+  epx_status (*group_query)(epx_group, epx_group_info*);
+  epx_status (*group_memory_plan)(const epx_group_config*, int32_t, epx_memory_plan*);
+  epx_status (*group_status)(epx_group, epx_group_report*);
+  epx_status (*mem_alloc)(epx_group, size_t, void**);
+  epx_status (*mem_register)(epx_group, void*, size_t);
+  epx_status (*mem_free)(epx_group, void*);
+  epx_status (*handle_mem_size)(epx_group, const epx_layer*, size_t*);
+  epx_status (*prepare)(epx_group, const epx_prepare_args*);
+  epx_status (*dispatch)(epx_group, const epx_dispatch_args*);
+  epx_status (*combine)(epx_group, const epx_combine_args*);
+  epx_status (*combine_bwd)(epx_group, const epx_combine_bwd_args*);
+  epx_status (*dispatch_bwd)(epx_group, const epx_dispatch_bwd_args*);
+} epx_functions = {
+    .version = epx_version,
+    .status_string = epx_status_string,
+    .last_error = epx_last_error,
+    .set_last_error = epx_set_last_error,
+    .bootstrap_file = epx_bootstrap_file,
+    .bootstrap_free = epx_bootstrap_free,
+    .group_config_init = epx_group_config_init,
+    .group_create = epx_group_create,
+    .group_destroy = epx_group_destroy,
+    .group_abort = epx_group_abort,
+    .group_query = epx_group_query,
+    .group_memory_plan = epx_group_memory_plan,
+    .group_status = epx_group_status,
+    .mem_alloc = epx_mem_alloc,
+    .mem_register = epx_mem_register,
+    .mem_free = epx_mem_free,
+    .handle_mem_size = epx_handle_mem_size,
+    .prepare = epx_prepare,
+    .dispatch = epx_dispatch,
+    .combine = epx_combine,
+    .combine_bwd = epx_combine_bwd,
+    .dispatch_bwd = epx_dispatch_bwd,
 };
 
 int main(void) {

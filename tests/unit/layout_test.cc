@@ -185,6 +185,11 @@ TEST_CASE("handle memory keeps to the formula of the contract") {
         const epx::GroupShape shape = epx::resolve(config, ranks);
         const int64_t allowed = 16 * (int64_t{tokens} * top_k + shape.max_recv_tokens) + 8 * int64_t{ranks} * 256 + 65536;
         CHECK(epx::make_handle_layout(shape, top_k).total_bytes <= allowed);
+
+        epx::GroupShape tight = shape;
+        tight.max_recv_tokens = tokens;
+        const int64_t more = 4 * int64_t{ranks} * (tokens + 128 * top_k);
+        CHECK(epx::make_handle_layout(tight, top_k).total_bytes <= allowed - 16 * (shape.max_recv_tokens - tokens) + more);
       }
     }
   }

@@ -236,7 +236,7 @@ void Exchange::finish() {
   epx_group_report report{};
   report.struct_size = sizeof(report);
   check(epx_group_status(group_.get(), &report), "epx_group_status");
-  for (int kind = 0; kind < EPX_NUM_EVENT_KINDS; ++kind)
+  for (int kind = 0; kind < EPX_MAX_EVENT_KINDS; ++kind)
     events_[kind] += report.event_counts[kind];
   if (report.status != EPX_SUCCESS)
     throw RuntimeError(fmt::format("{}: {}", epx_status_string(report.status), report.message));

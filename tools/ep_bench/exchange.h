@@ -92,7 +92,7 @@ public:
   void poison(); // all outputs
 
   // How often the group met each kind of event until the last finish().
-  const std::array<uint64_t, EPX_NUM_EVENT_KINDS>& events() const { return events_; }
+  const std::array<uint64_t, EPX_MAX_EVENT_KINDS>& events() const { return events_; }
 
   const epx_group_info& info() const { return info_; }
   double creation_ms() const { return creation_ms_; } // what epx_group_create took here
@@ -133,7 +133,7 @@ private:
   RowOutputs by_row_;
   ExpertRows expert_rows_;
   TokenOutputs by_token_;
-  std::array<uint64_t, EPX_NUM_EVENT_KINDS> events_{};
+  std::array<uint64_t, EPX_MAX_EVENT_KINDS> events_{};
 };
 
 } // namespace epx::bench

@@ -44,12 +44,12 @@ struct OperationFigures {
   double logical_rows = 0;
   double wire_rows = 0;
   double written_rows = 0;
-  std::optional<double> logical_gbps; // per rank
-  std::optional<double> wire_gbps;    // per rank
-  std::optional<CopyFigures> copy;    // host transport, unless no row was written
-  std::optional<FloorFigures> floor;  // with --floor
-  std::optional<double> floor_ratio;  // median time / the floor's
-  std::optional<double> floor_ratio_on_sms;
+  std::optional<double> logical_gbps;       // per rank
+  std::optional<double> wire_gbps;          // per rank
+  std::optional<CopyFigures> copy;          // host transport, unless no row was written
+  std::optional<FloorFigures> floor;        // with --floor
+  std::optional<double> floor_ratio;        // median time / the floor's
+  std::optional<double> floor_ratio_on_sms; // median time / the floor's on options.num_comm_sms multiprocessors
 };
 
 using Figures = std::vector<OperationFigures>; // in the order of lines_of(the transport)

@@ -51,8 +51,8 @@ std::vector<uint64_t> source_block(int rank) {
 class FloorRun {
 public:
   FloorRun(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu, StartLine& start)
-      : sets_(sets), exact_(options.combine_precision == EPX_COMBINE_EXACT), num_comm_sms_(options.num_comm_sms),
-        peers_(peers), gpu_(gpu), start_(start),
+      : sets_(sets), exact_(options.combine_precision == EPX_COMBINE_EXACT),
+        num_comm_sms_(std::min(options.num_comm_sms, gpu.num_sms())), peers_(peers), gpu_(gpu), start_(start),
         row_bytes_((row_bytes(options) + kFloorRowUnit - 1) / kFloorRowUnit * kFloorRowUnit),
         target_rows_(std::max<int64_t>(rows_of_places(sets[0], exact_), 1)),
         targets_(static_cast<size_t>(target_rows_ * row_bytes_), peers) {
@@ -88,7 +88,7 @@ public:
     return figures;
   }
 
-  // That the kernels of the wire floors move every row. Collective.
+  // That the kernels move every row. Collective.
   void verify() const {
     for (auto* launch : {launch_wire_floor, launch_wire_floor_bulk}) {
       verify_wire(
@@ -96,6 +96,8 @@ public:
       verify_wire(
           gather_[0], [&](int rank) { return gather_plan(sets_[0], rank, exact_); }, launch);
     }
+    for (const Line& line : kLines)
+      verify_local(line);
   }
 
   void release() { targets_.release(peers_); }
@@ -186,7 +188,7 @@ private:
     FloorFigures best;
     const auto offer = [&](const char* kind, int blocks, auto&& launch) {
       const double us = median_us([&](size_t set) { return launch(wire_params(plans[set]), blocks, gpu_.cuda_stream()); });
-      if (blocks == num_comm_sms_) best.wire_us_on_sms = lower(best.wire_us_on_sms, us);
+      if (blocks <= num_comm_sms_) best.wire_us_on_sms = lower(best.wire_us_on_sms, us);
       if (!best.wire_variant.empty() && us >= best.wire_us) return;
       best.wire_us = us;
       best.wire_variant = fmt::format("{} stores, {} blocks", kind, blocks);
@@ -204,34 +206,70 @@ private:
 
   static double lower(double us, double other) { return us == 0 ? other : std::min(us, other); }
 
+  // A kernel that reads and writes rows locally, on so many multiprocessors.
+  struct LocalVariant {
+    std::string name;
+    bool is_mixed;
+    std::function<cudaError_t(const LocalParams&)> launch;
+  };
+  std::vector<LocalVariant> local_variants(int blocks) const {
+    std::vector<LocalVariant> variants;
+    for (bool is_mixed : {true, false}) {
+      const char* const order = is_mixed ? "mixed" : "reads last";
+      for (int threads : kLocalThreads)
+        variants.push_back({fmt::format("plain stores, {} blocks of {} threads, {}", blocks, threads, order), is_mixed,
+                            [=, this](const LocalParams& params) {
+                              return launch_local_floor(params, blocks, threads, gpu_.cuda_stream());
+                            }});
+      variants.push_back(
+          {fmt::format("bulk stores, {} blocks, {}", blocks, order), is_mixed,
+           [=, this](const LocalParams& params) { return launch_local_floor_bulk(params, blocks, gpu_.cuda_stream()); }});
+    }
+    return variants;
+  }
+
+  LocalParams local_params(const LocalRows& rows, bool is_mixed) const {
+    return {.source = source_.data(),
+            .target = local_target_.data(),
+            .reads = rows.reads,
+            .writes = rows.writes,
+            .row_bytes = row_bytes_,
+            .is_mixed = is_mixed};
+  }
+
   void measure_local(const Line& line, FloorFigures& figures) const {
     std::vector<LocalRows> rows;
     for (const RoutingOfAll& set : sets_)
       rows.push_back(local_rows(set, peers_.rank(), line, exact_));
-    const auto offer = [&](std::string variant, int blocks, bool is_mixed, auto&& launch) {
-      const double us = median_us([&](size_t set) {
-        return launch(LocalParams{.source = source_.data(),
-                                  .target = local_target_.data(),
-                                  .reads = rows[set].reads,
-                                  .writes = rows[set].writes,
-                                  .row_bytes = row_bytes_,
-                                  .is_mixed = is_mixed});
-      });
-      if (blocks == num_comm_sms_) figures.hbm_us_on_sms = lower(figures.hbm_us_on_sms, us);
-      if (!figures.hbm_variant.empty() && us >= figures.hbm_us) return;
-      figures.hbm_us = us;
-      figures.hbm_variant = std::move(variant) + (is_mixed ? ", mixed" : ", reads last");
-    };
     for (int blocks : std::set<int>{gpu_.num_sms(), num_comm_sms_}) {
-      if (blocks == 0 || blocks > gpu_.num_sms()) continue;
-      for (bool is_mixed : {true, false}) {
-        for (int threads : kLocalThreads)
-          offer(fmt::format("plain stores, {} blocks of {} threads", blocks, threads), blocks, is_mixed,
-                [&](const LocalParams& params) { return launch_local_floor(params, blocks, threads, gpu_.cuda_stream()); });
-        offer(fmt::format("bulk stores, {} blocks", blocks), blocks, is_mixed,
-              [&](const LocalParams& params) { return launch_local_floor_bulk(params, blocks, gpu_.cuda_stream()); });
+      if (blocks == 0) continue;
+      for (const LocalVariant& variant : local_variants(blocks)) {
+        const double us = median_us([&](size_t set) { return variant.launch(local_params(rows[set], variant.is_mixed)); });
+        if (blocks <= num_comm_sms_) figures.hbm_us_on_sms = lower(figures.hbm_us_on_sms, us);
+        if (!figures.hbm_variant.empty() && us >= figures.hbm_us) continue;
+        figures.hbm_us = us;
+        figures.hbm_variant = variant.name;
       }
     }
+  }
+
+  // Throws where a variant leaves something unwritten: what it writes, as what it reads, is random, and not zero.
+  void verify_local(const Line& line) const {
+    const LocalRows rows = local_rows(sets_[0], peers_.rank(), line, exact_);
+    const std::span<std::byte> written(local_target_.data(), static_cast<size_t>(rows.writes * row_bytes_));
+    for (const LocalVariant& variant : local_variants(gpu_.num_sms()))
+      peers_.together([&] {
+        gpu_.fill(written, std::byte{0});
+        check_cuda(variant.launch(local_params(rows, variant.is_mixed)), "launch of a floor's kernel");
+        gpu_.finish();
+        std::vector<uint64_t> words(written.size() / sizeof(uint64_t));
+        gpu_.read(std::as_writable_bytes(std::span(words)), written.data());
+        const auto missing = std::ranges::find(words, uint64_t{0});
+        if (missing != words.end())
+          throw RuntimeError(fmt::format("the local floor ({}) left row {} of {} unwritten", variant.name,
+                                         (missing - words.begin()) * static_cast<int64_t>(sizeof(uint64_t)) / row_bytes_,
+                                         line.name));
+      });
   }
 
   std::span<const RoutingOfAll> sets_;

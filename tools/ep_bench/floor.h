@@ -15,7 +15,7 @@ namespace epx::bench {
 
 // Of each line of the table, in order; none where a line moves no rows. The runs take the input sets in turn, as the timed
 // iterations do; a time is the median of the slowest rank's, and the best of all variants is kept. Rows are rounded up to
-// 16 bytes. With options.verify it is first checked that the wire floors' kernels move every row. Collective.
+// 16 bytes. With options.verify it is first checked that the kernels move every row. Collective.
 Floors measure_floors(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu,
                       StartLine& start);
 

@@ -57,6 +57,10 @@ struct LocalUnit {
 __device__ int64_t num_units(const LocalParams& params) {
   return params.is_mixed ? max(params.reads, params.writes) : params.writes + params.reads;
 }
+// Whether some units write without reading: something else than what they read, then.
+__device__ bool writes_unread(const LocalParams& params) {
+  return !params.is_mixed || params.reads < params.writes;
+}
 __device__ LocalUnit local_unit(const LocalParams& params, int64_t unit) {
   int64_t read, write; // -1: none
   if (params.is_mixed) {
@@ -77,7 +81,7 @@ __device__ LocalUnit local_unit(const LocalParams& params, int64_t unit) {
 __global__ void __launch_bounds__(kMostLocalFloorThreads) local_kernel(const __grid_constant__ LocalParams params) {
   const int64_t words = params.row_bytes / static_cast<int64_t>(sizeof(uint4));
   uint4 in_flight[kInFlight] = {};
-  for (int i = 0; i < kInFlight; ++i) // lest units that read nothing write zeros
+  for (int i = 0; i < kInFlight && writes_unread(params); ++i) // no zeros
     if (lane() + i * kLanes < words) in_flight[i] = reinterpret_cast<const uint4*>(params.source)[lane() + i * kLanes];
   for (int64_t unit = global_warp(); unit < num_units(params); unit += num_warps()) {
     const LocalUnit rows = local_unit(params, unit);
@@ -184,9 +188,11 @@ __global__ void __launch_bounds__(kBulkWarps* kLanes) local_bulk_kernel(const __
     if (from != nullptr)
       begin_load(stages + stage * kMaxPieceBytes, from + pieces.offset(piece), pieces.bytes(piece), &loaded[stage]);
   };
-  for (int64_t stage = 0; stage < kStages; ++stage) { // lest units that read nothing write zeros
-    begin_load(stages + stage * kMaxPieceBytes, params.source, pieces.bytes(0), &loaded[stage]);
-    wait(stage);
+  if (writes_unread(params)) { // no zeros
+    for (int64_t stage = 0; stage < kStages; ++stage)
+      begin_load(stages + stage * kMaxPieceBytes, params.source, pieces.bytes(0), &loaded[stage]);
+    for (int64_t stage = 0; stage < kStages; ++stage)
+      wait(stage);
   }
   for (int64_t piece = 0; piece < kStages && pieces.has(piece); ++piece)
     load_piece(piece);

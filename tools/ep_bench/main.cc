@@ -36,11 +36,11 @@ namespace {
 // Rows of the receive tensors beyond those in use, which nothing may touch.
 constexpr int64_t kSpareRows = 8;
 
-std::array<uint64_t, EPX_NUM_EVENT_KINDS> gather_events(Exchange& exchange, const Peers& peers) {
+std::array<uint64_t, EPX_MAX_EVENT_KINDS> gather_events(Exchange& exchange, const Peers& peers) {
   peers.together([&] { exchange.finish(); });
-  std::array<uint64_t, EPX_NUM_EVENT_KINDS> events{};
+  std::array<uint64_t, EPX_MAX_EVENT_KINDS> events{};
   for (const auto& of_rank : peers.gather(exchange.events()))
-    for (int kind = 0; kind < EPX_NUM_EVENT_KINDS; ++kind)
+    for (int kind = 0; kind < EPX_MAX_EVENT_KINDS; ++kind)
       events[kind] += of_rank[kind];
   return events;
 }

@@ -180,7 +180,7 @@ constexpr const char* kFooter = R"(Figures
                  dispatch reads the tokens and what arrived for several slots, and writes the rows in use; combine_bwd
                  reads the tokens, what arrived and (with gradients) expert_out, and writes what arrives and the rows in
                  use; combine and dispatch_bwd read their slots and what came back, and write what comes back and the tokens.
-                 With --num-comm-sms the same on so many SMs is told beside it
+                 With --num-comm-sms the same on no more SMs than that is told beside it, and the ratio to it
   ratio          --floor: median time / floor
   wrong          elements that differ from the serial reference, all ranks together (--verify)
 Exit status: 0; 1 when a call failed or a result is wrong; 2 when the command line is.)";

@@ -26,7 +26,7 @@ struct Results {
   double dropped_routes = 0;    // per iteration, all ranks together
   Figures figures;
   std::optional<WrongCounts> wrong;                   // with --verify
-  std::array<uint64_t, EPX_NUM_EVENT_KINDS> events{}; // of all ranks, over the whole run
+  std::array<uint64_t, EPX_MAX_EVENT_KINDS> events{}; // of all ranks, over the whole run
 };
 
 // 16 * (max_tokens_per_rank * K + R) + 8 * P * E + 64 KiB.

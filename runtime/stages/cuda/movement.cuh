@@ -32,8 +32,8 @@ struct Share {
   int64_t index;
   int64_t count;
 
-  // Its index when the second half comes first: when there is not enough for all, other warps have something of what goes
-  // by these than of what goes by the others, and still of the blocks with low numbers, which begin first.
+  // Its index when the second half comes first: when there are few items, those given by this go to other warps than those
+  // given by index, but still to the blocks with low numbers, which begin first (blocks have an even number of such warps).
   __device__ int64_t turned_index() const {
     const int64_t half = count / 2;
     return index >= half ? index - half : index + count - half;

@@ -93,7 +93,6 @@ public:
   // Before clear(), with nothing else in between. All lanes.
   __device__ void make_zeros() {
     begin();
-    __syncwarp();
     for (int64_t i = lane(); i < kHalfBytes / 16; i += kWarp)
       reinterpret_cast<uint4*>(stages_)[i] = uint4{0, 0, 0, 0};
     fence_shared_before_bulk_copies(); // in each lane: its own zeros come before the copies

@@ -56,7 +56,7 @@ public:
     return results;
   }
 
-  // What the calling lane holds: value `first` + lane, for first = 0 and 32.
+  // What the calling lane holds: value `first` + lane, for first = 0 and 32; own() of another index: for the 32 around it.
   __device__ bool has_own(int first) const { return first + lane() < size_; }
   __device__ T own(int first) const { return first < kWarp ? low_ : high_; }
 

@@ -64,7 +64,8 @@ inline void fence_global_before_bulk_copies() {}
 inline void begin_load(std::byte* shared, const std::byte* global, uint32_t bytes, LoadBarrier* barrier) {
   bulk::require(reinterpret_cast<uintptr_t>(shared) % 16 == 0 && reinterpret_cast<uintptr_t>(global) % 16 == 0 &&
                 bytes % 16 == 0 && bytes > 0);
-  std::memset(shared, 0xee, bytes); // from now on it may be anything, until the load has come
+  bulk::require(bulk::loads_of(barrier).empty()); // one at a time: the barrier counts to 1
+  std::memset(shared, 0xee, bytes);               // from now on it may be anything, until the load has come
   bulk::loads_of(barrier).push_back({shared, global, bytes});
 }
 
