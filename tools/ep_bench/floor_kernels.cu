@@ -128,40 +128,45 @@ private:
   int64_t per_row_, bytes_, row_bytes_, rows_;
 };
 
-// Of a warp; one lane does it all.
-struct BulkStages {
-  LoadBarrier* loaded; // [kStages]
-  std::byte* data;     // [kStages, kMaxPieceBytes]
-};
-__device__ BulkStages make_bulk_stages() {
+// One lane of each warp moves the pieces of `rows` rows on their way through shared memory. from_of(row): where a row is read,
+// NULL: what its stage has already is stored. for_each_target(row, store): store(where the row goes), for each such place.
+// What the stages have at first is of `primer`, unless that is NULL.
+template <typename FromOf, typename ForEachTarget>
+__device__ void move_in_bulk(int64_t rows, int64_t row_bytes, const std::byte* primer, const FromOf& from_of,
+                             const ForEachTarget& for_each_target) {
   __shared__ LoadBarrier barriers[kBulkWarps][kStages];
-  const BulkStages stages{barriers[warp_of_block()],
-                          dynamic_shared_memory<std::byte>() + warp_of_block() * kStages * kMaxPieceBytes};
-  for (int stage = 0; stage < kStages; ++stage)
-    init_barrier(&stages.loaded[stage]);
-  fence_shared_before_bulk_copies();
-  return stages;
-}
-
-__global__ void __launch_bounds__(kBulkWarps* kLanes) wire_bulk_kernel(const __grid_constant__ WireParams params) {
   if (lane() != 0) return;
-  const auto [loaded, stages] = make_bulk_stages();
-  const Pieces pieces(params.rows, params.row_bytes);
+  LoadBarrier* const loaded = barriers[warp_of_block()];
+  std::byte* const stages = dynamic_shared_memory<std::byte>() + warp_of_block() * kStages * kMaxPieceBytes;
+  for (int stage = 0; stage < kStages; ++stage)
+    init_barrier(&loaded[stage]);
+  fence_shared_before_bulk_copies();
+
+  const Pieces pieces(rows, row_bytes);
+  unsigned parities = 0; // of the stages' next loads, a bit each
+  const auto wait = [&](int64_t stage) {
+    wait_for_load(&loaded[stage], parities >> stage & 1);
+    parities ^= 1u << stage;
+  };
   const auto load_piece = [&](int64_t piece) {
     const int64_t stage = piece % kStages;
-    begin_load(stages + stage * kMaxPieceBytes, params.source + pieces.row(piece) * params.row_bytes + pieces.offset(piece),
-               pieces.bytes(piece), &loaded[stage]);
+    if (const std::byte* const from = from_of(pieces.row(piece)))
+      begin_load(stages + stage * kMaxPieceBytes, from + pieces.offset(piece), pieces.bytes(piece), &loaded[stage]);
   };
+  if (primer != nullptr) {
+    for (int64_t stage = 0; stage < kStages; ++stage)
+      begin_load(stages + stage * kMaxPieceBytes, primer, pieces.bytes(0), &loaded[stage]);
+    for (int64_t stage = 0; stage < kStages; ++stage)
+      wait(stage);
+  }
   for (int64_t piece = 0; piece < kStages && pieces.has(piece); ++piece)
     load_piece(piece);
   for (int64_t piece = 0; pieces.has(piece); ++piece) {
     const int64_t stage = piece % kStages, row = pieces.row(piece);
-    wait_for_load(&loaded[stage], static_cast<uint32_t>(piece / kStages % 2));
-    for (int32_t place = params.first[row]; place < params.first[row + 1]; ++place) {
-      const RowPlace to = params.places[place];
-      begin_store(params.targets[to.rank] + to.row * params.row_bytes + pieces.offset(piece),
-                  stages + stage * kMaxPieceBytes, pieces.bytes(piece));
-    }
+    if (from_of(row) != nullptr) wait(stage);
+    for_each_target(row, [&](std::byte* to) {
+      begin_store(to + pieces.offset(piece), stages + stage * kMaxPieceBytes, pieces.bytes(piece));
+    });
     end_store_group();
     // The previous piece's stage is loaded again as soon as its stores have read it; this piece's still run.
     const int64_t next = piece - 1 + kStages;
@@ -173,43 +178,24 @@ __global__ void __launch_bounds__(kBulkWarps* kLanes) wire_bulk_kernel(const __g
   wait_for_stores();
 }
 
+__global__ void __launch_bounds__(kBulkWarps* kLanes) wire_bulk_kernel(const __grid_constant__ WireParams params) {
+  move_in_bulk(
+      params.rows, params.row_bytes, nullptr, [&](int64_t row) { return params.source + row * params.row_bytes; },
+      [&](int64_t row, const auto& store) {
+        for (int32_t place = params.first[row]; place < params.first[row + 1]; ++place) {
+          const RowPlace to = params.places[place];
+          store(params.targets[to.rank] + to.row * params.row_bytes);
+        }
+      });
+}
+
 __global__ void __launch_bounds__(kBulkWarps* kLanes) local_bulk_kernel(const __grid_constant__ LocalParams params) {
-  if (lane() != 0) return;
-  const auto [loaded, stages] = make_bulk_stages();
-  const Pieces pieces(num_units(params), params.row_bytes);
-  unsigned parities = 0; // of the stages' next loads, a bit each
-  const auto wait = [&](int64_t stage) {
-    wait_for_load(&loaded[stage], parities >> stage & 1);
-    parities ^= 1u << stage;
-  };
-  const auto load_piece = [&](int64_t piece) {
-    const int64_t stage = piece % kStages;
-    const std::byte* const from = local_unit(params, pieces.row(piece)).from;
-    if (from != nullptr)
-      begin_load(stages + stage * kMaxPieceBytes, from + pieces.offset(piece), pieces.bytes(piece), &loaded[stage]);
-  };
-  if (writes_unread(params)) { // no zeros
-    for (int64_t stage = 0; stage < kStages; ++stage)
-      begin_load(stages + stage * kMaxPieceBytes, params.source, pieces.bytes(0), &loaded[stage]);
-    for (int64_t stage = 0; stage < kStages; ++stage)
-      wait(stage);
-  }
-  for (int64_t piece = 0; piece < kStages && pieces.has(piece); ++piece)
-    load_piece(piece);
-  for (int64_t piece = 0; pieces.has(piece); ++piece) {
-    const int64_t stage = piece % kStages;
-    const LocalUnit rows = local_unit(params, pieces.row(piece));
-    if (rows.from != nullptr) wait(stage);
-    if (rows.to != nullptr)
-      begin_store(rows.to + pieces.offset(piece), stages + stage * kMaxPieceBytes, pieces.bytes(piece));
-    end_store_group();
-    const int64_t next = piece - 1 + kStages; // as above
-    if (piece > 0 && pieces.has(next)) {
-      wait_for_store_reads<1>();
-      load_piece(next);
-    }
-  }
-  wait_for_stores();
+  move_in_bulk(
+      num_units(params), params.row_bytes, writes_unread(params) ? params.source : nullptr,
+      [&](int64_t unit) { return local_unit(params, unit).from; },
+      [&](int64_t unit, const auto& store) {
+        if (std::byte* const to = local_unit(params, unit).to) store(to);
+      });
 }
 
 } // namespace
