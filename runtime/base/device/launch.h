@@ -15,9 +15,9 @@ struct Grid {
   bool early = false; // see launch_cooperative
 };
 
-// All blocks run at the same time, or the launch fails: a block may wait for another one of its grid. An early grid comes
-// to those multiprocessors that the kernel before it in the stream has left, if that is early too; it begins with
-// begin_early().
+// All blocks run at the same time, or the launch fails: a block may wait for another one of its grid. An early grid is a
+// programmatic successor (programmatic dependent launch, PDL): its blocks may become resident once every block of the kernel
+// before it in the stream has ended or called trigger_successor(); it begins with begin_early().
 template <typename... Params>
 cudaError_t launch_cooperative(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
                                std::type_identity_t<Params>... params) {
@@ -75,12 +75,19 @@ __device__ inline void fetch(const Params& params) {
                "}" ::"r"(word));
 }
 
-// Until the kernels before this one in the stream have ended and all that they stored is there; then the next one may
-// come. In a grid that is not early only the parameters (__grid_constant__) are fetched.
+// Waits until the kernels before this one in the stream have ended and all that they stored is visible
+// (griddepcontrol.wait). In a grid that is not early only the parameters (__grid_constant__) are fetched.
 template <typename... Params>
 __device__ inline void begin_early(const Params&... params) {
   (fetch(params), ...);
   asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Lets the programmatic successor become resident once every block has called this or ended (griddepcontrol.launch_dependents).
+// The successor may be a kernel of somebody else, and its blocks hold their SMs until this grid has ended. So no thread of the
+// block waits for a peer after any thread of it has called this: what the successor holds is then held for a moment, never
+// for as long as a peer takes.
+__device__ inline void trigger_successor() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -77,12 +78,12 @@ private:
 class CudaBackend final : public Backend, private Stages {
 public:
   CudaBackend(const GroupContext& context, int device, std::unique_ptr<NcclTransport> transport,
-              std::unique_ptr<Window> window, const LaunchShape& shape)
-      : context_(context), device_(device), transport_(std::move(transport)), window_(std::move(window)), shape_(shape),
+              std::unique_ptr<Window> window, const LaunchPlan& plan)
+      : context_(context), device_(device), transport_(std::move(transport)), window_(std::move(window)), plan_(plan),
         record_(make_mapped_memory<StatusRecord>()), state_(make_device_memory<DeviceState>(1)),
         allocation_bases_(make_device_memory<std::byte*>(kMaxDeviceAllocations * num_ranks())),
         prepare_scratch_(
-            make_device_memory<TaggedCount>(prepare_scratch_words(context.shape.num_experts, shape.prepare_blocks))),
+            make_device_memory<TaggedCount>(prepare_scratch_words(context.shape.num_experts, plan.max_prepare_blocks()))),
         reader_(context_, *record_, status_) {
     group_ = {context_,
               {},
@@ -101,6 +102,7 @@ public:
   }
 
   epx_transport kind() const override { return EPX_TRANSPORT_NCCL; }
+  int num_comm_sms() const override { return plan_.num_sms(); }
   Stages& stages() override { return *this; }
 
   void* allocate(int64_t bytes) override {
@@ -151,26 +153,26 @@ public:
 private:
   void prepare(const PrepareCall& call) override {
     const CudaDeviceScope scope = begin();
-    check_cuda(launch_prepare(group_, shape_, call, static_cast<cudaStream_t>(call.stream)), "prepare");
+    check_cuda(launch_prepare(group_, plan_, call, static_cast<cudaStream_t>(call.stream)), "prepare");
   }
   void dispatch(const DispatchCall& call) override {
     const CudaDeviceScope scope = begin();
-    check_cuda(launch_dispatch(group_, shape_, call, reach(call.recv_tokens, call), static_cast<cudaStream_t>(call.stream)),
+    check_cuda(launch_dispatch(group_, plan_, call, reach(call.recv_tokens, call), static_cast<cudaStream_t>(call.stream)),
                "dispatch");
   }
   void combine(const CombineCall& call) override {
     const CudaDeviceScope scope = begin();
-    check_cuda(launch_combine(group_, shape_, call, static_cast<cudaStream_t>(call.stream)), "combine");
+    check_cuda(launch_combine(group_, plan_, call, static_cast<cudaStream_t>(call.stream)), "combine");
   }
   void combine_bwd(const CombineBwdCall& call) override {
     const CudaDeviceScope scope = begin();
     check_cuda(
-        launch_combine_bwd(group_, shape_, call, reach(call.grad_expert_out, call), static_cast<cudaStream_t>(call.stream)),
+        launch_combine_bwd(group_, plan_, call, reach(call.grad_expert_out, call), static_cast<cudaStream_t>(call.stream)),
         "combine_bwd");
   }
   void dispatch_bwd(const DispatchBwdCall& call) override {
     const CudaDeviceScope scope = begin();
-    check_cuda(launch_dispatch_bwd(group_, shape_, call, static_cast<cudaStream_t>(call.stream)), "dispatch_bwd");
+    check_cuda(launch_dispatch_bwd(group_, plan_, call, static_cast<cudaStream_t>(call.stream)), "dispatch_bwd");
   }
 
   // Throws what kernels have reported so far.
@@ -227,7 +229,7 @@ private:
   std::unique_ptr<NcclTransport> transport_;
   std::unique_ptr<Window> window_;
   Allocations allocations_;
-  LaunchShape shape_;
+  LaunchPlan plan_;
   StatusBoard status_;
   MappedMemory<StatusRecord> record_;
   DeviceMemory<DeviceState> state_;
@@ -243,18 +245,18 @@ private:
 std::unique_ptr<Backend> make_backend(const GroupContext& context, int num_comm_sms, Exchange& exchange) {
   std::unique_ptr<NcclTransport> transport =
       make_nccl_transport(context.rank, context.shape.num_ranks, context.timeout_ms, exchange);
-  LaunchShape shape{};
+  std::optional<LaunchPlan> plan;
   exchange.all_gather([&] {
     if (context.shape.num_ranks > kMaxDeviceRanks)
       fail(EPX_ERROR_UNSUPPORTED, "transport nccl serves at most {} ranks; the group has {}", kMaxDeviceRanks,
            context.shape.num_ranks);
-    shape = plan_launches(context.shape, num_comm_sms);
+    plan.emplace(context.shape, num_comm_sms);
     return int32_t{0};
   });
   std::unique_ptr<Window> window = transport->open_window(context.layout.total_bytes, exchange);
   std::unique_ptr<Backend> backend;
   exchange.all_gather([&] { // no rank calls before all can be called
-    backend = std::make_unique<CudaBackend>(context, find_gpu().device, std::move(transport), std::move(window), shape);
+    backend = std::make_unique<CudaBackend>(context, find_gpu().device, std::move(transport), std::move(window), *plan);
     return int32_t{0};
   });
   return backend;

@@ -273,8 +273,10 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
   if (role.job == Job::receive) gather.sum(role);
 }
 
-cudaError_t launch(const GatherParams& params, const LaunchShape& shape, cudaStream_t stream) {
-  const Grid grid{shape.gather_blocks, kThreads, gather_shared_bytes(), shape.early};
+cudaError_t launch(GatherParams params, LaunchPlan& plan, cudaStream_t stream) {
+  const auto [grid, division] =
+      plan.next_gather(params.call.num_tokens, params.call.hidden * element_bytes(params.call.dtype), stream);
+  params.division = division;
   if (params.call.dtype == EPX_FLOAT32) return launch_cooperative(&gather_kernel<float>, grid, stream, params);
   if (params.call.dtype == EPX_FLOAT16) return launch_cooperative(&gather_kernel<__half>, grid, stream, params);
   return launch_cooperative(&gather_kernel<__nv_bfloat16>, grid, stream, params);
@@ -293,22 +295,28 @@ std::vector<const void*> gather_kernels() {
           reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16>)};
 }
 
-cudaError_t launch_combine(const DeviceGroup& group, const LaunchShape& shape, const CombineCall& call,
-                           cudaStream_t stream) {
+cudaError_t launch_combine(const DeviceGroup& group, LaunchPlan& plan, const CombineCall& call, cudaStream_t stream) {
   const CallPost offer = offer_of(call, call.recv_weights != nullptr ? 1 : 0, 0, kNoReach);
   const HandleLayout layout = make_handle_layout(group.context.shape, call.top_k);
-  return launch(
-      {group, layout, shape.gather_division, call, offer, call.expert_out, call.recv_weights, nullptr, call.out, nullptr},
-      shape, stream);
+  return launch({group, layout, {}, call, offer, call.expert_out, call.recv_weights, nullptr, call.out, nullptr}, plan,
+                stream);
 }
 
-cudaError_t launch_dispatch_bwd(const DeviceGroup& group, const LaunchShape& shape, const DispatchBwdCall& call,
+cudaError_t launch_dispatch_bwd(const DeviceGroup& group, LaunchPlan& plan, const DispatchBwdCall& call,
                                 cudaStream_t stream) {
   const CallPost offer = offer_of(call, call.grad_recv_weights != nullptr ? 2 : 0, 0, kNoReach);
   const HandleLayout layout = make_handle_layout(group.context.shape, call.top_k);
-  return launch({group, layout, shape.gather_division, call, offer, call.grad_recv, nullptr, call.grad_recv_weights,
-                 call.grad_tokens, call.grad_topk_weights},
-                shape, stream);
+  return launch({group,
+                 layout,
+                 {},
+                 call,
+                 offer,
+                 call.grad_recv,
+                 nullptr,
+                 call.grad_recv_weights,
+                 call.grad_tokens,
+                 call.grad_topk_weights},
+                plan, stream);
 }
 
 } // namespace epx::cuda

@@ -1,32 +1,52 @@
+#include "runtime/stages/cuda/launch_plan.h"
+
 #include <algorithm>
+#include <vector>
 
 #include "runtime/base/cuda.h"
+#include "runtime/memory/window_layout.h"
 #include "runtime/stages/cuda/kernel_list.h"
-#include "runtime/stages/cuda/kernels.h"
 
 namespace epx::cuda {
 namespace {
 
 constexpr int kBlocksPerSm = 2; // at most, of a movement
 
-// Senders have multiprocessors of their own where there are enough: stores to peers that wait for the wire would hold up
-// the stores that receivers make beside them. No more than fill the wire: the fewer rows are under way at a time, the
-// earlier the first ones arrive, and the less is left to do for receivers when the last have come. `own`: that division.
-constexpr int kMostSenderBlocks = 64;
-constexpr Division divide(int blocks, const Division& own, int warps_in_shared_blocks) {
-  if (blocks >= 2 * kMostSenderBlocks) return own;
-  return {blocks, warps_in_shared_blocks, own.teller_warps};
+// By default a group leaves so many SMs to kernels of others. On 4 H200 two NCCL 2.28 communicators that reduce 16 MiB, with as
+// many CTAs as NCCL chooses, beside matrix products, each on a stream of its own and in another order on each rank, ended
+// beside grids of 80 of the 132 SMs, and waited for ever beside 88, 96 and 100.
+constexpr int kSmsLeftToOthers = 48;
+constexpr int default_sms(int sms_of_gpu) {
+  return std::max(sms_of_gpu - kSmsLeftToOthers, (sms_of_gpu + 1) / 2);
 }
 
-constexpr int kScatterSenderWarps = 6;
-static_assert(kScatterSenderWarps <= kMostSendersOfTeller);
+// prepare has a block for each tile of routes, but so many at least, since all of them write the outputs.
+constexpr int kMinPrepareBlocks = 17;
+
+// Senders have SMs of their own where there are enough: stores to peers that wait for the wire would hold up the stores that
+// receivers make beside them. No more than fill the wire: the fewer rows are under way at a time, the earlier the first ones
+// arrive, and the less is left to do for receivers when the last have come.
+constexpr int kFullGrid = 128; // blocks
+constexpr int kMaxSenderBlocks = 64;
+
 // The fewer ranks, the fewer senders: more of a rank's rows stay where they are, and the wire is less of what takes long.
 // dispatch on 2 H200 (4096 tokens of 7168 bfloat16, top-8 of 256) took 206 us with 32 such blocks, 217 with 24.
+//
+// With fewer blocks each of them sends with more warps, so that most are left to receivers, which have more to do. On 100 SMs
+// of 2 H200 (11264 tokens, top-3) dispatch took 408 us with 32 x 12 or 40 x 9 and combine_bwd 457, where 64 x 6 took 409 and
+// 621, and all blocks shared by senders and receivers 456 and 694.
+constexpr int kSenderWarps = 6, kSenderWarpsOfSmallGrid = 12;
+constexpr int kMinSplitGrid = 48; // in smaller grids senders and receivers share the SMs
+static_assert(kSenderWarpsOfSmallGrid <= kMostSendersOfTeller);
 Division scatter_division(int blocks, int num_ranks) {
-  return divide(blocks, {std::min(16 * num_ranks, kMostSenderBlocks), kScatterSenderWarps, 1}, kScatterSenderWarps);
+  const int own = std::min(16 * num_ranks, kMaxSenderBlocks);
+  if (blocks >= kFullGrid) return {own, kSenderWarps, 1};
+  if (blocks >= kMinSplitGrid) return {std::min(own, blocks / 3), kSenderWarpsOfSmallGrid, 1};
+  return {blocks, kSenderWarps, 1};
 }
 Division gather_division(int blocks) {
-  return divide(blocks, {kMostSenderBlocks, 16, 0}, 10);
+  if (blocks >= kFullGrid) return {kMaxSenderBlocks, 16, 0};
+  return {blocks, 10, 0};
 }
 
 struct Device {
@@ -68,19 +88,17 @@ int blocks_per_sm(const void* kernel, int threads, size_t shared_bytes) {
 
 } // namespace
 
-LaunchShape plan_launches(const GroupShape& shape, int num_sms) {
+LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms) : num_ranks_(shape.num_ranks) {
   const Device device = this_device();
-  const int sms = num_sms == 0 ? device.num_sms : std::min(num_sms, device.num_sms);
-  LaunchShape launch{};
-  launch.early = sms == device.num_sms;
-  launch.prepare_shared_bytes = prepare_shared_bytes(shape.num_experts);
+  num_sms_ = num_comm_sms == 0 ? default_sms(device.num_sms) : std::min(num_comm_sms, device.num_sms);
+  prepare_shared_bytes_ = prepare_shared_bytes(shape.num_experts);
   const size_t most_shared_bytes = load(prepare_kernel_address(), device);
-  if (launch.prepare_shared_bytes > most_shared_bytes)
+  if (prepare_shared_bytes_ > most_shared_bytes)
     fail(EPX_ERROR_UNSUPPORTED, "epx_group_config.num_experts is {}; on this GPU prepare has shared memory for {}",
          shape.num_experts,
          (most_shared_bytes - prepare_shared_bytes(0)) / (prepare_shared_bytes(1) - prepare_shared_bytes(0)));
-  launch.prepare_blocks = std::min(
-      kMostPrepareBlocks, sms * blocks_per_sm(prepare_kernel_address(), prepare_threads(), launch.prepare_shared_bytes));
+  prepare_blocks_ = std::min(kMostPrepareBlocks,
+                             num_sms_ * blocks_per_sm(prepare_kernel_address(), prepare_threads(), prepare_shared_bytes_));
   load(poison_kernel_address(), device);
   const auto blocks_of_all = [&](const std::vector<const void*>& kernels, int threads, size_t shared_bytes) {
     int per_sm = kBlocksPerSm;
@@ -88,15 +106,49 @@ LaunchShape plan_launches(const GroupShape& shape, int num_sms) {
       load(kernel, device);
       per_sm = std::min(per_sm, blocks_per_sm(kernel, threads, shared_bytes));
     }
-    return sms * per_sm;
+    return num_sms_ * per_sm;
   };
-  launch.scatter_blocks = blocks_of_all(scatter_kernels(), scatter_threads(), scatter_shared_bytes());
-  launch.gather_blocks = blocks_of_all(gather_kernels(), gather_threads(), gather_shared_bytes());
-  launch.scatter_division = scatter_division(launch.scatter_blocks, shape.num_ranks);
-  launch.gather_division = gather_division(launch.gather_blocks);
-  if (launch.prepare_blocks < 1 || launch.scatter_blocks < 1 || launch.gather_blocks < 1)
+  scatter_blocks_ = blocks_of_all(scatter_kernels(), scatter_threads(), scatter_shared_bytes());
+  gather_blocks_ = blocks_of_all(gather_kernels(), gather_threads(), gather_shared_bytes());
+  if (prepare_blocks_ < 1 || scatter_blocks_ < 1 || gather_blocks_ < 1)
     fail(EPX_ERROR_UNSUPPORTED, "this GPU cannot run a block of epx's kernels");
-  return launch;
+}
+
+// A programmatic successor may begin while the last blocks of the kernel before it still run, so together they must fit into
+// the SMs of the group. Blocks are counted as if each had an SM of its own. What lies between the two on the stream, if
+// anything does, decides itself when its successor may begin.
+Grid LaunchPlan::next(int blocks, int threads, size_t shared_bytes, cudaStream_t stream) {
+  const bool early = last_blocks_ > 0 && last_stream_ == stream && last_blocks_ + blocks <= num_sms_;
+  last_stream_ = stream;
+  last_blocks_ = blocks;
+  return {blocks, threads, shared_bytes, early};
+}
+
+Grid LaunchPlan::next_prepare(int64_t routes, cudaStream_t stream) {
+  const int64_t tiles = (routes + prepare_threads() - 1) / prepare_threads();
+  const int blocks =
+      static_cast<int>(std::clamp<int64_t>(tiles, std::min(kMinPrepareBlocks, prepare_blocks_), prepare_blocks_));
+  return next(blocks, prepare_threads(), prepare_shared_bytes_, stream);
+}
+
+// A grid whose warps have no more than a strip each takes less than half of the group's SMs, so that it can be the
+// programmatic successor of another one.
+int LaunchPlan::movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const {
+  const int64_t strips = tokens * strips_of(row_bytes) * std::max(num_ranks_ - 1, 1);
+  const int small_grid = (num_sms_ - kMinPrepareBlocks) / 2;
+  constexpr int kWarps = 8; // of a block, with a strip each
+  return small_grid >= 1 && strips <= int64_t{small_grid} * kWarps ? std::min(small_grid, max_blocks) : max_blocks;
+}
+
+MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int alignment, cudaStream_t stream) {
+  // Pads are many, however few the tokens.
+  const int blocks = alignment > 1 ? scatter_blocks_ : movement_blocks(tokens, row_bytes, scatter_blocks_);
+  return {next(blocks, scatter_threads(), scatter_shared_bytes(), stream), scatter_division(blocks, num_ranks_)};
+}
+
+MovementGrid LaunchPlan::next_gather(int64_t tokens, int64_t row_bytes, cudaStream_t stream) {
+  const int blocks = movement_blocks(tokens, row_bytes, gather_blocks_);
+  return {next(blocks, gather_threads(), gather_shared_bytes(), stream), gather_division(blocks)};
 }
 
 } // namespace epx::cuda

@@ -18,8 +18,6 @@
 //   deliver  What is left; a block that has no tokens, the clerk, has begun with it.
 //
 // Such a kernel passes through its code once, and waits for instructions as others do for data. So loops stay loops.
-#include <algorithm>
-
 #include "runtime/stages/cuda/kernels.h"
 
 #include "runtime/base/device/launch.h"
@@ -31,7 +29,6 @@ namespace epx::cuda {
 namespace {
 
 constexpr int kThreads = PrepareBlock::kThreads;
-constexpr int kLeastBlocks = 17; // for few routes: a tile for each, and the clerk
 
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ PrepareParams params) {
   begin_early(params);
@@ -46,7 +43,9 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
     return;
   if (!block.arrive()) return;
   if (block.have_all_few_routes()) {
-    if (few.count()) few.finish();
+    const bool ok = few.count();
+    trigger_successor(); // no thread waits for a peer any more
+    if (ok) few.finish();
     return;
   }
   if (mine_are_few && !many.count_and_publish()) return; // for those who have more
@@ -68,8 +67,7 @@ size_t prepare_scratch_words(int num_experts, int blocks) {
   return static_cast<size_t>(blocks) * (2 * static_cast<size_t>(num_experts) + 2); // block_counts and routes_before
 }
 
-cudaError_t launch_prepare(const DeviceGroup& group, const LaunchShape& shape, const PrepareCall& call,
-                           cudaStream_t stream) {
+cudaError_t launch_prepare(const DeviceGroup& group, LaunchPlan& plan, const PrepareCall& call, cudaStream_t stream) {
   CallPost offer{};
   offer.operation = EPX_OP_PREPARE;
   offer.top_k = call.top_k;
@@ -77,11 +75,8 @@ cudaError_t launch_prepare(const DeviceGroup& group, const LaunchShape& shape, c
   offer.num_tokens = call.num_tokens;
   offer.rows_allocation = -1;
   const PrepareParams params{group, call, make_handle_layout(group.context.shape, call.top_k), offer};
-  // A tile for each block, but enough blocks to write the outputs.
-  const int64_t tiles = (call.num_tokens * call.top_k + kThreads - 1) / kThreads;
-  const int blocks =
-      static_cast<int>(std::clamp<int64_t>(tiles, std::min(kLeastBlocks, shape.prepare_blocks), shape.prepare_blocks));
-  return launch_cooperative(&prepare_kernel, {blocks, kThreads, shape.prepare_shared_bytes, shape.early}, stream, params);
+  const Grid grid = plan.next_prepare(call.num_tokens * call.top_k, stream);
+  return launch_cooperative(&prepare_kernel, grid, stream, params);
 }
 
 } // namespace epx::cuda

@@ -380,13 +380,13 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename Receiver>
-cudaError_t launch(const DeviceGroup& group, const LaunchShape& shape, const ScatterInput& input, const CallPost& offer,
+cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const ScatterInput& input, const CallPost& offer,
                    const Receiver& receiver, cudaStream_t stream) {
-  const ScatterParams params{group, make_handle_layout(group.context.shape, receiver.call.top_k), shape.scatter_division,
-                             input, offer};
-  return launch_cooperative(&scatter_kernel<Receiver>,
-                            {shape.scatter_blocks, kThreads, scatter_shared_bytes(), shape.early}, stream, params,
-                            receiver);
+  const MovementGrid movement =
+      plan.next_scatter(receiver.call.num_tokens, input.row_bytes, receiver.call.alignment, stream);
+  const ScatterParams params{group, make_handle_layout(group.context.shape, receiver.call.top_k), movement.division, input,
+                             offer};
+  return launch_cooperative(&scatter_kernel<Receiver>, movement.grid, stream, params, receiver);
 }
 
 } // namespace
@@ -404,25 +404,25 @@ size_t scatter_shared_bytes() {
   return kThreads / kWarp * RowStream::kSharedBytes;
 }
 
-cudaError_t launch_dispatch(const DeviceGroup& group, const LaunchShape& shape, const DispatchCall& call,
-                            const Reach& reach, cudaStream_t stream) {
+cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call, const Reach& reach,
+                            cudaStream_t stream) {
   const int64_t row_bytes = call.hidden * element_bytes(call.dtype);
   const ScatterInput input{call.tokens, row_bytes, call.topk_weights, call.sidecar, call.sidecar_bytes};
-  return launch(group, shape, input, offer_of(call, call.topk_weights != nullptr ? 1 : 0, call.sidecar_bytes, reach),
+  return launch(group, plan, input, offer_of(call, call.topk_weights != nullptr ? 1 : 0, call.sidecar_bytes, reach),
                 DispatchReceiver{call, row_bytes}, stream);
 }
 
-cudaError_t launch_combine_bwd(const DeviceGroup& group, const LaunchShape& shape, const CombineBwdCall& call,
-                               const Reach& reach, cudaStream_t stream) {
+cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call, const Reach& reach,
+                               cudaStream_t stream) {
   const int64_t row_bytes = call.hidden * element_bytes(call.dtype);
   const ScatterInput input{call.grad_out, row_bytes, nullptr, nullptr, 0};
   const CallPost offer =
       offer_of(call, (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0), 0, reach);
   if (call.dtype == EPX_FLOAT32)
-    return launch(group, shape, input, offer, CombineBwdReceiver<float>{call, row_bytes}, stream);
+    return launch(group, plan, input, offer, CombineBwdReceiver<float>{call, row_bytes}, stream);
   if (call.dtype == EPX_FLOAT16)
-    return launch(group, shape, input, offer, CombineBwdReceiver<__half>{call, row_bytes}, stream);
-  return launch(group, shape, input, offer, CombineBwdReceiver<__nv_bfloat16>{call, row_bytes}, stream);
+    return launch(group, plan, input, offer, CombineBwdReceiver<__half>{call, row_bytes}, stream);
+  return launch(group, plan, input, offer, CombineBwdReceiver<__nv_bfloat16>{call, row_bytes}, stream);
 }
 
 } // namespace epx::cuda

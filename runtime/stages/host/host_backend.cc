@@ -20,6 +20,7 @@ public:
         stages_(context_, window_->view(), allocations_, protocol_, status_) {}
 
   epx_transport kind() const override { return EPX_TRANSPORT_HOST; }
+  int num_comm_sms() const override { return 0; }
   Stages& stages() override { return stages_; }
 
   void* allocate(int64_t bytes) override {

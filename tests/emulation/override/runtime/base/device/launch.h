@@ -37,6 +37,7 @@ cudaError_t load(void (*)(Params...), size_t = 0) {
 
 template <typename... Params>
 void begin_early(const Params&...) {}
+inline void trigger_successor() {}
 
 template <typename T>
 T* dynamic_shared_memory() {
