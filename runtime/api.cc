@@ -1,7 +1,10 @@
 // The C boundary of libepx: checks what it is handed, calls, and turns exceptions into statuses. Nothing else is extern
 // "C".
 
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
+#include <cstring>
 #include <memory>
 #include <string>
 
@@ -34,6 +37,23 @@ thread_local std::string last_error;
 Group& require_group(const char* function, epx_group group) {
   require_pointer(function, "group", group);
   return *group->group;
+}
+
+// Sizes that output structs had in 0.1, bytes: none that a caller passes is smaller.
+constexpr size_t kGroupInfoBytes01 = 88;
+
+// Fills in a caller's output struct, which may be that of an older header, or of a newer one: as many bytes as both have, and
+// zeroes beyond. struct_size stays as the caller set it.
+template <typename Struct>
+void fill_output(const char* name, Struct* out, size_t min_bytes, Struct values) {
+  const size_t bytes = out->struct_size;
+  if (bytes < min_bytes || bytes % sizeof(int64_t) != 0)
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "{}.struct_size is {}; it must be a multiple of {}, and {} or more: set it to sizeof({})", name, bytes,
+         sizeof(int64_t), min_bytes, name);
+  values.struct_size = bytes;
+  std::memcpy(out, &values, std::min(bytes, sizeof(values)));
+  if (bytes > sizeof(values)) std::memset(reinterpret_cast<std::byte*>(out) + sizeof(values), 0, bytes - sizeof(values));
 }
 
 } // namespace
@@ -106,25 +126,27 @@ epx_status epx_group_query(epx_group group, epx_group_info* info) {
   return at_c_boundary([&] {
     const Group& target = require_group("epx_group_query", group);
     require_pointer("epx_group_query", "info", info);
-    require_struct_size("epx_group_info", info->struct_size, sizeof(*info));
     const GroupContext& context = target.context();
     const ExpertBlocks experts{context.shape.num_experts, context.shape.num_ranks};
-    info->group_id = context.group_id;
-    info->rank = context.rank;
-    info->num_ranks = context.shape.num_ranks;
-    info->num_experts = context.shape.num_experts;
-    info->num_local_experts = experts.num_local_experts(context.rank);
-    info->first_local_expert = experts.first_expert(context.rank);
-    info->transport = target.backend().kind();
-    info->max_recv_tokens_per_rank = context.shape.max_recv_tokens;
-    info->window_bytes = context.layout.total_bytes;
-    info->timeout_ms = context.timeout_ms;
-    info->max_tokens_per_rank = context.shape.max_tokens_per_rank;
-    info->hidden_dim = context.shape.hidden_dim;
-    info->max_top_k = context.shape.max_top_k;
-    info->max_alignment = context.shape.max_alignment;
-    info->max_token_dtype = context.shape.max_token_dtype;
-    info->combine_precision = context.shape.precision;
+    epx_group_info values = {};
+    values.group_id = context.group_id;
+    values.rank = context.rank;
+    values.num_ranks = context.shape.num_ranks;
+    values.num_experts = context.shape.num_experts;
+    values.num_local_experts = experts.num_local_experts(context.rank);
+    values.first_local_expert = experts.first_expert(context.rank);
+    values.transport = target.backend().kind();
+    values.max_recv_tokens_per_rank = context.shape.max_recv_tokens;
+    values.window_bytes = context.layout.total_bytes;
+    values.timeout_ms = context.timeout_ms;
+    values.max_tokens_per_rank = context.shape.max_tokens_per_rank;
+    values.hidden_dim = context.shape.hidden_dim;
+    values.max_top_k = context.shape.max_top_k;
+    values.max_alignment = context.shape.max_alignment;
+    values.max_token_dtype = context.shape.max_token_dtype;
+    values.combine_precision = context.shape.precision;
+    values.num_comm_sms = target.backend().num_comm_sms();
+    fill_output("epx_group_info", info, kGroupInfoBytes01, values);
   });
 }
 

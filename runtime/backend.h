@@ -15,6 +15,7 @@ public:
   virtual ~Backend() = default;
 
   virtual epx_transport kind() const = 0;
+  virtual int num_comm_sms() const = 0; // in use; 0 where there are none
   virtual Stages& stages() = 0;
 
   // Collective. See epx_mem_alloc, epx_mem_register and epx_mem_free.

@@ -31,6 +31,23 @@
  * - One group is used by one thread at a time, except epx_group_abort and epx_group_status, which any thread may call.
  *   Groups are independent of each other.
  * - The C API only grows: no field moves, no value is used again, and struct_size tells old callers from new ones.
+ *
+ * Beside other kernels
+ * - On GPUs a call is one kernel. It begins once it has all its SMs, at most num_comm_sms of them, and holds them while it
+ *   waits for its peers. Kernels of others that wait for peers do the same: NCCL's, and those of another group. GPUs of
+ *   different ranks may begin them in different orders.
+ * - Guarantee: calls and such kernels end, in whatever order each rank enqueues them, as long as on each GPU those that run
+ *   at the same time fit onto its SMs together, and each of their streams has a hardware queue of its own. They take
+ *   num_comm_sms SMs for each group and an SM for each CTA of an NCCL communicator (ncclConfig_t.maxCTAs or NCCL_MAX_CTAS
+ *   limits these). By default a group leaves 48 SMs, to two communicators of 24 CTAs for instance. Kernels that wait for
+ *   nobody, matrix products for instance, may run beside them in any number.
+ * - Where they do not fit, every rank must enqueue them in the same order, and those that wait at the same time must still
+ *   fit together. Else each may wait until timeout_ms for what the other holds; epx's calls then end with
+ *   EPX_ERROR_TIMEOUT, whose message names a kernel that was launched and never began, where that is known.
+ * - What else waits behind a kernel that waits, and so must come in the same order on all ranks, or earlier: every stream,
+ *   when CUDA_DEVICE_MAX_CONNECTIONS is 1, and those that share a hardware queue, when there are more streams than it says;
+ *   the first launch of a kernel under lazy module loading (epx loads its own at group creation; CUDA_MODULE_LOADING=EAGER
+ *   loads all others); the first call of a library; cudaMalloc, cudaFree, and all else that synchronises the device.
  */
 #ifndef EPX_EPX_H_
 #define EPX_EPX_H_
@@ -200,10 +217,9 @@ typedef struct epx_group_config {
   epx_combine_precision combine_precision; /* default EPX_COMBINE_WIRE */
   epx_overflow overflow;                   /* default EPX_OVERFLOW_ERROR */
   epx_transport transport;                 /* default EPX_TRANSPORT_AUTO */
-  int32_t num_comm_sms; /* streaming multiprocessors for communication on GPUs, 0 (default): as many as there are; the host
-                           transport has none and ignores it. A call's kernel runs once it has all of them, and then waits for
-                           its peers: calls of several groups that may run at the same time, on several streams, need numbers
-                           that fit on the GPU together, or each may wait until timeout_ms for what the other holds */
+  int32_t num_comm_sms; /* the most SMs (streaming multiprocessors) that a call takes on GPUs; 0 (default): all but 48,
+                           or half of them where that is more: see "Beside other kernels". More than the GPU has means
+                           all. The host transport has none and ignores it */
   int32_t color;        /* ranks of one bootstrap with different colors form different groups; default 0 */
   int32_t key;          /* ranks of a group are ordered by (key, rank in the bootstrap); default 0 */
   int64_t timeout_ms;   /* > 0: the longest that one wait for a peer lasts; default: the environment variable
@@ -247,9 +263,12 @@ typedef struct epx_group_info {
   int32_t max_alignment;
   epx_dtype max_token_dtype;
   epx_combine_precision combine_precision;
+  /* After 0.1: */
+  int32_t num_comm_sms; /* SMs that a call takes at most; 0 on the host transport */
+  int32_t reserved0;    /* 0 */
 } epx_group_info;
 
-/* Describes the group. Errors: INVALID_ARGUMENT. */
+/* Describes the group: fills in as much of *info as its struct_size has. Errors: INVALID_ARGUMENT. */
 EPX_API epx_status epx_group_query(epx_group group, epx_group_info* info);
 
 /* What a rank of such a group takes, in bytes; on GPUs it has some records of its own besides. The parts of the window that

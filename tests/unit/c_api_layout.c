@@ -63,6 +63,7 @@ AT(epx_group_info, max_top_k, 72);
 AT(epx_group_info, max_alignment, 76);
 AT(epx_group_info, max_token_dtype, 80);
 AT(epx_group_info, combine_precision, 84);
+AT(epx_group_info, num_comm_sms, 88);
 
 AT(epx_memory_plan, struct_size, 0);
 AT(epx_memory_plan, max_recv_tokens_per_rank, 8);

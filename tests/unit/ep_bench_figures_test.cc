@@ -191,6 +191,12 @@ TEST_CASE("ep_bench report on GPUs: more lines, and ratios to the larger floor")
   CHECK(*results.figures[1].floor_ratio == doctest::Approx(1.6));
   CHECK(to_json(results)["operations"]["dispatch"]["ratio_on_comm_sms"].get<double>() == doctest::Approx(8.0 / 7));
   CHECK_MESSAGE(contains(to_table(results), "on 16 SMs 6.0 and 7.0 us: ratio 1.143"), to_table(results));
+
+  results.group.num_comm_sms = 100; // what the group says, whoever chose it
+  CHECK(to_json(results)["config"]["num_comm_sms"] == 100);
+  CHECK_MESSAGE(contains(to_table(results), "SMs for communication: 100 (--num-comm-sms)"), to_table(results));
+  results.options.num_comm_sms = 0;
+  CHECK_MESSAGE(contains(to_table(results), "SMs for communication: 100 (the library's default)"), to_table(results));
 }
 
 TEST_CASE("ep_bench copy baseline writes every row once") {

@@ -233,7 +233,7 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.add_flag("--graph", options.graph,
                "nccl: each timed call is the replay of a CUDA graph, captured once per input set");
   app.add_option("--num-comm-sms", options.num_comm_sms,
-                 "Streaming multiprocessors that a call may use on GPUs; 0: chosen by the library");
+                 "Streaming multiprocessors that a call may use on GPUs; 0: the library's default");
   app.add_option("--timeout-ms", options.timeout_ms,
                  "Longest wait for a rank, milliseconds; 0: EPX_TIMEOUT_MS if set, else 300000");
   app.add_option("--iters", options.iterations, "Timed iterations of all operations");

@@ -34,7 +34,7 @@ struct Options {
   epx_combine_precision combine_precision = EPX_COMBINE_WIRE;
   bool staged = false;      // receive tensors in plain memory instead of epx_mem_alloc's
   bool graph = false;       // calls are replays of CUDA graphs; nccl
-  int32_t num_comm_sms = 0; // 0: chosen by the library
+  int32_t num_comm_sms = 0; // 0: the library's default
   int64_t timeout_ms = 0;   // 0: the library's default
 
   // How often, and what comes out.

@@ -72,7 +72,7 @@ nlohmann::json config_json(const Results& results) {
           {"combine_precision", to_string(options.combine_precision)},
           {"staged", options.staged},
           {"graph", options.graph},
-          {"num_comm_sms", options.num_comm_sms},
+          {"num_comm_sms", results.group.num_comm_sms},
           {"timeout_ms", results.group.timeout_ms},
           {"iters", options.iterations},
           {"warmup", options.warmup},
@@ -133,9 +133,9 @@ std::string header(const Results& results) {
 // How the calls of nccl were made, and what the floors are made of.
 std::string gpu_header(const Results& results) {
   const Options& options = results.options;
-  std::string text =
-      fmt::format("calls {}, SMs for communication: {}\n", options.graph ? "replayed from CUDA graphs" : "made one by one",
-                  options.num_comm_sms == 0 ? "chosen by the library" : std::to_string(options.num_comm_sms));
+  std::string text = fmt::format(
+      "calls {}, SMs for communication: {} ({})\n", options.graph ? "replayed from CUDA graphs" : "made one by one",
+      results.group.num_comm_sms, options.num_comm_sms == 0 ? "the library's default" : "--num-comm-sms");
   if (!options.floor) return text;
   text += "floor, the larger of (rows stored once to each rank that they must reach, rows read and written locally):\n";
   for (size_t line = 0; line < results.figures.size(); ++line)
