@@ -32,6 +32,13 @@
  *   Groups are independent of each other.
  * - The C API only grows: no field moves, no value is used again, and struct_size tells old callers from new ones.
  *
+ * Numbers, the same on every transport
+ * - Copies keep every bit, NaN payloads too: dispatch, and combine_bwd without weights.
+ * - Sums are in float32. The accumulator starts at +0, and each step is acc = fma(w, x, acc), or acc = acc + x without weights.
+ *   A route or a partial sum that is absent takes no step; a lone partial sum is still added to +0, with one rank too.
+ * - Every rounding is to nearest even; overflow gives infinity, and subnormal numbers are kept. Nothing else is contracted.
+ * - In computed outputs a NaN is a NaN of any sign and payload.
+ *
  * Beside other kernels
  * - On GPUs a call is one kernel. It begins once it has all its SMs, at most num_comm_sms of them, and holds them while it
  *   waits for its peers. Kernels of others that wait for peers do the same: NCCL's, and those of another group. GPUs of
@@ -373,8 +380,8 @@ EPX_API epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr);
 EPX_API epx_status epx_mem_register(epx_group group, void* ptr, size_t bytes);
 
 /* Frees memory from epx_mem_alloc, or ends the registration of memory from epx_mem_register. Collective, in the same order
- * on all ranks; local on a poisoned group. NULL is refused. Errors: INVALID_ARGUMENT (not such memory); OUT_OF_SEQUENCE
- * (ranks free different allocations; sticky); sticky ones. */
+ * on all ranks, and counts as one call in sequence numbers; on a poisoned group local, and no call. NULL is refused. Errors:
+ * INVALID_ARGUMENT (not such memory); OUT_OF_SEQUENCE (ranks free different allocations; sticky); sticky ones. */
 EPX_API epx_status epx_mem_free(epx_group group, void* ptr);
 
 /* ---- Layer and handle memory ---------------------------------------------------------------------------------------- */
@@ -393,9 +400,16 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
 
 /* ---- The five operations -------------------------------------------------------------------------------------------- */
 /* All are collective: every rank of the group makes the same calls in the same order, with the same layer, H, dtype,
- * sidecar bytes and choice of weights; each passes the handle memory that the same epx_prepare filled in. A pointer to a
- * tensor that is NULL means "not wanted" where the comment says optional. Each args struct starts with struct_size =
- * sizeof(the struct); zero the rest first.
+ * sidecar bytes and choice of weights; each passes the handle memory that the same epx_prepare filled in. All else may
+ * differ between ranks: T, N, the dtypes of prepare's topk_idx and counts, its optional outputs, and where tensors lie. Only
+ * dispatch takes sidecars; in another operation a tensor with one is refused.
+ *
+ * A rank whose handle memory is not that of the call (EPX_EVENT_HANDLE_MISMATCH) takes part without routes: none of its
+ * tensors is touched, in memory that peers reach neither. To the others it is a rank whose tokens have no routes and whose
+ * experts have no rows: what came from it is zero, and what would have gone to it takes no step in their sums.
+ *
+ * A pointer to a tensor that is NULL means "not wanted" where the comment says optional. Each args struct starts with
+ * struct_size = sizeof(the struct); zero the rest first.
  * Errors of all: INVALID_ARGUMENT (refused, nothing happened); MISMATCH, OUT_OF_SEQUENCE, TIMEOUT, ABORTED (sticky). */
 
 typedef struct epx_prepare_args {
@@ -450,8 +464,8 @@ typedef struct epx_combine_args {
   const epx_tensor* out;          /* [out] [T, H], dtype of expert_out */
 } epx_combine_args;
 
-/* out[t] = sum over k of recv_weights[slot(t, k)] * expert_out[slot(t, k)], in float32 by the group's combine_precision, each
- * step acc = fma(w, x, acc) from +0. A token without a route gets zero. Pad rows are never read. */
+/* out[t] = sum over k of recv_weights[slot(t, k)] * expert_out[slot(t, k)], by the group's combine_precision and the rules
+ * above. A token without a route gets zero. Pad rows are never read. */
 EPX_API epx_status epx_combine(epx_group group, const epx_combine_args* args);
 
 typedef struct epx_combine_bwd_args {
