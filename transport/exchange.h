@@ -1,6 +1,7 @@
 // A step that all ranks take together on the host: each brings a small record or says why it cannot.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -19,6 +20,7 @@ struct ExchangeRecord {
   static constexpr size_t kMaxPayload = 256;
   epx_status status; // of the sender; EPX_SUCCESS: the payload counts
   int32_t rank;      // of the sender, as messages name it
+  int32_t refuses;   // 1: the sender brings "no" to all_of
   char message[kMaxMessage];
   std::byte payload[kMaxPayload];
 };
@@ -33,31 +35,49 @@ public:
   auto all_gather(Bring&& bring) -> std::vector<std::invoke_result_t<Bring>> {
     using Payload = std::invoke_result_t<Bring>;
     static_assert(std::is_trivially_copyable_v<Payload> && sizeof(Payload) <= ExchangeRecord::kMaxPayload);
-    ExchangeRecord mine{};
-    std::string own_failure;
-    try {
+    const std::vector<ExchangeRecord> records = gather_after([&](ExchangeRecord& mine) {
       const Payload payload = bring();
       std::memcpy(mine.payload, &payload, sizeof(Payload));
-    } catch (const Error& error) {
-      mine.status = error.status();
-      own_failure = error.message();
-      own_failure.copy(mine.message, ExchangeRecord::kMaxMessage - 1);
-    }
-    const std::vector<ExchangeRecord> records = gather(mine);
-    if (mine.status != EPX_SUCCESS) throw Error(mine.status, own_failure);
+    });
     std::vector<Payload> payloads(records.size());
     for (size_t i = 0; i < records.size(); ++i)
       std::memcpy(&payloads[i], records[i].payload, sizeof(Payload));
     return payloads;
   }
 
+  // Whether `bring` returned true on every rank; throws as all_gather does. While groups are created, the ranks of all groups of
+  // the bootstrap count: what depends on the answer may be a further exchange, and they all have to make the same ones.
+  template <typename Bring>
+  bool all_of(Bring&& bring) {
+    const std::vector<ExchangeRecord> records = gather_after([&](ExchangeRecord& mine) { mine.refuses = bring() ? 0 : 1; });
+    return std::none_of(records.begin(), records.end(), [](const ExchangeRecord& record) { return record.refuses != 0; });
+  }
+
 protected:
   // Gathers the records of this rank's group. When a peer's record carries a failure that this rank's does not, throws it
-  // with throw_peer_failure.
+  // with throw_peer_failure. A record of this group refuses also if a rank does whose record is not returned.
   virtual std::vector<ExchangeRecord> gather(ExchangeRecord mine) = 0;
 
   [[noreturn]] static void throw_peer_failure(const ExchangeRecord& record) {
     fail(record.status, "rank {}: {}", record.rank, record.message);
+  }
+
+private:
+  // Gathers the record that `fill` fills in, or its failure.
+  template <typename Fill>
+  std::vector<ExchangeRecord> gather_after(Fill&& fill) {
+    ExchangeRecord mine{};
+    std::string own_failure;
+    try {
+      fill(mine);
+    } catch (const Error& error) {
+      mine.status = error.status();
+      own_failure = error.message();
+      own_failure.copy(mine.message, ExchangeRecord::kMaxMessage - 1);
+    }
+    std::vector<ExchangeRecord> records = gather(mine);
+    if (mine.status != EPX_SUCCESS) throw Error(mine.status, own_failure);
+    return records;
   }
 };
 

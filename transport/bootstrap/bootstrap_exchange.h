@@ -37,6 +37,8 @@ protected:
       if (record.status != EPX_SUCCESS && mine.status == EPX_SUCCESS) throw_peer_failure(record);
     for (const int member : members_)
       group.push_back(world[static_cast<size_t>(member)]);
+    for (const ExchangeRecord& record : world)
+      group.front().refuses |= record.refuses;
     return group;
   }
 
