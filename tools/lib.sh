@@ -76,12 +76,3 @@ use_local_mpi() {
   export OMPI_MCA_btl_vader_single_copy_mechanism=none # containers forbid process_vm_readv
   export OMPI_MCA_btl=self,vader
 }
-
-# The windows of a group live in /dev/shm; a container's default of 64 MiB is too little for the examples.
-check_shared_memory() {
-  local free_mib
-  free_mib=$(df --output=avail -BM /dev/shm 2>/dev/null | tail -n 1 | tr -dc '0-9')
-  if [[ -n $free_mib ]] && ((free_mib < 512)); then
-    say "/dev/shm has ${free_mib} MiB free; 512 MiB are needed (a container gets them from --shm-size=1g)"
-  fi
-}

@@ -47,7 +47,6 @@ if [[ ! -r $text ]]; then
 fi
 
 use_local_mpi
-check_shared_memory
 run_bench uniform uniform
 run_bench text "text:$text"
 run_training 50 "$text"

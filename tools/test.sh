@@ -77,7 +77,6 @@ tidy_is_quiet() {
 
 install_missing "${build_packages[@]}" "${lint_packages[@]}"
 use_local_mpi
-check_shared_memory
 
 # Sanitizers of older compilers cannot live with the address randomisation of newer kernels.
 unrandomised=()
