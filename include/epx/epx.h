@@ -87,7 +87,7 @@ typedef enum epx_status EPX_ENUM_INT32 {
   EPX_ERROR_INVALID_ARGUMENT = 1, /* refused on the host; nothing happened */
   EPX_ERROR_UNSUPPORTED = 2,      /* this build, transport or machine cannot do it; nothing happened */
   EPX_ERROR_MISMATCH = 3,         /* ranks disagree on something that must be equal; in a call: sticky */
-  EPX_ERROR_OUT_OF_MEMORY = 4,    /* memory or /dev/shm is exhausted */
+  EPX_ERROR_OUT_OF_MEMORY = 4,    /* memory is exhausted: the machine's, a cgroup's, a GPU's or that of /dev/shm */
   EPX_ERROR_SYSTEM = 5,           /* the operating system, the file system or MPI refused something */
   EPX_ERROR_TIMEOUT = 6,          /* a rank did not come within timeout_ms; in a call: sticky */
   EPX_ERROR_ABORTED = 7,          /* epx_group_abort was called, here or on a peer; sticky */
@@ -202,9 +202,14 @@ typedef enum epx_overflow EPX_ENUM_INT32 {
   EPX_OVERFLOW_DROP = 1
 } epx_overflow;
 
+/* How ranks reach each other's memory. The host transport's memory has no name, so that ranks that are killed, at any moment,
+ * leave nothing. Where a rank cannot open a peer's /proc/PID/fd (other PID namespaces, processes that are not dumpable, security
+ * modules), it has a name epx-* in /dev/shm until all ranks have mapped it; when a rank is killed in that time, the others
+ * remove its name, and when the whole job is, the next one of the same user in the same PID namespace. With more than one rank
+ * it is reserved at once: what does not fit into the machine's available memory or a cgroup's limit is refused. */
 typedef enum epx_transport EPX_ENUM_INT32 {
   EPX_TRANSPORT_AUTO = 0, /* the fastest that all ranks can use */
-  EPX_TRANSPORT_HOST = 1, /* POSIX shared memory, for ranks on one machine; processes or threads */
+  EPX_TRANSPORT_HOST = 1, /* shared memory, for ranks on one machine; processes or threads */
   EPX_TRANSPORT_NCCL = 2  /* NVLink through NCCL symmetric windows; each rank has a GPU of its own, the calling thread's
                              current device at creation. UNSUPPORTED in builds without CUDA */
 } epx_transport;

@@ -4,6 +4,11 @@
 #include <system_error>
 #include <thread>
 
+#include <linux/capability.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include "tests/support/check.h"
 
 namespace epx::test {
@@ -52,6 +57,17 @@ std::set<std::string> SharedMemoryWatch::leftovers(std::chrono::milliseconds gra
     std::erase_if(suspects, [&](const std::string& name) { return !now.contains(name); });
   }
   return suspects;
+}
+
+void hide_from_proc() {
+  // Without root: nobody may look into this process. With root: this one may not look into processes that still have the
+  // capability which this one gives up.
+  check(::prctl(PR_SET_DUMPABLE, 0) == 0, "PR_SET_DUMPABLE failed");
+  __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
+  __user_cap_data_struct sets[_LINUX_CAPABILITY_U32S_3] = {};
+  check(::syscall(SYS_capget, &header, sets) == 0, "capget failed");
+  sets[CAP_TO_INDEX(CAP_SYS_PTRACE)].effective &= ~CAP_TO_MASK(CAP_SYS_PTRACE);
+  check(::syscall(SYS_capset, &header, sets) == 0, "capset failed");
 }
 
 } // namespace epx::test

@@ -1,4 +1,5 @@
-// What tests leave on the machine: temporary directories of their own, and shared memory segments of epx.
+// What tests leave on the machine: temporary directories of their own, and shared memory segments of epx. And what processes may
+// see of each other on it.
 #pragma once
 
 #include <chrono>
@@ -35,5 +36,9 @@ public:
 private:
   std::set<std::string> before_;
 };
+
+// From now on this process and its peers cannot look into each other's /proc/PID/fd, in one direction at least: memory without a
+// name cannot be shared with it. For processes that are given up afterwards.
+void hide_from_proc();
 
 } // namespace epx::test

@@ -1,24 +1,23 @@
 #include "transport/host/host_transport.h"
 
-#include <array>
-#include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "runtime/base/error.h"
-#include "runtime/base/random.h"
-#include "transport/host/shared_segment.h"
+#include "runtime/base/log.h"
+#include "transport/host/dead_segments.h"
 
 namespace epx {
 namespace {
 
+using Segments = std::vector<std::shared_ptr<SharedSegment>>; // [num_ranks]
+
 class HostWindow : public Window {
 public:
-  HostWindow(std::vector<std::shared_ptr<SharedSegment>> segments, int rank) : segments_(std::move(segments)), rank_(rank) {
+  HostWindow(Segments segments, int rank) : segments_(std::move(segments)), rank_(rank) {
     for (const auto& segment : segments_)
       bases_.push_back(segment->data());
   }
@@ -26,7 +25,7 @@ public:
   int64_t bytes() const override { return segments_[static_cast<size_t>(rank_)]->bytes(); }
 
 private:
-  std::vector<std::shared_ptr<SharedSegment>> segments_; // [num_ranks]
+  Segments segments_;
   std::vector<std::byte*> bases_;
   int rank_;
 };
@@ -34,54 +33,112 @@ private:
 // What each rank tells the others of its share.
 struct Share {
   int64_t bytes;
-  std::array<char, 64> name;
+  SegmentAddress address; // zeroed if the rank could not make nameless memory
 };
 
 class HostTransport : public Transport {
 public:
-  HostTransport(int rank, int num_ranks) : rank_(rank), num_ranks_(num_ranks) {}
+  HostTransport(int rank, int num_ranks, SegmentKind kind) : rank_(rank), num_ranks_(num_ranks), kind_(kind) {}
 
   epx_transport kind() const override { return EPX_TRANSPORT_HOST; }
 
   std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {
-    std::shared_ptr<SharedSegment> own;
-    const std::vector<Share> shares = exchange.all_gather([&] {
-      Share share{};
-      share.bytes = bytes;
-      own = create_share(bytes, share.name);
-      return share;
-    });
-    std::vector<std::shared_ptr<SharedSegment>> segments;
-    exchange.all_gather([&] {
-      for (int peer = 0; peer < num_ranks_; ++peer) {
-        const Share& share = shares[static_cast<size_t>(peer)];
-        if (share.bytes != bytes)
-          fail(EPX_ERROR_MISMATCH, "bytes differ between ranks: rank {} asks for {}, rank {} for {}", rank_, bytes, peer,
-               share.bytes);
-        segments.push_back(peer == rank_ ? own : SharedSegment::open(share.name.data(), bytes));
-      }
-      return static_cast<int32_t>(segments.size());
-    });
-    own->unlink(); // every rank has mapped it: from now on even SIGKILL leaves nothing behind
-    return std::make_unique<HostWindow>(std::move(segments), rank_);
+    if (kind_ == SegmentKind::kNameless) {
+      if (auto segments = share_nameless(bytes, exchange)) return std::make_unique<HostWindow>(std::move(*segments), rank_);
+      kind_ = SegmentKind::kNamed; // on all ranks
+    }
+    return std::make_unique<HostWindow>(share_named(bytes, exchange), rank_);
   }
 
 private:
-  std::shared_ptr<SharedSegment> create_share(int64_t bytes, std::array<char, 64>& name) const {
-    if (num_ranks_ == 1) return SharedSegment::create_private(bytes);
-    const std::string unique = fmt::format("/epx-{:016x}{:016x}", random_u64(), random_u64());
-    unique.copy(name.data(), name.size() - 1);
-    return SharedSegment::create(unique, bytes);
+  // None, on all ranks, if any rank could not make its segment or open a peer's.
+  std::optional<Segments> share_nameless(int64_t bytes, Exchange& exchange) {
+    std::shared_ptr<SharedSegment> own;
+    std::string why_not;
+    const std::vector<Share> shares = exchange.all_gather([&] {
+      own = num_ranks_ == 1 ? SharedSegment::create_private(bytes) : SharedSegment::create_nameless(bytes, why_not);
+      return Share{bytes, own == nullptr ? SegmentAddress{} : own->address()};
+    });
+    std::optional<Segments> segments;
+    const bool all_have = exchange.all_of([&] {
+      require_equal_bytes(shares);
+      if (own != nullptr) segments = open_all(shares, own, why_not);
+      return segments.has_value();
+    });
+    if (own != nullptr) own->withdraw();
+    if (all_have) return segments;
+    log::transport().info("windows get names in {} until all ranks have mapped them: {}", SharedSegment::kDirectory,
+                          why_not.empty() ? "a peer cannot open nameless memory" : why_not);
+    return std::nullopt;
+  }
+
+  // Whatever comes of it, the names of all ranks are gone afterwards: after a success all have mapped all, after a failure
+  // nobody needs them, and a peer may have been killed before it removed its own.
+  Segments share_named(int64_t bytes, Exchange& exchange) {
+    std::shared_ptr<SharedSegment> own;
+    std::vector<Share> shares;
+    Segments segments;
+    try {
+      shares = exchange.all_gather([&] {
+        own = num_ranks_ == 1 ? SharedSegment::create_private(bytes) : SharedSegment::create_named(bytes);
+        return Share{bytes, own->address()};
+      });
+      exchange.all_gather([&] {
+        require_equal_bytes(shares);
+        std::string why_not;
+        std::optional<Segments> opened = open_all(shares, own, why_not);
+        if (!opened)
+          fail(EPX_ERROR_SYSTEM, "{}; ranks of the host transport must share one machine, and one PID namespace or one {}",
+               why_not, SharedSegment::kDirectory);
+        segments = std::move(*opened);
+        return static_cast<int32_t>(segments.size());
+      });
+    } catch (...) {
+      remove_names(shares);
+      own.reset();
+      remove_dead_segments(); // of a peer that was killed before it told its share
+      throw;
+    }
+    remove_names(shares);
+    own->withdraw();
+    return segments;
+  }
+
+  void require_equal_bytes(const std::vector<Share>& shares) const {
+    const int64_t bytes = shares[static_cast<size_t>(rank_)].bytes;
+    for (int peer = 0; peer < num_ranks_; ++peer) {
+      const int64_t peers_bytes = shares[static_cast<size_t>(peer)].bytes;
+      if (peers_bytes != bytes)
+        fail(EPX_ERROR_MISMATCH, "bytes differ between ranks: rank {} asks for {}, rank {} for {}", rank_, bytes, peer,
+             peers_bytes);
+    }
+  }
+
+  std::optional<Segments> open_all(const std::vector<Share>& shares, const std::shared_ptr<SharedSegment>& own,
+                                   std::string& why_not) const {
+    Segments segments;
+    for (int peer = 0; peer < num_ranks_; ++peer) {
+      segments.push_back(peer == rank_ ? own : SharedSegment::open(shares[static_cast<size_t>(peer)].address, why_not));
+      if (segments.back() == nullptr) return std::nullopt;
+    }
+    return segments;
+  }
+
+  static void remove_names(const std::vector<Share>& shares) {
+    for (const Share& share : shares)
+      SharedSegment::remove_name(share.address);
   }
 
   int rank_;
   int num_ranks_;
+  SegmentKind kind_; // of the next window: the same on all ranks
 };
 
 } // namespace
 
-std::unique_ptr<Transport> make_host_transport(int rank, int num_ranks) {
-  return std::make_unique<HostTransport>(rank, num_ranks);
+std::unique_ptr<Transport> make_host_transport(int rank, int num_ranks, SegmentKind kind) {
+  if (num_ranks > 1) remove_dead_segments();
+  return std::make_unique<HostTransport>(rank, num_ranks, kind);
 }
 
 } // namespace epx

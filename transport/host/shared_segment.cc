@@ -1,12 +1,17 @@
 #include "transport/host/shared_segment.h"
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -14,11 +19,18 @@
 
 #include "runtime/base/error.h"
 #include "runtime/base/log.h"
+#include "transport/host/memory_limit.h"
+
+#if !defined(MFD_NOEXEC_SEAL)
+#define MFD_NOEXEC_SEAL 0x0008U // since Linux 6.3
+#endif
 
 namespace epx {
 namespace {
 
-// Segments that this process created or opened and still maps.
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL; // a peer that shrank it would give the others SIGBUS
+
+// Segments that this process created or opened and still maps, by name; nameless ones, too, have one here.
 class Registry {
 public:
   std::shared_ptr<SharedSegment> find(const std::string& name) {
@@ -46,24 +58,64 @@ Registry& registry() {
   return *kRegistry;
 }
 
-class FileDescriptor {
-public:
-  explicit FileDescriptor(int fd) : fd_(fd) {}
-  FileDescriptor(const FileDescriptor&) = delete;
-  FileDescriptor& operator=(const FileDescriptor&) = delete;
-  ~FileDescriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  int get() const { return fd_; }
+std::string path_of(const SegmentRecord& record) {
+  return fmt::format("{}/{}", SharedSegment::kDirectory, segment_name(record));
+}
 
-private:
-  int fd_;
-};
+std::string path_of_descriptor(const FileDescriptor& file) {
+  return fmt::format("/proc/self/fd/{}", file.get());
+}
 
-int64_t free_shared_memory() {
+// ---- Reserving ----
+
+// What /dev/shm still has; none where it is as large as memory.
+std::optional<MemoryLimit> limit_of_directory() {
   struct statvfs stats {};
-  if (::statvfs("/dev/shm", &stats) != 0) return -1;
-  return static_cast<int64_t>(stats.f_bavail) * static_cast<int64_t>(stats.f_frsize);
+  if (::statvfs(SharedSegment::kDirectory, &stats) != 0 || stats.f_blocks == 0) return std::nullopt;
+  return MemoryLimit{static_cast<int64_t>(stats.f_bavail) * static_cast<int64_t>(stats.f_frsize), 0,
+                     SharedSegment::kDirectory};
+}
+
+MemoryLimit current_limit(SegmentKind kind) {
+  MemoryLimit limit = tightest_memory_limit();
+  if (kind == SegmentKind::kNamed)
+    if (const auto directory = limit_of_directory(); directory && directory->usable_bytes() < limit.usable_bytes())
+      return *directory;
+  return limit;
+}
+
+// What this segment has reserved already counts as free, since it is given back.
+std::string describe(const MemoryLimit& limit, int64_t reserved) {
+  const int64_t free_bytes = std::min(limit.free_bytes, std::numeric_limits<int64_t>::max() - reserved) + reserved;
+  return fmt::format("{} bytes are free, and {} of them have to stay so, in {}", free_bytes, limit.spare_bytes, limit.of);
+}
+
+// Reserves `file_bytes` for a window of window_bytes. The kernel does not refuse pages of shared memory for want of memory, it
+// kills a process; so this looks at what is free, and goes on in steps, since the other ranks reserve theirs at the same time.
+// A step is a small part of what is free: all ranks of a machine together do not take more than there is between two looks.
+void reserve(int fd, SegmentKind kind, int64_t file_bytes, int64_t window_bytes) {
+  constexpr int64_t kMinStep = int64_t{256} << 10;
+  constexpr int64_t kMaxStep = int64_t{16} << 20;
+  constexpr int64_t kShareOfFree = 256;
+  int64_t max_step = kMaxStep;
+  for (int64_t reserved = 0; reserved < file_bytes;) {
+    const MemoryLimit limit = current_limit(kind);
+    const int64_t missing = file_bytes - reserved;
+    if (missing > limit.usable_bytes())
+      fail(EPX_ERROR_OUT_OF_MEMORY, "reserving {} bytes of shared memory failed: {}", window_bytes,
+           describe(limit, reserved));
+    const int64_t step = std::min(missing, std::clamp(limit.free_bytes / kShareOfFree, kMinStep, max_step));
+    const int error = ::posix_fallocate(fd, reserved, step);
+    if (error == 0) {
+      reserved += step;
+    } else if (error == EINTR) { // nothing of the step is kept: with signals that come often, only a short one succeeds
+      max_step = std::max(max_step / 2, kMinStep);
+    } else {
+      const bool full = error == ENOSPC || error == ENOMEM || error == EFBIG;
+      fail(full ? EPX_ERROR_OUT_OF_MEMORY : EPX_ERROR_SYSTEM, "reserving {} bytes of shared memory failed: {}; {}",
+           window_bytes, std::strerror(error), describe(current_limit(kind), reserved));
+    }
+  }
 }
 
 std::byte* map(int fd, int64_t bytes, int flags, const char* what) {
@@ -74,57 +126,172 @@ std::byte* map(int fd, int64_t bytes, int flags, const char* what) {
   return static_cast<std::byte*>(data);
 }
 
+// ---- Nameless memory ----
+
+FileDescriptor make_nameless_file(std::string& why_not) {
+  FileDescriptor file(::memfd_create("epx-window", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL));
+  if (!file && errno == EINVAL) file = FileDescriptor(::memfd_create("epx-window", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!file) why_not = fmt::format("memfd_create failed: {}", std::strerror(errno));
+  return file;
+}
+
+// This process's number where peers look it up. That is not getpid() where /proc is of another PID namespace.
+std::optional<int32_t> pid_in_proc() {
+  char text[32] = "";
+  const ssize_t length = ::readlink("/proc/self", text, sizeof(text) - 1);
+  if (length <= 0) return std::nullopt;
+  return static_cast<int32_t>(std::strtol(text, nullptr, 10));
+}
+
+bool is_the_file_of(const SegmentAddress& address, int fd) {
+  struct stat file {};
+  return ::fstat(fd, &file) == 0 && S_ISREG(file.st_mode) && file.st_dev == address.device &&
+         file.st_ino == address.inode && file.st_size == segment_file_bytes(address.record.bytes);
+}
+
+// First only a handle (O_PATH): if the number is another process's by now, or of another machine, opening its file for good
+// might act on a pipe or a device.
+FileDescriptor open_nameless(const SegmentAddress& address, std::string& why_not) {
+  const std::string path = fmt::format("/proc/{}/fd/{}", address.pid, address.fd);
+  const FileDescriptor handle(::open(path.c_str(), O_PATH | O_CLOEXEC));
+  if (!handle) {
+    why_not = fmt::format("opening {} failed: {}", path, std::strerror(errno));
+    return FileDescriptor();
+  }
+  if (!is_the_file_of(address, handle.get())) {
+    why_not = fmt::format("{} is not the peer's segment: the ranks have different PID namespaces or machines", path);
+    return FileDescriptor();
+  }
+  FileDescriptor file(::open(path_of_descriptor(handle).c_str(), O_RDWR | O_CLOEXEC));
+  if (!file) {
+    why_not = fmt::format("opening {} to write failed: {}", path, std::strerror(errno));
+  } else if ((::fcntl(file.get(), F_GET_SEALS) & kSeals) != kSeals) {
+    why_not = fmt::format("{} is not sealed", path);
+    file.close();
+  }
+  return file;
+}
+
+// ---- Named memory ----
+
+FileDescriptor open_named(const SegmentAddress& address, std::string& why_not) {
+  const std::string path = path_of(address.record);
+  FileDescriptor file(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC));
+  if (!file) {
+    why_not = fmt::format("opening {} failed: {}", path, std::strerror(errno));
+  } else if (!is_the_file_of(address, file.get())) {
+    why_not = fmt::format("{} is not the peer's segment", path);
+    file.close();
+  }
+  return file;
+}
+
+// Gives a file without a name one. The first way needs a capability or Linux 6.10, the second needs /proc.
+bool link_file(const FileDescriptor& file, const std::string& path) {
+  return ::linkat(file.get(), "", AT_FDCWD, path.c_str(), AT_EMPTY_PATH) == 0 ||
+         ::linkat(AT_FDCWD, path_of_descriptor(file).c_str(), AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) == 0;
+}
+
+[[noreturn]] void fail_creating(const char* step) {
+  const int error = errno;
+  fail(error == ENOSPC || error == ENOMEM ? EPX_ERROR_OUT_OF_MEMORY : EPX_ERROR_SYSTEM,
+       "creating shared memory in {} failed: {}: {}", SharedSegment::kDirectory, step, std::strerror(error));
+}
+
+SegmentAddress make_address(const SegmentRecord& record, const FileDescriptor& file, SegmentKind kind) {
+  struct stat stats {};
+  if (::fstat(file.get(), &stats) != 0) fail_creating("fstat");
+  return {record, stats.st_dev, stats.st_ino, kind, 0, 0, 0};
+}
+
 } // namespace
 
-std::shared_ptr<SharedSegment> SharedSegment::create(const std::string& name, int64_t bytes) {
-  const FileDescriptor file(::shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL, S_IRUSR | S_IWUSR));
-  if (file.get() < 0) fail(EPX_ERROR_SYSTEM, "creating shared memory {} failed: {}", name, std::strerror(errno));
-  // From here on the name is removed if anything fails.
-  std::shared_ptr<SharedSegment> segment(new SharedSegment(name, nullptr, 0, true));
-  int error = EINTR;
-  while (error == EINTR)
-    error = ::posix_fallocate(file.get(), 0, bytes);
-  if (error != 0) {
-    const bool full = error == ENOSPC || error == ENOMEM || error == EFBIG;
-    fail(full ? EPX_ERROR_OUT_OF_MEMORY : EPX_ERROR_SYSTEM,
-         "reserving {} bytes of shared memory failed: {}; /dev/shm has {} bytes free", bytes, std::strerror(error),
-         free_shared_memory());
+std::shared_ptr<SharedSegment> SharedSegment::create_nameless(int64_t bytes, std::string& why_not) {
+  const int64_t file_bytes = segment_file_bytes(bytes);
+  const std::optional<int32_t> pid = pid_in_proc();
+  if (!pid) {
+    why_not = fmt::format("reading /proc/self failed: {}", std::strerror(errno));
+    return nullptr;
   }
+  FileDescriptor file = make_nameless_file(why_not);
+  if (!file) return nullptr;
+  reserve(file.get(), SegmentKind::kNameless, file_bytes, bytes);
+  const SegmentRecord record = make_segment_record(bytes);
+  if (::fchmod(file.get(), S_IRUSR | S_IWUSR) != 0 || !write_segment_record(file.get(), record) ||
+      ::fcntl(file.get(), F_ADD_SEALS, kSeals) != 0) {
+    why_not = fmt::format("sealing nameless memory failed: {}", std::strerror(errno));
+    return nullptr;
+  }
+  std::shared_ptr<SharedSegment> segment(new SharedSegment(make_address(record, file, SegmentKind::kNameless)));
+  segment->address_.pid = *pid;
+  segment->address_.fd = file.get();
   segment->data_ = map(file.get(), bytes, MAP_SHARED, "shared memory");
-  segment->bytes_ = bytes;
-  registry().add(name, segment);
+  segment->file_ = std::move(file);
+  registry().add(segment_name(record), segment);
   return segment;
 }
 
-std::shared_ptr<SharedSegment> SharedSegment::open(const std::string& name, int64_t bytes) {
-  if (auto segment = registry().find(name)) return segment;
-  const FileDescriptor file(::shm_open(name.c_str(), O_RDWR, 0));
-  if (file.get() < 0)
-    fail(EPX_ERROR_SYSTEM,
-         "opening shared memory {} failed: {}; ranks of the host transport must share one machine and one /dev/shm", name,
-         std::strerror(errno));
-  std::byte* data = map(file.get(), bytes, MAP_SHARED, "a peer's shared memory");
-  std::shared_ptr<SharedSegment> segment(new SharedSegment(name, data, bytes, false));
-  registry().add(name, segment);
+// The file gets its name last: whoever finds the name finds a complete record and, while this process lives, the lock.
+std::shared_ptr<SharedSegment> SharedSegment::create_named(int64_t bytes) {
+  const int64_t file_bytes = segment_file_bytes(bytes);
+  FileDescriptor file(::open(kDirectory, O_TMPFILE | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR));
+  if (!file) fail_creating("O_TMPFILE");
+  if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) fail_creating("flock");
+  reserve(file.get(), SegmentKind::kNamed, file_bytes, bytes);
+  const SegmentRecord record = make_segment_record(bytes);
+  if (!write_segment_record(file.get(), record)) fail_creating("pwrite");
+  std::shared_ptr<SharedSegment> segment(new SharedSegment(make_address(record, file, SegmentKind::kNamed)));
+  segment->data_ = map(file.get(), bytes, MAP_SHARED, "shared memory");
+  if (!link_file(file, path_of(record))) fail_creating("linkat");
+  segment->linked_ = true;
+  segment->file_ = std::move(file);
+  registry().add(segment_name(record), segment);
   return segment;
 }
 
 std::shared_ptr<SharedSegment> SharedSegment::create_private(int64_t bytes) {
-  std::byte* data = map(-1, bytes, MAP_PRIVATE | MAP_ANONYMOUS, "private memory");
-  return std::shared_ptr<SharedSegment>(new SharedSegment("", data, bytes, false));
+  SegmentAddress address{};
+  address.record.bytes = bytes;
+  std::shared_ptr<SharedSegment> segment(new SharedSegment(address));
+  segment->data_ = map(-1, bytes, MAP_PRIVATE | MAP_ANONYMOUS, "private memory");
+  return segment;
+}
+
+std::shared_ptr<SharedSegment> SharedSegment::open(const SegmentAddress& address, std::string& why_not) {
+  const std::string name = segment_name(address.record);
+  if (auto segment = registry().find(name)) return segment;
+  const FileDescriptor file =
+      address.kind == SegmentKind::kNamed ? open_named(address, why_not) : open_nameless(address, why_not);
+  if (!file) return nullptr;
+  const std::optional<SegmentRecord> record = read_segment_record(file.get());
+  if (!record || !(*record == address.record)) {
+    why_not = "the peer's segment carries another record than the peer told";
+    return nullptr;
+  }
+  std::shared_ptr<SharedSegment> segment(new SharedSegment(address));
+  segment->data_ = map(file.get(), address.record.bytes, MAP_SHARED, "a peer's shared memory");
+  registry().add(name, segment);
+  return segment;
+}
+
+void SharedSegment::remove_name(const SegmentAddress& address) noexcept {
+  if (address.kind != SegmentKind::kNamed) return;
+  const std::string path = path_of(address.record);
+  const FileDescriptor file(::open(path.c_str(), O_PATH | O_NOFOLLOW | O_CLOEXEC));
+  if (file && is_the_file_of(address, file.get())) ::unlink(path.c_str());
 }
 
 SharedSegment::~SharedSegment() {
-  unlink();
-  if (data_ != nullptr && ::munmap(data_, static_cast<size_t>(bytes_)) != 0)
-    log::transport().warn("unmapping {} bytes of {} failed: {}", bytes_, name_, std::strerror(errno));
-  registry().remove(name_);
+  withdraw();
+  if (data_ != nullptr && ::munmap(data_, static_cast<size_t>(bytes())) != 0)
+    log::transport().warn("unmapping {} bytes of shared memory failed: {}", bytes(), std::strerror(errno));
+  if (address_.kind != SegmentKind::kPrivate) registry().remove(segment_name(address_.record));
 }
 
-void SharedSegment::unlink() {
-  if (!linked_) return;
-  linked_ = false;
-  if (::shm_unlink(name_.c_str()) != 0) log::transport().warn("removing {} failed: {}", name_, std::strerror(errno));
+// The lock goes with the file, so the name goes first.
+void SharedSegment::withdraw() {
+  if (std::exchange(linked_, false)) remove_name(address_);
+  file_.close();
 }
 
 } // namespace epx

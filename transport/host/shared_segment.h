@@ -1,44 +1,79 @@
-// One POSIX shared memory segment, mapped into this process.
+// One segment of shared memory, mapped into this process.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
+
+#include "transport/host/file_descriptor.h"
+#include "transport/host/segment_record.h"
 
 namespace epx {
+
+// How peers find a segment.
+enum class SegmentKind : int32_t {
+  kPrivate,  // not at all: for a group of one rank
+  kNameless, // through the creator's /proc/PID/fd; it has no name, so whenever its processes die, nothing is left
+  kNamed     // by a name in /dev/shm: where peers may not look into /proc, or have another PID namespace
+};
+
+// What a peer needs to open a segment. Travels between ranks; a zeroed one opens nothing.
+struct SegmentAddress {
+  SegmentRecord record;
+  uint64_t device; // of the file, with the inode
+  uint64_t inode;
+  SegmentKind kind;
+  int32_t pid; // nameless: of the creator, as its /proc numbers it
+  int32_t fd;  // nameless: in the creator
+  int32_t reserved;
+};
 
 // Ranks that are threads of one process share one mapping of a segment, so that their accesses to it meet at one address.
 class SharedSegment {
 public:
-  // Creates a segment of zero bytes, every page reserved (a full /dev/shm is an error here, not a SIGBUS later). The name
-  // is visible, mode 0600, until unlink() or destruction by the creator. Throws OUT_OF_MEMORY or SYSTEM.
-  static std::shared_ptr<SharedSegment> create(const std::string& name, int64_t bytes);
+  static constexpr const char* kDirectory = "/dev/shm"; // of named segments
 
-  // Maps a segment that another rank created. Throws SYSTEM.
-  static std::shared_ptr<SharedSegment> open(const std::string& name, int64_t bytes);
+  // These create a segment of zero bytes. Every page is reserved: memory that is exhausted (the machine's, a cgroup's, that of
+  // /dev/shm) is an error here, not a SIGBUS or an out-of-memory kill later. Peers can open it until withdraw(). They throw
+  // OUT_OF_MEMORY or SYSTEM.
 
-  // Memory that only this process sees, for a group of one rank.
+  // Returns NULL and says why where the system has no such memory.
+  static std::shared_ptr<SharedSegment> create_nameless(int64_t bytes, std::string& why_not);
+  // The name appears, mode 0600, when all is complete and locked. The lock is held as long as the name is there: see
+  // dead_segments.h.
+  static std::shared_ptr<SharedSegment> create_named(int64_t bytes);
+
+  // Memory that only this process sees; not reserved.
   static std::shared_ptr<SharedSegment> create_private(int64_t bytes);
+
+  // Maps a segment that another rank created. Returns NULL and says why if it cannot be opened or is not the one of `address`.
+  // Throws OUT_OF_MEMORY or SYSTEM when mapping it fails.
+  static std::shared_ptr<SharedSegment> open(const SegmentAddress& address, std::string& why_not);
+
+  // Removes the name of a segment, if it has one and it is still there: for whoever is left when its creator may have died.
+  static void remove_name(const SegmentAddress& address) noexcept;
 
   SharedSegment(const SharedSegment&) = delete;
   SharedSegment& operator=(const SharedSegment&) = delete;
   ~SharedSegment();
 
   std::byte* data() const { return data_; }
-  int64_t bytes() const { return bytes_; }
+  int64_t bytes() const { return address_.record.bytes; }
+  const SegmentAddress& address() const { return address_; }
 
-  // Removes the name; the memory lives as long as somebody maps it.
-  void unlink();
+  // The creator's: nobody opens the segment from now on. Removes the name and closes the file; the memory lives as long as
+  // somebody maps it.
+  void withdraw();
 
 private:
-  SharedSegment(std::string name, std::byte* data, int64_t bytes, bool linked)
-      : name_(std::move(name)), data_(data), bytes_(bytes), linked_(linked) {}
+  explicit SharedSegment(const SegmentAddress& address) : address_(address) {}
 
-  std::string name_; // "" when private
-  std::byte* data_;
-  int64_t bytes_;
-  bool linked_; // this object still has to remove the name
+  SegmentAddress address_;
+  std::byte* data_ = nullptr; // NULL: not yet mapped
+  FileDescriptor file_;       // the creator's, until it withdraws; a named one's carries the lock
+  bool linked_ = false;       // this object still has to remove the name
 };
 
 } // namespace epx
