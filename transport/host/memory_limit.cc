@@ -77,7 +77,7 @@ void tighten(MemoryLimit& tightest, const std::optional<MemoryLimit>& limit) {
 // /proc names it by its path on the host: directories that do not exist are passed over on the way up.
 void tighten_by_cgroups(MemoryLimit& tightest, const std::string& root, std::string path, const CgroupFiles& files) {
   while (true) {
-    tighten(tightest, limit_of_cgroup(root + files.mount + path, files));
+    tighten(tightest, limit_of_cgroup(fmt::format("{}{}{}", root, files.mount, path), files));
     if (path.empty()) return;
     path.erase(path.rfind('/') == std::string::npos ? 0 : path.rfind('/'));
   }

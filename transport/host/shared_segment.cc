@@ -278,7 +278,9 @@ void SharedSegment::remove_name(const SegmentAddress& address) noexcept {
   if (address.kind != SegmentKind::kNamed) return;
   const std::string path = path_of(address.record);
   const FileDescriptor file(::open(path.c_str(), O_PATH | O_NOFOLLOW | O_CLOEXEC));
-  if (file && is_the_file_of(address, file.get())) ::unlink(path.c_str());
+  if (!file || !is_the_file_of(address, file.get())) return;
+  if (::unlink(path.c_str()) != 0 && errno != ENOENT) // a peer may be quicker
+    log::transport().warn("removing {} failed: {}", path, std::strerror(errno));
 }
 
 SharedSegment::~SharedSegment() {
