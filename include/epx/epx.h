@@ -235,7 +235,13 @@ typedef struct epx_group_config {
   int32_t color;        /* ranks of one bootstrap with different colors form different groups; default 0 */
   int32_t key;          /* ranks of a group are ordered by (key, rank in the bootstrap); default 0 */
   int64_t timeout_ms;   /* > 0: the longest that one wait for a peer lasts; default: the environment variable
-                           EPX_TIMEOUT_MS if set, else 300000 */
+                           EPX_TIMEOUT_MS if set, else 300000. A job that is suspended and resumed as a whole (Ctrl-Z, a
+                           scheduler) lives on where the host waits: a wait that finds that this process did not run for
+                           more than 1 s (or timeout_ms, if that is less) does not count that time, and gives the peers
+                           timeout_ms anew, but never waits for more than 3 * timeout_ms without counting suspensions.
+                           A rank that alone is stopped for longer than timeout_ms is named by the others. Kernels on
+                           GPUs go on while their process is stopped, and count all time: there the job lives on when
+                           its processes are stopped for less than timeout_ms, or when no kernel waits for a peer */
   int64_t reserved[6];  /* 0 */
 } epx_group_config;
 

@@ -10,6 +10,7 @@ namespace epx {
 class Deadline {
 public:
   using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::hours kForever{24 * 3650}; // a clock that starts at 0 cannot hold all of int64_t
 
   explicit Deadline(std::chrono::milliseconds timeout)
       : timeout_(timeout), end_(Clock::now() + std::min<std::chrono::milliseconds>(timeout, kForever)) {}
@@ -26,8 +27,6 @@ public:
   }
 
 private:
-  static constexpr std::chrono::hours kForever{24 * 3650}; // a clock that starts at 0 cannot hold all of int64_t
-
   std::chrono::milliseconds timeout_;
   Clock::time_point end_;
 };
@@ -37,7 +36,8 @@ class PollingPace {
 public:
   PollingPace(std::chrono::microseconds first, std::chrono::microseconds longest) : next_(first), longest_(longest) {}
 
-  void sleep(const Deadline& deadline) {
+  template <typename AnyDeadline>
+  void sleep(const AnyDeadline& deadline) {
     std::this_thread::sleep_until(std::min(Deadline::Clock::now() + next_, deadline.end()));
     next_ = std::min(next_ * 3 / 2, longest_);
   }

@@ -139,6 +139,8 @@ Failure timeout_failure(CallName call, const TimeOut& timeout, int64_t timeout_m
       "{} timed out after {} ms in phase {}: waited for {}; rank {} is the cause, the last call it arrived at is {}",
       words(call), timeout_ms, name_of(timeout.phase), name_ranks(timeout.missing), timeout.culprit,
       timeout.culprit_arrived_at);
+  if (timeout.suspended_ms > 0)
+    failure.message += fmt::format("; this process was suspended for {} ms meanwhile, which do not count", timeout.suspended_ms);
   return failure;
 }
 

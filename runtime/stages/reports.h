@@ -50,6 +50,7 @@ struct TimeOut {
   std::vector<int> missing;
   int culprit;
   uint64_t culprit_arrived_at; // last call that the culprit had reached
+  int64_t suspended_ms = 0;    // this process was suspended for so long while it waited; that is not counted
 };
 Failure timeout_failure(CallName call, const TimeOut& timeout, int64_t timeout_ms);
 

@@ -15,6 +15,7 @@
 #include "runtime/base/deadline.h"
 #include "runtime/base/error.h"
 #include "runtime/base/names.h"
+#include "runtime/base/suspension_aware_deadline.h"
 #include "transport/bootstrap/bootstrap_callback.h"
 
 namespace epx {
@@ -66,7 +67,7 @@ private:
   MPI_Errhandler before_{};
 };
 
-MPI_Comm duplicate(MPI_Comm comm, const Deadline& deadline) {
+MPI_Comm duplicate(MPI_Comm comm, SuspensionAwareDeadline deadline) {
   struct Attempt {
     MPI_Comm comm = MPI_COMM_NULL;
     MPI_Request request = MPI_REQUEST_NULL;
@@ -124,7 +125,7 @@ private:
     const char* body() const { return letter.data() + sizeof(Header); }
   };
 
-  void gather(const void* send, char* recv, size_t bytes, const Deadline& deadline);
+  void gather(const void* send, char* recv, size_t bytes, SuspensionAwareDeadline deadline);
   void post(epx_status status, const void* body, size_t bytes);
   bool has_been_sent(Outgoing& outgoing) const;
   void receive(int from, Incoming& incoming) const;
@@ -173,7 +174,7 @@ void MpiSession::all_gather(const void* send, void* recv, size_t bytes_per_rank,
   if (!is_active()) fail(EPX_ERROR_INVALID_ARGUMENT, "MPI has been finalised");
   if (failure_) throw Error(*failure_);
   try {
-    gather(send, static_cast<char*>(recv), bytes_per_rank, Deadline(timeout));
+    gather(send, static_cast<char*>(recv), bytes_per_rank, SuspensionAwareDeadline(timeout));
     ++round_;
   } catch (const Error& error) {
     failure_ = error;
@@ -185,7 +186,7 @@ void MpiSession::all_gather(const void* send, void* recv, size_t bytes_per_rank,
   }
 }
 
-void MpiSession::gather(const void* send, char* recv, size_t bytes, const Deadline& deadline) {
+void MpiSession::gather(const void* send, char* recv, size_t bytes, SuspensionAwareDeadline deadline) {
   incoming_.clear();
   for (int from = 0; from < num_ranks_; ++from)
     incoming_.push_back(std::make_unique<Incoming>());
@@ -318,7 +319,7 @@ epx_bootstrap make_mpi_bootstrap(MPI_Comm comm, milliseconds timeout) {
   check_mpi(MPI_Comm_test_inter(comm, &is_inter), "MPI_Comm_test_inter");
   if (is_inter != 0) fail(EPX_ERROR_INVALID_ARGUMENT, "comm is an intercommunicator; an intracommunicator is needed");
 
-  auto session = std::make_unique<MpiSession>(duplicate(comm, Deadline(timeout)));
+  auto session = std::make_unique<MpiSession>(duplicate(comm, SuspensionAwareDeadline(timeout)));
   epx_bootstrap bootstrap{};
   bootstrap.struct_size = sizeof(bootstrap);
   bootstrap.rank = session->rank();

@@ -8,7 +8,7 @@
 
 #include <fmt/format.h>
 
-#include "runtime/base/deadline.h"
+#include "runtime/base/suspension_aware_deadline.h"
 #include "runtime/stages/reports.h"
 #include "transport/host/backoff.h"
 
@@ -71,7 +71,7 @@ uint64_t CallProtocol::progress_told(int owner, int peer, epx_phase phase) const
 }
 
 void CallProtocol::wait_for_peers(epx_phase phase) {
-  const Deadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
+  SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
   uint64_t& waiting = window_.local<Flag>(context_.layout.waiting.offset)->value;
   bool told = false;
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
@@ -81,7 +81,7 @@ void CallProtocol::wait_for_peers(epx_phase phase) {
       if (backoff.is_long()) {
         store_release(waiting, pack(Waiting{sequence_, phase, peer}));
         told = true;
-        if (deadline.passed()) time_out(phase);
+        if (deadline.passed()) time_out(phase, deadline.suspended());
       }
       backoff.pause();
     }
@@ -112,10 +112,11 @@ int CallProtocol::find_culprit(int missing) const {
   return culprit;
 }
 
-void CallProtocol::time_out(epx_phase phase) {
+void CallProtocol::time_out(epx_phase phase, std::chrono::milliseconds suspended) {
   require_not_poisoned(); // a peer that gave up first has named the culprit
   TimeOut timeout{};
   timeout.phase = phase;
+  timeout.suspended_ms = suspended.count();
   for (int peer = 0; peer < window_.num_ranks; ++peer)
     if (progress_told(window_.rank, peer, phase) < sequence_) timeout.missing.push_back(peer);
   if (timeout.missing.empty()) return; // they came at the last moment

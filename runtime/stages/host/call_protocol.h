@@ -10,6 +10,7 @@
 // peer has left a poison record in this rank's window.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
@@ -51,7 +52,7 @@ private:
   uint64_t progress_told(int owner, int peer, epx_phase phase) const;
   void require_not_poisoned();
   void require_same_terms();
-  void time_out(epx_phase phase); // throws unless the peers came after all
+  void time_out(epx_phase phase, std::chrono::milliseconds suspended); // throws unless the peers came after all
   int find_culprit(int missing) const;
   Poison poison_all(const Poison& poison);
   [[noreturn]] void fail_as_poisoned(const Poison& poison);
