@@ -8,7 +8,6 @@
 
 #include <fmt/format.h>
 
-#include "runtime/base/checked_math.h"
 #include "runtime/base/error.h"
 #include "runtime/base/names.h"
 #include "runtime/memory/handle_memory.h"
@@ -84,10 +83,11 @@ public:
       if (dim.value != kAnySize && size != dim.value)
         refuse("{} has sizes[{}] = {}; it must be {} = {}, shape {}", name, axis, size, dim.symbol, dim.value,
                describe(dims));
-      elements = checked_mul(elements, size, name);
+      if (__builtin_mul_overflow(elements, size, &elements)) refuse_size(*tensor, name);
       ++axis;
     }
-    const int64_t bytes = checked_mul(elements, element_bytes(tensor->dtype), name);
+    int64_t bytes = 0;
+    if (__builtin_mul_overflow(elements, element_bytes(tensor->dtype), &bytes)) refuse_size(*tensor, name);
     if (bytes > 0 && tensor->data == nullptr) refuse("{} has {} elements, but its data is NULL", name, elements);
     if (!is_aligned(tensor->data, static_cast<uintptr_t>(element_bytes(tensor->dtype))))
       refuse("{} has data at {}, which is not aligned to its {} bytes per element", name, fmt::ptr(tensor->data),
@@ -105,7 +105,10 @@ public:
     if (tensor.sidecar_row_bytes > context_.shape.max_sidecar_bytes)
       refuse("{} has sidecar_row_bytes = {}; the group's max_sidecar_bytes is {}", name, tensor.sidecar_row_bytes,
              context_.shape.max_sidecar_bytes);
-    const int64_t bytes = checked_mul(tensor.sizes[0], tensor.sidecar_row_bytes, name);
+    int64_t bytes = 0;
+    if (__builtin_mul_overflow(tensor.sizes[0], tensor.sidecar_row_bytes, &bytes))
+      refuse("{} has {} rows of {} bytes, which are more than 2^63 - 1 bytes", name, tensor.sizes[0],
+             tensor.sidecar_row_bytes);
     if (bytes > 0 && tensor.sidecar == nullptr)
       refuse("{} has sidecar_row_bytes = {}, but its sidecar is NULL", name, tensor.sidecar_row_bytes);
     if (tensor.sidecar_row_bytes == 0 && tensor.sidecar != nullptr)
@@ -124,6 +127,14 @@ public:
              name_of(shape.max_token_dtype));
     if (rows->sizes[1] < 1 || rows->sizes[1] > shape.hidden_dim)
       refuse("{} has H = sizes[1] = {}; it must be 1..{} (hidden_dim)", name, rows->sizes[1], shape.hidden_dim);
+  }
+
+  // Receive rows go with float32 weights, given or not: both must have a number of bytes that can be represented.
+  void recv_rows(const epx_tensor& rows, const char* name) const {
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / static_cast<int64_t>(sizeof(float));
+    if (rows.sizes[0] > kMost)
+      refuse("{} has N = sizes[0] = {} rows; their float32 weights would take more than 2^63 - 1 bytes, {} rows are the most",
+             name, rows.sizes[0], kMost);
   }
 
   void num_tokens(const char* name, int64_t tokens) const {
@@ -160,7 +171,14 @@ private:
     Direction direction;
   };
 
+  [[noreturn]] void refuse_size(const epx_tensor& tensor, const char* name) const {
+    refuse("{} has sizes [{}] of {}, which are more than 2^63 - 1 bytes", name,
+           fmt::join(tensor.sizes, tensor.sizes + tensor.ndim, ", "), name_of(tensor.dtype));
+  }
+
   void add_span(const char* name, const void* data, int64_t bytes, Direction direction) {
+    if (static_cast<uintptr_t>(bytes) > UINTPTR_MAX - reinterpret_cast<uintptr_t>(data))
+      refuse("{} has {} bytes at {}, which is more than there are addresses", name, bytes, fmt::ptr(data));
     if (bytes > 0)
       spans_.at(num_spans_++) = {name, reinterpret_cast<uintptr_t>(data), static_cast<uintptr_t>(bytes), direction};
   }
@@ -279,6 +297,7 @@ DispatchCall check(const GroupContext& context, const epx_dispatch_args* args) {
   checker.tensor(args->recv_tokens, "recv_tokens", {tokens.dtype}, {{"N", kAnySize}, {"H", tokens.sizes[1]}},
                  Direction::kOut, true);
   const epx_tensor& recv_tokens = *args->recv_tokens;
+  checker.recv_rows(recv_tokens, "recv_tokens");
   checker.sidecar(tokens, "the sidecar of tokens", Direction::kIn);
   checker.sidecar(recv_tokens, "the sidecar of recv_tokens", Direction::kOut);
   if (tokens.sidecar_row_bytes != recv_tokens.sidecar_row_bytes)
@@ -309,6 +328,7 @@ CombineCall check(const GroupContext& context, const epx_combine_args* args) {
   const int alignment = checker.common(args, "epx_combine_args", Direction::kIn);
   checker.token_rows(args->expert_out, "expert_out", "N", Direction::kIn);
   const epx_tensor& expert_out = *args->expert_out;
+  checker.recv_rows(expert_out, "expert_out");
   checker.tensor(args->out, "out", {expert_out.dtype}, {{"T", kAnySize}, {"H", expert_out.sizes[1]}}, Direction::kOut);
   checker.num_tokens("out", args->out->sizes[0]);
   if (args->recv_weights != nullptr)
@@ -331,6 +351,7 @@ CombineBwdCall check(const GroupContext& context, const epx_combine_bwd_args* ar
   checker.num_tokens("grad_out", grad_out.sizes[0]);
   checker.tensor(args->grad_expert_out, "grad_expert_out", {grad_out.dtype}, {{"N", kAnySize}, {"H", grad_out.sizes[1]}},
                  Direction::kOut);
+  checker.recv_rows(*args->grad_expert_out, "grad_expert_out");
   const Dim rows{"N", args->grad_expert_out->sizes[0]};
   checker.both_or_neither("expert_out", args->expert_out, "grad_recv_weights", args->grad_recv_weights);
   if (args->expert_out != nullptr) {
@@ -356,6 +377,7 @@ DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args* 
   const int alignment = checker.common(args, "epx_dispatch_bwd_args", Direction::kIn);
   checker.token_rows(args->grad_recv, "grad_recv", "N", Direction::kIn);
   const epx_tensor& grad_recv = *args->grad_recv;
+  checker.recv_rows(grad_recv, "grad_recv");
   checker.tensor(args->grad_tokens, "grad_tokens", {grad_recv.dtype}, {{"T", kAnySize}, {"H", grad_recv.sizes[1]}},
                  Direction::kOut);
   const epx_tensor& grad_tokens = *args->grad_tokens;

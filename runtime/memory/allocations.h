@@ -33,7 +33,7 @@ public:
     if (data == nullptr || bytes == 0) return std::nullopt;
     for (const auto& [number, window] : windows_) {
       const std::byte* start = window->view().local<std::byte>(0);
-      if (data >= start && data + bytes <= start + window->bytes()) return AllocationPlace{number, data - start};
+      if (data >= start && data < start + window->bytes() && bytes <= window->bytes() - (data - start)) return AllocationPlace{number, data - start};
     }
     return std::nullopt;
   }
@@ -47,6 +47,13 @@ public:
            "group",
            data);
     return place->allocation;
+  }
+
+  // Whether there is such a place, with `bytes` bytes behind it.
+  bool contains(const AllocationPlace& place, int64_t bytes) const {
+    const auto found = windows_.find(place.allocation);
+    return found != windows_.end() && place.offset >= 0 && place.offset <= found->second->bytes() &&
+           bytes <= found->second->bytes() - place.offset;
   }
 
   std::byte* peer_address(int peer, const AllocationPlace& place) const {

@@ -74,6 +74,28 @@ void add_stray_sidecar(std::vector<Refusal>& table, const std::string& call, Op 
                    {name, "sidecar"}});
 }
 
+// N rows of one element whose own bytes can be counted in 63 bits, but not those of the float32 weights that go with them;
+// and more bytes of the rows themselves than that. `token_rows` is the other side, [T, H].
+void add_too_many_rows(std::vector<Refusal>& table, const std::string& call, Op op, const std::string& name,
+                       epx_tensor Calls::*recv_rows, epx_tensor Calls::*token_rows) {
+  const auto add = [&](const char* what, int64_t rows, int64_t hidden) {
+    table.push_back({call + ": " + name + " " + what,
+                     op,
+                     [=](Calls& c) {
+                       (c.*recv_rows).sizes[0] = rows;
+                       (c.*recv_rows).sizes[1] = (c.*token_rows).sizes[1] = hidden;
+                       c.dispatch.topk_weights = c.dispatch.recv_weights = nullptr;
+                       c.combine.recv_weights = c.combine_bwd.recv_weights = nullptr;
+                       c.combine_bwd.expert_out = c.combine_bwd.grad_recv_weights = nullptr;
+                       c.dispatch_bwd.grad_recv_weights = c.dispatch_bwd.grad_topk_weights = nullptr;
+                     },
+                     {call, name, text(rows), "2^63 - 1"}});
+  };
+  add("with weights of 2^63 bytes", int64_t{1} << 61, 1);
+  add("of 2^63 bytes", int64_t{1} << 61, 2);
+  add("of 2^64 elements", int64_t{1} << 61, 8);
+}
+
 std::vector<Refusal> of_prepare(int num_tokens, int num_local, int64_t num_rows) {
   const std::string call = "prepare";
   std::vector<Refusal> table;
@@ -168,6 +190,14 @@ std::vector<Refusal> of_dispatch(int num_tokens, int64_t num_rows) {
   add("recv_tokens in tokens", [](Calls& c) { c.recv_tokens.data = c.tokens.data; }, {"recv_tokens", "tokens", "overlap"});
   add("recv_weights in the received sidecar", [](Calls& c) { c.recv_weights.data = c.recv_tokens.sidecar; },
       {"recv_weights", "sidecar", "overlap"});
+  add("a sidecar of 2^63 bytes",
+      [](Calls& c) {
+        c.recv_tokens.sizes[0] = int64_t{1} << 60;
+        c.recv_tokens.sizes[1] = c.tokens.sizes[1] = 1;
+        c.dispatch.topk_weights = c.dispatch.recv_weights = nullptr;
+      },
+      {"dispatch", "sidecar of recv_tokens", text(int64_t{1} << 60), text(kSidecarBytes), "2^63 - 1"});
+  add_too_many_rows(table, call, Op::dispatch, "recv_tokens", &Calls::recv_tokens, &Calls::tokens);
   add_tensor(table, call, Op::dispatch, "tokens", &Calls::tokens);
   add_tensor(table, call, Op::dispatch, "recv_tokens", &Calls::recv_tokens);
   add_stray_sidecar(table, call, Op::dispatch, "topk_weights", &Calls::topk_weights);
@@ -192,6 +222,7 @@ std::vector<Refusal> of_combine(int64_t num_rows) {
       {"recv_weights", text(num_rows - 1), text(num_rows)});
   add("recv_weights float16", [](Calls& c) { c.recv_weights.dtype = EPX_FLOAT16; }, {"recv_weights", "float16"});
   add("out in expert_out", [](Calls& c) { c.out.data = c.expert_out.data; }, {"out", "expert_out", "overlap"});
+  add_too_many_rows(table, call, Op::combine, "expert_out", &Calls::expert_out, &Calls::out);
   add_tensor(table, call, Op::combine, "expert_out", &Calls::expert_out);
   add_tensor(table, call, Op::combine, "out", &Calls::out);
   add_stray_sidecar(table, call, Op::combine, "expert_out", &Calls::expert_out);
@@ -225,6 +256,7 @@ std::vector<Refusal> of_combine_bwd(int64_t num_rows) {
       {"recv_weights", text(num_rows - 1), text(num_rows)});
   add("grad_expert_out in expert_out", [](Calls& c) { c.grad_expert_out.data = c.expert_out.data; },
       {"grad_expert_out", "expert_out", "overlap"});
+  add_too_many_rows(table, call, Op::combine_bwd, "grad_expert_out", &Calls::grad_expert_out, &Calls::grad_out);
   add_tensor(table, call, Op::combine_bwd, "grad_out", &Calls::grad_out);
   add_tensor(table, call, Op::combine_bwd, "grad_expert_out", &Calls::grad_expert_out);
   add_stray_sidecar(table, call, Op::combine_bwd, "grad_out", &Calls::grad_out);
@@ -254,6 +286,7 @@ std::vector<Refusal> of_dispatch_bwd(int num_tokens, int64_t num_rows) {
       {"grad_recv_weights", text(num_rows - 1), text(num_rows)});
   add("grad_tokens in grad_recv", [](Calls& c) { c.grad_tokens.data = c.grad_recv.data; },
       {"grad_tokens", "grad_recv", "overlap"});
+  add_too_many_rows(table, call, Op::dispatch_bwd, "grad_recv", &Calls::grad_recv, &Calls::grad_tokens);
   add_tensor(table, call, Op::dispatch_bwd, "grad_recv", &Calls::grad_recv);
   add_tensor(table, call, Op::dispatch_bwd, "grad_tokens", &Calls::grad_tokens);
   add_stray_sidecar(table, call, Op::dispatch_bwd, "grad_tokens", &Calls::grad_tokens);
