@@ -133,8 +133,9 @@ public:
   void recv_rows(const epx_tensor& rows, const char* name) const {
     constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / static_cast<int64_t>(sizeof(float));
     if (rows.sizes[0] > kMost)
-      refuse("{} has N = sizes[0] = {} rows; their float32 weights would take more than 2^63 - 1 bytes, {} rows are the most",
-             name, rows.sizes[0], kMost);
+      refuse(
+          "{} has N = sizes[0] = {} rows; their float32 weights would take more than 2^63 - 1 bytes, {} rows are the most",
+          name, rows.sizes[0], kMost);
   }
 
   void num_tokens(const char* name, int64_t tokens) const {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -59,7 +60,8 @@ protected:
   virtual std::vector<ExchangeRecord> gather(ExchangeRecord mine) = 0;
 
   [[noreturn]] static void throw_peer_failure(const ExchangeRecord& record) {
-    fail(record.status, "rank {}: {}", record.rank, record.message);
+    const std::string_view message(record.message, ExchangeRecord::kMaxMessage); // that of a damaged record may have no end
+    fail(record.status, "rank {}: {}", record.rank, message.substr(0, message.find('\0')));
   }
 
 private:

@@ -35,9 +35,7 @@ public:
 
   Clock::time_point end() const { return end_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
-  std::chrono::milliseconds suspended() const {
-    return std::chrono::duration_cast<std::chrono::milliseconds>(suspended_);
-  }
+  std::chrono::milliseconds suspended() const { return std::chrono::duration_cast<std::chrono::milliseconds>(suspended_); }
 
   // The same timeout in words, a later end.
   SuspensionAwareDeadline with_grace(std::chrono::milliseconds grace) const {

@@ -33,7 +33,8 @@ public:
     if (data == nullptr || bytes == 0) return std::nullopt;
     for (const auto& [number, window] : windows_) {
       const std::byte* start = window->view().local<std::byte>(0);
-      if (data >= start && data < start + window->bytes() && bytes <= window->bytes() - (data - start)) return AllocationPlace{number, data - start};
+      if (data >= start && data < start + window->bytes() && bytes <= window->bytes() - (data - start))
+        return AllocationPlace{number, data - start};
     }
     return std::nullopt;
   }

@@ -111,6 +111,12 @@ constexpr Poison unpack_poison(uint64_t word) {
           static_cast<int32_t>(word >> 40 & 0xffff), word & ((uint64_t{1} << 40) - 1)};
 }
 
+// What lies in a window can be overwritten by anything in the process of a rank: a record is looked at before it is used.
+constexpr bool is_sound(const Poison& poison, int num_ranks) {
+  return poison.status > EPX_SUCCESS && poison.status <= EPX_ERROR_INTERNAL && poison.operation >= EPX_OP_NONE &&
+         poison.operation <= EPX_OP_MEM_FREE && poison.culprit >= 0 && poison.culprit < num_ranks;
+}
+
 // Whom a rank waits for, packed into one word. 0: nobody.
 struct Waiting {
   uint64_t sequence; // of the call
@@ -124,6 +130,11 @@ constexpr uint64_t pack(const Waiting& waiting) {
 
 constexpr Waiting unpack_waiting(uint64_t word) {
   return {word >> 20, static_cast<epx_phase>(word >> 16 & 0xf), static_cast<int32_t>(word & 0xffff)};
+}
+
+constexpr bool is_sound(const Waiting& waiting, int num_ranks) {
+  return (waiting.phase == EPX_PHASE_ARRIVE || waiting.phase == EPX_PHASE_COMPLETE) && waiting.peer >= 0 &&
+         waiting.peer < num_ranks;
 }
 
 // Parts of a row that gather takes and tells of one by one. On 2 H200 combine (4096 tokens of 7168 bfloat16, top-8 of 256)

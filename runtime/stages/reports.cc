@@ -140,7 +140,8 @@ Failure timeout_failure(CallName call, const TimeOut& timeout, int64_t timeout_m
       words(call), timeout_ms, name_of(timeout.phase), name_ranks(timeout.missing), timeout.culprit,
       timeout.culprit_arrived_at);
   if (timeout.suspended_ms > 0)
-    failure.message += fmt::format("; this process was suspended for {} ms meanwhile, which do not count", timeout.suspended_ms);
+    failure.message +=
+        fmt::format("; this process was suspended for {} ms meanwhile, which do not count", timeout.suspended_ms);
   return failure;
 }
 
@@ -152,6 +153,9 @@ Failure poison_failure(CallName call, const Poison& poison, int rank, uint64_t c
     failure.message =
         fmt::format("{}{} aborted the group", call.operation == EPX_OP_NONE ? "" : words(call) + ": ", // in no call
                     is_self ? "this rank" : fmt::format("rank {}", poison.culprit));
+  } else if (poison.status == EPX_ERROR_INTERNAL) {
+    failure.message = fmt::format("{}: rank {} found in {} (call {}) that the control words of its window are damaged",
+                                  words(call), poison.culprit, name_of(poison.operation), poison.sequence);
   } else if (is_self) {
     failure.message = fmt::format("{}: this rank, {}, came too late: its peers gave up waiting for it in {} (call {})",
                                   words(call), rank, name_of(poison.operation), poison.sequence);
@@ -162,6 +166,22 @@ Failure poison_failure(CallName call, const Poison& poison, int rank, uint64_t c
   failure.expected = poison.sequence;
   failure.seen = culprit_arrived_at;
   return failure;
+}
+
+Failure damage_failure(CallName call, int rank, const std::string& what) {
+  Failure failure = failure_of(call, EPX_ERROR_INTERNAL);
+  failure.culprit = rank;
+  failure.message =
+      fmt::format("{}: the control words of the window of rank {} are damaged: {}; something else has written "
+                  "to the group's shared memory",
+                  words(call), rank, what);
+  return failure;
+}
+
+std::string poison_damage(uint64_t word) {
+  const Poison poison = unpack_poison(word);
+  return fmt::format("its poison record {:#018x} says status {}, operation {}, rank {}", word,
+                     static_cast<int>(poison.status), static_cast<int>(poison.operation), poison.culprit);
 }
 
 } // namespace epx

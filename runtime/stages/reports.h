@@ -54,7 +54,11 @@ struct TimeOut {
 };
 Failure timeout_failure(CallName call, const TimeOut& timeout, int64_t timeout_ms);
 
-// A peer, or this rank itself, left a poison record.
+// A peer, or this rank itself, left a poison record, which is sound.
 Failure poison_failure(CallName call, const Poison& poison, int rank, uint64_t culprit_arrived_at);
+
+// What peers store in the window of `rank` cannot have come from them. `what` says which word, and its value.
+Failure damage_failure(CallName call, int rank, const std::string& what);
+std::string poison_damage(uint64_t word);
 
 } // namespace epx

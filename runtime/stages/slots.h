@@ -56,6 +56,14 @@ struct SlotRecord {
 };
 static_assert(sizeof(SlotRecord) == 12 && kMaxTopK <= 128);
 
+// Whether a record that a peer stored can be one of a kept route: no part of it leads outside of the group's tables. Which
+// slots a token's chain really has is not known here.
+constexpr bool is_sound(const SlotRecord& record, const GroupShape& shape, int top_k, int64_t rows_in_use) {
+  return record.source < shape.num_ranks && record.token >= 0 && record.token < shape.max_tokens_per_rank &&
+         record.k < top_k && record.order < top_k && record.order < shape.num_ranks && record.next_slot >= -1 &&
+         record.next_slot < rows_in_use;
+}
+
 constexpr SlotRecord kPadRecord{-1, -1, SlotRecord::kNoSource, 0, 0, 0};
 
 // On its way; the tag is for kernels.

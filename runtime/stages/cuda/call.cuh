@@ -384,7 +384,7 @@ private:
       const uint64_t word = load_acquire_sys(&flag_at(culprit, group_.context.layout.waiting, 0)->value);
       if (word == 0) break;
       const Waiting waiting = unpack_waiting(word);
-      if (waiting.peer == rank() ||
+      if (!is_sound(waiting, num_ranks()) || waiting.peer == rank() ||
           progress_told(culprit, waiting.peer, waiting.phase, waiting.sequence) >= waiting.sequence)
         break;
       culprit = waiting.peer;
@@ -397,7 +397,7 @@ private:
     uint64_t verdict = pack(poison);
     for (int peer = 0; peer < num_ranks(); ++peer) {
       const uint64_t found = compare_and_swap_sys(&flag_at(peer, group_.context.layout.poison, 0)->value, 0, verdict);
-      if (found != 0 && peer == 0) verdict = found;
+      if (found != 0 && peer == 0 && is_sound(unpack_poison(found), num_ranks())) verdict = found;
     }
     return verdict;
   }
@@ -407,8 +407,8 @@ private:
     FailureRecord& failure = group_.record->failure;
     failure.status = unpack_poison(poison).status;
     failure.phase = EPX_PHASE_NONE;
-    failure.culprit = unpack_poison(poison).culprit;
-    failure.poison = poison;
+    failure.poison = poison; // damaged or not: the host puts it into words
+    failure.culprit = is_sound(unpack_poison(poison), num_ranks()) ? unpack_poison(poison).culprit : rank();
     publish(failure, failure.culprit);
   }
 

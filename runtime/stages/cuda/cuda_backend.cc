@@ -60,8 +60,12 @@ private:
       const auto disagreement = find_disagreement(call, {failure.offers, static_cast<size_t>(context_.shape.num_ranks)});
       if (disagreement) return *disagreement;
     }
-    if (failure.poison != 0)
-      return poison_failure(call, unpack_poison(failure.poison), context_.rank, failure.culprit_arrived_at);
+    if (failure.poison != 0) {
+      const Poison poison = unpack_poison(failure.poison);
+      if (!is_sound(poison, context_.shape.num_ranks))
+        return damage_failure(call, context_.rank, poison_damage(failure.poison));
+      return poison_failure(call, poison, context_.rank, failure.culprit_arrived_at);
+    }
     TimeOut timeout{failure.phase, {}, failure.culprit, failure.culprit_arrived_at};
     for (int rank = 0; rank < context_.shape.num_ranks; ++rank)
       if ((failure.missing >> rank & 1) != 0) timeout.missing.push_back(rank);

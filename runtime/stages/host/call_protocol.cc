@@ -8,6 +8,7 @@
 
 #include <fmt/format.h>
 
+#include "runtime/base/names.h"
 #include "runtime/base/suspension_aware_deadline.h"
 #include "runtime/stages/reports.h"
 #include "transport/host/backoff.h"
@@ -52,6 +53,7 @@ void CallProtocol::arrive(CallPost offer) {
   }
   wait_for_peers(EPX_PHASE_ARRIVE);
   std::memcpy(offers_.data(), window_.local<CallPost>(context_.layout.posts.offset), offers_.size() * sizeof(CallPost));
+  require_sound_offers();
   require_same_terms();
 }
 
@@ -76,7 +78,8 @@ void CallProtocol::wait_for_peers(epx_phase phase) {
   bool told = false;
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
     Backoff backoff;
-    while (progress_told(window_.rank, peer, phase) < sequence_) {
+    uint64_t progress = 0;
+    while ((progress = progress_told(window_.rank, peer, phase)) < sequence_) {
       require_not_poisoned();
       if (backoff.is_long()) {
         store_release(waiting, pack(Waiting{sequence_, phase, peer}));
@@ -85,13 +88,29 @@ void CallProtocol::wait_for_peers(epx_phase phase) {
       }
       backoff.pause();
     }
+    // A peer gets no further than this before this rank has.
+    if (progress > sequence_)
+      fail_as_damaged(fmt::format("rank {} seems to have reached phase {} of call {}", peer, name_of(phase), progress));
   }
   if (told) store_release(waiting, 0);
 }
 
 void CallProtocol::require_not_poisoned() {
   const uint64_t word = load_acquire(window_.local<Flag>(context_.layout.poison.offset)->value);
-  if (word != 0) fail_as_poisoned(unpack_poison(word));
+  if (word == 0) return;
+  const Poison poison = unpack_poison(word);
+  if (!is_sound(poison, window_.num_ranks)) fail_as_damaged(poison_damage(word));
+  fail_as_poisoned(poison);
+}
+
+// What does not depend on the call. Damage to the terms that ranks agree on shows when they are compared.
+void CallProtocol::require_sound_offers() {
+  for (int peer = 0; peer < window_.num_ranks; ++peer) {
+    const CallPost& offer = offer_of(peer);
+    if (offer.operation < EPX_OP_PREPARE || offer.operation > EPX_OP_MEM_FREE)
+      fail_as_damaged(fmt::format("rank {} seems to make operation {}", peer, offer.operation));
+    if (offer.recv_rows < 0) fail_as_damaged(fmt::format("rank {} seems to have {} receive rows", peer, offer.recv_rows));
+  }
 }
 
 void CallProtocol::require_same_terms() {
@@ -106,7 +125,9 @@ int CallProtocol::find_culprit(int missing) const {
     const uint64_t word = load_acquire(window_.at<Flag>(culprit, context_.layout.waiting.offset)->value);
     if (word == 0) break;
     const Waiting waiting = unpack_waiting(word);
-    if (waiting.peer == window_.rank || progress_told(culprit, waiting.peer, waiting.phase) >= waiting.sequence) break;
+    if (!is_sound(waiting, window_.num_ranks) || waiting.peer == window_.rank ||
+        progress_told(culprit, waiting.peer, waiting.phase) >= waiting.sequence)
+      break;
     culprit = waiting.peer;
   }
   return culprit;
@@ -140,9 +161,16 @@ Poison CallProtocol::poison_all(const Poison& poison) {
     uint64_t found = 0; // nobody
     const bool stored = std::atomic_ref(window_.at<Flag>(peer, context_.layout.poison.offset)->value)
                             .compare_exchange_strong(found, verdict, std::memory_order_acq_rel);
-    if (!stored && peer == 0) verdict = found;
+    if (!stored && peer == 0 && is_sound(unpack_poison(found), window_.num_ranks)) verdict = found;
   }
   return unpack_poison(verdict);
+}
+
+void CallProtocol::fail_as_damaged(const std::string& what) {
+  const Failure failure = damage_failure(name(), window_.rank, what);
+  const Poison verdict = poison_all(Poison{failure.status, operation_, failure.culprit, sequence_});
+  if (verdict.status != failure.status || verdict.culprit != failure.culprit) fail_as_poisoned(verdict);
+  status_.fail(failure);
 }
 
 void CallProtocol::fail_as_poisoned(const Poison& poison) {
@@ -164,6 +192,12 @@ std::vector<ExchangeRecord> CallExchange::gather(ExchangeRecord mine) {
                 window_.local<ExchangeRecord>(offset_of(context_.layout.board, peer, kExchangeRecordBytes)),
                 sizeof(ExchangeRecord));
   protocol_.complete();
+  for (int peer = 0; peer < window_.num_ranks; ++peer) {
+    const ExchangeRecord& record = records[static_cast<size_t>(peer)];
+    if (record.rank != peer || record.status < EPX_SUCCESS || record.status > EPX_ERROR_INTERNAL)
+      protocol_.fail_as_damaged(fmt::format("the record of rank {} on the exchange board says rank {}, status {}", peer,
+                                            record.rank, static_cast<int>(record.status)));
+  }
   for (const ExchangeRecord& record : records)
     if (record.status != EPX_SUCCESS && mine.status == EPX_SUCCESS) throw_peer_failure(record);
   return records;

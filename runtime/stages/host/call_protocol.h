@@ -12,6 +12,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "epx/epx.h"
@@ -44,6 +45,10 @@ public:
   CallName name() const { return {operation_, sequence_}; }
   uint64_t sequence() const { return sequence_; }
 
+  // What peers store in this rank's window cannot have come from them; `what` says which word, and its value. Ends the group
+  // with INTERNAL, here and for the peers.
+  [[noreturn]] void fail_as_damaged(const std::string& what);
+
   // Ends the group here and tells the peers. From any thread.
   void abort();
 
@@ -51,6 +56,7 @@ private:
   void wait_for_peers(epx_phase phase);
   uint64_t progress_told(int owner, int peer, epx_phase phase) const;
   void require_not_poisoned();
+  void require_sound_offers();
   void require_same_terms();
   void time_out(epx_phase phase, std::chrono::milliseconds suspended); // throws unless the peers came after all
   int find_culprit(int missing) const;

@@ -156,7 +156,7 @@ void HostStages::gather(const MovementCall& call, const GatherTensors& tensors, 
   const Movement movement = begin_movement(call, offer);
   const bool in_reach = all_rows_in_reach(tensors); // the same on all ranks
   if (movement.takes_part) {
-    find_rows();
+    find_rows(call);
     if (in_reach)
       sum_in_place(call, tensors, movement);
     else if (context_.shape.precision == EPX_COMBINE_EXACT)

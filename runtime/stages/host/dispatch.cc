@@ -66,7 +66,7 @@ void HostStages::send_token(const MovementCall& call, const ScatterInput& input,
 }
 
 void HostStages::send_rows(const MovementCall& call, const ScatterInput& input, const Movement& movement) {
-  find_rows();
+  find_rows(call);
   for (int64_t token = 0; token < call.num_tokens; ++token)
     send_token(call, input, movement.plan.routes + token * call.top_k, token);
 }

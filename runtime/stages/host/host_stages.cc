@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include <fmt/format.h>
+
 #include "runtime/base/names.h"
 #include "runtime/stages/reports.h"
 
@@ -48,17 +50,24 @@ CallPost HostStages::make_offer(const MovementCall& call, const std::byte* rows,
 }
 
 // Where each peer's receive rows and weights can be reached; NULL where they cannot.
-void HostStages::find_rows() {
+void HostStages::find_rows(const MovementCall& call) {
   for (int rank = 0; rank < window_.num_ranks; ++rank) {
     const CallPost& offer = protocol_.offer_of(rank);
     const auto index = static_cast<size_t>(rank);
-    scratch_.rows_base[index] =
-        offer.rows_allocation < 0 ? nullptr : allocations_.peer_address(rank, {offer.rows_allocation, offer.rows_offset});
-    scratch_.weights_base[index] = offer.weights_allocation < 0
-                                       ? nullptr
-                                       : reinterpret_cast<const float*>(allocations_.peer_address(
-                                             rank, {offer.weights_allocation, offer.weights_offset}));
+    scratch_.rows_base[index] = reach(rank, {offer.rows_allocation, offer.rows_offset}, offer.recv_rows, row_bytes(call));
+    scratch_.weights_base[index] = reinterpret_cast<const float*>(
+        reach(rank, {offer.weights_allocation, offer.weights_offset}, offer.recv_rows, sizeof(float)));
   }
+}
+
+// Where the rows that `rank` offers lie; NULL: in none of the group's allocations.
+std::byte* HostStages::reach(int rank, const AllocationPlace& place, int64_t rows, int64_t row_bytes) {
+  if (place.allocation == -1) return nullptr;
+  int64_t bytes = 0;
+  if (__builtin_mul_overflow(rows, row_bytes, &bytes) || !allocations_.contains(place, bytes))
+    protocol_.fail_as_damaged(fmt::format("rank {} seems to offer {} rows of {} bytes at byte {} of allocation {}", rank,
+                                          rows, row_bytes, place.offset, place.allocation));
+  return allocations_.peer_address(rank, place);
 }
 
 HostStages::Movement HostStages::begin_movement(const MovementCall& call, CallPost offer) {

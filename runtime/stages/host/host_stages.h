@@ -35,13 +35,16 @@ private:
   void count_routes(const PrepareCall& call);
   void publish_counts() const;
   void assign_slots(const PrepareCall& call, HandleWriter& plan, int64_t& dropped);
+  void require_sound_counts(const PrepareCall& call);
+  void take_slot_records(const PrepareCall& call, HandleWriter& plan);
   void write_zone_tables(const PrepareCall& call, HandleWriter& plan, int64_t* info) const;
   void copy_outputs(const PrepareCall& call, const HandleWriter& plan) const;
   const int32_t* counts_of(int rank) const;
 
   // host_stages.cc: what both movements share
   CallPost make_offer(const MovementCall& call, const std::byte* rows, const float* weights) const;
-  void find_rows();
+  void find_rows(const MovementCall& call);
+  std::byte* reach(int rank, const AllocationPlace& place, int64_t rows, int64_t row_bytes);
   Movement begin_movement(const MovementCall& call, CallPost offer);
   void report_rows_beyond(const MovementCall& call, const HandleReader& plan);
   bool is_active(int rank) const { return scratch_.active[static_cast<size_t>(rank)] != 0; }

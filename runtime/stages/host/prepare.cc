@@ -5,6 +5,8 @@
 #include <array>
 #include <cstring>
 
+#include <fmt/format.h>
+
 #include "runtime/stages/host/host_stages.h"
 #include "runtime/stages/reports.h"
 
@@ -55,6 +57,22 @@ void HostStages::publish_counts() const {
   const size_t bytes = scratch_.route_counts.size() * sizeof(int32_t);
   for (int peer = 0; peer < window_.num_ranks; ++peer)
     std::memcpy(window_.at<int32_t>(peer, offset), scratch_.route_counts.data(), bytes);
+}
+
+// Slots follow from the counts: those of a peer must be such as it can have.
+void HostStages::require_sound_counts(const PrepareCall& call) {
+  const int64_t most = static_cast<int64_t>(context_.shape.max_tokens_per_rank) * call.top_k;
+  for (int source = 0; source < context_.shape.num_ranks; ++source) {
+    int64_t routes = 0;
+    for (int expert = 0; expert < context_.shape.num_experts; ++expert) {
+      const int32_t count = counts_of(source)[expert];
+      routes += count;
+      if (count < 0 || routes > most)
+        protocol_.fail_as_damaged(
+            fmt::format("rank {} seems to have {} routes to expert {}, and {} up to there, of {} at most", source, count,
+                        expert, routes, most));
+    }
+  }
 }
 
 // Gives each route of this rank its slot, writes the routes into the handle memory, and the slots' origins into the windows
@@ -149,6 +167,23 @@ void HostStages::write_zone_tables(const PrepareCall& call, HandleWriter& plan, 
   info[4] = zone;
 }
 
+// The window holds what the peers stored; pads get records that say so.
+void HostStages::take_slot_records(const PrepareCall& call, HandleWriter& plan) {
+  const auto* posts = window_.local<SlotPost>(context_.layout.slot_posts.offset);
+  for (int expert = 0; expert < experts_.num_local_experts(window_.rank); ++expert) {
+    const int64_t end_of_rows = plan.zone_begin[expert] + plan.zone_rows[expert];
+    for (int64_t slot = plan.zone_begin[expert]; slot < end_of_rows; ++slot) {
+      const SlotRecord record = posts[slot].record;
+      if (!is_sound(record, context_.shape, call.top_k, plan.header->rows_in_use))
+        protocol_.fail_as_damaged(fmt::format("the record of slot {} says rank {}, token {}, k {}, order {}, next slot {}",
+                                              slot, record.source, record.token, record.k, int{record.order},
+                                              record.next_slot));
+      plan.slot_records[slot] = record;
+    }
+    std::fill(plan.slot_records + end_of_rows, plan.slot_records + plan.zone_begin[expert + 1], kPadRecord);
+  }
+}
+
 void HostStages::copy_outputs(const PrepareCall& call, const HandleWriter& plan) const {
   const GroupShape& shape = context_.shape;
   if (call.global_counts != nullptr)
@@ -179,6 +214,7 @@ void HostStages::prepare(const PrepareCall& call) {
   offer.top_k = call.top_k;
   offer.alignment = call.alignment;
   protocol_.arrive(offer);
+  require_sound_counts(call);
 
   std::array<int64_t, 5> info{};
   *plan.header = {};
@@ -186,14 +222,7 @@ void HostStages::prepare(const PrepareCall& call) {
   assign_slots(call, plan, info[3]);
   protocol_.complete();
 
-  // The window holds what the peers stored; pads get records that say so.
-  const auto* posts = window_.local<SlotPost>(context_.layout.slot_posts.offset);
-  for (int64_t slot = 0; slot < plan.header->rows_in_use; ++slot)
-    plan.slot_records[slot] = posts[slot].record;
-  for (int expert = 0; expert < experts_.num_local_experts(window_.rank); ++expert) {
-    std::fill(plan.slot_records + plan.zone_begin[expert] + plan.zone_rows[expert],
-              plan.slot_records + plan.zone_begin[expert + 1], kPadRecord);
-  }
+  take_slot_records(call, plan);
 
   HandleHeader header{};
   header.magic = kHandleMagic;
