@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "epx/epx.h"
 #include "runtime/arguments.h"
@@ -16,6 +17,7 @@
 #include "runtime/base/names.h"
 #include "runtime/config.h"
 #include "runtime/group.h"
+#include "runtime/group_guard.h"
 #include "runtime/memory/handle_memory.h"
 #include "runtime/memory/planner.h"
 #include "runtime/stages/slots.h"
@@ -24,7 +26,10 @@
 using namespace epx;
 
 struct epx_group_s {
+  explicit epx_group_s(std::unique_ptr<Group> created) : group(std::move(created)) {}
+
   std::unique_ptr<Group> group;
+  GroupGuard guard;
 };
 
 namespace {
@@ -36,6 +41,7 @@ thread_local std::string last_error;
 
 Group& require_group(const char* function, epx_group group) {
   require_pointer(function, "group", group);
+  group->guard.require_own_process(function);
   return *group->group;
 }
 
@@ -54,6 +60,16 @@ void fill_output(const char* name, Struct* out, size_t min_bytes, Struct values)
   values.struct_size = bytes;
   std::memcpy(out, &values, std::min(bytes, sizeof(values)));
   if (bytes > sizeof(values)) std::memset(reinterpret_cast<std::byte*>(out) + sizeof(values), 0, bytes - sizeof(values));
+}
+
+// A call that takes part in the group's sequence of calls: two of them exclude each other.
+template <typename Body>
+epx_status in_call(const char* function, epx_group group, Body&& body) {
+  return at_c_boundary([&] {
+    Group& target = require_group(function, group);
+    const GroupGuard::Call call(group->guard, function);
+    body(target);
+  });
 }
 
 } // namespace
@@ -110,11 +126,13 @@ epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_group_conf
     require_pointer("epx_group_create", "bootstrap", bootstrap);
     require_pointer("epx_group_create", "config", config);
     require_pointer("epx_group_create", "group", group);
-    *group = new epx_group_s{Group::create(*bootstrap, *config)};
+    *group = new epx_group_s(Group::create(*bootstrap, *config));
   });
 }
 
 void epx_group_destroy(epx_group group) {
+  // In a child of fork() nothing of it is the child's: windows, their names and what is on a GPU are the parent's.
+  if (group != nullptr && !group->guard.is_own_process()) return;
   delete group;
 }
 
@@ -172,8 +190,7 @@ epx_status epx_group_status(epx_group group, epx_group_report* report) {
 }
 
 epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr) {
-  return at_c_boundary([&] {
-    Group& target = require_group("epx_mem_alloc", group);
+  return in_call("epx_mem_alloc", group, [&](Group& target) {
     require_pointer("epx_mem_alloc", "ptr", ptr);
     if (bytes == 0 || bytes > INT64_MAX)
       fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_alloc: bytes is {}; it must be 1..2^63 - 1", bytes);
@@ -182,8 +199,7 @@ epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr) {
 }
 
 epx_status epx_mem_register(epx_group group, void* ptr, size_t bytes) {
-  return at_c_boundary([&] {
-    Group& target = require_group("epx_mem_register", group);
+  return in_call("epx_mem_register", group, [&](Group& target) {
     require_pointer("epx_mem_register", "ptr", ptr);
     if (bytes == 0 || bytes > INT64_MAX)
       fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_register: bytes is {}; it must be 1..2^63 - 1", bytes);
@@ -192,8 +208,7 @@ epx_status epx_mem_register(epx_group group, void* ptr, size_t bytes) {
 }
 
 epx_status epx_mem_free(epx_group group, void* ptr) {
-  return at_c_boundary([&] {
-    Group& target = require_group("epx_mem_free", group);
+  return in_call("epx_mem_free", group, [&](Group& target) {
     require_pointer("epx_mem_free", "ptr", ptr);
     target.backend().free(ptr);
   });
@@ -210,36 +225,26 @@ epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, size_t* 
 }
 
 epx_status epx_prepare(epx_group group, const epx_prepare_args* args) {
-  return at_c_boundary([&] {
-    Group& target = require_group("epx_prepare", group);
-    target.backend().stages().prepare(check(target.context(), args));
-  });
+  return in_call("epx_prepare", group,
+                 [&](Group& target) { target.backend().stages().prepare(check(target.context(), args)); });
 }
 
 epx_status epx_dispatch(epx_group group, const epx_dispatch_args* args) {
-  return at_c_boundary([&] {
-    Group& target = require_group("epx_dispatch", group);
-    target.backend().stages().dispatch(check(target.context(), args));
-  });
+  return in_call("epx_dispatch", group,
+                 [&](Group& target) { target.backend().stages().dispatch(check(target.context(), args)); });
 }
 
 epx_status epx_combine(epx_group group, const epx_combine_args* args) {
-  return at_c_boundary([&] {
-    Group& target = require_group("epx_combine", group);
-    target.backend().stages().combine(check(target.context(), args));
-  });
+  return in_call("epx_combine", group,
+                 [&](Group& target) { target.backend().stages().combine(check(target.context(), args)); });
 }
 
 epx_status epx_combine_bwd(epx_group group, const epx_combine_bwd_args* args) {
-  return at_c_boundary([&] {
-    Group& target = require_group("epx_combine_bwd", group);
-    target.backend().stages().combine_bwd(check(target.context(), args));
-  });
+  return in_call("epx_combine_bwd", group,
+                 [&](Group& target) { target.backend().stages().combine_bwd(check(target.context(), args)); });
 }
 
 epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args* args) {
-  return at_c_boundary([&] {
-    Group& target = require_group("epx_dispatch_bwd", group);
-    target.backend().stages().dispatch_bwd(check(target.context(), args));
-  });
+  return in_call("epx_dispatch_bwd", group,
+                 [&](Group& target) { target.backend().stages().dispatch_bwd(check(target.context(), args)); });
 }

@@ -28,8 +28,12 @@
  * - On the host transport tensors and handle memory are host memory, `stream` is NULL, and a call has finished when it
  *   returns. With EPX_TRANSPORT_NCCL they are memory of the rank's GPU, `stream` is a cudaStream_t, and the five operations are
  *   asynchronous on it: what goes wrong there is returned by a later call and told by epx_group_status.
- * - One group is used by one thread at a time, except epx_group_abort and epx_group_status, which any thread may call.
+ * - One group is used by one thread at a time, except epx_group_abort and epx_group_status, which any thread may call. Where
+ *   one of the five operations or epx_mem_* finds another thread in one, it is refused (INVALID_ARGUMENT).
  *   Groups are independent of each other.
+ * - One group is used by the process that created it. In a child of fork() every function that takes the group is refused
+ *   (INVALID_ARGUMENT), and epx_group_destroy does nothing; the parent's group lives on. Memory from epx_mem_alloc is
+ *   shared with the parent there.
  * - The C API only grows: no field moves, no value is used again, and struct_size tells old callers from new ones.
  *
  * Numbers, the same on every transport
@@ -92,7 +96,8 @@ typedef enum epx_status EPX_ENUM_INT32 {
   EPX_ERROR_TIMEOUT = 6,          /* a rank did not come within timeout_ms; in a call: sticky */
   EPX_ERROR_ABORTED = 7,          /* epx_group_abort was called, here or on a peer; sticky */
   EPX_ERROR_OUT_OF_SEQUENCE = 8,  /* ranks made different calls; sticky */
-  EPX_ERROR_INTERNAL = 9          /* a defect of epx */
+  EPX_ERROR_INTERNAL = 9          /* a defect of epx; in a call also: something else has written to memory that the ranks
+                                     share (its control words cannot be right); sticky */
 } epx_status;
 
 /* Major * 10000 + minor * 100 + patch of the library that is loaded (compare with the EPX_VERSION_* of the header). */
@@ -255,8 +260,8 @@ EPX_API epx_status epx_group_config_init(epx_group_config* config);
  * UNSUPPORTED (transport); OUT_OF_MEMORY (the message tells how much was wanted); TIMEOUT (who is missing); SYSTEM. */
 EPX_API epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_group_config* config, epx_group* group);
 
-/* Frees the group. Local: no peer is waited for, also after a failure. Accepts NULL. Every call on the group must have
- * returned. Memory from epx_mem_alloc is freed with it. */
+/* Frees the group. Local: no peer is waited for, also after a failure. Accepts NULL; does nothing in a child of fork(). Every
+ * call on the group must have returned. Memory from epx_mem_alloc is freed with it. */
 EPX_API void epx_group_destroy(epx_group group);
 
 /* Ends the group from any thread, at any time before epx_group_destroy: this rank's calls, the one in progress too, return
@@ -421,7 +426,8 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
  *
  * A pointer to a tensor that is NULL means "not wanted" where the comment says optional. Each args struct starts with
  * struct_size = sizeof(the struct); zero the rest first.
- * Errors of all: INVALID_ARGUMENT (refused, nothing happened); MISMATCH, OUT_OF_SEQUENCE, TIMEOUT, ABORTED (sticky). */
+ * Errors of all: INVALID_ARGUMENT (refused, nothing happened); MISMATCH, OUT_OF_SEQUENCE, TIMEOUT, ABORTED, INTERNAL
+ * (sticky). */
 
 typedef struct epx_prepare_args {
   size_t struct_size;

@@ -1,0 +1,49 @@
+// Who may use a group: the process that created it, one thread at a time.
+#pragma once
+
+#include <atomic>
+
+#include <unistd.h>
+
+#include "runtime/base/error.h"
+
+namespace epx {
+
+class GroupGuard {
+public:
+  // A child of fork() has the group's memory, a part of it shared with its parent, whose calls it would take part in.
+  bool is_own_process() const noexcept { return ::getpid() == creator_; }
+  void require_own_process(const char* function) const {
+    if (!is_own_process())
+      fail(
+          EPX_ERROR_INVALID_ARGUMENT,
+          "{}: process {} created the group, and this is process {}, forked from it: only the process that created a group "
+          "may use it; create another one here",
+          function, creator_, ::getpid());
+  }
+
+  // A call in progress; throws when another thread has one. Calls that any thread may make at any time have none.
+  class Call {
+  public:
+    Call(GroupGuard& guard, const char* function) : in_progress_(guard.in_progress_) {
+      const char* other = nullptr;
+      if (!in_progress_.compare_exchange_strong(other, function, std::memory_order_acquire, std::memory_order_relaxed))
+        fail(EPX_ERROR_INVALID_ARGUMENT,
+             "{}: another thread is in {} of this group; a group is used by one thread at a time, calls of several threads "
+             "need an order or a group each",
+             function, other);
+    }
+    ~Call() { in_progress_.store(nullptr, std::memory_order_release); }
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+
+  private:
+    std::atomic<const char*>& in_progress_;
+  };
+
+private:
+  const pid_t creator_ = ::getpid();
+  std::atomic<const char*> in_progress_{nullptr}; // name of the function
+};
+
+} // namespace epx
