@@ -1,0 +1,181 @@
+// Jobs that are suspended and resumed as a whole, as by Ctrl-Z or a scheduler: their groups live on.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include "tests/multiprocess/fault_rank.h"
+#include "tests/multiprocess/shared_board.h"
+#include "tests/support/check.h"
+#include "tests/support/rng.h"
+#include "tests/support/run_ranks.h"
+#include "tests/support/system_state.h"
+
+namespace epx::test {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using namespace std::chrono_literals;
+
+constexpr int kRanks = 3;
+constexpr int kJobs = 8;        // at a time
+constexpr int kSuspensions = 5; // of each
+constexpr int64_t kTimeoutMs = 1'500;
+constexpr auto kSuspended = 2'000ms; // longer than the timeout
+constexpr int64_t kMeetMs = 60'000;
+constexpr auto kTimeLimit = 120s;
+
+// What the processes of one job tell each other.
+struct Job {
+  std::array<std::atomic<int32_t>, kRanks> pids;
+  std::array<std::atomic<int32_t>, kRanks> rounds; // that the rank has ended
+  std::atomic<int32_t> last_round;                 // 0: not known yet
+  std::atomic<bool> may_end;
+};
+struct Jobs {
+  std::array<Job, kJobs> jobs;
+};
+
+void sleep_up_to(Rng& rng, std::chrono::milliseconds longest) {
+  std::this_thread::sleep_for(std::chrono::microseconds(rng.below(1000 * longest.count() + 1)));
+}
+
+// Layers after each other, until the controller has seen enough.
+void run_rank(const TempDirectory& directory, Job& job, const std::string& name, int number) {
+  epx_bootstrap bootstrap = {};
+  check_ok(epx_bootstrap_file(directory.path().c_str(), name.c_str(), number, kRanks, kMeetMs, &bootstrap),
+           "epx_bootstrap_file");
+  {
+    const auto device = make_device("host", number, 1);
+    FaultRank rank({number, kRanks, &bootstrap, device.get()}, kTimeoutMs);
+    Rng rng(mix(11, static_cast<uint64_t>(number)));
+    const auto index = static_cast<size_t>(number);
+    for (int round = 1;; ++round) {
+      // No rank is further than in round + 1 before this one has ended its round.
+      if (number == 0 && job.may_end && job.last_round == 0) job.last_round = round + 2;
+      for (const epx_operation operation : {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE}) {
+        if (rng.chance(30)) sleep_up_to(rng, 3ms);
+        check_ok(rank.call(operation), operation_name(operation));
+      }
+      job.rounds[index] = round;
+      if (round == 1) job.pids[index] = ::getpid();
+      if (round == job.last_round) break;
+    }
+  }
+  epx_bootstrap_free(&bootstrap);
+}
+
+void wait_for_rounds(const Job& job, int rounds) {
+  const auto deadline = Clock::now() + 30s;
+  const auto behind = [&] { return std::ranges::any_of(job.rounds, [&](const auto& ended) { return ended < rounds; }); };
+  while (behind()) {
+    check(Clock::now() < deadline, "not all ranks have come to round {}", rounds);
+    std::this_thread::sleep_for(2ms);
+  }
+}
+
+// Signals every rank, in any order.
+void signal_all(const Job& job, int signal, Rng& rng, std::chrono::milliseconds stagger) {
+  std::array<size_t, kRanks> order;
+  std::iota(order.begin(), order.end(), 0);
+  for (size_t i = order.size(); i > 1; --i)
+    std::swap(order[i - 1], order[static_cast<size_t>(rng.below(static_cast<int64_t>(i)))]);
+  for (const size_t rank : order) {
+    check(::kill(job.pids[rank], signal) == 0, "rank {} is gone", rank);
+    sleep_up_to(rng, stagger);
+  }
+}
+
+void suspend_and_resume(Job& job, uint64_t seed) {
+  Rng rng(seed);
+  wait_for_rounds(job, 1);
+  while (std::ranges::any_of(job.pids, [](const auto& pid) { return pid == 0; }))
+    std::this_thread::sleep_for(1ms);
+  for (int i = 0; i < kSuspensions; ++i) {
+    const bool together = i % 2 == 0;
+    sleep_up_to(rng, 100ms);
+    signal_all(job, SIGSTOP, rng, together ? 0ms : 50ms);
+    std::this_thread::sleep_for(kSuspended);
+    signal_all(job, SIGCONT, rng, together ? 0ms : 300ms);
+    wait_for_rounds(job, *std::ranges::max_element(job.rounds, {}, [](const auto& ended) { return ended.load(); }) + 2);
+  }
+  job.may_end = true;
+}
+
+} // namespace
+
+TEST_CASE("groups live on when their job is suspended for longer than timeout_ms and resumed") {
+  const TempDirectory directory;
+  const SharedBoard<Jobs> board;
+  constexpr int kProcesses = kRanks + 1; // of a job, with its controller
+  const std::vector<ProcessResult> results = run_processes(kJobs * kProcesses, kTimeLimit, [&](int process) {
+    const int number = process / kProcesses;
+    Job& job = board->jobs[static_cast<size_t>(number)];
+    if (process % kProcesses == kRanks)
+      suspend_and_resume(job, mix(12, static_cast<uint64_t>(number)));
+    else
+      run_rank(directory, job, "suspended" + std::to_string(number), process % kProcesses);
+  });
+  int died = 0;
+  for (const ProcessResult& result : results) {
+    if (result.succeeded()) continue;
+    ++died;
+    MESSAGE(result.describe());
+  }
+  MESSAGE(kJobs << " jobs of " << kRanks << " ranks, " << kSuspensions << " suspensions each");
+  CHECK(died == 0);
+}
+
+TEST_CASE("a rank that alone is stopped while it waits is named") {
+  constexpr int kVictim = 1;
+  const TempDirectory directory;
+  const std::vector<ProcessResult> results = run_processes(kRanks, kTimeLimit, [&](int number) {
+    epx_bootstrap bootstrap = {};
+    check_ok(epx_bootstrap_file(directory.path().c_str(), "alone", number, kRanks, kMeetMs, &bootstrap),
+             "epx_bootstrap_file");
+    const auto device = make_device("host", number, 1);
+    const RankContext context{number, kRanks, &bootstrap, device.get()};
+    {
+      FaultRank rank(context, kTimeoutMs);
+      rank.prepare();
+      const auto victim = static_cast<pid_t>(context.gather(static_cast<uint64_t>(::getpid()))[kVictim]);
+      if (number == 2) { // the others wait for this one
+        std::this_thread::sleep_for(300ms);
+        check(::kill(victim, SIGSTOP) == 0, "rank {} is gone", kVictim);
+        std::this_thread::sleep_for(300ms);
+      }
+      const auto begin = Clock::now();
+      const epx_status status = rank.call(EPX_OP_DISPATCH);
+      if (number == 2) {
+        check(Clock::now() - begin < 3 * std::chrono::milliseconds(kTimeoutMs),
+              "the wait for a stopped rank was prolonged");
+        ::kill(victim, SIGCONT);
+      }
+      if (number != kVictim) {
+        check_failed(rank, status, {EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH, kVictim, 2});
+      } else { // all that it waited for has come, and its call is good; its next one is not
+        if (status == EPX_SUCCESS) check_status(rank.call(EPX_OP_COMBINE), EPX_ERROR_TIMEOUT, "epx_combine");
+        const epx_group_report report = read_status(rank.group());
+        check(report.status == EPX_ERROR_TIMEOUT && report.culprit == kVictim, "\"{}\" does not name this rank",
+              report.message);
+      }
+    }
+    epx_bootstrap_free(&bootstrap);
+  });
+  check_all_succeeded(results);
+  CHECK(results.size() == kRanks);
+}
+
+} // namespace epx::test
