@@ -34,11 +34,17 @@ GroupCase fault_group(int num_ranks, int64_t timeout_ms) {
 
 } // namespace
 
-FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms) : rank_(context.rank), device_(*context.device) {
+FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms) : FaultRank(context, timeout_ms, MayFail{}) {
+  check_ok(created_, "epx_group_create");
+}
+
+FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms, MayFail /*unused*/)
+    : rank_(context.rank), device_(*context.device) {
   GroupCase shape = fault_group(context.num_ranks, timeout_ms);
   shape.transport = device_.transport();
   const epx_group_config config = make_config(shape);
-  check_ok(epx_group_create(context.bootstrap, &config, &group_), "epx_group_create");
+  created_ = epx_group_create(context.bootstrap, &config, &group_);
+  if (created_ != EPX_SUCCESS) return;
   const epx_layer largest = {shape.max_top_k, shape.max_alignment};
   check_ok(epx_handle_mem_size(group_, &largest, &handle_bytes_), "epx_handle_mem_size");
   check(handle_bytes_ <= kTensorBytes, "handle memory takes {} bytes", handle_bytes_);

@@ -25,12 +25,16 @@ struct CallTerms {
 class FaultRank {
 public:
   FaultRank(const RankContext& context, int64_t timeout_ms);
+  // The same where a peer may not come: then group() is NULL, and created() and epx_last_error() say why.
+  struct MayFail {};
+  FaultRank(const RankContext& context, int64_t timeout_ms, MayFail);
   FaultRank(const FaultRank&) = delete;
   FaultRank& operator=(const FaultRank&) = delete;
   ~FaultRank();
 
   epx_group group() const { return group_; }
   int rank() const { return rank_; }
+  epx_status created() const { return created_; }
   void destroy(); // epx_group_destroy, which must come back soon
 
   epx_status call(epx_operation operation, const CallTerms& terms = {});
@@ -51,6 +55,7 @@ private:
   int rank_;
   Device& device_;
   epx_group group_ = nullptr;
+  epx_status created_ = EPX_ERROR_INTERNAL;
   std::vector<std::byte*> memory_; // several tensors, large enough for any terms
   size_t handle_bytes_ = 0;
 };
