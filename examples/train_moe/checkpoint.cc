@@ -2,24 +2,27 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <limits>
+#include <span>
 #include <vector>
 
 #include <nlohmann/json.hpp>
 
+#include "examples/train_moe/crc32c.h"
 #include "examples/train_moe/errors.h"
 #include "examples/train_moe/files.h"
+#include "examples/train_moe/replacement.h"
 
 namespace train {
 namespace {
 
 using json = nlohmann::ordered_json;
 
-constexpr const char* kFormat = "epx train_moe 1";
+constexpr const char* kFormat = "epx train_moe 2";
+constexpr const char* kFormatFamily = "epx train_moe ";
+constexpr const char* kOption = "--checkpoint";
+constexpr size_t kMaxForeignHeaderBytes = 1 << 20; // by which the header of another model may be longer than this one's
 
 // The vectors of an area that a checkpoint holds.
 std::array<std::vector<float>*, 3> saved_vectors(Area& area) {
@@ -57,27 +60,36 @@ int64_t whole_size(const Tensor& tensor) {
   return tensor.shape[0] * tensor.row_size();
 }
 
-void write_file(const std::string& file, const json& header, const std::vector<float>& values) {
-  const std::string temporary = file + ".tmp";
-  errno = 0;
-  std::ofstream stream(temporary, std::ios::binary);
-  stream << header.dump() << '\n';
-  stream.write(reinterpret_cast<const char*>(values.data()), static_cast<std::streamsize>(values.size() * sizeof(float)));
-  stream.close();
-  std::error_code error;
-  if (stream) std::filesystem::rename(temporary, file, error);
-  if (stream && !error) return;
-  const std::string reason = error ? error.message() : errno != 0 ? std::strerror(errno) : "it could not be written";
-  std::filesystem::remove(temporary, error);
-  fail(kExitUsage, "--checkpoint {}: {}", file, reason);
+// The last line of a checkpoint.
+std::string checksum_line(uint32_t checksum) {
+  return fmt::format("crc32c {:08x}\n", checksum);
 }
 
-// Checks the whole file, and returns its header and where the numbers begin.
-json check_file(const std::string& file, const std::vector<char>& bytes, const json& ours, size_t& begin) {
-  const auto end_of_line = std::find(bytes.begin(), bytes.end(), '\n');
-  const json theirs = json::parse(bytes.begin(), end_of_line, nullptr, false);
-  if (!theirs.is_object() || !theirs.contains("format") || theirs["format"] != kFormat)
+std::span<const char> bytes_of(const std::vector<float>& values) {
+  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float)};
+}
+
+void write_file(const std::string& file, const json& header, const std::vector<float>& values) {
+  const std::string first_line = header.dump() + '\n';
+  Replacement replacement(kOption, file);
+  replacement.write(first_line);
+  replacement.write(bytes_of(values));
+  replacement.write(checksum_line(crc32c(crc32c(0, first_line), bytes_of(values))));
+  replacement.commit();
+}
+
+struct Checkpoint {
+  int64_t step = 0;
+  std::vector<char> numbers; // of all tensors
+};
+
+// Throws unless `theirs`, a header, is one of this model and text.
+void check_header(const std::string& file, const json& theirs, const json& ours) {
+  const json format = theirs.is_object() ? theirs.value("format", json()) : json();
+  if (!format.is_string() || !format.get<std::string>().starts_with(kFormatFamily))
     fail(kExitUsage, "--resume {}: this is not a checkpoint of train_moe (\"format\": \"{}\")", file, kFormat);
+  if (format != kFormat)
+    fail(kExitUsage, "--resume {}: its format is {}; this train_moe reads \"{}\"", file, format.dump(), kFormat);
   for (const char* part : {"model", "text"})
     require_same(file, theirs.value(part, json()), ours[part], part);
   if (!theirs.contains("tensors") || theirs["tensors"] != ours["tensors"])
@@ -86,31 +98,54 @@ json check_file(const std::string& file, const std::vector<char>& bytes, const j
   if (!step.is_number_unsigned() || step.get<uint64_t>() < 1 || step.get<uint64_t>() > std::numeric_limits<int32_t>::max())
     fail(kExitUsage, "--resume {}: its step is {}; it must be 1..{}", file, step.dump(),
          std::numeric_limits<int32_t>::max());
+}
+
+size_t numbers_bytes(const json& header) {
   size_t elements = 0;
-  for (const auto& tensor : ours["tensors"]) {
+  for (const auto& tensor : header["tensors"]) {
     size_t size = 3;
     for (const auto& dim : tensor["shape"])
       size *= dim.get<size_t>();
     elements += size;
   }
-  begin = static_cast<size_t>(end_of_line - bytes.begin()) + 1;
-  if (bytes.size() != begin + elements * sizeof(float))
-    fail(kExitUsage, "--resume {}: it has {} bytes; its header promises {}", file, bytes.size(),
-         begin + elements * sizeof(float));
-  return theirs;
+  return elements * sizeof(float);
+}
+
+// Reads no more than the header before it knows that the file is one of this model, and so how long it must be.
+Checkpoint read_checkpoint(const std::string& file, const json& ours) {
+  InputFile input("--resume", file);
+  std::vector<char> begin(std::min(static_cast<size_t>(input.size()), ours.dump().size() + kMaxForeignHeaderBytes));
+  begin.resize(input.read(begin));
+  const auto end_of_line = std::find(begin.begin(), begin.end(), '\n');
+  const bool has_line = end_of_line != begin.end();
+  const json theirs = has_line ? json::parse(begin.begin(), end_of_line, nullptr, false) : json();
+  check_header(file, theirs, ours);
+
+  const std::span<const char> first_line(begin.begin(), end_of_line + 1);
+  const size_t checksum_bytes = checksum_line(0).size();
+  Checkpoint checkpoint{theirs["step"].get<int64_t>(),
+                        std::vector<char>(begin.begin() + std::ssize(first_line), begin.end())};
+  const size_t rest_bytes = numbers_bytes(ours) + checksum_bytes;
+  if (static_cast<size_t>(input.size()) != first_line.size() + rest_bytes)
+    fail(kExitUsage, "--resume {}: it has {} bytes; its header promises {}", file, input.size(),
+         first_line.size() + rest_bytes);
+  std::vector<char>& rest = checkpoint.numbers;
+  const size_t here = rest.size();
+  rest.resize(rest_bytes);
+  const size_t got = here + input.read(std::span(rest).subspan(here));
+  const std::span<const char> numbers(rest.data(), rest_bytes - checksum_bytes);
+  const std::string checksum = checksum_line(crc32c(crc32c(0, first_line), numbers));
+  if (got != rest_bytes || !std::equal(checksum.begin(), checksum.end(), numbers.end()))
+    fail(kExitUsage, "--resume {}: it is damaged: its last line is not the checksum of what is before, {}", file,
+         checksum.substr(0, checksum.size() - 1));
+  rest.resize(numbers.size());
+  return checkpoint;
 }
 
 } // namespace
 
 void require_writable(const std::string& file) {
-  errno = 0;
-  const std::string temporary = file + ".tmp";
-  const bool is_writable = std::ofstream(temporary).good();
-  std::error_code error;
-  if (is_writable) std::filesystem::remove(temporary, error);
-  if (is_writable && std::filesystem::is_directory(file, error)) errno = EISDIR;
-  if (!is_writable || errno == EISDIR)
-    fail(kExitUsage, "--checkpoint {}: {}", file, errno != 0 ? std::strerror(errno) : "it cannot be written");
+  const Replacement trial(kOption, file);
 }
 
 void save_checkpoint(const World& world, const std::string& file, int64_t step, const ModelOptions& model, const Text& text,
@@ -131,26 +166,21 @@ void save_checkpoint(const World& world, const std::string& file, int64_t step, 
 
 int64_t load_checkpoint(const World& world, const std::string& file, const ModelOptions& model, const Text& text,
                         Parameters& parameters) {
-  std::vector<char> bytes;
+  Checkpoint checkpoint;
   world.together([&] {
-    if (world.rank() == 0) bytes = read_file<char>("--resume", file);
+    if (world.rank() == 0) checkpoint = read_checkpoint(file, header_of(0, model, text, parameters));
   });
-  world.broadcast(bytes);
-  int64_t step = 0;
-  world.together([&] {
-    size_t begin = 0;
-    const json header = check_file(file, bytes, header_of(0, model, text, parameters), begin);
-    step = header["step"].get<int64_t>();
-    const char* from = bytes.data() + begin;
-    for (const Tensor& tensor : parameters.tensors()) {
-      for (std::vector<float>* values : saved_vectors(parameters.area(tensor))) {
-        std::memcpy(values->data() + tensor.offset, from + tensor.first * tensor.row_size() * sizeof(float),
-                    static_cast<size_t>(tensor.size()) * sizeof(float));
-        from += whole_size(tensor) * sizeof(float);
-      }
+  MPI_Bcast(&checkpoint.step, 1, MPI_INT64_T, 0, world.comm());
+  world.broadcast(checkpoint.numbers);
+  const char* from = checkpoint.numbers.data();
+  for (const Tensor& tensor : parameters.tensors()) {
+    for (std::vector<float>* values : saved_vectors(parameters.area(tensor))) {
+      std::memcpy(values->data() + tensor.offset, from + tensor.first * tensor.row_size() * sizeof(float),
+                  static_cast<size_t>(tensor.size()) * sizeof(float));
+      from += whole_size(tensor) * sizeof(float);
     }
-  });
-  return step;
+  }
+  return checkpoint.step;
 }
 
 } // namespace train

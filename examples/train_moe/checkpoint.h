@@ -1,6 +1,6 @@
 // A checkpoint: one file, the same for every number of ranks and every exchange, so that training goes on anywhere.
 // A line of JSON (format, step, model, text, tensors), then for each tensor its values and AdamW's two moments, float32 in the
-// machine's byte order.
+// machine's byte order, then a line with the checksum of all that: "crc32c 0123abcd".
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@
 
 namespace train {
 
-// Throws Error when a checkpoint cannot be written here. Local.
+// Throws Error when a checkpoint cannot be written here, for instance because `file` is there and not a regular file. Local.
 void require_writable(const std::string& file);
 
-// Collective. The file appears whole or not at all. Throws AgreedError.
+// Collective. The file appears whole or not at all (replacement.h). Throws AgreedError.
 void save_checkpoint(const World& world, const std::string& file, int64_t step, const ModelOptions& model, const Text& text,
                      Parameters& parameters);
 

@@ -1,30 +1,55 @@
-// Files, whole.
+// Files that options name, for reading: regular files only, up to a stated size, so that a device, a fifo or a wrong name ends in
+// a sentence instead of a hang or all of the memory.
 #pragma once
 
-#include <cerrno>
-#include <fstream>
-#include <ios>
-#include <iterator>
+#include <cstddef>
+#include <cstdint>
+#include <span>
 #include <string>
-#include <system_error>
+#include <utility>
 #include <vector>
 
-#include "examples/train_moe/errors.h"
+#include <sys/types.h>
 
 namespace train {
 
-// The bytes of a file that `option` names. Throws Error when it cannot be read.
-template <typename Byte>
-std::vector<Byte> read_file(const char* option, const std::string& file) {
-  std::ifstream stream;
-  stream.exceptions(std::ios::failbit | std::ios::badbit);
-  errno = 0;
-  try {
-    stream.open(file, std::ios::binary);
-    return {std::istreambuf_iterator<char>(stream), {}};
-  } catch (const std::ios::failure&) {
-    fail(kExitUsage, "{} {}: {}", option, file, errno != 0 ? std::generic_category().message(errno) : "it cannot be read");
+// "a regular file", "a directory", "a symbolic link", "a character device", ... of a mode from stat().
+const char* kind_of(mode_t mode);
+
+// Owns a file descriptor; -1 is none.
+class Descriptor {
+public:
+  explicit Descriptor(int fd = -1) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
   }
-}
+  ~Descriptor();
+
+  int get() const { return fd_; }
+
+private:
+  int fd_;
+};
+
+// A regular file, read from its begin. `option` names it in sentences. Throws Error.
+class InputFile {
+public:
+  InputFile(const char* option, const std::string& file);
+
+  int64_t size() const { return size_; } // bytes, as it was opened
+
+  // Reads on until `bytes` are full or the file ends, and returns how many were read.
+  size_t read(std::span<char> bytes);
+
+private:
+  std::string name_; // "--text FILE"
+  Descriptor file_;
+  int64_t size_ = 0;
+};
+
+// All bytes of a regular file. Throws Error, also when it has more than `max_bytes`.
+std::vector<unsigned char> read_file(const char* option, const std::string& file, int64_t max_bytes);
 
 } // namespace train

@@ -12,7 +12,8 @@
 namespace train {
 namespace {
 
-constexpr int64_t kHeldOutPart = 10; // one tenth of the text
+constexpr int64_t kHeldOutPart = 10;                // one tenth of the text
+constexpr int64_t kMaxTextBytes = int64_t{1} << 30; // every rank holds all of it
 
 } // namespace
 
@@ -38,7 +39,7 @@ uint64_t Text::hash() const {
 
 Text read_text(const std::string& file, const ModelOptions& model) {
   Text text;
-  text.bytes = read_file<unsigned char>("--text", file);
+  text.bytes = read_file("--text", file, kMaxTextBytes);
   text.num_train = text.size() - text.size() / kHeldOutPart;
   const int64_t needed = static_cast<int64_t>(model.context) + model.batch;
   if (text.num_train < needed || text.size() - text.num_train < 1)

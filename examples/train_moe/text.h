@@ -18,7 +18,7 @@ struct Text {
   uint64_t hash() const;          // FNV-1a, to tell texts apart
 };
 
-// Throws Error when the file cannot be read, or is shorter than a batch.
+// Throws Error when the file cannot be read, is not a regular file or has more than 1 GiB, or is shorter than a batch.
 Text read_text(const std::string& file, const ModelOptions& model);
 
 // Positions of the bytes that `step` predicts, all of the batch: the same on every rank.

@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
 """Training that stopped goes on, on any number of ranks; what cannot go on is refused."""
 import json
+import os
 import pathlib
+import stat
 import tempfile
+import threading
 
 import train_runs
 from train_runs import FAILURE, TEXT, TrainTest
@@ -88,6 +91,92 @@ class Save(Checkpoints):
         self.assertEqual(file.read_bytes(), before)
         self.assertEqual(list(self.directory.iterdir()), [file])
 
+    def test_disk_found_full_by_fsync(self):
+        file = self.save(1, 1, "--batch", 64)
+        before = file.read_bytes()
+        preloaded = ["env", f"LD_PRELOAD={self.file_calls}", "EPX_TEST_FSYNC_FAILS=1"]
+        run = self.launch(1, "--steps", 2, "--batch", 64, "--checkpoint", file, wrapper=preloaded)
+        self.assert_refused(run, f"--checkpoint {file}: No space left")
+        self.assertEqual(file.read_bytes(), before)
+        self.assertEqual(list(self.directory.iterdir()), [file])
+
+    def test_is_on_the_disk(self):
+        """First the bytes, then the name, then the folder that has the name."""
+        calls = self.directory / "calls"
+        file = self.directory / "checkpoint"
+        preloaded = ["env", f"LD_PRELOAD={self.file_calls}", f"EPX_TEST_CALLS={calls}"]
+        run = self.launch(1, "--steps", 1, "--batch", 64, "--checkpoint", file, wrapper=preloaded)
+        self.assertEqual(run.status, train_runs.SUCCESS, run)
+        self.assertEqual(calls.read_text().splitlines(), ["fsync file", "rename checkpoint", "fsync folder"])
+
+    def test_leaves_files_of_others_alone(self):
+        """A file named as the temporary one might be, also as a link to something else."""
+        target = self.directory / "target"
+        target.write_text("precious\n")
+        for make in (lambda tmp: tmp.write_text("a draft\n"), lambda tmp: tmp.symlink_to(target)):
+            file = self.directory / "checkpoint"
+            tmp = self.directory / "checkpoint.tmp"
+            make(tmp)
+            before = tmp.lstat()
+            self.save(1, 2, "--batch", 64, "--checkpoint-every", 1)
+            self.assertEqual((tmp.lstat().st_ino, tmp.lstat().st_mtime_ns), (before.st_ino, before.st_mtime_ns))
+            self.assertEqual(target.read_text(), "precious\n")
+            self.assertEqual(header_of(file)["step"], 2)
+            tmp.unlink()
+            self.assertEqual(sorted(self.directory.iterdir()), [file, target])
+
+    def special_files(self):
+        """Paths of all kinds that are not regular files, and their names."""
+        target = self.directory / "target"
+        target.write_text("precious\n")
+        (self.directory / "link").symlink_to(target)
+        (self.directory / "loose").symlink_to(self.directory / "nothing")
+        os.mkfifo(self.directory / "fifo")
+        (self.directory / "folder").mkdir()
+        kinds = {"link": "a symbolic link", "loose": "a symbolic link", "fifo": "a fifo", "folder": "a directory"}
+        try:
+            os.mknod(self.directory / "device", stat.S_IFCHR | 0o666, os.makedev(1, 7))
+            kinds["device"] = "a character device"
+        except PermissionError:
+            self.report("no devices without privileges")
+        return kinds
+
+    def test_replaces_regular_files_only(self):
+        """Found out before training."""
+        kinds = self.special_files()
+        before = {file: file.lstat().st_ino for file in self.directory.iterdir()}
+        for name, kind in kinds.items():
+            with self.subTest(name):
+                file = self.directory / name
+                run = self.launch(1, "--steps", 2, "--batch", 64, "--checkpoint", file)
+                self.assert_refused(run, f"--checkpoint {file}: it is {kind}")
+                self.assertEqual(run.stdout, "")
+        self.assertEqual({file: file.lstat().st_ino for file in self.directory.iterdir()}, before)
+
+    def test_replaces_no_link_that_came_later(self):
+        """The checkpoint of an earlier step is replaced by a link while training goes on."""
+        file = self.directory / "checkpoint"
+        target = self.directory / "target"
+        target.write_text("precious\n")
+        is_over = threading.Event()
+
+        def disturb():
+            while not is_over.wait(0.001):
+                if file.is_file() and not file.is_symlink():
+                    (self.directory / "link").symlink_to(target)
+                    (self.directory / "link").rename(file)
+
+        thread = threading.Thread(target=disturb)
+        thread.start()
+        try:
+            run = self.launch(1, "--steps", 1_000_000, "--batch", 32, "--dense", "--checkpoint", file, "--checkpoint-every", 1)
+        finally:
+            is_over.set()
+            thread.join()
+        self.assert_refused(run, f"--checkpoint {file}: it is a symbolic link")
+        self.assertEqual(target.read_text(), "precious\n")
+        self.assertEqual(sorted(self.directory.iterdir()), [file, target])
+
     def test_file_that_cannot_be_written(self):
         (self.directory / "directory").mkdir()
         for name in ("missing/checkpoint", "directory"):
@@ -160,6 +249,53 @@ class Refusals(Checkpoints):
             with self.subTest(size=size):
                 self.refuse_content(whole[:size], size, len(whole))
         self.refuse_content(whole + b"\0", len(whole) + 1, len(whole))
+
+    def test_flipped_bits(self):
+        """One each in the step, the first weight, in the middle, the last moment and the checksum."""
+        whole = self.file.read_bytes()
+        numbers = whole.index(b"\n") + 1
+        for place in (whole.index(b'"step":') + 7, numbers, (numbers + len(whole)) // 2, len(whole) - 17, len(whole) - 2):
+            with self.subTest(place=place):
+                content = bytearray(whole)
+                content[place] ^= 1
+                self.refuse_content(bytes(content), "damaged", "checksum", "crc32c")
+
+    def test_checksum_is_crc32c(self):
+        table = []
+        for byte in range(256):
+            for _ in range(8):
+                byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+            table.append(byte)
+
+        def crc32c(content):
+            crc = 0xFFFFFFFF
+            for byte in content:
+                crc = crc >> 8 ^ table[(crc ^ byte) & 0xFF]
+            return crc ^ 0xFFFFFFFF
+
+        self.assertEqual(crc32c(b"123456789"), 0xE3069283)
+        content = self.file.read_bytes()
+        self.assertEqual(content[-16:], b"crc32c %08x\n" % crc32c(content[:-16]))
+
+    def test_another_format(self):
+        self.refuse_content(with_header(self.file, format="epx train_moe 1"), "epx train_moe 1", "epx train_moe 2")
+
+    def test_header_alone(self):
+        header = self.file.read_bytes().split(b"\n", 1)[0]
+        self.refuse_content(header, "not a checkpoint")
+        self.refuse_content(header + b"\n", f"{len(header) + 1} bytes", self.file.stat().st_size)
+
+    def test_files_without_end(self):
+        """A device, a fifo that nobody writes to, and a large file."""
+        fifo = self.directory / "fifo"
+        os.mkfifo(fifo)
+        large = self.directory / "large"
+        with large.open("wb") as file:
+            file.write(self.file.read_bytes())
+            file.truncate(1 << 40)
+        self.assert_not_resumed("a character device", file=pathlib.Path("/dev/zero"))
+        self.assert_not_resumed("a fifo", file=fifo)
+        self.assert_not_resumed(f"it has {1 << 40} bytes", file=large)
 
     def test_cut_header(self):
         self.refuse_content(self.file.read_bytes()[:100], "not a checkpoint")

@@ -97,6 +97,7 @@ def largest_deviation(values, expected):
 class TrainTest(unittest.TestCase):
     train_moe = None
     mpirun = None
+    file_calls = None  # a library to preload
     maxDiff = 2000
 
     def setUp(self):
@@ -141,7 +142,9 @@ def main():
     parser = argparse.ArgumentParser(epilog="Other arguments are unittest's.")
     parser.add_argument("--train-moe", required=True)
     parser.add_argument("--mpirun", required=True)
+    parser.add_argument("--file-calls", required=True)
     arguments, rest = parser.parse_known_args()
     TrainTest.train_moe = arguments.train_moe
     TrainTest.mpirun = arguments.mpirun
+    TrainTest.file_calls = arguments.file_calls
     unittest.main(module="__main__", argv=[sys.argv[0], *rest], verbosity=2)
