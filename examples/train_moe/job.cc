@@ -7,6 +7,7 @@
 
 #include "examples/train_moe/checkpoint.h"
 #include "examples/train_moe/errors.h"
+#include "examples/train_moe/memory.h"
 
 namespace train {
 namespace {
@@ -27,6 +28,7 @@ void write_line(LineWriter* log, const json& line) {
 Job::Job(const World& world, const Options& options) : world_(world), options_(options) {
   world.together([&] {
     text_ = read_text(options.text, options.model);
+    require_memory(world, options);
     if (world.rank() == 0 && !options.checkpoint_file.empty()) require_writable(options.checkpoint_file);
   });
   const std::vector<Exchange> exchanges =

@@ -1,4 +1,5 @@
 // train_moe: trains a byte-level language model with MoE layers on epx. Wiring only.
+#include <new>
 #include <variant>
 
 #include <fmt/format.h>
@@ -20,10 +21,12 @@ int run(const World& world, const Options& options) {
   } catch (const AgreedError& error) {
     if (world.rank() == 0) fmt::print(stderr, "train_moe: {}\n", error.what());
     return error.exit_code();
-  } catch (const std::exception& error) { // the other ranks may not know
+  } catch (const std::bad_alloc&) { // the other ranks may not know
+    fmt::print(stderr, "train_moe: rank {}: out of memory\n", world.rank());
+  } catch (const std::exception& error) {
     fmt::print(stderr, "train_moe: rank {}: {}\n", world.rank(), error.what());
-    world.abort(kExitFailure);
   }
+  world.abort(kExitFailure);
 }
 
 } // namespace

@@ -1,5 +1,6 @@
 #include "examples/train_moe/options.h"
 
+#include <charconv>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -24,11 +25,21 @@ const char* const kFooter = "Trains a byte-level language model with Mixture-of-
                             "layer: the busiest expert's\n"
                             "routes over the mean)} and, at the end, one with the held-out loss.\n"
                             "\n"
-                            "A tenth of the text, its end, is held out. Exit status: 0, 1 (a call failed or training "
-                            "cannot go on), 2 (the command\n"
-                            "line or a file is no good).\n"
+                            "A tenth of the text, its end, is held out. Of an option that is repeated, the last counts. "
+                            "Exit status: 0, 1 (a call\n"
+                            "failed or training cannot go on), 2 (the command line or a file is no good).\n"
                             "\n"
                             "Example: mpirun -n 4 train_moe --text FILE --steps 200 --experts 8 --top-k 2";
+
+// CLI11 takes "-1" for 2^64 - 1.
+uint64_t parse_seed(const std::string& text) {
+  uint64_t seed = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, seed);
+  if (error != std::errc() || stop != end)
+    fail(kExitUsage, "--seed is '{}'; it must be a whole number from 0 to 2^64 - 1", text);
+  return seed;
+}
 
 } // namespace
 
@@ -50,14 +61,15 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   Options options;
   ModelOptions& model = options.model;
   bool dense = false;
-  std::string exchange_name = "epx";
+  std::string exchange_name = "epx", seed = std::to_string(model.seed);
   CLI::App app("train_moe: expert-parallel training on a text");
   app.footer(kFooter);
   app.set_version_flag("--version",
                        fmt::format("train_moe (epx {}.{}.{})", EPX_VERSION_MAJOR, EPX_VERSION_MINOR, EPX_VERSION_PATCH));
+  app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   const CLI::Range positive(1, std::numeric_limits<int>::max());
 
-  app.add_option("--text", options.text, "file to learn")->capture_default_str();
+  app.add_option("--text", options.text, "file to learn, of at most 1 GiB")->capture_default_str();
   app.add_option("--steps", options.steps, "number of the last step")->check(positive)->capture_default_str();
   app.add_option("--batch", model.batch, "bytes predicted per step, over all ranks")
       ->check(positive)
@@ -69,7 +81,7 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   app.add_option("--ffn", model.ffn, "inner size of an expert")->check(positive)->capture_default_str();
   app.add_option("--context", model.context, "bytes that the model sees")->check(positive)->capture_default_str();
   app.add_option("--embedding", model.embedding, "size of a byte's embedding")->check(positive)->capture_default_str();
-  app.add_option("--seed", model.seed, "of parameters and batches")->capture_default_str();
+  app.add_option("--seed", seed, "of parameters and batches, from 0 to 2^64 - 1")->capture_default_str();
   app.add_option("--lr", options.learning_rate, "AdamW's learning rate, after 10 steps of warm-up")->capture_default_str();
   app.add_option("--weight-decay", options.weight_decay, "of matrices")->capture_default_str();
   app.add_option("--aux-loss", options.aux_loss, "coefficient of the load-balance loss")->capture_default_str();
@@ -106,6 +118,7 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
                                     {"--aux-loss", options.aux_loss}})
     if (!std::isfinite(value) || value < 0)
       fail(kExitUsage, "{} is {}; it must be a number that is not negative", name, value);
+  model.seed = parse_seed(seed);
   options.exchange = dense ? Exchange::dense : kExchanges.at(exchange_name);
   if (model.top_k > model.experts)
     fail(kExitUsage, "--top-k is {}; it must not exceed --experts, {}", model.top_k, model.experts);

@@ -2,8 +2,11 @@
 
 #include <cmath>
 #include <functional>
+#include <new>
 #include <numeric>
 #include <random>
+
+#include "examples/train_moe/errors.h"
 
 namespace train {
 namespace {
@@ -34,8 +37,13 @@ Parameters::Id Parameters::add_sharded(const std::string& name, std::vector<int6
 Parameters::Id Parameters::add(Tensor tensor) {
   Area& home = area(tensor);
   tensor.offset = static_cast<int64_t>(home.values.size());
-  for (std::vector<float>* values : {&home.values, &home.grads, &home.first_moments, &home.second_moments})
-    values->resize(tensor.offset + tensor.size());
+  try {
+    for (std::vector<float>* values : {&home.values, &home.grads, &home.first_moments, &home.second_moments})
+      values->resize(tensor.offset + tensor.size());
+  } catch (const std::bad_alloc&) {
+    fail(kExitFailure, "out of memory: {} bytes for {} and what was before it, each of values, gradients and moments",
+         (tensor.offset + tensor.size()) * sizeof(float), tensor.name);
+  }
   tensors_.push_back(std::move(tensor));
   return static_cast<Id>(tensors_.size()) - 1;
 }

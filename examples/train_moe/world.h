@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <exception>
+#include <new>
 #include <span>
 #include <string>
 #include <vector>
@@ -38,6 +39,9 @@ public:
     } catch (const Error& error) {
       exit_code = error.exit_code();
       message = error.what();
+    } catch (const std::bad_alloc&) {
+      exit_code = kExitFailure;
+      message = fmt::format("rank {}: out of memory", rank_);
     } catch (const std::exception& error) {
       exit_code = kExitFailure;
       message = error.what();

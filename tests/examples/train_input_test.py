@@ -2,6 +2,8 @@
 """The command line and the files that it names: what is refused, and what the routing record and the bar hold."""
 import collections
 import json
+import os
+import pathlib
 
 import train_runs
 from train_runs import FAILURE, TEXT, TrainTest
@@ -30,6 +32,27 @@ class CommandLine(TrainTest):
         for option in ("--batch", "--lr", "--aux-loss", "--seed"):
             with self.subTest(option):
                 self.refuse(option, "some", words=[option, "some"])
+
+    def test_seeds(self):
+        for seed in ("-1", "18446744073709551616", "1.5", "0x10"):
+            with self.subTest(seed):
+                self.refuse(f"--seed={seed}", words=["--seed", seed, "2^64 - 1"])
+        largest = self.train(1, "--steps", 1, "--batch", 32, "--seed", 2**64 - 1)
+        self.assertNotEqual(largest.losses, self.train(1, "--steps", 1, "--batch", 32).losses)
+
+    def test_the_last_of_a_repeated_option_counts(self):
+        run = self.train(1, "--steps", 9, "--batch", 64, "--seed", 5, "--dense", "--steps", 2, "--seed=1", "--dense")
+        self.assertEqual(run.step_lines, self.train(1, "--steps", 2, "--batch", 64, "--dense").step_lines)
+        self.refuse("--hidden", 32, "--hidden", 0, words=["--hidden", "Value 0"])
+
+    def test_models_that_memory_cannot_hold(self):
+        """Refused by all ranks before anything is allocated, with what would be needed."""
+        for option in ("--hidden", "--ffn", "--experts", "--layers", "--embedding"):
+            with self.subTest(option):
+                self.refuse(option, 2**31 - 1, words=[f"{option} {2**31 - 1}", "bytes of memory on rank 0"], num_ranks=2)
+        limited = ["bash", "-c", "ulimit -v 4000000; exec \"$@\"", "bash"]
+        run = self.launch(1, "--steps", 2, "--hidden", 5000, "--ffn", 5000, wrapper=limited)
+        self.assert_refused(run, "--hidden 5000", "a process can have 4096000000")
 
     def test_options_that_need_or_exclude_others(self):
         self.refuse("--checkpoint-every", 3, words=["--checkpoint-every", 3, "--checkpoint"])
@@ -68,6 +91,24 @@ class Texts(TrainTest):
 
     def test_directory(self):
         self.assert_refused(self.launch(2, "--text", self.directory), f"--text {self.directory}: ", "directory")
+
+    def test_files_without_end(self):
+        """A device, and a fifo that nobody writes to."""
+        fifo = self.directory / "fifo"
+        os.mkfifo(fifo)
+        for file, kind in ((pathlib.Path("/dev/zero"), "a character device"), (fifo, "a fifo")):
+            with self.subTest(kind):
+                self.assert_refused(self.launch(2, "--text", file, timeout=30), f"--text {file}: it is {kind}", "regular file")
+
+    def test_too_large(self):
+        text = self.directory / "text"
+        with text.open("wb") as file:
+            file.truncate(2**30 + 1)
+        self.assert_refused(self.launch(1, "--text", text), f"--text {text}: it has {2**30 + 1} bytes", f"at most {2**30}")
+
+    def test_file_that_does_not_tell_its_size(self):
+        status = self.train(1, "--text", "/proc/self/status", "--steps", 1, "--batch", 32)
+        self.assertEqual(len(status.step_lines), 1)
 
     def test_empty(self):
         self.refuse(b"", "0 bytes")

@@ -1,0 +1,13 @@
+// Whether a model fits into memory, asked before anything of it is allocated.
+#pragma once
+
+#include "examples/train_moe/options.h"
+#include "examples/train_moe/world.h"
+
+namespace train {
+
+// Throws Error when this rank needs more memory than the machine or its limit (RLIMIT_AS) lets a process have: what is
+// counted is the least that training takes, without the exchange. Local.
+void require_memory(const World& world, const Options& options);
+
+} // namespace train
