@@ -12,6 +12,7 @@
 #include <doctest/doctest.h>
 #include <unistd.h>
 
+#include "tools/ep_bench/errors.h"
 #include "tools/ep_bench/options.h"
 
 namespace epx::bench {
@@ -25,6 +26,19 @@ inline std::variant<Options, RequestedText> parse(std::vector<const char*> argum
 
 inline Options options_of(std::vector<const char*> arguments) {
   return std::get<Options>(parse(std::move(arguments)));
+}
+
+// The sentence of the UsageError that `action` throws.
+template <typename Action>
+std::string refusal_of(Action&& action) {
+  try {
+    action();
+  } catch (const UsageError& error) {
+    CHECK(error.exit_code() == kExitUsage);
+    CHECK_FALSE(std::string(error.what()).find('\n') != std::string::npos);
+    return error.what();
+  }
+  return "accepted";
 }
 
 inline bool contains(const std::string& text, const std::string& part) {

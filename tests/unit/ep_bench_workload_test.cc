@@ -1,22 +1,32 @@
-// The inputs of ep_bench: random numbers, routing, tensors.
+// The inputs of ep_bench: random numbers, routing, tensors, files, memory.
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <set>
 #include <string>
 #include <vector>
 
 #include <doctest/doctest.h>
+#include <nlohmann/json.hpp>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "tests/unit/ep_bench_support.h"
 #include "tools/ep_bench/errors.h"
+#include "tools/ep_bench/exchange.h"
+#include "tools/ep_bench/json_file.h"
+#include "tools/ep_bench/memory_need.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/random.h"
 #include "tools/ep_bench/routing.h"
+#include "tools/ep_bench/text_file.h"
 #include "tools/ep_bench/workload.h"
 
 namespace epx::bench {
@@ -162,6 +172,72 @@ TEST_CASE("ep_bench text files") {
     CHECK(contains(error.what(), "/nonexistent/words"));
     CHECK(contains(error.what(), "No such file"));
   }
+}
+
+TEST_CASE("ep_bench text files: what is no regular file of a bounded size is refused, and not waited for") {
+  CHECK(contains(refusal_of([] { read_words("/dev/zero"); }), "'/dev/zero' of --routing text: it is a device"));
+  const TemporaryFile file("");
+  CHECK(::truncate(file.name(), kMaxTextBytes + 1) == 0);
+  CHECK(contains(refusal_of([&] { read_words(file.name()); }),
+                 "it has 67108865 bytes or more; at most 67108864 are allowed"));
+  CHECK(::truncate(file.name(), kMaxTextBytes) == 0);
+  CHECK(read_words(file.name()).size() == 1); // zeros are no space
+  CHECK(std::remove(file.name()) == 0);
+  CHECK(::mkfifo(file.name(), 0600) == 0);
+  CHECK(contains(refusal_of([&] { read_words(file.name()); }), "fifo"));
+  CHECK(read_words("/proc/self/status")[0] == "Name:"); // its size is 0
+}
+
+TEST_CASE("ep_bench memory: what a shape needs is told before it is allocated") {
+  // 3 sets of 10 tokens, and 100 receive rows of 64 bytes.
+  const Options options =
+      options_of({"--tokens", "10", "--hidden", "32", "--input-sets", "3", "--top-k", "2", "--capacity", "50"});
+  epx_memory_plan plan{};
+  plan.struct_size = sizeof(plan);
+  const epx_group_config config = group_config(options);
+  REQUIRE(epx_group_memory_plan(&config, 2, &plan) == EPX_SUCCESS);
+  const MemoryNeed need = memory_need(options, 2, 100);
+  CHECK(need.inputs == 3 * 10 * (2 * 64 + 2 * 12) + 3 * 100 * (2 * 64 + 4));
+  CHECK(need.tensors == 10 * (2 * 64 + 2 * 8) + 100 * (4 * 64 + 12) + 50 * 12);
+  CHECK(need.group == static_cast<double>(plan.window_bytes + plan.scratch_bytes + plan.handle_mem_bytes));
+  CHECK_NOTHROW(require_memory(options, 2, 100, need.all()));
+  const std::string sentence = refusal_of([&] { require_memory(options, 2, 100, need.all() - 1); });
+  for (const char* part : {"--tokens 10", "--hidden 32", "--dtype bf16", "--top-k 2", "--experts 32", "--capacity 50",
+                           "--input-sets 3", "bytes of memory per rank", "each of 2 ranks"})
+    CHECK_MESSAGE(contains(sentence, part), sentence, " | lacks ", part);
+
+  CHECK(contains(refusal_of([] {
+                   require_memory(options_of({"--hidden", "2147483647"}), 4, 0, available_memory(4));
+                 }),
+                 "--hidden 2147483647"));
+  CHECK(contains(refusal_of([] { memory_need(options_of({"--tokens", "2147483647"}), 4, 0); }), "2147483647"));
+  CHECK(available_memory(2) <= available_memory(1));
+}
+
+TEST_CASE("ep_bench --json: found writable before, written after") {
+  CHECK(contains(refusal_of([] { const JsonFile json("/nonexistent/out.json"); }),
+                 "'/nonexistent/out.json' of --json: No such file"));
+  CHECK(contains(refusal_of([] { const JsonFile json("/tmp"); }), "/tmp"));
+  const auto content_of = [](const char* name) {
+    std::ifstream in(name);
+    return std::string(std::istreambuf_iterator<char>(in), {});
+  };
+  const TemporaryFile file("of an earlier run, and longer");
+  { const JsonFile unwritten(file.name()); }
+  CHECK(content_of(file.name()) == "of an earlier run, and longer");
+  JsonFile(file.name()).write({{"a", 1}});
+  CHECK(content_of(file.name()) == "{\n  \"a\": 1\n}\n");
+  CHECK_NOTHROW(JsonFile("/dev/null").write({{"a", 1}}));
+  CHECK_THROWS_AS(JsonFile("/dev/full").write({{"a", 1}}), RuntimeError);
+
+  CHECK(std::remove(file.name()) == 0);
+  { const JsonFile unwritten(file.name()); }
+  CHECK(::access(file.name(), F_OK) != 0); // it was not there before
+  JsonFile(file.name()).write(7);
+  CHECK(content_of(file.name()) == "7\n");
+  CHECK(std::remove(file.name()) == 0);
+  CHECK(::mkfifo(file.name(), 0600) == 0);
+  CHECK(contains(refusal_of([&] { const JsonFile json(file.name()); }), "of --json")); // nobody reads it
 }
 
 // Values of a row-major tensor whose magnitudes must be in [1/8, 2).

@@ -15,8 +15,10 @@
 #include "tools/ep_bench/errors.h"
 #include "tools/ep_bench/exchange.h"
 #include "tools/ep_bench/figures.h"
+#include "tools/ep_bench/json_file.h"
 #include "tools/ep_bench/launcher.h"
 #include "tools/ep_bench/measure.h"
+#include "tools/ep_bench/memory_need.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/peers.h"
 #include "tools/ep_bench/report.h"
@@ -81,6 +83,12 @@ Results bench(const Launcher& launcher, const Options& options) {
   const Bootstrap bootstrap(launcher.make_bootstrap(options, timeout_ms));
   const Peers peers(bootstrap.get(), timeout_ms);
 
+  std::optional<JsonFile> json_file; // rank 0's
+  peers.together([&] {
+    require_memory(options, peers.num_ranks(), 0, available_memory(peers.num_ranks()));
+    if (peers.rank() == 0 && !options.json_file.empty()) json_file.emplace(options.json_file);
+  });
+
   std::optional<Workload> workload;
   std::unique_ptr<Memory> memory;
   std::optional<Exchange> exchange;
@@ -94,6 +102,9 @@ Results bench(const Launcher& launcher, const Options& options) {
   });
   const Survey survey = bench::survey(*exchange, sets, options.top_k, peers);
   check_floor(options, survey);
+  peers.together([&] {
+    require_memory(options, peers.num_ranks(), survey.max_rows + kSpareRows, available_memory(peers.num_ranks()));
+  });
   peers.together([&] {
     exchange->allocate_rows(survey.max_rows + kSpareRows);
     const int row_sets = memory->is_host() ? static_cast<int>(sets.size()) : 1; // see measure_on_gpu()
@@ -121,7 +132,7 @@ Results bench(const Launcher& launcher, const Options& options) {
   peers.together([&] {
     if (peers.rank() != 0) return;
     fmt::print("{}", to_table(results));
-    if (!options.json_file.empty()) write_json(options.json_file, to_json(results));
+    if (json_file) json_file->write(to_json(results));
   });
   return results;
 }

@@ -20,7 +20,8 @@ public:
   bool is_host() const override { return true; }
   epx_stream stream() const override { return nullptr; }
   std::byte* allocate(size_t bytes) override {
-    void* memory = ::operator new(bytes, kAlignment);
+    void* memory = ::operator new(bytes, kAlignment, std::nothrow);
+    if (memory == nullptr) throw RuntimeError(fmt::format("out of memory: a tensor of {} bytes", bytes));
     return static_cast<std::byte*>(std::memset(memory, 0, bytes)); // touched: no page fault falls into a measurement
   }
   void free(std::byte* memory) noexcept override { ::operator delete(memory, kAlignment); }

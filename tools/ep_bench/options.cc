@@ -91,6 +91,14 @@ uint64_t parse_seed(const std::string& text) {
   return seed;
 }
 
+// As epx_bootstrap_file takes it: here it is the command line's fault.
+void check_job_id(const std::string& job_id) {
+  constexpr size_t kMaxBytes = 64;
+  constexpr const char* kAllowed = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-";
+  if (job_id.empty() || job_id.size() > kMaxBytes || job_id.find_first_not_of(kAllowed) != std::string::npos)
+    throw UsageError(fmt::format("--job-id is '{}'; it must be 1 to {} characters of [A-Za-z0-9._-]", job_id, kMaxBytes));
+}
+
 void check_range(const char* option, int64_t value, int64_t low, int64_t high) {
   if (value < low || value > high)
     throw UsageError(fmt::format("{} is {}; it must be between {} and {}", option, value, low, high));
@@ -183,6 +191,7 @@ constexpr const char* kFooter = R"(Figures
                  With --num-comm-sms the same on no more SMs than that is told beside it, and the ratio to it
   ratio          --floor: median time / floor
   wrong          elements that differ from the serial reference, all ranks together (--verify)
+Of an option that is repeated, the last counts.
 Exit status: 0; 1 when a call failed or a result is wrong; 2 when the command line is.)";
 
 } // namespace
@@ -213,7 +222,7 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.footer(kFooter);
   app.set_version_flag("--version",
                        fmt::format("ep_bench {}.{}.{}", EPX_VERSION_MAJOR, EPX_VERSION_MINOR, EPX_VERSION_PATCH));
-  app.option_defaults()->always_capture_default();
+  app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   app.add_option("--tokens", options.tokens, "Tokens per rank, T; may be 0");
   app.add_option("--hidden", options.hidden, "Elements per token row, H");
   app.add_option("--experts", options.experts, "Experts of all ranks together, E");
@@ -223,7 +232,7 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
       "--routing", routing,
       "uniform: K distinct experts per token; zipf:S: K distinct experts, drawn by weight 1/n^S over one order of "
       "the experts; hot:F: one expert on the fraction F of the tokens, the other experts of each token uniform and "
-      "distinct; text:FILE: each word of FILE is a token whose experts are K hashes of it (Hash Layers)");
+      "distinct; text:FILE: each word of FILE, at most 64 MiB, is a token whose experts are K hashes of it (Hash Layers)");
   app.add_option("--alignment", options.alignment, "Rows that an expert's zone is padded to a multiple of; 0 means 1");
   app.add_option("--capacity", options.capacity, "Receive capacity, rows per rank; 0: enough for the worst case");
   app.add_option("--seed", seed, "Seed of routing, tokens and weights, a number from 0 to 2^64 - 1");
@@ -242,7 +251,8 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.add_flag("--verify", options.verify, "First compare every output of two input sets with the serial reference");
   app.add_flag("--floor", options.floor,
                "nccl: also measure how fast the GPUs move the rows of each operation alone, and print ratios to it");
-  app.add_option("--json", options.json_file, "File for all figures and the configuration, written by rank 0");
+  app.add_option("--json", options.json_file,
+                 "File for all figures and the configuration, written by rank 0 after the run, opened before it");
   app.add_option("--bootstrap", bootstrap,
                  "How ranks meet: mpi (started by mpirun), or file:DIR (a directory that all ranks share)");
   app.add_option("--rank", options.rank, "With file:DIR: number of this process, from 0")->default_str("");
@@ -267,6 +277,7 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   check_transport(options);
   check_shape(options);
   check_ranks(options, bootstrap);
+  check_job_id(options.job_id);
   return options;
 }
 

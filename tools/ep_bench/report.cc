@@ -1,15 +1,10 @@
 #include "tools/ep_bench/report.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <fstream>
 #include <iterator>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
-
-#include "tools/ep_bench/errors.h"
 
 namespace epx::bench {
 namespace {
@@ -232,14 +227,6 @@ nlohmann::json to_json(const Results& results) {
           {"operations", operations},
           {"events", events},
           {"passed", passed(results)}};
-}
-
-void write_json(const std::string& file, const nlohmann::json& json) {
-  errno = 0;
-  std::ofstream out(file);
-  out << json.dump(2) << '\n';
-  out.close();
-  if (!out) throw RuntimeError(fmt::format("cannot write '{}' of --json: {}", file, std::strerror(errno)));
 }
 
 } // namespace epx::bench

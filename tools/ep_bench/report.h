@@ -38,7 +38,4 @@ bool passed(const Results& results);
 std::string to_table(const Results& results);
 nlohmann::json to_json(const Results& results);
 
-// Throws RuntimeError.
-void write_json(const std::string& file, const nlohmann::json& json);
-
 } // namespace epx::bench

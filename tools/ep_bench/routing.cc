@@ -2,19 +2,18 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cmath>
-#include <cstring>
-#include <fstream>
 #include <functional>
 #include <iterator>
 #include <numeric>
+#include <sstream>
 #include <utility>
 
 #include <fmt/format.h>
 
 #include "tools/ep_bench/errors.h"
 #include "tools/ep_bench/random.h"
+#include "tools/ep_bench/text_file.h"
 
 namespace epx::bench {
 namespace {
@@ -48,11 +47,8 @@ int32_t hash_expert(std::string_view word, uint64_t seed, int k, int32_t num_exp
 }
 
 std::vector<std::string> read_words(const std::string& file) {
-  errno = 0;
-  std::ifstream in(file);
-  if (!in) throw UsageError(fmt::format("cannot read '{}' of --routing text: {}", file, std::strerror(errno)));
-  std::vector<std::string> words{std::istream_iterator<std::string>(in), {}};
-  if (in.bad()) throw UsageError(fmt::format("cannot read '{}' of --routing text: {}", file, std::strerror(errno)));
+  std::istringstream text(read_text(file));
+  const std::vector<std::string> words{std::istream_iterator<std::string>(text), {}};
   if (words.empty()) throw UsageError(fmt::format("'{}' of --routing text has no words", file));
   return words;
 }

@@ -13,7 +13,7 @@ namespace epx::bench {
 // depends on its word alone. Different k are independent hashes.
 int32_t hash_expert(std::string_view word, uint64_t seed, int k, int32_t num_experts);
 
-// The whitespace-separated words of a file. Throws UsageError when it cannot be read or has none.
+// The whitespace-separated words of a file. Throws UsageError when it cannot be read (text_file.h) or has none.
 std::vector<std::string> read_words(const std::string& file);
 
 // What all tokens of a run share.

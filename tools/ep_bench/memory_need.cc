@@ -1,0 +1,63 @@
+#include "tools/ep_bench/memory_need.h"
+
+#include <algorithm>
+#include <limits>
+
+#include <sys/resource.h>
+#include <sys/sysinfo.h>
+
+#include <fmt/format.h>
+
+#include "tools/ep_bench/errors.h"
+#include "tools/ep_bench/exchange.h"
+
+namespace epx::bench {
+
+MemoryNeed memory_need(const Options& options, int num_ranks, int64_t rows) {
+  const bool is_on_host = options.transport == EPX_TRANSPORT_HOST;
+  const epx_group_config config = group_config(options);
+  epx_memory_plan plan{};
+  plan.struct_size = sizeof(plan);
+  const epx_status status = epx_group_memory_plan(&config, num_ranks, &plan);
+  if (status != EPX_SUCCESS)
+    throw UsageError(fmt::format("epx_group_memory_plan: {}: {}", epx_status_string(status), epx_last_error()));
+
+  constexpr double kWeightBytes = sizeof(float), kIndexBytes = sizeof(int64_t), kSlotBytes = sizeof(int32_t);
+  const double row = static_cast<double>(row_bytes(options)), sets = options.num_input_sets();
+  const double routes_of_token = options.top_k;
+  const double row_sets = is_on_host ? sets : 1; // see measure_on_gpu()
+  MemoryNeed need;
+  need.inputs = sets * options.tokens * (2 * row + routes_of_token * (kIndexBytes + kWeightBytes)) +
+                row_sets * static_cast<double>(rows) * (2 * row + kWeightBytes);
+  if (!is_on_host) return need;
+  need.tensors = options.tokens * (2 * row + routes_of_token * (kWeightBytes + kSlotBytes)) +
+                 static_cast<double>(rows) * (4 * row + 3 * kWeightBytes) +
+                 static_cast<double>(plan.max_recv_tokens_per_rank) * 3 * kSlotBytes;
+  need.group = static_cast<double>(plan.window_bytes) + static_cast<double>(plan.scratch_bytes) +
+               static_cast<double>(plan.handle_mem_bytes);
+  return need;
+}
+
+double available_memory(int num_ranks) {
+  struct sysinfo machine {};
+  double bytes = std::numeric_limits<double>::infinity();
+  if (sysinfo(&machine) == 0)
+    bytes = (static_cast<double>(machine.totalram) + static_cast<double>(machine.totalswap)) * machine.mem_unit / num_ranks;
+  rlimit limit{};
+  if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
+    bytes = std::min(bytes, static_cast<double>(limit.rlim_cur));
+  return bytes;
+}
+
+void require_memory(const Options& options, int num_ranks, int64_t rows, double available) {
+  const MemoryNeed need = memory_need(options, num_ranks, rows);
+  if (need.all() <= available) return;
+  throw UsageError(fmt::format(
+      "--tokens {}, --hidden {}, --dtype {}, --top-k {}, --experts {}, --capacity {} and "
+      "--input-sets {} need at least {:.0f} bytes of memory per rank: {:.0f} for inputs, {:.0f} for "
+      "other tensors, {:.0f} for the group; each of {} ranks can have {:.0f}",
+      options.tokens, options.hidden, to_string(options.dtype), options.top_k, options.experts, options.capacity,
+      options.num_input_sets(), need.all(), need.inputs, need.tensors, need.group, num_ranks, available));
+}
+
+} // namespace epx::bench

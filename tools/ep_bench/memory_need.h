@@ -1,0 +1,29 @@
+// Whether a run fits into the machine's memory, asked before anything of it is allocated.
+#pragma once
+
+#include <cstdint>
+
+#include "tools/ep_bench/options.h"
+
+namespace epx::bench {
+
+// The least host memory that a rank takes, in bytes. As doubles, since a product of options may be more than any integer type
+// holds.
+struct MemoryNeed {
+  double inputs = 0;  // all sets
+  double tensors = 0; // outputs and receive tensors; none on nccl, where they are the GPU's
+  double group = 0;   // window, scratch and handle memory, as epx_group_memory_plan tells; likewise
+
+  double all() const { return inputs + tensors + group; }
+};
+
+// `rows` are those of the receive tensors; 0 while they are not known. Throws UsageError when no group can be of this shape.
+MemoryNeed memory_need(const Options& options, int num_ranks, int64_t rows);
+
+// What each of num_ranks processes of this machine can have: an equal part of memory and swap, or less where RLIMIT_AS limits it.
+double available_memory(int num_ranks);
+
+// Throws UsageError when a rank needs more than `available` bytes.
+void require_memory(const Options& options, int num_ranks, int64_t rows, double available);
+
+} // namespace epx::bench

@@ -1,0 +1,14 @@
+// Reads a text that the command line names.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace epx::bench {
+
+inline constexpr int64_t kMaxTextBytes = int64_t{64} << 20; // a word takes a string of its own
+
+// All of a regular file of at most kMaxTextBytes; a device or a fifo is refused and not waited for. Throws UsageError.
+std::string read_text(const std::string& file);
+
+} // namespace epx::bench
