@@ -253,23 +253,93 @@ TEST_CASE("a rank that does not come is named by all, and hears of it when it co
   }
 }
 
-TEST_CASE("a rank that does not come to epx_bootstrap_mpi is not waited for longer than asked") {
+// A communicator of all ranks, for one test case: after a call that timed out it is of no further use.
+MPI_Comm another_world() {
+  MPI_Comm comm = MPI_COMM_NULL;
+  MPI_Comm_dup(MPI_COMM_WORLD, &comm);
+  MPI_Barrier(MPI_COMM_WORLD); // so that they come at the same time where a test does not say otherwise
+  return comm;
+}
+
+// Calls epx_bootstrap_mpi, which must time out before `limit`, and returns its sentence.
+std::string timed_out(MPI_Comm comm, milliseconds timeout, milliseconds limit) {
+  epx_bootstrap bootstrap{};
+  const Clock::time_point begin = Clock::now();
+  CHECK(epx_bootstrap_mpi(comm, timeout.count(), &bootstrap) == EPX_ERROR_TIMEOUT);
+  CHECK(Clock::now() - begin < limit);
+  CHECK(bootstrap.context == nullptr);
+  return epx_last_error();
+}
+
+constexpr milliseconds kMeeting = 3 * kShort; // long enough for ranks that are there to say so on a loaded machine
+
+TEST_CASE("a rank that is late for epx_bootstrap_mpi is named by all, and hears of it when it comes") {
   const TimeLimit limit(60);
   const int size = size_of(MPI_COMM_WORLD);
   if (size < 2) return;
-  epx_bootstrap bootstrap{};
-  if (rank_in(MPI_COMM_WORLD) == size - 1) {
-    std::this_thread::sleep_for(4 * kShort);
-    epx_bootstrap_mpi(MPI_COMM_WORLD, kShort.count(), &bootstrap); // whether the others still take part is MPI's affair
-  } else {
-    const Clock::time_point begin = Clock::now();
-    CHECK(epx_bootstrap_mpi(MPI_COMM_WORLD, kShort.count(), &bootstrap) == EPX_ERROR_TIMEOUT);
-    CHECK(Clock::now() - begin < kShort + kSlack);
-    CHECK(contains(epx_last_error(), "within 300 ms"));
-    CHECK(bootstrap.context == nullptr);
+  for (const int late : {0, size - 1}) {
+    MPI_Comm comm = another_world();
+    std::string message;
+    if (rank_in(comm) == late) {
+      std::this_thread::sleep_for(2 * kMeeting);
+      message = timed_out(comm, kPatient, kSlack); // it does not wait: the others have gone
+    } else {
+      const Clock::time_point begin = Clock::now();
+      message = timed_out(comm, kMeeting, kMeeting + kSlack);
+      CHECK(Clock::now() - begin >= kMeeting);
+    }
+    CAPTURE(message);
+    CHECK(contains(message, "within 900 ms"));
+    CHECK(contains(message, "rank " + std::to_string(late) + " of " + std::to_string(size) + " never came"));
+    MPI_Barrier(MPI_COMM_WORLD);
+  }
+}
+
+TEST_CASE("all ranks that do not come to epx_bootstrap_mpi are named") {
+  const TimeLimit limit(60);
+  const int size = size_of(MPI_COMM_WORLD);
+  if (size < 3) return;
+  MPI_Comm comm = another_world();
+  if (rank_in(comm) % 2 == 0) {
+    const std::string message = timed_out(comm, kMeeting, kMeeting + kSlack);
+    CAPTURE(message);
+    CHECK(contains(message, size == 3 ? "rank 1 of 3 never came" : "ranks 1, 3 of 4 never came"));
+  }
+  MPI_Barrier(MPI_COMM_WORLD); // the odd ones never call it
+}
+
+TEST_CASE("a rank that waits less than the others names the right one, and they stop with it") {
+  const TimeLimit limit(60);
+  const int size = size_of(MPI_COMM_WORLD);
+  if (size < 3) return;
+  MPI_Comm comm = another_world();
+  if (rank_in(comm) != size - 1) {
+    const std::string message = timed_out(comm, rank_in(comm) == 0 ? kMeeting : kPatient, kMeeting + kSlack);
+    CAPTURE(message);
+    CHECK(contains(message, "rank 0 waited"));
+    CHECK(contains(message, "rank " + std::to_string(size - 1) + " of " + std::to_string(size) + " never came"));
   }
   MPI_Barrier(MPI_COMM_WORLD);
-  epx_bootstrap_free(&bootstrap);
+}
+
+TEST_CASE("a rank that is late, but in time, leaves nothing in the communicator") {
+  const TimeLimit limit(60);
+  const int size = size_of(MPI_COMM_WORLD);
+  for (int late = 0; late < size; ++late) {
+    MPI_Comm comm = another_world();
+    if (rank_in(comm) == late) std::this_thread::sleep_for(kMeeting);
+    epx_bootstrap bootstrap{};
+    const epx_status status = epx_bootstrap_mpi(comm, 2000, &bootstrap); // a quarter of it is less than they wait
+    REQUIRE_MESSAGE(status == EPX_SUCCESS, epx_last_error());
+    epx_bootstrap_free(&bootstrap);
+    for (int repeat = 0; repeat < 10; ++repeat) { // MPI may be slow to show what is there
+      int found = 0;
+      MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm, &found, MPI_STATUS_IGNORE);
+      CHECK(found == 0);
+      MPI_Barrier(comm);
+    }
+    MPI_Comm_free(&comm);
+  }
 }
 
 int main(int argc, char** argv) {

@@ -17,6 +17,8 @@
 #include "runtime/base/names.h"
 #include "runtime/base/suspension_aware_deadline.h"
 #include "transport/bootstrap/bootstrap_callback.h"
+#include "transport/bootstrap/mpi_check.h"
+#include "transport/bootstrap/mpi_duplicate.h"
 
 namespace epx {
 namespace {
@@ -27,14 +29,6 @@ using std::chrono::milliseconds;
 constexpr auto kFirstSleep = 10us;
 constexpr auto kLongestSleep = 1ms;
 constexpr uint64_t kNumTags = 32767; // what every MPI has at least
-
-void check_mpi(int code, const char* call) {
-  if (code == MPI_SUCCESS) return;
-  char words[MPI_MAX_ERROR_STRING] = "";
-  int length = 0;
-  if (MPI_Error_string(code, words, &length) != MPI_SUCCESS) length = 0;
-  fail(EPX_ERROR_SYSTEM, "{}: {} (code {})", call, std::string(words, static_cast<size_t>(length)), code);
-}
 
 bool is_active() {
   int initialized = 0;
@@ -66,29 +60,6 @@ private:
   MPI_Comm comm_;
   MPI_Errhandler before_{};
 };
-
-MPI_Comm duplicate(MPI_Comm comm, SuspensionAwareDeadline deadline) {
-  struct Attempt {
-    MPI_Comm comm = MPI_COMM_NULL;
-    MPI_Request request = MPI_REQUEST_NULL;
-  };
-  auto attempt = std::make_unique<Attempt>();
-  check_mpi(MPI_Comm_idup(comm, &attempt->comm, &attempt->request), "MPI_Comm_idup");
-  for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
-    const bool last_look = deadline.passed();
-    int done = 0;
-    check_mpi(MPI_Test(&attempt->request, &done, MPI_STATUS_IGNORE), "MPI_Comm_idup");
-    if (done != 0) break;
-    if (last_look) {
-      // It cannot be cancelled, and MPI writes the communicator when the others come after all. So it is never freed.
-      (void)attempt.release();
-      fail(EPX_ERROR_TIMEOUT, "not all ranks of the communicator came to epx_bootstrap_mpi within {} ms",
-           deadline.timeout().count());
-    }
-  }
-  check_mpi(MPI_Comm_set_errhandler(attempt->comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
-  return attempt->comm;
-}
 
 class MpiSession {
 public:
@@ -319,7 +290,7 @@ epx_bootstrap make_mpi_bootstrap(MPI_Comm comm, milliseconds timeout) {
   check_mpi(MPI_Comm_test_inter(comm, &is_inter), "MPI_Comm_test_inter");
   if (is_inter != 0) fail(EPX_ERROR_INVALID_ARGUMENT, "comm is an intercommunicator; an intracommunicator is needed");
 
-  auto session = std::make_unique<MpiSession>(duplicate(comm, SuspensionAwareDeadline(timeout)));
+  auto session = std::make_unique<MpiSession>(duplicate_within(comm, SuspensionAwareDeadline(timeout)));
   epx_bootstrap bootstrap{};
   bootstrap.struct_size = sizeof(bootstrap);
   bootstrap.rank = session->rank();
