@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 #include "runtime/base/log.h"
-#include "transport/host/file_descriptor.h"
+#include "transport/file_descriptor.h"
 #include "transport/host/segment_record.h"
 #include "transport/host/shared_segment.h"
 

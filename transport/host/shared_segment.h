@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "transport/host/file_descriptor.h"
+#include "transport/file_descriptor.h"
 #include "transport/host/segment_record.h"
 
 namespace epx {

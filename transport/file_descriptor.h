@@ -21,10 +21,10 @@ public:
 
   int get() const { return fd_; } // negative: none
   explicit operator bool() const { return fd_ >= 0; }
-  void close() {
-    if (fd_ >= 0) ::close(fd_);
-    fd_ = -1;
-  }
+  int release() { return std::exchange(fd_, -1); } // the caller's from now on
+  int close() {
+    return fd_ >= 0 ? ::close(release()) : 0;
+  } // what ::close says: where some file systems report failed writes
 
 private:
   int fd_;
