@@ -13,8 +13,10 @@
 #include "runtime/base/names.h"
 #include "transport/bootstrap/bootstrap_callback.h"
 #include "transport/bootstrap/file_letters.h"
+#include "transport/bootstrap/file_liveness.h"
 #include "transport/bootstrap/file_meeting.h"
 #include "transport/bootstrap/rendezvous_directory.h"
+#include "transport/bootstrap/rendezvous_names.h"
 
 namespace epx {
 namespace {
@@ -41,8 +43,7 @@ std::chrono::seconds leftover_age(milliseconds timeout) {
 // One rank's end of a session: a row of all-gathers in which rank 0 collects and answers. The first is the meeting itself.
 class FileSession {
 public:
-  FileSession(const std::string& directory, Party party)
-      : party_(std::move(party)), directory_(directory, party_.job_id, party_.nonce) {}
+  FileSession(const std::string& directory, Party party);
   ~FileSession();
   FileSession(const FileSession&) = delete;
   FileSession& operator=(const FileSession&) = delete;
@@ -78,11 +79,17 @@ private:
 
   Party party_;
   RendezvousDirectory directory_;
+  std::optional<AliveFile> alive_; // unless this rank is alone
   std::string session_;
   uint64_t round_ = 0;
   std::optional<Error> failure_;  // of an earlier round; the ranks are no longer in step
   std::set<std::string> to_read_; // files for other ranks that may never be read
 };
+
+FileSession::FileSession(const std::string& directory, Party party)
+    : party_(std::move(party)), directory_(directory, party_.job_id, party_.nonce) {
+  remove_files_of_dead_jobs(directory_);
+}
 
 FileSession::~FileSession() {
   try {
@@ -103,6 +110,9 @@ FileSession::~FileSession() {
   }
   // Whoever claimed this rank too may have been late to say so.
   directory_.remove(reject_name(party_.rank, party_.nonce));
+  alive_.reset();
+  if (directory_.leave()) return;
+  remove_files_of_dead_jobs(directory_); // of ranks that died in this job, if nobody else is left to do it
   directory_.leave();
 }
 
@@ -110,16 +120,17 @@ void FileSession::meet(milliseconds timeout) {
   if (party_.num_ranks == 1) return;
   const Deadline deadline(timeout);
   try {
+    alive_.emplace(directory_, party_.rank, party_.num_ranks, party_.nonce);
     if (party_.rank == 0) {
       session_ = draw_nonce();
       Reception reception(directory_, party_, session_);
       lead("", deadline, &reception);
-      directory_.remove_older_than(hello_name(0), leftover_age(timeout));
     } else {
       const Deadline patient = deadline.with_grace(grace_for(timeout));
       session_ = join(directory_, party_, patient);
       follow("", patient);
     }
+    remove_old_files(directory_, alive_->name(), leftover_age(timeout));
   } catch (const Error& error) {
     failure_ = error;
     throw;
@@ -150,13 +161,14 @@ void FileSession::all_gather(const void* send, void* recv, size_t bytes_per_rank
 std::string FileSession::run_round(const std::string& mine, milliseconds timeout) {
   const Deadline deadline(timeout);
   if (party_.num_ranks == 1) return mine;
+  alive_->keep();
   if (party_.rank == 0) return lead(mine, deadline, nullptr);
   return follow(mine, deadline.with_grace(grace_for(timeout)));
 }
 
 void FileSession::hand_in(const std::string& mine) {
   write_letter(directory_, in_file(party_.rank),
-               {LetterKind::kIn, party_.rank, party_.num_ranks, EPX_SUCCESS, session_, mine});
+               {LetterKind::kIn, party_.rank, party_.num_ranks, EPX_SUCCESS, session_, mine, {}});
 }
 
 // ---- Rank 0 -------------------------------------------------------------------------------------------------------------
@@ -254,7 +266,7 @@ std::string FileSession::take_parts(const std::string& mine, std::vector<Part>& 
 }
 
 void FileSession::answer(int rank, epx_status status, const std::string& body) {
-  write_letter(directory_, out_file(rank), {LetterKind::kOut, rank, party_.num_ranks, status, session_, body});
+  write_letter(directory_, out_file(rank), {LetterKind::kOut, rank, party_.num_ranks, status, session_, body, {}});
 }
 
 // Tells everybody who knows the session and has not given up, the late ones too: they may come yet.
@@ -322,7 +334,7 @@ std::string FileSession::follow(const std::string& mine, const Deadline& deadlin
 void FileSession::give_up(const Error& error) {
   try { // before the part goes, so that rank 0 never finds neither
     write_letter(directory_, quit_file(party_.rank),
-                 {LetterKind::kQuit, party_.rank, party_.num_ranks, error.status(), session_, error.message()});
+                 {LetterKind::kQuit, party_.rank, party_.num_ranks, error.status(), session_, error.message(), {}});
   } catch (const Error&) { // rank 0 will see that the part is gone
   }
   if (directory_.remove(in_file(party_.rank))) {

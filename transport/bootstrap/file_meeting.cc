@@ -5,7 +5,7 @@
 
 #include "runtime/base/error.h"
 #include "runtime/base/names.h"
-#include "transport/bootstrap/bootstrap_callback.h"
+#include "transport/bootstrap/rendezvous_names.h"
 
 namespace epx {
 namespace {
@@ -13,7 +13,7 @@ namespace {
 using namespace std::chrono_literals;
 
 Letter rejection(const Party& party, int rank, const std::string& nonce, const std::string& sentence) {
-  return {LetterKind::kReject, rank, party.num_ranks, EPX_ERROR_MISMATCH, nonce, sentence};
+  return {LetterKind::kReject, rank, party.num_ranks, EPX_ERROR_MISMATCH, nonce, sentence, {}};
 }
 
 std::string claimed_twice(const Party& party, int rank, int other_num_ranks) {
@@ -42,7 +42,7 @@ Claim::~Claim() {
 
 void Claim::say_hello() {
   write_letter(directory_, hello_name(party_.rank),
-               {LetterKind::kHello, party_.rank, party_.num_ranks, EPX_SUCCESS, party_.nonce, ""});
+               {LetterKind::kHello, party_.rank, party_.num_ranks, EPX_SUCCESS, party_.nonce, "", {}});
 }
 
 void Claim::check() {
@@ -123,7 +123,7 @@ void Reception::serve_guest(int rank, const RendezvousDirectory::Names& names) {
   if (guest.state == State::kAbsent) {
     if (hello->num_ranks != party_.num_ranks) return meet_stranger(rank, *hello);
     write_letter(directory_, welcome_name(rank, hello->nonce),
-                 {LetterKind::kWelcome, rank, party_.num_ranks, EPX_SUCCESS, session_, ""});
+                 {LetterKind::kWelcome, rank, party_.num_ranks, EPX_SUCCESS, session_, "", {}});
     guest = {State::kWelcomed, hello->nonce};
   } else if (guest.state == State::kJoined && hello->nonce != guest.nonce) {
     reject(rank, *hello, claimed_twice(party_, rank, hello->num_ranks));
@@ -167,11 +167,11 @@ void Reception::close() noexcept {
   strangers_.clear();
 }
 
-// Clears away a hello that nobody stood behind. A rank that was only slow writes it again.
+// Clears away a hello that nobody stood behind. A rank that was only slow writes it again. What another host wrote stays.
 void Reception::forget_hello(int rank, const std::string& nonce) const noexcept {
   try {
     const std::optional<Letter> hello = read_letter(directory_, hello_name(rank), LetterKind::kHello);
-    if (hello && hello->nonce == nonce) directory_.remove(hello_name(rank));
+    if (hello && hello->nonce == nonce && hello->origin == directory_.origin()) directory_.remove(hello_name(rank));
   } catch (...) { // it stays, and is still nobody's
   }
 }

@@ -1,5 +1,7 @@
 #include "transport/bootstrap/rendezvous_directory.h"
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdint>
 #include <memory>
@@ -8,33 +10,20 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include "runtime/base/error.h"
+#include "transport/bootstrap/file_letters.h"
+#include "transport/bootstrap/rendezvous_names.h"
 
 namespace epx {
 namespace {
 
-// How often a writer creates the directory anew after a rank that leaves has removed it in between.
+// How often a writer begins anew after a rank that leaves has removed the directory in between.
 constexpr int kMaxAttempts = 1000;
-
-class FileDescriptor {
-public:
-  explicit FileDescriptor(int fd) : fd_(fd) {}
-  ~FileDescriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  FileDescriptor(const FileDescriptor&) = delete;
-  FileDescriptor& operator=(const FileDescriptor&) = delete;
-
-  explicit operator bool() const { return fd_ >= 0; }
-  int get() const { return fd_; }
-  int close() { return ::close(std::exchange(fd_, -1)); } // file systems may report a failed write only here
-
-private:
-  int fd_;
-};
 
 std::string words(int error) {
   return std::generic_category().message(error);
@@ -44,8 +33,29 @@ std::string words(int error) {
   fail(EPX_ERROR_SYSTEM, "file rendezvous: cannot {} '{}': {}", what, path, words(error));
 }
 
-int open_directory(const std::string& path) {
-  return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+// Removed, on this machine or, while this one looked, on another.
+bool is_gone(int error) {
+  return error == ENOENT || error == ESTALE;
+}
+
+bool is_same(const struct stat& a, const struct stat& b) {
+  return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+}
+
+FileDescriptor open_directory(int parent, const std::string& name) {
+  return FileDescriptor(::openat(parent, name.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+}
+
+FileDescriptor open_to_read(int directory, const std::string& name) {
+  return FileDescriptor(::openat(directory, name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+}
+
+// Why a rank cannot have written such a file; "" when it can.
+std::string why_foreign(const struct stat& info) {
+  if (!S_ISREG(info.st_mode)) return "which is not a plain file";
+  if (info.st_uid != ::geteuid()) return fmt::format("which belongs to user {}", info.st_uid);
+  if (info.st_nlink > 1) return "which has another name elsewhere";
+  return "";
 }
 
 // 0 or an errno.
@@ -59,123 +69,240 @@ int write_all(int fd, std::string_view content) {
   return 0;
 }
 
-} // namespace
-
-RendezvousDirectory::RendezvousDirectory(const std::string& parent, const std::string& job_id, std::string writer)
-    : parent_(parent), path_(parent + "/epx-" + job_id), writer_(std::move(writer)) {
-  create();
+// Up to content.size() bytes, fewer at the end of the file. 0 or an errno.
+int read_all(int fd, std::string& content) {
+  size_t have = 0;
+  while (have < content.size()) {
+    const ssize_t got = ::read(fd, content.data() + have, content.size() - have);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return errno;
+    if (got == 0) break;
+    have += static_cast<size_t>(got);
+  }
+  content.resize(have);
+  return 0;
 }
 
-void RendezvousDirectory::create() const {
+// Takes the descriptor. Nothing when the directory has been removed; errno says what else went wrong.
+std::optional<RendezvousDirectory::Names> names_in(FileDescriptor directory) {
+  const std::unique_ptr<DIR, int (*)(DIR*)> stream(::fdopendir(directory.get()), ::closedir);
+  if (stream == nullptr) return std::nullopt;
+  directory.release(); // the stream closes it
+  RendezvousDirectory::Names names;
+  while (const dirent* entry = ::readdir(stream.get())) {
+    const std::string_view name = entry->d_name;
+    if (name != "." && name != "..") names.emplace(name);
+  }
+  return names;
+}
+
+// What somebody else has put into the directory under this name, and why it cannot be a rank's; "" when it can.
+std::string why_foreign(int directory, const std::string& name) {
+  if (name.starts_with(".nfs")) return ""; // a network file system's, for a file that was removed while it was open
+  struct stat info {};
+  if (::fstatat(directory, name.c_str(), &info, AT_SYMLINK_NOFOLLOW) != 0)
+    return is_gone(errno) ? "" : fmt::format("which cannot be examined: {}", words(errno));
+  if (!is_rendezvous_name(name)) return "which epx did not write";
+  if (std::string why = why_foreign(info); !why.empty()) return why;
+  const FileDescriptor in = open_to_read(directory, name);
+  if (!in) return is_gone(errno) ? "" : fmt::format("which cannot be read: {}", words(errno));
+  std::string start(kMagicBytes, '\0');
+  if (const int error = read_all(in.get(), start); error != 0)
+    return is_gone(error) ? "" : fmt::format("which cannot be read: {}", words(error));
+  return begins_like_letter(start) ? "" : "which epx did not write";
+}
+
+} // namespace
+
+RendezvousDirectory::RendezvousDirectory(const std::string& parent, const std::string& job_id, std::string nonce)
+    : parent_path_(parent), name_("epx-" + job_id), path_(parent + "/" + name_), nonce_(std::move(nonce)),
+      origin_(this_process_origin()), parent_(::open(parent.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC)) {
+  if (!parent_)
+    fail(EPX_ERROR_SYSTEM, "file rendezvous: cannot create '{}': {}; the directory '{}' must exist and be writable", path_,
+         words(errno), parent_path_);
+  enter();
+}
+
+void RendezvousDirectory::enter() {
   for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
-    if (::mkdir(path_.c_str(), 0700) != 0 && errno != EEXIST)
+    if (::mkdirat(parent_.get(), name_.c_str(), 0700) != 0 && errno != EEXIST)
       fail(EPX_ERROR_SYSTEM, "file rendezvous: cannot create '{}': {}; the directory '{}' must exist and be writable",
-           path_, words(errno), parent_);
-    // Whoever else can write to the parent may have put something here that others can read, or that leads elsewhere.
-    const FileDescriptor directory(open_directory(path_));
-    if (!directory && errno == ENOENT) continue; // a rank that leaves has just removed it
+           path_, words(errno), parent_path_);
+    FileDescriptor directory = open_directory(parent_.get(), name_);
+    if (!directory && is_gone(errno)) continue; // a rank that leaves has just removed it
     if (!directory) fail_on("open as a directory", path_, errno);
-    struct stat info {};
-    if (::fstat(directory.get(), &info) != 0) fail_on("examine", path_, errno);
-    if (info.st_uid != ::geteuid())
-      fail(EPX_ERROR_SYSTEM, "file rendezvous: '{}' belongs to user {}, and this rank runs as user {}", path_, info.st_uid,
-           ::geteuid());
-    if ((info.st_mode & 0777) != 0700 && ::fchmod(directory.get(), 0700) != 0) fail_on("set mode 0700 of", path_, errno);
+    examine(directory);
+    directory_ = std::move(directory);
     return;
   }
   fail(EPX_ERROR_SYSTEM, "file rendezvous: '{}' is removed as often as it is created", path_);
+}
+
+// Whoever else can write to the parent may have put something there that others can read, or that is not epx's.
+void RendezvousDirectory::examine(const FileDescriptor& directory) const {
+  struct stat info {};
+  if (::fstat(directory.get(), &info) != 0) fail_on("examine", path_, errno);
+  if (info.st_uid != ::geteuid())
+    fail(EPX_ERROR_SYSTEM, "file rendezvous: '{}' belongs to user {}, and this rank runs as user {}", path_, info.st_uid,
+         ::geteuid());
+  if ((info.st_mode & 0777) != 0700)
+    fail(EPX_ERROR_SYSTEM, "file rendezvous: '{}' has mode {:04o}; epx uses only a directory of mode 0700, as it makes it",
+         path_, info.st_mode & 07777);
+  // A description of its own, since reading it moves on.
+  FileDescriptor to_list(::openat(directory.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  const std::optional<Names> names = to_list ? names_in(std::move(to_list)) : std::nullopt;
+  if (!names && is_gone(errno)) return; // removed because it was empty
+  if (!names) fail_on("list", path_, errno);
+  for (const std::string& name : *names)
+    if (const std::string why = why_foreign(directory.get(), name); !why.empty())
+      fail(EPX_ERROR_SYSTEM,
+           "file rendezvous: '{}' holds '{}', {}; epx uses only a directory that holds nothing but its own files", path_,
+           name, why);
+}
+
+// Opens the directory that has the name now, and goes over to it if it is another one. Nothing when it has been removed.
+FileDescriptor RendezvousDirectory::look() {
+  FileDescriptor now = open_directory(parent_.get(), name_);
+  if (!now) {
+    const int error = errno;
+    // Its place has been taken by something else.
+    if (error == ENOTDIR || error == ELOOP) fail_on("open as a directory", path_, error);
+    errno = error;
+    return now;
+  }
+  struct stat held {};
+  struct stat found {};
+  if (::fstat(directory_.get(), &held) == 0 && ::fstat(now.get(), &found) == 0 && is_same(held, found)) return now;
+  examine(now);
+  FileDescriptor again(::openat(now.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (again) directory_ = std::move(again);
+  return now;
 }
 
 std::string RendezvousDirectory::file(std::string_view name) const {
   return fmt::format("{}/{}", path_, name);
 }
 
-void RendezvousDirectory::write(std::string_view name, std::string_view content) {
-  const std::string final_path = file(name);
-  const std::string path = file(fmt::format("tmp.{}.{}", writer_, num_written_++));
+FileDescriptor RendezvousDirectory::create(std::string_view name, std::string_view content, bool locked) {
+  const std::string final_name(name);
+  const std::string temporary = temporary_name(origin_.hash(), nonce_, num_written_++);
   for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
-    FileDescriptor out(::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
-    if (!out && errno == ENOENT) {
-      create(); // a rank that left has removed the directory, which was empty
+    FileDescriptor out(
+        ::openat(directory_.get(), temporary.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+    if (!out && is_gone(errno)) {
+      enter(); // a rank that left has removed the directory, which was empty
       continue;
     }
-    if (!out) fail_on("create", path, errno);
-    int error = write_all(out.get(), content);
-    if (out.close() != 0 && error == 0) error = errno;
-    if (error == 0 && ::rename(path.c_str(), final_path.c_str()) != 0) error = errno;
-    if (error == 0) return;
-    ::unlink(path.c_str());
-    fail_on("write", final_path, error);
+    if (!out) fail_on("create", file(temporary), errno);
+    int error = 0;
+    if (locked && ::flock(out.get(), LOCK_EX | LOCK_NB) != 0 && has_reliable_locks()) error = errno;
+    if (error == 0) error = write_all(out.get(), content);
+    if (!locked && out.close() != 0 && error == 0) error = errno;
+    if (error == 0 && ::renameat(directory_.get(), temporary.c_str(), directory_.get(), final_name.c_str()) == 0)
+      return out;
+    if (error == 0 && is_gone(errno)) continue; // cleared away with the files of a dead job
+    if (error == 0) error = errno;
+    ::unlinkat(directory_.get(), temporary.c_str(), 0);
+    fail_on("write", file(name), error);
   }
   fail(EPX_ERROR_SYSTEM, "file rendezvous: '{}' is removed as often as it is created", path_);
 }
 
+void RendezvousDirectory::write(std::string_view name, std::string_view content) {
+  create(name, content, false);
+}
+
+FileDescriptor RendezvousDirectory::write_locked(std::string_view name, std::string_view content) {
+  return create(name, content, true);
+}
+
 std::optional<std::string> RendezvousDirectory::read(std::string_view name, size_t max_bytes) const {
-  const std::string path = file(name);
-  const FileDescriptor in(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
-  // ESTALE: removed on another machine while this one looked; ELOOP: a link, which no rank leaves.
-  if (!in && (errno == ENOENT || errno == ESTALE || errno == ELOOP || errno == ENXIO)) return std::nullopt;
-  if (!in) fail_on("open", path, errno);
+  return read_checked(name, max_bytes, true);
+}
+
+std::optional<std::string> RendezvousDirectory::read_start(std::string_view name, size_t bytes) const {
+  return read_checked(name, bytes, false);
+}
+
+std::optional<std::string> RendezvousDirectory::read_checked(std::string_view name, size_t max_bytes, bool whole) const {
+  const FileDescriptor in = open_to_read(directory_.get(), std::string(name));
+  // ELOOP: a link, which no rank leaves; ENXIO: a FIFO or a socket.
+  if (!in && (is_gone(errno) || errno == ELOOP || errno == ENXIO)) return std::nullopt;
+  if (!in) fail_on("open", file(name), errno);
   struct stat info {};
   if (::fstat(in.get(), &info) != 0) {
-    if (errno == ESTALE) return std::nullopt;
-    fail_on("examine", path, errno);
+    if (is_gone(errno)) return std::nullopt;
+    fail_on("examine", file(name), errno);
   }
-  if (!S_ISREG(info.st_mode) || static_cast<uint64_t>(info.st_size) > max_bytes) return std::nullopt;
-  std::string content(static_cast<size_t>(info.st_size), '\0');
-  size_t have = 0;
-  while (have < content.size()) {
-    const ssize_t got = ::read(in.get(), content.data() + have, content.size() - have);
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0 && errno == ESTALE) return std::nullopt;
-    if (got < 0) fail_on("read", path, errno);
-    if (got == 0) break;
-    have += static_cast<size_t>(got);
-  }
-  content.resize(have);
+  if (!why_foreign(info).empty()) return std::nullopt;
+  const auto size = static_cast<uint64_t>(info.st_size);
+  if (whole && size > max_bytes) return std::nullopt;
+  std::string content(static_cast<size_t>(std::min<uint64_t>(size, max_bytes)), '\0');
+  const int error = read_all(in.get(), content);
+  if (is_gone(error)) return std::nullopt;
+  if (error != 0) fail_on("read", file(name), error);
   return content;
 }
 
 bool RendezvousDirectory::remove(std::string_view name) const noexcept {
   try {
-    return ::unlink(file(name).c_str()) == 0;
+    return ::unlinkat(directory_.get(), std::string(name).c_str(), 0) == 0;
   } catch (...) {
     return false;
   }
 }
 
-RendezvousDirectory::Names RendezvousDirectory::list() const {
-  Names names;
-  const std::unique_ptr<DIR, int (*)(DIR*)> directory(::opendir(path_.c_str()), ::closedir);
-  if (directory == nullptr) {
-    if (errno == ENOENT || errno == ESTALE) return names; // removed because it was empty
-    fail_on("list", path_, errno);
-  }
-  while (const dirent* entry = ::readdir(directory.get()))
-    names.insert(entry->d_name);
-  return names;
+RendezvousDirectory::Names RendezvousDirectory::list() {
+  FileDescriptor now = look();
+  std::optional<Names> names = now ? names_in(std::move(now)) : std::nullopt;
+  if (!names && !is_gone(errno)) fail_on("list", path_, errno);
+  return names ? *std::move(names) : Names{};
 }
 
-void RendezvousDirectory::refresh() const noexcept {
-  const FileDescriptor opened(open_directory(path_));
+bool RendezvousDirectory::contains(std::string_view name) const {
+  struct stat info {};
+  return ::fstatat(directory_.get(), std::string(name).c_str(), &info, AT_SYMLINK_NOFOLLOW) == 0 || !is_gone(errno);
 }
 
-void RendezvousDirectory::remove_older_than(std::string_view reference, std::chrono::seconds age) const noexcept {
-  try {
-    struct stat now {};
-    if (::stat(file(reference).c_str(), &now) != 0) return;
-    for (const std::string& name : list()) {
-      const std::string path = file(name);
-      struct stat info {};
-      if (::lstat(path.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) continue;
-      if (now.st_mtime - info.st_mtime >= age.count()) ::unlink(path.c_str());
-    }
-  } catch (...) { // leftovers do no harm
-  }
+void RendezvousDirectory::refresh() {
+  look();
 }
 
-void RendezvousDirectory::leave() const noexcept {
-  ::rmdir(path_.c_str());
+bool RendezvousDirectory::has_reliable_locks() const {
+  // From linux/magic.h, and ZFS and F2FS, which are not all in the one of older systems.
+  constexpr std::array<uint64_t, 8> kLocal = {0xef53,     /* ext2, ext3, ext4 */
+                                              0x58465342, /* XFS */
+                                              0x9123683e, /* Btrfs */
+                                              0x01021994, /* tmpfs */
+                                              0x858458f6, /* ramfs */
+                                              0x794c7630, /* overlayfs */
+                                              0x2fc12fc1, /* ZFS */
+                                              0xf2f52010 /* F2FS */};
+  struct statfs info {};
+  if (::fstatfs(directory_.get(), &info) != 0) return false;
+  return std::find(kLocal.begin(), kLocal.end(), static_cast<uint64_t>(info.f_type)) != kLocal.end();
+}
+
+bool RendezvousDirectory::may_be_locked(std::string_view name) const {
+  const FileDescriptor in = open_to_read(directory_.get(), std::string(name));
+  if (!in) return !is_gone(errno);
+  // A shared lock, so that two that ask at the same time do not take each other for the holder.
+  return ::flock(in.get(), LOCK_SH | LOCK_NB) != 0;
+}
+
+std::optional<int64_t> RendezvousDirectory::last_written(std::string_view name) const {
+  struct stat info {};
+  if (::fstatat(directory_.get(), std::string(name).c_str(), &info, AT_SYMLINK_NOFOLLOW) != 0) return std::nullopt;
+  return info.st_mtime;
+}
+
+// Only the directory that this one holds: what else may have got the name is not epx's to remove.
+bool RendezvousDirectory::leave() const noexcept {
+  struct stat held {};
+  struct stat found {};
+  if (::fstat(directory_.get(), &held) != 0) return false;
+  if (::fstatat(parent_.get(), name_.c_str(), &found, AT_SYMLINK_NOFOLLOW) != 0) return errno == ENOENT;
+  return is_same(held, found) && ::unlinkat(parent_.get(), name_.c_str(), AT_REMOVEDIR) == 0;
 }
 
 } // namespace epx

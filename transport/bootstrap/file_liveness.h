@@ -1,0 +1,41 @@
+// Who lives in a rendezvous directory, and what the dead have left there.
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "transport/bootstrap/rendezvous_directory.h"
+#include "transport/file_descriptor.h"
+
+namespace epx {
+
+// This process's mark, from before its first other file until after its last: alive.<rank>.<nonce>, locked. The lock ends with
+// the process, however it ends (and with those that it forked and that outlive it).
+class AliveFile {
+public:
+  AliveFile(RendezvousDirectory& directory, int rank, int num_ranks, const std::string& nonce);
+  ~AliveFile() { directory_.remove(name_); }
+  AliveFile(const AliveFile&) = delete;
+  AliveFile& operator=(const AliveFile&) = delete;
+
+  const std::string& name() const { return name_; }
+
+  // Makes it again if somebody has cleared it away.
+  void keep();
+
+private:
+  RendezvousDirectory& directory_;
+  std::string name_;
+  std::string content_;
+  FileDescriptor lock_;
+};
+
+// Removes the files of dead jobs that this process's host, PID namespace and user wrote, if it is certain that nobody uses the
+// directory any more: the file system is local, and of every alive file the lock is free and the writer was of this origin.
+void remove_files_of_dead_jobs(RendezvousDirectory& directory) noexcept;
+
+// Removes what such processes wrote `age` or longer before `reference` was written, for directories where that is not certain;
+// but no alive file that is locked.
+void remove_old_files(RendezvousDirectory& directory, const std::string& reference, std::chrono::seconds age) noexcept;
+
+} // namespace epx
