@@ -176,7 +176,8 @@ typedef struct epx_bootstrap {
 /* Ranks meet through files below `directory` (local or shared between the machines; it must exist and be writable).
  *   job_id      1 to 64 characters of [A-Za-z0-9._-]: ranks with the same one meet; jobs with different ones may share the
  *               directory at the same time. What a dead job of the same name left behind is never taken for a live rank.
- *   timeout_ms  > 0: the longest that any one step waits for the other ranks.
+ *   timeout_ms  > 0: the longest that any one step waits for the other ranks. It fails on each rank within 100 ms + 10 % after
+ *               its own timeout_ms, on a machine and a file system that do not stall for longer than 20 ms.
  * Returns once all ranks have come. Files have mode 0600 in a subdirectory epx-<job_id> of mode 0700; all of them are gone when
  * the last rank has freed its bootstrap. Release with epx_bootstrap_free.
  * A subdirectory that another user owns, that has another mode, or that holds anything but this user's files of such a meeting
@@ -185,8 +186,8 @@ typedef struct epx_bootstrap {
  * provided that this is the same host, boot, PID namespace and user, and either the file system is local and no process of the
  * job lives any more, or the files are older than 10 minutes and 2 * timeout_ms. Leftovers of others stay where they are.
  * Errors: INVALID_ARGUMENT; SYSTEM (directory missing or not writable; a subdirectory that is refused: the message names it and
- * the first entry that is not epx's); TIMEOUT (the message lists the ranks that never
- * came); MISMATCH (two processes claim one rank, or ranks disagree on num_ranks). */
+ * the first entry that is not epx's); TIMEOUT (the message lists the ranks that never came; rank 0, which collects what the
+ * others send, where it has died); MISMATCH (two processes claim one rank, or ranks disagree on num_ranks). */
 EPX_API epx_status epx_bootstrap_file(const char* directory, const char* job_id, int32_t rank, int32_t num_ranks,
                                       int64_t timeout_ms, epx_bootstrap* bootstrap);
 

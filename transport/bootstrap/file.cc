@@ -26,18 +26,26 @@ using std::chrono::milliseconds;
 
 constexpr auto kFirstSleep = 200us;
 constexpr auto kLongestSleep = 5ms;
-constexpr auto kAnswerTime = 2s;    // from rank 0 taking the parts to its answer
-constexpr auto kLingerTime = 250ms; // for bad news to be read before it is cleared away
 
-// Rank 0's verdict on who is missing should come before the others lose patience.
-milliseconds grace_for(milliseconds timeout) {
-  return std::min<milliseconds>(timeout / 2, 250ms);
+// epx.h promises that a rank returns within 100 ms + 10 % after its deadline. It waits this long for the verdict of rank 0, which
+// comes at once from one that lives, and a third longer when rank 0 is known to be at it; the rest is left to the machine.
+milliseconds answer_time(milliseconds timeout) {
+  return std::min<milliseconds>(60ms + timeout * 6 / 100, 2s);
+}
+
+// How long rank 0 waits for bad news to be read before it clears it away.
+milliseconds linger_time(milliseconds timeout) {
+  return std::min<milliseconds>(40ms + timeout / 25, 250ms);
 }
 
 // No file of a live job is as old as this: each wait for one ends earlier, as long as jobs of the same id are run alike.
 std::chrono::seconds leftover_age(milliseconds timeout) {
   constexpr milliseconds kLongest = 365 * 24h; // doubles without overflow
   return std::max<std::chrono::seconds>(10min, std::chrono::ceil<std::chrono::seconds>(2 * std::min(timeout, kLongest)));
+}
+
+std::string who_waited(int rank, const Deadline& deadline) {
+  return fmt::format("rank {} waited {} ms for the others to come", rank, deadline.timeout().count());
 }
 
 // One rank's end of a session: a row of all-gathers in which rank 0 collects and answers. The first is the meeting itself.
@@ -58,14 +66,17 @@ private:
   std::string run_round(const std::string& mine, milliseconds timeout);
   std::string lead(const std::string& mine, const Deadline& deadline, Reception* reception);
   void wait_for_parts(const Deadline& deadline, Reception* reception, std::vector<Part>& parts);
+  void look_for_quitters(const RendezvousDirectory::Names& names, std::vector<Part>& parts);
   std::string take_parts(const std::string& mine, std::vector<Part>& parts);
   void answer(int rank, epx_status status, const std::string& body);
   void report_failure(const Error& error, const Reception* reception, std::vector<Part>& parts);
-  [[noreturn]] void fail_incomplete(const Deadline* deadline, const std::vector<Part>& parts) const;
+  [[noreturn]] void fail_too_late(const std::string& who_waited, const std::vector<Part>& parts) const;
+  [[noreturn]] void fail_incomplete(const std::vector<Part>& parts) const;
   std::string follow(const std::string& mine, const Deadline& deadline);
   std::optional<Letter> take_answer() const;
   std::string open_answer(const Letter& letter, size_t expected_bytes) const;
-  void give_up(const Error& error);
+  std::optional<Letter> wait_for_answer(const Deadline& deadline);
+  std::string why_no_answer(bool rank_0_has_come) const;
   void hand_in(const std::string& mine);
   bool is_mine(const Letter& letter, int rank) const { return letter.nonce == session_ && letter.rank == rank; }
 
@@ -79,22 +90,24 @@ private:
 
   Party party_;
   RendezvousDirectory directory_;
+  Attendance attendance_;
   std::optional<AliveFile> alive_; // unless this rank is alone
   std::string session_;
   uint64_t round_ = 0;
+  milliseconds linger_time_{0};   // for `to_read_`
   std::optional<Error> failure_;  // of an earlier round; the ranks are no longer in step
   std::set<std::string> to_read_; // files for other ranks that may never be read
 };
 
 FileSession::FileSession(const std::string& directory, Party party)
-    : party_(std::move(party)), directory_(directory, party_.job_id, party_.nonce) {
+    : party_(std::move(party)), directory_(directory, party_.job_id, party_.nonce), attendance_(directory_) {
   remove_files_of_dead_jobs(directory_);
 }
 
 FileSession::~FileSession() {
   try {
     if (failure_ && !to_read_.empty()) {
-      const Deadline deadline(kLingerTime);
+      const Deadline deadline(linger_time_);
       for (PollingPace pace(kFirstSleep, kLongestSleep); !deadline.passed(); pace.sleep(deadline)) {
         const RendezvousDirectory::Names names = directory_.list();
         if (std::none_of(to_read_.begin(), to_read_.end(), [&](const auto& file) { return names.contains(file); })) break;
@@ -119,6 +132,7 @@ FileSession::~FileSession() {
 void FileSession::meet(milliseconds timeout) {
   if (party_.num_ranks == 1) return;
   const Deadline deadline(timeout);
+  linger_time_ = linger_time(timeout);
   try {
     alive_.emplace(directory_, party_.rank, party_.num_ranks, party_.nonce);
     if (party_.rank == 0) {
@@ -126,9 +140,8 @@ void FileSession::meet(milliseconds timeout) {
       Reception reception(directory_, party_, session_);
       lead("", deadline, &reception);
     } else {
-      const Deadline patient = deadline.with_grace(grace_for(timeout));
-      session_ = join(directory_, party_, patient);
-      follow("", patient);
+      session_ = join(directory_, party_, deadline, attendance_);
+      follow("", deadline);
     }
     remove_old_files(directory_, alive_->name(), leftover_age(timeout));
   } catch (const Error& error) {
@@ -143,6 +156,7 @@ void FileSession::all_gather(const void* send, void* recv, size_t bytes_per_rank
   if (bytes_per_rank > 0 && (send == nullptr || recv == nullptr))
     fail(EPX_ERROR_INVALID_ARGUMENT, "send or recv is NULL, and bytes_per_rank is {}", bytes_per_rank);
   if (failure_) throw Error(*failure_);
+  linger_time_ = linger_time(timeout);
   const std::string mine(static_cast<const char*>(send), bytes_per_rank);
   std::string all;
   try {
@@ -163,7 +177,7 @@ std::string FileSession::run_round(const std::string& mine, milliseconds timeout
   if (party_.num_ranks == 1) return mine;
   alive_->keep();
   if (party_.rank == 0) return lead(mine, deadline, nullptr);
-  return follow(mine, deadline.with_grace(grace_for(timeout)));
+  return follow(mine, deadline);
 }
 
 void FileSession::hand_in(const std::string& mine) {
@@ -209,23 +223,40 @@ void FileSession::wait_for_parts(const Deadline& deadline, Reception* reception,
       else if (part == Part::kPresent)
         part = Part::kGone;
     }
-    // A rank that has given up fails the round for all: better now than at the deadline.
-    for (int rank = 1; rank < party_.num_ranks; ++rank) {
-      if (!names.contains(quit_file(rank))) continue;
-      const std::optional<Letter> reason = read_letter(directory_, quit_file(rank), LetterKind::kQuit);
-      if (!reason || reason->status == EPX_SUCCESS || !directory_.remove(quit_file(rank))) continue;
-      parts[static_cast<size_t>(rank)] = Part::kGone;
-      throw Error(reason->status, reason->body);
-    }
-    if (std::find(parts.begin(), parts.end(), Part::kGone) != parts.end()) fail_incomplete(nullptr, parts);
+    if (std::find(parts.begin(), parts.end(), Part::kGone) != parts.end()) fail_incomplete(parts);
     if (std::find(parts.begin(), parts.end(), Part::kAbsent) == parts.end()) return;
+    look_for_quitters(names, parts);
     if (reception != nullptr) reception->serve(names);
-    if (last_look) fail_incomplete(&deadline, parts);
+    if (last_look) fail_too_late(who_waited(0, deadline), parts);
   }
 }
 
-// Names who never came, not who lost patience with them. `deadline`: the one that has passed, if it was that.
-void FileSession::fail_incomplete(const Deadline* deadline, const std::vector<Part>& parts) const {
+// A rank whose time is up fails the round for all: better now than at the deadline of rank 0.
+void FileSession::look_for_quitters(const RendezvousDirectory::Names& names, std::vector<Part>& parts) {
+  for (int rank = 1; rank < party_.num_ranks; ++rank) {
+    if (!names.contains(quit_file(rank))) continue;
+    const std::optional<Letter> quit = read_letter(directory_, quit_file(rank), LetterKind::kQuit);
+    if (!quit || quit->status == EPX_SUCCESS || !is_mine(*quit, rank)) continue;
+    // It waits for the verdict of rank 0 still, and that knows best who is missing.
+    if (parts[static_cast<size_t>(rank)] == Part::kPresent)
+      fail_too_late(quit->body.substr(0, quit->body.find(';')), parts);
+    // It had left when rank 0 came.
+    if (!directory_.remove(quit_file(rank))) continue;
+    parts[static_cast<size_t>(rank)] = Part::kGone;
+    throw Error(quit->status, fmt::format("{}: {}", what(), quit->body));
+  }
+}
+
+// Names who never came, not who lost patience with them.
+void FileSession::fail_too_late(const std::string& who_waited, const std::vector<Part>& parts) const {
+  std::vector<int> missing;
+  for (int rank = 0; rank < party_.num_ranks; ++rank)
+    if (parts[static_cast<size_t>(rank)] == Part::kAbsent) missing.push_back(rank);
+  fail(EPX_ERROR_TIMEOUT, "{}: {}; {} of {} never came", what(), who_waited, name_ranks(missing), party_.num_ranks);
+}
+
+// The part of a rank has gone, since rank 0 was not quick enough for it.
+void FileSession::fail_incomplete(const std::vector<Part>& parts) const {
   std::vector<int> missing;
   std::vector<int> gone;
   for (int rank = 0; rank < party_.num_ranks; ++rank) {
@@ -233,12 +264,9 @@ void FileSession::fail_incomplete(const Deadline* deadline, const std::vector<Pa
     if (part == Part::kAbsent) missing.push_back(rank);
     if (part == Part::kGone) gone.push_back(rank);
   }
-  if (deadline != nullptr)
-    fail(EPX_ERROR_TIMEOUT, "{}: rank 0 waited {} ms for the others to come; {} of {} never came", what(),
-         deadline->timeout().count(), name_ranks(missing), party_.num_ranks);
   if (missing.empty()) fail(EPX_ERROR_TIMEOUT, "{}: {} gave up too soon", what(), name_ranks(gone));
-  fail(EPX_ERROR_TIMEOUT, "{}: {} of {} had not come when {} gave up waiting", what(), name_ranks(missing),
-       party_.num_ranks, name_ranks(gone));
+  fail(EPX_ERROR_TIMEOUT, "{}: {} gave up waiting; {} of {} never came", what(), name_ranks(gone), name_ranks(missing),
+       party_.num_ranks);
 }
 
 std::string FileSession::take_parts(const std::string& mine, std::vector<Part>& parts) {
@@ -253,7 +281,7 @@ std::string FileSession::take_parts(const std::string& mine, std::vector<Part>& 
     if (taken && (!letter || !is_mine(*letter, rank)))
       fail(EPX_ERROR_SYSTEM, "{}: the file of rank {} is damaged", what(), rank);
   }
-  if (std::find(parts.begin(), parts.end(), Part::kGone) != parts.end()) fail_incomplete(nullptr, parts);
+  if (std::find(parts.begin(), parts.end(), Part::kGone) != parts.end()) fail_incomplete(parts);
   std::string all;
   for (int rank = 0; rank < party_.num_ranks; ++rank) {
     const std::string& body = bodies[static_cast<size_t>(rank)];
@@ -297,15 +325,15 @@ std::optional<Letter> FileSession::take_answer() const {
 
 std::string FileSession::follow(const std::string& mine, const Deadline& deadline) {
   const size_t answer_bytes = mine.size() * static_cast<size_t>(party_.num_ranks);
-  std::vector<bool> seen(static_cast<size_t>(party_.num_ranks), false);
+  bool rank_0_has_come = round_ == 0; // it has let this rank in
   hand_in(mine);
   Every look_around(50ms);
   for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
     const bool last_look = deadline.passed();
     if (look_around.due() || last_look) {
       const RendezvousDirectory::Names names = directory_.list();
-      for (int rank = 0; rank < party_.num_ranks; ++rank)
-        if (names.contains(in_file(rank))) seen[static_cast<size_t>(rank)] = true;
+      if (round_ == 0) attendance_.note(names);
+      if (names.contains(in_file(0))) rank_0_has_come = true;
     } else {
       directory_.refresh();
     }
@@ -313,39 +341,61 @@ std::string FileSession::follow(const std::string& mine, const Deadline& deadlin
     if (last_look) break;
   }
 
-  std::vector<int> missing;
-  for (int rank = 0; rank < party_.num_ranks; ++rank)
-    if (!seen[static_cast<size_t>(rank)]) missing.push_back(rank);
-  if (missing.empty()) missing.push_back(0); // all parts are there, and rank 0 has stopped
-  give_up(Error(EPX_ERROR_TIMEOUT,
-                fmt::format("{}: rank {} waited {} ms for the others to come; {} of {} never came", what(), party_.rank,
-                            deadline.timeout().count(), name_ranks(missing), party_.num_ranks)));
+  // Only rank 0 knows who has come to this round: where it lives it decides now. Where it does not it is the one to be named,
+  // whatever else is or is not there: who is waiting for it may be a round behind, or at the door.
+  const std::string waited = who_waited(party_.rank, deadline);
+  try {
+    write_letter(directory_, quit_file(party_.rank),
+                 {LetterKind::kQuit,
+                  party_.rank,
+                  party_.num_ranks,
+                  EPX_ERROR_TIMEOUT,
+                  session_,
+                  fmt::format("{}; {}", waited, why_no_answer(rank_0_has_come)),
+                  {}});
+  } catch (const Error&) { // rank 0 will see that the part is gone
+  }
+  const milliseconds answer = answer_time(deadline.timeout());
+  if (const std::optional<Letter> letter = wait_for_answer(deadline.with_grace(answer)))
+    return open_answer(*letter, answer_bytes);
+  if (directory_.remove(in_file(party_.rank))) {
+    if (round_ == 0)
+      directory_.remove(quit_file(party_.rank));
+    else
+      to_read_.insert(quit_file(party_.rank)); // for a rank 0 that comes yet
+    fail(EPX_ERROR_TIMEOUT, "{}: {}; {}", what(), waited, why_no_answer(rank_0_has_come));
+  }
 
   // Rank 0 has taken this rank's part at the last moment and is about to answer; only its death can prevent that.
-  const Deadline answer_deadline(kAnswerTime);
-  for (PollingPace pace(kFirstSleep, kLongestSleep); !answer_deadline.passed(); pace.sleep(answer_deadline)) {
-    directory_.refresh();
-    if (const std::optional<Letter> letter = take_answer()) return open_answer(*letter, answer_bytes);
-  }
+  if (const std::optional<Letter> letter = wait_for_answer(deadline.with_grace(answer * 4 / 3)))
+    return open_answer(*letter, answer_bytes);
+  directory_.remove(quit_file(party_.rank));
   fail(EPX_ERROR_TIMEOUT, "{}: rank 0 took the data of rank {} and never answered", what(), party_.rank);
 }
 
-// Throws `error`, unless rank 0 has this rank's part already: then the round is decided, one way or the other.
-void FileSession::give_up(const Error& error) {
-  try { // before the part goes, so that rank 0 never finds neither
-    write_letter(directory_, quit_file(party_.rank),
-                 {LetterKind::kQuit, party_.rank, party_.num_ranks, error.status(), session_, error.message(), {}});
-  } catch (const Error&) { // rank 0 will see that the part is gone
+std::optional<Letter> FileSession::wait_for_answer(const Deadline& deadline) {
+  for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
+    const bool last_look = deadline.passed();
+    directory_.refresh();
+    std::optional<Letter> letter = take_answer();
+    if (letter || last_look) return letter;
   }
-  if (directory_.remove(in_file(party_.rank))) {
-    to_read_.insert(quit_file(party_.rank));
-    throw Error(error);
-  }
-  directory_.remove(quit_file(party_.rank));
+}
+
+std::string FileSession::why_no_answer(bool rank_0_has_come) const {
+  std::vector<int> missing;
+  if (!rank_0_has_come) missing.push_back(0);
+  for (int rank = 1; rank < party_.num_ranks; ++rank) // in later rounds all have come once
+    if (round_ == 0 && rank != party_.rank && !attendance_.has_come(rank)) missing.push_back(rank);
+  std::string never_came = fmt::format("{} of {} never came", name_ranks(missing), party_.num_ranks);
+  if (!rank_0_has_come || (!missing.empty() && attendance_.lives(0))) return never_came; // a slow rank 0 is not to blame
+  const std::string silent = fmt::format("rank 0 of {} came and does not answer any more", party_.num_ranks);
+  return missing.empty() ? silent : silent + ", and " + never_came;
 }
 
 std::string FileSession::open_answer(const Letter& letter, size_t expected_bytes) const {
   directory_.remove(in_file(party_.rank)); // still there when rank 0 failed before it saw it
+  directory_.remove(quit_file(party_.rank));
   if (letter.status != EPX_SUCCESS) throw Error(letter.status, letter.body);
   if (letter.body.size() != expected_bytes)
     fail(EPX_ERROR_SYSTEM, "{}: rank 0 answered with {} bytes instead of {}", what(), letter.body.size(), expected_bytes);

@@ -37,6 +37,19 @@ void AliveFile::keep() {
   if (!directory_.contains(name_)) lock_ = directory_.write_locked(name_, content_);
 }
 
+void Attendance::note(const RendezvousDirectory::Names& names) {
+  for (const std::string& name : names) {
+    const std::optional<int> rank = rank_of_alive(name);
+    if (rank && known_.insert(name).second && !is_certainly_dead(directory_, name)) ranks_.insert(*rank);
+  }
+}
+
+bool Attendance::lives(int rank) const {
+  return directory_.has_reliable_locks() && std::any_of(known_.begin(), known_.end(), [&](const std::string& name) {
+           return rank_of_alive(name) == rank && is_of_this_origin(directory_, name) && directory_.may_be_locked(name);
+         });
+}
+
 void remove_files_of_dead_jobs(RendezvousDirectory& directory) noexcept {
   try {
     if (!directory.has_reliable_locks()) return;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <set>
 #include <string>
 
 #include "transport/bootstrap/rendezvous_directory.h"
@@ -28,6 +29,23 @@ private:
   std::string name_;
   std::string content_;
   FileDescriptor lock_;
+};
+
+// The ranks that have been seen in the directory, as far as they were not known to be dead then.
+class Attendance {
+public:
+  explicit Attendance(const RendezvousDirectory& directory) : directory_(directory) {}
+
+  void note(const RendezvousDirectory::Names& names);
+  bool has_come(int rank) const { return ranks_.contains(rank); }
+
+  // Whether a process that was seen as this rank is known to live now; false where nobody can tell.
+  bool lives(int rank) const;
+
+private:
+  const RendezvousDirectory& directory_;
+  RendezvousDirectory::Names known_;
+  std::set<int> ranks_;
 };
 
 // Removes the files of dead jobs that this process's host, PID namespace and user wrote, if it is certain that nobody uses the

@@ -5,6 +5,7 @@
 
 #include "runtime/base/error.h"
 #include "runtime/base/names.h"
+#include "transport/bootstrap/file_liveness.h"
 #include "transport/bootstrap/rendezvous_names.h"
 
 namespace epx {
@@ -61,16 +62,14 @@ void Claim::check() {
 
 // ---- join ---------------------------------------------------------------------------------------------------------------
 
-std::string join(RendezvousDirectory& directory, const Party& party, const Deadline& deadline) {
+std::string join(RendezvousDirectory& directory, const Party& party, const Deadline& deadline, Attendance& attendance) {
   const std::string welcome_file = welcome_name(party.rank, party.nonce);
   Claim claim(directory, party);
-  std::set<int> seen;
   Every look_around(50ms);
   for (PollingPace pace(200us, 5ms);; pace.sleep(deadline)) {
     const bool last_look = deadline.passed();
     if (look_around.due() || last_look) {
-      for (const std::string& name : directory.list())
-        if (const std::optional<int> rank = rank_of_hello(name)) seen.insert(*rank);
+      attendance.note(directory.list());
     } else {
       directory.refresh();
     }
@@ -80,9 +79,9 @@ std::string join(RendezvousDirectory& directory, const Party& party, const Deadl
     if (welcome && directory.remove(welcome_file)) return welcome->nonce;
     if (last_look) break;
   }
-  std::vector<int> missing{0}; // whatever a dead job's hello.0 says
+  std::vector<int> missing{0}; // a live one would have let this rank in
   for (int rank = 1; rank < party.num_ranks; ++rank)
-    if (!seen.contains(rank)) missing.push_back(rank);
+    if (rank != party.rank && !attendance.has_come(rank)) missing.push_back(rank);
   fail(EPX_ERROR_TIMEOUT, "job '{}': rank {} waited {} ms for the others to come; {} of {} never came", party.job_id,
        party.rank, deadline.timeout().count(), name_ranks(missing), party.num_ranks);
 }

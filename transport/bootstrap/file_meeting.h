@@ -8,6 +8,7 @@
 
 #include "runtime/base/deadline.h"
 #include "transport/bootstrap/file_letters.h"
+#include "transport/bootstrap/file_liveness.h"
 #include "transport/bootstrap/rendezvous_directory.h"
 
 namespace epx {
@@ -38,8 +39,8 @@ private:
   const Party& party_;
 };
 
-// Every rank but 0: waits until rank 0 has let this one in, and returns the session.
-std::string join(RendezvousDirectory& directory, const Party& party, const Deadline& deadline);
+// Every rank but 0: waits until rank 0 has let this one in, and returns the session. Notes who has come meanwhile.
+std::string join(RendezvousDirectory& directory, const Party& party, const Deadline& deadline, Attendance& attendance);
 
 // Rank 0: lets ranks in while it waits for all of them.
 class Reception {

@@ -5,7 +5,7 @@
 //   welcome.<rank>.<nonce>            rank 0: "you are in session S"; removed by the rank that has this nonce
 //   reject.<rank>.<nonce>             rank 0, or who else claims the rank: "you cannot come in, because ..."
 //   in.<round>.<rank>.<session>       rank: its part of an all-gather; removed by rank 0, or by the rank when it gives up
-//   quit.<round>.<rank>.<session>     rank: "I give up this round, because ..."; removed by rank 0, or by the rank
+//   quit.<round>.<rank>.<session>     rank: "my time is up"; rank 0 decides now, if it is there; removed by the rank
 //   out.<round>.<rank>.<session>      rank 0: all parts, or why there are none; removed by the rank
 //   tmp.<origin>.<nonce>.<number>     on the way to be one of these, by the process that has this nonce; the origin is the
 //                                     hash of its ProcessOrigin

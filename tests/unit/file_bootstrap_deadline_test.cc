@@ -1,0 +1,163 @@
+// How long a rendezvous through files may take to fail, and whom it names when rank 0 has died. Runs alone, since it takes the
+// promise of epx.h by its word.
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <unistd.h>
+
+#include <doctest/doctest.h>
+#include <fmt/format.h>
+
+#include "tests/unit/file_bootstrap_support.h"
+
+namespace {
+
+using namespace epx::test::files;
+
+// epx.h: within 100 ms + 10 % after timeout_ms.
+milliseconds promise(milliseconds timeout) {
+  return timeout + 100ms + timeout / 10;
+}
+
+// A rank that is stopped, and does not stay so when the test fails.
+void stop_for(RankProcess& rank, milliseconds time) {
+  rank.stop();
+  std::this_thread::sleep_for(time);
+  rank.go_on();
+}
+
+// Ranks that need a verdict of `word` in time; the exit status of the process says whether they got it.
+std::unique_ptr<RankProcess> start_rank(const std::function<void()>& body, milliseconds timeout, const std::string& word) {
+  return std::make_unique<RankProcess>([=] {
+    const Outcome outcome = outcome_of(body);
+    require(outcome.status == EPX_ERROR_TIMEOUT, fmt::format("{} ({})", outcome.message, static_cast<int>(outcome.status)));
+    require(outcome.message.find(word) != std::string::npos, outcome.message);
+    require(outcome.elapsed <= promise(timeout), fmt::format("took {} ms: {}", outcome.elapsed.count(), outcome.message));
+  });
+}
+
+} // namespace
+
+TEST_SUITE_BEGIN("file_bootstrap_deadline");
+
+TEST_CASE("a meeting at which a rank is missing fails in time on every rank") {
+  const TimeLimit limit(60);
+  for (const milliseconds timeout : {200ms, 500ms, 1000ms})
+    for (const std::vector<int>& present : {std::vector<int>{1, 2}, {0, 1}, {0, 2}, {0}, {2}}) {
+      CAPTURE(timeout.count());
+      CAPTURE(present.size());
+      const TempDirectory directory;
+      for (const Outcome& outcome :
+           run_ranks(present, [&](int rank) { Bootstrap bootstrap(directory.path(), "job", rank, 3, timeout); })) {
+        CAPTURE(outcome.message);
+        CHECK(outcome.status == EPX_ERROR_TIMEOUT);
+        CHECK(outcome.elapsed <= promise(timeout));
+      }
+    }
+}
+
+TEST_CASE("a meeting at which a rank falls silent fails in time on the others") {
+  const TimeLimit limit(60);
+  static constexpr milliseconds kTimeout = 500ms;
+  for (const bool killed : {true, false})
+    for (const int silent : {0, 1}) {
+      CAPTURE(killed);
+      CAPTURE(silent);
+      const TempDirectory directory;
+      const auto meet = [&](int rank) {
+        return [&directory, rank] { Bootstrap bootstrap(directory.path(), "job", rank, 4, kTimeout); };
+      };
+      // Rank 3 never comes. A rank 0 that is stopped is known to live, and is not blamed for that.
+      const std::string word = killed && silent == 0 ? "rank 0 of 4 came and does not answer" : "rank 3 of 4 never came";
+      RankProcess first([&] { outcome_of(meet(silent)); });
+      auto second = start_rank(meet(1 - silent), kTimeout, word);
+      auto third = start_rank(meet(2), kTimeout, word);
+      // Both know the session, and have handed in their parts.
+      REQUIRE(wait_until([&] {
+        int parts = 0;
+        for (const std::string& name : names_in(directory.job("job")))
+          parts += name.starts_with("in.0.") ? 1 : 0;
+        return parts == 3;
+      }));
+      if (killed)
+        first.kill();
+      else
+        stop_for(first, 900ms);
+      CHECK(second->join() == 0);
+      CHECK(third->join() == 0);
+    }
+}
+
+TEST_CASE("an all-gather to which a rank does not come fails in time on the others") {
+  const TimeLimit limit(60);
+  static constexpr milliseconds kTimeout = 500ms;
+  for (const int absent : {0, 1}) {
+    CAPTURE(absent);
+    const TempDirectory directory;
+    std::atomic<int> failed{0};
+    for (const Outcome& outcome : run_ranks(all_ranks(3), [&](int rank) {
+           Bootstrap bootstrap(directory.path(), "job", rank, 3, kPatient);
+           if (rank == absent) {
+             require(wait_until([&] { return failed == 2; }), "nobody has failed");
+             return;
+           }
+           const Outcome gather = outcome_of([&] { bootstrap.all_gather<int>({rank}, kTimeout); });
+           ++failed;
+           require(gather.status == EPX_ERROR_TIMEOUT, gather.message);
+           require(gather.message.find(fmt::format("rank {} of 3 never came", absent)) != std::string::npos,
+                   gather.message);
+           require(gather.elapsed <= promise(kTimeout), fmt::format("took {} ms", gather.elapsed.count()));
+         }))
+      CHECK_MESSAGE(outcome.status == EPX_SUCCESS, outcome.message);
+  }
+}
+
+// Sixty jobs of four, some at a time. Each survivor waits for at most one timeout, and blames rank 0 alone.
+TEST_CASE("survivors of a rank 0 that was killed at any moment name it, and nobody else") {
+  const TimeLimit limit(60);
+  constexpr int kRanks = 4;
+  constexpr int kJobsAtOnce = 5;
+  static constexpr milliseconds kTimeout = 400ms;
+  std::mt19937 random(static_cast<unsigned>(::getpid()));
+  for (int round = 0; round < 12; ++round) {
+    const TempDirectory directory;
+    struct Job {
+      std::unique_ptr<RankProcess> rank0;
+      std::vector<std::unique_ptr<RankProcess>> survivors;
+    };
+    std::vector<Job> jobs(kJobsAtOnce);
+    for (int i = 0; i < kJobsAtOnce; ++i) {
+      Job& job = jobs[static_cast<size_t>(i)];
+      const auto body = [&directory, i](int rank) {
+        Bootstrap bootstrap(directory.path(), fmt::format("job-{}", i), rank, kRanks, kTimeout);
+        run_rounds(bootstrap, rank, kRanks, 1'000'000, kTimeout);
+      };
+      for (int rank = 1; rank < kRanks; ++rank)
+        job.survivors.push_back(std::make_unique<RankProcess>([=] {
+          const Outcome outcome = outcome_of([&] { body(rank); });
+          require(outcome.status == EPX_ERROR_TIMEOUT, outcome.message);
+          // "job ...: rank 2 waited 400 ms for the others to come; rank 0 of 4 ..."; or rank 0 took, and never answered.
+          const std::string who = outcome.message.substr(outcome.message.find(';') + 1);
+          require(who.find("rank 0") != std::string::npos, outcome.message);
+          for (int other = 1; other < kRanks; ++other)
+            if (other != rank) require(who.find(fmt::format("rank {}", other)) == std::string::npos, outcome.message);
+          require(who.find("ranks") == std::string::npos, outcome.message);
+        }));
+      job.rank0 = std::make_unique<RankProcess>([=] { body(0); });
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 8'000));
+      job.rank0->kill();
+    }
+    for (const Job& job : jobs)
+      for (const auto& survivor : job.survivors)
+        CHECK(survivor->join() == 0);
+    CHECK(names_in(directory.path()).empty()); // they have cleared away what it left
+  }
+}
+
+TEST_SUITE_END();
