@@ -162,6 +162,14 @@ TEST_CASE("another user's name stays, in both directions") {
   remove_dead_segments();
   CHECK(is_there(others.path()));
   CHECK_FALSE(is_there(own.path()));
+  const fs::path given =
+      plant([](SegmentRecord&) {},
+            [](const fs::path& path) {
+              check(::chown(path.c_str(), kNobody, kNobody) == 0, "chown failed"); // its record still tells of root
+            });
+  remove_dead_segments();
+  CHECK(is_there(given));
+  ::unlink(given.c_str());
   const fs::path roots = plant([](SegmentRecord& record) { record.uid = kNobody; });
   CHECK_NOTHROW(as_nobody([] { remove_dead_segments(); }));
   CHECK_FALSE(is_there(others.path()));

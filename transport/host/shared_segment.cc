@@ -108,7 +108,7 @@ void reserve(int fd, SegmentKind kind, int64_t file_bytes, int64_t window_bytes)
     const int error = ::posix_fallocate(fd, reserved, step);
     if (error == 0) {
       reserved += step;
-    } else if (error == EINTR) { // nothing of the step is kept: with signals that come often, only a short one succeeds
+    } else if (error == EINTR) { // older kernels keep nothing of a step that any signal interrupts; a short one gets done
       max_step = std::max(max_step / 2, kMinStep);
     } else {
       const bool full = error == ENOSPC || error == ENOMEM || error == EFBIG;
