@@ -119,18 +119,19 @@ private:
 // with which its sender has given up.
 class Hellos {
 public:
-  explicit Hellos(MPI_Comm comm) : messages_(comm), heard_(static_cast<size_t>(messages_.num_ranks())) {
+  Hellos(MPI_Comm comm, milliseconds timeout)
+      : messages_(comm), quiet_(timeout / kTimeoutsPerHello), heard_(static_cast<size_t>(messages_.num_ranks())) {
     heard_[static_cast<size_t>(messages_.rank())] = true;
   }
 
   int num_ranks() const { return messages_.num_ranks(); }
   bool is_said() const { return is_said_; }
   bool has_heard(int rank) const { return heard_[static_cast<size_t>(rank)]; }
-  bool has_heard_any() const { return std::count(heard_.begin(), heard_.end(), true) > 1; }
   bool all_sent() { return messages_.all_sent(); }
 
-  void say() {
-    if (is_said_) return;
+  // Says hello, once, after a quarter of the timeout, or when another rank has: one that waits less is to hear of this one in time.
+  void say_if_due() {
+    if (is_said_ || (!quiet_.passed() && std::count(heard_.begin(), heard_.end(), true) == 1)) return;
     is_said_ = true;
     messages_.send_to_others({});
   }
@@ -164,20 +165,20 @@ public:
 
 private:
   ShortMessages messages_;
+  Deadline quiet_;
   std::vector<bool> heard_; // [num_ranks]
   bool is_said_ = false;
 };
 
 // Waits until MPI has ended what the request stands for, and listens to the others meanwhile.
 void wait_for(MPI_Request& request, const char* call, Hellos& hellos, SuspensionAwareDeadline& deadline) {
-  const Deadline quiet(deadline.timeout() / kTimeoutsPerHello);
   for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
     const bool last_look = deadline.passed();
     hellos.poll();
     int done = 0;
     check_mpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), call);
     if (done != 0) return;
-    if (quiet.passed() || hellos.has_heard_any()) hellos.say(); // a rank that waits less is to hear of this one in time
+    hellos.say_if_due();
     if (last_look) hellos.give_up(call, deadline.timeout());
   }
 }
@@ -244,7 +245,7 @@ void settle(MPI_Comm duplicate, Hellos& hellos, SuspensionAwareDeadline& deadlin
 } // namespace
 
 MPI_Comm duplicate_within(MPI_Comm comm, SuspensionAwareDeadline deadline) {
-  Hellos hellos(comm);
+  Hellos hellos(comm, deadline.timeout());
   wait_for_all(comm, hellos, deadline);
   MPI_Comm own = duplicate(comm, hellos, deadline);
   settle(own, hellos, deadline);
