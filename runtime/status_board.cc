@@ -35,6 +35,19 @@ void StatusBoard::record(const Event& event) {
   if (!first_event_) first_event_ = event;
 }
 
+void StatusBoard::record(const EventCounts& counts, const std::optional<Event>& first) {
+  const std::scoped_lock lock(mutex_);
+  for (size_t kind = 0; kind < counts.size(); ++kind)
+    event_counts_[kind] += counts[kind];
+  if (first_event_) return;
+  first_event_ = first;
+  const auto counted = std::ranges::find_if(counts, [](uint64_t count) { return count > 0; });
+  if (first || counted == counts.end()) return;
+  first_event_ = Event{static_cast<epx_event_kind>(counted - counts.begin()), EPX_OP_NONE, 0, *counted,
+                       "events came faster than their records could be read: they are counted, but the record of the first "
+                       "is missing"};
+}
+
 void StatusBoard::report(epx_group_report& report) {
   const std::scoped_lock lock(mutex_);
   const size_t struct_size = report.struct_size;

@@ -24,6 +24,8 @@ struct Failure {
   std::string message;
 };
 
+using EventCounts = std::array<uint64_t, EPX_MAX_EVENT_KINDS>; // as epx_group_report.event_counts
+
 struct Event {
   epx_event_kind kind;
   epx_operation operation;
@@ -42,6 +44,8 @@ public:
   [[noreturn]] void fail(const Failure& failure);
 
   void record(const Event& event);
+  // Counts of some events, and the first of them if its record is known.
+  void record(const EventCounts& counts, const std::optional<Event>& first);
 
   // Fills in everything behind struct_size, and clears the events.
   void report(epx_group_report& report);
@@ -49,7 +53,7 @@ public:
 private:
   mutable std::mutex mutex_; // epx_group_status may come from any thread
   std::optional<Failure> failure_;
-  std::array<uint64_t, EPX_MAX_EVENT_KINDS> event_counts_{};
+  EventCounts event_counts_{};
   std::optional<Event> first_event_;
 };
 

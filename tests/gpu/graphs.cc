@@ -1,7 +1,10 @@
-// CUDA graphs, and calls that return while the stream stands still.
+// graphs [--replays N]
+// CUDA graphs, and calls that return while the stream stands still. N: replays that each report an event.
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -108,6 +111,42 @@ void test_groups(const RankContext& context) {
   }
 }
 
+// Replays that nobody looks at in between: every event is counted, and the first one is known.
+void test_event_counts(const RankContext& context, uint64_t replays) {
+  const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
+  GroupRun group(context, shape);
+  const LayerCase layer_case = small_layer(3, 16, RoutingStyle::uniform);
+  ResidentLayer layer(group, layer_case, false);
+  Workload work = make_workload(shape, layer_case, 5000);
+  work.routing[static_cast<size_t>(context.rank)].topk_idx[4] = shape.num_experts + 7; // token 1, k 1
+  layer.write(work);
+  const Graph dispatch(stream_of(context), [&] { layer.dispatch(); }),
+      prepare(stream_of(context), [&] { layer.prepare(); });
+  uint64_t calls = 0;
+  const auto replay_and_check = [&](const Graph& graph, uint64_t times, epx_event_kind kind, epx_operation operation,
+                                    const std::string& sentence) {
+    for (uint64_t i = 0; i < times; ++i)
+      graph.launch();
+    context.device->finish();
+    const epx_group_report report = read_status(group.handle());
+    check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
+    for (int other = 0; other < EPX_MAX_EVENT_KINDS; ++other)
+      check_equal(report.event_counts[other], other == kind ? times : 0, "events of kind " + std::to_string(other));
+    check_equal(static_cast<int>(report.first_event), static_cast<int>(kind), "report.first_event");
+    check_equal(static_cast<int>(report.first_event_operation), static_cast<int>(operation),
+                "report.first_event_operation");
+    check_equal(report.first_event_sequence, calls + 1, "report.first_event_sequence");
+    check(contains(report.message, sentence), "\"{}\" does not say \"{}\"", report.message, sentence);
+    calls += times;
+  };
+  const uint64_t some = std::min<uint64_t>(replays, 300); // more than there are places for their records
+  replay_and_check(dispatch, some, EPX_EVENT_HANDLE_MISMATCH, EPX_OP_DISPATCH, "not filled in by epx_prepare");
+  replay_and_check(prepare, replays, EPX_EVENT_BAD_INDEX, EPX_OP_PREPARE, "1 bad entries in topk_idx");
+  replay_and_check(prepare, some, EPX_EVENT_BAD_INDEX, EPX_OP_PREPARE, "token 1, k 1");
+  const epx_group_report report = read_status(group.handle());
+  check_equal(report.event_counts[EPX_EVENT_BAD_INDEX], uint64_t{0}, "bad indices after the last look");
+}
+
 // A stream that stands still until it is let go.
 class Gate {
 public:
@@ -156,8 +195,9 @@ void test_blocked_stream(const RankContext& context) {
 } // namespace
 } // namespace epx::test
 
-int main() {
+int main(int argc, char** argv) {
   using namespace epx::test;
+  const auto replays = static_cast<uint64_t>(option(argc, argv, "--replays", 1'000));
   return run_suite({
       [](const RankContext& context) { test_blocked_stream(context); }, // first: nothing has been called yet
       [](const RankContext& context) { test_replays(context, EPX_COMBINE_WIRE, true); },
@@ -165,5 +205,6 @@ int main() {
       [](const RankContext& context) { test_replays(context, EPX_COMBINE_EXACT, true); },
       test_layers_in_flight,
       test_groups,
+      [=](const RankContext& context) { test_event_counts(context, replays); },
   });
 }

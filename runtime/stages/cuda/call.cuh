@@ -150,19 +150,29 @@ public:
     return *this;
   }
 
-  // One thread of the grid, on a copy(). values and header as EventRecord says.
-  __device__ __noinline__ void record_event(epx_event_kind kind, int64_t v0, int64_t v1 = 0, int64_t v2 = 0, int64_t v3 = 0,
-                                            int64_t v4 = 0, const HandleHeader* header = nullptr) const {
-    const uint64_t number = group_.state->num_events++;
-    EventRecord& event = group_.record->events[number % StatusRecord::kEvents];
-    event.kind = kind;
-    event.operation = operation_;
-    event.sequence = sequence_;
-    const int64_t values[5] = {v0, v1, v2, v3, v4};
-    for (int i = 0; i < 5; ++i)
-      event.values[i] = values[i];
-    if (header != nullptr) event.header = *header;
-    store_release_sys(&group_.record->num_events, number + 1);
+  // One thread of its warp, on a copy(). `count`: as epx_group_report.event_counts; values and header as EventRecord says.
+  __device__ __noinline__ void record_event(epx_event_kind kind, int64_t count, int64_t v0, int64_t v1 = 0, int64_t v2 = 0,
+                                            int64_t v3 = 0, int64_t v4 = 0, const HandleHeader* header = nullptr) const {
+    DeviceState& state = *group_.state;
+    while (atomicExch(&state.records_event, 1u) != 0) // prepare may have two kinds to report, from two blocks
+      nap(kNapNs);
+    fence_acq_rel_sys(); // what the other one has stored in `state` is seen
+    const uint64_t total = state.event_counts[kind] += static_cast<unsigned long long>(count);
+    if (has_place_for_event()) {
+      EventRecord& event = group_.record->events[state.num_events % StatusRecord::kEvents];
+      event.kind = kind;
+      event.operation = operation_;
+      event.sequence = sequence_;
+      event.total = total;
+      const int64_t values[5] = {v0, v1, v2, v3, v4};
+      for (int i = 0; i < 5; ++i)
+        event.values[i] = values[i];
+      if (header != nullptr) event.header = *header;
+      store_release_sys(&group_.record->num_events, ++state.num_events);
+    }
+    store_release_sys(&group_.record->event_counts[kind], total); // after its record: who sees the count has the record
+    fence_acq_rel_sys();
+    atomicExch(&state.records_event, 0u);
   }
 
   // Tests: whether prepare takes few tokens and routes for many.
@@ -208,6 +218,14 @@ private:
   __device__ static int& warps_sent() {
     __shared__ int warps;
     return warps;
+  }
+
+  // The host keeps the first event since it last looked, so a record that it has not read is never overwritten.
+  __device__ bool has_place_for_event() const {
+    DeviceState& state = *group_.state;
+    if (state.num_events - state.events_taken < StatusRecord::kEvents) return true;
+    state.events_taken = load_acquire_sys(&group_.record->events_taken);
+    return state.num_events - state.events_taken < StatusRecord::kEvents;
   }
 
   __device__ int64_t claim(unsigned long long& claimed, int64_t claims) const {

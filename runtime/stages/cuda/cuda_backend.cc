@@ -28,14 +28,29 @@ public:
   // Hands new events and the failure, if there is one, to the status board. Throws the failure.
   void read() {
     const std::scoped_lock lock(mutex_);
-    const uint64_t num_events = std::atomic_ref(record_.num_events).load(std::memory_order_acquire);
-    next_event_ = std::max(next_event_, num_events - std::min(num_events, StatusRecord::kEvents)); // older ones are lost
-    for (; next_event_ < num_events; ++next_event_)
-      status_.record(in_words(record_.events[next_event_ % StatusRecord::kEvents]));
+    read_events();
     if (std::atomic_ref(record_.failed).load(std::memory_order_acquire) != 0) status_.fail(in_words(record_.failure));
   }
 
 private:
+  void read_events() {
+    EventCounts counts{}; // since creation; before the records, since an event's record comes before its count
+    for (size_t kind = 0; kind < counts.size(); ++kind)
+      counts[kind] = std::atomic_ref(record_.event_counts[kind]).load(std::memory_order_acquire);
+    const uint64_t num_events = std::atomic_ref(record_.num_events).load(std::memory_order_acquire);
+    std::optional<Event> first;
+    for (; next_event_ < num_events; ++next_event_) {
+      const EventRecord& event = record_.events[next_event_ % StatusRecord::kEvents];
+      if (event.total > counts[event.kind]) break; // the next time, with its count
+      if (!first) first = in_words(event);
+    }
+    std::atomic_ref(record_.events_taken).store(next_event_, std::memory_order_release);
+    EventCounts news{};
+    for (size_t kind = 0; kind < counts.size(); ++kind)
+      news[kind] = counts[kind] - std::exchange(counted_[kind], counts[kind]);
+    status_.record(news, first);
+  }
+
   Event in_words(const EventRecord& event) const {
     const CallName call{event.operation, event.sequence};
     const auto& v = event.values;
@@ -76,6 +91,7 @@ private:
   StatusRecord& record_;
   StatusBoard& status_;
   std::mutex mutex_;
+  EventCounts counted_{}; // what the status board has been given
   uint64_t next_event_ = 0;
 };
 

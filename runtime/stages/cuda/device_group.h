@@ -21,7 +21,8 @@ struct EventRecord {
   epx_event_kind kind;
   epx_operation operation;
   uint64_t sequence;
-  int64_t values[5];   // of the kind: see record_event's callers and CudaStages::translate
+  uint64_t total;      // event_counts[kind] once this event is counted
+  int64_t values[5];   // of the kind: see record_event's callers and RecordReader::in_words
   HandleHeader header; // HANDLE_MISMATCH
 };
 
@@ -40,9 +41,13 @@ struct FailureRecord {
 struct StatusRecord {
   static constexpr uint64_t kEvents = 256;
 
-  uint64_t failed;     // 1 once `failure` is complete; stored by the GPU with release order
-  uint64_t num_events; // that were ever recorded; event i lies at i % kEvents
-  uint32_t aborted;    // 1: the host wants the group to end; stored by the host
+  uint64_t failed; // 1 once `failure` is complete; stored by the GPU with release order
+  // Exact counts since creation, in the unit of epx_group_report.event_counts. Each is stored after the record of its event.
+  uint64_t event_counts[EPX_MAX_EVENT_KINDS];
+  uint64_t num_events; // with a record; that of event i lies at i % kEvents
+  uint64_t
+      events_taken; // records that the host has read; stored by the host. When no place is free, an event is only counted
+  uint32_t aborted; // 1: the host wants the group to end; stored by the host
   FailureRecord failure;
   EventRecord events[kEvents];
 };
@@ -50,8 +55,11 @@ struct StatusRecord {
 // ---- State of the group in the GPU's memory ----
 
 struct DeviceState {
-  uint64_t sequence; // of the last call that all blocks here have begun
+  uint64_t sequence;                                    // of the last call that all blocks here have begun
+  unsigned long long event_counts[EPX_MAX_EVENT_KINDS]; // as in StatusRecord
   uint64_t num_events;
+  uint64_t events_taken;  // as last read from StatusRecord, whose memory is far away
+  uint32_t records_event; // 1: a thread does
   uint64_t asked_host_at; // when a thread last asked whether the host wants an end; nanoseconds
   // Of the call in progress; they count to their end and begin again.
   unsigned long long sends_claimed, receives_claimed; // items of a movement

@@ -248,13 +248,13 @@ private:
   // What the host transport reports too, in the same order.
   __device__ __noinline__ void report() const {
     if (!is_usable_) {
-      call_.record_event(EPX_EVENT_HANDLE_MISMATCH, args_.top_k, args_.alignment, args_.num_tokens, -1, 0, plan_.header);
+      call_.record_event(EPX_EVENT_HANDLE_MISMATCH, 1, args_.top_k, args_.alignment, args_.num_tokens, -1, 0, plan_.header);
       return;
     }
     for (int rank = 0; rank < call_.num_ranks(); ++rank) {
       const uint64_t plan_id = call_.offers().plan_id[rank];
       if (plan_id == 0 || plan_id == plan_id_) continue;
-      call_.record_event(EPX_EVENT_HANDLE_MISMATCH, 0, 0, 0, rank, static_cast<int64_t>(plan_id), plan_.header);
+      call_.record_event(EPX_EVENT_HANDLE_MISMATCH, 1, 0, 0, 0, rank, static_cast<int64_t>(plan_id), plan_.header);
       break;
     }
     if (args_.recv_rows >= rows_in_use_) return;
@@ -266,7 +266,7 @@ private:
       const int64_t first_lost = args_.recv_rows > begin ? args_.recv_rows : begin;
       if (end > first_lost) beyond += end - first_lost;
     }
-    if (beyond > 0) call_.record_event(EPX_EVENT_TOO_FEW_ROWS, beyond, args_.recv_rows, plan_.header->rows_in_use);
+    if (beyond > 0) call_.record_event(EPX_EVENT_TOO_FEW_ROWS, beyond, beyond, args_.recv_rows, plan_.header->rows_in_use);
   }
 
   const DeviceGroup& group_;

@@ -113,7 +113,8 @@ protected:
   __device__ __noinline__ void report_bad_indices(int32_t number, unsigned first_inverted) const {
     if (number == 0) return;
     const auto first = static_cast<int64_t>(~first_inverted);
-    call_.copy().record_event(EPX_EVENT_BAD_INDEX, number, index_at(first), first / args_.top_k, first % args_.top_k);
+    call_.copy().record_event(EPX_EVENT_BAD_INDEX, number, number, index_at(first), first / args_.top_k,
+                              first % args_.top_k);
   }
 
   __device__ static int32_t inclusive_sum(int32_t value) {

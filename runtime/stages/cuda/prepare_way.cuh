@@ -256,7 +256,7 @@ private:
     }
     if constexpr (Way::kWritesHere) report_bad_indices(bad_indices().number, bad_indices().first_inverted);
     if (group_.context.overflow == EPX_OVERFLOW_ERROR && demand > kept)
-      call_.copy().record_event(EPX_EVENT_OVERFLOW, demand, demand - kept, rows_needed);
+      call_.copy().record_event(EPX_EVENT_OVERFLOW, demand - kept, demand, demand - kept, rows_needed);
   }
 };
 
