@@ -28,6 +28,11 @@
  * - On the host transport tensors and handle memory are host memory, `stream` is NULL, and a call has finished when it
  *   returns. With EPX_TRANSPORT_NCCL they are memory of the rank's GPU, `stream` is a cudaStream_t, and the five operations are
  *   asynchronous on it: what goes wrong there is returned by a later call and told by epx_group_status.
+ *   Calls of a group on different streams run in the order in which they were made: the library makes the later stream wait,
+ *   so a stream must live until the group's next call on another stream has returned. Calls that are captured in a CUDA graph
+ *   are left out of that: the caller orders the replays among each other and beside eager calls, by stream or event, and no
+ *   edge is drawn between a stream that is being captured and another one. Two calls of a group that overlap on the device all
+ *   the same end the group (EPX_ERROR_OUT_OF_SEQUENCE; the culprit is the rank on whose device they did).
  * - One group is used by one thread at a time, except epx_group_abort and epx_group_status, which any thread may call. Where
  *   one of the five operations or epx_mem_* finds another thread in one, it is refused (INVALID_ARGUMENT).
  *   Groups are independent of each other.

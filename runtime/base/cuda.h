@@ -87,4 +87,18 @@ private:
   cudaStream_t stream_ = nullptr;
 };
 
+// Orders streams; takes no time.
+class CudaEvent {
+public:
+  CudaEvent() { check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags"); }
+  ~CudaEvent() { log_cuda(cudaEventDestroy(event_), "cudaEventDestroy"); }
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
+
+  cudaEvent_t get() const { return event_; }
+
+private:
+  cudaEvent_t event_ = nullptr;
+};
+
 } // namespace epx

@@ -156,6 +156,12 @@ Failure poison_failure(CallName call, const Poison& poison, int rank, uint64_t c
   } else if (poison.status == EPX_ERROR_INTERNAL) {
     failure.message = fmt::format("{}: rank {} found in {} (call {}) that the control words of its window are damaged",
                                   words(call), poison.culprit, name_of(poison.operation), poison.sequence);
+  } else if (poison.status == EPX_ERROR_OUT_OF_SEQUENCE) {
+    failure.message = fmt::format(
+        "{}: two calls of this group overlapped on the device of {}: {} (call {}) began while another one was in progress; "
+        "the calls of a CUDA graph are ordered by the caller: order them by stream or event",
+        words(call), is_self ? "this rank" : fmt::format("rank {}", poison.culprit), name_of(poison.operation),
+        poison.sequence);
   } else if (is_self) {
     failure.message = fmt::format("{}: this rank, {}, came too late: its peers gave up waiting for it in {} (call {})",
                                   words(call), rank, name_of(poison.operation), poison.sequence);

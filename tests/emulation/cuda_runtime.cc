@@ -73,6 +73,10 @@ struct CUstream_st {
     const std::scoped_lock lock(mutex_);
     captured_ = std::make_shared<Tasks>();
   }
+  bool is_capturing() {
+    const std::scoped_lock lock(mutex_);
+    return captured_ != nullptr;
+  }
   std::shared_ptr<Tasks> end_capture() {
     const std::scoped_lock lock(mutex_);
     return std::exchange(captured_, nullptr);
@@ -111,9 +115,15 @@ struct CUgraph_st {
 struct CUgraphExec_st {
   std::shared_ptr<Tasks> tasks;
 };
-struct CUevent_st {
+// What an event's records and waits share; outlives it, as work that is enqueued does.
+struct Marks {
+  std::mutex mutex;
+  std::condition_variable changed;
+  size_t num_enqueued = 0, num_done = 0;
   std::chrono::steady_clock::time_point time;
-  bool is_recorded = false;
+};
+struct CUevent_st {
+  std::shared_ptr<Marks> marks = std::make_shared<Marks>();
 };
 
 namespace {
@@ -303,6 +313,10 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
   stream_of(stream).begin_capture();
   return cudaSuccess;
 }
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = stream_of(stream).is_capturing() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   *graph = new CUgraph_st{stream_of(stream).end_capture()};
   return cudaSuccess;
@@ -331,12 +345,34 @@ cudaError_t cudaEventCreate(cudaEvent_t* event) {
   *event = new CUevent_st;
   return cudaSuccess;
 }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  return cudaEventCreate(event);
+}
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  stream_of(stream).enqueue([=] { event->time = std::chrono::steady_clock::now(); });
+  const std::shared_ptr<Marks> marks = event->marks;
+  {
+    const std::scoped_lock lock(marks->mutex);
+    ++marks->num_enqueued;
+  }
+  stream_of(stream).enqueue([=] {
+    const std::scoped_lock lock(marks->mutex);
+    marks->time = std::chrono::steady_clock::now();
+    ++marks->num_done;
+    marks->changed.notify_all();
+  });
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  const std::shared_ptr<Marks> marks = event->marks;
+  const std::scoped_lock lock(marks->mutex);
+  stream_of(stream).enqueue([marks, goal = marks->num_enqueued] {
+    std::unique_lock waiting(marks->mutex);
+    marks->changed.wait(waiting, [&] { return marks->num_done >= goal; });
+  });
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
-  *milliseconds = std::chrono::duration<float, std::milli>(end->time - begin->time).count();
+  *milliseconds = std::chrono::duration<float, std::milli>(end->marks->time - begin->marks->time).count();
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {

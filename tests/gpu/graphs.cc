@@ -2,9 +2,11 @@
 // CUDA graphs, and calls that return while the stream stands still. N: replays that each report an event.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -147,6 +149,107 @@ void test_event_counts(const RankContext& context, uint64_t replays) {
   check_equal(report.event_counts[EPX_EVENT_BAD_INDEX], uint64_t{0}, "bad indices after the last look");
 }
 
+class Stream {
+public:
+  Stream() { check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags"); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  ~Stream() { cudaStreamDestroy(stream_); }
+  cudaStream_t get() const { return stream_; }
+  void finish() const { check_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
+
+private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// Eager calls, each on another stream than the one before it, that nobody orders: the library does. What is captured in
+// between is neither waited for nor made to wait, and the capture stays whole.
+void test_eager_streams(const RankContext& context) {
+  const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
+  GroupRun group(context, shape);
+  const LayerCase layer_case = small_layer(3, 16, RoutingStyle::uniform);
+  ResidentLayer layer(group, layer_case, true);
+  const Stream streams[2];
+  for (uint64_t round = 0; round < 6; ++round) {
+    const Workload work = make_workload(shape, layer_case, 6000 + round);
+    layer.write(work);
+    size_t calls = round; // begins now on the one, now on the other
+    const auto alternate = [&](void (ResidentLayer::*call)()) {
+      layer.set_stream(streams[calls++ % 2].get());
+      (layer.*call)();
+    };
+    alternate(&ResidentLayer::prepare);
+    alternate(&ResidentLayer::dispatch);
+    const Graph graph(streams[calls % 2].get(), [&] {
+      layer.set_stream(streams[calls % 2].get());
+      layer.dispatch();
+      layer.set_stream(streams[(calls + 1) % 2].get());
+      layer.dispatch(); // eager, beside a stream that is being captured
+    });
+    alternate(&ResidentLayer::combine);
+    alternate(&ResidentLayer::combine_bwd);
+    alternate(&ResidentLayer::dispatch_bwd);
+    for (const Stream& stream : streams)
+      stream.finish();
+    graph.launch();
+    for (const Stream& stream : streams)
+      stream.finish();
+    layer.check_forward(work);
+    layer.check_backward(work);
+  }
+  const epx_group_report report = read_status(group.handle());
+  check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
+}
+
+// Two graphs replayed on streams that nothing orders: as long as the group lives its rows are right, and it ends with a sentence.
+// All ranks but one order theirs, so that the ranks' calls cannot change places.
+void test_unordered_graphs(const RankContext& context) {
+  constexpr int kCulprit = 0;
+  constexpr int kDispatches = 8; // of a graph
+  GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
+  shape.num_comm_sms = 2; // so that both find room on the GPU
+  GroupRun group(context, shape);
+  const LayerCase layer_case = small_layer(3, 1, RoutingStyle::uniform);
+  ResidentLayer first(group, layer_case, false), second(group, layer_case, false);
+  const Stream streams[2];
+  const auto graph_of = [&](ResidentLayer& layer, cudaStream_t stream) {
+    layer.set_stream(stream);
+    return std::make_unique<Graph>(stream, [&] {
+      for (int i = 0; i < kDispatches; ++i)
+        layer.dispatch();
+    });
+  };
+  const Workload work = make_workload(shape, layer_case, 7000), other_work = make_workload(shape, layer_case, 7001);
+  first.write(work);
+  second.write(other_work);
+  first.prepare();
+  first.combine();
+  second.prepare();
+  second.combine();
+  context.device->finish();
+  const auto first_graph = graph_of(first, streams[0].get());
+  const auto second_graph = graph_of(second, streams[context.rank == kCulprit ? 1 : 0].get());
+  context.gather(0);
+  if (context.rank != kCulprit) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  for (int round = 0; round < 500; ++round) {
+    first_graph->launch();
+    second_graph->launch();
+    for (const Stream& stream : streams)
+      stream.finish();
+    const epx_group_report report = read_status(group.handle());
+    if (report.status != EPX_SUCCESS) {
+      check_equal(static_cast<int>(report.status), static_cast<int>(EPX_ERROR_OUT_OF_SEQUENCE), "report.status");
+      check_equal(report.culprit, kCulprit, "report.culprit");
+      check(contains(report.message, "overlapped"), "\"{}\" does not say that calls overlapped", report.message);
+      context.gather(0);
+      return;
+    }
+    first.check_forward(work);
+    second.check_forward(other_work);
+  }
+  fail_check("none of the two graphs' calls overlapped, or nobody saw it");
+}
+
 // A stream that stands still until it is let go.
 class Gate {
 public:
@@ -205,6 +308,8 @@ int main(int argc, char** argv) {
       [](const RankContext& context) { test_replays(context, EPX_COMBINE_EXACT, true); },
       test_layers_in_flight,
       test_groups,
+      test_eager_streams,
+      test_unordered_graphs,
       [=](const RankContext& context) { test_event_counts(context, replays); },
   });
 }

@@ -47,6 +47,7 @@ void ResidentLayer::lay_out() {
   epx_layer_ = {layer_.top_k, layer_.alignment};
   num_tokens_ = group_.shape().max_tokens;
   recv_rows_ = recv_capacity(group_.shape());
+  stream_ = group_.device().stream();
   memories_.resize(kNumMemories);
   size_t handle_bytes = 0;
   check_ok(epx_handle_mem_size(group_.handle(), &epx_layer_, &handle_bytes), "epx_handle_mem_size");
@@ -126,7 +127,7 @@ Args ResidentLayer::make_args() const {
   args.layer = epx_layer_;
   args.handle_mem = memories_[kHandle].data;
   args.handle_mem_bytes = memories_[kHandle].bytes;
-  args.stream = group_.device().stream();
+  args.stream = stream_;
   return args;
 }
 
@@ -171,6 +172,11 @@ void ResidentLayer::forward() {
 }
 
 void ResidentLayer::backward() {
+  combine_bwd();
+  dispatch_bwd();
+}
+
+void ResidentLayer::combine_bwd() {
   const epx_tensor grad_out = rows(kGradOut, num_tokens_), expert_out = rows(kBwdExpertOut, recv_rows_);
   const epx_tensor weights = floats(kBwdWeights, recv_rows_, 0);
   const epx_tensor grad_expert_out = rows(kGradExpertOut, recv_rows_);
@@ -182,7 +188,9 @@ void ResidentLayer::backward() {
   combine_bwd.grad_expert_out = &grad_expert_out;
   combine_bwd.grad_recv_weights = &grad_weights;
   check_ok(epx_combine_bwd(group_.handle(), &combine_bwd), "epx_combine_bwd");
+}
 
+void ResidentLayer::dispatch_bwd() {
   const epx_tensor grad_recv = rows(kGradRecv, recv_rows_), grad_tokens = rows(kGradTokens, num_tokens_);
   const epx_tensor grad_recv_weights = floats(kGradRecvWeightsIn, recv_rows_, 0);
   const epx_tensor grad_topk_weights = floats(kGradTopkWeights, num_tokens_, layer_.top_k);

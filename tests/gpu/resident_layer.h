@@ -25,12 +25,17 @@ public:
   // Copies the inputs to the device, and poison into the outputs. Blocks.
   void write(const Workload& work);
 
-  // Asynchronous on the device's stream.
+  // Of the calls below; the device's until then.
+  void set_stream(epx_stream stream) { stream_ = stream; }
+
+  // Asynchronous on the stream.
   void prepare();
   void dispatch();
   void combine();
   void forward();  // these three
-  void backward(); // combine_bwd, dispatch_bwd
+  void backward(); // these two
+  void combine_bwd();
+  void dispatch_bwd();
 
   // ---- For runs without a look in between; all asynchronous but the first ----
 
@@ -95,6 +100,7 @@ private:
   epx_layer epx_layer_;
   int64_t num_tokens_;
   int64_t recv_rows_;
+  epx_stream stream_;
   std::vector<Memory> memories_;
 };
 

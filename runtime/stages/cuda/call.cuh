@@ -13,6 +13,10 @@
 // progress needs another block of this grid. Posts lie by parity of the call, because a slow block may still read the
 // posts of call n while a peer is in call n + 1; no peer is in n + 2 before this grid has ended. Every wait is bounded,
 // and ends early when a poison record or the host's abort is seen; then the grid runs out without touching anything more.
+//
+// Two calls of a group that nothing orders may overlap on the device. That ends the group: a block does not begin while
+// another launch makes the call that would be its own, or while blocks of the call before are still there (is_alone); and
+// when two launches get past this at the same moment, their blocks are more than either has (begun).
 #pragma once
 
 #include <cstdint>
@@ -37,7 +41,16 @@ class Call {
 public:
   // Every thread of the block.
   __device__ Call(const DeviceGroup& group, epx_operation operation)
-      : group_(group), operation_(operation), sequence_(group.state->sequence + 1), offers_(&offers_of_block()) {}
+      : group_(group), operation_(operation), offers_(&offers_of_block()) {
+    const CallsBegun begun = group.state->begun;
+    sequence_ = begun.sequence + 1;
+    if (blockIdx.x == 0 || threadIdx.x / kWarp == (blockDim.x - 1) / kWarp) { // a look by all would crowd one cache line
+      const uint64_t owner = load_relaxed_sys(&group.state->owner);
+      const uint64_t left = load_relaxed_sys(reinterpret_cast<const uint64_t*>(&group.state->blocks_left));
+      const bool is_taken = owned_sequence(owner) == owned_sequence(own_mark()) && owner != own_mark();
+      is_alone_ = left >= begun.blocks && !is_taken; // blocks of this grid may have left already
+    }
+  }
 
   __device__ uint64_t sequence() const { return sequence_; }
   // Which half of what lies by parity of the call.
@@ -52,6 +65,8 @@ public:
   // One block, first of all: tells every peer what this rank offers. `offer` is without the plan, which only the device
   // knows.
   __device__ void post(const CallPost& offer, uint64_t plan_id) const {
+    if (!is_alone_) return;
+    if (threadIdx.x == 0) store_relaxed_sys(&group_.state->owner, own_mark());
     dawdle(); // no fence: what kernels before this one have read and stored is complete when this one begins
     const auto* const words = reinterpret_cast<const uint64_t*>(&offer);
     constexpr int kPlan = offsetof(CallPost, plan_id) / sizeof(uint64_t);
@@ -62,11 +77,20 @@ public:
     }
   }
 
+  // All threads of a block that stores into a peer's window before it arrives. False: another call of this rank is in
+  // progress, and the group has failed. The same in all threads.
+  __device__ bool is_alone() const {
+    if (__syncthreads_and(is_alone_ ? 1 : 0) != 0) return true;
+    if (threadIdx.x == blockDim.x - 1) copy().report_overlap();
+    return false;
+  }
+
   // Every block, with the same offer, once: until all ranks have posted theirs. False: the group has failed; the block
   // returns at once, as do the other blocks. The same in all threads of the block.
   __device__ bool arrive(const CallPost& offer) const {
     bool same = true;
-    const bool ok = take_in_share(offer, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), same);
+    if (!is_alone_) copy().report_overlap();
+    const bool ok = is_alone_ && take_in_share(offer, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), same);
     if (__syncthreads_and(ok && same ? 1 : 0) != 0) {
       begun();
       return !stalls();
@@ -87,12 +111,13 @@ public:
     if (__all_sync(~0u, ok ? 1 : 0) != 0 && lane() == 0) copy().report_terms();
     return false;
   }
-  // All threads of the block.
-  __device__ void begin_alone() const {
+  // All threads of the block. False: as is_alone().
+  __device__ bool begin_alone() const {
     dawdle();
     if (threadIdx.x == 0) warps_sent() = 0;
-    __syncthreads();
+    if (!is_alone()) return false;
     begun();
+    return true;
   }
   // Each of the `warps` warps of the block that send, after its last store to a peer: sent() of the block.
   __device__ void sent_alone(int warps) const {
@@ -298,10 +323,27 @@ private:
     }
   }
 
-  // Every block once all its threads know the call's number: the last one makes it the last call begun.
+  // Every block once all its threads know the call's number: the last one makes it the last call begun. Blocks of two grids
+  // that make the same call are too many for either, and whoever finds that ends the group.
   __device__ void begun() const {
-    if (threadIdx.x == blockDim.x - 1 && atomicInc(&group_.state->blocks_begun, gridDim.x - 1) == gridDim.x - 1)
-      group_.state->sequence = sequence_;
+    if (threadIdx.x != blockDim.x - 1) return;
+    DeviceState& state = *group_.state;
+    const unsigned long long entered = atomicAdd(&state.entered, 1ull);
+    const auto block = static_cast<uint32_t>(entered);
+    if (static_cast<Tag>(entered >> 32) != static_cast<Tag>(sequence_ - 1) || block >= gridDim.x) {
+      copy().report_overlap();
+    } else if (block == gridDim.x - 1) {
+      store_whole_relaxed_sys(&state.begun, CallsBegun{sequence_, state.begun.blocks + gridDim.x});
+      atomicExch(&state.entered, static_cast<unsigned long long>(sequence_) << 32);
+    }
+  }
+  __device__ uint64_t own_mark() const {
+    return pack_owner(sequence_, group_.launch);
+  }
+  // Another call of this rank is in progress.
+  __device__ __noinline__ void report_overlap() const {
+    if (peers_gave_up()) return;
+    report_poison(poison_all(Poison{EPX_ERROR_OUT_OF_SEQUENCE, operation_, rank(), sequence_}));
   }
 
   __device__ Flag* flag_at(int owner, const Region& region, int source) const {
@@ -451,8 +493,15 @@ private:
 
   const DeviceGroup& group_;
   epx_operation operation_;
-  uint64_t sequence_;
+  uint64_t sequence_ = 0;
   PeerOffers* offers_;
+  bool is_alone_ = true; // as far as this thread has looked
 };
+
+// All threads of the block, as the last thing in every kernel that makes a call.
+__device__ inline void leave(const DeviceGroup& group) {
+  __syncthreads();
+  if (threadIdx.x == 0) atomicAdd(&group.state->blocks_left, 1ull);
+}
 
 } // namespace epx::cuda

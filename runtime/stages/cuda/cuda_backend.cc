@@ -9,9 +9,11 @@
 
 #include "runtime/base/cuda.h"
 #include "runtime/base/error.h"
+#include "runtime/base/names.h"
 #include "runtime/memory/allocations.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
+#include "runtime/stages/cuda/stream_order.h"
 #include "runtime/stages/reports.h"
 #include "runtime/status_board.h"
 #include "transport/nccl/nccl_transport.h"
@@ -112,6 +114,7 @@ public:
               allocation_bases_.get(),
               prepare_scratch_.get(),
               static_cast<uint64_t>(context.timeout_ms) * 1'000'000,
+              0,
               read_test_hooks()};
     std::copy_n(window_->view().bases, num_ranks(), group_.bases);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
@@ -172,34 +175,38 @@ public:
 
 private:
   void prepare(const PrepareCall& call) override {
-    const CudaDeviceScope scope = begin();
-    check_cuda(launch_prepare(group_, plan_, call, static_cast<cudaStream_t>(call.stream)), "prepare");
+    launch(EPX_OP_PREPARE, call.stream, [&](cudaStream_t stream) { return launch_prepare(group_, plan_, call, stream); });
   }
   void dispatch(const DispatchCall& call) override {
-    const CudaDeviceScope scope = begin();
-    check_cuda(launch_dispatch(group_, plan_, call, reach(call.recv_tokens, call), static_cast<cudaStream_t>(call.stream)),
-               "dispatch");
+    launch(EPX_OP_DISPATCH, call.stream, [&](cudaStream_t stream) {
+      return launch_dispatch(group_, plan_, call, reach(call.recv_tokens, call), stream);
+    });
   }
   void combine(const CombineCall& call) override {
-    const CudaDeviceScope scope = begin();
-    check_cuda(launch_combine(group_, plan_, call, static_cast<cudaStream_t>(call.stream)), "combine");
+    launch(EPX_OP_COMBINE, call.stream, [&](cudaStream_t stream) { return launch_combine(group_, plan_, call, stream); });
   }
   void combine_bwd(const CombineBwdCall& call) override {
-    const CudaDeviceScope scope = begin();
-    check_cuda(
-        launch_combine_bwd(group_, plan_, call, reach(call.grad_expert_out, call), static_cast<cudaStream_t>(call.stream)),
-        "combine_bwd");
+    launch(EPX_OP_COMBINE_BWD, call.stream, [&](cudaStream_t stream) {
+      return launch_combine_bwd(group_, plan_, call, reach(call.grad_expert_out, call), stream);
+    });
   }
   void dispatch_bwd(const DispatchBwdCall& call) override {
-    const CudaDeviceScope scope = begin();
-    check_cuda(launch_dispatch_bwd(group_, plan_, call, static_cast<cudaStream_t>(call.stream)), "dispatch_bwd");
+    launch(EPX_OP_DISPATCH_BWD, call.stream,
+           [&](cudaStream_t stream) { return launch_dispatch_bwd(group_, plan_, call, stream); });
   }
 
-  // Throws what kernels have reported so far.
-  CudaDeviceScope begin() {
+  // Throws what kernels have reported so far. launch_kernel(stream) launches the operation's kernel for group_.
+  template <typename LaunchKernel>
+  void launch(epx_operation operation, epx_stream of_call, const LaunchKernel& launch_kernel) {
     reader_.read();
     status_.require_healthy();
-    return CudaDeviceScope(device_);
+    const CudaDeviceScope scope(device_);
+    const auto stream = static_cast<cudaStream_t>(of_call);
+    const bool is_eager = !is_capturing(stream);
+    if (is_eager) order_.wait_for_last(stream);
+    ++group_.launch;
+    check_cuda(launch_kernel(stream), name_of(operation));
+    if (is_eager) order_.launched(stream);
   }
 
   // Collective. Returns where this rank's share of the new window starts.
@@ -223,10 +230,11 @@ private:
   // Counts calls that no kernel makes. Its ranks have met on the host, and no kernel of theirs is on its way.
   void advance_sequence(uint64_t calls) const {
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    uint64_t sequence = 0;
-    check_cuda(cudaMemcpy(&sequence, &state_.get()->sequence, sizeof(sequence), cudaMemcpyDeviceToHost), "cudaMemcpy");
-    sequence += calls;
-    check_cuda(cudaMemcpy(&state_.get()->sequence, &sequence, sizeof(sequence), cudaMemcpyHostToDevice), "cudaMemcpy");
+    DeviceState state{};
+    check_cuda(cudaMemcpy(&state, state_.get(), sizeof(state), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    state.begun.sequence += calls;
+    state.entered = state.begun.sequence << 32;
+    check_cuda(cudaMemcpy(state_.get(), &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // a copy from pageable memory may still be under way
   }
 
@@ -256,6 +264,7 @@ private:
   DeviceMemory<std::byte*> allocation_bases_;
   DeviceMemory<TaggedCount> prepare_scratch_;
   CudaStream abort_stream_;
+  StreamOrder order_;
   RecordReader reader_;
   DeviceGroup group_{};
 };

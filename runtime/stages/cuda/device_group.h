@@ -54,19 +54,39 @@ struct StatusRecord {
 
 // ---- State of the group in the GPU's memory ----
 
+// The last call that all blocks here have begun. One 16-byte word, so that nobody sees half of it.
+struct alignas(16) CallsBegun {
+  uint64_t sequence;
+  uint64_t blocks; // of all calls until then
+};
+
+// Which launch makes which call, as one word: two launches of the group that run at the same time differ in it.
+constexpr int kLaunchBits = 24;
+constexpr uint64_t pack_owner(uint64_t sequence, uint32_t launch) {
+  return sequence << kLaunchBits | (launch & ((uint32_t{1} << kLaunchBits) - 1));
+}
+constexpr uint64_t owned_sequence(uint64_t owner) {
+  return owner >> kLaunchBits;
+}
+
 struct DeviceState {
-  uint64_t sequence;                                    // of the last call that all blocks here have begun
+  CallsBegun begun;
+  // How two calls that overlap are found out; see Call::is_alone and Call::begun.
+  uint64_t owner;                 // pack_owner() of the last call that was posted
+  unsigned long long blocks_left; // blocks of all calls that have left
+  unsigned long long
+      entered; // low half: blocks that have begun the call after begun.sequence; high half: that one's low half
+  // Of the call in progress; they count to their end and begin again.
+  unsigned long long sends_claimed, receives_claimed; // items of a movement
+  uint32_t senders_done;                              // blocks of prepare, warps of a movement
+
+  uint32_t failed;        // 1: a block has taken it on itself to report a failure; kernels end at once
+  uint64_t asked_host_at; // when a thread last asked whether the host wants an end; nanoseconds
+
   unsigned long long event_counts[EPX_MAX_EVENT_KINDS]; // as in StatusRecord
   uint64_t num_events;
   uint64_t events_taken;  // as last read from StatusRecord, whose memory is far away
   uint32_t records_event; // 1: a thread does
-  uint64_t asked_host_at; // when a thread last asked whether the host wants an end; nanoseconds
-  // Of the call in progress; they count to their end and begin again.
-  unsigned long long sends_claimed, receives_claimed; // items of a movement
-  uint32_t blocks_begun;
-  uint32_t senders_done; // blocks of prepare, warps of a movement
-
-  uint32_t failed; // 1: a block has taken it on itself to report a failure; kernels end at once
 };
 
 struct DeviceGroup {
@@ -77,6 +97,7 @@ struct DeviceGroup {
   std::byte* const* allocations; // [kMaxDeviceAllocations, P], device memory: each rank's share of each allocation
   TaggedCount* prepare_scratch;  // see prepare_scratch_words()
   uint64_t timeout_ns;
+  uint32_t launch; // see pack_owner()
   TestHooks hooks;
 
   EPX_HOST_DEVICE PeerWindow window() const { return {bases, context.rank, context.shape.num_ranks}; }

@@ -237,7 +237,7 @@ private:
 
 template <typename T, bool kRagged>
 __device__ void gather_few(const GatherParams& params, Movement& movement) {
-  movement.begin_alone();
+  if (!movement.begin_alone()) return;
   const FewGather<T, kRagged> gather(params, movement);
   gather.send();
   movement.call().sent_alone(kThreads / kWarp);
@@ -250,8 +250,7 @@ __device__ __noinline__ void gather_few_ragged(const GatherParams& params, Movem
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams params) {
-  begin_early(params);
+__device__ __forceinline__ void gather_rows(const GatherParams& params) {
   Movement movement(params.group, params.call, params.layout);
   movement.post(params.offer);
   if (params.group.context.shape.precision == EPX_COMBINE_WIRE && movement.has_few_tokens()) {
@@ -271,6 +270,13 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
     if (lane() == 0) movement.call().sent(static_cast<unsigned>(role.count));
   }
   if (role.job == Job::receive) gather.sum(role);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams params) {
+  begin_early(params);
+  gather_rows<T>(params);
+  leave(params.group);
 }
 
 cudaError_t launch(GatherParams params, LaunchPlan& plan, cudaStream_t stream) {

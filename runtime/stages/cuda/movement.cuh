@@ -149,7 +149,7 @@ public:
   }
 
   // With few tokens, each warp on its own: see Call.
-  __device__ void begin_alone() const { call_.begin_alone(); }
+  __device__ bool begin_alone() const { return call_.begin_alone(); }
   __device__ bool arrive_alone(const CallPost& offer, PeerOffers& offers) {
     if (!call_.arrive_alone(offer, offers)) return false;
     if (must_arrive() && lane() == 0) Movement(*this).report();

@@ -30,10 +30,10 @@ namespace {
 
 constexpr int kThreads = PrepareBlock::kThreads;
 
-__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ PrepareParams params) {
-  begin_early(params);
+__device__ __forceinline__ void prepare(const PrepareParams& params) {
   const PrepareBlock block(params, dynamic_shared_memory<int32_t>());
   block.post();
+  if (!block.is_alone()) return;
   FewRoutes few(block);
   ManyRoutes many(block);
   const bool mine_are_few = block.has_few_routes();
@@ -50,6 +50,12 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   }
   if (mine_are_few && !many.count_and_publish()) return; // for those who have more
   if (many.find_bases()) many.finish();
+}
+
+__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ PrepareParams params) {
+  begin_early(params);
+  prepare(params);
+  leave(params.group);
 }
 
 } // namespace

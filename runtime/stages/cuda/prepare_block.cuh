@@ -40,6 +40,8 @@ public:
   __device__ void post() const {
     if (blockIdx.x == 0) call_.post(params_.offer, 0);
   }
+  // Before anything but the post is stored into a peer's window. False: the group has failed. The same in all threads.
+  __device__ bool is_alone() const { return call_.is_alone(); }
   // False: the group has failed. The same in all threads.
   __device__ bool arrive() const { return call_.arrive(params_.offer); }
 

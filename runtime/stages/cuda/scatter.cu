@@ -317,7 +317,7 @@ __device__ bool has_ragged_rows(const DispatchCall& call) {
 
 template <bool kRagged>
 __device__ void scatter_few(const ScatterParams& params, const DispatchReceiver& receiver, Movement& movement) {
-  movement.begin_alone();
+  if (!movement.begin_alone()) return;
   const FewDispatch<kRagged> dispatch(params.group, movement, receiver.call);
   if (dispatch.clears_pads()) {
     RowStream stream = stream_of_warp();
@@ -336,9 +336,7 @@ __device__ __noinline__ void scatter_few_ragged(const ScatterParams& params, con
 }
 
 template <typename Receiver>
-__global__ void __launch_bounds__(kThreads)
-    scatter_kernel(const __grid_constant__ ScatterParams params, const __grid_constant__ Receiver receiver) {
-  begin_early(params, receiver);
+__device__ __forceinline__ void scatter(const ScatterParams& params, const Receiver& receiver) {
   const DeviceGroup& group = params.group;
   Movement movement(group, receiver.call, params.layout);
   movement.post(params.offer);
@@ -377,6 +375,14 @@ __global__ void __launch_bounds__(kThreads)
     receive(group, movement, stream, params.input, receiver, role);
     stream.finish();
   }
+}
+
+template <typename Receiver>
+__global__ void __launch_bounds__(kThreads)
+    scatter_kernel(const __grid_constant__ ScatterParams params, const __grid_constant__ Receiver receiver) {
+  begin_early(params, receiver);
+  scatter(params, receiver);
+  leave(params.group);
 }
 
 template <typename Receiver>
