@@ -97,10 +97,10 @@ typedef enum epx_status EPX_ENUM_INT32 {
   EPX_ERROR_UNSUPPORTED = 2,      /* this build, transport or machine cannot do it; nothing happened */
   EPX_ERROR_MISMATCH = 3,         /* ranks disagree on something that must be equal; in a call: sticky */
   EPX_ERROR_OUT_OF_MEMORY = 4,    /* memory is exhausted: the machine's, a cgroup's, a GPU's or that of /dev/shm */
-  EPX_ERROR_SYSTEM = 5,           /* the operating system, the file system or MPI refused something */
+  EPX_ERROR_SYSTEM = 5,           /* the system, the file system, MPI or CUDA refused something; in a call: sticky */
   EPX_ERROR_TIMEOUT = 6,          /* a rank did not come within timeout_ms; in a call: sticky */
   EPX_ERROR_ABORTED = 7,          /* epx_group_abort was called, here or on a peer; sticky */
-  EPX_ERROR_OUT_OF_SEQUENCE = 8,  /* ranks made different calls; sticky */
+  EPX_ERROR_OUT_OF_SEQUENCE = 8,  /* ranks made different calls, or one rank's overlapped; sticky */
   EPX_ERROR_INTERNAL = 9          /* a defect of epx; in a call also: something else has written to memory that the ranks
                                      share (its control words cannot be right); sticky */
 } epx_status;
@@ -439,7 +439,8 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
  * A pointer to a tensor that is NULL means "not wanted" where the comment says optional. Each args struct starts with
  * struct_size = sizeof(the struct); zero the rest first.
  * Errors of all: INVALID_ARGUMENT (refused, nothing happened); MISMATCH, OUT_OF_SEQUENCE, TIMEOUT, ABORTED, INTERNAL
- * (sticky). */
+ * (sticky); on GPUs SYSTEM (CUDA refused the kernel of a rank, which is the culprit; its peers learn that while they wait, and
+ * do not time out; sticky, but not while the stream is being captured). */
 
 typedef struct epx_prepare_args {
   size_t struct_size;

@@ -35,8 +35,9 @@ constexpr std::array kTerms = {
     Term{"sidecar_row_bytes", [](const CallPost& post) -> int64_t { return post.sidecar_bytes; }},
 };
 
-// "dispatch (call 7)"
+// "dispatch (call 7)"; "dispatch" where the host does not know the number.
 std::string words(CallName call) {
+  if (call.sequence == 0) return name_of(call.operation);
   return fmt::format("{} (call {})", name_of(call.operation), call.sequence);
 }
 
@@ -142,6 +143,32 @@ Failure timeout_failure(CallName call, const TimeOut& timeout, int64_t timeout_m
   if (timeout.suspended_ms > 0)
     failure.message +=
         fmt::format("; this process was suspended for {} ms meanwhile, which do not count", timeout.suspended_ms);
+  if (timeout.phase == EPX_PHASE_ARRIVE && timeout.culprit_arrived_at < call.sequence)
+    failure.message += kernel_words(timeout.kernel, timeout.culprit, call.operation);
+  return failure;
+}
+
+std::string kernel_words(CulpritKernel kernel, int culprit, epx_operation operation) {
+  constexpr const char* kHeld =
+      "kernels of other libraries that wait for peers may hold its SMs (see \"Beside other kernels\" "
+      "in epx.h)";
+  switch (kernel) {
+  case CulpritKernel::none:
+    break;
+  case CulpritKernel::unknown:
+    return fmt::format("; if rank {} launched its kernel of {} in time, a possible cause is that it could not begin: {}",
+                       culprit, name_of(operation), kHeld);
+  case CulpritKernel::launched:
+    return fmt::format("; rank {} launched its kernel of {}, but it never began: {}", culprit, name_of(operation), kHeld);
+  }
+  return "";
+}
+
+Failure launch_failure(CallName call, int rank, const std::string& why) {
+  Failure failure = failure_of(call, EPX_ERROR_SYSTEM);
+  failure.culprit = rank;
+  failure.message = fmt::format("{}: the kernel of this rank, {}, could not be launched, which ends the group: {}",
+                                words(call), rank, why);
   return failure;
 }
 
@@ -156,6 +183,10 @@ Failure poison_failure(CallName call, const Poison& poison, int rank, uint64_t c
   } else if (poison.status == EPX_ERROR_INTERNAL) {
     failure.message = fmt::format("{}: rank {} found in {} (call {}) that the control words of its window are damaged",
                                   words(call), poison.culprit, name_of(poison.operation), poison.sequence);
+  } else if (poison.status == EPX_ERROR_SYSTEM) {
+    failure.message = fmt::format("{}: {} could not launch its kernel of {}", words(call),
+                                  is_self ? "this rank" : fmt::format("rank {}", poison.culprit),
+                                  words({poison.operation, poison.sequence}));
   } else if (poison.status == EPX_ERROR_OUT_OF_SEQUENCE) {
     failure.message = fmt::format(
         "{}: two calls of this group overlapped on the device of {}: {} (call {}) began while another one was in progress; "

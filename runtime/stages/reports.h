@@ -45,14 +45,24 @@ Event stranger_event(CallName call, uint64_t own_plan, uint64_t their_plan, int 
 // The first disagreement among what the ranks offer, [P]; none when they agree.
 std::optional<Failure> find_disagreement(CallName call, std::span<const CallPost> offers);
 
+// What is known of the kernel by which a culprit should have arrived; a call on the host has none.
+enum class CulpritKernel { none, unknown, launched };
+
 struct TimeOut {
   epx_phase phase;
   std::vector<int> missing;
   int culprit;
   uint64_t culprit_arrived_at; // last call that the culprit had reached
   int64_t suspended_ms = 0;    // this process was suspended for so long while it waited; that is not counted
+  CulpritKernel kernel = CulpritKernel::none;
 };
 Failure timeout_failure(CallName call, const TimeOut& timeout, int64_t timeout_ms);
+
+// The end of such a sentence: why the culprit's kernel, although launched, may not have arrived.
+std::string kernel_words(CulpritKernel kernel, int culprit, epx_operation operation);
+
+// This rank's kernel could not be launched.
+Failure launch_failure(CallName call, int rank, const std::string& why);
 
 // A peer, or this rank itself, left a poison record, which is sound.
 Failure poison_failure(CallName call, const Poison& poison, int rank, uint64_t culprit_arrived_at);

@@ -2,6 +2,7 @@
 // host's. Capture records what is enqueued.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -34,6 +35,7 @@ using Task = std::function<void()>;
 using Tasks = std::vector<Task>;
 
 thread_local int current_device = 0;
+std::atomic<bool> context_is_dead = false;
 
 } // namespace
 
@@ -152,6 +154,12 @@ CUstream_st& stream_of(cudaStream_t stream) {
 void epx::emulation::enqueue(cudaStream_t stream, Task task) {
   stream_of(stream).enqueue(std::move(task));
 }
+void epx::emulation::end_context() {
+  context_is_dead = true;
+}
+cudaError_t epx::emulation::context_error() {
+  return context_is_dead ? cudaErrorLaunchFailure : cudaSuccess;
+}
 
 extern "C" {
 
@@ -196,7 +204,7 @@ cudaError_t cudaDeviceSynchronize() {
   null_stream().wait();
   for (cudaStream_t stream : all)
     stream->wait();
-  return cudaSuccess;
+  return epx::emulation::context_error();
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {};
@@ -253,6 +261,16 @@ cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
 }
 cudaError_t cudaFreeHost(void* memory) {
   return cudaFree(memory);
+}
+cudaError_t cudaHostRegister(void*, size_t, unsigned) {
+  return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void*) {
+  return cudaSuccess;
+}
+cudaError_t cudaHostGetDevicePointer(void** on_device, void* memory, unsigned) {
+  *on_device = memory;
+  return cudaSuccess;
 }
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
   return epx::emulation::export_memory(memory, handle->reserved) ? cudaSuccess : cudaErrorInvalidValue;

@@ -6,8 +6,12 @@
 #include <thread>
 #include <vector>
 
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
 #include "runtime/memory/window_layout.h"
 #include "tests/gpu/suite.h"
+#include "tests/gpu/trap_kernel.h"
 #include "tests/support/check.h"
 
 namespace epx::test {
@@ -122,6 +126,8 @@ void test_missing_rank(const RankContext& context) {
   check(called == EPX_SUCCESS || called == EPX_ERROR_TIMEOUT, "epx_prepare returned {}", epx_status_string(called));
   const epx_group_report report = round.check_failure(EPX_ERROR_TIMEOUT, absent);
   check(contains(report.message, std::to_string(absent)), "\"{}\" does not name rank {}", report.message, absent);
+  check(context.rank == absent || !contains(report.message, "never began"), "\"{}\" blames a kernel that was not launched",
+        report.message);
   if (context.rank != absent && report.num_missing > 0) check_equal(report.missing[0], absent, "report.missing[0]");
   check_status(round.prepare(), EPX_ERROR_TIMEOUT, "epx_prepare on the failed group");
   context.gather(0);
@@ -146,6 +152,85 @@ void test_stalled_rank(const RankContext& context) {
   }
 }
 
+// The last rank's host launches its kernel in time, but what is before that on its stream does not end: the others say that the
+// kernel never began.
+void test_kernel_that_never_begins(const RankContext& context) {
+  Round round(context, kShortMs);
+  check_ok(round.prepare(), "epx_prepare");
+  context.device->finish();
+  const int late = context.num_ranks - 1;
+  if (context.rank == late)
+    check_equal(static_cast<int>(cudaLaunchHostFunc(
+                    static_cast<cudaStream_t>(context.device->stream()),
+                    [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(2 * kShortMs)); }, nullptr)),
+                static_cast<int>(cudaSuccess), "cudaLaunchHostFunc");
+  context.gather(0);
+  const epx_status called = round.prepare();
+  check(called == EPX_SUCCESS || called == EPX_ERROR_TIMEOUT, "epx_prepare returned {}", epx_status_string(called));
+  const epx_group_report report = round.check_failure(EPX_ERROR_TIMEOUT, late);
+  const std::string sentence = report.num_missing > 0
+                                   ? fmt::format("rank {} launched its kernel of prepare, but it never began", late)
+                                   : "kernels of other libraries";
+  check(contains(report.message, sentence), "\"{}\" does not say \"{}\"", report.message, sentence);
+  context.gather(0);
+}
+
+// Runs `what` and checks that it took no less than `least` and no more than `most` milliseconds.
+template <typename What>
+void check_duration(int64_t least, int64_t most, const char* name, const What& what) {
+  const auto begin = std::chrono::steady_clock::now();
+  what();
+  const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin).count();
+  check(took >= least && took <= most, "{} took {} ms, expected {} to {}", name, took, least, most);
+}
+
+// The group fails, since the last rank's kernel could not be launched: those that wait for it learn who it was at once, by their
+// kernels or, as rank 0 of more than two, from the status alone.
+void check_failed_launch(const RankContext& context, Round& round) {
+  constexpr int64_t kAtOnceMs = 1'000;
+  const int failing = context.num_ranks - 1;
+  const bool only_looks = context.rank == 0 && context.num_ranks > 2;
+  context.gather(0);
+  check_duration(0, kAtOnceMs, "learning of the launch that failed", [&] {
+    if (context.rank == failing) {
+      check_status(round.prepare(), EPX_ERROR_SYSTEM, "epx_prepare, whose launch fails");
+    } else if (only_looks) {
+      while (round.report().status == EPX_SUCCESS)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    } else {
+      const epx_status called = round.prepare();
+      check(called == EPX_SUCCESS || called == EPX_ERROR_SYSTEM, "epx_prepare returned {}", epx_status_string(called));
+      context.device->finish();
+    }
+  });
+  const epx_group_report report = round.report();
+  check_equal(static_cast<int>(report.status), static_cast<int>(EPX_ERROR_SYSTEM), "report.status");
+  check_equal(report.culprit, failing, "report.culprit");
+  check(contains(report.message, std::to_string(failing)) || context.rank == failing, "\"{}\" does not name rank {}",
+        report.message, failing);
+  check_status(round.prepare(), EPX_ERROR_SYSTEM, "epx_prepare on the failed group");
+  context.gather(0);
+}
+
+void test_failed_launch(const RankContext& context) {
+  if (context.rank == context.num_ranks - 1) setenv("EPX_TEST_FAILS_TO_LAUNCH", std::to_string(EPX_OP_PREPARE).c_str(), 1);
+  Round round(context, 60'000);
+  unsetenv("EPX_TEST_FAILS_TO_LAUNCH");
+  check_failed_launch(context, round);
+}
+
+// The last rank's CUDA context is dead, by a kernel of its user's. The last test: nothing works there any more.
+void test_dead_context(const RankContext& context) {
+  Round round(context, 60'000);
+  check_ok(round.prepare(), "epx_prepare");
+  context.device->finish();
+  if (context.rank == context.num_ranks - 1) {
+    launch_trap(static_cast<cudaStream_t>(context.device->stream()));
+    check(cudaDeviceSynchronize() != cudaSuccess, "the CUDA context survives a trap");
+  }
+  check_failed_launch(context, round);
+}
+
 // The last rank aborts while the others wait for it.
 void test_abort(const RankContext& context) {
   Round round(context, 60'000);
@@ -163,5 +248,7 @@ void test_abort(const RankContext& context) {
 } // namespace epx::test
 
 int main() {
-  return epx::test::run_suite({epx::test::test_missing_rank, epx::test::test_stalled_rank, epx::test::test_abort});
+  using namespace epx::test;
+  return run_suite({test_missing_rank, test_stalled_rank, test_abort, test_kernel_that_never_begins, test_failed_launch,
+                    test_dead_context});
 }

@@ -12,7 +12,7 @@
 // Grids are launched cooperatively: all blocks of a grid run at the same time, so a block may wait for a peer whose
 // progress needs another block of this grid. Posts lie by parity of the call, because a slow block may still read the
 // posts of call n while a peer is in call n + 1; no peer is in n + 2 before this grid has ended. Every wait is bounded,
-// and ends early when a poison record or the host's abort is seen; then the grid runs out without touching anything more.
+// and ends early when a poison record is seen, here or in the host's memory; then the grid runs out without touching anything more.
 //
 // Two calls of a group that nothing orders may overlap on the device. That ends the group: a block does not begin while
 // another launch makes the call that would be its own, or while blocks of the call before are still there (is_alone); and
@@ -357,6 +357,7 @@ private:
   }
 
   __device__ uint64_t last_arrival_told(int peer) const {
+    if (peer < 0 || peer >= num_ranks()) return 0; // a record that a host has stored may say anything
     const uint64_t even = progress_told(rank(), peer, EPX_PHASE_ARRIVE, 0);
     const uint64_t odd = progress_told(rank(), peer, EPX_PHASE_ARRIVE, 1);
     return even > odd ? even : odd;
@@ -389,17 +390,18 @@ private:
   // Whether another block, a peer or the host has ended the group; reports it if nobody has.
   __device__ __noinline__ bool ends_early(uint64_t now) const {
     if (peers_gave_up()) return true;
-    if (!host_aborts(now)) return false;
-    report_poison(poison_all(Poison{EPX_ERROR_ABORTED, EPX_OP_NONE, rank(), 0}));
+    const uint64_t record = host_abort_record(now);
+    if (record == 0) return false;
+    report_poison(poison_all(unpack_poison(record)));
     return true;
   }
   // One thread asks at a time, and not often: loads from the host's memory take long, and many of them hold up the stores
   // of the whole GPU.
-  __device__ bool host_aborts(uint64_t now) const {
+  __device__ uint64_t host_abort_record(uint64_t now) const {
     const uint64_t asked = load_relaxed_sys(&group_.state->asked_host_at);
-    if (now < asked + kAskEveryNs) return false;
-    if (compare_and_swap_sys(&group_.state->asked_host_at, asked, now) != asked) return false;
-    return load_relaxed_sys(&group_.record->aborted) != 0;
+    if (now < asked + kAskEveryNs) return 0;
+    if (compare_and_swap_sys(&group_.state->asked_host_at, asked, now) != asked) return 0;
+    return load_relaxed_sys(group_.host_abort_record);
   }
   __device__ bool may_have_ended() const {
     const uint32_t failed = load_relaxed_sys(&group_.state->failed); // the two loads are under way together

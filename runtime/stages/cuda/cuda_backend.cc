@@ -4,6 +4,7 @@
 #include <atomic>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "runtime/memory/allocations.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
+#include "runtime/stages/cuda/rank_board.h"
 #include "runtime/stages/cuda/stream_order.h"
 #include "runtime/stages/reports.h"
 #include "runtime/status_board.h"
@@ -24,14 +26,17 @@ namespace {
 // Turns what kernels left in the status record into words, once.
 class RecordReader {
 public:
-  RecordReader(const GroupContext& context, StatusRecord& record, StatusBoard& status)
-      : context_(context), record_(record), status_(status) {}
+  RecordReader(const GroupContext& context, StatusRecord& record, const RankBoard& board, StatusBoard& status)
+      : context_(context), record_(record), board_(board), status_(status) {}
 
-  // Hands new events and the failure, if there is one, to the status board. Throws the failure.
+  // Hands new events and the failure, if a kernel or a host has told one, to the status board. Throws the failure.
   void read() {
     const std::scoped_lock lock(mutex_);
     read_events();
     if (std::atomic_ref(record_.failed).load(std::memory_order_acquire) != 0) status_.fail(in_words(record_.failure));
+    if (const auto poison = board_.abort_record()) // no kernel of this rank may be there to find it
+      status_.fail(poison_failure({poison->operation, 0}, *poison, context_.rank, 0));
+    status_.require_healthy();
   }
 
 private:
@@ -78,19 +83,37 @@ private:
       if (disagreement) return *disagreement;
     }
     if (failure.poison != 0) {
-      const Poison poison = unpack_poison(failure.poison);
-      if (!is_sound(poison, context_.shape.num_ranks))
+      if (!is_sound(unpack_poison(failure.poison), context_.shape.num_ranks))
         return damage_failure(call, context_.rank, poison_damage(failure.poison));
-      return poison_failure(call, poison, context_.rank, failure.culprit_arrived_at);
+      return poison_in_words(failure, call);
     }
     TimeOut timeout{failure.phase, {}, failure.culprit, failure.culprit_arrived_at};
     for (int rank = 0; rank < context_.shape.num_ranks; ++rank)
       if ((failure.missing >> rank & 1) != 0) timeout.missing.push_back(rank);
+    timeout.kernel = kernel_of(failure.culprit, call.sequence);
     return timeout_failure(call, timeout, context_.timeout_ms);
+  }
+
+  Failure poison_in_words(const FailureRecord& record, CallName call) const {
+    const Poison poison = unpack_poison(record.poison);
+    Failure failure = poison_failure(call, poison, context_.rank, record.culprit_arrived_at);
+    const bool had_arrived = poison.culprit != context_.rank && record.culprit_arrived_at >= poison.sequence;
+    // A peer has looked before: what was launched by then is no longer known.
+    if (poison.status == EPX_ERROR_TIMEOUT && !had_arrived &&
+        kernel_of(poison.culprit, poison.sequence) != CulpritKernel::none)
+      failure.message += kernel_words(CulpritKernel::unknown, poison.culprit, poison.operation);
+    return failure;
+  }
+
+  CulpritKernel kernel_of(int rank, uint64_t sequence) const {
+    const uint64_t launched = board_.launched(rank);
+    if (launched == RankBoard::kUnknown) return CulpritKernel::unknown;
+    return launched >= sequence ? CulpritKernel::launched : CulpritKernel::none;
   }
 
   const GroupContext& context_;
   StatusRecord& record_;
+  const RankBoard& board_;
   StatusBoard& status_;
   std::mutex mutex_;
   EventCounts counted_{}; // what the status board has been given
@@ -100,16 +123,18 @@ private:
 class CudaBackend final : public Backend, private Stages {
 public:
   CudaBackend(const GroupContext& context, int device, std::unique_ptr<NcclTransport> transport,
-              std::unique_ptr<Window> window, const LaunchPlan& plan)
-      : context_(context), device_(device), transport_(std::move(transport)), window_(std::move(window)), plan_(plan),
-        record_(make_mapped_memory<StatusRecord>()), state_(make_device_memory<DeviceState>(1)),
+              std::unique_ptr<RankBoard> board, std::unique_ptr<Window> window, const LaunchPlan& plan)
+      : context_(context), device_(device), transport_(std::move(transport)), board_(std::move(board)),
+        window_(std::move(window)), plan_(plan), record_(make_mapped_memory<StatusRecord>()),
+        state_(make_device_memory<DeviceState>(1)),
         allocation_bases_(make_device_memory<std::byte*>(kMaxDeviceAllocations * num_ranks())),
         prepare_scratch_(
             make_device_memory<TaggedCount>(prepare_scratch_words(context.shape.num_experts, plan.max_prepare_blocks()))),
-        reader_(context_, *record_, status_) {
+        reader_(context_, *record_, *board_, status_) {
     group_ = {context_,
               {},
               state_.get(),
+              board_->abort_record_on_device(),
               record_.get(),
               allocation_bases_.get(),
               prepare_scratch_.get(),
@@ -120,8 +145,14 @@ public:
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
   ~CudaBackend() override {
-    abort_kernels(); // none may still be waiting for a peer when its memory goes
-    log_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    try {
+      const CudaDeviceScope scope(device_);
+      board_->end_own_kernels(); // none may still be waiting for a peer when its memory goes
+      log_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    } catch (const std::exception& error) {
+      log::group().warn("group {:016x}: {}", context_.group_id, error.what());
+    }
+    board_->end_own_kernels();
   }
 
   epx_transport kind() const override { return EPX_TRANSPORT_NCCL; }
@@ -155,13 +186,16 @@ public:
   }
 
   void abort() override {
-    const CudaDeviceScope scope(device_);
-    abort_kernels();
-    const Poison poison{EPX_ERROR_ABORTED, EPX_OP_NONE, context_.rank, 0};
-    check_cuda(launch_poison(group_, poison, abort_stream_.get()), "epx_group_abort");
+    const Poison poison = board_->end_group({EPX_ERROR_ABORTED, EPX_OP_NONE, context_.rank, 0});
     try { // kernels that find all they need no longer ask: the next call is refused here
       status_.fail(poison_failure({EPX_OP_NONE, 0}, poison, context_.rank, 0));
     } catch (const Error&) { // it is on the board now
+    }
+    try { // kernels see it sooner than they ask the host
+      const CudaDeviceScope scope(device_);
+      check_cuda(launch_poison(group_, poison, abort_stream_.get()), "epx_group_abort");
+    } catch (const Error&) {
+      if (!board_->reaches_peers()) throw;
     }
   }
 
@@ -199,21 +233,44 @@ private:
   template <typename LaunchKernel>
   void launch(epx_operation operation, epx_stream of_call, const LaunchKernel& launch_kernel) {
     reader_.read();
-    status_.require_healthy();
-    const CudaDeviceScope scope(device_);
     const auto stream = static_cast<cudaStream_t>(of_call);
-    const bool is_eager = !is_capturing(stream);
-    if (is_eager) order_.wait_for_last(stream);
-    ++group_.launch;
-    check_cuda(launch_kernel(stream), name_of(operation));
-    if (is_eager) order_.launched(stream);
+    bool is_eager = true;
+    try {
+      const CudaDeviceScope scope(device_);
+      is_eager = !is_capturing(stream);
+      if (is_eager) order_.wait_for_last(stream);
+      ++group_.launch;
+      const bool fails = kTestHooks && group_.hooks.fails_to_launch == operation;
+      check_cuda(fails ? cudaErrorLaunchFailure : launch_kernel(stream), name_of(operation));
+      if (is_eager) order_.launched(stream);
+    } catch (const Error& error) {
+      if (is_eager) fail_launch(operation, error.message());
+      throw; // nothing was to run yet
+    }
+    // A captured call runs whenever its graph is replayed.
+    if (!is_eager) launched_ = RankBoard::kUnknown;
+    count_launched(1);
+  }
+
+  // Peers have launched their kernels, or will, and would wait for this rank's.
+  [[noreturn]] void fail_launch(epx_operation operation, const std::string& why) {
+    const uint64_t sequence = launched_ == RankBoard::kUnknown ? 0 : launched_ + 1;
+    const Poison mine{EPX_ERROR_SYSTEM, operation, context_.rank, sequence};
+    const Poison verdict = board_->end_group(mine);
+    if (verdict.culprit != mine.culprit || verdict.status != mine.status)
+      status_.fail(poison_failure({operation, sequence}, verdict, context_.rank, 0));
+    status_.fail(launch_failure({operation, sequence}, context_.rank, why));
+  }
+
+  void count_launched(uint64_t calls) {
+    if (launched_ != RankBoard::kUnknown) launched_ += calls;
+    board_->set_launched(launched_);
   }
 
   // Collective. Returns where this rank's share of the new window starts.
   template <typename Open>
   std::byte* add_allocation(const Open& open) {
     reader_.read();
-    status_.require_healthy();
     if (allocations_.contains(allocations_.next_number() - kMaxDeviceAllocations)) // numbers are the same on all ranks
       fail(EPX_ERROR_OUT_OF_MEMORY,
            "allocation number {} of the group would take the place of number {}, which is still in use: on GPUs an "
@@ -228,7 +285,7 @@ private:
   }
 
   // Counts calls that no kernel makes. Its ranks have met on the host, and no kernel of theirs is on its way.
-  void advance_sequence(uint64_t calls) const {
+  void advance_sequence(uint64_t calls) {
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     DeviceState state{};
     check_cuda(cudaMemcpy(&state, state_.get(), sizeof(state), cudaMemcpyDeviceToHost), "cudaMemcpy");
@@ -236,6 +293,7 @@ private:
     state.entered = state.begun.sequence << 32;
     check_cuda(cudaMemcpy(state_.get(), &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // a copy from pageable memory may still be under way
+    count_launched(calls);
   }
 
   size_t num_ranks() const { return static_cast<size_t>(context_.shape.num_ranks); }
@@ -250,11 +308,10 @@ private:
     return place ? Reach{place->allocation, place->offset} : kNoReach;
   }
 
-  void abort_kernels() noexcept { std::atomic_ref(record_->aborted).store(1, std::memory_order_release); }
-
   const GroupContext& context_;
   int device_;
   std::unique_ptr<NcclTransport> transport_;
+  std::unique_ptr<RankBoard> board_;
   std::unique_ptr<Window> window_;
   Allocations allocations_;
   LaunchPlan plan_;
@@ -265,6 +322,7 @@ private:
   DeviceMemory<TaggedCount> prepare_scratch_;
   CudaStream abort_stream_;
   StreamOrder order_;
+  uint64_t launched_ = 0; // number of the last call that the host has launched, or RankBoard::kUnknown
   RecordReader reader_;
   DeviceGroup group_{};
 };
@@ -282,10 +340,12 @@ std::unique_ptr<Backend> make_backend(const GroupContext& context, int num_comm_
     plan.emplace(context.shape, num_comm_sms);
     return int32_t{0};
   });
+  auto board = std::make_unique<RankBoard>(context.rank, context.shape.num_ranks, exchange);
   std::unique_ptr<Window> window = transport->open_window(context.layout.total_bytes, exchange);
   std::unique_ptr<Backend> backend;
   exchange.all_gather([&] { // no rank calls before all can be called
-    backend = std::make_unique<CudaBackend>(context, find_gpu().device, std::move(transport), std::move(window), *plan);
+    backend = std::make_unique<CudaBackend>(context, find_gpu().device, std::move(transport), std::move(board),
+                                            std::move(window), *plan);
     return int32_t{0};
   });
   return backend;

@@ -47,7 +47,6 @@ struct StatusRecord {
   uint64_t num_events; // with a record; that of event i lies at i % kEvents
   uint64_t
       events_taken; // records that the host has read; stored by the host. When no place is free, an event is only counted
-  uint32_t aborted; // 1: the host wants the group to end; stored by the host
   FailureRecord failure;
   EventRecord events[kEvents];
 };
@@ -93,6 +92,8 @@ struct DeviceGroup {
   GroupContext context;
   std::byte* bases[kMaxDeviceRanks]; // [P]: each rank's window; here, since looking them up must not take a load
   DeviceState* state;
+  const uint64_t*
+      host_abort_record;         // packed Poison, in host memory, where this host and those of peers end the group; 0: no
   StatusRecord* record;          // host memory
   std::byte* const* allocations; // [kMaxDeviceAllocations, P], device memory: each rank's share of each allocation
   TaggedCount* prepare_scratch;  // see prepare_scratch_words()

@@ -17,13 +17,14 @@ constexpr bool kTestHooks = false;
 
 struct TestHooks {
   epx_operation stalls_in = EPX_OP_NONE; // every call of it stands still after it has arrived, until its group has failed
-  uint32_t max_delay_ns = 0;             // now and then, before a rank tells or waits
+  epx_operation fails_to_launch = EPX_OP_NONE; // every launch of it fails
+  uint32_t max_delay_ns = 0;                   // now and then, before a rank tells or waits
   bool poisons_staging = false;
   bool alternates_ways = false; // every other prepare, or so, takes few tokens and routes for many
 };
 
-// From the environment of the process: EPX_TEST_STALLS_IN (number of an epx_operation), EPX_TEST_MAX_DELAY_NS,
-// EPX_TEST_POISONS_STAGING, EPX_TEST_ALTERNATES_WAYS.
+// From the environment of the process: EPX_TEST_STALLS_IN and EPX_TEST_FAILS_TO_LAUNCH (number of an epx_operation),
+// EPX_TEST_MAX_DELAY_NS, EPX_TEST_POISONS_STAGING, EPX_TEST_ALTERNATES_WAYS.
 inline TestHooks read_test_hooks() {
   TestHooks hooks;
   if constexpr (kTestHooks) {
@@ -32,6 +33,7 @@ inline TestHooks read_test_hooks() {
       return text != nullptr ? std::atol(text) : 0;
     };
     hooks.stalls_in = static_cast<epx_operation>(number("EPX_TEST_STALLS_IN"));
+    hooks.fails_to_launch = static_cast<epx_operation>(number("EPX_TEST_FAILS_TO_LAUNCH"));
     hooks.max_delay_ns = static_cast<uint32_t>(number("EPX_TEST_MAX_DELAY_NS"));
     hooks.poisons_staging = number("EPX_TEST_POISONS_STAGING") != 0;
     hooks.alternates_ways = number("EPX_TEST_ALTERNATES_WAYS") != 0;

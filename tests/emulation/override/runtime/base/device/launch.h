@@ -19,6 +19,7 @@ struct Grid {
 template <typename... Params>
 cudaError_t launch_cooperative(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
                                std::type_identity_t<Params>... params) {
+  if (emulation::context_error() != cudaSuccess) return emulation::context_error();
   emulation::enqueue(
       stream, [=] { emulation::run_grid(grid.blocks, grid.threads, grid.shared_bytes, [=] { kernel(params...); }); });
   return cudaSuccess;

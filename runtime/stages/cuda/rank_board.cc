@@ -1,0 +1,102 @@
+#include "runtime/stages/cuda/rank_board.h"
+
+#include <atomic>
+
+#include "runtime/base/error.h"
+#include "runtime/base/log.h"
+#include "transport/host/host_transport.h"
+
+namespace epx::cuda {
+namespace {
+
+static_assert(std::atomic_ref<uint64_t>::is_always_lock_free);
+
+// False: somebody was there before; `word` then holds that record.
+bool store_if_none(uint64_t& place, uint64_t& word) {
+  uint64_t found = 0;
+  if (std::atomic_ref(place).compare_exchange_strong(found, word, std::memory_order_acq_rel)) return true;
+  word = found;
+  return false;
+}
+
+} // namespace
+
+RankBoard::RankBoard(int rank, int num_ranks, Exchange& exchange) : rank_(rank), shares_(static_cast<size_t>(num_ranks)) {
+  try {
+    open(num_ranks, exchange);
+  } catch (const Error& error) { // on all ranks alike
+    if (error.status() == EPX_ERROR_TIMEOUT) throw;
+    log::transport().warn(
+        "ranks cannot reach each other's host memory, and will learn of a peer whose GPU refuses its kernels "
+        "only when a wait times out: {}",
+        error.message());
+    close();
+    own_memory_ = make_mapped_memory<Share>();
+    shares_.assign(shares_.size(), nullptr);
+    shares_[static_cast<size_t>(rank)] = own_memory_.get();
+    abort_record_on_device_ = &own_memory_->abort_record;
+  }
+}
+
+void RankBoard::open(int num_ranks, Exchange& exchange) {
+  window_ = make_host_transport(rank_, num_ranks)->open_window(sizeof(Share), exchange);
+  for (int peer = 0; peer < num_ranks; ++peer)
+    shares_[static_cast<size_t>(peer)] = window_->view().at<Share>(peer, 0);
+  exchange.all_gather([&] {
+    Share& share = own();
+    check_cuda(cudaHostRegister(&share, sizeof(share), cudaHostRegisterMapped | cudaHostRegisterPortable),
+               "cudaHostRegister");
+    is_registered_ = true;
+    void* on_device = nullptr;
+    check_cuda(cudaHostGetDevicePointer(&on_device, &share, 0), "cudaHostGetDevicePointer");
+    abort_record_on_device_ = &static_cast<const Share*>(on_device)->abort_record;
+    return int32_t{0};
+  });
+}
+
+RankBoard::~RankBoard() {
+  close();
+}
+
+void RankBoard::close() {
+  if (is_registered_) log_cuda(cudaHostUnregister(&own()), "cudaHostUnregister");
+  is_registered_ = false;
+  window_.reset();
+}
+
+std::optional<Poison> RankBoard::abort_record() const {
+  const uint64_t word = std::atomic_ref(own().abort_record).load(std::memory_order_acquire);
+  if (word == 0) return std::nullopt;
+  return unpack_poison(word);
+}
+
+// The lowest rank that can be reached decides, so that all ranks name the same culprit.
+Poison RankBoard::end_group(const Poison& poison) {
+  uint64_t verdict = pack(poison);
+  bool is_decided = false;
+  for (Share* share : shares_) {
+    if (share == nullptr) continue;
+    uint64_t word = verdict;
+    store_if_none(share->abort_record, word);
+    if (!is_decided) verdict = word;
+    is_decided = true;
+  }
+  return unpack_poison(verdict);
+}
+
+void RankBoard::end_own_kernels() {
+  uint64_t word = pack(Poison{EPX_ERROR_ABORTED, EPX_OP_NONE, rank_, 0});
+  store_if_none(own().abort_record, word);
+}
+
+void RankBoard::set_launched(uint64_t sequence) {
+  std::atomic_ref(own().launched).store(sequence, std::memory_order_release);
+}
+
+uint64_t RankBoard::launched(int rank) const {
+  Share* const share =
+      rank >= 0 && static_cast<size_t>(rank) < shares_.size() ? shares_[static_cast<size_t>(rank)] : nullptr;
+  return share != nullptr ? std::atomic_ref(share->launched).load(std::memory_order_acquire) : kUnknown;
+}
+
+} // namespace epx::cuda

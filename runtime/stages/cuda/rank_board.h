@@ -1,0 +1,65 @@
+// Memory of the node that every rank of the group can reach by CPU, whatever has become of its GPU: a rank whose launch fails can
+// store nothing into its peers' windows. Kernels look at their rank's share while they wait.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "runtime/base/cuda.h"
+#include "runtime/memory/window_layout.h"
+#include "transport/exchange.h"
+#include "transport/transport.h"
+
+namespace epx::cuda {
+
+class RankBoard {
+public:
+  // A rank's count of launches that says nothing: some calls of its group are replayed from graphs, which nobody counts.
+  static constexpr uint64_t kUnknown = ~uint64_t{0};
+
+  // Collective over `exchange`. Where ranks cannot map each other's memory (in different containers, for instance), each goes
+  // on with its own share, and a warning says so.
+  RankBoard(int rank, int num_ranks, Exchange& exchange);
+  RankBoard(const RankBoard&) = delete;
+  RankBoard& operator=(const RankBoard&) = delete;
+  ~RankBoard();
+
+  // Who ended the group, packed; 0: nobody. In this rank's share, as its GPU reaches it.
+  const uint64_t* abort_record_on_device() const { return abort_record_on_device_; }
+
+  // Whether peers can be told by CPU.
+  bool reaches_peers() const { return window_ != nullptr; }
+
+  // All of these from any thread.
+  std::optional<Poison> abort_record() const;
+  // Tells every rank, unless somebody has ended the group before. Returns the record that stands.
+  Poison end_group(const Poison& poison);
+  // Tells only this rank's kernels.
+  void end_own_kernels();
+
+  // The sequence number of the last call that this rank's host has launched, or kUnknown.
+  void set_launched(uint64_t sequence);
+  // Of any rank; kUnknown also when its share cannot be reached.
+  uint64_t launched(int rank) const;
+
+private:
+  struct Share {
+    alignas(128) uint64_t abort_record;
+    alignas(128) uint64_t launched;
+  };
+
+  void open(int num_ranks, Exchange& exchange);
+  void close();
+  Share& own() const { return *shares_[static_cast<size_t>(rank_)]; }
+
+  int rank_;
+  std::unique_ptr<Window> window_;
+  bool is_registered_ = false;     // this rank's share of it, with CUDA
+  MappedMemory<Share> own_memory_; // without a window
+  std::vector<Share*> shares_;     // [P]; NULL: out of reach
+  const uint64_t* abort_record_on_device_ = nullptr;
+};
+
+} // namespace epx::cuda

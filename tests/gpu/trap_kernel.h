@@ -1,0 +1,10 @@
+// A kernel that ends the CUDA context.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace epx::test {
+
+void launch_trap(cudaStream_t stream);
+
+} // namespace epx::test
