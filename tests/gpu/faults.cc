@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <cuda_runtime_api.h>
@@ -53,12 +54,13 @@ public:
   Round(const Round&) = delete;
   Round& operator=(const Round&) = delete;
   ~Round() {
-    epx_group_destroy(group_);
+    destroy();
     for (std::byte* memory : {handle_, topk_idx_, counts_, offsets_})
       device_.free(memory);
   }
 
   epx_group group() const { return group_; }
+  void destroy() { epx_group_destroy(std::exchange(group_, nullptr)); }
 
   epx_status prepare() {
     const epx_tensor topk_idx = epx_tensor_2d(topk_idx_, EPX_INT32, num_tokens_, kTopK);
@@ -184,6 +186,19 @@ void check_duration(int64_t least, int64_t most, const char* name, const What& w
   check(took >= least && took <= most, "{} took {} ms, expected {} to {}", name, took, least, most);
 }
 
+// A rank that destroys its group behind a call waits for peers that do not come, but for no longer than timeout_ms.
+void test_destroy_without_peers(const RankContext& context) {
+  Round round(context, kShortMs);
+  context.gather(0);
+  if (context.rank == 0) {
+    check_ok(round.prepare(), "epx_prepare");
+    check_duration(context.num_ranks > 1 ? kShortMs / 2 : 0, 2 * kShortMs, "epx_group_destroy", [&] { round.destroy(); });
+  }
+  context.gather(0);
+  check_duration(0, kShortMs / 2, "epx_group_destroy", [&] { round.destroy(); }); // nothing is under way
+  context.gather(0);
+}
+
 // The group fails, since the last rank's kernel could not be launched: those that wait for it learn who it was at once, by their
 // kernels or, as rank 0 of more than two, from the status alone.
 void check_failed_launch(const RankContext& context, Round& round) {
@@ -249,6 +264,6 @@ void test_abort(const RankContext& context) {
 
 int main() {
   using namespace epx::test;
-  return run_suite({test_missing_rank, test_stalled_rank, test_abort, test_kernel_that_never_begins, test_failed_launch,
-                    test_dead_context});
+  return run_suite({test_missing_rank, test_stalled_rank, test_abort, test_kernel_that_never_begins,
+                    test_destroy_without_peers, test_failed_launch, test_dead_context});
 }

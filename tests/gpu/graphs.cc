@@ -149,6 +149,25 @@ void test_event_counts(const RankContext& context, uint64_t replays) {
   check_equal(report.event_counts[EPX_EVENT_BAD_INDEX], uint64_t{0}, "bad indices after the last look");
 }
 
+// A group that one rank destroys behind its call, long before the peers make theirs: the call ends with its result.
+void test_destroy_behind_a_call(const RankContext& context) {
+  const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
+  auto group = std::make_unique<GroupRun>(context, shape);
+  const LayerCase layer_case = small_layer(3, 16, RoutingStyle::uniform);
+  ResidentLayer layer(*group, layer_case, false);
+  const Workload work = make_workload(shape, layer_case, 8000);
+  layer.write(work);
+  layer.prepare();
+  layer.dispatch();
+  context.device->finish();
+  context.gather(0);
+  if (context.rank != 0) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  layer.combine();
+  group.reset();
+  context.device->finish();
+  layer.check_forward(work);
+}
+
 class Stream {
 public:
   Stream() { check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags"); }
@@ -308,6 +327,7 @@ int main(int argc, char** argv) {
       [](const RankContext& context) { test_replays(context, EPX_COMBINE_EXACT, true); },
       test_layers_in_flight,
       test_groups,
+      test_destroy_behind_a_call,
       test_eager_streams,
       test_unordered_graphs,
       [=](const RankContext& context) { test_event_counts(context, replays); },

@@ -11,7 +11,8 @@
 
 namespace epx::test {
 
-ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, bool in_place) : group_(group), layer_(layer) {
+ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, bool in_place)
+    : group_(group), device_(group.device()), rank_(group.rank()), layer_(layer) {
   lay_out();
   if (in_place)
     for (const size_t written_by_peers : {kRecvTokens, kGradExpertOut}) {
@@ -24,7 +25,7 @@ ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, bool in_pl
 }
 
 ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, std::byte* reachable, size_t bytes)
-    : group_(group), layer_(layer) {
+    : group_(group), device_(group.device()), rank_(group.rank()), layer_(layer) {
   lay_out();
   for (const size_t written_by_peers : {kRecvTokens, kGradExpertOut}) {
     Memory& memory = memories_[written_by_peers];
@@ -40,14 +41,14 @@ ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, std::byte*
 
 void ResidentLayer::allocate_on_device() {
   for (Memory& memory : memories_)
-    if (memory.data == nullptr) memory.data = group_.device().allocate(memory.bytes);
+    if (memory.data == nullptr) memory.data = device_.allocate(memory.bytes);
 }
 
 void ResidentLayer::lay_out() {
   epx_layer_ = {layer_.top_k, layer_.alignment};
   num_tokens_ = group_.shape().max_tokens;
   recv_rows_ = recv_capacity(group_.shape());
-  stream_ = group_.device().stream();
+  stream_ = device_.stream();
   memories_.resize(kNumMemories);
   size_t handle_bytes = 0;
   check_ok(epx_handle_mem_size(group_.handle(), &epx_layer_, &handle_bytes), "epx_handle_mem_size");
@@ -84,16 +85,16 @@ void ResidentLayer::lay_out() {
 ResidentLayer::~ResidentLayer() {
   for (const Memory& memory : memories_) {
     if (memory.owner == Memory::group) epx_mem_free(group_.handle(), memory.data);
-    if (memory.owner == Memory::device) group_.device().free(memory.data);
+    if (memory.owner == Memory::device) device_.free(memory.data);
   }
 }
 
 void ResidentLayer::write(const Workload& work) {
-  const auto rank = static_cast<size_t>(group_.rank());
+  const auto rank = static_cast<size_t>(rank_);
   const auto write_input = [&](size_t memory, const auto& values) {
     const auto bytes = std::as_bytes(std::span(values));
     check_equal(bytes.size(), memories_[memory].bytes, "bytes of input " + std::to_string(memory));
-    group_.device().write(memories_[memory].data, bytes.data(), bytes.size());
+    device_.write(memories_[memory].data, bytes.data(), bytes.size());
   };
   write_input(kTopkIdx, work.routing[rank].topk_idx);
   write_input(kTokens, work.dispatch.tokens[rank].bytes);
@@ -108,7 +109,7 @@ void ResidentLayer::write(const Workload& work) {
   for (const Memory& memory : memories_) {
     if (memory.is_input) continue;
     const std::vector<std::byte> poison(memory.bytes, kPoison);
-    group_.device().write(memory.data, poison.data(), poison.size());
+    device_.write(memory.data, poison.data(), poison.size());
   }
 }
 
@@ -204,13 +205,13 @@ void ResidentLayer::dispatch_bwd() {
 
 std::vector<std::byte> ResidentLayer::read(size_t memory) const {
   std::vector<std::byte> bytes(memories_[memory].bytes);
-  group_.device().read(bytes.data(), memories_[memory].data, bytes.size());
+  device_.read(bytes.data(), memories_[memory].data, bytes.size());
   return bytes;
 }
 
 class ResidentLayer::Snapshot {
 public:
-  explicit Snapshot(const ResidentLayer& layer) : device_(layer.group_.device()) {
+  explicit Snapshot(const ResidentLayer& layer) : device_(layer.device_) {
     for (const Memory& memory : layer.memories_) {
       copies_.push_back(device_.allocate(memory.bytes));
       copy(copies_.back(), memory.data, memory.bytes, device_);
@@ -246,11 +247,11 @@ ResidentLayer::SnapshotOwner ResidentLayer::snapshot() const {
 }
 
 void ResidentLayer::restore_inputs(const Snapshot& from) {
-  const auto stream = static_cast<cudaStream_t>(group_.device().stream());
+  const auto stream = static_cast<cudaStream_t>(device_.stream());
   for (size_t i = 0; i < memories_.size(); ++i) {
     const Memory& memory = memories_[i];
     if (memory.is_input) {
-      Snapshot::copy(memory.data, from[i], memory.bytes, group_.device());
+      Snapshot::copy(memory.data, from[i], memory.bytes, device_);
       continue;
     }
     const cudaError_t error = cudaMemsetAsync(memory.data, static_cast<int>(kPoison), memory.bytes, stream);
@@ -259,7 +260,7 @@ void ResidentLayer::restore_inputs(const Snapshot& from) {
 }
 
 void ResidentLayer::count_wrong(const Snapshot& expected, unsigned long long* count) const {
-  const auto stream = static_cast<cudaStream_t>(group_.device().stream());
+  const auto stream = static_cast<cudaStream_t>(device_.stream());
   for (size_t i = 0; i < memories_.size(); ++i) {
     const Memory& memory = memories_[i];
     if (memory.is_input || i == kHandle) continue;
@@ -269,7 +270,7 @@ void ResidentLayer::count_wrong(const Snapshot& expected, unsigned long long* co
 }
 
 void ResidentLayer::check_forward(const Workload& work) const {
-  const auto rank = static_cast<size_t>(group_.rank());
+  const auto rank = static_cast<size_t>(rank_);
   check_integers("counts", work.plan.ranks[rank].counts, read(kCounts), EPX_INT32);
   check_integers("offsets", work.plan.ranks[rank].offsets, read(kOffsets), EPX_INT32);
   check_rows("recv_tokens", work.dispatch.recv_tokens[rank], read(kRecvTokens), NanRule::bits);
@@ -278,7 +279,7 @@ void ResidentLayer::check_forward(const Workload& work) const {
 }
 
 void ResidentLayer::check_backward(const Workload& work) const {
-  const auto rank = static_cast<size_t>(group_.rank());
+  const auto rank = static_cast<size_t>(rank_);
   check_rows("grad_expert_out", work.combine_bwd.grad_expert_out[rank], read(kGradExpertOut), NanRule::any_nan);
   check_floats("grad_recv_weights", work.combine_bwd.grad_recv_weights[rank], read(kGradRecvWeights), NanRule::any_nan);
   check_rows("grad_tokens", work.dispatch_bwd.grad_tokens[rank], read(kGradTokens), NanRule::any_nan);

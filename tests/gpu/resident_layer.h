@@ -96,6 +96,8 @@ private:
   };
 
   GroupRun& group_;
+  Device& device_; // outlives the group
+  int rank_;
   LayerCase layer_;
   epx_layer epx_layer_;
   int64_t num_tokens_;

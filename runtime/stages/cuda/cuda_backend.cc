@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <future>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -9,6 +11,7 @@
 #include <vector>
 
 #include "runtime/base/cuda.h"
+#include "runtime/base/deadline.h"
 #include "runtime/base/error.h"
 #include "runtime/base/names.h"
 #include "runtime/memory/allocations.h"
@@ -147,6 +150,7 @@ public:
   ~CudaBackend() override {
     try {
       const CudaDeviceScope scope(device_);
+      finish_calls();
       board_->end_own_kernels(); // none may still be waiting for a peer when its memory goes
       log_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     } catch (const std::exception& error) {
@@ -265,6 +269,25 @@ private:
   void count_launched(uint64_t calls) {
     if (launched_ != RankBoard::kUnknown) launched_ += calls;
     board_->set_launched(launched_);
+  }
+
+  // Calls that are under way end, if their peers come in time. Then, or at once when the group has failed, nothing is awaited.
+  void finish_calls() {
+    try {
+      reader_.read();
+    } catch (const Error&) {
+      return;
+    }
+    const Deadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
+    const std::future<cudaError_t> finished = std::async(std::launch::async, [this] {
+      const CudaDeviceScope scope(device_);
+      return cudaDeviceSynchronize(); // a stream that replays the group's graphs is not known here
+    });
+    if (finished.wait_until(deadline.end()) == std::future_status::ready) return;
+    log::group().warn(
+        "group {:016x} is destroyed, but its GPU is not done after {} ms: calls that wait for peers are aborted",
+        context_.group_id, context_.timeout_ms);
+    board_->end_own_kernels(); // now the device can be waited for, which the end of `finished` does
   }
 
   // Collective. Returns where this rank's share of the new window starts.
