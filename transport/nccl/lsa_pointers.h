@@ -2,13 +2,16 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 
 #include <nccl.h>
 
+#include "transport/nccl/nccl_versions.h"
+
 namespace epx {
 
-// Writes the address of each rank's share of the window, as this GPU sees it, to bases[num_ranks] in device memory.
-// Asynchronous on the stream.
-cudaError_t find_lsa_pointers(ncclWindow_t window, int num_ranks, std::byte** bases, cudaStream_t stream);
+// Writes the address of each rank's share of the window, as this GPU sees it, to bases, by LSA rank. `version`: of the library
+// that is loaded. Throws SYSTEM.
+void find_lsa_pointers(const NcclVersion& version, ncclWindow_t window, std::span<std::byte*> bases);
 
 } // namespace epx

@@ -12,6 +12,7 @@
 #include "runtime/base/deadline.h"
 #include "runtime/base/log.h"
 #include "transport/nccl/lsa_pointers.h"
+#include "transport/nccl/nccl_versions.h"
 
 namespace epx {
 namespace {
@@ -27,7 +28,9 @@ void check_nccl(ncclResult_t result, const char* call) {
 // A communicator that never blocks: what is in progress is polled, and aborted at the deadline.
 class Communicator {
 public:
-  Communicator(int rank, int num_ranks, const ncclUniqueId& id, std::chrono::milliseconds timeout) : timeout_(timeout) {
+  Communicator(const NcclVersion& version, int rank, int num_ranks, const ncclUniqueId& id,
+               std::chrono::milliseconds timeout)
+      : version_(version), timeout_(timeout) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
     config.minCTAs = config.maxCTAs = 1; // its collectives carry small records only; channels cost time and memory
@@ -40,6 +43,7 @@ public:
   Communicator& operator=(const Communicator&) = delete;
 
   ncclComm_t get() const { return comm_; }
+  const NcclVersion& version() const { return version_; }
 
   // Waits for what `call` began.
   void wait(ncclResult_t result, const char* call) {
@@ -57,6 +61,7 @@ public:
   }
 
 private:
+  const NcclVersion& version_; // of the library that is loaded
   ncclComm_t comm_ = nullptr;
   std::chrono::milliseconds timeout_;
 };
@@ -112,14 +117,8 @@ public:
            "NCCL has no symmetric window over the {} bytes at {} (ncclCommWindowRegister returned none): peer access over "
            "NVLink, CUDA's virtual memory management (NCCL_CUMEM_ENABLE) and memory from ncclMemAlloc are needed",
            bytes_, static_cast<void*>(memory_));
-    DeviceMemory<std::byte*> bases = make_device_memory<std::byte*>(static_cast<size_t>(num_ranks_));
-    const CudaStream stream;
-    check_cuda(find_lsa_pointers(window_, num_ranks_, bases.get(), stream.get()), "find_lsa_pointers");
     bases_.resize(static_cast<size_t>(num_ranks_));
-    check_cuda(cudaMemcpyAsync(bases_.data(), bases.get(), bases_.size() * sizeof(std::byte*), cudaMemcpyDeviceToHost,
-                               stream.get()),
-               "cudaMemcpyAsync");
-    check_cuda(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize");
+    find_lsa_pointers(communicator_->version(), window_, bases_);
     bases_[static_cast<size_t>(rank_)] = memory_; // the address that the user knows
   }
 
@@ -228,15 +227,18 @@ private:
   NcclExchange exchange_;
 };
 
-void require_compiled_version() {
+// The release whose library is loaded.
+const NcclVersion& loaded_nccl() {
   int version = 0;
   check_nccl(ncclGetVersion(&version), "ncclGetVersion");
-  if (version != NCCL_VERSION_CODE)
-    fail(EPX_ERROR_UNSUPPORTED,
-         "libepx was compiled for NCCL {}, the library that is loaded is {}: device-side structures differ between "
-         "releases; load the former (LD_LIBRARY_PATH), or build epx against the latter",
-         NCCL_VERSION_CODE, version);
+  return require_supported_nccl(version);
 }
+
+// What a rank tells the others before it has a communicator.
+struct RankHello {
+  GpuIdentity gpu;
+  int nccl_code;
+};
 
 } // namespace
 
@@ -265,11 +267,16 @@ std::string why_not_a_gpu_each(std::span<const GpuIdentity> gpus) {
 
 std::unique_ptr<NcclTransport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
   const std::chrono::milliseconds timeout(timeout_ms);
-  const std::vector<GpuIdentity> gpus = exchange.all_gather([] {
-    require_compiled_version();
-    return find_gpu();
-  });
+  const std::vector<RankHello> hellos = exchange.all_gather([] { return RankHello{find_gpu(), loaded_nccl().code}; });
   const std::vector<ncclUniqueId> ids = exchange.all_gather([&] { // the UID all-gather
+    std::vector<GpuIdentity> gpus;
+    std::vector<int> codes;
+    for (const RankHello& hello : hellos) {
+      gpus.push_back(hello.gpu);
+      codes.push_back(hello.nccl_code);
+    }
+    if (const std::string why = why_not_one_nccl(codes); !why.empty())
+      fail(EPX_ERROR_UNSUPPORTED, "{}: all ranks of a group need the same one", why);
     if (const std::string why = why_not_a_gpu_each(gpus); !why.empty())
       fail(EPX_ERROR_UNSUPPORTED,
            "transport nccl needs a GPU of its own for every rank, but {}: call cudaSetDevice before epx_group_create", why);
@@ -280,7 +287,7 @@ std::unique_ptr<NcclTransport> make_nccl_transport(int rank, int num_ranks, int6
   std::shared_ptr<Communicator> communicator;
   exchange.all_gather([&] {
     if (num_ranks == 1) return 1;
-    communicator = std::make_shared<Communicator>(rank, num_ranks, ids.front(), timeout);
+    communicator = std::make_shared<Communicator>(loaded_nccl(), rank, num_ranks, ids.front(), timeout);
     const int lsa_ranks = ncclTeamLsa(communicator->get()).nRanks;
     if (lsa_ranks < num_ranks)
       fail(EPX_ERROR_UNSUPPORTED,

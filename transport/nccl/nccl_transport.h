@@ -35,8 +35,8 @@ public:
   virtual std::unique_ptr<Window> adopt_window(std::byte* memory, int64_t bytes, Exchange& exchange) = 0;
 };
 
-// Collective over `exchange`; all ranks succeed or all throw: UNSUPPORTED (no GPU, two ranks on one GPU, another NCCL than at
-// compile time, ranks beyond one LSA domain, no symmetric memory), TIMEOUT, SYSTEM.
+// Collective over `exchange`; all ranks succeed or all throw: UNSUPPORTED (no GPU, two ranks on one GPU, an NCCL that
+// nccl_versions.h does not list, or not the same on all ranks, ranks beyond one LSA domain, no symmetric memory), TIMEOUT, SYSTEM.
 std::unique_ptr<NcclTransport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange);
 
 } // namespace epx

@@ -1,0 +1,49 @@
+// Creates a group over the NCCL library that is loaded, sends a layer through its windows and through memory from
+// epx_mem_alloc, and prints which library that was. To be run once for each release that epx supports, with LD_LIBRARY_PATH.
+#include <cstdio>
+#include <string>
+
+#include <dlfcn.h>
+
+#include "tests/gpu/resident_layer.h"
+#include "tests/gpu/small_cases.h"
+#include "tests/gpu/suite.h"
+
+namespace epx::test {
+namespace {
+
+// The emulated suite has none.
+std::string describe_nccl() {
+  const auto get_version = reinterpret_cast<int (*)(int*)>(dlsym(RTLD_DEFAULT, "ncclGetVersion"));
+  if (get_version == nullptr) return "no NCCL";
+  int code = 0;
+  get_version(&code);
+  Dl_info info{};
+  dladdr(reinterpret_cast<const void*>(get_version), &info);
+  return "NCCL " + std::to_string(code / 10'000) + "." + std::to_string(code / 100 % 100) + "." +
+         std::to_string(code % 100) + " from " + (info.dli_fname != nullptr ? info.dli_fname : "?");
+}
+
+void test_version(const RankContext& context) {
+  if (context.rank == 0) std::printf("%s\n", describe_nccl().c_str());
+  const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
+  GroupRun group(context, shape);
+  const LayerCase layer_case = small_layer(3, 16, RoutingStyle::uniform);
+  for (const bool in_place : {false, true}) {
+    ResidentLayer layer(group, layer_case, in_place);
+    const Workload work = make_workload(shape, layer_case, 1);
+    layer.write(work);
+    layer.forward();
+    layer.backward();
+    context.device->finish();
+    layer.check_forward(work);
+    layer.check_backward(work);
+  }
+}
+
+} // namespace
+} // namespace epx::test
+
+int main() {
+  return epx::test::run_suite({epx::test::test_version});
+}
