@@ -24,7 +24,7 @@
 
 namespace {
 
-constexpr int kDevices = 8;
+constexpr int kDevices = 64;
 constexpr int kMultiprocessors = 3;
 constexpr int kSharedBytes = 227 << 10; // of a block
 constexpr size_t kMemoryAlignment = 256;

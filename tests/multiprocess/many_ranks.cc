@@ -1,0 +1,94 @@
+// many_ranks [--ranks P] [--transport host|nccl]
+// More ranks than a warp has lanes, and more routes of a token: what the kernels do 32 at a time they do twice here. Few
+// tokens, since ranks are threads of this process; every result is compared with the oracle's.
+#include <charconv>
+#include <cstdio>
+#include <exception>
+#include <string>
+
+#include "tests/support/check.h"
+#include "tests/support/launcher.h"
+#include "tests/support/layer_run.h"
+
+namespace {
+
+using namespace epx::test;
+
+struct Kind {
+  epx_combine_precision precision;
+  int top_k;
+  int max_tokens;
+  RoutingStyle routing;
+};
+
+// All ranks together have few routes up to 8192, and few tokens up to 2048 (runtime/memory/window_layout.h): on 40 ranks
+// 204 routes each. So the kernels take the first of each pair of these for few tokens, the second for many.
+constexpr Kind kKinds[] = {
+    {EPX_COMBINE_WIRE, 40, 5, RoutingStyle::distinct}, {EPX_COMBINE_WIRE, 40, 7, RoutingStyle::distinct},
+    {EPX_COMBINE_EXACT, 64, 3, RoutingStyle::uniform}, {EPX_COMBINE_EXACT, 64, 5, RoutingStyle::uniform},
+    {EPX_COMBINE_WIRE, 64, 3, RoutingStyle::repeated}, {EPX_COMBINE_WIRE, 64, 5, RoutingStyle::repeated},
+    {EPX_COMBINE_EXACT, 3, 9, RoutingStyle::uniform},
+};
+
+Case make_case(const Kind& kind, int num_ranks) {
+  Case test_case;
+  GroupCase& group = test_case.group;
+  group.num_ranks = num_ranks;
+  group.num_experts = 2 * num_ranks + 3;
+  group.max_tokens = kind.max_tokens;
+  group.hidden_dim = 16;
+  group.max_top_k = kind.top_k;
+  group.max_alignment = 4;
+  group.max_sidecar_bytes = 8;
+  group.precision = kind.precision;
+  group.num_comm_sms = 1; // each block is a thread
+  LayerCase& layer = test_case.layer;
+  layer.top_k = kind.top_k;
+  layer.alignment = 4;
+  layer.tokens = TokenCount::full;
+  layer.routing = kind.routing;
+  layer.percent_masked = 5;
+  layer.hidden = layer.combine_hidden = 16;
+  layer.dtype = layer.combine_dtype = EPX_BFLOAT16;
+  layer.sidecar_bytes = 8;
+  test_case.iterations = 1;
+  test_case.num_arenas = 1;
+  return test_case;
+}
+
+void run(const Kind& kind, int num_ranks, const std::string& transport) {
+  Workloads workloads(make_case(kind, num_ranks));
+  try {
+    make_thread_launcher(transport, num_ranks)->each_rank([&](const RankContext& context) {
+      run_case(context, workloads);
+    });
+  } catch (const std::exception& error) {
+    fail_check("{}\n  in case {}", error.what(), describe(workloads.test_case()));
+  }
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+  try {
+    int num_ranks = 40;
+    std::string transport = "host";
+    for (int i = 1; i + 1 < argc; i += 2) {
+      const std::string name = argv[i];
+      const std::string value = argv[i + 1];
+      check(name == "--ranks" || name == "--transport", "unknown option {}", name);
+      if (name == "--transport")
+        transport = value;
+      else
+        check(std::from_chars(value.data(), value.data() + value.size(), num_ranks).ec == std::errc() && num_ranks >= 1,
+              "--ranks is \"{}\", not a number", value);
+    }
+    for (const Kind& kind : kKinds)
+      run(kind, num_ranks, transport);
+    std::printf("%ld checks on %d ranks, none failed\n", num_checks(), num_ranks);
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "FAILED: %s\n", error.what());
+    return 1;
+  }
+}
