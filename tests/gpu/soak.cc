@@ -1,10 +1,11 @@
-// soak [--iterations N] [--seed S] [--max-delay-ns D]
+// soak [--iterations N | --seconds T] [--seed S] [--max-delay-ns D] [--busy-tokens B]
 // Back-to-back iterations of several layers, with other tokens and routing each time, eager calls, some of them with each
 // movement made twice, and replays mixed, delays on every rank, staging poisoned after use, on all multiprocessors and on
-// one. The first pass over the inputs is compared with the oracle on the host, all later ones with the first pass on the
-// device: not one bit may differ.
+// one; and a layer of B tokens, which keep the wire busy. The first pass over the inputs is compared with the oracle on the
+// host, all later ones with the first pass on the device: not one bit may differ. Ends after N iterations, or T seconds after
+// it began.
+#include <chrono>
 #include <cstdlib>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,7 +25,10 @@ namespace {
 constexpr int kInputs = 12;            // of a layer
 constexpr int kInputsOfLongRows = 3;   // the oracle takes its time
 constexpr uint64_t kLookEvery = 1'000; // iterations
-constexpr int kLongRow = 3104;         // elements, which gather moves in parts
+constexpr uint64_t kLookAtTimeEvery = 100;
+constexpr int kLongRow = 3104;    // elements, which gather moves in parts
+constexpr int kLongestRow = 7504; // more than two halves of what a warp copies rows through
+constexpr int kBusyRow = 1024;
 
 // A layer, its graph, and what it holds with each of its inputs.
 struct Subject {
@@ -64,34 +68,80 @@ Subject make_subject(const RankContext& context, GroupRun& group, const LayerCas
   return subject;
 }
 
-void soak(const RankContext& context, uint64_t iterations, uint64_t seed) {
-  struct Kind {
-    epx_combine_precision precision;
-    int num_comm_sms; // few make each warp do much
-  };
-  constexpr Kind kKinds[] = {{EPX_COMBINE_WIRE, 0}, {EPX_COMBINE_EXACT, 0}, {EPX_COMBINE_WIRE, 1}, {EPX_COMBINE_EXACT, 1}};
-  for (const Kind& kind : kKinds) {
-    GroupCase group_case = small_group(context, kind.precision);
-    group_case.num_comm_sms = kind.num_comm_sms;
-    group_case.hidden_dim = kLongRow;
-    GroupRun group(context, group_case);
-    std::vector<Subject> subjects;
-    subjects.push_back(make_subject(context, group, small_layer(3, 16, RoutingStyle::uniform), true, kInputs, seed));
-    subjects.push_back(make_subject(context, group, small_layer(4, 1, RoutingStyle::uniform), false, kInputs, seed + 1000));
-    subjects.push_back(make_subject(context, group, small_layer(1, 8, RoutingStyle::uniform), true, kInputs, seed + 2000));
-    LayerCase with_long_rows = small_layer(4, 8, RoutingStyle::uniform);
-    with_long_rows.hidden = with_long_rows.combine_hidden = kLongRow;
-    subjects.push_back(make_subject(context, group, with_long_rows, true, kInputsOfLongRows, seed + 3000));
-    LayerCase with_ragged_rows = small_layer(2, 1, RoutingStyle::uniform);
-    with_ragged_rows.hidden = with_ragged_rows.combine_hidden = kLongRow - 3;
-    subjects.push_back(make_subject(context, group, with_ragged_rows, false, kInputsOfLongRows, seed + 4000));
+struct Options {
+  uint64_t iterations;
+  std::chrono::seconds seconds; // 0: as many iterations
+  uint64_t seed;
+  int busy_tokens; // 0: no layer of these
+};
 
+struct Kind {
+  epx_combine_precision precision;
+  int num_comm_sms; // few make each warp do much
+  bool is_busy = false;
+};
+
+std::vector<Kind> kinds_of(const Options& options) {
+  std::vector<Kind> kinds{{EPX_COMBINE_WIRE, 0}, {EPX_COMBINE_EXACT, 0}, {EPX_COMBINE_WIRE, 1}, {EPX_COMBINE_EXACT, 1}};
+  if (options.busy_tokens > 0) {
+    kinds.push_back({EPX_COMBINE_WIRE, 0, true});
+    kinds.push_back({EPX_COMBINE_EXACT, 0, true});
+  }
+  return kinds;
+}
+
+GroupCase group_of(const RankContext& context, const Kind& kind, const Options& options) {
+  GroupCase group = small_group(context, kind.precision);
+  group.num_comm_sms = kind.num_comm_sms;
+  group.hidden_dim = kLongestRow;
+  if (!kind.is_busy) return group;
+  group.hidden_dim = kBusyRow;
+  group.max_tokens = options.busy_tokens;
+  group.max_recv_rows = 6 * static_cast<int64_t>(options.busy_tokens);
+  return group;
+}
+
+std::vector<Subject> subjects_of(const RankContext& context, GroupRun& group, const Kind& kind, uint64_t seed) {
+  const auto layer_of = [](int top_k, int alignment, int hidden) {
+    LayerCase layer = small_layer(top_k, alignment, RoutingStyle::uniform);
+    layer.hidden = layer.combine_hidden = hidden;
+    return layer;
+  };
+  const int short_row = small_layer(1, 1, RoutingStyle::uniform).hidden;
+  std::vector<Subject> subjects;
+  if (kind.is_busy) {
+    subjects.push_back(make_subject(context, group, layer_of(4, 8, kBusyRow), false, kInputsOfLongRows, seed + 6000));
+    subjects.push_back(make_subject(context, group, layer_of(4, 8, kBusyRow - 3), true, kInputsOfLongRows, seed + 7000));
+    return subjects;
+  }
+  subjects.push_back(make_subject(context, group, layer_of(3, 16, short_row), true, kInputs, seed));
+  subjects.push_back(make_subject(context, group, layer_of(4, 1, short_row), false, kInputs, seed + 1000));
+  subjects.push_back(make_subject(context, group, layer_of(1, 8, short_row), true, kInputs, seed + 2000));
+  subjects.push_back(make_subject(context, group, layer_of(4, 8, kLongRow), true, kInputsOfLongRows, seed + 3000));
+  subjects.push_back(make_subject(context, group, layer_of(2, 1, kLongRow - 3), false, kInputsOfLongRows, seed + 4000));
+  subjects.push_back(make_subject(context, group, layer_of(4, 8, kLongestRow), false, kInputsOfLongRows, seed + 5000));
+  return subjects;
+}
+
+void soak(const RankContext& context, const Options& options) {
+  const auto begin = std::chrono::steady_clock::now();
+  const std::vector<Kind> kinds = kinds_of(options);
+  for (size_t number = 0; number < kinds.size(); ++number) {
+    const auto share = options.seconds * (number + 1) / static_cast<double>(kinds.size());
+    // The clock of rank 0 decides for all.
+    const auto time_is_up = [&] {
+      return context.gather(std::chrono::steady_clock::now() - begin >= share ? 1 : 0).front() != 0;
+    };
+    GroupRun group(context, group_of(context, kinds[number], options));
+    const std::vector<Subject> subjects = subjects_of(context, group, kinds[number], options.seed);
     std::byte* const memory = context.device->allocate(sizeof(unsigned long long));
     auto* const wrong_bytes = reinterpret_cast<unsigned long long*>(memory);
     unsigned long long wrong = 0;
     context.device->write(wrong_bytes, &wrong, sizeof(wrong));
-    Rng rng(seed); // the same on all ranks
-    for (uint64_t iteration = 0; iteration < iterations / std::size(kKinds); ++iteration) {
+    Rng rng(options.seed); // the same on all ranks
+    const bool is_timed = options.seconds.count() > 0;
+    const uint64_t look_every = is_timed ? kLookAtTimeEvery : kLookEvery;
+    for (uint64_t iteration = 0; is_timed || iteration < options.iterations / kinds.size(); ++iteration) {
       const Subject& subject = subjects[rng.below(subjects.size())];
       const ResidentLayer::Snapshot& input = *subject.inputs[rng.below(subject.inputs.size())];
       const bool replays = rng.chance(50);
@@ -102,9 +152,10 @@ void soak(const RankContext& context, uint64_t iterations, uint64_t seed) {
       else
         subject.call(times);
       subject.layer->count_wrong(input, wrong_bytes);
-      if (iteration % kLookEvery != 0) continue;
+      if (iteration % look_every != 0) continue;
       context.device->read(&wrong, wrong_bytes, sizeof(wrong));
       check(wrong == 0, "{} bytes are wrong within the first {} iterations", wrong, iteration + 1);
+      if (is_timed && time_is_up()) break;
     }
     context.device->read(&wrong, wrong_bytes, sizeof(wrong));
     context.device->free(memory);
@@ -119,11 +170,14 @@ void soak(const RankContext& context, uint64_t iterations, uint64_t seed) {
 
 int main(int argc, char** argv) {
   using namespace epx::test;
-  const auto iterations = static_cast<uint64_t>(option(argc, argv, "--iterations", 2'000));
-  const auto seed = static_cast<uint64_t>(option(argc, argv, "--seed", 1));
+  Options options{};
+  options.iterations = static_cast<uint64_t>(option(argc, argv, "--iterations", 2'000));
+  options.seconds = std::chrono::seconds(option(argc, argv, "--seconds", 0));
+  options.seed = static_cast<uint64_t>(option(argc, argv, "--seed", 1));
+  options.busy_tokens = static_cast<int>(option(argc, argv, "--busy-tokens", 256));
   const long max_delay_ns = option(argc, argv, "--max-delay-ns", 20'000);
   setenv("EPX_TEST_MAX_DELAY_NS", std::to_string(max_delay_ns).c_str(), 1);
   setenv("EPX_TEST_POISONS_STAGING", "1", 1);
   setenv("EPX_TEST_ALTERNATES_WAYS", "1", 1);
-  return run_suite({[&](const RankContext& context) { soak(context, iterations, seed); }});
+  return run_suite({[&](const RankContext& context) { soak(context, options); }});
 }
