@@ -106,7 +106,7 @@ public:
     offers_ = &offers;
     bool same = true;
     const bool ok = take_in_share(offer, lane(), kWarp, same);
-    __syncwarp();
+    __syncwarp(); // the lanes see each other's words of `offers`: a vote orders no memory
     if (__all_sync(~0u, ok && same ? 1 : 0) != 0) return !stalls();
     if (__all_sync(~0u, ok ? 1 : 0) != 0 && lane() == 0) copy().report_terms();
     return false;
@@ -155,11 +155,14 @@ public:
   // False: the group has failed.
   __device__ bool wait_for_arrival(const Tag* arrival, int peer) const {
     dawdle();
-    while (load_acquire_sys(arrival) != tag()) // an acquire load takes the cache with it: a long wait makes none
+    // Acquire: what the peer stored before it told is read after (PTX, Release and acquire patterns), and not from a line that
+    // came into this multiprocessor's L1 cache with a neighbour. That takes the cache with it: a long wait makes none.
+    while (load_acquire_sys(arrival) != tag())
       if (!copy().wait_long(arrival, peer, EPX_PHASE_COMPLETE)) return false;
     return true;
   }
-  // Tells the window's owner so. What this thread stored, or has seen stored through a barrier, comes first.
+  // Tells the window's owner so. What this thread stored, or has seen stored through a barrier, comes first: the release
+  // is cumulative (PTX, Causality order).
   __device__ void tell_arrival(Tag* arrival) const {
     dawdle();
     store_release_sys(arrival, tag());
@@ -193,6 +196,8 @@ public:
       for (int i = 0; i < 5; ++i)
         event.values[i] = values[i];
       if (header != nullptr) event.header = *header;
+      // Release: the host reads the event once it has acquired the number (PTX, Release and acquire patterns). Posted writes reach
+      // an x86 host in order, so that no test there notices a relaxed one.
       store_release_sys(&group_.record->num_events, ++state.num_events);
     }
     store_release_sys(&group_.record->event_counts[kind], total); // after its record: who sees the count has the record
@@ -226,7 +231,7 @@ private:
     if (lane() == 0)
       while (!copy().ends_early(nanoseconds())) {
       }
-    __syncwarp();
+    __syncwarp(); // the other lanes stand still too
     return true;
   }
 
@@ -274,6 +279,9 @@ private:
   __device__ bool wait_for_post(int peer, int word, uint64_t& value) const {
     const TaggedWord* const place = &post_at(rank(), peer, sequence_)->words[word];
     TaggedWord found{};
+    // Acquire, though the word tells all: what is stored into the peer's memory from here on comes after what its kernels before
+    // the post have read there, and a relaxed load orders nothing after it (PTX, Causality order). No test notices: hardware makes
+    // no store before the branch that it hangs on.
 #pragma unroll 1
     for (int spin = 0; spin < kShortSpins && found.sequence != sequence_; ++spin)
       found = load_whole_acquire_sys(place);
@@ -350,10 +358,11 @@ private:
     return group_.window().at<Flag>(owner, region.offset) + source;
   }
 
-  // The last call that `peer` has reached in this phase, as it has told `owner`.
+  // The last call that `peer` has reached in this phase, as it has told `owner`. Relaxed, as are the words about who waits for
+  // whom: each says all by itself, and nothing else is read because of it.
   __device__ uint64_t progress_told(int owner, int peer, epx_phase phase, uint64_t sequence) const {
-    if (phase == EPX_PHASE_COMPLETE) return load_acquire_sys(&flag_at(owner, group_.context.layout.complete, peer)->value);
-    return load_acquire_sys(&post_at(owner, peer, sequence)->words[0].sequence);
+    if (phase == EPX_PHASE_COMPLETE) return load_relaxed_sys(&flag_at(owner, group_.context.layout.complete, peer)->value);
+    return load_relaxed_sys(&post_at(owner, peer, sequence)->words[0].sequence);
   }
 
   __device__ uint64_t last_arrival_told(int peer) const {
@@ -375,7 +384,7 @@ private:
       if (begin == 0) begin = now;
       if (now - begin < kSlowNs) continue;
       // Again and again: another warp that waits no more has taken the word back.
-      store_release_sys(&flag_at(rank(), group_.context.layout.waiting, 0)->value, pack(Waiting{sequence_, phase, peer}));
+      store_relaxed_sys(&flag_at(rank(), group_.context.layout.waiting, 0)->value, pack(Waiting{sequence_, phase, peer}));
       told = true;
       if (ends_early(now)) return false;
       if (now - begin > group_.timeout_ns && load_relaxed_sys(place) != tag()) {
@@ -383,7 +392,7 @@ private:
         return false;
       }
     }
-    if (told) store_release_sys(&flag_at(rank(), group_.context.layout.waiting, 0)->value, 0);
+    if (told) store_relaxed_sys(&flag_at(rank(), group_.context.layout.waiting, 0)->value, 0);
     return true;
   }
 
@@ -443,7 +452,7 @@ private:
   __device__ int find_culprit(int missing) const {
     int culprit = missing;
     for (int step = 0; step < num_ranks(); ++step) {
-      const uint64_t word = load_acquire_sys(&flag_at(culprit, group_.context.layout.waiting, 0)->value);
+      const uint64_t word = load_relaxed_sys(&flag_at(culprit, group_.context.layout.waiting, 0)->value);
       if (word == 0) break;
       const Waiting waiting = unpack_waiting(word);
       if (!is_sound(waiting, num_ranks()) || waiting.peer == rank() ||
@@ -478,6 +487,7 @@ private:
     failure.operation = operation_;
     failure.sequence = sequence_;
     failure.culprit_arrived_at = last_arrival_told(culprit);
+    // Release: the host reads the record once it has acquired this; as in record_event.
     store_release_sys(&group_.record->failed, 1);
   }
 

@@ -147,7 +147,7 @@ private:
       if (const Route route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
         ok = call_.wait_for_arrival(arrival_at(call_.rank(), token, route.order, part), route.rank);
     const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
-    __syncwarp(); // every lane sees what each has acquired
+    __syncwarp(); // every lane sees what each has acquired: a vote orders no memory
     return all;
   }
 

@@ -179,7 +179,6 @@ private:
       number += of_block;
       first_inverted = max(first_inverted, static_cast<unsigned>(inverted));
     }
-    __syncwarp();
     for (int distance = 1; distance < kWarp; distance *= 2) {
       number += __shfl_xor_sync(~0u, number, distance);
       first_inverted = max(first_inverted, __shfl_xor_sync(~0u, first_inverted, distance));

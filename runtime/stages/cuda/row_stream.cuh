@@ -26,9 +26,8 @@ public:
 #pragma unroll 1
       for (int stage = 0; stage < kStages; ++stage)
         init_barrier(barriers_ + stage);
-      fence_shared_before_bulk_copies();
+      fence_shared_before_bulk_copies(); // which complete on the barriers (PTX, Async proxy); begin() tells the other lanes
     }
-    __syncwarp();
   }
   RowStream(const RowStream&) = delete;
   RowStream& operator=(const RowStream&) = delete;
@@ -95,8 +94,8 @@ public:
     begin();
     for (int64_t i = lane(); i < kHalfBytes / 16; i += kWarp)
       reinterpret_cast<uint4*>(stages_)[i] = uint4{0, 0, 0, 0};
-    fence_shared_before_bulk_copies(); // in each lane: its own zeros come before the copies
-    __syncwarp();
+    fence_shared_before_bulk_copies(); // in each lane: its own zeros come before the copies (PTX, Async proxy) ...
+    __syncwarp();                      // ... which lane 0 begins
   }
   // Begins to fill the rows of `bytes` bytes that the lanes name with zeros; NULL: none. finish() ends it. All lanes.
   __device__ void clear(int64_t bytes, std::byte* to) {
@@ -112,8 +111,8 @@ public:
 
   // Until all rows are where they belong, and whatever a lane tells afterwards comes after them.
   __device__ void finish() {
-    if (lane() == 0) wait_for_stores();
-    __syncwarp();
+    if (lane() == 0) wait_for_stores(); // complete, and not only read: a release covers no copy that is under way
+    __syncwarp();                       // the lanes see them complete; and one that tells, what the others have stored
   }
 
 private:
@@ -129,8 +128,10 @@ private:
 
   __device__ void begin() {
     if (lane() == 0) wait_for_store_reads<0>(); // rows before have left the stages
-    __syncwarp();
-    fence_global_before_bulk_copies(); // in each lane that may begin one
+    __syncwarp();                               // so every lane may fill them; and each sees what others have acquired
+    // In each lane that may begin a copy: rows that this warp has acquired by ordinary loads are read in another proxy (PTX,
+    // Proxies and Async proxy). No test notices: the copy goes to the L2 cache, after the branch that the acquired flag decides.
+    fence_global_before_bulk_copies();
   }
   __device__ static uint32_t bytes_of_half(int64_t offset, int64_t bytes) {
     return static_cast<uint32_t>(min(kHalfBytes, bytes - offset));

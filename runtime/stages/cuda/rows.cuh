@@ -304,7 +304,7 @@ __device__ __noinline__ float scale_and_multiply_elements(const T* grad, const T
     add_products(acc, run, load_elements(x, h, hidden), static_cast<int>(min(int64_t{kRun}, hidden - h)));
     store_elements(to, h, hidden, is_weighted ? scaled(weight, run) : run);
   }
-  __syncwarp();
+  __syncwarp(); // all lanes have read grad, which the caller may write next
   return sum_of_tree(acc);
 }
 

@@ -222,7 +222,7 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
     bool ok = true;
     if (lane() == 0) ok = movement.call().wait_for_arrival(arrival_at(group, rank, source, token), source);
     if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
-    __syncwarp(); // the lanes see what lane 0 has acquired
+    __syncwarp(); // the lanes see what lane 0 has acquired: a vote orders no memory
     const int64_t staging_row = scatter_staging_row(group.context.layout, group.context.shape, source, token, found.head);
     const int32_t first_live = slots[0];
     const bool in_place = movement.has_reachable_rows(rank);

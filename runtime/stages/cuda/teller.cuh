@@ -27,22 +27,24 @@ public:
       closed_[i] = 0; // and the cells behind it
   }
 
-  // A warp that sends, numbered from 0, all lanes: each names a place in a peer's window, or NULL. What any of them has
-  // stored, or has seen complete, is there before the place is told. `turn`: 0 and 1 in turn. Waits for the teller alone,
-  // which waits for nobody, so that the wait needs no bound.
+  // A warp that sends, numbered from 0, all lanes, after a barrier of the warp (RowStream::finish): each names a place in a
+  // peer's window, or NULL. What any of them had stored, or seen complete, before that barrier is there before the place is
+  // told. `turn`: 0 and 1 in turn. Waits for the teller alone, which waits for nobody, so that the wait needs no bound.
   __device__ void post(int sender, int turn, Tag* place) const {
-    __syncwarp();
+    // Release pattern with the exchange below; its other side is the teller's fence at system scope, which comes after its look at
+    // the cell, and covers what this one does (PTX, Release and acquire patterns; Causality order). No test notices: that fence
+    // waits for the stores of all warps of its multiprocessor.
     fence_acq_rel_block();
     if (place != nullptr) {
       unsigned long long* const cell = cells_ + (kTurns * sender + turn) * lanes_ + lane();
       while (atomicCAS(cell, 0ull, reinterpret_cast<unsigned long long>(place)) != 0)
         nap(kNapNs);
     }
-    __syncwarp();
+    __syncwarp(); // the posts of all lanes come before what lane 0 does in close()
   }
   // The same warp, after its last post.
   __device__ void close() const {
-    fence_acq_rel_block();
+    fence_acq_rel_block(); // release pattern: every post comes before the count; run() has the acquire
     if (lane() == 0) atomicAdd(closed_, 1ull);
   }
 
@@ -51,8 +53,8 @@ public:
 #pragma unroll 1
     while (true) {
       const bool closed = atomicAdd(closed_, 0ull) == static_cast<unsigned long long>(senders_);
-      fence_acq_rel_block(); // if so, what follows sees every post
-      uint32_t found = 0;    // a bit for each of the lane's cells
+      fence_acq_rel_block(); // acquire pattern: if so, what follows sees every post. Atomics on shared memory go in order anyway
+      uint32_t found = 0; // a bit for each of the lane's cells
       for (int cell = lane(), bit = 0; cell < num_cells(); cell += kWarp, ++bit)
         if (atomicAdd(cells_ + cell, 0ull) != 0) found |= 1u << bit;
       if (__any_sync(~0u, found != 0 ? 1 : 0) == 0) {
@@ -60,7 +62,8 @@ public:
         nap(kNapNs);
         continue;
       }
-      fence_acq_rel_sys(); // what comes before the posts is there before what follows
+      // Acquires the posts, and releases what comes before them (PTX, Release and acquire patterns): it is there before what follows.
+      fence_acq_rel_sys();
       for (; found != 0; found &= found - 1)
         call.tell_arrival_behind_fence(
             reinterpret_cast<Tag*>(atomicExch(cells_ + lowest_bit(found) * kWarp + lane(), 0ull)));
