@@ -1,0 +1,309 @@
+#!/usr/bin/env python3
+"""Takes out each fence, release, acquire and proxy fence of the kernels in turn, and shows which of them a suite notices.
+
+  remove_fences.py list     fails when a verb of runtime/base/device that orders memory is not known here, or called nowhere
+  remove_fences.py build BUILD OUT [--bfloat16] [--only TEXT] [--jobs N]     where nvcc is; BUILD is a Meson build folder; no GPU needed
+  remove_fences.py run OUT [--gpus 4] [--seconds 4] [--only TEXT] [-- SUITE ARGS...]     where GPUs are; OUT may be copied there
+
+A variant is libepx as the suites use it (tests/gpu/libepx_hooked.so) with one call of an ordering verb removed or weakened in
+the source text of runtime/stages/cuda. `run` starts the soak (or SUITE, a program of OUT/bin) on 2 ranks, as many at a time
+as there are GPUs for, then on all GPUs, for so many seconds each, and prints for each variant
+
+  caught   a suite failed, and its first words
+  hang     it did not end in time, and was killed
+  -        no suite noticed: the reason why the call is needed stands at its line
+
+First of all the suite has to pass with the kernels unchanged.
+"""
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+STAGES = pathlib.Path('runtime/stages/cuda')
+VARIANTS = 'variants.tar.xz'
+SUITES = ['soak', 'random_layers', 'faults', 'graphs']
+GRACE_S = 6  # for creating groups, and for the launcher to end its ranks
+
+# What a call becomes, and how a reader is told.
+WEAKER = {
+    'fence_acq_rel_sys()': ('static_cast<void>(0)', 'removed'),
+    'fence_acq_rel_block()': ('static_cast<void>(0)', 'removed'),
+    'fence_shared_before_bulk_copies()': ('static_cast<void>(0)', 'removed'),
+    'fence_global_before_bulk_copies()': ('static_cast<void>(0)', 'removed'),
+    '__syncwarp()': ('static_cast<void>(0)', 'removed'),
+    'wait_for_store_reads<0>()': ('static_cast<void>(0)', 'removed'),
+    'wait_for_stores()': ('wait_for_store_reads<0>()', 'waits for reads only'),
+    'store_release_sys(': ('store_relaxed_sys(', 'relaxed'),
+    'load_acquire_sys(': ('load_relaxed_sys(', 'relaxed'),
+    'load_whole_acquire_sys(': ('load_whole_relaxed_sys(', 'relaxed'),
+}
+# Kernels of each dtype, of which the soak needs one.
+DTYPES = re.compile(r'\b(gather_kernel|CombineBwdReceiver)<(?:float|__half)>')
+CALL = re.compile('|'.join(r'(?<![\w.])' + re.escape(verb) for verb in WEAKER))
+
+
+@dataclasses.dataclass
+class Site:
+    name: str  # of the variant, and of its folder
+    file: str  # within the repository
+    line: int
+    begin: int  # of the call, in the line
+    verb: str
+
+    @property
+    def done(self):
+        return WEAKER[self.verb][1]
+
+    def source(self, root):
+        """The file's text without the call."""
+        lines = (root / self.file).read_text().splitlines(keepends=True)
+        line = lines[self.line - 1]
+        weaker = WEAKER[self.verb][0]
+        lines[self.line - 1] = line[:self.begin] + weaker + line[self.begin + len(self.verb):]
+        return ''.join(lines)
+
+
+def find_sites(root, only=''):
+    sites = []
+    for path in sorted((root / STAGES).glob('*.cu*')):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            code = line.split('//')[0]
+            for call in CALL.finditer(code):
+                name = f'{path.name}-{number}' + (f'-{call.start()}' if len(CALL.findall(code)) > 1 else '')
+                sites.append(Site(name, str(path.relative_to(root)), number, call.start(), call.group()))
+    return [site for site in sites if only in f'{site.name} {site.verb}']
+
+
+def unknown_verbs(root):
+    """What orders memory, and has no weaker form here."""
+    known = {verb.split('(')[0].split('<')[0] for verb in WEAKER}
+    verbs = set()
+    for path in (root / 'runtime/base/device').glob('*.cuh'):
+        verbs |= set(re.findall(r'__device__ inline [\w ]+?(\w*(?:fence|acquire|release|wait_for_store)\w*)\(', path.read_text()))
+    return sorted(verbs - known)
+
+
+def list_sites():
+    sites = find_sites(ROOT)
+    for site in sites:
+        print(f'{site.file}:{site.line} {site.verb} {site.done}')
+    problems = [f'{verb} has no weaker form' for verb in unknown_verbs(ROOT)]
+    problems += [f'{verb} is called nowhere' for verb in sorted(set(WEAKER) - {site.verb for site in sites})]
+    for problem in problems:
+        print(f'remove_fences.py: {problem}', file=sys.stderr)
+    return 1 if problems else 0
+
+
+# ---- Building --------------------------------------------------------------------------------------------------------
+
+class HookedBuild:
+    """How Ninja builds tests/gpu/libepx_hooked.so."""
+    LIBRARY = 'tests/gpu/libepx_hooked.so'
+
+    def __init__(self, build):
+        self.build = build
+        self.ninja('-C', build, self.LIBRARY, *[f'tests/gpu/{suite}_gpu' for suite in SUITES], 'tests/support/epx_test_launch')
+        self.link = []
+        compiled = {}
+        for line in self.ninja('-C', build, '-t', 'commands', self.LIBRARY).splitlines():
+            words = shlex.split(line)
+            if '-o' not in words:
+                continue
+            output = words[words.index('-o') + 1]
+            if output == self.LIBRARY:
+                self.link = words
+            elif '-c' in words and words[words.index('-c') + 1].endswith('.cu'):
+                compiled[output] = words
+        # Object: its command.
+        self.kernels = {name: words for name, words in compiled.items() if name in self.link}
+        self.inputs = {}  # object: the files that it was first compiled from
+
+    @staticmethod
+    def ninja(*arguments):
+        return subprocess.run(['ninja', *map(str, arguments)], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    def objects_with(self, file):
+        """Of the kernels that are compiled from this file, or include it; once they have been compiled."""
+        return [name for name in self.kernels if file in self.inputs[name]]
+
+    def compile(self, name, folder, sources):
+        """For Hopper alone, into `folder`, whose files stand before those of `sources`, and these before the repository's."""
+        words = [word for word in self.kernels[name] if word != '-lineinfo']
+        words = ['-gencode=arch=compute_90,code=sm_90' if word.startswith('-gencode=') else word for word in words]
+        source = os.path.relpath(self.build / words[words.index('-c') + 1], ROOT)
+        output = folder / pathlib.Path(name).name
+        words[words.index('-c') + 1] = str((folder if (folder / source).exists() else sources) / source)
+        words[words.index('-o') + 1] = str(output)
+        words[words.index('-MF') + 1] = str(output) + '.d'
+        words[1:1] = ['-I', str(folder), '-I', str(sources)]
+        subprocess.run(words, check=True, cwd=self.build)
+        depfile = pathlib.Path(str(output) + '.d').read_text().replace('\\\n', ' ')
+        self.inputs.setdefault(name, {os.path.relpath(self.build / word, sources) for word in depfile.split()[1:]})
+        return output
+
+    def link_with(self, objects, library):
+        words = [str(objects.get(word, word)) for word in self.link]
+        words[words.index('-o') + 1] = str(library)
+        subprocess.run(words, check=True, cwd=self.build)
+        subprocess.run(['strip', '--strip-unneeded', str(library)], check=True)
+
+
+def build_variant(hooked, out, sources, site, plain):
+    folder = out / 'variants' / (site.name if site else 'unchanged')
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / 'libepx_hooked.so'
+    objects = dict(plain)
+    if site:
+        work = out / 'work' / site.name
+        (work / site.file).parent.mkdir(parents=True, exist_ok=True)
+        (work / site.file).write_text(site.source(sources))
+        for name in hooked.objects_with(site.file):
+            objects[name] = hooked.compile(name, work, sources)
+    hooked.link_with(objects, library)
+    if site:
+        shutil.rmtree(work)
+    (folder / 'libepx.so.0').unlink(missing_ok=True)
+    (folder / 'libepx.so.0').symlink_to(library.name)  # for suites that use the public library
+    print(f'{folder.name}: {library.stat().st_size >> 10} KiB', flush=True)
+
+
+def copy_programs(hooked, out):
+    """The suites, and the libraries that a machine without this repository's packages lacks."""
+    programs = [f'tests/gpu/{suite}_gpu' for suite in SUITES] + ['tests/support/epx_test_launch']
+    (out / 'bin').mkdir(exist_ok=True)
+    (out / 'lib').mkdir(exist_ok=True)
+    for program in programs:
+        copy = out / 'bin' / pathlib.Path(program).name.removesuffix('_gpu')
+        shutil.copy(hooked.build / program, copy)
+        subprocess.run(['strip', str(copy)], check=True)
+    needed = subprocess.run(['ldd', str(hooked.build / hooked.LIBRARY)], check=True, stdout=subprocess.PIPE, text=True).stdout
+    for name, path in re.findall(r'(lib(?:fmt|spdlog)\S*) => (\S+)', needed):
+        shutil.copy(path, out / 'lib' / name)
+
+
+def build(options):
+    out = options.out.resolve()
+    hooked = HookedBuild(options.build.resolve())
+    sources = out / 'work/sources'  # a copy: an editor may be at work
+    shutil.rmtree(out / 'work', ignore_errors=True)
+    shutil.copytree(ROOT / STAGES, sources / STAGES)
+    if options.bfloat16:
+        for path in (sources / STAGES).glob('*.cu'):
+            path.write_text(DTYPES.sub(r'\1<__nv_bfloat16>', path.read_text()))
+    sites = find_sites(sources, options.only)
+    (out / 'work/plain').mkdir()
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        waiting = {name: pool.submit(hooked.compile, name, out / 'work/plain', sources) for name in hooked.kernels}
+        plain = {name: task.result() for name, task in waiting.items()}
+        waiting = [pool.submit(build_variant, hooked, out, sources, site, plain) for site in [None, *sites]]
+        for task in waiting:
+            task.result()
+    shutil.rmtree(out / 'work')
+    with tarfile.open(out / VARIANTS, 'w:xz') as archive:  # they differ little
+        archive.add(out / 'variants', 'variants')
+    shutil.rmtree(out / 'variants')
+    copy_programs(hooked, out)
+    (out / 'sites.json').write_text(json.dumps([dataclasses.asdict(site) for site in sites], indent=1))
+    shutil.copy(__file__, out)
+
+
+# ---- Running ---------------------------------------------------------------------------------------------------------
+
+def run_suite(out, variant, gpus, command, seconds):
+    """What came of it, in a few words; None when the suite passed."""
+    limit = seconds + GRACE_S
+    paths = [out / 'variants' / variant, out / 'lib', os.environ.get('LD_LIBRARY_PATH', '')]
+    environment = dict(os.environ, LD_LIBRARY_PATH=':'.join(map(str, paths)), CUDA_VISIBLE_DEVICES=','.join(map(str, gpus)))
+    words = [str(out / 'bin/epx_test_launch'), '-n', str(len(gpus)), '--timeout', str(limit), '--', str(out / 'bin' / command[0]),
+             *command[1:]]
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               errors='replace', start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=limit + 10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return 'hang (the launcher too)'
+    if process.returncode == 0 or output.count('checks passed') == len(gpus):  # a run beside this one may leave something behind
+        return None
+    if process.returncode == 77:
+        return 'SKIPPED: ' + output.strip()[-150:]
+    own_words = [line for line in output.splitlines() if line.startswith('[') and 'checks passed' not in line]
+    if not own_words and 'stopped by the launcher' in output:
+        return 'hang'
+    return 'caught: ' + (own_words[0] if own_words else output.strip()[-150:])[:150]
+
+
+def run(options):
+    out = options.out.resolve()
+    if not (out / 'variants').exists():
+        with tarfile.open(out / VARIANTS) as archive:
+            archive.extractall(out)
+    sites = [Site(**site) for site in json.loads((out / 'sites.json').read_text())]
+    sites = [site for site in sites if options.only in f'{site.name} {site.verb}']
+    command = options.command or ['soak', '--seconds', str(options.seconds)]
+    pairs = [range(first, first + 2) for first in range(0, options.gpus - 1, 2)]
+    groups = [pairs] if options.gpus < 4 else [pairs, [range(options.gpus)]]
+    for gpus in (group[0] for group in groups):
+        if found := run_suite(out, 'unchanged', gpus, command, options.seconds):
+            print(f'unchanged, on {len(gpus)} GPUs: {found}')
+            return 1
+    print(f'unchanged: {shlex.join(command)} passes', flush=True)
+    noticed = 0
+    with concurrent.futures.ThreadPoolExecutor(len(pairs)) as pool:
+        def run_on_any(group, name):  # of these sets of GPUs, which are as many as workers
+            gpus = group.pop()
+            try:
+                return run_suite(out, name, gpus, command, options.seconds)
+            finally:
+                group.append(gpus)
+
+        for first in range(0, len(sites), len(pairs)):
+            some = sites[first:first + len(pairs)]
+            results = [list(pool.map(lambda site: run_on_any(groups[0], site.name), some))]
+            results += [[run_on_any(group, site.name) for site in some] for group in groups[1:]]
+            for site, of_site in zip(some, zip(*results)):
+                noticed += any(of_site)
+                words = ' | '.join(f'P={len(group[0])}: {found or "-"}' for group, found in zip(groups, of_site))
+                print(f'{site.name} | {site.file}:{site.line} {site.verb} {site.done} | {words}', flush=True)
+    print(f'{noticed} of {len(sites)} noticed by {shlex.join(command)}')
+    return 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    modes = parser.add_subparsers(dest='mode', required=True)
+    modes.add_parser('list')
+    building = modes.add_parser('build')
+    building.add_argument('build', type=pathlib.Path)
+    building.add_argument('out', type=pathlib.Path)
+    building.add_argument('--jobs', type=int, default=os.cpu_count())
+    building.add_argument('--bfloat16', action='store_true', help='kernels of this dtype alone: enough for the soak, and quicker')
+    running = modes.add_parser('run')
+    running.add_argument('out', type=pathlib.Path)
+    running.add_argument('--gpus', type=int, default=4)
+    running.add_argument('--seconds', type=int, default=4)
+    running.add_argument('command', nargs='*', metavar='SUITE ARGS', help='instead of: soak --seconds T')
+    for mode in building, running:
+        mode.add_argument('--only', default='', metavar='TEXT', help='variants with this in their name or verb')
+    options = parser.parse_args()
+    if options.mode == 'list':
+        return list_sites()
+    if options.mode == 'build':
+        return build(options)
+    return run(options)
+
+
+if __name__ == '__main__':
+    sys.exit(main())
