@@ -166,6 +166,7 @@ void LayerRun::prepare(const Workload& work) {
   const epx_tensor topk_idx = epx_tensor_2d(buffers.input("topk_idx", indices, integer_bytes(layer_.index_dtype)),
                                             layer_.index_dtype, routing.num_tokens, layer_.top_k);
   void* handle = buffers.output("handle memory", handle_.size(), 16);
+  group_.device().write(handle, handle_.data(), handle_.size()); // zeros, or what the prepare before this one wrote there
   epx_prepare_args args = {};
   args.struct_size = sizeof(args);
   args.layer = epx_layer_;

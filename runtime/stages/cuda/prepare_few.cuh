@@ -77,6 +77,12 @@ public:
       plan_.few_slots[(origin.rank * group_.context.layout.few_tokens + origin.token) * args_.top_k + k] =
           rank == call_.rank() ? slot : -1;
   }
+  __device__ void put_no_slots(const Origin& origin) const {
+    if (origin.token >= few_tokens()) return; // nobody looks there
+#pragma unroll 1
+    for (int k = 0; k < args_.top_k; ++k)
+      put_slot(origin, k, -1, -1);
+  }
   __device__ void put_record(int rank, int32_t slot, SlotRecord record) const {
     if (rank == call_.rank()) write_record(slot, record);
   }

@@ -55,6 +55,7 @@ public:
     return expert_of(token * args_.top_k + k);
   }
   __device__ void put_slot(const Origin&, int, int32_t, int32_t) const {}
+  __device__ void put_no_slots(const Origin&) const {}
   __device__ void put_record(int rank, int32_t slot, SlotRecord record) const {
     store_whole_relaxed_sys(group_.window().at<SlotPost>(rank, group_.context.layout.slot_posts.offset) + slot,
                             SlotPost{record, call_.tag()});

@@ -182,7 +182,8 @@ private:
     if (threadIdx.x / kWarp == kWarps - 1) Way(way()).report(local_experts, rows_needed);
   }
 
-  // False: the group has failed.
+  // What movements look up by (source, token). Tokens that a source lacks have no slots, and the handle memory may hold
+  // anything, such as the slots of an earlier prepare. False: the group has failed.
   __device__ bool deliver_heads(uint32_t thread, uint32_t threads) const {
     const auto max_tokens = static_cast<uint32_t>(shape_.max_tokens_per_rank);
     const uint32_t all = static_cast<uint32_t>(shape_.num_ranks) * max_tokens; // fewer than slots can be numbered
@@ -195,6 +196,8 @@ private:
           continue;
         else if (!way().take_head(source, i, head))
           return false;
+      } else {
+        way().put_no_slots({source, static_cast<int64_t>(i % max_tokens)});
       }
       plan_.heads[i] = head;
     }
