@@ -220,7 +220,8 @@ MovementCall movement(epx_operation operation, const ArgsStruct& args, int align
           token_side.sizes[0],
           slot_side.sizes[0],
           static_cast<int>(token_side.sizes[1]),
-          token_side.dtype};
+          token_side.dtype,
+          static_cast<const std::byte*>(args.handle_mem)};
 }
 
 } // namespace

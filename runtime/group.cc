@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "runtime/arguments.h"
+#include "runtime/base/env.h"
 #include "runtime/base/error.h"
 #include "runtime/base/log.h"
 #include "runtime/base/names.h"
@@ -103,6 +104,13 @@ void require_bootstrap(const epx_bootstrap& bootstrap) {
          "epx_bootstrap has a reserved field that is not NULL: zero the struct before setting fields");
 }
 
+void require_environment() {
+  const Environment& env = environment();
+  if (env.check_handle_mem_text && !env.check_handle_mem)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "the environment variable EPX_CHECK_HANDLE_MEM is \"{}\"; it must be 0 or 1",
+         *env.check_handle_mem_text);
+}
+
 } // namespace
 
 std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_group_config& config) {
@@ -112,6 +120,7 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
   BootstrapExchange exchange(bootstrap, timeout_ms);
   const std::vector<Introduction> world = exchange.all_gather([&] {
     validate(config);
+    require_environment();
     return Introduction{EPX_VERSION_MAJOR * 10000 + EPX_VERSION_MINOR * 100 + EPX_VERSION_PATCH, config, random_u64()};
   });
   require_consistent(world);
@@ -126,6 +135,7 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
   context.rank = static_cast<int>(self - members.begin());
   context.overflow = config.overflow;
   context.timeout_ms = config.timeout_ms;
+  context.checks_handle_mem = environment().check_handle_mem.value_or(false);
 
   const TransportChoice choice = choose_transport(config.transport, exchange);
   context.transport = choice.transport;

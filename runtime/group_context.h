@@ -17,6 +17,7 @@ struct GroupContext {
   int rank;
   epx_overflow overflow;
   int64_t timeout_ms;
+  bool checks_handle_mem; // the whole of it, by its checksum: EPX_CHECK_HANDLE_MEM
 };
 
 } // namespace epx

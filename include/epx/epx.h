@@ -355,8 +355,8 @@ typedef enum epx_event_kind EPX_ENUM_INT32 {
   EPX_EVENT_BAD_INDEX = 0,      /* a topk_idx entry < -1 or >= E; the route was treated as masked */
   EPX_EVENT_OVERFLOW = 1,       /* routes to this rank exceeded R (overflow policy ERROR); they were dropped */
   EPX_EVENT_TOO_FEW_ROWS = 2,   /* N was smaller than offsets[E_l] of the handle; routes beyond N were dropped */
-  EPX_EVENT_HANDLE_MISMATCH = 3 /* handle memory of another layer, group, T or prepare, or damaged; this rank, or the two
-                                    ranks that disagree, took part without routes */
+  EPX_EVENT_HANDLE_MISMATCH = 3 /* handle memory of another layer, group, T or prepare, or damaged (epx_handle_mem_size says
+                                    what is checked); this rank, or the two ranks that disagree, took part without routes */
 } epx_event_kind;
 
 enum { EPX_MAX_EVENT_KINDS = 16, EPX_MAX_REPORTED_RANKS = 64, EPX_MAX_MESSAGE_BYTES = 1024 };
@@ -423,8 +423,22 @@ typedef struct epx_layer {
 /* Bytes of handle memory, the routing state of one layer in flight; at most 16 * (max_tokens_per_rank * K + R) + 8 * P * E +
  * 64 KiB, and where R is below its default up to 4 * P * (max_tokens_per_rank + 128 * K) more. Local. The caller allocates it
  * where the tokens live, aligned to 16 bytes. epx_prepare fills it in; then it is read-only for any number of later calls in
- * any order, also from a copy of its bytes, as long as the group lives. It needs no freeing beyond the caller's own. Errors:
- * INVALID_ARGUMENT. */
+ * any order, also from a copy of its bytes, as long as the group lives; nobody writes to it while a call runs. It needs no
+ * freeing beyond the caller's own. Errors: INVALID_ARGUMENT.
+ *
+ * What a call checks of it. Its header carries a checksum: a call with the handle memory of another layer,
+ * group, T or prepare, or with a damaged header, reports EPX_EVENT_HANDLE_MISMATCH. The routing state behind the header is
+ * not compared with anything, so damage there is not reported; but whatever its bytes are,
+ * - no rank reads or writes beyond the tensors of the call and the group's own memory. What the call may write may get any
+ *   contents: this rank's outputs, and those of peers that pass handle memory of the same prepare. With EPX_TRANSPORT_NCCL
+ *   a receive tensor in memory from epx_mem_alloc or epx_mem_register may then be written after the call has ended on its
+ *   rank, until all ranks have come to the group's next call;
+ * - each call ends. With EPX_TRANSPORT_NCCL ranks may wait for rows that nobody sends, until timeout_ms; that ends the group,
+ *   and the report names the operation.
+ * With the environment variable EPX_CHECK_HANDLE_MEM=1 (default 0; read once, refused by epx_group_create when it is neither)
+ * epx_prepare also stores a checksum of the routing state, and each call verifies it: damage is then reported as
+ * EPX_EVENT_HANDLE_MISMATCH. One word that differs is always found, more with probability 1 - 2^-64. It costs a pass over the
+ * handle memory in each call, on GPUs by one more kernel before it; calls can still be captured in a graph. */
 EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, size_t* bytes);
 
 /* ---- The five operations -------------------------------------------------------------------------------------------- */

@@ -16,6 +16,10 @@ Environment read_environment() {
     const auto parsed = std::from_chars(text, end, value);
     if (parsed.ec == std::errc() && parsed.ptr == end && value > 0) environment.timeout_ms = value;
   }
+  if (const char* text = std::getenv("EPX_CHECK_HANDLE_MEM")) {
+    const std::string value = environment.check_handle_mem_text.emplace(text);
+    if (value == "0" || value == "1") environment.check_handle_mem = value == "1";
+  }
   if (const char* text = std::getenv("EPX_LOG")) environment.log_level = text;
   return environment;
 }

@@ -16,7 +16,7 @@
 
 namespace epx {
 
-constexpr uint64_t kHandleMagic = 0x3165'6c64'6e68'7865; // "exhndle1"
+constexpr uint64_t kHandleMagic = 0x3265'6c64'6e68'7865; // "exhndle2"
 
 struct HandleHeader {
   uint64_t magic;
@@ -27,8 +27,9 @@ struct HandleHeader {
   int32_t top_k;
   int32_t alignment; // effective
   int32_t rank;
-  int32_t few_tokens; // T of the rank that has the most, if `few_slots` is there; else 0. For kernels
-  uint64_t checksum;  // of all the above
+  int32_t few_tokens;     // T of the rank that has the most, if `few_slots` is there; else 0. For kernels
+  uint64_t checksum;      // of all the above
+  uint64_t body_checksum; // of what comes behind the header, where the group checks it (handle_checksum.h); else 0
 };
 
 // FNV-1a by words, since every thread of a kernel computes it: damage is found before it is believed. Each step can be undone,
@@ -48,6 +49,13 @@ constexpr uint64_t header_checksum(const HandleHeader& header) {
     hash ^= hash >> 29; // so that high bits reach the low ones
   }
   return hash;
+}
+
+// Whether the counts in a header can be those of the group. Damage that leaves the checksum right is not believed either.
+constexpr bool counts_fit(const HandleHeader& header, const GroupShape& shape, int64_t max_few_tokens) {
+  return (header.num_tokens >= 0) & (header.num_tokens <= shape.max_tokens_per_rank) & (header.rows_in_use >= 0) &
+         (header.rows_in_use <= shape.max_recv_tokens) &
+         ((header.few_tokens == 0) | ((header.few_tokens >= header.num_tokens) & (header.few_tokens <= max_few_tokens)));
 }
 
 struct HandleLayout {

@@ -73,7 +73,8 @@ Event too_few_rows_event(CallName call, int64_t dropped, int64_t recv_rows, int6
 
 std::string why_unusable(const HandleHeader& header, const HandleUse& use, const GroupContext& context) {
   if (header.magic != kHandleMagic) return "the handle memory was not filled in by epx_prepare";
-  if (header.checksum != header_checksum(header)) return "the header of the handle memory is damaged";
+  const char* const damaged = "the header of the handle memory is damaged";
+  if (header.checksum != header_checksum(header)) return damaged;
   if (header.group_id != context.group_id)
     return fmt::format("the handle memory belongs to group {:016x}, this group is {:016x}", header.group_id,
                        context.group_id);
@@ -86,7 +87,12 @@ std::string why_unusable(const HandleHeader& header, const HandleUse& use, const
   if (header.num_tokens != use.num_tokens)
     return fmt::format("the handle memory was prepared for {} tokens, the call passes {}", header.num_tokens,
                        use.num_tokens);
+  if (!counts_fit(header, context.shape, context.layout.few_tokens)) return damaged;
   return "";
+}
+
+std::string why_body_unusable() {
+  return "the handle memory is damaged: what is behind its header is not what prepare stored there";
 }
 
 Event unusable_handle_event(CallName call, const std::string& why) {

@@ -37,6 +37,8 @@ struct HandleUse {
 };
 // Why this rank cannot use the handle memory in this call; "" when it can.
 std::string why_unusable(const HandleHeader& header, const HandleUse& use, const GroupContext& context);
+// The same where the header is right and the body's checksum is wrong.
+std::string why_body_unusable();
 Event unusable_handle_event(CallName call, const std::string& why);
 Event stranger_event(CallName call, uint64_t own_plan, uint64_t their_plan, int stranger);
 

@@ -40,6 +40,7 @@ struct MovementCall {
   int64_t recv_rows;  // N
   int hidden;         // H
   epx_dtype dtype;
+  const std::byte* checked_header; // handle_mem, or where launch_check leaves a copy of its header for a kernel
 };
 
 struct DispatchCall : MovementCall {

@@ -76,7 +76,8 @@ private:
     }
     if (v[3] >= 0) return stranger_event(call, event.header.plan_id, static_cast<uint64_t>(v[4]), static_cast<int>(v[3]));
     const HandleUse use{static_cast<int32_t>(v[0]), static_cast<int32_t>(v[1]), v[2]};
-    return unusable_handle_event(call, why_unusable(event.header, use, context_));
+    const std::string why = why_unusable(event.header, use, context_);
+    return unusable_handle_event(call, why.empty() ? why_body_unusable() : why);
   }
 
   Failure in_words(const FailureRecord& failure) const {
@@ -213,24 +214,28 @@ public:
 
 private:
   void prepare(const PrepareCall& call) override {
-    launch(EPX_OP_PREPARE, call.stream, [&](cudaStream_t stream) { return launch_prepare(group_, plan_, call, stream); });
+    launch(EPX_OP_PREPARE, call.stream, [&](cudaStream_t stream) {
+      check_cuda(launch_prepare(group_, plan_, call, stream), "prepare");
+      return context_.checks_handle_mem ? launch_seal(group_, call, stream) : cudaSuccess;
+    });
   }
   void dispatch(const DispatchCall& call) override {
     launch(EPX_OP_DISPATCH, call.stream, [&](cudaStream_t stream) {
-      return launch_dispatch(group_, plan_, call, reach(call.recv_tokens, call), stream);
+      return launch_dispatch(group_, plan_, checked(call), reach(call.recv_tokens, call), stream);
     });
   }
   void combine(const CombineCall& call) override {
-    launch(EPX_OP_COMBINE, call.stream, [&](cudaStream_t stream) { return launch_combine(group_, plan_, call, stream); });
+    launch(EPX_OP_COMBINE, call.stream,
+           [&](cudaStream_t stream) { return launch_combine(group_, plan_, checked(call), stream); });
   }
   void combine_bwd(const CombineBwdCall& call) override {
     launch(EPX_OP_COMBINE_BWD, call.stream, [&](cudaStream_t stream) {
-      return launch_combine_bwd(group_, plan_, call, reach(call.grad_expert_out, call), stream);
+      return launch_combine_bwd(group_, plan_, checked(call), reach(call.grad_expert_out, call), stream);
     });
   }
   void dispatch_bwd(const DispatchBwdCall& call) override {
     launch(EPX_OP_DISPATCH_BWD, call.stream,
-           [&](cudaStream_t stream) { return launch_dispatch_bwd(group_, plan_, call, stream); });
+           [&](cudaStream_t stream) { return launch_dispatch_bwd(group_, plan_, checked(call), stream); });
   }
 
   // Throws what kernels have reported so far. launch_kernel(stream) launches the operation's kernel for group_.
@@ -288,6 +293,14 @@ private:
         "group {:016x} is destroyed, but its GPU is not done after {} ms: calls that wait for peers are aborted",
         context_.group_id, context_.timeout_ms);
     board_->end_own_kernels(); // now the device can be waited for, which the end of `finished` does
+  }
+  // The call as its kernel gets it. Where handle memory is checked, another kernel comes before.
+  template <typename Call>
+  Call checked(Call call) const {
+    if (!context_.checks_handle_mem) return call;
+    check_cuda(launch_check(group_, call, static_cast<cudaStream_t>(call.stream)), "the check of the handle memory");
+    call.checked_header = reinterpret_cast<const std::byte*>(&state_.get()->checked_header);
+    return call;
   }
 
   // Collective. Returns where this rank's share of the new window starts.

@@ -75,6 +75,9 @@ struct DeviceState {
   unsigned long long blocks_left; // blocks of all calls that have left
   unsigned long long
       entered; // low half: blocks that have begun the call after begun.sequence; high half: that one's low half
+  // EPX_CHECK_HANDLE_MEM: the header of the call's handle memory, as launch_check leaves it for the movement: without its magic
+  // number where the body's checksum is wrong.
+  HandleHeader checked_header;
   // Of the call in progress; they count to their end and begin again.
   unsigned long long sends_claimed, receives_claimed; // items of a movement
   uint32_t senders_done;                              // blocks of prepare, warps of a movement

@@ -112,7 +112,7 @@ private:
 
   // Each lane names a slot, or -1. In precision exact their rows travel; in either, their weights, if there are any.
   __device__ void send_routes(int home, int64_t token, const Part& part, int32_t slot, const float* weights) const {
-    const int64_t route = slot >= 0 ? route_index(token, args_.top_k, movement_.plan().slot_records[slot].k) : 0;
+    const int64_t route = slot >= 0 ? route_index(token, args_.top_k, movement_.k_of_slot(slot)) : 0;
     if (weights != nullptr && slot >= 0) staged_weights(home)[route] = weights[slot];
     if (!is_exact_) return;
     for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1) {
@@ -145,7 +145,7 @@ private:
     bool ok = true;
     for (int first = 0; first < args_.top_k; first += kWarp)
       if (const Route route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
-        ok = call_.wait_for_arrival(arrival_at(call_.rank(), token, route.order, part), route.rank);
+        ok = call_.wait_for_arrival(arrival_at(call_.rank(), token, movement_.order_of(route.order), part), route.rank);
     const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
     __syncwarp(); // every lane sees what each has acquired: a vote orders no memory
     return all;
@@ -190,7 +190,7 @@ private:
     uint64_t orders = 0; // of the peers that have live slots, a bit each; it ascends with the rank
 #pragma unroll 1
     for (uint64_t left = live & ~own; left != 0; left &= left - 1)
-      orders |= uint64_t{1} << routes.order(lowest_bit(left));
+      orders |= uint64_t{1} << movement_.order_of(routes.order(lowest_bit(left)));
 #pragma unroll 1
     for (; orders != 0; orders &= orders - 1) {
       const int order = lowest_bit(orders);

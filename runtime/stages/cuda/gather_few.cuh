@@ -87,7 +87,7 @@ private:
   __device__ void send_strip_of(int home, int64_t token, uint32_t strip) const {
     const FewSlots slots = movement_.few_slots_of(home, token);
     if (slots.live == 0) return;
-    const int order = movement_.plan().slot_records[slots[lowest_bit(slots.live)]].order;
+    const int order = movement_.order_of_slot(slots[lowest_bit(slots.live)]);
     send_strip(staged_strip(home, token, order, strip), bytes_of(strip), sum_slots(slots, strip), call_.tag());
     if (strip == 0 && params_.carried_weights != nullptr)
       for (int first = 0; first < args_.top_k; first += kWarp)

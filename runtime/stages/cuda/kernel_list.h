@@ -20,6 +20,8 @@ std::vector<const void*> gather_kernels();
 int gather_threads();
 size_t gather_shared_bytes();
 
+std::vector<const void*> checksum_kernels();
+
 const void* poison_kernel_address();
 
 } // namespace epx::cuda

@@ -25,6 +25,11 @@ cudaError_t launch_combine(const DeviceGroup& group, LaunchPlan& plan, const Com
 cudaError_t launch_dispatch_bwd(const DeviceGroup& group, LaunchPlan& plan, const DispatchBwdCall& call,
                                 cudaStream_t stream);
 
+// EPX_CHECK_HANDLE_MEM, a kernel of its own each: stores the checksum of what prepare has written into the header; and finds
+// out, before a movement, whether it is right still. DeviceState::checked_header tells the movement.
+cudaError_t launch_seal(const DeviceGroup& group, const PrepareCall& call, cudaStream_t stream);
+cudaError_t launch_check(const DeviceGroup& group, const MovementCall& call, cudaStream_t stream);
+
 // Stores a poison record into every rank's window that has none.
 cudaError_t launch_poison(const DeviceGroup& group, const Poison& poison, cudaStream_t stream);
 

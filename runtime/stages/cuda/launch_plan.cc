@@ -100,6 +100,8 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms) : num_ranks_(s
   prepare_blocks_ = std::min(kMostPrepareBlocks,
                              num_sms_ * blocks_per_sm(prepare_kernel_address(), prepare_threads(), prepare_shared_bytes_));
   load(poison_kernel_address(), device);
+  for (const void* kernel : checksum_kernels())
+    load(kernel, device);
   const auto blocks_of_all = [&](const std::vector<const void*>& kernels, int threads, size_t shared_bytes) {
     int per_sm = kBlocksPerSm;
     for (const void* kernel : kernels) {

@@ -2,6 +2,7 @@
 // and who does what.
 #pragma once
 
+#include "runtime/memory/handle_limits.h"
 #include "runtime/stages/cuda/call.cuh"
 #include "runtime/stages/cuda/kernels.h"
 #include "runtime/stages/cuda/warp.cuh"
@@ -117,7 +118,7 @@ class Movement {
 public:
   __device__ Movement(const DeviceGroup& group, const MovementCall& call, const HandleLayout& layout)
       : group_(group), call_(group, call.operation), args_(call), plan_(call.handle_mem, layout) {
-    const HandleHeader header = *plan_.header;
+    const HandleHeader header = *reinterpret_cast<const HandleHeader*>(call.checked_header);
     plan_id_ = header.plan_id;
     few_tokens_ = header.few_tokens;
     rows_in_use_ = header.rows_in_use;
@@ -135,7 +136,10 @@ public:
   // Whether the handle memory is this call's; if not, outputs stay untouched. The same in all threads and at all times.
   __device__ bool is_usable() const { return is_usable_; }
   // Whether rows go through the staging of few tokens. The same on all ranks whose plan is this one, as the next.
-  __device__ bool has_few_tokens() const { return is_usable_ && few_tokens_ > 0; }
+  __device__ bool has_few_tokens() const {
+    return is_usable_ && few_tokens_ > 0 && few_tokens_ >= args_.num_tokens && // as prepare has stored it
+           few_tokens_ <= group_.context.layout.few_tokens;
+  }
   // Of the rank that has the most, if they are few.
   __device__ int64_t few_tokens() const { return few_tokens_; }
   // Then, with the same offer. False: the group has failed, or the handle memory is not usable. The same in all threads.
@@ -170,24 +174,36 @@ public:
   __device__ bool is_live_here(const Route& route) const {
     return route.rank == call_.rank() && route.slot >= 0 && route.slot < args_.recv_rows;
   }
+  // What the body of the handle memory says; all of it is in bounds, whatever its bytes are. Routes that were not kept have
+  // slot -1. Their orders are not looked at: see order_of.
   __device__ WarpRoutes routes_of(int64_t token) const {
     const Route* const routes = plan_.routes + token * args_.top_k;
-    constexpr Route kNone{-1, -1, 0};
-    return {lane() < args_.top_k ? routes[lane()] : kNone, lane() + kWarp < args_.top_k ? routes[lane() + kWarp] : kNone};
+    const auto route = [&](int k) {
+      constexpr Route kNone{-1, -1, 0};
+      if (k >= args_.top_k) return kNone;
+      return limits().is_route(routes[k]) ? routes[k] : kNone;
+    };
+    return {route(lane()), route(lane() + kWarp)};
   }
+  // Of a route, or of a slot here.
+  __device__ int order_of(int32_t order) const { return limits().order(order); }
+  __device__ int order_of_slot(int32_t slot) const { return limits().order(plan_.slot_records[slot].order); }
+  __device__ int k_of_slot(int32_t slot) const { return limits().k(plan_.slot_records[slot].k); }
   __device__ TokenSlots slots_of(int rank, int64_t token) const {
     TokenSlots found;
-    found.head = plan_.heads[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
-    if (found.head >= 0) found.order = plan_.slot_records[found.head].order;
-    for (int32_t slot = found.head; slot >= 0; slot = plan_.slot_records[slot].next_slot)
-      if (slot < args_.recv_rows) found.slots.append(slot);
+    const int32_t head = plan_.heads[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
+    if (!limits().is_slot(head)) return found;
+    found.head = head;
+    found.order = order_of_slot(head);
+    for (SlotChain chain(limits(), plan_.slot_records, head); chain.has_slot(); chain.advance())
+      if (chain.slot() < args_.recv_rows) found.slots.append(chain.slot());
     return found;
   }
   __device__ FewSlots few_slots_of(int rank, int64_t token) const {
     const int32_t* const slots = plan_.few_slots + (rank * group_.context.layout.few_tokens + token) * args_.top_k;
     const auto live_slot = [&](int k) {
       const int32_t slot = k < args_.top_k ? slots[k] : -1;
-      return slot < args_.recv_rows ? slot : -1;
+      return limits().is_slot(slot) && slot < args_.recv_rows ? slot : -1;
     };
     return {live_slot(lane()), live_slot(lane() + kWarp)};
   }
@@ -245,6 +261,9 @@ public:
   }
 
 private:
+  // From the parameters, each time: to keep them would take registers.
+  __device__ HandleLimits limits() const { return {group_.context.shape, args_.top_k}; }
+
   // What the host transport reports too, in the same order.
   __device__ __noinline__ void report() const {
     if (!is_usable_) {
@@ -260,11 +279,10 @@ private:
     if (args_.recv_rows >= rows_in_use_) return;
     const ExpertBlocks experts{group_.context.shape.num_experts, call_.num_ranks()};
     int64_t beyond = 0;
+    HandleLimits::Zone zone{};
     for (int expert = 0; expert < experts.num_local_experts(call_.rank()); ++expert) {
-      const int64_t begin = plan_.zone_begin[expert];
-      const int64_t end = begin + plan_.zone_rows[expert];
-      const int64_t first_lost = args_.recv_rows > begin ? args_.recv_rows : begin;
-      if (end > first_lost) beyond += end - first_lost;
+      zone = limits().zone(plan_.zone_begin, plan_.zone_rows, expert, zone.end);
+      beyond += max(int64_t{0}, zone.end_of_rows - max(args_.recv_rows, zone.begin));
     }
     if (beyond > 0) call_.record_event(EPX_EVENT_TOO_FEW_ROWS, beyond, beyond, args_.recv_rows, plan_.header->rows_in_use);
   }

@@ -235,8 +235,8 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
     const int32_t slot = slots.has_own(first) ? slots.own(first) : -1;
     float weight = 0.0f;
     if (input.weights != nullptr && slot >= 0)
-      weight = source == rank ? input.weights[token * receiver.call.top_k + movement.plan().slot_records[slot].k]
-                              : staged_weights[slot];
+      weight =
+          source == rank ? input.weights[token * receiver.call.top_k + movement.k_of_slot(slot)] : staged_weights[slot];
     receiver.take(stream, arrival, slot, weight);
     if (movement.call().poisons_staging() && slot >= 0 && source != rank)
       group.window().template local<float>(group.context.layout.scatter_weights.offset)[slot] = NAN;
@@ -269,8 +269,10 @@ __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, R
     int32_t slot = -1;
     if (pad < pads) {
       const uint32_t zone = pad / most;
-      const int64_t here = plan.zone_begin[zone] + plan.zone_rows[zone] + static_cast<int64_t>(pad - zone * most);
-      if (here < plan.zone_begin[zone + 1] && here < receiver.call.recv_rows) slot = static_cast<int32_t>(here);
+      // Whatever the tables hold: a slot of the receive rows, or below 0.
+      const auto here = static_cast<int32_t>(static_cast<uint32_t>(plan.zone_begin[zone]) +
+                                             static_cast<uint32_t>(plan.zone_rows[zone]) + (pad - zone * most));
+      if (here < plan.zone_begin[zone + 1] && here < receiver.call.recv_rows) slot = here;
     }
     if (by_stream)
       stream.clear(row_bytes, slot >= 0 ? receiver.rows() + slot * row_bytes : nullptr);

@@ -32,12 +32,14 @@ void HostStages::send_partials_home(const MovementCall& call, const GatherTensor
   RowSums sums(call.dtype, call.hidden, weighted);
   for (int64_t head = 0; head < plan.header->rows_in_use; ++head) {
     const SlotRecord& record = plan.slot_records[head];
-    if (record.first == 0 || !is_active(record.source)) continue;
-    const int64_t home_row = partial_staging_row(context_.shape, record.token, call.top_k, record.order);
+    if (record.first == 0 || !movement.limits.has_origin(record) || !is_active(record.source)) continue;
+    const int order = movement.limits.order(record.order);
+    const int64_t home_row = partial_staging_row(context_.shape, record.token, call.top_k, order);
     RowSum& partial = sums.next(
         window_.at<std::byte>(record.source, context_.layout.gather_rows.offset + home_row * context_.layout.row_stride));
-    for (int64_t slot = head; slot >= 0; slot = plan.slot_records[slot].next_slot)
-      if (slot < call.recv_rows) partial.add(tensors.rows + slot * bytes, weighted ? tensors.row_weights[slot] : 1.0f);
+    for (SlotChain chain(movement.limits, plan.slot_records, static_cast<int32_t>(head)); chain.has_slot(); chain.advance())
+      if (const int64_t slot = chain.slot(); slot < call.recv_rows)
+        partial.add(tensors.rows + slot * bytes, weighted ? tensors.row_weights[slot] : 1.0f);
     if (partial.num_rows > 0) sums.submit_next();
   }
   sums.finish();
@@ -49,8 +51,8 @@ void HostStages::send_routes_home(const MovementCall& call, const GatherTensors&
   const int64_t rows = std::min(call.recv_rows, plan.header->rows_in_use);
   for (int64_t slot = 0; slot < rows; ++slot) {
     const SlotRecord& record = plan.slot_records[slot];
-    if (record.is_pad() || !is_active(record.source)) continue;
-    const int64_t home_row = route_index(record.token, call.top_k, record.k);
+    if (!movement.limits.has_origin(record) || !is_active(record.source)) continue;
+    const int64_t home_row = route_index(record.token, call.top_k, movement.limits.k(record.k));
     std::memcpy(
         window_.at<std::byte>(record.source, context_.layout.gather_rows.offset + home_row * context_.layout.row_stride),
         tensors.rows + slot * bytes, static_cast<size_t>(bytes));
@@ -63,10 +65,9 @@ void HostStages::send_weights_home(const MovementCall& call, const float* weight
   const int64_t rows = std::min(call.recv_rows, plan.header->rows_in_use);
   for (int64_t slot = 0; slot < rows; ++slot) {
     const SlotRecord& record = plan.slot_records[slot];
-    if (record.is_pad() || !is_active(record.source)) continue;
-    window_.at<float>(record.source,
-                      context_.layout.gather_weights.offset)[route_index(record.token, call.top_k, record.k)] =
-        weights[slot];
+    if (!movement.limits.has_origin(record) || !is_active(record.source)) continue;
+    const int64_t route = route_index(record.token, call.top_k, movement.limits.k(record.k));
+    window_.at<float>(record.source, context_.layout.gather_weights.offset)[route] = weights[slot];
   }
 }
 
@@ -93,10 +94,10 @@ void HostStages::sum_at_home(const MovementCall& call, const GatherTensors& tens
     const Route* routes = movement.plan.routes + token * call.top_k;
     uint64_t partials = 0; // one bit for each rank that sent one, by order, which ascends with the rank
     for (int k = 0; k < call.top_k; ++k) {
-      if (!is_live(routes[k])) continue;
+      if (!is_live(routes[k], movement.limits)) continue;
       const int64_t index = route_index(token, call.top_k, k);
       if (exact) sum.add(staging + index * layout.row_stride, staged_weights[index]);
-      partials |= uint64_t{1} << routes[k].order;
+      partials |= uint64_t{1} << movement.limits.order(routes[k].order);
     }
     if (exact) return;
     for (; partials != 0; partials &= partials - 1) {
@@ -130,15 +131,15 @@ void HostStages::sum_in_place(const MovementCall& call, const GatherTensors& ten
     };
     uint64_t partials = 0; // one bit for each rank that has rows, by order, which ascends with the rank
     for (int k = 0; k < call.top_k; ++k) {
-      if (!is_live(routes[k])) continue;
+      if (!is_live(routes[k], movement.limits)) continue;
       if (exact) add(routes[k]);
-      partials |= uint64_t{1} << routes[k].order;
+      partials |= uint64_t{1} << movement.limits.order(routes[k].order);
     }
     if (exact) return;
     for (; partials != 0; partials &= partials - 1) {
       const int order = __builtin_ctzll(partials);
       for (int k = 0; k < call.top_k; ++k)
-        if (is_live(routes[k]) && routes[k].order == order) add(routes[k]);
+        if (is_live(routes[k], movement.limits) && movement.limits.order(routes[k].order) == order) add(routes[k]);
       sum.end_group();
     }
   });
@@ -148,7 +149,7 @@ void HostStages::collect_weights_at_home(const MovementCall& call, const GatherT
                                          const Movement& movement) const {
   const auto* staged = window_.local<float>(context_.layout.gather_weights.offset);
   for (int64_t route = 0; route < call.num_tokens * call.top_k; ++route)
-    tensors.carried_out[route] = is_live(movement.plan.routes[route]) ? staged[route] : 0.0f;
+    tensors.carried_out[route] = is_live(movement.plan.routes[route], movement.limits) ? staged[route] : 0.0f;
 }
 
 void HostStages::gather(const MovementCall& call, const GatherTensors& tensors, const CallPost& offer) {

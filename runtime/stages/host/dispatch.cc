@@ -32,7 +32,7 @@ struct Arrival {
 
 } // namespace
 
-void HostStages::send_token(const MovementCall& call, const ScatterInput& input, const Route* routes, int64_t token) {
+void HostStages::send_token(const MovementCall& call, const ScatterInput& input, const Movement& movement, int64_t token) {
   const WindowLayout& layout = context_.layout;
   const int64_t bytes = row_bytes(call);
   const std::byte* row = input.rows + token * bytes;
@@ -40,19 +40,19 @@ void HostStages::send_token(const MovementCall& call, const ScatterInput& input,
   uint64_t met = 0;                         // receivers whose first slot is known, a bit each by order
   uint64_t staged = 0;                      // receivers that have the row (and sidecar) in staging
   for (int k = 0; k < call.top_k; ++k) {
-    const Route& route = routes[k];
-    if (route.slot < 0) continue;
-    const uint64_t bit = uint64_t{1} << route.order;
-    if ((met & bit) == 0) first_slot[static_cast<size_t>(route.order)] = route.slot;
+    const Route& route = movement.plan.routes[token * call.top_k + k];
+    if (!movement.limits.is_route(route)) continue;
+    const auto order = static_cast<size_t>(movement.limits.order(route.order));
+    const uint64_t bit = uint64_t{1} << order;
+    if ((met & bit) == 0) first_slot[order] = route.slot;
     met |= bit;
-    if (!is_live(route)) continue;
+    if (!is_live(route, movement.limits)) continue;
 
     std::byte* in_place = scratch_.rows_base[static_cast<size_t>(route.rank)];
     if (in_place != nullptr) std::memcpy(in_place + route.slot * bytes, row, static_cast<size_t>(bytes));
     if ((staged & bit) == 0) {
       staged |= bit;
-      const int64_t staging_row =
-          scatter_staging_row(layout, context_.shape, window_.rank, token, first_slot[static_cast<size_t>(route.order)]);
+      const int64_t staging_row = scatter_staging_row(layout, context_.shape, window_.rank, token, first_slot[order]);
       if (in_place == nullptr)
         std::memcpy(window_.at<std::byte>(route.rank, layout.scatter_rows.offset + staging_row * layout.row_stride), row,
                     static_cast<size_t>(bytes));
@@ -68,7 +68,7 @@ void HostStages::send_token(const MovementCall& call, const ScatterInput& input,
 void HostStages::send_rows(const MovementCall& call, const ScatterInput& input, const Movement& movement) {
   find_rows(call);
   for (int64_t token = 0; token < call.num_tokens; ++token)
-    send_token(call, input, movement.plan.routes + token * call.top_k, token);
+    send_token(call, input, movement, token);
 }
 
 // Hands every slot below N to the receiver: arrived(Arrival), or absent(slot) for pads and for rows whose source took part
@@ -80,15 +80,19 @@ void HostStages::receive_rows(const MovementCall& call, const Movement& movement
   const std::byte* own_rows = scratch_.rows_base[static_cast<size_t>(window_.rank)];
   const auto* weights = window_.local<float>(layout.scatter_weights.offset);
   const int num_local_experts = experts_.num_local_experts(window_.rank);
+  HandleLimits::Zone zone{};
   for (int expert = 0; expert < num_local_experts; ++expert) {
-    const int64_t end_of_rows = plan.zone_begin[expert] + plan.zone_rows[expert];
-    for (int64_t head = plan.zone_begin[expert]; head < end_of_rows; ++head) {
+    zone = movement.limits.zone(plan.zone_begin, plan.zone_rows, expert, zone.end);
+    for (int64_t head = zone.begin; head < zone.end_of_rows; ++head) {
       const SlotRecord& record = plan.slot_records[head];
       if (record.first == 0) continue; // reached through the chain of its token
+      if (!movement.limits.has_origin(record)) continue;
       const int64_t staging_row = scatter_staging_row(layout, context_.shape, record.source, record.token, head);
       const auto* staged_row = window_.local<std::byte>(layout.scatter_rows.offset + staging_row * layout.row_stride);
       const auto* sidecar = window_.local<std::byte>(layout.scatter_sidecars.offset + staging_row * layout.sidecar_stride);
-      for (int64_t slot = head; slot >= 0; slot = plan.slot_records[slot].next_slot) {
+      for (SlotChain chain(movement.limits, plan.slot_records, static_cast<int32_t>(head)); chain.has_slot();
+           chain.advance()) {
+        const int64_t slot = chain.slot();
         if (slot >= call.recv_rows) continue;
         if (!is_active(record.source)) {
           receiver.absent(slot);
@@ -98,7 +102,7 @@ void HostStages::receive_rows(const MovementCall& call, const Movement& movement
         receiver.arrived(Arrival{slot, row, sidecar, weights[slot]});
       }
     }
-    for (int64_t pad = end_of_rows; pad < plan.zone_begin[expert + 1] && pad < call.recv_rows; ++pad)
+    for (int64_t pad = zone.end_of_rows; pad < zone.end && pad < call.recv_rows; ++pad)
       receiver.absent(pad);
   }
 }

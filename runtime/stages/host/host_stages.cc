@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "runtime/base/names.h"
+#include "runtime/memory/handle_checksum.h"
 #include "runtime/stages/reports.h"
 
 namespace epx::host {
@@ -20,12 +21,13 @@ int64_t HostStages::row_bytes(const MovementCall& call) const {
 }
 
 // Routes of this rank whose slot is at or above N.
-void HostStages::report_rows_beyond(const MovementCall& call, const HandleReader& plan) {
+void HostStages::report_rows_beyond(const MovementCall& call, const HandleReader& plan, const HandleLimits& limits) {
   const int num_local_experts = experts_.num_local_experts(window_.rank);
   int64_t beyond = 0;
+  HandleLimits::Zone zone{};
   for (int expert = 0; expert < num_local_experts; ++expert) {
-    const int64_t end = plan.zone_begin[expert] + plan.zone_rows[expert];
-    beyond += std::max<int64_t>(0, end - std::max<int64_t>(call.recv_rows, plan.zone_begin[expert]));
+    zone = limits.zone(plan.zone_begin, plan.zone_rows, expert, zone.end);
+    beyond += std::max<int64_t>(0, zone.end_of_rows - std::max(call.recv_rows, zone.begin));
   }
   if (beyond == 0) return;
   status_.record(too_few_rows_event(protocol_.name(), beyond, call.recv_rows, plan.header->rows_in_use));
@@ -70,9 +72,19 @@ std::byte* HostStages::reach(int rank, const AllocationPlace& place, int64_t row
   return allocations_.peer_address(rank, place);
 }
 
+uint64_t HostStages::checksum_of_body(const std::byte* handle_mem, const HandleHeader& header) const {
+  return body_checksum(handle_mem, header, make_handle_layout(context_.shape, header.top_k), context_);
+}
+
+bool HostStages::is_body_intact(const std::byte* handle_mem, const HandleHeader& header) const {
+  return !context_.checks_handle_mem || checksum_of_body(handle_mem, header) == header.body_checksum;
+}
+
 HostStages::Movement HostStages::begin_movement(const MovementCall& call, CallPost offer) {
   const HandleReader plan(call.handle_mem, make_handle_layout(context_.shape, call.top_k));
-  const std::string why = why_unusable(*plan.header, {call.top_k, call.alignment, call.num_tokens}, context_);
+  const HandleLimits limits(context_.shape, call.top_k);
+  std::string why = why_unusable(*plan.header, {call.top_k, call.alignment, call.num_tokens}, context_);
+  if (why.empty() && !is_body_intact(call.handle_mem, *plan.header)) why = why_body_unusable();
   const bool usable = why.empty();
 
   offer.top_k = call.top_k;
@@ -94,9 +106,9 @@ HostStages::Movement HostStages::begin_movement(const MovementCall& call, CallPo
   }
   if (stranger >= 0)
     status_.record(stranger_event(protocol_.name(), offer.plan_id, protocol_.offer_of(stranger).plan_id, stranger));
-  if (!usable) return {plan, false};
-  report_rows_beyond(call, plan);
-  return {plan, true};
+  if (!usable) return {plan, limits, false};
+  report_rows_beyond(call, plan, limits);
+  return {plan, limits, true};
 }
 
 } // namespace epx::host

@@ -3,6 +3,7 @@
 
 #include "runtime/group_context.h"
 #include "runtime/memory/allocations.h"
+#include "runtime/memory/handle_limits.h"
 #include "runtime/memory/handle_memory.h"
 #include "runtime/stages/host/call_protocol.h"
 #include "runtime/stages/host/scratch.h"
@@ -28,7 +29,8 @@ private:
   // One movement in progress: the plan, and who takes part.
   struct Movement {
     HandleReader plan;
-    bool takes_part; // false: the handle memory is not this call's; outputs stay untouched
+    HandleLimits limits; // of what the plan says
+    bool takes_part;     // false: the handle memory is not this call's; outputs stay untouched
   };
 
   // prepare.cc
@@ -42,15 +44,17 @@ private:
   const int32_t* counts_of(int rank) const;
 
   // host_stages.cc: what both movements share
+  uint64_t checksum_of_body(const std::byte* handle_mem, const HandleHeader& header) const;
+  bool is_body_intact(const std::byte* handle_mem, const HandleHeader& header) const; // true where nobody checks
   CallPost make_offer(const MovementCall& call, const std::byte* rows, const float* weights) const;
   void find_rows(const MovementCall& call);
   std::byte* reach(int rank, const AllocationPlace& place, int64_t rows, int64_t row_bytes);
   Movement begin_movement(const MovementCall& call, CallPost offer);
-  void report_rows_beyond(const MovementCall& call, const HandleReader& plan);
+  void report_rows_beyond(const MovementCall& call, const HandleReader& plan, const HandleLimits& limits);
   bool is_active(int rank) const { return scratch_.active[static_cast<size_t>(rank)] != 0; }
   // Whether a route takes part in this call: kept by prepare, its rank active, its slot below that rank's N.
-  bool is_live(const Route& route) const {
-    return route.slot >= 0 && is_active(route.rank) && route.slot < protocol_.offer_of(route.rank).recv_rows;
+  bool is_live(const Route& route, const HandleLimits& limits) const {
+    return limits.is_route(route) && is_active(route.rank) && route.slot < protocol_.offer_of(route.rank).recv_rows;
   }
 
   // dispatch.cc
@@ -58,7 +62,7 @@ private:
   template <typename Receiver>
   void scatter(const MovementCall& call, const ScatterInput& input, CallPost offer, const Receiver& receiver);
   void send_rows(const MovementCall& call, const ScatterInput& input, const Movement& movement);
-  void send_token(const MovementCall& call, const ScatterInput& input, const Route* routes, int64_t token);
+  void send_token(const MovementCall& call, const ScatterInput& input, const Movement& movement, int64_t token);
   template <typename Receiver>
   void receive_rows(const MovementCall& call, const Movement& movement, const Receiver& receiver) const;
 

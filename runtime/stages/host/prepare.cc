@@ -234,6 +234,7 @@ void HostStages::prepare(const PrepareCall& call) {
   header.alignment = call.alignment;
   header.rank = window_.rank;
   header.checksum = header_checksum(header);
+  if (context_.checks_handle_mem) header.body_checksum = checksum_of_body(call.handle_mem, header);
   *plan.header = header;
 
   if (call.info != nullptr) std::copy(info.begin(), info.end(), call.info);

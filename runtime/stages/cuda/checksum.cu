@@ -1,0 +1,71 @@
+// EPX_CHECK_HANDLE_MEM: seals handle memory behind prepare, and checks it before a movement. One block each, which takes about
+// as long as reading the memory by one multiprocessor: the switch is for those who look for a bug.
+#include "runtime/base/device/launch.h"
+#include "runtime/memory/handle_checksum.h"
+#include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/kernels.h"
+
+namespace epx::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+
+struct ChecksumParams {
+  GroupContext context;
+  DeviceState* state;
+  HandleLayout layout;
+  int top_k;
+};
+
+// Whether the header tells how much there is to add up. If not, the movement finds out by itself.
+__device__ bool is_header_intact(const ChecksumParams& params, const HandleHeader& header) {
+  return header.magic == kHandleMagic && header.checksum == header_checksum(header) && header.top_k == params.top_k &&
+         counts_fit(header, params.context.shape, params.context.layout.few_tokens);
+}
+
+// The block adds up. All threads get the sum.
+__device__ uint64_t add_up(const ChecksumParams& params, const std::byte* handle_mem, const HandleHeader& header) {
+  __shared__ unsigned long long sum;
+  if (threadIdx.x == 0) sum = 0;
+  __syncthreads();
+  atomicAdd(&sum, static_cast<unsigned long long>(
+                      body_checksum(handle_mem, header, params.layout, params.context, threadIdx.x, kThreads)));
+  __syncthreads();
+  return sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    seal_kernel(const __grid_constant__ ChecksumParams params, std::byte* handle_mem) {
+  auto* const header = reinterpret_cast<HandleHeader*>(handle_mem);
+  const HandleHeader sealed = *header;
+  if (!is_header_intact(params, sealed)) return; // prepare has failed
+  const uint64_t sum = add_up(params, handle_mem, sealed);
+  if (threadIdx.x == 0) header->body_checksum = sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    check_kernel(const __grid_constant__ ChecksumParams params, const std::byte* handle_mem) {
+  HandleHeader header = *reinterpret_cast<const HandleHeader*>(handle_mem);
+  if (is_header_intact(params, header) && add_up(params, handle_mem, header) != header.body_checksum) header.magic = 0;
+  if (threadIdx.x == 0) params.state->checked_header = header;
+}
+
+ChecksumParams params_of(const DeviceGroup& group, int top_k) {
+  return {group.context, group.state, make_handle_layout(group.context.shape, top_k), top_k};
+}
+
+} // namespace
+
+std::vector<const void*> checksum_kernels() {
+  return {reinterpret_cast<const void*>(&seal_kernel), reinterpret_cast<const void*>(&check_kernel)};
+}
+
+cudaError_t launch_seal(const DeviceGroup& group, const PrepareCall& call, cudaStream_t stream) {
+  return launch(&seal_kernel, {1, kThreads}, stream, params_of(group, call.top_k), call.handle_mem);
+}
+
+cudaError_t launch_check(const DeviceGroup& group, const MovementCall& call, cudaStream_t stream) {
+  return launch(&check_kernel, {1, kThreads}, stream, params_of(group, call.top_k), call.handle_mem);
+}
+
+} // namespace epx::cuda

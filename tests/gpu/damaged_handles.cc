@@ -1,0 +1,85 @@
+// damaged_handles [--damages N] [--first F] [--seed S] [--timeout-ms T] [--percent-hard H]
+// Handle memory that something has been written over, N times. A damage may leave ranks waiting for rows that never come; they
+// wait for T milliseconds, and make another group. So with peers only H of 100 damages may do that.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+
+#include "runtime/memory/handle_limits.h"
+#include "runtime/memory/handle_memory.h"
+#include "tests/gpu/suite.h"
+#include "tests/support/damaged_layer.h"
+
+namespace epx::test {
+namespace {
+
+GroupShape shape_of(const GroupCase& group) {
+  GroupShape shape;
+  shape.num_ranks = group.num_ranks;
+  shape.num_experts = group.num_experts;
+  shape.max_tokens_per_rank = group.max_tokens;
+  shape.max_recv_tokens = recv_capacity(group);
+  return shape;
+}
+
+// The kernels' waits follow from routes at the tokens' rank, and from heads, few slots and orders at the experts'. Every rank
+// takes all slots.
+class Waits {
+public:
+  explicit Waits(const DamagedCall& call)
+      : call_(call), shape_(shape_of(call.group)), layout_(make_handle_layout(shape_, call.top_k)),
+        limits_(shape_, call.top_k), good_(call.good.data(), layout_), damaged_(call.damaged.data(), layout_) {}
+
+  bool are_kept() const {
+    for (int64_t route = 0; route < call_.num_tokens * call_.top_k; ++route)
+      if (!keeps_route(good_.routes[route], damaged_.routes[route])) return false;
+    for (int64_t i = 0; i < int64_t{shape_.num_ranks} * shape_.max_tokens_per_rank; ++i)
+      if (!keeps_slot(good_.heads[i], damaged_.heads[i])) return false;
+    for (int64_t i = 0; i < shape_.num_ranks * int64_t{good_.header->few_tokens} * call_.top_k; ++i) {
+      const int64_t per_rank = int64_t{good_.header->few_tokens} * call_.top_k;
+      const int64_t at = i / per_rank * most_few_tokens(shape_) * call_.top_k + i % per_rank;
+      if (!keeps_slot(good_.few_slots[at], damaged_.few_slots[at])) return false;
+    }
+    return true;
+  }
+
+private:
+  bool keeps_route(const Route& good, const Route& damaged) const {
+    const bool is_kept = limits_.is_route(good);
+    if (is_kept != limits_.is_route(damaged)) return false;
+    return !is_kept || (good.rank == damaged.rank && (call_.is_scatter || good.order == limits_.order(damaged.order)));
+  }
+  // A scatter waits for what comes to a slot; a gather lets others wait for what comes from it.
+  bool keeps_slot(int32_t good, int32_t damaged) const {
+    if (call_.is_scatter) return limits_.is_slot(good) || !limits_.is_slot(damaged);
+    if (!limits_.is_slot(good)) return true;
+    return limits_.is_slot(damaged) &&
+           good_.slot_records[good].order == limits_.order(damaged_.slot_records[damaged].order);
+  }
+
+  const DamagedCall& call_;
+  GroupShape shape_;
+  HandleLayout layout_;
+  HandleLimits limits_;
+  HandleReader good_, damaged_;
+};
+
+} // namespace
+} // namespace epx::test
+
+int main(int argc, char** argv) {
+  using namespace epx::test;
+  setenv("EPX_TEST_ALTERNATES_WAYS", "1", 1); // their tokens are few
+  return run_suite({[&](const RankContext& context) {
+    DamageOptions options;
+    options.count = option(argc, argv, "--damages", 1000);
+    options.first = option(argc, argv, "--first", 0);
+    options.seed = static_cast<uint64_t>(option(argc, argv, "--seed", 1));
+    options.timeout_ms = option(argc, argv, "--timeout-ms", 300);
+    options.percent_hard = static_cast<int>(option(argc, argv, "--percent-hard", context.num_ranks == 1 ? 20 : 2));
+    if (context.num_ranks > 1) options.keeps_waits = [](const DamagedCall& call) { return Waits(call).are_kept(); };
+    const DamageCounts counts = run_damages(context, options);
+    std::printf("rank %d of %d: %ld damages, %ld calls, %ld reported, %ld timeouts\n", context.rank, context.num_ranks,
+                counts.damages, counts.calls, counts.reported, counts.timeouts);
+  }});
+}

@@ -1,0 +1,551 @@
+#include "tests/support/damaged_layer.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
+#include "tests/support/check.h"
+#include "tests/support/rng.h"
+#include "tests/support/values.h"
+
+namespace epx::test {
+namespace {
+
+constexpr int kMaxTokens = 6;
+constexpr int kMaxHidden = 16;
+constexpr int kMaxTopK = 6;
+constexpr int kMaxAlignment = 4;
+constexpr int kMaxSidecarBytes = 8;
+constexpr int64_t kDamagesPerLayer = 25;
+constexpr int64_t kLayersPerGroup = 20;
+constexpr size_t kGuardBytes = 128;
+constexpr std::byte kGuard{0x5c};
+constexpr epx_dtype kDtype = EPX_BFLOAT16;
+constexpr size_t kElement = 2; // bytes
+
+uint16_t small_bfloat16(Rng& rng) { // one of the numbers 1, 1.125, ... 1.875
+  return static_cast<uint16_t>(0x3f80 | rng.below(8) << 4);
+}
+
+// Bytes that a movement may not touch are poisoned where the sanitizer looks.
+void forbid([[maybe_unused]] const std::byte* from, [[maybe_unused]] size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_POISON_MEMORY_REGION(from, bytes);
+#endif
+}
+void allow([[maybe_unused]] const std::byte* from, [[maybe_unused]] size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_UNPOISON_MEMORY_REGION(from, bytes);
+#endif
+}
+
+// The same on all ranks for the same number.
+GroupCase group_case(const RankContext& context, const DamageOptions& options, int64_t number) {
+  Rng rng(mix(options.seed, mix(0x6709, static_cast<uint64_t>(number))));
+  GroupCase group;
+  group.num_ranks = context.num_ranks;
+  group.num_experts = 5;
+  group.max_tokens = kMaxTokens;
+  group.hidden_dim = kMaxHidden;
+  group.max_top_k = kMaxTopK;
+  group.max_alignment = kMaxAlignment;
+  group.max_sidecar_bytes = kMaxSidecarBytes;
+  group.max_recv_rows = rng.chance(50) ? 0 : 4 * kMaxAlignment; // 0: staged by token; else by slot, where P is not 1
+  group.max_dtype = kDtype;
+  group.precision = number % 2 == 0 ? EPX_COMBINE_WIRE : EPX_COMBINE_EXACT;
+  group.overflow = EPX_OVERFLOW_DROP;
+  group.num_comm_sms = number % 4 < 2 ? 0 : 4; // 0: kernels begin before the one before them has ended
+  group.timeout_ms = options.timeout_ms;
+  return group;
+}
+
+// A rank waited in vain for rows that damaged handle memory made another one leave out.
+struct GroupEnded {};
+
+// The calls of one layer, with tensors that keep their places. All throw GroupEnded when the group has ended by a timeout.
+class DamagedLayer {
+public:
+  // `memory`: kMemoryBytes, of the device or from epx_mem_alloc. `number`: of the layer; the same on all ranks.
+  // all_rows: N is R.
+  DamagedLayer(GroupRun& group, std::byte* memory, uint64_t seed, int64_t number, bool all_rows, DamageCounts& counts);
+  DamagedLayer(const DamagedLayer&) = delete;
+  DamagedLayer& operator=(const DamagedLayer&) = delete;
+  ~DamagedLayer() { allow(memory_, kMemoryBytes); }
+
+  static constexpr size_t kMemoryBytes = 32 * 1024;
+
+  void prepare();
+  static constexpr int kMovements = 4;
+  void move(int movement);
+
+  // Calls with good handle memory: what they give is right in all later ones.
+  void remember_outputs();
+  void check_outputs();
+
+  // One damage on this rank. `rng` is this rank's.
+  void damage(Rng& rng, int movement, bool hard, const DamageOptions& options);
+  void mend();
+
+  // Nothing has changed but the outputs. Once the calls have ended.
+  void check_memory();
+
+  // With EPX_CHECK_HANDLE_MEM: makes the call, which reports the damage if there is any, and then leaves the outputs alone.
+  void move_checked(int movement);
+
+private:
+  enum Tensor : size_t {
+    kTopkIdx,
+    kTokens,
+    kSidecar,
+    kTopkWeights,
+    kRows, // what experts make; the input of combine, combine_bwd and dispatch_bwd
+    kRowWeights,
+    kHandle,
+    kFirstOutput,
+    kCounts = kFirstOutput,
+    kOffsets,
+    kRecvTokens,
+    kRecvSidecar,
+    kRecvWeights,
+    kOut,
+    kOutWeights,
+    kNumTensors
+  };
+  struct Place {
+    size_t offset = 0;
+    size_t bytes = 0;
+  };
+
+  std::byte* at(Tensor tensor) const { return memory_ + places_[tensor].offset; }
+  std::span<std::byte> image_of(Tensor tensor) {
+    return std::span(image_).subspan(places_[tensor].offset, places_[tensor].bytes);
+  }
+  void draw_damage(Rng& rng, bool hard);
+  void lay_out();
+  void fill_in(Rng& rng);
+  void watch_guards();
+  void read_all();
+  void write_handle() { device_.write(at(kHandle), image_of(kHandle).data(), places_[kHandle].bytes); }
+  epx_tensor rows(Tensor tensor, int64_t count) const { return epx_tensor_2d(at(tensor), kDtype, count, hidden_); }
+  epx_tensor weights(Tensor tensor, int64_t count) const { return epx_tensor_1d(at(tensor), EPX_FLOAT32, count); }
+  template <typename Args>
+  Args make_args() const {
+    Args args = {};
+    args.struct_size = sizeof(args);
+    args.layer = layer_;
+    args.handle_mem = at(kHandle);
+    args.handle_mem_bytes = places_[kHandle].bytes;
+    args.stream = device_.stream();
+    return args;
+  }
+  void clear_outputs();
+  void finish(epx_status status);
+
+  GroupRun& group_;
+  Device& device_;
+  DamageCounts& counts_;
+  std::byte* memory_;
+  epx_layer layer_{};
+  bool weighted_, has_sidecar_;
+  int64_t hidden_, num_tokens_, num_rows_;
+  std::array<Place, kNumTensors> places_{};
+  std::vector<std::byte> image_; // what the memory holds but for the outputs
+  std::vector<std::byte> seen_;  // what it held when it was read last
+  std::vector<std::byte> good_handle_;
+  std::vector<size_t> used_words_; // of the handle memory: those that prepare has written
+  std::array<std::vector<std::byte>, kMovements> good_outputs_;
+};
+
+DamagedLayer::DamagedLayer(GroupRun& group, std::byte* memory, uint64_t seed, int64_t number, bool all_rows,
+                           DamageCounts& counts)
+    : group_(group), device_(group.device()), counts_(counts), memory_(memory), image_(kMemoryBytes, kGuard),
+      seen_(kMemoryBytes) {
+  Rng same_everywhere(mix(seed, mix(0x1a7e4, static_cast<uint64_t>(number))));
+  layer_ = {static_cast<int32_t>(same_everywhere.pick({kMaxTopK, kMaxTopK, 1, 3})),
+            static_cast<int32_t>(same_everywhere.pick({1, 2, kMaxAlignment}))};
+  hidden_ = same_everywhere.pick({kMaxHidden, 8, 5}); // of 8: rows of 16 bytes
+  weighted_ = same_everywhere.chance(60);
+  has_sidecar_ = same_everywhere.chance(50);
+  Rng mine(mix(seed, mix(static_cast<uint64_t>(group.rank()), static_cast<uint64_t>(number))));
+  num_tokens_ = mine.chance(70) ? kMaxTokens : mine.below(kMaxTokens);
+  const int64_t capacity = group.info().max_recv_tokens_per_rank;
+  num_rows_ = all_rows || mine.chance(60) ? capacity : mine.chance(50) ? capacity + 5 : mine.between(1, capacity);
+  lay_out();
+  fill_in(mine);
+}
+
+void DamagedLayer::lay_out() {
+  const auto tokens = static_cast<size_t>(num_tokens_), slots = static_cast<size_t>(num_rows_);
+  const auto row_bytes = static_cast<size_t>(hidden_) * kElement;
+  const size_t routes = tokens * static_cast<size_t>(layer_.top_k);
+  const auto experts = static_cast<size_t>(group_.info().num_local_experts);
+  std::array<size_t, kNumTensors> bytes{};
+  bytes[kTopkIdx] = routes * sizeof(int32_t);
+  bytes[kTokens] = bytes[kOut] = tokens * row_bytes;
+  bytes[kSidecar] = has_sidecar_ ? tokens * kMaxSidecarBytes : 0;
+  bytes[kTopkWeights] = bytes[kOutWeights] = routes * sizeof(float);
+  bytes[kRows] = bytes[kRecvTokens] = slots * row_bytes;
+  bytes[kRowWeights] = bytes[kRecvWeights] = slots * sizeof(float);
+  bytes[kRecvSidecar] = has_sidecar_ ? slots * kMaxSidecarBytes : 0;
+  check_ok(epx_handle_mem_size(group_.handle(), &layer_, &bytes[kHandle]), "epx_handle_mem_size");
+  bytes[kCounts] = experts * sizeof(int32_t);
+  bytes[kOffsets] = (experts + 1) * sizeof(int32_t);
+  size_t end = kGuardBytes;
+  for (size_t tensor = 0; tensor < kNumTensors; ++tensor) {
+    places_[tensor] = {end, bytes[tensor]};
+    end = (end + bytes[tensor] + kGuardBytes + 15) / 16 * 16;
+  }
+  check(end <= kMemoryBytes, "a layer takes {} bytes, more than {}", end, kMemoryBytes);
+  image_.resize(end);
+  seen_.resize(end);
+}
+
+void DamagedLayer::fill_in(Rng& rng) {
+  const auto each = [&](Tensor tensor, auto sample) {
+    decltype(sample()) value{};
+    for (size_t i = 0; i + sizeof(value) <= places_[tensor].bytes; i += sizeof(value)) {
+      value = sample();
+      std::memcpy(image_of(tensor).data() + i, &value, sizeof(value));
+    }
+  };
+  each(kTopkIdx, [&] { return rng.chance(5) ? -1 : static_cast<int32_t>(rng.below(group_.shape().num_experts)); });
+  for (const Tensor tensor : {kTokens, kRows})
+    each(tensor, [&] { return small_bfloat16(rng); });
+  each(kSidecar, [&] { return static_cast<uint8_t>(rng.below(256)); });
+  for (const Tensor tensor : {kTopkWeights, kRowWeights})
+    each(tensor, [&] { return static_cast<float>(rng.between(1, 4)); });
+  device_.write(memory_, image_.data(), image_.size());
+}
+
+void DamagedLayer::prepare() {
+  std::fill(image_of(kHandle).begin(), image_of(kHandle).end(), kPoison);
+  write_handle();
+  const int num_experts = group_.info().num_local_experts;
+  const epx_tensor topk_idx = epx_tensor_2d(at(kTopkIdx), EPX_INT32, num_tokens_, layer_.top_k);
+  const epx_tensor counts = epx_tensor_1d(at(kCounts), EPX_INT32, num_experts);
+  const epx_tensor offsets = epx_tensor_1d(at(kOffsets), EPX_INT32, num_experts + 1);
+  epx_prepare_args args = {};
+  args.struct_size = sizeof(args);
+  args.layer = layer_;
+  args.handle_mem = at(kHandle);
+  args.handle_mem_bytes = places_[kHandle].bytes;
+  args.stream = device_.stream();
+  args.topk_idx = &topk_idx;
+  args.counts = &counts;
+  args.offsets = &offsets;
+  finish(epx_prepare(group_.handle(), &args));
+  const auto handle = image_of(kHandle);
+  device_.read(handle.data(), at(kHandle), handle.size());
+  good_handle_.assign(handle.begin(), handle.end());
+  for (size_t word = 0; word < handle.size(); word += sizeof(uint32_t))
+    if (std::any_of(&handle[word], &handle[word] + sizeof(uint32_t), [](std::byte byte) { return byte != kPoison; }))
+      used_words_.push_back(word);
+  watch_guards();
+}
+
+void DamagedLayer::finish(epx_status status) {
+  device_.finish();
+  const epx_group_report report = read_status(group_.handle());
+  ++counts_.calls;
+  counts_.reported += static_cast<int64_t>(report.event_counts[EPX_EVENT_HANDLE_MISMATCH]);
+  if (status == EPX_SUCCESS && report.status == EPX_SUCCESS) return;
+  const std::string message = report.message;
+  check(device_.transport() != EPX_TRANSPORT_HOST && report.status == EPX_ERROR_TIMEOUT, "the group failed with {}: {}",
+        epx_status_string(report.status), message);
+  check_memory();
+  throw GroupEnded();
+}
+
+void DamagedLayer::move(int movement) {
+  const epx_tensor tokens_in = rows(kTokens, num_tokens_), tokens_out = rows(kOut, num_tokens_);
+  const epx_tensor rows_in = rows(kRows, num_rows_), rows_out = rows(kRecvTokens, num_rows_);
+  const epx_tensor row_weights_in = weights(kRowWeights, num_rows_), row_weights_out = weights(kRecvWeights, num_rows_);
+  const epx_tensor topk_weights_in = epx_tensor_2d(at(kTopkWeights), EPX_FLOAT32, num_tokens_, layer_.top_k);
+  const epx_tensor topk_weights_out = epx_tensor_2d(at(kOutWeights), EPX_FLOAT32, num_tokens_, layer_.top_k);
+  switch (movement) {
+  case 0: {
+    auto args = make_args<epx_dispatch_args>();
+    epx_tensor tokens = tokens_in, recv_tokens = rows_out;
+    if (has_sidecar_) {
+      tokens.sidecar = at(kSidecar);
+      recv_tokens.sidecar = at(kRecvSidecar);
+      tokens.sidecar_row_bytes = recv_tokens.sidecar_row_bytes = kMaxSidecarBytes;
+    }
+    args.tokens = &tokens;
+    args.recv_tokens = &recv_tokens;
+    args.topk_weights = weighted_ ? &topk_weights_in : nullptr;
+    args.recv_weights = weighted_ ? &row_weights_out : nullptr;
+    finish(epx_dispatch(group_.handle(), &args));
+    return;
+  }
+  case 1: {
+    auto args = make_args<epx_combine_args>();
+    args.expert_out = &rows_in;
+    args.recv_weights = weighted_ ? &row_weights_in : nullptr;
+    args.out = &tokens_out;
+    finish(epx_combine(group_.handle(), &args));
+    return;
+  }
+  case 2: {
+    auto args = make_args<epx_combine_bwd_args>();
+    args.grad_out = &tokens_in;
+    args.recv_weights = weighted_ ? &row_weights_in : nullptr;
+    args.expert_out = has_sidecar_ ? &rows_in : nullptr; // as good a coin as any
+    args.grad_recv_weights = has_sidecar_ ? &row_weights_out : nullptr;
+    args.grad_expert_out = &rows_out;
+    finish(epx_combine_bwd(group_.handle(), &args));
+    return;
+  }
+  default: {
+    auto args = make_args<epx_dispatch_bwd_args>();
+    args.grad_recv = &rows_in;
+    args.grad_tokens = &tokens_out;
+    args.grad_recv_weights = weighted_ ? &row_weights_in : nullptr;
+    args.grad_topk_weights = weighted_ ? &topk_weights_out : nullptr;
+    finish(epx_dispatch_bwd(group_.handle(), &args));
+  }
+  }
+}
+
+void DamagedLayer::clear_outputs() {
+  allow(memory_, image_.size());
+  const size_t first = places_[kFirstOutput].offset;
+  device_.write(memory_ + first, image_.data() + first, image_.size() - first);
+  watch_guards();
+}
+
+void DamagedLayer::remember_outputs() {
+  for (int movement = 0; movement < kMovements; ++movement) {
+    clear_outputs();
+    move(movement);
+    check_memory();
+    good_outputs_[static_cast<size_t>(movement)] = seen_;
+  }
+}
+
+void DamagedLayer::check_outputs() {
+  // A peer whose handle memory was damaged may have stored rows late, until it came to the group's next call.
+  move(0);
+  for (int movement = 0; movement < kMovements; ++movement) {
+    clear_outputs();
+    move(movement);
+    check_memory();
+    check(seen_ == good_outputs_[static_cast<size_t>(movement)],
+          "movement {} gives another result with the same handle memory after calls with damaged ones", movement);
+  }
+}
+
+void DamagedLayer::damage(Rng& rng, int movement, bool hard, const DamageOptions& options) {
+  const DamagedCall call{group_.shape(),    group_.rank(), layer_.top_k,     num_tokens_,
+                         movement % 2 == 0, good_handle_,  image_of(kHandle)};
+  do
+    draw_damage(rng, hard);
+  while (!hard && options.keeps_waits && !options.keeps_waits(call));
+  write_handle();
+}
+
+void DamagedLayer::draw_damage(Rng& rng, bool hard) {
+  const auto handle = image_of(kHandle);
+  std::copy(good_handle_.begin(), good_handle_.end(), handle.begin());
+  const auto any_word = [&]() -> size_t {
+    if (rng.chance(5)) return static_cast<size_t>(rng.below(static_cast<int64_t>(handle.size() / 4))) * 4;
+    // The first 64 bytes tell what the handle memory belongs to; damage there is always found.
+    const auto body =
+        static_cast<size_t>(std::lower_bound(used_words_.begin(), used_words_.end(), 64) - used_words_.begin());
+    const size_t first = rng.chance(97) ? body : 0;
+    return used_words_[first + static_cast<size_t>(rng.below(static_cast<int64_t>(used_words_.size() - first)))];
+  };
+  const auto put = [&](size_t at, uint32_t value) { std::memcpy(handle.data() + at, &value, sizeof(value)); };
+  const int64_t capacity = group_.info().max_recv_tokens_per_rank;
+  if (hard) { // a run of bytes
+    const size_t begin = any_word();
+    const auto bytes = std::min(static_cast<size_t>(rng.pick({8, 12, 24, 64, 300, 4000})), handle.size() - begin);
+    const size_t from = std::min(any_word(), handle.size() - bytes);
+    const auto fill = static_cast<int>(rng.pick({0x00, 0xff, 0x7f, 0x01}));
+    const int64_t kind = rng.below(3);
+    if (kind == 0) std::memmove(handle.data() + begin, good_handle_.data() + from, bytes);
+    if (kind == 1) std::memset(handle.data() + begin, fill, bytes);
+    if (kind == 2)
+      for (size_t i = 0; i < bytes; ++i)
+        handle[begin + i] = static_cast<std::byte>(rng.below(256));
+  } else {
+    for (int64_t left = rng.between(1, 2); left > 0; --left) {
+      const size_t at = any_word();
+      switch (rng.below(4)) {
+      case 0:
+        handle[at + static_cast<size_t>(rng.below(4))] ^= static_cast<std::byte>(1 << rng.below(8));
+        break;
+      case 1:
+        put(at, static_cast<uint32_t>(rng.next()));
+        break;
+      case 2: // in range, but wrong
+        put(at, static_cast<uint32_t>(rng.between(-1, capacity)));
+        break;
+      default: // at the ends of what a number can be
+        put(at, rng.pick({0x7fffffffu, 0x80000000u, 0xffffffffu, 0x7ffffff0u, static_cast<uint32_t>(capacity),
+                          static_cast<uint32_t>(num_rows_)}));
+      }
+    }
+  }
+}
+
+void DamagedLayer::move_checked(int movement) {
+  const auto handle = image_of(kHandle);
+  const bool is_damaged = std::any_of(used_words_.begin(), used_words_.end(), [&](size_t word) {
+    return std::memcmp(&handle[word], &good_handle_[word], sizeof(uint32_t)) != 0;
+  });
+  const int64_t reported_before = counts_.reported;
+  const std::vector<std::byte> before = seen_;
+  move(movement);
+  check_memory();
+  check_equal(counts_.reported - reported_before, int64_t{is_damaged ? 1 : 0}, "damages reported");
+  if (!is_damaged) return;
+  for (size_t tensor = kFirstOutput; tensor < kNumTensors; ++tensor)
+    check(std::memcmp(&before[places_[tensor].offset], &seen_[places_[tensor].offset], places_[tensor].bytes) == 0,
+          "tensor {} has changed in a call that found the handle memory damaged", tensor);
+}
+
+void DamagedLayer::mend() {
+  std::copy(good_handle_.begin(), good_handle_.end(), image_of(kHandle).begin());
+  write_handle();
+}
+
+void DamagedLayer::watch_guards() {
+  if (device_.transport() != EPX_TRANSPORT_HOST) return;
+  size_t end = 0; // of the tensor before
+  for (const Place& place : places_) {
+    forbid(memory_ + end, place.offset - end);
+    end = place.offset + place.bytes;
+  }
+  forbid(memory_ + end, image_.size() - end);
+}
+
+void DamagedLayer::read_all() {
+  allow(memory_, image_.size());
+  device_.read(seen_.data(), memory_, seen_.size());
+  watch_guards();
+}
+
+void DamagedLayer::check_memory() {
+  read_all();
+  size_t begin = 0; // of what lies between the outputs
+  const auto compare = [&](size_t end) {
+    if (std::memcmp(seen_.data() + begin, image_.data() + begin, end - begin) == 0) return;
+    for (size_t i = begin; i < end; ++i)
+      if (seen_[i] != image_[i]) {
+        size_t tensor = 0;
+        while (tensor + 1 < kNumTensors && places_[tensor + 1].offset <= i)
+          ++tensor;
+        fail_check("byte {} of tensor {} ({} bytes) or behind it was {:#x} and is {:#x}",
+                   static_cast<int64_t>(i) - static_cast<int64_t>(places_[tensor].offset), tensor, places_[tensor].bytes,
+                   std::to_integer<int>(image_[i]), std::to_integer<int>(seen_[i]));
+      }
+  };
+  for (size_t tensor = kFirstOutput; tensor < kNumTensors; ++tensor) {
+    compare(places_[tensor].offset);
+    begin = places_[tensor].offset + places_[tensor].bytes;
+  }
+  compare(seen_.size());
+  count_check();
+}
+
+// What a group needs for its layers, until it fails.
+class DamagedGroup {
+public:
+  DamagedGroup(const RankContext& context, const DamageOptions& options, int64_t number)
+      : device_(*context.device), group_(context, group_case(context, options, number)) {
+    group_.add_arena(static_cast<int64_t>(DamagedLayer::kMemoryBytes));
+    own_ = device_.allocate(DamagedLayer::kMemoryBytes);
+  }
+  DamagedGroup(const DamagedGroup&) = delete;
+  DamagedGroup& operator=(const DamagedGroup&) = delete;
+  ~DamagedGroup() { device_.free(own_); }
+
+  GroupRun& group() { return group_; }
+  std::byte* memory(bool in_place) { return in_place ? group_.arenas().front().base : own_; }
+
+private:
+  Device& device_;
+  GroupRun group_;
+  std::byte* own_ = nullptr;
+};
+
+// The damages of one layer. `number`: of the next damage; it counts on.
+void run_layer(const RankContext& context, const DamageOptions& options, DamagedGroup& damaged, int64_t end,
+               int64_t& number, DamageCounts& counts) {
+  const int64_t layer_number = number / kDamagesPerLayer;
+  DamagedLayer layer(damaged.group(), damaged.memory(layer_number % 3 == 0), options.seed, layer_number,
+                     options.keeps_waits != nullptr, counts);
+  const char* const checks = std::getenv("EPX_CHECK_HANDLE_MEM");
+  const bool checks_all = checks != nullptr && std::strcmp(checks, "1") == 0;
+  layer.prepare();
+  layer.remember_outputs();
+  while (number < end) {
+    const auto salt = static_cast<uint64_t>(number++);
+    Rng same_everywhere(mix(options.seed, salt));
+    const auto movement = static_cast<int>(same_everywhere.below(DamagedLayer::kMovements));
+    const bool hard = same_everywhere.chance(options.percent_hard);
+    const int64_t only = same_everywhere.chance(50) ? same_everywhere.below(context.num_ranks) : -1; // -1: on all ranks
+    Rng mine(mix(mix(options.seed, salt), static_cast<uint64_t>(context.rank) + 1));
+    if (only < 0 || only == context.rank)
+      layer.damage(mine, movement, hard, options);
+    else
+      layer.mend();
+    ++counts.damages;
+    if (checks_all) {
+      layer.move_checked(movement);
+    } else {
+      layer.move(movement);
+      layer.check_memory();
+    }
+  }
+  layer.mend();
+  layer.check_outputs();
+}
+
+// Makes calls until the group ends, or the last damage has been done. Returns the number of the next damage.
+int64_t run_group(const RankContext& context, const DamageOptions& options, int64_t number, DamageCounts& counts) {
+  constexpr int64_t kPerGroup = kDamagesPerLayer * kLayersPerGroup;
+  const int64_t end = std::min(options.first + options.count, (number / kPerGroup + 1) * kPerGroup);
+  DamagedGroup damaged(context, options, number / kPerGroup);
+  const int64_t begin = number;
+  int64_t begin_of_layer = number;
+  try {
+    while (number < end) {
+      begin_of_layer = number;
+      run_layer(context, options, damaged, std::min(end, (number / kDamagesPerLayer + 1) * kDamagesPerLayer), number,
+                counts);
+    }
+  } catch (const GroupEnded&) {
+    ++counts.timeouts;
+  } catch (const CheckFailure& failure) {
+    fail_check("{}\n  in or before damage {}; again with: --first {} --damages {} --seed {}", failure.what(), number - 1,
+               begin_of_layer, number - begin_of_layer, options.seed);
+  }
+  // A group that ends tells some ranks in one call, the others in the next. Until all know, their memory stays.
+  const std::vector<uint64_t> reached = context.gather(static_cast<uint64_t>(number));
+  number = static_cast<int64_t>(*std::max_element(reached.begin(), reached.end()));
+  check(number > begin, "a group timed out before any handle memory was damaged");
+  return number;
+}
+
+} // namespace
+
+DamageCounts run_damages(const RankContext& context, const DamageOptions& options) {
+  DamageCounts counts;
+  for (int64_t number = options.first; number < options.first + options.count;)
+    number = run_group(context, options, number, counts);
+  return counts;
+}
+
+} // namespace epx::test

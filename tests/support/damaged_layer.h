@@ -1,0 +1,45 @@
+// Handle memory of which something has been written over, and what the four movements do with it: calls return, and nothing
+// outside their output tensors has changed. Tensors lie between guards in one piece of memory, which is compared as a whole.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+
+#include "tests/support/group_run.h"
+
+namespace epx::test {
+
+// A call of a rank whose handle memory is to be damaged.
+struct DamagedCall {
+  const GroupCase& group;
+  int rank;
+  int top_k;
+  int64_t num_tokens;
+  bool is_scatter; // dispatch, combine_bwd
+  std::span<const std::byte> good, damaged;
+};
+
+struct DamageOptions {
+  int64_t first = 0;    // damages are numbered: the same number and seed make the same damage
+  int64_t count = 1000; // of damages; a call each
+  uint64_t seed = 1;
+  int64_t timeout_ms = 20'000;
+  int percent_hard = 10; // those of a run of bytes
+  // Whether every rank gets all that it waits for. When it is given, what it denies is left to the hard damages, since a wait
+  // in vain ends the group, and another one takes long to make.
+  std::function<bool(const DamagedCall&)> keeps_waits;
+};
+
+struct DamageCounts {
+  int64_t damages = 0;
+  int64_t calls = 0;    // the good ones too
+  int64_t reported = 0; // as EPX_EVENT_HANDLE_MISMATCH
+  int64_t timeouts = 0; // each ended a group
+};
+
+// As one of the ranks. Throws CheckFailure.
+DamageCounts run_damages(const RankContext& context, const DamageOptions& options);
+
+} // namespace epx::test
