@@ -99,22 +99,28 @@ struct Poison {
   epx_operation operation;
   int32_t culprit;
   uint64_t sequence;
+  epx_phase phase = EPX_PHASE_NONE; // TIMEOUT: what the rank that gave up had waited in
 };
+constexpr int kPoisonSequenceBits = 38;
+constexpr uint64_t kPoisonSequenceMask = (uint64_t{1} << kPoisonSequenceBits) - 1;
 
 constexpr uint64_t pack(const Poison& poison) {
   return static_cast<uint64_t>(poison.status) << 60 | static_cast<uint64_t>(poison.operation) << 56 |
-         static_cast<uint64_t>(poison.culprit) << 40 | (poison.sequence & ((uint64_t{1} << 40) - 1));
+         static_cast<uint64_t>(poison.culprit) << 40 | static_cast<uint64_t>(poison.phase) << kPoisonSequenceBits |
+         (poison.sequence & kPoisonSequenceMask);
 }
 
 constexpr Poison unpack_poison(uint64_t word) {
   return {static_cast<epx_status>(word >> 60), static_cast<epx_operation>(word >> 56 & 0xf),
-          static_cast<int32_t>(word >> 40 & 0xffff), word & ((uint64_t{1} << 40) - 1)};
+          static_cast<int32_t>(word >> 40 & 0xffff), word & kPoisonSequenceMask,
+          static_cast<epx_phase>(word >> kPoisonSequenceBits & 0x3)};
 }
 
 // What lies in a window can be overwritten by anything in the process of a rank: a record is looked at before it is used.
 constexpr bool is_sound(const Poison& poison, int num_ranks) {
   return poison.status > EPX_SUCCESS && poison.status <= EPX_ERROR_INTERNAL && poison.operation >= EPX_OP_NONE &&
-         poison.operation <= EPX_OP_MEM_FREE && poison.culprit >= 0 && poison.culprit < num_ranks;
+         poison.operation <= EPX_OP_MEM_FREE && poison.phase <= EPX_PHASE_COMPLETE && poison.culprit >= 0 &&
+         poison.culprit < num_ranks;
 }
 
 // Whom a rank waits for, packed into one word. 0: nobody.

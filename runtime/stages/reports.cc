@@ -149,7 +149,7 @@ Failure timeout_failure(CallName call, const TimeOut& timeout, int64_t timeout_m
   if (timeout.suspended_ms > 0)
     failure.message +=
         fmt::format("; this process was suspended for {} ms meanwhile, which do not count", timeout.suspended_ms);
-  if (timeout.phase == EPX_PHASE_ARRIVE && timeout.culprit_arrived_at < call.sequence)
+  if (timeout.phase == EPX_PHASE_ARRIVE) // even if it has arrived since
     failure.message += kernel_words(timeout.kernel, timeout.culprit, call.operation);
   return failure;
 }

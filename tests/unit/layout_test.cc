@@ -1,4 +1,5 @@
 // Sizes, offsets and slot arithmetic: closed-form answers.
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <vector>
@@ -205,7 +206,7 @@ TEST_CASE("a damaged handle header shows") {
   header.alignment = 16;
   header.checksum = epx::header_checksum(header);
   auto* bytes = reinterpret_cast<unsigned char*>(&header);
-  for (size_t i = 0; i < sizeof(header); ++i) {
+  for (size_t i = 0; i < offsetof(epx::HandleHeader, body_checksum); ++i) {
     bytes[i] ^= 0x10;
     CHECK(header.checksum != epx::header_checksum(header));
     bytes[i] ^= 0x10;
@@ -214,12 +215,13 @@ TEST_CASE("a damaged handle header shows") {
 }
 
 TEST_CASE("a poison record survives its packing") {
-  const epx::Poison poison =
-      epx::unpack_poison(epx::pack(epx::Poison{EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH_BWD, 65534, 123456789012}));
+  const epx::Poison poison = epx::unpack_poison(
+      epx::pack(epx::Poison{EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH_BWD, 65534, 123456789012, EPX_PHASE_COMPLETE}));
   CHECK(poison.status == EPX_ERROR_TIMEOUT);
   CHECK(poison.operation == EPX_OP_DISPATCH_BWD);
   CHECK(poison.culprit == 65534);
   CHECK(poison.sequence == 123456789012);
+  CHECK(poison.phase == EPX_PHASE_COMPLETE);
 }
 
 TEST_CASE("whom a rank waits for survives its packing") {

@@ -434,7 +434,7 @@ private:
     for (int other = 0; other < num_ranks(); ++other)
       if (progress_told(rank(), other, phase, sequence_) < sequence_) missing |= uint64_t{1} << other;
     const int culprit = find_culprit(lowest_bit(missing));
-    const uint64_t verdict = poison_all(Poison{EPX_ERROR_TIMEOUT, operation_, culprit, sequence_});
+    const uint64_t verdict = poison_all(Poison{EPX_ERROR_TIMEOUT, operation_, culprit, sequence_, phase});
     if (unpack_poison(verdict).culprit != culprit) {
       report_poison(verdict);
       return;

@@ -101,7 +101,8 @@ private:
   Failure poison_in_words(const FailureRecord& record, CallName call) const {
     const Poison poison = unpack_poison(record.poison);
     Failure failure = poison_failure(call, poison, context_.rank, record.culprit_arrived_at);
-    const bool had_arrived = poison.culprit != context_.rank && record.culprit_arrived_at >= poison.sequence;
+    const bool had_arrived =
+        poison.phase != EPX_PHASE_ARRIVE && poison.culprit != context_.rank && record.culprit_arrived_at >= poison.sequence;
     // A peer has looked before: what was launched by then is no longer known.
     if (poison.status == EPX_ERROR_TIMEOUT && !had_arrived &&
         kernel_of(poison.culprit, poison.sequence) != CulpritKernel::none)

@@ -144,7 +144,7 @@ void CallProtocol::time_out(epx_phase phase, std::chrono::milliseconds suspended
   timeout.culprit = find_culprit(timeout.missing.front());
   timeout.culprit_arrived_at = progress_told(window_.rank, timeout.culprit, EPX_PHASE_ARRIVE);
   const Failure failure = timeout_failure(name(), timeout, context_.timeout_ms);
-  const Poison verdict = poison_all(Poison{failure.status, operation_, failure.culprit, sequence_});
+  const Poison verdict = poison_all(Poison{failure.status, operation_, failure.culprit, sequence_, phase});
   if (verdict.culprit != failure.culprit) fail_as_poisoned(verdict);
   status_.fail(failure);
 }
@@ -168,7 +168,7 @@ Poison CallProtocol::poison_all(const Poison& poison) {
 
 void CallProtocol::fail_as_damaged(const std::string& what) {
   const Failure failure = damage_failure(name(), window_.rank, what);
-  const Poison verdict = poison_all(Poison{failure.status, operation_, failure.culprit, sequence_});
+  const Poison verdict = poison_all(Poison{failure.status, operation_, failure.culprit, sequence_, phase});
   if (verdict.status != failure.status || verdict.culprit != failure.culprit) fail_as_poisoned(verdict);
   status_.fail(failure);
 }
