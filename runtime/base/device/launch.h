@@ -6,14 +6,9 @@
 
 #include <cuda_runtime_api.h>
 
-namespace epx::cuda {
+#include "runtime/base/device/grid.h"
 
-struct Grid {
-  int blocks;
-  int threads; // of each block
-  size_t shared_bytes = 0;
-  bool early = false; // see launch_cooperative
-};
+namespace epx::cuda {
 
 // All blocks run at the same time, or the launch fails: a block may wait for another one of its grid. An early grid is a
 // programmatic successor (programmatic dependent launch, PDL): its blocks may become resident once every block of the kernel

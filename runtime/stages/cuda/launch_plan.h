@@ -11,7 +11,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "runtime/base/device/launch.h"
+#include "runtime/base/device/grid.h"
 #include "runtime/config.h"
 
 namespace epx::cuda {

@@ -168,7 +168,7 @@ Poison CallProtocol::poison_all(const Poison& poison) {
 
 void CallProtocol::fail_as_damaged(const std::string& what) {
   const Failure failure = damage_failure(name(), window_.rank, what);
-  const Poison verdict = poison_all(Poison{failure.status, operation_, failure.culprit, sequence_, phase});
+  const Poison verdict = poison_all(Poison{failure.status, operation_, failure.culprit, sequence_});
   if (verdict.status != failure.status || verdict.culprit != failure.culprit) fail_as_poisoned(verdict);
   status_.fail(failure);
 }

@@ -4,17 +4,11 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "runtime/base/device/grid.h"
 #include "tests/emulation/device.h"
 #include "tests/emulation/streams.h"
 
 namespace epx::cuda {
-
-struct Grid {
-  int blocks;
-  int threads;
-  size_t shared_bytes = 0;
-  bool early = false;
-};
 
 template <typename... Params>
 cudaError_t launch_cooperative(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
