@@ -75,7 +75,7 @@ int main(int argc, char** argv) {
     options.count = option(argc, argv, "--damages", 1000);
     options.first = option(argc, argv, "--first", 0);
     options.seed = static_cast<uint64_t>(option(argc, argv, "--seed", 1));
-    options.timeout_ms = option(argc, argv, "--timeout-ms", 300);
+    options.timeout_ms = option(argc, argv, "--timeout-ms", 2'000);
     options.percent_hard = static_cast<int>(option(argc, argv, "--percent-hard", context.num_ranks == 1 ? 20 : 2));
     if (context.num_ranks > 1) options.keeps_waits = [](const DamagedCall& call) { return Waits(call).are_kept(); };
     const DamageCounts counts = run_damages(context, options);
