@@ -272,9 +272,10 @@ EPX_API epx_status epx_group_config_init(epx_group_config* config);
  * UNSUPPORTED (transport); OUT_OF_MEMORY (the message tells how much was wanted); TIMEOUT (who is missing); SYSTEM. */
 EPX_API epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_group_config* config, epx_group* group);
 
-/* Frees the group. Accepts NULL; does nothing in a child of fork(). Every call on the group must have returned. Calls that are still under way on the GPU are
- * waited for, and with them everything else on the device, for up to timeout_ms; then they are aborted, as they are at once
- * when the group has failed or was aborted. Besides, no peer is waited for. Memory from epx_mem_alloc is freed with it. */
+/* Frees the group. Accepts NULL; does nothing in a child of fork(). Every call on the group must have returned. Calls that are
+ * still under way on the GPU are waited for, and with them everything else on the device, for up to timeout_ms; then they are
+ * aborted, as they are at once when the group has failed or was aborted. Besides, no peer is waited for. Memory from
+ * epx_mem_alloc is freed with it. */
 EPX_API void epx_group_destroy(epx_group group);
 
 /* Ends the group from any thread, at any time before epx_group_destroy: this rank's calls, the one in progress too, return

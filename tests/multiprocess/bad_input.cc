@@ -3,6 +3,7 @@
 // goes on. What cannot be lived with ends the group on all ranks alike.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -50,6 +51,8 @@ epx_group_report report_of(epx_group group) {
   return report;
 }
 
+constexpr size_t kGroupInfoBytes01 = 88; // sizeof(epx_group_info) in 0.1
+
 void check_refused(LayerRound& round, const Refusal& refusal) {
   const auto calls = round.calls();
   refusal.spoil(*calls);
@@ -89,6 +92,31 @@ TEST_CASE("a refused call changes nothing and takes no sequence number") {
 }
 
 // The rest of the calls on a group, which are local.
+TEST_CASE("epx_group_query fills in as much as the caller's struct has, and zeroes beyond") {
+  with_group(round_config(), [&](epx_group group, int) {
+    struct {
+      epx_group_info info;
+      unsigned char beyond[16];
+    } out;
+    epx_group_info whole{};
+    whole.struct_size = sizeof(whole);
+    check_ok(epx_group_query(group, &whole), "epx_group_query");
+    for (const size_t bytes : {kGroupInfoBytes01, sizeof(epx_group_info), sizeof(epx_group_info) + 8}) {
+      std::memset(&out, 0xa5, sizeof(out));
+      out.info.struct_size = bytes;
+      check_ok(epx_group_query(group, &out.info), "epx_group_query");
+      check_equal(out.info.struct_size, bytes, "struct_size");
+      const size_t filled = std::min(bytes, sizeof(epx_group_info));
+      const auto* const found = reinterpret_cast<const unsigned char*>(&out);
+      check(std::memcmp(found + sizeof(size_t), reinterpret_cast<const unsigned char*>(&whole) + sizeof(size_t),
+                        filled - sizeof(size_t)) == 0,
+            "{} bytes: the values differ", bytes);
+      for (size_t i = filled; i < sizeof(out); ++i)
+        check_equal(static_cast<int>(found[i]), i < bytes ? 0 : 0xa5, "byte " + std::to_string(i) + " of the struct");
+    }
+  });
+}
+
 TEST_CASE("the calls around the operations refuse bad arguments") {
   with_group(round_config(), [](epx_group group, int rank) {
     LayerRound round(group, rank);
@@ -123,10 +151,16 @@ TEST_CASE("the calls around the operations refuse bad arguments") {
         {"query: info NULL", [&] { return epx_group_query(group, nullptr); }, {"info", "NULL"}},
         {"query: struct_size",
          [&] {
-           group_info.struct_size = sizeof(group_info) - 8;
+           group_info.struct_size = kGroupInfoBytes01 - 8;
            return epx_group_query(group, &group_info);
          },
-         {"struct_size", std::to_string(sizeof(group_info) - 8), std::to_string(sizeof(group_info))}},
+         {"struct_size", std::to_string(kGroupInfoBytes01 - 8), std::to_string(kGroupInfoBytes01)}},
+        {"query: odd struct_size",
+         [&] {
+           group_info.struct_size = kGroupInfoBytes01 + 4;
+           return epx_group_query(group, &group_info);
+         },
+         {"struct_size", std::to_string(kGroupInfoBytes01 + 4), "multiple"}},
         {"status: group NULL", [&] { return epx_group_status(nullptr, &report); }, {"group", "NULL"}},
         {"status: report NULL", [&] { return epx_group_status(group, nullptr); }, {"report", "NULL"}},
         {"status: struct_size",

@@ -161,6 +161,7 @@ TEST_CASE("a rank that alone is stopped while it waits is named") {
       if (number == 2) {
         check(Clock::now() - begin < 3 * std::chrono::milliseconds(kTimeoutMs),
               "the wait for a stopped rank was prolonged");
+        std::this_thread::sleep_for(500ms); // until rank 0 has found that this one gave up, also on a busy machine
         ::kill(victim, SIGCONT);
       }
       if (number != kVictim) {

@@ -42,14 +42,11 @@ public:
   // Every thread of the block.
   __device__ Call(const DeviceGroup& group, epx_operation operation)
       : group_(group), operation_(operation), offers_(&offers_of_block()) {
-    const CallsBegun begun = group.state->begun;
+    const CallsBegun begun = group.state->begun; // one sector, two loads under way together, in every thread
+    const CallsSeen seen = group.state->seen;
     sequence_ = begun.sequence + 1;
-    if (blockIdx.x == 0 || threadIdx.x / kWarp == (blockDim.x - 1) / kWarp) { // a look by all would crowd one cache line
-      const uint64_t owner = load_relaxed_sys(&group.state->owner);
-      const uint64_t left = load_relaxed_sys(reinterpret_cast<const uint64_t*>(&group.state->blocks_left));
-      const bool is_taken = owned_sequence(owner) == owned_sequence(own_mark()) && owner != own_mark();
-      is_alone_ = left >= begun.blocks && !is_taken; // blocks of this grid may have left already
-    }
+    const bool is_taken = (owned_sequence(seen.owner) == owned_sequence(own_mark())) & (seen.owner != own_mark());
+    is_alone_ = (seen.blocks_left >= begun.blocks) & !is_taken; // blocks of this grid may have left already
   }
 
   __device__ uint64_t sequence() const { return sequence_; }
@@ -66,7 +63,7 @@ public:
   // knows.
   __device__ void post(const CallPost& offer, uint64_t plan_id) const {
     if (!is_alone_) return;
-    if (threadIdx.x == 0) store_relaxed_sys(&group_.state->owner, own_mark());
+    if (threadIdx.x == 0) store_relaxed_sys(&group_.state->seen.owner, own_mark());
     dawdle(); // no fence: what kernels before this one have read and stored is complete when this one begins
     const auto* const words = reinterpret_cast<const uint64_t*>(&offer);
     constexpr int kPlan = offsetof(CallPost, plan_id) / sizeof(uint64_t);
@@ -81,7 +78,7 @@ public:
   // progress, and the group has failed. The same in all threads.
   __device__ bool is_alone() const {
     if (__syncthreads_and(is_alone_ ? 1 : 0) != 0) return true;
-    if (threadIdx.x == blockDim.x - 1) copy().report_overlap();
+    if (threadIdx.x == 0) copy().report_overlap();
     return false;
   }
 
@@ -89,7 +86,7 @@ public:
   // returns at once, as do the other blocks. The same in all threads of the block.
   __device__ bool arrive(const CallPost& offer) const {
     bool same = true;
-    if (!is_alone_) copy().report_overlap();
+    if (!is_alone_ && lane() == 0) copy().report_overlap();
     const bool ok = is_alone_ && take_in_share(offer, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), same);
     if (__syncthreads_and(ok && same ? 1 : 0) != 0) {
       begun();
@@ -507,13 +504,13 @@ private:
   epx_operation operation_;
   uint64_t sequence_ = 0;
   PeerOffers* offers_;
-  bool is_alone_ = true; // as far as this thread has looked
+  bool is_alone_; // as this thread has seen it
 };
 
 // All threads of the block, as the last thing in every kernel that makes a call.
 __device__ inline void leave(const DeviceGroup& group) {
   __syncthreads();
-  if (threadIdx.x == 0) atomicAdd(&group.state->blocks_left, 1ull);
+  if (threadIdx.x == 0) atomicAdd(&group.state->seen.blocks_left, 1ull);
 }
 
 } // namespace epx::cuda

@@ -68,11 +68,15 @@ constexpr uint64_t owned_sequence(uint64_t owner) {
   return owner >> kLaunchBits;
 }
 
-struct DeviceState {
-  CallsBegun begun;
-  // How two calls that overlap are found out; see Call::is_alone and Call::begun.
+struct alignas(16) CallsSeen {
   uint64_t owner;                 // pack_owner() of the last call that was posted
   unsigned long long blocks_left; // blocks of all calls that have left
+};
+
+struct alignas(32) DeviceState {
+  CallsBegun begun;
+  // How two calls that overlap are found out; see Call::is_alone and Call::begun. In one sector of the cache with `begun`.
+  CallsSeen seen;
   unsigned long long
       entered; // low half: blocks that have begun the call after begun.sequence; high half: that one's low half
   // EPX_CHECK_HANDLE_MEM: the header of the call's handle memory, as launch_check leaves it for the movement: without its magic
