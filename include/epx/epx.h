@@ -182,7 +182,9 @@ typedef struct epx_bootstrap {
  *   job_id      1 to 64 characters of [A-Za-z0-9._-]: ranks with the same one meet; jobs with different ones may share the
  *               directory at the same time. What a dead job of the same name left behind is never taken for a live rank.
  *   timeout_ms  > 0: the longest that any one step waits for the other ranks. It fails on each rank within 100 ms + 10 % after
- *               its own timeout_ms, on a machine and a file system that do not stall for longer than 20 ms.
+ *               its own timeout_ms, on a machine and a file system that do not stall for longer than 20 ms. A job that is
+ *               suspended and resumed as a whole does not fail for that: each wait treats suspensions as described at
+ *               timeout_ms of epx_group_config.
  * Returns once all ranks have come. Files have mode 0600 in a subdirectory epx-<job_id> of mode 0700; all of them are gone when
  * the last rank has freed its bootstrap. Release with epx_bootstrap_free.
  * A subdirectory that another user owns, that has another mode, or that holds anything but this user's files of such a meeting

@@ -1,4 +1,4 @@
-// Jobs that are suspended and resumed as a whole, as by Ctrl-Z or a scheduler: their groups live on.
+// Jobs that are suspended and resumed as a whole, as by Ctrl-Z or a scheduler: their meetings and their groups live on.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdint>
+#include <functional>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -43,6 +44,7 @@ struct Job {
   std::array<std::atomic<int32_t>, kRanks> rounds; // that the rank has ended
   std::atomic<int32_t> last_round;                 // 0: not known yet
   std::atomic<bool> may_end;
+  std::atomic<int32_t> steps; // of a meeting to which the late rank may go
 };
 struct Jobs {
   std::array<Job, kJobs> jobs;
@@ -73,6 +75,35 @@ void run_rank(const TempDirectory& directory, Job& job, const std::string& name,
       if (round == 1) job.pids[index] = ::getpid();
       if (round == job.last_round) break;
     }
+  }
+  epx_bootstrap_free(&bootstrap);
+}
+
+// The meeting, and all-gathers after it. To each step one rank comes late, and the others wait for it.
+constexpr int kGathers = 3;
+
+void meet_and_gather(const TempDirectory& directory, Job& job, int job_number, int number) {
+  const auto come_to = [&](int step) {
+    job.rounds[static_cast<size_t>(number)] = step;
+    while (number == (job_number + step) % kRanks && job.steps < step)
+      std::this_thread::sleep_for(1ms);
+  };
+  job.pids[static_cast<size_t>(number)] = ::getpid();
+  come_to(1);
+  epx_bootstrap bootstrap = {};
+  const std::string name = "meeting" + std::to_string(job_number);
+  check_ok(epx_bootstrap_file(directory.path().c_str(), name.c_str(), number, kRanks, kTimeoutMs, &bootstrap),
+           "epx_bootstrap_file");
+  for (int step = 2; step < 2 + kGathers; ++step) {
+    come_to(step);
+    std::array<int32_t, kRanks> all{};
+    std::array<char, 512> message{};
+    const int32_t mine = 10 * step + number;
+    const epx_status status = bootstrap.all_gather(bootstrap.context, &mine, all.data(), sizeof(mine), kTimeoutMs,
+                                                   message.data(), message.size());
+    check(status == EPX_SUCCESS, "all-gather {}: {}: {}", step - 1, epx_status_string(status), message.data());
+    for (int rank = 0; rank < kRanks; ++rank)
+      check_equal(all[static_cast<size_t>(rank)], 10 * step + rank, "what rank " + std::to_string(rank) + " sent");
   }
   epx_bootstrap_free(&bootstrap);
 }
@@ -114,19 +145,30 @@ void suspend_and_resume(Job& job, uint64_t seed) {
   job.may_end = true;
 }
 
-} // namespace
+void suspend_each_step(Job& job, uint64_t seed) {
+  Rng rng(seed);
+  for (int step = 1; step < 2 + kGathers; ++step) {
+    wait_for_rounds(job, step);
+    std::this_thread::sleep_for(100ms);
+    sleep_up_to(rng, 500ms);
+    signal_all(job, SIGSTOP, rng, 50ms);
+    std::this_thread::sleep_for(kSuspended);
+    signal_all(job, SIGCONT, rng, 150ms);
+    sleep_up_to(rng, 150ms);
+    job.steps = step;
+  }
+}
 
-TEST_CASE("groups live on when their job is suspended for longer than timeout_ms and resumed") {
-  const TempDirectory directory;
-  const SharedBoard<Jobs> board;
+// Runs jobs of kRanks ranks with a controller each; every process has to succeed.
+void run_jobs(const std::string& what, const std::function<void(int number, int rank)>& run_rank_of,
+              const std::function<void(int number)>& control) {
   constexpr int kProcesses = kRanks + 1; // of a job, with its controller
   const std::vector<ProcessResult> results = run_processes(kJobs * kProcesses, kTimeLimit, [&](int process) {
     const int number = process / kProcesses;
-    Job& job = board->jobs[static_cast<size_t>(number)];
     if (process % kProcesses == kRanks)
-      suspend_and_resume(job, mix(12, static_cast<uint64_t>(number)));
+      control(number);
     else
-      run_rank(directory, job, "suspended" + std::to_string(number), process % kProcesses);
+      run_rank_of(number, process % kProcesses);
   });
   int died = 0;
   for (const ProcessResult& result : results) {
@@ -134,8 +176,35 @@ TEST_CASE("groups live on when their job is suspended for longer than timeout_ms
     ++died;
     MESSAGE(result.describe());
   }
-  MESSAGE(kJobs << " jobs of " << kRanks << " ranks, " << kSuspensions << " suspensions each");
+  MESSAGE(kJobs << " jobs of " << kRanks << " ranks, " << what);
   CHECK(died == 0);
+}
+
+} // namespace
+
+TEST_CASE("groups live on when their job is suspended for longer than timeout_ms and resumed") {
+  const TempDirectory directory;
+  const SharedBoard<Jobs> board;
+  run_jobs(
+      "5 suspensions each",
+      [&](int number, int rank) {
+        run_rank(directory, board->jobs[static_cast<size_t>(number)], "suspended" + std::to_string(number), rank);
+      },
+      [&](int number) {
+        suspend_and_resume(board->jobs[static_cast<size_t>(number)], mix(12, static_cast<uint64_t>(number)));
+      });
+}
+
+TEST_CASE("ranks that meet through files and gather do not fail when their job is suspended for longer than timeout_ms") {
+  const TempDirectory directory;
+  const SharedBoard<Jobs> board;
+  run_jobs(
+      "each suspended in its meeting and in 3 all-gathers",
+      [&](int number, int rank) { meet_and_gather(directory, board->jobs[static_cast<size_t>(number)], number, rank); },
+      [&](int number) {
+        suspend_each_step(board->jobs[static_cast<size_t>(number)], mix(13, static_cast<uint64_t>(number)));
+      });
+  CHECK(directory.entries().empty());
 }
 
 TEST_CASE("a rank that alone is stopped while it waits is named") {

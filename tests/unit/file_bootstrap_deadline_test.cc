@@ -94,6 +94,37 @@ TEST_CASE("a meeting at which a rank falls silent fails in time on the others") 
     }
 }
 
+// The ranks that resume get the whole timeout anew, and no more than that.
+TEST_CASE("a meeting that is suspended and at which a rank is missing fails in time after it is resumed") {
+  const TimeLimit limit(60);
+  static constexpr milliseconds kTimeout = 500ms;
+  static constexpr milliseconds kBefore = 250ms; // of the timeout has passed
+  static constexpr milliseconds kSuspended = 1500ms;
+  for (const std::vector<int>& present : {std::vector<int>{0, 1}, {1, 2}}) {
+    const std::string word = fmt::format("rank {} of 3 never came", present.front() == 0 ? 2 : 0);
+    CAPTURE(word);
+    const TempDirectory directory;
+    std::vector<std::unique_ptr<RankProcess>> ranks;
+    for (const int rank : present)
+      ranks.push_back(start_rank(
+          [&directory, rank] {
+            const Outcome outcome = outcome_of([&] { Bootstrap bootstrap(directory.path(), "job", rank, 3, kTimeout); });
+            require(outcome.elapsed >= kBefore + kSuspended + kTimeout * 8 / 10,
+                    fmt::format("took {} ms only: {}", outcome.elapsed.count(), outcome.message));
+            throw epx::Error(outcome.status, outcome.message);
+          },
+          kBefore + kSuspended + kTimeout, word));
+    std::this_thread::sleep_for(kBefore);
+    for (const auto& rank : ranks)
+      rank->stop();
+    std::this_thread::sleep_for(kSuspended);
+    for (const auto& rank : ranks)
+      rank->go_on();
+    for (const auto& rank : ranks)
+      CHECK(rank->join() == 0);
+  }
+}
+
 TEST_CASE("an all-gather to which a rank does not come fails in time on the others") {
   const TimeLimit limit(60);
   static constexpr milliseconds kTimeout = 500ms;

@@ -11,6 +11,7 @@
 #include "runtime/base/deadline.h"
 #include "runtime/base/error.h"
 #include "runtime/base/names.h"
+#include "runtime/base/suspension_aware_deadline.h"
 #include "transport/bootstrap/bootstrap_callback.h"
 #include "transport/bootstrap/file_letters.h"
 #include "transport/bootstrap/file_liveness.h"
@@ -44,7 +45,7 @@ std::chrono::seconds leftover_age(milliseconds timeout) {
   return std::max<std::chrono::seconds>(10min, std::chrono::ceil<std::chrono::seconds>(2 * std::min(timeout, kLongest)));
 }
 
-std::string who_waited(int rank, const Deadline& deadline) {
+std::string who_waited(int rank, const SuspensionAwareDeadline& deadline) {
   return fmt::format("rank {} waited {} ms for the others to come", rank, deadline.timeout().count());
 }
 
@@ -64,18 +65,18 @@ private:
   enum class Part { kAbsent, kPresent, kTaken, kAnswered, kGone };
 
   std::string run_round(const std::string& mine, milliseconds timeout);
-  std::string lead(const std::string& mine, const Deadline& deadline, Reception* reception);
-  void wait_for_parts(const Deadline& deadline, Reception* reception, std::vector<Part>& parts);
+  std::string lead(const std::string& mine, SuspensionAwareDeadline& deadline, Reception* reception);
+  void wait_for_parts(SuspensionAwareDeadline& deadline, Reception* reception, std::vector<Part>& parts);
   void look_for_quitters(const RendezvousDirectory::Names& names, std::vector<Part>& parts);
   std::string take_parts(const std::string& mine, std::vector<Part>& parts);
   void answer(int rank, epx_status status, const std::string& body);
   void report_failure(const Error& error, const Reception* reception, std::vector<Part>& parts);
   [[noreturn]] void fail_too_late(const std::string& who_waited, const std::vector<Part>& parts) const;
   [[noreturn]] void fail_incomplete(const std::vector<Part>& parts) const;
-  std::string follow(const std::string& mine, const Deadline& deadline);
+  std::string follow(const std::string& mine, SuspensionAwareDeadline& deadline);
   std::optional<Letter> take_answer() const;
   std::string open_answer(const Letter& letter, size_t expected_bytes) const;
-  std::optional<Letter> wait_for_answer(const Deadline& deadline);
+  std::optional<Letter> wait_for_answer(SuspensionAwareDeadline& deadline);
   std::string why_no_answer(bool rank_0_has_come) const;
   void hand_in(const std::string& mine);
   bool is_mine(const Letter& letter, int rank) const { return letter.nonce == session_ && letter.rank == rank; }
@@ -107,6 +108,7 @@ FileSession::FileSession(const std::string& directory, Party party)
 FileSession::~FileSession() {
   try {
     if (failure_ && !to_read_.empty()) {
+      // A plain deadline, since the session has failed already: a suspension need not prolong this.
       const Deadline deadline(linger_time_);
       for (PollingPace pace(kFirstSleep, kLongestSleep); !deadline.passed(); pace.sleep(deadline)) {
         const RendezvousDirectory::Names names = directory_.list();
@@ -131,7 +133,7 @@ FileSession::~FileSession() {
 
 void FileSession::meet(milliseconds timeout) {
   if (party_.num_ranks == 1) return;
-  const Deadline deadline(timeout);
+  SuspensionAwareDeadline deadline(timeout);
   linger_time_ = linger_time(timeout);
   try {
     alive_.emplace(directory_, party_.rank, party_.num_ranks, party_.nonce);
@@ -173,7 +175,7 @@ void FileSession::all_gather(const void* send, void* recv, size_t bytes_per_rank
 }
 
 std::string FileSession::run_round(const std::string& mine, milliseconds timeout) {
-  const Deadline deadline(timeout);
+  SuspensionAwareDeadline deadline(timeout);
   if (party_.num_ranks == 1) return mine;
   alive_->keep();
   if (party_.rank == 0) return lead(mine, deadline, nullptr);
@@ -187,7 +189,7 @@ void FileSession::hand_in(const std::string& mine) {
 
 // ---- Rank 0 -------------------------------------------------------------------------------------------------------------
 
-std::string FileSession::lead(const std::string& mine, const Deadline& deadline, Reception* reception) {
+std::string FileSession::lead(const std::string& mine, SuspensionAwareDeadline& deadline, Reception* reception) {
   std::vector<Part> parts(static_cast<size_t>(party_.num_ranks), Part::kAbsent);
   std::string all;
   try {
@@ -212,7 +214,7 @@ std::string FileSession::lead(const std::string& mine, const Deadline& deadline,
   return all;
 }
 
-void FileSession::wait_for_parts(const Deadline& deadline, Reception* reception, std::vector<Part>& parts) {
+void FileSession::wait_for_parts(SuspensionAwareDeadline& deadline, Reception* reception, std::vector<Part>& parts) {
   for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
     const bool last_look = deadline.passed();
     const RendezvousDirectory::Names names = directory_.list();
@@ -323,7 +325,7 @@ std::optional<Letter> FileSession::take_answer() const {
   return letter;
 }
 
-std::string FileSession::follow(const std::string& mine, const Deadline& deadline) {
+std::string FileSession::follow(const std::string& mine, SuspensionAwareDeadline& deadline) {
   const size_t answer_bytes = mine.size() * static_cast<size_t>(party_.num_ranks);
   bool rank_0_has_come = round_ == 0; // it has let this rank in
   hand_in(mine);
@@ -356,8 +358,8 @@ std::string FileSession::follow(const std::string& mine, const Deadline& deadlin
   } catch (const Error&) { // rank 0 will see that the part is gone
   }
   const milliseconds answer = answer_time(deadline.timeout());
-  if (const std::optional<Letter> letter = wait_for_answer(deadline.with_grace(answer)))
-    return open_answer(*letter, answer_bytes);
+  SuspensionAwareDeadline decision = deadline.with_grace(answer);
+  if (const std::optional<Letter> letter = wait_for_answer(decision)) return open_answer(*letter, answer_bytes);
   if (directory_.remove(in_file(party_.rank))) {
     if (round_ == 0)
       directory_.remove(quit_file(party_.rank));
@@ -367,13 +369,14 @@ std::string FileSession::follow(const std::string& mine, const Deadline& deadlin
   }
 
   // Rank 0 has taken this rank's part at the last moment and is about to answer; only its death can prevent that.
-  if (const std::optional<Letter> letter = wait_for_answer(deadline.with_grace(answer * 4 / 3)))
-    return open_answer(*letter, answer_bytes);
+  // The later deadline goes on from the polls of `decision`: time since an older poll would pass for a suspension.
+  SuspensionAwareDeadline delivery = decision.with_grace(answer / 3);
+  if (const std::optional<Letter> letter = wait_for_answer(delivery)) return open_answer(*letter, answer_bytes);
   directory_.remove(quit_file(party_.rank));
   fail(EPX_ERROR_TIMEOUT, "{}: rank 0 took the data of rank {} and never answered", what(), party_.rank);
 }
 
-std::optional<Letter> FileSession::wait_for_answer(const Deadline& deadline) {
+std::optional<Letter> FileSession::wait_for_answer(SuspensionAwareDeadline& deadline) {
   for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
     const bool last_look = deadline.passed();
     directory_.refresh();

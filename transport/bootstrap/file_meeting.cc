@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "runtime/base/deadline.h"
 #include "runtime/base/error.h"
 #include "runtime/base/names.h"
 #include "transport/bootstrap/file_liveness.h"
@@ -62,7 +63,8 @@ void Claim::check() {
 
 // ---- join ---------------------------------------------------------------------------------------------------------------
 
-std::string join(RendezvousDirectory& directory, const Party& party, const Deadline& deadline, Attendance& attendance) {
+std::string join(RendezvousDirectory& directory, const Party& party, SuspensionAwareDeadline& deadline,
+                 Attendance& attendance) {
   const std::string welcome_file = welcome_name(party.rank, party.nonce);
   Claim claim(directory, party);
   Every look_around(50ms);

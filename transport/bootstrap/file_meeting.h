@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "runtime/base/deadline.h"
+#include "runtime/base/suspension_aware_deadline.h"
 #include "transport/bootstrap/file_letters.h"
 #include "transport/bootstrap/file_liveness.h"
 #include "transport/bootstrap/rendezvous_directory.h"
@@ -40,7 +40,8 @@ private:
 };
 
 // Every rank but 0: waits until rank 0 has let this one in, and returns the session. Notes who has come meanwhile.
-std::string join(RendezvousDirectory& directory, const Party& party, const Deadline& deadline, Attendance& attendance);
+std::string join(RendezvousDirectory& directory, const Party& party, SuspensionAwareDeadline& deadline,
+                 Attendance& attendance);
 
 // Rank 0: lets ranks in while it waits for all of them.
 class Reception {
