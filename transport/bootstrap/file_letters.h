@@ -8,8 +8,8 @@
 #include <string_view>
 
 #include "epx/epx.h"
-#include "transport/bootstrap/process_origin.h"
 #include "transport/bootstrap/rendezvous_directory.h"
+#include "transport/process_origin.h"
 
 namespace epx {
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <string_view>
 
-#include "transport/bootstrap/process_origin.h"
 #include "transport/file_descriptor.h"
+#include "transport/process_origin.h"
 
 namespace epx {
 

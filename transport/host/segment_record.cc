@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <fstream>
+#include <iterator>
 #include <limits>
 
 #include <sys/stat.h>
@@ -12,6 +12,7 @@
 
 #include "runtime/base/error.h"
 #include "runtime/base/random.h"
+#include "transport/process_origin.h"
 
 namespace epx {
 namespace {
@@ -26,11 +27,10 @@ int64_t page_bytes() {
 SegmentRecord record_of_this_process() {
   SegmentRecord record{};
   std::copy(std::begin(kMagic), std::end(kMagic), record.magic);
-  std::string boot_id;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
-  boot_id.copy(record.boot_id, sizeof(record.boot_id) - 1);
-  struct stat name_space {};
-  if (::stat("/proc/self/ns/pid", &name_space) == 0) record.pid_namespace = name_space.st_ino;
+  const ProcessOrigin origin = this_process_origin();
+  static_assert(sizeof(record.boot_id) == sizeof(origin.boot_id));
+  std::copy(std::begin(origin.boot_id), std::end(origin.boot_id), record.boot_id);
+  record.pid_namespace = origin.pid_namespace;
   record.uid = ::geteuid();
   return record;
 }

@@ -6,7 +6,8 @@
 namespace epx {
 
 // A process can tell only of those of its own machine (host name and boot) and PID namespace whether they still live. Part of
-// the file format of the rendezvous.
+// the file format of the rendezvous; segments of shared memory, which never leave the machine, record the boot and the PID
+// namespace.
 struct ProcessOrigin {
   char host[64] = {};    // padded with zeros
   char boot_id[40] = {}; // of the kernel, drawn at each boot; padded with zeros

@@ -1,4 +1,4 @@
-#include "transport/bootstrap/process_origin.h"
+#include "transport/process_origin.h"
 
 #include <cstring>
 #include <string_view>
