@@ -5,7 +5,9 @@
 //   random_kills [--kills N] [--ranks P] [--seed S] [--check-meeting yes] [--check-leftovers yes]
 //
 // --check-meeting also demands that rank 0 is named when it is killed while the ranks meet through files, and
-// --check-leftovers that nothing is left in /dev/shm and in the directory that the ranks met in.
+// --check-leftovers that nothing is left in /dev/shm, and nothing in the directory that the ranks met in by a job of which a
+// rank gave up on the one that was killed. Where all others were done before that one was dead, nobody was there to remove what
+// it left: there the next start of the job has to.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -16,6 +18,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
 #include <string>
 #include <thread>
 #include <vector>
@@ -161,8 +164,8 @@ public:
         kill_victim(kill, life_of(number, kill.victim));
         return;
       }
-      const std::string name = "kill" + std::to_string(number);
-      std::printf("%s\n", live(directory.path(), name, rank, options_, kill.victim, life_of(number, rank)).c_str());
+      std::printf("%s\n",
+                  live(directory.path(), job_name(number), rank, options_, kill.victim, life_of(number, rank)).c_str());
     });
     std::string wrong;
     for (const ProcessResult& result : results) {
@@ -176,11 +179,15 @@ public:
     if (options_.check_leftovers) {
       for (const std::string& name : shared_memory.leftovers())
         wrong += fmt::format("\nbatch {}: /dev/shm/{} is left", number_, name);
+      for (int number = 0; number < num_jobs; ++number)
+        wrong += look_for_leftovers(directory, number, results);
       for (const std::string& name : directory.entries())
         wrong += fmt::format("\nbatch {}: {} is left in the rendezvous directory", number_, name);
     }
     check(wrong.empty(), "{}", wrong);
   }
+
+  int restarts() const { return restarts_; }
 
   // How long each stage takes on average.
   Durations average() const {
@@ -201,8 +208,30 @@ public:
   }
 
 private:
+  static std::string job_name(int job) { return "kill" + std::to_string(job); }
+
   Life& life_of(int job, int rank) const {
     return board_->jobs[static_cast<size_t>(job)].lives[static_cast<size_t>(std::max(rank, 0))];
+  }
+
+  // Starts the job anew where it has left something and could not help it. Returns what is wrong.
+  std::string look_for_leftovers(const TempDirectory& directory, int job, const std::vector<ProcessResult>& results) {
+    const std::string name = job_name(job);
+    if (!std::filesystem::exists(directory.path() / ("epx-" + name))) return "";
+    const Kill& kill = kills_[static_cast<size_t>(job)];
+    for (int rank = 0; rank < options_.ranks; ++rank) {
+      const ProcessResult& result = results[static_cast<size_t>(job * (options_.ranks + 1) + rank)];
+      if (rank != kill.victim && result.output.find_first_not_of('\n') != std::string::npos)
+        return fmt::format(
+            "\nbatch {}, job {}: rank {} outlived rank {}, killed {} us into {}, and has not removed its files", number_,
+            job, rank, kill.victim, kill.after.count(), kStageNames[kill.stage]);
+    }
+    epx_bootstrap bootstrap = {};
+    check_ok(epx_bootstrap_file(directory.path().c_str(), name.c_str(), 0, 1, kTimeoutMs, &bootstrap),
+             "epx_bootstrap_file");
+    epx_bootstrap_free(&bootstrap);
+    ++restarts_;
+    return "";
   }
 
   static void kill_victim(const Kill& kill, const Life& life) {
@@ -220,6 +249,7 @@ private:
   int number_;
   std::vector<Kill> kills_;
   SharedBoard<Jobs> board_;
+  int restarts_ = 0; // of jobs that have left something
 };
 
 void run_campaign(const Options& options) {
@@ -232,6 +262,7 @@ void run_campaign(const Options& options) {
   std::array<int, kNumStages> stages{};
   const auto begin = Clock::now();
   int batches = 0;
+  int restarts = 0;
   for (int killed = 0; killed < options.kills; killed += kMaxJobs) {
     std::vector<Kill> kills;
     for (int i = 0; i < std::min(kMaxJobs, options.kills - killed); ++i) {
@@ -242,8 +273,9 @@ void run_campaign(const Options& options) {
     Batch batch(options, ++batches, kills);
     batch.run();
     batch.count_stages(stages);
+    restarts += batch.restarts();
   }
-  std::string text;
+  std::string text = options.check_leftovers ? fmt::format(", {} left to the next start", restarts) : "";
   for (size_t stage = 0; stage < stages.size(); ++stage)
     text += fmt::format(", {} in {}", stages[stage], kStageNames[stage]);
   std::printf("%d kills of one of %d ranks, seed %llu, %lld s%s\n", options.kills, options.ranks,
