@@ -54,11 +54,16 @@ public:
 
 protected:
   __device__ int num_experts() const { return shape_.num_experts; }
+  // Of a peer's post, where anything may lie: it becomes an index.
+  __device__ int32_t tokens_of(int rank) const {
+    return static_cast<int32_t>(
+        min(static_cast<uint32_t>(call_.offers().num_tokens[rank]), static_cast<uint32_t>(shape_.max_tokens_per_rank)));
+  }
   __device__ int32_t most_tokens() const {
     int32_t most = 0;
 #pragma unroll 1
     for (int rank = 0; rank < shape_.num_ranks; ++rank)
-      most = max(most, call_.offers().num_tokens[rank]);
+      most = max(most, tokens_of(rank));
     return most;
   }
 

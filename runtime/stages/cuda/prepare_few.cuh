@@ -36,7 +36,7 @@ public:
       int32_t tokens = 0;
 #pragma unroll 1
       for (int rank = 0; rank < static_cast<int>(threadIdx.x); ++rank)
-        tokens += call_.offers().num_tokens[rank];
+        tokens += tokens_of(rank);
       first_token()[threadIdx.x] = tokens;
     }
     if (const int32_t most = most_tokens(); most <= group_.context.layout.few_tokens) few_tokens_ = most;
@@ -174,6 +174,8 @@ private:
         if (told[i].place == nullptr) continue;
         int32_t expert = told[i].word.value;
         if (told[i].word.tag != call_.tag() && !wait_for(told[i].place, told[i].source, expert)) return false;
+        // Whatever lies there: it becomes an index.
+        if (static_cast<uint32_t>(expert) >= static_cast<uint32_t>(num_experts())) expert = -1;
         take(told[i].source, first + i * kThreads, expert);
       }
     }

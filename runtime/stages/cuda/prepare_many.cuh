@@ -33,6 +33,7 @@ public:
       int32_t routes = 0;
       ok = wait_for(&counts_of(call_.rank(), source)[e], source, routes);
       if (routes == 0) continue;
+      routes = bounded_count(routes);
       atomicAdd(&demand_[e], routes);
       if (source < call_.rank()) atomicAdd(&next_[e], routes);
     }
@@ -93,6 +94,11 @@ private:
   __device__ TaggedCount* counts_of(int owner, int source) const {
     const int64_t row = call_.parity() * shape_.num_ranks + source;
     return group_.window().at<TaggedCount>(owner, group_.context.layout.counts.offset) + row * num_experts();
+  }
+  // Whatever lies in the window: no rank has more routes to an expert than these.
+  __device__ int32_t bounded_count(int32_t routes) const {
+    const auto most = static_cast<uint32_t>(shape_.max_tokens_per_rank * args_.top_k);
+    return static_cast<int32_t>(min(static_cast<uint32_t>(routes), most));
   }
   // Once it has come.
   __device__ int32_t count_of(int source, int expert) const {

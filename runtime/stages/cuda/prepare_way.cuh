@@ -76,7 +76,7 @@ private:
     int64_t slot = -1;
     if (expert >= 0) {
       slot = warp_base_[warp * num_experts() + expert] + __popc(before);
-      if (slot >= usable_) slot = -1;
+      if (static_cast<uint64_t>(slot) >= static_cast<uint64_t>(usable_)) slot = -1;
     }
     slots[thread] = static_cast<int32_t>(slot);
     ranks[thread] = slot >= 0 ? experts_.rank_of(expert) : -1;
@@ -141,10 +141,15 @@ private:
   };
   __device__ Zone zone_of(int local_expert) const {
     const int expert = experts_.first_expert(call_.rank()) + local_expert;
-    const int64_t begin = zone_[expert];
+    const int64_t begin = rows_in_use_of(zone_[expert]);
     const int64_t demand = demand_[expert];
     const int64_t kept = max(int64_t{0}, min(usable_ - begin, demand));
-    return {min(begin, usable_), kept};
+    return {begin, kept};
+  }
+
+  // Counts that nobody can have sent may add up to more than 31 bits, and to less than nothing.
+  __device__ int64_t rows_in_use_of(int64_t rows_needed) const {
+    return max(int64_t{0}, min(rows_needed, usable_));
   }
 
   // What is left to write. All blocks.
@@ -152,7 +157,7 @@ private:
     const int local_experts = experts_.num_local_experts(call_.rank());
     const int last_expert = experts_.first_expert(call_.rank()) + local_experts - 1;
     const int64_t rows_needed = local_experts == 0 ? 0 : zone_[last_expert] + rows_of_zone(demand_[last_expert]);
-    const int64_t rows_in_use = min(rows_needed, usable_);
+    const int64_t rows_in_use = rows_in_use_of(rows_needed);
     const uint32_t thread = blockIdx.x * kThreads + threadIdx.x;
     const uint32_t threads = gridDim.x * kThreads;
     if (way().is_clerk()) deliver_totals(local_experts, rows_needed);
@@ -165,7 +170,7 @@ private:
   }
 
   __device__ void deliver_totals(int local_experts, int64_t rows_needed) {
-    const int64_t rows_in_use = min(rows_needed, usable_);
+    const int64_t rows_in_use = rows_in_use_of(rows_needed);
 #pragma unroll 1
     for (int e = threadIdx.x; e < local_experts; e += kThreads) {
       const Zone zone = zone_of(e);
