@@ -1,5 +1,6 @@
 // Scenarios of windows whose control words something else has overwritten. The windows are found among what the process has
-// mapped: on the host transport, and where the kernels are emulated. On GPUs, and in a group of one rank, there are none to find.
+// mapped: on the host transport, where they must be there, and where the kernels are emulated. On GPUs, and in a group of one
+// rank, there are none to find.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -44,7 +45,7 @@ std::vector<std::byte*> find_windows(int64_t bytes) {
   return windows;
 }
 
-// Rank 0 stores the word in the windows of all ranks, between two calls. False: they were not found.
+// Rank 0 stores the word in the windows of all ranks, between two calls. False: there are none to find.
 bool overwrite(const RankContext& context, const FaultRank& rank, int64_t offset, uint64_t word) {
   epx_group_info info = {};
   info.struct_size = sizeof(info);
@@ -57,7 +58,10 @@ bool overwrite(const RankContext& context, const FaultRank& rank, int64_t offset
     for (std::byte* window : windows)
       std::atomic_ref(*reinterpret_cast<uint64_t*>(window + offset)).store(word);
   }
-  return context.gather(found)[0] != 0;
+  const bool overwritten = context.gather(found)[0] != 0;
+  check(overwritten || context.device->transport() != EPX_TRANSPORT_HOST || context.num_ranks == 1,
+        "rank 0 does not find the {} windows of {} bytes that it has mapped", context.num_ranks, info.window_bytes);
+  return overwritten;
 }
 
 } // namespace
