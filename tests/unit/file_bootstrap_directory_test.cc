@@ -109,7 +109,7 @@ TEST_CASE("only names and contents that are both epx's own are taken for epx's")
                                               "out.12.3." + kNonce,
                                               epx::temporary_name(1, kNonce, 0)};
   for (const std::string& name : epx_names)
-    for (const char* content : {"x", "epxmeet1", "#!/bin/sh\n"})
+    for (const char* content : {"x", "epxmeet3", "#!/bin/sh\n"})
       refuse(name, content);
   const std::vector<std::string> foreign_names = {"hello",
                                                   "hello.",
@@ -127,6 +127,20 @@ TEST_CASE("only names and contents that are both epx's own are taken for epx's")
                                                   "nfs0001"};
   for (const std::string& name : foreign_names)
     refuse(name, letter());
+}
+
+// Their writer may be a rank of this job that has loaded another libepx: nobody can tell.
+TEST_CASE("files in the format of an older epx are refused with what to do about them, and they stay") {
+  const TimeLimit limit(30);
+  const TempDirectory directory;
+  const fs::path job = directory.job("job");
+  make_private_directory(job);
+  put(job / "hello.1", "epxmeet1 and so on");
+  fs::last_write_time(job / "hello.1", fs::file_time_type::clock::now() - 11min);
+  check_refused(directory, {"'hello.1'", "which an older epx wrote", "remove the directory"});
+  CHECK(names_in(job) == std::set<std::string>{"hello.1"});
+  fs::remove_all(job);
+  Bootstrap bootstrap(directory.path(), "job", 0, 1, kShort);
 }
 
 TEST_CASE("what is not a plain file of this user is refused") {

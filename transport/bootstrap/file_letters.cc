@@ -72,6 +72,10 @@ std::optional<ProcessOrigin> origin_of(std::string_view bytes) {
   return header ? std::optional(header->origin) : std::nullopt;
 }
 
+bool begins_like_older_letter(std::string_view bytes) {
+  return bytes.substr(0, kMagicBytes) == "epxmeet1";
+}
+
 bool begins_like_letter(std::string_view bytes) {
   const size_t length = std::min(bytes.size(), kMagicBytes);
   return std::memcmp(bytes.data(), kMagic, length) == 0;

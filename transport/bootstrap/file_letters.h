@@ -38,6 +38,8 @@ std::optional<ProcessOrigin> origin_of(std::string_view bytes);
 // Whether a file that begins with `bytes` can be a letter, or one that is being written: false is certain.
 bool begins_like_letter(std::string_view bytes);
 inline constexpr size_t kMagicBytes = 8;
+// Whether epx 0.1 before the change of its format wrote it: without an origin, so that nobody can tell whether its writer lives.
+bool begins_like_older_letter(std::string_view bytes);
 
 inline void write_letter(RendezvousDirectory& directory, std::string_view name, const Letter& letter) {
   directory.write(name, encode(letter, directory.origin()));

@@ -109,6 +109,8 @@ std::string why_foreign(int directory, const std::string& name) {
   std::string start(kMagicBytes, '\0');
   if (const int error = read_all(in.get(), start); error != 0)
     return is_gone(error) ? "" : fmt::format("which cannot be read: {}", words(error));
+  if (begins_like_older_letter(start))
+    return "which an older epx wrote (if no job with that epx and this job_id runs any more, remove the directory)";
   return begins_like_letter(start) ? "" : "which epx did not write";
 }
 
