@@ -2,28 +2,25 @@
 #pragma once
 
 #include <atomic>
-#include <cstdint>
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include "runtime/base/error.h"
+#include "runtime/base/home_process.h"
 
 namespace epx {
 
 class GroupGuard {
 public:
   // A child of fork() has the group's memory, a part of it shared with its parent, whose calls it would take part in.
-  bool is_own_process() const noexcept {
-    return kCountsForks ? forks.load(std::memory_order_relaxed) == forks_before_ : ::getpid() == creator_;
-  }
+  bool is_own_process() const noexcept { return creator_.is_here(); }
   void require_own_process(const char* function) const {
     if (!is_own_process())
       fail(
           EPX_ERROR_INVALID_ARGUMENT,
           "{}: process {} created the group, and this is process {}, forked from it: only the process that created a group "
           "may use it; create another one here",
-          function, creator_, ::getpid());
+          function, creator_.id(), ::getpid());
   }
 
   // A call in progress; throws when another thread has one. Calls that any thread may make at any time have none.
@@ -46,14 +43,7 @@ public:
   };
 
 private:
-  // Forks between the process that loaded the library and this one. Counting them costs a call nothing; getpid() is a system
-  // call, 0.4 us on a virtual machine where a call with one token takes 8.
-  static inline std::atomic<uint64_t> forks{0};
-  static inline const bool kCountsForks =
-      ::pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); }) == 0;
-
-  const uint64_t forks_before_ = forks.load(std::memory_order_relaxed);
-  const pid_t creator_ = ::getpid();
+  const HomeProcess creator_;
   std::atomic<const char*> in_progress_{nullptr}; // name of the function
 };
 

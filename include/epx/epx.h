@@ -198,8 +198,8 @@ typedef struct epx_bootstrap {
 EPX_API epx_status epx_bootstrap_file(const char* directory, const char* job_id, int32_t rank, int32_t num_ranks,
                                       int64_t timeout_ms, epx_bootstrap* bootstrap);
 
-/* Releases what a ready-made bootstrap holds and clears the struct. Accepts NULL and a zeroed struct. Groups that were
- * created with it live on. */
+/* Releases what a ready-made bootstrap holds and clears the struct; in a child of fork(), it only clears it. Accepts NULL
+ * and a zeroed struct. Groups that were created with it live on. */
 EPX_API void epx_bootstrap_free(epx_bootstrap* bootstrap);
 
 /* ---- Group ---------------------------------------------------------------------------------------------------------- */

@@ -79,6 +79,34 @@ TEST_CASE("ranks are processes") {
   CHECK(names_in(directory.path()).empty());
 }
 
+TEST_CASE("a forked child that releases its parent's bootstrap does the parent no harm") {
+  const TimeLimit limit(30);
+  const TempDirectory directory;
+  RankProcess peer([&] {
+    Bootstrap bootstrap(directory.path(), "job", 1, 2, kPatient);
+    run_rounds(bootstrap, 1, 2, 3, kPatient);
+  });
+  RankProcess parent([&] {
+    Bootstrap bootstrap(directory.path(), "job", 0, 2, kPatient);
+    const std::set<std::string> names = names_in(directory.job("job"));
+    const auto alive_files = [](const std::set<std::string>& all) {
+      return std::count_if(all.begin(), all.end(), [](const std::string& name) { return name.starts_with("alive.0."); });
+    };
+    require(alive_files(names) == 1, "rank 0 has no alive file");
+    RankProcess child([&] {
+      epx_bootstrap copy = bootstrap.get();
+      epx_bootstrap_free(&copy);
+      require(copy.context == nullptr && copy.release == nullptr, "the struct is not cleared");
+    });
+    require(child.join() == 0, "the child failed");
+    require(alive_files(names_in(directory.job("job"))) == 1, "the child has removed the alive file of rank 0");
+    run_rounds(bootstrap, 0, 2, 3, kPatient);
+  });
+  CHECK(parent.join() == 0);
+  CHECK(peer.join() == 0);
+  CHECK(names_in(directory.path()).empty());
+}
+
 TEST_CASE("jobs of the same id may follow each other without a pause") {
   const TimeLimit limit(60);
   const TempDirectory directory;

@@ -10,6 +10,7 @@
 
 #include "runtime/base/deadline.h"
 #include "runtime/base/error.h"
+#include "runtime/base/home_process.h"
 #include "runtime/base/names.h"
 #include "runtime/base/suspension_aware_deadline.h"
 #include "transport/bootstrap/bootstrap_callback.h"
@@ -57,6 +58,7 @@ public:
   FileSession(const FileSession&) = delete;
   FileSession& operator=(const FileSession&) = delete;
 
+  bool is_own_process() const { return creator_.is_here(); }
   void meet(milliseconds timeout);
   void all_gather(const void* send, void* recv, size_t bytes_per_rank, milliseconds timeout);
 
@@ -89,6 +91,7 @@ private:
                        : fmt::format("job '{}', all-gather {}", party_.job_id, round_);
   }
 
+  const HomeProcess creator_;
   Party party_;
   RendezvousDirectory directory_;
   Attendance attendance_;
@@ -414,8 +417,10 @@ epx_status all_gather_callback(void* context, const void* send, void* recv, size
   });
 }
 
+// In a child of fork() the files are the parent's, which may be in the middle of a session.
 void release_callback(void* context) {
-  delete static_cast<FileSession*>(context);
+  auto* const session = static_cast<FileSession*>(context);
+  if (session->is_own_process()) delete session;
 }
 
 void check_arguments(const std::string& directory, const std::string& job_id, int rank, int num_ranks,

@@ -14,6 +14,7 @@
 #include "runtime/base/c_boundary.h"
 #include "runtime/base/deadline.h"
 #include "runtime/base/error.h"
+#include "runtime/base/home_process.h"
 #include "runtime/base/names.h"
 #include "runtime/base/suspension_aware_deadline.h"
 #include "transport/bootstrap/bootstrap_callback.h"
@@ -71,6 +72,7 @@ public:
   MpiSession(const MpiSession&) = delete;
   MpiSession& operator=(const MpiSession&) = delete;
 
+  bool is_own_process() const { return creator_.is_here(); }
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
   void all_gather(const void* send, void* recv, size_t bytes_per_rank, milliseconds timeout);
@@ -104,6 +106,7 @@ private:
   void tell_others(const Error& error) noexcept;
   int tag() const { return static_cast<int>(round_ % kNumTags); }
 
+  const HomeProcess creator_;
   MPI_Comm comm_;
   int rank_ = 0;
   int num_ranks_ = 0;
@@ -277,8 +280,10 @@ epx_status all_gather_callback(void* context, const void* send, void* recv, size
   });
 }
 
+// In a child of fork() the communicator is the parent's, and MPI must not be called.
 void release_callback(void* context) {
-  delete static_cast<MpiSession*>(context);
+  auto* const session = static_cast<MpiSession*>(context);
+  if (session->is_own_process()) delete session;
 }
 
 epx_bootstrap make_mpi_bootstrap(MPI_Comm comm, milliseconds timeout) {
