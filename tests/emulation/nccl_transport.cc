@@ -12,7 +12,7 @@
 #include <cuda_runtime_api.h>
 #include <unistd.h>
 
-#include "runtime/base/deadline.h"
+#include "runtime/base/suspension_aware_deadline.h"
 #include "transport/host/host_transport.h"
 
 namespace epx {
@@ -36,7 +36,7 @@ protected:
       place.record = mine;
       std::atomic_ref(place.round).store(round_, std::memory_order_release);
     }
-    const Deadline deadline{timeout_};
+    SuspensionAwareDeadline deadline{timeout_};
     std::vector<ExchangeRecord> all;
     for (int peer = 0; peer < window.num_ranks; ++peer) {
       Place& place = place_at(window.rank, peer);

@@ -9,8 +9,8 @@
 #include <nccl_device.h>
 
 #include "runtime/base/cuda.h"
-#include "runtime/base/deadline.h"
 #include "runtime/base/log.h"
+#include "runtime/base/suspension_aware_deadline.h"
 #include "transport/nccl/lsa_pointers.h"
 #include "transport/nccl/nccl_versions.h"
 
@@ -47,7 +47,7 @@ public:
 
   // Waits for what `call` began.
   void wait(ncclResult_t result, const char* call) {
-    const Deadline deadline{timeout_};
+    SuspensionAwareDeadline deadline{timeout_};
     if (result == ncclSuccess) result = ncclInProgress; // it may have begun only
     while (result == ncclInProgress) {
       if (deadline.passed()) {
@@ -157,7 +157,7 @@ protected:
     check_cuda(cudaMemcpyAsync(all.data(), records_.get(), all.size() * sizeof(ExchangeRecord), cudaMemcpyDeviceToHost,
                                stream_.get()),
                "cudaMemcpyAsync");
-    const Deadline deadline{timeout_};
+    SuspensionAwareDeadline deadline{timeout_};
     for (cudaError_t state = cudaErrorNotReady; state != cudaSuccess; state = cudaStreamQuery(stream_.get())) {
       if (state != cudaErrorNotReady) check_cuda(state, "cudaStreamQuery");
       if (deadline.passed()) fail(EPX_ERROR_TIMEOUT, "not all ranks came within {} ms", timeout_.count());
