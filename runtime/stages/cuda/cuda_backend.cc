@@ -37,8 +37,8 @@ public:
     const std::scoped_lock lock(mutex_);
     read_events();
     if (std::atomic_ref(record_.failed).load(std::memory_order_acquire) != 0) status_.fail(in_words(record_.failure));
-    if (const auto poison = board_.abort_record()) // no kernel of this rank may be there to find it
-      status_.fail(poison_failure({poison->operation, 0}, *poison, context_.rank, 0));
+    if (const uint64_t word = board_.abort_record(); word != 0) // no kernel of this rank may be there to find it
+      status_.fail(abort_in_words(word));
     status_.require_healthy();
   }
 
@@ -87,8 +87,7 @@ private:
       if (disagreement) return *disagreement;
     }
     if (failure.poison != 0) {
-      if (!is_sound(unpack_poison(failure.poison), context_.shape.num_ranks))
-        return damage_failure(call, context_.rank, poison_damage(failure.poison));
+      if (!is_sound_poison(failure.poison)) return damage_failure(call, context_.rank, poison_damage(failure.poison));
       return poison_in_words(failure, call);
     }
     TimeOut timeout{failure.phase, {}, failure.culprit, failure.culprit_arrived_at};
@@ -97,6 +96,14 @@ private:
     timeout.kernel = kernel_of(failure.culprit, call.sequence);
     return timeout_failure(call, timeout, context_.timeout_ms);
   }
+
+  Failure abort_in_words(uint64_t word) const {
+    const Poison poison = unpack_poison(word);
+    if (!is_sound_poison(word)) return damage_failure({EPX_OP_NONE, 0}, context_.rank, poison_damage(word));
+    return poison_failure({poison.operation, 0}, poison, context_.rank, 0);
+  }
+
+  bool is_sound_poison(uint64_t word) const { return is_sound(unpack_poison(word), context_.shape.num_ranks); }
 
   Failure poison_in_words(const FailureRecord& record, CallName call) const {
     const Poison poison = unpack_poison(record.poison);

@@ -25,16 +25,22 @@ RankBoard::RankBoard(int rank, int num_ranks, Exchange& exchange) : rank_(rank),
   try {
     open(num_ranks, exchange);
   } catch (const Error& error) { // on all ranks alike
+    close();
     if (error.status() == EPX_ERROR_TIMEOUT) throw;
     log::transport().warn(
         "ranks cannot reach each other's host memory, and will learn of a peer whose GPU refuses its kernels "
         "only when a wait times out: {}",
         error.message());
-    close();
-    own_memory_ = make_mapped_memory<Share>();
+    exchange.all_gather([&] { // the ranks that have memory do not wait for one that has none
+      own_memory_ = make_mapped_memory<Share>();
+      return int32_t{0};
+    });
     shares_.assign(shares_.size(), nullptr);
     shares_[static_cast<size_t>(rank)] = own_memory_.get();
-    abort_record_on_device_ = &own_memory_->abort_record;
+    abort_record_on_device_ = &own_memory_->abort_record_of_kernels;
+  } catch (...) { // there will be no destructor
+    close();
+    throw;
   }
 }
 
@@ -49,7 +55,7 @@ void RankBoard::open(int num_ranks, Exchange& exchange) {
     is_registered_ = true;
     void* on_device = nullptr;
     check_cuda(cudaHostGetDevicePointer(&on_device, &share, 0), "cudaHostGetDevicePointer");
-    abort_record_on_device_ = &static_cast<const Share*>(on_device)->abort_record;
+    abort_record_on_device_ = &static_cast<const Share*>(on_device)->abort_record_of_kernels;
     return int32_t{0};
   });
 }
@@ -64,13 +70,11 @@ void RankBoard::close() {
   window_.reset();
 }
 
-std::optional<Poison> RankBoard::abort_record() const {
-  const uint64_t word = std::atomic_ref(own().abort_record).load(std::memory_order_acquire);
-  if (word == 0) return std::nullopt;
-  return unpack_poison(word);
+uint64_t RankBoard::abort_record() const {
+  return std::atomic_ref(own().abort_record).load(std::memory_order_acquire);
 }
 
-// The lowest rank that can be reached decides, so that all ranks name the same culprit.
+// The lowest rank that can be reached and whose record is not damaged decides, so that all ranks name the same culprit.
 Poison RankBoard::end_group(const Poison& poison) {
   uint64_t verdict = pack(poison);
   bool is_decided = false;
@@ -78,15 +82,19 @@ Poison RankBoard::end_group(const Poison& poison) {
     if (share == nullptr) continue;
     uint64_t word = verdict;
     store_if_none(share->abort_record, word);
-    if (!is_decided) verdict = word;
-    is_decided = true;
+    if (!is_decided && is_sound(unpack_poison(word), static_cast<int>(shares_.size()))) {
+      verdict = word;
+      is_decided = true;
+    }
+    uint64_t for_kernels = verdict;
+    store_if_none(share->abort_record_of_kernels, for_kernels);
   }
   return unpack_poison(verdict);
 }
 
 void RankBoard::end_own_kernels() {
   uint64_t word = pack(Poison{EPX_ERROR_ABORTED, EPX_OP_NONE, rank_, 0});
-  store_if_none(own().abort_record, word);
+  store_if_none(own().abort_record_of_kernels, word);
 }
 
 void RankBoard::set_launched(uint64_t sequence) {

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "runtime/base/cuda.h"
@@ -26,17 +25,18 @@ public:
   RankBoard& operator=(const RankBoard&) = delete;
   ~RankBoard();
 
-  // Who ended the group, packed; 0: nobody. In this rank's share, as its GPU reaches it.
+  // Why kernels of this rank are to end, packed; 0: they are not. In this rank's share, as its GPU reaches it.
   const uint64_t* abort_record_on_device() const { return abort_record_on_device_; }
 
   // Whether peers can be told by CPU.
   bool reaches_peers() const { return window_ != nullptr; }
 
   // All of these from any thread.
-  std::optional<Poison> abort_record() const;
-  // Tells every rank, unless somebody has ended the group before. Returns the record that stands.
+  // Who ended the group, packed; 0: nobody. As it lies in this rank's share, where anything may have overwritten it.
+  uint64_t abort_record() const;
+  // Tells every rank, unless somebody has ended the group before. Returns the record that stands, which is sound.
   Poison end_group(const Poison& poison);
-  // Tells only this rank's kernels.
+  // Tells only this rank's kernels; for the other ranks the group has not ended.
   void end_own_kernels();
 
   // The sequence number of the last call that this rank's host has launched, or kUnknown.
@@ -46,7 +46,9 @@ public:
 
 private:
   struct Share {
-    alignas(128) uint64_t abort_record;
+    alignas(128) uint64_t abort_record; // of the group: what ranks find and agree on
+    alignas(128) uint64_t
+        abort_record_of_kernels; // of the kernels of the rank whose share it is: also when only they are to end
     alignas(128) uint64_t launched;
   };
 
