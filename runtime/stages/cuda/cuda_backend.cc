@@ -222,51 +222,72 @@ public:
 
 private:
   void prepare(const PrepareCall& call) override {
-    launch(EPX_OP_PREPARE, call.stream, [&](cudaStream_t stream) {
-      check_cuda(launch_prepare(group_, plan_, call, stream), "prepare");
-      return context_.checks_handle_mem ? launch_seal(group_, call, stream) : cudaSuccess;
+    launch(EPX_OP_PREPARE, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
+      check_cuda(launch_prepare(group, plan_, call, stream), "prepare");
+      return context_.checks_handle_mem ? launch_seal(group, call, stream) : cudaSuccess;
     });
   }
   void dispatch(const DispatchCall& call) override {
-    launch(EPX_OP_DISPATCH, call.stream, [&](cudaStream_t stream) {
-      return launch_dispatch(group_, plan_, checked(call), reach(call.recv_tokens, call), stream);
+    launch(EPX_OP_DISPATCH, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
+      return launch_dispatch(group, plan_, checked(call), reach(call.recv_tokens, call), stream);
     });
   }
   void combine(const CombineCall& call) override {
-    launch(EPX_OP_COMBINE, call.stream,
-           [&](cudaStream_t stream) { return launch_combine(group_, plan_, checked(call), stream); });
+    launch(EPX_OP_COMBINE, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
+      return launch_combine(group, plan_, checked(call), stream);
+    });
   }
   void combine_bwd(const CombineBwdCall& call) override {
-    launch(EPX_OP_COMBINE_BWD, call.stream, [&](cudaStream_t stream) {
-      return launch_combine_bwd(group_, plan_, checked(call), reach(call.grad_expert_out, call), stream);
+    launch(EPX_OP_COMBINE_BWD, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
+      return launch_combine_bwd(group, plan_, checked(call), reach(call.grad_expert_out, call), stream);
     });
   }
   void dispatch_bwd(const DispatchBwdCall& call) override {
-    launch(EPX_OP_DISPATCH_BWD, call.stream,
-           [&](cudaStream_t stream) { return launch_dispatch_bwd(group_, plan_, checked(call), stream); });
+    launch(EPX_OP_DISPATCH_BWD, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
+      return launch_dispatch_bwd(group, plan_, checked(call), stream);
+    });
   }
 
-  // Throws what kernels have reported so far. launch_kernel(stream) launches the operation's kernel for group_.
+  // Throws what kernels have reported so far. launch_kernel(group, stream) launches the operation's kernel.
   template <typename LaunchKernel>
   void launch(epx_operation operation, epx_stream of_call, const LaunchKernel& launch_kernel) {
     reader_.read();
     const auto stream = static_cast<cudaStream_t>(of_call);
-    bool is_eager = true;
+    bool ends_group = true;
+    Capture capture = Capture::none;
     try {
       const CudaDeviceScope scope(device_);
-      is_eager = !is_capturing(stream);
-      if (is_eager) order_.wait_for_last(stream);
-      ++group_.launch;
-      const bool fails = kTestHooks && group_.hooks.fails_to_launch == operation;
-      check_cuda(fails ? cudaErrorLaunchFailure : launch_kernel(stream), name_of(operation));
-      if (is_eager) order_.launched(stream);
+      capture = capture_of(stream);
+      if (capture != Capture::none) order_.saw_capture();
+      ends_group = capture == Capture::none && order_.wait_for_last(stream);
+      if (capture != Capture::active && !ends_group) refuse_beside_capture(operation, capture);
+      DeviceGroup group = group_; // which epx_group_abort reads in any thread
+      group.launch = ++num_launches_;
+      const bool fails = kTestHooks && group.hooks.fails_to_launch == operation;
+      check_cuda(fails ? cudaErrorLaunchFailure : launch_kernel(group, stream), name_of(operation));
+      if (capture == Capture::none) order_.launched(stream);
     } catch (const Error& error) {
-      if (is_eager) fail_launch(operation, error.message());
+      if (ends_group) fail_launch(operation, error.message());
       throw; // nothing was to run yet
     }
     // A captured call runs whenever its graph is replayed.
-    if (!is_eager) launched_ = RankBoard::kUnknown;
+    if (capture == Capture::active) launched_ = RankBoard::kUnknown;
     count_launched(1);
+  }
+
+  // Nothing has been consumed: the call can be made again.
+  [[noreturn]] void refuse_beside_capture(epx_operation operation, Capture capture) {
+    order_.saw_capture();
+    if (capture == Capture::of_other_stream)
+      fail(EPX_ERROR_INVALID_ARGUMENT,
+           "{}: the legacy default stream takes no work while a stream that waits for it is being captured: give the call "
+           "another stream, or make it when the capture has ended",
+           name_of(operation));
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "{}: the stream of the group's call before cannot be waited for while a graph is being captured: make the call "
+         "when "
+         "the capture has ended",
+         name_of(operation));
   }
 
   // Peers have launched their kernels, or will, and would wait for this rank's.
@@ -366,9 +387,10 @@ private:
   DeviceMemory<TaggedCount> prepare_scratch_;
   CudaStream abort_stream_;
   StreamOrder order_;
+  uint32_t num_launches_ = 0;
   uint64_t launched_ = 0; // number of the last call that the host has launched, or RankBoard::kUnknown
   RecordReader reader_;
-  DeviceGroup group_{};
+  DeviceGroup group_{}; // without a launch; unchanged once constructed
 };
 
 } // namespace
