@@ -170,7 +170,9 @@ void test_destroy_behind_a_call(const RankContext& context) {
 
 class Stream {
 public:
-  Stream() { check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags"); }
+  explicit Stream(unsigned flags = cudaStreamNonBlocking) {
+    check_cuda(cudaStreamCreateWithFlags(&stream_, flags), "cudaStreamCreateWithFlags");
+  }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
   ~Stream() { cudaStreamDestroy(stream_); }
@@ -216,6 +218,44 @@ void test_eager_streams(const RankContext& context) {
     layer.check_forward(work);
     layer.check_backward(work);
   }
+  const epx_group_report report = read_status(group.handle());
+  check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
+}
+
+// A call that a capture keeps from being ordered behind the one before, or from its stream, is refused on this rank's host
+// alone: made again when the capture has ended it succeeds, and the group lives.
+void test_refused_beside_capture(const RankContext& context) {
+  const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
+  GroupRun group(context, shape);
+  const LayerCase layer_case = small_layer(3, 16, RoutingStyle::uniform);
+  ResidentLayer layer(group, layer_case, false);
+  const Workload work = make_workload(shape, layer_case, 9000);
+  layer.write(work);
+  const Stream streams[2];
+  const Stream waits_for_null(cudaStreamDefault);
+  const auto call_on = [&](cudaStream_t stream, void (ResidentLayer::*call)()) {
+    layer.set_stream(stream);
+    (layer.*call)();
+  };
+  const auto check_refused = [&](cudaStream_t stream, void (ResidentLayer::*call)()) {
+    try {
+      call_on(stream, call);
+    } catch (const CheckFailure& refusal) {
+      check(contains(refusal.what(), "captured"), "\"{}\" does not tell of the capture", refusal.what());
+      return;
+    }
+    fail_check("a call beside a capture was not refused");
+  };
+  call_on(streams[0].get(), &ResidentLayer::prepare);
+  const Graph beside_last(streams[0].get(), [&] { check_refused(streams[1].get(), &ResidentLayer::dispatch); });
+  call_on(nullptr, &ResidentLayer::dispatch);
+  const Graph beside_null(waits_for_null.get(), [&] {
+    call_on(streams[1].get(), &ResidentLayer::dispatch); // ordered behind the call on the legacy default stream
+    check_refused(nullptr, &ResidentLayer::combine);
+  });
+  call_on(nullptr, &ResidentLayer::combine);
+  check_cuda(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
+  layer.check_forward(work);
   const epx_group_report report = read_status(group.handle());
   check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
 }
@@ -329,6 +369,7 @@ int main(int argc, char** argv) {
       test_groups,
       test_destroy_behind_a_call,
       test_eager_streams,
+      test_refused_beside_capture,
       test_unordered_graphs,
       [=](const RankContext& context) { test_event_counts(context, replays); },
   });
