@@ -29,7 +29,9 @@
  *   returns. With EPX_TRANSPORT_NCCL they are memory of the rank's GPU, `stream` is a cudaStream_t, and the five operations are
  *   asynchronous on it: what goes wrong there is returned by a later call and told by epx_group_status.
  *   Calls of a group on different streams run in the order in which they were made: the library makes the later stream wait,
- *   so a stream must live until the group's next call on another stream has returned. Calls that are captured in a CUDA graph
+ *   so a stream must live until the group's next call on another stream has returned. A call that cannot be made to wait,
+ *   because the stream of the call before is being captured, or that comes on the legacy default stream while a capture
+ *   forbids its use, is refused (INVALID_ARGUMENT). Calls that are captured in a CUDA graph
  *   are left out of that: the caller orders the replays among each other and beside eager calls, by stream or event, and no
  *   edge is drawn between a stream that is being captured and another one. Two calls of a group that overlap on the device all
  *   the same end the group (EPX_ERROR_OUT_OF_SEQUENCE; the culprit is the rank on whose device they did).
@@ -274,10 +276,12 @@ EPX_API epx_status epx_group_config_init(epx_group_config* config);
  * UNSUPPORTED (transport); OUT_OF_MEMORY (the message tells how much was wanted); TIMEOUT (who is missing); SYSTEM. */
 EPX_API epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_group_config* config, epx_group* group);
 
-/* Frees the group. Accepts NULL; does nothing in a child of fork(). Every call on the group must have returned. Calls that are
- * still under way on the GPU are waited for, and with them everything else on the device, for up to timeout_ms; then they are
- * aborted, as they are at once when the group has failed or was aborted. Besides, no peer is waited for. Memory from
- * epx_mem_alloc is freed with it. */
+/* Frees the group. Accepts NULL; does nothing in a child of fork(). Every call on the group must have returned. Calls that
+ * are still under way on the GPU are waited for, and with them everything else on the device, for up to timeout_ms; then
+ * they are aborted, as they are at once when the group has failed or was aborted. Besides, no peer is waited for. Memory from
+ * epx_mem_alloc is freed with it. A device that other work keeps busy for 2 s more than timeout_ms is not waited for: the
+ * group's memory there is then not freed, and a warning says so. Freeing GPU memory itself waits for work that other
+ * threads put on the device meanwhile. */
 EPX_API void epx_group_destroy(epx_group group);
 
 /* Ends the group from any thread, at any time before epx_group_destroy: this rank's calls, the one in progress too, return

@@ -40,8 +40,9 @@ std::atomic<bool> context_is_dead = false;
 } // namespace
 
 struct CUstream_st {
-  explicit CUstream_st(int device) : device_(device), worker_([this] { run(); }) {}
-  ~CUstream_st() {
+  CUstream_st(int device, unsigned flags) : device_(device), flags_(flags), worker_([this] { run(); }) {}
+  // Nothing is enqueued any more. The stream stays: another thread may be about to wait for it.
+  void end() {
     {
       const std::scoped_lock lock(mutex_);
       ends_ = true;
@@ -51,6 +52,7 @@ struct CUstream_st {
   }
 
   int device() const { return device_; }
+  bool waits_for_null_stream() const { return (flags_ & cudaStreamNonBlocking) == 0; }
 
   void enqueue(Task task) {
     const std::scoped_lock lock(mutex_);
@@ -101,6 +103,7 @@ private:
   }
 
   int device_;
+  unsigned flags_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> tasks_;
@@ -141,7 +144,7 @@ CUstream_st& null_stream() {
   static std::array<CUstream_st*, kDevices>& of_device = *new std::array<CUstream_st*, kDevices>{};
   const std::scoped_lock lock(streams_mutex);
   CUstream_st*& stream = of_device[static_cast<size_t>(current_device)];
-  if (stream == nullptr) stream = new CUstream_st(current_device);
+  if (stream == nullptr) stream = new CUstream_st(current_device, 0);
   return *stream;
 }
 
@@ -302,8 +305,8 @@ cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
 
 // ---- Streams, events, graphs ----
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-  *stream = new CUstream_st(current_device);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  *stream = new CUstream_st(current_device, flags);
   const std::scoped_lock lock(streams_mutex);
   streams.insert(*stream);
   return cudaSuccess;
@@ -313,7 +316,10 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     const std::scoped_lock lock(streams_mutex);
     streams.erase(stream);
   }
-  delete stream;
+  stream->end();
+  static auto& ended = *new std::vector<cudaStream_t>;
+  const std::scoped_lock lock(streams_mutex);
+  ended.push_back(stream);
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
@@ -332,6 +338,12 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  if (stream == nullptr) {
+    const std::scoped_lock lock(streams_mutex);
+    for (cudaStream_t other : streams)
+      if (other->device() == current_device && other->waits_for_null_stream() && other->is_capturing())
+        return cudaErrorStreamCaptureImplicit;
+  }
   *status = stream_of(stream).is_capturing() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }

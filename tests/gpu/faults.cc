@@ -1,5 +1,6 @@
 // Failures that a group on GPUs does not survive: who is named, and that the CUDA context does. Ranks are processes, started
 // by epx_test_launch.
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <string>
@@ -201,6 +202,50 @@ void test_destroy_without_peers(const RankContext& context) {
   context.gather(0);
 }
 
+// Work of the user's that does not end keeps the device busy: neither a healthy group nor one that has failed waits for it for
+// long.
+void test_destroy_beside_foreign_work(const RankContext& context) {
+  constexpr int64_t kMostMs = kShortMs + 4'000;
+  for (const bool has_failed : {false, true}) {
+    Round round(context, kShortMs);
+    cudaStream_t stream = nullptr;
+    std::atomic<bool> ends = false;
+    check_equal(static_cast<int>(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)), static_cast<int>(cudaSuccess),
+                "cudaStreamCreateWithFlags");
+    if (has_failed) check_ok(epx_group_abort(round.group()), "epx_group_abort");
+    context.gather(0);
+    cudaLaunchHostFunc(
+        stream,
+        [](void* flag) {
+          const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(5 * kMostMs); // a test ends
+          while (!*static_cast<std::atomic<bool>*>(flag) && std::chrono::steady_clock::now() < end)
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        },
+        &ends);
+    const auto begin = std::chrono::steady_clock::now();
+    round.destroy();
+    const auto took = std::chrono::steady_clock::now() - begin;
+    ends = true;
+    cudaStreamSynchronize(stream);
+    cudaStreamDestroy(stream);
+    check(took < std::chrono::milliseconds(kMostMs), "epx_group_destroy took more than {} ms beside foreign work", kMostMs);
+    context.gather(0);
+  }
+}
+
+// Rank 0 is done and has destroyed its group when the last rank aborts: it is the last rank that ended it.
+void test_abort_after_destroy(const RankContext& context) {
+  Round round(context, 60'000);
+  const int aborting = context.num_ranks - 1;
+  context.gather(0);
+  if (context.rank == 0) round.destroy();
+  context.gather(0);
+  if (context.rank == aborting) check_ok(epx_group_abort(round.group()), "epx_group_abort");
+  context.gather(0);
+  if (context.rank != 0) round.check_failure(EPX_ERROR_ABORTED, aborting);
+  context.gather(0);
+}
+
 // The group fails, since the last rank's kernel could not be launched: those that wait for it learn who it was at once, by their
 // kernels or, as rank 0 of more than two, from the status alone.
 void check_failed_launch(const RankContext& context, Round& round) {
@@ -267,5 +312,6 @@ void test_abort(const RankContext& context) {
 int main() {
   using namespace epx::test;
   return run_suite({test_missing_rank, test_stalled_rank, test_abort, test_kernel_that_never_begins,
-                    test_destroy_without_peers, test_failed_launch, test_dead_context});
+                    test_destroy_without_peers, test_destroy_beside_foreign_work, test_abort_after_destroy,
+                    test_failed_launch, test_dead_context});
 }

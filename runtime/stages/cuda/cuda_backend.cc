@@ -4,16 +4,19 @@
 #include <atomic>
 #include <chrono>
 #include <future>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "runtime/base/cuda.h"
-#include "runtime/base/deadline.h"
 #include "runtime/base/error.h"
 #include "runtime/base/names.h"
+#include "runtime/base/suspension_aware_deadline.h"
 #include "runtime/memory/allocations.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
@@ -25,6 +28,8 @@
 
 namespace epx::cuda {
 namespace {
+
+constexpr std::chrono::seconds kTimeToAbort{2}; // for kernels that wait to see the end of their group
 
 // Turns what kernels left in the status record into words, once.
 class RecordReader {
@@ -157,15 +162,17 @@ public:
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
   ~CudaBackend() override {
+    bool is_idle = false;
     try {
-      const CudaDeviceScope scope(device_);
-      finish_calls();
-      board_->end_own_kernels(); // none may still be waiting for a peer when its memory goes
-      log_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+      is_idle = finish_calls();
     } catch (const std::exception& error) {
       log::group().warn("group {:016x}: {}", context_.group_id, error.what());
     }
-    board_->end_own_kernels();
+    board_->end_own_kernels(); // none may still be waiting for a peer when its memory goes
+    if (is_idle) return;
+    log::group().warn("group {:016x} is destroyed while its GPU is busy with other work: its memory there is not freed",
+                      context_.group_id);
+    keep_device_memory();
   }
 
   epx_transport kind() const override { return EPX_TRANSPORT_NCCL; }
@@ -305,24 +312,69 @@ private:
     board_->set_launched(launched_);
   }
 
-  // Calls that are under way end, if their peers come in time. Then, or at once when the group has failed, nothing is awaited.
-  void finish_calls() {
+  // Calls that are under way end, if their peers come in time, and are aborted then, or at once when the group has failed.
+  // False: the device is not idle for all that.
+  bool finish_calls() {
+    const std::future<cudaError_t> idle = synchronize_in_background(device_);
+    SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
+    if (is_healthy()) {
+      if (comes_before(deadline, idle)) return true;
+      log::group().warn("group {:016x} is destroyed, but its GPU is not idle after {} ms: calls of the group that wait for "
+                        "peers, if there "
+                        "are any, are aborted",
+                        context_.group_id, context_.timeout_ms);
+    }
+    board_->end_own_kernels();
+    SuspensionAwareDeadline last_deadline = deadline.with_grace(kTimeToAbort);
+    return comes_before(last_deadline, idle);
+  }
+
+  bool is_healthy() {
     try {
       reader_.read();
+      return true;
     } catch (const Error&) {
-      return;
+      return false;
     }
-    const Deadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
-    const std::future<cudaError_t> finished = std::async(std::launch::async, [this] {
-      const CudaDeviceScope scope(device_);
-      return cudaDeviceSynchronize(); // a stream that replays the group's graphs is not known here
-    });
-    if (finished.wait_until(deadline.end()) == std::future_status::ready) return;
-    log::group().warn(
-        "group {:016x} is destroyed, but its GPU is not done after {} ms: calls that wait for peers are aborted",
-        context_.group_id, context_.timeout_ms);
-    board_->end_own_kernels(); // now the device can be waited for, which the end of `finished` does
   }
+
+  static bool comes_before(SuspensionAwareDeadline& deadline, const std::future<cudaError_t>& idle) {
+    do
+      if (idle.wait_for(std::chrono::milliseconds(5)) == std::future_status::ready) return true;
+    while (!deadline.passed());
+    return false;
+  }
+
+  // A stream that replays the group's graphs is not known here, so the whole device is waited for, in a thread that nobody
+  // has to wait for.
+  static std::future<cudaError_t> synchronize_in_background(int device) {
+    std::packaged_task<cudaError_t()> synchronize([device] {
+      const CudaDeviceScope scope(device);
+      return cudaDeviceSynchronize();
+    });
+    std::future<cudaError_t> idle = synchronize.get_future();
+    std::thread(std::move(synchronize)).detach();
+    return idle;
+  }
+
+  // What the device may still use, and whose release would wait for it, stays until the process ends.
+  void keep_device_memory() {
+    static auto& kept = *new std::vector<std::shared_ptr<void>>;
+    static std::mutex mutex;
+    const std::scoped_lock lock(mutex);
+    const auto keep = [](auto& owner) {
+      kept.push_back(std::make_shared<std::remove_reference_t<decltype(owner)>>(std::move(owner)));
+    };
+    keep(prepare_scratch_);
+    keep(allocation_bases_);
+    keep(state_);
+    keep(record_);
+    keep(allocations_);
+    keep(window_);
+    keep(board_);
+    keep(transport_);
+  }
+
   // The call as its kernel gets it. Where handle memory is checked, another kernel comes before.
   template <typename Call>
   Call checked(Call call) const {
