@@ -2,7 +2,10 @@
 // by epx_test_launch.
 #include <atomic>
 #include <chrono>
+#include <cstdint>
+#include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <string>
 #include <thread>
 #include <utility>
@@ -10,6 +13,7 @@
 
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include "runtime/memory/window_layout.h"
 #include "tests/gpu/suite.h"
@@ -233,6 +237,42 @@ void test_destroy_beside_foreign_work(const RankContext& context) {
   }
 }
 
+// The shared memory of epx that this process has mapped, as far as it is no longer than a page: the boards of all ranks.
+std::vector<uint64_t*> find_boards() {
+  std::vector<uint64_t*> boards;
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    unsigned long begin = 0, end = 0;
+    if (std::sscanf(line.c_str(), "%lx-%lx", &begin, &end) == 2 &&
+        static_cast<long>(end - begin) == ::sysconf(_SC_PAGESIZE) && contains(line, " rw-s ") &&
+        contains(line, "epx-window"))
+      boards.push_back(reinterpret_cast<uint64_t*>(begin));
+  }
+  return boards;
+}
+
+// Something else has overwritten the word where hosts tell who ended the group: each rank says so, and no call succeeds that
+// has not run.
+void test_damaged_board(const RankContext& context) {
+  for (const uint64_t word : {uint64_t{1}, ~uint64_t{0}, pack(Poison{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 35032, 3})}) {
+    Round round(context, 60'000);
+    check_ok(round.prepare(), "epx_prepare");
+    context.device->finish();
+    context.gather(0);
+    uint64_t num_boards = 0;
+    if (context.rank == 0)
+      for (uint64_t* board : find_boards()) {
+        std::atomic_ref(*board).store(word);
+        ++num_boards;
+      }
+    check(context.gather(num_boards)[0] >= static_cast<uint64_t>(context.num_ranks), "the boards were not found");
+    check_status(round.prepare(), EPX_ERROR_INTERNAL, "epx_prepare");
+    const epx_group_report report = round.check_failure(EPX_ERROR_INTERNAL, context.rank);
+    check(contains(report.message, "damaged"), "\"{}\" does not tell of damage", report.message);
+    context.gather(0);
+  }
+}
+
 // Rank 0 is done and has destroyed its group when the last rank aborts: it is the last rank that ended it.
 void test_abort_after_destroy(const RankContext& context) {
   Round round(context, 60'000);
@@ -313,5 +353,5 @@ int main() {
   using namespace epx::test;
   return run_suite({test_missing_rank, test_stalled_rank, test_abort, test_kernel_that_never_begins,
                     test_destroy_without_peers, test_destroy_beside_foreign_work, test_abort_after_destroy,
-                    test_failed_launch, test_dead_context});
+                    test_damaged_board, test_failed_launch, test_dead_context});
 }
