@@ -268,6 +268,8 @@ private:
       if (capture != Capture::none) order_.saw_capture();
       ends_group = capture == Capture::none && order_.wait_for_last(stream);
       if (capture != Capture::active && !ends_group) refuse_beside_capture(operation, capture);
+      if (const bool is_captured = capture == Capture::active; is_captured != std::exchange(was_captured_, is_captured))
+        plan_.forget_last();      // a captured call has not run: it is not what comes before an eager one
       DeviceGroup group = group_; // which epx_group_abort reads in any thread
       group.launch = ++num_launches_;
       const bool fails = kTestHooks && group.hooks.fails_to_launch == operation;
@@ -291,9 +293,8 @@ private:
            "another stream, or make it when the capture has ended",
            name_of(operation));
     fail(EPX_ERROR_INVALID_ARGUMENT,
-         "{}: the stream of the group's call before cannot be waited for while a graph is being captured: make the call "
-         "when "
-         "the capture has ended",
+         "{}: the stream of the group's last call cannot be waited for while a graph is being captured: make the call "
+         "when the capture has ended",
          name_of(operation));
   }
 
@@ -319,10 +320,10 @@ private:
     SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
     if (is_healthy()) {
       if (comes_before(deadline, idle)) return true;
-      log::group().warn("group {:016x} is destroyed, but its GPU is not idle after {} ms: calls of the group that wait for "
-                        "peers, if there "
-                        "are any, are aborted",
-                        context_.group_id, context_.timeout_ms);
+      log::group().warn(
+          "group {:016x} is destroyed, but its GPU is not idle after {} ms: calls of the group that wait for peers, "
+          "if there are any, are aborted",
+          context_.group_id, context_.timeout_ms);
     }
     board_->end_own_kernels();
     SuspensionAwareDeadline last_deadline = deadline.with_grace(kTimeToAbort);
@@ -432,6 +433,7 @@ private:
   std::unique_ptr<Window> window_;
   Allocations allocations_;
   LaunchPlan plan_;
+  bool was_captured_ = false; // the last call
   StatusBoard status_;
   MappedMemory<StatusRecord> record_;
   DeviceMemory<DeviceState> state_;

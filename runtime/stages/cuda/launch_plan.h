@@ -46,6 +46,9 @@ public:
   MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int alignment, cudaStream_t stream);
   MovementGrid next_gather(int64_t tokens, int64_t row_bytes, cudaStream_t stream);
 
+  // The next kernel is no programmatic successor.
+  void forget_last() { last_blocks_ = 0; }
+
 private:
   Grid next(int blocks, int threads, size_t shared_bytes, cudaStream_t stream);
   int movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const;
