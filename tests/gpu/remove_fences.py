@@ -33,7 +33,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 STAGES = pathlib.Path('runtime/stages/cuda')
 VARIANTS = 'variants.tar.xz'
 SUITES = ['soak', 'random_layers', 'faults', 'graphs']
-GRACE_S = 6  # for creating groups, and for the launcher to end its ranks
+GRACE_S = 25  # for creating groups, and for the launcher to end its ranks
 
 # What a call becomes, and how a reader is told.
 WEAKER = {

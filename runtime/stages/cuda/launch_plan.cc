@@ -12,9 +12,9 @@ namespace {
 
 constexpr int kBlocksPerSm = 2; // at most, of a movement
 
-// By default a group leaves so many SMs to kernels of others. On 4 H200 two NCCL 2.28 communicators that reduce 16 MiB, with as
-// many CTAs as NCCL chooses, beside matrix products, each on a stream of its own and in another order on each rank, ended
-// beside grids of 80 of the 132 SMs, and waited for ever beside 88, 96 and 100.
+// By default a group leaves so many SMs to kernels of others: NCCL 2.28 gives a communicator of 4 H200 24 channels, each a CTA.
+// There two communicators that reduce 16 MiB beside matrix products, each on a stream of its own and in another order on each
+// rank, ended 1,000 times beside a grid of 84 of the 132 SMs, and waited for ever beside 88, 96 and 100.
 constexpr int kSmsLeftToOthers = 48;
 constexpr int default_sms(int sms_of_gpu) {
   return std::max(sms_of_gpu - kSmsLeftToOthers, (sms_of_gpu + 1) / 2);
@@ -33,8 +33,8 @@ constexpr int kMaxSenderBlocks = 64;
 // dispatch on 2 H200 (4096 tokens of 7168 bfloat16, top-8 of 256) took 206 us with 32 such blocks, 217 with 24.
 //
 // With fewer blocks each of them sends with more warps, so that most are left to receivers, which have more to do. On 100 SMs
-// of 2 H200 (11264 tokens, top-3) dispatch took 408 us with 32 x 12 or 40 x 9 and combine_bwd 457, where 64 x 6 took 409 and
-// 621, and all blocks shared by senders and receivers 456 and 694.
+// of 2 H200 (11264 tokens, top-3) dispatch took 408 us with 32 blocks of 12 such warps or 40 of 9, and combine_bwd 457; with 64
+// of 6 they took 409 and 621, and with all blocks shared by senders and receivers 456 and 694.
 constexpr int kSenderWarps = 6, kSenderWarpsOfSmallGrid = 12;
 constexpr int kMinSplitGrid = 48; // in smaller grids senders and receivers share the SMs
 static_assert(kSenderWarpsOfSmallGrid <= kMostSendersOfTeller);
