@@ -45,8 +45,8 @@ struct StatusRecord {
   // Exact counts since creation, in the unit of epx_group_report.event_counts. Each is stored after the record of its event.
   uint64_t event_counts[EPX_MAX_EVENT_KINDS];
   uint64_t num_events; // with a record; that of event i lies at i % kEvents
-  uint64_t
-      events_taken; // records that the host has read; stored by the host. When no place is free, an event is only counted
+  // Records that the host has read; stored by the host. When no place is free, an event is only counted.
+  uint64_t events_taken;
   FailureRecord failure;
   EventRecord events[kEvents];
 };
@@ -77,8 +77,8 @@ struct alignas(32) DeviceState {
   CallsBegun begun;
   // How two calls that overlap are found out; see Call::is_alone and Call::begun. In one sector of the cache with `begun`.
   CallsSeen seen;
-  unsigned long long
-      entered; // low half: blocks that have begun the call after begun.sequence; high half: that one's low half
+  // Low half: blocks that have begun the call after begun.sequence; high half: that one's low half.
+  unsigned long long entered;
   // EPX_CHECK_HANDLE_MEM: the header of the call's handle memory, as launch_check leaves it for the movement: without its magic
   // number where the body's checksum is wrong.
   HandleHeader checked_header;

@@ -45,10 +45,11 @@ public:
   uint64_t launched(int rank) const;
 
 private:
+  // Each word on lines of its own.
   struct Share {
     alignas(128) uint64_t abort_record; // of the group: what ranks find and agree on
-    alignas(128) uint64_t
-        abort_record_of_kernels; // of the kernels of the rank whose share it is: also when only they are to end
+    // Of the kernels of the rank whose share it is: also when only they are to end.
+    alignas(128) uint64_t abort_record_of_kernels;
     alignas(128) uint64_t launched;
   };
 
