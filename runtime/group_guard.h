@@ -43,7 +43,7 @@ public:
   };
 
 private:
-  const HomeProcess creator_;
+  const HomeProcess creator_{};
   std::atomic<const char*> in_progress_{nullptr}; // name of the function
 };
 

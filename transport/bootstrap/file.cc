@@ -91,7 +91,7 @@ private:
                        : fmt::format("job '{}', all-gather {}", party_.job_id, round_);
   }
 
-  const HomeProcess creator_;
+  const HomeProcess creator_{};
   Party party_;
   RendezvousDirectory directory_;
   Attendance attendance_;

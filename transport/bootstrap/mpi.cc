@@ -106,7 +106,7 @@ private:
   void tell_others(const Error& error) noexcept;
   int tag() const { return static_cast<int>(round_ % kNumTags); }
 
-  const HomeProcess creator_;
+  const HomeProcess creator_{};
   MPI_Comm comm_;
   int rank_ = 0;
   int num_ranks_ = 0;
