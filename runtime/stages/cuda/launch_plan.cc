@@ -14,7 +14,7 @@ constexpr int kBlocksPerSm = 2; // at most, of a movement
 
 // By default a group leaves so many SMs to kernels of others: NCCL 2.28 gives a communicator of 4 H200 24 channels, each a CTA.
 // There two communicators that reduce 16 MiB beside matrix products, each on a stream of its own and in another order on each
-// rank, ended 1,000 times beside a grid of 84 of the 132 SMs, and waited for ever beside 88, 96 and 100.
+// rank, ended 1,000 times beside a grid of 84 of the 132 SMs, and hung beside 88, 96 and 100.
 constexpr int kSmsLeftToOthers = 48;
 constexpr int default_sms(int sms_of_gpu) {
   return std::max(sms_of_gpu - kSmsLeftToOthers, (sms_of_gpu + 1) / 2);
