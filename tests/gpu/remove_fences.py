@@ -3,9 +3,12 @@
 
   remove_fences.py list     fails when a verb of runtime/base/device that orders memory is not known here, or called nowhere
   remove_fences.py build BUILD OUT [--bfloat16] [--only TEXT] [--jobs N]     where nvcc is; BUILD is a Meson build folder; no GPU needed
+  remove_fences.py emulate BUILD [--only TEXT] [--jobs N]     without a GPU: the kernels on the CPU, where lanes run one after the
+                   other and bulk copies are made as late as the rules allow; it knows no weak memory order, so no fence counts
   remove_fences.py run OUT [--gpus 4] [--seconds 4] [--only TEXT] [-- SUITE ARGS...]     where GPUs are; OUT may be copied there
+                   SUITE and its arguments: soak --seconds T --kinds 26, which creates three groups, unless others are given
 
-A variant is libepx as the suites use it (tests/gpu/libepx_hooked.so) with one call of an ordering verb removed or weakened in
+A variant is libepx as the suites use it (tests/gpu/libepx_hooked.so, tests/emulation/libepx_emulated.so) with one call of an ordering verb removed or weakened in
 the source text of runtime/stages/cuda. `run` starts the soak (or SUITE, a program of OUT/bin) on 2 ranks, as many at a time
 as there are GPUs for, then on all GPUs, for so many seconds each, and prints for each variant
 
@@ -28,11 +31,15 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STAGES = pathlib.Path('runtime/stages/cuda')
 VARIANTS = 'variants.tar.xz'
 SUITES = ['soak', 'random_layers', 'faults', 'graphs']
+LAUNCHER = 'tests/support/epx_test_launch'
+# Of the kernels on the CPU: what notices most soonest first.
+EMULATED = [['soak', '--iterations', '30', '--busy-tokens', '0'], ['random_layers', '--groups', '3', '--layers', '10']]
 GRACE_S = 25  # for creating groups, and for the launcher to end its ranks
 
 # What a call becomes, and how a reader is told.
@@ -107,23 +114,24 @@ def list_sites():
 
 # ---- Building --------------------------------------------------------------------------------------------------------
 
-class HookedBuild:
-    """How Ninja builds tests/gpu/libepx_hooked.so."""
-    LIBRARY = 'tests/gpu/libepx_hooked.so'
+class LibraryBuild:
+    """How Ninja builds a library with the kernels: of the files that end in `suffix`."""
 
-    def __init__(self, build):
+    def __init__(self, build, library, suffix, programs):
         self.build = build
-        self.ninja('-C', build, self.LIBRARY, *[f'tests/gpu/{suite}_gpu' for suite in SUITES], 'tests/support/epx_test_launch')
+        self.library = library
+        self.programs = programs
+        self.ninja('-C', build, library, *programs)
         self.link = []
         compiled = {}
-        for line in self.ninja('-C', build, '-t', 'commands', self.LIBRARY).splitlines():
+        for line in self.ninja('-C', build, '-t', 'commands', library).splitlines():
             words = shlex.split(line)
             if '-o' not in words:
                 continue
             output = words[words.index('-o') + 1]
-            if output == self.LIBRARY:
+            if output == library:
                 self.link = words
-            elif '-c' in words and words[words.index('-c') + 1].endswith('.cu'):
+            elif '-c' in words and words[words.index('-c') + 1].endswith(suffix):
                 compiled[output] = words
         # Object: its command.
         self.kernels = {name: words for name, words in compiled.items() if name in self.link}
@@ -139,15 +147,17 @@ class HookedBuild:
 
     def compile(self, name, folder, sources):
         """For Hopper alone, into `folder`, whose files stand before those of `sources`, and these before the repository's."""
-        words = [word for word in self.kernels[name] if word != '-lineinfo']
+        words = [word for word in self.kernels[name] if word not in ['-lineinfo', 'ccache']]
         words = ['-gencode=arch=compute_90,code=sm_90' if word.startswith('-gencode=') else word for word in words]
         source = os.path.relpath(self.build / words[words.index('-c') + 1], ROOT)
         output = folder / pathlib.Path(name).name
-        words[words.index('-c') + 1] = str((folder if (folder / source).exists() else sources) / source)
+        words[words.index('-c') + 1] = str(next(root / source for root in [folder, sources, ROOT] if (root / source).exists()))
         words[words.index('-o') + 1] = str(output)
         words[words.index('-MF') + 1] = str(output) + '.d'
         words[1:1] = ['-I', str(folder), '-I', str(sources)]
-        subprocess.run(words, check=True, cwd=self.build)
+        compiler = subprocess.run(words, cwd=self.build, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if compiler.returncode != 0:
+            sys.exit(f'{shlex.join(words)}: {compiler.stdout}')
         depfile = pathlib.Path(str(output) + '.d').read_text().replace('\\\n', ' ')
         self.inputs.setdefault(name, {os.path.relpath(self.build / word, sources) for word in depfile.split()[1:]})
         return output
@@ -162,7 +172,7 @@ class HookedBuild:
 def build_variant(hooked, out, sources, site, plain):
     folder = out / 'variants' / (site.name if site else 'unchanged')
     folder.mkdir(parents=True, exist_ok=True)
-    library = folder / 'libepx_hooked.so'
+    library = folder / pathlib.Path(hooked.library).name
     objects = dict(plain)
     if site:
         work = out / 'work' / site.name
@@ -173,47 +183,55 @@ def build_variant(hooked, out, sources, site, plain):
     hooked.link_with(objects, library)
     if site:
         shutil.rmtree(work)
+    print(f'{folder.name}: {library.stat().st_size >> 10} KiB', flush=True)
+    if library.name == 'libepx_emulated.so':
+        return
     (folder / 'libepx.so.0').unlink(missing_ok=True)
     (folder / 'libepx.so.0').symlink_to(library.name)  # for suites that use the public library
-    print(f'{folder.name}: {library.stat().st_size >> 10} KiB', flush=True)
 
 
-def copy_programs(hooked, out):
+def copy_programs(built, out):
     """The suites, and the libraries that a machine without this repository's packages lacks."""
-    programs = [f'tests/gpu/{suite}_gpu' for suite in SUITES] + ['tests/support/epx_test_launch']
     (out / 'bin').mkdir(exist_ok=True)
     (out / 'lib').mkdir(exist_ok=True)
-    for program in programs:
-        copy = out / 'bin' / pathlib.Path(program).name.removesuffix('_gpu')
-        shutil.copy(hooked.build / program, copy)
+    for program in built.programs:
+        copy = out / 'bin' / re.sub('_(gpu|emulated)$', '', pathlib.Path(program).name)
+        shutil.copy(built.build / program, copy)
         subprocess.run(['strip', str(copy)], check=True)
-    needed = subprocess.run(['ldd', str(hooked.build / hooked.LIBRARY)], check=True, stdout=subprocess.PIPE, text=True).stdout
+    needed = subprocess.run(['ldd', str(built.build / built.library)], check=True, stdout=subprocess.PIPE, text=True).stdout
     for name, path in re.findall(r'(lib(?:fmt|spdlog)\S*) => (\S+)', needed):
         shutil.copy(path, out / 'lib' / name)
 
 
-def build(options):
-    out = options.out.resolve()
-    hooked = HookedBuild(options.build.resolve())
+def build_variants(built, out, options, is_bfloat16=False):
+    """Into OUT/variants; returns the sites."""
     sources = out / 'work/sources'  # a copy: an editor may be at work
     shutil.rmtree(out / 'work', ignore_errors=True)
     shutil.copytree(ROOT / STAGES, sources / STAGES)
-    if options.bfloat16:
+    if is_bfloat16:
         for path in (sources / STAGES).glob('*.cu'):
             path.write_text(DTYPES.sub(r'\1<__nv_bfloat16>', path.read_text()))
     sites = find_sites(sources, options.only)
     (out / 'work/plain').mkdir()
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        waiting = {name: pool.submit(hooked.compile, name, out / 'work/plain', sources) for name in hooked.kernels}
+        waiting = {name: pool.submit(built.compile, name, out / 'work/plain', sources) for name in built.kernels}
         plain = {name: task.result() for name, task in waiting.items()}
-        waiting = [pool.submit(build_variant, hooked, out, sources, site, plain) for site in [None, *sites]]
+        waiting = [pool.submit(build_variant, built, out, sources, site, plain) for site in [None, *sites]]
         for task in waiting:
             task.result()
     shutil.rmtree(out / 'work')
+    copy_programs(built, out)
+    return sites
+
+
+def build(options):
+    out = options.out.resolve()
+    hooked = LibraryBuild(options.build.resolve(), 'tests/gpu/libepx_hooked.so', '.cu',
+                          [f'tests/gpu/{suite}_gpu' for suite in SUITES] + [LAUNCHER])
+    sites = build_variants(hooked, out, options, options.bfloat16)
     with tarfile.open(out / VARIANTS, 'w:xz') as archive:  # they differ little
         archive.add(out / 'variants', 'variants')
     shutil.rmtree(out / 'variants')
-    copy_programs(hooked, out)
     (out / 'sites.json').write_text(json.dumps([dataclasses.asdict(site) for site in sites], indent=1))
     shutil.copy(__file__, out)
 
@@ -245,6 +263,32 @@ def run_suite(out, variant, gpus, command, seconds):
     return 'caught: ' + (own_words[0] if own_words else output.strip()[-150:])[:150]
 
 
+def emulate(options):
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder)
+        built = LibraryBuild(options.build.resolve(), 'tests/emulation/libepx_emulated.so', '.cc',
+                             [f'tests/emulation/{command[0]}_emulated' for command in EMULATED] + [LAUNCHER])
+        built.kernels = {name: words for name, words in built.kernels.items()
+                         if pathlib.Path(name).name.removesuffix('.cc.o') in ['gather', 'prepare', 'scatter']}
+        sites = build_variants(built, out, options)
+        shutil.copy(built.build / 'runtime/libepx.so.0', out / 'lib')  # the launcher's
+        os.environ.update(MALLOC_PERTURB_='0', EPX_TEST_ALTERNATES_WAYS='1')
+
+        def first_found(name):
+            found = (run_suite(out, name, range(3), command, seconds=60) for command in EMULATED)
+            return next((words for words in found if words), None)
+
+        if found := first_found('unchanged'):
+            print(f'unchanged: {found}')
+            return 1
+        results = {}
+        for site in sites:
+            results[site.name] = first_found(site.name)
+            print(f'{site.name} | {site.file}:{site.line} {site.verb} {site.done} | {results[site.name] or "-"}', flush=True)
+        print(f'{sum(map(bool, results.values()))} of {len(sites)} noticed by the kernels on the CPU')
+    return 0
+
+
 def run(options):
     out = options.out.resolve()
     if not (out / 'variants').exists():
@@ -252,7 +296,7 @@ def run(options):
             archive.extractall(out)
     sites = [Site(**site) for site in json.loads((out / 'sites.json').read_text())]
     sites = [site for site in sites if options.only in f'{site.name} {site.verb}']
-    command = options.command or ['soak', '--seconds', str(options.seconds)]
+    command = options.command or ['soak', '--seconds', str(options.seconds), '--kinds', '26']
     pairs = [range(first, first + 2) for first in range(0, options.gpus - 1, 2)]
     groups = [pairs] if options.gpus < 4 else [pairs, [range(options.gpus)]]
     for gpus in (group[0] for group in groups):
@@ -290,18 +334,23 @@ def main():
     building.add_argument('out', type=pathlib.Path)
     building.add_argument('--jobs', type=int, default=os.cpu_count())
     building.add_argument('--bfloat16', action='store_true', help='kernels of this dtype alone: enough for the soak, and quicker')
+    emulating = modes.add_parser('emulate')
+    emulating.add_argument('build', type=pathlib.Path)
+    emulating.add_argument('--jobs', type=int, default=os.cpu_count())
     running = modes.add_parser('run')
     running.add_argument('out', type=pathlib.Path)
     running.add_argument('--gpus', type=int, default=4)
     running.add_argument('--seconds', type=int, default=4)
     running.add_argument('command', nargs='*', metavar='SUITE ARGS', help='instead of: soak --seconds T')
-    for mode in building, running:
+    for mode in building, emulating, running:
         mode.add_argument('--only', default='', metavar='TEXT', help='variants with this in their name or verb')
     options = parser.parse_args()
     if options.mode == 'list':
         return list_sites()
     if options.mode == 'build':
         return build(options)
+    if options.mode == 'emulate':
+        return emulate(options)
     return run(options)
 
 

@@ -1,9 +1,9 @@
-// soak [--iterations N | --seconds T] [--seed S] [--max-delay-ns D] [--busy-tokens B]
+// soak [--iterations N | --seconds T] [--seed S] [--max-delay-ns D] [--busy-tokens B] [--kinds M]
 // Back-to-back iterations of several layers, with other tokens and routing each time, eager calls, some of them with each
 // movement made twice, and replays mixed, delays on every rank, staging poisoned after use, on all multiprocessors and on
 // one; and a layer of B tokens, which keep the wire busy. The first pass over the inputs is compared with the oracle on the
 // host, all later ones with the first pass on the device: not one bit may differ. Ends after N iterations, or T seconds after
-// it began.
+// it began. Of the kinds of groups in kinds_of(), those run whose bits are set in M; by default all do.
 #include <chrono>
 #include <cstdlib>
 #include <memory>
@@ -73,6 +73,7 @@ struct Options {
   std::chrono::seconds seconds; // 0: as many iterations
   uint64_t seed;
   int busy_tokens; // 0: no layer of these
+  unsigned kinds;  // a bit for each
 };
 
 struct Kind {
@@ -87,7 +88,11 @@ std::vector<Kind> kinds_of(const Options& options) {
     kinds.push_back({EPX_COMBINE_WIRE, 0, true});
     kinds.push_back({EPX_COMBINE_EXACT, 0, true});
   }
-  return kinds;
+  std::vector<Kind> chosen;
+  for (size_t i = 0; i < kinds.size(); ++i)
+    if ((options.kinds >> i & 1) != 0) chosen.push_back(kinds[i]);
+  check(!chosen.empty(), "--kinds {} chooses none of {} kinds of groups", options.kinds, kinds.size());
+  return chosen;
 }
 
 GroupCase group_of(const RankContext& context, const Kind& kind, const Options& options) {
@@ -175,6 +180,7 @@ int main(int argc, char** argv) {
   options.seconds = std::chrono::seconds(option(argc, argv, "--seconds", 0));
   options.seed = static_cast<uint64_t>(option(argc, argv, "--seed", 1));
   options.busy_tokens = static_cast<int>(option(argc, argv, "--busy-tokens", 256));
+  options.kinds = static_cast<unsigned>(option(argc, argv, "--kinds", 63));
   const long max_delay_ns = option(argc, argv, "--max-delay-ns", 20'000);
   setenv("EPX_TEST_MAX_DELAY_NS", std::to_string(max_delay_ns).c_str(), 1);
   setenv("EPX_TEST_POISONS_STAGING", "1", 1);
