@@ -153,13 +153,14 @@ public:
   __device__ bool wait_for_arrival(const Tag* arrival, int peer) const {
     dawdle();
     // Acquire: what the peer stored before it told is read after (PTX, Release and acquire patterns), and not from a line that
-    // came into this multiprocessor's L1 cache with a neighbour. That takes the cache with it: a long wait makes none.
+    // came into this multiprocessor's L1 cache with a neighbour. That takes the cache with it: a long wait makes none. No test
+    // notices a relaxed one.
     while (load_acquire_sys(arrival) != tag())
       if (!copy().wait_long(arrival, peer, EPX_PHASE_COMPLETE)) return false;
     return true;
   }
   // Tells the window's owner so. What this thread stored, or has seen stored through a barrier, comes first: the release
-  // is cumulative (PTX, Causality order).
+  // is cumulative (PTX, Causality order). No test notices a relaxed one.
   __device__ void tell_arrival(Tag* arrival) const {
     dawdle();
     store_release_sys(arrival, tag());
@@ -181,7 +182,9 @@ public:
     DeviceState& state = *group_.state;
     while (atomicExch(&state.records_event, 1u) != 0) // prepare may have two kinds to report, from two blocks
       nap(kNapNs);
-    fence_acq_rel_sys(); // what the other one has stored in `state` is seen
+    // Acquire pattern with the exchange: what the thread before has stored in `state` is seen (PTX, Release and acquire patterns).
+    // No test notices that it or its other side is missing.
+    fence_acq_rel_sys();
     const uint64_t total = state.event_counts[kind] += static_cast<unsigned long long>(count);
     if (has_place_for_event()) {
       EventRecord& event = group_.record->events[state.num_events % StatusRecord::kEvents];
@@ -198,7 +201,7 @@ public:
       store_release_sys(&group_.record->num_events, ++state.num_events);
     }
     store_release_sys(&group_.record->event_counts[kind], total); // after its record: who sees the count has the record
-    fence_acq_rel_sys();
+    fence_acq_rel_sys();                                          // release pattern with the next exchange, likewise
     atomicExch(&state.records_event, 0u);
   }
 

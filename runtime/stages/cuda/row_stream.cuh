@@ -26,7 +26,8 @@ public:
 #pragma unroll 1
       for (int stage = 0; stage < kStages; ++stage)
         init_barrier(barriers_ + stage);
-      fence_shared_before_bulk_copies(); // which complete on the barriers (PTX, Async proxy); begin() tells the other lanes
+      // Loads complete on the barriers in another proxy (PTX, Async proxy); begin() tells the other lanes. No test notices.
+      fence_shared_before_bulk_copies();
     }
   }
   RowStream(const RowStream&) = delete;
@@ -95,7 +96,7 @@ public:
     for (int64_t i = lane(); i < kHalfBytes / 16; i += kWarp)
       reinterpret_cast<uint4*>(stages_)[i] = uint4{0, 0, 0, 0};
     fence_shared_before_bulk_copies(); // in each lane: its own zeros come before the copies (PTX, Async proxy) ...
-    __syncwarp();                      // ... which lane 0 begins
+    __syncwarp();                      // ... which lane 0 begins. No test notices that either is missing, as above
   }
   // Begins to fill the rows of `bytes` bytes that the lanes name with zeros; NULL: none. finish() ends it. All lanes.
   __device__ void clear(int64_t bytes, std::byte* to) {

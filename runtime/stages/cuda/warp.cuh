@@ -1,4 +1,9 @@
 // What the lanes of a warp hold together.
+//
+// Where lanes read what others have stored or acquired, or write what others have read, there is a __syncwarp(): it orders the
+// memory accesses of the lanes that take part (PTX, bar.warp.sync), which votes and shuffles do not. On Hopper no test notices
+// that one is missing while the compiler keeps the warp converged; some are noticed by the kernels on the CPU, where lanes run
+// one after the other (tests/gpu/remove_fences.py emulate).
 #pragma once
 
 #include <cstdint>
