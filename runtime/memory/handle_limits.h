@@ -24,8 +24,11 @@ struct HandleLimits {
 
   constexpr bool is_slot(int32_t slot) const { return is_below(slot, num_slots); }
   constexpr bool is_rank(int32_t rank) const { return is_below(rank, num_ranks); }
-  // Whether a route was kept by prepare. Its order has a check of its own, since few need it.
-  constexpr bool is_route(const Route& route) const { return is_slot(route.slot) && is_rank(route.rank); }
+  // Whether a route was kept by prepare. Its order has a check of its own, since few need it. `&`: on a GPU no load of one
+  // field waits for what the other one has brought.
+  constexpr bool is_route(const Route& route) const {
+    return (static_cast<int>(is_slot(route.slot)) & static_cast<int>(is_rank(route.rank))) != 0;
+  }
   // Whether a row comes from somewhere.
   constexpr bool has_origin(const SlotRecord& record) const {
     return is_rank(record.source) && is_below(record.token, max_tokens);

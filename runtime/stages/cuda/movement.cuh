@@ -181,8 +181,8 @@ public:
     const auto route = [&](int k) {
       constexpr Route kNone{-1, -1, 0};
       if (k >= args_.top_k) return kNone;
-      const Route found = routes[k]; // all of it at once: no load hangs on what another one has brought
-      const bool is_kept = limits().is_slot(found.slot) & limits().is_rank(found.rank);
+      const Route found = routes[k];
+      const bool is_kept = limits().is_route(found);
       return Route{is_kept ? found.slot : -1, is_kept ? found.rank : -1, found.order};
     };
     return {route(lane()), route(lane() + kWarp)};
