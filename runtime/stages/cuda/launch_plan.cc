@@ -88,7 +88,8 @@ int blocks_per_sm(const void* kernel, int threads, size_t shared_bytes) {
 
 } // namespace
 
-LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms) : num_ranks_(shape.num_ranks) {
+LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
+    : num_ranks_(shape.num_ranks), max_ll_tokens_(most_few_tokens(shape)) {
   const Device device = this_device();
   num_sms_ = num_comm_sms == 0 ? default_sms(device.num_sms) : std::min(num_comm_sms, device.num_sms);
   prepare_shared_bytes_ = prepare_shared_bytes(shape.num_experts);
@@ -120,10 +121,14 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms) : num_ranks_(s
 // the SMs of the group. Blocks are counted as if each had an SM of its own. What lies between the two on the stream, if
 // anything does, decides itself when its successor may begin.
 Grid LaunchPlan::next(int blocks, int threads, size_t shared_bytes, cudaStream_t stream) {
-  const bool early = last_blocks_ > 0 && last_stream_ == stream && last_blocks_ + blocks <= num_sms_;
+  const bool early = blocks <= room_beside_last(stream);
   last_stream_ = stream;
   last_blocks_ = blocks;
   return {blocks, threads, shared_bytes, early};
+}
+
+int LaunchPlan::room_beside_last(cudaStream_t stream) const {
+  return last_blocks_ > 0 && last_stream_ == stream ? num_sms_ - last_blocks_ : 0;
 }
 
 Grid LaunchPlan::next_prepare(int64_t routes, cudaStream_t stream) {
@@ -143,8 +148,14 @@ int LaunchPlan::movement_blocks(int64_t tokens, int64_t row_bytes, int max_block
 }
 
 MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int alignment, cudaStream_t stream) {
-  // Pads are many, however few the tokens.
-  const int blocks = alignment > 1 ? scatter_blocks_ : movement_blocks(tokens, row_bytes, scatter_blocks_);
+  int blocks = scatter_blocks_;
+  if (alignment <= 1) { // pads are many, however few the tokens
+    blocks = movement_blocks(tokens, row_bytes, scatter_blocks_);
+    // A low-latency dispatch does better as the programmatic successor of a small prepare, on the SMs that this leaves, than
+    // later on all: on 2 H200 prepare, dispatch and combine of 128 tokens took 52.6 us with 67 blocks, 54.8 with 84 of 84 SMs.
+    const int room = room_beside_last(stream);
+    if (tokens <= max_ll_tokens_ && room < blocks && 4 * room >= 3 * blocks) blocks = room;
+  }
   return {next(blocks, scatter_threads(), scatter_shared_bytes(), stream), scatter_division(blocks, num_ranks_)};
 }
 

@@ -51,9 +51,12 @@ public:
 
 private:
   Grid next(int blocks, int threads, size_t shared_bytes, cudaStream_t stream);
+  // Blocks that a programmatic successor of the last kernel may have; 0: it can have none.
+  int room_beside_last(cudaStream_t stream) const;
   int movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const;
 
   int num_ranks_;
+  int64_t max_ll_tokens_; // of a rank, on the low-latency path
   int num_sms_;
   int prepare_blocks_;
   size_t prepare_shared_bytes_;
