@@ -341,10 +341,12 @@ def main():
     running.add_argument('out', type=pathlib.Path)
     running.add_argument('--gpus', type=int, default=4)
     running.add_argument('--seconds', type=int, default=4)
-    running.add_argument('command', nargs='*', metavar='SUITE ARGS', help='instead of: soak --seconds T')
     for mode in building, emulating, running:
         mode.add_argument('--only', default='', metavar='TEXT', help='variants with this in their name or verb')
-    options = parser.parse_args()
+    # argparse takes no positional arguments behind options.
+    end = sys.argv.index('--') if '--' in sys.argv else len(sys.argv)
+    options = parser.parse_args(sys.argv[1:end])
+    options.command = sys.argv[end + 1:]
     if options.mode == 'list':
         return list_sites()
     if options.mode == 'build':
