@@ -1,10 +1,8 @@
 // The C boundary of libepx: checks what it is handed, calls, and turns exceptions into statuses. Nothing else is extern
 // "C".
 
-#include <algorithm>
 #include <chrono>
 #include <cstddef>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -21,6 +19,7 @@
 #include "runtime/memory/handle_memory.h"
 #include "runtime/memory/planner.h"
 #include "runtime/stages/slots.h"
+#include "runtime/struct_size.h"
 #include "transport/bootstrap/file.h"
 
 using namespace epx;
@@ -45,21 +44,28 @@ Group& require_group(const char* function, epx_group group) {
   return *group->group;
 }
 
-// Sizes that output structs had in 0.1, bytes: none that a caller passes is smaller.
-constexpr size_t kGroupInfoBytes01 = 88;
-
-// Fills in a caller's output struct, which may be that of an older header, or of a newer one: as many bytes as both have, and
-// zeroes beyond. struct_size stays as the caller set it.
-template <typename Struct>
-void fill_output(const char* name, Struct* out, size_t min_bytes, Struct values) {
-  const size_t bytes = out->struct_size;
-  if (bytes < min_bytes || bytes % sizeof(int64_t) != 0)
-    fail(EPX_ERROR_INVALID_ARGUMENT,
-         "{}.struct_size is {}; it must be a multiple of {}, and {} or more: set it to sizeof({})", name, bytes,
-         sizeof(int64_t), min_bytes, name);
-  values.struct_size = bytes;
-  std::memcpy(out, &values, std::min(bytes, sizeof(values)));
-  if (bytes > sizeof(values)) std::memset(reinterpret_cast<std::byte*>(out) + sizeof(values), 0, bytes - sizeof(values));
+epx_group_info info_of(const Group& group) {
+  const GroupContext& context = group.context();
+  const ExpertBlocks experts{context.shape.num_experts, context.shape.num_ranks};
+  epx_group_info info{};
+  info.group_id = context.group_id;
+  info.rank = context.rank;
+  info.num_ranks = context.shape.num_ranks;
+  info.num_experts = context.shape.num_experts;
+  info.num_local_experts = experts.num_local_experts(context.rank);
+  info.first_local_expert = experts.first_expert(context.rank);
+  info.transport = group.backend().kind();
+  info.max_recv_tokens_per_rank = context.shape.max_recv_tokens;
+  info.window_bytes = context.layout.total_bytes;
+  info.timeout_ms = context.timeout_ms;
+  info.max_tokens_per_rank = context.shape.max_tokens_per_rank;
+  info.hidden_dim = context.shape.hidden_dim;
+  info.max_top_k = context.shape.max_top_k;
+  info.max_alignment = context.shape.max_alignment;
+  info.max_token_dtype = context.shape.max_token_dtype;
+  info.combine_precision = context.shape.precision;
+  info.num_comm_sms = group.backend().num_comm_sms();
+  return info;
 }
 
 // A call that takes part in the group's sequence of calls: two of them exclude each other.
@@ -69,6 +75,15 @@ epx_status in_call(const char* function, epx_group group, Body&& body) {
     Group& target = require_group(function, group);
     const GroupGuard::Call call(group->guard, function);
     body(target);
+  });
+}
+
+// One of the five operations. `run` gets the call that the args describe.
+template <typename Args, typename Run>
+epx_status operation(const char* function, epx_group group, const Args* args, const Run& run) {
+  return in_call(function, group, [&](Group& target) {
+    require_pointer(function, "args", args);
+    run(target.backend().stages(), check(target.context(), read_args(args)));
   });
 }
 
@@ -144,27 +159,7 @@ epx_status epx_group_query(epx_group group, epx_group_info* info) {
   return at_c_boundary([&] {
     const Group& target = require_group("epx_group_query", group);
     require_pointer("epx_group_query", "info", info);
-    const GroupContext& context = target.context();
-    const ExpertBlocks experts{context.shape.num_experts, context.shape.num_ranks};
-    epx_group_info values = {};
-    values.group_id = context.group_id;
-    values.rank = context.rank;
-    values.num_ranks = context.shape.num_ranks;
-    values.num_experts = context.shape.num_experts;
-    values.num_local_experts = experts.num_local_experts(context.rank);
-    values.first_local_expert = experts.first_expert(context.rank);
-    values.transport = target.backend().kind();
-    values.max_recv_tokens_per_rank = context.shape.max_recv_tokens;
-    values.window_bytes = context.layout.total_bytes;
-    values.timeout_ms = context.timeout_ms;
-    values.max_tokens_per_rank = context.shape.max_tokens_per_rank;
-    values.hidden_dim = context.shape.hidden_dim;
-    values.max_top_k = context.shape.max_top_k;
-    values.max_alignment = context.shape.max_alignment;
-    values.max_token_dtype = context.shape.max_token_dtype;
-    values.combine_precision = context.shape.precision;
-    values.num_comm_sms = target.backend().num_comm_sms();
-    fill_output("epx_group_info", info, kGroupInfoBytes01, values);
+    write_output(info, [&] { return info_of(target); });
   });
 }
 
@@ -172,11 +167,10 @@ epx_status epx_group_memory_plan(const epx_group_config* config, int32_t num_ran
   return at_c_boundary([&] {
     require_pointer("epx_group_memory_plan", "config", config);
     require_pointer("epx_group_memory_plan", "plan", plan);
-    require_struct_size("epx_memory_plan", plan->struct_size, sizeof(*plan));
     if (num_ranks < 1 || num_ranks > kMaxRanks)
       fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_memory_plan: num_ranks is {}; it must be 1..{}", num_ranks, kMaxRanks);
     validate(*config);
-    *plan = plan_memory(resolve(*config, num_ranks));
+    write_output(plan, [&] { return plan_memory(resolve(*config, num_ranks)); });
   });
 }
 
@@ -184,8 +178,7 @@ epx_status epx_group_status(epx_group group, epx_group_report* report) {
   return at_c_boundary([&] {
     Group& target = require_group("epx_group_status", group);
     require_pointer("epx_group_status", "report", report);
-    require_struct_size("epx_group_report", report->struct_size, sizeof(*report));
-    target.backend().report(*report);
+    write_output(report, [&] { return target.backend().report(); });
   });
 }
 
@@ -225,26 +218,21 @@ epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, size_t* 
 }
 
 epx_status epx_prepare(epx_group group, const epx_prepare_args* args) {
-  return in_call("epx_prepare", group,
-                 [&](Group& target) { target.backend().stages().prepare(check(target.context(), args)); });
+  return operation("epx_prepare", group, args, [](Stages& stages, const auto& call) { stages.prepare(call); });
 }
 
 epx_status epx_dispatch(epx_group group, const epx_dispatch_args* args) {
-  return in_call("epx_dispatch", group,
-                 [&](Group& target) { target.backend().stages().dispatch(check(target.context(), args)); });
+  return operation("epx_dispatch", group, args, [](Stages& stages, const auto& call) { stages.dispatch(call); });
 }
 
 epx_status epx_combine(epx_group group, const epx_combine_args* args) {
-  return in_call("epx_combine", group,
-                 [&](Group& target) { target.backend().stages().combine(check(target.context(), args)); });
+  return operation("epx_combine", group, args, [](Stages& stages, const auto& call) { stages.combine(call); });
 }
 
 epx_status epx_combine_bwd(epx_group group, const epx_combine_bwd_args* args) {
-  return in_call("epx_combine_bwd", group,
-                 [&](Group& target) { target.backend().stages().combine_bwd(check(target.context(), args)); });
+  return operation("epx_combine_bwd", group, args, [](Stages& stages, const auto& call) { stages.combine_bwd(call); });
 }
 
 epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args* args) {
-  return in_call("epx_dispatch_bwd", group,
-                 [&](Group& target) { target.backend().stages().dispatch_bwd(check(target.context(), args)); });
+  return operation("epx_dispatch_bwd", group, args, [](Stages& stages, const auto& call) { stages.dispatch_bwd(call); });
 }

@@ -43,20 +43,18 @@ public:
 
   // What every args struct has. Returns the effective alignment.
   template <typename ArgsStruct>
-  int common(const ArgsStruct* args, const char* struct_name, Direction handle_direction) {
-    if (args == nullptr) refuse("args is NULL");
-    require_struct_size(struct_name, args->struct_size, sizeof(ArgsStruct));
-    const int alignment = require_layer(context_, args->layer, function_);
-    if (args->handle_mem == nullptr) refuse("handle_mem is NULL");
-    if (!is_aligned(args->handle_mem, kHandleMemAlignment))
+  int common(const ArgsStruct& args, Direction handle_direction) {
+    const int alignment = require_layer(context_, args.layer, function_);
+    if (args.handle_mem == nullptr) refuse("handle_mem is NULL");
+    if (!is_aligned(args.handle_mem, kHandleMemAlignment))
       refuse("handle_mem is not aligned to {} bytes", kHandleMemAlignment);
-    const int64_t needed = make_handle_layout(context_.shape, args->layer.top_k).total_bytes;
-    if (args->handle_mem_bytes < static_cast<size_t>(needed))
-      refuse("handle_mem_bytes is {}; top_k {} needs {} (epx_handle_mem_size)", args->handle_mem_bytes, args->layer.top_k,
+    const int64_t needed = make_handle_layout(context_.shape, args.layer.top_k).total_bytes;
+    if (args.handle_mem_bytes < static_cast<size_t>(needed))
+      refuse("handle_mem_bytes is {}; top_k {} needs {} (epx_handle_mem_size)", args.handle_mem_bytes, args.layer.top_k,
              needed);
-    if (args->stream != nullptr && context_.transport == EPX_TRANSPORT_HOST)
-      refuse("stream is {}; the host transport has no streams, pass NULL", fmt::ptr(args->stream));
-    add_span("handle_mem", args->handle_mem, needed, handle_direction);
+    if (args.stream != nullptr && context_.transport == EPX_TRANSPORT_HOST)
+      refuse("stream is {}; the host transport has no streams, pass NULL", fmt::ptr(args.stream));
+    add_span("handle_mem", args.handle_mem, needed, handle_direction);
     return alignment;
   }
 
@@ -226,14 +224,6 @@ MovementCall movement(epx_operation operation, const ArgsStruct& args, int align
 
 } // namespace
 
-void require_struct_size(const char* name, size_t given, size_t expected) {
-  if (given != expected)
-    fail(EPX_ERROR_INVALID_ARGUMENT,
-         "{}.struct_size is {}; this library expects {}: set it to sizeof({}), and build against the "
-         "header of the library that is loaded",
-         name, given, expected, name);
-}
-
 void require_pointer(const char* function, const char* name, const void* pointer) {
   if (pointer == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "{}: {} is NULL", function, name);
 }
@@ -248,157 +238,155 @@ int require_layer(const GroupContext& context, const epx_layer& layer, const cha
   return effective_alignment(layer.alignment);
 }
 
-PrepareCall check(const GroupContext& context, const epx_prepare_args* args) {
+PrepareCall check(const GroupContext& context, const epx_prepare_args& args) {
   Checker checker(context, "epx_prepare");
-  const int alignment = checker.common(args, "epx_prepare_args", Direction::kOut);
+  const int alignment = checker.common(args, Direction::kOut);
   const GroupShape& shape = context.shape;
   const ExpertBlocks experts{shape.num_experts, shape.num_ranks};
   const int64_t num_local_experts = experts.num_local_experts(context.rank);
-  const Dim top_k{"K", args->layer.top_k};
+  const Dim top_k{"K", args.layer.top_k};
 
-  checker.tensor(args->topk_idx, "topk_idx", {EPX_INT32, EPX_INT64}, {{"T", kAnySize}, top_k}, Direction::kIn);
-  const int64_t num_tokens = args->topk_idx->sizes[0];
+  checker.tensor(args.topk_idx, "topk_idx", {EPX_INT32, EPX_INT64}, {{"T", kAnySize}, top_k}, Direction::kIn);
+  const int64_t num_tokens = args.topk_idx->sizes[0];
   checker.num_tokens("topk_idx", num_tokens);
-  checker.tensor(args->counts, "counts", {EPX_INT32, EPX_INT64}, {{"E_l", num_local_experts}}, Direction::kOut);
-  const epx_dtype count_dtype = args->counts->dtype;
-  checker.tensor(args->offsets, "offsets", {count_dtype}, {{"E_l + 1", num_local_experts + 1}}, Direction::kOut);
-  if (args->global_counts != nullptr)
-    checker.tensor(args->global_counts, "global_counts", {count_dtype}, {{"P", shape.num_ranks}, {"E", shape.num_experts}},
+  checker.tensor(args.counts, "counts", {EPX_INT32, EPX_INT64}, {{"E_l", num_local_experts}}, Direction::kOut);
+  const epx_dtype count_dtype = args.counts->dtype;
+  checker.tensor(args.offsets, "offsets", {count_dtype}, {{"E_l + 1", num_local_experts + 1}}, Direction::kOut);
+  if (args.global_counts != nullptr)
+    checker.tensor(args.global_counts, "global_counts", {count_dtype}, {{"P", shape.num_ranks}, {"E", shape.num_experts}},
                    Direction::kOut);
-  if (args->info != nullptr) checker.tensor(args->info, "info", {EPX_INT64}, {{"5", 5}}, Direction::kOut);
-  if (args->slot != nullptr) checker.tensor(args->slot, "slot", {EPX_INT32}, {{"T", num_tokens}, top_k}, Direction::kOut);
-  if (args->slot_origin != nullptr)
-    checker.tensor(args->slot_origin, "slot_origin", {EPX_INT32}, {{"R", shape.max_recv_tokens}, {"3", 3}},
-                   Direction::kOut);
+  if (args.info != nullptr) checker.tensor(args.info, "info", {EPX_INT64}, {{"5", 5}}, Direction::kOut);
+  if (args.slot != nullptr) checker.tensor(args.slot, "slot", {EPX_INT32}, {{"T", num_tokens}, top_k}, Direction::kOut);
+  if (args.slot_origin != nullptr)
+    checker.tensor(args.slot_origin, "slot_origin", {EPX_INT32}, {{"R", shape.max_recv_tokens}, {"3", 3}}, Direction::kOut);
   checker.no_overlap();
 
   PrepareCall call{};
-  call.stream = args->stream;
-  call.top_k = args->layer.top_k;
+  call.stream = args.stream;
+  call.top_k = args.layer.top_k;
   call.alignment = alignment;
-  call.handle_mem = static_cast<std::byte*>(args->handle_mem);
+  call.handle_mem = static_cast<std::byte*>(args.handle_mem);
   call.num_tokens = num_tokens;
-  call.topk_idx = data_of(args->topk_idx);
-  call.topk_idx_is_64 = args->topk_idx->dtype == EPX_INT64;
-  call.counts = data_of(args->counts);
-  call.offsets = data_of(args->offsets);
-  call.global_counts = data_of(args->global_counts);
+  call.topk_idx = data_of(args.topk_idx);
+  call.topk_idx_is_64 = args.topk_idx->dtype == EPX_INT64;
+  call.counts = data_of(args.counts);
+  call.offsets = data_of(args.offsets);
+  call.global_counts = data_of(args.global_counts);
   call.counts_are_64 = count_dtype == EPX_INT64;
-  call.info = pointer_of<int64_t>(args->info);
-  call.slot = pointer_of<int32_t>(args->slot);
-  call.slot_origin = pointer_of<int32_t>(args->slot_origin);
+  call.info = pointer_of<int64_t>(args.info);
+  call.slot = pointer_of<int32_t>(args.slot);
+  call.slot_origin = pointer_of<int32_t>(args.slot_origin);
   return call;
 }
 
-DispatchCall check(const GroupContext& context, const epx_dispatch_args* args) {
+DispatchCall check(const GroupContext& context, const epx_dispatch_args& args) {
   Checker checker(context, "epx_dispatch");
-  const int alignment = checker.common(args, "epx_dispatch_args", Direction::kIn);
-  checker.token_rows(args->tokens, "tokens", "T", Direction::kIn, true);
-  const epx_tensor& tokens = *args->tokens;
+  const int alignment = checker.common(args, Direction::kIn);
+  checker.token_rows(args.tokens, "tokens", "T", Direction::kIn, true);
+  const epx_tensor& tokens = *args.tokens;
   checker.num_tokens("tokens", tokens.sizes[0]);
-  checker.tensor(args->recv_tokens, "recv_tokens", {tokens.dtype}, {{"N", kAnySize}, {"H", tokens.sizes[1]}},
+  checker.tensor(args.recv_tokens, "recv_tokens", {tokens.dtype}, {{"N", kAnySize}, {"H", tokens.sizes[1]}},
                  Direction::kOut, true);
-  const epx_tensor& recv_tokens = *args->recv_tokens;
+  const epx_tensor& recv_tokens = *args.recv_tokens;
   checker.recv_rows(recv_tokens, "recv_tokens");
   checker.sidecar(tokens, "the sidecar of tokens", Direction::kIn);
   checker.sidecar(recv_tokens, "the sidecar of recv_tokens", Direction::kOut);
   if (tokens.sidecar_row_bytes != recv_tokens.sidecar_row_bytes)
     checker.refuse("tokens has sidecar_row_bytes = {}, recv_tokens has {}; they must be equal", tokens.sidecar_row_bytes,
                    recv_tokens.sidecar_row_bytes);
-  checker.both_or_neither("topk_weights", args->topk_weights, "recv_weights", args->recv_weights);
-  if (args->topk_weights != nullptr) {
-    checker.tensor(args->topk_weights, "topk_weights", {EPX_FLOAT32}, {{"T", tokens.sizes[0]}, {"K", args->layer.top_k}},
+  checker.both_or_neither("topk_weights", args.topk_weights, "recv_weights", args.recv_weights);
+  if (args.topk_weights != nullptr) {
+    checker.tensor(args.topk_weights, "topk_weights", {EPX_FLOAT32}, {{"T", tokens.sizes[0]}, {"K", args.layer.top_k}},
                    Direction::kIn);
-    checker.tensor(args->recv_weights, "recv_weights", {EPX_FLOAT32}, {{"N", recv_tokens.sizes[0]}}, Direction::kOut);
+    checker.tensor(args.recv_weights, "recv_weights", {EPX_FLOAT32}, {{"N", recv_tokens.sizes[0]}}, Direction::kOut);
   }
   checker.no_overlap();
 
   DispatchCall call{};
-  static_cast<MovementCall&>(call) = movement(EPX_OP_DISPATCH, *args, alignment, tokens, recv_tokens);
-  call.tokens = pointer_of<const std::byte>(args->tokens);
+  static_cast<MovementCall&>(call) = movement(EPX_OP_DISPATCH, args, alignment, tokens, recv_tokens);
+  call.tokens = pointer_of<const std::byte>(args.tokens);
   call.sidecar_bytes = tokens.sidecar_row_bytes;
   call.sidecar = static_cast<const std::byte*>(tokens.sidecar);
-  call.topk_weights = pointer_of<const float>(args->topk_weights);
-  call.recv_tokens = pointer_of<std::byte>(args->recv_tokens);
+  call.topk_weights = pointer_of<const float>(args.topk_weights);
+  call.recv_tokens = pointer_of<std::byte>(args.recv_tokens);
   call.recv_sidecar = static_cast<std::byte*>(recv_tokens.sidecar);
-  call.recv_weights = pointer_of<float>(args->recv_weights);
+  call.recv_weights = pointer_of<float>(args.recv_weights);
   return call;
 }
 
-CombineCall check(const GroupContext& context, const epx_combine_args* args) {
+CombineCall check(const GroupContext& context, const epx_combine_args& args) {
   Checker checker(context, "epx_combine");
-  const int alignment = checker.common(args, "epx_combine_args", Direction::kIn);
-  checker.token_rows(args->expert_out, "expert_out", "N", Direction::kIn);
-  const epx_tensor& expert_out = *args->expert_out;
+  const int alignment = checker.common(args, Direction::kIn);
+  checker.token_rows(args.expert_out, "expert_out", "N", Direction::kIn);
+  const epx_tensor& expert_out = *args.expert_out;
   checker.recv_rows(expert_out, "expert_out");
-  checker.tensor(args->out, "out", {expert_out.dtype}, {{"T", kAnySize}, {"H", expert_out.sizes[1]}}, Direction::kOut);
-  checker.num_tokens("out", args->out->sizes[0]);
-  if (args->recv_weights != nullptr)
-    checker.tensor(args->recv_weights, "recv_weights", {EPX_FLOAT32}, {{"N", expert_out.sizes[0]}}, Direction::kIn);
+  checker.tensor(args.out, "out", {expert_out.dtype}, {{"T", kAnySize}, {"H", expert_out.sizes[1]}}, Direction::kOut);
+  checker.num_tokens("out", args.out->sizes[0]);
+  if (args.recv_weights != nullptr)
+    checker.tensor(args.recv_weights, "recv_weights", {EPX_FLOAT32}, {{"N", expert_out.sizes[0]}}, Direction::kIn);
   checker.no_overlap();
 
   CombineCall call{};
-  static_cast<MovementCall&>(call) = movement(EPX_OP_COMBINE, *args, alignment, *args->out, expert_out);
-  call.expert_out = pointer_of<const std::byte>(args->expert_out);
-  call.recv_weights = pointer_of<const float>(args->recv_weights);
-  call.out = pointer_of<std::byte>(args->out);
+  static_cast<MovementCall&>(call) = movement(EPX_OP_COMBINE, args, alignment, *args.out, expert_out);
+  call.expert_out = pointer_of<const std::byte>(args.expert_out);
+  call.recv_weights = pointer_of<const float>(args.recv_weights);
+  call.out = pointer_of<std::byte>(args.out);
   return call;
 }
 
-CombineBwdCall check(const GroupContext& context, const epx_combine_bwd_args* args) {
+CombineBwdCall check(const GroupContext& context, const epx_combine_bwd_args& args) {
   Checker checker(context, "epx_combine_bwd");
-  const int alignment = checker.common(args, "epx_combine_bwd_args", Direction::kIn);
-  checker.token_rows(args->grad_out, "grad_out", "T", Direction::kIn);
-  const epx_tensor& grad_out = *args->grad_out;
+  const int alignment = checker.common(args, Direction::kIn);
+  checker.token_rows(args.grad_out, "grad_out", "T", Direction::kIn);
+  const epx_tensor& grad_out = *args.grad_out;
   checker.num_tokens("grad_out", grad_out.sizes[0]);
-  checker.tensor(args->grad_expert_out, "grad_expert_out", {grad_out.dtype}, {{"N", kAnySize}, {"H", grad_out.sizes[1]}},
+  checker.tensor(args.grad_expert_out, "grad_expert_out", {grad_out.dtype}, {{"N", kAnySize}, {"H", grad_out.sizes[1]}},
                  Direction::kOut);
-  checker.recv_rows(*args->grad_expert_out, "grad_expert_out");
-  const Dim rows{"N", args->grad_expert_out->sizes[0]};
-  checker.both_or_neither("expert_out", args->expert_out, "grad_recv_weights", args->grad_recv_weights);
-  if (args->expert_out != nullptr) {
-    checker.tensor(args->expert_out, "expert_out", {grad_out.dtype}, {rows, {"H", grad_out.sizes[1]}}, Direction::kIn);
-    checker.tensor(args->grad_recv_weights, "grad_recv_weights", {EPX_FLOAT32}, {rows}, Direction::kOut);
+  checker.recv_rows(*args.grad_expert_out, "grad_expert_out");
+  const Dim rows{"N", args.grad_expert_out->sizes[0]};
+  checker.both_or_neither("expert_out", args.expert_out, "grad_recv_weights", args.grad_recv_weights);
+  if (args.expert_out != nullptr) {
+    checker.tensor(args.expert_out, "expert_out", {grad_out.dtype}, {rows, {"H", grad_out.sizes[1]}}, Direction::kIn);
+    checker.tensor(args.grad_recv_weights, "grad_recv_weights", {EPX_FLOAT32}, {rows}, Direction::kOut);
   }
-  if (args->recv_weights != nullptr)
-    checker.tensor(args->recv_weights, "recv_weights", {EPX_FLOAT32}, {rows}, Direction::kIn);
+  if (args.recv_weights != nullptr)
+    checker.tensor(args.recv_weights, "recv_weights", {EPX_FLOAT32}, {rows}, Direction::kIn);
   checker.no_overlap();
 
   CombineBwdCall call{};
-  static_cast<MovementCall&>(call) = movement(EPX_OP_COMBINE_BWD, *args, alignment, grad_out, *args->grad_expert_out);
-  call.grad_out = pointer_of<const std::byte>(args->grad_out);
-  call.expert_out = pointer_of<const std::byte>(args->expert_out);
-  call.recv_weights = pointer_of<const float>(args->recv_weights);
-  call.grad_expert_out = pointer_of<std::byte>(args->grad_expert_out);
-  call.grad_recv_weights = pointer_of<float>(args->grad_recv_weights);
+  static_cast<MovementCall&>(call) = movement(EPX_OP_COMBINE_BWD, args, alignment, grad_out, *args.grad_expert_out);
+  call.grad_out = pointer_of<const std::byte>(args.grad_out);
+  call.expert_out = pointer_of<const std::byte>(args.expert_out);
+  call.recv_weights = pointer_of<const float>(args.recv_weights);
+  call.grad_expert_out = pointer_of<std::byte>(args.grad_expert_out);
+  call.grad_recv_weights = pointer_of<float>(args.grad_recv_weights);
   return call;
 }
 
-DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args* args) {
+DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args& args) {
   Checker checker(context, "epx_dispatch_bwd");
-  const int alignment = checker.common(args, "epx_dispatch_bwd_args", Direction::kIn);
-  checker.token_rows(args->grad_recv, "grad_recv", "N", Direction::kIn);
-  const epx_tensor& grad_recv = *args->grad_recv;
+  const int alignment = checker.common(args, Direction::kIn);
+  checker.token_rows(args.grad_recv, "grad_recv", "N", Direction::kIn);
+  const epx_tensor& grad_recv = *args.grad_recv;
   checker.recv_rows(grad_recv, "grad_recv");
-  checker.tensor(args->grad_tokens, "grad_tokens", {grad_recv.dtype}, {{"T", kAnySize}, {"H", grad_recv.sizes[1]}},
+  checker.tensor(args.grad_tokens, "grad_tokens", {grad_recv.dtype}, {{"T", kAnySize}, {"H", grad_recv.sizes[1]}},
                  Direction::kOut);
-  const epx_tensor& grad_tokens = *args->grad_tokens;
+  const epx_tensor& grad_tokens = *args.grad_tokens;
   checker.num_tokens("grad_tokens", grad_tokens.sizes[0]);
-  checker.both_or_neither("grad_recv_weights", args->grad_recv_weights, "grad_topk_weights", args->grad_topk_weights);
-  if (args->grad_recv_weights != nullptr) {
-    checker.tensor(args->grad_recv_weights, "grad_recv_weights", {EPX_FLOAT32}, {{"N", grad_recv.sizes[0]}},
-                   Direction::kIn);
-    checker.tensor(args->grad_topk_weights, "grad_topk_weights", {EPX_FLOAT32},
-                   {{"T", grad_tokens.sizes[0]}, {"K", args->layer.top_k}}, Direction::kOut);
+  checker.both_or_neither("grad_recv_weights", args.grad_recv_weights, "grad_topk_weights", args.grad_topk_weights);
+  if (args.grad_recv_weights != nullptr) {
+    checker.tensor(args.grad_recv_weights, "grad_recv_weights", {EPX_FLOAT32}, {{"N", grad_recv.sizes[0]}}, Direction::kIn);
+    checker.tensor(args.grad_topk_weights, "grad_topk_weights", {EPX_FLOAT32},
+                   {{"T", grad_tokens.sizes[0]}, {"K", args.layer.top_k}}, Direction::kOut);
   }
   checker.no_overlap();
 
   DispatchBwdCall call{};
-  static_cast<MovementCall&>(call) = movement(EPX_OP_DISPATCH_BWD, *args, alignment, grad_tokens, grad_recv);
-  call.grad_recv = pointer_of<const std::byte>(args->grad_recv);
-  call.grad_recv_weights = pointer_of<const float>(args->grad_recv_weights);
-  call.grad_tokens = pointer_of<std::byte>(args->grad_tokens);
-  call.grad_topk_weights = pointer_of<float>(args->grad_topk_weights);
+  static_cast<MovementCall&>(call) = movement(EPX_OP_DISPATCH_BWD, args, alignment, grad_tokens, grad_recv);
+  call.grad_recv = pointer_of<const std::byte>(args.grad_recv);
+  call.grad_recv_weights = pointer_of<const float>(args.grad_recv_weights);
+  call.grad_tokens = pointer_of<std::byte>(args.grad_tokens);
+  call.grad_topk_weights = pointer_of<float>(args.grad_topk_weights);
   return call;
 }
 

@@ -11,14 +11,11 @@ namespace epx {
 // The alignment that counts. Throws when the layer does not fit the group.
 int require_layer(const GroupContext& context, const epx_layer& layer, const char* function);
 
-PrepareCall check(const GroupContext& context, const epx_prepare_args* args);
-DispatchCall check(const GroupContext& context, const epx_dispatch_args* args);
-CombineCall check(const GroupContext& context, const epx_combine_args* args);
-CombineBwdCall check(const GroupContext& context, const epx_combine_bwd_args* args);
-DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args* args);
-
-// Throws unless a struct of the C API has the size that this library knows.
-void require_struct_size(const char* name, size_t given, size_t expected);
+PrepareCall check(const GroupContext& context, const epx_prepare_args& args);
+DispatchCall check(const GroupContext& context, const epx_dispatch_args& args);
+CombineCall check(const GroupContext& context, const epx_combine_args& args);
+CombineBwdCall check(const GroupContext& context, const epx_combine_bwd_args& args);
+DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args& args);
 
 // Throws when `pointer` is NULL.
 void require_pointer(const char* function, const char* name, const void* pointer);

@@ -25,7 +25,7 @@ public:
 
   // From any thread.
   virtual void abort() = 0;
-  virtual void report(epx_group_report& report) = 0;
+  virtual epx_group_report report() = 0;
 };
 
 } // namespace epx

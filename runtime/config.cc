@@ -46,8 +46,7 @@ constexpr std::array kAgreedFields = {
 void validate(const epx_group_config& config) {
   if (config.struct_size != sizeof(epx_group_config))
     fail(EPX_ERROR_INVALID_ARGUMENT,
-         "epx_group_config.struct_size is {}; this library expects {}: call epx_group_config_init, and build against the "
-         "header of the library that is loaded",
+         "epx_group_config.struct_size is {}; it is {} in every version: call epx_group_config_init before setting fields",
          config.struct_size, sizeof(epx_group_config));
   constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
   require_at_least("num_experts", config.num_experts, 1);

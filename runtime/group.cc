@@ -7,13 +7,13 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/arguments.h"
 #include "runtime/base/env.h"
 #include "runtime/base/error.h"
 #include "runtime/base/log.h"
 #include "runtime/base/names.h"
 #include "runtime/base/random.h"
 #include "runtime/stages/host/host_backend.h"
+#include "runtime/struct_size.h"
 #if defined(EPX_WITH_CUDA)
 #include "runtime/stages/cuda/cuda_backend.h"
 #include "transport/nccl/nccl_transport.h"
@@ -93,7 +93,7 @@ std::unique_ptr<Backend> make_backend(const GroupContext& context, const epx_gro
 #endif
 
 void require_bootstrap(const epx_bootstrap& bootstrap) {
-  require_struct_size("epx_bootstrap", bootstrap.struct_size, sizeof(epx_bootstrap));
+  require_fixed_size("epx_bootstrap", bootstrap.struct_size, sizeof(epx_bootstrap));
   if (bootstrap.num_ranks < 1 || bootstrap.num_ranks > kMaxRanks)
     fail(EPX_ERROR_INVALID_ARGUMENT, "epx_bootstrap.num_ranks is {}; it must be 1..{}", bootstrap.num_ranks, kMaxRanks);
   if (bootstrap.rank < 0 || bootstrap.rank >= bootstrap.num_ranks)

@@ -48,11 +48,9 @@ void StatusBoard::record(const EventCounts& counts, const std::optional<Event>& 
                        "is missing"};
 }
 
-void StatusBoard::report(epx_group_report& report) {
+epx_group_report StatusBoard::report() {
   const std::scoped_lock lock(mutex_);
-  const size_t struct_size = report.struct_size;
-  report = {};
-  report.struct_size = struct_size;
+  epx_group_report report{};
   report.culprit = -1;
 
   std::string message;
@@ -80,6 +78,7 @@ void StatusBoard::report(epx_group_report& report) {
 
   event_counts_ = {};
   first_event_.reset();
+  return report;
 }
 
 } // namespace epx

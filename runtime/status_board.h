@@ -47,8 +47,8 @@ public:
   // Counts of some events, and the first of them if its record is known.
   void record(const EventCounts& counts, const std::optional<Event>& first);
 
-  // Fills in everything behind struct_size, and clears the events.
-  void report(epx_group_report& report);
+  // What there is to report, without its struct_size. Clears the events.
+  epx_group_report report();
 
 private:
   mutable std::mutex mutex_; // epx_group_status may come from any thread

@@ -41,7 +41,6 @@
  * - One group is used by the process that created it. In a child of fork() every function that takes the group is refused
  *   (INVALID_ARGUMENT), and epx_group_destroy does nothing; the parent's group lives on. Memory from epx_mem_alloc is
  *   shared with the parent there.
- * - The C API only grows: no field moves, no value is used again, and struct_size tells old callers from new ones.
  *
  * Numbers, the same on every transport
  * - Copies keep every bit, NaN payloads too: dispatch, and combine_bwd without weights.
@@ -49,6 +48,23 @@
  *   A route or a partial sum that is absent takes no step; a lone partial sum is still added to +0, with one rank too.
  * - Every rounding is to nearest even; overflow gives infinity, and subnormal numbers are kept. Nothing else is contracted.
  * - In computed outputs a NaN is a NaN of any sign and payload.
+ *
+ * How this API grows
+ * - What epx.h and epx_mpi.h had in 0.1 is frozen: no field moves, no value is used again, no signature changes. A program that
+ *   was built against 0.1 runs with every later libepx.so.0. What these headers have gained since, and all of epx_moe.h, may
+ *   change until 1.0.
+ * - epx_group_config, epx_bootstrap, epx_tensor and epx_layer never grow, since the functions that fill them in, and the structs
+ *   that contain them, are not told their size. New fields come out of `reserved`, where 0 means what was before, and a library
+ *   that does not know them refuses anything else. What a layer needs later becomes a field of the args structs.
+ * - Args structs (epx_prepare_args and the like) and outputs (epx_group_info, epx_memory_plan, epx_group_report) grow at their
+ *   end, by a multiple of 8 bytes without implicit padding. The caller sets struct_size to sizeof(the struct), which tells
+ *   the library which fields he knows. It takes every multiple of 8 from the size in 0.1 to 4096; another struct_size is refused
+ *   (INVALID_ARGUMENT).
+ * - Args: a field that the caller's struct does not have is 0, which means what was before. Bytes that the library does not know,
+ *   of a newer caller, must be 0; else the call is refused (INVALID_ARGUMENT), and the sentence names the struct, both sizes
+ *   and the offset of the first byte that is not 0. So zero the whole struct before setting fields.
+ * - Outputs: the library writes the fields that both have, sets what the caller's struct has beyond them to 0, and leaves
+ *   struct_size as the caller set it. It writes nothing behind struct_size bytes.
  *
  * Beside other kernels
  * - On GPUs a call is one kernel. It begins once it has all its SMs, at most num_comm_sms of them, and holds them while it
@@ -167,7 +183,7 @@ static inline epx_tensor epx_tensor_3d(void* data, epx_dtype dtype, int64_t size
 /* How ranks find each other while a group is created; not used afterwards. Two are ready-made: epx_bootstrap_file below and
  * epx_bootstrap_mpi in epx_mpi.h. A framework may fill one in itself: zero the whole struct first. */
 typedef struct epx_bootstrap {
-  size_t struct_size; /* sizeof(epx_bootstrap) */
+  size_t struct_size; /* sizeof(epx_bootstrap), the same in every version */
   int32_t rank;       /* of this process (or thread), 0 <= rank < num_ranks */
   int32_t num_ranks;
   /* Every rank passes bytes_per_rank bytes at `send`; recv gets num_ranks * bytes_per_rank bytes in rank order. Blocks, but
@@ -237,7 +253,7 @@ typedef enum epx_transport EPX_ENUM_INT32 {
 
 /* Ranks of a group must agree on every field except color, key, num_comm_sms and timeout_ms. */
 typedef struct epx_group_config {
-  size_t struct_size;                      /* set by epx_group_config_init */
+  size_t struct_size;                      /* set by epx_group_config_init; the same in every version */
   int32_t num_experts;                     /* E >= 1; required */
   int32_t max_tokens_per_rank;             /* >= 1; required */
   int32_t hidden_dim;                      /* largest H of a call, elements; required */
@@ -459,7 +475,7 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
  * experts have no rows: what came from it is zero, and what would have gone to it takes no step in their sums.
  *
  * A pointer to a tensor that is NULL means "not wanted" where the comment says optional. Each args struct starts with
- * struct_size = sizeof(the struct); zero the rest first.
+ * struct_size = sizeof(the struct); zero the rest first, since later versions may have more fields (see "How this API grows").
  * Errors of all: INVALID_ARGUMENT (refused, nothing happened); MISMATCH, OUT_OF_SEQUENCE, TIMEOUT, ABORTED, INTERNAL
  * (sticky); on GPUs SYSTEM (CUDA refused the kernel of a rank, which is the culprit; its peers learn that while they wait, and
  * do not time out; sticky, but not while the stream is being captured). */

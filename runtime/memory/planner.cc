@@ -13,7 +13,6 @@ int64_t scratch_bytes(const GroupShape& shape) {
 epx_memory_plan plan_memory(const GroupShape& shape) {
   const WindowLayout layout = make_window_layout(shape);
   epx_memory_plan plan{};
-  plan.struct_size = sizeof(plan);
   plan.max_recv_tokens_per_rank = shape.max_recv_tokens;
   plan.window_bytes = layout.total_bytes;
   plan.control_bytes = layout.control_bytes();

@@ -9,6 +9,7 @@ namespace epx {
 // Private bytes that the stages of a group of this shape need within a call.
 int64_t scratch_bytes(const GroupShape& shape);
 
+// Without its struct_size.
 epx_memory_plan plan_memory(const GroupShape& shape);
 
 } // namespace epx

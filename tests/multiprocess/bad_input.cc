@@ -3,7 +3,6 @@
 // goes on. What cannot be lived with ends the group on all ranks alike.
 #include <doctest/doctest.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -13,9 +12,11 @@
 #include <vector>
 
 #include "epx/epx.h"
+#include "tests/multiprocess/bytes_0_1.h"
 #include "tests/multiprocess/layer_round.h"
 #include "tests/multiprocess/refusals.h"
 #include "tests/multiprocess/sentences.h"
+#include "tests/multiprocess/with_group.h"
 #include "tests/support/check.h"
 #include "tests/support/local_bootstrap.h"
 #include "tests/support/run_ranks.h"
@@ -23,35 +24,12 @@
 namespace epx::test {
 namespace {
 
-struct GroupDelete {
-  void operator()(epx_group group) const { epx_group_destroy(group); }
-};
-using GroupOwner = std::unique_ptr<epx_group_s, GroupDelete>;
-
-GroupOwner make_group(LocalMeeting& meeting, int rank, const epx_group_config& config) {
-  const epx_bootstrap bootstrap = meeting.bootstrap(rank);
-  epx_group group = nullptr;
-  check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
-  return GroupOwner(group);
-}
-
-// Runs `body` on both ranks of a fresh group.
-void with_group(const epx_group_config& config, const std::function<void(epx_group, int rank)>& body) {
-  LocalMeeting meeting(kRanks);
-  run_threads(kRanks, [&](int rank) {
-    const GroupOwner group = make_group(meeting, rank, config);
-    body(group.get(), rank);
-  });
-}
-
 epx_group_report report_of(epx_group group) {
   epx_group_report report{};
   report.struct_size = sizeof(report);
   check_ok(epx_group_status(group, &report), "epx_group_status");
   return report;
 }
-
-constexpr size_t kGroupInfoBytes01 = 88; // sizeof(epx_group_info) in 0.1
 
 void check_refused(LayerRound& round, const Refusal& refusal) {
   const auto calls = round.calls();
@@ -92,31 +70,6 @@ TEST_CASE("a refused call changes nothing and takes no sequence number") {
 }
 
 // The rest of the calls on a group, which are local.
-TEST_CASE("epx_group_query fills in as much as the caller's struct has, and zeroes beyond") {
-  with_group(round_config(), [&](epx_group group, int) {
-    struct {
-      epx_group_info info;
-      unsigned char beyond[16];
-    } out;
-    epx_group_info whole{};
-    whole.struct_size = sizeof(whole);
-    check_ok(epx_group_query(group, &whole), "epx_group_query");
-    for (const size_t bytes : {kGroupInfoBytes01, sizeof(epx_group_info), sizeof(epx_group_info) + 8}) {
-      std::memset(&out, 0xa5, sizeof(out));
-      out.info.struct_size = bytes;
-      check_ok(epx_group_query(group, &out.info), "epx_group_query");
-      check_equal(out.info.struct_size, bytes, "struct_size");
-      const size_t filled = std::min(bytes, sizeof(epx_group_info));
-      const auto* const found = reinterpret_cast<const unsigned char*>(&out);
-      check(std::memcmp(found + sizeof(size_t), reinterpret_cast<const unsigned char*>(&whole) + sizeof(size_t),
-                        filled - sizeof(size_t)) == 0,
-            "{} bytes: the values differ", bytes);
-      for (size_t i = filled; i < sizeof(out); ++i)
-        check_equal(static_cast<int>(found[i]), i < bytes ? 0 : 0xa5, "byte " + std::to_string(i) + " of the struct");
-    }
-  });
-}
-
 TEST_CASE("the calls around the operations refuse bad arguments") {
   with_group(round_config(), [](epx_group group, int rank) {
     LayerRound round(group, rank);
@@ -151,24 +104,24 @@ TEST_CASE("the calls around the operations refuse bad arguments") {
         {"query: info NULL", [&] { return epx_group_query(group, nullptr); }, {"info", "NULL"}},
         {"query: struct_size",
          [&] {
-           group_info.struct_size = kGroupInfoBytes01 - 8;
+           group_info.struct_size = kBytes01<epx_group_info> - 8;
            return epx_group_query(group, &group_info);
          },
-         {"struct_size", std::to_string(kGroupInfoBytes01 - 8), std::to_string(kGroupInfoBytes01)}},
+         {"struct_size", std::to_string(kBytes01<epx_group_info> - 8), std::to_string(kBytes01<epx_group_info>)}},
         {"query: odd struct_size",
          [&] {
-           group_info.struct_size = kGroupInfoBytes01 + 4;
+           group_info.struct_size = kBytes01<epx_group_info> + 4;
            return epx_group_query(group, &group_info);
          },
-         {"struct_size", std::to_string(kGroupInfoBytes01 + 4), "multiple"}},
+         {"struct_size", std::to_string(kBytes01<epx_group_info> + 4), "multiple"}},
         {"status: group NULL", [&] { return epx_group_status(nullptr, &report); }, {"group", "NULL"}},
         {"status: report NULL", [&] { return epx_group_status(group, nullptr); }, {"report", "NULL"}},
         {"status: struct_size",
          [&] {
-           report.struct_size = sizeof(report) + 8;
+           report.struct_size = kBytes01<epx_group_report> - 8;
            return epx_group_status(group, &report);
          },
-         {"struct_size", std::to_string(sizeof(report) + 8), std::to_string(sizeof(report))}},
+         {"struct_size", std::to_string(kBytes01<epx_group_report> - 8), std::to_string(kBytes01<epx_group_report>)}},
         {"abort: group NULL", [] { return epx_group_abort(nullptr); }, {"group", "NULL"}},
         {"mem_alloc: group NULL", [&] { return epx_mem_alloc(nullptr, 64, &memory); }, {"group", "NULL"}},
         {"mem_alloc: no bytes", [&] { return epx_mem_alloc(group, 0, &memory); }, {"bytes", "0"}},

@@ -2,6 +2,8 @@
 
 #include <cstddef>
 
+#include "tests/multiprocess/bytes_0_1.h"
+
 namespace epx::test {
 
 namespace {
@@ -22,9 +24,14 @@ void add_common(std::vector<Refusal>& table, const std::string& call, Op op, Arg
   };
   add("group NULL", [](Calls& c) { c.group = nullptr; }, {"group", "NULL"});
   add("args NULL", [](Calls& c) { c.without_args = true; }, {"args", "NULL"});
-  add("struct_size 0", [=](Calls& c) { (c.*args).struct_size = 0; }, {"struct_size", "0", text(sizeof(Args))});
-  add("struct_size too small", [=](Calls& c) { (c.*args).struct_size -= 8; }, {"struct_size", text(sizeof(Args) - 8)});
-  add("struct_size too large", [=](Calls& c) { (c.*args).struct_size += 8; }, {"struct_size", text(sizeof(Args) + 8)});
+  const auto add_size = [&](const char* name, size_t size) {
+    add(name, [=](Calls& c) { (c.*args).struct_size = size; },
+        {"epx_" + call + "_args.struct_size is " + text(size), text(kBytes01<Args>), text(kMaxStructBytes)});
+  };
+  add_size("struct_size 0", 0);
+  add_size("struct_size below that of 0.1", kBytes01<Args> - 8);
+  add_size("struct_size that is no multiple of 8", sizeof(Args) + 4);
+  add_size("struct_size that no version has", kMaxStructBytes + 8);
   add("top_k 0", [=](Calls& c) { (c.*args).layer.top_k = 0; }, {"top_k", "0", text(kMaxTopK)});
   add("top_k negative", [=](Calls& c) { (c.*args).layer.top_k = -7; }, {"top_k", "-7"});
   add("top_k beyond max_top_k", [=](Calls& c) { (c.*args).layer.top_k = 5; }, {"top_k", "5", text(kMaxTopK)});

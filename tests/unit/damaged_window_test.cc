@@ -136,11 +136,7 @@ public:
     return exchange.all_gather([] { return int32_t{5}; });
   }
 
-  epx_group_report report() {
-    epx_group_report report{};
-    status_.report(report);
-    return report;
-  }
+  epx_group_report report() { return status_.report(); }
 
   Poison poison_at(int owner) { return unpack_poison(word<Flag>(owner, layout().poison).value); }
 

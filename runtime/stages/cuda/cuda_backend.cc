@@ -219,12 +219,12 @@ public:
     }
   }
 
-  void report(epx_group_report& report) override {
+  epx_group_report report() override {
     try {
       reader_.read();
     } catch (const Error&) { // it is on the board now
     }
-    status_.report(report);
+    return status_.report();
   }
 
 private:

@@ -54,7 +54,7 @@ public:
   }
 
   void abort() override { protocol_.abort(); }
-  void report(epx_group_report& report) override { status_.report(report); }
+  epx_group_report report() override { return status_.report(); }
 
 private:
   const GroupContext& context_;
