@@ -9,6 +9,9 @@ source_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 build_packages=(g++:g++ meson:meson ninja-build:ninja pkg-config:pkg-config ccache:ccache
   libopenmpi-dev openmpi-bin:mpirun libspdlog-dev libfmt-dev doctest-dev libcli11-dev nlohmann-json3-dev libeigen3-dev
   libboost-context-dev)
+# What tests use besides; without it they skip.
+# shellcheck disable=SC2034
+test_packages=(abigail-tools:abidiff)
 # One version everywhere: formatting differs from version to version.
 # shellcheck disable=SC2034
 lint_packages=(clang-format-14:clang-format-14 clang-tidy-14:clang-tidy-14)

@@ -75,7 +75,7 @@ tidy_is_quiet() {
   tidy_files | xargs -r -n 1 -P "$(nproc)" clang-tidy-14 -p build --quiet 2>/dev/null
 }
 
-install_missing "${build_packages[@]}" "${lint_packages[@]}"
+install_missing "${build_packages[@]}" "${test_packages[@]}" "${lint_packages[@]}"
 use_local_mpi
 
 # Sanitizers of older compilers cannot live with the address randomisation of newer kernels.
