@@ -58,7 +58,7 @@ source_files() { # FIND_TEST...
   find include runtime transport moe tools tests examples -type f \( "$@" \) 2>/dev/null || true # not every folder is there
 }
 
-format_is_right() { source_files -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' | xargs -r clang-format-14 --dry-run -Werror; }
+format_is_right() { source_files -name '*.h' -o -name '*.hpp' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' | xargs -r clang-format-14 --dry-run -Werror; }
 
 # Sources of the libraries that the build compiles, since clang-tidy needs their flags.
 tidy_files() {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs a build below a temporary directory and uses it as a stranger would: headers alone, then a C11 program that finds
-# epx through pkg-config only, run by one process and by two.
+# epx through pkg-config only, run by one process and by two, and a C++20 program.
 #   install_test.sh BUILD_DIR PREFIX LIBDIR SANITIZERS    (CC and CXX in the environment)
 set -euo pipefail
 
@@ -44,6 +44,11 @@ printf '#include <epx/epx.h>\n' | tee "$work/header.c" >"$work/header.cc"
 step "a C11 program against version $version"
 "${cc[@]}" -std=c11 "${strict[@]}" "$here/consumer.c" -o "$work/consumer" "${flags[@]}"
 
+step "epx.hpp alone, and a C++20 program"
+printf '#include <epx/epx.hpp>\n' >"$work/header.cc"
+"${cxx[@]}" -std=c++20 "${strict[@]}" -Wconversion -c "$work/header.cc" -o "$work/header_cc.o" "${flags[@]}"
+"${cxx[@]}" -std=c++20 "${strict[@]}" -Wconversion "$here/consumer.cc" -o "$work/consumer_cc" "${flags[@]}"
+
 if [[ -e $root$prefix/include/epx/epx_moe.h ]]; then
   step "epx_moe.h alone, as C11 and as C++17, and a C11 program"
   read -ra moe_flags <<<"$(pkg-config --cflags --libs epx-moe)"
@@ -56,6 +61,7 @@ fi
 
 step "one process"
 mkdir "$work/meeting"
+timeout "$limit_s" "$work/consumer_cc" "$work/meeting"
 timeout "$limit_s" "$work/consumer" "$work/meeting" 0 1 "$version"
 
 step "two processes"
