@@ -1,9 +1,14 @@
 // What ep_bench throws; main turns it into an exit status.
 #pragma once
 
+#include <exception>
 #include <new>
 #include <stdexcept>
 #include <string>
+
+#include <fmt/format.h>
+
+#include "epx/epx.hpp"
 
 namespace epx::bench {
 
@@ -28,6 +33,13 @@ struct RuntimeError : Error {
   explicit RuntimeError(const std::string& message) : Error(kExitFailure, message) {}
 };
 
+// What ep_bench says of a failure; of a call of epx also which one, and its status.
+inline std::string describe(const std::exception& failure) {
+  if (const auto* error = dynamic_cast<const epx::Error*>(&failure))
+    return fmt::format("{}: {}: {}", error->function(), epx_status_string(error->status()), error->what());
+  return failure.what();
+}
+
 // How an action went; an exit code of 0 means well.
 struct Failure {
   int exit_code = 0;
@@ -45,7 +57,7 @@ Failure attempt(Action&& action) noexcept {
   } catch (const std::bad_alloc&) {
     return {kExitFailure, "out of memory"};
   } catch (const std::exception& error) {
-    return {kExitFailure, error.what()};
+    return {kExitFailure, describe(error)};
   }
 }
 

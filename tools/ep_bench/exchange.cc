@@ -10,13 +10,14 @@
 namespace epx::bench {
 namespace {
 
-void check(epx_status status, const char* call) {
-  if (status != EPX_SUCCESS)
-    throw RuntimeError(fmt::format("{}: {}: {}", call, epx_status_string(status), epx_last_error()));
+Tensor vector_of(const Buffer& buffer, epx_dtype dtype, size_t element_bytes) {
+  return {buffer.data(), dtype, buffer.size() / element_bytes};
 }
-
-epx_tensor vector_tensor(const Buffer& buffer) {
-  return epx_tensor_1d(buffer.data(), EPX_INT64, static_cast<int64_t>(buffer.size() / sizeof(int64_t)));
+Tensor integers(const Buffer& buffer) {
+  return vector_of(buffer, EPX_INT64, sizeof(int64_t));
+}
+Tensor floats(const Buffer& buffer) {
+  return vector_of(buffer, EPX_FLOAT32, sizeof(float));
 }
 
 template <typename T>
@@ -26,9 +27,8 @@ std::span<const std::byte> bytes_of(const std::vector<T>& values) {
 
 } // namespace
 
-epx_group_config group_config(const Options& options) {
-  epx_group_config config;
-  check(epx_group_config_init(&config), "epx_group_config_init");
+GroupConfig group_config(const Options& options) {
+  GroupConfig config;
   config.num_experts = options.experts;
   config.max_tokens_per_rank = std::max(options.tokens, 1);
   config.hidden_dim = options.hidden;
@@ -46,18 +46,13 @@ epx_group_config group_config(const Options& options) {
 Exchange::Exchange(const epx_bootstrap& bootstrap, const Options& options, Memory& memory)
     : options_(options), memory_(memory), layer_{.top_k = options.top_k, .alignment = options.alignment} {
   using std::chrono::steady_clock;
-  const epx_group_config config = group_config(options);
-  epx_group group = nullptr;
+  const GroupConfig config = group_config(options);
   const steady_clock::time_point begin = steady_clock::now();
-  check(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
+  group_ = Group(bootstrap, config);
   creation_ms_ = std::chrono::duration<double, std::milli>(steady_clock::now() - begin).count();
-  group_.reset(group);
 
-  info_.struct_size = sizeof(info_);
-  check(epx_group_query(group, &info_), "epx_group_query");
-  size_t handle_mem_bytes = 0;
-  check(epx_handle_mem_size(group, &layer_, &handle_mem_bytes), "epx_handle_mem_size");
-  handle_mem_ = Buffer::plain(memory, handle_mem_bytes);
+  info_ = group_.query();
+  handle_mem_ = Buffer::plain(memory, group_.handle_mem_size(layer_));
 
   const int64_t tokens = options.tokens, routes = tokens * options.top_k;
   const auto plain = [&](int64_t count, size_t element_bytes) { return Buffer::plain(memory, count * element_bytes); };
@@ -74,7 +69,7 @@ Exchange::Exchange(const epx_bootstrap& bootstrap, const Options& options, Memor
 
 void Exchange::allocate_rows(int64_t rows) {
   const auto allocate = [this](size_t bytes) {
-    return options_.staged ? Buffer::plain(memory_, bytes) : Buffer::window(memory_, group_.get(), bytes);
+    return options_.staged ? Buffer::plain(memory_, bytes) : Buffer::window(memory_, group_, bytes);
   };
   rows_ = rows;
   by_row_.recv_tokens = allocate(rows * row_bytes(options_));
@@ -103,47 +98,25 @@ void Exchange::load_recv_weights(const std::vector<float>& recv_weights) {
   by_row_.recv_weights.write(recv_weights);
 }
 
-template <typename Args>
-Args Exchange::args() const {
-  Args args{};
-  args.struct_size = sizeof(args);
-  args.layer = layer_;
-  args.handle_mem = handle_mem_.data();
-  args.handle_mem_bytes = handle_mem_.size();
-  args.stream = memory_.stream();
-  return args;
-}
-
-epx_tensor Exchange::rows_tensor(const Buffer& buffer, int64_t rows) const {
-  return epx_tensor_2d(buffer.data(), options_.dtype, rows, options_.hidden);
-}
-
-epx_tensor Exchange::recv_weights_tensor() const {
-  return epx_tensor_1d(by_row_.recv_weights.data(), EPX_FLOAT32, rows_);
+Tensor Exchange::rows_tensor(const Buffer& buffer, int64_t rows) const {
+  return {buffer.data(), options_.dtype, {rows, options_.hidden}};
 }
 
 void Exchange::run_prepare(const TokenTensors& inputs, bool every_output) {
-  const int64_t tokens = options_.tokens, top_k = options_.top_k;
-  const epx_tensor topk_idx = epx_tensor_2d(inputs.topk_idx.data(), EPX_INT64, tokens, top_k);
-  const epx_tensor counts = vector_tensor(prepared_.counts);
-  const epx_tensor offsets = vector_tensor(prepared_.offsets);
-  const epx_tensor global_counts =
-      epx_tensor_2d(prepared_.global_counts.data(), EPX_INT64, info_.num_ranks, options_.experts);
-  const epx_tensor info = vector_tensor(prepared_.info);
-  const epx_tensor slot = epx_tensor_2d(prepared_.slot.data(), EPX_INT32, tokens, top_k);
-  const epx_tensor slot_origin = epx_tensor_2d(prepared_.slot_origin.data(), EPX_INT32, info_.max_recv_tokens_per_rank, 3);
-
-  auto call = args<epx_prepare_args>();
-  call.topk_idx = &topk_idx;
-  call.counts = &counts;
-  call.offsets = &offsets;
+  const Shape routes(options_.tokens, options_.top_k);
+  PrepareArgs args = {.layer = layer_,
+                      .handle_mem = handle_mem_.bytes(),
+                      .stream = memory_.stream(),
+                      .topk_idx = {inputs.topk_idx.data(), EPX_INT64, routes},
+                      .counts = integers(prepared_.counts),
+                      .offsets = integers(prepared_.offsets)};
   if (every_output) {
-    call.global_counts = &global_counts;
-    call.info = &info;
-    call.slot = &slot;
-    call.slot_origin = &slot_origin;
+    args.global_counts = {prepared_.global_counts.data(), EPX_INT64, {info_.num_ranks, options_.experts}};
+    args.info = integers(prepared_.info);
+    args.slot = {prepared_.slot.data(), EPX_INT32, routes};
+    args.slot_origin = {prepared_.slot_origin.data(), EPX_INT32, {info_.max_recv_tokens_per_rank, 3}};
   }
-  check(epx_prepare(group_.get(), &call), "epx_prepare");
+  group_.prepare(args);
 }
 
 void Exchange::prepare(const TokenTensors& inputs) {
@@ -154,44 +127,36 @@ void Exchange::prepare_fully(const TokenTensors& inputs) {
 }
 
 void Exchange::dispatch(const TokenTensors& inputs) {
-  const epx_tensor tokens = rows_tensor(inputs.tokens, options_.tokens);
-  const epx_tensor topk_weights = epx_tensor_2d(inputs.topk_weights.data(), EPX_FLOAT32, options_.tokens, options_.top_k);
-  const epx_tensor recv_tokens = rows_tensor(by_row_.recv_tokens, rows_);
-  const epx_tensor recv_weights = recv_weights_tensor();
-  auto call = args<epx_dispatch_args>();
-  call.tokens = &tokens;
-  call.topk_weights = &topk_weights;
-  call.recv_tokens = &recv_tokens;
-  call.recv_weights = &recv_weights;
-  check(epx_dispatch(group_.get(), &call), "epx_dispatch");
+  group_.dispatch({.layer = layer_,
+                   .handle_mem = handle_mem_.bytes(),
+                   .stream = memory_.stream(),
+                   .tokens = rows_tensor(inputs.tokens, options_.tokens),
+                   .topk_weights = {inputs.topk_weights.data(), EPX_FLOAT32, {options_.tokens, options_.top_k}},
+                   .recv_tokens = rows_tensor(by_row_.recv_tokens, rows_),
+                   .recv_weights = floats(by_row_.recv_weights)});
 }
 
 void Exchange::combine() {
-  const epx_tensor expert_out = rows_tensor(expert_rows_.expert_out, rows_);
-  const epx_tensor recv_weights = recv_weights_tensor();
-  const epx_tensor out = rows_tensor(by_token_.out, options_.tokens);
-  auto call = args<epx_combine_args>();
-  call.expert_out = &expert_out;
-  call.recv_weights = &recv_weights;
-  call.out = &out;
-  check(epx_combine(group_.get(), &call), "epx_combine");
+  group_.combine({.layer = layer_,
+                  .handle_mem = handle_mem_.bytes(),
+                  .stream = memory_.stream(),
+                  .expert_out = rows_tensor(expert_rows_.expert_out, rows_),
+                  .recv_weights = floats(by_row_.recv_weights),
+                  .out = rows_tensor(by_token_.out, options_.tokens)});
 }
 
 void Exchange::run_combine_bwd(const TokenTensors& inputs, bool with_weight_gradients) {
-  const epx_tensor grad_out = rows_tensor(inputs.grad_out, options_.tokens);
-  const epx_tensor expert_out = rows_tensor(expert_rows_.expert_out, rows_);
-  const epx_tensor recv_weights = recv_weights_tensor();
-  const epx_tensor grad_expert_out = rows_tensor(by_row_.grad_expert_out, rows_);
-  const epx_tensor grad_recv_weights = epx_tensor_1d(by_row_.grad_recv_weights.data(), EPX_FLOAT32, rows_);
-  auto call = args<epx_combine_bwd_args>();
-  call.grad_out = &grad_out;
-  call.recv_weights = &recv_weights;
-  call.grad_expert_out = &grad_expert_out;
+  CombineBwdArgs args = {.layer = layer_,
+                         .handle_mem = handle_mem_.bytes(),
+                         .stream = memory_.stream(),
+                         .grad_out = rows_tensor(inputs.grad_out, options_.tokens),
+                         .recv_weights = floats(by_row_.recv_weights),
+                         .grad_expert_out = rows_tensor(by_row_.grad_expert_out, rows_)};
   if (with_weight_gradients) {
-    call.expert_out = &expert_out;
-    call.grad_recv_weights = &grad_recv_weights;
+    args.expert_out = rows_tensor(expert_rows_.expert_out, rows_);
+    args.grad_recv_weights = floats(by_row_.grad_recv_weights);
   }
-  check(epx_combine_bwd(group_.get(), &call), "epx_combine_bwd");
+  group_.combine_bwd(args);
 }
 
 void Exchange::combine_bwd(const TokenTensors& inputs) {
@@ -199,17 +164,14 @@ void Exchange::combine_bwd(const TokenTensors& inputs) {
 }
 
 void Exchange::dispatch_bwd() {
-  const epx_tensor grad_recv = rows_tensor(expert_rows_.grad_recv, rows_);
-  const epx_tensor grad_recv_weights = epx_tensor_1d(expert_rows_.grad_recv_weights.data(), EPX_FLOAT32, rows_);
-  const epx_tensor grad_tokens = rows_tensor(by_token_.grad_tokens, options_.tokens);
-  const epx_tensor grad_topk_weights =
-      epx_tensor_2d(by_token_.grad_topk_weights.data(), EPX_FLOAT32, options_.tokens, options_.top_k);
-  auto call = args<epx_dispatch_bwd_args>();
-  call.grad_recv = &grad_recv;
-  call.grad_recv_weights = &grad_recv_weights;
-  call.grad_tokens = &grad_tokens;
-  call.grad_topk_weights = &grad_topk_weights;
-  check(epx_dispatch_bwd(group_.get(), &call), "epx_dispatch_bwd");
+  group_.dispatch_bwd(
+      {.layer = layer_,
+       .handle_mem = handle_mem_.bytes(),
+       .stream = memory_.stream(),
+       .grad_recv = rows_tensor(expert_rows_.grad_recv, rows_),
+       .grad_recv_weights = floats(expert_rows_.grad_recv_weights),
+       .grad_tokens = rows_tensor(by_token_.grad_tokens, options_.tokens),
+       .grad_topk_weights = {by_token_.grad_topk_weights.data(), EPX_FLOAT32, {options_.tokens, options_.top_k}}});
 }
 
 void Exchange::call(const Line& line, const TokenTensors& inputs) {
@@ -233,9 +195,7 @@ void Exchange::call(const Line& line, const TokenTensors& inputs) {
 
 void Exchange::finish() {
   memory_.finish();
-  epx_group_report report{};
-  report.struct_size = sizeof(report);
-  check(epx_group_status(group_.get(), &report), "epx_group_status");
+  const epx_group_report report = group_.status();
   for (int kind = 0; kind < EPX_MAX_EVENT_KINDS; ++kind)
     events_[kind] += report.event_counts[kind];
   if (report.status != EPX_SUCCESS)

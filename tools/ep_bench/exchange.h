@@ -3,10 +3,9 @@
 
 #include <array>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
-#include "epx/epx.h"
+#include "epx/epx.hpp"
 #include "tools/ep_bench/lines.h"
 #include "tools/ep_bench/memory.h"
 #include "tools/ep_bench/options.h"
@@ -54,12 +53,12 @@ struct TokenOutputs {
   Buffer grad_topk_weights; // [T, K] float
 };
 
-// The group's config that the options ask for. Throws RuntimeError.
-epx_group_config group_config(const Options& options);
+// The group's config that the options ask for. Throws epx::Error.
+GroupConfig group_config(const Options& options);
 
 class Exchange {
 public:
-  // Creates the group: collective over the bootstrap. `memory` must outlive this. Throws RuntimeError.
+  // Creates the group: collective over the bootstrap. `memory` must outlive this. Throws epx::Error.
   Exchange(const epx_bootstrap& bootstrap, const Options& options, Memory& memory);
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
@@ -75,7 +74,7 @@ public:
   void load(const RowInputs& inputs);
   void load_recv_weights(const std::vector<float>& recv_weights); // instead of those that dispatch received
 
-  // Each is one call of epx, collective, and throws RuntimeError with epx's own words. On a GPU it only enqueues.
+  // Each is one call of epx, collective, and throws epx::Error. On a GPU it only enqueues.
   void prepare(const TokenTensors& inputs);       // counts and offsets only
   void prepare_fully(const TokenTensors& inputs); // every output
   void dispatch(const TokenTensors& inputs);
@@ -104,11 +103,6 @@ public:
   const TokenOutputs& by_token() const { return by_token_; }
 
 private:
-  struct DestroyGroup {
-    using pointer = epx_group;
-    void operator()(epx_group group) const { epx_group_destroy(group); }
-  };
-
   struct PrepareTensors {
     Buffer counts, offsets, global_counts, info; // int64
     Buffer slot, slot_origin;                    // int32
@@ -116,17 +110,14 @@ private:
 
   void run_prepare(const TokenTensors& inputs, bool every_output);
   void run_combine_bwd(const TokenTensors& inputs, bool with_weight_gradients);
-  template <typename Args>
-  Args args() const; // struct_size, layer and handle memory
-  epx_tensor rows_tensor(const Buffer& buffer, int64_t rows) const;
-  epx_tensor recv_weights_tensor() const;
+  Tensor rows_tensor(const Buffer& buffer, int64_t rows) const;
 
   Options options_;
   Memory& memory_;
-  std::unique_ptr<epx_group_s, DestroyGroup> group_;
+  Group group_;
   double creation_ms_ = 0;
   epx_group_info info_{};
-  epx_layer layer_{};
+  Layer layer_;
   Buffer handle_mem_;
   int64_t rows_ = 0;
   PrepareTensors prepared_;

@@ -1,23 +1,19 @@
 #include "tools/ep_bench/launcher.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <string_view>
 
 #include <fmt/format.h>
 
 #if defined(EPX_BENCH_HAS_MPI)
-#include "epx/epx_mpi.h"
+#include "epx/epx_mpi.hpp"
 #endif
 #include "tools/ep_bench/errors.h"
 
 namespace epx::bench {
 namespace {
-
-void check(epx_status status, const char* call) {
-  if (status != EPX_SUCCESS)
-    throw RuntimeError(fmt::format("{}: {}: {}", call, epx_status_string(status), epx_last_error()));
-}
 
 #if defined(EPX_BENCH_HAS_MPI)
 
@@ -86,19 +82,12 @@ void say_once(std::FILE* stream, const std::string& text, std::span<const char* 
   finalise_mpi();
 }
 
-epx_bootstrap Launcher::make_bootstrap(const Options& options, int64_t timeout_ms) const {
-  epx_bootstrap bootstrap{};
-  bootstrap.struct_size = sizeof(bootstrap);
+epx::Bootstrap Launcher::make_bootstrap(const Options& options, int64_t timeout_ms) const {
+  const std::chrono::milliseconds timeout(timeout_ms);
 #if defined(EPX_BENCH_HAS_MPI)
-  if (uses_mpi_) {
-    check(epx_bootstrap_mpi(MPI_COMM_WORLD, timeout_ms, &bootstrap), "epx_bootstrap_mpi");
-    return bootstrap;
-  }
+  if (uses_mpi_) return bootstrap_mpi(MPI_COMM_WORLD, timeout);
 #endif
-  check(epx_bootstrap_file(options.bootstrap_directory.c_str(), options.job_id.c_str(), options.rank, options.num_ranks,
-                           timeout_ms, &bootstrap),
-        "epx_bootstrap_file");
-  return bootstrap;
+  return bootstrap_file(options.bootstrap_directory, options.job_id, options.rank, options.num_ranks, timeout);
 }
 
 } // namespace epx::bench

@@ -6,7 +6,7 @@
 #include <span>
 #include <string>
 
-#include "epx/epx.h"
+#include "epx/epx.hpp"
 #include "tools/ep_bench/options.h"
 
 namespace epx::bench {
@@ -21,8 +21,8 @@ public:
 
   int rank() const { return rank_; }
 
-  // Collective; the caller owns the result. Throws RuntimeError.
-  epx_bootstrap make_bootstrap(const Options& options, int64_t timeout_ms) const;
+  // Collective. Throws epx::Error.
+  epx::Bootstrap make_bootstrap(const Options& options, int64_t timeout_ms) const;
 
   // Ends all ranks, where the launcher can: for failures that the others may not know of.
   void abandon(int exit_code) const;
@@ -30,20 +30,6 @@ public:
 private:
   bool uses_mpi_;
   int rank_;
-};
-
-// A bootstrap's owner.
-class Bootstrap {
-public:
-  explicit Bootstrap(epx_bootstrap bootstrap) : bootstrap_(bootstrap) {}
-  ~Bootstrap() { epx_bootstrap_free(&bootstrap_); }
-  Bootstrap(const Bootstrap&) = delete;
-  Bootstrap& operator=(const Bootstrap&) = delete;
-
-  const epx_bootstrap& get() const { return bootstrap_; }
-
-private:
-  epx_bootstrap bootstrap_;
 };
 
 // Writes `text` once, although every process of a launcher's has it to say: for what comes before the options are known.

@@ -11,7 +11,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include "epx/epx.h"
+#include "epx/epx.hpp"
 #include "tools/ep_bench/errors.h"
 #include "tools/ep_bench/exchange.h"
 #include "tools/ep_bench/figures.h"
@@ -80,8 +80,8 @@ Figures bench_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const S
 
 Results bench(const Launcher& launcher, const Options& options) {
   const int64_t timeout_ms = group_config(options).timeout_ms;
-  const Bootstrap bootstrap(launcher.make_bootstrap(options, timeout_ms));
-  const Peers peers(bootstrap.get(), timeout_ms);
+  const epx::Bootstrap bootstrap = launcher.make_bootstrap(options, timeout_ms);
+  const Peers peers(bootstrap, timeout_ms);
 
   std::optional<JsonFile> json_file; // rank 0's
   peers.together([&] {
@@ -95,7 +95,7 @@ Results bench(const Launcher& launcher, const Options& options) {
   std::vector<InputSet> sets(options.num_input_sets());
   peers.together([&] { workload.emplace(options, peers.num_ranks()); });
   peers.together([&] { memory = make_memory(options, peers.rank()); });
-  peers.together([&] { exchange.emplace(bootstrap.get(), options, *memory); }); // refuses shapes too large for memory
+  peers.together([&] { exchange.emplace(bootstrap, options, *memory); }); // refuses shapes too large for memory
   peers.together([&] {
     for (int set = 0; set < std::ssize(sets); ++set)
       sets[set].by_token = workload->token_inputs(set, peers.rank());
@@ -146,7 +146,7 @@ int run(const Options& options) {
     if (launcher.rank() == 0) fmt::print(stderr, "ep_bench: {}\n", error.what());
     return error.exit_code();
   } catch (const std::exception& error) {
-    fmt::print(stderr, "ep_bench: rank {}: {}\n", launcher.rank(), error.what());
+    fmt::print(stderr, "ep_bench: rank {}: {}\n", launcher.rank(), describe(error));
     launcher.abandon(kExitFailure);
     return kExitFailure;
   }
@@ -166,7 +166,7 @@ int main(int argc, char** argv) {
     say_once(stderr, fmt::format("ep_bench: {}\n", error.what()), {argv, argv + argc});
     return kExitUsage;
   } catch (const std::exception& error) {
-    fmt::print(stderr, "ep_bench: {}\n", error.what());
+    fmt::print(stderr, "ep_bench: {}\n", describe(error));
     return kExitFailure;
   }
 }

@@ -48,12 +48,8 @@ Buffer Buffer::plain(Memory& memory, size_t bytes) {
   return {memory, memory.allocate(bytes), bytes, true};
 }
 
-Buffer Buffer::window(Memory& memory, epx_group group, size_t bytes) {
-  void* data = nullptr;
-  const epx_status status = epx_mem_alloc(group, bytes, &data);
-  if (status != EPX_SUCCESS)
-    throw RuntimeError(fmt::format("epx_mem_alloc: {}: {}", epx_status_string(status), epx_last_error()));
-  return {memory, static_cast<std::byte*>(data), bytes, false};
+Buffer Buffer::window(Memory& memory, GroupView group, size_t bytes) {
+  return {memory, group.mem_alloc(bytes).release(), bytes, false};
 }
 
 Buffer Buffer::input(Memory& memory, std::span<const std::byte> bytes) {

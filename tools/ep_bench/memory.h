@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "epx/epx.h"
+#include "epx/epx.hpp"
 #include "tools/ep_bench/options.h"
 
 namespace epx::bench {
@@ -41,8 +41,8 @@ public:
   static Buffer plain(Memory& memory, size_t bytes);
 
   // Memory from epx_mem_alloc, which is freed with the group. Collective; bytes > 0 and the same on all ranks. Throws
-  // RuntimeError.
-  static Buffer window(Memory& memory, epx_group group, size_t bytes);
+  // epx::Error.
+  static Buffer window(Memory& memory, GroupView group, size_t bytes);
 
   // `bytes` for calls to read. On the host these themselves, which must outlive the buffer; else a copy.
   static Buffer input(Memory& memory, std::span<const std::byte> bytes);

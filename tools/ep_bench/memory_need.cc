@@ -12,15 +12,22 @@
 #include "tools/ep_bench/exchange.h"
 
 namespace epx::bench {
+namespace {
+
+epx_memory_plan plan_of(const Options& options, int num_ranks) {
+  const GroupConfig config = group_config(options);
+  try {
+    return memory_plan(config, num_ranks);
+  } catch (const epx::Error& error) {
+    throw UsageError(describe(error));
+  }
+}
+
+} // namespace
 
 MemoryNeed memory_need(const Options& options, int num_ranks, int64_t rows) {
   const bool is_on_host = options.transport == EPX_TRANSPORT_HOST;
-  const epx_group_config config = group_config(options);
-  epx_memory_plan plan{};
-  plan.struct_size = sizeof(plan);
-  const epx_status status = epx_group_memory_plan(&config, num_ranks, &plan);
-  if (status != EPX_SUCCESS)
-    throw UsageError(fmt::format("epx_group_memory_plan: {}: {}", epx_status_string(status), epx_last_error()));
+  const epx_memory_plan plan = plan_of(options, num_ranks);
 
   constexpr double kWeightBytes = sizeof(float), kIndexBytes = sizeof(int64_t), kSlotBytes = sizeof(int32_t);
   const double row = static_cast<double>(row_bytes(options)), sets = options.num_input_sets();
