@@ -1,12 +1,13 @@
 // What train_moe throws; main turns it into an exit status.
 #pragma once
 
+#include <exception>
 #include <stdexcept>
 #include <string>
 
 #include <fmt/format.h>
 
-#include "epx/epx.h"
+#include "epx/epx.hpp"
 
 namespace train {
 
@@ -33,8 +34,11 @@ template <typename... Args>
   throw Error(exit_code, fmt::format(format, std::forward<Args>(args)...));
 }
 
-inline void check(epx_status status, const char* call) {
-  if (status != EPX_SUCCESS) fail(kExitFailure, "{}: {}: {}", call, epx_status_string(status), epx_last_error());
+// What train_moe says of a failure; of a call of epx also which one, and its status.
+inline std::string describe(const std::exception& failure) {
+  if (const auto* error = dynamic_cast<const epx::Error*>(&failure))
+    return fmt::format("{}: {}: {}", error->function(), epx_status_string(error->status()), error->what());
+  return failure.what();
 }
 
 } // namespace train

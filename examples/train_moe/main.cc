@@ -24,7 +24,7 @@ int run(const World& world, const Options& options) {
   } catch (const std::bad_alloc&) { // the other ranks may not know
     fmt::print(stderr, "train_moe: rank {}: out of memory\n", world.rank());
   } catch (const std::exception& error) {
-    fmt::print(stderr, "train_moe: rank {}: {}\n", world.rank(), error.what());
+    fmt::print(stderr, "train_moe: rank {}: {}\n", world.rank(), describe(error));
   }
   world.abort(kExitFailure);
 }

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "epx/epx_moe.h"
+#include "epx/epx.hpp"
 #include "examples/train_moe/chunks.h"
 #include "examples/train_moe/options.h"
 #include "examples/train_moe/parameters.h"
@@ -49,20 +49,9 @@ protected:
   int64_t info_[3] = {0, 0, -1};       // as epx_moe_router writes it
 };
 
-// The group that an epx layer exchanges its tokens through.
-class Group {
-public:
-  Group(const World& world, const ModelOptions& model, int64_t max_tokens, int64_t timeout_ms);
-  ~Group() { epx_group_destroy(group_); }
-  Group(const Group&) = delete;
-  Group& operator=(const Group&) = delete;
-
-  epx_group get() const { return group_; }
-  void require_no_events() const; // throws when the group has dropped or refused anything
-
-private:
-  epx_group group_ = nullptr;
-};
+// The group that epx layers exchange their tokens through. Collective.
+epx::Group make_group(const World& world, const ModelOptions& model, int64_t max_tokens, int64_t timeout_ms);
+void require_no_events(epx::GroupView group); // throws when the group has dropped or refused anything
 
 // Which experts live on a rank: contiguous blocks, the first E mod P ranks own one more, as in epx.
 struct Ownership {
@@ -71,8 +60,8 @@ struct Ownership {
 };
 Ownership ownership(int experts, int rank, int num_ranks);
 
-std::unique_ptr<MoeLayer> make_epx_layer(const Group& group, const World& world, const ModelOptions& model, double aux_loss,
-                                         Parameters& parameters, Experts experts);
+std::unique_ptr<MoeLayer> make_epx_layer(epx::GroupView group, const World& world, const ModelOptions& model,
+                                         double aux_loss, Parameters& parameters, Experts experts);
 std::unique_ptr<MoeLayer> make_alltoallv_layer(const World& world, const ModelOptions& model, double aux_loss,
                                                Parameters& parameters, Experts experts);
 std::unique_ptr<MoeLayer> make_dense_layer(const World& world, const ModelOptions& model, double aux_loss,

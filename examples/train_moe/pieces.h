@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "epx/epx.hpp"
 #include "epx/epx_moe.h"
 #include "examples/train_moe/options.h"
 
@@ -42,7 +43,7 @@ public:
                                    int64_t hidden, float* grad_topk_weights) const;
 
 private:
-  epx_tensor map() const;
+  epx::ConstTensor map() const;
 
   int64_t num_tokens_, top_k_;
   std::vector<int32_t> counts_, offsets_, row_map_;
@@ -58,7 +59,7 @@ public:
   const epx_moe_ffn_params* get() const { return &params_; }
 
 private:
-  epx_tensor gate_up_, down_; // [E_l, 2F, H], [E_l, H, F]
+  epx::Tensor gate_up_, down_; // [E_l, 2F, H], [E_l, H, F]
   epx_moe_ffn_params params_{};
 };
 

@@ -31,11 +31,11 @@ Trainer::Trainer(const World& world, const Options& options, const Text& text, E
              exchange == Exchange::dense) {
   parameters_.initialise(options.model.seed);
   if (exchange == Exchange::epx)
-    group_.emplace(world, options.model, most_tokens(options.model, world.size()), options.timeout_ms);
+    group_ = make_group(world, options.model, most_tokens(options.model, world.size()), options.timeout_ms);
   std::vector<std::unique_ptr<MoeLayer>> layers;
   for (const Experts& experts : model_.experts()) {
     if (exchange == Exchange::epx)
-      layers.push_back(make_epx_layer(*group_, world, options.model, options.aux_loss, parameters_, experts));
+      layers.push_back(make_epx_layer(group_, world, options.model, options.aux_loss, parameters_, experts));
     else if (exchange == Exchange::alltoallv)
       layers.push_back(make_alltoallv_layer(world, options.model, options.aux_loss, parameters_, experts));
     else
@@ -52,7 +52,7 @@ StepResult Trainer::step(int64_t step) {
   StepResult result;
   result.loss = mean_loss(positions, chunks, "step", step);
   model_.backward(chunk_grads_);
-  if (group_) group_->require_no_events();
+  if (group_) require_no_events(group_);
   world_.ordered_sum(chunk_grads_, parameters_.replicated().grads);
   const double warm = std::min(1.0, static_cast<double>(step) / kWarmUpSteps);
   parameters_.step(step, options_.learning_rate * warm, options_.weight_decay);

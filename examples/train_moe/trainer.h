@@ -2,9 +2,9 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <vector>
 
+#include "epx/epx.hpp"
 #include "examples/train_moe/model.h"
 #include "examples/train_moe/options.h"
 #include "examples/train_moe/parameters.h"
@@ -42,7 +42,7 @@ private:
   const Text& text_;
   Exchange exchange_;
   Parameters parameters_;
-  std::optional<Group> group_; // outlives the blocks in model_
+  epx::Group group_; // empty when no layer is one of epx; outlives the blocks in model_
   Model model_;
   ChunkGrads chunk_grads_;
 };

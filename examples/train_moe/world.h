@@ -44,7 +44,7 @@ public:
       message = fmt::format("rank {}: out of memory", rank_);
     } catch (const std::exception& error) {
       exit_code = kExitFailure;
-      message = error.what();
+      message = describe(error);
     }
     agree(exit_code, message);
   }
