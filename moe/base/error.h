@@ -1,5 +1,5 @@
-// Failures inside libepx_moe: thrown as Error, turned into an epx_status at the C boundary. The module stands on the public
-// header of epx alone, so it has its own.
+// Failures inside libepx_moe: thrown as epx::Error, turned into an epx_status at the C boundary. The module knows nothing of epx
+// but its public headers.
 #pragma once
 
 #include <exception>
@@ -10,29 +10,14 @@
 
 #include <fmt/format.h>
 
-#include "epx/epx.h"
+#include "epx/epx.hpp"
 
 namespace epx::moe {
-
-class Error : public std::runtime_error {
-public:
-  Error(epx_status status, const std::string& message) : std::runtime_error(message), status_(status) {}
-
-  epx_status status() const noexcept { return status_; }
-
-private:
-  epx_status status_;
-};
 
 // A bad argument, in one sentence with the names and the values.
 template <typename... Args>
 [[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) {
   throw Error(EPX_ERROR_INVALID_ARGUMENT, fmt::format(format, std::forward<Args>(args)...));
-}
-
-// Passes on what a call of epx.h says; its sentence is set already.
-inline void require_success(epx_status status) {
-  if (status != EPX_SUCCESS) throw Error(status, epx_last_error());
 }
 
 // Runs the body of `function`; what it throws becomes this thread's last error, with the function's name before it.

@@ -7,7 +7,7 @@
 #include <initializer_list>
 #include <type_traits>
 
-#include "epx/epx.h"
+#include "epx/epx.hpp"
 #include "moe/base/error.h"
 
 namespace epx::moe {
@@ -42,19 +42,6 @@ void allow_tensor(const epx_tensor* tensor, const char* name, std::initializer_l
 void require_any_tensor(const epx_tensor* tensor, const char* name, std::initializer_list<Dim> dims);
 
 void require_both_or_neither(const epx_tensor* one, const char* one_name, const epx_tensor* other, const char* other_name);
-
-template <typename T>
-inline constexpr epx_dtype kDtypeOf = EPX_DTYPE_UNSET;
-template <>
-inline constexpr epx_dtype kDtypeOf<float> = EPX_FLOAT32;
-template <>
-inline constexpr epx_dtype kDtypeOf<double> = EPX_FLOAT64;
-template <>
-inline constexpr epx_dtype kDtypeOf<int32_t> = EPX_INT32;
-template <>
-inline constexpr epx_dtype kDtypeOf<int64_t> = EPX_INT64;
-template <>
-inline constexpr epx_dtype kDtypeOf<uint8_t> = EPX_UINT8;
 
 // Throws unless `value` is finite, also as a T.
 template <typename T>

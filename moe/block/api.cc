@@ -15,8 +15,8 @@ epx_status epx_moe_block_config_init(epx_moe_block_config* config) {
     if (config == nullptr) refuse("config is NULL");
     *config = {};
     config->struct_size = sizeof(*config);
-    require_success(epx_moe_router_config_init(&config->router));
-    require_success(epx_moe_ffn_config_init(&config->ffn));
+    epx::require_success(epx_moe_router_config_init(&config->router), "epx_moe_router_config_init");
+    epx::require_success(epx_moe_ffn_config_init(&config->ffn), "epx_moe_ffn_config_init");
     config->dtype = EPX_FLOAT32;
     config->alignment = 1;
     config->max_in_flight = 1;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <span>
 #include <vector>
 
 #include "moe/base/error.h"
@@ -190,80 +191,60 @@ private:
 
   // ---- The five operations, on the block's memory ----
 
-  template <typename Args>
-  Args args_for(Flight<T>& flight) const {
-    Args args{};
-    args.struct_size = sizeof(args);
-    args.layer = layer_;
-    args.handle_mem = flight.handle_mem.data();
-    args.handle_mem_bytes = flight.handle_mem.size() * sizeof(HandleUnit);
-    return args;
+  static std::span<std::byte> handle_mem(Flight<T>& flight) { return std::as_writable_bytes(std::span(flight.handle_mem)); }
+  Tensor rows(T* data) const { return {data, kReal, {shape_.row_capacity, ffn_.hidden}}; }
+  Tensor row_weights(T* data) const { return {data, kReal, shape_.row_capacity}; }
+  // Without early weighting combine has the weights; else the FFN.
+  ConstTensor combine_weights(Flight<T>& flight) const {
+    return is_early_ ? ConstTensor() : row_weights(flight.recv_weights);
   }
-  epx_tensor rows(T* data) const { return epx_tensor_2d(data, kReal, shape_.row_capacity, ffn_.hidden); }
-  epx_tensor row_weights(T* data) const { return epx_tensor_1d(data, kReal, shape_.row_capacity); }
 
   void prepare(Flight<T>& flight, int64_t tokens) {
-    const epx_tensor topk_idx = epx_tensor_2d(flight.topk_idx.data(), EPX_INT32, tokens, router_.top_k);
-    const epx_tensor counts = epx_tensor_1d(flight.counts.data(), EPX_INT32, ffn_.num_experts);
-    const epx_tensor offsets = epx_tensor_1d(flight.offsets.data(), EPX_INT32, ffn_.num_experts + 1);
-    const epx_tensor global_counts =
-        epx_tensor_2d(flight.global_counts.data(), EPX_INT32, shape_.num_ranks, router_.num_experts);
-    auto args = args_for<epx_prepare_args>(flight);
-    args.topk_idx = &topk_idx;
-    args.counts = &counts;
-    args.offsets = &offsets;
-    args.global_counts = &global_counts;
-    exchange_->prepare(args);
+    exchange_->prepare({.layer = layer_,
+                        .handle_mem = handle_mem(flight),
+                        .topk_idx = {flight.topk_idx.data(), EPX_INT32, {tokens, router_.top_k}},
+                        .counts = flight.counts,
+                        .offsets = flight.offsets,
+                        .global_counts = {flight.global_counts, {shape_.num_ranks, router_.num_experts}}});
   }
 
   void dispatch(Flight<T>& flight, const epx_tensor& tokens) {
-    const epx_tensor topk_weights = epx_tensor_2d(flight.topk_weights.data(), kReal, tokens.sizes[0], router_.top_k);
-    const epx_tensor recv_tokens = rows(flight.recv_tokens);
-    const epx_tensor recv_weights = row_weights(flight.recv_weights);
-    auto args = args_for<epx_dispatch_args>(flight);
-    args.tokens = &tokens;
-    args.topk_weights = &topk_weights;
-    args.recv_tokens = &recv_tokens;
-    args.recv_weights = &recv_weights;
-    exchange_->dispatch(args);
+    exchange_->dispatch({.layer = layer_,
+                         .handle_mem = handle_mem(flight),
+                         .tokens = ConstTensor(tokens),
+                         .topk_weights = {flight.topk_weights.data(), kReal, {tokens.sizes[0], router_.top_k}},
+                         .recv_tokens = rows(flight.recv_tokens),
+                         .recv_weights = row_weights(flight.recv_weights)});
   }
 
   void combine(Flight<T>& flight, const epx_tensor& out) {
-    const epx_tensor expert_out = rows(flight.expert_out);
-    const epx_tensor recv_weights = row_weights(flight.recv_weights);
-    auto args = args_for<epx_combine_args>(flight);
-    args.expert_out = &expert_out;
-    args.recv_weights = is_early_ ? nullptr : &recv_weights;
-    args.out = &out;
-    exchange_->combine(args);
+    exchange_->combine({.layer = layer_,
+                        .handle_mem = handle_mem(flight),
+                        .expert_out = rows(flight.expert_out),
+                        .recv_weights = combine_weights(flight),
+                        .out = Tensor(out)});
   }
 
   void combine_bwd(Flight<T>& flight, const epx_tensor& grad_out) {
-    const epx_tensor expert_out = rows(flight.expert_out);
-    const epx_tensor recv_weights = row_weights(flight.recv_weights);
-    const epx_tensor grad_expert_out = rows(grad_expert_out_);
-    const epx_tensor grad_recv_weights = row_weights(grad_recv_weights_);
-    auto args = args_for<epx_combine_bwd_args>(flight);
-    args.grad_out = &grad_out;
-    args.grad_expert_out = &grad_expert_out;
+    CombineBwdArgs args = {.layer = layer_,
+                           .handle_mem = handle_mem(flight),
+                           .grad_out = ConstTensor(grad_out),
+                           .recv_weights = combine_weights(flight),
+                           .grad_expert_out = rows(grad_expert_out_)};
     if (!is_early_) {
-      args.expert_out = &expert_out;
-      args.recv_weights = &recv_weights;
-      args.grad_recv_weights = &grad_recv_weights;
+      args.expert_out = rows(flight.expert_out);
+      args.grad_recv_weights = row_weights(grad_recv_weights_);
     }
     exchange_->combine_bwd(args);
   }
 
   void dispatch_bwd(Flight<T>& flight, const epx_tensor& grad_tokens) {
-    const epx_tensor grad_recv = rows(grad_recv_);
-    const epx_tensor grad_recv_weights = row_weights(grad_recv_weights_);
-    const epx_tensor grad_topk_weights = epx_tensor_2d(grad_topk_weights_.data(), kReal, flight.num_tokens, router_.top_k);
-    auto args = args_for<epx_dispatch_bwd_args>(flight);
-    args.grad_recv = &grad_recv;
-    args.grad_recv_weights = &grad_recv_weights;
-    args.grad_tokens = &grad_tokens;
-    args.grad_topk_weights = &grad_topk_weights;
-    exchange_->dispatch_bwd(args);
+    exchange_->dispatch_bwd({.layer = layer_,
+                             .handle_mem = handle_mem(flight),
+                             .grad_recv = rows(grad_recv_),
+                             .grad_recv_weights = row_weights(grad_recv_weights_),
+                             .grad_tokens = Tensor(grad_tokens),
+                             .grad_topk_weights = {grad_topk_weights_.data(), kReal, {flight.num_tokens, router_.top_k}}});
   }
 
   void write_outputs(const Flight<T>& flight, const RouterInfo& info, const epx_moe_block_fwd_args& args) const {
@@ -284,7 +265,7 @@ private:
   Exchange::Shape shape_;
   epx_moe_router_config router_;
   FfnShape ffn_;
-  epx_layer layer_;
+  Layer layer_;
   bool is_early_;
   std::vector<Flight<T>> flights_;
   std::vector<T> grad_topk_weights_; // [T, K], for the time of a backward
@@ -313,7 +294,7 @@ std::unique_ptr<Block> make_block(epx_group group, const epx_moe_block_config& c
     } catch (const Error&) {
       throw; // refused on every rank, or by epx
     } catch (...) {
-      epx_group_abort(group); // no memory here: the other ranks are waiting in epx_mem_alloc
+      GroupView(group).abort(); // no memory here: the other ranks are waiting in epx_mem_alloc
       throw;
     }
   }

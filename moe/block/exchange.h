@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "epx/epx.h"
+#include "epx/epx.hpp"
 #include "epx/epx_moe.h"
 
 namespace epx::moe {
@@ -29,18 +29,18 @@ public:
   virtual void release() = 0;
 
   // As in epx.h, collective; failures are thrown.
-  virtual void prepare(const epx_prepare_args& args) = 0;
-  virtual void dispatch(const epx_dispatch_args& args) = 0;
-  virtual void combine(const epx_combine_args& args) = 0;
-  virtual void combine_bwd(const epx_combine_bwd_args& args) = 0;
-  virtual void dispatch_bwd(const epx_dispatch_bwd_args& args) = 0;
+  virtual void prepare(const PrepareArgs& args) = 0;
+  virtual void dispatch(const DispatchArgs& args) = 0;
+  virtual void combine(const CombineArgs& args) = 0;
+  virtual void combine_bwd(const CombineBwdArgs& args) = 0;
+  virtual void dispatch_bwd(const DispatchBwdArgs& args) = 0;
 
 protected:
   Shape shape_;
 };
 
 // Over a group. Local. Throws, with the names and values, when the block does not fit the group.
-std::unique_ptr<Exchange> make_group_exchange(epx_group group, const epx_moe_block_config& config);
+std::unique_ptr<Exchange> make_group_exchange(GroupView group, const epx_moe_block_config& config);
 
 // All experts here; T = float or double.
 template <typename T>

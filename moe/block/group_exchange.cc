@@ -7,30 +7,25 @@ namespace {
 
 class GroupExchange final : public Exchange {
 public:
-  GroupExchange(epx_group group, const epx_moe_block_config& config) : group_(group) {
-    epx_group_info info{};
-    info.struct_size = sizeof(info);
-    require_success(epx_group_query(group, &info));
+  GroupExchange(GroupView group, const epx_moe_block_config& config) : group_(group) {
+    const epx_group_info info = group_.query();
     require_fit(info, config);
-    const epx_layer layer{config.router.top_k, config.alignment};
-    shape_ = {info.num_ranks, info.num_local_experts, info.max_tokens_per_rank, info.max_recv_tokens_per_rank, 0};
-    require_success(epx_handle_mem_size(group, &layer, &shape_.handle_mem_bytes));
+    const Layer layer = {.top_k = config.router.top_k, .alignment = config.alignment};
+    shape_ = {info.num_ranks, info.num_local_experts, info.max_tokens_per_rank, info.max_recv_tokens_per_rank,
+              group_.handle_mem_size(layer)};
   }
 
   std::byte* allocate(size_t bytes) override {
-    require_success(epx_mem_alloc(group_, bytes, &memory_));
-    return static_cast<std::byte*>(memory_);
+    memory_ = group_.mem_alloc(bytes);
+    return memory_.data();
   }
-  void release() override {
-    if (memory_ != nullptr) require_success(epx_mem_free(group_, memory_));
-    memory_ = nullptr;
-  }
+  void release() override { memory_.free(); }
 
-  void prepare(const epx_prepare_args& args) override { require_success(epx_prepare(group_, &args)); }
-  void dispatch(const epx_dispatch_args& args) override { require_success(epx_dispatch(group_, &args)); }
-  void combine(const epx_combine_args& args) override { require_success(epx_combine(group_, &args)); }
-  void combine_bwd(const epx_combine_bwd_args& args) override { require_success(epx_combine_bwd(group_, &args)); }
-  void dispatch_bwd(const epx_dispatch_bwd_args& args) override { require_success(epx_dispatch_bwd(group_, &args)); }
+  void prepare(const PrepareArgs& args) override { group_.prepare(args); }
+  void dispatch(const DispatchArgs& args) override { group_.dispatch(args); }
+  void combine(const CombineArgs& args) override { group_.combine(args); }
+  void combine_bwd(const CombineBwdArgs& args) override { group_.combine_bwd(args); }
+  void dispatch_bwd(const DispatchBwdArgs& args) override { group_.dispatch_bwd(args); }
 
 private:
   static void require_fit(const epx_group_info& info, const epx_moe_block_config& config) {
@@ -49,13 +44,13 @@ private:
       refuse("the group's max_token_dtype is {}; a block needs float32", name_of(info.max_token_dtype));
   }
 
-  epx_group group_;
-  void* memory_ = nullptr;
+  GroupView group_;
+  Memory memory_;
 };
 
 } // namespace
 
-std::unique_ptr<Exchange> make_group_exchange(epx_group group, const epx_moe_block_config& config) {
+std::unique_ptr<Exchange> make_group_exchange(GroupView group, const epx_moe_block_config& config) {
   return std::make_unique<GroupExchange>(group, config);
 }
 

@@ -24,7 +24,7 @@ Zones require_zones(const Args& args, const FfnShape& shape, int64_t num_rows) {
 
 template <typename T>
 void forward(const FfnShape& shape, const epx_moe_ffn_args& args) {
-  const epx_dtype real = kDtypeOf<T>;
+  const epx_dtype real = epx::kDtypeOf<T>;
   const Dim rows{"N", args.recv_tokens->sizes[0]};
   const Dim hidden{"H", shape.hidden};
   FfnForward<T> call;
@@ -43,7 +43,7 @@ void forward(const FfnShape& shape, const epx_moe_ffn_args& args) {
 
 template <typename T>
 void backward(const FfnShape& shape, const epx_moe_ffn_bwd_args& args) {
-  const epx_dtype real = kDtypeOf<T>;
+  const epx_dtype real = epx::kDtypeOf<T>;
   const Dim rows{"N", args.recv_tokens->sizes[0]};
   const Dim hidden{"H", shape.hidden};
   FfnBackward<T> call;
