@@ -95,7 +95,7 @@ public:
     unsigned long long wrong = 0;
     device_.read(&wrong, wrong_, sizeof(wrong));
     check(wrong == 0, "{} bytes are wrong", wrong);
-    const epx_group_report report = read_status(group());
+    const epx_group_report report = GroupView(group()).status();
     check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
   }
   void dispatch() const { layer_->dispatch(); }
@@ -190,7 +190,7 @@ void test_groups_that_do_not_fit(const RankContext& context) {
   while (!(told[0] || told[1]) && ms_since(begin) < kShortMs + kGraceMs) {
     int index = 0;
     for (const Layer* layer : {&first, &second}) {
-      const epx_group_report report = read_status(layer->group());
+      const epx_group_report report = GroupView(layer->group()).status();
       if (report.status != EPX_SUCCESS && !told[static_cast<size_t>(index)]) {
         told[static_cast<size_t>(index)] = true;
         messages += std::string(report.message) + "\n";

@@ -44,7 +44,7 @@ void test_replays(const RankContext& context, epx_combine_precision precision, b
     layer.check_forward(work);
     layer.check_backward(work);
   }
-  const epx_group_report report = read_status(group.handle());
+  const epx_group_report report = group.view().status();
   check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
 }
 
@@ -130,7 +130,7 @@ void test_event_counts(const RankContext& context, uint64_t replays) {
     for (uint64_t i = 0; i < times; ++i)
       graph.launch();
     context.device->finish();
-    const epx_group_report report = read_status(group.handle());
+    const epx_group_report report = group.view().status();
     check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
     for (int other = 0; other < EPX_MAX_EVENT_KINDS; ++other)
       check_equal(report.event_counts[other], other == kind ? times : 0, "events of kind " + std::to_string(other));
@@ -145,7 +145,7 @@ void test_event_counts(const RankContext& context, uint64_t replays) {
   replay_and_check(dispatch, some, EPX_EVENT_HANDLE_MISMATCH, EPX_OP_DISPATCH, "not filled in by epx_prepare");
   replay_and_check(prepare, replays, EPX_EVENT_BAD_INDEX, EPX_OP_PREPARE, "1 bad entries in topk_idx");
   replay_and_check(prepare, some, EPX_EVENT_BAD_INDEX, EPX_OP_PREPARE, "token 1, k 1");
-  const epx_group_report report = read_status(group.handle());
+  const epx_group_report report = group.view().status();
   check_equal(report.event_counts[EPX_EVENT_BAD_INDEX], uint64_t{0}, "bad indices after the last look");
 }
 
@@ -218,7 +218,7 @@ void test_eager_streams(const RankContext& context) {
     layer.check_forward(work);
     layer.check_backward(work);
   }
-  const epx_group_report report = read_status(group.handle());
+  const epx_group_report report = group.view().status();
   check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
 }
 
@@ -256,7 +256,7 @@ void test_refused_beside_capture(const RankContext& context) {
   call_on(nullptr, &ResidentLayer::combine);
   check_cuda(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   layer.check_forward(work);
-  const epx_group_report report = read_status(group.handle());
+  const epx_group_report report = group.view().status();
   check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
 }
 
@@ -295,7 +295,7 @@ void test_unordered_graphs(const RankContext& context) {
     second_graph->launch();
     for (const Stream& stream : streams)
       stream.finish();
-    const epx_group_report report = read_status(group.handle());
+    const epx_group_report report = group.view().status();
     if (report.status != EPX_SUCCESS) {
       check_equal(static_cast<int>(report.status), static_cast<int>(EPX_ERROR_OUT_OF_SEQUENCE), "report.status");
       check_equal(report.culprit, kCulprit, "report.culprit");

@@ -24,8 +24,8 @@ void run_group(const RankContext& context, uint64_t group_seed, uint64_t layers)
     try {
       LayerRun layer(group, described.layer, Placement::random, described.seed);
       run_iteration(group, layer, make_workload(described.group, described.layer, described.seed));
-    } catch (const CheckFailure& failure) {
-      fail_check("{}\n  in layer {} of group {}: {}", failure.what(), i, group_seed, describe(described));
+    } catch (const std::exception& failure) {
+      fail_check("{}\n  in layer {} of group {}: {}", describe(failure), i, group_seed, describe(described));
     }
   }
 }

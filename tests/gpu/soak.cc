@@ -165,7 +165,7 @@ void soak(const RankContext& context, const Options& options) {
     context.device->read(&wrong, wrong_bytes, sizeof(wrong));
     context.device->free(memory);
     check(wrong == 0, "{} bytes are wrong", wrong);
-    const epx_group_report report = read_status(group.handle());
+    const epx_group_report report = group.view().status();
     check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
   }
 }

@@ -20,7 +20,7 @@ int run_suite(std::initializer_list<RankTest> tests) {
     std::fprintf(stderr, "skipped: %s\n", reason.what());
     return kSkippedExitCode;
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
+    std::fprintf(stderr, "%s\n", describe(error).c_str());
     std::_Exit(1); // peers may be gone: nothing that waits for them any more
   }
 }

@@ -2,12 +2,12 @@
 // ranks' tokens and experts.
 #include <functional>
 #include <limits>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include <doctest/doctest.h>
 
+#include "epx/epx.hpp"
 #include "tests/moe/block_run.h"
 #include "tests/support/check.h"
 #include "tests/support/local_bootstrap.h"
@@ -26,10 +26,6 @@ constexpr int64_t kMaskedToken = 2;
 // Tokens of each rank for 1, 2, 3 and 4 ranks.
 const std::vector<int64_t> kSplits[] = {{17}, {5, 12}, {0, 9, 8}, {6, 1, 0, 10}};
 
-struct GroupDelete {
-  void operator()(epx_group group) const { epx_group_destroy(group); }
-};
-
 struct Rank {
   epx_group group;
   int rank;
@@ -40,9 +36,8 @@ struct Rank {
   int64_t num_experts;
 };
 
-epx_group_config group_config(epx_combine_precision precision) {
-  epx_group_config config;
-  require_ok(epx_group_config_init(&config), "epx_group_config_init");
+GroupConfig group_config(epx_combine_precision precision) {
+  GroupConfig config;
   config.num_experts = kNumExperts;
   config.max_tokens_per_rank = kNumTokens;
   config.hidden_dim = kHidden;
@@ -60,15 +55,10 @@ void each_rank(const std::vector<int64_t>& split, const epx_group_config& config
   const int num_ranks = static_cast<int>(split.size());
   LocalMeeting meeting(num_ranks);
   run_threads(num_ranks, [&](int rank) {
-    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
-    epx_group group = nullptr;
-    check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
-    const std::unique_ptr<epx_group_s, GroupDelete> owner(group);
-    epx_group_info info = {};
-    info.struct_size = sizeof(info);
-    check_ok(epx_group_query(group, &info), "epx_group_query");
-    Rank self = {
-        group, rank, num_ranks, 0, split[static_cast<size_t>(rank)], info.first_local_expert, info.num_local_experts};
+    const Group group(meeting.bootstrap(rank), config);
+    const epx_group_info info = group.query();
+    Rank self = {group.get(),           rank, num_ranks, 0, split[static_cast<size_t>(rank)], info.first_local_expert,
+                 info.num_local_experts};
     for (int before = 0; before < rank; ++before)
       self.first_token += split[static_cast<size_t>(before)];
     body(self);
@@ -191,9 +181,7 @@ private:
 };
 
 void check_status_clean(const Rank& rank) {
-  epx_group_report report = {};
-  report.struct_size = sizeof(report);
-  check_ok(epx_group_status(rank.group, &report), "epx_group_status");
+  const epx_group_report report = GroupView(rank.group).status();
   check(report.message[0] == '\0', "the group says: {}", report.message);
 }
 

@@ -7,11 +7,10 @@
 #include <cstring>
 #include <functional>
 #include <limits>
-#include <memory>
 #include <string>
 #include <vector>
 
-#include "epx/epx.h"
+#include "epx/epx.hpp"
 #include "tests/multiprocess/bytes_0_1.h"
 #include "tests/multiprocess/layer_round.h"
 #include "tests/multiprocess/refusals.h"
@@ -23,13 +22,6 @@
 
 namespace epx::test {
 namespace {
-
-epx_group_report report_of(epx_group group) {
-  epx_group_report report{};
-  report.struct_size = sizeof(report);
-  check_ok(epx_group_status(group, &report), "epx_group_status");
-  return report;
-}
 
 void check_refused(LayerRound& round, const Refusal& refusal) {
   const auto calls = round.calls();
@@ -174,7 +166,7 @@ TEST_CASE("a bad index is reported with its value and treated as masked") {
       for (const Op op : {Op::prepare, Op::dispatch, Op::combine, Op::combine_bwd, Op::dispatch_bwd})
         round.run(op);
       round.check_results();
-      const epx_group_report report = report_of(group);
+      const epx_group_report report = GroupView(group).status();
       check_equal<uint64_t>(report.event_counts[EPX_EVENT_BAD_INDEX], mine ? 1 : 0, "the number of bad indices");
       if (mine) {
         check_tells(report.message, {table[i].words, "prepare", "0..4"}, "bad index");
@@ -202,7 +194,7 @@ TEST_CASE("overflow is reported with its sizes, or silent, and the group lives o
         round.poison_outputs();
         for (const Op op : {Op::prepare, Op::dispatch, Op::combine, Op::combine_bwd, Op::dispatch_bwd})
           round.run(op);
-        const epx_group_report report = report_of(group);
+        const epx_group_report report = GroupView(group).status();
         if (policy == EPX_OVERFLOW_DROP) {
           check(report.message[0] == '\0', "policy drop reports: {}", report.message);
           continue;
@@ -222,7 +214,7 @@ TEST_CASE("too few receive rows are reported with their number, and the group li
     const auto calls = round.calls();
     if (rank == 0) calls->recv_tokens.sizes[0] = calls->recv_weights.sizes[0] = 3;
     check_ok(call(Op::dispatch, *calls), "dispatch with 3 rows");
-    const epx_group_report report = report_of(group);
+    const epx_group_report report = GroupView(group).status();
     if (rank == 0) {
       check(report.event_counts[EPX_EVENT_TOO_FEW_ROWS] > 0 && report.first_event == EPX_EVENT_TOO_FEW_ROWS &&
                 report.first_event_operation == EPX_OP_DISPATCH,
@@ -249,7 +241,7 @@ void check_unusable_handle(epx_group group, LayerRound& round, int rank, const s
     const std::vector<std::byte> before = round.memory();
     check_ok(call(Op::dispatch, *calls), name);
     check(round.memory() == before, "{}: an output has changed", name);
-    const epx_group_report report = report_of(group);
+    const epx_group_report report = GroupView(group).status();
     check(report.event_counts[EPX_EVENT_HANDLE_MISMATCH] == 1 && report.first_event == EPX_EVENT_HANDLE_MISMATCH &&
               report.first_event_operation == EPX_OP_DISPATCH && report.status == EPX_SUCCESS,
           "{}: it is not reported: {}", name, report.message);
@@ -257,7 +249,7 @@ void check_unusable_handle(epx_group group, LayerRound& round, int rank, const s
   } else {
     check_ok(call(Op::dispatch, *calls), name);
     round.check_received(/*without=*/0);
-    report_of(group); // clears what rank 1 may say of rank 0
+    GroupView(group).status(); // clears what rank 1 may say of rank 0
   }
   round.run_all();
 }
@@ -265,7 +257,7 @@ void check_unusable_handle(epx_group group, LayerRound& round, int rank, const s
 TEST_CASE("unusable handle memory is reported, and its rank takes part without routes") {
   LocalMeeting other_meeting(kRanks);
   with_group(round_config(), [&](epx_group group, int rank) {
-    const GroupOwner other_group = make_group(other_meeting, rank, round_config());
+    const Group other_group(other_meeting.bootstrap(rank), round_config());
     LayerRound round(group, rank);
     LayerRound other_round(other_group.get(), rank);
     other_round.run_all();
@@ -299,7 +291,7 @@ TEST_CASE("handle memory of different prepares: neither rank's routes travel, an
     round.run_all();
     if (rank == 0) std::memcpy(round.handle(), old.data(), old.size());
     round.run(Op::dispatch);
-    const epx_group_report report = report_of(group);
+    const epx_group_report report = GroupView(group).status();
     check(report.event_counts[EPX_EVENT_HANDLE_MISMATCH] == 1, "rank {} does not report: {}", rank, report.message);
     round.run_all();
   });
@@ -312,7 +304,7 @@ TEST_CASE("another T than the handle's is reported") {
     const auto calls = round.calls();
     if (rank == 0) calls->tokens.sizes[0] = calls->topk_weights.sizes[0] = 2;
     check_ok(call(Op::dispatch, *calls), "dispatch of 2 tokens");
-    const epx_group_report report = report_of(group);
+    const epx_group_report report = GroupView(group).status();
     if (rank == 0) {
       check(report.event_counts[EPX_EVENT_HANDLE_MISMATCH] == 1, "it is not reported: {}", report.message);
       check_tells(report.message, {"2", "4"}, "another T");
@@ -349,7 +341,7 @@ void check_disagreement(const Disagreement& disagreement) {
     void* memory = nullptr;
     check_status(epx_mem_alloc(group, 64, &memory), disagreement.status, name + ", later epx_mem_alloc");
     for (int i = 0; i < 2; ++i) {
-      const epx_group_report report = report_of(group);
+      const epx_group_report report = GroupView(group).status();
       check(report.status == disagreement.status, "{}: the report says {}", name, epx_status_string(report.status));
       check(report.message[0] != '\0', "{}: the report has no words", name);
     }
@@ -437,7 +429,7 @@ TEST_CASE("a rank that does not come is named, with its sequence number") {
     if (rank == 1) return;
     check_status(call(Op::prepare, *round.calls()), EPX_ERROR_TIMEOUT, "prepare without rank 1");
     check_tells(epx_last_error(), {"rank 1", "prepare", "2000", "6", "5"}, "timeout");
-    const epx_group_report report = report_of(group);
+    const epx_group_report report = GroupView(group).status();
     check(report.status == EPX_ERROR_TIMEOUT && report.operation == EPX_OP_PREPARE && report.culprit == 1 &&
               report.sequence == 6 && report.expected == 6 && report.seen == 5 && report.num_missing == 1 &&
               report.missing[0] == 1 && report.phase == EPX_PHASE_ARRIVE,
@@ -453,7 +445,7 @@ TEST_CASE("an abort ends the group on all ranks, and says who") {
     if (rank == 1) check_ok(epx_group_abort(group), "epx_group_abort");
     check_status(call(Op::prepare, *round.calls()), EPX_ERROR_ABORTED, "prepare after the abort");
     check_tells(epx_last_error(), {"prepare", rank == 1 ? "abort" : "rank 1"}, "abort");
-    const epx_group_report report = report_of(group);
+    const epx_group_report report = GroupView(group).status();
     check(report.status == EPX_ERROR_ABORTED && report.culprit == 1, "the report says: {}", report.message);
   });
 }

@@ -48,7 +48,7 @@ void on_every_rank(const std::function<void(const RankContext&)>& scenario) {
   try {
     launcher().each_rank(scenario);
   } catch (const std::exception& error) {
-    failure = error.what();
+    failure = describe(error);
   }
   REQUIRE_MESSAGE(failure.empty(), failure); // an assertion, since abort-after counts these only
   REQUIRE(num_checks() > before);
@@ -80,7 +80,7 @@ void run_everywhere(const Case& test_case) {
     try {
       run_case(context, workloads);
     } catch (const std::exception& error) {
-      fail_check("{}\n  in case {}", error.what(), describe(test_case));
+      fail_check("{}\n  in case {}", describe(error), describe(test_case));
     }
   });
 }

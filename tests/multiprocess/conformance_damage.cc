@@ -74,7 +74,7 @@ TEST_CASE("a poison record that no rank stored ends the group with a sentence ab
       rank.prepare();
       if (!overwrite(context, rank, kPoison, word)) return;
       rank.call(EPX_OP_DISPATCH); // on the host transport it says so itself
-      const epx_group_report report = read_status(rank.group());
+      const epx_group_report report = GroupView(rank.group()).status();
       check(report.status == EPX_ERROR_INTERNAL, "word {:#x}: the report says {}: \"{}\"", word,
             epx_status_string(report.status), report.message);
       check(report.culprit >= 0 && report.culprit < context.num_ranks, "word {:#x}: culprit is {}", word, report.culprit);
@@ -96,7 +96,7 @@ TEST_CASE("a rank that is missing is named, whatever it seems to have waited for
       const bool overwritten = overwrite(context, rank, kWaiting, word);
       if (overwritten && context.rank != missing) {
         rank.call(EPX_OP_DISPATCH);
-        const epx_group_report report = read_status(rank.group());
+        const epx_group_report report = GroupView(rank.group()).status();
         check(report.status == EPX_ERROR_TIMEOUT && report.culprit == missing, "word {:#x}: {}, culprit {}: \"{}\"", word,
               epx_status_string(report.status), report.culprit, report.message);
       }

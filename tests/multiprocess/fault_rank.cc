@@ -202,7 +202,7 @@ const char* operation_name(epx_operation operation) {
 epx_group_report check_failed(FaultRank& rank, epx_status returned, const ExpectedFailure& expected) {
   const std::string sentence = epx_last_error();
   check_status(returned, expected.status, std::string("epx_") + operation_name(expected.operation));
-  const epx_group_report report = read_status(rank.group());
+  const epx_group_report report = GroupView(rank.group()).status();
   const std::string message = report.message;
   check(report.status == expected.status, "the report says {}, expected {}: \"{}\"", epx_status_string(report.status),
         epx_status_string(expected.status), message);
@@ -223,7 +223,7 @@ epx_group_report check_failed(FaultRank& rank, epx_status returned, const Expect
     check_status(rank.call(operation), expected.status, fmt::format("epx_{} after the failure", operation_name(operation)));
   }
   check(Clock::now() - begin < kAtOnce, "calls after the failure wait for something");
-  check(read_status(rank.group()).status == expected.status, "reading the status cleared the failure");
+  check(GroupView(rank.group()).status().status == expected.status, "reading the status cleared the failure");
   return report;
 }
 

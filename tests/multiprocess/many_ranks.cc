@@ -63,7 +63,7 @@ void run(const Kind& kind, int num_ranks, const std::string& transport) {
       run_case(context, workloads);
     });
   } catch (const std::exception& error) {
-    fail_check("{}\n  in case {}", error.what(), describe(workloads.test_case()));
+    fail_check("{}\n  in case {}", describe(error), describe(workloads.test_case()));
   }
 }
 

@@ -3,7 +3,7 @@
 #include "tests/support/check.h"
 
 #ifdef EPX_TEST_WITH_MPI
-#include "epx/epx_mpi.h"
+#include "epx/epx_mpi.hpp"
 #endif
 
 namespace epx::test {
@@ -17,9 +17,7 @@ class MpiLauncher final : public Launcher {
 public:
   explicit MpiLauncher(const std::string& transport) {
     check(MPI_Init(nullptr, nullptr) == MPI_SUCCESS, "MPI_Init failed");
-    epx_bootstrap bootstrap = {};
-    check_ok(epx_bootstrap_mpi(MPI_COMM_WORLD, kMeetTimeoutMs, &bootstrap), "epx_bootstrap_mpi");
-    ranks_ = make_process_launcher(transport, bootstrap);
+    ranks_ = make_process_launcher(transport, bootstrap_mpi(MPI_COMM_WORLD, kMeetTimeout));
   }
   MpiLauncher(const MpiLauncher&) = delete;
   MpiLauncher& operator=(const MpiLauncher&) = delete;

@@ -89,7 +89,7 @@ void run_one(uint64_t seed, const std::string& transport, Coverage& coverage) {
       run_case(context, workloads);
     });
   } catch (const std::exception& error) {
-    fail_check("{}\n  in case {}\n  again with: property --seed {} --cases 1", error.what(), describe(c), seed);
+    fail_check("{}\n  in case {}\n  again with: property --seed {} --cases 1", describe(error), describe(c), seed);
   }
   coverage.add(workloads);
   if (seed % 8 != 0) return;

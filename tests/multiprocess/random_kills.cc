@@ -121,7 +121,7 @@ std::string live(const std::string& directory, const std::string& name, int numb
         status = rank.call(operation);
         if (status == EPX_SUCCESS) continue;
         sentence = failed(operation_name(operation), status);
-        const epx_group_report report = read_status(rank.group());
+        const epx_group_report report = GroupView(rank.group()).status();
         check(report.culprit == victim, "the report names rank {} instead of rank {}: \"{}\"", report.culprit, victim,
               report.message);
         break;

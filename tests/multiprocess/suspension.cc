@@ -237,7 +237,7 @@ TEST_CASE("a rank that alone is stopped while it waits is named") {
         check_failed(rank, status, {EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH, kVictim, 2});
       } else { // all that it waited for has come, and its call is good; its next one is not
         if (status == EPX_SUCCESS) check_status(rank.call(EPX_OP_COMBINE), EPX_ERROR_TIMEOUT, "epx_combine");
-        const epx_group_report report = read_status(rank.group());
+        const epx_group_report report = GroupView(rank.group()).status();
         check(report.status == EPX_ERROR_TIMEOUT && report.culprit == kVictim, "\"{}\" does not name this rank",
               report.message);
       }

@@ -2,6 +2,8 @@
 
 #include <atomic>
 
+#include "epx/epx.hpp"
+
 namespace epx::test {
 
 namespace {
@@ -23,6 +25,12 @@ void check_status(epx_status actual, epx_status expected, const std::string& cal
 
 void check_ok(epx_status status, const std::string& call) {
   check_status(status, EPX_SUCCESS, call);
+}
+
+std::string describe(const std::exception& failure) {
+  if (const auto* error = dynamic_cast<const Error*>(&failure))
+    return fmt::format("{} returned {}: {}", error->function(), epx_status_string(error->status()), error->what());
+  return failure.what();
 }
 
 bool contains(const std::string& text, const std::string& part) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -48,6 +49,9 @@ void check_equal(const T& actual, const T& expected, const std::string& what) {
 // The message carries epx_last_error().
 void check_status(epx_status actual, epx_status expected, const std::string& call);
 void check_ok(epx_status status, const std::string& call);
+
+// What a test says of a failure; of a call through epx.hpp also which one, and its status.
+std::string describe(const std::exception& failure);
 
 // True when `text` contains `part`.
 bool contains(const std::string& text, const std::string& part);

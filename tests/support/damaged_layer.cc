@@ -255,7 +255,7 @@ void DamagedLayer::prepare() {
 
 void DamagedLayer::finish(epx_status status) {
   device_.finish();
-  const epx_group_report report = read_status(group_.handle());
+  const epx_group_report report = group_.view().status();
   ++counts_.calls;
   counts_.reported += static_cast<int64_t>(report.event_counts[EPX_EVENT_HANDLE_MISMATCH]);
   if (status == EPX_SUCCESS && report.status == EPX_SUCCESS) return;
@@ -528,8 +528,8 @@ int64_t run_group(const RankContext& context, const DamageOptions& options, int6
     }
   } catch (const GroupEnded&) {
     ++counts.timeouts;
-  } catch (const CheckFailure& failure) {
-    fail_check("{}\n  in or before damage {}; again with: --first {} --damages {} --seed {}", failure.what(), number - 1,
+  } catch (const std::exception& failure) {
+    fail_check("{}\n  in or before damage {}; again with: --first {} --damages {} --seed {}", describe(failure), number - 1,
                begin_of_layer, number - begin_of_layer, options.seed);
   }
   // A group that ends tells some ranks in one call, the others in the next. Until all know, their memory stays.

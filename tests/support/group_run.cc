@@ -16,35 +16,25 @@ std::vector<uint64_t> RankContext::gather(uint64_t value) const {
   return values;
 }
 
-epx_group_report read_status(epx_group group) {
-  epx_group_report report = {};
-  report.struct_size = sizeof(report);
-  check_ok(epx_group_status(group, &report), "epx_group_status");
-  return report;
-}
-
 GroupRun::GroupRun(const RankContext& context, const GroupCase& group, int color, int key, std::optional<int> expected_rank)
     : shape_(group), device_(*context.device) {
   shape_.transport = device_.transport();
   epx_group_config config = make_config(shape_);
   config.color = color;
   config.key = key;
-  check_ok(epx_group_create(context.bootstrap, &config, &group_), "epx_group_create");
+  group_ = Group(*context.bootstrap, config);
   try {
-    info_.struct_size = sizeof(info_);
-    check_ok(epx_group_query(group_, &info_), "epx_group_query");
+    info_ = group_.query();
     check_info(config, expected_rank.value_or(context.rank));
     check_plan(config);
   } catch (...) {
-    epx_group_abort(group_);
-    epx_group_destroy(group_);
+    group_.abort();
     throw;
   }
 }
 
 GroupRun::~GroupRun() {
-  if (std::uncaught_exceptions() > 0) epx_group_abort(group_);
-  epx_group_destroy(group_);
+  if (std::uncaught_exceptions() > 0) group_.abort();
 }
 
 void GroupRun::check_info(const epx_group_config& config, int expected_rank) const {
@@ -72,9 +62,7 @@ void GroupRun::check_info(const epx_group_config& config, int expected_rank) con
 }
 
 void GroupRun::check_plan(const epx_group_config& config) const {
-  epx_memory_plan plan = {};
-  plan.struct_size = sizeof(plan);
-  check_ok(epx_group_memory_plan(&config, shape_.num_ranks, &plan), "epx_group_memory_plan");
+  const epx_memory_plan plan = memory_plan(config, shape_.num_ranks);
   check_equal(plan.max_recv_tokens_per_rank, recv_capacity(shape_), "plan.max_recv_tokens_per_rank");
   check_equal(plan.window_bytes, info_.window_bytes, "plan.window_bytes");
   const int64_t parts = plan.control_bytes + plan.count_bytes + plan.slot_record_bytes + plan.scatter_row_bytes +
@@ -82,31 +70,32 @@ void GroupRun::check_plan(const epx_group_config& config) const {
                         plan.gather_weight_bytes;
   check_equal(parts, plan.window_bytes, "the sum of the plan's parts");
 
-  const epx_layer largest = {shape_.max_top_k, shape_.max_alignment};
-  size_t handle_bytes = 0;
-  check_ok(epx_handle_mem_size(group_, &largest, &handle_bytes), "epx_handle_mem_size");
+  const Layer largest = {.top_k = shape_.max_top_k, .alignment = shape_.max_alignment};
+  const size_t handle_bytes = group_.handle_mem_size(largest);
   check_equal(plan.handle_mem_bytes, static_cast<int64_t>(handle_bytes), "plan.handle_mem_bytes");
 }
 
 void GroupRun::add_arena(int64_t bytes) {
-  void* memory = nullptr;
-  const auto size = static_cast<size_t>(bytes);
-  check_ok(epx_mem_alloc(group_, size, &memory), "epx_mem_alloc");
+  Memory memory = group_.mem_alloc(static_cast<size_t>(bytes));
   count_call(); // it counts as two
   count_call();
-  check(memory != nullptr && reinterpret_cast<uintptr_t>(memory) % 256 == 0, "epx_mem_alloc gave {}", fmt::ptr(memory));
-  std::vector<std::byte> contents(size);
-  device_.read(contents.data(), memory, size);
+  check(memory.data() != nullptr && reinterpret_cast<uintptr_t>(memory.data()) % 256 == 0, "epx_mem_alloc gave {}",
+        fmt::ptr(memory.data()));
+  std::vector<std::byte> contents(memory.size());
+  device_.read(contents.data(), memory.data(), memory.size());
   for (const std::byte value : contents) {
     if (value != std::byte{0}) fail_check("fresh memory from epx_mem_alloc is not zero");
   }
-  arenas_.push_back({static_cast<std::byte*>(memory), size, 0});
+  arenas_.push_back({memory.data(), memory.size(), 0});
+  arena_memory_.push_back(std::move(memory));
 }
 
 void GroupRun::free_arena(size_t index) {
-  check_ok(epx_mem_free(group_, arenas_.at(index).base), "epx_mem_free");
+  arena_memory_.at(index).free();
   count_call();
-  arenas_.erase(arenas_.begin() + static_cast<std::ptrdiff_t>(index));
+  const auto place = static_cast<std::ptrdiff_t>(index);
+  arena_memory_.erase(arena_memory_.begin() + place);
+  arenas_.erase(arenas_.begin() + place);
 }
 
 void GroupRun::expect_event(epx_event_kind kind, epx_operation operation, int64_t count) {
@@ -116,7 +105,7 @@ void GroupRun::expect_event(epx_event_kind kind, epx_operation operation, int64_
 }
 
 void GroupRun::check_status() {
-  const epx_group_report report = read_status(group_);
+  const epx_group_report report = group_.status();
   const std::string message = report.message;
   check(report.status == EPX_SUCCESS, "the group has failed with {}: {}", epx_status_string(report.status), message);
   for (size_t kind = 0; kind < events_.size(); ++kind) {

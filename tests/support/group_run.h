@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "epx/epx.h"
+#include "epx/epx.hpp"
 #include "tests/support/call_buffers.h"
 #include "tests/support/case.h"
 #include "tests/support/device.h"
@@ -36,7 +36,8 @@ public:
   ~GroupRun(); // destroys the group; aborts it first when a check has failed, so that peers fail soon too
 
   const GroupCase& shape() const { return shape_; }
-  epx_group handle() const { return group_; }
+  epx_group handle() const { return group_.get(); }
+  GroupView view() const { return group_; }
   const epx_group_info& info() const { return info_; }
   int rank() const { return info_.rank; }
   Device& device() const { return device_; }
@@ -60,9 +61,10 @@ private:
 
   GroupCase shape_;
   Device& device_;
-  epx_group group_ = nullptr;
+  Group group_;
   epx_group_info info_ = {};
   std::vector<Arena> arenas_;
+  std::vector<Memory> arena_memory_; // of each
   uint64_t calls_ = 0;
 
   struct FirstEvent {
@@ -73,8 +75,5 @@ private:
   std::array<uint64_t, EPX_MAX_EVENT_KINDS> events_{};
   std::optional<FirstEvent> first_event_;
 };
-
-// Reads the status of a group.
-epx_group_report read_status(epx_group group);
 
 } // namespace epx::test

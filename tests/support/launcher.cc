@@ -1,6 +1,7 @@
 #include "tests/support/launcher.h"
 
 #include <cstdlib>
+#include <utility>
 
 #include "tests/support/check.h"
 #include "tests/support/local_bootstrap.h"
@@ -12,19 +13,16 @@ namespace {
 
 class ProcessLauncher final : public Launcher {
 public:
-  ProcessLauncher(const std::string& transport, const epx_bootstrap& bootstrap)
-      : bootstrap_(bootstrap), device_(make_device(transport, bootstrap.rank, bootstrap.num_ranks)) {}
-  ProcessLauncher(const ProcessLauncher&) = delete;
-  ProcessLauncher& operator=(const ProcessLauncher&) = delete;
-  ~ProcessLauncher() override { epx_bootstrap_free(&bootstrap_); }
+  ProcessLauncher(const std::string& transport, Bootstrap bootstrap)
+      : bootstrap_(std::move(bootstrap)), device_(make_device(transport, bootstrap_.rank(), bootstrap_.num_ranks())) {}
 
-  int num_ranks() const override { return bootstrap_.num_ranks; }
+  int num_ranks() const override { return bootstrap_.num_ranks(); }
   void each_rank(const std::function<void(const RankContext&)>& fn) override {
-    fn({bootstrap_.rank, bootstrap_.num_ranks, &bootstrap_, device_.get()});
+    fn({bootstrap_.rank(), bootstrap_.num_ranks(), bootstrap_.get(), device_.get()});
   }
 
 private:
-  epx_bootstrap bootstrap_;
+  Bootstrap bootstrap_;
   std::unique_ptr<Device> device_;
 };
 
@@ -55,17 +53,14 @@ int number_from(const char* variable) {
 
 } // namespace
 
-std::unique_ptr<Launcher> make_process_launcher(const std::string& transport, const epx_bootstrap& bootstrap) {
-  return std::make_unique<ProcessLauncher>(transport, bootstrap);
+std::unique_ptr<Launcher> make_process_launcher(const std::string& transport, Bootstrap bootstrap) {
+  return std::make_unique<ProcessLauncher>(transport, std::move(bootstrap));
 }
 
 std::unique_ptr<Launcher> make_file_launcher(const std::string& transport, const char* rank_variable,
                                              const char* ranks_variable, const std::string& directory) {
-  epx_bootstrap bootstrap = {};
-  check_ok(epx_bootstrap_file(directory.c_str(), "suite", number_from(rank_variable), number_from(ranks_variable),
-                              kMeetTimeoutMs, &bootstrap),
-           "epx_bootstrap_file");
-  return make_process_launcher(transport, bootstrap);
+  return make_process_launcher(
+      transport, bootstrap_file(directory, "suite", number_from(rank_variable), number_from(ranks_variable), kMeetTimeout));
 }
 
 std::unique_ptr<Launcher> make_thread_launcher(const std::string& transport, int num_ranks) {

@@ -1,6 +1,7 @@
 // Who this process is among the ranks of a suite: one rank of several processes, or all ranks as threads.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -18,7 +19,7 @@ public:
   virtual void each_rank(const std::function<void(const RankContext&)>& fn) = 0;
 };
 
-inline constexpr int64_t kMeetTimeoutMs = 60'000;
+inline constexpr std::chrono::seconds kMeetTimeout{60};
 
 // Ranks are processes that were given their number in the environment (rank_variable, ranks_variable) and meet through
 // files.
@@ -28,7 +29,7 @@ std::unique_ptr<Launcher> make_file_launcher(const std::string& transport, const
 // Ranks are threads of this process.
 std::unique_ptr<Launcher> make_thread_launcher(const std::string& transport, int num_ranks);
 
-// Ranks are processes that already have a bootstrap; it is freed with the launcher.
-std::unique_ptr<Launcher> make_process_launcher(const std::string& transport, const epx_bootstrap& bootstrap);
+// Ranks are processes that already have a bootstrap.
+std::unique_ptr<Launcher> make_process_launcher(const std::string& transport, Bootstrap bootstrap);
 
 } // namespace epx::test

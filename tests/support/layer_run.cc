@@ -39,63 +39,47 @@ class Tensors {
 public:
   explicit Tensors(CallBuffers& buffers) : buffers_(buffers) {}
 
-  epx_tensor rows_in(const char* name, const reference::Matrix& matrix) {
-    return rows(matrix, buffers_.input(name, matrix.bytes, static_cast<size_t>(reference::element_size(matrix.dtype))));
+  ConstTensor rows_in(const char* name, const reference::Matrix& matrix) {
+    return {buffers_.input(name, matrix.bytes, static_cast<size_t>(reference::element_size(matrix.dtype))),
+            matrix.dtype,
+            {matrix.rows, matrix.cols}};
   }
-  epx_tensor rows_out(const char* name, const reference::Matrix& shape) {
+  Tensor rows_out(const char* name, const reference::Matrix& shape) {
     const auto alignment = static_cast<size_t>(reference::element_size(shape.dtype));
-    return rows(shape, buffers_.output(name, shape.bytes.size(), alignment));
+    return {buffers_.output(name, shape.bytes.size(), alignment), shape.dtype, {shape.rows, shape.cols}};
   }
-  epx_tensor floats_in(const char* name, const std::vector<float>& values, int64_t per_row) {
-    return floats(values, per_row, buffers_.input(name, bytes_of(values), sizeof(float)));
+  ConstTensor floats_in(const char* name, const std::vector<float>& values, int64_t per_row) {
+    return {buffers_.input(name, bytes_of(values), sizeof(float)), EPX_FLOAT32, float_shape(values, per_row)};
   }
-  epx_tensor floats_out(const char* name, const std::vector<float>& shape, int64_t per_row) {
-    return floats(shape, per_row, buffers_.output(name, shape.size() * sizeof(float), sizeof(float)));
+  Tensor floats_out(const char* name, const std::vector<float>& shape, int64_t per_row) {
+    return {buffers_.output(name, shape.size() * sizeof(float), sizeof(float)), EPX_FLOAT32, float_shape(shape, per_row)};
   }
-  void sidecar_in(epx_tensor& tensor, const reference::Sidecar& sidecar) {
-    tensor.sidecar = buffers_.input("sidecar", sidecar.bytes, 1);
-    tensor.sidecar_row_bytes = sidecar.row_bytes;
+  ConstTensor sidecar_in(const ConstTensor& tensor, const reference::Sidecar& sidecar) {
+    return tensor.with_sidecar(buffers_.input("sidecar", sidecar.bytes, 1), sidecar.row_bytes);
   }
-  void sidecar_out(epx_tensor& tensor, const reference::Sidecar& shape) {
-    tensor.sidecar = buffers_.output("received sidecar", shape.bytes.size(), 1);
-    tensor.sidecar_row_bytes = shape.row_bytes;
+  Tensor sidecar_out(const Tensor& tensor, const reference::Sidecar& shape) {
+    return tensor.with_sidecar(buffers_.output("received sidecar", shape.bytes.size(), 1), shape.row_bytes);
   }
 
   // The next output, in the order in which they were made.
   std::vector<std::byte> next_output() { return buffers_.read_output(num_read_++); }
 
 private:
-  static epx_tensor rows(const reference::Matrix& matrix, void* data) {
-    return epx_tensor_2d(data, matrix.dtype, matrix.rows, matrix.cols);
-  }
-  static epx_tensor floats(const std::vector<float>& values, int64_t per_row, void* data) { // per_row 0: 1-dimensional
+  static Shape float_shape(const std::vector<float>& values, int64_t per_row) { // per_row 0: 1-dimensional
     const auto count = static_cast<int64_t>(values.size());
-    return per_row == 0 ? epx_tensor_1d(data, EPX_FLOAT32, count)
-                        : epx_tensor_2d(data, EPX_FLOAT32, count / per_row, per_row);
+    return per_row == 0 ? Shape(count) : Shape(count / per_row, per_row);
   }
 
   CallBuffers& buffers_;
   size_t num_read_ = 0;
 };
 
-template <typename Args>
-Args make_args(const epx_layer& layer, const void* handle, size_t handle_bytes, epx_stream stream) {
-  Args args = {};
-  args.struct_size = sizeof(args);
-  args.layer = layer;
-  args.handle_mem = handle;
-  args.handle_mem_bytes = handle_bytes;
-  args.stream = stream;
-  return args;
-}
-
 } // namespace
 
 LayerRun::LayerRun(GroupRun& group, const LayerCase& layer, Placement placement, uint64_t seed)
-    : group_(group), layer_(layer), epx_layer_{layer.top_k, layer.alignment}, placement_(placement),
+    : group_(group), layer_(layer), epx_layer_{.top_k = layer.top_k, .alignment = layer.alignment}, placement_(placement),
       rng_(mix(seed, 0x1a7e4 + static_cast<uint64_t>(group.rank()))) {
-  size_t bytes = 0;
-  check_ok(epx_handle_mem_size(group_.handle(), &epx_layer_, &bytes), "epx_handle_mem_size");
+  const size_t bytes = group_.view().handle_mem_size(epx_layer_);
   const GroupCase& shape = group_.shape();
   const int64_t limit = 16 * (static_cast<int64_t>(shape.max_tokens) * layer.top_k + recv_capacity(shape)) +
                         8 * static_cast<int64_t>(shape.num_ranks) * shape.num_experts + 64 * 1024;
@@ -115,13 +99,14 @@ void LayerRun::use_foreign_handle(std::vector<std::byte> bytes) {
   handle_ = std::move(bytes);
 }
 
-const void* LayerRun::handle_input(CallBuffers& buffers) {
+template <typename Args>
+Args LayerRun::make_args(CallBuffers& buffers) {
   // Always a copy of the bytes that prepare wrote, at a new address; prepare's own memory is gone.
-  return buffers.input("handle memory", handle_, 16);
+  auto* const handle = static_cast<const std::byte*>(buffers.input("handle memory", handle_, 16));
+  return {.layer = epx_layer_, .handle_mem = {handle, handle_.size()}, .stream = group_.device().stream()};
 }
 
-void LayerRun::finish(CallBuffers& buffers, epx_operation operation, epx_status status, const std::string& call) {
-  check_ok(status, call);
+void LayerRun::finish(CallBuffers& buffers, epx_operation operation) {
   group_.count_call();
   buffers.check_surroundings();
   if (mismatch_ && operation != EPX_OP_PREPARE) group_.expect_event(EPX_EVENT_HANDLE_MISMATCH, operation, 1);
@@ -144,53 +129,47 @@ void LayerRun::prepare(const Workload& work) {
     const char* name;
     std::vector<int64_t> expected;
     epx_dtype dtype;
-    int64_t sizes[2]; // sizes[1] 0: 1-dimensional
-    const epx_tensor* epx_prepare_args::*field;
+    Shape shape;
+    Tensor PrepareArgs::*field;
   };
   const epx_dtype counts = layer_.counts_dtype;
   const auto num_experts = static_cast<int64_t>(mine.counts.size());
   const std::array<Output, 6> outputs = {{
-      {"counts", mine.counts, counts, {num_experts, 0}, &epx_prepare_args::counts},
-      {"offsets", mine.offsets, counts, {num_experts + 1, 0}, &epx_prepare_args::offsets},
+      {"counts", mine.counts, counts, num_experts, &PrepareArgs::counts},
+      {"offsets", mine.offsets, counts, num_experts + 1, &PrepareArgs::offsets},
       {"global_counts",
        work.plan.global_counts,
        counts,
        {work.group.num_ranks, work.group.num_experts},
-       &epx_prepare_args::global_counts},
-      {"info", {mine.info.begin(), mine.info.end()}, EPX_INT64, {5, 0}, &epx_prepare_args::info},
-      {"slot", widen(mine.slot), EPX_INT32, {routing.num_tokens, layer_.top_k}, &epx_prepare_args::slot},
-      {"slot_origin", widen(mine.slot_origin), EPX_INT32, {recv_capacity(work.group), 3}, &epx_prepare_args::slot_origin},
+       &PrepareArgs::global_counts},
+      {"info", {mine.info.begin(), mine.info.end()}, EPX_INT64, 5, &PrepareArgs::info},
+      {"slot", widen(mine.slot), EPX_INT32, {routing.num_tokens, layer_.top_k}, &PrepareArgs::slot},
+      {"slot_origin", widen(mine.slot_origin), EPX_INT32, {recv_capacity(work.group), 3}, &PrepareArgs::slot_origin},
   }};
 
   const std::vector<std::byte> indices = encode_integers(routing.topk_idx, layer_.index_dtype);
-  const epx_tensor topk_idx = epx_tensor_2d(buffers.input("topk_idx", indices, integer_bytes(layer_.index_dtype)),
-                                            layer_.index_dtype, routing.num_tokens, layer_.top_k);
-  void* handle = buffers.output("handle memory", handle_.size(), 16);
+  const ConstTensor topk_idx(buffers.input("topk_idx", indices, integer_bytes(layer_.index_dtype)), layer_.index_dtype,
+                             {routing.num_tokens, layer_.top_k});
+  auto* const handle = static_cast<std::byte*>(buffers.output("handle memory", handle_.size(), 16));
   group_.device().write(handle, handle_.data(), handle_.size()); // zeros, or what the prepare before this one wrote there
-  epx_prepare_args args = {};
-  args.struct_size = sizeof(args);
-  args.layer = epx_layer_;
-  args.handle_mem = handle;
-  args.handle_mem_bytes = handle_.size();
-  args.stream = group_.device().stream();
-  args.topk_idx = &topk_idx;
-  std::array<epx_tensor, 6> tensors = {};
+  PrepareArgs args = {.layer = epx_layer_,
+                      .handle_mem = {handle, handle_.size()},
+                      .stream = group_.device().stream(),
+                      .topk_idx = topk_idx};
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (i >= 2 && rng_.chance(30)) continue; // not wanted
     const Output& output = outputs[i];
     const size_t size = integer_bytes(output.dtype);
-    void* data = buffers.output(output.name, output.expected.size() * size, size);
-    tensors[i] = output.sizes[1] == 0 ? epx_tensor_1d(data, output.dtype, output.sizes[0])
-                                      : epx_tensor_2d(data, output.dtype, output.sizes[0], output.sizes[1]);
-    args.*output.field = &tensors[i];
+    args.*output.field = {buffers.output(output.name, output.expected.size() * size, size), output.dtype, output.shape};
   }
 
-  finish(buffers, EPX_OP_PREPARE, epx_prepare(group_.handle(), &args), "epx_prepare");
+  group_.view().prepare(args);
+  finish(buffers, EPX_OP_PREPARE);
   size_t next = 0;
   handle_ = buffers.read_output(next++);
   mismatch_ = useless_ = false;
   for (const Output& output : outputs) {
-    if (args.*output.field == nullptr) continue;
+    if (!(args.*output.field)) continue;
     check_integers(output.name, output.expected, buffers.read_output(next++), output.dtype);
   }
   group_.expect_event(EPX_EVENT_BAD_INDEX, EPX_OP_PREPARE, mine.bad_indices);
@@ -205,25 +184,21 @@ void LayerRun::dispatch(const Workload& work) {
   const DispatchData& data = work.dispatch;
   CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
   Tensors tensors(buffers);
-  auto args = make_args<epx_dispatch_args>(epx_layer_, handle_input(buffers), handle_.size(), group_.device().stream());
+  auto args = make_args<DispatchArgs>(buffers);
 
-  epx_tensor tokens = tensors.rows_in("tokens", data.tokens[rank]);
-  epx_tensor recv_tokens = tensors.rows_out("recv_tokens", data.recv_tokens[rank]);
-  epx_tensor topk_weights = {}, recv_weights = {};
-  args.tokens = &tokens;
-  args.recv_tokens = &recv_tokens;
+  args.tokens = tensors.rows_in("tokens", data.tokens[rank]);
+  args.recv_tokens = tensors.rows_out("recv_tokens", data.recv_tokens[rank]);
   if (!data.sidecars.empty()) {
-    tensors.sidecar_in(tokens, data.sidecars[rank]);
-    tensors.sidecar_out(recv_tokens, data.recv_sidecars[rank]);
+    args.tokens = tensors.sidecar_in(args.tokens, data.sidecars[rank]);
+    args.recv_tokens = tensors.sidecar_out(args.recv_tokens, data.recv_sidecars[rank]);
   }
   if (!data.topk_weights.empty()) {
-    topk_weights = tensors.floats_in("topk_weights", data.topk_weights[rank], layer_.top_k);
-    recv_weights = tensors.floats_out("recv_weights", data.recv_weights[rank], 0);
-    args.topk_weights = &topk_weights;
-    args.recv_weights = &recv_weights;
+    args.topk_weights = tensors.floats_in("topk_weights", data.topk_weights[rank], layer_.top_k);
+    args.recv_weights = tensors.floats_out("recv_weights", data.recv_weights[rank], 0);
   }
 
-  finish(buffers, EPX_OP_DISPATCH, epx_dispatch(group_.handle(), &args), "epx_dispatch");
+  group_.view().dispatch(args);
+  finish(buffers, EPX_OP_DISPATCH);
   check_rows("recv_tokens", data.recv_tokens[rank], tensors.next_output(), NanRule::bits);
   if (!data.sidecars.empty()) check_bytes("recv sidecar", data.recv_sidecars[rank].bytes, tensors.next_output());
   if (!data.topk_weights.empty()) {
@@ -237,19 +212,16 @@ void LayerRun::combine(const Workload& work) {
   const CombineData& data = work.combine;
   CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
   Tensors tensors(buffers);
-  auto args = make_args<epx_combine_args>(epx_layer_, handle_input(buffers), handle_.size(), group_.device().stream());
+  auto args = make_args<CombineArgs>(buffers);
 
-  const epx_tensor expert_out = tensors.rows_in("expert_out", data.expert_out[rank]);
-  const epx_tensor out = tensors.rows_out("out", data.out[rank]);
-  epx_tensor recv_weights = {};
-  args.expert_out = &expert_out;
-  args.out = &out;
+  args.expert_out = tensors.rows_in("expert_out", data.expert_out[rank]);
+  args.out = tensors.rows_out("out", data.out[rank]);
   if (!data.recv_weights.empty()) {
-    recv_weights = tensors.floats_in("recv_weights", data.recv_weights[rank], 0);
-    args.recv_weights = &recv_weights;
+    args.recv_weights = tensors.floats_in("recv_weights", data.recv_weights[rank], 0);
   }
 
-  finish(buffers, EPX_OP_COMBINE, epx_combine(group_.handle(), &args), "epx_combine");
+  group_.view().combine(args);
+  finish(buffers, EPX_OP_COMBINE);
   check_rows("out", data.out[rank], tensors.next_output(), NanRule::any_nan);
   expect_after_call(work, EPX_OP_COMBINE, data.expert_out[rank].rows);
 }
@@ -259,25 +231,20 @@ void LayerRun::combine_bwd(const Workload& work) {
   const CombineBwdData& data = work.combine_bwd;
   CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
   Tensors tensors(buffers);
-  auto args = make_args<epx_combine_bwd_args>(epx_layer_, handle_input(buffers), handle_.size(), group_.device().stream());
+  auto args = make_args<CombineBwdArgs>(buffers);
 
-  const epx_tensor grad_out = tensors.rows_in("grad_out", data.grad_out[rank]);
-  const epx_tensor grad_expert_out = tensors.rows_out("grad_expert_out", data.grad_expert_out[rank]);
-  epx_tensor expert_out = {}, recv_weights = {}, grad_recv_weights = {};
-  args.grad_out = &grad_out;
-  args.grad_expert_out = &grad_expert_out;
+  args.grad_out = tensors.rows_in("grad_out", data.grad_out[rank]);
+  args.grad_expert_out = tensors.rows_out("grad_expert_out", data.grad_expert_out[rank]);
   if (!data.recv_weights.empty()) {
-    recv_weights = tensors.floats_in("recv_weights", data.recv_weights[rank], 0);
-    args.recv_weights = &recv_weights;
+    args.recv_weights = tensors.floats_in("recv_weights", data.recv_weights[rank], 0);
   }
   if (!data.grad_recv_weights.empty()) {
-    expert_out = tensors.rows_in("expert_out", data.expert_out[rank]);
-    grad_recv_weights = tensors.floats_out("grad_recv_weights", data.grad_recv_weights[rank], 0);
-    args.expert_out = &expert_out;
-    args.grad_recv_weights = &grad_recv_weights;
+    args.expert_out = tensors.rows_in("expert_out", data.expert_out[rank]);
+    args.grad_recv_weights = tensors.floats_out("grad_recv_weights", data.grad_recv_weights[rank], 0);
   }
 
-  finish(buffers, EPX_OP_COMBINE_BWD, epx_combine_bwd(group_.handle(), &args), "epx_combine_bwd");
+  group_.view().combine_bwd(args);
+  finish(buffers, EPX_OP_COMBINE_BWD);
   const NanRule rule = data.recv_weights.empty() ? NanRule::bits : NanRule::any_nan;
   check_rows("grad_expert_out", data.grad_expert_out[rank], tensors.next_output(), rule);
   if (!data.grad_recv_weights.empty()) {
@@ -291,21 +258,17 @@ void LayerRun::dispatch_bwd(const Workload& work) {
   const DispatchBwdData& data = work.dispatch_bwd;
   CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
   Tensors tensors(buffers);
-  auto args = make_args<epx_dispatch_bwd_args>(epx_layer_, handle_input(buffers), handle_.size(), group_.device().stream());
+  auto args = make_args<DispatchBwdArgs>(buffers);
 
-  const epx_tensor grad_recv = tensors.rows_in("grad_recv", data.grad_recv[rank]);
-  const epx_tensor grad_tokens = tensors.rows_out("grad_tokens", data.grad_tokens[rank]);
-  epx_tensor grad_recv_weights = {}, grad_topk_weights = {};
-  args.grad_recv = &grad_recv;
-  args.grad_tokens = &grad_tokens;
+  args.grad_recv = tensors.rows_in("grad_recv", data.grad_recv[rank]);
+  args.grad_tokens = tensors.rows_out("grad_tokens", data.grad_tokens[rank]);
   if (!data.grad_recv_weights.empty()) {
-    grad_recv_weights = tensors.floats_in("grad_recv_weights", data.grad_recv_weights[rank], 0);
-    grad_topk_weights = tensors.floats_out("grad_topk_weights", data.grad_topk_weights[rank], layer_.top_k);
-    args.grad_recv_weights = &grad_recv_weights;
-    args.grad_topk_weights = &grad_topk_weights;
+    args.grad_recv_weights = tensors.floats_in("grad_recv_weights", data.grad_recv_weights[rank], 0);
+    args.grad_topk_weights = tensors.floats_out("grad_topk_weights", data.grad_topk_weights[rank], layer_.top_k);
   }
 
-  finish(buffers, EPX_OP_DISPATCH_BWD, epx_dispatch_bwd(group_.handle(), &args), "epx_dispatch_bwd");
+  group_.view().dispatch_bwd(args);
+  finish(buffers, EPX_OP_DISPATCH_BWD);
   check_rows("grad_tokens", data.grad_tokens[rank], tensors.next_output(), NanRule::any_nan);
   if (!data.grad_recv_weights.empty()) {
     check_floats("grad_topk_weights", data.grad_topk_weights[rank], tensors.next_output(), NanRule::bits);

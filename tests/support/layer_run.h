@@ -34,13 +34,14 @@ public:
   void expect_mismatch(bool useless);
 
 private:
-  const void* handle_input(CallBuffers& buffers);
-  void finish(CallBuffers& buffers, epx_operation operation, epx_status status, const std::string& call);
+  template <typename Args>
+  Args make_args(CallBuffers& buffers); // layer, handle memory and stream
+  void finish(CallBuffers& buffers, epx_operation operation);
   void expect_after_call(const Workload& work, epx_operation operation, int64_t rows);
 
   GroupRun& group_;
   LayerCase layer_;
-  epx_layer epx_layer_;
+  Layer epx_layer_;
   Placement placement_;
   Rng rng_;
   std::vector<std::byte> handle_;

@@ -185,7 +185,7 @@ std::vector<ProcessResult> run_processes(int num_ranks, std::chrono::millisecond
       fn(rank);
       return 0;
     } catch (const std::exception& error) {
-      std::fprintf(stderr, "%s\n", error.what());
+      std::fprintf(stderr, "%s\n", describe(error).c_str());
     } catch (...) {
       std::fprintf(stderr, "something unknown was thrown\n");
     }

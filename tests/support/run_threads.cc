@@ -26,7 +26,7 @@ void run_rank(int rank, const std::function<void(int)>& fn, Progress& progress) 
   try {
     fn(rank);
   } catch (const std::exception& error) {
-    failure = fmt::format("rank {}: {}", rank, error.what());
+    failure = fmt::format("rank {}: {}", rank, describe(error));
   } catch (...) {
     failure = fmt::format("rank {}: threw something unknown", rank);
   }

@@ -14,6 +14,7 @@
 
 #include <unistd.h>
 
+#include "epx/epx.hpp"
 #include "tests/support/call_buffers.h"
 #include "tests/support/case.h"
 #include "tests/support/check.h"
@@ -48,6 +49,18 @@ TEST_CASE("check throws with its message, and counts") {
   CHECK(failure_of([] { check(true, "no"); }).empty());
   CHECK(failure_of([] { check(1 > 2, "{} is not more than {}", 1, 2); }) == "1 is not more than 2");
   CHECK(num_checks() == before + 2);
+}
+
+TEST_CASE("a call of epx that fails is described by its name, its status and its sentence") {
+  std::string failure;
+  try {
+    run_threads(2, [](int rank) {
+      if (rank == 1) GroupView().prepare({});
+    });
+  } catch (const CheckFailure& threads) {
+    failure = threads.what();
+  }
+  CHECK(failure == "rank 1: epx_prepare returned EPX_ERROR_INVALID_ARGUMENT: epx_prepare: group is NULL");
 }
 
 TEST_CASE("rows are compared bit for bit, or with all NaNs alike") {
