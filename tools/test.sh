@@ -70,9 +70,12 @@ tidy_files() {
   done
 }
 
+# clang-tidy reads a file once for each command that compiles it.
 tidy_is_quiet() {
   [[ -e build/compile_commands.json ]] || return 1
-  tidy_files | xargs -r -n 1 -P "$(nproc)" clang-tidy-14 -p build --quiet 2>/dev/null
+  mkdir -p build/tidy
+  python3 tools/distinct_compile_commands.py build/compile_commands.json build/tidy/compile_commands.json || return 1
+  tidy_files | xargs -r -n 1 -P "$(nproc)" clang-tidy-14 -p build/tidy --quiet 2>/dev/null
 }
 
 install_missing "${build_packages[@]}" "${test_packages[@]}" "${lint_packages[@]}"
