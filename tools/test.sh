@@ -6,41 +6,108 @@
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 cd "$source_root"
 
-changed_since=''
-case ${1-} in
---changed) changed_since=${2:?--changed needs a revision} ;;
-'') ;;
-*) die "usage: ${0##*/} [--changed REV]" ;;
-esac
+usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$source_root/tools/test.sh" | grep -v '^shellcheck'; }
 
-checks=()   # NAME=passed|failed of what meson does not count
-testlogs=() # what meson counted
+changed_since=''
+while (($# > 0)); do
+  case $1 in
+  --changed)
+    changed_since=${2:?--changed needs a revision}
+    shift
+    ;;
+  --help)
+    usage
+    exit
+    ;;
+  *) die "usage: ${0##*/} [--changed REV], or --help" ;;
+  esac
+  shift
+done
+
+# Lanes are functions that run in the background, each in a process group of its own: so they can be ended with all that they
+# started. What they find out is in files of this directory, since they are subshells.
+results=$(mktemp -d)
+lanes=()
+end_lanes() {
+  local lane
+  for lane in "${lanes[@]}"; do
+    kill -- "-$lane" 2>/dev/null || true
+  done
+  rm -rf "$results"
+}
+trap end_lanes EXIT
+
+start_lane() { # COMMAND...
+  set -m
+  "$@" </dev/null &
+  set +m
+  lanes+=("$!")
+}
+
+# Waits for all lanes. What becomes of them is in their results.
+join_lanes() {
+  wait "${lanes[@]}" || true
+  lanes=()
+}
+
+record() { # NAME=passed|failed
+  printf '%s\n' "$1" >>"$results/checks"
+}
 
 check() { # NAME COMMAND...
   local name=$1
   shift
   if "$@"; then
-    checks+=("$name=passed")
+    record "$name=passed"
   else
-    checks+=("$name=failed")
+    record "$name=failed"
     say "FAILED: $name"
   fi
 }
 
-# A build that fails counts as one failed check; its tests are not run.
-build() { # BUILD_DIR MESON_OPTION...
-  local build_dir=$1 begin=$SECONDS
-  shift
+# Builds the targets that TARGETS_FUNCTION prints; all, if it prints none. A build that fails counts as one failed check; its
+# tests are not run.
+build() { # BUILD_DIR TARGETS_FUNCTION MESON_OPTION...
+  local build_dir=$1 targets_function=$2 begin=$SECONDS targets=()
+  shift 2
   say "$build_dir: building"
   if configure "$build_dir" -Dtests=enabled -Dtools=enabled -Dmpi=enabled "$@" &&
-    ninja -C "$build_dir" >"$build_dir/build.log"; then
+    mapfile -t targets < <("$targets_function" "$build_dir") &&
+    ninja -C "$build_dir" "${targets[@]}" >"$build_dir/build.log"; then
     say "$build_dir: built in $((SECONDS - begin)) s"
-    return 0
+    touch "$results/$build_dir.built"
+  else
+    grep -E '(error|warning|FAILED|undefined)' -A 4 "$build_dir/build.log" 2>/dev/null | head -n 100 || true
+    record "$build_dir builds=failed"
+    say "FAILED: $build_dir does not build"
   fi
-  [[ -e $build_dir/build.log ]] && grep -E '(error|warning|FAILED|undefined)' -A 4 "$build_dir/build.log" | head -n 100
-  checks+=("$build_dir builds=failed")
-  say "FAILED: $build_dir does not build"
-  return 1
+  touch "$results/$build_dir.done"
+}
+
+all_targets() { :; }
+
+# The programs of the tests that are ThreadSanitizer's.
+threads_targets() { # BUILD_DIR
+  meson introspect --tests "$1" | python3 -c '
+import json, os, sys
+for test in json.load(sys.stdin):
+    if "epx:threads" in test["suite"]:
+        print(os.path.relpath(test["cmd"][0], sys.argv[1]))' "$source_root/$1" | sort -u
+}
+
+was_built() { [[ -e $results/$1.built ]]; } # BUILD_DIR
+
+# Waits until the first lane has built it, or has failed to.
+wait_for_build() { # BUILD_DIR
+  until [[ -e $results/$1.done ]]; do
+    if ! kill -0 "${lanes[0]}" 2>/dev/null && [[ ! -e $results/$1.done ]]; then
+      record "$1 builds=failed"
+      say "FAILED: $1: its build has ended early"
+      return 1
+    fi
+    sleep 1
+  done
+  was_built "$1"
 }
 
 run_tests() { # BUILD_DIR LOG_NAME TIMEOUT_MULTIPLIER MESON_TEST_ARGS...
@@ -48,9 +115,9 @@ run_tests() { # BUILD_DIR LOG_NAME TIMEOUT_MULTIPLIER MESON_TEST_ARGS...
   shift 3
   say "$build_dir: testing${*:+ ($*)}"
   rm -f "$build_dir/meson-logs/$log.json"
+  printf '%s\n' "$build_dir/meson-logs/$log.json" >>"$results/testlogs"
   "${unrandomised[@]}" meson test -C "$build_dir" --no-rebuild --print-errorlogs --logbase "$log" \
     --timeout-multiplier "$multiplier" "$@" </dev/null || true # count_tests.py reads what failed
-  testlogs+=("$build_dir/meson-logs/$log.json")
   say "$build_dir: tested in $((SECONDS - begin)) s"
 }
 
@@ -59,6 +126,11 @@ source_files() { # FIND_TEST...
 }
 
 format_is_right() { source_files -name '*.h' -o -name '*.hpp' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' | xargs -r clang-format-14 --dry-run -Werror; }
+
+check_format() {
+  say "clang-format: comparing"
+  check clang-format format_is_right
+}
 
 # Sources of the libraries that the build compiles, since clang-tidy needs their flags.
 tidy_files() {
@@ -86,31 +158,59 @@ unrandomised=()
 if setarch "$(uname -m)" -R true 2>/dev/null; then
   unrandomised=(setarch "$(uname -m)" -R)
 fi
-# Line numbers without the rest of the debug information, and few optimisations: half the time to compile. Kernels have
-# compute-sanitizer, on machines with GPUs.
-sanitizer_options=(--buildtype=plain -Dcuda=disabled -Doptimization=1 -Dc_args=-g1 -Dcpp_args=-g1 -Db_lundef=false)
+# Line numbers without the rest of the debug information, which takes less time to compile. Kernels have compute-sanitizer, on
+# machines with GPUs.
+sanitizer_options=(--buildtype=plain -Dcuda=disabled -Dc_args=-g1 -Dcpp_args=-g1 -Db_lundef=false)
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
 export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1
+export ASAN_OPTIONS=abort_on_error=1:detect_stack_use_after_return=1
 
-if build build --buildtype=release -Dwerror=true; then
-  run_tests build testlog 1
-fi
-if build build-asan "${sanitizer_options[@]}" -Db_sanitize=address,undefined; then
-  export ASAN_OPTIONS=abort_on_error=1:detect_stack_use_after_return=1
-  run_tests build-asan testlog 4 --no-suite mpi
-  ASAN_OPTIONS+=:detect_leaks=0 # Open MPI leaks, from modules that it has unloaded by then
-  run_tests build-asan testlog-mpi 4 --suite mpi
-  unset ASAN_OPTIONS
-fi
-# No threads in what this leaves out.
-if build build-tsan -Dtools=disabled -Dmpi=disabled "${sanitizer_options[@]}" -Db_sanitize=thread; then
-  run_tests build-tsan testlog 6 --suite threads
-fi
+finish() {
+  say "Everything took $((SECONDS / 60)) min $((SECONDS % 60)) s"
+  local checks=() testlogs=()
+  [[ ! -e $results/checks ]] || mapfile -t checks <"$results/checks"
+  [[ ! -e $results/testlogs ]] || mapfile -t testlogs <"$results/testlogs"
+  python3 tools/count_tests.py "${checks[@]/#/--check=}" "${testlogs[@]}"
+}
 
-say "clang-format: comparing"
-check clang-format format_is_right
-say "clang-tidy: reading runtime/, transport/ and moe/${changed_since:+ (what differs from $changed_since)}"
-check clang-tidy tidy_is_quiet
+# Half of a test's time is waiting, so what only computes runs beside the tests, at a lower priority.
+compile_rest() {
+  renice -n "$(($(nice) + 5))" -p "$BASHPID" >/dev/null || true
+  # At -Og, which with these sanitizers takes little more than half the time to compile that -O1 takes.
+  build build-asan all_targets "${sanitizer_options[@]}" -Doptimization=g -Db_sanitize=address,undefined
+  # No threads in what this leaves out.
+  build build-tsan threads_targets -Dtools=disabled -Dmpi=disabled "${sanitizer_options[@]}" -Doptimization=1 -Db_sanitize=thread
+  check_format
+  say "clang-tidy: reading runtime/, transport/ and moe/${changed_since:+ (what differs from $changed_since)}"
+  check clang-tidy tidy_is_quiet
+}
 
-say "Everything took $((SECONDS / 60)) min $((SECONDS % 60)) s"
-python3 tools/count_tests.py "${checks[@]/#/--check=}" "${testlogs[@]}"
+build build all_targets --buildtype=release -Dwerror=true
+start_lane compile_rest
+if was_built build; then
+  run_tests build testlog 1 --no-suite timing
+fi
+if wait_for_build build-asan; then
+  run_tests build-asan testlog 4 --no-suite mpi --no-suite timing
+  # Open MPI leaks, from modules that it has unloaded by then.
+  ASAN_OPTIONS+=:detect_leaks=0 run_tests build-asan testlog-mpi 4 --suite mpi --no-suite timing
+fi
+if wait_for_build build-tsan; then
+  run_tests build-tsan testlog 6 --suite threads --no-suite timing
+fi
+join_lanes
+
+# What checks times or kills ranks is left for the end, when nothing else computes. It sleeps most of the time: the builds'
+# tests can run beside each other.
+if was_built build; then
+  start_lane run_tests build testlog-timing 1 --suite timing >"$results/timing-plain.out" 2>&1
+fi
+if was_built build-asan; then
+  start_lane run_tests build-asan testlog-timing 4 --suite timing >"$results/timing-asan.out" 2>&1
+fi
+if was_built build-tsan; then
+  start_lane run_tests build-tsan testlog-timing 6 --suite timing --no-suite unit --no-suite processes >"$results/timing-tsan.out" 2>&1
+fi
+join_lanes
+cat "$results"/timing-*.out
+finish
