@@ -2,6 +2,8 @@
 # Installs what is missing, then runs every suite: the plain build, AddressSanitizer + UBSan, ThreadSanitizer (the suites
 # whose ranks are threads), clang-format and clang-tidy. The last line is "N passed, N failed[, N skipped]".
 #   --changed REV   clang-tidy looks only at files that differ from REV
+#   --quick         for work in progress: the plain build and clang-format only. Leaves out both sanitizers, clang-tidy, what
+#                   runs under mpirun, the tests that check times or kill ranks (suite timing), and the longest (suite long)
 # shellcheck source=tools/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 cd "$source_root"
@@ -9,17 +11,19 @@ cd "$source_root"
 usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$source_root/tools/test.sh" | grep -v '^shellcheck'; }
 
 changed_since=''
+quick=no
 while (($# > 0)); do
   case $1 in
   --changed)
     changed_since=${2:?--changed needs a revision}
     shift
     ;;
+  --quick) quick=yes ;;
   --help)
     usage
     exit
     ;;
-  *) die "usage: ${0##*/} [--changed REV], or --help" ;;
+  *) die "usage: ${0##*/} [--quick] [--changed REV], or --help" ;;
   esac
   shift
 done
@@ -172,6 +176,16 @@ finish() {
   [[ ! -e $results/testlogs ]] || mapfile -t testlogs <"$results/testlogs"
   python3 tools/count_tests.py "${checks[@]/#/--check=}" "${testlogs[@]}"
 }
+
+if [[ $quick == yes ]]; then
+  build build all_targets --buildtype=release -Dwerror=true
+  check_format
+  if was_built build; then
+    run_tests build testlog-quick 1 --no-suite mpi --no-suite timing --no-suite long
+  fi
+  finish
+  exit
+fi
 
 # Half of a test's time is waiting, so what only computes runs beside the tests, at a lower priority.
 compile_rest() {
