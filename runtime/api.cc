@@ -170,7 +170,7 @@ epx_status epx_group_memory_plan(const epx_group_config* config, int32_t num_ran
     if (num_ranks < 1 || num_ranks > kMaxRanks)
       fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_memory_plan: num_ranks is {}; it must be 1..{}", num_ranks, kMaxRanks);
     validate(*config);
-    write_output(plan, [&] { return plan_memory(resolve(*config, num_ranks)); });
+    write_output(plan, [&] { return plan_memory(resolve(*config, num_ranks), config->transport); });
   });
 }
 

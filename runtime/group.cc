@@ -12,6 +12,7 @@
 #include "runtime/base/log.h"
 #include "runtime/base/names.h"
 #include "runtime/base/random.h"
+#include "runtime/memory/planner.h"
 #include "runtime/stages/host/host_backend.h"
 #include "runtime/struct_size.h"
 #if defined(EPX_WITH_CUDA)
@@ -56,7 +57,8 @@ void require_consistent(const std::vector<Introduction>& world) {
     for (const int member : members)
       configs.push_back(world[static_cast<size_t>(member)].config);
     require_agreement(configs, members);
-    make_window_layout(resolve(configs.front(), static_cast<int>(members.size())));
+    plan_memory(resolve(configs.front(), static_cast<int>(members.size())),
+                configs.front().transport); // throws where too large
   }
 }
 
@@ -130,7 +132,6 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
   exchange.set_members(members);
   GroupContext context{};
   context.shape = resolve(config, static_cast<int>(members.size()));
-  context.layout = make_window_layout(context.shape);
   context.group_id = world[static_cast<size_t>(members.front())].proposed_group_id;
   context.rank = static_cast<int>(self - members.begin());
   context.overflow = config.overflow;
@@ -139,6 +140,7 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
 
   const TransportChoice choice = choose_transport(config.transport, exchange);
   context.transport = choice.transport;
+  context.layout = make_window_layout(context.shape, choice.transport);
   std::unique_ptr<Group> group(new Group(context));
   group->backend_ = make_backend(group->context_, config, exchange);
   log::group().info("group {:016x}: rank {} of {}, transport {} ({}), window {} bytes, receive capacity {} rows",

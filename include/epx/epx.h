@@ -330,8 +330,9 @@ typedef struct epx_group_info {
 /* Describes the group: fills in as much of *info as its struct_size has. Errors: INVALID_ARGUMENT. */
 EPX_API epx_status epx_group_query(epx_group group, epx_group_info* info);
 
-/* What a rank of such a group takes, in bytes; on GPUs it has some records of its own besides. The parts of the window that
- * this version lists add up to window_bytes; a later one may list more. */
+/* What a rank of such a group takes, in bytes, exactly for the transport that the config names; for `auto` what transport nccl
+ * takes, which is more than host does. On GPUs a rank has some records of its own besides. The parts of the window that this
+ * version lists add up to window_bytes; a later one may list more. */
 typedef struct epx_memory_plan {
   size_t struct_size;               /* set by the caller: sizeof(epx_memory_plan) */
   int64_t max_recv_tokens_per_rank; /* R, resolved, in rows */

@@ -10,8 +10,8 @@ int64_t scratch_bytes(const GroupShape& shape) {
   return host::Scratch::bytes(shape);
 }
 
-epx_memory_plan plan_memory(const GroupShape& shape) {
-  const WindowLayout layout = make_window_layout(shape);
+epx_memory_plan plan_memory(const GroupShape& shape, epx_transport transport) {
+  const WindowLayout layout = make_window_layout(shape, transport == EPX_TRANSPORT_AUTO ? EPX_TRANSPORT_NCCL : transport);
   epx_memory_plan plan{};
   plan.max_recv_tokens_per_rank = shape.max_recv_tokens;
   plan.window_bytes = layout.total_bytes;

@@ -1,7 +1,7 @@
 // Where everything lies in the group's window: every offset and byte count, once, for host and device.
 //
-// Every rank has one such window, and every peer may store into it. What is stored where depends only on this table and on
-// runtime/stages/slots.h, never on the transport.
+// Every rank has one such window, and every peer may store into it. The layout depends on the transport only in that regions
+// which kernels alone use take no bytes on the host transport.
 #pragma once
 
 #include <algorithm>
@@ -155,7 +155,7 @@ struct WindowLayout {
   Region complete; // Flag [P], by source rank: last call whose data from there is all here
   Region board;    // kExchangeRecordBytes [P], by source rank
   // Prepare.
-  Region counts;     // routes from each rank to each expert: int32 [P, E]; of kernels TaggedCount [2, P, E], by parity
+  Region counts;     // routes from each rank to each expert: by parity: int32 [2, P, E]; of kernels TaggedCount [2, P, E]
   Region few_routes; // TaggedCount [2, P, few_routes_per_rank], by parity and source rank: experts; kernels only
   Region slot_posts; // SlotPost [R]
   Region heads;      // TaggedCount [P, max_tokens]: each token's first slot here, by source rank; kernels only
@@ -192,8 +192,8 @@ struct WindowLayout {
 
 constexpr int64_t kSlotPostBytes = 16; // sizeof(SlotPost), runtime/stages/slots.h
 
-// Throws Error when the sizes cannot be represented.
-inline WindowLayout make_window_layout(const GroupShape& shape) {
+// `transport` is host or nccl; the layout of nccl is the larger one. Throws Error when the sizes cannot be represented.
+inline WindowLayout make_window_layout(const GroupShape& shape, epx_transport transport) {
   const char* what = "the group's window";
   const int64_t ranks = shape.num_ranks;
   const int64_t tokens = shape.max_tokens_per_rank;
@@ -202,6 +202,10 @@ inline WindowLayout make_window_layout(const GroupShape& shape) {
     region.offset = layout.total_bytes;
     region.bytes = checked_round_up(checked_mul(count, bytes_each, what), kRegionAlignment, what);
     layout.total_bytes = checked_add(layout.total_bytes, region.bytes, what);
+  };
+  const bool has_kernels = transport == EPX_TRANSPORT_NCCL;
+  const auto append_for_kernels = [&](Region& region, int64_t count, int64_t bytes_each) {
+    append(region, has_kernels ? count : 0, bytes_each);
   };
 
   layout.row_stride = checked_round_up(shape.hidden_dim * element_bytes(shape.max_token_dtype), kRowAlignment, what);
@@ -219,28 +223,30 @@ inline WindowLayout make_window_layout(const GroupShape& shape) {
 
   append(layout.poison, 1, sizeof(Flag));
   append(layout.waiting, 1, sizeof(Flag));
-  append(layout.posts, 2 * ranks, sizeof(TaggedPost));
+  append(layout.posts, has_kernels ? 2 * ranks : ranks, has_kernels ? sizeof(TaggedPost) : sizeof(CallPost));
   append(layout.complete, ranks, sizeof(Flag));
   append(layout.board, ranks, kExchangeRecordBytes);
-  append(layout.counts, checked_mul(2 * ranks, shape.num_experts, what), sizeof(TaggedCount));
-  append(layout.few_routes, 2 * ranks * layout.few_routes_per_rank, sizeof(TaggedCount));
+  append(layout.counts, checked_mul(2 * ranks, shape.num_experts, what),
+         has_kernels ? sizeof(TaggedCount) : sizeof(int32_t));
+  append_for_kernels(layout.few_routes, 2 * ranks * layout.few_routes_per_rank, sizeof(TaggedCount));
   append(layout.slot_posts, shape.max_recv_tokens, kSlotPostBytes);
-  append(layout.heads, ranks * tokens, sizeof(TaggedCount));
+  append_for_kernels(layout.heads, ranks * tokens, sizeof(TaggedCount));
   append(layout.scatter_rows, layout.scatter_staging_rows, layout.row_stride);
   append(layout.scatter_sidecars, layout.scatter_staging_rows, layout.sidecar_stride);
   append(layout.scatter_weights, shape.max_recv_tokens, sizeof(float));
-  append(layout.scatter_arrivals, ranks * tokens, sizeof(Tag));
+  append_for_kernels(layout.scatter_arrivals, ranks * tokens, sizeof(Tag));
   append(layout.gather_rows, layout.gather_staging_rows, layout.row_stride);
   append(layout.gather_weights, tokens * shape.max_top_k, sizeof(float));
-  append(layout.gather_arrivals, layout.gather_staging_rows * kMostRowParts, sizeof(Tag));
+  append_for_kernels(layout.gather_arrivals, layout.gather_staging_rows * kMostRowParts, sizeof(Tag));
   const int64_t few = 2 * layout.few_tokens;
-  append(layout.few_scatter_rows, checked_mul(few * ranks, layout.few_strips * kStripWords, what), sizeof(TaggedTriple));
-  append(layout.few_scatter_weights, few * ranks * shape.max_top_k, sizeof(TaggedCount));
-  append(layout.few_gather_rows,
-         exact ? 0
-               : checked_mul(few * std::min(shape.num_ranks, shape.max_top_k), layout.few_row_strips * kStripWords, what),
-         sizeof(TaggedTriple));
-  append(layout.few_gather_weights, exact ? 0 : few * shape.max_top_k, sizeof(TaggedCount));
+  append_for_kernels(layout.few_scatter_rows, checked_mul(few * ranks, layout.few_strips * kStripWords, what),
+                     sizeof(TaggedTriple));
+  append_for_kernels(layout.few_scatter_weights, few * ranks * shape.max_top_k, sizeof(TaggedCount));
+  append_for_kernels(
+      layout.few_gather_rows,
+      exact ? 0 : checked_mul(few * std::min(shape.num_ranks, shape.max_top_k), layout.few_row_strips * kStripWords, what),
+      sizeof(TaggedTriple));
+  append_for_kernels(layout.few_gather_weights, exact ? 0 : few * shape.max_top_k, sizeof(TaggedCount));
   return layout;
 }
 

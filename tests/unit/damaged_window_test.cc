@@ -40,7 +40,7 @@ GroupContext make_context(int rank, int64_t timeout_ms) {
   GroupContext context{};
   context.transport = EPX_TRANSPORT_HOST;
   context.shape = resolve(config, kRanks);
-  context.layout = make_window_layout(context.shape);
+  context.layout = make_window_layout(context.shape, EPX_TRANSPORT_HOST);
   context.group_id = 7;
   context.rank = rank;
   context.timeout_ms = timeout_ms;

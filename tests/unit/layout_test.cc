@@ -77,12 +77,12 @@ TEST_CASE("slots that do not fit int32 are refused with the numbers") {
 }
 
 TEST_CASE("regions of the window are aligned, apart, and add up") {
-  for (const epx_combine_precision precision : {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT}) {
+  const auto check = [](epx_combine_precision precision, epx_transport transport) {
     epx_group_config config = small_config();
     config.combine_precision = precision;
     config.max_sidecar_bytes = 5;
     const epx::GroupShape shape = epx::resolve(config, 5);
-    const epx::WindowLayout layout = epx::make_window_layout(shape);
+    const epx::WindowLayout layout = epx::make_window_layout(shape, transport);
     const std::vector<epx::Region> regions = {layout.poison,
                                               layout.waiting,
                                               layout.posts,
@@ -114,19 +114,34 @@ TEST_CASE("regions of the window are aligned, apart, and add up") {
     CHECK(layout.sidecar_stride == 16);
     CHECK(layout.gather_staging_rows == 6 * 3); // min(5 ranks, top-3) and 3 routes are the same here
     CHECK(layout.counts.bytes >= 2 * 5 * 10 * 4);
-  }
+  };
+  for (const epx_combine_precision precision : {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT})
+    for (const epx_transport transport : {EPX_TRANSPORT_HOST, EPX_TRANSPORT_NCCL})
+      check(precision, transport);
+}
+
+TEST_CASE("what kernels alone use takes no bytes on the host transport") {
+  const epx::GroupShape shape = epx::resolve(small_config(), 5);
+  const epx::WindowLayout host = epx::make_window_layout(shape, EPX_TRANSPORT_HOST);
+  for (const epx::Region& region :
+       {host.few_routes, host.heads, host.scatter_arrivals, host.gather_arrivals, host.few_scatter_rows,
+        host.few_scatter_weights, host.few_gather_rows, host.few_gather_weights})
+    CHECK(region.bytes == 0);
+  CHECK(host.posts.bytes == 5 * int64_t{sizeof(epx::CallPost)} + 128); // rounded up to 256
+  CHECK(host.counts.bytes == 512);                                     // 2 * 5 * 10 * 4, rounded up
+  CHECK(host.total_bytes < epx::make_window_layout(shape, EPX_TRANSPORT_NCCL).total_bytes);
 }
 
 TEST_CASE("a token is staged by (source, token) or by slot, whichever needs fewer rows") {
   epx_group_config config = small_config();
   const epx::GroupShape large = epx::resolve(config, 4); // R = 84 >= 24
-  const epx::WindowLayout by_token = epx::make_window_layout(large);
+  const epx::WindowLayout by_token = epx::make_window_layout(large, EPX_TRANSPORT_HOST);
   CHECK(by_token.scatter_by_token);
   CHECK(by_token.scatter_staging_rows == 24);
   CHECK(epx::scatter_staging_row(by_token, large, 3, 5, 77) == 3 * 6 + 5);
   config.max_recv_tokens_per_rank = 20;
   const epx::GroupShape small = epx::resolve(config, 4);
-  const epx::WindowLayout by_slot = epx::make_window_layout(small);
+  const epx::WindowLayout by_slot = epx::make_window_layout(small, EPX_TRANSPORT_HOST);
   CHECK_FALSE(by_slot.scatter_by_token);
   CHECK(by_slot.scatter_staging_rows == 20);
   CHECK(epx::scatter_staging_row(by_slot, small, 3, 5, 17) == 17);
@@ -144,7 +159,7 @@ TEST_CASE("staging of few tokens: a place for each strip, apart by parity, withi
   config.hidden_dim = 1000; // 2000 bytes: two strips
   config.max_sidecar_bytes = 5;
   const epx::GroupShape shape = epx::resolve(config, 4);
-  const epx::WindowLayout layout = epx::make_window_layout(shape);
+  const epx::WindowLayout layout = epx::make_window_layout(shape, EPX_TRANSPORT_NCCL);
   CHECK(layout.few_tokens == 6);
   CHECK(layout.few_routes_per_rank == epx::kMostFewRoutes / 4);
   CHECK(layout.few_row_strips == 2);
@@ -161,18 +176,22 @@ TEST_CASE("staging of few tokens: a place for each strip, apart by parity, withi
   CHECK(epx::few_gather_weight(layout, shape, 1, 5, 2) * int64_t{sizeof(epx::TaggedCount)} <
         layout.few_gather_weights.bytes);
   config.max_tokens_per_rank = 4096;
-  CHECK(epx::make_window_layout(epx::resolve(config, 4)).few_tokens == epx::kMostFewTokens);
-  CHECK(epx::make_window_layout(epx::resolve(config, 64)).few_tokens == epx::kMostFewRows / 64);
+  CHECK(epx::make_window_layout(epx::resolve(config, 4), EPX_TRANSPORT_NCCL).few_tokens == epx::kMostFewTokens);
+  CHECK(epx::make_window_layout(epx::resolve(config, 64), EPX_TRANSPORT_NCCL).few_tokens == epx::kMostFewRows / 64);
 }
 
-TEST_CASE("the plan tells the parts of the window") {
+TEST_CASE("the plan tells the parts of the window, of the transport that the config names") {
   const epx::GroupShape shape = epx::resolve(small_config(), 4);
-  const epx_memory_plan plan = epx::plan_memory(shape);
-  CHECK(plan.window_bytes == epx::make_window_layout(shape).total_bytes);
-  CHECK(plan.control_bytes + plan.count_bytes + plan.slot_record_bytes + plan.scatter_row_bytes +
-            plan.scatter_sidecar_bytes + plan.scatter_weight_bytes + plan.gather_row_bytes + plan.gather_weight_bytes ==
-        plan.window_bytes);
-  CHECK(plan.handle_mem_bytes == epx::make_handle_layout(shape, 3).total_bytes);
+  for (const epx_transport transport : {EPX_TRANSPORT_HOST, EPX_TRANSPORT_NCCL}) {
+    const epx_memory_plan plan = epx::plan_memory(shape, transport);
+    CHECK(plan.window_bytes == epx::make_window_layout(shape, transport).total_bytes);
+    CHECK(plan.control_bytes + plan.count_bytes + plan.slot_record_bytes + plan.scatter_row_bytes +
+              plan.scatter_sidecar_bytes + plan.scatter_weight_bytes + plan.gather_row_bytes + plan.gather_weight_bytes ==
+          plan.window_bytes);
+    CHECK(plan.handle_mem_bytes == epx::make_handle_layout(shape, 3).total_bytes);
+  }
+  CHECK(epx::plan_memory(shape, EPX_TRANSPORT_AUTO).window_bytes ==
+        epx::plan_memory(shape, EPX_TRANSPORT_NCCL).window_bytes);
 }
 
 TEST_CASE("handle memory keeps to the formula of the contract") {
