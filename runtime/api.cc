@@ -7,18 +7,18 @@
 #include <string>
 #include <utility>
 
+#include "base/c_boundary.h"
+#include "base/env.h"
+#include "base/error.h"
+#include "base/names.h"
 #include "epx/epx.h"
 #include "runtime/arguments.h"
-#include "runtime/base/c_boundary.h"
-#include "runtime/base/env.h"
-#include "runtime/base/error.h"
-#include "runtime/base/names.h"
 #include "runtime/config.h"
 #include "runtime/group.h"
 #include "runtime/group_guard.h"
-#include "runtime/memory/handle_memory.h"
-#include "runtime/memory/planner.h"
-#include "runtime/stages/slots.h"
+#include "runtime/layout/handle_memory.h"
+#include "runtime/layout/planner.h"
+#include "runtime/layout/slots.h"
 #include "runtime/struct_size.h"
 #include "transport/bootstrap/file.h"
 

@@ -8,10 +8,10 @@
 
 #include <fmt/format.h>
 
-#include "runtime/base/error.h"
-#include "runtime/base/names.h"
-#include "runtime/memory/handle_memory.h"
-#include "runtime/stages/slots.h"
+#include "base/error.h"
+#include "base/names.h"
+#include "runtime/layout/handle_memory.h"
+#include "runtime/layout/slots.h"
 
 namespace epx {
 namespace {

@@ -4,9 +4,9 @@
 #include <array>
 #include <limits>
 
-#include "runtime/base/checked_math.h"
-#include "runtime/base/error.h"
-#include "runtime/base/names.h"
+#include "base/checked_math.h"
+#include "base/error.h"
+#include "base/names.h"
 
 namespace epx {
 namespace {

@@ -7,33 +7,33 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/base/env.h"
-#include "runtime/base/error.h"
-#include "runtime/base/log.h"
-#include "runtime/base/names.h"
-#include "runtime/base/random.h"
-#include "runtime/memory/planner.h"
+#include "base/env.h"
+#include "base/error.h"
+#include "base/log.h"
+#include "base/names.h"
+#include "base/random.h"
+#include "runtime/layout/planner.h"
 #include "runtime/stages/host/host_backend.h"
 #include "runtime/struct_size.h"
 #if defined(EPX_WITH_CUDA)
 #include "runtime/stages/cuda/cuda_backend.h"
 #include "transport/nccl/nccl_transport.h"
 #endif
-#include "runtime/stages/slots.h"
+#include "runtime/layout/slots.h"
 #include "transport/bootstrap/bootstrap_exchange.h"
 
 namespace epx {
 namespace {
 
 // What each rank of the bootstrap tells the others first.
-struct Introduction {
+struct RankHello {
   int32_t version;
   epx_group_config config;
   uint64_t proposed_group_id; // the group takes its first rank's
 };
 
 // Ranks of the bootstrap that passed `color`, ordered by (key, rank).
-std::vector<int> members_of(const std::vector<Introduction>& world, int32_t color) {
+std::vector<int> members_of(const std::vector<RankHello>& world, int32_t color) {
   std::vector<int> members;
   for (size_t rank = 0; rank < world.size(); ++rank)
     if (world[rank].config.color == color) members.push_back(static_cast<int>(rank));
@@ -44,7 +44,7 @@ std::vector<int> members_of(const std::vector<Introduction>& world, int32_t colo
 }
 
 // Every rank checks every group, so that all of them fail alike and none waits for one that has left.
-void require_consistent(const std::vector<Introduction>& world) {
+void require_consistent(const std::vector<RankHello>& world) {
   for (size_t rank = 1; rank < world.size(); ++rank)
     if (world[rank].version != world[0].version)
       fail(EPX_ERROR_MISMATCH, "the version of libepx differs between ranks: rank 0 has {}, rank {} has {}",
@@ -120,10 +120,10 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
   const int64_t timeout_ms =
       std::max<int64_t>(config.timeout_ms, 1); // a config that is refused still has to say so to the others
   BootstrapExchange exchange(bootstrap, timeout_ms);
-  const std::vector<Introduction> world = exchange.all_gather([&] {
+  const std::vector<RankHello> world = exchange.all_gather([&] {
     validate(config);
     require_environment();
-    return Introduction{EPX_VERSION_MAJOR * 10000 + EPX_VERSION_MINOR * 100 + EPX_VERSION_PATCH, config, random_u64()};
+    return RankHello{EPX_VERSION_MAJOR * 10000 + EPX_VERSION_MINOR * 100 + EPX_VERSION_PATCH, config, random_u64()};
   });
   require_consistent(world);
 

@@ -5,7 +5,7 @@
 
 #include "epx/epx.h"
 #include "runtime/config.h"
-#include "runtime/memory/window_layout.h"
+#include "runtime/layout/window_layout.h"
 
 namespace epx {
 

@@ -5,8 +5,8 @@
 
 #include <unistd.h>
 
-#include "runtime/base/error.h"
-#include "runtime/base/home_process.h"
+#include "base/error.h"
+#include "base/home_process.h"
 
 namespace epx {
 

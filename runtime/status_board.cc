@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "runtime/base/error.h"
-#include "runtime/base/log.h"
-#include "runtime/base/names.h"
+#include "base/error.h"
+#include "base/log.h"
+#include "base/names.h"
 
 namespace epx {
 

@@ -1,6 +1,6 @@
 #include "runtime/struct_size.h"
 
-#include "runtime/base/error.h"
+#include "base/error.h"
 
 namespace epx {
 

@@ -126,7 +126,7 @@ run_tests() { # BUILD_DIR LOG_NAME TIMEOUT_MULTIPLIER MESON_TEST_ARGS...
 }
 
 source_files() { # FIND_TEST...
-  find include runtime transport moe tools tests examples -type f \( "$@" \) 2>/dev/null || true # not every folder is there
+  find include base runtime transport moe tools tests examples -type f \( "$@" \) 2>/dev/null || true # not every folder is there
 }
 
 format_is_right() { source_files -name '*.h' -o -name '*.hpp' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' | xargs -r clang-format-14 --dry-run -Werror; }
@@ -138,7 +138,7 @@ check_format() {
 
 # Sources of the libraries that the build compiles, since clang-tidy needs their flags.
 tidy_files() {
-  source_files -path 'runtime/*.cc' -o -path 'transport/*.cc' -o -path 'moe/*.cc' | while read -r file; do
+  source_files -path 'base/*.cc' -o -path 'runtime/*.cc' -o -path 'transport/*.cc' -o -path 'moe/*.cc' | while read -r file; do
     if grep -qF "$file\"" build/compile_commands.json &&
       { [[ -z $changed_since ]] || ! git diff --quiet "$changed_since" -- "$file"; }; then
       printf '%s\n' "$file"

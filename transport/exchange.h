@@ -10,8 +10,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "base/error.h"
 #include "epx/epx.h"
-#include "runtime/base/error.h"
 
 namespace epx {
 

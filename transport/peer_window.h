@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "runtime/base/host_device.h"
+#include "base/host_device.h"
 
 namespace epx {
 

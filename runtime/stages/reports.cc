@@ -4,7 +4,7 @@
 
 #include <fmt/format.h>
 
-#include "runtime/base/names.h"
+#include "base/names.h"
 
 namespace epx {
 namespace {
@@ -12,7 +12,7 @@ namespace {
 // A term that ranks must agree on, as a value and in words.
 struct Term {
   const char* name;
-  int64_t (*value)(const CallPost&);
+  int64_t (*value)(const CallDescriptor&);
   std::string (*words)(int64_t value) = [](int64_t value) { return std::to_string(value); };
 };
 
@@ -27,12 +27,12 @@ std::string weights_words(int64_t value) {
 }
 
 constexpr std::array kTerms = {
-    Term{"top_k", [](const CallPost& post) -> int64_t { return post.top_k; }},
-    Term{"alignment", [](const CallPost& post) -> int64_t { return post.alignment; }},
-    Term{"hidden size", [](const CallPost& post) -> int64_t { return post.hidden; }},
-    Term{"dtype", [](const CallPost& post) -> int64_t { return post.dtype; }, dtype_words},
-    Term{"choice of weights", [](const CallPost& post) -> int64_t { return post.weights; }, weights_words},
-    Term{"sidecar_row_bytes", [](const CallPost& post) -> int64_t { return post.sidecar_bytes; }},
+    Term{"top_k", [](const CallDescriptor& post) -> int64_t { return post.top_k; }},
+    Term{"alignment", [](const CallDescriptor& post) -> int64_t { return post.alignment; }},
+    Term{"hidden size", [](const CallDescriptor& post) -> int64_t { return post.hidden; }},
+    Term{"dtype", [](const CallDescriptor& post) -> int64_t { return post.dtype; }, dtype_words},
+    Term{"choice of weights", [](const CallDescriptor& post) -> int64_t { return post.weights; }, weights_words},
+    Term{"sidecar_row_bytes", [](const CallDescriptor& post) -> int64_t { return post.sidecar_bytes; }},
 };
 
 // "dispatch (call 7)"; "dispatch" where the host does not know the number.
@@ -87,7 +87,7 @@ std::string why_unusable(const HandleHeader& header, const HandleUse& use, const
   if (header.num_tokens != use.num_tokens)
     return fmt::format("the handle memory was prepared for {} tokens, the call passes {}", header.num_tokens,
                        use.num_tokens);
-  if (!counts_fit(header, context.shape, context.layout.few_tokens)) return damaged;
+  if (!counts_fit(header, context.shape, context.layout.ll_tokens)) return damaged;
   return "";
 }
 
@@ -100,7 +100,7 @@ Event unusable_handle_event(CallName call, const std::string& why) {
           fmt::format("{}: {}; this rank took part without routes", words(call), why)};
 }
 
-Event stranger_event(CallName call, uint64_t own_plan, uint64_t their_plan, int stranger) {
+Event plan_mismatch_event(CallName call, uint64_t own_plan, uint64_t their_plan, int stranger) {
   return {
       EPX_EVENT_HANDLE_MISMATCH, call.operation, call.sequence, 1,
       fmt::format("{}: the handle memory was prepared in call {} here and in call {} on rank {}; routes between such ranks "
@@ -108,10 +108,10 @@ Event stranger_event(CallName call, uint64_t own_plan, uint64_t their_plan, int 
                   words(call), own_plan, their_plan, stranger)};
 }
 
-std::optional<Failure> find_disagreement(CallName call, std::span<const CallPost> offers) {
-  const CallPost& first = offers.front();
-  for (size_t rank = 1; rank < offers.size(); ++rank) {
-    const CallPost& other = offers[rank];
+std::optional<Failure> find_disagreement(CallName call, std::span<const CallDescriptor> descriptors) {
+  const CallDescriptor& first = descriptors.front();
+  for (size_t rank = 1; rank < descriptors.size(); ++rank) {
+    const CallDescriptor& other = descriptors[rank];
     Failure failure = failure_of(call, EPX_ERROR_OUT_OF_SEQUENCE);
     if (other.operation != first.operation) {
       failure.message = fmt::format(
@@ -178,35 +178,36 @@ Failure launch_failure(CallName call, int rank, const std::string& why) {
   return failure;
 }
 
-Failure poison_failure(CallName call, const Poison& poison, int rank, uint64_t culprit_arrived_at) {
-  Failure failure = failure_of(call, poison.status);
-  failure.culprit = poison.culprit;
-  const bool is_self = poison.culprit == rank;
-  if (poison.status == EPX_ERROR_ABORTED) {
+Failure abort_failure(CallName call, const AbortRecord& abort_record, int rank, uint64_t culprit_arrived_at) {
+  Failure failure = failure_of(call, abort_record.status);
+  failure.culprit = abort_record.culprit;
+  const bool is_self = abort_record.culprit == rank;
+  if (abort_record.status == EPX_ERROR_ABORTED) {
     failure.message =
         fmt::format("{}{} aborted the group", call.operation == EPX_OP_NONE ? "" : words(call) + ": ", // in no call
-                    is_self ? "this rank" : fmt::format("rank {}", poison.culprit));
-  } else if (poison.status == EPX_ERROR_INTERNAL) {
-    failure.message = fmt::format("{}: rank {} found in {} (call {}) that the control words of its window are damaged",
-                                  words(call), poison.culprit, name_of(poison.operation), poison.sequence);
-  } else if (poison.status == EPX_ERROR_SYSTEM) {
+                    is_self ? "this rank" : fmt::format("rank {}", abort_record.culprit));
+  } else if (abort_record.status == EPX_ERROR_INTERNAL) {
+    failure.message =
+        fmt::format("{}: rank {} found in {} (call {}) that the control words of its window are damaged", words(call),
+                    abort_record.culprit, name_of(abort_record.operation), abort_record.sequence);
+  } else if (abort_record.status == EPX_ERROR_SYSTEM) {
     failure.message = fmt::format("{}: {} could not launch its kernel of {}", words(call),
-                                  is_self ? "this rank" : fmt::format("rank {}", poison.culprit),
-                                  words({poison.operation, poison.sequence}));
-  } else if (poison.status == EPX_ERROR_OUT_OF_SEQUENCE) {
+                                  is_self ? "this rank" : fmt::format("rank {}", abort_record.culprit),
+                                  words({abort_record.operation, abort_record.sequence}));
+  } else if (abort_record.status == EPX_ERROR_OUT_OF_SEQUENCE) {
     failure.message = fmt::format(
         "{}: two calls of this group overlapped on the device of {}: {} (call {}) began while another one was in progress; "
         "the calls of a CUDA graph are ordered by the caller: order them by stream or event",
-        words(call), is_self ? "this rank" : fmt::format("rank {}", poison.culprit), name_of(poison.operation),
-        poison.sequence);
+        words(call), is_self ? "this rank" : fmt::format("rank {}", abort_record.culprit), name_of(abort_record.operation),
+        abort_record.sequence);
   } else if (is_self) {
     failure.message = fmt::format("{}: this rank, {}, came too late: its peers gave up waiting for it in {} (call {})",
-                                  words(call), rank, name_of(poison.operation), poison.sequence);
+                                  words(call), rank, name_of(abort_record.operation), abort_record.sequence);
   } else {
-    failure.message = fmt::format("{}: a peer gave up waiting for rank {} in {} (call {})", words(call), poison.culprit,
-                                  name_of(poison.operation), poison.sequence);
+    failure.message = fmt::format("{}: a peer gave up waiting for rank {} in {} (call {})", words(call),
+                                  abort_record.culprit, name_of(abort_record.operation), abort_record.sequence);
   }
-  failure.expected = poison.sequence;
+  failure.expected = abort_record.sequence;
   failure.seen = culprit_arrived_at;
   return failure;
 }
@@ -221,10 +222,10 @@ Failure damage_failure(CallName call, int rank, const std::string& what) {
   return failure;
 }
 
-std::string poison_damage(uint64_t word) {
-  const Poison poison = unpack_poison(word);
+std::string abort_record_damage(uint64_t word) {
+  const AbortRecord abort_record = unpack_abort_record(word);
   return fmt::format("its poison record {:#018x} says status {}, operation {}, rank {}", word,
-                     static_cast<int>(poison.status), static_cast<int>(poison.operation), poison.culprit);
+                     static_cast<int>(abort_record.status), static_cast<int>(abort_record.operation), abort_record.culprit);
 }
 
 } // namespace epx

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "runtime/group_context.h"
-#include "runtime/memory/handle_memory.h"
+#include "runtime/layout/handle_memory.h"
 #include "runtime/status_board.h"
 
 namespace epx {
@@ -40,12 +40,12 @@ std::string why_unusable(const HandleHeader& header, const HandleUse& use, const
 // The same where the header is right and the body's checksum is wrong.
 std::string why_body_unusable();
 Event unusable_handle_event(CallName call, const std::string& why);
-Event stranger_event(CallName call, uint64_t own_plan, uint64_t their_plan, int stranger);
+Event plan_mismatch_event(CallName call, uint64_t own_plan, uint64_t their_plan, int stranger);
 
 // ---- Failures that it does not ----
 
 // The first disagreement among what the ranks offer, [P]; none when they agree.
-std::optional<Failure> find_disagreement(CallName call, std::span<const CallPost> offers);
+std::optional<Failure> find_disagreement(CallName call, std::span<const CallDescriptor> descriptors);
 
 // What is known of the kernel by which a culprit should have arrived; a call on the host has none.
 enum class CulpritKernel { none, unknown, launched };
@@ -67,10 +67,10 @@ std::string kernel_words(CulpritKernel kernel, int culprit, epx_operation operat
 Failure launch_failure(CallName call, int rank, const std::string& why);
 
 // A peer, or this rank itself, left a poison record, which is sound.
-Failure poison_failure(CallName call, const Poison& poison, int rank, uint64_t culprit_arrived_at);
+Failure abort_failure(CallName call, const AbortRecord& abort_record, int rank, uint64_t culprit_arrived_at);
 
 // What peers store in the window of `rank` cannot have come from them. `what` says which word, and its value.
 Failure damage_failure(CallName call, int rank, const std::string& what);
-std::string poison_damage(uint64_t word);
+std::string abort_record_damage(uint64_t word);
 
 } // namespace epx

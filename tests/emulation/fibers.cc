@@ -9,7 +9,7 @@
 #include <boost/context/fiber.hpp>
 #include <boost/context/pooled_fixedsize_stack.hpp>
 
-#include "runtime/base/random.h"
+#include "base/random.h"
 
 namespace epx::emulation {
 namespace {

@@ -1,3 +1,3 @@
 #include "tests/emulation/device.h"
 
-#include "runtime/stages/cuda/gather.cu"
+#include "runtime/stages/cuda/gather/gather.cu"

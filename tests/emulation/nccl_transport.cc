@@ -12,7 +12,7 @@
 #include <cuda_runtime_api.h>
 #include <unistd.h>
 
-#include "runtime/base/suspension_aware_deadline.h"
+#include "base/suspension_aware_deadline.h"
 #include "transport/host/host_transport.h"
 
 namespace epx {
@@ -104,15 +104,15 @@ private:
 class AdoptedWindow final : public Window {
 public:
   AdoptedWindow(std::byte* memory, int64_t bytes, Exchange& exchange) : bytes_(bytes) {
-    struct Share {
+    struct WorkPartition {
       int64_t bytes, offset;
     };
     const KnownWindow* below = nullptr;
-    const std::vector<Share> shares = exchange.all_gather([&] {
+    const std::vector<WorkPartition> shares = exchange.all_gather([&] {
       below = KnownWindow::find(memory, bytes);
       if (below == nullptr)
         fail(EPX_ERROR_UNSUPPORTED, "no symmetric window over the {} bytes at {}", bytes, static_cast<void*>(memory));
-      return Share{bytes, memory - below->view().local<std::byte>(0)};
+      return WorkPartition{bytes, memory - below->view().local<std::byte>(0)};
     });
     exchange.all_gather([&] {
       for (size_t rank = 0; rank < shares.size(); ++rank)

@@ -1,3 +1,3 @@
 #include "tests/emulation/device.h"
 
-#include "runtime/stages/cuda/prepare.cu"
+#include "runtime/stages/cuda/prepare/prepare.cu"

@@ -1,3 +1,3 @@
 #include "tests/emulation/device.h"
 
-#include "runtime/stages/cuda/scatter.cu"
+#include "runtime/stages/cuda/scatter/scatter.cu"

@@ -1,6 +1,6 @@
 #include "tests/gpu/compare_kernel.h"
 
-#include "runtime/base/device/launch.h"
+#include "base/device/launch.h"
 
 namespace epx::test {
 namespace {

@@ -5,8 +5,8 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "runtime/memory/handle_limits.h"
-#include "runtime/memory/handle_memory.h"
+#include "runtime/layout/handle_limits.h"
+#include "runtime/layout/handle_memory.h"
 #include "tests/gpu/suite.h"
 #include "tests/support/damaged_layer.h"
 
@@ -22,7 +22,7 @@ GroupShape shape_of(const GroupCase& group) {
   return shape;
 }
 
-// The kernels' waits follow from routes at the tokens' rank, and from heads, few slots and orders at the experts'. Every rank
+// The kernels' waits follow from routes at the tokens' rank, and from first_slots, few slots and orders at the experts'. Every rank
 // takes all slots.
 class Waits {
 public:
@@ -34,11 +34,11 @@ public:
     for (int64_t route = 0; route < call_.num_tokens * call_.top_k; ++route)
       if (!keeps_route(good_.routes[route], damaged_.routes[route])) return false;
     for (int64_t i = 0; i < int64_t{shape_.num_ranks} * shape_.max_tokens_per_rank; ++i)
-      if (!keeps_slot(good_.heads[i], damaged_.heads[i])) return false;
-    for (int64_t i = 0; i < shape_.num_ranks * int64_t{good_.header->few_tokens} * call_.top_k; ++i) {
-      const int64_t per_rank = int64_t{good_.header->few_tokens} * call_.top_k;
-      const int64_t at = i / per_rank * most_few_tokens(shape_) * call_.top_k + i % per_rank;
-      if (!keeps_slot(good_.few_slots[at], damaged_.few_slots[at])) return false;
+      if (!keeps_slot(good_.first_slots[i], damaged_.first_slots[i])) return false;
+    for (int64_t i = 0; i < shape_.num_ranks * int64_t{good_.header->ll_tokens} * call_.top_k; ++i) {
+      const int64_t per_rank = int64_t{good_.header->ll_tokens} * call_.top_k;
+      const int64_t at = i / per_rank * max_ll_tokens(shape_) * call_.top_k + i % per_rank;
+      if (!keeps_slot(good_.ll_slots[at], damaged_.ll_slots[at])) return false;
     }
     return true;
   }
@@ -47,14 +47,14 @@ private:
   bool keeps_route(const Route& good, const Route& damaged) const {
     const bool is_kept = limits_.is_route(good);
     if (is_kept != limits_.is_route(damaged)) return false;
-    return !is_kept || (good.rank == damaged.rank && (call_.is_scatter || good.order == limits_.order(damaged.order)));
+    return !is_kept || (good.rank == damaged.rank && (call_.is_scatter || good.rank_ordinal == limits_.rank_ordinal(damaged.rank_ordinal)));
   }
   // A scatter waits for what comes to a slot; a gather lets others wait for what comes from it.
   bool keeps_slot(int32_t good, int32_t damaged) const {
     if (call_.is_scatter) return limits_.is_slot(good) || !limits_.is_slot(damaged);
     if (!limits_.is_slot(good)) return true;
     return limits_.is_slot(damaged) &&
-           good_.slot_records[good].order == limits_.order(damaged_.slot_records[damaged].order);
+           good_.slot_records[good].rank_ordinal == limits_.rank_ordinal(damaged_.slot_records[damaged].rank_ordinal);
   }
 
   const DamagedCall& call_;
@@ -69,7 +69,7 @@ private:
 
 int main(int argc, char** argv) {
   using namespace epx::test;
-  setenv("EPX_TEST_ALTERNATES_WAYS", "1", 1); // their tokens are few
+  setenv("EPX_TEST_ALTERNATES_PATHS", "1", 1); // their tokens are few
   return run_suite({[&](const RankContext& context) {
     DamageOptions options;
     options.count = option(argc, argv, "--damages", 1000);

@@ -15,7 +15,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include "runtime/memory/window_layout.h"
+#include "runtime/layout/window_layout.h"
 #include "tests/gpu/suite.h"
 #include "tests/gpu/trap_kernel.h"
 #include "tests/support/check.h"
@@ -25,7 +25,7 @@ namespace {
 
 constexpr int kTopK = 2;
 constexpr int kFewTokens = 8;
-constexpr int kManyTokens = kMostFewRoutes / kTopK; // of two ranks or more, more than are few
+constexpr int kManyTokens = kMaxGatheredRoutes / kTopK; // of two ranks or more, more than are few
 constexpr int kExperts = 8;
 constexpr int64_t kShortMs = 1'500; // of those who are to time out
 
@@ -209,7 +209,7 @@ void test_destroy_without_peers(const RankContext& context) {
 // Work of the user's that does not end keeps the device busy: neither a healthy group nor one that has failed waits for it for
 // long.
 void test_destroy_beside_foreign_work(const RankContext& context) {
-  constexpr int64_t kMostMs = kShortMs + 4'000;
+  constexpr int64_t kMaxMs = kShortMs + 4'000;
   for (const bool has_failed : {false, true}) {
     Round round(context, kShortMs);
     cudaStream_t stream = nullptr;
@@ -221,7 +221,7 @@ void test_destroy_beside_foreign_work(const RankContext& context) {
     cudaLaunchHostFunc(
         stream,
         [](void* flag) {
-          const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(5 * kMostMs); // a test ends
+          const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(5 * kMaxMs); // a test ends
           while (!*static_cast<std::atomic<bool>*>(flag) && std::chrono::steady_clock::now() < end)
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         },
@@ -232,7 +232,7 @@ void test_destroy_beside_foreign_work(const RankContext& context) {
     ends = true;
     cudaStreamSynchronize(stream);
     cudaStreamDestroy(stream);
-    check(took < std::chrono::milliseconds(kMostMs), "epx_group_destroy took more than {} ms beside foreign work", kMostMs);
+    check(took < std::chrono::milliseconds(kMaxMs), "epx_group_destroy took more than {} ms beside foreign work", kMaxMs);
     context.gather(0);
   }
 }
@@ -254,7 +254,7 @@ std::vector<uint64_t*> find_boards() {
 // Something else has overwritten the word where hosts tell who ended the group: each rank says so, and no call succeeds that
 // has not run.
 void test_damaged_board(const RankContext& context) {
-  for (const uint64_t word : {uint64_t{1}, ~uint64_t{0}, pack(Poison{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 35032, 3})}) {
+  for (const uint64_t word : {uint64_t{1}, ~uint64_t{0}, pack(AbortRecord{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 35032, 3})}) {
     Round round(context, 60'000);
     check_ok(round.prepare(), "epx_prepare");
     context.device->finish();

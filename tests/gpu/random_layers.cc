@@ -44,7 +44,7 @@ void run_groups(const RankContext& context, uint64_t groups, uint64_t layers, ui
 
 int main(int argc, char** argv) {
   using namespace epx::test;
-  setenv("EPX_TEST_ALTERNATES_WAYS", "1", 1); // their tokens are few
+  setenv("EPX_TEST_ALTERNATES_PATHS", "1", 1); // their tokens are few
   const auto groups = static_cast<uint64_t>(option(argc, argv, "--groups", 2));
   const auto layers = static_cast<uint64_t>(option(argc, argv, "--layers", 50));
   const auto seed = static_cast<uint64_t>(option(argc, argv, "--seed", 1));

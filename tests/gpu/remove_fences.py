@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Takes out each fence, release, acquire and proxy fence of the kernels in turn, and shows which of them a suite notices.
 
-  remove_fences.py list     fails when a verb of runtime/base/device that orders memory is not known here, or called nowhere
+  remove_fences.py list     fails when a verb of base/device that orders memory is not known here, or called nowhere
   remove_fences.py build BUILD OUT [--bfloat16] [--only TEXT] [--jobs N]     where nvcc is; BUILD is a Meson build folder; no GPU needed
   remove_fences.py emulate BUILD [--only TEXT] [--jobs N]     without a GPU: the kernels on the CPU, where lanes run one after the
                    other and bulk copies are made as late as the rules allow; it knows no weak memory order, so no fence counts
@@ -53,7 +53,7 @@ WEAKER = {
     'wait_for_stores()': ('wait_for_store_reads<0>()', 'waits for reads only'),
     'store_release_sys(': ('store_relaxed_sys(', 'relaxed'),
     'load_acquire_sys(': ('load_relaxed_sys(', 'relaxed'),
-    'load_whole_acquire_sys(': ('load_whole_relaxed_sys(', 'relaxed'),
+    'load_packet_acquire_sys(': ('load_packet_relaxed_sys(', 'relaxed'),
 }
 # Kernels of each dtype, of which the soak needs one.
 DTYPES = re.compile(r'\b(gather_kernel|CombineBwdReceiver)<(?:float|__half)>')
@@ -83,7 +83,7 @@ class Site:
 
 def find_sites(root, only=''):
     sites = []
-    for path in sorted((root / STAGES).glob('*.cu*')):
+    for path in sorted((root / STAGES).rglob('*.cu*')):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             code = line.split('//')[0]
             for call in CALL.finditer(code):
@@ -96,7 +96,7 @@ def unknown_verbs(root):
     """What orders memory, and has no weaker form here."""
     known = {verb.split('(')[0].split('<')[0] for verb in WEAKER}
     verbs = set()
-    for path in (root / 'runtime/base/device').glob('*.cuh'):
+    for path in (root / 'base/device').glob('*.cuh'):
         verbs |= set(re.findall(r'__device__ inline [\w ]+?(\w*(?:fence|acquire|release|wait_for_store)\w*)\(', path.read_text()))
     return sorted(verbs - known)
 
@@ -209,7 +209,7 @@ def build_variants(built, out, options, is_bfloat16=False):
     shutil.rmtree(out / 'work', ignore_errors=True)
     shutil.copytree(ROOT / STAGES, sources / STAGES)
     if is_bfloat16:
-        for path in (sources / STAGES).glob('*.cu'):
+        for path in (sources / STAGES).rglob('*.cu'):
             path.write_text(DTYPES.sub(r'\1<__nv_bfloat16>', path.read_text()))
     sites = find_sites(sources, options.only)
     (out / 'work/plain').mkdir()
@@ -272,7 +272,7 @@ def emulate(options):
                          if pathlib.Path(name).name.removesuffix('.cc.o') in ['gather', 'prepare', 'scatter']}
         sites = build_variants(built, out, options)
         shutil.copy(built.build / 'runtime/libepx.so.0', out / 'lib')  # the launcher's
-        os.environ.update(MALLOC_PERTURB_='0', EPX_TEST_ALTERNATES_WAYS='1')
+        os.environ.update(MALLOC_PERTURB_='0', EPX_TEST_ALTERNATES_PATHS='1')
 
         def first_found(name):
             found = (run_suite(out, name, range(3), command, seconds=60) for command in EMULATED)

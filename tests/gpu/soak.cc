@@ -183,7 +183,7 @@ int main(int argc, char** argv) {
   options.kinds = static_cast<unsigned>(option(argc, argv, "--kinds", 63));
   const long max_delay_ns = option(argc, argv, "--max-delay-ns", 20'000);
   setenv("EPX_TEST_MAX_DELAY_NS", std::to_string(max_delay_ns).c_str(), 1);
-  setenv("EPX_TEST_POISONS_STAGING", "1", 1);
-  setenv("EPX_TEST_ALTERNATES_WAYS", "1", 1);
+  setenv("EPX_TEST_SCRIBBLES_STAGING", "1", 1);
+  setenv("EPX_TEST_ALTERNATES_PATHS", "1", 1);
   return run_suite({[&](const RankContext& context) { soak(context, options); }});
 }

@@ -233,7 +233,7 @@ void check_unusable_handle(epx_group group, LayerRound& round, int rank, const s
   round.run_all();
   const auto calls = round.calls();
   if (rank == 0) {
-    // Poison all outputs but the handle.
+    // AbortRecord all outputs but the handle.
     std::vector<std::byte> handle(round.handle(), round.handle() + round.handle_bytes());
     round.poison_outputs();
     std::memcpy(round.handle(), handle.data(), handle.size());

@@ -13,7 +13,7 @@
 
 #include <unistd.h>
 
-#include "runtime/memory/window_layout.h"
+#include "runtime/layout/window_layout.h"
 #include "tests/multiprocess/conformance.h"
 #include "tests/multiprocess/fault_rank.h"
 #include "tests/support/check.h"
@@ -67,8 +67,8 @@ bool overwrite(const RankContext& context, const FaultRank& rank, int64_t offset
 } // namespace
 
 TEST_CASE("a poison record that no rank stored ends the group with a sentence about damage") {
-  for (const uint64_t word : {uint64_t{1}, ~uint64_t{0}, pack(Poison{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 35032, 3}),
-                              pack(Poison{static_cast<epx_status>(12), EPX_OP_COMBINE, 0, 3})}) {
+  for (const uint64_t word : {uint64_t{1}, ~uint64_t{0}, pack(AbortRecord{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 35032, 3}),
+                              pack(AbortRecord{static_cast<epx_status>(12), EPX_OP_COMBINE, 0, 3})}) {
     on_every_rank([&](const RankContext& context) {
       FaultRank rank(context, kLongMs);
       rank.prepare();

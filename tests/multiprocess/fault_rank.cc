@@ -72,7 +72,7 @@ void FaultRank::prepare() {
   check_ok(call(EPX_OP_PREPARE), "epx_prepare");
 }
 
-epx_status FaultRank::call(epx_operation operation, const CallTerms& terms) {
+epx_status FaultRank::call(epx_operation operation, const CallFields& terms) {
   epx_status status = EPX_ERROR_INTERNAL;
   void* memory = nullptr;
   switch (operation) {
@@ -102,7 +102,7 @@ epx_status FaultRank::call(epx_operation operation, const CallTerms& terms) {
 }
 
 template <typename Args>
-Args FaultRank::make_args(const CallTerms& terms) {
+Args FaultRank::make_args(const CallFields& terms) {
   Args args = {};
   args.struct_size = sizeof(args);
   args.layer = {terms.top_k, terms.alignment};
@@ -112,7 +112,7 @@ Args FaultRank::make_args(const CallTerms& terms) {
   return args;
 }
 
-epx_tensor FaultRank::rows(int64_t count, const CallTerms& terms, int which) {
+epx_tensor FaultRank::rows(int64_t count, const CallFields& terms, int which) {
   return epx_tensor_2d(memory_[static_cast<size_t>(which)], terms.dtype, count, terms.hidden);
 }
 
@@ -121,7 +121,7 @@ epx_tensor FaultRank::floats(int64_t count, int64_t per_row, int which) {
   return per_row == 0 ? epx_tensor_1d(data, EPX_FLOAT32, count) : epx_tensor_2d(data, EPX_FLOAT32, count, per_row);
 }
 
-epx_status FaultRank::call_prepare(const CallTerms& terms) {
+epx_status FaultRank::call_prepare(const CallFields& terms) {
   epx_group_info info = {};
   info.struct_size = sizeof(info);
   check_ok(epx_group_query(group_, &info), "epx_group_query");
@@ -136,7 +136,7 @@ epx_status FaultRank::call_prepare(const CallTerms& terms) {
   return epx_prepare(group_, &args);
 }
 
-epx_status FaultRank::call_dispatch(const CallTerms& terms) {
+epx_status FaultRank::call_dispatch(const CallFields& terms) {
   auto args = make_args<epx_dispatch_args>(terms);
   epx_tensor tokens = rows(kTokens, terms, kTokenRows);
   epx_tensor recv_tokens = rows(kRecvRows, terms, kSlotRows);
@@ -154,7 +154,7 @@ epx_status FaultRank::call_dispatch(const CallTerms& terms) {
   return epx_dispatch(group_, &args);
 }
 
-epx_status FaultRank::call_combine(const CallTerms& terms) {
+epx_status FaultRank::call_combine(const CallFields& terms) {
   auto args = make_args<epx_combine_args>(terms);
   const epx_tensor expert_out = rows(kRecvRows, terms, kSlotRows);
   const epx_tensor recv_weights = floats(kRecvRows, 0, kSlotFloats);
@@ -165,7 +165,7 @@ epx_status FaultRank::call_combine(const CallTerms& terms) {
   return epx_combine(group_, &args);
 }
 
-epx_status FaultRank::call_combine_bwd(const CallTerms& terms) {
+epx_status FaultRank::call_combine_bwd(const CallFields& terms) {
   auto args = make_args<epx_combine_bwd_args>(terms);
   const epx_tensor grad_out = rows(kTokens, terms, kTokenRows);
   const epx_tensor expert_out = rows(kRecvRows, terms, kSlotRows);
@@ -180,7 +180,7 @@ epx_status FaultRank::call_combine_bwd(const CallTerms& terms) {
   return epx_combine_bwd(group_, &args);
 }
 
-epx_status FaultRank::call_dispatch_bwd(const CallTerms& terms) {
+epx_status FaultRank::call_dispatch_bwd(const CallFields& terms) {
   auto args = make_args<epx_dispatch_bwd_args>(terms);
   const epx_tensor grad_recv = rows(kRecvRows, terms, kSlotRows);
   const epx_tensor grad_recv_weights = floats(kRecvRows, 0, kSlotFloats);

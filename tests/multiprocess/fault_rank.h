@@ -12,7 +12,7 @@
 namespace epx::test {
 
 // What ranks have to agree on in a call. The sizes stay within the group's limits.
-struct CallTerms {
+struct CallFields {
   int top_k = 2;
   int alignment = 4;
   int hidden = 8;
@@ -37,19 +37,19 @@ public:
   epx_status created() const { return created_; }
   void destroy(); // epx_group_destroy, which must come back soon
 
-  epx_status call(epx_operation operation, const CallTerms& terms = {});
+  epx_status call(epx_operation operation, const CallFields& terms = {});
   void prepare(); // the group's first call, which must succeed
 
 private:
-  epx_status call_prepare(const CallTerms& terms);
-  epx_status call_dispatch(const CallTerms& terms);
-  epx_status call_combine(const CallTerms& terms);
-  epx_status call_combine_bwd(const CallTerms& terms);
-  epx_status call_dispatch_bwd(const CallTerms& terms);
+  epx_status call_prepare(const CallFields& terms);
+  epx_status call_dispatch(const CallFields& terms);
+  epx_status call_combine(const CallFields& terms);
+  epx_status call_combine_bwd(const CallFields& terms);
+  epx_status call_dispatch_bwd(const CallFields& terms);
 
   template <typename Args>
-  Args make_args(const CallTerms& terms);
-  epx_tensor rows(int64_t count, const CallTerms& terms, int which);
+  Args make_args(const CallFields& terms);
+  epx_tensor rows(int64_t count, const CallFields& terms, int which);
   epx_tensor floats(int64_t count, int64_t per_row, int which);
 
   int rank_;

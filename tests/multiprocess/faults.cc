@@ -102,15 +102,15 @@ void stay_away_from(epx_operation operation) {
 }
 
 // Rank 0 and the others make different calls, or the same with different terms. All of them must say so.
-void disagree(epx_operation operation, epx_operation others_operation, const CallTerms& terms,
-              const CallTerms& others_terms, epx_status status, const std::vector<std::string>& words) {
+void disagree(epx_operation operation, epx_operation others_operation, const CallFields& terms,
+              const CallFields& others_fields, epx_status status, const std::vector<std::string>& words) {
   with_ranks(3, [&](const RankContext& context) {
     FaultRank rank(context, kLongMs);
     rank.prepare();
     const bool first = context.rank == 0;
     const epx_operation mine = first ? operation : others_operation;
     const auto begin = Clock::now();
-    const epx_status returned = rank.call(mine, first ? terms : others_terms);
+    const epx_status returned = rank.call(mine, first ? terms : others_fields);
     check(Clock::now() - begin < kSoon, "ranks that disagree waited");
     const epx_group_report report = check_failed(rank, returned, {status, mine, {}, 2});
     for (const std::string& word : words) {
@@ -120,8 +120,8 @@ void disagree(epx_operation operation, epx_operation others_operation, const Cal
   });
 }
 
-void disagree_on(epx_operation operation, void (*change)(CallTerms&), const std::vector<std::string>& words) {
-  CallTerms others;
+void disagree_on(epx_operation operation, void (*change)(CallFields&), const std::vector<std::string>& words) {
+  CallFields others;
   change(others);
   std::vector<std::string> all = words;
   all.insert(all.end(), {"rank 0", "rank 1"});
@@ -238,18 +238,18 @@ TEST_CASE("ranks that free different memory are out of sequence") {
 TEST_CASE("ranks that disagree on the terms of a call are told the field, the ranks and the values") {
   for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD}) {
     CAPTURE(std::string(operation_name(operation)));
-    disagree_on(operation, [](CallTerms& terms) { terms.hidden = 7; }, {"hidden", "8", "7"});
-    disagree_on(operation, [](CallTerms& terms) { terms.dtype = EPX_BFLOAT16; }, {"dtype", "float32", "bfloat16"});
-    disagree_on(operation, [](CallTerms& terms) { terms.top_k = 3; }, {"top_k", "2", "3"});
-    disagree_on(operation, [](CallTerms& terms) { terms.alignment = 8; }, {"alignment", "4", "8"});
+    disagree_on(operation, [](CallFields& terms) { terms.hidden = 7; }, {"hidden", "8", "7"});
+    disagree_on(operation, [](CallFields& terms) { terms.dtype = EPX_BFLOAT16; }, {"dtype", "float32", "bfloat16"});
+    disagree_on(operation, [](CallFields& terms) { terms.top_k = 3; }, {"top_k", "2", "3"});
+    disagree_on(operation, [](CallFields& terms) { terms.alignment = 8; }, {"alignment", "4", "8"});
   }
-  disagree_on(EPX_OP_PREPARE, [](CallTerms& terms) { terms.top_k = 3; }, {"top_k", "2", "3"});
-  disagree_on(EPX_OP_DISPATCH, [](CallTerms& terms) { terms.sidecar_bytes = 5; }, {"sidecar", "0", "5"});
+  disagree_on(EPX_OP_PREPARE, [](CallFields& terms) { terms.top_k = 3; }, {"top_k", "2", "3"});
+  disagree_on(EPX_OP_DISPATCH, [](CallFields& terms) { terms.sidecar_bytes = 5; }, {"sidecar", "0", "5"});
   for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD}) {
-    disagree_on(operation, [](CallTerms& terms) { terms.weights = false; }, {"weights"});
+    disagree_on(operation, [](CallFields& terms) { terms.weights = false; }, {"weights"});
   }
   for (const epx_operation operation : {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD}) {
-    disagree_on(operation, [](CallTerms& terms) { terms.grads = false; }, {"weights"});
+    disagree_on(operation, [](CallFields& terms) { terms.grads = false; }, {"weights"});
   }
 }
 

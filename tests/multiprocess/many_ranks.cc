@@ -21,7 +21,7 @@ struct Kind {
   RoutingStyle routing;
 };
 
-// All ranks together have few routes up to 8192, and few tokens up to 2048 (runtime/memory/window_layout.h): on 40 ranks
+// All ranks together have few routes up to 8192, and few tokens up to 2048 (runtime/layout/window_layout.h): on 40 ranks
 // 204 routes each. So the kernels take the first of each pair of these for few tokens, the second for many.
 constexpr Kind kKinds[] = {
     {EPX_COMBINE_WIRE, 40, 5, RoutingStyle::distinct}, {EPX_COMBINE_WIRE, 40, 7, RoutingStyle::distinct},

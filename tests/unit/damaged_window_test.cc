@@ -12,7 +12,7 @@
 
 #include <doctest/doctest.h>
 
-#include "runtime/base/error.h"
+#include "base/error.h"
 #include "runtime/stages/host/call_protocol.h"
 #include "runtime/stages/host/host_stages.h"
 #include "runtime/status_board.h"
@@ -63,11 +63,11 @@ public:
   T& word(int owner, const Region& region, int64_t index = 0) {
     return window_.at<T>(owner, region.offset)[index];
   }
-  CallPost& post() { return word<CallPost>(0, layout().posts, 1); }
+  CallDescriptor& post() { return word<CallDescriptor>(0, layout().posts, 1); }
 
   // Rank 1 makes call `sequence` with rank 0, and has all its data there.
   void come(epx_operation operation, uint64_t sequence) {
-    post() = CallPost{};
+    post() = CallDescriptor{};
     post().operation = operation;
     post().top_k = kTopK;
     post().alignment = 1;
@@ -86,7 +86,7 @@ public:
   int32_t& count(int expert) {
     return word<int32_t>(0, layout().counts, (1 * kRanks + 1) * kExperts + expert); // of call 1
   }
-  SlotRecord& record(int64_t slot) { return word<SlotPost>(0, layout().slot_posts, slot).record; }
+  SlotRecord& record(int64_t slot) { return word<LlSlotRecord>(0, layout().ll_slot_records, slot).record; }
 
   // Rank 1 takes part in prepare as call 1: its routes are behind the four of rank 0 to the same expert.
   void come_to_prepare() {
@@ -138,7 +138,7 @@ public:
 
   epx_group_report report() { return status_.report(); }
 
-  Poison poison_at(int owner) { return unpack_poison(word<Flag>(owner, layout().poison).value); }
+  AbortRecord abort_record_at(int owner) { return unpack_abort_record(word<Flag>(owner, layout().abort_record).value); }
 
 private:
   struct alignas(kRegionAlignment) Block {
@@ -176,8 +176,8 @@ void check_damage(OneOfTwo& rank, const std::function<void()>& call, const std::
   const epx_group_report report = rank.report();
   CHECK(report.status == EPX_ERROR_INTERNAL);
   CHECK(report.culprit == 0);
-  CHECK(rank.poison_at(1).status == EPX_ERROR_INTERNAL);
-  CHECK(rank.poison_at(1).culprit == 0);
+  CHECK(rank.abort_record_at(1).status == EPX_ERROR_INTERNAL);
+  CHECK(rank.abort_record_at(1).culprit == 0);
 }
 
 } // namespace
@@ -194,33 +194,33 @@ TEST_CASE("words of a peer that are sound are taken") {
 }
 
 TEST_CASE("a poison record that no rank can have stored is damage") {
-  const uint64_t sound = pack(Poison{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 1, 3});
+  const uint64_t sound = pack(AbortRecord{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 1, 3});
   const uint64_t damaged[] = {
-      1,                                                            // no status
-      ~uint64_t{0},                                                 // nothing is right
-      sound | uint64_t{0xf} << 60,                                  // no such status
-      sound | uint64_t{0xf} << 56,                                  // no such operation
-      pack(Poison{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 35032, 3}),    // no such rank
-      pack(Poison{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, kRanks, 3}),   // one too many
-      pack(Poison{EPX_ERROR_ABORTED, EPX_OP_NONE, 0xffff, 0}),      // the last
-      pack(Poison{EPX_SUCCESS, EPX_OP_DISPATCH, 1, 3}),             // success
-      pack(Poison{static_cast<epx_status>(10), EPX_OP_NONE, 0, 0}), // one too many
+      1,                                                                 // no status
+      ~uint64_t{0},                                                      // nothing is right
+      sound | uint64_t{0xf} << 60,                                       // no such status
+      sound | uint64_t{0xf} << 56,                                       // no such operation
+      pack(AbortRecord{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 35032, 3}),    // no such rank
+      pack(AbortRecord{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, kRanks, 3}),   // one too many
+      pack(AbortRecord{EPX_ERROR_ABORTED, EPX_OP_NONE, 0xffff, 0}),      // the last
+      pack(AbortRecord{EPX_SUCCESS, EPX_OP_DISPATCH, 1, 3}),             // success
+      pack(AbortRecord{static_cast<epx_status>(10), EPX_OP_NONE, 0, 0}), // one too many
   };
   for (const uint64_t word : damaged) {
     CAPTURE(word);
     OneOfTwo rank;
-    rank.word<Flag>(0, rank.layout().poison).value = word;
+    rank.word<Flag>(0, rank.layout().abort_record).value = word;
     check_damage(rank, [&] { rank.protocol().begin(EPX_OP_DISPATCH); }, {"poison record", "dispatch (call 1)"});
   }
   OneOfTwo rank;
-  rank.word<Flag>(0, rank.layout().poison).value = sound;
+  rank.word<Flag>(0, rank.layout().abort_record).value = sound;
   CHECK_THROWS_AS(rank.protocol().begin(EPX_OP_DISPATCH), Error);
   CHECK(rank.report().status == EPX_ERROR_TIMEOUT);
 }
 
 TEST_CASE("a peer learns whose window is damaged") {
   OneOfTwo rank(1);
-  rank.word<Flag>(1, rank.layout().poison).value = pack(Poison{EPX_ERROR_INTERNAL, EPX_OP_COMBINE, 0, 9});
+  rank.word<Flag>(1, rank.layout().abort_record).value = pack(AbortRecord{EPX_ERROR_INTERNAL, EPX_OP_COMBINE, 0, 9});
   CHECK_THROWS_AS(rank.protocol().begin(EPX_OP_DISPATCH), Error);
   const epx_group_report report = rank.report();
   CHECK(report.status == EPX_ERROR_INTERNAL);
@@ -240,10 +240,10 @@ TEST_CASE("a rank that gives up names a rank that exists, whatever the others le
     CHECK_THROWS_AS(rank.protocol().arrive({}), Error);
     CHECK(rank.report().culprit == 1);
   }
-  for (const uint64_t word : {~uint64_t{0}, pack(Poison{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 35032, 3})}) {
+  for (const uint64_t word : {~uint64_t{0}, pack(AbortRecord{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 35032, 3})}) {
     CAPTURE(word);
     OneOfTwo rank(1, kShortMs);
-    rank.word<Flag>(0, rank.layout().poison).value = word; // in the window that decides who is the culprit
+    rank.word<Flag>(0, rank.layout().abort_record).value = word; // in the window that decides who is the culprit
     rank.protocol().begin(EPX_OP_DISPATCH);
     CHECK_THROWS_AS(rank.protocol().arrive({}), Error);
     const epx_group_report report = rank.report();
@@ -268,18 +268,18 @@ TEST_CASE("a peer that seems to be ahead of this rank is damage") {
 TEST_CASE("what a peer seems to offer is looked at before it is used") {
   struct Damage {
     const char* name;
-    void (*spoil)(CallPost& post);
+    void (*spoil)(CallDescriptor& post);
     std::string value;
   };
   const Damage damages[] = {
-      {"operation", [](CallPost& post) { post.operation = 77; }, "77"},
-      {"no operation", [](CallPost& post) { post.operation = 0; }, "0"},
-      {"rows below zero", [](CallPost& post) { post.recv_rows = -5; }, "-5"},
-      {"allocation", [](CallPost& post) { post.rows_allocation = 123; }, "123"},
-      {"allocation below none", [](CallPost& post) { post.rows_allocation = -2; }, "-2"},
-      {"allocation of weights", [](CallPost& post) { post.weights_allocation = 124; }, "124"},
+      {"operation", [](CallDescriptor& post) { post.operation = 77; }, "77"},
+      {"no operation", [](CallDescriptor& post) { post.operation = 0; }, "0"},
+      {"rows below zero", [](CallDescriptor& post) { post.recv_rows = -5; }, "-5"},
+      {"allocation", [](CallDescriptor& post) { post.rows_allocation = 123; }, "123"},
+      {"allocation below none", [](CallDescriptor& post) { post.rows_allocation = -2; }, "-2"},
+      {"allocation of weights", [](CallDescriptor& post) { post.weights_allocation = 124; }, "124"},
       {"rows without number",
-       [](CallPost& post) {
+       [](CallDescriptor& post) {
          post.rows_allocation = 0;
          post.recv_rows = int64_t{1} << 61;
        },
@@ -367,11 +367,11 @@ TEST_CASE("random damage to the control words ends a call in order") {
     OneOfTwo rank(0, 2);
     rank.come_to_prepare();
     const WindowLayout& layout = rank.layout();
-    const Region read[] = {{layout.poison.offset, 8},
-                           {layout.posts.offset + static_cast<int64_t>(sizeof(CallPost)), sizeof(CallPost)},
+    const Region read[] = {{layout.abort_record.offset, 8},
+                           {layout.posts.offset + static_cast<int64_t>(sizeof(CallDescriptor)), sizeof(CallDescriptor)},
                            {layout.complete.offset + static_cast<int64_t>(sizeof(Flag)), 8},
                            {layout.counts.offset, 2 * kRanks * kExperts * static_cast<int64_t>(sizeof(int32_t))},
-                           {layout.slot_posts.offset, (kTokens + kPeerRoutes) * kSlotPostBytes}};
+                           {layout.ll_slot_records.offset, (kTokens + kPeerRoutes) * kLlSlotRecordBytes}};
     for (uint64_t damages = random() % 4 + 1; damages > 0; --damages) {
       const Region& region = read[random() % std::size(read)];
       rank.word<std::byte>(0, region, static_cast<int64_t>(random() % static_cast<uint64_t>(region.bytes))) =

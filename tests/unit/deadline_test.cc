@@ -5,7 +5,7 @@
 
 #include <doctest/doctest.h>
 
-#include "runtime/base/suspension_aware_deadline.h"
+#include "base/suspension_aware_deadline.h"
 
 namespace {
 

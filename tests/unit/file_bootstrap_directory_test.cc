@@ -16,7 +16,7 @@
 #include <fmt/format.h>
 
 #include "tests/unit/file_bootstrap_support.h"
-#include "transport/bootstrap/file_letters.h"
+#include "transport/bootstrap/file_messages.h"
 #include "transport/bootstrap/rendezvous_directory.h"
 #include "transport/bootstrap/rendezvous_names.h"
 
@@ -27,9 +27,9 @@ using namespace epx::test::files;
 constexpr uid_t kOtherUser = 65534;
 const std::string kNonce = "0123456789abcdef0123456789abcdef";
 
-// A letter as this process would write it.
-std::string letter() {
-  return epx::encode({epx::LetterKind::kHello, 1, 3, EPX_SUCCESS, kNonce, "", {}}, epx::this_process_origin());
+// A message as this process would write it.
+std::string message() {
+  return epx::encode({epx::MessageKind::kHello, 1, 3, EPX_SUCCESS, kNonce, "", {}}, epx::this_process_origin());
 }
 
 void put(const fs::path& path, const std::string& content) {
@@ -126,7 +126,7 @@ TEST_CASE("only names and contents that are both epx's own are taken for epx's")
                                                   ".hidden",
                                                   "nfs0001"};
   for (const std::string& name : foreign_names)
-    refuse(name, letter());
+    refuse(name, message());
 }
 
 // Their writer may be a rank of this job that has loaded another libepx: nobody can tell.
@@ -150,7 +150,7 @@ TEST_CASE("what is not a plain file of this user is refused") {
   make_private_directory(job);
   const fs::path hello = job / "hello.1";
   const fs::path outside = fs::path(directory.path()) / "outside";
-  put(outside, letter());
+  put(outside, message());
 
   fs::create_directory(hello);
   check_refused(directory, {"'hello.1'", "not a plain file"});
@@ -165,12 +165,12 @@ TEST_CASE("what is not a plain file of this user is refused") {
   check_refused(directory, {"'hello.1'", "another name"});
   fs::remove(hello);
   if (::geteuid() == 0) {
-    put(hello, letter());
+    put(hello, message());
     REQUIRE(::chown(hello.c_str(), kOtherUser, kOtherUser) == 0);
     check_refused(directory, {"'hello.1'", "user 65534"});
     fs::remove(hello);
   }
-  CHECK(content_of(outside) == letter());
+  CHECK(content_of(outside) == message());
   run_job(directory.path(), "job", 2);
 }
 
@@ -181,7 +181,7 @@ TEST_CASE("files that a network file system keeps are neither in the way nor rem
   make_private_directory(job);
   const std::set<std::string> names = {".nfs000000000123", ".nfs"};
   for (const std::string& name : names) {
-    put(job / name, letter());
+    put(job / name, message());
     fs::last_write_time(job / name, fs::file_time_type::clock::now() - 100h);
   }
   run_job(directory.path(), "job", 3);
@@ -225,10 +225,10 @@ TEST_CASE("a message is read only when it is this user's and has one name") {
   const TempDirectory directory;
   epx::RendezvousDirectory rendezvous(directory.path(), "job", kNonce);
   const fs::path file = directory.job("job") / "hello.1";
-  rendezvous.write("hello.1", letter());
-  CHECK(rendezvous.read("hello.1", 1000) == letter());
+  rendezvous.write("hello.1", message());
+  CHECK(rendezvous.read("hello.1", 1000) == message());
   CHECK_FALSE(rendezvous.read("hello.1", 10).has_value());
-  CHECK(rendezvous.read_start("hello.1", 10) == letter().substr(0, 10));
+  CHECK(rendezvous.read_start("hello.1", 10) == message().substr(0, 10));
   fs::create_hard_link(file, directory.path() + "/second");
   CHECK_FALSE(rendezvous.read("hello.1", 1000).has_value());
   fs::remove(directory.path() + "/second");

@@ -17,7 +17,7 @@
 #include <fmt/format.h>
 
 #include "tests/unit/file_bootstrap_support.h"
-#include "transport/bootstrap/file_letters.h"
+#include "transport/bootstrap/file_messages.h"
 #include "transport/bootstrap/rendezvous_names.h"
 
 namespace {
@@ -260,9 +260,9 @@ TEST_CASE("nothing is removed that another host, boot or PID namespace wrote") {
     const std::set<std::string> names = {"alive.1." + kNonce, "in.0.1." + kNonce, "hello.9",
                                          epx::temporary_name(origin.hash(), kNonce, 0)};
     for (const std::string& name : names) {
-      const auto kind = name.starts_with("alive") ? epx::LetterKind::kAlive
-                        : name.starts_with("in")  ? epx::LetterKind::kIn
-                                                  : epx::LetterKind::kHello;
+      const auto kind = name.starts_with("alive") ? epx::MessageKind::kAlive
+                        : name.starts_with("in")  ? epx::MessageKind::kIn
+                                                  : epx::MessageKind::kHello;
       std::ofstream((job / name).string(), std::ios::binary)
           << epx::encode({kind, 1, 3, EPX_SUCCESS, kNonce, "", {}}, origin);
       fs::last_write_time(job / name, fs::file_time_type::clock::now() - 100h);
@@ -283,7 +283,7 @@ TEST_CASE("old leftovers of this host are cleared away by the next job that meet
   elsewhere.host[0] ^= 1;
   const auto put = [&](const std::string& name, const epx::ProcessOrigin& origin, std::chrono::hours age) {
     std::ofstream((job / name).string(), std::ios::binary)
-        << epx::encode({epx::LetterKind::kIn, 1, 3, EPX_SUCCESS, kNonce, "", {}}, origin);
+        << epx::encode({epx::MessageKind::kIn, 1, 3, EPX_SUCCESS, kNonce, "", {}}, origin);
     fs::last_write_time(job / name, fs::file_time_type::clock::now() - age);
   };
   for (const char* name : {"hello.5", "hello.0"})

@@ -26,7 +26,7 @@
 #include <doctest/doctest.h>
 #include <fmt/format.h>
 
-#include "runtime/base/error.h"
+#include "base/error.h"
 #include "tests/support/time_limit.h"
 #include "transport/bootstrap/file.h"
 

@@ -6,12 +6,12 @@
 
 #include <doctest/doctest.h>
 
-#include "runtime/base/error.h"
+#include "base/error.h"
 #include "runtime/config.h"
-#include "runtime/memory/handle_memory.h"
-#include "runtime/memory/planner.h"
-#include "runtime/memory/window_layout.h"
-#include "runtime/stages/slots.h"
+#include "runtime/layout/handle_memory.h"
+#include "runtime/layout/planner.h"
+#include "runtime/layout/slots.h"
+#include "runtime/layout/window_layout.h"
 
 namespace {
 
@@ -83,26 +83,26 @@ TEST_CASE("regions of the window are aligned, apart, and add up") {
     config.max_sidecar_bytes = 5;
     const epx::GroupShape shape = epx::resolve(config, 5);
     const epx::WindowLayout layout = epx::make_window_layout(shape, transport);
-    const std::vector<epx::Region> regions = {layout.poison,
+    const std::vector<epx::Region> regions = {layout.abort_record,
                                               layout.waiting,
                                               layout.posts,
                                               layout.complete,
                                               layout.board,
                                               layout.counts,
-                                              layout.few_routes,
-                                              layout.slot_posts,
-                                              layout.heads,
+                                              layout.gathered_routes,
+                                              layout.ll_slot_records,
+                                              layout.first_slots,
                                               layout.scatter_rows,
                                               layout.scatter_sidecars,
                                               layout.scatter_weights,
-                                              layout.scatter_arrivals,
+                                              layout.scatter_ready_flags,
                                               layout.gather_rows,
                                               layout.gather_weights,
-                                              layout.gather_arrivals,
-                                              layout.few_scatter_rows,
-                                              layout.few_scatter_weights,
-                                              layout.few_gather_rows,
-                                              layout.few_gather_weights};
+                                              layout.gather_ready_flags,
+                                              layout.ll_scatter_rows,
+                                              layout.ll_scatter_weights,
+                                              layout.ll_gather_rows,
+                                              layout.ll_gather_weights};
     int64_t end = 0;
     for (const epx::Region& region : regions) {
       CHECK(region.offset == end);
@@ -124,11 +124,11 @@ TEST_CASE("what kernels alone use takes no bytes on the host transport") {
   const epx::GroupShape shape = epx::resolve(small_config(), 5);
   const epx::WindowLayout host = epx::make_window_layout(shape, EPX_TRANSPORT_HOST);
   for (const epx::Region& region :
-       {host.few_routes, host.heads, host.scatter_arrivals, host.gather_arrivals, host.few_scatter_rows,
-        host.few_scatter_weights, host.few_gather_rows, host.few_gather_weights})
+       {host.gathered_routes, host.first_slots, host.scatter_ready_flags, host.gather_ready_flags, host.ll_scatter_rows,
+        host.ll_scatter_weights, host.ll_gather_rows, host.ll_gather_weights})
     CHECK(region.bytes == 0);
-  CHECK(host.posts.bytes == 5 * int64_t{sizeof(epx::CallPost)} + 128); // rounded up to 256
-  CHECK(host.counts.bytes == 512);                                     // 2 * 5 * 10 * 4, rounded up
+  CHECK(host.posts.bytes == 5 * int64_t{sizeof(epx::CallDescriptor)} + 128); // rounded up to 256
+  CHECK(host.counts.bytes == 512);                                           // 2 * 5 * 10 * 4, rounded up
   CHECK(host.total_bytes < epx::make_window_layout(shape, EPX_TRANSPORT_NCCL).total_bytes);
 }
 
@@ -160,24 +160,23 @@ TEST_CASE("staging of few tokens: a place for each strip, apart by parity, withi
   config.max_sidecar_bytes = 5;
   const epx::GroupShape shape = epx::resolve(config, 4);
   const epx::WindowLayout layout = epx::make_window_layout(shape, EPX_TRANSPORT_NCCL);
-  CHECK(layout.few_tokens == 6);
-  CHECK(layout.few_routes_per_rank == epx::kMostFewRoutes / 4);
-  CHECK(layout.few_row_strips == 2);
-  CHECK(layout.few_strips == 3);
-  CHECK(epx::few_scatter_word(layout, shape, 0, 0, 0, 2) == 2 * epx::kStripWords);
-  CHECK(epx::few_scatter_word(layout, shape, 0, 0, 1, 0) == 3 * epx::kStripWords);
-  CHECK(epx::few_scatter_word(layout, shape, 1, 0, 0, 0) == 4 * 6 * 3 * epx::kStripWords);
-  CHECK((epx::few_scatter_word(layout, shape, 1, 3, 5, 2) + epx::kStripWords) * int64_t{sizeof(epx::TaggedTriple)} ==
-        layout.few_scatter_rows.bytes);
-  CHECK((epx::few_gather_word(layout, shape, 1, 5, 2, 1) + epx::kStripWords) * int64_t{sizeof(epx::TaggedTriple)} ==
-        layout.few_gather_rows.bytes);
-  CHECK(epx::few_scatter_weight(layout, shape, 1, 3, 5, 2) * int64_t{sizeof(epx::TaggedCount)} <
-        layout.few_scatter_weights.bytes);
-  CHECK(epx::few_gather_weight(layout, shape, 1, 5, 2) * int64_t{sizeof(epx::TaggedCount)} <
-        layout.few_gather_weights.bytes);
+  CHECK(layout.ll_tokens == 6);
+  CHECK(layout.gathered_routes_per_rank == epx::kMaxGatheredRoutes / 4);
+  CHECK(layout.ll_row_chunks == 2);
+  CHECK(layout.ll_chunks == 3);
+  CHECK(epx::ll_scatter_packet(layout, shape, 0, 0, 0, 2) == 2 * epx::kLlChunkPackets);
+  CHECK(epx::ll_scatter_packet(layout, shape, 0, 0, 1, 0) == 3 * epx::kLlChunkPackets);
+  CHECK(epx::ll_scatter_packet(layout, shape, 1, 0, 0, 0) == 4 * 6 * 3 * epx::kLlChunkPackets);
+  CHECK((epx::ll_scatter_packet(layout, shape, 1, 3, 5, 2) + epx::kLlChunkPackets) * int64_t{sizeof(epx::LlPacket16)} ==
+        layout.ll_scatter_rows.bytes);
+  CHECK((epx::ll_gather_packet(layout, shape, 1, 5, 2, 1) + epx::kLlChunkPackets) * int64_t{sizeof(epx::LlPacket16)} ==
+        layout.ll_gather_rows.bytes);
+  CHECK(epx::ll_scatter_weight(layout, shape, 1, 3, 5, 2) * int64_t{sizeof(epx::LlPacket8)} <
+        layout.ll_scatter_weights.bytes);
+  CHECK(epx::ll_gather_weight(layout, shape, 1, 5, 2) * int64_t{sizeof(epx::LlPacket8)} < layout.ll_gather_weights.bytes);
   config.max_tokens_per_rank = 4096;
-  CHECK(epx::make_window_layout(epx::resolve(config, 4), EPX_TRANSPORT_NCCL).few_tokens == epx::kMostFewTokens);
-  CHECK(epx::make_window_layout(epx::resolve(config, 64), EPX_TRANSPORT_NCCL).few_tokens == epx::kMostFewRows / 64);
+  CHECK(epx::make_window_layout(epx::resolve(config, 4), EPX_TRANSPORT_NCCL).ll_tokens == epx::kMaxLlTokens);
+  CHECK(epx::make_window_layout(epx::resolve(config, 64), EPX_TRANSPORT_NCCL).ll_tokens == epx::kMaxLlRows / 64);
 }
 
 TEST_CASE("the plan tells the parts of the window, of the transport that the config names") {
@@ -234,8 +233,8 @@ TEST_CASE("a damaged handle header shows") {
 }
 
 TEST_CASE("a poison record survives its packing") {
-  const epx::Poison poison = epx::unpack_poison(
-      epx::pack(epx::Poison{EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH_BWD, 65534, 123456789012, EPX_PHASE_COMPLETE}));
+  const epx::AbortRecord poison = epx::unpack_abort_record(
+      epx::pack(epx::AbortRecord{EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH_BWD, 65534, 123456789012, EPX_PHASE_COMPLETE}));
   CHECK(poison.status == EPX_ERROR_TIMEOUT);
   CHECK(poison.operation == EPX_OP_DISPATCH_BWD);
   CHECK(poison.culprit == 65534);

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "runtime/base/error.h"
+#include "base/error.h"
 #include "transport/nccl/nccl_versions.h"
 
 namespace epx {

@@ -21,7 +21,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "runtime/base/error.h"
+#include "base/error.h"
 #include "tests/support/check.h"
 #include "tests/support/local_bootstrap.h"
 #include "tests/support/run_ranks.h"

@@ -9,7 +9,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "runtime/base/error.h"
+#include "base/error.h"
 
 namespace {
 

@@ -26,7 +26,7 @@ constexpr int kRuns = 24;
 // multiprocessor of its own.
 constexpr int kWireGrids[] = {16, 32, 64, 96, 128};
 
-constexpr int kLocalThreads[] = {512, kMostLocalFloorThreads};
+constexpr int kLocalThreads[] = {512, kMaxLocalFloorThreads};
 
 struct PlanOnDevice {
   Buffer first, places;
@@ -50,7 +50,7 @@ std::vector<uint64_t> source_block(int rank) {
 
 class FloorRun {
 public:
-  FloorRun(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu, StartLine& start)
+  FloorRun(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu, StreamBlocker& start)
       : sets_(sets), exact_(options.combine_precision == EPX_COMBINE_EXACT),
         num_comm_sms_(std::min(options.num_comm_sms, gpu.num_sms())), peers_(peers), gpu_(gpu), start_(start),
         row_bytes_((row_bytes(options) + kFloorRowUnit - 1) / kFloorRowUnit * kFloorRowUnit),
@@ -131,7 +131,7 @@ private:
         watches[run].stop(gpu_.cuda_stream());
       }
     });
-    start_.let_go();
+    start_.unblock();
     if (failure.exit_code == 0)
       failure = attempt([&] {
         gpu_.finish();
@@ -277,7 +277,7 @@ private:
   int num_comm_sms_; // 0: all
   const Peers& peers_;
   Gpu& gpu_;
-  StartLine& start_;
+  StreamBlocker& start_;
   int64_t row_bytes_;
   int64_t target_rows_;
   PeerMemory targets_;
@@ -289,7 +289,7 @@ private:
 } // namespace
 
 Floors measure_floors(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu,
-                      StartLine& start) {
+                      StreamBlocker& start) {
   FloorRun run(sets, options, peers, gpu, start);
   if (options.verify) run.verify();
   run.measure_wire();

@@ -9,7 +9,7 @@
 #include "tools/ep_bench/gpu.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/peers.h"
-#include "tools/ep_bench/start_line.h"
+#include "tools/ep_bench/stream_blocker.h"
 
 namespace epx::bench {
 
@@ -17,6 +17,6 @@ namespace epx::bench {
 // iterations do; a time is the median of the slowest rank's, and the best of all variants is kept. Rows are rounded up to
 // 16 bytes. With options.verify it is first checked that the kernels move every row. Collective.
 Floors measure_floors(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu,
-                      StartLine& start);
+                      StreamBlocker& start);
 
 } // namespace epx::bench

@@ -2,13 +2,13 @@
 
 #include <vector_types.h>
 
-#include "runtime/base/device/bulk_copy.cuh"
-#include "runtime/base/device/launch.h"
+#include "base/device/bulk_copy.cuh"
+#include "base/device/launch.h"
 
 namespace epx::bench {
 namespace {
 
-using namespace cuda; // runtime/base/device
+using namespace cuda; // base/device
 
 constexpr int kLanes = 32;
 constexpr int kWireThreads = 512;
@@ -78,7 +78,7 @@ __device__ LocalUnit local_unit(const LocalParams& params, int64_t unit) {
           write >= 0 ? params.target + write * params.row_bytes : nullptr};
 }
 
-__global__ void __launch_bounds__(kMostLocalFloorThreads) local_kernel(const __grid_constant__ LocalParams params) {
+__global__ void __launch_bounds__(kMaxLocalFloorThreads) local_kernel(const __grid_constant__ LocalParams params) {
   const int64_t words = params.row_bytes / static_cast<int64_t>(sizeof(uint4));
   uint4 in_flight[kInFlight] = {};
   for (int i = 0; i < kInFlight && writes_unread(params); ++i) // no zeros
@@ -109,14 +109,14 @@ __global__ void __launch_bounds__(kMostLocalFloorThreads) local_kernel(const __g
 
 constexpr int kBulkWarps = 8;
 constexpr int kStages = 3;               // pieces of a warp in flight
-constexpr int64_t kMaxPieceBytes = 8192; // 192 KiB of an SM's 227
-constexpr size_t kBulkSharedBytes = size_t{kBulkWarps} * kStages * kMaxPieceBytes;
+constexpr int64_t kMaxStageBytes = 8192; // 192 KiB of an SM's 227
+constexpr size_t kBulkSharedBytes = size_t{kBulkWarps} * kStages * kMaxStageBytes;
 
 // The pieces of the rows that one warp takes, in order. Rows are cut evenly.
 class Pieces {
 public:
   __device__ Pieces(int64_t rows, int64_t row_bytes)
-      : per_row_((row_bytes + kMaxPieceBytes - 1) / kMaxPieceBytes),
+      : per_row_((row_bytes + kMaxStageBytes - 1) / kMaxStageBytes),
         bytes_((row_bytes / kFloorRowUnit + per_row_ - 1) / per_row_ * kFloorRowUnit), row_bytes_(row_bytes), rows_(rows) {}
 
   __device__ bool has(int64_t piece) const { return row(piece) < rows_; }
@@ -137,7 +137,7 @@ __device__ void move_in_bulk(int64_t rows, int64_t row_bytes, const std::byte* p
   __shared__ LoadBarrier barriers[kBulkWarps][kStages];
   if (lane() != 0) return;
   LoadBarrier* const loaded = barriers[warp_of_block()];
-  std::byte* const stages = dynamic_shared_memory<std::byte>() + warp_of_block() * kStages * kMaxPieceBytes;
+  std::byte* const stages = dynamic_shared_memory<std::byte>() + warp_of_block() * kStages * kMaxStageBytes;
   for (int stage = 0; stage < kStages; ++stage)
     init_barrier(&loaded[stage]);
   fence_shared_before_bulk_copies();
@@ -148,31 +148,31 @@ __device__ void move_in_bulk(int64_t rows, int64_t row_bytes, const std::byte* p
     wait_for_load(&loaded[stage], parities >> stage & 1);
     parities ^= 1u << stage;
   };
-  const auto load_piece = [&](int64_t piece) {
+  const auto load_stage = [&](int64_t piece) {
     const int64_t stage = piece % kStages;
     if (const std::byte* const from = from_of(pieces.row(piece)))
-      begin_load(stages + stage * kMaxPieceBytes, from + pieces.offset(piece), pieces.bytes(piece), &loaded[stage]);
+      begin_load(stages + stage * kMaxStageBytes, from + pieces.offset(piece), pieces.bytes(piece), &loaded[stage]);
   };
   if (primer != nullptr) {
     for (int64_t stage = 0; stage < kStages; ++stage)
-      begin_load(stages + stage * kMaxPieceBytes, primer, pieces.bytes(0), &loaded[stage]);
+      begin_load(stages + stage * kMaxStageBytes, primer, pieces.bytes(0), &loaded[stage]);
     for (int64_t stage = 0; stage < kStages; ++stage)
       wait(stage);
   }
   for (int64_t piece = 0; piece < kStages && pieces.has(piece); ++piece)
-    load_piece(piece);
+    load_stage(piece);
   for (int64_t piece = 0; pieces.has(piece); ++piece) {
     const int64_t stage = piece % kStages, row = pieces.row(piece);
     if (from_of(row) != nullptr) wait(stage);
     for_each_target(row, [&](std::byte* to) {
-      begin_store(to + pieces.offset(piece), stages + stage * kMaxPieceBytes, pieces.bytes(piece));
+      begin_store(to + pieces.offset(piece), stages + stage * kMaxStageBytes, pieces.bytes(piece));
     });
     end_store_group();
     // The previous piece's stage is loaded again as soon as its stores have read it; this piece's still run.
     const int64_t next = piece - 1 + kStages;
     if (piece > 0 && pieces.has(next)) {
       wait_for_store_reads<1>();
-      load_piece(next);
+      load_stage(next);
     }
   }
   wait_for_stores();

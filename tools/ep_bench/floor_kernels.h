@@ -35,7 +35,7 @@ struct LocalParams {
   int64_t row_bytes;
   bool is_mixed; // spread evenly over each other; else first the writes, then the reads
 };
-inline constexpr int kMostLocalFloorThreads = 1024;
+inline constexpr int kMaxLocalFloorThreads = 1024;
 cudaError_t launch_local_floor(const LocalParams& params, int blocks, int threads, cudaStream_t stream);
 cudaError_t launch_local_floor_bulk(const LocalParams& params, int blocks, cudaStream_t stream);
 

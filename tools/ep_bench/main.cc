@@ -29,7 +29,7 @@
 #include "tools/ep_bench/floor.h"
 #include "tools/ep_bench/gpu.h"
 #include "tools/ep_bench/measure_gpu.h"
-#include "tools/ep_bench/start_line.h"
+#include "tools/ep_bench/stream_blocker.h"
 #endif
 
 namespace epx::bench {
@@ -60,7 +60,7 @@ void check_floor(const Options& options, const Survey& survey) {
 #if defined(EPX_WITH_CUDA)
 Figures bench_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Workload& workload,
                      const Options& options, const Peers& peers, Gpu& gpu) {
-  StartLine start(gpu, peers, exchange.info().timeout_ms);
+  StreamBlocker start(gpu, peers, exchange.info().timeout_ms);
   const Measurements measurements = measure_on_gpu(exchange, sets, options, peers, gpu, start);
   Floors floors;
   if (options.floor) {

@@ -19,7 +19,7 @@ std::vector<Graph> capture(Exchange& exchange, const TokenTensors& inputs, cudaS
 } // namespace
 
 Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers,
-                            Gpu& gpu, StartLine& start) {
+                            Gpu& gpu, StreamBlocker& start) {
   const cudaStream_t stream = gpu.cuda_stream();
   std::vector<TokenTensors> tensors;
   std::vector<std::vector<Graph>> graphs; // [set][line]
@@ -58,7 +58,7 @@ Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, 
         watches[line].stop(stream);
       });
     }
-    start.let_go();
+    start.unblock();
     if (failure.exit_code == 0)
       failure = attempt([&] {
         exchange.finish();

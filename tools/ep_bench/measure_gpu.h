@@ -10,7 +10,7 @@
 #include "tools/ep_bench/measure.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/peers.h"
-#include "tools/ep_bench/start_line.h"
+#include "tools/ep_bench/stream_blocker.h"
 #include "tools/ep_bench/workload.h"
 
 namespace epx::bench {
@@ -20,7 +20,7 @@ namespace epx::bench {
 // waits for the host within an iteration. The rows that stand for the experts' are those of the first input set throughout:
 // their values change no time. Collective.
 Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers,
-                            Gpu& gpu, StartLine& start);
+                            Gpu& gpu, StreamBlocker& start);
 
 // The durations of all ranks, [rank][i], from the same number of each. Collective.
 std::vector<Series> gather_durations(std::span<const int64_t> mine_ns, const Peers& peers);

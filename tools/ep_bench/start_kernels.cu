@@ -1,12 +1,12 @@
 #include "tools/ep_bench/start_kernels.h"
 
-#include "runtime/base/device/launch.h"
-#include "runtime/base/device/memory_order.cuh"
+#include "base/device/launch.h"
+#include "base/device/memory_order.cuh"
 
 namespace epx::bench {
 namespace {
 
-using namespace cuda; // runtime/base/device
+using namespace cuda; // base/device
 
 __global__ void gate_kernel(const uint64_t* ticket, uint64_t wanted, uint64_t timeout_ns) {
   const uint64_t begin = nanoseconds();

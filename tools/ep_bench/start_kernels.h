@@ -1,4 +1,4 @@
-// The kernels of a StartLine.
+// The kernels of a StreamBlocker.
 #pragma once
 
 #include <cstddef>

@@ -8,8 +8,8 @@
 #include <string_view>
 #include <utility>
 
+#include "base/error.h"
 #include "epx/epx.h"
-#include "runtime/base/error.h"
 
 namespace epx {
 

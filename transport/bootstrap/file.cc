@@ -8,15 +8,15 @@
 #include <string_view>
 #include <vector>
 
-#include "runtime/base/deadline.h"
-#include "runtime/base/error.h"
-#include "runtime/base/home_process.h"
-#include "runtime/base/names.h"
-#include "runtime/base/suspension_aware_deadline.h"
+#include "base/deadline.h"
+#include "base/error.h"
+#include "base/home_process.h"
+#include "base/names.h"
+#include "base/suspension_aware_deadline.h"
 #include "transport/bootstrap/bootstrap_callback.h"
-#include "transport/bootstrap/file_letters.h"
+#include "transport/bootstrap/file_join.h"
 #include "transport/bootstrap/file_liveness.h"
-#include "transport/bootstrap/file_meeting.h"
+#include "transport/bootstrap/file_messages.h"
 #include "transport/bootstrap/rendezvous_directory.h"
 #include "transport/bootstrap/rendezvous_names.h"
 
@@ -53,7 +53,7 @@ std::string who_waited(int rank, const SuspensionAwareDeadline& deadline) {
 // One rank's end of a session: a row of all-gathers in which rank 0 collects and answers. The first is the meeting itself.
 class FileSession {
 public:
-  FileSession(const std::string& directory, Party party);
+  FileSession(const std::string& directory, Participant participant);
   ~FileSession();
   FileSession(const FileSession&) = delete;
   FileSession& operator=(const FileSession&) = delete;
@@ -67,32 +67,32 @@ private:
   enum class Part { kAbsent, kPresent, kTaken, kAnswered, kGone };
 
   std::string run_round(const std::string& mine, milliseconds timeout);
-  std::string lead(const std::string& mine, SuspensionAwareDeadline& deadline, Reception* reception);
-  void wait_for_parts(SuspensionAwareDeadline& deadline, Reception* reception, std::vector<Part>& parts);
+  std::string lead(const std::string& mine, SuspensionAwareDeadline& deadline, JoinServer* join_server);
+  void wait_for_parts(SuspensionAwareDeadline& deadline, JoinServer* join_server, std::vector<Part>& parts);
   void look_for_quitters(const RendezvousDirectory::Names& names, std::vector<Part>& parts);
   std::string take_parts(const std::string& mine, std::vector<Part>& parts);
   void answer(int rank, epx_status status, const std::string& body);
-  void report_failure(const Error& error, const Reception* reception, std::vector<Part>& parts);
+  void report_failure(const Error& error, const JoinServer* join_server, std::vector<Part>& parts);
   [[noreturn]] void fail_too_late(const std::string& who_waited, const std::vector<Part>& parts) const;
   [[noreturn]] void fail_incomplete(const std::vector<Part>& parts) const;
   std::string follow(const std::string& mine, SuspensionAwareDeadline& deadline);
-  std::optional<Letter> take_answer() const;
-  std::string open_answer(const Letter& letter, size_t expected_bytes) const;
-  std::optional<Letter> wait_for_answer(SuspensionAwareDeadline& deadline);
+  std::optional<Message> take_answer() const;
+  std::string open_answer(const Message& message, size_t expected_bytes) const;
+  std::optional<Message> wait_for_answer(SuspensionAwareDeadline& deadline);
   std::string why_no_answer(bool rank_0_has_come) const;
   void hand_in(const std::string& mine);
-  bool is_mine(const Letter& letter, int rank) const { return letter.nonce == session_ && letter.rank == rank; }
+  bool is_mine(const Message& message, int rank) const { return message.nonce == session_ && message.rank == rank; }
 
   std::string in_file(int rank) const { return in_name(round_, rank, session_); }
   std::string quit_file(int rank) const { return quit_name(round_, rank, session_); }
   std::string out_file(int rank) const { return out_name(round_, rank, session_); }
   std::string what() const {
-    return round_ == 0 ? fmt::format("job '{}'", party_.job_id)
-                       : fmt::format("job '{}', all-gather {}", party_.job_id, round_);
+    return round_ == 0 ? fmt::format("job '{}'", participant_.job_id)
+                       : fmt::format("job '{}', all-gather {}", participant_.job_id, round_);
   }
 
   const HomeProcess creator_{};
-  Party party_;
+  Participant participant_;
   RendezvousDirectory directory_;
   Attendance attendance_;
   std::optional<AliveFile> alive_; // unless this rank is alone
@@ -103,8 +103,9 @@ private:
   std::set<std::string> to_read_; // files for other ranks that may never be read
 };
 
-FileSession::FileSession(const std::string& directory, Party party)
-    : party_(std::move(party)), directory_(directory, party_.job_id, party_.nonce), attendance_(directory_) {
+FileSession::FileSession(const std::string& directory, Participant participant)
+    : participant_(std::move(participant)), directory_(directory, participant_.job_id, participant_.nonce),
+      attendance_(directory_) {
   remove_files_of_dead_jobs(directory_);
 }
 
@@ -123,11 +124,11 @@ FileSession::~FileSession() {
   for (const std::string& file : to_read_)
     directory_.remove(file);
   if (failure_ && !session_.empty()) {
-    directory_.remove(in_file(party_.rank));
-    directory_.remove(out_file(party_.rank));
+    directory_.remove(in_file(participant_.rank));
+    directory_.remove(out_file(participant_.rank));
   }
   // Whoever claimed this rank too may have been late to say so.
-  directory_.remove(reject_name(party_.rank, party_.nonce));
+  directory_.remove(reject_name(participant_.rank, participant_.nonce));
   alive_.reset();
   if (directory_.leave()) return;
   remove_files_of_dead_jobs(directory_); // of ranks that died in this job, if nobody else is left to do it
@@ -135,17 +136,17 @@ FileSession::~FileSession() {
 }
 
 void FileSession::meet(milliseconds timeout) {
-  if (party_.num_ranks == 1) return;
+  if (participant_.num_ranks == 1) return;
   SuspensionAwareDeadline deadline(timeout);
   linger_time_ = linger_time(timeout);
   try {
-    alive_.emplace(directory_, party_.rank, party_.num_ranks, party_.nonce);
-    if (party_.rank == 0) {
+    alive_.emplace(directory_, participant_.rank, participant_.num_ranks, participant_.nonce);
+    if (participant_.rank == 0) {
       session_ = draw_nonce();
-      Reception reception(directory_, party_, session_);
-      lead("", deadline, &reception);
+      JoinServer join_server(directory_, participant_, session_);
+      lead("", deadline, &join_server);
     } else {
-      session_ = join(directory_, party_, deadline, attendance_);
+      session_ = join(directory_, participant_, deadline, attendance_);
       follow("", deadline);
     }
     remove_old_files(directory_, alive_->name(), leftover_age(timeout));
@@ -179,49 +180,49 @@ void FileSession::all_gather(const void* send, void* recv, size_t bytes_per_rank
 
 std::string FileSession::run_round(const std::string& mine, milliseconds timeout) {
   SuspensionAwareDeadline deadline(timeout);
-  if (party_.num_ranks == 1) return mine;
+  if (participant_.num_ranks == 1) return mine;
   alive_->keep();
-  if (party_.rank == 0) return lead(mine, deadline, nullptr);
+  if (participant_.rank == 0) return lead(mine, deadline, nullptr);
   return follow(mine, deadline);
 }
 
 void FileSession::hand_in(const std::string& mine) {
-  write_letter(directory_, in_file(party_.rank),
-               {LetterKind::kIn, party_.rank, party_.num_ranks, EPX_SUCCESS, session_, mine, {}});
+  write_message(directory_, in_file(participant_.rank),
+                {MessageKind::kIn, participant_.rank, participant_.num_ranks, EPX_SUCCESS, session_, mine, {}});
 }
 
 // ---- Rank 0 -------------------------------------------------------------------------------------------------------------
 
-std::string FileSession::lead(const std::string& mine, SuspensionAwareDeadline& deadline, Reception* reception) {
-  std::vector<Part> parts(static_cast<size_t>(party_.num_ranks), Part::kAbsent);
+std::string FileSession::lead(const std::string& mine, SuspensionAwareDeadline& deadline, JoinServer* join_server) {
+  std::vector<Part> parts(static_cast<size_t>(participant_.num_ranks), Part::kAbsent);
   std::string all;
   try {
     hand_in(""); // so that ranks that give up know that rank 0 has come; its data nobody reads
     parts[0] = Part::kTaken;
-    wait_for_parts(deadline, reception, parts);
-    if (reception != nullptr) reception->close();
+    wait_for_parts(deadline, join_server, parts);
+    if (join_server != nullptr) join_server->close();
     all = take_parts(mine, parts);
-    for (int rank = 1; rank < party_.num_ranks; ++rank) {
+    for (int rank = 1; rank < participant_.num_ranks; ++rank) {
       answer(rank, EPX_SUCCESS, all);
       parts[static_cast<size_t>(rank)] = Part::kAnswered;
     }
     directory_.remove(in_file(0));
   } catch (const Error& error) {
-    if (reception != nullptr) reception->close();
-    report_failure(error, reception, parts);
+    if (join_server != nullptr) join_server->close();
+    report_failure(error, join_server, parts);
     directory_.remove(in_file(0));
-    if (reception != nullptr) to_read_.insert(reception->rejections().begin(), reception->rejections().end());
+    if (join_server != nullptr) to_read_.insert(join_server->rejections().begin(), join_server->rejections().end());
     throw;
   }
-  if (reception != nullptr) to_read_.insert(reception->rejections().begin(), reception->rejections().end());
+  if (join_server != nullptr) to_read_.insert(join_server->rejections().begin(), join_server->rejections().end());
   return all;
 }
 
-void FileSession::wait_for_parts(SuspensionAwareDeadline& deadline, Reception* reception, std::vector<Part>& parts) {
+void FileSession::wait_for_parts(SuspensionAwareDeadline& deadline, JoinServer* join_server, std::vector<Part>& parts) {
   for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
     const bool last_look = deadline.passed();
     const RendezvousDirectory::Names names = directory_.list();
-    for (int rank = 1; rank < party_.num_ranks; ++rank) {
+    for (int rank = 1; rank < participant_.num_ranks; ++rank) {
       Part& part = parts[static_cast<size_t>(rank)];
       if (names.contains(in_file(rank)))
         part = Part::kPresent;
@@ -231,16 +232,16 @@ void FileSession::wait_for_parts(SuspensionAwareDeadline& deadline, Reception* r
     if (std::find(parts.begin(), parts.end(), Part::kGone) != parts.end()) fail_incomplete(parts);
     if (std::find(parts.begin(), parts.end(), Part::kAbsent) == parts.end()) return;
     look_for_quitters(names, parts);
-    if (reception != nullptr) reception->serve(names);
+    if (join_server != nullptr) join_server->serve(names);
     if (last_look) fail_too_late(who_waited(0, deadline), parts);
   }
 }
 
 // A rank whose time is up fails the round for all: better now than at the deadline of rank 0.
 void FileSession::look_for_quitters(const RendezvousDirectory::Names& names, std::vector<Part>& parts) {
-  for (int rank = 1; rank < party_.num_ranks; ++rank) {
+  for (int rank = 1; rank < participant_.num_ranks; ++rank) {
     if (!names.contains(quit_file(rank))) continue;
-    const std::optional<Letter> quit = read_letter(directory_, quit_file(rank), LetterKind::kQuit);
+    const std::optional<Message> quit = read_message(directory_, quit_file(rank), MessageKind::kQuit);
     if (!quit || quit->status == EPX_SUCCESS || !is_mine(*quit, rank)) continue;
     // It waits for the verdict of rank 0 still, and that knows best who is missing.
     if (parts[static_cast<size_t>(rank)] == Part::kPresent)
@@ -255,40 +256,40 @@ void FileSession::look_for_quitters(const RendezvousDirectory::Names& names, std
 // Names who never came, not who lost patience with them.
 void FileSession::fail_too_late(const std::string& who_waited, const std::vector<Part>& parts) const {
   std::vector<int> missing;
-  for (int rank = 0; rank < party_.num_ranks; ++rank)
+  for (int rank = 0; rank < participant_.num_ranks; ++rank)
     if (parts[static_cast<size_t>(rank)] == Part::kAbsent) missing.push_back(rank);
-  fail(EPX_ERROR_TIMEOUT, "{}: {}; {} of {} never came", what(), who_waited, name_ranks(missing), party_.num_ranks);
+  fail(EPX_ERROR_TIMEOUT, "{}: {}; {} of {} never came", what(), who_waited, name_ranks(missing), participant_.num_ranks);
 }
 
 // The part of a rank has gone, since rank 0 was not quick enough for it.
 void FileSession::fail_incomplete(const std::vector<Part>& parts) const {
   std::vector<int> missing;
   std::vector<int> gone;
-  for (int rank = 0; rank < party_.num_ranks; ++rank) {
+  for (int rank = 0; rank < participant_.num_ranks; ++rank) {
     const Part part = parts[static_cast<size_t>(rank)];
     if (part == Part::kAbsent) missing.push_back(rank);
     if (part == Part::kGone) gone.push_back(rank);
   }
   if (missing.empty()) fail(EPX_ERROR_TIMEOUT, "{}: {} gave up too soon", what(), name_ranks(gone));
   fail(EPX_ERROR_TIMEOUT, "{}: {} gave up waiting; {} of {} never came", what(), name_ranks(gone), name_ranks(missing),
-       party_.num_ranks);
+       participant_.num_ranks);
 }
 
 std::string FileSession::take_parts(const std::string& mine, std::vector<Part>& parts) {
   std::vector<std::string> bodies(parts.size());
   bodies[0] = mine;
-  for (int rank = 1; rank < party_.num_ranks; ++rank) {
-    const std::optional<Letter> letter = read_letter(directory_, in_file(rank), LetterKind::kIn, SIZE_MAX);
-    if (letter && is_mine(*letter, rank)) bodies[static_cast<size_t>(rank)] = letter->body;
+  for (int rank = 1; rank < participant_.num_ranks; ++rank) {
+    const std::optional<Message> message = read_message(directory_, in_file(rank), MessageKind::kIn, SIZE_MAX);
+    if (message && is_mine(*message, rank)) bodies[static_cast<size_t>(rank)] = message->body;
     // Removing it is what decides: a rank that finds its part gone knows that it will be answered.
     const bool taken = directory_.remove(in_file(rank));
     parts[static_cast<size_t>(rank)] = taken ? Part::kTaken : Part::kGone;
-    if (taken && (!letter || !is_mine(*letter, rank)))
+    if (taken && (!message || !is_mine(*message, rank)))
       fail(EPX_ERROR_SYSTEM, "{}: the file of rank {} is damaged", what(), rank);
   }
   if (std::find(parts.begin(), parts.end(), Part::kGone) != parts.end()) fail_incomplete(parts);
   std::string all;
-  for (int rank = 0; rank < party_.num_ranks; ++rank) {
+  for (int rank = 0; rank < participant_.num_ranks; ++rank) {
     const std::string& body = bodies[static_cast<size_t>(rank)];
     if (body.size() != mine.size())
       fail(EPX_ERROR_MISMATCH, "{}: rank 0 passes {} bytes per rank, and rank {} passes {}", what(), mine.size(), rank,
@@ -299,14 +300,14 @@ std::string FileSession::take_parts(const std::string& mine, std::vector<Part>& 
 }
 
 void FileSession::answer(int rank, epx_status status, const std::string& body) {
-  write_letter(directory_, out_file(rank), {LetterKind::kOut, rank, party_.num_ranks, status, session_, body, {}});
+  write_message(directory_, out_file(rank), {MessageKind::kOut, rank, participant_.num_ranks, status, session_, body, {}});
 }
 
 // Tells everybody who knows the session and has not given up, the late ones too: they may come yet.
-void FileSession::report_failure(const Error& error, const Reception* reception, std::vector<Part>& parts) {
-  for (int rank = 1; rank < party_.num_ranks; ++rank) {
+void FileSession::report_failure(const Error& error, const JoinServer* join_server, std::vector<Part>& parts) {
+  for (int rank = 1; rank < participant_.num_ranks; ++rank) {
     Part& part = parts[static_cast<size_t>(rank)];
-    if (part == Part::kAbsent && reception != nullptr && !reception->joined(rank)) continue;
+    if (part == Part::kAbsent && join_server != nullptr && !join_server->joined(rank)) continue;
     if (part == Part::kPresent) part = directory_.remove(in_file(rank)) ? Part::kTaken : Part::kGone;
     if (part == Part::kGone || part == Part::kAnswered) continue;
     if (part == Part::kAbsent) to_read_.insert({in_file(rank), out_file(rank)});
@@ -319,17 +320,18 @@ void FileSession::report_failure(const Error& error, const Reception* reception,
 
 // ---- The other ranks ----------------------------------------------------------------------------------------------------
 
-std::optional<Letter> FileSession::take_answer() const {
-  std::optional<std::string> bytes = directory_.read(out_file(party_.rank), SIZE_MAX);
+std::optional<Message> FileSession::take_answer() const {
+  std::optional<std::string> bytes = directory_.read(out_file(participant_.rank), SIZE_MAX);
   if (!bytes) return std::nullopt;
-  directory_.remove(out_file(party_.rank));
-  std::optional<Letter> letter = decode(*bytes, LetterKind::kOut);
-  if (!letter || !is_mine(*letter, party_.rank)) fail(EPX_ERROR_SYSTEM, "{}: the file from rank 0 is damaged", what());
-  return letter;
+  directory_.remove(out_file(participant_.rank));
+  std::optional<Message> message = decode(*bytes, MessageKind::kOut);
+  if (!message || !is_mine(*message, participant_.rank))
+    fail(EPX_ERROR_SYSTEM, "{}: the file from rank 0 is damaged", what());
+  return message;
 }
 
 std::string FileSession::follow(const std::string& mine, SuspensionAwareDeadline& deadline) {
-  const size_t answer_bytes = mine.size() * static_cast<size_t>(party_.num_ranks);
+  const size_t answer_bytes = mine.size() * static_cast<size_t>(participant_.num_ranks);
   bool rank_0_has_come = round_ == 0; // it has let this rank in
   hand_in(mine);
   Every look_around(50ms);
@@ -342,70 +344,70 @@ std::string FileSession::follow(const std::string& mine, SuspensionAwareDeadline
     } else {
       directory_.refresh();
     }
-    if (const std::optional<Letter> letter = take_answer()) return open_answer(*letter, answer_bytes);
+    if (const std::optional<Message> message = take_answer()) return open_answer(*message, answer_bytes);
     if (last_look) break;
   }
 
   // Only rank 0 knows who has come to this round: where it lives it decides now. Where it does not it is the one to be named,
   // whatever else is or is not there: who is waiting for it may be a round behind, or at the door.
-  const std::string waited = who_waited(party_.rank, deadline);
+  const std::string waited = who_waited(participant_.rank, deadline);
   try {
-    write_letter(directory_, quit_file(party_.rank),
-                 {LetterKind::kQuit,
-                  party_.rank,
-                  party_.num_ranks,
-                  EPX_ERROR_TIMEOUT,
-                  session_,
-                  fmt::format("{}; {}", waited, why_no_answer(rank_0_has_come)),
-                  {}});
+    write_message(directory_, quit_file(participant_.rank),
+                  {MessageKind::kQuit,
+                   participant_.rank,
+                   participant_.num_ranks,
+                   EPX_ERROR_TIMEOUT,
+                   session_,
+                   fmt::format("{}; {}", waited, why_no_answer(rank_0_has_come)),
+                   {}});
   } catch (const Error&) { // rank 0 will see that the part is gone
   }
   const milliseconds answer = answer_time(deadline.timeout());
   SuspensionAwareDeadline decision = deadline.with_grace(answer);
-  if (const std::optional<Letter> letter = wait_for_answer(decision)) return open_answer(*letter, answer_bytes);
-  if (directory_.remove(in_file(party_.rank))) {
+  if (const std::optional<Message> message = wait_for_answer(decision)) return open_answer(*message, answer_bytes);
+  if (directory_.remove(in_file(participant_.rank))) {
     if (round_ == 0)
-      directory_.remove(quit_file(party_.rank));
+      directory_.remove(quit_file(participant_.rank));
     else
-      to_read_.insert(quit_file(party_.rank)); // for a rank 0 that comes yet
+      to_read_.insert(quit_file(participant_.rank)); // for a rank 0 that comes yet
     fail(EPX_ERROR_TIMEOUT, "{}: {}; {}", what(), waited, why_no_answer(rank_0_has_come));
   }
 
   // Rank 0 has taken this rank's part at the last moment and is about to answer; only its death can prevent that.
   // The later deadline goes on from the polls of `decision`: time since an older poll would pass for a suspension.
   SuspensionAwareDeadline delivery = decision.with_grace(answer / 3);
-  if (const std::optional<Letter> letter = wait_for_answer(delivery)) return open_answer(*letter, answer_bytes);
-  directory_.remove(quit_file(party_.rank));
-  fail(EPX_ERROR_TIMEOUT, "{}: rank 0 took the data of rank {} and never answered", what(), party_.rank);
+  if (const std::optional<Message> message = wait_for_answer(delivery)) return open_answer(*message, answer_bytes);
+  directory_.remove(quit_file(participant_.rank));
+  fail(EPX_ERROR_TIMEOUT, "{}: rank 0 took the data of rank {} and never answered", what(), participant_.rank);
 }
 
-std::optional<Letter> FileSession::wait_for_answer(SuspensionAwareDeadline& deadline) {
+std::optional<Message> FileSession::wait_for_answer(SuspensionAwareDeadline& deadline) {
   for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
     const bool last_look = deadline.passed();
     directory_.refresh();
-    std::optional<Letter> letter = take_answer();
-    if (letter || last_look) return letter;
+    std::optional<Message> message = take_answer();
+    if (message || last_look) return message;
   }
 }
 
 std::string FileSession::why_no_answer(bool rank_0_has_come) const {
   std::vector<int> missing;
   if (!rank_0_has_come) missing.push_back(0);
-  for (int rank = 1; rank < party_.num_ranks; ++rank) // in later rounds all have come once
-    if (round_ == 0 && rank != party_.rank && !attendance_.has_come(rank)) missing.push_back(rank);
-  std::string never_came = fmt::format("{} of {} never came", name_ranks(missing), party_.num_ranks);
+  for (int rank = 1; rank < participant_.num_ranks; ++rank) // in later rounds all have come once
+    if (round_ == 0 && rank != participant_.rank && !attendance_.has_come(rank)) missing.push_back(rank);
+  std::string never_came = fmt::format("{} of {} never came", name_ranks(missing), participant_.num_ranks);
   if (!rank_0_has_come || (!missing.empty() && attendance_.lives(0))) return never_came; // a slow rank 0 is not to blame
-  const std::string silent = fmt::format("rank 0 of {} came and does not answer any more", party_.num_ranks);
+  const std::string silent = fmt::format("rank 0 of {} came and does not answer any more", participant_.num_ranks);
   return missing.empty() ? silent : silent + ", and " + never_came;
 }
 
-std::string FileSession::open_answer(const Letter& letter, size_t expected_bytes) const {
-  directory_.remove(in_file(party_.rank)); // still there when rank 0 failed before it saw it
-  directory_.remove(quit_file(party_.rank));
-  if (letter.status != EPX_SUCCESS) throw Error(letter.status, letter.body);
-  if (letter.body.size() != expected_bytes)
-    fail(EPX_ERROR_SYSTEM, "{}: rank 0 answered with {} bytes instead of {}", what(), letter.body.size(), expected_bytes);
-  return letter.body;
+std::string FileSession::open_answer(const Message& message, size_t expected_bytes) const {
+  directory_.remove(in_file(participant_.rank)); // still there when rank 0 failed before it saw it
+  directory_.remove(quit_file(participant_.rank));
+  if (message.status != EPX_SUCCESS) throw Error(message.status, message.body);
+  if (message.body.size() != expected_bytes)
+    fail(EPX_ERROR_SYSTEM, "{}: rank 0 answered with {} bytes instead of {}", what(), message.body.size(), expected_bytes);
+  return message.body;
 }
 
 // ---- epx_bootstrap ------------------------------------------------------------------------------------------------------
@@ -443,7 +445,7 @@ void check_arguments(const std::string& directory, const std::string& job_id, in
 epx_bootstrap make_file_bootstrap(const std::string& directory, const std::string& job_id, int rank, int num_ranks,
                                   std::chrono::milliseconds timeout) {
   check_arguments(directory, job_id, rank, num_ranks, timeout);
-  auto session = std::make_unique<FileSession>(directory, Party{job_id, rank, num_ranks, draw_nonce()});
+  auto session = std::make_unique<FileSession>(directory, Participant{job_id, rank, num_ranks, draw_nonce()});
   session->meet(timeout);
   epx_bootstrap bootstrap{};
   bootstrap.struct_size = sizeof(bootstrap);

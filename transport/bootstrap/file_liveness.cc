@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "transport/bootstrap/file_letters.h"
+#include "transport/bootstrap/file_messages.h"
 #include "transport/bootstrap/rendezvous_names.h"
 
 namespace epx {
@@ -18,7 +18,7 @@ bool is_of_this_origin(const RendezvousDirectory& directory, const std::string& 
   const ProcessOrigin& here = directory.origin();
   const std::optional<std::string> start = directory.read_start(name, kHeaderBytes);
   if (!here.known() || !start || !is_rendezvous_name(name)) return false;
-  if (is_temporary_of(name, here.hash())) return begins_like_letter(*start); // it need not have got further
+  if (is_temporary_of(name, here.hash())) return begins_like_message(*start); // it need not have got further
   return origin_of(*start) == here;
 }
 
@@ -30,7 +30,7 @@ bool is_certainly_dead(const RendezvousDirectory& directory, const std::string& 
 
 AliveFile::AliveFile(RendezvousDirectory& directory, int rank, int num_ranks, const std::string& nonce)
     : directory_(directory), name_(alive_name(rank, nonce)),
-      content_(encode({LetterKind::kAlive, rank, num_ranks, EPX_SUCCESS, nonce, "", {}}, directory.origin())),
+      content_(encode({MessageKind::kAlive, rank, num_ranks, EPX_SUCCESS, nonce, "", {}}, directory.origin())),
       lock_(directory.write_locked(name_, content_)) {}
 
 void AliveFile::keep() {

@@ -11,12 +11,12 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/base/c_boundary.h"
-#include "runtime/base/deadline.h"
-#include "runtime/base/error.h"
-#include "runtime/base/home_process.h"
-#include "runtime/base/names.h"
-#include "runtime/base/suspension_aware_deadline.h"
+#include "base/c_boundary.h"
+#include "base/deadline.h"
+#include "base/error.h"
+#include "base/home_process.h"
+#include "base/names.h"
+#include "base/suspension_aware_deadline.h"
 #include "transport/bootstrap/bootstrap_callback.h"
 #include "transport/bootstrap/mpi_check.h"
 #include "transport/bootstrap/mpi_duplicate.h"
@@ -84,18 +84,18 @@ private:
     int32_t reserved;
     uint64_t body_bytes;
   };
-  struct Outgoing { // one letter to all others
-    std::vector<char> letter;
+  struct Outgoing { // one message to all others
+    std::vector<char> message;
     std::vector<MPI_Request> requests;
   };
   struct Incoming {
     enum class State { kExpected, kArriving, kHere };
     State state = State::kExpected;
-    std::vector<char> letter;
+    std::vector<char> message;
     MPI_Request request = MPI_REQUEST_NULL;
 
     Header header() const;
-    const char* body() const { return letter.data() + sizeof(Header); }
+    const char* body() const { return message.data() + sizeof(Header); }
   };
 
   void gather(const void* send, char* recv, size_t bytes, SuspensionAwareDeadline deadline);
@@ -201,15 +201,15 @@ void MpiSession::gather(const void* send, char* recv, size_t bytes, SuspensionAw
 void MpiSession::post(epx_status status, const void* body, size_t bytes) {
   const Header header{status, 0, bytes};
   auto outgoing = std::make_unique<Outgoing>();
-  outgoing->letter.resize(sizeof(Header) + bytes);
-  std::memcpy(outgoing->letter.data(), &header, sizeof(Header));
-  if (bytes > 0) std::memcpy(outgoing->letter.data() + sizeof(Header), body, bytes);
+  outgoing->message.resize(sizeof(Header) + bytes);
+  std::memcpy(outgoing->message.data(), &header, sizeof(Header));
+  if (bytes > 0) std::memcpy(outgoing->message.data() + sizeof(Header), body, bytes);
   outgoing->requests.assign(static_cast<size_t>(num_ranks_), MPI_REQUEST_NULL);
   outgoing_.push_back(std::move(outgoing)); // before MPI knows the buffer
   Outgoing& posted = *outgoing_.back();
   for (int to = 0; to < num_ranks_; ++to)
     if (to != rank_)
-      check_mpi(MPI_Isend(posted.letter.data(), static_cast<int>(posted.letter.size()), MPI_BYTE, to, tag(), comm_,
+      check_mpi(MPI_Isend(posted.message.data(), static_cast<int>(posted.message.size()), MPI_BYTE, to, tag(), comm_,
                           &posted.requests[static_cast<size_t>(to)]),
                 "MPI_Isend");
 }
@@ -221,8 +221,8 @@ bool MpiSession::has_been_sent(Outgoing& outgoing) const {
   return done != 0;
 }
 
-// Nothing is posted before a letter is there, so that a round that fails leaves no receive behind that could take a later
-// letter, and a letter of any size can be told from one of the right size.
+// Nothing is posted before a message is there, so that a round that fails leaves no receive behind that could take a later
+// message, and a message of any size can be told from one of the right size.
 void MpiSession::receive(int from, Incoming& incoming) const {
   if (incoming.state == Incoming::State::kExpected) {
     int found = 0;
@@ -232,22 +232,22 @@ void MpiSession::receive(int from, Incoming& incoming) const {
     if (found == 0) return;
     int bytes = 0;
     check_mpi(MPI_Get_count(&status, MPI_BYTE, &bytes), "MPI_Get_count");
-    incoming.letter.resize(static_cast<size_t>(bytes));
-    check_mpi(MPI_Imrecv(incoming.letter.data(), bytes, MPI_BYTE, &message, &incoming.request), "MPI_Imrecv");
+    incoming.message.resize(static_cast<size_t>(bytes));
+    check_mpi(MPI_Imrecv(incoming.message.data(), bytes, MPI_BYTE, &message, &incoming.request), "MPI_Imrecv");
     incoming.state = Incoming::State::kArriving;
   }
   int done = 0;
   check_mpi(MPI_Test(&incoming.request, &done, MPI_STATUS_IGNORE), "MPI_Imrecv");
   if (done == 0) return;
   incoming.state = Incoming::State::kHere;
-  if (incoming.letter.size() < sizeof(Header) || incoming.header().body_bytes != incoming.letter.size() - sizeof(Header))
+  if (incoming.message.size() < sizeof(Header) || incoming.header().body_bytes != incoming.message.size() - sizeof(Header))
     fail(EPX_ERROR_INTERNAL, "all-gather {} over MPI: rank {} sent {} bytes that are no part of it", round_, from,
-         incoming.letter.size());
+         incoming.message.size());
 }
 
 MpiSession::Header MpiSession::Incoming::header() const {
   Header header;
-  std::memcpy(&header, letter.data(), sizeof(Header));
+  std::memcpy(&header, message.data(), sizeof(Header));
   return header;
 }
 

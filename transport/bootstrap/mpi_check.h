@@ -5,7 +5,7 @@
 
 #include <mpi.h>
 
-#include "runtime/base/error.h"
+#include "base/error.h"
 
 namespace epx {
 

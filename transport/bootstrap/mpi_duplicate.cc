@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
+#include "base/names.h"
 #include "epx/epx_mpi.h"
-#include "runtime/base/error.h"
-#include "runtime/base/names.h"
 #include "transport/bootstrap/mpi_check.h"
 
 namespace epx {

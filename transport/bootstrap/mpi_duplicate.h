@@ -3,7 +3,7 @@
 
 #include <mpi.h>
 
-#include "runtime/base/suspension_aware_deadline.h"
+#include "base/suspension_aware_deadline.h"
 
 namespace epx {
 

@@ -15,8 +15,8 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
-#include "runtime/base/error.h"
-#include "transport/bootstrap/file_letters.h"
+#include "base/error.h"
+#include "transport/bootstrap/file_messages.h"
 #include "transport/bootstrap/rendezvous_names.h"
 
 namespace epx {
@@ -109,9 +109,9 @@ std::string why_foreign(int directory, const std::string& name) {
   std::string start(kMagicBytes, '\0');
   if (const int error = read_all(in.get(), start); error != 0)
     return is_gone(error) ? "" : fmt::format("which cannot be read: {}", words(error));
-  if (begins_like_older_letter(start))
+  if (begins_like_older_message(start))
     return "which an older epx wrote (if no job with that epx and this job_id runs any more, remove the directory)";
-  return begins_like_letter(start) ? "" : "which epx did not write";
+  return begins_like_message(start) ? "" : "which epx did not write";
 }
 
 } // namespace

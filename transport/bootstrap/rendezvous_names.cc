@@ -6,7 +6,7 @@
 
 #include <fmt/format.h>
 
-#include "runtime/base/random.h"
+#include "base/random.h"
 
 namespace epx {
 namespace {

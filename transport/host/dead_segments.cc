@@ -12,7 +12,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "runtime/base/log.h"
+#include "base/log.h"
 #include "transport/file_descriptor.h"
 #include "transport/host/segment_record.h"
 #include "transport/host/shared_segment.h"

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/base/error.h"
-#include "runtime/base/log.h"
+#include "base/error.h"
+#include "base/log.h"
 #include "transport/host/dead_segments.h"
 
 namespace epx {

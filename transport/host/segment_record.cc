@@ -10,8 +10,8 @@
 
 #include <fmt/format.h>
 
-#include "runtime/base/error.h"
-#include "runtime/base/random.h"
+#include "base/error.h"
+#include "base/random.h"
 #include "transport/process_origin.h"
 
 namespace epx {

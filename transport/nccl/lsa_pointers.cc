@@ -6,7 +6,7 @@
 #include <dlfcn.h>
 #include <nccl_device.h>
 
-#include "runtime/base/cuda.h"
+#include "base/cuda.h"
 
 namespace epx {
 namespace {

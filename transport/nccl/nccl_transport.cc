@@ -8,9 +8,9 @@
 #include <nccl.h>
 #include <nccl_device.h>
 
-#include "runtime/base/cuda.h"
-#include "runtime/base/log.h"
-#include "runtime/base/suspension_aware_deadline.h"
+#include "base/cuda.h"
+#include "base/log.h"
+#include "base/suspension_aware_deadline.h"
 #include "transport/nccl/lsa_pointers.h"
 #include "transport/nccl/nccl_versions.h"
 

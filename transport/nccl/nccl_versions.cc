@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "runtime/base/error.h"
+#include "base/error.h"
 
 namespace epx {
 namespace {

@@ -1,7 +1,7 @@
 // EPX_CHECK_HANDLE_MEM: seals handle memory behind prepare, and checks it before a movement. One block each, which takes about
 // as long as reading the memory by one multiprocessor: the switch is for those who look for a bug.
-#include "runtime/base/device/launch.h"
-#include "runtime/memory/handle_checksum.h"
+#include "base/device/launch.h"
+#include "runtime/layout/handle_checksum.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
 
@@ -20,7 +20,7 @@ struct ChecksumParams {
 // Whether the header tells how much there is to add up. If not, the movement finds out by itself.
 __device__ bool is_header_intact(const ChecksumParams& params, const HandleHeader& header) {
   return header.magic == kHandleMagic && header.checksum == header_checksum(header) && header.top_k == params.top_k &&
-         counts_fit(header, params.context.shape, params.context.layout.few_tokens);
+         counts_fit(header, params.context.shape, params.context.layout.ll_tokens);
 }
 
 // The block adds up. All threads get the sum.

@@ -13,11 +13,11 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/base/cuda.h"
-#include "runtime/base/error.h"
-#include "runtime/base/names.h"
-#include "runtime/base/suspension_aware_deadline.h"
-#include "runtime/memory/allocations.h"
+#include "base/cuda.h"
+#include "base/error.h"
+#include "base/names.h"
+#include "base/suspension_aware_deadline.h"
+#include "runtime/allocations.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
 #include "runtime/stages/cuda/rank_board.h"
@@ -41,9 +41,9 @@ public:
   void read() {
     const std::scoped_lock lock(mutex_);
     read_events();
-    if (std::atomic_ref(record_.failed).load(std::memory_order_acquire) != 0) status_.fail(in_words(record_.failure));
+    if (std::atomic_ref(record_.failed).load(std::memory_order_acquire) != 0) status_.fail(format(record_.failure));
     if (const uint64_t word = board_.abort_record(); word != 0) // no kernel of this rank may be there to find it
-      status_.fail(abort_in_words(word));
+      status_.fail(format_abort(word));
     status_.require_healthy();
   }
 
@@ -57,7 +57,7 @@ private:
     for (; next_event_ < num_events; ++next_event_) {
       const EventRecord& event = record_.events[next_event_ % StatusRecord::kEvents];
       if (event.total > counts[event.kind]) break; // the next time, with its count
-      if (!first) first = in_words(event);
+      if (!first) first = format(event);
     }
     std::atomic_ref(record_.events_taken).store(next_event_, std::memory_order_release);
     EventCounts news{};
@@ -66,7 +66,7 @@ private:
     status_.record(news, first);
   }
 
-  Event in_words(const EventRecord& event) const {
+  Event format(const EventRecord& event) const {
     const CallName call{event.operation, event.sequence};
     const auto& v = event.values;
     switch (event.kind) {
@@ -79,21 +79,24 @@ private:
     default:
       break;
     }
-    if (v[3] >= 0) return stranger_event(call, event.header.plan_id, static_cast<uint64_t>(v[4]), static_cast<int>(v[3]));
+    if (v[3] >= 0)
+      return plan_mismatch_event(call, event.header.plan_id, static_cast<uint64_t>(v[4]), static_cast<int>(v[3]));
     const HandleUse use{static_cast<int32_t>(v[0]), static_cast<int32_t>(v[1]), v[2]};
     const std::string why = why_unusable(event.header, use, context_);
     return unusable_handle_event(call, why.empty() ? why_body_unusable() : why);
   }
 
-  Failure in_words(const FailureRecord& failure) const {
+  Failure format(const FailureRecord& failure) const {
     const CallName call{failure.operation, failure.sequence};
     if (failure.status == EPX_ERROR_MISMATCH) {
-      const auto disagreement = find_disagreement(call, {failure.offers, static_cast<size_t>(context_.shape.num_ranks)});
+      const auto disagreement =
+          find_disagreement(call, {failure.descriptors, static_cast<size_t>(context_.shape.num_ranks)});
       if (disagreement) return *disagreement;
     }
-    if (failure.poison != 0) {
-      if (!is_sound_poison(failure.poison)) return damage_failure(call, context_.rank, poison_damage(failure.poison));
-      return poison_in_words(failure, call);
+    if (failure.abort_record != 0) {
+      if (!is_sound_abort_record(failure.abort_record))
+        return damage_failure(call, context_.rank, abort_record_damage(failure.abort_record));
+      return format_abort_record(failure, call);
     }
     TimeOut timeout{failure.phase, {}, failure.culprit, failure.culprit_arrived_at};
     for (int rank = 0; rank < context_.shape.num_ranks; ++rank)
@@ -102,23 +105,23 @@ private:
     return timeout_failure(call, timeout, context_.timeout_ms);
   }
 
-  Failure abort_in_words(uint64_t word) const {
-    const Poison poison = unpack_poison(word);
-    if (!is_sound_poison(word)) return damage_failure({EPX_OP_NONE, 0}, context_.rank, poison_damage(word));
-    return poison_failure({poison.operation, 0}, poison, context_.rank, 0);
+  Failure format_abort(uint64_t word) const {
+    const AbortRecord abort_record = unpack_abort_record(word);
+    if (!is_sound_abort_record(word)) return damage_failure({EPX_OP_NONE, 0}, context_.rank, abort_record_damage(word));
+    return abort_failure({abort_record.operation, 0}, abort_record, context_.rank, 0);
   }
 
-  bool is_sound_poison(uint64_t word) const { return is_sound(unpack_poison(word), context_.shape.num_ranks); }
+  bool is_sound_abort_record(uint64_t word) const { return is_sound(unpack_abort_record(word), context_.shape.num_ranks); }
 
-  Failure poison_in_words(const FailureRecord& record, CallName call) const {
-    const Poison poison = unpack_poison(record.poison);
-    Failure failure = poison_failure(call, poison, context_.rank, record.culprit_arrived_at);
-    const bool had_arrived =
-        poison.phase != EPX_PHASE_ARRIVE && poison.culprit != context_.rank && record.culprit_arrived_at >= poison.sequence;
+  Failure format_abort_record(const FailureRecord& record, CallName call) const {
+    const AbortRecord abort_record = unpack_abort_record(record.abort_record);
+    Failure failure = abort_failure(call, abort_record, context_.rank, record.culprit_arrived_at);
+    const bool had_arrived = abort_record.phase != EPX_PHASE_ARRIVE && abort_record.culprit != context_.rank &&
+                             record.culprit_arrived_at >= abort_record.sequence;
     // A peer has looked before: what was launched by then is no longer known.
-    if (poison.status == EPX_ERROR_TIMEOUT && !had_arrived &&
-        kernel_of(poison.culprit, poison.sequence) != CulpritKernel::none)
-      failure.message += kernel_words(CulpritKernel::unknown, poison.culprit, poison.operation);
+    if (abort_record.status == EPX_ERROR_TIMEOUT && !had_arrived &&
+        kernel_of(abort_record.culprit, abort_record.sequence) != CulpritKernel::none)
+      failure.message += kernel_words(CulpritKernel::unknown, abort_record.culprit, abort_record.operation);
     return failure;
   }
 
@@ -146,7 +149,7 @@ public:
         state_(make_device_memory<DeviceState>(1)),
         allocation_bases_(make_device_memory<std::byte*>(kMaxDeviceAllocations * num_ranks())),
         prepare_scratch_(
-            make_device_memory<TaggedCount>(prepare_scratch_words(context.shape.num_experts, plan.max_prepare_blocks()))),
+            make_device_memory<LlPacket8>(prepare_scratch_words(context.shape.num_experts, plan.max_prepare_blocks()))),
         reader_(context_, *record_, *board_, status_) {
     group_ = {context_,
               {},
@@ -206,14 +209,14 @@ public:
   }
 
   void abort() override {
-    const Poison poison = board_->end_group({EPX_ERROR_ABORTED, EPX_OP_NONE, context_.rank, 0});
+    const AbortRecord abort_record = board_->end_group({EPX_ERROR_ABORTED, EPX_OP_NONE, context_.rank, 0});
     try { // kernels that find all they need no longer ask: the next call is refused here
-      status_.fail(poison_failure({EPX_OP_NONE, 0}, poison, context_.rank, 0));
+      status_.fail(abort_failure({EPX_OP_NONE, 0}, abort_record, context_.rank, 0));
     } catch (const Error&) { // it is on the board now
     }
     try { // kernels see it sooner than they ask the host
       const CudaDeviceScope scope(device_);
-      check_cuda(launch_poison(group_, poison, abort_stream_.get()), "epx_group_abort");
+      check_cuda(launch_abort(group_, abort_record, abort_stream_.get()), "epx_group_abort");
     } catch (const Error&) {
       if (!board_->reaches_peers()) throw;
     }
@@ -301,10 +304,10 @@ private:
   // Peers have launched their kernels, or will, and would wait for this rank's.
   [[noreturn]] void fail_launch(epx_operation operation, const std::string& why) {
     const uint64_t sequence = launched_ == RankBoard::kUnknown ? 0 : launched_ + 1;
-    const Poison mine{EPX_ERROR_SYSTEM, operation, context_.rank, sequence};
-    const Poison verdict = board_->end_group(mine);
+    const AbortRecord mine{EPX_ERROR_SYSTEM, operation, context_.rank, sequence};
+    const AbortRecord verdict = board_->end_group(mine);
     if (verdict.culprit != mine.culprit || verdict.status != mine.status)
-      status_.fail(poison_failure({operation, sequence}, verdict, context_.rank, 0));
+      status_.fail(abort_failure({operation, sequence}, verdict, context_.rank, 0));
     status_.fail(launch_failure({operation, sequence}, context_.rank, why));
   }
 
@@ -421,9 +424,9 @@ private:
     check_cuda(cudaMemcpy(to, window.view().bases, num_ranks() * sizeof(std::byte*), cudaMemcpyHostToDevice), "cudaMemcpy");
   }
 
-  Reach reach(const std::byte* rows, const MovementCall& call) const {
+  RegisteredRange reach(const std::byte* rows, const MovementCall& call) const {
     const auto place = allocations_.locate(rows, call.recv_rows * call.hidden * element_bytes(call.dtype));
-    return place ? Reach{place->allocation, place->offset} : kNoReach;
+    return place ? RegisteredRange{place->allocation, place->offset} : kNotRegistered;
   }
 
   const GroupContext& context_;
@@ -438,7 +441,7 @@ private:
   MappedMemory<StatusRecord> record_;
   DeviceMemory<DeviceState> state_;
   DeviceMemory<std::byte*> allocation_bases_;
-  DeviceMemory<TaggedCount> prepare_scratch_;
+  DeviceMemory<LlPacket8> prepare_scratch_;
   CudaStream abort_stream_;
   StreamOrder order_;
   uint32_t num_launches_ = 0;

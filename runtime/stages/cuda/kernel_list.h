@@ -6,7 +6,7 @@
 
 namespace epx::cuda {
 
-constexpr int kMostPrepareBlocks = 64; // enough to sort 32768 routes in a tile each
+constexpr int kMaxPrepareBlocks = 64; // enough to sort 32768 routes in a tile each
 const void* prepare_kernel_address();
 int prepare_threads();
 size_t prepare_shared_bytes(int num_experts);
@@ -22,6 +22,6 @@ size_t gather_shared_bytes();
 
 std::vector<const void*> checksum_kernels();
 
-const void* poison_kernel_address();
+const void* abort_kernel_address();
 
 } // namespace epx::cuda

@@ -3,24 +3,24 @@
 
 #include <cuda_runtime_api.h>
 
-#include "runtime/stages/cuda/device_group.h"
 #include "runtime/stages/cuda/launch_plan.h"
+#include "runtime/stages/cuda/protocol/device_group.h"
 #include "runtime/stages/stages.h"
 
 namespace epx::cuda {
 
 // A tensor's place in an allocation of the group; allocation -1: none.
-struct Reach {
+struct RegisteredRange {
   int64_t rows_allocation;
   int64_t rows_offset;
 };
-constexpr Reach kNoReach{-1, 0};
+constexpr RegisteredRange kNotRegistered{-1, 0};
 
 cudaError_t launch_prepare(const DeviceGroup& group, LaunchPlan& plan, const PrepareCall& call, cudaStream_t stream);
-cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call, const Reach& reach,
-                            cudaStream_t stream);
-cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call, const Reach& reach,
-                               cudaStream_t stream);
+cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
+                            const RegisteredRange& reach, cudaStream_t stream);
+cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,
+                               const RegisteredRange& reach, cudaStream_t stream);
 cudaError_t launch_combine(const DeviceGroup& group, LaunchPlan& plan, const CombineCall& call, cudaStream_t stream);
 cudaError_t launch_dispatch_bwd(const DeviceGroup& group, LaunchPlan& plan, const DispatchBwdCall& call,
                                 cudaStream_t stream);
@@ -31,6 +31,6 @@ cudaError_t launch_seal(const DeviceGroup& group, const PrepareCall& call, cudaS
 cudaError_t launch_check(const DeviceGroup& group, const MovementCall& call, cudaStream_t stream);
 
 // Stores a poison record into every rank's window that has none.
-cudaError_t launch_poison(const DeviceGroup& group, const Poison& poison, cudaStream_t stream);
+cudaError_t launch_abort(const DeviceGroup& group, const AbortRecord& abort_record, cudaStream_t stream);
 
 } // namespace epx::cuda

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "runtime/base/cuda.h"
-#include "runtime/memory/window_layout.h"
+#include "base/cuda.h"
+#include "runtime/layout/window_layout.h"
 #include "runtime/stages/cuda/kernel_list.h"
 
 namespace epx::cuda {
@@ -37,14 +37,14 @@ constexpr int kMaxSenderBlocks = 64;
 // of 6 they took 409 and 621, and with all blocks shared by senders and receivers 456 and 694.
 constexpr int kSenderWarps = 6, kSenderWarpsOfSmallGrid = 12;
 constexpr int kMinSplitGrid = 48; // in smaller grids senders and receivers share the SMs
-static_assert(kSenderWarpsOfSmallGrid <= kMostSendersOfTeller);
-Division scatter_division(int blocks, int num_ranks) {
+static_assert(kSenderWarpsOfSmallGrid <= kMaxSendersPerSignalWarp);
+WarpRoleCounts scatter_role_counts(int blocks, int num_ranks) {
   const int own = std::min(16 * num_ranks, kMaxSenderBlocks);
   if (blocks >= kFullGrid) return {own, kSenderWarps, 1};
   if (blocks >= kMinSplitGrid) return {std::min(own, blocks / 3), kSenderWarpsOfSmallGrid, 1};
   return {blocks, kSenderWarps, 1};
 }
-Division gather_division(int blocks) {
+WarpRoleCounts gather_role_counts(int blocks) {
   if (blocks >= kFullGrid) return {kMaxSenderBlocks, 16, 0};
   return {blocks, 10, 0};
 }
@@ -72,7 +72,7 @@ size_t load(const void* kernel, const Device& device) {
   const size_t most = static_cast<size_t>(device.max_shared_bytes) - attributes.sharedSizeBytes;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most)),
              "cudaFuncSetAttribute");
-  // The same for all: a kernel that wants another division of the cache than the one before it waits until that is made.
+  // The same for all: a kernel that wants another role_counts of the cache than the one before it waits until that is made.
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
              "cudaFuncSetAttribute");
   return most;
@@ -89,7 +89,7 @@ int blocks_per_sm(const void* kernel, int threads, size_t shared_bytes) {
 } // namespace
 
 LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
-    : num_ranks_(shape.num_ranks), max_ll_tokens_(most_few_tokens(shape)) {
+    : num_ranks_(shape.num_ranks), max_ll_tokens_(max_ll_tokens(shape)) {
   const Device device = this_device();
   num_sms_ = num_comm_sms == 0 ? default_sms(device.num_sms) : std::min(num_comm_sms, device.num_sms);
   prepare_shared_bytes_ = prepare_shared_bytes(shape.num_experts);
@@ -98,9 +98,9 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
     fail(EPX_ERROR_UNSUPPORTED, "epx_group_config.num_experts is {}; on this GPU prepare has shared memory for {}",
          shape.num_experts,
          (most_shared_bytes - prepare_shared_bytes(0)) / (prepare_shared_bytes(1) - prepare_shared_bytes(0)));
-  prepare_blocks_ = std::min(kMostPrepareBlocks,
+  prepare_blocks_ = std::min(kMaxPrepareBlocks,
                              num_sms_ * blocks_per_sm(prepare_kernel_address(), prepare_threads(), prepare_shared_bytes_));
-  load(poison_kernel_address(), device);
+  load(abort_kernel_address(), device);
   for (const void* kernel : checksum_kernels())
     load(kernel, device);
   const auto blocks_of_all = [&](const std::vector<const void*>& kernels, int threads, size_t shared_bytes) {
@@ -138,13 +138,13 @@ Grid LaunchPlan::next_prepare(int64_t routes, cudaStream_t stream) {
   return next(blocks, prepare_threads(), prepare_shared_bytes_, stream);
 }
 
-// A grid whose warps have no more than a strip each takes less than half of the group's SMs, so that it can be the
+// A grid whose warps have no more than a chunk each takes less than half of the group's SMs, so that it can be the
 // programmatic successor of another one.
 int LaunchPlan::movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const {
-  const int64_t strips = tokens * strips_of(row_bytes) * std::max(num_ranks_ - 1, 1);
+  const int64_t chunks = tokens * ll_chunks_of(row_bytes) * std::max(num_ranks_ - 1, 1);
   const int small_grid = (num_sms_ - kMinPrepareBlocks) / 2;
-  constexpr int kWarps = 8; // of a block, with a strip each
-  return small_grid >= 1 && strips <= int64_t{small_grid} * kWarps ? std::min(small_grid, max_blocks) : max_blocks;
+  constexpr int kWarps = 8; // of a block, with a chunk each
+  return small_grid >= 1 && chunks <= int64_t{small_grid} * kWarps ? std::min(small_grid, max_blocks) : max_blocks;
 }
 
 MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int alignment, cudaStream_t stream) {
@@ -156,12 +156,12 @@ MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int ali
     const int room = room_beside_last(stream);
     if (tokens <= max_ll_tokens_ && room < blocks && 4 * room >= 3 * blocks) blocks = room;
   }
-  return {next(blocks, scatter_threads(), scatter_shared_bytes(), stream), scatter_division(blocks, num_ranks_)};
+  return {next(blocks, scatter_threads(), scatter_shared_bytes(), stream), scatter_role_counts(blocks, num_ranks_)};
 }
 
 MovementGrid LaunchPlan::next_gather(int64_t tokens, int64_t row_bytes, cudaStream_t stream) {
   const int blocks = movement_blocks(tokens, row_bytes, gather_blocks_);
-  return {next(blocks, gather_threads(), gather_shared_bytes(), stream), gather_division(blocks)};
+  return {next(blocks, gather_threads(), gather_shared_bytes(), stream), gather_role_counts(blocks)};
 }
 
 } // namespace epx::cuda

@@ -11,24 +11,24 @@
 
 #include <cuda_runtime_api.h>
 
-#include "runtime/base/device/grid.h"
+#include "base/device/grid.h"
 #include "runtime/config.h"
 
 namespace epx::cuda {
 
 // Which warps of a movement's grid do what. The first warps of the first blocks send, and the last ones of these blocks
 // signal. When these are all blocks, their other warps receive; else all other blocks do.
-struct Division {
+struct WarpRoleCounts {
   int sender_blocks;
   int sender_warps; // of each of these blocks
-  int teller_warps; // likewise: 1; or 0, when senders tell
+  int signal_warps; // likewise: 1; or 0, when senders tell
 };
-constexpr int kMostSendersOfTeller = 15; // warps; with it they are a block
+constexpr int kMaxSendersPerSignalWarp = 15; // warps; with it they are a block
 
-// A movement's grid, and the division of its warps.
+// A movement's grid, and the role_counts of its warps.
 struct MovementGrid {
   Grid grid;
-  Division division;
+  WarpRoleCounts role_counts;
 };
 
 class LaunchPlan {

@@ -2,74 +2,75 @@
 // and who does what.
 #pragma once
 
-#include "runtime/memory/handle_limits.h"
-#include "runtime/stages/cuda/call.cuh"
+#include "base/device/warp.cuh"
+#include "runtime/layout/handle_limits.h"
+#include "runtime/layout/slots.h"
 #include "runtime/stages/cuda/kernels.h"
-#include "runtime/stages/cuda/warp.cuh"
-#include "runtime/stages/slots.h"
+#include "runtime/stages/cuda/protocol/call_session.cuh"
 #include "runtime/stages/stages.h"
 
 namespace epx::cuda {
 
 // What this rank offers in a movement, but for its plan.
-inline CallPost offer_of(const MovementCall& call, int32_t weights, int64_t sidecar_bytes, const Reach& reach) {
-  CallPost offer{};
-  offer.operation = call.operation;
-  offer.top_k = call.top_k;
-  offer.alignment = call.alignment;
-  offer.hidden = call.hidden;
-  offer.dtype = call.dtype;
-  offer.weights = weights;
-  offer.sidecar_bytes = sidecar_bytes;
-  offer.num_tokens = call.num_tokens;
-  offer.recv_rows = call.recv_rows;
-  offer.rows_allocation = reach.rows_allocation;
-  offer.rows_offset = reach.rows_offset;
-  return offer;
+inline CallDescriptor descriptor_of(const MovementCall& call, int32_t weights, int64_t sidecar_bytes,
+                                    const RegisteredRange& reach) {
+  CallDescriptor descriptor{};
+  descriptor.operation = call.operation;
+  descriptor.top_k = call.top_k;
+  descriptor.alignment = call.alignment;
+  descriptor.hidden = call.hidden;
+  descriptor.dtype = call.dtype;
+  descriptor.weights = weights;
+  descriptor.sidecar_bytes = sidecar_bytes;
+  descriptor.num_tokens = call.num_tokens;
+  descriptor.recv_rows = call.recv_rows;
+  descriptor.rows_allocation = reach.rows_allocation;
+  descriptor.rows_offset = reach.rows_offset;
+  return descriptor;
 }
 
 // Which of the warps that do the same a warp is.
-struct Share {
+struct WorkPartition {
   int64_t index;
   int64_t count;
 
   // Its index when the second half comes first: when there are few items, those given by this go to other warps than those
   // given by index, but still to the blocks with low numbers, which begin first (blocks have an even number of such warps).
-  __device__ int64_t turned_index() const {
+  __device__ int64_t rotated_index() const {
     const int64_t half = count / 2;
     return index >= half ? index - half : index + count - half;
   }
 };
 
 // Of some warps of some blocks. Neighbours are in different blocks, so that few items are on many multiprocessors.
-__device__ inline Share share_among(int first_warp, int num_warps, int first_block, int num_blocks) {
+__device__ inline WorkPartition partition_warps(int first_warp, int num_warps, int first_block, int num_blocks) {
   return {static_cast<int64_t>(static_cast<int>(threadIdx.x) / kWarp - first_warp) * num_blocks +
               (static_cast<int>(blockIdx.x) - first_block),
           static_cast<int64_t>(num_warps) * num_blocks};
 }
 
-enum class Job { none, send, tell, receive };
+enum class WarpRole { none, send, signal, receive };
 
-struct Role : Share {
-  Job job;
+struct WarpAssignment : WorkPartition {
+  WarpRole role;
 };
 
 // With many tokens some warps send, and tell the receiver of each row, or a teller does; the others receive, so that what a
 // rank does with its rows happens behind the wire. With one rank, all receive.
-__device__ inline Role role_of_warp(const Division& division, int num_ranks) {
+__device__ inline WarpAssignment assign_warp_role(const WarpRoleCounts& role_counts, int num_ranks) {
   const int blocks = static_cast<int>(gridDim.x);
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  if (num_ranks == 1) return {share_among(0, warps, 0, blocks), Job::receive};
-  const int sender_blocks = division.sender_blocks;
-  const int senders = division.sender_warps;
-  const int tellers = division.teller_warps;
-  const int others = warps - senders - tellers;
+  if (num_ranks == 1) return {partition_warps(0, warps, 0, blocks), WarpRole::receive};
+  const int sender_blocks = role_counts.sender_blocks;
+  const int senders = role_counts.sender_warps;
+  const int signals = role_counts.signal_warps;
+  const int others = warps - senders - signals;
   if (static_cast<int>(blockIdx.x) >= sender_blocks)
-    return {share_among(0, warps, sender_blocks, blocks - sender_blocks), Job::receive};
-  if (warp < senders) return {share_among(0, senders, 0, sender_blocks), Job::send};
-  if (warp >= senders + others) return {share_among(senders + others, tellers, 0, sender_blocks), Job::tell};
-  return {share_among(senders, others, 0, sender_blocks), sender_blocks == blocks ? Job::receive : Job::none};
+    return {partition_warps(0, warps, sender_blocks, blocks - sender_blocks), WarpRole::receive};
+  if (warp < senders) return {partition_warps(0, senders, 0, sender_blocks), WarpRole::send};
+  if (warp >= senders + others) return {partition_warps(senders + others, signals, 0, sender_blocks), WarpRole::signal};
+  return {partition_warps(senders, others, 0, sender_blocks), sender_blocks == blocks ? WarpRole::receive : WarpRole::none};
 }
 
 // The routes of one token, a lane each; the second 32 likewise.
@@ -90,22 +91,24 @@ struct WarpRoutes {
     return or_of_lanes(bit(low) | bit(high));
   }
   __device__ int32_t slot(int k) const { return from_lane(k < kWarp ? low.slot : high.slot, k % kWarp); }
-  __device__ int32_t order(int k) const { return from_lane(k < kWarp ? low.order : high.order, k % kWarp); }
+  __device__ int32_t rank_ordinal(int k) const {
+    return from_lane(k < kWarp ? low.rank_ordinal : high.rank_ordinal, k % kWarp);
+  }
 };
 
 // The slots of one token on this rank that are live, in k order.
 struct TokenSlots {
   WarpList<int32_t> slots;
-  int32_t head = -1; // the first slot, live or not; -1: none
-  int order = 0;     // of this rank among those that the token goes to
+  int32_t head = -1;    // the first slot, live or not; -1: none
+  int rank_ordinal = 0; // of this rank among those that the token goes to
 };
 
 // The same with few tokens, by k, a lane each; the second 32 likewise. -1: none there.
-struct FewSlots {
+struct LlSlots {
   int32_t low, high;
   uint64_t live; // a bit for each k that has one
 
-  __device__ FewSlots(int32_t low_slot, int32_t high_slot)
+  __device__ LlSlots(int32_t low_slot, int32_t high_slot)
       : low(low_slot), high(high_slot), live(static_cast<uint64_t>(__ballot_sync(~0u, low_slot >= 0 ? 1 : 0)) |
                                              static_cast<uint64_t>(__ballot_sync(~0u, high_slot >= 0 ? 1 : 0)) << kWarp) {}
 
@@ -120,7 +123,7 @@ public:
       : group_(group), call_(group, call.operation), args_(call), plan_(call.handle_mem, layout) {
     const HandleHeader header = *reinterpret_cast<const HandleHeader*>(call.checked_header);
     plan_id_ = header.plan_id;
-    few_tokens_ = header.few_tokens;
+    ll_tokens_ = header.ll_tokens;
     rows_in_use_ = header.rows_in_use;
     // Nothing is left out, lest a load wait for what the one before it has brought.
     is_usable_ = (header.magic == kHandleMagic) & (header.checksum == header_checksum(header)) &
@@ -130,21 +133,21 @@ public:
   }
 
   // First of all. `offer`: see offer_of().
-  __device__ void post(const CallPost& offer) const {
-    if (blockIdx.x == 0) call_.post(offer, is_usable_ ? plan_id_ : 0);
+  __device__ void post(const CallDescriptor& descriptor) const {
+    if (blockIdx.x == 0) call_.post(descriptor, is_usable_ ? plan_id_ : 0);
   }
   // Whether the handle memory is this call's; if not, outputs stay untouched. The same in all threads and at all times.
   __device__ bool is_usable() const { return is_usable_; }
   // Whether rows go through the staging of few tokens. The same on all ranks whose plan is this one, as the next.
-  __device__ bool has_few_tokens() const {
-    return is_usable_ && few_tokens_ > 0 && few_tokens_ >= args_.num_tokens && // as prepare has stored it
-           few_tokens_ <= group_.context.layout.few_tokens;
+  __device__ bool takes_ll_path() const {
+    return is_usable_ && ll_tokens_ > 0 && ll_tokens_ >= args_.num_tokens && // as prepare has stored it
+           ll_tokens_ <= group_.context.layout.ll_tokens;
   }
   // Of the rank that has the most, if they are few.
-  __device__ int64_t few_tokens() const { return few_tokens_; }
+  __device__ int64_t ll_tokens() const { return ll_tokens_; }
   // Then, with the same offer. False: the group has failed, or the handle memory is not usable. The same in all threads.
-  __device__ bool begin(const CallPost& offer) {
-    if (!call_.arrive(offer)) return false;
+  __device__ bool begin(const CallDescriptor& descriptor) {
+    if (!call_.enter(descriptor)) return false;
     if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) {
       Movement(*this).report(); // a copy; see Call::copy()
       if (!is_usable_) call_.sent(1);
@@ -153,29 +156,29 @@ public:
   }
 
   // With few tokens, each warp on its own: see Call.
-  __device__ bool begin_alone() const { return call_.begin_alone(); }
-  __device__ bool arrive_alone(const CallPost& offer, PeerOffers& offers) {
-    if (!call_.arrive_alone(offer, offers)) return false;
-    if (must_arrive() && lane() == 0) Movement(*this).report();
+  __device__ bool begin_ll() const { return call_.begin_ll(); }
+  __device__ bool enter_warp(const CallDescriptor& descriptor, PeerDescriptors& descriptors) {
+    if (!call_.enter_warp(descriptor, descriptors)) return false;
+    if (must_enter() && lane() == 0) Movement(*this).report();
     return true;
   }
   // Whether this is the warp that arrives in any case: the kernel is not to end before the ranks have met. Not the one
   // with the first item.
-  __device__ bool must_arrive() const { return blockIdx.x == 0 && threadIdx.x / kWarp == 1; }
+  __device__ bool must_enter() const { return blockIdx.x == 0 && threadIdx.x / kWarp == 1; }
 
-  __device__ const Call& call() const { return call_; }
+  __device__ const CallSession& call() const { return call_; }
   __device__ const HandleReader& plan() const { return plan_; }
-  __device__ bool is_active(int rank) const { return is_usable_ && call_.offers().plan_id[rank] == plan_id_; }
+  __device__ bool is_active(int rank) const { return is_usable_ && call_.descriptors().plan_id[rank] == plan_id_; }
   // Whether a route takes part in this call: kept by prepare, its rank active, its slot below that rank's N.
   __device__ bool is_live(const Route& route) const {
-    return route.slot >= 0 && is_active(route.rank) && route.slot < call_.offers().recv_rows[route.rank];
+    return route.slot >= 0 && is_active(route.rank) && route.slot < call_.descriptors().recv_rows[route.rank];
   }
   // Whether it comes from this rank's own tokens, then; known without the peers.
   __device__ bool is_live_here(const Route& route) const {
     return route.rank == call_.rank() && route.slot >= 0 && route.slot < args_.recv_rows;
   }
   // What the body of the handle memory says; all of it is in bounds, whatever its bytes are. Routes that were not kept have
-  // slot -1. Their orders are not looked at: see order_of.
+  // slot -1. Their orders are not looked at: see rank_ordinal_of.
   __device__ WarpRoutes routes_of(int64_t token) const {
     const Route* const routes = plan_.routes + token * args_.top_k;
     const auto route = [&](int k) {
@@ -183,26 +186,28 @@ public:
       if (k >= args_.top_k) return kNone;
       const Route found = routes[k];
       const bool is_kept = limits().is_route(found);
-      return Route{is_kept ? found.slot : -1, is_kept ? found.rank : -1, found.order};
+      return Route{is_kept ? found.slot : -1, is_kept ? found.rank : -1, found.rank_ordinal};
     };
     return {route(lane()), route(lane() + kWarp)};
   }
   // Of a route, or of a slot here.
-  __device__ int order_of(int32_t order) const { return limits().order(order); }
-  __device__ int order_of_slot(int32_t slot) const { return limits().order(plan_.slot_records[slot].order); }
+  __device__ int rank_ordinal_of(int32_t rank_ordinal) const { return limits().rank_ordinal(rank_ordinal); }
+  __device__ int rank_ordinal_of_slot(int32_t slot) const {
+    return limits().rank_ordinal(plan_.slot_records[slot].rank_ordinal);
+  }
   __device__ int k_of_slot(int32_t slot) const { return limits().k(plan_.slot_records[slot].k); }
   __device__ TokenSlots slots_of(int rank, int64_t token) const {
     TokenSlots found;
-    const int32_t head = plan_.heads[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
+    const int32_t head = plan_.first_slots[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
     if (!limits().is_slot(head)) return found;
     found.head = head;
-    found.order = order_of_slot(head);
+    found.rank_ordinal = rank_ordinal_of_slot(head);
     for (SlotChain chain(limits(), plan_.slot_records, head); chain.has_slot(); chain.advance())
       if (chain.slot() < args_.recv_rows) found.slots.append(chain.slot());
     return found;
   }
-  __device__ FewSlots few_slots_of(int rank, int64_t token) const {
-    const int32_t* const slots = plan_.few_slots + (rank * group_.context.layout.few_tokens + token) * args_.top_k;
+  __device__ LlSlots ll_slots_of(int rank, int64_t token) const {
+    const int32_t* const slots = plan_.ll_slots + (rank * group_.context.layout.ll_tokens + token) * args_.top_k;
     const auto live_slot = [&](int k) {
       const int32_t slot = k < args_.top_k ? slots[k] : -1;
       return limits().is_slot(slot) && slot < args_.recv_rows ? slot : -1;
@@ -210,18 +215,18 @@ public:
     return {live_slot(lane()), live_slot(lane() + kWarp)};
   }
   // Those of a token of this rank.
-  __device__ FewSlots few_slots_here(const WarpRoutes& routes) const {
+  __device__ LlSlots ll_slots_here(const WarpRoutes& routes) const {
     return {is_live_here(routes.low) ? routes.low.slot : -1, is_live_here(routes.high) ? routes.high.slot : -1};
   }
   // Another of `items` items for a warp that is done with one: some warps have more of the wire and of memory than others.
   // Its first is its index in its share; it goes on until it gets one that there is not. So there are as many claims as
   // items: each item but the warps' first ones is claimed, and each warp that had one claims once more.
-  __device__ int64_t next_item(const Role& role, int64_t items) const {
-    return role.count + (role.job == Job::send ? call_.claim_to_send(items) : call_.claim_to_receive(items));
+  __device__ int64_t next_tile(const WarpAssignment& warp, int64_t tiles) const {
+    return warp.count + (warp.role == WarpRole::send ? call_.next_send_tile(tiles) : call_.next_receive_tile(tiles));
   }
   // Tokens of a rank that may have slots here.
   __device__ int64_t tokens_of(int rank) const {
-    return is_active(rank) ? call_.offers().num_tokens[rank] : group_.context.shape.max_tokens_per_rank;
+    return is_active(rank) ? call_.descriptors().num_tokens[rank] : group_.context.shape.max_tokens_per_rank;
   }
   // The token of a peer that is `index`-th in the order in which this rank serves its peers: tokens ascending, and at each
   // token another peer first, since stores of all ranks to the same peer at the same time take longer. May be beyond its
@@ -232,7 +237,7 @@ public:
   };
   __device__ PeerToken peer_token(int64_t index) const {
     const auto peers = static_cast<uint64_t>(call_.num_ranks() - 1);
-    if (static_cast<uint64_t>(index) <= ~uint32_t{0}) { // as good as always; a long division takes long
+    if (static_cast<uint64_t>(index) <= ~uint32_t{0}) { // as good as always; a long role_counts takes long
       const uint32_t token = static_cast<uint32_t>(index) / static_cast<uint32_t>(peers);
       return {peer_in_order(token, static_cast<int>(static_cast<uint32_t>(index) - token * static_cast<uint32_t>(peers))),
               token};
@@ -256,10 +261,10 @@ public:
   }
 
   // Whether a rank's receive rows can be written in place, and where.
-  __device__ bool has_reachable_rows(int rank) const { return call_.offers().rows_allocation[rank] >= 0; }
+  __device__ bool has_registered_rows(int rank) const { return call_.descriptors().rows_allocation[rank] >= 0; }
   __device__ std::byte* rows_of(int rank) const {
-    const int64_t allocation = call_.offers().rows_allocation[rank] % kMaxDeviceAllocations;
-    return group_.allocations[allocation * call_.num_ranks() + rank] + call_.offers().rows_offset[rank];
+    const int64_t allocation = call_.descriptors().rows_allocation[rank] % kMaxDeviceAllocations;
+    return group_.allocations[allocation * call_.num_ranks() + rank] + call_.descriptors().rows_offset[rank];
   }
 
 private:
@@ -273,7 +278,7 @@ private:
       return;
     }
     for (int rank = 0; rank < call_.num_ranks(); ++rank) {
-      const uint64_t plan_id = call_.offers().plan_id[rank];
+      const uint64_t plan_id = call_.descriptors().plan_id[rank];
       if (plan_id == 0 || plan_id == plan_id_) continue;
       call_.record_event(EPX_EVENT_HANDLE_MISMATCH, 1, 0, 0, 0, rank, static_cast<int64_t>(plan_id), plan_.header);
       break;
@@ -290,12 +295,12 @@ private:
   }
 
   const DeviceGroup& group_;
-  Call call_;
+  CallSession call_;
   const MovementCall& args_;
   HandleReader plan_;
   bool is_usable_;
   uint64_t plan_id_; // of the handle memory, as the next two
-  int32_t few_tokens_;
+  int32_t ll_tokens_;
   int64_t rows_in_use_;
 };
 

@@ -2,8 +2,8 @@
 
 #include <atomic>
 
-#include "runtime/base/error.h"
-#include "runtime/base/log.h"
+#include "base/error.h"
+#include "base/log.h"
 #include "transport/host/host_transport.h"
 
 namespace epx::cuda {
@@ -32,7 +32,7 @@ RankBoard::RankBoard(int rank, int num_ranks, Exchange& exchange) : rank_(rank),
         "only when a wait times out: {}",
         error.message());
     exchange.all_gather([&] { // the ranks that have memory do not wait for one that has none
-      own_memory_ = make_mapped_memory<Share>();
+      own_memory_ = make_mapped_memory<WorkPartition>();
       return int32_t{0};
     });
     shares_.assign(shares_.size(), nullptr);
@@ -45,17 +45,17 @@ RankBoard::RankBoard(int rank, int num_ranks, Exchange& exchange) : rank_(rank),
 }
 
 void RankBoard::open(int num_ranks, Exchange& exchange) {
-  window_ = make_host_transport(rank_, num_ranks)->open_window(sizeof(Share), exchange);
+  window_ = make_host_transport(rank_, num_ranks)->open_window(sizeof(WorkPartition), exchange);
   for (int peer = 0; peer < num_ranks; ++peer)
-    shares_[static_cast<size_t>(peer)] = window_->view().at<Share>(peer, 0);
+    shares_[static_cast<size_t>(peer)] = window_->view().at<WorkPartition>(peer, 0);
   exchange.all_gather([&] {
-    Share& share = own();
+    WorkPartition& share = own();
     check_cuda(cudaHostRegister(&share, sizeof(share), cudaHostRegisterMapped | cudaHostRegisterPortable),
                "cudaHostRegister");
     is_registered_ = true;
     void* on_device = nullptr;
     check_cuda(cudaHostGetDevicePointer(&on_device, &share, 0), "cudaHostGetDevicePointer");
-    abort_record_on_device_ = &static_cast<const Share*>(on_device)->abort_record_of_kernels;
+    abort_record_on_device_ = &static_cast<const WorkPartition*>(on_device)->abort_record_of_kernels;
     return int32_t{0};
   });
 }
@@ -75,25 +75,25 @@ uint64_t RankBoard::abort_record() const {
 }
 
 // The lowest rank that can be reached and whose record is not damaged decides, so that all ranks name the same culprit.
-Poison RankBoard::end_group(const Poison& poison) {
-  uint64_t verdict = pack(poison);
+AbortRecord RankBoard::end_group(const AbortRecord& abort_record) {
+  uint64_t verdict = pack(abort_record);
   bool is_decided = false;
-  for (Share* share : shares_) {
+  for (WorkPartition* share : shares_) {
     if (share == nullptr) continue;
     uint64_t word = verdict;
     store_if_none(share->abort_record, word);
-    if (!is_decided && is_sound(unpack_poison(word), static_cast<int>(shares_.size()))) {
+    if (!is_decided && is_sound(unpack_abort_record(word), static_cast<int>(shares_.size()))) {
       verdict = word;
       is_decided = true;
     }
     uint64_t for_kernels = verdict;
     store_if_none(share->abort_record_of_kernels, for_kernels);
   }
-  return unpack_poison(verdict);
+  return unpack_abort_record(verdict);
 }
 
 void RankBoard::end_own_kernels() {
-  uint64_t word = pack(Poison{EPX_ERROR_ABORTED, EPX_OP_NONE, rank_, 0});
+  uint64_t word = pack(AbortRecord{EPX_ERROR_ABORTED, EPX_OP_NONE, rank_, 0});
   store_if_none(own().abort_record_of_kernels, word);
 }
 
@@ -102,7 +102,7 @@ void RankBoard::set_launched(uint64_t sequence) {
 }
 
 uint64_t RankBoard::launched(int rank) const {
-  Share* const share =
+  WorkPartition* const share =
       rank >= 0 && static_cast<size_t>(rank) < shares_.size() ? shares_[static_cast<size_t>(rank)] : nullptr;
   return share != nullptr ? std::atomic_ref(share->launched).load(std::memory_order_acquire) : kUnknown;
 }

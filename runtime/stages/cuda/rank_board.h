@@ -6,8 +6,8 @@
 #include <memory>
 #include <vector>
 
-#include "runtime/base/cuda.h"
-#include "runtime/memory/window_layout.h"
+#include "base/cuda.h"
+#include "runtime/layout/window_layout.h"
 #include "transport/exchange.h"
 #include "transport/transport.h"
 
@@ -35,7 +35,7 @@ public:
   // Who ended the group, packed; 0: nobody. As it lies in this rank's share, where anything may have overwritten it.
   uint64_t abort_record() const;
   // Tells every rank, unless somebody has ended the group before. Returns the record that stands, which is sound.
-  Poison end_group(const Poison& poison);
+  AbortRecord end_group(const AbortRecord& abort_record);
   // Tells only this rank's kernels; for the other ranks the group has not ended.
   void end_own_kernels();
 
@@ -46,7 +46,7 @@ public:
 
 private:
   // Each word on lines of its own.
-  struct Share {
+  struct WorkPartition {
     alignas(128) uint64_t abort_record; // of the group: what ranks find and agree on
     // Of the kernels of the rank whose share it is: also when only they are to end.
     alignas(128) uint64_t abort_record_of_kernels;
@@ -55,13 +55,13 @@ private:
 
   void open(int num_ranks, Exchange& exchange);
   void close();
-  Share& own() const { return *shares_[static_cast<size_t>(rank_)]; }
+  WorkPartition& own() const { return *shares_[static_cast<size_t>(rank_)]; }
 
   int rank_;
   std::unique_ptr<Window> window_;
-  bool is_registered_ = false;     // this rank's share of it, with CUDA
-  MappedMemory<Share> own_memory_; // without a window
-  std::vector<Share*> shares_;     // [P]; NULL: out of reach
+  bool is_registered_ = false;             // this rank's share of it, with CUDA
+  MappedMemory<WorkPartition> own_memory_; // without a window
+  std::vector<WorkPartition*> shares_;     // [P]; NULL: out of reach
   const uint64_t* abort_record_on_device_ = nullptr;
 };
 

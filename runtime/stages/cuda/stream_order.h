@@ -3,7 +3,7 @@
 
 #include <optional>
 
-#include "runtime/base/cuda.h"
+#include "base/cuda.h"
 
 namespace epx::cuda {
 

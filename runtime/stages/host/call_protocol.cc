@@ -8,8 +8,8 @@
 
 #include <fmt/format.h>
 
-#include "runtime/base/names.h"
-#include "runtime/base/suspension_aware_deadline.h"
+#include "base/names.h"
+#include "base/suspension_aware_deadline.h"
 #include "runtime/stages/reports.h"
 #include "transport/host/backoff.h"
 
@@ -33,28 +33,29 @@ int64_t offset_of(const Region& region, int rank, int64_t bytes_each) {
 } // namespace
 
 CallProtocol::CallProtocol(const GroupContext& context, PeerWindow window, StatusBoard& status)
-    : context_(context), window_(window), status_(status), offers_(static_cast<size_t>(context.shape.num_ranks)) {}
+    : context_(context), window_(window), status_(status), descriptors_(static_cast<size_t>(context.shape.num_ranks)) {}
 
 uint64_t CallProtocol::begin(epx_operation operation) {
   status_.require_healthy();
   operation_ = operation;
   ++sequence_;
-  require_not_poisoned(); // a rank that comes late finds here that its peers gave up
+  require_not_aborted(); // a rank that comes late finds here that its peers gave up
   return sequence_;
 }
 
-void CallProtocol::arrive(CallPost offer) {
-  offer.operation = operation_;
-  offer.sequence = 0;
+void CallProtocol::arrive(CallDescriptor descriptor) {
+  descriptor.operation = operation_;
+  descriptor.sequence = 0;
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
-    auto* post = window_.at<CallPost>(peer, offset_of(context_.layout.posts, window_.rank, sizeof(CallPost)));
-    std::memcpy(post, &offer, offsetof(CallPost, sequence));
+    auto* post = window_.at<CallDescriptor>(peer, offset_of(context_.layout.posts, window_.rank, sizeof(CallDescriptor)));
+    std::memcpy(post, &descriptor, offsetof(CallDescriptor, sequence));
     store_release(post->sequence, sequence_);
   }
   wait_for_peers(EPX_PHASE_ARRIVE);
-  std::memcpy(offers_.data(), window_.local<CallPost>(context_.layout.posts.offset), offers_.size() * sizeof(CallPost));
-  require_sound_offers();
-  require_same_terms();
+  std::memcpy(descriptors_.data(), window_.local<CallDescriptor>(context_.layout.posts.offset),
+              descriptors_.size() * sizeof(CallDescriptor));
+  require_sound_descriptors();
+  require_agreed_fields();
 }
 
 void CallProtocol::complete() {
@@ -65,25 +66,25 @@ void CallProtocol::complete() {
 }
 
 // The last call that `peer` has reached in this phase, as it has told `owner`.
-uint64_t CallProtocol::progress_told(int owner, int peer, epx_phase phase) const {
+uint64_t CallProtocol::progress_signaled(int owner, int peer, epx_phase phase) const {
   const WindowLayout& layout = context_.layout;
   if (phase == EPX_PHASE_ARRIVE)
-    return load_acquire(window_.at<CallPost>(owner, offset_of(layout.posts, peer, sizeof(CallPost)))->sequence);
+    return load_acquire(window_.at<CallDescriptor>(owner, offset_of(layout.posts, peer, sizeof(CallDescriptor)))->sequence);
   return load_acquire(window_.at<Flag>(owner, offset_of(layout.complete, peer, sizeof(Flag)))->value);
 }
 
 void CallProtocol::wait_for_peers(epx_phase phase) {
   SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
   uint64_t& waiting = window_.local<Flag>(context_.layout.waiting.offset)->value;
-  bool told = false;
+  bool signaled = false;
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
     Backoff backoff;
     uint64_t progress = 0;
-    while ((progress = progress_told(window_.rank, peer, phase)) < sequence_) {
-      require_not_poisoned();
+    while ((progress = progress_signaled(window_.rank, peer, phase)) < sequence_) {
+      require_not_aborted();
       if (backoff.is_long()) {
         store_release(waiting, pack(Waiting{sequence_, phase, peer}));
-        told = true;
+        signaled = true;
         if (deadline.passed()) time_out(phase, deadline.suspended());
       }
       backoff.pause();
@@ -92,29 +93,30 @@ void CallProtocol::wait_for_peers(epx_phase phase) {
     if (progress > sequence_)
       fail_as_damaged(fmt::format("rank {} seems to have reached phase {} of call {}", peer, name_of(phase), progress));
   }
-  if (told) store_release(waiting, 0);
+  if (signaled) store_release(waiting, 0);
 }
 
-void CallProtocol::require_not_poisoned() {
-  const uint64_t word = load_acquire(window_.local<Flag>(context_.layout.poison.offset)->value);
+void CallProtocol::require_not_aborted() {
+  const uint64_t word = load_acquire(window_.local<Flag>(context_.layout.abort_record.offset)->value);
   if (word == 0) return;
-  const Poison poison = unpack_poison(word);
-  if (!is_sound(poison, window_.num_ranks)) fail_as_damaged(poison_damage(word));
-  fail_as_poisoned(poison);
+  const AbortRecord abort_record = unpack_abort_record(word);
+  if (!is_sound(abort_record, window_.num_ranks)) fail_as_damaged(abort_record_damage(word));
+  fail_as_aborted(abort_record);
 }
 
 // What does not depend on the call. Damage to the terms that ranks agree on shows when they are compared.
-void CallProtocol::require_sound_offers() {
+void CallProtocol::require_sound_descriptors() {
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
-    const CallPost& offer = offer_of(peer);
-    if (offer.operation < EPX_OP_PREPARE || offer.operation > EPX_OP_MEM_FREE)
-      fail_as_damaged(fmt::format("rank {} seems to make operation {}", peer, offer.operation));
-    if (offer.recv_rows < 0) fail_as_damaged(fmt::format("rank {} seems to have {} receive rows", peer, offer.recv_rows));
+    const CallDescriptor& descriptor = descriptor_of(peer);
+    if (descriptor.operation < EPX_OP_PREPARE || descriptor.operation > EPX_OP_MEM_FREE)
+      fail_as_damaged(fmt::format("rank {} seems to make operation {}", peer, descriptor.operation));
+    if (descriptor.recv_rows < 0)
+      fail_as_damaged(fmt::format("rank {} seems to have {} receive rows", peer, descriptor.recv_rows));
   }
 }
 
-void CallProtocol::require_same_terms() {
-  if (const auto failure = find_disagreement(name(), offers_)) status_.fail(*failure);
+void CallProtocol::require_agreed_fields() {
+  if (const auto failure = find_disagreement(name(), descriptors_)) status_.fail(*failure);
 }
 
 // Follows who waits for whom from a rank that is missing to one that waits for nobody: the culprit, not a victim. A rank
@@ -126,7 +128,7 @@ int CallProtocol::find_culprit(int missing) const {
     if (word == 0) break;
     const Waiting waiting = unpack_waiting(word);
     if (!is_sound(waiting, window_.num_ranks) || waiting.peer == window_.rank ||
-        progress_told(culprit, waiting.peer, waiting.phase) >= waiting.sequence)
+        progress_signaled(culprit, waiting.peer, waiting.phase) >= waiting.sequence)
       break;
     culprit = waiting.peer;
   }
@@ -134,47 +136,48 @@ int CallProtocol::find_culprit(int missing) const {
 }
 
 void CallProtocol::time_out(epx_phase phase, std::chrono::milliseconds suspended) {
-  require_not_poisoned(); // a peer that gave up first has named the culprit
+  require_not_aborted(); // a peer that gave up first has named the culprit
   TimeOut timeout{};
   timeout.phase = phase;
   timeout.suspended_ms = suspended.count();
   for (int peer = 0; peer < window_.num_ranks; ++peer)
-    if (progress_told(window_.rank, peer, phase) < sequence_) timeout.missing.push_back(peer);
+    if (progress_signaled(window_.rank, peer, phase) < sequence_) timeout.missing.push_back(peer);
   if (timeout.missing.empty()) return; // they came at the last moment
   timeout.culprit = find_culprit(timeout.missing.front());
-  timeout.culprit_arrived_at = progress_told(window_.rank, timeout.culprit, EPX_PHASE_ARRIVE);
+  timeout.culprit_arrived_at = progress_signaled(window_.rank, timeout.culprit, EPX_PHASE_ARRIVE);
   const Failure failure = timeout_failure(name(), timeout, context_.timeout_ms);
-  const Poison verdict = poison_all(Poison{failure.status, operation_, failure.culprit, sequence_, phase});
-  if (verdict.culprit != failure.culprit) fail_as_poisoned(verdict);
+  const AbortRecord verdict = abort_all(AbortRecord{failure.status, operation_, failure.culprit, sequence_, phase});
+  if (verdict.culprit != failure.culprit) fail_as_aborted(verdict);
   status_.fail(failure);
 }
 
 void CallProtocol::abort() {
-  poison_all(Poison{EPX_ERROR_ABORTED, EPX_OP_NONE, window_.rank, 0});
+  abort_all(AbortRecord{EPX_ERROR_ABORTED, EPX_OP_NONE, window_.rank, 0});
 }
 
 // Returns the record that stands. When several ranks give up at once, the one that reaches rank 0's window first decides, so
 // that all ranks name the same culprit.
-Poison CallProtocol::poison_all(const Poison& poison) {
-  uint64_t verdict = pack(poison);
+AbortRecord CallProtocol::abort_all(const AbortRecord& abort_record) {
+  uint64_t verdict = pack(abort_record);
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
     uint64_t found = 0; // nobody
-    const bool stored = std::atomic_ref(window_.at<Flag>(peer, context_.layout.poison.offset)->value)
+    const bool stored = std::atomic_ref(window_.at<Flag>(peer, context_.layout.abort_record.offset)->value)
                             .compare_exchange_strong(found, verdict, std::memory_order_acq_rel);
-    if (!stored && peer == 0 && is_sound(unpack_poison(found), window_.num_ranks)) verdict = found;
+    if (!stored && peer == 0 && is_sound(unpack_abort_record(found), window_.num_ranks)) verdict = found;
   }
-  return unpack_poison(verdict);
+  return unpack_abort_record(verdict);
 }
 
 void CallProtocol::fail_as_damaged(const std::string& what) {
   const Failure failure = damage_failure(name(), window_.rank, what);
-  const Poison verdict = poison_all(Poison{failure.status, operation_, failure.culprit, sequence_});
-  if (verdict.status != failure.status || verdict.culprit != failure.culprit) fail_as_poisoned(verdict);
+  const AbortRecord verdict = abort_all(AbortRecord{failure.status, operation_, failure.culprit, sequence_});
+  if (verdict.status != failure.status || verdict.culprit != failure.culprit) fail_as_aborted(verdict);
   status_.fail(failure);
 }
 
-void CallProtocol::fail_as_poisoned(const Poison& poison) {
-  status_.fail(poison_failure(name(), poison, window_.rank, progress_told(window_.rank, poison.culprit, EPX_PHASE_ARRIVE)));
+void CallProtocol::fail_as_aborted(const AbortRecord& abort_record) {
+  status_.fail(abort_failure(name(), abort_record, window_.rank,
+                             progress_signaled(window_.rank, abort_record.culprit, EPX_PHASE_ARRIVE)));
 }
 
 std::vector<ExchangeRecord> CallExchange::gather(ExchangeRecord mine) {

@@ -17,7 +17,7 @@
 
 #include "epx/epx.h"
 #include "runtime/group_context.h"
-#include "runtime/memory/window_layout.h"
+#include "runtime/layout/window_layout.h"
 #include "runtime/stages/reports.h"
 #include "runtime/status_board.h"
 #include "transport/exchange.h"
@@ -34,10 +34,10 @@ public:
 
   // `offer.operation` and `offer.sequence` are filled in here. Throws TIMEOUT, ABORTED, OUT_OF_SEQUENCE or MISMATCH
   // (sticky).
-  void arrive(CallPost offer);
+  void arrive(CallDescriptor descriptor);
 
   // What a rank offers in this call. After arrive.
-  const CallPost& offer_of(int rank) const { return offers_[static_cast<size_t>(rank)]; }
+  const CallDescriptor& descriptor_of(int rank) const { return descriptors_[static_cast<size_t>(rank)]; }
 
   // Throws TIMEOUT or ABORTED (sticky).
   void complete();
@@ -54,19 +54,19 @@ public:
 
 private:
   void wait_for_peers(epx_phase phase);
-  uint64_t progress_told(int owner, int peer, epx_phase phase) const;
-  void require_not_poisoned();
-  void require_sound_offers();
-  void require_same_terms();
+  uint64_t progress_signaled(int owner, int peer, epx_phase phase) const;
+  void require_not_aborted();
+  void require_sound_descriptors();
+  void require_agreed_fields();
   void time_out(epx_phase phase, std::chrono::milliseconds suspended); // throws unless the peers came after all
   int find_culprit(int missing) const;
-  Poison poison_all(const Poison& poison);
-  [[noreturn]] void fail_as_poisoned(const Poison& poison);
+  AbortRecord abort_all(const AbortRecord& abort_record);
+  [[noreturn]] void fail_as_aborted(const AbortRecord& abort_record);
 
   const GroupContext& context_;
   PeerWindow window_;
   StatusBoard& status_;
-  std::vector<CallPost> offers_; // [P]
+  std::vector<CallDescriptor> descriptors_; // [P]
   uint64_t sequence_ = 0;
   epx_operation operation_ = EPX_OP_NONE;
 };
@@ -76,7 +76,7 @@ class CallExchange : public Exchange {
 public:
   // `terms` holds what ranks must agree on for this operation.
   CallExchange(CallProtocol& protocol, const GroupContext& context, PeerWindow window, epx_operation operation,
-               const CallPost& terms)
+               const CallDescriptor& terms)
       : protocol_(protocol), context_(context), window_(window), operation_(operation), terms_(terms) {}
 
 protected:
@@ -87,7 +87,7 @@ private:
   const GroupContext& context_;
   PeerWindow window_;
   epx_operation operation_;
-  CallPost terms_;
+  CallDescriptor terms_;
 };
 
 } // namespace epx::host

@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "runtime/base/names.h"
+#include "base/names.h"
 #include "runtime/stages/host/float_environment.h"
 #include "runtime/stages/host/host_stages.h"
 #include "runtime/stages/host/row_sums.h"
@@ -33,8 +33,8 @@ void HostStages::send_partials_home(const MovementCall& call, const GatherTensor
   for (int64_t head = 0; head < plan.header->rows_in_use; ++head) {
     const SlotRecord& record = plan.slot_records[head];
     if (record.first == 0 || !movement.limits.has_origin(record) || !is_active(record.source)) continue;
-    const int order = movement.limits.order(record.order);
-    const int64_t home_row = partial_staging_row(context_.shape, record.token, call.top_k, order);
+    const int rank_ordinal = movement.limits.rank_ordinal(record.rank_ordinal);
+    const int64_t home_row = partial_staging_row(context_.shape, record.token, call.top_k, rank_ordinal);
     RowSum& partial = sums.next(
         window_.at<std::byte>(record.source, context_.layout.gather_rows.offset + home_row * context_.layout.row_stride));
     for (SlotChain chain(movement.limits, plan.slot_records, static_cast<int32_t>(head)); chain.has_slot(); chain.advance())
@@ -97,7 +97,7 @@ void HostStages::sum_at_home(const MovementCall& call, const GatherTensors& tens
       if (!is_live(routes[k], movement.limits)) continue;
       const int64_t index = route_index(token, call.top_k, k);
       if (exact) sum.add(staging + index * layout.row_stride, staged_weights[index]);
-      partials |= uint64_t{1} << movement.limits.order(routes[k].order);
+      partials |= uint64_t{1} << movement.limits.rank_ordinal(routes[k].rank_ordinal);
     }
     if (exact) return;
     for (; partials != 0; partials &= partials - 1) {
@@ -108,13 +108,13 @@ void HostStages::sum_at_home(const MovementCall& call, const GatherTensors& tens
 }
 
 // Whether the rows of all ranks, and the weights that go with them, lie where every rank can read them.
-bool HostStages::all_rows_in_reach(const GatherTensors& tensors) const {
-  const auto in_reach = [&](const CallPost& offer) {
-    return offer.recv_rows == 0 ||
-           (offer.rows_allocation >= 0 && (tensors.row_weights == nullptr || offer.weights_allocation >= 0));
+bool HostStages::all_rows_are_registered(const GatherTensors& tensors) const {
+  const auto in_reach = [&](const CallDescriptor& descriptor) {
+    return descriptor.recv_rows == 0 ||
+           (descriptor.rows_allocation >= 0 && (tensors.row_weights == nullptr || descriptor.weights_allocation >= 0));
   };
   for (int rank = 0; rank < window_.num_ranks; ++rank)
-    if (!in_reach(protocol_.offer_of(rank))) return false;
+    if (!in_reach(protocol_.descriptor_of(rank))) return false;
   return true;
 }
 
@@ -133,13 +133,14 @@ void HostStages::sum_in_place(const MovementCall& call, const GatherTensors& ten
     for (int k = 0; k < call.top_k; ++k) {
       if (!is_live(routes[k], movement.limits)) continue;
       if (exact) add(routes[k]);
-      partials |= uint64_t{1} << movement.limits.order(routes[k].order);
+      partials |= uint64_t{1} << movement.limits.rank_ordinal(routes[k].rank_ordinal);
     }
     if (exact) return;
     for (; partials != 0; partials &= partials - 1) {
-      const int order = __builtin_ctzll(partials);
+      const int rank_ordinal = __builtin_ctzll(partials);
       for (int k = 0; k < call.top_k; ++k)
-        if (is_live(routes[k], movement.limits) && movement.limits.order(routes[k].order) == order) add(routes[k]);
+        if (is_live(routes[k], movement.limits) && movement.limits.rank_ordinal(routes[k].rank_ordinal) == rank_ordinal)
+          add(routes[k]);
       sum.end_group();
     }
   });
@@ -152,10 +153,10 @@ void HostStages::collect_weights_at_home(const MovementCall& call, const GatherT
     tensors.carried_out[route] = is_live(movement.plan.routes[route], movement.limits) ? staged[route] : 0.0f;
 }
 
-void HostStages::gather(const MovementCall& call, const GatherTensors& tensors, const CallPost& offer) {
+void HostStages::gather(const MovementCall& call, const GatherTensors& tensors, const CallDescriptor& descriptor) {
   const DefaultFloatEnvironment environment;
-  const Movement movement = begin_movement(call, offer);
-  const bool in_reach = all_rows_in_reach(tensors); // the same on all ranks
+  const Movement movement = begin_movement(call, descriptor);
+  const bool in_reach = all_rows_are_registered(tensors); // the same on all ranks
   if (movement.takes_part) {
     find_rows(call);
     if (in_reach)
@@ -173,15 +174,15 @@ void HostStages::gather(const MovementCall& call, const GatherTensors& tensors, 
 }
 
 void HostStages::combine(const CombineCall& call) {
-  CallPost offer = make_offer(call, call.expert_out, call.recv_weights);
-  offer.weights = call.recv_weights != nullptr ? 1 : 0;
-  gather(call, {call.expert_out, call.recv_weights, nullptr, call.out, nullptr}, offer);
+  CallDescriptor descriptor = make_descriptor(call, call.expert_out, call.recv_weights);
+  descriptor.weights = call.recv_weights != nullptr ? 1 : 0;
+  gather(call, {call.expert_out, call.recv_weights, nullptr, call.out, nullptr}, descriptor);
 }
 
 void HostStages::dispatch_bwd(const DispatchBwdCall& call) {
-  CallPost offer = make_offer(call, call.grad_recv, nullptr);
-  offer.weights = call.grad_recv_weights != nullptr ? 2 : 0;
-  gather(call, {call.grad_recv, nullptr, call.grad_recv_weights, call.grad_tokens, call.grad_topk_weights}, offer);
+  CallDescriptor descriptor = make_descriptor(call, call.grad_recv, nullptr);
+  descriptor.weights = call.grad_recv_weights != nullptr ? 2 : 0;
+  gather(call, {call.grad_recv, nullptr, call.grad_recv_weights, call.grad_tokens, call.grad_topk_weights}, descriptor);
 }
 
 } // namespace epx::host

@@ -6,7 +6,7 @@
 #include <array>
 #include <cstring>
 
-#include "runtime/base/names.h"
+#include "base/names.h"
 #include "runtime/stages/host/float_environment.h"
 #include "runtime/stages/host/host_stages.h"
 #include "runtime/stages/host/rows/rows.h"
@@ -42,9 +42,9 @@ void HostStages::send_token(const MovementCall& call, const ScatterInput& input,
   for (int k = 0; k < call.top_k; ++k) {
     const Route& route = movement.plan.routes[token * call.top_k + k];
     if (!movement.limits.is_route(route)) continue;
-    const auto order = static_cast<size_t>(movement.limits.order(route.order));
-    const uint64_t bit = uint64_t{1} << order;
-    if ((met & bit) == 0) first_slot[order] = route.slot;
+    const auto rank_ordinal = static_cast<size_t>(movement.limits.rank_ordinal(route.rank_ordinal));
+    const uint64_t bit = uint64_t{1} << rank_ordinal;
+    if ((met & bit) == 0) first_slot[rank_ordinal] = route.slot;
     met |= bit;
     if (!is_live(route, movement.limits)) continue;
 
@@ -52,7 +52,8 @@ void HostStages::send_token(const MovementCall& call, const ScatterInput& input,
     if (in_place != nullptr) std::memcpy(in_place + route.slot * bytes, row, static_cast<size_t>(bytes));
     if ((staged & bit) == 0) {
       staged |= bit;
-      const int64_t staging_row = scatter_staging_row(layout, context_.shape, window_.rank, token, first_slot[order]);
+      const int64_t staging_row =
+          scatter_staging_row(layout, context_.shape, window_.rank, token, first_slot[rank_ordinal]);
       if (in_place == nullptr)
         std::memcpy(window_.at<std::byte>(route.rank, layout.scatter_rows.offset + staging_row * layout.row_stride), row,
                     static_cast<size_t>(bytes));
@@ -108,8 +109,9 @@ void HostStages::receive_rows(const MovementCall& call, const Movement& movement
 }
 
 template <typename Receiver>
-void HostStages::scatter(const MovementCall& call, const ScatterInput& input, CallPost offer, const Receiver& receiver) {
-  const Movement movement = begin_movement(call, offer);
+void HostStages::scatter(const MovementCall& call, const ScatterInput& input, CallDescriptor descriptor,
+                         const Receiver& receiver) {
+  const Movement movement = begin_movement(call, descriptor);
   if (movement.takes_part) send_rows(call, input, movement);
   protocol_.complete();
   if (movement.takes_part) receive_rows(call, movement, receiver);
@@ -163,19 +165,19 @@ struct CombineBwdReceiver {
 } // namespace
 
 void HostStages::dispatch(const DispatchCall& call) {
-  CallPost offer = make_offer(call, call.recv_tokens, nullptr);
-  offer.weights = call.topk_weights != nullptr ? 1 : 0;
-  offer.sidecar_bytes = call.sidecar_bytes;
+  CallDescriptor descriptor = make_descriptor(call, call.recv_tokens, nullptr);
+  descriptor.weights = call.topk_weights != nullptr ? 1 : 0;
+  descriptor.sidecar_bytes = call.sidecar_bytes;
   const ScatterInput input{call.tokens, call.topk_weights, call.sidecar, call.sidecar_bytes};
-  scatter(call, input, offer, DispatchReceiver{call, row_bytes(call)});
+  scatter(call, input, descriptor, DispatchReceiver{call, row_bytes(call)});
 }
 
 void HostStages::combine_bwd(const CombineBwdCall& call) {
   const DefaultFloatEnvironment environment;
-  CallPost offer = make_offer(call, call.grad_expert_out, nullptr);
-  offer.weights = (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0);
+  CallDescriptor descriptor = make_descriptor(call, call.grad_expert_out, nullptr);
+  descriptor.weights = (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0);
   const ScatterInput input{call.grad_out, nullptr, nullptr, 0};
-  scatter(call, input, offer, CombineBwdReceiver{call, row_bytes(call)});
+  scatter(call, input, descriptor, CombineBwdReceiver{call, row_bytes(call)});
 }
 
 } // namespace epx::host

@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "runtime/base/error.h"
-#include "runtime/memory/allocations.h"
+#include "base/error.h"
+#include "runtime/allocations.h"
 #include "runtime/stages/host/call_protocol.h"
 #include "runtime/stages/host/host_stages.h"
 #include "runtime/status_board.h"
@@ -25,7 +25,7 @@ public:
 
   void* allocate(int64_t bytes) override {
     status_.require_healthy();
-    CallExchange exchange(protocol_, context_, window_->view(), EPX_OP_MEM_ALLOC, CallPost{});
+    CallExchange exchange(protocol_, context_, window_->view(), EPX_OP_MEM_ALLOC, CallDescriptor{});
     return allocations_.add(transport_->open_window(bytes, exchange));
   }
 
@@ -39,7 +39,7 @@ public:
   void free(void* data) override {
     const int64_t allocation = allocations_.require_start(data);
     if (status_.is_healthy()) {
-      CallPost terms{};
+      CallDescriptor terms{};
       terms.allocation = allocation;
       try {
         protocol_.begin(EPX_OP_MEM_FREE);

@@ -5,8 +5,8 @@
 
 #include <fmt/format.h>
 
-#include "runtime/base/names.h"
-#include "runtime/memory/handle_checksum.h"
+#include "base/names.h"
+#include "runtime/layout/handle_checksum.h"
 #include "runtime/stages/reports.h"
 
 namespace epx::host {
@@ -34,31 +34,32 @@ void HostStages::report_rows_beyond(const MovementCall& call, const HandleReader
 }
 
 // What this rank offers its peers: receive rows (and weights) that they may reach where they lie in an allocation.
-CallPost HostStages::make_offer(const MovementCall& call, const std::byte* rows, const float* weights) const {
-  CallPost offer{};
-  offer.rows_allocation = -1;
-  offer.weights_allocation = -1;
+CallDescriptor HostStages::make_descriptor(const MovementCall& call, const std::byte* rows, const float* weights) const {
+  CallDescriptor descriptor{};
+  descriptor.rows_allocation = -1;
+  descriptor.weights_allocation = -1;
   const int64_t bytes = call.recv_rows * row_bytes(call);
   if (const auto place = allocations_.locate(rows, bytes)) {
-    offer.rows_allocation = place->allocation;
-    offer.rows_offset = place->offset;
+    descriptor.rows_allocation = place->allocation;
+    descriptor.rows_offset = place->offset;
   }
   const int64_t weight_bytes = call.recv_rows * static_cast<int64_t>(sizeof(float));
   if (const auto place = allocations_.locate(reinterpret_cast<const std::byte*>(weights), weight_bytes)) {
-    offer.weights_allocation = place->allocation;
-    offer.weights_offset = place->offset;
+    descriptor.weights_allocation = place->allocation;
+    descriptor.weights_offset = place->offset;
   }
-  return offer;
+  return descriptor;
 }
 
 // Where each peer's receive rows and weights can be reached; NULL where they cannot.
 void HostStages::find_rows(const MovementCall& call) {
   for (int rank = 0; rank < window_.num_ranks; ++rank) {
-    const CallPost& offer = protocol_.offer_of(rank);
+    const CallDescriptor& descriptor = protocol_.descriptor_of(rank);
     const auto index = static_cast<size_t>(rank);
-    scratch_.rows_base[index] = reach(rank, {offer.rows_allocation, offer.rows_offset}, offer.recv_rows, row_bytes(call));
+    scratch_.rows_base[index] =
+        reach(rank, {descriptor.rows_allocation, descriptor.rows_offset}, descriptor.recv_rows, row_bytes(call));
     scratch_.weights_base[index] = reinterpret_cast<const float*>(
-        reach(rank, {offer.weights_allocation, offer.weights_offset}, offer.recv_rows, sizeof(float)));
+        reach(rank, {descriptor.weights_allocation, descriptor.weights_offset}, descriptor.recv_rows, sizeof(float)));
   }
 }
 
@@ -80,32 +81,33 @@ bool HostStages::is_body_intact(const std::byte* handle_mem, const HandleHeader&
   return !context_.checks_handle_mem || checksum_of_body(handle_mem, header) == header.body_checksum;
 }
 
-HostStages::Movement HostStages::begin_movement(const MovementCall& call, CallPost offer) {
+HostStages::Movement HostStages::begin_movement(const MovementCall& call, CallDescriptor descriptor) {
   const HandleReader plan(call.handle_mem, make_handle_layout(context_.shape, call.top_k));
   const HandleLimits limits(context_.shape, call.top_k);
   std::string why = why_unusable(*plan.header, {call.top_k, call.alignment, call.num_tokens}, context_);
   if (why.empty() && !is_body_intact(call.handle_mem, *plan.header)) why = why_body_unusable();
   const bool usable = why.empty();
 
-  offer.top_k = call.top_k;
-  offer.alignment = call.alignment;
-  offer.hidden = call.hidden;
-  offer.dtype = call.dtype;
-  offer.plan_id = usable ? plan.header->plan_id : 0;
-  offer.recv_rows = call.recv_rows;
+  descriptor.top_k = call.top_k;
+  descriptor.alignment = call.alignment;
+  descriptor.hidden = call.hidden;
+  descriptor.dtype = call.dtype;
+  descriptor.plan_id = usable ? plan.header->plan_id : 0;
+  descriptor.recv_rows = call.recv_rows;
   protocol_.begin(call.operation);
-  protocol_.arrive(offer);
+  protocol_.arrive(descriptor);
 
   if (!usable) status_.record(unusable_handle_event(protocol_.name(), why));
   int stranger = -1; // a rank whose handle memory comes from another prepare
   for (int rank = 0; rank < window_.num_ranks; ++rank) {
-    const uint64_t plan_id = protocol_.offer_of(rank).plan_id;
-    const bool same_plan = usable && plan_id == offer.plan_id;
+    const uint64_t plan_id = protocol_.descriptor_of(rank).plan_id;
+    const bool same_plan = usable && plan_id == descriptor.plan_id;
     scratch_.active[static_cast<size_t>(rank)] = same_plan ? 1 : 0;
     if (usable && plan_id != 0 && !same_plan && stranger < 0) stranger = rank;
   }
   if (stranger >= 0)
-    status_.record(stranger_event(protocol_.name(), offer.plan_id, protocol_.offer_of(stranger).plan_id, stranger));
+    status_.record(
+        plan_mismatch_event(protocol_.name(), descriptor.plan_id, protocol_.descriptor_of(stranger).plan_id, stranger));
   if (!usable) return {plan, limits, false};
   report_rows_beyond(call, plan, limits);
   return {plan, limits, true};

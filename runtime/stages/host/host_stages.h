@@ -1,13 +1,13 @@
 // The stages on shared memory: one thread per rank, loops over rows, plain stores into the peers' windows.
 #pragma once
 
+#include "runtime/allocations.h"
 #include "runtime/group_context.h"
-#include "runtime/memory/allocations.h"
-#include "runtime/memory/handle_limits.h"
-#include "runtime/memory/handle_memory.h"
+#include "runtime/layout/handle_limits.h"
+#include "runtime/layout/handle_memory.h"
+#include "runtime/layout/slots.h"
 #include "runtime/stages/host/call_protocol.h"
 #include "runtime/stages/host/scratch.h"
-#include "runtime/stages/slots.h"
 #include "runtime/stages/stages.h"
 #include "runtime/status_board.h"
 
@@ -46,21 +46,21 @@ private:
   // host_stages.cc: what both movements share
   uint64_t checksum_of_body(const std::byte* handle_mem, const HandleHeader& header) const;
   bool is_body_intact(const std::byte* handle_mem, const HandleHeader& header) const; // true where nobody checks
-  CallPost make_offer(const MovementCall& call, const std::byte* rows, const float* weights) const;
+  CallDescriptor make_descriptor(const MovementCall& call, const std::byte* rows, const float* weights) const;
   void find_rows(const MovementCall& call);
   std::byte* reach(int rank, const AllocationPlace& place, int64_t rows, int64_t row_bytes);
-  Movement begin_movement(const MovementCall& call, CallPost offer);
+  Movement begin_movement(const MovementCall& call, CallDescriptor descriptor);
   void report_rows_beyond(const MovementCall& call, const HandleReader& plan, const HandleLimits& limits);
   bool is_active(int rank) const { return scratch_.active[static_cast<size_t>(rank)] != 0; }
   // Whether a route takes part in this call: kept by prepare, its rank active, its slot below that rank's N.
   bool is_live(const Route& route, const HandleLimits& limits) const {
-    return limits.is_route(route) && is_active(route.rank) && route.slot < protocol_.offer_of(route.rank).recv_rows;
+    return limits.is_route(route) && is_active(route.rank) && route.slot < protocol_.descriptor_of(route.rank).recv_rows;
   }
 
   // dispatch.cc
   struct ScatterInput;
   template <typename Receiver>
-  void scatter(const MovementCall& call, const ScatterInput& input, CallPost offer, const Receiver& receiver);
+  void scatter(const MovementCall& call, const ScatterInput& input, CallDescriptor descriptor, const Receiver& receiver);
   void send_rows(const MovementCall& call, const ScatterInput& input, const Movement& movement);
   void send_token(const MovementCall& call, const ScatterInput& input, const Movement& movement, int64_t token);
   template <typename Receiver>
@@ -68,11 +68,11 @@ private:
 
   // combine.cc
   struct GatherTensors;
-  void gather(const MovementCall& call, const GatherTensors& tensors, const CallPost& offer);
+  void gather(const MovementCall& call, const GatherTensors& tensors, const CallDescriptor& descriptor);
   void send_partials_home(const MovementCall& call, const GatherTensors& tensors, const Movement& movement);
   void send_routes_home(const MovementCall& call, const GatherTensors& tensors, const Movement& movement);
   void send_weights_home(const MovementCall& call, const float* weights, const Movement& movement);
-  bool all_rows_in_reach(const GatherTensors& tensors) const;
+  bool all_rows_are_registered(const GatherTensors& tensors) const;
   template <typename AddRows>
   void sum_tokens(const MovementCall& call, const GatherTensors& tensors, bool weighted, const AddRows& add_rows) const;
   void sum_in_place(const MovementCall& call, const GatherTensors& tensors, const Movement& movement) const;

@@ -119,20 +119,20 @@ void HostStages::assign_slots(const PrepareCall& call, HandleWriter& plan, int64
     for (int k = call.top_k - 1; k >= 0; --k) {
       Route& route = routes[k];
       if (route.slot < 0) continue;
-      route.order = static_cast<int32_t>(std::lower_bound(ranks.begin(), ranks_end, route.rank) - ranks.begin());
-      const auto order = static_cast<size_t>(route.order);
-      SlotRecord* record = &window_.at<SlotPost>(route.rank, context_.layout.slot_posts.offset)[route.slot].record;
+      route.rank_ordinal = static_cast<int32_t>(std::lower_bound(ranks.begin(), ranks_end, route.rank) - ranks.begin());
+      const auto rank_ordinal = static_cast<size_t>(route.rank_ordinal);
+      SlotRecord* record = &window_.at<LlSlotRecord>(route.rank, context_.layout.ll_slot_records.offset)[route.slot].record;
       *record = {static_cast<int32_t>(token),
-                 next_slot[order],
+                 next_slot[rank_ordinal],
                  static_cast<uint16_t>(window_.rank),
                  static_cast<uint8_t>(k),
                  0,
-                 static_cast<uint8_t>(order & 0x7f)};
-      next_slot[order] = route.slot;
-      head[order] = record;
+                 static_cast<uint8_t>(rank_ordinal & 0x7f)};
+      next_slot[rank_ordinal] = route.slot;
+      head[rank_ordinal] = record;
     }
-    for (auto order = ranks.begin(); order != ranks_end; ++order)
-      head[static_cast<size_t>(order - ranks.begin())]->first = 1;
+    for (auto rank_ordinal = ranks.begin(); rank_ordinal != ranks_end; ++rank_ordinal)
+      head[static_cast<size_t>(rank_ordinal - ranks.begin())]->first = 1;
   }
 }
 
@@ -169,14 +169,14 @@ void HostStages::write_zone_tables(const PrepareCall& call, HandleWriter& plan, 
 
 // The window holds what the peers stored; pads get records that say so.
 void HostStages::take_slot_records(const PrepareCall& call, HandleWriter& plan) {
-  const auto* posts = window_.local<SlotPost>(context_.layout.slot_posts.offset);
+  const auto* posts = window_.local<LlSlotRecord>(context_.layout.ll_slot_records.offset);
   for (int expert = 0; expert < experts_.num_local_experts(window_.rank); ++expert) {
     const int64_t end_of_rows = plan.zone_begin[expert] + plan.zone_rows[expert];
     for (int64_t slot = plan.zone_begin[expert]; slot < end_of_rows; ++slot) {
       const SlotRecord record = posts[slot].record;
       if (!is_sound(record, context_.shape, call.top_k, plan.header->rows_in_use))
         protocol_.fail_as_damaged(fmt::format("the record of slot {} says rank {}, token {}, k {}, order {}, next slot {}",
-                                              slot, record.source, record.token, record.k, int{record.order},
+                                              slot, record.source, record.token, record.k, int{record.rank_ordinal},
                                               record.next_slot));
       plan.slot_records[slot] = record;
     }
@@ -210,10 +210,10 @@ void HostStages::prepare(const PrepareCall& call) {
   protocol_.begin(EPX_OP_PREPARE);
   count_routes(call);
   publish_counts();
-  CallPost offer{};
-  offer.top_k = call.top_k;
-  offer.alignment = call.alignment;
-  protocol_.arrive(offer);
+  CallDescriptor descriptor{};
+  descriptor.top_k = call.top_k;
+  descriptor.alignment = call.alignment;
+  protocol_.arrive(descriptor);
   require_sound_counts(call);
 
   std::array<int64_t, 5> info{};

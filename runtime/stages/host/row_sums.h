@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "runtime/base/names.h"
+#include "base/names.h"
 #include "runtime/config.h"
 #include "runtime/stages/host/rows/rows.h"
 

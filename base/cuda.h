@@ -1,0 +1,104 @@
+// Owners of CUDA things, and the one place where a cudaError_t becomes an Error. Destructors log, never throw.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include <cuda_runtime_api.h>
+
+#include "base/error.h"
+#include "base/log.h"
+
+namespace epx {
+
+inline void check_cuda(cudaError_t error, const char* call) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError(); // not sticky ones are dealt with here
+  fail(error == cudaErrorMemoryAllocation ? EPX_ERROR_OUT_OF_MEMORY : EPX_ERROR_SYSTEM, "{}: {} ({})", call,
+       cudaGetErrorString(error), cudaGetErrorName(error));
+}
+
+inline void log_cuda(cudaError_t error, const char* call) noexcept {
+  if (error != cudaSuccess && error != cudaErrorCudartUnloading)
+    log::transport().warn("{}: {}", call, cudaGetErrorString(error));
+}
+
+// The device that the calling thread uses, for as long as this lives.
+class CudaDeviceScope {
+public:
+  explicit CudaDeviceScope(int device) {
+    check_cuda(cudaGetDevice(&previous_), "cudaGetDevice");
+    if (device != previous_) check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = device != previous_;
+  }
+  ~CudaDeviceScope() {
+    if (changed_) log_cuda(cudaSetDevice(previous_), "cudaSetDevice");
+  }
+  CudaDeviceScope(const CudaDeviceScope&) = delete;
+  CudaDeviceScope& operator=(const CudaDeviceScope&) = delete;
+
+private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+struct CudaFree {
+  void operator()(void* memory) const noexcept { log_cuda(cudaFree(memory), "cudaFree"); }
+};
+struct CudaFreeHost {
+  void operator()(void* memory) const noexcept { log_cuda(cudaFreeHost(memory), "cudaFreeHost"); }
+};
+
+template <typename T>
+using DeviceMemory = std::unique_ptr<T[], CudaFree>;
+template <typename T>
+using MappedMemory = std::unique_ptr<T, CudaFreeHost>; // of the host; devices reach it at the same address
+
+// Zeroed.
+template <typename T>
+DeviceMemory<T> make_device_memory(size_t count) {
+  void* memory = nullptr;
+  check_cuda(cudaMalloc(&memory, count * sizeof(T)), "cudaMalloc");
+  DeviceMemory<T> owner(static_cast<T*>(memory));
+  check_cuda(cudaMemset(memory, 0, count * sizeof(T)), "cudaMemset");
+  check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // streams that do not wait for the default one may use it
+  return owner;
+}
+
+// Zeroed.
+template <typename T>
+MappedMemory<T> make_mapped_memory() {
+  void* memory = nullptr;
+  check_cuda(cudaHostAlloc(&memory, sizeof(T), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+  return MappedMemory<T>(new (memory) T{});
+}
+
+class CudaStream {
+public:
+  CudaStream() { check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags"); }
+  ~CudaStream() { log_cuda(cudaStreamDestroy(stream_), "cudaStreamDestroy"); }
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
+
+  cudaStream_t get() const { return stream_; }
+
+private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// Orders streams; takes no time.
+class CudaEvent {
+public:
+  CudaEvent() { check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags"); }
+  ~CudaEvent() { log_cuda(cudaEventDestroy(event_), "cudaEventDestroy"); }
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
+
+  cudaEvent_t get() const { return event_; }
+
+private:
+  cudaEvent_t event_ = nullptr;
+};
+
+} // namespace epx

@@ -1,0 +1,131 @@
+// Loads, stores and fences that other GPUs take part in, by their order and scope. The only PTX beside
+// bulk_copy.cuh.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace epx::cuda {
+
+__device__ inline uint64_t load_acquire_sys(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ inline void store_release_sys(uint64_t* word, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+__device__ inline uint32_t load_acquire_sys(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ inline void store_release_sys(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ inline uint64_t load_relaxed_sys(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ inline uint32_t load_relaxed_sys(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ inline void store_relaxed_sys(uint32_t* word, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ inline void store_relaxed_sys(uint64_t* word, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+// Between a relaxed load or store and others, so that together they acquire or release.
+__device__ inline void fence_acq_rel_sys() {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+__device__ inline void fence_acq_rel_block() {
+  asm volatile("fence.acq_rel.cta;" ::: "memory");
+}
+
+// A word of 8 or 16 bytes at once, so that nobody sees half of it. At system scope.
+template <typename Word>
+constexpr bool kIsSingleCopyAtomic = alignof(Word) == sizeof(Word) && (sizeof(Word) == 8 || sizeof(Word) == 16);
+
+template <typename Word>
+__device__ inline Word load_packet_relaxed_sys(const Word* word) {
+  static_assert(kIsSingleCopyAtomic<Word>);
+  uint64_t halves[sizeof(Word) / 8];
+  if constexpr (sizeof(Word) == 16)
+    asm volatile("{\n"
+                 ".reg .b128 word;\n"
+                 "ld.relaxed.sys.global.b128 word, [%2];\n"
+                 "mov.b128 {%0, %1}, word;\n"
+                 "}"
+                 : "=l"(halves[0]), "=l"(halves[1])
+                 : "l"(word)
+                 : "memory");
+  else
+    halves[0] = load_relaxed_sys(reinterpret_cast<const uint64_t*>(word));
+  Word result;
+  memcpy(&result, halves, sizeof(result));
+  return result;
+}
+
+template <typename Word>
+__device__ inline Word load_packet_acquire_sys(const Word* word) {
+  static_assert(kIsSingleCopyAtomic<Word> && sizeof(Word) == 16);
+  uint64_t halves[2];
+  asm volatile("{\n"
+               ".reg .b128 word;\n"
+               "ld.acquire.sys.global.b128 word, [%2];\n"
+               "mov.b128 {%0, %1}, word;\n"
+               "}"
+               : "=l"(halves[0]), "=l"(halves[1])
+               : "l"(word)
+               : "memory");
+  Word result;
+  memcpy(&result, halves, sizeof(result));
+  return result;
+}
+
+template <typename Word>
+__device__ inline void store_packet_relaxed_sys(Word* word, const Word& value) {
+  static_assert(kIsSingleCopyAtomic<Word>);
+  uint64_t halves[sizeof(Word) / 8];
+  memcpy(halves, &value, sizeof(value));
+  if constexpr (sizeof(Word) == 16)
+    asm volatile("{\n"
+                 ".reg .b128 word;\n"
+                 "mov.b128 word, {%1, %2};\n"
+                 "st.relaxed.sys.global.b128 [%0], word;\n"
+                 "}" ::"l"(word),
+                 "l"(halves[0]), "l"(halves[1])
+                 : "memory");
+  else
+    store_relaxed_sys(reinterpret_cast<uint64_t*>(word), halves[0]);
+}
+
+__device__ inline uint64_t compare_and_swap_sys(uint64_t* word, uint64_t expected, uint64_t desired) {
+  return atomicCAS_system(reinterpret_cast<unsigned long long*>(word), expected, desired);
+}
+
+// About so long; lets other warps run.
+__device__ inline void backoff(unsigned nanoseconds) {
+  __nanosleep(nanoseconds);
+}
+
+__device__ inline uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+} // namespace epx::cuda

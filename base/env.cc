@@ -1,0 +1,34 @@
+#include "base/env.h"
+
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+
+namespace epx {
+namespace {
+
+Environment read_environment() {
+  Environment environment;
+  if (const char* text = std::getenv("EPX_TIMEOUT_MS")) {
+    environment.timeout_text = text;
+    int64_t value = 0;
+    const char* end = text + std::strlen(text);
+    const auto parsed = std::from_chars(text, end, value);
+    if (parsed.ec == std::errc() && parsed.ptr == end && value > 0) environment.timeout_ms = value;
+  }
+  if (const char* text = std::getenv("EPX_CHECK_HANDLE_MEM")) {
+    const std::string value = environment.check_handle_mem_text.emplace(text);
+    if (value == "0" || value == "1") environment.check_handle_mem = value == "1";
+  }
+  if (const char* text = std::getenv("EPX_LOG")) environment.log_level = text;
+  return environment;
+}
+
+} // namespace
+
+const Environment& environment() {
+  static const Environment kEnvironment = read_environment();
+  return kEnvironment;
+}
+
+} // namespace epx

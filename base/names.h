@@ -1,0 +1,114 @@
+// Enumerators of the C API and ranks in words.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include <fmt/format.h>
+
+#include "base/dtypes.h"
+#include "epx/epx.h"
+
+namespace epx {
+
+constexpr const char* name_of(epx_status status) {
+  switch (status) {
+  case EPX_SUCCESS:
+    return "EPX_SUCCESS";
+  case EPX_ERROR_INVALID_ARGUMENT:
+    return "EPX_ERROR_INVALID_ARGUMENT";
+  case EPX_ERROR_UNSUPPORTED:
+    return "EPX_ERROR_UNSUPPORTED";
+  case EPX_ERROR_MISMATCH:
+    return "EPX_ERROR_MISMATCH";
+  case EPX_ERROR_OUT_OF_MEMORY:
+    return "EPX_ERROR_OUT_OF_MEMORY";
+  case EPX_ERROR_SYSTEM:
+    return "EPX_ERROR_SYSTEM";
+  case EPX_ERROR_TIMEOUT:
+    return "EPX_ERROR_TIMEOUT";
+  case EPX_ERROR_ABORTED:
+    return "EPX_ERROR_ABORTED";
+  case EPX_ERROR_OUT_OF_SEQUENCE:
+    return "EPX_ERROR_OUT_OF_SEQUENCE";
+  case EPX_ERROR_INTERNAL:
+    return "EPX_ERROR_INTERNAL";
+  }
+  return "unknown status";
+}
+
+constexpr const char* name_of(epx_operation operation) {
+  switch (operation) {
+  case EPX_OP_NONE:
+    return "none";
+  case EPX_OP_PREPARE:
+    return "prepare";
+  case EPX_OP_DISPATCH:
+    return "dispatch";
+  case EPX_OP_COMBINE:
+    return "combine";
+  case EPX_OP_COMBINE_BWD:
+    return "combine_bwd";
+  case EPX_OP_DISPATCH_BWD:
+    return "dispatch_bwd";
+  case EPX_OP_MEM_ALLOC:
+    return "mem_alloc";
+  case EPX_OP_MEM_FREE:
+    return "mem_free";
+  }
+  return "unknown operation";
+}
+
+constexpr const char* name_of(epx_dtype dtype) {
+  switch (dtype) {
+  case EPX_DTYPE_UNSET:
+    return "unset";
+  case EPX_FLOAT32:
+    return "float32";
+  case EPX_FLOAT16:
+    return "float16";
+  case EPX_BFLOAT16:
+    return "bfloat16";
+  case EPX_INT32:
+    return "int32";
+  case EPX_INT64:
+    return "int64";
+  case EPX_FLOAT64:
+    return "float64";
+  case EPX_UINT8:
+    return "uint8";
+  }
+  return "unknown dtype";
+}
+
+constexpr const char* name_of(epx_transport transport) {
+  switch (transport) {
+  case EPX_TRANSPORT_AUTO:
+    return "auto";
+  case EPX_TRANSPORT_HOST:
+    return "host";
+  case EPX_TRANSPORT_NCCL:
+    return "nccl";
+  }
+  return "unknown transport";
+}
+
+constexpr const char* name_of(epx_phase phase) {
+  switch (phase) {
+  case EPX_PHASE_NONE:
+    return "none";
+  case EPX_PHASE_ARRIVE:
+    return "arrive";
+  case EPX_PHASE_COMPLETE:
+    return "complete";
+  }
+  return "unknown phase";
+}
+
+// "rank 2", "ranks 0, 2, 5".
+inline std::string name_ranks(std::span<const int> ranks) {
+  return fmt::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", fmt::join(ranks, ", "));
+}
+
+} // namespace epx

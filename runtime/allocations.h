@@ -1,0 +1,73 @@
+// Windows that the user made with epx_mem_alloc or epx_mem_register. Numbered alike on all ranks, since allocation is collective.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "base/error.h"
+#include "transport/transport.h"
+
+namespace epx {
+
+// A place in an allocation: the same pair means the same bytes of this rank's share on every peer.
+struct AllocationPlace {
+  int64_t allocation;
+  int64_t offset; // bytes
+};
+
+class Allocations {
+public:
+  // Takes over a window and returns where this rank's share starts.
+  std::byte* add(std::unique_ptr<Window> window) {
+    std::byte* start = window->view().local<std::byte>(0);
+    windows_.emplace(next_++, std::move(window));
+    return start;
+  }
+
+  // The allocation that contains [data, data + bytes), if one does. Nothing contains no bytes.
+  std::optional<AllocationPlace> locate(const std::byte* data, int64_t bytes) const {
+    if (data == nullptr || bytes == 0) return std::nullopt;
+    for (const auto& [number, window] : windows_) {
+      const std::byte* start = window->view().local<std::byte>(0);
+      if (data >= start && data < start + window->bytes() && bytes <= window->bytes() - (data - start))
+        return AllocationPlace{number, data - start};
+    }
+    return std::nullopt;
+  }
+
+  // The number of the allocation that starts at `data`. Throws INVALID_ARGUMENT when none does.
+  int64_t require_start(const void* data) const {
+    const auto place = locate(static_cast<const std::byte*>(data), 1);
+    if (!place || place->offset != 0)
+      fail(EPX_ERROR_INVALID_ARGUMENT,
+           "epx_mem_free: {} is not the start of memory from epx_mem_alloc or epx_mem_register of this "
+           "group",
+           data);
+    return place->allocation;
+  }
+
+  // Whether there is such a place, with `bytes` bytes behind it.
+  bool contains(const AllocationPlace& place, int64_t bytes) const {
+    const auto found = windows_.find(place.allocation);
+    return found != windows_.end() && place.offset >= 0 && place.offset <= found->second->bytes() &&
+           bytes <= found->second->bytes() - place.offset;
+  }
+
+  std::byte* peer_address(int peer, const AllocationPlace& place) const {
+    return windows_.at(place.allocation)->view().at<std::byte>(peer, place.offset);
+  }
+
+  int64_t next_number() const { return next_; } // of the next window
+  bool contains(int64_t allocation) const { return windows_.contains(allocation); }
+  void remove(int64_t allocation) { windows_.erase(allocation); }
+
+private:
+  std::map<int64_t, std::unique_ptr<Window>> windows_;
+  int64_t next_ = 0;
+};
+
+} // namespace epx

@@ -1,0 +1,85 @@
+// The bounds of what handle memory says, for host and device. Its bytes are in the caller's hands, and anything may have been
+// written over them: whatever becomes an index passes through here first. A damaged value then names another slot, rank or
+// token of the group, or none; never a place beyond.
+#pragma once
+
+#include <cstdint>
+
+#include "runtime/config.h"
+#include "runtime/layout/slots.h"
+
+namespace epx {
+
+struct HandleLimits {
+  int32_t num_slots; // R
+  int32_t num_ranks; // P
+  int32_t max_tokens;
+  int32_t top_k;             // K of the layer
+  int32_t num_rank_ordinals; // ranks that a token can go to
+
+  constexpr HandleLimits(const GroupShape& shape, int layer_top_k)
+      : num_slots(static_cast<int32_t>(shape.max_recv_tokens)), num_ranks(shape.num_ranks),
+        max_tokens(shape.max_tokens_per_rank), top_k(layer_top_k),
+        num_rank_ordinals(layer_top_k < shape.num_ranks ? layer_top_k : shape.num_ranks) {}
+
+  constexpr bool is_slot(int32_t slot) const { return is_below(slot, num_slots); }
+  constexpr bool is_rank(int32_t rank) const { return is_below(rank, num_ranks); }
+  // Whether a route was kept by prepare. Its order has a check of its own, since few need it. `&`: on a GPU no load of one
+  // field waits for what the other one has brought.
+  constexpr bool is_route(const Route& route) const {
+    return (static_cast<int>(is_slot(route.slot)) & static_cast<int>(is_rank(route.rank))) != 0;
+  }
+  // Whether a row comes from somewhere.
+  constexpr bool has_origin(const SlotRecord& record) const {
+    return is_rank(record.source) && is_below(record.token, max_tokens);
+  }
+  constexpr int rank_ordinal(int32_t rank_ordinal) const { return clamp(rank_ordinal, num_rank_ordinals); }
+  constexpr int k(int32_t k) const { return clamp(k, top_k); }
+
+  // The slots of a zone: first those of its rows, then pads.
+  struct Zone {
+    int64_t begin, end_of_rows, end;
+  };
+  // `from`: the end of the zone before this one, which no zone reaches into; 0 where that does not matter.
+  constexpr Zone zone(const int32_t* zone_begin, const int32_t* zone_rows, int local_expert, int64_t from) const {
+    const int64_t begin = between(zone_begin[local_expert], from);
+    const int64_t end_of_rows = between(begin + zone_rows[local_expert], begin);
+    return {begin, end_of_rows, between(zone_begin[local_expert + 1], end_of_rows)};
+  }
+
+private:
+  static constexpr bool is_below(int32_t value, int32_t end) {
+    return static_cast<uint32_t>(value) < static_cast<uint32_t>(end);
+  }
+  static constexpr int32_t clamp(int32_t value, int32_t end) {
+    const auto last = static_cast<uint32_t>(end - 1);
+    return static_cast<int32_t>(static_cast<uint32_t>(value) < last ? static_cast<uint32_t>(value) : last);
+  }
+  constexpr int64_t between(int64_t slot, int64_t from) const {
+    return slot < from ? from : slot < num_slots ? slot : num_slots;
+  }
+};
+
+// Walks the slots of one token on this rank, in k order. It takes K steps at most, also where records form a ring.
+class SlotChain {
+public:
+  constexpr SlotChain(const HandleLimits& limits, const SlotRecord* records, int32_t head)
+      : records_(records), slot_(head), num_slots_(limits.num_slots), steps_left_(limits.top_k) {}
+
+  constexpr bool has_slot() const {
+    return static_cast<uint32_t>(slot_) < static_cast<uint32_t>(num_slots_) && steps_left_ > 0;
+  }
+  constexpr int32_t slot() const { return slot_; }
+  constexpr void advance() {
+    slot_ = records_[slot_].next_slot;
+    --steps_left_;
+  }
+
+private:
+  const SlotRecord* records_;
+  int32_t slot_;
+  int32_t num_slots_;
+  int steps_left_;
+};
+
+} // namespace epx

@@ -1,0 +1,32 @@
+#include "runtime/layout/planner.h"
+
+#include "runtime/layout/handle_memory.h"
+#include "runtime/layout/window_layout.h"
+#include "runtime/stages/host/scratch.h"
+
+namespace epx {
+
+int64_t scratch_bytes(const GroupShape& shape) {
+  return host::Scratch::bytes(shape);
+}
+
+epx_memory_plan plan_memory(const GroupShape& shape, epx_transport transport) {
+  const WindowLayout layout = make_window_layout(shape, transport == EPX_TRANSPORT_AUTO ? EPX_TRANSPORT_NCCL : transport);
+  epx_memory_plan plan{};
+  plan.max_recv_tokens_per_rank = shape.max_recv_tokens;
+  plan.window_bytes = layout.total_bytes;
+  plan.control_bytes = layout.control_bytes();
+  plan.count_bytes = layout.counts.bytes + layout.gathered_routes.bytes;
+  plan.slot_record_bytes = layout.ll_slot_records.bytes + layout.first_slots.bytes;
+  plan.scatter_row_bytes = layout.scatter_rows.bytes + layout.ll_scatter_rows.bytes;
+  plan.scatter_sidecar_bytes = layout.scatter_sidecars.bytes;
+  plan.scatter_weight_bytes =
+      layout.scatter_weights.bytes + layout.scatter_ready_flags.bytes + layout.ll_scatter_weights.bytes;
+  plan.gather_row_bytes = layout.gather_rows.bytes + layout.ll_gather_rows.bytes;
+  plan.gather_weight_bytes = layout.gather_weights.bytes + layout.gather_ready_flags.bytes + layout.ll_gather_weights.bytes;
+  plan.scratch_bytes = scratch_bytes(shape);
+  plan.handle_mem_bytes = make_handle_layout(shape, shape.max_top_k).total_bytes;
+  return plan;
+}
+
+} // namespace epx

@@ -1,0 +1,330 @@
+// Gather: rows go from slots to their tokens' home ranks and are summed. combine weighs them; dispatch_bwd does not, and
+// brings the weights' gradients along. With few tokens see ll_gather.cuh; else:
+//
+//   senders    A warp takes a half of the rows of a peer's token that has slots here. Precision wire: it sums them and
+//              stores the sum into the home rank's staging. Precision exact: it stores each of them there. Then it tells
+//              the home rank.
+//   receivers  A warp takes a half of a token of this rank, waits for the peers that the token goes to, and sums what has
+//              come home with the rows of this rank's own slots, which go nowhere.
+//
+// Halves, since all senders' rows are under way together: the less a warp takes, the earlier the first ones arrive, and the
+// less is left to do for receivers when the last have come.
+#include <cmath>
+
+#include "runtime/stages/cuda/kernels.h"
+
+#include "base/device/launch.h"
+#include "runtime/stages/cuda/gather/gather_params.h"
+#include "runtime/stages/cuda/gather/ll_gather.cuh"
+#include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/movement.cuh"
+#include "runtime/stages/cuda/rows/rows.cuh"
+
+namespace epx::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+
+template <typename T>
+class Gather {
+public:
+  __device__ Gather(const GatherParams& params, const Movement& movement, TmaRowPipeline& pipeline)
+      : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()),
+        pipeline_(pipeline), layout_(params.group.context.layout),
+        is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {
+    constexpr int64_t kPiece = TmaRowPipeline::kStageBytes / sizeof(T);
+    const int64_t pieces = (args_.hidden + kPiece - 1) / kPiece;
+    num_splits_ = pieces < kMinStagesToSplit ? 1 : kMaxRowSplits;
+    split_size_ = (pieces + num_splits_ - 1) / num_splits_ * kPiece;
+  }
+
+  __device__ void send(const WarpAssignment& warp) const {
+    const int64_t tiles = movement_.num_peer_tokens() * num_splits_;
+#pragma unroll 1
+    for (int64_t tile = warp.index; tile < tiles; tile = movement_.next_tile(warp, tiles)) {
+      const Movement::PeerToken peer = movement_.peer_token(token_of(tile));
+      if (movement_.is_active(peer.rank) && peer.token < movement_.tokens_of(peer.rank))
+        send_split(peer.rank, peer.token, split_of(tile));
+    }
+  }
+
+  __device__ void sum(const WarpAssignment& warp) const {
+    const int64_t tiles = args_.num_tokens * num_splits_;
+#pragma unroll 1
+    for (int64_t tile = warp.index; tile < tiles; tile = movement_.next_tile(warp, tiles))
+      if (!sum_split(token_of(tile), split_of(tile))) return;
+  }
+
+private:
+  static constexpr int kMinStagesToSplit = 4; // of a row in parts: each part is looked up and waited for
+
+  // What a warp takes of a row: elements [first, first + size).
+  struct RowSplit {
+    int index;
+    int64_t first;
+    int64_t size;
+  };
+
+  // Items are the parts of the first token, of the second, and so on.
+  __device__ int64_t token_of(int64_t tile) const {
+    return num_splits_ == 1 ? tile : tile / kMaxRowSplits;
+  }
+  __device__ RowSplit split_of(int64_t tile) const {
+    const int index = num_splits_ == 1 ? 0 : static_cast<int>(tile % kMaxRowSplits);
+    const int64_t first = index * split_size_;
+    return {index, first, min(args_.hidden - first, split_size_)};
+  }
+
+  __device__ const T* row_of(int64_t slot, const RowSplit& split) const {
+    return reinterpret_cast<const T*>(params_.rows) + slot * args_.hidden + split.first;
+  }
+  __device__ T* staged_row(int owner, int64_t row, const RowSplit& split) const {
+    return group_.window().at<T>(owner, layout_.gather_rows.offset + row * layout_.row_stride) + split.first;
+  }
+  __device__ float* staged_weights(int owner) const {
+    return group_.window().at<float>(owner, layout_.gather_weights.offset);
+  }
+  __device__ Epoch* ready_flag_at(int owner, int64_t token, int rank_ordinal, const RowSplit& split) const {
+    return group_.window().at<Epoch>(owner, layout_.gather_ready_flags.offset) +
+           partial_staging_row(group_.context.shape, token, args_.top_k, rank_ordinal) * kMaxRowSplits + split.index;
+  }
+
+  __device__ void send_split(int home, int64_t token, const RowSplit& split) const {
+    const TokenSlots found = movement_.slots_of(home, token);
+    const WarpList<int32_t>& slots = found.slots;
+    if (slots.size() == 0) return;
+    const float* weights = is_exact_ ? params_.row_weights : nullptr; // that travel
+    if (params_.carried_weights != nullptr) weights = split.index == 0 ? params_.carried_weights : nullptr;
+    if (is_exact_ || weights != nullptr)
+      for (int first = 0; first < slots.size(); first += kWarp)
+        send_routes(home, token, split, slots.has_own(first) ? slots.own(first) : -1, weights);
+    if (!is_exact_) {
+      Terms<T> terms;
+      terms.rows = slots.map([&](int32_t slot) { return row_of(slot, split); });
+      terms.weights = slots.map([&](int32_t slot) { return weight_of(slot); });
+      terms.address_bits = reinterpret_cast<uint64_t>(params_.rows) | static_cast<uint64_t>(args_.hidden) * sizeof(T);
+      const int64_t row = partial_staging_row(group_.context.shape, token, args_.top_k, found.rank_ordinal);
+      sum_rows<false>(pipeline_, terms, staged_row(home, row, split), split.size);
+    }
+    pipeline_.finish(); // what all lanes have stored comes before what one tells
+    if (lane() == 0) call_.signal(ready_flag_at(home, token, found.rank_ordinal, split));
+  }
+
+  // Each lane names a slot, or -1. In precision exact their rows travel; in either, their weights, if there are any.
+  __device__ void send_routes(int home, int64_t token, const RowSplit& split, int32_t slot, const float* weights) const {
+    const int64_t route = slot >= 0 ? route_index(token, args_.top_k, movement_.k_of_slot(slot)) : 0;
+    if (weights != nullptr && slot >= 0) staged_weights(home)[route] = weights[slot];
+    if (!is_exact_) return;
+    for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1) {
+      const int one = lowest_bit(left);
+      begin_copy_row_to_lanes(pipeline_, reinterpret_cast<const std::byte*>(row_of(from_lane(slot, one), split)),
+                              split.size * static_cast<int64_t>(sizeof(T)),
+                              lane() == one ? reinterpret_cast<std::byte*>(staged_row(home, route, split)) : nullptr);
+    }
+  }
+
+  // Of a row of this rank's own, as the lane's slot names it.
+  __device__ float weight_of(int32_t slot) const {
+    return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
+  }
+  __device__ bool sum_split(int64_t token, const RowSplit& split) const {
+    const WarpRoutes routes = movement_.routes_of(token);
+    const uint64_t live = routes.mask_of([&](const Route& route) { return movement_.is_live(route); });
+    const uint64_t own = live & routes.mask_of([&](const Route& route) { return route.rank == call_.rank(); });
+    if (!wait_for_peers(token, split, routes, live & ~own)) return false;
+    const Terms<T> terms =
+        is_exact_ ? terms_of_routes(token, split, routes, live, own) : terms_of_ranks(token, split, routes, live, own);
+    sum_rows<true>(pipeline_, terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden + split.first, split.size);
+    if (params_.carried_out != nullptr && split.index == 0) collect_weights(token, routes, live);
+    if (call_.scribbles_staging()) scribble_staging(token, split);
+    return true;
+  }
+
+  // Each lane for the ranks of its routes. `awaited`: a bit for each route.
+  __device__ bool wait_for_peers(int64_t token, const RowSplit& split, const WarpRoutes& routes, uint64_t awaited) const {
+    bool ok = true;
+    for (int first = 0; first < args_.top_k; first += kWarp)
+      if (const Route route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
+        ok = call_.wait_ready(ready_flag_at(call_.rank(), token, movement_.rank_ordinal_of(route.rank_ordinal), split),
+                              route.rank);
+    const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
+    __syncwarp(); // every lane sees what each has acquired: a vote orders no memory
+    return all;
+  }
+
+  // In k order.
+  __device__ Terms<T> terms_of_routes(int64_t token, const RowSplit& split, const WarpRoutes& routes, uint64_t live,
+                                      uint64_t own) const {
+    const float* const weights = params_.row_weights != nullptr ? staged_weights(call_.rank()) : nullptr;
+    Terms<T> terms;
+    for (int first = 0; first < args_.top_k; first += kWarp) {
+      const bool is_own = (own >> (first + lane()) & 1) != 0;
+      float weight = 1.0f; // of the lane's route
+      if (is_own)
+        weight = weight_of(routes.own(first).slot);
+      else if (weights != nullptr && (live >> (first + lane()) & 1) != 0)
+        weight = weights[route_index(token, args_.top_k, first + lane())];
+      for (int k = first; k < args_.top_k && k < first + kWarp; ++k) {
+        if ((live >> k & 1) == 0) continue;
+        const T* const row = (own >> k & 1) != 0 ? row_of(routes.slot(k), split)
+                                                 : staged_row(call_.rank(), route_index(token, args_.top_k, k), split);
+        terms.append(row, from_lane(weight, k % kWarp));
+      }
+    }
+    return terms;
+  }
+
+  // In rank order; the rows of this rank's own, which are the inner ones, in k order.
+  __device__ Terms<T> terms_of_ranks(int64_t token, const RowSplit& split, const WarpRoutes& routes, uint64_t live,
+                                     uint64_t own) const {
+    const float low_weight = weight_of((own >> lane() & 1) != 0 ? routes.low.slot : -1);
+    const float high_weight = weight_of((own >> kWarp >> lane() & 1) != 0 ? routes.high.slot : -1);
+    Terms<T> terms;
+    int own_ordinal = kMaxTopK; // of this rank
+#pragma unroll 1
+    for (uint64_t left = own; left != 0; left &= left - 1) {
+      const int k = lowest_bit(left);
+      own_ordinal = routes.rank_ordinal(k);
+      terms.append(row_of(routes.slot(k), split), from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
+    }
+    terms.num_inner = terms.size();
+    uint64_t rank_ordinals = 0; // of the peers that have live slots, a bit each; it ascends with the rank
+#pragma unroll 1
+    for (uint64_t left = live & ~own; left != 0; left &= left - 1)
+      rank_ordinals |= uint64_t{1} << movement_.rank_ordinal_of(routes.rank_ordinal(lowest_bit(left)));
+#pragma unroll 1
+    for (; rank_ordinals != 0; rank_ordinals &= rank_ordinals - 1) {
+      const int rank_ordinal = lowest_bit(rank_ordinals);
+      if (rank_ordinal < own_ordinal) ++terms.own_position;
+      terms.append(
+          staged_row(call_.rank(), partial_staging_row(group_.context.shape, token, args_.top_k, rank_ordinal), split));
+    }
+    return terms;
+  }
+
+  __device__ void collect_weights(int64_t token, const WarpRoutes& routes, uint64_t live) const {
+    for (int first = 0; first < args_.top_k; first += kWarp) {
+      const int k = first + lane();
+      if (k >= args_.top_k) continue;
+      const Route route = routes.own(first);
+      const int64_t index = route_index(token, args_.top_k, k);
+      float weight = 0.0f;
+      if ((live >> k & 1) != 0)
+        weight = route.rank == call_.rank() ? params_.carried_weights[route.slot] : staged_weights(call_.rank())[index];
+      params_.carried_out[index] = weight;
+    }
+  }
+
+  __device__ void scribble_staging(int64_t token, const RowSplit& split) const {
+    const int per_token = is_exact_ ? args_.top_k : min(args_.top_k, call_.num_ranks());
+    for (int64_t row = token * per_token; row < (token + 1) * per_token; ++row)
+      scribble_row(reinterpret_cast<std::byte*>(staged_row(call_.rank(), row, split)),
+                   split.size * static_cast<int64_t>(sizeof(T)));
+    if (is_exact_ ? num_splits_ > 1 : split.index != 0) return; // in precision exact they are for the other part too
+    for (int k = lane(); k < args_.top_k; k += kWarp)
+      staged_weights(call_.rank())[route_index(token, args_.top_k, k)] = NAN;
+  }
+
+  const GatherParams& params_;
+  const DeviceGroup& group_;
+  const MovementCall& args_;
+  const Movement& movement_;
+  const CallSession& call_;
+  TmaRowPipeline& pipeline_;
+  const WindowLayout& layout_;
+  bool is_exact_;
+  int num_splits_;
+  int64_t split_size_; // elements
+};
+
+template <typename T, bool kUnaligned>
+__device__ void ll_gather(const GatherParams& params, Movement& movement) {
+  if (!movement.begin_ll()) return;
+  const LlGather<T, kUnaligned> gather(params, movement);
+  gather.send();
+  movement.call().sent_by_warp(kThreads / kWarp);
+  PeerDescriptors* const descriptors = dynamic_shared_memory<PeerDescriptors>();
+  gather.sum([&] { return movement.enter_warp(params.descriptor, descriptors[threadIdx.x / kWarp]); });
+}
+template <typename T>
+__device__ __noinline__ void ll_gather_unaligned(const GatherParams& params, Movement movement) {
+  ll_gather<T, true>(params, movement);
+}
+
+template <typename T>
+__device__ __forceinline__ void gather_rows(const GatherParams& params) {
+  Movement movement(params.group, params.call, params.layout);
+  movement.post(params.descriptor);
+  if (params.group.context.shape.precision == EPX_COMBINE_WIRE && movement.takes_ll_path()) {
+    if (is_unaligned(reinterpret_cast<uint64_t>(params.rows) | reinterpret_cast<uint64_t>(params.out),
+                     params.call.hidden * static_cast<int64_t>(sizeof(T))))
+      ll_gather_unaligned<T>(params, movement);
+    else
+      ll_gather<T, false>(params, movement);
+    return;
+  }
+  if (!movement.begin(params.descriptor)) return;
+  TmaRowPipeline pipeline(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);
+  const Gather<T> gather(params, movement, pipeline);
+  const WarpAssignment warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
+  if (warp.role == WarpRole::send) {
+    gather.send(warp);
+    if (lane() == 0) movement.call().sent(static_cast<unsigned>(warp.count));
+  }
+  if (warp.role == WarpRole::receive) gather.sum(warp);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams params) {
+  pdl_wait(params);
+  gather_rows<T>(params);
+  leave(params.group);
+}
+
+cudaError_t launch(GatherParams params, LaunchPlan& plan, cudaStream_t stream) {
+  const auto [grid, role_counts] =
+      plan.next_gather(params.call.num_tokens, params.call.hidden * element_bytes(params.call.dtype), stream);
+  params.role_counts = role_counts;
+  if (params.call.dtype == EPX_FLOAT32) return launch_cooperative(&gather_kernel<float>, grid, stream, params);
+  if (params.call.dtype == EPX_FLOAT16) return launch_cooperative(&gather_kernel<__half>, grid, stream, params);
+  return launch_cooperative(&gather_kernel<__nv_bfloat16>, grid, stream, params);
+}
+
+} // namespace
+
+int gather_threads() {
+  return kThreads;
+}
+size_t gather_shared_bytes() {
+  return kThreads / kWarp * TmaRowPipeline::kSharedBytes;
+}
+std::vector<const void*> gather_kernels() {
+  return {reinterpret_cast<const void*>(&gather_kernel<float>), reinterpret_cast<const void*>(&gather_kernel<__half>),
+          reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16>)};
+}
+
+cudaError_t launch_combine(const DeviceGroup& group, LaunchPlan& plan, const CombineCall& call, cudaStream_t stream) {
+  const CallDescriptor descriptor = descriptor_of(call, call.recv_weights != nullptr ? 1 : 0, 0, kNotRegistered);
+  const HandleLayout layout = make_handle_layout(group.context.shape, call.top_k);
+  return launch({group, layout, {}, call, descriptor, call.expert_out, call.recv_weights, nullptr, call.out, nullptr}, plan,
+                stream);
+}
+
+cudaError_t launch_dispatch_bwd(const DeviceGroup& group, LaunchPlan& plan, const DispatchBwdCall& call,
+                                cudaStream_t stream) {
+  const CallDescriptor descriptor = descriptor_of(call, call.grad_recv_weights != nullptr ? 2 : 0, 0, kNotRegistered);
+  const HandleLayout layout = make_handle_layout(group.context.shape, call.top_k);
+  return launch({group,
+                 layout,
+                 {},
+                 call,
+                 descriptor,
+                 call.grad_recv,
+                 nullptr,
+                 call.grad_recv_weights,
+                 call.grad_tokens,
+                 call.grad_topk_weights},
+                plan, stream);
+}
+
+} // namespace epx::cuda

@@ -1,0 +1,21 @@
+// What the kernels of combine and dispatch_bwd get.
+#pragma once
+
+#include "runtime/stages/cuda/kernels.h"
+
+namespace epx::cuda {
+
+struct GatherParams {
+  DeviceGroup group;
+  HandleLayout layout;
+  WarpRoleCounts role_counts;
+  MovementCall call;
+  CallDescriptor descriptor;
+  const std::byte* rows;        // [N, H]
+  const float* row_weights;     // [N]; applied in the sum; may be NULL
+  const float* carried_weights; // [N]; carried home beside the rows; may be NULL
+  std::byte* out;               // [T, H]
+  float* carried_out;           // [T, K]; NULL iff carried_weights is
+};
+
+} // namespace epx::cuda

@@ -1,0 +1,153 @@
+// combine and dispatch_bwd with few tokens, in precision wire. As in ll_dispatch.cuh rows travel as tagged words, into
+// staging that may be written at any time, and a warp takes a chunk of a row at a time.
+//
+//   send  A warp takes a chunk of a peer's token that has slots here, sums those, and stores the sum into the home rank's
+//         staging. It waits for nobody.
+//   sum   Once the ranks have met, a warp takes a chunk of a token of this rank, sums its slots here, and adds what has
+//         come home.
+#pragma once
+
+#include "runtime/stages/cuda/gather/gather_params.h"
+#include "runtime/stages/cuda/movement.cuh"
+#include "runtime/stages/cuda/rows/ll_row.cuh"
+
+namespace epx::cuda {
+
+template <typename T, bool kUnaligned>
+class LlGather {
+public:
+  __device__ LlGather(const GatherParams& params, const Movement& movement)
+      : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()),
+        layout_(params.group.context.layout), row_bytes_(args_.hidden * static_cast<int64_t>(sizeof(T))),
+        chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
+        partition_(partition_warps(0, static_cast<int>(blockDim.x) / kWarp, 0, static_cast<int>(gridDim.x))) {}
+
+  __device__ void send() const {
+    const auto tiles = static_cast<uint32_t>(movement_.ll_tokens() * (call_.num_ranks() - 1)) * chunks_;
+#pragma unroll 1
+    for (auto tile = static_cast<uint32_t>(partition_.index); tile < tiles;
+         tile += static_cast<uint32_t>(partition_.count)) {
+      const uint32_t index = tile / chunks_;
+      const Movement::PeerToken peer = movement_.peer_token(index);
+      send_chunk_of(peer.rank, peer.token, tile - index * chunks_);
+    }
+  }
+
+  // arrive() tells whether the ranks have met; false: the group has failed.
+  template <typename Arrive>
+  __device__ void sum(const Arrive& enter) const {
+    bool has_entered = false;
+#pragma unroll 1
+    for (auto tile = static_cast<uint32_t>(partition_.rotated_index());; tile += static_cast<uint32_t>(partition_.count)) {
+      const uint32_t token = tile / chunks_;
+      if (token >= args_.num_tokens) break;
+      const uint32_t chunk = tile - token * chunks_;
+      const WarpRoutes routes = movement_.routes_of(token);
+      const LlSlots own = movement_.ll_slots_here(routes);
+      const LlChunk own_sum = own.live != 0 ? sum_slots(own, chunk) : LlChunk{}; // while the ranks meet
+      if (!has_entered && !enter()) return;
+      has_entered = true;
+      if (!sum_chunk(token, chunk, routes, own_sum)) return;
+    }
+    if (!has_entered && movement_.must_enter()) enter();
+  }
+
+private:
+  __device__ LlPacket16* staged_chunk(int home, int64_t token, int rank_ordinal, uint32_t chunk) const {
+    return group_.window().at<LlPacket16>(home, layout_.ll_gather_rows.offset) +
+           ll_gather_packet(layout_, group_.context.shape, call_.parity(), token, rank_ordinal, chunk);
+  }
+  __device__ LlPacket8* staged_weight(int home, int64_t token, int k) const {
+    return group_.window().at<LlPacket8>(home, layout_.ll_gather_weights.offset) +
+           ll_gather_weight(layout_, group_.context.shape, call_.parity(), token, k);
+  }
+  __device__ int bytes_of(uint32_t chunk) const {
+    return static_cast<int>(min(row_bytes_ - static_cast<int64_t>(chunk) * kLlChunkBytes, int64_t{kLlChunkBytes}));
+  }
+  __device__ LlChunk load_slot(int64_t slot, uint32_t chunk) const {
+    return load_chunk<kUnaligned>(params_.rows + slot * row_bytes_ + static_cast<int64_t>(chunk) * kLlChunkBytes,
+                                  bytes_of(chunk));
+  }
+  // Of rows here, in k order, rounded. There are some.
+  __device__ LlChunk sum_slots(const LlSlots& slots, uint32_t chunk) const {
+    const auto weight_of = [&](int32_t slot) {
+      return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
+    };
+    const float low_weight = weight_of(slots.low);
+    const float high_weight = weight_of(slots.high);
+    LlChunkSum<T> sum;
+#pragma unroll 1
+    for (uint64_t left = slots.live; left != 0;) {
+      const int k = lowest_bit(left);
+      left &= left - 1;
+      sum.add(load_slot(slots[k], chunk), from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
+    }
+    return sum.rounded();
+  }
+
+  __device__ void send_chunk_of(int home, int64_t token, uint32_t chunk) const {
+    const LlSlots slots = movement_.ll_slots_of(home, token);
+    if (slots.live == 0) return;
+    const int rank_ordinal = movement_.rank_ordinal_of_slot(slots[lowest_bit(slots.live)]);
+    send_chunk(staged_chunk(home, token, rank_ordinal, chunk), bytes_of(chunk), sum_slots(slots, chunk), call_.epoch());
+    if (chunk == 0 && params_.carried_weights != nullptr)
+      for (int first = 0; first < args_.top_k; first += kWarp)
+        if (const int32_t slot = slots.own(first); slot >= 0)
+          send_weight(staged_weight(home, token, first + lane()), params_.carried_weights[slot], call_.epoch());
+  }
+
+  // Adds up, in rank order, what this rank has and what comes home. False: the group has failed.
+  __device__ bool sum_chunk(int64_t token, uint32_t chunk, const WarpRoutes& routes, const LlChunk& own_sum) const {
+    const auto is_live = [&](const Route& route) { return movement_.is_live(route); };
+    const uint64_t kept_ranks = routes.ranks_of([](const Route& route) { return route.slot >= 0; });
+    const int bytes = bytes_of(chunk);
+    LlChunkSum<T> sum;
+#pragma unroll 1
+    for (uint64_t ranks = routes.ranks_of(is_live); ranks != 0; ranks &= ranks - 1) {
+      const int rank = lowest_bit(ranks);
+      if (rank == call_.rank()) {
+        sum.add(own_sum, 1.0f);
+        continue;
+      }
+      const int rank_ordinal = __popcll(kept_ranks & ((uint64_t{1} << rank) - 1));
+      LlPacket16* const staged = staged_chunk(call_.rank(), token, rank_ordinal, chunk);
+      IncomingLlChunk incoming(staged, bytes);
+      if (!incoming.wait(call_, rank)) return false;
+      sum.add(incoming.get(), 1.0f);
+      if (call_.scribbles_staging()) scribble_chunk(staged);
+    }
+    store_chunk<kUnaligned>(params_.out + token * row_bytes_ + static_cast<int64_t>(chunk) * kLlChunkBytes, bytes,
+                            sum.rounded());
+    return chunk != 0 || params_.carried_out == nullptr || collect_weights(token, routes, routes.mask_of(is_live));
+  }
+
+  // False: the group has failed. The same in all lanes.
+  __device__ bool collect_weights(int64_t token, const WarpRoutes& routes, uint64_t live) const {
+    bool ok = true;
+    for (int first = 0; first < args_.top_k; first += kWarp) {
+      const int k = first + lane();
+      if (k >= args_.top_k) continue;
+      const Route route = routes.own(first);
+      float weight = 0.0f;
+      if ((live >> k & 1) != 0 && route.rank == call_.rank()) {
+        weight = params_.carried_weights[route.slot];
+      } else if ((live >> k & 1) != 0 && ok) {
+        ok = receive_weight(call_, staged_weight(call_.rank(), token, k), route.rank, weight);
+      }
+      if (ok) params_.carried_out[route_index(token, args_.top_k, k)] = weight;
+    }
+    return __all_sync(~0u, ok ? 1 : 0) != 0;
+  }
+
+  const GatherParams& params_;
+  const DeviceGroup& group_;
+  const MovementCall& args_;
+  const Movement& movement_;
+  const CallSession& call_;
+  const WindowLayout& layout_;
+  int64_t row_bytes_;
+  uint32_t chunks_; // of this call
+  WorkPartition partition_;
+};
+
+} // namespace epx::cuda

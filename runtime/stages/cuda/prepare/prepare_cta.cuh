@@ -1,0 +1,216 @@
+// What a block of prepare knows, and what both ways of prepare need. prepare.cu says what they do.
+#pragma once
+
+#include "base/device/warp.cuh"
+#include "runtime/layout/slots.h"
+#include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/protocol/call_session.cuh"
+#include "runtime/stages/stages.h"
+
+namespace epx::cuda {
+
+struct PrepareParams {
+  DeviceGroup group;
+  PrepareCall call;
+  HandleLayout layout;
+  CallDescriptor descriptor;
+};
+
+class PrepareCta {
+public:
+  static constexpr int kThreads = 512;
+  static constexpr int kWarps = kThreads / kWarp;
+
+  // Dynamic shared memory: int32 next[E] | int32 zone[E] | int32 demand[E] | int32 warp_base[kWarps, E], or what
+  // CountExchange::publish() adds up: fewer than E + blocks | int16 experts[kMaxGatheredRoutes]: of RoutingAllGather; there is no room
+  // for more experts than it can number.
+  static constexpr size_t shared_bytes(int num_experts) {
+    return sizeof(int32_t) * (static_cast<size_t>(num_experts) * (3 + kWarps) + kMaxPrepareBlocks) +
+           sizeof(int16_t) * kMaxGatheredRoutes;
+  }
+
+  __device__ PrepareCta(const PrepareParams& params, int32_t* shared)
+      : params_(params), group_(params.group), args_(params.call), call_(params.group, EPX_OP_PREPARE),
+        shape_(params.group.context.shape), experts_{shape_.num_experts, shape_.num_ranks},
+        plan_(params.call.handle_mem, params.layout), next_(shared), zone_(shared + shape_.num_experts),
+        demand_(shared + 2 * shape_.num_experts), warp_base_(shared + 3 * shape_.num_experts),
+        usable_(usable_slots(shape_.max_recv_tokens, params.call.alignment)) {}
+
+  // The first thing of all.
+  __device__ void post() const {
+    if (blockIdx.x == 0) call_.post(params_.descriptor, 0);
+  }
+  // Before anything but the post is stored into a peer's window. False: the group has failed. The same in all threads.
+  __device__ bool is_alone() const { return call_.is_alone(); }
+  // False: the group has failed. The same in all threads.
+  __device__ bool enter() const { return call_.enter(params_.descriptor); }
+
+  // Whether a rank with so many tokens has few routes. After arrive(): whether all ranks have.
+  __device__ bool fits_all_gather(int64_t num_tokens) const {
+    return num_tokens * args_.top_k <= group_.context.layout.gathered_routes_per_rank && !call_.takes_ht_path();
+  }
+  __device__ bool all_fit_all_gather() const { return fits_all_gather(most_tokens()); }
+  __device__ bool fits_all_gather() const { return fits_all_gather(args_.num_tokens); }
+
+protected:
+  __device__ int num_experts() const { return shape_.num_experts; }
+  // Of a peer's post, where anything may lie: it becomes an index.
+  __device__ int32_t tokens_of(int rank) const {
+    return static_cast<int32_t>(min(static_cast<uint32_t>(call_.descriptors().num_tokens[rank]),
+                                    static_cast<uint32_t>(shape_.max_tokens_per_rank)));
+  }
+  __device__ int32_t most_tokens() const {
+    int32_t most = 0;
+#pragma unroll 1
+    for (int rank = 0; rank < shape_.num_ranks; ++rank)
+      most = max(most, tokens_of(rank));
+    return most;
+  }
+
+  __device__ int64_t index_at(int64_t route) const {
+    return args_.topk_idx_is_64 ? static_cast<const int64_t*>(args_.topk_idx)[route]
+                                : static_cast<const int32_t*>(args_.topk_idx)[route];
+  }
+  // The expert of a route; -1 when it has none.
+  __device__ int expert_of(int64_t route) const {
+    const int64_t index = index_at(route);
+    return index >= 0 && index < num_experts() ? static_cast<int>(index) : -1;
+  }
+
+  __device__ void signal(LlPacket8* place, int32_t value) const {
+    store_packet_relaxed_sys(place, LlPacket8{value, call_.epoch()});
+  }
+  // For one thread. False: the group has failed.
+  __device__ bool wait_for(const LlPacket8* place, int source, int32_t& value) const {
+    LlPacket8 word{};
+    const bool ok = call_.wait_for_word(place, word, source);
+    value = word.value;
+    return ok;
+  }
+
+  // The block's run of all `num_tokens` tokens, which the first `num_blocks` blocks share.
+  __device__ void partition(int64_t num_tokens, unsigned num_blocks) {
+    const int64_t tokens_per_block = (num_tokens + num_blocks - 1) / num_blocks;
+    begin_ = min(tokens_per_block * static_cast<int64_t>(blockIdx.x), num_tokens);
+    end_ = min(begin_ + tokens_per_block, num_tokens);
+  }
+
+  // How many indices are bad, and the first of them: ~ of its route, so that the largest is the first.
+  struct BadIndices {
+    int32_t number;
+    unsigned first_inverted;
+
+    __device__ void add(int64_t route, int64_t index) {
+      if (index == -1) return;
+      atomicAdd(&number, 1);
+      atomicMax(&first_inverted, ~static_cast<unsigned>(route));
+    }
+  };
+  // Of the block.
+  __device__ static BadIndices& bad_indices() {
+    __shared__ BadIndices bad;
+    return bad;
+  }
+  __device__ static void clear_bad_indices() {
+    if (threadIdx.x == 0) bad_indices() = {0, 0};
+    __syncthreads();
+  }
+
+  // Out of line: on a copy, see Call::copy().
+  __device__ __noinline__ void report_bad_indices(int32_t number, unsigned first_inverted) const {
+    if (number == 0) return;
+    const auto first = static_cast<int64_t>(~first_inverted);
+    call_.copy().record_event(EPX_EVENT_BAD_INDEX, number, number, index_at(first), first / args_.top_k,
+                              first % args_.top_k);
+  }
+
+  __device__ static int32_t inclusive_sum(int32_t value) {
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const int32_t left = __shfl_up_sync(~0u, value, distance);
+      if (lane() >= distance) value += left;
+    }
+    return value;
+  }
+
+  // Of this rank's routes; in the clerk's block.
+  __device__ static unsigned long long& dropped_of_mine() {
+    __shared__ unsigned long long dropped;
+    return dropped;
+  }
+  // zone_rows() in fewer bits: a role_counts of 64 takes long, and slots are numbered in 31.
+  __device__ int32_t rows_of_zone(int32_t demand) const {
+    const auto alignment = static_cast<uint32_t>(args_.alignment);
+    return static_cast<int32_t>((static_cast<uint32_t>(demand) + alignment - 1) / alignment * alignment);
+  }
+  // zone_[e]: first slot of the expert's zone on its rank. All threads; before and after, others may use demand_ and zone_.
+  __device__ void find_zones() {
+    if (threadIdx.x == 0) dropped_of_mine() = 0;
+#pragma unroll 1
+    for (int rank = threadIdx.x / kWarp; rank < shape_.num_ranks; rank += kWarps) {
+      int32_t before = 0;
+#pragma unroll 1
+      for (int first = experts_.first_expert(rank); first < experts_.first_expert(rank + 1); first += kWarp) {
+        const int e = first + lane();
+        const bool is_expert = e < experts_.first_expert(rank + 1);
+        const auto mine = is_expert ? rows_of_zone(demand_[e]) : 0;
+        const int32_t sum = inclusive_sum(mine);
+        if (is_expert) zone_[e] = before + sum - mine;
+        before += __shfl_sync(~0u, sum, kWarp - 1);
+      }
+    }
+    __syncthreads();
+  }
+  // One thread for an expert: this rank has `routes` to it, and the first would have the slot `first`.
+  __device__ void count_dropped(int64_t first, int32_t routes) {
+    const int64_t kept = max(int64_t{0}, min(usable_ - first, int64_t{routes}));
+    if (kept < routes) atomicAdd(&dropped_of_mine(), static_cast<unsigned long long>(routes - kept));
+  }
+
+  // ---- Outputs ----
+
+  __device__ void store_count(void* tensor, int64_t index, int64_t value) const {
+    if (args_.counts_are_64)
+      static_cast<int64_t*>(tensor)[index] = value;
+    else
+      static_cast<int32_t*>(tensor)[index] = static_cast<int32_t>(value);
+  }
+
+  __device__ void write_record(int64_t slot, SlotRecord record) const {
+    plan_.slot_records[slot] = record;
+    if (args_.slot_origin != nullptr) write_origin(slot, record);
+  }
+
+  __device__ void write_origin(int64_t slot, SlotRecord record) const {
+    int32_t* const origin = args_.slot_origin + 3 * slot;
+    origin[0] = record.is_pad() ? -1 : record.source;
+    origin[1] = record.token;
+    origin[2] = record.is_pad() ? -1 : record.k;
+  }
+
+  // The local expert's zone that a slot in use lies in, by its number among all experts.
+  __device__ int expert_at(int32_t slot) const {
+    int low = experts_.first_expert(call_.rank()); // its zone begins at or before the slot
+    int high = experts_.first_expert(call_.rank() + 1);
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (zone_[middle] <= slot ? low : high) = middle;
+    }
+    return low;
+  }
+
+  const PrepareParams& params_;
+  const DeviceGroup& group_;
+  const PrepareCall& args_;
+  CallSession call_;
+  const GroupShape& shape_;
+  ExpertBlocks experts_;
+  HandleWriter plan_;
+  int32_t* next_;      // [E]: the next slot for a route of this block
+  int32_t* zone_;      // [E]: first slot of the expert's zone on its rank
+  int32_t* demand_;    // [E]: routes of all ranks
+  int32_t* warp_base_; // [kWarps, E]
+  int64_t usable_;
+  int64_t begin_ = 0, end_ = 0; // tokens of this block, of those that it shares with the others
+};
+
+} // namespace epx::cuda

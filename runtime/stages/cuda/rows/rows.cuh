@@ -1,0 +1,464 @@
+// Rows of elements, one warp at a time: copies, conversions, and the arithmetic that the contract fixes. Each has two
+// forms: through a TmaRowPipeline where rows are aligned to 16 bytes, and a plain one for the rest.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+
+#include "base/device/warp.cuh"
+#include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
+
+namespace epx::cuda {
+
+template <typename Unit>
+__device__ inline void copy_units_to_lanes(const std::byte* from, int64_t bytes, unsigned lanes, std::byte* to) {
+  constexpr int kDepth = 4; // loads under way at a time
+  const auto* source = reinterpret_cast<const Unit*>(from);
+  const int64_t units = bytes / static_cast<int64_t>(sizeof(Unit));
+  for (int64_t first = 0; first < units; first += kDepth * kWarp) { // the same in all lanes
+    Unit values[kDepth];
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i)
+      if (const int64_t unit = first + i * kWarp + lane(); unit < units) values[i] = source[unit];
+    for (unsigned left = lanes; left != 0; left &= left - 1) {
+      auto* const target = reinterpret_cast<Unit*>(from_lane(to, lowest_bit(left)));
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i)
+        if (const int64_t unit = first + i * kWarp + lane(); unit < units) target[unit] = values[i];
+    }
+  }
+}
+
+// Whether rows at such places, of so many bytes, cannot be moved by vectors.
+__device__ inline bool is_unaligned(uint64_t places, int64_t row_bytes) {
+  return (places | static_cast<uint64_t>(row_bytes)) % sizeof(uint4) != 0;
+}
+
+// A warp copies `bytes` bytes to the places that its lanes name; NULL: none. Read once; by the widest unit that all ends
+// and the size allow.
+__device__ __noinline__ inline void copy_row_to_lanes(const std::byte* from, int64_t bytes, std::byte* to) {
+  const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
+  if (lanes == 0) return;
+  const uint64_t bits = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | static_cast<uint64_t>(bytes);
+  if (__all_sync(~0u, bits % 16 == 0 ? 1 : 0) != 0)
+    copy_units_to_lanes<uint4>(from, bytes, lanes, to);
+  else if (__all_sync(~0u, bits % 4 == 0 ? 1 : 0) != 0)
+    copy_units_to_lanes<uint32_t>(from, bytes, lanes, to);
+  else if (__all_sync(~0u, bits % 2 == 0 ? 1 : 0) != 0)
+    copy_units_to_lanes<uint16_t>(from, bytes, lanes, to);
+  else
+    copy_units_to_lanes<uint8_t>(from, bytes, lanes, to);
+}
+
+// The same, begun only where bulk copies can do it: pipeline.finish() ends it.
+__device__ inline void begin_copy_row_to_lanes(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes,
+                                               std::byte* to) {
+  const uint64_t places = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);
+  if (__all_sync(~0u, is_unaligned(places, bytes) ? 0 : 1) != 0)
+    pipeline.begin_copy_to_lanes(from, bytes, to);
+  else
+    copy_row_to_lanes(from, bytes, to);
+}
+
+__device__ __noinline__ inline void zero_row(std::byte* to, int64_t bytes) {
+  if (!is_unaligned(reinterpret_cast<uint64_t>(to), bytes)) {
+    for (int64_t i = lane(); i < bytes / 16; i += kWarp)
+      reinterpret_cast<uint4*>(to)[i] = uint4{0, 0, 0, 0};
+    return;
+  }
+  for (int64_t i = lane(); i < bytes; i += kWarp)
+    to[i] = std::byte{0};
+}
+
+// Tests: what staging holds once it has been used.
+__device__ inline void scribble_row(std::byte* row, int64_t bytes) {
+  __syncwarp(); // all lanes have read it
+  for (int64_t i = lane(); i < bytes; i += kWarp)
+    row[i] = std::byte{0x5a};
+}
+
+// ---- Elements ----
+
+// A lane works on runs of kFragment elements: lane l has elements [8 l, 8 l + 8) of each stretch of 256. As words, lest the
+// compiler move it element by element.
+constexpr int kFragment = 8;
+constexpr int kWarpTile = kFragment * kWarp;
+
+template <typename T>
+struct alignas(16) Fragment {
+  uint32_t words[kFragment * sizeof(T) / sizeof(uint32_t)];
+};
+
+template <typename T>
+constexpr int kOfWord = static_cast<int>(sizeof(uint32_t) / sizeof(T)); // elements
+
+template <typename T>
+__device__ void unpack_word(uint32_t word, float* x);
+template <>
+__device__ inline void unpack_word<float>(uint32_t word, float* x) {
+  x[0] = std::bit_cast<float>(word);
+}
+template <>
+__device__ inline void unpack_word<__half>(uint32_t word, float* x) {
+  __half2 pair;
+  memcpy(static_cast<void*>(&pair), &word, sizeof(pair));
+  x[0] = __low2float(pair);
+  x[1] = __high2float(pair);
+}
+template <>
+__device__ inline void unpack_word<__nv_bfloat16>(uint32_t word, float* x) {
+  x[0] = std::bit_cast<float>(word << 16); // a bfloat16 is the upper half of a float
+  x[1] = std::bit_cast<float>(word & 0xffff0000u);
+}
+
+// Rounded to nearest even.
+template <typename T>
+__device__ uint32_t pack_word(const float* x);
+template <>
+__device__ inline uint32_t pack_word<float>(const float* x) {
+  return std::bit_cast<uint32_t>(x[0]);
+}
+template <>
+__device__ inline uint32_t pack_word<__half>(const float* x) {
+  const __half2 pair = __floats2half2_rn(x[0], x[1]);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof(word));
+  return word;
+}
+template <>
+__device__ inline uint32_t pack_word<__nv_bfloat16>(const float* x) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof(word));
+  return word;
+}
+
+template <typename T>
+__device__ inline void unpack(const Fragment<T>& fragment, float (&x)[kFragment]) {
+#pragma unroll
+  for (int i = 0; i < kFragment / kOfWord<T>; ++i)
+    unpack_word<T>(fragment.words[i], x + i * kOfWord<T>);
+}
+template <typename T>
+__device__ inline Fragment<T> pack(const float (&x)[kFragment]) {
+  Fragment<T> fragment;
+#pragma unroll
+  for (int i = 0; i < kFragment / kOfWord<T>; ++i)
+    fragment.words[i] = pack_word<T>(x + i * kOfWord<T>);
+  return fragment;
+}
+
+// At an address aligned to 16 bytes.
+template <typename T>
+__device__ inline Fragment<T> load_vector(const void* from) {
+  Fragment<T> fragment;
+#pragma unroll
+  for (size_t i = 0; i < sizeof(fragment) / sizeof(uint4); ++i) {
+    const uint4 vector = static_cast<const uint4*>(from)[i];
+    memcpy(fragment.words + 4 * i, &vector, sizeof(vector));
+  }
+  return fragment;
+}
+template <typename T>
+__device__ inline void store_vector(void* to, const Fragment<T>& fragment) {
+#pragma unroll
+  for (size_t i = 0; i < sizeof(fragment) / sizeof(uint4); ++i) {
+    uint4 vector;
+    memcpy(&vector, fragment.words + 4 * i, sizeof(vector));
+    static_cast<uint4*>(to)[i] = vector;
+  }
+}
+
+// At any address: elements [h, h + kFragment) of a row of `hidden`; zeros beyond its end.
+template <typename T>
+__device__ inline Fragment<T> load_elements(const T* row, int64_t h, int64_t hidden) {
+  T elements[kFragment];
+  for (int i = 0; i < kFragment; ++i)
+    elements[i] = h + i < hidden ? row[h + i] : T(0.0f);
+  Fragment<T> fragment;
+  memcpy(&fragment, elements, sizeof(fragment));
+  return fragment;
+}
+template <typename T>
+__device__ inline void store_elements(T* row, int64_t h, int64_t hidden, const Fragment<T>& fragment) {
+  T elements[kFragment];
+  memcpy(static_cast<void*>(elements), &fragment, sizeof(fragment));
+  for (int i = 0; i < kFragment && h + i < hidden; ++i)
+    row[h + i] = elements[i];
+}
+
+// Whether rows of which some address has these bits set can come and go by vectors.
+__device__ inline bool are_vectors(uint64_t address_bits, int64_t hidden) {
+  return address_bits % 16 == 0 && hidden % kFragment == 0;
+}
+
+// The stretches in a piece of a row that a TmaRowPipeline brings, and where in the piece the lane's run of a stretch is.
+template <typename T>
+constexpr int kWarpTilesPerStage = TmaRowPipeline::kStageBytes / static_cast<int>(kWarpTile * sizeof(T));
+template <typename T>
+__device__ inline uint32_t offset_of_fragment(int warp_tile) {
+  return static_cast<uint32_t>(warp_tile * kWarpTile + lane() * kFragment) * sizeof(T);
+}
+// Where a piece of a row begins.
+template <typename T>
+__device__ inline std::byte* stage_of(T* row, int row_stage) {
+  return reinterpret_cast<std::byte*>(row) + static_cast<int64_t>(row_stage) * TmaRowPipeline::kStageBytes;
+}
+// The lane's runs of a piece; beyond its end they hold anything.
+template <typename T>
+__device__ inline void load_stage(const std::byte* row_stage, Fragment<T> (&fragments)[kWarpTilesPerStage<T>]) {
+#pragma unroll
+  for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile)
+    fragments[warp_tile] = load_vector<T>(row_stage + offset_of_fragment<T>(warp_tile));
+}
+
+// ---- Scaled copies ----
+
+template <typename T>
+__device__ inline Fragment<T> scaled(float factor, const Fragment<T>& fragment) {
+  float x[kFragment];
+  unpack(fragment, x);
+#pragma unroll
+  for (float& value : x)
+    value = __fmul_rn(factor, value);
+  return pack<T>(x);
+}
+
+template <typename T>
+__device__ __noinline__ void scale_elements_to_lanes(const T* from, int64_t hidden, unsigned lanes, T* to, float weight) {
+  for (int64_t first = 0; first < hidden; first += kWarpTile) { // the same in all lanes
+    const int64_t h = first + lane() * kFragment;
+    const Fragment<T> fragment = load_elements(from, h, hidden);
+    for (unsigned left = lanes; left != 0; left &= left - 1) {
+      const int place = lowest_bit(left);
+      store_elements(from_lane(to, place), h, hidden, scaled(from_lane(weight, place), fragment));
+    }
+  }
+}
+
+// For each lane that names a place: that row = round(its weight * from). A place may be `from` itself.
+template <typename T>
+__device__ inline void scale_row_to_lanes(TmaRowPipeline& pipeline, const T* from, int64_t hidden, T* to, float weight) {
+  const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
+  if (lanes == 0) return;
+  const uint64_t bits = reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(to);
+  if (__all_sync(~0u, are_vectors(bits, hidden) ? 1 : 0) == 0) {
+    scale_elements_to_lanes(from, hidden, lanes, to, weight);
+    return;
+  }
+  WarpList<const T*> rows;
+  rows.append(from);
+  pipeline.read(rows, hidden * static_cast<int64_t>(sizeof(T)),
+                [&](int, int row_stage, const std::byte* data, uint32_t data_bytes) {
+                  Fragment<T> fragments[kWarpTilesPerStage<T>];
+                  load_stage(data, fragments);
+#pragma unroll 1
+                  for (unsigned left = lanes; left != 0; left &= left - 1) {
+                    const int place = lowest_bit(left);
+                    const float factor = from_lane(weight, place);
+                    std::byte* const target = stage_of(from_lane(to, place), row_stage);
+#pragma unroll
+                    for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile)
+                      if (const uint32_t at = offset_of_fragment<T>(warp_tile); at < data_bytes)
+                        store_vector(target + at, scaled(factor, fragments[warp_tile]));
+                  }
+                });
+}
+
+// ---- Products ----
+
+// The fixed tree of epx_combine_bwd: 256 accumulators, j = h mod 256, of which this lane has the eight of its runs; then
+// adjacent pairs. The result is in every lane.
+__device__ inline float sum_of_tree(float (&acc)[kFragment]) {
+#pragma unroll
+  for (int left = kFragment / 2; left > 0; left /= 2)
+#pragma unroll
+    for (int i = 0; i < left; ++i)
+      acc[i] = __fadd_rn(acc[2 * i], acc[2 * i + 1]);
+  float sum = acc[0];
+  for (int distance = 1; distance < kWarp; distance *= 2)
+    sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, distance));
+  return sum;
+}
+
+// acc += a * b in the first `count` elements: an absent element takes no step.
+template <typename T>
+__device__ inline void add_products(float (&acc)[kFragment], const Fragment<T>& a, const Fragment<T>& b,
+                                    int count = kFragment) {
+  float x[kFragment], y[kFragment];
+  unpack(a, x);
+  unpack(b, y);
+#pragma unroll
+  for (int i = 0; i < kFragment; ++i)
+    if (i < count) acc[i] = __fmaf_rn(x[i], y[i], acc[i]);
+}
+
+template <typename T>
+__device__ __noinline__ float scale_and_multiply_elements(const T* grad, const T* x, int64_t hidden, T* to,
+                                                          bool is_weighted, float weight) {
+  float acc[kFragment] = {};
+  for (int64_t h = lane() * kFragment; h < hidden; h += kWarpTile) {
+    const Fragment<T> fragment = load_elements(grad, h, hidden);
+    add_products(acc, fragment, load_elements(x, h, hidden), static_cast<int>(min(int64_t{kFragment}, hidden - h)));
+    store_elements(to, h, hidden, is_weighted ? scaled(weight, fragment) : fragment);
+  }
+  __syncwarp(); // all lanes have read grad, which the caller may write next
+  return sum_of_tree(acc);
+}
+
+// Returns the product of grad and x, by the fixed tree; and to = round(weight * grad), or the same bits if !is_weighted.
+// `to` may be `grad` itself.
+template <typename T>
+__device__ inline float scale_and_multiply(TmaRowPipeline& pipeline, const T* grad, const T* x, int64_t hidden, T* to,
+                                           bool is_weighted, float weight) {
+  const uint64_t bits = reinterpret_cast<uint64_t>(grad) | reinterpret_cast<uint64_t>(x) | reinterpret_cast<uint64_t>(to);
+  if (!are_vectors(bits, hidden)) return scale_and_multiply_elements(grad, x, hidden, to, is_weighted, weight);
+  float acc[kFragment] = {};
+  Fragment<T> grads[kWarpTilesPerStage<T>];
+  WarpList<const T*> rows;
+  rows.append(grad);
+  rows.append(x);
+  pipeline.read(rows, hidden * static_cast<int64_t>(sizeof(T)),
+                [&](int row, int row_stage, const std::byte* data, uint32_t data_bytes) {
+                  if (row == 0) {
+                    load_stage(data, grads);
+                    return;
+                  }
+                  Fragment<T> fragments[kWarpTilesPerStage<T>];
+                  load_stage(data, fragments);
+                  std::byte* const target = stage_of(to, row_stage);
+#pragma unroll
+                  for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile) {
+                    const uint32_t at = offset_of_fragment<T>(warp_tile);
+                    if (at >= data_bytes) continue;
+                    add_products(acc, grads[warp_tile], fragments[warp_tile]);
+                    store_vector(target + at, is_weighted ? scaled(weight, grads[warp_tile]) : grads[warp_tile]);
+                  }
+                });
+  return sum_of_tree(acc);
+}
+
+// ---- Sums ----
+
+// Rows to be summed in order, each times its weight. The first num_inner rows are summed among themselves, rounded to T,
+// and enter the sum of the others as one: before the own_position-th of those.
+template <typename T>
+struct Terms {
+  WarpList<const T*> rows;
+  WarpList<float> weights;
+  int num_inner = 0;
+  int own_position = 0;
+  uint64_t address_bits = 0; // set in the address of any row
+
+  __device__ int size() const { return rows.size(); }
+  __device__ void append(const T* row, float weight = 1.0f) {
+    address_bits |= reinterpret_cast<uint64_t>(row);
+    rows.append(row);
+    weights.append(weight);
+  }
+};
+
+// One step of a sum. Without a weight it is acc + x, which 1 * x + acc equals.
+template <typename T>
+__device__ inline void add_word(float* acc, uint32_t word, float weight) {
+  float x[kOfWord<T>];
+  unpack_word<T>(word, x);
+#pragma unroll
+  for (int i = 0; i < kOfWord<T>; ++i)
+    acc[i] = __fmaf_rn(weight, x[i], acc[i]);
+}
+template <typename T>
+__device__ inline void add_fragment(float (&acc)[kFragment], const Fragment<T>& fragment, float weight) {
+#pragma unroll
+  for (int i = 0; i < kFragment / kOfWord<T>; ++i)
+    add_word<T>(acc + i * kOfWord<T>, fragment.words[i], weight);
+}
+
+// The sum so far, of a lane's runs at the same places of all rows.
+template <bool kHasInner, typename T, int kFragments>
+class FragmentSums {
+public:
+  __device__ void add(const Terms<T>& terms, int term, float weight, const Fragment<T> (&fragments)[kFragments]) {
+    if (kHasInner && term >= terms.num_inner && term - terms.num_inner == terms.own_position && terms.num_inner > 0)
+      add_all(inner_, 1.0f);
+    add_all(fragments, weight);
+    if (!kHasInner) return;
+    if (term + 1 == terms.num_inner) {
+#pragma unroll
+      for (int i = 0; i < kFragments; ++i)
+        inner_[kHasInner ? i : 0] = pack<T>(acc_[i]);
+      clear();
+    }
+    if (term + 1 == terms.size() && terms.num_inner > 0 && terms.size() - terms.num_inner == terms.own_position)
+      add_all(inner_, 1.0f);
+  }
+  __device__ Fragment<T> get(int i) const {
+    return pack<T>(acc_[i]);
+  }
+  // After the last get(), before the next sum's first add().
+  __device__ void clear() {
+#pragma unroll
+    for (auto& of_fragment : acc_)
+#pragma unroll
+      for (float& x : of_fragment)
+        x = 0.0f;
+  }
+
+private:
+  template <int kCount>
+  __device__ void add_all(const Fragment<T> (&fragments)[kCount], float weight) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      add_fragment(acc_[i], fragments[i], weight);
+  }
+
+  float acc_[kFragments][kFragment] = {};
+  Fragment<T> inner_[kHasInner ? kFragments : 1] = {};
+};
+
+template <bool kHasInner, typename T>
+__device__ __noinline__ void sum_elements(const Terms<T> terms, T* to, int64_t hidden) {
+  for (int64_t first = 0; first < hidden; first += kWarpTile) { // the same in all lanes
+    const int64_t h = first + lane() * kFragment;
+    FragmentSums<kHasInner, T, 1> sum;
+    for (int term = 0; term < terms.size(); ++term) {
+      const T* const row = terms.rows[term];
+      sum.add(terms, term, terms.weights[term], {load_elements(row, h, hidden)});
+    }
+    store_elements(to, h, hidden, sum.get(0));
+  }
+}
+
+// to = round(the sum of terms), by the contract's rules. One warp; `to` is none of the rows. Without kHasInner, none is
+// inner.
+template <bool kHasInner, typename T>
+__device__ inline void sum_rows(TmaRowPipeline& pipeline, const Terms<T>& terms, T* to, int64_t hidden) {
+  const int64_t bytes = hidden * static_cast<int64_t>(sizeof(T));
+  if (terms.size() == 0) {
+    zero_row(reinterpret_cast<std::byte*>(to), bytes);
+    return;
+  }
+  if (!are_vectors(terms.address_bits | reinterpret_cast<uint64_t>(to), hidden)) {
+    sum_elements<kHasInner>(terms, to, hidden);
+    return;
+  }
+  FragmentSums<kHasInner, T, kWarpTilesPerStage<T>> sums;
+  pipeline.read(terms.rows, bytes, [&](int term, int row_stage, const std::byte* data, uint32_t data_bytes) {
+    Fragment<T> fragments[kWarpTilesPerStage<T>];
+    load_stage(data, fragments);
+    sums.add(terms, term, terms.weights[term], fragments);
+    if (term + 1 < terms.size()) return;
+    std::byte* const target = stage_of(to, row_stage);
+#pragma unroll
+    for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile)
+      if (const uint32_t at = offset_of_fragment<T>(warp_tile); at < data_bytes)
+        store_vector(target + at, sums.get(warp_tile));
+    sums.clear();
+  });
+}
+
+} // namespace epx::cuda

@@ -1,0 +1,174 @@
+// dispatch with few tokens. What takes long then is not the bytes but one thing waiting for the other, so rows travel as
+// tagged words, into staging that may be written at any time: it lies by parity of the call, and as long as this grid runs
+// no peer is still in the call before the last (call.cuh). A warp takes a chunk of a row at a time.
+//
+//   send     A warp takes a chunk of a token of this rank: it stores it into the staging of each peer that the token goes
+//            to, and into its slots here. It waits for nobody.
+//   receive  A warp takes a chunk of a peer's token, waits for it alone, and stores it into its slots, once the ranks have
+//            met.
+//   pads     are cleared by some warps of each block, which do nothing else.
+#pragma once
+
+#include "runtime/stages/cuda/movement.cuh"
+#include "runtime/stages/cuda/rows/ll_row.cuh"
+
+namespace epx::cuda {
+
+template <bool kUnaligned>
+class LlDispatch {
+  // A chunk of a row or of its sidecar.
+  struct RowSplit {
+    uint32_t chunk; // in staging
+    bool is_sidecar;
+    int64_t row_bytes;
+    int64_t first; // byte of the row or sidecar
+    int bytes;
+  };
+
+public:
+  __device__ LlDispatch(const DeviceGroup& group, const Movement& movement, const DispatchCall& args)
+      : group_(group), movement_(movement), call_(movement.call()), args_(args), layout_(group.context.layout),
+        row_bytes_(args.hidden * element_bytes(args.dtype)), row_chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
+        chunks_(row_chunks_ + static_cast<uint32_t>(ll_chunks_of(args.sidecar_bytes))) {}
+
+  // Of the warps that clear pads.
+  __device__ bool clears_pads() const { return static_cast<int>(threadIdx.x) / kWarp >= num_movers(); }
+  __device__ WorkPartition pad_partition() const { return partition_of_warps(num_movers(), num_warps()); }
+  // The other warps of the block.
+  __device__ int num_movers() const { return args_.alignment > 1 ? num_warps() - kPadWarps : num_warps(); }
+
+  __device__ void send() const {
+    const WorkPartition partition = mover_partition();
+    const auto tiles = static_cast<uint32_t>(args_.num_tokens) * chunks_;
+#pragma unroll 1
+    for (auto tile = static_cast<uint32_t>(partition.index); tile < tiles; tile += static_cast<uint32_t>(partition.count)) {
+      const uint32_t token = tile / chunks_;
+      const RowSplit split = part_at(tile - token * chunks_);
+      const WarpRoutes routes = movement_.routes_of(token);
+      const LlChunk chunk = load_chunk<kUnaligned>(source_of(split) + token * split.row_bytes + split.first, split.bytes);
+      send_to_peers(token, split, routes, chunk);
+      store_into(movement_.ll_slots_here(routes), split, chunk);
+      if (split.chunk == 0 && args_.topk_weights != nullptr) send_weights(token, routes);
+    }
+  }
+
+  // arrive() tells whether the ranks have met; false: the group has failed.
+  template <typename Arrive>
+  __device__ void receive(const Arrive& enter) const {
+    const WorkPartition partition = mover_partition();
+    const auto tokens = static_cast<uint32_t>(movement_.ll_tokens() * (call_.num_ranks() - 1));
+    bool has_entered = false;
+#pragma unroll 1
+    for (auto tile = static_cast<uint32_t>(partition.rotated_index());; tile += static_cast<uint32_t>(partition.count)) {
+      const uint32_t index = tile / chunks_;
+      if (index >= tokens) break;
+      const Movement::PeerToken peer = movement_.peer_token(index);
+      const LlSlots slots = movement_.ll_slots_of(peer.rank, peer.token); // while the ranks meet
+      if (slots.live == 0) continue;
+      if (!has_entered && !enter()) return;
+      has_entered = true;
+      if (!receive_chunk(peer.rank, peer.token, part_at(tile - index * chunks_), slots)) return;
+    }
+    if (!has_entered && movement_.must_enter()) enter();
+  }
+
+private:
+  __device__ RowSplit part_at(uint32_t index) const {
+    const bool is_sidecar = index >= row_chunks_;
+    const uint32_t chunk = is_sidecar ? index - row_chunks_ : index;
+    const int64_t row_bytes = is_sidecar ? args_.sidecar_bytes : row_bytes_;
+    const int64_t first = static_cast<int64_t>(chunk) * kLlChunkBytes;
+    return {chunk + (is_sidecar ? static_cast<uint32_t>(layout_.ll_row_chunks) : 0), is_sidecar, row_bytes, first,
+            static_cast<int>(min(row_bytes - first, int64_t{kLlChunkBytes}))};
+  }
+  __device__ const std::byte* source_of(const RowSplit& split) const {
+    return split.is_sidecar ? args_.sidecar : args_.tokens;
+  }
+  __device__ std::byte* place_of(const RowSplit& split, int64_t slot) const {
+    return (split.is_sidecar ? args_.recv_sidecar : args_.recv_tokens) + slot * split.row_bytes + split.first;
+  }
+  __device__ LlPacket16* staged_chunk(int receiver, int source, int64_t token, const RowSplit& split) const {
+    return group_.window().at<LlPacket16>(receiver, layout_.ll_scatter_rows.offset) +
+           ll_scatter_packet(layout_, group_.context.shape, call_.parity(), source, token, split.chunk);
+  }
+  __device__ LlPacket8* staged_weight(int receiver, int source, int64_t token, int k) const {
+    return group_.window().at<LlPacket8>(receiver, layout_.ll_scatter_weights.offset) +
+           ll_scatter_weight(layout_, group_.context.shape, call_.parity(), source, token, k);
+  }
+
+  static constexpr int kPadWarps = 4;
+  __device__ static int num_warps() {
+    return static_cast<int>(blockDim.x) / kWarp;
+  }
+  __device__ WorkPartition mover_partition() const {
+    return partition_of_warps(0, num_movers());
+  }
+  __device__ static WorkPartition partition_of_warps(int first, int end) {
+    return partition_warps(first, end - first, 0, static_cast<int>(gridDim.x));
+  }
+
+  // Whether the token's slots there are live, the peer knows.
+  __device__ void send_to_peers(int64_t token, const RowSplit& split, const WarpRoutes& routes,
+                                const LlChunk& chunk) const {
+    const uint64_t ranks = routes.ranks_of([](const Route& route) { return route.slot >= 0; });
+#pragma unroll 1
+    for (int i = 0; i < call_.num_ranks() - 1; ++i)
+      if (const int peer = movement_.peer_in_order(token, i); (ranks >> peer & 1) != 0)
+        send_chunk(staged_chunk(peer, call_.rank(), token, split), split.bytes, chunk, call_.epoch());
+  }
+  __device__ void send_weights(int64_t token, const WarpRoutes& routes) const {
+    for (int first = 0; first < args_.top_k; first += kWarp) {
+      const Route route = routes.own(first);
+      if (route.slot < 0) continue;
+      const float weight = args_.topk_weights[route_index(token, args_.top_k, first + lane())];
+      if (movement_.is_live_here(route))
+        args_.recv_weights[route.slot] = weight;
+      else if (route.rank != call_.rank())
+        send_weight(staged_weight(route.rank, call_.rank(), token, first + lane()), weight, call_.epoch());
+    }
+  }
+
+  __device__ void store_into(const LlSlots& slots, const RowSplit& split, const LlChunk& chunk) const {
+#pragma unroll 1
+    for (uint64_t left = slots.live; left != 0; left &= left - 1)
+      store_chunk<kUnaligned>(place_of(split, slots[lowest_bit(left)]), split.bytes, chunk);
+  }
+
+  // False: the group has failed.
+  __device__ bool receive_chunk(int source, int64_t token, const RowSplit& split, const LlSlots& slots) const {
+    const bool is_active = movement_.is_active(source);
+    LlPacket16* const staged = staged_chunk(call_.rank(), source, token, split);
+    LlChunk chunk{};
+    if (is_active) {
+      IncomingLlChunk incoming(staged, split.bytes);
+      if (!incoming.wait(call_, source)) return false;
+      chunk = incoming.get();
+    }
+    store_into(slots, split, chunk);
+    if (call_.scribbles_staging()) scribble_chunk(staged);
+    return split.chunk != 0 || args_.recv_weights == nullptr || receive_weights(source, token, slots, is_active);
+  }
+  // False: the group has failed. The same in all lanes.
+  __device__ bool receive_weights(int source, int64_t token, const LlSlots& slots, bool is_active) const {
+    bool ok = true;
+    for (int first = 0; first < args_.top_k; first += kWarp) {
+      const int32_t slot = slots.own(first);
+      if (slot < 0) continue;
+      float weight = 0.0f;
+      if (is_active && ok)
+        ok = receive_weight(call_, staged_weight(call_.rank(), source, token, first + lane()), source, weight);
+      if (ok) args_.recv_weights[slot] = weight;
+    }
+    return __all_sync(~0u, ok ? 1 : 0) != 0;
+  }
+
+  const DeviceGroup& group_;
+  const Movement& movement_;
+  const CallSession& call_;
+  const DispatchCall& args_;
+  const WindowLayout& layout_;
+  int64_t row_bytes_;
+  uint32_t row_chunks_, chunks_; // of this call
+};
+
+} // namespace epx::cuda

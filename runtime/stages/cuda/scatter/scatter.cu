@@ -1,0 +1,438 @@
+// Scatter: rows go from tokens to slots. dispatch copies them; combine_bwd scales them and takes their products on
+// arrival. With few tokens dispatch does as ll_dispatch.cuh says; else:
+//
+//   senders    A warp takes a token and stores its row once to each peer that it goes to: straight into the token's first
+//              live slot there when the receive rows lie in an allocation of the group, else into staging.
+//   signals    In each block with senders one warp tells the peers what has reached them (teller.cuh).
+//   receivers  Pads are cleared while the ranks meet. Then come the tokens of this rank, which need no peer. Then a warp
+//              takes a peer's token, waits for it alone, and serves all its slots here from one read of the row.
+#include <cmath>
+#include <type_traits>
+
+#include "runtime/stages/cuda/kernels.h"
+
+#include "base/device/launch.h"
+#include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/movement.cuh"
+#include "runtime/stages/cuda/rows/rows.cuh"
+#include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
+#include "runtime/stages/cuda/scatter/ll_dispatch.cuh"
+#include "runtime/stages/cuda/scatter/signal_warp.cuh"
+
+namespace epx::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+
+// What a scatter sends. Rows of `row_bytes`; what is NULL or 0 does not travel.
+struct ScatterInput {
+  const std::byte* rows; // [T, H]
+  int64_t row_bytes;
+  const float* weights;     // [T, K]
+  const std::byte* sidecar; // [T, sidecar_bytes]
+  int64_t sidecar_bytes;
+};
+
+struct ScatterParams {
+  DeviceGroup group;
+  HandleLayout layout;
+  WarpRoleCounts role_counts;
+  ScatterInput input;
+  CallDescriptor descriptor;
+};
+
+__device__ std::byte* staged_row(const DeviceGroup& group, int receiver, int64_t staging_row) {
+  const WindowLayout& layout = group.context.layout;
+  return group.window().at<std::byte>(receiver, layout.scatter_rows.offset + staging_row * layout.row_stride);
+}
+__device__ std::byte* staged_sidecar(const DeviceGroup& group, int receiver, int64_t staging_row) {
+  const WindowLayout& layout = group.context.layout;
+  return group.window().at<std::byte>(receiver, layout.scatter_sidecars.offset + staging_row * layout.sidecar_stride);
+}
+
+__device__ Epoch* ready_flag_at(const DeviceGroup& group, int receiver, int source, int64_t token) {
+  const int64_t index = source * static_cast<int64_t>(group.context.shape.max_tokens_per_rank) + token;
+  return group.window().at<Epoch>(receiver, group.context.layout.scatter_ready_flags.offset) + index;
+}
+
+// Sends tokens, a warp one after the other, to all peers that have a live slot of them. A row has to be complete when the
+// next one is about to go; then it is posted to the teller.
+class Sender {
+public:
+  __device__ Sender(const DeviceGroup& group, const Movement& movement, TmaRowPipeline& pipeline,
+                    const SignalWarp& signal_warp, const ScatterInput& input, int top_k)
+      : group_(group), movement_(movement), call_(movement.call()), pipeline_(pipeline), signal_warp_(signal_warp),
+        input_(input), top_k_(top_k) {}
+
+  __device__ void send(int64_t token) {
+    const WarpRoutes routes = movement_.routes_of(token);
+    if (input_.weights != nullptr) send_weights(token, routes);
+    for (int first = 0; first < call_.num_ranks() - 1; first += kWarp) { // each lane speaks for one peer
+      const int peer = first + lane() < call_.num_ranks() - 1 ? movement_.peer_in_order(token, first + lane()) : -1;
+      int32_t first_slot = -1; // of the token on that peer, live or not: it names the staging row
+      int32_t first_live = -1;
+#pragma unroll 1
+      for (int i = 0; i < kWarp && first + i < call_.num_ranks() - 1; ++i) {
+        const int rank = from_lane(peer, i);
+#pragma unroll 1
+        for (int k = top_k_ > kWarp ? kWarp : 0; k >= 0; k -= kWarp) { // lower k win
+          const Route route = routes.own(k);
+          const bool goes_there = route.slot >= 0 && route.rank == rank;
+          const unsigned kept = __ballot_sync(~0u, goes_there ? 1 : 0);
+          const unsigned live = __ballot_sync(~0u, goes_there && movement_.is_live(route) ? 1 : 0);
+          const int32_t kept_slot = from_lane(route.slot, kept != 0 ? lowest_bit(kept) : 0);
+          const int32_t live_slot = from_lane(route.slot, live != 0 ? lowest_bit(live) : 0);
+          if (lane() == i && kept != 0) first_slot = kept_slot;
+          if (lane() == i && live != 0) first_live = live_slot;
+        }
+      }
+      if (__any_sync(~0u, first_live >= 0 ? 1 : 0) != 0) send_to(peer, token, first_slot, first_live);
+    }
+  }
+
+  __device__ void finish() {
+    finish_row();
+    signal_warp_.close();
+  }
+
+private:
+  __device__ void send_weights(int64_t token, const WarpRoutes& routes) const {
+    for (int first = 0; first < top_k_; first += kWarp)
+      if (const Route route = routes.own(first); route.rank != call_.rank() && movement_.is_live(route))
+        group_.window().at<float>(route.rank, group_.context.layout.scatter_weights.offset)[route.slot] =
+            input_.weights[token * top_k_ + first + lane()];
+  }
+
+  // Each lane names a peer and the token's first slots there; some are live.
+  __device__ void send_to(int peer, int64_t token, int32_t first_slot, int32_t first_live) {
+    std::byte* row = nullptr;
+    std::byte* sidecar = nullptr;
+    Epoch* arrival = nullptr;
+    if (first_live >= 0) {
+      const int64_t staging_row =
+          scatter_staging_row(group_.context.layout, group_.context.shape, call_.rank(), token, first_slot);
+      row = movement_.has_registered_rows(peer) ? movement_.rows_of(peer) + first_live * input_.row_bytes
+                                                : staged_row(group_, peer, staging_row);
+      if (input_.sidecar_bytes > 0) sidecar = staged_sidecar(group_, peer, staging_row);
+      arrival = ready_flag_at(group_, peer, call_.rank(), token);
+    }
+    finish_row();
+    pending_flag_ = arrival;
+    begin_copy_row_to_lanes(pipeline_, input_.rows + token * input_.row_bytes, input_.row_bytes, row);
+    if (input_.sidecar_bytes > 0)
+      copy_row_to_lanes(input_.sidecar + token * input_.sidecar_bytes, input_.sidecar_bytes, sidecar);
+  }
+  // The one before, if there is one.
+  __device__ void finish_row() {
+    pipeline_.finish();
+    signal_warp_.post(static_cast<int>(threadIdx.x) / kWarp, turn_, pending_flag_);
+    turn_ ^= 1;
+  }
+
+  const DeviceGroup& group_;
+  const Movement& movement_;
+  const CallSession& call_;
+  TmaRowPipeline& pipeline_;
+  const SignalWarp& signal_warp_;
+  const ScatterInput& input_;
+  int top_k_;
+  int turn_ = 0;                  // of the next post
+  Epoch* pending_flag_ = nullptr; // each lane's, of the last row
+};
+
+// A token that is here.
+struct Arrival {
+  const std::byte* row;
+  const std::byte* sidecar;
+  int32_t slot_in_place; // where the row lies already; -1: elsewhere
+};
+
+// Takes the rows of one call on this rank, a warp at a time. take: each lane names a slot of the token, or -1, and its
+// weight.
+struct DispatchReceiver {
+  DispatchCall call;
+  int64_t row_bytes;
+
+  __device__ std::byte* rows() const { return call.recv_tokens; }
+  __device__ void take(TmaRowPipeline& pipeline, const Arrival& arrival, int32_t slot, float weight) const {
+    const bool is_slot = slot >= 0;
+    begin_copy_row_to_lanes(pipeline, arrival.row, row_bytes,
+                            is_slot && slot != arrival.slot_in_place ? call.recv_tokens + slot * row_bytes : nullptr);
+    if (call.sidecar_bytes > 0)
+      copy_row_to_lanes(arrival.sidecar, call.sidecar_bytes,
+                        is_slot ? call.recv_sidecar + slot * call.sidecar_bytes : nullptr);
+    if (call.recv_weights != nullptr && is_slot) call.recv_weights[slot] = weight;
+  }
+  // Beside the rows of the slots that the lanes name; -1: none.
+  __device__ void clear_beside(int32_t slot) const {
+    if (call.recv_weights != nullptr && slot >= 0) call.recv_weights[slot] = 0.0f;
+    if (call.sidecar_bytes == 0) return;
+    for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
+      zero_row(call.recv_sidecar + from_lane(slot, lowest_bit(left)) * call.sidecar_bytes, call.sidecar_bytes);
+  }
+};
+
+template <typename T>
+struct CombineBwdReceiver {
+  CombineBwdCall call;
+  int64_t row_bytes;
+
+  __device__ std::byte* rows() const { return call.grad_expert_out; }
+  __device__ void take(TmaRowPipeline& pipeline, const Arrival& arrival, int32_t slot, float) const {
+    const bool is_slot = slot >= 0;
+    std::byte* const to = is_slot ? call.grad_expert_out + slot * row_bytes : nullptr;
+    const auto* const row = reinterpret_cast<const T*>(arrival.row);
+    const float factor = is_slot && call.recv_weights != nullptr ? call.recv_weights[slot] : 1.0f;
+    if (call.grad_recv_weights != nullptr) // a lane's slot after the other; the one in place, the first of all, last
+      for (unsigned left = __ballot_sync(~0u, is_slot ? 1 : 0); left != 0;) {
+        const int last = kWarp - 1 - __clz(static_cast<int>(left));
+        left ^= 1u << last;
+        const int64_t one = from_lane(slot, last);
+        const auto* const x = reinterpret_cast<const T*>(call.expert_out + one * row_bytes);
+        const float product = scale_and_multiply(pipeline, row, x, call.hidden, reinterpret_cast<T*>(from_lane(to, last)),
+                                                 call.recv_weights != nullptr, from_lane(factor, last));
+        if (lane() == 0) call.grad_recv_weights[one] = product;
+      }
+    else if (call.recv_weights != nullptr)
+      scale_row_to_lanes(pipeline, row, call.hidden, reinterpret_cast<T*>(to), factor);
+    else
+      begin_copy_row_to_lanes(pipeline, arrival.row, row_bytes, slot != arrival.slot_in_place ? to : nullptr);
+  }
+  __device__ void clear_beside(int32_t slot) const {
+    if (call.grad_recv_weights != nullptr && slot >= 0) call.grad_recv_weights[slot] = 0.0f;
+  }
+};
+
+// One warp serves the slots here of one token. False: the group has failed.
+template <typename Receiver>
+__device__ bool receive_token(const DeviceGroup& group, const Movement& movement, TmaRowPipeline& pipeline,
+                              const ScatterInput& input, const Receiver& receiver, int source, int64_t token,
+                              const TokenSlots& found) {
+  const int rank = group.context.rank;
+  const WarpList<int32_t>& slots = found.slots;
+  if (slots.size() == 0) return true;
+  if (source != rank && !movement.is_active(source)) {
+    for (int i = 0; i < slots.size(); ++i) {
+      const int32_t slot = slots[i];
+      zero_row(receiver.rows() + static_cast<int64_t>(slot) * receiver.row_bytes, receiver.row_bytes);
+      receiver.clear_beside(lane() == 0 ? slot : -1);
+    }
+    return true;
+  }
+  Arrival arrival{input.rows + token * input.row_bytes, input.sidecar + token * input.sidecar_bytes, -1};
+  if (source != rank) {
+    bool ok = true;
+    if (lane() == 0) ok = movement.call().wait_ready(ready_flag_at(group, rank, source, token), source);
+    if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
+    __syncwarp(); // the lanes see what lane 0 has acquired: a vote orders no memory
+    const int64_t staging_row = scatter_staging_row(group.context.layout, group.context.shape, source, token, found.head);
+    const int32_t first_live = slots[0];
+    const bool in_place = movement.has_registered_rows(rank);
+    arrival = {in_place ? receiver.rows() + first_live * receiver.row_bytes : staged_row(group, rank, staging_row),
+               staged_sidecar(group, rank, staging_row), in_place ? first_live : -1};
+  }
+  const auto* const staged_weights = group.window().template local<float>(group.context.layout.scatter_weights.offset);
+  for (int first = slots.size() > kWarp ? kWarp : 0; first >= 0;
+       first -= kWarp) { // the slot in place, the first of all, last
+    const int32_t slot = slots.has_own(first) ? slots.own(first) : -1;
+    float weight = 0.0f;
+    if (input.weights != nullptr && slot >= 0)
+      weight =
+          source == rank ? input.weights[token * receiver.call.top_k + movement.k_of_slot(slot)] : staged_weights[slot];
+    receiver.take(pipeline, arrival, slot, weight);
+    if (movement.call().scribbles_staging() && slot >= 0 && source != rank)
+      group.window().template local<float>(group.context.layout.scatter_weights.offset)[slot] = NAN;
+  }
+  if (movement.call().scribbles_staging() && source != rank) {
+    pipeline.finish();
+    const int64_t staging_row = scatter_staging_row(group.context.layout, group.context.shape, source, token, found.head);
+    scribble_row(staged_row(group, rank, staging_row), input.row_bytes);
+    scribble_row(staged_sidecar(group, rank, staging_row), input.sidecar_bytes);
+  }
+  return true;
+}
+
+// Begins to zero what lies between the zones.
+template <typename Receiver>
+__device__ void clear_pads(const DeviceGroup& group, const Movement& movement, TmaRowPipeline& pipeline,
+                           const Receiver& receiver, const WorkPartition& partition) {
+  const HandleReader& plan = movement.plan();
+  const ExpertBlocks experts{group.context.shape.num_experts, group.context.shape.num_ranks};
+  const auto most = static_cast<uint32_t>(receiver.call.alignment - 1); // of each zone
+  const uint32_t pads = static_cast<uint32_t>(experts.num_local_experts(group.context.rank)) * most;
+  const int64_t row_bytes = receiver.row_bytes;
+  const bool by_stream = !is_unaligned(reinterpret_cast<uint64_t>(receiver.rows()), row_bytes);
+  if (by_stream) pipeline.make_zeros();
+#pragma unroll 1
+  for (uint32_t first = 0; first < pads; first += static_cast<uint32_t>(partition.count) * kWarp) {
+    // A lane looks at one that may be there; neighbours are in different warps.
+    const uint32_t pad = first + static_cast<uint32_t>(lane()) * static_cast<uint32_t>(partition.count) +
+                         static_cast<uint32_t>(partition.index);
+    int32_t slot = -1;
+    if (pad < pads) {
+      const uint32_t zone = pad / most;
+      // Whatever the tables hold: a slot of the receive rows, or below 0.
+      const auto here = static_cast<int32_t>(static_cast<uint32_t>(plan.zone_begin[zone]) +
+                                             static_cast<uint32_t>(plan.zone_rows[zone]) + (pad - zone * most));
+      if (here < plan.zone_begin[zone + 1] && here < receiver.call.recv_rows) slot = here;
+    }
+    if (by_stream)
+      pipeline.clear(row_bytes, slot >= 0 ? receiver.rows() + slot * row_bytes : nullptr);
+    else
+      for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
+        zero_row(receiver.rows() + from_lane(slot, lowest_bit(left)) * row_bytes, row_bytes);
+    receiver.clear_beside(slot);
+  }
+}
+
+// Tokens of this rank first: they need no peer.
+template <typename Receiver>
+__device__ void receive(const DeviceGroup& group, const Movement& movement, TmaRowPipeline& pipeline,
+                        const ScatterInput& input, const Receiver& receiver, const WarpAssignment& warp) {
+  const int64_t own = receiver.call.num_tokens;
+  const int64_t all = own + movement.num_peer_tokens();
+#pragma unroll 1
+  for (int64_t tile = warp.index; tile < all; tile = movement.next_tile(warp, all)) {
+    Movement::PeerToken from{group.context.rank, tile};
+    if (tile >= own) from = movement.peer_token(tile - own);
+    if (from.token >= movement.tokens_of(from.rank)) continue;
+    if (!receive_token(group, movement, pipeline, input, receiver, from.rank, from.token,
+                       movement.slots_of(from.rank, from.token)))
+      return;
+  }
+}
+
+__device__ TmaRowPipeline pipeline_of_warp() {
+  return {dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp};
+}
+
+// Of a block with senders. The teller's warp needs no stream: the mailbox lies where that would have its rows.
+__device__ SignalWarp signal_warp_of_cta(const WarpRoleCounts& role_counts, int num_ranks) {
+  static_assert(SignalWarp::kSharedBytes <= TmaRowPipeline::kStagesBytes);
+  std::byte* const shared = dynamic_shared_memory<std::byte>() + (kThreads / kWarp - 1) * TmaRowPipeline::kStagesBytes;
+  return {shared, role_counts.sender_warps, min(num_ranks - 1, kWarp)};
+}
+
+__device__ bool has_unaligned_rows(const DispatchCall& call) {
+  const auto bits = [](const void* place) { return reinterpret_cast<uint64_t>(place); };
+  return is_unaligned(bits(call.tokens) | bits(call.recv_tokens), call.hidden * element_bytes(call.dtype)) ||
+         (call.sidecar_bytes > 0 && is_unaligned(bits(call.sidecar) | bits(call.recv_sidecar), call.sidecar_bytes));
+}
+
+template <bool kUnaligned>
+__device__ void ll_scatter(const ScatterParams& params, const DispatchReceiver& receiver, Movement& movement) {
+  if (!movement.begin_ll()) return;
+  const LlDispatch<kUnaligned> dispatch(params.group, movement, receiver.call);
+  if (dispatch.clears_pads()) {
+    TmaRowPipeline pipeline = pipeline_of_warp();
+    clear_pads(params.group, movement, pipeline, receiver, dispatch.pad_partition());
+    pipeline.finish();
+    return;
+  }
+  dispatch.send();
+  movement.call().sent_by_warp(dispatch.num_movers());
+  PeerDescriptors* const descriptors = dynamic_shared_memory<PeerDescriptors>(); // pads come from places beyond
+  dispatch.receive([&] { return movement.enter_warp(params.descriptor, descriptors[threadIdx.x / kWarp]); });
+}
+__device__ __noinline__ void ll_scatter_unaligned(const ScatterParams& params, const DispatchReceiver& receiver,
+                                                  Movement movement) {
+  ll_scatter<true>(params, receiver, movement);
+}
+
+template <typename Receiver>
+__device__ __forceinline__ void scatter(const ScatterParams& params, const Receiver& receiver) {
+  const DeviceGroup& group = params.group;
+  Movement movement(group, receiver.call, params.layout);
+  movement.post(params.descriptor);
+  if constexpr (std::is_same_v<Receiver, DispatchReceiver>) {
+    if (movement.takes_ll_path()) {
+      if (has_unaligned_rows(receiver.call))
+        ll_scatter_unaligned(params, receiver, movement);
+      else
+        ll_scatter<false>(params, receiver, movement);
+      return;
+    }
+  }
+  TmaRowPipeline pipeline = pipeline_of_warp();
+  const WarpAssignment warp = assign_warp_role(params.role_counts, group.context.shape.num_ranks);
+  if (warp.role == WarpRole::receive && movement.is_usable())
+    clear_pads(group, movement, pipeline, receiver, warp); // needs no peer: while the ranks meet
+  const SignalWarp signal_warp = signal_warp_of_cta(params.role_counts, group.context.shape.num_ranks);
+  if (warp.role == WarpRole::signal) signal_warp.clear();
+  if (!movement.begin(params.descriptor)) {
+    pipeline.finish();
+    return;
+  }
+  if (warp.role == WarpRole::send) {
+    Sender sender(group, movement, pipeline, signal_warp, params.input, receiver.call.top_k);
+    const int64_t tokens = receiver.call.num_tokens;
+#pragma unroll 1
+    for (int64_t token = warp.index; token < tokens; token = movement.next_tile(warp, tokens))
+      sender.send(token);
+    sender.finish();
+  }
+  if (warp.role == WarpRole::signal) {
+    signal_warp.run(movement.call());
+    if (lane() == 0) movement.call().sent(static_cast<unsigned>(warp.count));
+  }
+  if (warp.role == WarpRole::receive) {
+    receive(group, movement, pipeline, params.input, receiver, warp);
+    pipeline.finish();
+  }
+}
+
+template <typename Receiver>
+__global__ void __launch_bounds__(kThreads)
+    scatter_kernel(const __grid_constant__ ScatterParams params, const __grid_constant__ Receiver receiver) {
+  pdl_wait(params, receiver);
+  scatter(params, receiver);
+  leave(params.group);
+}
+
+template <typename Receiver>
+cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const ScatterInput& input, const CallDescriptor& descriptor,
+                   const Receiver& receiver, cudaStream_t stream) {
+  const MovementGrid movement =
+      plan.next_scatter(receiver.call.num_tokens, input.row_bytes, receiver.call.alignment, stream);
+  const ScatterParams params{group, make_handle_layout(group.context.shape, receiver.call.top_k), movement.role_counts,
+                             input, descriptor};
+  return launch_cooperative(&scatter_kernel<Receiver>, movement.grid, stream, params, receiver);
+}
+
+} // namespace
+
+std::vector<const void*> scatter_kernels() {
+  return {reinterpret_cast<const void*>(&scatter_kernel<DispatchReceiver>),
+          reinterpret_cast<const void*>(&scatter_kernel<CombineBwdReceiver<float>>),
+          reinterpret_cast<const void*>(&scatter_kernel<CombineBwdReceiver<__half>>),
+          reinterpret_cast<const void*>(&scatter_kernel<CombineBwdReceiver<__nv_bfloat16>>)};
+}
+int scatter_threads() {
+  return kThreads;
+}
+size_t scatter_shared_bytes() {
+  return kThreads / kWarp * TmaRowPipeline::kSharedBytes;
+}
+
+cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
+                            const RegisteredRange& reach, cudaStream_t stream) {
+  const int64_t row_bytes = call.hidden * element_bytes(call.dtype);
+  const ScatterInput input{call.tokens, row_bytes, call.topk_weights, call.sidecar, call.sidecar_bytes};
+  return launch(group, plan, input, descriptor_of(call, call.topk_weights != nullptr ? 1 : 0, call.sidecar_bytes, reach),
+                DispatchReceiver{call, row_bytes}, stream);
+}
+
+cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,
+                               const RegisteredRange& reach, cudaStream_t stream) {
+  const int64_t row_bytes = call.hidden * element_bytes(call.dtype);
+  const ScatterInput input{call.grad_out, row_bytes, nullptr, nullptr, 0};
+  const CallDescriptor descriptor =
+      descriptor_of(call, (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0), 0, reach);
+  if (call.dtype == EPX_FLOAT32)
+    return launch(group, plan, input, descriptor, CombineBwdReceiver<float>{call, row_bytes}, stream);
+  if (call.dtype == EPX_FLOAT16)
+    return launch(group, plan, input, descriptor, CombineBwdReceiver<__half>{call, row_bytes}, stream);
+  return launch(group, plan, input, descriptor, CombineBwdReceiver<__nv_bfloat16>{call, row_bytes}, stream);
+}
+
+} // namespace epx::cuda

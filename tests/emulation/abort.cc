@@ -1,0 +1,3 @@
+#include "tests/emulation/device.h"
+
+#include "runtime/stages/cuda/protocol/abort.cu"

@@ -1,3 +1,0 @@
-#include "tests/emulation/device.h"
-
-#include "runtime/stages/cuda/poison.cu"

@@ -1,0 +1,57 @@
+#include "tools/ep_bench/stream_blocker.h"
+
+#include <atomic>
+#include <vector>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "tools/ep_bench/errors.h"
+
+namespace epx::bench {
+
+StreamBlocker::StreamBlocker(Gpu& gpu, const Peers& peers, int64_t timeout_ms)
+    : gpu_(gpu), timeout_ns_(static_cast<uint64_t>(timeout_ms) * 1'000'000), timeout_ms_(timeout_ms),
+      boards_(sizeof(StartBoard), peers) {
+  peers.together([&] {
+    if (peers.num_ranks() > kMaxRanksOnGpus)
+      throw RuntimeError(
+          fmt::format("there are {} ranks; ep_bench measures at most {} on GPUs", peers.num_ranks(), kMaxRanksOnGpus));
+    check_cuda(load_start_kernels(), "cudaFuncGetAttributes");
+    void* ticket = nullptr;
+    check_cuda(cudaHostAlloc(&ticket, sizeof(uint64_t), cudaHostAllocMapped), "cudaHostAlloc");
+    ticket_.reset(new (ticket) uint64_t{0});
+  });
+  barrier_.rank = peers.rank();
+  barrier_.num_ranks = peers.num_ranks();
+  barrier_.timeout_ns = timeout_ns_;
+  for (int rank = 0; rank < peers.num_ranks(); ++rank)
+    barrier_.boards[rank] = reinterpret_cast<StartBoard*>(boards_.of(rank));
+}
+
+void StreamBlocker::hold() {
+  check_cuda(launch_gate(ticket_.get(), ++held_, timeout_ns_, gpu_.cuda_stream()), "launch of the gate");
+}
+
+void StreamBlocker::unblock() noexcept {
+  std::atomic_ref(*ticket_).store(held_, std::memory_order_release);
+}
+
+void StreamBlocker::line_up() {
+  ++barrier_.round;
+  check_cuda(launch_barrier(barrier_, gpu_.cuda_stream()), "launch of the barrier");
+}
+
+void StreamBlocker::check() {
+  uint64_t missing = 0;
+  gpu_.read(std::as_writable_bytes(std::span(&missing, 1)),
+            reinterpret_cast<const std::byte*>(&barrier_.boards[barrier_.rank]->missing));
+  if (missing == 0) return;
+  std::vector<int> ranks;
+  for (int rank = 0; rank < barrier_.num_ranks; ++rank)
+    if ((missing >> rank & 1) != 0) ranks.push_back(rank);
+  throw RuntimeError(fmt::format("the GPU of rank {} did not come to the start of a call within {} ms",
+                                 fmt::join(ranks, ", "), timeout_ms_));
+}
+
+} // namespace epx::bench
