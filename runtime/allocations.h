@@ -1,4 +1,5 @@
-// Windows that the user made with epx_mem_alloc or epx_mem_register. Numbered alike on all ranks, since allocation is collective.
+// The windows that the user made with epx_mem_alloc or epx_mem_register. Their numbers are the same on all ranks, since
+// allocation is collective.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +14,7 @@
 
 namespace epx {
 
-// A place in an allocation: the same pair means the same bytes of this rank's share on every peer.
+// An address within an allocation. Every peer resolves the same pair to the same bytes of this rank's memory.
 struct AllocationPlace {
   int64_t allocation;
   int64_t offset; // bytes
@@ -21,14 +22,14 @@ struct AllocationPlace {
 
 class Allocations {
 public:
-  // Takes over a window and returns where this rank's share starts.
+  // Takes ownership of a window and returns where this rank's own memory in it starts.
   std::byte* add(std::unique_ptr<Window> window) {
     std::byte* start = window->view().local<std::byte>(0);
     windows_.emplace(next_++, std::move(window));
     return start;
   }
 
-  // The allocation that contains [data, data + bytes), if one does. Nothing contains no bytes.
+  // The allocation that contains [data, data + bytes), if one does. No allocation contains an empty range.
   std::optional<AllocationPlace> locate(const std::byte* data, int64_t bytes) const {
     if (data == nullptr || bytes == 0) return std::nullopt;
     for (const auto& [number, window] : windows_) {
@@ -50,7 +51,7 @@ public:
     return place->allocation;
   }
 
-  // Whether there is such a place, with `bytes` bytes behind it.
+  // Whether `bytes` bytes from `place` on lie in an allocation.
   bool contains(const AllocationPlace& place, int64_t bytes) const {
     const auto found = windows_.find(place.allocation);
     return found != windows_.end() && place.offset >= 0 && place.offset <= found->second->bytes() &&
@@ -61,7 +62,7 @@ public:
     return windows_.at(place.allocation)->view().at<std::byte>(peer, place.offset);
   }
 
-  int64_t next_number() const { return next_; } // of the next window
+  int64_t next_number() const { return next_; } // the number that the next window gets
   bool contains(int64_t allocation) const { return windows_.contains(allocation); }
   void remove(int64_t allocation) { windows_.erase(allocation); }
 

@@ -1,5 +1,5 @@
-// The checksum of handle memory behind its header, for EPX_CHECK_HANDLE_MEM. Host and device compute the same sum, in any
-// order of the words.
+// The checksum of handle memory behind its header, for EPX_CHECK_HANDLE_MEM. Host and device compute the same sum, in any order
+// of the words.
 #pragma once
 
 #include <array>
@@ -15,16 +15,16 @@
 namespace epx {
 
 // Words [first + i * stride, ... + words) of the handle memory, i < rows. A word has 32 bits.
-struct BodyPart {
+struct BodySection {
   int64_t first;
   int64_t rows;
   int64_t words; // of each row
   int64_t stride;
 };
 
-// What a call may read of the body. The header is intact, and its counts fit the group.
-constexpr std::array<BodyPart, 6> body_parts(const HandleHeader& header, const HandleLayout& layout,
-                                             const GroupContext& context) {
+// The sections of the body that a call may read. The caller has checked that the header is intact and its counts fit the group.
+constexpr std::array<BodySection, 6> body_sections(const HandleHeader& header, const HandleLayout& layout,
+                                                   const GroupContext& context) {
   constexpr auto kWord = static_cast<int64_t>(sizeof(uint32_t));
   const GroupShape& shape = context.shape;
   const ExpertBlocks experts{shape.num_experts, shape.num_ranks};
@@ -32,17 +32,17 @@ constexpr std::array<BodyPart, 6> body_parts(const HandleHeader& header, const H
   const int64_t routes = header.num_tokens * header.top_k;
   const bool by_kernels = context.transport == EPX_TRANSPORT_NCCL;
   const int64_t first_slots = by_kernels ? static_cast<int64_t>(shape.num_ranks) * shape.max_tokens_per_rank : 0;
-  const int64_t few_ranks = by_kernels ? shape.num_ranks : 0;
+  const int64_t ll_ranks = by_kernels ? shape.num_ranks : 0;
   return {{{layout.routes / kWord, 1, routes * static_cast<int64_t>(sizeof(Route)) / kWord, 0},
            {layout.zone_begin / kWord, 1, zones + 1, 0},
            {layout.zone_rows / kWord, 1, zones, 0},
            {layout.slot_records / kWord, 1, header.rows_in_use * static_cast<int64_t>(sizeof(SlotRecord)) / kWord, 0},
            {layout.first_slots / kWord, 1, first_slots, 0},
-           {layout.ll_slots / kWord, few_ranks, static_cast<int64_t>(header.ll_tokens) * header.top_k,
+           {layout.ll_slots / kWord, ll_ranks, static_cast<int64_t>(header.ll_tokens) * header.top_k,
             context.layout.ll_tokens * header.top_k}}};
 }
 
-// What one word adds to the sum: another value for each pair of index and word, since every step can be undone. So the sum
+// What one word adds to the sum. Each step is a bijection, so that each pair of index and word has a value of its own: the sum
 // always changes when one word does.
 constexpr uint64_t summand(int64_t index, uint32_t word) {
   uint64_t x = static_cast<uint64_t>(index) << 32 | word;
@@ -51,15 +51,15 @@ constexpr uint64_t summand(int64_t index, uint32_t word) {
   return x ^ x >> 31;
 }
 
-// The share of thread `thread` of `threads`; the checksum is the sum of all.
+// The partial sum of thread `thread` of `threads`; the checksum is the sum of all threads' values.
 EPX_HOST_DEVICE inline uint64_t body_checksum(const std::byte* handle_mem, const HandleHeader& header,
                                               const HandleLayout& layout, const GroupContext& context, int64_t thread = 0,
                                               int64_t threads = 1) {
   uint64_t sum = 0;
-  for (const BodyPart& part : body_parts(header, layout, context))
-    for (int64_t row = 0; row < part.rows; ++row)
-      for (int64_t i = thread; i < part.words; i += threads) {
-        const int64_t index = part.first + row * part.stride + i;
+  for (const BodySection& section : body_sections(header, layout, context))
+    for (int64_t row = 0; row < section.rows; ++row)
+      for (int64_t i = thread; i < section.words; i += threads) {
+        const int64_t index = section.first + row * section.stride + i;
         uint32_t word;
         memcpy(&word, handle_mem + index * static_cast<int64_t>(sizeof(word)), sizeof(word));
         sum += summand(index, word);

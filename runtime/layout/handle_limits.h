@@ -1,6 +1,6 @@
-// The bounds of what handle memory says, for host and device. Its bytes are in the caller's hands, and anything may have been
-// written over them: whatever becomes an index passes through here first. A damaged value then names another slot, rank or
-// token of the group, or none; never a place beyond.
+// The bounds of the values in handle memory, for host and device. The caller owns its bytes, and anything may have been written
+// over them: each value that becomes an index is checked here first. A damaged value then refers to another slot, rank or token
+// of the group, or to none; it never leads out of bounds.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct HandleLimits {
   int32_t num_ranks; // P
   int32_t max_tokens;
   int32_t top_k;             // K of the layer
-  int32_t num_rank_ordinals; // ranks that a token can go to
+  int32_t num_rank_ordinals; // number of ranks that a token can go to
 
   constexpr HandleLimits(const GroupShape& shape, int layer_top_k)
       : num_slots(static_cast<int32_t>(shape.max_recv_tokens)), num_ranks(shape.num_ranks),
@@ -24,23 +24,24 @@ struct HandleLimits {
 
   constexpr bool is_slot(int32_t slot) const { return is_below(slot, num_slots); }
   constexpr bool is_rank(int32_t rank) const { return is_below(rank, num_ranks); }
-  // Whether a route was kept by prepare. Its order has a check of its own, since few need it. `&`: on a GPU no load of one
-  // field waits for what the other one has brought.
+  // Whether a route was kept by prepare. Its rank ordinal has a check of its own, since few callers need it. `&` evaluates both
+  // conditions: on a GPU no load of one field waits for the value of the other one.
   constexpr bool is_route(const Route& route) const {
     return (static_cast<int>(is_slot(route.slot)) & static_cast<int>(is_rank(route.rank))) != 0;
   }
-  // Whether a row comes from somewhere.
+  // Whether a record refers to a token, that is, its slot is no pad.
   constexpr bool has_origin(const SlotRecord& record) const {
     return is_rank(record.source) && is_below(record.token, max_tokens);
   }
   constexpr int rank_ordinal(int32_t rank_ordinal) const { return clamp(rank_ordinal, num_rank_ordinals); }
   constexpr int k(int32_t k) const { return clamp(k, top_k); }
 
-  // The slots of a zone: first those of its rows, then pads.
+  // The slots of a zone: its rows come first, then its pads.
   struct Zone {
     int64_t begin, end_of_rows, end;
   };
-  // `from`: the end of the zone before this one, which no zone reaches into; 0 where that does not matter.
+  // `from` is the end of the zone before this one, which this one does not overlap; callers to whom that does not matter pass
+  // 0.
   constexpr Zone zone(const int32_t* zone_begin, const int32_t* zone_rows, int local_expert, int64_t from) const {
     const int64_t begin = between(zone_begin[local_expert], from);
     const int64_t end_of_rows = between(begin + zone_rows[local_expert], begin);
@@ -60,7 +61,7 @@ private:
   }
 };
 
-// Walks the slots of one token on this rank, in k order. It takes K steps at most, also where records form a ring.
+// Walks the slots of one token on this rank, in k order. It ends after K steps at most, even where damaged records form a ring.
 class SlotChain {
 public:
   constexpr SlotChain(const HandleLimits& limits, const SlotRecord* records, int32_t head)

@@ -1,8 +1,8 @@
-// Handle memory: the routing state of one layer in flight, in memory that the caller owns. No pointers, so that its bytes
-// may be copied. Written by prepare, read-only afterwards.
+// Handle memory: the routing state of one layer in flight, in memory that the caller owns. It contains no pointers, so that its
+// bytes may be copied. prepare writes it; it is read-only afterwards.
 //
 //   HandleHeader | Route [max_tokens, K] | zone begin int32 [E_l + 1] | zone rows int32 [E_l] | SlotRecord [R]
-//   | first_slots int32 [P, max_tokens] | few slots int32 [P, ll_tokens, K]
+//   | first_slots int32 [P, max_tokens] | ll_slots int32 [P, ll_tokens, K]
 #pragma once
 
 #include <cstddef>
@@ -27,13 +27,13 @@ struct HandleHeader {
   int32_t top_k;
   int32_t alignment; // effective
   int32_t rank;
-  int32_t ll_tokens;      // T of the rank that has the most, if `ll_slots` is there; else 0. For kernels
-  uint64_t checksum;      // of all the above
-  uint64_t body_checksum; // of what comes behind the header, where the group checks it (handle_checksum.h); else 0
+  int32_t ll_tokens;      // the largest T of all ranks, if `ll_slots` is filled in; else 0. Only kernels use it
+  uint64_t checksum;      // of all fields above
+  uint64_t body_checksum; // of the bytes behind the header, if the group checks them (handle_checksum.h); else 0
 };
 
-// FNV-1a by words, since every thread of a kernel computes it: damage is found before it is believed. Each step can be undone,
-// so that another word always yields another sum.
+// FNV-1a by words instead of bytes, since every thread of a kernel computes it before it uses the header. Each step is a
+// bijection, so that another word always yields another sum.
 constexpr uint64_t header_checksum(const HandleHeader& header) {
   const uint64_t words[] = {
       header.magic,
@@ -51,7 +51,7 @@ constexpr uint64_t header_checksum(const HandleHeader& header) {
   return hash;
 }
 
-// Whether the counts in a header can be those of the group. Damage that leaves the checksum right is not believed either.
+// Whether the counts in a header can be those of the group. This catches damage that leaves the checksum right.
 constexpr bool counts_fit(const HandleHeader& header, const GroupShape& shape, int64_t max_ll_tokens) {
   return (header.num_tokens >= 0) & (header.num_tokens <= shape.max_tokens_per_rank) & (header.rows_in_use >= 0) &
          (header.rows_in_use <= shape.max_recv_tokens) &
@@ -70,7 +70,7 @@ struct HandleLayout {
 
 inline HandleLayout make_handle_layout(const GroupShape& shape, int top_k) {
   const char* what = "handle memory";
-  // Every rank's handle has room for the largest block of experts, so that the size is the same on all of them.
+  // Every rank's handle memory has room for the largest block of experts, so that the size is the same on all ranks.
   const int64_t experts = (static_cast<int64_t>(shape.num_experts) + shape.num_ranks - 1) / shape.num_ranks;
   HandleLayout layout{};
   int64_t end = checked_round_up(sizeof(HandleHeader), kRowAlignment, what);
@@ -89,7 +89,7 @@ inline HandleLayout make_handle_layout(const GroupShape& shape, int top_k) {
   return layout;
 }
 
-// Typed access to handle memory at `base`; const or not as the memory is.
+// Typed access to handle memory at `base`; the pointers are const if the memory is.
 template <typename Byte>
 struct HandleView {
   template <typename T>
@@ -108,8 +108,8 @@ struct HandleView {
   Ptr<int32_t> zone_begin; // first slot of each zone, then the end of the last
   Ptr<int32_t> zone_rows;  // kept routes of each zone; the rest up to the next zone are pads
   Ptr<SlotRecord> slot_records;
-  Ptr<int32_t> first_slots; // first slot here of each source's tokens; -1: none. Written and read by kernels only
-  Ptr<int32_t> ll_slots;    // when all ranks have few tokens: the slot here of each source's (token, k); -1: none. The same
+  Ptr<int32_t> first_slots; // first slot here of each source's tokens; -1: none. Only kernels write and read it
+  Ptr<int32_t> ll_slots;    // LL path only: slot here of each source's (token, k); -1: none. Only kernels write and read it
 };
 
 using HandleReader = HandleView<const std::byte>;

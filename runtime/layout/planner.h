@@ -1,4 +1,4 @@
-// Every byte of a group, before anything is allocated.
+// The planner counts every byte of a group before anything is allocated.
 #pragma once
 
 #include "epx/epx.h"

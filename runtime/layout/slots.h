@@ -1,5 +1,5 @@
-// Slot arithmetic, shared by every implementation of the stages: who owns an expert, where a zone starts, where a staged
-// row lies. Plain constexpr functions and PODs, for host and device.
+// Slot arithmetic that every implementation of the stages shares: which rank owns an expert, where a zone starts, where a
+// staged row lies. These are plain constexpr functions and PODs, for host and device.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace epx {
 
-// Experts in contiguous blocks; the first num_experts % num_ranks ranks own one more.
+// Ranks own contiguous blocks of experts; the first num_experts % num_ranks ranks own one more.
 struct ExpertBlocks {
   int num_experts;
   int num_ranks;
@@ -31,17 +31,17 @@ constexpr int effective_alignment(int alignment) {
   return alignment == 0 ? 1 : alignment;
 }
 
-// R_a: the slots that exist; zones beyond them are cut off.
+// R_a of the contract: only these slots exist, and zones are cut off beyond them.
 constexpr int64_t usable_slots(int64_t max_recv_tokens, int alignment) {
   return max_recv_tokens / alignment * alignment;
 }
 
-// Rows that a zone of `demand` routes takes.
+// A zone of `demand` routes takes this many rows.
 constexpr int64_t zone_rows(int64_t demand, int alignment) {
   return (demand + alignment - 1) / alignment * alignment;
 }
 
-// Where the row in one slot comes from, and which other slots of this rank hold the same token. Stored by the source rank.
+// Where the row in one slot comes from, and which other slot of this rank holds the same token. The source rank stores it.
 struct SlotRecord {
   static constexpr uint16_t kNoSource = 0xffff;
 
@@ -49,14 +49,14 @@ struct SlotRecord {
   int32_t next_slot; // slot of the token's next k on this rank; -1: the last
   uint16_t source;   // rank; kNoSource: a pad
   uint8_t k;
-  uint8_t first : 1;        // 1: the token's lowest k on this rank; it first_slots a chain through next_slot
+  uint8_t first : 1;        // 1: the token's lowest k on this rank, whose slot heads the chain through next_slot
   uint8_t rank_ordinal : 7; // index of this rank among the ranks that the token goes to, ascending
 
   constexpr bool is_pad() const { return source == kNoSource; }
 };
 static_assert(sizeof(SlotRecord) == 12 && kMaxTopK <= 128);
 
-// Whether a record that a peer stored can be one of a kept route: no part of it leads outside of the group's tables. Which
+// Whether a record that a peer stored can be one of a kept route: no field of it leads outside of the group's tables. Which
 // slots a token's chain really has is not known here.
 constexpr bool is_sound(const SlotRecord& record, const GroupShape& shape, int top_k, int64_t rows_in_use) {
   return record.source < shape.num_ranks && record.token >= 0 && record.token < shape.max_tokens_per_rank &&
@@ -66,14 +66,14 @@ constexpr bool is_sound(const SlotRecord& record, const GroupShape& shape, int t
 
 constexpr SlotRecord kPadRecord{-1, -1, SlotRecord::kNoSource, 0, 0, 0};
 
-// On its way; the epoch is for kernels.
+// A slot record between kernels, as an LL packet.
 struct alignas(16) LlSlotRecord {
   SlotRecord record;
   Epoch epoch;
 };
 static_assert(sizeof(LlSlotRecord) == kLlSlotRecordBytes);
 
-// One (token, k) pair as its home rank sees it. Before call-time drops.
+// One (token, k) pair as its home rank sees it, before call-time drops.
 struct Route {
   int32_t slot;         // on `rank`; -1: masked or dropped
   int32_t rank;         // owner of the expert; -1: masked or dropped
@@ -86,7 +86,7 @@ constexpr int64_t scatter_staging_row(const WindowLayout& layout, const GroupSha
   return layout.scatter_by_token ? source * static_cast<int64_t>(shape.max_tokens_per_rank) + token : first_slot;
 }
 
-// Row of the home rank's gather staging: for the partial sum of the order-th rank of a token (wire) ...
+// Row of the home rank's gather staging: for the partial sum of the rank with this ordinal among the token's (wire) ...
 constexpr int64_t partial_staging_row(const GroupShape& shape, int64_t token, int top_k, int rank_ordinal) {
   const int ranks = top_k < shape.num_ranks ? top_k : shape.num_ranks;
   return token * ranks + rank_ordinal;
@@ -97,7 +97,7 @@ constexpr int64_t route_index(int64_t token, int top_k, int k) {
   return token * top_k + k;
 }
 
-// Words of the staging of few tokens, by number in their region. `parity` is that of the call. The first of a chunk; in
+// Indices of LL packets in their regions of LL staging; for a chunk, of its first packet. `parity` is that of the call. In
 // scatter the sidecar's chunks follow those that the row may have.
 constexpr int64_t ll_scatter_packet(const WindowLayout& layout, const GroupShape& shape, int64_t parity, int source,
                                     int64_t token, int64_t chunk) {

@@ -1,4 +1,4 @@
-// Where everything lies in the group's window: every offset and byte count, once, for host and device.
+// The layout of the group's window: every offset and byte count is defined here once, for host and device.
 //
 // Every rank has one such window, and every peer may store into it. The layout depends on the transport only in that regions
 // which kernels alone use take no bytes on the host transport.
@@ -14,17 +14,17 @@
 
 namespace epx {
 
-constexpr int64_t kRegionAlignment = 256; // bytes; keeps regions off each other's cache lines, and bulk copies aligned
+constexpr int64_t kRegionAlignment = 256; // bytes; regions share no cache line, and bulk copies are aligned
 constexpr int64_t kRowAlignment = 16;     // bytes; staged rows are padded to it, for vector loads and bulk copies
 
-// One flag, alone on two cache lines (the adjacent-line prefetcher pulls pairs).
+// A flag has two cache lines of its own, since the adjacent-line prefetcher fetches pairs.
 struct alignas(128) Flag {
   uint64_t value; // a sequence number; only grows
 };
 
-// What a rank offers in one call to one peer. Written by that rank into the peer's window.
+// What a rank announces to one peer at the entry barrier of a call. The rank writes it into the peer's window.
 struct alignas(128) CallDescriptor {
-  // Terms that all ranks must agree on.
+  // Agreed fields: all ranks must pass the same values.
   int32_t operation;
   int32_t top_k;
   int32_t alignment;
@@ -33,21 +33,22 @@ struct alignas(128) CallDescriptor {
   int32_t weights;       // bit 0: weights are passed; bit 1: weight gradients are wanted
   int64_t sidecar_bytes; // per row
   int64_t allocation;    // mem_free: number of the allocation
-  // This rank's own.
-  int64_t num_tokens;         // T
-  uint64_t plan_id;           // sequence number of the prepare that made the handle memory; 0: takes part without routes
-  int64_t recv_rows;          // N
-  int64_t rows_allocation;    // allocation that the receive rows lie in, where peers may reach them; -1: none
-  int64_t rows_offset;        // bytes into that allocation
+  // Fields of this rank.
+  int64_t num_tokens;      // T
+  uint64_t plan_id;        // sequence number of the prepare that filled the handle memory; 0: takes part without routes
+  int64_t recv_rows;       // N
+  int64_t rows_allocation; // number of the allocation that holds the receive rows, which peers may write in place; -1: none
+  int64_t rows_offset;     // bytes into that allocation
   int64_t weights_allocation; // the same for the receive weights of a gather
   int64_t weights_offset;
-  // Stored last, with release order.
+  // The sequence number is stored last, with release order.
   uint64_t sequence;
 };
 
-// What kernels send each other in few words carries the call's sequence number in every word, and is stored and loaded at
-// once: who sees the number has the value. No fence, no flag. (A Epoch is the number's low half; nothing lies unwritten for
-// exactly 2^32 calls and is then waited for.)
+// LL packets carry small data between kernels (flag in data, as in NCCL's LL protocol): each packet holds a value and the
+// call's sequence number, and is stored and loaded by one single-copy atomic access of 8 or 16 bytes, so that whoever sees the
+// number has the value. No fence and no separate flag is needed. An Epoch is the number's low half; no packet stays unwritten
+// for exactly 2^32 calls and is then waited for.
 struct alignas(16) LlField {
   uint64_t value;
   uint64_t sequence;
@@ -58,15 +59,15 @@ struct alignas(8) LlPacket8 {
   Epoch epoch;
 };
 
-// A CallDescriptor between kernels: its words before `sequence` that they use, tagged each.
+// A CallDescriptor between kernels: those of its words that kernels use, each in an LL packet.
 constexpr int kNumDescriptorWords = offsetof(CallDescriptor, weights_allocation) / sizeof(uint64_t);
 struct alignas(256) LlCallDescriptor {
   LlField words[kNumDescriptorWords];
 };
 static_assert(sizeof(LlCallDescriptor) == 256);
 
-// Rows of few tokens travel through staging of their own in such words, twelve bytes in each: more bytes than the row has,
-// but a word is there as soon as it can be seen. A warp moves a chunk of a row at a time.
+// Rows of the low-latency path travel through staging of their own in LL packets of twelve data bytes each: that is more bytes
+// than the row has, but a packet can be used as soon as it is seen. A warp moves an LL chunk of a row at a time.
 struct alignas(16) LlPacket16 {
   uint32_t values[3];
   Epoch epoch;
@@ -77,29 +78,32 @@ constexpr int64_t ll_chunks_of(int64_t row_bytes) {
   return (row_bytes + kLlChunkBytes - 1) / kLlChunkBytes;
 }
 
-constexpr int kMaxLlTokens = 128; // of a rank; with more, the bytes that tags take cost more than waiting for a row's end
-constexpr int kMaxLlRows = 2048;  // of all ranks' few tokens
-constexpr int kMaxGatheredRoutes = 8192; // of all ranks
+// Limits of the low-latency path, in tokens of one rank and of all ranks together. With more tokens the bytes that epochs take
+// cost more than waiting until a row is complete.
+constexpr int kMaxLlTokens = 128;
+constexpr int kMaxLlRows = 2048;
+constexpr int kMaxGatheredRoutes = 8192; // routes of the routing all-gather, all ranks together
 inline int64_t max_ll_tokens(const GroupShape& shape) {
   return std::min({shape.max_tokens_per_rank, kMaxLlTokens, kMaxLlRows / shape.num_ranks});
 }
 
-// One rank's contribution to an exchange of small host-side records (allocation of memory).
+// Bytes of one rank's record in an exchange of small host-side records (allocation of memory).
 constexpr int64_t kExchangeRecordBytes = 512;
 
-// A run of bytes of the window.
+// A contiguous range of bytes of the window.
 struct Region {
   int64_t offset;
   int64_t bytes;
 };
 
-// Who ended the group and why, packed into one word so that one compare-and-swap publishes all of it. 0: nobody.
+// Who ended the group and why, packed into one word so that one compare-and-swap publishes all of it. The word is 0 while
+// nobody has.
 struct AbortRecord {
   epx_status status;
   epx_operation operation;
   int32_t culprit;
   uint64_t sequence;
-  epx_phase phase = EPX_PHASE_NONE; // TIMEOUT: what the rank that gave up had waited in
+  epx_phase phase = EPX_PHASE_NONE; // TIMEOUT: the phase in which the rank that gave up had waited
 };
 constexpr int kAbortSequenceBits = 38;
 constexpr uint64_t kAbortSequenceMask = (uint64_t{1} << kAbortSequenceBits) - 1;
@@ -116,14 +120,14 @@ constexpr AbortRecord unpack_abort_record(uint64_t word) {
           static_cast<epx_phase>(word >> kAbortSequenceBits & 0x3)};
 }
 
-// What lies in a window can be overwritten by anything in the process of a rank: a record is looked at before it is used.
+// Anything in the process of a rank can overwrite its window: a record is validated before it is used.
 constexpr bool is_sound(const AbortRecord& abort_record, int num_ranks) {
   return abort_record.status > EPX_SUCCESS && abort_record.status <= EPX_ERROR_INTERNAL &&
          abort_record.operation >= EPX_OP_NONE && abort_record.operation <= EPX_OP_MEM_FREE &&
          abort_record.phase <= EPX_PHASE_COMPLETE && abort_record.culprit >= 0 && abort_record.culprit < num_ranks;
 }
 
-// Whom a rank waits for, packed into one word. 0: nobody.
+// Which peer a rank waits for, packed into one word. The word is 0 while it waits for nobody.
 struct Waiting {
   uint64_t sequence; // of the call
   epx_phase phase;
@@ -143,19 +147,19 @@ constexpr bool is_sound(const Waiting& waiting, int num_ranks) {
          waiting.peer < num_ranks;
 }
 
-// Parts of a row that gather takes and tells of one by one. On 2 H200 combine (4096 tokens of 7168 bfloat16, top-8 of 256)
-// took 220 us with whole rows and 207 with halves; thirds and quarters took longer than halves.
+// Gather moves and signals the splits of a row one by one. On 2 H200 combine (4096 tokens of 7168 bfloat16, top-8 of 256) took
+// 220 us with unsplit rows and 207 with halves; thirds and quarters took longer than halves.
 constexpr int kMaxRowSplits = 2;
 
 struct WindowLayout {
   // Control.
   Region abort_record; // Flag: packed AbortRecord
   Region waiting;      // Flag: packed Waiting; read by peers that time out
-  Region posts;        // by source rank: CallDescriptor [P]; of kernels LlCallDescriptor [2, P], by parity of the call
-  Region complete;     // Flag [P], by source rank: last call whose data from there is all here
+  Region posts;        // by source rank: CallDescriptor [P]; kernels: LlCallDescriptor [2, P], by parity of the call
+  Region complete;     // Flag [P], by source rank: last call whose data from that rank has all been stored here
   Region board;        // kExchangeRecordBytes [P], by source rank
   // Prepare.
-  Region counts; // routes from each rank to each expert: by parity: int32 [2, P, E]; of kernels LlPacket8 [2, P, E]
+  Region counts;          // routes from each rank to each expert: int32 [2, P, E], by parity; kernels: LlPacket8 [2, P, E]
   Region gathered_routes; // LlPacket8 [2, P, gathered_routes_per_rank], by parity and source rank: experts; kernels only
   Region ll_slot_records; // LlSlotRecord [R]
   Region first_slots;     // LlPacket8 [P, max_tokens]: each token's first slot here, by source rank; kernels only
@@ -163,15 +167,16 @@ struct WindowLayout {
   Region scatter_rows;        // [scatter_staging_rows, row_stride]
   Region scatter_sidecars;    // [scatter_staging_rows, sidecar_stride]
   Region scatter_weights;     // float [R], by slot
-  Region scatter_ready_flags; // Epoch [P, max_tokens]: the last call in which the token's row came; kernels only
+  Region scatter_ready_flags; // Epoch [P, max_tokens]: last call in which the token's row was stored; kernels only
   // Gather (combine, dispatch_bwd), stored by the expert's rank.
-  Region gather_rows;        // [gather_staging_rows, row_stride]
-  Region gather_weights;     // float [max_tokens * max_top_k], by (token, k)
-  Region gather_ready_flags; // Epoch [gather_staging_rows, kMaxRowSplits]: the last call in which a part came; kernels only
-  // The same two with few tokens, by parity of the call: who stores there need not know where the peer is. Kernels only;
-  // those of the gather in precision wire only.
-  Region
-      ll_scatter_rows; // LlPacket16 [2, P, ll_tokens, ll_chunks, kLlChunkPackets], by source rank: a row, then its sidecar
+  Region gather_rows;    // [gather_staging_rows, row_stride]
+  Region gather_weights; // float [max_tokens * max_top_k], by (token, k)
+  // Epoch [gather_staging_rows, kMaxRowSplits]: last call in which the split was stored; kernels only
+  Region gather_ready_flags;
+  // LL staging of the same two, double-buffered by parity of the call: a sender need not know how far the peer is. Only kernels
+  // use it; the gather's exists in precision wire only.
+  // LlPacket16 [2, P, ll_tokens, ll_chunks, kLlChunkPackets], by source rank: a row, then its sidecar
+  Region ll_scatter_rows;
   Region ll_scatter_weights; // LlPacket8 [2, P, ll_tokens, max_top_k], by source rank: the bits of floats
   Region ll_gather_rows;     // LlPacket16 [2, ll_tokens, min(P, max_top_k), ll_row_chunks, kLlChunkPackets]
   Region ll_gather_weights;  // LlPacket8 [2, ll_tokens, max_top_k]: the bits of floats
@@ -181,10 +186,10 @@ struct WindowLayout {
   int64_t scatter_staging_rows; // rows
   int64_t gather_staging_rows;  // rows
   bool scatter_by_token;        // a staged row lies at (source, token); otherwise at the token's first slot
-  int64_t ll_tokens;            // of a rank that has the most; with more, tokens are not few
+  int64_t ll_tokens;            // largest T of any rank with which calls take the low-latency path
   int64_t gathered_routes_per_rank;
   int64_t ll_row_chunks;
-  int64_t ll_chunks; // with those of the sidecar
+  int64_t ll_chunks; // of a row and its sidecar
 
   int64_t total_bytes;
   int64_t control_bytes() const { return counts.offset; }
@@ -237,16 +242,16 @@ inline WindowLayout make_window_layout(const GroupShape& shape, epx_transport tr
   append(layout.gather_rows, layout.gather_staging_rows, layout.row_stride);
   append(layout.gather_weights, tokens * shape.max_top_k, sizeof(float));
   append_for_kernels(layout.gather_ready_flags, layout.gather_staging_rows * kMaxRowSplits, sizeof(Epoch));
-  const int64_t few = 2 * layout.ll_tokens;
-  append_for_kernels(layout.ll_scatter_rows, checked_mul(few * ranks, layout.ll_chunks * kLlChunkPackets, what),
+  const int64_t ll_rows = 2 * layout.ll_tokens; // both parities
+  append_for_kernels(layout.ll_scatter_rows, checked_mul(ll_rows * ranks, layout.ll_chunks * kLlChunkPackets, what),
                      sizeof(LlPacket16));
-  append_for_kernels(layout.ll_scatter_weights, few * ranks * shape.max_top_k, sizeof(LlPacket8));
-  append_for_kernels(
-      layout.ll_gather_rows,
-      exact ? 0
-            : checked_mul(few * std::min(shape.num_ranks, shape.max_top_k), layout.ll_row_chunks * kLlChunkPackets, what),
-      sizeof(LlPacket16));
-  append_for_kernels(layout.ll_gather_weights, exact ? 0 : few * shape.max_top_k, sizeof(LlPacket8));
+  append_for_kernels(layout.ll_scatter_weights, ll_rows * ranks * shape.max_top_k, sizeof(LlPacket8));
+  append_for_kernels(layout.ll_gather_rows,
+                     exact ? 0
+                           : checked_mul(ll_rows * std::min(shape.num_ranks, shape.max_top_k),
+                                         layout.ll_row_chunks * kLlChunkPackets, what),
+                     sizeof(LlPacket16));
+  append_for_kernels(layout.ll_gather_weights, exact ? 0 : ll_rows * shape.max_top_k, sizeof(LlPacket8));
   return layout;
 }
 

@@ -1,14 +1,17 @@
-// Gather: rows go from slots to their tokens' home ranks and are summed. combine weighs them; dispatch_bwd does not, and
-// brings the weights' gradients along. With few tokens see ll_gather.cuh; else:
+// Gather: rows go from slots to their tokens' home ranks and are summed. combine weights them; dispatch_bwd does not, and
+// carries the weights' gradients along. The low-latency path is in ll_gather.cuh. On the high-throughput path the warps are
+// specialized, and each takes a row split, that is a half of a token's rows:
 //
-//   senders    A warp takes a half of the rows of a peer's token that has slots here. Precision wire: it sums them and
-//              stores the sum into the home rank's staging. Precision exact: it stores each of them there. Then it tells
-//              the home rank.
-//   receivers  A warp takes a half of a token of this rank, waits for the peers that the token goes to, and sums what has
-//              come home with the rows of this rank's own slots, which go nowhere.
+//   warps    do                                                         wait for
+//   send     wire: sum the rows of a peer's token that has slots here,  the entry barrier
+//            and store the sum into the home rank's staging;
+//            exact: store each of the rows there;
+//            then store the ready flag of the split
+//   receive  sum what the peers have sent of a token of this rank with  the entry barrier; the split's ready flag of each
+//            the rows of this rank's own slots, which stay here         peer that the token goes to
 //
-// Halves, since all senders' rows are under way together: the less a warp takes, the earlier the first ones arrive, and the
-// less is left to do for receivers when the last have come.
+// Rows are split since the rows of all senders are in flight together: the less a warp takes, the earlier the first splits are
+// ready, and the less is left to do for receivers when the last ones are.
 #include <cmath>
 
 #include "runtime/stages/cuda/kernels.h"
@@ -32,10 +35,10 @@ public:
       : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()),
         pipeline_(pipeline), layout_(params.group.context.layout),
         is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {
-    constexpr int64_t kPiece = TmaRowPipeline::kStageBytes / sizeof(T);
-    const int64_t pieces = (args_.hidden + kPiece - 1) / kPiece;
-    num_splits_ = pieces < kMinStagesToSplit ? 1 : kMaxRowSplits;
-    split_size_ = (pieces + num_splits_ - 1) / num_splits_ * kPiece;
+    constexpr int64_t kHTileElements = TmaRowPipeline::kStageBytes / sizeof(T);
+    const int64_t h_tiles = (args_.hidden + kHTileElements - 1) / kHTileElements;
+    num_splits_ = h_tiles < kMinHTilesToSplit ? 1 : kMaxRowSplits;
+    split_size_ = (h_tiles + num_splits_ - 1) / num_splits_ * kHTileElements;
   }
 
   __device__ void send(const WarpAssignment& warp) const {
@@ -56,16 +59,17 @@ public:
   }
 
 private:
-  static constexpr int kMinStagesToSplit = 4; // of a row in parts: each part is looked up and waited for
+  // Shorter rows are not split: each split looks up its token's routes and waits for flags.
+  static constexpr int kMinHTilesToSplit = 4;
 
-  // What a warp takes of a row: elements [first, first + size).
+  // A warp takes elements [first, first + size) of a row.
   struct RowSplit {
     int index;
     int64_t first;
     int64_t size;
   };
 
-  // Items are the parts of the first token, of the second, and so on.
+  // The scheduler's tiles are the splits of the first token, then those of the second, and so on.
   __device__ int64_t token_of(int64_t tile) const {
     return num_splits_ == 1 ? tile : tile / kMaxRowSplits;
   }
@@ -78,14 +82,14 @@ private:
   __device__ const T* row_of(int64_t slot, const RowSplit& split) const {
     return reinterpret_cast<const T*>(params_.rows) + slot * args_.hidden + split.first;
   }
-  __device__ T* staged_row(int owner, int64_t row, const RowSplit& split) const {
-    return group_.window().at<T>(owner, layout_.gather_rows.offset + row * layout_.row_stride) + split.first;
+  __device__ T* staged_row(int home, int64_t row, const RowSplit& split) const {
+    return group_.window().at<T>(home, layout_.gather_rows.offset + row * layout_.row_stride) + split.first;
   }
-  __device__ float* staged_weights(int owner) const {
-    return group_.window().at<float>(owner, layout_.gather_weights.offset);
+  __device__ float* staged_weights(int home) const {
+    return group_.window().at<float>(home, layout_.gather_weights.offset);
   }
-  __device__ Epoch* ready_flag_at(int owner, int64_t token, int rank_ordinal, const RowSplit& split) const {
-    return group_.window().at<Epoch>(owner, layout_.gather_ready_flags.offset) +
+  __device__ Epoch* ready_flag_at(int home, int64_t token, int rank_ordinal, const RowSplit& split) const {
+    return group_.window().at<Epoch>(home, layout_.gather_ready_flags.offset) +
            partial_staging_row(group_.context.shape, token, args_.top_k, rank_ordinal) * kMaxRowSplits + split.index;
   }
 
@@ -93,24 +97,25 @@ private:
     const TokenSlots found = movement_.slots_of(home, token);
     const WarpList<int32_t>& slots = found.slots;
     if (slots.size() == 0) return;
-    const float* weights = is_exact_ ? params_.row_weights : nullptr; // that travel
+    const float* weights = is_exact_ ? params_.row_weights : nullptr; // weights that this split carries
     if (params_.carried_weights != nullptr) weights = split.index == 0 ? params_.carried_weights : nullptr;
     if (is_exact_ || weights != nullptr)
       for (int first = 0; first < slots.size(); first += kWarp)
         send_routes(home, token, split, slots.has_own(first) ? slots.own(first) : -1, weights);
     if (!is_exact_) {
-      Terms<T> terms;
+      SumTerms<T> terms;
       terms.rows = slots.map([&](int32_t slot) { return row_of(slot, split); });
       terms.weights = slots.map([&](int32_t slot) { return weight_of(slot); });
       terms.address_bits = reinterpret_cast<uint64_t>(params_.rows) | static_cast<uint64_t>(args_.hidden) * sizeof(T);
       const int64_t row = partial_staging_row(group_.context.shape, token, args_.top_k, found.rank_ordinal);
       sum_rows<false>(pipeline_, terms, staged_row(home, row, split), split.size);
     }
-    pipeline_.finish(); // what all lanes have stored comes before what one tells
+    pipeline_.finish(); // what all lanes have stored comes before the release of lane 0
     if (lane() == 0) call_.signal(ready_flag_at(home, token, found.rank_ordinal, split));
   }
 
-  // Each lane names a slot, or -1. In precision exact their rows travel; in either, their weights, if there are any.
+  // Each lane passes a slot, or -1. In precision exact the slots' rows are sent; in either precision their weights are, if
+  // `weights` is not NULL.
   __device__ void send_routes(int home, int64_t token, const RowSplit& split, int32_t slot, const float* weights) const {
     const int64_t route = slot >= 0 ? route_index(token, args_.top_k, movement_.k_of_slot(slot)) : 0;
     if (weights != nullptr && slot >= 0) staged_weights(home)[route] = weights[slot];
@@ -123,7 +128,7 @@ private:
     }
   }
 
-  // Of a row of this rank's own, as the lane's slot names it.
+  // The weight of this rank's own row in the lane's slot.
   __device__ float weight_of(int32_t slot) const {
     return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
   }
@@ -132,7 +137,7 @@ private:
     const uint64_t live = routes.mask_of([&](const Route& route) { return movement_.is_live(route); });
     const uint64_t own = live & routes.mask_of([&](const Route& route) { return route.rank == call_.rank(); });
     if (!wait_for_peers(token, split, routes, live & ~own)) return false;
-    const Terms<T> terms =
+    const SumTerms<T> terms =
         is_exact_ ? terms_of_routes(token, split, routes, live, own) : terms_of_ranks(token, split, routes, live, own);
     sum_rows<true>(pipeline_, terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden + split.first, split.size);
     if (params_.carried_out != nullptr && split.index == 0) collect_weights(token, routes, live);
@@ -140,7 +145,7 @@ private:
     return true;
   }
 
-  // Each lane for the ranks of its routes. `awaited`: a bit for each route.
+  // Each lane waits for the ready flags of its routes' ranks. `awaited` has a bit for each route.
   __device__ bool wait_for_peers(int64_t token, const RowSplit& split, const WarpRoutes& routes, uint64_t awaited) const {
     bool ok = true;
     for (int first = 0; first < args_.top_k; first += kWarp)
@@ -148,18 +153,18 @@ private:
         ok = call_.wait_ready(ready_flag_at(call_.rank(), token, movement_.rank_ordinal_of(route.rank_ordinal), split),
                               route.rank);
     const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
-    __syncwarp(); // every lane sees what each has acquired: a vote orders no memory
+    __syncwarp(); // all lanes see what each has acquired: a vote orders no memory
     return all;
   }
 
-  // In k order.
-  __device__ Terms<T> terms_of_routes(int64_t token, const RowSplit& split, const WarpRoutes& routes, uint64_t live,
-                                      uint64_t own) const {
+  // Precision exact: the terms are the routes' rows in k order.
+  __device__ SumTerms<T> terms_of_routes(int64_t token, const RowSplit& split, const WarpRoutes& routes, uint64_t live,
+                                         uint64_t own) const {
     const float* const weights = params_.row_weights != nullptr ? staged_weights(call_.rank()) : nullptr;
-    Terms<T> terms;
+    SumTerms<T> terms;
     for (int first = 0; first < args_.top_k; first += kWarp) {
       const bool is_own = (own >> (first + lane()) & 1) != 0;
-      float weight = 1.0f; // of the lane's route
+      float weight = 1.0f; // weight of the lane's route
       if (is_own)
         weight = weight_of(routes.own(first).slot);
       else if (weights != nullptr && (live >> (first + lane()) & 1) != 0)
@@ -174,13 +179,13 @@ private:
     return terms;
   }
 
-  // In rank order; the rows of this rank's own, which are the inner ones, in k order.
-  __device__ Terms<T> terms_of_ranks(int64_t token, const RowSplit& split, const WarpRoutes& routes, uint64_t live,
-                                     uint64_t own) const {
+  // Precision wire: the terms are the ranks' partial sums in rank order; this rank's own rows are the inner terms, in k order.
+  __device__ SumTerms<T> terms_of_ranks(int64_t token, const RowSplit& split, const WarpRoutes& routes, uint64_t live,
+                                        uint64_t own) const {
     const float low_weight = weight_of((own >> lane() & 1) != 0 ? routes.low.slot : -1);
     const float high_weight = weight_of((own >> kWarp >> lane() & 1) != 0 ? routes.high.slot : -1);
-    Terms<T> terms;
-    int own_ordinal = kMaxTopK; // of this rank
+    SumTerms<T> terms;
+    int own_ordinal = kMaxTopK; // rank ordinal of this rank, if the token goes here
 #pragma unroll 1
     for (uint64_t left = own; left != 0; left &= left - 1) {
       const int k = lowest_bit(left);
@@ -188,7 +193,7 @@ private:
       terms.append(row_of(routes.slot(k), split), from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
     }
     terms.num_inner = terms.size();
-    uint64_t rank_ordinals = 0; // of the peers that have live slots, a bit each; it ascends with the rank
+    uint64_t rank_ordinals = 0; // a bit for each peer that has live slots; rank ordinals ascend with the rank
 #pragma unroll 1
     for (uint64_t left = live & ~own; left != 0; left &= left - 1)
       rank_ordinals |= uint64_t{1} << movement_.rank_ordinal_of(routes.rank_ordinal(lowest_bit(left)));
@@ -220,7 +225,7 @@ private:
     for (int64_t row = token * per_token; row < (token + 1) * per_token; ++row)
       scribble_row(reinterpret_cast<std::byte*>(staged_row(call_.rank(), row, split)),
                    split.size * static_cast<int64_t>(sizeof(T)));
-    if (is_exact_ ? num_splits_ > 1 : split.index != 0) return; // in precision exact they are for the other part too
+    if (is_exact_ ? num_splits_ > 1 : split.index != 0) return; // in precision exact the other split reads them too
     for (int k = lane(); k < args_.top_k; k += kWarp)
       staged_weights(call_.rank())[route_index(token, args_.top_k, k)] = NAN;
   }

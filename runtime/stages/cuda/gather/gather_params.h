@@ -1,4 +1,4 @@
-// What the kernels of combine and dispatch_bwd get.
+// The parameters of the kernels of combine and dispatch_bwd.
 #pragma once
 
 #include "runtime/stages/cuda/kernels.h"

@@ -1,10 +1,10 @@
-// combine and dispatch_bwd with few tokens, in precision wire. As in ll_dispatch.cuh rows travel as tagged words, into
-// staging that may be written at any time, and a warp takes a chunk of a row at a time.
+// The low-latency (LL) path of combine and dispatch_bwd, in precision wire. As in ll_dispatch.cuh, rows travel as LL packets
+// into staging that may be written at any time, and a warp takes a chunk of a row at a time. All warps do the same:
 //
-//   send  A warp takes a chunk of a peer's token that has slots here, sums those, and stores the sum into the home rank's
-//         staging. It waits for nobody.
-//   sum   Once the ranks have met, a warp takes a chunk of a token of this rank, sums its slots here, and adds what has
-//         come home.
+//   first  sum a chunk of a peer's token over its slots here, and       waits for nothing
+//          store the sum into the home rank's staging
+//   then   sum a chunk of a token of this rank over its slots here,     waits for the entry barrier, then for the LL packets
+//          and add the peers' sums                                      of each peer's sum
 #pragma once
 
 #include "runtime/stages/cuda/gather/gather_params.h"
@@ -33,9 +33,9 @@ public:
     }
   }
 
-  // arrive() tells whether the ranks have met; false: the group has failed.
-  template <typename Arrive>
-  __device__ void sum(const Arrive& enter) const {
+  // enter() waits at the entry barrier, and returns false when the group has failed.
+  template <typename Enter>
+  __device__ void sum(const Enter& enter) const {
     bool has_entered = false;
 #pragma unroll 1
     for (auto tile = static_cast<uint32_t>(partition_.rotated_index());; tile += static_cast<uint32_t>(partition_.count)) {
@@ -44,7 +44,7 @@ public:
       const uint32_t chunk = tile - token * chunks_;
       const WarpRoutes routes = movement_.routes_of(token);
       const LlSlots own = movement_.ll_slots_here(routes);
-      const LlChunk own_sum = own.live != 0 ? sum_slots(own, chunk) : LlChunk{}; // while the ranks meet
+      const LlChunk own_sum = own.live != 0 ? sum_slots(own, chunk) : LlChunk{}; // overlaps the entry barrier
       if (!has_entered && !enter()) return;
       has_entered = true;
       if (!sum_chunk(token, chunk, routes, own_sum)) return;
@@ -68,7 +68,7 @@ private:
     return load_chunk<kUnaligned>(params_.rows + slot * row_bytes_ + static_cast<int64_t>(chunk) * kLlChunkBytes,
                                   bytes_of(chunk));
   }
-  // Of rows here, in k order, rounded. There are some.
+  // Sums the rows of `slots`, of which there is at least one, in k order, and rounds once.
   __device__ LlChunk sum_slots(const LlSlots& slots, uint32_t chunk) const {
     const auto weight_of = [&](int32_t slot) {
       return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
@@ -96,7 +96,7 @@ private:
           send_weight(staged_weight(home, token, first + lane()), params_.carried_weights[slot], call_.epoch());
   }
 
-  // Adds up, in rank order, what this rank has and what comes home. False: the group has failed.
+  // Sums this rank's own sum and those of the peers in rank order. Returns false when the group has failed.
   __device__ bool sum_chunk(int64_t token, uint32_t chunk, const WarpRoutes& routes, const LlChunk& own_sum) const {
     const auto is_live = [&](const Route& route) { return movement_.is_live(route); };
     const uint64_t kept_ranks = routes.ranks_of([](const Route& route) { return route.slot >= 0; });
@@ -121,7 +121,7 @@ private:
     return chunk != 0 || params_.carried_out == nullptr || collect_weights(token, routes, routes.mask_of(is_live));
   }
 
-  // False: the group has failed. The same in all lanes.
+  // Returns false, in all lanes, when the group has failed.
   __device__ bool collect_weights(int64_t token, const WarpRoutes& routes, uint64_t live) const {
     bool ok = true;
     for (int first = 0; first < args_.top_k; first += kWarp) {
@@ -146,7 +146,7 @@ private:
   const CallSession& call_;
   const WindowLayout& layout_;
   int64_t row_bytes_;
-  uint32_t chunks_; // of this call
+  uint32_t chunks_; // LL chunks of a row of this call
   WorkPartition partition_;
 };
 

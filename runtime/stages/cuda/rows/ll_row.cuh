@@ -1,6 +1,6 @@
-// Rows of few tokens on their way. A warp has a chunk of a row in its registers; between ranks it travels as words that
-// tell of themselves (LlPacket16): nobody waits for a store to be complete before telling of it, and nobody has to be
-// told.
+// Rows of the low-latency (LL) path. A warp holds a chunk of a row in its registers; between ranks the chunk travels as LL
+// packets (LlPacket16, flag in data), each stored and loaded by one single-copy atomic access of 16 bytes: no sender waits for
+// a store to complete before it signals, and no signal is needed.
 #pragma once
 
 #include <bit>
@@ -12,29 +12,30 @@
 
 namespace epx::cuda {
 
-// What a lane has of a chunk: vectors lane, lane + 32 and lane + 64. On their way their words are in four tagged words:
+// What a lane holds of a chunk: vectors lane, lane + 32 and lane + 64. Between ranks their words travel in four LL packets:
 // those at lane, lane + 32, lane + 64 and lane + 96.
 struct LlChunk {
   static constexpr int kVectors = kLlChunkBytes / (kWarp * sizeof(uint4));
-  static constexpr int kTriples = kLlChunkPackets / kWarp;
+  static constexpr int kPackets = kLlChunkPackets / kWarp;
   static constexpr int kWords = kVectors * sizeof(uint4) / sizeof(uint32_t);
-  static_assert(kWords == 3 * kTriples);
+  static_assert(kWords == 3 * kPackets);
 
   uint32_t words[kWords];
 
-  // Of the lane's vectors and tagged words those that `bytes` bytes take, 1 <= bytes <= kLlChunkBytes: the first so many.
+  // How many of the lane's vectors and packets, the first ones, `bytes` bytes take; 1 <= bytes <= kLlChunkBytes.
   __device__ static int vectors_of(int bytes) {
-    constexpr int kEach = kWarp * sizeof(uint4);
-    static_assert(kVectors * kEach == kLlChunkBytes);
-    return static_cast<int>(static_cast<unsigned>(bytes - lane() * static_cast<int>(sizeof(uint4)) + kEach - 1) / kEach);
+    constexpr int kWarpVectorBytes = kWarp * sizeof(uint4);
+    static_assert(kVectors * kWarpVectorBytes == kLlChunkBytes);
+    return static_cast<int>(static_cast<unsigned>(bytes - lane() * static_cast<int>(sizeof(uint4)) + kWarpVectorBytes - 1) /
+                            kWarpVectorBytes);
   }
-  __device__ static int triples_of(int bytes) {
+  __device__ static int packets_of(int bytes) {
     const int vectors = vectors_of(bytes);
     return vectors == 0 ? 0 : vectors + 1;
   }
 };
 
-// Byte by byte. `words`: the lane's.
+// These two move a chunk byte by byte; `words` are the lane's.
 __device__ __noinline__ inline void load_unaligned_chunk(const std::byte* from, int bytes, uint32_t* words) {
   for (int vector = 0; vector < LlChunk::kVectors; ++vector) {
     const int first = (vector * kWarp + lane()) * static_cast<int>(sizeof(uint4));
@@ -51,7 +52,8 @@ __device__ __noinline__ inline void store_unaligned_chunk(std::byte* to, int byt
       to[first + i] = static_cast<std::byte>(words[vector * 4 + i / 4] >> 8 * (i % 4));
   }
 }
-// All lanes. `bytes` of the chunk, up to kLlChunkBytes; what it does not have is zero. kUnaligned: see is_unaligned().
+// All lanes call this. It loads `bytes` bytes of a chunk, up to kLlChunkBytes; the rest is zero. kUnaligned: see
+// is_unaligned().
 template <bool kUnaligned>
 __device__ inline LlChunk load_chunk(const std::byte* from, int bytes) {
   LlChunk chunk{};
@@ -84,88 +86,90 @@ __device__ inline void store_chunk(std::byte* to, int bytes, const LlChunk& chun
   }
 }
 
-// To a place in a rank's window.
+// Stores a chunk into a rank's window.
 __device__ inline void send_chunk(LlPacket16* to, int bytes, const LlChunk& chunk, Epoch epoch) {
-  const int triples = LlChunk::triples_of(bytes);
+  const int num_packets = LlChunk::packets_of(bytes);
 #pragma unroll
-  for (int i = 0; i < LlChunk::kTriples; ++i)
-    if (i < triples)
+  for (int i = 0; i < LlChunk::kPackets; ++i)
+    if (i < num_packets)
       store_packet_relaxed_sys(to + i * kWarp + lane(),
                                LlPacket16{{chunk.words[3 * i], chunk.words[3 * i + 1], chunk.words[3 * i + 2]}, epoch});
 }
-// Tests: once it has been used.
-__device__ inline void scribble_chunk(LlPacket16* place) {
+// Tests overwrite a chunk in staging with this once it has been used.
+__device__ inline void scribble_chunk(LlPacket16* packets) {
   __syncwarp(); // all lanes have read it
 #pragma unroll
-  for (int i = 0; i < LlChunk::kTriples; ++i)
-    store_packet_relaxed_sys(place + i * kWarp + lane(), LlPacket16{{0x5a5a5a5a, 0x5a5a5a5a, 0x5a5a5a5a}, 0x5a5a5a5a});
+  for (int i = 0; i < LlChunk::kPackets; ++i)
+    store_packet_relaxed_sys(packets + i * kWarp + lane(), LlPacket16{{0x5a5a5a5a, 0x5a5a5a5a, 0x5a5a5a5a}, 0x5a5a5a5a});
 }
 
-// A chunk on its way to this rank, as far as it has been seen.
+// A chunk that a peer sends, and the packets of it that this lane has loaded so far.
 class IncomingLlChunk {
 public:
-  // Begins to look. All lanes.
-  __device__ IncomingLlChunk(const LlPacket16* place, int bytes) : place_(place), triples_(LlChunk::triples_of(bytes)) {
-    look();
+  // Loads the packets once. All lanes call this.
+  __device__ IncomingLlChunk(const LlPacket16* staged, int bytes)
+      : staged_(staged), num_packets_(LlChunk::packets_of(bytes)) {
+    load();
   }
 
-  // Until it is here. `peer` sends it. False: the group has failed. All lanes.
+  // Waits until all packets carry the call's epoch; `peer` stores them. Returns false when the group has failed. All lanes call
+  // this.
   __device__ bool wait(const CallSession& call, int peer) {
     const Epoch epoch = call.epoch();
 #pragma unroll 1
     while (true) {
-      const LlPacket16* missing = nullptr; // of the lane
+      const LlPacket16* missing = nullptr; // a packet of this lane
 #pragma unroll
-      for (int i = 0; i < LlChunk::kTriples; ++i)
-        if (i < triples_ && words_[i].epoch != epoch) missing = place_ + i * kWarp + lane();
+      for (int i = 0; i < LlChunk::kPackets; ++i)
+        if (i < num_packets_ && packets_[i].epoch != epoch) missing = staged_ + i * kWarp + lane();
       const unsigned lanes = __ballot_sync(~0u, missing != nullptr ? 1 : 0);
       if (lanes == 0) return true;
       bool ok = true;
-      LlPacket16 word;
-      if (lane() == lowest_bit(lanes)) ok = call.wait_for_word(missing, word, peer); // one, lest all poll
+      LlPacket16 packet;
+      if (lane() == lowest_bit(lanes)) ok = call.wait_for_word(missing, packet, peer); // one lane polls, not all
       if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
-      look();
+      load();
     }
   }
-  // Once it is here.
+  // The chunk, after wait() has returned true.
   __device__ LlChunk get() const {
     LlChunk chunk;
 #pragma unroll
     for (int i = 0; i < LlChunk::kWords; ++i)
-      chunk.words[i] = i / 3 < triples_ ? words_[i / 3].values[i % 3] : 0;
+      chunk.words[i] = i / 3 < num_packets_ ? packets_[i / 3].values[i % 3] : 0;
     return chunk;
   }
 
 private:
-  __device__ void look() {
+  __device__ void load() {
 #pragma unroll
-    for (int i = 0; i < LlChunk::kTriples; ++i)
-      if (i < triples_) words_[i] = load_packet_relaxed_sys(place_ + i * kWarp + lane());
+    for (int i = 0; i < LlChunk::kPackets; ++i)
+      if (i < num_packets_) packets_[i] = load_packet_relaxed_sys(staged_ + i * kWarp + lane());
   }
 
-  const LlPacket16* place_;
-  int triples_;
-  LlPacket16 words_[LlChunk::kTriples] = {};
+  const LlPacket16* staged_;
+  int num_packets_;
+  LlPacket16 packets_[LlChunk::kPackets] = {};
 };
 
-// ---- Weights that go with rows, likewise: as the bits of floats ----
+// ---- Weights travel with rows as LL packets too (LlPacket8), as the bits of floats ----
 
-// To a place in a rank's window.
+// Stores a weight into a rank's window.
 __device__ inline void send_weight(LlPacket8* to, float weight, Epoch epoch) {
   store_packet_relaxed_sys(to, LlPacket8{std::bit_cast<int32_t>(weight), epoch});
 }
-// For one thread: until it is here. False: the group has failed.
-__device__ inline bool receive_weight(const CallSession& call, LlPacket8* place, int peer, float& weight) {
-  LlPacket8 word{};
-  if (!call.wait_for_word(place, word, peer)) return false;
-  weight = std::bit_cast<float>(word.value);
-  if (call.scribbles_staging()) *place = {std::bit_cast<int32_t>(NAN), 0};
+// One thread waits until the packet carries the call's epoch. Returns false when the group has failed.
+__device__ inline bool receive_weight(const CallSession& call, LlPacket8* staged, int peer, float& weight) {
+  LlPacket8 packet{};
+  if (!call.wait_for_word(staged, packet, peer)) return false;
+  weight = std::bit_cast<float>(packet.value);
+  if (call.scribbles_staging()) *staged = {std::bit_cast<int32_t>(NAN), 0};
   return true;
 }
 
 // ---- Sums ----
 
-// The sum of rows' chunks so far, by the contract's rules.
+// Sums chunks of rows, by the contract's rules.
 template <typename T>
 class LlChunkSum {
 public:
@@ -183,7 +187,7 @@ public:
   }
 
 private:
-  float acc_[LlChunk::kWords][kOfWord<T>] = {};
+  float acc_[LlChunk::kWords][kElementsPerWord<T>] = {};
 };
 
 } // namespace epx::cuda

@@ -1,5 +1,5 @@
-// Rows of elements, one warp at a time: copies, conversions, and the arithmetic that the contract fixes. Each has two
-// forms: through a TmaRowPipeline where rows are aligned to 16 bytes, and a plain one for the rest.
+// One warp copies, converts, multiplies and sums rows of elements, with the arithmetic that the contract fixes. Each operation
+// has two forms: one through a TmaRowPipeline for rows that are aligned to 16 bytes, and one with plain loads and stores.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,7 +16,7 @@ namespace epx::cuda {
 
 template <typename Unit>
 __device__ inline void copy_units_to_lanes(const std::byte* from, int64_t bytes, unsigned lanes, std::byte* to) {
-  constexpr int kDepth = 4; // loads under way at a time
+  constexpr int kDepth = 4; // loads in flight at a time
   const auto* source = reinterpret_cast<const Unit*>(from);
   const int64_t units = bytes / static_cast<int64_t>(sizeof(Unit));
   for (int64_t first = 0; first < units; first += kDepth * kWarp) { // the same in all lanes
@@ -33,13 +33,13 @@ __device__ inline void copy_units_to_lanes(const std::byte* from, int64_t bytes,
   }
 }
 
-// Whether rows at such places, of so many bytes, cannot be moved by vectors.
-__device__ inline bool is_unaligned(uint64_t places, int64_t row_bytes) {
-  return (places | static_cast<uint64_t>(row_bytes)) % sizeof(uint4) != 0;
+// Whether rows of `row_bytes` bytes at these addresses, OR-ed together, cannot be moved by 16-byte vectors.
+__device__ inline bool is_unaligned(uint64_t address_bits, int64_t row_bytes) {
+  return (address_bits | static_cast<uint64_t>(row_bytes)) % sizeof(uint4) != 0;
 }
 
-// A warp copies `bytes` bytes to the places that its lanes name; NULL: none. Read once; by the widest unit that all ends
-// and the size allow.
+// Multi-destination copy: a warp loads `bytes` bytes once and stores them to the address that each lane passes; a lane that
+// passes NULL has none. It uses the widest unit that all addresses and the size allow.
 __device__ __noinline__ inline void copy_row_to_lanes(const std::byte* from, int64_t bytes, std::byte* to) {
   const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
   if (lanes == 0) return;
@@ -54,11 +54,11 @@ __device__ __noinline__ inline void copy_row_to_lanes(const std::byte* from, int
     copy_units_to_lanes<uint8_t>(from, bytes, lanes, to);
 }
 
-// The same, begun only where bulk copies can do it: pipeline.finish() ends it.
+// The same, through bulk copies where the alignment allows them; these are only begun, and pipeline.finish() ends them.
 __device__ inline void begin_copy_row_to_lanes(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes,
                                                std::byte* to) {
-  const uint64_t places = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);
-  if (__all_sync(~0u, is_unaligned(places, bytes) ? 0 : 1) != 0)
+  const uint64_t address_bits = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);
+  if (__all_sync(~0u, is_unaligned(address_bits, bytes) ? 0 : 1) != 0)
     pipeline.begin_copy_to_lanes(from, bytes, to);
   else
     copy_row_to_lanes(from, bytes, to);
@@ -74,7 +74,7 @@ __device__ __noinline__ inline void zero_row(std::byte* to, int64_t bytes) {
     to[i] = std::byte{0};
 }
 
-// Tests: what staging holds once it has been used.
+// Tests overwrite staging with this once it has been used.
 __device__ inline void scribble_row(std::byte* row, int64_t bytes) {
   __syncwarp(); // all lanes have read it
   for (int64_t i = lane(); i < bytes; i += kWarp)
@@ -83,8 +83,8 @@ __device__ inline void scribble_row(std::byte* row, int64_t bytes) {
 
 // ---- Elements ----
 
-// A lane works on runs of kFragment elements: lane l has elements [8 l, 8 l + 8) of each stretch of 256. As words, lest the
-// compiler move it element by element.
+// A lane works on fragments of kFragment elements: lane l holds elements [8 l, 8 l + 8) of each warp tile of 256. A fragment is
+// an array of words, since the compiler would move an array of elements one by one.
 constexpr int kFragment = 8;
 constexpr int kWarpTile = kFragment * kWarp;
 
@@ -94,7 +94,7 @@ struct alignas(16) Fragment {
 };
 
 template <typename T>
-constexpr int kOfWord = static_cast<int>(sizeof(uint32_t) / sizeof(T)); // elements
+constexpr int kElementsPerWord = static_cast<int>(sizeof(uint32_t) / sizeof(T));
 
 template <typename T>
 __device__ void unpack_word(uint32_t word, float* x);
@@ -115,7 +115,7 @@ __device__ inline void unpack_word<__nv_bfloat16>(uint32_t word, float* x) {
   x[1] = std::bit_cast<float>(word & 0xffff0000u);
 }
 
-// Rounded to nearest even.
+// Rounds to nearest even.
 template <typename T>
 __device__ uint32_t pack_word(const float* x);
 template <>
@@ -140,19 +140,19 @@ __device__ inline uint32_t pack_word<__nv_bfloat16>(const float* x) {
 template <typename T>
 __device__ inline void unpack(const Fragment<T>& fragment, float (&x)[kFragment]) {
 #pragma unroll
-  for (int i = 0; i < kFragment / kOfWord<T>; ++i)
-    unpack_word<T>(fragment.words[i], x + i * kOfWord<T>);
+  for (int i = 0; i < kFragment / kElementsPerWord<T>; ++i)
+    unpack_word<T>(fragment.words[i], x + i * kElementsPerWord<T>);
 }
 template <typename T>
 __device__ inline Fragment<T> pack(const float (&x)[kFragment]) {
   Fragment<T> fragment;
 #pragma unroll
-  for (int i = 0; i < kFragment / kOfWord<T>; ++i)
-    fragment.words[i] = pack_word<T>(x + i * kOfWord<T>);
+  for (int i = 0; i < kFragment / kElementsPerWord<T>; ++i)
+    fragment.words[i] = pack_word<T>(x + i * kElementsPerWord<T>);
   return fragment;
 }
 
-// At an address aligned to 16 bytes.
+// The address is aligned to 16 bytes.
 template <typename T>
 __device__ inline Fragment<T> load_vector(const void* from) {
   Fragment<T> fragment;
@@ -173,7 +173,7 @@ __device__ inline void store_vector(void* to, const Fragment<T>& fragment) {
   }
 }
 
-// At any address: elements [h, h + kFragment) of a row of `hidden`; zeros beyond its end.
+// The address may be unaligned. Loads elements [h, h + kFragment) of a row of `hidden` elements, with zeros beyond its end.
 template <typename T>
 __device__ inline Fragment<T> load_elements(const T* row, int64_t h, int64_t hidden) {
   T elements[kFragment];
@@ -191,29 +191,30 @@ __device__ inline void store_elements(T* row, int64_t h, int64_t hidden, const F
     row[h + i] = elements[i];
 }
 
-// Whether rows of which some address has these bits set can come and go by vectors.
-__device__ inline bool are_vectors(uint64_t address_bits, int64_t hidden) {
+// Whether rows of `hidden` elements at these addresses, OR-ed together, can be loaded and stored as vectors.
+__device__ inline bool is_vectorizable(uint64_t address_bits, int64_t hidden) {
   return address_bits % 16 == 0 && hidden % kFragment == 0;
 }
 
-// The stretches in a piece of a row that a TmaRowPipeline brings, and where in the piece the lane's run of a stretch is.
+// An h-tile of a TmaRowPipeline fills one stage with kWarpTilesPerStage warp tiles; offset_of_fragment() is the byte offset of
+// the lane's fragment of a warp tile in the stage.
 template <typename T>
 constexpr int kWarpTilesPerStage = TmaRowPipeline::kStageBytes / static_cast<int>(kWarpTile * sizeof(T));
 template <typename T>
 __device__ inline uint32_t offset_of_fragment(int warp_tile) {
   return static_cast<uint32_t>(warp_tile * kWarpTile + lane() * kFragment) * sizeof(T);
 }
-// Where a piece of a row begins.
+// Where an h-tile of a row begins.
 template <typename T>
-__device__ inline std::byte* stage_of(T* row, int row_stage) {
-  return reinterpret_cast<std::byte*>(row) + static_cast<int64_t>(row_stage) * TmaRowPipeline::kStageBytes;
+__device__ inline std::byte* h_tile_of(T* row, int h_tile) {
+  return reinterpret_cast<std::byte*>(row) + static_cast<int64_t>(h_tile) * TmaRowPipeline::kStageBytes;
 }
-// The lane's runs of a piece; beyond its end they hold anything.
+// Loads the lane's fragments of the h-tile in a stage; beyond the end of the row they are undefined.
 template <typename T>
-__device__ inline void load_stage(const std::byte* row_stage, Fragment<T> (&fragments)[kWarpTilesPerStage<T>]) {
+__device__ inline void load_fragments(const std::byte* stage, Fragment<T> (&fragments)[kWarpTilesPerStage<T>]) {
 #pragma unroll
   for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile)
-    fragments[warp_tile] = load_vector<T>(row_stage + offset_of_fragment<T>(warp_tile));
+    fragments[warp_tile] = load_vector<T>(stage + offset_of_fragment<T>(warp_tile));
 }
 
 // ---- Scaled copies ----
@@ -234,33 +235,33 @@ __device__ __noinline__ void scale_elements_to_lanes(const T* from, int64_t hidd
     const int64_t h = first + lane() * kFragment;
     const Fragment<T> fragment = load_elements(from, h, hidden);
     for (unsigned left = lanes; left != 0; left &= left - 1) {
-      const int place = lowest_bit(left);
-      store_elements(from_lane(to, place), h, hidden, scaled(from_lane(weight, place), fragment));
+      const int target_lane = lowest_bit(left);
+      store_elements(from_lane(to, target_lane), h, hidden, scaled(from_lane(weight, target_lane), fragment));
     }
   }
 }
 
-// For each lane that names a place: that row = round(its weight * from). A place may be `from` itself.
+// For each lane whose `to` is not NULL: to = round(the lane's weight * from). `to` may be `from` itself.
 template <typename T>
 __device__ inline void scale_row_to_lanes(TmaRowPipeline& pipeline, const T* from, int64_t hidden, T* to, float weight) {
   const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
   if (lanes == 0) return;
   const uint64_t bits = reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(to);
-  if (__all_sync(~0u, are_vectors(bits, hidden) ? 1 : 0) == 0) {
+  if (__all_sync(~0u, is_vectorizable(bits, hidden) ? 1 : 0) == 0) {
     scale_elements_to_lanes(from, hidden, lanes, to, weight);
     return;
   }
   WarpList<const T*> rows;
   rows.append(from);
   pipeline.read(rows, hidden * static_cast<int64_t>(sizeof(T)),
-                [&](int, int row_stage, const std::byte* data, uint32_t data_bytes) {
+                [&](int, int h_tile, const std::byte* data, uint32_t data_bytes) {
                   Fragment<T> fragments[kWarpTilesPerStage<T>];
-                  load_stage(data, fragments);
+                  load_fragments(data, fragments);
 #pragma unroll 1
                   for (unsigned left = lanes; left != 0; left &= left - 1) {
-                    const int place = lowest_bit(left);
-                    const float factor = from_lane(weight, place);
-                    std::byte* const target = stage_of(from_lane(to, place), row_stage);
+                    const int target_lane = lowest_bit(left);
+                    const float factor = from_lane(weight, target_lane);
+                    std::byte* const target = h_tile_of(from_lane(to, target_lane), h_tile);
 #pragma unroll
                     for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile)
                       if (const uint32_t at = offset_of_fragment<T>(warp_tile); at < data_bytes)
@@ -271,9 +272,9 @@ __device__ inline void scale_row_to_lanes(TmaRowPipeline& pipeline, const T* fro
 
 // ---- Products ----
 
-// The fixed tree of epx_combine_bwd: 256 accumulators, j = h mod 256, of which this lane has the eight of its runs; then
-// adjacent pairs. The result is in every lane.
-__device__ inline float sum_of_tree(float (&acc)[kFragment]) {
+// The fixed tree of epx_combine_bwd: there are 256 accumulators, j = h mod 256, of which this lane has the eight of its
+// fragments; adjacent pairs are added until one is left. The result is in every lane.
+__device__ inline float reduce_tree(float (&acc)[kFragment]) {
 #pragma unroll
   for (int left = kFragment / 2; left > 0; left /= 2)
 #pragma unroll
@@ -285,7 +286,7 @@ __device__ inline float sum_of_tree(float (&acc)[kFragment]) {
   return sum;
 }
 
-// acc += a * b in the first `count` elements: an absent element takes no step.
+// acc += a * b in the first `count` elements; an absent element takes no step.
 template <typename T>
 __device__ inline void add_products(float (&acc)[kFragment], const Fragment<T>& a, const Fragment<T>& b,
                                     int count = kFragment) {
@@ -306,8 +307,8 @@ __device__ __noinline__ float scale_and_multiply_elements(const T* grad, const T
     add_products(acc, fragment, load_elements(x, h, hidden), static_cast<int>(min(int64_t{kFragment}, hidden - h)));
     store_elements(to, h, hidden, is_weighted ? scaled(weight, fragment) : fragment);
   }
-  __syncwarp(); // all lanes have read grad, which the caller may write next
-  return sum_of_tree(acc);
+  __syncwarp(); // all lanes have read grad, which the caller may overwrite next
+  return reduce_tree(acc);
 }
 
 // Returns the product of grad and x, by the fixed tree; and to = round(weight * grad), or the same bits if !is_weighted.
@@ -316,21 +317,21 @@ template <typename T>
 __device__ inline float scale_and_multiply(TmaRowPipeline& pipeline, const T* grad, const T* x, int64_t hidden, T* to,
                                            bool is_weighted, float weight) {
   const uint64_t bits = reinterpret_cast<uint64_t>(grad) | reinterpret_cast<uint64_t>(x) | reinterpret_cast<uint64_t>(to);
-  if (!are_vectors(bits, hidden)) return scale_and_multiply_elements(grad, x, hidden, to, is_weighted, weight);
+  if (!is_vectorizable(bits, hidden)) return scale_and_multiply_elements(grad, x, hidden, to, is_weighted, weight);
   float acc[kFragment] = {};
   Fragment<T> grads[kWarpTilesPerStage<T>];
   WarpList<const T*> rows;
   rows.append(grad);
   rows.append(x);
   pipeline.read(rows, hidden * static_cast<int64_t>(sizeof(T)),
-                [&](int row, int row_stage, const std::byte* data, uint32_t data_bytes) {
+                [&](int row, int h_tile, const std::byte* data, uint32_t data_bytes) {
                   if (row == 0) {
-                    load_stage(data, grads);
+                    load_fragments(data, grads);
                     return;
                   }
                   Fragment<T> fragments[kWarpTilesPerStage<T>];
-                  load_stage(data, fragments);
-                  std::byte* const target = stage_of(to, row_stage);
+                  load_fragments(data, fragments);
+                  std::byte* const target = h_tile_of(to, h_tile);
 #pragma unroll
                   for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile) {
                     const uint32_t at = offset_of_fragment<T>(warp_tile);
@@ -339,20 +340,20 @@ __device__ inline float scale_and_multiply(TmaRowPipeline& pipeline, const T* gr
                     store_vector(target + at, is_weighted ? scaled(weight, grads[warp_tile]) : grads[warp_tile]);
                   }
                 });
-  return sum_of_tree(acc);
+  return reduce_tree(acc);
 }
 
 // ---- Sums ----
 
-// Rows to be summed in order, each times its weight. The first num_inner rows are summed among themselves, rounded to T,
-// and enter the sum of the others as one: before the own_position-th of those.
+// Rows to be summed in order, each multiplied by its weight. The first num_inner rows are this rank's own: they are summed
+// among themselves and rounded to T, and this partial sum enters the sum of the others before the own_position-th of those.
 template <typename T>
-struct Terms {
+struct SumTerms {
   WarpList<const T*> rows;
   WarpList<float> weights;
   int num_inner = 0;
   int own_position = 0;
-  uint64_t address_bits = 0; // set in the address of any row
+  uint64_t address_bits = 0; // all rows' addresses, OR-ed together
 
   __device__ int size() const { return rows.size(); }
   __device__ void append(const T* row, float weight = 1.0f) {
@@ -362,27 +363,27 @@ struct Terms {
   }
 };
 
-// One step of a sum. Without a weight it is acc + x, which 1 * x + acc equals.
+// One step of a sum, acc = fma(weight, x, acc). A sum without weights passes 1, and 1 * x + acc equals x + acc.
 template <typename T>
 __device__ inline void add_word(float* acc, uint32_t word, float weight) {
-  float x[kOfWord<T>];
+  float x[kElementsPerWord<T>];
   unpack_word<T>(word, x);
 #pragma unroll
-  for (int i = 0; i < kOfWord<T>; ++i)
+  for (int i = 0; i < kElementsPerWord<T>; ++i)
     acc[i] = __fmaf_rn(weight, x[i], acc[i]);
 }
 template <typename T>
 __device__ inline void add_fragment(float (&acc)[kFragment], const Fragment<T>& fragment, float weight) {
 #pragma unroll
-  for (int i = 0; i < kFragment / kOfWord<T>; ++i)
-    add_word<T>(acc + i * kOfWord<T>, fragment.words[i], weight);
+  for (int i = 0; i < kFragment / kElementsPerWord<T>; ++i)
+    add_word<T>(acc + i * kElementsPerWord<T>, fragment.words[i], weight);
 }
 
-// The sum so far, of a lane's runs at the same places of all rows.
+// The sum so far of a lane's fragments, at the same elements of all rows.
 template <bool kHasInner, typename T, int kFragments>
 class FragmentSums {
 public:
-  __device__ void add(const Terms<T>& terms, int term, float weight, const Fragment<T> (&fragments)[kFragments]) {
+  __device__ void add(const SumTerms<T>& terms, int term, float weight, const Fragment<T> (&fragments)[kFragments]) {
     if (kHasInner && term >= terms.num_inner && term - terms.num_inner == terms.own_position && terms.num_inner > 0)
       add_all(inner_, 1.0f);
     add_all(fragments, weight);
@@ -399,12 +400,12 @@ public:
   __device__ Fragment<T> get(int i) const {
     return pack<T>(acc_[i]);
   }
-  // After the last get(), before the next sum's first add().
+  // Called after the last get() of a sum, before the first add() of the next one.
   __device__ void clear() {
 #pragma unroll
-    for (auto& of_fragment : acc_)
+    for (auto& fragment_acc : acc_)
 #pragma unroll
-      for (float& x : of_fragment)
+      for (float& x : fragment_acc)
         x = 0.0f;
   }
 
@@ -421,7 +422,7 @@ private:
 };
 
 template <bool kHasInner, typename T>
-__device__ __noinline__ void sum_elements(const Terms<T> terms, T* to, int64_t hidden) {
+__device__ __noinline__ void sum_elements(const SumTerms<T> terms, T* to, int64_t hidden) {
   for (int64_t first = 0; first < hidden; first += kWarpTile) { // the same in all lanes
     const int64_t h = first + lane() * kFragment;
     FragmentSums<kHasInner, T, 1> sum;
@@ -433,26 +434,26 @@ __device__ __noinline__ void sum_elements(const Terms<T> terms, T* to, int64_t h
   }
 }
 
-// to = round(the sum of terms), by the contract's rules. One warp; `to` is none of the rows. Without kHasInner, none is
-// inner.
+// to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows. Without kHasInner,
+// num_inner is 0.
 template <bool kHasInner, typename T>
-__device__ inline void sum_rows(TmaRowPipeline& pipeline, const Terms<T>& terms, T* to, int64_t hidden) {
+__device__ inline void sum_rows(TmaRowPipeline& pipeline, const SumTerms<T>& terms, T* to, int64_t hidden) {
   const int64_t bytes = hidden * static_cast<int64_t>(sizeof(T));
   if (terms.size() == 0) {
     zero_row(reinterpret_cast<std::byte*>(to), bytes);
     return;
   }
-  if (!are_vectors(terms.address_bits | reinterpret_cast<uint64_t>(to), hidden)) {
+  if (!is_vectorizable(terms.address_bits | reinterpret_cast<uint64_t>(to), hidden)) {
     sum_elements<kHasInner>(terms, to, hidden);
     return;
   }
   FragmentSums<kHasInner, T, kWarpTilesPerStage<T>> sums;
-  pipeline.read(terms.rows, bytes, [&](int term, int row_stage, const std::byte* data, uint32_t data_bytes) {
+  pipeline.read(terms.rows, bytes, [&](int term, int h_tile, const std::byte* data, uint32_t data_bytes) {
     Fragment<T> fragments[kWarpTilesPerStage<T>];
-    load_stage(data, fragments);
+    load_fragments(data, fragments);
     sums.add(terms, term, terms.weights[term], fragments);
     if (term + 1 < terms.size()) return;
-    std::byte* const target = stage_of(to, row_stage);
+    std::byte* const target = h_tile_of(to, h_tile);
 #pragma unroll
     for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile)
       if (const uint32_t at = offset_of_fragment<T>(warp_tile); at < data_bytes)

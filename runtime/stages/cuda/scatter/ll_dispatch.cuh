@@ -1,12 +1,16 @@
-// dispatch with few tokens. What takes long then is not the bytes but one thing waiting for the other, so rows travel as
-// tagged words, into staging that may be written at any time: it lies by parity of the call, and as long as this grid runs
-// no peer is still in the call before the last (call.cuh). A warp takes a chunk of a row at a time.
+// The low-latency (LL) path of dispatch. With so few bytes the latency of waits dominates, so rows travel as LL packets, into
+// staging that may be written at any time: it is double-buffered by the parity of the call, and as long as this grid runs no
+// peer is still in the call before the last (call_session.cuh). A warp takes a chunk of a row at a time.
 //
-//   send     A warp takes a chunk of a token of this rank: it stores it into the staging of each peer that the token goes
-//            to, and into its slots here. It waits for nobody.
-//   receive  A warp takes a chunk of a peer's token, waits for it alone, and stores it into its slots, once the ranks have
-//            met.
-//   pads     are cleared by some warps of each block, which do nothing else.
+//   warps         do                                                      wait for
+//   copy, send    store a chunk of a token of this rank into the          nothing
+//                 staging of each peer that the token goes to, and into
+//                 its slots here
+//   copy, receive store a chunk of a peer's token into its slots          the entry barrier; then the chunk's LL packets
+//   pad           clear pads, and do nothing else; each CTA has           nothing
+//                 kPadWarps of them where the alignment is above 1
+//
+// The copy warps send first, then receive.
 #pragma once
 
 #include "runtime/stages/cuda/movement.cuh"
@@ -16,9 +20,9 @@ namespace epx::cuda {
 
 template <bool kUnaligned>
 class LlDispatch {
-  // A chunk of a row or of its sidecar.
-  struct RowSplit {
-    uint32_t chunk; // in staging
+  // Where a chunk of a row or of its sidecar lies.
+  struct ChunkRange {
+    uint32_t chunk; // index in staging
     bool is_sidecar;
     int64_t row_bytes;
     int64_t first; // byte of the row or sidecar
@@ -31,31 +35,31 @@ public:
         row_bytes_(args.hidden * element_bytes(args.dtype)), row_chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
         chunks_(row_chunks_ + static_cast<uint32_t>(ll_chunks_of(args.sidecar_bytes))) {}
 
-  // Of the warps that clear pads.
-  __device__ bool clears_pads() const { return static_cast<int>(threadIdx.x) / kWarp >= num_movers(); }
-  __device__ WorkPartition pad_partition() const { return partition_of_warps(num_movers(), num_warps()); }
-  // The other warps of the block.
-  __device__ int num_movers() const { return args_.alignment > 1 ? num_warps() - kPadWarps : num_warps(); }
+  // Whether the calling warp is a pad warp.
+  __device__ bool is_pad_warp() const { return static_cast<int>(threadIdx.x) / kWarp >= num_copy_warps(); }
+  __device__ WorkPartition pad_partition() const { return partition_of_warps(num_copy_warps(), num_warps()); }
+  // The other warps of the CTA.
+  __device__ int num_copy_warps() const { return args_.alignment > 1 ? num_warps() - kPadWarps : num_warps(); }
 
   __device__ void send() const {
-    const WorkPartition partition = mover_partition();
+    const WorkPartition partition = copy_partition();
     const auto tiles = static_cast<uint32_t>(args_.num_tokens) * chunks_;
 #pragma unroll 1
     for (auto tile = static_cast<uint32_t>(partition.index); tile < tiles; tile += static_cast<uint32_t>(partition.count)) {
       const uint32_t token = tile / chunks_;
-      const RowSplit split = part_at(tile - token * chunks_);
+      const ChunkRange range = range_at(tile - token * chunks_);
       const WarpRoutes routes = movement_.routes_of(token);
-      const LlChunk chunk = load_chunk<kUnaligned>(source_of(split) + token * split.row_bytes + split.first, split.bytes);
-      send_to_peers(token, split, routes, chunk);
-      store_into(movement_.ll_slots_here(routes), split, chunk);
-      if (split.chunk == 0 && args_.topk_weights != nullptr) send_weights(token, routes);
+      const LlChunk chunk = load_chunk<kUnaligned>(source_of(range) + token * range.row_bytes + range.first, range.bytes);
+      send_to_peers(token, range, routes, chunk);
+      store_into(movement_.ll_slots_here(routes), range, chunk);
+      if (range.chunk == 0 && args_.topk_weights != nullptr) send_weights(token, routes);
     }
   }
 
-  // arrive() tells whether the ranks have met; false: the group has failed.
-  template <typename Arrive>
-  __device__ void receive(const Arrive& enter) const {
-    const WorkPartition partition = mover_partition();
+  // enter() waits at the entry barrier, and returns false when the group has failed.
+  template <typename Enter>
+  __device__ void receive(const Enter& enter) const {
+    const WorkPartition partition = copy_partition();
     const auto tokens = static_cast<uint32_t>(movement_.ll_tokens() * (call_.num_ranks() - 1));
     bool has_entered = false;
 #pragma unroll 1
@@ -63,17 +67,17 @@ public:
       const uint32_t index = tile / chunks_;
       if (index >= tokens) break;
       const Movement::PeerToken peer = movement_.peer_token(index);
-      const LlSlots slots = movement_.ll_slots_of(peer.rank, peer.token); // while the ranks meet
+      const LlSlots slots = movement_.ll_slots_of(peer.rank, peer.token); // the loads overlap the entry barrier
       if (slots.live == 0) continue;
       if (!has_entered && !enter()) return;
       has_entered = true;
-      if (!receive_chunk(peer.rank, peer.token, part_at(tile - index * chunks_), slots)) return;
+      if (!receive_chunk(peer.rank, peer.token, range_at(tile - index * chunks_), slots)) return;
     }
     if (!has_entered && movement_.must_enter()) enter();
   }
 
 private:
-  __device__ RowSplit part_at(uint32_t index) const {
+  __device__ ChunkRange range_at(uint32_t index) const {
     const bool is_sidecar = index >= row_chunks_;
     const uint32_t chunk = is_sidecar ? index - row_chunks_ : index;
     const int64_t row_bytes = is_sidecar ? args_.sidecar_bytes : row_bytes_;
@@ -81,15 +85,15 @@ private:
     return {chunk + (is_sidecar ? static_cast<uint32_t>(layout_.ll_row_chunks) : 0), is_sidecar, row_bytes, first,
             static_cast<int>(min(row_bytes - first, int64_t{kLlChunkBytes}))};
   }
-  __device__ const std::byte* source_of(const RowSplit& split) const {
-    return split.is_sidecar ? args_.sidecar : args_.tokens;
+  __device__ const std::byte* source_of(const ChunkRange& range) const {
+    return range.is_sidecar ? args_.sidecar : args_.tokens;
   }
-  __device__ std::byte* place_of(const RowSplit& split, int64_t slot) const {
-    return (split.is_sidecar ? args_.recv_sidecar : args_.recv_tokens) + slot * split.row_bytes + split.first;
+  __device__ std::byte* slot_data(const ChunkRange& range, int64_t slot) const {
+    return (range.is_sidecar ? args_.recv_sidecar : args_.recv_tokens) + slot * range.row_bytes + range.first;
   }
-  __device__ LlPacket16* staged_chunk(int receiver, int source, int64_t token, const RowSplit& split) const {
+  __device__ LlPacket16* staged_chunk(int receiver, int source, int64_t token, const ChunkRange& range) const {
     return group_.window().at<LlPacket16>(receiver, layout_.ll_scatter_rows.offset) +
-           ll_scatter_packet(layout_, group_.context.shape, call_.parity(), source, token, split.chunk);
+           ll_scatter_packet(layout_, group_.context.shape, call_.parity(), source, token, range.chunk);
   }
   __device__ LlPacket8* staged_weight(int receiver, int source, int64_t token, int k) const {
     return group_.window().at<LlPacket8>(receiver, layout_.ll_scatter_weights.offset) +
@@ -100,21 +104,21 @@ private:
   __device__ static int num_warps() {
     return static_cast<int>(blockDim.x) / kWarp;
   }
-  __device__ WorkPartition mover_partition() const {
-    return partition_of_warps(0, num_movers());
+  __device__ WorkPartition copy_partition() const {
+    return partition_of_warps(0, num_copy_warps());
   }
   __device__ static WorkPartition partition_of_warps(int first, int end) {
     return partition_warps(first, end - first, 0, static_cast<int>(gridDim.x));
   }
 
-  // Whether the token's slots there are live, the peer knows.
-  __device__ void send_to_peers(int64_t token, const RowSplit& split, const WarpRoutes& routes,
+  // Sends to every peer that prepare kept a slot on; the peer knows which of them are live.
+  __device__ void send_to_peers(int64_t token, const ChunkRange& range, const WarpRoutes& routes,
                                 const LlChunk& chunk) const {
     const uint64_t ranks = routes.ranks_of([](const Route& route) { return route.slot >= 0; });
 #pragma unroll 1
     for (int i = 0; i < call_.num_ranks() - 1; ++i)
       if (const int peer = movement_.peer_in_order(token, i); (ranks >> peer & 1) != 0)
-        send_chunk(staged_chunk(peer, call_.rank(), token, split), split.bytes, chunk, call_.epoch());
+        send_chunk(staged_chunk(peer, call_.rank(), token, range), range.bytes, chunk, call_.epoch());
   }
   __device__ void send_weights(int64_t token, const WarpRoutes& routes) const {
     for (int first = 0; first < args_.top_k; first += kWarp) {
@@ -128,27 +132,27 @@ private:
     }
   }
 
-  __device__ void store_into(const LlSlots& slots, const RowSplit& split, const LlChunk& chunk) const {
+  __device__ void store_into(const LlSlots& slots, const ChunkRange& range, const LlChunk& chunk) const {
 #pragma unroll 1
     for (uint64_t left = slots.live; left != 0; left &= left - 1)
-      store_chunk<kUnaligned>(place_of(split, slots[lowest_bit(left)]), split.bytes, chunk);
+      store_chunk<kUnaligned>(slot_data(range, slots[lowest_bit(left)]), range.bytes, chunk);
   }
 
-  // False: the group has failed.
-  __device__ bool receive_chunk(int source, int64_t token, const RowSplit& split, const LlSlots& slots) const {
+  // Returns false when the group has failed.
+  __device__ bool receive_chunk(int source, int64_t token, const ChunkRange& range, const LlSlots& slots) const {
     const bool is_active = movement_.is_active(source);
-    LlPacket16* const staged = staged_chunk(call_.rank(), source, token, split);
+    LlPacket16* const staged = staged_chunk(call_.rank(), source, token, range);
     LlChunk chunk{};
     if (is_active) {
-      IncomingLlChunk incoming(staged, split.bytes);
+      IncomingLlChunk incoming(staged, range.bytes);
       if (!incoming.wait(call_, source)) return false;
       chunk = incoming.get();
     }
-    store_into(slots, split, chunk);
+    store_into(slots, range, chunk);
     if (call_.scribbles_staging()) scribble_chunk(staged);
-    return split.chunk != 0 || args_.recv_weights == nullptr || receive_weights(source, token, slots, is_active);
+    return range.chunk != 0 || args_.recv_weights == nullptr || receive_weights(source, token, slots, is_active);
   }
-  // False: the group has failed. The same in all lanes.
+  // Returns false, in all lanes, when the group has failed.
   __device__ bool receive_weights(int source, int64_t token, const LlSlots& slots, bool is_active) const {
     bool ok = true;
     for (int first = 0; first < args_.top_k; first += kWarp) {
@@ -168,7 +172,7 @@ private:
   const DispatchCall& args_;
   const WindowLayout& layout_;
   int64_t row_bytes_;
-  uint32_t row_chunks_, chunks_; // of this call
+  uint32_t row_chunks_, chunks_; // LL chunks of a row of this call, without and with its sidecar
 };
 
 } // namespace epx::cuda

@@ -1,11 +1,16 @@
-// Scatter: rows go from tokens to slots. dispatch copies them; combine_bwd scales them and takes their products on
-// arrival. With few tokens dispatch does as ll_dispatch.cuh says; else:
+// Scatter: rows go from tokens to slots. dispatch copies them; combine_bwd has the receiver scale them and compute their
+// products. The low-latency path of dispatch is in ll_dispatch.cuh. On the high-throughput path the warps are specialized:
 //
-//   senders    A warp takes a token and stores its row once to each peer that it goes to: straight into the token's first
-//              live slot there when the receive rows lie in an allocation of the group, else into staging.
-//   signals    In each block with senders one warp tells the peers what has reached them (teller.cuh).
-//   receivers  Pads are cleared while the ranks meet. Then come the tokens of this rank, which need no peer. Then a warp
-//              takes a peer's token, waits for it alone, and serves all its slots here from one read of the row.
+//   warps    do                                                         wait for
+//   send     store a token's row once to each peer that it goes to:     the entry barrier; a free cell of the signal warp
+//            into the token's first live slot there when the receive
+//            rows lie in an allocation of the group, else into staging
+//   signal   store ready flags for the send warps of their CTA          the entry barrier; the CTA's pending flags
+//            (signal_warp.cuh)
+//   receive  clear pads                                                 nothing
+//            store the tokens of this rank into their slots here        the entry barrier
+//            store a peer's token into all its slots here, from one     the row's ready flag
+//            read of the row
 #include <cmath>
 #include <type_traits>
 
@@ -24,7 +29,7 @@ namespace {
 
 constexpr int kThreads = 512;
 
-// What a scatter sends. Rows of `row_bytes`; what is NULL or 0 does not travel.
+// What a scatter sends; what is NULL or 0 does not travel.
 struct ScatterInput {
   const std::byte* rows; // [T, H]
   int64_t row_bytes;
@@ -55,8 +60,8 @@ __device__ Epoch* ready_flag_at(const DeviceGroup& group, int receiver, int sour
   return group.window().at<Epoch>(receiver, group.context.layout.scatter_ready_flags.offset) + index;
 }
 
-// Sends tokens, a warp one after the other, to all peers that have a live slot of them. A row has to be complete when the
-// next one is about to go; then it is posted to the teller.
+// A warp sends tokens one after the other to all peers that have a live slot of them. It completes a row, and enqueues the
+// row's ready flags for the signal warp, right before it begins to send the next one.
 class Sender {
 public:
   __device__ Sender(const DeviceGroup& group, const Movement& movement, TmaRowPipeline& pipeline,
@@ -67,7 +72,7 @@ public:
   __device__ void send(int64_t token) {
     const WarpRoutes routes = movement_.routes_of(token);
     if (input_.weights != nullptr) send_weights(token, routes);
-    for (int first = 0; first < call_.num_ranks() - 1; first += kWarp) { // each lane speaks for one peer
+    for (int first = 0; first < call_.num_ranks() - 1; first += kWarp) { // each lane has one peer
       const int peer = first + lane() < call_.num_ranks() - 1 ? movement_.peer_in_order(token, first + lane()) : -1;
       int32_t first_slot = -1; // of the token on that peer, live or not: it names the staging row
       int32_t first_live = -1;
@@ -75,7 +80,7 @@ public:
       for (int i = 0; i < kWarp && first + i < call_.num_ranks() - 1; ++i) {
         const int rank = from_lane(peer, i);
 #pragma unroll 1
-        for (int k = top_k_ > kWarp ? kWarp : 0; k >= 0; k -= kWarp) { // lower k win
+        for (int k = top_k_ > kWarp ? kWarp : 0; k >= 0; k -= kWarp) { // the lowest k comes last and stays
           const Route route = routes.own(k);
           const bool goes_there = route.slot >= 0 && route.rank == rank;
           const unsigned kept = __ballot_sync(~0u, goes_there ? 1 : 0);
@@ -103,30 +108,30 @@ private:
             input_.weights[token * top_k_ + first + lane()];
   }
 
-  // Each lane names a peer and the token's first slots there; some are live.
+  // Each lane passes a peer and the token's first slots there; at least one lane has a live one.
   __device__ void send_to(int peer, int64_t token, int32_t first_slot, int32_t first_live) {
     std::byte* row = nullptr;
     std::byte* sidecar = nullptr;
-    Epoch* arrival = nullptr;
+    Epoch* ready_flag = nullptr;
     if (first_live >= 0) {
       const int64_t staging_row =
           scatter_staging_row(group_.context.layout, group_.context.shape, call_.rank(), token, first_slot);
       row = movement_.has_registered_rows(peer) ? movement_.rows_of(peer) + first_live * input_.row_bytes
                                                 : staged_row(group_, peer, staging_row);
       if (input_.sidecar_bytes > 0) sidecar = staged_sidecar(group_, peer, staging_row);
-      arrival = ready_flag_at(group_, peer, call_.rank(), token);
+      ready_flag = ready_flag_at(group_, peer, call_.rank(), token);
     }
     finish_row();
-    pending_flag_ = arrival;
+    pending_flag_ = ready_flag;
     begin_copy_row_to_lanes(pipeline_, input_.rows + token * input_.row_bytes, input_.row_bytes, row);
     if (input_.sidecar_bytes > 0)
       copy_row_to_lanes(input_.sidecar + token * input_.sidecar_bytes, input_.sidecar_bytes, sidecar);
   }
-  // The one before, if there is one.
+  // Completes the row before, if there is one.
   __device__ void finish_row() {
     pipeline_.finish();
-    signal_warp_.post(static_cast<int>(threadIdx.x) / kWarp, turn_, pending_flag_);
-    turn_ ^= 1;
+    signal_warp_.enqueue(static_cast<int>(threadIdx.x) / kWarp, parity_, pending_flag_);
+    parity_ ^= 1;
   }
 
   const DeviceGroup& group_;
@@ -136,35 +141,35 @@ private:
   const SignalWarp& signal_warp_;
   const ScatterInput& input_;
   int top_k_;
-  int turn_ = 0;                  // of the next post
-  Epoch* pending_flag_ = nullptr; // each lane's, of the last row
+  int parity_ = 0;                // of the next enqueue()
+  Epoch* pending_flag_ = nullptr; // each lane's ready flag of the last row
 };
 
-// A token that is here.
-struct Arrival {
+// Where this rank reads a token from: its own input, staging, or the receive rows.
+struct SourceRow {
   const std::byte* row;
   const std::byte* sidecar;
-  int32_t slot_in_place; // where the row lies already; -1: elsewhere
+  int32_t slot_in_place; // the slot that the row lies in already; -1: none
 };
 
-// Takes the rows of one call on this rank, a warp at a time. take: each lane names a slot of the token, or -1, and its
-// weight.
+// A receiver stores tokens into the slots of this rank. In store() one warp stores one token: each lane passes a slot of it, or
+// -1, and the slot's weight.
 struct DispatchReceiver {
   DispatchCall call;
   int64_t row_bytes;
 
   __device__ std::byte* rows() const { return call.recv_tokens; }
-  __device__ void take(TmaRowPipeline& pipeline, const Arrival& arrival, int32_t slot, float weight) const {
+  __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float weight) const {
     const bool is_slot = slot >= 0;
-    begin_copy_row_to_lanes(pipeline, arrival.row, row_bytes,
-                            is_slot && slot != arrival.slot_in_place ? call.recv_tokens + slot * row_bytes : nullptr);
+    begin_copy_row_to_lanes(pipeline, source_row.row, row_bytes,
+                            is_slot && slot != source_row.slot_in_place ? call.recv_tokens + slot * row_bytes : nullptr);
     if (call.sidecar_bytes > 0)
-      copy_row_to_lanes(arrival.sidecar, call.sidecar_bytes,
+      copy_row_to_lanes(source_row.sidecar, call.sidecar_bytes,
                         is_slot ? call.recv_sidecar + slot * call.sidecar_bytes : nullptr);
     if (call.recv_weights != nullptr && is_slot) call.recv_weights[slot] = weight;
   }
-  // Beside the rows of the slots that the lanes name; -1: none.
-  __device__ void clear_beside(int32_t slot) const {
+  // Zeros the weights and sidecars of the slots that the lanes pass; -1: none.
+  __device__ void clear_weight_and_sidecar(int32_t slot) const {
     if (call.recv_weights != nullptr && slot >= 0) call.recv_weights[slot] = 0.0f;
     if (call.sidecar_bytes == 0) return;
     for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
@@ -178,12 +183,12 @@ struct CombineBwdReceiver {
   int64_t row_bytes;
 
   __device__ std::byte* rows() const { return call.grad_expert_out; }
-  __device__ void take(TmaRowPipeline& pipeline, const Arrival& arrival, int32_t slot, float) const {
+  __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float) const {
     const bool is_slot = slot >= 0;
     std::byte* const to = is_slot ? call.grad_expert_out + slot * row_bytes : nullptr;
-    const auto* const row = reinterpret_cast<const T*>(arrival.row);
+    const auto* const row = reinterpret_cast<const T*>(source_row.row);
     const float factor = is_slot && call.recv_weights != nullptr ? call.recv_weights[slot] : 1.0f;
-    if (call.grad_recv_weights != nullptr) // a lane's slot after the other; the one in place, the first of all, last
+    if (call.grad_recv_weights != nullptr) // one lane's slot at a time; the first slot, which may be in place, comes last
       for (unsigned left = __ballot_sync(~0u, is_slot ? 1 : 0); left != 0;) {
         const int last = kWarp - 1 - __clz(static_cast<int>(left));
         left ^= 1u << last;
@@ -196,14 +201,14 @@ struct CombineBwdReceiver {
     else if (call.recv_weights != nullptr)
       scale_row_to_lanes(pipeline, row, call.hidden, reinterpret_cast<T*>(to), factor);
     else
-      begin_copy_row_to_lanes(pipeline, arrival.row, row_bytes, slot != arrival.slot_in_place ? to : nullptr);
+      begin_copy_row_to_lanes(pipeline, source_row.row, row_bytes, slot != source_row.slot_in_place ? to : nullptr);
   }
-  __device__ void clear_beside(int32_t slot) const {
+  __device__ void clear_weight_and_sidecar(int32_t slot) const {
     if (call.grad_recv_weights != nullptr && slot >= 0) call.grad_recv_weights[slot] = 0.0f;
   }
 };
 
-// One warp serves the slots here of one token. False: the group has failed.
+// One warp stores one token into its slots here. Returns false when the group has failed.
 template <typename Receiver>
 __device__ bool receive_token(const DeviceGroup& group, const Movement& movement, TmaRowPipeline& pipeline,
                               const ScatterInput& input, const Receiver& receiver, int source, int64_t token,
@@ -215,31 +220,31 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
     for (int i = 0; i < slots.size(); ++i) {
       const int32_t slot = slots[i];
       zero_row(receiver.rows() + static_cast<int64_t>(slot) * receiver.row_bytes, receiver.row_bytes);
-      receiver.clear_beside(lane() == 0 ? slot : -1);
+      receiver.clear_weight_and_sidecar(lane() == 0 ? slot : -1);
     }
     return true;
   }
-  Arrival arrival{input.rows + token * input.row_bytes, input.sidecar + token * input.sidecar_bytes, -1};
+  SourceRow source_row{input.rows + token * input.row_bytes, input.sidecar + token * input.sidecar_bytes, -1};
   if (source != rank) {
     bool ok = true;
     if (lane() == 0) ok = movement.call().wait_ready(ready_flag_at(group, rank, source, token), source);
     if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
-    __syncwarp(); // the lanes see what lane 0 has acquired: a vote orders no memory
+    __syncwarp(); // all lanes see what lane 0 has acquired: a vote orders no memory
     const int64_t staging_row = scatter_staging_row(group.context.layout, group.context.shape, source, token, found.head);
     const int32_t first_live = slots[0];
     const bool in_place = movement.has_registered_rows(rank);
-    arrival = {in_place ? receiver.rows() + first_live * receiver.row_bytes : staged_row(group, rank, staging_row),
-               staged_sidecar(group, rank, staging_row), in_place ? first_live : -1};
+    source_row = {in_place ? receiver.rows() + first_live * receiver.row_bytes : staged_row(group, rank, staging_row),
+                  staged_sidecar(group, rank, staging_row), in_place ? first_live : -1};
   }
   const auto* const staged_weights = group.window().template local<float>(group.context.layout.scatter_weights.offset);
   for (int first = slots.size() > kWarp ? kWarp : 0; first >= 0;
-       first -= kWarp) { // the slot in place, the first of all, last
+       first -= kWarp) { // the first slot, which may be in place, comes last
     const int32_t slot = slots.has_own(first) ? slots.own(first) : -1;
     float weight = 0.0f;
     if (input.weights != nullptr && slot >= 0)
       weight =
           source == rank ? input.weights[token * receiver.call.top_k + movement.k_of_slot(slot)] : staged_weights[slot];
-    receiver.take(pipeline, arrival, slot, weight);
+    receiver.store(pipeline, source_row, slot, weight);
     if (movement.call().scribbles_staging() && slot >= 0 && source != rank)
       group.window().template local<float>(group.context.layout.scatter_weights.offset)[slot] = NAN;
   }
@@ -252,47 +257,47 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
   return true;
 }
 
-// Begins to zero what lies between the zones.
+// Begins to zero the pads of the zones.
 template <typename Receiver>
 __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, TmaRowPipeline& pipeline,
                            const Receiver& receiver, const WorkPartition& partition) {
   const HandleReader& plan = movement.plan();
   const ExpertBlocks experts{group.context.shape.num_experts, group.context.shape.num_ranks};
-  const auto most = static_cast<uint32_t>(receiver.call.alignment - 1); // of each zone
-  const uint32_t pads = static_cast<uint32_t>(experts.num_local_experts(group.context.rank)) * most;
+  const auto max_pads = static_cast<uint32_t>(receiver.call.alignment - 1); // of each zone
+  const uint32_t pads = static_cast<uint32_t>(experts.num_local_experts(group.context.rank)) * max_pads;
   const int64_t row_bytes = receiver.row_bytes;
-  const bool by_stream = !is_unaligned(reinterpret_cast<uint64_t>(receiver.rows()), row_bytes);
-  if (by_stream) pipeline.make_zeros();
+  const bool by_tma = !is_unaligned(reinterpret_cast<uint64_t>(receiver.rows()), row_bytes);
+  if (by_tma) pipeline.make_zeros();
 #pragma unroll 1
   for (uint32_t first = 0; first < pads; first += static_cast<uint32_t>(partition.count) * kWarp) {
-    // A lane looks at one that may be there; neighbours are in different warps.
+    // Each lane has the index of a possible pad; neighboring indices belong to different warps.
     const uint32_t pad = first + static_cast<uint32_t>(lane()) * static_cast<uint32_t>(partition.count) +
                          static_cast<uint32_t>(partition.index);
     int32_t slot = -1;
     if (pad < pads) {
-      const uint32_t zone = pad / most;
-      // Whatever the tables hold: a slot of the receive rows, or below 0.
+      const uint32_t zone = pad / max_pads;
+      // Whatever the tables hold, `slot` becomes a slot of the receive rows, or stays below 0.
       const auto here = static_cast<int32_t>(static_cast<uint32_t>(plan.zone_begin[zone]) +
-                                             static_cast<uint32_t>(plan.zone_rows[zone]) + (pad - zone * most));
+                                             static_cast<uint32_t>(plan.zone_rows[zone]) + (pad - zone * max_pads));
       if (here < plan.zone_begin[zone + 1] && here < receiver.call.recv_rows) slot = here;
     }
-    if (by_stream)
+    if (by_tma)
       pipeline.clear(row_bytes, slot >= 0 ? receiver.rows() + slot * row_bytes : nullptr);
     else
       for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
         zero_row(receiver.rows() + from_lane(slot, lowest_bit(left)) * row_bytes, row_bytes);
-    receiver.clear_beside(slot);
+    receiver.clear_weight_and_sidecar(slot);
   }
 }
 
-// Tokens of this rank first: they need no peer.
+// The tokens of this rank come first: they need no peer.
 template <typename Receiver>
 __device__ void receive(const DeviceGroup& group, const Movement& movement, TmaRowPipeline& pipeline,
                         const ScatterInput& input, const Receiver& receiver, const WarpAssignment& warp) {
   const int64_t own = receiver.call.num_tokens;
-  const int64_t all = own + movement.num_peer_tokens();
+  const int64_t tiles = own + movement.num_peer_tokens();
 #pragma unroll 1
-  for (int64_t tile = warp.index; tile < all; tile = movement.next_tile(warp, all)) {
+  for (int64_t tile = warp.index; tile < tiles; tile = movement.next_tile(warp, tiles)) {
     Movement::PeerToken from{group.context.rank, tile};
     if (tile >= own) from = movement.peer_token(tile - own);
     if (from.token >= movement.tokens_of(from.rank)) continue;
@@ -306,7 +311,8 @@ __device__ TmaRowPipeline pipeline_of_warp() {
   return {dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp};
 }
 
-// Of a block with senders. The teller's warp needs no stream: the mailbox lies where that would have its rows.
+// A CTA with send warps has one signal warp, the last one. It needs no TMA row pipeline: its cells lie where the stages of that
+// would be.
 __device__ SignalWarp signal_warp_of_cta(const WarpRoleCounts& role_counts, int num_ranks) {
   static_assert(SignalWarp::kSharedBytes <= TmaRowPipeline::kStagesBytes);
   std::byte* const shared = dynamic_shared_memory<std::byte>() + (kThreads / kWarp - 1) * TmaRowPipeline::kStagesBytes;
@@ -323,15 +329,15 @@ template <bool kUnaligned>
 __device__ void ll_scatter(const ScatterParams& params, const DispatchReceiver& receiver, Movement& movement) {
   if (!movement.begin_ll()) return;
   const LlDispatch<kUnaligned> dispatch(params.group, movement, receiver.call);
-  if (dispatch.clears_pads()) {
+  if (dispatch.is_pad_warp()) {
     TmaRowPipeline pipeline = pipeline_of_warp();
     clear_pads(params.group, movement, pipeline, receiver, dispatch.pad_partition());
     pipeline.finish();
     return;
   }
   dispatch.send();
-  movement.call().sent_by_warp(dispatch.num_movers());
-  PeerDescriptors* const descriptors = dynamic_shared_memory<PeerDescriptors>(); // pads come from places beyond
+  movement.call().sent_by_warp(dispatch.num_copy_warps());
+  PeerDescriptors* const descriptors = dynamic_shared_memory<PeerDescriptors>(); // the pad warps' stages lie beyond
   dispatch.receive([&] { return movement.enter_warp(params.descriptor, descriptors[threadIdx.x / kWarp]); });
 }
 __device__ __noinline__ void ll_scatter_unaligned(const ScatterParams& params, const DispatchReceiver& receiver,
@@ -356,7 +362,7 @@ __device__ __forceinline__ void scatter(const ScatterParams& params, const Recei
   TmaRowPipeline pipeline = pipeline_of_warp();
   const WarpAssignment warp = assign_warp_role(params.role_counts, group.context.shape.num_ranks);
   if (warp.role == WarpRole::receive && movement.is_usable())
-    clear_pads(group, movement, pipeline, receiver, warp); // needs no peer: while the ranks meet
+    clear_pads(group, movement, pipeline, receiver, warp); // needs no peer, and overlaps the entry barrier
   const SignalWarp signal_warp = signal_warp_of_cta(params.role_counts, group.context.shape.num_ranks);
   if (warp.role == WarpRole::signal) signal_warp.clear();
   if (!movement.begin(params.descriptor)) {
@@ -415,19 +421,20 @@ size_t scatter_shared_bytes() {
 }
 
 cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
-                            const RegisteredRange& reach, cudaStream_t stream) {
+                            const RegisteredRange& registered, cudaStream_t stream) {
   const int64_t row_bytes = call.hidden * element_bytes(call.dtype);
   const ScatterInput input{call.tokens, row_bytes, call.topk_weights, call.sidecar, call.sidecar_bytes};
-  return launch(group, plan, input, descriptor_of(call, call.topk_weights != nullptr ? 1 : 0, call.sidecar_bytes, reach),
+  return launch(group, plan, input,
+                descriptor_of(call, call.topk_weights != nullptr ? 1 : 0, call.sidecar_bytes, registered),
                 DispatchReceiver{call, row_bytes}, stream);
 }
 
 cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,
-                               const RegisteredRange& reach, cudaStream_t stream) {
+                               const RegisteredRange& registered, cudaStream_t stream) {
   const int64_t row_bytes = call.hidden * element_bytes(call.dtype);
   const ScatterInput input{call.grad_out, row_bytes, nullptr, nullptr, 0};
-  const CallDescriptor descriptor =
-      descriptor_of(call, (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0), 0, reach);
+  const CallDescriptor descriptor = descriptor_of(
+      call, (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0), 0, registered);
   if (call.dtype == EPX_FLOAT32)
     return launch(group, plan, input, descriptor, CombineBwdReceiver<float>{call, row_bytes}, stream);
   if (call.dtype == EPX_FLOAT16)
