@@ -1,5 +1,5 @@
-// The part of the CUDA runtime that epx and its tests use, on a CPU. Devices have ordinals and nothing else; memory is the
-// host's. Capture records what is enqueued.
+// Implements on a CPU the functions of the CUDA runtime that epx and its tests use. Devices have ordinals and nothing else;
+// memory is the host's; a capture records the tasks that are enqueued.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -26,10 +26,10 @@ namespace {
 
 constexpr int kDevices = 64;
 constexpr int kMultiprocessors = 3;
-constexpr int kSharedBytes = 227 << 10; // of a block
+constexpr int kSharedBytes = 227 << 10; // per block
 constexpr size_t kMemoryAlignment = 256;
 constexpr size_t kMemoryBytes = size_t{64} << 30;
-constexpr size_t kExportedBlock = size_t{2} << 20; // allocations of whole ones can be opened by other processes
+constexpr size_t kExportedBlock = size_t{2} << 20; // other processes can open allocations of whole blocks
 
 using Task = std::function<void()>;
 using Tasks = std::vector<Task>;
@@ -41,7 +41,7 @@ std::atomic<bool> context_is_dead = false;
 
 struct CUstream_st {
   CUstream_st(int device, unsigned flags) : device_(device), flags_(flags), worker_([this] { run(); }) {}
-  // Nothing is enqueued any more. The stream stays: another thread may be about to wait for it.
+  // Ends the thread; nothing may be enqueued any more. The object stays: another thread may be about to wait for the stream.
   void end() {
     {
       const std::scoped_lock lock(mutex_);
@@ -120,15 +120,15 @@ struct CUgraph_st {
 struct CUgraphExec_st {
   std::shared_ptr<Tasks> tasks;
 };
-// What an event's records and waits share; outlives it, as work that is enqueued does.
-struct Marks {
+// The state that an event's records and waits share. It outlives the event, as enqueued work does.
+struct EventState {
   std::mutex mutex;
   std::condition_variable changed;
   size_t num_enqueued = 0, num_done = 0;
   std::chrono::steady_clock::time_point time;
 };
 struct CUevent_st {
-  std::shared_ptr<Marks> marks = std::make_shared<Marks>();
+  std::shared_ptr<EventState> state = std::make_shared<EventState>();
 };
 
 namespace {
@@ -139,11 +139,11 @@ std::map<void*, size_t> allocations;
 std::mutex streams_mutex;
 std::set<cudaStream_t> streams;
 
-// Of the current device. Never destroyed: its thread may still run while the process ends.
+// The NULL stream of the current device. It is never destroyed: its thread may still run while the process ends.
 CUstream_st& null_stream() {
-  static std::array<CUstream_st*, kDevices>& of_device = *new std::array<CUstream_st*, kDevices>{};
+  static std::array<CUstream_st*, kDevices>& device_streams = *new std::array<CUstream_st*, kDevices>{};
   const std::scoped_lock lock(streams_mutex);
-  CUstream_st*& stream = of_device[static_cast<size_t>(current_device)];
+  CUstream_st*& stream = device_streams[static_cast<size_t>(current_device)];
   if (stream == nullptr) stream = new CUstream_st(current_device, 0);
   return *stream;
 }
@@ -379,30 +379,30 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   return cudaEventCreate(event);
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  const std::shared_ptr<Marks> marks = event->marks;
+  const std::shared_ptr<EventState> state = event->state;
   {
-    const std::scoped_lock lock(marks->mutex);
-    ++marks->num_enqueued;
+    const std::scoped_lock lock(state->mutex);
+    ++state->num_enqueued;
   }
   stream_of(stream).enqueue([=] {
-    const std::scoped_lock lock(marks->mutex);
-    marks->time = std::chrono::steady_clock::now();
-    ++marks->num_done;
-    marks->changed.notify_all();
+    const std::scoped_lock lock(state->mutex);
+    state->time = std::chrono::steady_clock::now();
+    ++state->num_done;
+    state->changed.notify_all();
   });
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  const std::shared_ptr<Marks> marks = event->marks;
-  const std::scoped_lock lock(marks->mutex);
-  stream_of(stream).enqueue([marks, goal = marks->num_enqueued] {
-    std::unique_lock waiting(marks->mutex);
-    marks->changed.wait(waiting, [&] { return marks->num_done >= goal; });
+  const std::shared_ptr<EventState> state = event->state;
+  const std::scoped_lock lock(state->mutex);
+  stream_of(stream).enqueue([state, goal = state->num_enqueued] {
+    std::unique_lock waiting(state->mutex);
+    state->changed.wait(waiting, [&] { return state->num_done >= goal; });
   });
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
-  *milliseconds = std::chrono::duration<float, std::milli>(end->marks->time - begin->marks->time).count();
+  *milliseconds = std::chrono::duration<float, std::milli>(end->state->time - begin->state->time).count();
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {

@@ -1,4 +1,4 @@
-// CUDA's built-in variables and functions, for kernels that a C++ compiler reads. Included before every kernel file.
+// CUDA's built-in variables and functions, for kernels that a C++ compiler compiles. It is included before every kernel file.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 #include "tests/emulation/fibers.h"
 
-// A block is an operating system's thread.
+// Thread-local variables are a block's shared memory, since a block is an operating system's thread.
 #undef __shared__
 #define __shared__ static thread_local
 #undef __launch_bounds__
@@ -29,10 +29,10 @@
 #undef __noinline__
 #define __noinline__ __attribute__((noinline))
 
-#define threadIdx (::epx::emulation::place().thread)
-#define blockIdx (::epx::emulation::place().block)
-#define blockDim (::epx::emulation::place().block_dim)
-#define gridDim (::epx::emulation::place().grid_dim)
+#define threadIdx (::epx::emulation::position().thread)
+#define blockIdx (::epx::emulation::position().block)
+#define blockDim (::epx::emulation::position().block_dim)
+#define gridDim (::epx::emulation::position().grid_dim)
 
 namespace epx::emulation {
 
@@ -50,30 +50,30 @@ inline int lane_id() {
 
 } // namespace epx::emulation
 
-// ---- The block ----
+// ---- Block ----
 
 inline void __syncthreads() {
-  epx::emulation::meet_block(0);
+  epx::emulation::reduce_block(0);
 }
 inline int __syncthreads_or(int predicate) {
-  return epx::emulation::meet_block(predicate != 0 ? 1 : 0) != 0 ? 1 : 0;
+  return epx::emulation::reduce_block(predicate != 0 ? 1 : 0) != 0 ? 1 : 0;
 }
 inline int __syncthreads_and(int predicate) {
-  return epx::emulation::meet_block(predicate != 0 ? 0 : 1) == 0 ? 1 : 0;
+  return epx::emulation::reduce_block(predicate != 0 ? 0 : 1) == 0 ? 1 : 0;
 }
 inline int __syncthreads_count(int predicate) {
-  return static_cast<int>(epx::emulation::meet_block(predicate != 0 ? 1 : 0));
+  return static_cast<int>(epx::emulation::reduce_block(predicate != 0 ? 1 : 0));
 }
 
-// ---- The warp; whole warps only ----
+// ---- Warp: all lanes must take part ----
 
 inline void __syncwarp(unsigned = ~0u) {
-  epx::emulation::meet_warp(0);
+  epx::emulation::gather_warp(0);
 }
 template <typename T>
 T __shfl_sync(unsigned, T value, int from) {
   return epx::emulation::bits_as<T>(
-      epx::emulation::meet_warp(epx::emulation::bits_as<uint64_t>(value))[static_cast<size_t>(from) % 32]);
+      epx::emulation::gather_warp(epx::emulation::bits_as<uint64_t>(value))[static_cast<size_t>(from) % 32]);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int bits) {
@@ -92,14 +92,14 @@ T __shfl_down_sync(unsigned mask, T value, int distance) {
 template <typename T>
 unsigned __match_any_sync(unsigned, T value) {
   const uint64_t mine = epx::emulation::bits_as<uint64_t>(value);
-  const auto& values = epx::emulation::meet_warp(mine);
+  const auto& values = epx::emulation::gather_warp(mine);
   unsigned same = 0;
   for (unsigned lane = 0; lane < 32; ++lane)
     same |= values[lane] == mine ? 1u << lane : 0u;
   return same;
 }
 inline unsigned __ballot_sync(unsigned, int predicate) {
-  const auto& values = epx::emulation::meet_warp(predicate != 0 ? 1 : 0);
+  const auto& values = epx::emulation::gather_warp(predicate != 0 ? 1 : 0);
   unsigned ballot = 0;
   for (unsigned lane = 0; lane < 32; ++lane)
     ballot |= static_cast<unsigned>(values[lane]) << lane;
@@ -107,8 +107,8 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
 }
 inline unsigned __reduce_or_sync(unsigned, unsigned value) {
   unsigned all = 0;
-  for (const uint64_t of_lane : epx::emulation::meet_warp(value))
-    all |= static_cast<unsigned>(of_lane);
+  for (const uint64_t lane_value : epx::emulation::gather_warp(value))
+    all |= static_cast<unsigned>(lane_value);
   return all;
 }
 inline int __any_sync(unsigned mask, int predicate) {
@@ -118,13 +118,13 @@ inline int __all_sync(unsigned mask, int predicate) {
   return __ballot_sync(mask, predicate == 0 ? 1 : 0) == 0 ? 1 : 0;
 }
 
-// ---- Atomics, of any scope ----
+// ---- Atomics of any scope ----
 
 template <typename T>
 T atomicAdd(T* word, std::type_identity_t<T> value) {
   return std::atomic_ref(*word).fetch_add(value);
 }
-// Counts up to `last`, then begins again at 0.
+// Counts up to `last`, then wraps to 0.
 inline unsigned atomicInc(unsigned* word, unsigned last) {
   unsigned seen = std::atomic_ref(*word).load();
   while (!std::atomic_ref(*word).compare_exchange_weak(seen, seen >= last ? 0 : seen + 1)) {

@@ -17,18 +17,18 @@ namespace {
 namespace context = boost::context;
 
 constexpr size_t kStackBytes = size_t{64} << 10;
-constexpr int kPatience = 256; // passes without progress before the block's thread sleeps
+constexpr int kMaxIdlePasses = 256; // passes without progress before the block's thread sleeps
 
-// A place where `expected` fibers meet; everyone leaves with what all of them brought. Two generations of values, since a fast
-// fiber may come again before a slow one has read.
-struct Meeting {
+// A barrier of `expected` fibers, which also exchange values. There are values of two generations, since a fast fiber may
+// arrive again before a slow one has read.
+struct Barrier {
   int expected;
   int arrived = 0;
   uint64_t generation = 0;
 };
 
 struct Warp {
-  Meeting meeting;
+  Barrier barrier;
   std::array<std::array<uint64_t, kLanes>, 2> values{};
 };
 
@@ -43,8 +43,8 @@ struct Thread {
 class Block {
 public:
   Block(uint3 index, dim3 grid, int threads, size_t shared_bytes, const std::function<void()>& kernel)
-      : place_{{}, index, dim3(static_cast<unsigned>(threads)), grid}, kernel_(kernel),
-        shared_(shared_bytes + kAlignment), meeting_{threads}, threads_(static_cast<size_t>(threads)) {
+      : position_{{}, index, dim3(static_cast<unsigned>(threads)), grid}, kernel_(kernel),
+        shared_(shared_bytes + kAlignment), barrier_{threads}, threads_(static_cast<size_t>(threads)) {
     for (int first = 0; first < threads; first += kLanes)
       warps_.push_back({{std::min(kLanes, threads - first)}});
     for (size_t i = 0; i < threads_.size(); ++i) {
@@ -61,7 +61,7 @@ public:
 
   void run() {
     uint64_t random = random_u64();
-    int fruitless = 0;
+    int idle_passes = 0;
     while (num_ended_ < threads_.size()) {
       made_progress_ = false;
       random = random * 6364136223846793005u + 1442695040888963407u;
@@ -71,15 +71,15 @@ public:
         Thread& thread = threads_[(first + step * stride) % threads_.size()];
         if (thread.state == State::ready) resume(thread);
       }
-      fruitless = made_progress_ ? 0 : fruitless + 1;
-      if (fruitless > kPatience)
+      idle_passes = made_progress_ ? 0 : idle_passes + 1;
+      if (idle_passes > kMaxIdlePasses)
         std::this_thread::sleep_for(std::chrono::microseconds(50));
-      else if (fruitless > 0)
+      else if (idle_passes > 0)
         std::this_thread::yield();
     }
   }
 
-  const Place& place() const { return place_; }
+  const ThreadPosition& position() const { return position_; }
   std::byte* shared() {
     const auto address = reinterpret_cast<uintptr_t>(shared_.data());
     return shared_.data() + (kAlignment - address % kAlignment) % kAlignment;
@@ -87,73 +87,73 @@ public:
 
   void pause() { suspend(); }
 
-  int64_t meet_block(int64_t brings) {
-    const uint64_t generation = meeting_.generation;
-    sums_[generation % 2] += brings;
-    arrive(meeting_, 0, threads_.size());
-    wait_for(meeting_, generation);
+  int64_t reduce_block(int64_t value) {
+    const uint64_t generation = barrier_.generation;
+    sums_[generation % 2] += value;
+    arrive(barrier_, 0, threads_.size());
+    wait_for(barrier_, generation);
     return sums_[generation % 2];
   }
 
-  const std::array<uint64_t, kLanes>& meet_warp(uint64_t brings) {
-    const size_t index = place_.thread.x / kLanes;
+  const std::array<uint64_t, kLanes>& gather_warp(uint64_t value) {
+    const size_t index = position_.thread.x / kLanes;
     Warp& warp = warps_[index];
-    const uint64_t generation = warp.meeting.generation;
-    warp.values[generation % 2][place_.thread.x % kLanes] = brings;
-    arrive(warp.meeting, index * kLanes, std::min(threads_.size(), (index + 1) * kLanes));
-    wait_for(warp.meeting, generation);
+    const uint64_t generation = warp.barrier.generation;
+    warp.values[generation % 2][position_.thread.x % kLanes] = value;
+    arrive(warp.barrier, index * kLanes, std::min(threads_.size(), (index + 1) * kLanes));
+    wait_for(warp.barrier, generation);
     return warp.values[generation % 2];
   }
 
 private:
   static constexpr size_t kAlignment = 128;
 
-  void arrive(Meeting& meeting, size_t first, size_t end) {
-    ++meeting.arrived;
-    complete(meeting, first, end);
+  void arrive(Barrier& barrier, size_t first, size_t end) {
+    ++barrier.arrived;
+    complete(barrier, first, end);
   }
-  void complete(Meeting& meeting, size_t first, size_t end) {
-    if (meeting.arrived < meeting.expected || meeting.arrived == 0) return;
-    meeting.arrived = 0;
-    ++meeting.generation;
-    if (&meeting == &meeting_) sums_[meeting.generation % 2] = 0;
+  void complete(Barrier& barrier, size_t first, size_t end) {
+    if (barrier.arrived < barrier.expected || barrier.arrived == 0) return;
+    barrier.arrived = 0;
+    ++barrier.generation;
+    if (&barrier == &barrier_) sums_[barrier.generation % 2] = 0;
     for (size_t i = first; i < end; ++i)
-      if (threads_[i].state == State::waiting && waits_at_[i] == &meeting) threads_[i].state = State::ready;
+      if (threads_[i].state == State::waiting && waits_at_[i] == &barrier) threads_[i].state = State::ready;
     made_progress_ = true;
   }
-  void wait_for(Meeting& meeting, uint64_t generation) {
-    while (meeting.generation == generation) {
+  void wait_for(Barrier& barrier, uint64_t generation) {
+    while (barrier.generation == generation) {
       running_->state = State::waiting;
-      waits_at_[place_.thread.x] = &meeting;
+      waits_at_[position_.thread.x] = &barrier;
       suspend();
     }
   }
-  // A thread that has ended is not waited for.
+  // Barriers do not wait for a thread that has ended.
   void end_thread() {
     ++num_ended_;
     made_progress_ = true;
-    --meeting_.expected;
-    complete(meeting_, 0, threads_.size());
-    const size_t index = place_.thread.x / kLanes;
-    --warps_[index].meeting.expected;
-    complete(warps_[index].meeting, index * kLanes, std::min(threads_.size(), (index + 1) * kLanes));
+    --barrier_.expected;
+    complete(barrier_, 0, threads_.size());
+    const size_t index = position_.thread.x / kLanes;
+    --warps_[index].barrier.expected;
+    complete(warps_[index].barrier, index * kLanes, std::min(threads_.size(), (index + 1) * kLanes));
   }
 
   void resume(Thread& thread) {
     running_ = &thread;
-    place_.thread = thread.index;
+    position_.thread = thread.index;
     thread.fiber = std::move(thread.fiber).resume();
   }
   void suspend() { scheduler_ = std::move(scheduler_).resume(); }
 
-  Place place_; // of the running thread
+  ThreadPosition position_; // of the running thread
   const std::function<void()>& kernel_;
   std::vector<std::byte> shared_;
-  Meeting meeting_;
+  Barrier barrier_;
   std::array<int64_t, 2> sums_{};
   context::pooled_fixedsize_stack stacks_{kStackBytes};
   std::vector<Thread> threads_;
-  std::vector<Meeting*> waits_at_ = std::vector<Meeting*>(threads_.size());
+  std::vector<Barrier*> waits_at_ = std::vector<Barrier*>(threads_.size());
   std::vector<Warp> warps_;
   context::fiber scheduler_;
   Thread* running_ = nullptr;
@@ -179,8 +179,8 @@ void run_grid(int blocks, int threads, size_t shared_bytes, const std::function<
     worker.join();
 }
 
-const Place& place() {
-  return this_block->place();
+const ThreadPosition& position() {
+  return this_block->position();
 }
 std::byte* dynamic_shared_memory() {
   return this_block->shared();
@@ -188,11 +188,11 @@ std::byte* dynamic_shared_memory() {
 void pause() {
   this_block->pause();
 }
-int64_t meet_block(int64_t brings) {
-  return this_block->meet_block(brings);
+int64_t reduce_block(int64_t value) {
+  return this_block->reduce_block(value);
 }
-const std::array<uint64_t, kLanes>& meet_warp(uint64_t brings) {
-  return this_block->meet_warp(brings);
+const std::array<uint64_t, kLanes>& gather_warp(uint64_t value) {
+  return this_block->gather_warp(value);
 }
 
 } // namespace epx::emulation

@@ -1,4 +1,5 @@
-// transport/nccl/nccl_transport.h without NCCL: windows are the host transport's, and so is the way small records travel.
+// Implements transport/nccl/nccl_transport.h without NCCL: windows are the host transport's, and small records travel through
+// one of them.
 #include "transport/nccl/nccl_transport.h"
 
 #include <atomic>
@@ -18,13 +19,13 @@
 namespace epx {
 namespace {
 
-// Each rank has a place for its record in every rank's window, and one more by parity, so that a fast rank does not
+// Each rank has two entries for its record in every rank's window, used alternately by parity, so that a fast rank does not
 // overwrite what a slow one reads.
 class WindowExchange final : public Exchange {
 public:
   WindowExchange(Transport& transport, int64_t timeout_ms, Exchange& exchange, int num_ranks)
       : timeout_(timeout_ms),
-        window_(transport.open_window(2 * num_ranks * static_cast<int64_t>(sizeof(Place)), exchange)) {}
+        window_(transport.open_window(2 * num_ranks * static_cast<int64_t>(sizeof(Entry)), exchange)) {}
 
 protected:
   std::vector<ExchangeRecord> gather(ExchangeRecord mine) override {
@@ -32,19 +33,19 @@ protected:
     mine.rank = window.rank;
     ++round_;
     for (int peer = 0; peer < window.num_ranks; ++peer) {
-      Place& place = place_at(peer, window.rank);
-      place.record = mine;
-      std::atomic_ref(place.round).store(round_, std::memory_order_release);
+      Entry& entry = entry_at(peer, window.rank);
+      entry.record = mine;
+      std::atomic_ref(entry.round).store(round_, std::memory_order_release);
     }
     SuspensionAwareDeadline deadline{timeout_};
     std::vector<ExchangeRecord> all;
     for (int peer = 0; peer < window.num_ranks; ++peer) {
-      Place& place = place_at(window.rank, peer);
-      while (std::atomic_ref(place.round).load(std::memory_order_acquire) < round_) {
+      Entry& entry = entry_at(window.rank, peer);
+      while (std::atomic_ref(entry.round).load(std::memory_order_acquire) < round_) {
         if (deadline.passed()) fail(EPX_ERROR_TIMEOUT, "not all ranks came within {} ms", timeout_.count());
         std::this_thread::sleep_for(std::chrono::microseconds(50));
       }
-      all.push_back(place.record);
+      all.push_back(entry.record);
     }
     for (const ExchangeRecord& record : all)
       if (record.status != EPX_SUCCESS && mine.status == EPX_SUCCESS) throw_peer_failure(record);
@@ -52,13 +53,13 @@ protected:
   }
 
 private:
-  struct Place {
+  struct Entry {
     ExchangeRecord record;
     uint64_t round;
   };
-  Place& place_at(int owner, int source) const {
+  Entry& entry_at(int owner, int source) const {
     const PeerWindow window = window_->view();
-    return window.at<Place>(owner,
+    return window.at<Entry>(owner,
                             0)[(round_ % 2) * static_cast<uint64_t>(window.num_ranks) + static_cast<uint64_t>(source)];
   }
 
@@ -67,8 +68,8 @@ private:
   uint64_t round_ = 0;
 };
 
-// A window that others of this process can be laid over: the only memory that peers can reach, as NCCL can register only what
-// it has allocated.
+// A window that others of this process can be laid over. It is the only memory that peers can access, as NCCL can register only
+// what it has allocated.
 class KnownWindow final : public Window {
 public:
   explicit KnownWindow(std::unique_ptr<Window> window) : window_(std::move(window)) {
@@ -104,25 +105,25 @@ private:
 class AdoptedWindow final : public Window {
 public:
   AdoptedWindow(std::byte* memory, int64_t bytes, Exchange& exchange) : bytes_(bytes) {
-    struct WorkPartition {
+    struct MemoryRange {
       int64_t bytes, offset;
     };
     const KnownWindow* below = nullptr;
-    const std::vector<WorkPartition> shares = exchange.all_gather([&] {
+    const std::vector<MemoryRange> ranges = exchange.all_gather([&] {
       below = KnownWindow::find(memory, bytes);
       if (below == nullptr)
         fail(EPX_ERROR_UNSUPPORTED, "no symmetric window over the {} bytes at {}", bytes, static_cast<void*>(memory));
-      return WorkPartition{bytes, memory - below->view().local<std::byte>(0)};
+      return MemoryRange{bytes, memory - below->view().local<std::byte>(0)};
     });
     exchange.all_gather([&] {
-      for (size_t rank = 0; rank < shares.size(); ++rank)
-        if (shares[rank].bytes != bytes)
-          fail(EPX_ERROR_MISMATCH, "bytes differ between ranks: {} and {} on rank {}", bytes, shares[rank].bytes, rank);
+      for (size_t rank = 0; rank < ranges.size(); ++rank)
+        if (ranges[rank].bytes != bytes)
+          fail(EPX_ERROR_MISMATCH, "bytes differ between ranks: {} and {} on rank {}", bytes, ranges[rank].bytes, rank);
       return 0;
     });
     rank_ = below->view().rank;
-    for (size_t rank = 0; rank < shares.size(); ++rank)
-      bases_.push_back(below->view().at<std::byte>(static_cast<int>(rank), shares[rank].offset));
+    for (size_t rank = 0; rank < ranges.size(); ++rank)
+      bases_.push_back(below->view().at<std::byte>(static_cast<int>(rank), ranges[rank].offset));
   }
 
   PeerWindow view() const override { return {bases_.data(), rank_, static_cast<int>(bases_.size())}; }

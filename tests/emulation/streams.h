@@ -1,4 +1,4 @@
-// CUDA streams on a CPU: each is a thread that runs what is enqueued, in order.
+// CUDA streams on a CPU: each is a thread that runs the enqueued tasks in order.
 #pragma once
 
 #include <functional>
@@ -7,12 +7,12 @@
 
 namespace epx::emulation {
 
-// Runs `task` on the stream; NULL is one more stream, of all threads of the process.
+// Runs `task` on the stream; NULL is one more stream, which all threads of the process share.
 void enqueue(cudaStream_t stream, std::function<void()> task);
 
 // From now on launches and cudaDeviceSynchronize fail in this process.
 void end_context();
-// What a launch returns.
+// The error that launches return.
 cudaError_t context_error();
 
 } // namespace epx::emulation

@@ -1,4 +1,4 @@
-// What no kernel does by itself: one stream that copies, reads and clears in turn.
+// Tests what no kernel does by itself: one TMA row pipeline that reads, copies and clears alternately.
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -22,18 +22,19 @@ std::vector<std::byte> row_of(size_t bytes, unsigned seed) {
 }
 
 // Reads the rows and copies what it sees.
-void read_into(TmaRowPipeline& stream, const std::array<std::vector<std::byte>, 3>& rows,
+void read_into(TmaRowPipeline& pipeline, const std::array<std::vector<std::byte>, 3>& rows,
                std::array<std::vector<std::byte>, 3>& copies) {
   WarpList<const std::byte*> list;
   for (const auto& row : rows)
     list.append(row.data());
-  stream.read(list, static_cast<int64_t>(rows[0].size()), [&](int row, int piece, const std::byte* data, uint32_t bytes) {
-    for (uint32_t i = static_cast<uint32_t>(lane()); i < bytes; i += kWarp)
-      copies[row][static_cast<size_t>(piece) * TmaRowPipeline::kStageBytes + i] = data[i];
-  });
+  pipeline.read(list, static_cast<int64_t>(rows[0].size()),
+                [&](int row, int h_tile, const std::byte* data, uint32_t bytes) {
+                  for (uint32_t i = static_cast<uint32_t>(lane()); i < bytes; i += kWarp)
+                    copies[row][static_cast<size_t>(h_tile) * TmaRowPipeline::kStageBytes + i] = data[i];
+                });
 }
 
-TEST_CASE("a row stream copies, reads and clears in turn") {
+TEST_CASE("a TMA row pipeline reads, copies and clears alternately") {
   for (const size_t bytes :
        {size_t{16}, size_t{TmaRowPipeline::kStageBytes}, size_t{3 * TmaRowPipeline::kHalfBytes + 48}}) {
     CAPTURE(bytes);
@@ -44,18 +45,18 @@ TEST_CASE("a row stream copies, reads and clears in turn") {
       std::array<std::vector<std::byte>, 3> read_before{zeros, zeros, zeros}, read_after = read_before;
       std::vector<std::byte> near = row_of(bytes, 7), far = near, cleared = near;
       emulation::run_grid(1, kWarp, TmaRowPipeline::kSharedBytes, [&] {
-        TmaRowPipeline stream(emulation::dynamic_shared_memory(), 0, 1);
+        TmaRowPipeline pipeline(emulation::dynamic_shared_memory(), 0, 1);
         for (int round = 0; round < rounds; ++round) {
-          read_into(stream, rows, read_before);
-          stream.begin_copy_to_lanes(rows[2].data(), static_cast<int64_t>(bytes),
-                        lane() == 3    ? near.data()
-                        : lane() == 17 ? far.data()
-                                       : nullptr);
-          read_into(stream, rows, read_after);
-          stream.finish();
-          stream.make_zeros();
-          stream.clear(static_cast<int64_t>(bytes), lane() == 31 ? cleared.data() : nullptr);
-          stream.finish();
+          read_into(pipeline, rows, read_before);
+          pipeline.begin_copy_to_lanes(rows[2].data(), static_cast<int64_t>(bytes),
+                                       lane() == 3    ? near.data()
+                                       : lane() == 17 ? far.data()
+                                                      : nullptr);
+          read_into(pipeline, rows, read_after);
+          pipeline.finish();
+          pipeline.make_zeros();
+          pipeline.clear(static_cast<int64_t>(bytes), lane() == 31 ? cleared.data() : nullptr);
+          pipeline.finish();
         }
       });
       CHECK(read_before == rows);

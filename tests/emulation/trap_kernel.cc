@@ -1,4 +1,4 @@
-// tests/gpu/trap_kernel.cu on the CPU.
+// Implements tests/gpu/trap_kernel.h on the CPU.
 #include "tests/gpu/trap_kernel.h"
 
 #include "tests/emulation/streams.h"

@@ -1,5 +1,5 @@
-// In place of base/device/bulk_copy.cuh. A copy is made as late as the rules allow, so that a wait that is missing shows:
-// a load when it is waited for, a store's read when reads or stores are waited for, its write when stores are.
+// Replaces base/device/bulk_copy.cuh. Each copy is made as late as PTX allows, so that a missing wait shows: a load is made by
+// the wait for it, a store's read by a wait for reads or for stores, and its write by a wait for stores.
 #pragma once
 
 #include <cstddef>
@@ -26,19 +26,19 @@ struct Store {
   std::byte* global;
   const std::byte* shared;
   uint32_t bytes;
-  std::vector<std::byte> data; // once read
+  std::vector<std::byte> data; // empty until read
 };
 struct Copies {
   std::vector<Store> open_group;
   std::deque<std::vector<Store>> groups; // not written yet
 };
 
-// Of the running CUDA thread; a block's threads share one of the operating system's.
+// The stores of the running CUDA thread. They are by thread index, since a block's threads share one of the operating system's.
 inline Copies& of_this_thread() {
   static thread_local std::map<unsigned, Copies> copies;
   return copies[threadIdx.x];
 }
-// Under way, of the running block.
+// The running block's loads in flight.
 inline std::deque<Load>& loads_of(LoadBarrier* barrier) {
   static thread_local std::map<LoadBarrier*, std::deque<Load>> loads;
   return loads[barrier];
@@ -64,16 +64,16 @@ inline void fence_global_before_bulk_copies() {}
 inline void begin_load(std::byte* shared, const std::byte* global, uint32_t bytes, LoadBarrier* barrier) {
   bulk::require(reinterpret_cast<uintptr_t>(shared) % 16 == 0 && reinterpret_cast<uintptr_t>(global) % 16 == 0 &&
                 bytes % 16 == 0 && bytes > 0);
-  bulk::require(bulk::loads_of(barrier).empty()); // one at a time: the barrier counts to 1
-  std::memset(shared, 0xee, bytes);               // from now on it may be anything, until the load has come
+  bulk::require(bulk::loads_of(barrier).empty()); // only one load at a time: the barrier counts to 1
+  std::memset(shared, 0xee, bytes);               // undefined until the load completes
   bulk::loads_of(barrier).push_back({shared, global, bytes});
 }
 
 inline void wait_for_load(LoadBarrier* barrier, uint32_t parity) {
   std::deque<bulk::Load>& loads = bulk::loads_of(barrier);
   while (*barrier % 2 == parity && loads.empty())
-    emulation::pause();               // another thread is about to begin it
-  if (*barrier % 2 != parity) return; // another thread has waited for it
+    emulation::pause();               // another thread is about to begin the load
+  if (*barrier % 2 != parity) return; // another thread has waited for the load
   std::memcpy(loads.front().shared, loads.front().global, loads.front().bytes);
   loads.pop_front();
   ++*barrier;

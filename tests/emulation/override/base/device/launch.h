@@ -1,4 +1,4 @@
-// In place of base/device/launch.h.
+// Replaces base/device/launch.h.
 #pragma once
 
 #include <cstddef>

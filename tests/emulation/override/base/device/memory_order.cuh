@@ -1,4 +1,4 @@
-// In place of base/device/memory_order.cuh. Loads that a kernel may poll let others run.
+// Replaces base/device/memory_order.cuh. Loads that a kernel may poll let other fibers run.
 #pragma once
 
 #include <emmintrin.h>
@@ -40,34 +40,34 @@ inline uint32_t load_relaxed_sys(const uint32_t* word) {
   return std::atomic_ref(*const_cast<uint32_t*>(word)).load(std::memory_order_relaxed);
 }
 
-// Aligned vectors of 16 bytes are loaded and stored at once by all x86 processors that have AVX; in assembly, since a compiler may
-// split what it knows to be two words.
-template <typename Word>
-Word load_packet_relaxed_sys(const Word* word) {
-  static_assert(alignof(Word) == sizeof(Word) && (sizeof(Word) == 8 || sizeof(Word) == 16));
+// LL packets need single-copy atomic accesses: aligned vectors of 16 bytes are loaded and stored at once by all x86 processors
+// that have AVX. The accesses are in assembly, since a compiler may split what it knows to be two words.
+template <typename Packet>
+Packet load_packet_relaxed_sys(const Packet* packet) {
+  static_assert(alignof(Packet) == sizeof(Packet) && (sizeof(Packet) == 8 || sizeof(Packet) == 16));
   emulation::pause();
-  if constexpr (sizeof(Word) == 16) {
+  if constexpr (sizeof(Packet) == 16) {
     __m128i vector;
-    asm volatile("movdqa %1, %0" : "=x"(vector) : "m"(*word) : "memory");
-    return std::bit_cast<Word>(vector);
+    asm volatile("movdqa %1, %0" : "=x"(vector) : "m"(*packet) : "memory");
+    return std::bit_cast<Packet>(vector);
   } else {
-    return std::bit_cast<Word>(
-        std::atomic_ref(*reinterpret_cast<uint64_t*>(const_cast<Word*>(word))).load(std::memory_order_relaxed));
+    return std::bit_cast<Packet>(
+        std::atomic_ref(*reinterpret_cast<uint64_t*>(const_cast<Packet*>(packet))).load(std::memory_order_relaxed));
   }
 }
-template <typename Word>
-Word load_packet_acquire_sys(const Word* word) {
-  const Word value = load_packet_relaxed_sys(word);
+template <typename Packet>
+Packet load_packet_acquire_sys(const Packet* packet) {
+  const Packet value = load_packet_relaxed_sys(packet);
   std::atomic_thread_fence(std::memory_order_acquire);
   return value;
 }
-template <typename Word>
-void store_packet_relaxed_sys(Word* word, const Word& value) {
-  static_assert(alignof(Word) == sizeof(Word) && (sizeof(Word) == 8 || sizeof(Word) == 16));
-  if constexpr (sizeof(Word) == 16)
-    asm volatile("movdqa %1, %0" : "=m"(*word) : "x"(std::bit_cast<__m128i>(value)) : "memory");
+template <typename Packet>
+void store_packet_relaxed_sys(Packet* packet, const Packet& value) {
+  static_assert(alignof(Packet) == sizeof(Packet) && (sizeof(Packet) == 8 || sizeof(Packet) == 16));
+  if constexpr (sizeof(Packet) == 16)
+    asm volatile("movdqa %1, %0" : "=m"(*packet) : "x"(std::bit_cast<__m128i>(value)) : "memory");
   else
-    std::atomic_ref(*reinterpret_cast<uint64_t*>(word)).store(std::bit_cast<uint64_t>(value), std::memory_order_relaxed);
+    std::atomic_ref(*reinterpret_cast<uint64_t*>(packet)).store(std::bit_cast<uint64_t>(value), std::memory_order_relaxed);
 }
 
 inline void store_relaxed_sys(uint32_t* word, uint32_t value) {
