@@ -1,7 +1,7 @@
-// coexistence [--rounds N] [--seed S] [--num-comm-sms N] [--nccl-ctas N]
-// epx beside kernels of others that wait for peers too: the guarantee of epx.h, "Beside other kernels". In each round every
-// rank enqueues the same work on several streams, in an order of its own. Inside the guarantee each round ends soon, with right
-// results; outside it every rank is told why soon after timeout_ms. CUDA_DEVICE_MAX_CONNECTIONS comes from the environment.
+// coexistence [--rounds N] [--seed S] [--num-comm-sms N] [--nccl-ctas N] Runs epx beside kernels of others that wait for peers
+// too, and tests the guarantee of epx.h, "Beside other kernels". In each round every rank enqueues the same work on several
+// streams, in an order of its own. Inside the guarantee each round ends soon, with right results; outside it every rank reports
+// the cause soon after timeout_ms. CUDA_DEVICE_MAX_CONNECTIONS comes from the environment.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -26,8 +26,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr double kMaxRoundMs = 50;
-constexpr int64_t kShortMs = 2'000; // timeout_ms where a wait is to run out
-constexpr double kGraceMs = 2'000;  // after it, until every rank knows
+constexpr int64_t kShortMs = 2'000; // timeout_ms of groups whose waits are to time out
+constexpr double kGraceMs = 2'000;  // time after it in which every rank must report
 
 double ms_since(Clock::time_point begin) {
   return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
@@ -36,8 +36,8 @@ double ms_since(Clock::time_point begin) {
 struct Options {
   long rounds;
   uint64_t seed;
-  int num_comm_sms; // of the group beside communicators; 0: the default
-  int nccl_ctas;    // at most, of each communicator's kernels; 0: NCCL's default
+  int num_comm_sms; // num_comm_sms of the group beside communicators; 0: the default
+  int nccl_ctas;    // maxCTAs of each communicator; 0: NCCL's default
 };
 
 // Whether each stream has a hardware queue of its own, as far as the environment says.
@@ -108,16 +108,16 @@ private:
   std::byte* wrong_ = nullptr;
 };
 
-// What every rank puts on one of its streams in a round.
+// The work that every rank enqueues on one of its streams in a round.
 struct Work {
   std::function<void()> enqueue;
   const Stream* stream;
 };
 
-// Each round in another order on each rank; unless `same_order`, in the same.
+// Each rank enqueues each round in an order of its own; if `same_order`, in the same order as the others.
 void run_rounds(const RankContext& context, const char* name, const std::vector<Work>& works, const Options& options,
                 bool same_order) {
-  for (const Work& work : works) { // first launches load modules, and may wait for what is on the GPU: one after the other
+  for (const Work& work : works) { // a first launch loads a module, which may wait for what runs on the GPU
     work.enqueue();
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
@@ -144,7 +144,7 @@ void run_rounds(const RankContext& context, const char* name, const std::vector<
   check(times.back() <= kMaxRoundMs, "{}: a round took {:.1f} ms; {} are allowed", name, times.back(), kMaxRoundMs);
 }
 
-// Two communicators and matrix products beside a group.
+// A group runs beside two communicators and matrix products.
 void test_communicators(const RankContext& context, const Options& options) {
   Layer layer(context, options.num_comm_sms);
   const Communicator first(context, options.nccl_ctas), second(context, options.nccl_ctas);
@@ -158,7 +158,7 @@ void test_communicators(const RankContext& context, const Options& options) {
   context.gather(0);
 }
 
-// Two groups whose SMs fit on the GPU together.
+// Two groups run whose SMs fit on the GPU together.
 void test_two_groups(const RankContext& context, const Options& options) {
   const int sms = Layer(context, 0).num_comm_sms() / 2;
   Layer first(context, sms), second(context, sms);
@@ -172,7 +172,7 @@ void test_two_groups(const RankContext& context, const Options& options) {
   context.gather(0);
 }
 
-// Outside the guarantee: two groups that take all SMs each, called in another order on odd ranks. Each rank's kernel of one
+// Outside the guarantee: two groups take all SMs each, and odd ranks call them in the other order. Each rank's kernel of one
 // group waits for peers, whose kernels of that group never begin.
 void test_groups_that_do_not_fit(const RankContext& context) {
   constexpr int kAllSms = 1 << 20;
@@ -185,14 +185,14 @@ void test_groups_that_do_not_fit(const RankContext& context) {
   // The kernel before must hold the SMs when the next is launched: a grid that finds no room is never put beside another.
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
   other.dispatch();
-  std::vector<bool> told(2, false);
+  std::vector<bool> reported(2, false);
   std::string messages;
-  while (!(told[0] || told[1]) && ms_since(begin) < kShortMs + kGraceMs) {
+  while (!(reported[0] || reported[1]) && ms_since(begin) < kShortMs + kGraceMs) {
     int index = 0;
     for (const Layer* layer : {&first, &second}) {
       const epx_group_report report = GroupView(layer->group()).status();
-      if (report.status != EPX_SUCCESS && !told[static_cast<size_t>(index)]) {
-        told[static_cast<size_t>(index)] = true;
+      if (report.status != EPX_SUCCESS && !reported[static_cast<size_t>(index)]) {
+        reported[static_cast<size_t>(index)] = true;
         messages += std::string(report.message) + "\n";
       }
       ++index;
@@ -200,9 +200,9 @@ void test_groups_that_do_not_fit(const RankContext& context) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   const double ms = ms_since(begin);
-  if (told[0] || told[1]) std::printf("rank %d after %.0f ms: %s", context.rank, ms, messages.c_str());
+  if (reported[0] || reported[1]) std::printf("rank %d after %.0f ms: %s", context.rank, ms, messages.c_str());
   std::fflush(stdout);
-  check(told[0] || told[1], "nothing was reported within {:.0f} ms", ms);
+  check(reported[0] || reported[1], "nothing was reported within {:.0f} ms", ms);
   check(contains(messages, "Beside other kernels"), "\"{}\" does not name the cause", messages);
   check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // every kernel ends
   check(ms_since(begin) < 2 * kShortMs + kGraceMs, "kernels ended only after {:.0f} ms", ms_since(begin));

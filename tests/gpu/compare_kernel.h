@@ -1,4 +1,4 @@
-// Comparing on the device, for runs that are too long to look at every byte on the host.
+// Compares buffers on the device, for runs that are too long to compare every byte on the host.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,8 @@
 
 namespace epx::test {
 
-// *count += the bytes in which two buffers differ. Asynchronous on the stream; all pointers to device memory.
+// Adds to *count the number of bytes in which two buffers differ. Asynchronous on the stream; all pointers are to device
+// memory.
 cudaError_t count_differences(const std::byte* one, const std::byte* other, size_t bytes, unsigned long long* count,
                               cudaStream_t stream);
 

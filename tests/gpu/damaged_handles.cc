@@ -1,6 +1,6 @@
-// damaged_handles [--damages N] [--first F] [--seed S] [--timeout-ms T] [--percent-hard H]
-// Handle memory that something has been written over, N times. A damage may leave ranks waiting for rows that never come; they
-// wait for T milliseconds, and make another group. So with peers only H of 100 damages may do that.
+// damaged_handles [--damages N] [--first F] [--seed S] [--timeout-ms T] [--percent-hard H] Makes calls with N damaged copies of
+// handle memory. A damage may leave ranks waiting for rows that are never sent; they time out after T milliseconds, and make
+// another group. So with peers only H of 100 damages may do that.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -22,8 +22,8 @@ GroupShape shape_of(const GroupCase& group) {
   return shape;
 }
 
-// The kernels' waits follow from routes at the tokens' rank, and from first_slots, few slots and orders at the experts'. Every rank
-// takes all slots.
+// The kernels' waits follow from routes at the tokens' rank, and from first_slots, ll_slots and rank ordinals at the experts'
+// ranks. Every rank passes all receive rows.
 class Waits {
 public:
   explicit Waits(const DamagedCall& call)
@@ -47,9 +47,10 @@ private:
   bool keeps_route(const Route& good, const Route& damaged) const {
     const bool is_kept = limits_.is_route(good);
     if (is_kept != limits_.is_route(damaged)) return false;
-    return !is_kept || (good.rank == damaged.rank && (call_.is_scatter || good.rank_ordinal == limits_.rank_ordinal(damaged.rank_ordinal)));
+    return !is_kept || (good.rank == damaged.rank &&
+                        (call_.is_scatter || good.rank_ordinal == limits_.rank_ordinal(damaged.rank_ordinal)));
   }
-  // A scatter waits for what comes to a slot; a gather lets others wait for what comes from it.
+  // In a scatter this rank waits for rows of its slots; in a gather the peers wait for them.
   bool keeps_slot(int32_t good, int32_t damaged) const {
     if (call_.is_scatter) return limits_.is_slot(good) || !limits_.is_slot(damaged);
     if (!limits_.is_slot(good)) return true;
@@ -69,7 +70,7 @@ private:
 
 int main(int argc, char** argv) {
   using namespace epx::test;
-  setenv("EPX_TEST_ALTERNATES_PATHS", "1", 1); // their tokens are few
+  setenv("EPX_TEST_ALTERNATES_PATHS", "1", 1); // all layers are small enough for the low-latency path
   return run_suite({[&](const RankContext& context) {
     DamageOptions options;
     options.count = option(argc, argv, "--damages", 1000);

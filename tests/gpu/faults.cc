@@ -1,5 +1,5 @@
-// Failures that a group on GPUs does not survive: who is named, and that the CUDA context does. Ranks are processes, started
-// by epx_test_launch.
+// Tests failures that a group on GPUs does not survive: the culprit is named, and the CUDA context survives. Ranks are
+// processes that epx_test_launch starts.
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -24,15 +24,15 @@ namespace epx::test {
 namespace {
 
 constexpr int kTopK = 2;
-constexpr int kFewTokens = 8;
-constexpr int kManyTokens = kMaxGatheredRoutes / kTopK; // of two ranks or more, more than are few
+constexpr int kAllGatherTokens = 8;
+constexpr int kCountExchangeTokens = kMaxGatheredRoutes / kTopK; // from two ranks on too many for the routing all-gather
 constexpr int kExperts = 8;
-constexpr int64_t kShortMs = 1'500; // of those who are to time out
+constexpr int64_t kShortMs = 1'500; // timeout_ms of groups that are to time out
 
 // A group and the device memory of one prepare.
 class Round {
 public:
-  Round(const RankContext& context, int64_t timeout_ms, int num_tokens = kFewTokens)
+  Round(const RankContext& context, int64_t timeout_ms, int num_tokens = kAllGatherTokens)
       : device_(*context.device), num_tokens_(num_tokens) {
     epx_group_config config;
     check_ok(epx_group_config_init(&config), "epx_group_config_init");
@@ -90,7 +90,7 @@ public:
     return report;
   }
 
-  // Once the kernels have ended in order: the group has failed so, and `culprit` is to blame.
+  // Waits until the kernels have ended in order, and checks that the group has failed with `status` and names `culprit`.
   epx_group_report check_failure(epx_status status, int culprit) {
     check_context();
     const epx_group_report report = this->report();
@@ -99,7 +99,7 @@ public:
     return report;
   }
 
-  // The kernels have ended in order: the stream and the memory still work.
+  // Waits until the kernels have ended in order, and checks that the stream and the memory still work.
   void check_context() {
     device_.finish();
     const std::vector<int32_t> sent = {1, 2, 3};
@@ -122,14 +122,14 @@ private:
   std::byte* offsets_ = nullptr;
 };
 
-// The last rank does not make the second call: all others report it by its number, and it finds out when it comes.
+// The last rank makes the second call too late: all others report it by its number, and it finds that the group has failed.
 void test_missing_rank(const RankContext& context) {
   Round round(context, kShortMs);
   check_ok(round.prepare(), "epx_prepare");
   context.device->finish();
   const int absent = context.num_ranks - 1;
   if (context.rank == absent) std::this_thread::sleep_for(std::chrono::milliseconds(3 * kShortMs));
-  const epx_status called = round.prepare(); // asynchronous: it succeeds, unless the failure is known already
+  const epx_status called = round.prepare(); // asynchronous: it succeeds, unless the failure has been seen already
   check(called == EPX_SUCCESS || called == EPX_ERROR_TIMEOUT, "epx_prepare returned {}", epx_status_string(called));
   const epx_group_report report = round.check_failure(EPX_ERROR_TIMEOUT, absent);
   check(contains(report.message, std::to_string(absent)), "\"{}\" does not name rank {}", report.message, absent);
@@ -140,16 +140,16 @@ void test_missing_rank(const RankContext& context) {
   context.gather(0);
 }
 
-// The last rank's kernel stands still once all have arrived. Of many routes the others miss something at once; of few they have
-// all they need, and miss the rank in their next call.
+// The last rank's kernel stalls after the entry barrier. In the count exchange the others wait for data of that rank in the
+// same call; in the routing all-gather they have all they need, and wait for the rank in their next call.
 void test_stalled_rank(const RankContext& context) {
-  for (const int num_tokens : {kManyTokens, kFewTokens}) {
+  for (const int num_tokens : {kCountExchangeTokens, kAllGatherTokens}) {
     const int stalled = context.num_ranks - 1;
     if (context.rank == stalled) setenv("EPX_TEST_STALLS_IN", std::to_string(EPX_OP_PREPARE).c_str(), 1);
     Round round(context, kShortMs, num_tokens);
     unsetenv("EPX_TEST_STALLS_IN");
     check_ok(round.prepare(), "epx_prepare");
-    if (num_tokens == kFewTokens && context.rank != stalled) {
+    if (num_tokens == kAllGatherTokens && context.rank != stalled) {
       const epx_status called = round.prepare();
       check(called == EPX_SUCCESS || called == EPX_ERROR_TIMEOUT, "epx_prepare returned {}", epx_status_string(called));
     }
@@ -159,8 +159,8 @@ void test_stalled_rank(const RankContext& context) {
   }
 }
 
-// The last rank's host launches its kernel in time, but what is before that on its stream does not end: the others say that the
-// kernel never began.
+// The last rank's host launches its kernel in time, but the work before it on its stream does not end: the others report that
+// the kernel never began.
 void test_kernel_that_never_begins(const RankContext& context) {
   Round round(context, kShortMs);
   check_ok(round.prepare(), "epx_prepare");
@@ -191,9 +191,9 @@ void check_duration(int64_t least, int64_t most, const char* name, const What& w
   check(took >= least && took <= most, "{} took {} ms, expected {} to {}", name, took, least, most);
 }
 
-// A rank that destroys its group behind a call waits for peers that do not come, but for no longer than timeout_ms.
+// A rank that destroys its group behind a call waits for peers that do not make the call, but for no longer than timeout_ms.
 void test_destroy_without_peers(const RankContext& context) {
-  constexpr int64_t kTimeoutMs = 4'000; // NCCL takes a second or so to abort a communicator
+  constexpr int64_t kTimeoutMs = 4'000; // NCCL takes about a second to abort a communicator
   Round round(context, kTimeoutMs);
   context.gather(0);
   if (context.rank == 0) {
@@ -202,12 +202,11 @@ void test_destroy_without_peers(const RankContext& context) {
                    [&] { round.destroy(); });
   }
   context.gather(0);
-  check_duration(0, kTimeoutMs / 2, "epx_group_destroy", [&] { round.destroy(); }); // nothing is under way
+  check_duration(0, kTimeoutMs / 2, "epx_group_destroy", [&] { round.destroy(); }); // no call is in progress
   context.gather(0);
 }
 
-// Work of the user's that does not end keeps the device busy: neither a healthy group nor one that has failed waits for it for
-// long.
+// Work of the user that does not end keeps the device busy: neither a healthy group nor one that has failed waits long for it.
 void test_destroy_beside_foreign_work(const RankContext& context) {
   constexpr int64_t kMaxMs = kShortMs + 4'000;
   for (const bool has_failed : {false, true}) {
@@ -221,7 +220,8 @@ void test_destroy_beside_foreign_work(const RankContext& context) {
     cudaLaunchHostFunc(
         stream,
         [](void* flag) {
-          const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(5 * kMaxMs); // a test ends
+          const auto end =
+              std::chrono::steady_clock::now() + std::chrono::milliseconds(5 * kMaxMs); // so that the test ends
           while (!*static_cast<std::atomic<bool>*>(flag) && std::chrono::steady_clock::now() < end)
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         },
@@ -237,7 +237,7 @@ void test_destroy_beside_foreign_work(const RankContext& context) {
   }
 }
 
-// The shared memory of epx that this process has mapped, as far as it is no longer than a page: the boards of all ranks.
+// Finds the boards of all ranks: the shared memory of epx that this process has mapped and that is one page long.
 std::vector<uint64_t*> find_boards() {
   std::vector<uint64_t*> boards;
   std::ifstream maps("/proc/self/maps");
@@ -251,8 +251,8 @@ std::vector<uint64_t*> find_boards() {
   return boards;
 }
 
-// Something else has overwritten the word where hosts tell who ended the group: each rank says so, and no call succeeds that
-// has not run.
+// Something else has overwritten the word in which hosts publish who ended the group: each rank reports that, and no call
+// succeeds that has not run.
 void test_damaged_board(const RankContext& context) {
   for (const uint64_t word : {uint64_t{1}, ~uint64_t{0}, pack(AbortRecord{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 35032, 3})}) {
     Round round(context, 60'000);
@@ -268,12 +268,12 @@ void test_damaged_board(const RankContext& context) {
     check(context.gather(num_boards)[0] >= static_cast<uint64_t>(context.num_ranks), "the boards were not found");
     check_status(round.prepare(), EPX_ERROR_INTERNAL, "epx_prepare");
     const epx_group_report report = round.check_failure(EPX_ERROR_INTERNAL, context.rank);
-    check(contains(report.message, "damaged"), "\"{}\" does not tell of damage", report.message);
+    check(contains(report.message, "damaged"), "\"{}\" does not mention damage", report.message);
     context.gather(0);
   }
 }
 
-// Rank 0 is done and has destroyed its group when the last rank aborts: it is the last rank that ended it.
+// Rank 0 has destroyed its group when the last rank aborts: the other ranks name the last rank as the culprit.
 void test_abort_after_destroy(const RankContext& context) {
   Round round(context, 60'000);
   const int aborting = context.num_ranks - 1;
@@ -286,17 +286,17 @@ void test_abort_after_destroy(const RankContext& context) {
   context.gather(0);
 }
 
-// The group fails, since the last rank's kernel could not be launched: those that wait for it learn who it was at once, by their
-// kernels or, as rank 0 of more than two, from the status alone.
+// The group fails since the last rank's kernel cannot be launched: the ranks that wait for it learn the culprit at once,
+// through their kernels or, as rank 0 of more than two ranks, from the status alone.
 void check_failed_launch(const RankContext& context, Round& round) {
   constexpr int64_t kAtOnceMs = 1'000;
   const int failing = context.num_ranks - 1;
-  const bool only_looks = context.rank == 0 && context.num_ranks > 2;
+  const bool only_reads_status = context.rank == 0 && context.num_ranks > 2;
   context.gather(0);
   check_duration(0, kAtOnceMs, "learning of the launch that failed", [&] {
     if (context.rank == failing) {
       check_status(round.prepare(), EPX_ERROR_SYSTEM, "epx_prepare, whose launch fails");
-    } else if (only_looks) {
+    } else if (only_reads_status) {
       while (round.report().status == EPX_SUCCESS)
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     } else {
@@ -321,7 +321,7 @@ void test_failed_launch(const RankContext& context) {
   check_failed_launch(context, round);
 }
 
-// The last rank's CUDA context is dead, by a kernel of its user's. The last test: nothing works there any more.
+// A kernel of the last rank's user has ended its CUDA context. This is the last test: nothing works on that rank any more.
 void test_dead_context(const RankContext& context) {
   Round round(context, 60'000);
   check_ok(round.prepare(), "epx_prepare");

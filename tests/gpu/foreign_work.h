@@ -1,4 +1,4 @@
-// What a training job runs on the same GPUs beside epx: streams, NCCL communicators, matrix products.
+// The work that a training job runs on the same GPUs beside epx: streams, NCCL communicators, matrix products.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +32,7 @@ private:
   cudaStream_t stream_ = nullptr;
 };
 
-// The device of another one, with a stream of its own.
+// Wraps another Device, with a stream of its own.
 class DeviceOnStream final : public Device {
 public:
   explicit DeviceOnStream(Device& device) : device_(device) {}
@@ -61,13 +61,14 @@ inline void check_nccl(ncclResult_t result, const char* call) {
 // An NCCL communicator of all ranks, a buffer, and a stream that reduces it.
 class Communicator {
 public:
-  // Collective. max_ctas: of each of its kernels; 0: NCCL's default.
+  // Collective. max_ctas limits each of its kernels; 0: NCCL's default.
   Communicator(const RankContext& context, int max_ctas) : device_(*context.device) {
     ncclUniqueId own{};
     std::vector<ncclUniqueId> ids(static_cast<size_t>(context.num_ranks));
     if (context.rank == 0) check_nccl(ncclGetUniqueId(&own), "ncclGetUniqueId");
     const epx_bootstrap& bootstrap = *context.bootstrap;
-    check_ok(bootstrap.all_gather(bootstrap.context, &own, ids.data(), sizeof(own), kMeetMs, nullptr, 0), "all_gather");
+    check_ok(bootstrap.all_gather(bootstrap.context, &own, ids.data(), sizeof(own), kBootstrapTimeoutMs, nullptr, 0),
+             "all_gather");
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     if (max_ctas > 0) config.maxCTAs = max_ctas;
     check_nccl(ncclCommInitRankConfig(&comm_, context.num_ranks, ids.front(), context.rank, &config),
@@ -88,7 +89,7 @@ public:
 
 private:
   static constexpr size_t kElements = size_t{1} << 22;
-  static constexpr int64_t kMeetMs = 60'000;
+  static constexpr int64_t kBootstrapTimeoutMs = 60'000;
 
   Device& device_;
   ncclComm_t comm_ = nullptr;
@@ -96,7 +97,7 @@ private:
   Stream stream_;
 };
 
-// A stream of matrix products.
+// Matrix products on a stream of their own.
 class MatrixProducts {
 public:
   explicit MatrixProducts(Device& device) : device_(device), matrices_(device.allocate(3 * kBytes)) {

@@ -1,4 +1,4 @@
-// A CUDA graph of what is put on a stream.
+// A CUDA graph that is captured from a stream.
 #pragma once
 
 #include <functional>
@@ -18,7 +18,7 @@ inline cudaStream_t stream_of(const RankContext& context) {
   return static_cast<cudaStream_t>(context.device->stream());
 }
 
-// What `enqueue` puts on the stream, to be put there again.
+// Captures what `enqueue` enqueues on the stream, without running it; launch() enqueues it there.
 class Graph {
 public:
   Graph(cudaStream_t stream, const std::function<void()>& enqueue) : stream_(stream) {

@@ -1,5 +1,5 @@
 // graphs [--replays N]
-// CUDA graphs, and calls that return while the stream stands still. N: replays that each report an event.
+// Tests CUDA graphs, and calls that return while the stream is blocked. N: the number of replays that each report an event.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -21,7 +21,8 @@
 namespace epx::test {
 namespace {
 
-// Captured once, replayed with other routing and tokens, eager calls in between: the oracle's bits each time.
+// A graph is captured once and replayed with other routing and tokens, with eager calls in between: each time the results have
+// the oracle's bits.
 void test_replays(const RankContext& context, epx_combine_precision precision, bool in_place) {
   const GroupCase shape = small_group(context, precision);
   GroupRun group(context, shape);
@@ -48,7 +49,7 @@ void test_replays(const RankContext& context, epx_combine_precision precision, b
   check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
 }
 
-// F0 F1 B0 F2 B1 B2 of three layers, captured and eager in turn, without a look in between.
+// F0 F1 B0 F2 B1 B2 of three layers run, captured and eager alternately, without a check in between.
 void test_layers_in_flight(const RankContext& context) {
   const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
   GroupRun group(context, shape);
@@ -85,7 +86,7 @@ void test_layers_in_flight(const RankContext& context) {
   }
 }
 
-// Two groups of one process, of different shapes, in one graph.
+// Two groups of one process, of different shapes, are in one graph.
 void test_groups(const RankContext& context) {
   const GroupCase wire_shape = small_group(context, EPX_COMBINE_WIRE);
   GroupCase exact_shape = small_group(context, EPX_COMBINE_EXACT);
@@ -113,7 +114,7 @@ void test_groups(const RankContext& context) {
   }
 }
 
-// Replays that nobody looks at in between: every event is counted, and the first one is known.
+// Graphs are replayed without a look at the status in between: every event is counted, and the first one is reported.
 void test_event_counts(const RankContext& context, uint64_t replays) {
   const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
   GroupRun group(context, shape);
@@ -141,7 +142,7 @@ void test_event_counts(const RankContext& context, uint64_t replays) {
     check(contains(report.message, sentence), "\"{}\" does not say \"{}\"", report.message, sentence);
     calls += times;
   };
-  const uint64_t some = std::min<uint64_t>(replays, 300); // more than there are places for their records
+  const uint64_t some = std::min<uint64_t>(replays, 300); // more than the status record has entries for events
   replay_and_check(dispatch, some, EPX_EVENT_HANDLE_MISMATCH, EPX_OP_DISPATCH, "not filled in by epx_prepare");
   replay_and_check(prepare, replays, EPX_EVENT_BAD_INDEX, EPX_OP_PREPARE, "1 bad entries in topk_idx");
   replay_and_check(prepare, some, EPX_EVENT_BAD_INDEX, EPX_OP_PREPARE, "token 1, k 1");
@@ -149,7 +150,7 @@ void test_event_counts(const RankContext& context, uint64_t replays) {
   check_equal(report.event_counts[EPX_EVENT_BAD_INDEX], uint64_t{0}, "bad indices after the last look");
 }
 
-// A group that one rank destroys behind its call, long before the peers make theirs: the call ends with its result.
+// One rank destroys its group behind its call, long before the peers make theirs: the call completes with its result.
 void test_destroy_behind_a_call(const RankContext& context) {
   const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
   auto group = std::make_unique<GroupRun>(context, shape);
@@ -183,8 +184,8 @@ private:
   cudaStream_t stream_ = nullptr;
 };
 
-// Eager calls, each on another stream than the one before it, that nobody orders: the library does. What is captured in
-// between is neither waited for nor made to wait, and the capture stays whole.
+// Eager calls, each on another stream than the one before it, are ordered by the library, not by the caller. Calls that are
+// captured in between are not ordered with them, and the capture stays valid.
 void test_eager_streams(const RankContext& context) {
   const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
   GroupRun group(context, shape);
@@ -194,7 +195,7 @@ void test_eager_streams(const RankContext& context) {
   for (uint64_t round = 0; round < 6; ++round) {
     const Workload work = make_workload(shape, layer_case, 6000 + round);
     layer.write(work);
-    size_t calls = round; // begins now on the one, now on the other
+    size_t calls = round; // so that rounds begin on either stream
     const auto alternate = [&](void (ResidentLayer::*call)()) {
       layer.set_stream(streams[calls++ % 2].get());
       (layer.*call)();
@@ -222,8 +223,8 @@ void test_eager_streams(const RankContext& context) {
   check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
 }
 
-// A call that a capture keeps from being ordered behind the one before, or from its stream, is refused on this rank's host
-// alone: made again when the capture has ended it succeeds, and the group lives.
+// A call is refused, on this rank's host alone, when a capture prevents it from being ordered behind the call before, or from
+// using its stream. Made again after the capture has ended it succeeds, and the group lives.
 void test_refused_beside_capture(const RankContext& context) {
   const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
   GroupRun group(context, shape);
@@ -241,7 +242,7 @@ void test_refused_beside_capture(const RankContext& context) {
     try {
       call_on(stream, call);
     } catch (const CheckFailure& refusal) {
-      check(contains(refusal.what(), "captured"), "\"{}\" does not tell of the capture", refusal.what());
+      check(contains(refusal.what(), "captured"), "\"{}\" does not name the capture", refusal.what());
       return;
     }
     fail_check("a call beside a capture was not refused");
@@ -260,13 +261,13 @@ void test_refused_beside_capture(const RankContext& context) {
   check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
 }
 
-// Two graphs replayed on streams that nothing orders: as long as the group lives its rows are right, and it ends with a sentence.
-// All ranks but one order theirs, so that the ranks' calls cannot change places.
+// Two graphs are replayed on streams that nothing orders: as long as the group lives its rows are right, and when it fails it
+// reports the overlap. All ranks but one order theirs, so that the ranks' calls cannot change places.
 void test_unordered_graphs(const RankContext& context) {
   constexpr int kCulprit = 0;
-  constexpr int kDispatches = 8; // of a graph
+  constexpr int kDispatches = 8; // per graph
   GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
-  shape.num_comm_sms = 2; // so that both find room on the GPU
+  shape.num_comm_sms = 2; // so that both grids fit on the GPU
   GroupRun group(context, shape);
   const LayerCase layer_case = small_layer(3, 1, RoutingStyle::uniform);
   ResidentLayer first(group, layer_case, false), second(group, layer_case, false);
@@ -309,27 +310,27 @@ void test_unordered_graphs(const RankContext& context) {
   fail_check("none of the two graphs' calls overlapped, or nobody saw it");
 }
 
-// A stream that stands still until it is let go.
-class Gate {
+// Blocks a stream until unblock().
+class StreamBlocker {
 public:
-  explicit Gate(cudaStream_t stream) {
+  explicit StreamBlocker(cudaStream_t stream) {
     check_cuda(cudaLaunchHostFunc(
-                   stream, [](void* open) { static_cast<std::atomic<bool>*>(open)->wait(false); }, &open_),
+                   stream, [](void* unblocked) { static_cast<std::atomic<bool>*>(unblocked)->wait(false); }, &unblocked_),
                "cudaLaunchHostFunc");
   }
-  Gate(const Gate&) = delete;
-  Gate& operator=(const Gate&) = delete;
-  ~Gate() { open(); }
-  void open() {
-    open_ = true;
-    open_.notify_all();
+  StreamBlocker(const StreamBlocker&) = delete;
+  StreamBlocker& operator=(const StreamBlocker&) = delete;
+  ~StreamBlocker() { unblock(); }
+  void unblock() {
+    unblocked_ = true;
+    unblocked_.notify_all();
   }
 
 private:
-  std::atomic<bool> open_ = false;
+  std::atomic<bool> unblocked_ = false;
 };
 
-// All five calls return while nothing before them on the stream has run, and take no memory. A call that waits for the
+// All five calls return while nothing before them on the stream has run, and allocate no memory. A call that waits for the
 // stream never returns here, and the test runs into its time limit.
 void test_blocked_stream(const RankContext& context) {
   const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
@@ -341,11 +342,11 @@ void test_blocked_stream(const RankContext& context) {
   size_t free_before = 0, free_after = 0, total = 0;
   check_cuda(cudaMemGetInfo(&free_before, &total), "cudaMemGetInfo");
   {
-    Gate gate(stream_of(context));
+    StreamBlocker blocker(stream_of(context));
     layer.forward();
     layer.backward();
-    check(cudaStreamQuery(stream_of(context)) == cudaErrorNotReady, "the stream was to stand still");
-    gate.open();
+    check(cudaStreamQuery(stream_of(context)) == cudaErrorNotReady, "the stream was to be blocked");
+    blocker.unblock();
     context.device->finish();
   }
   check_cuda(cudaMemGetInfo(&free_after, &total), "cudaMemGetInfo");
@@ -361,7 +362,7 @@ int main(int argc, char** argv) {
   using namespace epx::test;
   const auto replays = static_cast<uint64_t>(option(argc, argv, "--replays", 1'000));
   return run_suite({
-      [](const RankContext& context) { test_blocked_stream(context); }, // first: nothing has been called yet
+      [](const RankContext& context) { test_blocked_stream(context); }, // first, since nothing has been called yet
       [](const RankContext& context) { test_replays(context, EPX_COMBINE_WIRE, true); },
       [](const RankContext& context) { test_replays(context, EPX_COMBINE_WIRE, false); },
       [](const RankContext& context) { test_replays(context, EPX_COMBINE_EXACT, true); },

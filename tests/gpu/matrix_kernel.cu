@@ -6,7 +6,7 @@ namespace {
 constexpr int kTile = 32;
 constexpr int kRowsPerThread = 4;
 
-// A block computes a tile of the product, kRowsPerThread elements a thread.
+// A block computes a tile of the product; each thread computes kRowsPerThread elements.
 __global__ void __launch_bounds__(kTile* kTile / kRowsPerThread)
     matrix_kernel(const float* left, const float* right, float* product) {
   __shared__ float left_tile[kTile][kTile], right_tile[kTile][kTile];

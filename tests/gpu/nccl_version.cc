@@ -1,5 +1,5 @@
 // Creates a group over the NCCL library that is loaded, sends a layer through its windows and through memory from
-// epx_mem_alloc, and prints which library that was. To be run once for each release that epx supports, with LD_LIBRARY_PATH.
+// epx_mem_alloc, and prints which library that was. Run it once for each release that epx supports, with LD_LIBRARY_PATH.
 #include <cstdio>
 #include <string>
 
@@ -12,7 +12,7 @@
 namespace epx::test {
 namespace {
 
-// The emulated suite has none.
+// The emulated suite has no NCCL.
 std::string describe_nccl() {
   const auto get_version = reinterpret_cast<int (*)(int*)>(dlsym(RTLD_DEFAULT, "ncclGetVersion"));
   if (get_version == nullptr) return "no NCCL";

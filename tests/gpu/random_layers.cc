@@ -1,5 +1,5 @@
 // random_layers [--groups G] [--layers L] [--seed S]
-// Random layers against the oracle, L on each of G random groups. Group g has seed S + g; its layer l has seed
+// Compares L random layers with the oracle on each of G random groups. Group g has seed S + g; its layer l has seed
 // (S + g) * 1000000 + l, so that `--seed (S + g) --groups 1` runs one group alone.
 #include <cstdio>
 #include <cstdlib>
@@ -44,7 +44,7 @@ void run_groups(const RankContext& context, uint64_t groups, uint64_t layers, ui
 
 int main(int argc, char** argv) {
   using namespace epx::test;
-  setenv("EPX_TEST_ALTERNATES_PATHS", "1", 1); // their tokens are few
+  setenv("EPX_TEST_ALTERNATES_PATHS", "1", 1); // all layers are small enough for the low-latency path
   const auto groups = static_cast<uint64_t>(option(argc, argv, "--groups", 2));
   const auto layers = static_cast<uint64_t>(option(argc, argv, "--layers", 50));
   const auto seed = static_cast<uint64_t>(option(argc, argv, "--seed", 1));

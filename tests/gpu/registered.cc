@@ -1,4 +1,4 @@
-// Memory that another owns, registered in a group: the same bits as in the group's own.
+// Registers memory of another owner in a group: the results have the same bits as in the group's own memory.
 #include <memory>
 #include <vector>
 
@@ -10,7 +10,7 @@
 namespace epx::test {
 namespace {
 
-// Memory that NCCL allocated, for whom does not matter: here another group's.
+// NCCL has allocated the memory; whose it is does not matter: here it is another group's.
 void test_registered(const RankContext& context) {
   const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
   GroupRun owner(context, shape), group(context, shape);

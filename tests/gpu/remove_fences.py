@@ -1,22 +1,24 @@
 #!/usr/bin/env python3
-"""Takes out each fence, release, acquire and proxy fence of the kernels in turn, and shows which of them a suite notices.
+"""Removes or weakens each fence, release, acquire and proxy fence of the kernels in turn, and shows which a suite notices.
 
-  remove_fences.py list     fails when a verb of base/device that orders memory is not known here, or called nowhere
-  remove_fences.py build BUILD OUT [--bfloat16] [--only TEXT] [--jobs N]     where nvcc is; BUILD is a Meson build folder; no GPU needed
-  remove_fences.py emulate BUILD [--only TEXT] [--jobs N]     without a GPU: the kernels on the CPU, where lanes run one after the
-                   other and bulk copies are made as late as the rules allow; it knows no weak memory order, so no fence counts
+  remove_fences.py list     fails when a function of base/device that orders memory is not known here, or called nowhere
+  remove_fences.py build BUILD OUT [--bfloat16] [--only TEXT] [--jobs N]     where nvcc is; BUILD is a Meson build folder; it
+                   needs no GPU
+  remove_fences.py emulate BUILD [--only TEXT] [--jobs N]     without a GPU: kernels run on the CPU, where lanes run one after
+                   the other and bulk copies are made as late as PTX allows; memory order is strong, so no fence is noticed
   remove_fences.py run OUT [--gpus 4] [--seconds 4] [--only TEXT] [-- SUITE ARGS...]     where GPUs are; OUT may be copied there
                    SUITE and its arguments: soak --seconds T --kinds 26, which creates three groups, unless others are given
 
-A variant is libepx as the suites use it (tests/gpu/libepx_hooked.so, tests/emulation/libepx_emulated.so) with one call of an ordering verb removed or weakened in
-the source text of runtime/stages/cuda. `run` starts the soak (or SUITE, a program of OUT/bin) on 2 ranks, as many at a time
-as there are GPUs for, then on all GPUs, for so many seconds each, and prints for each variant
+A variant is libepx as the suites use it (tests/gpu/libepx_hooked.so, tests/emulation/libepx_emulated.so) with one call of an
+ordering function removed or weakened in the source text of runtime/stages/cuda. `run` starts the soak (or SUITE, a program of
+OUT/bin) on 2 ranks, as many at a time as there are GPUs for, then on all GPUs, for so many seconds each, and prints for each
+variant
 
   caught   a suite failed, and its first words
   hang     it did not end in time, and was killed
-  -        no suite noticed: the reason why the call is needed stands at its line
+  -        no suite noticed: a comment at the call says why it is needed
 
-First of all the suite has to pass with the kernels unchanged.
+The suite must first pass with the kernels unchanged.
 """
 import argparse
 import concurrent.futures
@@ -38,11 +40,11 @@ STAGES = pathlib.Path('runtime/stages/cuda')
 VARIANTS = 'variants.tar.xz'
 SUITES = ['soak', 'random_layers', 'faults', 'graphs']
 LAUNCHER = 'tests/support/epx_test_launch'
-# Of the kernels on the CPU: what notices most soonest first.
+# Suites with the kernels on the CPU; the one that notices most, and soonest, comes first.
 EMULATED = [['soak', '--iterations', '30', '--busy-tokens', '0'], ['random_layers', '--groups', '3', '--layers', '10']]
 GRACE_S = 25  # for creating groups, and for the launcher to end its ranks
 
-# What a call becomes, and how a reader is told.
+# What each call becomes, and the word for it in the output.
 WEAKER = {
     'fence_acq_rel_sys()': ('static_cast<void>(0)', 'removed'),
     'fence_acq_rel_block()': ('static_cast<void>(0)', 'removed'),
@@ -55,17 +57,17 @@ WEAKER = {
     'load_acquire_sys(': ('load_relaxed_sys(', 'relaxed'),
     'load_packet_acquire_sys(': ('load_packet_relaxed_sys(', 'relaxed'),
 }
-# Kernels of each dtype, of which the soak needs one.
+# Kernels are instantiated for each dtype; the soak needs one of them.
 DTYPES = re.compile(r'\b(gather_kernel|CombineBwdReceiver)<(?:float|__half)>')
 CALL = re.compile('|'.join(r'(?<![\w.])' + re.escape(verb) for verb in WEAKER))
 
 
 @dataclasses.dataclass
 class Site:
-    name: str  # of the variant, and of its folder
-    file: str  # within the repository
+    name: str  # name of the variant and of its folder
+    file: str  # path in the repository
     line: int
-    begin: int  # of the call, in the line
+    begin: int  # column of the call
     verb: str
 
     @property
@@ -73,7 +75,7 @@ class Site:
         return WEAKER[self.verb][1]
 
     def source(self, root):
-        """The file's text without the call."""
+        """The file's text with the call removed or weakened."""
         lines = (root / self.file).read_text().splitlines(keepends=True)
         line = lines[self.line - 1]
         weaker = WEAKER[self.verb][0]
@@ -93,11 +95,12 @@ def find_sites(root, only=''):
 
 
 def unknown_verbs(root):
-    """What orders memory, and has no weaker form here."""
+    """The functions of base/device that order memory and have no entry in WEAKER."""
     known = {verb.split('(')[0].split('<')[0] for verb in WEAKER}
     verbs = set()
     for path in (root / 'base/device').glob('*.cuh'):
-        verbs |= set(re.findall(r'__device__ inline [\w ]+?(\w*(?:fence|acquire|release|wait_for_store)\w*)\(', path.read_text()))
+        verbs |= set(re.findall(r'__device__ inline [\w ]+?(\w*(?:fence|acquire|release|wait_for_store)\w*)\(',
+                                path.read_text()))
     return sorted(verbs - known)
 
 
@@ -115,7 +118,7 @@ def list_sites():
 # ---- Building --------------------------------------------------------------------------------------------------------
 
 class LibraryBuild:
-    """How Ninja builds a library with the kernels: of the files that end in `suffix`."""
+    """Ninja's commands for a library and for its kernels, which are the source files that end in `suffix`."""
 
     def __init__(self, build, library, suffix, programs):
         self.build = build
@@ -133,20 +136,20 @@ class LibraryBuild:
                 self.link = words
             elif '-c' in words and words[words.index('-c') + 1].endswith(suffix):
                 compiled[output] = words
-        # Object: its command.
+        # The compiler command of each object.
         self.kernels = {name: words for name, words in compiled.items() if name in self.link}
-        self.inputs = {}  # object: the files that it was first compiled from
+        self.inputs = {}  # the files that each object was first compiled from
 
     @staticmethod
     def ninja(*arguments):
         return subprocess.run(['ninja', *map(str, arguments)], check=True, stdout=subprocess.PIPE, text=True).stdout
 
     def objects_with(self, file):
-        """Of the kernels that are compiled from this file, or include it; once they have been compiled."""
+        """The objects that are compiled from this file, or include it; all must have been compiled once."""
         return [name for name in self.kernels if file in self.inputs[name]]
 
     def compile(self, name, folder, sources):
-        """For Hopper alone, into `folder`, whose files stand before those of `sources`, and these before the repository's."""
+        """Compiles for Hopper alone, into `folder`, whose files override `sources`, which override the repository."""
         words = [word for word in self.kernels[name] if word not in ['-lineinfo', 'ccache']]
         words = ['-gencode=arch=compute_90,code=sm_90' if word.startswith('-gencode=') else word for word in words]
         source = os.path.relpath(self.build / words[words.index('-c') + 1], ROOT)
@@ -191,7 +194,7 @@ def build_variant(hooked, out, sources, site, plain):
 
 
 def copy_programs(built, out):
-    """The suites, and the libraries that a machine without this repository's packages lacks."""
+    """Copies the suites, and the libraries that a machine without this repository's packages lacks."""
     (out / 'bin').mkdir(exist_ok=True)
     (out / 'lib').mkdir(exist_ok=True)
     for program in built.programs:
@@ -204,8 +207,8 @@ def copy_programs(built, out):
 
 
 def build_variants(built, out, options, is_bfloat16=False):
-    """Into OUT/variants; returns the sites."""
-    sources = out / 'work/sources'  # a copy: an editor may be at work
+    """Builds all variants into OUT/variants; returns the sites."""
+    sources = out / 'work/sources'  # a copy, since the sources may be edited meanwhile
     shutil.rmtree(out / 'work', ignore_errors=True)
     shutil.copytree(ROOT / STAGES, sources / STAGES)
     if is_bfloat16:
@@ -229,7 +232,7 @@ def build(options):
     hooked = LibraryBuild(options.build.resolve(), 'tests/gpu/libepx_hooked.so', '.cu',
                           [f'tests/gpu/{suite}_gpu' for suite in SUITES] + [LAUNCHER])
     sites = build_variants(hooked, out, options, options.bfloat16)
-    with tarfile.open(out / VARIANTS, 'w:xz') as archive:  # they differ little
+    with tarfile.open(out / VARIANTS, 'w:xz') as archive:  # xz, since the variants differ little
         archive.add(out / 'variants', 'variants')
     shutil.rmtree(out / 'variants')
     (out / 'sites.json').write_text(json.dumps([dataclasses.asdict(site) for site in sites], indent=1))
@@ -239,12 +242,12 @@ def build(options):
 # ---- Running ---------------------------------------------------------------------------------------------------------
 
 def run_suite(out, variant, gpus, command, seconds):
-    """What came of it, in a few words; None when the suite passed."""
+    """The outcome in a few words; None when the suite passed."""
     limit = seconds + GRACE_S
     paths = [out / 'variants' / variant, out / 'lib', os.environ.get('LD_LIBRARY_PATH', '')]
     environment = dict(os.environ, LD_LIBRARY_PATH=':'.join(map(str, paths)), CUDA_VISIBLE_DEVICES=','.join(map(str, gpus)))
-    words = [str(out / 'bin/epx_test_launch'), '-n', str(len(gpus)), '--timeout', str(limit), '--', str(out / 'bin' / command[0]),
-             *command[1:]]
+    words = [str(out / 'bin/epx_test_launch'), '-n', str(len(gpus)), '--timeout', str(limit), '--',
+             str(out / 'bin' / command[0]), *command[1:]]
     process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                errors='replace', start_new_session=True)
     try:
@@ -253,7 +256,7 @@ def run_suite(out, variant, gpus, command, seconds):
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return 'hang (the launcher too)'
-    if process.returncode == 0 or output.count('checks passed') == len(gpus):  # a run beside this one may leave something behind
+    if process.returncode == 0 or output.count('checks passed') == len(gpus):  # a concurrent run may leave something behind
         return None
     if process.returncode == 77:
         return 'SKIPPED: ' + output.strip()[-150:]
@@ -271,7 +274,7 @@ def emulate(options):
         built.kernels = {name: words for name, words in built.kernels.items()
                          if pathlib.Path(name).name.removesuffix('.cc.o') in ['gather', 'prepare', 'scatter']}
         sites = build_variants(built, out, options)
-        shutil.copy(built.build / 'runtime/libepx.so.0', out / 'lib')  # the launcher's
+        shutil.copy(built.build / 'runtime/libepx.so.0', out / 'lib')  # the launcher needs it
         os.environ.update(MALLOC_PERTURB_='0', EPX_TEST_ALTERNATES_PATHS='1')
 
         def first_found(name):
@@ -306,7 +309,7 @@ def run(options):
     print(f'unchanged: {shlex.join(command)} passes', flush=True)
     noticed = 0
     with concurrent.futures.ThreadPoolExecutor(len(pairs)) as pool:
-        def run_on_any(group, name):  # of these sets of GPUs, which are as many as workers
+        def run_on_any(group, name):  # `group` has as many sets of GPUs as there are workers
             gpus = group.pop()
             try:
                 return run_suite(out, name, gpus, command, options.seconds)
@@ -333,7 +336,8 @@ def main():
     building.add_argument('build', type=pathlib.Path)
     building.add_argument('out', type=pathlib.Path)
     building.add_argument('--jobs', type=int, default=os.cpu_count())
-    building.add_argument('--bfloat16', action='store_true', help='kernels of this dtype alone: enough for the soak, and quicker')
+    building.add_argument('--bfloat16', action='store_true',
+                          help='build kernels of this dtype alone: enough for the soak, and quicker')
     emulating = modes.add_parser('emulate')
     emulating.add_argument('build', type=pathlib.Path)
     emulating.add_argument('--jobs', type=int, default=os.cpu_count())
@@ -343,7 +347,7 @@ def main():
     running.add_argument('--seconds', type=int, default=4)
     for mode in building, emulating, running:
         mode.add_argument('--only', default='', metavar='TEXT', help='variants with this in their name or verb')
-    # argparse takes no positional arguments behind options.
+    # argparse takes no positional arguments after options.
     end = sys.argv.index('--') if '--' in sys.argv else len(sys.argv)
     options = parser.parse_args(sys.argv[1:end])
     options.command = sys.argv[end + 1:]

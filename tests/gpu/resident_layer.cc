@@ -24,16 +24,16 @@ ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, bool in_pl
   allocate_on_device();
 }
 
-ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, std::byte* reachable, size_t bytes)
+ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, std::byte* registered, size_t bytes)
     : group_(group), device_(group.device()), rank_(group.rank()), layer_(layer) {
   lay_out();
   for (const size_t written_by_peers : {kRecvTokens, kGradExpertOut}) {
     Memory& memory = memories_[written_by_peers];
     check(memory.bytes <= bytes, "{} bytes do not fit in {}", memory.bytes, bytes);
-    memory.data = reachable;
+    memory.data = registered;
     memory.owner = Memory::borrowed;
     const size_t used = (memory.bytes + 255) / 256 * 256;
-    reachable += used;
+    registered += used;
     bytes -= std::min(used, bytes);
   }
   allocate_on_device();

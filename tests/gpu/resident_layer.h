@@ -1,5 +1,5 @@
-// One layer in flight whose tensors stay where they are from call to call, so that calls can be captured in a graph, and run
-// behind one another without a look in between.
+// One layer in flight whose tensors keep their addresses from call to call, so that calls can be captured in a graph, and run
+// back to back without a check in between.
 #pragma once
 
 #include <cstddef>
@@ -11,33 +11,33 @@
 
 namespace epx::test {
 
-// All optional tensors are passed. Needs TokenCount::full, RecvRows::capacity and no sidecars: shapes never change.
+// It passes all optional tensors. The case must have TokenCount::full, RecvRows::capacity and no sidecars: shapes never change.
 class ResidentLayer {
 public:
-  // Collective when in_place: what peers write then lies in memory from epx_mem_alloc.
+  // The constructor is collective when in_place: what peers write then lies in memory from epx_mem_alloc.
   ResidentLayer(GroupRun& group, const LayerCase& layer, bool in_place);
-  // What peers write lies in `reachable`, memory that the group knows.
-  ResidentLayer(GroupRun& group, const LayerCase& layer, std::byte* reachable, size_t bytes);
+  // What peers write lies in `registered`, memory from epx_mem_register.
+  ResidentLayer(GroupRun& group, const LayerCase& layer, std::byte* registered, size_t bytes);
   ResidentLayer(const ResidentLayer&) = delete;
   ResidentLayer& operator=(const ResidentLayer&) = delete;
   ~ResidentLayer();
 
-  // Copies the inputs to the device, and poison into the outputs. Blocks.
+  // Copies the inputs to the device, and fills the outputs with kPoison. Blocks.
   void write(const Workload& work);
 
-  // Of the calls below; the device's until then.
+  // Sets the stream of the calls below; until then it is the device's.
   void set_stream(epx_stream stream) { stream_ = stream; }
 
-  // Asynchronous on the stream.
+  // These are asynchronous on the stream.
   void prepare();
   void dispatch();
   void combine();
-  void forward();  // these three
-  void backward(); // these two
+  void forward();  // the three above
+  void backward(); // the two below
   void combine_bwd();
   void dispatch_bwd();
 
-  // ---- For runs without a look in between; all asynchronous but the first ----
+  // ---- For runs without a check on the host; all are asynchronous but snapshot() ----
 
   // A copy of what the layer's memory holds, inputs and outputs, on the device.
   class Snapshot;
@@ -46,10 +46,10 @@ public:
   };
   using SnapshotOwner = std::unique_ptr<Snapshot, SnapshotDeleter>;
   SnapshotOwner snapshot() const;
-  // Inputs from the snapshot, poison into the outputs.
+  // Copies the inputs from the snapshot, and fills the outputs with kPoison.
   void restore_inputs(const Snapshot& from);
-  // *count, on the device, += bytes of the outputs that differ from the snapshot's; the handle memory aside, which holds the
-  // number of its prepare.
+  // Adds to *count, on the device, the bytes of the outputs that differ from the snapshot's. It leaves out the handle memory,
+  // which contains the sequence number of its prepare.
   void count_wrong(const Snapshot& expected, unsigned long long* count) const;
 
   // Throws CheckFailure unless the outputs are the oracle's. Blocks.

@@ -1,4 +1,4 @@
-// Groups and layers that are small, and overflow now and then.
+// Small groups and layers, some of which overflow.
 #pragma once
 
 #include "tests/support/case.h"

@@ -1,9 +1,9 @@
-// soak [--iterations N | --seconds T] [--seed S] [--max-delay-ns D] [--busy-tokens B] [--kinds M]
-// Back-to-back iterations of several layers, with other tokens and routing each time, eager calls, some of them with each
-// movement made twice, and replays mixed, delays on every rank, staging poisoned after use, on all multiprocessors and on
-// one; and a layer of B tokens, which keep the wire busy. The first pass over the inputs is compared with the oracle on the
-// host, all later ones with the first pass on the device: not one bit may differ. Ends after N iterations, or T seconds after
-// it began. Of the kinds of groups in kinds_of(), those run whose bits are set in M; by default all do.
+// soak [--iterations N | --seconds T] [--seed S] [--max-delay-ns D] [--busy-tokens B] [--kinds M] Runs back-to-back iterations
+// of several layers, with other tokens and routing each time. Eager calls, some of them with each movement made twice, are
+// mixed with replays; every rank injects delays and scribbles over staging after use; groups run on all multiprocessors and on
+// one; and a layer of B tokens keeps the wire busy. The first pass over the inputs is compared with the oracle on the host, and
+// all later ones with the first pass on the device: not one bit may differ. The soak ends after N iterations, or T seconds
+// after it began. Of the kinds of groups in kinds_of(), those run whose bits are set in M; by default all do.
 #include <chrono>
 #include <cstdlib>
 #include <memory>
@@ -22,21 +22,21 @@
 namespace epx::test {
 namespace {
 
-constexpr int kInputs = 12;            // of a layer
-constexpr int kInputsOfLongRows = 3;   // the oracle takes its time
-constexpr uint64_t kLookEvery = 1'000; // iterations
-constexpr uint64_t kLookAtTimeEvery = 100;
-constexpr int kLongRow = 3104;    // elements, which gather moves in parts
-constexpr int kLongestRow = 7504; // more than two halves of what a warp copies rows through
+constexpr int kInputs = 12;               // per layer
+constexpr int kInputsOfLongRows = 3;      // fewer, since the oracle is slow
+constexpr uint64_t kCheckEvery = 1'000;   // iterations
+constexpr uint64_t kCheckTimeEvery = 100; // iterations
+constexpr int kLongRow = 3104;            // elements, which gather moves in two splits
+constexpr int kLongestRow = 7504;         // elements, more than both halves of a TMA row pipeline hold
 constexpr int kBusyRow = 1024;
 
-// A layer, its graph, and what it holds with each of its inputs.
+// A layer, its graph, and a snapshot of its memory for each of its inputs.
 struct Subject {
   std::unique_ptr<ResidentLayer> layer;
   std::unique_ptr<Graph> graph;
   std::vector<ResidentLayer::SnapshotOwner> inputs;
 
-  // Each movement of the forward so often: nothing else comes between calls that use the same staging.
+  // Makes each movement of the forward `times` times: nothing else comes between calls that use the same staging.
   void call(int times = 1) const {
     layer->prepare();
     for (int i = 0; i < times; ++i)
@@ -70,15 +70,15 @@ Subject make_subject(const RankContext& context, GroupRun& group, const LayerCas
 
 struct Options {
   uint64_t iterations;
-  std::chrono::seconds seconds; // 0: as many iterations
+  std::chrono::seconds seconds; // 0: `iterations` decides
   uint64_t seed;
-  int busy_tokens; // 0: no layer of these
-  unsigned kinds;  // a bit for each
+  int busy_tokens; // 0: no busy layer
+  unsigned kinds;  // a bit for each kind of kinds_of()
 };
 
 struct Kind {
   epx_combine_precision precision;
-  int num_comm_sms; // few make each warp do much
+  int num_comm_sms; // one SM makes each warp process many tiles
   bool is_busy = false;
 };
 
@@ -132,10 +132,10 @@ void soak(const RankContext& context, const Options& options) {
   const auto begin = std::chrono::steady_clock::now();
   const std::vector<Kind> kinds = kinds_of(options);
   for (size_t number = 0; number < kinds.size(); ++number) {
-    const auto share = options.seconds * (number + 1) / static_cast<double>(kinds.size());
+    const auto deadline = options.seconds * (number + 1) / static_cast<double>(kinds.size());
     // The clock of rank 0 decides for all.
     const auto time_is_up = [&] {
-      return context.gather(std::chrono::steady_clock::now() - begin >= share ? 1 : 0).front() != 0;
+      return context.gather(std::chrono::steady_clock::now() - begin >= deadline ? 1 : 0).front() != 0;
     };
     GroupRun group(context, group_of(context, kinds[number], options));
     const std::vector<Subject> subjects = subjects_of(context, group, kinds[number], options.seed);
@@ -145,7 +145,7 @@ void soak(const RankContext& context, const Options& options) {
     context.device->write(wrong_bytes, &wrong, sizeof(wrong));
     Rng rng(options.seed); // the same on all ranks
     const bool is_timed = options.seconds.count() > 0;
-    const uint64_t look_every = is_timed ? kLookAtTimeEvery : kLookEvery;
+    const uint64_t check_every = is_timed ? kCheckTimeEvery : kCheckEvery;
     for (uint64_t iteration = 0; is_timed || iteration < options.iterations / kinds.size(); ++iteration) {
       const Subject& subject = subjects[rng.below(subjects.size())];
       const ResidentLayer::Snapshot& input = *subject.inputs[rng.below(subject.inputs.size())];
@@ -157,7 +157,7 @@ void soak(const RankContext& context, const Options& options) {
       else
         subject.call(times);
       subject.layer->count_wrong(input, wrong_bytes);
-      if (iteration % look_every != 0) continue;
+      if (iteration % check_every != 0) continue;
       context.device->read(&wrong, wrong_bytes, sizeof(wrong));
       check(wrong == 0, "{} bytes are wrong within the first {} iterations", wrong, iteration + 1);
       if (is_timed && time_is_up()) break;

@@ -21,7 +21,7 @@ int run_suite(std::initializer_list<RankTest> tests) {
     return kSkippedExitCode;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", describe(error).c_str());
-    std::_Exit(1); // peers may be gone: nothing that waits for them any more
+    std::_Exit(1); // no destructors: they may wait for peers that are gone
   }
 }
 

@@ -1,4 +1,4 @@
-// What the programs of this folder have in common: each is started once per rank by epx_test_launch.
+// The programs of this folder share this code; epx_test_launch starts each of them once per rank.
 #pragma once
 
 #include <functional>
@@ -11,7 +11,7 @@ namespace epx::test {
 
 using RankTest = std::function<void(const RankContext&)>;
 
-// Runs the tests one after the other as this rank, on transport nccl. Returns main's exit code.
+// Runs the tests one after the other as this rank, on transport nccl, and returns main's exit code.
 int run_suite(std::initializer_list<RankTest> tests);
 
 // The value after `name` on the command line, or `otherwise`.
