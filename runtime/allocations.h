@@ -29,7 +29,7 @@ public:
     return start;
   }
 
-  // The allocation that contains [data, data + bytes), if one does. No allocation contains an empty range.
+  // Returns the allocation that contains [data, data + bytes), if one does. No allocation contains an empty range.
   std::optional<AllocationPlace> locate(const std::byte* data, int64_t bytes) const {
     if (data == nullptr || bytes == 0) return std::nullopt;
     for (const auto& [number, window] : windows_) {
@@ -40,7 +40,7 @@ public:
     return std::nullopt;
   }
 
-  // The number of the allocation that starts at `data`. Throws INVALID_ARGUMENT when none does.
+  // Returns the number of the allocation that starts at `data`. Throws INVALID_ARGUMENT when none does.
   int64_t require_start(const void* data) const {
     const auto place = locate(static_cast<const std::byte*>(data), 1);
     if (!place || place->offset != 0)
@@ -51,7 +51,7 @@ public:
     return place->allocation;
   }
 
-  // Whether `bytes` bytes from `place` on lie in an allocation.
+  // Returns whether `bytes` bytes from `place` on lie in an allocation.
   bool contains(const AllocationPlace& place, int64_t bytes) const {
     const auto found = windows_.find(place.allocation);
     return found != windows_.end() && place.offset >= 0 && place.offset <= found->second->bytes() &&

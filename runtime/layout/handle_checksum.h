@@ -1,4 +1,4 @@
-// The checksum of handle memory behind its header, for EPX_CHECK_HANDLE_MEM. Host and device compute the same sum, in any order
+// EPX_CHECK_HANDLE_MEM: the checksum covers handle memory behind its header. Host and device compute the same sum, in any order
 // of the words.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace epx {
 
-// Words [first + i * stride, ... + words) of the handle memory, i < rows. A word has 32 bits.
+// A section consists of words [first + i * stride, ... + words) of the handle memory, i < rows. A word has 32 bits.
 struct BodySection {
   int64_t first;
   int64_t rows;
@@ -22,7 +22,8 @@ struct BodySection {
   int64_t stride;
 };
 
-// The sections of the body that a call may read. The caller has checked that the header is intact and its counts fit the group.
+// Returns the sections of the body that a call may read. The caller has checked that the header is intact and its counts fit
+// the group.
 constexpr std::array<BodySection, 6> body_sections(const HandleHeader& header, const HandleLayout& layout,
                                                    const GroupContext& context) {
   constexpr auto kWord = static_cast<int64_t>(sizeof(uint32_t));
@@ -42,8 +43,8 @@ constexpr std::array<BodySection, 6> body_sections(const HandleHeader& header, c
             context.layout.ll_tokens * header.top_k}}};
 }
 
-// What one word adds to the sum. Each step is a bijection, so that each pair of index and word has a value of its own: the sum
-// always changes when one word does.
+// Returns what one word adds to the sum. Each step is a bijection, so that each pair of index and word has a value of its own:
+// the sum always changes when one word does.
 constexpr uint64_t summand(int64_t index, uint32_t word) {
   uint64_t x = static_cast<uint64_t>(index) << 32 | word;
   x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
@@ -51,7 +52,7 @@ constexpr uint64_t summand(int64_t index, uint32_t word) {
   return x ^ x >> 31;
 }
 
-// The partial sum of thread `thread` of `threads`; the checksum is the sum of all threads' values.
+// Returns the partial sum of thread `thread` of `threads`; the checksum is the sum of all threads' values.
 EPX_HOST_DEVICE inline uint64_t body_checksum(const std::byte* handle_mem, const HandleHeader& header,
                                               const HandleLayout& layout, const GroupContext& context, int64_t thread = 0,
                                               int64_t threads = 1) {

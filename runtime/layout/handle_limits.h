@@ -1,6 +1,6 @@
-// The bounds of the values in handle memory, for host and device. The caller owns its bytes, and anything may have been written
-// over them: each value that becomes an index is checked here first. A damaged value then refers to another slot, rank or token
-// of the group, or to none; it never leads out of bounds.
+// HandleLimits has the bounds of the values in handle memory, for host and device. The caller owns its bytes, and anything may
+// have been written over them: each value that becomes an index is checked here first. A damaged value then refers to another
+// slot, rank or token of the group, or to none; it never leads out of bounds.
 #pragma once
 
 #include <cstdint>
@@ -24,19 +24,19 @@ struct HandleLimits {
 
   constexpr bool is_slot(int32_t slot) const { return is_below(slot, num_slots); }
   constexpr bool is_rank(int32_t rank) const { return is_below(rank, num_ranks); }
-  // Whether a route was kept by prepare. Its rank ordinal has a check of its own, since few callers need it. `&` evaluates both
-  // conditions: on a GPU no load of one field waits for the value of the other one.
+  // Returns whether a route was kept by prepare. Its rank ordinal has a check of its own, since few callers need it. `&`
+  // evaluates both conditions: on a GPU no load of one field waits for the value of the other one.
   constexpr bool is_route(const Route& route) const {
     return (static_cast<int>(is_slot(route.slot)) & static_cast<int>(is_rank(route.rank))) != 0;
   }
-  // Whether a record refers to a token, that is, its slot is no pad.
+  // Returns whether a record refers to a token, that is, its slot is no pad.
   constexpr bool has_origin(const SlotRecord& record) const {
     return is_rank(record.source) && is_below(record.token, max_tokens);
   }
   constexpr int rank_ordinal(int32_t rank_ordinal) const { return clamp(rank_ordinal, num_rank_ordinals); }
   constexpr int k(int32_t k) const { return clamp(k, top_k); }
 
-  // The slots of a zone: its rows come first, then its pads.
+  // A zone's slots are these: its rows come first, then its pads.
   struct Zone {
     int64_t begin, end_of_rows, end;
   };

@@ -1,4 +1,4 @@
-// Handle memory: the routing state of one layer in flight, in memory that the caller owns. It contains no pointers, so that its
+// Handle memory holds the routing state of one layer in flight; the caller owns it. It contains no pointers, so that its
 // bytes may be copied. prepare writes it; it is read-only afterwards.
 //
 //   HandleHeader | Route [max_tokens, K] | zone begin int32 [E_l + 1] | zone rows int32 [E_l] | SlotRecord [R]
@@ -51,7 +51,7 @@ constexpr uint64_t header_checksum(const HandleHeader& header) {
   return hash;
 }
 
-// Whether the counts in a header can be those of the group. This catches damage that leaves the checksum right.
+// Returns whether the counts in a header can be those of the group. This catches damage that leaves the checksum right.
 constexpr bool counts_fit(const HandleHeader& header, const GroupShape& shape, int64_t max_ll_tokens) {
   return (header.num_tokens >= 0) & (header.num_tokens <= shape.max_tokens_per_rank) & (header.rows_in_use >= 0) &
          (header.rows_in_use <= shape.max_recv_tokens) &
@@ -89,7 +89,7 @@ inline HandleLayout make_handle_layout(const GroupShape& shape, int top_k) {
   return layout;
 }
 
-// Typed access to handle memory at `base`; the pointers are const if the memory is.
+// Gives typed access to handle memory at `base`; the pointers are const if the memory is.
 template <typename Byte>
 struct HandleView {
   template <typename T>

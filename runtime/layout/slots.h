@@ -1,4 +1,4 @@
-// Slot arithmetic that every implementation of the stages shares: which rank owns an expert, where a zone starts, where a
+// Every implementation of the stages shares this slot arithmetic: which rank owns an expert, where a zone starts, where a
 // staged row lies. These are plain constexpr functions and PODs, for host and device.
 #pragma once
 
@@ -41,7 +41,7 @@ constexpr int64_t zone_rows(int64_t demand, int alignment) {
   return (demand + alignment - 1) / alignment * alignment;
 }
 
-// Where the row in one slot comes from, and which other slot of this rank holds the same token. The source rank stores it.
+// Says where the row in one slot comes from, and which other slot of this rank holds the same token. The source rank stores it.
 struct SlotRecord {
   static constexpr uint16_t kNoSource = 0xffff;
 
@@ -56,8 +56,8 @@ struct SlotRecord {
 };
 static_assert(sizeof(SlotRecord) == 12 && kMaxTopK <= 128);
 
-// Whether a record that a peer stored can be one of a kept route: no field of it leads outside of the group's tables. Which
-// slots a token's chain really has is not known here.
+// Returns whether a record that a peer stored can be one of a kept route: no field of it leads outside of the group's tables.
+// Which slots a token's chain really has is not known here.
 constexpr bool is_sound(const SlotRecord& record, const GroupShape& shape, int top_k, int64_t rows_in_use) {
   return record.source < shape.num_ranks && record.token >= 0 && record.token < shape.max_tokens_per_rank &&
          record.k < top_k && record.rank_ordinal < top_k && record.rank_ordinal < shape.num_ranks &&
@@ -66,27 +66,28 @@ constexpr bool is_sound(const SlotRecord& record, const GroupShape& shape, int t
 
 constexpr SlotRecord kPadRecord{-1, -1, SlotRecord::kNoSource, 0, 0, 0};
 
-// A slot record between kernels, as an LL packet.
+// Between kernels a slot record travels as an LL packet.
 struct alignas(16) LlSlotRecord {
   SlotRecord record;
   Epoch epoch;
 };
 static_assert(sizeof(LlSlotRecord) == kLlSlotRecordBytes);
 
-// One (token, k) pair as its home rank sees it, before call-time drops.
+// A route is one (token, k) pair as its home rank sees it, before call-time drops.
 struct Route {
   int32_t slot;         // on `rank`; -1: masked or dropped
   int32_t rank;         // owner of the expert; -1: masked or dropped
   int32_t rank_ordinal; // index of `rank` among the ranks that the token goes to, ascending
 };
 
-// Row of the receiver's scatter staging for a token of rank `source` whose lowest-k slot there is first_slot.
+// Returns the row of the receiver's scatter staging for a token of rank `source` whose lowest-k slot there is first_slot.
 constexpr int64_t scatter_staging_row(const WindowLayout& layout, const GroupShape& shape, int source, int64_t token,
                                       int64_t first_slot) {
   return layout.scatter_by_token ? source * static_cast<int64_t>(shape.max_tokens_per_rank) + token : first_slot;
 }
 
-// Row of the home rank's gather staging: for the partial sum of the rank with this ordinal among the token's (wire) ...
+// These return the row of the home rank's gather staging: for the partial sum of the rank with this ordinal among the token's
+// (wire) ...
 constexpr int64_t partial_staging_row(const GroupShape& shape, int64_t token, int top_k, int rank_ordinal) {
   const int ranks = top_k < shape.num_ranks ? top_k : shape.num_ranks;
   return token * ranks + rank_ordinal;
@@ -97,8 +98,8 @@ constexpr int64_t route_index(int64_t token, int top_k, int k) {
   return token * top_k + k;
 }
 
-// Indices of LL packets in their regions of LL staging; for a chunk, of its first packet. `parity` is that of the call. In
-// scatter the sidecar's chunks follow those that the row may have.
+// These return the index of an LL packet in its region of LL staging; for a chunk, that of its first packet. `parity` is that
+// of the call. In scatter the sidecar's chunks follow those that the row may have.
 constexpr int64_t ll_scatter_packet(const WindowLayout& layout, const GroupShape& shape, int64_t parity, int source,
                                     int64_t token, int64_t chunk) {
   const int64_t row = (parity * shape.num_ranks + source) * layout.ll_tokens + token;

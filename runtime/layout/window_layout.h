@@ -1,4 +1,4 @@
-// The layout of the group's window: every offset and byte count is defined here once, for host and device.
+// WindowLayout defines every offset and byte count of the group's window once, for host and device.
 //
 // Every rank has one such window, and every peer may store into it. The layout depends on the transport only in that regions
 // which kernels alone use take no bytes on the host transport.
@@ -22,7 +22,7 @@ struct alignas(128) Flag {
   uint64_t value; // a sequence number; only grows
 };
 
-// What a rank announces to one peer at the entry barrier of a call. The rank writes it into the peer's window.
+// Each rank announces its call to every peer at the entry barrier: it writes a CallDescriptor into the peer's window.
 struct alignas(128) CallDescriptor {
   // Agreed fields: all ranks must pass the same values.
   int32_t operation;
@@ -59,7 +59,7 @@ struct alignas(8) LlPacket8 {
   Epoch epoch;
 };
 
-// A CallDescriptor between kernels: those of its words that kernels use, each in an LL packet.
+// Between kernels those words of a CallDescriptor that they use travel in an LL packet each.
 constexpr int kNumDescriptorWords = offsetof(CallDescriptor, weights_allocation) / sizeof(uint64_t);
 struct alignas(256) LlCallDescriptor {
   LlField words[kNumDescriptorWords];
@@ -87,17 +87,17 @@ inline int64_t max_ll_tokens(const GroupShape& shape) {
   return std::min({shape.max_tokens_per_rank, kMaxLlTokens, kMaxLlRows / shape.num_ranks});
 }
 
-// Bytes of one rank's record in an exchange of small host-side records (allocation of memory).
+// One rank's record has this size in an exchange of small host-side records (allocation of memory).
 constexpr int64_t kExchangeRecordBytes = 512;
 
-// A contiguous range of bytes of the window.
+// A region is a contiguous range of bytes of the window.
 struct Region {
   int64_t offset;
   int64_t bytes;
 };
 
-// Who ended the group and why, packed into one word so that one compare-and-swap publishes all of it. The word is 0 while
-// nobody has.
+// Says who ended the group and why. It is packed into one word so that one compare-and-swap publishes all of it. The word is 0
+// while nobody has.
 struct AbortRecord {
   epx_status status;
   epx_operation operation;
@@ -127,7 +127,7 @@ constexpr bool is_sound(const AbortRecord& abort_record, int num_ranks) {
          abort_record.phase <= EPX_PHASE_COMPLETE && abort_record.culprit >= 0 && abort_record.culprit < num_ranks;
 }
 
-// Which peer a rank waits for, packed into one word. The word is 0 while it waits for nobody.
+// Says which peer a rank waits for. It is packed into one word. The word is 0 while it waits for nobody.
 struct Waiting {
   uint64_t sequence; // of the call
   epx_phase phase;
@@ -167,16 +167,14 @@ struct WindowLayout {
   Region scatter_rows;        // [scatter_staging_rows, row_stride]
   Region scatter_sidecars;    // [scatter_staging_rows, sidecar_stride]
   Region scatter_weights;     // float [R], by slot
-  Region scatter_ready_flags; // Epoch [P, max_tokens]: last call in which the token's row was stored; kernels only
+  Region scatter_ready_flags; // Epoch [P, max_tokens]: last call that stored the token's row; kernels only
   // Gather (combine, dispatch_bwd), stored by the expert's rank.
-  Region gather_rows;    // [gather_staging_rows, row_stride]
-  Region gather_weights; // float [max_tokens * max_top_k], by (token, k)
-  // Epoch [gather_staging_rows, kMaxRowSplits]: last call in which the split was stored; kernels only
-  Region gather_ready_flags;
+  Region gather_rows;        // [gather_staging_rows, row_stride]
+  Region gather_weights;     // float [max_tokens * max_top_k], by (token, k)
+  Region gather_ready_flags; // Epoch [gather_staging_rows, kMaxRowSplits]: last call that stored the split; kernels only
   // LL staging of the same two, double-buffered by parity of the call: a sender need not know how far the peer is. Only kernels
   // use it; the gather's exists in precision wire only.
-  // LlPacket16 [2, P, ll_tokens, ll_chunks, kLlChunkPackets], by source rank: a row, then its sidecar
-  Region ll_scatter_rows;
+  Region ll_scatter_rows;    // LlPacket16 [2, P, ll_tokens, ll_chunks, kLlChunkPackets], by source rank: row, then sidecar
   Region ll_scatter_weights; // LlPacket8 [2, P, ll_tokens, max_top_k], by source rank: the bits of floats
   Region ll_gather_rows;     // LlPacket16 [2, ll_tokens, min(P, max_top_k), ll_row_chunks, kLlChunkPackets]
   Region ll_gather_weights;  // LlPacket8 [2, ll_tokens, max_top_k]: the bits of floats

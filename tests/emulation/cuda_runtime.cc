@@ -120,7 +120,7 @@ struct CUgraph_st {
 struct CUgraphExec_st {
   std::shared_ptr<Tasks> tasks;
 };
-// The state that an event's records and waits share. It outlives the event, as enqueued work does.
+// An event's records and waits share this state. It outlives the event, as enqueued work does.
 struct EventState {
   std::mutex mutex;
   std::condition_variable changed;
@@ -139,7 +139,7 @@ std::map<void*, size_t> allocations;
 std::mutex streams_mutex;
 std::set<cudaStream_t> streams;
 
-// The NULL stream of the current device. It is never destroyed: its thread may still run while the process ends.
+// Returns the NULL stream of the current device. It is never destroyed: its thread may still run while the process ends.
 CUstream_st& null_stream() {
   static std::array<CUstream_st*, kDevices>& device_streams = *new std::array<CUstream_st*, kDevices>{};
   const std::scoped_lock lock(streams_mutex);

@@ -1,4 +1,4 @@
-// Memory of one process that others can map, as with CUDA's IPC handles. It has no name: a handle contains the process id and
+// Other processes can map exported memory, as with CUDA's IPC handles. It has no name: a handle contains the process id and
 // the file descriptor there.
 #pragma once
 

@@ -86,7 +86,7 @@ public:
   PeerWindow view() const override { return window_->view(); }
   int64_t bytes() const override { return window_->bytes(); }
 
-  // The window that contains [memory, memory + bytes), or NULL.
+  // Returns the window that contains [memory, memory + bytes), or NULL.
   static const KnownWindow* find(const std::byte* memory, int64_t bytes) {
     const std::scoped_lock lock(mutex);
     for (const KnownWindow* window : known) {

@@ -12,7 +12,7 @@ void enqueue(cudaStream_t stream, std::function<void()> task);
 
 // From now on launches and cudaDeviceSynchronize fail in this process.
 void end_context();
-// The error that launches return.
+// Returns the error that launches return.
 cudaError_t context_error();
 
 } // namespace epx::emulation

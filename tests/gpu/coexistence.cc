@@ -1,7 +1,8 @@
-// coexistence [--rounds N] [--seed S] [--num-comm-sms N] [--nccl-ctas N] Runs epx beside kernels of others that wait for peers
-// too, and tests the guarantee of epx.h, "Beside other kernels". In each round every rank enqueues the same work on several
-// streams, in an order of its own. Inside the guarantee each round ends soon, with right results; outside it every rank reports
-// the cause soon after timeout_ms. CUDA_DEVICE_MAX_CONNECTIONS comes from the environment.
+// coexistence [--rounds N] [--seed S] [--num-comm-sms N] [--nccl-ctas N]
+// Runs epx beside kernels of others that wait for peers too, and tests the guarantee of epx.h, "Beside other kernels". In each
+// round every rank enqueues the same work on several streams, in an order of its own. Inside the guarantee each round ends
+// soon, with right results; outside it every rank reports the cause soon after timeout_ms. CUDA_DEVICE_MAX_CONNECTIONS comes
+// from the environment.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -40,13 +41,13 @@ struct Options {
   int nccl_ctas;    // maxCTAs of each communicator; 0: NCCL's default
 };
 
-// Whether each stream has a hardware queue of its own, as far as the environment says.
+// Returns whether each stream has a hardware queue of its own, as far as the environment says.
 bool has_queues() {
   const char* const connections = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
   return connections == nullptr || std::atoi(connections) >= 4;
 }
 
-// A group with a layer on a stream of its own.
+// Owns a group with a layer on a stream of its own.
 class Layer {
 public:
   Layer(const RankContext& context, int num_comm_sms, int64_t timeout_ms = 20'000) : device_(*context.device) {
@@ -108,7 +109,7 @@ private:
   std::byte* wrong_ = nullptr;
 };
 
-// The work that every rank enqueues on one of its streams in a round.
+// Every rank enqueues this work on one of its streams in a round.
 struct Work {
   std::function<void()> enqueue;
   const Stream* stream;
@@ -117,7 +118,7 @@ struct Work {
 // Each rank enqueues each round in an order of its own; if `same_order`, in the same order as the others.
 void run_rounds(const RankContext& context, const char* name, const std::vector<Work>& works, const Options& options,
                 bool same_order) {
-  for (const Work& work : works) { // a first launch loads a module, which may wait for what runs on the GPU
+  for (const Work& work : works) { // first launches load modules, which may wait for the GPU: run them one by one
     work.enqueue();
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }

@@ -29,7 +29,7 @@ constexpr int kCountExchangeTokens = kMaxGatheredRoutes / kTopK; // from two ran
 constexpr int kExperts = 8;
 constexpr int64_t kShortMs = 1'500; // timeout_ms of groups that are to time out
 
-// A group and the device memory of one prepare.
+// Owns a group and the device memory of one prepare.
 class Round {
 public:
   Round(const RankContext& context, int64_t timeout_ms, int num_tokens = kAllGatherTokens)

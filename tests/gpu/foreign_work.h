@@ -1,4 +1,4 @@
-// The work that a training job runs on the same GPUs beside epx: streams, NCCL communicators, matrix products.
+// A training job runs such work on the same GPUs beside epx: streams, NCCL communicators, matrix products.
 #pragma once
 
 #include <cstddef>
@@ -58,7 +58,7 @@ inline void check_nccl(ncclResult_t result, const char* call) {
   check(result == ncclSuccess, "{}: {}", call, ncclGetErrorString(result));
 }
 
-// An NCCL communicator of all ranks, a buffer, and a stream that reduces it.
+// Owns an NCCL communicator of all ranks, a buffer, and a stream that reduces it.
 class Communicator {
 public:
   // Collective. max_ctas limits each of its kernels; 0: NCCL's default.
@@ -97,7 +97,7 @@ private:
   Stream stream_;
 };
 
-// Matrix products on a stream of their own.
+// Runs matrix products on a stream of their own.
 class MatrixProducts {
 public:
   explicit MatrixProducts(Device& device) : device_(device), matrices_(device.allocate(3 * kBytes)) {

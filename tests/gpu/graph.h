@@ -1,4 +1,4 @@
-// A CUDA graph that is captured from a stream.
+// Captures CUDA graphs from a stream.
 #pragma once
 
 #include <functional>

@@ -1,4 +1,4 @@
-// A matrix product that fills the GPU, as the computation beside the exchange in a training job does. It waits for nobody.
+// This matrix product fills the GPU, as the computation beside the exchange does in a training job. It waits for nobody.
 #pragma once
 
 #include <cuda_runtime_api.h>

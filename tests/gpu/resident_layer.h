@@ -1,5 +1,5 @@
-// One layer in flight whose tensors keep their addresses from call to call, so that calls can be captured in a graph, and run
-// back to back without a check in between.
+// A ResidentLayer is one layer in flight whose tensors keep their addresses from call to call, so that calls can be captured in
+// a graph, and run back to back without a check in between.
 #pragma once
 
 #include <cstddef>
@@ -39,7 +39,7 @@ public:
 
   // ---- For runs without a check on the host; all are asynchronous but snapshot() ----
 
-  // A copy of what the layer's memory holds, inputs and outputs, on the device.
+  // Holds a copy of the layer's memory, inputs and outputs, on the device.
   class Snapshot;
   struct SnapshotDeleter {
     void operator()(Snapshot* snapshot) const;

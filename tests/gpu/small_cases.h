@@ -1,4 +1,4 @@
-// Small groups and layers, some of which overflow.
+// These groups and layers are small, and some of them overflow.
 #pragma once
 
 #include "tests/support/case.h"

@@ -1,9 +1,10 @@
-// soak [--iterations N | --seconds T] [--seed S] [--max-delay-ns D] [--busy-tokens B] [--kinds M] Runs back-to-back iterations
-// of several layers, with other tokens and routing each time. Eager calls, some of them with each movement made twice, are
-// mixed with replays; every rank injects delays and scribbles over staging after use; groups run on all multiprocessors and on
-// one; and a layer of B tokens keeps the wire busy. The first pass over the inputs is compared with the oracle on the host, and
-// all later ones with the first pass on the device: not one bit may differ. The soak ends after N iterations, or T seconds
-// after it began. Of the kinds of groups in kinds_of(), those run whose bits are set in M; by default all do.
+// soak [--iterations N | --seconds T] [--seed S] [--max-delay-ns D] [--busy-tokens B] [--kinds M]
+// Runs back-to-back iterations of several layers, with other tokens and routing each time. Eager calls, some of them with each
+// movement made twice, are mixed with replays; every rank injects delays and scribbles over staging after use; groups run on
+// all multiprocessors and on one; and a layer of B tokens keeps the wire busy. The first pass over the inputs is compared with
+// the oracle on the host, and all later ones with the first pass on the device: not one bit may differ. The soak ends after N
+// iterations, or T seconds after it began. Of the kinds of groups in kinds_of(), those run whose bits are set in M; by default
+// all do.
 #include <chrono>
 #include <cstdlib>
 #include <memory>
@@ -30,7 +31,7 @@ constexpr int kLongRow = 3104;            // elements, which gather moves in two
 constexpr int kLongestRow = 7504;         // elements, more than both halves of a TMA row pipeline hold
 constexpr int kBusyRow = 1024;
 
-// A layer, its graph, and a snapshot of its memory for each of its inputs.
+// Owns a layer, its graph, and a snapshot of its memory for each of its inputs.
 struct Subject {
   std::unique_ptr<ResidentLayer> layer;
   std::unique_ptr<Graph> graph;

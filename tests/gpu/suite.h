@@ -14,7 +14,7 @@ using RankTest = std::function<void(const RankContext&)>;
 // Runs the tests one after the other as this rank, on transport nccl, and returns main's exit code.
 int run_suite(std::initializer_list<RankTest> tests);
 
-// The value after `name` on the command line, or `otherwise`.
+// Returns the value after `name` on the command line, or `otherwise`.
 long option(int argc, char** argv, const std::string& name, long otherwise);
 
 } // namespace epx::test

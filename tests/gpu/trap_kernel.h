@@ -1,4 +1,4 @@
-// A kernel that ends the CUDA context.
+// Launches a kernel that ends the CUDA context.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -128,7 +128,7 @@ private:
     }
   }
 
-  // The weight of this rank's own row in the lane's slot.
+  // Returns the weight of this rank's own row in the lane's slot.
   __device__ float weight_of(int32_t slot) const {
     return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
   }

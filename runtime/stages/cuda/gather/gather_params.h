@@ -1,4 +1,4 @@
-// The parameters of the kernels of combine and dispatch_bwd.
+// GatherParams has the parameters of the kernels of combine and dispatch_bwd.
 #pragma once
 
 #include "runtime/stages/cuda/kernels.h"

@@ -1,5 +1,5 @@
-// The low-latency (LL) path of combine and dispatch_bwd, in precision wire. As in ll_dispatch.cuh, rows travel as LL packets
-// into staging that may be written at any time, and a warp takes a chunk of a row at a time. All warps do the same:
+// This is the low-latency (LL) path of combine and dispatch_bwd, in precision wire. As in ll_dispatch.cuh, rows travel as LL
+// packets into staging that may be written at any time, and a warp takes a chunk of a row at a time. All warps do the same:
 //
 //   first  sum a chunk of a peer's token over its slots here, and       waits for nothing
 //          store the sum into the home rank's staging

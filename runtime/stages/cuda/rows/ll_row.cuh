@@ -1,6 +1,6 @@
-// Rows of the low-latency (LL) path. A warp holds a chunk of a row in its registers; between ranks the chunk travels as LL
-// packets (LlPacket16, flag in data), each stored and loaded by one single-copy atomic access of 16 bytes: no sender waits for
-// a store to complete before it signals, and no signal is needed.
+// This file moves rows of the low-latency (LL) path. A warp holds a chunk of a row in its registers; between ranks the chunk
+// travels as LL packets (LlPacket16, flag in data), each stored and loaded by one single-copy atomic access of 16 bytes: no
+// sender waits for a store to complete before it signals, and no signal is needed.
 #pragma once
 
 #include <bit>
@@ -12,8 +12,8 @@
 
 namespace epx::cuda {
 
-// What a lane holds of a chunk: vectors lane, lane + 32 and lane + 64. Between ranks their words travel in four LL packets:
-// those at lane, lane + 32, lane + 64 and lane + 96.
+// A lane holds these words of a chunk: vectors lane, lane + 32 and lane + 64. Between ranks their words travel in four LL
+// packets: those at lane, lane + 32, lane + 64 and lane + 96.
 struct LlChunk {
   static constexpr int kVectors = kLlChunkBytes / (kWarp * sizeof(uint4));
   static constexpr int kPackets = kLlChunkPackets / kWarp;
@@ -22,7 +22,7 @@ struct LlChunk {
 
   uint32_t words[kWords];
 
-  // How many of the lane's vectors and packets, the first ones, `bytes` bytes take; 1 <= bytes <= kLlChunkBytes.
+  // Of the lane's vectors and packets `bytes` bytes take this many, the first ones; 1 <= bytes <= kLlChunkBytes.
   __device__ static int vectors_of(int bytes) {
     constexpr int kWarpVectorBytes = kWarp * sizeof(uint4);
     static_assert(kVectors * kWarpVectorBytes == kLlChunkBytes);
@@ -103,7 +103,7 @@ __device__ inline void scribble_chunk(LlPacket16* packets) {
     store_packet_relaxed_sys(packets + i * kWarp + lane(), LlPacket16{{0x5a5a5a5a, 0x5a5a5a5a, 0x5a5a5a5a}, 0x5a5a5a5a});
 }
 
-// A chunk that a peer sends, and the packets of it that this lane has loaded so far.
+// A peer sends this chunk; the lane keeps the packets of it that it has loaded so far.
 class IncomingLlChunk {
 public:
   // Loads the packets once. All lanes call this.
@@ -131,7 +131,7 @@ public:
       load();
     }
   }
-  // The chunk, after wait() has returned true.
+  // Returns the chunk, after wait() has returned true.
   __device__ LlChunk get() const {
     LlChunk chunk;
 #pragma unroll

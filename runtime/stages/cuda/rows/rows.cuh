@@ -33,7 +33,7 @@ __device__ inline void copy_units_to_lanes(const std::byte* from, int64_t bytes,
   }
 }
 
-// Whether rows of `row_bytes` bytes at these addresses, OR-ed together, cannot be moved by 16-byte vectors.
+// Returns whether rows of `row_bytes` bytes at these addresses, OR-ed together, cannot be moved by 16-byte vectors.
 __device__ inline bool is_unaligned(uint64_t address_bits, int64_t row_bytes) {
   return (address_bits | static_cast<uint64_t>(row_bytes)) % sizeof(uint4) != 0;
 }
@@ -54,7 +54,7 @@ __device__ __noinline__ inline void copy_row_to_lanes(const std::byte* from, int
     copy_units_to_lanes<uint8_t>(from, bytes, lanes, to);
 }
 
-// The same, through bulk copies where the alignment allows them; these are only begun, and pipeline.finish() ends them.
+// Does the same through bulk copies where the alignment allows them; these are only begun, and pipeline.finish() ends them.
 __device__ inline void begin_copy_row_to_lanes(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes,
                                                std::byte* to) {
   const uint64_t address_bits = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);
@@ -191,7 +191,7 @@ __device__ inline void store_elements(T* row, int64_t h, int64_t hidden, const F
     row[h + i] = elements[i];
 }
 
-// Whether rows of `hidden` elements at these addresses, OR-ed together, can be loaded and stored as vectors.
+// Returns whether rows of `hidden` elements at these addresses, OR-ed together, can be loaded and stored as vectors.
 __device__ inline bool is_vectorizable(uint64_t address_bits, int64_t hidden) {
   return address_bits % 16 == 0 && hidden % kFragment == 0;
 }
@@ -204,7 +204,7 @@ template <typename T>
 __device__ inline uint32_t offset_of_fragment(int warp_tile) {
   return static_cast<uint32_t>(warp_tile * kWarpTile + lane() * kFragment) * sizeof(T);
 }
-// Where an h-tile of a row begins.
+// Returns where an h-tile of a row begins.
 template <typename T>
 __device__ inline std::byte* h_tile_of(T* row, int h_tile) {
   return reinterpret_cast<std::byte*>(row) + static_cast<int64_t>(h_tile) * TmaRowPipeline::kStageBytes;
@@ -345,7 +345,7 @@ __device__ inline float scale_and_multiply(TmaRowPipeline& pipeline, const T* gr
 
 // ---- Sums ----
 
-// Rows to be summed in order, each multiplied by its weight. The first num_inner rows are this rank's own: they are summed
+// These rows are summed in order, each multiplied by its weight. The first num_inner rows are this rank's own: they are summed
 // among themselves and rounded to T, and this partial sum enters the sum of the others before the own_position-th of those.
 template <typename T>
 struct SumTerms {
@@ -363,7 +363,7 @@ struct SumTerms {
   }
 };
 
-// One step of a sum, acc = fma(weight, x, acc). A sum without weights passes 1, and 1 * x + acc equals x + acc.
+// Takes one step of a sum, acc = fma(weight, x, acc). A sum without weights passes 1, and 1 * x + acc equals x + acc.
 template <typename T>
 __device__ inline void add_word(float* acc, uint32_t word, float weight) {
   float x[kElementsPerWord<T>];
@@ -379,7 +379,7 @@ __device__ inline void add_fragment(float (&acc)[kFragment], const Fragment<T>& 
     add_word<T>(acc + i * kElementsPerWord<T>, fragment.words[i], weight);
 }
 
-// The sum so far of a lane's fragments, at the same elements of all rows.
+// Holds the sum so far of a lane's fragments, at the same elements of all rows.
 template <bool kHasInner, typename T, int kFragments>
 class FragmentSums {
 public:

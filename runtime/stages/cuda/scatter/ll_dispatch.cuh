@@ -1,6 +1,6 @@
-// The low-latency (LL) path of dispatch. With so few bytes the latency of waits dominates, so rows travel as LL packets, into
-// staging that may be written at any time: it is double-buffered by the parity of the call, and as long as this grid runs no
-// peer is still in the call before the last (call_session.cuh). A warp takes a chunk of a row at a time.
+// This is the low-latency (LL) path of dispatch. With so few bytes the latency of waits dominates, so rows travel as LL
+// packets, into staging that may be written at any time: it is double-buffered by the parity of the call, and as long as this
+// grid runs no peer is still in the call before the last (call_session.cuh). A warp takes a chunk of a row at a time.
 //
 //   warps         do                                                      wait for
 //   copy, send    store a chunk of a token of this rank into the          nothing
@@ -20,7 +20,7 @@ namespace epx::cuda {
 
 template <bool kUnaligned>
 class LlDispatch {
-  // Where a chunk of a row or of its sidecar lies.
+  // Says where a chunk of a row or of its sidecar lies.
   struct ChunkRange {
     uint32_t chunk; // index in staging
     bool is_sidecar;
@@ -35,10 +35,10 @@ public:
         row_bytes_(args.hidden * element_bytes(args.dtype)), row_chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
         chunks_(row_chunks_ + static_cast<uint32_t>(ll_chunks_of(args.sidecar_bytes))) {}
 
-  // Whether the calling warp is a pad warp.
+  // Returns whether the calling warp is a pad warp.
   __device__ bool is_pad_warp() const { return static_cast<int>(threadIdx.x) / kWarp >= num_copy_warps(); }
   __device__ WorkPartition pad_partition() const { return partition_of_warps(num_copy_warps(), num_warps()); }
-  // The other warps of the CTA.
+  // Returns the number of the other warps of the CTA.
   __device__ int num_copy_warps() const { return args_.alignment > 1 ? num_warps() - kPadWarps : num_warps(); }
 
   __device__ void send() const {

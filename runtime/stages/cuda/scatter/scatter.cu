@@ -29,7 +29,7 @@ namespace {
 
 constexpr int kThreads = 512;
 
-// What a scatter sends; what is NULL or 0 does not travel.
+// A scatter sends these tensors; those that are NULL or have 0 bytes are not sent.
 struct ScatterInput {
   const std::byte* rows; // [T, H]
   int64_t row_bytes;
@@ -74,7 +74,7 @@ public:
     if (input_.weights != nullptr) send_weights(token, routes);
     for (int first = 0; first < call_.num_ranks() - 1; first += kWarp) { // each lane has one peer
       const int peer = first + lane() < call_.num_ranks() - 1 ? movement_.peer_in_order(token, first + lane()) : -1;
-      int32_t first_slot = -1; // of the token on that peer, live or not: it names the staging row
+      int32_t first_slot = -1; // the token's first slot on that peer, live or not: it selects the staging row
       int32_t first_live = -1;
 #pragma unroll 1
       for (int i = 0; i < kWarp && first + i < call_.num_ranks() - 1; ++i) {
@@ -145,7 +145,7 @@ private:
   Epoch* pending_flag_ = nullptr; // each lane's ready flag of the last row
 };
 
-// Where this rank reads a token from: its own input, staging, or the receive rows.
+// Says where this rank reads a token from: its own input, staging, or the receive rows.
 struct SourceRow {
   const std::byte* row;
   const std::byte* sidecar;

@@ -33,12 +33,13 @@ struct Copies {
   std::deque<std::vector<Store>> groups; // not written yet
 };
 
-// The stores of the running CUDA thread. They are by thread index, since a block's threads share one of the operating system's.
+// Returns the stores of the running CUDA thread. They are by thread index, since a block's threads share one of the operating
+// system's.
 inline Copies& of_this_thread() {
   static thread_local std::map<unsigned, Copies> copies;
   return copies[threadIdx.x];
 }
-// The running block's loads in flight.
+// Returns the running block's loads in flight.
 inline std::deque<Load>& loads_of(LoadBarrier* barrier) {
   static thread_local std::map<LoadBarrier*, std::deque<Load>> loads;
   return loads[barrier];
