@@ -1,4 +1,4 @@
-// The one guard between C++ that throws and C that does not.
+// The one guard between C++ code, which throws, and its C callers, which get a status.
 #pragma once
 
 #include <exception>

@@ -1,11 +1,11 @@
-// Arithmetic on byte counts and rows that says so when it overflows.
+// Arithmetic on byte counts and row counts that throws when it overflows.
 #pragma once
 
 #include <cstdint>
 
 namespace epx {
 
-// Throws INVALID_ARGUMENT: "WHAT needs A OPERATOR B, which is more than 2^63 - 1".
+// Throws INVALID_ARGUMENT with the message "WHAT needs A OPERATOR B, which is more than 2^63 - 1".
 [[noreturn]] void fail_too_large(const char* what, int64_t a, char operation, int64_t b);
 
 inline int64_t checked_mul(int64_t a, int64_t b, const char* what) {
@@ -20,7 +20,7 @@ inline int64_t checked_add(int64_t a, int64_t b, const char* what) {
   return result;
 }
 
-// `multiple` > 0.
+// `multiple` must be positive, here and below.
 constexpr int64_t round_down(int64_t value, int64_t multiple) {
   return value / multiple * multiple;
 }

@@ -1,4 +1,4 @@
-// Owners of CUDA things, and the one place where a cudaError_t becomes an Error. Destructors log, never throw.
+// Owners of CUDA resources, and the one place where a cudaError_t becomes an Error. Destructors log and never throw.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace epx {
 
 inline void check_cuda(cudaError_t error, const char* call) {
   if (error == cudaSuccess) return;
-  cudaGetLastError(); // not sticky ones are dealt with here
+  cudaGetLastError(); // clears an error that is not sticky, so that no later call of the caller's finds it
   fail(error == cudaErrorMemoryAllocation ? EPX_ERROR_OUT_OF_MEMORY : EPX_ERROR_SYSTEM, "{}: {} ({})", call,
        cudaGetErrorString(error), cudaGetErrorName(error));
 }
@@ -24,7 +24,7 @@ inline void log_cuda(cudaError_t error, const char* call) noexcept {
     log::transport().warn("{}: {}", call, cudaGetErrorString(error));
 }
 
-// The device that the calling thread uses, for as long as this lives.
+// Sets the calling thread's current device for as long as the object lives.
 class CudaDeviceScope {
 public:
   explicit CudaDeviceScope(int device) {
@@ -53,20 +53,21 @@ struct CudaFreeHost {
 template <typename T>
 using DeviceMemory = std::unique_ptr<T[], CudaFree>;
 template <typename T>
-using MappedMemory = std::unique_ptr<T, CudaFreeHost>; // of the host; devices reach it at the same address
+using MappedMemory = std::unique_ptr<T, CudaFreeHost>; // pinned host memory; devices access it at the same address
 
-// Zeroed.
+// The memory is zeroed.
 template <typename T>
 DeviceMemory<T> make_device_memory(size_t count) {
   void* memory = nullptr;
   check_cuda(cudaMalloc(&memory, count * sizeof(T)), "cudaMalloc");
   DeviceMemory<T> owner(static_cast<T*>(memory));
   check_cuda(cudaMemset(memory, 0, count * sizeof(T)), "cudaMemset");
-  check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // streams that do not wait for the default one may use it
+  // Streams that do not wait for the default stream may use the memory at once.
+  check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   return owner;
 }
 
-// Zeroed.
+// The memory is zeroed.
 template <typename T>
 MappedMemory<T> make_mapped_memory() {
   void* memory = nullptr;
@@ -87,7 +88,7 @@ private:
   cudaStream_t stream_ = nullptr;
 };
 
-// Orders streams; takes no time.
+// An event for ordering streams; it does not record the time.
 class CudaEvent {
 public:
   CudaEvent() { check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags"); }

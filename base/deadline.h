@@ -1,4 +1,4 @@
-// Until when to wait, and how to wait for something that can only be asked about.
+// Deadlines, and the pace of polling.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace epx {
 class Deadline {
 public:
   using Clock = std::chrono::steady_clock;
-  static constexpr std::chrono::hours kForever{24 * 3650}; // a clock that starts at 0 cannot hold all of int64_t
+  static constexpr std::chrono::hours kForever{24 * 3650}; // ten years; the clock would overflow with the largest int64_t
 
   explicit Deadline(std::chrono::milliseconds timeout)
       : timeout_(timeout), end_(Clock::now() + std::min<std::chrono::milliseconds>(timeout, kForever)) {}
@@ -19,7 +19,7 @@ public:
   Clock::time_point end() const { return end_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
 
-  // The same timeout in words, a later end.
+  // The copy ends later by `grace`; timeout(), which messages name, stays the same.
   Deadline with_grace(std::chrono::milliseconds grace) const {
     Deadline later = *this;
     later.end_ += grace;
@@ -31,23 +31,23 @@ private:
   Clock::time_point end_;
 };
 
-// Sleeps that grow, so that a meeting of prompt ranks is quick and a long wait is cheap.
+// Sleeps between polls that grow by half each time: a short wait ends quickly, and a long one is cheap.
 class PollingPace {
 public:
-  PollingPace(std::chrono::microseconds first, std::chrono::microseconds longest) : next_(first), longest_(longest) {}
+  PollingPace(std::chrono::microseconds first, std::chrono::microseconds max) : next_(first), max_(max) {}
 
   template <typename AnyDeadline>
   void sleep(const AnyDeadline& deadline) {
     std::this_thread::sleep_until(std::min(Deadline::Clock::now() + next_, deadline.end()));
-    next_ = std::min(next_ * 3 / 2, longest_);
+    next_ = std::min(next_ * 3 / 2, max_);
   }
 
 private:
   std::chrono::microseconds next_;
-  std::chrono::microseconds longest_;
+  std::chrono::microseconds max_;
 };
 
-// For what is worth doing now and then while polling.
+// Rate limit for work that is done now and then while polling.
 class Every {
 public:
   explicit Every(std::chrono::milliseconds interval) : interval_(interval) {}
@@ -61,7 +61,7 @@ public:
 
 private:
   std::chrono::milliseconds interval_;
-  Deadline::Clock::time_point next_; // the first time is always due
+  Deadline::Clock::time_point next_; // starts at the clock's epoch, so the first call of due() returns true
 };
 
 } // namespace epx

@@ -1,4 +1,4 @@
-// What follows from a dtype; for host and device.
+// Properties of dtypes, for host and device.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace epx {
 
-// Bytes of an element; 0 for what is no dtype.
+// Returns the bytes of an element, or 0 for EPX_DTYPE_UNSET and for values that are no dtype.
 constexpr int64_t element_bytes(epx_dtype dtype) {
   switch (dtype) {
   case EPX_DTYPE_UNSET:

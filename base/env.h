@@ -1,4 +1,4 @@
-// Every EPX_* environment variable, read once per process.
+// Every EPX_* environment variable; the process reads each of them once.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,17 @@
 namespace epx {
 
 struct Environment {
-  // EPX_TIMEOUT_MS: default of epx_group_config.timeout_ms, milliseconds, > 0. `timeout_text` keeps what was set, so that a
-  // value that is no positive number can be refused in words.
+  // EPX_TIMEOUT_MS is the default of epx_group_config.timeout_ms in milliseconds, > 0. `timeout_text` keeps the text that was
+  // set, so that the error for a value that is no positive number can quote it.
   std::optional<std::string> timeout_text;
   std::optional<int64_t> timeout_ms;
 
-  // EPX_CHECK_HANDLE_MEM: 1: each movement checks the whole of its handle memory by a checksum; 0 (default): only the header.
-  // `check_handle_mem_text` keeps what was set, so that another value can be refused in words.
+  // EPX_CHECK_HANDLE_MEM=1 makes each movement check its whole handle memory by a checksum; with 0 (default) it checks only the
+  // header. `check_handle_mem_text` keeps the text that was set, so that the error for any other value can quote it.
   std::optional<std::string> check_handle_mem_text;
   std::optional<bool> check_handle_mem;
 
-  // EPX_LOG: off, error, warn (default), info, debug. Log lines go to standard error.
+  // EPX_LOG is one of off, error, warn (default), info, debug. Log lines go to standard error.
   std::string log_level = "warn";
 };
 

@@ -1,4 +1,4 @@
-// Failures inside epx: thrown as Error, turned into an epx_status at the C boundary (c_boundary.h).
+// Failures inside epx are thrown as Error, and become an epx_status at the C boundary (c_boundary.h).
 #pragma once
 
 #include <exception>
@@ -24,7 +24,7 @@ private:
   std::string message_;
 };
 
-// fail(EPX_ERROR_INVALID_ARGUMENT, "top_k is {}; it must be 1..{}", top_k, max_top_k)
+// Throws Error: fail(EPX_ERROR_INVALID_ARGUMENT, "top_k is {}; it must be 1..{}", top_k, max_top_k).
 template <typename... Args>
 [[noreturn]] void fail(epx_status status, fmt::format_string<Args...> format, Args&&... args) {
   throw Error(status, fmt::format(format, std::forward<Args>(args)...));

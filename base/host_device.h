@@ -1,4 +1,4 @@
-// Marks what host and device code share and constexpr alone does not reach.
+// Marks functions that host and device code share and that cannot be constexpr.
 #pragma once
 
 #if defined(__CUDACC__)

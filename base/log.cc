@@ -11,7 +11,7 @@
 namespace epx::log {
 namespace {
 
-// Not entered in spdlog's registry: that one belongs to the application.
+// The logger is not entered in spdlog's registry, which belongs to the application.
 spdlog::logger make_logger(const std::string& name) {
   static const auto kSink = std::make_shared<spdlog::sinks::stderr_sink_mt>();
   spdlog::logger logger(name, kSink);

@@ -1,4 +1,4 @@
-// One logger per subsystem, to standard error, level from EPX_LOG. Never used in a hot path.
+// Each subsystem has one logger, which writes to standard error at the level of EPX_LOG. No hot path uses one.
 #pragma once
 
 #include <spdlog/logger.h>
@@ -6,6 +6,6 @@
 namespace epx::log {
 
 spdlog::logger& group();     // creation and end of groups, sticky failures
-spdlog::logger& transport(); // windows, what was chosen and why
+spdlog::logger& transport(); // windows; which transport was chosen and why
 
 } // namespace epx::log

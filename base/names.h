@@ -1,4 +1,4 @@
-// Enumerators of the C API and ranks in words.
+// Names of the C API's enumerators, and lists of ranks, for messages.
 #pragma once
 
 #include <cstdint>
@@ -106,7 +106,7 @@ constexpr const char* name_of(epx_phase phase) {
   return "unknown phase";
 }
 
-// "rank 2", "ranks 0, 2, 5".
+// Returns "rank 2" or "ranks 0, 2, 5".
 inline std::string name_ranks(std::span<const int> ranks) {
   return fmt::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", fmt::join(ranks, ", "));
 }

@@ -1,4 +1,4 @@
-// Random identities (group ids, names of shared memory); not for statistics.
+// Random identifiers (group ids, names of shared memory); they are not meant for statistics.
 #pragma once
 
 #include <cstdint>

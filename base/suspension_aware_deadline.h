@@ -1,4 +1,4 @@
-// Until when to wait for peers in a process that may be suspended meanwhile: by Ctrl-Z, by a scheduler, by a debugger.
+// A deadline for waits for peers in a process that may be suspended meanwhile: by Ctrl-Z, by a scheduler, by a debugger.
 #pragma once
 
 #include <algorithm>
@@ -8,24 +8,24 @@
 
 namespace epx {
 
-// For waits that poll, and ask at every poll whether the deadline has passed. A long time between two polls means that this
-// process did not run, and then its peers most likely did not run either: that time does not count. Processes resume one
-// after the other, so after a suspension the peers get the whole timeout anew. Not counting suspensions, no wait lasts longer
-// than three times the timeout, however often that happens.
+// The wait polls, and calls passed() at every poll. A long gap between two polls means that this process was suspended, and
+// then most likely its peers were too: that time does not count. Processes resume one after the other, so after a suspension
+// the peers get the whole timeout anew. Not counting suspensions, no wait lasts longer than three times the timeout, however
+// often the process is suspended.
 class SuspensionAwareDeadline {
 public:
   using Clock = Deadline::Clock;
 
   explicit SuspensionAwareDeadline(std::chrono::milliseconds timeout, Clock::time_point now = Clock::now())
       : timeout_(timeout), allowance_(std::min<std::chrono::milliseconds>(timeout, Deadline::kForever)),
-        longest_gap_(std::min<std::chrono::milliseconds>(allowance_, kLongestGap)), last_poll_(now), end_(now + allowance_),
+        max_gap_(std::min<std::chrono::milliseconds>(allowance_, kMaxGap)), last_poll_(now), end_(now + allowance_),
         limit_(now + kMaxTimeouts * allowance_) {}
 
-  // At every poll, from one thread.
+  // One thread calls this at every poll.
   bool passed(Clock::time_point now = Clock::now()) {
     const Clock::duration gap = now - last_poll_;
     last_poll_ = now;
-    if (gap > longest_gap_) {
+    if (gap > max_gap_) {
       suspended_ += gap;
       limit_ += gap;
       end_ = std::min(std::max(end_ + gap, now + allowance_), limit_);
@@ -37,7 +37,7 @@ public:
   std::chrono::milliseconds timeout() const { return timeout_; }
   std::chrono::milliseconds suspended() const { return std::chrono::duration_cast<std::chrono::milliseconds>(suspended_); }
 
-  // The same timeout in words, a later end.
+  // The copy ends later by `grace`; timeout(), which messages name, stays the same.
   SuspensionAwareDeadline with_grace(std::chrono::milliseconds grace) const {
     SuspensionAwareDeadline later = *this;
     later.allowance_ += grace;
@@ -48,11 +48,11 @@ public:
 
 private:
   static constexpr int kMaxTimeouts = 3;
-  static constexpr std::chrono::milliseconds kLongestGap{1'000}; // no busy machine keeps a process from running for so long
+  static constexpr std::chrono::milliseconds kMaxGap{1'000}; // even on a busy machine a process runs more often than this
 
   std::chrono::milliseconds timeout_;
   std::chrono::milliseconds allowance_; // the timeout, with grace, as the clock can hold it
-  std::chrono::milliseconds longest_gap_;
+  std::chrono::milliseconds max_gap_;
   Clock::time_point last_poll_;
   Clock::time_point end_;
   Clock::time_point limit_;

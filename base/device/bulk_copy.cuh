@@ -1,5 +1,5 @@
-// Copies that the copy engine of a multiprocessor makes on its own, between global and shared memory (PTX cp.async.bulk). The
-// thread that begins a store also waits for it; for loads any may. Addresses and sizes are multiples of 16 bytes.
+// TMA bulk copies between global and shared memory (PTX cp.async.bulk). The thread that begins a store must also wait for it;
+// any thread may wait for a load. Addresses and sizes are multiples of 16 bytes.
 #pragma once
 
 #include <cstddef>
@@ -11,19 +11,20 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// A barrier in shared memory that says when loads have come. Its uses alternate between parity 0 and 1.
+// An mbarrier in shared memory that completes a phase when the bytes of a load are there. The phase parity alternates between 0
+// and 1 from load to load.
 using LoadBarrier = uint64_t;
 
 __device__ inline void init_barrier(LoadBarrier* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// What this thread has done in the order of ordinary accesses comes before the copies that begin from here on: in shared memory
-// (barriers initialised, bytes written) ...
+// fence.proxy.async orders this thread's earlier generic-proxy accesses before the bulk copies that begin after it. This one
+// covers shared memory: barriers initialised, bytes written.
 __device__ inline void fence_shared_before_bulk_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// ... and in global memory (flags acquired, and what they tell of).
+// This one covers global memory: flags acquired, and the data that they guard.
 __device__ inline void fence_global_before_bulk_copies() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
@@ -54,18 +55,18 @@ __device__ inline void begin_store(std::byte* global, const std::byte* shared, u
                : "memory");
 }
 
-// The stores that this thread has begun since the last time form a group.
+// The stores that this thread has begun since its last commit_group form one bulk group.
 __device__ inline void end_store_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until all groups but the last kPending have read their shared memory, which may be written again then.
+// Waits until all bulk groups but the last kPending have read their shared memory, which may then be written again.
 template <int kPending>
 __device__ inline void wait_for_store_reads() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Until all stores are complete: as if this thread had made them.
+// Waits until all stores are complete; they then count as stores of this thread.
 __device__ inline void wait_for_stores() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

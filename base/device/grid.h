@@ -1,4 +1,4 @@
-// The shape of a kernel's grid, for host code that launches it.
+// The launch configuration of a kernel, for host code.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@ struct Grid {
   int blocks;
   int threads; // of each block
   size_t shared_bytes = 0;
-  bool early = false; // a programmatic successor of the kernel before it in the stream; see launch_cooperative
+  bool pdl = false; // programmatic dependent launch on the kernel before it in the stream; see launch_cooperative
 };
 
 } // namespace epx::cuda

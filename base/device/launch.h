@@ -1,4 +1,4 @@
-// How kernels are started, with their parameters' types checked, and how a block finds its dynamic shared memory.
+// Kernel launches that check the types of the parameters, programmatic dependent launch (PDL), and dynamic shared memory.
 #pragma once
 
 #include <cstddef>
@@ -10,9 +10,9 @@
 
 namespace epx::cuda {
 
-// All blocks run at the same time, or the launch fails: a block may wait for another one of its grid. An early grid is a
-// programmatic successor (programmatic dependent launch, PDL): its blocks may become resident once every block of the kernel
-// before it in the stream has ended or called trigger_successor(); it begins with pdl_wait().
+// A cooperative launch: all blocks are resident at the same time, or the launch fails, so a block may wait for another one of
+// its grid. With grid.pdl the kernel is a programmatic dependent launch (PDL): its blocks may become resident once every block
+// of the kernel before it in the stream has ended or called trigger_successor(); such a kernel begins with pdl_wait().
 template <typename... Params>
 cudaError_t launch_cooperative(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
                                std::type_identity_t<Params>... params) {
@@ -28,11 +28,11 @@ cudaError_t launch_cooperative(void (*kernel)(Params...), const Grid& grid, cuda
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = grid.early ? 2 : 1;
+  config.numAttrs = grid.pdl ? 2 : 1;
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers);
 }
 
-// Blocks that do not wait for each other.
+// An ordinary launch, for kernels whose blocks do not wait for each other.
 template <typename... Params>
 cudaError_t launch(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
                    std::type_identity_t<Params>... params) {
@@ -41,8 +41,8 @@ cudaError_t launch(void (*kernel)(Params...), const Grid& grid, cudaStream_t str
                           dim3(static_cast<unsigned>(grid.threads)), pointers, grid.shared_bytes, stream);
 }
 
-// Brings the kernel to the device, and lets its blocks have so much dynamic shared memory: a kernel that is loaded when it
-// is first launched would wait for one that is waiting.
+// Loads the kernel onto the device, and raises its limit of dynamic shared memory. Lazy loading at the first launch would wait
+// for the kernels that run, and one of these may be waiting for a peer.
 template <typename... Params>
 cudaError_t load(void (*kernel)(Params...), size_t shared_bytes = 0) {
   cudaFuncAttributes attributes;
@@ -53,40 +53,42 @@ cudaError_t load(void (*kernel)(Params...), size_t shared_bytes = 0) {
 }
 
 #if defined(__CUDACC__)
-// Brings a kernel's parameters into the constant cache, which is cold when it begins, all lines at once.
+// Loads the kernel's parameters into the constant cache, which is cold when the kernel begins: all lines at the same time,
+// each by another warp where there are enough warps.
 template <typename Params>
-__device__ inline void fetch(const Params& params) {
+__device__ inline void prefetch_params(const Params& params) {
   constexpr unsigned kLineBytes = 64;
   constexpr unsigned kLines = sizeof(Params) / kLineBytes;
   static_assert(kLines > 0);
   constexpr unsigned kLanes = 32;
-  const unsigned index = threadIdx.x % kLanes * (blockDim.x / kLanes) + threadIdx.x / kLanes; // each warp some
+  const unsigned index =
+      threadIdx.x % kLanes * (blockDim.x / kLanes) + threadIdx.x / kLanes; // spreads the lines over the warps
   const unsigned line = index < kLines ? index : kLines - 1;
   const auto word = reinterpret_cast<const unsigned*>(&params)[line * (kLineBytes / sizeof(unsigned))];
   asm volatile("{\n"
                ".reg .pred rare;\n"
                "setp.eq.u32 rare, %0, 0x9e3779b9;\n"
-               "@rare nanosleep.u32 1;\n" // a use, lest the load be left out
+               "@rare nanosleep.u32 1;\n" // the load needs a use, or the compiler removes it
                "}" ::"r"(word));
 }
 
-// Waits until the kernels before this one in the stream have ended and all that they stored is visible
-// (griddepcontrol.wait). In a grid that is not early only the parameters (__grid_constant__) are fetched.
+// griddepcontrol.wait: waits until the kernels before this one in the stream have ended and their stores are visible. Without
+// PDL it returns at once. The parameters (__grid_constant__) are prefetched in either case.
 template <typename... Params>
 __device__ inline void pdl_wait(const Params&... params) {
-  (fetch(params), ...);
+  (prefetch_params(params), ...);
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Lets the programmatic successor become resident once every block has called this or ended (griddepcontrol.launch_dependents).
-// The successor may be a kernel of somebody else, and its blocks hold their SMs until this grid has ended. So no thread of the
-// block waits for a peer after any thread of it has called this: what the successor holds is then held for a moment, never
-// for as long as a peer takes.
+// griddepcontrol.launch_dependents: the dependent kernel may become resident once every block has called this or ended. That
+// kernel may belong to another library, and its blocks hold their SMs until this grid has ended. So no thread of a block waits
+// for a peer after any thread of the block has called this: the dependent kernel then holds its SMs only briefly, and never for
+// as long as a peer takes.
 __device__ inline void trigger_successor() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// 128 bytes aligned.
+// The address is aligned to 128 bytes.
 template <typename T>
 __device__ inline T* dynamic_shared_memory() {
   extern __shared__ __align__(128) unsigned char epx_dynamic_shared_memory[];

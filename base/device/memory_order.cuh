@@ -1,5 +1,5 @@
-// Loads, stores and fences that other GPUs take part in, by their order and scope. The only PTX beside
-// bulk_copy.cuh.
+// Loads, stores and fences on memory that other GPUs access too; each name says memory order and scope. Apart from
+// bulk_copy.cuh and launch.h, inline PTX lives only here.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ __device__ inline void store_relaxed_sys(uint64_t* word, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
-// Between a relaxed load or store and others, so that together they acquire or release.
+// A fence after a relaxed load makes an acquire pattern, and one before a relaxed store a release pattern.
 __device__ inline void fence_acq_rel_sys() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
@@ -55,7 +55,8 @@ __device__ inline void fence_acq_rel_block() {
   asm volatile("fence.acq_rel.cta;" ::: "memory");
 }
 
-// A word of 8 or 16 bytes at once, so that nobody sees half of it. At system scope.
+// LL packets of 8 or 16 aligned bytes, at system scope. Their loads and stores are single-copy atomic: no thread sees half of a
+// packet.
 template <typename Word>
 constexpr bool kIsSingleCopyAtomic = alignof(Word) == sizeof(Word) && (sizeof(Word) == 8 || sizeof(Word) == 16);
 
@@ -117,7 +118,7 @@ __device__ inline uint64_t compare_and_swap_sys(uint64_t* word, uint64_t expecte
   return atomicCAS_system(reinterpret_cast<unsigned long long*>(word), expected, desired);
 }
 
-// About so long; lets other warps run.
+// nanosleep: suspends the warp for about so long, so that other warps of the SM run.
 __device__ inline void backoff(unsigned nanoseconds) {
   __nanosleep(nanoseconds);
 }

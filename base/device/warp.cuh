@@ -1,9 +1,9 @@
-// What the lanes of a warp hold together.
+// Warp-level primitives: shuffles, reductions, and lists whose elements are spread over the lanes.
 //
-// Where lanes read what others have stored or acquired, or write what others have read, there is a __syncwarp(): it orders the
-// memory accesses of the lanes that take part (PTX, bar.warp.sync), which votes and shuffles do not. On Hopper no test notices
-// that one is missing while the compiler keeps the warp converged; some are noticed by the kernels on the CPU, where lanes run
-// one after the other (tests/gpu/remove_fences.py emulate).
+// __syncwarp() stands where lanes read what other lanes have stored or acquired, or write what other lanes have read: it orders
+// the memory accesses of the participating lanes (PTX, bar.warp.sync), which votes and shuffles do not. On Hopper no test
+// notices a missing one while the compiler keeps the warp converged; the kernels on the CPU, where lanes run one after the
+// other, notice some (tests/gpu/remove_fences.py emulate).
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ __device__ inline T* from_lane(T* pointer, int lane) {
   return reinterpret_cast<T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(pointer), lane));
 }
 
-// Of what has a bit set.
+// Returns the index of the lowest set bit, or -1.
 __device__ inline int lowest_bit(uint32_t bits) {
   return __ffs(static_cast<int>(bits)) - 1;
 }
@@ -33,14 +33,14 @@ __device__ inline int lowest_bit(uint64_t bits) {
   return __ffsll(static_cast<long long>(bits)) - 1;
 }
 
-// Of all lanes.
+// Every lane gets the bitwise OR of all lanes' values.
 __device__ inline uint64_t or_of_lanes(uint64_t bits) {
   const auto low = static_cast<uint32_t>(bits);
   const auto high = static_cast<uint32_t>(bits >> 32);
   return static_cast<uint64_t>(__reduce_or_sync(~0u, high)) << 32 | __reduce_or_sync(~0u, low);
 }
 
-// Up to 64 values, two in each lane. All lanes do the same.
+// A list of up to 64 values, of which each lane holds two. All lanes make the same calls.
 template <typename T>
 class WarpList {
 public:
@@ -50,7 +50,7 @@ public:
     ++size_;
   }
   __device__ T operator[](unsigned index) const { return from_lane(index < kWarp ? low_ : high_, index % kWarp); }
-  // The list of what `of` makes of each value, in the lane that holds it.
+  // Applies `of` to each value, in the lane that holds it, and returns the list of the results.
   template <typename Of>
   __device__ auto map(const Of& of) const {
     using Result = decltype(of(low_));
@@ -61,7 +61,8 @@ public:
     return results;
   }
 
-  // What the calling lane holds: value `first` + lane, for first = 0 and 32; own() of another index: for the 32 around it.
+  // The calling lane holds the values `first` + lane for first = 0 and first = 32. own() takes any index, and returns the
+  // lane's value of that half.
   __device__ bool has_own(int first) const { return first + lane() < size_; }
   __device__ T own(int first) const { return first < kWarp ? low_ : high_; }
 

@@ -1,5 +1,10 @@
-// EPX_CHECK_HANDLE_MEM: seals handle memory behind prepare, and checks it before a movement. One block each, which takes about
-// as long as reading the memory by one multiprocessor: the switch is for those who look for a bug.
+// The kernels behind EPX_CHECK_HANDLE_MEM: seal_kernel stores a checksum of the handle memory after prepare, and check_kernel
+// verifies it before a movement. Each has one block, so it takes about as long as one SM takes to read the memory: the switch
+// is for those who look for a bug.
+//
+//   warps   what they do                                   what they wait for
+//   all     each thread adds up a part of the body         only barriers of the block; no peer is involved
+//   thread 0 of warp 0 then stores the checksum (seal_kernel) or the checked header (check_kernel)
 #include "base/device/launch.h"
 #include "runtime/layout/handle_checksum.h"
 #include "runtime/stages/cuda/kernel_list.h"
@@ -17,13 +22,14 @@ struct ChecksumParams {
   int top_k;
 };
 
-// Whether the header tells how much there is to add up. If not, the movement finds out by itself.
+// Returns whether the header's counts are valid, so that they say how much there is to add up. If they are not, the movement
+// finds that out itself.
 __device__ bool is_header_intact(const ChecksumParams& params, const HandleHeader& header) {
   return header.magic == kHandleMagic && header.checksum == header_checksum(header) && header.top_k == params.top_k &&
          counts_fit(header, params.context.shape, params.context.layout.ll_tokens);
 }
 
-// The block adds up. All threads get the sum.
+// The threads of the block add up the body together, and all get the sum.
 __device__ uint64_t add_up(const ChecksumParams& params, const std::byte* handle_mem, const HandleHeader& header) {
   __shared__ unsigned long long sum;
   if (threadIdx.x == 0) sum = 0;

@@ -29,41 +29,42 @@
 namespace epx::cuda {
 namespace {
 
-constexpr std::chrono::seconds kTimeToAbort{2}; // for kernels that wait to see the end of their group
+constexpr std::chrono::seconds kTimeToAbort{2}; // time for waiting kernels to see that their group has ended
 
-// Turns what kernels left in the status record into words, once.
+// Formats the events and the failure that kernels have left in the status record, each once.
 class RecordReader {
 public:
   RecordReader(const GroupContext& context, StatusRecord& record, const RankBoard& board, StatusBoard& status)
       : context_(context), record_(record), board_(board), status_(status) {}
 
-  // Hands new events and the failure, if a kernel or a host has told one, to the status board. Throws the failure.
+  // Hands new events, and the failure if a kernel or a host has reported one, to the status board. Throws the failure.
   void read() {
     const std::scoped_lock lock(mutex_);
     read_events();
     if (std::atomic_ref(record_.failed).load(std::memory_order_acquire) != 0) status_.fail(format(record_.failure));
-    if (const uint64_t word = board_.abort_record(); word != 0) // no kernel of this rank may be there to find it
+    if (const uint64_t word = board_.abort_record(); word != 0) // there may be no kernel of this rank that would find it
       status_.fail(format_abort(word));
     status_.require_healthy();
   }
 
 private:
   void read_events() {
-    EventCounts counts{}; // since creation; before the records, since an event's record comes before its count
+    // The counts since creation are read before the records, because a kernel stores an event's record before its count.
+    EventCounts counts{};
     for (size_t kind = 0; kind < counts.size(); ++kind)
       counts[kind] = std::atomic_ref(record_.event_counts[kind]).load(std::memory_order_acquire);
     const uint64_t num_events = std::atomic_ref(record_.num_events).load(std::memory_order_acquire);
     std::optional<Event> first;
     for (; next_event_ < num_events; ++next_event_) {
       const EventRecord& event = record_.events[next_event_ % StatusRecord::kEvents];
-      if (event.total > counts[event.kind]) break; // the next time, with its count
+      if (event.total > counts[event.kind]) break; // the next read() takes it, with its count
       if (!first) first = format(event);
     }
     std::atomic_ref(record_.events_taken).store(next_event_, std::memory_order_release);
-    EventCounts news{};
+    EventCounts new_counts{};
     for (size_t kind = 0; kind < counts.size(); ++kind)
-      news[kind] = counts[kind] - std::exchange(counted_[kind], counts[kind]);
-    status_.record(news, first);
+      new_counts[kind] = counts[kind] - std::exchange(counted_[kind], counts[kind]);
+    status_.record(new_counts, first);
   }
 
   Event format(const EventRecord& event) const {
@@ -118,7 +119,7 @@ private:
     Failure failure = abort_failure(call, abort_record, context_.rank, record.culprit_arrived_at);
     const bool had_arrived = abort_record.phase != EPX_PHASE_ARRIVE && abort_record.culprit != context_.rank &&
                              record.culprit_arrived_at >= abort_record.sequence;
-    // A peer has looked before: what was launched by then is no longer known.
+    // The peer that gave up has looked at the launch counts; what the culprit had launched by then is no longer known here.
     if (abort_record.status == EPX_ERROR_TIMEOUT && !had_arrived &&
         kernel_of(abort_record.culprit, abort_record.sequence) != CulpritKernel::none)
       failure.message += kernel_words(CulpritKernel::unknown, abort_record.culprit, abort_record.operation);
@@ -136,7 +137,7 @@ private:
   const RankBoard& board_;
   StatusBoard& status_;
   std::mutex mutex_;
-  EventCounts counted_{}; // what the status board has been given
+  EventCounts counted_{}; // already handed to the status board
   uint64_t next_event_ = 0;
 };
 
@@ -171,7 +172,7 @@ public:
     } catch (const std::exception& error) {
       log::group().warn("group {:016x}: {}", context_.group_id, error.what());
     }
-    board_->end_own_kernels(); // none may still be waiting for a peer when its memory goes
+    board_->end_own_kernels(); // no kernel may still be waiting for a peer when its memory is freed
     if (is_idle) return;
     log::group().warn("group {:016x} is destroyed while its GPU is busy with other work: its memory there is not freed",
                       context_.group_id);
@@ -210,11 +211,11 @@ public:
 
   void abort() override {
     const AbortRecord abort_record = board_->end_group({EPX_ERROR_ABORTED, EPX_OP_NONE, context_.rank, 0});
-    try { // kernels that find all they need no longer ask: the next call is refused here
+    try { // kernels that need not wait do not poll, so the next call is refused here
       status_.fail(abort_failure({EPX_OP_NONE, 0}, abort_record, context_.rank, 0));
-    } catch (const Error&) { // it is on the board now
+    } catch (const Error&) { // the status board keeps it
     }
-    try { // kernels see it sooner than they ask the host
+    try { // kernels poll their window more often than the host's memory
       const CudaDeviceScope scope(device_);
       check_cuda(launch_abort(group_, abort_record, abort_stream_.get()), "epx_group_abort");
     } catch (const Error&) {
@@ -225,7 +226,7 @@ public:
   epx_group_report report() override {
     try {
       reader_.read();
-    } catch (const Error&) { // it is on the board now
+    } catch (const Error&) { // the status board keeps it
     }
     return status_.report();
   }
@@ -239,7 +240,7 @@ private:
   }
   void dispatch(const DispatchCall& call) override {
     launch(EPX_OP_DISPATCH, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
-      return launch_dispatch(group, plan_, checked(call), reach(call.recv_tokens, call), stream);
+      return launch_dispatch(group, plan_, checked(call), registered_range(call.recv_tokens, call), stream);
     });
   }
   void combine(const CombineCall& call) override {
@@ -249,7 +250,7 @@ private:
   }
   void combine_bwd(const CombineBwdCall& call) override {
     launch(EPX_OP_COMBINE_BWD, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
-      return launch_combine_bwd(group, plan_, checked(call), reach(call.grad_expert_out, call), stream);
+      return launch_combine_bwd(group, plan_, checked(call), registered_range(call.grad_expert_out, call), stream);
     });
   }
   void dispatch_bwd(const DispatchBwdCall& call) override {
@@ -258,7 +259,7 @@ private:
     });
   }
 
-  // Throws what kernels have reported so far. launch_kernel(group, stream) launches the operation's kernel.
+  // Throws the failure that kernels have reported so far. launch_kernel(group, stream) launches the operation's kernel.
   template <typename LaunchKernel>
   void launch(epx_operation operation, epx_stream of_call, const LaunchKernel& launch_kernel) {
     reader_.read();
@@ -272,22 +273,22 @@ private:
       ends_group = capture == Capture::none && order_.wait_for_last(stream);
       if (capture != Capture::active && !ends_group) refuse_beside_capture(operation, capture);
       if (const bool is_captured = capture == Capture::active; is_captured != std::exchange(was_captured_, is_captured))
-        plan_.forget_last();      // a captured call has not run: it is not what comes before an eager one
-      DeviceGroup group = group_; // which epx_group_abort reads in any thread
+        plan_.forget_last();      // a captured call has not run, so it does not come before an eager one on the stream
+      DeviceGroup group = group_; // a copy, because epx_group_abort reads group_ in any thread
       group.launch = ++num_launches_;
       const bool fails = kTestHooks && group.hooks.fails_to_launch == operation;
       check_cuda(fails ? cudaErrorLaunchFailure : launch_kernel(group, stream), name_of(operation));
       if (capture == Capture::none) order_.launched(stream);
     } catch (const Error& error) {
       if (ends_group) fail_launch(operation, error.message());
-      throw; // nothing was to run yet
+      throw; // nothing has been launched
     }
-    // A captured call runs whenever its graph is replayed.
+    // A captured call runs whenever its graph is replayed, so the count is no longer known.
     if (capture == Capture::active) launched_ = RankBoard::kUnknown;
     count_launched(1);
   }
 
-  // Nothing has been consumed: the call can be made again.
+  // The refused call has consumed no sequence number and can be made again.
   [[noreturn]] void refuse_beside_capture(epx_operation operation, Capture capture) {
     order_.saw_capture();
     if (capture == Capture::of_other_stream)
@@ -301,7 +302,7 @@ private:
          name_of(operation));
   }
 
-  // Peers have launched their kernels, or will, and would wait for this rank's.
+  // Ends the group: the peers have launched their kernels, or will, and would wait for this rank's kernel.
   [[noreturn]] void fail_launch(epx_operation operation, const std::string& why) {
     const uint64_t sequence = launched_ == RankBoard::kUnknown ? 0 : launched_ + 1;
     const AbortRecord mine{EPX_ERROR_SYSTEM, operation, context_.rank, sequence};
@@ -316,8 +317,8 @@ private:
     board_->set_launched(launched_);
   }
 
-  // Calls that are under way end, if their peers come in time, and are aborted then, or at once when the group has failed.
-  // False: the device is not idle for all that.
+  // Waits until the calls in progress have ended, and aborts them when their peers do not come in time, or at once when the
+  // group has failed. Returns false when the device is not idle even then.
   bool finish_calls() {
     const std::future<cudaError_t> idle = synchronize_in_background(device_);
     SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
@@ -349,8 +350,8 @@ private:
     return false;
   }
 
-  // A stream that replays the group's graphs is not known here, so the whole device is waited for, in a thread that nobody
-  // has to wait for.
+  // The streams on which graphs of the group are replayed are not known here, so this waits for the whole device, in a thread
+  // that nobody has to join.
   static std::future<cudaError_t> synchronize_in_background(int device) {
     std::packaged_task<cudaError_t()> synchronize([device] {
       const CudaDeviceScope scope(device);
@@ -361,7 +362,7 @@ private:
     return idle;
   }
 
-  // What the device may still use, and whose release would wait for it, stays until the process ends.
+  // The device may still use this memory, and its release would wait for the device: so it is kept until the process ends.
   void keep_device_memory() {
     static auto& kept = *new std::vector<std::shared_ptr<void>>;
     static std::mutex mutex;
@@ -379,7 +380,7 @@ private:
     keep(transport_);
   }
 
-  // The call as its kernel gets it. Where handle memory is checked, another kernel comes before.
+  // Returns the call's arguments for the kernel. Where handle memory is checked, this launches the check before it.
   template <typename Call>
   Call checked(Call call) const {
     if (!context_.checks_handle_mem) return call;
@@ -388,7 +389,7 @@ private:
     return call;
   }
 
-  // Collective. Returns where this rank's share of the new window starts.
+  // This is collective. Returns the start of this rank's memory in the new window.
   template <typename Open>
   std::byte* add_allocation(const Open& open) {
     reader_.read();
@@ -398,14 +399,14 @@ private:
            "allocation must be freed before {} later ones are made",
            allocations_.next_number(), allocations_.next_number() - kMaxDeviceAllocations, kMaxDeviceAllocations);
     const CudaDeviceScope scope(device_);
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // so that peers do not write while sequences are advanced
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // peers must not write while the sequence is advanced
     std::unique_ptr<Window> window = open();
     copy_bases(allocation_bases_.get() + slot_of(allocations_.next_number()), *window);
     advance_sequence(2);
     return allocations_.add(std::move(window));
   }
 
-  // Counts calls that no kernel makes. Its ranks have met on the host, and no kernel of theirs is on its way.
+  // Counts calls that have no kernel. The ranks have synchronized on the host, and no kernel of the group is running.
   void advance_sequence(uint64_t calls) {
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     DeviceState state{};
@@ -424,7 +425,7 @@ private:
     check_cuda(cudaMemcpy(to, window.view().bases, num_ranks() * sizeof(std::byte*), cudaMemcpyHostToDevice), "cudaMemcpy");
   }
 
-  RegisteredRange reach(const std::byte* rows, const MovementCall& call) const {
+  RegisteredRange registered_range(const std::byte* rows, const MovementCall& call) const {
     const auto place = allocations_.locate(rows, call.recv_rows * call.hidden * element_bytes(call.dtype));
     return place ? RegisteredRange{place->allocation, place->offset} : kNotRegistered;
   }
@@ -436,7 +437,7 @@ private:
   std::unique_ptr<Window> window_;
   Allocations allocations_;
   LaunchPlan plan_;
-  bool was_captured_ = false; // the last call
+  bool was_captured_ = false; // the last call was captured
   StatusBoard status_;
   MappedMemory<StatusRecord> record_;
   DeviceMemory<DeviceState> state_;
@@ -445,9 +446,9 @@ private:
   CudaStream abort_stream_;
   StreamOrder order_;
   uint32_t num_launches_ = 0;
-  uint64_t launched_ = 0; // number of the last call that the host has launched, or RankBoard::kUnknown
+  uint64_t launched_ = 0; // sequence number of the last call that the host has launched, or RankBoard::kUnknown
   RecordReader reader_;
-  DeviceGroup group_{}; // without a launch; unchanged once constructed
+  DeviceGroup group_{}; // launch is 0 here; it does not change after construction
 };
 
 } // namespace
@@ -466,7 +467,7 @@ std::unique_ptr<Backend> make_backend(const GroupContext& context, int num_comm_
   auto board = std::make_unique<RankBoard>(context.rank, context.shape.num_ranks, exchange);
   std::unique_ptr<Window> window = transport->open_window(context.layout.total_bytes, exchange);
   std::unique_ptr<Backend> backend;
-  exchange.all_gather([&] { // no rank calls before all can be called
+  exchange.all_gather([&] { // no rank makes a call before all ranks are ready for it
     backend = std::make_unique<CudaBackend>(context, find_gpu().device, std::move(transport), std::move(board),
                                             std::move(window), *plan);
     return int32_t{0};

@@ -1,4 +1,4 @@
-// The backend on GPUs of one NVLink domain.
+// The backend for GPUs of one NVLink domain.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,7 @@
 
 namespace epx::cuda {
 
-// Collective over `exchange`; all ranks succeed or all throw. The context must outlive the backend.
+// This is collective over `exchange`: all ranks succeed or all throw. The context must outlive the backend.
 std::unique_ptr<Backend> make_backend(const GroupContext& context, int num_comm_sms, Exchange& exchange);
 
 } // namespace epx::cuda

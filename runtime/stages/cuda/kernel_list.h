@@ -1,4 +1,4 @@
-// Every kernel of the stages, so that all can be loaded before any is launched.
+// The list of all kernels of the stages: each is loaded before any is launched.
 #pragma once
 
 #include <cstddef>
@@ -6,11 +6,11 @@
 
 namespace epx::cuda {
 
-constexpr int kMaxPrepareBlocks = 64; // enough to sort 32768 routes in a tile each
+constexpr int kMaxPrepareBlocks = 64; // so many blocks sort 32768 routes with one tile each
 const void* prepare_kernel_address();
 int prepare_threads();
 size_t prepare_shared_bytes(int num_experts);
-size_t prepare_scratch_words(int num_experts, int blocks); // of DeviceGroup::prepare_scratch
+size_t prepare_scratch_words(int num_experts, int blocks); // LL packets in DeviceGroup::prepare_scratch
 
 std::vector<const void*> scatter_kernels();
 int scatter_threads();

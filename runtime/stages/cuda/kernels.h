@@ -1,4 +1,4 @@
-// The five operations as kernels. Each launch is asynchronous on the stream, and one kernel.
+// Launches of the kernels of the five operations. Each operation is one kernel, launched asynchronously on the stream.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,7 +9,8 @@
 
 namespace epx::cuda {
 
-// A tensor's place in an allocation of the group; allocation -1: none.
+// The byte range of a tensor in an allocation of the group (epx_mem_alloc, epx_mem_register); rows_allocation is -1 when peers
+// cannot access the tensor.
 struct RegisteredRange {
   int64_t rows_allocation;
   int64_t rows_offset;
@@ -18,19 +19,19 @@ constexpr RegisteredRange kNotRegistered{-1, 0};
 
 cudaError_t launch_prepare(const DeviceGroup& group, LaunchPlan& plan, const PrepareCall& call, cudaStream_t stream);
 cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
-                            const RegisteredRange& reach, cudaStream_t stream);
+                            const RegisteredRange& range, cudaStream_t stream);
 cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,
-                               const RegisteredRange& reach, cudaStream_t stream);
+                               const RegisteredRange& range, cudaStream_t stream);
 cudaError_t launch_combine(const DeviceGroup& group, LaunchPlan& plan, const CombineCall& call, cudaStream_t stream);
 cudaError_t launch_dispatch_bwd(const DeviceGroup& group, LaunchPlan& plan, const DispatchBwdCall& call,
                                 cudaStream_t stream);
 
-// EPX_CHECK_HANDLE_MEM, a kernel of its own each: stores the checksum of what prepare has written into the header; and finds
-// out, before a movement, whether it is right still. DeviceState::checked_header tells the movement.
+// The kernels behind EPX_CHECK_HANDLE_MEM. launch_seal stores the checksum of what prepare has written in the handle header;
+// launch_check verifies it before a movement, which finds the result in DeviceState::checked_header.
 cudaError_t launch_seal(const DeviceGroup& group, const PrepareCall& call, cudaStream_t stream);
 cudaError_t launch_check(const DeviceGroup& group, const MovementCall& call, cudaStream_t stream);
 
-// Stores a poison record into every rank's window that has none.
+// Stores an abort record in the window of every rank, where there is none yet.
 cudaError_t launch_abort(const DeviceGroup& group, const AbortRecord& abort_record, cudaStream_t stream);
 
 } // namespace epx::cuda

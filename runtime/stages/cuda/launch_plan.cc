@@ -10,38 +10,38 @@
 namespace epx::cuda {
 namespace {
 
-constexpr int kBlocksPerSm = 2; // at most, of a movement
+constexpr int kBlocksPerSm = 2; // a movement has at most so many
 
-// By default a group leaves so many SMs to kernels of others: NCCL 2.28 gives a communicator of 4 H200 24 channels, each a CTA.
-// There two communicators that reduce 16 MiB beside matrix products, each on a stream of its own and in another order on each
-// rank, ended 1,000 times beside a grid of 84 of the 132 SMs, and hung beside 88, 96 and 100.
+// By default a group leaves so many SMs to kernels of other libraries: NCCL 2.28 gives a communicator of 4 H200 24 channels,
+// each a CTA. There two communicators that reduce 16 MiB beside matrix products, each on a stream of its own and in another
+// order on each rank, ended 1,000 times beside a grid of 84 of the 132 SMs, and hung beside 88, 96 and 100.
 constexpr int kSmsLeftToOthers = 48;
 constexpr int default_sms(int sms_of_gpu) {
   return std::max(sms_of_gpu - kSmsLeftToOthers, (sms_of_gpu + 1) / 2);
 }
 
-// prepare has a block for each tile of routes, but so many at least, since all of them write the outputs.
+// prepare has one block per tile of routes, but at least so many, since all blocks write the outputs.
 constexpr int kMinPrepareBlocks = 17;
 
-// Senders have SMs of their own where there are enough: stores to peers that wait for the wire would hold up the stores that
-// receivers make beside them. No more than fill the wire: the fewer rows are under way at a time, the earlier the first ones
-// arrive, and the less is left to do for receivers when the last have come.
+// Senders get SMs of their own where the grid is large enough: stores to peers that wait for the wire would delay the stores of
+// receivers on the same SM. There are no more senders than fill the wire: the fewer rows are in flight at a time, the earlier
+// the first ones arrive, and the less work is left to receivers when the last ones have arrived.
 constexpr int kFullGrid = 128; // blocks
 constexpr int kMaxSenderBlocks = 64;
 
-// The fewer ranks, the fewer senders: more of a rank's rows stay where they are, and the wire is less of what takes long.
-// dispatch on 2 H200 (4096 tokens of 7168 bfloat16, top-8 of 256) took 206 us with 32 such blocks, 217 with 24.
+// With fewer ranks there are fewer senders: more rows stay on their rank, and the wire takes less of the time. dispatch on 2
+// H200 (4096 tokens of 7168 bfloat16, top-8 of 256) took 206 us with 32 sender blocks, 217 with 24.
 //
-// With fewer blocks each of them sends with more warps, so that most are left to receivers, which have more to do. On 100 SMs
-// of 2 H200 (11264 tokens, top-3) dispatch took 408 us with 32 blocks of 12 such warps or 40 of 9, and combine_bwd 457; with 64
-// of 6 they took 409 and 621, and with all blocks shared by senders and receivers 456 and 694.
+// In a smaller grid each sender block has more sender warps, so that most blocks are left to receivers, which have more to do.
+// On 100 SMs of 2 H200 (11264 tokens, top-3) dispatch took 408 us with 32 blocks of 12 sender warps or 40 of 9, and combine_bwd
+// 457; with 64 of 6 they took 409 and 621, and with senders and receivers in all blocks 456 and 694.
 constexpr int kSenderWarps = 6, kSenderWarpsOfSmallGrid = 12;
-constexpr int kMinSplitGrid = 48; // in smaller grids senders and receivers share the SMs
+constexpr int kMinSplitGrid = 48; // blocks; in smaller grids every block has senders and receivers
 static_assert(kSenderWarpsOfSmallGrid <= kMaxSendersPerSignalWarp);
 WarpRoleCounts scatter_role_counts(int blocks, int num_ranks) {
-  const int own = std::min(16 * num_ranks, kMaxSenderBlocks);
-  if (blocks >= kFullGrid) return {own, kSenderWarps, 1};
-  if (blocks >= kMinSplitGrid) return {std::min(own, blocks / 3), kSenderWarpsOfSmallGrid, 1};
+  const int sender_blocks = std::min(16 * num_ranks, kMaxSenderBlocks);
+  if (blocks >= kFullGrid) return {sender_blocks, kSenderWarps, 1};
+  if (blocks >= kMinSplitGrid) return {std::min(sender_blocks, blocks / 3), kSenderWarpsOfSmallGrid, 1};
   return {blocks, kSenderWarps, 1};
 }
 WarpRoleCounts gather_role_counts(int blocks) {
@@ -64,21 +64,22 @@ Device this_device() {
   return device;
 }
 
-// Loads a kernel: lazy loading behind a kernel that waits for a peer would never end. Returns the dynamic shared memory that a
-// block of it may have; every group sets the same limit, since the limit is the kernel's and not the group's.
+// Loads a kernel: lazy loading behind a kernel that waits for a peer would never end. Returns the limit of dynamic shared
+// memory per block; every group sets the same limit, since it belongs to the kernel and not to the group.
 size_t load(const void* kernel, const Device& device) {
   cudaFuncAttributes attributes{};
   check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
-  const size_t most = static_cast<size_t>(device.max_shared_bytes) - attributes.sharedSizeBytes;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most)),
+  const size_t max_bytes = static_cast<size_t>(device.max_shared_bytes) - attributes.sharedSizeBytes;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(max_bytes)),
              "cudaFuncSetAttribute");
-  // The same for all: a kernel that wants another role_counts of the cache than the one before it waits until that is made.
+  // All kernels have the same shared memory carveout: a kernel that needs another one than the kernel before it waits until the
+  // L1 cache is reconfigured.
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
              "cudaFuncSetAttribute");
-  return most;
+  return max_bytes;
 }
 
-// Blocks of a kernel that one multiprocessor runs at the same time.
+// Returns how many blocks of a kernel are resident on one SM at the same time.
 int blocks_per_sm(const void* kernel, int threads, size_t shared_bytes) {
   int blocks = 0;
   check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes),
@@ -93,11 +94,11 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
   const Device device = this_device();
   num_sms_ = num_comm_sms == 0 ? default_sms(device.num_sms) : std::min(num_comm_sms, device.num_sms);
   prepare_shared_bytes_ = prepare_shared_bytes(shape.num_experts);
-  const size_t most_shared_bytes = load(prepare_kernel_address(), device);
-  if (prepare_shared_bytes_ > most_shared_bytes)
+  const size_t max_shared_bytes = load(prepare_kernel_address(), device);
+  if (prepare_shared_bytes_ > max_shared_bytes)
     fail(EPX_ERROR_UNSUPPORTED, "epx_group_config.num_experts is {}; on this GPU prepare has shared memory for {}",
          shape.num_experts,
-         (most_shared_bytes - prepare_shared_bytes(0)) / (prepare_shared_bytes(1) - prepare_shared_bytes(0)));
+         (max_shared_bytes - prepare_shared_bytes(0)) / (prepare_shared_bytes(1) - prepare_shared_bytes(0)));
   prepare_blocks_ = std::min(kMaxPrepareBlocks,
                              num_sms_ * blocks_per_sm(prepare_kernel_address(), prepare_threads(), prepare_shared_bytes_));
   load(abort_kernel_address(), device);
@@ -117,14 +118,14 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
     fail(EPX_ERROR_UNSUPPORTED, "this GPU cannot run a block of epx's kernels");
 }
 
-// A programmatic successor may begin while the last blocks of the kernel before it still run, so together they must fit into
-// the SMs of the group. Blocks are counted as if each had an SM of its own. What lies between the two on the stream, if
-// anything does, decides itself when its successor may begin.
+// With PDL a kernel may begin while the last blocks of the kernel before it still run, so both together must fit into the SMs
+// of the group; blocks are counted as if each had an SM of its own. If a foreign kernel lies between the two on the stream, PDL
+// depends on that kernel, which decides by itself when its dependent may begin.
 Grid LaunchPlan::next(int blocks, int threads, size_t shared_bytes, cudaStream_t stream) {
-  const bool early = blocks <= room_beside_last(stream);
+  const bool pdl = blocks <= room_beside_last(stream);
   last_stream_ = stream;
   last_blocks_ = blocks;
-  return {blocks, threads, shared_bytes, early};
+  return {blocks, threads, shared_bytes, pdl};
 }
 
 int LaunchPlan::room_beside_last(cudaStream_t stream) const {
@@ -138,21 +139,21 @@ Grid LaunchPlan::next_prepare(int64_t routes, cudaStream_t stream) {
   return next(blocks, prepare_threads(), prepare_shared_bytes_, stream);
 }
 
-// A grid whose warps have no more than a chunk each takes less than half of the group's SMs, so that it can be the
-// programmatic successor of another one.
+// A call with so little data that each warp has at most one LL chunk gets less than half of the group's SMs, so that its kernel
+// can be launched with PDL behind another one.
 int LaunchPlan::movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const {
   const int64_t chunks = tokens * ll_chunks_of(row_bytes) * std::max(num_ranks_ - 1, 1);
   const int small_grid = (num_sms_ - kMinPrepareBlocks) / 2;
-  constexpr int kWarps = 8; // of a block, with a chunk each
+  constexpr int kWarps = 8; // per block, with one chunk each
   return small_grid >= 1 && chunks <= int64_t{small_grid} * kWarps ? std::min(small_grid, max_blocks) : max_blocks;
 }
 
 MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int alignment, cudaStream_t stream) {
   int blocks = scatter_blocks_;
-  if (alignment <= 1) { // pads are many, however few the tokens
+  if (alignment <= 1) { // an aligned zone has many pads, however few the tokens are
     blocks = movement_blocks(tokens, row_bytes, scatter_blocks_);
-    // A low-latency dispatch does better as the programmatic successor of a small prepare, on the SMs that this leaves, than
-    // later on all: on 2 H200 prepare, dispatch and combine of 128 tokens took 52.6 us with 67 blocks, 54.8 with 84 of 84 SMs.
+    // A low-latency dispatch is faster with PDL behind a small prepare, on the SMs that prepare leaves, than later on all SMs:
+    // on 2 H200 prepare, dispatch and combine of 128 tokens took 52.6 us with 67 blocks, 54.8 with 84 of 84 SMs.
     const int room = room_beside_last(stream);
     if (tokens <= max_ll_tokens_ && room < blocks && 4 * room >= 3 * blocks) blocks = room;
   }

@@ -1,9 +1,9 @@
-// How many blocks each kernel of a group gets, which of their warps do what, and when a kernel may be launched as the
-// programmatic successor of the one before it.
+// The launch plan of a group: the grid of each kernel, the roles of its warps, and whether it is launched with programmatic
+// dependent launch (PDL).
 //
-// Every kernel of the stages is a cooperative grid whose blocks wait for peers. While it waits, it holds its SMs; so a group
-// takes no more SMs than num_comm_sms, and by default leaves kSmsLeftToOthers to kernels of others that wait as well
-// (epx.h, "Beside other kernels").
+// Every kernel of the stages is a cooperative grid whose blocks wait for peers, and holds its SMs meanwhile. So a group takes
+// no more SMs than num_comm_sms, and by default leaves kSmsLeftToOthers to kernels of other libraries that wait as well (epx.h,
+// "Beside other kernels").
 #pragma once
 
 #include <cstddef>
@@ -16,16 +16,17 @@
 
 namespace epx::cuda {
 
-// Which warps of a movement's grid do what. The first warps of the first blocks send, and the last ones of these blocks
-// signal. When these are all blocks, their other warps receive; else all other blocks do.
+// Warp specialization of a movement's grid. In the first `sender_blocks` blocks the first `sender_warps` warps send, and the
+// last `signal_warps` warps signal. If these are all blocks of the grid, their other warps receive; otherwise all warps of the
+// other blocks receive.
 struct WarpRoleCounts {
   int sender_blocks;
-  int sender_warps; // of each of these blocks
-  int signal_warps; // likewise: 1; or 0, when senders tell
+  int sender_warps; // per sender block
+  int signal_warps; // per sender block: 1, or 0 when the senders signal by themselves
 };
-constexpr int kMaxSendersPerSignalWarp = 15; // warps; with it they are a block
+constexpr int kMaxSendersPerSignalWarp = 15; // warps; with the signal warp they fill a block of 512 threads
 
-// A movement's grid, and the role_counts of its warps.
+// The grid of a movement, and the roles of its warps.
 struct MovementGrid {
   Grid grid;
   WarpRoleCounts role_counts;
@@ -33,37 +34,37 @@ struct MovementGrid {
 
 class LaunchPlan {
 public:
-  // Loads all kernels, and chooses grids of blocks that all run at the same time on at most num_comm_sms SMs (0: the
-  // default). Throws.
+  // Loads all kernels, and chooses grids whose blocks are all resident at the same time on at most num_comm_sms SMs (0 stands
+  // for the default). Throws.
   LaunchPlan(const GroupShape& shape, int num_comm_sms);
 
-  int num_sms() const { return num_sms_; } // that the group takes
+  int num_sms() const { return num_sms_; } // the SMs that the group takes at most
   int max_prepare_blocks() const { return prepare_blocks_; }
 
-  // The grid of the group's next kernel, which is launched on `stream`. `routes`: of this rank. `tokens`, `row_bytes`: of
-  // this rank's call. Not for two threads at a time.
+  // Each returns the grid of the group's next kernel, which is then launched on `stream`. `routes` is the number of this rank's
+  // routes; `tokens` and `row_bytes` are those of this rank's call. The caller serializes these calls.
   Grid next_prepare(int64_t routes, cudaStream_t stream);
   MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int alignment, cudaStream_t stream);
   MovementGrid next_gather(int64_t tokens, int64_t row_bytes, cudaStream_t stream);
 
-  // The next kernel is no programmatic successor.
+  // The next kernel is launched without PDL.
   void forget_last() { last_blocks_ = 0; }
 
 private:
   Grid next(int blocks, int threads, size_t shared_bytes, cudaStream_t stream);
-  // Blocks that a programmatic successor of the last kernel may have; 0: it can have none.
+  // Returns how many blocks a kernel may have that is launched with PDL behind the last one; 0 when PDL is not possible.
   int room_beside_last(cudaStream_t stream) const;
   int movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const;
 
   int num_ranks_;
-  int64_t max_ll_tokens_; // of a rank, on the low-latency path
+  int64_t max_ll_tokens_; // tokens per rank up to which the low-latency path is taken
   int num_sms_;
   int prepare_blocks_;
   size_t prepare_shared_bytes_;
   int scatter_blocks_, gather_blocks_;
-  // The group's kernel before the next one.
+  // The group's last kernel.
   cudaStream_t last_stream_ = nullptr;
-  int last_blocks_ = 0; // 0: there was none
+  int last_blocks_ = 0; // 0: there is none
 };
 
 } // namespace epx::cuda

@@ -1,5 +1,5 @@
-// What scatter and gather have in common: the plan in the handle memory, who takes part, which routes live in this call,
-// and who does what.
+// A movement: what scatter and gather have in common. It reads the plan in the handle memory, decides which ranks take part and
+// which routes are live in this call, and assigns the warp roles and the tiles.
 #pragma once
 
 #include "base/device/warp.cuh"
@@ -11,9 +11,9 @@
 
 namespace epx::cuda {
 
-// What this rank offers in a movement, but for its plan.
+// Returns this rank's call descriptor for a movement, without the plan id.
 inline CallDescriptor descriptor_of(const MovementCall& call, int32_t weights, int64_t sidecar_bytes,
-                                    const RegisteredRange& reach) {
+                                    const RegisteredRange& range) {
   CallDescriptor descriptor{};
   descriptor.operation = call.operation;
   descriptor.top_k = call.top_k;
@@ -24,25 +24,27 @@ inline CallDescriptor descriptor_of(const MovementCall& call, int32_t weights, i
   descriptor.sidecar_bytes = sidecar_bytes;
   descriptor.num_tokens = call.num_tokens;
   descriptor.recv_rows = call.recv_rows;
-  descriptor.rows_allocation = reach.rows_allocation;
-  descriptor.rows_offset = reach.rows_offset;
+  descriptor.rows_allocation = range.rows_allocation;
+  descriptor.rows_offset = range.rows_offset;
   return descriptor;
 }
 
-// Which of the warps that do the same a warp is.
+// The index of a warp among the `count` warps that have the same role.
 struct WorkPartition {
   int64_t index;
   int64_t count;
 
-  // Its index when the second half comes first: when there are few items, those given by this go to other warps than those
-  // given by index, but still to the blocks with low numbers, which begin first (blocks have an even number of such warps).
+  // Returns the index rotated by half of `count`. When there are few tiles, those assigned by the rotated index go to other
+  // warps than those assigned by `index`, but still to the blocks with low numbers, which begin first (blocks have an even
+  // number of such warps).
   __device__ int64_t rotated_index() const {
     const int64_t half = count / 2;
     return index >= half ? index - half : index + count - half;
   }
 };
 
-// Of some warps of some blocks. Neighbours are in different blocks, so that few items are on many multiprocessors.
+// Partitions the work among `num_warps` warps of `num_blocks` blocks. Neighbouring indices are in different blocks, so that few
+// tiles spread over many SMs.
 __device__ inline WorkPartition partition_warps(int first_warp, int num_warps, int first_block, int num_blocks) {
   return {static_cast<int64_t>(static_cast<int>(threadIdx.x) / kWarp - first_warp) * num_blocks +
               (static_cast<int>(blockIdx.x) - first_block),
@@ -55,8 +57,8 @@ struct WarpAssignment : WorkPartition {
   WarpRole role;
 };
 
-// With many tokens some warps send, and tell the receiver of each row, or a teller does; the others receive, so that what a
-// rank does with its rows happens behind the wire. With one rank, all receive.
+// Warp specialization of the high-throughput path: some warps send, and the ready flag of each row is signaled by its sender or
+// by a signal warp; the others receive, so that a rank's work on its rows overlaps the wire. With one rank, all warps receive.
 __device__ inline WarpAssignment assign_warp_role(const WarpRoleCounts& role_counts, int num_ranks) {
   const int blocks = static_cast<int>(gridDim.x);
   const int warps = static_cast<int>(blockDim.x) / kWarp;
@@ -73,18 +75,18 @@ __device__ inline WarpAssignment assign_warp_role(const WarpRoleCounts& role_cou
   return {partition_warps(senders, others, 0, sender_blocks), sender_blocks == blocks ? WarpRole::receive : WarpRole::none};
 }
 
-// The routes of one token, a lane each; the second 32 likewise.
+// The routes of one token: each lane holds route `lane` in `low` and route 32 + `lane` in `high`.
 struct WarpRoutes {
   Route low, high;
 
   __device__ Route own(int first) const { return first < kWarp ? low : high; } // route `first` + lane
-  // A bit for each route that it holds for.
+  // Returns a mask of the routes for which `holds` is true.
   template <typename Holds>
   __device__ uint64_t mask_of(const Holds& holds) const {
     return static_cast<uint64_t>(__ballot_sync(~0u, holds(low) ? 1 : 0)) |
            static_cast<uint64_t>(__ballot_sync(~0u, holds(high) ? 1 : 0)) << kWarp;
   }
-  // A bit for each rank of those routes.
+  // Returns a mask of the ranks of those routes.
   template <typename Holds>
   __device__ uint64_t ranks_of(const Holds& holds) const {
     const auto bit = [&](const Route& route) { return holds(route) ? uint64_t{1} << route.rank : uint64_t{0}; };
@@ -96,17 +98,18 @@ struct WarpRoutes {
   }
 };
 
-// The slots of one token on this rank that are live, in k order.
+// The live slots of one token on this rank, in k order.
 struct TokenSlots {
   WarpList<int32_t> slots;
-  int32_t head = -1;    // the first slot, live or not; -1: none
-  int rank_ordinal = 0; // of this rank among those that the token goes to
+  int32_t head = -1;    // the token's first slot on this rank, live or not; -1: none
+  int rank_ordinal = 0; // the index of this rank among the ranks that the token goes to
 };
 
-// The same with few tokens, by k, a lane each; the second 32 likewise. -1: none there.
+// The live slots of one token on this rank on the low-latency path, by k: each lane holds k = `lane` in `low` and k = 32 +
+// `lane` in `high`; -1: none.
 struct LlSlots {
   int32_t low, high;
-  uint64_t live; // a bit for each k that has one
+  uint64_t live; // a mask of the k that have a live slot
 
   __device__ LlSlots(int32_t low_slot, int32_t high_slot)
       : low(low_slot), high(high_slot), live(static_cast<uint64_t>(__ballot_sync(~0u, low_slot >= 0 ? 1 : 0)) |
@@ -116,7 +119,7 @@ struct LlSlots {
   __device__ int32_t operator[](int k) const { return from_lane(k < kWarp ? low : high, k % kWarp); }
 };
 
-// One movement in progress, after its ranks have met.
+// One movement in progress: a call session with the plan of its handle memory.
 class Movement {
 public:
   __device__ Movement(const DeviceGroup& group, const MovementCall& call, const HandleLayout& layout)
@@ -125,60 +128,64 @@ public:
     plan_id_ = header.plan_id;
     ll_tokens_ = header.ll_tokens;
     rows_in_use_ = header.rows_in_use;
-    // Nothing is left out, lest a load wait for what the one before it has brought.
+    // Bitwise & evaluates all terms, so that no load waits behind a branch on the one before it.
     is_usable_ = (header.magic == kHandleMagic) & (header.checksum == header_checksum(header)) &
                  (header.group_id == group.context.group_id) & (header.rank == group.context.rank) &
                  (header.top_k == call.top_k) & (header.alignment == call.alignment) &
                  (header.num_tokens == call.num_tokens);
   }
 
-  // First of all. `offer`: see offer_of().
+  // The kernel calls this before anything else, with descriptor_of().
   __device__ void post(const CallDescriptor& descriptor) const {
     if (blockIdx.x == 0) call_.post(descriptor, is_usable_ ? plan_id_ : 0);
   }
-  // Whether the handle memory is this call's; if not, outputs stay untouched. The same in all threads and at all times.
+  // Returns whether the handle memory belongs to this call; if not, outputs stay untouched. It is the same in all threads and
+  // never changes.
   __device__ bool is_usable() const { return is_usable_; }
-  // Whether rows go through the staging of few tokens. The same on all ranks whose plan is this one, as the next.
+  // Returns whether the movement takes the low-latency (LL) path. This and ll_tokens() are the same on all ranks with this
+  // plan.
   __device__ bool takes_ll_path() const {
-    return is_usable_ && ll_tokens_ > 0 && ll_tokens_ >= args_.num_tokens && // as prepare has stored it
+    return is_usable_ && ll_tokens_ > 0 && ll_tokens_ >= args_.num_tokens && // prepare stores no others
            ll_tokens_ <= group_.context.layout.ll_tokens;
   }
-  // Of the rank that has the most, if they are few.
+  // On the low-latency path, the number of tokens of the rank that has the most.
   __device__ int64_t ll_tokens() const { return ll_tokens_; }
-  // Then, with the same offer. False: the group has failed, or the handle memory is not usable. The same in all threads.
+  // The entry barrier, with the descriptor that was posted. Returns false, the same in all threads, when the group has failed
+  // or the handle memory is not usable.
   __device__ bool begin(const CallDescriptor& descriptor) {
     if (!call_.enter(descriptor)) return false;
     if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) {
-      Movement(*this).report(); // a copy; see Call::copy()
+      Movement(*this).report(); // on a copy; see CallSession::copy()
       if (!is_usable_) call_.sent(1);
     }
     return is_usable_;
   }
 
-  // With few tokens, each warp on its own: see Call.
+  // On the low-latency path each warp enters by itself; see CallSession.
   __device__ bool begin_ll() const { return call_.begin_ll(); }
   __device__ bool enter_warp(const CallDescriptor& descriptor, PeerDescriptors& descriptors) {
     if (!call_.enter_warp(descriptor, descriptors)) return false;
     if (must_enter() && lane() == 0) Movement(*this).report();
     return true;
   }
-  // Whether this is the warp that arrives in any case: the kernel is not to end before the ranks have met. Not the one
-  // with the first item.
+  // Returns whether this is the warp that enters even if it has no tile, because the kernel must not end before the entry
+  // barrier.
+  // It is not the warp with the first tile.
   __device__ bool must_enter() const { return blockIdx.x == 0 && threadIdx.x / kWarp == 1; }
 
   __device__ const CallSession& call() const { return call_; }
   __device__ const HandleReader& plan() const { return plan_; }
   __device__ bool is_active(int rank) const { return is_usable_ && call_.descriptors().plan_id[rank] == plan_id_; }
-  // Whether a route takes part in this call: kept by prepare, its rank active, its slot below that rank's N.
+  // A route is live when prepare has kept it, its rank is active, and its slot is below that rank's N.
   __device__ bool is_live(const Route& route) const {
     return route.slot >= 0 && is_active(route.rank) && route.slot < call_.descriptors().recv_rows[route.rank];
   }
-  // Whether it comes from this rank's own tokens, then; known without the peers.
+  // The same for a route of this rank to itself, which can be told without the descriptors of the peers.
   __device__ bool is_live_here(const Route& route) const {
     return route.rank == call_.rank() && route.slot >= 0 && route.slot < args_.recv_rows;
   }
-  // What the body of the handle memory says; all of it is in bounds, whatever its bytes are. Routes that were not kept have
-  // slot -1. Their orders are not looked at: see rank_ordinal_of.
+  // The functions below read the body of the handle memory, and return values in bounds whatever its bytes are. Routes that
+  // were not kept have slot -1. The rank ordinals of routes are not checked here; see rank_ordinal_of.
   __device__ WarpRoutes routes_of(int64_t token) const {
     const Route* const routes = plan_.routes + token * args_.top_k;
     const auto route = [&](int k) {
@@ -190,7 +197,7 @@ public:
     };
     return {route(lane()), route(lane() + kWarp)};
   }
-  // Of a route, or of a slot here.
+  // Return the rank ordinal of a route, or of a slot of this rank, in bounds.
   __device__ int rank_ordinal_of(int32_t rank_ordinal) const { return limits().rank_ordinal(rank_ordinal); }
   __device__ int rank_ordinal_of_slot(int32_t slot) const {
     return limits().rank_ordinal(plan_.slot_records[slot].rank_ordinal);
@@ -214,30 +221,31 @@ public:
     };
     return {live_slot(lane()), live_slot(lane() + kWarp)};
   }
-  // Those of a token of this rank.
+  // The slots on this rank of one of its own tokens.
   __device__ LlSlots ll_slots_here(const WarpRoutes& routes) const {
     return {is_live_here(routes.low) ? routes.low.slot : -1, is_live_here(routes.high) ? routes.high.slot : -1};
   }
-  // Another of `items` items for a warp that is done with one: some warps have more of the wire and of memory than others.
-  // Its first is its index in its share; it goes on until it gets one that there is not. So there are as many claims as
-  // items: each item but the warps' first ones is claimed, and each warp that had one claims once more.
+  // Dynamic tile scheduler: returns the next of `tiles` tiles for a warp that has finished one, because some warps get more
+  // bandwidth of the wire and of memory than others. A warp's first tile is its index in the work partition; it goes on until
+  // it gets a number beyond the last tile. So the tile counter is taken `tiles` times: once for each tile that is not the first
+  // of a warp, and once more by each warp that had a tile.
   __device__ int64_t next_tile(const WarpAssignment& warp, int64_t tiles) const {
     return warp.count + (warp.role == WarpRole::send ? call_.next_send_tile(tiles) : call_.next_receive_tile(tiles));
   }
-  // Tokens of a rank that may have slots here.
+  // Returns how many tokens of a rank may have slots on this rank.
   __device__ int64_t tokens_of(int rank) const {
     return is_active(rank) ? call_.descriptors().num_tokens[rank] : group_.context.shape.max_tokens_per_rank;
   }
-  // The token of a peer that is `index`-th in the order in which this rank serves its peers: tokens ascending, and at each
-  // token another peer first, since stores of all ranks to the same peer at the same time take longer. May be beyond its
-  // tokens.
+  // Returns the `index`-th token of a peer in the order in which this rank serves its peers: tokens ascend, and the peer that
+  // comes first rotates with the token, since stores of all ranks to the same peer at the same time take longer. The token may
+  // be beyond those of the peer.
   struct PeerToken {
     int rank;
     int64_t token;
   };
   __device__ PeerToken peer_token(int64_t index) const {
     const auto peers = static_cast<uint64_t>(call_.num_ranks() - 1);
-    if (static_cast<uint64_t>(index) <= ~uint32_t{0}) { // as good as always; a long role_counts takes long
+    if (static_cast<uint64_t>(index) <= ~uint32_t{0}) { // nearly always; a 64-bit division takes long
       const uint32_t token = static_cast<uint32_t>(index) / static_cast<uint32_t>(peers);
       return {peer_in_order(token, static_cast<int>(static_cast<uint32_t>(index) - token * static_cast<uint32_t>(peers))),
               token};
@@ -245,22 +253,22 @@ public:
     const int64_t token = index / static_cast<int64_t>(peers);
     return {peer_in_order(token, static_cast<int>(index % static_cast<int64_t>(peers))), token};
   }
-  // The i-th peer, i < P - 1, of this rank at a token.
+  // Returns the i-th peer, i < P - 1, that this rank serves at a token.
   __device__ int peer_in_order(int64_t token, int i) const {
     const auto peers = static_cast<unsigned>(call_.num_ranks() - 1);
-    const int turned =
+    const int rotated =
         call_.rank() + 1 + static_cast<int>((static_cast<unsigned>(token) + static_cast<unsigned>(i)) % peers);
-    return turned < call_.num_ranks() ? turned : turned - call_.num_ranks();
+    return rotated < call_.num_ranks() ? rotated : rotated - call_.num_ranks();
   }
-  // As many indices as peer_token has.
+  // Returns the number of indices that peer_token takes.
   __device__ int64_t num_peer_tokens() const {
-    int64_t most = 0;
+    int64_t max_tokens = 0;
     for (int rank = 0; rank < call_.num_ranks(); ++rank)
-      if (rank != call_.rank()) most = max(most, tokens_of(rank));
-    return most * (call_.num_ranks() - 1);
+      if (rank != call_.rank()) max_tokens = max(max_tokens, tokens_of(rank));
+    return max_tokens * (call_.num_ranks() - 1);
   }
 
-  // Whether a rank's receive rows can be written in place, and where.
+  // A rank's receive rows are written in place, at rows_of(rank), when they lie in an allocation of the group.
   __device__ bool has_registered_rows(int rank) const { return call_.descriptors().rows_allocation[rank] >= 0; }
   __device__ std::byte* rows_of(int rank) const {
     const int64_t allocation = call_.descriptors().rows_allocation[rank] % kMaxDeviceAllocations;
@@ -268,10 +276,10 @@ public:
   }
 
 private:
-  // From the parameters, each time: to keep them would take registers.
+  // The limits are built from the parameters each time, because keeping them would take registers.
   __device__ HandleLimits limits() const { return {group_.context.shape, args_.top_k}; }
 
-  // What the host transport reports too, in the same order.
+  // Reports the same events in the same order as the host transport.
   __device__ __noinline__ void report() const {
     if (!is_usable_) {
       call_.record_event(EPX_EVENT_HANDLE_MISMATCH, 1, args_.top_k, args_.alignment, args_.num_tokens, -1, 0, plan_.header);
@@ -299,7 +307,7 @@ private:
   const MovementCall& args_;
   HandleReader plan_;
   bool is_usable_;
-  uint64_t plan_id_; // of the handle memory, as the next two
+  uint64_t plan_id_; // from the handle header, as are the next two
   int32_t ll_tokens_;
   int64_t rows_in_use_;
 };

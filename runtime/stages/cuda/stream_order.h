@@ -1,4 +1,4 @@
-// The order of a group's eager calls that come on different streams.
+// Orders the eager calls of a group that are made on different streams.
 #pragma once
 
 #include <optional>
@@ -10,7 +10,7 @@ namespace epx::cuda {
 enum class Capture {
   none,
   active,
-  of_other_stream, // nothing can be put on this one, the legacy default stream, while a stream that waits for it is captured
+  of_other_stream, // the legacy default stream takes no work while a stream that waits for it is being captured
 };
 
 inline Capture capture_of(cudaStream_t stream) {
@@ -24,14 +24,16 @@ inline Capture capture_of(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusNone ? Capture::none : Capture::active;
 }
 
-// Calls of one stream cost nothing; the first call on another one makes that stream wait for an event behind the calls before.
-// A call that is captured runs when its graph is replayed, which only the caller knows: it is neither waited for nor made to
-// wait, and no edge is drawn between a captured stream and another one. No event can be recorded on a stream while it is
-// captured. An event behind every call would keep the next kernel of the stream from being launched early, so that is done only
-// in groups that have seen a capture.
+// Calls on one stream cost nothing; the first call on another stream makes that stream wait for an event behind the calls
+// before.
+// A captured call runs when its graph is replayed, which only the caller knows: it neither waits nor is waited for, and no edge
+// is drawn between a captured stream and another one. No event can be recorded on a stream while it is captured. An event
+// behind every call would keep the next kernel of the stream from programmatic dependent launch, so only groups that have seen
+// a capture record one.
 class StreamOrder {
 public:
-  // Before an eager call is launched on `stream`. False: it cannot be made to wait now, because of a capture.
+  // The caller calls this before it launches an eager call on `stream`. Returns false when a capture keeps the stream from
+  // waiting.
   bool wait_for_last(cudaStream_t stream) const {
     if (!last_ || (*last_ == stream && stream != cudaStreamPerThread)) return true;
     if (!is_recorded_) {
@@ -42,20 +44,21 @@ public:
     return true;
   }
 
-  // After it. Another thread's cudaStreamPerThread is another stream, so an event has to be recorded at once there.
+  // The caller calls this after the launch. Another thread's cudaStreamPerThread is another stream, so on that stream the event
+  // has to be recorded at once.
   void launched(cudaStream_t stream) {
     last_ = stream;
     is_recorded_ = has_seen_capture_ || stream == cudaStreamPerThread;
     if (is_recorded_) check_cuda(cudaEventRecord(event_.get(), stream), "cudaEventRecord");
   }
 
-  // After a captured call, or one that a capture kept from being launched.
+  // The caller calls this for a captured call, and for one that a capture keeps from being launched.
   void saw_capture() { has_seen_capture_ = true; }
 
 private:
   CudaEvent event_;
-  std::optional<cudaStream_t> last_; // of an eager call
-  bool is_recorded_ = false;         // event_, behind the last call
+  std::optional<cudaStream_t> last_; // the stream of the last eager call
+  bool is_recorded_ = false;         // event_ is recorded behind the last eager call
   bool has_seen_capture_ = false;
 };
 

@@ -1,4 +1,4 @@
-// prepare where some rank has many routes: ranks exchange their counts. See prepare.cu.
+// The count exchange: prepare when the routes of some rank are too many for the routing all-gather. See prepare.cu.
 #pragma once
 
 #include "runtime/stages/cuda/prepare/slot_assignment.cuh"
@@ -7,17 +7,17 @@ namespace epx::cuda {
 
 class CountExchange : public SlotAssignment<CountExchange> {
 public:
-  static constexpr bool kWritesHere = false;
+  static constexpr bool kWritesLocally = false;
 
-  __device__ explicit CountExchange(const PrepareCta& block) : SlotAssignment(block) {}
+  __device__ explicit CountExchange(const PrepareCta& cta) : SlotAssignment(cta) {}
 
-  // False: the group has failed. The same in all threads.
+  // Returns false, the same in all threads, when the group has failed.
   __device__ bool count_and_publish() {
     count();
     return publish();
   }
 
-  // next_ and demand_. False: the group has failed. The same in all threads.
+  // Computes next_, demand_ and zone_. Returns false, the same in all threads, when the group has failed.
   __device__ bool find_bases() {
     bool ok = true;
 #pragma unroll 1
@@ -42,7 +42,7 @@ public:
 #pragma unroll 1
     for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
       next_[e] += zone_[e];
-      if (blockIdx.x == 0) count_dropped(next_[e], count_of(call_.rank(), e)); // its routes are the first of this rank
+      if (blockIdx.x == 0) count_dropped(next_[e], count_of(call_.rank(), e)); // block 0 has this rank's first routes
     }
     __syncthreads();
     return true;
@@ -61,21 +61,21 @@ public:
     store_packet_relaxed_sys(group_.window().at<LlSlotRecord>(rank, group_.context.layout.ll_slot_records.offset) + slot,
                              LlSlotRecord{record, call_.epoch()});
   }
-  __device__ void put_first_slot(int rank, int64_t index, int32_t head) const {
-    signal(group_.window().at<LlPacket8>(rank, group_.context.layout.first_slots.offset) + index, head);
+  __device__ void put_first_slot(int rank, int64_t index, int32_t first_slot) const {
+    store_packet(group_.window().at<LlPacket8>(rank, group_.context.layout.first_slots.offset) + index, first_slot);
   }
-  // False: the group has failed.
+  // Returns false when the group has failed, as does take_first_slot().
   __device__ bool take_record(uint32_t slot, SlotRecord& record) const {
     const LlSlotRecord* const place =
         group_.window().local<LlSlotRecord>(group_.context.layout.ll_slot_records.offset) + slot;
-    LlSlotRecord post = load_packet_relaxed_sys(place);
-    if (post.epoch != call_.epoch() && !call_.wait_for_word(place, post, CountExchange(*this).source_of(slot)))
+    LlSlotRecord packet = load_packet_relaxed_sys(place);
+    if (packet.epoch != call_.epoch() && !call_.wait_for_word(place, packet, CountExchange(*this).source_of(slot)))
       return false;
-    record = post.record;
+    record = packet.record;
     return true;
   }
-  __device__ bool take_first_slot(int source, uint32_t index, int32_t& head) const {
-    return wait_for(group_.window().local<LlPacket8>(group_.context.layout.first_slots.offset) + index, source, head);
+  __device__ bool take_first_slot(int source, uint32_t index, int32_t& first_slot) const {
+    return wait_for(group_.window().local<LlPacket8>(group_.context.layout.first_slots.offset) + index, source, first_slot);
   }
   __device__ bool is_leader_cta() const {
     return blockIdx.x == 0;
@@ -92,21 +92,23 @@ public:
   }
 
 private:
-  // Two matrices by parity of the call: a peer that is already in call n + 1 writes the other one.
+  // The matrix of counts is double-buffered by the parity of the call: a peer that is already in call n + 1 writes the other
+  // one.
   __device__ LlPacket8* counts_of(int owner, int source) const {
     const int64_t row = call_.parity() * shape_.num_ranks + source;
     return group_.window().at<LlPacket8>(owner, group_.context.layout.counts.offset) + row * num_experts();
   }
-  // Whatever lies in the window: no rank has more routes to an expert than these.
+  // Clamps a count from the window, where anything may lie, to the routes that a rank can have to an expert.
   __device__ int32_t bounded_count(int32_t routes) const {
-    const auto most = static_cast<uint32_t>(shape_.max_tokens_per_rank * args_.top_k);
-    return static_cast<int32_t>(min(static_cast<uint32_t>(routes), most));
+    const auto max_routes = static_cast<uint32_t>(shape_.max_tokens_per_rank * args_.top_k);
+    return static_cast<int32_t>(min(static_cast<uint32_t>(routes), max_routes));
   }
-  // Once it has come.
+  // The caller has waited for the count before.
   __device__ int32_t count_of(int source, int expert) const {
     return load_packet_relaxed_sys(&counts_of(call_.rank(), source)[expert]).value;
   }
-  // Two columns more than experts: how many bad indices the block has seen, and the first of them, ~ of the route.
+  // A row has two columns more than there are experts: the number of bad indices that the block has seen, and the first of them
+  // as ~ of its route.
   __device__ LlPacket8* block_counts(int block) const {
     return group_.prepare_scratch + static_cast<int64_t>(block) * (num_experts() + 2);
   }
@@ -130,17 +132,17 @@ private:
         bad.add(route, index_at(route));
     }
     __syncthreads();
-    LlPacket8* const mine = block_counts(blockIdx.x);
+    LlPacket8* const own_counts = block_counts(blockIdx.x);
 #pragma unroll 1
     for (int e = threadIdx.x; e < num_experts(); e += kThreads)
-      signal(&mine[e], next_[e]);
+      store_packet(&own_counts[e], next_[e]);
     if (threadIdx.x == 0) {
-      signal(&mine[num_experts()], bad.number);
-      signal(&mine[num_experts() + 1], static_cast<int32_t>(bad.first_inverted));
+      store_packet(&own_counts[num_experts()], bad.number);
+      store_packet(&own_counts[num_experts() + 1], static_cast<int32_t>(bad.first_inverted));
     }
   }
 
-  // False: the group has failed. The same in all threads.
+  // Returns false, the same in all threads, when the group has failed.
   __device__ bool publish() {
     const int blocks = static_cast<int>(gridDim.x);
     const int per_block = (num_experts() + blocks - 1) / blocks;
@@ -161,20 +163,20 @@ private:
 #pragma unroll 1
       for (int begin = 0; begin < blocks; begin += kWarp) {
         const int block = begin + lane();
-        const int32_t mine = block < blocks ? counts[expert * blocks + block] : 0;
-        const int32_t sum = inclusive_sum(mine);
-        if (block < blocks) signal(&routes_before(block)[first + expert], total + sum - mine);
+        const int32_t count = block < blocks ? counts[expert * blocks + block] : 0;
+        const int32_t sum = inclusive_sum(count);
+        if (block < blocks) store_packet(&routes_before(block)[first + expert], total + sum - count);
         total += __shfl_sync(~0u, sum, kWarp - 1);
       }
 #pragma unroll 1
       for (int peer = lane(); peer < shape_.num_ranks; peer += kWarp)
-        signal(&counts_of(peer, call_.rank())[first + expert], total);
+        store_packet(&counts_of(peer, call_.rank())[first + expert], total);
     }
     if (blockIdx.x == 0 && threadIdx.x / kWarp == kWarps - 1) CountExchange(*this).sum_bad_indices();
     return true;
   }
 
-  // One warp.
+  // One warp calls this.
   __device__ __noinline__ void sum_bad_indices() const {
     int32_t number = 0;
     unsigned first_inverted = 0;
@@ -194,7 +196,7 @@ private:
     }
     if (lane() == 0) report_bad_indices(number, first_inverted);
   }
-  // The rank whose route has this slot.
+  // Returns the rank whose route has this slot.
   __device__ __noinline__ int source_of(int64_t slot) const {
     const int expert = expert_at(slot);
     int64_t before = zone_[expert];

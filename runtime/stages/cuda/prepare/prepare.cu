@@ -1,23 +1,30 @@
-// prepare in one kernel. All that blocks and ranks tell each other are words that tell of themselves (Call::wait_for_word),
-// so that nobody fences or waits for all.
+// The kernel of prepare. Blocks and ranks exchange LL packets (CallSession::wait_for_word), which carry their flag with the
+// data, so no block fences, and none waits for all others.
 //
-// Ranks exchange only their counts; each computes its own slots by a stable counting sort (CountExchange):
-//   count    Each block counts the routes of its own run of tokens, by expert.
-//   publish  Each block takes some experts, adds their counts up over the blocks, stores the sums into every peer's window,
-//            and tells each block how many routes the blocks before it have.
+// Count exchange (CountExchange): ranks exchange only their counts, and each computes its own slots by a stable counting sort.
+//   count    Each block counts the routes of its own range of tokens, by expert.
+//   publish  Each block takes some experts, adds their counts up over the blocks, stores the sums in the window of every peer,
+//            and stores for each block how many routes the blocks before it have.
 //   assign   Each block now knows where its routes of each expert begin: the zone, then the ranks before this one, then the
 //            blocks before this one. It walks its tokens tile by tile, gives every route its slot, and stores where the
-//            slot comes from into the window of the slot's rank.
-//   deliver  All blocks write the handle memory and the outputs from what has come.
+//            slot comes from in the window of the slot's rank.
+//   deliver  All blocks write the handle memory and the outputs from the packets that peers have stored.
 //
-// When all ranks have few routes they exchange those, and each computes everybody's slots, so that ranks wait for each other
-// once and blocks not at all (RoutingAllGather):
-//   tell     Every block stores some of this rank's routes into every peer's window.
-//   count    Each block counts all routes of all ranks, and those before its own run of all ranks' tokens.
-//   assign   As above, but for the tokens of all ranks, and what concerns other ranks is left to them.
-//   deliver  What is left; a block that has no tokens, the clerk, has begun with it.
+// Routing all-gather (RoutingAllGather): when the routes of every rank are few enough, ranks exchange those, and each computes
+// the slots of all ranks, so that ranks wait for each other once, and blocks not at all.
+//   publish  Every block stores some of this rank's routes in the window of every peer.
+//   count    Each block counts all routes of all ranks, and those before its own range of the tokens of all ranks.
+//   assign   This is as above, but for the tokens of all ranks; each rank writes only what concerns itself.
+//   deliver  The blocks write the other outputs. The leader CTA has no tokens to assign, so it starts with this.
 //
-// Such a kernel passes through its code once, and waits for instructions as others do for data. So loops stay loops.
+//   warps                             what they do                               what they wait for
+//   block 0, all                      post the call descriptor                   nothing
+//   all                               count, assign, deliver                     entry barrier; LL packets of counts, routes,
+//                                                                                slot records and first slots
+//   block 0, last (count exchange)    also adds up and reports bad indices       LL packets of the other blocks
+//   leader CTA, last                  also reports totals and events             nothing more
+//
+// Such a kernel passes through its code once, and waits for instructions as others do for data. So loops are not unrolled.
 #include "runtime/stages/cuda/kernels.h"
 
 #include "base/device/launch.h"
@@ -31,25 +38,25 @@ namespace {
 constexpr int kThreads = PrepareCta::kThreads;
 
 __device__ __forceinline__ void prepare(const PrepareParams& params) {
-  const PrepareCta block(params, dynamic_shared_memory<int32_t>());
-  block.post();
-  if (!block.is_alone()) return;
-  RoutingAllGather few(block);
-  CountExchange many(block);
-  const bool mine_fit = block.fits_all_gather();
-  if (mine_fit)
-    few.tell_routes();
-  else if (!many.count_and_publish())
+  const PrepareCta cta(params, dynamic_shared_memory<int32_t>());
+  cta.post();
+  if (!cta.is_alone()) return;
+  RoutingAllGather all_gather(cta);
+  CountExchange count_exchange(cta);
+  const bool own_routes_fit = cta.fits_all_gather();
+  if (own_routes_fit)
+    all_gather.publish_routes();
+  else if (!count_exchange.count_and_publish())
     return;
-  if (!block.enter()) return;
-  if (block.all_fit_all_gather()) {
-    const bool ok = few.count();
-    trigger_successor(); // no thread waits for a peer any more
-    if (ok) few.finish();
+  if (!cta.enter()) return;
+  if (cta.all_fit_all_gather()) {
+    const bool ok = all_gather.count();
+    trigger_successor(); // no thread waits for a peer after this
+    if (ok) all_gather.finish();
     return;
   }
-  if (mine_fit && !many.count_and_publish()) return; // for those who have more
-  if (many.find_bases()) many.finish();
+  if (own_routes_fit && !count_exchange.count_and_publish()) return; // the routes of another rank do not fit
+  if (count_exchange.find_bases()) count_exchange.finish();
 }
 
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ PrepareParams params) {

@@ -1,4 +1,5 @@
-// prepare where all ranks have few routes: they exchange those, and each computes everybody's slots. See prepare.cu.
+// The routing all-gather: prepare when the routes of every rank are few enough to be exchanged, so that each rank computes the
+// slots of all ranks. See prepare.cu.
 #pragma once
 
 #include "runtime/stages/cuda/prepare/slot_assignment.cuh"
@@ -7,30 +8,31 @@ namespace epx::cuda {
 
 class RoutingAllGather : public SlotAssignment<RoutingAllGather> {
 public:
-  static constexpr bool kWritesHere = true;
+  static constexpr bool kWritesLocally = true;
 
-  __device__ explicit RoutingAllGather(const PrepareCta& block)
-      : SlotAssignment(block),
-        experts_told_(reinterpret_cast<int16_t*>(warp_base_ + kWarps * num_experts() + kMaxPrepareBlocks)) {}
+  __device__ explicit RoutingAllGather(const PrepareCta& cta)
+      : SlotAssignment(cta),
+        gathered_experts_(reinterpret_cast<int16_t*>(warp_base_ + kWarps * num_experts() + kMaxPrepareBlocks)) {}
 
-  __device__ void tell_routes() const {
+  __device__ void publish_routes() const {
     const auto routes = static_cast<uint32_t>(args_.num_tokens * args_.top_k);
-    const uint32_t words = routes * static_cast<uint32_t>(shape_.num_ranks);
+    const uint32_t packets = routes * static_cast<uint32_t>(shape_.num_ranks);
 #pragma unroll 1
-    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < words; i += gridDim.x * kThreads) {
+    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < packets; i += gridDim.x * kThreads) {
       const uint32_t peer = i / routes;
       const uint32_t route = i - peer * routes;
-      signal(routes_of(static_cast<int>(peer), call_.rank()) + route, expert_of(route));
+      store_packet(routes_of(static_cast<int>(peer), call_.rank()) + route, expert_of(route));
     }
     clear_counts();
-    if (!is_leader_cta()) return; // who reports them, if nobody has more
+    if (!is_leader_cta()) return; // the leader CTA reports bad indices, unless the count exchange does
     clear_bad_indices();
 #pragma unroll 1
     for (uint32_t route = threadIdx.x; route < routes; route += kThreads)
       if (expert_of(route) < 0) bad_indices().add(route, index_at(route));
   }
 
-  // next_ and demand_, once the ranks have met. False: the group has failed. The same in all threads.
+  // Computes next_, demand_ and zone_ behind the entry barrier. Returns false, the same in all threads, when the group has
+  // failed.
   __device__ bool count() {
     if (static_cast<int>(threadIdx.x) <= shape_.num_ranks) {
       int32_t tokens = 0;
@@ -39,30 +41,30 @@ public:
         tokens += tokens_of(rank);
       first_token()[threadIdx.x] = tokens;
     }
-    if (const int32_t most = most_tokens(); most <= group_.context.layout.ll_tokens) ll_tokens_ = most;
+    if (const int32_t tokens = max_tokens(); tokens <= group_.context.layout.ll_tokens) ll_tokens_ = tokens;
     __syncthreads();
     partition(first_token()[shape_.num_ranks], max(gridDim.x - 1, 1u));
     const int begin = static_cast<int>(begin_) * args_.top_k;
     const auto take = [&](int source, int route, int expert) {
-      experts_told_[route] = static_cast<int16_t>(expert);
+      gathered_experts_[route] = static_cast<int16_t>(expert);
       if (expert < 0) return;
       atomicAdd(&demand_[expert], 1);
       if (route < begin) atomicAdd(&next_[expert], 1);
       if (is_leader_cta() && source <= call_.rank())
-        atomicAdd(&(source < call_.rank() ? before_mine() : mine())[expert], 1);
+        atomicAdd(&(source < call_.rank() ? counts_before_own() : own_counts())[expert], 1);
     };
     if (__syncthreads_and(take_all_routes(take) ? 1 : 0) == 0) return false;
     find_zones();
 #pragma unroll 1
     for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
       next_[e] += zone_[e];
-      if (is_leader_cta()) count_dropped(zone_[e] + before_mine()[e], mine()[e]);
+      if (is_leader_cta()) count_dropped(zone_[e] + counts_before_own()[e], own_counts()[e]);
     }
     __syncthreads();
     return true;
   }
 
-  // Of a token by its number among those of all ranks.
+  // `token` is a token's number among the tokens of all ranks, here and below.
   __device__ Origin origin_of(int64_t token) const {
     int rank = 0;
     while (first_token()[rank + 1] <= token)
@@ -71,7 +73,7 @@ public:
   }
   using PrepareCta::expert_of;
   __device__ int expert_of(int64_t token, int k) const {
-    return experts_told_[token * args_.top_k + k];
+    return gathered_experts_[token * args_.top_k + k];
   }
   __device__ void put_slot(const Origin& origin, int k, int32_t rank, int32_t slot) const {
     if (ll_tokens() > 0)
@@ -79,7 +81,7 @@ public:
           rank == call_.rank() ? slot : -1;
   }
   __device__ void put_no_slots(const Origin& origin) const {
-    if (origin.token >= ll_tokens()) return; // nobody looks there
+    if (origin.token >= ll_tokens()) return; // movements do not read ll_slots beyond it
 #pragma unroll 1
     for (int k = 0; k < args_.top_k; ++k)
       put_slot(origin, k, -1, -1);
@@ -87,14 +89,14 @@ public:
   __device__ void put_record(int rank, int32_t slot, SlotRecord record) const {
     if (rank == call_.rank()) write_record(slot, record);
   }
-  __device__ void put_first_slot(int, int64_t index, int32_t head) const {
-    plan_.first_slots[index] = head;
+  __device__ void put_first_slot(int, int64_t index, int32_t first_slot) const {
+    plan_.first_slots[index] = first_slot;
   }
-  // Has no tokens, if there are two blocks.
+  // The leader CTA has no tokens to assign, unless it is the only block.
   __device__ bool is_leader_cta() const {
     return blockIdx.x == gridDim.x - 1;
   }
-  // Of the rank that has the most, if they are few as well.
+  // Returns the number of tokens of the rank that has the most, or 0 when the low-latency path is not taken.
   __device__ int32_t ll_tokens() const {
     return ll_tokens_;
   }
@@ -109,7 +111,7 @@ public:
 #pragma unroll 1
       for (int route = first_token()[rank] * args_.top_k + threadIdx.x; route < first_token()[rank + 1] * args_.top_k;
            route += kThreads)
-        if (experts_told_[route] >= 0) atomicAdd(&next_[experts_told_[route]], 1);
+        if (gathered_experts_[route] >= 0) atomicAdd(&next_[gathered_experts_[route]], 1);
       __syncthreads();
 #pragma unroll 1
       for (int e = threadIdx.x; e < num_experts(); e += kThreads)
@@ -118,73 +120,74 @@ public:
   }
 
 private:
-  // [P + 1]: of each rank's, among all ranks' tokens.
+  // [P + 1]: the number of each rank's first token among the tokens of all ranks, and the number of all tokens.
   __device__ static int32_t* first_token() {
     __shared__ int32_t first[kMaxDeviceRanks + 1];
     return first;
   }
-  // Experts; of a rank with few routes.
+  // The LL packets of the experts of `source`'s routes, in the window of `owner`.
   __device__ LlPacket8* routes_of(int owner, int source) const {
     const int64_t row = call_.parity() * shape_.num_ranks + source;
     return group_.window().at<LlPacket8>(owner, group_.context.layout.gathered_routes.offset) +
            row * group_.context.layout.gathered_routes_per_rank;
   }
 
-  // Of count(), while the ranks meet. The clerk counts this rank's routes [E], and those of the ranks before it [E].
-  __device__ int32_t* mine() const {
+  // In count() the leader CTA counts this rank's routes [E], and those of the ranks before it [E]. clear_counts() zeroes them
+  // before the entry barrier.
+  __device__ int32_t* own_counts() const {
     return warp_base_;
   }
-  __device__ int32_t* before_mine() const {
+  __device__ int32_t* counts_before_own() const {
     return warp_base_ + num_experts();
   }
   __device__ void clear_counts() const {
 #pragma unroll 1
     for (int e = threadIdx.x; e < num_experts(); e += kThreads)
-      demand_[e] = next_[e] = mine()[e] = before_mine()[e] = 0;
+      demand_[e] = next_[e] = own_counts()[e] = counts_before_own()[e] = 0;
   }
-  // What a rank has told of a route.
-  struct Told {
+  // The LL packet of a route.
+  struct GatheredRoute {
     const LlPacket8* place;
-    LlPacket8 word;
+    LlPacket8 packet;
     int source;
   };
-  // take(source, route among those of all ranks, expert), for all routes of all ranks, by all threads of a block. False:
-  // the group has failed.
+  // All threads of a block together call take(source, route among those of all ranks, expert) once for each route of all ranks.
+  // Returns false when the group has failed.
   template <typename Take>
   __device__ bool take_all_routes(const Take& take) const {
-    constexpr int kBatch = 4; // loads under way together
+    constexpr int kBatch = 4; // loads that a thread has in flight together
     const int routes = first_token()[shape_.num_ranks] * args_.top_k;
     int source = 0;
-    int first_of_source = 0; // route
+    int first_of_source = 0; // its first route
 #pragma unroll 1
     for (int first = threadIdx.x; first < routes; first += kBatch * kThreads) {
-      Told signaled[kBatch];
+      GatheredRoute gathered[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int route = first + i * kThreads;
-        signaled[i] = {};
+        gathered[i] = {};
         if (route >= routes) continue;
 #pragma unroll 1
         for (int end; (end = first_token()[source + 1] * args_.top_k) <= route; ++source)
           first_of_source = end;
         const LlPacket8* const place = routes_of(call_.rank(), source) + (route - first_of_source);
-        signaled[i] = {place, load_packet_relaxed_sys(place), source};
+        gathered[i] = {place, load_packet_relaxed_sys(place), source};
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        if (signaled[i].place == nullptr) continue;
-        int32_t expert = signaled[i].word.value;
-        if (signaled[i].word.epoch != call_.epoch() && !wait_for(signaled[i].place, signaled[i].source, expert))
+        if (gathered[i].place == nullptr) continue;
+        int32_t expert = gathered[i].packet.value;
+        if (gathered[i].packet.epoch != call_.epoch() && !wait_for(gathered[i].place, gathered[i].source, expert))
           return false;
-        // Whatever lies there: it becomes an index.
+        // The value may be anything, and it becomes an index.
         if (static_cast<uint32_t>(expert) >= static_cast<uint32_t>(num_experts())) expert = -1;
-        take(signaled[i].source, first + i * kThreads, expert);
+        take(gathered[i].source, first + i * kThreads, expert);
       }
     }
     return true;
   }
 
-  int16_t* experts_told_; // of all ranks' routes
+  int16_t* gathered_experts_; // the experts of the routes of all ranks
   int32_t ll_tokens_ = 0;
 };
 

@@ -1,21 +1,23 @@
-// The second half of prepare, for either way: every route gets its slot, and the handle memory and the outputs are written.
+// The second half of prepare, for both algorithms: every route gets its slot, and the handle memory and the outputs are
+// written.
 //
-// A way tells, of tokens by their number in what the blocks share, whose they are (origin_of) and where they go
-// (expert_of), and what becomes of a slot, its record, and a token's first slot (put_*). kWritesHere: then all that
-// concerns this rank is written; else the last two come from peers, itself among them (take_*).
+// The derived class (CRTP) maps the number of a token, among the tokens that the blocks partition, to its rank (origin_of) and
+// to its experts (expert_of), and stores a slot, its record, and a token's first slot (put_*). With kWritesLocally, put_* write
+// what concerns this rank into the handle memory. Without it, they send the last two to the slot's rank, and every rank, this
+// one included, receives them by take_*.
 #pragma once
 
 #include "runtime/stages/cuda/prepare/prepare_cta.cuh"
 
 namespace epx::cuda {
 
-// A token, and whose it is.
+// A token and its home rank.
 struct Origin {
   int rank;
   int64_t token;
 };
 
-template <typename Way>
+template <typename Derived>
 class SlotAssignment : public PrepareCta {
 public:
   __device__ void finish() {
@@ -25,10 +27,10 @@ public:
   }
 
 protected:
-  __device__ explicit SlotAssignment(const PrepareCta& block) : PrepareCta(block) {}
+  __device__ explicit SlotAssignment(const PrepareCta& cta) : PrepareCta(cta) {}
 
 private:
-  __device__ const Way& way() const { return static_cast<const Way&>(*this); }
+  __device__ const Derived& derived() const { return static_cast<const Derived&>(*this); }
 
   __device__ void assign() {
     const int64_t tile_tokens = kThreads / args_.top_k;
@@ -37,7 +39,7 @@ private:
       assign_tile(token, min(token + tile_tokens, end_));
   }
 
-  // A thread is one route; a token's routes lie in neighbouring threads.
+  // Each thread has one route; the routes of a token are in neighbouring threads.
   __device__ void assign_tile(int64_t first_token, int64_t end_token) {
     __shared__ int32_t slots[kThreads]; // -1: masked or dropped
     __shared__ int32_t ranks[kThreads];
@@ -46,10 +48,11 @@ private:
     const int k = thread % args_.top_k;
     const int64_t token = first_token + thread / args_.top_k;
     const bool is_route = token < end_token;
-    const Origin origin = is_route ? way().origin_of(token) : Origin{};
-    const int expert = is_route ? way().expert_of(token, k) : -1;
+    const Origin origin = is_route ? derived().origin_of(token) : Origin{};
+    const int expert = is_route ? derived().expert_of(token, k) : -1;
 
-    // Stable rank among the tile's routes to the same expert: those in warps before, then those in lanes before.
+    // A route's position among the tile's routes to the same expert: first come the routes of the warps before, then those of
+    // the lanes before. This keeps the sort stable.
 #pragma unroll 1
     for (int i = thread; i < num_experts() * kWarps; i += kThreads)
       warp_base_[i] = 0;
@@ -88,18 +91,18 @@ private:
 
   __device__ void write_route(const Origin& origin, int k, const int32_t* slots, const int32_t* ranks) const {
     const int thread = threadIdx.x;
-    const int first = thread - k; // of the token
+    const int first = thread - k; // the thread of the token's first route
     const int64_t route = origin.token * args_.top_k + k;
-    const bool is_mine = origin.rank == call_.rank();
+    const bool is_own = origin.rank == call_.rank();
     const int32_t slot = slots[thread];
     const int32_t rank = ranks[thread];
-    if (is_mine && args_.slot != nullptr) args_.slot[route] = slot;
-    way().put_slot(origin, k, rank, slot);
+    if (is_own && args_.slot != nullptr) args_.slot[route] = slot;
+    derived().put_slot(origin, k, rank, slot);
     if (slot < 0) {
-      if (is_mine) plan_.routes[route] = {-1, -1, 0};
+      if (is_own) plan_.routes[route] = {-1, -1, 0};
       return;
     }
-    uint64_t lower_ranks = 0; // that the token goes to, a bit each
+    uint64_t lower_ranks = 0; // a bit for each lower rank that the token goes to
     int32_t next_slot = -1;
     bool is_first = true;
     for (int other = args_.top_k - 1; other >= 0; --other) {
@@ -111,31 +114,32 @@ private:
       if (other < k) is_first = false;
     }
     const int rank_ordinal = __popcll(lower_ranks);
-    if (is_mine) plan_.routes[route] = {slot, rank, rank_ordinal};
+    if (is_own) plan_.routes[route] = {slot, rank, rank_ordinal};
     const SlotRecord record{static_cast<int32_t>(origin.token),     next_slot,
                             static_cast<uint16_t>(origin.rank),     static_cast<uint8_t>(k),
                             static_cast<uint8_t>(is_first ? 1 : 0), static_cast<uint8_t>(rank_ordinal & 0x7f)};
-    way().put_record(rank, slot, record);
+    derived().put_record(rank, slot, record);
   }
 
-  // The first slot of each token of the tile, on each rank that wants to know; -1: none. Neighbouring threads,
-  // neighbouring tokens.
+  // Stores the first slot, or -1, of each token of the tile: on this rank alone with kWritesLocally, otherwise on every rank.
+  // Neighbouring threads have neighbouring tokens, so that their stores coalesce.
   __device__ void write_first_slots(int64_t first_token, int num_tokens, const int32_t* slots, const int32_t* ranks) const {
-    const int first_rank = Way::kWritesHere ? call_.rank() : 0;
-    const int num_ranks = Way::kWritesHere ? 1 : shape_.num_ranks;
+    const int first_rank = Derived::kWritesLocally ? call_.rank() : 0;
+    const int num_ranks = Derived::kWritesLocally ? 1 : shape_.num_ranks;
 #pragma unroll 1
     for (int i = threadIdx.x; i < num_tokens * num_ranks; i += kThreads) {
       const int rank = first_rank + i / num_tokens;
       const int token = i % num_tokens;
-      int32_t head = -1;
+      int32_t first_slot = -1;
       for (int k = args_.top_k - 1; k >= 0; --k)
-        if (const int route = token * args_.top_k + k; ranks[route] == rank) head = slots[route];
-      const Origin origin = way().origin_of(first_token + token);
-      way().put_first_slot(rank, origin.rank * static_cast<int64_t>(shape_.max_tokens_per_rank) + origin.token, head);
+        if (const int route = token * args_.top_k + k; ranks[route] == rank) first_slot = slots[route];
+      const Origin origin = derived().origin_of(first_token + token);
+      derived().put_first_slot(rank, origin.rank * static_cast<int64_t>(shape_.max_tokens_per_rank) + origin.token,
+                               first_slot);
     }
   }
 
-  // Slots that a zone of this rank's experts really has.
+  // The first slot of the zone of one of this rank's experts, and the routes that it keeps.
   struct Zone {
     int64_t begin, kept;
   };
@@ -147,12 +151,12 @@ private:
     return {begin, kept};
   }
 
-  // Counts that nobody can have sent may add up to more than 31 bits, and to less than nothing.
+  // Damaged counts may add up to more than 31 bits, so that the sum may even be negative.
   __device__ int64_t rows_in_use_of(int64_t rows_needed) const {
     return max(int64_t{0}, min(rows_needed, usable_));
   }
 
-  // What is left to write. All blocks.
+  // All blocks write together what is left of the handle memory and the outputs.
   __device__ void deliver() {
     const int local_experts = experts_.num_local_experts(call_.rank());
     const int last_expert = experts_.first_expert(call_.rank()) + local_experts - 1;
@@ -160,14 +164,14 @@ private:
     const int64_t rows_in_use = rows_in_use_of(rows_needed);
     const uint32_t thread = blockIdx.x * kThreads + threadIdx.x;
     const uint32_t threads = gridDim.x * kThreads;
-    if (way().is_leader_cta()) deliver_totals(local_experts, rows_needed);
+    if (derived().is_leader_cta()) deliver_totals(local_experts, rows_needed);
     if (!deliver_first_slots(thread, threads) || !deliver_records(thread, threads, static_cast<uint32_t>(rows_in_use)))
       return;
     if (args_.slot_origin != nullptr)
 #pragma unroll 1
       for (int64_t slot = rows_in_use + thread; slot < shape_.max_recv_tokens; slot += threads)
         write_origin(slot, kPadRecord);
-    if (args_.global_counts != nullptr) way().deliver_global_counts();
+    if (args_.global_counts != nullptr) derived().deliver_global_counts();
   }
 
   __device__ void deliver_totals(int local_experts, int64_t rows_needed) {
@@ -185,41 +189,42 @@ private:
       store_count(args_.offsets, local_experts, rows_in_use);
       write_header(rows_in_use);
     }
-    if (threadIdx.x / kWarp == kWarps - 1) Way(way()).report(local_experts, rows_needed);
+    if (threadIdx.x / kWarp == kWarps - 1) Derived(derived()).report(local_experts, rows_needed);
   }
 
-  // What movements look up by (source, token). Tokens that a source lacks have no slots, and the handle memory may hold
-  // anything, such as the slots of an earlier prepare. False: the group has failed.
+  // Writes the first slots, which movements look up by (source, token). Entries beyond a source's tokens are written too,
+  // because the handle memory may hold anything, such as the slots of an earlier prepare. Returns false when the group has
+  // failed.
   __device__ bool deliver_first_slots(uint32_t thread, uint32_t threads) const {
     const auto max_tokens = static_cast<uint32_t>(shape_.max_tokens_per_rank);
-    const uint32_t all = static_cast<uint32_t>(shape_.num_ranks) * max_tokens; // fewer than slots can be numbered
+    const uint32_t all = static_cast<uint32_t>(shape_.num_ranks) * max_tokens; // fewer than 2^31
 #pragma unroll 1
     for (uint32_t i = thread; i < all; i += threads) {
       const auto source = static_cast<int>(i / max_tokens);
-      int32_t head = -1;
+      int32_t first_slot = -1;
       if (static_cast<int32_t>(i % max_tokens) < call_.descriptors().num_tokens[source]) {
-        if constexpr (Way::kWritesHere)
+        if constexpr (Derived::kWritesLocally)
           continue;
-        else if (!way().take_first_slot(source, i, head))
+        else if (!derived().take_first_slot(source, i, first_slot))
           return false;
       } else {
-        way().put_no_slots({source, static_cast<int64_t>(i % max_tokens)});
+        derived().put_no_slots({source, static_cast<int64_t>(i % max_tokens)});
       }
-      plan_.first_slots[i] = head;
+      plan_.first_slots[i] = first_slot;
     }
     return true;
   }
 
-  // False: the group has failed.
+  // Returns false when the group has failed.
   __device__ bool deliver_records(uint32_t thread, uint32_t threads, uint32_t rows_in_use) const {
 #pragma unroll 1
     for (uint32_t slot = thread; slot < rows_in_use; slot += threads) {
       const int expert = expert_at(static_cast<int32_t>(slot));
       SlotRecord record = kPadRecord;
       if (static_cast<int32_t>(slot) - zone_[expert] < demand_[expert]) {
-        if constexpr (Way::kWritesHere)
+        if constexpr (Derived::kWritesLocally)
           continue;
-        else if (!way().take_record(slot, record))
+        else if (!derived().take_record(slot, record))
           return false;
       }
       write_record(slot, record);
@@ -237,12 +242,12 @@ private:
     header.top_k = args_.top_k;
     header.alignment = args_.alignment;
     header.rank = call_.rank();
-    header.ll_tokens = way().ll_tokens();
+    header.ll_tokens = derived().ll_tokens();
     header.checksum = header_checksum(header);
     *plan_.header = header;
   }
 
-  // One warp.
+  // One warp calls this.
   __device__ __noinline__ void report(int local_experts, int64_t rows_needed) const {
     int64_t demand = 0;
     int64_t kept = 0;
@@ -260,10 +265,10 @@ private:
       args_.info[0] = demand;
       args_.info[1] = kept;
       args_.info[2] = demand - kept;
-      args_.info[3] = static_cast<int64_t>(dropped_of_mine());
+      args_.info[3] = static_cast<int64_t>(dropped_routes());
       args_.info[4] = rows_needed;
     }
-    if constexpr (Way::kWritesHere) report_bad_indices(bad_indices().number, bad_indices().first_inverted);
+    if constexpr (Derived::kWritesLocally) report_bad_indices(bad_indices().number, bad_indices().first_inverted);
     if (group_.context.overflow == EPX_OVERFLOW_ERROR && demand > kept)
       call_.copy().record_event(EPX_EVENT_OVERFLOW, demand - kept, demand, demand - kept, rows_needed);
   }

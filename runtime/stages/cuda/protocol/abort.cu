@@ -1,4 +1,8 @@
-// Tells every peer that this rank ended the group, while none of its kernels is there to do so.
+// Stores an abort record in the window of every rank when the host ends the group (epx_group_abort) and no kernel of this rank
+// may be running that would do so.
+//
+//   warps             what they do                                          what they wait for
+//   the only warp     each lane stores the record in one peer at a time     nothing
 #include "base/device/launch.h"
 #include "base/device/memory_order.cuh"
 #include "runtime/stages/cuda/kernel_list.h"

@@ -1,5 +1,5 @@
-// What a library for tests does on request, and libepx does not contain: it stands still inside a kernel, dawdles at random,
-// and poisons staging after use. Compiled in with EPX_TEST_HOOKS.
+// Fault injection for tests: a kernel stalls, waits for injected delays at random times, and scribbles over staging after use.
+// It is compiled in with EPX_TEST_HOOKS, and libepx does not contain it.
 #pragma once
 
 #include <cstdint>
@@ -16,15 +16,17 @@ constexpr bool kTestHooks = false;
 #endif
 
 struct TestHooks {
-  epx_operation stalls_in = EPX_OP_NONE; // every call of it stands still after it has arrived, until its group has failed
-  epx_operation fails_to_launch = EPX_OP_NONE; // every launch of it fails
-  uint32_t max_delay_ns = 0;                   // now and then, before a rank tells or waits
+  epx_operation stalls_in =
+      EPX_OP_NONE; // each call of this operation stalls after the entry barrier until its group has failed
+  epx_operation fails_to_launch = EPX_OP_NONE; // each launch of this operation fails
+  uint32_t max_delay_ns = 0;                   // injected at random times before a rank signals or waits
   bool scribbles_staging = false;
-  bool alternates_paths = false; // every other prepare, or so, takes few tokens and routes for many
+  bool alternates_paths =
+      false; // about every other prepare takes the high-throughput path whatever the number of tokens is
 };
 
-// From the environment of the process: EPX_TEST_STALLS_IN and EPX_TEST_FAILS_TO_LAUNCH (number of an epx_operation),
-// EPX_TEST_MAX_DELAY_NS, EPX_TEST_SCRIBBLES_STAGING, EPX_TEST_ALTERNATES_PATHS.
+// Reads the hooks from the environment of the process: EPX_TEST_STALLS_IN and EPX_TEST_FAILS_TO_LAUNCH (the number of an
+// epx_operation), EPX_TEST_MAX_DELAY_NS, EPX_TEST_SCRIBBLES_STAGING, EPX_TEST_ALTERNATES_PATHS.
 inline TestHooks read_test_hooks() {
   TestHooks hooks;
   if constexpr (kTestHooks) {
