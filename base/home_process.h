@@ -1,4 +1,4 @@
-// Tells the process that created an object from a child of fork(), which has a copy of it.
+// Distinguishes the process that created an object from a child of fork(), which has a copy of it.
 #pragma once
 
 #include <atomic>

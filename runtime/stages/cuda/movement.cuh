@@ -155,7 +155,7 @@ public:
   __device__ bool begin(const CallDescriptor& descriptor) {
     if (!call_.enter(descriptor)) return false;
     if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) {
-      Movement(*this).report(); // on a copy; see CallSession::copy()
+      Movement(*this).report(); // on a copy, since its address escapes; see CallContext
       if (!is_usable_) call_.sent(1);
     }
     return is_usable_;
@@ -169,8 +169,7 @@ public:
     return true;
   }
   // Returns whether this is the warp that enters even if it has no tile, because the kernel must not end before the entry
-  // barrier.
-  // It is not the warp with the first tile.
+  // barrier. It is not the warp with the first tile.
   __device__ bool must_enter() const { return blockIdx.x == 0 && threadIdx.x / kWarp == 1; }
 
   __device__ const CallSession& call() const { return call_; }
@@ -180,7 +179,7 @@ public:
   __device__ bool is_live(const Route& route) const {
     return route.slot >= 0 && is_active(route.rank) && route.slot < call_.descriptors().recv_rows[route.rank];
   }
-  // The same for a route of this rank to itself, which can be told without the descriptors of the peers.
+  // The same for a route of this rank to itself, which is known without the descriptors of the peers.
   __device__ bool is_live_here(const Route& route) const {
     return route.rank == call_.rank() && route.slot >= 0 && route.slot < args_.recv_rows;
   }
@@ -282,13 +281,15 @@ private:
   // Reports the same events in the same order as the host transport.
   __device__ __noinline__ void report() const {
     if (!is_usable_) {
-      call_.record_event(EPX_EVENT_HANDLE_MISMATCH, 1, args_.top_k, args_.alignment, args_.num_tokens, -1, 0, plan_.header);
+      record_event(call_.context(), EPX_EVENT_HANDLE_MISMATCH, 1, args_.top_k, args_.alignment, args_.num_tokens, -1, 0,
+                   plan_.header);
       return;
     }
     for (int rank = 0; rank < call_.num_ranks(); ++rank) {
       const uint64_t plan_id = call_.descriptors().plan_id[rank];
       if (plan_id == 0 || plan_id == plan_id_) continue;
-      call_.record_event(EPX_EVENT_HANDLE_MISMATCH, 1, 0, 0, 0, rank, static_cast<int64_t>(plan_id), plan_.header);
+      record_event(call_.context(), EPX_EVENT_HANDLE_MISMATCH, 1, 0, 0, 0, rank, static_cast<int64_t>(plan_id),
+                   plan_.header);
       break;
     }
     if (args_.recv_rows >= rows_in_use_) return;
@@ -299,7 +300,8 @@ private:
       zone = limits().zone(plan_.zone_begin, plan_.zone_rows, expert, zone.end);
       beyond += max(int64_t{0}, zone.end_of_rows - max(args_.recv_rows, zone.begin));
     }
-    if (beyond > 0) call_.record_event(EPX_EVENT_TOO_FEW_ROWS, beyond, beyond, args_.recv_rows, plan_.header->rows_in_use);
+    if (beyond > 0)
+      record_event(call_.context(), EPX_EVENT_TOO_FEW_ROWS, beyond, beyond, args_.recv_rows, plan_.header->rows_in_use);
   }
 
   const DeviceGroup& group_;

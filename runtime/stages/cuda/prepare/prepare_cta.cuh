@@ -120,12 +120,12 @@ protected:
     __syncthreads();
   }
 
-  // The function is not inlined, so it is called on a copy; see CallSession::copy().
+  // The function is not inlined, so it must be called on a copy; see CallContext.
   __device__ __noinline__ void report_bad_indices(int32_t number, unsigned first_inverted) const {
     if (number == 0) return;
     const auto first = static_cast<int64_t>(~first_inverted);
-    call_.copy().record_event(EPX_EVENT_BAD_INDEX, number, number, index_at(first), first / args_.top_k,
-                              first % args_.top_k);
+    record_event(call_.context(), EPX_EVENT_BAD_INDEX, number, number, index_at(first), first / args_.top_k,
+                 first % args_.top_k);
   }
 
   __device__ static int32_t inclusive_sum(int32_t value) {

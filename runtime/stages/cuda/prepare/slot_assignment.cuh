@@ -270,7 +270,7 @@ private:
     }
     if constexpr (Derived::kWritesLocally) report_bad_indices(bad_indices().number, bad_indices().first_inverted);
     if (group_.context.overflow == EPX_OVERFLOW_ERROR && demand > kept)
-      call_.copy().record_event(EPX_EVENT_OVERFLOW, demand - kept, demand, demand - kept, rows_needed);
+      record_event(call_.context(), EPX_EVENT_OVERFLOW, demand - kept, demand, demand - kept, rows_needed);
   }
 };
 

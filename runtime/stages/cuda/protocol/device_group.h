@@ -104,8 +104,8 @@ struct DeviceGroup {
   GroupContext context;
   std::byte* bases[kMaxDeviceRanks]; // [P]: each rank's window; by value, so that no global load comes before an access
   DeviceState* state;
-  const uint64_t*
-      host_abort_record;         // host memory: a packed AbortRecord once this host or a peer's has ended the group; else 0
+  // Host memory: a packed AbortRecord once this host or a peer's has ended the group, else 0.
+  const uint64_t* host_abort_record;
   StatusRecord* record;          // host memory
   std::byte* const* allocations; // [kMaxDeviceAllocations, P], device memory: each rank's base of each allocation
   LlPacket8* prepare_scratch;    // see prepare_scratch_words()
