@@ -68,7 +68,7 @@ epx_group_info info_of(const Group& group) {
   return info;
 }
 
-// A call that takes part in the group's sequence of calls: two of them exclude each other.
+// Runs `body` as a call of the group's sequence, of which one thread makes one at a time.
 template <typename Body>
 epx_status in_call(const char* function, epx_group group, Body&& body) {
   return at_c_boundary([&] {
@@ -146,7 +146,7 @@ epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_group_conf
 }
 
 void epx_group_destroy(epx_group group) {
-  // In a child of fork() nothing of it is the child's: windows, their names and what is on a GPU are the parent's.
+  // In a child of fork() the windows, their names and everything on a GPU belong to the parent.
   if (group != nullptr && !group->guard.is_own_process()) return;
   delete group;
 }

@@ -22,7 +22,7 @@ bool is_aligned(const void* pointer, uintptr_t alignment) {
   return reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
 }
 
-// A dimension that a tensor must have: what it is called, and its value.
+// A tensor must have each dimension with this value; messages call it by this name.
 struct Dim {
   const char* symbol;
   int64_t value;
@@ -41,7 +41,7 @@ public:
     fail(EPX_ERROR_INVALID_ARGUMENT, "{}: {}", function_, fmt::format(format, std::forward<Args>(args)...));
   }
 
-  // What every args struct has. Returns the effective alignment.
+  // Checks the fields that every args struct has. Returns the effective alignment.
   template <typename ArgsStruct>
   int common(const ArgsStruct& args, Direction handle_direction) {
     const int alignment = require_layer(context_, args.layer, function_);
@@ -58,8 +58,8 @@ public:
     return alignment;
   }
 
-  // A tensor that must be there, of one of `dtypes` and exactly these dimensions (kAnySize: any). Only tensors that may
-  // have a sidecar are passed with allow_sidecar.
+  // Checks a required tensor, which has one of `dtypes` and exactly these dimensions (kAnySize: any). allow_sidecar is true
+  // only for tensors that may have a sidecar.
   void tensor(const epx_tensor* tensor, const char* name, std::initializer_list<epx_dtype> dtypes,
               std::initializer_list<Dim> dims, Direction direction, bool allow_sidecar = false) {
     if (tensor == nullptr) refuse("{} is NULL; it is required", name);
@@ -114,7 +114,7 @@ public:
     add_span(name, tensor.sidecar, bytes, direction);
   }
 
-  // Rows of tokens, [rows, H]: dtype and H must fit the group.
+  // Checks rows of tokens, [rows, H], whose dtype and H must fit the group.
   void token_rows(const epx_tensor* rows, const char* name, const char* rows_symbol, Direction direction,
                   bool allow_sidecar = false) {
     tensor(rows, name, {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16}, {{rows_symbol, kAnySize}, {"H", kAnySize}}, direction,
@@ -127,7 +127,7 @@ public:
       refuse("{} has H = sizes[1] = {}; it must be 1..{} (hidden_dim)", name, rows->sizes[1], shape.hidden_dim);
   }
 
-  // Receive rows go with float32 weights, given or not: both must have a number of bytes that can be represented.
+  // Receive rows have float32 weights, given or not: both must have a number of bytes that can be represented.
   void recv_rows(const epx_tensor& rows, const char* name) const {
     constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / static_cast<int64_t>(sizeof(float));
     if (rows.sizes[0] > kMost)
@@ -142,14 +142,14 @@ public:
              context_.shape.max_tokens_per_rank);
   }
 
-  // Two arguments that are given both or neither.
+  // Checks that two arguments are given both or neither.
   void both_or_neither(const char* a, const void* given_a, const char* b, const void* given_b) const {
     if ((given_a == nullptr) != (given_b == nullptr))
       refuse("{} is {} and {} is {}; give both or neither", a, given_a == nullptr ? "NULL" : "given", b,
              given_b == nullptr ? "NULL" : "given");
   }
 
-  // Last: every output lies apart from everything else.
+  // Checks, after all else, that no output overlaps any other tensor.
   void no_overlap() const {
     for (size_t i = 0; i < num_spans_; ++i) {
       for (size_t j = 0; j < num_spans_; ++j) {
@@ -199,7 +199,7 @@ void* data_of(const epx_tensor* tensor) {
   return tensor == nullptr ? nullptr : tensor->data;
 }
 
-// Typed data of a tensor. A given tensor without elements may have NULL data, which must not read as "not given".
+// Returns the typed data of a tensor. A given tensor without elements may have NULL data, which must not look like "not given".
 template <typename T>
 T* pointer_of(const epx_tensor* tensor) {
   alignas(16) static std::array<std::byte, 16> empty{};

@@ -1,5 +1,5 @@
-// Checks the arguments of the five operations, and turns them into the calls of runtime/stages/stages.h. What is refused
-// here throws INVALID_ARGUMENT before anything has happened.
+// The arguments of the five operations are checked here and turned into the calls of runtime/stages/stages.h. What is refused
+// throws INVALID_ARGUMENT before anything has happened.
 #pragma once
 
 #include "epx/epx.h"
@@ -8,7 +8,7 @@
 
 namespace epx {
 
-// The alignment that counts. Throws when the layer does not fit the group.
+// Returns the effective alignment. Throws when the layer does not fit the group.
 int require_layer(const GroupContext& context, const epx_layer& layer, const char* function);
 
 PrepareCall check(const GroupContext& context, const epx_prepare_args& args);

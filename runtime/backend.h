@@ -1,5 +1,5 @@
-// A group on one kind of machine: windows, the five operations on them, and what can go wrong there. The group chooses one at
-// creation and knows no more of it than this.
+// A Backend runs a group on one kind of machine: it owns the windows, the five operations on them, and their status. The group
+// chooses one at creation and uses it only through this interface.
 #pragma once
 
 #include <cstddef>
@@ -15,15 +15,15 @@ public:
   virtual ~Backend() = default;
 
   virtual epx_transport kind() const = 0;
-  virtual int num_comm_sms() const = 0; // in use; 0 where there are none
+  virtual int num_comm_sms() const = 0; // SMs that calls use; 0 where there are none
   virtual Stages& stages() = 0;
 
-  // Collective. See epx_mem_alloc, epx_mem_register and epx_mem_free.
+  // These are collective; see epx_mem_alloc, epx_mem_register and epx_mem_free.
   virtual void* allocate(int64_t bytes) = 0;
   virtual void register_memory(std::byte* memory, int64_t bytes) = 0;
   virtual void free(void* data) = 0;
 
-  // From any thread.
+  // Any thread may call these.
   virtual void abort() = 0;
   virtual epx_group_report report() = 0;
 };

@@ -20,7 +20,7 @@ void require_at_least(const char* field, int64_t value, int64_t low) {
   if (value < low) fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_config.{} is {}; it must be at least {}", field, value, low);
 }
 
-// A field that ranks must agree on.
+// Ranks must agree on each of these fields.
 struct AgreedField {
   const char* name;
   int64_t (*value)(const epx_group_config&);

@@ -1,4 +1,4 @@
-// The configuration of a group: validated, resolved for a number of ranks, and compared between ranks.
+// A group's configuration is validated here, resolved for a number of ranks, and compared between ranks.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 namespace epx {
 
 constexpr int kMaxTopK = 64;
-constexpr int kMaxRanks = 65535; // a poison record holds a rank in 16 bits
+constexpr int kMaxRanks = 65535; // an AbortRecord holds a rank in 16 bits
 
-// Dimensions that every size of a group follows from. Equal on all ranks.
+// Every size of a group follows from these dimensions, which are equal on all ranks.
 struct GroupShape {
   int num_ranks = 0;           // P
   int num_experts = 0;         // E
@@ -25,10 +25,11 @@ struct GroupShape {
   epx_combine_precision precision = EPX_COMBINE_WIRE;
 };
 
-// Checks what one rank can see of its own config. Throws Error with the field and its value.
+// Checks one rank's own config. Throws Error with the field and its value.
 void validate(const epx_group_config& config);
 
-// The shape of a group of num_ranks ranks, R resolved. `config` is valid. Throws when the sizes cannot be represented.
+// Returns the shape of a group of num_ranks ranks, with R resolved. `config` is valid. Throws when the sizes cannot be
+// represented.
 GroupShape resolve(const epx_group_config& config, int num_ranks);
 
 // Throws MISMATCH, naming the field, two ranks and their values, unless all configs agree on what ranks must agree on.

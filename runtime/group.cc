@@ -25,14 +25,14 @@
 namespace epx {
 namespace {
 
-// What each rank of the bootstrap tells the others first.
+// Each rank of the bootstrap contributes a hello first.
 struct RankHello {
   int32_t version;
   epx_group_config config;
-  uint64_t proposed_group_id; // the group takes its first rank's
+  uint64_t proposed_group_id; // the group takes that of its first rank
 };
 
-// Ranks of the bootstrap that passed `color`, ordered by (key, rank).
+// Returns the ranks of the bootstrap that passed `color`, ordered by (key, rank).
 std::vector<int> members_of(const std::vector<RankHello>& world, int32_t color) {
   std::vector<int> members;
   for (size_t rank = 0; rank < world.size(); ++rank)
@@ -43,7 +43,7 @@ std::vector<int> members_of(const std::vector<RankHello>& world, int32_t color) 
   return members;
 }
 
-// Every rank checks every group, so that all of them fail alike and none waits for one that has left.
+// Every rank checks every group, so that all ranks fail alike and none waits for one that has left.
 void require_consistent(const std::vector<RankHello>& world) {
   for (size_t rank = 1; rank < world.size(); ++rank)
     if (world[rank].version != world[0].version)
@@ -69,7 +69,7 @@ struct TransportChoice {
 
 #if defined(EPX_WITH_CUDA)
 
-// Collective. `auto` is nccl when each rank has a GPU of its own.
+// The call is collective. `auto` becomes nccl when each rank has a GPU of its own.
 TransportChoice choose_transport(epx_transport wanted, Exchange& exchange) {
   if (wanted != EPX_TRANSPORT_AUTO) return {wanted, "as configured"};
   const std::vector<GpuIdentity> gpus = exchange.all_gather([] { return find_gpu(); });
@@ -118,7 +118,7 @@ void require_environment() {
 std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_group_config& config) {
   require_bootstrap(bootstrap);
   const int64_t timeout_ms =
-      std::max<int64_t>(config.timeout_ms, 1); // a config that is refused still has to say so to the others
+      std::max<int64_t>(config.timeout_ms, 1); // a rank whose config is refused still has to report that to the others
   BootstrapExchange exchange(bootstrap, timeout_ms);
   const std::vector<RankHello> world = exchange.all_gather([&] {
     validate(config);

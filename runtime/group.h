@@ -1,4 +1,4 @@
-// A group: the ranks that share the experts, and all that lives as long as they do.
+// A Group is this rank's view of the ranks that share the experts, and owns everything that lives as long as they do.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@ namespace epx {
 
 class Group {
 public:
-  // Collective over the bootstrap; all ranks succeed or all throw.
+  // The call is collective over the bootstrap; all ranks succeed or all throw.
   static std::unique_ptr<Group> create(const epx_bootstrap& bootstrap, const epx_group_config& config);
 
   const GroupContext& context() const { return context_; }

@@ -1,4 +1,4 @@
-// What every part of a group knows about it; fixed at creation.
+// The GroupContext holds a group's constants, which are fixed at creation.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct GroupContext {
   int rank;
   epx_overflow overflow;
   int64_t timeout_ms;
-  bool checks_handle_mem; // the whole of it, by its checksum: EPX_CHECK_HANDLE_MEM
+  bool checks_handle_mem; // EPX_CHECK_HANDLE_MEM: all of it, by its checksum
 };
 
 } // namespace epx

@@ -1,4 +1,4 @@
-// Who may use a group: the process that created it, one thread at a time.
+// A GroupGuard lets only the process that created a group use it, one thread at a time.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@ namespace epx {
 
 class GroupGuard {
 public:
-  // A child of fork() has the group's memory, a part of it shared with its parent, whose calls it would take part in.
+  // A child of fork() has the group's memory, some of it shared with its parent, and would take part in the parent's calls.
   bool is_own_process() const noexcept { return creator_.is_here(); }
   void require_own_process(const char* function) const {
     if (!is_own_process())
@@ -23,7 +23,8 @@ public:
           function, creator_.id(), ::getpid());
   }
 
-  // A call in progress; throws when another thread has one. Calls that any thread may make at any time have none.
+  // A Call marks a call in progress, and throws when another thread has one. Functions that any thread may call at any time
+  // make none.
   class Call {
   public:
     Call(GroupGuard& guard, const char* function) : in_progress_(guard.in_progress_) {
@@ -44,7 +45,7 @@ public:
 
 private:
   const HomeProcess creator_{};
-  std::atomic<const char*> in_progress_{nullptr}; // name of the function
+  std::atomic<const char*> in_progress_{nullptr}; // the function's name
 };
 
 } // namespace epx

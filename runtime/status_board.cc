@@ -22,7 +22,7 @@ void StatusBoard::fail(const Failure& failure) {
   const std::scoped_lock lock(mutex_);
   if (!failure_) {
     failure_ = failure;
-    // Somebody asked for an abort; everything else is news.
+    // A user asked for an abort, so it is no error in the log.
     const auto level = failure.status == EPX_ERROR_ABORTED ? spdlog::level::info : spdlog::level::err;
     log::group().log(level, "{}: {}", name_of(failure.status), failure.message);
   }

@@ -1,4 +1,4 @@
-// The group's status: one sticky failure, and the events that the group lived on with.
+// The StatusBoard keeps a group's status: one sticky error, and the events of recoverable errors.
 #pragma once
 
 #include <array>
@@ -36,22 +36,22 @@ struct Event {
 
 class StatusBoard {
 public:
-  // Throws the sticky failure, if there is one.
+  // Throws the sticky error, if there is one.
   void require_healthy() const;
   bool is_healthy() const;
 
-  // Makes `failure` the sticky one unless there is one already, and throws the one that stands.
+  // Makes `failure` the sticky error unless there is one already, and throws the one that is kept.
   [[noreturn]] void fail(const Failure& failure);
 
   void record(const Event& event);
-  // Counts of some events, and the first of them if its record is known.
+  // Adds the counts of some events, and keeps the first of them if its record is known.
   void record(const EventCounts& counts, const std::optional<Event>& first);
 
-  // What there is to report, without its struct_size. Clears the events.
+  // Returns the report without its struct_size, and clears the events.
   epx_group_report report();
 
 private:
-  mutable std::mutex mutex_; // epx_group_status may come from any thread
+  mutable std::mutex mutex_; // any thread may call epx_group_status
   std::optional<Failure> failure_;
   EventCounts event_counts_{};
   std::optional<Event> first_event_;

@@ -1,4 +1,4 @@
-// A step that all ranks take together on the host: each brings a small record or says why it cannot.
+// An Exchange is a collective step on the host: each rank contributes a small record, or the error that kept it from one.
 #pragma once
 
 #include <algorithm>
@@ -15,13 +15,13 @@
 
 namespace epx {
 
-// What travels. Fixed size, so that the ranks agree on it whatever they bring.
+// The record has a fixed size, so that the ranks agree on it whatever their payloads are.
 struct ExchangeRecord {
   static constexpr size_t kMaxMessage = 224;
   static constexpr size_t kMaxPayload = 256;
-  epx_status status; // of the sender; EPX_SUCCESS: the payload counts
-  int32_t rank;      // of the sender, as messages name it
-  int32_t refuses;   // 1: the sender brings "no" to all_of
+  epx_status status; // the sender's; EPX_SUCCESS: the payload is valid
+  int32_t rank;      // the sender's, as messages name it
+  int32_t refuses;   // 1: the sender contributes false to all_of
   char message[kMaxMessage];
   std::byte payload[kMaxPayload];
 };
@@ -46,8 +46,8 @@ public:
     return payloads;
   }
 
-  // Whether `bring` returned true on every rank; throws as all_gather does. While groups are created, the ranks of all groups of
-  // the bootstrap count: what depends on the answer may be a further exchange, and they all have to make the same ones.
+  // Returns whether `bring` returned true on every rank; throws as all_gather does. While groups are created, the ranks of all
+  // groups of the bootstrap count: a further exchange may depend on the answer, and all ranks have to make the same ones.
   template <typename Bring>
   bool all_of(Bring&& bring) {
     const std::vector<ExchangeRecord> records = gather_after([&](ExchangeRecord& mine) { mine.refuses = bring() ? 0 : 1; });
@@ -55,17 +55,18 @@ public:
   }
 
 protected:
-  // Gathers the records of this rank's group. When a peer's record carries a failure that this rank's does not, throws it
-  // with throw_peer_failure. A record of this group refuses also if a rank does whose record is not returned.
+  // Gathers the records of this rank's group. When a peer's record has a failure and this rank's has none, it throws that with
+  // throw_peer_failure. `refuses` is also set in a returned record when a rank refuses whose record is not returned.
   virtual std::vector<ExchangeRecord> gather(ExchangeRecord mine) = 0;
 
   [[noreturn]] static void throw_peer_failure(const ExchangeRecord& record) {
-    const std::string_view message(record.message, ExchangeRecord::kMaxMessage); // that of a damaged record may have no end
+    const std::string_view message(record.message,
+                                   ExchangeRecord::kMaxMessage); // a damaged record's may lack the final NUL
     fail(record.status, "rank {}: {}", record.rank, message.substr(0, message.find('\0')));
   }
 
 private:
-  // Gathers the record that `fill` fills in, or its failure.
+  // Gathers the record that `fill` fills in, or its error.
   template <typename Fill>
   std::vector<ExchangeRecord> gather_after(Fill&& fill) {
     ExchangeRecord mine{};

@@ -1,4 +1,4 @@
-// An open file, closed when its owner goes.
+// A FileDescriptor owns an open file and closes it in its destructor.
 #pragma once
 
 #include <utility>
@@ -21,10 +21,10 @@ public:
 
   int get() const { return fd_; } // negative: none
   explicit operator bool() const { return fd_ >= 0; }
-  int release() { return std::exchange(fd_, -1); } // the caller's from now on
+  int release() { return std::exchange(fd_, -1); } // the caller closes it
   int close() {
     return fd_ >= 0 ? ::close(release()) : 0;
-  } // what ::close says: where some file systems report failed writes
+  } // returns what ::close returns, by which some file systems report failed writes
 
 private:
   int fd_;

@@ -1,4 +1,5 @@
-// Memory that every rank of a group can store into, as stages see it: one base pointer per rank. A POD, passed by value.
+// A PeerWindow is the stages' view of memory that every rank of a group can store into: one base pointer per rank. It is a POD
+// and is passed by value.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +10,7 @@
 namespace epx {
 
 struct PeerWindow {
-  std::byte* const* bases; // [num_ranks]; where each rank's window is mapped in this rank's address space
+  std::byte* const* bases; // [num_ranks], each rank's window in this rank's address space
   int rank;                // this rank
   int num_ranks;
 

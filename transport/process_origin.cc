@@ -16,7 +16,7 @@ bool ProcessOrigin::operator==(const ProcessOrigin& other) const {
   return known() && std::memcmp(this, &other, sizeof(*this)) == 0;
 }
 
-// FNV-1a.
+// The hash is FNV-1a.
 uint64_t ProcessOrigin::hash() const {
   uint64_t hash = 0xcbf29ce484222325U;
   for (const char c : std::string_view(reinterpret_cast<const char*>(this), sizeof(*this)))

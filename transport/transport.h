@@ -1,4 +1,4 @@
-// What the runtime needs from a machine: symmetric windows.
+// A Transport opens symmetric windows, which are all that the runtime needs from a machine.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +10,13 @@
 
 namespace epx {
 
-// One rank's share of a symmetric window, and its view of all the others. Frees its share and unmaps the others when it
-// goes; that is local.
+// A Window owns one rank's memory of a symmetric window, and its mappings of the peers'. Its destructor frees that memory and
+// unmaps the peers'; it is local.
 class Window {
 public:
   virtual ~Window() = default;
   virtual PeerWindow view() const = 0;
-  virtual int64_t bytes() const = 0; // of each rank's share
+  virtual int64_t bytes() const = 0; // per rank
 };
 
 class Transport {
@@ -24,7 +24,7 @@ public:
   virtual ~Transport() = default;
   virtual epx_transport kind() const = 0;
 
-  // Opens a window of `bytes` zero bytes on every rank. Collective over `exchange`; all ranks succeed or all throw:
+  // Opens a window of `bytes` zero bytes on every rank. The call is collective over `exchange`; all ranks succeed or all throw:
   // MISMATCH when bytes differ, OUT_OF_MEMORY, SYSTEM.
   virtual std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) = 0;
 };

@@ -19,15 +19,15 @@
  * - Every function that can fail returns an epx_status. When it is not EPX_SUCCESS, epx_last_error() holds one sentence with
  *   the names and the values. A call that is refused (EPX_ERROR_INVALID_ARGUMENT, EPX_ERROR_UNSUPPORTED) has touched nothing,
  *   written nothing, and has not taken part in the group's sequence of calls: correct it and call again.
- * - Errors that can be lived with (a bad index, overflow, too few receive rows, the handle memory of another layer) do not
- *   fail the call. The call takes part in the exchange, so that no peer waits, and epx_group_status() reports them.
- * - Errors that cannot (a timeout, an abort, ranks out of sequence) poison the group: this call and each later one return
- *   them at once, and epx_group_status() names the culprit. Destroy the group and create another.
+ * - Recoverable errors (a bad index, overflow, too few receive rows, the handle memory of another layer) do not fail the call.
+ *   The call takes part in the exchange, so that no peer waits, and epx_group_status() reports them.
+ * - Sticky errors (a timeout, an abort, ranks out of sequence) end the group: this call and each later one return them at
+ *   once, and epx_group_status() names the culprit. Destroy the group and create another.
  * - Tensors are contiguous, row-major, aligned to their element size. Output tensors overlap no other tensor of the call.
  *   The library reads descriptors only during the call and owns none of the memory they name.
  * - On the host transport tensors and handle memory are host memory, `stream` is NULL, and a call has finished when it
  *   returns. With EPX_TRANSPORT_NCCL they are memory of the rank's GPU, `stream` is a cudaStream_t, and the five operations are
- *   asynchronous on it: what goes wrong there is returned by a later call and told by epx_group_status.
+ *   asynchronous on it: a later call returns what goes wrong there, and epx_group_status reports it.
  *   Calls of a group on different streams run in the order in which they were made: the library makes the later stream wait,
  *   so a stream must live until the group's next call on another stream has returned. A call that cannot be made to wait,
  *   because the stream of the call before is being captured, or that comes on the legacy default stream while a capture
@@ -289,7 +289,7 @@ EPX_API epx_status epx_group_config_init(epx_group_config* config);
 /* Creates the group of this rank. Collective over the bootstrap: all its ranks call, and either all succeed or all fail.
  * All memory that calls need is allocated here. The bootstrap and the config stay the caller's.
  * Errors: INVALID_ARGUMENT (this rank's config); MISMATCH (the message names the field, two ranks and their values);
- * UNSUPPORTED (transport); OUT_OF_MEMORY (the message tells how much was wanted); TIMEOUT (who is missing); SYSTEM. */
+ * UNSUPPORTED (transport); OUT_OF_MEMORY (the message says how much was wanted); TIMEOUT (who is missing); SYSTEM. */
 EPX_API epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_group_config* config, epx_group* group);
 
 /* Frees the group. Accepts NULL; does nothing in a child of fork(). Every call on the group must have returned. Calls that
@@ -337,8 +337,8 @@ typedef struct epx_memory_plan {
   size_t struct_size;               /* set by the caller: sizeof(epx_memory_plan) */
   int64_t max_recv_tokens_per_rank; /* R, resolved, in rows */
   int64_t window_bytes;             /* memory that every peer can store into, one per rank */
-  int64_t control_bytes;            /* of which: call records, flags, poison record, exchange board */
-  int64_t count_bytes;              /* of which: route counts, [2, P, E]; experts of few routes */
+  int64_t control_bytes;            /* of which: call descriptors, flags, abort record, exchange board */
+  int64_t count_bytes;              /* of which: route counts, [2, P, E]; experts of the routing all-gather */
   int64_t slot_record_bytes;        /* of which: origins of slots, [R]; first slots of tokens, [P, max_tokens] */
   int64_t scatter_row_bytes;        /* of which: staged rows of dispatch and combine_bwd; dispatch has
                                        places of their own for up to 128 tokens */
@@ -351,7 +351,7 @@ typedef struct epx_memory_plan {
                                        layer in flight */
 } epx_memory_plan;
 
-/* Tells what epx_group_create would allocate on each rank of a group of num_ranks ranks, without allocating or
+/* Reports what epx_group_create would allocate on each rank of a group of num_ranks ranks, without allocating or
  * communicating. color, key, num_comm_sms and timeout_ms do not matter. Errors: INVALID_ARGUMENT, UNSUPPORTED. */
 EPX_API epx_status epx_group_memory_plan(const epx_group_config* config, int32_t num_ranks, epx_memory_plan* plan);
 
@@ -433,7 +433,7 @@ EPX_API epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr);
 EPX_API epx_status epx_mem_register(epx_group group, void* ptr, size_t bytes);
 
 /* Frees memory from epx_mem_alloc, or ends the registration of memory from epx_mem_register. Collective, in the same order
- * on all ranks, and counts as one call in sequence numbers; on a poisoned group local, and no call. NULL is refused. Errors:
+ * on all ranks, and counts as one call in sequence numbers; after a sticky error local, and no call. NULL is refused. Errors:
  * INVALID_ARGUMENT (not such memory); OUT_OF_SEQUENCE (ranks free different allocations; sticky); sticky ones. */
 EPX_API epx_status epx_mem_free(epx_group group, void* ptr);
 

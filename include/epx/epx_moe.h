@@ -13,7 +13,7 @@
  *   does not depend on which other rows are there, so it has the same bits for every number of ranks.
  * - Output tensors overlap no other tensor of the call, which is not checked here. Where a comment says optional, NULL means
  *   "not wanted".
- * - Unlike epx.h this header may still change; CHANGELOG.md tells.
+ * - Unlike epx.h this header may still change; CHANGELOG.md says how.
  * - Errors: INVALID_ARGUMENT (refused; nothing was written) unless said otherwise, and OUT_OF_MEMORY (of this process; outputs
  *   may be partly written); epx_last_error() has the sentence.
  */
@@ -312,7 +312,7 @@ typedef struct epx_moe_block_fwd_args {
   const epx_tensor* info; /* [out, optional] [3] INT64, as of epx_moe_router: bad tokens take part as masked ones */
 } epx_moe_block_fwd_args;
 
-/* Collective. Errors: those of the five operations of epx.h. Routes that the group drops are told by epx_group_status. */
+/* Collective. Errors: those of the five operations of epx.h. epx_group_status reports routes that the group drops. */
 EPX_API epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fwd_args* args);
 
 typedef struct epx_moe_block_bwd_args {

@@ -20,7 +20,7 @@ extern "C" {
  * Errors: INVALID_ARGUMENT (MPI not initialised or finalised, null or intercommunicator); TIMEOUT, which names the ranks that
  * never came, also to a rank that comes later; SYSTEM (MPI's own words). All-gathers of the bootstrap that time out list the
  * ranks that never came.
- * Before there is a duplicate, only messages in comm itself can tell who is missing. A rank sends them, at most 1024 bytes to
+ * Before there is a duplicate, only messages in comm itself can show who is missing. A rank sends them, at most 1024 bytes to
  * each other rank with the tag EPX_MPI_TAG, when it has waited for a quarter of timeout_ms, or has got one. Where ranks may come
  * that far apart, no receive or probe of the caller's that takes this tag (MPI_ANY_TAG does) may be pending in comm during
  * the call. When the call has succeeded on all ranks, all these messages have been received. After a TIMEOUT or SYSTEM some

@@ -9,34 +9,35 @@
 namespace epx {
 namespace {
 
-// A term that ranks must agree on, as a value and in words.
-struct Term {
+// Ranks must agree on these fields of a call; `format` formats a value for messages.
+struct CallField {
   const char* name;
   int64_t (*value)(const CallDescriptor&);
-  std::string (*words)(int64_t value) = [](int64_t value) { return std::to_string(value); };
+  std::string (*format)(int64_t value) = [](int64_t value) { return std::to_string(value); };
 };
 
-std::string dtype_words(int64_t value) {
+std::string format_dtype(int64_t value) {
   return name_of(static_cast<epx_dtype>(value));
 }
 
-std::string weights_words(int64_t value) {
+std::string format_weights(int64_t value) {
   if (value == 0) return "none";
   if (value == 1) return "weights";
   return value == 2 ? "weight gradients" : "weights and weight gradients";
 }
 
-constexpr std::array kTerms = {
-    Term{"top_k", [](const CallDescriptor& post) -> int64_t { return post.top_k; }},
-    Term{"alignment", [](const CallDescriptor& post) -> int64_t { return post.alignment; }},
-    Term{"hidden size", [](const CallDescriptor& post) -> int64_t { return post.hidden; }},
-    Term{"dtype", [](const CallDescriptor& post) -> int64_t { return post.dtype; }, dtype_words},
-    Term{"choice of weights", [](const CallDescriptor& post) -> int64_t { return post.weights; }, weights_words},
-    Term{"sidecar_row_bytes", [](const CallDescriptor& post) -> int64_t { return post.sidecar_bytes; }},
+constexpr std::array kCallFields = {
+    CallField{"top_k", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.top_k; }},
+    CallField{"alignment", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.alignment; }},
+    CallField{"hidden size", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.hidden; }},
+    CallField{"dtype", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.dtype; }, format_dtype},
+    CallField{"choice of weights", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.weights; },
+              format_weights},
+    CallField{"sidecar_row_bytes", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.sidecar_bytes; }},
 };
 
-// "dispatch (call 7)"; "dispatch" where the host does not know the number.
-std::string words(CallName call) {
+// Returns "dispatch (call 7)"; "dispatch" where the host does not know the number.
+std::string format(CallName call) {
   if (call.sequence == 0) return name_of(call.operation);
   return fmt::format("{} (call {})", name_of(call.operation), call.sequence);
 }
@@ -55,20 +56,20 @@ Event bad_index_event(CallName call, int64_t bad, int64_t first_value, int64_t t
   return {EPX_EVENT_BAD_INDEX, call.operation, call.sequence, static_cast<uint64_t>(bad),
           fmt::format("{}: {} bad entries in topk_idx, the first is {} at token {}, k {}; indices are -1 or 0..{}; these "
                       "routes were treated as masked",
-                      words(call), bad, first_value, token, k, num_experts - 1)};
+                      format(call), bad, first_value, token, k, num_experts - 1)};
 }
 
 Event overflow_event(CallName call, const Overflow& overflow, int rank, int64_t max_recv_tokens) {
   return {EPX_EVENT_OVERFLOW, call.operation, call.sequence, static_cast<uint64_t>(overflow.dropped),
           fmt::format("{}: {} of {} routes to this rank, {}, were dropped: {} rows would be needed, "
                       "max_recv_tokens_per_rank is {}",
-                      words(call), overflow.dropped, overflow.demand, rank, overflow.rows_needed, max_recv_tokens)};
+                      format(call), overflow.dropped, overflow.demand, rank, overflow.rows_needed, max_recv_tokens)};
 }
 
 Event too_few_rows_event(CallName call, int64_t dropped, int64_t recv_rows, int64_t rows_in_use) {
   return {EPX_EVENT_TOO_FEW_ROWS, call.operation, call.sequence, static_cast<uint64_t>(dropped),
-          fmt::format("{}: the receive tensors have {} rows, {} are in use: {} routes were dropped", words(call), recv_rows,
-                      rows_in_use, dropped)};
+          fmt::format("{}: the receive tensors have {} rows, {} are in use: {} routes were dropped", format(call),
+                      recv_rows, rows_in_use, dropped)};
 }
 
 std::string why_unusable(const HandleHeader& header, const HandleUse& use, const GroupContext& context) {
@@ -97,15 +98,15 @@ std::string why_body_unusable() {
 
 Event unusable_handle_event(CallName call, const std::string& why) {
   return {EPX_EVENT_HANDLE_MISMATCH, call.operation, call.sequence, 1,
-          fmt::format("{}: {}; this rank took part without routes", words(call), why)};
+          fmt::format("{}: {}; this rank took part without routes", format(call), why)};
 }
 
-Event plan_mismatch_event(CallName call, uint64_t own_plan, uint64_t their_plan, int stranger) {
+Event plan_mismatch_event(CallName call, uint64_t own_plan, uint64_t their_plan, int mismatched_rank) {
   return {
       EPX_EVENT_HANDLE_MISMATCH, call.operation, call.sequence, 1,
       fmt::format("{}: the handle memory was prepared in call {} here and in call {} on rank {}; routes between such ranks "
                   "were dropped",
-                  words(call), own_plan, their_plan, stranger)};
+                  format(call), own_plan, their_plan, mismatched_rank)};
 }
 
 std::optional<Failure> find_disagreement(CallName call, std::span<const CallDescriptor> descriptors) {
@@ -120,15 +121,15 @@ std::optional<Failure> find_disagreement(CallName call, std::span<const CallDesc
       return failure;
     }
     if (other.allocation != first.allocation) {
-      failure.message = fmt::format("{}: rank 0 frees its allocation number {}, rank {} number {}", words(call),
+      failure.message = fmt::format("{}: rank 0 frees its allocation number {}, rank {} number {}", format(call),
                                     first.allocation, rank, other.allocation);
       return failure;
     }
-    for (const Term& term : kTerms) {
-      if (term.value(other) == term.value(first)) continue;
+    for (const CallField& field : kCallFields) {
+      if (field.value(other) == field.value(first)) continue;
       failure.status = EPX_ERROR_MISMATCH;
-      failure.message = fmt::format("{}: {} differs between ranks: rank 0 passes {}, rank {} passes {}", words(call),
-                                    term.name, term.words(term.value(first)), rank, term.words(term.value(other)));
+      failure.message = fmt::format("{}: {} differs between ranks: rank 0 passes {}, rank {} passes {}", format(call),
+                                    field.name, field.format(field.value(first)), rank, field.format(field.value(other)));
       return failure;
     }
   }
@@ -144,12 +145,12 @@ Failure timeout_failure(CallName call, const TimeOut& timeout, int64_t timeout_m
   failure.seen = timeout.culprit_arrived_at;
   failure.message = fmt::format(
       "{} timed out after {} ms in phase {}: waited for {}; rank {} is the cause, the last call it arrived at is {}",
-      words(call), timeout_ms, name_of(timeout.phase), name_ranks(timeout.missing), timeout.culprit,
+      format(call), timeout_ms, name_of(timeout.phase), name_ranks(timeout.missing), timeout.culprit,
       timeout.culprit_arrived_at);
   if (timeout.suspended_ms > 0)
     failure.message +=
         fmt::format("; this process was suspended for {} ms meanwhile, which do not count", timeout.suspended_ms);
-  if (timeout.phase == EPX_PHASE_ARRIVE) // even if it has arrived since
+  if (timeout.phase == EPX_PHASE_ARRIVE) // the culprit may have arrived since
     failure.message += kernel_words(timeout.kernel, timeout.culprit, call.operation);
   return failure;
 }
@@ -174,7 +175,7 @@ Failure launch_failure(CallName call, int rank, const std::string& why) {
   Failure failure = failure_of(call, EPX_ERROR_SYSTEM);
   failure.culprit = rank;
   failure.message = fmt::format("{}: the kernel of this rank, {}, could not be launched, which ends the group: {}",
-                                words(call), rank, why);
+                                format(call), rank, why);
   return failure;
 }
 
@@ -184,27 +185,27 @@ Failure abort_failure(CallName call, const AbortRecord& abort_record, int rank, 
   const bool is_self = abort_record.culprit == rank;
   if (abort_record.status == EPX_ERROR_ABORTED) {
     failure.message =
-        fmt::format("{}{} aborted the group", call.operation == EPX_OP_NONE ? "" : words(call) + ": ", // in no call
+        fmt::format("{}{} aborted the group", call.operation == EPX_OP_NONE ? "" : format(call) + ": ", // in no call
                     is_self ? "this rank" : fmt::format("rank {}", abort_record.culprit));
   } else if (abort_record.status == EPX_ERROR_INTERNAL) {
     failure.message =
-        fmt::format("{}: rank {} found in {} (call {}) that the control words of its window are damaged", words(call),
+        fmt::format("{}: rank {} found in {} (call {}) that the control words of its window are damaged", format(call),
                     abort_record.culprit, name_of(abort_record.operation), abort_record.sequence);
   } else if (abort_record.status == EPX_ERROR_SYSTEM) {
-    failure.message = fmt::format("{}: {} could not launch its kernel of {}", words(call),
+    failure.message = fmt::format("{}: {} could not launch its kernel of {}", format(call),
                                   is_self ? "this rank" : fmt::format("rank {}", abort_record.culprit),
-                                  words({abort_record.operation, abort_record.sequence}));
+                                  format({abort_record.operation, abort_record.sequence}));
   } else if (abort_record.status == EPX_ERROR_OUT_OF_SEQUENCE) {
     failure.message = fmt::format(
         "{}: two calls of this group overlapped on the device of {}: {} (call {}) began while another one was in progress; "
         "the calls of a CUDA graph are ordered by the caller: order them by stream or event",
-        words(call), is_self ? "this rank" : fmt::format("rank {}", abort_record.culprit), name_of(abort_record.operation),
+        format(call), is_self ? "this rank" : fmt::format("rank {}", abort_record.culprit), name_of(abort_record.operation),
         abort_record.sequence);
   } else if (is_self) {
     failure.message = fmt::format("{}: this rank, {}, came too late: its peers gave up waiting for it in {} (call {})",
-                                  words(call), rank, name_of(abort_record.operation), abort_record.sequence);
+                                  format(call), rank, name_of(abort_record.operation), abort_record.sequence);
   } else {
-    failure.message = fmt::format("{}: a peer gave up waiting for rank {} in {} (call {})", words(call),
+    failure.message = fmt::format("{}: a peer gave up waiting for rank {} in {} (call {})", format(call),
                                   abort_record.culprit, name_of(abort_record.operation), abort_record.sequence);
   }
   failure.expected = abort_record.sequence;
@@ -218,13 +219,13 @@ Failure damage_failure(CallName call, int rank, const std::string& what) {
   failure.message =
       fmt::format("{}: the control words of the window of rank {} are damaged: {}; something else has written "
                   "to the group's shared memory",
-                  words(call), rank, what);
+                  format(call), rank, what);
   return failure;
 }
 
 std::string abort_record_damage(uint64_t word) {
   const AbortRecord abort_record = unpack_abort_record(word);
-  return fmt::format("its poison record {:#018x} says status {}, operation {}, rank {}", word,
+  return fmt::format("its abort record {:#018x} says status {}, operation {}, rank {}", word,
                      static_cast<int>(abort_record.status), static_cast<int>(abort_record.operation), abort_record.culprit);
 }
 

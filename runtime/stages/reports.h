@@ -1,4 +1,4 @@
-// What a group reports, in words: the same sentences whoever finds the cause, host code or a kernel.
+// A group's reports get their sentences here, the same ones whether host code or a kernel finds the cause.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,13 @@
 
 namespace epx {
 
-// The call that a report is about.
+// A CallName names the call that a report is about.
 struct CallName {
   epx_operation operation;
   uint64_t sequence;
 };
 
-// ---- Events that a group lives on with ----
+// ---- Recoverable errors: the group counts them and continues ----
 
 Event bad_index_event(CallName call, int64_t bad, int64_t first_value, int64_t token, int64_t k, int num_experts);
 
@@ -29,47 +29,47 @@ Event overflow_event(CallName call, const Overflow& overflow, int rank, int64_t 
 
 Event too_few_rows_event(CallName call, int64_t dropped, int64_t recv_rows, int64_t rows_in_use);
 
-// What a call passes that its handle memory must have been prepared for.
+// The handle memory of a call must have been prepared for these arguments.
 struct HandleUse {
   int32_t top_k;
   int32_t alignment; // effective
   int64_t num_tokens;
 };
-// Why this rank cannot use the handle memory in this call; "" when it can.
+// Returns why this rank cannot use the handle memory in this call; "" when it can.
 std::string why_unusable(const HandleHeader& header, const HandleUse& use, const GroupContext& context);
-// The same where the header is right and the body's checksum is wrong.
+// Returns the reason where the header is right and the body's checksum is wrong.
 std::string why_body_unusable();
 Event unusable_handle_event(CallName call, const std::string& why);
-Event plan_mismatch_event(CallName call, uint64_t own_plan, uint64_t their_plan, int stranger);
+Event plan_mismatch_event(CallName call, uint64_t own_plan, uint64_t their_plan, int mismatched_rank);
 
-// ---- Failures that it does not ----
+// ---- Sticky errors: they end the group ----
 
-// The first disagreement among what the ranks offer, [P]; none when they agree.
+// Returns the first agreed field in which the ranks' call descriptors [P] differ; none when they agree.
 std::optional<Failure> find_disagreement(CallName call, std::span<const CallDescriptor> descriptors);
 
-// What is known of the kernel by which a culprit should have arrived; a call on the host has none.
+// CulpritKernel says what is known of the kernel by which a culprit should have arrived; a call on the host has none.
 enum class CulpritKernel { none, unknown, launched };
 
 struct TimeOut {
   epx_phase phase;
   std::vector<int> missing;
   int culprit;
-  uint64_t culprit_arrived_at; // last call that the culprit had reached
-  int64_t suspended_ms = 0;    // this process was suspended for so long while it waited; that is not counted
+  uint64_t culprit_arrived_at; // the last call that the culprit had reached
+  int64_t suspended_ms = 0;    // this process was suspended for so long while it waited, which is not counted
   CulpritKernel kernel = CulpritKernel::none;
 };
 Failure timeout_failure(CallName call, const TimeOut& timeout, int64_t timeout_ms);
 
-// The end of such a sentence: why the culprit's kernel, although launched, may not have arrived.
+// Returns the end of such a sentence: why the culprit's kernel, although launched, may not have arrived.
 std::string kernel_words(CulpritKernel kernel, int culprit, epx_operation operation);
 
-// This rank's kernel could not be launched.
+// Reports that this rank's kernel could not be launched.
 Failure launch_failure(CallName call, int rank, const std::string& why);
 
-// A peer, or this rank itself, left a poison record, which is sound.
+// Reports the abort record, which is sound, that a peer or this rank itself has stored.
 Failure abort_failure(CallName call, const AbortRecord& abort_record, int rank, uint64_t culprit_arrived_at);
 
-// What peers store in the window of `rank` cannot have come from them. `what` says which word, and its value.
+// Reports a word in the window of `rank` that no peer can have stored. `what` says which word, and its value.
 Failure damage_failure(CallName call, int rank, const std::string& what);
 std::string abort_record_damage(uint64_t word);
 

@@ -1,5 +1,5 @@
-// The five operations behind the C API, as every transport implements them. The arguments are checked: shapes fit the
-// group, pointers are there where they must be.
+// Every transport implements these five operations, which are behind the C API. Their arguments have been checked: shapes fit
+// the group, and required pointers are not NULL.
 //
 // There are two movements. *Scatter* carries rows from tokens to slots: dispatch and combine_bwd. *Gather* carries rows
 // from slots to tokens and sums them: combine and dispatch_bwd. Weights and gradients are variations of these two.
@@ -29,7 +29,7 @@ struct PrepareCall {
   int32_t* slot_origin; // [R, 3]; may be NULL
 };
 
-// What the four data movements have in common.
+// The four data movements have these arguments in common.
 struct MovementCall {
   epx_stream stream; // NULL on the host
   epx_operation operation;
@@ -40,7 +40,7 @@ struct MovementCall {
   int64_t recv_rows;  // N
   int hidden;         // H
   epx_dtype dtype;
-  const std::byte* checked_header; // handle_mem, or where launch_check leaves a copy of its header for a kernel
+  const std::byte* checked_header; // handle_mem, or the copy of its header that launch_check makes for a kernel
 };
 
 struct DispatchCall : MovementCall {

@@ -200,7 +200,7 @@ TEST_CASE("color, key, num_comm_sms and timeout_ms may differ") {
   run_threads(kRanks, [&](int rank) {
     const epx_bootstrap bootstrap = meeting.bootstrap(rank);
     Config config = round_config();
-    config.key = -rank; // turns the order around
+    config.key = -rank; // reverses the order
     config.num_comm_sms = rank;
     config.timeout_ms += rank;
     epx_group group = nullptr;
@@ -284,7 +284,7 @@ TEST_CASE("bad arguments of epx_group_create and epx_group_memory_plan") {
   CHECK(epx_group_config_init(nullptr) == EPX_ERROR_INVALID_ARGUMENT);
 }
 
-TEST_CASE("a bootstrap that fails: its status and its words come through") {
+TEST_CASE("a bootstrap that fails: its status and its message come through") {
   epx_bootstrap bootstrap{};
   bootstrap.struct_size = sizeof(bootstrap);
   bootstrap.num_ranks = 2;
@@ -456,12 +456,12 @@ TEST_CASE("epx_mem_free of different allocations: out of sequence on all ranks")
       check_ok(epx_mem_alloc(group, 4096, &allocation), "epx_mem_alloc");
     check_status(epx_mem_free(group, allocations[rank]), EPX_ERROR_OUT_OF_SEQUENCE, "epx_mem_free");
     // Local from now on.
-    check(epx_mem_free(group, allocations[1 - rank]) != EPX_ERROR_TIMEOUT, "epx_mem_free waited on a poisoned group");
+    check(epx_mem_free(group, allocations[1 - rank]) != EPX_ERROR_TIMEOUT, "epx_mem_free waited on a group that had ended");
     epx_group_destroy(group);
   });
 }
 
-TEST_CASE("epx_mem_free after an abort tells of it, and frees all the same") {
+TEST_CASE("epx_mem_free after an abort reports it, and frees all the same") {
   LocalMeeting meeting(kRanks);
   run_threads(kRanks, [&](int rank) {
     const epx_bootstrap bootstrap = meeting.bootstrap(rank);

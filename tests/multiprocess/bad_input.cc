@@ -1,6 +1,6 @@
 // Bad input to the five operations. What is refused on the host changes nothing, on the rank that passed it and on its
-// peer, and takes no sequence number: a good round follows each. What is lived with is reported in words, and the group
-// goes on. What cannot be lived with ends the group on all ranks alike.
+// peer, and takes no sequence number: a good round follows each. Recoverable errors are reported with a sentence, and the group
+// continues. Sticky errors end the group on all ranks alike.
 #include <doctest/doctest.h>
 
 #include <cstdint>
@@ -41,7 +41,7 @@ TEST_CASE("a refused call changes nothing and takes no sequence number") {
     check_ok(epx_group_query(group, &group_info), "epx_group_query");
     LayerRound round(group, rank);
     round.run_all();
-    // Both ranks walk the same table, and take turns in spoiling their call.
+    // Both ranks walk the same table, and spoil their call alternately.
     const auto table = refusals(round.num_tokens(), group_info.num_local_experts, round.num_rows(), round.handle_bytes());
     std::string wrong;
     for (size_t i = 0; i < table.size(); ++i) {
@@ -233,7 +233,7 @@ void check_unusable_handle(epx_group group, LayerRound& round, int rank, const s
   round.run_all();
   const auto calls = round.calls();
   if (rank == 0) {
-    // AbortRecord all outputs but the handle.
+    // All outputs but the handle are scribbled over.
     std::vector<std::byte> handle(round.handle(), round.handle() + round.handle_bytes());
     round.poison_outputs();
     std::memcpy(round.handle(), handle.data(), handle.size());

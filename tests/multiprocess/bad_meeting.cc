@@ -1,4 +1,4 @@
-// File rendezvous that goes wrong: bad arguments, directories that are missing or read-only, ranks that never come, come
+// These file rendezvous go wrong: bad arguments, directories that are missing or read-only, ranks that never come, come
 // twice or disagree, what a dead job left behind, and two jobs in one directory.
 #include <doctest/doctest.h>
 
@@ -40,7 +40,7 @@ size_t num_files(const TempDirectory& directory) {
   return count;
 }
 
-// Meets and gathers a number that only this job has.
+// Joins the others and gathers a number that only this job has.
 void check_meeting(const std::string& directory, const std::string& job, int rank, int num_ranks, int32_t secret) {
   epx_bootstrap bootstrap{};
   check_ok(epx_bootstrap_file(directory.c_str(), job.c_str(), rank, num_ranks, kLongMs, &bootstrap), "epx_bootstrap_file");

@@ -66,7 +66,7 @@ bool overwrite(const RankContext& context, const FaultRank& rank, int64_t offset
 
 } // namespace
 
-TEST_CASE("a poison record that no rank stored ends the group with a sentence about damage") {
+TEST_CASE("an abort record that no rank stored ends the group with a sentence about damage") {
   for (const uint64_t word : {uint64_t{1}, ~uint64_t{0}, pack(AbortRecord{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 35032, 3}),
                               pack(AbortRecord{static_cast<epx_status>(12), EPX_OP_COMBINE, 0, 3})}) {
     on_every_rank([&](const RankContext& context) {

@@ -190,7 +190,7 @@ TEST_CASE("handle memory with a damaged header") {
     LayerRun layer(group, c.layer, Placement::plain, 5);
     layer.prepare(spoiled);
     const Bytes own = layer.handle();
-    for (size_t byte = 0; byte < 48; ++byte) { // at least so much tells what the handle belongs to
+    for (size_t byte = 0; byte < 48; ++byte) { // these bytes at least identify the handle's owner
       if (group.rank() == lost_rank) {
         Bytes damaged = own;
         damaged[byte] ^= std::byte{0x10};

@@ -108,7 +108,7 @@ public:
     }
   }
 
-  // Collective: from now on all rounds receive into one piece of memory that the peers write and read in place.
+  // The call is collective: all later rounds receive into one allocation that the peers write and read in place.
   void share_rows() {
     const int64_t count = recv_capacity(shape_) * kHidden;
     group_.add_arena(count * static_cast<int64_t>(sizeof(float)));
@@ -262,7 +262,7 @@ TEST_CASE("calls of one kind at once after each other") {
   }
 }
 
-TEST_CASE("layers through one piece of memory that is overwritten at once") {
+TEST_CASE("layers through one allocation that is overwritten at once") {
   for (const auto precision : {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT}) {
     on_every_rank([&](const RankContext& context) {
       Pace pace(context, precision);

@@ -16,7 +16,7 @@ constexpr size_t kTensorBytes = 1 << 15;
 constexpr int kNumTensors = 8;
 constexpr std::chrono::seconds kAtOnce{5}; // for what must not wait at all, on a busy machine
 
-// Which piece of memory a tensor lies in.
+// A tensor lies in one of these allocations.
 enum : int { kHandle, kTokenRows, kTokenFloats, kSlotRows, kSlotFloats, kOtherRows, kOtherFloats, kIntegers };
 
 GroupCase fault_group(int num_ranks, int64_t timeout_ms) {

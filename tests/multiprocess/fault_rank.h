@@ -1,4 +1,5 @@
-// One rank of a small group for the tests of failure: makes calls whose terms can be spoiled, and looks at the reports.
+// A FaultRank is one rank of a small group for the tests of failures: it makes calls whose fields can be spoiled, and checks
+// the reports.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,7 @@
 
 namespace epx::test {
 
-// What ranks have to agree on in a call. The sizes stay within the group's limits.
+// Ranks have to agree on these fields of a call. The sizes stay within the group's limits.
 struct CallFields {
   int top_k = 2;
   int alignment = 4;
@@ -56,7 +57,7 @@ private:
   Device& device_;
   epx_group group_ = nullptr;
   epx_status created_ = EPX_ERROR_INTERNAL;
-  std::vector<std::byte*> memory_; // several tensors, large enough for any terms
+  std::vector<std::byte*> memory_; // several tensors, large enough for any fields
   size_t handle_bytes_ = 0;
 };
 

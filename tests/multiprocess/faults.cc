@@ -1,4 +1,4 @@
-// Failures that a group does not survive, ranks as threads: who is named, who learns of it, and how soon.
+// Sticky errors end a group; these tests check, with ranks as threads, who is named, who learns of it, and how soon.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -101,7 +101,7 @@ void stay_away_from(epx_operation operation) {
   reports.check_missing({kAbsent}, sequence, sequence - 1);
 }
 
-// Rank 0 and the others make different calls, or the same with different terms. All of them must say so.
+// Rank 0 and the others make different calls, or the same with different fields. All of them must report it.
 void disagree(epx_operation operation, epx_operation others_operation, const CallFields& terms,
               const CallFields& others_fields, epx_status status, const std::vector<std::string>& words) {
   with_ranks(3, [&](const RankContext& context) {
@@ -235,7 +235,7 @@ TEST_CASE("ranks that free different memory are out of sequence") {
   });
 }
 
-TEST_CASE("ranks that disagree on the terms of a call are told the field, the ranks and the values") {
+TEST_CASE("ranks that disagree on a field of a call learn the field, the ranks and the values") {
   for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD}) {
     CAPTURE(std::string(operation_name(operation)));
     disagree_on(operation, [](CallFields& terms) { terms.hidden = 7; }, {"hidden", "8", "7"});

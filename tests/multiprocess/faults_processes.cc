@@ -1,4 +1,4 @@
-// Failures of whole processes: killed, stopped, and what they leave behind.
+// Whole processes fail here: they are killed or stopped, and the tests check what they leave behind.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -28,7 +28,7 @@ constexpr int64_t kMeetMs = 30'000;
 constexpr auto kTimeLimit = 60s;
 constexpr int kVictim = 1;
 
-// Calls fn as one of num_ranks processes that have met through files in `directory`.
+// Calls fn as one of num_ranks processes that have joined through files in `directory`.
 void as_rank(const TempDirectory& directory, const char* job, int rank, int num_ranks,
              const std::function<void(const RankContext&)>& fn) {
   epx_bootstrap bootstrap = {};
@@ -66,7 +66,7 @@ pid_t pid_of(const std::vector<uint64_t>& pids, int rank) {
 
 } // namespace
 
-TEST_CASE("a rank that is killed before a call is named, and the survivors meet again") {
+TEST_CASE("a rank that is killed before a call is named, and the survivors join again") {
   lose_the_victim([](const TempDirectory& directory, const RankContext& context) {
     FaultRank rank(context, kTimeoutMs);
     rank.prepare();

@@ -68,7 +68,7 @@ public:
 
   void poison_outputs();
   void run(Op op);      // a good call
-  void run_all();       // poisons the outputs, makes the five calls and checks their results and that nothing is reported
+  void run_all();       // scribbles over the outputs, makes and checks the five calls, and checks that nothing is reported
   void check_results(); // of the five calls
   std::vector<std::byte> memory() const; // a copy of the inputs, the handle and the outputs
   std::byte* handle() { return at(kHandle); }

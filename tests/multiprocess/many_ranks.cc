@@ -1,6 +1,6 @@
 // many_ranks [--ranks P] [--transport host|nccl]
-// More ranks than a warp has lanes, and more routes of a token: what the kernels do 32 at a time they do twice here. Few
-// tokens, since ranks are threads of this process; every result is compared with the oracle's.
+// There are more ranks than a warp has lanes, and more routes of a token: what the kernels do 32 at a time they do twice here.
+// The tokens are few, since ranks are threads of this process; every result is compared with the oracle's.
 #include <charconv>
 #include <cstdio>
 #include <exception>
@@ -21,8 +21,9 @@ struct Kind {
   RoutingStyle routing;
 };
 
-// All ranks together have few routes up to 8192, and few tokens up to 2048 (runtime/layout/window_layout.h): on 40 ranks
-// 204 routes each. So the kernels take the first of each pair of these for few tokens, the second for many.
+// The routing all-gather takes up to 8192 routes of all ranks, and the LL path up to 2048 tokens of all ranks
+// (runtime/layout/window_layout.h): on 40 ranks 204 routes each. So the kernels take the LL path for the first of each pair of
+// these, and the HT path for the second.
 constexpr Kind kKinds[] = {
     {EPX_COMBINE_WIRE, 40, 5, RoutingStyle::distinct}, {EPX_COMBINE_WIRE, 40, 7, RoutingStyle::distinct},
     {EPX_COMBINE_EXACT, 64, 3, RoutingStyle::uniform}, {EPX_COMBINE_EXACT, 64, 5, RoutingStyle::uniform},

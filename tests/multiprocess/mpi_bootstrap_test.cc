@@ -207,7 +207,7 @@ TEST_CASE("the caller's error handler is as it was") {
   MPI_Comm_free(&comm);
 }
 
-TEST_CASE("ranks that pass different sizes are all told so") {
+TEST_CASE("ranks that pass different sizes all learn of it") {
   const TimeLimit limit(60);
   const int last = size_of(MPI_COMM_WORLD) - 1;
   if (last == 0) return;
@@ -234,7 +234,7 @@ TEST_CASE("a rank that does not come is named by all, and hears of it when it co
     CAPTURE(named);
     if (rank == late) {
       std::this_thread::sleep_for(4 * kShort);
-      // The parts of the others are here, so that this round succeeds; they have not waited, as the next one tells.
+      // The contributions of the others are here, so that this round succeeds; they have not waited, as the next round shows.
       check_round(bootstrap, 1, 64);
       CHECK(bootstrap.all_gather({1, 2, 3}, kPatient) == EPX_ERROR_TIMEOUT);
     } else {

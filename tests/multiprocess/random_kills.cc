@@ -4,8 +4,8 @@
 //
 //   random_kills [--kills N] [--ranks P] [--seed S] [--check-meeting yes] [--check-leftovers yes]
 //
-// --check-meeting also demands that rank 0 is named when it is killed while the ranks meet through files, and
-// --check-leftovers that nothing is left in /dev/shm, and nothing in the directory that the ranks met in by a job of which a
+// --check-meeting also demands that rank 0 is named when it is killed while the ranks join through files, and
+// --check-leftovers that nothing is left in /dev/shm, and nothing in the directory that the ranks joined in by a job of which a
 // rank gave up on the one that was killed. Where all others were done before that one was dead, nobody was there to remove what
 // it left: there the next start of the job has to.
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What an error sentence has to tell.
+// An error sentence has to contain certain words.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace epx::test {
 
-// "a|b" is told when a or b is: a value may be given as a number or by its name.
+// A sentence contains "a|b" when it contains a or b: a value may be given as a number or by its name.
 inline bool tells(const std::string& sentence, std::string_view word) {
   for (size_t bar = word.find('|'); bar != std::string_view::npos; bar = word.find('|')) {
     if (contains(sentence, std::string(word.substr(0, bar)))) return true;

@@ -1,4 +1,4 @@
-// Memory that processes of a test share: made before they are forked.
+// Processes of a test share this memory, which is made before they are forked.
 #pragma once
 
 #include <new>

@@ -1,4 +1,4 @@
-// Jobs that are suspended and resumed as a whole, as by Ctrl-Z or a scheduler: their meetings and their groups live on.
+// Jobs that are suspended and resumed as a whole, as by Ctrl-Z or a scheduler: their rendezvous and their groups continue.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -38,13 +38,13 @@ constexpr auto kSuspended = 2'000ms; // longer than the timeout
 constexpr int64_t kMeetMs = 60'000;
 constexpr auto kTimeLimit = 120s;
 
-// What the processes of one job tell each other.
+// The processes of one job share these words.
 struct Job {
   std::array<std::atomic<int32_t>, kRanks> pids;
   std::array<std::atomic<int32_t>, kRanks> rounds; // that the rank has ended
   std::atomic<int32_t> last_round;                 // 0: not known yet
   std::atomic<bool> may_end;
-  std::atomic<int32_t> steps; // of a meeting to which the late rank may go
+  std::atomic<int32_t> steps; // steps of the rendezvous that the late rank may take
 };
 struct Jobs {
   std::array<Job, kJobs> jobs;
@@ -79,7 +79,7 @@ void run_rank(const TempDirectory& directory, Job& job, const std::string& name,
   epx_bootstrap_free(&bootstrap);
 }
 
-// The meeting, and all-gathers after it. To each step one rank comes late, and the others wait for it.
+// The ranks run the rendezvous and all-gathers after it. To each step one rank comes late, and the others wait for it.
 constexpr int kGathers = 3;
 
 void meet_and_gather(const TempDirectory& directory, Job& job, int job_number, int number) {
@@ -195,7 +195,7 @@ TEST_CASE("groups live on when their job is suspended for longer than timeout_ms
       });
 }
 
-TEST_CASE("ranks that meet through files and gather do not fail when their job is suspended for longer than timeout_ms") {
+TEST_CASE("ranks that join through files and gather do not fail when their job is suspended for longer than timeout_ms") {
   const TempDirectory directory;
   const SharedBoard<Jobs> board;
   run_jobs(

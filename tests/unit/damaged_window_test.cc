@@ -1,5 +1,5 @@
-// What lies in a window may be overwritten by anything that a rank's process runs. Here rank 1 of two is made of words that the
-// test stores in rank 0's window beforehand, so that rank 0 waits for nobody: sound ones, and damaged ones.
+// Anything that a rank's process runs may overwrite its window. Here rank 1 of two consists of words that the test stores in
+// rank 0's window beforehand, sound ones and damaged ones, so that rank 0 waits for nobody.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -158,7 +158,7 @@ private:
   Memory handle_;
 };
 
-// Rank 0's call fails since its window is damaged; the sentence holds `words`, and rank 1 is told.
+// Rank 0's call fails since its window is damaged; the sentence contains `words`, and rank 1 gets an abort record.
 void check_damage(OneOfTwo& rank, const std::function<void()>& call, const std::vector<std::string>& words) {
   std::string message;
   try {
@@ -193,7 +193,7 @@ TEST_CASE("words of a peer that are sound are taken") {
   CHECK(rank.report().status == EPX_SUCCESS);
 }
 
-TEST_CASE("a poison record that no rank can have stored is damage") {
+TEST_CASE("an abort record that no rank can have stored is damage") {
   const uint64_t sound = pack(AbortRecord{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 1, 3});
   const uint64_t damaged[] = {
       1,                                                                 // no status
@@ -210,7 +210,7 @@ TEST_CASE("a poison record that no rank can have stored is damage") {
     CAPTURE(word);
     OneOfTwo rank;
     rank.word<Flag>(0, rank.layout().abort_record).value = word;
-    check_damage(rank, [&] { rank.protocol().begin(EPX_OP_DISPATCH); }, {"poison record", "dispatch (call 1)"});
+    check_damage(rank, [&] { rank.protocol().begin(EPX_OP_DISPATCH); }, {"abort record", "dispatch (call 1)"});
   }
   OneOfTwo rank;
   rank.word<Flag>(0, rank.layout().abort_record).value = sound;
@@ -265,7 +265,7 @@ TEST_CASE("a peer that seems to be ahead of this rank is damage") {
   check_damage(rank, [&] { rank.prepare(); }, {"rank 1", "complete", std::to_string(~uint64_t{0})});
 }
 
-TEST_CASE("what a peer seems to offer is looked at before it is used") {
+TEST_CASE("a peer's call descriptor is checked before it is used") {
   struct Damage {
     const char* name;
     void (*spoil)(CallDescriptor& post);

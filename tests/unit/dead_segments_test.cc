@@ -1,5 +1,5 @@
-// transport/host/dead_segments.h: which names in /dev/shm are removed, and which never are. Other processes of this user may use epx
-// at the same time and remove dead segments, too: a file that has to stay is one that none of them may remove.
+// transport/host/dead_segments.h: which names in /dev/shm are removed, and which never are. Other processes of this user may
+// use epx at the same time and remove dead segments, too: a file that has to stay is one that none of them may remove.
 #include <doctest/doctest.h>
 
 #include <cerrno>
@@ -165,7 +165,7 @@ TEST_CASE("another user's name stays, in both directions") {
   const fs::path given =
       plant([](SegmentRecord&) {},
             [](const fs::path& path) {
-              check(::chown(path.c_str(), kNobody, kNobody) == 0, "chown failed"); // its record still tells of root
+              check(::chown(path.c_str(), kNobody, kNobody) == 0, "chown failed"); // its record still names root
             });
   remove_dead_segments();
   CHECK(is_there(given));

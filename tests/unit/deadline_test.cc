@@ -1,4 +1,4 @@
-// When a wait ends that finds out that its process was suspended; times are made up.
+// A wait finds out that its process was suspended, and extends its deadline; the times are made up.
 #include <chrono>
 #include <cstdint>
 #include <limits>

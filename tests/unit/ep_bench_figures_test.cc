@@ -138,7 +138,7 @@ TEST_CASE("ep_bench report: table and JSON say the same, and a dash or null wher
   CHECK(handle_memory_limit(results.options, results.group) == 16 * (512 * 4 + 4096) + 8 * 2 * 32 + 65536);
 }
 
-TEST_CASE("ep_bench report on GPUs: more lines, and ratios to the larger floor") {
+TEST_CASE("ep_bench report on GPUs: more lines, and ratios to the larger speed-of-light bound") {
   Results results = sample_results();
   results.options.transport = results.group.transport = EPX_TRANSPORT_NCCL;
   results.options.floor = true;

@@ -1,4 +1,4 @@
-// The floor's row lists and row counts, against a count by hand and a count row by row.
+// The row lists and row counts of the speed-of-light bound (--floor) are compared with a count by hand and a count row by row.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -43,7 +43,7 @@ TEST_CASE("ep_bench floor: counted by hand") {
 
   const WirePlan sent = scatter_plan(routing, 0);
   REQUIRE(sent.rows() == 2);
-  CHECK(sent.first == std::vector<int32_t>{0, 1, 3}); // token 1 goes to ranks 1 (its turn) and 0
+  CHECK(sent.first == std::vector<int32_t>{0, 1, 3}); // token 1 goes to ranks 1 (the cyclic order begins there) and 0
   CHECK(sent.places[1].rank == 1);
   CHECK(sent.places[2].rank == 0);
   CHECK(sent.places[2].row == 1);

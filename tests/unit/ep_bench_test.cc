@@ -150,7 +150,7 @@ TEST_CASE("ep_bench options: help and version name what they should") {
 TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
   struct Case {
     std::vector<const char*> arguments;
-    std::vector<const char*> told;
+    std::vector<const char*> words;
   };
   const std::vector<Case> cases{
       {{"--tokens", "-1"}, {"--tokens", "-1"}},
@@ -216,12 +216,12 @@ TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
     if (!has_bootstrap) argv.insert(argv.begin() + 1, {"--bootstrap", "file:/tmp", "--rank", "0", "--ranks", "1"});
     const std::string sentence = refusal(argv);
     CHECK(sentence != "accepted");
-    for (const char* part : c.told)
+    for (const char* part : c.words)
       CHECK_MESSAGE(contains(sentence, part), sentence, " | lacks ", part);
   }
 }
 
-// A bootstrap that answers for two ranks: the other one fares as told.
+// A PretendPeer answers for two ranks; its fields say how the second one fares.
 struct PretendPeer {
   int32_t exit_code = 0;
   const char* message = "";

@@ -98,7 +98,7 @@ TEST_CASE("ep_bench zipf routing: first draws by weight, no expert twice") {
     CHECK(topk_idx == zipf_routing(shape, exponent, 0, 1));
     CHECK(topk_idx != zipf_routing(shape, exponent, 0, 0));
   }
-  // So steep that every weight but the first few vanishes in double precision.
+  // The distribution is so steep that nearly all weights vanish in double precision.
   CHECK(rows_are_distinct(zipf_routing({.tokens = 20, .experts = 300, .top_k = 64, .seed = 1}, 900, 0, 0), 64, 300));
   CHECK(zipf_order(1, 100) != zipf_order(2, 100));
 }
@@ -188,7 +188,7 @@ TEST_CASE("ep_bench text files: what is no regular file of a bounded size is ref
   CHECK(read_words("/proc/self/status")[0] == "Name:"); // its size is 0
 }
 
-TEST_CASE("ep_bench memory: what a shape needs is told before it is allocated") {
+TEST_CASE("ep_bench memory: what a shape needs is reported before it is allocated") {
   // 3 sets of 10 tokens, and 100 receive rows of 64 bytes.
   const Options options =
       options_of({"--tokens", "10", "--hidden", "32", "--input-sets", "3", "--top-k", "2", "--capacity", "50"});

@@ -46,7 +46,7 @@ std::unique_ptr<RankProcess> start_rank(const std::function<void()>& body, milli
 
 TEST_SUITE_BEGIN("file_bootstrap_deadline");
 
-TEST_CASE("a meeting at which a rank is missing fails in time on every rank") {
+TEST_CASE("a rendezvous at which a rank is missing fails in time on every rank") {
   const TimeLimit limit(60);
   for (const milliseconds timeout : {200ms, 500ms, 1000ms})
     for (const std::vector<int>& present : {std::vector<int>{1, 2}, {0, 1}, {0, 2}, {0}, {2}}) {
@@ -62,7 +62,7 @@ TEST_CASE("a meeting at which a rank is missing fails in time on every rank") {
     }
 }
 
-TEST_CASE("a meeting at which a rank falls silent fails in time on the others") {
+TEST_CASE("a rendezvous at which a rank falls silent fails in time on the others") {
   const TimeLimit limit(60);
   static constexpr milliseconds kTimeout = 500ms;
   for (const bool killed : {true, false})
@@ -78,7 +78,7 @@ TEST_CASE("a meeting at which a rank falls silent fails in time on the others") 
       RankProcess first([&] { outcome_of(meet(silent)); });
       auto second = start_rank(meet(1 - silent), kTimeout, word);
       auto third = start_rank(meet(2), kTimeout, word);
-      // Both know the session, and have handed in their parts.
+      // Both know the session, and have handed in their contributions.
       REQUIRE(wait_until([&] {
         int parts = 0;
         for (const std::string& name : names_in(directory.job("job")))
@@ -95,7 +95,7 @@ TEST_CASE("a meeting at which a rank falls silent fails in time on the others") 
 }
 
 // The ranks that resume get the whole timeout anew, and no more than that.
-TEST_CASE("a meeting that is suspended and at which a rank is missing fails in time after it is resumed") {
+TEST_CASE("a rendezvous that is suspended and at which a rank is missing fails in time after it is resumed") {
   const TimeLimit limit(60);
   static constexpr milliseconds kTimeout = 500ms;
   static constexpr milliseconds kBefore = 250ms; // of the timeout has passed

@@ -1,4 +1,4 @@
-// The rendezvous directory beside other people's files, and beside other people.
+// The rendezvous directory lies beside other users' files, and other users act on it.
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -129,7 +129,7 @@ TEST_CASE("only names and contents that are both epx's own are taken for epx's")
     refuse(name, message());
 }
 
-// Their writer may be a rank of this job that has loaded another libepx: nobody can tell.
+// Their writer may be a rank of this job that has loaded another libepx: nobody can know.
 TEST_CASE("files in the format of an older epx are refused with what to do about them, and they stay") {
   const TimeLimit limit(30);
   const TempDirectory directory;
@@ -282,7 +282,7 @@ TEST_CASE("who swaps the directory while ranks use it makes them fail, and gets 
   }
 }
 
-// Root's ranks meet below a directory in which another user may write and rename.
+// Root's ranks join below a directory in which another user may write and rename.
 TEST_CASE("another user who swaps the directory leads root nowhere") {
   if (::geteuid() != 0) return; // it takes two users
   const TimeLimit limit(60);

@@ -107,7 +107,7 @@ void follow_dead_jobs(bool elsewhere) {
   }
   SUBCASE("parts and answers of an all-gather") {
     for (const int victim : {0, 1}) {
-      // Rank 2 never comes to the first all-gather, so that the parts of the others lie there when they are killed.
+      // Rank 2 never comes to the first all-gather, so that the contributions of the others lie there when they are killed.
       RankProcess rank2([&] {
         Bootstrap bootstrap(directory.path(), "job", 2, 3, kPatient);
         ::pause();
@@ -273,7 +273,7 @@ TEST_CASE("nothing is removed that another host, boot or PID namespace wrote") {
 }
 
 // Beside a file of another host nobody can be sure that the job is dead.
-TEST_CASE("old leftovers of this host are cleared away by the next job that meets") {
+TEST_CASE("old leftovers of this host are removed by the next job whose ranks join") {
   const TimeLimit limit(60);
   const TempDirectory directory;
   const fs::path job = directory.job("job");

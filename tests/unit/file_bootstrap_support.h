@@ -1,4 +1,4 @@
-// What the tests of the file rendezvous share: ranks as threads and as processes, and their outcomes.
+// The tests of the file rendezvous share these ranks, as threads and as processes, and their outcomes.
 #pragma once
 
 #include <algorithm>
@@ -264,7 +264,7 @@ inline void move_to_another_host(const fs::path& job) {
   }
 }
 
-// Starts processes that come to the door as `ranks` of `num_ranks`, and kills them once the hellos of all are there.
+// Starts processes that join as `ranks` of `num_ranks`, and kills them once the hellos of all are there.
 inline void leave_hellos(const TempDirectory& directory, const std::string& job, std::vector<int> ranks, int num_ranks) {
   std::sort(ranks.rbegin(), ranks.rend()); // rank 0 comes last, and finds nobody who could go on
   std::vector<std::unique_ptr<RankProcess>> processes;

@@ -35,7 +35,7 @@ using namespace epx::test::files;
 
 TEST_SUITE_BEGIN("file_bootstrap");
 
-TEST_CASE("ranks meet and gather, and leave nothing behind") {
+TEST_CASE("ranks join and gather, and leave nothing behind") {
   for (const int num_ranks : {1, 2, 3, 4, 7}) {
     CAPTURE(num_ranks);
     const TimeLimit limit(60);
@@ -140,7 +140,7 @@ TEST_CASE("somebody removes the directory, and the ranks create it again") {
   std::atomic<int> met{0};
   std::atomic<bool> removed{false};
   RankThread remover([&] {
-    require(wait_until([&] { return met == 2; }), "the ranks do not meet");
+    require(wait_until([&] { return met == 2; }), "the ranks do not join");
     removed = fs::remove_all(directory.job("job")) > 0;
     require(removed, "the directory was not there");
   });
@@ -240,7 +240,7 @@ TEST_CASE("a rank that does not come to an all-gather is named by all, and learn
   }
 }
 
-TEST_CASE("ranks that pass different sizes are told so") {
+TEST_CASE("ranks that pass different sizes learn of it") {
   const TimeLimit limit(30);
   const TempDirectory directory;
   const std::vector<Outcome> outcomes = run_ranks(all_ranks(3), [&](int rank) {
@@ -329,7 +329,7 @@ TEST_CASE("a hello that somebody clears away comes back") {
   CHECK(rank1.join().status == EPX_SUCCESS);
 }
 
-TEST_CASE("two processes that claim one rank are both told") {
+TEST_CASE("two processes that claim one rank are both rejected") {
   for (const int rank : {0, 1}) {
     CAPTURE(rank);
     const TimeLimit limit(30);
@@ -368,7 +368,7 @@ TEST_CASE("who claims a rank that is in the session already is sent away, and th
   CHECK(names_in(directory.path()).empty());
 }
 
-TEST_CASE("ranks that disagree on num_ranks are told both values") {
+TEST_CASE("ranks that disagree on num_ranks learn both values") {
   struct Rank {
     int rank;
     int num_ranks;

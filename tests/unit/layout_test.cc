@@ -1,4 +1,4 @@
-// Sizes, offsets and slot arithmetic: closed-form answers.
+// Sizes, offsets and slot arithmetic have closed-form answers.
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -154,9 +154,9 @@ TEST_CASE("gather staging: one row per token and rank, or per route") {
   CHECK(epx::route_index(4, 3, 2) == 14);
 }
 
-TEST_CASE("staging of few tokens: a place for each strip, apart by parity, within its region") {
+TEST_CASE("LL staging: a place for each chunk, apart by parity, within its region") {
   epx_group_config config = small_config();
-  config.hidden_dim = 1000; // 2000 bytes: two strips
+  config.hidden_dim = 1000; // 2000 bytes: two LL chunks
   config.max_sidecar_bytes = 5;
   const epx::GroupShape shape = epx::resolve(config, 4);
   const epx::WindowLayout layout = epx::make_window_layout(shape, EPX_TRANSPORT_NCCL);
@@ -179,7 +179,7 @@ TEST_CASE("staging of few tokens: a place for each strip, apart by parity, withi
   CHECK(epx::make_window_layout(epx::resolve(config, 64), EPX_TRANSPORT_NCCL).ll_tokens == epx::kMaxLlRows / 64);
 }
 
-TEST_CASE("the plan tells the parts of the window, of the transport that the config names") {
+TEST_CASE("the memory plan lists the regions of the window, for the transport that the config names") {
   const epx::GroupShape shape = epx::resolve(small_config(), 4);
   for (const epx_transport transport : {EPX_TRANSPORT_HOST, EPX_TRANSPORT_NCCL}) {
     const epx_memory_plan plan = epx::plan_memory(shape, transport);
@@ -232,14 +232,14 @@ TEST_CASE("a damaged handle header shows") {
   CHECK(header.checksum == epx::header_checksum(header));
 }
 
-TEST_CASE("a poison record survives its packing") {
-  const epx::AbortRecord poison = epx::unpack_abort_record(
+TEST_CASE("an abort record survives its packing") {
+  const epx::AbortRecord abort_record = epx::unpack_abort_record(
       epx::pack(epx::AbortRecord{EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH_BWD, 65534, 123456789012, EPX_PHASE_COMPLETE}));
-  CHECK(poison.status == EPX_ERROR_TIMEOUT);
-  CHECK(poison.operation == EPX_OP_DISPATCH_BWD);
-  CHECK(poison.culprit == 65534);
-  CHECK(poison.sequence == 123456789012);
-  CHECK(poison.phase == EPX_PHASE_COMPLETE);
+  CHECK(abort_record.status == EPX_ERROR_TIMEOUT);
+  CHECK(abort_record.operation == EPX_OP_DISPATCH_BWD);
+  CHECK(abort_record.culprit == 65534);
+  CHECK(abort_record.sequence == 123456789012);
+  CHECK(abort_record.phase == EPX_PHASE_COMPLETE);
 }
 
 TEST_CASE("whom a rank waits for survives its packing") {

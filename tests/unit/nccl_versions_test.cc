@@ -1,4 +1,4 @@
-// Which NCCL libraries epx works with, and how it reads what differs between them.
+// These tests check which NCCL libraries epx works with, and how it reads what differs between them.
 #include <doctest/doctest.h>
 
 #include <cstring>
@@ -35,7 +35,7 @@ TEST_CASE("an NCCL library that epx has not run with is refused with the ones th
   }
 }
 
-TEST_CASE("ranks that have loaded different NCCL libraries are told which") {
+TEST_CASE("ranks that have loaded different NCCL libraries learn which") {
   CHECK(why_not_one_nccl(std::vector<int>{22809}) == "");
   CHECK(why_not_one_nccl(std::vector<int>{22803, 22803, 22803}) == "");
   CHECK(why_not_one_nccl(std::vector<int>{22809, 22809, 22803}) == "rank 0 has loaded NCCL 2.28.9, rank 2 NCCL 2.28.3");
@@ -51,7 +51,7 @@ struct WindowOf2283 {
   uint32_t mcOffset4K;
 };
 
-TEST_CASE("the shares of a window are found in its struct on the device") {
+TEST_CASE("the base addresses of a window are found in its struct on the device") {
   WindowOf2283 window{};
   std::memset(&window, 0x5a, sizeof(window)); // what is not read
   window.lsaFlatBase = reinterpret_cast<char*>(0x7f0012345000);
@@ -62,7 +62,7 @@ TEST_CASE("the shares of a window are found in its struct on the device") {
     REQUIRE(layout->bytes <= sizeof(window));
     const std::span<const std::byte> bytes = std::as_bytes(std::span(&window, 1)).first(layout->bytes);
     for (const int rank : {0, 1, 7, 71})
-      CHECK(reinterpret_cast<uint64_t>(lsa_share(*layout, bytes, rank)) ==
+      CHECK(reinterpret_cast<uint64_t>(lsa_base(*layout, bytes, rank)) ==
             0x7f0012345000 + static_cast<uint64_t>(rank) * 32 * (uint64_t{1} << 32));
   }
 }

@@ -1,4 +1,4 @@
-// Row arithmetic: every instruction set against the oracle's scalar conversions, bit for bit.
+// The row arithmetic of every instruction set is compared with the oracle's scalar conversions, bit for bit.
 #include <cfenv>
 #include <cmath>
 #include <cstring>

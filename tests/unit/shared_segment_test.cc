@@ -1,4 +1,4 @@
-// Shared memory of the host transport: how windows are shared, and what is opened.
+// These tests check how the ranks of the host transport share windows, and which segments they open.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -52,7 +52,7 @@ std::set<std::string> own_names() {
   return names;
 }
 
-// Tells a test what the ranks do between two steps of opening a window.
+// A test defines what the ranks do between two steps of opening a window.
 class WatchedExchange final : public BootstrapExchange {
 public:
   WatchedExchange(const epx_bootstrap& bootstrap, std::function<void(int)> before_gather)
@@ -99,7 +99,7 @@ int check_window(const epx_bootstrap& bootstrap, SegmentKind kind, const BeforeG
   return num_gathers;
 }
 
-// Each rank as a process; they meet through files.
+// Each rank is a process; they join through files.
 void run_rank_processes(int num_ranks, const std::function<void(const epx_bootstrap&)>& fn) {
   const test::TempDirectory directory;
   test::check_all_succeeded(test::run_processes(num_ranks, 60s, [&](int rank) {
@@ -211,7 +211,7 @@ TEST_CASE("groups of one bootstrap go on alike when a rank of one of them cannot
 
 // ---- What is opened ----
 
-TEST_CASE("a segment is opened only if it is the one that its creator told of") {
+TEST_CASE("a segment is opened only if it is the one that its creator sent") {
   std::string why;
   const auto own = SharedSegment::create_nameless(kWindowBytes, why);
   REQUIRE(own != nullptr);

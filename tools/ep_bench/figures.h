@@ -19,12 +19,13 @@ struct CopyFigures {
   double ratio = 0;     // bytes/s that the operation writes / bytes/s of this
 };
 
-// What the hardware needs for the operation's rows alone, by all ranks at once: see floor_plan.h.
+// The speed-of-light bound (--floor) is the time that the hardware needs for the operation's rows alone, on all ranks at once;
+// see floor_plan.h.
 struct FloorFigures {
   double wire_us = 0;                    // each row stored once to each rank that it must reach
   double hbm_us = 0;                     // local reads and writes
   std::string wire_variant, hbm_variant; // of the kernels tried, the fastest
-  double wire_us_on_sms = 0;             // the same on no more than options.num_comm_sms multiprocessors; 0: not asked
+  double wire_us_on_sms = 0;             // the same on no more than options.num_comm_sms SMs; 0: not asked
   double hbm_us_on_sms = 0;
 
   double us() const { return wire_us > hbm_us ? wire_us : hbm_us; }
@@ -49,7 +50,7 @@ struct OperationFigures {
   std::optional<CopyFigures> copy;          // host transport, unless no row was written
   std::optional<FloorFigures> floor;        // with --floor
   std::optional<double> floor_ratio;        // median time / the floor's
-  std::optional<double> floor_ratio_on_sms; // median time / the floor's on options.num_comm_sms multiprocessors
+  std::optional<double> floor_ratio_on_sms; // median time / the floor's on options.num_comm_sms SMs
 };
 
 using Figures = std::vector<OperationFigures>; // in the order of lines_of(the transport)

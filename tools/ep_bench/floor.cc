@@ -22,8 +22,8 @@ namespace {
 constexpr int kWarmupRuns = 4;
 constexpr int kRuns = 24;
 
-// Grids that a wire floor is tried with, below that of all SMs: more blocks are not always faster. A block has a
-// multiprocessor of its own.
+// The wire bound is tried with these grids and with one of all SMs: more blocks are not always faster. Each block has an SM of
+// its own.
 constexpr int kWireGrids[] = {16, 32, 64, 96, 128};
 
 constexpr int kLocalThreads[] = {512, kMaxLocalFloorThreads};
@@ -38,7 +38,7 @@ Buffer upload(Gpu& gpu, const std::vector<T>& values) {
   return Buffer::input(gpu, std::as_bytes(std::span(values)));
 }
 
-// What a rank's source buffer repeats.
+// Returns the block of random words that a rank's source buffer repeats.
 std::vector<uint64_t> source_block(int rank) {
   constexpr size_t kBytes = size_t{8} << 20;
   std::vector<uint64_t> block(kBytes / sizeof(uint64_t));
@@ -50,9 +50,9 @@ std::vector<uint64_t> source_block(int rank) {
 
 class FloorRun {
 public:
-  FloorRun(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu, StreamBlocker& start)
+  FloorRun(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu, StreamBlocker& blocker)
       : sets_(sets), exact_(options.combine_precision == EPX_COMBINE_EXACT),
-        num_comm_sms_(std::min(options.num_comm_sms, gpu.num_sms())), peers_(peers), gpu_(gpu), start_(start),
+        num_comm_sms_(std::min(options.num_comm_sms, gpu.num_sms())), peers_(peers), gpu_(gpu), blocker_(blocker),
         row_bytes_((row_bytes(options) + kFloorRowUnit - 1) / kFloorRowUnit * kFloorRowUnit),
         target_rows_(std::max<int64_t>(rows_of_places(sets[0], exact_), 1)),
         targets_(static_cast<size_t>(target_rows_ * row_bytes_), peers) {
@@ -75,7 +75,7 @@ public:
     });
   }
 
-  // Of all lines of one direction at once. Collective.
+  // Measures the wire bound of all lines of each direction at once. The call is collective.
   void measure_wire() {
     scatter_floor_ = wire(scatter_);
     gather_floor_ = wire(gather_);
@@ -88,7 +88,7 @@ public:
     return figures;
   }
 
-  // That the kernels move every row. Collective.
+  // Verifies that the kernels move every row. The call is collective.
   void verify() const {
     for (auto* launch : {launch_wire_floor, launch_wire_floor_bulk}) {
       verify_wire(
@@ -105,7 +105,8 @@ public:
 private:
   PlanOnDevice prepare(const WirePlan& plan) { return {upload(gpu_, plan.first), upload(gpu_, plan.places), plan.rows()}; }
 
-  // Bits as random as those of tokens: what links and memory draw depends on them. The same block again and again.
+  // Fills the source with copies of one block of bits as random as those of tokens, since the power that links and memory draw
+  // depends on them.
   void fill_source() {
     const std::vector<uint64_t> block = source_block(peers_.rank());
     const std::span<const std::byte> bytes = std::as_bytes(std::span(block));
@@ -113,29 +114,29 @@ private:
       gpu_.write(source_.data() + done, bytes.first(std::min(bytes.size(), source_.size() - done)));
   }
 
-  // The median over runs of the slowest rank's time of launch(set), microseconds.
+  // Returns the median over runs of the slowest rank's time of launch(set), in microseconds.
   template <typename Launch>
   double median_us(Launch&& launch) const {
     std::vector<Stopwatch> watches(kWarmupRuns + kRuns);
     std::vector<int64_t> times;
-    peers_.together([&] { // once before hold(): a first launch may wait for the stream
+    peers_.together([&] { // one launch precedes block(): a first launch may wait for the stream
       check_cuda(launch(size_t{0}), "launch of a floor's kernel");
       gpu_.finish();
     });
-    start_.hold();
+    blocker_.block();
     Failure failure = attempt([&] {
       for (int run = 0; run < kWarmupRuns + kRuns; ++run) {
-        start_.line_up();
+        blocker_.rank_barrier();
         watches[run].start(gpu_.cuda_stream());
         check_cuda(launch(run % sets_.size()), "launch of a floor's kernel");
         watches[run].stop(gpu_.cuda_stream());
       }
     });
-    start_.unblock();
+    blocker_.unblock();
     if (failure.exit_code == 0)
       failure = attempt([&] {
         gpu_.finish();
-        start_.check();
+        blocker_.check();
         for (int run = kWarmupRuns; run < kWarmupRuns + kRuns; ++run)
           times.push_back(watches[run].elapsed_ns());
       });
@@ -154,7 +155,7 @@ private:
     return params;
   }
 
-  // Lets `launch` carry out a plan of the first set, and throws where a row has not come.
+  // Runs `launch` on a plan of the first set, and throws where a row has not come.
   template <typename Launch>
   void verify_wire(const PlanOnDevice& plan, const std::function<WirePlan(int)>& plan_of, Launch&& launch) const {
     const std::span<std::byte> mine(targets_.of(peers_.rank()), static_cast<size_t>(target_rows_ * row_bytes_));
@@ -177,36 +178,36 @@ private:
     for (int64_t row = 0; row < plan.rows(); ++row)
       for (int32_t place = plan.first[row]; place < plan.first[row + 1]; ++place) {
         if (plan.places[place].rank != peers_.rank()) continue;
-        const std::byte* const come = &rows[plan.places[place].row * row_bytes_];
+        const std::byte* const received = &rows[plan.places[place].row * row_bytes_];
         for (int64_t i = 0; i < row_bytes_; ++i)
-          if (come[i] != sent[(row * row_bytes_ + i) % sent.size()])
+          if (received[i] != sent[(row * row_bytes_ + i) % sent.size()])
             throw RuntimeError(fmt::format("the floor's row {} of rank {} did not come", row, source));
       }
   }
 
   FloorFigures wire(const std::vector<PlanOnDevice>& plans) const {
     FloorFigures best;
-    const auto offer = [&](const char* kind, int blocks, auto&& launch) {
+    const auto try_variant = [&](const char* kind, int blocks, auto&& launch) {
       const double us = median_us([&](size_t set) { return launch(wire_params(plans[set]), blocks, gpu_.cuda_stream()); });
       if (blocks <= num_comm_sms_) best.wire_us_on_sms = lower(best.wire_us_on_sms, us);
       if (!best.wire_variant.empty() && us >= best.wire_us) return;
       best.wire_us = us;
       best.wire_variant = fmt::format("{} stores, {} blocks", kind, blocks);
     };
-    const auto offer_both = [&](int blocks) {
-      offer("plain", blocks, launch_wire_floor);
-      offer("bulk", blocks, launch_wire_floor_bulk);
+    const auto try_both_variants = [&](int blocks) {
+      try_variant("plain", blocks, launch_wire_floor);
+      try_variant("bulk", blocks, launch_wire_floor_bulk);
     };
     std::set<int> grids(std::begin(kWireGrids), std::end(kWireGrids));
     grids.insert({gpu_.num_sms(), num_comm_sms_});
     for (int blocks : grids)
-      if (blocks > 0 && blocks <= gpu_.num_sms()) offer_both(blocks);
+      if (blocks > 0 && blocks <= gpu_.num_sms()) try_both_variants(blocks);
     return best;
   }
 
   static double lower(double us, double other) { return us == 0 ? other : std::min(us, other); }
 
-  // A kernel that reads and writes rows locally, on so many multiprocessors.
+  // A LocalVariant is one kernel configuration that reads and writes rows locally.
   struct LocalVariant {
     std::string name;
     bool is_mixed;
@@ -253,7 +254,8 @@ private:
     }
   }
 
-  // Throws where a variant leaves something unwritten: what it writes, as what it reads, is random, and not zero.
+  // Throws where a variant leaves words unwritten: the words that it writes, like those that it reads, are random, and not
+  // zero.
   void verify_local(const Line& line) const {
     const LocalRows rows = local_rows(sets_[0], peers_.rank(), line, exact_);
     const std::span<std::byte> written(local_target_.data(), static_cast<size_t>(rows.writes * row_bytes_));
@@ -274,23 +276,23 @@ private:
 
   std::span<const RoutingOfAll> sets_;
   bool exact_;
-  int num_comm_sms_; // 0: all
+  int num_comm_sms_; // SMs; 0: all
   const Peers& peers_;
   Gpu& gpu_;
-  StreamBlocker& start_;
+  StreamBlocker& blocker_;
   int64_t row_bytes_;
   int64_t target_rows_;
   PeerMemory targets_;
   Buffer source_, local_target_;
   std::vector<PlanOnDevice> scatter_, gather_; // [set]
-  FloorFigures scatter_floor_, gather_floor_;  // without the HBM's
+  FloorFigures scatter_floor_, gather_floor_;  // the wire bounds only
 };
 
 } // namespace
 
 Floors measure_floors(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu,
-                      StreamBlocker& start) {
-  FloorRun run(sets, options, peers, gpu, start);
+                      StreamBlocker& blocker) {
+  FloorRun run(sets, options, peers, gpu, blocker);
   if (options.verify) run.verify();
   run.measure_wire();
   Floors floors;

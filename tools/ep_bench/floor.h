@@ -1,4 +1,5 @@
-// The floor: what the hardware needs for the rows of an operation alone, measured beside the operation.
+// The speed-of-light bound of an operation (option --floor, identifiers "floor") is the time that the hardware needs for moving
+// its rows alone, measured in the same run.
 #pragma once
 
 #include <span>
@@ -13,10 +14,10 @@
 
 namespace epx::bench {
 
-// Of each line of the table, in order; none where a line moves no rows. The runs take the input sets in turn, as the timed
-// iterations do; a time is the median of the slowest rank's, and the best of all variants is kept. Rows are rounded up to
-// 16 bytes. With options.verify it is first checked that the kernels move every row. Collective.
+// Returns the bound of each line of the table, in order; none where a line moves no rows. The runs cycle through the input
+// sets, as the timed iterations do; a time is the median of the slowest rank's, and the best of all variants is kept. Rows are
+// rounded up to 16 bytes. With options.verify it is first checked that the kernels move every row. The call is collective.
 Floors measure_floors(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu,
-                      StreamBlocker& start);
+                      StreamBlocker& blocker);
 
 } // namespace epx::bench

@@ -1,3 +1,11 @@
+// Warps of the kernels that measure the speed-of-light bound:
+//
+//   kernel              warps                what a warp does, and what it waits for
+//   wire_kernel         all                  loads a row (16 bytes a lane) and stores it to all its places; waits for nothing
+//   local_kernel        all                  loads one row and stores one row of local memory; waits for nothing
+//   wire_bulk_kernel    8 a CTA, one lane    TMA loads a split of a row into a pipeline stage and stores it to all its places;
+//                                            waits for the mbarrier of the load, and for the stores to have read the stage
+//   local_bulk_kernel   8 a CTA, one lane    the same, in local memory
 #include "tools/ep_bench/floor_kernels.h"
 
 #include <vector_types.h>
@@ -12,7 +20,7 @@ using namespace cuda; // base/device
 
 constexpr int kLanes = 32;
 constexpr int kWireThreads = 512;
-constexpr int kInFlight = 8; // 16-byte loads of a lane before its first store
+constexpr int kInFlight = 8; // a lane issues so many 16-byte loads before its first store
 
 __device__ int lane() {
   return static_cast<int>(threadIdx.x) % kLanes;
@@ -20,7 +28,7 @@ __device__ int lane() {
 __device__ int warp_of_block() {
   return static_cast<int>(threadIdx.x) / kLanes;
 }
-// Neighbours in the grid's order are in different blocks: the last rows are shared by all of them.
+// Consecutive numbers are warps of different blocks, so that the last rows are distributed over all blocks.
 __device__ int64_t global_warp() {
   return static_cast<int64_t>(warp_of_block()) * gridDim.x + blockIdx.x;
 }
@@ -49,7 +57,7 @@ __global__ void __launch_bounds__(kWireThreads) wire_kernel(const __grid_constan
   }
 }
 
-// The rows that a unit of the local floor reads and writes, at most one each.
+// A LocalUnit reads at most one row and writes at most one.
 struct LocalUnit {
   const std::byte* from; // NULL: none
   std::byte* to;
@@ -57,14 +65,14 @@ struct LocalUnit {
 __device__ int64_t num_units(const LocalParams& params) {
   return params.is_mixed ? max(params.reads, params.writes) : params.writes + params.reads;
 }
-// Whether some units write without reading: something else than what they read, then.
+// Returns whether some units write without reading; they write words that an earlier load left in registers or in a stage.
 __device__ bool writes_unread(const LocalParams& params) {
   return !params.is_mixed || params.reads < params.writes;
 }
 __device__ LocalUnit local_unit(const LocalParams& params, int64_t unit) {
   int64_t read, write; // -1: none
   if (params.is_mixed) {
-    const auto row_of = [&](int64_t rows) { // those are spread evenly over the units
+    const auto row_of = [&](int64_t rows) { // rows are distributed evenly over the units
       const int64_t before = unit * rows / num_units(params);
       return (unit + 1) * rows / num_units(params) > before ? before : int64_t{-1};
     };
@@ -81,7 +89,7 @@ __device__ LocalUnit local_unit(const LocalParams& params, int64_t unit) {
 __global__ void __launch_bounds__(kMaxLocalFloorThreads) local_kernel(const __grid_constant__ LocalParams params) {
   const int64_t words = params.row_bytes / static_cast<int64_t>(sizeof(uint4));
   uint4 in_flight[kInFlight] = {};
-  for (int i = 0; i < kInFlight && writes_unread(params); ++i) // no zeros
+  for (int i = 0; i < kInFlight && writes_unread(params); ++i) // the verification takes zeros for unwritten words
     if (lane() + i * kLanes < words) in_flight[i] = reinterpret_cast<const uint4*>(params.source)[lane() + i * kLanes];
   for (int64_t unit = global_warp(); unit < num_units(params); unit += num_warps()) {
     const LocalUnit rows = local_unit(params, unit);
@@ -96,7 +104,7 @@ __global__ void __launch_bounds__(kMaxLocalFloorThreads) local_kernel(const __gr
           if (begin + i * kLanes < words) to[begin + i * kLanes] = in_flight[i];
         continue;
       }
-      // A store that hardly ever happens, without which the compiler would drop the loads.
+      // This store hardly ever happens, but without it the compiler would drop the loads.
       unsigned sum = 0;
       for (int i = 0; i < kInFlight; ++i)
         sum += in_flight[i].x + in_flight[i].y + in_flight[i].z + in_flight[i].w;
@@ -108,29 +116,30 @@ __global__ void __launch_bounds__(kMaxLocalFloorThreads) local_kernel(const __gr
 // ---- Bulk copies ----
 
 constexpr int kBulkWarps = 8;
-constexpr int kStages = 3;               // pieces of a warp in flight
-constexpr int64_t kMaxStageBytes = 8192; // 192 KiB of an SM's 227
+constexpr int kStages = 3;               // pipeline stages of a warp
+constexpr int64_t kMaxStageBytes = 8192; // all stages take 192 KiB of an SM's 227
 constexpr size_t kBulkSharedBytes = size_t{kBulkWarps} * kStages * kMaxStageBytes;
 
-// The pieces of the rows that one warp takes, in order. Rows are cut evenly.
-class Pieces {
+// RowSplits enumerates the splits of the rows that one warp takes, in order. Rows are split evenly; a split fits a pipeline
+// stage.
+class RowSplits {
 public:
-  __device__ Pieces(int64_t rows, int64_t row_bytes)
+  __device__ RowSplits(int64_t rows, int64_t row_bytes)
       : per_row_((row_bytes + kMaxStageBytes - 1) / kMaxStageBytes),
         bytes_((row_bytes / kFloorRowUnit + per_row_ - 1) / per_row_ * kFloorRowUnit), row_bytes_(row_bytes), rows_(rows) {}
 
-  __device__ bool has(int64_t piece) const { return row(piece) < rows_; }
-  __device__ int64_t row(int64_t piece) const { return global_warp() + piece / per_row_ * num_warps(); }
-  __device__ int64_t offset(int64_t piece) const { return piece % per_row_ * bytes_; } // in its row
-  __device__ uint32_t bytes(int64_t piece) const { return static_cast<uint32_t>(min(bytes_, row_bytes_ - offset(piece))); }
+  __device__ bool has(int64_t split) const { return row(split) < rows_; }
+  __device__ int64_t row(int64_t split) const { return global_warp() + split / per_row_ * num_warps(); }
+  __device__ int64_t offset(int64_t split) const { return split % per_row_ * bytes_; } // bytes, in its row
+  __device__ uint32_t bytes(int64_t split) const { return static_cast<uint32_t>(min(bytes_, row_bytes_ - offset(split))); }
 
 private:
   int64_t per_row_, bytes_, row_bytes_, rows_;
 };
 
-// One lane of each warp moves the pieces of `rows` rows on their way through shared memory. from_of(row): where a row is read,
-// NULL: what its stage has already is stored. for_each_target(row, store): store(where the row goes), for each such place.
-// What the stages have at first is of `primer`, unless that is NULL.
+// TMA bulk copies of one lane of each warp move the splits of `rows` rows through the pipeline stages in shared memory.
+// from_of(row) returns the row's source; where it is NULL, the present contents of the stage are stored. for_each_target(row,
+// store) calls store(to) for each place of the row. The stages are first loaded from `primer`, unless that is NULL.
 template <typename FromOf, typename ForEachTarget>
 __device__ void move_in_bulk(int64_t rows, int64_t row_bytes, const std::byte* primer, const FromOf& from_of,
                              const ForEachTarget& for_each_target) {
@@ -142,35 +151,36 @@ __device__ void move_in_bulk(int64_t rows, int64_t row_bytes, const std::byte* p
     init_barrier(&loaded[stage]);
   fence_shared_before_bulk_copies();
 
-  const Pieces pieces(rows, row_bytes);
-  unsigned parities = 0; // of the stages' next loads, a bit each
+  const RowSplits splits(rows, row_bytes);
+  unsigned parities = 0; // phase parity of each stage's next load, one bit each
   const auto wait = [&](int64_t stage) {
     wait_for_load(&loaded[stage], parities >> stage & 1);
     parities ^= 1u << stage;
   };
-  const auto load_stage = [&](int64_t piece) {
-    const int64_t stage = piece % kStages;
-    if (const std::byte* const from = from_of(pieces.row(piece)))
-      begin_load(stages + stage * kMaxStageBytes, from + pieces.offset(piece), pieces.bytes(piece), &loaded[stage]);
+  const auto load_stage = [&](int64_t split) {
+    const int64_t stage = split % kStages;
+    if (const std::byte* const from = from_of(splits.row(split)))
+      begin_load(stages + stage * kMaxStageBytes, from + splits.offset(split), splits.bytes(split), &loaded[stage]);
   };
   if (primer != nullptr) {
     for (int64_t stage = 0; stage < kStages; ++stage)
-      begin_load(stages + stage * kMaxStageBytes, primer, pieces.bytes(0), &loaded[stage]);
+      begin_load(stages + stage * kMaxStageBytes, primer, splits.bytes(0), &loaded[stage]);
     for (int64_t stage = 0; stage < kStages; ++stage)
       wait(stage);
   }
-  for (int64_t piece = 0; piece < kStages && pieces.has(piece); ++piece)
-    load_stage(piece);
-  for (int64_t piece = 0; pieces.has(piece); ++piece) {
-    const int64_t stage = piece % kStages, row = pieces.row(piece);
+  for (int64_t split = 0; split < kStages && splits.has(split); ++split)
+    load_stage(split);
+  for (int64_t split = 0; splits.has(split); ++split) {
+    const int64_t stage = split % kStages, row = splits.row(split);
     if (from_of(row) != nullptr) wait(stage);
     for_each_target(row, [&](std::byte* to) {
-      begin_store(to + pieces.offset(piece), stages + stage * kMaxStageBytes, pieces.bytes(piece));
+      begin_store(to + splits.offset(split), stages + stage * kMaxStageBytes, splits.bytes(split));
     });
     end_store_group();
-    // The previous piece's stage is loaded again as soon as its stores have read it; this piece's still run.
-    const int64_t next = piece - 1 + kStages;
-    if (piece > 0 && pieces.has(next)) {
+    // cp.async.bulk.wait_group.read 1 waits until the stores of the previous split have read its stage, which is then loaded
+    // again; this split's stores are still in flight.
+    const int64_t next = split - 1 + kStages;
+    if (split > 0 && splits.has(next)) {
       wait_for_store_reads<1>();
       load_stage(next);
     }

@@ -5,7 +5,7 @@
 namespace epx::bench {
 namespace {
 
-// [P] the slots that one token has on each rank.
+// Returns [P], the number of slots that one token has on each rank.
 std::vector<int32_t> slots_by_rank(const RoutingOfAll& routing, int source, int64_t token) {
   std::vector<int32_t> slots(routing.topk_idx.size());
   for (int k = 0; k < routing.top_k; ++k)
@@ -13,7 +13,7 @@ std::vector<int32_t> slots_by_rank(const RoutingOfAll& routing, int source, int6
   return slots;
 }
 
-// What the formulas of local_rows() are made of.
+// The formulas of local_rows() are made of these counts.
 struct Counts {
   int64_t arrived = 0;
   int64_t arrived_for_several_slots = 0;
@@ -53,7 +53,7 @@ Counts count(const RoutingOfAll& routing, int rank) {
 } // namespace
 
 int RoutingOfAll::owner(int64_t expert) const {
-  // A rank without experts has the first expert of nobody: it comes after the last.
+  // first_experts of a rank without experts is the number after the last expert.
   return static_cast<int>(std::ranges::upper_bound(first_experts, expert) - first_experts.begin()) - 1;
 }
 
@@ -62,8 +62,8 @@ WirePlan scatter_plan(const RoutingOfAll& routing, int rank) {
   const int num_ranks = routing.num_ranks();
   for (int64_t token = 0; token < routing.tokens(); ++token) {
     const std::vector<int32_t> slots = slots_by_rank(routing, rank, token);
-    for (int turn = 0; turn < num_ranks; ++turn) {
-      const int to = static_cast<int>((rank + token + turn) % num_ranks);
+    for (int step = 0; step < num_ranks; ++step) {
+      const int to = static_cast<int>((rank + token + step) % num_ranks);
       if (slots[to] > 0) plan.places.push_back({to, static_cast<int32_t>(rank * routing.tokens() + token)});
     }
     plan.first.push_back(static_cast<int32_t>(plan.places.size()));
@@ -79,8 +79,8 @@ WirePlan gather_plan(const RoutingOfAll& routing, int rank, bool exact) {
     plan.first.push_back(static_cast<int32_t>(plan.places.size()));
   };
   for (int64_t token = 0; token < routing.tokens(); ++token)
-    for (int turn = 0; turn < num_ranks; ++turn) {
-      const int home = static_cast<int>((rank + token + turn) % num_ranks);
+    for (int step = 0; step < num_ranks; ++step) {
+      const int home = static_cast<int>((rank + token + step) % num_ranks);
       bool is_stored = false;
       for (int k = 0; k < routing.top_k; ++k) {
         if (routing.owner(routing.topk_idx[home][token * routing.top_k + k]) != rank || (is_stored && !exact)) continue;

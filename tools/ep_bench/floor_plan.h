@@ -1,5 +1,5 @@
-// The least that an operation must move, counted and listed from the routing of all ranks: what the floor's kernels carry
-// out. Nothing may be dropped: every route has a slot.
+// The rows that an operation must move at least are counted and listed here from the routing of all ranks; the kernels of the
+// speed-of-light bound move them. No route may be dropped: every route has a slot.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +10,14 @@
 
 namespace epx::bench {
 
-// A row of the floor's own buffer on a rank.
+// A RowPlace is a row of the target buffer on a rank.
 struct RowPlace {
   int32_t rank;
   int32_t row;
 };
 
-// The rows that one rank stores, each to all its places: row i to places[first[i]] .. places[first[i + 1] - 1].
+// A WirePlan lists the rows that one rank stores, each to all its places: row i to places[first[i]] .. places[first[i + 1] -
+// 1].
 struct WirePlan {
   std::vector<int32_t> first{0}; // [rows + 1]
   std::vector<RowPlace> places;
@@ -24,7 +25,7 @@ struct WirePlan {
   int32_t rows() const { return static_cast<int32_t>(first.size()) - 1; }
 };
 
-// What is common to all ranks of a run in one input set.
+// RoutingOfAll is the routing of all ranks in one input set.
 struct RoutingOfAll {
   std::vector<std::vector<int64_t>> topk_idx; // [P] of [T, K]
   std::vector<int32_t> first_experts;         // [P] first expert of each rank, ascending
@@ -37,25 +38,25 @@ struct RoutingOfAll {
   int owner(int64_t expert) const;
 };
 
-// dispatch and combine_bwd: each token's row once to each distinct rank that owns experts of it, the own one too; there it
-// lies at row `source rank * T + token`. A token's ranks come in turn, beginning with `rank + token` modulo P, so that not
-// all ranks store to the same one at the same time.
+// In dispatch and combine_bwd each token's row goes once to each distinct rank that owns experts of it, also to its own rank;
+// there it lies at row `source rank * T + token`. A token's ranks are listed cyclically from `rank + token` modulo P, so that
+// not all ranks store to the same one at the same time.
 WirePlan scatter_plan(const RoutingOfAll& routing, int rank);
 
-// combine and dispatch_bwd, wire: the transposed traffic, one row per token of any rank that has experts here, to the
-// token's home; there it lies at row `expert rank * T + token`. exact: one row per route, at row `token * K + k`. For each
-// token number the homes come in turn, beginning with `rank + token` modulo P.
+// In combine and dispatch_bwd with precision wire the traffic is transposed: one row per token of any rank that has experts
+// here goes to the token's home rank; there it lies at row `expert rank * T + token`. With precision exact there is one row per
+// route, at row `token * K + k`. For each token number the home ranks are listed cyclically from `rank + token` modulo P.
 WirePlan gather_plan(const RoutingOfAll& routing, int rank, bool exact);
 
-// Rows of any buffer that the plans of all ranks write to.
+// Returns the rows of the target buffer that the plans of all ranks write to.
 int64_t rows_of_places(const RoutingOfAll& routing, bool exact);
 
-// Rows that an operation must read from and write to the memory of one rank's GPU. With
+// LocalRows counts the rows that an operation must read from and write to the memory of one rank's GPU. With
 //   T       tokens of this rank                        rows in use  slots of this rank, pads too
 //   arrived rows of other ranks' tokens with slots here, one per (token, this rank)
 //   sent    rows of this rank's tokens with slots elsewhere, one per (token, other rank); exact: one per route
-//   slots   routes to this rank, its own tokens' too
-// the least is
+//   slots   routes to this rank, also those of its own tokens
+// the minimum is
 //   dispatch            reads T + those of `arrived` that have more than one slot   writes rows in use (a row arrives in
 //                       its first slot; an own token is read once and written to all its slots)
 //   combine_bwd         reads T + arrived + slots (expert_out)                      writes arrived + rows in use (the

@@ -47,21 +47,21 @@ std::array<uint64_t, EPX_MAX_EVENT_KINDS> gather_events(Exchange& exchange, cons
   return events;
 }
 
-// The floor is that of the whole routing.
+// The speed-of-light bound is measured for the whole routing, so no route may be dropped.
 void check_floor(const Options& options, const Survey& survey) {
   const double dropped = dropped_routes(survey, options.top_k);
   if (options.floor && dropped > 0)
     throw AgreedError(kExitUsage,
                       fmt::format("--floor is given and --capacity is {}, which drops {:.1f} routes per iteration; "
-                                  "the floor is for routing without drops",
+                                  "the speed-of-light bound is for routing without drops",
                                   options.capacity, dropped));
 }
 
 #if defined(EPX_WITH_CUDA)
 Figures bench_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Workload& workload,
                      const Options& options, const Peers& peers, Gpu& gpu) {
-  StreamBlocker start(gpu, peers, exchange.info().timeout_ms);
-  const Measurements measurements = measure_on_gpu(exchange, sets, options, peers, gpu, start);
+  StreamBlocker blocker(gpu, peers, exchange.info().timeout_ms);
+  const Measurements measurements = measure_on_gpu(exchange, sets, options, peers, gpu, blocker);
   Floors floors;
   if (options.floor) {
     const std::vector<int32_t> first_experts = peers.gather(exchange.info().first_local_expert);
@@ -71,9 +71,9 @@ Figures bench_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const S
       for (int rank = 0; rank < peers.num_ranks(); ++rank)
         routing.back().topk_idx.push_back(workload.topk_idx(set, rank));
     }
-    floors = measure_floors(routing, options, peers, gpu, start);
+    floors = measure_floors(routing, options, peers, gpu, blocker);
   }
-  start.release(peers);
+  blocker.release(peers);
   return compute_figures(measurements, floors, survey, options);
 }
 #endif

@@ -24,21 +24,21 @@ Timing timed(Action&& action) {
   return timing;
 }
 
-// An even share of the rows of all ranks, so that the copies take no longer on one rank than on another.
-int64_t share(int64_t rows, int num_ranks) {
+// Divides the rows evenly over the ranks, so that the copies take no longer on one rank than on another.
+int64_t even_share(int64_t rows, int num_ranks) {
   return (rows + num_ranks - 1) / num_ranks;
 }
 
-// Rows that this rank copies beside an operation in a set: [operation][set].
+// Returns the rows that this rank copies before an operation in a set: [operation][set].
 std::array<std::vector<int64_t>, kNumOperations> copied_rows(const Survey& survey, const Options& options, int num_ranks) {
   std::array<std::vector<int64_t>, kNumOperations> rows;
   for (int op = 0; op < kNumOperations; ++op)
     for (const Traffic& traffic : survey.sets)
-      rows[op].push_back(share(written_rows(kOperations[op], traffic, options.combine_precision), num_ranks));
+      rows[op].push_back(even_share(written_rows(kOperations[op], traffic, options.combine_precision), num_ranks));
   return rows;
 }
 
-// A plain copy of `rows` rows of the operation's own input, scattered as the operation's are.
+// Copies `rows` rows of the operation's own input, scattered as the operation's are, by plain memcpy.
 void copy_like(epx_operation operation, CopyBaseline& baseline, const Exchange& exchange, const InputSet& set,
                int64_t rows) {
   switch (operation) {
@@ -81,7 +81,7 @@ Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const S
   });
 
   std::array<Series, kNumOperations> calls, copies;
-  Failure failure; // of the last call: the next barrier tells the others
+  Failure failure; // the last call's; the next barrier carries it to the other ranks
   for (int iteration = 0; iteration < options.warmup + options.iterations; ++iteration) {
     const size_t set = iteration % sets.size();
     exchange.load(sets[set].by_row);

@@ -1,4 +1,4 @@
-// The timed loop.
+// The timed loop of the host transport is here.
 #pragma once
 
 #include <span>
@@ -13,17 +13,17 @@
 
 namespace epx::bench {
 
-// What was measured beside one operation.
+// OperationSeries has the times of one operation.
 struct OperationSeries {
   std::vector<Series> call; // [rank][iteration]
-  std::vector<Series> copy; // [rank][iteration] the plain memcpy of as many rows; empty where there is none
+  std::vector<Series> copy; // [rank][iteration], a plain memcpy of as many rows; empty where there is none
 };
 
 using Measurements = std::vector<OperationSeries>; // in the order of lines_of(the transport)
 
 // Runs all five operations options.warmup + options.iterations times on the host transport and keeps the times of the
-// latter. Iteration i takes input set i modulo the number of sets. Before each operation come a memcpy of as many rows as
-// the operation writes and a barrier; neither is in its time. Collective.
+// latter. Iteration i takes input set i modulo the number of sets. A memcpy of as many rows as the operation writes and a
+// barrier precede each operation; its time includes neither. The call is collective.
 Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Options& options,
                      const Peers& peers);
 

@@ -8,7 +8,7 @@
 namespace epx::bench {
 namespace {
 
-// One graph per line of the table, of one input set.
+// Captures one graph per line of the table, with one input set.
 std::vector<Graph> capture(Exchange& exchange, const TokenTensors& inputs, cudaStream_t stream) {
   std::vector<Graph> graphs;
   for (const Line& line : kLines)
@@ -19,7 +19,7 @@ std::vector<Graph> capture(Exchange& exchange, const TokenTensors& inputs, cudaS
 } // namespace
 
 Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers,
-                            Gpu& gpu, StreamBlocker& start) {
+                            Gpu& gpu, StreamBlocker& blocker) {
   const cudaStream_t stream = gpu.cuda_stream();
   std::vector<TokenTensors> tensors;
   std::vector<std::vector<Graph>> graphs; // [set][line]
@@ -31,7 +31,8 @@ Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, 
     if (options.graph)
       for (const TokenTensors& inputs : tensors)
         graphs.push_back(capture(exchange, inputs, stream));
-    // Once before the first hold(): a first launch may wait for the stream, which would then wait for the host.
+    // One call of each line precedes the first block(): a first launch may wait for the stream, which would then wait for the
+    // host.
     for (const Line& line : kLines)
       exchange.call(line, tensors[0]);
     for (const std::vector<Graph>& of_set : graphs)
@@ -44,9 +45,9 @@ Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, 
   for (int iteration = 0; iteration < options.warmup + options.iterations; ++iteration) {
     const size_t set = iteration % sets.size();
     Failure failure;
-    start.hold();
+    blocker.block();
     for (size_t line = 0; line < kLines.size(); ++line) {
-      start.line_up(); // after a failure too: the others wait for this rank
+      blocker.rank_barrier(); // it is queued after a failure, too, because the others wait for this rank
       if (failure.exit_code != 0) continue;
       failure = attempt([&] {
         const nvtx3::scoped_range range(fmt::format("{} {}", kLines[line].name, iteration));
@@ -58,11 +59,11 @@ Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, 
         watches[line].stop(stream);
       });
     }
-    start.unblock();
+    blocker.unblock();
     if (failure.exit_code == 0)
       failure = attempt([&] {
         exchange.finish();
-        start.check();
+        blocker.check();
       });
     peers.agree(failure);
     if (iteration < options.warmup) continue;

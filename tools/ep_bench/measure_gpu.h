@@ -1,4 +1,4 @@
-// The timed loop on GPUs.
+// The timed loop on GPUs is here.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,14 @@
 
 namespace epx::bench {
 
-// As measure(). A time is that between two events on the stream around a call, or around its replay with options.graph;
-// before the first event comes a barrier of all ranks' streams. Only differences of the begin and end are known. Nothing
-// waits for the host within an iteration. The rows that stand for the experts' are those of the first input set throughout:
-// their values change no time. Collective.
+// Does the same as measure() on GPUs. A time is the one between two events on the stream around a call, or around its graph
+// replay with options.graph; a barrier of all ranks' streams precedes the first event. Only differences of begin and end are
+// known. Nothing waits for the host within an iteration. The rows that stand for the experts' outputs are those of the first
+// input set throughout, since their values change no time. The call is collective.
 Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers,
-                            Gpu& gpu, StreamBlocker& start);
+                            Gpu& gpu, StreamBlocker& blocker);
 
-// The durations of all ranks, [rank][i], from the same number of each. Collective.
+// Returns the durations of all ranks, [rank][i], from the same number of each. The call is collective.
 std::vector<Series> gather_durations(std::span<const int64_t> mine_ns, const Peers& peers);
 
 } // namespace epx::bench

@@ -178,18 +178,19 @@ constexpr const char* kFooter = R"(Figures
                  iteration, from the first rank's start to the last rank's end). dispatch and combine_bwd write one row per
                  route, their memcpy goes to scattered places; combine and dispatch_bwd write one row per (token, expert
                  rank), with exact one per route, and one per token, and their memcpy comes from scattered places
-  floor us       --floor: the larger of two times, measured after the iterations by all ranks at once, with the same input
-                 sets, barrier and events; each is the median of 24 runs on the slowest rank, and the best of several
-                 kernels. Wire floor: each row is read once and stored once to each distinct rank that it must reach, the
-                 own one too (dispatch and combine_bwd: one per (token, expert rank); combine and dispatch_bwd: the same
-                 back, with exact one per route), by 16, 32, 64, 96, 128 and as many blocks as the GPU has SMs, with plain
-                 and with bulk stores. HBM floor: as many rows read and written locally as the operation must, each once, by
-                 all SMs, with plain and with bulk stores, reads among the writes and after them:
+  floor us       --floor: the speed-of-light bound, the larger of two times, measured after the iterations by all ranks
+                 at once, with the same input sets, barrier and events; each is the median of 24 runs on the slowest
+                 rank, and the best of several kernels. Wire bound: each row is read once and stored once to each
+                 distinct rank that it must reach, the own one too (dispatch and combine_bwd: one per (token, expert
+                 rank); combine and dispatch_bwd: the same back, with exact one per route), by 16, 32, 64, 96, 128 and
+                 as many blocks as the GPU has SMs, with plain and with bulk stores. HBM bound: as many rows read and
+                 written locally as the operation must, each once, by all SMs, with plain and with bulk stores, reads
+                 among the writes and after them:
                  dispatch reads the tokens and what arrived for several slots, and writes the rows in use; combine_bwd
                  reads the tokens, what arrived and (with gradients) expert_out, and writes what arrives and the rows in
                  use; combine and dispatch_bwd read their slots and what came back, and write what comes back and the tokens.
-                 With --num-comm-sms the same on no more SMs than that is told beside it, and the ratio to it
-  ratio          --floor: median time / floor
+                 With --num-comm-sms the bound on no more SMs than that is printed beside it, and the ratio to it
+  ratio          --floor: median time / speed-of-light bound
   wrong          elements that differ from the serial reference, all ranks together (--verify)
 Of an option that is repeated, the last counts.
 Exit status: 0; 1 when a call failed or a result is wrong; 2 when the command line is.)";
@@ -250,7 +251,8 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.add_option("--input-sets", options.input_sets, "Different inputs per rank that the iterations take in turn, sets");
   app.add_flag("--verify", options.verify, "First compare every output of two input sets with the serial reference");
   app.add_flag("--floor", options.floor,
-               "nccl: also measure how fast the GPUs move the rows of each operation alone, and print ratios to it");
+               "nccl: also measure the speed-of-light bound of each operation, the time in which the GPUs move its rows "
+               "alone, and print ratios to it");
   app.add_option("--json", options.json_file,
                  "File for all figures and the configuration, written by rank 0 after the run, opened before it");
   app.add_option("--bootstrap", bootstrap,

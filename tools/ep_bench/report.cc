@@ -125,14 +125,15 @@ std::string header(const Results& results) {
                      results.group_creation_ms);
 }
 
-// How the calls of nccl were made, and what the floors are made of.
+// Says how the calls of nccl were made, and what the speed-of-light bounds consist of.
 std::string gpu_header(const Results& results) {
   const Options& options = results.options;
   std::string text = fmt::format(
       "calls {}, SMs for communication: {} ({})\n", options.graph ? "replayed from CUDA graphs" : "made one by one",
       results.group.num_comm_sms, options.num_comm_sms == 0 ? "the library's default" : "--num-comm-sms");
   if (!options.floor) return text;
-  text += "floor, the larger of (rows stored once to each rank that they must reach, rows read and written locally):\n";
+  text += "floor (speed-of-light bound), the larger of (rows stored once to each rank that they must reach, rows read and "
+          "written locally):\n";
   for (size_t line = 0; line < results.figures.size(); ++line)
     if (const auto& floor = results.figures[line].floor) {
       text += fmt::format("  {:<20}wire {:.1f} us ({}), HBM {:.1f} us ({})", kLines[line].name, floor->wire_us,

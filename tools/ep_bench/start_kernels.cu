@@ -1,3 +1,9 @@
+// Warps of the kernels of a StreamBlocker:
+//
+//   kernel           threads    what a thread does, and what it waits for
+//   gate_kernel      one        waits for the ticket, a word of the host's memory, or for the timeout
+//   barrier_kernel   one/rank   stores the round into the ready flag on that rank, and waits for that rank's ready flag here,
+//                               or for the timeout
 #include "tools/ep_bench/start_kernels.h"
 
 #include "base/device/launch.h"
@@ -14,14 +20,13 @@ __global__ void gate_kernel(const uint64_t* ticket, uint64_t wanted, uint64_t ti
   }
 }
 
-// Thread r tells rank r that this one is here, and waits for it.
 __global__ void barrier_kernel(const __grid_constant__ BarrierParams params) {
   const int peer = static_cast<int>(threadIdx.x);
-  StartBoard* const mine = params.boards[params.rank];
+  BarrierBoard* const mine = params.boards[params.rank];
   if (load_acquire_sys(&mine->missing) != 0) return;
-  store_release_sys(&params.boards[peer]->arrivals[params.rank].round, params.round);
+  store_release_sys(&params.boards[peer]->ready_flags[params.rank].round, params.round);
   const uint64_t begin = nanoseconds();
-  while (load_acquire_sys(&mine->arrivals[peer].round) < params.round)
+  while (load_acquire_sys(&mine->ready_flags[peer].round) < params.round)
     if (nanoseconds() - begin > params.timeout_ns) {
       atomicOr(reinterpret_cast<unsigned long long*>(&mine->missing), 1ull << peer);
       return;

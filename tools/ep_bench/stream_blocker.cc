@@ -12,7 +12,7 @@ namespace epx::bench {
 
 StreamBlocker::StreamBlocker(Gpu& gpu, const Peers& peers, int64_t timeout_ms)
     : gpu_(gpu), timeout_ns_(static_cast<uint64_t>(timeout_ms) * 1'000'000), timeout_ms_(timeout_ms),
-      boards_(sizeof(StartBoard), peers) {
+      boards_(sizeof(BarrierBoard), peers) {
   peers.together([&] {
     if (peers.num_ranks() > kMaxRanksOnGpus)
       throw RuntimeError(
@@ -26,18 +26,18 @@ StreamBlocker::StreamBlocker(Gpu& gpu, const Peers& peers, int64_t timeout_ms)
   barrier_.num_ranks = peers.num_ranks();
   barrier_.timeout_ns = timeout_ns_;
   for (int rank = 0; rank < peers.num_ranks(); ++rank)
-    barrier_.boards[rank] = reinterpret_cast<StartBoard*>(boards_.of(rank));
+    barrier_.boards[rank] = reinterpret_cast<BarrierBoard*>(boards_.of(rank));
 }
 
-void StreamBlocker::hold() {
-  check_cuda(launch_gate(ticket_.get(), ++held_, timeout_ns_, gpu_.cuda_stream()), "launch of the gate");
+void StreamBlocker::block() {
+  check_cuda(launch_gate(ticket_.get(), ++num_blocks_, timeout_ns_, gpu_.cuda_stream()), "launch of the gate");
 }
 
 void StreamBlocker::unblock() noexcept {
-  std::atomic_ref(*ticket_).store(held_, std::memory_order_release);
+  std::atomic_ref(*ticket_).store(num_blocks_, std::memory_order_release);
 }
 
-void StreamBlocker::line_up() {
+void StreamBlocker::rank_barrier() {
   ++barrier_.round;
   check_cuda(launch_barrier(barrier_, gpu_.cuda_stream()), "launch of the barrier");
 }

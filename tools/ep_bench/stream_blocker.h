@@ -1,4 +1,4 @@
-// Where the streams of all ranks meet before something is timed.
+// A StreamBlocker blocks a stream while timed work is queued, and aligns the streams of all ranks by barriers.
 #pragma once
 
 #include <cstdint>
@@ -13,28 +13,27 @@
 
 namespace epx::bench {
 
-// What is timed lies between hold() and unblock(): until then nothing of it runs, so that the host's own speed is in no time
-// as long as the queue of the stream is deep enough.
+// Timed work is queued between block() and unblock(): none of it runs before unblock(), so that no time includes the host's own
+// speed as long as the queue of the stream is deep enough.
 class StreamBlocker {
 public:
-  // Collective.
+  // The constructor is collective.
   StreamBlocker(Gpu& gpu, const Peers& peers, int64_t timeout_ms);
   ~StreamBlocker() { unblock(); }
   StreamBlocker(const StreamBlocker&) = delete;
   StreamBlocker& operator=(const StreamBlocker&) = delete;
 
-  // Holds the stream back until unblock().
-  void hold();
+  // Queues a kernel that blocks the stream until unblock().
+  void block();
   void unblock() noexcept;
 
-  // Lets the stream go on only when every rank's has come here: they leave within about 2 microseconds. All ranks call it
-  // equally often.
-  void line_up();
+  // Queues a barrier of the streams of all ranks: they leave it within about 2 microseconds. All ranks call it equally often.
+  void rank_barrier();
 
-  // Once the stream is idle: throws RuntimeError when ranks have not come to a line_up() in time.
+  // The caller calls it once the stream is idle. It throws RuntimeError when ranks have not come to a rank_barrier() in time.
   void check();
 
-  void release(const Peers& peers) { boards_.release(peers); } // collective
+  void release(const Peers& peers) { boards_.release(peers); } // is collective
 
 private:
   struct FreeHost {
@@ -47,7 +46,7 @@ private:
   PeerMemory boards_;
   BarrierParams barrier_{};
   std::unique_ptr<uint64_t, FreeHost> ticket_;
-  uint64_t held_ = 0; // times
+  uint64_t num_blocks_ = 0; // calls of block()
 };
 
 } // namespace epx::bench

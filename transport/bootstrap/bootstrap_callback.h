@@ -1,4 +1,4 @@
-// What the ready-made bootstraps share: the guard of their callbacks.
+// The ready-made bootstraps (files, MPI) run their callbacks through this guard.
 #pragma once
 
 #include <cstddef>
@@ -13,10 +13,10 @@
 
 namespace epx {
 
-// Runs `body` inside a callback of epx_bootstrap: nothing throws into C, a failure goes to `message`.
+// Runs `body` inside a callback of epx_bootstrap. No exception crosses into C: a failure becomes a status and a `message`.
 template <typename Body>
 epx_status run_callback(char* message, size_t message_bytes, Body&& body) noexcept {
-  const auto tell = [&](std::string_view text) {
+  const auto set_message = [&](std::string_view text) {
     if (message == nullptr || message_bytes == 0) return;
     message[text.copy(message, message_bytes - 1)] = '\0';
   };
@@ -24,16 +24,16 @@ epx_status run_callback(char* message, size_t message_bytes, Body&& body) noexce
     std::forward<Body>(body)();
     return EPX_SUCCESS;
   } catch (const Error& error) {
-    tell(error.message());
+    set_message(error.message());
     return error.status();
   } catch (const std::bad_alloc&) {
-    tell("out of host memory");
+    set_message("out of host memory");
     return EPX_ERROR_OUT_OF_MEMORY;
   } catch (const std::exception& error) {
-    tell(error.what());
+    set_message(error.what());
     return EPX_ERROR_INTERNAL;
   } catch (...) {
-    tell("unknown exception");
+    set_message("unknown exception");
     return EPX_ERROR_INTERNAL;
   }
 }

@@ -1,4 +1,4 @@
-// Exchange over a caller's epx_bootstrap, while a group is created.
+// BootstrapExchange gathers records through the caller's epx_bootstrap while a group is created.
 #pragma once
 
 #include <utility>
@@ -9,8 +9,8 @@
 
 namespace epx {
 
-// Starts with all ranks of the bootstrap as members; narrowed to one group once the groups are known. A failure of any rank
-// of the bootstrap, member or not, fails all of them, so that none waits for one that has left.
+// All ranks of the bootstrap are members at first; set_members narrows them to one group once the groups are known. A failure
+// of any rank of the bootstrap, member or not, fails all of them, so that none waits for one that has left.
 class BootstrapExchange : public Exchange {
 public:
   // `bootstrap` must outlive the exchange.
@@ -19,7 +19,7 @@ public:
       members_.push_back(rank);
   }
 
-  // Ranks of the bootstrap, in the order of the group.
+  // `members` are ranks of the bootstrap, in the order of the group.
   void set_members(std::vector<int> members) { members_ = std::move(members); }
 
 protected:

@@ -29,20 +29,21 @@ using std::chrono::milliseconds;
 constexpr auto kFirstSleep = 200us;
 constexpr auto kLongestSleep = 5ms;
 
-// epx.h promises that a rank returns within 100 ms + 10 % after its deadline. It waits this long for the verdict of rank 0, which
-// comes at once from one that lives, and a third longer when rank 0 is known to be at it; the rest is left to the machine.
+// epx.h promises that a rank returns within 100 ms + 10 % after its deadline. The rank waits this long for the verdict of rank
+// 0, which a live rank 0 gives at once, and a third longer when rank 0 is known to be answering; the rest is left to the
+// machine.
 milliseconds answer_time(milliseconds timeout) {
   return std::min<milliseconds>(60ms + timeout * 6 / 100, 2s);
 }
 
-// How long rank 0 waits for bad news to be read before it clears it away.
+// Rank 0 waits this long for the files that report a failure to be read before it removes them.
 milliseconds linger_time(milliseconds timeout) {
   return std::min<milliseconds>(40ms + timeout / 25, 250ms);
 }
 
-// No file of a live job is as old as this: each wait for one ends earlier, as long as jobs of the same id are run alike.
+// No file of a live job is as old as this: each wait for one ends earlier, as long as jobs of the same id use similar timeouts.
 std::chrono::seconds leftover_age(milliseconds timeout) {
-  constexpr milliseconds kLongest = 365 * 24h; // doubles without overflow
+  constexpr milliseconds kLongest = 365 * 24h; // twice this does not overflow
   return std::max<std::chrono::seconds>(10min, std::chrono::ceil<std::chrono::seconds>(2 * std::min(timeout, kLongest)));
 }
 
@@ -50,7 +51,8 @@ std::string who_waited(int rank, const SuspensionAwareDeadline& deadline) {
   return fmt::format("rank {} waited {} ms for the others to come", rank, deadline.timeout().count());
 }
 
-// One rank's end of a session: a row of all-gathers in which rank 0 collects and answers. The first is the meeting itself.
+// FileSession is one rank's end of a session: a sequence of all-gathers in which rank 0 collects and answers. The first of them
+// is the rendezvous itself.
 class FileSession {
 public:
   FileSession(const std::string& directory, Participant participant);
@@ -59,22 +61,23 @@ public:
   FileSession& operator=(const FileSession&) = delete;
 
   bool is_own_process() const { return creator_.is_here(); }
-  void meet(milliseconds timeout);
+  void rendezvous(milliseconds timeout);
   void all_gather(const void* send, void* recv, size_t bytes_per_rank, milliseconds timeout);
 
 private:
-  // How far a rank's part of this round has come, as rank 0 sees it.
-  enum class Part { kAbsent, kPresent, kTaken, kAnswered, kGone };
+  // Rank 0 keeps this state of every rank's contribution to the current round.
+  enum class Contribution { kAbsent, kPresent, kTaken, kAnswered, kGone };
 
   std::string run_round(const std::string& mine, milliseconds timeout);
   std::string lead(const std::string& mine, SuspensionAwareDeadline& deadline, JoinServer* join_server);
-  void wait_for_parts(SuspensionAwareDeadline& deadline, JoinServer* join_server, std::vector<Part>& parts);
-  void look_for_quitters(const RendezvousDirectory::Names& names, std::vector<Part>& parts);
-  std::string take_parts(const std::string& mine, std::vector<Part>& parts);
+  void wait_for_contributions(SuspensionAwareDeadline& deadline, JoinServer* join_server,
+                              std::vector<Contribution>& contributions);
+  void look_for_quitters(const RendezvousDirectory::Names& names, std::vector<Contribution>& contributions);
+  std::string take_contributions(const std::string& mine, std::vector<Contribution>& contributions);
   void answer(int rank, epx_status status, const std::string& body);
-  void report_failure(const Error& error, const JoinServer* join_server, std::vector<Part>& parts);
-  [[noreturn]] void fail_too_late(const std::string& who_waited, const std::vector<Part>& parts) const;
-  [[noreturn]] void fail_incomplete(const std::vector<Part>& parts) const;
+  void report_failure(const Error& error, const JoinServer* join_server, std::vector<Contribution>& contributions);
+  [[noreturn]] void fail_too_late(const std::string& who_waited, const std::vector<Contribution>& contributions) const;
+  [[noreturn]] void fail_incomplete(const std::vector<Contribution>& contributions) const;
   std::string follow(const std::string& mine, SuspensionAwareDeadline& deadline);
   std::optional<Message> take_answer() const;
   std::string open_answer(const Message& message, size_t expected_bytes) const;
@@ -95,12 +98,12 @@ private:
   Participant participant_;
   RendezvousDirectory directory_;
   Attendance attendance_;
-  std::optional<AliveFile> alive_; // unless this rank is alone
+  std::optional<AliveFile> alive_; // empty where this rank is alone
   std::string session_;
   uint64_t round_ = 0;
   milliseconds linger_time_{0};   // for `to_read_`
-  std::optional<Error> failure_;  // of an earlier round; the ranks are no longer in step
-  std::set<std::string> to_read_; // files for other ranks that may never be read
+  std::optional<Error> failure_;  // that of an earlier round, after which the ranks are no longer in step
+  std::set<std::string> to_read_; // files for other ranks, which may never read them
 };
 
 FileSession::FileSession(const std::string& directory, Participant participant)
@@ -112,14 +115,14 @@ FileSession::FileSession(const std::string& directory, Participant participant)
 FileSession::~FileSession() {
   try {
     if (failure_ && !to_read_.empty()) {
-      // A plain deadline, since the session has failed already: a suspension need not prolong this.
+      // A plain deadline is enough since the session has failed already: a suspension need not prolong this.
       const Deadline deadline(linger_time_);
       for (PollingPace pace(kFirstSleep, kLongestSleep); !deadline.passed(); pace.sleep(deadline)) {
         const RendezvousDirectory::Names names = directory_.list();
         if (std::none_of(to_read_.begin(), to_read_.end(), [&](const auto& file) { return names.contains(file); })) break;
       }
     }
-  } catch (...) { // what cannot be listed can still be removed
+  } catch (...) { // files that cannot be listed can still be removed
   }
   for (const std::string& file : to_read_)
     directory_.remove(file);
@@ -127,15 +130,15 @@ FileSession::~FileSession() {
     directory_.remove(in_file(participant_.rank));
     directory_.remove(out_file(participant_.rank));
   }
-  // Whoever claimed this rank too may have been late to say so.
+  // Another process that claimed this rank may have written its rejection late.
   directory_.remove(reject_name(participant_.rank, participant_.nonce));
   alive_.reset();
   if (directory_.leave()) return;
-  remove_files_of_dead_jobs(directory_); // of ranks that died in this job, if nobody else is left to do it
+  remove_files_of_dead_jobs(directory_); // it may be the last live rank that can remove the files of dead ranks of this job
   directory_.leave();
 }
 
-void FileSession::meet(milliseconds timeout) {
+void FileSession::rendezvous(milliseconds timeout) {
   if (participant_.num_ranks == 1) return;
   SuspensionAwareDeadline deadline(timeout);
   linger_time_ = linger_time(timeout);
@@ -170,7 +173,7 @@ void FileSession::all_gather(const void* send, void* recv, size_t bytes_per_rank
   } catch (const Error& error) {
     failure_ = error;
     throw;
-  } catch (const std::exception& error) { // out of memory, for instance; where it has left the round is unknown
+  } catch (const std::exception& error) { // such as bad_alloc; the state of the round is unknown
     failure_ = Error(EPX_ERROR_INTERNAL, fmt::format("{}: {}", what(), error.what()));
     throw;
   }
@@ -194,22 +197,22 @@ void FileSession::hand_in(const std::string& mine) {
 // ---- Rank 0 -------------------------------------------------------------------------------------------------------------
 
 std::string FileSession::lead(const std::string& mine, SuspensionAwareDeadline& deadline, JoinServer* join_server) {
-  std::vector<Part> parts(static_cast<size_t>(participant_.num_ranks), Part::kAbsent);
+  std::vector<Contribution> contributions(static_cast<size_t>(participant_.num_ranks), Contribution::kAbsent);
   std::string all;
   try {
-    hand_in(""); // so that ranks that give up know that rank 0 has come; its data nobody reads
-    parts[0] = Part::kTaken;
-    wait_for_parts(deadline, join_server, parts);
+    hand_in(""); // ranks that give up see by it that rank 0 has come; nobody reads its data
+    contributions[0] = Contribution::kTaken;
+    wait_for_contributions(deadline, join_server, contributions);
     if (join_server != nullptr) join_server->close();
-    all = take_parts(mine, parts);
+    all = take_contributions(mine, contributions);
     for (int rank = 1; rank < participant_.num_ranks; ++rank) {
       answer(rank, EPX_SUCCESS, all);
-      parts[static_cast<size_t>(rank)] = Part::kAnswered;
+      contributions[static_cast<size_t>(rank)] = Contribution::kAnswered;
     }
     directory_.remove(in_file(0));
   } catch (const Error& error) {
     if (join_server != nullptr) join_server->close();
-    report_failure(error, join_server, parts);
+    report_failure(error, join_server, contributions);
     directory_.remove(in_file(0));
     if (join_server != nullptr) to_read_.insert(join_server->rejections().begin(), join_server->rejections().end());
     throw;
@@ -218,76 +221,79 @@ std::string FileSession::lead(const std::string& mine, SuspensionAwareDeadline& 
   return all;
 }
 
-void FileSession::wait_for_parts(SuspensionAwareDeadline& deadline, JoinServer* join_server, std::vector<Part>& parts) {
+void FileSession::wait_for_contributions(SuspensionAwareDeadline& deadline, JoinServer* join_server,
+                                         std::vector<Contribution>& contributions) {
   for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
     const bool last_look = deadline.passed();
     const RendezvousDirectory::Names names = directory_.list();
     for (int rank = 1; rank < participant_.num_ranks; ++rank) {
-      Part& part = parts[static_cast<size_t>(rank)];
+      Contribution& contribution = contributions[static_cast<size_t>(rank)];
       if (names.contains(in_file(rank)))
-        part = Part::kPresent;
-      else if (part == Part::kPresent)
-        part = Part::kGone;
+        contribution = Contribution::kPresent;
+      else if (contribution == Contribution::kPresent)
+        contribution = Contribution::kGone;
     }
-    if (std::find(parts.begin(), parts.end(), Part::kGone) != parts.end()) fail_incomplete(parts);
-    if (std::find(parts.begin(), parts.end(), Part::kAbsent) == parts.end()) return;
-    look_for_quitters(names, parts);
+    if (std::find(contributions.begin(), contributions.end(), Contribution::kGone) != contributions.end())
+      fail_incomplete(contributions);
+    if (std::find(contributions.begin(), contributions.end(), Contribution::kAbsent) == contributions.end()) return;
+    look_for_quitters(names, contributions);
     if (join_server != nullptr) join_server->serve(names);
-    if (last_look) fail_too_late(who_waited(0, deadline), parts);
+    if (last_look) fail_too_late(who_waited(0, deadline), contributions);
   }
 }
 
-// A rank whose time is up fails the round for all: better now than at the deadline of rank 0.
-void FileSession::look_for_quitters(const RendezvousDirectory::Names& names, std::vector<Part>& parts) {
+// A rank whose deadline has passed fails the round for all ranks at once instead of at the deadline of rank 0.
+void FileSession::look_for_quitters(const RendezvousDirectory::Names& names, std::vector<Contribution>& contributions) {
   for (int rank = 1; rank < participant_.num_ranks; ++rank) {
     if (!names.contains(quit_file(rank))) continue;
     const std::optional<Message> quit = read_message(directory_, quit_file(rank), MessageKind::kQuit);
     if (!quit || quit->status == EPX_SUCCESS || !is_mine(*quit, rank)) continue;
-    // It waits for the verdict of rank 0 still, and that knows best who is missing.
-    if (parts[static_cast<size_t>(rank)] == Part::kPresent)
-      fail_too_late(quit->body.substr(0, quit->body.find(';')), parts);
-    // It had left when rank 0 came.
+    // The rank still waits for the verdict of rank 0, which knows best who is missing.
+    if (contributions[static_cast<size_t>(rank)] == Contribution::kPresent)
+      fail_too_late(quit->body.substr(0, quit->body.find(';')), contributions);
+    // The rank had left when rank 0 came.
     if (!directory_.remove(quit_file(rank))) continue;
-    parts[static_cast<size_t>(rank)] = Part::kGone;
+    contributions[static_cast<size_t>(rank)] = Contribution::kGone;
     throw Error(quit->status, fmt::format("{}: {}", what(), quit->body));
   }
 }
 
-// Names who never came, not who lost patience with them.
-void FileSession::fail_too_late(const std::string& who_waited, const std::vector<Part>& parts) const {
+// The error names the ranks that never came, not the rank whose deadline passed first.
+void FileSession::fail_too_late(const std::string& who_waited, const std::vector<Contribution>& contributions) const {
   std::vector<int> missing;
   for (int rank = 0; rank < participant_.num_ranks; ++rank)
-    if (parts[static_cast<size_t>(rank)] == Part::kAbsent) missing.push_back(rank);
+    if (contributions[static_cast<size_t>(rank)] == Contribution::kAbsent) missing.push_back(rank);
   fail(EPX_ERROR_TIMEOUT, "{}: {}; {} of {} never came", what(), who_waited, name_ranks(missing), participant_.num_ranks);
 }
 
-// The part of a rank has gone, since rank 0 was not quick enough for it.
-void FileSession::fail_incomplete(const std::vector<Part>& parts) const {
+// A rank has withdrawn its contribution because rank 0 did not take it before the rank's deadline.
+void FileSession::fail_incomplete(const std::vector<Contribution>& contributions) const {
   std::vector<int> missing;
   std::vector<int> gone;
   for (int rank = 0; rank < participant_.num_ranks; ++rank) {
-    const Part part = parts[static_cast<size_t>(rank)];
-    if (part == Part::kAbsent) missing.push_back(rank);
-    if (part == Part::kGone) gone.push_back(rank);
+    const Contribution contribution = contributions[static_cast<size_t>(rank)];
+    if (contribution == Contribution::kAbsent) missing.push_back(rank);
+    if (contribution == Contribution::kGone) gone.push_back(rank);
   }
   if (missing.empty()) fail(EPX_ERROR_TIMEOUT, "{}: {} gave up too soon", what(), name_ranks(gone));
   fail(EPX_ERROR_TIMEOUT, "{}: {} gave up waiting; {} of {} never came", what(), name_ranks(gone), name_ranks(missing),
        participant_.num_ranks);
 }
 
-std::string FileSession::take_parts(const std::string& mine, std::vector<Part>& parts) {
-  std::vector<std::string> bodies(parts.size());
+std::string FileSession::take_contributions(const std::string& mine, std::vector<Contribution>& contributions) {
+  std::vector<std::string> bodies(contributions.size());
   bodies[0] = mine;
   for (int rank = 1; rank < participant_.num_ranks; ++rank) {
     const std::optional<Message> message = read_message(directory_, in_file(rank), MessageKind::kIn, SIZE_MAX);
     if (message && is_mine(*message, rank)) bodies[static_cast<size_t>(rank)] = message->body;
-    // Removing it is what decides: a rank that finds its part gone knows that it will be answered.
+    // The removal decides: a rank that finds its contribution removed knows that rank 0 will answer.
     const bool taken = directory_.remove(in_file(rank));
-    parts[static_cast<size_t>(rank)] = taken ? Part::kTaken : Part::kGone;
+    contributions[static_cast<size_t>(rank)] = taken ? Contribution::kTaken : Contribution::kGone;
     if (taken && (!message || !is_mine(*message, rank)))
       fail(EPX_ERROR_SYSTEM, "{}: the file of rank {} is damaged", what(), rank);
   }
-  if (std::find(parts.begin(), parts.end(), Part::kGone) != parts.end()) fail_incomplete(parts);
+  if (std::find(contributions.begin(), contributions.end(), Contribution::kGone) != contributions.end())
+    fail_incomplete(contributions);
   std::string all;
   for (int rank = 0; rank < participant_.num_ranks; ++rank) {
     const std::string& body = bodies[static_cast<size_t>(rank)];
@@ -303,17 +309,19 @@ void FileSession::answer(int rank, epx_status status, const std::string& body) {
   write_message(directory_, out_file(rank), {MessageKind::kOut, rank, participant_.num_ranks, status, session_, body, {}});
 }
 
-// Tells everybody who knows the session and has not given up, the late ones too: they may come yet.
-void FileSession::report_failure(const Error& error, const JoinServer* join_server, std::vector<Part>& parts) {
+// Reports the failure to every rank that knows the session and has not given up, also to late ones, which may come yet.
+void FileSession::report_failure(const Error& error, const JoinServer* join_server,
+                                 std::vector<Contribution>& contributions) {
   for (int rank = 1; rank < participant_.num_ranks; ++rank) {
-    Part& part = parts[static_cast<size_t>(rank)];
-    if (part == Part::kAbsent && join_server != nullptr && !join_server->joined(rank)) continue;
-    if (part == Part::kPresent) part = directory_.remove(in_file(rank)) ? Part::kTaken : Part::kGone;
-    if (part == Part::kGone || part == Part::kAnswered) continue;
-    if (part == Part::kAbsent) to_read_.insert({in_file(rank), out_file(rank)});
+    Contribution& contribution = contributions[static_cast<size_t>(rank)];
+    if (contribution == Contribution::kAbsent && join_server != nullptr && !join_server->joined(rank)) continue;
+    if (contribution == Contribution::kPresent)
+      contribution = directory_.remove(in_file(rank)) ? Contribution::kTaken : Contribution::kGone;
+    if (contribution == Contribution::kGone || contribution == Contribution::kAnswered) continue;
+    if (contribution == Contribution::kAbsent) to_read_.insert({in_file(rank), out_file(rank)});
     try {
       answer(rank, error.status(), error.message());
-    } catch (const Error&) { // then this rank's own deadline has to tell it
+    } catch (const Error&) { // then that rank fails by its own deadline
     }
   }
 }
@@ -332,7 +340,7 @@ std::optional<Message> FileSession::take_answer() const {
 
 std::string FileSession::follow(const std::string& mine, SuspensionAwareDeadline& deadline) {
   const size_t answer_bytes = mine.size() * static_cast<size_t>(participant_.num_ranks);
-  bool rank_0_has_come = round_ == 0; // it has let this rank in
+  bool rank_0_has_come = round_ == 0; // rank 0 has welcomed this rank
   hand_in(mine);
   Every look_around(50ms);
   for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
@@ -348,8 +356,8 @@ std::string FileSession::follow(const std::string& mine, SuspensionAwareDeadline
     if (last_look) break;
   }
 
-  // Only rank 0 knows who has come to this round: where it lives it decides now. Where it does not it is the one to be named,
-  // whatever else is or is not there: who is waiting for it may be a round behind, or at the door.
+  // Only rank 0 knows who has come to this round: if it lives, it decides now. If it does not, it is the rank to name,
+  // whatever files there are: a rank that waits for it may be a round behind, or may not have joined yet.
   const std::string waited = who_waited(participant_.rank, deadline);
   try {
     write_message(directory_, quit_file(participant_.rank),
@@ -360,7 +368,7 @@ std::string FileSession::follow(const std::string& mine, SuspensionAwareDeadline
                    session_,
                    fmt::format("{}; {}", waited, why_no_answer(rank_0_has_come)),
                    {}});
-  } catch (const Error&) { // rank 0 will see that the part is gone
+  } catch (const Error&) { // rank 0 will see that the contribution has been removed
   }
   const milliseconds answer = answer_time(deadline.timeout());
   SuspensionAwareDeadline decision = deadline.with_grace(answer);
@@ -369,12 +377,12 @@ std::string FileSession::follow(const std::string& mine, SuspensionAwareDeadline
     if (round_ == 0)
       directory_.remove(quit_file(participant_.rank));
     else
-      to_read_.insert(quit_file(participant_.rank)); // for a rank 0 that comes yet
+      to_read_.insert(quit_file(participant_.rank)); // rank 0 may come yet and read it
     fail(EPX_ERROR_TIMEOUT, "{}: {}; {}", what(), waited, why_no_answer(rank_0_has_come));
   }
 
-  // Rank 0 has taken this rank's part at the last moment and is about to answer; only its death can prevent that.
-  // The later deadline goes on from the polls of `decision`: time since an older poll would pass for a suspension.
+  // Rank 0 has taken this rank's contribution at the last moment and is about to answer; only its death can prevent that.
+  // The later deadline continues from the polls of `decision`: time since an older poll would look like a suspension.
   SuspensionAwareDeadline delivery = decision.with_grace(answer / 3);
   if (const std::optional<Message> message = wait_for_answer(delivery)) return open_answer(*message, answer_bytes);
   directory_.remove(quit_file(participant_.rank));
@@ -393,7 +401,7 @@ std::optional<Message> FileSession::wait_for_answer(SuspensionAwareDeadline& dea
 std::string FileSession::why_no_answer(bool rank_0_has_come) const {
   std::vector<int> missing;
   if (!rank_0_has_come) missing.push_back(0);
-  for (int rank = 1; rank < participant_.num_ranks; ++rank) // in later rounds all have come once
+  for (int rank = 1; rank < participant_.num_ranks; ++rank) // in later rounds every rank has come once
     if (round_ == 0 && rank != participant_.rank && !attendance_.has_come(rank)) missing.push_back(rank);
   std::string never_came = fmt::format("{} of {} never came", name_ranks(missing), participant_.num_ranks);
   if (!rank_0_has_come || (!missing.empty() && attendance_.lives(0))) return never_came; // a slow rank 0 is not to blame
@@ -402,7 +410,7 @@ std::string FileSession::why_no_answer(bool rank_0_has_come) const {
 }
 
 std::string FileSession::open_answer(const Message& message, size_t expected_bytes) const {
-  directory_.remove(in_file(participant_.rank)); // still there when rank 0 failed before it saw it
+  directory_.remove(in_file(participant_.rank)); // it is still there when rank 0 failed before it saw it
   directory_.remove(quit_file(participant_.rank));
   if (message.status != EPX_SUCCESS) throw Error(message.status, message.body);
   if (message.body.size() != expected_bytes)
@@ -419,7 +427,7 @@ epx_status all_gather_callback(void* context, const void* send, void* recv, size
   });
 }
 
-// In a child of fork() the files are the parent's, which may be in the middle of a session.
+// In a child of fork() the files belong to the parent, which may be in the middle of a session.
 void release_callback(void* context) {
   auto* const session = static_cast<FileSession*>(context);
   if (session->is_own_process()) delete session;
@@ -446,7 +454,7 @@ epx_bootstrap make_file_bootstrap(const std::string& directory, const std::strin
                                   std::chrono::milliseconds timeout) {
   check_arguments(directory, job_id, rank, num_ranks, timeout);
   auto session = std::make_unique<FileSession>(directory, Participant{job_id, rank, num_ranks, draw_nonce()});
-  session->meet(timeout);
+  session->rendezvous(timeout);
   epx_bootstrap bootstrap{};
   bootstrap.struct_size = sizeof(bootstrap);
   bootstrap.rank = rank;

@@ -1,4 +1,5 @@
-// File rendezvous: ranks meet through files in a directory. See epx_bootstrap_file in epx.h for the contract.
+// The file rendezvous makes ranks known to each other through files in a directory; epx_bootstrap_file in epx.h is its
+// contract.
 #pragma once
 
 #include <chrono>
@@ -8,7 +9,7 @@
 
 namespace epx {
 
-// Meets the other ranks and returns a bootstrap that owns its context (epx_bootstrap_free releases it). Throws Error.
+// Joins the other ranks and returns a bootstrap that owns its context (epx_bootstrap_free releases it). Throws Error.
 epx_bootstrap make_file_bootstrap(const std::string& directory, const std::string& job_id, int rank, int num_ranks,
                                   std::chrono::milliseconds timeout);
 

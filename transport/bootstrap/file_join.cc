@@ -39,7 +39,7 @@ Claim::~Claim() {
     const std::optional<Message> hello = read_message(directory_, hello_name(participant_.rank), MessageKind::kHello);
     if (hello && hello->nonce == participant_.nonce) directory_.remove(hello_name(participant_.rank));
     directory_.remove(reject_name(participant_.rank, participant_.nonce));
-  } catch (...) { // a file stays behind that means nothing to anybody
+  } catch (...) { // the file that stays behind has no effect
   }
 }
 
@@ -79,11 +79,11 @@ std::string join(RendezvousDirectory& directory, const Participant& participant,
     }
     claim.check();
     const std::optional<Message> welcome = read_message(directory, welcome_file, MessageKind::kWelcome);
-    // Rank 0 may withdraw it. Whoever removes the file has decided.
+    // Rank 0 may withdraw the welcome; whichever rank removes the file decides.
     if (welcome && directory.remove(welcome_file)) return welcome->nonce;
     if (last_look) break;
   }
-  std::vector<int> missing{0}; // a live one would have let this rank in
+  std::vector<int> missing{0}; // a live rank 0 would have welcomed this rank
   for (int rank = 1; rank < participant.num_ranks; ++rank)
     if (rank != participant.rank && !attendance.has_come(rank)) missing.push_back(rank);
   fail(EPX_ERROR_TIMEOUT, "job '{}': rank {} waited {} ms for the others to come; {} of {} never came", participant.job_id,
@@ -120,7 +120,7 @@ void JoinServer::serve_peer(int rank, const RendezvousDirectory::Names& names) {
     if (!names.contains(welcome_name(rank, peer.nonce)))
       peer.state = State::kJoined;
     else if (!hello || hello->nonce != peer.nonce)
-      withdraw_welcome(rank, peer); // it was a dead job's hello, or the process has left
+      withdraw_welcome(rank, peer); // the hello was a dead job's, or the process has left
   }
   if (!hello) return;
   if (peer.state == State::kAbsent) {
@@ -149,7 +149,7 @@ void JoinServer::look_for_mismatched(const RendezvousDirectory::Names& names) co
     if (!names.contains(mismatched.rejection)) fail(EPX_ERROR_MISMATCH, "{}", mismatched.sentence);
 }
 
-// Returns the name of the file, or "" when this process had been rejected before.
+// Returns the name of the rejection's file, or "" when this process had been rejected before.
 std::string JoinServer::reject(int rank, const Message& hello, const std::string& sentence) {
   std::string name = reject_name(rank, hello.nonce);
   if (rejections_.contains(name)) return "";
@@ -170,12 +170,13 @@ void JoinServer::close() noexcept {
   mismatched_.clear();
 }
 
-// Clears away a hello that nobody stood behind. A rank that was only slow writes it again. What another host wrote stays.
+// Removes a hello whose process did not take its welcome. A rank that was only slow writes it again. A hello that another host
+// wrote stays.
 void JoinServer::forget_hello(int rank, const std::string& nonce) const noexcept {
   try {
     const std::optional<Message> hello = read_message(directory_, hello_name(rank), MessageKind::kHello);
     if (hello && hello->nonce == nonce && hello->origin == directory_.origin()) directory_.remove(hello_name(rank));
-  } catch (...) { // it stays, and is still nobody's
+  } catch (...) { // the hello stays, and has no effect
   }
 }
 

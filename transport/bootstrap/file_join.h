@@ -1,4 +1,4 @@
-// How processes that know nothing but a directory become the ranks of one session: each claims its rank, rank 0 lets it in.
+// Processes that know nothing but a directory join one session: each claims its rank, and rank 0, the join server, welcomes it.
 #pragma once
 
 #include <chrono>
@@ -17,10 +17,10 @@ struct Participant {
   std::string job_id;
   int rank = 0;
   int num_ranks = 1;
-  std::string nonce; // of this process (or thread)
+  std::string nonce; // drawn by this process (or thread)
 };
 
-// This process's hello, while it stands.
+// A Claim keeps this process's hello in the directory for as long as the object lives.
 class Claim {
 public:
   Claim(RendezvousDirectory& directory, const Participant& participant);
@@ -28,8 +28,8 @@ public:
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
 
-  // Throws MISMATCH when another process claims the same rank, and lets that one know; throws the reason when this one has
-  // been rejected. A hello that has disappeared is written again, so that anybody may clear away one that looks dead.
+  // Throws MISMATCH when another process claims the same rank, and rejects that process too; throws the reason when this
+  // process has been rejected. A hello that has disappeared is written again, so that any rank may remove one that looks dead.
   void check();
 
 private:
@@ -39,11 +39,12 @@ private:
   const Participant& participant_;
 };
 
-// Every rank but 0: waits until rank 0 has let this one in, and returns the session. Notes who has come meanwhile.
+// Every rank but 0 calls this. It waits until rank 0 has welcomed this rank, returns the session, and notes in `attendance`
+// which ranks come meanwhile.
 std::string join(RendezvousDirectory& directory, const Participant& participant, SuspensionAwareDeadline& deadline,
                  Attendance& attendance);
 
-// Rank 0: lets ranks in while it waits for all of them.
+// Rank 0 runs the join server: it welcomes ranks while it waits for all of them.
 class JoinServer {
 public:
   JoinServer(RendezvousDirectory& directory, const Participant& participant, std::string session);
@@ -51,17 +52,17 @@ public:
   JoinServer(const JoinServer&) = delete;
   JoinServer& operator=(const JoinServer&) = delete;
 
-  // Looks at everybody who is at the door; `names` is the directory as it is now. Throws MISMATCH when rank 0 is claimed
-  // twice, or a live process believes in another number of ranks.
+  // Answers every hello; `names` lists the directory as it is now. Throws MISMATCH when rank 0 is claimed twice, or when a live
+  // process passes another number of ranks.
   void serve(const RendezvousDirectory::Names& names);
 
-  // Lets nobody in any more: from here on joined() does not change.
+  // Welcomes no more peers: joined() does not change afterwards.
   void close() noexcept;
 
-  // `rank` has taken its welcome: it is alive, and knows the session.
+  // Returns whether `rank` has taken its welcome: then it is alive, and knows the session.
   bool joined(int rank) const { return peers_[static_cast<size_t>(rank)].state == State::kJoined; }
 
-  // Files for processes that were rejected; each removes its own when it reads it.
+  // Names the files for processes that were rejected; each process removes its own when it reads it.
   const std::set<std::string>& rejections() const { return rejections_; }
 
 private:
@@ -70,7 +71,8 @@ private:
     State state = State::kAbsent;
     std::string nonce;
   };
-  struct Mismatched { // of a job with another number of ranks: alive if it takes the rejection, else a dead job's leftover
+  struct
+      Mismatched { // a process with another num_ranks: it lives if it takes the rejection, else a dead job has left its hello
     int rank;
     std::string nonce;
     std::string rejection;

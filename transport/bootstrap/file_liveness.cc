@@ -13,12 +13,13 @@ bool is_alive_file(const std::string& name) {
   return rank_of_alive(name).has_value();
 }
 
-// Whether the name and the contents say that a process of this one's origin wrote the file. The directory has checked the user.
+// Returns whether name and contents say that a process of this one's origin wrote the file. The directory has checked the user.
 bool is_of_this_origin(const RendezvousDirectory& directory, const std::string& name) {
   const ProcessOrigin& here = directory.origin();
   const std::optional<std::string> start = directory.read_start(name, kHeaderBytes);
   if (!here.known() || !start || !is_rendezvous_name(name)) return false;
-  if (is_temporary_of(name, here.hash())) return begins_like_message(*start); // it need not have got further
+  if (is_temporary_of(name, here.hash()))
+    return begins_like_message(*start); // its writer may have died before it wrote more
   return origin_of(*start) == here;
 }
 
@@ -54,8 +55,8 @@ void remove_files_of_dead_jobs(RendezvousDirectory& directory) noexcept {
   try {
     if (!directory.has_reliable_locks()) return;
     const RendezvousDirectory::Names files = directory.list();
-    // The alive files are looked for afterwards, since a process makes its own before any other: the writers of all `files`
-    // that live have one there now.
+    // The alive files are listed afterwards, because a process makes its own before any other file: every live writer of one of
+    // `files` has an alive file now.
     const RendezvousDirectory::Names now = directory.list();
     const bool all_dead = std::all_of(now.begin(), now.end(), [&](const std::string& name) {
       return !is_alive_file(name) || is_certainly_dead(directory, name) || !directory.contains(name);

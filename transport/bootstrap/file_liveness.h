@@ -1,4 +1,4 @@
-// Who lives in a rendezvous directory, and what the dead have left there.
+// Ranks find out here which processes of a rendezvous directory live, and remove the files that dead jobs have left there.
 #pragma once
 
 #include <chrono>
@@ -10,8 +10,9 @@
 
 namespace epx {
 
-// This process's mark, from before its first other file until after its last: alive.<rank>.<nonce>, locked. The lock ends with
-// the process, however it ends (and with those that it forked and that outlive it).
+// An AliveFile marks this process as alive: the file alive.<rank>.<nonce> exists, locked, from before the process's first other
+// file until after its last. The kernel releases the lock when the process ends, however it ends (and with it those that it
+// forked and that outlive it).
 class AliveFile {
 public:
   AliveFile(RendezvousDirectory& directory, int rank, int num_ranks, const std::string& nonce);
@@ -21,7 +22,7 @@ public:
 
   const std::string& name() const { return name_; }
 
-  // Makes it again if somebody has cleared it away.
+  // Makes the file again if another process has removed it.
   void keep();
 
 private:
@@ -31,7 +32,7 @@ private:
   FileDescriptor lock_;
 };
 
-// The ranks that have been seen in the directory, as far as they were not known to be dead then.
+// Attendance keeps the ranks that have been seen in the directory and were not known to be dead then.
 class Attendance {
 public:
   explicit Attendance(const RendezvousDirectory& directory) : directory_(directory) {}
@@ -39,7 +40,7 @@ public:
   void note(const RendezvousDirectory::Names& names);
   bool has_come(int rank) const { return ranks_.contains(rank); }
 
-  // Whether a process that was seen as this rank is known to live now; false where nobody can tell.
+  // Returns whether a process that was seen as this rank is known to live now; false where that cannot be known.
   bool lives(int rank) const;
 
 private:

@@ -22,7 +22,7 @@ struct Header {
 };
 static_assert(sizeof(Header) == kHeaderBytes);
 
-// Nonces become parts of file names.
+// A nonce becomes part of a file name, so its characters are checked.
 bool is_nonce(std::string_view text) {
   return std::all_of(text.begin(), text.end(), [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); });
 }

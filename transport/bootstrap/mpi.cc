@@ -1,5 +1,5 @@
-// Bootstrap from an MPI communicator. Every rank sends its part to every other and polls for theirs, because MPI's own
-// collectives know no deadline and cannot say who is missing.
+// The MPI bootstrap all-gathers over a communicator. Every rank sends its contribution to every other and polls for theirs,
+// because MPI's own collectives have no deadline and cannot name who is missing.
 #include "epx/epx_mpi.h"
 
 #include <climits>
@@ -29,7 +29,7 @@ using std::chrono::milliseconds;
 
 constexpr auto kFirstSleep = 10us;
 constexpr auto kLongestSleep = 1ms;
-constexpr uint64_t kNumTags = 32767; // what every MPI has at least
+constexpr uint64_t kNumTags = 32767; // the MPI standard guarantees so many
 
 bool is_active() {
   int initialized = 0;
@@ -43,7 +43,7 @@ void check_timeout(int64_t timeout_ms) {
   if (timeout_ms <= 0) fail(EPX_ERROR_INVALID_ARGUMENT, "timeout_ms is {}; it must be > 0", timeout_ms);
 }
 
-// While it lives, MPI returns what goes wrong on the caller's communicator instead of ending the process.
+// While an ErrorsReturn lives, MPI returns the errors of the caller's communicator instead of ending the process.
 class ErrorsReturn {
 public:
   explicit ErrorsReturn(MPI_Comm comm) : comm_(comm) {
@@ -78,7 +78,7 @@ public:
   void all_gather(const void* send, void* recv, size_t bytes_per_rank, milliseconds timeout);
 
 private:
-  // Goes before the data, or before the sentence of a rank that has failed an earlier round.
+  // The header precedes the data, or the sentence of a rank that has failed an earlier round.
   struct Header {
     epx_status status;
     int32_t reserved;
@@ -103,7 +103,7 @@ private:
   bool has_been_sent(Outgoing& outgoing) const;
   void receive(int from, Incoming& incoming) const;
   void check_sizes(size_t bytes, const std::vector<std::unique_ptr<Incoming>>& incoming) const;
-  void tell_others(const Error& error) noexcept;
+  void notify_others(const Error& error) noexcept;
   int tag() const { return static_cast<int>(round_ % kNumTags); }
 
   const HomeProcess creator_{};
@@ -111,10 +111,10 @@ private:
   int rank_ = 0;
   int num_ranks_ = 0;
   uint64_t round_ = 1;
-  std::optional<Error> failure_; // of an earlier round; the ranks are no longer in step
-  // Buffers that MPI may still use stay here.
+  std::optional<Error> failure_; // that of an earlier round, after which the ranks are no longer in step
+  // MPI may still use these buffers, so they stay allocated.
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
-  std::vector<std::unique_ptr<Incoming>> incoming_; // [num_ranks], of the current round
+  std::vector<std::unique_ptr<Incoming>> incoming_; // [num_ranks], the current round's
 };
 
 MpiSession::~MpiSession() {
@@ -130,8 +130,8 @@ MpiSession::~MpiSession() {
     MPI_Comm_free(&comm_);
     return;
   }
-  // MPI_Comm_free is collective, and after a failure a rank may never come to it. And MPI may still read from, or write to,
-  // what has not gone through: none of it is ever freed.
+  // MPI_Comm_free is collective, and after a failure a rank may never call it. MPI may also still read from, or write to, the
+  // buffers of requests that are not complete: these are never freed.
   for (auto& outgoing : outgoing_)
     (void)outgoing.release();
   for (auto& incoming : incoming_)
@@ -152,9 +152,9 @@ void MpiSession::all_gather(const void* send, void* recv, size_t bytes_per_rank,
     ++round_;
   } catch (const Error& error) {
     failure_ = error;
-    tell_others(error);
+    notify_others(error);
     throw;
-  } catch (const std::exception& error) { // out of memory, for instance; where it has left the round is unknown
+  } catch (const std::exception& error) { // such as bad_alloc; the state of the round is unknown
     failure_ = Error(EPX_ERROR_INTERNAL, fmt::format("all-gather {} over MPI: {}", round_, error.what()));
     throw;
   }
@@ -179,7 +179,7 @@ void MpiSession::gather(const void* send, char* recv, size_t bytes, SuspensionAw
         throw Error(incoming.header().status, std::string(incoming.body(), incoming.header().body_bytes));
       }
     }
-    // A part that is not sent yet moves only while this rank polls.
+    // A message that is not sent yet progresses only while this rank polls.
     const bool sent = has_been_sent(*outgoing_.back());
     if (missing.empty() && sent) break;
     if (last_look && missing.empty())
@@ -205,7 +205,7 @@ void MpiSession::post(epx_status status, const void* body, size_t bytes) {
   std::memcpy(outgoing->message.data(), &header, sizeof(Header));
   if (bytes > 0) std::memcpy(outgoing->message.data() + sizeof(Header), body, bytes);
   outgoing->requests.assign(static_cast<size_t>(num_ranks_), MPI_REQUEST_NULL);
-  outgoing_.push_back(std::move(outgoing)); // before MPI knows the buffer
+  outgoing_.push_back(std::move(outgoing)); // its owner must be in place before MPI knows the buffer
   Outgoing& posted = *outgoing_.back();
   for (int to = 0; to < num_ranks_; ++to)
     if (to != rank_)
@@ -221,8 +221,8 @@ bool MpiSession::has_been_sent(Outgoing& outgoing) const {
   return done != 0;
 }
 
-// Nothing is posted before a message is there, so that a round that fails leaves no receive behind that could take a later
-// message, and a message of any size can be told from one of the right size.
+// MPI_Improbe finds a message before its receive is posted, so that a round that fails leaves no receive behind that could take
+// a later message, and so that a message of the wrong size is noticed.
 void MpiSession::receive(int from, Incoming& incoming) const {
   if (incoming.state == Incoming::State::kExpected) {
     int found = 0;
@@ -251,7 +251,7 @@ MpiSession::Header MpiSession::Incoming::header() const {
   return header;
 }
 
-// All ranks have all sizes here, and say the same.
+// All ranks have all sizes here, so all of them report the same mismatch.
 void MpiSession::check_sizes(size_t bytes, const std::vector<std::unique_ptr<Incoming>>& incoming) const {
   const auto bytes_of = [&](int rank) {
     return rank == rank_ ? bytes : incoming[static_cast<size_t>(rank)]->header().body_bytes;
@@ -262,12 +262,12 @@ void MpiSession::check_sizes(size_t bytes, const std::vector<std::unique_ptr<Inc
            bytes_of(0), rank, bytes_of(rank));
 }
 
-// A rank that comes to this round late finds everybody's part, and succeeds. The next round tells it.
-void MpiSession::tell_others(const Error& error) noexcept {
+// A rank that comes to this round late finds every contribution and succeeds; the next round delivers the failure to it.
+void MpiSession::notify_others(const Error& error) noexcept {
   try {
     ++round_;
     post(error.status(), error.message().data(), error.message().size());
-  } catch (...) { // then their own deadlines have to
+  } catch (...) { // then the others fail by their own deadlines
   }
 }
 
@@ -280,7 +280,7 @@ epx_status all_gather_callback(void* context, const void* send, void* recv, size
   });
 }
 
-// In a child of fork() the communicator is the parent's, and MPI must not be called.
+// In a child of fork() the communicator belongs to the parent, and MPI must not be called.
 void release_callback(void* context) {
   auto* const session = static_cast<MpiSession*>(context);
   if (session->is_own_process()) delete session;
@@ -312,7 +312,7 @@ epx_bootstrap make_mpi_bootstrap(MPI_Comm comm, milliseconds timeout) {
 epx_status epx_bootstrap_mpi(MPI_Comm comm, int64_t timeout_ms, epx_bootstrap* bootstrap) {
   return epx::at_c_boundary([&] {
     if (bootstrap == nullptr) epx::fail(EPX_ERROR_INVALID_ARGUMENT, "bootstrap is NULL");
-    *bootstrap = {}; // so that it can be freed whatever happens
+    *bootstrap = {}; // the caller may free it whatever happens
     *bootstrap = epx::make_mpi_bootstrap(comm, epx::milliseconds(timeout_ms));
   });
 }

@@ -1,4 +1,4 @@
-// MPI's error codes as exceptions.
+// check_mpi turns MPI's error codes into exceptions.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace epx {
 
-// `call` is named in the sentence. The communicator must have MPI_ERRORS_RETURN.
+// The error's message names `call`. The communicator must have MPI_ERRORS_RETURN.
 inline void check_mpi(int code, const char* call) {
   if (code == MPI_SUCCESS) return;
   char words[MPI_MAX_ERROR_STRING] = "";

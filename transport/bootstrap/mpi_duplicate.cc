@@ -32,8 +32,8 @@ struct Message {
   std::vector<char> bytes;
 };
 
-// Short messages between the ranks of a communicator, with EPX_MPI_TAG. Nothing here waits. Buffers that MPI may still use
-// when this goes are never freed.
+// ShortMessages sends and receives short messages between the ranks of a communicator, with EPX_MPI_TAG, and never waits. Its
+// destructor does not free buffers that MPI may still use.
 class ShortMessages {
 public:
   explicit ShortMessages(MPI_Comm comm) : comm_(comm) {
@@ -63,7 +63,7 @@ public:
                   "MPI_Isend");
   }
 
-  // Whether MPI is done with all that was sent.
+  // Returns whether MPI has completed all sends.
   bool all_sent() {
     while (!outgoing_.empty()) {
       std::vector<MPI_Request>& requests = outgoing_.back()->requests;
@@ -75,7 +75,7 @@ public:
     return true;
   }
 
-  // The next message of `from`, which may be MPI_ANY_SOURCE; none when none has come.
+  // Returns the next message of `from`, which may be MPI_ANY_SOURCE; none when none has come.
   std::optional<Message> receive(int from) {
     if (incoming_ == nullptr) {
       int found = 0;
@@ -112,11 +112,11 @@ private:
   int rank_ = 0;
   int num_ranks_ = 0;
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
-  std::unique_ptr<Incoming> incoming_; // that MPI is writing
+  std::unique_ptr<Incoming> incoming_; // MPI is writing it
 };
 
-// Who has come, as the ranks tell each other in the caller's communicator. An empty message is a hello; any other is the sentence
-// with which its sender has given up.
+// Hellos tracks which ranks have come, by messages in the caller's communicator. An empty message is a hello; any other is the
+// sentence with which its sender has given up.
 class Hellos {
 public:
   Hellos(MPI_Comm comm, milliseconds timeout)
@@ -129,20 +129,22 @@ public:
   bool has_heard(int rank) const { return heard_[static_cast<size_t>(rank)]; }
   bool all_sent() { return messages_.all_sent(); }
 
-  // Says hello, once, after a quarter of the timeout, or when another rank has: one that waits less is to hear of this one in time.
+  // Sends the hello once, after a quarter of the timeout, or when another rank has sent its own: a rank with a shorter timeout
+  // has to receive this one in time.
   void say_if_due() {
     if (is_said_ || (!quiet_.passed() && std::count(heard_.begin(), heard_.end(), true) == 1)) return;
     is_said_ = true;
     messages_.send_to_others({});
   }
 
-  // Takes up what has come from a rank, or from any of them. Throws TIMEOUT with the words of one that has given up.
+  // Receives the messages that have come from a rank, or from any of them. Throws TIMEOUT with the sentence of a rank that has
+  // given up.
   void poll(int from = MPI_ANY_SOURCE) {
     while (const std::optional<Message> message = messages_.receive(from)) {
       heard_[static_cast<size_t>(message->from)] = true;
       if (!message->bytes.empty())
         throw Error(EPX_ERROR_TIMEOUT, std::string(message->bytes.begin(), message->bytes.end()));
-      if (from != MPI_ANY_SOURCE) return; // another one may belong to a later call
+      if (from != MPI_ANY_SOURCE) return; // a second message may belong to a later call
     }
   }
 
@@ -156,10 +158,10 @@ public:
                                         : fmt::format("{} of {} never came", name_ranks(missing), num_ranks())));
   }
 
-  // The others need not wait for what this rank knows.
+  // Sends the sentence to the other ranks, so that they need not wait for their own deadlines.
   [[noreturn]] void give_up(const std::string& sentence) {
     messages_.send_to_others(std::string_view(sentence).substr(0, kMaxMessageBytes));
-    (void)messages_.all_sent(); // MPI's chance to get it under way
+    (void)messages_.all_sent(); // MPI progresses the sends in this call
     throw Error(EPX_ERROR_TIMEOUT, sentence);
   }
 
@@ -170,7 +172,7 @@ private:
   bool is_said_ = false;
 };
 
-// Waits until MPI has ended what the request stands for, and listens to the others meanwhile.
+// Waits until MPI has completed the request, and receives the others' messages meanwhile.
 void wait_for(MPI_Request& request, const char* call, Hellos& hellos, SuspensionAwareDeadline& deadline) {
   for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
     const bool last_look = deadline.passed();
@@ -183,9 +185,9 @@ void wait_for(MPI_Request& request, const char* call, Hellos& hellos, Suspension
   }
 }
 
-// Neither call can be cancelled. A barrier that never ends does no harm, but a duplicate that is never complete lets Open MPI's
-// MPI_Finalize crash. So it is begun only when all have come (the first barrier), and none of them had given up by then (the
-// second).
+// Neither MPI_Ibarrier nor MPI_Comm_idup can be cancelled. A barrier that never ends does no harm, but a duplicate that is
+// never complete lets Open MPI's MPI_Finalize crash. So the duplicate is begun only when all ranks have come (the first
+// barrier), and none of them had given up by then (the second).
 void wait_for_all(MPI_Comm comm, Hellos& hellos, SuspensionAwareDeadline& deadline) {
   for (int barrier = 0; barrier < 2; ++barrier) {
     MPI_Request request = MPI_REQUEST_NULL;
@@ -203,7 +205,7 @@ MPI_Comm duplicate(MPI_Comm comm, Hellos& hellos, SuspensionAwareDeadline& deadl
   check_mpi(MPI_Comm_idup(comm, &attempt->comm, &attempt->request), "MPI_Comm_idup");
   try {
     wait_for(attempt->request, "MPI_Comm_idup", hellos, deadline);
-  } catch (...) { // MPI writes the communicator when the others come after all: it is never freed
+  } catch (...) { // MPI writes the communicator when the others come after all, so it is never freed
     (void)attempt.release();
     throw;
   }
@@ -211,13 +213,13 @@ MPI_Comm duplicate(MPI_Comm comm, Hellos& hellos, SuspensionAwareDeadline& deadl
   return attempt->comm;
 }
 
-// Who has said hello tells so in the duplicate, and everybody takes up all hellos before the caller's communicator is the
-// caller's alone again.
+// Each rank sends in the duplicate whether it has sent a hello, and every rank receives all hellos before the caller's
+// communicator is left to the caller again.
 void settle(MPI_Comm duplicate, Hellos& hellos, SuspensionAwareDeadline& deadline) {
   ShortMessages messages(duplicate);
   messages.send_to_others(hellos.is_said() ? "1" : "0");
-  std::vector<int> open;  // whose word has not come
-  std::vector<int> owing; // who has said hello, which has not come
+  std::vector<int> open;  // ranks whose message in the duplicate has not come
+  std::vector<int> owing; // ranks that have sent a hello, which has not come
   for (int rank = 0; rank < hellos.num_ranks(); ++rank)
     if (rank != messages.rank()) open.push_back(rank);
   for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {

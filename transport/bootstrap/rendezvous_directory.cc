@@ -22,7 +22,7 @@
 namespace epx {
 namespace {
 
-// How often a writer begins anew after a rank that leaves has removed the directory in between.
+// A writer begins anew so often after a rank that leaves has removed the directory in between.
 constexpr int kMaxAttempts = 1000;
 
 std::string words(int error) {
@@ -33,7 +33,7 @@ std::string words(int error) {
   fail(EPX_ERROR_SYSTEM, "file rendezvous: cannot {} '{}': {}", what, path, words(error));
 }
 
-// Removed, on this machine or, while this one looked, on another.
+// A file is gone when it was removed on this machine (ENOENT) or, while this one looked, on another (ESTALE).
 bool is_gone(int error) {
   return error == ENOENT || error == ESTALE;
 }
@@ -50,7 +50,7 @@ FileDescriptor open_to_read(int directory, const std::string& name) {
   return FileDescriptor(::openat(directory, name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
 }
 
-// Why a rank cannot have written such a file; "" when it can.
+// Returns why a rank cannot have written such a file; "" when it can.
 std::string why_foreign(const struct stat& info) {
   if (!S_ISREG(info.st_mode)) return "which is not a plain file";
   if (info.st_uid != ::geteuid()) return fmt::format("which belongs to user {}", info.st_uid);
@@ -58,7 +58,7 @@ std::string why_foreign(const struct stat& info) {
   return "";
 }
 
-// 0 or an errno.
+// Returns 0 or an errno.
 int write_all(int fd, std::string_view content) {
   while (!content.empty()) {
     const ssize_t written = ::write(fd, content.data(), content.size());
@@ -69,7 +69,7 @@ int write_all(int fd, std::string_view content) {
   return 0;
 }
 
-// Up to content.size() bytes, fewer at the end of the file. 0 or an errno.
+// Reads up to content.size() bytes, fewer at the end of the file. Returns 0 or an errno.
 int read_all(int fd, std::string& content) {
   size_t have = 0;
   while (have < content.size()) {
@@ -83,7 +83,8 @@ int read_all(int fd, std::string& content) {
   return 0;
 }
 
-// Takes the descriptor. Nothing when the directory has been removed; errno says what else went wrong.
+// Takes the descriptor. Returns nothing on failure, with the reason in errno, ENOENT or ESTALE when the directory has been
+// removed.
 std::optional<RendezvousDirectory::Names> names_in(FileDescriptor directory) {
   const std::unique_ptr<DIR, int (*)(DIR*)> stream(::fdopendir(directory.get()), ::closedir);
   if (stream == nullptr) return std::nullopt;
@@ -96,9 +97,10 @@ std::optional<RendezvousDirectory::Names> names_in(FileDescriptor directory) {
   return names;
 }
 
-// What somebody else has put into the directory under this name, and why it cannot be a rank's; "" when it can.
+// Returns why the file of this name cannot be a rank's; "" when it can.
 std::string why_foreign(int directory, const std::string& name) {
-  if (name.starts_with(".nfs")) return ""; // a network file system's, for a file that was removed while it was open
+  if (name.starts_with(".nfs"))
+    return ""; // a network file system gives this name to a file that was removed while it was open
   struct stat info {};
   if (::fstatat(directory, name.c_str(), &info, AT_SYMLINK_NOFOLLOW) != 0)
     return is_gone(errno) ? "" : fmt::format("which cannot be examined: {}", words(errno));
@@ -140,7 +142,7 @@ void RendezvousDirectory::enter() {
   fail(EPX_ERROR_SYSTEM, "file rendezvous: '{}' is removed as often as it is created", path_);
 }
 
-// Whoever else can write to the parent may have put something there that others can read, or that is not epx's.
+// Another user who can write to the parent may have put something there that others can read, or that is not epx's.
 void RendezvousDirectory::examine(const FileDescriptor& directory) const {
   struct stat info {};
   if (::fstat(directory.get(), &info) != 0) fail_on("examine", path_, errno);
@@ -150,10 +152,10 @@ void RendezvousDirectory::examine(const FileDescriptor& directory) const {
   if ((info.st_mode & 0777) != 0700)
     fail(EPX_ERROR_SYSTEM, "file rendezvous: '{}' has mode {:04o}; epx uses only a directory of mode 0700, as it makes it",
          path_, info.st_mode & 07777);
-  // A description of its own, since reading it moves on.
+  // Listing needs an open file description of its own, because reading moves its offset.
   FileDescriptor to_list(::openat(directory.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   const std::optional<Names> names = to_list ? names_in(std::move(to_list)) : std::nullopt;
-  if (!names && is_gone(errno)) return; // removed because it was empty
+  if (!names && is_gone(errno)) return; // a rank removed the directory because it was empty
   if (!names) fail_on("list", path_, errno);
   for (const std::string& name : *names)
     if (const std::string why = why_foreign(directory.get(), name); !why.empty())
@@ -162,12 +164,13 @@ void RendezvousDirectory::examine(const FileDescriptor& directory) const {
            name, why);
 }
 
-// Opens the directory that has the name now, and goes over to it if it is another one. Nothing when it has been removed.
+// Opens the directory that has the name now, and uses that one from now on if it is another. Returns no descriptor when it has
+// been removed.
 FileDescriptor RendezvousDirectory::look() {
   FileDescriptor now = open_directory(parent_.get(), name_);
   if (!now) {
     const int error = errno;
-    // Its place has been taken by something else.
+    // Something that is no directory has taken its place.
     if (error == ENOTDIR || error == ELOOP) fail_on("open as a directory", path_, error);
     errno = error;
     return now;
@@ -202,7 +205,7 @@ FileDescriptor RendezvousDirectory::create(std::string_view name, std::string_vi
     if (!locked && out.close() != 0 && error == 0) error = errno;
     if (error == 0 && ::renameat(directory_.get(), temporary.c_str(), directory_.get(), final_name.c_str()) == 0)
       return out;
-    if (error == 0 && is_gone(errno)) continue; // cleared away with the files of a dead job
+    if (error == 0 && is_gone(errno)) continue; // another rank removed it with the files of a dead job
     if (error == 0) error = errno;
     ::unlinkat(directory_.get(), temporary.c_str(), 0);
     fail_on("write", file(name), error);
@@ -228,7 +231,7 @@ std::optional<std::string> RendezvousDirectory::read_start(std::string_view name
 
 std::optional<std::string> RendezvousDirectory::read_checked(std::string_view name, size_t max_bytes, bool whole) const {
   const FileDescriptor in = open_to_read(directory_.get(), std::string(name));
-  // ELOOP: a link, which no rank leaves; ENXIO: a FIFO or a socket.
+  // ELOOP means a symbolic link, which no rank makes; ENXIO means a FIFO or a socket.
   if (!in && (is_gone(errno) || errno == ELOOP || errno == ENXIO)) return std::nullopt;
   if (!in) fail_on("open", file(name), errno);
   struct stat info {};
@@ -271,7 +274,7 @@ void RendezvousDirectory::refresh() {
 }
 
 bool RendezvousDirectory::has_reliable_locks() const {
-  // From linux/magic.h, and ZFS and F2FS, which are not all in the one of older systems.
+  // These magic numbers come from linux/magic.h, and those of ZFS and F2FS, which older systems' headers lack.
   constexpr std::array<uint64_t, 8> kLocal = {0xef53,     /* ext2, ext3, ext4 */
                                               0x58465342, /* XFS */
                                               0x9123683e, /* Btrfs */
@@ -288,7 +291,7 @@ bool RendezvousDirectory::has_reliable_locks() const {
 bool RendezvousDirectory::may_be_locked(std::string_view name) const {
   const FileDescriptor in = open_to_read(directory_.get(), std::string(name));
   if (!in) return !is_gone(errno);
-  // A shared lock, so that two that ask at the same time do not take each other for the holder.
+  // LOCK_SH keeps two ranks that ask at the same time from taking each other for the holder.
   return ::flock(in.get(), LOCK_SH | LOCK_NB) != 0;
 }
 
@@ -298,7 +301,7 @@ std::optional<int64_t> RendezvousDirectory::last_written(std::string_view name) 
   return info.st_mtime;
 }
 
-// Only the directory that this one holds: what else may have got the name is not epx's to remove.
+// Removes only the directory whose descriptor this object holds: another one that has got the name is not epx's to remove.
 bool RendezvousDirectory::leave() const noexcept {
   struct stat held {};
   struct stat found {};

@@ -24,7 +24,7 @@ bool is_hexadecimal(std::string_view text, size_t digits) {
          std::all_of(text.begin(), text.end(), [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); });
 }
 
-// A name is a prefix and fields, with points between them.
+// A name consists of a prefix and fields, with points between them.
 struct Grammar {
   std::string_view prefix;
   std::string_view fields; // one character each: number, nonce ('x') or origin
@@ -59,7 +59,7 @@ bool matches(std::string_view name, const Grammar& grammar) {
   return name.empty();
 }
 
-// The number that follows `prefix`, in a name of a known grammar.
+// Returns the number that follows `prefix` in a name whose grammar has been checked.
 std::optional<int> rank_behind(std::string_view prefix, std::string_view name) {
   int rank = 0;
   const std::string_view digits = name.substr(prefix.size());

@@ -1,4 +1,4 @@
-// How a host thread waits: it spins shortly, then yields, then sleeps, so that more ranks than cores still run well.
+// A host thread that waits spins shortly, then yields, then sleeps, so that more ranks than cores still run well.
 #pragma once
 
 #include <chrono>
@@ -21,7 +21,7 @@ public:
     }
   }
 
-  // True once spinning has not helped: time to look at the clock and to tell others who is waited for.
+  // Returns true once spinning has not helped: then the waiter checks its deadline and publishes whom it waits for.
   bool is_long() const {
     return pauses_ > kSpins;
   }

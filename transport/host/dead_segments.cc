@@ -27,7 +27,7 @@ bool has_the_form_of_a_name(std::string_view name) {
          name.find_first_not_of("0123456789abcdef", kPrefix.size()) == std::string_view::npos;
 }
 
-// A private file of this user with one name, as SharedSegment makes them.
+// SharedSegment makes private files of this user with one name.
 bool may_be_a_segment(const struct stat& file) {
   return S_ISREG(file.st_mode) && (file.st_mode & ALLPERMS) == (S_IRUSR | S_IWUSR) && file.st_uid == ::geteuid() &&
          file.st_nlink == 1;
@@ -41,7 +41,7 @@ void remove_if_dead(int directory, const std::string& name) {
   if (!file || ::fstat(file.get(), &opened) != 0 || opened.st_ino != found.st_ino || opened.st_dev != found.st_dev) return;
   const std::optional<SegmentRecord> record = read_segment_record(file.get());
   if (!record || segment_name(*record) != name || !is_of_this_kind(*record)) return;
-  if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) return; // its creator lives
+  if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) return; // its creator lives and holds the lock
   if (::unlinkat(directory, name.c_str(), 0) == 0)
     log::transport().info("removed {}/{}: {} bytes that a dead process left", SharedSegment::kDirectory, name,
                           opened.st_size);

@@ -30,10 +30,10 @@ private:
   int rank_;
 };
 
-// What each rank tells the others of its share.
-struct Share {
+// Each rank contributes this record of its own segment.
+struct SegmentInfo {
   int64_t bytes;
-  SegmentAddress address; // zeroed if the rank could not make nameless memory
+  SegmentAddress address; // zero if the rank could not make nameless memory
 };
 
 class HostTransport : public Transport {
@@ -44,25 +44,25 @@ public:
 
   std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {
     if (kind_ == SegmentKind::kNameless) {
-      if (auto segments = share_nameless(bytes, exchange)) return std::make_unique<HostWindow>(std::move(*segments), rank_);
+      if (auto segments = open_nameless(bytes, exchange)) return std::make_unique<HostWindow>(std::move(*segments), rank_);
       kind_ = SegmentKind::kNamed; // on all ranks
     }
-    return std::make_unique<HostWindow>(share_named(bytes, exchange), rank_);
+    return std::make_unique<HostWindow>(open_named(bytes, exchange), rank_);
   }
 
 private:
-  // None, on all ranks, if any rank could not make its segment or open a peer's.
-  std::optional<Segments> share_nameless(int64_t bytes, Exchange& exchange) {
+  // Returns none, on all ranks, if any rank could not make its segment or open a peer's.
+  std::optional<Segments> open_nameless(int64_t bytes, Exchange& exchange) {
     std::shared_ptr<SharedSegment> own;
     std::string why_not;
-    const std::vector<Share> shares = exchange.all_gather([&] {
+    const std::vector<SegmentInfo> infos = exchange.all_gather([&] {
       own = num_ranks_ == 1 ? SharedSegment::create_private(bytes) : SharedSegment::create_nameless(bytes, why_not);
-      return Share{bytes, own == nullptr ? SegmentAddress{} : own->address()};
+      return SegmentInfo{bytes, own == nullptr ? SegmentAddress{} : own->address()};
     });
     std::optional<Segments> segments;
     const bool all_have = exchange.all_of([&] {
-      require_equal_bytes(shares);
-      if (own != nullptr) segments = open_all(shares, own, why_not);
+      require_equal_bytes(infos);
+      if (own != nullptr) segments = open_all(infos, own, why_not);
       return segments.has_value();
     });
     if (own != nullptr) own->withdraw();
@@ -72,21 +72,21 @@ private:
     return std::nullopt;
   }
 
-  // Whatever comes of it, the names of all ranks are gone afterwards: after a success all have mapped all, after a failure
-  // nobody needs them, and a peer may have been killed before it removed its own.
-  Segments share_named(int64_t bytes, Exchange& exchange) {
+  // The names of all ranks are removed in any case: after a success all ranks have mapped all segments, after a failure nobody
+  // needs them, and a peer may have been killed before it removed its own.
+  Segments open_named(int64_t bytes, Exchange& exchange) {
     std::shared_ptr<SharedSegment> own;
-    std::vector<Share> shares;
+    std::vector<SegmentInfo> infos;
     Segments segments;
     try {
-      shares = exchange.all_gather([&] {
+      infos = exchange.all_gather([&] {
         own = num_ranks_ == 1 ? SharedSegment::create_private(bytes) : SharedSegment::create_named(bytes);
-        return Share{bytes, own->address()};
+        return SegmentInfo{bytes, own->address()};
       });
       exchange.all_gather([&] {
-        require_equal_bytes(shares);
+        require_equal_bytes(infos);
         std::string why_not;
-        std::optional<Segments> opened = open_all(shares, own, why_not);
+        std::optional<Segments> opened = open_all(infos, own, why_not);
         if (!opened)
           fail(EPX_ERROR_SYSTEM, "{}; ranks of the host transport must share one machine, and one PID namespace or one {}",
                why_not, SharedSegment::kDirectory);
@@ -94,44 +94,44 @@ private:
         return static_cast<int32_t>(segments.size());
       });
     } catch (...) {
-      remove_names(shares);
+      remove_names(infos);
       own.reset();
-      remove_dead_segments(); // of a peer that was killed before it told its share
+      remove_dead_segments(); // a peer may have been killed before the others knew its segment's name
       throw;
     }
-    remove_names(shares);
+    remove_names(infos);
     own->withdraw();
     return segments;
   }
 
-  void require_equal_bytes(const std::vector<Share>& shares) const {
-    const int64_t bytes = shares[static_cast<size_t>(rank_)].bytes;
+  void require_equal_bytes(const std::vector<SegmentInfo>& infos) const {
+    const int64_t bytes = infos[static_cast<size_t>(rank_)].bytes;
     for (int peer = 0; peer < num_ranks_; ++peer) {
-      const int64_t peers_bytes = shares[static_cast<size_t>(peer)].bytes;
+      const int64_t peers_bytes = infos[static_cast<size_t>(peer)].bytes;
       if (peers_bytes != bytes)
         fail(EPX_ERROR_MISMATCH, "bytes differ between ranks: rank {} asks for {}, rank {} for {}", rank_, bytes, peer,
              peers_bytes);
     }
   }
 
-  std::optional<Segments> open_all(const std::vector<Share>& shares, const std::shared_ptr<SharedSegment>& own,
+  std::optional<Segments> open_all(const std::vector<SegmentInfo>& infos, const std::shared_ptr<SharedSegment>& own,
                                    std::string& why_not) const {
     Segments segments;
     for (int peer = 0; peer < num_ranks_; ++peer) {
-      segments.push_back(peer == rank_ ? own : SharedSegment::open(shares[static_cast<size_t>(peer)].address, why_not));
+      segments.push_back(peer == rank_ ? own : SharedSegment::open(infos[static_cast<size_t>(peer)].address, why_not));
       if (segments.back() == nullptr) return std::nullopt;
     }
     return segments;
   }
 
-  static void remove_names(const std::vector<Share>& shares) {
-    for (const Share& share : shares)
-      SharedSegment::remove_name(share.address);
+  static void remove_names(const std::vector<SegmentInfo>& infos) {
+    for (const SegmentInfo& info : infos)
+      SharedSegment::remove_name(info.address);
   }
 
   int rank_;
   int num_ranks_;
-  SegmentKind kind_; // of the next window: the same on all ranks
+  SegmentKind kind_; // the next window's, the same on all ranks
 };
 
 } // namespace

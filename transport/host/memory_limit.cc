@@ -13,9 +13,9 @@ namespace {
 
 constexpr int64_t kKibibyte = 1024;
 constexpr int64_t kMaxSpareBytes = 64 * kKibibyte * kKibibyte;
-constexpr int64_t kSpareShare = 16; // of a small limit, this part is left to others
+constexpr int64_t kSpareFraction = 16; // 1/16 of a small limit is left to others
 
-// The number after `key` at the start of a line; `separator` follows the key.
+// Returns the number after `key` at the start of a line.
 std::optional<int64_t> number_after(const std::string& text, const std::string& key) {
   std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);) {
@@ -38,14 +38,14 @@ std::optional<int64_t> number_in(const std::string& path) {
   std::ifstream file(path);
   int64_t value = 0;
   if (file >> value) return value;
-  return std::nullopt; // absent, or "max"
+  return std::nullopt; // the file is absent, or says "max"
 }
 
 MemoryLimit make_limit(int64_t free_bytes, int64_t total_bytes, std::string of) {
-  return {std::max<int64_t>(free_bytes, 0), std::min(kMaxSpareBytes, total_bytes / kSpareShare), std::move(of)};
+  return {std::max<int64_t>(free_bytes, 0), std::min(kMaxSpareBytes, total_bytes / kSpareFraction), std::move(of)};
 }
 
-// The names of the files that one version of cgroups has.
+// CgroupFiles has the file names of one version of cgroups.
 struct CgroupFiles {
   const char* mount;
   const char* limit;
@@ -73,8 +73,8 @@ void tighten(MemoryLimit& tightest, const std::optional<MemoryLimit>& limit) {
   if (limit && limit->usable_bytes() < tightest.usable_bytes()) tightest = *limit;
 }
 
-// Limits hold for a whole subtree, so the parents' count, too. A container may see its own cgroup as the mounted root while
-// /proc names it by its path on the host: directories that do not exist are passed over on the way up.
+// A limit holds for a whole subtree, so the parents' count, too. A container may see its own cgroup as the mounted root while
+// /proc names it by its path on the host: directories that do not exist are skipped on the way up.
 void tighten_by_cgroups(MemoryLimit& tightest, const std::string& root, std::string path, const CgroupFiles& files) {
   while (true) {
     tighten(tightest, limit_of_cgroup(fmt::format("{}{}{}", root, files.mount, path), files));
@@ -96,7 +96,7 @@ MemoryLimit tightest_memory_limit(const std::string& root) {
   const std::optional<int64_t> total = number_after(meminfo, "MemTotal:");
   if (available && total) tighten(tightest, make_limit(*available * kKibibyte, *total * kKibibyte, "this machine"));
 
-  // Lines such as "4:memory:/path" (version 1) and "0::/path" (version 2).
+  // Lines look like "4:memory:/path" (version 1) or "0::/path" (version 2).
   std::istringstream lines(content_of(root + "/proc/self/cgroup"));
   for (std::string line; std::getline(lines, line);) {
     const size_t first = line.find(':');

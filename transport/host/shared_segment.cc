@@ -28,9 +28,11 @@
 namespace epx {
 namespace {
 
-constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL; // a peer that shrank it would give the others SIGBUS
+constexpr int kSeals =
+    F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL; // a peer that shrank the file would give the others SIGBUS
 
-// Segments that this process created or opened and still maps, by name; nameless ones, too, have one here.
+// The registry finds the segments that this process created or opened and still maps, by name; nameless ones are here by the
+// name that they would have.
 class Registry {
 public:
   std::shared_ptr<SharedSegment> find(const std::string& name) {
@@ -54,7 +56,7 @@ private:
 };
 
 Registry& registry() {
-  static Registry* const kRegistry = new Registry; // outlives every segment, also those of static storage
+  static Registry* const kRegistry = new Registry; // it outlives every segment, also those of static storage
   return *kRegistry;
 }
 
@@ -68,7 +70,7 @@ std::string path_of_descriptor(const FileDescriptor& file) {
 
 // ---- Reserving ----
 
-// What /dev/shm still has; none where it is as large as memory.
+// Returns what is free in /dev/shm; none where it has no size of its own.
 std::optional<MemoryLimit> limit_of_directory() {
   struct statvfs stats {};
   if (::statvfs(SharedSegment::kDirectory, &stats) != 0 || stats.f_blocks == 0) return std::nullopt;
@@ -84,19 +86,20 @@ MemoryLimit current_limit(SegmentKind kind) {
   return limit;
 }
 
-// What this segment has reserved already counts as free, since it is given back.
+// The bytes that this segment has already reserved count as free, since they are given back.
 std::string describe(const MemoryLimit& limit, int64_t reserved) {
   const int64_t free_bytes = std::min(limit.free_bytes, std::numeric_limits<int64_t>::max() - reserved) + reserved;
   return fmt::format("{} bytes are free, and {} of them have to stay so, in {}", free_bytes, limit.spare_bytes, limit.of);
 }
 
-// Reserves `file_bytes` for a window of window_bytes. The kernel does not refuse pages of shared memory for want of memory, it
-// kills a process; so this looks at what is free, and goes on in steps, since the other ranks reserve theirs at the same time.
-// A step is a small part of what is free: all ranks of a machine together do not take more than there is between two looks.
+// Reserves `file_bytes` for a window of window_bytes. The kernel does not refuse pages of shared memory for lack of memory, it
+// kills a process. So this reads what is free and reserves in steps, since the other ranks reserve theirs at the same time.
+// A step is a small part of what is free, so that all ranks of a machine together do not take more than there is between two
+// reads.
 void reserve(int fd, SegmentKind kind, int64_t file_bytes, int64_t window_bytes) {
   constexpr int64_t kMinStep = int64_t{256} << 10;
   constexpr int64_t kMaxStep = int64_t{16} << 20;
-  constexpr int64_t kShareOfFree = 256;
+  constexpr int64_t kFractionOfFree = 256; // a step is at most 1/256 of what is free
   int64_t max_step = kMaxStep;
   for (int64_t reserved = 0; reserved < file_bytes;) {
     const MemoryLimit limit = current_limit(kind);
@@ -104,11 +107,11 @@ void reserve(int fd, SegmentKind kind, int64_t file_bytes, int64_t window_bytes)
     if (missing > limit.usable_bytes())
       fail(EPX_ERROR_OUT_OF_MEMORY, "reserving {} bytes of shared memory failed: {}", window_bytes,
            describe(limit, reserved));
-    const int64_t step = std::min(missing, std::clamp(limit.free_bytes / kShareOfFree, kMinStep, max_step));
+    const int64_t step = std::min(missing, std::clamp(limit.free_bytes / kFractionOfFree, kMinStep, max_step));
     const int error = ::posix_fallocate(fd, reserved, step);
     if (error == 0) {
       reserved += step;
-    } else if (error == EINTR) { // older kernels keep nothing of a step that any signal interrupts; a short one gets done
+    } else if (error == EINTR) { // older kernels undo a step that a signal interrupts; a shorter step can succeed
       max_step = std::max(max_step / 2, kMinStep);
     } else {
       const bool full = error == ENOSPC || error == ENOMEM || error == EFBIG;
@@ -135,7 +138,8 @@ FileDescriptor make_nameless_file(std::string& why_not) {
   return file;
 }
 
-// This process's number where peers look it up. That is not getpid() where /proc is of another PID namespace.
+// Returns this process's number in /proc, where peers look it up. It differs from getpid() where /proc is of another PID
+// namespace.
 std::optional<int32_t> pid_in_proc() {
   char text[32] = "";
   const ssize_t length = ::readlink("/proc/self", text, sizeof(text) - 1);
@@ -149,8 +153,8 @@ bool is_the_file_of(const SegmentAddress& address, int fd) {
          file.st_ino == address.inode && file.st_size == segment_file_bytes(address.record.bytes);
 }
 
-// First only a handle (O_PATH): if the number is another process's by now, or of another machine, opening its file for good
-// might act on a pipe or a device.
+// O_PATH opens only a handle first: if the number is another process's by now, or of another machine, opening its file to read
+// and write might act on a pipe or a device.
 FileDescriptor open_nameless(const SegmentAddress& address, std::string& why_not) {
   const std::string path = fmt::format("/proc/{}/fd/{}", address.pid, address.fd);
   const FileDescriptor handle(::open(path.c_str(), O_PATH | O_CLOEXEC));
@@ -186,7 +190,7 @@ FileDescriptor open_named(const SegmentAddress& address, std::string& why_not) {
   return file;
 }
 
-// Gives a file without a name one. The first way needs a capability or Linux 6.10, the second needs /proc.
+// Gives a nameless file its name. The first call needs a capability or Linux 6.10, the second needs /proc.
 bool link_file(const FileDescriptor& file, const std::string& path) {
   return ::linkat(file.get(), "", AT_FDCWD, path.c_str(), AT_EMPTY_PATH) == 0 ||
          ::linkat(AT_FDCWD, path_of_descriptor(file).c_str(), AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) == 0;
@@ -231,7 +235,7 @@ std::shared_ptr<SharedSegment> SharedSegment::create_nameless(int64_t bytes, std
   return segment;
 }
 
-// The file gets its name last: whoever finds the name finds a complete record and, while this process lives, the lock.
+// The file gets its name last: a process that finds the name finds a complete record and, while this process lives, the lock.
 std::shared_ptr<SharedSegment> SharedSegment::create_named(int64_t bytes) {
   const int64_t file_bytes = segment_file_bytes(bytes);
   FileDescriptor file(::open(kDirectory, O_TMPFILE | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR));
@@ -279,7 +283,7 @@ void SharedSegment::remove_name(const SegmentAddress& address) noexcept {
   const std::string path = path_of(address.record);
   const FileDescriptor file(::open(path.c_str(), O_PATH | O_NOFOLLOW | O_CLOEXEC));
   if (!file || !is_the_file_of(address, file.get())) return;
-  if (::unlink(path.c_str()) != 0 && errno != ENOENT) // a peer may be quicker
+  if (::unlink(path.c_str()) != 0 && errno != ENOENT) // ENOENT: a peer was quicker
     log::transport().warn("removing {} failed: {}", path, std::strerror(errno));
 }
 
@@ -290,7 +294,7 @@ SharedSegment::~SharedSegment() {
   if (address_.kind != SegmentKind::kPrivate) registry().remove(segment_name(address_.record));
 }
 
-// The lock goes with the file, so the name goes first.
+// Closing the file releases its lock, so the name is removed first.
 void SharedSegment::withdraw() {
   if (std::exchange(linked_, false)) remove_name(address_);
   file_.close();

@@ -1,4 +1,4 @@
-// One segment of shared memory, mapped into this process.
+// A SharedSegment is one segment of shared memory, mapped into this process.
 #pragma once
 
 #include <cstddef>
@@ -12,28 +12,28 @@
 
 namespace epx {
 
-// How peers find a segment.
+// The kind of a segment says how peers find it.
 enum class SegmentKind : int32_t {
-  kPrivate,  // not at all: for a group of one rank
-  kNameless, // through the creator's /proc/PID/fd; it has no name, so whenever its processes die, nothing is left
-  kNamed     // by a name in /dev/shm: where peers may not look into /proc, or have another PID namespace
+  kPrivate,  // peers do not find it; it serves a group of one rank
+  kNameless, // peers open the creator's /proc/PID/fd; it has no name, so nothing is left whenever its processes die
+  kNamed     // peers open a name in /dev/shm, where they may not look into /proc, or have another PID namespace
 };
 
-// What a peer needs to open a segment. Travels between ranks; a zeroed one opens nothing.
+// A SegmentAddress is what a peer needs to open a segment. The ranks exchange it; a zero one opens nothing.
 struct SegmentAddress {
   SegmentRecord record;
-  uint64_t device; // of the file, with the inode
+  uint64_t device; // the file's, with the inode
   uint64_t inode;
   SegmentKind kind;
-  int32_t pid; // nameless: of the creator, as its /proc numbers it
+  int32_t pid; // nameless: the creator's, as its /proc numbers it
   int32_t fd;  // nameless: in the creator
   int32_t reserved;
 };
 
-// Ranks that are threads of one process share one mapping of a segment, so that their accesses to it meet at one address.
+// Ranks that are threads of one process share one mapping of a segment, so that they access it at one address.
 class SharedSegment {
 public:
-  static constexpr const char* kDirectory = "/dev/shm"; // of named segments
+  static constexpr const char* kDirectory = "/dev/shm"; // named segments are there
 
   // These create a segment of zero bytes. Every page is reserved: memory that is exhausted (the machine's, a cgroup's, that of
   // /dev/shm) is an error here, not a SIGBUS or an out-of-memory kill later. Peers can open it until withdraw(). They throw
@@ -41,18 +41,18 @@ public:
 
   // Returns NULL and says why where the system has no such memory.
   static std::shared_ptr<SharedSegment> create_nameless(int64_t bytes, std::string& why_not);
-  // The name appears, mode 0600, when all is complete and locked. The lock is held as long as the name is there: see
-  // dead_segments.h.
+  // The file gets its name, with mode 0600, when it is complete and locked. The lock is held as long as the name exists (see
+  // dead_segments.h).
   static std::shared_ptr<SharedSegment> create_named(int64_t bytes);
 
-  // Memory that only this process sees; not reserved.
+  // Maps memory that only this process sees; its pages are not reserved.
   static std::shared_ptr<SharedSegment> create_private(int64_t bytes);
 
   // Maps a segment that another rank created. Returns NULL and says why if it cannot be opened or is not the one of `address`.
   // Throws OUT_OF_MEMORY or SYSTEM when mapping it fails.
   static std::shared_ptr<SharedSegment> open(const SegmentAddress& address, std::string& why_not);
 
-  // Removes the name of a segment, if it has one and it is still there: for whoever is left when its creator may have died.
+  // Removes the name of a segment if it still has one. The surviving ranks call it, since the segment's creator may have died.
   static void remove_name(const SegmentAddress& address) noexcept;
 
   SharedSegment(const SharedSegment&) = delete;
@@ -63,8 +63,8 @@ public:
   int64_t bytes() const { return address_.record.bytes; }
   const SegmentAddress& address() const { return address_; }
 
-  // The creator's: nobody opens the segment from now on. Removes the name and closes the file; the memory lives as long as
-  // somebody maps it.
+  // The creator calls this when no peer will open the segment any more. It removes the name and closes the file; the memory
+  // lives as long as a process maps it.
   void withdraw();
 
 private:
@@ -72,8 +72,8 @@ private:
 
   SegmentAddress address_;
   std::byte* data_ = nullptr; // NULL: not yet mapped
-  FileDescriptor file_;       // the creator's, until it withdraws; a named one's carries the lock
-  bool linked_ = false;       // this object still has to remove the name
+  FileDescriptor file_;       // open in the creator until withdraw(); a named segment's holds the lock
+  bool linked_ = false;       // true: this object still has to remove the name
 };
 
 } // namespace epx

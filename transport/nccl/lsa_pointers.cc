@@ -11,12 +11,12 @@
 namespace epx {
 namespace {
 
-// Of the release whose headers this is compiled with, the compiler checks what nccl_versions.cc says.
+// The compiler checks nccl_versions.cc for the release whose headers this file is compiled with.
 #if NCCL_VERSION_CODE < NCCL_VERSION(2, 29, 2)
 static_assert(offsetof(ncclWindow_vidmem, lsaFlatBase) == 8 && offsetof(ncclWindow_vidmem, stride4G) == 24);
 #endif
 
-// nccl_device/core.h from 2.29.2 on. It is looked up by name, since the library that is loaded may be one without it.
+// nccl_device/core.h declares this function from 2.29.2 on. It is looked up by name, since the loaded library may lack it.
 using GetLsaDevicePointer = ncclResult_t (*)(ncclWindow_t window, size_t offset, int lsa_rank, void** pointer);
 
 void ask_library(const NcclVersion& version, ncclWindow_t window, std::span<std::byte*> bases) {
@@ -39,7 +39,7 @@ void read_struct(const NcclWindowLayout& layout, ncclWindow_t window, std::span<
   check_cuda(cudaMemcpyAsync(bytes.data(), window, layout.bytes, cudaMemcpyDeviceToHost, stream.get()), "cudaMemcpyAsync");
   check_cuda(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize");
   for (size_t rank = 0; rank < bases.size(); ++rank)
-    bases[rank] = lsa_share(layout, bytes, static_cast<int>(rank));
+    bases[rank] = lsa_base(layout, bytes, static_cast<int>(rank));
 }
 
 } // namespace

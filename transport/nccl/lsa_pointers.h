@@ -1,4 +1,4 @@
-// Where the ranks of an LSA domain see each other's share of a window.
+// The ranks of an LSA domain load from and store to each other's memory of a window at the addresses found here.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace epx {
 
-// Writes the address of each rank's share of the window, as this GPU sees it, to bases, by LSA rank. `version`: of the library
-// that is loaded. Throws SYSTEM.
+// Writes the base address of each rank's memory of the window, as this GPU sees it, to bases[LSA rank]. `version` is that of
+// the library that is loaded. Throws SYSTEM.
 void find_lsa_pointers(const NcclVersion& version, ncclWindow_t window, std::span<std::byte*> bases);
 
 } // namespace epx

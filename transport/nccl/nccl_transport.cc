@@ -25,7 +25,7 @@ void check_nccl(ncclResult_t result, const char* call) {
   if (result != ncclSuccess) fail_nccl(result, call);
 }
 
-// A communicator that never blocks: what is in progress is polled, and aborted at the deadline.
+// The communicator is non-blocking: this class polls operations in progress, and aborts the communicator at the deadline.
 class Communicator {
 public:
   Communicator(const NcclVersion& version, int rank, int num_ranks, const ncclUniqueId& id,
@@ -37,7 +37,7 @@ public:
     wait(ncclCommInitRankConfig(&comm_, num_ranks, id, rank, &config), "ncclCommInitRankConfig");
   }
   ~Communicator() {
-    if (comm_ != nullptr) ncclCommAbort(comm_); // local, never waits for a peer; frees what is left
+    if (comm_ != nullptr) ncclCommAbort(comm_); // the abort is local, never waits for a peer, and frees what is left
   }
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -45,10 +45,10 @@ public:
   ncclComm_t get() const { return comm_; }
   const NcclVersion& version() const { return version_; }
 
-  // Waits for what `call` began.
+  // Waits until NCCL has completed what `call` began.
   void wait(ncclResult_t result, const char* call) {
     SuspensionAwareDeadline deadline{timeout_};
-    if (result == ncclSuccess) result = ncclInProgress; // it may have begun only
+    if (result == ncclSuccess) result = ncclInProgress; // ncclSuccess may mean that it has only begun
     while (result == ncclInProgress) {
       if (deadline.passed()) {
         ncclCommAbort(std::exchange(comm_, nullptr));
@@ -61,7 +61,7 @@ public:
   }
 
 private:
-  const NcclVersion& version_; // of the library that is loaded
+  const NcclVersion& version_; // the loaded library's
   ncclComm_t comm_ = nullptr;
   std::chrono::milliseconds timeout_;
 };
@@ -70,7 +70,7 @@ struct NcclFree {
   void operator()(std::byte* memory) const noexcept { ncclMemFree(memory); }
 };
 
-// Zeroed.
+// Allocates zero bytes.
 std::unique_ptr<std::byte, NcclFree> allocate(int64_t bytes) {
   void* memory = nullptr;
   const ncclResult_t result = ncclMemAlloc(&memory, static_cast<size_t>(bytes));
@@ -87,10 +87,10 @@ std::unique_ptr<std::byte, NcclFree> allocate(int64_t bytes) {
   return owner;
 }
 
-// A window's lifetime: the communicator outlives it.
+// A window shares ownership of the communicator, which therefore outlives it.
 class NcclWindow final : public Window {
 public:
-  // `owner`: of `memory`, or none.
+  // `owner` owns `memory`, or is empty.
   NcclWindow(std::shared_ptr<Communicator> communicator, int rank, int num_ranks, std::byte* memory, int64_t bytes,
              std::unique_ptr<std::byte, NcclFree> owner)
       : communicator_(std::move(communicator)), rank_(rank), num_ranks_(num_ranks), memory_(memory), bytes_(bytes),
@@ -103,7 +103,7 @@ public:
     if (window_ != nullptr && communicator_->get() != nullptr) ncclCommWindowDeregister(communicator_->get(), window_);
   }
 
-  // Collective in the communicator.
+  // The call is collective in the communicator.
   void register_everywhere() {
     if (num_ranks_ == 1) { // NCCL has no symmetric memory for one rank, and none is needed
       bases_ = {memory_};
@@ -119,7 +119,7 @@ public:
            bytes_, static_cast<void*>(memory_));
     bases_.resize(static_cast<size_t>(num_ranks_));
     find_lsa_pointers(communicator_->version(), window_, bases_);
-    bases_[static_cast<size_t>(rank_)] = memory_; // the address that the user knows
+    bases_[static_cast<size_t>(rank_)] = memory_; // the user knows this address
   }
 
   PeerWindow view() const override { return {bases_.data(), rank_, num_ranks_}; }
@@ -136,10 +136,10 @@ private:
   std::vector<std::byte*> bases_;
 };
 
-// Records travel through an all-gather on the GPU.
+// NcclExchange gathers records by ncclAllGather on the GPU.
 class NcclExchange final : public Exchange {
 public:
-  // One rank needs no communicator.
+  // `communicator` may be NULL for one rank.
   NcclExchange(Communicator* communicator, int rank, int num_ranks, std::chrono::milliseconds timeout)
       : communicator_(communicator), rank_(rank), num_ranks_(num_ranks), timeout_(timeout),
         records_(make_device_memory<ExchangeRecord>(static_cast<size_t>(num_ranks) + 1)) {}
@@ -177,9 +177,9 @@ private:
   DeviceMemory<ExchangeRecord> records_; // [num_ranks], then this rank's own
 };
 
-class NcclTransportOf final : public NcclTransport {
+class NcclTransportImpl final : public NcclTransport {
 public:
-  NcclTransportOf(std::shared_ptr<Communicator> communicator, int rank, int num_ranks, std::chrono::milliseconds timeout)
+  NcclTransportImpl(std::shared_ptr<Communicator> communicator, int rank, int num_ranks, std::chrono::milliseconds timeout)
       : communicator_(std::move(communicator)), rank_(rank), num_ranks_(num_ranks),
         exchange_(communicator_.get(), rank, num_ranks, timeout) {}
 
@@ -227,14 +227,14 @@ private:
   NcclExchange exchange_;
 };
 
-// The release whose library is loaded.
+// Returns the release whose library is loaded.
 const NcclVersion& loaded_nccl() {
   int version = 0;
   check_nccl(ncclGetVersion(&version), "ncclGetVersion");
   return require_supported_nccl(version);
 }
 
-// What a rank tells the others before it has a communicator.
+// Each rank contributes a hello before it has a communicator.
 struct RankHello {
   GpuIdentity gpu;
   int nccl_code;
@@ -296,7 +296,7 @@ std::unique_ptr<NcclTransport> make_nccl_transport(int rank, int num_ranks, int6
            num_ranks, lsa_ranks, rank);
     return lsa_ranks;
   });
-  return std::make_unique<NcclTransportOf>(std::move(communicator), rank, num_ranks, timeout);
+  return std::make_unique<NcclTransportImpl>(std::move(communicator), rank, num_ranks, timeout);
 }
 
 } // namespace epx

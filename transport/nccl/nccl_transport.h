@@ -1,4 +1,5 @@
-// Windows over NVLink: NCCL symmetric memory of the ranks of one LSA domain, which load and store each other's.
+// The NCCL transport opens windows over NVLink: NCCL symmetric memory of the ranks of one LSA domain, which load from and store
+// to each other's.
 #pragma once
 
 #include <array>
@@ -12,31 +13,33 @@
 
 namespace epx {
 
-// What a rank tells the others of its GPU before a transport is chosen.
+// Each rank contributes the identity of its GPU before a transport is chosen.
 struct GpuIdentity {
   int32_t device = -1; // CUDA ordinal; -1: none
   std::array<char, 16> uuid{};
 };
 
-// The calling thread's current device. None where there is no driver or no GPU.
+// Identifies the calling thread's current device; `device` is -1 where there is no driver or no GPU.
 GpuIdentity find_gpu() noexcept;
 
-// Why these ranks cannot use transport nccl: one has no GPU, or two share one. "" when each has its own.
+// Returns why these ranks cannot use transport nccl (one has no GPU, or two share one); "" when each has its own.
 std::string why_not_a_gpu_each(std::span<const GpuIdentity> gpus);
 
-// A transport that also carries small host-side records, for what ranks agree on after creation.
+// An NcclTransport also exchanges small host-side records, for what ranks agree on after creation.
 class NcclTransport : public Transport {
 public:
-  // As an exchange of all ranks, through the GPU; bounded by timeout_ms. Not while a call of the group waits on the host.
+  // Returns an exchange of all ranks through the GPU, bounded by timeout_ms. It may not be used while a call of the group waits
+  // on the host.
   virtual Exchange& exchange() = 0;
 
-  // A window over memory of the caller, who keeps it. Collective over `exchange`; all ranks succeed or all throw: MISMATCH when
-  // bytes differ, INVALID_ARGUMENT (alignment), UNSUPPORTED when NCCL cannot register it, SYSTEM.
+  // Opens a window over memory that the caller keeps. The call is collective over `exchange`; all ranks succeed or all throw:
+  // MISMATCH when bytes differ, INVALID_ARGUMENT (alignment), UNSUPPORTED when NCCL cannot register it, SYSTEM.
   virtual std::unique_ptr<Window> adopt_window(std::byte* memory, int64_t bytes, Exchange& exchange) = 0;
 };
 
-// Collective over `exchange`; all ranks succeed or all throw: UNSUPPORTED (no GPU, two ranks on one GPU, an NCCL that
-// nccl_versions.h does not list, or not the same on all ranks, ranks beyond one LSA domain, no symmetric memory), TIMEOUT, SYSTEM.
+// The call is collective over `exchange`; all ranks succeed or all throw: UNSUPPORTED (no GPU, two ranks on one GPU, an NCCL
+// that nccl_versions.h does not list, or not the same on all ranks, ranks beyond one LSA domain, no symmetric memory), TIMEOUT,
+// SYSTEM.
 std::unique_ptr<NcclTransport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange);
 
 } // namespace epx

@@ -8,10 +8,11 @@
 namespace epx {
 namespace {
 
-// nccl_device/impl/core__types.h of these releases: void* winHost; char* lsaFlatBase; int lsaRank, worldRank; uint32_t stride4G.
+// nccl_device/impl/core__types.h of these releases has void* winHost; char* lsaFlatBase; int lsaRank, worldRank; uint32_t
+// stride4G.
 constexpr NcclWindowLayout kWindowOf228{8, 24, 28};
 
-// A release comes here when the suites `gpu` have run with it. From 2.29.2 on NCCL has ncclGetLsaDevicePointer.
+// A release is listed here when the suites `gpu` have run with it. From 2.29.2 on NCCL has ncclGetLsaDevicePointer.
 constexpr NcclVersion kSupported[] = {
     {22803, "2.28.3", &kWindowOf228},
     {22809, "2.28.9", &kWindowOf228},
@@ -57,7 +58,7 @@ std::string why_not_one_nccl(std::span<const int> codes) {
   return "";
 }
 
-std::byte* lsa_share(const NcclWindowLayout& layout, std::span<const std::byte> window, int lsa_rank) {
+std::byte* lsa_base(const NcclWindowLayout& layout, std::span<const std::byte> window, int lsa_rank) {
   const auto stride = static_cast<ptrdiff_t>(read<uint32_t>(window, layout.stride_4g)) << 32;
   return read<std::byte*>(window, layout.lsa_flat_base) + lsa_rank * stride;
 }

@@ -39,7 +39,7 @@ uint64_t CallProtocol::begin(epx_operation operation) {
   status_.require_healthy();
   operation_ = operation;
   ++sequence_;
-  require_not_aborted(); // a rank that comes late finds here that its peers gave up
+  require_not_aborted(); // a rank that comes late finds the abort record of its peers here
   return sequence_;
 }
 
@@ -47,9 +47,9 @@ void CallProtocol::arrive(CallDescriptor descriptor) {
   descriptor.operation = operation_;
   descriptor.sequence = 0;
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
-    auto* post = window_.at<CallDescriptor>(peer, offset_of(context_.layout.posts, window_.rank, sizeof(CallDescriptor)));
-    std::memcpy(post, &descriptor, offsetof(CallDescriptor, sequence));
-    store_release(post->sequence, sequence_);
+    auto* target = window_.at<CallDescriptor>(peer, offset_of(context_.layout.posts, window_.rank, sizeof(CallDescriptor)));
+    std::memcpy(target, &descriptor, offsetof(CallDescriptor, sequence));
+    store_release(target->sequence, sequence_);
   }
   wait_for_peers(EPX_PHASE_ARRIVE);
   std::memcpy(descriptors_.data(), window_.local<CallDescriptor>(context_.layout.posts.offset),
@@ -65,7 +65,7 @@ void CallProtocol::complete() {
   wait_for_peers(EPX_PHASE_COMPLETE);
 }
 
-// The last call that `peer` has reached in this phase, as it has told `owner`.
+// Returns the last call that `peer` has reached in this phase, as it has signaled in the window of `owner`.
 uint64_t CallProtocol::progress_signaled(int owner, int peer, epx_phase phase) const {
   const WindowLayout& layout = context_.layout;
   if (phase == EPX_PHASE_ARRIVE)
@@ -89,7 +89,7 @@ void CallProtocol::wait_for_peers(epx_phase phase) {
       }
       backoff.pause();
     }
-    // A peer gets no further than this before this rank has.
+    // A peer cannot go further before this rank has come to the same point.
     if (progress > sequence_)
       fail_as_damaged(fmt::format("rank {} seems to have reached phase {} of call {}", peer, name_of(phase), progress));
   }
@@ -104,7 +104,7 @@ void CallProtocol::require_not_aborted() {
   fail_as_aborted(abort_record);
 }
 
-// What does not depend on the call. Damage to the terms that ranks agree on shows when they are compared.
+// Checks the fields whose range does not depend on the call. Damage to the agreed fields shows when they are compared.
 void CallProtocol::require_sound_descriptors() {
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
     const CallDescriptor& descriptor = descriptor_of(peer);
@@ -119,8 +119,8 @@ void CallProtocol::require_agreed_fields() {
   if (const auto failure = find_disagreement(name(), descriptors_)) status_.fail(*failure);
 }
 
-// Follows who waits for whom from a rank that is missing to one that waits for nobody: the culprit, not a victim. A rank
-// that was killed while it waited has left a record of that; it no longer counts once the peer it waited for has come.
+// Follows the waiting records from a missing rank to one that waits for nobody, which is the culprit and not a victim. A rank
+// that was killed while it waited has left its record; the record no longer counts once the peer that it names has come.
 int CallProtocol::find_culprit(int missing) const {
   int culprit = missing;
   for (int step = 0; step < window_.num_ranks; ++step) {
@@ -142,7 +142,7 @@ void CallProtocol::time_out(epx_phase phase, std::chrono::milliseconds suspended
   timeout.suspended_ms = suspended.count();
   for (int peer = 0; peer < window_.num_ranks; ++peer)
     if (progress_signaled(window_.rank, peer, phase) < sequence_) timeout.missing.push_back(peer);
-  if (timeout.missing.empty()) return; // they came at the last moment
+  if (timeout.missing.empty()) return; // the peers came at the last moment
   timeout.culprit = find_culprit(timeout.missing.front());
   timeout.culprit_arrived_at = progress_signaled(window_.rank, timeout.culprit, EPX_PHASE_ARRIVE);
   const Failure failure = timeout_failure(name(), timeout, context_.timeout_ms);
@@ -155,12 +155,12 @@ void CallProtocol::abort() {
   abort_all(AbortRecord{EPX_ERROR_ABORTED, EPX_OP_NONE, window_.rank, 0});
 }
 
-// Returns the record that stands. When several ranks give up at once, the one that reaches rank 0's window first decides, so
-// that all ranks name the same culprit.
+// Returns the abort record that is kept. When several ranks give up at once, the one whose compare-and-swap in rank 0's window
+// succeeds decides, so that all ranks name the same culprit.
 AbortRecord CallProtocol::abort_all(const AbortRecord& abort_record) {
   uint64_t verdict = pack(abort_record);
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
-    uint64_t found = 0; // nobody
+    uint64_t found = 0; // no record yet
     const bool stored = std::atomic_ref(window_.at<Flag>(peer, context_.layout.abort_record.offset)->value)
                             .compare_exchange_strong(found, verdict, std::memory_order_acq_rel);
     if (!stored && peer == 0 && is_sound(unpack_abort_record(found), window_.num_ranks)) verdict = found;
@@ -182,13 +182,13 @@ void CallProtocol::fail_as_aborted(const AbortRecord& abort_record) {
 
 std::vector<ExchangeRecord> CallExchange::gather(ExchangeRecord mine) {
   mine.rank = window_.rank;
-  // The board may be written before the peers arrive: a rank that begins call n knows that all have left call n - 1, and
-  // each rank reads its board before it completes.
+  // The board may be written before the peers arrive: a rank that begins call n knows that all peers have completed call n - 1,
+  // and each rank reads its board before it completes.
   protocol_.begin(operation_);
   for (int peer = 0; peer < window_.num_ranks; ++peer)
     std::memcpy(window_.at<ExchangeRecord>(peer, offset_of(context_.layout.board, window_.rank, kExchangeRecordBytes)),
                 &mine, sizeof(mine));
-  protocol_.arrive(terms_);
+  protocol_.arrive(fields_);
   std::vector<ExchangeRecord> records(static_cast<size_t>(window_.num_ranks));
   for (int peer = 0; peer < window_.num_ranks; ++peer)
     std::memcpy(&records[static_cast<size_t>(peer)],

@@ -1,13 +1,15 @@
-// How the ranks of a group make one call together on the host transport.
+// The CallProtocol synchronises the ranks of a group in one call on the host transport.
 //
-//   begin      the call gets its sequence number
-//   arrive     tells every peer what this rank offers; waits until all have; checks that they agree
+//   begin      gives the call its sequence number
+//   arrive     is the entry barrier: it stores this rank's call descriptor into every peer's window, waits for those of all
+//              peers, and checks that their agreed fields are equal
 //   ...        ranks store into each other's windows
-//   complete   tells every peer that this rank's data is in place; waits until all have said so
+//   complete   is the exit barrier: it signals every peer that this rank's data is in place, and waits for the signals of all
+//              peers
 //
-// A rank that has arrived at call n has finished call n - 1, so whoever saw it arrive may store into its staging. Flags
-// carry sequence numbers, which only grow; nothing is reset between calls. Every wait is bounded, and ends early when a
-// peer has left a poison record in this rank's window.
+// A rank that has arrived at call n has finished call n - 1, so a peer that saw it arrive may store into its staging. Flags
+// hold sequence numbers, which only grow; nothing is reset between calls. Every wait is bounded, and ends early when a
+// peer has stored an abort record in this rank's window.
 #pragma once
 
 #include <chrono>
@@ -29,14 +31,13 @@ class CallProtocol {
 public:
   CallProtocol(const GroupContext& context, PeerWindow window, StatusBoard& status);
 
-  // Throws the sticky failure if there is one. Returns the sequence number of the call, from 1.
+  // Throws the sticky error if there is one. Returns the sequence number of the call, from 1.
   uint64_t begin(epx_operation operation);
 
-  // `offer.operation` and `offer.sequence` are filled in here. Throws TIMEOUT, ABORTED, OUT_OF_SEQUENCE or MISMATCH
-  // (sticky).
+  // Fills in `descriptor.operation` and `descriptor.sequence`. Throws TIMEOUT, ABORTED, OUT_OF_SEQUENCE or MISMATCH (sticky).
   void arrive(CallDescriptor descriptor);
 
-  // What a rank offers in this call. After arrive.
+  // Returns a rank's descriptor of this call. It is valid after arrive.
   const CallDescriptor& descriptor_of(int rank) const { return descriptors_[static_cast<size_t>(rank)]; }
 
   // Throws TIMEOUT or ABORTED (sticky).
@@ -45,11 +46,11 @@ public:
   CallName name() const { return {operation_, sequence_}; }
   uint64_t sequence() const { return sequence_; }
 
-  // What peers store in this rank's window cannot have come from them; `what` says which word, and its value. Ends the group
-  // with INTERNAL, here and for the peers.
+  // Ends the group with INTERNAL, here and for the peers, because of a word in this rank's window that no peer can have stored;
+  // `what` says which word, and its value.
   [[noreturn]] void fail_as_damaged(const std::string& what);
 
-  // Ends the group here and tells the peers. From any thread.
+  // Ends the group here and stores abort records for the peers. Any thread may call it.
   void abort();
 
 private:
@@ -71,13 +72,13 @@ private:
   epx_operation operation_ = EPX_OP_NONE;
 };
 
-// An exchange of small records as one call of the group.
+// A CallExchange exchanges small records as one call of the group.
 class CallExchange : public Exchange {
 public:
-  // `terms` holds what ranks must agree on for this operation.
+  // `fields` are the agreed fields of this operation.
   CallExchange(CallProtocol& protocol, const GroupContext& context, PeerWindow window, epx_operation operation,
-               const CallDescriptor& terms)
-      : protocol_(protocol), context_(context), window_(window), operation_(operation), terms_(terms) {}
+               const CallDescriptor& fields)
+      : protocol_(protocol), context_(context), window_(window), operation_(operation), fields_(fields) {}
 
 protected:
   std::vector<ExchangeRecord> gather(ExchangeRecord mine) override;
@@ -87,7 +88,7 @@ private:
   const GroupContext& context_;
   PeerWindow window_;
   epx_operation operation_;
-  CallDescriptor terms_;
+  CallDescriptor fields_;
 };
 
 } // namespace epx::host

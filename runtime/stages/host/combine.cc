@@ -1,11 +1,11 @@
-// Gather: rows go from slots to their tokens' home ranks and are summed. combine weighs them; dispatch_bwd does not, and
-// brings the weights' gradients along.
+// Gather moves rows from slots to their tokens' home ranks and sums them. combine weighs the rows; dispatch_bwd does not, and
+// carries the weights' gradients home.
 //
-// Precision wire: the experts' rank sums its slots of a token and sends one partial row. Precision exact: it sends each
-// slot's row and weight. What comes home lies at a place that depends only on the token and the rank's order, or the route.
+// In precision wire the experts' rank sums its slots of a token and sends one partial row. In precision exact it sends each
+// slot's row and weight. A staged row's place depends only on the token and the rank ordinal (wire), or on the route (exact).
 //
-// When the rows of all ranks lie in allocations of the group, nothing is staged: the home rank does the same sums in the
-// same order, reading the rows where they are.
+// When the rows of all ranks lie in registered memory, nothing is staged: the home rank computes the same sums in the same
+// order, and reads the rows where they are.
 
 #include <algorithm>
 #include <cstring>
@@ -30,14 +30,15 @@ void HostStages::send_partials_home(const MovementCall& call, const GatherTensor
   const int64_t bytes = row_bytes(call);
   const bool weighted = tensors.row_weights != nullptr;
   RowSums sums(call.dtype, call.hidden, weighted);
-  for (int64_t head = 0; head < plan.header->rows_in_use; ++head) {
-    const SlotRecord& record = plan.slot_records[head];
+  for (int64_t first_slot = 0; first_slot < plan.header->rows_in_use; ++first_slot) {
+    const SlotRecord& record = plan.slot_records[first_slot];
     if (record.first == 0 || !movement.limits.has_origin(record) || !is_active(record.source)) continue;
     const int rank_ordinal = movement.limits.rank_ordinal(record.rank_ordinal);
     const int64_t home_row = partial_staging_row(context_.shape, record.token, call.top_k, rank_ordinal);
     RowSum& partial = sums.next(
         window_.at<std::byte>(record.source, context_.layout.gather_rows.offset + home_row * context_.layout.row_stride));
-    for (SlotChain chain(movement.limits, plan.slot_records, static_cast<int32_t>(head)); chain.has_slot(); chain.advance())
+    for (SlotChain chain(movement.limits, plan.slot_records, static_cast<int32_t>(first_slot)); chain.has_slot();
+         chain.advance())
       if (const int64_t slot = chain.slot(); slot < call.recv_rows)
         partial.add(tensors.rows + slot * bytes, weighted ? tensors.row_weights[slot] : 1.0f);
     if (partial.num_rows > 0) sums.submit_next();
@@ -71,7 +72,7 @@ void HostStages::send_weights_home(const MovementCall& call, const float* weight
   }
 }
 
-// Calls add_rows(sum, token) for each token, and computes the sums.
+// Calls add_rows(sum, token) for each token, and computes the sums of the rows that it adds.
 template <typename AddRows>
 void HostStages::sum_tokens(const MovementCall& call, const GatherTensors& tensors, bool weighted,
                             const AddRows& add_rows) const {
@@ -84,7 +85,7 @@ void HostStages::sum_tokens(const MovementCall& call, const GatherTensors& tenso
   sums.finish();
 }
 
-// Sums what has come home.
+// Sums the partial rows, or the routes' rows, that the peers have staged here.
 void HostStages::sum_at_home(const MovementCall& call, const GatherTensors& tensors, const Movement& movement) const {
   const WindowLayout& layout = context_.layout;
   const bool exact = context_.shape.precision == EPX_COMBINE_EXACT;
@@ -92,7 +93,7 @@ void HostStages::sum_at_home(const MovementCall& call, const GatherTensors& tens
   const auto* staged_weights = window_.local<float>(layout.gather_weights.offset);
   sum_tokens(call, tensors, exact && tensors.row_weights != nullptr, [&](RowSum& sum, int64_t token) {
     const Route* routes = movement.plan.routes + token * call.top_k;
-    uint64_t partials = 0; // one bit for each rank that sent one, by order, which ascends with the rank
+    uint64_t partials = 0; // one bit for each rank that sent one, by rank ordinal, which ascends with the rank
     for (int k = 0; k < call.top_k; ++k) {
       if (!is_live(routes[k], movement.limits)) continue;
       const int64_t index = route_index(token, call.top_k, k);
@@ -107,18 +108,18 @@ void HostStages::sum_at_home(const MovementCall& call, const GatherTensors& tens
   });
 }
 
-// Whether the rows of all ranks, and the weights that go with them, lie where every rank can read them.
+// Returns whether the rows of all ranks, and their weights, lie in registered memory, where every rank can read them.
 bool HostStages::all_rows_are_registered(const GatherTensors& tensors) const {
-  const auto in_reach = [&](const CallDescriptor& descriptor) {
+  const auto are_registered = [&](const CallDescriptor& descriptor) {
     return descriptor.recv_rows == 0 ||
            (descriptor.rows_allocation >= 0 && (tensors.row_weights == nullptr || descriptor.weights_allocation >= 0));
   };
   for (int rank = 0; rank < window_.num_ranks; ++rank)
-    if (!in_reach(protocol_.descriptor_of(rank))) return false;
+    if (!are_registered(protocol_.descriptor_of(rank))) return false;
   return true;
 }
 
-// Sums the rows from where they lie on their ranks: the same sums in the same order, without staging.
+// Computes the same sums in the same order without staging, from the rows where they lie on their ranks.
 void HostStages::sum_in_place(const MovementCall& call, const GatherTensors& tensors, const Movement& movement) const {
   const bool exact = context_.shape.precision == EPX_COMBINE_EXACT;
   const bool weighted = tensors.row_weights != nullptr;
@@ -129,7 +130,7 @@ void HostStages::sum_in_place(const MovementCall& call, const GatherTensors& ten
       const auto rank = static_cast<size_t>(route.rank);
       sum.add(scratch_.rows_base[rank] + route.slot * bytes, weighted ? scratch_.weights_base[rank][route.slot] : 1.0f);
     };
-    uint64_t partials = 0; // one bit for each rank that has rows, by order, which ascends with the rank
+    uint64_t partials = 0; // one bit for each rank that has rows, by rank ordinal, which ascends with the rank
     for (int k = 0; k < call.top_k; ++k) {
       if (!is_live(routes[k], movement.limits)) continue;
       if (exact) add(routes[k]);
@@ -156,10 +157,10 @@ void HostStages::collect_weights_at_home(const MovementCall& call, const GatherT
 void HostStages::gather(const MovementCall& call, const GatherTensors& tensors, const CallDescriptor& descriptor) {
   const DefaultFloatEnvironment environment;
   const Movement movement = begin_movement(call, descriptor);
-  const bool in_reach = all_rows_are_registered(tensors); // the same on all ranks
+  const bool are_registered = all_rows_are_registered(tensors); // the same on all ranks
   if (movement.takes_part) {
     find_rows(call);
-    if (in_reach)
+    if (are_registered)
       sum_in_place(call, tensors, movement);
     else if (context_.shape.precision == EPX_COMBINE_EXACT)
       send_routes_home(call, tensors, movement);
@@ -167,9 +168,9 @@ void HostStages::gather(const MovementCall& call, const GatherTensors& tensors, 
       send_partials_home(call, tensors, movement);
     if (tensors.carried_weights != nullptr) send_weights_home(call, tensors.carried_weights, movement);
   }
-  protocol_.complete(); // all that is sent has come home; all that is read in place has been read
+  protocol_.complete(); // after it all staged rows are here, and all rows that are read in place have been read
   if (!movement.takes_part) return;
-  if (!in_reach) sum_at_home(call, tensors, movement);
+  if (!are_registered) sum_at_home(call, tensors, movement);
   if (tensors.carried_out != nullptr) collect_weights_at_home(call, tensors, movement);
 }
 

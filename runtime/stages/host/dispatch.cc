@@ -1,7 +1,8 @@
-// Scatter: rows go from tokens to slots. dispatch copies them; combine_bwd scales them and takes their products on arrival.
+// Scatter moves rows from tokens to slots. dispatch copies them; combine_bwd scales them, and its receiver computes their dot
+// products.
 //
-// A receiver whose rows lie in an allocation of the group gets each of them stored where it belongs. For any other the row
-// is staged once per token, and the receiver makes the copies.
+// If a receiver's rows lie in registered memory, the sender stores each row at its slot. Otherwise the sender stages a token's
+// row once per receiver, and the receiver makes the copies.
 
 #include <array>
 #include <cstring>
@@ -22,11 +23,11 @@ struct HostStages::ScatterInput {
 
 namespace {
 
-// A row that has reached its slot's rank.
-struct Arrival {
+// A ReceivedRow is a row that has reached its slot's rank.
+struct ReceivedRow {
   int64_t slot;
-  const std::byte* row;     // the slot itself when written in place, else staging
-  const std::byte* sidecar; // staging
+  const std::byte* row;     // the slot itself where the sender wrote in place, else staging
+  const std::byte* sidecar; // in staging
   float weight;             // meaningful when weights travel
 };
 
@@ -36,16 +37,16 @@ void HostStages::send_token(const MovementCall& call, const ScatterInput& input,
   const WindowLayout& layout = context_.layout;
   const int64_t bytes = row_bytes(call);
   const std::byte* row = input.rows + token * bytes;
-  std::array<int32_t, kMaxTopK> first_slot; // by order of the receiver
-  uint64_t met = 0;                         // receivers whose first slot is known, a bit each by order
+  std::array<int32_t, kMaxTopK> first_slot; // by rank ordinal of the receiver
+  uint64_t seen = 0;                        // receivers whose first slot is known, one bit each by rank ordinal
   uint64_t staged = 0;                      // receivers that have the row (and sidecar) in staging
   for (int k = 0; k < call.top_k; ++k) {
     const Route& route = movement.plan.routes[token * call.top_k + k];
     if (!movement.limits.is_route(route)) continue;
     const auto rank_ordinal = static_cast<size_t>(movement.limits.rank_ordinal(route.rank_ordinal));
     const uint64_t bit = uint64_t{1} << rank_ordinal;
-    if ((met & bit) == 0) first_slot[rank_ordinal] = route.slot;
-    met |= bit;
+    if ((seen & bit) == 0) first_slot[rank_ordinal] = route.slot;
+    seen |= bit;
     if (!is_live(route, movement.limits)) continue;
 
     std::byte* in_place = scratch_.rows_base[static_cast<size_t>(route.rank)];
@@ -72,7 +73,7 @@ void HostStages::send_rows(const MovementCall& call, const ScatterInput& input, 
     send_token(call, input, movement, token);
 }
 
-// Hands every slot below N to the receiver: arrived(Arrival), or absent(slot) for pads and for rows whose source took part
+// Calls the receiver for every slot below N: store(ReceivedRow), or zero(slot) for pads and for rows whose source took part
 // without routes.
 template <typename Receiver>
 void HostStages::receive_rows(const MovementCall& call, const Movement& movement, const Receiver& receiver) const {
@@ -84,27 +85,27 @@ void HostStages::receive_rows(const MovementCall& call, const Movement& movement
   HandleLimits::Zone zone{};
   for (int expert = 0; expert < num_local_experts; ++expert) {
     zone = movement.limits.zone(plan.zone_begin, plan.zone_rows, expert, zone.end);
-    for (int64_t head = zone.begin; head < zone.end_of_rows; ++head) {
-      const SlotRecord& record = plan.slot_records[head];
-      if (record.first == 0) continue; // reached through the chain of its token
+    for (int64_t first_slot = zone.begin; first_slot < zone.end_of_rows; ++first_slot) {
+      const SlotRecord& record = plan.slot_records[first_slot];
+      if (record.first == 0) continue; // the chain of its token reaches this slot
       if (!movement.limits.has_origin(record)) continue;
-      const int64_t staging_row = scatter_staging_row(layout, context_.shape, record.source, record.token, head);
+      const int64_t staging_row = scatter_staging_row(layout, context_.shape, record.source, record.token, first_slot);
       const auto* staged_row = window_.local<std::byte>(layout.scatter_rows.offset + staging_row * layout.row_stride);
       const auto* sidecar = window_.local<std::byte>(layout.scatter_sidecars.offset + staging_row * layout.sidecar_stride);
-      for (SlotChain chain(movement.limits, plan.slot_records, static_cast<int32_t>(head)); chain.has_slot();
+      for (SlotChain chain(movement.limits, plan.slot_records, static_cast<int32_t>(first_slot)); chain.has_slot();
            chain.advance()) {
         const int64_t slot = chain.slot();
         if (slot >= call.recv_rows) continue;
         if (!is_active(record.source)) {
-          receiver.absent(slot);
+          receiver.zero(slot);
           continue;
         }
         const std::byte* row = own_rows != nullptr ? own_rows + slot * row_bytes(call) : staged_row;
-        receiver.arrived(Arrival{slot, row, sidecar, weights[slot]});
+        receiver.store(ReceivedRow{slot, row, sidecar, weights[slot]});
       }
     }
     for (int64_t pad = zone.end_of_rows; pad < zone.end && pad < call.recv_rows; ++pad)
-      receiver.absent(pad);
+      receiver.zero(pad);
   }
 }
 
@@ -123,16 +124,16 @@ struct DispatchReceiver {
   const DispatchCall& call;
   int64_t row_bytes;
 
-  void arrived(const Arrival& arrival) const {
-    std::byte* row = call.recv_tokens + arrival.slot * row_bytes;
-    if (row != arrival.row) std::memcpy(row, arrival.row, static_cast<size_t>(row_bytes));
+  void store(const ReceivedRow& received) const {
+    std::byte* row = call.recv_tokens + received.slot * row_bytes;
+    if (row != received.row) std::memcpy(row, received.row, static_cast<size_t>(row_bytes));
     if (call.sidecar_bytes > 0)
-      std::memcpy(call.recv_sidecar + arrival.slot * call.sidecar_bytes, arrival.sidecar,
+      std::memcpy(call.recv_sidecar + received.slot * call.sidecar_bytes, received.sidecar,
                   static_cast<size_t>(call.sidecar_bytes));
-    if (call.recv_weights != nullptr) call.recv_weights[arrival.slot] = arrival.weight;
+    if (call.recv_weights != nullptr) call.recv_weights[received.slot] = received.weight;
   }
 
-  void absent(int64_t slot) const {
+  void zero(int64_t slot) const {
     std::memset(call.recv_tokens + slot * row_bytes, 0, static_cast<size_t>(row_bytes));
     if (call.sidecar_bytes > 0)
       std::memset(call.recv_sidecar + slot * call.sidecar_bytes, 0, static_cast<size_t>(call.sidecar_bytes));
@@ -145,18 +146,18 @@ struct CombineBwdReceiver {
   int64_t row_bytes;
   const rows::RowKernels& kernels = rows::row_kernels();
 
-  void arrived(const Arrival& arrival) const {
-    std::byte* grad = call.grad_expert_out + arrival.slot * row_bytes;
-    if (call.grad_recv_weights != nullptr) // before the row is scaled where it lies
-      call.grad_recv_weights[arrival.slot] =
-          kernels.dot(call.dtype, arrival.row, call.expert_out + arrival.slot * row_bytes, call.hidden);
+  void store(const ReceivedRow& received) const {
+    std::byte* grad = call.grad_expert_out + received.slot * row_bytes;
+    if (call.grad_recv_weights != nullptr) // the dot product needs the row before it is scaled in place
+      call.grad_recv_weights[received.slot] =
+          kernels.dot(call.dtype, received.row, call.expert_out + received.slot * row_bytes, call.hidden);
     if (call.recv_weights != nullptr)
-      kernels.scale(call.dtype, grad, arrival.row, call.recv_weights[arrival.slot], call.hidden);
-    else if (grad != arrival.row)
-      std::memcpy(grad, arrival.row, static_cast<size_t>(row_bytes));
+      kernels.scale(call.dtype, grad, received.row, call.recv_weights[received.slot], call.hidden);
+    else if (grad != received.row)
+      std::memcpy(grad, received.row, static_cast<size_t>(row_bytes));
   }
 
-  void absent(int64_t slot) const {
+  void zero(int64_t slot) const {
     std::memset(call.grad_expert_out + slot * row_bytes, 0, static_cast<size_t>(row_bytes));
     if (call.grad_recv_weights != nullptr) call.grad_recv_weights[slot] = 0.0f;
   }

@@ -1,11 +1,12 @@
-// The contract's arithmetic in a thread whose floating-point environment the application has changed.
+// The contract's arithmetic needs the default floating-point environment, which the application may have changed in its thread.
 #pragma once
 
 #include <cfenv>
 
 namespace epx::host {
 
-// Rounds to nearest and keeps subnormals while it lives, then puts back what was there.
+// While a DefaultFloatEnvironment lives, the thread rounds to nearest and keeps subnormals; its destructor restores the
+// application's environment.
 class DefaultFloatEnvironment {
 public:
   DefaultFloatEnvironment() {

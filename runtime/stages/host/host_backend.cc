@@ -39,13 +39,13 @@ public:
   void free(void* data) override {
     const int64_t allocation = allocations_.require_start(data);
     if (status_.is_healthy()) {
-      CallDescriptor terms{};
-      terms.allocation = allocation;
+      CallDescriptor fields{};
+      fields.allocation = allocation;
       try {
         protocol_.begin(EPX_OP_MEM_FREE);
-        protocol_.arrive(terms);
+        protocol_.arrive(fields);
         protocol_.complete();
-      } catch (const Error&) { // the group has failed: from here on freeing is local
+      } catch (const Error&) { // the group has failed, so freeing is local
         allocations_.remove(allocation);
         throw;
       }

@@ -1,4 +1,4 @@
-// The backend on shared memory.
+// The host backend runs a group on shared memory.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,7 @@
 
 namespace epx::host {
 
-// Collective over `exchange`; all ranks succeed or all throw. The context must outlive the backend.
+// The call is collective over `exchange`; all ranks succeed or all throw. The context must outlive the backend.
 std::unique_ptr<Backend> make_backend(const GroupContext& context, Exchange& exchange);
 
 } // namespace epx::host

@@ -20,7 +20,7 @@ int64_t HostStages::row_bytes(const MovementCall& call) const {
   return call.hidden * element_bytes(call.dtype);
 }
 
-// Routes of this rank whose slot is at or above N.
+// Reports the routes of this rank whose slot is at or above N.
 void HostStages::report_rows_beyond(const MovementCall& call, const HandleReader& plan, const HandleLimits& limits) {
   const int num_local_experts = experts_.num_local_experts(window_.rank);
   int64_t beyond = 0;
@@ -33,7 +33,8 @@ void HostStages::report_rows_beyond(const MovementCall& call, const HandleReader
   status_.record(too_few_rows_event(protocol_.name(), beyond, call.recv_rows, plan.header->rows_in_use));
 }
 
-// What this rank offers its peers: receive rows (and weights) that they may reach where they lie in an allocation.
+// Makes this rank's call descriptor, which names the allocations in which its receive rows (and weights) lie, if they lie in
+// any: peers access those in place.
 CallDescriptor HostStages::make_descriptor(const MovementCall& call, const std::byte* rows, const float* weights) const {
   CallDescriptor descriptor{};
   descriptor.rows_allocation = -1;
@@ -51,20 +52,20 @@ CallDescriptor HostStages::make_descriptor(const MovementCall& call, const std::
   return descriptor;
 }
 
-// Where each peer's receive rows and weights can be reached; NULL where they cannot.
+// Finds each peer's receive rows and weights in registered memory; NULL where they are not in any.
 void HostStages::find_rows(const MovementCall& call) {
   for (int rank = 0; rank < window_.num_ranks; ++rank) {
     const CallDescriptor& descriptor = protocol_.descriptor_of(rank);
     const auto index = static_cast<size_t>(rank);
-    scratch_.rows_base[index] =
-        reach(rank, {descriptor.rows_allocation, descriptor.rows_offset}, descriptor.recv_rows, row_bytes(call));
-    scratch_.weights_base[index] = reinterpret_cast<const float*>(
-        reach(rank, {descriptor.weights_allocation, descriptor.weights_offset}, descriptor.recv_rows, sizeof(float)));
+    scratch_.rows_base[index] = registered_address(rank, {descriptor.rows_allocation, descriptor.rows_offset},
+                                                   descriptor.recv_rows, row_bytes(call));
+    scratch_.weights_base[index] = reinterpret_cast<const float*>(registered_address(
+        rank, {descriptor.weights_allocation, descriptor.weights_offset}, descriptor.recv_rows, sizeof(float)));
   }
 }
 
-// Where the rows that `rank` offers lie; NULL: in none of the group's allocations.
-std::byte* HostStages::reach(int rank, const AllocationPlace& place, int64_t rows, int64_t row_bytes) {
+// Returns the address of the rows that the descriptor of `rank` names; NULL where they lie in no allocation of the group.
+std::byte* HostStages::registered_address(int rank, const AllocationPlace& place, int64_t rows, int64_t row_bytes) {
   if (place.allocation == -1) return nullptr;
   int64_t bytes = 0;
   if (__builtin_mul_overflow(rows, row_bytes, &bytes) || !allocations_.contains(place, bytes))
@@ -98,16 +99,16 @@ HostStages::Movement HostStages::begin_movement(const MovementCall& call, CallDe
   protocol_.arrive(descriptor);
 
   if (!usable) status_.record(unusable_handle_event(protocol_.name(), why));
-  int stranger = -1; // a rank whose handle memory comes from another prepare
+  int mismatched_rank = -1; // a rank whose handle memory comes from another prepare
   for (int rank = 0; rank < window_.num_ranks; ++rank) {
     const uint64_t plan_id = protocol_.descriptor_of(rank).plan_id;
     const bool same_plan = usable && plan_id == descriptor.plan_id;
     scratch_.active[static_cast<size_t>(rank)] = same_plan ? 1 : 0;
-    if (usable && plan_id != 0 && !same_plan && stranger < 0) stranger = rank;
+    if (usable && plan_id != 0 && !same_plan && mismatched_rank < 0) mismatched_rank = rank;
   }
-  if (stranger >= 0)
-    status_.record(
-        plan_mismatch_event(protocol_.name(), descriptor.plan_id, protocol_.descriptor_of(stranger).plan_id, stranger));
+  if (mismatched_rank >= 0)
+    status_.record(plan_mismatch_event(protocol_.name(), descriptor.plan_id,
+                                       protocol_.descriptor_of(mismatched_rank).plan_id, mismatched_rank));
   if (!usable) return {plan, limits, false};
   report_rows_beyond(call, plan, limits);
   return {plan, limits, true};

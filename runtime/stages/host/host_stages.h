@@ -1,4 +1,4 @@
-// The stages on shared memory: one thread per rank, loops over rows, plain stores into the peers' windows.
+// The host stages run on shared memory: one thread per rank loops over rows and stores them into the peers' windows.
 #pragma once
 
 #include "runtime/allocations.h"
@@ -26,10 +26,10 @@ public:
   void dispatch_bwd(const DispatchBwdCall& call) override;
 
 private:
-  // One movement in progress: the plan, and who takes part.
+  // A Movement is one movement in progress: its plan, and whether this rank takes part.
   struct Movement {
     HandleReader plan;
-    HandleLimits limits; // of what the plan says
+    HandleLimits limits; // clamps what the plan says
     bool takes_part;     // false: the handle memory is not this call's; outputs stay untouched
   };
 
@@ -43,16 +43,16 @@ private:
   void copy_outputs(const PrepareCall& call, const HandleWriter& plan) const;
   const int32_t* counts_of(int rank) const;
 
-  // host_stages.cc: what both movements share
+  // host_stages.cc has what both movements share.
   uint64_t checksum_of_body(const std::byte* handle_mem, const HandleHeader& header) const;
-  bool is_body_intact(const std::byte* handle_mem, const HandleHeader& header) const; // true where nobody checks
+  bool is_body_intact(const std::byte* handle_mem, const HandleHeader& header) const; // true where the group does not check
   CallDescriptor make_descriptor(const MovementCall& call, const std::byte* rows, const float* weights) const;
   void find_rows(const MovementCall& call);
-  std::byte* reach(int rank, const AllocationPlace& place, int64_t rows, int64_t row_bytes);
+  std::byte* registered_address(int rank, const AllocationPlace& place, int64_t rows, int64_t row_bytes);
   Movement begin_movement(const MovementCall& call, CallDescriptor descriptor);
   void report_rows_beyond(const MovementCall& call, const HandleReader& plan, const HandleLimits& limits);
   bool is_active(int rank) const { return scratch_.active[static_cast<size_t>(rank)] != 0; }
-  // Whether a route takes part in this call: kept by prepare, its rank active, its slot below that rank's N.
+  // Returns whether a route takes part in this call: prepare kept it, its rank is active, and its slot is below that rank's N.
   bool is_live(const Route& route, const HandleLimits& limits) const {
     return limits.is_route(route) && is_active(route.rank) && route.slot < protocol_.descriptor_of(route.rank).recv_rows;
   }

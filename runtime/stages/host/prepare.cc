@@ -1,5 +1,5 @@
-// prepare: ranks exchange their route counts, and each computes its own slots from the P x E matrix by a stable counting
-// sort. Then each tells the receivers where their slots come from.
+// prepare is a count exchange: ranks exchange their route counts, and each computes its own slots from the P x E matrix by a
+// stable counting sort. Then each stores the origins of the slots into the receivers' windows.
 
 #include <algorithm>
 #include <array>
@@ -28,7 +28,7 @@ void store_count(const PrepareCall& call, void* tensor, int64_t index, int64_t v
 } // namespace
 
 const int32_t* HostStages::counts_of(int rank) const {
-  // Two matrices by parity of the call: a peer that is already in call n + 1 writes the other one.
+  // There are two matrices, by parity of the call: a peer that is already in call n + 1 writes the other one.
   const int64_t parity = static_cast<int64_t>(protocol_.sequence() & 1);
   const int64_t row = parity * window_.num_ranks + rank;
   return window_.local<int32_t>(context_.layout.counts.offset) + row * context_.shape.num_experts;
@@ -59,18 +59,18 @@ void HostStages::publish_counts() const {
     std::memcpy(window_.at<int32_t>(peer, offset), scratch_.route_counts.data(), bytes);
 }
 
-// Slots follow from the counts: those of a peer must be such as it can have.
+// Slots follow from the counts, so a peer's counts are checked against what it can have.
 void HostStages::require_sound_counts(const PrepareCall& call) {
-  const int64_t most = static_cast<int64_t>(context_.shape.max_tokens_per_rank) * call.top_k;
+  const int64_t max_routes = static_cast<int64_t>(context_.shape.max_tokens_per_rank) * call.top_k;
   for (int source = 0; source < context_.shape.num_ranks; ++source) {
     int64_t routes = 0;
     for (int expert = 0; expert < context_.shape.num_experts; ++expert) {
       const int32_t count = counts_of(source)[expert];
       routes += count;
-      if (count < 0 || routes > most)
+      if (count < 0 || routes > max_routes)
         protocol_.fail_as_damaged(
             fmt::format("rank {} seems to have {} routes to expert {}, and {} up to there, of {} at most", source, count,
-                        expert, routes, most));
+                        expert, routes, max_routes));
     }
   }
 }
@@ -95,7 +95,7 @@ void HostStages::assign_slots(const PrepareCall& call, HandleWriter& plan, int64
   dropped = 0;
   for (int64_t token = 0; token < call.num_tokens; ++token) {
     Route* routes = plan.routes + token * call.top_k;
-    std::array<int32_t, kMaxTopK> ranks; // that this token goes to, then ascending and without duplicates
+    std::array<int32_t, kMaxTopK> ranks; // ranks that this token goes to, then ascending and without duplicates
     int num_ranks = 0;
     for (int k = 0; k < call.top_k; ++k) {
       const int64_t expert = index_at(call, token * call.top_k + k);
@@ -112,10 +112,10 @@ void HostStages::assign_slots(const PrepareCall& call, HandleWriter& plan, int64
     std::sort(ranks.begin(), ranks.begin() + num_ranks);
     const auto ranks_end = std::unique(ranks.begin(), ranks.begin() + num_ranks);
 
-    // From the last k to the first, so that each slot can name the next one of its token on the same rank.
+    // The loop goes from the last k to the first, so that each slot can name the next one of its token on the same rank.
     std::array<int32_t, kMaxTopK> next_slot;
     next_slot.fill(-1);
-    std::array<SlotRecord*, kMaxTopK> head{};
+    std::array<SlotRecord*, kMaxTopK> first_record{};
     for (int k = call.top_k - 1; k >= 0; --k) {
       Route& route = routes[k];
       if (route.slot < 0) continue;
@@ -129,14 +129,14 @@ void HostStages::assign_slots(const PrepareCall& call, HandleWriter& plan, int64
                  0,
                  static_cast<uint8_t>(rank_ordinal & 0x7f)};
       next_slot[rank_ordinal] = route.slot;
-      head[rank_ordinal] = record;
+      first_record[rank_ordinal] = record;
     }
-    for (auto rank_ordinal = ranks.begin(); rank_ordinal != ranks_end; ++rank_ordinal)
-      head[static_cast<size_t>(rank_ordinal - ranks.begin())]->first = 1;
+    for (auto rank = ranks.begin(); rank != ranks_end; ++rank)
+      first_record[static_cast<size_t>(rank - ranks.begin())]->first = 1;
   }
 }
 
-// Zones of this rank's experts, and the outputs that follow from the counts alone.
+// Writes the zones of this rank's experts, and the outputs that follow from the counts alone.
 void HostStages::write_zone_tables(const PrepareCall& call, HandleWriter& plan, int64_t* info) const {
   const int64_t usable = usable_slots(context_.shape.max_recv_tokens, call.alignment);
   const int first = experts_.first_expert(window_.rank);
@@ -167,13 +167,13 @@ void HostStages::write_zone_tables(const PrepareCall& call, HandleWriter& plan, 
   info[4] = zone;
 }
 
-// The window holds what the peers stored; pads get records that say so.
+// Copies the slot records that the peers stored in the window into the handle memory; pads get kPadRecord.
 void HostStages::take_slot_records(const PrepareCall& call, HandleWriter& plan) {
-  const auto* posts = window_.local<LlSlotRecord>(context_.layout.ll_slot_records.offset);
+  const auto* window_records = window_.local<LlSlotRecord>(context_.layout.ll_slot_records.offset);
   for (int expert = 0; expert < experts_.num_local_experts(window_.rank); ++expert) {
     const int64_t end_of_rows = plan.zone_begin[expert] + plan.zone_rows[expert];
     for (int64_t slot = plan.zone_begin[expert]; slot < end_of_rows; ++slot) {
-      const SlotRecord record = posts[slot].record;
+      const SlotRecord record = window_records[slot].record;
       if (!is_sound(record, context_.shape, call.top_k, plan.header->rows_in_use))
         protocol_.fail_as_damaged(fmt::format("the record of slot {} says rank {}, token {}, k {}, order {}, next slot {}",
                                               slot, record.source, record.token, record.k, int{record.rank_ordinal},

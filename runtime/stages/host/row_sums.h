@@ -1,4 +1,5 @@
-// Sums of rows that lie scattered in memory. While one is summed, the rows of the next are on their way into the cache.
+// RowSums sums rows that lie scattered in memory. While one sum is computed, the rows of the next are prefetched into the
+// cache.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,8 @@
 
 namespace epx::host {
 
-// One sum: out = round(sum of weights[i] * rows[i]); or, when the rows come in groups, of their rounded partial sums.
+// A RowSum is one sum: out = round(sum of weights[i] * rows[i]), or, when the rows come in groups, the rounded sum of the
+// groups' rounded partial sums.
 struct RowSum {
   std::byte* out = nullptr;
   int num_rows = 0;
@@ -25,7 +27,7 @@ struct RowSum {
     weights[static_cast<size_t>(num_rows)] = weight;
     rows[static_cast<size_t>(num_rows++)] = row;
   }
-  // The rows added since the last call are one group.
+  // Makes one group of the rows added since the last call.
   void end_group() {
     int grouped = 0;
     for (int group = 0; group < num_groups; ++group)
@@ -40,7 +42,7 @@ public:
       : dtype_(dtype), cols_(cols), weighted_(weighted),
         prefetch_bytes_(std::min<int64_t>(cols * element_bytes(dtype), kMaxPrefetchBytes)) {}
 
-  // The next sum to fill in: `out`, and what it adds. Valid until submit_next.
+  // Returns the next sum, to which the caller adds rows. It is valid until submit_next.
   RowSum& next(std::byte* out) {
     RowSum& sum = sums_[current_ ^ 1];
     sum.out = out;
@@ -49,7 +51,7 @@ public:
     return sum;
   }
 
-  // Starts fetching the rows of the next sum, and computes the one before.
+  // Prefetches the rows of the next sum, and computes the one before.
   void submit_next() {
     current_ ^= 1;
     const RowSum& sum = sums_[current_];
@@ -62,12 +64,12 @@ public:
     sums_[current_ ^ 1].out = nullptr;
   }
 
-  // Computes the last one.
+  // Computes the last sum.
   void finish() { compute(sums_[current_]); }
 
 private:
   static constexpr int64_t kCacheLineBytes = 64;
-  static constexpr int64_t kMaxPrefetchBytes = 2048; // of a longer row the hardware fetches the rest in time
+  static constexpr int64_t kMaxPrefetchBytes = 2048; // the hardware prefetches the rest of a longer row in time
 
   void compute(const RowSum& sum) const {
     if (sum.out == nullptr) return;
@@ -84,7 +86,7 @@ private:
   bool weighted_;
   int64_t prefetch_bytes_;
   std::array<RowSum, 2> sums_;
-  size_t current_ = 0; // submitted, not computed yet
+  size_t current_ = 0; // index of the sum that is submitted and not computed yet
 };
 
 } // namespace epx::host

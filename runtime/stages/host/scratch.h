@@ -1,4 +1,4 @@
-// Private memory that the host stages need within a call, sized at group creation.
+// Scratch is private memory of the host stages within a call, sized at group creation.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ struct Scratch {
   std::vector<int64_t> next_slot;    // [E], prepare: slot of this rank's next route to each expert
   std::vector<int32_t> route_counts; // [E], prepare: routes of this rank to each expert
   std::vector<uint8_t> active;       // [P], movements: 1 where routes to and from that rank take part
-  std::vector<std::byte*> rows_base; // [P], movements: where that rank's receive rows can be reached; NULL: they cannot
+  std::vector<std::byte*> rows_base; // [P], movements: that rank's receive rows in registered memory; NULL: not registered
   std::vector<const float*> weights_base; // [P], gather: the same for its receive weights
 };
 

@@ -1,5 +1,5 @@
-// Arithmetic on rows of float32, float16 or bfloat16, by the contract's rounding: to nearest even, overflow to infinity,
-// subnormals kept, every product and sum an explicit fma or addition in float32.
+// These functions compute on rows of float32, float16 or bfloat16 with the contract's rounding: to nearest even, overflow to
+// infinity, subnormals kept, and every product and sum an explicit fma or addition in float32.
 //
 // The same source is compiled for several instruction sets; all give the same bits.
 #pragma once
@@ -19,8 +19,8 @@ struct RowKernels {
   void (*weighted_sum)(epx_dtype dtype, std::byte* out, const std::byte* const* rows, const float* weights, int num_rows,
                        int64_t cols);
 
-  // The same in two steps: the rows come in num_groups groups of group_sizes[g] rows; each group is summed and rounded as
-  // by weighted_sum, then these partial sums are.
+  // The sum is computed in two steps: the rows come in num_groups groups of group_sizes[g] rows; each group is summed and
+  // rounded as by weighted_sum, then these partial sums are.
   void (*sum_of_groups)(epx_dtype dtype, std::byte* out, const std::byte* const* rows, const float* weights,
                         const int* group_sizes, int num_groups, int64_t cols);
 
@@ -32,10 +32,10 @@ struct RowKernels {
   float (*dot)(epx_dtype dtype, const std::byte* a, const std::byte* b, int64_t cols);
 };
 
-// The fastest that this processor runs.
+// Returns the fastest kernels that this processor runs.
 const RowKernels& row_kernels();
 
-// All that this processor runs, the portable one first. For tests.
+// Tests index all kernels that this processor runs; the portable ones come first.
 int num_row_kernels();
 const RowKernels& row_kernels(int index);
 

@@ -1,5 +1,5 @@
-// Compiled once per instruction set, with EPX_ROWS_ISA set to its name. Includes nothing whose inline functions could be
-// merged with those of other files: the linker might keep the copy that old processors cannot run.
+// This file is compiled once per instruction set, with EPX_ROWS_ISA set to its name. It includes nothing whose inline functions
+// could be merged with those of other files: the linker might keep the copy that old processors cannot run.
 #include "runtime/stages/host/rows/rows.h"
 
 namespace epx::rows {
@@ -33,7 +33,7 @@ struct BFloat16 {
   }
 };
 
-// Without branches, so that loops over it vectorise.
+// Float16 has no branches, so that loops over it vectorise.
 struct Float16 {
   using Bits = uint16_t;
   static float load(Bits x) {
@@ -48,9 +48,10 @@ struct Float16 {
     const uint32_t u = bits<uint32_t>(x);
     const uint32_t sign = u >> 16 & 0x8000;
     const uint32_t magnitude = u & 0x7fffffff;
-    // Normal results: rebias the exponent, round to nearest even on the 13 bits that go. Overflow carries into infinity.
+    // A normal result rebiases the exponent and rounds to nearest even on the 13 bits that are cut. Overflow carries into
+    // infinity.
     const uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
-    // Subnormal results: adding 0.5 makes the float adder shift and round; its last place is then 2^-24.
+    // For a subnormal result, adding 0.5 makes the float adder shift and round; its last place is then 2^-24.
     const uint32_t subnormal = bits<uint32_t>(bits<float>(magnitude) + 0.5f) - bits<uint32_t>(0.5f);
     const uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
     uint32_t result = magnitude < (113u << 23) ? subnormal : normal;
@@ -69,7 +70,7 @@ inline void accumulate(float* acc, const typename Format::Bits* x, float weight,
   }
 }
 
-// acc[i] += sum of the rows' columns from `column` on.
+// Adds the rows' columns from `column` on to acc[i].
 template <typename Format, bool kWeighted>
 inline void accumulate_rows(float* acc, const std::byte* const* rows, const float* weights, int num_rows, int64_t column,
                             int count) {
