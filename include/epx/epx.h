@@ -99,7 +99,7 @@
 #define EPX_API
 #endif
 
-/* Enumerations have the size of an int32_t. C++ is told so, since a C caller may pass any value in one. */
+/* Enumerations have the size of an int32_t. C++ declares it, since a C caller may pass any value in one. */
 #ifdef __cplusplus
 #define EPX_ENUM_INT32 : int32_t
 extern "C" {
@@ -196,8 +196,8 @@ typedef struct epx_bootstrap {
   void* reserved[3]; /* NULL */
 } epx_bootstrap;
 
-/* Ranks meet through files below `directory` (local or shared between the machines; it must exist and be writable).
- *   job_id      1 to 64 characters of [A-Za-z0-9._-]: ranks with the same one meet; jobs with different ones may share the
+/* Ranks find each other through files below `directory` (local or shared between the machines; it must exist and be writable).
+ *   job_id      1 to 64 characters of [A-Za-z0-9._-]: ranks with the same one join; jobs with different ones may share the
  *               directory at the same time. What a dead job of the same name left behind is never taken for a live rank.
  *   timeout_ms  > 0: the longest that any one step waits for the other ranks. It fails on each rank within 100 ms + 10 % after
  *               its own timeout_ms, on a machine and a file system that do not stall for longer than 20 ms. A job that is
@@ -205,7 +205,7 @@ typedef struct epx_bootstrap {
  *               timeout_ms of epx_group_config.
  * Returns once all ranks have come. Files have mode 0600 in a subdirectory epx-<job_id> of mode 0700; all of them are gone when
  * the last rank has freed its bootstrap. Release with epx_bootstrap_free.
- * A subdirectory that another user owns, that has another mode, or that holds anything but this user's files of such a meeting
+ * A subdirectory that another user owns, that has another mode, or that holds anything but this user's files of a rendezvous
  * (and `.nfs*`) is refused as it is, whoever put it there and when; whoever puts another one in its place gets no file of it.
  * What a killed rank left is removed by the last of its job that outlives it, or by the next start with the same job_id,
  * provided that this is the same host, boot, PID namespace and user, and either the file system is local and no process of the
@@ -399,7 +399,7 @@ typedef struct epx_group_report {
   int32_t num_missing;                     /* TIMEOUT: peers that this rank waited for in vain */
   int32_t missing[EPX_MAX_REPORTED_RANKS]; /* the first of them, ascending */
 
-  /* What the group lived on with since the last epx_group_status. */
+  /* Recoverable errors since the last epx_group_status. */
   uint64_t event_counts[EPX_MAX_EVENT_KINDS]; /* BAD_INDEX, OVERFLOW, TOO_FEW_ROWS: routes; HANDLE_MISMATCH: calls; those
                                                  of kinds that this version does not have are 0 */
   epx_event_kind first_event;                 /* kind of the first; meaningful when any count is > 0 */

@@ -89,7 +89,7 @@ typedef struct epx_moe_aux_loss_args {
   size_t struct_size;
   epx_stream stream;
   const epx_tensor* logits;        /* [in]  [T, E] real */
-  const epx_tensor* topk_idx;      /* [in]  [T, K] INT32 or INT64: rows of -1 tell masked tokens */
+  const epx_tensor* topk_idx;      /* [in]  [T, K] INT32 or INT64: rows of -1 are masked tokens */
   const epx_tensor* global_counts; /* [in]  [P, E] INT32 or INT64 */
   const epx_tensor* loss;          /* [out] [1] FLOAT64: this rank's share; the loss is the sum over the ranks */
 } epx_moe_aux_loss_args;

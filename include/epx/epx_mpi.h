@@ -14,7 +14,7 @@ extern "C" {
 #define EPX_MPI_TAG 32767
 
 /* Fills in a bootstrap whose ranks are those of `comm`, any intracommunicator. Collective over comm. Messages travel in a
- * duplicate of comm, so that they never meet the caller's; comm stays the caller's and may be freed at once. MPI must be
+ * duplicate of comm, so that they never match the caller's; comm stays the caller's and may be freed at once. MPI must be
  * initialised, and not yet finalised when epx_bootstrap_free releases the bootstrap.
  *   timeout_ms  > 0: the longest to wait for the other ranks here
  * Errors: INVALID_ARGUMENT (MPI not initialised or finalised, null or intercommunicator); TIMEOUT, which names the ranks that

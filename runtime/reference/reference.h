@@ -29,7 +29,7 @@ struct Routing {
   std::vector<int64_t> topk_idx; // [T, K]; -1 masks; other values outside [0, E) are bad and count as masked
 };
 
-// Everything epx_prepare tells one rank.
+// The outputs of epx_prepare on one rank.
 struct RankPlan {
   int first_local_expert = 0;
   int num_local_experts = 0;

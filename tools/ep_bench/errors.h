@@ -1,4 +1,4 @@
-// What ep_bench throws; main turns it into an exit status.
+// ep_bench throws these errors; main turns them into an exit status.
 #pragma once
 
 #include <exception>
@@ -46,7 +46,7 @@ struct Failure {
   std::string message;
 };
 
-// Runs `action` and tells how it went.
+// Runs `action` and returns its failure, if it has one.
 template <typename Action>
 Failure attempt(Action&& action) noexcept {
   try {

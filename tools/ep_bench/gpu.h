@@ -17,7 +17,7 @@ void check_cuda(cudaError_t error, const char* call);
 
 class Gpu final : public Memory {
 public:
-  // The device with the number that the rank has on its machine: Open MPI tells it; without it, rank modulo the number of
+  // The device with the number that the rank has on its machine: Open MPI provides it; without it, rank modulo the number of
   // devices. It becomes the calling thread's. Throws RuntimeError.
   explicit Gpu(int rank);
   ~Gpu() override;

@@ -35,7 +35,7 @@ void abort_mpi(int exit_code) {
   MPI_Abort(MPI_COMM_WORLD, exit_code);
 }
 
-// What mpirun of Open MPI, and of MPICH and its kin, tell their processes.
+// mpirun of Open MPI, and of MPICH and its kin, set these variables for their processes.
 bool under_mpirun() {
   return std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr || std::getenv("PMI_SIZE") != nullptr;
 }

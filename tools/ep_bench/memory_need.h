@@ -12,7 +12,7 @@ namespace epx::bench {
 struct MemoryNeed {
   double inputs = 0;  // all sets
   double tensors = 0; // outputs and receive tensors; none on nccl, where they are the GPU's
-  double group = 0;   // window, scratch and handle memory, as epx_group_memory_plan tells; likewise
+  double group = 0;   // window, scratch and handle memory, from epx_group_memory_plan; likewise
 
   double all() const { return inputs + tensors + group; }
 };

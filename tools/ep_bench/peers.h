@@ -34,7 +34,7 @@ public:
     return gather(std::span<const T>(&mine, 1));
   }
 
-  // A barrier where ranks tell how they fare. When any rank passes a failure, all throw the same AgreedError.
+  // A barrier that gathers the ranks' failures. When any rank passes a failure, all throw the same AgreedError.
   void agree(const Failure& mine) const;
   void barrier() const { agree({}); }
 

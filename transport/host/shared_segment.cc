@@ -269,7 +269,7 @@ std::shared_ptr<SharedSegment> SharedSegment::open(const SegmentAddress& address
   if (!file) return nullptr;
   const std::optional<SegmentRecord> record = read_segment_record(file.get());
   if (!record || !(*record == address.record)) {
-    why_not = "the peer's segment carries another record than the peer told";
+    why_not = "the peer's segment carries another record than the peer sent";
     return nullptr;
   }
   std::shared_ptr<SharedSegment> segment(new SharedSegment(address));

@@ -69,7 +69,7 @@ std::byte* HostStages::registered_address(int rank, const AllocationPlace& place
   if (place.allocation == -1) return nullptr;
   int64_t bytes = 0;
   if (__builtin_mul_overflow(rows, row_bytes, &bytes) || !allocations_.contains(place, bytes))
-    protocol_.fail_as_damaged(fmt::format("rank {} seems to offer {} rows of {} bytes at byte {} of allocation {}", rank,
+    protocol_.fail_as_damaged(fmt::format("rank {} seems to pass {} rows of {} bytes at byte {} of allocation {}", rank,
                                           rows, row_bytes, place.offset, place.allocation));
   return allocations_.peer_address(rank, place);
 }
