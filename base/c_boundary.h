@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The one guard between C++ code, which throws, and its C callers, which get a status.
 #pragma once
 

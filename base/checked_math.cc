@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "base/checked_math.h"
 
 #include "base/error.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Arithmetic on byte counts and row counts that throws when it overflows.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Owners of CUDA resources, and the one place where a cudaError_t becomes an Error. Destructors log and never throw.
 #pragma once
 

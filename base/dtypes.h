@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Properties of dtypes, for host and device.
 #pragma once
 

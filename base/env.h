@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every EPX_* environment variable; the process reads each of them once.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Failures inside epx are thrown as Error, and become an epx_status at the C boundary (c_boundary.h).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Distinguishes the process that created an object from a child of fork(), which has a copy of it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Each subsystem has one logger, which writes to standard error at the level of EPX_LOG. No hot path uses one.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Names of the C API's enumerators, and lists of ranks, for messages.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random identifiers (group ids, names of shared memory); they are not meant for statistics.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A deadline for waits for peers in a process that may be suspended meanwhile: by Ctrl-Z, by a scheduler, by a debugger.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The windows that the user made with epx_mem_alloc or epx_mem_register. Their numbers are the same on all ranks, since
 // allocation is collective.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The C boundary of libepx: checks what it is handed, calls, and turns exceptions into statuses. Nothing else is extern
 // "C".
 

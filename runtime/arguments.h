@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The arguments of the five operations are checked here and turned into the calls of runtime/stages/stages.h. What is refused
 // throws INVALID_ARGUMENT before anything has happened.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A group's configuration is validated here, resolved for a number of ranks, and compared between ranks.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A Group is this rank's view of the ranks that share the experts, and owns everything that lives as long as they do.
 #pragma once
 

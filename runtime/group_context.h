@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The GroupContext holds a group's constants, which are fixed at creation.
 #pragma once
 

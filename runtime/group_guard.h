@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A GroupGuard lets only the process that created a group use it, one thread at a time.
 #pragma once
 

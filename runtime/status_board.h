@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The StatusBoard keeps a group's status: one sticky error, and the events of recoverable errors.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "runtime/struct_size.h"
 
 #include "base/error.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The growth of the C API's structs (epx.h, "How this API grows"): what a caller of an older or a newer epx passes becomes what this
 // library knows, and the other way round.
 #pragma once

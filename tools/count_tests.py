@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Adds up test results: meson's testlog.json files, and checks given as --check=NAME=passed|failed|skipped.
 
 Prints what failed, then 'N passed, N failed[, N skipped]'. Exits with 1 when anything failed or nothing passed.

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Copies compile_commands.json without the commands that compile a source again for another library.
 
 What is compiled once per instruction set, or for the library and for a test's copy of it, is the same to clang-tidy. Commands

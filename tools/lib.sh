@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What quickstart.sh and test.sh share: say, install, configure, launch. Sourced, not run.
 # shellcheck shell=bash
 

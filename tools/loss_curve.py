@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Draws the loss curves of train_moe (JSON lines, --log) into one picture. Needs matplotlib.
 
 loss_curve.py --output docs/loss-curve.svg "epx, 4 ranks=p4.jsonl" "dense=dense.jsonl" ...

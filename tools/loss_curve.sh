@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Draws docs/loss-curve.svg: trains on 1 and on 4 ranks through epx, and without exchange, 200 steps each, and plots the three.
 # shellcheck source=tools/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Installs what is missing, then runs every suite: the plain build, AddressSanitizer + UBSan, ThreadSanitizer (the suites
 # whose ranks are threads), clang-format and clang-tidy. The last line is "N passed, N failed[, N skipped]".
 #   --changed REV   clang-tidy looks only at files that differ from REV

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An Exchange is a collective step on the host: each rank contributes a small record, or the error that kept it from one.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A FileDescriptor owns an open file and closes it in its destructor.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A PeerWindow is the stages' view of memory that every rank of a group can store into: one base pointer per rank. It is a POD
 // and is passed by value.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A ProcessOrigin says where a process runs, as far as that decides whether another process can know that it has died.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A Transport opens symmetric windows, which are all that the runtime needs from a machine.
 #pragma once
 

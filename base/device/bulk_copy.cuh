@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TMA bulk copies between global and shared memory (PTX cp.async.bulk). The thread that begins a store must also wait for it;
 // any thread may wait for a load. Addresses and sizes are multiples of 16 bytes.
 #pragma once

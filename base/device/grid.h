@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The launch configuration of a kernel, for host code.
 #pragma once
 

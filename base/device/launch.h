@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernel launches that check the types of the parameters, programmatic dependent launch (PDL), and dynamic shared memory.
 #pragma once
 

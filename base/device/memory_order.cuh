@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loads, stores and fences on memory that other GPUs access too; each name says memory order and scope. Apart from
 // bulk_copy.cuh and launch.h, inline PTX lives only here.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Warp-level primitives: shuffles, reductions, and lists whose elements are spread over the lanes.
 //
 // __syncwarp() stands where lanes read what other lanes have stored or acquired, or write what other lanes have read: it orders

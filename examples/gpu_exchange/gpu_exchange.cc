@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tokens travel to their experts and home again on GPUs, a GPU for each rank: mpirun -n 4 gpu_exchange
 #include <cstdio>
 #include <vector>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The native baseline: what one writes without epx. Routes are sorted by expert at their source, counts are exchanged, then
 // MPI_Alltoallv moves one row per route, and the receiver sorts them by its own experts; the way back is the same.
 #include <optional>

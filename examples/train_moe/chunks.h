@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The batch is split into chunks of fixed size, and ranks take contiguous runs of them. What is computed chunk by chunk has
 // the same shapes, and so the same bits, for every number of ranks.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CRC-32C (Castagnoli), the checksum of iSCSI (RFC 3720, appendix B.4): the one of the bytes "123456789" is e3069283.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // No exchange: every rank has all experts and computes them on its own tokens, chunk by chunk, so that the experts' gradients
 // can be summed over the ranks like those of any other replicated parameter.
 #include "examples/train_moe/moe_layer.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The MoE layer on epx: one block per layer, all of them on one group.
 #include <exception>
 

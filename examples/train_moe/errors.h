@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What train_moe throws; main turns it into an exit status.
 #pragma once
 

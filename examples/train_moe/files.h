@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files that options name, for reading: regular files only, up to a stated size, so that a device, a fifo or a wrong name ends in
 // a sentence instead of a hang or all of the memory.
 #pragma once

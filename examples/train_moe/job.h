@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One run of train_moe: what is read before, trained, and written after. Every function is collective.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // train_moe: trains a byte-level language model with MoE layers on epx. Wiring only.
 #include <new>
 #include <variant>

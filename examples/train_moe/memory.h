@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whether a model fits into memory, asked before anything of it is allocated.
 #pragma once
 

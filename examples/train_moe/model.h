@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The model: embeddings of the last bytes -> linear -> residual MoE layers -> linear -> distribution of the next byte.
 //   x_0 = in_weight * [embedding of each byte of the context] + in_bias
 //   x_(l+1) = x_l + moe_l(rms_norm(x_l)), with the router's logits = router_weight_l * rms_norm(x_l)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One MoE layer as the model sees it; the three implementations differ in how tokens reach their experts.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The dense parts of the model, on a few rows at a time. Matrices are row-major; weights are [out, in]. T is float, or double
 // to check gradients.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What train_moe writes: JSON lines, the routing record, and a progress bar.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All parameters of a model, their gradients and AdamW's moments, in two flat areas: *replicated* ones are the same on every
 // rank, and *sharded* ones are experts that live on one rank.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The pieces of epx_moe.h that a layer needs when it routes without epx, on vectors of float.
 #pragma once
 

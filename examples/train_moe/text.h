@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The text: what is learnt, what is held out, and which bytes a step predicts.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One model in training: its parameters, its layers on one kind of exchange, and the optimiser.
 #pragma once
 

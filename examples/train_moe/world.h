@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ranks: MPI for as long as it lives. Collective functions are called by all ranks in the same order.
 #pragma once
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* epx: expert-parallel exchange. The public C API (C11).
  *
  * epx moves the tokens of a Mixture-of-Experts layer to the ranks that own their experts (dispatch) and brings the experts'

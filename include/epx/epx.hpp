@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // epx for C++20: a thin layer over epx.h, all of it in this header. Link libepx.
 //
 // It adds owners (Group, Memory, Bootstrap), views (GroupView, Tensor, ConstTensor), argument structs for designated

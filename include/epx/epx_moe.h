@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Expert compute around epx: router, local permutation, grouped FFN, and the MoE block made of them. The public C API (C11)
  * of libepx_moe, which uses nothing of epx but epx.h. Every piece can be used alone.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Bootstrap from an MPI communicator. In a library of its own, libepx_mpi, so that libepx does not link MPI. */
 #ifndef EPX_EPX_MPI_H_
 #define EPX_EPX_MPI_H_

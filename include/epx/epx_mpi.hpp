@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The C++20 layer over epx_mpi.h, apart from epx.hpp as libepx_mpi is from libepx: a program that does not use MPI needs
 // neither mpi.h nor that library, and whether it sees MPI does not depend on what the machine has installed. See epx.hpp
 // for the conventions.

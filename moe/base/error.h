@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Failures inside libepx_moe: thrown as epx::Error, turned into an epx_status at the C boundary. The module knows nothing of epx
 // but its public headers.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tensors of a call: checked against names, dtypes and dimensions, then read and written as typed memory.
 #pragma once
 

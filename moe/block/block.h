@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One MoE layer: router -> prepare -> dispatch -> FFN -> combine, and back. Written against Exchange, so that a block with a
 // group and a local one are the same code.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a block needs of a group: the five operations of epx.h, on the block's one layer, and memory that they reach.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "moe/base/error.h"
 #include "moe/base/tensors.h"
 #include "moe/block/exchange.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The five operations where all experts are on one rank: the local permutation, with the bits of EPX_COMBINE_EXACT. Its
 // handle memory is the number of rows in use and the row map.
 #include <algorithm>

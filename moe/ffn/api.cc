@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The grouped FFN's part of the C API.
 #include "epx/epx_moe.h"
 #include "moe/base/error.h"

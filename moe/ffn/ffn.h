@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The grouped FFN: each expert's two-layer network on the rows of its zone, forward and backward.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The local permutation's part of the C API.
 #include <initializer_list>
 #include <limits>

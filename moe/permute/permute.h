@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows sorted by expert on one rank, and back. Arguments are checked by whoever calls, except what only the data shows: bad
 // indices and row maps are refused here, before anything is written.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The router's part of the C API.
 #include <limits>
 #include <optional>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The router: from logits to selected experts and their weights, and back. Arguments are checked by whoever calls.
 #pragma once
 

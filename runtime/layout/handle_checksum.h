@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // EPX_CHECK_HANDLE_MEM: the checksum covers handle memory behind its header. Host and device compute the same sum, in any order
 // of the words.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HandleLimits has the bounds of the values in handle memory, for host and device. The caller owns its bytes, and anything may
 // have been written over them: each value that becomes an index is checked here first. A damaged value then refers to another
 // slot, rank or token of the group, or to none; it never leads out of bounds.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Handle memory holds the routing state of one layer in flight; the caller owns it. It contains no pointers, so that its
 // bytes may be copied. prepare writes it; it is read-only afterwards.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "runtime/layout/planner.h"
 
 #include "runtime/layout/handle_memory.h"

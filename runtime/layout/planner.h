@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The planner counts every byte of a group before anything is allocated.
 #pragma once
 

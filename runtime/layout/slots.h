@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every implementation of the stages shares this slot arithmetic: which rank owns an expert, where a zone starts, where a
 // staged row lies. These are plain constexpr functions and PODs, for host and device.
 #pragma once

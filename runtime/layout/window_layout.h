@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // WindowLayout defines every offset and byte count of the group's window once, for host and device.
 //
 // Every rank has one such window, and every peer may store into it. The layout depends on the transport only in that regions

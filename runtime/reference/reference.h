@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The oracle: what every operation must yield, computed serially by one process that sees all ranks' data at once.
 //
 // Written from the contract in epx.h and nothing else. It shares no code with the stages: no slot arithmetic, no layouts,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A group's reports get their sentences here, the same ones whether host code or a kernel finds the cause.
 #pragma once
 

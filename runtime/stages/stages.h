@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every transport implements these five operations, which are behind the C API. Their arguments have been checked: shapes fit
 // the group, and required pointers are not NULL.
 //

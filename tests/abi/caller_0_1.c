@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A program of 0.1: knows only 0.1's headers (the folder 0.1), and runs with today's library. Takes a layer forward, with the
  * identity as experts, and reads the outputs, behind which nothing may be written.
  *   caller_0_1 DIRECTORY RANK NUM_RANKS

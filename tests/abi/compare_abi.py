@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Compares the ABI of a library with the kept dump of 0.1's: what was built against 0.1 must run with today's library. Exits with
 77 where libabigail's tools are not installed."""
 import argparse

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Edits 0.1's epx.h in ways that the rules of growth allow or forbid, and looks whether compare_abi.py tells them apart. A library
 whose functions do nothing stands in for libepx, since only symbols and types are compared. Exits with 77 where libabigail's
 tools are not installed."""

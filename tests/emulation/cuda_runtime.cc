@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Implements on a CPU the functions of the CUDA runtime that epx and its tests use. Devices have ordinals and nothing else;
 // memory is the host's; a capture records the tasks that are enqueued.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CUDA's built-in variables and functions, for kernels that a C++ compiler compiles. It is included before every kernel file.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Other processes can map exported memory, as with CUDA's IPC handles. It has no name: a handle contains the process id and
 // the file descriptor there.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs a CUDA grid on a CPU: each block is an operating system's thread, and each of its CUDA threads is a fiber on it. A fiber
 // runs until it reaches a barrier, exchanges values with its warp, or polls; then another one of the block runs, in random
 // order.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Implements transport/nccl/nccl_transport.h without NCCL: windows are the host transport's, and small records travel through
 // one of them.
 #include "transport/nccl/nccl_transport.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CUDA streams on a CPU: each is a thread that runs the enqueued tasks in order.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests what no kernel does by itself: one TMA row pipeline that reads, copies and clears alternately.
 #include <array>
 #include <cstddef>

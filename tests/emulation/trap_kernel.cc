@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Implements tests/gpu/trap_kernel.h on the CPU.
 #include "tests/gpu/trap_kernel.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradients of train_moe's dense parts against finite differences in float64.
 #include <doctest/doctest.h>
 

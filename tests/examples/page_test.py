@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Compares the program on a page of docs/ with the one that is compiled, and runs it: the output is the same on 1, 2 and 3 ranks."""
 import argparse
 import re

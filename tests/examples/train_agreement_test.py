@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The curve does not depend on the number of ranks or on the exchange, and it falls."""
 import collections
 import concurrent.futures

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The command line and the files that it names: what is refused, and what the routing record and the bar hold."""
 import collections
 import json

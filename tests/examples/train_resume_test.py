@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Training that stopped goes on, on any number of ranks; what cannot go on is refused."""
 import json
 import os

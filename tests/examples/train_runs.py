@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs train_moe, on ranks under mpirun, and hands back what it said; the base class of its tests."""
 import argparse
 import contextlib

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // coexistence [--rounds N] [--seed S] [--num-comm-sms N] [--nccl-ctas N]
 // Runs epx beside kernels of others that wait for peers too, and tests the guarantee of epx.h, "Beside other kernels". In each
 // round every rank enqueues the same work on several streams, in an order of its own. Inside the guarantee each round ends

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compares buffers on the device, for runs that are too long to compare every byte on the host.
 #pragma once
 

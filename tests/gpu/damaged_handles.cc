@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // damaged_handles [--damages N] [--first F] [--seed S] [--timeout-ms T] [--percent-hard H]
 // Makes calls with N damaged copies of handle memory. A damage may leave ranks waiting for rows that are never sent; they time
 // out after T milliseconds, and make another group. So with peers only H of 100 damages may do that.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests failures that a group on GPUs does not survive: the culprit is named, and the CUDA context survives. Ranks are
 // processes that epx_test_launch starts.
 #include <atomic>

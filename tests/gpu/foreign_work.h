@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A training job runs such work on the same GPUs beside epx: streams, NCCL communicators, matrix products.
 #pragma once
 

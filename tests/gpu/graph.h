@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Captures CUDA graphs from a stream.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // graphs [--replays N]
 // Tests CUDA graphs, and calls that return while the stream is blocked. N: the number of replays that each report an event.
 #include <algorithm>

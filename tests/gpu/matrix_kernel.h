@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // This matrix product fills the GPU, as the computation beside the exchange does in a training job. It waits for nobody.
 #pragma once
 

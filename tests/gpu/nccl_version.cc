@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Creates a group over the NCCL library that is loaded, sends a layer through its windows and through memory from
 // epx_mem_alloc, and prints which library that was. Run it once for each release that epx supports, with LD_LIBRARY_PATH.
 #include <cstdio>

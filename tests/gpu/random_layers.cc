@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // random_layers [--groups G] [--layers L] [--seed S]
 // Compares L random layers with the oracle on each of G random groups. Group g has seed S + g; its layer l has seed
 // (S + g) * 1000000 + l, so that `--seed (S + g) --groups 1` runs one group alone.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Registers memory of another owner in a group: the results have the same bits as in the group's own memory.
 #include <memory>
 #include <vector>

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Removes or weakens each fence, release, acquire and proxy fence of the kernels in turn, and shows which a suite notices.
 
   remove_fences.py list     fails when a function of base/device that orders memory is not known here, or called nowhere

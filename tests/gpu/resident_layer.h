@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A ResidentLayer is one layer in flight whose tensors keep their addresses from call to call, so that calls can be captured in
 // a graph, and run back to back without a check in between.
 #pragma once

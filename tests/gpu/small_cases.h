@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // These groups and layers are small, and some of them overflow.
 #pragma once
 

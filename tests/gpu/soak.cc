@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // soak [--iterations N | --seconds T] [--seed S] [--max-delay-ns D] [--busy-tokens B] [--kinds M]
 // Runs back-to-back iterations of several layers, with other tokens and routing each time. Eager calls, some of them with each
 // movement made twice, are mixed with replays; every rank injects delays and scribbles over staging after use; groups run on

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The programs of this folder share this code; epx_test_launch starts each of them once per rank.
 #pragma once
 

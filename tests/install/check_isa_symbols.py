@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Checks that a library compiled for one instruction set shares no inline function with code for another.
 
 The linker keeps one copy of each inline function (a weak symbol) of a program, and it may be the copy that old processors

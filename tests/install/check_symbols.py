@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Compares what a shared library exports with what its header declares EPX_API, and checks its SONAME and its needs."""
 import argparse
 import re

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A framework in miniature, in C11, that knows only the installed epx.h: meets through files, makes a group, and takes a
  * layer forward and backward. Experts are the identity, so that every result has a closed form, exact in float32.
  *   consumer DIRECTORY RANK NUM_RANKS VERSION

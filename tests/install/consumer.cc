@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A C++20 program against an installed libepx: one rank sends its tokens to its own experts and sums them up again.
 #include <cstdio>
 #include <vector>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A C11 program against an installed libepx_moe: two experts that compute relu(w x)^2, on one rank, in a block. */
 #include <epx/epx_moe.h>
 #include <stdio.h>

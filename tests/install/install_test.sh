@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Installs a build below a temporary directory and uses it as a stranger would: headers alone, then a C11 program that finds
 # epx through pkg-config only, run by one process and by two, and a C++20 program.
 #   install_test.sh BUILD_DIR PREFIX LIBDIR SANITIZERS    (CC and CXX in the environment)

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Builds a small Meson project that has epx as its subproject, without epx's tools and tests, and runs its program.
 #   subproject_test.sh EPX_SOURCE_DIR WORK_DIR    (always the same WORK_DIR lets ccache help)
 set -euo pipefail

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The block on groups whose ranks are threads: with EPX_COMBINE_EXACT it has the bits of the local block that has all the
 // ranks' tokens and experts.
 #include <functional>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs MoE blocks, local or on a group, for the tests. Works on any thread: what fails throws.
 #pragma once
 

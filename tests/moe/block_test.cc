@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The local block (no group): gradients of the whole against finite differences, and what has to have the same bits.
 #include <limits>
 #include <string>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // epx_moe_ffn_bwd against finite differences, and what it may and may not write.
 #include <limits>
 #include <string>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bad input to the grouped FFN: each call is refused with a sentence that has the names and values, and writes nothing.
 #include <functional>
 #include <string>

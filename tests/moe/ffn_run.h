@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parameters, zones and calls of the grouped FFN for the tests, with poisoned outputs.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The grouped FFN forward: against three plain loops in double, what it must not touch, and rows that do not depend on
 // their neighbours.
 #include <algorithm>

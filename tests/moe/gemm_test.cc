@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The matrix products of every instruction set that this processor has.
 #include <doctest/doctest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls the local permutation for the tests, with poisoned outputs.
 #pragma once
 

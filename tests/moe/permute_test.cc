@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The local permutation: row maps against an oracle, rows bit for bit, gradients against finite differences.
 #include <cmath>
 #include <cstring>

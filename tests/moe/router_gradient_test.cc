@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // epx_moe_router_bwd against finite differences, and the load-balance loss against its formula, over three ranks whose
 // counts the test adds up itself.
 #include <cmath>

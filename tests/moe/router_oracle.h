@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What epx_moe_router and epx_moe_aux_loss must yield, from the words of epx_moe.h alone: slow and plain on purpose.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls epx_moe_router and epx_moe_aux_loss for the tests, with poisoned outputs.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // epx_moe_router against the oracle and closed forms, and epx_moe_bias_update.
 #include <cmath>
 #include <limits>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensors, values and comparisons for the tests of epx_moe.h. Nothing here knows which operation is under test.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Groups that must not come into being, and memory that is not there: configs that one rank gets wrong, configs that differ
 // between ranks, broken bootstraps, more memory than there is.
 #include <doctest/doctest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bad input to the five operations. What is refused on the host changes nothing, on the rank that passed it and on its
 // peer, and takes no sequence number: a good round follows each. Recoverable errors are reported with a sentence, and the group
 // continues. Sticky errors end the group on all ranks alike.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // These file rendezvous go wrong: bad arguments, directories that are missing or read-only, ranks that never come, come
 // twice or disagree, what a dead job left behind, and two jobs in one directory.
 #include <doctest/doctest.h>

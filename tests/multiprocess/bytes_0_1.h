@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // sizeof in 0.1 of the C API's structs that may grow. Not the library's own table, since that is under test.
 #pragma once
 

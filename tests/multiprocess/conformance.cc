@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // conformance --launcher mpi|env|ompi|threads [--transport host] [--ranks P] [--dir DIR] [doctest options]
 //   mpi      ranks of MPI_COMM_WORLD, bootstrap over MPI
 //   env      EPX_TEST_RANK, EPX_TEST_RANKS; file rendezvous in EPX_TEST_DIR (epx_test_launch sets them)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The conformance suite: one list of named scenarios that every transport and every way to start ranks has to pass.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scenarios of windows whose control words something else has overwritten. The windows are found among what the process has
 // mapped: on the host transport, where they must be there, and where the kernels are emulated. On GPUs, and in a group of one
 // rank, there are none to find.

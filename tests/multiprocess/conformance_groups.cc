@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scenarios of groups: several at a time, one after the other, parts of the ranks, and the memory that they give out.
 #include <doctest/doctest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scenarios of handle memory: several layers in flight, and handle memory that does not belong to the call.
 #include <doctest/doctest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls that follow each other at once, with nothing but the library between the ranks, while some rank is always late:
 // what one call leaves behind must not be overtaken by the next. Results are closed-form and looked at in the end.
 #include <doctest/doctest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scenarios of routing: who owns what, who has tokens, and what the indices say.
 #include <doctest/doctest.h>
 

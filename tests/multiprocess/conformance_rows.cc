@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scenarios of what a row is: its length, dtype, sidecar, weights, and how rows are summed.
 #include <doctest/doctest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scenarios of who may use a group: the process that created it, one thread at a time.
 #include <doctest/doctest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // damaged_handles [--damages N] [--first F] [--seed S]
 // Handle memory that something has been written over, N times on 1 and on 3 ranks that are threads of this process; half of
 // the N on each.

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """ep_bench as it is started: what is refused before the run, with status 2 and one sentence, and what happens to --json's file."""
 import argparse
 import json

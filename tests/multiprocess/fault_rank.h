@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A FaultRank is one rank of a small group for the tests of failures: it makes calls whose fields can be spoiled, and checks
 // the reports.
 #pragma once

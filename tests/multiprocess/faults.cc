@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sticky errors end a group; these tests check, with ranks as threads, who is named, who learns of it, and how soon.
 #include <doctest/doctest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whole processes fail here: they are killed or stopped, and the tests check what they leave behind.
 #include <doctest/doctest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `exact` combine is the same for every number of ranks: one global problem, its tokens dealt to 1, 2, 3, 4 or 7 ranks.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks that are killed, or interrupted by Ctrl-C, while a group is created: nothing of it stays in /dev/shm. Each test runs twice,
 // with windows in nameless memory and where ranks cannot share that and take names.
 #include <doctest/doctest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One layer on one rank, forward and backward, with closed-form results: what the bad-input tests spoil, and what proves
 // afterwards that a refused call has changed nothing.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // many_ranks [--ranks P] [--transport host|nccl]
 // There are more ranks than a warp has lanes, and more routes of a token: what the kernels do 32 at a time they do twice here.
 // The tokens are few, since ranks are threads of this process; every result is compared with the oracle's.

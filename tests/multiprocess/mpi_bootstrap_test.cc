@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The MPI bootstrap. Runs under mpirun with 1 to 4 ranks; every test case is collective.
 #include "epx/epx_mpi.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/multiprocess/mpi_launcher.h"
 
 #include "tests/support/check.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks of MPI_COMM_WORLD, for the suites; throws CheckFailure in a build without MPI.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // property [--cases N] [--seed S] [--transport host|nccl]
 // Random cases against the oracle, ranks as threads of this process; every eighth also checks that `exact` combine does not
 // depend on the number of ranks. Case i has seed S + i: `--seed (S + i) --cases 1` runs it alone.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kills a random rank at a random moment between the start of its job and after its end, again and again: as often in each of
 // the stages of its life, however short. Whatever the moment, every survivor ends: with all its work done, or with a sentence
 // that names the rank that was killed.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls that have to be refused on the host, as a table.
 #pragma once
 

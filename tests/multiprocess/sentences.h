@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An error sentence has to contain certain words.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Processes of a test share this memory, which is made before they are forked.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Callers of newer versions, whose structs are larger than this library's, and of older ones, whose outputs are smaller. (No args
 // struct has grown since 0.1 yet: the unit test of runtime/struct_size.h has one that has.)
 #include <doctest/doctest.h>

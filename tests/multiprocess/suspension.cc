@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Jobs that are suspended and resumed as a whole, as by Ctrl-Z or a scheduler: their rendezvous and their groups continue.
 #include <doctest/doctest.h>
 

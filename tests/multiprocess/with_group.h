@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Groups of kRanks threads on the host transport, for tests of the calls on one.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tensors of one call: each between guard bytes, in memory of its own or in memory from epx_mem_alloc. In one half of the
 // calls their addresses are aligned to no more than their elements, in the other to 16 bytes, as a framework's are.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A test problem: everything that a group and a layer can be asked for, and how the tokens are routed. A Case is made from
 // a seed or by hand, and the same Case yields the same data in every process.
 #pragma once

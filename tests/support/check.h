@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checks that work on any thread and in any process: a failed one throws CheckFailure, and who runs the ranks reports it
 // with the rank's number (doctest's own macros are for the main thread).
 #pragma once

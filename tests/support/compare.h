@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compares what a call wrote with what it had to write. Each function throws CheckFailure that names the first wrong
 // element and how many are wrong.
 #pragma once

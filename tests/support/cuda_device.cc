@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tests' view of a GPU: memory from cudaMalloc, and a stream of its own.
 #include <cuda_runtime_api.h>
 

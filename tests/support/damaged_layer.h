@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Handle memory of which something has been written over, and what the four movements do with it: calls return, and nothing
 // outside their output tensors has changed. Tensors lie between guards in one piece of memory, which is compared as a whole.
 #pragma once

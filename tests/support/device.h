@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the tests need of a transport: the memory that its calls accept, and the stream they run on. A new transport passes
 // the same suites once it provides this.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // main of programs that have no other.
 #include <doctest/doctest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One rank's membership in a group under test: creates the group, checks what it says of itself, keeps count of the calls,
 // and of the events that epx_group_status must report.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // epx_test_launch -n P [--timeout S] -- program args...
 // Starts P processes without MPI. Each has EPX_TEST_RANK, EPX_TEST_RANKS and EPX_TEST_DIR (a fresh directory to meet in) in
 // its environment, and {rank}, {ranks}, {dir} replaced in its arguments. Ends all at the time limit, or soon after one has

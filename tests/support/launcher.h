@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who this process is among the ranks of a suite: one rank of several processes, or all ranks as threads.
 #pragma once
 

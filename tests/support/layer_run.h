@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One layer in flight on one rank: its handle memory, and the five operations on it, each compared with the oracle.
 #pragma once
 

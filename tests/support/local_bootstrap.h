@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A bootstrap for ranks that are threads of one process: the smallest thing that a framework could bring itself.
 #pragma once
 

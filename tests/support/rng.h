@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A small random generator with the same numbers on every platform, so that a seed reproduces a case everywhere.
 #pragma once
 

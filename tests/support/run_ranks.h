@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs ranks as threads or as processes, never for longer than a time limit, and tells what became of each.
 #pragma once
 

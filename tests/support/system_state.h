@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What tests leave on the machine: temporary directories of their own, and shared memory segments of epx. And what processes may
 // see of each other on it.
 #pragma once

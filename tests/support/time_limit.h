@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ends the process, and with it the job that it belongs to, when a test hangs.
 #pragma once
 

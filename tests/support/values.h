@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Test data: rows with values that hurt, and the poison that outputs hold before a call.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The data of one iteration of a Case: what all ranks pass to each operation, and what the oracle says they get back.
 #pragma once
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The C API only grows: what a caller was compiled against stays where it was. A line that no longer holds does not compile, a
  * function that is gone does not link. New fields, values and functions get lines of their own; no line changes. Structs
  * that the library fills in without being told their size, and those that lie in others, keep their size. */

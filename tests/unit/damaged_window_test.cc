@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Anything that a rank's process runs may overwrite its window. Here rank 1 of two consists of words that the test stores in
 // rank 0's window beforehand, sound ones and damaged ones, so that rank 0 waits for nobody.
 #include <cstddef>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // transport/host/dead_segments.h: which names in /dev/shm are removed, and which never are. Other processes of this user may
 // use epx at the same time and remove dead segments, too: a file that has to stay is one that none of them may remove.
 #include <doctest/doctest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A wait finds out that its process was suspended, and extends its deadline; the times are made up.
 #include <chrono>
 #include <cstdint>

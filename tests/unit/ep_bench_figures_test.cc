@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What ep_bench makes of its measurements: statistics, row counts, figures, report.
 #include <algorithm>
 #include <cstddef>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The row lists and row counts of the speed-of-light bound (--floor) are compared with a count by hand and a count row by row.
 #include <algorithm>
 #include <cstdint>

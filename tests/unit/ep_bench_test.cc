@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The command line of ep_bench, and how its ranks fail together.
 #include <algorithm>
 #include <cstdint>

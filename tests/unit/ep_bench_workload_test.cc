@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The inputs of ep_bench: random numbers, routing, tensors, files, memory.
 #include <algorithm>
 #include <array>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // epx.hpp compiles as the first header of a file, and in two files of one program: epx_hpp_test.cc is the other.
 #include "epx/epx.hpp"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The C++ layer of epx.hpp through the public library alone, compiled with the warnings that a strict user has.
 #include "epx/epx.hpp"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // epx_mpi.hpp compiles as the first header of a file. tests/multiprocess uses it.
 #include "epx/epx_mpi.hpp"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How long a rendezvous through files may take to fail, and whom it names when rank 0 has died. Runs alone, since it takes the
 // promise of epx.h by its word.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rendezvous directory lies beside other users' files, and other users act on it.
 #include <chrono>
 #include <filesystem>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What dead jobs leave in a rendezvous directory: it does not disturb the next job, and is removed where it is certainly dead.
 #include <algorithm>
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tests of the file rendezvous share these ranks, as threads and as processes, and their outcomes.
 #pragma once
 

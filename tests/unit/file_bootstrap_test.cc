@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The file rendezvous. Ranks are threads where nobody dies, and processes where somebody does.
 #include <algorithm>
 #include <atomic>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sizes, offsets and slot arithmetic have closed-form answers.
 #include <cstddef>
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // transport/host/memory_limit.h on directories that look like a machine's /proc and /sys.
 #include <doctest/doctest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // These tests check which NCCL libraries epx works with, and how it reads what differs between them.
 #include <doctest/doctest.h>
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """old_words_test.py ROOT: no C, C++ or CUDA file uses an identifier that was replaced by the field's term.
 
 A name of several words (RowStream, is_clerk) may not occur in comments either; a plain word (nap, Strip) is looked for in code

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The oracle against answers worked out by hand.
 #include <array>
 #include <bit>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The row arithmetic of every instruction set is compared with the oracle's scalar conversions, bit for bit.
 #include <cfenv>
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // These tests check how the ranks of the host transport share windows, and which segments they open.
 #include <doctest/doctest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The growth of structs, by made-up ones of which this library has a later version than their first.
 #include "runtime/struct_size.h"
 

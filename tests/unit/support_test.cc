@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tests' own tools: they notice what they are there to notice, and never hang.
 #include <doctest/doctest.h>
 

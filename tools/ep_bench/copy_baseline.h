@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the operations are compared with on the host transport: plain memcpy of rows to scattered places.
 #pragma once
 

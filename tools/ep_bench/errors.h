@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ep_bench throws these errors; main turns them into an exit status.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One rank's group, layer and tensors, and the five operations on them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From times and row counts to the figures that ep_bench reports.
 #pragma once
 

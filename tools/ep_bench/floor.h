@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The speed-of-light bound of an operation (option --floor, identifiers "floor") is the time that the hardware needs for moving
 // its rows alone, measured in the same run.
 #pragma once

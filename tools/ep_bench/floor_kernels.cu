@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Warps of the kernels that measure the speed-of-light bound:
 //
 //   kernel              warps                what a warp does, and what it waits for

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of the speed-of-light bound move rows and do nothing else.
 #pragma once
 

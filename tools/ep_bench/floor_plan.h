@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rows that an operation must move at least are counted and listed here from the routing of all ranks; the kernels of the
 // speed-of-light bound move them. No route may be dropped: every route has a slot.
 #pragma once

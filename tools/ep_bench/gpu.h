@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank's GPU: its memory, the stream that everything runs on, and owners of what the timed loops need of CUDA.
 #pragma once
 

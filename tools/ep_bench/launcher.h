@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the processes of a run were started, and how they find each other.
 #pragma once
 

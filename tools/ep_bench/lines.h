@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What ep_bench times, each a line of its table: the five operations, and on GPUs a variant and a sequence of them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ep_bench: measures and verifies the exchange from the command line. Wiring only.
 #include <algorithm>
 #include <array>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The timed loop on GPUs is here.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory of each rank's GPU that the kernels of all ranks can load and store, made without the library that is measured.
 #pragma once
 

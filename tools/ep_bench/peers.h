@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ranks of a run among themselves, beside the library that is measured: all-gathers, barriers, and failing together.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random numbers without state: element i of a stream depends on the stream's key and on i alone, so every rank can make
 // the data of every other rank, in any order.
 #pragma once

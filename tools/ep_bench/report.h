@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What ep_bench prints and writes.
 #pragma once
 

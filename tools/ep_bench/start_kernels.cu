@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Warps of the kernels of a StreamBlocker:
 //
 //   kernel           threads    what a thread does, and what it waits for

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A StreamBlocker blocks a stream while timed work is queued, and aligns the streams of all ranks by barriers.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How many rows an exchange moves, counted from its routing.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The inputs of every rank: a function of (seed, set, rank), so that each rank can make those of all others.
 #pragma once
 

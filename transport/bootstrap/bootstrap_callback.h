@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ready-made bootstraps (files, MPI) run their callbacks through this guard.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BootstrapExchange gathers records through the caller's epx_bootstrap while a group is created.
 #pragma once
 

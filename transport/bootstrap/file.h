@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The file rendezvous makes ranks known to each other through files in a directory; epx_bootstrap_file in epx.h is its
 // contract.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Processes that know nothing but a directory join one session: each claims its rank, and rank 0, the join server, welcomes it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks find out here which processes of a rendezvous directory live, and remove the files that dead jobs have left there.
 #pragma once
 

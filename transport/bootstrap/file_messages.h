@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Each file of a rendezvous contains one message: a header and a body.
 #pragma once
 

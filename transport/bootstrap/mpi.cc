@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The MPI bootstrap all-gathers over a communicator. Every rank sends its contribution to every other and polls for theirs,
 // because MPI's own collectives have no deadline and cannot name who is missing.
 #include "epx/epx_mpi.h"

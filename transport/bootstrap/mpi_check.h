@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // check_mpi turns MPI's error codes into exceptions.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ranks of one job exchange messages through a rendezvous directory: complete files appear there, and disappear.
 #pragma once
 

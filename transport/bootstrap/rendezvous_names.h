@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The files of a rendezvous have these names:
 //
 //   alive.<rank>.<nonce>              locked by the process that has this nonce, for as long as it has its bootstrap

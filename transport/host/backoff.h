@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A host thread that waits spins shortly, then yields, then sleeps, so that more ranks than cores still run well.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Segments in /dev/shm whose processes are dead are removed here.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The host transport opens windows in shared memory: one segment per rank and window, which all ranks of the group map. The
 // ranks are processes or threads of one machine.
 #pragma once

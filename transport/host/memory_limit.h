@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A MemoryLimit says how much memory this process may still take before the kernel has to kill a process for it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A shared memory segment has a record in a page of its own after the window, which identifies it, its owner and its machine.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "transport/host/shared_segment.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A SharedSegment is one segment of shared memory, mapped into this process.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ranks of an LSA domain load from and store to each other's memory of a window at the addresses found here.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "transport/nccl/nccl_transport.h"
 
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The NCCL transport opens windows over NVLink: NCCL symmetric memory of the ranks of one LSA domain, which load from and store
 // to each other's.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // This is the list of NCCL releases that epx has run with on GPUs, and of what differs between them. libepx is compiled against
 // one release and may load another: the functions that it calls have the same signature in all of these (nccl.h and
 // nccl_device/core.h), and of the structs that NCCL keeps on the device it reads only the fields that a layout below names.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Works on tiles of kTileRows rows of one expert; the last tile of a zone is filled up with zero rows in scratch memory. Each
 // product so has the same shape whatever the number of rows, which is what makes a row's result independent of the others.
 #include "moe/ffn/ffn.h"

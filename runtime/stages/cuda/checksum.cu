@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels behind EPX_CHECK_HANDLE_MEM: seal_kernel stores a checksum of the handle memory after prepare, and check_kernel
 // verifies it before a movement. Each has one block, so it takes about as long as one SM takes to read the memory: the switch
 // is for those who look for a bug.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The backend for GPUs of one NVLink domain.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The list of all kernels of the stages: each is loaded before any is launched.
 #pragma once
 

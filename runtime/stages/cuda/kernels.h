@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launches of the kernels of the five operations. Each operation is one kernel, launched asynchronously on the stream.
 #pragma once
 

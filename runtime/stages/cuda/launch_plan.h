@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The launch plan of a group: the grid of each kernel, the roles of its warps, and whether it is launched with programmatic
 // dependent launch (PDL).
 //

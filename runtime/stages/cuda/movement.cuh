@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A movement: what scatter and gather have in common. It reads the plan in the handle memory, decides which ranks take part and
 // which routes are live in this call, and assigns the warp roles and the tiles.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host memory of the node that every rank of the group can access by CPU, whatever has become of its GPU: a rank whose launch
 // fails can store nothing into its peers' windows. Kernels poll the entry of their rank while they wait.
 #pragma once

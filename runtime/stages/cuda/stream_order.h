@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Orders the eager calls of a group that are made on different streams.
 #pragma once
 

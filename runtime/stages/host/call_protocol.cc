@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "runtime/stages/host/call_protocol.h"
 
 #include <array>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The CallProtocol synchronises the ranks of a group in one call on the host transport.
 //
 //   begin      gives the call its sequence number

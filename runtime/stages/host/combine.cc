@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gather moves rows from slots to their tokens' home ranks and sums them. combine weighs the rows; dispatch_bwd does not, and
 // carries the weights' gradients home.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scatter moves rows from tokens to slots. dispatch copies them; combine_bwd scales them, and its receiver computes their dot
 // products.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The contract's arithmetic needs the default floating-point environment, which the application may have changed in its thread.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The host backend runs a group on shared memory.
 #pragma once
 

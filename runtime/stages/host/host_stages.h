@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The host stages run on shared memory: one thread per rank loops over rows and stores them into the peers' windows.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // prepare is a count exchange: ranks exchange their route counts, and each computes its own slots from the P x E matrix by a
 // stable counting sort. Then each stores the origins of the slots into the receivers' windows.
 

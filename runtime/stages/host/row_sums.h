@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RowSums sums rows that lie scattered in memory. While one sum is computed, the rows of the next are prefetched into the
 // cache.
 #pragma once

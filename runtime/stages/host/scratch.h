@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scratch is private memory of the host stages within a call, sized at group creation.
 #pragma once
 

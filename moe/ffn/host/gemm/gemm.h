@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Matrix products of the FFN: Eigen, compiled once per instruction set and chosen at run time. All matrices are row-major.
 // Equal shapes give equal bits, and the bits of a row of the first two do not depend on which row it is or on the others, as
 // long as the number of rows is the same: callers work in tiles of kTileRows rows.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compiled once per instruction set, with EPX_GEMM_ISA set to its name. Eigen's namespace is renamed, so that its inline
 // functions are not merged with those of other instruction sets, which old processors could not run; nothing else of this file
 // is inline across files (tests/install/check_isa_symbols.py).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gather: rows go from slots to their tokens' home ranks and are summed. combine weights them; dispatch_bwd does not, and
 // carries the weights' gradients along. The low-latency path is in ll_gather.cuh. On the high-throughput path the warps are
 // specialized, and each takes a row split, that is a half of a token's rows:

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // GatherParams has the parameters of the kernels of combine and dispatch_bwd.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // This is the low-latency (LL) path of combine and dispatch_bwd, in precision wire. As in ll_dispatch.cuh, rows travel as LL
 // packets into staging that may be written at any time, and a warp takes a chunk of a row at a time. All warps do the same:
 //

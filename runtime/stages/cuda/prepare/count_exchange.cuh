@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The count exchange: prepare when the routes of some rank are too many for the routing all-gather. See prepare.cu.
 #pragma once
 

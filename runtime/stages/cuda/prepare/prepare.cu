@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernel of prepare. Blocks and ranks exchange LL packets (CallSession::wait_for_word), which carry their flag with the
 // data, so no block fences, and none waits for all others.
 //

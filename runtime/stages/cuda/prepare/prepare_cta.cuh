@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The state of a block of prepare, and what its two algorithms have in common. prepare.cu explains them.
 #pragma once
 

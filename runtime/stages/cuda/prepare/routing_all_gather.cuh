@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The routing all-gather: prepare when the routes of every rank are few enough to be exchanged, so that each rank computes the
 // slots of all ranks. See prepare.cu.
 #pragma once

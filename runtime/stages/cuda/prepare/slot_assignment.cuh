@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The second half of prepare, for both algorithms: every route gets its slot, and the handle memory and the outputs are
 // written.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stores an abort record in the window of every rank when the host ends the group (epx_group_abort) and no kernel of this rank
 // may be running that would do so.
 //

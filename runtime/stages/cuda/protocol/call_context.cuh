@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The call context: the identity of a call in progress, and the addresses of its control words in the windows.
 #pragma once
 

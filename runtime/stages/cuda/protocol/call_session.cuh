@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The call session: how the kernels of all ranks make one call together. It is the protocol of
 // runtime/stages/host/call_protocol.h on GPUs.
 //

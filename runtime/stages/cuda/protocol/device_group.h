@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The device's view of a group (DeviceGroup, a POD that kernels take by value), its state in GPU memory, and the status record
 // that kernels leave for the host.
 #pragma once

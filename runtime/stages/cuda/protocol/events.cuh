@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Events that kernels report to the host in the status record.
 #pragma once
 

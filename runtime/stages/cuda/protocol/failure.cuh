@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The failure of a group on the device: abort records, the culprit of a timeout, and the failure record for the host. Single
 // threads call these functions.
 #pragma once

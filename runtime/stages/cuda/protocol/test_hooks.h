@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fault injection for tests: a kernel stalls, waits for injected delays at random times, and scribbles over staging after use.
 // It is compiled in with EPX_TEST_HOOKS, and libepx does not contain it.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The long wait: it backs off, and ends when the group fails or the timeout passes. CallSession polls a little before it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // This file moves rows of the low-latency (LL) path. A warp holds a chunk of a row in its registers; between ranks the chunk
 // travels as LL packets (LlPacket16, flag in data), each stored and loaded by one single-copy atomic access of 16 bytes: no
 // sender waits for a store to complete before it signals, and no signal is needed.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One warp copies, converts, multiplies and sums rows of elements, with the arithmetic that the contract fixes. Each operation
 // has two forms: one through a TmaRowPipeline for rows that are aligned to 16 bytes, and one with plain loads and stores.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The TMA row pipeline: bulk copies (cp.async.bulk) bring rows through a ring of shared memory stages, so that many bytes are
 // in flight for few instructions and no registers. A stage is one buffer of the ring; what fills it is an h-tile, that is
 // kStageBytes of one row, as a k-tile fills a stage of a GEMM. Rows are aligned to 16 bytes, and so are their sizes.

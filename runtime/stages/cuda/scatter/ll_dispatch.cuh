@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // This is the low-latency (LL) path of dispatch. With so few bytes the latency of waits dominates, so rows travel as LL
 // packets, into staging that may be written at any time: it is double-buffered by the parity of the call, and as long as this
 // grid runs no peer is still in the call before the last (call_session.cuh). A warp takes a chunk of a row at a time.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scatter: rows go from tokens to slots. dispatch copies them; combine_bwd has the receiver scale them and compute their
 // products. The low-latency path of dispatch is in ll_dispatch.cuh. On the high-throughput path the warps are specialized:
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The signal warp stores ready flags for the senders of its CTA. A fence at system scope lasts until everything that the
 // multiprocessor has stored is complete: several microseconds while the wire is busy. So the sender warps of a CTA leave the
 // addresses of their ready flags in shared memory and go on; the signal warp stores all flags that it finds pending behind one

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "runtime/stages/host/rows/rows.h"
 
 namespace epx::rows {

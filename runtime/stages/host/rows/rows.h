@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // These functions compute on rows of float32, float16 or bfloat16 with the contract's rounding: to nearest even, overflow to
 // infinity, subnormals kept, and every product and sum an explicit fma or addition in float32.
 //

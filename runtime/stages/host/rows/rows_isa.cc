@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // This file is compiled once per instruction set, with EPX_ROWS_ISA set to its name. It includes nothing whose inline functions
 // could be merged with those of other files: the linker might keep the copy that old processors cannot run.
 #include "runtime/stages/host/rows/rows.h"

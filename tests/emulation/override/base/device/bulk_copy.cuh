@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Replaces base/device/bulk_copy.cuh. Each copy is made as late as PTX allows, so that a missing wait shows: a load is made by
 // the wait for it, a store's read by a wait for reads or for stores, and its write by a wait for stores.
 #pragma once

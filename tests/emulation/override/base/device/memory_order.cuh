@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Replaces base/device/memory_order.cuh. Loads that a kernel may poll let other fibers run.
 #pragma once
 
