@@ -2,8 +2,8 @@
 #include "runtime/layout/planner.h"
 
 #include "runtime/layout/handle_memory.h"
+#include "runtime/layout/host_scratch.h"
 #include "runtime/layout/window_layout.h"
-#include "runtime/stages/host/scratch.h"
 
 namespace epx {
 

@@ -49,7 +49,7 @@ TEST_CASE("a TMA row pipeline reads, copies and clears alternately") {
         TmaRowPipeline pipeline(emulation::dynamic_shared_memory(), 0, 1);
         for (int round = 0; round < rounds; ++round) {
           read_into(pipeline, rows, read_before);
-          pipeline.begin_copy_to_lanes(rows[2].data(), static_cast<int64_t>(bytes),
+          pipeline.begin_copy_to_destinations(rows[2].data(), static_cast<int64_t>(bytes),
                                        lane() == 3    ? near.data()
                                        : lane() == 17 ? far.data()
                                                       : nullptr);

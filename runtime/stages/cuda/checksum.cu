@@ -7,7 +7,7 @@
 //   all     each thread adds up a part of the body         only barriers of the block; no peer is involved
 //   thread 0 of warp 0 then stores the checksum (seal_kernel) or the checked header (check_kernel)
 #include "base/device/launch.h"
-#include "runtime/layout/handle_checksum.h"
+#include "runtime/handle_checksum.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
 

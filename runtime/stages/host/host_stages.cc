@@ -7,7 +7,7 @@
 #include <fmt/format.h>
 
 #include "base/names.h"
-#include "runtime/layout/handle_checksum.h"
+#include "runtime/handle_checksum.h"
 #include "runtime/stages/reports.h"
 
 namespace epx::host {

@@ -6,9 +6,9 @@
 #include "runtime/group_context.h"
 #include "runtime/layout/handle_limits.h"
 #include "runtime/layout/handle_memory.h"
+#include "runtime/layout/host_scratch.h"
 #include "runtime/layout/slots.h"
 #include "runtime/stages/host/call_protocol.h"
-#include "runtime/stages/host/scratch.h"
 #include "runtime/stages/stages.h"
 #include "runtime/status_board.h"
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gather: rows go from slots to their tokens' home ranks and are summed. combine weights them; dispatch_bwd does not, and
 // carries the weights' gradients along. The low-latency path is in ll_gather.cuh. On the high-throughput path the warps are
-// specialized, and each takes a row split, that is a half of a token's rows:
+// specialized, and a warp takes one row split at a time: one half of H of all rows of a token, or all of H where rows are
+// short:
 //
 //   warps    do                                                         wait for
 //   send     wire: sum the rows of a peer's token that has slots here,  the entry barrier
@@ -11,8 +12,8 @@
 //   receive  sum what the peers have sent of a token of this rank with  the entry barrier; the split's ready flag of each
 //            the rows of this rank's own slots, which stay here         peer that the token goes to
 //
-// Rows are split since the rows of all senders are in flight together: the less a warp takes, the earlier the first splits are
-// ready, and the less is left to do for receivers when the last ones are.
+// Smaller work items let receivers start earlier and leave them less to do when the last splits are ready, since the rows of
+// all senders are in flight together.
 #include <cmath>
 
 #include "runtime/stages/cuda/kernels.h"
@@ -115,17 +116,18 @@ private:
     if (lane() == 0) call_.signal(ready_flag_at(home, token, found.rank_ordinal, split));
   }
 
-  // Each lane passes a slot, or -1. In precision exact the slots' rows are sent; in either precision their weights are, if
-  // `weights` is not NULL.
+  // Each lane passes a slot, or -1. In precision exact this sends the slots' rows; in both precisions it sends their weights
+  // if `weights` is not NULL.
   __device__ void send_routes(int home, int64_t token, const RowSplit& split, int32_t slot, const float* weights) const {
     const int64_t route = slot >= 0 ? route_index(token, args_.top_k, movement_.k_of_slot(slot)) : 0;
     if (weights != nullptr && slot >= 0) staged_weights(home)[route] = weights[slot];
     if (!is_exact_) return;
     for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1) {
       const int one = lowest_bit(left);
-      begin_copy_row_to_lanes(pipeline_, reinterpret_cast<const std::byte*>(row_of(from_lane(slot, one), split)),
-                              split.size * static_cast<int64_t>(sizeof(T)),
-                              lane() == one ? reinterpret_cast<std::byte*>(staged_row(home, route, split)) : nullptr);
+      begin_copy_row_to_destinations(pipeline_, reinterpret_cast<const std::byte*>(row_of(from_lane(slot, one), split)),
+                                     split.size * static_cast<int64_t>(sizeof(T)),
+                                     lane() == one ? reinterpret_cast<std::byte*>(staged_row(home, route, split))
+                                                   : nullptr);
     }
   }
 
@@ -226,7 +228,7 @@ private:
     for (int64_t row = token * per_token; row < (token + 1) * per_token; ++row)
       scribble_row(reinterpret_cast<std::byte*>(staged_row(call_.rank(), row, split)),
                    split.size * static_cast<int64_t>(sizeof(T)));
-    if (is_exact_ ? num_splits_ > 1 : split.index != 0) return; // in precision exact the other split reads them too
+    if (is_exact_ ? num_splits_ > 1 : split.index != 0) return; // in precision exact both splits read the staged weights
     for (int k = lane(); k < args_.top_k; k += kWarp)
       staged_weights(call_.rank())[route_index(token, args_.top_k, k)] = NAN;
   }

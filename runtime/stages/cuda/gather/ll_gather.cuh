@@ -97,7 +97,7 @@ private:
           send_weight(staged_weight(home, token, first + lane()), params_.carried_weights[slot], call_.epoch());
   }
 
-  // Sums this rank's own sum and those of the peers in rank order. Returns false when the group has failed.
+  // Adds up the ranks' partial sums, this rank's among them, in ascending rank order. Returns false when the group has failed.
   __device__ bool sum_chunk(int64_t token, uint32_t chunk, const WarpRoutes& routes, const LlChunk& own_sum) const {
     const auto is_live = [&](const Route& route) { return movement_.is_live(route); };
     const uint64_t kept_ranks = routes.ranks_of([](const Route& route) { return route.slot >= 0; });

@@ -7,15 +7,15 @@
 //   publish  Each block takes some experts, adds their counts up over the blocks, stores the sums in the window of every peer,
 //            and stores for each block how many routes the blocks before it have.
 //   assign   Each block now knows where its routes of each expert begin: the zone, then the ranks before this one, then the
-//            blocks before this one. It walks its tokens tile by tile, gives every route its slot, and stores where the
-//            slot comes from in the window of the slot's rank.
+//            blocks before this one. It walks its tokens tile by tile, gives every route its slot, and writes the
+//            slot's record (source rank, token, k) in the window of the rank that owns the slot.
 //   deliver  All blocks write the handle memory and the outputs from the packets that peers have stored.
 //
 // Routing all-gather (RoutingAllGather): when the routes of every rank are few enough, ranks exchange those, and each computes
 // the slots of all ranks, so that ranks wait for each other once, and blocks not at all.
 //   publish  Every block stores some of this rank's routes in the window of every peer.
 //   count    Each block counts all routes of all ranks, and those before its own range of the tokens of all ranks.
-//   assign   This is as above, but for the tokens of all ranks; each rank writes only what concerns itself.
+//   assign   Each rank assigns the slots of all ranks' tokens as above, and keeps only its own slots and routes.
 //   deliver  The blocks write the other outputs. The leader CTA has no tokens to assign, so it starts with this.
 //
 //   warps                             what they do                               what they wait for
@@ -25,7 +25,8 @@
 //   block 0, last (count exchange)    also adds up and reports bad indices       LL packets of the other blocks
 //   leader CTA, last                  also reports totals and events             nothing more
 //
-// Such a kernel passes through its code once, and waits for instructions as others do for data. So loops are not unrolled.
+// The kernel executes its code once and waits for instruction fetches, so loops stay rolled, except where unrolling keeps loads
+// in flight.
 #include "runtime/stages/cuda/kernels.h"
 
 #include "base/device/launch.h"

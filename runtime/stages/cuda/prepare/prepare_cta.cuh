@@ -48,12 +48,13 @@ public:
   // Returns false, the same in all threads, when the group has failed.
   __device__ bool enter() const { return call_.enter(params_.descriptor); }
 
-  // Each returns whether routes are few enough for the routing all-gather: those of a rank with so many tokens, those of every
-  // rank (after enter()), or those of this rank.
+  // Returns whether the routes of a rank with so many tokens fit the routing all-gather.
   __device__ bool fits_all_gather(int64_t num_tokens) const {
     return num_tokens * args_.top_k <= group_.context.layout.gathered_routes_per_rank && !call_.takes_ht_path();
   }
+  // Returns whether those of every rank do; after enter().
   __device__ bool all_fit_all_gather() const { return fits_all_gather(max_tokens()); }
+  // Returns whether those of this rank do.
   __device__ bool fits_all_gather() const { return fits_all_gather(args_.num_tokens); }
 
 protected:

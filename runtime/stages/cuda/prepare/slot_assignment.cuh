@@ -4,8 +4,8 @@
 //
 // The derived class (CRTP) maps the number of a token, among the tokens that the blocks partition, to its rank (origin_of) and
 // to its experts (expert_of), and stores a slot, its record, and a token's first slot (put_*). With kWritesLocally, put_* write
-// what concerns this rank into the handle memory. Without it, they send the last two to the slot's rank, and every rank, this
-// one included, receives them by take_*.
+// what concerns this rank into the handle memory. Without it, put_record and put_first_slot store LL packets in the window of
+// the slot's rank, this one included, and take_record and take_first_slot read them there.
 #pragma once
 
 #include "runtime/stages/cuda/prepare/prepare_cta.cuh"

@@ -7,8 +7,8 @@
 //             has ended call n - 1, so its staging may be written, and its descriptor says where else. On the low-latency (LL)
 //             path each warp enters by itself (enter_warp), because waiting for the other warps would take too long.
 //   ...       Blocks, or some of their warps, store into the windows of the peers. A movement signals a ready flag for each row
-//             (signal; SignalWarp), and other warps wait for it (wait_ready). prepare stores LL packets (LlPacket8 and others),
-//             which carry their flag with the data (wait_for_word).
+//             (signal; SignalWarp), and other warps wait for it (wait_ready). prepare and the LL path store LL packets
+//             (LlPacket8 and others), which carry their flag with the data (wait_for_word).
 //   sent      The last sender of the grid stores this in the window of every peer. Only a rank whose wait times out reads it,
 //             to find the culprit.
 //
@@ -177,8 +177,8 @@ public:
     return true;
   }
   // st.release: signals the ready flag in a peer's window. What this thread stored, or has seen stored through a barrier, comes
-  // first: the release is cumulative (PTX, Causality order). A soak of many rows notices a
-  // relaxed store (--kinds 48 --busy-tokens 2048).
+  // first: the release is cumulative (PTX, Causality order). The GPU soak notices a relaxed store
+  // when it moves many rows (--kinds 48 --busy-tokens 2048).
   __device__ void signal(Epoch* ready_flag) const {
     inject_delay(context_);
     store_release_sys(ready_flag, epoch());

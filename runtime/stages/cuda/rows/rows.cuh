@@ -16,7 +16,7 @@
 namespace epx::cuda {
 
 template <typename Unit>
-__device__ inline void copy_units_to_lanes(const std::byte* from, int64_t bytes, unsigned lanes, std::byte* to) {
+__device__ inline void copy_units_to_destinations(const std::byte* from, int64_t bytes, unsigned lanes, std::byte* to) {
   constexpr int kDepth = 4; // loads in flight at a time
   const auto* source = reinterpret_cast<const Unit*>(from);
   const int64_t units = bytes / static_cast<int64_t>(sizeof(Unit));
@@ -41,28 +41,28 @@ __device__ inline bool is_unaligned(uint64_t address_bits, int64_t row_bytes) {
 
 // Multi-destination copy: a warp loads `bytes` bytes once and stores them to the address that each lane passes; a lane that
 // passes NULL has none. It uses the widest unit that all addresses and the size allow.
-__device__ __noinline__ inline void copy_row_to_lanes(const std::byte* from, int64_t bytes, std::byte* to) {
+__device__ __noinline__ inline void copy_row_to_destinations(const std::byte* from, int64_t bytes, std::byte* to) {
   const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
   if (lanes == 0) return;
   const uint64_t bits = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | static_cast<uint64_t>(bytes);
   if (__all_sync(~0u, bits % 16 == 0 ? 1 : 0) != 0)
-    copy_units_to_lanes<uint4>(from, bytes, lanes, to);
+    copy_units_to_destinations<uint4>(from, bytes, lanes, to);
   else if (__all_sync(~0u, bits % 4 == 0 ? 1 : 0) != 0)
-    copy_units_to_lanes<uint32_t>(from, bytes, lanes, to);
+    copy_units_to_destinations<uint32_t>(from, bytes, lanes, to);
   else if (__all_sync(~0u, bits % 2 == 0 ? 1 : 0) != 0)
-    copy_units_to_lanes<uint16_t>(from, bytes, lanes, to);
+    copy_units_to_destinations<uint16_t>(from, bytes, lanes, to);
   else
-    copy_units_to_lanes<uint8_t>(from, bytes, lanes, to);
+    copy_units_to_destinations<uint8_t>(from, bytes, lanes, to);
 }
 
 // Does the same through bulk copies where the alignment allows them; these are only begun, and pipeline.finish() ends them.
-__device__ inline void begin_copy_row_to_lanes(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes,
-                                               std::byte* to) {
+__device__ inline void begin_copy_row_to_destinations(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes,
+                                                      std::byte* to) {
   const uint64_t address_bits = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);
   if (__all_sync(~0u, is_unaligned(address_bits, bytes) ? 0 : 1) != 0)
-    pipeline.begin_copy_to_lanes(from, bytes, to);
+    pipeline.begin_copy_to_destinations(from, bytes, to);
   else
-    copy_row_to_lanes(from, bytes, to);
+    copy_row_to_destinations(from, bytes, to);
 }
 
 __device__ __noinline__ inline void zero_row(std::byte* to, int64_t bytes) {
@@ -231,7 +231,8 @@ __device__ inline Fragment<T> scaled(float factor, const Fragment<T>& fragment) 
 }
 
 template <typename T>
-__device__ __noinline__ void scale_elements_to_lanes(const T* from, int64_t hidden, unsigned lanes, T* to, float weight) {
+__device__ __noinline__ void scale_elements_to_destinations(const T* from, int64_t hidden, unsigned lanes, T* to,
+                                                            float weight) {
   for (int64_t first = 0; first < hidden; first += kWarpTile) { // the same in all lanes
     const int64_t h = first + lane() * kFragment;
     const Fragment<T> fragment = load_elements(from, h, hidden);
@@ -244,12 +245,13 @@ __device__ __noinline__ void scale_elements_to_lanes(const T* from, int64_t hidd
 
 // For each lane whose `to` is not NULL: to = round(the lane's weight * from). `to` may be `from` itself.
 template <typename T>
-__device__ inline void scale_row_to_lanes(TmaRowPipeline& pipeline, const T* from, int64_t hidden, T* to, float weight) {
+__device__ inline void scale_row_to_destinations(TmaRowPipeline& pipeline, const T* from, int64_t hidden, T* to,
+                                                 float weight) {
   const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
   if (lanes == 0) return;
   const uint64_t bits = reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(to);
   if (__all_sync(~0u, is_vectorizable(bits, hidden) ? 1 : 0) == 0) {
-    scale_elements_to_lanes(from, hidden, lanes, to, weight);
+    scale_elements_to_destinations(from, hidden, lanes, to, weight);
     return;
   }
   WarpList<const T*> rows;

@@ -68,7 +68,7 @@ public:
 
   // Begins a multi-destination copy of `bytes` bytes to the addresses that the lanes pass; a lane that passes NULL has none.
   // finish() ends it. The copy comes after what this warp has acquired. All lanes call this.
-  __device__ void begin_copy_to_lanes(const std::byte* from, int64_t bytes, std::byte* to) {
+  __device__ void begin_copy_to_destinations(const std::byte* from, int64_t bytes, std::byte* to) {
     const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
     if (lanes == 0) return;
     begin();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // This is the low-latency (LL) path of dispatch. With so few bytes the latency of waits dominates, so rows travel as LL
-// packets, into staging that may be written at any time: it is double-buffered by the parity of the call, and as long as this
-// grid runs no peer is still in the call before the last (call_session.cuh). A warp takes a chunk of a row at a time.
+// packets. No send waits for a receiver, because the staging is double-buffered by the parity of the call, and while this grid
+// runs call n no peer is still in call n - 2 (call_session.cuh). A warp takes a chunk of a row at a time.
 //
 //   warps         do                                                      wait for
 //   copy, send    store a chunk of a token of this rank into the          nothing
@@ -112,7 +112,7 @@ private:
     return partition_warps(first, end - first, 0, static_cast<int>(gridDim.x));
   }
 
-  // Sends to every peer that prepare kept a slot on; the peer knows which of them are live.
+  // Sends to every peer on which prepare assigned a slot; the receiver skips slots at or beyond its recv_rows.
   __device__ void send_to_peers(int64_t token, const ChunkRange& range, const WarpRoutes& routes,
                                 const LlChunk& chunk) const {
     const uint64_t ranks = routes.ranks_of([](const Route& route) { return route.slot >= 0; });

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scatter: rows go from tokens to slots. dispatch copies them; combine_bwd has the receiver scale them and compute their
-// products. The low-latency path of dispatch is in ll_dispatch.cuh. On the high-throughput path the warps are specialized:
+// Scatter: rows go from tokens to slots. dispatch copies them; in combine_bwd the receiver scales each row by its weight and
+// computes its dot product with expert_out, which is the weight's gradient. The low-latency path of dispatch is in
+// ll_dispatch.cuh. On the high-throughput path the warps are specialized:
 //
 //   warps    do                                                         wait for
 //   send     store a token's row once to each peer that it goes to:     the entry barrier; a free cell of the signal warp
@@ -12,6 +13,15 @@
 //            store the tokens of this rank into their slots here        the entry barrier
 //            store a peer's token into all its slots here, from one     the row's ready flag
 //            read of the row
+//
+// A row and its ready flag, in this order:
+//   cp.async.bulk      the send warp stores the row in the peer's window (TmaRowPipeline::begin_copy_to_destinations)
+//   wait_group 0       its lane 0 waits until those stores are complete (TmaRowPipeline::finish)
+//   fence.acq_rel.cta  the send warp enqueues the flag in shared memory by a CAS (SignalWarp::enqueue)
+//   fence.acq_rel.sys  the signal warp has loaded the enqueued flags (SignalWarp::run)
+//   st.relaxed.sys     and stores the epoch of the call in the flag (CallSession::signal_behind_fence); no flag is ever reset
+//   ld.acquire.sys     lane 0 of a receive warp polls the flag (CallSession::wait_ready); a __syncwarp() follows
+//   fence.proxy.async  orders that acquire before the bulk loads of the row, in every lane (TmaRowPipeline::begin)
 #include <cmath>
 #include <type_traits>
 
@@ -81,7 +91,8 @@ public:
       for (int i = 0; i < kWarp && first + i < call_.num_ranks() - 1; ++i) {
         const int rank = from_lane(peer, i);
 #pragma unroll 1
-        for (int k = top_k_ > kWarp ? kWarp : 0; k >= 0; k -= kWarp) { // the lowest k comes last and stays
+        for (int k = top_k_ > kWarp ? kWarp : 0; k >= 0;
+             k -= kWarp) { // k descends, so that the lowest k overwrites the others
           const Route route = routes.own(k);
           const bool goes_there = route.slot >= 0 && route.rank == rank;
           const unsigned kept = __ballot_sync(~0u, goes_there ? 1 : 0);
@@ -124,9 +135,9 @@ private:
     }
     finish_row();
     pending_flag_ = ready_flag;
-    begin_copy_row_to_lanes(pipeline_, input_.rows + token * input_.row_bytes, input_.row_bytes, row);
+    begin_copy_row_to_destinations(pipeline_, input_.rows + token * input_.row_bytes, input_.row_bytes, row);
     if (input_.sidecar_bytes > 0)
-      copy_row_to_lanes(input_.sidecar + token * input_.sidecar_bytes, input_.sidecar_bytes, sidecar);
+      copy_row_to_destinations(input_.sidecar + token * input_.sidecar_bytes, input_.sidecar_bytes, sidecar);
   }
   // Completes the row before, if there is one.
   __device__ void finish_row() {
@@ -162,11 +173,12 @@ struct DispatchReceiver {
   __device__ std::byte* rows() const { return call.recv_tokens; }
   __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float weight) const {
     const bool is_slot = slot >= 0;
-    begin_copy_row_to_lanes(pipeline, source_row.row, row_bytes,
-                            is_slot && slot != source_row.slot_in_place ? call.recv_tokens + slot * row_bytes : nullptr);
+    begin_copy_row_to_destinations(pipeline, source_row.row, row_bytes,
+                                   is_slot && slot != source_row.slot_in_place ? call.recv_tokens + slot * row_bytes
+                                                                               : nullptr);
     if (call.sidecar_bytes > 0)
-      copy_row_to_lanes(source_row.sidecar, call.sidecar_bytes,
-                        is_slot ? call.recv_sidecar + slot * call.sidecar_bytes : nullptr);
+      copy_row_to_destinations(source_row.sidecar, call.sidecar_bytes,
+                               is_slot ? call.recv_sidecar + slot * call.sidecar_bytes : nullptr);
     if (call.recv_weights != nullptr && is_slot) call.recv_weights[slot] = weight;
   }
   // Zeros the weights and sidecars of the slots that the lanes pass; -1: none.
@@ -189,7 +201,7 @@ struct CombineBwdReceiver {
     std::byte* const to = is_slot ? call.grad_expert_out + slot * row_bytes : nullptr;
     const auto* const row = reinterpret_cast<const T*>(source_row.row);
     const float factor = is_slot && call.recv_weights != nullptr ? call.recv_weights[slot] : 1.0f;
-    if (call.grad_recv_weights != nullptr) // one lane's slot at a time; the first slot, which may be in place, comes last
+    if (call.grad_recv_weights != nullptr) // slots descend: the first may alias the source row, and is overwritten last
       for (unsigned left = __ballot_sync(~0u, is_slot ? 1 : 0); left != 0;) {
         const int last = kWarp - 1 - __clz(static_cast<int>(left));
         left ^= 1u << last;
@@ -200,9 +212,9 @@ struct CombineBwdReceiver {
         if (lane() == 0) call.grad_recv_weights[one] = product;
       }
     else if (call.recv_weights != nullptr)
-      scale_row_to_lanes(pipeline, row, call.hidden, reinterpret_cast<T*>(to), factor);
+      scale_row_to_destinations(pipeline, row, call.hidden, reinterpret_cast<T*>(to), factor);
     else
-      begin_copy_row_to_lanes(pipeline, source_row.row, row_bytes, slot != source_row.slot_in_place ? to : nullptr);
+      begin_copy_row_to_destinations(pipeline, source_row.row, row_bytes, slot != source_row.slot_in_place ? to : nullptr);
   }
   __device__ void clear_weight_and_sidecar(int32_t slot) const {
     if (call.grad_recv_weights != nullptr && slot >= 0) call.grad_recv_weights[slot] = 0.0f;
@@ -277,7 +289,7 @@ __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, T
     int32_t slot = -1;
     if (pad < pads) {
       const uint32_t zone = pad / max_pads;
-      // Whatever the tables hold, `slot` becomes a slot of the receive rows, or stays below 0.
+      // Handle memory is not trusted: `slot` ends up in [0, recv_rows), or negative.
       const auto here = static_cast<int32_t>(static_cast<uint32_t>(plan.zone_begin[zone]) +
                                              static_cast<uint32_t>(plan.zone_rows[zone]) + (pad - zone * max_pads));
       if (here < plan.zone_begin[zone + 1] && here < receiver.call.recv_rows) slot = here;
@@ -312,8 +324,8 @@ __device__ TmaRowPipeline pipeline_of_warp() {
   return {dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp};
 }
 
-// A CTA with send warps has one signal warp, the last one. It needs no TMA row pipeline: its cells lie where the stages of that
-// would be.
+// A CTA with send warps has one signal warp, the last one. It uses no TMA row pipeline, so its cells lie in the
+// shared memory of that.
 __device__ SignalWarp signal_warp_of_cta(const WarpRoleCounts& role_counts, int num_ranks) {
   static_assert(SignalWarp::kSharedBytes <= TmaRowPipeline::kStagesBytes);
   std::byte* const shared = dynamic_shared_memory<std::byte>() + (kThreads / kWarp - 1) * TmaRowPipeline::kStagesBytes;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The signal warp stores ready flags for the senders of its CTA. A fence at system scope lasts until everything that the
-// multiprocessor has stored is complete: several microseconds while the wire is busy. So the sender warps of a CTA leave the
-// addresses of their ready flags in shared memory and go on; the signal warp stores all flags that it finds pending behind one
-// fence. Gather's senders signal by themselves: they sum several rows for each one that they store, and signaling takes none of
-// their time that could be measured.
+// The signal warp stores ready flags for the send warps of its CTA. fence.acq_rel.sys lasts until all outstanding stores of the
+// SM are performed, several microseconds while NVLink is busy, so one warp per CTA waits for it on behalf of all send warps: a
+// send warp, once the stores of its row are complete, enqueues the address of the ready flag in shared memory and goes on; the
+// signal warp stores all flags that it finds enqueued behind one fence. Gather's senders signal by themselves: they sum several
+// rows for each one that they store, and signaling takes none of their time that could be measured.
 #pragma once
 
 #include "base/device/memory_order.cuh"
@@ -15,7 +15,7 @@ namespace epx::cuda {
 
 class SignalWarp {
 public:
-  // A sender has two cells in each lane, so that it may enqueue once more before the signal warp has taken the flag before.
+  // Each lane of a send warp has two cells, so that it can enqueue a flag before the signal warp has taken the previous one.
   static constexpr int kParities = 2;
   static constexpr size_t kSharedBytes = sizeof(unsigned long long) * (kMaxSendersPerSignalWarp * kParities * kWarp + 1);
 
@@ -35,9 +35,10 @@ public:
   // before the store of the flag. `parity` alternates between 0 and 1. A sender waits for the signal warp alone, which waits
   // for nobody, so that this wait needs no bound.
   __device__ void enqueue(int sender, int parity, Epoch* ready_flag) const {
-    // fence.acq_rel.cta: release pattern with the exchange below; its other side is the signal warp's fence at system scope,
-    // which comes after its load of the cell, and is cumulative over what this fence orders (PTX, Release and acquire patterns;
-    // Causality order). No test notices that it is missing: that fence waits for the stores of all warps of its multiprocessor.
+    // fence.acq_rel.cta and the CAS below are a release pattern. The matching acquire pattern is the signal warp's load of the
+    // cell and then its fence.acq_rel.sys, which is cumulative, so the row is visible before the flag (PTX, Release and acquire
+    // patterns; Causality order). No test notices that this fence is missing: the signal warp's waits for the stores of all
+    // warps of the SM.
     fence_acq_rel_block();
     if (ready_flag != nullptr) {
       unsigned long long* const cell = cells_ + (kParities * sender + parity) * lanes_ + lane();
