@@ -50,9 +50,9 @@ TEST_CASE("a TMA row pipeline reads, copies and clears alternately") {
         for (int round = 0; round < rounds; ++round) {
           read_into(pipeline, rows, read_before);
           pipeline.begin_copy_to_destinations(rows[2].data(), static_cast<int64_t>(bytes),
-                                       lane() == 3    ? near.data()
-                                       : lane() == 17 ? far.data()
-                                                      : nullptr);
+                                              lane() == 3    ? near.data()
+                                              : lane() == 17 ? far.data()
+                                                             : nullptr);
           read_into(pipeline, rows, read_after);
           pipeline.finish();
           pipeline.make_zeros();
