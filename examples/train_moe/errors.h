@@ -35,11 +35,6 @@ template <typename... Args>
   throw Error(exit_code, fmt::format(format, std::forward<Args>(args)...));
 }
 
-// What train_moe says of a failure; of a call of epx also which one, and its status.
-inline std::string describe(const std::exception& failure) {
-  if (const auto* error = dynamic_cast<const epx::Error*>(&failure))
-    return fmt::format("{}: {}: {}", error->function(), epx_status_string(error->status()), error->what());
-  return failure.what();
-}
+using epx::describe; // what train_moe says of a failure
 
 } // namespace train

@@ -76,6 +76,14 @@ inline void require_success(epx_status status, const char* function) {
   if (status != EPX_SUCCESS) throw Error(status, epx_last_error(), function);
 }
 
+// What to say of a failure: its what(); for an Error the function and the status come first, "epx_group_create:
+// EPX_ERROR_TIMEOUT: ...".
+inline std::string describe(const std::exception& failure) {
+  const auto* const error = dynamic_cast<const Error*>(&failure);
+  if (error == nullptr) return failure.what();
+  return std::string(error->function()) + ": " + epx_status_string(error->status()) + ": " + error->what();
+}
+
 // ---- Tensors ---------------------------------------------------------------------------------------------------------
 
 // The dtype of tensors whose elements are T. Specialise it for types of your own, before they are first used in a tensor:

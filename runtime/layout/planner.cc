@@ -7,10 +7,6 @@
 
 namespace epx {
 
-int64_t scratch_bytes(const GroupShape& shape) {
-  return host::Scratch::bytes(shape);
-}
-
 epx_memory_plan plan_memory(const GroupShape& shape, epx_transport transport) {
   const WindowLayout layout = make_window_layout(shape, transport == EPX_TRANSPORT_AUTO ? EPX_TRANSPORT_NCCL : transport);
   epx_memory_plan plan{};
@@ -25,7 +21,7 @@ epx_memory_plan plan_memory(const GroupShape& shape, epx_transport transport) {
       layout.scatter_weights.bytes + layout.scatter_ready_flags.bytes + layout.ll_scatter_weights.bytes;
   plan.gather_row_bytes = layout.gather_rows.bytes + layout.ll_gather_rows.bytes;
   plan.gather_weight_bytes = layout.gather_weights.bytes + layout.gather_ready_flags.bytes + layout.ll_gather_weights.bytes;
-  plan.scratch_bytes = scratch_bytes(shape);
+  plan.scratch_bytes = host::Scratch::bytes(shape);
   plan.handle_mem_bytes = make_handle_layout(shape, shape.max_top_k).total_bytes;
   return plan;
 }

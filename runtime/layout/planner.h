@@ -7,9 +7,6 @@
 
 namespace epx {
 
-// Returns the private bytes that the stages of a group of this shape need within a call.
-int64_t scratch_bytes(const GroupShape& shape);
-
 // Without its struct_size. The plan for `auto` is that of nccl, which takes more than host.
 epx_memory_plan plan_memory(const GroupShape& shape, epx_transport transport);
 

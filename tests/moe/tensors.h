@@ -11,23 +11,14 @@
 #include <utility>
 #include <vector>
 
+#include "epx/epx.hpp"
 #include "epx/epx_moe.h"
 #include "tests/support/rng.h"
 
 namespace epx::test {
 
 template <typename T>
-inline constexpr epx_dtype kDtype = EPX_DTYPE_UNSET;
-template <>
-inline constexpr epx_dtype kDtype<float> = EPX_FLOAT32;
-template <>
-inline constexpr epx_dtype kDtype<double> = EPX_FLOAT64;
-template <>
-inline constexpr epx_dtype kDtype<int32_t> = EPX_INT32;
-template <>
-inline constexpr epx_dtype kDtype<int64_t> = EPX_INT64;
-template <>
-inline constexpr epx_dtype kDtype<uint8_t> = EPX_UINT8;
+inline constexpr epx_dtype kDtype = kDtypeOf<T>;
 template <>
 inline constexpr epx_dtype kDtype<uint16_t> = EPX_BFLOAT16; // its bits
 

@@ -181,6 +181,12 @@ TEST_CASE("a failed call throws its status, its function and its sentence") {
   CHECK(std::string(failing_function_of_another_file()) == "epx_handle_mem_size");
 }
 
+TEST_CASE("a failure is described by its function, status and sentence") {
+  CHECK(epx::describe(epx::Error(EPX_ERROR_TIMEOUT, "rank 1 never came", "epx_group_create")) ==
+        "epx_group_create: EPX_ERROR_TIMEOUT: rank 1 never came");
+  CHECK(epx::describe(std::runtime_error("no disk")) == "no disk");
+}
+
 TEST_CASE("what an empty view or owner is asked for is refused by name") {
   epx::Group group;
   CHECK(!group);

@@ -7,8 +7,6 @@
 #include <stdexcept>
 #include <string>
 
-#include <fmt/format.h>
-
 #include "epx/epx.hpp"
 
 namespace epx::bench {
@@ -33,13 +31,6 @@ struct UsageError : Error {
 struct RuntimeError : Error {
   explicit RuntimeError(const std::string& message) : Error(kExitFailure, message) {}
 };
-
-// What ep_bench says of a failure; of a call of epx also which one, and its status.
-inline std::string describe(const std::exception& failure) {
-  if (const auto* error = dynamic_cast<const epx::Error*>(&failure))
-    return fmt::format("{}: {}: {}", error->function(), epx_status_string(error->status()), error->what());
-  return failure.what();
-}
 
 // How an action went; an exit code of 0 means well.
 struct Failure {

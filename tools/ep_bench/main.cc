@@ -167,7 +167,7 @@ int main(int argc, char** argv) {
     say_once(stderr, fmt::format("ep_bench: {}\n", error.what()), {argv, argv + argc});
     return kExitUsage;
   } catch (const std::exception& error) {
-    fmt::print(stderr, "ep_bench: {}\n", describe(error));
+    fmt::print(stderr, "ep_bench: {}\n", epx::describe(error));
     return kExitFailure;
   }
 }
