@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // epx_test_launch -n P [--timeout S] -- program args...
-// Starts P processes without MPI. Each has EPX_TEST_RANK, EPX_TEST_RANKS and EPX_TEST_DIR (a fresh directory to meet in) in
-// its environment, and {rank}, {ranks}, {dir} replaced in its arguments. Ends all at the time limit, or soon after one has
-// failed. Exits with 0 when all ranks did and left nothing behind, with 77 when all skipped, with 1 otherwise.
+// Starts P processes without MPI. Each has EPX_TEST_RANK, EPX_TEST_RANKS and EPX_TEST_DIR (a fresh directory for the
+// rendezvous) in its environment, and {rank}, {ranks}, {dir} replaced in its arguments. TMPDIR is a directory of this launch
+// alone, because Open MPI keeps session directories there: of two mpirun that share one, the second may not start while the
+// first removes it. Ends all at the time limit, or soon after one has failed. Exits with 0 when all ranks did and left nothing
+// behind, with 77 when all skipped, with 1 otherwise.
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
@@ -54,12 +56,13 @@ void replace_all(std::string& text, const std::string& from, const std::string& 
   }
 }
 
-int exec_rank(const Options& options, int rank, const std::string& directory) {
+int exec_rank(const Options& options, int rank, const std::string& directory, const std::string& temporary_files) {
   const std::string rank_text = std::to_string(rank);
   const std::string ranks_text = std::to_string(options.num_ranks);
   ::setenv("EPX_TEST_RANK", rank_text.c_str(), 1);
   ::setenv("EPX_TEST_RANKS", ranks_text.c_str(), 1);
   ::setenv("EPX_TEST_DIR", directory.c_str(), 1);
+  ::setenv("TMPDIR", temporary_files.c_str(), 1);
   std::vector<std::string> words = options.command;
   std::vector<char*> argv;
   for (std::string& word : words) {
@@ -81,14 +84,16 @@ void print_line(int rank, std::string_view line) {
 
 int launch(const Options& options) {
   const TempDirectory directory;
+  const TempDirectory temporary_files;
   const SharedMemoryWatch shared_memory;
   ProcessOptions process_options;
   process_options.time_limit = std::chrono::seconds(options.timeout_s);
   process_options.stop_at_first_failure = true;
   process_options.on_line = print_line;
   process_options.stop = &stop_requested;
-  const auto results = spawn_processes(options.num_ranks, process_options,
-                                       [&](int rank) { return exec_rank(options, rank, directory.path().string()); });
+  const auto results = spawn_processes(options.num_ranks, process_options, [&](int rank) {
+    return exec_rank(options, rank, directory.path().string(), temporary_files.path().string());
+  });
 
   int code = 0;
   if (std::ranges::all_of(results, [](const ProcessResult& result) { return result.exit_code == kSkipped; })) {
