@@ -17,7 +17,7 @@ epx_status at_c_boundary(Body&& body) noexcept {
   try {
     std::forward<Body>(body)();
     return EPX_SUCCESS;
-  } catch (const Error& error) {
+  } catch (const StatusError& error) {
     epx_set_last_error(error.what());
     return error.status();
   } catch (const std::bad_alloc&) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Owners of CUDA resources, and the one place where a cudaError_t becomes an Error. Destructors log and never throw.
+// Owners of CUDA resources, and the one place where a cudaError_t becomes a StatusError. Destructors log and never throw.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Failures inside epx are thrown as Error, and become an epx_status at the C boundary (c_boundary.h).
+// Failures inside the libraries are thrown as StatusError, and become an epx_status at the C boundary (c_boundary.h). Callers
+// never see one: what they catch is Error, of the C++ API (epx.hpp).
 #pragma once
 
 #include <exception>
@@ -12,9 +13,9 @@
 
 namespace epx {
 
-class Error : public std::exception {
+class StatusError : public std::exception {
 public:
-  Error(epx_status status, std::string message) : status_(status), message_(std::move(message)) {}
+  StatusError(epx_status status, std::string message) : status_(status), message_(std::move(message)) {}
 
   epx_status status() const noexcept { return status_; }
   const std::string& message() const noexcept { return message_; }
@@ -25,10 +26,10 @@ private:
   std::string message_;
 };
 
-// Throws Error: fail(EPX_ERROR_INVALID_ARGUMENT, "top_k is {}; it must be 1..{}", top_k, max_top_k).
+// Throws StatusError: fail(EPX_ERROR_INVALID_ARGUMENT, "top_k is {}; it must be 1..{}", top_k, max_top_k).
 template <typename... Args>
 [[noreturn]] void fail(epx_status status, fmt::format_string<Args...> format, Args&&... args) {
-  throw Error(status, fmt::format(format, std::forward<Args>(args)...));
+  throw StatusError(status, fmt::format(format, std::forward<Args>(args)...));
 }
 
 } // namespace epx

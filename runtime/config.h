@@ -26,7 +26,7 @@ struct GroupShape {
   epx_combine_precision precision = EPX_COMBINE_WIRE;
 };
 
-// Checks one rank's own config. Throws Error with the field and its value.
+// Checks one rank's own config. Throws StatusError with the field and its value.
 void validate(const epx_group_config& config);
 
 // Returns the shape of a group of num_ranks ranks, with R resolved. `config` is valid. Throws when the sizes cannot be

@@ -11,7 +11,7 @@ namespace epx {
 
 void StatusBoard::require_healthy() const {
   const std::scoped_lock lock(mutex_);
-  if (failure_) throw Error(failure_->status, failure_->message);
+  if (failure_) throw StatusError(failure_->status, failure_->message);
 }
 
 bool StatusBoard::is_healthy() const {
@@ -27,7 +27,7 @@ void StatusBoard::fail(const Failure& failure) {
     const auto level = failure.status == EPX_ERROR_ABORTED ? spdlog::level::info : spdlog::level::err;
     log::group().log(level, "{}: {}", name_of(failure.status), failure.message);
   }
-  throw Error(failure_->status, failure_->message);
+  throw StatusError(failure_->status, failure_->message);
 }
 
 void StatusBoard::record(const Event& event) {

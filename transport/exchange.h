@@ -31,7 +31,7 @@ class Exchange {
 public:
   virtual ~Exchange() = default;
 
-  // Runs `bring` and gathers what it returns from every rank of the group, in rank order. When it throws an Error, or a
+  // Runs `bring` and gathers what it returns from every rank of the group, in rank order. When it throws a StatusError, or a
   // peer's did, all ranks throw: the failing rank its own error, the others the same status with the failing rank's number.
   template <typename Bring>
   auto all_gather(Bring&& bring) -> std::vector<std::invoke_result_t<Bring>> {
@@ -74,13 +74,13 @@ private:
     std::string own_failure;
     try {
       fill(mine);
-    } catch (const Error& error) {
+    } catch (const StatusError& error) {
       mine.status = error.status();
       own_failure = error.message();
       own_failure.copy(mine.message, ExchangeRecord::kMaxMessage - 1);
     }
     std::vector<ExchangeRecord> records = gather(mine);
-    if (mine.status != EPX_SUCCESS) throw Error(mine.status, own_failure);
+    if (mine.status != EPX_SUCCESS) throw StatusError(mine.status, own_failure);
     return records;
   }
 };

@@ -196,7 +196,7 @@ struct WindowLayout {
 
 constexpr int64_t kLlSlotRecordBytes = 16; // sizeof(LlSlotRecord), runtime/layout/slots.h
 
-// `transport` is host or nccl; the layout of nccl is the larger one. Throws Error when the sizes cannot be represented.
+// `transport` is host or nccl; the layout of nccl is the larger one. Throws StatusError when the sizes cannot be represented.
 inline WindowLayout make_window_layout(const GroupShape& shape, epx_transport transport) {
   const char* what = "the group's window";
   const int64_t ranks = shape.num_ranks;

@@ -164,7 +164,7 @@ void check_damage(OneOfTwo& rank, const std::function<void()>& call, const std::
   std::string message;
   try {
     call();
-  } catch (const Error& error) {
+  } catch (const StatusError& error) {
     CHECK(error.status() == EPX_ERROR_INTERNAL);
     message = error.message();
   }
@@ -215,14 +215,14 @@ TEST_CASE("an abort record that no rank can have stored is damage") {
   }
   OneOfTwo rank;
   rank.word<Flag>(0, rank.layout().abort_record).value = sound;
-  CHECK_THROWS_AS(rank.protocol().begin(EPX_OP_DISPATCH), Error);
+  CHECK_THROWS_AS(rank.protocol().begin(EPX_OP_DISPATCH), StatusError);
   CHECK(rank.report().status == EPX_ERROR_TIMEOUT);
 }
 
 TEST_CASE("a peer learns whose window is damaged") {
   OneOfTwo rank(1);
   rank.word<Flag>(1, rank.layout().abort_record).value = pack(AbortRecord{EPX_ERROR_INTERNAL, EPX_OP_COMBINE, 0, 9});
-  CHECK_THROWS_AS(rank.protocol().begin(EPX_OP_DISPATCH), Error);
+  CHECK_THROWS_AS(rank.protocol().begin(EPX_OP_DISPATCH), StatusError);
   const epx_group_report report = rank.report();
   CHECK(report.status == EPX_ERROR_INTERNAL);
   CHECK(report.culprit == 0);
@@ -238,7 +238,7 @@ TEST_CASE("a rank that gives up names a rank that exists, whatever the others le
     OneOfTwo rank(0, kShortMs);
     rank.word<Flag>(1, rank.layout().waiting).value = word;
     rank.protocol().begin(EPX_OP_DISPATCH);
-    CHECK_THROWS_AS(rank.protocol().arrive({}), Error);
+    CHECK_THROWS_AS(rank.protocol().arrive({}), StatusError);
     CHECK(rank.report().culprit == 1);
   }
   for (const uint64_t word : {~uint64_t{0}, pack(AbortRecord{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 35032, 3})}) {
@@ -246,7 +246,7 @@ TEST_CASE("a rank that gives up names a rank that exists, whatever the others le
     OneOfTwo rank(1, kShortMs);
     rank.word<Flag>(0, rank.layout().abort_record).value = word; // in the window that decides who is the culprit
     rank.protocol().begin(EPX_OP_DISPATCH);
-    CHECK_THROWS_AS(rank.protocol().arrive({}), Error);
+    CHECK_THROWS_AS(rank.protocol().arrive({}), StatusError);
     const epx_group_report report = rank.report();
     CHECK(report.status == EPX_ERROR_TIMEOUT);
     CHECK(report.culprit == 0);
@@ -354,7 +354,7 @@ TEST_CASE("records on the exchange board are looked at before they are used") {
   try {
     rank.exchange();
     FAIL("succeeded");
-  } catch (const Error& error) {
+  } catch (const StatusError& error) {
     CHECK(error.message() == "rank 1: " + std::string(ExchangeRecord::kMaxMessage, 'x'));
   }
 }
@@ -380,7 +380,7 @@ TEST_CASE("random damage to the control words ends a call in order") {
     }
     try {
       rank.prepare();
-    } catch (const Error& error) {
+    } catch (const StatusError& error) {
       ++failed;
       CHECK(!error.message().empty());
       const epx_group_report report = rank.report();

@@ -112,7 +112,7 @@ TEST_CASE("a rendezvous that is suspended and at which a rank is missing fails i
             const Outcome outcome = outcome_of([&] { Bootstrap bootstrap(directory.path(), "job", rank, 3, kTimeout); });
             require(outcome.elapsed >= kBefore + kSuspended + kTimeout * 8 / 10,
                     fmt::format("took {} ms only: {}", outcome.elapsed.count(), outcome.message));
-            throw epx::Error(outcome.status, outcome.message);
+            throw epx::StatusError(outcome.status, outcome.message);
           },
           kBefore + kSuspended + kTimeout, word));
     std::this_thread::sleep_for(kBefore);

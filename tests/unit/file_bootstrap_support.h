@@ -99,7 +99,7 @@ public:
     char message[1024] = "";
     const epx_status status = bootstrap_.all_gather(bootstrap_.context, mine.data(), all.data(), mine.size() * sizeof(T),
                                                     timeout.count(), message, sizeof(message));
-    if (status != EPX_SUCCESS) throw epx::Error(status, message);
+    if (status != EPX_SUCCESS) throw epx::StatusError(status, message);
     return all;
   }
 
@@ -118,7 +118,7 @@ inline Outcome outcome_of(const std::function<void()>& body) {
   Outcome outcome;
   try {
     body();
-  } catch (const epx::Error& error) {
+  } catch (const epx::StatusError& error) {
     outcome = {error.status(), error.message(), {}};
   } catch (const std::exception& error) {
     outcome = {EPX_ERROR_INTERNAL, error.what(), {}};

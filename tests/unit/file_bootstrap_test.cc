@@ -233,7 +233,7 @@ TEST_CASE("a rank that does not come to an all-gather is named by all, and learn
       const Outcome again = outcome_of([&] { bootstrap.all_gather<int>({rank}, kShort); });
       require(again.status == first.status && again.message == first.message, "a failed bootstrap stays failed");
       require(wait_until([&] { return late_is_done.load(); }), "the late rank does not return");
-      if (first.status != EPX_SUCCESS) throw epx::Error(first.status, first.message);
+      if (first.status != EPX_SUCCESS) throw epx::StatusError(first.status, first.message);
     });
     for (const Outcome& outcome : outcomes)
       check_outcome(outcome, EPX_ERROR_TIMEOUT, {"all-gather 3", fmt::format("rank {} of 3 never came", late)});

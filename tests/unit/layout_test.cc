@@ -71,7 +71,7 @@ TEST_CASE("slots that do not fit int32 are refused with the numbers") {
   try {
     epx::resolve(config, 3);
     FAIL("accepted");
-  } catch (const epx::Error& error) {
+  } catch (const epx::StatusError& error) {
     CHECK(error.status() == EPX_ERROR_INVALID_ARGUMENT);
     CHECK(error.message().find("3221225484") != std::string::npos); // 3 * 2^24 * 64 + 4 * 3
   }
@@ -258,7 +258,7 @@ TEST_CASE("agreement names the field, two ranks and their values") {
   try {
     epx::require_agreement(configs, world_ranks);
     FAIL("accepted");
-  } catch (const epx::Error& error) {
+  } catch (const epx::StatusError& error) {
     CHECK(error.status() == EPX_ERROR_MISMATCH);
     CHECK(error.message() == "epx_group_config.hidden_dim differs between ranks: rank 4 has 33, rank 8 has 34");
   }

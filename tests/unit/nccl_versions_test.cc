@@ -27,7 +27,7 @@ TEST_CASE("an NCCL library that epx has not run with is refused with the ones th
     try {
       require_supported_nccl(code);
       FAIL("NCCL ", code, " is taken");
-    } catch (const Error& error) {
+    } catch (const StatusError& error) {
       CHECK(error.status() == EPX_ERROR_UNSUPPORTED);
       CHECK(error.message().find(nccl_version_name(code)) != std::string::npos);
       for (const NcclVersion& version : supported_nccl_versions())

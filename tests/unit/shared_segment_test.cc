@@ -288,7 +288,7 @@ TEST_CASE("more than there is: how much was wanted, and what is free where") {
     try {
       create();
       FAIL("2^50 bytes were reserved");
-    } catch (const Error& error) {
+    } catch (const StatusError& error) {
       CHECK(error.status() == EPX_ERROR_OUT_OF_MEMORY);
       CAPTURE(error.message());
       CHECK(test::contains(error.message(), std::to_string(kTooMuch)));

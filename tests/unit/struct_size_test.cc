@@ -78,7 +78,7 @@ template <typename Body>
 std::string refusal(const Body& body) {
   try {
     body();
-  } catch (const epx::Error& error) {
+  } catch (const epx::StatusError& error) {
     CHECK(error.status() == EPX_ERROR_INVALID_ARGUMENT);
     return error.message();
   }

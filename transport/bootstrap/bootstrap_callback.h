@@ -24,7 +24,7 @@ epx_status run_callback(char* message, size_t message_bytes, Body&& body) noexce
   try {
     std::forward<Body>(body)();
     return EPX_SUCCESS;
-  } catch (const Error& error) {
+  } catch (const StatusError& error) {
     set_message(error.message());
     return error.status();
   } catch (const std::bad_alloc&) {

@@ -76,7 +76,7 @@ private:
   void look_for_quitters(const RendezvousDirectory::Names& names, std::vector<Contribution>& contributions);
   std::string take_contributions(const std::string& mine, std::vector<Contribution>& contributions);
   void answer(int rank, epx_status status, const std::string& body);
-  void report_failure(const Error& error, const JoinServer* join_server, std::vector<Contribution>& contributions);
+  void report_failure(const StatusError& error, const JoinServer* join_server, std::vector<Contribution>& contributions);
   [[noreturn]] void fail_too_late(const std::string& who_waited, const std::vector<Contribution>& contributions) const;
   [[noreturn]] void fail_incomplete(const std::vector<Contribution>& contributions) const;
   std::string follow(const std::string& mine, SuspensionAwareDeadline& deadline);
@@ -102,9 +102,9 @@ private:
   std::optional<AliveFile> alive_; // empty where this rank is alone
   std::string session_;
   uint64_t round_ = 0;
-  milliseconds linger_time_{0};   // for `to_read_`
-  std::optional<Error> failure_;  // that of an earlier round, after which the ranks are no longer in step
-  std::set<std::string> to_read_; // files for other ranks, which may never read them
+  milliseconds linger_time_{0};        // for `to_read_`
+  std::optional<StatusError> failure_; // that of an earlier round, after which the ranks are no longer in step
+  std::set<std::string> to_read_;      // files for other ranks, which may never read them
 };
 
 FileSession::FileSession(const std::string& directory, Participant participant)
@@ -154,7 +154,7 @@ void FileSession::rendezvous(milliseconds timeout) {
       follow("", deadline);
     }
     remove_old_files(directory_, alive_->name(), leftover_age(timeout));
-  } catch (const Error& error) {
+  } catch (const StatusError& error) {
     failure_ = error;
     throw;
   }
@@ -165,17 +165,17 @@ void FileSession::all_gather(const void* send, void* recv, size_t bytes_per_rank
   if (timeout.count() <= 0) fail(EPX_ERROR_INVALID_ARGUMENT, "timeout_ms is {}; it must be > 0", timeout.count());
   if (bytes_per_rank > 0 && (send == nullptr || recv == nullptr))
     fail(EPX_ERROR_INVALID_ARGUMENT, "send or recv is NULL, and bytes_per_rank is {}", bytes_per_rank);
-  if (failure_) throw Error(*failure_);
+  if (failure_) throw StatusError(*failure_);
   linger_time_ = linger_time(timeout);
   const std::string mine(static_cast<const char*>(send), bytes_per_rank);
   std::string all;
   try {
     all = run_round(mine, timeout);
-  } catch (const Error& error) {
+  } catch (const StatusError& error) {
     failure_ = error;
     throw;
   } catch (const std::exception& error) { // such as bad_alloc; the state of the round is unknown
-    failure_ = Error(EPX_ERROR_INTERNAL, fmt::format("{}: {}", what(), error.what()));
+    failure_ = StatusError(EPX_ERROR_INTERNAL, fmt::format("{}: {}", what(), error.what()));
     throw;
   }
   ++round_;
@@ -211,7 +211,7 @@ std::string FileSession::lead(const std::string& mine, SuspensionAwareDeadline& 
       contributions[static_cast<size_t>(rank)] = Contribution::kAnswered;
     }
     directory_.remove(in_file(0));
-  } catch (const Error& error) {
+  } catch (const StatusError& error) {
     if (join_server != nullptr) join_server->close();
     report_failure(error, join_server, contributions);
     directory_.remove(in_file(0));
@@ -255,7 +255,7 @@ void FileSession::look_for_quitters(const RendezvousDirectory::Names& names, std
     // The rank had left when rank 0 came.
     if (!directory_.remove(quit_file(rank))) continue;
     contributions[static_cast<size_t>(rank)] = Contribution::kGone;
-    throw Error(quit->status, fmt::format("{}: {}", what(), quit->body));
+    throw StatusError(quit->status, fmt::format("{}: {}", what(), quit->body));
   }
 }
 
@@ -311,7 +311,7 @@ void FileSession::answer(int rank, epx_status status, const std::string& body) {
 }
 
 // Reports the failure to every rank that knows the session and has not given up, also to late ones, which may come yet.
-void FileSession::report_failure(const Error& error, const JoinServer* join_server,
+void FileSession::report_failure(const StatusError& error, const JoinServer* join_server,
                                  std::vector<Contribution>& contributions) {
   for (int rank = 1; rank < participant_.num_ranks; ++rank) {
     Contribution& contribution = contributions[static_cast<size_t>(rank)];
@@ -322,7 +322,7 @@ void FileSession::report_failure(const Error& error, const JoinServer* join_serv
     if (contribution == Contribution::kAbsent) to_read_.insert({in_file(rank), out_file(rank)});
     try {
       answer(rank, error.status(), error.message());
-    } catch (const Error&) { // then that rank fails by its own deadline
+    } catch (const StatusError&) { // then that rank fails by its own deadline
     }
   }
 }
@@ -369,7 +369,7 @@ std::string FileSession::follow(const std::string& mine, SuspensionAwareDeadline
                    session_,
                    fmt::format("{}; {}", waited, why_no_answer(rank_0_has_come)),
                    {}});
-  } catch (const Error&) { // rank 0 will see that the contribution has been removed
+  } catch (const StatusError&) { // rank 0 will see that the contribution has been removed
   }
   const milliseconds answer = answer_time(deadline.timeout());
   SuspensionAwareDeadline decision = deadline.with_grace(answer);
@@ -413,7 +413,7 @@ std::string FileSession::why_no_answer(bool rank_0_has_come) const {
 std::string FileSession::open_answer(const Message& message, size_t expected_bytes) const {
   directory_.remove(in_file(participant_.rank)); // it is still there when rank 0 failed before it saw it
   directory_.remove(quit_file(participant_.rank));
-  if (message.status != EPX_SUCCESS) throw Error(message.status, message.body);
+  if (message.status != EPX_SUCCESS) throw StatusError(message.status, message.body);
   if (message.body.size() != expected_bytes)
     fail(EPX_ERROR_SYSTEM, "{}: rank 0 answered with {} bytes instead of {}", what(), message.body.size(), expected_bytes);
   return message.body;

@@ -10,7 +10,7 @@
 
 namespace epx {
 
-// Joins the other ranks and returns a bootstrap that owns its context (epx_bootstrap_free releases it). Throws Error.
+// Joins the other ranks and returns a bootstrap that owns its context (epx_bootstrap_free releases it). Throws StatusError.
 epx_bootstrap make_file_bootstrap(const std::string& directory, const std::string& job_id, int rank, int num_ranks,
                                   std::chrono::milliseconds timeout);
 

@@ -52,7 +52,7 @@ void Claim::say_hello() {
 void Claim::check() {
   if (const std::optional<Message> no =
           read_message(directory_, reject_name(participant_.rank, participant_.nonce), MessageKind::kReject))
-    throw Error(no->status == EPX_SUCCESS ? EPX_ERROR_MISMATCH : no->status, no->body);
+    throw StatusError(no->status == EPX_SUCCESS ? EPX_ERROR_MISMATCH : no->status, no->body);
   const std::optional<Message> hello = read_message(directory_, hello_name(participant_.rank), MessageKind::kHello);
   if (!hello) {
     say_hello();

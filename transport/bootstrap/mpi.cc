@@ -104,7 +104,7 @@ private:
   bool has_been_sent(Outgoing& outgoing) const;
   void receive(int from, Incoming& incoming) const;
   void check_sizes(size_t bytes, const std::vector<std::unique_ptr<Incoming>>& incoming) const;
-  void notify_others(const Error& error) noexcept;
+  void notify_others(const StatusError& error) noexcept;
   int tag() const { return static_cast<int>(round_ % kNumTags); }
 
   const HomeProcess creator_{};
@@ -112,7 +112,7 @@ private:
   int rank_ = 0;
   int num_ranks_ = 0;
   uint64_t round_ = 1;
-  std::optional<Error> failure_; // that of an earlier round, after which the ranks are no longer in step
+  std::optional<StatusError> failure_; // that of an earlier round, after which the ranks are no longer in step
   // MPI may still use these buffers, so they stay allocated.
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
   std::vector<std::unique_ptr<Incoming>> incoming_; // [num_ranks], the current round's
@@ -124,7 +124,7 @@ MpiSession::~MpiSession() {
   for (const auto& outgoing : outgoing_)
     try {
       all_sent = all_sent && has_been_sent(*outgoing);
-    } catch (const Error&) {
+    } catch (const StatusError&) {
       all_sent = false;
     }
   if (active && all_sent && !failure_) {
@@ -147,16 +147,16 @@ void MpiSession::all_gather(const void* send, void* recv, size_t bytes_per_rank,
   if (bytes_per_rank > 0 && (send == nullptr || recv == nullptr))
     fail(EPX_ERROR_INVALID_ARGUMENT, "send or recv is NULL, and bytes_per_rank is {}", bytes_per_rank);
   if (!is_active()) fail(EPX_ERROR_INVALID_ARGUMENT, "MPI has been finalised");
-  if (failure_) throw Error(*failure_);
+  if (failure_) throw StatusError(*failure_);
   try {
     gather(send, static_cast<char*>(recv), bytes_per_rank, SuspensionAwareDeadline(timeout));
     ++round_;
-  } catch (const Error& error) {
+  } catch (const StatusError& error) {
     failure_ = error;
     notify_others(error);
     throw;
   } catch (const std::exception& error) { // such as bad_alloc; the state of the round is unknown
-    failure_ = Error(EPX_ERROR_INTERNAL, fmt::format("all-gather {} over MPI: {}", round_, error.what()));
+    failure_ = StatusError(EPX_ERROR_INTERNAL, fmt::format("all-gather {} over MPI: {}", round_, error.what()));
     throw;
   }
 }
@@ -177,7 +177,7 @@ void MpiSession::gather(const void* send, char* recv, size_t bytes, SuspensionAw
       if (incoming.state != Incoming::State::kHere) {
         missing.push_back(from);
       } else if (from != rank_ && incoming.header().status != EPX_SUCCESS) {
-        throw Error(incoming.header().status, std::string(incoming.body(), incoming.header().body_bytes));
+        throw StatusError(incoming.header().status, std::string(incoming.body(), incoming.header().body_bytes));
       }
     }
     // A message that is not sent yet progresses only while this rank polls.
@@ -264,7 +264,7 @@ void MpiSession::check_sizes(size_t bytes, const std::vector<std::unique_ptr<Inc
 }
 
 // A rank that comes to this round late finds every contribution and succeeds; the next round delivers the failure to it.
-void MpiSession::notify_others(const Error& error) noexcept {
+void MpiSession::notify_others(const StatusError& error) noexcept {
   try {
     ++round_;
     post(error.status(), error.message().data(), error.message().size());

@@ -144,7 +144,7 @@ public:
     while (const std::optional<Message> message = messages_.receive(from)) {
       heard_[static_cast<size_t>(message->from)] = true;
       if (!message->bytes.empty())
-        throw Error(EPX_ERROR_TIMEOUT, std::string(message->bytes.begin(), message->bytes.end()));
+        throw StatusError(EPX_ERROR_TIMEOUT, std::string(message->bytes.begin(), message->bytes.end()));
       if (from != MPI_ANY_SOURCE) return; // a second message may belong to a later call
     }
   }
@@ -163,7 +163,7 @@ public:
   [[noreturn]] void give_up(const std::string& sentence) {
     messages_.send_to_others(std::string_view(sentence).substr(0, kMaxMessageBytes));
     (void)messages_.all_sent(); // MPI progresses the sends in this call
-    throw Error(EPX_ERROR_TIMEOUT, sentence);
+    throw StatusError(EPX_ERROR_TIMEOUT, sentence);
   }
 
 private:

@@ -214,12 +214,12 @@ public:
     const AbortRecord abort_record = board_->end_group({EPX_ERROR_ABORTED, EPX_OP_NONE, context_.rank, 0});
     try { // kernels that need not wait do not poll, so the next call is refused here
       status_.fail(abort_failure({EPX_OP_NONE, 0}, abort_record, context_.rank, 0));
-    } catch (const Error&) { // the status board keeps it
+    } catch (const StatusError&) { // the status board keeps it
     }
     try { // kernels poll their window more often than the host's memory
       const CudaDeviceScope scope(device_);
       check_cuda(launch_abort(group_, abort_record, abort_stream_.get()), "epx_group_abort");
-    } catch (const Error&) {
+    } catch (const StatusError&) {
       if (!board_->reaches_peers()) throw;
     }
   }
@@ -227,7 +227,7 @@ public:
   epx_group_report report() override {
     try {
       reader_.read();
-    } catch (const Error&) { // the status board keeps it
+    } catch (const StatusError&) { // the status board keeps it
     }
     return status_.report();
   }
@@ -280,7 +280,7 @@ private:
       const bool fails = kTestHooks && group.hooks.fails_to_launch == operation;
       check_cuda(fails ? cudaErrorLaunchFailure : launch_kernel(group, stream), name_of(operation));
       if (capture == Capture::none) order_.launched(stream);
-    } catch (const Error& error) {
+    } catch (const StatusError& error) {
       if (ends_group) fail_launch(operation, error.message());
       throw; // nothing has been launched
     }
@@ -339,7 +339,7 @@ private:
     try {
       reader_.read();
       return true;
-    } catch (const Error&) {
+    } catch (const StatusError&) {
       return false;
     }
   }

@@ -25,7 +25,7 @@ bool store_if_none(uint64_t& place, uint64_t& word) {
 RankBoard::RankBoard(int rank, int num_ranks, Exchange& exchange) : rank_(rank), entries_(static_cast<size_t>(num_ranks)) {
   try {
     open(num_ranks, exchange);
-  } catch (const Error& error) { // all ranks get here, or none
+  } catch (const StatusError& error) { // all ranks get here, or none
     close();
     if (error.status() == EPX_ERROR_TIMEOUT) throw;
     log::transport().warn(

@@ -46,7 +46,7 @@ public:
         protocol_.begin(EPX_OP_MEM_FREE);
         protocol_.arrive(fields);
         protocol_.complete();
-      } catch (const Error&) { // the group has failed, so freeing is local
+      } catch (const StatusError&) { // the group has failed, so freeing is local
         allocations_.remove(allocation);
         throw;
       }
