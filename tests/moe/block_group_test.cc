@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The block on groups whose ranks are threads: with EPX_COMBINE_EXACT it has the bits of the local block that has all the
 // ranks' tokens and experts.
+#include <exception>
 #include <functional>
 #include <limits>
 #include <string>
@@ -285,6 +286,29 @@ TEST_CASE("a block that does not fit its group is refused before any call on the
     const std::string fault =
         not_refused(epx_moe_block_create(rank.group, &layer.config, &block), {"max_token_dtype", "bfloat16", "float32"});
     check(fault.empty(), "{}", fault);
+  });
+}
+
+TEST_CASE("what has ended the group is what the calls of its block return") {
+  const Layer layer = make_layer(50, {2});
+  each_rank(kSplits[0], group_config(EPX_COMBINE_EXACT), [&](const Rank& rank) {
+    const auto check_aborted = [](const std::string& function, const auto& call) {
+      try {
+        call();
+      } catch (const std::exception& failure) {
+        const std::string sentence = failure.what();
+        const std::string begin = function + " returned EPX_ERROR_ABORTED: " + function + ": ";
+        check(sentence.starts_with(begin) && contains(sentence, "this rank aborted the group"), "{}", sentence);
+        return;
+      }
+      fail_check("{} succeeded", function);
+    };
+    RankBlock block(rank, layer);
+    block.forward(0);
+    GroupView(rank.group).abort();
+    check_aborted("epx_moe_block_fwd", [&] { block.forward(1); });
+    check_aborted("epx_moe_block_bwd", [&] { block.backward(0); });
+    check_aborted("epx_moe_block_create", [&] { RankBlock(rank, layer); });
   });
 }
 
