@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The block's part of the C API.
+#include "base/c_boundary.h"
 #include "epx/epx_moe.h"
-#include "moe/base/error.h"
-#include "moe/base/tensors.h"
 #include "moe/block/block.h"
+#include "moe/tensors.h"
 
+using namespace epx;
 using namespace epx::moe;
 
 struct epx_moe_block_s {
@@ -13,7 +14,7 @@ struct epx_moe_block_s {
 
 epx_status epx_moe_block_config_init(epx_moe_block_config* config) {
   return at_c_boundary(__func__, [&] {
-    if (config == nullptr) refuse("config is NULL");
+    if (config == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "config is NULL");
     *config = {};
     config->struct_size = sizeof(*config);
     epx::require_success(epx_moe_router_config_init(&config->router), "epx_moe_router_config_init");
@@ -27,7 +28,7 @@ epx_status epx_moe_block_config_init(epx_moe_block_config* config) {
 epx_status epx_moe_block_create(epx_group group, const epx_moe_block_config* config, epx_moe_block* block) {
   return at_c_boundary(__func__, [&] {
     require_struct(config, "config");
-    if (block == nullptr) refuse("block is NULL");
+    if (block == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "block is NULL");
     *block = new epx_moe_block_s{make_block(group, *config)};
   });
 }
@@ -41,7 +42,7 @@ epx_status epx_moe_block_destroy(epx_moe_block block) {
 
 epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fwd_args* args) {
   return at_c_boundary(__func__, [&] {
-    if (block == nullptr) refuse("block is NULL");
+    if (block == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "block is NULL");
     require_args(args);
     block->block->forward(*args);
   });
@@ -49,7 +50,7 @@ epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fwd_args* 
 
 epx_status epx_moe_block_bwd(epx_moe_block block, const epx_moe_block_bwd_args* args) {
   return at_c_boundary(__func__, [&] {
-    if (block == nullptr) refuse("block is NULL");
+    if (block == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "block is NULL");
     require_args(args);
     block->block->backward(*args);
   });

@@ -6,11 +6,11 @@
 #include <span>
 #include <vector>
 
-#include "moe/base/error.h"
-#include "moe/base/tensors.h"
+#include "base/error.h"
 #include "moe/block/exchange.h"
 #include "moe/ffn/ffn.h"
 #include "moe/router/router.h"
+#include "moe/tensors.h"
 
 namespace epx::moe {
 namespace {
@@ -25,7 +25,7 @@ public:
     T* const part = memory_ != nullptr ? reinterpret_cast<T*>(memory_ + bytes_) : nullptr;
     const int64_t bytes = checked_product({elements, sizeof(T)}, kWhat) + kAlignment - 1;
     if (__builtin_add_overflow(bytes_, bytes / kAlignment * kAlignment, &bytes_))
-      refuse("{} has more bytes than an int64 can count", kWhat);
+      fail(EPX_ERROR_INVALID_ARGUMENT, "{} has more bytes than an int64 can count", kWhat);
     return part;
   }
   size_t bytes() const { return static_cast<size_t>(bytes_); }
@@ -155,7 +155,7 @@ private:
 
   Flight<T>& require_flight(int32_t flight) {
     if (flight < 0 || flight >= static_cast<int32_t>(flights_.size()))
-      refuse("flight is {}; max_in_flight is {}", flight, flights_.size());
+      fail(EPX_ERROR_INVALID_ARGUMENT, "flight is {}; max_in_flight is {}", flight, flights_.size());
     return flights_[flight];
   }
 
@@ -166,7 +166,7 @@ private:
     const Dim experts{"E", router_.num_experts};
     const Dim top_k{"K", router_.top_k};
     if (tokens.size > shape_.max_tokens)
-      refuse("tokens has {} rows; max_tokens_per_rank is {}", tokens.size, shape_.max_tokens);
+      fail(EPX_ERROR_INVALID_ARGUMENT, "tokens has {} rows; max_tokens_per_rank is {}", tokens.size, shape_.max_tokens);
     require_tensor(args.logits, "logits", {kReal}, {tokens, experts});
     allow_tensor(args.selection_bias, "selection_bias", {kReal}, {experts});
     allow_tensor(args.token_mask, "token_mask", {EPX_UINT8}, {tokens});
@@ -179,13 +179,14 @@ private:
   }
 
   void require_backward(const Flight<T>& flight, const epx_moe_block_bwd_args& args) const {
-    if (flight.num_tokens < 0) refuse("flight {} has no forward to go back from", args.flight);
+    if (flight.num_tokens < 0) fail(EPX_ERROR_INVALID_ARGUMENT, "flight {} has no forward to go back from", args.flight);
     const Dim tokens{"T", flight.num_tokens};
     require_tensor(args.grad_out, "grad_out", {kReal}, {tokens, {"H", ffn_.hidden}});
     require_tensor(args.grad_tokens, "grad_tokens", {kReal}, {tokens, {"H", ffn_.hidden}});
     require_tensor(args.grad_logits, "grad_logits", {kReal}, {tokens, {"E", router_.num_experts}});
     require_finite<T>(args.aux_loss_grad, "aux_loss_grad");
-    if (args.accumulate != 0 && args.accumulate != 1) refuse("accumulate is {}; it must be 0 or 1", args.accumulate);
+    if (args.accumulate != 0 && args.accumulate != 1)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "accumulate is {}; it must be 0 or 1", args.accumulate);
   }
 
   static Zones zones(Flight<T>& flight) { return {Integers(flight.counts.data()), Integers(flight.offsets.data())}; }
@@ -283,16 +284,18 @@ std::unique_ptr<Block> make_block(epx_group group, const epx_moe_block_config& c
   validate(config.router);
   const FfnShape ffn = make_ffn_shape(config.ffn);
   if (config.dtype != EPX_FLOAT32 && config.dtype != EPX_FLOAT64)
-    refuse("dtype is {}; it must be float32, or float64 without a group", name_of(config.dtype));
+    fail(EPX_ERROR_INVALID_ARGUMENT, "dtype is {}; it must be float32, or float64 without a group", name_of(config.dtype));
   if (config.weighting != EPX_MOE_WEIGHT_LATE && config.weighting != EPX_MOE_WEIGHT_EARLY)
-    refuse("weighting is {}; it must be an epx_moe_weighting", static_cast<int>(config.weighting));
-  if (config.alignment < 0) refuse("alignment is {}; it must not be negative", config.alignment);
-  if (config.max_in_flight < 1) refuse("max_in_flight is {}; it must be at least 1", config.max_in_flight);
+    fail(EPX_ERROR_INVALID_ARGUMENT, "weighting is {}; it must be an epx_moe_weighting",
+         static_cast<int>(config.weighting));
+  if (config.alignment < 0) fail(EPX_ERROR_INVALID_ARGUMENT, "alignment is {}; it must not be negative", config.alignment);
+  if (config.max_in_flight < 1)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "max_in_flight is {}; it must be at least 1", config.max_in_flight);
   if (group != nullptr) {
     std::unique_ptr<Exchange> exchange = make_group_exchange(group, config);
     try {
       return std::make_unique<BlockOf<float>>(std::move(exchange), config, ffn);
-    } catch (const Error&) {
+    } catch (const StatusError&) {
       throw; // refused on every rank, or by epx
     } catch (...) {
       GroupView(group).abort(); // no memory here: the other ranks are waiting in epx_mem_alloc
@@ -301,7 +304,8 @@ std::unique_ptr<Block> make_block(epx_group group, const epx_moe_block_config& c
   }
 
   if (config.max_tokens_per_rank < 1)
-    refuse("max_tokens_per_rank is {}; without a group it must be at least 1", config.max_tokens_per_rank);
+    fail(EPX_ERROR_INVALID_ARGUMENT, "max_tokens_per_rank is {}; without a group it must be at least 1",
+         config.max_tokens_per_rank);
   if (config.dtype == EPX_FLOAT64)
     return std::make_unique<BlockOf<double>>(make_local_exchange<double>(config), config, ffn);
   return std::make_unique<BlockOf<float>>(make_local_exchange<float>(config), config, ffn);

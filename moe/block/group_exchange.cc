@@ -1,48 +1,77 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/base/error.h"
-#include "moe/base/tensors.h"
+#include "base/error.h"
 #include "moe/block/exchange.h"
+#include "moe/tensors.h"
 
 namespace epx::moe {
 namespace {
 
+// Runs `call`, which calls the group. A failure of the group is thrown as Error, of the C++ API; inside this library it is a
+// StatusError with the same status and sentence.
+template <typename Call>
+decltype(auto) with_group(Call&& call) {
+  try {
+    return call();
+  } catch (const Error& error) {
+    throw StatusError(error.status(), error.what());
+  }
+}
+
 class GroupExchange final : public Exchange {
 public:
   GroupExchange(GroupView group, const epx_moe_block_config& config) : group_(group) {
-    const epx_group_info info = group_.query();
+    const epx_group_info info = with_group([&] { return group_.query(); });
     require_fit(info, config);
     const Layer layer = {.top_k = config.router.top_k, .alignment = config.alignment};
     shape_ = {info.num_ranks, info.num_local_experts, info.max_tokens_per_rank, info.max_recv_tokens_per_rank,
-              group_.handle_mem_size(layer)};
+              with_group([&] { return group_.handle_mem_size(layer); })};
   }
 
   std::byte* allocate(size_t bytes) override {
-    memory_ = group_.mem_alloc(bytes);
+    memory_ = with_group([&] { return group_.mem_alloc(bytes); });
     return memory_.data();
   }
-  void release() override { memory_.free(); }
+  void release() override {
+    with_group([&] { memory_.free(); });
+  }
 
-  void prepare(const PrepareArgs& args) override { group_.prepare(args); }
-  void dispatch(const DispatchArgs& args) override { group_.dispatch(args); }
-  void combine(const CombineArgs& args) override { group_.combine(args); }
-  void combine_bwd(const CombineBwdArgs& args) override { group_.combine_bwd(args); }
-  void dispatch_bwd(const DispatchBwdArgs& args) override { group_.dispatch_bwd(args); }
+  void prepare(const PrepareArgs& args) override {
+    with_group([&] { group_.prepare(args); });
+  }
+  void dispatch(const DispatchArgs& args) override {
+    with_group([&] { group_.dispatch(args); });
+  }
+  void combine(const CombineArgs& args) override {
+    with_group([&] { group_.combine(args); });
+  }
+  void combine_bwd(const CombineBwdArgs& args) override {
+    with_group([&] { group_.combine_bwd(args); });
+  }
+  void dispatch_bwd(const DispatchBwdArgs& args) override {
+    with_group([&] { group_.dispatch_bwd(args); });
+  }
 
 private:
   static void require_fit(const epx_group_info& info, const epx_moe_block_config& config) {
     if (info.transport != EPX_TRANSPORT_HOST)
-      throw Error(EPX_ERROR_UNSUPPORTED, "the group's tensors are in GPU memory; the FFN computes on the host");
-    if (config.dtype != EPX_FLOAT32) refuse("dtype is float64; a block with a group computes in float32");
+      fail(EPX_ERROR_UNSUPPORTED, "the group's tensors are in GPU memory; the FFN computes on the host");
+    if (config.dtype != EPX_FLOAT32)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "dtype is float64; a block with a group computes in float32");
     if (config.router.num_experts != info.num_experts)
-      refuse("router.num_experts is {}; the group has {}", config.router.num_experts, info.num_experts);
+      fail(EPX_ERROR_INVALID_ARGUMENT, "router.num_experts is {}; the group has {}", config.router.num_experts,
+           info.num_experts);
     if (config.ffn.hidden_dim > info.hidden_dim)
-      refuse("ffn.hidden_dim is {}; the group's hidden_dim is {}", config.ffn.hidden_dim, info.hidden_dim);
+      fail(EPX_ERROR_INVALID_ARGUMENT, "ffn.hidden_dim is {}; the group's hidden_dim is {}", config.ffn.hidden_dim,
+           info.hidden_dim);
     if (config.router.top_k > info.max_top_k)
-      refuse("router.top_k is {}; the group's max_top_k is {}", config.router.top_k, info.max_top_k);
+      fail(EPX_ERROR_INVALID_ARGUMENT, "router.top_k is {}; the group's max_top_k is {}", config.router.top_k,
+           info.max_top_k);
     if (config.alignment > info.max_alignment)
-      refuse("alignment is {}; the group's max_alignment is {}", config.alignment, info.max_alignment);
+      fail(EPX_ERROR_INVALID_ARGUMENT, "alignment is {}; the group's max_alignment is {}", config.alignment,
+           info.max_alignment);
     if (info.max_token_dtype != EPX_FLOAT32)
-      refuse("the group's max_token_dtype is {}; a block needs float32", name_of(info.max_token_dtype));
+      fail(EPX_ERROR_INVALID_ARGUMENT, "the group's max_token_dtype is {}; a block needs float32",
+           name_of(info.max_token_dtype));
   }
 
   GroupView group_;

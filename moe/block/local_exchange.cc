@@ -6,10 +6,10 @@
 #include <new>
 #include <vector>
 
-#include "moe/base/error.h"
-#include "moe/base/tensors.h"
+#include "base/error.h"
 #include "moe/block/exchange.h"
 #include "moe/permute/permute.h"
+#include "moe/tensors.h"
 
 namespace epx::moe {
 namespace {
@@ -25,8 +25,9 @@ public:
     const int64_t routes = tokens * top_k_;
     const int64_t rows = routes + num_experts_ * (alignment_ - 1);
     if (rows > std::numeric_limits<int32_t>::max())
-      refuse("max_tokens_per_rank = {}, top_k = {} and alignment = {} make {} rows, more than an int32 can count", tokens,
-             top_k_, alignment_, rows);
+      fail(EPX_ERROR_INVALID_ARGUMENT,
+           "max_tokens_per_rank = {}, top_k = {} and alignment = {} make {} rows, more than an int32 can count", tokens,
+           top_k_, alignment_, rows);
     shape_ = {1, num_experts_, tokens, rows, static_cast<size_t>(1 + routes) * sizeof(int32_t)};
     weights_.resize(routes);
   }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The grouped FFN's part of the C API.
+#include "base/c_boundary.h"
 #include "epx/epx_moe.h"
-#include "moe/base/error.h"
-#include "moe/base/tensors.h"
 #include "moe/ffn/ffn.h"
+#include "moe/tensors.h"
 
+using namespace epx;
 using namespace epx::moe;
 
 namespace {
@@ -57,8 +58,10 @@ void backward(const FfnShape& shape, const epx_moe_ffn_bwd_args& args) {
   require_tensor(args.grad_recv, "grad_recv", {real}, {rows, hidden});
   allow_tensor(args.grad_recv_weights, "grad_recv_weights", {real}, {rows});
   if (args.grad_recv_weights != nullptr && args.recv_weights == nullptr)
-    refuse("grad_recv_weights is given, but recv_weights is NULL: without early weighting it has no gradient here");
-  if (args.accumulate != 0 && args.accumulate != 1) refuse("accumulate is {}; it must be 0 or 1", args.accumulate);
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "grad_recv_weights is given, but recv_weights is NULL: without early weighting it has no gradient here");
+  if (args.accumulate != 0 && args.accumulate != 1)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "accumulate is {}; it must be 0 or 1", args.accumulate);
   call.grads = view_grads<T>(shape, call.params, args.grads, "grads");
   call.recv_tokens = data_of<T>(args.recv_tokens);
   call.recv_weights = data_of<T>(args.recv_weights);
@@ -80,7 +83,7 @@ epx_dtype require_rows(const epx_tensor* recv_tokens, const FfnShape& shape) {
 
 epx_status epx_moe_ffn_config_init(epx_moe_ffn_config* config) {
   return at_c_boundary(__func__, [&] {
-    if (config == nullptr) refuse("config is NULL");
+    if (config == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "config is NULL");
     *config = {};
     config->struct_size = sizeof(*config);
   });

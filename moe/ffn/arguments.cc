@@ -32,10 +32,11 @@ public:
     const std::string up_name = fmt::format("up_{}", what);
     const int64_t block = shape_.inner * (columns.symbol != nullptr ? columns.size : 1);
     if (!shape_.has_gate() && (stacked != nullptr || gate != nullptr))
-      refuse("{}.{} is given, but this activation has no gate", name_, stacked != nullptr ? stacked_name : gate_name);
+      fail(EPX_ERROR_INVALID_ARGUMENT, "{}.{} is given, but this activation has no gate", name_,
+           stacked != nullptr ? stacked_name : gate_name);
     if (stacked != nullptr && (gate != nullptr || up != nullptr))
-      refuse("{0}.{1} and {0}.{2} are both given; gate and up are either stacked or separate", name_, stacked_name,
-             gate != nullptr ? gate_name : up_name);
+      fail(EPX_ERROR_INVALID_ARGUMENT, "{0}.{1} and {0}.{2} are both given; gate and up are either stacked or separate",
+           name_, stacked_name, gate != nullptr ? gate_name : up_name);
     if (stacked != nullptr) {
       check(stacked, stacked_name.c_str(), {"2F", 2 * shape_.inner}, columns);
       gate_view = {data_of<T>(stacked), 2 * block};
@@ -77,13 +78,18 @@ private:
 } // namespace
 
 FfnShape make_ffn_shape(const epx_moe_ffn_config& config) {
-  if (config.num_local_experts < 0) refuse("num_local_experts is {}; it must not be negative", config.num_local_experts);
-  if (config.hidden_dim < 1) refuse("hidden_dim is {}; it must be at least 1 (it has no default)", config.hidden_dim);
-  if (config.ffn_dim < 1) refuse("ffn_dim is {}; it must be at least 1 (it has no default)", config.ffn_dim);
+  if (config.num_local_experts < 0)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "num_local_experts is {}; it must not be negative", config.num_local_experts);
+  if (config.hidden_dim < 1)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "hidden_dim is {}; it must be at least 1 (it has no default)", config.hidden_dim);
+  if (config.ffn_dim < 1)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "ffn_dim is {}; it must be at least 1 (it has no default)", config.ffn_dim);
   if (config.activation != EPX_MOE_SWIGLU && config.activation != EPX_MOE_GELU && config.activation != EPX_MOE_RELU2)
-    refuse("activation is {}; it must be an epx_moe_activation", static_cast<int>(config.activation));
+    fail(EPX_ERROR_INVALID_ARGUMENT, "activation is {}; it must be an epx_moe_activation",
+         static_cast<int>(config.activation));
   for (const int64_t reserved : config.reserved)
-    if (reserved != 0) refuse("a reserved field of the FFN's config is {}; it must be 0", reserved);
+    if (reserved != 0)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "a reserved field of the FFN's config is {}; it must be 0", reserved);
   return {config.num_local_experts, config.hidden_dim, config.ffn_dim, config.activation};
 }
 
@@ -92,9 +98,10 @@ FfnParams<T> view_params(const FfnShape& shape, const epx_moe_ffn_params* params
   require_struct(params, name);
   const bool has_gate_weight = params->gate_up_weight != nullptr || params->gate_weight != nullptr;
   const bool has_up_weight = params->gate_up_weight != nullptr || params->up_weight != nullptr;
-  if (shape.has_gate() && !has_gate_weight) refuse("{0}.gate_weight is NULL, and so is {0}.gate_up_weight", name);
-  if (!has_up_weight) refuse("{}.up_weight is NULL; it is required", name);
-  if (params->down_weight == nullptr) refuse("{}.down_weight is NULL; it is required", name);
+  if (shape.has_gate() && !has_gate_weight)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{0}.gate_weight is NULL, and so is {0}.gate_up_weight", name);
+  if (!has_up_weight) fail(EPX_ERROR_INVALID_ARGUMENT, "{}.up_weight is NULL; it is required", name);
+  if (params->down_weight == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "{}.down_weight is NULL; it is required", name);
   return Reader(shape, name, kDtypeOf<T>).template read<T>(*params);
 }
 
@@ -105,7 +112,8 @@ FfnParams<T> view_grads(const FfnShape& shape, const FfnParams<T>& params, const
   require_struct(grads, name);
   const FfnParams<T> views = Reader(shape, name, kDtypeOf<T>).template read<T>(*grads);
   const auto require_param = [&](const epx_tensor* bias, bool has_param, const char* member) {
-    if (bias != nullptr && !has_param) refuse("{}.{} is given, but params has no such bias", name, member);
+    if (bias != nullptr && !has_param)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "{}.{} is given, but params has no such bias", name, member);
   };
   const bool no_experts = shape.num_experts == 0; // then nothing is to be seen of a bias
   require_param(grads->gate_up_bias, no_experts || (params.gate_bias && params.up_bias), "gate_up_bias");
@@ -120,13 +128,15 @@ void validate(const Zones& zones, int num_experts, int64_t num_rows) {
     const int64_t first = zones.offsets[e];
     const int64_t last = zones.offsets[e + 1];
     const int64_t count = zones.counts[e];
-    if (first < 0) refuse("offsets[{}] is {}; it must not be negative", e, first);
-    if (last < first) refuse("offsets[{}] is {}, less than offsets[{}] = {}", e + 1, last, e, first);
+    if (first < 0) fail(EPX_ERROR_INVALID_ARGUMENT, "offsets[{}] is {}; it must not be negative", e, first);
+    if (last < first)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "offsets[{}] is {}, less than offsets[{}] = {}", e + 1, last, e, first);
     if (count < 0 || count > last - first)
-      refuse("counts[{}] is {}; its zone, rows {} to {}, has {}", e, count, first, last, last - first);
+      fail(EPX_ERROR_INVALID_ARGUMENT, "counts[{}] is {}; its zone, rows {} to {}, has {}", e, count, first, last,
+           last - first);
   }
   if (const int64_t used = zones.offsets[num_experts]; used < 0 || used > num_rows)
-    refuse("offsets[{}] is {}; there are {} rows", num_experts, used, num_rows);
+    fail(EPX_ERROR_INVALID_ARGUMENT, "offsets[{}] is {}; there are {} rows", num_experts, used, num_rows);
 }
 
 template FfnParams<float> view_params(const FfnShape&, const epx_moe_ffn_params*, const char*);

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "epx/epx_moe.h"
-#include "moe/base/tensors.h"
+#include "moe/tensors.h"
 
 namespace epx::moe {
 

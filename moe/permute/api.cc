@@ -3,11 +3,12 @@
 #include <initializer_list>
 #include <limits>
 
+#include "base/c_boundary.h"
 #include "epx/epx_moe.h"
-#include "moe/base/error.h"
-#include "moe/base/tensors.h"
 #include "moe/permute/permute.h"
+#include "moe/tensors.h"
 
+using namespace epx;
 using namespace epx::moe;
 
 namespace {
@@ -18,14 +19,16 @@ struct Routes {
 };
 Routes require_routes(const epx_tensor* tensor, const char* name, std::initializer_list<epx_dtype> dtypes) {
   require_tensor(tensor, name, dtypes, {{"T", kAnySize}, {"K", kAnySize}});
-  if (tensor->sizes[1] < 1) refuse("{} has K = {}; it must be at least 1", name, tensor->sizes[1]);
+  if (tensor->sizes[1] < 1)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{} has K = {}; it must be at least 1", name, tensor->sizes[1]);
   return {tensor->sizes[0], tensor->sizes[1]};
 }
 
 // Checks row_map[T, K] against rows whose first dimension has been checked.
 RowMap require_map(const epx_tensor* row_map, int64_t num_rows) {
   const auto [tokens, top_k] = require_routes(row_map, "row_map", {EPX_INT32});
-  if (num_rows > std::numeric_limits<int32_t>::max()) refuse("there are {} rows, more than an int32 can count", num_rows);
+  if (num_rows > std::numeric_limits<int32_t>::max())
+    fail(EPX_ERROR_INVALID_ARGUMENT, "there are {} rows, more than an int32 can count", num_rows);
   const RowMap map{data_of<int32_t>(row_map), tokens, top_k, num_rows};
   validate(map);
   return map;
@@ -33,7 +36,7 @@ RowMap require_map(const epx_tensor* row_map, int64_t num_rows) {
 
 // The H of a tensor of rows.
 int64_t require_hidden(const epx_tensor& rows, const char* name) {
-  if (rows.sizes[1] < 1) refuse("{} has H = {}; it must be at least 1", name, rows.sizes[1]);
+  if (rows.sizes[1] < 1) fail(EPX_ERROR_INVALID_ARGUMENT, "{} has H = {}; it must be at least 1", name, rows.sizes[1]);
   return rows.sizes[1];
 }
 
@@ -50,7 +53,7 @@ epx_status epx_moe_row_map(const epx_moe_row_map_args* args) {
   return at_c_boundary(__func__, [&] {
     require_args(args);
     const auto [tokens, top_k] = require_routes(args->topk_idx, "topk_idx", kInteger);
-    if (args->alignment < 0) refuse("alignment is {}; it must not be negative", args->alignment);
+    if (args->alignment < 0) fail(EPX_ERROR_INVALID_ARGUMENT, "alignment is {}; it must not be negative", args->alignment);
     require_tensor(args->counts, "counts", kInteger, {{"E", kAnySize}});
     const int64_t experts = args->counts->sizes[0];
     require_tensor(args->offsets, "offsets", {args->counts->dtype}, {{"E + 1", experts + 1}});

@@ -3,11 +3,12 @@
 #include <limits>
 #include <optional>
 
+#include "base/c_boundary.h"
 #include "epx/epx_moe.h"
-#include "moe/base/error.h"
-#include "moe/base/tensors.h"
 #include "moe/router/router.h"
+#include "moe/tensors.h"
 
+using namespace epx;
 using namespace epx::moe;
 
 namespace {
@@ -34,9 +35,10 @@ void require_selection(const epx_tensor* topk_idx, const epx_moe_router_config& 
       const int64_t expert = indices[first + k];
       for (int64_t j = 0; has_routes && j < k; ++j)
         if (indices[first + j] == expert)
-          refuse("topk_idx[{}, {}] and [{}, {}] are both {}; experts differ", t, j, t, k, expert);
+          fail(EPX_ERROR_INVALID_ARGUMENT, "topk_idx[{}, {}] and [{}, {}] are both {}; experts differ", t, j, t, k, expert);
       if (has_routes ? expert < 0 || expert >= config.num_experts : expert != -1)
-        refuse("topk_idx[{}, {}] is {}; a row has experts, 0..{}, or is all -1", t, k, expert, config.num_experts - 1);
+        fail(EPX_ERROR_INVALID_ARGUMENT, "topk_idx[{}, {}] is {}; a row has experts, 0..{}, or is all -1", t, k, expert,
+             config.num_experts - 1);
     }
   }
 }
@@ -46,7 +48,8 @@ ExpertLoad load_of(const epx_tensor* global_counts, int32_t num_experts) {
   const Integers counts(global_counts);
   for (int64_t i = 0; i < global_counts->sizes[0] * num_experts; ++i)
     if (counts[i] < 0)
-      refuse("global_counts[{}, {}] is {}; counts are not negative", i / num_experts, i % num_experts, counts[i]);
+      fail(EPX_ERROR_INVALID_ARGUMENT, "global_counts[{}, {}] is {}; counts are not negative", i / num_experts,
+           i % num_experts, counts[i]);
   return {counts, global_counts->sizes[0], num_experts};
 }
 
@@ -61,7 +64,7 @@ void require_finite_config(const epx_moe_router_config& config) {
 
 epx_status epx_moe_router_config_init(epx_moe_router_config* config) {
   return at_c_boundary(__func__, [&] {
-    if (config == nullptr) refuse("config is NULL");
+    if (config == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "config is NULL");
     *config = {};
     config->struct_size = sizeof(*config);
     config->num_groups = 1;
@@ -101,9 +104,10 @@ epx_status epx_moe_router_bwd(const epx_moe_router_config* config, const epx_moe
     allow_tensor(args->grad_topk_weights, "grad_topk_weights", {real}, {{"T", tokens}, {"K", config->top_k}});
     require_tensor(args->grad_logits, "grad_logits", {real}, {{"T", tokens}, {"E", config->num_experts}});
     if (config->aux_loss_coeff == 0 && args->global_counts != nullptr)
-      refuse("global_counts is given, but aux_loss_coeff is 0: there is no loss that needs it");
+      fail(EPX_ERROR_INVALID_ARGUMENT, "global_counts is given, but aux_loss_coeff is 0: there is no loss that needs it");
     if (config->aux_loss_coeff != 0 && args->global_counts == nullptr)
-      refuse("global_counts is NULL; aux_loss_coeff is {}, and that loss needs them", config->aux_loss_coeff);
+      fail(EPX_ERROR_INVALID_ARGUMENT, "global_counts is NULL; aux_loss_coeff is {}, and that loss needs them",
+           config->aux_loss_coeff);
     std::optional<ExpertLoad> load;
     if (config->aux_loss_coeff != 0) load = load_of(args->global_counts, config->num_experts);
     with_real(real, [&]<typename T>(T) {
@@ -135,7 +139,7 @@ epx_status epx_moe_bias_update(const epx_moe_bias_update_args* args) {
     require_tensor(args->global_counts, "global_counts", kInteger, {{"P", kAnySize}, {"E", kAnySize}});
     const int64_t columns = args->global_counts->sizes[1];
     if (columns < 1 || columns > std::numeric_limits<int32_t>::max())
-      refuse("global_counts has {} columns; it must have one for each expert", columns);
+      fail(EPX_ERROR_INVALID_ARGUMENT, "global_counts has {} columns; it must have one for each expert", columns);
     const auto experts = static_cast<int32_t>(columns);
     require_tensor(args->selection_bias, "selection_bias", kReal, {{"E", experts}});
     const ExpertLoad load = load_of(args->global_counts, experts);

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "epx/epx_moe.h"
-#include "moe/base/tensors.h"
+#include "moe/tensors.h"
 
 namespace epx::moe {
 

@@ -59,13 +59,15 @@ void make_row_map(Integers topk_idx, int64_t num_tokens, int64_t top_k, int64_t 
   for (int64_t i = 0; i < routes; ++i) {
     const int64_t expert = topk_idx[i];
     if (expert < -1 || expert >= num_experts)
-      refuse("topk_idx[{}, {}] is {}; it must be an expert, 0..{}, or -1", i / top_k, i % top_k, expert, num_experts - 1);
+      fail(EPX_ERROR_INVALID_ARGUMENT, "topk_idx[{}, {}] is {}; it must be an expert, 0..{}, or -1", i / top_k, i % top_k,
+           expert, num_experts - 1);
     if (expert >= 0) ++next[expert];
   }
   int64_t rows = 0;
   for (int64_t e = 0; e < num_experts; ++e)
     rows += (next[e] + alignment - 1) / alignment * alignment;
-  if (rows > std::numeric_limits<int32_t>::max()) refuse("{} rows are needed, more than an int32 can count", rows);
+  if (rows > std::numeric_limits<int32_t>::max())
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{} rows are needed, more than an int32 can count", rows);
 
   int64_t first = 0;
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -88,10 +90,12 @@ void validate(const RowMap& map) {
     for (int64_t k = 0; k < map.top_k; ++k) {
       const int32_t row = map.at(t, k);
       if (row < -1 || row >= map.num_rows)
-        refuse("row_map[{}, {}] is {}; there are {} rows (-1 means none)", t, k, row, map.num_rows);
+        fail(EPX_ERROR_INVALID_ARGUMENT, "row_map[{}, {}] is {}; there are {} rows (-1 means none)", t, k, row,
+             map.num_rows);
       if (row < 0) continue;
       if (is_taken[row])
-        refuse("row_map[{}, {}] is {}, as is an entry before it; each row belongs to one route", t, k, row);
+        fail(EPX_ERROR_INVALID_ARGUMENT, "row_map[{}, {}] is {}, as is an entry before it; each row belongs to one route",
+             t, k, row);
       is_taken[row] = true;
     }
   }

@@ -8,16 +8,13 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "base/error.h"
+#include "base/names.h"
 #include "epx/epx.hpp"
-#include "moe/base/error.h"
 
 namespace epx::moe {
 
-const char* name_of(epx_dtype dtype);
-
-int64_t element_bytes(epx_dtype dtype); // 0 for what is no dtype
-
-// The product of sizes that are not negative; refuses `name` when an int64 cannot hold it.
+// The product of sizes that are not negative; throws with `name` when an int64 cannot hold it.
 int64_t checked_product(std::initializer_list<int64_t> factors, const char* name);
 
 // The dtypes of what epx_moe.h calls real, and of indices and counts.
@@ -48,23 +45,24 @@ void require_both_or_neither(const epx_tensor* one, const char* one_name, const 
 template <typename T>
 void require_finite(double value, const char* name) {
   if (!std::isfinite(static_cast<T>(value)))
-    refuse("{} is {}; it must be finite, as a {} too", name, value, name_of(kDtypeOf<T>));
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{} is {}; it must be finite, as a {} too", name, value, name_of(kDtypeOf<T>));
 }
 
 // What every args struct has: itself, its size, and a stream that is NULL.
 template <typename Struct>
 void require_struct(const Struct* given, const char* name) {
-  if (given == nullptr) refuse("{} is NULL", name);
+  if (given == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "{} is NULL", name);
   if (given->struct_size != sizeof(Struct))
-    refuse(
-        "{0}.struct_size is {1}; this library expects {2}: set it to the size of the struct, and build against the header "
-        "of the library that is loaded",
-        name, given->struct_size, sizeof(Struct));
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "{0}.struct_size is {1}; this library expects {2}: set it to the size of the struct, and build against the header "
+         "of the library that is loaded",
+         name, given->struct_size, sizeof(Struct));
 }
 template <typename Args>
 void require_args(const Args* args) {
   require_struct(args, "args");
-  if (args->stream != nullptr) refuse("stream is {}; computation on the host has no streams, pass NULL", args->stream);
+  if (args->stream != nullptr)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "stream is {}; computation on the host has no streams, pass NULL", args->stream);
 }
 
 // The memory of a tensor that was checked; NULL for NULL.
