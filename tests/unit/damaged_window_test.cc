@@ -14,8 +14,8 @@
 #include <doctest/doctest.h>
 
 #include "base/error.h"
-#include "runtime/stages/host/call_protocol.h"
 #include "runtime/stages/host/host_stages.h"
+#include "runtime/stages/host/protocol/call_protocol.h"
 #include "runtime/status_board.h"
 
 namespace {

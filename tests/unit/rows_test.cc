@@ -14,7 +14,7 @@
 #endif
 
 #include "runtime/reference/reference.h"
-#include "runtime/stages/host/float_environment.h"
+#include "runtime/stages/host/rows/float_environment.h"
 #include "runtime/stages/host/rows/rows.h"
 
 namespace {

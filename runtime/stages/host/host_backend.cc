@@ -5,8 +5,8 @@
 
 #include "base/error.h"
 #include "runtime/allocations.h"
-#include "runtime/stages/host/call_protocol.h"
 #include "runtime/stages/host/host_stages.h"
+#include "runtime/stages/host/protocol/call_protocol.h"
 #include "runtime/status_board.h"
 #include "transport/host/host_transport.h"
 

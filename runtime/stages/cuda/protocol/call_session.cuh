@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The call session: how the kernels of all ranks make one call together. It is the protocol of
-// runtime/stages/host/call_protocol.h on GPUs.
+// runtime/stages/host/protocol/call_protocol.h on GPUs.
 //
 //   post      One block stores this rank's call descriptor in the window of every peer.
 //   enter     The entry barrier: every block waits until the descriptors of all peers are there. A peer that has posted call n

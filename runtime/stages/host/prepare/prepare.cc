@@ -2,13 +2,17 @@
 // prepare is a count exchange: ranks exchange their route counts, and each computes its own slots from the P x E matrix by a
 // stable counting sort. Then each stores the origins of the slots into the receivers' windows.
 
+#include "runtime/stages/host/prepare/prepare.h"
+
 #include <algorithm>
 #include <array>
 #include <cstring>
 
 #include <fmt/format.h>
 
-#include "runtime/stages/host/host_stages.h"
+#include "runtime/handle_checksum.h"
+#include "runtime/layout/handle_memory.h"
+#include "runtime/layout/slots.h"
 #include "runtime/stages/reports.h"
 
 namespace epx::host {
@@ -26,50 +30,49 @@ void store_count(const PrepareCall& call, void* tensor, int64_t index, int64_t v
     static_cast<int32_t*>(tensor)[index] = static_cast<int32_t>(value);
 }
 
-} // namespace
-
-const int32_t* HostStages::counts_of(int rank) const {
+const int32_t* counts_of(const HostGroup& group, int rank) {
   // There are two matrices, by parity of the call: a peer that is already in call n + 1 writes the other one.
-  const int64_t parity = static_cast<int64_t>(protocol_.sequence() & 1);
-  const int64_t row = parity * window_.num_ranks + rank;
-  return window_.local<int32_t>(context_.layout.counts.offset) + row * context_.shape.num_experts;
+  const int64_t parity = static_cast<int64_t>(group.protocol.sequence() & 1);
+  const int64_t row = parity * group.window.num_ranks + rank;
+  return group.window.local<int32_t>(group.context.layout.counts.offset) + row * group.context.shape.num_experts;
 }
 
-void HostStages::count_routes(const PrepareCall& call) {
-  std::fill(scratch_.route_counts.begin(), scratch_.route_counts.end(), 0);
+void count_routes(HostGroup& group, const PrepareCall& call) {
+  std::fill(group.scratch.route_counts.begin(), group.scratch.route_counts.end(), 0);
   const int64_t num_routes = call.num_tokens * call.top_k;
   int64_t bad = 0;
   int64_t first_bad = -1;
   for (int64_t route = 0; route < num_routes; ++route) {
     const int64_t expert = index_at(call, route);
-    if (expert >= 0 && expert < context_.shape.num_experts) {
-      ++scratch_.route_counts[static_cast<size_t>(expert)];
+    if (expert >= 0 && expert < group.context.shape.num_experts) {
+      ++group.scratch.route_counts[static_cast<size_t>(expert)];
     } else if (expert != -1) {
       if (bad++ == 0) first_bad = route;
     }
   }
   if (bad == 0) return;
-  status_.record(bad_index_event(protocol_.name(), bad, index_at(call, first_bad), first_bad / call.top_k,
-                                 first_bad % call.top_k, context_.shape.num_experts));
+  group.status.record(bad_index_event(group.protocol.name(), bad, index_at(call, first_bad), first_bad / call.top_k,
+                                      first_bad % call.top_k, group.context.shape.num_experts));
 }
 
-void HostStages::publish_counts() const {
-  const auto offset = reinterpret_cast<const std::byte*>(counts_of(window_.rank)) - window_.bases[window_.rank];
-  const size_t bytes = scratch_.route_counts.size() * sizeof(int32_t);
-  for (int peer = 0; peer < window_.num_ranks; ++peer)
-    std::memcpy(window_.at<int32_t>(peer, offset), scratch_.route_counts.data(), bytes);
+void publish_counts(const HostGroup& group) {
+  const auto offset =
+      reinterpret_cast<const std::byte*>(counts_of(group, group.window.rank)) - group.window.bases[group.window.rank];
+  const size_t bytes = group.scratch.route_counts.size() * sizeof(int32_t);
+  for (int peer = 0; peer < group.window.num_ranks; ++peer)
+    std::memcpy(group.window.at<int32_t>(peer, offset), group.scratch.route_counts.data(), bytes);
 }
 
 // Slots follow from the counts, so a peer's counts are checked against what it can have.
-void HostStages::require_sound_counts(const PrepareCall& call) {
-  const int64_t max_routes = static_cast<int64_t>(context_.shape.max_tokens_per_rank) * call.top_k;
-  for (int source = 0; source < context_.shape.num_ranks; ++source) {
+void require_sound_counts(const HostGroup& group, const PrepareCall& call) {
+  const int64_t max_routes = static_cast<int64_t>(group.context.shape.max_tokens_per_rank) * call.top_k;
+  for (int source = 0; source < group.context.shape.num_ranks; ++source) {
     int64_t routes = 0;
-    for (int expert = 0; expert < context_.shape.num_experts; ++expert) {
-      const int32_t count = counts_of(source)[expert];
+    for (int expert = 0; expert < group.context.shape.num_experts; ++expert) {
+      const int32_t count = counts_of(group, source)[expert];
       routes += count;
       if (count < 0 || routes > max_routes)
-        protocol_.fail_as_damaged(
+        group.protocol.fail_as_damaged(
             fmt::format("rank {} seems to have {} routes to expert {}, and {} up to there, of {} at most", source, count,
                         expert, routes, max_routes));
     }
@@ -78,16 +81,16 @@ void HostStages::require_sound_counts(const PrepareCall& call) {
 
 // Gives each route of this rank its slot, writes the routes into the handle memory, and the slots' origins into the windows
 // of the ranks that own the slots.
-void HostStages::assign_slots(const PrepareCall& call, HandleWriter& plan, int64_t& dropped) {
-  const GroupShape& shape = context_.shape;
+void assign_slots(HostGroup& group, const PrepareCall& call, HandleWriter& plan, int64_t& dropped) {
+  const GroupShape& shape = group.context.shape;
   const int64_t usable = usable_slots(shape.max_recv_tokens, call.alignment);
   for (int rank = 0; rank < shape.num_ranks; ++rank) {
     int64_t zone = 0;
-    for (int expert = experts_.first_expert(rank); expert < experts_.first_expert(rank + 1); ++expert) {
+    for (int expert = group.experts.first_expert(rank); expert < group.experts.first_expert(rank + 1); ++expert) {
       int64_t demand = 0;
       for (int source = 0; source < shape.num_ranks; ++source) {
-        if (source == window_.rank) scratch_.next_slot[static_cast<size_t>(expert)] = zone + demand;
-        demand += counts_of(source)[expert];
+        if (source == group.window.rank) group.scratch.next_slot[static_cast<size_t>(expert)] = zone + demand;
+        demand += counts_of(group, source)[expert];
       }
       zone += zone_rows(demand, call.alignment);
     }
@@ -102,12 +105,12 @@ void HostStages::assign_slots(const PrepareCall& call, HandleWriter& plan, int64
       const int64_t expert = index_at(call, token * call.top_k + k);
       routes[k] = {-1, -1, 0};
       if (expert < 0 || expert >= shape.num_experts) continue;
-      const int64_t slot = scratch_.next_slot[static_cast<size_t>(expert)]++;
+      const int64_t slot = group.scratch.next_slot[static_cast<size_t>(expert)]++;
       if (slot >= usable) {
         ++dropped;
         continue;
       }
-      routes[k] = {static_cast<int32_t>(slot), experts_.rank_of(static_cast<int>(expert)), 0};
+      routes[k] = {static_cast<int32_t>(slot), group.experts.rank_of(static_cast<int>(expert)), 0};
       ranks[static_cast<size_t>(num_ranks++)] = routes[k].rank;
     }
     std::sort(ranks.begin(), ranks.begin() + num_ranks);
@@ -122,10 +125,11 @@ void HostStages::assign_slots(const PrepareCall& call, HandleWriter& plan, int64
       if (route.slot < 0) continue;
       route.rank_ordinal = static_cast<int32_t>(std::lower_bound(ranks.begin(), ranks_end, route.rank) - ranks.begin());
       const auto rank_ordinal = static_cast<size_t>(route.rank_ordinal);
-      SlotRecord* record = &window_.at<LlSlotRecord>(route.rank, context_.layout.ll_slot_records.offset)[route.slot].record;
+      SlotRecord* record =
+          &group.window.at<LlSlotRecord>(route.rank, group.context.layout.ll_slot_records.offset)[route.slot].record;
       *record = {static_cast<int32_t>(token),
                  next_slot[rank_ordinal],
-                 static_cast<uint16_t>(window_.rank),
+                 static_cast<uint16_t>(group.window.rank),
                  static_cast<uint8_t>(k),
                  0,
                  static_cast<uint8_t>(rank_ordinal & 0x7f)};
@@ -138,17 +142,17 @@ void HostStages::assign_slots(const PrepareCall& call, HandleWriter& plan, int64
 }
 
 // Writes the zones of this rank's experts, and the outputs that follow from the counts alone.
-void HostStages::write_zone_tables(const PrepareCall& call, HandleWriter& plan, int64_t* info) const {
-  const int64_t usable = usable_slots(context_.shape.max_recv_tokens, call.alignment);
-  const int first = experts_.first_expert(window_.rank);
-  const int num_local_experts = experts_.num_local_experts(window_.rank);
+void write_zone_tables(const HostGroup& group, const PrepareCall& call, HandleWriter& plan, int64_t* info) {
+  const int64_t usable = usable_slots(group.context.shape.max_recv_tokens, call.alignment);
+  const int first = group.experts.first_expert(group.window.rank);
+  const int num_local_experts = group.experts.num_local_experts(group.window.rank);
   int64_t zone = 0;
   int64_t total_demand = 0;
   int64_t total_kept = 0;
   for (int expert = 0; expert < num_local_experts; ++expert) {
     int64_t demand = 0;
-    for (int source = 0; source < context_.shape.num_ranks; ++source)
-      demand += counts_of(source)[first + expert];
+    for (int source = 0; source < group.context.shape.num_ranks; ++source)
+      demand += counts_of(group, source)[first + expert];
     const int64_t kept = std::clamp<int64_t>(usable - zone, 0, demand);
     plan.zone_begin[expert] = static_cast<int32_t>(std::min(zone, usable));
     plan.zone_rows[expert] = static_cast<int32_t>(kept);
@@ -169,29 +173,29 @@ void HostStages::write_zone_tables(const PrepareCall& call, HandleWriter& plan, 
 }
 
 // Copies the slot records that the peers stored in the window into the handle memory; pads get kPadRecord.
-void HostStages::take_slot_records(const PrepareCall& call, HandleWriter& plan) {
-  const auto* window_records = window_.local<LlSlotRecord>(context_.layout.ll_slot_records.offset);
-  for (int expert = 0; expert < experts_.num_local_experts(window_.rank); ++expert) {
+void take_slot_records(const HostGroup& group, const PrepareCall& call, HandleWriter& plan) {
+  const auto* window_records = group.window.local<LlSlotRecord>(group.context.layout.ll_slot_records.offset);
+  for (int expert = 0; expert < group.experts.num_local_experts(group.window.rank); ++expert) {
     const int64_t end_of_rows = plan.zone_begin[expert] + plan.zone_rows[expert];
     for (int64_t slot = plan.zone_begin[expert]; slot < end_of_rows; ++slot) {
       const SlotRecord record = window_records[slot].record;
-      if (!is_sound(record, context_.shape, call.top_k, plan.header->rows_in_use))
-        protocol_.fail_as_damaged(fmt::format("the record of slot {} says rank {}, token {}, k {}, order {}, next slot {}",
-                                              slot, record.source, record.token, record.k, int{record.rank_ordinal},
-                                              record.next_slot));
+      if (!is_sound(record, group.context.shape, call.top_k, plan.header->rows_in_use))
+        group.protocol.fail_as_damaged(
+            fmt::format("the record of slot {} says rank {}, token {}, k {}, order {}, next slot {}", slot, record.source,
+                        record.token, record.k, int{record.rank_ordinal}, record.next_slot));
       plan.slot_records[slot] = record;
     }
     std::fill(plan.slot_records + end_of_rows, plan.slot_records + plan.zone_begin[expert + 1], kPadRecord);
   }
 }
 
-void HostStages::copy_outputs(const PrepareCall& call, const HandleWriter& plan) const {
-  const GroupShape& shape = context_.shape;
+void copy_outputs(const HostGroup& group, const PrepareCall& call, const HandleWriter& plan) {
+  const GroupShape& shape = group.context.shape;
   if (call.global_counts != nullptr)
     for (int rank = 0; rank < shape.num_ranks; ++rank)
       for (int expert = 0; expert < shape.num_experts; ++expert)
         store_count(call, call.global_counts, static_cast<int64_t>(rank) * shape.num_experts + expert,
-                    counts_of(rank)[expert]);
+                    counts_of(group, rank)[expert]);
   if (call.slot != nullptr)
     for (int64_t route = 0; route < call.num_tokens * call.top_k; ++route)
       call.slot[route] = plan.routes[route].slot;
@@ -206,43 +210,46 @@ void HostStages::copy_outputs(const PrepareCall& call, const HandleWriter& plan)
   }
 }
 
-void HostStages::prepare(const PrepareCall& call) {
-  HandleWriter plan(call.handle_mem, make_handle_layout(context_.shape, call.top_k));
-  protocol_.begin(EPX_OP_PREPARE);
-  count_routes(call);
-  publish_counts();
+} // namespace
+
+void prepare(HostGroup& group, const PrepareCall& call) {
+  const HandleLayout layout = make_handle_layout(group.context.shape, call.top_k);
+  HandleWriter plan(call.handle_mem, layout);
+  group.protocol.begin(EPX_OP_PREPARE);
+  count_routes(group, call);
+  publish_counts(group);
   CallDescriptor descriptor{};
   descriptor.top_k = call.top_k;
   descriptor.alignment = call.alignment;
-  protocol_.arrive(descriptor);
-  require_sound_counts(call);
+  group.protocol.arrive(descriptor);
+  require_sound_counts(group, call);
 
   std::array<int64_t, 5> info{};
   *plan.header = {};
-  write_zone_tables(call, plan, info.data());
-  assign_slots(call, plan, info[3]);
-  protocol_.complete();
+  write_zone_tables(group, call, plan, info.data());
+  assign_slots(group, call, plan, info[3]);
+  group.protocol.complete();
 
-  take_slot_records(call, plan);
+  take_slot_records(group, call, plan);
 
   HandleHeader header{};
   header.magic = kHandleMagic;
-  header.group_id = context_.group_id;
-  header.plan_id = protocol_.sequence();
+  header.group_id = group.context.group_id;
+  header.plan_id = group.protocol.sequence();
   header.num_tokens = call.num_tokens;
   header.rows_in_use = plan.header->rows_in_use;
   header.top_k = call.top_k;
   header.alignment = call.alignment;
-  header.rank = window_.rank;
+  header.rank = group.window.rank;
   header.checksum = header_checksum(header);
-  if (context_.checks_handle_mem) header.body_checksum = checksum_of_body(call.handle_mem, header);
+  if (group.context.checks_handle_mem) header.body_checksum = body_checksum(call.handle_mem, header, layout, group.context);
   *plan.header = header;
 
   if (call.info != nullptr) std::copy(info.begin(), info.end(), call.info);
-  copy_outputs(call, plan);
-  if (context_.overflow == EPX_OVERFLOW_ERROR && info[2] > 0)
-    status_.record(
-        overflow_event(protocol_.name(), {info[0], info[2], info[4]}, window_.rank, context_.shape.max_recv_tokens));
+  copy_outputs(group, call, plan);
+  if (group.context.overflow == EPX_OVERFLOW_ERROR && info[2] > 0)
+    group.status.record(overflow_event(group.protocol.name(), {info[0], info[2], info[4]}, group.window.rank,
+                                       group.context.shape.max_recv_tokens));
 }
 
 } // namespace epx::host

@@ -5,24 +5,24 @@
 // If a receiver's rows lie in registered memory, the sender stores each row at its slot. Otherwise the sender stages a token's
 // row once per receiver, and the receiver makes the copies.
 
+#include "runtime/stages/host/scatter/scatter.h"
+
 #include <array>
 #include <cstring>
 
-#include "base/names.h"
-#include "runtime/stages/host/float_environment.h"
-#include "runtime/stages/host/host_stages.h"
+#include "runtime/stages/host/movement.h"
+#include "runtime/stages/host/rows/float_environment.h"
 #include "runtime/stages/host/rows/rows.h"
 
 namespace epx::host {
+namespace {
 
-struct HostStages::ScatterInput {
+struct ScatterInput {
   const std::byte* rows;    // [T, H]
   const float* weights;     // [T, K]; may be NULL
   const std::byte* sidecar; // [T, sidecar_bytes]
   int64_t sidecar_bytes;    // 0: none
 };
-
-namespace {
 
 // A ReceivedRow is a row that has reached its slot's rank.
 struct ReceivedRow {
@@ -32,10 +32,11 @@ struct ReceivedRow {
   float weight;             // meaningful when weights travel
 };
 
-} // namespace
-
-void HostStages::send_token(const MovementCall& call, const ScatterInput& input, const Movement& movement, int64_t token) {
-  const WindowLayout& layout = context_.layout;
+void send_token(const Movement& movement, const ScatterInput& input, int64_t token) {
+  const MovementCall& call = movement.call;
+  const PeerWindow& window = movement.group.window;
+  const GroupShape& shape = movement.group.context.shape;
+  const WindowLayout& layout = movement.group.context.layout;
   const int64_t bytes = row_bytes(call);
   const std::byte* row = input.rows + token * bytes;
   std::array<int32_t, kMaxTopK> first_slot; // by rank ordinal of the receiver
@@ -48,41 +49,43 @@ void HostStages::send_token(const MovementCall& call, const ScatterInput& input,
     const uint64_t bit = uint64_t{1} << rank_ordinal;
     if ((seen & bit) == 0) first_slot[rank_ordinal] = route.slot;
     seen |= bit;
-    if (!is_live(route, movement.limits)) continue;
+    if (!movement.is_live(route)) continue;
 
-    std::byte* in_place = scratch_.rows_base[static_cast<size_t>(route.rank)];
+    std::byte* in_place = movement.rows_of(route.rank);
     if (in_place != nullptr) std::memcpy(in_place + route.slot * bytes, row, static_cast<size_t>(bytes));
     if ((staged & bit) == 0) {
       staged |= bit;
-      const int64_t staging_row =
-          scatter_staging_row(layout, context_.shape, window_.rank, token, first_slot[rank_ordinal]);
+      const int64_t staging_row = scatter_staging_row(layout, shape, window.rank, token, first_slot[rank_ordinal]);
       if (in_place == nullptr)
-        std::memcpy(window_.at<std::byte>(route.rank, layout.scatter_rows.offset + staging_row * layout.row_stride), row,
+        std::memcpy(window.at<std::byte>(route.rank, layout.scatter_rows.offset + staging_row * layout.row_stride), row,
                     static_cast<size_t>(bytes));
       if (input.sidecar_bytes > 0)
-        std::memcpy(window_.at<std::byte>(route.rank, layout.scatter_sidecars.offset + staging_row * layout.sidecar_stride),
+        std::memcpy(window.at<std::byte>(route.rank, layout.scatter_sidecars.offset + staging_row * layout.sidecar_stride),
                     input.sidecar + token * input.sidecar_bytes, static_cast<size_t>(input.sidecar_bytes));
     }
     if (input.weights != nullptr)
-      window_.at<float>(route.rank, layout.scatter_weights.offset)[route.slot] = input.weights[token * call.top_k + k];
+      window.at<float>(route.rank, layout.scatter_weights.offset)[route.slot] = input.weights[token * call.top_k + k];
   }
 }
 
-void HostStages::send_rows(const MovementCall& call, const ScatterInput& input, const Movement& movement) {
-  find_rows(call);
-  for (int64_t token = 0; token < call.num_tokens; ++token)
-    send_token(call, input, movement, token);
+void send_rows(const Movement& movement, const ScatterInput& input) {
+  for (int64_t token = 0; token < movement.call.num_tokens; ++token)
+    send_token(movement, input, token);
 }
 
 // Calls the receiver for every slot below N: store(ReceivedRow), or zero(slot) for pads and for rows whose source took part
 // without routes.
 template <typename Receiver>
-void HostStages::receive_rows(const MovementCall& call, const Movement& movement, const Receiver& receiver) const {
-  const WindowLayout& layout = context_.layout;
+void receive_rows(const Movement& movement, const Receiver& receiver) {
+  const MovementCall& call = movement.call;
+  const PeerWindow& window = movement.group.window;
+  const GroupShape& shape = movement.group.context.shape;
+  const WindowLayout& layout = movement.group.context.layout;
   const HandleReader& plan = movement.plan;
-  const std::byte* own_rows = scratch_.rows_base[static_cast<size_t>(window_.rank)];
-  const auto* weights = window_.local<float>(layout.scatter_weights.offset);
-  const int num_local_experts = experts_.num_local_experts(window_.rank);
+  const int64_t bytes = row_bytes(call);
+  const std::byte* own_rows = movement.rows_of(window.rank);
+  const auto* weights = window.local<float>(layout.scatter_weights.offset);
+  const int num_local_experts = movement.group.experts.num_local_experts(window.rank);
   HandleLimits::Zone zone{};
   for (int expert = 0; expert < num_local_experts; ++expert) {
     zone = movement.limits.zone(plan.zone_begin, plan.zone_rows, expert, zone.end);
@@ -90,18 +93,18 @@ void HostStages::receive_rows(const MovementCall& call, const Movement& movement
       const SlotRecord& record = plan.slot_records[first_slot];
       if (record.first == 0) continue; // the chain of its token reaches this slot
       if (!movement.limits.has_origin(record)) continue;
-      const int64_t staging_row = scatter_staging_row(layout, context_.shape, record.source, record.token, first_slot);
-      const auto* staged_row = window_.local<std::byte>(layout.scatter_rows.offset + staging_row * layout.row_stride);
-      const auto* sidecar = window_.local<std::byte>(layout.scatter_sidecars.offset + staging_row * layout.sidecar_stride);
+      const int64_t staging_row = scatter_staging_row(layout, shape, record.source, record.token, first_slot);
+      const auto* staged_row = window.local<std::byte>(layout.scatter_rows.offset + staging_row * layout.row_stride);
+      const auto* sidecar = window.local<std::byte>(layout.scatter_sidecars.offset + staging_row * layout.sidecar_stride);
       for (SlotChain chain(movement.limits, plan.slot_records, static_cast<int32_t>(first_slot)); chain.has_slot();
            chain.advance()) {
         const int64_t slot = chain.slot();
         if (slot >= call.recv_rows) continue;
-        if (!is_active(record.source)) {
+        if (!movement.is_active(record.source)) {
           receiver.zero(slot);
           continue;
         }
-        const std::byte* row = own_rows != nullptr ? own_rows + slot * row_bytes(call) : staged_row;
+        const std::byte* row = own_rows != nullptr ? own_rows + slot * bytes : staged_row;
         receiver.store(ReceivedRow{slot, row, sidecar, weights[slot]});
       }
     }
@@ -111,15 +114,13 @@ void HostStages::receive_rows(const MovementCall& call, const Movement& movement
 }
 
 template <typename Receiver>
-void HostStages::scatter(const MovementCall& call, const ScatterInput& input, CallDescriptor descriptor,
-                         const Receiver& receiver) {
-  const Movement movement = begin_movement(call, descriptor);
-  if (movement.takes_part) send_rows(call, input, movement);
-  protocol_.complete();
-  if (movement.takes_part) receive_rows(call, movement, receiver);
+void scatter(HostGroup& group, const MovementCall& call, const ScatterInput& input, const CallDescriptor& descriptor,
+             const Receiver& receiver) {
+  const Movement movement = begin_movement(group, call, descriptor);
+  if (movement.takes_part) send_rows(movement, input);
+  group.protocol.complete();
+  if (movement.takes_part) receive_rows(movement, receiver);
 }
-
-namespace {
 
 struct DispatchReceiver {
   const DispatchCall& call;
@@ -166,20 +167,20 @@ struct CombineBwdReceiver {
 
 } // namespace
 
-void HostStages::dispatch(const DispatchCall& call) {
-  CallDescriptor descriptor = make_descriptor(call, call.recv_tokens, nullptr);
+void dispatch(HostGroup& group, const DispatchCall& call) {
+  CallDescriptor descriptor = make_descriptor(group, call, call.recv_tokens, nullptr);
   descriptor.weights = call.topk_weights != nullptr ? 1 : 0;
   descriptor.sidecar_bytes = call.sidecar_bytes;
   const ScatterInput input{call.tokens, call.topk_weights, call.sidecar, call.sidecar_bytes};
-  scatter(call, input, descriptor, DispatchReceiver{call, row_bytes(call)});
+  scatter(group, call, input, descriptor, DispatchReceiver{call, row_bytes(call)});
 }
 
-void HostStages::combine_bwd(const CombineBwdCall& call) {
+void combine_bwd(HostGroup& group, const CombineBwdCall& call) {
   const DefaultFloatEnvironment environment;
-  CallDescriptor descriptor = make_descriptor(call, call.grad_expert_out, nullptr);
+  CallDescriptor descriptor = make_descriptor(group, call, call.grad_expert_out, nullptr);
   descriptor.weights = (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0);
   const ScatterInput input{call.grad_out, nullptr, nullptr, 0};
-  scatter(call, input, descriptor, CombineBwdReceiver{call, row_bytes(call)});
+  scatter(group, call, input, descriptor, CombineBwdReceiver{call, row_bytes(call)});
 }
 
 } // namespace epx::host

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "runtime/stages/host/call_protocol.h"
+#include "runtime/stages/host/protocol/call_protocol.h"
 
 #include <array>
 #include <atomic>

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gather moves rows from slots to their tokens' home ranks and sums them. combine weighs the rows; dispatch_bwd does not, and
+// carries the weights' gradients home.
+//
+// In precision wire the experts' rank sums its slots of a token and sends one partial row. In precision exact it sends each
+// slot's row and weight. A staged row's place depends only on the token and the rank ordinal (wire), or on the route (exact).
+//
+// When the rows of all ranks lie in registered memory, nothing is staged: the home rank computes the same sums in the same
+// order, and reads the rows where they are.
+
+#include "runtime/stages/host/gather/gather.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "runtime/stages/host/gather/row_sums.h"
+#include "runtime/stages/host/movement.h"
+#include "runtime/stages/host/rows/float_environment.h"
+
+namespace epx::host {
+namespace {
+
+struct GatherTensors {
+  const std::byte* rows;        // [N, H]
+  const float* row_weights;     // [N]; applied in the sum; may be NULL
+  const float* carried_weights; // [N]; carried home beside the rows; may be NULL
+  std::byte* out;               // [T, H]
+  float* carried_out;           // [T, K]; NULL iff carried_weights is
+};
+
+void send_partials_home(const Movement& movement, const GatherTensors& tensors) {
+  const MovementCall& call = movement.call;
+  const HandleReader& plan = movement.plan;
+  const GroupContext& context = movement.group.context;
+  const int64_t bytes = row_bytes(call);
+  const bool weighted = tensors.row_weights != nullptr;
+  RowSums sums(call.dtype, call.hidden, weighted);
+  for (int64_t first_slot = 0; first_slot < plan.header->rows_in_use; ++first_slot) {
+    const SlotRecord& record = plan.slot_records[first_slot];
+    if (record.first == 0 || !movement.limits.has_origin(record) || !movement.is_active(record.source)) continue;
+    const int rank_ordinal = movement.limits.rank_ordinal(record.rank_ordinal);
+    const int64_t home_row = partial_staging_row(context.shape, record.token, call.top_k, rank_ordinal);
+    RowSum& partial = sums.next(movement.group.window.at<std::byte>(
+        record.source, context.layout.gather_rows.offset + home_row * context.layout.row_stride));
+    for (SlotChain chain(movement.limits, plan.slot_records, static_cast<int32_t>(first_slot)); chain.has_slot();
+         chain.advance())
+      if (const int64_t slot = chain.slot(); slot < call.recv_rows)
+        partial.add(tensors.rows + slot * bytes, weighted ? tensors.row_weights[slot] : 1.0f);
+    if (partial.num_rows > 0) sums.submit_next();
+  }
+  sums.finish();
+}
+
+void send_weights_home(const Movement& movement, const float* weights) {
+  const MovementCall& call = movement.call;
+  const HandleReader& plan = movement.plan;
+  const int64_t offset = movement.group.context.layout.gather_weights.offset;
+  const int64_t rows = std::min(call.recv_rows, plan.header->rows_in_use);
+  for (int64_t slot = 0; slot < rows; ++slot) {
+    const SlotRecord& record = plan.slot_records[slot];
+    if (!movement.limits.has_origin(record) || !movement.is_active(record.source)) continue;
+    const int64_t route = route_index(record.token, call.top_k, movement.limits.k(record.k));
+    movement.group.window.at<float>(record.source, offset)[route] = weights[slot];
+  }
+}
+
+void send_routes_home(const Movement& movement, const GatherTensors& tensors) {
+  const MovementCall& call = movement.call;
+  const HandleReader& plan = movement.plan;
+  const WindowLayout& layout = movement.group.context.layout;
+  const int64_t bytes = row_bytes(call);
+  const int64_t rows = std::min(call.recv_rows, plan.header->rows_in_use);
+  for (int64_t slot = 0; slot < rows; ++slot) {
+    const SlotRecord& record = plan.slot_records[slot];
+    if (!movement.limits.has_origin(record) || !movement.is_active(record.source)) continue;
+    const int64_t home_row = route_index(record.token, call.top_k, movement.limits.k(record.k));
+    std::memcpy(
+        movement.group.window.at<std::byte>(record.source, layout.gather_rows.offset + home_row * layout.row_stride),
+        tensors.rows + slot * bytes, static_cast<size_t>(bytes));
+  }
+  if (tensors.row_weights != nullptr) send_weights_home(movement, tensors.row_weights);
+}
+
+// Calls add_rows(sum, token) for each token, and computes the sums of the rows that it adds.
+template <typename AddRows>
+void sum_tokens(const MovementCall& call, const GatherTensors& tensors, bool weighted, const AddRows& add_rows) {
+  const int64_t bytes = row_bytes(call);
+  RowSums sums(call.dtype, call.hidden, weighted);
+  for (int64_t token = 0; token < call.num_tokens; ++token) {
+    add_rows(sums.next(tensors.out + token * bytes), token);
+    sums.submit_next();
+  }
+  sums.finish();
+}
+
+// Sums the partial rows, or the routes' rows, that the peers have staged here.
+void sum_at_home(const Movement& movement, const GatherTensors& tensors) {
+  const MovementCall& call = movement.call;
+  const PeerWindow& window = movement.group.window;
+  const GroupShape& shape = movement.group.context.shape;
+  const WindowLayout& layout = movement.group.context.layout;
+  const bool exact = shape.precision == EPX_COMBINE_EXACT;
+  const auto* staging = window.local<std::byte>(layout.gather_rows.offset);
+  const auto* staged_weights = window.local<float>(layout.gather_weights.offset);
+  sum_tokens(call, tensors, exact && tensors.row_weights != nullptr, [&](RowSum& sum, int64_t token) {
+    const Route* routes = movement.plan.routes + token * call.top_k;
+    uint64_t partials = 0; // one bit for each rank that sent one, by rank ordinal, which ascends with the rank
+    for (int k = 0; k < call.top_k; ++k) {
+      if (!movement.is_live(routes[k])) continue;
+      const int64_t index = route_index(token, call.top_k, k);
+      if (exact) sum.add(staging + index * layout.row_stride, staged_weights[index]);
+      partials |= uint64_t{1} << movement.limits.rank_ordinal(routes[k].rank_ordinal);
+    }
+    if (exact) return;
+    for (; partials != 0; partials &= partials - 1) {
+      const int64_t row = partial_staging_row(shape, token, call.top_k, __builtin_ctzll(partials));
+      sum.add(staging + row * layout.row_stride, 1.0f);
+    }
+  });
+}
+
+// Returns whether the rows of all ranks, and their weights, lie in registered memory, where every rank can read them.
+bool all_rows_are_registered(const HostGroup& group, const GatherTensors& tensors) {
+  const auto are_registered = [&](const CallDescriptor& descriptor) {
+    return descriptor.recv_rows == 0 ||
+           (descriptor.rows_allocation >= 0 && (tensors.row_weights == nullptr || descriptor.weights_allocation >= 0));
+  };
+  for (int rank = 0; rank < group.window.num_ranks; ++rank)
+    if (!are_registered(group.protocol.descriptor_of(rank))) return false;
+  return true;
+}
+
+// Computes the same sums in the same order without staging, from the rows where they lie on their ranks.
+void sum_in_place(const Movement& movement, const GatherTensors& tensors) {
+  const MovementCall& call = movement.call;
+  const bool exact = movement.group.context.shape.precision == EPX_COMBINE_EXACT;
+  const bool weighted = tensors.row_weights != nullptr;
+  const int64_t bytes = row_bytes(call);
+  sum_tokens(call, tensors, weighted, [&](RowSum& sum, int64_t token) {
+    const Route* routes = movement.plan.routes + token * call.top_k;
+    const auto add = [&](const Route& route) {
+      sum.add(movement.rows_of(route.rank) + route.slot * bytes,
+              weighted ? movement.weights_of(route.rank)[route.slot] : 1.0f);
+    };
+    uint64_t partials = 0; // one bit for each rank that has rows, by rank ordinal, which ascends with the rank
+    for (int k = 0; k < call.top_k; ++k) {
+      if (!movement.is_live(routes[k])) continue;
+      if (exact) add(routes[k]);
+      partials |= uint64_t{1} << movement.limits.rank_ordinal(routes[k].rank_ordinal);
+    }
+    if (exact) return;
+    for (; partials != 0; partials &= partials - 1) {
+      const int rank_ordinal = __builtin_ctzll(partials);
+      for (int k = 0; k < call.top_k; ++k)
+        if (movement.is_live(routes[k]) && movement.limits.rank_ordinal(routes[k].rank_ordinal) == rank_ordinal)
+          add(routes[k]);
+      sum.end_group();
+    }
+  });
+}
+
+void collect_weights_at_home(const Movement& movement, const GatherTensors& tensors) {
+  const MovementCall& call = movement.call;
+  const auto* staged = movement.group.window.local<float>(movement.group.context.layout.gather_weights.offset);
+  for (int64_t route = 0; route < call.num_tokens * call.top_k; ++route)
+    tensors.carried_out[route] = movement.is_live(movement.plan.routes[route]) ? staged[route] : 0.0f;
+}
+
+void gather(HostGroup& group, const MovementCall& call, const GatherTensors& tensors, const CallDescriptor& descriptor) {
+  const DefaultFloatEnvironment environment;
+  const Movement movement = begin_movement(group, call, descriptor);
+  const bool are_registered = all_rows_are_registered(group, tensors); // the same on all ranks
+  if (movement.takes_part) {
+    if (are_registered)
+      sum_in_place(movement, tensors);
+    else if (group.context.shape.precision == EPX_COMBINE_EXACT)
+      send_routes_home(movement, tensors);
+    else
+      send_partials_home(movement, tensors);
+    if (tensors.carried_weights != nullptr) send_weights_home(movement, tensors.carried_weights);
+  }
+  group.protocol.complete(); // after it all staged rows are here, and all rows that are read in place have been read
+  if (!movement.takes_part) return;
+  if (!are_registered) sum_at_home(movement, tensors);
+  if (tensors.carried_out != nullptr) collect_weights_at_home(movement, tensors);
+}
+
+} // namespace
+
+void combine(HostGroup& group, const CombineCall& call) {
+  CallDescriptor descriptor = make_descriptor(group, call, call.expert_out, call.recv_weights);
+  descriptor.weights = call.recv_weights != nullptr ? 1 : 0;
+  gather(group, call, {call.expert_out, call.recv_weights, nullptr, call.out, nullptr}, descriptor);
+}
+
+void dispatch_bwd(HostGroup& group, const DispatchBwdCall& call) {
+  CallDescriptor descriptor = make_descriptor(group, call, call.grad_recv, nullptr);
+  descriptor.weights = call.grad_recv_weights != nullptr ? 2 : 0;
+  gather(group, call, {call.grad_recv, nullptr, call.grad_recv_weights, call.grad_tokens, call.grad_topk_weights},
+         descriptor);
+}
+
+} // namespace epx::host

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// A movement: what scatter and gather have in common. It reads the plan in the handle memory, and decides which ranks take part
+// and which routes are live in this call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/dtypes.h"
+#include "runtime/layout/handle_limits.h"
+#include "runtime/layout/handle_memory.h"
+#include "runtime/layout/slots.h"
+#include "runtime/stages/host/protocol/host_group.h"
+#include "runtime/stages/stages.h"
+
+namespace epx::host {
+
+inline int64_t row_bytes(const MovementCall& call) {
+  return call.hidden * element_bytes(call.dtype);
+}
+
+// A Movement is one movement in progress, after its entry barrier.
+struct Movement {
+  const HostGroup& group;
+  const MovementCall& call;
+  HandleReader plan;
+  HandleLimits limits; // clamps what the plan says
+  bool takes_part;     // false: the handle memory is not this call's; outputs stay untouched
+
+  bool is_active(int rank) const { return group.scratch.active[static_cast<size_t>(rank)] != 0; }
+  // Returns whether a route takes part in this call: prepare kept it, its rank is active, and its slot is below that rank's N.
+  bool is_live(const Route& route) const {
+    return limits.is_route(route) && is_active(route.rank) &&
+           route.slot < group.protocol.descriptor_of(route.rank).recv_rows;
+  }
+  // Return a rank's receive rows and weights in registered memory; NULL where they are not in any.
+  std::byte* rows_of(int rank) const { return group.scratch.rows_base[static_cast<size_t>(rank)]; }
+  const float* weights_of(int rank) const { return group.scratch.weights_base[static_cast<size_t>(rank)]; }
+};
+
+// Makes this rank's call descriptor, which names the allocations in which its receive rows (and weights) lie, if they lie in
+// any: peers access those in place.
+CallDescriptor make_descriptor(const HostGroup& group, const MovementCall& call, const std::byte* rows,
+                               const float* weights);
+
+// Begins the call and passes its entry barrier, with a descriptor whose other fields this fills in. The group and the call must
+// outlive the Movement.
+Movement begin_movement(HostGroup& group, const MovementCall& call, CallDescriptor descriptor);
+
+} // namespace epx::host
