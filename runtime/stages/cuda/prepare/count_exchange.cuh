@@ -6,209 +6,228 @@
 
 namespace epx::cuda {
 
-class CountExchange : public SlotAssignment<CountExchange> {
-public:
-  static constexpr bool kWritesLocally = false;
+// The matrix of counts is double-buffered by the parity of the call: a peer that is already in call n + 1 writes the other one.
+__device__ __forceinline__ LlPacket8* counts_of(const PrepareContext& c, int owner, int source) {
+  const int64_t row = c.call.parity() * c.shape.num_ranks + source;
+  return c.group.window().at<LlPacket8>(owner, c.layout.counts.offset) + row * c.shape.num_experts;
+}
+// The caller has waited for the count before.
+__device__ __forceinline__ int32_t count_of(const PrepareContext& c, int source, int expert) {
+  return load_packet_relaxed_sys(&counts_of(c, c.call.rank(), source)[expert]).value;
+}
 
-  __device__ explicit CountExchange(const PrepareCta& cta) : SlotAssignment(cta) {}
+// The LL packets of the records of the slots of `owner`, and of the first slots there of `source`'s tokens, in its window.
+__device__ __forceinline__ LlSlotRecord* records_at(const PrepareContext& c, int owner) {
+  return c.group.window().at<LlSlotRecord>(owner, c.layout.ll_slot_records.offset);
+}
+__device__ __forceinline__ LlPacket8* first_slots_at(const PrepareContext& c, int owner, int source) {
+  return c.group.window().at<LlPacket8>(owner, c.layout.first_slots.offset) + int64_t{source} * c.shape.max_tokens_per_rank;
+}
 
-  // Returns false, the same in all threads, when the group has failed.
-  __device__ bool count_and_publish() {
-    count();
-    return publish();
+// prepare_scratch has the counts of each block [blocks, E + 2], whose last two columns are its BadIndices, and then the routes
+// that the blocks before each block have [blocks, E].
+__device__ __forceinline__ LlPacket8* block_counts(const PrepareContext& c, int block) {
+  return c.group.prepare_scratch + int64_t{block} * (c.shape.num_experts + 2);
+}
+__device__ __forceinline__ LlPacket8* routes_before(const PrepareContext& c, int block) {
+  return block_counts(c, static_cast<int>(gridDim.x)) + int64_t{block} * c.shape.num_experts;
+}
+
+// One warp of the grid adds up and reports the bad indices of all blocks; `packets` are those of block 0, and `stride` leads to
+// those of the next block. The warp does not poll before wait_long: its block has just waited for the counts of all blocks,
+// which are stored right before these packets.
+__device__ __noinline__ inline void report_bad_indices_of_blocks(const CallContext& call, const PrepareCall& args,
+                                                                 const LlPacket8* packets, int stride) {
+  BadIndices sum{0, 0};
+#pragma unroll 1
+  for (int block = lane(); block < static_cast<int>(gridDim.x); block += kWarp) {
+    const LlPacket8* const bad = packets + int64_t{block} * stride;
+    if (!wait_long(call, &bad[0].epoch, call.rank(), EPX_PHASE_COMPLETE) ||
+        !wait_long(call, &bad[1].epoch, call.rank(), EPX_PHASE_COMPLETE))
+      break;
+    sum.number += load_packet_relaxed_sys(&bad[0]).value;
+    sum.first_inverted = max(sum.first_inverted, static_cast<unsigned>(load_packet_relaxed_sys(&bad[1]).value));
+  }
+  for (int distance = 1; distance < kWarp; distance *= 2) {
+    sum.number += __shfl_xor_sync(~0u, sum.number, distance);
+    sum.first_inverted = max(sum.first_inverted, __shfl_xor_sync(~0u, sum.first_inverted, distance));
+  }
+  if (lane() == 0) report_bad_indices(call, args, sum);
+}
+
+// Before the entry barrier if this rank's routes do not fit the routing all-gather, otherwise behind it. Returns false, the
+// same in all threads, when the group has failed.
+__device__ __forceinline__ bool publish_counts(const PrepareContext& c) {
+  const int num_experts = c.shape.num_experts;
+  const int num_blocks = static_cast<int>(gridDim.x);
+  const int warp = threadIdx.x / kWarp;
+
+  // Count the routes of this block's tokens by expert.
+#pragma unroll 1
+  for (int e = threadIdx.x; e < num_experts; e += kThreads)
+    c.next[e] = 0;
+  if (threadIdx.x == 0) c.shared.bad_indices = {0, 0};
+  __syncthreads();
+  const TokenRange tokens = partition_tokens(c.args.num_tokens, gridDim.x);
+#pragma unroll 1
+  for (int64_t route = int64_t{tokens.begin} * c.args.top_k + threadIdx.x; route < int64_t{tokens.end} * c.args.top_k;
+       route += kThreads) {
+    if (const int expert = expert_of_route(c, route); expert >= 0)
+      atomicAdd(&c.next[expert], 1);
+    else
+      count_if_bad(c, route);
+  }
+  __syncthreads();
+  LlPacket8* const own_counts = block_counts(c, static_cast<int>(blockIdx.x));
+#pragma unroll 1
+  for (int e = threadIdx.x; e < num_experts; e += kThreads)
+    store_packet(c, &own_counts[e], c.next[e]);
+  if (threadIdx.x == 0) {
+    store_packet(c, &own_counts[num_experts], c.shared.bad_indices.number);
+    store_packet(c, &own_counts[num_experts + 1], static_cast<int32_t>(c.shared.bad_indices.first_inverted));
   }
 
-  // Computes next_, demand_ and zone_. Returns false, the same in all threads, when the group has failed.
-  __device__ bool find_bases() {
-    bool ok = true;
+  // This block adds up the counts of some experts over all blocks.
+  const int per_block = (num_experts + num_blocks - 1) / num_blocks;
+  const int first_expert = min(static_cast<int>(blockIdx.x) * per_block, num_experts);
+  const int experts = min(per_block, num_experts - first_expert);
+  int32_t* const counts = c.warp_base; // [experts, num_blocks]
+  bool ok = true;
 #pragma unroll 1
-    for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
-      demand_[e] = 0;
-      if (ok) ok = wait_for(&routes_before(blockIdx.x)[e], call_.rank(), next_[e]);
+  for (int i = threadIdx.x; i < experts * num_blocks && ok; i += kThreads) {
+    const int block = i / experts;
+    const int expert = i % experts;
+    ok = wait_for_packet(c, &block_counts(c, block)[first_expert + expert], c.call.rank(),
+                         counts[expert * num_blocks + block]);
+  }
+  if (__syncthreads_and(ok ? 1 : 0) == 0) return false;
+#pragma unroll 1
+  for (int expert = warp; expert < experts; expert += kWarps) {
+    int32_t total = 0;
+#pragma unroll 1
+    for (int begin = 0; begin < num_blocks; begin += kWarp) {
+      const int block = begin + lane();
+      const int32_t count = block < num_blocks ? counts[expert * num_blocks + block] : 0;
+      const int32_t sum = inclusive_sum(count);
+      if (block < num_blocks) store_packet(c, &routes_before(c, block)[first_expert + expert], total + sum - count);
+      total += __shfl_sync(~0u, sum, kWarp - 1);
+    }
+#pragma unroll 1
+    for (int peer = lane(); peer < c.shape.num_ranks; peer += kWarp)
+      store_packet(c, &counts_of(c, peer, c.call.rank())[first_expert + expert], total);
+  }
+  if (blockIdx.x == 0 && warp == kWarps - 1)
+    report_bad_indices_of_blocks(c.call.context(), c.args, block_counts(c, 0) + num_experts, num_experts + 2);
+  return true;
+}
+
+// Returns the rank whose route to the expert has this index in its zone.
+__device__ __forceinline__ int source_of(const PrepareContext& c, int expert, int32_t index) {
+  int64_t before = 0;
+  int source = 0;
+#pragma unroll 1
+  for (; source < c.shape.num_ranks - 1; ++source) {
+    before += count_of(c, source, expert);
+    if (index < before) break;
+  }
+  return source;
+}
+
+// Behind the entry barrier: this rank's counts are published.
+__device__ __forceinline__ void count_exchange(const PrepareContext& c) {
+  const int num_experts = c.shape.num_experts;
+  const int num_counts = c.shape.num_ranks * num_experts;
+  const int own_rank = c.call.rank();
+
+  // Find the bases: `next` becomes the slot of this block's first route to each expert. In a zone the routes of the ranks
+  // before this one come first, and then those of the blocks before this one.
+  bool ok = true;
+#pragma unroll 1
+  for (int e = threadIdx.x; e < num_experts && ok; e += kThreads) {
+    c.demand[e] = 0;
+    ok = wait_for_packet(c, &routes_before(c, static_cast<int>(blockIdx.x))[e], own_rank, c.next[e]);
+  }
+  __syncthreads();
+  // A count from the window, where anything may lie, is clamped to the routes that a rank can have to an expert.
+  const auto max_routes = static_cast<uint32_t>(c.shape.max_tokens_per_rank * c.args.top_k);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < num_counts && ok; i += kThreads) {
+    const int source = i / num_experts;
+    const int e = i % num_experts;
+    int32_t count = 0;
+    ok = wait_for_packet(c, &counts_of(c, own_rank, source)[e], source, count);
+    if (count == 0) continue;
+    const auto routes = static_cast<int32_t>(min(static_cast<uint32_t>(count), max_routes));
+    atomicAdd(&c.demand[e], routes);
+    if (source < own_rank) atomicAdd(&c.next[e], routes);
+  }
+  if (__syncthreads_and(ok ? 1 : 0) == 0) return;
+  find_zones(c);
+#pragma unroll 1
+  for (int e = threadIdx.x; e < num_experts; e += kThreads) {
+    c.next[e] += c.zone[e];
+    if (blockIdx.x == 0) count_dropped(c, c.next[e], count_of(c, own_rank, e)); // block 0 has this rank's first routes
+  }
+  __syncthreads();
+
+  // Assign the slots of this rank's tokens, and store LL packets in the windows, this rank's included: the record of each slot
+  // on its rank, and each token's first slot, or -1, on every rank.
+  const TokenRange tokens = partition_tokens(c.args.num_tokens, gridDim.x);
+  const uint32_t tile_tokens = kThreads / c.args.top_k;
+#pragma unroll 1
+  for (uint32_t begin = tokens.begin; begin < tokens.end; begin += tile_tokens) {
+    const uint32_t end = min(begin + tile_tokens, tokens.end);
+    const uint32_t token = begin + threadIdx.x / c.args.top_k;
+    const int k = threadIdx.x % c.args.top_k;
+    assign_tile(c, token < end ? expert_of_route(c, route_index(token, c.args.top_k, k)) : -1);
+    if (token < end) {
+      const SlotRecord record = record_of_route(c, own_rank, static_cast<int>(token), k);
+      store_own_route(c, record);
+      if (const int32_t slot = c.shared.tile_slots[threadIdx.x]; slot >= 0)
+        store_packet_relaxed_sys(records_at(c, c.shared.tile_ranks[threadIdx.x]) + slot,
+                                 LlSlotRecord{record, c.call.epoch()});
+    }
+    const int num_tokens = static_cast<int>(end - begin);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < num_tokens * c.shape.num_ranks; i += kThreads) { // neighbouring threads' stores coalesce
+      const int rank = i / num_tokens;
+      const int in_tile = i % num_tokens;
+      store_packet(c, first_slots_at(c, rank, own_rank) + begin + in_tile, first_slot_of(c, in_tile, rank));
     }
     __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < shape_.num_ranks * num_experts() && ok; i += kThreads) {
-      const int source = i / num_experts();
-      const int e = i % num_experts();
-      int32_t routes = 0;
-      ok = wait_for(&counts_of(call_.rank(), source)[e], source, routes);
-      if (routes == 0) continue;
-      routes = bounded_count(routes);
-      atomicAdd(&demand_[e], routes);
-      if (source < call_.rank()) atomicAdd(&next_[e], routes);
-    }
-    if (__syncthreads_and(ok ? 1 : 0) == 0) return false;
-    find_zones();
-#pragma unroll 1
-    for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
-      next_[e] += zone_[e];
-      if (blockIdx.x == 0) count_dropped(next_[e], count_of(call_.rank(), e)); // block 0 has this rank's first routes
-    }
-    __syncthreads();
-    return true;
   }
+  if (threadIdx.x == kThreads - 1) c.call.sent(gridDim.x);
 
-  __device__ Origin origin_of(int64_t token) const {
-    return {call_.rank(), token};
-  }
-  using PrepareCta::expert_of;
-  __device__ int expert_of(int64_t token, int k) const {
-    return expert_of(token * args_.top_k + k);
-  }
-  __device__ void put_slot(const Origin&, int, int32_t, int32_t) const {}
-  __device__ void put_no_slots(const Origin&) const {}
-  __device__ void put_record(int rank, int32_t slot, SlotRecord record) const {
-    store_packet_relaxed_sys(group_.window().at<LlSlotRecord>(rank, group_.context.layout.ll_slot_records.offset) + slot,
-                             LlSlotRecord{record, call_.epoch()});
-  }
-  __device__ void put_first_slot(int rank, int64_t index, int32_t first_slot) const {
-    store_packet(group_.window().at<LlPacket8>(rank, group_.context.layout.first_slots.offset) + index, first_slot);
-  }
-  // Returns false when the group has failed, as does take_first_slot().
-  __device__ bool take_record(uint32_t slot, SlotRecord& record) const {
-    const LlSlotRecord* const place =
-        group_.window().local<LlSlotRecord>(group_.context.layout.ll_slot_records.offset) + slot;
-    LlSlotRecord packet = load_packet_relaxed_sys(place);
-    if (packet.epoch != call_.epoch() && !call_.wait_for_word(place, packet, CountExchange(*this).source_of(slot)))
-      return false;
-    record = packet.record;
-    return true;
-  }
-  __device__ bool take_first_slot(int source, uint32_t index, int32_t& first_slot) const {
-    return wait_for(group_.window().local<LlPacket8>(group_.context.layout.first_slots.offset) + index, source, first_slot);
-  }
-  __device__ bool is_leader_cta() const {
-    return blockIdx.x == 0;
-  }
-  __device__ int32_t ll_tokens() const {
-    return 0;
-  }
-  __device__ void deliver_global_counts() const {
-    const auto experts = static_cast<uint32_t>(num_experts());
+  // Deliver the totals, and what the peers have stored. Movements look first slots up by (source, token); the entries beyond a
+  // source's tokens become -1, because the handle memory may hold anything, such as the slots of an earlier prepare.
+  const int32_t rows = rows_needed(c);
+  const auto rows_in_use = static_cast<uint32_t>(clamp_rows(rows, c.usable_slots));
+  if (blockIdx.x == 0) deliver_totals(c, rows, 0, {0, 0});
+  const auto max_tokens = static_cast<uint32_t>(c.shape.max_tokens_per_rank);
 #pragma unroll 1
-    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < static_cast<uint32_t>(shape_.num_ranks) * experts;
-         i += gridDim.x * kThreads)
-      store_count(args_.global_counts, i, count_of(static_cast<int>(i / experts), static_cast<int>(i % experts)));
+  for (uint32_t i = thread_in_grid(); i < c.shape.num_ranks * max_tokens; i += threads_in_grid()) {
+    const int source = static_cast<int>(i / max_tokens);
+    const bool is_token = static_cast<int>(i % max_tokens) < c.call.descriptors().num_tokens[source];
+    int32_t slot = -1;
+    if (is_token && !wait_for_packet(c, first_slots_at(c, own_rank, 0) + i, source, slot)) return;
+    c.plan.first_slots[i] = slot;
   }
-
-private:
-  // The matrix of counts is double-buffered by the parity of the call: a peer that is already in call n + 1 writes the other
-  // one.
-  __device__ LlPacket8* counts_of(int owner, int source) const {
-    const int64_t row = call_.parity() * shape_.num_ranks + source;
-    return group_.window().at<LlPacket8>(owner, group_.context.layout.counts.offset) + row * num_experts();
-  }
-  // Clamps a count from the window, where anything may lie, to the routes that a rank can have to an expert.
-  __device__ int32_t bounded_count(int32_t routes) const {
-    const auto max_routes = static_cast<uint32_t>(shape_.max_tokens_per_rank * args_.top_k);
-    return static_cast<int32_t>(min(static_cast<uint32_t>(routes), max_routes));
-  }
-  // The caller has waited for the count before.
-  __device__ int32_t count_of(int source, int expert) const {
-    return load_packet_relaxed_sys(&counts_of(call_.rank(), source)[expert]).value;
-  }
-  // A row has two columns more than there are experts: the number of bad indices that the block has seen, and the first of them
-  // as ~ of its route.
-  __device__ LlPacket8* block_counts(int block) const {
-    return group_.prepare_scratch + static_cast<int64_t>(block) * (num_experts() + 2);
-  }
-  __device__ LlPacket8* routes_before(int block) const {
-    return group_.prepare_scratch + static_cast<int64_t>(gridDim.x) * (num_experts() + 2) +
-           static_cast<int64_t>(block) * num_experts();
-  }
-
-  __device__ void count() {
-    partition(args_.num_tokens, gridDim.x);
 #pragma unroll 1
-    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
-      next_[e] = 0;
-    clear_bad_indices();
-    BadIndices& bad = bad_indices();
-#pragma unroll 1
-    for (int64_t route = begin_ * args_.top_k + threadIdx.x; route < end_ * args_.top_k; route += kThreads) {
-      if (const int expert = expert_of(route); expert >= 0)
-        atomicAdd(&next_[expert], 1);
-      else
-        bad.add(route, index_at(route));
-    }
-    __syncthreads();
-    LlPacket8* const own_counts = block_counts(blockIdx.x);
-#pragma unroll 1
-    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
-      store_packet(&own_counts[e], next_[e]);
-    if (threadIdx.x == 0) {
-      store_packet(&own_counts[num_experts()], bad.number);
-      store_packet(&own_counts[num_experts() + 1], static_cast<int32_t>(bad.first_inverted));
-    }
+  for (uint32_t slot = thread_in_grid(); slot < rows_in_use; slot += threads_in_grid()) {
+    const LlSlotRecord* const place = records_at(c, own_rank) + slot;
+    const int e = expert_of_slot(c, slot);
+    const int32_t index = static_cast<int32_t>(slot) - c.zone[e];
+    LlSlotRecord packet{kPadRecord, c.call.epoch()};
+    if (index < c.demand[e]) packet = load_packet_relaxed_sys(place);
+    if (packet.epoch != c.call.epoch() && !c.call.wait_for_word(place, packet, source_of(c, e, index))) return;
+    store_slot_record(c, slot, packet.record);
   }
-
-  // Returns false, the same in all threads, when the group has failed.
-  __device__ bool publish() {
-    const int blocks = static_cast<int>(gridDim.x);
-    const int per_block = (num_experts() + blocks - 1) / blocks;
-    const int first = min(static_cast<int>(blockIdx.x) * per_block, num_experts());
-    const int experts = min(per_block, num_experts() - first);
-    int32_t* const counts = warp_base_; // [experts, blocks]
-    bool ok = true;
+  deliver_unused_origins(c, rows_in_use);
+  if (c.args.global_counts == nullptr) return;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < experts * blocks && ok; i += kThreads) {
-      const int block = i / experts;
-      const int expert = i % experts;
-      ok = wait_for(&block_counts(block)[first + expert], call_.rank(), counts[expert * blocks + block]);
-    }
-    if (__syncthreads_and(ok ? 1 : 0) == 0) return false;
-#pragma unroll 1
-    for (int expert = threadIdx.x / kWarp; expert < experts; expert += kWarps) {
-      int32_t total = 0;
-#pragma unroll 1
-      for (int begin = 0; begin < blocks; begin += kWarp) {
-        const int block = begin + lane();
-        const int32_t count = block < blocks ? counts[expert * blocks + block] : 0;
-        const int32_t sum = inclusive_sum(count);
-        if (block < blocks) store_packet(&routes_before(block)[first + expert], total + sum - count);
-        total += __shfl_sync(~0u, sum, kWarp - 1);
-      }
-#pragma unroll 1
-      for (int peer = lane(); peer < shape_.num_ranks; peer += kWarp)
-        store_packet(&counts_of(peer, call_.rank())[first + expert], total);
-    }
-    if (blockIdx.x == 0 && threadIdx.x / kWarp == kWarps - 1) CountExchange(*this).sum_bad_indices();
-    return true;
-  }
-
-  // One warp calls this.
-  __device__ __noinline__ void sum_bad_indices() const {
-    int32_t number = 0;
-    unsigned first_inverted = 0;
-#pragma unroll 1
-    for (int block = lane(); block < static_cast<int>(gridDim.x); block += kWarp) {
-      int32_t of_block = 0;
-      int32_t inverted = 0;
-      if (!wait_for(&block_counts(block)[num_experts()], call_.rank(), of_block) ||
-          !wait_for(&block_counts(block)[num_experts() + 1], call_.rank(), inverted))
-        break;
-      number += of_block;
-      first_inverted = max(first_inverted, static_cast<unsigned>(inverted));
-    }
-    for (int distance = 1; distance < kWarp; distance *= 2) {
-      number += __shfl_xor_sync(~0u, number, distance);
-      first_inverted = max(first_inverted, __shfl_xor_sync(~0u, first_inverted, distance));
-    }
-    if (lane() == 0) report_bad_indices(number, first_inverted);
-  }
-  // Returns the rank whose route has this slot.
-  __device__ __noinline__ int source_of(int64_t slot) const {
-    const int expert = expert_at(slot);
-    int64_t before = zone_[expert];
-    int source = 0;
-#pragma unroll 1
-    for (; source < shape_.num_ranks - 1; ++source) {
-      before += count_of(source, expert);
-      if (slot < before) break;
-    }
-    return source;
-  }
-};
+  for (uint32_t i = thread_in_grid(); i < static_cast<uint32_t>(num_counts); i += threads_in_grid())
+    store_count(c.args, c.args.global_counts, i,
+                count_of(c, static_cast<int>(i) / num_experts, static_cast<int>(i) % num_experts));
+}
 
 } // namespace epx::cuda

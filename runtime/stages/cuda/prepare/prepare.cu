@@ -2,7 +2,8 @@
 // The kernel of prepare. Blocks and ranks exchange LL packets (CallSession::wait_for_word), which carry their flag with the
 // data, so no block fences, and none waits for all others.
 //
-// Count exchange (CountExchange): ranks exchange only their counts, and each computes its own slots by a stable counting sort.
+// Count exchange (count_exchange.cuh): ranks exchange only their counts, and each computes its own slots by a stable counting
+// sort.
 //   count    Each block counts the routes of its own range of tokens, by expert.
 //   publish  Each block takes some experts, adds their counts up over the blocks, stores the sums in the window of every peer,
 //            and stores for each block how many routes the blocks before it have.
@@ -11,8 +12,8 @@
 //            slot's record (source rank, token, k) in the window of the rank that owns the slot.
 //   deliver  All blocks write the handle memory and the outputs from the packets that peers have stored.
 //
-// Routing all-gather (RoutingAllGather): when the routes of every rank are few enough, ranks exchange those, and each computes
-// the slots of all ranks, so that ranks wait for each other once, and blocks not at all.
+// Routing all-gather (routing_all_gather.cuh): when the routes of every rank are few enough, ranks exchange those, and each
+// computes the slots of all ranks, so that ranks wait for each other once, and blocks not at all.
 //   publish  Every block stores some of this rank's routes in the window of every peer.
 //   count    Each block counts all routes of all ranks, and those before its own range of the tokens of all ranks.
 //   assign   Each rank assigns the slots of all ranks' tokens as above, and keeps only its own slots and routes.
@@ -37,28 +38,33 @@
 namespace epx::cuda {
 namespace {
 
-constexpr int kThreads = PrepareCta::kThreads;
+// Returns the number of tokens of the rank that has the most; behind the entry barrier.
+__device__ __forceinline__ int32_t max_tokens_of_ranks(const PrepareContext& c) {
+  int32_t tokens = 0;
+#pragma unroll 1
+  for (int rank = 0; rank < c.shape.num_ranks; ++rank)
+    tokens = max(tokens, tokens_of(c, rank));
+  return tokens;
+}
 
 __device__ __forceinline__ void prepare(const PrepareParams& params) {
-  const PrepareCta cta(params, dynamic_shared_memory<int32_t>());
-  cta.post();
-  if (!cta.is_alone()) return;
-  RoutingAllGather all_gather(cta);
-  CountExchange count_exchange(cta);
-  const bool own_routes_fit = cta.fits_all_gather();
+  __shared__ PrepareShared shared;
+  const PrepareContext c(params, shared, dynamic_shared_memory<int32_t>());
+  if (blockIdx.x == 0) c.call.post(params.descriptor, 0);
+  if (threadIdx.x == 0) shared.dropped_routes = 0;
+  if (!c.call.is_alone()) return;
+  const bool own_routes_fit = fits_all_gather(c, c.args.num_tokens);
   if (own_routes_fit)
-    all_gather.publish_routes();
-  else if (!count_exchange.count_and_publish())
+    publish_routes(c);
+  else if (!publish_counts(c))
     return;
-  if (!cta.enter()) return;
-  if (cta.all_fit_all_gather()) {
-    const bool ok = all_gather.count();
-    trigger_successor(); // no thread waits for a peer after this
-    if (ok) all_gather.finish();
+  if (!c.call.enter(params.descriptor)) return; // the entry barrier
+  if (const int32_t max_tokens = max_tokens_of_ranks(c); fits_all_gather(c, max_tokens)) {
+    routing_all_gather(c, max_tokens);
     return;
   }
-  if (own_routes_fit && !count_exchange.count_and_publish()) return; // the routes of another rank do not fit
-  if (count_exchange.find_bases()) count_exchange.finish();
+  if (own_routes_fit && !publish_counts(c)) return; // the routes of another rank do not fit
+  count_exchange(c);
 }
 
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ PrepareParams params) {
@@ -76,7 +82,7 @@ int prepare_threads() {
   return kThreads;
 }
 size_t prepare_shared_bytes(int num_experts) {
-  return PrepareCta::shared_bytes(num_experts);
+  return dynamic_shared_bytes(num_experts);
 }
 size_t prepare_scratch_words(int num_experts, int blocks) {
   return static_cast<size_t>(blocks) * (2 * static_cast<size_t>(num_experts) + 2); // block_counts and routes_before

@@ -3,193 +3,206 @@
 // slots of all ranks. See prepare.cu.
 #pragma once
 
+#include "base/device/launch.h"
 #include "runtime/stages/cuda/prepare/slot_assignment.cuh"
 
 namespace epx::cuda {
 
-class RoutingAllGather : public SlotAssignment<RoutingAllGather> {
-public:
-  static constexpr bool kWritesLocally = true;
+// Returns whether the routes of a rank with so many tokens fit the routing all-gather.
+__device__ __forceinline__ bool fits_all_gather(const PrepareContext& c, int64_t num_tokens) {
+  return num_tokens * c.args.top_k <= c.layout.gathered_routes_per_rank && !c.call.takes_ht_path();
+}
 
-  __device__ explicit RoutingAllGather(const PrepareCta& cta)
-      : SlotAssignment(cta),
-        gathered_experts_(reinterpret_cast<int16_t*>(warp_base_ + kWarps * num_experts() + kMaxPrepareBlocks)) {}
+// The LL packets of the experts of `source`'s routes, in the window of `owner`.
+__device__ __forceinline__ LlPacket8* routes_of(const PrepareContext& c, int owner, int source) {
+  const int64_t row = c.call.parity() * c.shape.num_ranks + source;
+  return c.group.window().at<LlPacket8>(owner, c.layout.gathered_routes.offset) + row * c.layout.gathered_routes_per_rank;
+}
 
-  __device__ void publish_routes() const {
-    const auto routes = static_cast<uint32_t>(args_.num_tokens * args_.top_k);
-    const uint32_t packets = routes * static_cast<uint32_t>(shape_.num_ranks);
-#pragma unroll 1
-    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < packets; i += gridDim.x * kThreads) {
-      const uint32_t peer = i / routes;
-      const uint32_t route = i - peer * routes;
-      store_packet(routes_of(static_cast<int>(peer), call_.rank()) + route, expert_of(route));
-    }
-    clear_counts();
-    if (!is_leader_cta()) return; // the leader CTA reports bad indices, unless the count exchange does
-    clear_bad_indices();
-#pragma unroll 1
-    for (uint32_t route = threadIdx.x; route < routes; route += kThreads)
-      if (expert_of(route) < 0) bad_indices().add(route, index_at(route));
-  }
+// The leader CTA has no tokens to assign, unless it is the only block.
+__device__ __forceinline__ bool is_all_gather_leader() {
+  return blockIdx.x == gridDim.x - 1;
+}
+// In the leader CTA: the routes of this rank [E], and those of the ranks before it [E].
+__device__ __forceinline__ int32_t* own_counts(const PrepareContext& c) {
+  return c.warp_base;
+}
+__device__ __forceinline__ int32_t* counts_before_own(const PrepareContext& c) {
+  return c.warp_base + c.shape.num_experts;
+}
 
-  // Computes next_, demand_ and zone_ behind the entry barrier. Returns false, the same in all threads, when the group has
-  // failed.
-  __device__ bool count() {
-    if (static_cast<int>(threadIdx.x) <= shape_.num_ranks) {
-      int32_t tokens = 0;
+// Before the entry barrier: all blocks together store this rank's routes in the window of every peer.
+__device__ __forceinline__ void publish_routes(const PrepareContext& c) {
+  const auto routes = static_cast<uint32_t>(c.args.num_tokens * c.args.top_k);
+  const uint32_t packets = routes * static_cast<uint32_t>(c.shape.num_ranks);
 #pragma unroll 1
-      for (int rank = 0; rank < static_cast<int>(threadIdx.x); ++rank)
-        tokens += tokens_of(rank);
-      first_token()[threadIdx.x] = tokens;
-    }
-    if (const int32_t tokens = max_tokens(); tokens <= group_.context.layout.ll_tokens) ll_tokens_ = tokens;
-    __syncthreads();
-    partition(first_token()[shape_.num_ranks], max(gridDim.x - 1, 1u));
-    const int begin = static_cast<int>(begin_) * args_.top_k;
-    const auto take = [&](int source, int route, int expert) {
-      gathered_experts_[route] = static_cast<int16_t>(expert);
-      if (expert < 0) return;
-      atomicAdd(&demand_[expert], 1);
-      if (route < begin) atomicAdd(&next_[expert], 1);
-      if (is_leader_cta() && source <= call_.rank())
-        atomicAdd(&(source < call_.rank() ? counts_before_own() : own_counts())[expert], 1);
-    };
-    if (__syncthreads_and(take_all_routes(take) ? 1 : 0) == 0) return false;
-    find_zones();
-#pragma unroll 1
-    for (int e = threadIdx.x; e < num_experts(); e += kThreads) {
-      next_[e] += zone_[e];
-      if (is_leader_cta()) count_dropped(zone_[e] + counts_before_own()[e], own_counts()[e]);
-    }
-    __syncthreads();
-    return true;
+  for (uint32_t i = thread_in_grid(); i < packets; i += threads_in_grid()) {
+    const uint32_t peer = i / routes;
+    const uint32_t route = i - peer * routes;
+    store_packet(c, routes_of(c, static_cast<int>(peer), c.call.rank()) + route, expert_of_route(c, route));
   }
+#pragma unroll 1
+  for (int e = threadIdx.x; e < c.shape.num_experts; e += kThreads)
+    c.demand[e] = c.next[e] = own_counts(c)[e] = counts_before_own(c)[e] = 0; // for count_gathered_routes()
+  if (!is_all_gather_leader()) return; // the leader CTA reports bad indices, unless the count exchange does
+  if (threadIdx.x == 0) c.shared.bad_indices = {0, 0};
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t route = threadIdx.x; route < routes; route += kThreads)
+    if (expert_of_route(c, route) < 0) count_if_bad(c, route);
+}
 
-  // `token` is a token's number among the tokens of all ranks, here and below.
-  __device__ Origin origin_of(int64_t token) const {
-    int rank = 0;
-    while (first_token()[rank + 1] <= token)
-      ++rank;
-    return {rank, token - first_token()[rank]};
-  }
-  using PrepareCta::expert_of;
-  __device__ int expert_of(int64_t token, int k) const {
-    return gathered_experts_[token * args_.top_k + k];
-  }
-  __device__ void put_slot(const Origin& origin, int k, int32_t rank, int32_t slot) const {
-    if (ll_tokens() > 0)
-      plan_.ll_slots[(origin.rank * group_.context.layout.ll_tokens + origin.token) * args_.top_k + k] =
-          rank == call_.rank() ? slot : -1;
-  }
-  __device__ void put_no_slots(const Origin& origin) const {
-    if (origin.token >= ll_tokens()) return; // movements do not read ll_slots beyond it
-#pragma unroll 1
-    for (int k = 0; k < args_.top_k; ++k)
-      put_slot(origin, k, -1, -1);
-  }
-  __device__ void put_record(int rank, int32_t slot, SlotRecord record) const {
-    if (rank == call_.rank()) write_record(slot, record);
-  }
-  __device__ void put_first_slot(int, int64_t index, int32_t first_slot) const {
-    plan_.first_slots[index] = first_slot;
-  }
-  // The leader CTA has no tokens to assign, unless it is the only block.
-  __device__ bool is_leader_cta() const {
-    return blockIdx.x == gridDim.x - 1;
-  }
-  // Returns the number of tokens of the rank that has the most, or 0 when the low-latency path is not taken.
-  __device__ int32_t ll_tokens() const {
-    return ll_tokens_;
-  }
-  __device__ void deliver_global_counts() const {
-#pragma unroll 1
-    for (int rank = static_cast<int>(blockIdx.x); rank < shape_.num_ranks; rank += static_cast<int>(gridDim.x)) {
-      __syncthreads(); // next_ is no longer used
-#pragma unroll 1
-      for (int e = threadIdx.x; e < num_experts(); e += kThreads)
-        next_[e] = 0;
-      __syncthreads();
-#pragma unroll 1
-      for (int route = first_token()[rank] * args_.top_k + threadIdx.x; route < first_token()[rank + 1] * args_.top_k;
-           route += kThreads)
-        if (gathered_experts_[route] >= 0) atomicAdd(&next_[gathered_experts_[route]], 1);
-      __syncthreads();
-#pragma unroll 1
-      for (int e = threadIdx.x; e < num_experts(); e += kThreads)
-        store_count(args_.global_counts, static_cast<int64_t>(rank) * num_experts() + e, next_[e]);
-    }
-  }
-
-private:
-  // [P + 1]: the number of each rank's first token among the tokens of all ranks, and the number of all tokens.
-  __device__ static int32_t* first_token() {
-    __shared__ int32_t first[kMaxDeviceRanks + 1];
-    return first;
-  }
-  // The LL packets of the experts of `source`'s routes, in the window of `owner`.
-  __device__ LlPacket8* routes_of(int owner, int source) const {
-    const int64_t row = call_.parity() * shape_.num_ranks + source;
-    return group_.window().at<LlPacket8>(owner, group_.context.layout.gathered_routes.offset) +
-           row * group_.context.layout.gathered_routes_per_rank;
-  }
-
-  // In count() the leader CTA counts this rank's routes [E], and those of the ranks before it [E]. clear_counts() zeroes them
-  // before the entry barrier.
-  __device__ int32_t* own_counts() const {
-    return warp_base_;
-  }
-  __device__ int32_t* counts_before_own() const {
-    return warp_base_ + num_experts();
-  }
-  __device__ void clear_counts() const {
-#pragma unroll 1
-    for (int e = threadIdx.x; e < num_experts(); e += kThreads)
-      demand_[e] = next_[e] = own_counts()[e] = counts_before_own()[e] = 0;
-  }
-  // The LL packet of a route.
+// All threads of a block together wait for the routes of all ranks, and count them: all, and those before begin_route, which
+// is a number among the routes of all ranks. Returns false when the group has failed.
+__device__ __forceinline__ bool count_gathered_routes(const PrepareContext& c, int begin_route) {
+  constexpr int kBatch = 4; // loads that a thread has in flight together
   struct GatheredRoute {
     const LlPacket8* place;
     LlPacket8 packet;
     int source;
   };
-  // All threads of a block together call take(source, route among those of all ranks, expert) once for each route of all ranks.
-  // Returns false when the group has failed.
-  template <typename Take>
-  __device__ bool take_all_routes(const Take& take) const {
-    constexpr int kBatch = 4; // loads that a thread has in flight together
-    const int routes = first_token()[shape_.num_ranks] * args_.top_k;
-    int source = 0;
-    int first_of_source = 0; // its first route
+  const int routes = c.shared.token_offsets[c.shape.num_ranks] * c.args.top_k;
+  int source = 0;
+  int first_of_source = 0; // its first route
 #pragma unroll 1
-    for (int first = threadIdx.x; first < routes; first += kBatch * kThreads) {
-      GatheredRoute gathered[kBatch];
+  for (int first = threadIdx.x; first < routes; first += kBatch * kThreads) {
+    GatheredRoute gathered[kBatch];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int route = first + i * kThreads;
-        gathered[i] = {};
-        if (route >= routes) continue;
+    for (int i = 0; i < kBatch; ++i) {
+      const int route = first + i * kThreads;
+      gathered[i] = {};
+      if (route >= routes) continue;
 #pragma unroll 1
-        for (int end; (end = first_token()[source + 1] * args_.top_k) <= route; ++source)
-          first_of_source = end;
-        const LlPacket8* const place = routes_of(call_.rank(), source) + (route - first_of_source);
-        gathered[i] = {place, load_packet_relaxed_sys(place), source};
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (gathered[i].place == nullptr) continue;
-        int32_t expert = gathered[i].packet.value;
-        if (gathered[i].packet.epoch != call_.epoch() && !wait_for(gathered[i].place, gathered[i].source, expert))
-          return false;
-        // The value may be anything, and it becomes an index.
-        if (static_cast<uint32_t>(expert) >= static_cast<uint32_t>(num_experts())) expert = -1;
-        take(gathered[i].source, first + i * kThreads, expert);
-      }
+      for (int end; (end = c.shared.token_offsets[source + 1] * c.args.top_k) <= route; ++source)
+        first_of_source = end;
+      const LlPacket8* const place = routes_of(c, c.call.rank(), source) + (route - first_of_source);
+      gathered[i] = {place, load_packet_relaxed_sys(place), source};
     }
-    return true;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int route = first + i * kThreads;
+      const GatheredRoute& from = gathered[i];
+      if (from.place == nullptr) continue;
+      int32_t expert = from.packet.value;
+      if (from.packet.epoch != c.call.epoch() && !wait_for_packet(c, from.place, from.source, expert)) return false;
+      // The value may be anything, and it becomes an index.
+      if (static_cast<uint32_t>(expert) >= static_cast<uint32_t>(c.shape.num_experts)) expert = -1;
+      c.gathered_experts[route] = static_cast<int16_t>(expert);
+      if (expert < 0) continue;
+      atomicAdd(&c.demand[expert], 1);
+      if (route < begin_route) atomicAdd(&c.next[expert], 1);
+      if (is_all_gather_leader() && from.source <= c.call.rank())
+        atomicAdd(&(from.source < c.call.rank() ? counts_before_own(c) : own_counts(c))[expert], 1);
+    }
   }
+  return true;
+}
 
-  int16_t* gathered_experts_; // the experts of the routes of all ranks
-  int32_t ll_tokens_ = 0;
-};
+// Returns the rank of a token among those of all ranks.
+__device__ __forceinline__ int rank_of_token(const PrepareContext& c, uint32_t token) {
+  int rank = 0;
+  while (static_cast<uint32_t>(c.shared.token_offsets[rank + 1]) <= token)
+    ++rank;
+  return rank;
+}
+
+// The slots on this rank of the routes of a token [K]; movements read them on the low-latency path.
+__device__ __forceinline__ int32_t* ll_slots_of(const PrepareContext& c, int source, int token) {
+  return c.plan.ll_slots + (source * c.layout.ll_tokens + token) * c.args.top_k;
+}
+
+// Behind the entry barrier: the routes of all ranks fit and are published. No rank has more than max_tokens tokens.
+__device__ __forceinline__ void routing_all_gather(const PrepareContext& c, int32_t max_tokens) {
+  const int own_rank = c.call.rank();
+  const int num_experts = c.shape.num_experts;
+  int32_t* const token_offsets = c.shared.token_offsets;
+  if (static_cast<int>(threadIdx.x) <= c.shape.num_ranks) {
+    int32_t tokens = 0;
+#pragma unroll 1
+    for (int rank = 0; rank < static_cast<int>(threadIdx.x); ++rank)
+      tokens += tokens_of(c, rank);
+    token_offsets[threadIdx.x] = tokens;
+  }
+  __syncthreads();
+
+  // Count: `next` becomes the slot of this block's first route to each expert.
+  const TokenRange tokens = partition_tokens(token_offsets[c.shape.num_ranks], max(gridDim.x - 1, 1u));
+  const bool ok = count_gathered_routes(c, static_cast<int>(tokens.begin) * c.args.top_k);
+  if (__syncthreads_and(ok ? 1 : 0) == 0) return;
+  find_zones(c);
+#pragma unroll 1
+  for (int e = threadIdx.x; e < num_experts; e += kThreads) {
+    c.next[e] += c.zone[e];
+    if (is_all_gather_leader()) count_dropped(c, c.zone[e] + counts_before_own(c)[e], own_counts(c)[e]);
+  }
+  __syncthreads();
+  trigger_successor(); // no thread waits for a peer after this
+
+  // Assign the slots of all ranks' tokens, and store in the handle memory what concerns this rank.
+  const int32_t ll_tokens = max_tokens <= c.layout.ll_tokens ? max_tokens : 0;
+  const uint32_t tile_tokens = kThreads / c.args.top_k;
+#pragma unroll 1
+  for (uint32_t begin = tokens.begin; begin < tokens.end; begin += tile_tokens) {
+    const uint32_t end = min(begin + tile_tokens, tokens.end);
+    const uint32_t token = begin + threadIdx.x / c.args.top_k;
+    const int k = threadIdx.x % c.args.top_k;
+    assign_tile(c, token < end ? c.gathered_experts[token * c.args.top_k + k] : -1);
+    if (token < end) {
+      const int source = rank_of_token(c, token);
+      const SlotRecord record = record_of_route(c, source, static_cast<int>(token) - token_offsets[source], k);
+      const int32_t slot = c.shared.tile_ranks[threadIdx.x] == own_rank ? c.shared.tile_slots[threadIdx.x] : -1;
+      if (source == own_rank) store_own_route(c, record);
+      if (slot >= 0) store_slot_record(c, slot, record);
+      if (ll_tokens > 0) ll_slots_of(c, source, record.token)[k] = slot;
+    }
+    if (const uint32_t other = begin + threadIdx.x; other < end) { // so that neighbouring threads' stores coalesce
+      const int source = rank_of_token(c, other);
+      const int64_t index =
+          int64_t{source} * c.shape.max_tokens_per_rank + (static_cast<int>(other) - token_offsets[source]);
+      c.plan.first_slots[index] = first_slot_of(c, static_cast<int>(threadIdx.x), own_rank);
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == kThreads - 1) c.call.sent(gridDim.x);
+
+  // Deliver the totals, -1 for the tokens that a source does not have, because the handle memory may hold anything, such as the
+  // slots of an earlier prepare, and the records of the pads.
+  const int32_t rows = rows_needed(c);
+  const auto rows_in_use = static_cast<uint32_t>(clamp_rows(rows, c.usable_slots));
+  if (is_all_gather_leader()) deliver_totals(c, rows, ll_tokens, c.shared.bad_indices);
+  const auto max_tokens_per_rank = static_cast<uint32_t>(c.shape.max_tokens_per_rank);
+#pragma unroll 1
+  for (uint32_t i = thread_in_grid(); i < c.shape.num_ranks * max_tokens_per_rank; i += threads_in_grid()) {
+    const int source = static_cast<int>(i / max_tokens_per_rank);
+    const int token = static_cast<int>(i % max_tokens_per_rank);
+    if (token < c.call.descriptors().num_tokens[source]) continue;
+    c.plan.first_slots[i] = -1;
+#pragma unroll 1
+    for (int k = 0; k < c.args.top_k && token < ll_tokens; ++k) // movements do not read ll_slots beyond ll_tokens
+      ll_slots_of(c, source, token)[k] = -1;
+  }
+#pragma unroll 1
+  for (uint32_t slot = thread_in_grid(); slot < rows_in_use; slot += threads_in_grid())
+    if (const int e = expert_of_slot(c, slot); static_cast<int32_t>(slot) - c.zone[e] >= c.demand[e])
+      store_slot_record(c, slot, kPadRecord);
+  deliver_unused_origins(c, rows_in_use);
+  if (c.args.global_counts == nullptr) return;
+#pragma unroll 1
+  for (int rank = static_cast<int>(blockIdx.x); rank < c.shape.num_ranks; rank += static_cast<int>(gridDim.x)) {
+    const int end = token_offsets[rank + 1] * c.args.top_k;
+    __syncthreads(); // `next` is no longer used
+#pragma unroll 1
+    for (int e = threadIdx.x; e < num_experts; e += kThreads)
+      c.next[e] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int route = token_offsets[rank] * c.args.top_k + threadIdx.x; route < end; route += kThreads)
+      if (c.gathered_experts[route] >= 0) atomicAdd(&c.next[c.gathered_experts[route]], 1);
+    __syncthreads();
+#pragma unroll 1
+    for (int e = threadIdx.x; e < num_experts; e += kThreads)
+      store_count(c.args, c.args.global_counts, int64_t{rank} * num_experts + e, c.next[e]);
+  }
+}
 
 } // namespace epx::cuda

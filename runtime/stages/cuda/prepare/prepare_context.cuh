@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every step of prepare works on: the kernel's parameters, a block's shared memory, and the context that has both.
+#pragma once
+
+#include "base/device/warp.cuh"
+#include "runtime/layout/slots.h"
+#include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/protocol/call_session.cuh"
+#include "runtime/stages/stages.h"
+
+namespace epx::cuda {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / kWarp;
+
+struct PrepareParams {
+  DeviceGroup group;
+  PrepareCall call;
+  HandleLayout layout;
+  CallDescriptor descriptor;
+};
+
+// The number of bad indices, and the first of them as ~ of its route, so that atomicMax finds it.
+struct BadIndices {
+  int32_t number;
+  unsigned first_inverted;
+};
+
+// The static shared memory of a block.
+struct PrepareShared {
+  int32_t tile_slots[kThreads]; // of the tile's routes; -1: masked or dropped
+  int32_t tile_ranks[kThreads]; // the ranks that own these slots; -1: none
+  // The exclusive prefix sum of the ranks' numbers of tokens, and then their total; only the routing all-gather has it.
+  int32_t token_offsets[kMaxDeviceRanks + 1];
+  BadIndices bad_indices;
+  uint32_t dropped_routes; // in the leader CTA: the routes of this rank that are dropped
+};
+
+// The dynamic shared memory is int32 next[E] | int32 zone[E] | int32 demand[E] | int32 warp_base[kWarps, E] |
+// int32 [kMaxPrepareBlocks] | int16 gathered_experts[kMaxGatheredRoutes]. publish_counts() adds up fewer than E + blocks counts
+// in warp_base and the words behind it. Shared memory has no room for more experts than an int16 can number.
+constexpr size_t dynamic_shared_bytes(int num_experts) {
+  return sizeof(int32_t) * (static_cast<size_t>(num_experts) * (3 + kWarps) + kMaxPrepareBlocks) +
+         sizeof(int16_t) * kMaxGatheredRoutes;
+}
+
+// The context of a block. The functions that take it are inlined, so that it stays in registers; those that are not inlined
+// take a few values instead (see CallContext).
+struct PrepareContext {
+  const DeviceGroup& group;
+  const PrepareCall& args;
+  const GroupShape& shape;
+  const WindowLayout& layout;
+  CallSession call;
+  ExpertBlocks experts;
+  HandleWriter plan; // the handle memory
+  int32_t usable_slots;
+
+  PrepareShared& shared;
+  int32_t* next;             // [E]: the next slot for a route of this block
+  int32_t* zone;             // [E]: the first slot of the expert's zone on its rank
+  int32_t* demand;           // [E]: the routes of all ranks
+  int32_t* warp_base;        // [kWarps, E]: scratch
+  int16_t* gathered_experts; // the experts of the routes of all ranks; only the routing all-gather has them
+
+  __device__ PrepareContext(const PrepareParams& params, PrepareShared& static_shared, int32_t* dynamic_shared)
+      : group(params.group), args(params.call), shape(group.context.shape), layout(group.context.layout),
+        call(group, EPX_OP_PREPARE), experts{shape.num_experts, shape.num_ranks}, plan(args.handle_mem, params.layout),
+        usable_slots(static_cast<int32_t>(static_cast<uint32_t>(shape.max_recv_tokens) /
+                                          static_cast<uint32_t>(args.alignment) * static_cast<uint32_t>(args.alignment))),
+        shared(static_shared), next(dynamic_shared), zone(next + shape.num_experts), demand(zone + shape.num_experts),
+        warp_base(demand + shape.num_experts),
+        gathered_experts(reinterpret_cast<int16_t*>(warp_base + kWarps * shape.num_experts + kMaxPrepareBlocks)) {}
+};
+
+__device__ __forceinline__ int64_t index_at(const PrepareCall& args, int64_t route) {
+  return args.topk_idx_is_64 ? static_cast<const int64_t*>(args.topk_idx)[route]
+                             : static_cast<const int32_t*>(args.topk_idx)[route];
+}
+
+// Returns the expert of a route of this rank, or -1 when the route is masked or its index is bad.
+__device__ __forceinline__ int expert_of_route(const PrepareContext& c, int64_t route) {
+  const int64_t index = index_at(c.args, route);
+  return index >= 0 && index < c.shape.num_experts ? static_cast<int>(index) : -1;
+}
+
+// One thread calls this for a route that has no expert.
+__device__ __forceinline__ void count_if_bad(const PrepareContext& c, int64_t route) {
+  if (index_at(c.args, route) == -1) return; // masked
+  atomicAdd(&c.shared.bad_indices.number, 1);
+  atomicMax(&c.shared.bad_indices.first_inverted, ~static_cast<unsigned>(route));
+}
+
+__device__ __forceinline__ void report_bad_indices(const CallContext& call, const PrepareCall& args, BadIndices bad) {
+  if (bad.number == 0) return;
+  const uint32_t first = ~bad.first_inverted;
+  const auto top_k = static_cast<uint32_t>(args.top_k);
+  record_event(call, EPX_EVENT_BAD_INDEX, bad.number, bad.number, index_at(args, first), first / top_k, first % top_k);
+}
+
+// The number in a peer's descriptor may be anything, and it becomes an index, so it is clamped.
+__device__ __forceinline__ int32_t tokens_of(const PrepareContext& c, int rank) {
+  return static_cast<int32_t>(min(static_cast<uint32_t>(c.call.descriptors().num_tokens[rank]),
+                                  static_cast<uint32_t>(c.shape.max_tokens_per_rank)));
+}
+
+__device__ __forceinline__ uint32_t thread_in_grid() {
+  return blockIdx.x * kThreads + threadIdx.x;
+}
+__device__ __forceinline__ uint32_t threads_in_grid() {
+  return gridDim.x * kThreads;
+}
+
+struct TokenRange {
+  uint32_t begin, end;
+};
+// Partitions `num_tokens` tokens among the first `num_blocks` blocks, and returns this block's range.
+__device__ __forceinline__ TokenRange partition_tokens(int64_t num_tokens, unsigned num_blocks) {
+  const auto tokens = static_cast<uint32_t>(num_tokens);
+  const uint32_t tokens_per_block = (tokens + num_blocks - 1) / num_blocks;
+  const uint32_t begin = min(tokens_per_block * blockIdx.x, tokens);
+  return {begin, min(begin + tokens_per_block, tokens)};
+}
+
+__device__ __forceinline__ void store_packet(const PrepareContext& c, LlPacket8* place, int32_t value) {
+  store_packet_relaxed_sys(place, LlPacket8{value, c.call.epoch()});
+}
+
+// One thread waits for the LL packet that `source` stores at `place`. Returns false when the group has failed.
+__device__ __forceinline__ bool wait_for_packet(const PrepareContext& c, const LlPacket8* place, int source,
+                                                int32_t& value) {
+  LlPacket8 packet{};
+  const bool ok = c.call.wait_for_word(place, packet, source);
+  value = packet.value;
+  return ok;
+}
+
+} // namespace epx::cuda
