@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Expert compute around epx: router, local permutation, grouped FFN, and the MoE block made of them. The public C API (C11)
+/** @file
+ * Expert compute around epx: router, local permutation, grouped FFN, and the MoE block made of them. The public C API (C11)
  * of libepx_moe, which uses nothing of epx but epx.h. Every piece can be used alone.
  *
  * Symbols: T tokens, E experts, K = top_k, H hidden size, F size of the FFN's inner layer, E_l experts of this rank, N rows
  * of the expert side (slots), P ranks.
  *
- * Conventions, beyond those of epx.h
+ * ## Conventions, beyond those of epx.h
  * - Functions other than epx_moe_block_* are local: no rank communicates. They compute on the host and have finished when
  *   they return; tensors are host memory and `stream` is NULL. They keep no state and may be called from any thread.
  * - "real" below means FLOAT32 or FLOAT64, the same one for all tensors of a call that are called real. Computation is in
@@ -27,264 +28,294 @@
 extern "C" {
 #endif
 
-/* ---- Router --------------------------------------------------------------------------------------------------------- */
+/** @defgroup router Router
+ * @{ */
 
-/* How a logit becomes a score. Selection looks at score + selection_bias, weights come from the score alone. */
+/** How a logit becomes a score. Selection looks at score + selection_bias, weights come from the score alone. */
 typedef enum epx_moe_score EPX_ENUM_INT32 {
-  EPX_MOE_TOPK_THEN_SOFTMAX = 0, /* select by logit; weights are the softmax over the selected logits (Mixtral) */
-  EPX_MOE_SOFTMAX_THEN_TOPK = 1, /* softmax over all experts, then select (Switch, DeepSeek-V2) */
-  EPX_MOE_SIGMOID = 2            /* sigmoid of each logit (DeepSeek-V3) */
+  EPX_MOE_TOPK_THEN_SOFTMAX = 0, /**< select by logit; weights are the softmax over the selected logits (Mixtral) */
+  EPX_MOE_SOFTMAX_THEN_TOPK = 1, /**< softmax over all experts, then select (Switch, DeepSeek-V2) */
+  EPX_MOE_SIGMOID = 2            /**< sigmoid of each logit (DeepSeek-V3) */
 } epx_moe_score;
 
+/** How a router selects experts, and weighs them. */
 typedef struct epx_moe_router_config {
-  size_t struct_size;    /* set by epx_moe_router_config_init */
-  int32_t num_experts;   /* E >= 1; required */
-  int32_t top_k;         /* K, 1..E; required */
-  epx_moe_score score;   /* default TOPK_THEN_SOFTMAX */
-  int32_t num_groups;    /* > 1: experts are split into this many contiguous groups of equal size, and a token selects only
+  size_t struct_size;  /**< set by epx_moe_router_config_init */
+  int32_t num_experts; /**< E >= 1; required */
+  int32_t top_k;       /**< K, 1..E; required */
+  epx_moe_score score; /**< default TOPK_THEN_SOFTMAX */
+  int32_t num_groups;  /**< > 1: experts are split into this many contiguous groups of equal size, and a token selects only
                             from the topk_groups best; a group's score is the sum of its K / topk_groups best (score + bias),
                             best first. Must divide E. Default 1 */
-  int32_t topk_groups;   /* 1..num_groups; must divide K, and K / topk_groups <= E / num_groups. Default 1 */
-  int32_t renormalize;   /* 1: the K weights of a token are divided by their sum (+ 1e-20). No effect on TOPK_THEN_SOFTMAX,
+  int32_t topk_groups; /**< 1..num_groups; must divide K, and K / topk_groups <= E / num_groups. Default 1 */
+  int32_t renormalize; /**< 1: the K weights of a token are divided by their sum (+ 1e-20). No effect on TOPK_THEN_SOFTMAX,
                             whose weights add up to 1. Default 0 */
-  double scaling_factor; /* multiplies the weights, after renormalisation; finite. Default 1 */
-  double aux_loss_coeff; /* c of the load-balance loss; finite; 0 (default): no such loss */
-  int64_t reserved[4];   /* 0 */
+  double scaling_factor; /**< multiplies the weights, after renormalisation; finite. Default 1 */
+  double aux_loss_coeff; /**< c of the load-balance loss; finite; 0 (default): no such loss */
+  int64_t reserved[4];   /**< 0 */
 } epx_moe_router_config;
 
-/* Fills in defaults; num_experts and top_k are left 0 and must be set. */
+/** Fills in defaults; num_experts and top_k are left 0 and must be set. */
 EPX_API epx_status epx_moe_router_config_init(epx_moe_router_config* config);
 
+/** Arguments of epx_moe_router(). */
 typedef struct epx_moe_router_args {
   size_t struct_size;
   epx_stream stream;
-  const epx_tensor* logits;         /* [in]  [T, E] real; -infinity excludes an expert from weight, not from selection */
-  const epx_tensor* selection_bias; /* [in, optional] [E] real: added to the scores for selection only */
-  const epx_tensor* token_mask;     /* [in, optional] [T] UINT8: 0 masks the token, whatever its logits are */
-  const epx_tensor* topk_idx;       /* [out] [T, K] INT32 or INT64: selected experts, best first, ties by the lower index;
+  const epx_tensor* logits;         /**< [in]  [T, E] real; -infinity excludes an expert from weight, not from selection */
+  const epx_tensor* selection_bias; /**< [in, optional] [E] real: added to the scores for selection only */
+  const epx_tensor* token_mask;     /**< [in, optional] [T] UINT8: 0 masks the token, whatever its logits are */
+  const epx_tensor* topk_idx;       /**< [out] [T, K] INT32 or INT64: selected experts, best first, ties by the lower index;
                                        all -1 for a token that is masked or bad */
-  const epx_tensor* topk_weights;   /* [out] [T, K] real; 0 where topk_idx is -1 */
-  const epx_tensor* info;           /* [out, optional] [3] INT64: masked tokens, bad tokens, index of the first bad token or
+  const epx_tensor* topk_weights;   /**< [out] [T, K] real; 0 where topk_idx is -1 */
+  const epx_tensor* info; /**< [out, optional] [3] INT64: masked tokens, bad tokens, index of the first bad token or
                                        -1. A token is bad when its scores, its group scores or its weights are not numbers, as
                                        they are when a logit or the bias is NaN */
 } epx_moe_router_args;
 
-/* Selects top_k experts for each token and weighs them. */
+/** Selects top_k experts for each token and weighs them. */
 EPX_API epx_status epx_moe_router(const epx_moe_router_config* config, const epx_moe_router_args* args);
 
+/** Arguments of epx_moe_router_bwd(). */
 typedef struct epx_moe_router_bwd_args {
   size_t struct_size;
   epx_stream stream;
-  const epx_tensor* logits;            /* [in]  [T, E] real, as given to epx_moe_router */
-  const epx_tensor* topk_idx;          /* [in]  [T, K] as it returned them */
-  const epx_tensor* grad_topk_weights; /* [in, optional] [T, K] real; absent: all 0 */
-  const epx_tensor* global_counts;     /* [in] [P, E] INT32 or INT64: routes from each rank to each expert, as epx_prepare
+  const epx_tensor* logits;            /**< [in]  [T, E] real, as given to epx_moe_router */
+  const epx_tensor* topk_idx;          /**< [in]  [T, K] as it returned them */
+  const epx_tensor* grad_topk_weights; /**< [in, optional] [T, K] real; absent: all 0 */
+  const epx_tensor* global_counts;     /**< [in] [P, E] INT32 or INT64: routes from each rank to each expert, as epx_prepare
                                           returns them; required when aux_loss_coeff is not 0, else NULL */
-  double aux_loss_grad;                /* gradient of the caller's loss with respect to the load-balance loss; often 1 */
-  const epx_tensor* grad_logits;       /* [out] [T, E] real; 0 for masked and bad tokens. Selection has no gradient */
+  double aux_loss_grad;                /**< gradient of the caller's loss with respect to the load-balance loss; often 1 */
+  const epx_tensor* grad_logits;       /**< [out] [T, E] real; 0 for masked and bad tokens. Selection has no gradient */
 } epx_moe_router_bwd_args;
 
+/** Gradient of the logits, through the weights and through the load-balance loss. */
 EPX_API epx_status epx_moe_router_bwd(const epx_moe_router_config* config, const epx_moe_router_bwd_args* args);
 
+/** Arguments of epx_moe_aux_loss(). */
 typedef struct epx_moe_aux_loss_args {
   size_t struct_size;
   epx_stream stream;
-  const epx_tensor* logits;        /* [in]  [T, E] real */
-  const epx_tensor* topk_idx;      /* [in]  [T, K] INT32 or INT64: rows of -1 are masked tokens */
-  const epx_tensor* global_counts; /* [in]  [P, E] INT32 or INT64 */
-  const epx_tensor* loss;          /* [out] [1] FLOAT64: this rank's share; the loss is the sum over the ranks */
+  const epx_tensor* logits;        /**< [in]  [T, E] real */
+  const epx_tensor* topk_idx;      /**< [in]  [T, K] INT32 or INT64: rows of -1 are masked tokens */
+  const epx_tensor* global_counts; /**< [in]  [P, E] INT32 or INT64 */
+  const epx_tensor* loss;          /**< [out] [1] FLOAT64: this rank's share; the loss is the sum over the ranks */
 } epx_moe_aux_loss_args;
 
-/* The load-balance loss of Switch Transformer (arXiv:2101.03961, eq. 4) over the T_g tokens of all ranks that are not masked:
+/** The load-balance loss of Switch Transformer (arXiv:2101.03961, eq. 4) over the T_g tokens of all ranks that are not masked:
  *   aux = E * c / (K * T_g^2) * sum_e (sum_t p[t, e]) * n_e
  * where n_e is the sum of global_counts over the ranks, T_g = sum_e n_e / K, and p the softmax over all experts, or with
  * EPX_MOE_SIGMOID the sigmoids divided by their sum (+ 1e-20). n_e counts as a constant in the gradient. */
 EPX_API epx_status epx_moe_aux_loss(const epx_moe_router_config* config, const epx_moe_aux_loss_args* args);
 
+/** Arguments of epx_moe_bias_update(). */
 typedef struct epx_moe_bias_update_args {
   size_t struct_size;
   epx_stream stream;
-  const epx_tensor* global_counts;  /* [in] [P, E] INT32 or INT64 */
-  double rate;                      /* finite */
-  const epx_tensor* selection_bias; /* [in, out] [E] real */
+  const epx_tensor* global_counts;  /**< [in] [P, E] INT32 or INT64 */
+  double rate;                      /**< finite */
+  const epx_tensor* selection_bias; /**< [in, out] [E] real */
 } epx_moe_bias_update_args;
 
-/* Balances without a loss (arXiv:2408.15664): selection_bias[e] += rate * sign(mean of n - n_e). */
+/** Balances without a loss (arXiv:2408.15664): selection_bias[e] += rate * sign(mean of n - n_e). */
 EPX_API epx_status epx_moe_bias_update(const epx_moe_bias_update_args* args);
 
-/* ---- Local permutation ---------------------------------------------------------------------------------------------- */
-/* For those who route without epx: rows sorted by expert on one rank. The order is that of epx_prepare: zones by expert,
- * each padded to a multiple of the alignment, and inside a zone by (token, k). */
+/** @} */
 
+/** @defgroup permutation Local permutation
+ *
+ * For those who route without epx: rows sorted by expert on one rank. The order is that of epx_prepare: zones by expert,
+ * each padded to a multiple of the alignment, and inside a zone by (token, k).
+ * @{ */
+
+/** Arguments of epx_moe_row_map(). */
 typedef struct epx_moe_row_map_args {
   size_t struct_size;
   epx_stream stream;
-  const epx_tensor* topk_idx; /* [in]  [T, K] INT32 or INT64: 0..E-1, or -1 for none */
-  int32_t alignment;          /* rows, >= 0; 0 means 1 */
-  const epx_tensor* counts;   /* [out] [E] INT32 or INT64: routes to each expert */
-  const epx_tensor* offsets; /* [out] [E + 1], dtype of counts: first row of each zone; the last entry is the rows needed */
-  const epx_tensor* row_map; /* [out] [T, K] INT32: row of each route, -1 for none */
+  const epx_tensor* topk_idx; /**< [in]  [T, K] INT32 or INT64: 0..E-1, or -1 for none */
+  int32_t alignment;          /**< rows, >= 0; 0 means 1 */
+  const epx_tensor* counts;   /**< [out] [E] INT32 or INT64: routes to each expert */
+  const epx_tensor* offsets;  /**< [out] [E + 1], dtype of counts: first row of each zone; the last entry is the rows needed
+                                  */
+  const epx_tensor* row_map;  /**< [out] [T, K] INT32: row of each route, -1 for none */
 } epx_moe_row_map_args;
 
-/* Sorts routes by expert (stable). E is the size of counts. Errors: INVALID_ARGUMENT, also for an index >= E or < -1, and
+/** Sorts routes by expert (stable). E is the size of counts. Errors: INVALID_ARGUMENT, also for an index >= E or < -1, and
  * for more rows than an INT32 can count. */
 EPX_API epx_status epx_moe_row_map(const epx_moe_row_map_args* args);
 
+/** Arguments of epx_moe_permute(). */
 typedef struct epx_moe_permute_args {
   size_t struct_size;
   epx_stream stream;
-  const epx_tensor* row_map;      /* [in]  [T, K] INT32: rows 0..N-1, each at most once, or -1; in each of these calls */
-  const epx_tensor* tokens;       /* [in]  [T, H] any dtype */
-  const epx_tensor* topk_weights; /* [in, optional] [T, K] any dtype */
-  const epx_tensor* rows;         /* [out] [N, H] dtype of tokens */
-  const epx_tensor* row_weights;  /* [out] [N] dtype of topk_weights, iff those are given */
+  const epx_tensor* row_map;      /**< [in]  [T, K] INT32: rows 0..N-1, each at most once, or -1; in each of these calls */
+  const epx_tensor* tokens;       /**< [in]  [T, H] any dtype */
+  const epx_tensor* topk_weights; /**< [in, optional] [T, K] any dtype */
+  const epx_tensor* rows;         /**< [out] [N, H] dtype of tokens */
+  const epx_tensor* row_weights;  /**< [out] [N] dtype of topk_weights, iff those are given */
 } epx_moe_permute_args;
 
-/* rows[row_map[t, k]] = tokens[t], bit for bit, and row_weights[row_map[t, k]] = topk_weights[t, k]. Rows that no route maps
+/** rows[row_map[t, k]] = tokens[t], bit for bit, and row_weights[row_map[t, k]] = topk_weights[t, k]. Rows that no route maps
  * to become zero. */
 EPX_API epx_status epx_moe_permute(const epx_moe_permute_args* args);
 
+/** Arguments of epx_moe_permute_bwd(). */
 typedef struct epx_moe_permute_bwd_args {
   size_t struct_size;
   epx_stream stream;
-  const epx_tensor* row_map;           /* [in]  [T, K] INT32 */
-  const epx_tensor* grad_rows;         /* [in]  [N, H] real */
-  const epx_tensor* grad_row_weights;  /* [in, optional] [N] real */
-  const epx_tensor* grad_tokens;       /* [out] [T, H] real */
-  const epx_tensor* grad_topk_weights; /* [out] [T, K] real, iff grad_row_weights is given; 0 where row_map is -1 */
+  const epx_tensor* row_map;           /**< [in]  [T, K] INT32 */
+  const epx_tensor* grad_rows;         /**< [in]  [N, H] real */
+  const epx_tensor* grad_row_weights;  /**< [in, optional] [N] real */
+  const epx_tensor* grad_tokens;       /**< [out] [T, H] real */
+  const epx_tensor* grad_topk_weights; /**< [out] [T, K] real, iff grad_row_weights is given; 0 where row_map is -1 */
 } epx_moe_permute_bwd_args;
 
-/* grad_tokens[t] = sum over k of grad_rows[row_map[t, k]], as epx_moe_unpermute sums. */
+/** grad_tokens[t] = sum over k of grad_rows[row_map[t, k]], as epx_moe_unpermute sums. */
 EPX_API epx_status epx_moe_permute_bwd(const epx_moe_permute_bwd_args* args);
 
+/** Arguments of epx_moe_unpermute(). */
 typedef struct epx_moe_unpermute_args {
   size_t struct_size;
   epx_stream stream;
-  const epx_tensor* row_map;      /* [in]  [T, K] INT32 */
-  const epx_tensor* rows;         /* [in]  [N, H] real; rows that no route maps to are never read */
-  const epx_tensor* topk_weights; /* [in, optional] [T, K] real; absent: all 1 */
-  const epx_tensor* tokens;       /* [out] [T, H] real */
+  const epx_tensor* row_map;      /**< [in]  [T, K] INT32 */
+  const epx_tensor* rows;         /**< [in]  [N, H] real; rows that no route maps to are never read */
+  const epx_tensor* topk_weights; /**< [in, optional] [T, K] real; absent: all 1 */
+  const epx_tensor* tokens;       /**< [out] [T, H] real */
 } epx_moe_unpermute_args;
 
-/* tokens[t] = sum over k of topk_weights[t, k] * rows[row_map[t, k]], each step acc = fma(w, x, acc) from +0 in k order: the
+/** tokens[t] = sum over k of topk_weights[t, k] * rows[row_map[t, k]], each step acc = fma(w, x, acc) from +0 in k order: the
  * bits of epx_combine with EPX_COMBINE_EXACT. */
 EPX_API epx_status epx_moe_unpermute(const epx_moe_unpermute_args* args);
 
+/** Arguments of epx_moe_unpermute_bwd(). */
 typedef struct epx_moe_unpermute_bwd_args {
   size_t struct_size;
   epx_stream stream;
-  const epx_tensor* row_map;           /* [in]  [T, K] INT32 */
-  const epx_tensor* grad_tokens;       /* [in]  [T, H] real */
-  const epx_tensor* rows;              /* [in]  [N, H] real, iff grad_topk_weights is wanted */
-  const epx_tensor* topk_weights;      /* [in, optional] [T, K] real, as in epx_moe_unpermute */
-  const epx_tensor* grad_rows;         /* [out] [N, H] real; rows that no route maps to become zero */
-  const epx_tensor* grad_topk_weights; /* [out, optional] [T, K] real; 0 where row_map is -1 */
+  const epx_tensor* row_map;           /**< [in]  [T, K] INT32 */
+  const epx_tensor* grad_tokens;       /**< [in]  [T, H] real */
+  const epx_tensor* rows;              /**< [in]  [N, H] real, iff grad_topk_weights is wanted */
+  const epx_tensor* topk_weights;      /**< [in, optional] [T, K] real, as in epx_moe_unpermute */
+  const epx_tensor* grad_rows;         /**< [out] [N, H] real; rows that no route maps to become zero */
+  const epx_tensor* grad_topk_weights; /**< [out, optional] [T, K] real; 0 where row_map is -1 */
 } epx_moe_unpermute_bwd_args;
 
-/* grad_rows[row_map[t, k]] = topk_weights[t, k] * grad_tokens[t]; grad_topk_weights[t, k] = <grad_tokens[t], rows[row_map[t,
+/** grad_rows[row_map[t, k]] = topk_weights[t, k] * grad_tokens[t]; grad_topk_weights[t, k] = <grad_tokens[t], rows[row_map[t,
  * k]]>, summed as epx_combine_bwd sums. */
 EPX_API epx_status epx_moe_unpermute_bwd(const epx_moe_unpermute_bwd_args* args);
 
-/* ---- Grouped FFN ---------------------------------------------------------------------------------------------------- */
+/** @} */
 
+/** @defgroup ffn Grouped FFN
+ * @{ */
+
+/** The activation between the two projections of an expert. */
 typedef enum epx_moe_activation EPX_ENUM_INT32 {
-  EPX_MOE_SWIGLU = 0, /* h = silu(gate) * up */
-  EPX_MOE_GELU = 1,   /* h = up * Phi(up), exact (erf); no gate */
-  EPX_MOE_RELU2 = 2   /* h = max(up, 0)^2; no gate */
+  EPX_MOE_SWIGLU = 0, /**< h = silu(gate) * up */
+  EPX_MOE_GELU = 1,   /**< h = up * Phi(up), exact (erf); no gate */
+  EPX_MOE_RELU2 = 2   /**< h = max(up, 0)^2; no gate */
 } epx_moe_activation;
 
+/** The shape of the experts of one rank. */
 typedef struct epx_moe_ffn_config {
-  size_t struct_size;            /* set by epx_moe_ffn_config_init */
-  int32_t num_local_experts;     /* E_l >= 0 */
-  int32_t hidden_dim;            /* H >= 1; required */
-  int32_t ffn_dim;               /* F >= 1; required */
-  epx_moe_activation activation; /* default SWIGLU */
-  int64_t reserved[4];           /* 0 */
+  size_t struct_size;            /**< set by epx_moe_ffn_config_init */
+  int32_t num_local_experts;     /**< E_l >= 0 */
+  int32_t hidden_dim;            /**< H >= 1; required */
+  int32_t ffn_dim;               /**< F >= 1; required */
+  epx_moe_activation activation; /**< default SWIGLU */
+  int64_t reserved[4];           /**< 0 */
 } epx_moe_ffn_config;
 
+/** Fills in defaults; hidden_dim and ffn_dim are left 0 and must be set. */
 EPX_API epx_status epx_moe_ffn_config_init(epx_moe_ffn_config* config);
 
-/* Parameters of this rank's experts, or their gradients; real. Weights are laid out [out, in] as in torch.nn.Linear. With
+/** Parameters of this rank's experts, or their gradients; real. Weights are laid out [out, in] as in torch.nn.Linear. With
  * SWIGLU, gate and up are given either stacked (gate first) or separately, weights and biases each as they like. Without a
  * gate only the members named up and down are given. Every bias is optional by itself. */
 typedef struct epx_moe_ffn_params {
   size_t struct_size;
-  const epx_tensor* gate_up_weight; /* [E_l, 2F, H] */
-  const epx_tensor* gate_weight;    /* [E_l, F, H] */
-  const epx_tensor* up_weight;      /* [E_l, F, H] */
-  const epx_tensor* down_weight;    /* [E_l, H, F] */
-  const epx_tensor* gate_up_bias;   /* [E_l, 2F] */
-  const epx_tensor* gate_bias;      /* [E_l, F] */
-  const epx_tensor* up_bias;        /* [E_l, F] */
-  const epx_tensor* down_bias;      /* [E_l, H] */
+  const epx_tensor* gate_up_weight; /**< [E_l, 2F, H] */
+  const epx_tensor* gate_weight;    /**< [E_l, F, H] */
+  const epx_tensor* up_weight;      /**< [E_l, F, H] */
+  const epx_tensor* down_weight;    /**< [E_l, H, F] */
+  const epx_tensor* gate_up_bias;   /**< [E_l, 2F] */
+  const epx_tensor* gate_bias;      /**< [E_l, F] */
+  const epx_tensor* up_bias;        /**< [E_l, F] */
+  const epx_tensor* down_bias;      /**< [E_l, H] */
 } epx_moe_ffn_params;
 
+/** Arguments of epx_moe_ffn(). */
 typedef struct epx_moe_ffn_args {
   size_t struct_size;
   epx_stream stream;
-  const epx_moe_ffn_params* params;
-  const epx_tensor* recv_tokens; /* [in]  [N, H] real */
-  const epx_tensor* counts;      /* [in]  [E_l] INT32 or INT64, as epx_prepare returns them */
-  const epx_tensor* offsets;     /* [in]  [E_l + 1], dtype of counts; offsets[E_l] <= N */
-  const epx_tensor*
-      recv_weights;             /* [in, optional] [N] real: *early* weighting. Row s of the output, its down_bias included,
-                                     is multiplied by recv_weights[s]; combine is then called without weights */
-  const epx_tensor* expert_out; /* [out] [N, H] real; only the counts[e] rows of each zone are written */
-  const epx_tensor* pre_act;    /* [out, optional] [N, 2F] (gate, then up) with SWIGLU, else [N, F], real: what
+  const epx_moe_ffn_params* params; /**< [in] */
+  const epx_tensor* recv_tokens;    /**< [in]  [N, H] real */
+  const epx_tensor* counts;         /**< [in]  [E_l] INT32 or INT64, as epx_prepare returns them */
+  const epx_tensor* offsets;        /**< [in]  [E_l + 1], dtype of counts; offsets[E_l] <= N */
+  const epx_tensor* recv_weights;   /**< [in, optional] [N] real: *early* weighting. Row s of the output, its down_bias
+                                       included, is multiplied by recv_weights[s]; combine is then called without weights */
+  const epx_tensor* expert_out;     /**< [out] [N, H] real; only the counts[e] rows of each zone are written */
+  const epx_tensor* pre_act;        /**< [out, optional] [N, 2F] (gate, then up) with SWIGLU, else [N, F], real: what
                                      epx_moe_ffn_bwd needs; rows as in expert_out */
 } epx_moe_ffn_args;
 
-/* expert_out[s] = w_s * (down_e h(gate_e x_s, up_e x_s) + down_bias_e) for the rows s of each expert e. Pad rows and rows that
+/** expert_out[s] = w_s * (down_e h(gate_e x_s, up_e x_s) + down_bias_e) for the rows s of each expert e. Pad rows and rows that
  * are not in use are neither read nor written. */
 EPX_API epx_status epx_moe_ffn(const epx_moe_ffn_config* config, const epx_moe_ffn_args* args);
 
+/** Arguments of epx_moe_ffn_bwd(). */
 typedef struct epx_moe_ffn_bwd_args {
   size_t struct_size;
   epx_stream stream;
-  const epx_moe_ffn_params* params;
-  const epx_tensor* recv_tokens;       /* [in]  [N, H] real, as given to epx_moe_ffn; so are the next three */
-  const epx_tensor* counts;            /* [in]  [E_l] */
-  const epx_tensor* offsets;           /* [in]  [E_l + 1] */
-  const epx_tensor* recv_weights;      /* [in, optional] [N] real */
-  const epx_tensor* pre_act;           /* [in]  as epx_moe_ffn wrote it */
-  const epx_tensor* grad_expert_out;   /* [in]  [N, H] real */
-  const epx_tensor* grad_recv;         /* [out] [N, H] real; rows as in expert_out */
-  const epx_tensor* grad_recv_weights; /* [out, optional] [N] real; only with recv_weights; rows as in expert_out */
-  const epx_moe_ffn_params*
-      grads;          /* [out] of any of params' tensors, stacked or separate whatever params are; those that are
-                                          NULL are not wanted; NULL: none is */
-  int32_t accumulate; /* 1: adds to grads; 0: overwrites them, with zero for an expert without rows */
+  const epx_moe_ffn_params* params;    /**< [in] */
+  const epx_tensor* recv_tokens;       /**< [in]  [N, H] real, as given to epx_moe_ffn; so are the next three */
+  const epx_tensor* counts;            /**< [in]  [E_l] */
+  const epx_tensor* offsets;           /**< [in]  [E_l + 1] */
+  const epx_tensor* recv_weights;      /**< [in, optional] [N] real */
+  const epx_tensor* pre_act;           /**< [in]  as epx_moe_ffn wrote it */
+  const epx_tensor* grad_expert_out;   /**< [in]  [N, H] real */
+  const epx_tensor* grad_recv;         /**< [out] [N, H] real; rows as in expert_out */
+  const epx_tensor* grad_recv_weights; /**< [out, optional] [N] real; only with recv_weights; rows as in expert_out */
+  const epx_moe_ffn_params* grads; /**< [out] of any of params' tensors, stacked or separate whatever params are; those that
+                                        are NULL are not wanted; NULL: none is */
+  int32_t accumulate;              /**< 1: adds to grads; 0: overwrites them, with zero for an expert without rows */
 } epx_moe_ffn_bwd_args;
 
-/* Gradients of parameters are summed in row order, so that they have the same bits for every number of ranks. */
+/** Gradients of parameters are summed in row order, so that they have the same bits for every number of ranks. */
 EPX_API epx_status epx_moe_ffn_bwd(const epx_moe_ffn_config* config, const epx_moe_ffn_bwd_args* args);
 
-/* ---- Block ---------------------------------------------------------------------------------------------------------- */
-/* router -> prepare -> dispatch -> FFN -> combine, forward and backward: one object per layer. It owns what has to be kept
- * between a forward and its backward; parameters are the caller's. */
+/** @} */
 
+/** @defgroup block Block
+ *
+ * router -> prepare -> dispatch -> FFN -> combine, forward and backward: one object per layer. It owns what has to be kept
+ * between a forward and its backward; parameters are the caller's.
+ * @{ */
+
+/** An MoE layer. */
 typedef struct epx_moe_block_s* epx_moe_block;
 
-/* Where a route's weight is applied. Both agree up to rounding. */
+/** Where a route's weight is applied. Both agree up to rounding. */
 typedef enum epx_moe_weighting EPX_ENUM_INT32 {
-  EPX_MOE_WEIGHT_LATE = 0, /* in combine */
-  EPX_MOE_WEIGHT_EARLY = 1 /* in the FFN, before the down projection */
+  EPX_MOE_WEIGHT_LATE = 0, /**< in combine */
+  EPX_MOE_WEIGHT_EARLY = 1 /**< in the FFN, before the down projection */
 } epx_moe_weighting;
 
+/** The parts of an MoE layer, and what it is created for. */
 typedef struct epx_moe_block_config {
-  size_t struct_size;           /* set by epx_moe_block_config_init */
-  epx_moe_router_config router; /* num_experts must be the group's */
-  epx_moe_ffn_config ffn;       /* num_local_experts is not used: the group tells */
-  epx_dtype dtype;              /* FLOAT32 (default); FLOAT64 only without a group */
-  epx_moe_weighting weighting;  /* default LATE */
-  int32_t alignment;            /* of the layer, rows; default 1 */
-  int32_t max_in_flight;        /* forward calls whose backward is still to come, >= 1; default 1 */
-  int32_t max_tokens_per_rank;  /* without a group: the largest T, required; with one: ignored, the group tells */
+  size_t struct_size;           /**< set by epx_moe_block_config_init */
+  epx_moe_router_config router; /**< num_experts must be the group's */
+  epx_moe_ffn_config ffn;       /**< num_local_experts is not used: the group tells */
+  epx_dtype dtype;              /**< FLOAT32 (default); FLOAT64 only without a group */
+  epx_moe_weighting weighting;  /**< default LATE */
+  int32_t alignment;            /**< of the layer, rows; default 1 */
+  int32_t max_in_flight;        /**< forward calls whose backward is still to come, >= 1; default 1 */
+  int32_t max_tokens_per_rank;  /**< without a group: the largest T, required; with one: ignored, the group tells */
 } epx_moe_block_config;
 
+/** Fills in defaults, those of the router and of the FFN included. */
 EPX_API epx_status epx_moe_block_config_init(epx_moe_block_config* config);
 
-/* Creates the layer. With group = NULL it is local: all experts are on this rank, nothing is exchanged, and the results have
+/** Creates the layer. With group = NULL it is local: all experts are on this rank, nothing is exchanged, and the results have
  * the bits of a group with EPX_COMBINE_EXACT. Otherwise collective over the group, which must use the host transport, offer
  * FLOAT32, and outlive the block. What peers reach lies in memory from epx_mem_alloc, about (max_in_flight + 1) * R * (2H + 1)
  * floats; pre_act, max_in_flight * R rows of it, in memory of this process.
@@ -293,44 +324,48 @@ EPX_API epx_status epx_moe_block_config_init(epx_moe_block_config* config);
  * process: the group is aborted, since its other ranks are waiting already); the sticky ones of epx_mem_alloc. */
 EPX_API epx_status epx_moe_block_create(epx_group group, const epx_moe_block_config* config, epx_moe_block* block);
 
-/* Frees the block, whatever it returns. Collective over the group, unless the group has failed or the block is local; before
+/** Frees the block, whatever it returns. Collective over the group, unless the group has failed or the block is local; before
  * epx_group_destroy. Accepts NULL. Errors: those of epx_mem_free. */
 EPX_API epx_status epx_moe_block_destroy(epx_moe_block block);
 
+/** Arguments of epx_moe_block_fwd(). */
 typedef struct epx_moe_block_fwd_args {
   size_t struct_size;
   epx_stream stream;
-  int32_t flight;                   /* 0..max_in_flight-1: where to keep what backward needs; overwrites what was there */
-  const epx_tensor* tokens;         /* [in]  [T, H] real */
-  const epx_tensor* logits;         /* [in]  [T, E] real: the gate's, router_weight * token for instance */
-  const epx_tensor* selection_bias; /* [in, optional] [E] real */
-  const epx_tensor* token_mask;     /* [in, optional] [T] UINT8: 0 masks the token; its output is 0 */
-  const epx_moe_ffn_params* params;
-  const epx_tensor* out;           /* [out] [T, H] real */
-  const epx_tensor* topk_idx;      /* [out, optional] [T, K] INT32 or INT64 */
-  const epx_tensor* topk_weights;  /* [out, optional] [T, K] real */
-  const epx_tensor* global_counts; /* [out, optional] [P, E] INT32 or INT64 */
-  const epx_tensor* info; /* [out, optional] [3] INT64, as of epx_moe_router: bad tokens take part as masked ones */
+  int32_t flight;                   /**< 0..max_in_flight-1: where to keep what backward needs; overwrites what was there */
+  const epx_tensor* tokens;         /**< [in]  [T, H] real */
+  const epx_tensor* logits;         /**< [in]  [T, E] real: the gate's, router_weight * token for instance */
+  const epx_tensor* selection_bias; /**< [in, optional] [E] real */
+  const epx_tensor* token_mask;     /**< [in, optional] [T] UINT8: 0 masks the token; its output is 0 */
+  const epx_moe_ffn_params* params; /**< [in] */
+  const epx_tensor* out;            /**< [out] [T, H] real */
+  const epx_tensor* topk_idx;       /**< [out, optional] [T, K] INT32 or INT64 */
+  const epx_tensor* topk_weights;   /**< [out, optional] [T, K] real */
+  const epx_tensor* global_counts;  /**< [out, optional] [P, E] INT32 or INT64 */
+  const epx_tensor* info; /**< [out, optional] [3] INT64, as of epx_moe_router: bad tokens take part as masked ones */
 } epx_moe_block_fwd_args;
 
-/* Collective. Errors: those of the five operations of epx.h. epx_group_status reports routes that the group drops. */
+/** Collective. Errors: those of the five operations of epx.h. epx_group_status reports routes that the group drops. */
 EPX_API epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fwd_args* args);
 
+/** Arguments of epx_moe_block_bwd(). */
 typedef struct epx_moe_block_bwd_args {
   size_t struct_size;
   epx_stream stream;
-  int32_t flight; /* of the forward */
-  const epx_moe_ffn_params* params;
-  const epx_tensor* grad_out;      /* [in]  [T, H] real */
-  double aux_loss_grad;            /* as in epx_moe_router_bwd */
-  const epx_tensor* grad_tokens;   /* [out] [T, H] real: through the experts; add what comes through the logits */
-  const epx_tensor* grad_logits;   /* [out] [T, E] real */
-  const epx_moe_ffn_params* grads; /* [out] as in epx_moe_ffn_bwd */
-  int32_t accumulate;              /* as in epx_moe_ffn_bwd */
+  int32_t flight;                   /**< of the forward */
+  const epx_moe_ffn_params* params; /**< [in] */
+  const epx_tensor* grad_out;       /**< [in]  [T, H] real */
+  double aux_loss_grad;             /**< as in epx_moe_router_bwd */
+  const epx_tensor* grad_tokens;    /**< [out] [T, H] real: through the experts; add what comes through the logits */
+  const epx_tensor* grad_logits;    /**< [out] [T, E] real */
+  const epx_moe_ffn_params* grads;  /**< [out] as in epx_moe_ffn_bwd */
+  int32_t accumulate;               /**< as in epx_moe_ffn_bwd */
 } epx_moe_block_bwd_args;
 
-/* Collective. Needs a forward of the same flight; may be repeated. Errors: as epx_moe_block_fwd. */
+/** Collective. Needs a forward of the same flight; may be repeated. Errors: as epx_moe_block_fwd. */
 EPX_API epx_status epx_moe_block_bwd(epx_moe_block block, const epx_moe_block_bwd_args* args);
+
+/** @} */
 
 #ifdef __cplusplus
 }
