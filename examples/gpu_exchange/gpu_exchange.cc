@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens travel to their experts and home again on GPUs, a GPU for each rank: mpirun -n 4 gpu_exchange
+// Tokens travel to their experts and back on GPUs, a GPU for each rank: mpirun -n 4 gpu_exchange
 #include <cstdio>
 #include <vector>
 

@@ -18,7 +18,7 @@ static epx_tensor rows(uint32_t first, int32_t count, int32_t width) { /* of a t
   return epx_tensor_2d(data, EPX_FLOAT32, count, width);
 }
 int main(int argc, char** argv) {
-  MPI_Init(&argc, &argv); /* 1. the ranks meet, and form a group */
+  MPI_Init(&argc, &argv); /* 1. the ranks form a group */
   epx_bootstrap bootstrap;
   epx_group_config config;
   epx_group group;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The native baseline: what one writes without epx. Routes are sorted by expert at their source, counts are exchanged, then
+// This is the native baseline, without epx. Routes are sorted by expert at their source, counts are exchanged, then
 // MPI_Alltoallv moves one row per route, and the receiver sorts them by its own experts; the way back is the same.
 #include <optional>
 
@@ -50,7 +50,7 @@ public:
   }
 
 private:
-  // Elements per rank, and where each rank's begin, as MPI wants them.
+  // MPI takes the elements per rank, and where each rank's begin.
   struct Parcel {
     std::vector<int> sizes, begins;
     int64_t total = 0;
@@ -70,7 +70,7 @@ private:
 
   int32_t count(int from, int64_t expert) const { return global_counts_[from * model_.experts + expert]; }
 
-  // From the counts: what goes where, and which local expert each arriving row is for. Rows arrive by (source, expert).
+  // Computes from the counts what goes to which rank, and each arriving row's local expert. Rows arrive by (source, expert).
   void plan() {
     std::vector<int64_t> to(world_.size()), from(world_.size()); // elements
     std::vector<int32_t> local_expert;
@@ -106,7 +106,7 @@ private:
   Ownership mine_;
   GroupedFfn ffn_;
 
-  // Of the last forward.
+  // These are of the last forward.
   int64_t num_tokens_ = 0;
   const float* logits_ = nullptr;
   std::vector<float> topk_weights_;            // [T, K]

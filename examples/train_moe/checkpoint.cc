@@ -23,9 +23,9 @@ using json = nlohmann::ordered_json;
 constexpr const char* kFormat = "epx train_moe 2";
 constexpr const char* kFormatFamily = "epx train_moe ";
 constexpr const char* kOption = "--checkpoint";
-constexpr size_t kMaxForeignHeaderBytes = 1 << 20; // by which the header of another model may be longer than this one's
+constexpr size_t kMaxForeignHeaderBytes = 1 << 20; // the header of another model may be so much longer than this one's
 
-// The vectors of an area that a checkpoint holds.
+// Returns the vectors of an area that a checkpoint holds.
 std::array<std::vector<float>*, 3> saved_vectors(Area& area) {
   return {&area.values, &area.first_moments, &area.second_moments};
 }
@@ -61,7 +61,7 @@ int64_t whole_size(const Tensor& tensor) {
   return tensor.shape[0] * tensor.row_size();
 }
 
-// The last line of a checkpoint.
+// Returns the last line of a checkpoint.
 std::string checksum_line(uint32_t checksum) {
   return fmt::format("crc32c {:08x}\n", checksum);
 }
@@ -81,10 +81,10 @@ void write_file(const std::string& file, const json& header, const std::vector<f
 
 struct Checkpoint {
   int64_t step = 0;
-  std::vector<char> numbers; // of all tensors
+  std::vector<char> numbers; // the values of all tensors
 };
 
-// Throws unless `theirs`, a header, is one of this model and text.
+// Throws unless `theirs` is the header of a checkpoint of this model and text.
 void check_header(const std::string& file, const json& theirs, const json& ours) {
   const json format = theirs.is_object() ? theirs.value("format", json()) : json();
   if (!format.is_string() || !format.get<std::string>().starts_with(kFormatFamily))
@@ -112,7 +112,7 @@ size_t numbers_bytes(const json& header) {
   return elements * sizeof(float);
 }
 
-// Reads no more than the header before it knows that the file is one of this model, and so how long it must be.
+// Reads only the header until it has found that the file is of this model, and so how long it must be.
 Checkpoint read_checkpoint(const std::string& file, const json& ours) {
   InputFile input("--resume", file);
   std::vector<char> begin(std::min(static_cast<size_t>(input.size()), ours.dump().size() + kMaxForeignHeaderBytes));
@@ -151,7 +151,7 @@ void require_writable(const std::string& file) {
 
 void save_checkpoint(const World& world, const std::string& file, int64_t step, const ModelOptions& model, const Text& text,
                      Parameters& parameters) {
-  std::vector<float> all; // rank 0's
+  std::vector<float> all; // only on rank 0
   for (const Tensor& tensor : parameters.tensors()) {
     for (const std::vector<float>* values : saved_vectors(parameters.area(tensor))) {
       const std::span<const float> here(values->data() + tensor.offset, static_cast<size_t>(tensor.size()));

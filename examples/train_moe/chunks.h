@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The batch is split into chunks of fixed size, and ranks take contiguous runs of them. What is computed chunk by chunk has
+// The batch is split into chunks of fixed size, and each rank takes consecutive ones. What is computed chunk by chunk has
 // the same shapes, and so the same bits, for every number of ranks.
 #pragma once
 
@@ -10,7 +10,7 @@ namespace train {
 
 inline constexpr int64_t kChunk = 32; // tokens
 
-// The share of one rank.
+// Chunks are those of one rank.
 class Chunks {
 public:
   Chunks(int64_t batch, int rank, int num_ranks) {

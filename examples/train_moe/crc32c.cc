@@ -6,7 +6,7 @@
 namespace train {
 namespace {
 
-// What a byte at the end of the register leaves in it; the polynomial is bit-reversed.
+// Returns what a byte at the end of the register leaves in it; the polynomial is bit-reversed.
 constexpr std::array<uint32_t, 256> make_table() {
   std::array<uint32_t, 256> table{};
   for (uint32_t byte = 0; byte < table.size(); ++byte) {

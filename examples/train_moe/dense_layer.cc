@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// No exchange: every rank has all experts and computes them on its own tokens, chunk by chunk, so that the experts' gradients
-// can be summed over the ranks like those of any other replicated parameter.
+// Without exchange every rank has all experts and computes them on its own tokens, chunk by chunk, so that the experts'
+// gradients can be summed over the ranks like those of any other replicated parameter.
 #include "examples/train_moe/moe_layer.h"
 #include "examples/train_moe/pieces.h"
 
@@ -55,7 +55,7 @@ public:
   }
 
 private:
-  // What a chunk's forward leaves for its backward.
+  // A Pass is what a chunk's forward keeps for its backward.
   struct Pass {
     explicit Pass(Permutation permutation) : by_expert(std::move(permutation)) {}
 

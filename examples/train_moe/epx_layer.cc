@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The MoE layer on epx: one block per layer, all of them on one group.
+// The MoE layer on epx has one block per layer, all of them on one group.
 #include <exception>
 
 #include "epx/epx_moe.h"
@@ -26,7 +26,7 @@ public:
     global_counts_.resize(static_cast<size_t>(num_ranks_) * model.experts);
   }
   ~EpxLayer() override {
-    if (std::uncaught_exceptions() > 0) group_.abort(); // the other ranks may never come to destroy theirs
+    if (std::uncaught_exceptions() > 0) group_.abort(); // the other ranks may never call epx_moe_block_destroy
     epx_moe_block_destroy(block_);
   }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What train_moe throws; main turns it into an exit status.
+// train_moe throws these errors; main turns them into an exit status.
 #pragma once
 
 #include <exception>
@@ -35,6 +35,6 @@ template <typename... Args>
   throw Error(exit_code, fmt::format(format, std::forward<Args>(args)...));
 }
 
-using epx::describe; // what train_moe says of a failure
+using epx::describe; // the text that train_moe prints for a failure
 
 } // namespace train

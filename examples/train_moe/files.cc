@@ -65,7 +65,7 @@ std::vector<unsigned char> read_file(const char* option, const std::string& file
   };
   require_at_most(input.size());
   std::vector<unsigned char> bytes;
-  // A file of /proc has a size of 0, and one that is being written grows: what counts is what is read.
+  // The bytes read are counted, since a file of /proc has a size of 0, and one that is being written grows.
   for (size_t next = static_cast<size_t>(input.size()) + 1;; next = size_t{1} << 20) {
     const size_t before = bytes.size();
     bytes.resize(before + next);

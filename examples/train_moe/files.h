@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files that options name, for reading: regular files only, up to a stated size, so that a device, a fifo or a wrong name ends in
-// a sentence instead of a hang or all of the memory.
+// Files that options name are read here: regular files only, up to a stated size, so that a device, a fifo or a wrong name ends
+// in a sentence instead of hanging or taking all memory.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace train {
 
-// "a regular file", "a directory", "a symbolic link", "a character device", ... of a mode from stat().
+// Returns "a regular file", "a directory", "a symbolic link", "a character device", ... for a mode from stat().
 const char* kind_of(mode_t mode);
 
 // Owns a file descriptor; -1 is none.
@@ -34,12 +34,12 @@ private:
   int fd_;
 };
 
-// A regular file, read from its begin. `option` names it in sentences. Throws Error.
+// Opens a regular file for reading from its begin. `option` names it in sentences. Throws Error.
 class InputFile {
 public:
   InputFile(const char* option, const std::string& file);
 
-  int64_t size() const { return size_; } // bytes, as it was opened
+  int64_t size() const { return size_; } // bytes, when it was opened
 
   // Reads on until `bytes` are full or the file ends, and returns how many were read.
   size_t read(std::span<char> bytes);
@@ -50,7 +50,7 @@ private:
   int64_t size_ = 0;
 };
 
-// All bytes of a regular file. Throws Error, also when it has more than `max_bytes`.
+// Returns all bytes of a regular file. Throws Error, also when it has more than `max_bytes`.
 std::vector<unsigned char> read_file(const char* option, const std::string& file, int64_t max_bytes);
 
 } // namespace train

@@ -38,7 +38,7 @@ Job::Job(const World& world, const Options& options) : world_(world), options_(o
     trainers_.push_back(std::make_unique<Trainer>(world, options, text_, exchange));
   seconds_.resize(trainers_.size());
   if (!options.resume_file.empty()) resume();
-  // Only now that nothing can be refused any more: files of an earlier run are overwritten.
+  // Files of an earlier run are overwritten only now that nothing can be refused any more.
   world.together([&] {
     if (world.rank() == 0) log_ = std::make_unique<LineWriter>("--log", options.log_file);
   });
@@ -107,7 +107,7 @@ StepResult Job::train_step(int64_t step) {
   return first;
 }
 
-// The time per step of each exchange, side by side.
+// Returns the time per step of each exchange as a table.
 void Job::print_times() const {
   fmt::print(stderr, "{:<12}{:>12}{:>12}{:>12}   ms per step of the slowest rank, {} steps\n", "exchange", "median", "min",
              "max", seconds_[0].size());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One run of train_moe: what is read before, trained, and written after. Every function is collective.
+// A Job is one run of train_moe: it reads its files, trains, and writes the results. Every function is collective.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace train {
 
 class Job {
 public:
-  // Throws AgreedError for whatever can be refused, before a file of an earlier run is touched.
+  // Throws AgreedError for everything that can be refused, before a file of an earlier run is changed.
   Job(const World& world, const Options& options);
 
   void train();
@@ -35,9 +35,9 @@ private:
   const Options& options_;
   Text text_;
   std::vector<std::unique_ptr<Trainer>> trainers_; // one, or one per exchange side by side
-  std::vector<std::vector<double>> seconds_;       // of each trainer's steps
+  std::vector<std::vector<double>> seconds_;       // by trainer, of its steps
   int64_t done_ = 0;                               // steps before this run's first
-  std::unique_ptr<LineWriter> log_;                // rank 0's
+  std::unique_ptr<LineWriter> log_;                // only on rank 0
   std::optional<RoutingRecord> routing_;
 };
 

@@ -14,7 +14,7 @@
 namespace train {
 namespace {
 
-// Bytes. As double, since a product of options may be more than any integer type holds.
+// Need is in bytes, as double, since a product of options may be more than any integer type holds.
 struct Need {
   double parameters = 0;      // with their gradients and AdamW's moments
   double chunk_gradients = 0; // of the replicated parameters, one copy per chunk
@@ -23,7 +23,7 @@ struct Need {
   double all() const { return parameters + chunk_gradients + activations; }
 };
 
-// The shapes are those that Model declares.
+// Computes the need from the shapes that Model declares.
 Need need_of(const ModelOptions& model, const Chunks& chunks, int64_t experts_here, bool replicates_experts) {
   constexpr double kBytesOfFloat = sizeof(float);
   constexpr double kByteValues = 256;
@@ -43,7 +43,7 @@ Need need_of(const ModelOptions& model, const Chunks& chunks, int64_t experts_he
   return need;
 }
 
-// The machine's memory and swap, or less where the process is limited.
+// Returns the machine's memory and swap, or less where the process is limited.
 double available() {
   struct sysinfo machine {};
   double bytes = std::numeric_limits<double>::infinity();

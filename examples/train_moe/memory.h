@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether a model fits into memory, asked before anything of it is allocated.
+// Checks that a model fits into memory before any of it is allocated.
 #pragma once
 
 #include "examples/train_moe/options.h"
@@ -7,8 +7,8 @@
 
 namespace train {
 
-// Throws Error when this rank needs more memory than the machine or its limit (RLIMIT_AS) lets a process have: what is
-// counted is the least that training takes, without the exchange. Local.
+// Throws Error when this rank needs more memory than the machine or its limit (RLIMIT_AS) lets a process have. It counts the
+// least that training takes, without the exchange. Local.
 void require_memory(const World& world, const Options& options);
 
 } // namespace train

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The model: embeddings of the last bytes -> linear -> residual MoE layers -> linear -> distribution of the next byte.
+// The model is: embeddings of the last bytes -> linear -> residual MoE layers -> linear -> distribution of the next byte.
 //   x_0 = in_weight * [embedding of each byte of the context] + in_bias
 //   x_(l+1) = x_l + moe_l(rms_norm(x_l)), with the router's logits = router_weight_l * rms_norm(x_l)
 //   logits = out_weight * rms_norm(x_L) + out_bias
@@ -22,16 +22,16 @@ public:
   // Declares the model's parameters; experts in `mine` live here, and are sharded unless all are replicated.
   Model(const ModelOptions& options, Parameters& parameters, Ownership mine, bool replicate_experts);
 
-  // Experts of each layer, for whoever makes the layers.
+  // Returns the experts of each layer, for the code that makes the layers.
   const std::vector<Experts>& experts() const { return experts_; }
   void set_layers(std::vector<std::unique_ptr<MoeLayer>> layers) { moe_ = std::move(layers); }
   const std::vector<std::unique_ptr<MoeLayer>>& layers() const { return moe_; }
 
-  // Predicts the bytes of `text` at `positions`, this rank's, and returns the summed loss of each chunk in nats. Collective.
+  // Predicts the bytes of `text` at this rank's `positions`, and returns the summed loss of each chunk in nats. Collective.
   std::vector<double> forward(const Text& text, std::span<const int64_t> positions, const Chunks& chunks);
 
-  // Gradients of (sum of all ranks' losses) / (predicted bytes of all ranks), of the last forward, whose loss_scale was
-  // 1 / (predicted bytes). Collective. Overwrites chunk_grads and the gradients of sharded parameters.
+  // Computes the gradients of (sum of all ranks' losses) / (predicted bytes of all ranks) for the last forward, whose
+  // loss_scale was 1 / (predicted bytes). Collective. Overwrites chunk_grads and the gradients of sharded parameters.
   void backward(ChunkGrads& chunk_grads);
 
 private:
@@ -52,7 +52,7 @@ private:
   std::vector<Layer> layers_;
   std::vector<std::unique_ptr<MoeLayer>> moe_;
 
-  // Of the last forward.
+  // These are of the last forward.
   Chunks chunks_{0, 0, 1};
   std::vector<unsigned char> contexts_, targets_;      // [T, context], [T]
   std::vector<float> last_x_, last_normed_, grad_out_; // [T, H], [T, H], [T, 256]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One MoE layer as the model sees it; the three implementations differ in how tokens reach their experts.
+// MoeLayer is one MoE layer as the model uses it; the three implementations differ in how tokens reach their experts.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@
 
 namespace train {
 
-// Gradients of the replicated parameters, one vector per chunk of this rank.
+// ChunkGrads are gradients of the replicated parameters, one vector per chunk of this rank.
 using ChunkGrads = std::vector<std::vector<float>>;
 
-// The experts of one layer.
+// Experts are the experts of one layer.
 struct Experts {
   Parameters::Id gate_up; // [E, 2F, H]
   Parameters::Id down;    // [E, H, F]
@@ -27,16 +27,16 @@ class MoeLayer {
 public:
   virtual ~MoeLayer() = default;
 
-  // tokens[T, H], logits[T, E] -> out[T, H]. Collective, unless dense.
+  // Computes tokens[T, H], logits[T, E] -> out[T, H]. It is collective, unless the layer is dense.
   virtual void forward(const float* tokens, const float* logits, const Chunks& chunks, float* out) = 0;
 
-  // Of the last forward, whose tokens and logits are still there. Gradients of sharded experts become those of all ranks' tokens;
-  // those of replicated ones are added to chunk_grads.
+  // Computes the gradients of the last forward, whose tokens and logits must be unchanged. Gradients of sharded experts become
+  // those of all ranks' tokens; those of replicated ones are added to chunk_grads.
   virtual void backward(const float* grad_out, float* grad_tokens, float* grad_logits, ChunkGrads& chunk_grads) = 0;
 
   // Of the last forward.
   const std::vector<int32_t>& topk_idx() const { return topk_idx_; } // [T, K]
-  int64_t bad_tokens() const { return info_[1]; }                    // whose logits are not numbers
+  int64_t bad_tokens() const { return info_[1]; }                    // tokens with logits that are not numbers
   int64_t first_bad_token() const { return info_[2]; }
   double load() const; // routes to the busiest expert over the mean
 
@@ -50,11 +50,11 @@ protected:
   int64_t info_[3] = {0, 0, -1};       // as epx_moe_router writes it
 };
 
-// The group that epx layers exchange their tokens through. Collective.
+// Creates the group through which epx layers exchange their tokens. Collective.
 epx::Group make_group(const World& world, const ModelOptions& model, int64_t max_tokens, int64_t timeout_ms);
 void require_no_events(epx::GroupView group); // throws when the group has dropped or refused anything
 
-// Which experts live on a rank: contiguous blocks, the first E mod P ranks own one more, as in epx.
+// Returns which experts live on a rank: contiguous blocks, the first E mod P ranks own one more, as in epx.
 struct Ownership {
   int64_t first = 0;
   int64_t count = 0;

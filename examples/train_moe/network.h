@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The dense parts of the model, on a few rows at a time. Matrices are row-major; weights are [out, in]. T is float, or double
-// to check gradients.
+// These are the dense parts of the model, on some rows at a time. Matrices are row-major; weights are [out, in]. T is float, or
+// double to check gradients.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ void rms_norm(const T* x, int64_t rows, int64_t width, T* y);
 template <typename T>
 void rms_norm_bwd(const T* x, const T* grad_y, int64_t rows, int64_t width, T* grad_x);
 
-// Sum over the rows of -log softmax(logits[rows, classes])[target]; `logits` become its gradient times scale.
+// Returns the sum over the rows of -log softmax(logits[rows, classes])[target]; `logits` become its gradient times scale.
 template <typename T>
 double cross_entropy(T* logits, const unsigned char* targets, int64_t rows, int64_t classes, T scale);
 

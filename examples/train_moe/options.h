@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The command line.
+// Options are those of the command line.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ enum class Exchange {
 
 const char* name_of(Exchange exchange);
 
-// What decides the model's shape and its curve; a checkpoint carries it.
+// ModelOptions decide the model's shape and its curve; a checkpoint has them.
 struct ModelOptions {
   int context = 8;    // bytes that the model sees
   int embedding = 16; // elements per byte
@@ -47,7 +47,7 @@ struct Options {
   int64_t timeout_ms = 60'000;
 };
 
-// --help or --version: what to print before leaving.
+// RequestedText is what --help or --version prints before the program ends.
 struct RequestedText {
   std::string text;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What train_moe writes: JSON lines, the routing record, and a progress bar.
+// train_moe writes JSON lines, the routing record, and a progress bar.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,8 @@
 
 namespace train {
 
-// JSON lines to a file, or to standard output for "". Rank 0 writes. Throws Error when the file cannot be written.
+// A LineWriter writes JSON lines to a file, or to standard output for "". Rank 0 writes. Throws Error when the file cannot be
+// written.
 class LineWriter {
 public:
   LineWriter(const std::string& option, const std::string& file);
@@ -26,7 +27,7 @@ private:
   std::ofstream stream_;
 };
 
-// One line per layer, step and rank (docs/routing-record.md).
+// A RoutingRecord has one line per layer, step and rank (docs/routing-record.md).
 class RoutingRecord {
 public:
   RoutingRecord(const World& world, const ModelOptions& model, const std::string& file);
@@ -36,10 +37,10 @@ public:
 private:
   const World& world_;
   ModelOptions options_;
-  std::unique_ptr<LineWriter> writer_; // rank 0's
+  std::unique_ptr<LineWriter> writer_; // only on rank 0
 };
 
-// A bar on standard error.
+// A ProgressBar is drawn on standard error.
 class ProgressBar {
 public:
   ProgressBar(bool is_shown, int64_t first_step, int64_t last_step);
@@ -52,7 +53,7 @@ private:
   double begin_;
 };
 
-// Whether standard error, or mpirun's when that started us, is a terminal.
+// Returns whether standard error, or that of mpirun when it started this process, is a terminal.
 bool has_terminal();
 
 } // namespace train

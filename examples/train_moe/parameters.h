@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// All parameters of a model, their gradients and AdamW's moments, in two flat areas: *replicated* ones are the same on every
-// rank, and *sharded* ones are experts that live on one rank.
+// Parameters has all parameters of a model, their gradients and AdamW's moments, in two flat areas: *replicated* ones are the
+// same on every rank, and *sharded* ones are experts that live on one rank.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace train {
 
 struct Tensor {
   std::string name;
-  std::vector<int64_t> shape; // of the whole tensor; a sharded one is split along the first dimension
+  std::vector<int64_t> shape; // shape of the whole tensor; a sharded one is split along the first dimension
   bool is_sharded = false;
   bool decays = true;
   double init_limit = 0;    // uniform in [-limit, limit)
@@ -31,13 +31,13 @@ public:
   using Id = int;
 
   Id add_replicated(const std::string& name, std::vector<int64_t> shape, double init_limit, bool decays = true);
-  // [first, first + count) of shape[0] live here.
+  // Adds a tensor of which [first, first + count) of shape[0] live here.
   Id add_sharded(const std::string& name, std::vector<int64_t> shape, double init_limit, int64_t first, int64_t count);
 
-  // Random values that depend on the seed and on how many tensors were added before, not on how they are sharded.
+  // Sets random values that depend on the seed and on how many tensors were added before, not on how they are sharded.
   void initialise(uint64_t seed);
 
-  // One step of AdamW (arXiv:1711.05101) on both areas; step counts from 1.
+  // Makes one step of AdamW (arXiv:1711.05101) on both areas; step counts from 1.
   void step(int64_t step, double learning_rate, double weight_decay);
 
   const std::vector<Tensor>& tensors() const { return tensors_; }
@@ -46,7 +46,7 @@ public:
   Area& replicated() { return replicated_; }
   float* values(Id id) { return area(tensors_[id]).values.data() + tensors_[id].offset; }
   float* sharded_grads(Id id) { return sharded_.grads.data() + tensors_[id].offset; }
-  // In a gradient of the replicated area, of one chunk for instance.
+  // Returns the tensor's part of a gradient of the replicated area, of one chunk for instance.
   float* in(std::vector<float>& replicated_grads, Id id) const { return replicated_grads.data() + tensors_[id].offset; }
 
 private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pieces of epx_moe.h that a layer needs when it routes without epx, on vectors of float.
+// These are the parts of epx_moe.h that a layer needs when it routes without epx, on vectors of float.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace train {
 
-// Selected experts of T tokens, and what goes back to their logits.
+// Router selects the experts of T tokens, and computes the gradients of their logits.
 class Router {
 public:
   Router(const ModelOptions& model, double aux_loss);
@@ -25,7 +25,7 @@ private:
   epx_moe_router_config config_{};
 };
 
-// Rows sorted by expert on this rank.
+// A Permutation sorts rows by expert on this rank.
 class Permutation {
 public:
   // topk_idx[T, K] names experts 0..E-1.
@@ -50,7 +50,7 @@ private:
   std::vector<int32_t> counts_, offsets_, row_map_;
 };
 
-// The tensors of one layer's experts here, values or gradients, as epx takes them.
+// ExpertTensors are the tensors of one layer's experts on this rank, values or gradients, as epx takes them.
 class ExpertTensors {
 public:
   ExpertTensors(const ModelOptions& model, int64_t num_local_experts, float* gate_up, float* down);
@@ -64,7 +64,7 @@ private:
   epx_moe_ffn_params params_{};
 };
 
-// SwiGLU experts on rows sorted by expert.
+// GroupedFfn runs SwiGLU experts on rows sorted by expert.
 class GroupedFfn {
 public:
   GroupedFfn(const ModelOptions& model, int64_t num_local_experts);

@@ -29,7 +29,7 @@ std::string new_name() {
 
 // Opens a file that is not there yet, under a name that it chooses; -1 and errno when that fails.
 int create_in(int folder, std::string& name) {
-  constexpr int kAttempts = 16; // a name of 64 random bits is there already only where somebody plays with us
+  constexpr int kAttempts = 16; // a name of 64 random bits exists already only if another program guesses it
   int file = -1;
   for (int attempt = 0; attempt < kAttempts && (attempt == 0 || (file < 0 && errno == EEXIST)); ++attempt) {
     name = new_name();
@@ -64,8 +64,8 @@ void Replacement::write(std::span<const char> bytes) {
 }
 
 void Replacement::commit() {
-  // Without the first fsync a crash could leave the new name with old or missing bytes; a disk that turns out to be full, as
-  // on NFS, says so here at the latest. The second one makes the new name last.
+  // Without the first fsync a crash could leave the new name with old or missing bytes; a full disk, as on NFS, is reported
+  // here at the latest. The second one makes the new name last.
   if (::fsync(temporary_.get()) != 0) fail_with_errno();
   require_regular();
   if (::renameat(folder_.get(), temporary_name_.c_str(), folder_.get(), name_.c_str()) != 0) fail_with_errno();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Replaces a file by a new one as a whole, or leaves the old one as it is.
+// A Replacement replaces a file by a new one as a whole, or leaves the old one as it is.
 #pragma once
 
 #include <span>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The text: what is learnt, what is held out, and which bytes a step predicts.
+// Text has the bytes that are learnt and those that are held out, and chooses which bytes a step predicts.
 #pragma once
 
 #include <cstdint>
@@ -22,10 +22,10 @@ struct Text {
 // Throws Error when the file cannot be read, is not a regular file or has more than 1 GiB, or is shorter than a batch.
 Text read_text(const std::string& file, const ModelOptions& model);
 
-// Positions of the bytes that `step` predicts, all of the batch: the same on every rank.
+// Returns the positions of all bytes that `step` predicts, the same on every rank.
 std::vector<int64_t> train_positions(const Text& text, const ModelOptions& model, int64_t step);
 
-// Positions of all held-out bytes.
+// Returns the positions of all held-out bytes.
 std::vector<int64_t> held_out_positions(const Text& text, const ModelOptions& model);
 
 } // namespace train

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kWarmUpSteps = 10;
 
-// The most tokens that a rank gets in a step.
+// Returns the most tokens that a rank gets in a step.
 int64_t most_tokens(const ModelOptions& model, int num_ranks) {
   int64_t most = 0;
   for (int rank = 0; rank < num_ranks; ++rank)
@@ -19,7 +19,7 @@ int64_t most_tokens(const ModelOptions& model, int num_ranks) {
   return most;
 }
 
-// What a rank tells the others of one layer's router.
+// RouterReport is what a rank sends to the others about one layer's router.
 struct RouterReport {
   int64_t bad_tokens, first_bad_token;
 };

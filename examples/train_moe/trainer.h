@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One model in training: its parameters, its layers on one kind of exchange, and the optimiser.
+// A Trainer trains one model: it has the parameters, the layers on one kind of exchange, and the optimiser.
 #pragma once
 
 #include <memory>
@@ -32,7 +32,7 @@ public:
   // Steps count from 1. Collective. Throws AgreedError when router logits are no longer numbers.
   StepResult step(int64_t step);
 
-  // Nats per byte over the held-out part. Collective.
+  // Returns the loss in nats per byte over the held-out part. Collective.
   double held_out_loss();
 
 private:

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ranks: MPI for as long as it lives. Collective functions are called by all ranks in the same order.
+// World is the ranks of MPI, which is initialised for as long as it lives. All ranks call collective functions in the same
+// order.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +17,7 @@
 
 namespace train {
 
-// A number of elements as MPI counts them. Throws when it does not fit.
+// Returns a number of elements as MPI counts them. Throws when it does not fit.
 int as_count(int64_t size);
 
 class World {
@@ -30,7 +31,8 @@ public:
   int size() const { return size_; }
   MPI_Comm comm() const { return MPI_COMM_WORLD; }
 
-  // Runs a local action on every rank; when it throws on one, AgreedError is thrown on all, with the words of the lowest.
+  // Runs a local action on every rank; when it throws on one, AgreedError is thrown on all, with the message of the lowest
+  // rank.
   template <typename Action>
   void together(Action&& action) const {
     int exit_code = 0;
@@ -50,10 +52,10 @@ public:
     agree(exit_code, message);
   }
 
-  // Rank 0's bytes, on all ranks.
+  // Returns rank 0's bytes on all ranks.
   void broadcast(std::vector<char>& bytes) const;
 
-  // Every rank's part, concatenated in rank order, on all ranks.
+  // Returns every rank's part, concatenated in rank order, on all ranks.
   template <typename T>
   std::vector<T> gather(std::span<const T> part) const {
     std::vector<char> bytes = gather_bytes(std::as_bytes(part));
@@ -62,11 +64,11 @@ public:
     return all;
   }
 
-  // The sum of all parts of all ranks, ((p0 + p1) + p2) + ..., in rank order and within a rank in order: the same bits
+  // Returns the sum of all parts of all ranks, ((p0 + p1) + p2) + ..., in rank order and within a rank in order: the same bits
   // however the parts are split over the ranks.
   void ordered_sum(const std::vector<std::vector<float>>& parts, std::vector<float>& sum) const;
 
-  double slowest(double seconds) const; // the largest of all ranks
+  double slowest(double seconds) const; // returns the largest value of all ranks
   void barrier() const;
   [[noreturn]] void abort(int exit_code) const; // ends all ranks
 

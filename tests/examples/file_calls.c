@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Preloaded into train_moe: writes its fsync and renameat calls, in order, to the file that EPX_TEST_CALLS names, and fails the fsync of
- * a regular file with ENOSPC when EPX_TEST_FSYNC_FAILS is set, as a disk does that finds out late that it is full. */
+/* This is preloaded into train_moe, and writes its fsync and renameat calls, in order, to the file that EPX_TEST_CALLS names. It
+ * fails the fsync of a regular file with ENOSPC when EPX_TEST_FSYNC_FAILS is set, as a disk does that finds out late that it is
+ * full. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of train_moe's dense parts against finite differences in float64.
+// Gradients of train_moe's dense parts are compared with finite differences in float64.
 #include <doctest/doctest.h>
 
 #include <cmath>
