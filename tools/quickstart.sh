@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# From a bare Debian 12 machine to epx's main job: installs what is missing, builds, checks dispatch and
+# Runs epx on a bare Debian 12 machine: installs what is missing, builds, checks dispatch and
 # combine, forward and backward, on four ranks, on uniform routing and on the words of a real text, and trains a small
 # Mixture-of-Experts model on that text. Run it as often as you like.
 # shellcheck source=tools/lib.sh

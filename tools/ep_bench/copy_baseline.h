@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the operations are compared with on the host transport: plain memcpy of rows to scattered places.
+// On the host transport the operations are compared with this plain memcpy of rows to scattered places.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace epx::bench {
 
 class CopyBaseline {
 public:
-  // For copies of any of these numbers of rows. Touches all memory that copies will write.
+  // Prepares copies of any of these numbers of rows. Touches all memory that copies will write.
   CopyBaseline(std::span<const int64_t> row_counts, int64_t row_bytes, uint64_t seed);
 
   // Copies `rows` rows (one of the row_counts), taken from `source` in turn, to places in a random order that fill `rows`
@@ -27,7 +27,7 @@ public:
 
 private:
   int64_t row_bytes_;
-  std::map<int64_t, std::vector<int64_t>> places_; // number of rows -> the place of each
+  std::map<int64_t, std::vector<int64_t>> places_; // by number of rows: the place of each row
   std::vector<std::byte> target_;
 };
 

@@ -32,7 +32,7 @@ struct RuntimeError : Error {
   explicit RuntimeError(const std::string& message) : Error(kExitFailure, message) {}
 };
 
-// How an action went; an exit code of 0 means well.
+// Failure is how an action ended; an exit code of 0 means success.
 struct Failure {
   int exit_code = 0;
   std::string message;

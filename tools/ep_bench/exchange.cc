@@ -213,12 +213,12 @@ PrepareOutputs Exchange::prepared() const {
   return outputs;
 }
 
-void Exchange::poison() {
+void Exchange::scribble() {
   for (const Buffer* buffer :
        {&prepared_.counts, &prepared_.offsets, &prepared_.global_counts, &prepared_.info, &prepared_.slot,
         &prepared_.slot_origin, &by_row_.recv_tokens, &by_row_.recv_weights, &by_row_.grad_expert_out,
         &by_row_.grad_recv_weights, &by_token_.out, &by_token_.grad_tokens, &by_token_.grad_topk_weights})
-    buffer->fill(kPoison);
+    buffer->fill(kScribble);
 }
 
 } // namespace epx::bench

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank's group, layer and tensors, and the five operations on them.
+// An Exchange is one rank's group, layer and tensors, with the five operations on them.
 #pragma once
 
 #include <array>
@@ -14,8 +14,8 @@
 
 namespace epx::bench {
 
-// What poisoned outputs are filled with.
-inline constexpr auto kPoison = std::byte{0xa5};
+// Outputs are filled with this byte before a verified call.
+inline constexpr auto kScribble = std::byte{0xa5};
 
 struct PrepareOutputs {
   std::vector<int64_t> counts;        // [E_l]
@@ -26,7 +26,7 @@ struct PrepareOutputs {
   std::vector<int32_t> slot_origin; // [R, 3]
 };
 
-// A rank's token inputs where calls read them.
+// TokenTensors are a rank's token inputs in memory that calls read.
 struct TokenTensors {
   Buffer topk_idx;     // [T, K] int64
   Buffer topk_weights; // [T, K] float
@@ -41,7 +41,7 @@ struct RowOutputs {
   Buffer grad_recv_weights; // [N] float
 };
 
-// What the experts would have written: inputs of combine, combine_bwd and dispatch_bwd.
+// ExpertRows stand for what the experts would have written: the inputs of combine, combine_bwd and dispatch_bwd.
 struct ExpertRows {
   Buffer expert_out;        // [N, H]
   Buffer grad_recv;         // [N, H]
@@ -54,7 +54,7 @@ struct TokenOutputs {
   Buffer grad_topk_weights; // [T, K] float
 };
 
-// The group's config that the options ask for. Throws epx::Error.
+// Returns the group's config for the options. Throws epx::Error.
 GroupConfig group_config(const Options& options);
 
 class Exchange {
@@ -64,7 +64,7 @@ public:
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
-  // Allocates receive tensors of N rows: collective, with the same N everywhere. Before the first operation but prepare.
+  // Allocates receive tensors of N rows, the same N on all ranks. It is collective and precedes all operations but prepare.
   void allocate_rows(int64_t rows);
 
   // `inputs` must outlive the tensors.
@@ -83,22 +83,22 @@ public:
   void combine_bwd(const TokenTensors& inputs);
   void dispatch_bwd();
 
-  // The timed form of any line.
+  // Makes the timed calls of any line of the table.
   void call(const Line& line, const TokenTensors& inputs);
 
-  // Waits until all calls have ended. Throws RuntimeError with the group's own words when one failed on the GPU.
+  // Waits until all calls have ended. Throws RuntimeError with the group's message when one failed on the GPU.
   void finish();
 
-  void poison(); // all outputs
+  void scribble(); // over all outputs
 
-  // How often the group met each kind of event until the last finish().
+  // Returns how often the group reported each kind of event until the last finish().
   const std::array<uint64_t, EPX_MAX_EVENT_KINDS>& events() const { return events_; }
 
   const epx_group_info& info() const { return info_; }
-  double creation_ms() const { return creation_ms_; } // what epx_group_create took here
+  double creation_ms() const { return creation_ms_; } // the time of epx_group_create on this rank
   size_t handle_mem_bytes() const { return handle_mem_.size(); }
   int64_t rows() const { return rows_; } // N
-  PrepareOutputs prepared() const;       // as they are now
+  PrepareOutputs prepared() const;       // the current contents
   const RowOutputs& by_row() const { return by_row_; }
   const ExpertRows& expert_rows() const { return expert_rows_; }
   const TokenOutputs& by_token() const { return by_token_; }

@@ -6,7 +6,7 @@
 namespace epx::bench {
 namespace {
 
-// Bytes per microsecond are 1e6 bytes/s.
+// One byte per microsecond is 1e6 bytes/s.
 double gbps(double bytes, double us) {
   return bytes / us / 1e3;
 }

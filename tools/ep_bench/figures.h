@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From times and row counts to the figures that ep_bench reports.
+// Computes the figures that ep_bench reports from times and row counts.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace epx::bench {
 
-// A plain memcpy of as many rows as the operation writes, by all ranks at once.
+// CopyFigures are those of a plain memcpy of as many rows as the operation writes, by all ranks at once.
 struct CopyFigures {
   double median_us = 0; // from the first rank's begin to the last rank's end
   double gbps = 0;      // all ranks together
@@ -25,24 +25,24 @@ struct CopyFigures {
 struct FloorFigures {
   double wire_us = 0;                    // each row stored once to each rank that it must reach
   double hbm_us = 0;                     // local reads and writes
-  std::string wire_variant, hbm_variant; // of the kernels tried, the fastest
+  std::string wire_variant, hbm_variant; // the fastest of the kernels that were tried
   double wire_us_on_sms = 0;             // the same on no more than options.num_comm_sms SMs; 0: not asked
   double hbm_us_on_sms = 0;
 
   double us() const { return wire_us > hbm_us ? wire_us : hbm_us; }
   double us_on_sms() const { return wire_us_on_sms > hbm_us_on_sms ? wire_us_on_sms : hbm_us_on_sms; }
 };
-using Floors = std::vector<std::optional<FloorFigures>>; // of each line; empty where not measured
+using Floors = std::vector<std::optional<FloorFigures>>; // by line; empty where not measured
 
-// Of one line. Times are the slowest rank's of each iteration; rows are means over iterations and ranks; 1 GB = 1e9
-// bytes.
+// OperationFigures are those of one line. Times are the slowest rank's of each iteration; rows are means over iterations and
+// ranks; 1 GB = 1e9 bytes.
 struct OperationFigures {
   double median_us = 0;
   double p99_us = 0;
   double min_us = 0;
   int slowest_rank = 0;
   std::optional<double> start_skew_us; // median time from the first rank's begin to the last's; ranks on one machine
-  // None where the line does not move the rows of one operation.
+  // These are empty where the line does not move the rows of one operation.
   double logical_rows = 0;
   double wire_rows = 0;
   double written_rows = 0;

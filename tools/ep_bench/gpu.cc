@@ -116,7 +116,7 @@ Graph Graph::end_capture(cudaStream_t stream) {
   check_cuda(error, "cudaGraphInstantiate");
   Graph result;
   result.exec_.reset(exec);
-  check_cuda(cudaGraphUpload(exec, stream), "cudaGraphUpload"); // a replay shall find everything on the device
+  check_cuda(cudaGraphUpload(exec, stream), "cudaGraphUpload"); // so that the first replay uploads nothing
   return result;
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank's GPU: its memory, the stream that everything runs on, and owners of what the timed loops need of CUDA.
+// Gpu is a rank's GPU with its memory and the stream that everything runs on; besides, this header owns the CUDA objects of the
+// timed loops.
 #pragma once
 
 #include <cstddef>
@@ -13,13 +14,13 @@
 
 namespace epx::bench {
 
-// Throws RuntimeError with the call's name and CUDA's own words.
+// Throws RuntimeError with the call's name and CUDA's message.
 void check_cuda(cudaError_t error, const char* call);
 
 class Gpu final : public Memory {
 public:
-  // The device with the number that the rank has on its machine: Open MPI provides it; without it, rank modulo the number of
-  // devices. It becomes the calling thread's. Throws RuntimeError.
+  // Takes the device with the number that the rank has on its machine, which Open MPI provides; without it, rank modulo the
+  // number of devices. It becomes the calling thread's device. Throws RuntimeError.
   explicit Gpu(int rank);
   ~Gpu() override;
   Gpu(const Gpu&) = delete;
@@ -42,7 +43,7 @@ private:
   int num_sms_ = 0;
 };
 
-// A pair of events around something on a stream.
+// A Stopwatch records an event before and one after work on a stream.
 class Stopwatch {
 public:
   Stopwatch();
@@ -52,16 +53,16 @@ public:
 
   void start(cudaStream_t stream) { check_cuda(cudaEventRecord(begin_, stream), "cudaEventRecord"); }
   void stop(cudaStream_t stream) { check_cuda(cudaEventRecord(end_, stream), "cudaEventRecord"); }
-  int64_t elapsed_ns() const; // once the stream has passed both
+  int64_t elapsed_ns() const; // to be called once the stream has passed both
 
 private:
   cudaEvent_t begin_ = nullptr, end_ = nullptr;
 };
 
-// A graph that is ready to be replayed.
+// A Graph is ready to be replayed.
 class Graph {
 public:
-  // What `enqueue` puts on the stream while it is captured.
+  // Captures what `enqueue` puts on the stream.
   template <typename Enqueue>
   static Graph capture(cudaStream_t stream, Enqueue&& enqueue) {
     begin_capture(stream);

@@ -28,7 +28,8 @@ JsonFile::JsonFile(const std::string& file) : file_(file) {
   constexpr int kFlags = O_WRONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
   fd_ = ::open(file.c_str(), kFlags | O_CREAT | O_EXCL, 0666);
   is_new_ = fd_ >= 0;
-  if (fd_ < 0 && errno == EEXIST) fd_ = ::open(file.c_str(), kFlags | O_CREAT, 0666); // through a link, too
+  if (fd_ < 0 && errno == EEXIST)
+    fd_ = ::open(file.c_str(), kFlags | O_CREAT, 0666); // this creates the target of a symbolic link, too
   if (fd_ < 0) throw UsageError(reason_for(file));
   ::fcntl(fd_, F_SETFL, 0);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The file of --json.
+// JsonFile is the file of --json.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace epx::bench {
 
-// Opened before the run, so that a file that cannot be written is known before; what was in it stays until write(). A file
-// that was not there and is not written to is removed again.
+// It is opened before the run, so that a file that cannot be written fails early; its contents stay until write(). A file that
+// is new and not written to is removed again.
 class JsonFile {
 public:
   explicit JsonFile(const std::string& file); // throws UsageError
@@ -22,7 +22,7 @@ public:
 private:
   std::string file_;
   int fd_ = -1;
-  bool is_new_ = false;     // made here
+  bool is_new_ = false;     // created by this object
   bool is_written_ = false; // or partly
 };
 

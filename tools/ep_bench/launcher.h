@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the processes of a run were started, and how they find each other.
+// A Launcher knows how the processes of a run were started, and how they find each other.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace epx::bench {
 
-// MPI for as long as it lives, when the options ask for it. The only part of ep_bench that knows MPI.
+// It initialises MPI for as long as it lives, when the options ask for it. It is the only part of ep_bench that uses MPI.
 class Launcher {
 public:
   explicit Launcher(const Options& options);
@@ -25,7 +25,7 @@ public:
   // Collective. Throws epx::Error.
   epx::Bootstrap make_bootstrap(const Options& options, int64_t timeout_ms) const;
 
-  // Ends all ranks, where the launcher can: for failures that the others may not know of.
+  // Ends all ranks, where the launcher can, after a failure that the others may not know of.
   void abandon(int exit_code) const;
 
 private:
@@ -33,8 +33,8 @@ private:
   int rank_;
 };
 
-// Writes `text` once, although every process of a launcher's has it to say: for what comes before the options are known.
-// Collective under mpirun, unless the command line asks for a file bootstrap; then every process speaks.
+// Writes `text` from one process only, before the options are known. It is collective under mpirun, unless the command line
+// asks for a file bootstrap; then every process writes it.
 void say_once(std::FILE* stream, const std::string& text, std::span<const char* const> arguments);
 
 } // namespace epx::bench

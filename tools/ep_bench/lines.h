@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ep_bench times, each a line of its table: the five operations, and on GPUs a variant and a sequence of them.
+// ep_bench times these, each a line of its table: the five operations, and on GPUs a variant and a sequence of them.
 #pragma once
 
 #include <array>
@@ -16,9 +16,11 @@ inline constexpr int kNumOperations = kOperations.size();
 struct Line {
   const char* name;
   epx_operation operation;          // EPX_OP_NONE: prepare, dispatch and combine in a row
-  bool has_weight_gradients = true; // of combine_bwd
+  bool has_weight_gradients = true; // whether combine_bwd computes them
 
-  bool moves_rows() const { return operation != EPX_OP_PREPARE && operation != EPX_OP_NONE; } // of one operation
+  bool moves_rows() const {
+    return operation != EPX_OP_PREPARE && operation != EPX_OP_NONE;
+  } // whether it moves the rows of one operation
 };
 
 inline constexpr std::array<Line, 7> kLines{{

@@ -36,7 +36,7 @@
 namespace epx::bench {
 namespace {
 
-// Rows of the receive tensors beyond those in use, which nothing may touch.
+// The receive tensors have so many rows beyond those in use, which no call may touch.
 constexpr int64_t kSpareRows = 8;
 
 std::array<uint64_t, EPX_MAX_EVENT_KINDS> gather_events(Exchange& exchange, const Peers& peers) {
@@ -84,7 +84,7 @@ Results bench(const Launcher& launcher, const Options& options) {
   const epx::Bootstrap bootstrap = launcher.make_bootstrap(options, timeout_ms);
   const Peers peers(bootstrap, timeout_ms);
 
-  std::optional<JsonFile> json_file; // rank 0's
+  std::optional<JsonFile> json_file; // only on rank 0
   peers.together([&] {
     require_memory(options, peers.num_ranks(), 0, available_memory(peers.num_ranks()));
     if (peers.rank() == 0 && !options.json_file.empty()) json_file.emplace(options.json_file);
@@ -138,7 +138,7 @@ Results bench(const Launcher& launcher, const Options& options) {
   return results;
 }
 
-// One failing rank speaks for all where all know of the failure; else each for itself.
+// One rank prints a failure that all ranks know of; any other is printed by each rank.
 int run(const Options& options) {
   Launcher launcher(options);
   try {

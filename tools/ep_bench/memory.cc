@@ -23,7 +23,8 @@ public:
   std::byte* allocate(size_t bytes) override {
     void* memory = ::operator new(bytes, kAlignment, std::nothrow);
     if (memory == nullptr) throw RuntimeError(fmt::format("out of memory: a tensor of {} bytes", bytes));
-    return static_cast<std::byte*>(std::memset(memory, 0, bytes)); // touched: no page fault falls into a measurement
+    return static_cast<std::byte*>(
+        std::memset(memory, 0, bytes)); // touches all pages, so that no page fault falls into a measurement
   }
   void free(std::byte* memory) noexcept override { ::operator delete(memory, kAlignment); }
 

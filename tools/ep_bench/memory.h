@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory for tensors, and where it comes from.
+// Memory allocates memory for tensors; a Buffer is a part of it.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace epx::bench {
 
-// The memory that calls of a transport take, and the stream that they run on: the host's own, or a GPU's.
+// Memory is what calls of a transport take, the host's own or a GPU's, with the stream that they run on.
 class Memory {
 public:
   virtual ~Memory() = default;
@@ -23,17 +23,17 @@ public:
   virtual std::byte* allocate(size_t bytes) = 0; // > 0; aligned to 256 bytes and zeroed; throws RuntimeError
   virtual void free(std::byte* memory) noexcept = 0;
 
-  // All wait for the stream's earlier work, and have finished when they return.
+  // These wait for the stream's earlier work, and have finished when they return.
   virtual void write(std::byte* to, std::span<const std::byte> from) = 0;
   virtual void read(std::span<std::byte> to, const std::byte* from) = 0;
   virtual void fill(std::span<std::byte> bytes, std::byte value) = 0;
   virtual void finish() = 0;
 };
 
-// Of the options' transport. On nccl this chooses the rank's GPU, which becomes the calling thread's. Throws RuntimeError.
+// Returns that of the options' transport. On nccl the rank's GPU becomes the calling thread's device. Throws RuntimeError.
 std::unique_ptr<Memory> make_memory(const Options& options, int rank);
 
-// Bytes of a Memory that a tensor lies in; the Memory must outlive it.
+// A Buffer has the bytes of a Memory that a tensor lies in; the Memory must outlive it.
 class Buffer {
 public:
   Buffer() = default;
@@ -41,11 +41,11 @@ public:
 
   static Buffer plain(Memory& memory, size_t bytes);
 
-  // Memory from epx_mem_alloc, which is freed with the group. Collective; bytes > 0 and the same on all ranks. Throws
+  // Returns memory from epx_mem_alloc, which is freed with the group. Collective; bytes > 0 and the same on all ranks. Throws
   // epx::Error.
   static Buffer window(Memory& memory, GroupView group, size_t bytes);
 
-  // `bytes` for calls to read. On the host these themselves, which must outlive the buffer; else a copy.
+  // Returns `bytes` for calls to read: on the host the bytes themselves, which must outlive the buffer; else a copy.
   static Buffer input(Memory& memory, std::span<const std::byte> bytes);
 
   Buffer(Buffer&& other) noexcept { swap(other); }
@@ -58,7 +58,7 @@ public:
 
   std::byte* data() const { return bytes_.data(); }
   size_t size() const { return bytes_.size(); }
-  std::span<std::byte> bytes() const { return bytes_; } // to be looked at where the memory is the host's
+  std::span<std::byte> bytes() const { return bytes_; } // readable where the memory is the host's
 
   template <typename T>
   std::vector<T> read() const {
@@ -66,7 +66,7 @@ public:
     if (size() > 0) memory_->read(std::as_writable_bytes(std::span(values)), data());
     return values;
   }
-  // At most size() bytes, to the buffer's begin.
+  // Writes at most size() bytes to the buffer's begin.
   template <typename T>
   void write(const std::vector<T>& values) const {
     if (!values.empty()) memory_->write(data(), std::as_bytes(std::span(values)));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether a run fits into the machine's memory, asked before anything of it is allocated.
+// Checks that a run fits into the machine's memory before any of it is allocated.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace epx::bench {
 
-// The least host memory that a rank takes, in bytes. As doubles, since a product of options may be more than any integer type
-// holds.
+// MemoryNeed is the least host memory that a rank takes, in bytes. These are doubles, since a product of options may be more
+// than any integer type holds.
 struct MemoryNeed {
-  double inputs = 0;  // all sets
+  double inputs = 0;  // of all sets together
   double tensors = 0; // outputs and receive tensors; none on nccl, where they are the GPU's
   double group = 0;   // window, scratch and handle memory, from epx_group_memory_plan; likewise
 
@@ -21,7 +21,7 @@ struct MemoryNeed {
 // `rows` are those of the receive tensors; 0 while they are not known. Throws UsageError when no group can be of this shape.
 MemoryNeed memory_need(const Options& options, int num_ranks, int64_t rows);
 
-// What each of num_ranks processes of this machine can have: an equal part of memory and swap, or less where RLIMIT_AS limits it.
+// Returns what each of num_ranks processes of this machine can have: an equal part of memory and swap, or less under RLIMIT_AS.
 double available_memory(int num_ranks);
 
 // Throws UsageError when a rank needs more than `available` bytes.

@@ -45,7 +45,7 @@ const char* name_of(Value value, Names<Value> names) {
   return "unknown";
 }
 
-// The number after a prefix; none where it is not one.
+// Returns the number after a prefix; nothing where there is none.
 std::optional<double> number_after(std::string_view prefix, const std::string& text) {
   double number = 0;
   const char* const end = text.data() + text.size();
@@ -92,7 +92,7 @@ uint64_t parse_seed(const std::string& text) {
   return seed;
 }
 
-// As epx_bootstrap_file takes it: here it is the command line's fault.
+// epx_bootstrap_file checks the same; here it is an error of the command line.
 void check_job_id(const std::string& job_id) {
   constexpr size_t kMaxBytes = 64;
   constexpr const char* kAllowed = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-";

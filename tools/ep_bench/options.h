@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The command line of ep_bench.
+// Options are those of the command line of ep_bench.
 #pragma once
 
 #include <cstdint>
@@ -52,11 +52,11 @@ struct Options {
   int32_t num_ranks = -1;          // file bootstrap only
   std::string job_id = "ep_bench";
 
-  // Input sets that are generated: a verified run looks at two at least.
+  // Returns the number of input sets; a verified run compares at least two.
   int num_input_sets() const { return verify && input_sets < 2 ? 2 : input_sets; }
 };
 
-// What --help or --version asks for.
+// RequestedText is what --help or --version asks for.
 struct RequestedText {
   std::string text;
 };
@@ -64,19 +64,19 @@ struct RequestedText {
 bool built_with_mpi();
 bool built_with_cuda();
 
-// Throws UsageError: one sentence with the option and its value.
+// Throws UsageError with one sentence that has the option and its value.
 std::variant<Options, RequestedText> parse_options(int argc, const char* const* argv);
 
-// The spelling of the command line.
+// Returns the spelling of the command line.
 std::string to_string(const RoutingSpec& routing); // "zipf:1.2"
 const char* to_string(epx_dtype dtype);            // "bf16"
 const char* to_string(epx_transport transport);
 const char* to_string(epx_combine_precision precision);
 
-// Bytes of an element of a token dtype.
+// Returns the bytes of an element of a token dtype.
 int64_t element_bytes(epx_dtype dtype);
 
-// A rank's bytes per row of hidden elements.
+// Returns the bytes of a row of hidden elements.
 inline int64_t row_bytes(const Options& options) {
   return options.hidden * element_bytes(options.dtype);
 }

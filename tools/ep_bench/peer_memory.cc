@@ -9,7 +9,7 @@
 namespace epx::bench {
 namespace {
 
-// CUDA exports whole blocks of its allocator, and advises to take whole ones.
+// CUDA exports whole blocks of its allocator, and its manual recommends to allocate whole ones.
 constexpr size_t kExportedBlock = size_t{2} << 20;
 
 } // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of each rank's GPU that the kernels of all ranks can load and store, made without the library that is measured.
+// PeerMemory is memory of each rank's GPU that the kernels of all ranks can load and store, made without the measured library.
 #pragma once
 
 #include <cstddef>
@@ -9,13 +9,13 @@
 
 namespace epx::bench {
 
-// For ranks that are processes of one machine (CUDA IPC). The constructor and release() are collective.
+// The ranks must be processes of one machine (CUDA IPC). The constructor and release() are collective.
 class PeerMemory {
 public:
-  // `bytes` > 0 on every rank, zeroed; may differ. Throws RuntimeError or AgreedError.
+  // Allocates `bytes` > 0 zeroed bytes; ranks may pass different numbers. Throws RuntimeError or AgreedError.
   PeerMemory(size_t bytes, const Peers& peers);
 
-  // Closes the peers' memory. The own memory stays until the process ends, unless release() was called: to free it while a
+  // Closes the peers' memory. This rank's memory stays until the process ends, unless release() was called: to free it while a
   // peer has it open is undefined behaviour.
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;

@@ -14,14 +14,14 @@
 namespace epx::bench {
 namespace {
 
-// Longer than ranks take to leave an all-gather after the last has entered.
+// This is longer than ranks take to leave an all-gather after the last has entered.
 constexpr std::chrono::milliseconds kStartDelay{2};
-// What no rank is late by that has just been in a barrier: the clocks are those of different machines.
+// No rank is so late after a barrier; where one seems to be, the clocks are those of different machines.
 constexpr std::chrono::seconds kClocksDiffer{1};
 
 using Message = std::array<char, EPX_MAX_MESSAGE_BYTES>;
 
-// "rank 0, 2: no space" for each different message; without the ranks where all say the same.
+// Returns "rank 0, 2: no space" for each different message; without the ranks where all messages are the same.
 std::string join(std::span<const Message> messages, std::span<const int32_t> exit_codes) {
   std::vector<std::pair<std::string, std::vector<int>>> ranks_by_message;
   for (size_t rank = 0; rank < messages.size(); ++rank) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ranks of a run among themselves, beside the library that is measured: all-gathers, barriers, and failing together.
+// Peers are the ranks of a run among themselves, beside the measured library: all-gathers, barriers, and failing together.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace epx::bench {
 
-// Stands on a bootstrap, which it does not own. All member functions are collective.
+// It uses a bootstrap, which it does not own. All member functions are collective.
 class Peers {
 public:
   Peers(const epx_bootstrap& bootstrap, int64_t timeout_ms) : bootstrap_(bootstrap), timeout_ms_(timeout_ms) {}
@@ -22,7 +22,7 @@ public:
   int rank() const { return bootstrap_.rank; }
   int num_ranks() const { return bootstrap_.num_ranks; }
 
-  // The same number of values from every rank, in rank order.
+  // Gathers the same number of values from every rank, in rank order.
   template <typename T>
   std::vector<T> gather(std::span<const T> mine) const {
     static_assert(std::is_trivially_copyable_v<T>);
@@ -39,12 +39,12 @@ public:
   void agree(const Failure& mine) const;
   void barrier() const { agree({}); }
 
-  // agree(), and then leaves on all ranks at the same moment: ranks leave an all-gather up to some milliseconds apart, so
-  // all sleep until a time shortly after the last one came. For ranks on one machine, which share a clock; others leave
-  // as from agree().
+  // Does what agree() does, and then returns on all ranks at the same time: ranks leave an all-gather up to some milliseconds
+  // apart, so all sleep until a time shortly after the last one came. This needs ranks on one machine, which share a clock;
+  // others return as from agree().
   void start_together(const Failure& mine) const;
 
-  // Runs `action` on every rank; throws an AgreedError on all of them when it threw on any. `action` may itself
+  // Runs `action` on every rank, and throws an AgreedError on all of them when it threw on any. `action` may itself
   // be collective only if it fails on all ranks together.
   template <typename Action>
   void together(Action&& action) const {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random numbers without state: element i of a stream depends on the stream's key and on i alone, so every rank can make
+// These random numbers have no state: element i of a stream depends on the stream's key and on i alone, so every rank can make
 // the data of every other rank, in any order.
 #pragma once
 
@@ -16,7 +16,7 @@ constexpr uint64_t mix64(uint64_t z) {
   return z ^ (z >> 31);
 }
 
-// SplitMix64 read by index: at(i) is the (i + 1)-th output of the generator seeded with the key.
+// RandomStream is SplitMix64 read by index: at(i) is the (i + 1)-th output of the generator seeded with the key.
 class RandomStream {
 public:
   // Streams with different key words, or the same ones in another order, have nothing in common.
@@ -27,12 +27,12 @@ public:
 
   constexpr uint64_t at(uint64_t index) const { return mix64(key_ + (index + 1) * kGolden); }
 
-  // Uniform in [0, bound), 1 <= bound < 2^32.
+  // Returns a number uniform in [0, bound), 1 <= bound < 2^32.
   constexpr uint32_t below(uint64_t index, uint32_t bound) const {
     return static_cast<uint32_t>(((at(index) >> 32) * bound) >> 32);
   }
 
-  // Uniform in [0, 1), 53 bits.
+  // Returns a number uniform in [0, 1), of 53 bits.
   constexpr double unit(uint64_t index) const { return static_cast<double>(at(index) >> 11) * 0x1p-53; }
 
 private:

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::array kEventNames{"bad_index", "overflow", "too_few_rows", "handle_mismatch"};
 
-// Of a kind that a newer library has: its number.
+// A kind of event that only a newer library has is printed as its number.
 std::string event_name(size_t kind) {
   return kind < kEventNames.size() ? kEventNames[kind] : fmt::format("{}", kind);
 }
@@ -21,7 +21,7 @@ std::string version_string(int32_t version) {
   return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
 }
 
-// "-" where there is no figure.
+// Returns "-" where there is no figure.
 template <typename T>
 std::string cell(const std::optional<T>& value, const char* format) {
   return value ? fmt::format(fmt::runtime(format), *value) : "-";

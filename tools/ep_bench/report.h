@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ep_bench prints and writes.
+// Prints the table, and writes the JSON of --json.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@
 
 namespace epx::bench {
 
-// Everything that a run found out.
+// Results are everything that a run measured.
 struct Results {
   Options options;
   int32_t library_version = 0;  // epx_version()
@@ -30,10 +30,10 @@ struct Results {
   std::array<uint64_t, EPX_MAX_EVENT_KINDS> events{}; // of all ranks, over the whole run
 };
 
-// 16 * (max_tokens_per_rank * K + R) + 8 * P * E + 64 KiB.
+// Returns 16 * (max_tokens_per_rank * K + R) + 8 * P * E + 64 KiB.
 int64_t handle_memory_limit(const Options& options, const epx_group_info& group);
 
-// True when nothing is wrong, and the group met no event that the options do not explain.
+// Returns true when no element is wrong, and the group reported no event that the options do not explain.
 bool passed(const Results& results);
 
 std::string to_table(const Results& results);

@@ -9,7 +9,7 @@ namespace {
 
 constexpr double kNsPerUs = 1e3;
 
-// One value per iteration, from one column of timings.
+// Returns one value per iteration, from one column of timings.
 template <typename Reduce>
 std::vector<double> per_iteration_us(std::span<const Series> ranks, Reduce&& reduce) {
   std::vector<double> values(ranks.front().size());

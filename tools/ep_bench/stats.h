@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Statistics of series of times.
+// These functions compute statistics of series of times.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace epx::bench {
 
-// When one rank entered and left something, nanoseconds of its steady clock. Ranks on one machine share that clock.
+// Timing is when one rank began and ended a call, in nanoseconds of its steady clock. Ranks on one machine share that clock.
 struct Timing {
   int64_t begin_ns = 0;
   int64_t end_ns = 0;
@@ -16,21 +16,23 @@ struct Timing {
 
 using Series = std::vector<Timing>; // one per iteration
 
-// All take one Series per rank, of equal lengths.
+// The next functions take one Series per rank, of equal lengths.
 
-// The longest time of any rank in each iteration, microseconds.
+// Returns the longest time of any rank in each iteration, in microseconds.
 std::vector<double> slowest_us(std::span<const Series> ranks);
 
-// The rank that was the slowest most often; of several the lowest.
+// Returns the rank that was the slowest most often; of several the lowest.
 int most_often_slowest(std::span<const Series> ranks);
 
-// From the first rank's begin to the last rank's end in each iteration, microseconds. Ranks on one machine only.
+// Returns the time from the first rank's begin to the last rank's end in each iteration, in microseconds. Only for ranks of one
+// machine.
 std::vector<double> span_us(std::span<const Series> ranks);
 
-// From the first rank's begin to the last rank's begin in each iteration, microseconds. Ranks on one machine only.
+// Returns the time from the first rank's begin to the last rank's begin in each iteration, in microseconds. Only for ranks of
+// one machine.
 std::vector<double> start_skew_us(std::span<const Series> ranks);
 
-// Of at least one value. The median of an even number is the mean of the middle two; a percentile is by nearest rank.
+// These take at least one value. The median of an even number is the mean of the middle two; a percentile is by nearest rank.
 double median(std::vector<double> values);
 double percentile(std::vector<double> values, double percent);
 double minimum(std::span<const double> values);

@@ -66,7 +66,7 @@ std::string read_text(const std::string& file) {
                                         : "it is a device, fifo or socket, and not a regular file");
   require_at_most(state.st_size, file);
   std::string text;
-  for (;;) { // whatever the size was said to be: a file of /proc has none, and one that is being written grows
+  for (;;) { // ignores the size: a file of /proc has none, and one that is being written grows
     const size_t before = text.size();
     text.resize(before + kAtOnce);
     const size_t got = input.read(text.data() + before, kAtOnce);

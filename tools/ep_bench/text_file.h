@@ -9,7 +9,7 @@ namespace epx::bench {
 
 inline constexpr int64_t kMaxTextBytes = int64_t{64} << 20; // a word takes a string of its own
 
-// All of a regular file of at most kMaxTextBytes; a device or a fifo is refused and not waited for. Throws UsageError.
+// Returns the contents of a regular file of at most kMaxTextBytes; a device or a fifo is refused at once. Throws UsageError.
 std::string read_text(const std::string& file);
 
 } // namespace epx::bench

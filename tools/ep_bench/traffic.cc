@@ -26,12 +26,12 @@ Traffic count_traffic(std::span<const int64_t> topk_idx, std::span<const int32_t
                       std::span<const int32_t> first_experts, int rank) {
   Traffic traffic;
   traffic.tokens = static_cast<int64_t>(slot.size()) / top_k;
-  std::array<int64_t, 64> owners{}; // of one token's routes
+  std::array<int64_t, 64> owners{}; // owner of each of one token's routes
   for (int64_t token = 0; token < traffic.tokens; ++token) {
     auto end = owners.begin();
     for (int64_t route = token * top_k; route < (token + 1) * top_k; ++route) {
       if (slot[route] < 0) continue;
-      // A rank without experts shares its first expert with nobody: it comes after the last.
+      // The first expert of a rank without experts is no other rank's, since it is the number after the last expert.
       const auto next = std::ranges::upper_bound(first_experts, topk_idx[route]);
       *end++ = next - first_experts.begin() - 1;
     }

@@ -16,16 +16,16 @@ namespace {
 using reference::Matrix;
 using Floats = std::vector<float>;
 
-// Outputs of all ranks, poisoned as the library's are.
-std::vector<Matrix> poisoned_matrices(int num_ranks, epx_dtype dtype, int64_t rows, int64_t cols) {
+// Makes outputs of all ranks that are scribbled as the library's are.
+std::vector<Matrix> scribbled_matrices(int num_ranks, epx_dtype dtype, int64_t rows, int64_t cols) {
   Matrix matrix{.dtype = dtype, .rows = rows, .cols = cols, .bytes = {}};
-  matrix.bytes.assign(rows * cols * element_bytes(dtype), kPoison);
+  matrix.bytes.assign(rows * cols * element_bytes(dtype), kScribble);
   return std::vector<Matrix>(num_ranks, matrix);
 }
 
-std::vector<Floats> poisoned_floats(int num_ranks, int64_t count) {
+std::vector<Floats> scribbled_floats(int num_ranks, int64_t count) {
   Floats floats(count);
-  if (count > 0) std::memset(floats.data(), static_cast<int>(kPoison), count * sizeof(float));
+  if (count > 0) std::memset(floats.data(), static_cast<int>(kScribble), count * sizeof(float));
   return std::vector<Floats>(num_ranks, floats);
 }
 
@@ -38,7 +38,7 @@ int64_t count_different(const Expected& expected, const Actual& actual) {
   return wrong;
 }
 
-// One input set: all ranks' inputs, and what the reference makes of them.
+// Has all ranks' inputs of one input set, and the reference's results.
 class SetVerifier {
 public:
   SetVerifier(Exchange& exchange, const Workload& workload, const Options& options, const Peers& peers, int set)
@@ -63,11 +63,11 @@ public:
                                 .max_recv_tokens = exchange.info().max_recv_tokens_per_rank,
                                 .precision = options.combine_precision},
                                routing);
-    recv_weights_ = poisoned_floats(num_ranks, exchange.rows());
+    recv_weights_ = scribbled_floats(num_ranks, exchange.rows());
     inputs_ = exchange.tensors_of(mine_.by_token);
   }
 
-  // This rank's wrong elements. Collective.
+  // Counts this rank's wrong elements. Collective.
   WrongCounts run() { return {prepare(), dispatch(), combine(), combine_bwd(), dispatch_bwd()}; }
 
 private:
@@ -81,7 +81,7 @@ private:
   }
 
   int64_t dispatch() {
-    auto recv_tokens = poisoned_matrices(peers_.num_ranks(), options_.dtype, exchange_.rows(), options_.hidden);
+    auto recv_tokens = scribbled_matrices(peers_.num_ranks(), options_.dtype, exchange_.rows(), options_.hidden);
     reference::dispatch(plan_, {.tokens = tokens_,
                                 .sidecars = {},
                                 .topk_weights = topk_weights_,
@@ -96,7 +96,7 @@ private:
   // From here on the inputs are the reference's recv_weights, so that an error in dispatch counts in dispatch alone.
 
   int64_t combine() {
-    auto out = poisoned_matrices(peers_.num_ranks(), options_.dtype, options_.tokens, options_.hidden);
+    auto out = scribbled_matrices(peers_.num_ranks(), options_.dtype, options_.tokens, options_.hidden);
     reference::combine(plan_, {.expert_out = expert_out_, .recv_weights = recv_weights_, .out = out});
     exchange_.load(mine_.by_row);
     call([&] {
@@ -107,8 +107,8 @@ private:
   }
 
   int64_t combine_bwd() {
-    auto grad_expert_out = poisoned_matrices(peers_.num_ranks(), options_.dtype, exchange_.rows(), options_.hidden);
-    auto grad_recv_weights = poisoned_floats(peers_.num_ranks(), exchange_.rows());
+    auto grad_expert_out = scribbled_matrices(peers_.num_ranks(), options_.dtype, exchange_.rows(), options_.hidden);
+    auto grad_recv_weights = scribbled_floats(peers_.num_ranks(), exchange_.rows());
     reference::combine_bwd(plan_, {.grad_out = grad_out_,
                                    .expert_out = expert_out_,
                                    .recv_weights = recv_weights_,
@@ -123,8 +123,8 @@ private:
   }
 
   int64_t dispatch_bwd() {
-    auto grad_tokens = poisoned_matrices(peers_.num_ranks(), options_.dtype, options_.tokens, options_.hidden);
-    auto grad_topk_weights = poisoned_floats(peers_.num_ranks(), int64_t{options_.tokens} * options_.top_k);
+    auto grad_tokens = scribbled_matrices(peers_.num_ranks(), options_.dtype, options_.tokens, options_.hidden);
+    auto grad_topk_weights = scribbled_floats(peers_.num_ranks(), int64_t{options_.tokens} * options_.top_k);
     reference::dispatch_bwd(plan_, {.grad_recv = grad_recv_,
                                     .grad_recv_weights = grad_recv_weights_,
                                     .grad_tokens = grad_tokens,
@@ -134,10 +134,10 @@ private:
            wrong_elements(grad_topk_weights, exchange_.by_token().grad_topk_weights);
   }
 
-  // Poisons the outputs and runs one call of the library, which all ranks enter and leave together.
+  // Scribbles over the outputs and runs one call of the library, which all ranks enter and leave together.
   template <typename Call>
   void call(Call&& library_call) {
-    exchange_.poison();
+    exchange_.scribble();
     peers_.together([&] {
       library_call();
       exchange_.finish();
@@ -154,7 +154,7 @@ private:
     return reference::count_wrong(mine, copy, nan_equals_nan);
   }
 
-  // Weights: only copied, but for those that combine_bwd computes from finite numbers.
+  // Weights are only copied, except those that combine_bwd computes from finite numbers.
   int64_t wrong_elements(const std::vector<Floats>& expected, const Buffer& actual) const {
     return reference::count_wrong(expected[peers_.rank()], actual.read<float>(), false);
   }
@@ -163,7 +163,7 @@ private:
   const Options& options_;
   const Peers& peers_;
   InputSet mine_;
-  TokenTensors inputs_; // mine
+  TokenTensors inputs_; // of this rank
   reference::Plan plan_;
   std::vector<Matrix> tokens_, grad_out_;      // [T, H] of each rank
   std::vector<Matrix> expert_out_, grad_recv_; // [N, H]

@@ -16,7 +16,7 @@ using WrongCounts = std::array<int64_t, kNumOperations>; // elements, in the ord
 
 inline constexpr int kVerifiedSets = 2;
 
-// Runs all five operations on the first kVerifiedSets input sets, with poisoned outputs, and compares every output, rows
+// Runs all five operations on the first kVerifiedSets input sets, with scribbled outputs, and compares every output, rows
 // that must stay untouched too, with the reference. Every rank makes the inputs of all ranks again and runs the reference
 // on them. Returns the wrong elements of all ranks together. Collective.
 WrongCounts verify(Exchange& exchange, const Workload& workload, const Options& options, const Peers& peers);

@@ -12,7 +12,7 @@ namespace {
 // First key words of the streams, so that no two tensors share numbers.
 enum : uint64_t { kTokens = 1, kTopkWeights, kGradOut, kExpertOut, kGradRecv, kGradRecvWeights };
 
-// Random sign and mantissa, and one of the exponents -3..0, put together without a conversion.
+// Assembles a random sign and mantissa and one of the exponents -3..0 without a conversion.
 struct ElementBits {
   int mantissa_bits;
   int sign_bit;

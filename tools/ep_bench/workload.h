@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The inputs of every rank: a function of (seed, set, rank), so that each rank can make those of all others.
+// The inputs of a rank are a function of (seed, set, rank), so that each rank can make those of all others.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace epx::bench {
 
-// What a rank has per token.
+// TokenInputs are what a rank has per token.
 struct TokenInputs {
   std::vector<int64_t> topk_idx;   // [T, K]
   std::vector<float> topk_weights; // [T, K], in [0, 1)
@@ -19,14 +19,14 @@ struct TokenInputs {
   std::vector<std::byte> grad_out; // [T, H]
 };
 
-// What a rank has per slot: stands for what its experts computed.
+// RowInputs are what a rank has per slot; they stand for what its experts computed.
 struct RowInputs {
   std::vector<std::byte> expert_out;    // [rows, H]
   std::vector<std::byte> grad_recv;     // [rows, H]
   std::vector<float> grad_recv_weights; // [rows], in [0, 1)
 };
 
-// One rank's inputs of one set.
+// An InputSet has one rank's inputs of one set.
 struct InputSet {
   TokenInputs by_token;
   RowInputs by_row;
@@ -42,7 +42,7 @@ public:
   RowInputs row_inputs(int set, int rank, int64_t rows) const;
 
 private:
-  // [rows, H] elements of either sign with magnitudes in [1/8, 2), which no operation overflows.
+  // Returns [rows, H] elements of either sign with magnitudes in [1/8, 2), which no operation overflows.
   std::vector<std::byte> elements(uint64_t purpose, int set, int rank, int64_t rows) const;
 
   Options options_;
