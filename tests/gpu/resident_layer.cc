@@ -109,8 +109,8 @@ void ResidentLayer::write(const Workload& work) {
   write_input(kGradRecvWeightsIn, work.dispatch_bwd.grad_recv_weights[rank]);
   for (const Memory& memory : memories_) {
     if (memory.is_input) continue;
-    const std::vector<std::byte> poison(memory.bytes, kPoison);
-    device_.write(memory.data, poison.data(), poison.size());
+    const std::vector<std::byte> scribble(memory.bytes, kScribble);
+    device_.write(memory.data, scribble.data(), scribble.size());
   }
 }
 
@@ -255,7 +255,7 @@ void ResidentLayer::restore_inputs(const Snapshot& from) {
       Snapshot::copy(memory.data, from[i], memory.bytes, device_);
       continue;
     }
-    const cudaError_t error = cudaMemsetAsync(memory.data, static_cast<int>(kPoison), memory.bytes, stream);
+    const cudaError_t error = cudaMemsetAsync(memory.data, static_cast<int>(kScribble), memory.bytes, stream);
     check(error == cudaSuccess, "cudaMemsetAsync: {}", cudaGetErrorString(error));
   }
 }

@@ -23,7 +23,7 @@ public:
   ResidentLayer& operator=(const ResidentLayer&) = delete;
   ~ResidentLayer();
 
-  // Copies the inputs to the device, and fills the outputs with kPoison. Blocks.
+  // Copies the inputs to the device, and fills the outputs with kScribble. Blocks.
   void write(const Workload& work);
 
   // Sets the stream of the calls below; until then it is the device's.
@@ -47,7 +47,7 @@ public:
   };
   using SnapshotOwner = std::unique_ptr<Snapshot, SnapshotDeleter>;
   SnapshotOwner snapshot() const;
-  // Copies the inputs from the snapshot, and fills the outputs with kPoison.
+  // Copies the inputs from the snapshot, and fills the outputs with kScribble.
   void restore_inputs(const Snapshot& from);
   // Adds to *count, on the device, the bytes of the outputs that differ from the snapshot's. It leaves out the handle memory,
   // which contains the sequence number of its prepare.

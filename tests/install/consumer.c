@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A framework in miniature, in C11, that knows only the installed epx.h: meets through files, makes a group, and takes a
+/* A small framework in C11 that knows only the installed epx.h. Its ranks join through files, create a group, and run a
  * layer forward and backward. Experts are the identity, so that every result has a closed form, exact in float32.
  *   consumer DIRECTORY RANK NUM_RANKS VERSION
  */
@@ -94,7 +94,7 @@ static epx_group create_group(const epx_bootstrap* bootstrap, int64_t* rows) {
   return group;
 }
 
-/* The slots that the plan describes hold what their origins sent. */
+/* Checks that each slot holds what its origin sent. */
 static void check_received(int64_t rows_in_use) {
   for (int64_t s = 0; s < rows_in_use; ++s) {
     const int rank = slot_origin[3 * s], t = slot_origin[3 * s + 1], k = slot_origin[3 * s + 2];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A C++20 program against an installed libepx: one rank sends its tokens to its own experts and sums them up again.
+// This C++20 program uses an installed libepx: one rank sends its tokens to its own experts and sums them up again.
 #include <cstdio>
 #include <vector>
 
@@ -41,5 +41,5 @@ int main(int argc, char** argv) {
     std::printf("   %s: %s\n", error.function(), error.what());
     return error.status() == EPX_ERROR_INVALID_ARGUMENT ? 0 : 1;
   }
-  return 1; // nothing was refused
+  return 1; // the bad call was not refused
 }

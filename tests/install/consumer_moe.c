@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A C11 program against an installed libepx_moe: two experts that compute relu(w x)^2, on one rank, in a block. */
+/* This C11 program uses an installed libepx_moe: a block with two experts that compute relu(w x)^2, on one rank. */
 #include <epx/epx_moe.h>
 #include <stdio.h>
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Installs a build below a temporary directory and uses it as a stranger would: headers alone, then a C11 program that finds
+# Installs a build below a temporary directory and uses it as an installed library: headers alone, then a C11 program that finds
 # epx through pkg-config only, run by one process and by two, and a C++20 program.
 #   install_test.sh BUILD_DIR PREFIX LIBDIR SANITIZERS    (CC and CXX in the environment)
 set -euo pipefail
@@ -13,11 +13,11 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 step() { printf -- '-- %s\n' "$*"; }
 
-# Both may be several words: ccache and the compiler.
+# Both may have several words, as "ccache cc".
 read -ra cc <<<"${CC:-cc}"
 read -ra cxx <<<"${CXX:-c++}"
 strict=(-Wall -Wextra -Werror -pedantic)
-# A library that was built with a sanitizer needs a program that was, too.
+# A library that was built with a sanitizer needs a program that was built with it, too.
 [[ $sanitizers == none ]] || strict+=("-fsanitize=$sanitizers")
 
 step "install to $prefix below a DESTDIR"
@@ -29,7 +29,7 @@ meson install -C "$build_dir" --no-rebuild --destdir "$root" >"$work/install.log
 installed_lib=$root$prefix/$libdir
 export LD_LIBRARY_PATH=$installed_lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
-# Only the installed .pc files are to be seen: whoever uses libepx needs none of what libepx is built with.
+# pkg-config sees the installed .pc files only, since a user of libepx needs none of the packages that libepx is built with.
 export PKG_CONFIG_LIBDIR=$installed_lib/pkgconfig PKG_CONFIG_SYSROOT_DIR=$root
 unset PKG_CONFIG_PATH
 step "pkg-config --cflags --libs epx"
@@ -61,19 +61,19 @@ if [[ -e $root$prefix/include/epx/epx_moe.h ]]; then
 fi
 
 step "one process"
-mkdir "$work/meeting"
-timeout "$limit_s" "$work/consumer_cc" "$work/meeting"
-timeout "$limit_s" "$work/consumer" "$work/meeting" 0 1 "$version"
+mkdir "$work/rendezvous"
+timeout "$limit_s" "$work/consumer_cc" "$work/rendezvous"
+timeout "$limit_s" "$work/consumer" "$work/rendezvous" 0 1 "$version"
 
 step "two processes"
-timeout "$limit_s" "$work/consumer" "$work/meeting" 0 2 "$version" &
+timeout "$limit_s" "$work/consumer" "$work/rendezvous" 0 2 "$version" &
 first=$!
 status=0
-timeout "$limit_s" "$work/consumer" "$work/meeting" 1 2 "$version" || status=$?
+timeout "$limit_s" "$work/consumer" "$work/rendezvous" 1 2 "$version" || status=$?
 wait "$first" || status=$?
 
 step "nothing is left behind"
-leftover=$(ls -A "$work/meeting")
+leftover=$(ls -A "$work/rendezvous")
 if [[ -n $leftover ]]; then
   printf 'the rendezvous directory still holds: %s\n' "$leftover"
   status=1

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The block on groups whose ranks are threads: with EPX_COMBINE_EXACT it has the bits of the local block that has all the
+// The block runs on groups whose ranks are threads: with EPX_COMBINE_EXACT it has the bits of the local block that has all the
 // ranks' tokens and experts.
 #include <exception>
 #include <functional>
@@ -55,9 +55,9 @@ GroupConfig group_config(epx_combine_precision precision) {
 void each_rank(const std::vector<int64_t>& split, const epx_group_config& config,
                const std::function<void(const Rank&)>& body) {
   const int num_ranks = static_cast<int>(split.size());
-  LocalMeeting meeting(num_ranks);
+  LocalRendezvous rendezvous(num_ranks);
   run_threads(num_ranks, [&](int rank) {
-    const Group group(meeting.bootstrap(rank), config);
+    const Group group(rendezvous.bootstrap(rank), config);
     const epx_group_info info = group.query();
     Rank self = {group.get(),           rank, num_ranks, 0, split[static_cast<size_t>(rank)], info.first_local_expert,
                  info.num_local_experts};
@@ -91,7 +91,7 @@ FfnParams<float> share_of(const Rank& rank, const FfnParams<float>& params) {
   return share;
 }
 
-// A layer with everybody's tokens and experts, and what the local block makes of it.
+// A Layer has the tokens and experts of all ranks, and the local block's results.
 struct Layer {
   epx_moe_block_config config;
   BlockInput<float> input;
@@ -138,7 +138,7 @@ Layer make_layer(uint64_t seed, const LayerOptions& options) {
   return layer;
 }
 
-// One rank's block of a layer and its way through it.
+// Runs one rank's block of a layer forward and backward.
 class RankBlock {
 public:
   RankBlock(const Rank& rank, const Layer& layer)
@@ -202,7 +202,7 @@ TEST_CASE("a block on 1, 2, 3 and 4 ranks has the bits of the local one") {
   }
 }
 
-TEST_CASE("three layers and two flights under way at once") {
+TEST_CASE("three layers and two flights are in progress at once") {
   std::vector<Layer> layers;
   for (uint64_t i = 0; i < 3; ++i)
     layers.push_back(make_layer(10 + i, {2, i == 1 ? EPX_MOE_WEIGHT_EARLY : EPX_MOE_WEIGHT_LATE, 8}));
@@ -230,8 +230,8 @@ TEST_CASE("wire precision agrees with the local block up to rounding") {
   });
 }
 
-TEST_CASE("a rank whose logits have a NaN keeps nobody waiting") {
-  constexpr int64_t kBadToken = 4; // of rank 1, which is 3 ranks' second
+TEST_CASE("no rank waits for one whose logits have a NaN") {
+  constexpr int64_t kBadToken = 4; // it belongs to rank 1 of 3
   const Layer clean = make_layer(30, {});
   Layer layer = clean;
   layer.input.logits(kBadToken, 6) = std::numeric_limits<float>::quiet_NaN();
@@ -268,7 +268,7 @@ TEST_CASE("a block that does not fit its group is refused before any call on the
   epx_group_config narrow = group_config(EPX_COMBINE_EXACT);
   narrow.max_top_k = 3;
   each_rank(kSplits[1], narrow, [&](const Rank& rank) {
-    for (size_t i = static_cast<size_t>(rank.rank); i < table.size(); i += 2) { // each rank its own
+    for (size_t i = static_cast<size_t>(rank.rank); i < table.size(); i += 2) { // each rank takes configs of its own
       Config config = layer.config;
       table[i].spoil(config);
       epx_moe_block block = nullptr;

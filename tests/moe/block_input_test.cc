@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bad input to a local block: each call is refused with a sentence that has the names and values, and writes nothing.
+// Calls of a local block with bad input are refused with a sentence that has the names and values, and write nothing.
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -67,7 +67,7 @@ TEST_CASE("a bad block config is refused") {
     epx_moe_block block = nullptr;
     CHECK(not_refused(epx_moe_block_create(nullptr, &config, &block), table[i].words) == "");
     CHECK(block == nullptr);
-    epx_moe_block_destroy(block); // where it was made after all
+    epx_moe_block_destroy(block); // in case the block was created all the same
   }
   epx_moe_block block = nullptr;
   const Config config = block_config<float>({});
@@ -75,7 +75,7 @@ TEST_CASE("a bad block config is refused") {
   CHECK(not_refused(epx_moe_block_create(nullptr, &config, nullptr), {"block", "NULL"}) == "");
 }
 
-// Good calls of a block with T = 3, E = 4, K = 2, H = 5, F = 4 and room for two flights. A case spoils one thing.
+// These calls of a block with T = 3, E = 4, K = 2, H = 5, F = 4 and room for two flights are good. A case spoils one argument.
 struct BlockCalls {
   static epx_moe_block_config config() {
     epx_moe_block_config config = block_config<float>({});
@@ -88,14 +88,14 @@ struct BlockCalls {
   epx_moe_block handle = block.handle();
   BlockInput<float> input = {Tensor<float>({3, 5}, 1.0f), Tensor<float>({3, 4}, 0.5f), Tensor<float>({3, 5}, 1.0f), {}, {}};
   FfnParams<float> params_data = random_params<float>({4, 5, 4, EPX_MOE_SWIGLU}, {}, rng);
-  FfnParams<float> grads_data = poisoned_like(params_data);
-  Tensor<float> out_data = poisoned<float>({3, 5});
-  Tensor<int32_t> idx_data = poisoned<int32_t>({3, 2});
-  Tensor<float> grad_tokens_data = poisoned<float>({3, 5});
-  Tensor<float> grad_logits_data = poisoned<float>({3, 4});
+  FfnParams<float> grads_data = scribbled_like(params_data);
+  Tensor<float> out_data = scribbled<float>({3, 5});
+  Tensor<int32_t> idx_data = scribbled<int32_t>({3, 2});
+  Tensor<float> grad_tokens_data = scribbled<float>({3, 5});
+  Tensor<float> grad_logits_data = scribbled<float>({3, 4});
   Tensor<float> bias_data{{4}};
   Tensor<uint8_t> mask_data = Tensor<uint8_t>({3}, 1);
-  Tensor<int64_t> counts_data = poisoned<int64_t>({1, 4});
+  Tensor<int64_t> counts_data = scribbled<int64_t>({1, 4});
 
   epx_moe_ffn_params params = params_data.view();
   epx_moe_ffn_params grads = grads_data.view();
@@ -115,12 +115,12 @@ struct BlockCalls {
 
   std::string changed_output() const {
     std::string changed;
-    if (!difference(out_data, poisoned<float>({3, 5})).empty()) changed += " out";
-    if (!difference(idx_data, poisoned<int32_t>({3, 2})).empty()) changed += " topk_idx";
-    if (!difference(counts_data, poisoned<int64_t>({1, 4})).empty()) changed += " global_counts";
-    if (!difference(grad_tokens_data, poisoned<float>({3, 5})).empty()) changed += " grad_tokens";
-    if (!difference(grad_logits_data, poisoned<float>({3, 4})).empty()) changed += " grad_logits";
-    const auto untouched = poisoned_like(grads_data);
+    if (!difference(out_data, scribbled<float>({3, 5})).empty()) changed += " out";
+    if (!difference(idx_data, scribbled<int32_t>({3, 2})).empty()) changed += " topk_idx";
+    if (!difference(counts_data, scribbled<int64_t>({1, 4})).empty()) changed += " global_counts";
+    if (!difference(grad_tokens_data, scribbled<float>({3, 5})).empty()) changed += " grad_tokens";
+    if (!difference(grad_logits_data, scribbled<float>({3, 4})).empty()) changed += " grad_logits";
+    const auto untouched = scribbled_like(grads_data);
     for_each_tensor(
         [&](const char* name, const Tensor<float>& grad, const Tensor<float>& before) {
           if (!difference(grad, before).empty()) changed += std::string(" ") + name;

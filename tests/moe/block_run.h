@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs MoE blocks, local or on a group, for the tests. Works on any thread: what fails throws.
+// Runs MoE blocks, local or on a group, for the tests. It works on any thread, since failures are thrown.
 #pragma once
 
 #include <exception>
@@ -61,7 +61,7 @@ struct BlockGradients {
   FfnParams<Real> params; // of this rank's experts
 };
 
-// A block and its way through forward and backward.
+// Owns a block and runs it forward and backward.
 template <typename Real>
 class Block {
 public:
@@ -72,7 +72,7 @@ public:
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
   ~Block() {
-    // Destroying is collective: a rank that fails must not wait for those that go on.
+    // Destroying is collective, and a rank that has failed must not wait for those that continue.
     if (group_ != nullptr && std::uncaught_exceptions() > 0) epx_group_abort(group_);
     epx_moe_block_destroy(block_);
   }
@@ -82,9 +82,9 @@ public:
   BlockOutput<Real> forward(const BlockInput<Real>& input, const FfnParams<Real>& params, int32_t flight = 0) const {
     const int64_t num_tokens = input.tokens.size(0);
     const int64_t top_k = config_.router.top_k;
-    BlockOutput<Real> output = {poisoned<Real>({num_tokens, config_.ffn.hidden_dim}),
-                                poisoned<int64_t>({num_tokens, top_k}), poisoned<Real>({num_tokens, top_k}),
-                                poisoned<int64_t>({num_ranks_, config_.router.num_experts}), poisoned<int64_t>({3})};
+    BlockOutput<Real> output = {scribbled<Real>({num_tokens, config_.ffn.hidden_dim}),
+                                scribbled<int64_t>({num_tokens, top_k}), scribbled<Real>({num_tokens, top_k}),
+                                scribbled<int64_t>({num_ranks_, config_.router.num_experts}), scribbled<int64_t>({3})};
     const epx_moe_ffn_params view = params.view();
     epx_moe_block_fwd_args args = {};
     args.struct_size = sizeof(args);
@@ -106,8 +106,8 @@ public:
   BlockGradients<Real> backward(const BlockInput<Real>& input, const FfnParams<Real>& params, int32_t flight = 0,
                                 double aux_loss_grad = 1) const {
     const int64_t num_tokens = input.tokens.size(0);
-    BlockGradients<Real> gradients = {poisoned<Real>({num_tokens, config_.ffn.hidden_dim}),
-                                      poisoned<Real>({num_tokens, config_.router.num_experts}), poisoned_like(params)};
+    BlockGradients<Real> gradients = {scribbled<Real>({num_tokens, config_.ffn.hidden_dim}),
+                                      scribbled<Real>({num_tokens, config_.router.num_experts}), scribbled_like(params)};
     const epx_moe_ffn_params view = params.view();
     const epx_moe_ffn_params grads = gradients.params.view();
     epx_moe_block_bwd_args args = {};
@@ -130,7 +130,7 @@ private:
   epx_moe_block block_ = nullptr;
 };
 
-// "" when both have the same bits, or with a tolerance, relative to each tensor's largest element, are that close.
+// Returns "" when both have the same bits, or differ by no more than the tolerance, relative to each tensor's largest element.
 template <typename Real>
 std::string gradient_difference(const BlockGradients<Real>& actual, const BlockGradients<Real>& expected,
                                 double tolerance = 0) {

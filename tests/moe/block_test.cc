@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The local block (no group): gradients of the whole against finite differences, and what has to have the same bits.
+// These tests compare gradients of the local block (without a group) with finite differences, and check which results have the
+// same bits.
 #include <limits>
 #include <string>
 
@@ -82,7 +83,7 @@ TEST_CASE("gradients of the block by finite differences") {
   }
 }
 
-TEST_CASE("the block is the router, the permutation and the FFN in a row") {
+TEST_CASE("the block has the results of the router, the permutation and the FFN called in turn") {
   Rng rng(72);
   const BlockShape shape = {6, 3, 33, 9, 12, EPX_MOE_SWIGLU};
   const auto input = random_input<float>(shape, 11, rng);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// epx_moe_ffn_bwd against finite differences, and what it may and may not write.
+// These tests compare epx_moe_ffn_bwd with finite differences, and check what it may write.
 #include <limits>
 #include <string>
 #include <vector>
@@ -50,7 +50,7 @@ FfnShape small(epx_moe_activation activation) {
 }
 
 void check_ffn_gradients(FfnProblem& problem, const std::string& what) {
-  FfnParams<double> grads = poisoned_like(problem.params);
+  FfnParams<double> grads = scribbled_like(problem.params);
   const FfnGradients<double> rows = problem.backward(&grads);
   const auto value = [&] { return dot(problem.forward().expert_out, problem.cotangent); };
   check_gradient(value, problem.recv, rows.recv, what + ": recv_tokens");
@@ -80,7 +80,7 @@ TEST_CASE("pad rows are neither read nor written by the backward") {
   for (const epx_moe_activation activation : kActivations) {
     CAPTURE(activation);
     FfnProblem problem(small(activation), {});
-    FfnParams<double> clean = poisoned_like(problem.params);
+    FfnParams<double> clean = scribbled_like(problem.params);
     const auto expected = problem.backward(&clean);
 
     auto pre_act = problem.forward().pre_act;
@@ -88,7 +88,7 @@ TEST_CASE("pad rows are neither read nor written by the backward") {
     fill_unused(problem.zones, problem.recv, kNaN);
     fill_unused(problem.zones, problem.recv_weights, kNaN);
     fill_unused(problem.zones, problem.cotangent, kNaN);
-    FfnParams<double> grads = poisoned_like(problem.params);
+    FfnParams<double> grads = scribbled_like(problem.params);
     const auto rows = run_ffn_bwd(problem.shape, problem.params, problem.zones, problem.recv, &problem.recv_weights,
                                   pre_act, problem.cotangent, &grads);
     CHECK(difference(rows.recv, expected.recv) == "");
@@ -98,10 +98,10 @@ TEST_CASE("pad rows are neither read nor written by the backward") {
                     grads, clean);
 
     auto kept = rows.recv;
-    fill_unused(problem.zones, kept, poisoned<double>({1})[0]);
+    fill_unused(problem.zones, kept, scribbled<double>({1})[0]);
     CHECK(difference(rows.recv, kept) == "");
     kept = rows.recv_weights;
-    fill_unused(problem.zones, kept, poisoned<double>({1})[0]);
+    fill_unused(problem.zones, kept, scribbled<double>({1})[0]);
     CHECK(difference(rows.recv_weights, kept) == "");
   }
 }
@@ -109,8 +109,8 @@ TEST_CASE("pad rows are neither read nor written by the backward") {
 TEST_CASE("gradients of parameters do not depend on the alignment") {
   FfnProblem tight(small(EPX_MOE_SWIGLU), {}, 1);
   FfnProblem wide(small(EPX_MOE_SWIGLU), {}, 16);
-  FfnParams<double> expected = poisoned_like(tight.params);
-  FfnParams<double> grads = poisoned_like(wide.params);
+  FfnParams<double> expected = scribbled_like(tight.params);
+  FfnParams<double> grads = scribbled_like(wide.params);
   tight.backward(&expected);
   wide.backward(&grads);
   for_each_tensor([](const char* name, const Tensor<double>& grad,
@@ -121,8 +121,8 @@ TEST_CASE("gradients of parameters do not depend on the alignment") {
 TEST_CASE("gradients of stacked and separate parameters have the same bits") {
   FfnProblem separate(small(EPX_MOE_SWIGLU), {});
   FfnProblem stacked(small(EPX_MOE_SWIGLU), {true, true});
-  FfnParams<double> expected = poisoned_like(separate.params);
-  FfnParams<double> grads = poisoned_like(stacked.params);
+  FfnParams<double> expected = scribbled_like(separate.params);
+  FfnParams<double> grads = scribbled_like(stacked.params);
   const auto expected_rows = separate.backward(&expected);
   const auto rows = stacked.backward(&grads);
   CHECK(difference(rows.recv, expected_rows.recv) == "");
@@ -139,7 +139,7 @@ TEST_CASE("accumulate adds, otherwise gradients are overwritten, with zero for a
   for (const epx_moe_activation activation : kActivations) {
     CAPTURE(activation);
     FfnProblem problem(small(activation), {});
-    FfnParams<double> fresh = poisoned_like(problem.params);
+    FfnParams<double> fresh = scribbled_like(problem.params);
     problem.backward(&fresh);
     Rng rng(52);
     const FfnParams<double> base = random_params<double>(problem.shape, {}, rng);
@@ -165,14 +165,14 @@ TEST_CASE("accumulate adds, otherwise gradients are overwritten, with zero for a
 TEST_CASE("any gradient alone has the same bits as with the others") {
   for (const FfnForm& form : {FfnForm{}, FfnForm{true, true}}) {
     FfnProblem problem(small(EPX_MOE_SWIGLU), form);
-    FfnParams<double> all = poisoned_like(problem.params);
+    FfnParams<double> all = scribbled_like(problem.params);
     const auto expected = problem.backward(&all);
     CHECK(difference(problem.backward(nullptr).recv, expected.recv) == "");
     for (const auto& name : FfnParams<double>::kNames) {
       if (!(all.*name.tensor)) continue;
       FfnParams<double> one;
       one.*name.tensor = all.*name.tensor;
-      (one.*name.tensor)->poison();
+      (one.*name.tensor)->scribble();
       const auto rows = problem.backward(&one);
       CHECK_MESSAGE(difference(*(one.*name.tensor), *(all.*name.tensor)) == "", name.text);
       CHECK_MESSAGE(difference(rows.recv, expected.recv) == "", name.text);
@@ -189,7 +189,7 @@ TEST_CASE("gradients without experts") {
   const Zones zones = make_zones({}, 4, 2);
   const Tensor<double> rows({2, 5});
   const auto result = run_ffn_bwd<double>(none, params, zones, rows, nullptr, Tensor<double>({2, 6}), rows, &grads);
-  CHECK(difference(result.recv, poisoned<double>({2, 5})) == "");
+  CHECK(difference(result.recv, scribbled<double>({2, 5})) == "");
 }
 
 } // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bad input to the grouped FFN: each call is refused with a sentence that has the names and values, and writes nothing.
+// Calls of the grouped FFN with bad input are refused with a sentence that has the names and values, and write nothing.
 #include <functional>
 #include <string>
 #include <vector>
@@ -11,7 +11,7 @@
 namespace epx::test {
 namespace {
 
-// Good calls with E_l = 2, H = 5, F = 3, N = 9, zones of 4 rows with 3 and 4 in use. A case spoils one thing.
+// These calls with E_l = 2, H = 5, F = 3, N = 9, zones of 4 rows with 3 and 4 in use are good. A case spoils one argument.
 struct FfnCalls {
   FfnShape shape{2, 5, 3, EPX_MOE_SWIGLU};
   Rng rng{61};
@@ -24,14 +24,14 @@ struct FfnCalls {
   Tensor<double> weights_data{{9}};
   Tensor<double> pre_act_data{{9, 6}};
   Tensor<double> grad_out_data{{9, 5}};
-  Tensor<double> out_data = poisoned<double>({9, 5});
-  Tensor<double> out_pre_act_data = poisoned<double>({9, 6});
-  Tensor<double> out_grad_data = poisoned<double>({9, 5});
-  Tensor<double> out_grad_weights_data = poisoned<double>({9});
+  Tensor<double> out_data = scribbled<double>({9, 5});
+  Tensor<double> out_pre_act_data = scribbled<double>({9, 6});
+  Tensor<double> out_grad_data = scribbled<double>({9, 5});
+  Tensor<double> out_grad_weights_data = scribbled<double>({9});
 
   epx_moe_ffn_config config = ffn_config(shape);
   epx_moe_ffn_params params, grads;
-  epx_tensor spare{}; // for a tensor that is like another but for one thing
+  epx_tensor spare{}; // a copy of a tensor in which one field is changed
   epx_tensor recv = *recv_data.get();
   epx_tensor counts = *counts_data.get();
   epx_tensor offsets = *offsets_data.get();
@@ -48,7 +48,7 @@ struct FfnCalls {
 
   explicit FfnCalls(epx_moe_activation activation) : shape{2, 5, 3, activation} {
     params_data = random_params<double>(shape, {}, rng);
-    grads_data = poisoned_like(params_data);
+    grads_data = scribbled_like(params_data);
     params = params_data.view();
     grads = grads_data.view();
     if (shape.gated()) return;
@@ -57,7 +57,7 @@ struct FfnCalls {
   FfnCalls(const FfnCalls&) = delete;
   FfnCalls& operator=(const FfnCalls&) = delete;
 
-  // A changed copy in place of a member of the params or the grads.
+  // Replaces a member of the params or the grads by a changed copy.
   epx_tensor& replace(const epx_tensor*& member) {
     spare = *member;
     member = &spare;
@@ -66,11 +66,11 @@ struct FfnCalls {
 
   std::string changed_output() const {
     std::string changed;
-    if (!difference(out_data, poisoned<double>({9, 5})).empty()) changed += " expert_out";
-    if (!difference(out_pre_act_data, poisoned<double>({9, 6})).empty()) changed += " pre_act";
-    if (!difference(out_grad_data, poisoned<double>({9, 5})).empty()) changed += " grad_recv";
-    if (!difference(out_grad_weights_data, poisoned<double>({9})).empty()) changed += " grad_recv_weights";
-    const FfnParams<double> untouched = poisoned_like(grads_data);
+    if (!difference(out_data, scribbled<double>({9, 5})).empty()) changed += " expert_out";
+    if (!difference(out_pre_act_data, scribbled<double>({9, 6})).empty()) changed += " pre_act";
+    if (!difference(out_grad_data, scribbled<double>({9, 5})).empty()) changed += " grad_recv";
+    if (!difference(out_grad_weights_data, scribbled<double>({9})).empty()) changed += " grad_recv_weights";
+    const FfnParams<double> untouched = scribbled_like(grads_data);
     for_each_tensor(
         [&](const char* name, const Tensor<double>& grad, const Tensor<double>& before) {
           if (!difference(grad, before).empty()) changed += std::string(" ") + name;
@@ -204,7 +204,7 @@ TEST_CASE("rows and zones that do not fit are refused") {
       false);
 }
 
-TEST_CASE("gradients that are not to be had are refused") {
+TEST_CASE("gradients that cannot be computed are refused") {
   check_refused(
       {
           {[](C& c) { c.bwd.pre_act = nullptr; }, {"pre_act", "NULL"}},

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parameters, zones and calls of the grouped FFN for the tests, with poisoned outputs.
+// Parameters, zones and calls of the grouped FFN for the tests, with scribbled outputs.
 #pragma once
 
 #include <array>
@@ -40,7 +40,7 @@ inline epx_moe_ffn_config ffn_config(const FfnShape& shape) {
   return config;
 }
 
-// epx_moe_ffn_params with the memory behind it.
+// FfnParams owns the memory of an epx_moe_ffn_params.
 template <typename Real>
 struct FfnParams {
   using Member = std::optional<Tensor<Real>>;
@@ -62,7 +62,7 @@ struct FfnParams {
       {"down_bias", &FfnParams::down_bias, &epx_moe_ffn_params::down_bias},
   }};
 
-  // Valid as long as the members are neither moved nor replaced.
+  // The result is valid as long as the members are neither moved nor replaced.
   epx_moe_ffn_params view() const {
     epx_moe_ffn_params params = {};
     params.struct_size = sizeof(params);
@@ -117,7 +117,7 @@ FfnParams<Real> random_params(const FfnShape& shape, const FfnForm& form, Rng& r
   return params;
 }
 
-// The gate's (half 0) or up's (half 1) share of a stacked tensor.
+// Returns the gate's (half 0) or up's (half 1) part of a stacked tensor.
 template <typename Real>
 Tensor<Real> unstack(const Tensor<Real>& stacked, int half) {
   const int64_t rows = stacked.size(1) / 2;
@@ -154,7 +154,7 @@ inline Zones make_zones(const std::vector<int32_t>& counts, int32_t alignment, i
   return zones;
 }
 
-// Rows that are not in use become `value`.
+// Sets the rows that are not in use to `value`.
 template <typename Real>
 void fill_unused(const Zones& zones, Tensor<Real>& rows, Real value) {
   for (int64_t row = 0; row < zones.num_rows; ++row) {
@@ -173,8 +173,8 @@ template <typename Real>
 FfnResult<Real> run_ffn(const FfnShape& shape, const FfnParams<Real>& params, const Zones& zones,
                         const Tensor<Real>& recv_tokens, const Tensor<Real>* recv_weights = nullptr,
                         bool want_pre_act = true) {
-  FfnResult<Real> result = {poisoned<Real>({zones.num_rows, shape.hidden}),
-                            poisoned<Real>({zones.num_rows, shape.gated() ? 2 * shape.ffn : shape.ffn})};
+  FfnResult<Real> result = {scribbled<Real>({zones.num_rows, shape.hidden}),
+                            scribbled<Real>({zones.num_rows, shape.gated() ? 2 * shape.ffn : shape.ffn})};
   const epx_moe_ffn_config config = ffn_config(shape);
   const epx_moe_ffn_params view = params.view();
   epx_moe_ffn_args args = {};
@@ -196,13 +196,13 @@ struct FfnGradients {
   Tensor<Real> recv_weights; // [N]
 };
 
-// `grads` come in as they are to be: with what is wanted, poisoned or to be added to; NULL: none.
+// The caller gives `grads` the tensors that it wants, scribbled or with values to add to; NULL asks for none.
 template <typename Real>
 FfnGradients<Real> run_ffn_bwd(const FfnShape& shape, const FfnParams<Real>& params, const Zones& zones,
                                const Tensor<Real>& recv_tokens, const Tensor<Real>* recv_weights,
                                const Tensor<Real>& pre_act, const Tensor<Real>& grad_expert_out, FfnParams<Real>* grads,
                                bool accumulate = false) {
-  FfnGradients<Real> result = {poisoned<Real>({zones.num_rows, shape.hidden}), poisoned<Real>({zones.num_rows})};
+  FfnGradients<Real> result = {scribbled<Real>({zones.num_rows, shape.hidden}), scribbled<Real>({zones.num_rows})};
   const epx_moe_ffn_config config = ffn_config(shape);
   const epx_moe_ffn_params view = params.view();
   const epx_moe_ffn_params grads_view = grads != nullptr ? grads->view() : epx_moe_ffn_params{};
@@ -223,11 +223,11 @@ FfnGradients<Real> run_ffn_bwd(const FfnShape& shape, const FfnParams<Real>& par
   return result;
 }
 
-// Tensors of the shapes of params, poisoned.
+// Returns scribbled tensors of the shapes of params.
 template <typename Real>
-FfnParams<Real> poisoned_like(const FfnParams<Real>& params) {
+FfnParams<Real> scribbled_like(const FfnParams<Real>& params) {
   FfnParams<Real> grads = params;
-  for_each_tensor([](const char*, Tensor<Real>& tensor) { tensor.poison(); }, grads);
+  for_each_tensor([](const char*, Tensor<Real>& tensor) { tensor.scribble(); }, grads);
   return grads;
 }
 

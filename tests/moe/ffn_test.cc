@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The grouped FFN forward: against three plain loops in double, what it must not touch, and rows that do not depend on
-// their neighbours.
+// These tests compare the grouped FFN forward with three plain loops in double, and check what it must not touch and that a row
+// does not depend on the others.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr epx_moe_activation kActivations[] = {EPX_MOE_SWIGLU, EPX_MOE_GELU, EPX_MOE_RELU2};
 
-// One linear layer: where its output features lie in tensors that may be stacked.
+// Linear is one linear layer, with the place of its output features in tensors that may be stacked.
 struct Linear {
   const std::optional<Tensor<double>>& weight;
   int64_t first_weight;
@@ -86,7 +86,7 @@ const FfnParams<double>& widened(const FfnParams<double>& params) {
   return params;
 }
 
-// Rows in use are near the expected ones; the others still hold poison.
+// Rows in use are near the expected ones; the others still hold what scribble() wrote.
 template <typename Real>
 std::string rows_fault(const Zones& zones, const Tensor<Real>& actual, const Tensor<double>& expected) {
   Tensor<Real> used = actual;
@@ -94,7 +94,7 @@ std::string rows_fault(const Zones& zones, const Tensor<Real>& actual, const Ten
   const std::string wrong =
       difference(converted<double>(used), expected, sizeof(Real) == 8 ? 1e-13 : 2e-6, max_abs(expected));
   if (!wrong.empty()) return wrong;
-  Tensor<Real> kept = poisoned<Real>({actual.size(0), actual.size(1)});
+  Tensor<Real> kept = scribbled<Real>({actual.size(0), actual.size(1)});
   for (int64_t row = 0; row < zones.num_rows; ++row) {
     for (int64_t i = 0; i < actual.size(1) && zones.used(row); ++i)
       kept(row, i) = actual(row, i);
@@ -163,7 +163,7 @@ TEST_CASE("stacked and separate parameters have the same bits") {
   }
 }
 
-TEST_CASE("early weighting is late weighting, down_bias included") {
+TEST_CASE("early weighting has the results of late weighting, down_bias included") {
   Rng rng(44);
   for (const epx_moe_activation activation : kActivations) {
     CAPTURE(activation);
@@ -259,12 +259,12 @@ TEST_CASE("no experts, and experts without rows") {
     for (const int64_t num_rows : {0, 3}) {
       const Zones zones = make_zones({}, 4, num_rows);
       const auto result = run_ffn(none, random_params<float>(none, {}, rng), zones, Tensor<float>({num_rows, 5}));
-      CHECK(difference(result.expert_out, poisoned<float>({num_rows, 5})) == "");
+      CHECK(difference(result.expert_out, scribbled<float>({num_rows, 5})) == "");
     }
     const FfnShape idle = {3, 5, 3, activation};
     const Zones zones = make_zones({0, 0, 0}, 4, 2);
     const auto result = run_ffn(idle, random_params<float>(idle, {}, rng), zones, Tensor<float>({2, 5}));
-    CHECK(difference(result.expert_out, poisoned<float>({2, 5})) == "");
+    CHECK(difference(result.expert_out, scribbled<float>({2, 5})) == "");
   }
 }
 
@@ -276,7 +276,7 @@ TEST_CASE("counts of INT64") {
   const auto recv = random_tensor<double>({zones.num_rows, 3}, rng);
   const auto counts = converted<int64_t>(zones.counts);
   const auto offsets = converted<int64_t>(zones.offsets);
-  auto expert_out = poisoned<double>({zones.num_rows, 3});
+  auto expert_out = scribbled<double>({zones.num_rows, 3});
   const epx_moe_ffn_config config = ffn_config(shape);
   const epx_moe_ffn_params view = params.view();
   const epx_moe_ffn_args args = {sizeof(args), nullptr,          &view,  recv.get(), counts.get(), offsets.get(),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The matrix products of every instruction set that this processor has.
+// These tests compare the matrix products of every instruction set that this processor has.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -24,7 +24,7 @@ std::vector<T> random_values(int64_t size, Rng& rng) {
   return values;
 }
 
-// Largest difference of out from initial + sum over i < depth of term(row, column, i).
+// Returns the largest difference of out from initial + sum over i < depth of term(row, column, i).
 template <typename T, typename Term>
 double error_of(const std::vector<T>& out, const std::vector<T>& initial, int64_t columns, int64_t depth, Term&& term) {
   double worst = 0;
@@ -53,7 +53,7 @@ void check_products(const GemmKernels<T>& kernels, int64_t n, int64_t k, double 
           return static_cast<double>(a[r * k + d]) * static_cast<double>(b[c * k + d]);
         }) <= tolerance * static_cast<double>(k));
 
-  // A row has the same bits wherever it is, whatever is beside it.
+  // A row has the same bits in any place and beside any other rows.
   std::vector<T> rolled(a.size()), rolled_initial(initial.size());
   for (int64_t r = 0; r < kTileRows; ++r) {
     const int64_t to = (r + 5) % kTileRows;

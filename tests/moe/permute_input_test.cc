@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bad input to the local permutation: each call is refused with a sentence that has the names and values, and writes
+// Calls of the local permutation with bad input are refused with a sentence that has the names and values, and write
 // nothing.
 #include <functional>
 #include <string>
@@ -12,7 +12,7 @@
 namespace epx::test {
 namespace {
 
-// Good calls of everything with T = 3, K = 2, E = 4, N = 7, H = 5. A case spoils one thing.
+// These calls with T = 3, K = 2, E = 4, N = 7, H = 5 are good. A case spoils one argument.
 struct PermuteCalls {
   Tensor<int32_t> idx_data{{3, 2}, {0, 3, 3, -1, 1, 0}};
   Tensor<int32_t> map_data{{3, 2}, {0, 3, 4, -1, 2, 1}};
@@ -20,13 +20,13 @@ struct PermuteCalls {
   Tensor<double> weights_data{{3, 2}};
   Tensor<double> rows_data{{7, 5}};
   Tensor<double> row_weights_data{{7}};
-  Tensor<int32_t> out_counts_data = poisoned<int32_t>({4});
-  Tensor<int32_t> out_offsets_data = poisoned<int32_t>({5});
-  Tensor<int32_t> out_map_data = poisoned<int32_t>({3, 2});
-  Tensor<double> out_tokens_data = poisoned<double>({3, 5});
-  Tensor<double> out_weights_data = poisoned<double>({3, 2});
-  Tensor<double> out_rows_data = poisoned<double>({7, 5});
-  Tensor<double> out_row_weights_data = poisoned<double>({7});
+  Tensor<int32_t> out_counts_data = scribbled<int32_t>({4});
+  Tensor<int32_t> out_offsets_data = scribbled<int32_t>({5});
+  Tensor<int32_t> out_map_data = scribbled<int32_t>({3, 2});
+  Tensor<double> out_tokens_data = scribbled<double>({3, 5});
+  Tensor<double> out_weights_data = scribbled<double>({3, 2});
+  Tensor<double> out_rows_data = scribbled<double>({7, 5});
+  Tensor<double> out_row_weights_data = scribbled<double>({7});
 
   epx_tensor idx = *idx_data.get();
   epx_tensor map = *map_data.get();
@@ -55,13 +55,13 @@ struct PermuteCalls {
   PermuteCalls& operator=(const PermuteCalls&) = delete;
 
   std::string changed_output() const {
-    if (!difference(out_counts_data, poisoned<int32_t>({4})).empty()) return "counts were written";
-    if (!difference(out_offsets_data, poisoned<int32_t>({5})).empty()) return "offsets were written";
-    if (!difference(out_map_data, poisoned<int32_t>({3, 2})).empty()) return "row_map was written";
-    if (!difference(out_tokens_data, poisoned<double>({3, 5})).empty()) return "tokens were written";
-    if (!difference(out_weights_data, poisoned<double>({3, 2})).empty()) return "weights were written";
-    if (!difference(out_rows_data, poisoned<double>({7, 5})).empty()) return "rows were written";
-    if (!difference(out_row_weights_data, poisoned<double>({7})).empty()) return "row_weights were written";
+    if (!difference(out_counts_data, scribbled<int32_t>({4})).empty()) return "counts were written";
+    if (!difference(out_offsets_data, scribbled<int32_t>({5})).empty()) return "offsets were written";
+    if (!difference(out_map_data, scribbled<int32_t>({3, 2})).empty()) return "row_map was written";
+    if (!difference(out_tokens_data, scribbled<double>({3, 5})).empty()) return "tokens were written";
+    if (!difference(out_weights_data, scribbled<double>({3, 2})).empty()) return "weights were written";
+    if (!difference(out_rows_data, scribbled<double>({7, 5})).empty()) return "rows were written";
+    if (!difference(out_row_weights_data, scribbled<double>({7})).empty()) return "row_weights were written";
     return "";
   }
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls the local permutation for the tests, with poisoned outputs.
+// Calls the local permutation for the tests, with scribbled outputs.
 #pragma once
 
 #include "epx/epx_moe.h"
@@ -18,8 +18,8 @@ struct RowMap {
 
 template <typename Index, typename Count = Index>
 RowMap<Count> run_row_map(const Tensor<Index>& topk_idx, int64_t num_experts, int32_t alignment) {
-  RowMap<Count> map = {poisoned<Count>({num_experts}), poisoned<Count>({num_experts + 1}),
-                       poisoned<int32_t>({topk_idx.size(0), topk_idx.size(1)})};
+  RowMap<Count> map = {scribbled<Count>({num_experts}), scribbled<Count>({num_experts + 1}),
+                       scribbled<int32_t>({topk_idx.size(0), topk_idx.size(1)})};
   epx_moe_row_map_args args = {};
   args.struct_size = sizeof(args);
   args.topk_idx = topk_idx.get();
@@ -40,8 +40,8 @@ struct Permuted {
 template <typename T, typename Weight = float>
 Permuted<T, Weight> run_permute(const Tensor<int32_t>& row_map, const Tensor<T>& tokens, int64_t num_rows,
                                 const Tensor<Weight>* topk_weights = nullptr) {
-  Permuted<T, Weight> permuted = {poisoned<T>({num_rows, tokens.size(1)}),
-                                  poisoned<Weight>({topk_weights != nullptr ? num_rows : 0})};
+  Permuted<T, Weight> permuted = {scribbled<T>({num_rows, tokens.size(1)}),
+                                  scribbled<Weight>({topk_weights != nullptr ? num_rows : 0})};
   epx_moe_permute_args args = {};
   args.struct_size = sizeof(args);
   args.row_map = row_map.get();
@@ -58,7 +58,7 @@ Permuted<T, Weight> run_permute(const Tensor<int32_t>& row_map, const Tensor<T>&
 template <typename Real>
 Tensor<Real> run_unpermute(const Tensor<int32_t>& row_map, const Tensor<Real>& rows,
                            const Tensor<Real>* topk_weights = nullptr) {
-  auto tokens = poisoned<Real>({row_map.size(0), rows.size(1)});
+  auto tokens = scribbled<Real>({row_map.size(0), rows.size(1)});
   epx_moe_unpermute_args args = {};
   args.struct_size = sizeof(args);
   args.row_map = row_map.get();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The local permutation: row maps against an oracle, rows bit for bit, gradients against finite differences.
+// The local permutation is compared: row maps with an oracle, rows bit for bit, gradients with finite differences.
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -66,7 +66,7 @@ TEST_CASE("row maps of random cases") {
   CHECK(run_row_map(Tensor<int32_t>({2, 2}, {1, 0, 1, 1}), 3, 4).num_rows() == 8); // closed form
 }
 
-// Any bit pattern, so NaNs with payloads too.
+// Elements are random bit patterns, and so NaNs with payloads too.
 template <typename T>
 Tensor<T> random_bits(std::initializer_list<int64_t> shape, Rng& rng) {
   Tensor<T> tensor(shape);
@@ -82,7 +82,7 @@ std::string permute_fault(int64_t hidden) {
   Rng rng(mix(static_cast<uint64_t>(hidden), 0x9e43));
   const auto map = run_row_map(random_indices<int32_t>(9, 3, 5, rng), 5, 4);
   auto tokens = random_bits<T>({9, hidden}, rng);
-  std::memset(&tokens[0], 0xff, sizeof(T)); // a NaN for sure
+  std::memset(&tokens[0], 0xff, sizeof(T)); // makes sure that there is a NaN
   const auto topk_weights = random_bits<Weight>({9, 3}, rng);
   const int64_t num_rows = map.num_rows() + 2;
   Tensor<T> rows({num_rows, hidden});
@@ -111,7 +111,7 @@ TEST_CASE("permute copies any dtype bit for bit and clears rows that no route ma
   }
 }
 
-// The contract's own words; rows that no route maps to hold NaN.
+// This is the contract's formula; rows that no route maps to hold NaN.
 template <typename Real>
 std::string unpermute_fault(int64_t hidden, bool weighted) {
   Rng rng(mix(static_cast<uint64_t>(hidden), weighted));
@@ -182,8 +182,8 @@ struct GradientCase {
 
 TEST_CASE("gradients of permute") {
   GradientCase c;
-  auto grad_tokens = poisoned<double>({6, 5});
-  auto grad_topk_weights = poisoned<double>({6, 2});
+  auto grad_tokens = scribbled<double>({6, 5});
+  auto grad_topk_weights = scribbled<double>({6, 2});
   epx_moe_permute_bwd_args args = {};
   args.struct_size = sizeof(args);
   args.row_map = c.map.row_map.get();
@@ -202,7 +202,7 @@ TEST_CASE("gradients of permute") {
     if (c.map.row_map[route] < 0) CHECK(grad_topk_weights[route] == 0);
   }
 
-  auto alone = poisoned<double>({6, 5});
+  auto alone = scribbled<double>({6, 5});
   args.grad_row_weights = args.grad_topk_weights = nullptr;
   args.grad_tokens = alone.get();
   require_ok(epx_moe_permute_bwd(&args), "epx_moe_permute_bwd");
@@ -214,8 +214,8 @@ TEST_CASE("gradients of unpermute") {
   for (const bool weighted : {false, true}) {
     CAPTURE(weighted);
     GradientCase c;
-    auto grad_rows = poisoned<double>({c.num_rows, 5});
-    auto grad_topk_weights = poisoned<double>({6, 2});
+    auto grad_rows = scribbled<double>({c.num_rows, 5});
+    auto grad_topk_weights = scribbled<double>({6, 2});
     epx_moe_unpermute_bwd_args args = {};
     args.struct_size = sizeof(args);
     args.row_map = c.map.row_map.get();
@@ -248,8 +248,8 @@ TEST_CASE("the gradient of a weight is summed as epx_combine_bwd sums") {
     for (size_t i = 0; i < lanes; ++i)
       acc[i] = acc[2 * i] + acc[2 * i + 1];
   }
-  auto grad_rows = poisoned<float>({1, kHidden});
-  auto grad_topk_weights = poisoned<float>({1, 1});
+  auto grad_rows = scribbled<float>({1, kHidden});
+  auto grad_topk_weights = scribbled<float>({1, 1});
   const epx_moe_unpermute_bwd_args args = {sizeof(args), nullptr, row_map.get(),   grad_tokens.get(),
                                            rows.get(),   nullptr, grad_rows.get(), grad_topk_weights.get()};
   require_ok(epx_moe_unpermute_bwd(&args), "epx_moe_unpermute_bwd");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// epx_moe_router_bwd against finite differences, and the load-balance loss against its formula, over three ranks whose
-// counts the test adds up itself.
+// These tests compare epx_moe_router_bwd with finite differences, and the load-balance loss with its formula, over three ranks
+// whose counts the test adds up itself.
 #include <cmath>
 #include <limits>
 #include <string>
@@ -32,7 +32,7 @@ struct Gradient {
 
 Tensor<double> router_bwd(const epx_moe_router_config& config, const Tensor<double>& logits,
                           const Tensor<int64_t>& topk_idx, const Gradient& gradient) {
-  auto grad_logits = poisoned<double>({logits.size(0), logits.size(1)});
+  auto grad_logits = scribbled<double>({logits.size(0), logits.size(1)});
   epx_moe_router_bwd_args args = {};
   args.struct_size = sizeof(args);
   args.logits = logits.get();
@@ -45,7 +45,7 @@ Tensor<double> router_bwd(const epx_moe_router_config& config, const Tensor<doub
   return grad_logits;
 }
 
-// Token 1 is masked. Rank 0 is the one whose gradient is looked at; the others are there in the counts.
+// Token 1 is masked. The gradient of rank 0 is compared; the other ranks contribute counts only.
 void check_router_gradient(const epx_moe_router_config& config, uint64_t seed, const std::string& what) {
   Rng rng(mix(seed, 0x64ad));
   const bool with_aux = config.aux_loss_coeff != 0;
@@ -61,7 +61,7 @@ void check_router_gradient(const epx_moe_router_config& config, uint64_t seed, c
 
   const auto value = [&] {
     const auto routed = run_router(config, logits, nullptr, &mask);
-    REQUIRE(difference(routed.topk_idx, topk_idx) == ""); // else the case is no good
+    REQUIRE(difference(routed.topk_idx, topk_idx) == ""); // otherwise the case does not test what it has to
     return dot(routed.topk_weights, cotangent) +
            (with_aux ? kAuxGrad * aux_loss(config, logits, topk_idx, global_counts) : 0);
   };
@@ -151,7 +151,7 @@ TEST_CASE("an expert of -infinity takes no part in a gradient") {
   }
 }
 
-TEST_CASE("the shares of three ranks add up to the load-balance loss of all tokens") {
+TEST_CASE("the parts of three ranks add up to the load-balance loss of all tokens") {
   for (const epx_moe_score score : kScores) {
     CAPTURE(score);
     Rng rng(mix(static_cast<uint64_t>(score), 23));

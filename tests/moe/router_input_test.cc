@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bad input to the router's calls: each is refused with a sentence that has the names and values, and writes nothing.
+// The router's calls with bad input are refused with a sentence that has the names and values, and write nothing.
 #include <functional>
 #include <limits>
 #include <string>
@@ -17,7 +17,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 using Words = std::vector<std::string>;
 
-// Good calls of everything about a router with T = 4, E = 6, K = 2, P = 3. A case spoils one thing.
+// These calls of a router with T = 4, E = 6, K = 2, P = 3 are good. A case spoils one argument.
 struct RouterCalls {
   Tensor<double> logits_data{{4, 6}};
   Tensor<double> bias_data{{6}};
@@ -25,11 +25,11 @@ struct RouterCalls {
   Tensor<int32_t> counts_data{{3, 6}};
   Tensor<double> grad_weights_data{{4, 2}};
   Tensor<int32_t> idx_data{{4, 2}, {0, 1, 0, 1, 0, 1, 0, 1}};
-  Tensor<int32_t> out_idx_data = poisoned<int32_t>({4, 2});
-  Tensor<double> out_weights_data = poisoned<double>({4, 2});
-  Tensor<int64_t> out_info_data = poisoned<int64_t>({3});
-  Tensor<double> out_grad_data = poisoned<double>({4, 6});
-  Tensor<double> out_loss_data = poisoned<double>({1});
+  Tensor<int32_t> out_idx_data = scribbled<int32_t>({4, 2});
+  Tensor<double> out_weights_data = scribbled<double>({4, 2});
+  Tensor<int64_t> out_info_data = scribbled<int64_t>({3});
+  Tensor<double> out_grad_data = scribbled<double>({4, 6});
+  Tensor<double> out_loss_data = scribbled<double>({1});
 
   epx_tensor logits = *logits_data.get();
   epx_tensor bias = *bias_data.get();
@@ -54,11 +54,11 @@ struct RouterCalls {
   RouterCalls& operator=(const RouterCalls&) = delete;
 
   std::string changed_output() const {
-    if (!difference(out_idx_data, poisoned<int32_t>({4, 2})).empty()) return "topk_idx was written";
-    if (!difference(out_weights_data, poisoned<double>({4, 2})).empty()) return "topk_weights were written";
-    if (!difference(out_info_data, poisoned<int64_t>({3})).empty()) return "info was written";
-    if (!difference(out_grad_data, poisoned<double>({4, 6})).empty()) return "grad_logits were written";
-    if (!difference(out_loss_data, poisoned<double>({1})).empty()) return "loss was written";
+    if (!difference(out_idx_data, scribbled<int32_t>({4, 2})).empty()) return "topk_idx was written";
+    if (!difference(out_weights_data, scribbled<double>({4, 2})).empty()) return "topk_weights were written";
+    if (!difference(out_info_data, scribbled<int64_t>({3})).empty()) return "info was written";
+    if (!difference(out_grad_data, scribbled<double>({4, 6})).empty()) return "grad_logits were written";
+    if (!difference(out_loss_data, scribbled<double>({1})).empty()) return "loss was written";
     if (!difference(bias_data, Tensor<double>({6})).empty()) return "selection_bias was written";
     return "";
   }

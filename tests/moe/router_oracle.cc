@@ -57,7 +57,7 @@ double largest_finite(const std::vector<double>& keys) {
   return largest;
 }
 
-// Sorts indices by descending key, keeping the order of equal ones, and notes how close unequal ones came.
+// Sorts indices by descending key, keeping the order of equal ones, and records the smallest difference of unequal ones.
 void sort_by_key(std::vector<int>& indices, const std::vector<double>& keys, double scale, double& gap) {
   const auto key = [&](int i) { return keys[static_cast<size_t>(i)]; };
   std::stable_sort(indices.begin(), indices.end(), [&](int a, int b) { return key(a) > key(b); });
@@ -75,11 +75,11 @@ std::vector<int> iota(int first, int count) {
 }
 
 struct Choice {
-  std::vector<int> experts; // empty: bad
+  std::vector<int> experts; // empty when the token is bad
   std::vector<double> weights;
 };
 
-// The sum of the group's best keys, best first.
+// Returns the sum of the group's best keys, added best first.
 double group_score(const epx_moe_router_config& config, const std::vector<double>& keys, int group, double& gap) {
   const int group_size = config.num_experts / config.num_groups;
   std::vector<int> members = iota(group * group_size, group_size);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls epx_moe_router and epx_moe_aux_loss for the tests, with poisoned outputs.
+// Calls epx_moe_router and epx_moe_aux_loss for the tests, with scribbled outputs.
 #pragma once
 
 #include <type_traits>
@@ -31,8 +31,8 @@ template <typename Real, typename Index = int64_t>
 Routed<Real, Index> run_router(const epx_moe_router_config& config, const Tensor<Real>& logits,
                                const std::type_identity_t<Tensor<Real>>* bias = nullptr,
                                const Tensor<uint8_t>* mask = nullptr) {
-  Routed<Real, Index> routed = {poisoned<Index>({logits.size(0), config.top_k}),
-                                poisoned<Real>({logits.size(0), config.top_k}), poisoned<int64_t>({3})};
+  Routed<Real, Index> routed = {scribbled<Index>({logits.size(0), config.top_k}),
+                                scribbled<Real>({logits.size(0), config.top_k}), scribbled<int64_t>({3})};
   epx_moe_router_args args = {};
   args.struct_size = sizeof(args);
   args.logits = logits.get();
@@ -48,7 +48,7 @@ Routed<Real, Index> run_router(const epx_moe_router_config& config, const Tensor
 template <typename Index>
 double aux_loss(const epx_moe_router_config& config, const Tensor<double>& logits, const Tensor<int64_t>& topk_idx,
                 const Tensor<Index>& global_counts) {
-  auto loss = poisoned<double>({1});
+  auto loss = scribbled<double>({1});
   epx_moe_aux_loss_args args = {};
   args.struct_size = sizeof(args);
   args.logits = logits.get();
@@ -59,7 +59,7 @@ double aux_loss(const epx_moe_router_config& config, const Tensor<double>& logit
   return loss[0];
 }
 
-// Logits whose order, and that of sums of two, a finite step cannot change: evenly spaced in a random order, then jittered.
+// Returns logits whose order, and that of sums of two, a finite step cannot change: evenly spaced, jittered, in random order.
 inline Tensor<double> spaced_logits(int64_t num_tokens, int64_t num_experts, Rng& rng) {
   Tensor<double> logits({num_tokens, num_experts});
   for (int64_t t = 0; t < num_tokens; ++t) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// epx_moe_router against the oracle and closed forms, and epx_moe_bias_update.
+// epx_moe_router is compared with the oracle and closed forms, and epx_moe_bias_update with closed forms.
 #include <cmath>
 #include <limits>
 #include <string>
@@ -18,7 +18,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 struct Tally {
   int64_t tokens = 0;
-  int64_t near_ties = 0; // not compared: rounding may decide either way
+  int64_t near_ties = 0; // these are not compared, since rounding decides them
 };
 
 epx_moe_router_config random_config(Rng& rng) {
@@ -37,8 +37,8 @@ epx_moe_router_config random_config(Rng& rng) {
   return config;
 }
 
-// Logits of one case are either spread or of three values, so that ties abound. The three are such that no two different
-// sums of their scores are equal.
+// The logits of a case are either evenly distributed or of three values, so that there are many ties. No two different sums of
+// the scores of the three values are equal.
 double random_logit(bool ties, Rng& rng) {
   if (rng.chance(2)) return -kInfinity;
   return ties ? rng.pick({0.0, 1.0, 3.0}) : uniform(rng, -2, 2);
@@ -56,7 +56,7 @@ std::string random_case(uint64_t seed, Tally& tally) {
   Tensor<Real> logits({num_tokens, config.num_experts});
   for (int64_t i = 0; i < logits.count(); ++i)
     logits[i] = static_cast<Real>(random_logit(ties, rng));
-  // Where rounding could tell sums apart that are equal, (a + bias) + b and a + (b + bias), a case of ties has no bias.
+  // Rounding could make equal sums differ, (a + bias) + b and a + (b + bias), so a case of ties has no bias.
   const bool exact_sums = config.score == EPX_MOE_TOPK_THEN_SOFTMAX || config.num_groups == 1;
   Tensor<Real> bias({config.num_experts});
   for (int64_t e = 0; e < bias.count(); ++e)
@@ -152,7 +152,7 @@ TEST_CASE("-infinity excludes an expert from weight, not from selection") {
   }
 }
 
-TEST_CASE("infinities that leave no number make a token bad") {
+TEST_CASE("infinities that make a weight NaN make a token bad") {
   const Tensor<double> logits({3, 3}, {0, kInfinity, 1, -kInfinity, -kInfinity, -kInfinity, 2, 1, 0});
   for (const epx_moe_score score : {EPX_MOE_TOPK_THEN_SOFTMAX, EPX_MOE_SOFTMAX_THEN_TOPK}) {
     CAPTURE(score);
@@ -213,7 +213,7 @@ TEST_CASE("ties go to the lower index, among experts and among groups") {
   }
 }
 
-TEST_CASE("a group is judged by its K / topk_groups best") {
+TEST_CASE("a group's score is the sum of its K / topk_groups best") {
   epx_moe_router_config config = router_config(6, 2);
   config.num_groups = 2;
   const Tensor<double> logits({2, 6}, {9, 0, 0, 5, 5, 0, 9, 2, 0, 5, 5, 0});
@@ -277,7 +277,7 @@ TEST_CASE("the bias goes up for experts below the mean and down for those above"
   CHECK(bias_update_fault<float, int32_t>() == "");
   CHECK(bias_update_fault<double, int64_t>() == "");
 
-  // A mean that no integer is, and an expert that has just the mean.
+  // One mean is not an integer, and one expert has exactly the mean.
   for (const auto& [counts, expected] : {std::pair{Tensor<int32_t>({1, 2}, {3, 4}), Tensor<double>({2}, {0.5, -0.5})},
                                          std::pair{Tensor<int32_t>({1, 2}, {4, 4}), Tensor<double>({2}, {0, 0})}}) {
     Tensor<double> bias({2});

@@ -12,11 +12,11 @@ namespace epx::test {
 
 namespace {
 
-constexpr int64_t kMaxElements = 60; // of a gradient
+constexpr int64_t kMaxElements = 60; // elements of a gradient that are compared
 constexpr double kTolerance = 1e-6;
 constexpr double kStep = 1e-5;
 
-// What the rounding of a value of about 10 makes of a central difference, 1e-16 * 10 / kStep, is below kTolerance of this.
+// The error of a central difference by the rounding of a value of about 10, 1e-16 * 10 / kStep, is below kTolerance of this.
 constexpr double kSmallestScale = 1e-4;
 
 bool tells(const std::string& sentence, std::string_view word) {

@@ -62,8 +62,8 @@ public:
   auto begin() const { return values_.begin(); }
   auto end() const { return values_.end(); }
 
-  // Bytes that no test produces and that are finite as a float: what outputs hold before a call.
-  void poison() {
+  // Fills the tensor with bytes that no test computes and that are finite as a float. Outputs hold them before a call.
+  void scribble() {
     if (count() > 0) std::memset(values_.data(), 0xA5, values_.size() * sizeof(T));
   }
 
@@ -73,13 +73,14 @@ private:
 };
 
 template <typename T>
-Tensor<T> poisoned(std::initializer_list<int64_t> shape) {
+Tensor<T> scribbled(std::initializer_list<int64_t> shape) {
   Tensor<T> tensor(shape);
-  tensor.poison();
+  tensor.scribble();
   return tensor;
 }
 
-// [low, high), from the top 53 bits of the generator: the same on every platform, unlike the standard distributions.
+// Returns a number in [low, high) from the top 53 bits of the generator. It is the same on every platform, unlike those of the
+// standard distributions.
 inline double uniform(Rng& rng, double low = -1, double high = 1) {
   return low + (high - low) * (static_cast<double>(rng.next() >> 11) * 0x1p-53);
 }
@@ -103,7 +104,7 @@ Tensor<To> converted(const Tensor<From>& from) {
   return to;
 }
 
-// Rows [first, first + rows) of a tensor of two dimensions.
+// Returns rows [first, first + rows) of a tensor of two dimensions.
 template <typename T>
 Tensor<T> slice_rows(const Tensor<T>& tensor, int64_t first, int64_t rows) {
   Tensor<T> slice({rows, tensor.size(1)});
@@ -112,18 +113,18 @@ Tensor<T> slice_rows(const Tensor<T>& tensor, int64_t first, int64_t rows) {
   return slice;
 }
 
-// Throws the sentence of the library, so that it works in any thread; doctest and run_threads both report it.
+// Throws the sentence of the library, which works on any thread, since doctest and run_threads both report it.
 void require_ok(epx_status status, const char* call);
 
-// What a call that was to be refused did instead: "" when it returned EPX_ERROR_INVALID_ARGUMENT and its sentence has each
-// of the words. "a|b" is told when a or b is.
+// Returns what is wrong with a refusal: "" when the call returned EPX_ERROR_INVALID_ARGUMENT and its sentence has each of the
+// words. A sentence has "a|b" when it has a or b.
 std::string not_refused(epx_status status, const std::vector<std::string>& words);
 
-// "" when the tensors have the same shape and bits, else the first element that differs.
+// Returns "" when the tensors have the same shape and bits, otherwise the first element that differs.
 template <typename T>
 std::string difference(const Tensor<T>& actual, const Tensor<T>& expected);
 
-// The same, with |actual - expected| <= tolerance * max(scale, |expected|) allowed. A NaN equals nothing.
+// Does the same, but allows |actual - expected| <= tolerance * max(scale, |expected|). A NaN equals nothing.
 template <typename T>
 std::string difference(const Tensor<T>& actual, const Tensor<T>& expected, double tolerance, double scale = 0);
 

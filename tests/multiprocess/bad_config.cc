@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups that must not come into being, and memory that is not there: configs that one rank gets wrong, configs that differ
-// between ranks, broken bootstraps, more memory than there is.
+// These groups must not be created, and this memory must not be given: one rank's config is wrong, configs differ between
+// ranks, the bootstrap fails, or there is less memory than a call asks for.
 #include <doctest/doctest.h>
 
 #include <cstdint>
@@ -36,9 +36,9 @@ void check_words(const std::vector<std::string>& words, const std::string& name)
   check_tells(epx_last_error(), words, name);
 }
 
-// Makes a group of good configs, runs a round on it, and destroys it.
-void check_good_group(LocalMeeting& meeting, int rank) {
-  const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+// Creates a group from good configs, runs a round on it, and destroys it.
+void check_good_group(LocalRendezvous& rendezvous, int rank) {
+  const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
   const Config config = round_config();
   epx_group group = nullptr;
   check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
@@ -108,9 +108,9 @@ void check_bad_config(const BadConfig& bad) {
     check_status(epx_group_memory_plan(&config, kRanks, &plan), bad.status, "epx_group_memory_plan");
     check_words(bad.words, "epx_group_memory_plan");
   }
-  LocalMeeting meeting(kRanks);
+  LocalRendezvous rendezvous(kRanks);
   run_threads(kRanks, [&](int rank) {
-    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     const Config good = round_config();
     epx_group group = kUntouched;
     const epx_status status = epx_group_create(&bootstrap, rank == 1 ? &config : &good, &group);
@@ -119,10 +119,10 @@ void check_bad_config(const BadConfig& bad) {
     if (rank == 0) check_words({"rank 1"}, "epx_group_create");
     check(group == kUntouched || group == nullptr, "a failed call made a group");
   });
-  run_threads(kRanks, [&](int rank) { check_good_group(meeting, rank); });
+  run_threads(kRanks, [&](int rank) { check_good_group(rendezvous, rank); });
 }
 
-TEST_CASE("a config that one rank gets wrong: it says why, its peer learns who and why, and both may try again") {
+TEST_CASE("a bad config of one rank fails there with the reason, on its peer with rank and reason, and both may retry") {
   for (const BadConfig& bad : bad_configs()) {
     CAPTURE(bad.name);
     CHECK_NOTHROW(check_bad_config(bad));
@@ -130,10 +130,11 @@ TEST_CASE("a config that one rank gets wrong: it says why, its peer learns who a
 }
 
 #if defined(EPX_WITH_CUDA)
-TEST_CASE("transport nccl where ranks have no GPU, or share one: why, on all ranks, and `auto` takes the host transport") {
-  LocalMeeting meeting(kRanks);
-  run_threads(kRanks, [&](int rank) { // none calls cudaSetDevice: they have the same device, or none
-    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+TEST_CASE(
+    "transport nccl is refused on all ranks without a GPU each, with the reason, and `auto` takes the host transport") {
+  LocalRendezvous rendezvous(kRanks);
+  run_threads(kRanks, [&](int rank) { // no rank calls cudaSetDevice, so all have the same device, or none
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     Config config = round_config();
     config.transport = EPX_TRANSPORT_NCCL;
     epx_group group = kUntouched;
@@ -159,9 +160,9 @@ struct Difference {
 };
 
 void check_difference(const Difference& difference, int odd, int num_ranks) {
-  LocalMeeting meeting(num_ranks);
+  LocalRendezvous rendezvous(num_ranks);
   run_threads(num_ranks, [&](int rank) {
-    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     Config config = round_config();
     if (rank == odd) difference.change(config);
     epx_group group = kUntouched;
@@ -172,7 +173,7 @@ void check_difference(const Difference& difference, int odd, int num_ranks) {
   });
 }
 
-TEST_CASE("configs that differ between ranks: every rank learns the field, the ranks and the values") {
+TEST_CASE("when configs differ between ranks, every rank's message has the field, the ranks and the values") {
   const std::vector<Difference> table = {
       {"num_experts", [](Config& c) { c.num_experts = 7; }, {" 5", " 7"}},
       {"max_tokens_per_rank", [](Config& c) { c.max_tokens_per_rank = 71; }, {" 6", " 71"}},
@@ -197,9 +198,9 @@ TEST_CASE("configs that differ between ranks: every rank learns the field, the r
 }
 
 TEST_CASE("color, key, num_comm_sms and timeout_ms may differ") {
-  LocalMeeting meeting(kRanks);
+  LocalRendezvous rendezvous(kRanks);
   run_threads(kRanks, [&](int rank) {
-    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     Config config = round_config();
     config.key = -rank; // reverses the order
     config.num_comm_sms = rank;
@@ -220,8 +221,8 @@ TEST_CASE("color, key, num_comm_sms and timeout_ms may differ") {
 }
 
 TEST_CASE("bad arguments of epx_group_create and epx_group_memory_plan") {
-  LocalMeeting meeting(1);
-  const epx_bootstrap good = meeting.bootstrap(0);
+  LocalRendezvous rendezvous(1);
+  const epx_bootstrap good = rendezvous.bootstrap(0);
   const Config config = round_config();
   epx_group group = kUntouched;
 
@@ -275,7 +276,7 @@ TEST_CASE("bad arguments of epx_group_create and epx_group_memory_plan") {
   check_plan("plan NULL", &config, 2, nullptr, {"plan", "NULL"});
   check_plan("num_ranks 0", &config, 0, &plan, {"num_ranks", "0"});
   check_plan("num_ranks negative", &config, -2, &plan, {"num_ranks", "-2"});
-  // Right in each field, too large together: it takes P to see that.
+  // Each field is within its limits, but their product is too large; only P shows that.
   Config huge = config;
   huge.max_tokens_per_rank = kMaxInt;
   check_plan("more routes than int32 counts", &huge, 2, &plan, {"max_tokens_per_rank", std::to_string(kMaxInt)});
@@ -285,7 +286,7 @@ TEST_CASE("bad arguments of epx_group_create and epx_group_memory_plan") {
   CHECK(epx_group_config_init(nullptr) == EPX_ERROR_INVALID_ARGUMENT);
 }
 
-TEST_CASE("a bootstrap that fails: its status and its message come through") {
+TEST_CASE("group creation returns the status and the message of a bootstrap that fails") {
   epx_bootstrap bootstrap{};
   bootstrap.struct_size = sizeof(bootstrap);
   bootstrap.num_ranks = 2;
@@ -298,7 +299,7 @@ TEST_CASE("a bootstrap that fails: its status and its message come through") {
   epx_group group = nullptr;
   CHECK(epx_group_create(&bootstrap, &config, &group) == EPX_ERROR_SYSTEM);
   CHECK(contains(epx_last_error(), "the cable is out"));
-  // Silent, and with a status that no enumerator has.
+  // This bootstrap leaves no message, and its status is no enumerator.
   bootstrap.all_gather = [](void*, const void*, void*, size_t, int64_t, char*, size_t) {
     return static_cast<epx_status>(77);
   };
@@ -308,9 +309,9 @@ TEST_CASE("a bootstrap that fails: its status and its message come through") {
 }
 
 TEST_CASE("a rank that does not come to epx_group_create is named") {
-  LocalMeeting meeting(3);
+  LocalRendezvous rendezvous(3);
   run_threads(2, [&](int rank) {
-    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     Config config = round_config();
     config.timeout_ms = 500;
     epx_group group = nullptr;
@@ -319,7 +320,7 @@ TEST_CASE("a rank that does not come to epx_group_create is named") {
   });
 }
 
-// EPX_TIMEOUT_MS is read once, so each value needs a process of its own: this test case, run by the next one.
+// EPX_TIMEOUT_MS is read once, so each value needs a process of its own; the next test case runs this one in such processes.
 TEST_CASE("EPX_TIMEOUT_MS is refused" * doctest::skip()) {
   Config config;
   CHECK(epx_group_config_init(&config) == EPX_ERROR_INVALID_ARGUMENT);
@@ -343,9 +344,9 @@ TEST_CASE("EPX_TIMEOUT_MS has to be a positive number") {
   }
 }
 
-// ---- Memory that is not there ----
+// ---- More memory than there is ----
 
-// Bytes of the machine's memory. A container may have less.
+// Returns the bytes of the machine's memory. A container may have less.
 int64_t total_memory() {
   struct sysinfo info {};
   check(sysinfo(&info) == 0, "sysinfo failed");
@@ -357,7 +358,7 @@ void check_nothing_left(const SharedMemoryWatch& watch) {
   check(left.empty(), "left in /dev/shm: {}", fmt::join(left, ", "));
 }
 
-// What is free other processes may change meanwhile, so that number itself is not compared.
+// The number of free bytes is not compared, since other processes change it meanwhile.
 void check_says_free(const std::string& sentence, int64_t wanted) {
   check(contains(sentence, std::to_string(wanted)), "\"{}\" does not tell {} bytes", sentence, wanted);
   check(contains(sentence, "free"), "\"{}\" does not tell what is free", sentence);
@@ -370,7 +371,7 @@ TEST_CASE("a group that does not fit into memory") {
   Config config = round_config();
   config.hidden_dim = 1 << 16;
   config.max_token_dtype = EPX_FLOAT32;
-  // Windows of more than the machine has in all: refused at once, nothing is filled up.
+  // The windows take more than the machine has in all: they are refused at once, before a page is touched.
   const int64_t rows = 2 * total / kRowBytes + 1;
   config.max_tokens_per_rank = static_cast<int32_t>(rows);
   config.max_recv_tokens_per_rank = rows;
@@ -380,25 +381,25 @@ TEST_CASE("a group that does not fit into memory") {
   REQUIRE(plan.window_bytes > total);
 
   const SharedMemoryWatch watch;
-  LocalMeeting meeting(kThreeRanks);
+  LocalRendezvous rendezvous(kThreeRanks);
   run_threads(kThreeRanks, [&](int rank) {
-    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     epx_group group = nullptr;
     check_status(epx_group_create(&bootstrap, &config, &group), EPX_ERROR_OUT_OF_MEMORY, "epx_group_create");
     check_says_free(epx_last_error(), plan.window_bytes);
     check(group == nullptr, "a failed call made a group");
   });
   CHECK_NOTHROW(check_nothing_left(watch));
-  LocalMeeting next(kRanks);
+  LocalRendezvous next(kRanks);
   run_threads(kRanks, [&](int rank) { check_good_group(next, rank); });
 }
 
-TEST_CASE("epx_mem_alloc of more than there is: out of memory on all ranks, and the group lives on") {
+TEST_CASE("epx_mem_alloc of more than there is fails with out of memory on all ranks, and the group lives on") {
   const int64_t total = total_memory();
   const SharedMemoryWatch watch;
-  LocalMeeting meeting(kRanks);
+  LocalRendezvous rendezvous(kRanks);
   run_threads(kRanks, [&](int rank) {
-    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     const Config config = round_config();
     epx_group group = nullptr;
     check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
@@ -411,7 +412,7 @@ TEST_CASE("epx_mem_alloc of more than there is: out of memory on all ranks, and 
       check(ptr == nullptr, "a failed call returned memory");
       round.run_all();
     }
-    // Bytes that no file can have.
+    // No file can have so many bytes.
     void* ptr = nullptr;
     check(epx_mem_alloc(group, std::numeric_limits<size_t>::max(), &ptr) != EPX_SUCCESS, "2^64 - 1 bytes were allocated");
     check(ptr == nullptr, "a failed call returned memory");
@@ -421,10 +422,10 @@ TEST_CASE("epx_mem_alloc of more than there is: out of memory on all ranks, and 
   CHECK_NOTHROW(check_nothing_left(watch));
 }
 
-TEST_CASE("epx_mem_alloc of different bytes: both values on all ranks, and the group lives on") {
-  LocalMeeting meeting(kRanks);
+TEST_CASE("epx_mem_alloc of different bytes fails with both values on all ranks, and the group lives on") {
+  LocalRendezvous rendezvous(kRanks);
   run_threads(kRanks, [&](int rank) {
-    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     const Config config = round_config();
     epx_group group = nullptr;
     check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
@@ -435,7 +436,7 @@ TEST_CASE("epx_mem_alloc of different bytes: both values on all ranks, and the g
     check(ptr == nullptr, "a failed call returned memory");
     round.run_all();
 
-    // Not the start of an allocation: refused, and it can still be freed.
+    // A pointer that is not the start of an allocation is refused, and the allocation can still be freed.
     check_ok(epx_mem_alloc(group, 4096, &ptr), "epx_mem_alloc");
     check_status(epx_mem_free(group, static_cast<std::byte*>(ptr) + 256), EPX_ERROR_INVALID_ARGUMENT, "inside");
     check_ok(epx_mem_free(group, ptr), "epx_mem_free");
@@ -445,10 +446,10 @@ TEST_CASE("epx_mem_alloc of different bytes: both values on all ranks, and the g
   });
 }
 
-TEST_CASE("epx_mem_free of different allocations: out of sequence on all ranks") {
-  LocalMeeting meeting(kRanks);
+TEST_CASE("epx_mem_free of different allocations is out of sequence on all ranks") {
+  LocalRendezvous rendezvous(kRanks);
   run_threads(kRanks, [&](int rank) {
-    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     const Config config = round_config();
     epx_group group = nullptr;
     check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
@@ -456,16 +457,16 @@ TEST_CASE("epx_mem_free of different allocations: out of sequence on all ranks")
     for (void*& allocation : allocations)
       check_ok(epx_mem_alloc(group, 4096, &allocation), "epx_mem_alloc");
     check_status(epx_mem_free(group, allocations[rank]), EPX_ERROR_OUT_OF_SEQUENCE, "epx_mem_free");
-    // Local from now on.
+    // epx_mem_free is local from now on.
     check(epx_mem_free(group, allocations[1 - rank]) != EPX_ERROR_TIMEOUT, "epx_mem_free waited on a group that had ended");
     epx_group_destroy(group);
   });
 }
 
 TEST_CASE("epx_mem_free after an abort reports it, and frees all the same") {
-  LocalMeeting meeting(kRanks);
+  LocalRendezvous rendezvous(kRanks);
   run_threads(kRanks, [&](int rank) {
-    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     const Config config = round_config();
     epx_group group = nullptr;
     check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");

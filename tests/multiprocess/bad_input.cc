@@ -27,7 +27,7 @@ namespace {
 void check_refused(LayerRound& round, const Refusal& refusal) {
   const auto calls = round.calls();
   refusal.spoil(*calls);
-  round.poison_outputs();
+  round.scribble_outputs();
   const std::vector<std::byte> before = round.memory();
   check_status(call(refusal.op, *calls), refusal.status, refusal.name);
   check_tells(epx_last_error(), refusal.words, refusal.name);
@@ -163,7 +163,7 @@ TEST_CASE("a bad index is reported with its value and treated as masked") {
     for (size_t i = 0; i < table.size(); ++i) {
       const bool mine = static_cast<int>(i % kRanks) == rank;
       if (mine) round.mask(1, static_cast<int>(i) % kTopK, table[i].index);
-      round.poison_outputs();
+      round.scribble_outputs();
       for (const Op op : {Op::prepare, Op::dispatch, Op::combine, Op::combine_bwd, Op::dispatch_bwd})
         round.run(op);
       round.check_results();
@@ -178,13 +178,13 @@ TEST_CASE("a bad index is reported with its value and treated as masked") {
       round.unmask();
       round.run_all();
     }
-    // -1 masks a route and is no event.
+    // An index of -1 masks a route and is no event.
     round.mask(0, 0, -1);
     round.run_all();
   });
 }
 
-TEST_CASE("overflow is reported with its sizes, or silent, and the group lives on") {
+TEST_CASE("overflow is reported with its sizes, or is silent, and the group lives on") {
   for (const epx_overflow policy : {EPX_OVERFLOW_ERROR, EPX_OVERFLOW_DROP}) {
     epx_group_config config = round_config();
     config.max_recv_tokens_per_rank = 5; // one alignment of 4 fits, and one row that is never used
@@ -192,7 +192,7 @@ TEST_CASE("overflow is reported with its sizes, or silent, and the group lives o
     with_group(config, [&](epx_group group, int rank) {
       LayerRound round(group, rank);
       for (int i = 0; i < 2; ++i) {
-        round.poison_outputs();
+        round.scribble_outputs();
         for (const Op op : {Op::prepare, Op::dispatch, Op::combine, Op::combine_bwd, Op::dispatch_bwd})
           round.run(op);
         const epx_group_report report = GroupView(group).status();
@@ -228,7 +228,7 @@ TEST_CASE("too few receive rows are reported with their number, and the group li
   });
 }
 
-// Rank 0 passes handle memory that `spoil` has replaced; rank 1's is right.
+// Rank 0 passes handle memory that `spoil` has replaced; rank 1 passes its own.
 void check_unusable_handle(epx_group group, LayerRound& round, int rank, const std::string& name,
                            const std::function<void(std::byte* handle)>& spoil) {
   round.run_all();
@@ -236,7 +236,7 @@ void check_unusable_handle(epx_group group, LayerRound& round, int rank, const s
   if (rank == 0) {
     // All outputs but the handle are scribbled over.
     std::vector<std::byte> handle(round.handle(), round.handle() + round.handle_bytes());
-    round.poison_outputs();
+    round.scribble_outputs();
     std::memcpy(round.handle(), handle.data(), handle.size());
     spoil(round.handle());
     const std::vector<std::byte> before = round.memory();
@@ -256,9 +256,9 @@ void check_unusable_handle(epx_group group, LayerRound& round, int rank, const s
 }
 
 TEST_CASE("unusable handle memory is reported, and its rank takes part without routes") {
-  LocalMeeting other_meeting(kRanks);
+  LocalRendezvous other_rendezvous(kRanks);
   with_group(round_config(), [&](epx_group group, int rank) {
-    const Group other_group(other_meeting.bootstrap(rank), round_config());
+    const Group other_group(other_rendezvous.bootstrap(rank), round_config());
     LayerRound round(group, rank);
     LayerRound other_round(other_group.get(), rank);
     other_round.run_all();
@@ -267,13 +267,13 @@ TEST_CASE("unusable handle memory is reported, and its rank takes part without r
     check_unusable_handle(group, round, rank, "never prepared", [&](std::byte* handle) { std::memset(handle, 0, bytes); });
     check_unusable_handle(group, round, rank, "of another group",
                           [&](std::byte* handle) { std::memcpy(handle, other_round.handle(), bytes); });
-    // All of the header in turn: each byte matters.
+    // Each byte of the header is damaged in turn, since each matters.
     for (size_t i = 0; i < 64; ++i) {
       check_unusable_handle(group, round, rank, "byte " + std::to_string(i) + " damaged",
                             [=](std::byte* handle) { handle[i] ^= std::byte{0x10}; });
     }
 
-    // Of another layer: prepared in this group with another alignment.
+    // This handle memory belongs to another layer: it was prepared in this group with another alignment.
     const auto other_layer = round.calls();
     std::vector<std::byte> other_handle(bytes);
     other_layer->prepare.layer.alignment = 1;
@@ -284,7 +284,7 @@ TEST_CASE("unusable handle memory is reported, and its rank takes part without r
   });
 }
 
-TEST_CASE("handle memory of different prepares: neither rank's routes travel, and both report") {
+TEST_CASE("with handle memory of different prepares neither rank's routes travel, and both report it") {
   with_group(round_config(), [](epx_group group, int rank) {
     LayerRound round(group, rank);
     round.run_all();
@@ -335,7 +335,7 @@ void check_disagreement(const Disagreement& disagreement) {
     check_status(call(op, *calls), disagreement.status, name);
     check_tells(epx_last_error(), disagreement.words, name);
 
-    // From here on every call says so at once, and so does the status.
+    // From here on every call returns the same status at once, and so does the report.
     for (const Op later : {Op::prepare, Op::dispatch, Op::combine, Op::combine_bwd, Op::dispatch_bwd}) {
       check_status(call(later, *round.calls()), disagreement.status, name + ", later");
     }
@@ -349,7 +349,7 @@ void check_disagreement(const Disagreement& disagreement) {
   });
 }
 
-TEST_CASE("ranks that make different calls learn what differs") {
+TEST_CASE("ranks that make different calls are told what differs") {
   const auto nothing = [](Calls&) {};
   const std::vector<Disagreement> table = {
       {"operation", Op::dispatch, nothing, EPX_ERROR_OUT_OF_SEQUENCE, {"dispatch", "combine"}, Op::combine},

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These file rendezvous go wrong: bad arguments, directories that are missing or read-only, ranks that never come, come
-// twice or disagree, what a dead job left behind, and two jobs in one directory.
+// These file rendezvous fail: arguments are bad, directories are missing or read-only, ranks never come, come twice or
+// disagree, a dead job has left files behind, and two jobs share one directory.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -41,8 +41,8 @@ size_t num_files(const TempDirectory& directory) {
   return count;
 }
 
-// Joins the others and gathers a number that only this job has.
-void check_meeting(const std::string& directory, const std::string& job, int rank, int num_ranks, int32_t secret) {
+// Joins the other ranks and gathers a number that only this job has.
+void check_rendezvous(const std::string& directory, const std::string& job, int rank, int num_ranks, int32_t secret) {
   epx_bootstrap bootstrap{};
   check_ok(epx_bootstrap_file(directory.c_str(), job.c_str(), rank, num_ranks, kLongMs, &bootstrap), "epx_bootstrap_file");
   check(bootstrap.rank == rank && bootstrap.num_ranks == num_ranks, "the bootstrap is of rank {} of {}", bootstrap.rank,
@@ -138,7 +138,7 @@ TEST_CASE("a read-only directory") {
                   fs::perms::owner_read | fs::perms::owner_exec | fs::perms::others_read | fs::perms::others_exec);
   const pid_t child = fork();
   if (child == 0) {
-    // Root may write everywhere: be somebody else.
+    // Root may write everywhere, so the child becomes another user.
     if (geteuid() == 0 && setuid(65534) != 0) _exit(77);
     epx_bootstrap bootstrap{};
     const epx_status status = epx_bootstrap_file(directory.path().c_str(), "job", 0, 2, kShortMs, &bootstrap);
@@ -162,11 +162,11 @@ TEST_CASE("ranks that never come are listed, and nothing is left") {
                  "ranks 0 and 3 of 5");
     check_tells(epx_last_error(), {"1, 2", "4"}, "ranks 1, 2 and 4");
   });
-  // Who comes too late finds nobody, and is not taken for a peer of whoever comes next.
+  // A rank that comes too late finds no peer, and is not taken for a rank of the next job.
   epx_bootstrap bootstrap{};
   CHECK(epx_bootstrap_file(path.c_str(), "job", 1, 5, kShortMs, &bootstrap) == EPX_ERROR_TIMEOUT);
   CHECK(contains(epx_last_error(), "0"));
-  run_threads(2, [&](int rank) { check_meeting(path, "job", rank, 2, 500); });
+  run_threads(2, [&](int rank) { check_rendezvous(path, "job", rank, 2, 500); });
   CHECK(num_files(directory) == 0);
 }
 
@@ -193,7 +193,7 @@ TEST_CASE("two processes claim one rank") {
   const std::string path = directory.path().string();
   std::mutex mutex;
   std::vector<epx_status> seen;
-  bool told = false;
+  bool named = false;
   run_threads(3, [&](int thread) {
     epx_bootstrap bootstrap{};
     const int rank = thread == 0 ? 0 : 1; // rank 1 twice
@@ -202,11 +202,11 @@ TEST_CASE("two processes claim one rank") {
     epx_bootstrap_free(&bootstrap);
     const std::scoped_lock lock(mutex);
     seen.push_back(status);
-    told = told || (status == EPX_ERROR_MISMATCH && contains(sentence, "rank 1"));
+    named = named || (status == EPX_ERROR_MISMATCH && contains(sentence, "rank 1"));
     check(status == EPX_ERROR_MISMATCH || status == EPX_ERROR_TIMEOUT, "rank {}: {}: {}", rank, epx_status_string(status),
           sentence);
   });
-  CHECK(told);
+  CHECK(named);
   CHECK(num_files(directory) == 0);
 }
 
@@ -234,7 +234,7 @@ void leave_a_dead_job(const std::string& path, const std::string& job) {
     }
     children.push_back(child);
   }
-  // Long enough for both to have written their files.
+  // This is long enough for both to have written their files.
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   for (const pid_t child : children) {
     kill(child, SIGKILL);
@@ -248,10 +248,10 @@ TEST_CASE("what dead jobs of the same name left behind is never taken for a live
   leave_a_dead_job(path, "job");
   CHECK(num_files(directory) > 0);
   SUBCASE("the same number of ranks") {
-    run_threads(3, [&](int rank) { check_meeting(path, "job", rank, 3, 7000); });
+    run_threads(3, [&](int rank) { check_rendezvous(path, "job", rank, 3, 7000); });
   }
   SUBCASE("another number of ranks") {
-    run_threads(2, [&](int rank) { check_meeting(path, "job", rank, 2, 7000); });
+    run_threads(2, [&](int rank) { check_rendezvous(path, "job", rank, 2, 7000); });
   }
   SUBCASE("the missing rank alone") {
     epx_bootstrap bootstrap{};
@@ -260,10 +260,10 @@ TEST_CASE("what dead jobs of the same name left behind is never taken for a live
   }
   SUBCASE("several dead jobs") {
     leave_a_dead_job(path, "job");
-    run_threads(3, [&](int rank) { check_meeting(path, "job", rank, 3, 7000); });
+    run_threads(3, [&](int rank) { check_rendezvous(path, "job", rank, 3, 7000); });
     CHECK(num_files(directory) == 0);
   }
-  SUBCASE("garbage in every file: it may be somebody's, and stays") {
+  SUBCASE("garbage in every file, which may belong to another program and stays") {
     for (const auto& entry : fs::recursive_directory_iterator(path)) {
       if (entry.is_regular_file()) std::ofstream(entry.path(), std::ios::trunc) << "garbage";
     }
@@ -277,7 +277,7 @@ TEST_CASE("what dead jobs of the same name left behind is never taken for a live
     for (const auto& entry : fs::recursive_directory_iterator(path)) {
       if (entry.is_regular_file()) fs::resize_file(entry.path(), 0);
     }
-    run_threads(3, [&](int rank) { check_meeting(path, "job", rank, 3, 7000); });
+    run_threads(3, [&](int rank) { check_rendezvous(path, "job", rank, 3, 7000); });
   }
 }
 
@@ -287,7 +287,7 @@ TEST_CASE("two jobs share a directory at once, and the same job runs again and a
   run_threads(6, [&](int thread) {
     const bool first = thread < 3;
     for (int i = 0; i < 5; ++i) {
-      check_meeting(path, first ? "job" : "job.2", thread % 3, 3, first ? 1000 : 200000);
+      check_rendezvous(path, first ? "job" : "job.2", thread % 3, 3, first ? 1000 : 200000);
     }
   });
   CHECK(num_files(directory) == 0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// sizeof in 0.1 of the C API's structs that may grow. Not the library's own table, since that is under test.
+// These are the sizes in 0.1 of the C API's structs that may grow. The library's own table is not used, since it is under test.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ inline constexpr size_t kBytes01<epx_memory_plan> = 104;
 template <>
 inline constexpr size_t kBytes01<epx_group_report> = 1480;
 
-// The largest struct_size that the library takes.
+// This is the largest struct_size that the library takes.
 inline constexpr size_t kMaxStructBytes = 4096;
 
 } // namespace epx::test

@@ -51,7 +51,7 @@ void on_every_rank(const std::function<void(const RankContext&)>& scenario) {
   } catch (const std::exception& error) {
     failure = describe(error);
   }
-  REQUIRE_MESSAGE(failure.empty(), failure); // an assertion, since abort-after counts these only
+  REQUIRE_MESSAGE(failure.empty(), failure); // this is an assertion, since abort-after counts only these
   REQUIRE(num_checks() > before);
 }
 
@@ -95,7 +95,7 @@ void run_changed(const std::function<void(Case&)>& change) {
 } // namespace epx::test
 
 int main(int argc, char** argv) {
-  std::map<std::string, std::string> options; // ours; doctest ignores what it does not know
+  std::map<std::string, std::string> options; // this program's; doctest ignores options that it does not know
   for (int i = 1; i + 1 < argc; ++i) {
     if (std::string(argv[i]).starts_with("--")) options[argv[i]] = argv[i + 1];
   }
@@ -106,7 +106,7 @@ int main(int argc, char** argv) {
     context.setOption("abort-after", 1); // ranks must not go on with different scenarios
     const int code = context.run();
     epx::test::current_launcher = nullptr;
-    if (code != 0) std::_Exit(code); // peers may be gone: nothing that waits for them any more
+    if (code != 0) std::_Exit(code); // peers may have ended, so no destructor may wait for them
     return 0;
   } catch (const epx::test::Skipped& reason) {
     std::fprintf(stderr, "conformance: skipped: %s\n", reason.what());

@@ -9,13 +9,13 @@
 
 namespace epx::test {
 
-// How this process takes part; set by main.
+// Returns how this process takes part; main sets it.
 Launcher& launcher();
 
 // Runs one scenario on every rank that lives in this process, and fails the test case when a check fails or none was made.
 void on_every_rank(const std::function<void(const RankContext&)>& scenario);
 
-// A case of middling size for all ranks: 2.5 experts per rank, ragged T, top-3, weights everywhere.
+// Returns a case of medium size for all ranks: 2.5 experts per rank, T that differs by rank, top-3, weights everywhere.
 Case base_case();
 
 // Runs the case on every rank.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scenarios of windows whose control words something else has overwritten. The windows are found among what the process has
-// mapped: on the host transport, where they must be there, and where the kernels are emulated. On GPUs, and in a group of one
-// rank, there are none to find.
+// In these scenarios the control words of a window are overwritten. The windows are found among the mappings of the process,
+// on the host transport, where they must be there, and where the kernels are emulated. On GPUs, and in a group of one rank,
+// there are none to find.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -23,12 +23,12 @@ namespace epx::test {
 
 namespace {
 
-constexpr int64_t kPoison = 0; // the first region of a window, and the second
+constexpr int64_t kAbortRecord = 0; // the first region of a window, and the second
 constexpr int64_t kWaiting = kRegionAlignment;
 constexpr int64_t kShortMs = 1'500;
 constexpr int64_t kLongMs = 60'000;
 
-// Where this process has mapped shared memory of epx of `bytes` bytes.
+// Returns the addresses at which this process has mapped shared memory of epx of `bytes` bytes.
 std::vector<std::byte*> find_windows(int64_t bytes) {
   const int64_t page = ::sysconf(_SC_PAGESIZE);
   const int64_t mapped = (bytes + page - 1) / page * page;
@@ -46,7 +46,7 @@ std::vector<std::byte*> find_windows(int64_t bytes) {
   return windows;
 }
 
-// Rank 0 stores the word in the windows of all ranks, between two calls. False: there are none to find.
+// Rank 0 stores the word in the windows of all ranks, between two calls. Returns false when there are none to find.
 bool overwrite(const RankContext& context, const FaultRank& rank, int64_t offset, uint64_t word) {
   epx_group_info info = {};
   info.struct_size = sizeof(info);
@@ -73,8 +73,8 @@ TEST_CASE("an abort record that no rank stored ends the group with a sentence ab
     on_every_rank([&](const RankContext& context) {
       FaultRank rank(context, kLongMs);
       rank.prepare();
-      if (!overwrite(context, rank, kPoison, word)) return;
-      rank.call(EPX_OP_DISPATCH); // on the host transport it says so itself
+      if (!overwrite(context, rank, kAbortRecord, word)) return;
+      rank.call(EPX_OP_DISPATCH); // on the host transport this call finds the damage itself
       const epx_group_report report = GroupView(rank.group()).status();
       check(report.status == EPX_ERROR_INTERNAL, "word {:#x}: the report says {}: \"{}\"", word,
             epx_status_string(report.status), report.message);
@@ -86,7 +86,7 @@ TEST_CASE("an abort record that no rank stored ends the group with a sentence ab
   }
 }
 
-TEST_CASE("a rank that is missing is named, whatever it seems to have waited for") {
+TEST_CASE("a missing rank is named, whatever its window says that it has waited for") {
   if (launcher().num_ranks() == 1) return;
   for (const uint64_t word :
        {~uint64_t{0}, pack(Waiting{2, EPX_PHASE_ARRIVE, 35032}), pack(Waiting{2, static_cast<epx_phase>(7), 0})}) {

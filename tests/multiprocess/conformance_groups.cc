@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scenarios of groups: several at a time, one after the other, parts of the ranks, and the memory that they give out.
+// These scenarios create several groups at a time, one after the other, and of some of the ranks, and allocate their memory.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace epx::test {
 
 namespace {
 
-// A group of the ranks that share this rank's color, and a layer of it.
+// Part is a group of the ranks that share this rank's color, and a layer of it.
 struct Part {
   int color;
   int key;
@@ -37,7 +37,7 @@ Case part_case(const Part& part, uint64_t salt) {
   Case c = base_case();
   c.group.num_ranks = part.size;
   c.group.num_experts = 2 * part.size + 1;
-  c.seed = mix(salt, static_cast<uint64_t>(part.color)); // data that another color's would not match
+  c.seed = mix(salt, static_cast<uint64_t>(part.color)); // another color's data would not match
   return c;
 }
 
@@ -65,7 +65,7 @@ int odd_first(int rank, int /*num_ranks*/) {
 
 } // namespace
 
-TEST_CASE("an expert x data-parallel mesh: rows and columns at the same time") {
+TEST_CASE("the rows and columns of an expert x data-parallel mesh are groups at the same time") {
   on_every_rank([&](const RankContext& context) {
     const Part row = part_of(context, row_color, no_key);
     const Part column = part_of(context, column_color, no_key);
@@ -102,7 +102,7 @@ TEST_CASE("keys order the ranks of a color") {
   }
 }
 
-TEST_CASE("a group's id is its ranks' alone") {
+TEST_CASE("groups have different ids") {
   on_every_rank([&](const RankContext& context) {
     const Part part = part_of(context, column_color, no_key);
     const Case c = part_case(part, 4);
@@ -176,7 +176,7 @@ TEST_CASE("groups destroyed and created again") {
   });
 }
 
-TEST_CASE("memory comes, goes and is refused") {
+TEST_CASE("memory is allocated, freed and refused") {
   Case c = base_case();
   const Workload work = make_workload(c.group, c.layer, 60);
   on_every_rank([&](const RankContext& context) {
@@ -210,7 +210,7 @@ TEST_CASE("memory comes, goes and is refused") {
   });
 }
 
-TEST_CASE("memory goes between movements") {
+TEST_CASE("memory is freed between movements") {
   Case c = base_case();
   c.group.max_tokens = 24;
   c.group.num_comm_sms = 1; // more tokens than warps

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scenarios of handle memory: several layers in flight, and handle memory that does not belong to the call.
+// In these scenarios several layers are in flight, and calls get handle memory that does not belong to them.
 #include <doctest/doctest.h>
 
 #include <string>
@@ -14,7 +14,7 @@ namespace {
 
 using Bytes = std::vector<std::byte>;
 
-// Makes the bytes that the lost rank passes instead of `own`, the right ones. `other_layer` belongs to another layer of the
+// Returns the bytes that the lost rank passes instead of `own`, the right ones. `other_layer` belongs to another layer of the
 // group, `other_group` to the same layer of another group.
 using Spoil = Bytes (*)(const Bytes& own, const Bytes& other_layer, const Bytes& other_group);
 
@@ -158,7 +158,7 @@ TEST_CASE("handle memory of zeros") {
   lose_a_rank(all_zero);
 }
 
-TEST_CASE("handle memory of an earlier prepare: nothing goes between ranks that disagree") {
+TEST_CASE("with handle memory of an earlier prepare no rows travel between ranks that disagree") {
   Case c = base_case();
   const int lost_rank = c.group.num_ranks / 2;
   const Workload spoiled = make_workload(c.group, c.layer, 7, {lost_rank, true});
@@ -171,7 +171,7 @@ TEST_CASE("handle memory of an earlier prepare: nothing goes between ranks that 
     const Bytes earlier = layer.handle();
     layer.prepare(spoiled);
     if (group.rank() == lost_rank) layer.use_foreign_handle(earlier);
-    if (c.group.num_ranks > 1) layer.expect_mismatch(false); // on every rank; a rank alone agrees with itself
+    if (c.group.num_ranks > 1) layer.expect_mismatch(false); // every rank reports it; a rank alone agrees with itself
     layer.dispatch(spoiled);
     layer.combine(spoiled);
     layer.combine_bwd(spoiled);

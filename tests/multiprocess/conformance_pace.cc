@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls that follow each other at once, with nothing but the library between the ranks, while some rank is always late:
-// what one call leaves behind must not be overtaken by the next. Results are closed-form and looked at in the end.
+// Calls follow each other at once, and only the library synchronises the ranks, while some rank is always late: the next call
+// must not overwrite what a rank still reads of the one before. Results are closed-form and are compared at the end.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -40,7 +40,7 @@ GroupCase pace_group(int num_ranks, epx_combine_precision precision) {
   return group;
 }
 
-// An array on the device.
+// Array is an array on the device.
 template <typename T>
 class Array {
 public:
@@ -69,7 +69,7 @@ private:
   std::byte* data_ = nullptr;
 };
 
-// Everything that one round reads and writes.
+// Round has all that one round reads and writes.
 struct Round {
   Round(Device& device, const GroupCase& group, size_t handle_bytes)
       : topk_idx(device, kTokens * kTopK), handle(device, static_cast<int64_t>(handle_bytes)), counts(device, kExperts),
@@ -164,7 +164,7 @@ public:
     check_ok(epx_combine(group_.handle(), &args), "epx_combine");
     if (shared_rows_ == nullptr) return;
     device_.finish();
-    device_.write(shared_rows_, garbage_.data(), garbage_.size() * sizeof(float)); // nobody needs the rows any more
+    device_.write(shared_rows_, garbage_.data(), garbage_.size() * sizeof(float)); // no rank reads these rows any more
   }
 
   void check_results() {
@@ -248,7 +248,7 @@ private:
 
 } // namespace
 
-TEST_CASE("calls of one kind at once after each other") {
+TEST_CASE("calls of one kind follow each other at once") {
   for (const auto precision : {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT}) {
     on_every_rank([&](const RankContext& context) {
       Pace pace(context, precision);
@@ -263,7 +263,7 @@ TEST_CASE("calls of one kind at once after each other") {
   }
 }
 
-TEST_CASE("layers through one allocation that is overwritten at once") {
+TEST_CASE("layers share one allocation that is overwritten at once") {
   for (const auto precision : {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT}) {
     on_every_rank([&](const RankContext& context) {
       Pace pace(context, precision);
@@ -279,7 +279,7 @@ TEST_CASE("layers through one allocation that is overwritten at once") {
   }
 }
 
-TEST_CASE("layers at once after each other, and overlapping") {
+TEST_CASE("layers follow each other at once, and overlap") {
   for (const auto precision : {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT}) {
     on_every_rank([&](const RankContext& context) {
       Pace pace(context, precision);

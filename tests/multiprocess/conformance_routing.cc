@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scenarios of routing: who owns what, who has tokens, and what the indices say.
+// These scenarios vary the routing: which rank owns which experts, which ranks have tokens, and the indices.
 #include <doctest/doctest.h>
 
 #include "tests/multiprocess/conformance.h"
@@ -28,7 +28,7 @@ TEST_CASE("more than a thousand experts") {
 TEST_CASE("one rank has no tokens") {
   run_changed([](Case& c) {
     c.layer.tokens = TokenCount::none_on_one;
-    c.iterations = 4; // another rank each time, as the seed says
+    c.iterations = 4; // the seed chooses another rank each time
   });
 }
 
@@ -69,7 +69,7 @@ TEST_CASE("masked routes") {
   run_changed([](Case& c) { c.layer.percent_masked = 100; });
 }
 
-TEST_CASE("bad indices, also those that are right in their low 32 bits") {
+TEST_CASE("bad indices, also those that are valid in their low 32 bits") {
   for (const auto index_dtype : {EPX_INT32, EPX_INT64}) {
     run_changed([&](Case& c) {
       c.layer.percent_bad = 20;
@@ -113,7 +113,7 @@ TEST_CASE("alignments of 0, 1, 16 and 128") {
   }
 }
 
-TEST_CASE("overflow is reported or silent, and drops the same either way") {
+TEST_CASE("overflow is reported or silent, and drops the same routes either way") {
   for (const auto overflow : {EPX_OVERFLOW_ERROR, EPX_OVERFLOW_DROP}) {
     for (const int64_t capacity : {40, 7, 3}) { // 3 is less than the alignment: everything is dropped
       run_changed([&](Case& c) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scenarios of what a row is: its length, dtype, sidecar, weights, and how rows are summed.
+// These scenarios vary the rows: length, dtype, sidecar, weights, and how rows are summed.
 #include <doctest/doctest.h>
 
 #include "tests/multiprocess/conformance.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scenarios of who may use a group: the process that created it, one thread at a time.
+// In these scenarios other processes and threads use a group, which only the process that created it may, one thread at a time.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -27,8 +27,8 @@ struct Entry {
   std::function<epx_status(epx_group group)> call;
 };
 
-// What exactly one thread may be in. Without arguments, so that a call that is not refused for what it should be is refused
-// all the same.
+// Only one thread at a time may be in these calls. They get no arguments, so that a call that is not refused for its thread
+// is refused for those.
 const std::vector<Entry>& calls_of_one_thread() {
   static const std::vector<Entry> kEntries = {
       {"epx_prepare", [](epx_group group) { return epx_prepare(group, nullptr); }},
@@ -67,8 +67,8 @@ const std::vector<Entry>& calls_of_any_thread() {
   return kEntries;
 }
 
-// In the child: every entry that takes the group is refused, and names both processes. Returns the exit code: 0, or the
-// number of the entry that was not.
+// Checks in the child that each function that takes the group is refused with both processes' numbers. Returns the exit code:
+// 0, or the number of the function that was not refused.
 int use_parents_group(epx_group group) {
   ::alarm(30); // in case one of them waits
   std::vector<Entry> entries = calls_of_one_thread();
@@ -82,13 +82,13 @@ int use_parents_group(epx_group group) {
     for (const std::string& word : {std::string(entry.name), std::to_string(::getpid()), std::to_string(::getppid())})
       if (!contains(sentence, word)) return number;
   }
-  epx_group_destroy(group); // is allowed, and does no harm
+  epx_group_destroy(group); // is allowed, and does nothing
   return 0;
 }
 
 } // namespace
 
-TEST_CASE("a forked child is refused, and does the parent's group no harm") {
+TEST_CASE("a forked child is refused, and the parent's group works on") {
   Case c = base_case();
   const Workload work = make_workload(c.group, c.layer, 80);
   on_every_rank([&](const RankContext& context) {
@@ -116,8 +116,8 @@ TEST_CASE("a forked child is refused, and does the parent's group no harm") {
   });
 }
 
-TEST_CASE("two threads in one group at once: the second is refused") {
-  if (launcher().num_ranks() == 1) return; // nobody waits in a call
+TEST_CASE("when two threads are in one group at once, the second is refused") {
+  if (launcher().num_ranks() == 1) return; // no thread waits in a call
   Case c = base_case();
   const Workload work = make_workload(c.group, c.layer, 82);
   on_every_rank([&](const RankContext& context) {
@@ -164,7 +164,7 @@ TEST_CASE("two threads in one group at once: the second is refused") {
     }
     group.count_call();
     group.count_call();
-    run_iteration(group, layer, work); // what was refused took no sequence number
+    run_iteration(group, layer, work); // the refused calls took no sequence number
     check_ok(epx_mem_free(group.handle(), memory), "epx_mem_free");
     group.count_call();
     run_iteration(group, layer, work);

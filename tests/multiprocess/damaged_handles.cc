@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // damaged_handles [--damages N] [--first F] [--seed S]
-// Handle memory that something has been written over, N times on 1 and on 3 ranks that are threads of this process; half of
-// the N on each.
+// Damages handle memory N times, half of them on 1 rank and half on 3 ranks, which are threads of this process.
 #include <algorithm>
 #include <charconv>
 #include <chrono>
@@ -44,7 +43,7 @@ DamageOptions parse(int argc, char** argv) {
   return options;
 }
 
-// Counts are those of rank 0, but for the reported ones.
+// The counts are rank 0's; only the reported ones are summed over the ranks.
 DamageCounts run_on(int num_ranks, const DamageOptions& options) {
   DamageCounts counts;
   std::mutex mutex;

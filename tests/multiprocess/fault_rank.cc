@@ -15,7 +15,7 @@ constexpr int64_t kTokens = 4;
 constexpr int64_t kRecvRows = 256; // N; more than the group can need
 constexpr size_t kTensorBytes = 1 << 15;
 constexpr int kNumTensors = 8;
-constexpr std::chrono::seconds kAtOnce{5}; // for what must not wait at all, on a busy machine
+constexpr std::chrono::seconds kAtOnce{5}; // a call that must not wait at all may take this long on a busy machine
 
 // A tensor lies in one of these allocations.
 enum : int { kHandle, kTokenRows, kTokenFloats, kSlotRows, kSlotFloats, kOtherRows, kOtherFloats, kIntegers };

@@ -21,13 +21,13 @@ struct CallFields {
   epx_dtype dtype = EPX_FLOAT32;
   int sidecar_bytes = 0;
   bool weights = true;
-  bool grads = true; // of the weights
+  bool grads = true; // also of the weights
 };
 
 class FaultRank {
 public:
   FaultRank(const RankContext& context, int64_t timeout_ms);
-  // The same where a peer may not come: then group() is NULL, and created() and epx_last_error() say why.
+  // Does the same where a peer may not come: then group() is NULL, and created() and epx_last_error() have the reason.
   struct MayFail {};
   FaultRank(const RankContext& context, int64_t timeout_ms, MayFail);
   FaultRank(const FaultRank&) = delete;
@@ -37,7 +37,7 @@ public:
   epx_group group() const { return group_; }
   int rank() const { return rank_; }
   epx_status created() const { return created_; }
-  void destroy(); // epx_group_destroy, which must come back soon
+  void destroy(); // calls epx_group_destroy, which must return soon
 
   epx_status call(epx_operation operation, const CallFields& terms = {});
   void prepare(); // the group's first call, which must succeed
@@ -62,7 +62,7 @@ private:
   size_t handle_bytes_ = 0;
 };
 
-// What the report of a failed group has to say. Unset: not looked at.
+// These fields of the report of a failed group are compared; a field that is not set is not.
 struct ExpectedFailure {
   epx_status status = EPX_SUCCESS;
   epx_operation operation = EPX_OP_NONE;

@@ -22,8 +22,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
-constexpr int64_t kShortMs = 1'000; // of those who are to time out; long enough for a busy machine to make a call
-constexpr int64_t kLongMs = 60'000; // of those who are not to wait
+constexpr int64_t kShortMs = 1'000; // for ranks that are to time out; a busy machine can make a call in this time
+constexpr int64_t kLongMs = 60'000; // for ranks that must not time out
 constexpr auto kSoon = 10s;         // much less than kLongMs
 
 void with_ranks(int num_ranks, const std::function<void(const RankContext&)>& fn) {
@@ -32,7 +32,7 @@ void with_ranks(int num_ranks, const std::function<void(const RankContext&)>& fn
   CHECK(num_checks() > before);
 }
 
-// Lets ranks wait, outside of epx, until others have reached a point.
+// A Counter lets ranks wait, outside of epx, until others have reached a point.
 class Counter {
 public:
   void add() { ++count_; }
@@ -48,14 +48,14 @@ private:
   std::atomic<int> count_{0};
 };
 
-// Reports of several ranks, for checks over all of them.
+// Reports collects the reports of several ranks, for checks over all of them.
 class Reports {
 public:
   void add(const epx_group_report& report) {
     const std::scoped_lock lock(mutex_);
     reports_.push_back(report);
   }
-  // At least one rank has waited itself, and knows whom for; the others may have learned of it from that rank.
+  // At least one rank has timed out itself, and lists whom it waited for; the others may have learned of it from that rank.
   void check_missing(const std::vector<int>& missing, uint64_t expected, uint64_t seen) const {
     int waited = 0;
     for (const epx_group_report& report : reports_) {
@@ -75,7 +75,7 @@ private:
   std::vector<epx_group_report> reports_;
 };
 
-// Rank 1 of 3 stays away from `operation` until the others have given up, and is late then.
+// Rank 1 of 3 calls `operation` only after the others have timed out.
 void stay_away_from(epx_operation operation) {
   constexpr int kAbsent = 1;
   Counter gave_up;
@@ -102,7 +102,7 @@ void stay_away_from(epx_operation operation) {
   reports.check_missing({kAbsent}, sequence, sequence - 1);
 }
 
-// Rank 0 and the others make different calls, or the same with different fields. All of them must report it.
+// Rank 0 and the others make different calls, or the same call with different fields. All of them must report it.
 void disagree(epx_operation operation, epx_operation others_operation, const CallFields& terms,
               const CallFields& others_fields, epx_status status, const std::vector<std::string>& words) {
   with_ranks(3, [&](const RankContext& context) {
@@ -131,7 +131,7 @@ void disagree_on(epx_operation operation, void (*change)(CallFields&), const std
 
 } // namespace
 
-TEST_CASE("a rank that stays away is named by all, and finds out when it comes") {
+TEST_CASE("a rank that does not come is named by all, and its own late call fails") {
   for (const epx_operation operation :
        {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD, EPX_OP_MEM_ALLOC}) {
     CAPTURE(std::string(operation_name(operation)));
@@ -139,7 +139,7 @@ TEST_CASE("a rank that stays away is named by all, and finds out when it comes")
   }
 }
 
-TEST_CASE("two ranks that stay away are both listed") {
+TEST_CASE("two ranks that do not come are both listed") {
   Reports reports;
   Counter gave_up;
   with_ranks(4, [&](const RankContext& context) {
@@ -236,7 +236,7 @@ TEST_CASE("ranks that free different memory are out of sequence") {
   });
 }
 
-TEST_CASE("ranks that disagree on a field of a call learn the field, the ranks and the values") {
+TEST_CASE("when ranks disagree on a field of a call, each reports the field, the ranks and the values") {
   for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD}) {
     CAPTURE(std::string(operation_name(operation)));
     disagree_on(operation, [](CallFields& terms) { terms.hidden = 7; }, {"hidden", "8", "7"});

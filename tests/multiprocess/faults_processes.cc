@@ -25,21 +25,22 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr int64_t kTimeoutMs = 2'000;
-constexpr int64_t kMeetMs = 30'000;
+constexpr int64_t kRendezvousMs = 30'000;
 constexpr auto kTimeLimit = 60s;
 constexpr int kVictim = 1;
 
-// Calls fn as one of num_ranks processes that have joined through files in `directory`.
+// Calls fn in one of num_ranks processes that have joined through files in `directory`.
 void as_rank(const TempDirectory& directory, const char* job, int rank, int num_ranks,
              const std::function<void(const RankContext&)>& fn) {
   epx_bootstrap bootstrap = {};
-  check_ok(epx_bootstrap_file(directory.path().c_str(), job, rank, num_ranks, kMeetMs, &bootstrap), "epx_bootstrap_file");
+  check_ok(epx_bootstrap_file(directory.path().c_str(), job, rank, num_ranks, kRendezvousMs, &bootstrap),
+           "epx_bootstrap_file");
   const auto device = make_device("host", rank, 1);
   fn({rank, num_ranks, &bootstrap, device.get()});
   epx_bootstrap_free(&bootstrap);
 }
 
-// Runs three ranks. The victim is killed by its own doing or a peer's; the others must succeed, and nothing may be left in
+// Runs three ranks. The victim kills itself or is killed by a peer; the others must succeed, and nothing may be left in
 // /dev/shm.
 void lose_the_victim(const std::function<void(const TempDirectory&, const RankContext&)>& fn) {
   const TempDirectory directory;
@@ -77,7 +78,7 @@ TEST_CASE("a rank that is killed before a call is named, and the survivors join 
     rank.destroy();
 
     as_rank(directory, "survivors", context.rank / 2, 2, [](const RankContext& survivor) {
-      FaultRank again(survivor, kMeetMs);
+      FaultRank again(survivor, kRendezvousMs);
       again.prepare();
       check_ok(again.call(EPX_OP_DISPATCH), "epx_dispatch among the survivors");
       check_ok(again.call(EPX_OP_COMBINE), "epx_combine among the survivors");
@@ -119,7 +120,7 @@ TEST_CASE("a rank that is killed while a group is created is named") {
   });
 }
 
-TEST_CASE("a rank that is stopped is named, and finds out when it goes on") {
+TEST_CASE("a rank that is stopped is named, and its call fails when it continues") {
   const TempDirectory directory;
   const std::vector<ProcessResult> results = run_processes(3, kTimeLimit, [&](int number) {
     as_rank(directory, "stopped", number, 3, [&](const RankContext& context) {

@@ -66,7 +66,7 @@ std::span<const std::byte> part_of(const std::vector<T>& values, int64_t first_r
   return std::as_bytes(all);
 }
 
-// One rank's partition of the problem runs through the public API.
+// Rank runs one rank's part of the problem through the public API.
 class Rank {
 public:
   Rank(const RankContext& context, const GlobalProblem& problem, const GroupCase& group, int64_t first, int64_t tokens)

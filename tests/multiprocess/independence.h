@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `exact` combine is the same for every number of ranks: one global problem, its tokens dealt to 1, 2, 3, 4 or 7 ranks.
+// `exact` combine has the same bits for every number of ranks: the tokens of one global problem are split over 1, 2, 3, 4 or
+// 7 ranks.
 #pragma once
 
 #include <cstdint>

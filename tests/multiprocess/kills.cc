@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks that are killed, or interrupted by Ctrl-C, while a group is created: nothing of it stays in /dev/shm. Each test runs twice,
-// with windows in nameless memory and where ranks cannot share that and take names.
+// Ranks are killed, or interrupted by Ctrl-C, while a group is created, and nothing of it may stay in /dev/shm. Each test runs
+// twice, with windows in nameless memory, and where ranks cannot share that and use named memory.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -30,12 +30,12 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr int64_t kMeetMs = 30'000;
+constexpr int64_t kRendezvousMs = 30'000;
 constexpr auto kTimeLimit = 60s;
 
 enum class Memory { nameless, named };
 
-// A process that calls this belongs to ranks that cannot share nameless memory, or to such that can.
+// With Memory::named this process cannot share nameless memory from then on.
 void choose(Memory memory) {
   if (memory == Memory::named) hide_from_proc();
 }
@@ -54,14 +54,15 @@ void check_nothing_left(const SharedMemoryWatch& watch) {
   check(left.empty(), "left in /dev/shm: {}", fmt::join(left, ", "));
 }
 
-// The next job of this user.
+// Runs another job of this user, which removes what dead ones have left.
 void run_good_job(Memory memory) {
   const TempDirectory directory;
   check_all_succeeded(run_processes(2, kTimeLimit, [&](int rank) {
     choose(memory);
     epx_bootstrap bootstrap{};
-    check_ok(epx_bootstrap_file(directory.path().c_str(), "good", rank, 2, kMeetMs, &bootstrap), "epx_bootstrap_file");
-    const epx_group_config config = config_of(2, kMeetMs, 4);
+    check_ok(epx_bootstrap_file(directory.path().c_str(), "good", rank, 2, kRendezvousMs, &bootstrap),
+             "epx_bootstrap_file");
+    const epx_group_config config = config_of(2, kRendezvousMs, 4);
     epx_group group = nullptr;
     check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
     epx_group_destroy(group);
@@ -99,10 +100,10 @@ struct AimedBootstrap {
 struct Aim {
   int gather;
   bool before;
-  bool all; // the whole job; else one rank
+  bool all; // true: kills the whole job; false: one rank
 };
 
-// Ranks that live on end in order, whether their group came into being or not.
+// The surviving ranks must exit normally, whether their group was created or not.
 void run_aimed(Memory memory, const Aim& aim) {
   constexpr int kRanks = 3;
   constexpr int kVictim = 1;
@@ -110,7 +111,8 @@ void run_aimed(Memory memory, const Aim& aim) {
   const std::vector<ProcessResult> results = run_processes(kRanks, kTimeLimit, [&](int rank) {
     choose(memory);
     AimedBootstrap aimed;
-    check_ok(epx_bootstrap_file(directory.path().c_str(), "aimed", rank, kRanks, kMeetMs, &aimed.inner), "meeting");
+    check_ok(epx_bootstrap_file(directory.path().c_str(), "aimed", rank, kRanks, kRendezvousMs, &aimed.inner),
+             "rendezvous");
     if (aim.all || rank == kVictim) {
       aimed.fatal_gather = aim.gather;
       aimed.before = aim.before;
@@ -128,7 +130,7 @@ void run_aimed(Memory memory, const Aim& aim) {
   }
 }
 
-// How many all-gathers the creation of a group takes.
+// Returns how many all-gathers the creation of a group takes.
 int gathers_of(Memory memory) {
   return memory == Memory::nameless ? 3 : 5;
 }
@@ -139,7 +141,7 @@ void check_aimed_kills(Memory memory) {
       for (const bool all : {true, false}) {
         const SharedMemoryWatch watch;
         run_aimed(memory, {gather, before, all});
-        // Names of a job that is dead altogether wait for the next one.
+        // Only the next job removes the names of a job all of whose ranks are dead.
         if (memory == Memory::named && all) run_good_job(memory);
         try {
           check_nothing_left(watch);
@@ -172,12 +174,13 @@ pid_t start_creating(const std::string& directory, const std::string& job, int r
   if (child == 0) std::signal(SIGINT, SIG_DFL);
   sigprocmask(SIG_SETMASK, &before, nullptr);
   if (child != 0) return child;
-  if (std::freopen("/dev/null", "w", stderr) == nullptr) ::_exit(1); // peers that die are reported there
+  if (std::freopen("/dev/null", "w", stderr) == nullptr) ::_exit(1); // the library reports there that peers have died
   choose(memory);
-  while (true) { // groups of some megabytes, one after the other
+  while (true) { // creates groups of some megabytes, one after the other
     epx_bootstrap bootstrap{};
-    if (epx_bootstrap_file(directory.c_str(), job.c_str(), rank, num_ranks, kMeetMs, &bootstrap) != EPX_SUCCESS) ::_exit(1);
-    const epx_group_config config = config_of(num_ranks, kMeetMs, 256);
+    if (epx_bootstrap_file(directory.c_str(), job.c_str(), rank, num_ranks, kRendezvousMs, &bootstrap) != EPX_SUCCESS)
+      ::_exit(1);
+    const epx_group_config config = config_of(num_ranks, kRendezvousMs, 256);
     epx_group group = nullptr;
     if (epx_group_create(&bootstrap, &config, &group) != EPX_SUCCESS) ::_exit(1);
     epx_group_destroy(group);
@@ -188,7 +191,7 @@ pid_t start_creating(const std::string& directory, const std::string& job, int r
 struct RandomKills {
   Memory memory;
   int signal;
-  bool together; // the whole job in one moment; else each rank in a moment of its own
+  bool together; // true: kills all ranks at the same time; false: each rank at a time of its own
   int count;
   std::chrono::microseconds span; // a kill comes within this time after the start
 };

@@ -11,7 +11,7 @@ namespace epx::test {
 
 namespace {
 
-// Small integers and halves of them: exact in bfloat16, also after every step below.
+// These values are small integers and halves of them, which are exact in bfloat16, also after every step below.
 float token_at(int rank, int t, int h) {
   return static_cast<float>(32 * rank + 8 * t + h);
 }
@@ -215,9 +215,9 @@ std::vector<std::byte> LayerRound::memory() const {
   return bytes;
 }
 
-void LayerRound::poison_outputs() {
+void LayerRound::scribble_outputs() {
   const size_t blocks = first_block_[kNumBuffers] - first_block_[kFirstOutput];
-  std::memset(at(kFirstOutput), std::to_integer<int>(kPoison), blocks * sizeof(Block));
+  std::memset(at(kFirstOutput), std::to_integer<int>(kScribble), blocks * sizeof(Block));
 }
 
 void LayerRound::run(Op op) {
@@ -225,7 +225,7 @@ void LayerRound::run(Op op) {
 }
 
 void LayerRound::run_all() {
-  poison_outputs();
+  scribble_outputs();
   for (const Op op : {Op::prepare, Op::dispatch, Op::combine, Op::combine_bwd, Op::dispatch_bwd})
     run(op);
   check_results();

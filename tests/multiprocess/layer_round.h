@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One layer on one rank, forward and backward, with closed-form results: what the bad-input tests spoil, and what proves
-// afterwards that a refused call has changed nothing.
+// A LayerRound runs one layer on one rank, forward and backward, with closed-form results. The bad-input tests spoil its
+// arguments, and run it afterwards to prove that a refused call has changed nothing.
 #pragma once
 
 #include <array>
@@ -25,14 +25,14 @@ inline constexpr int kMaxAlignment = 8;
 inline constexpr int kAlignment = 4;
 inline constexpr int kMaxSidecarBytes = 16;
 inline constexpr int kSidecarBytes = 8;
-inline constexpr epx_dtype kDtype = EPX_BFLOAT16; // also the group's max_token_dtype
+inline constexpr epx_dtype kDtype = EPX_BFLOAT16; // it is also the group's max_token_dtype
 
-// The config of the groups here; timeout 20 s.
+// Returns the config of the groups here; the timeout is 20 s.
 epx_group_config round_config();
 
 enum class Op { prepare, dispatch, combine, combine_bwd, dispatch_bwd };
 
-// The arguments of all five calls, right until a test spoils them.
+// Calls has the arguments of all five calls, which are right until a test spoils them.
 struct Calls {
   Calls() = default;
   Calls(const Calls&) = delete;
@@ -67,15 +67,15 @@ public:
   void mask(int t, int k, int64_t index);
   void unmask();
 
-  void poison_outputs();
+  void scribble_outputs();
   void run(Op op);      // a good call
   void run_all();       // scribbles over the outputs, makes and checks the five calls, and checks that nothing is reported
-  void check_results(); // of the five calls
+  void check_results(); // compares the results of the five calls
   std::vector<std::byte> memory() const; // a copy of the inputs, the handle and the outputs
   std::byte* handle() { return at(kHandle); }
   int32_t slot(int t, int k) const;
 
-  // What dispatch delivered is right, where rows of rank `without` (-1: of none) are zero.
+  // Checks what dispatch delivered; the rows from rank `without` (-1: none) must be zero.
   void check_received(int without = -1) const;
 
 private:
@@ -86,7 +86,7 @@ private:
     kSidecar,
     kTopkWeights,
     kGradOut,
-    // Outputs; the handle is one as well.
+    // Outputs; the handle memory is one of them.
     kHandle,
     kCounts,
     kOffsets,

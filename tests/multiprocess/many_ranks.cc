@@ -43,7 +43,7 @@ Case make_case(const Kind& kind, int num_ranks) {
   group.max_alignment = 4;
   group.max_sidecar_bytes = 8;
   group.precision = kind.precision;
-  group.num_comm_sms = 1; // each block is a thread
+  group.num_comm_sms = 1; // each block is a thread of this process
   LayerCase& layer = test_case.layer;
   layer.top_k = kind.top_k;
   layer.alignment = 4;

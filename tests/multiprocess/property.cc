@@ -49,7 +49,7 @@ Options parse(int argc, char** argv) {
   return options;
 }
 
-// These events are counted over all cases. A long run in which one of them never happens tests less than it claims.
+// These events are counted over all cases, and a long run in which one of them never happens fails.
 struct Coverage {
   uint64_t overflow = 0, bad_index = 0, beyond_rows = 0, no_local_expert = 0, many_ranks = 0;
 

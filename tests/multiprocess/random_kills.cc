@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kills a random rank at a random moment between the start of its job and after its end, again and again: as often in each of
-// the stages of its life, however short. Whatever the moment, every survivor ends: with all its work done, or with a sentence
-// that names the rank that was killed.
+// Kills a random rank at a random time between the start and the end of its job, again and again, equally often in each stage
+// of the job, however short. In every case each survivor ends, with all its work done, or with a sentence that names the rank
+// that was killed.
 //
-//   random_kills [--kills N] [--ranks P] [--seed S] [--check-meeting yes] [--check-leftovers yes]
+//   random_kills [--kills N] [--ranks P] [--seed S] [--check-rendezvous yes] [--check-leftovers yes]
 //
-// --check-meeting also demands that rank 0 is named when it is killed while the ranks join through files, and
+// --check-rendezvous also demands that rank 0 is named when it is killed while the ranks join through files, and
 // --check-leftovers that nothing is left in /dev/shm, and nothing in the directory that the ranks joined in by a job of which a
-// rank gave up on the one that was killed. Where all others were done before that one was dead, nobody was there to remove what
-// it left: there the next start of the job has to.
+// rank has timed out waiting for the one that was killed. Where all others had ended before the kill, no rank was left to
+// remove its files, and the next start of the job has to.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -50,13 +50,13 @@ struct Options {
   int kills = 24;
   int ranks = 2;
   uint64_t seed = 1;
-  bool check_meeting = false;
+  bool check_rendezvous = false;
   bool check_leftovers = false;
 };
 
-// What a rank is in the middle of.
-enum Stage : int32_t { kMeeting, kCreation, kCalls, kDestruction, kFreeing, kEnded, kNumStages };
-constexpr std::array<const char*, kNumStages> kStageNames = {"meeting",     "creation", "calls",
+// The stage that a rank is in.
+enum Stage : int32_t { kRendezvous, kCreation, kCalls, kDestruction, kFreeing, kEnded, kNumStages };
+constexpr std::array<const char*, kNumStages> kStageNames = {"rendezvous",  "creation", "calls",
                                                              "destruction", "freeing",  "the end"};
 
 struct Life {
@@ -85,21 +85,21 @@ bool names_rank(const std::string& sentence, int rank) {
   return false;
 }
 
-// A rank's whole life. Returns what a call said when it failed; "" when all went well.
+// Runs one rank from start to end. Returns the sentence of the call that failed; "" when none did.
 std::string live(const std::string& directory, const std::string& name, int number, const Options& options, int victim,
                  Life& life) {
   const auto begin = [&](Stage stage) {
     life.begun[stage] = Clock::now().time_since_epoch() / 1us;
     life.stage = stage;
   };
-  begin(kMeeting);
+  begin(kRendezvous);
   life.pid = ::getpid();
   const auto failed = [&](const char* call, epx_status status) {
     const std::string sentence = epx_last_error();
     check(status == EPX_ERROR_TIMEOUT, "{} returned {} (\"{}\") instead of EPX_ERROR_TIMEOUT", call,
           epx_status_string(status), sentence);
     check(number != victim, "the victim itself gave up: \"{}\"", sentence);
-    if (life.stage == kMeeting && victim == 0 && !options.check_meeting) return sentence;
+    if (life.stage == kRendezvous && victim == 0 && !options.check_rendezvous) return sentence;
     check(names_rank(sentence, victim), "{} does not name rank {}, which was killed: \"{}\"", call, victim, sentence);
     return sentence;
   };
@@ -135,7 +135,7 @@ std::string live(const std::string& directory, const std::string& name, int numb
   }
   epx_bootstrap_free(&bootstrap);
   begin(kEnded);
-  if (number == victim) std::this_thread::sleep_for(kTimeLimit); // so that its number is nobody else's when it is killed
+  if (number == victim) std::this_thread::sleep_for(kTimeLimit); // no other process may get its number before the kill
   return sentence;
 }
 
@@ -146,7 +146,7 @@ struct Kill {
 };
 using Durations = std::array<int64_t, kNumStages>; // microseconds
 
-// Jobs at the same time, with a killer for each. Throws when one of the survivors is wrong.
+// Runs jobs at the same time, with a killer process for each. Throws when a survivor ends in another way than it has to.
 class Batch {
 public:
   Batch(const Options& options, int number, std::vector<Kill> kills)
@@ -190,19 +190,19 @@ public:
 
   int restarts() const { return restarts_; }
 
-  // How long each stage takes on average.
+  // Returns how long each stage takes on average.
   Durations average() const {
     Durations sums{};
     for (const Job& job : board_->jobs)
       for (const Life& life : job.lives)
-        for (size_t stage = kMeeting; stage < kEnded; ++stage)
+        for (size_t stage = kRendezvous; stage < kEnded; ++stage)
           sums[stage] += life.begun[stage + 1] - life.begun[stage];
     for (int64_t& sum : sums)
       sum /= static_cast<int64_t>(kills_.size()) * options_.ranks;
     return sums;
   }
 
-  // In which stages the victims were when they were killed.
+  // Counts the stages in which the victims were when they were killed.
   void count_stages(std::array<int, kNumStages>& counts) const {
     for (size_t i = 0; i < kills_.size(); ++i)
       ++counts[static_cast<size_t>(board_->jobs[i].lives[static_cast<size_t>(kills_[i].victim)].stage)];
@@ -215,7 +215,7 @@ private:
     return board_->jobs[static_cast<size_t>(job)].lives[static_cast<size_t>(std::max(rank, 0))];
   }
 
-  // Starts the job anew where it has left something and could not help it. Returns what is wrong.
+  // Starts the job again where it has left files that no survivor could remove. Returns what is wrong.
   std::string look_for_leftovers(const TempDirectory& directory, int job, const std::vector<ProcessResult>& results) {
     const std::string name = job_name(job);
     if (!std::filesystem::exists(directory.path() / ("epx-" + name))) return "";
@@ -250,12 +250,12 @@ private:
   int number_;
   std::vector<Kill> kills_;
   SharedBoard<Jobs> board_;
-  int restarts_ = 0; // of jobs that have left something
+  int restarts_ = 0; // jobs that were started again since they had left files
 };
 
 void run_campaign(const Options& options) {
   Rng rng(mix(options.seed, static_cast<uint64_t>(options.ranks)));
-  Batch measured(options, 0, std::vector<Kill>(kMaxJobs, Kill{-1, kMeeting, {}}));
+  Batch measured(options, 0, std::vector<Kill>(kMaxJobs, Kill{-1, kRendezvous, {}}));
   measured.run();
   const Durations durations = measured.average();
   check(durations[kCalls] > 0, "no rank has made its calls");
@@ -295,8 +295,8 @@ Options parse(int argc, char** argv) {
       options.ranks = std::stoi(value);
     else if (name == "--seed")
       options.seed = std::stoull(value);
-    else if (name == "--check-meeting")
-      options.check_meeting = value == "yes";
+    else if (name == "--check-rendezvous")
+      options.check_rendezvous = value == "yes";
     else if (name == "--check-leftovers")
       options.check_leftovers = value == "yes";
     else

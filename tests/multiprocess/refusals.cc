@@ -17,7 +17,7 @@ void* one_byte_on(void* data) {
   return static_cast<std::byte*>(data) + 1;
 }
 
-// What every call checks alike. `args` finds its args in a Calls.
+// Adds the refusals that all calls have in common. `args` finds a call's args in a Calls.
 template <typename Args>
 void add_common(std::vector<Refusal>& table, const std::string& call, Op op, Args Calls::*args, size_t handle_bytes) {
   const auto add = [&](const char* name, std::function<void(Calls&)> spoil, std::vector<std::string> words) {
@@ -53,7 +53,7 @@ void add_common(std::vector<Refusal>& table, const std::string& call, Op op, Arg
   add("stream on the host transport", [=](Calls& c) { (c.*args).stream = &c; }, {"stream"});
 }
 
-// What every tensor is checked for. `words` is how sentences name it.
+// Adds the refusals that all tensors have in common. `words` is how sentences name the tensor.
 void add_tensor(std::vector<Refusal>& table, const std::string& call, Op op, const std::string& name,
                 epx_tensor Calls::*tensor) {
   const auto add = [&](const char* what, std::function<void(Calls&)> spoil, std::vector<std::string> words) {
@@ -70,7 +70,7 @@ void add_tensor(std::vector<Refusal>& table, const std::string& call, Op op, con
   add("with reserved set", [=](Calls& c) { (c.*tensor).reserved[1] = 1; }, {"reserved"});
 }
 
-// Sidecars belong to dispatch's rows.
+// Only dispatch's rows may have sidecars.
 void add_stray_sidecar(std::vector<Refusal>& table, const std::string& call, Op op, const std::string& name,
                        epx_tensor Calls::*tensor) {
   table.push_back({call + ": " + name + " with a sidecar",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls that have to be refused on the host, as a table.
+// This table has the calls that have to be refused on the host.
 #pragma once
 
 #include <functional>
@@ -19,7 +19,7 @@ struct Refusal {
   epx_status status = EPX_ERROR_INVALID_ARGUMENT;
 };
 
-// For the rank whose T is num_tokens, in a group of layer_round.h.
+// Returns the refusals for the rank whose T is num_tokens, in a group of layer_round.h.
 std::vector<Refusal> refusals(int num_tokens, int num_local_experts, int64_t num_rows, size_t handle_bytes);
 
 } // namespace epx::test

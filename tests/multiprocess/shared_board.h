@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Processes of a test share this memory, which is made before they are forked.
+// A SharedBoard is memory that the processes of a test share; it is mapped before they are forked.
 #pragma once
 
 #include <new>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Callers of newer versions, whose structs are larger than this library's, and of older ones, whose outputs are smaller. (No args
-// struct has grown since 0.1 yet: the unit test of runtime/struct_size.h has one that has.)
+// These tests call as newer callers do, whose structs are larger than this library's, and as older ones do, whose outputs are
+// smaller. (No args struct has grown since 0.1 yet; the unit test of runtime/struct_size.h has one that has.)
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 namespace epx::test {
 namespace {
 
-// A caller's struct of `bytes` bytes: what this version knows, and something beyond.
+// A caller's struct of `bytes` bytes consists of what this version knows and of bytes beyond that.
 template <typename Struct>
 struct alignas(Struct) CallersStruct {
   unsigned char storage[kMaxStructBytes + 64] = {};
@@ -49,14 +49,14 @@ TEST_CASE("larger args with zeros beyond what this library knows are taken") {
   with_group(round_config(), [](epx_group group, int rank) {
     LayerRound round(group, rank);
     for (const size_t more : {size_t{8}, size_t{64}, kMaxStructBytes}) {
-      round.poison_outputs();
+      round.scribble_outputs();
       for_each_operation([&]<typename Args>(const Operation<Args>& operation) {
         const auto calls = round.calls();
         CallersStruct<Args> callers;
         callers.known() = (*calls).*operation.args;
         const size_t bytes = std::min(sizeof(Args) + more, kMaxStructBytes);
         callers.known().struct_size = bytes;
-        callers.storage[bytes] = 1; // not part of the struct
+        callers.storage[bytes] = 1; // this byte is not part of the struct
         check_ok(operation.function(group, &callers.known()), operation.struct_name);
       });
       round.check_results();
@@ -65,7 +65,7 @@ TEST_CASE("larger args with zeros beyond what this library knows are taken") {
   });
 }
 
-TEST_CASE("larger args with something beyond what this library knows are refused") {
+TEST_CASE("larger args whose bytes beyond what this library knows are not zero are refused") {
   with_group(round_config(), [](epx_group group, int rank) {
     LayerRound round(group, rank);
     round.run_all();
@@ -80,7 +80,7 @@ TEST_CASE("larger args with something beyond what this library knows are refused
           callers.known().struct_size = bytes;
           callers.storage[sizeof(Args) + behind] = 0x80;
           callers.storage[bytes - 1] = 1; // not the first
-          round.poison_outputs();
+          round.scribble_outputs();
           const std::vector<std::byte> before = round.memory();
           check_status(operation.function(group, &callers.known()), EPX_ERROR_INVALID_ARGUMENT, operation.struct_name);
           check_tells(epx_last_error(),
@@ -124,7 +124,7 @@ void check_output_sizes(const char* name, const Struct& whole, const Fill& fill)
   }
 }
 
-TEST_CASE("outputs of any version are filled in as far as both know, and with zeros beyond") {
+TEST_CASE("outputs of any size get the fields that both versions know, and zeros beyond") {
   const epx_group_config config = round_config();
   epx_memory_plan plan{};
   plan.struct_size = sizeof(plan);
@@ -147,7 +147,7 @@ TEST_CASE("outputs of any version are filled in as far as both know, and with ze
     check_ok(epx_group_status(group, &report), "epx_group_status");
     check_equal<uint64_t>(report.event_counts[EPX_EVENT_BAD_INDEX], 1, "the number of bad indices");
 
-    // From here on each report says the same.
+    // From here on each report has the same contents.
     check_ok(epx_group_abort(group), "epx_group_abort");
     check_status(call(Op::prepare, *round.calls()), EPX_ERROR_ABORTED, "prepare on an aborted group");
     check_ok(epx_group_status(group, &report), "epx_group_status");

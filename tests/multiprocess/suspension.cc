@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Jobs that are suspended and resumed as a whole, as by Ctrl-Z or a scheduler: their rendezvous and their groups continue.
+// Jobs are suspended and resumed as a whole, as by Ctrl-Z or a scheduler, and their rendezvous and their groups continue.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -33,16 +33,16 @@ using namespace std::chrono_literals;
 
 constexpr int kRanks = 3;
 constexpr int kJobs = 8;        // at a time
-constexpr int kSuspensions = 5; // of each
+constexpr int kSuspensions = 5; // per job
 constexpr int64_t kTimeoutMs = 1'500;
 constexpr auto kSuspended = 2'000ms; // longer than the timeout
-constexpr int64_t kMeetMs = 60'000;
+constexpr int64_t kRendezvousMs = 60'000;
 constexpr auto kTimeLimit = 120s;
 
 // The processes of one job share these words.
 struct Job {
   std::array<std::atomic<int32_t>, kRanks> pids;
-  std::array<std::atomic<int32_t>, kRanks> rounds; // that the rank has ended
+  std::array<std::atomic<int32_t>, kRanks> rounds; // rounds that the rank has ended
   std::atomic<int32_t> last_round;                 // 0: not known yet
   std::atomic<bool> may_end;
   std::atomic<int32_t> steps; // steps of the rendezvous that the late rank may take
@@ -55,10 +55,10 @@ void sleep_up_to(Rng& rng, std::chrono::milliseconds longest) {
   std::this_thread::sleep_for(std::chrono::microseconds(rng.below(1000 * longest.count() + 1)));
 }
 
-// Layers after each other, until the controller has seen enough.
+// Runs layers one after the other until the controller ends the job.
 void run_rank(const TempDirectory& directory, Job& job, const std::string& name, int number) {
   epx_bootstrap bootstrap = {};
-  check_ok(epx_bootstrap_file(directory.path().c_str(), name.c_str(), number, kRanks, kMeetMs, &bootstrap),
+  check_ok(epx_bootstrap_file(directory.path().c_str(), name.c_str(), number, kRanks, kRendezvousMs, &bootstrap),
            "epx_bootstrap_file");
   {
     const auto device = make_device("host", number, 1);
@@ -92,7 +92,7 @@ void meet_and_gather(const TempDirectory& directory, Job& job, int job_number, i
   job.pids[static_cast<size_t>(number)] = ::getpid();
   come_to(1);
   epx_bootstrap bootstrap = {};
-  const std::string name = "meeting" + std::to_string(job_number);
+  const std::string name = "rendezvous" + std::to_string(job_number);
   check_ok(epx_bootstrap_file(directory.path().c_str(), name.c_str(), number, kRanks, kTimeoutMs, &bootstrap),
            "epx_bootstrap_file");
   for (int step = 2; step < 2 + kGathers; ++step) {
@@ -118,7 +118,7 @@ void wait_for_rounds(const Job& job, int rounds) {
   }
 }
 
-// Signals every rank, in any order.
+// Signals all ranks, in a random order.
 void signal_all(const Job& job, int signal, Rng& rng, std::chrono::milliseconds stagger) {
   std::array<size_t, kRanks> order;
   std::iota(order.begin(), order.end(), 0);
@@ -163,7 +163,7 @@ void suspend_each_step(Job& job, uint64_t seed) {
 // Runs jobs of kRanks ranks with a controller each; every process has to succeed.
 void run_jobs(const std::string& what, const std::function<void(int number, int rank)>& run_rank_of,
               const std::function<void(int number)>& control) {
-  constexpr int kProcesses = kRanks + 1; // of a job, with its controller
+  constexpr int kProcesses = kRanks + 1; // ranks of a job and its controller
   const std::vector<ProcessResult> results = run_processes(kJobs * kProcesses, kTimeLimit, [&](int process) {
     const int number = process / kProcesses;
     if (process % kProcesses == kRanks)
@@ -200,7 +200,7 @@ TEST_CASE("ranks that join through files and gather do not fail when their job i
   const TempDirectory directory;
   const SharedBoard<Jobs> board;
   run_jobs(
-      "each suspended in its meeting and in 3 all-gathers",
+      "each suspended in its rendezvous and in 3 all-gathers",
       [&](int number, int rank) { meet_and_gather(directory, board->jobs[static_cast<size_t>(number)], number, rank); },
       [&](int number) {
         suspend_each_step(board->jobs[static_cast<size_t>(number)], mix(13, static_cast<uint64_t>(number)));
@@ -213,7 +213,7 @@ TEST_CASE("a rank that alone is stopped while it waits is named") {
   const TempDirectory directory;
   const std::vector<ProcessResult> results = run_processes(kRanks, kTimeLimit, [&](int number) {
     epx_bootstrap bootstrap = {};
-    check_ok(epx_bootstrap_file(directory.path().c_str(), "alone", number, kRanks, kMeetMs, &bootstrap),
+    check_ok(epx_bootstrap_file(directory.path().c_str(), "alone", number, kRanks, kRendezvousMs, &bootstrap),
              "epx_bootstrap_file");
     const auto device = make_device("host", number, 1);
     const RankContext context{number, kRanks, &bootstrap, device.get()};
@@ -231,12 +231,12 @@ TEST_CASE("a rank that alone is stopped while it waits is named") {
       if (number == 2) {
         check(Clock::now() - begin < 3 * std::chrono::milliseconds(kTimeoutMs),
               "the wait for a stopped rank was prolonged");
-        std::this_thread::sleep_for(500ms); // until rank 0 has found that this one gave up, also on a busy machine
+        std::this_thread::sleep_for(500ms); // until rank 0 has seen this rank's abort record, also on a busy machine
         ::kill(victim, SIGCONT);
       }
       if (number != kVictim) {
         check_failed(rank, status, {EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH, kVictim, 2});
-      } else { // all that it waited for has come, and its call is good; its next one is not
+      } else { // its peers' data had arrived, so this call succeeds, and the next one fails
         if (status == EPX_SUCCESS) check_status(rank.call(EPX_OP_COMBINE), EPX_ERROR_TIMEOUT, "epx_combine");
         const epx_group_report report = GroupView(rank.group()).status();
         check(report.status == EPX_ERROR_TIMEOUT && report.culprit == kVictim, "\"{}\" does not name this rank",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups of kRanks threads on the host transport, for tests of the calls on one.
+// Tests of single calls get a group of kRanks threads on the host transport from here.
 #pragma once
 
 #include <functional>
@@ -13,9 +13,9 @@ namespace epx::test {
 
 // Runs `body` on both ranks of a fresh group.
 inline void with_group(const epx_group_config& config, const std::function<void(epx_group, int rank)>& body) {
-  LocalMeeting meeting(kRanks);
+  LocalRendezvous rendezvous(kRanks);
   run_threads(kRanks, [&](int rank) {
-    const Group group(meeting.bootstrap(rank), config);
+    const Group group(rendezvous.bootstrap(rank), config);
     body(group.get(), rank);
   });
 }

@@ -30,7 +30,7 @@ void* CallBuffers::input(const std::string& name, std::span<const std::byte> con
 }
 
 void* CallBuffers::output(const std::string& name, size_t bytes, size_t alignment) {
-  return add(name, true, std::vector<std::byte>(bytes, kPoison), alignment);
+  return add(name, true, std::vector<std::byte>(bytes, kScribble), alignment);
 }
 
 void* CallBuffers::add(const std::string& name, bool is_output, std::span<const std::byte> contents, size_t alignment) {
@@ -40,7 +40,7 @@ void* CallBuffers::add(const std::string& name, bool is_output, std::span<const 
   buffer.is_output = is_output;
   buffer.offset = kGuardBytes + alignment * static_cast<size_t>(rng_.below(static_cast<int64_t>(kGuardBytes / alignment)));
   buffer.bytes = contents.size();
-  buffer.before.assign(buffer.offset + buffer.bytes + kGuardBytes, kPoison);
+  buffer.before.assign(buffer.offset + buffer.bytes + kGuardBytes, kScribble);
   std::ranges::copy(contents, buffer.before.begin() + static_cast<std::ptrdiff_t>(buffer.offset));
 
   if (placement_ == Placement::in_place || (placement_ == Placement::random && rng_.chance(50))) {

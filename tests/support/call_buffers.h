@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensors of one call: each between guard bytes, in memory of its own or in memory from epx_mem_alloc. In one half of the
-// calls their addresses are aligned to no more than their elements, in the other to 16 bytes, as a framework's are.
+// CallBuffers holds the tensors of one call, each between guard bytes, in memory of its own or in memory from epx_mem_alloc. In
+// one half of the calls their addresses are aligned to no more than their elements, in the other to 16 bytes, as a framework's.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@
 
 namespace epx::test {
 
-// Memory from epx_mem_alloc, given out piece by piece to one call at a time.
+// An arena is memory from epx_mem_alloc of which one call at a time gets pieces.
 struct Arena {
   std::byte* base = nullptr;
   size_t bytes = 0;
@@ -30,24 +30,24 @@ public:
   CallBuffers& operator=(const CallBuffers&) = delete;
   ~CallBuffers();
 
-  // Memory on the device. NULL now and then when there is nothing to hold.
+  // Returns memory on the device; sometimes NULL where it has no bytes.
   void* input(const std::string& name, std::span<const std::byte> contents, size_t alignment);
-  void* output(const std::string& name, size_t bytes, size_t alignment); // poisoned
+  void* output(const std::string& name, size_t bytes, size_t alignment); // holds kScribble
 
   // Call once the operation has finished. Throws CheckFailure when a guard or an input has changed.
   void check_surroundings();
 
-  // What the index-th output holds, in the order of the calls to output().
+  // Returns what the index-th output holds, in the order of the calls to output().
   std::vector<std::byte> read_output(size_t index);
 
 private:
   struct Buffer {
     std::string name;
     bool is_output = false;
-    std::byte* base = nullptr; // of guard, contents, guard
-    size_t offset = 0;         // of the contents
+    std::byte* base = nullptr; // of the guard, the contents and the second guard
+    size_t offset = 0;         // from base to the contents
     size_t bytes = 0;
-    std::vector<std::byte> before; // guard, contents, guard
+    std::vector<std::byte> before; // the bytes of guard, contents and guard before the call
     bool owned = false;
   };
 

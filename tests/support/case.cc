@@ -30,7 +30,7 @@ int random_hidden(Rng& rng) {
   case 3:
     return rng.pick({3, 7, 31, 33, 127});
   case 4:
-    return rng.pick({1601, 2060, 3104, 4097}); // gather takes such rows in parts
+    return rng.pick({1601, 2060, 3104, 4097}); // gather splits such rows
   default:
     return static_cast<int>(rng.between(1, 60));
   }
@@ -49,7 +49,7 @@ int random_experts(int num_ranks, Rng& rng) {
   }
 }
 
-// A capacity that is exceeded now and then; 0 for the worst case.
+// Returns a capacity that some cases exceed; 0 stands for the worst case.
 int64_t random_capacity(const GroupCase& group, const LayerCase& layer, Rng& rng) {
   const int64_t average = static_cast<int64_t>(group.max_tokens) * layer.top_k;
   switch (rng.below(10)) {
@@ -66,7 +66,7 @@ int64_t random_capacity(const GroupCase& group, const LayerCase& layer, Rng& rng
   }
 }
 
-// Few make each warp do much.
+// With few SMs each warp has many rows to move.
 int random_comm_sms(Rng& rng) {
   return rng.pick({0, 0, 1, 2});
 }
@@ -110,7 +110,7 @@ void choose_tensors(LayerCase& layer, int hidden_dim, Rng& rng) {
   layer.dispatch_bwd_grads = rng.chance(70);
 }
 
-// The group's limits, equal to what the layer needs or above it.
+// Sets the group's limits to what the layer needs or to more.
 void choose_limits(Case& chosen, Rng& rng) {
   GroupCase& group = chosen.group;
   const LayerCase& layer = chosen.layer;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A test problem: everything that a group and a layer can be asked for, and how the tokens are routed. A Case is made from
-// a seed or by hand, and the same Case yields the same data in every process.
+// A Case is a test problem: the options of a group and of a layer, and how the tokens are routed. It is made from a seed or by
+// hand, and the same Case yields the same data in every process.
 #pragma once
 
 #include <cstdint>
@@ -28,9 +28,9 @@ struct GroupCase {
 };
 
 epx_group_config make_config(const GroupCase& group);
-int64_t recv_capacity(const GroupCase& group); // R, resolved as epx.h says
+int64_t recv_capacity(const GroupCase& group); // returns R, resolved as in epx.h
 
-enum class TokenCount { full, ragged, none_on_one, none };            // T of each rank
+enum class TokenCount { full, ragged, none_on_one, none };            // T per rank; ragged: differs by rank
 enum class RoutingStyle { uniform, distinct, hot, skewed, repeated }; // hot: one expert; repeated: duplicates in each row
 enum class RecvRows { exact, more, fewer, any, capacity };            // N against offsets[E_l]; capacity: R
 
@@ -52,7 +52,7 @@ struct LayerCase {
   bool dispatch_weights = true;
   bool combine_weights = true;
   bool combine_bwd_weights = true;
-  bool combine_bwd_grads = true; // of the weights
+  bool combine_bwd_grads = true; // also of the weights
   bool dispatch_bwd_grads = true;
 };
 
@@ -69,15 +69,15 @@ struct Case {
   int num_arenas = 2;
 };
 
-// Everything chosen by the seed, the number of ranks too (1, 2, 3, 4 or 7).
+// Returns a case that the seed chooses, with the number of ranks (1, 2, 3, 4 or 7).
 Case random_case(uint64_t seed);
 
-// A group of so many ranks whose limits leave layers something to choose, and a layer of it. For transports on which creating
-// a group takes long: many layers for each.
+// Returns a group of num_ranks ranks with limits that allow different layers, and one layer of it. It serves transports on
+// which creating a group takes long, so that a group runs many layers.
 GroupCase random_group(uint64_t seed, int num_ranks);
 LayerCase random_layer(const GroupCase& group, uint64_t seed);
 
-// One line.
+// Returns one line of text.
 std::string describe(const Case& test_case);
 
 } // namespace epx::test

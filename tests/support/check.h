@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks that work on any thread and in any process: a failed one throws CheckFailure, and who runs the ranks reports it
-// with the rank's number (doctest's own macros are for the main thread).
+// These checks work on any thread and in any process: a failed one throws CheckFailure, and the code that runs the ranks
+// reports it with the rank's number (doctest's own macros are for the main thread).
 #pragma once
 
 #include <cstdint>
@@ -20,14 +20,14 @@ public:
   using std::runtime_error::runtime_error;
 };
 
-// A test that this machine cannot run, and why. Whoever has main() prints it and exits with kSkippedExitCode.
+// Skipped carries why this machine cannot run a test. main() prints it and exits with kSkippedExitCode.
 class Skipped : public std::runtime_error {
 public:
   using std::runtime_error::runtime_error;
 };
 inline constexpr int kSkippedExitCode = 77; // as Meson knows it
 
-// Checks made so far in this process, so that a test can tell that it tested anything.
+// Returns the number of checks made so far in this process, so that a test can require that there were any.
 int64_t num_checks();
 void count_check();
 
@@ -51,7 +51,7 @@ void check_equal(const T& actual, const T& expected, const std::string& what) {
 void check_status(epx_status actual, epx_status expected, const std::string& call);
 void check_ok(epx_status status, const std::string& call);
 
-// What a test says of a failure; of a call through epx.hpp also which one, and its status.
+// Returns the text that a test prints for a failure; for a call through epx.hpp it has the function and the status.
 std::string describe(const std::exception& failure);
 
 // True when `text` contains `part`.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares what a call wrote with what it had to write. Each function throws CheckFailure that names the first wrong
-// element and how many are wrong.
+// These functions compare what a call wrote with what it had to write. They throw CheckFailure with the first wrong element
+// and the number of wrong ones.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tests' view of a GPU: memory from cudaMalloc, and a stream of its own.
+// A GPU as a Device of the tests has memory from cudaMalloc and a stream of its own.
 #include <cuda_runtime_api.h>
 
 #include "tests/support/check.h"

@@ -38,7 +38,7 @@ uint16_t small_bfloat16(Rng& rng) { // one of the numbers 1, 1.125, ... 1.875
   return static_cast<uint16_t>(0x3f80 | rng.below(8) << 4);
 }
 
-// Bytes that a movement may not touch are poisoned where the sanitizer looks.
+// Poisons, for the sanitizer, bytes that a movement may not touch.
 void forbid([[maybe_unused]] const std::byte* from, [[maybe_unused]] size_t bytes) {
 #if defined(__SANITIZE_ADDRESS__)
   ASAN_POISON_MEMORY_REGION(from, bytes);
@@ -50,7 +50,7 @@ void allow([[maybe_unused]] const std::byte* from, [[maybe_unused]] size_t bytes
 #endif
 }
 
-// The same on all ranks for the same number.
+// Returns the same group on all ranks for the same number.
 GroupCase group_case(const RankContext& context, const DamageOptions& options, int64_t number) {
   Rng rng(mix(options.seed, mix(0x6709, static_cast<uint64_t>(number))));
   GroupCase group;
@@ -70,10 +70,10 @@ GroupCase group_case(const RankContext& context, const DamageOptions& options, i
   return group;
 }
 
-// A rank waited in vain for rows that damaged handle memory made another one leave out.
+// GroupEnded is thrown when a rank has timed out waiting for rows that another rank's damaged handle memory left out.
 struct GroupEnded {};
 
-// The calls of one layer, with tensors that keep their places. All throw GroupEnded when the group has ended by a timeout.
+// Makes the calls of one layer, with tensors at fixed addresses. All throw GroupEnded when a timeout ended the group.
 class DamagedLayer {
 public:
   // `memory`: kMemoryBytes, of the device or from epx_mem_alloc. `number`: of the layer; the same on all ranks.
@@ -89,18 +89,18 @@ public:
   static constexpr int kMovements = 4;
   void move(int movement);
 
-  // Calls with good handle memory: what they give is right in all later ones.
+  // Makes all calls with good handle memory; their outputs are the inputs of the damaged calls.
   void remember_outputs();
   void check_outputs();
 
-  // One damage on this rank. `rng` is this rank's.
+  // Damages this rank's handle memory once. `rng` is this rank's.
   void damage(Rng& rng, int movement, bool hard, const DamageOptions& options);
   void mend();
 
-  // Nothing has changed but the outputs. Once the calls have ended.
+  // Checks, after the calls have ended, that only the outputs have changed.
   void check_memory();
 
-  // With EPX_CHECK_HANDLE_MEM: makes the call, which reports the damage if there is any, and then leaves the outputs alone.
+  // With EPX_CHECK_HANDLE_MEM, makes the call, which reports any damage, and then does not write the outputs.
   void move_checked(int movement);
 
 private:
@@ -109,7 +109,7 @@ private:
     kTokens,
     kSidecar,
     kTopkWeights,
-    kRows, // what experts make; the input of combine, combine_bwd and dispatch_bwd
+    kRows, // the experts' outputs: the input of combine, combine_bwd and dispatch_bwd
     kRowWeights,
     kHandle,
     kFirstOutput,
@@ -160,10 +160,10 @@ private:
   bool weighted_, has_sidecar_;
   int64_t hidden_, num_tokens_, num_rows_;
   std::array<Place, kNumTensors> places_{};
-  std::vector<std::byte> image_; // what the memory holds but for the outputs
-  std::vector<std::byte> seen_;  // what it held when it was read last
+  std::vector<std::byte> image_; // the expected contents of the memory, except the outputs
+  std::vector<std::byte> seen_;  // the contents of the memory when it was last read
   std::vector<std::byte> good_handle_;
-  std::vector<size_t> used_words_; // of the handle memory: those that prepare has written
+  std::vector<size_t> used_words_; // the words of the handle memory that prepare has written
   std::array<std::vector<std::byte>, kMovements> good_outputs_;
 };
 
@@ -174,7 +174,7 @@ DamagedLayer::DamagedLayer(GroupRun& group, std::byte* memory, uint64_t seed, in
   Rng same_everywhere(mix(seed, mix(0x1a7e4, static_cast<uint64_t>(number))));
   layer_ = {static_cast<int32_t>(same_everywhere.pick({kMaxTopK, kMaxTopK, 1, 3})),
             static_cast<int32_t>(same_everywhere.pick({1, 2, kMaxAlignment}))};
-  hidden_ = same_everywhere.pick({kMaxHidden, 8, 5}); // of 8: rows of 16 bytes
+  hidden_ = same_everywhere.pick({kMaxHidden, 8, 5}); // a row of 8 elements has 16 bytes
   weighted_ = same_everywhere.chance(60);
   has_sidecar_ = same_everywhere.chance(50);
   Rng mine(mix(seed, mix(static_cast<uint64_t>(group.rank()), static_cast<uint64_t>(number))));
@@ -229,7 +229,7 @@ void DamagedLayer::fill_in(Rng& rng) {
 }
 
 void DamagedLayer::prepare() {
-  std::fill(image_of(kHandle).begin(), image_of(kHandle).end(), kPoison);
+  std::fill(image_of(kHandle).begin(), image_of(kHandle).end(), kScribble);
   write_handle();
   const int num_experts = group_.info().num_local_experts;
   const epx_tensor topk_idx = epx_tensor_2d(at(kTopkIdx), EPX_INT32, num_tokens_, layer_.top_k);
@@ -249,7 +249,7 @@ void DamagedLayer::prepare() {
   device_.read(handle.data(), at(kHandle), handle.size());
   good_handle_.assign(handle.begin(), handle.end());
   for (size_t word = 0; word < handle.size(); word += sizeof(uint32_t))
-    if (std::any_of(&handle[word], &handle[word] + sizeof(uint32_t), [](std::byte byte) { return byte != kPoison; }))
+    if (std::any_of(&handle[word], &handle[word] + sizeof(uint32_t), [](std::byte byte) { return byte != kScribble; }))
       used_words_.push_back(word);
   watch_guards();
 }
@@ -301,7 +301,7 @@ void DamagedLayer::move(int movement) {
     auto args = make_args<epx_combine_bwd_args>();
     args.grad_out = &tokens_in;
     args.recv_weights = weighted_ ? &row_weights_in : nullptr;
-    args.expert_out = has_sidecar_ ? &rows_in : nullptr; // as good a coin as any
+    args.expert_out = has_sidecar_ ? &rows_in : nullptr; // has_sidecar_ serves as a random choice here
     args.grad_recv_weights = has_sidecar_ ? &row_weights_out : nullptr;
     args.grad_expert_out = &rows_out;
     finish(epx_combine_bwd(group_.handle(), &args));
@@ -392,7 +392,7 @@ void DamagedLayer::draw_damage(Rng& rng, bool hard) {
       case 2: // in range, but wrong
         put(at, static_cast<uint32_t>(rng.between(-1, capacity)));
         break;
-      default: // at the ends of what a number can be
+      default: // the smallest and largest numbers
         put(at, rng.pick({0x7fffffffu, 0x80000000u, 0xffffffffu, 0x7ffffff0u, static_cast<uint32_t>(capacity),
                           static_cast<uint32_t>(num_rows_)}));
       }
@@ -423,7 +423,7 @@ void DamagedLayer::mend() {
 
 void DamagedLayer::watch_guards() {
   if (device_.transport() != EPX_TRANSPORT_HOST) return;
-  size_t end = 0; // of the tensor before
+  size_t end = 0; // end of the previous tensor
   for (const Place& place : places_) {
     forbid(memory_ + end, place.offset - end);
     end = place.offset + place.bytes;
@@ -439,7 +439,7 @@ void DamagedLayer::read_all() {
 
 void DamagedLayer::check_memory() {
   read_all();
-  size_t begin = 0; // of what lies between the outputs
+  size_t begin = 0; // begin of the bytes between two outputs
   const auto compare = [&](size_t end) {
     if (std::memcmp(seen_.data() + begin, image_.data() + begin, end - begin) == 0) return;
     for (size_t i = begin; i < end; ++i)
@@ -460,7 +460,7 @@ void DamagedLayer::check_memory() {
   count_check();
 }
 
-// What a group needs for its layers, until it fails.
+// Everything that a group needs for its layers, until the group fails.
 class DamagedGroup {
 public:
   DamagedGroup(const RankContext& context, const DamageOptions& options, int64_t number)
@@ -481,7 +481,7 @@ private:
   std::byte* own_ = nullptr;
 };
 
-// The damages of one layer. `number`: of the next damage; it counts on.
+// Makes the damages of one layer. `number` is the next damage's, and is counted up.
 void run_layer(const RankContext& context, const DamageOptions& options, DamagedGroup& damaged, int64_t end,
                int64_t& number, DamageCounts& counts) {
   const int64_t layer_number = number / kDamagesPerLayer;
@@ -533,7 +533,7 @@ int64_t run_group(const RankContext& context, const DamageOptions& options, int6
     fail_check("{}\n  in or before damage {}; again with: --first {} --damages {} --seed {}", describe(failure), number - 1,
                begin_of_layer, number - begin_of_layer, options.seed);
   }
-  // A group that ends tells some ranks in one call, the others in the next. Until all know, their memory stays.
+  // When a group ends, some ranks notice it in one call, the others in the next. Their memory stays until all have noticed.
   const std::vector<uint64_t> reached = context.gather(static_cast<uint64_t>(number));
   number = static_cast<int64_t>(*std::max_element(reached.begin(), reached.end()));
   check(number > begin, "a group timed out before any handle memory was damaged");

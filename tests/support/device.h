@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tests need of a transport: the memory that its calls accept, and the stream they run on. A new transport passes
-// the same suites once it provides this.
+// A Device is what the tests need of a transport: the memory that its calls accept, and the stream that they run on. A new
+// transport runs the same suites once it has one.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace epx::test {
 
-// One per rank. All functions may block.
+// Each rank has one. All functions may block.
 class Device {
 public:
   virtual ~Device() = default;
@@ -21,7 +21,7 @@ public:
   virtual std::byte* allocate(size_t bytes) = 0; // aligned to 256 bytes; throws when it cannot
   virtual void free(std::byte* memory) noexcept = 0;
   virtual void write(void* to, const void* host, size_t bytes) = 0;  // into memory of the device
-  virtual void read(void* host, const void* from, size_t bytes) = 0; // out of it
+  virtual void read(void* host, const void* from, size_t bytes) = 0; // from memory of the device
   virtual void finish() = 0;                                         // waits for the stream
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// main of programs that have no other.
+// This is main() of the programs that have no other.
 #include <doctest/doctest.h>
 
 int main(int argc, char** argv) {

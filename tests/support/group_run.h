@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank's membership in a group under test: creates the group, checks what it says of itself, keeps count of the calls,
-// and of the events that epx_group_status must report.
+// A GroupRun is one rank of a group under test: it creates the group, checks epx_group_query, and counts the calls and the
+// events that epx_group_status must report.
 #pragma once
 
 #include <array>
@@ -16,14 +16,14 @@
 
 namespace epx::test {
 
-// What a test gets to run as one rank.
+// RankContext is what a test needs to run as one rank.
 struct RankContext {
   int rank = 0; // in the bootstrap
   int num_ranks = 1;
   const epx_bootstrap* bootstrap = nullptr;
   Device* device = nullptr;
 
-  // Every rank's `value`, in rank order; also a barrier. Throws CheckFailure when a rank does not come.
+  // Gathers every rank's `value` in rank order; it is also a barrier. Throws CheckFailure when a rank does not come.
   std::vector<uint64_t> gather(uint64_t value) const;
 };
 
@@ -50,7 +50,7 @@ public:
   uint64_t calls() const { return calls_; } // collective calls that returned EPX_SUCCESS
   void count_call() { ++calls_; }
 
-  // The call that was counted last must have reported this much. Nothing when count is 0.
+  // Records that the last counted call must have reported so many events; none when count is 0.
   void expect_event(epx_event_kind kind, epx_operation operation, int64_t count);
 
   // Reads the status (which clears the events), compares it with what was expected, and expects nothing from then on.
@@ -65,7 +65,7 @@ private:
   Group group_;
   epx_group_info info_ = {};
   std::vector<Arena> arenas_;
-  std::vector<Memory> arena_memory_; // of each
+  std::vector<Memory> arena_memory_; // by arena
   uint64_t calls_ = 0;
 
   struct FirstEvent {

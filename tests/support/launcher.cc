@@ -33,9 +33,9 @@ public:
 
   int num_ranks() const override { return num_ranks_; }
   void each_rank(const std::function<void(const RankContext&)>& fn) override {
-    LocalMeeting meeting(num_ranks_);
+    LocalRendezvous rendezvous(num_ranks_);
     run_threads(num_ranks_, [&](int rank) {
-      const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+      const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
       const std::unique_ptr<Device> device = make_device(transport_, rank, num_ranks_);
       fn({rank, num_ranks_, &bootstrap, device.get()});
     });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who this process is among the ranks of a suite: one rank of several processes, or all ranks as threads.
+// A Launcher knows which ranks of a suite this process is: one rank of several processes, or all ranks as threads.
 #pragma once
 
 #include <chrono>
@@ -22,8 +22,7 @@ public:
 
 inline constexpr std::chrono::seconds kMeetTimeout{60};
 
-// Ranks are processes that were given their number in the environment (rank_variable, ranks_variable) and meet through
-// files.
+// Ranks are processes that have their number in the environment (rank_variable, ranks_variable) and join through files.
 std::unique_ptr<Launcher> make_file_launcher(const std::string& transport, const char* rank_variable,
                                              const char* ranks_variable, const std::string& directory);
 

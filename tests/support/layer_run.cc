@@ -35,7 +35,7 @@ std::vector<int64_t> widen(const std::vector<int32_t>& values) {
   return {values.begin(), values.end()};
 }
 
-// The tensors of a call, and which of its outputs is which.
+// The tensors of a call, with its outputs in the order in which they were made.
 class Tensors {
 public:
   explicit Tensors(CallBuffers& buffers) : buffers_(buffers) {}
@@ -62,7 +62,7 @@ public:
     return tensor.with_sidecar(buffers_.output("received sidecar", shape.bytes.size(), 1), shape.row_bytes);
   }
 
-  // The next output, in the order in which they were made.
+  // Returns the next output, in the order in which they were made.
   std::vector<std::byte> next_output() { return buffers_.read_output(num_read_++); }
 
 private:
@@ -102,7 +102,7 @@ void LayerRun::use_foreign_handle(std::vector<std::byte> bytes) {
 
 template <typename Args>
 Args LayerRun::make_args(CallBuffers& buffers) {
-  // Always a copy of the bytes that prepare wrote, at a new address; prepare's own memory is gone.
+  // The handle memory is always a copy of the bytes that prepare wrote, at a new address; prepare's own memory has been freed.
   auto* const handle = static_cast<const std::byte*>(buffers.input("handle memory", handle_, 16));
   return {.layer = epx_layer_, .handle_mem = {handle, handle_.size()}, .stream = group_.device().stream()};
 }
@@ -116,7 +116,7 @@ void LayerRun::finish(CallBuffers& buffers, epx_operation operation) {
 void LayerRun::expect_after_call(const Workload& work, epx_operation operation, int64_t rows) {
   const reference::RankPlan& mine = work.plan.ranks[static_cast<size_t>(group_.rank())];
   if (!useless_) group_.expect_event(EPX_EVENT_TOO_FEW_ROWS, operation, routes_beyond(mine, rows));
-  if (rng_.chance(50)) group_.check_status(); // otherwise the events of several calls add up
+  if (rng_.chance(50)) group_.check_status(); // otherwise the status is read later, and the events of several calls add up
 }
 
 void LayerRun::prepare(const Workload& work) {
@@ -125,7 +125,7 @@ void LayerRun::prepare(const Workload& work) {
   const reference::Routing& routing = work.routing[rank];
   CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
 
-  // Name, expected values, dtype, shape of each output; the first two must be given, the others when this rank wants to.
+  // Each entry has name, expected values, dtype and shape of an output; the first two are required, the others are optional.
   struct Output {
     const char* name;
     std::vector<int64_t> expected;
@@ -152,13 +152,14 @@ void LayerRun::prepare(const Workload& work) {
   const ConstTensor topk_idx(buffers.input("topk_idx", indices, integer_bytes(layer_.index_dtype)), layer_.index_dtype,
                              {routing.num_tokens, layer_.top_k});
   auto* const handle = static_cast<std::byte*>(buffers.output("handle memory", handle_.size(), 16));
-  group_.device().write(handle, handle_.data(), handle_.size()); // zeros, or what the prepare before this one wrote there
+  group_.device().write(handle, handle_.data(),
+                        handle_.size()); // the memory holds zeros, or what the previous prepare wrote
   PrepareArgs args = {.layer = epx_layer_,
                       .handle_mem = {handle, handle_.size()},
                       .stream = group_.device().stream(),
                       .topk_idx = topk_idx};
   for (size_t i = 0; i < outputs.size(); ++i) {
-    if (i >= 2 && rng_.chance(30)) continue; // not wanted
+    if (i >= 2 && rng_.chance(30)) continue; // this rank leaves the optional output out
     const Output& output = outputs[i];
     const size_t size = integer_bytes(output.dtype);
     args.*output.field = {buffers.output(output.name, output.expected.size() * size, size), output.dtype, output.shape};

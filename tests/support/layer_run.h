@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One layer in flight on one rank: its handle memory, and the five operations on it, each compared with the oracle.
+// A LayerRun is one layer in flight on one rank: it has the handle memory, and compares each of the five operations with the
+// oracle.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +15,8 @@ namespace epx::test {
 
 class LayerRun {
 public:
-  // Chooses by `seed` what each rank may choose afresh in each call: where tensors lie, which optional ones it wants, and
-  // whether it passes the handle memory or a copy.
+  // `seed` decides what each rank may choose in each call: where tensors lie, which optional ones it passes, and whether it
+  // passes the handle memory or a copy.
   LayerRun(GroupRun& group, const LayerCase& layer, Placement placement, uint64_t seed);
 
   // Collective. `work` belongs to the same layer; dispatch and the others follow a prepare of the same `work`.
@@ -30,8 +31,8 @@ public:
   // Until the next prepare this rank passes these bytes, of another layer, group or prepare, or damaged.
   void use_foreign_handle(std::vector<std::byte> bytes);
 
-  // Until the next prepare each call of this rank must report a mismatch of handle memory. useless: its own is to blame,
-  // and this rank takes part without routes.
+  // Until the next prepare each call of this rank must report a mismatch of handle memory. useless: this rank's own handle
+  // memory is wrong, and it takes part without routes.
   void expect_mismatch(bool useless);
 
 private:
@@ -50,7 +51,7 @@ private:
   bool useless_ = false;
 };
 
-// prepare, dispatch, combine, combine_bwd, dispatch_bwd, and a look at the status.
+// Runs prepare, dispatch, combine, combine_bwd and dispatch_bwd, and checks the status.
 void run_iteration(GroupRun& group, LayerRun& layer, const Workload& work);
 
 // Creates a group and runs all iterations of the Case on this rank.

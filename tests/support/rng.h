@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A small random generator with the same numbers on every platform, so that a seed reproduces a case everywhere.
+// Rng is a small random generator with the same numbers on every platform, so that a seed reproduces a case everywhere.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace epx::test {
 
-// One well mixed number from two (splitmix64's finaliser).
+// Returns a hash of two numbers (splitmix64's finaliser).
 constexpr uint64_t mix(uint64_t a, uint64_t b) {
   uint64_t z = a + 0x9e3779b97f4a7c15ull * (b + 1);
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;

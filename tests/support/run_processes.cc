@@ -20,7 +20,7 @@ namespace epx::test {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr std::chrono::milliseconds kGraceAfterFailure{2'000}; // for the other ranks to say what they saw
+constexpr std::chrono::milliseconds kGraceAfterFailure{2'000}; // in which the other ranks can print what they saw
 constexpr std::chrono::milliseconds kGraceAfterTerm{3'000};
 constexpr std::chrono::milliseconds kPollInterval{20};
 
@@ -37,7 +37,7 @@ void throw_system(const char* what) {
 }
 
 [[noreturn]] void become_child(int rank, int output, const std::function<int(int)>& fn) {
-  ::setpgid(0, 0); // so that descendants can be ended with it
+  ::setpgid(0, 0); // so that its descendants can be killed with it
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   ::dup2(output, STDOUT_FILENO);
   ::dup2(output, STDERR_FILENO);
@@ -60,7 +60,7 @@ Child start(int rank, const std::function<int(int)>& fn) {
     become_child(rank, ends[1], fn);
   }
   ::close(ends[1]);
-  ::setpgid(child.pid, child.pid); // whichever of the two comes first
+  ::setpgid(child.pid, child.pid); // parent and child both call it, since either may run first
   ::fcntl(ends[0], F_SETFL, O_NONBLOCK);
   child.output = ends[0];
   return child;
@@ -92,12 +92,12 @@ void read_output(Child& child, const ProcessOptions& options) {
       ::close(child.output);
       child.output = -1;
     }
-    break; // end, or nothing more for now
+    break; // the output has ended, or has no more bytes yet
   }
   report_lines(child, options, child.output < 0);
 }
 
-// Notices that the child has ended, and ends what it left behind before its number can be used again.
+// Notices that the child has ended, and kills its descendants before its process number can be used again.
 void reap(Child& child) {
   siginfo_t info = {};
   if (::waitid(P_PID, static_cast<id_t>(child.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0) return;

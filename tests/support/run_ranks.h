@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs ranks as threads or as processes, never for longer than a time limit, and tells what became of each.
+// Runs ranks as threads or as processes, for no longer than a time limit, and returns how each ended.
 #pragma once
 
 #include <chrono>
@@ -20,8 +20,8 @@ struct ProcessResult {
   int rank = 0;
   int exit_code = -1;   // -1: ended by a signal
   int signal = 0;       // 0: exited
-  bool stopped = false; // by us: at the time limit, or because another rank had failed
-  std::string output;   // what it wrote to stdout and stderr
+  bool stopped = false; // killed by the runner, at the time limit or since another rank had failed
+  std::string output;   // of both stdout and stderr
 
   bool succeeded() const { return exit_code == 0; }
   std::string describe() const; // one line, then the output

@@ -18,7 +18,7 @@ namespace {
 
 std::set<std::string> epx_segments() {
   std::set<std::string> names;
-  std::error_code error; // an entry may vanish while we look
+  std::error_code error; // an entry may be removed during the loop
   for (const auto& entry : std::filesystem::directory_iterator("/dev/shm", error)) {
     const std::string name = entry.path().filename().string();
     if (name.starts_with("epx")) names.insert(name);
@@ -61,8 +61,8 @@ std::set<std::string> SharedMemoryWatch::leftovers(std::chrono::milliseconds gra
 }
 
 void hide_from_proc() {
-  // Without root: nobody may look into this process. With root: this one may not look into processes that still have the
-  // capability which this one gives up.
+  // Without root, other processes may then not open this one's files. With root, this process may then not open the files of
+  // processes that still have the capability which it gives up.
   check(::prctl(PR_SET_DUMPABLE, 0) == 0, "PR_SET_DUMPABLE failed");
   __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
   __user_cap_data_struct sets[_LINUX_CAPABILITY_U32S_3] = {};

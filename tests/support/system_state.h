@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tests leave on the machine: temporary directories of their own, and shared memory segments of epx. And what processes may
-// see of each other on it.
+// This header has what tests leave on the machine, temporary directories and shared memory segments of epx, and what processes
+// may see of each other on it.
 #pragma once
 
 #include <chrono>
@@ -11,7 +11,7 @@
 
 namespace epx::test {
 
-// A fresh directory, removed with everything in it at the end.
+// Creates a fresh directory, and removes it with everything in it at the end.
 class TempDirectory {
 public:
   TempDirectory();
@@ -31,15 +31,15 @@ private:
 class SharedMemoryWatch {
 public:
   SharedMemoryWatch();
-  // Names that have come since construction and are still there after `grace`; returns early when there are none.
+  // Returns the names that are new since construction and still there after `grace`; returns early when there are none.
   std::set<std::string> leftovers(std::chrono::milliseconds grace = std::chrono::milliseconds(5'000)) const;
 
 private:
   std::set<std::string> before_;
 };
 
-// From now on this process and its peers cannot look into each other's /proc/PID/fd, in one direction at least: memory without a
-// name cannot be shared with it. For processes that are given up afterwards.
+// From then on this process and its peers cannot open each other's /proc/PID/fd, in one direction at least, so that nameless
+// memory cannot be shared with it. The process cannot undo this.
 void hide_from_proc();
 
 } // namespace epx::test

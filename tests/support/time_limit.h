@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ends the process, and with it the job that it belongs to, when a test hangs.
+// A TimeLimit ends the process, and with it the job that it belongs to, when a test hangs.
 #pragma once
 
 #include <signal.h>

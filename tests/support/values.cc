@@ -71,7 +71,7 @@ void fill(std::byte* to, Format format, int64_t count, bool with_specials, Rng& 
 
 reference::Matrix random_rows(epx_dtype dtype, int64_t rows, int64_t cols, Rng& rng) {
   const Format format = format_of(dtype);
-  reference::Matrix matrix = poisoned_rows(dtype, rows, cols);
+  reference::Matrix matrix = scribbled_rows(dtype, rows, cols);
   for (int64_t row = 0; row < rows; ++row) {
     fill(matrix.bytes.data() + row * cols * format.bytes, format, cols, rng.below(4) == 0, rng);
   }
@@ -88,25 +88,25 @@ std::vector<float> random_weights(int64_t count, Rng& rng) {
 }
 
 reference::Sidecar random_sidecar(int64_t rows, int64_t row_bytes, Rng& rng) {
-  reference::Sidecar sidecar = poisoned_sidecar(rows, row_bytes);
+  reference::Sidecar sidecar = scribbled_sidecar(rows, row_bytes);
   for (std::byte& value : sidecar.bytes)
     value = static_cast<std::byte>(rng.next());
   return sidecar;
 }
 
-reference::Matrix poisoned_rows(epx_dtype dtype, int64_t rows, int64_t cols) {
+reference::Matrix scribbled_rows(epx_dtype dtype, int64_t rows, int64_t cols) {
   const auto bytes = static_cast<size_t>(rows * cols * format_of(dtype).bytes);
-  return {dtype, rows, cols, std::vector<std::byte>(bytes, kPoison)};
+  return {dtype, rows, cols, std::vector<std::byte>(bytes, kScribble)};
 }
 
-std::vector<float> poisoned_weights(int64_t count) {
+std::vector<float> scribbled_weights(int64_t count) {
   std::vector<float> weights(static_cast<size_t>(count));
-  if (count > 0) std::memset(weights.data(), static_cast<int>(kPoison), weights.size() * sizeof(float));
+  if (count > 0) std::memset(weights.data(), static_cast<int>(kScribble), weights.size() * sizeof(float));
   return weights;
 }
 
-reference::Sidecar poisoned_sidecar(int64_t rows, int64_t row_bytes) {
-  return {row_bytes, std::vector<std::byte>(static_cast<size_t>(rows * row_bytes), kPoison)};
+reference::Sidecar scribbled_sidecar(int64_t rows, int64_t row_bytes) {
+  return {row_bytes, std::vector<std::byte>(static_cast<size_t>(rows * row_bytes), kScribble)};
 }
 
 } // namespace epx::test

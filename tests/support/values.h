@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Test data: rows with values that hurt, and the poison that outputs hold before a call.
+// This test data has rows of values that are hard on arithmetic, and the bytes that outputs hold before a call.
 #pragma once
 
 #include <cstddef>
@@ -11,16 +11,16 @@
 
 namespace epx::test {
 
-inline constexpr std::byte kPoison{0xA5}; // as an element of any dtype: finite and unlikely
+inline constexpr std::byte kScribble{0xA5}; // as an element of any dtype it is finite, and no test computes it
 
-// Mostly values of mixed magnitude; every fourth row also has zeros of both signs, subnormals, infinities and NaNs with
-// payloads.
+// Returns rows of values of mixed magnitude; every fourth row also has zeros of both signs, subnormals, infinities and NaNs
+// with payloads.
 reference::Matrix random_rows(epx_dtype dtype, int64_t rows, int64_t cols, Rng& rng);
 std::vector<float> random_weights(int64_t count, Rng& rng);
 reference::Sidecar random_sidecar(int64_t rows, int64_t row_bytes, Rng& rng);
 
-reference::Matrix poisoned_rows(epx_dtype dtype, int64_t rows, int64_t cols);
-std::vector<float> poisoned_weights(int64_t count);
-reference::Sidecar poisoned_sidecar(int64_t rows, int64_t row_bytes);
+reference::Matrix scribbled_rows(epx_dtype dtype, int64_t rows, int64_t cols);
+std::vector<float> scribbled_weights(int64_t count);
+reference::Sidecar scribbled_sidecar(int64_t rows, int64_t row_bytes);
 
 } // namespace epx::test

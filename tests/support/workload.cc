@@ -75,7 +75,7 @@ std::vector<reference::Routing> make_routing(const GroupCase& group, const Layer
   return ranks;
 }
 
-// Rows (N) that each rank passes to one call.
+// Returns the rows (N) that each rank passes to one call.
 std::vector<int64_t> receive_rows(const reference::Plan& plan, RecvRows style, Rng& rng) {
   std::vector<int64_t> rows;
   const int64_t capacity = plan.problem.max_recv_tokens;
@@ -92,10 +92,10 @@ std::vector<int64_t> receive_rows(const reference::Plan& plan, RecvRows style, R
   return rows;
 }
 
-// One random or poisoned [count, H] matrix per rank.
+// Returns one random or scribbled [count, H] matrix per rank.
 using MakeRows = Matrix (*)(epx_dtype, int64_t, int64_t, Rng&);
-Matrix poisoned(epx_dtype dtype, int64_t rows, int64_t cols, Rng& /*rng*/) {
-  return poisoned_rows(dtype, rows, cols);
+Matrix scribbled(epx_dtype dtype, int64_t rows, int64_t cols, Rng& /*rng*/) {
+  return scribbled_rows(dtype, rows, cols);
 }
 
 std::vector<Matrix> per_rank(MakeRows make, epx_dtype dtype, const std::vector<int64_t>& counts, int64_t hidden, Rng& rng) {
@@ -106,8 +106,8 @@ std::vector<Matrix> per_rank(MakeRows make, epx_dtype dtype, const std::vector<i
 }
 
 using MakeWeights = std::vector<float> (*)(int64_t, Rng&);
-std::vector<float> poisoned_floats(int64_t count, Rng& /*rng*/) {
-  return poisoned_weights(count);
+std::vector<float> scribbled_floats(int64_t count, Rng& /*rng*/) {
+  return scribbled_weights(count);
 }
 
 std::vector<std::vector<float>> weights_per_rank(bool wanted, MakeWeights make, const std::vector<int64_t>& counts,
@@ -119,7 +119,7 @@ std::vector<std::vector<float>> weights_per_rank(bool wanted, MakeWeights make, 
   return weights;
 }
 
-// Where a lost rank is concerned, the oracle works on a plan without its routes, and its own outputs stay as they were.
+// For calls with a lost rank the oracle uses a plan without that rank's routes, and that rank's outputs stay as they were.
 template <typename Outputs>
 void keep_untouched(Outputs& outputs, const Outputs& before, LostRank lost) {
   if (lost.rank < 0 || lost.stale || outputs.empty()) return;
@@ -147,8 +147,8 @@ reference::Plan without_rank(reference::Plan plan, LostRank lost) {
 
 struct Maker {
   const LayerCase& layer;
-  const reference::Plan& plan; // as the exchange sees it
-  const reference::Plan& full; // as prepare made it
+  const reference::Plan& plan; // the plan that the calls follow
+  const reference::Plan& full; // the plan that prepare made
   LostRank lost;
   std::vector<int64_t> tokens; // T of each rank
   Rng rng;
@@ -159,12 +159,12 @@ struct Maker {
     const std::vector<int64_t> recv = rows();
     DispatchData data;
     data.tokens = per_rank(random_rows, layer.dtype, tokens, layer.hidden, rng);
-    data.recv_tokens = per_rank(poisoned, layer.dtype, recv, layer.hidden, rng);
+    data.recv_tokens = per_rank(scribbled, layer.dtype, recv, layer.hidden, rng);
     data.topk_weights = weights_per_rank(layer.dispatch_weights, random_weights, tokens, layer.top_k, rng);
-    data.recv_weights = weights_per_rank(layer.dispatch_weights, poisoned_floats, recv, 1, rng);
+    data.recv_weights = weights_per_rank(layer.dispatch_weights, scribbled_floats, recv, 1, rng);
     for (size_t rank = 0; layer.sidecar_bytes > 0 && rank < tokens.size(); ++rank) {
       data.sidecars.push_back(random_sidecar(tokens[rank], layer.sidecar_bytes, rng));
-      data.recv_sidecars.push_back(poisoned_sidecar(recv[rank], layer.sidecar_bytes));
+      data.recv_sidecars.push_back(scribbled_sidecar(recv[rank], layer.sidecar_bytes));
     }
     const DispatchData before = data;
     reference::dispatch(
@@ -180,7 +180,7 @@ struct Maker {
     CombineData data;
     data.expert_out = per_rank(random_rows, layer.combine_dtype, recv, layer.combine_hidden, rng);
     data.recv_weights = weights_per_rank(layer.combine_weights, random_weights, recv, 1, rng);
-    data.out = per_rank(poisoned, layer.combine_dtype, tokens, layer.combine_hidden, rng);
+    data.out = per_rank(scribbled, layer.combine_dtype, tokens, layer.combine_hidden, rng);
     const CombineData before = data;
     reference::combine(plan, {data.expert_out, data.recv_weights, data.out});
     keep_untouched(data.out, before.out, lost);
@@ -195,8 +195,8 @@ struct Maker {
       data.expert_out = per_rank(random_rows, layer.combine_dtype, recv, layer.combine_hidden, rng);
     }
     data.recv_weights = weights_per_rank(layer.combine_bwd_weights, random_weights, recv, 1, rng);
-    data.grad_expert_out = per_rank(poisoned, layer.combine_dtype, recv, layer.combine_hidden, rng);
-    data.grad_recv_weights = weights_per_rank(layer.combine_bwd_grads, poisoned_floats, recv, 1, rng);
+    data.grad_expert_out = per_rank(scribbled, layer.combine_dtype, recv, layer.combine_hidden, rng);
+    data.grad_recv_weights = weights_per_rank(layer.combine_bwd_grads, scribbled_floats, recv, 1, rng);
     const CombineBwdData before = data;
     reference::combine_bwd(
         plan, {data.grad_out, data.expert_out, data.recv_weights, data.grad_expert_out, data.grad_recv_weights});
@@ -210,8 +210,8 @@ struct Maker {
     DispatchBwdData data;
     data.grad_recv = per_rank(random_rows, layer.dtype, recv, layer.hidden, rng);
     data.grad_recv_weights = weights_per_rank(layer.dispatch_bwd_grads, random_weights, recv, 1, rng);
-    data.grad_tokens = per_rank(poisoned, layer.dtype, tokens, layer.hidden, rng);
-    data.grad_topk_weights = weights_per_rank(layer.dispatch_bwd_grads, poisoned_floats, tokens, layer.top_k, rng);
+    data.grad_tokens = per_rank(scribbled, layer.dtype, tokens, layer.hidden, rng);
+    data.grad_topk_weights = weights_per_rank(layer.dispatch_bwd_grads, scribbled_floats, tokens, layer.top_k, rng);
     const DispatchBwdData before = data;
     reference::dispatch_bwd(plan, {data.grad_recv, data.grad_recv_weights, data.grad_tokens, data.grad_topk_weights});
     keep_untouched(data.grad_tokens, before.grad_tokens, lost);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The data of one iteration of a Case: what all ranks pass to each operation, and what the oracle says they get back.
+// A Workload is the data of one iteration of a Case: what all ranks pass to each operation, and the oracle's results.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 namespace epx::test {
 
 // In the structs below a vector has one entry per rank, or none where the tensor is not passed. Outputs hold what a call
-// must have written into poisoned tensors.
+// must have written into scribbled tensors.
 
 struct DispatchData {
   std::vector<reference::Matrix> tokens;         // [T, H]
@@ -58,11 +58,11 @@ struct Workload {
   DispatchBwdData dispatch_bwd;
 };
 
-// A rank whose handle memory is wrong in everything after prepare.
+// LostRank is a rank whose handle memory is wrong in each call after prepare.
 struct LostRank {
   int rank = -1; // -1: none
-  // true: from another prepare of the same routing: what is between this rank and the others is dropped.
-  // false: of no use at all: this rank takes part without routes and its outputs stay untouched.
+  // true: it is from another prepare of the same routing, and the routes between this rank and the others are dropped.
+  // false: no call can use it; this rank takes part without routes, and its outputs stay untouched.
   bool stale = false;
 };
 
@@ -82,7 +82,7 @@ private:
   std::map<int, std::unique_ptr<Workload>> made_;
 };
 
-// Routes to `rank` whose slot is at or above `rows`.
+// Counts the routes to `rank` whose slot is at or above `rows`.
 int64_t routes_beyond(const reference::RankPlan& plan, int64_t rows);
 
 } // namespace epx::test

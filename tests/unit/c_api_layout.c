@@ -213,7 +213,7 @@ IS(EPX_MAX_EVENT_KINDS, 16);
 IS(EPX_MAX_REPORTED_RANKS, 64);
 IS(EPX_MAX_MESSAGE_BYTES, 1024);
 
-/* Here for the compiler and the linker: no signature has changed, no function is gone. */
+/* The compiler and the linker check here that no signature has changed and no function is gone. */
 const struct {
   int32_t (*version)(void);
   const char* (*status_string)(epx_status);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Anything that a rank's process runs may overwrite its window. Here rank 1 of two consists of words that the test stores in
-// rank 0's window beforehand, sound ones and damaged ones, so that rank 0 waits for nobody.
+// Any code in a rank's process may overwrite its window. Here rank 1 of two consists of words that the test stores in rank 0's
+// window beforehand, sound ones and damaged ones, so that rank 0 waits for no other process.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -27,7 +27,7 @@ constexpr int kTokens = 4;
 constexpr int kTopK = 2;
 constexpr int kExperts = 4; // two of each rank
 constexpr int kHidden = 4;
-constexpr int kPeerRoutes = 3; // all to the first expert of rank 0, behind those of rank 0
+constexpr int kPeerRoutes = 3; // all go to the first expert of rank 0, after the routes of rank 0
 
 GroupContext make_context(int rank, int64_t timeout_ms) {
   epx_group_config config{};
@@ -66,7 +66,7 @@ public:
   }
   CallDescriptor& post() { return word<CallDescriptor>(0, layout().posts, 1); }
 
-  // Rank 1 makes call `sequence` with rank 0, and has all its data there.
+  // Stores what rank 1 stores in call `sequence`, with all its data.
   void come(epx_operation operation, uint64_t sequence) {
     post() = CallDescriptor{};
     post().operation = operation;
@@ -85,11 +85,11 @@ public:
     reinterpret_cast<ExchangeRecord*>(board)->rank = 1;
   }
   int32_t& count(int expert) {
-    return word<int32_t>(0, layout().counts, (1 * kRanks + 1) * kExperts + expert); // of call 1
+    return word<int32_t>(0, layout().counts, (1 * kRanks + 1) * kExperts + expert); // the counts of call 1
   }
   SlotRecord& record(int64_t slot) { return word<LlSlotRecord>(0, layout().ll_slot_records, slot).record; }
 
-  // Rank 1 takes part in prepare as call 1: its routes are behind the four of rank 0 to the same expert.
+  // Stores what rank 1 stores in prepare as call 1: its routes come after the four of rank 0 to the same expert.
   void come_to_prepare() {
     come(EPX_OP_PREPARE, 1);
     count(0) = kPeerRoutes;
@@ -159,7 +159,8 @@ private:
   Memory handle_;
 };
 
-// Rank 0's call fails since its window is damaged; the sentence contains `words`, and rank 1 gets an abort record.
+// Checks that rank 0's call fails since its window is damaged, that the sentence contains `words`, and that rank 1 gets an
+// abort record.
 void check_damage(OneOfTwo& rank, const std::function<void()>& call, const std::vector<std::string>& words) {
   std::string message;
   try {
@@ -194,7 +195,7 @@ TEST_CASE("words of a peer that are sound are taken") {
   CHECK(rank.report().status == EPX_SUCCESS);
 }
 
-TEST_CASE("an abort record that no rank can have stored is damage") {
+TEST_CASE("an abort record that no rank can have stored is reported as damage") {
   const uint64_t sound = pack(AbortRecord{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 1, 3});
   const uint64_t damaged[] = {
       1,                                                                 // no status
@@ -219,7 +220,7 @@ TEST_CASE("an abort record that no rank can have stored is damage") {
   CHECK(rank.report().status == EPX_ERROR_TIMEOUT);
 }
 
-TEST_CASE("a peer learns whose window is damaged") {
+TEST_CASE("a peer is told whose window is damaged") {
   OneOfTwo rank(1);
   rank.word<Flag>(1, rank.layout().abort_record).value = pack(AbortRecord{EPX_ERROR_INTERNAL, EPX_OP_COMBINE, 0, 9});
   CHECK_THROWS_AS(rank.protocol().begin(EPX_OP_DISPATCH), StatusError);
@@ -244,7 +245,7 @@ TEST_CASE("a rank that gives up names a rank that exists, whatever the others le
   for (const uint64_t word : {~uint64_t{0}, pack(AbortRecord{EPX_ERROR_TIMEOUT, EPX_OP_COMBINE, 35032, 3})}) {
     CAPTURE(word);
     OneOfTwo rank(1, kShortMs);
-    rank.word<Flag>(0, rank.layout().abort_record).value = word; // in the window that decides who is the culprit
+    rank.word<Flag>(0, rank.layout().abort_record).value = word; // this window decides which rank is the culprit
     rank.protocol().begin(EPX_OP_DISPATCH);
     CHECK_THROWS_AS(rank.protocol().arrive({}), StatusError);
     const epx_group_report report = rank.report();
@@ -253,7 +254,7 @@ TEST_CASE("a rank that gives up names a rank that exists, whatever the others le
   }
 }
 
-TEST_CASE("a peer that seems to be ahead of this rank is damage") {
+TEST_CASE("a sequence number ahead of this rank's is reported as damage") {
   {
     OneOfTwo rank;
     rank.come_to_prepare();
@@ -297,7 +298,7 @@ TEST_CASE("a peer's call descriptor is checked before it is used") {
   }
 }
 
-TEST_CASE("route counts that a peer cannot have are damage") {
+TEST_CASE("route counts that a peer cannot have are reported as damage") {
   for (const int32_t routes : {-1, std::numeric_limits<int32_t>::min(), kTokens * kTopK + 1}) {
     for (int expert = 0; expert < kExperts; ++expert) {
       CAPTURE(routes);
@@ -311,11 +312,11 @@ TEST_CASE("route counts that a peer cannot have are damage") {
   OneOfTwo rank;
   rank.come_to_prepare();
   for (int expert = 0; expert < kExperts; ++expert)
-    rank.count(expert) = kTokens; // one by one they are possible
+    rank.count(expert) = kTokens; // each is possible by itself
   check_damage(rank, [&] { rank.prepare(); }, {"rank 1", std::to_string(kTokens * kTopK)});
 }
 
-TEST_CASE("slot records that lead out of the tables are damage") {
+TEST_CASE("slot records that lead out of the tables are reported as damage") {
   const std::pair<SlotRecord, std::string> damages[] = {
       {{0, -1, kRanks, 0, 1, 0}, "rank 2"},  {{0, -1, SlotRecord::kNoSource, 0, 1, 0}, "rank 65535"},
       {{-1, -1, 1, 0, 1, 0}, "token -1"},    {{kTokens, -1, 1, 0, 1, 0}, "token 4"},
@@ -330,7 +331,7 @@ TEST_CASE("slot records that lead out of the tables are damage") {
   }
 }
 
-TEST_CASE("records on the exchange board are looked at before they are used") {
+TEST_CASE("records on the exchange board are checked before they are used") {
   const auto record_of = [](OneOfTwo& rank) {
     return reinterpret_cast<ExchangeRecord*>(&rank.word<std::byte>(0, rank.layout().board, kExchangeRecordBytes));
   };
@@ -359,8 +360,8 @@ TEST_CASE("records on the exchange board are looked at before they are used") {
   }
 }
 
-// Under AddressSanitizer above all: whatever the words, prepare ends, and touches nothing else.
-TEST_CASE("random damage to the control words ends a call in order") {
+// Whatever the words are, prepare ends, and touches nothing else, as AddressSanitizer checks.
+TEST_CASE("a call ends whatever the damage to the control words") {
   std::mt19937_64 random(20261122);
   int failed = 0;
   constexpr int kTrials = 3'000;

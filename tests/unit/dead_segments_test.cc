@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// transport/host/dead_segments.h: which names in /dev/shm are removed, and which never are. Other processes of this user may
-// use epx at the same time and remove dead segments, too: a file that has to stay is one that none of them may remove.
+// These tests check which names transport/host/dead_segments.h removes from /dev/shm. Other processes of this user may use epx
+// at the same time and remove dead segments, too: a file that has to stay is one that none of them may remove.
 #include <doctest/doctest.h>
 
 #include <cerrno>
@@ -47,7 +47,7 @@ bool is_there(const fs::path& path) {
   return fs::symlink_status(path).type() != fs::file_type::not_found;
 }
 
-// A process that makes a named segment and says so; then it lives until it is killed.
+// Maker is a process that makes a named segment and reports it; then it lives until it is killed.
 class Maker {
 public:
   explicit Maker(const std::function<void()>& before = [] {}) {
@@ -136,7 +136,7 @@ TEST_CASE("a dead process's name is removed, a live one's is not") {
   CHECK(::stat(live.path().c_str(), &file) == 0);
   CHECK((file.st_mode & 07777) == 0600);
   live.kill();
-  make_host_transport(0, 2); // any transport that starts does it
+  make_host_transport(0, 2); // each transport does it when it starts
   CHECK_FALSE(is_there(live.path()));
 }
 
@@ -152,7 +152,7 @@ TEST_CASE("a process that is stopped is not dead") {
   CHECK_FALSE(is_there(maker.path()));
 }
 
-TEST_CASE("another user's name stays, in both directions") {
+TEST_CASE("another user's name stays, whichever of the two users looks") {
   if (::geteuid() != 0) return;
   Maker others([] { check(::setuid(kNobody) == 0, "setuid failed"); });
   Maker own;
@@ -228,7 +228,7 @@ TEST_CASE("a record of another machine, boot, PID namespace or user, or with ano
   }
 }
 
-TEST_CASE("foreign files that are named alike stay as they are") {
+TEST_CASE("other files with similar names stay as they are") {
   const test::TempDirectory elsewhere;
   const std::string alike = "epx-0123456789abcdef0123456789abcdef";
   const fs::path path = path_of(alike);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A wait finds out that its process was suspended, and extends its deadline; the times are made up.
+// A wait notices that its process was suspended, and extends its deadline. The tests pass the times, and do not wait.
 #include <chrono>
 #include <cstdint>
 #include <limits>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ep_bench makes of its measurements: statistics, row counts, figures, report.
+// These tests check what ep_bench computes from its measurements: statistics, row counts, figures, report.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -186,7 +186,7 @@ TEST_CASE("ep_bench report on GPUs: more lines, and ratios to the larger speed-o
   CHECK(to_json(results)["operations"]["dispatch"]["ratio_on_comm_sms"].get<double>() == doctest::Approx(8.0 / 7));
   CHECK_MESSAGE(contains(to_table(results), "on 16 SMs 6.0 and 7.0 us: ratio 1.143"), to_table(results));
 
-  results.group.num_comm_sms = 100; // what the group says, whoever chose it
+  results.group.num_comm_sms = 100; // the report has the group's number, whether the option or the default chose it
   CHECK(to_json(results)["config"]["num_comm_sms"] == 100);
   CHECK_MESSAGE(contains(to_table(results), "SMs for communication: 100 (--num-comm-sms)"), to_table(results));
   results.options.num_comm_sms = 0;

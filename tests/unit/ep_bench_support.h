@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the unit tests of ep_bench share.
+// The unit tests of ep_bench share these helpers.
 #pragma once
 
 #include <cstdio>
@@ -18,7 +18,7 @@
 
 namespace epx::bench {
 
-// A command line that builds with and without MPI accept.
+// Returns options from a command line that builds with and without MPI accept.
 inline std::variant<Options, RequestedText> parse(std::vector<const char*> arguments) {
   std::vector<const char*> argv{"ep_bench", "--bootstrap", "file:/tmp", "--rank", "0", "--ranks", "1"};
   argv.insert(argv.end(), arguments.begin(), arguments.end());
@@ -29,7 +29,7 @@ inline Options options_of(std::vector<const char*> arguments) {
   return std::get<Options>(parse(std::move(arguments)));
 }
 
-// The sentence of the UsageError that `action` throws.
+// Returns the sentence of the UsageError that `action` throws.
 template <typename Action>
 std::string refusal_of(Action&& action) {
   try {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The command line of ep_bench, and how its ranks fail together.
+// These tests check the command line of ep_bench, and how its ranks fail together.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -20,7 +20,7 @@
 namespace epx::bench {
 namespace {
 
-// The sentence that a refused command line gives.
+// Returns the sentence with which a command line is refused.
 std::string refusal(const std::vector<const char*>& argv) {
   return refusal_of([&] { parse_options(static_cast<int>(argv.size()), argv.data()); });
 }
@@ -222,7 +222,7 @@ TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
   }
 }
 
-// A PretendPeer answers for two ranks; its fields say how the second one fares.
+// A PretendPeer answers for two ranks; its fields hold what the second one reports.
 struct PretendPeer {
   int32_t exit_code = 0;
   const char* message = "";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The inputs of ep_bench: random numbers, routing, tensors, files, memory.
+// These tests check the inputs of ep_bench: random numbers, routing, tensors, files, memory.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -142,7 +142,7 @@ TEST_CASE("ep_bench text routing: a word's experts are hashes of the word") {
     CHECK(later[2 + k] == hash_expert("the", 9, k, 16));
   }
 
-  // Different k, words and seeds are as good as independent: they agree once in 16 times.
+  // Hashes of different k, words and seeds behave as independent ones: two agree once in 16 times.
   int same_k = 0, same_seed = 0, same_word = 0, expert_of[16] = {};
   for (int i = 0; i < 16000; ++i) {
     const std::string word = "word" + std::to_string(i);
@@ -175,7 +175,7 @@ TEST_CASE("ep_bench text files") {
   }
 }
 
-TEST_CASE("ep_bench text files: what is no regular file of a bounded size is refused, and not waited for") {
+TEST_CASE("ep_bench text files: a file that is not regular or is too large is refused without waiting") {
   CHECK(contains(refusal_of([] { read_words("/dev/zero"); }), "'/dev/zero' of --routing text: it is a device"));
   const TemporaryFile file("");
   CHECK(::truncate(file.name(), kMaxTextBytes + 1) == 0);
@@ -238,7 +238,7 @@ TEST_CASE("ep_bench --json: found writable before, written after") {
   CHECK(content_of(file.name()) == "7\n");
   CHECK(std::remove(file.name()) == 0);
   CHECK(::mkfifo(file.name(), 0600) == 0);
-  CHECK(contains(refusal_of([&] { const JsonFile json(file.name()); }), "of --json")); // nobody reads it
+  CHECK(contains(refusal_of([&] { const JsonFile json(file.name()); }), "of --json")); // no process reads the fifo
 }
 
 // Values of a row-major tensor whose magnitudes must be in [1/8, 2).

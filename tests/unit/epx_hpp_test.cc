@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C++ layer of epx.hpp through the public library alone, compiled with the warnings that a strict user has.
+// These tests use epx.hpp and the public library alone, and compile with the warnings of a strict user.
 #include "epx/epx.hpp"
 
 #include <array>
@@ -41,7 +41,7 @@ static_assert(std::is_trivially_copyable_v<epx::Tensor> && sizeof(epx::Tensor) =
 static_assert(std::is_base_of_v<std::runtime_error, epx::Error>);
 static_assert(std::is_nothrow_copy_constructible_v<epx::Error>);
 
-// What calls write to is not const, what they are told of outlives the expression, and elements have a dtype.
+// Outputs are not const, ranges outlive the expression, and elements have a dtype.
 static_assert(std::is_constructible_v<epx::Tensor, std::vector<float>&, epx::Shape>);
 static_assert(std::is_constructible_v<epx::Tensor, std::span<Bf16>, epx::Shape>);
 static_assert(!std::is_constructible_v<epx::Tensor, const std::vector<float>&, epx::Shape>);
@@ -75,7 +75,7 @@ epx::GroupConfig small_config() {
   return config;
 }
 
-// What `action` throws, which must be an Error.
+// Returns what `action` throws, which must be an Error.
 template <typename Action>
 epx::Error error_of(Action&& action) {
   try {
@@ -90,7 +90,7 @@ bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-// An all-gather of ranks that are threads.
+// A Board is an all-gather among ranks that are threads.
 class Board {
 public:
   explicit Board(int num_ranks) : parts_(static_cast<size_t>(num_ranks)), barrier_(num_ranks) {}
@@ -140,7 +140,7 @@ void require(bool ok, const std::string& what) { // doctest's macros are for the
   if (!ok) throw std::runtime_error(what);
 }
 
-// A prepared layer: token t of this rank goes to experts t and t + 1.
+// This layer is prepared: token t of this rank goes to experts t and t + 1.
 struct Prepared {
   explicit Prepared(epx::GroupView group, int64_t num_tokens = kMaxTokens)
       : handle(group.handle_mem_size(kLayer)), topk_idx(static_cast<size_t>(num_tokens) * kTopK) {
@@ -187,7 +187,7 @@ TEST_CASE("a failure is described by its function, status and sentence") {
   CHECK(epx::describe(std::runtime_error("no disk")) == "no disk");
 }
 
-TEST_CASE("what an empty view or owner is asked for is refused by name") {
+TEST_CASE("calls on an empty view or owner are refused with their names") {
   epx::Group group;
   CHECK(!group);
   CHECK(group.get() == nullptr);
@@ -250,7 +250,7 @@ TEST_CASE("tensors carry data, dtype and shape of typed memory") {
   CHECK(!epx::Tensor());
   CHECK(epx::Tensor().get() == nullptr);
   CHECK(!epx::ConstTensor(epx_tensor{}));
-  CHECK(epx::Tensor(nullptr, EPX_FLOAT32, {0, 3}).get() != nullptr); // no elements is not absent
+  CHECK(epx::Tensor(nullptr, EPX_FLOAT32, {0, 3}).get() != nullptr); // a tensor without elements is not an absent one
 }
 
 TEST_CASE("a shape that does not fit the memory is refused with both numbers") {
@@ -307,7 +307,7 @@ TEST_CASE("a bootstrap is released once, by its last owner") {
   CHECK(releases == 3);
 }
 
-TEST_CASE("what an all-gather throws comes back from group creation") {
+TEST_CASE("group creation rethrows what an all-gather throws") {
   const auto creation = [](auto all_gather) {
     return error_of([&] { epx::Group(epx::bootstrap_from(0, 2, all_gather), small_config()); });
   };
@@ -322,7 +322,7 @@ TEST_CASE("what an all-gather throws comes back from group creation") {
   CHECK(contains(endless.what(), "xxx"));
 }
 
-TEST_CASE("a missing folder is told by the file bootstrap") {
+TEST_CASE("the file bootstrap reports a missing directory") {
   const epx::Error error =
       error_of([] { static_cast<void>(epx::bootstrap_file("/nonexistent/folder", "job", 0, 1, 100ms)); });
   CHECK(error.status() == EPX_ERROR_SYSTEM);
@@ -429,7 +429,7 @@ TEST_CASE("a refused operation names its tensor, and the group goes on") {
   });
 }
 
-TEST_CASE("events are told by status() and cleared by it") {
+TEST_CASE("status() reports events and clears them") {
   with_group(1, [](epx::Group& group, int) {
     Prepared layer(group);
     layer.topk_idx[0] = kExperts; // there is no such expert
@@ -485,7 +485,7 @@ TEST_CASE("the host transport cannot register memory") {
   });
 }
 
-TEST_CASE("a rank that gives up is named to its peer at once") {
+TEST_CASE("a rank that aborts is named to its peer at once") {
   std::array<std::optional<epx::Error>, 2> errors;
   with_group(2, [&](epx::Group& group, int rank) {
     if (rank == 1) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long a rendezvous through files may take to fail, and whom it names when rank 0 has died. Runs alone, since it takes the
-// promise of epx.h by its word.
+// These tests check how long a file rendezvous may take to fail, and which ranks it names when rank 0 has died. They run alone,
+// since they check the times that epx.h promises.
 #include <algorithm>
 #include <chrono>
 #include <functional>
@@ -21,19 +21,19 @@ namespace {
 
 using namespace epx::test::files;
 
-// epx.h: within 100 ms + 10 % after timeout_ms.
+// epx.h promises a failure within 100 ms + 10 % after timeout_ms.
 milliseconds promise(milliseconds timeout) {
   return timeout + 100ms + timeout / 10;
 }
 
-// A rank that is stopped, and does not stay so when the test fails.
+// Stops a rank for some time, and continues it also when the test fails.
 void stop_for(RankProcess& rank, milliseconds time) {
   rank.stop();
   std::this_thread::sleep_for(time);
   rank.go_on();
 }
 
-// Ranks that need a verdict of `word` in time; the exit status of the process says whether they got it.
+// Starts a rank that must fail in time with a sentence that contains `word`; its exit status says whether it did.
 std::unique_ptr<RankProcess> start_rank(const std::function<void()>& body, milliseconds timeout, const std::string& word) {
   return std::make_unique<RankProcess>([=] {
     const Outcome outcome = outcome_of(body);
@@ -79,7 +79,7 @@ TEST_CASE("a rendezvous at which a rank falls silent fails in time on the others
       RankProcess first([&] { outcome_of(meet(silent)); });
       auto second = start_rank(meet(1 - silent), kTimeout, word);
       auto third = start_rank(meet(2), kTimeout, word);
-      // Both know the session, and have handed in their contributions.
+      // Both have the session's number, and have written their contributions.
       REQUIRE(wait_until([&] {
         int parts = 0;
         for (const std::string& name : names_in(directory.job("job")))
@@ -95,7 +95,7 @@ TEST_CASE("a rendezvous at which a rank falls silent fails in time on the others
     }
 }
 
-// The ranks that resume get the whole timeout anew, and no more than that.
+// Ranks that are resumed get the whole timeout again, and no more.
 TEST_CASE("a rendezvous that is suspended and at which a rank is missing fails in time after it is resumed") {
   const TimeLimit limit(60);
   static constexpr milliseconds kTimeout = 500ms;
@@ -150,8 +150,8 @@ TEST_CASE("an all-gather to which a rank does not come fails in time on the othe
   }
 }
 
-// Sixty jobs of four, some at a time. Each survivor waits for at most one timeout, and blames rank 0 alone.
-TEST_CASE("survivors of a rank 0 that was killed at any moment name it, and nobody else") {
+// Sixty jobs of four ranks run, some at a time. Each survivor waits for at most one timeout, and names rank 0 alone.
+TEST_CASE("survivors of a rank 0 that was killed at a random time name rank 0 and no other rank") {
   const TimeLimit limit(60);
   constexpr int kRanks = 4;
   constexpr int kJobsAtOnce = 5;
@@ -188,7 +188,7 @@ TEST_CASE("survivors of a rank 0 that was killed at any moment name it, and nobo
     for (const Job& job : jobs)
       for (const auto& survivor : job.survivors)
         CHECK(survivor->join() == 0);
-    CHECK(names_in(directory.path()).empty()); // they have cleared away what it left
+    CHECK(names_in(directory.path()).empty()); // the survivors have removed rank 0's files
   }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rendezvous directory lies beside other users' files, and other users act on it.
+// In these tests the rendezvous directory lies beside other users' files, and other users change it.
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -28,7 +28,7 @@ using namespace epx::test::files;
 constexpr uid_t kOtherUser = 65534;
 const std::string kNonce = "0123456789abcdef0123456789abcdef";
 
-// A message as this process would write it.
+// Returns a message as this process would write it.
 std::string message() {
   return epx::encode({epx::MessageKind::kHello, 1, 3, EPX_SUCCESS, kNonce, "", {}}, epx::this_process_origin());
 }
@@ -46,7 +46,7 @@ void make_private_directory(const fs::path& path) {
   REQUIRE(::mkdir(path.c_str(), 0700) == 0);
 }
 
-// Neither a rank that is alone nor one that has peers uses the directory, and both say why.
+// Checks that neither a rank that is alone nor one that has peers uses the directory, and that both report why.
 void check_refused(const TempDirectory& directory, const std::vector<std::string>& parts) {
   for (const int num_ranks : {1, 2}) {
     CAPTURE(num_ranks);
@@ -61,7 +61,7 @@ void check_refused(const TempDirectory& directory, const std::vector<std::string
 
 TEST_SUITE_BEGIN("file_bootstrap");
 
-TEST_CASE("a directory of that name with somebody's files in it is refused, and they stay") {
+TEST_CASE("a directory of that name with other files in it is refused, and the files stay") {
   const TimeLimit limit(30);
   const TempDirectory directory;
   const fs::path job = directory.job("moe");
@@ -130,7 +130,7 @@ TEST_CASE("only names and contents that are both epx's own are taken for epx's")
     refuse(name, message());
 }
 
-// Their writer may be a rank of this job that has loaded another libepx: nobody can know.
+// Their writer may be a rank of this job that has loaded another libepx, which this rank cannot know.
 TEST_CASE("files in the format of an older epx are refused with what to do about them, and they stay") {
   const TimeLimit limit(30);
   const TempDirectory directory;
@@ -175,7 +175,7 @@ TEST_CASE("what is not a plain file of this user is refused") {
   run_job(directory.path(), "job", 2);
 }
 
-TEST_CASE("files that a network file system keeps are neither in the way nor removed") {
+TEST_CASE("files that a network file system keeps are ignored and not removed") {
   const TimeLimit limit(30);
   const TempDirectory directory;
   const fs::path job = directory.job("job");
@@ -240,12 +240,12 @@ TEST_CASE("a message is read only when it is this user's and has one name") {
   }
 }
 
-TEST_CASE("who swaps the directory while ranks use it makes them fail, and gets no file of theirs") {
+TEST_CASE("when the directory is swapped while ranks use it, they fail and write no file to the new one") {
   const TimeLimit limit(60);
   struct Swap {
     std::string name;
     std::function<void(const fs::path& job, const fs::path& trap)> put; // something else at `job`
-    std::string word;                                                   // of the sentence
+    std::string word;                                                   // a word of the sentence
   };
   const std::vector<Swap> swaps = {
       {"a link to a directory of this user",
@@ -279,13 +279,13 @@ TEST_CASE("who swaps the directory while ranks use it makes them fail, and gets 
     check_refused(directory, {swap.word});
     CHECK(names_in(job) == before);
     CHECK(fs::exists(job));
-    CHECK(names_in(away).empty()); // what it wrote it has cleared away, wherever that is now
+    CHECK(names_in(away).empty()); // the rank has removed its files, wherever the directory is now
   }
 }
 
-// Root's ranks join below a directory in which another user may write and rename.
-TEST_CASE("another user who swaps the directory leads root nowhere") {
-  if (::geteuid() != 0) return; // it takes two users
+// Ranks of root join below a directory in which another user may write and rename.
+TEST_CASE("another user who swaps the directory gets no file of root's") {
+  if (::geteuid() != 0) return; // the test needs two users
   const TimeLimit limit(60);
   const TempDirectory directory;
   const fs::path job = directory.job("job");

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What dead jobs leave in a rendezvous directory: it does not disturb the next job, and is removed where it is certainly dead.
+// Files that dead jobs left in a rendezvous directory do not disturb the next job, which removes them if they are certainly
+// dead.
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
@@ -32,8 +33,8 @@ bool any_name(const fs::path& job, const std::string& prefix) {
   return std::any_of(names.begin(), names.end(), [&](const std::string& name) { return name.starts_with(prefix); });
 }
 
-// A job follows a dead one. Where that one ran on this host, nothing is left in the end; where it ran elsewhere, all stays but
-// the hellos, which live ranks replace by their own, and the welcomes for them, which rank 0 does.
+// A job follows a dead one. If that one ran on this host, no file is left in the end; if it ran elsewhere, all files stay
+// except the hellos, which live ranks replace by their own, and the welcomes for these, which rank 0 replaces.
 void follow_dead_jobs(bool elsewhere) {
   const TimeLimit limit(120);
   const TempDirectory directory;
@@ -49,7 +50,7 @@ void follow_dead_jobs(bool elsewhere) {
     CHECK(after.empty() == !elsewhere);
     for (const std::string& name : after) {
       CAPTURE(name);
-      CHECK(before.contains(name)); // nothing of its own is left
+      CHECK(before.contains(name)); // the job's own files have been removed
     }
     for (const std::string& name : before) {
       CAPTURE(name);
@@ -95,7 +96,7 @@ void follow_dead_jobs(bool elsewhere) {
     bury();
     run(4);
   }
-  SUBCASE("a welcome that nobody took") {
+  SUBCASE("a welcome that no rank read") {
     {
       RankProcess rank1([&] { Bootstrap bootstrap(directory.path(), "job", 1, 3, kPatient); });
       REQUIRE(wait_until([&] { return any_name(job, "hello.1"); }));
@@ -129,7 +130,7 @@ void follow_dead_jobs(bool elsewhere) {
       run(3);
     }
   }
-  SUBCASE("an answer that nobody read") {
+  SUBCASE("an answer that no rank read") {
     const std::string go = directory.path() + "/go";
     const auto rank_body = [&](int rank) {
       Bootstrap bootstrap(directory.path(), "job", rank, 3, kPatient);
@@ -141,7 +142,7 @@ void follow_dead_jobs(bool elsewhere) {
     RankProcess rank1([&] { rank_body(1); });
     RankProcess rank2([&] { rank_body(2); });
     REQUIRE(wait_until([&] { return any_name(job, "in.1.1.") && any_name(job, "in.1.2."); }));
-    rank2.stop(); // it has handed in its part, and does not see the answer
+    rank2.stop(); // rank 2 has written its contribution, and does not read the answer
     std::ofstream(go) << "go";
     REQUIRE(wait_until([&] { return any_name(job, "out.1.2.") && !any_name(job, "out.1.1."); }));
     rank0.kill();
@@ -171,7 +172,7 @@ TEST_CASE("a job follows dead ones of another host") {
   follow_dead_jobs(true);
 }
 
-TEST_CASE("jobs killed at any moment leave nothing behind once the next has started") {
+TEST_CASE("jobs killed at a random time leave no file once the next has started") {
   const TimeLimit limit(60);
   std::mt19937 random(3);
   const TempDirectory directory;
@@ -192,7 +193,7 @@ TEST_CASE("jobs killed at any moment leave nothing behind once the next has star
   CHECK(names_in(directory.path()).empty());
 }
 
-TEST_CASE("what a killed rank leaves goes with the last that outlives it") {
+TEST_CASE("the last survivor removes a killed rank's files") {
   const TimeLimit limit(60);
   const TempDirectory directory;
   for (const int victim : {0, 1}) {
@@ -228,7 +229,7 @@ TEST_CASE("files of a live job are never taken for a dead one's") {
   rank0.stop();
   rank1.stop();
   const std::set<std::string> before = names_in(job);
-  for (int repeat = 0; repeat < 3; ++repeat) // it looks for leftovers when it comes and when it goes
+  for (int repeat = 0; repeat < 3; ++repeat) // a rank looks for leftovers when it joins and when it leaves
     Bootstrap(directory.path(), "job", 0, 1, kShort);
   CHECK(names_in(job) == before);
   // A dead rank beside a live one does not make the job a dead one.
@@ -273,7 +274,7 @@ TEST_CASE("nothing is removed that another host, boot or PID namespace wrote") {
   }
 }
 
-// Beside a file of another host nobody can be sure that the job is dead.
+// A file of another host may belong to a live rank, so that the job is not certainly dead.
 TEST_CASE("old leftovers of this host are removed by the next job whose ranks join") {
   const TimeLimit limit(60);
   const TempDirectory directory;
@@ -297,7 +298,7 @@ TEST_CASE("old leftovers of this host are removed by the next job whose ranks jo
   fs::last_write_time(unfinished, fs::file_time_type::clock::now() - 2h);
   put("alive.3." + kNonce, elsewhere, 2h);
   put("in.1.3." + kNonce, elsewhere, 2h);
-  put("in.1.1." + kNonce, here, 0h); // not old enough to be dead for sure
+  put("in.1.1." + kNonce, here, 0h); // too new to be certainly dead
   run_job(directory.path(), "job", 2);
   CAPTURE(fmt::format("{}", fmt::join(names_in(job), " ")));
   CHECK(names_in(job) == std::set<std::string>{"alive.3." + kNonce, "in.1.3." + kNonce, "in.1.1." + kNonce});

@@ -39,7 +39,7 @@ using Clock = std::chrono::steady_clock;
 using epx::test::TimeLimit;
 using std::chrono::milliseconds;
 
-inline constexpr milliseconds kPatient = 20s; // a test that has to wait this long has failed
+inline constexpr milliseconds kPatient = 20s; // a test that waits this long has failed
 inline constexpr milliseconds kShort = 400ms;
 inline constexpr milliseconds kSlack = 3s; // what a loaded machine may add to a bounded wait
 
@@ -82,7 +82,7 @@ bool wait_until(Condition condition, milliseconds limit = kPatient) {
   return true;
 }
 
-// One rank's bootstrap, used as a caller of the C struct uses it.
+// One rank's bootstrap is used as a caller of the C struct uses it.
 class Bootstrap {
 public:
   Bootstrap(const std::string& directory, const std::string& job, int rank, int num_ranks, milliseconds timeout)
@@ -223,7 +223,7 @@ inline void run_job(const std::string& directory, const std::string& job, int nu
 class RankProcess {
 public:
   explicit RankProcess(const std::function<void()>& body) {
-    std::fflush(nullptr); // what is buffered is the parent's to print
+    std::fflush(nullptr); // the parent prints what is buffered
     pid_ = ::fork();
     if (pid_ != 0) return;
     ::alarm(30);
@@ -237,7 +237,7 @@ public:
   RankProcess(const RankProcess&) = delete;
   RankProcess& operator=(const RankProcess&) = delete;
 
-  // What waitpid says: 0 is success.
+  // Returns the status from waitpid; 0 is success.
   int join() {
     int status = -1;
     if (pid_ > 0) ::waitpid(std::exchange(pid_, -1), &status, 0);
@@ -254,7 +254,7 @@ private:
   pid_t pid_ = -1;
 };
 
-// As if a process on another machine had written all that lies in the directory of the job.
+// Changes all files in the job's directory as if a process on another machine had written them.
 inline void move_to_another_host(const fs::path& job) {
   constexpr std::streamoff kHost = 64; // where the name of the host begins in a file
   for (const std::string& name : names_in(job)) {
@@ -267,7 +267,7 @@ inline void move_to_another_host(const fs::path& job) {
 
 // Starts processes that join as `ranks` of `num_ranks`, and kills them once the hellos of all are there.
 inline void leave_hellos(const TempDirectory& directory, const std::string& job, std::vector<int> ranks, int num_ranks) {
-  std::sort(ranks.rbegin(), ranks.rend()); // rank 0 comes last, and finds nobody who could go on
+  std::sort(ranks.rbegin(), ranks.rend()); // rank 0 starts last, when no other rank can continue
   std::vector<std::unique_ptr<RankProcess>> processes;
   for (const int rank : ranks) {
     const fs::path hello = directory.job(job) / fmt::format("hello.{}", rank);

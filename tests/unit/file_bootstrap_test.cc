@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The file rendezvous. Ranks are threads where nobody dies, and processes where somebody does.
+// These tests check the file rendezvous. Ranks are threads, and processes where one of them dies.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -80,7 +80,7 @@ TEST_CASE("ranks are processes") {
   CHECK(names_in(directory.path()).empty());
 }
 
-TEST_CASE("a forked child that releases its parent's bootstrap does the parent no harm") {
+TEST_CASE("a forked child that releases its parent's bootstrap does not change the parent's") {
   const TimeLimit limit(30);
   const TempDirectory directory;
   RankProcess peer([&] {
@@ -135,7 +135,7 @@ TEST_CASE("jobs of different ids share a directory") {
   CHECK(names_in(directory.path()).empty());
 }
 
-TEST_CASE("somebody removes the directory, and the ranks create it again") {
+TEST_CASE("when the directory is removed, the ranks create it again") {
   const TimeLimit limit(30);
   const TempDirectory directory;
   std::atomic<int> met{0};
@@ -200,12 +200,12 @@ TEST_CASE("ranks that never come are named by all who wait") {
       CHECK(outcome.elapsed < kShort + kSlack);
       longest = std::max(longest, outcome.elapsed);
     }
-    CHECK(longest >= kShort); // who comes a little later hears of it a little sooner
+    CHECK(longest >= kShort); // a rank that joins a little later waits a little less
     CHECK(names_in(directory.path()).empty());
   }
 }
 
-TEST_CASE("a rank that loses patience first does not become the culprit") {
+TEST_CASE("a rank that times out first is not named by the others") {
   const TimeLimit limit(30);
   const TempDirectory directory;
   RankThread rank0([&] { Bootstrap bootstrap(directory.path(), "job", 0, 3, kPatient); });
@@ -216,7 +216,7 @@ TEST_CASE("a rank that loses patience first does not become the culprit") {
   CHECK(names_in(directory.path()).empty());
 }
 
-TEST_CASE("a rank that does not come to an all-gather is named by all, and learns it when it comes") {
+TEST_CASE("a rank that does not come to an all-gather is named by all, and its late call fails") {
   for (const int late : {0, 2}) {
     CAPTURE(late);
     const TimeLimit limit(30);
@@ -241,7 +241,7 @@ TEST_CASE("a rank that does not come to an all-gather is named by all, and learn
   }
 }
 
-TEST_CASE("ranks that pass different sizes learn of it") {
+TEST_CASE("ranks that pass different sizes get an error") {
   const TimeLimit limit(30);
   const TempDirectory directory;
   const std::vector<Outcome> outcomes = run_ranks(all_ranks(3), [&](int rank) {
@@ -290,7 +290,7 @@ TEST_CASE("arguments are checked") {
   CHECK(names_in(directory.path()).empty());
 }
 
-TEST_CASE("a directory that cannot be used is an error at once, with its path and the system's words") {
+TEST_CASE("a directory that cannot be used is an error at once, with its path and the system's message") {
   const TimeLimit limit(30);
   const TempDirectory directory;
   const auto make = [&](const std::string& parent, int num_ranks) {
@@ -318,7 +318,7 @@ TEST_CASE("a directory that cannot be used is an error at once, with its path an
   CHECK(child.join() == 0);
 }
 
-TEST_CASE("a hello that somebody clears away comes back") {
+TEST_CASE("a hello that is removed is written again") {
   const TimeLimit limit(30);
   const TempDirectory directory;
   const fs::path hello = directory.job("job") / "hello.1";
@@ -345,7 +345,7 @@ TEST_CASE("two processes that claim one rank are both rejected") {
   }
 }
 
-TEST_CASE("who claims a rank that is in the session already is sent away, and the session goes on") {
+TEST_CASE("a process that claims a rank of a running session is refused, and the session continues") {
   const TimeLimit limit(30);
   const TempDirectory directory;
   const auto rank_body = [&](int rank) {
@@ -369,7 +369,7 @@ TEST_CASE("who claims a rank that is in the session already is sent away, and th
   CHECK(names_in(directory.path()).empty());
 }
 
-TEST_CASE("ranks that disagree on num_ranks learn both values") {
+TEST_CASE("when ranks disagree on num_ranks, all report both values") {
   struct Rank {
     int rank;
     int num_ranks;
@@ -395,7 +395,7 @@ TEST_CASE("ranks that disagree on num_ranks learn both values") {
   }
 }
 
-TEST_CASE("two jobs of the same id at once end in errors or in whole sessions") {
+TEST_CASE("two jobs of the same id at once end in errors or in complete sessions") {
   const TimeLimit limit(120);
   std::mt19937 random(7);
   for (int repeat = 0; repeat < 9; ++repeat) {
@@ -464,7 +464,7 @@ TEST_CASE("a killed rank is named, and the next job of the same id succeeds") {
   }
 }
 
-TEST_CASE("a rank killed at any moment never hangs the others nor the next job") {
+TEST_CASE("a rank killed at a random time makes neither the others nor the next job hang") {
   const TimeLimit limit(120);
   std::mt19937 random(11);
   for (int repeat = 0; repeat < 9; ++repeat) {

@@ -121,7 +121,7 @@ TEST_CASE("regions of the window are aligned, apart, and add up") {
       check(precision, transport);
 }
 
-TEST_CASE("what kernels alone use takes no bytes on the host transport") {
+TEST_CASE("regions that only kernels use take no bytes on the host transport") {
   const epx::GroupShape shape = epx::resolve(small_config(), 5);
   const epx::WindowLayout host = epx::make_window_layout(shape, EPX_TRANSPORT_HOST);
   for (const epx::Region& region :
@@ -215,7 +215,7 @@ TEST_CASE("handle memory keeps to the formula of the contract") {
   }
 }
 
-TEST_CASE("a damaged handle header shows") {
+TEST_CASE("a damaged handle header is detected") {
   epx::HandleHeader header{};
   header.magic = epx::kHandleMagic;
   header.group_id = 0x1234;
@@ -243,7 +243,7 @@ TEST_CASE("an abort record survives its packing") {
   CHECK(abort_record.phase == EPX_PHASE_COMPLETE);
 }
 
-TEST_CASE("whom a rank waits for survives its packing") {
+TEST_CASE("the record of what a rank waits for survives its packing") {
   const epx::Waiting waiting = epx::unpack_waiting(epx::pack(epx::Waiting{123456789012, EPX_PHASE_COMPLETE, 65534}));
   CHECK(waiting.sequence == 123456789012);
   CHECK(waiting.phase == EPX_PHASE_COMPLETE);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// transport/host/memory_limit.h on directories that look like a machine's /proc and /sys.
+// These tests run transport/host/memory_limit.h on directories that look like a machine's /proc and /sys.
 #include <doctest/doctest.h>
 
 #include <cstdint>
@@ -23,7 +23,7 @@ public:
     std::filesystem::create_directories(file.parent_path());
     std::ofstream(file) << text;
   }
-  // `available` and `total` in MiB.
+  // Writes /proc/meminfo; `available` and `total` are in MiB.
   void set_memory(int64_t available, int64_t total) const {
     write("/proc/meminfo", "MemTotal:       " + std::to_string(total * 1024) +
                                " kB\nMemFree: 1 kB\nMemAvailable:   " + std::to_string(available * 1024) + " kB\n");

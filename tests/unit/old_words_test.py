@@ -38,13 +38,15 @@ OLD_WORDS = {
         fail_as_poisoned require_not_poisoned abort_in_words in_words progress_told last_arrival_told
         kMostLocalFloorThreads kMostAtOnce kMostMs file_letters file_meeting Reach kNoReach all_rows_in_reach
         has_reachable_rows Introduction stranger_event heads put_head take_head write_heads deliver_heads order_of_slot
-        let_go start_line StartLine StartBoard line_up
+        let_go start_line StartLine StartBoard line_up LocalMeeting check_meeting bad_meeting kMeetMs kPoison poison_outputs
+        poisoned_rows poisoned_sidecar poisoned_weights poisoned_floats poisoned_like
     """,
     ("runtime/stages/cuda/", "base/device/", "runtime/layout/", "tests/emulation/"): """
         Job Share share_ kStretch kRun nap dawdle order_of strip strips row_strips_ strips_ stream_of_block division teller
         tellers told untold stretch claimed poison poisoned offer offers
     """,
     ("runtime/",): "stranger in_reach own_order num_orders kTerms",
+    ("tests/",): "meeting poison poisoned",
     ("transport/bootstrap/", "tests/unit/file"): """
         Letter LetterKind read_letter write_letter begins_like_letter begins_like_older_letter Party party party_ Reception
         reception Guest guests_ guest serve_guest letter letters stranger Stranger strangers_ look_for_strangers

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The oracle against answers worked out by hand.
+// The oracle is compared with answers worked out by hand.
 #include <array>
 #include <bit>
 #include <cmath>
@@ -33,7 +33,7 @@ float float_of(uint32_t bits) {
   return std::bit_cast<float>(bits);
 }
 
-// A matrix of raw elements; 16-bit ones take the low half of each entry.
+// Returns a matrix of raw elements; 16-bit ones take the low half of each entry.
 Matrix raw(epx_dtype dtype, int64_t rows, int64_t cols, const Bits& elements) {
   const auto size = static_cast<size_t>(element_size(dtype));
   Matrix matrix{dtype, rows, cols, std::vector<std::byte>(elements.size() * size)};
@@ -57,7 +57,7 @@ Bits bits_of(const Floats& values) {
   return bits;
 }
 
-// One column of values that the dtype holds exactly.
+// Returns one column of values that the dtype holds exactly.
 Matrix column(epx_dtype dtype, const Floats& values) {
   Matrix matrix = raw(dtype, static_cast<int64_t>(values.size()), 1, Bits(values.size()));
   for (size_t i = 0; i < values.size(); ++i)
@@ -65,7 +65,7 @@ Matrix column(epx_dtype dtype, const Floats& values) {
   return matrix;
 }
 
-// A single row of float32.
+// Returns a single row of float32.
 Matrix row32(const Floats& values) {
   return raw(EPX_FLOAT32, 1, static_cast<int64_t>(values.size()), bits_of(values));
 }
@@ -93,7 +93,7 @@ Slots origins(const RankPlan& plan, int64_t first, int64_t count) {
   return {begin, begin + count * 3};
 }
 
-// The example that most tests below use: two ranks, four experts (0 and 1 on rank 0, 2 and 3 on rank 1), top-2.
+// Most tests below use this example: two ranks, four experts (0 and 1 on rank 0, 2 and 3 on rank 1), top-2.
 //   expert 0 gets (source, token, k) = (0,0,1) (0,1,0) (0,2,0) (1,0,0) (1,1,1)
 //   expert 1 gets nothing
 //   expert 2 gets (0,0,0) (0,2,1) (1,0,1)
@@ -106,7 +106,7 @@ Plan example_plan(int alignment, int64_t max_recv_tokens, epx_combine_precision 
   return prepare({4, 2, alignment, max_recv_tokens, precision}, example());
 }
 
-// One token on rank `home` with one route to each expert listed; as many experts as ranks * experts_per_rank.
+// Returns the plan of one token on rank `home` with one route to each expert listed; E is ranks * experts_per_rank.
 Plan one_token(int num_ranks, int experts_per_rank, int home, const Ints& experts, epx_combine_precision precision) {
   std::vector<Routing> ranks(num_ranks);
   ranks[home] = routing(1, experts);

@@ -29,7 +29,7 @@ Matrix make_matrix(epx_dtype dtype, int64_t rows, int64_t cols) {
           std::vector<std::byte>(static_cast<size_t>(rows * cols * epx::reference::element_size(dtype)))};
 }
 
-// Elements of every magnitude: any bit pattern is one.
+// Returns elements of every magnitude, as random bit patterns.
 Matrix random_bits(epx_dtype dtype, int64_t rows, int64_t cols, uint64_t seed) {
   Matrix matrix = make_matrix(dtype, rows, cols);
   std::mt19937_64 random(seed);

@@ -39,7 +39,7 @@ using test::check;
 using test::check_equal;
 namespace fs = std::filesystem;
 
-constexpr int64_t kMeetMs = 30'000;
+constexpr int64_t kRendezvousMs = 30'000;
 constexpr int64_t kWindowBytes = 5'000; // not whole pages
 
 fs::path path_of(const std::string& name) {
@@ -57,7 +57,7 @@ std::set<std::string> own_names() {
 class WatchedExchange final : public BootstrapExchange {
 public:
   WatchedExchange(const epx_bootstrap& bootstrap, std::function<void(int)> before_gather)
-      : BootstrapExchange(bootstrap, kMeetMs), before_gather_(std::move(before_gather)) {}
+      : BootstrapExchange(bootstrap, kRendezvousMs), before_gather_(std::move(before_gather)) {}
   int num_gathers() const { return num_gathers_; }
 
 protected:
@@ -105,7 +105,8 @@ void run_rank_processes(int num_ranks, const std::function<void(const epx_bootst
   const test::TempDirectory directory;
   test::check_all_succeeded(test::run_processes(num_ranks, 60s, [&](int rank) {
     epx_bootstrap bootstrap{};
-    test::check_ok(epx_bootstrap_file(directory.path().c_str(), "job", rank, num_ranks, kMeetMs, &bootstrap), "meeting");
+    test::check_ok(epx_bootstrap_file(directory.path().c_str(), "job", rank, num_ranks, kRendezvousMs, &bootstrap),
+                   "rendezvous");
     fn(bootstrap);
     epx_bootstrap_free(&bootstrap);
   }));
@@ -126,9 +127,9 @@ TEST_CASE("windows are nameless: in no step of opening one is anything in /dev/s
     CHECK_NOTHROW(run_rank_processes(num_ranks, [&](const epx_bootstrap& bootstrap) {
       check_equal(check_window(bootstrap, SegmentKind::kNameless, look), 2, "gathers");
     }));
-    test::LocalMeeting meeting(num_ranks);
+    test::LocalRendezvous rendezvous(num_ranks);
     CHECK_NOTHROW(test::run_threads(num_ranks, [&](int rank) {
-      check_equal(check_window(meeting.bootstrap(rank), SegmentKind::kNameless, look), 2, "gathers");
+      check_equal(check_window(rendezvous.bootstrap(rank), SegmentKind::kNameless, look), 2, "gathers");
     }));
   }
 }
@@ -140,9 +141,9 @@ TEST_CASE("windows by name: the names are gone when all have mapped them") {
     CHECK_NOTHROW(run_rank_processes(num_ranks, [&](const epx_bootstrap& bootstrap) {
       check_equal(check_window(bootstrap, SegmentKind::kNamed, kNothing), 2, "gathers");
     }));
-    test::LocalMeeting meeting(num_ranks);
+    test::LocalRendezvous rendezvous(num_ranks);
     CHECK_NOTHROW(test::run_threads(
-        num_ranks, [&](int rank) { check_window(meeting.bootstrap(rank), SegmentKind::kNamed, kNothing); }));
+        num_ranks, [&](int rank) { check_window(rendezvous.bootstrap(rank), SegmentKind::kNamed, kNothing); }));
   }
   CHECK(watch.leftovers().empty());
 }
@@ -188,10 +189,10 @@ TEST_CASE("ranks in two PID namespaces, each with its own /proc, take names") {
   CHECK(watch.leftovers().empty());
 }
 
-TEST_CASE("groups of one bootstrap go on alike when a rank of one of them cannot share nameless memory") {
+TEST_CASE("all groups of one bootstrap are created when a rank of one of them cannot share nameless memory") {
   CHECK_NOTHROW(run_rank_processes(3, [&](const epx_bootstrap& bootstrap) {
     if (bootstrap.rank == 0) test::hide_from_proc();
-    const int32_t color = bootstrap.rank == 2 ? 1 : 0; // rank 2 is alone, and has nobody to hide from
+    const int32_t color = bootstrap.rank == 2 ? 1 : 0; // rank 2 is alone, and shares memory with no other rank
     for (int round = 0; round < 2; ++round) {
       epx_group_config config{};
       test::check_ok(epx_group_config_init(&config), "epx_group_config_init");
@@ -201,7 +202,7 @@ TEST_CASE("groups of one bootstrap go on alike when a rank of one of them cannot
       config.max_top_k = 1;
       config.max_token_dtype = EPX_FLOAT32;
       config.transport = EPX_TRANSPORT_HOST;
-      config.timeout_ms = kMeetMs;
+      config.timeout_ms = kRendezvousMs;
       config.color = color;
       epx_group group = nullptr;
       test::check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
@@ -210,7 +211,7 @@ TEST_CASE("groups of one bootstrap go on alike when a rank of one of them cannot
   }));
 }
 
-// ---- What is opened ----
+// ---- Which segments are opened ----
 
 TEST_CASE("a segment is opened only if it is the one that its creator sent") {
   std::string why;
@@ -262,7 +263,7 @@ TEST_CASE("a peer cannot shrink nameless memory, which would kill the others by 
   ::close(fd);
 }
 
-TEST_CASE("reserving goes on under signals that come more often than a large reservation takes") {
+TEST_CASE("reserving completes under signals that interrupt a large reservation again and again") {
   constexpr int64_t kBytes = int64_t{96} << 20;
   test::check_all_succeeded(test::run_processes(1, 60s, [&](int) {
     std::signal(SIGALRM, [](int) {});
@@ -277,7 +278,7 @@ TEST_CASE("reserving goes on under signals that come more often than a large res
   }));
 }
 
-TEST_CASE("more than there is: how much was wanted, and what is free where") {
+TEST_CASE("a refused reservation reports the bytes wanted and the bytes free") {
   constexpr int64_t kTooMuch = int64_t{1} << 50;
   const std::function<void()> ways[] = {[] {
                                           std::string why;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The growth of structs, by made-up ones of which this library has a later version than their first.
+// These tests check the growth of structs with example structs, whose second version this library knows.
 #include "runtime/struct_size.h"
 
 #include <cstring>
@@ -42,7 +42,7 @@ inline constexpr GrowingStruct kGrowingStruct<MadeUpOutput> = {"made_up_output",
 
 namespace {
 
-// `bytes` bytes in front of a page that nobody may touch.
+// Holds `bytes` bytes in front of a page that no access may touch.
 class BytesAtTheEdge {
 public:
   explicit BytesAtTheEdge(size_t bytes) : page_(static_cast<size_t>(::sysconf(_SC_PAGESIZE))) {
@@ -56,7 +56,7 @@ public:
   BytesAtTheEdge& operator=(const BytesAtTheEdge&) = delete;
 
   std::byte* data() { return data_; }
-  // As the caller of some version would pass it.
+  // Returns the pointer as a caller of some version would pass it.
   template <typename Struct>
   Struct* as() {
     return reinterpret_cast<Struct*>(data_);
@@ -68,7 +68,7 @@ private:
   std::byte* data_ = nullptr;
 };
 
-// The args of a caller whose struct has `bytes` bytes, and all whose fields that this library knows are set.
+// Writes args of `bytes` bytes in which all fields that this library knows are set.
 void set_args(BytesAtTheEdge& memory, size_t bytes) {
   const MadeUpArgs args = {bytes, 11, 22, 33, 44};
   std::memcpy(memory.data(), &args, std::min(bytes, sizeof(args)));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tests' own tools: they notice what they are there to notice, and never hang.
+// The tests' own tools must detect what they check for, and never hang.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -100,7 +100,7 @@ TEST_CASE("a write outside of an output, or into an input, is noticed") {
     auto* output = static_cast<std::byte*>(buffers.output("out", 24, 4));
     const bool in_arena = input >= arena_memory.data() && input < arena_memory.data() + arena_memory.size();
     CHECK(in_arena == (placement == Placement::in_place));
-    CHECK(buffers.read_output(0) == std::vector<std::byte>(24, kPoison));
+    CHECK(buffers.read_output(0) == std::vector<std::byte>(24, kScribble));
     std::memset(output, 0, 24);
     CHECK(failure_of([&] { buffers.check_surroundings(); }).empty());
     for (std::byte* target : {output - 1, output + 24, input, input + 23}) {
@@ -170,10 +170,10 @@ TEST_CASE("processes that ignore SIGTERM are ended too") {
   CHECK(results.at(0).signal == SIGKILL);
 }
 
-TEST_CASE("local meeting: gathers in rank order, names who is missing") {
-  LocalMeeting meeting(3);
+TEST_CASE("a local rendezvous gathers in rank order and names missing ranks") {
+  LocalRendezvous rendezvous(3);
   run_threads(3, [&](int rank) {
-    const epx_bootstrap bootstrap = meeting.bootstrap(rank);
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     for (int round = 0; round < 5; ++round) {
       const int mine = 10 * round + rank;
       int all[3] = {};
@@ -184,7 +184,7 @@ TEST_CASE("local meeting: gathers in rank order, names who is missing") {
         check_equal(all[peer], 10 * round + peer, "gathered value");
     }
   });
-  const epx_bootstrap alone = meeting.bootstrap(1);
+  const epx_bootstrap alone = rendezvous.bootstrap(1);
   int mine = 0;
   int all[3] = {};
   char message[64] = "";
