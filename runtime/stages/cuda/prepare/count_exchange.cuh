@@ -219,7 +219,7 @@ __device__ __forceinline__ void count_exchange(const PrepareContext& c) {
     const int32_t index = static_cast<int32_t>(slot) - c.zone[e];
     LlSlotRecord packet{kPadRecord, c.call.epoch()};
     if (index < c.demand[e]) packet = load_packet_relaxed_sys(place);
-    if (packet.epoch != c.call.epoch() && !c.call.wait_for_word(place, packet, source_of(c, e, index))) return;
+    if (packet.epoch != c.call.epoch() && !c.call.wait_for_packet(place, packet, source_of(c, e, index))) return;
     store_slot_record(c, slot, packet.record);
   }
   deliver_unused_origins(c, rows_in_use);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of prepare. Blocks and ranks exchange LL packets (CallSession::wait_for_word), which carry their flag with the
+// The kernel of prepare. Blocks and ranks exchange LL packets (CallSession::wait_for_packet), which carry their flag with the
 // data, so no block fences, and none waits for all others.
 //
 // Count exchange (count_exchange.cuh): ranks exchange only their counts, and each computes its own slots by a stable counting

@@ -130,7 +130,7 @@ __device__ __forceinline__ void store_packet(const PrepareContext& c, LlPacket8*
 __device__ __forceinline__ bool wait_for_packet(const PrepareContext& c, const LlPacket8* place, int source,
                                                 int32_t& value) {
   LlPacket8 packet{};
-  const bool ok = c.call.wait_for_word(place, packet, source);
+  const bool ok = c.call.wait_for_packet(place, packet, source);
   value = packet.value;
   return ok;
 }

@@ -8,7 +8,7 @@
 //             path each warp enters by itself (enter_warp), because waiting for the other warps would take too long.
 //   ...       Blocks, or some of their warps, store into the windows of the peers. A movement signals a ready flag for each row
 //             (signal; SignalWarp), and other warps wait for it (wait_ready). prepare and the LL path store LL packets
-//             (LlPacket8 and others), which carry their flag with the data (wait_for_word).
+//             (LlPacket8 and others), which carry their flag with the data (wait_for_packet).
 //   sent      The last sender of the grid stores this in the window of every peer. Only a rank whose wait times out reads it,
 //             to find the culprit.
 //
@@ -153,15 +153,15 @@ public:
 
   // One thread waits until the LL packet at `place`, in this rank's window or in its own memory, carries the epoch of this
   // call; `peer` stores it. Returns false when the group has failed.
-  template <typename Word>
-  __device__ bool wait_for_word(const Word* place, Word& word, int peer) const {
+  template <typename Packet>
+  __device__ bool wait_for_packet(const Packet* place, Packet& packet, int peer) const {
 #pragma unroll 1
     for (int spin = 0; spin < kShortSpins; ++spin) {
-      word = load_packet_relaxed_sys(place);
-      if (word.epoch == epoch()) return true;
+      packet = load_packet_relaxed_sys(place);
+      if (packet.epoch == epoch()) return true;
     }
     if (!wait_long(context(), &place->epoch, peer, EPX_PHASE_COMPLETE)) return false;
-    word = load_packet_relaxed_sys(place);
+    packet = load_packet_relaxed_sys(place);
     return true;
   }
 

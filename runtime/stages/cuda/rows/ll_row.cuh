@@ -127,7 +127,7 @@ public:
       if (lanes == 0) return true;
       bool ok = true;
       LlPacket16 packet;
-      if (lane() == lowest_bit(lanes)) ok = call.wait_for_word(missing, packet, peer); // one lane polls, not all
+      if (lane() == lowest_bit(lanes)) ok = call.wait_for_packet(missing, packet, peer); // one lane polls, not all
       if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
       load();
     }
@@ -162,7 +162,7 @@ __device__ inline void send_weight(LlPacket8* to, float weight, Epoch epoch) {
 // One thread waits until the packet carries the call's epoch. Returns false when the group has failed.
 __device__ inline bool receive_weight(const CallSession& call, LlPacket8* staged, int peer, float& weight) {
   LlPacket8 packet{};
-  if (!call.wait_for_word(staged, packet, peer)) return false;
+  if (!call.wait_for_packet(staged, packet, peer)) return false;
   weight = std::bit_cast<float>(packet.value);
   if (call.scribbles_staging()) *staged = {std::bit_cast<int32_t>(NAN), 0};
   return true;
