@@ -156,9 +156,10 @@ struct WindowLayout {
   // Control.
   Region abort_record; // Flag: packed AbortRecord
   Region waiting;      // Flag: packed Waiting; read by peers that time out
-  Region posts;        // by source rank: CallDescriptor [P]; kernels: LlCallDescriptor [2, P], by parity of the call
-  Region complete;     // Flag [P], by source rank: last call whose data from that rank has all been stored here
-  Region board;        // kExchangeRecordBytes [P], by source rank
+  // By source rank: CallDescriptor [P]; kernels: LlCallDescriptor [2, P], by parity of the call.
+  Region call_descriptors;
+  Region complete; // Flag [P], by source rank: last call whose data from that rank has all been stored here
+  Region board;    // kExchangeRecordBytes [P], by source rank
   // Prepare.
   Region counts;          // routes from each rank to each expert: int32 [2, P, E], by parity; kernels: LlPacket8 [2, P, E]
   Region gathered_routes; // LlPacket8 [2, P, gathered_routes_per_rank], by parity and source rank: experts; kernels only
@@ -227,7 +228,8 @@ inline WindowLayout make_window_layout(const GroupShape& shape, epx_transport tr
 
   append(layout.abort_record, 1, sizeof(Flag));
   append(layout.waiting, 1, sizeof(Flag));
-  append(layout.posts, has_kernels ? 2 * ranks : ranks, has_kernels ? sizeof(LlCallDescriptor) : sizeof(CallDescriptor));
+  append(layout.call_descriptors, has_kernels ? 2 * ranks : ranks,
+         has_kernels ? sizeof(LlCallDescriptor) : sizeof(CallDescriptor));
   append(layout.complete, ranks, sizeof(Flag));
   append(layout.board, ranks, kExchangeRecordBytes);
   append(layout.counts, checked_mul(2 * ranks, shape.num_experts, what), has_kernels ? sizeof(LlPacket8) : sizeof(int32_t));

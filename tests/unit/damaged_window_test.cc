@@ -64,7 +64,7 @@ public:
   T& word(int owner, const Region& region, int64_t index = 0) {
     return window_.at<T>(owner, region.offset)[index];
   }
-  CallDescriptor& post() { return word<CallDescriptor>(0, layout().posts, 1); }
+  CallDescriptor& post() { return word<CallDescriptor>(0, layout().call_descriptors, 1); }
 
   // Stores what rank 1 stores in call `sequence`, with all its data.
   void come(epx_operation operation, uint64_t sequence) {
@@ -369,11 +369,12 @@ TEST_CASE("a call ends whatever the damage to the control words") {
     OneOfTwo rank(0, 2);
     rank.come_to_prepare();
     const WindowLayout& layout = rank.layout();
-    const Region read[] = {{layout.abort_record.offset, 8},
-                           {layout.posts.offset + static_cast<int64_t>(sizeof(CallDescriptor)), sizeof(CallDescriptor)},
-                           {layout.complete.offset + static_cast<int64_t>(sizeof(Flag)), 8},
-                           {layout.counts.offset, 2 * kRanks * kExperts * static_cast<int64_t>(sizeof(int32_t))},
-                           {layout.ll_slot_records.offset, (kTokens + kPeerRoutes) * kLlSlotRecordBytes}};
+    const Region read[] = {
+        {layout.abort_record.offset, 8},
+        {layout.call_descriptors.offset + static_cast<int64_t>(sizeof(CallDescriptor)), sizeof(CallDescriptor)},
+        {layout.complete.offset + static_cast<int64_t>(sizeof(Flag)), 8},
+        {layout.counts.offset, 2 * kRanks * kExperts * static_cast<int64_t>(sizeof(int32_t))},
+        {layout.ll_slot_records.offset, (kTokens + kPeerRoutes) * kLlSlotRecordBytes}};
     for (uint64_t damages = random() % 4 + 1; damages > 0; --damages) {
       const Region& region = read[random() % std::size(read)];
       rank.word<std::byte>(0, region, static_cast<int64_t>(random() % static_cast<uint64_t>(region.bytes))) =

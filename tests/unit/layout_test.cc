@@ -86,7 +86,7 @@ TEST_CASE("regions of the window are aligned, apart, and add up") {
     const epx::WindowLayout layout = epx::make_window_layout(shape, transport);
     const std::vector<epx::Region> regions = {layout.abort_record,
                                               layout.waiting,
-                                              layout.posts,
+                                              layout.call_descriptors,
                                               layout.complete,
                                               layout.board,
                                               layout.counts,
@@ -128,8 +128,8 @@ TEST_CASE("regions that only kernels use take no bytes on the host transport") {
        {host.gathered_routes, host.first_slots, host.scatter_ready_flags, host.gather_ready_flags, host.ll_scatter_rows,
         host.ll_scatter_weights, host.ll_gather_rows, host.ll_gather_weights})
     CHECK(region.bytes == 0);
-  CHECK(host.posts.bytes == 5 * int64_t{sizeof(epx::CallDescriptor)} + 128); // rounded up to 256
-  CHECK(host.counts.bytes == 512);                                           // 2 * 5 * 10 * 4, rounded up
+  CHECK(host.call_descriptors.bytes == 5 * int64_t{sizeof(epx::CallDescriptor)} + 128); // rounded up to 256
+  CHECK(host.counts.bytes == 512);                                                      // 2 * 5 * 10 * 4, rounded up
   CHECK(host.total_bytes < epx::make_window_layout(shape, EPX_TRANSPORT_NCCL).total_bytes);
 }
 

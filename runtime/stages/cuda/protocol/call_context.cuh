@@ -31,7 +31,7 @@ __device__ inline Flag* flag_at(const CallContext& call, int owner, const Region
 
 __device__ inline LlCallDescriptor* descriptor_at(const CallContext& call, int owner, int source, uint64_t sequence) {
   const int64_t index = parity_of(sequence) * call.num_ranks() + source;
-  return call.group.window().at<LlCallDescriptor>(owner, call.group.context.layout.posts.offset) + index;
+  return call.group.window().at<LlCallDescriptor>(owner, call.group.context.layout.call_descriptors.offset) + index;
 }
 
 // A test hook: waits at random times.

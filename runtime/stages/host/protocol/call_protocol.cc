@@ -48,12 +48,13 @@ void CallProtocol::arrive(CallDescriptor descriptor) {
   descriptor.operation = operation_;
   descriptor.sequence = 0;
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
-    auto* target = window_.at<CallDescriptor>(peer, offset_of(context_.layout.posts, window_.rank, sizeof(CallDescriptor)));
+    auto* target =
+        window_.at<CallDescriptor>(peer, offset_of(context_.layout.call_descriptors, window_.rank, sizeof(CallDescriptor)));
     std::memcpy(target, &descriptor, offsetof(CallDescriptor, sequence));
     store_release(target->sequence, sequence_);
   }
   wait_for_peers(EPX_PHASE_ARRIVE);
-  std::memcpy(descriptors_.data(), window_.local<CallDescriptor>(context_.layout.posts.offset),
+  std::memcpy(descriptors_.data(), window_.local<CallDescriptor>(context_.layout.call_descriptors.offset),
               descriptors_.size() * sizeof(CallDescriptor));
   require_sound_descriptors();
   require_agreed_fields();
@@ -70,7 +71,8 @@ void CallProtocol::complete() {
 uint64_t CallProtocol::progress_signaled(int owner, int peer, epx_phase phase) const {
   const WindowLayout& layout = context_.layout;
   if (phase == EPX_PHASE_ARRIVE)
-    return load_acquire(window_.at<CallDescriptor>(owner, offset_of(layout.posts, peer, sizeof(CallDescriptor)))->sequence);
+    return load_acquire(
+        window_.at<CallDescriptor>(owner, offset_of(layout.call_descriptors, peer, sizeof(CallDescriptor)))->sequence);
   return load_acquire(window_.at<Flag>(owner, offset_of(layout.complete, peer, sizeof(Flag)))->value);
 }
 
