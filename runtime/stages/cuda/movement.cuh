@@ -102,8 +102,8 @@ struct WarpRoutes {
 // The live slots of one token on this rank, in k order.
 struct TokenSlots {
   WarpList<int32_t> slots;
-  int32_t head = -1;    // the token's first slot on this rank, live or not; -1: none
-  int rank_ordinal = 0; // the index of this rank among the ranks that the token goes to
+  int32_t first_slot = -1; // the token's first slot on this rank, live or not; -1: none
+  int rank_ordinal = 0;    // the index of this rank among the ranks that the token goes to
 };
 
 // The live slots of one token on this rank on the low-latency path, by k: each lane holds k = `lane` in `low` and k = 32 +
@@ -205,11 +205,12 @@ public:
   __device__ int k_of_slot(int32_t slot) const { return limits().k(plan_.slot_records[slot].k); }
   __device__ TokenSlots slots_of(int rank, int64_t token) const {
     TokenSlots found;
-    const int32_t head = plan_.first_slots[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
-    if (!limits().is_slot(head)) return found;
-    found.head = head;
-    found.rank_ordinal = rank_ordinal_of_slot(head);
-    for (SlotChain chain(limits(), plan_.slot_records, head); chain.has_slot(); chain.advance())
+    const int32_t first_slot =
+        plan_.first_slots[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
+    if (!limits().is_slot(first_slot)) return found;
+    found.first_slot = first_slot;
+    found.rank_ordinal = rank_ordinal_of_slot(first_slot);
+    for (SlotChain chain(limits(), plan_.slot_records, first_slot); chain.has_slot(); chain.advance())
       if (chain.slot() < args_.recv_rows) found.slots.append(chain.slot());
     return found;
   }

@@ -57,7 +57,7 @@ public:
       load(stage, next_load);
 #pragma unroll 1
     for (int stage = 0; here.h_tile < h_tiles; stage = stage + 1 < kStages ? stage + 1 : 0, here.advance(rows.size())) {
-      wait_for_load(barriers_ + stage, next_parity(stage));
+      wait_for_load(barriers_ + stage, next_phase(stage));
       take(here.row, here.h_tile, stage_at(stage), bytes_of(here.h_tile));
       __syncwarp(); // all lanes have read the stage
       if (next_load.h_tile >= h_tiles) continue;
@@ -79,7 +79,7 @@ public:
     int half = 0;
 #pragma unroll 1
     for (int64_t offset = 0; offset < bytes; offset += kHalfBytes, half ^= 1) {
-      if (const uint32_t parity = next_parity(half); lane() == 0) wait_for_load(barriers_ + half, parity);
+      if (const uint32_t phase = next_phase(half); lane() == 0) wait_for_load(barriers_ + half, phase);
 #pragma unroll 1
       for (unsigned left = lanes; left != 0; left &= left - 1) {
         std::byte* const destination = from_lane(to, lowest_bit(left));
@@ -153,15 +153,15 @@ private:
     return stages_ + stage * kStageBytes;
   }
   // Returns the phase parity of the stage's load in flight. All lanes call this, once for each load.
-  __device__ uint32_t next_parity(int stage) {
-    const uint32_t parity = parities_ >> stage & 1;
-    parities_ ^= 1u << stage;
-    return parity;
+  __device__ uint32_t next_phase(int stage) {
+    const uint32_t phase = phases_ >> stage & 1;
+    phases_ ^= 1u << stage;
+    return phase;
   }
 
   std::byte* stages_;
   LoadBarrier* barriers_;
-  uint32_t parities_ = 0; // phase parity of each stage's next load, a bit each
+  uint32_t phases_ = 0; // phase parity of each stage's next load, a bit each
 };
 
 } // namespace epx::cuda

@@ -142,8 +142,8 @@ private:
   // Completes the row before, if there is one.
   __device__ void finish_row() {
     pipeline_.finish();
-    signal_warp_.enqueue(static_cast<int>(threadIdx.x) / kWarp, parity_, pending_flag_);
-    parity_ ^= 1;
+    signal_warp_.enqueue(static_cast<int>(threadIdx.x) / kWarp, cell_, pending_flag_);
+    cell_ ^= 1;
   }
 
   const DeviceGroup& group_;
@@ -153,7 +153,7 @@ private:
   const SignalWarp& signal_warp_;
   const ScatterInput& input_;
   int top_k_;
-  int parity_ = 0;                // of the next enqueue()
+  int cell_ = 0;                  // for the next enqueue()
   Epoch* pending_flag_ = nullptr; // each lane's ready flag of the last row
 };
 
@@ -243,7 +243,8 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
     if (lane() == 0) ok = movement.call().wait_ready(ready_flag_at(group, rank, source, token), source);
     if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
     __syncwarp(); // all lanes see what lane 0 has acquired: a vote orders no memory
-    const int64_t staging_row = scatter_staging_row(group.context.layout, group.context.shape, source, token, found.head);
+    const int64_t staging_row =
+        scatter_staging_row(group.context.layout, group.context.shape, source, token, found.first_slot);
     const int32_t first_live = slots[0];
     const bool in_place = movement.has_registered_rows(rank);
     source_row = {in_place ? receiver.rows() + first_live * receiver.row_bytes : staged_row(group, rank, staging_row),
@@ -263,7 +264,8 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
   }
   if (movement.call().scribbles_staging() && source != rank) {
     pipeline.finish();
-    const int64_t staging_row = scatter_staging_row(group.context.layout, group.context.shape, source, token, found.head);
+    const int64_t staging_row =
+        scatter_staging_row(group.context.layout, group.context.shape, source, token, found.first_slot);
     scribble_row(staged_row(group, rank, staging_row), input.row_bytes);
     scribble_row(staged_sidecar(group, rank, staging_row), input.sidecar_bytes);
   }

@@ -16,8 +16,9 @@ namespace epx::cuda {
 class SignalWarp {
 public:
   // Each lane of a send warp has two cells, so that it can enqueue a flag before the signal warp has taken the previous one.
-  static constexpr int kParities = 2;
-  static constexpr size_t kSharedBytes = sizeof(unsigned long long) * (kMaxSendersPerSignalWarp * kParities * kWarp + 1);
+  static constexpr int kCellsPerLane = 2;
+  static constexpr size_t kSharedBytes =
+      sizeof(unsigned long long) * (kMaxSendersPerSignalWarp * kCellsPerLane * kWarp + 1);
 
   // `senders` warps of the CTA send, and the first `lanes` lanes of each enqueue flags. `shared` has kSharedBytes and is 8
   // bytes aligned.
@@ -32,17 +33,17 @@ public:
 
   // All lanes of sender warp `sender` call this after a barrier of the warp (TmaRowPipeline::finish): each passes the address
   // of a ready flag in a peer's window, or NULL. What any of them had stored, or seen complete, before that barrier comes
-  // before the store of the flag. `parity` alternates between 0 and 1. A sender waits for the signal warp alone, which waits
+  // before the store of the flag. `cell` alternates between 0 and 1. A sender waits for the signal warp alone, which waits
   // for nobody, so that this wait needs no bound.
-  __device__ void enqueue(int sender, int parity, Epoch* ready_flag) const {
+  __device__ void enqueue(int sender, int cell, Epoch* ready_flag) const {
     // fence.acq_rel.cta and the CAS below are a release pattern. The matching acquire pattern is the signal warp's load of the
     // cell and then its fence.acq_rel.sys, which is cumulative, so the row is visible before the flag (PTX, Release and acquire
     // patterns; Causality order). No test notices that this fence is missing: the signal warp's waits for the stores of all
     // warps of the SM.
     fence_acq_rel_block();
     if (ready_flag != nullptr) {
-      unsigned long long* const cell = cells_ + (kParities * sender + parity) * lanes_ + lane();
-      while (atomicCAS(cell, 0ull, reinterpret_cast<unsigned long long>(ready_flag)) != 0)
+      unsigned long long* const place = cells_ + (kCellsPerLane * sender + cell) * lanes_ + lane();
+      while (atomicCAS(place, 0ull, reinterpret_cast<unsigned long long>(ready_flag)) != 0)
         backoff(kBackoffNs);
     }
     __syncwarp(); // all lanes have enqueued before lane 0 counts the sender in close()
@@ -79,15 +80,15 @@ public:
 
 private:
   static constexpr unsigned kBackoffNs = 50;
-  static_assert(kMaxSendersPerSignalWarp * kParities <= 32); // each lane has a bit for each of its cells
+  static_assert(kMaxSendersPerSignalWarp * kCellsPerLane <= 32); // each lane has a bit for each of its cells
 
   __device__ int num_cells() const {
-    return kParities * senders_ * lanes_;
+    return kCellsPerLane * senders_ * lanes_;
   }
 
   // After clear() these are accessed by atomics alone.
   unsigned long long* closed_; // how many senders have closed
-  unsigned long long* cells_;  // [senders, kParities, lanes]: addresses of pending flags; 0: none
+  unsigned long long* cells_;  // [senders, kCellsPerLane, lanes]: addresses of pending flags; 0: none
   int senders_, lanes_;
 };
 
