@@ -76,27 +76,31 @@ __device__ inline WarpAssignment assign_warp_role(const WarpRoleCounts& role_cou
   return {partition_warps(senders, others, 0, sender_blocks), sender_blocks == blocks ? WarpRole::receive : WarpRole::none};
 }
 
-// The routes of one token: each lane holds route `lane` in `low` and route 32 + `lane` in `high`.
-struct WarpRoutes {
-  Route low, high;
+// A value for each k of a token: each lane holds that of k = `lane` in `low` and that of k = 32 + `lane` in `high`.
+template <typename T>
+struct PerRoute {
+  T low, high;
 
-  __device__ Route own(int first) const { return first < kWarp ? low : high; } // route `first` + lane
-  // Returns a mask of the routes for which `holds` is true.
+  __device__ T own(int first) const { return first < kWarp ? low : high; } // k = `first` + lane
+  __device__ T operator[](int k) const { return from_lane(own(k), k % kWarp); }
+  // Returns a mask of the k for whose values `holds` is true.
   template <typename Holds>
   __device__ uint64_t mask_of(const Holds& holds) const {
     return static_cast<uint64_t>(__ballot_sync(~0u, holds(low) ? 1 : 0)) |
            static_cast<uint64_t>(__ballot_sync(~0u, holds(high) ? 1 : 0)) << kWarp;
   }
-  // Returns a mask of the ranks of those routes.
+};
+
+// The routes of one token.
+struct WarpRoutes : PerRoute<Route> {
+  // Returns a mask of the ranks of the routes for which `holds` is true.
   template <typename Holds>
   __device__ uint64_t ranks_of(const Holds& holds) const {
     const auto bit = [&](const Route& route) { return holds(route) ? uint64_t{1} << route.rank : uint64_t{0}; };
     return or_of_lanes(bit(low) | bit(high));
   }
-  __device__ int32_t slot(int k) const { return from_lane(k < kWarp ? low.slot : high.slot, k % kWarp); }
-  __device__ int32_t rank_ordinal(int k) const {
-    return from_lane(k < kWarp ? low.rank_ordinal : high.rank_ordinal, k % kWarp);
-  }
+  __device__ int32_t slot(int k) const { return from_lane(own(k).slot, k % kWarp); }
+  __device__ int32_t rank_ordinal(int k) const { return from_lane(own(k).rank_ordinal, k % kWarp); }
 };
 
 // The live slots of one token on this rank, in k order.
@@ -106,18 +110,13 @@ struct TokenSlots {
   int rank_ordinal = 0;    // the index of this rank among the ranks that the token goes to
 };
 
-// The live slots of one token on this rank on the low-latency path, by k: each lane holds k = `lane` in `low` and k = 32 +
-// `lane` in `high`; -1: none.
-struct LlSlots {
-  int32_t low, high;
+// The live slots of one token on this rank on the low-latency path, by k; -1: none.
+struct LlSlots : PerRoute<int32_t> {
   uint64_t live; // a mask of the k that have a live slot
 
-  __device__ LlSlots(int32_t low_slot, int32_t high_slot)
-      : low(low_slot), high(high_slot), live(static_cast<uint64_t>(__ballot_sync(~0u, low_slot >= 0 ? 1 : 0)) |
-                                             static_cast<uint64_t>(__ballot_sync(~0u, high_slot >= 0 ? 1 : 0)) << kWarp) {}
-
-  __device__ int32_t own(int first) const { return first < kWarp ? low : high; } // k = `first` + lane
-  __device__ int32_t operator[](int k) const { return from_lane(k < kWarp ? low : high, k % kWarp); }
+  __device__ LlSlots(int32_t low_slot, int32_t high_slot) : PerRoute{low_slot, high_slot} {
+    live = mask_of([](int32_t slot) { return slot >= 0; });
+  }
 };
 
 // One movement in progress: a call session with the plan of its handle memory.

@@ -185,15 +185,15 @@ private:
   // Precision wire: the terms are the ranks' partial sums in rank order; this rank's own rows are the inner terms, in k order.
   __device__ SumTerms<T> terms_of_ranks(int64_t token, const RowSplit& split, const WarpRoutes& routes, uint64_t live,
                                         uint64_t own) const {
-    const float low_weight = weight_of((own >> lane() & 1) != 0 ? routes.low.slot : -1);
-    const float high_weight = weight_of((own >> kWarp >> lane() & 1) != 0 ? routes.high.slot : -1);
+    const PerRoute<float> weights{weight_of((own >> lane() & 1) != 0 ? routes.low.slot : -1),
+                                  weight_of((own >> kWarp >> lane() & 1) != 0 ? routes.high.slot : -1)};
     SumTerms<T> terms;
     int own_ordinal = kMaxTopK; // rank ordinal of this rank, if the token goes here
 #pragma unroll 1
     for (uint64_t left = own; left != 0; left &= left - 1) {
       const int k = lowest_bit(left);
       own_ordinal = routes.rank_ordinal(k);
-      terms.append(row_of(routes.slot(k), split), from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
+      terms.append(row_of(routes.slot(k), split), weights[k]);
     }
     terms.num_inner = terms.size();
     uint64_t rank_ordinals = 0; // a bit for each peer that has live slots; rank ordinals ascend with the rank

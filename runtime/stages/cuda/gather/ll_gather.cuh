@@ -74,14 +74,13 @@ private:
     const auto weight_of = [&](int32_t slot) {
       return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
     };
-    const float low_weight = weight_of(slots.low);
-    const float high_weight = weight_of(slots.high);
+    const PerRoute<float> weights{weight_of(slots.low), weight_of(slots.high)};
     LlChunkSum<T> sum;
 #pragma unroll 1
     for (uint64_t left = slots.live; left != 0;) {
       const int k = lowest_bit(left);
       left &= left - 1;
-      sum.add(load_slot(slots[k], chunk), from_lane(k < kWarp ? low_weight : high_weight, k % kWarp));
+      sum.add(load_slot(slots[k], chunk), weights[k]);
     }
     return sum.rounded();
   }
