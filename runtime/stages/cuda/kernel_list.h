@@ -14,12 +14,8 @@ size_t prepare_shared_bytes(int num_experts);
 size_t prepare_scratch_words(int num_experts, int blocks); // LL packets in DeviceGroup::prepare_scratch
 
 std::vector<const void*> scatter_kernels();
-int scatter_threads();
-size_t scatter_shared_bytes();
-
 std::vector<const void*> gather_kernels();
-int gather_threads();
-size_t gather_shared_bytes();
+size_t movement_shared_bytes(); // of each block of scatter and gather
 
 std::vector<const void*> checksum_kernels();
 

@@ -105,16 +105,16 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
   load(abort_kernel_address(), device);
   for (const void* kernel : checksum_kernels())
     load(kernel, device);
-  const auto blocks_of_all = [&](const std::vector<const void*>& kernels, int threads, size_t shared_bytes) {
+  const auto blocks_of_all = [&](const std::vector<const void*>& kernels) {
     int per_sm = kBlocksPerSm;
     for (const void* kernel : kernels) {
       load(kernel, device);
-      per_sm = std::min(per_sm, blocks_per_sm(kernel, threads, shared_bytes));
+      per_sm = std::min(per_sm, blocks_per_sm(kernel, kMovementThreads, movement_shared_bytes()));
     }
     return num_sms_ * per_sm;
   };
-  scatter_blocks_ = blocks_of_all(scatter_kernels(), scatter_threads(), scatter_shared_bytes());
-  gather_blocks_ = blocks_of_all(gather_kernels(), gather_threads(), gather_shared_bytes());
+  scatter_blocks_ = blocks_of_all(scatter_kernels());
+  gather_blocks_ = blocks_of_all(gather_kernels());
   if (prepare_blocks_ < 1 || scatter_blocks_ < 1 || gather_blocks_ < 1)
     fail(EPX_ERROR_UNSUPPORTED, "this GPU cannot run a block of epx's kernels");
 }
@@ -158,12 +158,12 @@ MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int ali
     const int room = room_beside_last(stream);
     if (tokens <= max_ll_tokens_ && room < blocks && 4 * room >= 3 * blocks) blocks = room;
   }
-  return {next(blocks, scatter_threads(), scatter_shared_bytes(), stream), scatter_role_counts(blocks, num_ranks_)};
+  return {next(blocks, kMovementThreads, movement_shared_bytes(), stream), scatter_role_counts(blocks, num_ranks_)};
 }
 
 MovementGrid LaunchPlan::next_gather(int64_t tokens, int64_t row_bytes, cudaStream_t stream) {
   const int blocks = movement_blocks(tokens, row_bytes, gather_blocks_);
-  return {next(blocks, gather_threads(), gather_shared_bytes(), stream), gather_role_counts(blocks)};
+  return {next(blocks, kMovementThreads, movement_shared_bytes(), stream), gather_role_counts(blocks)};
 }
 
 } // namespace epx::cuda

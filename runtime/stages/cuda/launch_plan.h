@@ -25,7 +25,8 @@ struct WarpRoleCounts {
   int sender_warps; // per sender block
   int signal_warps; // per sender block: 1, or 0 when the senders signal by themselves
 };
-constexpr int kMaxSendersPerSignalWarp = 15; // warps; with the signal warp they fill a block of 512 threads
+constexpr int kMovementThreads = 512;        // of each block of scatter and gather
+constexpr int kMaxSendersPerSignalWarp = 15; // warps; with the signal warp they fill such a block
 
 // The grid of a movement, and the roles of its warps.
 struct MovementGrid {

@@ -3,18 +3,29 @@
 // which routes are live in this call, and assigns the warp roles and the tiles.
 #pragma once
 
+#include "base/device/launch.h"
 #include "base/device/warp.cuh"
 #include "runtime/layout/handle_limits.h"
 #include "runtime/layout/slots.h"
 #include "runtime/stages/cuda/kernels.h"
 #include "runtime/stages/cuda/protocol/call_session.cuh"
+#include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
 #include "runtime/stages/stages.h"
 
 namespace epx::cuda {
 
-// Returns this rank's call descriptor for a movement, without the plan id.
-inline CallDescriptor descriptor_of(const MovementCall& call, int32_t weights, int64_t sidecar_bytes,
-                                    const RegisteredRange& range) {
+// The parameters that the kernels of scatter and gather have in common.
+struct MovementParams {
+  DeviceGroup group;
+  HandleLayout layout;
+  WarpRoleCounts role_counts;
+  MovementCall call;
+  CallDescriptor descriptor; // this rank's, without the plan id
+};
+
+inline MovementParams make_movement_params(const DeviceGroup& group, const WarpRoleCounts& role_counts,
+                                           const MovementCall& call, int32_t weights, int64_t sidecar_bytes,
+                                           const RegisteredRange& range) {
   CallDescriptor descriptor{};
   descriptor.operation = call.operation;
   descriptor.top_k = call.top_k;
@@ -27,7 +38,13 @@ inline CallDescriptor descriptor_of(const MovementCall& call, int32_t weights, i
   descriptor.recv_rows = call.recv_rows;
   descriptor.rows_allocation = range.rows_allocation;
   descriptor.rows_offset = range.rows_offset;
-  return descriptor;
+  return {group, make_handle_layout(group.context.shape, call.top_k), role_counts, call, descriptor};
+}
+
+constexpr int kMovementWarps = kMovementThreads / kWarp;
+
+__device__ inline TmaRowPipeline pipeline_of_warp() {
+  return {dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kMovementWarps};
 }
 
 // The index of a warp among the `count` warps that have the same role.
@@ -119,25 +136,53 @@ struct LlSlots : PerRoute<int32_t> {
   }
 };
 
+// Reports the same events in the same order as the host transport. One thread calls this. It is not inlined; see CallContext.
+__device__ __noinline__ inline void report_events(const CallContext& context, const MovementParams& params,
+                                                  const PeerDescriptors& descriptors, bool is_usable) {
+  const MovementCall& args = params.call;
+  const HandleReader plan(args.handle_mem, params.layout);
+  if (!is_usable) {
+    record_event(context, EPX_EVENT_HANDLE_MISMATCH, 1, args.top_k, args.alignment, args.num_tokens, -1, 0, plan.header);
+    return;
+  }
+  const HandleHeader& header = *reinterpret_cast<const HandleHeader*>(args.checked_header);
+  for (int rank = 0; rank < context.num_ranks(); ++rank) {
+    const uint64_t plan_id = descriptors.plan_id[rank];
+    if (plan_id == 0 || plan_id == header.plan_id) continue;
+    record_event(context, EPX_EVENT_HANDLE_MISMATCH, 1, 0, 0, 0, rank, static_cast<int64_t>(plan_id), plan.header);
+    break;
+  }
+  if (args.recv_rows >= header.rows_in_use) return;
+  const GroupShape& shape = context.group.context.shape;
+  const HandleLimits limits{shape, args.top_k};
+  const int local_experts = ExpertBlocks{shape.num_experts, shape.num_ranks}.num_local_experts(context.rank());
+  int64_t beyond = 0;
+  HandleLimits::Zone zone{};
+  for (int expert = 0; expert < local_experts; ++expert) {
+    zone = limits.zone(plan.zone_begin, plan.zone_rows, expert, zone.end);
+    beyond += max(int64_t{0}, zone.end_of_rows - max(args.recv_rows, zone.begin));
+  }
+  if (beyond > 0) record_event(context, EPX_EVENT_TOO_FEW_ROWS, beyond, beyond, args.recv_rows, plan.header->rows_in_use);
+}
+
 // One movement in progress: a call session with the plan of its handle memory.
 class Movement {
 public:
-  __device__ Movement(const DeviceGroup& group, const MovementCall& call, const HandleLayout& layout)
-      : group_(group), call_(group, call.operation), args_(call), plan_(call.handle_mem, layout) {
+  __device__ explicit Movement(const MovementParams& params) : params_(params), call_(params.group, params.call.operation) {
+    const MovementCall& call = params.call;
     const HandleHeader header = *reinterpret_cast<const HandleHeader*>(call.checked_header);
     plan_id_ = header.plan_id;
     ll_tokens_ = header.ll_tokens;
-    rows_in_use_ = header.rows_in_use;
     // Bitwise & evaluates all terms, so that no load waits behind a branch on the one before it.
     is_usable_ = (header.magic == kHandleMagic) & (header.checksum == header_checksum(header)) &
-                 (header.group_id == group.context.group_id) & (header.rank == group.context.rank) &
+                 (header.group_id == params.group.context.group_id) & (header.rank == params.group.context.rank) &
                  (header.top_k == call.top_k) & (header.alignment == call.alignment) &
                  (header.num_tokens == call.num_tokens);
   }
 
-  // The kernel calls this before anything else, with descriptor_of().
-  __device__ void post(const CallDescriptor& descriptor) const {
-    if (blockIdx.x == 0) call_.post(descriptor, is_usable_ ? plan_id_ : 0);
+  // The kernel calls this before anything else.
+  __device__ void post() const {
+    if (blockIdx.x == 0) call_.post(params_.descriptor, is_usable_ ? plan_id_ : 0);
   }
   // Returns whether the handle memory belongs to this call; if not, outputs stay untouched. It is the same in all threads and
   // never changes.
@@ -145,27 +190,25 @@ public:
   // Returns whether the movement takes the low-latency (LL) path. This and ll_tokens() are the same on all ranks with this
   // plan.
   __device__ bool takes_ll_path() const {
-    return is_usable_ && ll_tokens_ > 0 && ll_tokens_ >= args_.num_tokens && // prepare stores no others
-           ll_tokens_ <= group_.context.layout.ll_tokens;
+    return is_usable_ && ll_tokens_ > 0 && ll_tokens_ >= params_.call.num_tokens && // prepare stores no others
+           ll_tokens_ <= params_.group.context.layout.ll_tokens;
   }
   // On the low-latency path, the number of tokens of the rank that has the most.
   __device__ int64_t ll_tokens() const { return ll_tokens_; }
-  // The entry barrier, with the descriptor that was posted. Returns false, the same in all threads, when the group has failed
-  // or the handle memory is not usable.
-  __device__ bool begin(const CallDescriptor& descriptor) {
-    if (!call_.enter(descriptor)) return false;
+  // The entry barrier. Returns false, the same in all threads, when the group has failed or the handle memory is not usable.
+  __device__ bool begin() const {
+    if (!call_.enter(params_.descriptor)) return false;
     if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) {
-      Movement(*this).report(); // on a copy, since its address escapes; see CallContext
+      report();
       if (!is_usable_) call_.sent(1);
     }
     return is_usable_;
   }
-
-  // On the low-latency path each warp enters by itself; see CallSession.
-  __device__ bool begin_ll() const { return call_.begin_ll(); }
-  __device__ bool enter_warp(const CallDescriptor& descriptor, PeerDescriptors& descriptors) {
-    if (!call_.enter_warp(descriptor, descriptors)) return false;
-    if (must_enter() && lane() == 0) Movement(*this).report();
+  // The entry barrier of the low-latency path, where each warp enters by itself; see CallSession::enter_warp. Returns false, the
+  // same in all lanes, when the group has failed.
+  __device__ bool enter_warp() {
+    if (!call_.enter_warp(params_.descriptor, dynamic_shared_memory<PeerDescriptors>()[threadIdx.x / kWarp])) return false;
+    if (must_enter() && lane() == 0) report();
     return true;
   }
   // Returns whether this is the warp that enters even if it has no tile, because the kernel must not end before the entry
@@ -173,7 +216,7 @@ public:
   __device__ bool must_enter() const { return blockIdx.x == 0 && threadIdx.x / kWarp == 1; }
 
   __device__ const CallSession& call() const { return call_; }
-  __device__ const HandleReader& plan() const { return plan_; }
+  __device__ HandleReader plan() const { return {params_.call.handle_mem, params_.layout}; }
   __device__ bool is_active(int rank) const { return is_usable_ && call_.descriptors().plan_id[rank] == plan_id_; }
   // A route is live when prepare has kept it, its rank is active, and its slot is below that rank's N.
   __device__ bool is_live(const Route& route) const {
@@ -181,15 +224,15 @@ public:
   }
   // The same for a route of this rank to itself, which is known without the descriptors of the peers.
   __device__ bool is_live_here(const Route& route) const {
-    return route.rank == call_.rank() && route.slot >= 0 && route.slot < args_.recv_rows;
+    return route.rank == call_.rank() && route.slot >= 0 && route.slot < params_.call.recv_rows;
   }
   // The functions below read the body of the handle memory, and return values in bounds whatever its bytes are. Routes that
   // were not kept have slot -1. The rank ordinals of routes are not checked here; see rank_ordinal_of.
   __device__ WarpRoutes routes_of(int64_t token) const {
-    const Route* const routes = plan_.routes + token * args_.top_k;
+    const Route* const routes = plan().routes + token * params_.call.top_k;
     const auto route = [&](int k) {
       constexpr Route kNone{-1, -1, 0};
-      if (k >= args_.top_k) return kNone;
+      if (k >= params_.call.top_k) return kNone;
       const Route found = routes[k];
       const bool is_kept = limits().is_route(found);
       return Route{is_kept ? found.slot : -1, is_kept ? found.rank : -1, found.rank_ordinal};
@@ -199,25 +242,26 @@ public:
   // Return the rank ordinal of a route, or of a slot of this rank, in bounds.
   __device__ int rank_ordinal_of(int32_t rank_ordinal) const { return limits().rank_ordinal(rank_ordinal); }
   __device__ int rank_ordinal_of_slot(int32_t slot) const {
-    return limits().rank_ordinal(plan_.slot_records[slot].rank_ordinal);
+    return limits().rank_ordinal(plan().slot_records[slot].rank_ordinal);
   }
-  __device__ int k_of_slot(int32_t slot) const { return limits().k(plan_.slot_records[slot].k); }
+  __device__ int k_of_slot(int32_t slot) const { return limits().k(plan().slot_records[slot].k); }
   __device__ TokenSlots slots_of(int rank, int64_t token) const {
     TokenSlots found;
     const int32_t first_slot =
-        plan_.first_slots[rank * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token];
+        plan().first_slots[rank * static_cast<int64_t>(params_.group.context.shape.max_tokens_per_rank) + token];
     if (!limits().is_slot(first_slot)) return found;
     found.first_slot = first_slot;
     found.rank_ordinal = rank_ordinal_of_slot(first_slot);
-    for (SlotChain chain(limits(), plan_.slot_records, first_slot); chain.has_slot(); chain.advance())
-      if (chain.slot() < args_.recv_rows) found.slots.append(chain.slot());
+    for (SlotChain chain(limits(), plan().slot_records, first_slot); chain.has_slot(); chain.advance())
+      if (chain.slot() < params_.call.recv_rows) found.slots.append(chain.slot());
     return found;
   }
   __device__ LlSlots ll_slots_of(int rank, int64_t token) const {
-    const int32_t* const slots = plan_.ll_slots + (rank * group_.context.layout.ll_tokens + token) * args_.top_k;
+    const int32_t* const slots =
+        plan().ll_slots + (rank * params_.group.context.layout.ll_tokens + token) * params_.call.top_k;
     const auto live_slot = [&](int k) {
-      const int32_t slot = k < args_.top_k ? slots[k] : -1;
-      return limits().is_slot(slot) && slot < args_.recv_rows ? slot : -1;
+      const int32_t slot = k < params_.call.top_k ? slots[k] : -1;
+      return limits().is_slot(slot) && slot < params_.call.recv_rows ? slot : -1;
     };
     return {live_slot(lane()), live_slot(lane() + kWarp)};
   }
@@ -234,24 +278,19 @@ public:
   }
   // Returns how many tokens of a rank may have slots on this rank.
   __device__ int64_t tokens_of(int rank) const {
-    return is_active(rank) ? call_.descriptors().num_tokens[rank] : group_.context.shape.max_tokens_per_rank;
+    return is_active(rank) ? call_.descriptors().num_tokens[rank] : params_.group.context.shape.max_tokens_per_rank;
   }
   // Returns the `index`-th token of a peer in the order in which this rank serves its peers: tokens ascend, and the peer that
   // comes first rotates with the token, since stores of all ranks to the same peer at the same time take longer. The token may
-  // be beyond those of the peer.
+  // be beyond those of the peer. The index is below P * max_tokens_per_rank, which is less than 2^31.
   struct PeerToken {
     int rank;
     int64_t token;
   };
-  __device__ PeerToken peer_token(int64_t index) const {
-    const auto peers = static_cast<uint64_t>(call_.num_ranks() - 1);
-    if (static_cast<uint64_t>(index) <= ~uint32_t{0}) { // nearly always; a 64-bit division takes long
-      const uint32_t token = static_cast<uint32_t>(index) / static_cast<uint32_t>(peers);
-      return {peer_in_order(token, static_cast<int>(static_cast<uint32_t>(index) - token * static_cast<uint32_t>(peers))),
-              token};
-    }
-    const int64_t token = index / static_cast<int64_t>(peers);
-    return {peer_in_order(token, static_cast<int>(index % static_cast<int64_t>(peers))), token};
+  __device__ PeerToken peer_token(uint32_t index) const { // a 64-bit division would take long
+    const auto peers = static_cast<uint32_t>(call_.num_ranks() - 1);
+    const uint32_t token = index / peers;
+    return {peer_in_order(token, static_cast<int>(index - token * peers)), token};
   }
   // Returns the i-th peer, i < P - 1, that this rank serves at a token.
   __device__ int peer_in_order(int64_t token, int i) const {
@@ -272,47 +311,20 @@ public:
   __device__ bool has_registered_rows(int rank) const { return call_.descriptors().rows_allocation[rank] >= 0; }
   __device__ std::byte* rows_of(int rank) const {
     const int64_t allocation = call_.descriptors().rows_allocation[rank] % kMaxDeviceAllocations;
-    return group_.allocations[allocation * call_.num_ranks() + rank] + call_.descriptors().rows_offset[rank];
+    return params_.group.allocations[allocation * call_.num_ranks() + rank] + call_.descriptors().rows_offset[rank];
   }
 
 private:
   // The limits are built from the parameters each time, because keeping them would take registers.
-  __device__ HandleLimits limits() const { return {group_.context.shape, args_.top_k}; }
+  __device__ HandleLimits limits() const { return {params_.group.context.shape, params_.call.top_k}; }
 
-  // Reports the same events in the same order as the host transport.
-  __device__ __noinline__ void report() const {
-    if (!is_usable_) {
-      record_event(call_.context(), EPX_EVENT_HANDLE_MISMATCH, 1, args_.top_k, args_.alignment, args_.num_tokens, -1, 0,
-                   plan_.header);
-      return;
-    }
-    for (int rank = 0; rank < call_.num_ranks(); ++rank) {
-      const uint64_t plan_id = call_.descriptors().plan_id[rank];
-      if (plan_id == 0 || plan_id == plan_id_) continue;
-      record_event(call_.context(), EPX_EVENT_HANDLE_MISMATCH, 1, 0, 0, 0, rank, static_cast<int64_t>(plan_id),
-                   plan_.header);
-      break;
-    }
-    if (args_.recv_rows >= rows_in_use_) return;
-    const ExpertBlocks experts{group_.context.shape.num_experts, call_.num_ranks()};
-    int64_t beyond = 0;
-    HandleLimits::Zone zone{};
-    for (int expert = 0; expert < experts.num_local_experts(call_.rank()); ++expert) {
-      zone = limits().zone(plan_.zone_begin, plan_.zone_rows, expert, zone.end);
-      beyond += max(int64_t{0}, zone.end_of_rows - max(args_.recv_rows, zone.begin));
-    }
-    if (beyond > 0)
-      record_event(call_.context(), EPX_EVENT_TOO_FEW_ROWS, beyond, beyond, args_.recv_rows, plan_.header->rows_in_use);
-  }
+  __device__ void report() const { report_events(call_.context(), params_, call_.descriptors(), is_usable_); }
 
-  const DeviceGroup& group_;
+  const MovementParams& params_;
   CallSession call_;
-  const MovementCall& args_;
-  HandleReader plan_;
   bool is_usable_;
-  uint64_t plan_id_; // from the handle header, as are the next two
+  uint64_t plan_id_; // from the handle header, as is the next one
   int32_t ll_tokens_;
-  int64_t rows_in_use_;
 };
 
 } // namespace epx::cuda

@@ -28,8 +28,6 @@
 namespace epx::cuda {
 namespace {
 
-constexpr int kThreads = 512;
-
 template <typename T>
 class Gather {
 public:
@@ -47,7 +45,7 @@ public:
     const int64_t tiles = movement_.num_peer_tokens() * num_splits_;
 #pragma unroll 1
     for (int64_t tile = warp.index; tile < tiles; tile = movement_.next_tile(warp, tiles)) {
-      const Movement::PeerToken peer = movement_.peer_token(token_of(tile));
+      const Movement::PeerToken peer = movement_.peer_token(static_cast<uint32_t>(token_of(tile)));
       if (movement_.is_active(peer.rank) && peer.token < movement_.tokens_of(peer.rank))
         send_split(peer.rank, peer.token, split_of(tile));
     }
@@ -247,12 +245,11 @@ private:
 
 template <typename T, bool kUnaligned>
 __device__ void ll_gather(const GatherParams& params, Movement& movement) {
-  if (!movement.begin_ll()) return;
+  if (!movement.call().begin_ll()) return;
   const LlGather<T, kUnaligned> gather(params, movement);
   gather.send();
-  movement.call().sent_by_warp(kThreads / kWarp);
-  PeerDescriptors* const descriptors = dynamic_shared_memory<PeerDescriptors>();
-  gather.sum([&] { return movement.enter_warp(params.descriptor, descriptors[threadIdx.x / kWarp]); });
+  movement.call().sent_by_warp(kMovementWarps);
+  gather.sum();
 }
 template <typename T>
 __device__ __noinline__ void ll_gather_unaligned(const GatherParams& params, Movement movement) {
@@ -261,8 +258,8 @@ __device__ __noinline__ void ll_gather_unaligned(const GatherParams& params, Mov
 
 template <typename T>
 __device__ __forceinline__ void gather_rows(const GatherParams& params) {
-  Movement movement(params.group, params.call, params.layout);
-  movement.post(params.descriptor);
+  Movement movement(params);
+  movement.post();
   if (params.group.context.shape.precision == EPX_COMBINE_WIRE && movement.takes_ll_path()) {
     if (is_unaligned(reinterpret_cast<uint64_t>(params.rows) | reinterpret_cast<uint64_t>(params.out),
                      params.call.hidden * static_cast<int64_t>(sizeof(T))))
@@ -271,8 +268,8 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params) {
       ll_gather<T, false>(params, movement);
     return;
   }
-  if (!movement.begin(params.descriptor)) return;
-  TmaRowPipeline pipeline(dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp);
+  if (!movement.begin()) return;
+  TmaRowPipeline pipeline = pipeline_of_warp();
   const Gather<T> gather(params, movement, pipeline);
   const WarpAssignment warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
   if (warp.role == WarpRole::send) {
@@ -283,56 +280,37 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams params) {
+__global__ void __launch_bounds__(kMovementThreads) gather_kernel(const __grid_constant__ GatherParams params) {
   pdl_wait(params);
   gather_rows<T>(params);
   leave(params.group);
 }
 
-cudaError_t launch(GatherParams params, LaunchPlan& plan, cudaStream_t stream) {
-  const auto [grid, role_counts] =
-      plan.next_gather(params.call.num_tokens, params.call.hidden * element_bytes(params.call.dtype), stream);
-  params.role_counts = role_counts;
-  if (params.call.dtype == EPX_FLOAT32) return launch_cooperative(&gather_kernel<float>, grid, stream, params);
-  if (params.call.dtype == EPX_FLOAT16) return launch_cooperative(&gather_kernel<__half>, grid, stream, params);
+cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const MovementCall& call, const GatherTensors& tensors,
+                   cudaStream_t stream) {
+  const auto [grid, role_counts] = plan.next_gather(call.num_tokens, call.hidden * element_bytes(call.dtype), stream);
+  const int32_t weights = (tensors.row_weights != nullptr ? 1 : 0) | (tensors.carried_weights != nullptr ? 2 : 0);
+  const GatherParams params{make_movement_params(group, role_counts, call, weights, 0, kNotRegistered), tensors};
+  if (call.dtype == EPX_FLOAT32) return launch_cooperative(&gather_kernel<float>, grid, stream, params);
+  if (call.dtype == EPX_FLOAT16) return launch_cooperative(&gather_kernel<__half>, grid, stream, params);
   return launch_cooperative(&gather_kernel<__nv_bfloat16>, grid, stream, params);
 }
 
 } // namespace
 
-int gather_threads() {
-  return kThreads;
-}
-size_t gather_shared_bytes() {
-  return kThreads / kWarp * TmaRowPipeline::kSharedBytes;
-}
 std::vector<const void*> gather_kernels() {
   return {reinterpret_cast<const void*>(&gather_kernel<float>), reinterpret_cast<const void*>(&gather_kernel<__half>),
           reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16>)};
 }
 
 cudaError_t launch_combine(const DeviceGroup& group, LaunchPlan& plan, const CombineCall& call, cudaStream_t stream) {
-  const CallDescriptor descriptor = descriptor_of(call, call.recv_weights != nullptr ? 1 : 0, 0, kNotRegistered);
-  const HandleLayout layout = make_handle_layout(group.context.shape, call.top_k);
-  return launch({group, layout, {}, call, descriptor, call.expert_out, call.recv_weights, nullptr, call.out, nullptr}, plan,
-                stream);
+  return launch(group, plan, call, {call.expert_out, call.recv_weights, nullptr, call.out, nullptr}, stream);
 }
 
 cudaError_t launch_dispatch_bwd(const DeviceGroup& group, LaunchPlan& plan, const DispatchBwdCall& call,
                                 cudaStream_t stream) {
-  const CallDescriptor descriptor = descriptor_of(call, call.grad_recv_weights != nullptr ? 2 : 0, 0, kNotRegistered);
-  const HandleLayout layout = make_handle_layout(group.context.shape, call.top_k);
-  return launch({group,
-                 layout,
-                 {},
-                 call,
-                 descriptor,
-                 call.grad_recv,
-                 nullptr,
-                 call.grad_recv_weights,
-                 call.grad_tokens,
-                 call.grad_topk_weights},
-                plan, stream);
+  return launch(group, plan, call,
+                {call.grad_recv, nullptr, call.grad_recv_weights, call.grad_tokens, call.grad_topk_weights}, stream);
 }
 
 } // namespace epx::cuda

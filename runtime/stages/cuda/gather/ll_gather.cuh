@@ -17,7 +17,7 @@ namespace epx::cuda {
 template <typename T, bool kUnaligned>
 class LlGather {
 public:
-  __device__ LlGather(const GatherParams& params, const Movement& movement)
+  __device__ LlGather(const GatherParams& params, Movement& movement)
       : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()),
         layout_(params.group.context.layout), row_bytes_(args_.hidden * static_cast<int64_t>(sizeof(T))),
         chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
@@ -34,9 +34,7 @@ public:
     }
   }
 
-  // enter() waits at the entry barrier, and returns false when the group has failed.
-  template <typename Enter>
-  __device__ void sum(const Enter& enter) const {
+  __device__ void sum() const {
     bool has_entered = false;
 #pragma unroll 1
     for (auto tile = static_cast<uint32_t>(partition_.rotated_index());; tile += static_cast<uint32_t>(partition_.count)) {
@@ -46,11 +44,11 @@ public:
       const WarpRoutes routes = movement_.routes_of(token);
       const LlSlots own = movement_.ll_slots_here(routes);
       const LlChunk own_sum = own.live != 0 ? sum_slots(own, chunk) : LlChunk{}; // overlaps the entry barrier
-      if (!has_entered && !enter()) return;
+      if (!has_entered && !movement_.enter_warp()) return;
       has_entered = true;
       if (!sum_chunk(token, chunk, routes, own_sum)) return;
     }
-    if (!has_entered && movement_.must_enter()) enter();
+    if (!has_entered && movement_.must_enter()) movement_.enter_warp();
   }
 
 private:
@@ -142,7 +140,7 @@ private:
   const GatherParams& params_;
   const DeviceGroup& group_;
   const MovementCall& args_;
-  const Movement& movement_;
+  Movement& movement_;
   const CallSession& call_;
   const WindowLayout& layout_;
   int64_t row_bytes_;

@@ -31,7 +31,7 @@ class LlDispatch {
   };
 
 public:
-  __device__ LlDispatch(const DeviceGroup& group, const Movement& movement, const DispatchCall& args)
+  __device__ LlDispatch(const DeviceGroup& group, Movement& movement, const DispatchCall& args)
       : group_(group), movement_(movement), call_(movement.call()), args_(args), layout_(group.context.layout),
         row_bytes_(args.hidden * element_bytes(args.dtype)), row_chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
         chunks_(row_chunks_ + static_cast<uint32_t>(ll_chunks_of(args.sidecar_bytes))) {}
@@ -57,9 +57,7 @@ public:
     }
   }
 
-  // enter() waits at the entry barrier, and returns false when the group has failed.
-  template <typename Enter>
-  __device__ void receive(const Enter& enter) const {
+  __device__ void receive() const {
     const WorkPartition partition = copy_partition();
     const auto tokens = static_cast<uint32_t>(movement_.ll_tokens() * (call_.num_ranks() - 1));
     bool has_entered = false;
@@ -70,11 +68,11 @@ public:
       const Movement::PeerToken peer = movement_.peer_token(index);
       const LlSlots slots = movement_.ll_slots_of(peer.rank, peer.token); // the loads overlap the entry barrier
       if (slots.live == 0) continue;
-      if (!has_entered && !enter()) return;
+      if (!has_entered && !movement_.enter_warp()) return;
       has_entered = true;
       if (!receive_chunk(peer.rank, peer.token, range_at(tile - index * chunks_), slots)) return;
     }
-    if (!has_entered && movement_.must_enter()) enter();
+    if (!has_entered && movement_.must_enter()) movement_.enter_warp();
   }
 
 private:
@@ -168,7 +166,7 @@ private:
   }
 
   const DeviceGroup& group_;
-  const Movement& movement_;
+  Movement& movement_;
   const CallSession& call_;
   const DispatchCall& args_;
   const WindowLayout& layout_;

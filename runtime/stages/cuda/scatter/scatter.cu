@@ -38,8 +38,6 @@
 namespace epx::cuda {
 namespace {
 
-constexpr int kThreads = 512;
-
 // A scatter sends these tensors; those that are NULL or have 0 bytes are not sent.
 struct ScatterInput {
   const std::byte* rows; // [T, H]
@@ -49,12 +47,8 @@ struct ScatterInput {
   int64_t sidecar_bytes;
 };
 
-struct ScatterParams {
-  DeviceGroup group;
-  HandleLayout layout;
-  WarpRoleCounts role_counts;
+struct ScatterParams : MovementParams {
   ScatterInput input;
-  CallDescriptor descriptor;
 };
 
 __device__ std::byte* staged_row(const DeviceGroup& group, int receiver, int64_t staging_row) {
@@ -276,7 +270,7 @@ __device__ bool receive_token(const DeviceGroup& group, const Movement& movement
 template <typename Receiver>
 __device__ void clear_pads(const DeviceGroup& group, const Movement& movement, TmaRowPipeline& pipeline,
                            const Receiver& receiver, const WorkPartition& partition) {
-  const HandleReader& plan = movement.plan();
+  const HandleReader plan = movement.plan();
   const ExpertBlocks experts{group.context.shape.num_experts, group.context.shape.num_ranks};
   const auto max_pads = static_cast<uint32_t>(receiver.call.alignment - 1); // of each zone
   const uint32_t pads = static_cast<uint32_t>(experts.num_local_experts(group.context.rank)) * max_pads;
@@ -314,7 +308,7 @@ __device__ void receive(const DeviceGroup& group, const Movement& movement, TmaR
 #pragma unroll 1
   for (int64_t tile = warp.index; tile < tiles; tile = movement.next_tile(warp, tiles)) {
     Movement::PeerToken from{group.context.rank, tile};
-    if (tile >= own) from = movement.peer_token(tile - own);
+    if (tile >= own) from = movement.peer_token(static_cast<uint32_t>(tile - own));
     if (from.token >= movement.tokens_of(from.rank)) continue;
     if (!receive_token(group, movement, pipeline, input, receiver, from.rank, from.token,
                        movement.slots_of(from.rank, from.token)))
@@ -322,15 +316,11 @@ __device__ void receive(const DeviceGroup& group, const Movement& movement, TmaR
   }
 }
 
-__device__ TmaRowPipeline pipeline_of_warp() {
-  return {dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kThreads / kWarp};
-}
-
 // A CTA with send warps has one signal warp, the last one. It uses no TMA row pipeline, so its cells lie in the
 // shared memory of that.
 __device__ SignalWarp signal_warp_of_cta(const WarpRoleCounts& role_counts, int num_ranks) {
   static_assert(SignalWarp::kSharedBytes <= TmaRowPipeline::kStagesBytes);
-  std::byte* const shared = dynamic_shared_memory<std::byte>() + (kThreads / kWarp - 1) * TmaRowPipeline::kStagesBytes;
+  std::byte* const shared = dynamic_shared_memory<std::byte>() + (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes;
   return {shared, role_counts.sender_warps, min(num_ranks - 1, kWarp)};
 }
 
@@ -342,7 +332,7 @@ __device__ bool has_unaligned_rows(const DispatchCall& call) {
 
 template <bool kUnaligned>
 __device__ void ll_scatter(const ScatterParams& params, const DispatchReceiver& receiver, Movement& movement) {
-  if (!movement.begin_ll()) return;
+  if (!movement.call().begin_ll()) return;
   const LlDispatch<kUnaligned> dispatch(params.group, movement, receiver.call);
   if (dispatch.is_pad_warp()) {
     TmaRowPipeline pipeline = pipeline_of_warp();
@@ -352,8 +342,7 @@ __device__ void ll_scatter(const ScatterParams& params, const DispatchReceiver& 
   }
   dispatch.send();
   movement.call().sent_by_warp(dispatch.num_copy_warps());
-  PeerDescriptors* const descriptors = dynamic_shared_memory<PeerDescriptors>(); // the pad warps' stages lie beyond
-  dispatch.receive([&] { return movement.enter_warp(params.descriptor, descriptors[threadIdx.x / kWarp]); });
+  dispatch.receive();
 }
 __device__ __noinline__ void ll_scatter_unaligned(const ScatterParams& params, const DispatchReceiver& receiver,
                                                   Movement movement) {
@@ -363,8 +352,8 @@ __device__ __noinline__ void ll_scatter_unaligned(const ScatterParams& params, c
 template <typename Receiver>
 __device__ __forceinline__ void scatter(const ScatterParams& params, const Receiver& receiver) {
   const DeviceGroup& group = params.group;
-  Movement movement(group, receiver.call, params.layout);
-  movement.post(params.descriptor);
+  Movement movement(params);
+  movement.post();
   if constexpr (std::is_same_v<Receiver, DispatchReceiver>) {
     if (movement.takes_ll_path()) {
       if (has_unaligned_rows(receiver.call))
@@ -380,7 +369,7 @@ __device__ __forceinline__ void scatter(const ScatterParams& params, const Recei
     clear_pads(group, movement, pipeline, receiver, warp); // needs no peer, and overlaps the entry barrier
   const SignalWarp signal_warp = signal_warp_of_cta(params.role_counts, group.context.shape.num_ranks);
   if (warp.role == WarpRole::signal) signal_warp.clear();
-  if (!movement.begin(params.descriptor)) {
+  if (!movement.begin()) {
     pipeline.finish();
     return;
   }
@@ -403,21 +392,22 @@ __device__ __forceinline__ void scatter(const ScatterParams& params, const Recei
 }
 
 template <typename Receiver>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMovementThreads)
     scatter_kernel(const __grid_constant__ ScatterParams params, const __grid_constant__ Receiver receiver) {
   pdl_wait(params, receiver);
   scatter(params, receiver);
   leave(params.group);
 }
 
+// `weights` is the agreed field of that name.
 template <typename Receiver>
-cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const ScatterInput& input, const CallDescriptor& descriptor,
-                   const Receiver& receiver, cudaStream_t stream) {
-  const MovementGrid movement =
-      plan.next_scatter(receiver.call.num_tokens, input.row_bytes, receiver.call.alignment, stream);
-  const ScatterParams params{group, make_handle_layout(group.context.shape, receiver.call.top_k), movement.role_counts,
-                             input, descriptor};
-  return launch_cooperative(&scatter_kernel<Receiver>, movement.grid, stream, params, receiver);
+cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const ScatterInput& input, const Receiver& receiver,
+                   int32_t weights, const RegisteredRange& registered, cudaStream_t stream) {
+  const auto& call = receiver.call;
+  const auto [grid, role_counts] = plan.next_scatter(call.num_tokens, input.row_bytes, call.alignment, stream);
+  const ScatterParams params{make_movement_params(group, role_counts, call, weights, input.sidecar_bytes, registered),
+                             input};
+  return launch_cooperative(&scatter_kernel<Receiver>, grid, stream, params, receiver);
 }
 
 } // namespace
@@ -428,33 +418,28 @@ std::vector<const void*> scatter_kernels() {
           reinterpret_cast<const void*>(&scatter_kernel<CombineBwdReceiver<__half>>),
           reinterpret_cast<const void*>(&scatter_kernel<CombineBwdReceiver<__nv_bfloat16>>)};
 }
-int scatter_threads() {
-  return kThreads;
-}
-size_t scatter_shared_bytes() {
-  return kThreads / kWarp * TmaRowPipeline::kSharedBytes;
+size_t movement_shared_bytes() {
+  return kMovementWarps * TmaRowPipeline::kSharedBytes;
 }
 
 cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
                             const RegisteredRange& registered, cudaStream_t stream) {
   const int64_t row_bytes = call.hidden * element_bytes(call.dtype);
   const ScatterInput input{call.tokens, row_bytes, call.topk_weights, call.sidecar, call.sidecar_bytes};
-  return launch(group, plan, input,
-                descriptor_of(call, call.topk_weights != nullptr ? 1 : 0, call.sidecar_bytes, registered),
-                DispatchReceiver{call, row_bytes}, stream);
+  return launch(group, plan, input, DispatchReceiver{call, row_bytes}, call.topk_weights != nullptr ? 1 : 0, registered,
+                stream);
 }
 
 cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,
                                const RegisteredRange& registered, cudaStream_t stream) {
   const int64_t row_bytes = call.hidden * element_bytes(call.dtype);
   const ScatterInput input{call.grad_out, row_bytes, nullptr, nullptr, 0};
-  const CallDescriptor descriptor = descriptor_of(
-      call, (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0), 0, registered);
+  const int32_t weights = (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0);
   if (call.dtype == EPX_FLOAT32)
-    return launch(group, plan, input, descriptor, CombineBwdReceiver<float>{call, row_bytes}, stream);
+    return launch(group, plan, input, CombineBwdReceiver<float>{call, row_bytes}, weights, registered, stream);
   if (call.dtype == EPX_FLOAT16)
-    return launch(group, plan, input, descriptor, CombineBwdReceiver<__half>{call, row_bytes}, stream);
-  return launch(group, plan, input, descriptor, CombineBwdReceiver<__nv_bfloat16>{call, row_bytes}, stream);
+    return launch(group, plan, input, CombineBwdReceiver<__half>{call, row_bytes}, weights, registered, stream);
+  return launch(group, plan, input, CombineBwdReceiver<__nv_bfloat16>{call, row_bytes}, weights, registered, stream);
 }
 
 } // namespace epx::cuda
