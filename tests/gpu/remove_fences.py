@@ -59,7 +59,7 @@ WEAKER = {
     'load_packet_acquire_sys(': ('load_packet_relaxed_sys(', 'relaxed'),
 }
 # Kernels are instantiated for each dtype; the soak needs one of them.
-DTYPES = re.compile(r'\b(gather_kernel|CombineBwdReceiver)<(?:float|__half)>')
+DTYPES = re.compile(r'\b(gather_kernel|CombineBwd)<(?:float|__half)>')
 CALL = re.compile('|'.join(r'(?<![\w.])' + re.escape(verb) for verb in WEAKER))
 
 

@@ -38,118 +38,8 @@
 namespace epx::cuda {
 namespace {
 
-// A scatter sends these tensors; those that are NULL or have 0 bytes are not sent.
-struct ScatterInput {
-  const std::byte* rows; // [T, H]
-  int64_t row_bytes;
-  const float* weights;     // [T, K]
-  const std::byte* sidecar; // [T, sidecar_bytes]
-  int64_t sidecar_bytes;
-};
-
-struct ScatterParams : MovementParams {
-  ScatterInput input;
-};
-
-__device__ std::byte* staged_row(const DeviceGroup& group, int receiver, int64_t staging_row) {
-  const WindowLayout& layout = group.context.layout;
-  return group.window().at<std::byte>(receiver, layout.scatter_rows.offset + staging_row * layout.row_stride);
-}
-__device__ std::byte* staged_sidecar(const DeviceGroup& group, int receiver, int64_t staging_row) {
-  const WindowLayout& layout = group.context.layout;
-  return group.window().at<std::byte>(receiver, layout.scatter_sidecars.offset + staging_row * layout.sidecar_stride);
-}
-
-__device__ Epoch* ready_flag_at(const DeviceGroup& group, int receiver, int source, int64_t token) {
-  const int64_t index = source * static_cast<int64_t>(group.context.shape.max_tokens_per_rank) + token;
-  return group.window().at<Epoch>(receiver, group.context.layout.scatter_ready_flags.offset) + index;
-}
-
-// A warp sends tokens one after the other to all peers that have a live slot of them. It completes a row, and enqueues the
-// row's ready flags for the signal warp, right before it begins to send the next one.
-class Sender {
-public:
-  __device__ Sender(const DeviceGroup& group, const Movement& movement, TmaRowPipeline& pipeline,
-                    const SignalWarp& signal_warp, const ScatterInput& input, int top_k)
-      : group_(group), movement_(movement), call_(movement.call()), pipeline_(pipeline), signal_warp_(signal_warp),
-        input_(input), top_k_(top_k) {}
-
-  __device__ void send(int64_t token) {
-    const WarpRoutes routes = movement_.routes_of(token);
-    if (input_.weights != nullptr) send_weights(token, routes);
-    for (int first = 0; first < call_.num_ranks() - 1; first += kWarp) { // each lane has one peer
-      const int peer = first + lane() < call_.num_ranks() - 1 ? movement_.peer_in_order(token, first + lane()) : -1;
-      int32_t first_slot = -1; // the token's first slot on that peer, live or not: it selects the staging row
-      int32_t first_live = -1;
-#pragma unroll 1
-      for (int i = 0; i < kWarp && first + i < call_.num_ranks() - 1; ++i) {
-        const int rank = from_lane(peer, i);
-#pragma unroll 1
-        for (int k = top_k_ > kWarp ? kWarp : 0; k >= 0;
-             k -= kWarp) { // k descends, so that the lowest k overwrites the others
-          const Route route = routes.own(k);
-          const bool goes_there = route.slot >= 0 && route.rank == rank;
-          const unsigned kept = __ballot_sync(~0u, goes_there ? 1 : 0);
-          const unsigned live = __ballot_sync(~0u, goes_there && movement_.is_live(route) ? 1 : 0);
-          const int32_t kept_slot = from_lane(route.slot, kept != 0 ? lowest_bit(kept) : 0);
-          const int32_t live_slot = from_lane(route.slot, live != 0 ? lowest_bit(live) : 0);
-          if (lane() == i && kept != 0) first_slot = kept_slot;
-          if (lane() == i && live != 0) first_live = live_slot;
-        }
-      }
-      if (__any_sync(~0u, first_live >= 0 ? 1 : 0) != 0) send_to(peer, token, first_slot, first_live);
-    }
-  }
-
-  __device__ void finish() {
-    finish_row();
-    signal_warp_.close();
-  }
-
-private:
-  __device__ void send_weights(int64_t token, const WarpRoutes& routes) const {
-    for (int first = 0; first < top_k_; first += kWarp)
-      if (const Route route = routes.own(first); route.rank != call_.rank() && movement_.is_live(route))
-        group_.window().at<float>(route.rank, group_.context.layout.scatter_weights.offset)[route.slot] =
-            input_.weights[token * top_k_ + first + lane()];
-  }
-
-  // Each lane passes a peer and the token's first slots there; at least one lane has a live one.
-  __device__ void send_to(int peer, int64_t token, int32_t first_slot, int32_t first_live) {
-    std::byte* row = nullptr;
-    std::byte* sidecar = nullptr;
-    Epoch* ready_flag = nullptr;
-    if (first_live >= 0) {
-      const int64_t staging_row =
-          scatter_staging_row(group_.context.layout, group_.context.shape, call_.rank(), token, first_slot);
-      row = movement_.has_registered_rows(peer) ? movement_.rows_of(peer) + first_live * input_.row_bytes
-                                                : staged_row(group_, peer, staging_row);
-      if (input_.sidecar_bytes > 0) sidecar = staged_sidecar(group_, peer, staging_row);
-      ready_flag = ready_flag_at(group_, peer, call_.rank(), token);
-    }
-    finish_row();
-    pending_flag_ = ready_flag;
-    begin_copy_row_to_destinations(pipeline_, input_.rows + token * input_.row_bytes, input_.row_bytes, row);
-    if (input_.sidecar_bytes > 0)
-      copy_row_to_destinations(input_.sidecar + token * input_.sidecar_bytes, input_.sidecar_bytes, sidecar);
-  }
-  // Completes the row before, if there is one.
-  __device__ void finish_row() {
-    pipeline_.finish();
-    signal_warp_.enqueue(static_cast<int>(threadIdx.x) / kWarp, cell_, pending_flag_);
-    cell_ ^= 1;
-  }
-
-  const DeviceGroup& group_;
-  const Movement& movement_;
-  const CallSession& call_;
-  TmaRowPipeline& pipeline_;
-  const SignalWarp& signal_warp_;
-  const ScatterInput& input_;
-  int top_k_;
-  int cell_ = 0;                  // for the next enqueue()
-  Epoch* pending_flag_ = nullptr; // each lane's ready flag of the last row
-};
+// An operation says what a scatter sends, and how a receive warp stores it. In store() one warp stores one token: each lane
+// passes a slot of this rank, or -1, and the slot's weight.
 
 // Says where this rank reads a token from: its own input, staging, or the receive rows.
 struct SourceRow {
@@ -158,12 +48,14 @@ struct SourceRow {
   int32_t slot_in_place; // the slot that the row lies in already; -1: none
 };
 
-// A receiver stores tokens into the slots of this rank. In store() one warp stores one token: each lane passes a slot of it, or
-// -1, and the slot's weight.
-struct DispatchReceiver {
+struct Dispatch {
   DispatchCall call;
   int64_t row_bytes;
 
+  __device__ const std::byte* input_rows() const { return call.tokens; }
+  __device__ const float* input_weights() const { return call.topk_weights; }
+  __device__ const std::byte* input_sidecar() const { return call.sidecar; }
+  constexpr int64_t sidecar_bytes() const { return call.sidecar_bytes; }
   __device__ std::byte* rows() const { return call.recv_tokens; }
   __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float weight) const {
     const bool is_slot = slot >= 0;
@@ -185,10 +77,14 @@ struct DispatchReceiver {
 };
 
 template <typename T>
-struct CombineBwdReceiver {
+struct CombineBwd {
   CombineBwdCall call;
   int64_t row_bytes;
 
+  __device__ const std::byte* input_rows() const { return call.grad_out; }
+  __device__ static const float* input_weights() { return nullptr; }
+  __device__ static const std::byte* input_sidecar() { return nullptr; }
+  static constexpr int64_t sidecar_bytes() { return 0; }
   __device__ std::byte* rows() const { return call.grad_expert_out; }
   __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float) const {
     const bool is_slot = slot >= 0;
@@ -215,114 +111,218 @@ struct CombineBwdReceiver {
   }
 };
 
-// One warp stores one token into its slots here. Returns false when the group has failed.
-template <typename Receiver>
-__device__ bool receive_token(const DeviceGroup& group, const Movement& movement, TmaRowPipeline& pipeline,
-                              const ScatterInput& input, const Receiver& receiver, int source, int64_t token,
-                              const TokenSlots& found) {
-  const int rank = group.context.rank;
-  const WarpList<int32_t>& slots = found.slots;
-  if (slots.size() == 0) return true;
-  if (source != rank && !movement.is_active(source)) {
-    for (int i = 0; i < slots.size(); ++i) {
-      const int32_t slot = slots[i];
-      zero_row(receiver.rows() + static_cast<int64_t>(slot) * receiver.row_bytes, receiver.row_bytes);
-      receiver.clear_weight_and_sidecar(lane() == 0 ? slot : -1);
+template <typename Operation>
+struct ScatterParams : MovementParams {
+  Operation operation;
+};
+
+// Each warp has one.
+template <typename Operation>
+class Scatter {
+public:
+  __device__ Scatter(const ScatterParams<Operation>& params, const Movement& movement, TmaRowPipeline& pipeline)
+      : params_(params), group_(params.group), operation_(params.operation), movement_(movement), call_(movement.call()),
+        pipeline_(pipeline) {}
+
+  // A CTA with send warps has one signal warp, the last one. It uses no TMA row pipeline, so its cells lie in the shared memory
+  // of that.
+  __device__ SignalWarp signal_warp() const {
+    static_assert(SignalWarp::kSharedBytes <= TmaRowPipeline::kStagesBytes);
+    std::byte* const shared = dynamic_shared_memory<std::byte>() + (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes;
+    return {shared, params_.role_counts.sender_warps, min(call_.num_ranks() - 1, kWarp)};
+  }
+
+  // Begins to zero the pads of the zones.
+  __device__ void clear_pads(const WorkPartition& partition) const {
+    const HandleReader plan = movement_.plan();
+    const ExpertBlocks experts{group_.context.shape.num_experts, call_.num_ranks()};
+    const auto max_pads = static_cast<uint32_t>(operation_.call.alignment - 1); // of each zone
+    const uint32_t pads = static_cast<uint32_t>(experts.num_local_experts(call_.rank())) * max_pads;
+    const int64_t row_bytes = operation_.row_bytes;
+    std::byte* const rows = operation_.rows();
+    const bool by_tma = !is_unaligned(reinterpret_cast<uint64_t>(rows), row_bytes);
+    if (by_tma) pipeline_.make_zeros();
+#pragma unroll 1
+    for (uint32_t first = 0; first < pads; first += static_cast<uint32_t>(partition.count) * kWarp) {
+      // Each lane has the index of a possible pad; neighboring indices belong to different warps.
+      const uint32_t pad = first + static_cast<uint32_t>(lane()) * static_cast<uint32_t>(partition.count) +
+                           static_cast<uint32_t>(partition.index);
+      int32_t slot = -1;
+      if (pad < pads) {
+        const uint32_t zone = pad / max_pads;
+        // Handle memory is not trusted: `slot` ends up in [0, recv_rows), or negative.
+        const auto here = static_cast<int32_t>(static_cast<uint32_t>(plan.zone_begin[zone]) +
+                                               static_cast<uint32_t>(plan.zone_rows[zone]) + (pad - zone * max_pads));
+        if (here < plan.zone_begin[zone + 1] && here < operation_.call.recv_rows) slot = here;
+      }
+      if (by_tma)
+        pipeline_.clear(row_bytes, slot >= 0 ? rows + slot * row_bytes : nullptr);
+      else
+        for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
+          zero_row(rows + from_lane(slot, lowest_bit(left)) * row_bytes, row_bytes);
+      operation_.clear_weight_and_sidecar(slot);
+    }
+  }
+
+  // Sends tokens one after the other to all peers that have a live slot of them. The warp completes a row, and enqueues the
+  // row's ready flags for the signal warp, right before it begins to send the next one.
+  __device__ void send(const WarpAssignment& warp) {
+    const int64_t tokens = operation_.call.num_tokens;
+#pragma unroll 1
+    for (int64_t token = warp.index; token < tokens; token = movement_.next_tile(warp, tokens))
+      send_token(token);
+    finish_row();
+    signal_warp().close();
+  }
+
+  // The tokens of this rank come first: they need no peer.
+  __device__ void receive(const WarpAssignment& warp) const {
+    const int64_t own = operation_.call.num_tokens;
+    const int64_t tiles = own + movement_.num_peer_tokens();
+#pragma unroll 1
+    for (int64_t tile = warp.index; tile < tiles; tile = movement_.next_tile(warp, tiles)) {
+      Movement::PeerToken from{call_.rank(), tile};
+      if (tile >= own) from = movement_.peer_token(static_cast<uint32_t>(tile - own));
+      if (from.token >= movement_.tokens_of(from.rank)) continue;
+      if (!receive_token(from.rank, from.token, movement_.slots_of(from.rank, from.token))) break;
+    }
+    pipeline_.finish();
+  }
+
+private:
+  __device__ int64_t staging_row(int source, int64_t token, int32_t first_slot) const {
+    return scatter_staging_row(group_.context.layout, group_.context.shape, source, token, first_slot);
+  }
+  __device__ std::byte* staged_row(int receiver, int64_t row) const {
+    const WindowLayout& layout = group_.context.layout;
+    return group_.window().template at<std::byte>(receiver, layout.scatter_rows.offset + row * layout.row_stride);
+  }
+  __device__ std::byte* staged_sidecar(int receiver, int64_t row) const {
+    const WindowLayout& layout = group_.context.layout;
+    return group_.window().template at<std::byte>(receiver, layout.scatter_sidecars.offset + row * layout.sidecar_stride);
+  }
+  __device__ float* staged_weight(int receiver, int32_t slot) const {
+    return group_.window().template at<float>(receiver, group_.context.layout.scatter_weights.offset) + slot;
+  }
+  __device__ Epoch* ready_flag_at(int receiver, int source, int64_t token) const {
+    const int64_t index = source * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token;
+    return group_.window().template at<Epoch>(receiver, group_.context.layout.scatter_ready_flags.offset) + index;
+  }
+
+  __device__ void send_token(int64_t token) {
+    const int top_k = operation_.call.top_k;
+    const WarpRoutes routes = movement_.routes_of(token);
+    if (operation_.input_weights() != nullptr) send_weights(token, routes);
+    for (int first = 0; first < call_.num_ranks() - 1; first += kWarp) { // each lane has one peer
+      const int peer = first + lane() < call_.num_ranks() - 1 ? movement_.peer_in_order(token, first + lane()) : -1;
+      int32_t first_slot = -1; // the token's first slot on that peer, live or not: it selects the staging row
+      int32_t first_live = -1;
+#pragma unroll 1
+      for (int i = 0; i < kWarp && first + i < call_.num_ranks() - 1; ++i) {
+        const int rank = from_lane(peer, i);
+#pragma unroll 1
+        for (int k = top_k > kWarp ? kWarp : 0; k >= 0; k -= kWarp) { // k descends: the lowest k overwrites the others
+          const Route route = routes.own(k);
+          const bool goes_there = route.slot >= 0 && route.rank == rank;
+          const unsigned kept = __ballot_sync(~0u, goes_there ? 1 : 0);
+          const unsigned live = __ballot_sync(~0u, goes_there && movement_.is_live(route) ? 1 : 0);
+          const int32_t kept_slot = from_lane(route.slot, kept != 0 ? lowest_bit(kept) : 0);
+          const int32_t live_slot = from_lane(route.slot, live != 0 ? lowest_bit(live) : 0);
+          if (lane() == i && kept != 0) first_slot = kept_slot;
+          if (lane() == i && live != 0) first_live = live_slot;
+        }
+      }
+      if (__any_sync(~0u, first_live >= 0 ? 1 : 0) != 0) send_to(peer, token, first_slot, first_live);
+    }
+  }
+  __device__ void send_weights(int64_t token, const WarpRoutes& routes) const {
+    const int top_k = operation_.call.top_k;
+    for (int first = 0; first < top_k; first += kWarp)
+      if (const Route route = routes.own(first); route.rank != call_.rank() && movement_.is_live(route))
+        *staged_weight(route.rank, route.slot) = operation_.input_weights()[token * top_k + first + lane()];
+  }
+  // Each lane passes a peer and the token's first slots there; at least one lane has a live one.
+  __device__ void send_to(int peer, int64_t token, int32_t first_slot, int32_t first_live) {
+    const int64_t row_bytes = operation_.row_bytes;
+    const int64_t sidecar_bytes = operation_.sidecar_bytes();
+    std::byte* row = nullptr;
+    std::byte* sidecar = nullptr;
+    Epoch* ready_flag = nullptr;
+    if (first_live >= 0) {
+      const int64_t staging = staging_row(call_.rank(), token, first_slot);
+      row = movement_.has_registered_rows(peer) ? movement_.rows_of(peer) + first_live * row_bytes
+                                                : staged_row(peer, staging);
+      if (sidecar_bytes > 0) sidecar = staged_sidecar(peer, staging);
+      ready_flag = ready_flag_at(peer, call_.rank(), token);
+    }
+    finish_row();
+    pending_flag_ = ready_flag;
+    begin_copy_row_to_destinations(pipeline_, operation_.input_rows() + token * row_bytes, row_bytes, row);
+    if (sidecar_bytes > 0)
+      copy_row_to_destinations(operation_.input_sidecar() + token * sidecar_bytes, sidecar_bytes, sidecar);
+  }
+  // Completes the row before, if there is one.
+  __device__ void finish_row() {
+    pipeline_.finish();
+    signal_warp().enqueue(static_cast<int>(threadIdx.x) / kWarp, cell_, pending_flag_);
+    cell_ ^= 1;
+  }
+
+  // Stores one token into its slots here. Returns false when the group has failed.
+  __device__ bool receive_token(int source, int64_t token, const TokenSlots& found) const {
+    const int rank = call_.rank();
+    const int64_t row_bytes = operation_.row_bytes;
+    const WarpList<int32_t>& slots = found.slots;
+    if (slots.size() == 0) return true;
+    if (source != rank && !movement_.is_active(source)) {
+      for (int i = 0; i < slots.size(); ++i) {
+        const int32_t slot = slots[i];
+        zero_row(operation_.rows() + slot * row_bytes, row_bytes);
+        operation_.clear_weight_and_sidecar(lane() == 0 ? slot : -1);
+      }
+      return true;
+    }
+    const int64_t sidecar_bytes = operation_.sidecar_bytes();
+    SourceRow source_row{operation_.input_rows() + token * row_bytes, operation_.input_sidecar() + token * sidecar_bytes,
+                         -1};
+    const int64_t staging = staging_row(source, token, found.first_slot);
+    if (source != rank) {
+      bool ok = true;
+      if (lane() == 0) ok = call_.wait_ready(ready_flag_at(rank, source, token), source);
+      if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
+      __syncwarp(); // all lanes see what lane 0 has acquired: a vote orders no memory
+      const int32_t first_live = slots[0];
+      const bool in_place = movement_.has_registered_rows(rank);
+      source_row = {in_place ? operation_.rows() + first_live * row_bytes : staged_row(rank, staging),
+                    staged_sidecar(rank, staging), in_place ? first_live : -1};
+    }
+    for (int first = slots.size() > kWarp ? kWarp : 0; first >= 0;
+         first -= kWarp) { // the first slot, which may be in place, comes last
+      const int32_t slot = slots.has_own(first) ? slots.own(first) : -1;
+      float weight = 0.0f;
+      if (operation_.input_weights() != nullptr && slot >= 0)
+        weight = source == rank ? operation_.input_weights()[token * operation_.call.top_k + movement_.k_of_slot(slot)]
+                                : *staged_weight(rank, slot);
+      operation_.store(pipeline_, source_row, slot, weight);
+      if (call_.scribbles_staging() && slot >= 0 && source != rank) *staged_weight(rank, slot) = NAN;
+    }
+    if (call_.scribbles_staging() && source != rank) {
+      pipeline_.finish();
+      scribble_row(staged_row(rank, staging), row_bytes);
+      scribble_row(staged_sidecar(rank, staging), sidecar_bytes);
     }
     return true;
   }
-  SourceRow source_row{input.rows + token * input.row_bytes, input.sidecar + token * input.sidecar_bytes, -1};
-  if (source != rank) {
-    bool ok = true;
-    if (lane() == 0) ok = movement.call().wait_ready(ready_flag_at(group, rank, source, token), source);
-    if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
-    __syncwarp(); // all lanes see what lane 0 has acquired: a vote orders no memory
-    const int64_t staging_row =
-        scatter_staging_row(group.context.layout, group.context.shape, source, token, found.first_slot);
-    const int32_t first_live = slots[0];
-    const bool in_place = movement.has_registered_rows(rank);
-    source_row = {in_place ? receiver.rows() + first_live * receiver.row_bytes : staged_row(group, rank, staging_row),
-                  staged_sidecar(group, rank, staging_row), in_place ? first_live : -1};
-  }
-  const auto* const staged_weights = group.window().template local<float>(group.context.layout.scatter_weights.offset);
-  for (int first = slots.size() > kWarp ? kWarp : 0; first >= 0;
-       first -= kWarp) { // the first slot, which may be in place, comes last
-    const int32_t slot = slots.has_own(first) ? slots.own(first) : -1;
-    float weight = 0.0f;
-    if (input.weights != nullptr && slot >= 0)
-      weight =
-          source == rank ? input.weights[token * receiver.call.top_k + movement.k_of_slot(slot)] : staged_weights[slot];
-    receiver.store(pipeline, source_row, slot, weight);
-    if (movement.call().scribbles_staging() && slot >= 0 && source != rank)
-      group.window().template local<float>(group.context.layout.scatter_weights.offset)[slot] = NAN;
-  }
-  if (movement.call().scribbles_staging() && source != rank) {
-    pipeline.finish();
-    const int64_t staging_row =
-        scatter_staging_row(group.context.layout, group.context.shape, source, token, found.first_slot);
-    scribble_row(staged_row(group, rank, staging_row), input.row_bytes);
-    scribble_row(staged_sidecar(group, rank, staging_row), input.sidecar_bytes);
-  }
-  return true;
-}
 
-// Begins to zero the pads of the zones.
-template <typename Receiver>
-__device__ void clear_pads(const DeviceGroup& group, const Movement& movement, TmaRowPipeline& pipeline,
-                           const Receiver& receiver, const WorkPartition& partition) {
-  const HandleReader plan = movement.plan();
-  const ExpertBlocks experts{group.context.shape.num_experts, group.context.shape.num_ranks};
-  const auto max_pads = static_cast<uint32_t>(receiver.call.alignment - 1); // of each zone
-  const uint32_t pads = static_cast<uint32_t>(experts.num_local_experts(group.context.rank)) * max_pads;
-  const int64_t row_bytes = receiver.row_bytes;
-  const bool by_tma = !is_unaligned(reinterpret_cast<uint64_t>(receiver.rows()), row_bytes);
-  if (by_tma) pipeline.make_zeros();
-#pragma unroll 1
-  for (uint32_t first = 0; first < pads; first += static_cast<uint32_t>(partition.count) * kWarp) {
-    // Each lane has the index of a possible pad; neighboring indices belong to different warps.
-    const uint32_t pad = first + static_cast<uint32_t>(lane()) * static_cast<uint32_t>(partition.count) +
-                         static_cast<uint32_t>(partition.index);
-    int32_t slot = -1;
-    if (pad < pads) {
-      const uint32_t zone = pad / max_pads;
-      // Handle memory is not trusted: `slot` ends up in [0, recv_rows), or negative.
-      const auto here = static_cast<int32_t>(static_cast<uint32_t>(plan.zone_begin[zone]) +
-                                             static_cast<uint32_t>(plan.zone_rows[zone]) + (pad - zone * max_pads));
-      if (here < plan.zone_begin[zone + 1] && here < receiver.call.recv_rows) slot = here;
-    }
-    if (by_tma)
-      pipeline.clear(row_bytes, slot >= 0 ? receiver.rows() + slot * row_bytes : nullptr);
-    else
-      for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
-        zero_row(receiver.rows() + from_lane(slot, lowest_bit(left)) * row_bytes, row_bytes);
-    receiver.clear_weight_and_sidecar(slot);
-  }
-}
-
-// The tokens of this rank come first: they need no peer.
-template <typename Receiver>
-__device__ void receive(const DeviceGroup& group, const Movement& movement, TmaRowPipeline& pipeline,
-                        const ScatterInput& input, const Receiver& receiver, const WarpAssignment& warp) {
-  const int64_t own = receiver.call.num_tokens;
-  const int64_t tiles = own + movement.num_peer_tokens();
-#pragma unroll 1
-  for (int64_t tile = warp.index; tile < tiles; tile = movement.next_tile(warp, tiles)) {
-    Movement::PeerToken from{group.context.rank, tile};
-    if (tile >= own) from = movement.peer_token(static_cast<uint32_t>(tile - own));
-    if (from.token >= movement.tokens_of(from.rank)) continue;
-    if (!receive_token(group, movement, pipeline, input, receiver, from.rank, from.token,
-                       movement.slots_of(from.rank, from.token)))
-      return;
-  }
-}
-
-// A CTA with send warps has one signal warp, the last one. It uses no TMA row pipeline, so its cells lie in the
-// shared memory of that.
-__device__ SignalWarp signal_warp_of_cta(const WarpRoleCounts& role_counts, int num_ranks) {
-  static_assert(SignalWarp::kSharedBytes <= TmaRowPipeline::kStagesBytes);
-  std::byte* const shared = dynamic_shared_memory<std::byte>() + (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes;
-  return {shared, role_counts.sender_warps, min(num_ranks - 1, kWarp)};
-}
+  const MovementParams& params_;
+  const DeviceGroup& group_;
+  const Operation& operation_;
+  const Movement& movement_;
+  const CallSession& call_;
+  TmaRowPipeline& pipeline_;
+  int cell_ = 0;                  // of a sender, for the next enqueue()
+  Epoch* pending_flag_ = nullptr; // of each lane of a sender: the ready flag of the last row
+};
 
 __device__ bool has_unaligned_rows(const DispatchCall& call) {
   const auto bits = [](const void* place) { return reinterpret_cast<uint64_t>(place); };
@@ -331,12 +331,12 @@ __device__ bool has_unaligned_rows(const DispatchCall& call) {
 }
 
 template <bool kUnaligned>
-__device__ void ll_scatter(const ScatterParams& params, const DispatchReceiver& receiver, Movement& movement) {
+__device__ void ll_scatter(const ScatterParams<Dispatch>& params, Movement& movement) {
   if (!movement.call().begin_ll()) return;
-  const LlDispatch<kUnaligned> dispatch(params.group, movement, receiver.call);
+  const LlDispatch<kUnaligned> dispatch(params.group, movement, params.operation.call);
   if (dispatch.is_pad_warp()) {
     TmaRowPipeline pipeline = pipeline_of_warp();
-    clear_pads(params.group, movement, pipeline, receiver, dispatch.pad_partition());
+    Scatter(params, movement, pipeline).clear_pads(dispatch.pad_partition());
     pipeline.finish();
     return;
   }
@@ -344,102 +344,87 @@ __device__ void ll_scatter(const ScatterParams& params, const DispatchReceiver& 
   movement.call().sent_by_warp(dispatch.num_copy_warps());
   dispatch.receive();
 }
-__device__ __noinline__ void ll_scatter_unaligned(const ScatterParams& params, const DispatchReceiver& receiver,
-                                                  Movement movement) {
-  ll_scatter<true>(params, receiver, movement);
+__device__ __noinline__ void ll_scatter_unaligned(const ScatterParams<Dispatch>& params, Movement movement) {
+  ll_scatter<true>(params, movement);
 }
 
-template <typename Receiver>
-__device__ __forceinline__ void scatter(const ScatterParams& params, const Receiver& receiver) {
-  const DeviceGroup& group = params.group;
+template <typename Operation>
+__device__ __forceinline__ void scatter(const ScatterParams<Operation>& params) {
   Movement movement(params);
   movement.post();
-  if constexpr (std::is_same_v<Receiver, DispatchReceiver>) {
+  if constexpr (std::is_same_v<Operation, Dispatch>) {
     if (movement.takes_ll_path()) {
-      if (has_unaligned_rows(receiver.call))
-        ll_scatter_unaligned(params, receiver, movement);
+      if (has_unaligned_rows(params.operation.call))
+        ll_scatter_unaligned(params, movement);
       else
-        ll_scatter<false>(params, receiver, movement);
+        ll_scatter<false>(params, movement);
       return;
     }
   }
   TmaRowPipeline pipeline = pipeline_of_warp();
-  const WarpAssignment warp = assign_warp_role(params.role_counts, group.context.shape.num_ranks);
+  Scatter scatter(params, movement, pipeline);
+  const WarpAssignment warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
   if (warp.role == WarpRole::receive && movement.is_usable())
-    clear_pads(group, movement, pipeline, receiver, warp); // needs no peer, and overlaps the entry barrier
-  const SignalWarp signal_warp = signal_warp_of_cta(params.role_counts, group.context.shape.num_ranks);
-  if (warp.role == WarpRole::signal) signal_warp.clear();
+    scatter.clear_pads(warp); // needs no peer, and overlaps the entry barrier
+  if (warp.role == WarpRole::signal) scatter.signal_warp().clear();
   if (!movement.begin()) {
     pipeline.finish();
     return;
   }
-  if (warp.role == WarpRole::send) {
-    Sender sender(group, movement, pipeline, signal_warp, params.input, receiver.call.top_k);
-    const int64_t tokens = receiver.call.num_tokens;
-#pragma unroll 1
-    for (int64_t token = warp.index; token < tokens; token = movement.next_tile(warp, tokens))
-      sender.send(token);
-    sender.finish();
-  }
+  if (warp.role == WarpRole::send) scatter.send(warp);
   if (warp.role == WarpRole::signal) {
-    signal_warp.run(movement.call());
+    scatter.signal_warp().run(movement.call());
     if (lane() == 0) movement.call().sent(static_cast<unsigned>(warp.count));
   }
-  if (warp.role == WarpRole::receive) {
-    receive(group, movement, pipeline, params.input, receiver, warp);
-    pipeline.finish();
-  }
+  if (warp.role == WarpRole::receive) scatter.receive(warp);
 }
 
-template <typename Receiver>
+template <typename Operation>
 __global__ void __launch_bounds__(kMovementThreads)
-    scatter_kernel(const __grid_constant__ ScatterParams params, const __grid_constant__ Receiver receiver) {
-  pdl_wait(params, receiver);
-  scatter(params, receiver);
+    scatter_kernel(const __grid_constant__ ScatterParams<Operation> params) {
+  pdl_wait(params);
+  scatter(params);
   leave(params.group);
 }
 
 // `weights` is the agreed field of that name.
-template <typename Receiver>
-cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const ScatterInput& input, const Receiver& receiver,
-                   int32_t weights, const RegisteredRange& registered, cudaStream_t stream) {
-  const auto& call = receiver.call;
-  const auto [grid, role_counts] = plan.next_scatter(call.num_tokens, input.row_bytes, call.alignment, stream);
-  const ScatterParams params{make_movement_params(group, role_counts, call, weights, input.sidecar_bytes, registered),
-                             input};
-  return launch_cooperative(&scatter_kernel<Receiver>, grid, stream, params, receiver);
+template <typename Operation>
+cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const Operation& operation, int32_t weights,
+                   const RegisteredRange& registered, cudaStream_t stream) {
+  const auto& call = operation.call;
+  const auto [grid, role_counts] = plan.next_scatter(call.num_tokens, operation.row_bytes, call.alignment, stream);
+  const ScatterParams<Operation> params{
+      make_movement_params(group, role_counts, call, weights, operation.sidecar_bytes(), registered), operation};
+  return launch_cooperative(&scatter_kernel<Operation>, grid, stream, params);
 }
 
 } // namespace
 
-std::vector<const void*> scatter_kernels() {
-  return {reinterpret_cast<const void*>(&scatter_kernel<DispatchReceiver>),
-          reinterpret_cast<const void*>(&scatter_kernel<CombineBwdReceiver<float>>),
-          reinterpret_cast<const void*>(&scatter_kernel<CombineBwdReceiver<__half>>),
-          reinterpret_cast<const void*>(&scatter_kernel<CombineBwdReceiver<__nv_bfloat16>>)};
-}
 size_t movement_shared_bytes() {
   return kMovementWarps * TmaRowPipeline::kSharedBytes;
+}
+std::vector<const void*> scatter_kernels() {
+  return {reinterpret_cast<const void*>(&scatter_kernel<Dispatch>),
+          reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<float>>),
+          reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<__half>>),
+          reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<__nv_bfloat16>>)};
 }
 
 cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
                             const RegisteredRange& registered, cudaStream_t stream) {
-  const int64_t row_bytes = call.hidden * element_bytes(call.dtype);
-  const ScatterInput input{call.tokens, row_bytes, call.topk_weights, call.sidecar, call.sidecar_bytes};
-  return launch(group, plan, input, DispatchReceiver{call, row_bytes}, call.topk_weights != nullptr ? 1 : 0, registered,
-                stream);
+  return launch(group, plan, Dispatch{call, call.hidden * element_bytes(call.dtype)}, call.topk_weights != nullptr ? 1 : 0,
+                registered, stream);
 }
 
 cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,
                                const RegisteredRange& registered, cudaStream_t stream) {
   const int64_t row_bytes = call.hidden * element_bytes(call.dtype);
-  const ScatterInput input{call.grad_out, row_bytes, nullptr, nullptr, 0};
   const int32_t weights = (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0);
   if (call.dtype == EPX_FLOAT32)
-    return launch(group, plan, input, CombineBwdReceiver<float>{call, row_bytes}, weights, registered, stream);
+    return launch(group, plan, CombineBwd<float>{call, row_bytes}, weights, registered, stream);
   if (call.dtype == EPX_FLOAT16)
-    return launch(group, plan, input, CombineBwdReceiver<__half>{call, row_bytes}, weights, registered, stream);
-  return launch(group, plan, input, CombineBwdReceiver<__nv_bfloat16>{call, row_bytes}, weights, registered, stream);
+    return launch(group, plan, CombineBwd<__half>{call, row_bytes}, weights, registered, stream);
+  return launch(group, plan, CombineBwd<__nv_bfloat16>{call, row_bytes}, weights, registered, stream);
 }
 
 } // namespace epx::cuda
