@@ -2,7 +2,6 @@
 #include "runtime/stages/cuda/cuda_backend.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <future>
 #include <memory>
@@ -19,6 +18,7 @@
 #include "base/names.h"
 #include "base/suspension_aware_deadline.h"
 #include "runtime/allocations.h"
+#include "runtime/stages/cuda/device_reports.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
 #include "runtime/stages/cuda/rank_board.h"
@@ -31,116 +31,6 @@ namespace epx::cuda {
 namespace {
 
 constexpr std::chrono::seconds kTimeToAbort{2}; // time for waiting kernels to see that their group has ended
-
-// Formats the events and the failure that kernels have left in the status record, each once.
-class RecordReader {
-public:
-  RecordReader(const GroupContext& context, StatusRecord& record, const RankBoard& board, StatusBoard& status)
-      : context_(context), record_(record), board_(board), status_(status) {}
-
-  // Hands new events, and the failure if a kernel or a host has reported one, to the status board. Throws the failure.
-  void read() {
-    const std::scoped_lock lock(mutex_);
-    read_events();
-    if (std::atomic_ref(record_.failed).load(std::memory_order_acquire) != 0) status_.fail(format(record_.failure));
-    if (const uint64_t word = board_.abort_record(); word != 0) // there may be no kernel of this rank that would find it
-      status_.fail(format_abort(word));
-    status_.require_healthy();
-  }
-
-private:
-  void read_events() {
-    // The counts since creation are read before the records, because a kernel stores an event's record before its count.
-    EventCounts counts{};
-    for (size_t kind = 0; kind < counts.size(); ++kind)
-      counts[kind] = std::atomic_ref(record_.event_counts[kind]).load(std::memory_order_acquire);
-    const uint64_t num_events = std::atomic_ref(record_.num_events).load(std::memory_order_acquire);
-    std::optional<Event> first;
-    for (; next_event_ < num_events; ++next_event_) {
-      const EventRecord& event = record_.events[next_event_ % StatusRecord::kEvents];
-      if (event.total > counts[event.kind]) break; // the next read() takes it, with its count
-      if (!first) first = format(event);
-    }
-    std::atomic_ref(record_.events_taken).store(next_event_, std::memory_order_release);
-    EventCounts new_counts{};
-    for (size_t kind = 0; kind < counts.size(); ++kind)
-      new_counts[kind] = counts[kind] - std::exchange(counted_[kind], counts[kind]);
-    status_.record(new_counts, first);
-  }
-
-  Event format(const EventRecord& event) const {
-    const CallName call{event.operation, event.sequence};
-    const auto& v = event.values;
-    switch (event.kind) {
-    case EPX_EVENT_BAD_INDEX:
-      return bad_index_event(call, v[0], v[1], v[2], v[3], context_.shape.num_experts);
-    case EPX_EVENT_OVERFLOW:
-      return overflow_event(call, {v[0], v[1], v[2]}, context_.rank, context_.shape.max_recv_tokens);
-    case EPX_EVENT_TOO_FEW_ROWS:
-      return too_few_rows_event(call, v[0], v[1], v[2]);
-    default:
-      break;
-    }
-    if (v[3] >= 0)
-      return plan_mismatch_event(call, event.header.plan_id, static_cast<uint64_t>(v[4]), static_cast<int>(v[3]));
-    const HandleUse use{static_cast<int32_t>(v[0]), static_cast<int32_t>(v[1]), v[2]};
-    const std::string why = why_unusable(event.header, use, context_);
-    return unusable_handle_event(call, why.empty() ? why_body_unusable() : why);
-  }
-
-  Failure format(const FailureRecord& failure) const {
-    const CallName call{failure.operation, failure.sequence};
-    if (failure.status == EPX_ERROR_MISMATCH) {
-      const auto disagreement =
-          find_disagreement(call, {failure.descriptors, static_cast<size_t>(context_.shape.num_ranks)});
-      if (disagreement) return *disagreement;
-    }
-    if (failure.abort_record != 0) {
-      if (!is_sound_abort_record(failure.abort_record))
-        return damage_failure(call, context_.rank, abort_record_damage(failure.abort_record));
-      return format_abort_record(failure, call);
-    }
-    TimeOut timeout{failure.phase, {}, failure.culprit, failure.culprit_arrived_at};
-    for (int rank = 0; rank < context_.shape.num_ranks; ++rank)
-      if ((failure.missing >> rank & 1) != 0) timeout.missing.push_back(rank);
-    timeout.kernel = kernel_of(failure.culprit, call.sequence);
-    return timeout_failure(call, timeout, context_.timeout_ms);
-  }
-
-  Failure format_abort(uint64_t word) const {
-    const AbortRecord abort_record = unpack_abort_record(word);
-    if (!is_sound_abort_record(word)) return damage_failure({EPX_OP_NONE, 0}, context_.rank, abort_record_damage(word));
-    return abort_failure({abort_record.operation, 0}, abort_record, context_.rank, 0);
-  }
-
-  bool is_sound_abort_record(uint64_t word) const { return is_sound(unpack_abort_record(word), context_.shape.num_ranks); }
-
-  Failure format_abort_record(const FailureRecord& record, CallName call) const {
-    const AbortRecord abort_record = unpack_abort_record(record.abort_record);
-    Failure failure = abort_failure(call, abort_record, context_.rank, record.culprit_arrived_at);
-    const bool had_arrived = abort_record.phase != EPX_PHASE_ARRIVE && abort_record.culprit != context_.rank &&
-                             record.culprit_arrived_at >= abort_record.sequence;
-    // The peer that gave up has looked at the launch counts; what the culprit had launched by then is no longer known here.
-    if (abort_record.status == EPX_ERROR_TIMEOUT && !had_arrived &&
-        kernel_of(abort_record.culprit, abort_record.sequence) != CulpritKernel::none)
-      failure.message += kernel_words(CulpritKernel::unknown, abort_record.culprit, abort_record.operation);
-    return failure;
-  }
-
-  CulpritKernel kernel_of(int rank, uint64_t sequence) const {
-    const uint64_t launched = board_.launched(rank);
-    if (launched == RankBoard::kUnknown) return CulpritKernel::unknown;
-    return launched >= sequence ? CulpritKernel::launched : CulpritKernel::none;
-  }
-
-  const GroupContext& context_;
-  StatusRecord& record_;
-  const RankBoard& board_;
-  StatusBoard& status_;
-  std::mutex mutex_;
-  EventCounts counted_{}; // already handed to the status board
-  uint64_t next_event_ = 0;
-};
 
 class CudaBackend final : public Backend, private Stages {
 public:

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reads what kernels have left in the status record, and formats it for the status board.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+
+#include "runtime/group_context.h"
+#include "runtime/stages/cuda/protocol/device_group.h"
+#include "runtime/stages/cuda/rank_board.h"
+#include "runtime/stages/reports.h"
+#include "runtime/status_board.h"
+
+namespace epx::cuda {
+
+// Formats the events and the failure, each once.
+class RecordReader {
+public:
+  RecordReader(const GroupContext& context, StatusRecord& record, const RankBoard& board, StatusBoard& status)
+      : context_(context), record_(record), board_(board), status_(status) {}
+
+  // Hands new events, and the failure if a kernel or a host has reported one, to the status board. Throws the failure.
+  void read();
+
+private:
+  void read_events();
+  Event format(const EventRecord& event) const;
+  Failure format(const FailureRecord& failure) const;
+  Failure format_abort(uint64_t word) const;
+  Failure format_abort_record(const FailureRecord& record, CallName call) const;
+  bool is_sound_abort_record(uint64_t word) const;
+  CulpritKernel kernel_of(int rank, uint64_t sequence) const;
+
+  const GroupContext& context_;
+  StatusRecord& record_;
+  const RankBoard& board_;
+  StatusBoard& status_;
+  std::mutex mutex_;
+  EventCounts counted_{}; // already handed to the status board
+  uint64_t next_event_ = 0;
+};
+
+} // namespace epx::cuda
