@@ -9,6 +9,7 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "base/device/warp.cuh"
 #include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
@@ -98,43 +99,33 @@ template <typename T>
 constexpr int kElementsPerWord = static_cast<int>(sizeof(uint32_t) / sizeof(T));
 
 template <typename T>
-__device__ void unpack_word(uint32_t word, float* x);
-template <>
-__device__ inline void unpack_word<float>(uint32_t word, float* x) {
-  x[0] = std::bit_cast<float>(word);
-}
-template <>
-__device__ inline void unpack_word<__half>(uint32_t word, float* x) {
-  __half2 pair;
-  memcpy(static_cast<void*>(&pair), &word, sizeof(pair));
-  x[0] = __low2float(pair);
-  x[1] = __high2float(pair);
-}
-template <>
-__device__ inline void unpack_word<__nv_bfloat16>(uint32_t word, float* x) {
-  x[0] = std::bit_cast<float>(word << 16); // a bfloat16 is the upper half of a float
-  x[1] = std::bit_cast<float>(word & 0xffff0000u);
+__device__ inline void unpack_word(uint32_t word, float* x) {
+  if constexpr (std::is_same_v<T, float>) {
+    x[0] = std::bit_cast<float>(word);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    __half2 pair;
+    memcpy(static_cast<void*>(&pair), &word, sizeof(pair));
+    x[0] = __low2float(pair);
+    x[1] = __high2float(pair);
+  } else { // a bfloat16 is the upper half of a float
+    x[0] = std::bit_cast<float>(word << 16);
+    x[1] = std::bit_cast<float>(word & 0xffff0000u);
+  }
 }
 
 // Rounds to nearest even.
 template <typename T>
-__device__ uint32_t pack_word(const float* x);
-template <>
-__device__ inline uint32_t pack_word<float>(const float* x) {
-  return std::bit_cast<uint32_t>(x[0]);
-}
-template <>
-__device__ inline uint32_t pack_word<__half>(const float* x) {
-  const __half2 pair = __floats2half2_rn(x[0], x[1]);
+__device__ inline uint32_t pack_word(const float* x) {
   uint32_t word;
-  memcpy(&word, &pair, sizeof(word));
-  return word;
-}
-template <>
-__device__ inline uint32_t pack_word<__nv_bfloat16>(const float* x) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
-  uint32_t word;
-  memcpy(&word, &pair, sizeof(word));
+  if constexpr (std::is_same_v<T, float>) {
+    word = std::bit_cast<uint32_t>(x[0]);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(x[0], x[1]);
+    memcpy(&word, &pair, sizeof(word));
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
+    memcpy(&word, &pair, sizeof(word));
+  }
   return word;
 }
 
