@@ -274,7 +274,9 @@ public:
   // it gets a number beyond the last tile. So the tile counter is taken `tiles` times: once for each tile that is not the first
   // of a warp, and once more by each warp that had a tile.
   __device__ int64_t next_tile(const WarpAssignment& warp, int64_t tiles) const {
-    return warp.count + (warp.role == WarpRole::send ? call_.next_send_tile(tiles) : call_.next_receive_tile(tiles));
+    DeviceState& state = *params_.group.state;
+    return warp.count +
+           call_.take_tile(warp.role == WarpRole::send ? state.send_tiles_taken : state.receive_tiles_taken, tiles);
   }
   // Returns how many tokens of a rank may have slots on this rank.
   __device__ int64_t tokens_of(int rank) const {

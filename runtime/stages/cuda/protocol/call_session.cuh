@@ -135,12 +135,15 @@ public:
   }
 
   // Dynamic tile scheduler: all lanes get the next of 0, 1, ..., tiles - 1, and no two warps of the grid get the same. The grid
-  // calls this exactly `tiles` times.
-  __device__ int64_t next_send_tile(int64_t tiles) const {
-    return take_tile(context_.group.state->send_tiles_taken, tiles);
-  }
-  __device__ int64_t next_receive_tile(int64_t tiles) const {
-    return take_tile(context_.group.state->receive_tiles_taken, tiles);
+  // calls this exactly `tiles` times for each of the two counters `taken` in DeviceState.
+  __device__ int64_t take_tile(unsigned long long& taken, int64_t tiles) const {
+    inject_delay(context_);
+    int64_t number = 0;
+    if (lane() == 0) {
+      number = static_cast<int64_t>(atomicAdd(&taken, 1ull));
+      if (number == tiles - 1) atomicExch(&taken, 0ull); // for the next call; no warp takes a tile after the last one
+    }
+    return from_lane(number, 0);
   }
 
   // One thread of each sender, or of the signal warp that signals for several, calls this after the last store to a peer; there
@@ -220,16 +223,6 @@ private:
     return warps;
   }
 
-  __device__ int64_t take_tile(unsigned long long& taken, int64_t tiles) const {
-    inject_delay(context_);
-    int64_t number = 0;
-    if (lane() == 0) {
-      number = static_cast<int64_t>(atomicAdd(&taken, 1ull));
-      if (number == tiles - 1) atomicExch(&taken, 0ull); // for the next call; no warp takes a tile after the last one
-    }
-    return from_lane(number, 0);
-  }
-
   __device__ bool wait_for_field(int peer, int word, uint64_t& value) const {
     const LlField* const place = &descriptor_at(context_, rank(), peer, context_.sequence)->words[word];
     LlField found{};
@@ -240,14 +233,12 @@ private:
     for (int spin = 0; spin < kShortSpins && found.sequence != context_.sequence; ++spin)
       found = load_packet_acquire_sys(place);
     if (found.sequence != context_.sequence) {
-      if (!wait_long(context(), low_half(&place->sequence), peer, EPX_PHASE_ARRIVE)) return false;
+      const auto* const low_half = reinterpret_cast<const Epoch*>(&place->sequence);
+      if (!wait_long(context(), low_half, peer, EPX_PHASE_ARRIVE)) return false;
       found = load_packet_acquire_sys(place);
     }
     value = found.value;
     return true;
-  }
-  __device__ static const Epoch* low_half(const uint64_t* word) {
-    return reinterpret_cast<const Epoch*>(word);
   }
 
   // Thread `index` of `count` threads that read the descriptors of all ranks together. Returns false when the group has failed.
