@@ -18,7 +18,7 @@
 #include "runtime/struct_size.h"
 #if defined(EPX_WITH_CUDA)
 #include "runtime/stages/cuda/cuda_backend.h"
-#include "transport/nccl/nccl_transport.h"
+#include "transport/nccl/gpu_identity.h"
 #endif
 #include "runtime/layout/slots.h"
 #include "transport/bootstrap/bootstrap_exchange.h"

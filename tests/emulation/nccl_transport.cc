@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Implements transport/nccl/nccl_transport.h without NCCL: windows are the host transport's, and small records travel through
-// one of them.
+// Implements transport/nccl/nccl_transport.h and gpu_identity.h without NCCL: windows are the host transport's, and small
+// records travel through one of them.
 #include "transport/nccl/nccl_transport.h"
 
 #include <atomic>
@@ -16,6 +16,7 @@
 
 #include "base/suspension_aware_deadline.h"
 #include "transport/host/host_transport.h"
+#include "transport/nccl/gpu_identity.h"
 
 namespace epx {
 namespace {

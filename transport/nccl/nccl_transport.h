@@ -3,28 +3,13 @@
 // to each other's.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
-#include <span>
-#include <string>
 
 #include "transport/exchange.h"
 #include "transport/transport.h"
 
 namespace epx {
-
-// Each rank contributes the identity of its GPU before a transport is chosen.
-struct GpuIdentity {
-  int32_t device = -1; // CUDA ordinal; -1: none
-  std::array<char, 16> uuid{};
-};
-
-// Identifies the calling thread's current device; `device` is -1 where there is no driver or no GPU.
-GpuIdentity find_gpu() noexcept;
-
-// Returns why these ranks cannot use transport nccl (one has no GPU, or two share one); "" when each has its own.
-std::string why_not_a_gpu_each(std::span<const GpuIdentity> gpus);
 
 // An NcclTransport also exchanges small host-side records, for what ranks agree on after creation.
 class NcclTransport : public Transport {

@@ -25,6 +25,7 @@
 #include "runtime/stages/cuda/stream_order.h"
 #include "runtime/stages/reports.h"
 #include "runtime/status_board.h"
+#include "transport/nccl/gpu_identity.h"
 #include "transport/nccl/nccl_transport.h"
 
 namespace epx::cuda {

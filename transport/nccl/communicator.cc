@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/nccl/communicator.h"
+
+#include <thread>
+#include <utility>
+
+#include "base/suspension_aware_deadline.h"
+#include "transport/nccl/nccl_check.h"
+
+namespace epx {
+
+Communicator::Communicator(const NcclVersion& version, int rank, int num_ranks, const ncclUniqueId& id,
+                           std::chrono::milliseconds timeout)
+    : version_(version), timeout_(timeout) {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  config.minCTAs = config.maxCTAs = 1; // its collectives carry small records only; channels cost time and memory
+  wait(ncclCommInitRankConfig(&comm_, num_ranks, id, rank, &config), "ncclCommInitRankConfig");
+}
+
+Communicator::~Communicator() {
+  if (comm_ != nullptr) ncclCommAbort(comm_); // the abort is local, never waits for a peer, and frees what is left
+}
+
+void Communicator::wait(ncclResult_t result, const char* call) {
+  SuspensionAwareDeadline deadline{timeout_};
+  if (result == ncclSuccess) result = ncclInProgress; // ncclSuccess may mean that it has only begun
+  while (result == ncclInProgress) {
+    if (deadline.passed()) {
+      ncclCommAbort(std::exchange(comm_, nullptr));
+      fail(EPX_ERROR_TIMEOUT, "{}: not all ranks came within {} ms", call, timeout_.count());
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    check_nccl(ncclCommGetAsyncError(comm_, &result), "ncclCommGetAsyncError");
+  }
+  check_nccl(result, call);
+}
+
+} // namespace epx

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// A Communicator owns a group's NCCL communicator.
+#pragma once
+
+#include <chrono>
+
+#include <nccl.h>
+
+#include "transport/nccl/nccl_versions.h"
+
+namespace epx {
+
+// The communicator is non-blocking: this class polls operations in progress, and aborts the communicator at the deadline.
+class Communicator {
+public:
+  // The call is collective in the ranks that have `id`. `version` is that of the library that is loaded. Throws TIMEOUT, SYSTEM.
+  Communicator(const NcclVersion& version, int rank, int num_ranks, const ncclUniqueId& id,
+               std::chrono::milliseconds timeout);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  ncclComm_t get() const { return comm_; } // NULL after a timeout
+  const NcclVersion& version() const { return version_; }
+
+  // Waits until NCCL has completed what `call` began. Throws TIMEOUT, SYSTEM.
+  void wait(ncclResult_t result, const char* call);
+
+private:
+  const NcclVersion& version_; // the loaded library's
+  ncclComm_t comm_ = nullptr;
+  std::chrono::milliseconds timeout_;
+};
+
+} // namespace epx

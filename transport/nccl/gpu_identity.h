@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// Identifies the ranks' GPUs, before a transport is chosen.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string>
+
+namespace epx {
+
+// Each rank contributes the identity of its GPU.
+struct GpuIdentity {
+  int32_t device = -1; // CUDA ordinal; -1: none
+  std::array<char, 16> uuid{};
+};
+
+// Identifies the calling thread's current device; `device` is -1 where there is no driver or no GPU.
+GpuIdentity find_gpu() noexcept;
+
+// Returns why these ranks cannot use transport nccl (one has no GPU, or two share one); "" when each has its own.
+std::string why_not_a_gpu_each(std::span<const GpuIdentity> gpus);
+
+} // namespace epx

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/nccl/nccl_exchange.h"
+
+#include <thread>
+
+#include "base/suspension_aware_deadline.h"
+
+namespace epx {
+
+NcclExchange::NcclExchange(Communicator* communicator, int rank, int num_ranks, std::chrono::milliseconds timeout)
+    : communicator_(communicator), rank_(rank), num_ranks_(num_ranks), timeout_(timeout),
+      records_(make_device_memory<ExchangeRecord>(static_cast<size_t>(num_ranks) + 1)) {}
+
+std::vector<ExchangeRecord> NcclExchange::gather(ExchangeRecord mine) {
+  mine.rank = rank_;
+  if (num_ranks_ == 1) return {mine};
+  ExchangeRecord* const own = records_.get() + num_ranks_;
+  std::vector<ExchangeRecord> all(static_cast<size_t>(num_ranks_));
+  check_cuda(cudaMemcpyAsync(own, &mine, sizeof(mine), cudaMemcpyHostToDevice, stream_.get()), "cudaMemcpyAsync");
+  communicator_->wait(
+      ncclAllGather(own, records_.get(), sizeof(ExchangeRecord), ncclChar, communicator_->get(), stream_.get()),
+      "ncclAllGather");
+  check_cuda(cudaMemcpyAsync(all.data(), records_.get(), all.size() * sizeof(ExchangeRecord), cudaMemcpyDeviceToHost,
+                             stream_.get()),
+             "cudaMemcpyAsync");
+  SuspensionAwareDeadline deadline{timeout_};
+  for (cudaError_t state = cudaErrorNotReady; state != cudaSuccess; state = cudaStreamQuery(stream_.get())) {
+    if (state != cudaErrorNotReady) check_cuda(state, "cudaStreamQuery");
+    if (deadline.passed()) fail(EPX_ERROR_TIMEOUT, "not all ranks came within {} ms", timeout_.count());
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  for (const ExchangeRecord& record : all)
+    if (record.status != EPX_SUCCESS && mine.status == EPX_SUCCESS) throw_peer_failure(record);
+  return all;
+}
+
+} // namespace epx
