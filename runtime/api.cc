@@ -55,7 +55,7 @@ epx_group_info info_of(const Group& group) {
   info.num_experts = context.shape.num_experts;
   info.num_local_experts = experts.num_local_experts(context.rank);
   info.first_local_expert = experts.first_expert(context.rank);
-  info.transport = group.backend().kind();
+  info.transport = context.transport;
   info.max_recv_tokens_per_rank = context.shape.max_recv_tokens;
   info.window_bytes = context.layout.total_bytes;
   info.timeout_ms = context.timeout_ms;

@@ -53,7 +53,7 @@ public:
     if (args.handle_mem_bytes < static_cast<size_t>(needed))
       refuse("handle_mem_bytes is {}; top_k {} needs {} (epx_handle_mem_size)", args.handle_mem_bytes, args.layer.top_k,
              needed);
-    if (args.stream != nullptr && context_.transport == EPX_TRANSPORT_HOST)
+    if (args.stream != nullptr && context_.window_access == WindowAccess::by_host)
       refuse("stream is {}; the host transport has no streams, pass NULL", fmt::ptr(args.stream));
     add_span("handle_mem", args.handle_mem, needed, handle_direction);
     return alignment;

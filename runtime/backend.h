@@ -15,7 +15,6 @@ class Backend {
 public:
   virtual ~Backend() = default;
 
-  virtual epx_transport kind() const = 0;
   virtual int num_comm_sms() const = 0; // SMs that calls use; 0 where there are none
   virtual Stages& stages() = 0;
 

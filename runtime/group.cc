@@ -19,9 +19,11 @@
 #if defined(EPX_WITH_CUDA)
 #include "runtime/stages/cuda/cuda_backend.h"
 #include "transport/nccl/gpu_identity.h"
+#include "transport/nccl/nccl_transport.h"
 #endif
 #include "runtime/layout/slots.h"
 #include "transport/bootstrap/bootstrap_exchange.h"
+#include "transport/host/host_transport.h"
 
 namespace epx {
 namespace {
@@ -78,9 +80,17 @@ TransportChoice choose_transport(epx_transport wanted, Exchange& exchange) {
   return {EPX_TRANSPORT_NCCL, "auto: each rank has a GPU of its own"};
 }
 
-std::unique_ptr<Backend> make_backend(const GroupContext& context, const epx_group_config& config, Exchange& exchange) {
-  if (context.transport == EPX_TRANSPORT_NCCL) return cuda::make_backend(context, config.num_comm_sms, exchange);
-  return host::make_backend(context, exchange);
+std::unique_ptr<Transport> make_transport(const GroupContext& context, Exchange& exchange) {
+  if (context.transport == EPX_TRANSPORT_NCCL)
+    return make_nccl_transport(context.rank, context.shape.num_ranks, context.timeout_ms, exchange);
+  return make_host_transport(context.rank, context.shape.num_ranks);
+}
+
+std::unique_ptr<Backend> make_backend(const GroupContext& context, const epx_group_config& config,
+                                      std::unique_ptr<Transport> transport, Exchange& exchange) {
+  if (transport->window_access() == WindowAccess::by_kernels)
+    return cuda::make_backend(context, config.num_comm_sms, std::move(transport), exchange);
+  return host::make_backend(context, std::move(transport), exchange);
 }
 
 #else
@@ -89,8 +99,13 @@ TransportChoice choose_transport(epx_transport wanted, Exchange&) {
   return {EPX_TRANSPORT_HOST, wanted == EPX_TRANSPORT_AUTO ? "auto: this build has no other" : "as configured"};
 }
 
-std::unique_ptr<Backend> make_backend(const GroupContext& context, const epx_group_config&, Exchange& exchange) {
-  return host::make_backend(context, exchange);
+std::unique_ptr<Transport> make_transport(const GroupContext& context, Exchange&) {
+  return make_host_transport(context.rank, context.shape.num_ranks);
+}
+
+std::unique_ptr<Backend> make_backend(const GroupContext& context, const epx_group_config&,
+                                      std::unique_ptr<Transport> transport, Exchange& exchange) {
+  return host::make_backend(context, std::move(transport), exchange);
 }
 
 #endif
@@ -141,9 +156,11 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
 
   const TransportChoice choice = choose_transport(config.transport, exchange);
   context.transport = choice.transport;
-  context.layout = make_window_layout(context.shape, choice.transport);
+  std::unique_ptr<Transport> transport = make_transport(context, exchange);
+  context.window_access = transport->window_access();
+  context.layout = make_window_layout(context.shape, context.window_access);
   std::unique_ptr<Group> group(new Group(context));
-  group->backend_ = make_backend(group->context_, config, exchange);
+  group->backend_ = make_backend(group->context_, config, std::move(transport), exchange);
   log::group().info("group {:016x}: rank {} of {}, transport {} ({}), window {} bytes, receive capacity {} rows",
                     context.group_id, context.rank, context.shape.num_ranks, name_of(context.transport), choice.why,
                     context.layout.total_bytes, context.shape.max_recv_tokens);

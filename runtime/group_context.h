@@ -7,11 +7,12 @@
 #include "epx/epx.h"
 #include "runtime/config.h"
 #include "runtime/layout/window_layout.h"
+#include "transport/peer_window.h"
 
 namespace epx {
 
 struct GroupContext {
-  epx_transport transport; // in use
+  epx_transport transport; // in use; only told to the user
   GroupShape shape;
   WindowLayout layout;
   uint64_t group_id;
@@ -19,6 +20,7 @@ struct GroupContext {
   epx_overflow overflow;
   int64_t timeout_ms;
   bool checks_handle_mem; // EPX_CHECK_HANDLE_MEM: all of it, by its checksum
+  WindowAccess window_access;
 };
 
 } // namespace epx

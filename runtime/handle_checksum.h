@@ -32,7 +32,7 @@ constexpr std::array<BodySection, 6> body_sections(const HandleHeader& header, c
   const ExpertBlocks experts{shape.num_experts, shape.num_ranks};
   const int64_t zones = experts.num_local_experts(context.rank);
   const int64_t routes = header.num_tokens * header.top_k;
-  const bool by_kernels = context.transport == EPX_TRANSPORT_NCCL;
+  const bool by_kernels = context.window_access == WindowAccess::by_kernels;
   const int64_t first_slots = by_kernels ? static_cast<int64_t>(shape.num_ranks) * shape.max_tokens_per_rank : 0;
   const int64_t ll_ranks = by_kernels ? shape.num_ranks : 0;
   return {{{layout.routes / kWord, 1, routes * static_cast<int64_t>(sizeof(Route)) / kWord, 0},

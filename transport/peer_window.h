@@ -10,6 +10,10 @@
 
 namespace epx {
 
+// Says who loads from and stores to the windows of a group: its ranks' host code, or the kernels that they launch. Kernels need
+// windows in device memory.
+enum class WindowAccess { by_host, by_kernels };
+
 struct PeerWindow {
   std::byte* const* bases; // [num_ranks], each rank's window in this rank's address space
   int rank;                // this rank

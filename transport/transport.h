@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Transport opens symmetric windows, which are all that the runtime needs from a machine.
+// A Transport opens symmetric windows, which are all that the runtime needs from a machine. The runtime asks what a transport
+// can do, and never which one it is.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
-#include "epx/epx.h"
 #include "transport/exchange.h"
 #include "transport/peer_window.h"
 
@@ -23,11 +24,21 @@ public:
 class Transport {
 public:
   virtual ~Transport() = default;
-  virtual epx_transport kind() const = 0;
+  virtual WindowAccess window_access() const = 0;
+
+  // Returns an exchange of all ranks for what they agree on after the group has been created; NULL where only the group's calls
+  // can exchange records. A transport whose windows kernels access has one; it may not be used while a call of the group waits
+  // on the host.
+  virtual Exchange* exchange() = 0;
 
   // Opens a window of `bytes` zero bytes on every rank. The call is collective over `exchange`; all ranks succeed or all throw:
   // MISMATCH when bytes differ, OUT_OF_MEMORY, SYSTEM.
   virtual std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) = 0;
+
+  // Opens a window over memory that the caller keeps. The call is collective over `exchange`; all ranks succeed or all throw:
+  // MISMATCH when bytes differ, INVALID_ARGUMENT (alignment), SYSTEM, UNSUPPORTED when this memory cannot be registered. Where
+  // the transport can register no memory, UNSUPPORTED is thrown before anything is exchanged.
+  virtual std::unique_ptr<Window> adopt_window(std::byte* memory, int64_t bytes, Exchange& exchange) = 0;
 };
 
 } // namespace epx

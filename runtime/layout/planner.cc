@@ -8,7 +8,8 @@
 namespace epx {
 
 epx_memory_plan plan_memory(const GroupShape& shape, epx_transport transport) {
-  const WindowLayout layout = make_window_layout(shape, transport == EPX_TRANSPORT_AUTO ? EPX_TRANSPORT_NCCL : transport);
+  const WindowLayout layout =
+      make_window_layout(shape, transport == EPX_TRANSPORT_HOST ? WindowAccess::by_host : WindowAccess::by_kernels);
   epx_memory_plan plan{};
   plan.max_recv_tokens_per_rank = shape.max_recv_tokens;
   plan.window_bytes = layout.total_bytes;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // WindowLayout defines every offset and byte count of the group's window once, for host and device.
 //
-// Every rank has one such window, and every peer may store into it. The layout depends on the transport only in that regions
-// which kernels alone use take no bytes on the host transport.
+// Every rank has one such window, and every peer may store into it. The layout depends on who accesses windows only in that
+// regions which kernels alone use take no bytes where the host does.
 #pragma once
 
 #include <algorithm>
@@ -12,6 +12,7 @@
 #include "base/checked_math.h"
 #include "base/dtypes.h"
 #include "runtime/config.h"
+#include "transport/peer_window.h"
 
 namespace epx {
 
@@ -197,8 +198,8 @@ struct WindowLayout {
 
 constexpr int64_t kLlSlotRecordBytes = 16; // sizeof(LlSlotRecord), runtime/layout/slots.h
 
-// `transport` is host or nccl; the layout of nccl is the larger one. Throws StatusError when the sizes cannot be represented.
-inline WindowLayout make_window_layout(const GroupShape& shape, epx_transport transport) {
+// The layout for kernels is the larger one. Throws StatusError when the sizes cannot be represented.
+inline WindowLayout make_window_layout(const GroupShape& shape, WindowAccess access) {
   const char* what = "the group's window";
   const int64_t ranks = shape.num_ranks;
   const int64_t tokens = shape.max_tokens_per_rank;
@@ -208,7 +209,7 @@ inline WindowLayout make_window_layout(const GroupShape& shape, epx_transport tr
     region.bytes = checked_round_up(checked_mul(count, bytes_each, what), kRegionAlignment, what);
     layout.total_bytes = checked_add(layout.total_bytes, region.bytes, what);
   };
-  const bool has_kernels = transport == EPX_TRANSPORT_NCCL;
+  const bool has_kernels = access == WindowAccess::by_kernels;
   const auto append_for_kernels = [&](Region& region, int64_t count, int64_t bytes_each) {
     append(region, has_kernels ? count : 0, bytes_each);
   };

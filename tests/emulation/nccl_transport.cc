@@ -137,13 +137,13 @@ private:
   std::vector<std::byte*> bases_;
 };
 
-class EmulatedTransport final : public NcclTransport {
+class EmulatedTransport final : public Transport {
 public:
   EmulatedTransport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange)
       : host_(make_host_transport(rank, num_ranks)), exchange_(*host_, timeout_ms, exchange, num_ranks) {}
 
-  epx_transport kind() const override { return EPX_TRANSPORT_NCCL; }
-  Exchange& exchange() override { return exchange_; }
+  WindowAccess window_access() const override { return WindowAccess::by_kernels; }
+  Exchange* exchange() override { return &exchange_; }
   std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {
     return std::make_unique<KnownWindow>(host_->open_window(bytes, exchange));
   }
@@ -169,7 +169,7 @@ std::string why_not_a_gpu_each(std::span<const GpuIdentity>) {
   return "";
 }
 
-std::unique_ptr<NcclTransport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
+std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
   return std::make_unique<EmulatedTransport>(rank, num_ranks, timeout_ms, exchange);
 }
 

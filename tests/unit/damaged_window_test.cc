@@ -39,9 +39,9 @@ GroupContext make_context(int rank, int64_t timeout_ms) {
   config.max_alignment = 1;
   config.max_token_dtype = EPX_FLOAT32;
   GroupContext context{};
-  context.transport = EPX_TRANSPORT_HOST;
+  context.window_access = WindowAccess::by_host;
   context.shape = resolve(config, kRanks);
-  context.layout = make_window_layout(context.shape, EPX_TRANSPORT_HOST);
+  context.layout = make_window_layout(context.shape, WindowAccess::by_host);
   context.group_id = 7;
   context.rank = rank;
   context.timeout_ms = timeout_ms;

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -78,12 +79,12 @@ TEST_CASE("slots that do not fit int32 are refused with the numbers") {
 }
 
 TEST_CASE("regions of the window are aligned, apart, and add up") {
-  const auto check = [](epx_combine_precision precision, epx_transport transport) {
+  const auto check = [](epx_combine_precision precision, epx::WindowAccess access) {
     epx_group_config config = small_config();
     config.combine_precision = precision;
     config.max_sidecar_bytes = 5;
     const epx::GroupShape shape = epx::resolve(config, 5);
-    const epx::WindowLayout layout = epx::make_window_layout(shape, transport);
+    const epx::WindowLayout layout = epx::make_window_layout(shape, access);
     const std::vector<epx::Region> regions = {layout.abort_record,
                                               layout.waiting,
                                               layout.call_descriptors,
@@ -117,32 +118,32 @@ TEST_CASE("regions of the window are aligned, apart, and add up") {
     CHECK(layout.counts.bytes >= 2 * 5 * 10 * 4);
   };
   for (const epx_combine_precision precision : {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT})
-    for (const epx_transport transport : {EPX_TRANSPORT_HOST, EPX_TRANSPORT_NCCL})
-      check(precision, transport);
+    for (const epx::WindowAccess access : {epx::WindowAccess::by_host, epx::WindowAccess::by_kernels})
+      check(precision, access);
 }
 
-TEST_CASE("regions that only kernels use take no bytes on the host transport") {
+TEST_CASE("what kernels alone use takes no bytes where the host accesses windows") {
   const epx::GroupShape shape = epx::resolve(small_config(), 5);
-  const epx::WindowLayout host = epx::make_window_layout(shape, EPX_TRANSPORT_HOST);
+  const epx::WindowLayout host = epx::make_window_layout(shape, epx::WindowAccess::by_host);
   for (const epx::Region& region :
        {host.gathered_routes, host.first_slots, host.scatter_ready_flags, host.gather_ready_flags, host.ll_scatter_rows,
         host.ll_scatter_weights, host.ll_gather_rows, host.ll_gather_weights})
     CHECK(region.bytes == 0);
   CHECK(host.call_descriptors.bytes == 5 * int64_t{sizeof(epx::CallDescriptor)} + 128); // rounded up to 256
   CHECK(host.counts.bytes == 512);                                                      // 2 * 5 * 10 * 4, rounded up
-  CHECK(host.total_bytes < epx::make_window_layout(shape, EPX_TRANSPORT_NCCL).total_bytes);
+  CHECK(host.total_bytes < epx::make_window_layout(shape, epx::WindowAccess::by_kernels).total_bytes);
 }
 
 TEST_CASE("a token is staged by (source, token) or by slot, whichever needs fewer rows") {
   epx_group_config config = small_config();
   const epx::GroupShape large = epx::resolve(config, 4); // R = 84 >= 24
-  const epx::WindowLayout by_token = epx::make_window_layout(large, EPX_TRANSPORT_HOST);
+  const epx::WindowLayout by_token = epx::make_window_layout(large, epx::WindowAccess::by_host);
   CHECK(by_token.scatter_by_token);
   CHECK(by_token.scatter_staging_rows == 24);
   CHECK(epx::scatter_staging_row(by_token, large, 3, 5, 77) == 3 * 6 + 5);
   config.max_recv_tokens_per_rank = 20;
   const epx::GroupShape small = epx::resolve(config, 4);
-  const epx::WindowLayout by_slot = epx::make_window_layout(small, EPX_TRANSPORT_HOST);
+  const epx::WindowLayout by_slot = epx::make_window_layout(small, epx::WindowAccess::by_host);
   CHECK_FALSE(by_slot.scatter_by_token);
   CHECK(by_slot.scatter_staging_rows == 20);
   CHECK(epx::scatter_staging_row(by_slot, small, 3, 5, 17) == 17);
@@ -160,7 +161,7 @@ TEST_CASE("LL staging: a place for each chunk, apart by parity, within its regio
   config.hidden_dim = 1000; // 2000 bytes: two LL chunks
   config.max_sidecar_bytes = 5;
   const epx::GroupShape shape = epx::resolve(config, 4);
-  const epx::WindowLayout layout = epx::make_window_layout(shape, EPX_TRANSPORT_NCCL);
+  const epx::WindowLayout layout = epx::make_window_layout(shape, epx::WindowAccess::by_kernels);
   CHECK(layout.ll_tokens == 6);
   CHECK(layout.gathered_routes_per_rank == epx::kMaxGatheredRoutes / 4);
   CHECK(layout.ll_row_chunks == 2);
@@ -176,15 +177,17 @@ TEST_CASE("LL staging: a place for each chunk, apart by parity, within its regio
         layout.ll_scatter_weights.bytes);
   CHECK(epx::ll_gather_weight(layout, shape, 1, 5, 2) * int64_t{sizeof(epx::LlPacket8)} < layout.ll_gather_weights.bytes);
   config.max_tokens_per_rank = 4096;
-  CHECK(epx::make_window_layout(epx::resolve(config, 4), EPX_TRANSPORT_NCCL).ll_tokens == epx::kMaxLlTokens);
-  CHECK(epx::make_window_layout(epx::resolve(config, 64), EPX_TRANSPORT_NCCL).ll_tokens == epx::kMaxLlRows / 64);
+  CHECK(epx::make_window_layout(epx::resolve(config, 4), epx::WindowAccess::by_kernels).ll_tokens == epx::kMaxLlTokens);
+  CHECK(epx::make_window_layout(epx::resolve(config, 64), epx::WindowAccess::by_kernels).ll_tokens == epx::kMaxLlRows / 64);
 }
 
 TEST_CASE("the memory plan lists the regions of the window, for the transport that the config names") {
   const epx::GroupShape shape = epx::resolve(small_config(), 4);
-  for (const epx_transport transport : {EPX_TRANSPORT_HOST, EPX_TRANSPORT_NCCL}) {
+  const std::pair<epx_transport, epx::WindowAccess> transports[] = {{EPX_TRANSPORT_HOST, epx::WindowAccess::by_host},
+                                                                    {EPX_TRANSPORT_NCCL, epx::WindowAccess::by_kernels}};
+  for (const auto& [transport, access] : transports) {
     const epx_memory_plan plan = epx::plan_memory(shape, transport);
-    CHECK(plan.window_bytes == epx::make_window_layout(shape, transport).total_bytes);
+    CHECK(plan.window_bytes == epx::make_window_layout(shape, access).total_bytes);
     CHECK(plan.control_bytes + plan.count_bytes + plan.slot_record_bytes + plan.scatter_row_bytes +
               plan.scatter_sidecar_bytes + plan.scatter_weight_bytes + plan.gather_row_bytes + plan.gather_weight_bytes ==
           plan.window_bytes);

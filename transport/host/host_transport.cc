@@ -41,7 +41,8 @@ class HostTransport : public Transport {
 public:
   HostTransport(int rank, int num_ranks, SegmentKind kind) : rank_(rank), num_ranks_(num_ranks), kind_(kind) {}
 
-  epx_transport kind() const override { return EPX_TRANSPORT_HOST; }
+  WindowAccess window_access() const override { return WindowAccess::by_host; }
+  Exchange* exchange() override { return nullptr; }
 
   std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {
     if (kind_ == SegmentKind::kNameless) {
@@ -49,6 +50,13 @@ public:
       kind_ = SegmentKind::kNamed; // on all ranks
     }
     return std::make_unique<HostWindow>(open_named(bytes, exchange), rank_);
+  }
+
+  std::unique_ptr<Window> adopt_window(std::byte* memory, int64_t bytes, Exchange&) override {
+    fail(EPX_ERROR_UNSUPPORTED,
+         "epx_mem_register: transport host cannot map the {} bytes at {} of this process into other processes; use "
+         "epx_mem_alloc",
+         bytes, static_cast<void*>(memory));
   }
 
 private:

@@ -19,14 +19,14 @@
 namespace epx {
 namespace {
 
-class NcclTransportImpl final : public NcclTransport {
+class NcclTransport final : public Transport {
 public:
-  NcclTransportImpl(std::shared_ptr<Communicator> communicator, int rank, int num_ranks, std::chrono::milliseconds timeout)
+  NcclTransport(std::shared_ptr<Communicator> communicator, int rank, int num_ranks, std::chrono::milliseconds timeout)
       : communicator_(std::move(communicator)), rank_(rank), num_ranks_(num_ranks),
         exchange_(communicator_.get(), rank, num_ranks, timeout) {}
 
-  epx_transport kind() const override { return EPX_TRANSPORT_NCCL; }
-  Exchange& exchange() override { return exchange_; }
+  WindowAccess window_access() const override { return WindowAccess::by_kernels; }
+  Exchange* exchange() override { return &exchange_; }
 
   std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {
     return make_window(bytes, exchange, [&] {
@@ -84,7 +84,7 @@ struct RankHello {
 
 } // namespace
 
-std::unique_ptr<NcclTransport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
+std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
   const std::chrono::milliseconds timeout(timeout_ms);
   const std::vector<RankHello> hellos = exchange.all_gather([] { return RankHello{find_gpu(), loaded_nccl().code}; });
   const std::vector<ncclUniqueId> ids = exchange.all_gather([&] { // the UID all-gather
@@ -115,7 +115,7 @@ std::unique_ptr<NcclTransport> make_nccl_transport(int rank, int num_ranks, int6
            num_ranks, lsa_ranks, rank);
     return lsa_ranks;
   });
-  return std::make_unique<NcclTransportImpl>(std::move(communicator), rank, num_ranks, timeout);
+  return std::make_unique<NcclTransport>(std::move(communicator), rank, num_ranks, timeout);
 }
 
 } // namespace epx

@@ -11,21 +11,9 @@
 
 namespace epx {
 
-// An NcclTransport also exchanges small host-side records, for what ranks agree on after creation.
-class NcclTransport : public Transport {
-public:
-  // Returns an exchange of all ranks through the GPU, bounded by timeout_ms. It may not be used while a call of the group waits
-  // on the host.
-  virtual Exchange& exchange() = 0;
-
-  // Opens a window over memory that the caller keeps. The call is collective over `exchange`; all ranks succeed or all throw:
-  // MISMATCH when bytes differ, INVALID_ARGUMENT (alignment), UNSUPPORTED when NCCL cannot register it, SYSTEM.
-  virtual std::unique_ptr<Window> adopt_window(std::byte* memory, int64_t bytes, Exchange& exchange) = 0;
-};
-
 // The call is collective over `exchange`; all ranks succeed or all throw: UNSUPPORTED (no GPU, two ranks on one GPU, an NCCL
 // that nccl_versions.h does not list, or not the same on all ranks, ranks beyond one LSA domain, no symmetric memory), TIMEOUT,
-// SYSTEM.
-std::unique_ptr<NcclTransport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange);
+// SYSTEM. Waits of the transport's own exchange, which goes through the GPU, are bounded by timeout_ms.
+std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange);
 
 } // namespace epx

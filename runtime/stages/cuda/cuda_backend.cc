@@ -25,8 +25,6 @@
 #include "runtime/stages/cuda/stream_order.h"
 #include "runtime/stages/reports.h"
 #include "runtime/status_board.h"
-#include "transport/nccl/gpu_identity.h"
-#include "transport/nccl/nccl_transport.h"
 
 namespace epx::cuda {
 namespace {
@@ -35,7 +33,7 @@ constexpr std::chrono::seconds kTimeToAbort{2}; // time for waiting kernels to s
 
 class CudaBackend final : public Backend, private Stages {
 public:
-  CudaBackend(const GroupContext& context, int device, std::unique_ptr<NcclTransport> transport,
+  CudaBackend(const GroupContext& context, int device, std::unique_ptr<Transport> transport,
               std::unique_ptr<RankBoard> board, std::unique_ptr<Window> window, const LaunchPlan& plan)
       : context_(context), device_(device), transport_(std::move(transport)), board_(std::move(board)),
         window_(std::move(window)), plan_(plan), record_(make_mapped_memory<StatusRecord>()),
@@ -71,19 +69,18 @@ public:
     keep_device_memory();
   }
 
-  epx_transport kind() const override { return EPX_TRANSPORT_NCCL; }
   int num_comm_sms() const override { return plan_.num_sms(); }
   Stages& stages() override { return *this; }
 
   void* allocate(int64_t bytes) override {
-    return add_allocation([&] { return transport_->open_window(bytes, transport_->exchange()); });
+    return add_allocation([&] { return transport_->open_window(bytes, *transport_->exchange()); });
   }
 
   void register_memory(std::byte* memory, int64_t bytes) override {
     if (allocations_.locate(memory, 1))
       fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_register: {} lies in memory that peers of this group can reach already",
            static_cast<void*>(memory));
-    add_allocation([&] { return transport_->adopt_window(memory, bytes, transport_->exchange()); });
+    add_allocation([&] { return transport_->adopt_window(memory, bytes, *transport_->exchange()); });
   }
 
   void free(void* data) override {
@@ -91,7 +88,7 @@ public:
     const CudaDeviceScope scope(device_);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // kernels may still use it
     if (status_.is_healthy()) {
-      const std::vector<int64_t> numbers = transport_->exchange().all_gather([&] { return allocation; });
+      const std::vector<int64_t> numbers = transport_->exchange()->all_gather([&] { return allocation; });
       for (size_t rank = 0; rank < numbers.size(); ++rank)
         if (numbers[rank] != numbers[0])
           fail(EPX_ERROR_OUT_OF_SEQUENCE, "mem_free: rank 0 frees its allocation number {}, rank {} number {}", numbers[0],
@@ -324,7 +321,7 @@ private:
 
   const GroupContext& context_;
   int device_;
-  std::unique_ptr<NcclTransport> transport_;
+  std::unique_ptr<Transport> transport_;
   std::unique_ptr<RankBoard> board_;
   std::unique_ptr<Window> window_;
   Allocations allocations_;
@@ -345,9 +342,8 @@ private:
 
 } // namespace
 
-std::unique_ptr<Backend> make_backend(const GroupContext& context, int num_comm_sms, Exchange& exchange) {
-  std::unique_ptr<NcclTransport> transport =
-      make_nccl_transport(context.rank, context.shape.num_ranks, context.timeout_ms, exchange);
+std::unique_ptr<Backend> make_backend(const GroupContext& context, int num_comm_sms, std::unique_ptr<Transport> transport,
+                                      Exchange& exchange) {
   std::optional<LaunchPlan> plan;
   exchange.all_gather([&] {
     if (context.shape.num_ranks > kMaxDeviceRanks)
@@ -360,8 +356,10 @@ std::unique_ptr<Backend> make_backend(const GroupContext& context, int num_comm_
   std::unique_ptr<Window> window = transport->open_window(context.layout.total_bytes, exchange);
   std::unique_ptr<Backend> backend;
   exchange.all_gather([&] { // no rank makes a call before all ranks are ready for it
-    backend = std::make_unique<CudaBackend>(context, find_gpu().device, std::move(transport), std::move(board),
-                                            std::move(window), *plan);
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+    backend =
+        std::make_unique<CudaBackend>(context, device, std::move(transport), std::move(board), std::move(window), *plan);
     return int32_t{0};
   });
   return backend;

@@ -8,7 +8,6 @@
 #include "runtime/stages/host/host_stages.h"
 #include "runtime/stages/host/protocol/call_protocol.h"
 #include "runtime/status_board.h"
-#include "transport/host/host_transport.h"
 
 namespace epx::host {
 namespace {
@@ -20,7 +19,6 @@ public:
         protocol_(context_, window_->view(), status_),
         stages_(context_, window_->view(), allocations_, protocol_, status_) {}
 
-  epx_transport kind() const override { return EPX_TRANSPORT_HOST; }
   int num_comm_sms() const override { return 0; }
   Stages& stages() override { return stages_; }
 
@@ -31,10 +29,8 @@ public:
   }
 
   void register_memory(std::byte* memory, int64_t bytes) override {
-    fail(EPX_ERROR_UNSUPPORTED,
-         "epx_mem_register: transport host cannot map the {} bytes at {} of this process into other processes; use "
-         "epx_mem_alloc",
-         bytes, static_cast<void*>(memory));
+    CallExchange exchange(protocol_, context_, window_->view(), EPX_OP_MEM_ALLOC, CallDescriptor{});
+    allocations_.add(transport_->adopt_window(memory, bytes, exchange));
   }
 
   void free(void* data) override {
@@ -69,8 +65,8 @@ private:
 
 } // namespace
 
-std::unique_ptr<Backend> make_backend(const GroupContext& context, Exchange& exchange) {
-  std::unique_ptr<Transport> transport = make_host_transport(context.rank, context.shape.num_ranks);
+std::unique_ptr<Backend> make_backend(const GroupContext& context, std::unique_ptr<Transport> transport,
+                                      Exchange& exchange) {
   std::unique_ptr<Window> window = transport->open_window(context.layout.total_bytes, exchange);
   return std::make_unique<HostBackend>(context, std::move(transport), std::move(window));
 }

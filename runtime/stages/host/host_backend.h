@@ -7,10 +7,12 @@
 #include "runtime/backend.h"
 #include "runtime/group_context.h"
 #include "transport/exchange.h"
+#include "transport/transport.h"
 
 namespace epx::host {
 
 // The call is collective over `exchange`; all ranks succeed or all throw. The context must outlive the backend.
-std::unique_ptr<Backend> make_backend(const GroupContext& context, Exchange& exchange);
+std::unique_ptr<Backend> make_backend(const GroupContext& context, std::unique_ptr<Transport> transport,
+                                      Exchange& exchange);
 
 } // namespace epx::host
