@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "epx/epx.h"
 
@@ -26,6 +27,21 @@ constexpr int64_t element_bytes(epx_dtype dtype) {
     return 1;
   }
   return 0;
+}
+
+// Returns the bytes of a row of `hidden` elements without padding. Every byte count of rows is computed by this function and the
+// next one, and never from the bytes of an element: rows of narrow dtypes need not have a whole number of bytes for each element.
+constexpr int64_t row_bytes(epx_dtype dtype, int64_t hidden) {
+  return hidden * element_bytes(dtype);
+}
+
+// Returns the bytes of `rows` rows; none when they are more than 2^63 - 1.
+inline std::optional<int64_t> checked_bytes_of_rows(epx_dtype dtype, int64_t rows, int64_t hidden) {
+  int64_t bytes = 0;
+  if (rows > 0 &&
+      (__builtin_mul_overflow(hidden, row_bytes(dtype, 1), &bytes) || __builtin_mul_overflow(rows, bytes, &bytes)))
+    return std::nullopt;
+  return bytes;
 }
 
 constexpr bool is_token_dtype(epx_dtype dtype) {

@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
+#include <optional>
 #include <string>
 
 #include <fmt/format.h>
 
+#include "base/dtypes.h"
 #include "base/error.h"
 #include "base/names.h"
 #include "runtime/layout/handle_memory.h"
@@ -85,9 +87,11 @@ public:
       if (__builtin_mul_overflow(elements, size, &elements)) refuse_size(*tensor, name);
       ++axis;
     }
-    int64_t bytes = 0;
-    if (__builtin_mul_overflow(elements, element_bytes(tensor->dtype), &bytes)) refuse_size(*tensor, name);
-    if (bytes > 0 && tensor->data == nullptr) refuse("{} has {} elements, but its data is NULL", name, elements);
+    const int64_t last_size = tensor->sizes[axis - 1];
+    const std::optional<int64_t> bytes =
+        checked_bytes_of_rows(tensor->dtype, elements == 0 ? 0 : elements / last_size, last_size);
+    if (!bytes) refuse_size(*tensor, name);
+    if (*bytes > 0 && tensor->data == nullptr) refuse("{} has {} elements, but its data is NULL", name, elements);
     if (!is_aligned(tensor->data, static_cast<uintptr_t>(element_bytes(tensor->dtype))))
       refuse("{} has data at {}, which is not aligned to its {} bytes per element", name, fmt::ptr(tensor->data),
              element_bytes(tensor->dtype));
@@ -97,7 +101,7 @@ public:
     if (!allow_sidecar && (tensor->sidecar != nullptr || tensor->sidecar_row_bytes != 0))
       refuse("{} has a sidecar of {} bytes per row; sidecars belong to the tokens of dispatch", name,
              tensor->sidecar_row_bytes);
-    add_span(name, tensor->data, bytes, direction);
+    add_span(name, tensor->data, *bytes, direction);
   }
 
   void sidecar(const epx_tensor& tensor, const char* name, Direction direction) {
@@ -121,7 +125,7 @@ public:
     tensor(rows, name, {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16}, {{rows_symbol, kAnySize}, {"H", kAnySize}}, direction,
            allow_sidecar);
     const GroupShape& shape = context_.shape;
-    if (element_bytes(rows->dtype) > element_bytes(shape.max_token_dtype))
+    if (row_bytes(rows->dtype, shape.hidden_dim) > row_bytes(shape.max_token_dtype, shape.hidden_dim))
       refuse("{} has dtype {}, which is wider than the group's max_token_dtype {}", name, name_of(rows->dtype),
              name_of(shape.max_token_dtype));
     if (rows->sizes[1] < 1 || rows->sizes[1] > shape.hidden_dim)

@@ -92,6 +92,11 @@ inline int64_t max_ll_tokens(const GroupShape& shape) {
 // One rank's record has this size in an exchange of small host-side records (allocation of memory).
 constexpr int64_t kExchangeRecordBytes = 512;
 
+// Returns the bytes from one staged row, or sidecar, to the next.
+inline int64_t row_pitch(int64_t bytes, const char* what) {
+  return checked_round_up(bytes, kRowAlignment, what);
+}
+
 // A region is a contiguous range of bytes of the window.
 struct Region {
   int64_t offset;
@@ -214,8 +219,8 @@ inline WindowLayout make_window_layout(const GroupShape& shape, WindowAccess acc
     append(region, has_kernels ? count : 0, bytes_each);
   };
 
-  layout.row_stride = checked_round_up(shape.hidden_dim * element_bytes(shape.max_token_dtype), kRowAlignment, what);
-  layout.sidecar_stride = checked_round_up(shape.max_sidecar_bytes, kRowAlignment, what);
+  layout.row_stride = row_pitch(row_bytes(shape.max_token_dtype, shape.hidden_dim), what);
+  layout.sidecar_stride = row_pitch(shape.max_sidecar_bytes, what);
   // A token's row is staged once per receiver: by (source, token), or, where that table would be the larger one, by slot.
   layout.scatter_by_token = ranks * tokens <= shape.max_recv_tokens;
   layout.scatter_staging_rows = std::min(ranks * tokens, shape.max_recv_tokens);

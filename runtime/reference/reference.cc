@@ -9,6 +9,8 @@
 #include <optional>
 #include <stdexcept>
 
+#include "base/dtypes.h"
+
 namespace epx::reference {
 namespace {
 
@@ -78,7 +80,7 @@ float rounded(float value, epx_dtype dtype) {
 // ---- Rows --------------------------------------------------------------------------------------------------------------
 
 int64_t row_bytes(const Matrix& matrix) {
-  return matrix.cols * element_size(matrix.dtype);
+  return epx::row_bytes(matrix.dtype, matrix.cols);
 }
 int64_t row_bytes(const Sidecar& sidecar) {
   return sidecar.row_bytes;
@@ -100,7 +102,7 @@ void zero_row(std::span<std::byte> row) {
 }
 
 bool well_formed(const Matrix& matrix) {
-  return static_cast<int64_t>(matrix.bytes.size()) == matrix.rows * matrix.cols * element_size(matrix.dtype);
+  return static_cast<int64_t>(matrix.bytes.size()) == matrix.rows * row_bytes(matrix);
 }
 
 // Per rank a [T, H] and an [N, H] matrix, all of one dtype and one H.

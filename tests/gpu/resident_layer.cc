@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 
+#include "base/dtypes.h"
 #include "tests/gpu/compare_kernel.h"
 #include "tests/support/check.h"
 #include "tests/support/compare.h"
@@ -53,33 +54,33 @@ void ResidentLayer::lay_out() {
   memories_.resize(kNumMemories);
   size_t handle_bytes = 0;
   check_ok(epx_handle_mem_size(group_.handle(), &epx_layer_, &handle_bytes), "epx_handle_mem_size");
-  const auto element = static_cast<size_t>(reference::element_size(layer_.dtype));
+  const auto row = static_cast<size_t>(row_bytes(layer_.dtype, layer_.hidden));
   const auto tokens = static_cast<size_t>(num_tokens_), slots = static_cast<size_t>(recv_rows_);
-  const auto hidden = static_cast<size_t>(layer_.hidden), routes = tokens * static_cast<size_t>(layer_.top_k);
+  const size_t routes = tokens * static_cast<size_t>(layer_.top_k);
   const auto experts = static_cast<size_t>(group_.info().num_local_experts);
   const auto allocate = [&](size_t memory, size_t bytes, bool is_input) {
     memories_[memory].bytes = bytes;
     memories_[memory].is_input = is_input;
   };
   allocate(kTopkIdx, routes * sizeof(int64_t), true);
-  allocate(kTokens, tokens * hidden * element, true);
+  allocate(kTokens, tokens * row, true);
   allocate(kTopkWeights, routes * sizeof(float), true);
-  allocate(kExpertOut, slots * hidden * element, true);
+  allocate(kExpertOut, slots * row, true);
   allocate(kCombineWeights, slots * sizeof(float), true);
-  allocate(kGradOut, tokens * hidden * element, true);
-  allocate(kBwdExpertOut, slots * hidden * element, true);
+  allocate(kGradOut, tokens * row, true);
+  allocate(kBwdExpertOut, slots * row, true);
   allocate(kBwdWeights, slots * sizeof(float), true);
-  allocate(kGradRecv, slots * hidden * element, true);
+  allocate(kGradRecv, slots * row, true);
   allocate(kGradRecvWeightsIn, slots * sizeof(float), true);
   allocate(kHandle, handle_bytes, false);
   allocate(kCounts, experts * sizeof(int32_t), false);
   allocate(kOffsets, (experts + 1) * sizeof(int32_t), false);
-  allocate(kRecvTokens, slots * hidden * element, false);
+  allocate(kRecvTokens, slots * row, false);
   allocate(kRecvWeights, slots * sizeof(float), false);
-  allocate(kOut, tokens * hidden * element, false);
-  allocate(kGradExpertOut, slots * hidden * element, false);
+  allocate(kOut, tokens * row, false);
+  allocate(kGradExpertOut, slots * row, false);
   allocate(kGradRecvWeights, slots * sizeof(float), false);
-  allocate(kGradTokens, tokens * hidden * element, false);
+  allocate(kGradTokens, tokens * row, false);
   allocate(kGradTopkWeights, routes * sizeof(float), false);
 }
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "base/dtypes.h"
 #include "tests/support/check.h"
 #include "tests/support/compare.h"
 #include "tests/support/group_run.h"
@@ -71,7 +72,7 @@ class Rank {
 public:
   Rank(const RankContext& context, const GlobalProblem& problem, const GroupCase& group, int64_t first, int64_t tokens)
       : problem_(problem), group_(context, group), first_(first), tokens_(tokens),
-        row_bytes_(problem.hidden * reference::element_size(problem.dtype)),
+        row_bytes_(row_bytes(problem.dtype, problem.hidden)),
         rng_(mix(9, static_cast<uint64_t>(first))), layer_{problem.top_k, group.max_alignment} {
     group_.add_arena(1 << 15);
   }
@@ -249,7 +250,7 @@ GlobalResult run_on(const GlobalProblem& problem, int num_ranks, const std::stri
   std::ranges::sort(cuts);
 
   GlobalResult result;
-  const auto rows_bytes = static_cast<size_t>(problem.num_tokens * problem.hidden * reference::element_size(problem.dtype));
+  const auto rows_bytes = static_cast<size_t>(problem.num_tokens * row_bytes(problem.dtype, problem.hidden));
   result.out.resize(rows_bytes);
   result.grad_tokens.resize(rows_bytes);
   result.grad_topk_weights.resize(problem.weights.size() * sizeof(float));

@@ -5,15 +5,12 @@
 
 #include <fmt/format.h>
 
+#include "base/dtypes.h"
 #include "tests/support/rng.h"
 
 namespace epx::test {
 
 namespace {
-
-int64_t dtype_bytes(epx_dtype dtype) {
-  return dtype == EPX_FLOAT32 ? 4 : 2;
-}
 
 epx_dtype random_dtype(Rng& rng) {
   return rng.pick({EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16});
@@ -121,9 +118,9 @@ void choose_limits(Case& chosen, Rng& rng) {
   group.max_sidecar_bytes = layer.sidecar_bytes + (rng.chance(70) ? 0 : static_cast<int>(rng.below(20)));
   group.max_recv_rows = random_capacity(group, layer, rng);
   constexpr int64_t kLargestWindow = 8 << 20; // bytes; keeps the many groups of a run cheap
-  const int64_t row_bytes = group.hidden_dim * dtype_bytes(group.max_dtype) + 16;
-  if (group.num_ranks * recv_capacity(group) * row_bytes > kLargestWindow) {
-    group.max_recv_rows = std::max<int64_t>(1, kLargestWindow / (group.num_ranks * row_bytes));
+  const int64_t slot_bytes = row_bytes(group.max_dtype, group.hidden_dim) + 16;
+  if (group.num_ranks * recv_capacity(group) * slot_bytes > kLargestWindow) {
+    group.max_recv_rows = std::max<int64_t>(1, kLargestWindow / (group.num_ranks * slot_bytes));
   }
   group.num_comm_sms = random_comm_sms(rng);
 }

@@ -15,6 +15,7 @@
 #include <sanitizer/asan_interface.h>
 #endif
 
+#include "base/dtypes.h"
 #include "tests/support/check.h"
 #include "tests/support/rng.h"
 #include "tests/support/values.h"
@@ -32,7 +33,6 @@ constexpr int64_t kLayersPerGroup = 20;
 constexpr size_t kGuardBytes = 128;
 constexpr std::byte kGuard{0x5c};
 constexpr epx_dtype kDtype = EPX_BFLOAT16;
-constexpr size_t kElement = 2; // bytes
 
 uint16_t small_bfloat16(Rng& rng) { // one of the numbers 1, 1.125, ... 1.875
   return static_cast<uint16_t>(0x3f80 | rng.below(8) << 4);
@@ -187,7 +187,7 @@ DamagedLayer::DamagedLayer(GroupRun& group, std::byte* memory, uint64_t seed, in
 
 void DamagedLayer::lay_out() {
   const auto tokens = static_cast<size_t>(num_tokens_), slots = static_cast<size_t>(num_rows_);
-  const auto row_bytes = static_cast<size_t>(hidden_) * kElement;
+  const auto row_bytes = static_cast<size_t>(epx::row_bytes(kDtype, hidden_));
   const size_t routes = tokens * static_cast<size_t>(layer_.top_k);
   const auto experts = static_cast<size_t>(group_.info().num_local_experts);
   std::array<size_t, kNumTensors> bytes{};

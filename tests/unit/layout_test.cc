@@ -8,6 +8,7 @@
 
 #include <doctest/doctest.h>
 
+#include "base/dtypes.h"
 #include "base/error.h"
 #include "runtime/config.h"
 #include "runtime/layout/handle_memory.h"
@@ -132,6 +133,18 @@ TEST_CASE("what kernels alone use takes no bytes where the host accesses windows
   CHECK(host.call_descriptors.bytes == 5 * int64_t{sizeof(epx::CallDescriptor)} + 128); // rounded up to 256
   CHECK(host.counts.bytes == 512);                                                      // 2 * 5 * 10 * 4, rounded up
   CHECK(host.total_bytes < epx::make_window_layout(shape, epx::WindowAccess::by_kernels).total_bytes);
+}
+
+TEST_CASE("the bytes of rows, as far as an int64 counts them") {
+  CHECK(epx::row_bytes(EPX_BFLOAT16, 33) == 66);
+  CHECK(epx::row_pitch(66, "a row") == 80);
+  CHECK(epx::row_pitch(80, "a row") == 80);
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  CHECK(epx::checked_bytes_of_rows(EPX_FLOAT32, 3, 5) == 60);
+  CHECK(epx::checked_bytes_of_rows(EPX_UINT8, 1, kMax) == kMax);
+  CHECK(epx::checked_bytes_of_rows(EPX_FLOAT32, 0, kMax) == 0);
+  CHECK_FALSE(epx::checked_bytes_of_rows(EPX_FLOAT32, 1, kMax / 2).has_value());
+  CHECK_FALSE(epx::checked_bytes_of_rows(EPX_FLOAT32, kMax / 2, 1).has_value());
 }
 
 TEST_CASE("a token is staged by (source, token) or by slot, whichever needs fewer rows") {

@@ -13,6 +13,7 @@
 #include <immintrin.h>
 #endif
 
+#include "base/dtypes.h"
 #include "runtime/reference/reference.h"
 #include "runtime/stages/host/rows/float_environment.h"
 #include "runtime/stages/host/rows/rows.h"
@@ -25,8 +26,7 @@ using epx::rows::RowKernels;
 constexpr epx_dtype kDtypes[] = {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16};
 
 Matrix make_matrix(epx_dtype dtype, int64_t rows, int64_t cols) {
-  return {dtype, rows, cols,
-          std::vector<std::byte>(static_cast<size_t>(rows * cols * epx::reference::element_size(dtype)))};
+  return {dtype, rows, cols, std::vector<std::byte>(static_cast<size_t>(rows * epx::row_bytes(dtype, cols)))};
 }
 
 // Returns elements of every magnitude, as random bit patterns.
@@ -39,7 +39,7 @@ Matrix random_bits(epx_dtype dtype, int64_t rows, int64_t cols, uint64_t seed) {
 }
 
 const std::byte* row(const Matrix& matrix, int64_t index) {
-  return matrix.bytes.data() + index * matrix.cols * epx::reference::element_size(matrix.dtype);
+  return matrix.bytes.data() + index * epx::row_bytes(matrix.dtype, matrix.cols);
 }
 
 Matrix expected_sum(const Matrix& rows, const float* weights) {

@@ -308,8 +308,4 @@ const char* to_string(epx_combine_precision precision) {
   return name_of<epx_combine_precision>(precision, kPrecisions);
 }
 
-int64_t element_bytes(epx_dtype dtype) {
-  return dtype == EPX_FLOAT32 ? 4 : 2;
-}
-
 } // namespace epx::bench

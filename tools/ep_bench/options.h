@@ -6,6 +6,7 @@
 #include <string>
 #include <variant>
 
+#include "base/dtypes.h"
 #include "epx/epx.h"
 
 namespace epx::bench {
@@ -73,12 +74,9 @@ const char* to_string(epx_dtype dtype);            // "bf16"
 const char* to_string(epx_transport transport);
 const char* to_string(epx_combine_precision precision);
 
-// Returns the bytes of an element of a token dtype.
-int64_t element_bytes(epx_dtype dtype);
-
 // Returns the bytes of a row of hidden elements.
 inline int64_t row_bytes(const Options& options) {
-  return options.hidden * element_bytes(options.dtype);
+  return epx::row_bytes(options.dtype, options.hidden);
 }
 
 } // namespace epx::bench

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/dtypes.h"
 #include "runtime/reference/reference.h"
 
 namespace epx::bench {
@@ -19,7 +20,7 @@ using Floats = std::vector<float>;
 // Makes outputs of all ranks that are scribbled as the library's are.
 std::vector<Matrix> scribbled_matrices(int num_ranks, epx_dtype dtype, int64_t rows, int64_t cols) {
   Matrix matrix{.dtype = dtype, .rows = rows, .cols = cols, .bytes = {}};
-  matrix.bytes.assign(rows * cols * element_bytes(dtype), kScribble);
+  matrix.bytes.assign(rows * epx::row_bytes(dtype, cols), kScribble);
   return std::vector<Matrix>(num_ranks, matrix);
 }
 
