@@ -14,14 +14,22 @@ namespace epx {
 // windows in device memory.
 enum class WindowAccess { by_host, by_kernels };
 
+// The index of a rank's window among those that this rank can access. Tables of base addresses are indexed by it, and by nothing
+// else: it is the rank's number only because all ranks of a group share one node.
+enum class WindowIndex : int {};
+
+constexpr WindowIndex window_index(int rank) {
+  return WindowIndex{rank};
+}
+
 struct PeerWindow {
-  std::byte* const* bases; // [num_ranks], each rank's window in this rank's address space
+  std::byte* const* bases; // by WindowIndex: each rank's window in this rank's address space
   int rank;                // this rank
   int num_ranks;
 
   template <typename T>
   EPX_HOST_DEVICE T* at(int peer, int64_t offset) const {
-    return reinterpret_cast<T*>(bases[peer] + offset);
+    return reinterpret_cast<T*>(bases[static_cast<int>(window_index(peer))] + offset);
   }
   template <typename T>
   EPX_HOST_DEVICE T* local(int64_t offset) const {

@@ -27,7 +27,7 @@ public:
 
 private:
   Segments segments_;
-  std::vector<std::byte*> bases_;
+  std::vector<std::byte*> bases_; // by WindowIndex
   int rank_;
 };
 

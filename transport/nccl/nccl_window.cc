@@ -53,7 +53,7 @@ void NcclWindow::register_everywhere() {
          bytes_, static_cast<void*>(memory_));
   bases_.resize(static_cast<size_t>(num_ranks_));
   find_lsa_pointers(communicator_->version(), window_, bases_);
-  bases_[static_cast<size_t>(rank_)] = memory_; // the user knows this address
+  bases_[static_cast<size_t>(window_index(rank_))] = memory_; // the user knows this address
 }
 
 } // namespace epx

@@ -44,7 +44,7 @@ private:
   int64_t bytes_;
   NcclMemory owner_;
   ncclWindow_t window_ = nullptr;
-  std::vector<std::byte*> bases_;
+  std::vector<std::byte*> bases_; // by WindowIndex, which is the LSA rank
 };
 
 } // namespace epx
