@@ -12,6 +12,10 @@
 namespace epx::moe {
 namespace {
 
+[[noreturn]] void refuse_size(const char* name) {
+  fail(EPX_ERROR_INVALID_ARGUMENT, "{} has more bytes than an int64 can count", name);
+}
+
 // "[T, K = 2]"
 std::string describe(std::initializer_list<Dim> dims) {
   std::vector<std::string> parts;
@@ -34,10 +38,11 @@ int64_t require_shape(const epx_tensor& tensor, const char* name, std::initializ
     elements = checked_product({elements, size}, name);
     ++axis;
   }
-  const int64_t bytes = element_bytes(tensor.dtype);
-  checked_product({elements, bytes}, name);
+  const int64_t last_size = axis == 0 ? 1 : tensor.sizes[axis - 1];
+  if (!checked_bytes_of_rows(tensor.dtype, elements == 0 ? 0 : elements / last_size, last_size)) refuse_size(name);
   if (elements > 0 && tensor.data == nullptr)
     fail(EPX_ERROR_INVALID_ARGUMENT, "{} has {} elements, but its data is NULL", name, elements);
+  const int64_t bytes = element_bytes(tensor.dtype);
   if (reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(bytes) != 0)
     fail(EPX_ERROR_INVALID_ARGUMENT, "{} has data at {}, which is not aligned to its {} bytes per element", name,
          tensor.data, bytes);
@@ -54,8 +59,7 @@ int64_t require_shape(const epx_tensor& tensor, const char* name, std::initializ
 int64_t checked_product(std::initializer_list<int64_t> factors, const char* name) {
   int64_t product = 1;
   for (const int64_t factor : factors)
-    if (__builtin_mul_overflow(product, factor, &product))
-      fail(EPX_ERROR_INVALID_ARGUMENT, "{} has more bytes than an int64 can count", name);
+    if (__builtin_mul_overflow(product, factor, &product)) refuse_size(name);
   return product;
 }
 

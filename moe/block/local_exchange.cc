@@ -86,7 +86,7 @@ private:
     void operator()(std::byte* memory) const { operator delete(memory, kMemoryAlignment); }
   };
 
-  static int64_t row_bytes(const ConstTensor& rows) { return rows.size(1) * static_cast<int64_t>(sizeof(T)); }
+  static int64_t row_bytes(const ConstTensor& rows) { return epx::row_bytes(kDtypeOf<T>, rows.size(1)); }
 
   template <typename Args>
   RowMap row_map(const Args& args, const ConstTensor& tokens) const {

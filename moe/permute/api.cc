@@ -76,9 +76,9 @@ epx_status epx_moe_permute(const epx_moe_permute_args* args) {
       require_any_tensor(args->topk_weights, "topk_weights", {tokens_of(map), top_k_of(map)});
       require_tensor(args->row_weights, "row_weights", {args->topk_weights->dtype}, {{"N", map.num_rows}});
     }
-    scatter_tokens(map, args->tokens->data, args->rows->data, hidden * element_bytes(args->tokens->dtype));
+    scatter_tokens(map, args->tokens->data, args->rows->data, epx::row_bytes(args->tokens->dtype, hidden));
     if (args->topk_weights != nullptr)
-      scatter_routes(map, args->topk_weights->data, args->row_weights->data, element_bytes(args->topk_weights->dtype));
+      scatter_routes(map, args->topk_weights->data, args->row_weights->data, epx::element_bytes(args->topk_weights->dtype));
   });
 }
 

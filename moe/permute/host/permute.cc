@@ -135,10 +135,10 @@ void gather_routes(const RowMap& map, const T* row_values, T* values) {
 template <typename T>
 void scatter_weighted(const RowMap& map, const T* grad_tokens, const T* weights, int64_t hidden, T* grad_rows) {
   if (weights == nullptr) {
-    scatter_tokens(map, grad_tokens, grad_rows, hidden * static_cast<int64_t>(sizeof(T)));
+    scatter_tokens(map, grad_tokens, grad_rows, row_bytes(kDtypeOf<T>, hidden));
     return;
   }
-  zero_rows_without_route(map, reinterpret_cast<std::byte*>(grad_rows), hidden * static_cast<int64_t>(sizeof(T)));
+  zero_rows_without_route(map, reinterpret_cast<std::byte*>(grad_rows), row_bytes(kDtypeOf<T>, hidden));
   for_each_route(map, [&](int64_t t, int64_t k, int64_t row) {
     const T weight = weights[t * map.top_k + k];
     for (int64_t h = 0; h < hidden; ++h)
