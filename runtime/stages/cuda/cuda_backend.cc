@@ -315,7 +315,7 @@ private:
   }
 
   RegisteredRange registered_range(const std::byte* rows, const MovementCall& call) const {
-    const auto place = allocations_.locate(rows, call.recv_rows * call.hidden * element_bytes(call.dtype));
+    const auto place = allocations_.locate(rows, call.recv_rows * row_bytes(call.dtype, call.hidden));
     return place ? RegisteredRange{place->allocation, place->offset} : kNotRegistered;
   }
 

@@ -16,7 +16,7 @@
 namespace epx::host {
 
 inline int64_t row_bytes(const MovementCall& call) {
-  return call.hidden * element_bytes(call.dtype);
+  return epx::row_bytes(call.dtype, call.hidden);
 }
 
 // A Movement is one movement in progress, after its entry barrier.

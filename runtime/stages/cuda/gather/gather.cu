@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kMovementThreads) gather_kernel(const __grid_c
 
 cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const MovementCall& call, const GatherTensors& tensors,
                    cudaStream_t stream) {
-  const auto [grid, role_counts] = plan.next_gather(call.num_tokens, call.hidden * element_bytes(call.dtype), stream);
+  const auto [grid, role_counts] = plan.next_gather(call.num_tokens, row_bytes(call.dtype, call.hidden), stream);
   const int32_t weights = (tensors.row_weights != nullptr ? 1 : 0) | (tensors.carried_weights != nullptr ? 2 : 0);
   const GatherParams params{make_movement_params(group, role_counts, call, weights, 0, kNotRegistered), tensors};
   if (call.dtype == EPX_FLOAT32) return launch_cooperative(&gather_kernel<float>, grid, stream, params);

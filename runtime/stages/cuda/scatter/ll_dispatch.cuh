@@ -33,7 +33,7 @@ class LlDispatch {
 public:
   __device__ LlDispatch(const DeviceGroup& group, Movement& movement, const DispatchCall& args)
       : group_(group), movement_(movement), call_(movement.call()), args_(args), layout_(group.context.layout),
-        row_bytes_(args.hidden * element_bytes(args.dtype)), row_chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
+        row_bytes_(row_bytes(args.dtype, args.hidden)), row_chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
         chunks_(row_chunks_ + static_cast<uint32_t>(ll_chunks_of(args.sidecar_bytes))) {}
 
   // Returns whether the calling warp is a pad warp.

@@ -326,7 +326,7 @@ private:
 
 __device__ bool has_unaligned_rows(const DispatchCall& call) {
   const auto bits = [](const void* place) { return reinterpret_cast<uint64_t>(place); };
-  return is_unaligned(bits(call.tokens) | bits(call.recv_tokens), call.hidden * element_bytes(call.dtype)) ||
+  return is_unaligned(bits(call.tokens) | bits(call.recv_tokens), row_bytes(call.dtype, call.hidden)) ||
          (call.sidecar_bytes > 0 && is_unaligned(bits(call.sidecar) | bits(call.recv_sidecar), call.sidecar_bytes));
 }
 
@@ -412,13 +412,13 @@ std::vector<const void*> scatter_kernels() {
 
 cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
                             const RegisteredRange& registered, cudaStream_t stream) {
-  return launch(group, plan, Dispatch{call, call.hidden * element_bytes(call.dtype)}, call.topk_weights != nullptr ? 1 : 0,
+  return launch(group, plan, Dispatch{call, row_bytes(call.dtype, call.hidden)}, call.topk_weights != nullptr ? 1 : 0,
                 registered, stream);
 }
 
 cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,
                                const RegisteredRange& registered, cudaStream_t stream) {
-  const int64_t row_bytes = call.hidden * element_bytes(call.dtype);
+  const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
   const int32_t weights = (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0);
   if (call.dtype == EPX_FLOAT32)
     return launch(group, plan, CombineBwd<float>{call, row_bytes}, weights, registered, stream);

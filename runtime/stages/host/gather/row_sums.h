@@ -41,7 +41,7 @@ class RowSums {
 public:
   RowSums(epx_dtype dtype, int64_t cols, bool weighted)
       : dtype_(dtype), cols_(cols), weighted_(weighted),
-        prefetch_bytes_(std::min<int64_t>(cols * element_bytes(dtype), kMaxPrefetchBytes)) {}
+        prefetch_bytes_(std::min<int64_t>(row_bytes(dtype, cols), kMaxPrefetchBytes)) {}
 
   // Returns the next sum, to which the caller adds rows. It is valid until submit_next.
   RowSum& next(std::byte* out) {
