@@ -69,7 +69,7 @@ Failure RecordReader::format(const FailureRecord& failure) const {
   }
   TimeOut timeout{failure.phase, {}, failure.culprit, failure.culprit_arrived_at};
   for (int rank = 0; rank < context_.shape.num_ranks; ++rank)
-    if ((failure.missing >> rank & 1) != 0) timeout.missing.push_back(rank);
+    if (failure.missing.contains(rank)) timeout.missing.push_back(rank);
   timeout.kernel = kernel_of(failure.culprit, call.sequence);
   return timeout_failure(call, timeout, context_.timeout_ms);
 }

@@ -110,11 +110,13 @@ struct PerRoute {
 
 // The routes of one token.
 struct WarpRoutes : PerRoute<Route> {
-  // Returns a mask of the ranks of the routes for which `holds` is true.
+  // Returns the ranks of the routes for which `holds` is true.
   template <typename Holds>
-  __device__ uint64_t ranks_of(const Holds& holds) const {
-    const auto bit = [&](const Route& route) { return holds(route) ? uint64_t{1} << route.rank : uint64_t{0}; };
-    return or_of_lanes(bit(low) | bit(high));
+  __device__ RankMask ranks_of(const Holds& holds) const {
+    RankMask ranks;
+    if (holds(low)) ranks.set(low.rank);
+    if (holds(high)) ranks.set(high.rank);
+    return RankMask::from_bits(or_of_lanes(ranks.bits()));
   }
   __device__ int32_t slot(int k) const { return from_lane(own(k).slot, k % kWarp); }
   __device__ int32_t rank_ordinal(int k) const { return from_lane(own(k).rank_ordinal, k % kWarp); }
@@ -313,7 +315,8 @@ public:
   __device__ bool has_registered_rows(int rank) const { return call_.descriptors().rows_allocation[rank] >= 0; }
   __device__ std::byte* rows_of(int rank) const {
     const int64_t allocation = call_.descriptors().rows_allocation[rank] % kMaxDeviceAllocations;
-    return params_.group.allocations[allocation * call_.num_ranks() + rank] + call_.descriptors().rows_offset[rank];
+    return params_.group.allocations[allocation * call_.num_ranks() + static_cast<int>(window_index(rank))] +
+           call_.descriptors().rows_offset[rank];
   }
 
 private:

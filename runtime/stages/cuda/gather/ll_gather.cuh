@@ -97,17 +97,17 @@ private:
   // Adds up the ranks' partial sums, this rank's among them, in ascending rank order. Returns false when the group has failed.
   __device__ bool sum_chunk(int64_t token, uint32_t chunk, const WarpRoutes& routes, const LlChunk& own_sum) const {
     const auto is_live = [&](const Route& route) { return movement_.is_live(route); };
-    const uint64_t kept_ranks = routes.ranks_of([](const Route& route) { return route.slot >= 0; });
+    const RankMask kept_ranks = routes.ranks_of([](const Route& route) { return route.slot >= 0; });
     const int bytes = bytes_of(chunk);
     LlChunkSum<T> sum;
 #pragma unroll 1
-    for (uint64_t ranks = routes.ranks_of(is_live); ranks != 0; ranks &= ranks - 1) {
-      const int rank = lowest_bit(ranks);
+    for (RankMask ranks = routes.ranks_of(is_live); !ranks.is_empty(); ranks.remove_lowest()) {
+      const int rank = ranks.lowest();
       if (rank == call_.rank()) {
         sum.add(own_sum, 1.0f);
         continue;
       }
-      const int rank_ordinal = __popcll(kept_ranks & ((uint64_t{1} << rank) - 1));
+      const int rank_ordinal = kept_ranks.count_below(rank);
       LlPacket16* const staged = staged_chunk(call_.rank(), token, rank_ordinal, chunk);
       IncomingLlChunk incoming(staged, bytes);
       if (!incoming.wait(call_, rank)) return false;

@@ -121,13 +121,13 @@ __device__ __forceinline__ void assign_tile(const PrepareContext& c, int expert)
 __device__ __forceinline__ SlotRecord record_of_route(const PrepareContext& c, int source, int token, int k) {
   const int32_t* const slots = c.shared.tile_slots + (threadIdx.x - k); // [K]: the token's
   const int32_t* const ranks = c.shared.tile_ranks + (threadIdx.x - k);
-  uint64_t lower_ranks = 0; // a bit for each lower rank that the token goes to
+  RankMask lower_ranks; // that the token goes to
   int32_t next_slot = -1;
   bool is_first = true;
   for (int other = c.args.top_k - 1; other >= 0; --other) {
     const int32_t other_rank = ranks[other];
     if (other_rank < 0) continue;
-    if (other_rank < ranks[k]) lower_ranks |= uint64_t{1} << other_rank;
+    if (other_rank < ranks[k]) lower_ranks.set(other_rank);
     if (other_rank != ranks[k]) continue;
     if (other > k) next_slot = slots[other];
     if (other < k) is_first = false;
@@ -137,7 +137,7 @@ __device__ __forceinline__ SlotRecord record_of_route(const PrepareContext& c, i
                           static_cast<uint16_t>(source),
                           static_cast<uint8_t>(k),
                           static_cast<uint8_t>(is_first ? 1 : 0),
-                          static_cast<uint8_t>(__popcll(lower_ranks) & 0x7f)};
+                          static_cast<uint8_t>(lower_ranks.count() & 0x7f)};
   return record;
 }
 

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/rank_mask.h"
 #include "runtime/group_context.h"
 #include "runtime/layout/handle_memory.h"
 #include "runtime/stages/cuda/protocol/test_hooks.h"
@@ -13,8 +14,8 @@
 
 namespace epx::cuda {
 
-constexpr int kMaxDeviceRanks = 64;        // kernels keep sets of ranks in a 64-bit mask
-constexpr int kMaxDeviceAllocations = 256; // that exist at the same time
+constexpr int kMaxDeviceRanks = RankMask::kMaxRanks; // kernels keep sets of ranks in a mask
+constexpr int kMaxDeviceAllocations = 256;           // that exist at the same time
 
 // ---- The status record, in host memory that the GPU can write ----
 
@@ -35,7 +36,7 @@ struct FailureRecord {
   int32_t culprit;
   uint64_t sequence;
   uint64_t culprit_arrived_at;
-  uint64_t missing;                            // TIMEOUT: a bit for each rank
+  RankMask missing;                            // TIMEOUT
   uint64_t abort_record;                       // found in this rank's window; 0 when this rank failed by itself
   CallDescriptor descriptors[kMaxDeviceRanks]; // MISMATCH, OUT_OF_SEQUENCE: the ranks' call descriptors
 };
@@ -103,13 +104,15 @@ struct alignas(32) DeviceState {
 
 struct DeviceGroup {
   GroupContext context;
-  std::byte* bases[kMaxDeviceRanks]; // [P]: each rank's window; by value, so that no global load comes before an access
+  // By WindowIndex: each rank's window. They are here by value, so that no global load comes before an access.
+  std::byte* bases[kMaxDeviceRanks];
   DeviceState* state;
   // Host memory: a packed AbortRecord once this host or a peer's has ended the group, else 0.
   const uint64_t* host_abort_record;
-  StatusRecord* record;          // host memory
-  std::byte* const* allocations; // [kMaxDeviceAllocations, P], device memory: each rank's base of each allocation
-  LlPacket8* prepare_scratch;    // see prepare_scratch_words()
+  StatusRecord* record; // host memory
+  // [kMaxDeviceAllocations, P], by WindowIndex, in device memory: each rank's base of each allocation.
+  std::byte* const* allocations;
+  LlPacket8* prepare_scratch; // see prepare_scratch_words()
   uint64_t timeout_ns;
   uint32_t launch; // see pack_owner()
   TestHooks hooks;

@@ -117,10 +117,11 @@ __device__ inline int find_culprit(const CallContext& call, int missing) {
 // Ends the group because `peer`, and perhaps other peers, have not reached `phase` in time.
 __device__ __noinline__ inline void time_out(const CallContext& call, int peer, epx_phase phase) {
   if (peers_gave_up(call)) return;
-  uint64_t missing = uint64_t{1} << peer;
+  RankMask missing;
+  missing.set(peer);
   for (int other = 0; other < call.num_ranks(); ++other)
-    if (progress_signaled(call, call.rank(), other, phase, call.sequence) < call.sequence) missing |= uint64_t{1} << other;
-  const int culprit = find_culprit(call, lowest_bit(missing));
+    if (progress_signaled(call, call.rank(), other, phase, call.sequence) < call.sequence) missing.set(other);
+  const int culprit = find_culprit(call, missing.lowest());
   const uint64_t verdict = abort_all(call, AbortRecord{EPX_ERROR_TIMEOUT, call.operation, culprit, call.sequence, phase});
   if (unpack_abort_record(verdict).culprit != culprit) {
     report_abort(call, verdict);

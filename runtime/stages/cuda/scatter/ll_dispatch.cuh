@@ -113,10 +113,10 @@ private:
   // Sends to every peer on which prepare assigned a slot; the receiver skips slots at or beyond its recv_rows.
   __device__ void send_to_peers(int64_t token, const ChunkRange& range, const WarpRoutes& routes,
                                 const LlChunk& chunk) const {
-    const uint64_t ranks = routes.ranks_of([](const Route& route) { return route.slot >= 0; });
+    const RankMask ranks = routes.ranks_of([](const Route& route) { return route.slot >= 0; });
 #pragma unroll 1
     for (int i = 0; i < call_.num_ranks() - 1; ++i)
-      if (const int peer = movement_.peer_in_order(token, i); (ranks >> peer & 1) != 0)
+      if (const int peer = movement_.peer_in_order(token, i); ranks.contains(peer))
         send_chunk(staged_chunk(peer, call_.rank(), token, range), range.bytes, chunk, call_.epoch());
   }
   __device__ void send_weights(int64_t token, const WarpRoutes& routes) const {

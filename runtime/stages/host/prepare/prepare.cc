@@ -57,7 +57,7 @@ void count_routes(HostGroup& group, const PrepareCall& call) {
 
 void publish_counts(const HostGroup& group) {
   const auto offset =
-      reinterpret_cast<const std::byte*>(counts_of(group, group.window.rank)) - group.window.bases[group.window.rank];
+      reinterpret_cast<const std::byte*>(counts_of(group, group.window.rank)) - group.window.local<std::byte>(0);
   const size_t bytes = group.scratch.route_counts.size() * sizeof(int32_t);
   for (int peer = 0; peer < group.window.num_ranks; ++peer)
     std::memcpy(group.window.at<int32_t>(peer, offset), group.scratch.route_counts.data(), bytes);
