@@ -9,8 +9,9 @@
 
 namespace epx {
 
-// Returns the bytes of an element, or 0 for EPX_DTYPE_UNSET and for values that are no dtype.
-constexpr int64_t element_bytes(epx_dtype dtype) {
+// Returns the bytes of an element, or 0 for EPX_DTYPE_UNSET and for values that are no dtype. It is for what addresses single
+// elements, and for alignments; rows are counted by row_bytes().
+constexpr int64_t single_element_bytes(epx_dtype dtype) {
   switch (dtype) {
   case EPX_DTYPE_UNSET:
     return 0;
@@ -29,17 +30,17 @@ constexpr int64_t element_bytes(epx_dtype dtype) {
   return 0;
 }
 
-// Returns the bytes of a row of `hidden` elements without padding. Every byte count of rows is computed by this function and the
-// next one, and never from the bytes of an element: rows of narrow dtypes need not have a whole number of bytes for each element.
+// Returns the bytes of a row of `hidden` elements without padding. This function and the next one compute every byte count of
+// rows: where a dtype is narrower than a byte, no multiple of an element's bytes would be right.
 constexpr int64_t row_bytes(epx_dtype dtype, int64_t hidden) {
-  return hidden * element_bytes(dtype);
+  return hidden * single_element_bytes(dtype);
 }
 
 // Returns the bytes of `rows` rows; none when they are more than 2^63 - 1.
 inline std::optional<int64_t> checked_bytes_of_rows(epx_dtype dtype, int64_t rows, int64_t hidden) {
   int64_t bytes = 0;
   if (rows > 0 &&
-      (__builtin_mul_overflow(hidden, row_bytes(dtype, 1), &bytes) || __builtin_mul_overflow(rows, bytes, &bytes)))
+      (__builtin_mul_overflow(hidden, single_element_bytes(dtype), &bytes) || __builtin_mul_overflow(rows, bytes, &bytes)))
     return std::nullopt;
   return bytes;
 }

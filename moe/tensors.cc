@@ -42,7 +42,7 @@ int64_t require_shape(const epx_tensor& tensor, const char* name, std::initializ
   if (!checked_bytes_of_rows(tensor.dtype, elements == 0 ? 0 : elements / last_size, last_size)) refuse_size(name);
   if (elements > 0 && tensor.data == nullptr)
     fail(EPX_ERROR_INVALID_ARGUMENT, "{} has {} elements, but its data is NULL", name, elements);
-  const int64_t bytes = element_bytes(tensor.dtype);
+  const int64_t bytes = single_element_bytes(tensor.dtype);
   if (reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(bytes) != 0)
     fail(EPX_ERROR_INVALID_ARGUMENT, "{} has data at {}, which is not aligned to its {} bytes per element", name,
          tensor.data, bytes);
@@ -85,7 +85,7 @@ void allow_tensor(const epx_tensor* tensor, const char* name, std::initializer_l
 
 void require_any_tensor(const epx_tensor* tensor, const char* name, std::initializer_list<Dim> dims) {
   if (tensor == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "{} is NULL; it is required, {}", name, describe(dims));
-  if (element_bytes(tensor->dtype) == 0)
+  if (row_bytes(tensor->dtype, 1) == 0)
     fail(EPX_ERROR_INVALID_ARGUMENT, "{} has dtype {}, which is none", name, static_cast<int>(tensor->dtype));
   require_shape(*tensor, name, dims);
 }

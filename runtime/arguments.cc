@@ -92,9 +92,9 @@ public:
         checked_bytes_of_rows(tensor->dtype, elements == 0 ? 0 : elements / last_size, last_size);
     if (!bytes) refuse_size(*tensor, name);
     if (*bytes > 0 && tensor->data == nullptr) refuse("{} has {} elements, but its data is NULL", name, elements);
-    if (!is_aligned(tensor->data, static_cast<uintptr_t>(element_bytes(tensor->dtype))))
+    if (!is_aligned(tensor->data, static_cast<uintptr_t>(single_element_bytes(tensor->dtype))))
       refuse("{} has data at {}, which is not aligned to its {} bytes per element", name, fmt::ptr(tensor->data),
-             element_bytes(tensor->dtype));
+             single_element_bytes(tensor->dtype));
     if (tensor->reserved[0] != 0 || tensor->reserved[1] != 0) refuse("{} has a reserved field that is not 0", name);
     if (tensor->sidecar_row_bytes < 0)
       refuse("{} has sidecar_row_bytes = {}; it is not negative", name, tensor->sidecar_row_bytes);

@@ -78,7 +78,8 @@ epx_status epx_moe_permute(const epx_moe_permute_args* args) {
     }
     scatter_tokens(map, args->tokens->data, args->rows->data, epx::row_bytes(args->tokens->dtype, hidden));
     if (args->topk_weights != nullptr)
-      scatter_routes(map, args->topk_weights->data, args->row_weights->data, epx::element_bytes(args->topk_weights->dtype));
+      scatter_routes(map, args->topk_weights->data, args->row_weights->data,
+                     epx::single_element_bytes(args->topk_weights->dtype));
   });
 }
 
