@@ -94,6 +94,10 @@ GroupShape resolve(const epx_group_config& config, int num_ranks) {
   if (static_cast<int64_t>(config.max_tokens_per_rank) * config.max_top_k > kMaxSlots)
     fail(EPX_ERROR_INVALID_ARGUMENT, "max_tokens_per_rank {} times max_top_k {} is more than {} routes; counts are int32",
          config.max_tokens_per_rank, config.max_top_k, kMaxSlots);
+  if (static_cast<int64_t>(config.max_tokens_per_rank) * num_ranks > kMaxSlots)
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "max_tokens_per_rank {} times {} ranks is more than {} tokens; the tokens of all ranks are numbered in int32",
+         config.max_tokens_per_rank, num_ranks, kMaxSlots);
 
   const char* what = "the worst case of max_recv_tokens_per_rank";
   int64_t rows = config.max_recv_tokens_per_rank;
@@ -106,8 +110,7 @@ GroupShape resolve(const epx_group_config& config, int num_ranks) {
   if (rows > kMaxSlots)
     fail(EPX_ERROR_INVALID_ARGUMENT,
          "max_recv_tokens_per_rank would be {} rows in the worst case of {} ranks, max_tokens_per_rank {}, max_top_k {}; "
-         "slots "
-         "are int32: set max_recv_tokens_per_rank to at most {}",
+         "slots are int32: set max_recv_tokens_per_rank to at most {}",
          rows, num_ranks, config.max_tokens_per_rank, config.max_top_k, kMaxSlots);
   shape.max_recv_tokens = rows;
   return shape;

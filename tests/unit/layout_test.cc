@@ -79,6 +79,21 @@ TEST_CASE("slots that do not fit int32 are refused with the numbers") {
   }
 }
 
+TEST_CASE("tokens of all ranks that do not fit int32 are refused, however few rows a rank receives") {
+  epx_group_config config = small_config();
+  config.max_top_k = 1;
+  config.max_tokens_per_rank = (1 << 30) - 1;
+  config.max_recv_tokens_per_rank = 17;
+  CHECK(epx::resolve(config, 2).max_tokens_per_rank == (1 << 30) - 1);
+  try {
+    epx::resolve(config, 3);
+    FAIL("accepted");
+  } catch (const epx::StatusError& error) {
+    CHECK(error.status() == EPX_ERROR_INVALID_ARGUMENT);
+    CHECK(error.message().find("max_tokens_per_rank 1073741823 times 3 ranks") != std::string::npos);
+  }
+}
+
 TEST_CASE("regions of the window are aligned, apart, and add up") {
   const auto check = [](epx_combine_precision precision, epx::WindowAccess access) {
     epx_group_config config = small_config();
