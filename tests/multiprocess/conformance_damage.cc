@@ -38,10 +38,9 @@ std::vector<std::byte*> find_windows(int64_t bytes) {
     unsigned long begin = 0;
     unsigned long end = 0;
     if (std::sscanf(line.c_str(), "%lx-%lx", &begin, &end) != 2 || static_cast<int64_t>(end - begin) != mapped) continue;
-    const size_t path = line.find('/');
-    if (path != std::string::npos && line.find("epx", path) != std::string::npos &&
-        line.find(" rw-s ") != std::string::npos)
-      windows.push_back(reinterpret_cast<std::byte*>(begin));
+    // MPI maps files too, whose directory may have epx in its name.
+    const bool is_window = contains(line, "/memfd:epx") || contains(line, "/dev/shm/epx");
+    if (is_window && contains(line, " rw-s ")) windows.push_back(reinterpret_cast<std::byte*>(begin));
   }
   return windows;
 }
