@@ -134,8 +134,23 @@ struct CUevent_st {
 
 namespace {
 
+struct Allocation {
+  size_t bytes;
+  cudaMemoryType type;
+  int device;
+};
 std::mutex memory_mutex;
-std::map<void*, size_t> allocations;
+std::map<const void*, Allocation> allocations;
+
+cudaError_t allocate(void** memory, size_t bytes, cudaMemoryType type) {
+  *memory = type == cudaMemoryTypeDevice && bytes > 0 && bytes % kExportedBlock == 0
+                ? epx::emulation::allocate_exportable(bytes)
+                : std::aligned_alloc(kMemoryAlignment, (bytes / kMemoryAlignment + 1) * kMemoryAlignment);
+  if (*memory == nullptr) return cudaErrorMemoryAllocation;
+  const std::scoped_lock lock(memory_mutex);
+  allocations[*memory] = {bytes, type, current_device};
+  return cudaSuccess;
+}
 
 std::mutex streams_mutex;
 std::set<cudaStream_t> streams;
@@ -236,19 +251,29 @@ cudaError_t cudaGetLastError() {
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   const std::scoped_lock lock(memory_mutex);
   size_t used = 0;
-  for (const auto& [memory, bytes] : allocations)
-    used += bytes;
+  for (const auto& [memory, allocation] : allocations)
+    used += allocation.bytes;
   *total = kMemoryBytes;
   *free = kMemoryBytes - used;
   return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
-  *memory = bytes > 0 && bytes % kExportedBlock == 0
-                ? epx::emulation::allocate_exportable(bytes)
-                : std::aligned_alloc(kMemoryAlignment, (bytes / kMemoryAlignment + 1) * kMemoryAlignment);
-  if (*memory == nullptr) return cudaErrorMemoryAllocation;
+  return allocate(memory, bytes, cudaMemoryTypeDevice);
+}
+cudaError_t cudaMallocManaged(void** memory, size_t bytes, unsigned) {
+  return allocate(memory, bytes, cudaMemoryTypeManaged);
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  *attributes = {};
   const std::scoped_lock lock(memory_mutex);
-  allocations[*memory] = bytes;
+  auto found = allocations.upper_bound(pointer);
+  if (found == allocations.begin()) return cudaSuccess;
+  --found;
+  const auto& [memory, allocation] = *found;
+  if (static_cast<const std::byte*>(pointer) >= static_cast<const std::byte*>(memory) + allocation.bytes)
+    return cudaSuccess;
+  attributes->type = allocation.type;
+  attributes->device = allocation.device;
   return cudaSuccess;
 }
 cudaError_t cudaFree(void* memory) {
@@ -261,7 +286,7 @@ cudaError_t cudaFree(void* memory) {
   return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
-  return cudaMalloc(memory, bytes);
+  return allocate(memory, bytes, cudaMemoryTypeHost);
 }
 cudaError_t cudaFreeHost(void* memory) {
   return cudaFree(memory);

@@ -112,6 +112,18 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
     all |= static_cast<unsigned>(lane_value);
   return all;
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  unsigned largest = 0;
+  for (const uint64_t lane_value : epx::emulation::gather_warp(value))
+    largest = std::max(largest, static_cast<unsigned>(lane_value));
+  return largest;
+}
+inline int __reduce_min_sync(unsigned, int value) {
+  int smallest = value;
+  for (const uint64_t lane_value : epx::emulation::gather_warp(epx::emulation::bits_as<uint64_t>(value)))
+    smallest = std::min(smallest, epx::emulation::bits_as<int>(lane_value));
+  return smallest;
+}
 inline int __any_sync(unsigned mask, int predicate) {
   return __ballot_sync(mask, predicate) != 0 ? 1 : 0;
 }
@@ -144,6 +156,13 @@ template <typename T>
 T atomicMax(T* word, std::type_identity_t<T> value) {
   T seen = std::atomic_ref(*word).load();
   while (seen < value && !std::atomic_ref(*word).compare_exchange_weak(seen, value)) {
+  }
+  return seen;
+}
+template <typename T>
+T atomicMin(T* word, std::type_identity_t<T> value) {
+  T seen = std::atomic_ref(*word).load();
+  while (value < seen && !std::atomic_ref(*word).compare_exchange_weak(seen, value)) {
   }
   return seen;
 }
