@@ -24,7 +24,8 @@ std::string describe(std::initializer_list<Dim> dims) {
   return fmt::format("[{}]", fmt::join(parts, ", "));
 }
 
-int64_t require_shape(const epx_tensor& tensor, const char* name, std::initializer_list<Dim> dims) {
+// Returns the number of elements.
+int64_t require_dims(const epx_tensor& tensor, const char* name, std::initializer_list<Dim> dims) {
   if (tensor.ndim != static_cast<int32_t>(dims.size()))
     fail(EPX_ERROR_INVALID_ARGUMENT, "{} has {} dimensions (ndim); it must have {}: {}", name, tensor.ndim, dims.size(),
          describe(dims));
@@ -38,7 +39,12 @@ int64_t require_shape(const epx_tensor& tensor, const char* name, std::initializ
     elements = checked_product({elements, size}, name);
     ++axis;
   }
-  const int64_t last_size = axis == 0 ? 1 : tensor.sizes[axis - 1];
+  return elements;
+}
+
+int64_t require_shape(const epx_tensor& tensor, const char* name, std::initializer_list<Dim> dims) {
+  const int64_t elements = require_dims(tensor, name, dims);
+  const int64_t last_size = tensor.ndim == 0 ? 1 : tensor.sizes[tensor.ndim - 1];
   if (!checked_bytes_of_rows(tensor.dtype, elements == 0 ? 0 : elements / last_size, last_size)) refuse_size(name);
   if (elements > 0 && tensor.data == nullptr)
     fail(EPX_ERROR_INVALID_ARGUMENT, "{} has {} elements, but its data is NULL", name, elements);
@@ -76,6 +82,11 @@ int64_t require_tensor(const epx_tensor* tensor, const char* name, std::initiali
     fail(EPX_ERROR_INVALID_ARGUMENT, "{} has dtype {} ({}); it must be {}", name, static_cast<int>(tensor->dtype),
          name_of(tensor->dtype), fmt::join(wanted, " or "));
   return require_shape(*tensor, name, dims);
+}
+
+void require_sizes(const epx_tensor* tensor, const char* name, std::initializer_list<Dim> dims) {
+  if (tensor == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "{} is NULL; it is required, {}", name, describe(dims));
+  require_dims(*tensor, name, dims);
 }
 
 void allow_tensor(const epx_tensor* tensor, const char* name, std::initializer_list<epx_dtype> dtypes,

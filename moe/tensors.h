@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "base/names.h"
 #include "epx/epx.hpp"
+#include "moe/integers.h"
 
 namespace epx::moe {
 
@@ -20,6 +21,10 @@ int64_t checked_product(std::initializer_list<int64_t> factors, const char* name
 // The dtypes of what epx_moe.h calls real, and of indices and counts.
 inline constexpr std::initializer_list<epx_dtype> kReal = {EPX_FLOAT32, EPX_FLOAT64};
 inline constexpr std::initializer_list<epx_dtype> kInteger = {EPX_INT32, EPX_INT64};
+// What they are on CUDA, and what logits and rows may be there.
+inline constexpr std::initializer_list<epx_dtype> kCudaReal = {EPX_FLOAT32};
+inline constexpr std::initializer_list<epx_dtype> kCudaLogits = {EPX_FLOAT32, EPX_BFLOAT16};
+inline constexpr std::initializer_list<epx_dtype> kCudaRows = {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16};
 
 // A dimension that a tensor must have: what it is called, and its size.
 struct Dim {
@@ -32,7 +37,10 @@ inline constexpr int64_t kAnySize = -1;
 int64_t require_tensor(const epx_tensor* tensor, const char* name, std::initializer_list<epx_dtype> dtypes,
                        std::initializer_list<Dim> dims);
 
-// The same, unless the tensor is NULL.
+// Throws unless `tensor` is there and has these dimensions; looks at nothing else of it.
+void require_sizes(const epx_tensor* tensor, const char* name, std::initializer_list<Dim> dims);
+
+// As require_tensor, unless the tensor is NULL.
 void allow_tensor(const epx_tensor* tensor, const char* name, std::initializer_list<epx_dtype> dtypes,
                   std::initializer_list<Dim> dims);
 
@@ -48,7 +56,6 @@ void require_finite(double value, const char* name) {
     fail(EPX_ERROR_INVALID_ARGUMENT, "{} is {}; it must be finite, as a {} too", name, value, name_of(kDtypeOf<T>));
 }
 
-// What every args struct has: itself, its size, and a stream that is NULL.
 template <typename Struct>
 void require_struct(const Struct* given, const char* name) {
   if (given == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "{} is NULL", name);
@@ -58,11 +65,24 @@ void require_struct(const Struct* given, const char* name) {
          "of the library that is loaded",
          name, given->struct_size, sizeof(Struct));
 }
+
+// Where a call computes, which decides the dtypes that it takes.
+enum class Place { host, cuda };
+
+// Checks what every args struct has: itself, its size, and `cuda`.
 template <typename Args>
-void require_args(const Args* args) {
+Place require_args(const Args* args) {
   require_struct(args, "args");
-  if (args->stream != nullptr)
-    fail(EPX_ERROR_INVALID_ARGUMENT, "stream is {}; computation on the host has no streams, pass NULL", args->stream);
+  if (args->cuda == nullptr) return Place::host;
+  require_struct(args->cuda, "cuda");
+  return Place::cuda;
+}
+
+// The same for what computes on the host only.
+template <typename Args>
+void require_host_args(const Args* args) {
+  if (require_args(args) == Place::cuda)
+    fail(EPX_ERROR_UNSUPPORTED, "cuda is given; the FFN and the block compute on the host only, pass NULL");
 }
 
 // The memory of a tensor that was checked; NULL for NULL.
@@ -76,28 +96,5 @@ template <typename Body>
 decltype(auto) with_real(epx_dtype dtype, Body&& body) {
   return dtype == EPX_FLOAT64 ? body(double{}) : body(float{});
 }
-
-// An array of INT32 or INT64, as the caller has it.
-class Integers {
-public:
-  Integers() = default;
-  explicit Integers(const epx_tensor* tensor)
-      : data_(tensor != nullptr ? tensor->data : nullptr), is_64_(tensor != nullptr && tensor->dtype == EPX_INT64) {}
-  explicit Integers(int32_t* data) : data_(data) {}
-
-  int64_t operator[](int64_t i) const {
-    return is_64_ ? static_cast<const int64_t*>(data_)[i] : static_cast<const int32_t*>(data_)[i];
-  }
-  void set(int64_t i, int64_t value) const {
-    if (is_64_)
-      static_cast<int64_t*>(data_)[i] = value;
-    else
-      static_cast<int32_t*>(data_)[i] = static_cast<int32_t>(value);
-  }
-
-private:
-  void* data_ = nullptr;
-  bool is_64_ = false;
-};
 
 } // namespace epx::moe

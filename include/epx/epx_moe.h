@@ -7,17 +7,24 @@
  * of the expert side (slots), P ranks.
  *
  * ## Conventions, beyond those of epx.h
- * - Functions other than epx_moe_block_* are local: no rank communicates. They compute on the host and have finished when
- *   they return; tensors are host memory and `stream` is NULL. They keep no state and may be called from any thread.
+ * - Functions other than epx_moe_block_* are local: no rank communicates. They keep no state and may be called from any thread.
+ * - With `cuda` NULL, tensors are host memory, and the call computes on the calling thread and has finished when it returns.
+ *   Else tensors are memory of the calling thread's current CUDA device (managed memory is fine, pinned host memory is refused),
+ *   and the call is enqueued on cuda->stream: it allocates nothing, does not wait for the device, and can be captured in a CUDA
+ *   graph. Router and local permutation run there; the FFN and the block are refused (UNSUPPORTED), as every call is where the
+ *   build has no CUDA or the machine no GPU.
  * - "real" below means FLOAT32 or FLOAT64, the same one for all tensors of a call that are called real. Computation is in
- *   that type. FLOAT64 is there to check gradients.
- * - Determinism: a call's result depends on its arguments alone (on one kind of processor), and what the FFN makes of a row
- *   does not depend on which other rows are there, so it has the same bits for every number of ranks.
+ *   that type. FLOAT64 is there to check gradients. On CUDA real is FLOAT32, and a comment says what else a tensor may be
+ *   there; computation is in FLOAT32.
+ * - Determinism: a call's result depends on its arguments alone (on one kind of processor or GPU, however many SMs it has), and
+ *   what the FFN makes of a row does not depend on which other rows are there, so it has the same bits for every number of
+ *   ranks. The local permutation has the same bits on the host and on CUDA.
  * - Output tensors overlap no other tensor of the call, which is not checked here. Where a comment says optional, NULL means
  *   "not wanted".
  * - Unlike epx.h this header may still change; CHANGELOG.md says how.
  * - Errors: INVALID_ARGUMENT (refused; nothing was written) unless said otherwise, and OUT_OF_MEMORY (of this process; outputs
- *   may be partly written); epx_last_error() has the sentence.
+ *   may be partly written); epx_last_error() has the sentence. The host looks at all data before it writes. On CUDA bad data is
+ *   no error of the call: see epx_moe_errors. What CUDA itself refuses is SYSTEM.
  */
 #ifndef EPX_EPX_MOE_H_
 #define EPX_EPX_MOE_H_
@@ -27,6 +34,79 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/** @defgroup moe_cuda CUDA
+ * @{ */
+
+/** What calls on a GPU saw in their data, where the host cannot look without waiting for the device: a record in host memory
+ * that kernels write. Whatever the data is, a kernel writes nothing beyond the tensors of its call, and ends. */
+typedef struct epx_moe_errors_s* epx_moe_errors;
+
+/** Where a call runs on a GPU: the calling thread's current device. Every args struct has a pointer to it. */
+typedef struct epx_moe_cuda {
+  size_t struct_size; /**< sizeof(epx_moe_cuda) */
+  epx_stream stream;  /**< a cudaStream_t of the device; NULL: the default stream */
+  void* workspace;    /**< [scratch] memory of the device, aligned to 256 bytes; may be NULL where a call needs none. Calls
+                             that may run at the same time need one each. Its content does not matter, before and after */
+  size_t workspace_bytes; /**< at least what the epx_moe_..._workspace of the call says */
+  epx_moe_errors errors;  /**< [optional] where the call reports bad data; NULL: nowhere */
+} epx_moe_cuda;
+
+/** The calls that report errors. */
+typedef enum epx_moe_op EPX_ENUM_INT32 {
+  EPX_MOE_OP_NONE = 0,
+  EPX_MOE_OP_ROUTER_BWD = 1,
+  EPX_MOE_OP_AUX_LOSS = 2,
+  EPX_MOE_OP_BIAS_UPDATE = 3,
+  EPX_MOE_OP_ROW_MAP = 4,
+  EPX_MOE_OP_PERMUTE = 5,
+  EPX_MOE_OP_PERMUTE_BWD = 6,
+  EPX_MOE_OP_UNPERMUTE = 7,
+  EPX_MOE_OP_UNPERMUTE_BWD = 8
+} epx_moe_op;
+
+/** What an error is, with the values that the report has, and what the call does about it.
+ * - EXPERT: topk_idx[i, j] = value is no expert, or is -1 beside experts. epx_moe_row_map takes it for -1; the router's calls
+ *   take the token for a masked one.
+ * - DUPLICATE_EXPERT: topk_idx[i, j] = value, as an entry of the token before it; the router's calls take the token for masked.
+ * - ROW: row_map[i, j] = value is no row, and is taken for -1.
+ * - DUPLICATE_ROW: row_map[i, j] = value, as a route before it, and is taken for -1. Only epx_moe_permute and
+ *   epx_moe_unpermute_bwd see it; in the other two calls both routes read the row.
+ * - COUNT: global_counts[i, j] = value is negative, and is taken for 0.
+ * - ROWS_NEEDED: value rows are needed, more than an INT32 can count; row_map is all -1, and offsets end at INT32_MAX. */
+typedef enum epx_moe_error_kind EPX_ENUM_INT32 {
+  EPX_MOE_ERROR_NONE = 0,
+  EPX_MOE_ERROR_EXPERT = 1,
+  EPX_MOE_ERROR_DUPLICATE_EXPERT = 2,
+  EPX_MOE_ERROR_ROW = 3,
+  EPX_MOE_ERROR_DUPLICATE_ROW = 4,
+  EPX_MOE_ERROR_COUNT = 5,
+  EPX_MOE_ERROR_ROWS_NEEDED = 6
+} epx_moe_error_kind;
+
+typedef struct epx_moe_errors_report {
+  size_t struct_size; /**< set by the caller */
+  int64_t num_errors; /**< since epx_moe_errors_create; 0: all that follows is 0 */
+  epx_moe_op op;      /**< of the first error, as all below; of several in one call, any may be the first */
+  epx_moe_error_kind kind;
+  int64_t i, j;      /**< where in the tensor that the kind names; 0 with ROWS_NEEDED */
+  int64_t value;     /**< what is there */
+  int64_t limit;     /**< EXPERT: num_experts; ROW: the number of rows; else 0 */
+  char message[256]; /**< the error in one sentence */
+} epx_moe_errors_report;
+
+/** Creates a record, for calls on any device, of which one at a time uses it. Allocates and may synchronise.
+ * Errors: UNSUPPORTED (no CUDA in this build, or no GPU); OUT_OF_MEMORY; SYSTEM. */
+EPX_API epx_status epx_moe_errors_create(epx_moe_errors* errors);
+
+/** Frees the record; no call that was given it may still be running. Accepts NULL. */
+EPX_API epx_status epx_moe_errors_destroy(epx_moe_errors errors);
+
+/** Reads the record, without synchronising: after the stream has been synchronised it has what the calls saw. Any thread may
+ * call it at any time. */
+EPX_API epx_status epx_moe_errors_read(epx_moe_errors errors, epx_moe_errors_report* report);
+
+/** @} */
 
 /** @defgroup router Router
  * @{ */
@@ -61,8 +141,9 @@ EPX_API epx_status epx_moe_router_config_init(epx_moe_router_config* config);
 /** Arguments of epx_moe_router(). */
 typedef struct epx_moe_router_args {
   size_t struct_size;
-  epx_stream stream;
-  const epx_tensor* logits;         /**< [in]  [T, E] real; -infinity excludes an expert from weight, not from selection */
+  const epx_moe_cuda* cuda;
+  const epx_tensor* logits; /**< [in]  [T, E] real (CUDA: or BFLOAT16); -infinity excludes an expert from weight, but
+                                       not from selection */
   const epx_tensor* selection_bias; /**< [in, optional] [E] real: added to the scores for selection only */
   const epx_tensor* token_mask;     /**< [in, optional] [T] UINT8: 0 masks the token, whatever its logits are */
   const epx_tensor* topk_idx;       /**< [out] [T, K] INT32 or INT64: selected experts, best first, ties by the lower index;
@@ -73,30 +154,36 @@ typedef struct epx_moe_router_args {
                                        they are when a logit or the bias is NaN */
 } epx_moe_router_args;
 
-/** Selects top_k experts for each token and weighs them. */
+/** Selects top_k experts for each token and weighs them. On CUDA num_groups is at most 1024, and no workspace is needed. */
 EPX_API epx_status epx_moe_router(const epx_moe_router_config* config, const epx_moe_router_args* args);
 
 /** Arguments of epx_moe_router_bwd(). */
 typedef struct epx_moe_router_bwd_args {
   size_t struct_size;
-  epx_stream stream;
-  const epx_tensor* logits;            /**< [in]  [T, E] real, as given to epx_moe_router */
+  const epx_moe_cuda* cuda;
+  const epx_tensor* logits;            /**< [in]  [T, E] real (CUDA: or BFLOAT16), as given to epx_moe_router */
   const epx_tensor* topk_idx;          /**< [in]  [T, K] as it returned them */
   const epx_tensor* grad_topk_weights; /**< [in, optional] [T, K] real; absent: all 0 */
   const epx_tensor* global_counts;     /**< [in] [P, E] INT32 or INT64: routes from each rank to each expert, as epx_prepare
                                           returns them; required when aux_loss_coeff is not 0, else NULL */
   double aux_loss_grad;                /**< gradient of the caller's loss with respect to the load-balance loss; often 1 */
-  const epx_tensor* grad_logits;       /**< [out] [T, E] real; 0 for masked and bad tokens. Selection has no gradient */
+  const epx_tensor* grad_logits;       /**< [out] [T, E] dtype of logits; 0 for masked and bad tokens. Selection has no
+                                          gradient */
 } epx_moe_router_bwd_args;
 
 /** Gradient of the logits, through the weights and through the load-balance loss. */
 EPX_API epx_status epx_moe_router_bwd(const epx_moe_router_config* config, const epx_moe_router_bwd_args* args);
 
+/** The bytes of workspace that such a call needs on CUDA. This and its like look at shapes only, never at `cuda` or at data, and
+ * need no GPU: allocate once for the largest shape. */
+EPX_API epx_status epx_moe_router_bwd_workspace(const epx_moe_router_config* config, const epx_moe_router_bwd_args* args,
+                                                size_t* bytes);
+
 /** Arguments of epx_moe_aux_loss(). */
 typedef struct epx_moe_aux_loss_args {
   size_t struct_size;
-  epx_stream stream;
-  const epx_tensor* logits;        /**< [in]  [T, E] real */
+  const epx_moe_cuda* cuda;
+  const epx_tensor* logits;        /**< [in]  [T, E] real (CUDA: or BFLOAT16) */
   const epx_tensor* topk_idx;      /**< [in]  [T, K] INT32 or INT64: rows of -1 are masked tokens */
   const epx_tensor* global_counts; /**< [in]  [P, E] INT32 or INT64 */
   const epx_tensor* loss;          /**< [out] [1] FLOAT64: this rank's share; the loss is the sum over the ranks */
@@ -107,17 +194,19 @@ typedef struct epx_moe_aux_loss_args {
  * where n_e is the sum of global_counts over the ranks, T_g = sum_e n_e / K, and p the softmax over all experts, or with
  * EPX_MOE_SIGMOID the sigmoids divided by their sum (+ 1e-20). n_e counts as a constant in the gradient. */
 EPX_API epx_status epx_moe_aux_loss(const epx_moe_router_config* config, const epx_moe_aux_loss_args* args);
+EPX_API epx_status epx_moe_aux_loss_workspace(const epx_moe_router_config* config, const epx_moe_aux_loss_args* args,
+                                              size_t* bytes);
 
 /** Arguments of epx_moe_bias_update(). */
 typedef struct epx_moe_bias_update_args {
   size_t struct_size;
-  epx_stream stream;
+  const epx_moe_cuda* cuda;
   const epx_tensor* global_counts;  /**< [in] [P, E] INT32 or INT64 */
   double rate;                      /**< finite */
   const epx_tensor* selection_bias; /**< [in, out] [E] real */
 } epx_moe_bias_update_args;
 
-/** Balances without a loss (arXiv:2408.15664): selection_bias[e] += rate * sign(mean of n - n_e). */
+/** Balances without a loss (arXiv:2408.15664): selection_bias[e] += rate * sign(mean of n - n_e). No workspace is needed. */
 EPX_API epx_status epx_moe_bias_update(const epx_moe_bias_update_args* args);
 
 /** @} */
@@ -131,7 +220,7 @@ EPX_API epx_status epx_moe_bias_update(const epx_moe_bias_update_args* args);
 /** Arguments of epx_moe_row_map(). */
 typedef struct epx_moe_row_map_args {
   size_t struct_size;
-  epx_stream stream;
+  const epx_moe_cuda* cuda;
   const epx_tensor* topk_idx; /**< [in]  [T, K] INT32 or INT64: 0..E-1, or -1 for none */
   int32_t alignment;          /**< rows, >= 0; 0 means 1 */
   const epx_tensor* counts;   /**< [out] [E] INT32 or INT64: routes to each expert */
@@ -143,11 +232,12 @@ typedef struct epx_moe_row_map_args {
 /** Sorts routes by expert (stable). E is the size of counts. Errors: INVALID_ARGUMENT, also for an index >= E or < -1, and
  * for more rows than an INT32 can count. */
 EPX_API epx_status epx_moe_row_map(const epx_moe_row_map_args* args);
+EPX_API epx_status epx_moe_row_map_workspace(const epx_moe_row_map_args* args, size_t* bytes);
 
 /** Arguments of epx_moe_permute(). */
 typedef struct epx_moe_permute_args {
   size_t struct_size;
-  epx_stream stream;
+  const epx_moe_cuda* cuda;
   const epx_tensor* row_map;      /**< [in]  [T, K] INT32: rows 0..N-1, each at most once, or -1; in each of these calls */
   const epx_tensor* tokens;       /**< [in]  [T, H] any dtype */
   const epx_tensor* topk_weights; /**< [in, optional] [T, K] any dtype */
@@ -158,50 +248,53 @@ typedef struct epx_moe_permute_args {
 /** rows[row_map[t, k]] = tokens[t], bit for bit, and row_weights[row_map[t, k]] = topk_weights[t, k]. Rows that no route maps
  * to become zero. */
 EPX_API epx_status epx_moe_permute(const epx_moe_permute_args* args);
+EPX_API epx_status epx_moe_permute_workspace(const epx_moe_permute_args* args, size_t* bytes);
 
 /** Arguments of epx_moe_permute_bwd(). */
 typedef struct epx_moe_permute_bwd_args {
   size_t struct_size;
-  epx_stream stream;
+  const epx_moe_cuda* cuda;
   const epx_tensor* row_map;           /**< [in]  [T, K] INT32 */
-  const epx_tensor* grad_rows;         /**< [in]  [N, H] real */
+  const epx_tensor* grad_rows;         /**< [in]  [N, H] real (CUDA: or FLOAT16 or BFLOAT16) */
   const epx_tensor* grad_row_weights;  /**< [in, optional] [N] real */
-  const epx_tensor* grad_tokens;       /**< [out] [T, H] real */
+  const epx_tensor* grad_tokens;       /**< [out] [T, H] dtype of grad_rows */
   const epx_tensor* grad_topk_weights; /**< [out] [T, K] real, iff grad_row_weights is given; 0 where row_map is -1 */
 } epx_moe_permute_bwd_args;
 
-/** grad_tokens[t] = sum over k of grad_rows[row_map[t, k]], as epx_moe_unpermute sums. */
+/** grad_tokens[t] = sum over k of grad_rows[row_map[t, k]], as epx_moe_unpermute sums. No workspace is needed. */
 EPX_API epx_status epx_moe_permute_bwd(const epx_moe_permute_bwd_args* args);
 
 /** Arguments of epx_moe_unpermute(). */
 typedef struct epx_moe_unpermute_args {
   size_t struct_size;
-  epx_stream stream;
-  const epx_tensor* row_map;      /**< [in]  [T, K] INT32 */
-  const epx_tensor* rows;         /**< [in]  [N, H] real; rows that no route maps to are never read */
+  const epx_moe_cuda* cuda;
+  const epx_tensor* row_map; /**< [in]  [T, K] INT32 */
+  const epx_tensor* rows;    /**< [in]  [N, H] real (CUDA: or FLOAT16 or BFLOAT16); rows that no route maps to are never
+                                     read */
   const epx_tensor* topk_weights; /**< [in, optional] [T, K] real; absent: all 1 */
-  const epx_tensor* tokens;       /**< [out] [T, H] real */
+  const epx_tensor* tokens;       /**< [out] [T, H] dtype of rows */
 } epx_moe_unpermute_args;
 
-/** tokens[t] = sum over k of topk_weights[t, k] * rows[row_map[t, k]], each step acc = fma(w, x, acc) from +0 in k order: the
- * bits of epx_combine with EPX_COMBINE_EXACT. */
+/** tokens[t] = sum over k of topk_weights[t, k] * rows[row_map[t, k]], each step acc = fma(w, x, acc) from +0 in k order, and
+ * one rounding to the dtype of tokens: the bits of epx_combine with EPX_COMBINE_EXACT. No workspace is needed. */
 EPX_API epx_status epx_moe_unpermute(const epx_moe_unpermute_args* args);
 
 /** Arguments of epx_moe_unpermute_bwd(). */
 typedef struct epx_moe_unpermute_bwd_args {
   size_t struct_size;
-  epx_stream stream;
+  const epx_moe_cuda* cuda;
   const epx_tensor* row_map;           /**< [in]  [T, K] INT32 */
-  const epx_tensor* grad_tokens;       /**< [in]  [T, H] real */
-  const epx_tensor* rows;              /**< [in]  [N, H] real, iff grad_topk_weights is wanted */
+  const epx_tensor* grad_tokens;       /**< [in]  [T, H] real (CUDA: or FLOAT16 or BFLOAT16) */
+  const epx_tensor* rows;              /**< [in]  [N, H] dtype of grad_tokens, iff grad_topk_weights is wanted */
   const epx_tensor* topk_weights;      /**< [in, optional] [T, K] real, as in epx_moe_unpermute */
-  const epx_tensor* grad_rows;         /**< [out] [N, H] real; rows that no route maps to become zero */
+  const epx_tensor* grad_rows;         /**< [out] [N, H] dtype of grad_tokens; rows that no route maps to become zero */
   const epx_tensor* grad_topk_weights; /**< [out, optional] [T, K] real; 0 where row_map is -1 */
 } epx_moe_unpermute_bwd_args;
 
 /** grad_rows[row_map[t, k]] = topk_weights[t, k] * grad_tokens[t]; grad_topk_weights[t, k] = <grad_tokens[t], rows[row_map[t,
  * k]]>, summed as epx_combine_bwd sums. */
 EPX_API epx_status epx_moe_unpermute_bwd(const epx_moe_unpermute_bwd_args* args);
+EPX_API epx_status epx_moe_unpermute_bwd_workspace(const epx_moe_unpermute_bwd_args* args, size_t* bytes);
 
 /** @} */
 
@@ -246,7 +339,7 @@ typedef struct epx_moe_ffn_params {
 /** Arguments of epx_moe_ffn(). */
 typedef struct epx_moe_ffn_args {
   size_t struct_size;
-  epx_stream stream;
+  const epx_moe_cuda* cuda;
   const epx_moe_ffn_params* params; /**< [in] */
   const epx_tensor* recv_tokens;    /**< [in]  [N, H] real */
   const epx_tensor* counts;         /**< [in]  [E_l] INT32 or INT64, as epx_prepare returns them */
@@ -265,7 +358,7 @@ EPX_API epx_status epx_moe_ffn(const epx_moe_ffn_config* config, const epx_moe_f
 /** Arguments of epx_moe_ffn_bwd(). */
 typedef struct epx_moe_ffn_bwd_args {
   size_t struct_size;
-  epx_stream stream;
+  const epx_moe_cuda* cuda;
   const epx_moe_ffn_params* params;    /**< [in] */
   const epx_tensor* recv_tokens;       /**< [in]  [N, H] real, as given to epx_moe_ffn; so are the next three */
   const epx_tensor* counts;            /**< [in]  [E_l] */
@@ -331,7 +424,7 @@ EPX_API epx_status epx_moe_block_destroy(epx_moe_block block);
 /** Arguments of epx_moe_block_fwd(). */
 typedef struct epx_moe_block_fwd_args {
   size_t struct_size;
-  epx_stream stream;
+  const epx_moe_cuda* cuda;
   int32_t flight;                   /**< 0..max_in_flight-1: where to keep what backward needs; overwrites what was there */
   const epx_tensor* tokens;         /**< [in]  [T, H] real */
   const epx_tensor* logits;         /**< [in]  [T, E] real: the gate's, router_weight * token for instance */
@@ -351,7 +444,7 @@ EPX_API epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fw
 /** Arguments of epx_moe_block_bwd(). */
 typedef struct epx_moe_block_bwd_args {
   size_t struct_size;
-  epx_stream stream;
+  const epx_moe_cuda* cuda;
   int32_t flight;                   /**< of the forward */
   const epx_moe_ffn_params* params; /**< [in] */
   const epx_tensor* grad_out;       /**< [in]  [T, H] real */

@@ -43,7 +43,7 @@ epx_status epx_moe_block_destroy(epx_moe_block block) {
 epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fwd_args* args) {
   return at_c_boundary(__func__, [&] {
     if (block == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "block is NULL");
-    require_args(args);
+    require_host_args(args);
     block->block->forward(*args);
   });
 }
@@ -51,7 +51,7 @@ epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fwd_args* 
 epx_status epx_moe_block_bwd(epx_moe_block block, const epx_moe_block_bwd_args* args) {
   return at_c_boundary(__func__, [&] {
     if (block == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "block is NULL");
-    require_args(args);
+    require_host_args(args);
     block->block->backward(*args);
   });
 }

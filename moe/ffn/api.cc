@@ -92,7 +92,7 @@ epx_status epx_moe_ffn_config_init(epx_moe_ffn_config* config) {
 epx_status epx_moe_ffn(const epx_moe_ffn_config* config, const epx_moe_ffn_args* args) {
   return at_c_boundary(__func__, [&] {
     const FfnShape shape = require_config(config);
-    require_args(args);
+    require_host_args(args);
     with_real(require_rows(args->recv_tokens, shape), [&]<typename T>(T) { forward<T>(shape, *args); });
   });
 }
@@ -100,7 +100,7 @@ epx_status epx_moe_ffn(const epx_moe_ffn_config* config, const epx_moe_ffn_args*
 epx_status epx_moe_ffn_bwd(const epx_moe_ffn_config* config, const epx_moe_ffn_bwd_args* args) {
   return at_c_boundary(__func__, [&] {
     const FfnShape shape = require_config(config);
-    require_args(args);
+    require_host_args(args);
     with_real(require_rows(args->recv_tokens, shape), [&]<typename T>(T) { backward<T>(shape, *args); });
   });
 }

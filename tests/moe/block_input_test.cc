@@ -137,11 +137,20 @@ struct Refusal {
   std::vector<std::string> words;
 };
 
+TEST_CASE("the block computes on the host only") {
+  const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr};
+  BlockCalls calls;
+  calls.fwd.cuda = calls.bwd.cuda = &cuda;
+  CHECK(epx_moe_block_fwd(calls.handle, &calls.fwd) == EPX_ERROR_UNSUPPORTED);
+  CHECK(epx_moe_block_bwd(calls.handle, &calls.bwd) == EPX_ERROR_UNSUPPORTED);
+  CHECK(calls.changed_output() == "");
+}
+
 TEST_CASE("a bad forward is refused, and the good one after it is not") {
   const std::vector<Refusal> table = {
       {[](C& c) { c.handle = nullptr; }, {"block", "NULL"}},
       {[](C& c) { c.fwd.struct_size = 9; }, {"struct_size", "9"}},
-      {[](C& c) { c.fwd.stream = &c; }, {"stream"}},
+      {[](C& c) { c.fwd.cuda = &kBadCuda; }, {"cuda.struct_size", "3"}},
       {[](C& c) { c.fwd.flight = 2; }, {"flight", "2", "max_in_flight"}},
       {[](C& c) { c.fwd.flight = -1; }, {"flight", "-1"}},
       {[](C& c) { c.fwd.tokens = nullptr; }, {"tokens", "NULL"}},

@@ -171,10 +171,20 @@ TEST_CASE("parameters that do not fit together are refused") {
   });
 }
 
+TEST_CASE("the FFN computes on the host only") {
+  const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr};
+  FfnCalls calls(EPX_MOE_SWIGLU);
+  calls.fwd.cuda = calls.bwd.cuda = &cuda;
+  CHECK(epx_moe_ffn(&calls.config, &calls.fwd) == EPX_ERROR_UNSUPPORTED);
+  CHECK(std::string(epx_last_error()).find("cuda") != std::string::npos);
+  CHECK(epx_moe_ffn_bwd(&calls.config, &calls.bwd) == EPX_ERROR_UNSUPPORTED);
+  CHECK(calls.changed_output() == "");
+}
+
 TEST_CASE("rows and zones that do not fit are refused") {
   check_both_refuse({
       {[](C& c) { c.fwd.struct_size = c.bwd.struct_size = 9; }, {"struct_size", "9"}},
-      {[](C& c) { c.fwd.stream = c.bwd.stream = &c; }, {"stream"}},
+      {[](C& c) { c.fwd.cuda = c.bwd.cuda = &kBadCuda; }, {"cuda.struct_size", "3"}},
       {[](C& c) { c.fwd.recv_tokens = c.bwd.recv_tokens = nullptr; }, {"recv_tokens", "NULL"}},
       {[](C& c) { c.fwd.counts = c.bwd.counts = nullptr; }, {"counts", "NULL"}},
       {[](C& c) { c.fwd.offsets = c.bwd.offsets = nullptr; }, {"offsets", "NULL"}},

@@ -16,17 +16,17 @@ namespace {
 struct PermuteCalls {
   Tensor<int32_t> idx_data{{3, 2}, {0, 3, 3, -1, 1, 0}};
   Tensor<int32_t> map_data{{3, 2}, {0, 3, 4, -1, 2, 1}};
-  Tensor<double> tokens_data{{3, 5}};
-  Tensor<double> weights_data{{3, 2}};
-  Tensor<double> rows_data{{7, 5}};
-  Tensor<double> row_weights_data{{7}};
+  Tensor<float> tokens_data{{3, 5}};
+  Tensor<float> weights_data{{3, 2}};
+  Tensor<float> rows_data{{7, 5}};
+  Tensor<float> row_weights_data{{7}};
   Tensor<int32_t> out_counts_data = scribbled<int32_t>({4});
   Tensor<int32_t> out_offsets_data = scribbled<int32_t>({5});
   Tensor<int32_t> out_map_data = scribbled<int32_t>({3, 2});
-  Tensor<double> out_tokens_data = scribbled<double>({3, 5});
-  Tensor<double> out_weights_data = scribbled<double>({3, 2});
-  Tensor<double> out_rows_data = scribbled<double>({7, 5});
-  Tensor<double> out_row_weights_data = scribbled<double>({7});
+  Tensor<float> out_tokens_data = scribbled<float>({3, 5});
+  Tensor<float> out_weights_data = scribbled<float>({3, 2});
+  Tensor<float> out_rows_data = scribbled<float>({7, 5});
+  Tensor<float> out_row_weights_data = scribbled<float>({7});
 
   epx_tensor idx = *idx_data.get();
   epx_tensor map = *map_data.get();
@@ -50,7 +50,9 @@ struct PermuteCalls {
   epx_moe_unpermute_bwd_args unpermute_bwd = {sizeof(unpermute_bwd), nullptr, &map, &tokens, &rows, &weights, &out_rows,
                                               &out_weights};
 
-  PermuteCalls() = default;
+  PermuteCalls() {
+    row_map.cuda = permute.cuda = permute_bwd.cuda = unpermute.cuda = unpermute_bwd.cuda = place_of_call(4096);
+  }
   PermuteCalls(const PermuteCalls&) = delete;
   PermuteCalls& operator=(const PermuteCalls&) = delete;
 
@@ -58,10 +60,10 @@ struct PermuteCalls {
     if (!difference(out_counts_data, scribbled<int32_t>({4})).empty()) return "counts were written";
     if (!difference(out_offsets_data, scribbled<int32_t>({5})).empty()) return "offsets were written";
     if (!difference(out_map_data, scribbled<int32_t>({3, 2})).empty()) return "row_map was written";
-    if (!difference(out_tokens_data, scribbled<double>({3, 5})).empty()) return "tokens were written";
-    if (!difference(out_weights_data, scribbled<double>({3, 2})).empty()) return "weights were written";
-    if (!difference(out_rows_data, scribbled<double>({7, 5})).empty()) return "rows were written";
-    if (!difference(out_row_weights_data, scribbled<double>({7})).empty()) return "row_weights were written";
+    if (!difference(out_tokens_data, scribbled<float>({3, 5})).empty()) return "tokens were written";
+    if (!difference(out_weights_data, scribbled<float>({3, 2})).empty()) return "weights were written";
+    if (!difference(out_rows_data, scribbled<float>({7, 5})).empty()) return "rows were written";
+    if (!difference(out_row_weights_data, scribbled<float>({7})).empty()) return "row_weights were written";
     return "";
   }
 };
@@ -107,20 +109,30 @@ TEST_CASE("good calls of the local permutation are not refused") {
   PermuteCalls calls;
   for (const Op op : {Op::row_map, Op::permute, Op::permute_bwd, Op::unpermute, Op::unpermute_bwd})
     require_ok(call(op, calls), "the call");
+  finish_call();
+}
+
+TEST_CASE("with cuda, a call needs a GPU and its memory") {
+  if (on_cuda()) return; // the tensors are such memory; place_cuda_test.cc has others
+  const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr};
+  for (const Op op : {Op::row_map, Op::permute, Op::permute_bwd, Op::unpermute, Op::unpermute_bwd}) {
+    PermuteCalls calls;
+    calls.row_map.cuda = calls.permute.cuda = calls.permute_bwd.cuda = calls.unpermute.cuda = calls.unpermute_bwd.cuda =
+        &cuda;
+    CHECK(not_refused_without_gpu(call(op, calls)) == "");
+    CHECK(calls.changed_output() == "");
+  }
 }
 
 TEST_CASE("bad arguments of epx_moe_row_map are refused") {
   check_refused({
       {Op::row_map, [](C& c) { c.row_map.struct_size = 5; }, {"struct_size", "5"}},
-      {Op::row_map, [](C& c) { c.row_map.stream = &c; }, {"stream"}},
+      {Op::row_map, [](C& c) { c.row_map.cuda = &kBadCuda; }, {"cuda.struct_size", "3"}},
       {Op::row_map, [](C& c) { c.row_map.topk_idx = nullptr; }, {"topk_idx", "NULL"}},
       {Op::row_map, [](C& c) { c.row_map.counts = nullptr; }, {"counts", "NULL"}},
       {Op::row_map, [](C& c) { c.row_map.offsets = nullptr; }, {"offsets", "NULL"}},
       {Op::row_map, [](C& c) { c.row_map.row_map = nullptr; }, {"row_map", "NULL"}},
       {Op::row_map, [](C& c) { c.row_map.alignment = -3; }, {"alignment", "-3"}},
-      {Op::row_map, [](C& c) { c.row_map.alignment = 1 << 30; }, {"rows", "2147483647|INT32|int32"}},
-      {Op::row_map, [](C& c) { c.idx_data(2, 1) = 4; }, {"topk_idx", "2", "1", "4"}},
-      {Op::row_map, [](C& c) { c.idx_data(1, 0) = -2; }, {"topk_idx", "1", "0", "-2"}},
       {Op::row_map, [](C& c) { c.idx.dtype = EPX_FLOAT32; }, {"topk_idx", "float32"}},
       {Op::row_map, [](C& c) { c.idx.ndim = 1; }, {"topk_idx", "1"}},
       {Op::row_map, [](C& c) { c.out_counts.dtype = EPX_FLOAT32; }, {"counts", "float32"}},
@@ -140,23 +152,20 @@ TEST_CASE("bad arguments of epx_moe_permute are refused") {
       {Op::permute, [](C& c) { c.permute.rows = nullptr; }, {"rows", "NULL"}},
       {Op::permute, [](C& c) { c.permute.row_weights = nullptr; }, {"topk_weights", "row_weights"}},
       {Op::permute, [](C& c) { c.permute.topk_weights = nullptr; }, {"topk_weights", "row_weights"}},
-      {Op::permute, [](C& c) { c.map_data(1, 0) = 7; }, {"row_map", "7"}},
-      {Op::permute, [](C& c) { c.map_data(2, 1) = -2; }, {"row_map", "-2"}},
       {Op::permute, [](C& c) { c.map.dtype = EPX_INT64; }, {"row_map", "int64"}},
       {Op::permute, [](C& c) { c.tokens.sizes[0] = 2; }, {"tokens", "2", "3"}},
       {Op::permute, [](C& c) { c.tokens.dtype = EPX_DTYPE_UNSET; }, {"tokens", "dtype"}},
       {Op::permute, [](C& c) { c.out_rows.sizes[1] = 4; }, {"rows", "4", "5"}},
-      {Op::permute, [](C& c) { c.out_rows.dtype = EPX_FLOAT32; }, {"rows", "float32", "float64"}},
+      {Op::permute, [](C& c) { c.out_rows.dtype = EPX_FLOAT64; }, {"rows", "float64", "float32"}},
       {Op::permute, [](C& c) { c.weights.sizes[1] = 3; }, {"topk_weights", "3", "2"}},
       {Op::permute, [](C& c) { c.out_row_weights.sizes[0] = 6; }, {"row_weights", "6", "7"}},
-      {Op::permute, [](C& c) { c.out_row_weights.dtype = EPX_FLOAT32; }, {"row_weights", "float32", "float64"}},
+      {Op::permute, [](C& c) { c.out_row_weights.dtype = EPX_FLOAT64; }, {"row_weights", "float64", "float32"}},
       {Op::permute_bwd, [](C& c) { c.permute_bwd.struct_size = 0; }, {"struct_size", "0"}},
       {Op::permute_bwd, [](C& c) { c.permute_bwd.grad_rows = nullptr; }, {"grad_rows", "NULL"}},
       {Op::permute_bwd, [](C& c) { c.permute_bwd.grad_tokens = nullptr; }, {"grad_tokens", "NULL"}},
       {Op::permute_bwd, [](C& c) { c.permute_bwd.grad_topk_weights = nullptr; }, {"grad_row_weights", "grad_topk_weights"}},
       {Op::permute_bwd, [](C& c) { c.permute_bwd.grad_row_weights = nullptr; }, {"grad_row_weights", "grad_topk_weights"}},
-      {Op::permute_bwd, [](C& c) { c.map_data(0, 0) = 8; }, {"row_map", "8"}},
-      {Op::permute_bwd, [](C& c) { c.rows.dtype = c.out_tokens.dtype = EPX_BFLOAT16; }, {"grad_rows", "bfloat16"}},
+      {Op::permute_bwd, [](C& c) { c.rows.dtype = c.out_tokens.dtype = EPX_INT32; }, {"grad_rows", "int32"}},
       {Op::permute_bwd, [](C& c) { c.out_tokens.sizes[1] = 6; }, {"grad_tokens", "6", "5"}},
       {Op::permute_bwd, [](C& c) { c.row_weights.sizes[0] = 5; }, {"grad_row_weights", "5", "7"}},
   });
@@ -168,14 +177,12 @@ TEST_CASE("bad arguments of epx_moe_unpermute are refused") {
       {Op::unpermute, [](C& c) { c.unpermute.row_map = nullptr; }, {"row_map", "NULL"}},
       {Op::unpermute, [](C& c) { c.unpermute.rows = nullptr; }, {"rows", "NULL"}},
       {Op::unpermute, [](C& c) { c.unpermute.tokens = nullptr; }, {"tokens", "NULL"}},
-      {Op::unpermute, [](C& c) { c.map_data(1, 0) = 7; }, {"row_map", "7"}},
-      {Op::unpermute_bwd, [](C& c) { c.map_data(2, 1) = 3; }, {"row_map[2, 1]", "3"}}, // as route (0, 1)
       {Op::unpermute, [](C& c) { c.map.sizes[1] = 0; }, {"row_map", "K = 0"}},
       {Op::unpermute, [](C& c) { c.rows.sizes[1] = c.out_tokens.sizes[1] = 0; }, {"rows", "H = 0"}},
       {Op::unpermute, [](C& c) { c.rows.sizes[0] = int64_t{1} << 32; }, {"4294967296", "rows"}},
       {Op::unpermute, [](C& c) { c.rows.sizes[0] = int64_t{1} << 62; }, {"rows", "int64"}},
-      {Op::unpermute, [](C& c) { c.rows.dtype = c.out_tokens.dtype = EPX_FLOAT16; }, {"rows", "float16"}},
-      {Op::unpermute, [](C& c) { c.weights.dtype = EPX_FLOAT32; }, {"topk_weights", "float32", "float64"}},
+      {Op::unpermute, [](C& c) { c.rows.dtype = c.out_tokens.dtype = EPX_INT32; }, {"rows", "int32"}},
+      {Op::unpermute, [](C& c) { c.weights.dtype = EPX_FLOAT64; }, {"topk_weights", "float64", "float32"}},
       {Op::unpermute, [](C& c) { c.weights.sizes[0] = 2; }, {"topk_weights", "2", "3"}},
       {Op::unpermute, [](C& c) { c.out_tokens.sizes[0] = 4; }, {"tokens", "4", "3"}},
       {Op::unpermute, [](C& c) { c.out_tokens.sizes[1] = 4; }, {"tokens", "4", "5"}},
@@ -184,10 +191,24 @@ TEST_CASE("bad arguments of epx_moe_unpermute are refused") {
       {Op::unpermute_bwd, [](C& c) { c.unpermute_bwd.grad_rows = nullptr; }, {"grad_rows", "NULL"}},
       {Op::unpermute_bwd, [](C& c) { c.unpermute_bwd.rows = nullptr; }, {"grad_topk_weights", "rows"}},
       {Op::unpermute_bwd, [](C& c) { c.unpermute_bwd.grad_topk_weights = nullptr; }, {"grad_topk_weights", "rows"}},
-      {Op::unpermute_bwd, [](C& c) { c.map_data(1, 0) = 7; }, {"row_map", "7"}},
       {Op::unpermute_bwd, [](C& c) { c.rows.sizes[0] = 6; }, {"rows", "6", "7"}},
       {Op::unpermute_bwd, [](C& c) { c.out_weights.sizes[1] = 3; }, {"grad_topk_weights", "3", "2"}},
       {Op::unpermute_bwd, [](C& c) { c.out_rows.sizes[1] = 3; }, {"grad_rows", "3", "5"}},
+  });
+}
+
+TEST_CASE("bad data of the local permutation is refused on the host") {
+  const OnHost looks_at_data;
+  check_refused({
+      {Op::row_map, [](C& c) { c.row_map.alignment = 1 << 30; }, {"rows", "2147483647|INT32|int32"}},
+      {Op::row_map, [](C& c) { c.idx_data(2, 1) = 4; }, {"topk_idx", "2", "1", "4"}},
+      {Op::row_map, [](C& c) { c.idx_data(1, 0) = -2; }, {"topk_idx", "1", "0", "-2"}},
+      {Op::permute, [](C& c) { c.map_data(1, 0) = 7; }, {"row_map", "7"}},
+      {Op::permute, [](C& c) { c.map_data(2, 1) = -2; }, {"row_map", "-2"}},
+      {Op::permute_bwd, [](C& c) { c.map_data(0, 0) = 8; }, {"row_map", "8"}},
+      {Op::unpermute, [](C& c) { c.map_data(1, 0) = 7; }, {"row_map", "7"}},
+      {Op::unpermute_bwd, [](C& c) { c.map_data(2, 1) = 3; }, {"row_map[2, 1]", "3"}}, // as route (0, 1)
+      {Op::unpermute_bwd, [](C& c) { c.map_data(1, 0) = 7; }, {"row_map", "7"}},
   });
 }
 

@@ -24,28 +24,7 @@ void count_routes(const Tensor<int64_t>& topk_idx, int rank, Tensor<Index>& glob
   }
 }
 
-struct Gradient {
-  const Tensor<double>* weights = nullptr;
-  const Tensor<int32_t>* global_counts = nullptr;
-  double aux_loss = 0;
-};
-
-Tensor<double> router_bwd(const epx_moe_router_config& config, const Tensor<double>& logits,
-                          const Tensor<int64_t>& topk_idx, const Gradient& gradient) {
-  auto grad_logits = scribbled<double>({logits.size(0), logits.size(1)});
-  epx_moe_router_bwd_args args = {};
-  args.struct_size = sizeof(args);
-  args.logits = logits.get();
-  args.topk_idx = topk_idx.get();
-  args.grad_topk_weights = gradient.weights != nullptr ? gradient.weights->get() : nullptr;
-  args.global_counts = gradient.global_counts != nullptr ? gradient.global_counts->get() : nullptr;
-  args.aux_loss_grad = gradient.aux_loss;
-  args.grad_logits = grad_logits.get();
-  require_ok(epx_moe_router_bwd(&config, &args), "epx_moe_router_bwd");
-  return grad_logits;
-}
-
-// Token 1 is masked. The gradient of rank 0 is compared; the other ranks contribute counts only.
+// Token 1 is masked. Rank 0 is the one whose gradient is looked at; the others are there in the counts.
 void check_router_gradient(const epx_moe_router_config& config, uint64_t seed, const std::string& what) {
   Rng rng(mix(seed, 0x64ad));
   const bool with_aux = config.aux_loss_coeff != 0;
@@ -65,7 +44,8 @@ void check_router_gradient(const epx_moe_router_config& config, uint64_t seed, c
     return dot(routed.topk_weights, cotangent) +
            (with_aux ? kAuxGrad * aux_loss(config, logits, topk_idx, global_counts) : 0);
   };
-  const auto analytic = router_bwd(config, logits, topk_idx, {&cotangent, with_aux ? &global_counts : nullptr, kAuxGrad});
+  const auto analytic =
+      run_router_bwd(config, logits, topk_idx, {&cotangent, with_aux ? &global_counts : nullptr, kAuxGrad});
   check_gradient(value, logits, analytic, what);
   for (int64_t e = 0; e < config.num_experts; ++e)
     CHECK(analytic(1, e) == 0);
@@ -104,12 +84,12 @@ TEST_CASE("without grad_topk_weights the gradient is that of the loss alone") {
   const auto topk_idx = run_router(config, logits).topk_idx;
   Tensor<int32_t> global_counts({1, 5});
   count_routes(topk_idx, 0, global_counts);
-  const auto analytic = router_bwd(config, logits, topk_idx, {nullptr, &global_counts, 1});
+  const auto analytic = run_router_bwd(config, logits, topk_idx, {nullptr, &global_counts, 1});
   CHECK(max_abs(analytic) > 1e-3);
   check_gradient([&] { return aux_loss(config, logits, topk_idx, global_counts); }, logits, analytic, "aux loss");
 
   config.aux_loss_coeff = 0;
-  CHECK(max_abs(router_bwd(config, logits, topk_idx, {})) == 0);
+  CHECK(max_abs(run_router_bwd(config, logits, topk_idx, {})) == 0);
 }
 
 TEST_CASE("logits of bad tokens do not reach a gradient") {
@@ -127,7 +107,7 @@ TEST_CASE("logits of bad tokens do not reach a gradient") {
     count_routes(topk_idx, 0, global_counts);
     Tensor<double> cotangent({3, 2}, 1.5);
     cotangent(1, 0) = cotangent(1, 1) = nan;
-    const auto grad_logits = router_bwd(config, logits, topk_idx, {&cotangent, &global_counts, 1});
+    const auto grad_logits = run_router_bwd(config, logits, topk_idx, {&cotangent, &global_counts, 1});
     for (int64_t e = 0; e < 5; ++e) {
       CHECK(grad_logits(1, e) == 0);
       CHECK(std::isfinite(grad_logits(0, e)));
@@ -144,7 +124,7 @@ TEST_CASE("an expert of -infinity takes no part in a gradient") {
     const epx_moe_router_config config = router_config(3, 3, score);
     const auto topk_idx = run_router(config, logits).topk_idx;
     const Tensor<double> cotangent({1, 3}, {1, -2, 3});
-    const auto grad_logits = router_bwd(config, logits, topk_idx, {&cotangent});
+    const auto grad_logits = run_router_bwd(config, logits, topk_idx, {&cotangent});
     CHECK(grad_logits[1] == 0);
     CHECK(std::isfinite(grad_logits[0]));
     CHECK(grad_logits[0] != 0);
@@ -176,7 +156,7 @@ TEST_CASE("the parts of three ranks add up to the load-balance loss of all token
       CHECK((share > 0) == (num_tokens[rank] > 0));
       sum += share;
     }
-    CHECK(sum == doctest::Approx(balance_loss(config, logits, all_idx)).epsilon(1e-12));
+    CHECK(sum == doctest::Approx(balance_loss(config, logits, all_idx)).epsilon(on_cuda() ? 1e-6 : 1e-12));
   }
 }
 

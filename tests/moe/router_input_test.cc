@@ -19,16 +19,16 @@ using Words = std::vector<std::string>;
 
 // These calls of a router with T = 4, E = 6, K = 2, P = 3 are good. A case spoils one argument.
 struct RouterCalls {
-  Tensor<double> logits_data{{4, 6}};
-  Tensor<double> bias_data{{6}};
+  Tensor<float> logits_data{{4, 6}};
+  Tensor<float> bias_data{{6}};
   Tensor<uint8_t> mask_data = Tensor<uint8_t>({4}, 1);
   Tensor<int32_t> counts_data{{3, 6}};
-  Tensor<double> grad_weights_data{{4, 2}};
+  Tensor<float> grad_weights_data{{4, 2}};
   Tensor<int32_t> idx_data{{4, 2}, {0, 1, 0, 1, 0, 1, 0, 1}};
   Tensor<int32_t> out_idx_data = scribbled<int32_t>({4, 2});
-  Tensor<double> out_weights_data = scribbled<double>({4, 2});
+  Tensor<float> out_weights_data = scribbled<float>({4, 2});
   Tensor<int64_t> out_info_data = scribbled<int64_t>({3});
-  Tensor<double> out_grad_data = scribbled<double>({4, 6});
+  Tensor<float> out_grad_data = scribbled<float>({4, 6});
   Tensor<double> out_loss_data = scribbled<double>({1});
 
   epx_tensor logits = *logits_data.get();
@@ -49,17 +49,20 @@ struct RouterCalls {
   epx_moe_aux_loss_args aux = {sizeof(aux), nullptr, &logits, &idx, &counts, &loss};
   epx_moe_bias_update_args update = {sizeof(update), nullptr, &counts, 0.5, &bias};
 
-  RouterCalls() { config.aux_loss_coeff = 0.1; }
+  RouterCalls() {
+    config.aux_loss_coeff = 0.1;
+    fwd.cuda = bwd.cuda = aux.cuda = update.cuda = place_of_call(4096);
+  }
   RouterCalls(const RouterCalls&) = delete;
   RouterCalls& operator=(const RouterCalls&) = delete;
 
   std::string changed_output() const {
     if (!difference(out_idx_data, scribbled<int32_t>({4, 2})).empty()) return "topk_idx was written";
-    if (!difference(out_weights_data, scribbled<double>({4, 2})).empty()) return "topk_weights were written";
+    if (!difference(out_weights_data, scribbled<float>({4, 2})).empty()) return "topk_weights were written";
     if (!difference(out_info_data, scribbled<int64_t>({3})).empty()) return "info was written";
-    if (!difference(out_grad_data, scribbled<double>({4, 6})).empty()) return "grad_logits were written";
+    if (!difference(out_grad_data, scribbled<float>({4, 6})).empty()) return "grad_logits were written";
     if (!difference(out_loss_data, scribbled<double>({1})).empty()) return "loss was written";
-    if (!difference(bias_data, Tensor<double>({6})).empty()) return "selection_bias was written";
+    if (!difference(bias_data, Tensor<float>({6})).empty()) return "selection_bias was written";
     return "";
   }
 };
@@ -101,6 +104,18 @@ TEST_CASE("good calls of the router are not refused") {
   RouterCalls calls;
   for (const Op op : {Op::fwd, Op::bwd, Op::aux, Op::update})
     require_ok(call(op, calls), "the call");
+  finish_call();
+}
+
+TEST_CASE("with cuda, a call needs a GPU and its memory") {
+  if (on_cuda()) return; // the tensors are such memory; place_cuda_test.cc has others
+  const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr};
+  for (const Op op : {Op::fwd, Op::bwd, Op::aux, Op::update}) {
+    RouterCalls calls;
+    calls.fwd.cuda = calls.bwd.cuda = calls.aux.cuda = calls.update.cuda = &cuda;
+    CHECK(not_refused_without_gpu(call(op, calls)) == "");
+    CHECK(calls.changed_output() == "");
+  }
 }
 
 TEST_CASE("a bad router config is refused") {
@@ -132,7 +147,7 @@ TEST_CASE("bad arguments of the router are refused") {
   using C = RouterCalls;
   check_refused({
       {Op::fwd, [](C& c) { c.fwd.struct_size = 7; }, {"struct_size", "7", std::to_string(sizeof(epx_moe_router_args))}},
-      {Op::fwd, [](C& c) { c.fwd.stream = &c; }, {"stream"}},
+      {Op::fwd, [](C& c) { c.fwd.cuda = &kBadCuda; }, {"cuda.struct_size", "3"}},
       {Op::fwd, [](C& c) { c.fwd.logits = nullptr; }, {"logits", "NULL"}},
       {Op::fwd, [](C& c) { c.fwd.topk_idx = nullptr; }, {"topk_idx", "NULL"}},
       {Op::fwd, [](C& c) { c.fwd.topk_weights = nullptr; }, {"topk_weights", "NULL"}},
@@ -140,15 +155,15 @@ TEST_CASE("bad arguments of the router are refused") {
       {Op::fwd, [](C& c) { c.logits.ndim = 1; }, {"logits", "1"}},
       {Op::fwd, [](C& c) { c.logits.sizes[1] = 5; }, {"logits", "5", "6"}},
       {Op::fwd, [](C& c) { c.logits.sizes[0] = -1; }, {"logits", "-1"}},
-      {Op::fwd, [](C& c) { c.logits.dtype = EPX_BFLOAT16; }, {"logits", "bfloat16"}},
+      {Op::fwd, [](C& c) { c.logits.dtype = EPX_FLOAT16; }, {"logits", "float16"}},
       {Op::fwd, [](C& c) { c.logits.data = reinterpret_cast<char*>(c.logits.data) + 1; }, {"logits", "align"}},
-      {Op::fwd, [](C& c) { c.bias.dtype = EPX_FLOAT32; }, {"selection_bias", "float32", "float64"}},
+      {Op::fwd, [](C& c) { c.bias.dtype = EPX_FLOAT64; }, {"selection_bias", "float64", "float32"}},
       {Op::fwd, [](C& c) { c.bias.sizes[0] = 5; }, {"selection_bias", "5", "6"}},
       {Op::fwd, [](C& c) { c.mask.dtype = EPX_INT32; }, {"token_mask", "int32", "uint8"}},
       {Op::fwd, [](C& c) { c.mask.sizes[0] = 3; }, {"token_mask", "3", "4"}},
       {Op::fwd, [](C& c) { c.out_idx.dtype = EPX_FLOAT32; }, {"topk_idx", "float32"}},
       {Op::fwd, [](C& c) { c.out_idx.sizes[1] = 3; }, {"topk_idx", "3", "2"}},
-      {Op::fwd, [](C& c) { c.out_weights.dtype = EPX_FLOAT32; }, {"topk_weights", "float32", "float64"}},
+      {Op::fwd, [](C& c) { c.out_weights.dtype = EPX_FLOAT64; }, {"topk_weights", "float64", "float32"}},
       {Op::fwd, [](C& c) { c.out_weights.sizes[0] = 3; }, {"topk_weights", "3", "4"}},
       {Op::fwd, [](C& c) { c.info.dtype = EPX_INT32; }, {"info", "int32", "int64"}},
       {Op::fwd, [](C& c) { c.info.sizes[0] = 5; }, {"info", "5", "3"}},
@@ -171,18 +186,25 @@ TEST_CASE("bad arguments of the router's backward are refused") {
       {Op::bwd, [](C& c) { c.config.aux_loss_coeff = 0; }, {"global_counts", "aux_loss_coeff"}},
       {Op::bwd, [](C& c) { c.bwd.aux_loss_grad = kNaN; }, {"aux_loss_grad", "nan"}},
       {Op::bwd, [](C& c) { c.idx.sizes[1] = 1; }, {"topk_idx", "1", "2"}},
-      {Op::bwd, [](C& c) { c.idx_data(2, 1) = 6; }, {"topk_idx", "6", "2", "1"}},
-      {Op::bwd, [](C& c) { c.idx_data(2, 0) = -2; }, {"topk_idx", "-2"}},
-      {Op::bwd, [](C& c) { c.idx_data(2, 0) = c.idx_data(2, 1) = 5; }, {"topk_idx[2, 0]", "[2, 1]", "5"}},
-      {Op::bwd, [](C& c) { c.counts_data(1, 2) = -7; }, {"global_counts[1, 2]", "-7"}},
       {Op::bwd, [](C& c) { c.config.reserved[3] = 9; }, {"reserved", "9"}},
       {Op::bwd, [](C& c) { c.logits.reserved[1] = 1; }, {"logits", "reserved"}},
-      {Op::bwd, [](C& c) { c.grad_weights.dtype = EPX_FLOAT32; }, {"grad_topk_weights", "float32", "float64"}},
+      {Op::bwd, [](C& c) { c.grad_weights.dtype = EPX_FLOAT64; }, {"grad_topk_weights", "float64", "float32"}},
       {Op::bwd, [](C& c) { c.grad_weights.sizes[1] = 6; }, {"grad_topk_weights", "6", "2"}},
       {Op::bwd, [](C& c) { c.counts.dtype = EPX_FLOAT64; }, {"global_counts", "float64"}},
       {Op::bwd, [](C& c) { c.counts.sizes[1] = 5; }, {"global_counts", "5", "6"}},
       {Op::bwd, [](C& c) { c.grad_logits.sizes[1] = 5; }, {"grad_logits", "5", "6"}},
-      {Op::bwd, [](C& c) { c.grad_logits.dtype = EPX_FLOAT32; }, {"grad_logits", "float32", "float64"}},
+      {Op::bwd, [](C& c) { c.grad_logits.dtype = EPX_FLOAT64; }, {"grad_logits", "float64", "float32"}},
+  });
+}
+
+TEST_CASE("bad data of the router's backward is refused on the host") {
+  using C = RouterCalls;
+  const OnHost looks_at_data;
+  check_refused({
+      {Op::bwd, [](C& c) { c.idx_data(2, 1) = 6; }, {"topk_idx", "6", "2", "1"}},
+      {Op::bwd, [](C& c) { c.idx_data(2, 0) = -2; }, {"topk_idx", "-2"}},
+      {Op::bwd, [](C& c) { c.idx_data(2, 0) = c.idx_data(2, 1) = 5; }, {"topk_idx[2, 0]", "[2, 1]", "5"}},
+      {Op::bwd, [](C& c) { c.counts_data(1, 2) = -7; }, {"global_counts[1, 2]", "-7"}},
   });
 }
 

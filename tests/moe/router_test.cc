@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// epx_moe_router is compared with the oracle and closed forms, and epx_moe_bias_update with closed forms.
+// epx_moe_router against the oracle and closed forms, and epx_moe_bias_update.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -16,14 +17,16 @@ namespace {
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
+constexpr int kMaxTopK = 64; // unless more groups are to be selected
+
 struct Tally {
   int64_t tokens = 0;
   int64_t near_ties = 0; // these are not compared, since rounding decides them
 };
 
-epx_moe_router_config random_config(Rng& rng) {
+epx_moe_router_config random_config(int max_experts, Rng& rng) {
   epx_moe_router_config config =
-      router_config(static_cast<int>(rng.between(1, 64)), 1, rng.pick({kScores[0], kScores[1], kScores[2]}));
+      router_config(static_cast<int>(rng.between(1, max_experts)), 1, rng.pick({kScores[0], kScores[1], kScores[2]}));
   if (rng.chance(50)) {
     do
       config.num_groups = static_cast<int>(rng.between(1, config.num_experts));
@@ -31,32 +34,43 @@ epx_moe_router_config random_config(Rng& rng) {
     config.topk_groups = static_cast<int>(rng.between(1, config.num_groups));
   }
   const int group_size = config.num_experts / config.num_groups;
-  config.top_k = config.topk_groups * static_cast<int>(rng.between(1, group_size));
+  const int max_per_group = std::min(group_size, std::max(1, kMaxTopK / config.topk_groups));
+  config.top_k = config.topk_groups * static_cast<int>(rng.between(1, max_per_group));
   config.renormalize = static_cast<int>(rng.below(2));
   config.scaling_factor = rng.pick({1.0, 2.5, -0.5});
   return config;
 }
 
-// The logits of a case are either evenly distributed or of three values, so that there are many ties. No two different sums of
-// the scores of the three values are equal.
-double random_logit(bool ties, Rng& rng) {
-  if (rng.chance(2)) return -kInfinity;
-  return ties ? rng.pick({0.0, 1.0, 3.0}) : uniform(rng, -2, 2);
+// Logits of one case are either spread or of three values, so that ties abound. The three are such that no two different
+// sums of their scores are equal. Of more experts than 64, spread ones are so close that rounding decides; these are evenly
+// spaced.
+Tensor<double> random_logits(int64_t num_tokens, int64_t num_experts, bool ties, Rng& rng) {
+  Tensor<double> logits({num_tokens, num_experts});
+  if (num_experts > 64 && !ties) {
+    logits = spaced_logits(num_tokens, num_experts, rng);
+    for (int64_t i = 0; i < logits.count(); ++i)
+      logits[i] *= 6.0 / static_cast<double>(num_experts);
+  }
+  for (int64_t i = 0; i < logits.count(); ++i) {
+    if (ties || num_experts <= 64) logits[i] = ties ? rng.pick({0.0, 1.0, 3.0}) : uniform(rng, -2, 2);
+    if (rng.chance(2)) logits[i] = -kInfinity;
+  }
+  return logits;
 }
 
 // Returns what is wrong.
-template <typename Real, typename Index>
+template <typename Logit, typename Index>
 std::string random_case(uint64_t seed, Tally& tally) {
+  using Real = RealOf<Logit>;
   Rng rng(mix(seed, 0x40c7e5));
-  const epx_moe_router_config config = random_config(rng);
+  const bool is_wide = on_cuda() && rng.chance(40); // the kernels hold 64, 256 or 512 experts in registers, or none
+  const epx_moe_router_config config = random_config(is_wide ? 600 : 64, rng);
   const int64_t num_tokens = rng.between(0, 20);
   const bool ties = rng.chance(40);
   const bool with_bias = rng.chance(50);
   const bool with_mask = rng.chance(50);
-  Tensor<Real> logits({num_tokens, config.num_experts});
-  for (int64_t i = 0; i < logits.count(); ++i)
-    logits[i] = static_cast<Real>(random_logit(ties, rng));
-  // Rounding could make equal sums differ, (a + bias) + b and a + (b + bias), so a case of ties has no bias.
+  const auto logits = converted<Logit>(random_logits(num_tokens, config.num_experts, ties, rng));
+  // Where rounding could tell sums apart that are equal, (a + bias) + b and a + (b + bias), a case of ties has no bias.
   const bool exact_sums = config.score == EPX_MOE_TOPK_THEN_SOFTMAX || config.num_groups == 1;
   Tensor<Real> bias({config.num_experts});
   for (int64_t e = 0; e < bias.count(); ++e)
@@ -65,7 +79,7 @@ std::string random_case(uint64_t seed, Tally& tally) {
   for (int64_t t = 0; t < num_tokens; ++t)
     mask[t] = rng.pick<uint8_t>({0, 1, 1, 255});
 
-  const auto routed = run_router<Real, Index>(config, logits, with_bias ? &bias : nullptr, with_mask ? &mask : nullptr);
+  const auto routed = run_router<Logit, Index>(config, logits, with_bias ? &bias : nullptr, with_mask ? &mask : nullptr);
   const auto wide_bias = converted<double>(bias);
   RouterAnswer expected =
       route(config, converted<double>(logits), with_bias ? &wide_bias : nullptr, with_mask ? &mask : nullptr);
@@ -92,21 +106,26 @@ std::vector<T> values(const Tensor<T>& tensor) {
   return {tensor.begin(), tensor.end()};
 }
 
+double tolerance() {
+  return on_cuda() ? 1e-6 : 1e-14;
+}
 void check_near(const Tensor<double>& actual, const Tensor<double>& expected) {
-  CHECK(difference(actual, expected, 1e-14) == "");
+  CHECK(difference(actual, expected, tolerance()) == "");
 }
 
-TEST_CASE("2000 random cases have the oracle's routes and weights") {
+TEST_CASE("random cases have the oracle's routes and weights") {
   Tally tally;
-  for (uint64_t seed = 0; seed < 2000; ++seed) {
+  const uint64_t num_cases = on_cuda() ? 500 : 2000;
+  for (uint64_t seed = 0; seed < num_cases; ++seed) {
     const std::string wrong = seed % 4 == 0   ? random_case<float, int32_t>(seed, tally)
                               : seed % 4 == 1 ? random_case<float, int64_t>(seed, tally)
+                              : on_cuda()     ? random_case<Bfloat16, int32_t>(seed, tally)
                               : seed % 4 == 2 ? random_case<double, int32_t>(seed, tally)
                                               : random_case<double, int64_t>(seed, tally);
     if (!wrong.empty()) FAIL_CHECK("seed " << seed << ": " << wrong);
   }
-  CHECK(tally.tokens > 15000);
-  CHECK(tally.near_ties < tally.tokens / 50);
+  CHECK(tally.tokens > static_cast<int64_t>(num_cases) * 15 / 2);
+  CHECK(tally.near_ties < tally.tokens / (on_cuda() ? 10 : 50));
 }
 
 TEST_CASE("a token with a NaN logit has no routes and changes no other token") {
@@ -163,6 +182,11 @@ TEST_CASE("infinities that make a weight NaN make a token bad") {
     CHECK(routed.topk_weights(2, 0) > 0);
     CHECK(values(routed.info) == std::vector<int64_t>{0, 2, 0});
   }
+  epx_moe_router_config groups = router_config(4, 2); // a group without a score makes a token bad, even one not selected
+  groups.num_groups = 2;
+  const auto grouped = run_router(groups, Tensor<double>({2, 4}, {kInfinity, -kInfinity, 1, 2, 3, 4, 1, 2}));
+  CHECK(values(grouped.topk_idx) == std::vector<int64_t>{-1, -1, 1, 0});
+  CHECK(values(grouped.info) == std::vector<int64_t>{0, 1, 0});
   for (const int renormalize : {0, 1}) { // sigmoid has a value everywhere
     CAPTURE(renormalize);
     epx_moe_router_config config = router_config(3, 2, EPX_MOE_SIGMOID);
@@ -172,7 +196,7 @@ TEST_CASE("infinities that make a weight NaN make a token bad") {
     CHECK(values(routed.info) == std::vector<int64_t>{0, 0, -1});
     CHECK(routed.topk_weights(1, 0) == 0);
     const double s1 = 1 / (1 + std::exp(-1.0));
-    CHECK(routed.topk_weights(0, 0) == doctest::Approx(renormalize == 0 ? 1.0 : 1 / (1 + s1)).epsilon(1e-14));
+    CHECK(routed.topk_weights(0, 0) == doctest::Approx(renormalize == 0 ? 1.0 : 1 / (1 + s1)).epsilon(tolerance()));
   }
 }
 
@@ -261,28 +285,30 @@ TEST_CASE("the defaults of a router") {
 }
 
 template <typename Real, typename Index>
+void update_bias(const Tensor<Index>& counts, double rate, Tensor<Real>& bias) {
+  const epx_moe_bias_update_args args = {sizeof(args), place_of_call(), counts.get(), rate, bias.get()};
+  require_ok(epx_moe_bias_update(&args), "epx_moe_bias_update");
+  finish_call();
+}
+
+template <typename Real, typename Index>
 std::string bias_update_fault() {
   Tensor<Real> bias({4}, {0, 1, -2, 0.5});
   const Tensor<Index> counts({2, 4}, {1, 0, 5, 2, 2, 2, 3, 1}); // sums 3, 2, 8, 3 with a mean of 4
-  epx_moe_bias_update_args args = {};
-  args.struct_size = sizeof(args);
-  args.global_counts = counts.get();
-  args.rate = 0.125;
-  args.selection_bias = bias.get();
-  require_ok(epx_moe_bias_update(&args), "epx_moe_bias_update");
+  update_bias(counts, 0.125, bias);
   return difference(bias, Tensor<Real>({4}, {0.125, 1.125, -2.125, 0.625}));
 }
 
 TEST_CASE("the bias goes up for experts below the mean and down for those above") {
   CHECK(bias_update_fault<float, int32_t>() == "");
-  CHECK(bias_update_fault<double, int64_t>() == "");
+  CHECK(bias_update_fault<float, int64_t>() == "");
+  if (!on_cuda()) CHECK(bias_update_fault<double, int64_t>() == "");
 
-  // One mean is not an integer, and one expert has exactly the mean.
-  for (const auto& [counts, expected] : {std::pair{Tensor<int32_t>({1, 2}, {3, 4}), Tensor<double>({2}, {0.5, -0.5})},
-                                         std::pair{Tensor<int32_t>({1, 2}, {4, 4}), Tensor<double>({2}, {0, 0})}}) {
-    Tensor<double> bias({2});
-    const epx_moe_bias_update_args args = {sizeof(args), nullptr, counts.get(), 0.5, bias.get()};
-    require_ok(epx_moe_bias_update(&args), "epx_moe_bias_update");
+  // A mean that no integer is, and an expert that has just the mean.
+  for (const auto& [counts, expected] : {std::pair{Tensor<int32_t>({1, 2}, {3, 4}), Tensor<float>({2}, {0.5f, -0.5f})},
+                                         std::pair{Tensor<int32_t>({1, 2}, {4, 4}), Tensor<float>({2}, {0, 0})}}) {
+    Tensor<float> bias({2});
+    update_bias(counts, 0.5, bias);
     CHECK(difference(bias, expected) == "");
   }
 }

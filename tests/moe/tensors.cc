@@ -2,6 +2,7 @@
 #include "tests/moe/tensors.h"
 
 #include <algorithm>
+#include <bit>
 #include <sstream>
 #include <stdexcept>
 #include <string_view>
@@ -14,6 +15,8 @@ namespace {
 
 constexpr int64_t kMaxElements = 60; // elements of a gradient that are compared
 constexpr double kTolerance = 1e-6;
+constexpr double kCudaTolerance = 1e-5; // of gradients in float32, which may be differences of nearly equal numbers
+constexpr double kCudaSmallestScale = 0.1;
 constexpr double kStep = 1e-5;
 
 // The error of a central difference by the rounding of a value of about 10, 1e-16 * 10 / kStep, is below kTolerance of this.
@@ -61,6 +64,41 @@ double central_difference(const std::function<double()>& value, double& x) {
 
 } // namespace
 
+Bfloat16::Bfloat16(double value) {
+  const auto single = std::bit_cast<uint32_t>(static_cast<float>(value)); // the tests' doubles are floats
+  if (std::isnan(value))
+    bits = 0x7fff;
+  else
+    bits = static_cast<uint16_t>((single + 0x7fff + (single >> 16 & 1)) >> 16);
+}
+Bfloat16::operator float() const {
+  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+}
+
+Float16::Float16(double value) {
+  const double magnitude = std::abs(value);
+  const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+  if (std::isnan(value)) {
+    bits = 0x7fff;
+  } else if (magnitude >= 65520) { // half a unit above the largest
+    bits = sign | 0x7c00;
+  } else {
+    int exponent = 0;
+    std::frexp(magnitude, &exponent);                                     // magnitude < 2^exponent
+    const int unit = magnitude == 0 ? -24 : std::max(exponent - 11, -24); // log2 of the last place
+    const auto units = static_cast<int>(std::nearbyint(std::ldexp(magnitude, -unit)));
+    bits = static_cast<uint16_t>(sign | (((unit + 24) << 10) + units)); // 1024 units or more carry into the exponent
+  }
+}
+Float16::operator float() const {
+  const int exponent = bits >> 10 & 31;
+  const int fraction = bits & 1023;
+  float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
+                                  : std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
+  if (exponent == 31) magnitude = fraction == 0 ? INFINITY : NAN;
+  return (bits & 0x8000) != 0 ? -magnitude : magnitude;
+}
+
 void require_ok(epx_status status, const char* call) {
   if (status == EPX_SUCCESS) return;
   throw std::runtime_error(std::string(call) + " returned " + epx_status_string(status) + ": " + epx_last_error());
@@ -75,6 +113,11 @@ std::string not_refused(epx_status status, const std::vector<std::string>& words
     if (!tells(sentence, word)) missing += " " + word;
   }
   return missing.empty() ? "" : "\"" + sentence + "\" does not tell" + missing;
+}
+
+std::string not_refused_without_gpu(epx_status status) {
+  if (status == EPX_ERROR_UNSUPPORTED && tells(epx_last_error(), "no CUDA|no GPU")) return "";
+  return not_refused(status, {"memory|workspace"});
 }
 
 template <typename T>
@@ -95,6 +138,8 @@ template std::string difference(const Tensor<int32_t>&, const Tensor<int32_t>&);
 template std::string difference(const Tensor<int64_t>&, const Tensor<int64_t>&);
 template std::string difference(const Tensor<uint8_t>&, const Tensor<uint8_t>&);
 template std::string difference(const Tensor<uint16_t>&, const Tensor<uint16_t>&);
+template std::string difference(const Tensor<Bfloat16>&, const Tensor<Bfloat16>&);
+template std::string difference(const Tensor<Float16>&, const Tensor<Float16>&);
 template std::string difference(const Tensor<float>&, const Tensor<float>&, double, double);
 template std::string difference(const Tensor<double>&, const Tensor<double>&, double, double);
 
@@ -116,13 +161,15 @@ double max_abs(const Tensor<double>& tensor) {
 void check_gradient(const std::function<double()>& value, Tensor<double>& x, const Tensor<double>& analytic,
                     const std::string& what) {
   REQUIRE_MESSAGE(same_shape(x, analytic), what);
-  const double scale = std::max(kSmallestScale, max_abs(analytic));
+  const double scale = std::max(on_cuda() ? kCudaSmallestScale : kSmallestScale, max_abs(analytic));
+  const double tolerance = on_cuda() ? kCudaTolerance : kTolerance;
+  const OnHost differences_in_float64;
   Rng rng(mix(x.count(), 0x9bad));
   for (int64_t n = 0; n < std::min(x.count(), kMaxElements); ++n) {
     const int64_t i = x.count() <= kMaxElements ? n : rng.below(x.count());
     const double numeric = central_difference(value, x[i]);
     const double error = std::abs(numeric - analytic[i]);
-    if (error <= kTolerance * scale) continue; // scale is at least |analytic[i]|
+    if (error <= tolerance * scale) continue; // scale is at least |analytic[i]|
     FAIL_CHECK("gradient of " << what << ": element " << i << " of " << x.count() << " is " << analytic[i]
                               << ", by differences " << numeric << " (largest " << scale << ")");
     return;

@@ -8,11 +8,13 @@
 #include <functional>
 #include <initializer_list>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "epx/epx.hpp"
 #include "epx/epx_moe.h"
+#include "tests/moe/device.h"
 #include "tests/support/rng.h"
 
 namespace epx::test {
@@ -21,6 +23,30 @@ template <typename T>
 inline constexpr epx_dtype kDtype = kDtypeOf<T>;
 template <>
 inline constexpr epx_dtype kDtype<uint16_t> = EPX_BFLOAT16; // its bits
+
+// Elements of two bytes as numbers. Rounding is to nearest even, written out so that it is not the library's.
+struct Bfloat16 {
+  uint16_t bits = 0;
+
+  Bfloat16() = default;
+  explicit Bfloat16(double value);
+  operator float() const;
+};
+struct Float16 {
+  uint16_t bits = 0;
+
+  Float16() = default;
+  explicit Float16(double value);
+  operator float() const;
+};
+template <>
+inline constexpr epx_dtype kDtype<Bfloat16> = EPX_BFLOAT16;
+template <>
+inline constexpr epx_dtype kDtype<Float16> = EPX_FLOAT16;
+
+// The type of weights and biases beside elements of type T.
+template <typename T>
+using RealOf = std::conditional_t<sizeof(T) == 2, float, T>;
 
 // A contiguous array and the descriptor that the C API takes. Its size is fixed, so get() stays valid as long as it lives.
 template <typename T>
@@ -62,13 +88,13 @@ public:
   auto begin() const { return values_.begin(); }
   auto end() const { return values_.end(); }
 
-  // Fills the tensor with bytes that no test computes and that are finite as a float. Outputs hold them before a call.
+  // Bytes that no test produces and that are finite as a float: what outputs hold before a call.
   void scribble() {
-    if (count() > 0) std::memset(values_.data(), 0xA5, values_.size() * sizeof(T));
+    if (count() > 0) std::memset(static_cast<void*>(values_.data()), 0xA5, values_.size() * sizeof(T));
   }
 
 private:
-  std::vector<T> values_;
+  std::vector<T, GuardedAllocator<T>> values_;
   epx_tensor view_;
 };
 
@@ -120,7 +146,10 @@ void require_ok(epx_status status, const char* call);
 // words. A sentence has "a|b" when it has a or b.
 std::string not_refused(epx_status status, const std::vector<std::string>& words);
 
-// Returns "" when the tensors have the same shape and bits, otherwise the first element that differs.
+// The same for a call with `cuda` and host memory, on any machine: "" when it was refused for one or the other.
+std::string not_refused_without_gpu(epx_status status);
+
+// "" when the tensors have the same shape and bits, else the first element that differs.
 template <typename T>
 std::string difference(const Tensor<T>& actual, const Tensor<T>& expected);
 

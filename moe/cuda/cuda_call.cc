@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/cuda/cuda_call.h"
+
+#include <cstdint>
+#include <new>
+
+#include <cuda_runtime_api.h>
+
+#include "moe/tensors.h"
+
+namespace epx::moe {
+namespace {
+
+// Throws for what CUDA refuses.
+void require_cuda(cudaError_t error, const char* call) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError(); // clears an error that is not sticky, so that no later call of the caller's finds it
+  throw StatusError(error == cudaErrorMemoryAllocation ? EPX_ERROR_OUT_OF_MEMORY : EPX_ERROR_SYSTEM,
+                    fmt::format("{}: {} ({})", call, cudaGetErrorString(error), cudaGetErrorName(error)));
+}
+
+int current_device() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0) {
+    cudaGetLastError();
+    fail(EPX_ERROR_UNSUPPORTED, "there is no GPU: {}", error != cudaSuccess ? cudaGetErrorString(error) : "none was found");
+  }
+  int device = 0;
+  require_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  return device;
+}
+
+const char* name_of_memory(cudaMemoryType type) {
+  return type == cudaMemoryTypeHost ? "pinned host memory" : type == cudaMemoryTypeUnregistered ? "host memory" : "memory";
+}
+
+void require_memory(const void* memory, const char* name, int device) {
+  cudaPointerAttributes attributes{};
+  require_cuda(cudaPointerGetAttributes(&attributes, memory), "cudaPointerGetAttributes");
+  if (attributes.type == cudaMemoryTypeManaged) return;
+  if (attributes.type != cudaMemoryTypeDevice)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{} is at {}, which is {}; with cuda it must be memory of the current device, {}",
+         name, memory, name_of_memory(attributes.type), device);
+  if (attributes.device != device)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{} is at {}, which is memory of device {}; the current device is {}", name, memory,
+         attributes.device, device);
+}
+
+bool is_empty(const epx_tensor& tensor) {
+  for (int32_t axis = 0; axis < tensor.ndim; ++axis)
+    if (tensor.sizes[axis] == 0) return true;
+  return false;
+}
+
+} // namespace
+
+CudaCall::CudaCall(const epx_moe_cuda& cuda, epx_moe_op op, size_t workspace_bytes,
+                   std::initializer_list<NamedTensor> tensors)
+    : errors_{cuda.errors != nullptr ? cuda.errors->record : nullptr, op}, workspace_(cuda.workspace) {
+  const int device = current_device();
+  for (const NamedTensor& named : tensors)
+    if (named.tensor != nullptr && !is_empty(*named.tensor)) require_memory(named.tensor->data, named.name, device);
+  if (workspace_bytes > 0) {
+    if (cuda.workspace == nullptr)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "cuda.workspace is NULL; this call needs {} bytes", workspace_bytes);
+    if (cuda.workspace_bytes < workspace_bytes)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "cuda.workspace has {} bytes; this call needs {}", cuda.workspace_bytes,
+           workspace_bytes);
+    if (reinterpret_cast<uintptr_t>(cuda.workspace) % kWorkspaceAlignment != 0)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "cuda.workspace is at {}, which is not aligned to {} bytes", cuda.workspace,
+           kWorkspaceAlignment);
+    require_memory(cuda.workspace, "cuda.workspace", device);
+  }
+  target_.stream = cuda.stream;
+  require_cuda(cudaDeviceGetAttribute(&target_.num_sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+}
+
+void CudaCall::require_launched(int error) const {
+  require_cuda(static_cast<cudaError_t>(error), "launching a kernel");
+}
+
+ErrorRecord* make_error_record() {
+  current_device();
+  void* memory = nullptr;
+  // Portable: kernels of every device may write it, at the same address.
+  require_cuda(cudaHostAlloc(&memory, sizeof(ErrorRecord), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+  return new (memory) ErrorRecord{};
+}
+
+void free_error_record(ErrorRecord* record) noexcept {
+  cudaFreeHost(record); // what it may return is an error of an earlier kernel
+}
+
+} // namespace epx::moe

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a call on a GPU needs, checked on the host. Nothing here includes a header of CUDA, so that a build without it compiles
+// the same callers; what only a build with CUDA has is used behind kWithCuda.
+#pragma once
+
+#include <cstddef>
+#include <initializer_list>
+
+#include "base/error.h"
+#include "epx/epx_moe.h"
+#include "moe/cuda/error_record.h"
+#include "moe/cuda/launch_target.h"
+
+namespace epx::moe {
+
+#if defined(EPX_WITH_CUDA)
+inline constexpr bool kWithCuda = true;
+#else
+inline constexpr bool kWithCuda = false;
+#endif
+
+[[noreturn]] inline void refuse_cuda() {
+  fail(EPX_ERROR_UNSUPPORTED, "this build of the library has no CUDA; it computes on the host only");
+}
+
+// Calls enqueue(0), or throws in a build without CUDA, where `enqueue` is not even instantiated: it calls what is not there.
+template <typename Enqueue>
+void enqueue_on_cuda([[maybe_unused]] const Enqueue& enqueue) {
+  if constexpr (kWithCuda)
+    enqueue(0);
+  else
+    refuse_cuda();
+}
+
+struct NamedTensor {
+  const epx_tensor* tensor; // or NULL
+  const char* name;
+};
+
+class CudaCall {
+public:
+  // Throws unless the thread's current device is there, the tensors, whose shapes have been checked, are its memory, and so is a
+  // workspace of so many bytes.
+  CudaCall(const epx_moe_cuda& cuda, epx_moe_op op, size_t workspace_bytes, std::initializer_list<NamedTensor> tensors);
+
+  const LaunchTarget& target() const { return target_; }
+  const ErrorSink& errors() const { return errors_; }
+  void* workspace() const { return workspace_; }
+
+  // Throws when CUDA has refused a launch; `error` is a cudaError_t.
+  void require_launched(int error) const;
+
+private:
+  LaunchTarget target_;
+  ErrorSink errors_;
+  void* workspace_;
+};
+
+ErrorRecord* make_error_record();
+void free_error_record(ErrorRecord* record) noexcept;
+
+} // namespace epx::moe
+
+struct epx_moe_errors_s {
+  epx::moe::ErrorRecord* record;
+};

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of the local permutation, for the host code that launches them. Arguments have been checked; each function
+// returns a cudaError_t.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "epx/epx_moe.h"
+#include "moe/cuda/error_record.h"
+#include "moe/cuda/launch_target.h"
+#include "moe/integers.h"
+
+namespace epx::moe::cuda {
+
+// A warp sorts the routes of a chunk in order. There are at most so many chunks, since one block adds up their counts.
+constexpr int64_t kMinRoutesPerChunk = 256;
+constexpr int64_t kMaxChunks = 256;
+constexpr int64_t num_route_chunks(int64_t num_routes) {
+  return std::min((num_routes + kMinRoutesPerChunk - 1) / kMinRoutesPerChunk, kMaxChunks);
+}
+constexpr size_t row_map_bytes(int64_t num_routes, int64_t num_experts) {
+  const auto counts = static_cast<size_t>(num_route_chunks(num_routes)) * static_cast<size_t>(num_experts);
+  return round_up_workspace((counts + 1) * sizeof(int32_t));
+}
+
+struct RowMapCall {
+  Integers topk_idx; // [T, K]
+  int64_t num_routes, top_k, num_experts, alignment;
+  Integers counts, offsets;   // [E], [E + 1]
+  int32_t* row_map;           // [T, K]
+  int32_t* has_too_many_rows; // [1]: the workspace, as the next one
+  int32_t* chunk_counts;      // [num_route_chunks, E]
+  ErrorSink errors;
+};
+int launch_row_map(const RowMapCall& call, const LaunchTarget& target);
+
+// RowMap of permute.h, whose entries have not been looked at: they may be anything.
+struct DeviceRowMap {
+  const int32_t* rows; // [T, K]
+  int64_t num_tokens, top_k, num_rows;
+};
+
+constexpr size_t owners_bytes(int64_t num_rows) {
+  return round_up_workspace(static_cast<size_t>(num_rows) * sizeof(uint32_t));
+}
+
+struct PermuteCall {
+  DeviceRowMap map;
+  const void* tokens; // [T, H] of any dtype, as the rows
+  void* rows;         // [N, H]
+  int64_t row_bytes;
+  const void* topk_weights; // [T, K] of any dtype, as row_weights; or both NULL
+  void* row_weights;        // [N]
+  int64_t weight_bytes;     // of one weight
+  uint32_t* owners;         // [N]: the workspace
+  ErrorSink errors;
+};
+int launch_permute(const PermuteCall& call, const LaunchTarget& target);
+
+struct SumCall {
+  DeviceRowMap map;
+  const void* rows; // [N, H] of `dtype`, as the tokens
+  epx_dtype dtype;
+  int64_t hidden;
+  const float* topk_weights;     // [T, K], or NULL: all 1
+  void* tokens;                  // [T, H]
+  const float* grad_row_weights; // [N], or NULL as the next one
+  float* grad_topk_weights;      // [T, K]
+  ErrorSink errors;
+};
+int launch_sum(const SumCall& call, const LaunchTarget& target);
+
+struct UnpermuteBwdCall {
+  DeviceRowMap map;
+  const void* grad_tokens; // [T, H] of `dtype`, as all rows
+  epx_dtype dtype;
+  int64_t hidden;
+  const float* topk_weights; // [T, K], or NULL: all 1
+  void* grad_rows;           // [N, H]
+  const void* rows;          // [N, H], or NULL as the next one
+  float* grad_topk_weights;  // [T, K]
+  uint32_t* owners;          // [N]: the workspace
+  ErrorSink errors;
+};
+int launch_unpermute_bwd(const UnpermuteBwdCall& call, const LaunchTarget& target);
+
+} // namespace epx::moe::cuda

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+// One warp copies, scales, sums and multiplies rows, with the arithmetic of epx's exchange (DESIGN: combine and its backward).
+// A lane works on fragments of 8 elements: lane l holds elements [8 l, 8 l + 8) of each warp tile of 256, by 16-byte accesses
+// where addresses and sizes allow them (kVector), else element by element.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "moe/cuda/warps.cuh"
+
+namespace epx::moe::cuda {
+
+constexpr int kFragment = 8;
+constexpr int kWarpTile = kFragment * kWarp;
+
+__device__ inline float to_float(float x) {
+  return x;
+}
+__device__ inline float to_float(__half x) {
+  return __half2float(x);
+}
+__device__ inline float to_float(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+
+// Rounds to nearest even.
+template <typename T>
+__device__ T from_float(float x);
+template <>
+__device__ inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ inline __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+template <typename T>
+struct alignas(16) Fragment {
+  T elements[kFragment];
+};
+
+// Loads elements [h, h + kFragment) of a row of `hidden` elements, with zeros beyond its end.
+template <bool kVector, typename T>
+__device__ inline Fragment<T> load_fragment(const T* row, int64_t h, int64_t hidden) {
+  Fragment<T> fragment{};
+  if constexpr (kVector) { // hidden is a multiple of kFragment
+    if (h < hidden) fragment = *reinterpret_cast<const Fragment<T>*>(row + h);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kFragment; ++i)
+      if (h + i < hidden) fragment.elements[i] = row[h + i];
+  }
+  return fragment;
+}
+template <bool kVector, typename T>
+__device__ inline void store_fragment(T* row, int64_t h, int64_t hidden, const Fragment<T>& fragment) {
+  if constexpr (kVector) {
+    if (h < hidden) *reinterpret_cast<Fragment<T>*>(row + h) = fragment;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kFragment; ++i)
+      if (h + i < hidden) row[h + i] = fragment.elements[i];
+  }
+}
+
+// The fixed tree of epx_combine_bwd: there are 256 accumulators, j = h mod 256, of which this lane has the eight of its
+// fragments; adjacent pairs are added until one is left. The result is in every lane.
+__device__ inline float reduce_tree(float (&acc)[kFragment]) {
+#pragma unroll
+  for (int left = kFragment / 2; left > 0; left /= 2)
+#pragma unroll
+    for (int i = 0; i < left; ++i)
+      acc[i] = __fadd_rn(acc[2 * i], acc[2 * i + 1]);
+  float sum = acc[0];
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2)
+    sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, distance));
+  return sum;
+}
+
+// ---- Bytes ----
+
+template <typename Unit>
+__device__ inline void copy_units(const std::byte* from, std::byte* to, int64_t bytes) {
+  constexpr int kDepth = 4; // loads in flight at a time
+  const auto* const source = reinterpret_cast<const Unit*>(from);
+  auto* const target = reinterpret_cast<Unit*>(to);
+  const int64_t units = bytes / static_cast<int64_t>(sizeof(Unit));
+#pragma unroll 1
+  for (int64_t first = lane(); first < units; first += kDepth * kWarp) {
+    Unit values[kDepth] = {};
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i)
+      if (const int64_t unit = first + i * kWarp; unit < units) values[i] = source[unit];
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i)
+      if (const int64_t unit = first + i * kWarp; unit < units) target[unit] = values[i];
+  }
+}
+
+template <typename Unit>
+__device__ inline void zero_units(std::byte* to, int64_t bytes) {
+  for (int64_t unit = lane(); unit < bytes / static_cast<int64_t>(sizeof(Unit)); unit += kWarp)
+    reinterpret_cast<Unit*>(to)[unit] = Unit{};
+}
+
+} // namespace epx::moe::cuda
