@@ -35,6 +35,10 @@ const char* name_of(epx_moe_op op) {
     return "epx_moe_unpermute";
   case EPX_MOE_OP_UNPERMUTE_BWD:
     return "epx_moe_unpermute_bwd";
+  case EPX_MOE_OP_FFN:
+    return "epx_moe_ffn";
+  case EPX_MOE_OP_FFN_BWD:
+    return "epx_moe_ffn_bwd";
   }
   return "a call";
 }
@@ -60,6 +64,11 @@ std::string describe(const ErrorRecord& record) {
     return fmt::format("global_counts[{}, {}] is {}; counts are not negative", i, j, value);
   case EPX_MOE_ERROR_ROWS_NEEDED:
     return fmt::format("{} rows are needed, more than an int32 can count", value);
+  case EPX_MOE_ERROR_OFFSET:
+    return fmt::format("offsets[{}] is {}; it must be no less than the one before it, and there are {} rows", i, value,
+                       record.limit);
+  case EPX_MOE_ERROR_ZONE_COUNT:
+    return fmt::format("counts[{}] is {}; its zone has {} rows", i, value, record.limit);
   }
   return "an error of no known kind";
 }

@@ -82,7 +82,7 @@ Place require_args(const Args* args) {
 template <typename Args>
 void require_host_args(const Args* args) {
   if (require_args(args) == Place::cuda)
-    fail(EPX_ERROR_UNSUPPORTED, "cuda is given; the FFN and the block compute on the host only, pass NULL");
+    fail(EPX_ERROR_UNSUPPORTED, "cuda is given; the block computes on the host only, pass NULL");
 }
 
 // The memory of a tensor that was checked; NULL for NULL.

@@ -11,8 +11,8 @@
  * - With `cuda` NULL, tensors are host memory, and the call computes on the calling thread and has finished when it returns.
  *   Else tensors are memory of the calling thread's current CUDA device (managed memory is fine, pinned host memory is refused),
  *   and the call is enqueued on cuda->stream: it allocates nothing, does not wait for the device, and can be captured in a CUDA
- *   graph. Router and local permutation run there; the FFN and the block are refused (UNSUPPORTED), as every call is where the
- *   build has no CUDA or the machine no GPU.
+ *   graph. All but the block run there, which is refused (UNSUPPORTED), as every call is where the build has no CUDA or the
+ *   machine no GPU.
  * - "real" below means FLOAT32 or FLOAT64, the same one for all tensors of a call that are called real. Computation is in
  *   that type. FLOAT64 is there to check gradients. On CUDA real is FLOAT32, and a comment says what else a tensor may be
  *   there; computation is in FLOAT32.
@@ -50,6 +50,9 @@ typedef struct epx_moe_cuda {
                              that may run at the same time need one each. Its content does not matter, before and after */
   size_t workspace_bytes; /**< at least what the epx_moe_..._workspace of the call says */
   epx_moe_errors errors;  /**< [optional] where the call reports bad data; NULL: nowhere */
+  int32_t num_sms;   /**< the most SMs that the call's kernels are made for, to leave the others to kernels beside them;
+                             0: all. Results do not depend on it */
+  int32_t reserved0; /**< 0 */
 } epx_moe_cuda;
 
 /** The calls that report errors. */
@@ -62,7 +65,9 @@ typedef enum epx_moe_op EPX_ENUM_INT32 {
   EPX_MOE_OP_PERMUTE = 5,
   EPX_MOE_OP_PERMUTE_BWD = 6,
   EPX_MOE_OP_UNPERMUTE = 7,
-  EPX_MOE_OP_UNPERMUTE_BWD = 8
+  EPX_MOE_OP_UNPERMUTE_BWD = 8,
+  EPX_MOE_OP_FFN = 9,
+  EPX_MOE_OP_FFN_BWD = 10
 } epx_moe_op;
 
 /** What an error is, with the values that the report has, and what the call does about it.
@@ -73,7 +78,10 @@ typedef enum epx_moe_op EPX_ENUM_INT32 {
  * - DUPLICATE_ROW: row_map[i, j] = value, as a route before it, and is taken for -1. Only epx_moe_permute and
  *   epx_moe_unpermute_bwd see it; in the other two calls both routes read the row.
  * - COUNT: global_counts[i, j] = value is negative, and is taken for 0.
- * - ROWS_NEEDED: value rows are needed, more than an INT32 can count; row_map is all -1, and offsets end at INT32_MAX. */
+ * - ROWS_NEEDED: value rows are needed, more than an INT32 can count; row_map is all -1, and offsets end at INT32_MAX.
+ * - OFFSET: offsets[i] = value is less than the one before it, or beyond the rows. ZONE_COUNT: counts[i] = value does not fit its
+ *   zone, which has `limit` rows. The FFN takes what of such zones lies within the rows; where zones overlap, the rows that they
+ *   share hold the output of any of them. */
 typedef enum epx_moe_error_kind EPX_ENUM_INT32 {
   EPX_MOE_ERROR_NONE = 0,
   EPX_MOE_ERROR_EXPERT = 1,
@@ -81,17 +89,21 @@ typedef enum epx_moe_error_kind EPX_ENUM_INT32 {
   EPX_MOE_ERROR_ROW = 3,
   EPX_MOE_ERROR_DUPLICATE_ROW = 4,
   EPX_MOE_ERROR_COUNT = 5,
-  EPX_MOE_ERROR_ROWS_NEEDED = 6
+  EPX_MOE_ERROR_ROWS_NEEDED = 6,
+  EPX_MOE_ERROR_OFFSET = 7,
+  EPX_MOE_ERROR_ZONE_COUNT = 8
 } epx_moe_error_kind;
 
+/** What a record has. */
 typedef struct epx_moe_errors_report {
-  size_t struct_size; /**< set by the caller */
-  int64_t num_errors; /**< since epx_moe_errors_create; 0: all that follows is 0 */
-  epx_moe_op op;      /**< of the first error, as all below; of several in one call, any may be the first */
-  epx_moe_error_kind kind;
-  int64_t i, j;      /**< where in the tensor that the kind names; 0 with ROWS_NEEDED */
-  int64_t value;     /**< what is there */
-  int64_t limit;     /**< EXPERT: num_experts; ROW: the number of rows; else 0 */
+  size_t struct_size;      /**< set by the caller */
+  int64_t num_errors;      /**< since epx_moe_errors_create; 0: all that follows is 0 */
+  epx_moe_op op;           /**< of the first error, as all below; of several in one call, any may be the first */
+  epx_moe_error_kind kind; /**< what the error is */
+  int64_t i;               /**< where in the tensor that the kind names; 0 with ROWS_NEEDED */
+  int64_t j;               /**< likewise; 0 where the tensor has one dimension */
+  int64_t value;           /**< what is there */
+  int64_t limit;     /**< EXPERT: num_experts; ROW, OFFSET: the number of rows; ZONE_COUNT: those of the zone; else 0 */
   char message[256]; /**< the error in one sentence */
 } epx_moe_errors_report;
 
@@ -194,6 +206,7 @@ typedef struct epx_moe_aux_loss_args {
  * where n_e is the sum of global_counts over the ranks, T_g = sum_e n_e / K, and p the softmax over all experts, or with
  * EPX_MOE_SIGMOID the sigmoids divided by their sum (+ 1e-20). n_e counts as a constant in the gradient. */
 EPX_API epx_status epx_moe_aux_loss(const epx_moe_router_config* config, const epx_moe_aux_loss_args* args);
+/** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_aux_loss_workspace(const epx_moe_router_config* config, const epx_moe_aux_loss_args* args,
                                               size_t* bytes);
 
@@ -232,6 +245,7 @@ typedef struct epx_moe_row_map_args {
 /** Sorts routes by expert (stable). E is the size of counts. Errors: INVALID_ARGUMENT, also for an index >= E or < -1, and
  * for more rows than an INT32 can count. */
 EPX_API epx_status epx_moe_row_map(const epx_moe_row_map_args* args);
+/** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_row_map_workspace(const epx_moe_row_map_args* args, size_t* bytes);
 
 /** Arguments of epx_moe_permute(). */
@@ -248,6 +262,7 @@ typedef struct epx_moe_permute_args {
 /** rows[row_map[t, k]] = tokens[t], bit for bit, and row_weights[row_map[t, k]] = topk_weights[t, k]. Rows that no route maps
  * to become zero. */
 EPX_API epx_status epx_moe_permute(const epx_moe_permute_args* args);
+/** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_permute_workspace(const epx_moe_permute_args* args, size_t* bytes);
 
 /** Arguments of epx_moe_permute_bwd(). */
@@ -294,6 +309,7 @@ typedef struct epx_moe_unpermute_bwd_args {
 /** grad_rows[row_map[t, k]] = topk_weights[t, k] * grad_tokens[t]; grad_topk_weights[t, k] = <grad_tokens[t], rows[row_map[t,
  * k]]>, summed as epx_combine_bwd sums. */
 EPX_API epx_status epx_moe_unpermute_bwd(const epx_moe_unpermute_bwd_args* args);
+/** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_unpermute_bwd_workspace(const epx_moe_unpermute_bwd_args* args, size_t* bytes);
 
 /** @} */
@@ -321,9 +337,10 @@ typedef struct epx_moe_ffn_config {
 /** Fills in defaults; hidden_dim and ffn_dim are left 0 and must be set. */
 EPX_API epx_status epx_moe_ffn_config_init(epx_moe_ffn_config* config);
 
-/** Parameters of this rank's experts, or their gradients; real. Weights are laid out [out, in] as in torch.nn.Linear. With
- * SWIGLU, gate and up are given either stacked (gate first) or separately, weights and biases each as they like. Without a
- * gate only the members named up and down are given. Every bias is optional by itself. */
+/** Parameters of this rank's experts, or their gradients; real (CUDA: weights have the dtype of recv_tokens, biases that or FLOAT32,
+ * and so have all gradients). Weights are laid out [out, in] as in torch.nn.Linear. With SWIGLU, gate and up are given either
+ * stacked (gate first) or separately, weights and biases each as they like. Without a gate only the members named up and down
+ * are given. Every bias is optional by itself. */
 typedef struct epx_moe_ffn_params {
   size_t struct_size;
   const epx_tensor* gate_up_weight; /**< [E_l, 2F, H] */
@@ -341,40 +358,48 @@ typedef struct epx_moe_ffn_args {
   size_t struct_size;
   const epx_moe_cuda* cuda;
   const epx_moe_ffn_params* params; /**< [in] */
-  const epx_tensor* recv_tokens;    /**< [in]  [N, H] real */
+  const epx_tensor* recv_tokens;    /**< [in]  [N, H] real (CUDA: or FLOAT16 or BFLOAT16) */
   const epx_tensor* counts;         /**< [in]  [E_l] INT32 or INT64, as epx_prepare returns them */
   const epx_tensor* offsets;        /**< [in]  [E_l + 1], dtype of counts; offsets[E_l] <= N */
   const epx_tensor* recv_weights;   /**< [in, optional] [N] real: *early* weighting. Row s of the output, its down_bias
                                        included, is multiplied by recv_weights[s]; combine is then called without weights */
-  const epx_tensor* expert_out;     /**< [out] [N, H] real; only the counts[e] rows of each zone are written */
-  const epx_tensor* pre_act;        /**< [out, optional] [N, 2F] (gate, then up) with SWIGLU, else [N, F], real: what
-                                     epx_moe_ffn_bwd needs; rows as in expert_out */
+  const epx_tensor* expert_out; /**< [out] [N, H] dtype of recv_tokens; only the counts[e] rows of each zone are written */
+  const epx_tensor* pre_act;    /**< [out, optional] [N, 2F] (gate, then up) with SWIGLU, else [N, F], dtype of recv_tokens:
+                                     what epx_moe_ffn_bwd needs; rows as in expert_out */
 } epx_moe_ffn_args;
 
 /** expert_out[s] = w_s * (down_e h(gate_e x_s, up_e x_s) + down_bias_e) for the rows s of each expert e. Pad rows and rows that
- * are not in use are neither read nor written. */
+ * are not in use are neither read nor written. On CUDA products are summed in FLOAT32 and what lies between the kernels, pre_act
+ * and w_s * h for instance, is rounded to the dtype of recv_tokens. */
 EPX_API epx_status epx_moe_ffn(const epx_moe_ffn_config* config, const epx_moe_ffn_args* args);
+/** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
+EPX_API epx_status epx_moe_ffn_workspace(const epx_moe_ffn_config* config, const epx_moe_ffn_args* args, size_t* bytes);
 
 /** Arguments of epx_moe_ffn_bwd(). */
 typedef struct epx_moe_ffn_bwd_args {
   size_t struct_size;
   const epx_moe_cuda* cuda;
   const epx_moe_ffn_params* params;    /**< [in] */
-  const epx_tensor* recv_tokens;       /**< [in]  [N, H] real, as given to epx_moe_ffn; so are the next three */
+  const epx_tensor* recv_tokens;       /**< [in]  [N, H], as given to epx_moe_ffn; so are the next three */
   const epx_tensor* counts;            /**< [in]  [E_l] */
   const epx_tensor* offsets;           /**< [in]  [E_l + 1] */
   const epx_tensor* recv_weights;      /**< [in, optional] [N] real */
   const epx_tensor* pre_act;           /**< [in]  as epx_moe_ffn wrote it */
-  const epx_tensor* grad_expert_out;   /**< [in]  [N, H] real */
-  const epx_tensor* grad_recv;         /**< [out] [N, H] real; rows as in expert_out */
+  const epx_tensor* grad_expert_out;   /**< [in]  [N, H] dtype of recv_tokens */
+  const epx_tensor* grad_recv;         /**< [out] [N, H] dtype of recv_tokens; rows as in expert_out */
   const epx_tensor* grad_recv_weights; /**< [out, optional] [N] real; only with recv_weights; rows as in expert_out */
   const epx_moe_ffn_params* grads; /**< [out] of any of params' tensors, stacked or separate whatever params are; those that
                                         are NULL are not wanted; NULL: none is */
-  int32_t accumulate;              /**< 1: adds to grads; 0: overwrites them, with zero for an expert without rows */
+  int32_t accumulate; /**< 1: adds to grads (CUDA: all FLOAT32); 0: overwrites them, with zero for an expert without
+                                        rows */
 } epx_moe_ffn_bwd_args;
 
-/** Gradients of parameters are summed in row order, so that they have the same bits for every number of ranks. */
+/** Gradients of parameters are summed in row order, so that they have the same bits for every number of ranks. On CUDA grad_recv is
+ * rounded twice where gate and up are separate tensors, since their two products are added in its dtype. */
 EPX_API epx_status epx_moe_ffn_bwd(const epx_moe_ffn_config* config, const epx_moe_ffn_bwd_args* args);
+/** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
+EPX_API epx_status epx_moe_ffn_bwd_workspace(const epx_moe_ffn_config* config, const epx_moe_ffn_bwd_args* args,
+                                             size_t* bytes);
 
 /** @} */
 

@@ -76,7 +76,7 @@ public:
 
   void forward(const epx_moe_block_fwd_args& args) override {
     Flight<T>& flight = require_flight(args.flight);
-    const FfnParams<T> params = view_params<T>(ffn_, args.params, "params");
+    const FfnParams<T> params = typed<T>(read_params(ffn_, args.params, "params", kHostDtypes<T>));
     const int64_t tokens = require_forward(args);
 
     flight.num_tokens = -1;
@@ -95,13 +95,13 @@ public:
 
   void backward(const epx_moe_block_bwd_args& args) override {
     Flight<T>& flight = require_flight(args.flight);
-    const FfnParams<T> params = view_params<T>(ffn_, args.params, "params");
-    const FfnParams<T> grads = view_grads<T>(ffn_, params, args.grads, "grads");
+    const ParamTensors params = read_params(ffn_, args.params, "params", kHostDtypes<T>);
+    const FfnParams<T> grads = typed<T>(read_grads(ffn_, params, args.grads, "grads", kHostDtypes<T>));
     require_backward(flight, args);
 
     combine_bwd(flight, *args.grad_out);
     FfnBackward<T> call;
-    call.params = params;
+    call.params = typed<T>(params);
     call.zones = zones(flight);
     call.recv_tokens = flight.recv_tokens;
     call.recv_weights = is_early_ ? flight.recv_weights : nullptr;

@@ -54,7 +54,7 @@ public:
 private:
   static void require_fit(const epx_group_info& info, const epx_moe_block_config& config) {
     if (info.transport != EPX_TRANSPORT_HOST)
-      fail(EPX_ERROR_UNSUPPORTED, "the group's tensors are in GPU memory; the FFN computes on the host");
+      fail(EPX_ERROR_UNSUPPORTED, "the group's tensors are in GPU memory; the block computes on the host");
     if (config.dtype != EPX_FLOAT32)
       fail(EPX_ERROR_INVALID_ARGUMENT, "dtype is float64; a block with a group computes in float32");
     if (config.router.num_experts != info.num_experts)

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "moe/cuda/cuda_call.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <new>
 
@@ -35,7 +36,7 @@ const char* name_of_memory(cudaMemoryType type) {
   return type == cudaMemoryTypeHost ? "pinned host memory" : type == cudaMemoryTypeUnregistered ? "host memory" : "memory";
 }
 
-void require_memory(const void* memory, const char* name, int device) {
+void require_on_device(const void* memory, const char* name, int device) {
   cudaPointerAttributes attributes{};
   require_cuda(cudaPointerGetAttributes(&attributes, memory), "cudaPointerGetAttributes");
   if (attributes.type == cudaMemoryTypeManaged) return;
@@ -57,10 +58,12 @@ bool is_empty(const epx_tensor& tensor) {
 
 CudaCall::CudaCall(const epx_moe_cuda& cuda, epx_moe_op op, size_t workspace_bytes,
                    std::initializer_list<NamedTensor> tensors)
-    : errors_{cuda.errors != nullptr ? cuda.errors->record : nullptr, op}, workspace_(cuda.workspace) {
-  const int device = current_device();
+    : device_(current_device()), errors_{cuda.errors != nullptr ? cuda.errors->record : nullptr, op},
+      workspace_(cuda.workspace) {
+  if (cuda.num_sms < 0) fail(EPX_ERROR_INVALID_ARGUMENT, "cuda.num_sms is {}; it must not be negative", cuda.num_sms);
+  if (cuda.reserved0 != 0) fail(EPX_ERROR_INVALID_ARGUMENT, "cuda.reserved0 is {}; it must be 0", cuda.reserved0);
   for (const NamedTensor& named : tensors)
-    if (named.tensor != nullptr && !is_empty(*named.tensor)) require_memory(named.tensor->data, named.name, device);
+    require_memory(named.tensor, named.name);
   if (workspace_bytes > 0) {
     if (cuda.workspace == nullptr)
       fail(EPX_ERROR_INVALID_ARGUMENT, "cuda.workspace is NULL; this call needs {} bytes", workspace_bytes);
@@ -70,10 +73,15 @@ CudaCall::CudaCall(const epx_moe_cuda& cuda, epx_moe_op op, size_t workspace_byt
     if (reinterpret_cast<uintptr_t>(cuda.workspace) % kWorkspaceAlignment != 0)
       fail(EPX_ERROR_INVALID_ARGUMENT, "cuda.workspace is at {}, which is not aligned to {} bytes", cuda.workspace,
            kWorkspaceAlignment);
-    require_memory(cuda.workspace, "cuda.workspace", device);
+    require_on_device(cuda.workspace, "cuda.workspace", device_);
   }
   target_.stream = cuda.stream;
-  require_cuda(cudaDeviceGetAttribute(&target_.num_sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  require_cuda(cudaDeviceGetAttribute(&target_.num_sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
+  if (cuda.num_sms > 0) target_.num_sms = std::min(target_.num_sms, cuda.num_sms);
+}
+
+void CudaCall::require_memory(const epx_tensor* tensor, const char* name) const {
+  if (tensor != nullptr && !is_empty(*tensor)) require_on_device(tensor->data, name, device_);
 }
 
 void CudaCall::require_launched(int error) const {

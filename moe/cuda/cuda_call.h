@@ -47,10 +47,13 @@ public:
   const ErrorSink& errors() const { return errors_; }
   void* workspace() const { return workspace_; }
 
+  // Throws unless a tensor, whose shape has been checked, is memory of the device. It may be NULL.
+  void require_memory(const epx_tensor* tensor, const char* name) const;
   // Throws when CUDA has refused a launch; `error` is a cudaError_t.
   void require_launched(int error) const;
 
 private:
+  int device_;
   LaunchTarget target_;
   ErrorSink errors_;
   void* workspace_;

@@ -10,7 +10,7 @@ namespace epx::moe {
 
 struct LaunchTarget {
   epx_stream stream = nullptr; // a cudaStream_t
-  int num_sms = 0;             // of the device; results do not depend on it
+  int num_sms = 0;             // the most that the call may take; results do not depend on it
 };
 
 inline constexpr size_t kWorkspaceAlignment = 256; // bytes, as cudaMalloc aligns

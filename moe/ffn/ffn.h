@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "epx/epx_moe.h"
+#include "moe/ffn/params.h"
 #include "moe/tensors.h"
 
 namespace epx::moe {
@@ -39,13 +41,30 @@ struct FfnParams {
   ParamView<T> gate_bias, up_bias, down_bias; // [F], [F], [H]
 };
 
-// Throws with the tensor's name, which starts with `name`. All of dtype T.
+// The dtypes that parameters may have.
+struct ParamDtypes {
+  std::initializer_list<epx_dtype> weights, biases;
+};
+
+// Throws with the tensor's name, which starts with `name`.
+ParamTensors read_params(const FfnShape& shape, const epx_moe_ffn_params* params, const char* name,
+                         const ParamDtypes& dtypes);
+// Reads any subset of the parameters; `grads` may be NULL.
+ParamTensors read_grads(const FfnShape& shape, const ParamTensors& params, const epx_moe_ffn_params* grads,
+                        const char* name, const ParamDtypes& dtypes);
+
+// On the host all parameters are of the type that it computes in.
 template <typename T>
-FfnParams<T> view_params(const FfnShape& shape, const epx_moe_ffn_params* params, const char* name);
-// Any subset of the parameters; `grads` may be NULL.
+inline constexpr std::initializer_list<epx_dtype> kOnly = {kDtypeOf<T>};
 template <typename T>
-FfnParams<T> view_grads(const FfnShape& shape, const FfnParams<T>& params, const epx_moe_ffn_params* grads,
-                        const char* name);
+inline constexpr ParamDtypes kHostDtypes = {kOnly<T>, kOnly<T>};
+
+template <typename T>
+FfnParams<T> typed(const ParamTensors& params) {
+  const auto view = [](const ParamTensor& param) { return ParamView<T>{static_cast<T*>(param.data), param.stride}; };
+  return {view(params.gate),      view(params.up),      view(params.down),
+          view(params.gate_bias), view(params.up_bias), view(params.down_bias)};
+}
 
 // Which rows belong to which expert.
 struct Zones {

@@ -138,7 +138,7 @@ struct Refusal {
 };
 
 TEST_CASE("the block computes on the host only") {
-  const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr};
+  const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr, 0, 0};
   BlockCalls calls;
   calls.fwd.cuda = calls.bwd.cuda = &cuda;
   CHECK(epx_moe_block_fwd(calls.handle, &calls.fwd) == EPX_ERROR_UNSUPPORTED);

@@ -84,7 +84,7 @@ const epx_moe_cuda* place_of_call(size_t workspace_bytes) {
   workspace.reset(workspace_bytes > 0 ? allocate_guarded(workspace_bytes) : nullptr);
   if (workspace_bytes > 0) std::memset(workspace.get(), 0x77, workspace_bytes);
   static epx_moe_cuda place;
-  place = {sizeof(place), cuda().stream, workspace.get(), workspace_bytes, cuda().errors};
+  place = {sizeof(place), cuda().stream, workspace.get(), workspace_bytes, cuda().errors, 0, 0};
   return &place;
 }
 

@@ -39,7 +39,7 @@ const epx_moe_cuda* place_of_call(const Workspace& workspace, First first, Rest.
   return place_of_call(bytes);
 }
 
-inline constexpr epx_moe_cuda kBadCuda = {3, nullptr, nullptr, 0, nullptr}; // a wrong struct_size
+inline constexpr epx_moe_cuda kBadCuda = {3, nullptr, nullptr, 0, nullptr, 0, 0}; // a wrong struct_size
 
 // Waits for the call, and throws when it has reported an error.
 void finish_call();

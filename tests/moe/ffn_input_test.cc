@@ -171,13 +171,18 @@ TEST_CASE("parameters that do not fit together are refused") {
   });
 }
 
-TEST_CASE("the FFN computes on the host only") {
-  const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr};
+TEST_CASE("the FFN on CUDA refuses float64") {
+  const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr, 0, 0};
   FfnCalls calls(EPX_MOE_SWIGLU);
   calls.fwd.cuda = calls.bwd.cuda = &cuda;
-  CHECK(epx_moe_ffn(&calls.config, &calls.fwd) == EPX_ERROR_UNSUPPORTED);
-  CHECK(std::string(epx_last_error()).find("cuda") != std::string::npos);
-  CHECK(epx_moe_ffn_bwd(&calls.config, &calls.bwd) == EPX_ERROR_UNSUPPORTED);
+  CHECK(not_refused(epx_moe_ffn(&calls.config, &calls.fwd), {"recv_tokens", "float64", "bfloat16"}) == "");
+  CHECK(not_refused(epx_moe_ffn_bwd(&calls.config, &calls.bwd), {"recv_tokens", "float64", "bfloat16"}) == "");
+  size_t bytes = 0;
+  CHECK(not_refused(epx_moe_ffn_workspace(&calls.config, &calls.fwd, &bytes), {"recv_tokens", "float64"}) == "");
+  calls.recv.dtype = EPX_FLOAT32;
+  CHECK(not_refused(epx_moe_ffn_workspace(&calls.config, &calls.fwd, nullptr), {"bytes", "NULL"}) == "");
+  CHECK(epx_moe_ffn_bwd_workspace(&calls.config, &calls.bwd, &bytes) == EPX_SUCCESS);
+  CHECK(bytes == 256 * (1 + 1 + 1)); // three tensors of 9 rows of at most 6 floats
   CHECK(calls.changed_output() == "");
 }
 

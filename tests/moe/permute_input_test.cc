@@ -114,7 +114,7 @@ TEST_CASE("good calls of the local permutation are not refused") {
 
 TEST_CASE("with cuda, a call needs a GPU and its memory") {
   if (on_cuda()) return; // the tensors are such memory; place_cuda_test.cc has others
-  const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr};
+  const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr, 0, 0};
   for (const Op op : {Op::row_map, Op::permute, Op::permute_bwd, Op::unpermute, Op::unpermute_bwd}) {
     PermuteCalls calls;
     calls.row_map.cuda = calls.permute.cuda = calls.permute_bwd.cuda = calls.unpermute.cuda = calls.unpermute_bwd.cuda =

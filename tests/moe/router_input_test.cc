@@ -109,7 +109,7 @@ TEST_CASE("good calls of the router are not refused") {
 
 TEST_CASE("with cuda, a call needs a GPU and its memory") {
   if (on_cuda()) return; // the tensors are such memory; place_cuda_test.cc has others
-  const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr};
+  const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr, 0, 0};
   for (const Op op : {Op::fwd, Op::bwd, Op::aux, Op::update}) {
     RouterCalls calls;
     calls.fwd.cuda = calls.bwd.cuda = calls.aux.cuda = calls.update.cuda = &cuda;

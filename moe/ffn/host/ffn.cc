@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "moe/ffn/host/activation.h"
+#include "moe/ffn/activation.h"
 #include "moe/ffn/host/gemm/gemm.h"
 
 namespace epx::moe {

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/ffn/cuda/enqueue.h"
+
+#include "moe/cuda/cuda_call.h"
+#include "moe/ffn/cuda/ffn.h"
+#include "moe/ffn/cuda/kernels.h"
+#include "moe/ffn/workspace.h"
+
+namespace epx::moe::cuda {
+namespace {
+
+DeviceZones zones_of(const FfnShape& shape, const epx_tensor& counts, const epx_tensor& offsets, int64_t num_rows) {
+  return {Integers(&counts), Integers(&offsets), shape.num_experts, num_rows};
+}
+
+void require_memory_of(const CudaCall& call, const epx_moe_ffn_params* params, const char* name) {
+  if (params == nullptr) return;
+  const auto require = [&](const epx_tensor* tensor, const char* member) {
+    call.require_memory(tensor, fmt::format("{}.{}", name, member).c_str());
+  };
+  require(params->gate_up_weight, "gate_up_weight");
+  require(params->gate_weight, "gate_weight");
+  require(params->up_weight, "up_weight");
+  require(params->down_weight, "down_weight");
+  require(params->gate_up_bias, "gate_up_bias");
+  require(params->gate_bias, "gate_bias");
+  require(params->up_bias, "up_bias");
+  require(params->down_bias, "down_bias");
+}
+
+} // namespace
+
+void enqueue(const FfnShape& shape, const ParamTensors& params, const epx_moe_ffn_args& args) {
+  const epx_dtype dtype = args.recv_tokens->dtype;
+  const int64_t rows = args.recv_tokens->sizes[0];
+  const CudaCall call(*args.cuda, EPX_MOE_OP_FFN, ffn_fwd_bytes(shape, dtype, rows, args.pre_act != nullptr),
+                      {{args.recv_tokens, "recv_tokens"},
+                       {args.counts, "counts"},
+                       {args.offsets, "offsets"},
+                       {args.recv_weights, "recv_weights"},
+                       {args.expert_out, "expert_out"},
+                       {args.pre_act, "pre_act"}});
+  require_memory_of(call, args.params, "params");
+  DeviceFfnForward forward;
+  forward.dtype = dtype;
+  forward.params = params;
+  forward.zones = zones_of(shape, *args.counts, *args.offsets, rows);
+  forward.recv_tokens = args.recv_tokens->data;
+  forward.recv_weights = data_of<float>(args.recv_weights);
+  forward.expert_out = args.expert_out->data;
+  forward.pre_act = data_of<void>(args.pre_act);
+  call.require_launched(launch_check_zones(forward.zones, call.errors(), call.target()));
+  ffn_fwd(shape, forward, call);
+}
+
+void enqueue(const FfnShape& shape, const ParamTensors& params, const ParamTensors& grads,
+             const epx_moe_ffn_bwd_args& args) {
+  const epx_dtype dtype = args.recv_tokens->dtype;
+  const int64_t rows = args.recv_tokens->sizes[0];
+  const CudaCall call(*args.cuda, EPX_MOE_OP_FFN_BWD, ffn_bwd_bytes(shape, dtype, rows),
+                      {{args.recv_tokens, "recv_tokens"},
+                       {args.counts, "counts"},
+                       {args.offsets, "offsets"},
+                       {args.recv_weights, "recv_weights"},
+                       {args.pre_act, "pre_act"},
+                       {args.grad_expert_out, "grad_expert_out"},
+                       {args.grad_recv, "grad_recv"},
+                       {args.grad_recv_weights, "grad_recv_weights"}});
+  require_memory_of(call, args.params, "params");
+  require_memory_of(call, args.grads, "grads");
+  DeviceFfnBackward backward;
+  backward.dtype = dtype;
+  backward.params = params;
+  backward.zones = zones_of(shape, *args.counts, *args.offsets, rows);
+  backward.recv_tokens = args.recv_tokens->data;
+  backward.recv_weights = data_of<float>(args.recv_weights);
+  backward.pre_act = args.pre_act->data;
+  backward.grad_expert_out = args.grad_expert_out->data;
+  backward.grad_recv = args.grad_recv->data;
+  backward.grad_recv_weights = data_of<float>(args.grad_recv_weights);
+  backward.grads = grads;
+  backward.accumulate = args.accumulate == 1;
+  call.require_launched(launch_check_zones(backward.zones, call.errors(), call.target()));
+  ffn_bwd(shape, backward, call);
+}
+
+} // namespace epx::moe::cuda

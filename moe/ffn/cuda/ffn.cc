@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/ffn/cuda/ffn.h"
+
+#include "base/dtypes.h"
+#include "moe/ffn/cuda/kernels.h"
+#include "moe/ffn/workspace.h"
+
+namespace epx::moe::cuda {
+namespace {
+
+void* element_at(const void* data, int64_t i, epx_dtype dtype) {
+  return const_cast<std::byte*>(static_cast<const std::byte*>(data)) + row_bytes(dtype, i);
+}
+
+// The products of one call, which have their zones and dtype in common.
+class Products {
+public:
+  Products(epx_dtype dtype, const DeviceZones& zones, const CudaCall& call) : dtype_(dtype), zones_(zones), call_(call) {}
+
+  // A matrix of a row for each row of the zones; its rows are `stride` elements apart.
+  struct Rows {
+    const void* data;
+    int64_t stride;
+  };
+
+  // d[R, n] = a[R, k] * weight[n, k]^T
+  void multiply(Rows a, const ParamTensor& weight, int64_t n, int64_t k, Rows d) const {
+    GroupedGemm gemm = product_of(Product::kRowsByWeight, a, d, n);
+    gemm.k = k;
+    gemm.b = weight.data;
+    gemm.b_stride = weight.stride;
+    run(gemm);
+  }
+  // d[R, n] = a[R, k] * weight[k, n], or that added to d
+  void multiply_transposed(Rows a, const ParamTensor& weight, int64_t n, int64_t k, Rows d, bool accumulate) const {
+    GroupedGemm gemm = product_of(Product::kRowsByTransposedWeight, a, d, n);
+    gemm.k = k;
+    gemm.b = weight.data;
+    gemm.b_stride = weight.stride;
+    gemm.accumulate = accumulate;
+    run(gemm);
+  }
+  // grad[m, n] = a[R, m]^T * b[R, n], or that added to grad
+  void weight_gradient(Rows a, Rows b, int64_t m, int64_t n, const ParamTensor& grad, bool accumulate) const {
+    GroupedGemm gemm = product_of(Product::kWeightGradient, a, {grad.data, grad.stride}, n);
+    gemm.m = m;
+    gemm.b = b.data;
+    gemm.b_stride = b.stride;
+    gemm.out_dtype = grad.dtype;
+    gemm.accumulate = accumulate;
+    run(gemm);
+  }
+
+private:
+  GroupedGemm product_of(Product product, Rows a, Rows d, int64_t n) const {
+    GroupedGemm gemm{.product = product, .zones = zones_, .in_dtype = dtype_, .out_dtype = dtype_};
+    gemm.n = n;
+    gemm.a = a.data;
+    gemm.a_stride = a.stride;
+    gemm.d = const_cast<void*>(d.data);
+    gemm.d_stride = d.stride;
+    return gemm;
+  }
+  void run(const GroupedGemm& gemm) const { call_.require_launched(launch_grouped_gemm(gemm, call_.target())); }
+
+  epx_dtype dtype_;
+  const DeviceZones& zones_;
+  const CudaCall& call_;
+};
+
+// The columns of pre_act, or of its gradient, that belong to `up`.
+Products::Rows ups_of(const FfnShape& shape, const void* pre_act, epx_dtype dtype) {
+  return {element_at(pre_act, shape.pre_act() - shape.inner, dtype), shape.pre_act()};
+}
+
+} // namespace
+
+void ffn_fwd(const FfnShape& shape, const DeviceFfnForward& args, const CudaCall& call) {
+  Workspace workspace(static_cast<std::byte*>(call.workspace()));
+  const ForwardBuffers buffers(shape, args.dtype, args.zones.num_rows, args.pre_act != nullptr, workspace);
+  void* const pre_act = args.pre_act != nullptr ? args.pre_act : buffers.pre_act;
+  const ParamTensors& params = args.params;
+  const Products products(args.dtype, args.zones, call);
+  const Products::Rows tokens{args.recv_tokens, shape.hidden};
+
+  if (params.is_stacked) {
+    products.multiply(tokens, params.gate, shape.pre_act(), shape.hidden, {pre_act, shape.pre_act()});
+  } else {
+    if (shape.has_gate()) products.multiply(tokens, params.gate, shape.inner, shape.hidden, {pre_act, shape.pre_act()});
+    products.multiply(tokens, params.up, shape.inner, shape.hidden, ups_of(shape, pre_act, args.dtype));
+  }
+  const InnerLayer layer{args.dtype, shape.activation, shape.inner, args.zones, args.recv_weights};
+  call.require_launched(launch_activate({layer, pre_act, params.gate_bias, params.up_bias, buffers.h}, call.target()));
+  products.multiply({buffers.h, shape.inner}, params.down, shape.hidden, shape.inner, {args.expert_out, shape.hidden});
+  if (params.down_bias)
+    call.require_launched(launch_add_bias(
+        {args.dtype, args.zones, params.down_bias, args.recv_weights, args.expert_out, shape.hidden}, call.target()));
+}
+
+void ffn_bwd(const FfnShape& shape, const DeviceFfnBackward& args, const CudaCall& call) {
+  Workspace workspace(static_cast<std::byte*>(call.workspace()));
+  const BackwardBuffers buffers(shape, args.dtype, args.zones.num_rows, workspace);
+  const ParamTensors& params = args.params;
+  const ParamTensors& grads = args.grads;
+  const Products products(args.dtype, args.zones, call);
+  const Products::Rows tokens{args.recv_tokens, shape.hidden};
+  const Products::Rows grad_out{args.grad_expert_out, shape.hidden};
+  const Products::Rows h{buffers.h, shape.inner};
+  const Products::Rows grad_h{buffers.grad_h, shape.inner};
+  const Products::Rows grad_gates{buffers.grad_pre_act, shape.pre_act()}; // all of grad_pre_act where they are stacked
+  const Products::Rows grad_ups = ups_of(shape, buffers.grad_pre_act, args.dtype);
+  const Products::Rows grad_recv{args.grad_recv, shape.hidden};
+
+  products.multiply_transposed(grad_out, params.down, shape.inner, shape.hidden, grad_h, false);
+  ActivateBwd activate{.layer = {args.dtype, shape.activation, shape.inner, args.zones, args.recv_weights}};
+  activate.pre_act = args.pre_act;
+  activate.grad_h = buffers.grad_h;
+  activate.grad_pre_act = buffers.grad_pre_act;
+  activate.h = buffers.h;
+  activate.grad_recv_weights = args.grad_recv_weights;
+  activate.grad_expert_out = args.grad_expert_out;
+  activate.hidden = shape.hidden;
+  activate.down_bias = params.down_bias;
+  call.require_launched(launch_activate_bwd(activate, call.target()));
+
+  if (params.is_stacked) {
+    products.multiply_transposed(grad_gates, params.gate, shape.hidden, shape.pre_act(), grad_recv, false);
+  } else {
+    if (shape.has_gate())
+      products.multiply_transposed(grad_gates, params.gate, shape.hidden, shape.inner, grad_recv, false);
+    products.multiply_transposed(grad_ups, params.up, shape.hidden, shape.inner, grad_recv, shape.has_gate());
+  }
+
+  if (grads.is_stacked) {
+    products.weight_gradient(grad_gates, tokens, shape.pre_act(), shape.hidden, grads.gate, args.accumulate);
+  } else {
+    if (grads.gate) products.weight_gradient(grad_gates, tokens, shape.inner, shape.hidden, grads.gate, args.accumulate);
+    if (grads.up) products.weight_gradient(grad_ups, tokens, shape.inner, shape.hidden, grads.up, args.accumulate);
+  }
+  if (grads.down) products.weight_gradient(grad_out, h, shape.hidden, shape.inner, grads.down, args.accumulate);
+  const auto add_up = [&](const ParamTensor& grad, Products::Rows rows, int64_t columns, const float* recv_weights) {
+    if (!grad) return;
+    call.require_launched(launch_bias_grad(
+        {args.dtype, args.zones, recv_weights, rows.data, rows.stride, columns, grad, args.accumulate}, call.target()));
+  };
+  add_up(grads.gate_bias, grad_gates, shape.inner, nullptr);
+  add_up(grads.up_bias, grad_ups, shape.inner, nullptr);
+  add_up(grads.down_bias, grad_out, shape.hidden, args.recv_weights);
+}
+
+} // namespace epx::moe::cuda

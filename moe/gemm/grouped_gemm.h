@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// Grouped matrix products on a GPU: one product for each local expert, over the rows of its zone. Their sizes are in device
+// memory, so the host does not wait for them. Which library or kernel multiplies is known behind this header only.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+#include "epx/epx.h"
+#include "moe/cuda/launch_target.h"
+#include "moe/integers.h"
+
+namespace epx::moe::cuda {
+
+// The zones of the local experts as epx_prepare writes them, in device memory. Values that do not fit num_rows are clamped, so
+// a product never leaves its tensors.
+struct DeviceZones {
+  Integers counts;  // [num_experts]
+  Integers offsets; // [num_experts + 1]
+  int num_experts = 0;
+  int64_t num_rows = 0; // N: the rows that the tensors have
+};
+
+// R is a row of expert e's zone. Elements are summed over the inner index, ascending, in one fp32 accumulator by fma, and
+// rounded once: an element's bits do not depend on the zones, the tiles or the number of SMs.
+enum class Product {
+  kRowsByWeight,           // d[R, n] = sum over k of a[R, k] * b[e, n, k]
+  kRowsByTransposedWeight, // d[R, n] = sum over k of a[R, k] * b[e, k, n]
+  kWeightGradient          // d[e, m, n] = sum over the rows R of e of a[R, m] * b[R, n]; zero without rows
+};
+
+struct GroupedGemm {
+  Product product;
+  DeviceZones zones;
+  int64_t m = 0; // kWeightGradient only
+  int64_t n = 0;
+  int64_t k = 0;       // not kWeightGradient
+  epx_dtype in_dtype;  // of a and b: FLOAT32, FLOAT16 or BFLOAT16
+  epx_dtype out_dtype; // of d: in_dtype, or FLOAT32
+  const void* a = nullptr;
+  const void* b = nullptr;
+  void* d = nullptr;
+  // Elements from one row to the next of a tensor of rows, and from one expert to the next of a tensor of weights.
+  int64_t a_stride = 0;
+  int64_t b_stride = 0;
+  int64_t d_stride = 0;
+  bool accumulate = false; // adds to d
+};
+
+// Enqueues the products on the target's stream, on at most target.num_sms SMs.
+cudaError_t launch_grouped_gemm(const GroupedGemm& gemm, const LaunchTarget& target);
+
+} // namespace epx::moe::cuda

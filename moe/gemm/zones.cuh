@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// The zones of the local experts on the device, bounded by the rows that there are.
+#pragma once
+
+#include "moe/gemm/grouped_gemm.h"
+
+namespace epx::moe::cuda {
+
+struct Zone {
+  int64_t first_row;
+  int64_t num_rows;
+};
+
+__device__ inline Zone zone_of(const DeviceZones& zones, int expert) {
+  const int64_t first = zones.offsets[expert];
+  const int64_t count = zones.counts[expert];
+  const int64_t begin = min(max(first, int64_t{0}), zones.num_rows);
+  return {begin, min(max(count, int64_t{0}), zones.num_rows - begin)};
+}
+
+// Returns the rows up to the end of the last zone.
+__device__ inline int64_t rows_in_use(const DeviceZones& zones) {
+  return min(max(zones.offsets[zones.num_experts], int64_t{0}), zones.num_rows);
+}
+
+// Returns the expert whose zone has the row, or -1 for a pad row. Offsets that do not ascend give some expert or -1.
+__device__ inline int expert_of_row(const DeviceZones& zones, int64_t row) {
+  int low = 0;
+  int high = zones.num_experts;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (zones.offsets[middle] <= row ? low : high) = middle;
+  }
+  if (high == 0) return -1;
+  const Zone zone = zone_of(zones, low);
+  return row >= zone.first_row && row - zone.first_row < zone.num_rows ? low : -1;
+}
+
+} // namespace epx::moe::cuda
