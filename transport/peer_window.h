@@ -14,8 +14,8 @@ namespace epx {
 // windows in device memory.
 enum class WindowAccess { by_host, by_kernels };
 
-// The index of a rank's window among those that this rank can access. Tables of base addresses are indexed by it, and by nothing
-// else: it is the rank's number only because all ranks of a group share one node.
+// The index of a rank's window among those that this rank can access. Tables of base addresses are indexed by it, and by
+// nothing else: it is the rank's number only because all ranks of a group share one node.
 enum class WindowIndex : int {};
 
 constexpr WindowIndex window_index(int rank) {

@@ -9,10 +9,10 @@
  * ## Conventions, beyond those of epx.h
  * - Functions other than epx_moe_block_* are local: no rank communicates. They keep no state and may be called from any thread.
  * - With `cuda` NULL, tensors are host memory, and the call computes on the calling thread and has finished when it returns.
- *   Else tensors are memory of the calling thread's current CUDA device (managed memory is fine, pinned host memory is refused),
- *   and the call is enqueued on cuda->stream: it allocates nothing, does not wait for the device, and can be captured in a CUDA
- *   graph. All but the block run there, which is refused (UNSUPPORTED), as every call is where the build has no CUDA or the
- *   machine no GPU.
+ *   Else tensors are memory of the calling thread's current CUDA device (managed memory is fine, pinned host memory is
+ *   refused), and the call is enqueued on cuda->stream: it allocates nothing, does not wait for the device, and can be
+ *   captured in a CUDA graph. All but the block run there, which is refused (UNSUPPORTED), as every call is where the build
+ *   has no CUDA or the machine no GPU.
  * - "real" below means FLOAT32 or FLOAT64, the same one for all tensors of a call that are called real. Computation is in
  *   that type. FLOAT64 is there to check gradients. On CUDA real is FLOAT32, and a comment says what else a tensor may be
  *   there; computation is in FLOAT32.
@@ -79,9 +79,9 @@ typedef enum epx_moe_op EPX_ENUM_INT32 {
  *   epx_moe_unpermute_bwd see it; in the other two calls both routes read the row.
  * - COUNT: global_counts[i, j] = value is negative, and is taken for 0.
  * - ROWS_NEEDED: value rows are needed, more than an INT32 can count; row_map is all -1, and offsets end at INT32_MAX.
- * - OFFSET: offsets[i] = value is less than the one before it, or beyond the rows. ZONE_COUNT: counts[i] = value does not fit its
- *   zone, which has `limit` rows. The FFN takes what of such zones lies within the rows; where zones overlap, the rows that they
- *   share hold the output of any of them. */
+ * - OFFSET: offsets[i] = value is less than the one before it, or beyond the rows. ZONE_COUNT: counts[i] = value does not fit
+ *   its zone, which has `limit` rows. The FFN takes what of such zones lies within the rows; where zones overlap, the rows
+ *   that they share hold the output of any of them. */
 typedef enum epx_moe_error_kind EPX_ENUM_INT32 {
   EPX_MOE_ERROR_NONE = 0,
   EPX_MOE_ERROR_EXPERT = 1,
@@ -186,8 +186,8 @@ typedef struct epx_moe_router_bwd_args {
 /** Gradient of the logits, through the weights and through the load-balance loss. */
 EPX_API epx_status epx_moe_router_bwd(const epx_moe_router_config* config, const epx_moe_router_bwd_args* args);
 
-/** The bytes of workspace that such a call needs on CUDA. This and its like look at shapes only, never at `cuda` or at data, and
- * need no GPU: allocate once for the largest shape. */
+/** The bytes of workspace that such a call needs on CUDA. This and its like look at shapes only, never at `cuda` or at data,
+ * and need no GPU: allocate once for the largest shape. */
 EPX_API epx_status epx_moe_router_bwd_workspace(const epx_moe_router_config* config, const epx_moe_router_bwd_args* args,
                                                 size_t* bytes);
 
@@ -337,10 +337,10 @@ typedef struct epx_moe_ffn_config {
 /** Fills in defaults; hidden_dim and ffn_dim are left 0 and must be set. */
 EPX_API epx_status epx_moe_ffn_config_init(epx_moe_ffn_config* config);
 
-/** Parameters of this rank's experts, or their gradients; real (CUDA: weights have the dtype of recv_tokens, biases that or FLOAT32,
- * and so have all gradients). Weights are laid out [out, in] as in torch.nn.Linear. With SWIGLU, gate and up are given either
- * stacked (gate first) or separately, weights and biases each as they like. Without a gate only the members named up and down
- * are given. Every bias is optional by itself. */
+/** Parameters of this rank's experts, or their gradients; real (CUDA: weights have the dtype of recv_tokens, biases that or
+ * FLOAT32, and so have all gradients). Weights are laid out [out, in] as in torch.nn.Linear. With SWIGLU, gate and up are
+ * given either stacked (gate first) or separately, weights and biases each as they like. Without a gate only the members
+ * named up and down are given. Every bias is optional by itself. */
 typedef struct epx_moe_ffn_params {
   size_t struct_size;
   const epx_tensor* gate_up_weight; /**< [E_l, 2F, H] */
@@ -369,8 +369,8 @@ typedef struct epx_moe_ffn_args {
 } epx_moe_ffn_args;
 
 /** expert_out[s] = w_s * (down_e h(gate_e x_s, up_e x_s) + down_bias_e) for the rows s of each expert e. Pad rows and rows that
- * are not in use are neither read nor written. On CUDA products are summed in FLOAT32 and what lies between the kernels, pre_act
- * and w_s * h for instance, is rounded to the dtype of recv_tokens. */
+ * are not in use are neither read nor written. On CUDA products are summed in FLOAT32 and what lies between the kernels,
+ * pre_act and w_s * h for instance, is rounded to the dtype of recv_tokens. */
 EPX_API epx_status epx_moe_ffn(const epx_moe_ffn_config* config, const epx_moe_ffn_args* args);
 /** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_ffn_workspace(const epx_moe_ffn_config* config, const epx_moe_ffn_args* args, size_t* bytes);
@@ -394,8 +394,8 @@ typedef struct epx_moe_ffn_bwd_args {
                                         rows */
 } epx_moe_ffn_bwd_args;
 
-/** Gradients of parameters are summed in row order, so that they have the same bits for every number of ranks. On CUDA grad_recv is
- * rounded twice where gate and up are separate tensors, since their two products are added in its dtype. */
+/** Gradients of parameters are summed in row order, so that they have the same bits for every number of ranks. On CUDA
+ * grad_recv is rounded twice where gate and up are separate tensors, since their two products are added in its dtype. */
 EPX_API epx_status epx_moe_ffn_bwd(const epx_moe_ffn_config* config, const epx_moe_ffn_bwd_args* args);
 /** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_ffn_bwd_workspace(const epx_moe_ffn_config* config, const epx_moe_ffn_bwd_args* args,

@@ -39,8 +39,8 @@ struct NamedTensor {
 
 class CudaCall {
 public:
-  // Throws unless the thread's current device is there, the tensors, whose shapes have been checked, are its memory, and so is a
-  // workspace of so many bytes.
+  // Throws unless the thread's current device is there, the tensors, whose shapes have been checked, are its memory, and so
+  // is a workspace of so many bytes.
   CudaCall(const epx_moe_cuda& cuda, epx_moe_op op, size_t workspace_bytes, std::initializer_list<NamedTensor> tensors);
 
   const LaunchTarget& target() const { return target_; }

@@ -85,8 +85,8 @@ private:
   int expert_ = 0;
 };
 
-// Loads [kTile outer, kStage inner] elements of an operand from (outer, inner) on; what lies beyond the ends is zero. Lanes take
-// neighbours of the index that is contiguous.
+// Loads [kTile outer, kStage inner] elements of an operand from (outer, inner) on; what lies beyond the ends is zero. Lanes
+// take neighbours of the index that is contiguous.
 template <typename T>
 __device__ void load_stage(const T* from, const Operand& operand, int64_t outer, int64_t outer_end, int64_t inner,
                            int64_t inner_end, float (&stage)[kStage][kTile]) {

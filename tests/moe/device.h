@@ -27,8 +27,8 @@ private:
   bool before_;
 };
 
-// What `cuda` of a call's args is: NULL on the host. The workspace has just so many bytes and is scribbled over. Valid until the
-// next use.
+// What `cuda` of a call's args is: NULL on the host. The workspace has just so many bytes and is scribbled over. Valid until
+// the next use.
 const epx_moe_cuda* place_of_call(size_t workspace_bytes = 0);
 
 // The same with the bytes that epx_moe_..._workspace(arguments...) returns.

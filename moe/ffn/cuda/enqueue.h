@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The grouped FFN's calls on CUDA. The arguments have been checked, but for the memory that they are in, which these functions do
-// before they enqueue anything.
+// The grouped FFN's calls on CUDA. The arguments have been checked, but for the memory that they are in, which these
+// functions do before they enqueue anything.
 #pragma once
 
 #include "moe/ffn/ffn.h"

@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const __grid_constant__
   });
 }
 
-// The exclusive prefix sum of the threads' values over the block, plus `carry`, which becomes the next block's. All threads call
-// this.
+// The exclusive prefix sum of the threads' values over the block, plus `carry`, which becomes the next block's. All threads
+// call this.
 __device__ inline int64_t prefix_of_block(int64_t value, int64_t& carry) {
   constexpr int kWarps = kBlockThreads / kWarp;
   __shared__ int64_t sums[kWarps];

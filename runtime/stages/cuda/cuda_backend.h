@@ -11,8 +11,8 @@
 
 namespace epx::cuda {
 
-// This is collective over `exchange`: all ranks succeed or all throw. The context must outlive the backend. Kernels must be able
-// to access the transport's windows.
+// This is collective over `exchange`: all ranks succeed or all throw. The context must outlive the backend. Kernels must be
+// able to access the transport's windows.
 std::unique_ptr<Backend> make_backend(const GroupContext& context, int num_comm_sms, std::unique_ptr<Transport> transport,
                                       Exchange& exchange);
 

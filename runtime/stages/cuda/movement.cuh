@@ -206,8 +206,8 @@ public:
     }
     return is_usable_;
   }
-  // The entry barrier of the low-latency path, where each warp enters by itself; see CallSession::enter_warp. Returns false, the
-  // same in all lanes, when the group has failed.
+  // The entry barrier of the low-latency path, where each warp enters by itself; see CallSession::enter_warp. Returns false,
+  // the same in all lanes, when the group has failed.
   __device__ bool enter_warp() {
     if (!call_.enter_warp(params_.descriptor, dynamic_shared_memory<PeerDescriptors>()[threadIdx.x / kWarp])) return false;
     if (must_enter() && lane() == 0) report();
