@@ -402,10 +402,15 @@ std::optional<Message> FileSession::wait_for_answer(SuspensionAwareDeadline& dea
 std::string FileSession::why_no_answer(bool rank_0_has_come) const {
   std::vector<int> missing;
   if (!rank_0_has_come) missing.push_back(0);
-  for (int rank = 1; rank < participant_.num_ranks; ++rank) // in later rounds every rank has come once
-    if (round_ == 0 && rank != participant_.rank && !attendance_.has_come(rank)) missing.push_back(rank);
+  const bool rank_0_lives = rank_0_has_come && attendance_.lives(0);
+  for (int rank = 1; rank < participant_.num_ranks; ++rank) {
+    if (rank == participant_.rank) continue;
+    // In later rounds every rank has come once. A slow rank 0 may not have told yet which one has died since.
+    const bool is_missing = round_ == 0 ? !attendance_.has_come(rank) : rank_0_lives && !attendance_.lives(rank);
+    if (is_missing) missing.push_back(rank);
+  }
   std::string never_came = fmt::format("{} of {} never came", name_ranks(missing), participant_.num_ranks);
-  if (!rank_0_has_come || (!missing.empty() && attendance_.lives(0))) return never_came; // a slow rank 0 is not to blame
+  if (!rank_0_has_come || (!missing.empty() && rank_0_lives)) return never_came; // a slow rank 0 is not to blame
   const std::string silent = fmt::format("rank 0 of {} came and does not answer any more", participant_.num_ranks);
   return missing.empty() ? silent : silent + ", and " + never_came;
 }
