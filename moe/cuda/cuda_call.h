@@ -32,6 +32,12 @@ void enqueue_on_cuda([[maybe_unused]] const Enqueue& enqueue) {
     refuse_cuda();
 }
 
+// What the epx_moe_..._workspace functions do with the bytes that they have found.
+inline void write_workspace(size_t* bytes, size_t value) {
+  if (bytes == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "bytes is NULL");
+  *bytes = value;
+}
+
 struct NamedTensor {
   const epx_tensor* tensor; // or NULL
   const char* name;

@@ -107,11 +107,6 @@ void require_sums(const epx_moe_ffn_params* grads, const ParamTensors& tensors) 
            "accumulate is 1, but a tensor of grads is {}; on CUDA gradients are added up in float32", name_of(grad.dtype));
 }
 
-void write_workspace(size_t* bytes, size_t value) {
-  if (bytes == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "bytes is NULL");
-  *bytes = value;
-}
-
 } // namespace
 
 epx_status epx_moe_ffn_config_init(epx_moe_ffn_config* config) {

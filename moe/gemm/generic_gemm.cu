@@ -8,8 +8,8 @@
 #include "moe/gemm/grouped_gemm.h"
 
 #include "base/device/launch.h"
+#include "moe/cuda/elements.cuh"
 #include "moe/cuda/warps.cuh"
-#include "moe/gemm/elements.cuh"
 #include "moe/gemm/zones.cuh"
 
 namespace epx::moe::cuda {

@@ -76,11 +76,6 @@ int64_t rows_of_shape(const epx_tensor* rows, const char* name) {
   return rows->sizes[0];
 }
 
-void write_workspace(size_t* bytes, size_t value) {
-  if (bytes == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "bytes is NULL");
-  *bytes = value;
-}
-
 } // namespace
 
 epx_status epx_moe_row_map(const epx_moe_row_map_args* args) {

@@ -145,8 +145,7 @@ epx_status epx_moe_router_bwd_workspace(const epx_moe_router_config* config, con
   return at_c_boundary(__func__, [&] {
     require_config(config);
     require_struct(args, "args");
-    if (bytes == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "bytes is NULL");
-    *bytes = cuda::route_bwd_bytes(*config);
+    write_workspace(bytes, cuda::route_bwd_bytes(*config));
   });
 }
 
@@ -172,8 +171,7 @@ epx_status epx_moe_aux_loss_workspace(const epx_moe_router_config* config, const
     require_config(config);
     require_struct(args, "args");
     require_sizes(args->logits, "logits", {{"T", kAnySize}, {"E", config->num_experts}});
-    if (bytes == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "bytes is NULL");
-    *bytes = cuda::aux_loss_bytes(args->logits->sizes[0], config->num_experts);
+    write_workspace(bytes, cuda::aux_loss_bytes(args->logits->sizes[0], config->num_experts));
   });
 }
 

@@ -11,10 +11,10 @@
 #include <initializer_list>
 
 #include "base/device/launch.h"
+#include "moe/cuda/elements.cuh"
 #include "moe/cuda/report.cuh"
 #include "moe/cuda/warps.cuh"
 #include "moe/ffn/activation.h"
-#include "moe/gemm/elements.cuh"
 #include "moe/gemm/zones.cuh"
 
 namespace epx::moe::cuda {

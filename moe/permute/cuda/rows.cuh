@@ -4,43 +4,15 @@
 // where addresses and sizes allow them (kVector), else element by element.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
+#include "moe/cuda/elements.cuh"
 #include "moe/cuda/warps.cuh"
 
 namespace epx::moe::cuda {
 
 constexpr int kFragment = 8;
 constexpr int kWarpTile = kFragment * kWarp;
-
-__device__ inline float to_float(float x) {
-  return x;
-}
-__device__ inline float to_float(__half x) {
-  return __half2float(x);
-}
-__device__ inline float to_float(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
-
-// Rounds to nearest even.
-template <typename T>
-__device__ T from_float(float x);
-template <>
-__device__ inline float from_float<float>(float x) {
-  return x;
-}
-template <>
-__device__ inline __half from_float<__half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
 
 template <typename T>
 struct alignas(16) Fragment {
