@@ -82,8 +82,8 @@ FfnParams<float> share_of(const Rank& rank, const FfnParams<float>& params) {
   for (const auto& name : params.kNames) {
     if (!(params.*name.tensor)) continue;
     const Tensor<float>& all = *(params.*name.tensor);
-    Tensor<float> part = all.get()->ndim == 2 ? Tensor<float>({rank.num_experts, all.size(1)})
-                                              : Tensor<float>({rank.num_experts, all.size(1), all.size(2)});
+    Tensor<float> part = all.ndim() == 2 ? Tensor<float>({rank.num_experts, all.size(1)})
+                                         : Tensor<float>({rank.num_experts, all.size(1), all.size(2)});
     for (int64_t i = 0; i < part.count(); ++i)
       part[i] = all[rank.first_expert * all.per_row() + i];
     share.*name.tensor = std::move(part);

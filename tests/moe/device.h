@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the calls under test compute: on the host, or on CUDA when the program was started with --device cuda. Tensors are then
-// managed memory, so that the same tests read and write them.
+// Where the calls under test compute: on the host, or on CUDA when the program was started with --device cuda. Tensors are memory
+// of the host, so that the same tests read and write them; on CUDA each has a copy on the device, which calls are given.
 #pragma once
 
 #include <cstddef>
@@ -41,20 +41,26 @@ const epx_moe_cuda* place_of_call(const Workspace& workspace, First first, Rest.
 
 inline constexpr epx_moe_cuda kBadCuda = {3, nullptr, nullptr, 0, nullptr, 0, 0}; // a wrong struct_size
 
-// Waits for the call, and throws when it has reported an error.
+// Waits for the call, copies what the device has back, and throws when the call has reported an error.
 void finish_call();
 
-// What calls have reported since the last look.
+// What calls have reported since the last look. Copies back, as finish_call() does.
 struct Report {
   int64_t num_errors;
   epx_moe_errors_report first;
 };
 Report take_report();
 
-// Memory of the place that calls compute in, between guard zones. free_guarded() counts zones that something has written to.
+// Memory between guard zones, which its copy on the device has too. free_guarded() counts zones that something has written to.
 void* allocate_guarded(size_t bytes);
 void free_guarded(void* memory) noexcept;
 int64_t broken_guards();
+
+// What a call that is made now is to be given for memory from allocate_guarded(), or for an address in it: on CUDA its copy,
+// which has the host's values from here on.
+void* address_for_call(void* memory);
+// Gives all copies the host's values, as place_of_call() does. For what runs again without a call: a CUDA graph.
+void copy_to_device();
 
 template <typename T>
 struct GuardedAllocator {

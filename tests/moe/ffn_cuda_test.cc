@@ -123,7 +123,7 @@ Result<T, G> run_on_cuda(const FfnCase<T, G>& c, int num_sms) {
 template <typename T>
 std::string rows_fault(const char* name, const Zones& zones, Tensor<T> actual, const Tensor<double>& expected,
                        double tolerance) {
-  const Tensor<T> before = scribbled<T>({actual.size(0), actual.get()->ndim == 2 ? actual.size(1) : 1});
+  const Tensor<T> before = scribbled<T>({actual.size(0), actual.ndim() == 2 ? actual.size(1) : 1});
   for (int64_t row = 0; row < zones.num_rows; ++row)
     for (int64_t i = 0; i < actual.per_row() && !zones.used(row); ++i)
       if (std::memcmp(&actual(row, i), &before(row, i), sizeof(T)) != 0) return std::string(name) + ": a pad was written";

@@ -121,8 +121,8 @@ FfnParams<Real> random_params(const FfnShape& shape, const FfnForm& form, Rng& r
 template <typename Real>
 Tensor<Real> unstack(const Tensor<Real>& stacked, int half) {
   const int64_t rows = stacked.size(1) / 2;
-  Tensor<Real> part = stacked.get()->ndim == 2 ? Tensor<Real>({stacked.size(0), rows})
-                                               : Tensor<Real>({stacked.size(0), rows, stacked.size(2)});
+  Tensor<Real> part =
+      stacked.ndim() == 2 ? Tensor<Real>({stacked.size(0), rows}) : Tensor<Real>({stacked.size(0), rows, stacked.size(2)});
   for (int64_t e = 0; e < part.size(0); ++e) {
     for (int64_t i = 0; i < part.per_row(); ++i)
       part(e, i) = stacked(e, half * part.per_row() + i);

@@ -159,8 +159,8 @@ TEST_CASE("tensors that are aligned to their elements only") {
   const auto expected = run_permute(map.row_map, tokens, 5).rows;
   Tensor<float> storage({1 + 3 * 64}), rows_storage({1 + 5 * 64});
   std::copy(tokens.begin(), tokens.end(), &storage[1]);
-  const epx_tensor shifted = epx_tensor_2d(&storage[1], EPX_FLOAT32, 3, 64);
-  const epx_tensor rows = epx_tensor_2d(&rows_storage[1], EPX_FLOAT32, 5, 64);
+  const epx_tensor shifted = epx_tensor_2d(address_for_call(&storage[1]), EPX_FLOAT32, 3, 64);
+  const epx_tensor rows = epx_tensor_2d(address_for_call(&rows_storage[1]), EPX_FLOAT32, 5, 64);
   epx_moe_permute_args args = {sizeof(args), nullptr, map.row_map.get(), &shifted, nullptr, &rows, nullptr};
   args.cuda = place_of_call(epx_moe_permute_workspace, &args);
   require_ok(epx_moe_permute(&args), "epx_moe_permute");

@@ -148,7 +148,7 @@ TEST_CASE("a layer that is captured in a graph follows its input") {
   cudaStream_t stream = nullptr;
   require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   place.stream = stream;
-  place.workspace = &scratch[0];
+  place.workspace = address_for_call(&scratch[0]);
   place.workspace_bytes = static_cast<size_t>(scratch.count());
   const epx_moe_router_args route = {sizeof(route), &place,         logits.get(),  nullptr,
                                      nullptr,       topk_idx.get(), weights.get(), info.get()};
@@ -188,6 +188,7 @@ TEST_CASE("a layer that is captured in a graph follows its input") {
     for (auto* const output : {&weights, &rows, &out, &grad_rows, &grad_weights, &grad_logits})
       output->scribble();
     info.scribble();
+    copy_to_device();
     require_cuda(cudaGraphLaunch(exec, stream));
     require_cuda(cudaStreamSynchronize(stream));
     CHECK(take_report().num_errors == 0);

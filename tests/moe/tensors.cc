@@ -32,7 +32,7 @@ bool tells(const std::string& sentence, std::string_view word) {
 
 template <typename T>
 bool same_shape(const Tensor<T>& a, const Tensor<T>& b) {
-  return a.get()->ndim == b.get()->ndim && std::equal(a.get()->sizes, a.get()->sizes + a.get()->ndim, b.get()->sizes);
+  return a.ndim() == b.ndim() && std::equal(a.sizes(), a.sizes() + a.ndim(), b.sizes());
 }
 
 template <typename T, typename Equal>

@@ -48,7 +48,8 @@ inline constexpr epx_dtype kDtype<Float16> = EPX_FLOAT16;
 template <typename T>
 using RealOf = std::conditional_t<sizeof(T) == 2, float, T>;
 
-// A contiguous array and the descriptor that the C API takes. Its size is fixed, so get() stays valid as long as it lives.
+// A contiguous array and the descriptor that the C API takes. Its size is fixed, so what get() returns stays valid as long as it
+// lives; on CUDA get() also copies the values to the device.
 template <typename T>
 class Tensor {
 public:
@@ -61,14 +62,13 @@ public:
     }
     values_.assign(count, value);
     view_.dtype = kDtype<T>;
-    view_.data = values_.data();
   }
   Tensor(std::initializer_list<int64_t> shape, const std::vector<T>& values) : Tensor(shape) {
     for (size_t i = 0; i < values_.size(); ++i)
       values_[i] = values.at(i);
   }
-  Tensor(const Tensor& other) : values_(other.values_), view_(other.view_) { view_.data = values_.data(); }
-  Tensor(Tensor&& other) noexcept : values_(std::move(other.values_)), view_(other.view_) {}
+  Tensor(const Tensor&) = default;
+  Tensor(Tensor&&) noexcept = default;
   Tensor& operator=(Tensor other) noexcept {
     values_ = std::move(other.values_); // a move keeps the address of the elements
     view_ = other.view_;
@@ -76,7 +76,12 @@ public:
   }
   ~Tensor() = default;
 
-  const epx_tensor* get() const { return &view_; }
+  const epx_tensor* get() const {
+    view_.data = address_for_call(const_cast<T*>(values_.data()));
+    return &view_;
+  }
+  int32_t ndim() const { return view_.ndim; }
+  const int64_t* sizes() const { return view_.sizes; }
   int64_t size(int dimension) const { return view_.sizes[dimension]; }
   int64_t count() const { return static_cast<int64_t>(values_.size()); }
   int64_t per_row() const { return size(0) == 0 ? 0 : count() / size(0); } // elements for each index of the first dimension
@@ -95,7 +100,7 @@ public:
 
 private:
   std::vector<T, GuardedAllocator<T>> values_;
-  epx_tensor view_;
+  mutable epx_tensor view_; // its data is filled in by get()
 };
 
 template <typename T>
@@ -121,10 +126,10 @@ Tensor<T> random_tensor(std::initializer_list<int64_t> shape, Rng& rng, double l
 
 template <typename To, typename From>
 Tensor<To> converted(const Tensor<From>& from) {
-  const int64_t* sizes = from.get()->sizes;
-  Tensor<To> to = from.get()->ndim == 1   ? Tensor<To>({sizes[0]})
-                  : from.get()->ndim == 2 ? Tensor<To>({sizes[0], sizes[1]})
-                                          : Tensor<To>({sizes[0], sizes[1], sizes[2]});
+  const int64_t* sizes = from.sizes();
+  Tensor<To> to = from.ndim() == 1   ? Tensor<To>({sizes[0]})
+                  : from.ndim() == 2 ? Tensor<To>({sizes[0], sizes[1]})
+                                     : Tensor<To>({sizes[0], sizes[1], sizes[2]});
   for (int64_t i = 0; i < to.count(); ++i)
     to[i] = static_cast<To>(from[i]);
   return to;
