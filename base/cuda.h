@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Owners of CUDA resources, and the one place where a cudaError_t becomes a StatusError. Destructors log and never throw.
+// Owners of CUDA resources. Destructors log and never throw.
 #pragma once
 
 #include <cstddef>
@@ -8,17 +8,10 @@
 
 #include <cuda_runtime_api.h>
 
-#include "base/error.h"
+#include "base/cuda_error.h"
 #include "base/log.h"
 
 namespace epx {
-
-inline void check_cuda(cudaError_t error, const char* call) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError(); // clears an error that is not sticky, so that no later call of the caller's finds it
-  fail(error == cudaErrorMemoryAllocation ? EPX_ERROR_OUT_OF_MEMORY : EPX_ERROR_SYSTEM, "{}: {} ({})", call,
-       cudaGetErrorString(error), cudaGetErrorName(error));
-}
 
 inline void log_cuda(cudaError_t error, const char* call) noexcept {
   if (error != cudaSuccess && error != cudaErrorCudartUnloading)

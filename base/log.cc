@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/log.h"
 
-#include <memory>
-#include <string>
-
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
@@ -13,22 +10,44 @@ namespace epx::log {
 namespace {
 
 // The logger is not entered in spdlog's registry, which belongs to the application.
-spdlog::logger make_logger(const std::string& name) {
+std::shared_ptr<spdlog::logger> make_logger(const std::string& name) {
   static const auto kSink = std::make_shared<spdlog::sinks::stderr_sink_mt>();
-  spdlog::logger logger(name, kSink);
-  logger.set_level(spdlog::level::from_str(environment().log_level));
+  auto logger = std::make_shared<spdlog::logger>(name, kSink);
+  logger->set_level(spdlog::level::from_str(environment().log_level));
   return logger;
+}
+
+spdlog::level::level_enum level_of(Level level) {
+  switch (level) {
+  case Level::kInfo:
+    return spdlog::level::info;
+  case Level::kWarn:
+    return spdlog::level::warn;
+  case Level::kError:
+    break;
+  }
+  return spdlog::level::err;
 }
 
 } // namespace
 
-spdlog::logger& group() {
-  static spdlog::logger logger = make_logger("epx.group");
+Logger::Logger(const std::string& name) : logger_(make_logger(name)) {}
+
+bool Logger::is_on(Level level) const {
+  return logger_->should_log(level_of(level));
+}
+
+void Logger::write(Level level, const std::string& message) const {
+  logger_->log(level_of(level), message);
+}
+
+const Logger& group() {
+  static const Logger logger("epx.group");
   return logger;
 }
 
-spdlog::logger& transport() {
-  static spdlog::logger logger = make_logger("epx.transport");
+const Logger& transport() {
+  static const Logger logger("epx.transport");
   return logger;
 }
 

@@ -24,7 +24,7 @@ void StatusBoard::fail(const Failure& failure) {
   if (!failure_) {
     failure_ = failure;
     // A user asked for an abort, so it is no error in the log.
-    const auto level = failure.status == EPX_ERROR_ABORTED ? spdlog::level::info : spdlog::level::err;
+    const auto level = failure.status == EPX_ERROR_ABORTED ? log::Level::kInfo : log::Level::kError;
     log::group().log(level, "{}: {}", name_of(failure.status), failure.message);
   }
   throw StatusError(failure_->status, failure_->message);

@@ -7,18 +7,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include "base/cuda_error.h"
 #include "moe/tensors.h"
 
 namespace epx::moe {
 namespace {
-
-// Throws for what CUDA refuses.
-void require_cuda(cudaError_t error, const char* call) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError(); // clears an error that is not sticky, so that no later call of the caller's finds it
-  throw StatusError(error == cudaErrorMemoryAllocation ? EPX_ERROR_OUT_OF_MEMORY : EPX_ERROR_SYSTEM,
-                    fmt::format("{}: {} ({})", call, cudaGetErrorString(error), cudaGetErrorName(error)));
-}
 
 int current_device() {
   int count = 0;
@@ -28,7 +21,7 @@ int current_device() {
     fail(EPX_ERROR_UNSUPPORTED, "there is no GPU: {}", error != cudaSuccess ? cudaGetErrorString(error) : "none was found");
   }
   int device = 0;
-  require_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   return device;
 }
 
@@ -38,7 +31,7 @@ const char* name_of_memory(cudaMemoryType type) {
 
 void require_on_device(const void* memory, const char* name, int device) {
   cudaPointerAttributes attributes{};
-  require_cuda(cudaPointerGetAttributes(&attributes, memory), "cudaPointerGetAttributes");
+  check_cuda(cudaPointerGetAttributes(&attributes, memory), "cudaPointerGetAttributes");
   if (attributes.type == cudaMemoryTypeManaged) return;
   if (attributes.type != cudaMemoryTypeDevice)
     fail(EPX_ERROR_INVALID_ARGUMENT, "{} is at {}, which is {}; with cuda it must be memory of the current device, {}",
@@ -76,7 +69,7 @@ CudaCall::CudaCall(const epx_moe_cuda& cuda, epx_moe_op op, size_t workspace_byt
     require_on_device(cuda.workspace, "cuda.workspace", device_);
   }
   target_.stream = cuda.stream;
-  require_cuda(cudaDeviceGetAttribute(&target_.num_sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
+  check_cuda(cudaDeviceGetAttribute(&target_.num_sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
   if (cuda.num_sms > 0) target_.num_sms = std::min(target_.num_sms, cuda.num_sms);
 }
 
@@ -85,14 +78,14 @@ void CudaCall::require_memory(const epx_tensor* tensor, const char* name) const 
 }
 
 void CudaCall::require_launched(int error) const {
-  require_cuda(static_cast<cudaError_t>(error), "launching a kernel");
+  check_cuda(static_cast<cudaError_t>(error), "launching a kernel");
 }
 
 ErrorRecord* make_error_record() {
   current_device();
   void* memory = nullptr;
   // Portable: kernels of every device may write it, at the same address.
-  require_cuda(cudaHostAlloc(&memory, sizeof(ErrorRecord), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+  check_cuda(cudaHostAlloc(&memory, sizeof(ErrorRecord), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
   return new (memory) ErrorRecord{};
 }
 
