@@ -57,6 +57,35 @@ install_missing() {
   "${apt[@]}" install -y --no-install-recommends "${missing[@]}" >/dev/null
 }
 
+# Puts the headers of CUTLASS where Meson looks for them, from the Python package that has them. Only nvcc needs them, and without
+# them it compiles everything but the FFN on tensor cores.
+install_cutlass() {
+  local version=4.2.0 sha256=f9599ada45c7bcb6bf53f7d3f0a7d154183e53451c01bfa59eecd37dd4a693f6
+  local deps=$source_root/.deps download
+  local wheel=nvidia_cutlass-$version.0-py3-none-any.whl
+  command -v nvcc >/dev/null || return 0
+  if [[ -e $deps/cutlass-$version ]]; then
+    say "CUTLASS: $version is installed"
+    return
+  fi
+  mkdir -p "$deps"
+  download=$(mktemp -d "$deps/download.XXXXXX")
+  say "CUTLASS: installing $version"
+  if python3 -m pip download --quiet --no-deps --dest "$download" "nvidia-cutlass==$version.0"; then
+    sha256sum --check --quiet <<<"$sha256  $download/$wheel" || die "CUTLASS: $download/$wheel is not the file that it should be"
+    python3 - "$download" "$wheel" <<'END'
+import sys, zipfile
+download, wheel = sys.argv[1:]
+with zipfile.ZipFile(f"{download}/{wheel}") as files:
+    files.extractall(download, [name for name in files.namelist() if name.startswith("cutlass_library/source/include/")])
+END
+    mv "$download/cutlass_library/source" "$deps/cutlass-$version"
+  else
+    say "CUTLASS: pip cannot download it; the FFN will compute without tensor cores"
+  fi
+  rm -rf "$download"
+}
+
 # configure BUILD_DIR MESON_OPTION...   Sets the build directory up, or changes the options of one that is there.
 configure() {
   local build_dir=$1

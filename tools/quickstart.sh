@@ -28,6 +28,7 @@ run_training() { # STEPS TEXT
 }
 
 install_missing "${build_packages[@]}"
+install_cutlass
 
 if [[ -e build/build.ninja ]]; then
   say "Build: build/ is set up"

@@ -156,6 +156,7 @@ tidy_is_quiet() {
 }
 
 install_missing "${build_packages[@]}" "${test_packages[@]}" "${lint_packages[@]}"
+install_cutlass
 use_local_mpi
 
 # Sanitizers of older compilers cannot live with the address randomisation of newer kernels.
