@@ -51,7 +51,7 @@ typedef struct epx_moe_cuda {
   size_t workspace_bytes; /**< at least what the epx_moe_..._workspace of the call says */
   epx_moe_errors errors;  /**< [optional] where the call reports bad data; NULL: nowhere */
   int32_t num_sms;   /**< the most SMs that the call's kernels are made for, to leave the others to kernels beside them;
-                             0: all. Results do not depend on it */
+                             0: all. Results do not depend on it. The FFN takes two at least where it uses tensor cores */
   int32_t reserved0; /**< 0 */
 } epx_moe_cuda;
 
@@ -370,7 +370,11 @@ typedef struct epx_moe_ffn_args {
 
 /** expert_out[s] = w_s * (down_e h(gate_e x_s, up_e x_s) + down_bias_e) for the rows s of each expert e. Pad rows and rows that
  * are not in use are neither read nor written. On CUDA products are summed in FLOAT32 and what lies between the kernels,
- * pre_act and w_s * h for instance, is rounded to the dtype of recv_tokens. */
+ * pre_act and w_s * h for instance, is rounded to the dtype of recv_tokens.
+ * On CUDA with BFLOAT16, and H and F multiples of 8, the rows and weights of both calls (all tensors but counts, offsets,
+ * recv_weights, biases and the gradients of these) must be aligned to 16 bytes. A GPU of compute capability 9.0 then multiplies
+ * on tensor cores, if the library was built with CUTLASS; which kernels run depends on the dtype, H and F alone (and on N, from
+ * 2^31 rows on). */
 EPX_API epx_status epx_moe_ffn(const epx_moe_ffn_config* config, const epx_moe_ffn_args* args);
 /** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_ffn_workspace(const epx_moe_ffn_config* config, const epx_moe_ffn_args* args, size_t* bytes);

@@ -77,6 +77,11 @@ void CudaCall::require_memory(const epx_tensor* tensor, const char* name) const 
   if (tensor != nullptr && !is_empty(*tensor)) require_on_device(tensor->data, name, device_);
 }
 
+void CudaCall::require_aligned(const epx_tensor* tensor, const char* name, size_t alignment) const {
+  if (tensor == nullptr || is_empty(*tensor) || reinterpret_cast<uintptr_t>(tensor->data) % alignment == 0) return;
+  fail(EPX_ERROR_INVALID_ARGUMENT, "{} is at {}, which is not aligned to {} bytes", name, tensor->data, alignment);
+}
+
 void CudaCall::require_launched(int error) const {
   check_cuda(static_cast<cudaError_t>(error), "launching a kernel");
 }

@@ -55,6 +55,8 @@ public:
 
   // Throws unless a tensor, whose shape has been checked, is memory of the device. It may be NULL.
   void require_memory(const epx_tensor* tensor, const char* name) const;
+  // Throws when a tensor, whose shape has been checked, has elements and is not aligned to so many bytes. It may be NULL.
+  void require_aligned(const epx_tensor* tensor, const char* name, size_t alignment) const;
   // Throws when CUDA has refused a launch; `error` is a cudaError_t.
   void require_launched(int error) const;
 

@@ -10,27 +10,37 @@
 #include "base/dtypes.h"
 #include "moe/cuda/launch_target.h"
 #include "moe/ffn/ffn.h"
+#include "moe/gemm/gemm_workspace.h"
 
 namespace epx::moe {
 
-// Hands out tensors of rows from the workspace, or only counts their bytes when there is none.
+// Hands out parts of the workspace, or only counts their bytes when there is none.
 class Workspace {
 public:
   explicit Workspace(std::byte* memory) : memory_(memory) {}
 
   void* take(int64_t rows, int64_t columns, epx_dtype dtype) {
-    void* const tensor = memory_ != nullptr ? memory_ + bytes_ : nullptr;
     const std::optional<int64_t> bytes = checked_bytes_of_rows(dtype, rows, columns);
     if (!bytes || *bytes > kMaxBytes)
       fail(EPX_ERROR_INVALID_ARGUMENT, "the workspace for {} rows of {} elements has more bytes than an int64 can count",
            rows, columns);
-    bytes_ += round_up_workspace(static_cast<size_t>(*bytes));
-    return tensor;
+    return take_bytes(static_cast<size_t>(*bytes));
+  }
+  // What the products of a call take for tensor cores; NULL where they do not fit.
+  void* take_for_products(const FfnShape& shape, epx_dtype dtype, int64_t rows) {
+    if (!fits_tensor_cores(dtype, shape.hidden, shape.inner, rows)) return nullptr;
+    return take_bytes(tensor_core_workspace_bytes(shape.num_experts));
   }
   size_t bytes() const { return bytes_; }
 
 private:
-  static constexpr int64_t kMaxBytes = std::numeric_limits<int64_t>::max() / 8; // four tensors add up without overflow
+  static constexpr int64_t kMaxBytes = std::numeric_limits<int64_t>::max() / 8; // four parts add up without overflow
+
+  void* take_bytes(size_t bytes) {
+    void* const part = memory_ != nullptr ? memory_ + bytes_ : nullptr;
+    bytes_ += round_up_workspace(bytes);
+    return part;
+  }
 
   std::byte* memory_;
   size_t bytes_ = 0;
@@ -39,20 +49,24 @@ private:
 struct ForwardBuffers {
   ForwardBuffers(const FfnShape& shape, epx_dtype dtype, int64_t rows, bool has_pre_act, Workspace& workspace)
       : h(workspace.take(rows, shape.inner, dtype)),
-        pre_act(has_pre_act ? nullptr : workspace.take(rows, shape.pre_act(), dtype)) {}
+        pre_act(has_pre_act ? nullptr : workspace.take(rows, shape.pre_act(), dtype)),
+        for_products(workspace.take_for_products(shape, dtype, rows)) {}
 
-  void* h;       // [N, F]
-  void* pre_act; // NULL when the caller has one
+  void* h;            // [N, F]
+  void* pre_act;      // NULL when the caller has one
+  void* for_products; // NULL where they do not fit tensor cores
 };
 
 struct BackwardBuffers {
   BackwardBuffers(const FfnShape& shape, epx_dtype dtype, int64_t rows, Workspace& workspace)
       : h(workspace.take(rows, shape.inner, dtype)), grad_h(workspace.take(rows, shape.inner, dtype)),
-        grad_pre_act(workspace.take(rows, shape.pre_act(), dtype)) {}
+        grad_pre_act(workspace.take(rows, shape.pre_act(), dtype)),
+        for_products(workspace.take_for_products(shape, dtype, rows)) {}
 
   void* h;            // [N, F]
   void* grad_h;       // [N, F]
   void* grad_pre_act; // [N, 2F] or [N, F]
+  void* for_products;
 };
 
 inline size_t ffn_fwd_bytes(const FfnShape& shape, epx_dtype dtype, int64_t num_rows, bool has_pre_act) {

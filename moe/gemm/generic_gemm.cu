@@ -5,7 +5,7 @@
 //   warps   what they do                                                           what they wait for
 //   all     load a pipeline stage of a and b into shared memory, then each thread  only barriers of the block
 //           multiplies a fragment of 4 x 4 elements of the block's tile of d
-#include "moe/gemm/grouped_gemm.h"
+#include "moe/gemm/generic_gemm.h"
 
 #include "base/device/launch.h"
 #include "moe/cuda/elements.cuh"
@@ -160,8 +160,7 @@ Operand operand_b(const GroupedGemm& gemm) {
 
 } // namespace
 
-cudaError_t launch_grouped_gemm(const GroupedGemm& gemm, const LaunchTarget& target) {
-  if (gemm.zones.num_experts == 0 || gemm.n == 0) return cudaSuccess;
+cudaError_t launch_generic_gemm(const GroupedGemm& gemm, const LaunchTarget& target) {
   const GemmParams params{gemm, operand_a(gemm), operand_b(gemm)};
   const epx::cuda::Grid grid{target.num_sms * kGemmBlocksPerSm, kGemmThreads};
   const cudaStream_t stream = stream_of(target);

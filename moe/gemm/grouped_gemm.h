@@ -22,8 +22,13 @@ struct DeviceZones {
   int64_t num_rows = 0; // N: the rows that the tensors have
 };
 
-// R is a row of expert e's zone. Elements are summed over the inner index, ascending, in one fp32 accumulator by fma, and
-// rounded once: an element's bits do not depend on the zones, the tiles or the number of SMs.
+// R is a row of expert e's zone. Elements are summed in fp32 and rounded once. The order of the sum follows from the kernel,
+// and the kernel from the dtype, the lengths of the rows, the GPU's compute capability and the build alone: an element's bits
+// do not depend on the zones (but for what a weight gradient sums), on where a row lies or on the number of SMs.
+//
+//   kernel          order over the inner index                                        where
+//   sm90/           by stages of 64 from 0, or the zone's first row; then as wgmma    BFLOAT16 on capability 9.0
+//   generic_gemm.h  ascending, in one accumulator by fma                              elsewhere
 enum class Product {
   kRowsByWeight,           // d[R, n] = sum over k of a[R, k] * b[e, n, k]
   kRowsByTransposedWeight, // d[R, n] = sum over k of a[R, k] * b[e, k, n]
@@ -46,9 +51,13 @@ struct GroupedGemm {
   int64_t b_stride = 0;
   int64_t d_stride = 0;
   bool accumulate = false; // adds to d
+  // tensor_core_workspace_bytes() of device memory where fits_tensor_cores() is true and all tensors are aligned to
+  // kTmaAlignment; NULL elsewhere. Products in one stream may share it.
+  void* tensor_core_workspace = nullptr;
 };
 
-// Enqueues the products on the target's stream, on at most target.num_sms SMs.
+// Enqueues the products on the target's stream, on at most target.num_sms SMs, but on two at least with tensor cores, whose
+// clusters have two blocks. Neither waits for the device nor allocates memory.
 cudaError_t launch_grouped_gemm(const GroupedGemm& gemm, const LaunchTarget& target);
 
 } // namespace epx::moe::cuda

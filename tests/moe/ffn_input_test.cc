@@ -183,6 +183,12 @@ TEST_CASE("the FFN on CUDA refuses float64") {
   CHECK(not_refused(epx_moe_ffn_workspace(&calls.config, &calls.fwd, nullptr), {"bytes", "NULL"}) == "");
   CHECK(epx_moe_ffn_bwd_workspace(&calls.config, &calls.bwd, &bytes) == EPX_SUCCESS);
   CHECK(bytes == 256 * (1 + 1 + 1)); // three tensors of 9 rows of at most 6 floats
+  calls.recv.dtype = EPX_BFLOAT16;
+  CHECK(epx_moe_ffn_bwd_workspace(&calls.config, &calls.bwd, &bytes) == EPX_SUCCESS);
+  CHECK(bytes == 256 * (1 + 1 + 1)); // 5 elements of a row are too few for tensor cores
+  calls.config.hidden_dim = calls.recv.sizes[1] = calls.config.ffn_dim = 8;
+  CHECK(epx_moe_ffn_bwd_workspace(&calls.config, &calls.bwd, &bytes) == EPX_SUCCESS);
+  CHECK(bytes == 256 * (1 + 1 + 2) + 144 * 5 * 128 + 256);
   CHECK(calls.changed_output() == "");
 }
 

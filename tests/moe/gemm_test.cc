@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests compare the matrix products of every instruction set that this processor has.
+// These tests compare the matrix products of every instruction set that this processor has, and look at which products on a GPU
+// take tensor cores.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "moe/ffn/host/gemm/gemm.h"
+#include "moe/gemm/gemm_workspace.h"
 #include "tests/support/rng.h"
 
 namespace epx::test {
@@ -91,6 +93,25 @@ TEST_CASE("products of all instruction sets") {
       }
     }
   }
+}
+
+TEST_CASE("tensor cores take rows of bfloat16 whose bytes are multiples of 16") {
+  using moe::fits_tensor_cores;
+  CHECK(fits_tensor_cores(EPX_BFLOAT16, 4096, 1536, 100000));
+  CHECK(fits_tensor_cores(EPX_BFLOAT16, 8, 8, 0));
+  CHECK_FALSE(fits_tensor_cores(EPX_FLOAT16, 4096, 1536, 100000));
+  CHECK_FALSE(fits_tensor_cores(EPX_FLOAT32, 4096, 1536, 100000));
+  CHECK_FALSE(fits_tensor_cores(EPX_BFLOAT16, 4100, 1536, 100000));
+  CHECK_FALSE(fits_tensor_cores(EPX_BFLOAT16, 4096, 1537, 100000));
+  CHECK(fits_tensor_cores(EPX_BFLOAT16, 8, (int64_t{1} << 30) - 8, 1));
+  CHECK_FALSE(fits_tensor_cores(EPX_BFLOAT16, 8, int64_t{1} << 30, 1)); // 2F is no int32
+  CHECK_FALSE(fits_tensor_cores(EPX_BFLOAT16, 8, 8, int64_t{1} << 31));
+}
+
+TEST_CASE("the products' workspace has room for each expert and each SM") {
+  CHECK(moe::tensor_core_workspace_bytes(0) == 0);
+  CHECK(moe::tensor_core_workspace_bytes(1) == 144 * 5 * 128 + 256);
+  CHECK(moe::tensor_core_workspace_bytes(32) == 144 * 5 * 128 + 2048); // 60 bytes of each
 }
 
 } // namespace

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "moe/ffn/cuda/enqueue.h"
 
+#include <algorithm>
+#include <iterator>
+
 #include "moe/cuda/cuda_call.h"
 #include "moe/ffn/cuda/ffn.h"
 #include "moe/ffn/cuda/kernels.h"
@@ -13,20 +16,48 @@ DeviceZones zones_of(const FfnShape& shape, const epx_tensor& counts, const epx_
   return {Integers(&counts), Integers(&offsets), shape.num_experts, num_rows};
 }
 
+struct Member {
+  const epx_tensor* epx_moe_ffn_params::*tensor;
+  const char* name;
+};
+constexpr Member kWeights[] = {{&epx_moe_ffn_params::gate_up_weight, "gate_up_weight"},
+                               {&epx_moe_ffn_params::gate_weight, "gate_weight"},
+                               {&epx_moe_ffn_params::up_weight, "up_weight"},
+                               {&epx_moe_ffn_params::down_weight, "down_weight"}};
+constexpr Member kBiases[] = {{&epx_moe_ffn_params::gate_up_bias, "gate_up_bias"},
+                              {&epx_moe_ffn_params::gate_bias, "gate_bias"},
+                              {&epx_moe_ffn_params::up_bias, "up_bias"},
+                              {&epx_moe_ffn_params::down_bias, "down_bias"}};
+
 void require_memory_of(const CudaCall& call, const epx_moe_ffn_params* params, const char* name) {
   if (params == nullptr) return;
-  const auto require = [&](const epx_tensor* tensor, const char* member) {
-    call.require_memory(tensor, fmt::format("{}.{}", name, member).c_str());
+  const auto require = [&](const Member& member) {
+    call.require_memory(params->*member.tensor, fmt::format("{}.{}", name, member.name).c_str());
   };
-  require(params->gate_up_weight, "gate_up_weight");
-  require(params->gate_weight, "gate_weight");
-  require(params->up_weight, "up_weight");
-  require(params->down_weight, "down_weight");
-  require(params->gate_up_bias, "gate_up_bias");
-  require(params->gate_bias, "gate_bias");
-  require(params->up_bias, "up_bias");
-  require(params->down_bias, "down_bias");
+  std::for_each(std::begin(kWeights), std::end(kWeights), require);
+  std::for_each(std::begin(kBiases), std::end(kBiases), require);
 }
+
+// The tensors of a call's products are aligned where they fit tensor cores, whether this GPU and this build have these or not:
+// what is refused, and which kernels run, follows from the dtype and the shape.
+class AlignmentCheck {
+public:
+  AlignmentCheck(const CudaCall& call, const FfnShape& shape, const epx_tensor& recv_tokens)
+      : call_(call), is_needed_(fits_tensor_cores(recv_tokens.dtype, shape.hidden, shape.inner, recv_tokens.sizes[0])) {}
+
+  void require(const epx_tensor* tensor, const char* name) const {
+    if (is_needed_) call_.require_aligned(tensor, name, kTmaAlignment);
+  }
+  void require_weights(const epx_moe_ffn_params* params, const char* name) const {
+    if (params == nullptr) return;
+    for (const Member& member : kWeights)
+      require(params->*member.tensor, fmt::format("{}.{}", name, member.name).c_str());
+  }
+
+private:
+  const CudaCall& call_;
+  bool is_needed_;
+};
 
 } // namespace
 
@@ -41,6 +72,11 @@ void enqueue(const FfnShape& shape, const ParamTensors& params, const epx_moe_ff
                        {args.expert_out, "expert_out"},
                        {args.pre_act, "pre_act"}});
   require_memory_of(call, args.params, "params");
+  const AlignmentCheck alignment(call, shape, *args.recv_tokens);
+  alignment.require(args.recv_tokens, "recv_tokens");
+  alignment.require_weights(args.params, "params");
+  alignment.require(args.expert_out, "expert_out");
+  alignment.require(args.pre_act, "pre_act");
   DeviceFfnForward forward;
   forward.dtype = dtype;
   forward.params = params;
@@ -68,6 +104,13 @@ void enqueue(const FfnShape& shape, const ParamTensors& params, const ParamTenso
                        {args.grad_recv_weights, "grad_recv_weights"}});
   require_memory_of(call, args.params, "params");
   require_memory_of(call, args.grads, "grads");
+  const AlignmentCheck alignment(call, shape, *args.recv_tokens);
+  alignment.require(args.recv_tokens, "recv_tokens");
+  alignment.require_weights(args.params, "params");
+  alignment.require(args.pre_act, "pre_act");
+  alignment.require(args.grad_expert_out, "grad_expert_out");
+  alignment.require(args.grad_recv, "grad_recv");
+  alignment.require_weights(args.grads, "grads");
   DeviceFfnBackward backward;
   backward.dtype = dtype;
   backward.params = params;

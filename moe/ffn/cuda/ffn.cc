@@ -15,7 +15,8 @@ void* element_at(const void* data, int64_t i, epx_dtype dtype) {
 // The products of one call, which have their zones and dtype in common.
 class Products {
 public:
-  Products(epx_dtype dtype, const DeviceZones& zones, const CudaCall& call) : dtype_(dtype), zones_(zones), call_(call) {}
+  Products(epx_dtype dtype, const DeviceZones& zones, void* tensor_core_workspace, const CudaCall& call)
+      : dtype_(dtype), zones_(zones), tensor_core_workspace_(tensor_core_workspace), call_(call) {}
 
   // A matrix of a row for each row of the zones; its rows are `stride` elements apart.
   struct Rows {
@@ -59,12 +60,14 @@ private:
     gemm.a_stride = a.stride;
     gemm.d = const_cast<void*>(d.data);
     gemm.d_stride = d.stride;
+    gemm.tensor_core_workspace = tensor_core_workspace_;
     return gemm;
   }
   void run(const GroupedGemm& gemm) const { call_.require_launched(launch_grouped_gemm(gemm, call_.target())); }
 
   epx_dtype dtype_;
   const DeviceZones& zones_;
+  void* tensor_core_workspace_; // or NULL
   const CudaCall& call_;
 };
 
@@ -80,7 +83,7 @@ void ffn_fwd(const FfnShape& shape, const DeviceFfnForward& args, const CudaCall
   const ForwardBuffers buffers(shape, args.dtype, args.zones.num_rows, args.pre_act != nullptr, workspace);
   void* const pre_act = args.pre_act != nullptr ? args.pre_act : buffers.pre_act;
   const ParamTensors& params = args.params;
-  const Products products(args.dtype, args.zones, call);
+  const Products products(args.dtype, args.zones, buffers.for_products, call);
   const Products::Rows tokens{args.recv_tokens, shape.hidden};
 
   if (params.is_stacked) {
@@ -102,7 +105,7 @@ void ffn_bwd(const FfnShape& shape, const DeviceFfnBackward& args, const CudaCal
   const BackwardBuffers buffers(shape, args.dtype, args.zones.num_rows, workspace);
   const ParamTensors& params = args.params;
   const ParamTensors& grads = args.grads;
-  const Products products(args.dtype, args.zones, call);
+  const Products products(args.dtype, args.zones, buffers.for_products, call);
   const Products::Rows tokens{args.recv_tokens, shape.hidden};
   const Products::Rows grad_out{args.grad_expert_out, shape.hidden};
   const Products::Rows h{buffers.h, shape.inner};

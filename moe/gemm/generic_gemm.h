@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+// The grouped GEMM for every dtype, shape and alignment.
+#pragma once
+
+#include "moe/gemm/grouped_gemm.h"
+
+namespace epx::moe::cuda {
+
+// Elements are summed over the inner index, ascending, in one fp32 accumulator by fma.
+cudaError_t launch_generic_gemm(const GroupedGemm& gemm, const LaunchTarget& target);
+
+} // namespace epx::moe::cuda

@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/gemm/sm90/instance.cuh"
+
+namespace epx::moe::cuda::sm90 {
+
+cudaError_t launch_rows_by_weight(const Groups& groups, const LaunchTarget& target) {
+  return Instance<Cooperative, KMajorA, KMajorB, cutlass::bfloat16_t, false>::launch(groups, false, target);
+}
+
+} // namespace epx::moe::cuda::sm90

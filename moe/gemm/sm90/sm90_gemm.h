@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+// The grouped GEMMs for BFLOAT16 on GPUs of compute capability 9.0, by CUTLASS.
+#pragma once
+
+#include "moe/gemm/grouped_gemm.h"
+
+namespace epx::moe::cuda::sm90 {
+
+// Needs gemm.tensor_core_workspace. Throws when CUTLASS needs more of it than there is.
+cudaError_t launch_gemm(const GroupedGemm& gemm, const LaunchTarget& target);
+
+} // namespace epx::moe::cuda::sm90

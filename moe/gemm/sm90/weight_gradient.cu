@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/gemm/sm90/instance.cuh"
+
+namespace epx::moe::cuda::sm90 {
+
+cudaError_t launch_weight_gradient(const Groups& groups, const LaunchTarget& target) {
+  return Instance<Pingpong, MMajorA, NMajorB, cutlass::bfloat16_t, false>::launch(groups, false, target);
+}
+
+} // namespace epx::moe::cuda::sm90
