@@ -41,14 +41,35 @@ __device__ float param_at(const ParamTensor& param, int expert, int64_t i) {
   return load_either<T>(param.data, param.dtype == EPX_FLOAT32, expert * param.stride + i);
 }
 
+// Loads kVector neighbouring elements of a parameter, by 16 bytes where that is what kVector elements of T fill.
+template <typename T, int kVector>
+__device__ void load_params(const ParamTensor& param, int expert, int64_t i, float (&x)[kVector]) {
+  const int64_t first = expert * param.stride + i;
+  if (param.dtype != EPX_FLOAT32) {
+    load(static_cast<const T*>(param.data) + first, x);
+    return;
+  }
+  constexpr int kPart = kVector < 4 ? kVector : 4;
+#pragma unroll
+  for (int v = 0; v < kVector; v += kPart) {
+    float part[kPart];
+    load(static_cast<const float*>(param.data) + first + v, part);
+#pragma unroll
+    for (int p = 0; p < kPart; ++p)
+      x[v + p] = part[p];
+  }
+}
+
 // Adds a bias to kVector elements of `values`, in place, and leaves in x what is stored.
 template <typename T, int kVector>
 __device__ void add_bias(const ParamTensor& bias, int expert, int64_t i, T* values, float (&x)[kVector]) {
   load(values, x);
   if (bias.data == nullptr) return;
+  float b[kVector];
+  load_params<T>(bias, expert, i, b);
 #pragma unroll
   for (int v = 0; v < kVector; ++v)
-    x[v] = to_float(from_float<T>(x[v] + param_at<T>(bias, expert, i + v)));
+    x[v] = to_float(from_float<T>(x[v] + b[v]));
   store(values, x);
 }
 
@@ -130,6 +151,7 @@ __global__ void __launch_bounds__(kThreads) activate_bwd_kernel(const __grid_con
     if (call.grad_recv_weights == nullptr) return;
     if (call.down_bias.data != nullptr) {
       const T* const grad_out = static_cast<const T*>(call.grad_expert_out) + row * call.hidden;
+#pragma unroll 8
       for (int64_t i = threadIdx.x; i < call.hidden; i += kThreads)
         grad_weight = __fmaf_rn(to_float(grad_out[i]), param_at<T>(call.down_bias, expert, i), grad_weight);
     }
@@ -138,13 +160,22 @@ __global__ void __launch_bounds__(kThreads) activate_bwd_kernel(const __grid_con
   });
 }
 
-template <typename T>
+template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads) add_bias_kernel(const __grid_constant__ AddBias call) {
   for_each_row(call.zones, [&](int64_t row, int expert) {
     T* const elements = static_cast<T*>(call.rows) + row * call.columns;
     const float weight = weight_of(call.recv_weights, row);
-    for (int64_t i = threadIdx.x; i < call.columns; i += kThreads)
-      elements[i] = from_float<T>(__fmaf_rn(weight, param_at<T>(call.bias, expert, i), to_float(elements[i])));
+#pragma unroll 2
+    for (int64_t i = threadIdx.x * kVector; i < call.columns; i += kThreads * kVector) {
+      float x[kVector];
+      float bias[kVector];
+      load(elements + i, x);
+      load_params<T>(call.bias, expert, i, bias);
+#pragma unroll
+      for (int v = 0; v < kVector; ++v)
+        x[v] = __fmaf_rn(weight, bias[v], x[v]);
+      store(elements + i, x);
+    }
   });
 }
 
@@ -207,7 +238,7 @@ cudaError_t launch_check_zones(const DeviceZones& zones, const ErrorSink& errors
 
 cudaError_t launch_activate(const Activate& call, const LaunchTarget& target) {
   return with_element_type(call.layer.dtype, [&]<typename T>(T) {
-    if (can_vectorize<T>(call.layer.size, {call.pre_act, call.h}))
+    if (can_vectorize<T>(call.layer.size, {call.pre_act, call.h, call.gate_bias.data, call.up_bias.data}))
       return epx::cuda::launch(&activate_kernel<T, kVectorOf<T>>, grid_of(target.num_sms), stream_of(target), call);
     return epx::cuda::launch(&activate_kernel<T, 1>, grid_of(target.num_sms), stream_of(target), call);
   });
@@ -223,7 +254,9 @@ cudaError_t launch_activate_bwd(const ActivateBwd& call, const LaunchTarget& tar
 
 cudaError_t launch_add_bias(const AddBias& call, const LaunchTarget& target) {
   return with_element_type(call.dtype, [&]<typename T>(T) {
-    return epx::cuda::launch(&add_bias_kernel<T>, grid_of(target.num_sms), stream_of(target), call);
+    if (can_vectorize<T>(call.columns, {call.rows, call.bias.data}))
+      return epx::cuda::launch(&add_bias_kernel<T, kVectorOf<T>>, grid_of(target.num_sms), stream_of(target), call);
+    return epx::cuda::launch(&add_bias_kernel<T, 1>, grid_of(target.num_sms), stream_of(target), call);
   });
 }
 
