@@ -20,8 +20,14 @@
 namespace epx::moe::cuda {
 namespace {
 
-epx::cuda::Grid grid_of(int num_sms) {
-  return {num_sms * kBlocksPerSm, kThreads};
+// Blocks that an SM has the registers for, where a thread takes 16 bytes at a time. The grids have so many for each SM, so that
+// all blocks begin at the same time, and none is left for a second wave.
+constexpr int kActivateBlocksPerSm = 12;
+constexpr int kActivateBwdBlocksPerSm = 9;
+constexpr int kAddBiasBlocksPerSm = 16;
+
+epx::cuda::Grid grid_of(int num_sms, int blocks_per_sm) {
+  return {num_sms * blocks_per_sm, kThreads};
 }
 
 // Calls take(row, expert) for the rows of all zones; the threads of a block together, and each row in one block.
@@ -74,7 +80,7 @@ __device__ void add_bias(const ParamTensor& bias, int expert, int64_t i, T* valu
 }
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(kThreads) activate_kernel(const __grid_constant__ Activate call) {
+__global__ void __launch_bounds__(kThreads, kActivateBlocksPerSm) activate_kernel(const __grid_constant__ Activate call) {
   const InnerLayer& layer = call.layer;
   const bool has_gate = call.layer.activation == EPX_MOE_SWIGLU;
   for_each_row(layer.zones, [&](int64_t row, int expert) {
@@ -110,7 +116,8 @@ __device__ float block_sum(float value) {
 }
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(kThreads) activate_bwd_kernel(const __grid_constant__ ActivateBwd call) {
+__global__ void __launch_bounds__(kThreads, kActivateBwdBlocksPerSm)
+    activate_bwd_kernel(const __grid_constant__ ActivateBwd call) {
   const InnerLayer& layer = call.layer;
   const bool has_gate = layer.activation == EPX_MOE_SWIGLU;
   for_each_row(layer.zones, [&](int64_t row, int expert) {
@@ -161,7 +168,7 @@ __global__ void __launch_bounds__(kThreads) activate_bwd_kernel(const __grid_con
 }
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(kThreads) add_bias_kernel(const __grid_constant__ AddBias call) {
+__global__ void __launch_bounds__(kThreads, kAddBiasBlocksPerSm) add_bias_kernel(const __grid_constant__ AddBias call) {
   for_each_row(call.zones, [&](int64_t row, int expert) {
     T* const elements = static_cast<T*>(call.rows) + row * call.columns;
     const float weight = weight_of(call.recv_weights, row);
@@ -239,30 +246,35 @@ cudaError_t launch_check_zones(const DeviceZones& zones, const ErrorSink& errors
 cudaError_t launch_activate(const Activate& call, const LaunchTarget& target) {
   return with_element_type(call.layer.dtype, [&]<typename T>(T) {
     if (can_vectorize<T>(call.layer.size, {call.pre_act, call.h, call.gate_bias.data, call.up_bias.data}))
-      return epx::cuda::launch(&activate_kernel<T, kVectorOf<T>>, grid_of(target.num_sms), stream_of(target), call);
-    return epx::cuda::launch(&activate_kernel<T, 1>, grid_of(target.num_sms), stream_of(target), call);
+      return epx::cuda::launch(&activate_kernel<T, kVectorOf<T>>, grid_of(target.num_sms, kActivateBlocksPerSm),
+                               stream_of(target), call);
+    return epx::cuda::launch(&activate_kernel<T, 1>, grid_of(target.num_sms, kActivateBlocksPerSm), stream_of(target),
+                             call);
   });
 }
 
 cudaError_t launch_activate_bwd(const ActivateBwd& call, const LaunchTarget& target) {
   return with_element_type(call.layer.dtype, [&]<typename T>(T) {
     if (can_vectorize<T>(call.layer.size, {call.pre_act, call.grad_h, call.grad_pre_act, call.h}))
-      return epx::cuda::launch(&activate_bwd_kernel<T, kVectorOf<T>>, grid_of(target.num_sms), stream_of(target), call);
-    return epx::cuda::launch(&activate_bwd_kernel<T, 1>, grid_of(target.num_sms), stream_of(target), call);
+      return epx::cuda::launch(&activate_bwd_kernel<T, kVectorOf<T>>, grid_of(target.num_sms, kActivateBwdBlocksPerSm),
+                               stream_of(target), call);
+    return epx::cuda::launch(&activate_bwd_kernel<T, 1>, grid_of(target.num_sms, kActivateBwdBlocksPerSm),
+                             stream_of(target), call);
   });
 }
 
 cudaError_t launch_add_bias(const AddBias& call, const LaunchTarget& target) {
   return with_element_type(call.dtype, [&]<typename T>(T) {
     if (can_vectorize<T>(call.columns, {call.rows, call.bias.data}))
-      return epx::cuda::launch(&add_bias_kernel<T, kVectorOf<T>>, grid_of(target.num_sms), stream_of(target), call);
-    return epx::cuda::launch(&add_bias_kernel<T, 1>, grid_of(target.num_sms), stream_of(target), call);
+      return epx::cuda::launch(&add_bias_kernel<T, kVectorOf<T>>, grid_of(target.num_sms, kAddBiasBlocksPerSm),
+                               stream_of(target), call);
+    return epx::cuda::launch(&add_bias_kernel<T, 1>, grid_of(target.num_sms, kAddBiasBlocksPerSm), stream_of(target), call);
   });
 }
 
 cudaError_t launch_bias_grad(const BiasGrad& call, const LaunchTarget& target) {
   return with_element_type(call.dtype, [&]<typename T>(T) {
-    return epx::cuda::launch(&bias_grad_kernel<T>, grid_of(target.num_sms), stream_of(target), call);
+    return epx::cuda::launch(&bias_grad_kernel<T>, grid_of(target.num_sms, kBlocksPerSm), stream_of(target), call);
   });
 }
 
