@@ -142,7 +142,7 @@ TEST_CASE("calls that are captured in a graph follow the zones") {
   cudaStream_t stream = nullptr;
   require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   place.stream = stream;
-  place.workspace = &workspace[0];
+  place.workspace = address_for_call(&workspace[0]);
   place.workspace_bytes = static_cast<size_t>(workspace.count());
   calls.fwd.cuda = calls.bwd.cuda = &place;
 
@@ -174,6 +174,7 @@ TEST_CASE("calls that are captured in a graph follow the zones") {
       output->scribble();
     result.grad_weights.scribble();
     for_each_tensor([](const char*, Tensor<float>& grad) { grad.scribble(); }, result.grads);
+    copy_to_device();
     require_cuda(cudaGraphLaunch(exec, stream));
     require_cuda(cudaStreamSynchronize(stream));
     CHECK(take_report().num_errors == 0);
