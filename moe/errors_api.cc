@@ -75,6 +75,25 @@ std::string describe(const ErrorRecord& record) {
 
 } // namespace
 
+void epx::moe::read_errors(ErrorRecord& record, epx_moe_errors_report* report) {
+  require_struct(report, "report");
+  epx_moe_errors_report values{};
+  values.struct_size = sizeof(values);
+  // Until the first error is there, which its kernel may just be writing, there is none.
+  if (std::atomic_ref(record.is_written).load(std::memory_order_acquire) != 0) {
+    values.num_errors = static_cast<int64_t>(std::atomic_ref(record.num_errors).load(std::memory_order_relaxed));
+    values.op = record.op;
+    values.kind = record.kind;
+    values.i = record.i;
+    values.j = record.j;
+    values.value = record.value;
+    values.limit = record.limit;
+    const std::string sentence = fmt::format("{}: {}", ::name_of(record.op), ::describe(record));
+    sentence.copy(values.message, sizeof(values.message) - 1); // the rest is zero
+  }
+  *report = values;
+}
+
 epx_status epx_moe_errors_create(epx_moe_errors* errors) {
   return at_c_boundary(__func__, [&] {
     if (errors == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "errors is NULL");
@@ -99,22 +118,6 @@ epx_status epx_moe_errors_destroy(epx_moe_errors errors) {
 epx_status epx_moe_errors_read(epx_moe_errors errors, epx_moe_errors_report* report) {
   return at_c_boundary(__func__, [&] {
     if (errors == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "errors is NULL");
-    require_struct(report, "report");
-    ErrorRecord& record = *errors->record;
-    epx_moe_errors_report values{};
-    values.struct_size = sizeof(values);
-    // Until the first error is there, which its kernel may just be writing, there is none.
-    if (std::atomic_ref(record.is_written).load(std::memory_order_acquire) != 0) {
-      values.num_errors = static_cast<int64_t>(std::atomic_ref(record.num_errors).load(std::memory_order_relaxed));
-      values.op = record.op;
-      values.kind = record.kind;
-      values.i = record.i;
-      values.j = record.j;
-      values.value = record.value;
-      values.limit = record.limit;
-      const std::string sentence = fmt::format("{}: {}", name_of(record.op), describe(record));
-      sentence.copy(values.message, sizeof(values.message) - 1); // the rest is zero
-    }
-    *report = values;
+    read_errors(*errors->record, report);
   });
 }

@@ -66,6 +66,18 @@ void require_struct(const Struct* given, const char* name) {
          name, given->struct_size, sizeof(Struct));
 }
 
+// What the ..._config_init functions begin with: zeroes a config of the caller's, which has struct_size bytes.
+template <typename Struct>
+void init_struct(Struct* config, size_t struct_size, const char* name) {
+  if (config == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "{} is NULL", name);
+  if (struct_size != sizeof(Struct))
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "struct_size is {}; this library expects {}: build against the header of the library that is loaded", struct_size,
+         sizeof(Struct));
+  *config = {};
+  config->struct_size = struct_size;
+}
+
 // Where a call computes, which decides the dtypes that it takes.
 enum class Place { host, cuda };
 
@@ -76,13 +88,6 @@ Place require_args(const Args* args) {
   if (args->cuda == nullptr) return Place::host;
   require_struct(args->cuda, "cuda");
   return Place::cuda;
-}
-
-// The same for what computes on the host only.
-template <typename Args>
-void require_host_args(const Args* args) {
-  if (require_args(args) == Place::cuda)
-    fail(EPX_ERROR_UNSUPPORTED, "cuda is given; the block computes on the host only, pass NULL");
 }
 
 // The memory of a tensor that was checked; NULL for NULL.

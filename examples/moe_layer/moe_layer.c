@@ -35,7 +35,7 @@ int main(int argc, char** argv) {
   int32_t idx[ALL * K], counts[E], offsets[E + 1]; /* 2. which experts, with which weights; a gate computes the logits */
   epx_tensor logits = rows(first, T, E), indices = epx_tensor_2d(idx, EPX_INT32, T, K), weights = rows(0, T, K);
   epx_moe_router_config router;
-  check(epx_moe_router_config_init(&router));
+  check(epx_moe_router_config_init(&router, sizeof(router)));
   router.num_experts = E, router.top_k = K;
   check(epx_moe_router(&router,
                        ARGS(epx_moe_router_args, .logits = &logits, .topk_idx = &indices, .topk_weights = &weights)));

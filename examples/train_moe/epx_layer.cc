@@ -15,13 +15,19 @@ public:
   EpxLayer(epx::GroupView group, const World& world, const ModelOptions& model, double aux_loss, Parameters& parameters,
            Experts experts)
       : MoeLayer(model, aux_loss), group_(group), num_ranks_(world.size()), parameters_(parameters), experts_(experts) {
+    epx_moe_router_config router;
+    epx::require_success(epx_moe_router_config_init(&router, sizeof(router)), "epx_moe_router_config_init");
+    router.num_experts = model.experts;
+    router.top_k = model.top_k;
+    router.aux_loss_coeff = aux_loss;
+    epx_moe_ffn_config ffn;
+    epx::require_success(epx_moe_ffn_config_init(&ffn, sizeof(ffn)), "epx_moe_ffn_config_init");
+    ffn.hidden_dim = model.hidden;
+    ffn.ffn_dim = model.ffn;
     epx_moe_block_config config;
-    epx::require_success(epx_moe_block_config_init(&config), "epx_moe_block_config_init");
-    config.router.num_experts = model.experts;
-    config.router.top_k = model.top_k;
-    config.router.aux_loss_coeff = aux_loss;
-    config.ffn.hidden_dim = model.hidden;
-    config.ffn.ffn_dim = model.ffn;
+    epx::require_success(epx_moe_block_config_init(&config, sizeof(config)), "epx_moe_block_config_init");
+    config.router = &router;
+    config.ffn = &ffn;
     epx::require_success(epx_moe_block_create(group_.get(), &config, &block_), "epx_moe_block_create");
     global_counts_.resize(static_cast<size_t>(num_ranks_) * model.experts);
   }

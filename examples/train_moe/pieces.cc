@@ -29,7 +29,7 @@ Args make_args() {
 } // namespace
 
 Router::Router(const ModelOptions& model, double aux_loss) {
-  epx::require_success(epx_moe_router_config_init(&config_), "epx_moe_router_config_init");
+  epx::require_success(epx_moe_router_config_init(&config_, sizeof(config_)), "epx_moe_router_config_init");
   config_.num_experts = model.experts;
   config_.top_k = model.top_k;
   config_.aux_loss_coeff = aux_loss;
@@ -152,7 +152,7 @@ ExpertTensors::ExpertTensors(const ModelOptions& model, int64_t num_local_expert
 }
 
 GroupedFfn::GroupedFfn(const ModelOptions& model, int64_t num_local_experts) {
-  epx::require_success(epx_moe_ffn_config_init(&config_), "epx_moe_ffn_config_init");
+  epx::require_success(epx_moe_ffn_config_init(&config_, sizeof(config_)), "epx_moe_ffn_config_init");
   config_.num_local_experts = static_cast<int32_t>(num_local_experts);
   config_.hidden_dim = model.hidden;
   config_.ffn_dim = model.ffn;

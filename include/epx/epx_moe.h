@@ -7,12 +7,12 @@
  * of the expert side (slots), P ranks.
  *
  * ## Conventions, beyond those of epx.h
- * - Functions other than epx_moe_block_* are local: no rank communicates. They keep no state and may be called from any thread.
+ * - Functions other than epx_moe_block_* and epx_moe_arena_* are local: no rank communicates. They keep no state and may be called from any thread.
  * - With `cuda` NULL, tensors are host memory, and the call computes on the calling thread and has finished when it returns.
  *   Else tensors are memory of the calling thread's current CUDA device (managed memory is fine, pinned host memory is
  *   refused), and the call is enqueued on cuda->stream: it allocates nothing, does not wait for the device, and can be
- *   captured in a CUDA graph. All but the block run there, which is refused (UNSUPPORTED), as every call is where the build
- *   has no CUDA or the machine no GPU.
+ *   captured in a CUDA graph. Where the build has no CUDA or the machine no GPU, it is refused (UNSUPPORTED). Where a block
+ *   computes is not the call's choice: see epx_moe_block_create().
  * - "real" below means FLOAT32 or FLOAT64, the same one for all tensors of a call that are called real. Computation is in
  *   that type. FLOAT64 is there to check gradients. On CUDA real is FLOAT32, and a comment says what else a tensor may be
  *   there; computation is in FLOAT32.
@@ -147,8 +147,9 @@ typedef struct epx_moe_router_config {
   int64_t reserved[4];   /**< 0 */
 } epx_moe_router_config;
 
-/** Fills in defaults; num_experts and top_k are left 0 and must be set. */
-EPX_API epx_status epx_moe_router_config_init(epx_moe_router_config* config);
+/** Fills in defaults; num_experts and top_k are left 0 and must be set. `struct_size` is sizeof(epx_moe_router_config) of the
+ * caller, and so it is in the other two functions of this kind. */
+EPX_API epx_status epx_moe_router_config_init(epx_moe_router_config* config, size_t struct_size);
 
 /** Arguments of epx_moe_router(). */
 typedef struct epx_moe_router_args {
@@ -335,7 +336,7 @@ typedef struct epx_moe_ffn_config {
 } epx_moe_ffn_config;
 
 /** Fills in defaults; hidden_dim and ffn_dim are left 0 and must be set. */
-EPX_API epx_status epx_moe_ffn_config_init(epx_moe_ffn_config* config);
+EPX_API epx_status epx_moe_ffn_config_init(epx_moe_ffn_config* config, size_t struct_size);
 
 /** Parameters of this rank's experts, or their gradients; real (CUDA: weights have the dtype of recv_tokens, biases that or
  * FLOAT32, and so have all gradients). Weights are laid out [out, in] as in torch.nn.Linear. With SWIGLU, gate and up are
@@ -409,12 +410,18 @@ EPX_API epx_status epx_moe_ffn_bwd_workspace(const epx_moe_ffn_config* config, c
 
 /** @defgroup block Block
  *
- * router -> prepare -> dispatch -> FFN -> combine, forward and backward: one object per layer. It owns what has to be kept
- * between a forward and its backward; parameters are the caller's.
+ * router -> prepare -> dispatch -> FFN -> combine, forward and backward: one object per layer. Parameters are the caller's.
+ * What has to be kept between a forward and its backward is a *flight*, in an arena that the blocks of a group may share. An
+ * arena and its blocks are used by one thread at a time, as the group is. On a GPU calls of the blocks of an arena on different
+ * streams run in the order in which they were made, as those of a group do (epx.h, Conventions); calls that are captured in a
+ * graph are left out of that too.
  * @{ */
 
 /** An MoE layer. */
 typedef struct epx_moe_block_s* epx_moe_block;
+
+/** The memory of blocks: their flights, and what a call needs while it runs. */
+typedef struct epx_moe_arena_s* epx_moe_arena;
 
 /** Where a route's weight is applied. Both agree up to rounding. */
 typedef enum epx_moe_weighting EPX_ENUM_INT32 {
@@ -422,70 +429,125 @@ typedef enum epx_moe_weighting EPX_ENUM_INT32 {
   EPX_MOE_WEIGHT_EARLY = 1 /**< in the FFN, before the down projection */
 } epx_moe_weighting;
 
-/** The parts of an MoE layer, and what it is created for. */
+/** The parts of an MoE layer, and what it is created for. What it points to is read by the call that it is given to. */
 typedef struct epx_moe_block_config {
-  size_t struct_size;           /**< set by epx_moe_block_config_init */
-  epx_moe_router_config router; /**< num_experts must be the group's */
-  epx_moe_ffn_config ffn;       /**< num_local_experts is not used: the group tells */
-  epx_dtype dtype;              /**< FLOAT32 (default); FLOAT64 only without a group */
-  epx_moe_weighting weighting;  /**< default LATE */
-  int32_t alignment;            /**< of the layer, rows; default 1 */
-  int32_t max_in_flight;        /**< forward calls whose backward is still to come, >= 1; default 1 */
-  int32_t max_tokens_per_rank;  /**< without a group: the largest T, required; with one: ignored, the group tells */
+  size_t struct_size;                  /**< set by epx_moe_block_config_init */
+  const epx_moe_router_config* router; /**< required; num_experts must be the group's */
+  const epx_moe_ffn_config* ffn;       /**< required; num_local_experts is not used: the group tells */
+  epx_moe_arena arena; /**< shared memory, of the same group; must outlive the block. NULL: the block has its own */
+  epx_dtype dtype;     /**< of tokens, parameters and what the experts compute. Default FLOAT32. With a group on GPUs also
+                                    BFLOAT16 and FLOAT16; without a group also FLOAT64 */
+  epx_moe_weighting weighting; /**< default LATE */
+  int32_t alignment;           /**< of the layer, rows; default 1 */
+  int32_t max_in_flight;       /**< the flights of the block's own arena, >= 1; with a shared one: ignored. Default 1 */
+  int32_t max_tokens_per_rank; /**< without a group: the largest T, required; with one: ignored, the group tells */
+  int32_t recompute;   /**< 1: a flight does not keep pre_act; the backward computes it again from the rows received.
+                                    The results have the same bits. Default 0 */
+  int64_t reserved[4]; /**< 0 */
 } epx_moe_block_config;
 
-/** Fills in defaults, those of the router and of the FFN included. */
-EPX_API epx_status epx_moe_block_config_init(epx_moe_block_config* config);
+/** Fills in defaults. */
+EPX_API epx_status epx_moe_block_config_init(epx_moe_block_config* config, size_t struct_size);
 
-/** Creates the layer. With group = NULL it is local: all experts are on this rank, nothing is exchanged, and the results have
- * the bits of a group with EPX_COMBINE_EXACT. Otherwise collective over the group, which must use the host transport, offer
- * FLOAT32, and outlive the block. What peers reach lies in memory from epx_mem_alloc, about (max_in_flight + 1) * R * (2H + 1)
- * floats; pre_act, max_in_flight * R rows of it, in memory of this process.
- * Errors: INVALID_ARGUMENT (the config; or it does not fit the group, and then the group has made no call); UNSUPPORTED (the
- * group's transport, likewise); OUT_OF_MEMORY (of memory that peers reach: on all ranks, and the group lives on; of this
- * process: the group is aborted, since its other ranks are waiting already); the sticky ones of epx_mem_alloc. */
+/** What an arena is created for. */
+typedef struct epx_moe_arena_config {
+  size_t struct_size;                /**< set by epx_moe_arena_config_init */
+  const epx_moe_block_config* block; /**< required: a block whose flights must fit; its arena and max_in_flight are ignored.
+                                          Blocks that need no more memory than this one may use the arena too */
+  int32_t num_flights; /**< forwards, of all blocks together, whose backward is still to come; >= 1; default 1 */
+  int32_t reserved0;   /**< 0 */
+  int64_t max_rows; /**< the most rows that a rank receives in a call, at most the group's R; 0 (default): R. A route whose
+                            slot lies beyond is dropped, and the group's status reports it in each operation that moves
+                            rows (EPX_EVENT_TOO_FEW_ROWS). Without a group: 0 */
+  int64_t reserved[4]; /**< 0 */
+} epx_moe_arena_config;
+
+/** Fills in defaults. */
+EPX_API epx_status epx_moe_arena_config_init(epx_moe_arena_config* config, size_t struct_size);
+
+/** Creates an arena. Collective over the group, which must outlive it, and with the same arguments on every rank; with group =
+ * NULL for local blocks. The rows that peers reach lie in memory from epx_mem_alloc, the rest in memory of this process or of
+ * the group's GPU. Errors: as epx_moe_block_create without an arena. */
+EPX_API epx_status epx_moe_arena_create(epx_group group, const epx_moe_arena_config* config, epx_moe_arena* arena);
+
+/** Frees the arena, whatever it returns; after the blocks that use it. Collective over the group, unless it has failed or is
+ * NULL. Accepts NULL. Errors: those of epx_mem_free. */
+EPX_API epx_status epx_moe_arena_destroy(epx_moe_arena arena);
+
+/** The bytes that an arena has. */
+typedef struct epx_moe_arena_info {
+  size_t struct_size;      /**< set by the caller */
+  int32_t num_flights;     /**< as created */
+  int32_t reserved0;       /**< 0 */
+  int64_t max_rows;        /**< as created, or R */
+  int64_t window_bytes;    /**< of them all in memory from epx_mem_alloc */
+  int64_t flight_bytes;    /**< of one flight, what lies in that memory included */
+  int64_t workspace_bytes; /**< needed while a call runs, and shared by all flights */
+  int64_t total_bytes;     /**< num_flights * flight_bytes + workspace_bytes */
+} epx_moe_arena_info;
+
+/** Tells the bytes of an arena. Local. */
+EPX_API epx_status epx_moe_arena_query(epx_moe_arena arena, epx_moe_arena_info* info);
+
+/** Creates the layer. With group = NULL it is local: all experts are on this rank, nothing is exchanged, it computes on the
+ * host, and the results have the bits of a group with EPX_COMBINE_EXACT. Otherwise the group must offer the dtype and outlive
+ * the block; with the host transport the block computes on the host, else on the group's GPU, which is the calling thread's
+ * current device in each call. Without an arena it makes its own, and is collective over the group; with one it is local.
+ * Errors: INVALID_ARGUMENT (the config; or it does not fit the group or the arena, and then the group has made no call);
+ * UNSUPPORTED (a group on GPUs in a build without CUDA); OUT_OF_MEMORY (of memory that peers reach: on all ranks, and the
+ * group lives on; of this process or GPU: without an arena the group is aborted, since its other ranks have the block
+ * already); the sticky ones of epx_mem_alloc. */
 EPX_API epx_status epx_moe_block_create(epx_group group, const epx_moe_block_config* config, epx_moe_block* block);
 
-/** Frees the block, whatever it returns. Collective over the group, unless the group has failed or the block is local; before
- * epx_group_destroy. Accepts NULL. Errors: those of epx_mem_free. */
+/** Frees the block, whatever it returns; before its arena and its group, and on a GPU after its calls have ended there.
+ * Collective over the group if it has an arena of its own, unless the group has failed. Accepts NULL. Errors: those of
+ * epx_mem_free. */
 EPX_API epx_status epx_moe_block_destroy(epx_moe_block block);
 
-/** Arguments of epx_moe_block_fwd(). */
+/** Arguments of epx_moe_block_fwd(). Tensors are memory of the host, or of the group's GPU where it has one. */
 typedef struct epx_moe_block_fwd_args {
   size_t struct_size;
-  const epx_moe_cuda* cuda;
-  int32_t flight;                   /**< 0..max_in_flight-1: where to keep what backward needs; overwrites what was there */
-  const epx_tensor* tokens;         /**< [in]  [T, H] real */
-  const epx_tensor* logits;         /**< [in]  [T, E] real: the gate's, router_weight * token for instance */
+  const epx_moe_cuda* cuda; /**< required iff the block computes on a GPU. Its workspace is not used: the arena has one.
+                                 Without errors what the device sees goes to the block's own record, epx_moe_block_errors */
+  int32_t flight; /**< 0..flights of the arena - 1: where to keep what backward needs; overwrites what was there */
+  const epx_tensor* tokens; /**< [in]  [T, H] dtype of the block */
+  const epx_tensor* logits; /**< [in]  [T, E] real (CUDA: or BFLOAT16): the gate's, router_weight * token for instance */
   const epx_tensor* selection_bias; /**< [in, optional] [E] real */
   const epx_tensor* token_mask;     /**< [in, optional] [T] UINT8: 0 masks the token; its output is 0 */
-  const epx_moe_ffn_params* params; /**< [in] */
-  const epx_tensor* out;            /**< [out] [T, H] real */
+  const epx_moe_ffn_params* params; /**< [in] as of epx_moe_ffn, with the block's dtype for recv_tokens */
+  const epx_tensor* out;            /**< [out] [T, H] dtype of the block */
   const epx_tensor* topk_idx;       /**< [out, optional] [T, K] INT32 or INT64 */
   const epx_tensor* topk_weights;   /**< [out, optional] [T, K] real */
   const epx_tensor* global_counts;  /**< [out, optional] [P, E] INT32 or INT64 */
   const epx_tensor* info; /**< [out, optional] [3] INT64, as of epx_moe_router: bad tokens take part as masked ones */
 } epx_moe_block_fwd_args;
 
-/** Collective. Errors: those of the five operations of epx.h. epx_group_status reports routes that the group drops. */
+/** Collective. Enqueued on cuda->stream, where the block computes on a GPU: it allocates nothing, does not wait for the device,
+ * and can be captured in a CUDA graph. Errors: those of the five operations of epx.h. epx_group_status reports routes that the
+ * group drops. */
 EPX_API epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fwd_args* args);
 
 /** Arguments of epx_moe_block_bwd(). */
 typedef struct epx_moe_block_bwd_args {
   size_t struct_size;
-  const epx_moe_cuda* cuda;
-  int32_t flight;                   /**< of the forward */
+  const epx_moe_cuda* cuda;         /**< as in the forward */
+  int32_t flight;                   /**< of a forward of this block */
   const epx_moe_ffn_params* params; /**< [in] */
-  const epx_tensor* grad_out;       /**< [in]  [T, H] real */
+  const epx_tensor* grad_out;       /**< [in]  [T, H] dtype of the block */
   double aux_loss_grad;             /**< as in epx_moe_router_bwd */
-  const epx_tensor* grad_tokens;    /**< [out] [T, H] real: through the experts; add what comes through the logits */
-  const epx_tensor* grad_logits;    /**< [out] [T, E] real */
+  const epx_tensor* grad_tokens;    /**< [out] [T, H] dtype of the block: through the experts, to which the caller adds what
+                                         comes through the logits */
+  const epx_tensor* grad_logits;    /**< [out] [T, E] dtype of the forward's logits */
   const epx_moe_ffn_params* grads;  /**< [out] as in epx_moe_ffn_bwd */
   int32_t accumulate;               /**< as in epx_moe_ffn_bwd */
 } epx_moe_block_bwd_args;
 
-/** Collective. Needs a forward of the same flight; may be repeated. Errors: as epx_moe_block_fwd. */
+/** Collective. Needs a forward of this block in the same flight; may be repeated. Errors: as epx_moe_block_fwd. */
 EPX_API epx_status epx_moe_block_bwd(epx_moe_block block, const epx_moe_block_bwd_args* args);
+
+/** Reads the block's own record of what calls saw on the GPU, as epx_moe_errors_read does. Errors: INVALID_ARGUMENT, also for a
+ * block that computes on the host. */
+EPX_API epx_status epx_moe_block_errors(epx_moe_block block, epx_moe_errors_report* report);
 
 /** @} */
 

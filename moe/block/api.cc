@@ -1,27 +1,103 @@
 // SPDX-License-Identifier: Apache-2.0
-// The block's part of the C API.
+// The part of the C API that is about blocks and their arenas.
 #include "base/c_boundary.h"
 #include "epx/epx_moe.h"
+#include "moe/block/arena.h"
 #include "moe/block/block.h"
 #include "moe/tensors.h"
 
 using namespace epx;
 using namespace epx::moe;
 
-struct epx_moe_block_s {
-  std::unique_ptr<Block> block;
+struct epx_moe_arena_s {
+  Arena arena;
 };
 
-epx_status epx_moe_block_config_init(epx_moe_block_config* config) {
+struct epx_moe_block_s {
+  Block block;
+};
+
+namespace {
+
+// Runs `create`, which is collective over the group. What is refused, or fails in epx, is so on every rank; what else fails does
+// so here alone, and the others would wait.
+template <typename Create>
+void create_together(epx_group group, const Create& create) {
+  try {
+    create();
+  } catch (const StatusError&) {
+    throw;
+  } catch (...) {
+    if (group != nullptr) GroupView(group).abort();
+    throw;
+  }
+}
+
+Block& require_block(epx_moe_block block) {
+  if (block == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "block is NULL");
+  return block->block;
+}
+
+BlockPlan plan_with_rows(epx_group group, const epx_moe_arena_config& config) {
+  BlockPlan plan = plan_block(group, *config.block).plan;
+  if (group == nullptr && config.max_rows != 0)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "max_rows is {}; without a group no route can be dropped, and it must be 0",
+         config.max_rows);
+  if (config.max_rows < 0 || config.max_rows > plan.shape.row_capacity)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "max_rows is {}; it must be 0..{}, the group's max_recv_tokens_per_rank",
+         config.max_rows, plan.shape.row_capacity);
+  if (config.max_rows > 0) plan.num_rows = config.max_rows;
+  return plan;
+}
+
+} // namespace
+
+epx_status epx_moe_block_config_init(epx_moe_block_config* config, size_t struct_size) {
   return at_c_boundary(__func__, [&] {
-    if (config == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "config is NULL");
-    *config = {};
-    config->struct_size = sizeof(*config);
-    epx::require_success(epx_moe_router_config_init(&config->router), "epx_moe_router_config_init");
-    epx::require_success(epx_moe_ffn_config_init(&config->ffn), "epx_moe_ffn_config_init");
+    init_struct(config, struct_size, "config");
     config->dtype = EPX_FLOAT32;
     config->alignment = 1;
     config->max_in_flight = 1;
+  });
+}
+
+epx_status epx_moe_arena_config_init(epx_moe_arena_config* config, size_t struct_size) {
+  return at_c_boundary(__func__, [&] {
+    init_struct(config, struct_size, "config");
+    config->num_flights = 1;
+  });
+}
+
+epx_status epx_moe_arena_create(epx_group group, const epx_moe_arena_config* config, epx_moe_arena* arena) {
+  return at_c_boundary(__func__, [&] {
+    require_struct(config, "config");
+    require_struct(config->block, "config.block");
+    if (arena == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "arena is NULL");
+    if (config->num_flights < 1)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "num_flights is {}; it must be at least 1", config->num_flights);
+    if (config->reserved0 != 0) fail(EPX_ERROR_INVALID_ARGUMENT, "reserved0 is {}; it must be 0", config->reserved0);
+    for (const int64_t reserved : config->reserved)
+      if (reserved != 0)
+        fail(EPX_ERROR_INVALID_ARGUMENT, "a reserved field of the arena's config is {}; it must be 0", reserved);
+    create_together(group, [&] {
+      const BlockPlan plan = plan_with_rows(group, *config);
+      *arena = new epx_moe_arena_s{Arena(group, plan, config->num_flights)};
+    });
+  });
+}
+
+epx_status epx_moe_arena_destroy(epx_moe_arena arena) {
+  const std::unique_ptr<epx_moe_arena_s> owner(arena);
+  return at_c_boundary(__func__, [&] {
+    if (owner != nullptr) owner->arena.release();
+  });
+}
+
+epx_status epx_moe_arena_query(epx_moe_arena arena, epx_moe_arena_info* info) {
+  return at_c_boundary(__func__, [&] {
+    if (arena == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "arena is NULL");
+    require_struct(info, "info");
+    *info = arena->arena.info();
   });
 }
 
@@ -29,29 +105,33 @@ epx_status epx_moe_block_create(epx_group group, const epx_moe_block_config* con
   return at_c_boundary(__func__, [&] {
     require_struct(config, "config");
     if (block == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "block is NULL");
-    *block = new epx_moe_block_s{make_block(group, *config)};
+    Arena* const shared = config->arena != nullptr ? &config->arena->arena : nullptr;
+    create_together(shared == nullptr ? group : nullptr,
+                    [&] { *block = new epx_moe_block_s{Block(group, *config, shared)}; });
   });
 }
 
 epx_status epx_moe_block_destroy(epx_moe_block block) {
   const std::unique_ptr<epx_moe_block_s> owner(block);
   return at_c_boundary(__func__, [&] {
-    if (owner != nullptr) owner->block->release();
+    if (owner != nullptr) owner->block.release();
   });
 }
 
 epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fwd_args* args) {
   return at_c_boundary(__func__, [&] {
-    if (block == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "block is NULL");
-    require_host_args(args);
-    block->block->forward(*args);
+    require_args(args);
+    require_block(block).forward(*args);
   });
 }
 
 epx_status epx_moe_block_bwd(epx_moe_block block, const epx_moe_block_bwd_args* args) {
   return at_c_boundary(__func__, [&] {
-    if (block == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "block is NULL");
-    require_host_args(args);
-    block->block->backward(*args);
+    require_args(args);
+    require_block(block).backward(*args);
   });
+}
+
+epx_status epx_moe_block_errors(epx_moe_block block, epx_moe_errors_report* report) {
+  return at_c_boundary(__func__, [&] { require_block(block).read_errors(report); });
 }

@@ -1,314 +1,244 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "moe/block/block.h"
 
-#include <algorithm>
-#include <cstddef>
-#include <span>
-#include <vector>
+#include <optional>
 
 #include "base/error.h"
-#include "moe/block/exchange.h"
-#include "moe/ffn/ffn.h"
-#include "moe/router/router.h"
+#include "moe/block/call.h"
+#include "moe/ffn/calls.h"
+#include "moe/router/calls.h"
 #include "moe/tensors.h"
 
 namespace epx::moe {
 namespace {
 
-// Parts of one allocation, each aligned to 256 bytes. Counts first, then cuts.
-class Carver {
-public:
-  explicit Carver(std::byte* memory) : memory_(memory) {}
+template <typename Args>
+Args make_args(const CallPlace& place) {
+  Args args{};
+  args.struct_size = sizeof(args);
+  args.cuda = place.cuda();
+  return args;
+}
 
-  template <typename T>
-  T* take(int64_t elements) {
-    T* const part = memory_ != nullptr ? reinterpret_cast<T*>(memory_ + bytes_) : nullptr;
-    const int64_t bytes = checked_product({elements, sizeof(T)}, kWhat) + kAlignment - 1;
-    if (__builtin_add_overflow(bytes_, bytes / kAlignment * kAlignment, &bytes_))
-      fail(EPX_ERROR_INVALID_ARGUMENT, "{} has more bytes than an int64 can count", kWhat);
-    return part;
+// Checks the tensors of a forward that no part of the block checks. Returns T.
+int64_t require_forward(const BlockPlan& plan, const epx_moe_block_fwd_args& args) {
+  const Dim hidden{"H", plan.ffn.hidden};
+  require_tensor(args.tokens, "tokens", {plan.dtype}, {{"T", kAnySize}, hidden});
+  const Dim tokens{"T", args.tokens->sizes[0]};
+  const Dim experts{"E", plan.router.num_experts};
+  const Dim top_k{"K", plan.router.top_k};
+  if (tokens.size > plan.shape.max_tokens)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "tokens has {} rows; max_tokens_per_rank is {}", tokens.size, plan.shape.max_tokens);
+  if (plan.is_on_gpu())
+    require_tensor(args.logits, "logits", kCudaLogits, {tokens, experts});
+  else
+    require_tensor(args.logits, "logits", {plan.real}, {tokens, experts});
+  require_tensor(args.out, "out", {plan.dtype}, {tokens, hidden});
+  allow_tensor(args.topk_idx, "topk_idx", kInteger, {tokens, top_k});
+  allow_tensor(args.topk_weights, "topk_weights", {plan.real}, {tokens, top_k});
+  allow_tensor(args.global_counts, "global_counts", kInteger, {{"P", plan.shape.num_ranks}, experts});
+  return tokens.size;
+}
+
+void require_backward(const BlockPlan& plan, int64_t num_tokens, const epx_moe_block_bwd_args& args) {
+  const Dim tokens{"T", num_tokens};
+  const Dim hidden{"H", plan.ffn.hidden};
+  require_tensor(args.grad_out, "grad_out", {plan.dtype}, {tokens, hidden});
+  require_tensor(args.grad_tokens, "grad_tokens", {plan.dtype}, {tokens, hidden});
+}
+
+// Runs `make`, which may fail on this rank alone while the others wait for it.
+template <typename Make>
+auto or_abort(epx_group group, const Make& make) {
+  try {
+    return make();
+  } catch (...) {
+    if (group != nullptr) GroupView(group).abort();
+    throw;
   }
-  size_t bytes() const { return static_cast<size_t>(bytes_); }
-
-private:
-  static constexpr int64_t kAlignment = 256;
-  static constexpr const char* kWhat = "the block's memory for its rows";
-
-  std::byte* memory_;
-  int64_t bytes_ = 0;
-};
-
-struct alignas(16) HandleUnit { // epx wants handle memory aligned to 16 bytes
-  std::byte bytes[16];
-};
-
-// What a forward leaves for its backward.
-template <typename T>
-struct Flight {
-  int64_t num_tokens = -1; // -1: no forward that succeeded
-  std::vector<HandleUnit> handle_mem;
-  std::vector<int32_t> topk_idx;                       // [T, K]
-  std::vector<T> logits, topk_weights;                 // [T, E], [T, K]
-  std::vector<int32_t> counts, offsets, global_counts; // [E_l], [E_l + 1], [P, E]
-  T* recv_tokens = nullptr;                            // [R, H], memory of the exchange, as the next two
-  T* expert_out = nullptr;                             // [R, H]
-  T* recv_weights = nullptr;                           // [R]
-  std::unique_ptr<T[]> pre_act;                        // [R, 2F or F]; not initialised, so that unused rows cost nothing
-};
-
-template <typename T>
-class BlockOf final : public Block {
-public:
-  BlockOf(std::unique_ptr<Exchange> exchange, const epx_moe_block_config& config, const FfnShape& ffn)
-      : exchange_(std::move(exchange)), shape_(exchange_->shape()), router_(config.router),
-        ffn_(ffn), layer_{config.router.top_k, config.alignment}, is_early_(config.weighting == EPX_MOE_WEIGHT_EARLY),
-        flights_(config.max_in_flight), grad_topk_weights_(shape_.max_tokens * config.router.top_k) {
-    ffn_.num_experts = shape_.num_local_experts;
-    require_finite<T>(router_.scaling_factor, "router.scaling_factor");
-    require_finite<T>(router_.aux_loss_coeff, "router.aux_loss_coeff");
-    Carver measure(nullptr);
-    carve(measure);
-    for (Flight<T>& flight : flights_)
-      reserve(flight);
-    Carver cut(exchange_->allocate(measure.bytes()));
-    carve(cut);
-  }
-
-  void forward(const epx_moe_block_fwd_args& args) override {
-    Flight<T>& flight = require_flight(args.flight);
-    const FfnParams<T> params = typed<T>(read_params(ffn_, args.params, "params", kHostDtypes<T>));
-    const int64_t tokens = require_forward(args);
-
-    flight.num_tokens = -1;
-    std::copy_n(data_of<T>(args.logits), tokens * router_.num_experts, flight.logits.begin());
-    const RouterInputs<T> inputs{tokens, flight.logits.data(), data_of<T>(args.selection_bias),
-                                 data_of<uint8_t>(args.token_mask)};
-    const RouterInfo info = route<T>(router_, inputs, Integers(flight.topk_idx.data()), flight.topk_weights.data());
-    prepare(flight, tokens);
-    dispatch(flight, *args.tokens);
-    ffn_fwd<T>(ffn_, {params, zones(flight), flight.recv_tokens, is_early_ ? flight.recv_weights : nullptr,
-                      flight.expert_out, flight.pre_act.get()});
-    combine(flight, *args.out);
-    flight.num_tokens = tokens;
-    write_outputs(flight, info, args);
-  }
-
-  void backward(const epx_moe_block_bwd_args& args) override {
-    Flight<T>& flight = require_flight(args.flight);
-    const ParamTensors params = read_params(ffn_, args.params, "params", kHostDtypes<T>);
-    const FfnParams<T> grads = typed<T>(read_grads(ffn_, params, args.grads, "grads", kHostDtypes<T>));
-    require_backward(flight, args);
-
-    combine_bwd(flight, *args.grad_out);
-    FfnBackward<T> call;
-    call.params = typed<T>(params);
-    call.zones = zones(flight);
-    call.recv_tokens = flight.recv_tokens;
-    call.recv_weights = is_early_ ? flight.recv_weights : nullptr;
-    call.pre_act = flight.pre_act.get();
-    call.grad_expert_out = grad_expert_out_;
-    call.grad_recv = grad_recv_;
-    call.grad_recv_weights = is_early_ ? grad_recv_weights_ : nullptr; // late: combine_bwd has written them
-    call.grads = grads;
-    call.accumulate = args.accumulate == 1;
-    ffn_bwd<T>(ffn_, call);
-    dispatch_bwd(flight, *args.grad_tokens);
-
-    const ExpertLoad load(Integers(flight.global_counts.data()), shape_.num_ranks, router_.num_experts);
-    route_bwd<T>(router_, flight.num_tokens, flight.logits.data(), Integers(flight.topk_idx.data()),
-                 grad_topk_weights_.data(), router_.aux_loss_coeff != 0 ? &load : nullptr, args.aux_loss_grad,
-                 data_of<T>(args.grad_logits));
-  }
-
-  void release() override { exchange_->release(); }
-
-private:
-  static constexpr epx_dtype kReal = kDtypeOf<T>;
-
-  // ---- Memory ----
-
-  void reserve(Flight<T>& flight) const {
-    flight.handle_mem.resize((shape_.handle_mem_bytes + sizeof(HandleUnit) - 1) / sizeof(HandleUnit));
-    flight.topk_idx.resize(shape_.max_tokens * router_.top_k);
-    flight.topk_weights.resize(shape_.max_tokens * router_.top_k);
-    flight.logits.resize(shape_.max_tokens * router_.num_experts);
-    flight.counts.resize(ffn_.num_experts);
-    flight.offsets.resize(ffn_.num_experts + 1);
-    flight.global_counts.resize(static_cast<int64_t>(shape_.num_ranks) * router_.num_experts);
-    flight.pre_act.reset(new T[checked_product({shape_.row_capacity, ffn_.pre_act()}, "pre_act")]);
-  }
-
-  void carve(Carver& carver) {
-    const int64_t rows = shape_.row_capacity;
-    const int64_t elements = checked_product({rows, ffn_.hidden}, "the block's memory for its rows");
-    for (Flight<T>& flight : flights_) {
-      flight.recv_tokens = carver.take<T>(elements);
-      flight.expert_out = carver.take<T>(elements);
-      flight.recv_weights = carver.take<T>(rows);
-    }
-    grad_expert_out_ = carver.take<T>(elements);
-    grad_recv_ = carver.take<T>(elements);
-    grad_recv_weights_ = carver.take<T>(rows);
-  }
-
-  // ---- Arguments ----
-
-  Flight<T>& require_flight(int32_t flight) {
-    if (flight < 0 || flight >= static_cast<int32_t>(flights_.size()))
-      fail(EPX_ERROR_INVALID_ARGUMENT, "flight is {}; max_in_flight is {}", flight, flights_.size());
-    return flights_[flight];
-  }
-
-  // Returns T.
-  int64_t require_forward(const epx_moe_block_fwd_args& args) const {
-    require_tensor(args.tokens, "tokens", {kReal}, {{"T", kAnySize}, {"H", ffn_.hidden}});
-    const Dim tokens{"T", args.tokens->sizes[0]};
-    const Dim experts{"E", router_.num_experts};
-    const Dim top_k{"K", router_.top_k};
-    if (tokens.size > shape_.max_tokens)
-      fail(EPX_ERROR_INVALID_ARGUMENT, "tokens has {} rows; max_tokens_per_rank is {}", tokens.size, shape_.max_tokens);
-    require_tensor(args.logits, "logits", {kReal}, {tokens, experts});
-    allow_tensor(args.selection_bias, "selection_bias", {kReal}, {experts});
-    allow_tensor(args.token_mask, "token_mask", {EPX_UINT8}, {tokens});
-    require_tensor(args.out, "out", {kReal}, {tokens, {"H", ffn_.hidden}});
-    allow_tensor(args.topk_idx, "topk_idx", kInteger, {tokens, top_k});
-    allow_tensor(args.topk_weights, "topk_weights", {kReal}, {tokens, top_k});
-    allow_tensor(args.global_counts, "global_counts", kInteger, {{"P", shape_.num_ranks}, experts});
-    allow_tensor(args.info, "info", {EPX_INT64}, {{"3", 3}});
-    return tokens.size;
-  }
-
-  void require_backward(const Flight<T>& flight, const epx_moe_block_bwd_args& args) const {
-    if (flight.num_tokens < 0) fail(EPX_ERROR_INVALID_ARGUMENT, "flight {} has no forward to go back from", args.flight);
-    const Dim tokens{"T", flight.num_tokens};
-    require_tensor(args.grad_out, "grad_out", {kReal}, {tokens, {"H", ffn_.hidden}});
-    require_tensor(args.grad_tokens, "grad_tokens", {kReal}, {tokens, {"H", ffn_.hidden}});
-    require_tensor(args.grad_logits, "grad_logits", {kReal}, {tokens, {"E", router_.num_experts}});
-    require_finite<T>(args.aux_loss_grad, "aux_loss_grad");
-    if (args.accumulate != 0 && args.accumulate != 1)
-      fail(EPX_ERROR_INVALID_ARGUMENT, "accumulate is {}; it must be 0 or 1", args.accumulate);
-  }
-
-  static Zones zones(Flight<T>& flight) { return {Integers(flight.counts.data()), Integers(flight.offsets.data())}; }
-
-  // ---- The five operations, on the block's memory ----
-
-  static std::span<std::byte> handle_mem(Flight<T>& flight) { return std::as_writable_bytes(std::span(flight.handle_mem)); }
-  Tensor rows(T* data) const { return {data, kReal, {shape_.row_capacity, ffn_.hidden}}; }
-  Tensor row_weights(T* data) const { return {data, kReal, shape_.row_capacity}; }
-  // Without early weighting combine has the weights; else the FFN.
-  ConstTensor combine_weights(Flight<T>& flight) const {
-    return is_early_ ? ConstTensor() : row_weights(flight.recv_weights);
-  }
-
-  void prepare(Flight<T>& flight, int64_t tokens) {
-    exchange_->prepare({.layer = layer_,
-                        .handle_mem = handle_mem(flight),
-                        .topk_idx = {flight.topk_idx.data(), EPX_INT32, {tokens, router_.top_k}},
-                        .counts = flight.counts,
-                        .offsets = flight.offsets,
-                        .global_counts = {flight.global_counts, {shape_.num_ranks, router_.num_experts}}});
-  }
-
-  void dispatch(Flight<T>& flight, const epx_tensor& tokens) {
-    exchange_->dispatch({.layer = layer_,
-                         .handle_mem = handle_mem(flight),
-                         .tokens = ConstTensor(tokens),
-                         .topk_weights = {flight.topk_weights.data(), kReal, {tokens.sizes[0], router_.top_k}},
-                         .recv_tokens = rows(flight.recv_tokens),
-                         .recv_weights = row_weights(flight.recv_weights)});
-  }
-
-  void combine(Flight<T>& flight, const epx_tensor& out) {
-    exchange_->combine({.layer = layer_,
-                        .handle_mem = handle_mem(flight),
-                        .expert_out = rows(flight.expert_out),
-                        .recv_weights = combine_weights(flight),
-                        .out = Tensor(out)});
-  }
-
-  void combine_bwd(Flight<T>& flight, const epx_tensor& grad_out) {
-    CombineBwdArgs args = {.layer = layer_,
-                           .handle_mem = handle_mem(flight),
-                           .grad_out = ConstTensor(grad_out),
-                           .recv_weights = combine_weights(flight),
-                           .grad_expert_out = rows(grad_expert_out_)};
-    if (!is_early_) {
-      args.expert_out = rows(flight.expert_out);
-      args.grad_recv_weights = row_weights(grad_recv_weights_);
-    }
-    exchange_->combine_bwd(args);
-  }
-
-  void dispatch_bwd(Flight<T>& flight, const epx_tensor& grad_tokens) {
-    exchange_->dispatch_bwd({.layer = layer_,
-                             .handle_mem = handle_mem(flight),
-                             .grad_recv = rows(grad_recv_),
-                             .grad_recv_weights = row_weights(grad_recv_weights_),
-                             .grad_tokens = Tensor(grad_tokens),
-                             .grad_topk_weights = {grad_topk_weights_.data(), kReal, {flight.num_tokens, router_.top_k}}});
-  }
-
-  void write_outputs(const Flight<T>& flight, const RouterInfo& info, const epx_moe_block_fwd_args& args) const {
-    const int64_t routes = flight.num_tokens * router_.top_k;
-    if (args.topk_idx != nullptr) copy_integers(flight.topk_idx, routes, *args.topk_idx);
-    if (args.topk_weights != nullptr) std::copy_n(flight.topk_weights.data(), routes, data_of<T>(args.topk_weights));
-    if (args.global_counts != nullptr)
-      copy_integers(flight.global_counts, static_cast<int64_t>(flight.global_counts.size()), *args.global_counts);
-    if (args.info != nullptr) write_info(info, *args.info);
-  }
-
-  static void copy_integers(const std::vector<int32_t>& from, int64_t size, const epx_tensor& to) {
-    for (int64_t i = 0; i < size; ++i)
-      Integers(&to).set(i, from[i]);
-  }
-
-  std::unique_ptr<Exchange> exchange_;
-  Exchange::Shape shape_;
-  epx_moe_router_config router_;
-  FfnShape ffn_;
-  Layer layer_;
-  bool is_early_;
-  std::vector<Flight<T>> flights_;
-  std::vector<T> grad_topk_weights_; // [T, K], for the time of a backward
-  T* grad_expert_out_ = nullptr;     // [R, H], memory of the exchange, as the next two; for the time of a backward
-  T* grad_recv_ = nullptr;           // [R, H]
-  T* grad_recv_weights_ = nullptr;   // [R]
-};
+}
 
 } // namespace
 
-std::unique_ptr<Block> make_block(epx_group group, const epx_moe_block_config& config) {
-  require_struct(&config.router, "config.router");
-  require_struct(&config.ffn, "config.ffn");
-  validate(config.router);
-  const FfnShape ffn = make_ffn_shape(config.ffn);
-  if (config.dtype != EPX_FLOAT32 && config.dtype != EPX_FLOAT64)
-    fail(EPX_ERROR_INVALID_ARGUMENT, "dtype is {}; it must be float32, or float64 without a group", name_of(config.dtype));
-  if (config.weighting != EPX_MOE_WEIGHT_LATE && config.weighting != EPX_MOE_WEIGHT_EARLY)
-    fail(EPX_ERROR_INVALID_ARGUMENT, "weighting is {}; it must be an epx_moe_weighting",
-         static_cast<int>(config.weighting));
-  if (config.alignment < 0) fail(EPX_ERROR_INVALID_ARGUMENT, "alignment is {}; it must not be negative", config.alignment);
-  if (config.max_in_flight < 1)
-    fail(EPX_ERROR_INVALID_ARGUMENT, "max_in_flight is {}; it must be at least 1", config.max_in_flight);
-  if (group != nullptr) {
-    std::unique_ptr<Exchange> exchange = make_group_exchange(group, config);
-    try {
-      return std::make_unique<BlockOf<float>>(std::move(exchange), config, ffn);
-    } catch (const StatusError&) {
-      throw; // refused on every rank, or by epx
-    } catch (...) {
-      GroupView(group).abort(); // no memory here: the other ranks are waiting in epx_mem_alloc
-      throw;
-    }
-  }
+void Block::FreeRecord::operator()(epx_moe_errors_s* errors) const noexcept {
+  if constexpr (kWithCuda) free_error_record(errors->record);
+  delete errors;
+}
 
-  if (config.max_tokens_per_rank < 1)
-    fail(EPX_ERROR_INVALID_ARGUMENT, "max_tokens_per_rank is {}; without a group it must be at least 1",
-         config.max_tokens_per_rank);
-  if (config.dtype == EPX_FLOAT64)
-    return std::make_unique<BlockOf<double>>(make_local_exchange<double>(config), config, ffn);
-  return std::make_unique<BlockOf<float>>(make_local_exchange<float>(config), config, ffn);
+Block::Block(epx_group group, const epx_moe_block_config& config, Arena* shared) : arena_(shared) {
+  if (shared == nullptr && config.max_in_flight < 1)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "max_in_flight is {}; it must be at least 1", config.max_in_flight);
+  PlannedBlock planned = plan_block(group, config);
+  plan_ = planned.plan;
+  exchange_ = std::move(planned.exchange);
+  if (shared != nullptr)
+    plan_.num_rows = shared->require_fit(group, plan_);
+  else
+    footprint_of(plan_); // refuses what is too large for any arena before the other ranks wait
+  if (plan_.is_on_gpu())
+    enqueue_on_cuda([&](auto) {
+      or_abort(shared == nullptr ? group : nullptr, [&] {
+        auto record = std::make_unique<epx_moe_errors_s>();
+        record->record = make_error_record();
+        errors_.reset(record.release());
+        return 0;
+      });
+    });
+  if (shared == nullptr) {
+    own_arena_ = std::make_unique<Arena>(group, plan_, config.max_in_flight);
+    arena_ = own_arena_.get();
+  }
+  number_ = arena_->add_block();
+}
+
+void Block::release() {
+  if (own_arena_ != nullptr) own_arena_->release();
+}
+
+void Block::read_errors(epx_moe_errors_report* report) const {
+  if (errors_ == nullptr)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "the block computes on the host, and has no record of errors: its calls return them");
+  epx::moe::read_errors(*errors_->record, report);
+}
+
+int32_t Block::require_flight(int32_t flight) const {
+  if (flight < 0 || flight >= arena_->num_flights())
+    fail(EPX_ERROR_INVALID_ARGUMENT, "flight is {}; {} is {}", flight,
+         own_arena_ != nullptr ? "max_in_flight" : "num_flights of the arena", arena_->num_flights());
+  return flight;
+}
+
+void Block::forward(const epx_moe_block_fwd_args& args) {
+  const int32_t flight = require_flight(args.flight);
+  const SharedTensors shared = arena_->shared_tensors(plan_);
+  CallPlace place(plan_, args.cuda, arena_->device(), shared, errors_.get());
+  const int64_t num_tokens = require_forward(plan_, args);
+  place.require_memory({{args.tokens, "tokens"},
+                        {args.out, "out"},
+                        {args.topk_idx, "topk_idx"},
+                        {args.topk_weights, "topk_weights"},
+                        {args.global_counts, "global_counts"}});
+  const CallTensors mine(plan_, arena_->flight_tensors(plan_, flight), shared, num_tokens, args.logits->dtype);
+
+  auto router_args = make_args<epx_moe_router_args>(place);
+  router_args.logits = args.logits;
+  router_args.selection_bias = args.selection_bias;
+  router_args.token_mask = args.token_mask;
+  router_args.topk_idx = mine.topk_idx.get();
+  router_args.topk_weights = mine.topk_weights.get();
+  router_args.info = args.info;
+  const CheckedRouter router(plan_.router, &router_args);
+  auto ffn_args = make_args<epx_moe_ffn_args>(place);
+  ffn_args.params = args.params;
+  ffn_args.recv_tokens = mine.recv_tokens.get();
+  ffn_args.counts = mine.counts.get();
+  ffn_args.offsets = mine.offsets.get();
+  ffn_args.recv_weights = plan_.is_early ? mine.recv_weights.get() : nullptr;
+  ffn_args.expert_out = mine.expert_out.get();
+  ffn_args.pre_act = plan_.recomputes ? nullptr : mine.pre_act.get();
+  const CheckedFfn ffn(plan_.ffn, &ffn_args);
+
+  Arena::Filled& filled = arena_->filled(flight);
+  filled.num_tokens = -1;
+  arena_->begin_call(place.stream());
+  place.copy(ConstTensor(*args.logits), *mine.logits.get());
+  router.run();
+  const Layer layer = {plan_.layer.top_k, plan_.layer.alignment};
+  const auto late = [&](const Tensor& tensor) { return plan_.is_early ? Tensor() : tensor; };
+  exchange_->prepare({.layer = layer,
+                      .handle_mem = mine.handle_mem,
+                      .stream = place.stream(),
+                      .topk_idx = mine.topk_idx,
+                      .counts = mine.counts,
+                      .offsets = mine.offsets,
+                      .global_counts = mine.global_counts});
+  if (plan_.num_rows < plan_.shape.row_capacity) place.clamp_zones(mine.counts, mine.offsets, plan_.num_rows);
+  exchange_->dispatch({.layer = layer,
+                       .handle_mem = mine.handle_mem,
+                       .stream = place.stream(),
+                       .tokens = ConstTensor(*args.tokens),
+                       .topk_weights = mine.topk_weights,
+                       .recv_tokens = mine.recv_tokens,
+                       .recv_weights = mine.recv_weights});
+  ffn.run();
+  exchange_->combine({.layer = layer,
+                      .handle_mem = mine.handle_mem,
+                      .stream = place.stream(),
+                      .expert_out = mine.expert_out,
+                      .recv_weights = late(mine.recv_weights),
+                      .out = Tensor(*args.out)});
+  if (args.topk_idx != nullptr) place.copy_integers(mine.topk_idx, *args.topk_idx);
+  if (args.topk_weights != nullptr) place.copy(mine.topk_weights, *args.topk_weights);
+  if (args.global_counts != nullptr) place.copy_integers(mine.global_counts, *args.global_counts);
+  arena_->end_call(place.stream());
+  filled = {number_, num_tokens, args.logits->dtype};
+}
+
+void Block::backward(const epx_moe_block_bwd_args& args) {
+  const int32_t flight = require_flight(args.flight);
+  const Arena::Filled filled = arena_->filled(flight);
+  const SharedTensors shared = arena_->shared_tensors(plan_);
+  CallPlace place(plan_, args.cuda, arena_->device(), shared, errors_.get());
+  if (filled.num_tokens < 0) fail(EPX_ERROR_INVALID_ARGUMENT, "flight {} has no forward to go back from", flight);
+  if (filled.block != number_)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "flight {} has the forward of block {} of the arena; this is block {}", flight,
+         filled.block, number_);
+  require_backward(plan_, filled.num_tokens, args);
+  place.require_memory({{args.grad_out, "grad_out"}, {args.grad_tokens, "grad_tokens"}});
+  const CallTensors mine(plan_, arena_->flight_tensors(plan_, flight), shared, filled.num_tokens, filled.logits_dtype);
+
+  auto again_args = make_args<epx_moe_ffn_args>(place);
+  again_args.params = args.params;
+  again_args.recv_tokens = mine.recv_tokens.get();
+  again_args.counts = mine.counts.get();
+  again_args.offsets = mine.offsets.get();
+  again_args.pre_act = mine.pre_act.get();
+  std::optional<CheckedFfn> again;
+  if (plan_.recomputes) again.emplace(plan_.ffn, &again_args, FfnOutputs::pre_act);
+  auto ffn_args = make_args<epx_moe_ffn_bwd_args>(place);
+  ffn_args.params = args.params;
+  ffn_args.recv_tokens = mine.recv_tokens.get();
+  ffn_args.counts = mine.counts.get();
+  ffn_args.offsets = mine.offsets.get();
+  ffn_args.recv_weights = plan_.is_early ? mine.recv_weights.get() : nullptr;
+  ffn_args.pre_act = mine.pre_act.get();
+  ffn_args.grad_expert_out = mine.grad_expert_out.get();
+  ffn_args.grad_recv = mine.grad_recv.get();
+  ffn_args.grad_recv_weights = plan_.is_early ? mine.grad_recv_weights.get() : nullptr; // late: combine_bwd writes them
+  ffn_args.grads = args.grads;
+  ffn_args.accumulate = args.accumulate;
+  const CheckedFfnBwd ffn(plan_.ffn, &ffn_args);
+  auto router_args = make_args<epx_moe_router_bwd_args>(place);
+  router_args.logits = mine.logits.get();
+  router_args.topk_idx = mine.topk_idx.get();
+  router_args.grad_topk_weights = mine.grad_topk_weights.get();
+  router_args.global_counts = plan_.router.aux_loss_coeff != 0 ? mine.global_counts.get() : nullptr;
+  router_args.aux_loss_grad = args.aux_loss_grad;
+  router_args.grad_logits = args.grad_logits;
+  const CheckedRouterBwd router(plan_.router, &router_args);
+
+  arena_->begin_call(place.stream());
+  const Layer layer = {plan_.layer.top_k, plan_.layer.alignment};
+  const auto late = [&](const Tensor& tensor) { return plan_.is_early ? Tensor() : tensor; };
+  exchange_->combine_bwd({.layer = layer,
+                          .handle_mem = mine.handle_mem,
+                          .stream = place.stream(),
+                          .grad_out = ConstTensor(*args.grad_out),
+                          .expert_out = late(mine.expert_out),
+                          .recv_weights = late(mine.recv_weights),
+                          .grad_expert_out = mine.grad_expert_out,
+                          .grad_recv_weights = late(mine.grad_recv_weights)});
+  if (again) again->run();
+  ffn.run();
+  exchange_->dispatch_bwd({.layer = layer,
+                           .handle_mem = mine.handle_mem,
+                           .stream = place.stream(),
+                           .grad_recv = mine.grad_recv,
+                           .grad_recv_weights = mine.grad_recv_weights,
+                           .grad_tokens = Tensor(*args.grad_tokens),
+                           .grad_topk_weights = mine.grad_topk_weights});
+  router.run();
+  arena_->end_call(place.stream());
 }
 
 } // namespace epx::moe

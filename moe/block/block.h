@@ -1,27 +1,45 @@
 // SPDX-License-Identifier: Apache-2.0
-// One MoE layer: router -> prepare -> dispatch -> FFN -> combine, and back. Written against Exchange, so that a block with a
-// group and a local one are the same code.
+// One MoE layer: router -> prepare -> dispatch -> FFN -> combine, and back. It is a sequence of calls on tensors of its arena,
+// the same on the host and on GPUs, with a group and without.
 #pragma once
 
 #include <memory>
 
 #include "epx/epx_moe.h"
+#include "moe/block/arena.h"
+#include "moe/block/exchange.h"
+#include "moe/block/plan.h"
 
 namespace epx::moe {
 
 class Block {
 public:
-  virtual ~Block() = default;
+  // Uses `shared`, or makes an arena of num_flights flights. Collective over the group, which may be NULL, in the second case.
+  // Throws before the group makes a call if the config is no good.
+  Block(epx_group group, const epx_moe_block_config& config, Arena* shared);
 
   // Check their arguments before anything happens; throw.
-  virtual void forward(const epx_moe_block_fwd_args& args) = 0;
-  virtual void backward(const epx_moe_block_bwd_args& args) = 0;
+  void forward(const epx_moe_block_fwd_args& args);
+  void backward(const epx_moe_block_bwd_args& args);
 
-  // Gives back what the group lends. Collective; before the destructor.
-  virtual void release() = 0;
+  // Gives back what the group lends to the block's own arena. Collective where it has one; before the destructor.
+  void release();
+
+  void read_errors(epx_moe_errors_report* report) const;
+
+private:
+  struct FreeRecord {
+    void operator()(epx_moe_errors_s* errors) const noexcept;
+  };
+
+  int32_t require_flight(int32_t flight) const;
+
+  BlockPlan plan_;
+  std::unique_ptr<Exchange> exchange_;
+  std::unique_ptr<epx_moe_errors_s, FreeRecord> errors_; // on a GPU
+  std::unique_ptr<Arena> own_arena_;
+  Arena* arena_;
+  int64_t number_; // of the blocks of its arena
 };
-
-// Collective over the group, which may be NULL. Throws before the group makes a call if the config is no good.
-std::unique_ptr<Block> make_block(epx_group group, const epx_moe_block_config& config);
 
 } // namespace epx::moe

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a block needs of a group: the five operations of epx.h, on the block's one layer, and memory that they reach.
+// What a block needs of a group: the five operations of epx.h, on the block's one layer.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +8,7 @@
 
 #include "epx/epx.hpp"
 #include "epx/epx_moe.h"
+#include "moe/tensors.h"
 
 namespace epx::moe {
 
@@ -16,6 +17,7 @@ public:
   virtual ~Exchange() = default;
 
   struct Shape {
+    Place place = Place::host; // of tensors
     int num_ranks = 1;
     int num_local_experts = 0;
     int64_t max_tokens = 0;   // T, per rank
@@ -23,11 +25,6 @@ public:
     size_t handle_mem_bytes = 0;
   };
   const Shape& shape() const { return shape_; }
-
-  // Zeroed, aligned to 256 bytes. Collective; once.
-  virtual std::byte* allocate(size_t bytes) = 0;
-  // Gives that memory back. Collective.
-  virtual void release() = 0;
 
   // As in epx.h, collective; failures are thrown.
   virtual void prepare(const PrepareArgs& args) = 0;
@@ -40,11 +37,22 @@ protected:
   Shape shape_;
 };
 
-// Over a group. Local. Throws, with the names and values, when the block does not fit the group.
+// Over a group. Local. Throws, with the names and values, when the block does not fit the group. The config has been checked.
 std::unique_ptr<Exchange> make_group_exchange(GroupView group, const epx_moe_block_config& config);
 
-// All experts here; T = float or double.
+// All experts here, on the host; T = float or double.
 template <typename T>
 std::unique_ptr<Exchange> make_local_exchange(const epx_moe_block_config& config);
+
+// Runs `call`, which calls a group. A failure of the group is thrown as Error, of the C++ API; inside this library it is a
+// StatusError with the same status and sentence.
+template <typename Call>
+decltype(auto) with_group(Call&& call) {
+  try {
+    return call();
+  } catch (const Error& error) {
+    throw StatusError(error.status(), error.what());
+  }
+}
 
 } // namespace epx::moe

@@ -1,38 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "base/dtypes.h"
 #include "base/error.h"
 #include "moe/block/exchange.h"
+#include "moe/cuda/cuda_call.h"
 #include "moe/tensors.h"
 
 namespace epx::moe {
 namespace {
-
-// Runs `call`, which calls the group. A failure of the group is thrown as Error, of the C++ API; inside this library it is a
-// StatusError with the same status and sentence.
-template <typename Call>
-decltype(auto) with_group(Call&& call) {
-  try {
-    return call();
-  } catch (const Error& error) {
-    throw StatusError(error.status(), error.what());
-  }
-}
 
 class GroupExchange final : public Exchange {
 public:
   GroupExchange(GroupView group, const epx_moe_block_config& config) : group_(group) {
     const epx_group_info info = with_group([&] { return group_.query(); });
     require_fit(info, config);
-    const Layer layer = {.top_k = config.router.top_k, .alignment = config.alignment};
-    shape_ = {info.num_ranks, info.num_local_experts, info.max_tokens_per_rank, info.max_recv_tokens_per_rank,
+    const Layer layer = {.top_k = config.router->top_k, .alignment = config.alignment};
+    shape_ = {info.transport == EPX_TRANSPORT_HOST ? Place::host : Place::cuda,
+              info.num_ranks,
+              info.num_local_experts,
+              info.max_tokens_per_rank,
+              info.max_recv_tokens_per_rank,
               with_group([&] { return group_.handle_mem_size(layer); })};
-  }
-
-  std::byte* allocate(size_t bytes) override {
-    memory_ = with_group([&] { return group_.mem_alloc(bytes); });
-    return memory_.data();
-  }
-  void release() override {
-    with_group([&] { memory_.free(); });
   }
 
   void prepare(const PrepareArgs& args) override {
@@ -53,29 +40,31 @@ public:
 
 private:
   static void require_fit(const epx_group_info& info, const epx_moe_block_config& config) {
-    if (info.transport != EPX_TRANSPORT_HOST)
-      fail(EPX_ERROR_UNSUPPORTED, "the group's tensors are in GPU memory; the block computes on the host");
-    if (config.dtype != EPX_FLOAT32)
-      fail(EPX_ERROR_INVALID_ARGUMENT, "dtype is float64; a block with a group computes in float32");
-    if (config.router.num_experts != info.num_experts)
-      fail(EPX_ERROR_INVALID_ARGUMENT, "router.num_experts is {}; the group has {}", config.router.num_experts,
+    const bool on_gpu = info.transport != EPX_TRANSPORT_HOST;
+    if (on_gpu && !kWithCuda)
+      fail(EPX_ERROR_UNSUPPORTED, "the group's tensors are in GPU memory, and this build of the library has no CUDA");
+    if (on_gpu ? !is_token_dtype(config.dtype) : config.dtype != EPX_FLOAT32)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "dtype is {}; with a group {}", name_of(config.dtype),
+           on_gpu ? "on GPUs a block computes in float32, float16 or bfloat16"
+                  : "on the host transport a block computes in float32");
+    if (config.router->num_experts != info.num_experts)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "router.num_experts is {}; the group has {}", config.router->num_experts,
            info.num_experts);
-    if (config.ffn.hidden_dim > info.hidden_dim)
-      fail(EPX_ERROR_INVALID_ARGUMENT, "ffn.hidden_dim is {}; the group's hidden_dim is {}", config.ffn.hidden_dim,
+    if (config.ffn->hidden_dim > info.hidden_dim)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "ffn.hidden_dim is {}; the group's hidden_dim is {}", config.ffn->hidden_dim,
            info.hidden_dim);
-    if (config.router.top_k > info.max_top_k)
-      fail(EPX_ERROR_INVALID_ARGUMENT, "router.top_k is {}; the group's max_top_k is {}", config.router.top_k,
+    if (config.router->top_k > info.max_top_k)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "router.top_k is {}; the group's max_top_k is {}", config.router->top_k,
            info.max_top_k);
     if (config.alignment > info.max_alignment)
       fail(EPX_ERROR_INVALID_ARGUMENT, "alignment is {}; the group's max_alignment is {}", config.alignment,
            info.max_alignment);
-    if (info.max_token_dtype != EPX_FLOAT32)
-      fail(EPX_ERROR_INVALID_ARGUMENT, "the group's max_token_dtype is {}; a block needs float32",
-           name_of(info.max_token_dtype));
+    if (single_element_bytes(config.dtype) > single_element_bytes(info.max_token_dtype))
+      fail(EPX_ERROR_INVALID_ARGUMENT, "dtype is {}, which is wider than the group's max_token_dtype, {}",
+           name_of(config.dtype), name_of(info.max_token_dtype));
   }
 
   GroupView group_;
-  Memory memory_;
 };
 
 } // namespace

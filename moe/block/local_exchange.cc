@@ -3,7 +3,6 @@
 // handle memory is the number of rows in use and the row map.
 #include <algorithm>
 #include <limits>
-#include <new>
 #include <vector>
 
 #include "base/error.h"
@@ -14,13 +13,11 @@
 namespace epx::moe {
 namespace {
 
-constexpr std::align_val_t kMemoryAlignment{256};
-
 template <typename T>
 class LocalExchange final : public Exchange {
 public:
   explicit LocalExchange(const epx_moe_block_config& config)
-      : num_experts_(config.router.num_experts), top_k_(config.router.top_k), alignment_(std::max(config.alignment, 1)) {
+      : num_experts_(config.router->num_experts), top_k_(config.router->top_k), alignment_(std::max(config.alignment, 1)) {
     const int64_t tokens = config.max_tokens_per_rank;
     const int64_t routes = tokens * top_k_;
     const int64_t rows = routes + num_experts_ * (alignment_ - 1);
@@ -28,16 +25,9 @@ public:
       fail(EPX_ERROR_INVALID_ARGUMENT,
            "max_tokens_per_rank = {}, top_k = {} and alignment = {} make {} rows, more than an int32 can count", tokens,
            top_k_, alignment_, rows);
-    shape_ = {1, num_experts_, tokens, rows, static_cast<size_t>(1 + routes) * sizeof(int32_t)};
+    shape_ = {Place::host, 1, num_experts_, tokens, rows, static_cast<size_t>(1 + routes) * sizeof(int32_t)};
     weights_.resize(routes);
   }
-
-  std::byte* allocate(size_t bytes) override {
-    memory_.reset(static_cast<std::byte*>(operator new(bytes, kMemoryAlignment)));
-    std::fill_n(memory_.get(), bytes, std::byte{0});
-    return memory_.get();
-  }
-  void release() override { memory_.reset(); }
 
   void prepare(const PrepareArgs& args) override {
     const int64_t tokens = args.topk_idx.size(0);
@@ -82,10 +72,6 @@ public:
   }
 
 private:
-  struct Free {
-    void operator()(std::byte* memory) const { operator delete(memory, kMemoryAlignment); }
-  };
-
   static int64_t row_bytes(const ConstTensor& rows) { return epx::row_bytes(kDtypeOf<T>, rows.size(1)); }
 
   template <typename Args>
@@ -105,7 +91,6 @@ private:
   int64_t top_k_;
   int64_t alignment_;
   std::vector<T> weights_; // [max_tokens, K]
-  std::unique_ptr<std::byte, Free> memory_;
 };
 
 } // namespace

@@ -70,6 +70,9 @@ private:
 ErrorRecord* make_error_record();
 void free_error_record(ErrorRecord* record) noexcept;
 
+// Reads a record as epx_moe_errors_read does.
+void read_errors(ErrorRecord& record, epx_moe_errors_report* report);
+
 } // namespace epx::moe
 
 struct epx_moe_errors_s {

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The grouped FFN's part of the C API.
-#include <initializer_list>
-
 #include "base/c_boundary.h"
 #include "epx/epx_moe.h"
 #include "moe/cuda/cuda_call.h"
-#include "moe/ffn/cuda/enqueue.h"
+#include "moe/ffn/calls.h"
 #include "moe/ffn/ffn.h"
 #include "moe/ffn/workspace.h"
 #include "moe/tensors.h"
@@ -20,117 +18,14 @@ FfnShape require_config(const epx_moe_ffn_config* config) {
   return make_ffn_shape(*config);
 }
 
-// The dtypes of a call's tensors, which follow from those of its rows.
-struct CallDtypes {
-  epx_dtype rows;
-  epx_dtype row_weights;
-  ParamDtypes params;
-  ParamDtypes grads;
-};
-
-template <epx_dtype kRows>
-CallDtypes cuda_dtypes() {
-  static constexpr std::initializer_list<epx_dtype> kParams = {kRows};
-  static constexpr std::initializer_list<epx_dtype> kEither = {kRows, EPX_FLOAT32};
-  return {kRows, EPX_FLOAT32, {kParams, kEither}, {kEither, kEither}};
-}
-
-CallDtypes dtypes_of(epx_dtype rows, Place place) {
-  if (place == Place::host)
-    return with_real(rows, [&]<typename T>(T) { return CallDtypes{rows, rows, kHostDtypes<T>, kHostDtypes<T>}; });
-  if (rows == EPX_BFLOAT16) return cuda_dtypes<EPX_BFLOAT16>();
-  if (rows == EPX_FLOAT16) return cuda_dtypes<EPX_FLOAT16>();
-  return cuda_dtypes<EPX_FLOAT32>();
-}
-
-// Checks recv_tokens, whose dtype decides in which type to compute.
-CallDtypes require_rows(const epx_tensor* recv_tokens, const FfnShape& shape, Place place) {
-  require_tensor(recv_tokens, "recv_tokens", place == Place::cuda ? kCudaRows : kReal,
-                 {{"N", kAnySize}, {"H", shape.hidden}});
-  return dtypes_of(recv_tokens->dtype, place);
-}
-
-template <typename Args>
-void require_zones(const Args& args, const FfnShape& shape) {
-  require_tensor(args.counts, "counts", kInteger, {{"E_l", shape.num_experts}});
-  require_tensor(args.offsets, "offsets", {args.counts->dtype}, {{"E_l + 1", shape.num_experts + 1}});
-}
-
-// The zones on the host, whose values can be looked at.
-template <typename Args>
-Zones host_zones(const Args& args, const FfnShape& shape) {
-  const Zones zones{Integers(args.counts), Integers(args.offsets)};
-  validate(zones, shape.num_experts, args.recv_tokens->sizes[0]);
-  return zones;
-}
-
-Dim pre_act_columns(const FfnShape& shape) {
-  return {shape.has_gate() ? "2F" : "F", shape.pre_act()};
-}
-
-template <typename T>
-void forward(const FfnShape& shape, const ParamTensors& params, const epx_moe_ffn_args& args) {
-  FfnForward<T> call;
-  call.params = typed<T>(params);
-  call.zones = host_zones(args, shape);
-  call.recv_tokens = data_of<T>(args.recv_tokens);
-  call.recv_weights = data_of<T>(args.recv_weights);
-  call.expert_out = data_of<T>(args.expert_out);
-  call.pre_act = data_of<T>(args.pre_act);
-  ffn_fwd(shape, call);
-}
-
-template <typename T>
-void backward(const FfnShape& shape, const ParamTensors& params, const ParamTensors& grads,
-              const epx_moe_ffn_bwd_args& args) {
-  FfnBackward<T> call;
-  call.params = typed<T>(params);
-  call.zones = host_zones(args, shape);
-  call.grads = typed<T>(grads);
-  call.recv_tokens = data_of<T>(args.recv_tokens);
-  call.recv_weights = data_of<T>(args.recv_weights);
-  call.pre_act = data_of<T>(args.pre_act);
-  call.grad_expert_out = data_of<T>(args.grad_expert_out);
-  call.grad_recv = data_of<T>(args.grad_recv);
-  call.grad_recv_weights = data_of<T>(args.grad_recv_weights);
-  call.accumulate = args.accumulate == 1;
-  ffn_bwd(shape, call);
-}
-
-// Gradients are added up in fp32; on the host they are of the type that it computes in.
-void require_sums(const epx_moe_ffn_params* grads, const ParamTensors& tensors) {
-  if (grads == nullptr) return;
-  for (const ParamTensor& grad :
-       {tensors.gate, tensors.up, tensors.down, tensors.gate_bias, tensors.up_bias, tensors.down_bias})
-    if (grad && grad.dtype != EPX_FLOAT32)
-      fail(EPX_ERROR_INVALID_ARGUMENT,
-           "accumulate is 1, but a tensor of grads is {}; on CUDA gradients are added up in float32", name_of(grad.dtype));
-}
-
 } // namespace
 
-epx_status epx_moe_ffn_config_init(epx_moe_ffn_config* config) {
-  return at_c_boundary(__func__, [&] {
-    if (config == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "config is NULL");
-    *config = {};
-    config->struct_size = sizeof(*config);
-  });
+epx_status epx_moe_ffn_config_init(epx_moe_ffn_config* config, size_t struct_size) {
+  return at_c_boundary(__func__, [&] { init_struct(config, struct_size, "config"); });
 }
 
 epx_status epx_moe_ffn(const epx_moe_ffn_config* config, const epx_moe_ffn_args* args) {
-  return at_c_boundary(__func__, [&] {
-    const FfnShape shape = require_config(config);
-    const Place place = require_args(args);
-    const CallDtypes dtypes = require_rows(args->recv_tokens, shape, place);
-    const Dim rows{"N", args->recv_tokens->sizes[0]};
-    const ParamTensors params = read_params(shape, args->params, "params", dtypes.params);
-    require_zones(*args, shape);
-    allow_tensor(args->recv_weights, "recv_weights", {dtypes.row_weights}, {rows});
-    require_tensor(args->expert_out, "expert_out", {dtypes.rows}, {rows, {"H", shape.hidden}});
-    allow_tensor(args->pre_act, "pre_act", {dtypes.rows}, {rows, pre_act_columns(shape)});
-    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(shape, params, *args); });
-    with_real(dtypes.rows, [&]<typename T>(T) { forward<T>(shape, params, *args); });
-  });
+  return at_c_boundary(__func__, [&] { CheckedFfn(require_config(config), args).run(); });
 }
 
 epx_status epx_moe_ffn_workspace(const epx_moe_ffn_config* config, const epx_moe_ffn_args* args, size_t* bytes) {
@@ -144,31 +39,7 @@ epx_status epx_moe_ffn_workspace(const epx_moe_ffn_config* config, const epx_moe
 }
 
 epx_status epx_moe_ffn_bwd(const epx_moe_ffn_config* config, const epx_moe_ffn_bwd_args* args) {
-  return at_c_boundary(__func__, [&] {
-    const FfnShape shape = require_config(config);
-    const Place place = require_args(args);
-    const CallDtypes dtypes = require_rows(args->recv_tokens, shape, place);
-    const Dim rows{"N", args->recv_tokens->sizes[0]};
-    const Dim hidden{"H", shape.hidden};
-    const ParamTensors params = read_params(shape, args->params, "params", dtypes.params);
-    require_zones(*args, shape);
-    allow_tensor(args->recv_weights, "recv_weights", {dtypes.row_weights}, {rows});
-    require_tensor(args->pre_act, "pre_act", {dtypes.rows}, {rows, pre_act_columns(shape)});
-    require_tensor(args->grad_expert_out, "grad_expert_out", {dtypes.rows}, {rows, hidden});
-    require_tensor(args->grad_recv, "grad_recv", {dtypes.rows}, {rows, hidden});
-    allow_tensor(args->grad_recv_weights, "grad_recv_weights", {dtypes.row_weights}, {rows});
-    if (args->grad_recv_weights != nullptr && args->recv_weights == nullptr)
-      fail(EPX_ERROR_INVALID_ARGUMENT,
-           "grad_recv_weights is given, but recv_weights is NULL: without early weighting it has no gradient here");
-    if (args->accumulate != 0 && args->accumulate != 1)
-      fail(EPX_ERROR_INVALID_ARGUMENT, "accumulate is {}; it must be 0 or 1", args->accumulate);
-    const ParamTensors grads = read_grads(shape, params, args->grads, "grads", dtypes.grads);
-    if (place == Place::cuda) {
-      if (args->accumulate == 1) require_sums(args->grads, grads);
-      return enqueue_on_cuda([&](auto) { cuda::enqueue(shape, params, grads, *args); });
-    }
-    with_real(dtypes.rows, [&]<typename T>(T) { backward<T>(shape, params, grads, *args); });
-  });
+  return at_c_boundary(__func__, [&] { CheckedFfnBwd(require_config(config), args).run(); });
 }
 
 epx_status epx_moe_ffn_bwd_workspace(const epx_moe_ffn_config* config, const epx_moe_ffn_bwd_args* args, size_t* bytes) {

@@ -81,7 +81,7 @@ struct FfnForward {
   Zones zones;
   const T* recv_tokens = nullptr;  // [N, H]
   const T* recv_weights = nullptr; // [N] or NULL
-  T* expert_out = nullptr;         // [N, H]
+  T* expert_out = nullptr;         // [N, H]; NULL: only pre_act is wanted
   T* pre_act = nullptr;            // [N, shape.pre_act()] or NULL
 };
 

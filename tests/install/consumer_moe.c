@@ -9,13 +9,19 @@ static int fail(const char* what) {
 }
 
 int main(void) {
+  epx_moe_router_config router;
+  if (epx_moe_router_config_init(&router, sizeof(router)) != EPX_SUCCESS) return fail("epx_moe_router_config_init");
+  router.num_experts = 2;
+  router.top_k = 1;
+  epx_moe_ffn_config ffn;
+  if (epx_moe_ffn_config_init(&ffn, sizeof(ffn)) != EPX_SUCCESS) return fail("epx_moe_ffn_config_init");
+  ffn.hidden_dim = 1;
+  ffn.ffn_dim = 1;
+  ffn.activation = EPX_MOE_RELU2;
   epx_moe_block_config config;
-  if (epx_moe_block_config_init(&config) != EPX_SUCCESS) return fail("epx_moe_block_config_init");
-  config.router.num_experts = 2;
-  config.router.top_k = 1;
-  config.ffn.hidden_dim = 1;
-  config.ffn.ffn_dim = 1;
-  config.ffn.activation = EPX_MOE_RELU2;
+  if (epx_moe_block_config_init(&config, sizeof(config)) != EPX_SUCCESS) return fail("epx_moe_block_config_init");
+  config.router = &router;
+  config.ffn = &ffn;
   config.max_tokens_per_rank = 3;
   epx_moe_block block = NULL;
   if (epx_moe_block_create(NULL, &config, &block) != EPX_SUCCESS) return fail("epx_moe_block_create");

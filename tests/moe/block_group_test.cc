@@ -10,7 +10,8 @@
 #include <doctest/doctest.h>
 
 #include "epx/epx.hpp"
-#include "tests/moe/block_run.h"
+#include "tests/moe/block_cases.h"
+#include "tests/moe/block_layer.h"
 #include "tests/support/check.h"
 #include "tests/support/local_bootstrap.h"
 #include "tests/support/run_ranks.h"
@@ -18,38 +19,11 @@
 namespace epx::test {
 namespace {
 
-constexpr int32_t kNumExperts = 7; // no number of ranks but 1 and 7 divides it
-constexpr int32_t kHidden = 33;
-constexpr int32_t kMaxTopK = kNumExperts;
-constexpr int32_t kMaxAlignment = 8;
-constexpr int64_t kNumTokens = 17; // of all ranks
-constexpr int64_t kMaskedToken = 2;
+using Layer = LayerOf<float>;
+using RankBlock = RankBlockOf<float>;
 
-// Tokens of each rank for 1, 2, 3 and 4 ranks.
-const std::vector<int64_t> kSplits[] = {{17}, {5, 12}, {0, 9, 8}, {6, 1, 0, 10}};
-
-struct Rank {
-  epx_group group;
-  int rank;
-  int num_ranks;
-  int64_t first_token;
-  int64_t num_tokens;
-  int64_t first_expert;
-  int64_t num_experts;
-};
-
-GroupConfig group_config(epx_combine_precision precision) {
-  GroupConfig config;
-  config.num_experts = kNumExperts;
-  config.max_tokens_per_rank = kNumTokens;
-  config.hidden_dim = kHidden;
-  config.max_top_k = kMaxTopK;
-  config.max_alignment = kMaxAlignment;
-  config.max_token_dtype = EPX_FLOAT32;
-  config.combine_precision = precision;
-  config.transport = EPX_TRANSPORT_HOST;
-  config.timeout_ms = 60'000;
-  return config;
+Layer make_layer(uint64_t seed, const LayerOptions& options) {
+  return make_layer_of<float>(seed, options);
 }
 
 void each_rank(const std::vector<int64_t>& split, const epx_group_config& config,
@@ -58,133 +32,8 @@ void each_rank(const std::vector<int64_t>& split, const epx_group_config& config
   LocalRendezvous rendezvous(num_ranks);
   run_threads(num_ranks, [&](int rank) {
     const Group group(rendezvous.bootstrap(rank), config);
-    const epx_group_info info = group.query();
-    Rank self = {group.get(),           rank, num_ranks, 0, split[static_cast<size_t>(rank)], info.first_local_expert,
-                 info.num_local_experts};
-    for (int before = 0; before < rank; ++before)
-      self.first_token += split[static_cast<size_t>(before)];
-    body(self);
+    body(make_rank(group, split));
   });
-}
-
-BlockInput<float> share_of(const Rank& rank, const BlockInput<float>& input) {
-  BlockInput<float> share = {slice_rows(input.tokens, rank.first_token, rank.num_tokens),
-                             slice_rows(input.logits, rank.first_token, rank.num_tokens),
-                             slice_rows(input.grad_out, rank.first_token, rank.num_tokens), input.bias,
-                             Tensor<uint8_t>({rank.num_tokens})};
-  for (int64_t t = 0; t < rank.num_tokens; ++t)
-    (*share.mask)[t] = (*input.mask)[rank.first_token + t];
-  return share;
-}
-
-FfnParams<float> share_of(const Rank& rank, const FfnParams<float>& params) {
-  FfnParams<float> share;
-  for (const auto& name : params.kNames) {
-    if (!(params.*name.tensor)) continue;
-    const Tensor<float>& all = *(params.*name.tensor);
-    Tensor<float> part = all.ndim() == 2 ? Tensor<float>({rank.num_experts, all.size(1)})
-                                         : Tensor<float>({rank.num_experts, all.size(1), all.size(2)});
-    for (int64_t i = 0; i < part.count(); ++i)
-      part[i] = all[rank.first_expert * all.per_row() + i];
-    share.*name.tensor = std::move(part);
-  }
-  return share;
-}
-
-// A Layer has the tokens and experts of all ranks, and the local block's results.
-struct Layer {
-  epx_moe_block_config config;
-  BlockInput<float> input;
-  FfnParams<float> params;
-  BlockOutput<float> output;
-  BlockGradients<float> gradients;
-
-  BlockGradients<float> gradients_of(const Rank& rank) const {
-    return {slice_rows(gradients.tokens, rank.first_token, rank.num_tokens),
-            slice_rows(gradients.logits, rank.first_token, rank.num_tokens), share_of(rank, gradients.params)};
-  }
-};
-
-struct LayerOptions {
-  int32_t top_k = 3;
-  epx_moe_weighting weighting = EPX_MOE_WEIGHT_LATE;
-  int32_t alignment = 1;
-  double aux_loss_coeff = 0;
-};
-
-void run_locally(Layer& layer) {
-  const Block<float> block(nullptr, layer.config);
-  layer.output = block.forward(layer.input, layer.params);
-  layer.gradients = block.backward(layer.input, layer.params);
-}
-
-Layer make_layer(uint64_t seed, const LayerOptions& options) {
-  Rng rng(mix(seed, 0xb10c));
-  const BlockShape shape = {kNumExperts, options.top_k, kHidden, 9, kNumTokens, EPX_MOE_SWIGLU};
-  Layer layer;
-  layer.config = block_config<float>(shape);
-  layer.config.router.score = EPX_MOE_SIGMOID;
-  layer.config.router.renormalize = 1;
-  layer.config.router.aux_loss_coeff = options.aux_loss_coeff;
-  layer.config.weighting = options.weighting;
-  layer.config.alignment = options.alignment;
-  layer.config.max_in_flight = 2;
-  layer.input = {random_tensor<float>({kNumTokens, kHidden}, rng), random_tensor<float>({kNumTokens, kNumExperts}, rng),
-                 random_tensor<float>({kNumTokens, kHidden}, rng), random_tensor<float>({kNumExperts}, rng, -0.1, 0.1),
-                 Tensor<uint8_t>({kNumTokens}, 1)};
-  (*layer.input.mask)[kMaskedToken] = 0;
-  layer.params = random_params<float>(shape.ffn_shape(kNumExperts), {}, rng);
-  run_locally(layer);
-  return layer;
-}
-
-// Runs one rank's block of a layer forward and backward.
-class RankBlock {
-public:
-  RankBlock(const Rank& rank, const Layer& layer)
-      : rank_(rank), layer_(layer), input_(share_of(rank, layer.input)), params_(share_of(rank, layer.params)),
-        block_(rank.group, layer.config, rank.num_ranks) {}
-
-  // tolerance 0: the same bits
-  void forward(int32_t flight, double tolerance = 0) {
-    const auto output = block_.forward(input_, params_, flight);
-    const auto expected = slice_rows(layer_.output.out, rank_.first_token, rank_.num_tokens);
-    expect_none("out", tolerance == 0 ? difference(output.out, expected)
-                                      : difference(output.out, expected, tolerance, max_abs(converted<double>(expected))));
-    expect_none("topk_idx",
-                difference(output.topk_idx, slice_rows(layer_.output.topk_idx, rank_.first_token, rank_.num_tokens)));
-    expect_none("topk_weights", difference(output.topk_weights,
-                                           slice_rows(layer_.output.topk_weights, rank_.first_token, rank_.num_tokens)));
-    Tensor<int64_t> counts({1, kNumExperts});
-    for (int64_t i = 0; i < output.global_counts.count(); ++i)
-      counts[i % kNumExperts] += output.global_counts[i];
-    expect_none("global_counts", difference(counts, layer_.output.global_counts));
-    info_ = output.info;
-  }
-  void backward(int32_t flight, double tolerance = 0) {
-    const auto gradients = block_.backward(input_, params_, flight);
-    expect_none("backward", gradient_difference(gradients, layer_.gradients_of(rank_), tolerance));
-  }
-  void run(double tolerance = 0) {
-    forward(0, tolerance);
-    backward(0, tolerance);
-  }
-  const Tensor<int64_t>& info() const { return info_; }
-
-private:
-  static void expect_none(const char* what, const std::string& wrong) { check(wrong.empty(), "{}: {}", what, wrong); }
-
-  const Rank& rank_;
-  const Layer& layer_;
-  BlockInput<float> input_;
-  FfnParams<float> params_;
-  Block<float> block_;
-  Tensor<int64_t> info_;
-};
-
-void check_status_clean(const Rank& rank) {
-  const epx_group_report report = GroupView(rank.group).status();
-  check(report.message[0] == '\0', "the group says: {}", report.message);
 }
 
 TEST_CASE("a block on 1, 2, 3 and 4 ranks has the bits of the local one") {
@@ -230,12 +79,38 @@ TEST_CASE("wire precision agrees with the local block up to rounding") {
   });
 }
 
+TEST_CASE("blocks that share an arena have the bits of the local ones") {
+  each_rank(kSplits[2], group_config(EPX_COMBINE_EXACT), [](const Rank& rank) { check_shared_arena<float>(rank, 0); });
+}
+
+TEST_CASE("recomputing has the same bits, and a flight takes less memory") {
+  each_rank(kSplits[1], group_config(EPX_COMBINE_EXACT), [](const Rank& rank) { check_recompute<float>(rank, 0); });
+}
+
+TEST_CASE("58 blocks are on one arena of four flights") {
+  each_rank(kSplits[1], group_config(EPX_COMBINE_EXACT), [](const Rank& rank) { check_many_blocks<float>(rank, 0); });
+}
+
+TEST_CASE("routes beyond max_rows are dropped, as those beyond R are") {
+  for (const auto& split : {kSplits[0], kSplits[1], kSplits[2]}) {
+    LocalRendezvous rendezvous(static_cast<int>(split.size()));
+    run_threads(static_cast<int>(split.size()), [&](int rank) {
+      const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
+      check_max_rows<float>(bootstrap, split, group_config(EPX_COMBINE_EXACT));
+    });
+  }
+}
+
+TEST_CASE("an arena that does not do is refused before any call on the group") {
+  each_rank(kSplits[1], group_config(EPX_COMBINE_EXACT), [](const Rank& rank) { check_arena_refusals<float>(rank, 0); });
+}
+
 TEST_CASE("no rank waits for one whose logits have a NaN") {
   constexpr int64_t kBadToken = 4; // it belongs to rank 1 of 3
   const Layer clean = make_layer(30, {});
   Layer layer = clean;
   layer.input.logits(kBadToken, 6) = std::numeric_limits<float>::quiet_NaN();
-  run_locally(layer);
+  layer.run_locally();
   for (int64_t t = 0; t < kNumTokens; ++t) { // the local block leaves the other tokens alone
     if (t == kBadToken) continue;
     REQUIRE(difference(slice_rows(layer.output.out, t, 1), slice_rows(clean.output.out, t, 1)) == "");
@@ -252,7 +127,7 @@ TEST_CASE("no rank waits for one whose logits have a NaN") {
 }
 
 TEST_CASE("a block that does not fit its group is refused before any call on the group") {
-  using Config = epx_moe_block_config;
+  using Config = BlockConfig;
   struct Refusal {
     std::function<void(Config&)> spoil;
     std::vector<std::string> words;
@@ -272,7 +147,8 @@ TEST_CASE("a block that does not fit its group is refused before any call on the
       Config config = layer.config;
       table[i].spoil(config);
       epx_moe_block block = nullptr;
-      const std::string fault = not_refused(epx_moe_block_create(rank.group, &config, &block), table[i].words);
+      const epx_moe_block_config view = config.view();
+      const std::string fault = not_refused(epx_moe_block_create(rank.group, &view, &block), table[i].words);
       check(fault.empty(), "case {}: {}", i, fault);
       check(block == nullptr, "case {} made a block", i);
     }
@@ -283,8 +159,9 @@ TEST_CASE("a block that does not fit its group is refused before any call on the
   bfloat16.max_token_dtype = EPX_BFLOAT16;
   each_rank({kNumTokens}, bfloat16, [&](const Rank& rank) {
     epx_moe_block block = nullptr;
+    const epx_moe_block_config view = layer.config.view();
     const std::string fault =
-        not_refused(epx_moe_block_create(rank.group, &layer.config, &block), {"max_token_dtype", "bfloat16", "float32"});
+        not_refused(epx_moe_block_create(rank.group, &view, &block), {"max_token_dtype", "bfloat16", "float32"});
     check(fault.empty(), "{}", fault);
   });
 }

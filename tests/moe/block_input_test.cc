@@ -16,23 +16,33 @@ namespace {
 TEST_CASE("the defaults of a block") {
   epx_moe_block_config config;
   std::memset(&config, 0xA5, sizeof(config));
-  REQUIRE(epx_moe_block_config_init(&config) == EPX_SUCCESS);
+  REQUIRE(epx_moe_block_config_init(&config, sizeof(config)) == EPX_SUCCESS);
   CHECK(config.struct_size == sizeof(config));
-  CHECK(config.router.struct_size == sizeof(config.router));
-  CHECK(config.router.num_groups == 1);
-  CHECK(config.router.scaling_factor == 1);
-  CHECK(config.ffn.struct_size == sizeof(config.ffn));
-  CHECK(config.ffn.activation == EPX_MOE_SWIGLU);
+  CHECK(config.router == nullptr);
+  CHECK(config.ffn == nullptr);
+  CHECK(config.arena == nullptr);
   CHECK(config.dtype == EPX_FLOAT32);
   CHECK(config.weighting == EPX_MOE_WEIGHT_LATE);
   CHECK(config.alignment == 1);
   CHECK(config.max_in_flight == 1);
-  CHECK(epx_moe_block_config_init(nullptr) == EPX_ERROR_INVALID_ARGUMENT);
+  CHECK(config.recompute == 0);
+  CHECK(not_refused(epx_moe_block_config_init(nullptr, sizeof(config)), {"config", "NULL"}) == "");
+  CHECK(not_refused(epx_moe_block_config_init(&config, 16), {"struct_size", "16", std::to_string(sizeof(config))}) == "");
   CHECK(epx_moe_block_destroy(nullptr) == EPX_SUCCESS);
+
+  epx_moe_arena_config arena;
+  std::memset(&arena, 0xA5, sizeof(arena));
+  REQUIRE(epx_moe_arena_config_init(&arena, sizeof(arena)) == EPX_SUCCESS);
+  CHECK(arena.struct_size == sizeof(arena));
+  CHECK(arena.block == nullptr);
+  CHECK(arena.num_flights == 1);
+  CHECK(arena.max_rows == 0);
+  CHECK(not_refused(epx_moe_arena_config_init(&arena, 16), {"struct_size", "16", std::to_string(sizeof(arena))}) == "");
+  CHECK(epx_moe_arena_destroy(nullptr) == EPX_SUCCESS);
 }
 
 TEST_CASE("a bad block config is refused") {
-  using Config = epx_moe_block_config;
+  using Config = BlockConfig;
   struct Refusal {
     std::function<void(Config&)> spoil;
     std::vector<std::string> words;
@@ -59,26 +69,35 @@ TEST_CASE("a bad block config is refused") {
       {[](Config& c) { c.ffn.hidden_dim = 1388718588, c.alignment = 1685696, c.max_in_flight = 984; }, {"int64"}},
       {[](Config& c) { c.router.scaling_factor = 1e39; }, {"scaling_factor", "1e+39", "float32"}},
       {[](Config& c) { c.ffn.reserved[0] = 3; }, {"reserved", "3"}},
+      {[](Config& c) { c.recompute = 2; }, {"recompute", "2"}},
+      {[](Config& c) { c.reserved[1] = 4; }, {"reserved", "4"}},
   };
   for (size_t i = 0; i < table.size(); ++i) {
     CAPTURE(i);
     Config config = block_config<float>({});
     table[i].spoil(config);
     epx_moe_block block = nullptr;
-    CHECK(not_refused(epx_moe_block_create(nullptr, &config, &block), table[i].words) == "");
+    const epx_moe_block_config view = config.view();
+    CHECK(not_refused(epx_moe_block_create(nullptr, &view, &block), table[i].words) == "");
     CHECK(block == nullptr);
     epx_moe_block_destroy(block); // in case the block was created all the same
   }
   epx_moe_block block = nullptr;
-  const Config config = block_config<float>({});
+  const Config good = block_config<float>({});
+  epx_moe_block_config config = good.view();
   CHECK(not_refused(epx_moe_block_create(nullptr, nullptr, &block), {"config", "NULL"}) == "");
   CHECK(not_refused(epx_moe_block_create(nullptr, &config, nullptr), {"block", "NULL"}) == "");
+  config.router = nullptr;
+  CHECK(not_refused(epx_moe_block_create(nullptr, &config, &block), {"config.router", "NULL"}) == "");
+  config = good.view();
+  config.ffn = nullptr;
+  CHECK(not_refused(epx_moe_block_create(nullptr, &config, &block), {"config.ffn", "NULL"}) == "");
 }
 
 // These calls of a block with T = 3, E = 4, K = 2, H = 5, F = 4 and room for two flights are good. A case spoils one argument.
 struct BlockCalls {
-  static epx_moe_block_config config() {
-    epx_moe_block_config config = block_config<float>({});
+  static BlockConfig config() {
+    BlockConfig config = block_config<float>({});
     config.max_in_flight = 2;
     return config;
   }
@@ -137,12 +156,14 @@ struct Refusal {
   std::vector<std::string> words;
 };
 
-TEST_CASE("the block computes on the host only") {
+TEST_CASE("a local block computes on the host") {
   const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr, 0, 0};
   BlockCalls calls;
   calls.fwd.cuda = calls.bwd.cuda = &cuda;
-  CHECK(epx_moe_block_fwd(calls.handle, &calls.fwd) == EPX_ERROR_UNSUPPORTED);
-  CHECK(epx_moe_block_bwd(calls.handle, &calls.bwd) == EPX_ERROR_UNSUPPORTED);
+  CHECK(not_refused(epx_moe_block_fwd(calls.handle, &calls.fwd), {"cuda", "host"}) == "");
+  CHECK(not_refused(epx_moe_block_bwd(calls.handle, &calls.bwd), {"cuda", "host"}) == "");
+  epx_moe_errors_report report = {sizeof(report), 0, EPX_MOE_OP_NONE, EPX_MOE_ERROR_NONE, 0, 0, 0, 0, {}};
+  CHECK(not_refused(epx_moe_block_errors(calls.handle, &report), {"host"}) == "");
   CHECK(calls.changed_output() == "");
 }
 

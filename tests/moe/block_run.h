@@ -22,10 +22,26 @@ struct BlockShape {
   FfnShape ffn_shape(int32_t num_local_experts) const { return {num_local_experts, hidden, ffn, activation}; }
 };
 
+// Owns what the config of a block points to.
+struct BlockConfig : epx_moe_block_config {
+  epx_moe_router_config router; // these hide the pointers, which view() sets
+  epx_moe_ffn_config ffn;
+
+  // The result is valid as long as this object lives.
+  epx_moe_block_config view() const {
+    epx_moe_block_config config = *this;
+    config.router = &router;
+    config.ffn = &ffn;
+    return config;
+  }
+};
+
 template <typename Real>
-epx_moe_block_config block_config(const BlockShape& shape) {
-  epx_moe_block_config config;
-  require_ok(epx_moe_block_config_init(&config), "epx_moe_block_config_init");
+BlockConfig block_config(const BlockShape& shape) {
+  BlockConfig config;
+  require_ok(epx_moe_block_config_init(&config, sizeof(epx_moe_block_config)), "epx_moe_block_config_init");
+  require_ok(epx_moe_router_config_init(&config.router, sizeof(config.router)), "epx_moe_router_config_init");
+  require_ok(epx_moe_ffn_config_init(&config.ffn, sizeof(config.ffn)), "epx_moe_ffn_config_init");
   config.router.num_experts = shape.num_experts;
   config.router.top_k = shape.top_k;
   config.ffn.hidden_dim = shape.hidden;
@@ -36,38 +52,76 @@ epx_moe_block_config block_config(const BlockShape& shape) {
   return config;
 }
 
-template <typename Real>
+// T is the dtype of the block.
+template <typename T>
 struct BlockInput {
-  Tensor<Real> tokens;                 // [T, H]
-  Tensor<Real> logits;                 // [T, E]
-  Tensor<Real> grad_out;               // [T, H]
-  std::optional<Tensor<Real>> bias;    // [E]
-  std::optional<Tensor<uint8_t>> mask; // [T]
+  Tensor<T> tokens;                      // [T, H]
+  Tensor<RealOf<T>> logits;              // [T, E]
+  Tensor<T> grad_out;                    // [T, H]
+  std::optional<Tensor<RealOf<T>>> bias; // [E]
+  std::optional<Tensor<uint8_t>> mask;   // [T]
 };
 
-template <typename Real>
+template <typename T>
 struct BlockOutput {
-  Tensor<Real> out;              // [T, H]
-  Tensor<int64_t> topk_idx;      // [T, K]
-  Tensor<Real> topk_weights;     // [T, K]
-  Tensor<int64_t> global_counts; // [P, E]
-  Tensor<int64_t> info;          // [3]
+  Tensor<T> out;                  // [T, H]
+  Tensor<int64_t> topk_idx;       // [T, K]
+  Tensor<RealOf<T>> topk_weights; // [T, K]
+  Tensor<int64_t> global_counts;  // [P, E]
+  Tensor<int64_t> info;           // [3]
 };
 
-template <typename Real>
+template <typename T>
 struct BlockGradients {
-  Tensor<Real> tokens;    // [T, H]
-  Tensor<Real> logits;    // [T, E]
-  FfnParams<Real> params; // of this rank's experts
+  Tensor<T> tokens;            // [T, H]
+  Tensor<RealOf<T>> logits;    // [T, E]
+  FfnParams<RealOf<T>> params; // of this rank's experts
+};
+
+// Owns an arena for blocks of this config.
+class BlockArena {
+public:
+  BlockArena(epx_group group, const BlockConfig& config, int32_t num_flights, int64_t max_rows = 0) : group_(group) {
+    const epx_moe_block_config block = config.view();
+    epx_moe_arena_config arena;
+    require_ok(epx_moe_arena_config_init(&arena, sizeof(arena)), "epx_moe_arena_config_init");
+    arena.block = &block;
+    arena.num_flights = num_flights;
+    arena.max_rows = max_rows;
+    require_ok(epx_moe_arena_create(group, &arena, &arena_), "epx_moe_arena_create");
+  }
+  BlockArena(const BlockArena&) = delete;
+  BlockArena& operator=(const BlockArena&) = delete;
+  ~BlockArena() {
+    if (group_ != nullptr && std::uncaught_exceptions() > 0) epx_group_abort(group_);
+    epx_moe_arena_destroy(arena_);
+  }
+
+  epx_moe_arena handle() const { return arena_; }
+  epx_moe_arena_info info() const {
+    epx_moe_arena_info info = {};
+    info.struct_size = sizeof(info);
+    require_ok(epx_moe_arena_query(arena_, &info), "epx_moe_arena_query");
+    return info;
+  }
+  BlockConfig serve(BlockConfig config) const {
+    config.arena = arena_;
+    return config;
+  }
+
+private:
+  epx_group group_;
+  epx_moe_arena arena_ = nullptr;
 };
 
 // Owns a block and runs it forward and backward.
-template <typename Real>
+template <typename T>
 class Block {
 public:
-  Block(epx_group group, const epx_moe_block_config& config, int num_ranks = 1)
+  Block(epx_group group, const BlockConfig& config, int num_ranks = 1)
       : group_(group), config_(config), num_ranks_(num_ranks) {
-    require_ok(epx_moe_block_create(group, &config, &block_), "epx_moe_block_create");
+    const epx_moe_block_config view = config.view();
+    require_ok(epx_moe_block_create(group, &view, &block_), "epx_moe_block_create");
   }
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
@@ -79,69 +133,106 @@ public:
 
   epx_moe_block handle() const { return block_; }
 
-  BlockOutput<Real> forward(const BlockInput<Real>& input, const FfnParams<Real>& params, int32_t flight = 0) const {
-    const int64_t num_tokens = input.tokens.size(0);
-    const int64_t top_k = config_.router.top_k;
-    BlockOutput<Real> output = {scribbled<Real>({num_tokens, config_.ffn.hidden_dim}),
-                                scribbled<int64_t>({num_tokens, top_k}), scribbled<Real>({num_tokens, top_k}),
-                                scribbled<int64_t>({num_ranks_, config_.router.num_experts}), scribbled<int64_t>({3})};
-    const epx_moe_ffn_params view = params.view();
-    epx_moe_block_fwd_args args = {};
-    args.struct_size = sizeof(args);
-    args.flight = flight;
-    args.tokens = input.tokens.get();
-    args.logits = input.logits.get();
-    args.selection_bias = input.bias ? input.bias->get() : nullptr;
-    args.token_mask = input.mask ? input.mask->get() : nullptr;
-    args.params = &view;
-    args.out = output.out.get();
-    args.topk_idx = output.topk_idx.get();
-    args.topk_weights = output.topk_weights.get();
-    args.global_counts = output.global_counts.get();
-    args.info = output.info.get();
-    require_ok(epx_moe_block_fwd(block_, &args), "epx_moe_block_fwd");
-    return output;
+  BlockOutput<T> make_output(int64_t num_tokens) const {
+    return {scribbled<T>({num_tokens, config_.ffn.hidden_dim}), scribbled<int64_t>({num_tokens, config_.router.top_k}),
+            scribbled<RealOf<T>>({num_tokens, config_.router.top_k}),
+            scribbled<int64_t>({num_ranks_, config_.router.num_experts}), scribbled<int64_t>({3})};
+  }
+  BlockGradients<T> make_gradients(int64_t num_tokens, const FfnParams<T>& params) const {
+    return {scribbled<T>({num_tokens, config_.ffn.hidden_dim}),
+            scribbled<RealOf<T>>({num_tokens, config_.router.num_experts}),
+            scribbled_like(converted_params<RealOf<T>>(params))};
   }
 
-  BlockGradients<Real> backward(const BlockInput<Real>& input, const FfnParams<Real>& params, int32_t flight = 0,
-                                double aux_loss_grad = 1) const {
-    const int64_t num_tokens = input.tokens.size(0);
-    BlockGradients<Real> gradients = {scribbled<Real>({num_tokens, config_.ffn.hidden_dim}),
-                                      scribbled<Real>({num_tokens, config_.router.num_experts}), scribbled_like(params)};
-    const epx_moe_ffn_params view = params.view();
-    const epx_moe_ffn_params grads = gradients.params.view();
-    epx_moe_block_bwd_args args = {};
-    args.struct_size = sizeof(args);
-    args.flight = flight;
-    args.params = &view;
-    args.grad_out = input.grad_out.get();
-    args.aux_loss_grad = aux_loss_grad;
-    args.grad_tokens = gradients.tokens.get();
-    args.grad_logits = gradients.logits.get();
-    args.grads = &grads;
-    require_ok(epx_moe_block_bwd(block_, &args), "epx_moe_block_bwd");
+  // The arguments of a call, which are valid as long as the tensors live. They are made before a capture begins, since that
+  // copies the tensors to the device.
+  struct Forward {
+    epx_moe_ffn_params params;
+    epx_moe_block_fwd_args args;
+  };
+  struct Backward {
+    epx_moe_ffn_params params, grads;
+    epx_moe_block_bwd_args args;
+  };
+  void make_call(Forward& call, const BlockInput<T>& input, const FfnParams<T>& params, int32_t flight,
+                 const BlockOutput<T>& output) const {
+    call.params = params.view();
+    call.args = {};
+    call.args.struct_size = sizeof(call.args);
+    call.args.cuda = place_of_call();
+    call.args.flight = flight;
+    call.args.tokens = input.tokens.get();
+    call.args.logits = input.logits.get();
+    call.args.selection_bias = input.bias ? input.bias->get() : nullptr;
+    call.args.token_mask = input.mask ? input.mask->get() : nullptr;
+    call.args.params = &call.params;
+    call.args.out = output.out.get();
+    call.args.topk_idx = output.topk_idx.get();
+    call.args.topk_weights = output.topk_weights.get();
+    call.args.global_counts = output.global_counts.get();
+    call.args.info = output.info.get();
+  }
+  void make_call(Backward& call, const BlockInput<T>& input, const FfnParams<T>& params, int32_t flight,
+                 const BlockGradients<T>& gradients, double aux_loss_grad = 1) const {
+    call.params = params.view();
+    call.grads = gradients.params.view();
+    call.args = {};
+    call.args.struct_size = sizeof(call.args);
+    call.args.cuda = place_of_call();
+    call.args.flight = flight;
+    call.args.params = &call.params;
+    call.args.grad_out = input.grad_out.get();
+    call.args.aux_loss_grad = aux_loss_grad;
+    call.args.grad_tokens = gradients.tokens.get();
+    call.args.grad_logits = gradients.logits.get();
+    call.args.grads = &call.grads;
+  }
+  // On a GPU these only enqueue.
+  void run(const Forward& call) const { require_ok(epx_moe_block_fwd(block_, &call.args), "epx_moe_block_fwd"); }
+  void run(const Backward& call) const { require_ok(epx_moe_block_bwd(block_, &call.args), "epx_moe_block_bwd"); }
+
+  BlockOutput<T> forward(const BlockInput<T>& input, const FfnParams<T>& params, int32_t flight = 0) const {
+    BlockOutput<T> output = make_output(input.tokens.size(0));
+    Forward call;
+    make_call(call, input, params, flight, output);
+    run(call);
+    finish_call();
+    return output;
+  }
+  BlockGradients<T> backward(const BlockInput<T>& input, const FfnParams<T>& params, int32_t flight = 0,
+                             double aux_loss_grad = 1) const {
+    BlockGradients<T> gradients = make_gradients(input.tokens.size(0), params);
+    Backward call;
+    make_call(call, input, params, flight, gradients, aux_loss_grad);
+    run(call);
+    finish_call();
     return gradients;
   }
 
 private:
   epx_group group_;
-  epx_moe_block_config config_;
+  BlockConfig config_;
   int num_ranks_;
   epx_moe_block block_ = nullptr;
 };
 
-// Returns "" when both have the same bits, or differ by no more than the tolerance, relative to each tensor's largest element.
-template <typename Real>
-std::string gradient_difference(const BlockGradients<Real>& actual, const BlockGradients<Real>& expected,
-                                double tolerance = 0) {
-  std::string wrong;
-  const auto compare = [&](const char* name, const Tensor<Real>& a, const Tensor<Real>& b) {
-    const std::string text = tolerance == 0 ? difference(a, b) : difference(a, b, tolerance, max_abs(converted<double>(b)));
-    if (!text.empty()) wrong += std::string(name) + ": " + text + "; ";
-  };
-  compare("grad_tokens", actual.tokens, expected.tokens);
-  compare("grad_logits", actual.logits, expected.logits);
-  for_each_tensor(compare, actual.params, expected.params);
+// Returns "" when both have the same bits, or differ by no more than the tolerance, relative to the largest element.
+template <typename A, typename B>
+std::string tensor_difference(const char* name, const Tensor<A>& actual, const Tensor<B>& expected, double tolerance) {
+  const auto wide = converted<double>(expected);
+  const std::string text = tolerance == 0 ? difference(converted<B>(actual), expected)
+                                          : difference(converted<double>(actual), wide, tolerance, max_abs(wide));
+  return text.empty() ? "" : std::string(name) + ": " + text + "; ";
+}
+
+// The same for each tensor. A is the dtype of a block under test, B of the one that computes what is expected.
+template <typename A, typename B>
+std::string gradient_difference(const BlockGradients<A>& actual, const BlockGradients<B>& expected, double tolerance = 0) {
+  std::string wrong = tensor_difference("grad_tokens", actual.tokens, expected.tokens, tolerance) +
+                      tensor_difference("grad_logits", actual.logits, expected.logits, tolerance);
+  for_each_tensor(
+      [&](const char* name, const auto& a, const auto& b) { wrong += tensor_difference(name, a, b, tolerance); },
+      actual.params, expected.params);
   return wrong;
 }
 

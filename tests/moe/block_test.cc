@@ -28,7 +28,7 @@ FfnParams<Real> random_block_params(const BlockShape& shape, Rng& rng) {
 }
 
 // Loss = <out, grad_out> + 0.6 * load-balance loss, whose counts are constants.
-void check_block_gradients(const BlockShape& shape, epx_moe_block_config config, bool masked, const std::string& what) {
+void check_block_gradients(const BlockShape& shape, BlockConfig config, bool masked, const std::string& what) {
   constexpr double kAuxGrad = 0.6;
   Rng rng(71);
   auto input = random_input<double>(shape, 6, rng);
@@ -62,7 +62,7 @@ TEST_CASE("gradients of the block by finite differences") {
       for (const double coefficient : {0.0, 0.2}) {
         BlockShape shape;
         shape.top_k = top_k;
-        epx_moe_block_config config = block_config<double>(shape);
+        BlockConfig config = block_config<double>(shape);
         config.weighting = weighting;
         config.router.aux_loss_coeff = coefficient;
         config.router.score = top_k == 1 ? EPX_MOE_SIGMOID : EPX_MOE_SOFTMAX_THEN_TOPK;
@@ -77,7 +77,7 @@ TEST_CASE("gradients of the block by finite differences") {
   BlockShape shape;
   for (const epx_moe_activation activation : {EPX_MOE_GELU, EPX_MOE_RELU2}) {
     shape.activation = activation;
-    epx_moe_block_config config = block_config<double>(shape);
+    BlockConfig config = block_config<double>(shape);
     config.alignment = 4;
     check_block_gradients(shape, config, true, "activation " + std::to_string(activation));
   }
@@ -88,7 +88,7 @@ TEST_CASE("the block has the results of the router, the permutation and the FFN 
   const BlockShape shape = {6, 3, 33, 9, 12, EPX_MOE_SWIGLU};
   const auto input = random_input<float>(shape, 11, rng);
   const auto params = random_block_params<float>(shape, rng);
-  epx_moe_block_config config = block_config<float>(shape);
+  BlockConfig config = block_config<float>(shape);
   config.alignment = 4;
   const auto output = Block<float>(nullptr, config).forward(input, params);
 
@@ -110,7 +110,7 @@ TEST_CASE("late and early weighting agree in float32, with all biases") {
   Rng rng(73);
   const auto input = random_input<float>(shape, 40, rng);
   const auto params = random_block_params<float>(shape, rng);
-  epx_moe_block_config config = block_config<float>(shape);
+  BlockConfig config = block_config<float>(shape);
   const Block<float> late(nullptr, config);
   config.weighting = EPX_MOE_WEIGHT_EARLY;
   const Block<float> early(nullptr, config);
@@ -127,7 +127,7 @@ TEST_CASE("flights in any order have the same bits") {
   const auto params = random_block_params<float>(shape, rng);
   for (const epx_moe_weighting weighting : {EPX_MOE_WEIGHT_LATE, EPX_MOE_WEIGHT_EARLY}) {
     CAPTURE(weighting);
-    epx_moe_block_config config = block_config<float>(shape);
+    BlockConfig config = block_config<float>(shape);
     config.weighting = weighting;
     config.max_in_flight = 2;
     const Block<float> block(nullptr, config);
@@ -147,6 +147,62 @@ TEST_CASE("flights in any order have the same bits") {
   }
 }
 
+TEST_CASE("local blocks of both dtypes share an arena") {
+  const BlockShape shape;
+  Rng rng(78);
+  const auto wide = random_input<double>(shape, 8, rng);
+  const auto wide_params = random_block_params<double>(shape, rng);
+  const auto narrow = random_input<float>(shape, 5, rng);
+  const auto narrow_params = random_block_params<float>(shape, rng);
+  BlockConfig config = block_config<double>(shape);
+  BlockConfig narrow_config = block_config<float>(shape);
+  narrow_config.weighting = EPX_MOE_WEIGHT_EARLY;
+  const Block<double> wide_alone(nullptr, config);
+  const Block<float> narrow_alone(nullptr, narrow_config);
+  const BlockArena arena(nullptr, config, 2);
+  const epx_moe_arena_info info = arena.info();
+  CHECK(info.num_flights == 2);
+  CHECK(info.max_rows == 16);
+  CHECK(info.window_bytes == 0);
+  CHECK(info.total_bytes == 2 * info.flight_bytes + info.workspace_bytes);
+  CHECK(info.flight_bytes >= (16 * (2 * 5 + 1) + 16 * 8) * 8); // rows and their weights, and pre_act
+  const Block<double> wide_block(nullptr, arena.serve(config));
+  const Block<float> narrow_block(nullptr, arena.serve(narrow_config));
+  const auto wide_out = wide_alone.forward(wide, wide_params).out;
+  const auto narrow_out = narrow_alone.forward(narrow, narrow_params).out;
+  CHECK(difference(wide_block.forward(wide, wide_params, 1).out, wide_out) == "");
+  CHECK(difference(narrow_block.forward(narrow, narrow_params, 0).out, narrow_out) == "");
+  CHECK(gradient_difference(wide_block.backward(wide, wide_params, 1), wide_alone.backward(wide, wide_params)) == "");
+  CHECK(gradient_difference(narrow_block.backward(narrow, narrow_params, 0),
+                            narrow_alone.backward(narrow, narrow_params)) == "");
+
+  const epx_moe_block_config view = config.view();
+  epx_moe_arena_config refused;
+  require_ok(epx_moe_arena_config_init(&refused, sizeof(refused)), "epx_moe_arena_config_init");
+  refused.block = &view;
+  refused.max_rows = 4;
+  epx_moe_arena none = nullptr;
+  CHECK(not_refused(epx_moe_arena_create(nullptr, &refused, &none), {"max_rows", "4", "group"}) == "");
+  CHECK(none == nullptr);
+}
+
+TEST_CASE("recomputing pre_act has the same bits") {
+  const BlockShape shape;
+  Rng rng(79);
+  const auto input = random_input<float>(shape, 8, rng);
+  const auto params = random_block_params<float>(shape, rng);
+  for (const epx_moe_weighting weighting : {EPX_MOE_WEIGHT_LATE, EPX_MOE_WEIGHT_EARLY}) {
+    CAPTURE(weighting);
+    BlockConfig config = block_config<float>(shape);
+    config.weighting = weighting;
+    const Block<float> kept(nullptr, config);
+    config.recompute = 1;
+    const Block<float> computed(nullptr, config);
+    CHECK(difference(computed.forward(input, params).out, kept.forward(input, params).out) == "");
+    CHECK(gradient_difference(computed.backward(input, params), kept.backward(input, params)) == "");
+  }
+}
+
 TEST_CASE("routes of weight zero add nothing") {
   const BlockShape all = {4, 4, 5, 4, 6, EPX_MOE_SWIGLU};
   Rng rng(75);
@@ -156,7 +212,7 @@ TEST_CASE("routes of weight zero add nothing") {
   const auto params = random_block_params<float>(all, rng);
   for (const epx_moe_weighting weighting : {EPX_MOE_WEIGHT_LATE, EPX_MOE_WEIGHT_EARLY}) {
     CAPTURE(weighting);
-    epx_moe_block_config config = block_config<float>(all);
+    BlockConfig config = block_config<float>(all);
     config.weighting = weighting;
     const Block<float> block(nullptr, config);
     config.router.top_k = 3; // without the expert at -infinity
@@ -192,7 +248,7 @@ TEST_CASE("a block without tokens") {
   Rng rng(77);
   const auto params = random_block_params<float>(shape, rng);
   const auto input = random_input<float>(shape, 0, rng);
-  epx_moe_block_config config = block_config<float>(shape);
+  BlockConfig config = block_config<float>(shape);
   config.router.aux_loss_coeff = 0.1;
   const Block<float> block(nullptr, config);
   const auto output = block.forward(input, params);

@@ -16,14 +16,6 @@ namespace epx::test {
 
 inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-template <typename To, typename From>
-FfnParams<To> converted_params(const FfnParams<From>& wide) {
-  FfnParams<To> params;
-  for (size_t i = 0; i < wide.kNames.size(); ++i)
-    if (const auto& tensor = wide.*wide.kNames[i].tensor) params.*params.kNames[i].tensor = converted<To>(*tensor);
-  return params;
-}
-
 // Of which shapes a random case is: of any, or of those whose rows tensor cores can take, with zones of some hundreds of rows.
 enum class CaseShapes { any, tensor_cores };
 

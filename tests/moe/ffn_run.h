@@ -32,7 +32,7 @@ inline constexpr FfnForm kNoBias = {false, false, false, false, false};
 
 inline epx_moe_ffn_config ffn_config(const FfnShape& shape) {
   epx_moe_ffn_config config;
-  require_ok(epx_moe_ffn_config_init(&config), "epx_moe_ffn_config_init");
+  require_ok(epx_moe_ffn_config_init(&config, sizeof(config)), "epx_moe_ffn_config_init");
   config.num_local_experts = shape.num_experts;
   config.hidden_dim = shape.hidden;
   config.ffn_dim = shape.ffn;
@@ -78,6 +78,14 @@ void for_each_tensor(const Fn& fn, First& first, Rest&... rest) {
   for (const auto& name : First::kNames) {
     if (first.*name.tensor) fn(name.text, *(first.*name.tensor), *(rest.*name.tensor)...);
   }
+}
+
+template <typename To, typename From>
+FfnParams<To> converted_params(const FfnParams<From>& wide) {
+  FfnParams<To> params;
+  for (size_t i = 0; i < wide.kNames.size(); ++i)
+    if (const auto& tensor = wide.*wide.kNames[i].tensor) params.*params.kNames[i].tensor = converted<To>(*tensor);
+  return params;
 }
 
 template <typename Real>

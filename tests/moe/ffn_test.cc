@@ -288,13 +288,13 @@ TEST_CASE("counts of INT64") {
 TEST_CASE("the defaults of an FFN") {
   epx_moe_ffn_config config;
   std::memset(&config, 0xA5, sizeof(config));
-  REQUIRE(epx_moe_ffn_config_init(&config) == EPX_SUCCESS);
+  REQUIRE(epx_moe_ffn_config_init(&config, sizeof(config)) == EPX_SUCCESS);
   CHECK(config.struct_size == sizeof(config));
   CHECK(config.num_local_experts == 0);
   CHECK(config.hidden_dim == 0);
   CHECK(config.ffn_dim == 0);
   CHECK(config.activation == EPX_MOE_SWIGLU);
-  CHECK(epx_moe_ffn_config_init(nullptr) == EPX_ERROR_INVALID_ARGUMENT);
+  CHECK(epx_moe_ffn_config_init(nullptr, sizeof(config)) == EPX_ERROR_INVALID_ARGUMENT);
 }
 
 } // namespace

@@ -14,7 +14,7 @@ inline constexpr epx_moe_score kScores[] = {EPX_MOE_TOPK_THEN_SOFTMAX, EPX_MOE_S
 
 inline epx_moe_router_config router_config(int num_experts, int top_k, epx_moe_score score = EPX_MOE_TOPK_THEN_SOFTMAX) {
   epx_moe_router_config config;
-  require_ok(epx_moe_router_config_init(&config), "epx_moe_router_config_init");
+  require_ok(epx_moe_router_config_init(&config, sizeof(config)), "epx_moe_router_config_init");
   config.num_experts = num_experts;
   config.top_k = top_k;
   config.score = score;

@@ -271,7 +271,7 @@ TEST_CASE("no tokens") {
 TEST_CASE("the defaults of a router") {
   epx_moe_router_config config;
   std::memset(&config, 0xA5, sizeof(config));
-  REQUIRE(epx_moe_router_config_init(&config) == EPX_SUCCESS);
+  REQUIRE(epx_moe_router_config_init(&config, sizeof(config)) == EPX_SUCCESS);
   CHECK(config.struct_size == sizeof(config));
   CHECK(config.num_experts == 0);
   CHECK(config.top_k == 0);
@@ -281,7 +281,7 @@ TEST_CASE("the defaults of a router") {
   CHECK(config.renormalize == 0);
   CHECK(config.scaling_factor == 1);
   CHECK(config.aux_loss_coeff == 0);
-  CHECK(epx_moe_router_config_init(nullptr) == EPX_ERROR_INVALID_ARGUMENT);
+  CHECK(epx_moe_router_config_init(nullptr, sizeof(config)) == EPX_ERROR_INVALID_ARGUMENT);
 }
 
 template <typename Real, typename Index>

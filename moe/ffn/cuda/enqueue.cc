@@ -61,47 +61,50 @@ private:
 
 } // namespace
 
-void enqueue(const FfnShape& shape, const ParamTensors& params, const epx_moe_ffn_args& args) {
+CudaCall make_call(const FfnShape& shape, const epx_moe_ffn_args& args) {
   const epx_dtype dtype = args.recv_tokens->dtype;
   const int64_t rows = args.recv_tokens->sizes[0];
-  const CudaCall call(*args.cuda, EPX_MOE_OP_FFN, ffn_fwd_bytes(shape, dtype, rows, args.pre_act != nullptr),
-                      {{args.recv_tokens, "recv_tokens"},
-                       {args.counts, "counts"},
-                       {args.offsets, "offsets"},
-                       {args.recv_weights, "recv_weights"},
-                       {args.expert_out, "expert_out"},
-                       {args.pre_act, "pre_act"}});
+  CudaCall call(*args.cuda, EPX_MOE_OP_FFN, ffn_fwd_bytes(shape, dtype, rows, args.pre_act != nullptr),
+                {{args.recv_tokens, "recv_tokens"},
+                 {args.counts, "counts"},
+                 {args.offsets, "offsets"},
+                 {args.recv_weights, "recv_weights"},
+                 {args.expert_out, "expert_out"},
+                 {args.pre_act, "pre_act"}});
   require_memory_of(call, args.params, "params");
   const AlignmentCheck alignment(call, shape, *args.recv_tokens);
   alignment.require(args.recv_tokens, "recv_tokens");
   alignment.require_weights(args.params, "params");
   alignment.require(args.expert_out, "expert_out");
   alignment.require(args.pre_act, "pre_act");
+  return call;
+}
+
+void enqueue(const FfnShape& shape, const ParamTensors& params, const epx_moe_ffn_args& args, const CudaCall& call) {
   DeviceFfnForward forward;
-  forward.dtype = dtype;
+  forward.dtype = args.recv_tokens->dtype;
   forward.params = params;
-  forward.zones = zones_of(shape, *args.counts, *args.offsets, rows);
+  forward.zones = zones_of(shape, *args.counts, *args.offsets, args.recv_tokens->sizes[0]);
   forward.recv_tokens = args.recv_tokens->data;
   forward.recv_weights = data_of<float>(args.recv_weights);
-  forward.expert_out = args.expert_out->data;
+  forward.expert_out = data_of<void>(args.expert_out);
   forward.pre_act = data_of<void>(args.pre_act);
   call.require_launched(launch_check_zones(forward.zones, call.errors(), call.target()));
   ffn_fwd(shape, forward, call);
 }
 
-void enqueue(const FfnShape& shape, const ParamTensors& params, const ParamTensors& grads,
-             const epx_moe_ffn_bwd_args& args) {
+CudaCall make_call(const FfnShape& shape, const epx_moe_ffn_bwd_args& args) {
   const epx_dtype dtype = args.recv_tokens->dtype;
   const int64_t rows = args.recv_tokens->sizes[0];
-  const CudaCall call(*args.cuda, EPX_MOE_OP_FFN_BWD, ffn_bwd_bytes(shape, dtype, rows),
-                      {{args.recv_tokens, "recv_tokens"},
-                       {args.counts, "counts"},
-                       {args.offsets, "offsets"},
-                       {args.recv_weights, "recv_weights"},
-                       {args.pre_act, "pre_act"},
-                       {args.grad_expert_out, "grad_expert_out"},
-                       {args.grad_recv, "grad_recv"},
-                       {args.grad_recv_weights, "grad_recv_weights"}});
+  CudaCall call(*args.cuda, EPX_MOE_OP_FFN_BWD, ffn_bwd_bytes(shape, dtype, rows),
+                {{args.recv_tokens, "recv_tokens"},
+                 {args.counts, "counts"},
+                 {args.offsets, "offsets"},
+                 {args.recv_weights, "recv_weights"},
+                 {args.pre_act, "pre_act"},
+                 {args.grad_expert_out, "grad_expert_out"},
+                 {args.grad_recv, "grad_recv"},
+                 {args.grad_recv_weights, "grad_recv_weights"}});
   require_memory_of(call, args.params, "params");
   require_memory_of(call, args.grads, "grads");
   const AlignmentCheck alignment(call, shape, *args.recv_tokens);
@@ -111,10 +114,15 @@ void enqueue(const FfnShape& shape, const ParamTensors& params, const ParamTenso
   alignment.require(args.grad_expert_out, "grad_expert_out");
   alignment.require(args.grad_recv, "grad_recv");
   alignment.require_weights(args.grads, "grads");
+  return call;
+}
+
+void enqueue(const FfnShape& shape, const ParamTensors& params, const ParamTensors& grads, const epx_moe_ffn_bwd_args& args,
+             const CudaCall& call) {
   DeviceFfnBackward backward;
-  backward.dtype = dtype;
+  backward.dtype = args.recv_tokens->dtype;
   backward.params = params;
-  backward.zones = zones_of(shape, *args.counts, *args.offsets, rows);
+  backward.zones = zones_of(shape, *args.counts, *args.offsets, args.recv_tokens->sizes[0]);
   backward.recv_tokens = args.recv_tokens->data;
   backward.recv_weights = data_of<float>(args.recv_weights);
   backward.pre_act = args.pre_act->data;

@@ -94,6 +94,7 @@ void ffn_fwd(const FfnShape& shape, const DeviceFfnForward& args, const CudaCall
   }
   const InnerLayer layer{args.dtype, shape.activation, shape.inner, args.zones, args.recv_weights};
   call.require_launched(launch_activate({layer, pre_act, params.gate_bias, params.up_bias, buffers.h}, call.target()));
+  if (args.expert_out == nullptr) return;
   products.multiply({buffers.h, shape.inner}, params.down, shape.hidden, shape.inner, {args.expert_out, shape.hidden});
   if (params.down_bias)
     call.require_launched(launch_add_bias(

@@ -19,7 +19,7 @@ struct DeviceFfnForward {
   DeviceZones zones;
   const void* recv_tokens = nullptr;   // [N, H]
   const float* recv_weights = nullptr; // [N] or NULL
-  void* expert_out = nullptr;          // [N, H]
+  void* expert_out = nullptr;          // [N, H]; NULL: only pre_act is wanted
   void* pre_act = nullptr;             // [N, shape.pre_act()] or NULL
 };
 

@@ -162,6 +162,7 @@ void ffn_fwd(const FfnShape& shape, const FfnForward<T>& call) {
       if (shape.has_gate()) gate.store(tile, pre_act, shape.pre_act());
       up.store(tile, pre_act + shape.pre_act() - shape.inner, shape.pre_act());
     }
+    if (expert_out == nullptr) continue;
 
     activate(shape, tile, gate, up, inner);
     y.fill(params.down_bias.of(e));

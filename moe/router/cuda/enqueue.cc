@@ -25,29 +25,39 @@ double* enqueue_load(const CudaCall& call, const epx_tensor& global_counts) {
 
 } // namespace
 
-void enqueue(const epx_moe_router_config& config, const epx_moe_router_args& args) {
+CudaCall make_call(const epx_moe_router_config& config, const epx_moe_router_args& args) {
   if (config.num_groups > kMaxGroups)
     fail(EPX_ERROR_UNSUPPORTED, "num_groups is {}; on CUDA it is at most {}", config.num_groups, kMaxGroups);
-  const CudaCall call(*args.cuda, EPX_MOE_OP_NONE, 0,
-                      {{args.logits, "logits"},
-                       {args.selection_bias, "selection_bias"},
-                       {args.token_mask, "token_mask"},
-                       {args.topk_idx, "topk_idx"},
-                       {args.topk_weights, "topk_weights"},
-                       {args.info, "info"}});
+  return {*args.cuda,
+          EPX_MOE_OP_NONE,
+          0,
+          {{args.logits, "logits"},
+           {args.selection_bias, "selection_bias"},
+           {args.token_mask, "token_mask"},
+           {args.topk_idx, "topk_idx"},
+           {args.topk_weights, "topk_weights"},
+           {args.info, "info"}}};
+}
+
+void enqueue(const epx_moe_router_config& config, const epx_moe_router_args& args, const CudaCall& call) {
   call.require_launched(launch_route({config, device_logits(*args.logits), data_of<float>(args.selection_bias),
                                       data_of<uint8_t>(args.token_mask), Integers(args.topk_idx),
                                       data_of<float>(args.topk_weights), data_of<int64_t>(args.info)},
                                      call.target()));
 }
 
-void enqueue(const epx_moe_router_config& config, const epx_moe_router_bwd_args& args) {
-  const CudaCall call(*args.cuda, EPX_MOE_OP_ROUTER_BWD, route_bwd_bytes(config),
-                      {{args.logits, "logits"},
-                       {args.topk_idx, "topk_idx"},
-                       {args.grad_topk_weights, "grad_topk_weights"},
-                       {args.global_counts, "global_counts"},
-                       {args.grad_logits, "grad_logits"}});
+CudaCall make_call(const epx_moe_router_config& config, const epx_moe_router_bwd_args& args) {
+  return {*args.cuda,
+          EPX_MOE_OP_ROUTER_BWD,
+          route_bwd_bytes(config),
+          {{args.logits, "logits"},
+           {args.topk_idx, "topk_idx"},
+           {args.grad_topk_weights, "grad_topk_weights"},
+           {args.global_counts, "global_counts"},
+           {args.grad_logits, "grad_logits"}}};
+}
+
+void enqueue(const epx_moe_router_config& config, const epx_moe_router_bwd_args& args, const CudaCall& call) {
   const double* const load = args.global_counts != nullptr ? enqueue_load(call, *args.global_counts) : nullptr;
   call.require_launched(launch_route_bwd({config, device_logits(*args.logits), Integers(args.topk_idx),
                                           data_of<float>(args.grad_topk_weights), load, args.aux_loss_grad,

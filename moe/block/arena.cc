@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// Each kind of memory is one allocation: the flights one after the other, then what they share.
+#include "moe/block/arena.h"
+
+#include "base/error.h"
+#include "moe/cuda/cuda_call.h"
+
+namespace epx::moe {
+namespace {
+
+int64_t total_bytes(int64_t of_flight, int64_t num_flights, int64_t shared) {
+  int64_t bytes = 0;
+  if (__builtin_mul_overflow(of_flight, num_flights, &bytes) || __builtin_add_overflow(bytes, shared, &bytes))
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "{} flights of {} bytes, and {} bytes that they share, are more than an int64 can count", num_flights, of_flight,
+         shared);
+  return bytes;
+}
+
+void require_room(const char* what, int64_t wanted, int64_t there) {
+  if (wanted > there)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "the block needs {} bytes of {}; its arena has {}", wanted, what, there);
+}
+
+} // namespace
+
+Arena::Arena(epx_group group, const BlockPlan& plan, int32_t num_flights)
+    : group_(group), footprint_(footprint_of(plan)), num_rows_(plan.num_rows), flights_(static_cast<size_t>(num_flights)) {
+  const int64_t window_bytes = total_bytes(footprint_.flight_window, num_flights, footprint_.shared_window);
+  const int64_t local_bytes = total_bytes(footprint_.flight_local, num_flights, footprint_.shared_local);
+  total_bytes(window_bytes, 1, local_bytes); // which info() adds up
+  if (group == nullptr) {
+    host_window_ = make_host_memory(static_cast<size_t>(window_bytes));
+    allocate_local(local_bytes);
+    return;
+  }
+  window_ = with_group([&] { return group_.mem_alloc(static_cast<size_t>(window_bytes)); });
+  try {
+    if (plan.is_on_gpu())
+      enqueue_on_cuda([&](auto) {
+        device_ = cuda::device_of(window());
+        order_.emplace(device_);
+      });
+    allocate_local(local_bytes);
+  } catch (...) {
+    group_.abort(); // the other ranks have their arenas, and would wait for this one
+    epx_mem_free(group, window_.data());
+    throw;
+  }
+}
+
+void Arena::allocate_local(int64_t bytes) {
+  if (order_)
+    enqueue_on_cuda([&](auto) { device_memory_ = cuda::make_device_memory(device_, static_cast<size_t>(bytes)); });
+  else
+    host_memory_ = make_host_memory(static_cast<size_t>(bytes));
+}
+
+void Arena::release() {
+  with_group([&] { window_.free(); });
+}
+
+int64_t Arena::require_fit(epx_group group, const BlockPlan& plan) const {
+  if (group != group_.get())
+    fail(EPX_ERROR_INVALID_ARGUMENT, "config.arena belongs to {}; the block's group is at {}",
+         group_.get() == nullptr ? "no group" : fmt::format("the group at {}", static_cast<void*>(group_.get())),
+         static_cast<void*>(group));
+  BlockPlan here = plan;
+  if (group != nullptr) here.num_rows = num_rows_;
+  const Footprint needed = footprint_of(here);
+  require_room("rows that peers reach for a flight", needed.flight_window, footprint_.flight_window);
+  require_room("rows that peers reach for all flights", needed.shared_window, footprint_.shared_window);
+  require_room("memory for a flight", needed.flight_local, footprint_.flight_local);
+  require_room("workspace", needed.shared_local, footprint_.shared_local);
+  return here.num_rows;
+}
+
+epx_moe_arena_info Arena::info() const {
+  epx_moe_arena_info info{};
+  info.struct_size = sizeof(info);
+  info.num_flights = num_flights();
+  info.max_rows = num_rows_;
+  info.flight_bytes = footprint_.flight_window + footprint_.flight_local;
+  info.workspace_bytes = footprint_.shared_window + footprint_.shared_local;
+  info.total_bytes = info.num_flights * info.flight_bytes + info.workspace_bytes;
+  if (group_) info.window_bytes = info.num_flights * footprint_.flight_window + footprint_.shared_window;
+  return info;
+}
+
+FlightTensors Arena::flight_tensors(const BlockPlan& plan, int32_t flight) const {
+  Carver window_part(window() + flight * footprint_.flight_window);
+  Carver local_part(local() + flight * footprint_.flight_local);
+  return {plan, window_part, local_part};
+}
+
+SharedTensors Arena::shared_tensors(const BlockPlan& plan) const {
+  Carver window_part(window() + num_flights() * footprint_.flight_window);
+  Carver local_part(local() + num_flights() * footprint_.flight_local);
+  return {plan, window_part, local_part};
+}
+
+void Arena::begin_call(epx_stream stream) {
+  if (order_) enqueue_on_cuda([&](auto) { order_->begin(stream); });
+}
+
+void Arena::end_call(epx_stream stream) {
+  if (order_) enqueue_on_cuda([&](auto) { order_->end(stream); });
+}
+
+} // namespace epx::moe
