@@ -20,6 +20,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "tests/emulation/device_memory.h"
 #include "tests/emulation/exported_memory.h"
 #include "tests/emulation/streams.h"
 
@@ -172,6 +173,14 @@ CUstream_st& stream_of(cudaStream_t stream) {
 
 void epx::emulation::enqueue(cudaStream_t stream, Task task) {
   stream_of(stream).enqueue(std::move(task));
+}
+void epx::emulation::add_device_memory(const void* memory, size_t bytes) {
+  const std::scoped_lock lock(memory_mutex);
+  allocations[memory] = {bytes, cudaMemoryTypeDevice, current_device};
+}
+void epx::emulation::remove_device_memory(const void* memory) {
+  const std::scoped_lock lock(memory_mutex);
+  allocations.erase(memory);
 }
 void epx::emulation::end_context() {
   context_is_dead = true;

@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "base/suspension_aware_deadline.h"
+#include "tests/emulation/device_memory.h"
 #include "transport/host/host_transport.h"
 #include "transport/nccl/gpu_identity.h"
 
@@ -75,12 +76,14 @@ private:
 class KnownWindow final : public Window {
 public:
   explicit KnownWindow(std::unique_ptr<Window> window) : window_(std::move(window)) {
+    emulation::add_device_memory(window_->view().local<std::byte>(0), static_cast<size_t>(window_->bytes()));
     const std::scoped_lock lock(mutex);
     known.insert(this);
   }
   KnownWindow(const KnownWindow&) = delete;
   KnownWindow& operator=(const KnownWindow&) = delete;
   ~KnownWindow() override {
+    emulation::remove_device_memory(window_->view().local<std::byte>(0));
     const std::scoped_lock lock(mutex);
     known.erase(this);
   }
