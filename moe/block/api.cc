@@ -19,8 +19,8 @@ struct epx_moe_block_s {
 
 namespace {
 
-// Runs `create`, which is collective over the group. What is refused, or fails in epx, is so on every rank; what else fails does
-// so here alone, and the others would wait.
+// Runs `create`, which is collective over the group. What is refused, or fails in epx, is so on every rank; what else fails
+// does so here alone, and the others would wait.
 template <typename Create>
 void create_together(epx_group group, const Create& create) {
   try {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The block on groups of GPUs, one rank a process: the cases that the host's groups run too, and what only GPUs have: dtypes of two
-// bytes, streams, CUDA graphs, and memory of the wrong kind. What is expected comes from the local block on the host.
+// block_gpu_test [--large 1]
+// The block on groups of GPUs, one rank a process: the cases that the host's groups run too, and what only GPUs have: dtypes of
+// two bytes, streams, CUDA graphs, and memory of the wrong kind. What is expected comes from the local block on the host.
+// --large also creates the blocks of a model, which takes some 10 GB.
 #include <cstdio>
 #include <memory>
 #include <string>
@@ -50,6 +52,8 @@ void check_kinds(const Rank& rank) {
   for (const epx_moe_weighting weighting : {EPX_MOE_WEIGHT_LATE, EPX_MOE_WEIGHT_EARLY}) {
     check_layer<T>(rank, {3, weighting, 4, 0.1}, tolerance_of<T>());
     check_layer<T>(rank, {1, weighting, 1}, tolerance_of<T>());
+    check_layer<T>(rank, {3, weighting, 8, 0.1, false, 32, 16},
+                   tolerance_of<T>()); // tensor cores can take these in bfloat16
   }
 }
 
@@ -300,8 +304,8 @@ void test_refusals(const RankContext& context) {
   check_status_clean(rank);
 }
 
-// Tells the bytes of an arena for a layer of DeepSeek-V3 with room for 1.5 times the rows of balanced routing, and creates its 58
-// blocks; where the GPU has no room for it, tells that instead.
+// Tells the bytes of an arena for a layer of DeepSeek-V3 with room for 1.5 times the rows of balanced routing, and creates its
+// 58 blocks; where the GPU has no room for it, tells that instead.
 void print_model_arena(const RankContext& context) {
   GroupConfig config;
   config.num_experts = 256;

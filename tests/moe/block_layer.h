@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A layer for tests of the block on groups: the tokens and experts of all ranks, what the local block on the host makes of them,
-// and the part of each rank. The group may be on the host or on GPUs.
+// A layer for tests of the block on groups: the tokens and experts of all ranks, what the local block on the host makes of
+// them, and the part of each rank. The group may be on the host or on GPUs.
 #pragma once
 
 #include <string>
@@ -116,12 +116,14 @@ struct LayerOptions {
   int32_t alignment = 1;
   double aux_loss_coeff = 0;
   bool bfloat16_logits = false; // their values can be stored in two bytes
+  int32_t hidden = kHidden;
+  int32_t ffn = 9;
 };
 
 template <typename T>
 LayerOf<T> make_layer_of(uint64_t seed, const LayerOptions& options) {
   Rng rng(mix(seed, 0xb10c));
-  const BlockShape shape = {kNumExperts, options.top_k, kHidden, 9, kNumTokens, EPX_MOE_SWIGLU};
+  const BlockShape shape = {kNumExperts, options.top_k, options.hidden, options.ffn, kNumTokens, EPX_MOE_SWIGLU};
   LayerOf<T> layer;
   layer.config = block_config<T>(shape);
   layer.config.router.score = EPX_MOE_SIGMOID;
@@ -130,8 +132,8 @@ LayerOf<T> make_layer_of(uint64_t seed, const LayerOptions& options) {
   layer.config.weighting = options.weighting;
   layer.config.alignment = options.alignment;
   layer.config.max_in_flight = 2;
-  layer.input = {random_tensor<T>({kNumTokens, kHidden}, rng), random_tensor<float>({kNumTokens, kNumExperts}, rng),
-                 random_tensor<T>({kNumTokens, kHidden}, rng), random_tensor<float>({kNumExperts}, rng, -0.1, 0.1),
+  layer.input = {random_tensor<T>({kNumTokens, options.hidden}, rng), random_tensor<float>({kNumTokens, kNumExperts}, rng),
+                 random_tensor<T>({kNumTokens, options.hidden}, rng), random_tensor<float>({kNumExperts}, rng, -0.1, 0.1),
                  Tensor<uint8_t>({kNumTokens}, 1)};
   if (options.bfloat16_logits) layer.input.logits = converted<float>(converted<Bfloat16>(layer.input.logits));
   (*layer.input.mask)[kMaskedToken] = 0;
