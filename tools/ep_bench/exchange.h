@@ -94,11 +94,14 @@ public:
   // Returns how often the group reported each kind of event until the last finish().
   const std::array<uint64_t, EPX_MAX_EVENT_KINDS>& events() const { return events_; }
 
+  GroupView group() const { return group_; }
   const epx_group_info& info() const { return info_; }
   double creation_ms() const { return creation_ms_; } // the time of epx_group_create on this rank
   size_t handle_mem_bytes() const { return handle_mem_.size(); }
-  int64_t rows() const { return rows_; } // N
-  PrepareOutputs prepared() const;       // the current contents
+  int64_t rows() const { return rows_; }                      // N
+  PrepareOutputs prepared() const;                            // the current contents
+  const Buffer& counts() const { return prepared_.counts; }   // [E_l] int64, of the last prepare
+  const Buffer& offsets() const { return prepared_.offsets; } // [E_l + 1] int64
   const RowOutputs& by_row() const { return by_row_; }
   const ExpertRows& expert_rows() const { return expert_rows_; }
   const TokenOutputs& by_token() const { return by_token_; }

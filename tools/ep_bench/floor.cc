@@ -13,7 +13,7 @@
 
 #include "tools/ep_bench/errors.h"
 #include "tools/ep_bench/floor_kernels.h"
-#include "tools/ep_bench/measure_gpu.h"
+#include "tools/ep_bench/measure.h"
 #include "tools/ep_bench/random.h"
 #include "tools/ep_bench/stats.h"
 

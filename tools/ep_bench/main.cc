@@ -13,6 +13,9 @@
 #include <nlohmann/json.hpp>
 
 #include "epx/epx.hpp"
+#if defined(EPX_BENCH_HAS_MOE)
+#include "tools/ep_bench/block/bench.h"
+#endif
 #include "tools/ep_bench/errors.h"
 #include "tools/ep_bench/exchange.h"
 #include "tools/ep_bench/figures.h"
@@ -128,6 +131,9 @@ Results bench(const Launcher& launcher, const Options& options) {
   else
 #endif
     results.figures = compute_figures(measure(*exchange, sets, survey, options, peers), {}, survey, options);
+#if defined(EPX_BENCH_HAS_MOE)
+  if (options.block.is_measured) results.block = bench_block(*exchange, sets, results.figures, options, peers, *memory);
+#endif
   results.events = gather_events(*exchange, peers);
 
   peers.together([&] {

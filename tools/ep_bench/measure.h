@@ -2,6 +2,7 @@
 // The timed loop of the host transport is here.
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -27,5 +28,8 @@ using Measurements = std::vector<OperationSeries>; // in the order of lines_of(t
 // barrier precede each operation; its time includes neither. The call is collective.
 Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Options& options,
                      const Peers& peers);
+
+// Returns the durations of all ranks, [rank][i], from the same number of each. The call is collective.
+std::vector<Series> gather_durations(std::span<const int64_t> mine_ns, const Peers& peers);
 
 } // namespace epx::bench

@@ -78,12 +78,4 @@ Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, 
   return measurements;
 }
 
-std::vector<Series> gather_durations(std::span<const int64_t> mine_ns, const Peers& peers) {
-  const std::vector<int64_t> all = peers.gather(mine_ns);
-  std::vector<Series> ranks(static_cast<size_t>(peers.num_ranks()));
-  for (size_t i = 0; i < all.size(); ++i)
-    ranks[i / mine_ns.size()].push_back({.begin_ns = 0, .end_ns = all[i]});
-  return ranks;
-}
-
 } // namespace epx::bench

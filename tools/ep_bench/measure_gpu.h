@@ -2,9 +2,7 @@
 // The timed loop on GPUs is here.
 #pragma once
 
-#include <cstdint>
 #include <span>
-#include <vector>
 
 #include "tools/ep_bench/exchange.h"
 #include "tools/ep_bench/gpu.h"
@@ -22,8 +20,5 @@ namespace epx::bench {
 // input set throughout, since their values change no time. The call is collective.
 Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers,
                             Gpu& gpu, StreamBlocker& blocker);
-
-// Returns the durations of all ranks, [rank][i], from the same number of each. The call is collective.
-std::vector<Series> gather_durations(std::span<const int64_t> mine_ns, const Peers& peers);
 
 } // namespace epx::bench

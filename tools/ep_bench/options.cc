@@ -141,6 +141,29 @@ void check_transport(const Options& options) {
           fmt::format("{} is given, but --transport is '{}'; it belongs to nccl", option, to_string(options.transport)));
 }
 
+void refuse_with_block(const char* option, const std::string& value, const char* reason) {
+  throw UsageError(fmt::format("{} is '{}' and --block is given; {}", option, value, reason));
+}
+
+void check_block(const Options& options) {
+  if (!options.block.is_measured) return;
+  if (!built_with_moe()) throw UsageError("--block is given, but this ep_bench was built without libepx_moe");
+  check_range("--ffn", options.block.ffn, 1, std::numeric_limits<int32_t>::max() / 2);
+  check_range("--pause-ms", options.block.pause_ms, 0, 60'000);
+  check_range("--experts", options.experts, 1, 4096); // so many have distinct logits, see block_logits()
+  const bool is_on_host = options.transport == EPX_TRANSPORT_HOST;
+  if (is_on_host && options.dtype != EPX_FLOAT32)
+    refuse_with_block("--dtype", to_string(options.dtype), "on the host the block computes in fp32");
+  if (options.dtype == EPX_FLOAT16) refuse_with_block("--dtype", "fp16", "the block is measured in bf16 and fp32");
+  if (is_on_host && options.block.pause_ms > 0)
+    refuse_with_block("--pause-ms", fmt::format("{}", options.block.pause_ms), "pauses belong to --transport nccl");
+  if (options.routing.kind != RoutingSpec::Kind::Uniform && options.routing.kind != RoutingSpec::Kind::Zipf)
+    refuse_with_block("--routing", to_string(options.routing), "a router makes the block's routing: uniform or zipf:S");
+  if (options.capacity > 0)
+    refuse_with_block("--capacity", fmt::format("{}", options.capacity), "the native layer beside it drops no routes");
+  if (options.tokens == 0) refuse_with_block("--tokens", "0", "there must be a token, or nothing is computed");
+}
+
 void check_ranks(Options& options, const std::string& bootstrap) {
   constexpr std::string_view kFile = "file:";
   if (bootstrap == "mpi") {
@@ -193,6 +216,17 @@ constexpr const char* kFooter = R"(Figures
                  With --num-comm-sms the bound on no more SMs than that is printed beside it, and the ratio to it
   ratio          --floor: median time / speed-of-light bound
   wrong          elements that differ from the serial reference, all ranks together (--verify)
+  With --block the router selects the routing, the same for the exchange, its floor and the block, and a second table has
+  the whole block of libepx_moe, the pieces of it that are no exchange, and beside it on nccl the same layer on collectives
+  only (native: counts to the host, ncclSend and ncclRecv of permuted rows, the same grouped FFN), and the dense bound: one
+  cuBLAS product for each grouped one, of T * K rows. fwd+bwd writes the experts' gradients too, in --dtype. Times are those
+  between events after a barrier of the streams, as above; whole layers (block, native) are enqueued while the stream runs,
+  so that the host's work is in them where the GPU waits for it.
+  TFLOP/s        of a rank: (forward 6, forward and backward 18) x T x K x H x F / time
+  paused us      --pause-ms: the median of a quarter of the iterations, 5 at least, each after a pause of all ranks
+  dense us       the dense bound of the same products, in the same run
+  wire us        --floor: the sum of the wire bounds of the operations that the line contains
+  ratio          median / (dense us + wire us); max ratio: median / the larger of the two
 Of an option that is repeated, the last counts.
 Exit status: 0; 1 when a call failed or a result is wrong; 2 when the command line is.)";
 
@@ -200,6 +234,14 @@ Exit status: 0; 1 when a call failed or a result is wrong; 2 when the command li
 
 bool built_with_cuda() {
 #if defined(EPX_WITH_CUDA)
+  return true;
+#else
+  return false;
+#endif
+}
+
+bool built_with_moe() {
+#if defined(EPX_BENCH_HAS_MOE)
   return true;
 #else
   return false;
@@ -254,6 +296,18 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.add_flag("--floor", options.floor,
                "nccl: also measure the speed-of-light bound of each operation, the time in which the GPUs move its rows "
                "alone, and print ratios to it");
+  CLI::Option* const block =
+      app.add_flag("--block", options.block.is_measured,
+                   "Also measure the whole MoE block, router to combine and back; on the host in fp32; see Figures below");
+  app.add_option("--ffn", options.block.ffn, "--block: elements of an expert's inner layer, F (SwiGLU)")->needs(block);
+  app.add_flag("--biases", options.block.has_biases, "--block: the experts' projections have biases")->needs(block);
+  app.add_option("--pause-ms", options.block.pause_ms,
+                 "--block, nccl: measure again with this pause before each iteration, milliseconds; 0: do not")
+      ->needs(block);
+  app.add_option("--dump", options.block.dump_directory,
+                 "--block: existing directory for the outputs and gradients of one forward and backward of each layer, "
+                 "LAYER.TENSOR.RANK.npy in float32; meant for small shapes")
+      ->needs(block);
   app.add_option("--json", options.json_file,
                  "File for all figures and the configuration, written by rank 0 after the run, opened before it");
   app.add_option("--bootstrap", bootstrap,
@@ -279,6 +333,7 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   options.seed = parse_seed(seed);
   check_transport(options);
   check_shape(options);
+  check_block(options);
   check_ranks(options, bootstrap);
   check_job_id(options.job_id);
   return options;

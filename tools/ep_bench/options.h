@@ -19,6 +19,15 @@ struct RoutingSpec {
   std::string text_file;    // Text
 };
 
+// BlockOptions say what --block measures.
+struct BlockOptions {
+  bool is_measured = false;
+  int32_t ffn = 1024;         // F
+  bool has_biases = false;    // of both projections
+  int64_t pause_ms = 0;       // 0: no times after a pause
+  std::string dump_directory; // empty: none
+};
+
 struct Options {
   // What is exchanged.
   int32_t tokens = 512; // T, on every rank
@@ -46,6 +55,7 @@ struct Options {
   bool verify = false;
   bool floor = false;    // also measure what the hardware needs for the rows alone; nccl
   std::string json_file; // empty: none
+  BlockOptions block;
 
   // Who takes part.
   std::string bootstrap_directory; // empty: MPI
@@ -64,6 +74,7 @@ struct RequestedText {
 
 bool built_with_mpi();
 bool built_with_cuda();
+bool built_with_moe();
 
 // Throws UsageError with one sentence that has the option and its value.
 std::variant<Options, RequestedText> parse_options(int argc, const char* const* argv);

@@ -7,6 +7,8 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "tools/ep_bench/block/report.h"
+
 namespace epx::bench {
 namespace {
 
@@ -178,6 +180,7 @@ int64_t handle_memory_limit(const Options& options, const epx_group_info& group)
 
 bool passed(const Results& results) {
   if (results.wrong && std::ranges::any_of(*results.wrong, [](int64_t wrong) { return wrong != 0; })) return false;
+  if (results.block && !std::ranges::all_of(results.block->differences, &BlockDifference::passed)) return false;
   for (int kind = 0; kind < EPX_MAX_EVENT_KINDS; ++kind) {
     const bool asked_for = kind == EPX_EVENT_OVERFLOW && results.options.capacity > 0;
     if (results.events[kind] != 0 && !asked_for) return false;
@@ -200,6 +203,7 @@ std::string to_table(const Results& results) {
   text += table_header(results, names);
   for (size_t line = 0; line < results.figures.size(); ++line)
     text += table_line(results, line, names);
+  if (results.block) text += block_table(*results.block, results.options);
   for (size_t kind = 0; kind < results.events.size(); ++kind)
     if (results.events[kind] != 0)
       fmt::format_to(out, "event {}: {} over the whole run, all ranks\n", event_name(kind), results.events[kind]);
@@ -227,6 +231,7 @@ nlohmann::json to_json(const Results& results) {
           {"memcpy_gbps_per_rank", copy ? nlohmann::json(copy->gbps / results.group.num_ranks) : nlohmann::json(nullptr)},
           {"dropped_routes", results.dropped_routes},
           {"operations", operations},
+          {"block", results.block ? block_json(*results.block, results.options) : nlohmann::json(nullptr)},
           {"events", events},
           {"passed", passed(results)}};
 }

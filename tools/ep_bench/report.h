@@ -10,6 +10,7 @@
 #include <nlohmann/json_fwd.hpp>
 
 #include "epx/epx.h"
+#include "tools/ep_bench/block/results.h"
 #include "tools/ep_bench/figures.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/verify.h"
@@ -27,13 +28,14 @@ struct Results {
   double dropped_routes = 0;    // per iteration, all ranks together
   Figures figures;
   std::optional<WrongCounts> wrong;                   // with --verify
+  std::optional<BlockResults> block;                  // with --block
   std::array<uint64_t, EPX_MAX_EVENT_KINDS> events{}; // of all ranks, over the whole run
 };
 
 // Returns 16 * (max_tokens_per_rank * K + R) + 8 * P * E + 64 KiB.
 int64_t handle_memory_limit(const Options& options, const epx_group_info& group);
 
-// Returns true when no element is wrong, and the group reported no event that the options do not explain.
+// Returns true when no element is wrong, the native layer agrees with the block, and the group reported no event that the options do not explain.
 bool passed(const Results& results);
 
 std::string to_table(const Results& results);

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "tools/ep_bench/block/shape.h"
 #include "tools/ep_bench/random.h"
 #include "tools/ep_bench/routing.h"
 
@@ -55,6 +56,7 @@ Workload::Workload(const Options& options, int num_ranks) : options_(options), n
 }
 
 std::vector<int64_t> Workload::topk_idx(int set, int rank) const {
+  if (options_.block.is_measured) return block_topk_idx(options_, set, rank); // what the block's router will select
   const RoutingShape shape{options_.tokens, options_.experts, options_.top_k, options_.seed};
   switch (options_.routing.kind) {
   case RoutingSpec::Kind::Zipf:

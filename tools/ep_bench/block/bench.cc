@@ -1,0 +1,320 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tools/ep_bench/block/bench.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "tools/ep_bench/block/epx_layer.h"
+#include "tools/ep_bench/block/native_layer.h"
+#include "tools/ep_bench/block/npy.h"
+#include "tools/ep_bench/block/pieces.h"
+#include "tools/ep_bench/block/shape.h"
+#include "tools/ep_bench/errors.h"
+#if defined(EPX_WITH_CUDA)
+#include "tools/ep_bench/block/dense_bound.h"
+#include "tools/ep_bench/block/nccl_exchange.h"
+#include "tools/ep_bench/measure_gpu.h"
+#include "tools/ep_bench/stream_blocker.h"
+#endif
+
+namespace epx::bench {
+namespace {
+
+// What the two layers' sums may differ by, relative to the largest element: they add in another order, and with wire precision
+// the block rounds partial sums.
+constexpr double kFp32Limit = 1e-4, kBf16Limit = 4e-2;
+
+using Layers = std::vector<std::unique_ptr<BlockLayer>>;
+
+std::unique_ptr<RowExchange> make_row_exchange([[maybe_unused]] const Options& options, const Peers& peers, Memory& memory,
+                                               [[maybe_unused]] int64_t max_rows) {
+#if defined(EPX_WITH_CUDA)
+  if (!memory.is_host())
+    return std::make_unique<NcclRowExchange>(peers, dynamic_cast<Gpu&>(memory), options.experts, max_rows);
+#endif
+  return std::make_unique<BootstrapRowExchange>(peers);
+}
+
+// The block is first, the native layer second.
+Layers make_layers(Exchange& exchange, const Options& options, const Peers& peers, const BlockData& data, Memory& memory) {
+  const std::vector<int32_t> first_experts = peers.gather(exchange.info().first_local_expert);
+  std::unique_ptr<RowExchange> row_exchange = make_row_exchange(options, peers, memory, exchange.rows());
+  Layers layers(2);
+  peers.together([&] { layers[0] = std::make_unique<EpxLayer>(exchange.group(), options, data, memory); });
+  peers.together([&] {
+    layers[1] = std::make_unique<NativeLayer>(options, peers.rank(), first_experts, exchange.rows(), data, memory,
+                                              std::move(row_exchange));
+  });
+  return layers;
+}
+
+std::vector<BlockData::Output> run_once(BlockLayer& layer, Exchange& exchange, const BlockData& data, const Peers& peers) {
+  std::vector<BlockData::Output> outputs;
+  peers.together([&] {
+    layer.forward();
+    layer.backward();
+    exchange.finish();
+    outputs = data.outputs();
+  });
+  return outputs;
+}
+
+void dump(const std::vector<BlockData::Output>& outputs, const BlockLayer& layer, const Options& options, int rank) {
+  for (const BlockData::Output& output : outputs)
+    write_npy(fmt::format("{}/{}.{}.{}.npy", options.block.dump_directory, layer.name(), output.name, rank), output.shape,
+              output.values);
+}
+
+std::vector<BlockDifference> compare(const std::vector<BlockData::Output>& block,
+                                     const std::vector<BlockData::Output>& native, const Options& options,
+                                     const Peers& peers) {
+  std::vector<BlockDifference> differences;
+  for (size_t i = 0; i < block.size(); ++i) {
+    double largest = 0, scale = 0;
+    for (size_t j = 0; j < block[i].values.size(); ++j) {
+      const double difference = std::abs(double{native[i].values[j]} - block[i].values[j]);
+      if (!(difference <= largest)) largest = difference; // keeps a NaN
+      scale = std::max(scale, std::abs(double{block[i].values[j]}));
+    }
+    for (const double of_rank : peers.gather(largest))
+      if (!(of_rank <= largest)) largest = of_rank;
+    scale = std::ranges::max(peers.gather(scale));
+    differences.push_back({block[i].name, largest, scale, options.dtype == EPX_FLOAT32 ? kFp32Limit : kBf16Limit});
+  }
+  return differences;
+}
+
+BlockFigures figures_of(std::string name, std::span<const Series> ranks) {
+  const std::vector<double> times = slowest_us(ranks);
+  BlockFigures figures;
+  figures.name = std::move(name);
+  figures.median_us = median(times);
+  figures.p99_us = percentile(times, 99);
+  figures.min_us = minimum(times);
+  figures.slowest_rank = most_often_slowest(ranks);
+  return figures;
+}
+
+// A line of the table. `products` counts products forward: 1 forward, 2 backward, 3 both.
+struct BlockLine {
+  std::string name;
+  int products = 0;
+  std::function<void()> run;
+};
+
+void set_tflops(BlockFigures& figures, const BlockLine& line, const Options& options) {
+  if (line.products > 0) figures.tflops = line.products * forward_flops(options) / figures.median_us / 1e6;
+}
+
+std::vector<BlockLine> lines_of(BlockLayer& layer) {
+  return {{fmt::format("{} fwd", layer.name()), 1, [&] { layer.forward(); }},
+          {fmt::format("{} fwd+bwd", layer.name()), 3, [&] {
+             layer.forward();
+             layer.backward();
+           }}};
+}
+
+// On the host the native layer's exchange is no baseline, and is not timed.
+std::vector<BlockFigures> measure_on_host(BlockLayer& block, const Options& options, const Peers& peers) {
+  std::vector<BlockFigures> figures;
+  for (const BlockLine& line : lines_of(block)) {
+    std::vector<int64_t> times;
+    Failure failure; // of the last iteration; the next barrier carries it to the other ranks
+    for (int iteration = 0; iteration < options.warmup + options.iterations; ++iteration) {
+      peers.start_together(failure);
+      const auto begin = std::chrono::steady_clock::now();
+      failure = attempt(line.run);
+      const auto elapsed = std::chrono::steady_clock::now() - begin;
+      if (iteration >= options.warmup)
+        times.push_back(std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count());
+    }
+    peers.agree(failure);
+    figures.push_back(figures_of(line.name, gather_durations(times, peers)));
+    set_tflops(figures.back(), line, options);
+  }
+  return figures;
+}
+
+#if defined(EPX_WITH_CUDA)
+
+// Sums up the wire bounds of the operations from `first` to `last` of the exchange's lines.
+std::optional<double> wire_us(const Figures& exchange, std::initializer_list<epx_operation> operations) {
+  double sum = 0;
+  for (const epx_operation operation : operations) {
+    const auto line = std::ranges::find(kLines, operation, &Line::operation) - kLines.begin();
+    if (!exchange[line].floor) return std::nullopt;
+    sum += exchange[line].floor->wire_us;
+  }
+  return sum;
+}
+
+class GpuBlockBench {
+public:
+  GpuBlockBench(Exchange& exchange, const Options& options, const Peers& peers, Gpu& gpu)
+      : exchange_(exchange), options_(options), peers_(peers), gpu_(gpu), blocker_(gpu, peers, exchange.info().timeout_ms) {
+  }
+
+  std::vector<BlockFigures> measure(Layers& layers, BlockPieces& pieces, DenseBound& dense, const Figures& exchange) {
+    std::vector<BlockLine> lines{{"router", 0, [&] { pieces.router(); }},
+                                 {"ffn", 1, [&] { pieces.ffn(); }},
+                                 {"ffn_bwd", 2, [&] { pieces.ffn_bwd(); }},
+                                 {"router_bwd", 0, [&] { pieces.router_bwd(); }}};
+    const std::vector<BlockLine> bounds{
+        {"dense fwd", 1, [&] { dense.forward(); }}, {"dense bwd", 2, [&] { dense.backward(); }}, {"dense fwd+bwd", 3, [&] {
+                                                                                                    dense.forward();
+                                                                                                    dense.backward();
+                                                                                                  }}};
+    lines.insert(lines.end(), bounds.begin(), bounds.end());
+    std::vector<Graph> graphs;
+    graphs.reserve(2);
+    for (const std::unique_ptr<BlockLayer>& layer : layers)
+      for (const BlockLine& line : lines_of(*layer)) {
+        lines.push_back(line);
+        if (!options_.graph || !layer->can_be_captured()) continue;
+        peers_.together([&] {
+          line.run(); // a first launch cannot be captured
+          exchange_.finish();
+          graphs.push_back(Graph::capture(gpu_.cuda_stream(), line.run));
+        });
+        lines.push_back({line.name + " graph", line.products,
+                         [&graph = graphs.back(), stream = gpu_.cuda_stream()] { graph.replay(stream); }});
+      }
+
+    std::vector<BlockFigures> figures;
+    for (const BlockLine& line : lines)
+      figures.push_back(measure(line));
+    for (size_t i = 0; i < lines.size(); ++i)
+      set_bounds(figures[i], lines[i], figures, exchange);
+    return figures;
+  }
+
+  void release() { blocker_.release(peers_); }
+
+private:
+  BlockFigures measure(const BlockLine& line) {
+    BlockFigures figures = figures_of(line.name, time(line, options_.iterations, false));
+    set_tflops(figures, line, options_);
+    if (options_.block.pause_ms > 0)
+      figures.paused_us = median(slowest_us(time(line, std::max(options_.iterations / 4, 5), true)));
+    return figures;
+  }
+
+  // Without pauses the iterations are enqueued as fast as the host can, so that the GPU does not cool down between them; with
+  // them each follows a pause of all ranks.
+  std::vector<Series> time(const BlockLine& line, int iterations, bool has_pauses) {
+    const int warmup = has_pauses ? 1 : std::max(options_.warmup, 1);
+    std::vector<Stopwatch> watches(static_cast<size_t>(warmup + iterations));
+    Failure failure;
+    for (Stopwatch& watch : watches) {
+      if (has_pauses) {
+        if (failure.exit_code == 0) failure = attempt([&] { exchange_.finish(); });
+        peers_.agree(failure);
+        std::this_thread::sleep_for(std::chrono::milliseconds(options_.block.pause_ms));
+      }
+      blocker_.rank_barrier(); // it is queued after a failure, too, because the others wait for this rank
+      if (failure.exit_code != 0) continue;
+      failure = attempt([&] {
+        watch.start(gpu_.cuda_stream());
+        line.run();
+        watch.stop(gpu_.cuda_stream());
+      });
+    }
+    std::vector<int64_t> times;
+    if (failure.exit_code == 0)
+      failure = attempt([&] {
+        exchange_.finish();
+        blocker_.check();
+        for (size_t i = static_cast<size_t>(warmup); i < watches.size(); ++i)
+          times.push_back(watches[i].elapsed_ns());
+      });
+    peers_.agree(failure);
+    return gather_durations(times, peers_);
+  }
+
+  static void set_bounds(BlockFigures& figures, const BlockLine& line, std::span<const BlockFigures> all,
+                         const Figures& exchange) {
+    if (line.products == 0) return;
+    const char* const bound = line.products == 1 ? "dense fwd" : line.products == 2 ? "dense bwd" : "dense fwd+bwd";
+    const auto dense = std::ranges::find(all, bound, &BlockFigures::name);
+    figures.dense_us = dense->median_us;
+    figures.paused_dense_us = dense->paused_us;
+    if (!line.name.starts_with("block") && !line.name.starts_with("native")) return;
+    figures.wire_us = line.products == 1
+                          ? wire_us(exchange, {EPX_OP_DISPATCH, EPX_OP_COMBINE})
+                          : wire_us(exchange, {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD});
+  }
+
+  Exchange& exchange_;
+  const Options& options_;
+  const Peers& peers_;
+  Gpu& gpu_;
+  StreamBlocker blocker_;
+};
+
+std::vector<BlockFigures> measure_on_gpu(Layers& layers, Exchange& exchange, const InputSet& set, const Figures& figures,
+                                         const Options& options, const Peers& peers, const BlockData& data, Gpu& gpu) {
+  std::unique_ptr<BlockPieces> pieces;
+  std::unique_ptr<DenseBound> dense;
+  peers.together([&] {
+    pieces = std::make_unique<BlockPieces>(options, exchange, data, gpu);
+    dense = std::make_unique<DenseBound>(options, gpu);
+    const TokenTensors inputs = exchange.tensors_of(set.by_token);
+    exchange.prepare(inputs);
+    exchange.dispatch(inputs);
+    exchange.combine_bwd(inputs);
+    pieces->router();
+    pieces->ffn();
+    exchange.finish();
+  });
+  GpuBlockBench bench(exchange, options, peers, gpu);
+  std::vector<BlockFigures> measured = bench.measure(layers, *pieces, *dense, figures);
+  bench.release();
+  return measured;
+}
+
+#endif
+
+} // namespace
+
+BlockResults bench_block(Exchange& exchange, [[maybe_unused]] std::span<const InputSet> sets,
+                         [[maybe_unused]] const Figures& exchange_figures, const Options& options, const Peers& peers,
+                         Memory& memory) {
+  BlockResults results;
+  const OwnedExperts experts{exchange.info().first_local_expert, exchange.info().num_local_experts};
+  std::unique_ptr<BlockData> data;
+  peers.together([&] { data = std::make_unique<BlockData>(options, peers.rank(), experts, memory); });
+  Layers layers = make_layers(exchange, options, peers, *data, memory);
+
+  if (options.verify || !options.block.dump_directory.empty()) {
+    std::vector<std::vector<BlockData::Output>> outputs;
+    for (const std::unique_ptr<BlockLayer>& layer : layers) {
+      outputs.push_back(run_once(*layer, exchange, *data, peers));
+      if (!options.block.dump_directory.empty())
+        peers.together([&] { dump(outputs.back(), *layer, options, peers.rank()); });
+    }
+    if (options.verify) results.differences = compare(outputs[0], outputs[1], options, peers);
+  }
+
+  if (memory.is_host()) results.lines = measure_on_host(*layers[0], options, peers);
+#if defined(EPX_WITH_CUDA)
+  else
+    results.lines =
+        measure_on_gpu(layers, exchange, sets[0], exchange_figures, options, peers, *data, dynamic_cast<Gpu&>(memory));
+#endif
+  peers.together([&] {
+    for (const std::unique_ptr<BlockLayer>& layer : layers)
+      layer->release();
+  });
+  return results;
+}
+
+} // namespace epx::bench

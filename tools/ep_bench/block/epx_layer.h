@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// The block of libepx_moe as a layer.
+#pragma once
+
+#include "epx/epx.hpp"
+#include "tools/ep_bench/block/data.h"
+#include "tools/ep_bench/block/layer.h"
+#include "tools/ep_bench/block/moe_calls.h"
+
+namespace epx::bench {
+
+class EpxLayer final : public BlockLayer {
+public:
+  // Collective over the group. `data` and `memory` must outlive this. Throws epx::Error.
+  EpxLayer(GroupView group, const Options& options, const BlockData& data, Memory& memory);
+
+  const char* name() const override { return "block"; }
+  void forward() override;
+  void backward() override;
+  bool can_be_captured() const override { return true; }
+  void release() override;
+
+private:
+  const BlockData& data_;
+  MoeCalls calls_;
+  epx_moe_block block_ = nullptr; // freed by release() only, which is collective
+};
+
+} // namespace epx::bench

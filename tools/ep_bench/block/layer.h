@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// A whole MoE layer as --block measures it: from tokens and logits to out, and back.
+#pragma once
+
+#include "epx/epx_moe.h"
+#include "tools/ep_bench/options.h"
+
+namespace epx::bench {
+
+class BlockLayer {
+public:
+  virtual ~BlockLayer() = default;
+
+  virtual const char* name() const = 0;
+
+  // Collective. On a GPU they enqueue.
+  virtual void forward() = 0;
+  virtual void backward() = 0; // of the last forward
+
+  // True where neither waits for the device, so that they can be captured in a graph.
+  virtual bool can_be_captured() const = 0;
+
+  // Gives back what the group lends, once the device is idle. Collective.
+  virtual void release() = 0;
+};
+
+// Return the configs that the options ask for. Throw epx::Error.
+epx_moe_router_config router_config(const Options& options);
+epx_moe_ffn_config ffn_config(const Options& options, int32_t num_local_experts);
+
+} // namespace epx::bench

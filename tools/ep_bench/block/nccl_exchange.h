@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// The native layer's communication on GPUs: ncclAllGather of counts, grouped ncclSend and ncclRecv of rows.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include <nccl.h>
+
+#include "tools/ep_bench/block/row_exchange.h"
+#include "tools/ep_bench/gpu.h"
+
+namespace epx::bench {
+
+class NcclRowExchange final : public RowExchange {
+public:
+  // Creates a communicator of its own. Collective. Throws RuntimeError.
+  NcclRowExchange(const Peers& peers, Gpu& gpu, int32_t num_experts, int64_t max_rows);
+
+  void gather_counts(const Buffer& counts) override;
+  const std::vector<int32_t>& wait_for_counts() override;
+  std::span<int32_t> staging(int64_t count) override { return {staging_.get(), static_cast<size_t>(count)}; }
+  void upload(std::span<const int32_t> staged, const Buffer& to) override;
+  void exchange(const std::byte* send, std::span<const int64_t> send_rows, std::byte* receive,
+                std::span<const int64_t> receive_rows, int64_t row_bytes) override;
+
+private:
+  struct Abort {
+    using pointer = ncclComm_t;
+    void operator()(ncclComm_t comm) const { ncclCommAbort(comm); } // waits for no peer
+  };
+  struct FreeHost {
+    void operator()(int32_t* memory) const { cudaFreeHost(memory); }
+  };
+
+  struct DestroyEvent {
+    using pointer = cudaEvent_t;
+    void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
+  };
+  using PinnedIntegers = std::unique_ptr<int32_t, FreeHost>;
+
+  static PinnedIntegers allocate_pinned(int64_t count);
+
+  Gpu& gpu_;
+  std::unique_ptr<ncclComm, Abort> comm_;
+  Buffer gathered_;        // [P, E]
+  PinnedIntegers pinned_;  // [P, E]
+  PinnedIntegers staging_; // [max_rows]; wait_for_counts() waits for the upload before it
+  std::unique_ptr<CUevent_st, DestroyEvent> gathered_event_;
+  std::vector<int32_t> counts_; // [P, E]
+};
+
+} // namespace epx::bench

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// The pieces of a block that are no exchange, each as a call of its own on the tensors of an Exchange.
+#pragma once
+
+#include "tools/ep_bench/block/data.h"
+#include "tools/ep_bench/block/moe_calls.h"
+#include "tools/ep_bench/exchange.h"
+
+namespace epx::bench {
+
+class BlockPieces {
+public:
+  // The exchange has prepared and dispatched set 0. What is passed by reference must outlive this.
+  BlockPieces(const Options& options, Exchange& exchange, const BlockData& data, Memory& memory);
+
+  void router();
+  void ffn();
+  void ffn_bwd(); // of the last ffn()
+  void router_bwd();
+
+private:
+  epx_tensor rows(const Buffer& buffer) const;
+  epx_tensor integers(const Buffer& buffer) const;
+
+  Options options_;
+  Exchange& exchange_;
+  const BlockData& data_;
+  MoeCalls calls_;
+  epx_moe_router_config router_;
+  epx_moe_ffn_config ffn_;
+  Buffer topk_idx_, topk_weights_, grad_topk_weights_; // [T, K] int32, float, float
+  Buffer pre_act_;                                     // [N, 2F]
+};
+
+} // namespace epx::bench

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tools/ep_bench/block/report.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+namespace epx::bench {
+namespace {
+
+std::string cell(const std::optional<double>& value, int decimals) {
+  return value ? fmt::format("{:.{}f}", *value, decimals) : "-";
+}
+
+nlohmann::json json_or_null(const std::optional<double>& value) {
+  return value ? nlohmann::json(*value) : nlohmann::json(nullptr);
+}
+
+} // namespace
+
+std::optional<double> BlockFigures::ratio() const {
+  if (!dense_us || !wire_us) return std::nullopt;
+  return median_us / (*dense_us + *wire_us);
+}
+
+std::optional<double> BlockFigures::max_ratio() const {
+  if (!dense_us || !wire_us) return std::nullopt;
+  return median_us / std::max(*dense_us, *wire_us);
+}
+
+std::string block_table(const BlockResults& results, const Options& options) {
+  std::string text =
+      fmt::format("\nblock: {} experts of {} x {}{}, SwiGLU, {}\n{:<25}{:>11}{:>11}{:>11}{:>9}{:>11}{:>10}"
+                  "{:>11}{:>11}{:>8}{:>11}\n",
+                  options.experts, options.hidden, options.block.ffn, options.block.has_biases ? " with biases" : "",
+                  to_string(options.dtype), "line", "median us", "p99 us", "min us", "slowest", "paused us", "TFLOP/s",
+                  "dense us", "wire us", "ratio", "max ratio");
+  for (const BlockFigures& line : results.lines)
+    text += fmt::format("{:<25}{:>11.1f}{:>11.1f}{:>11.1f}{:>9}{:>11}{:>10}{:>11}{:>11}{:>8}{:>11}\n", line.name,
+                        line.median_us, line.p99_us, line.min_us, line.slowest_rank, cell(line.paused_us, 1),
+                        cell(line.tflops, 1), cell(line.dense_us, 1), cell(line.wire_us, 1), cell(line.ratio(), 3),
+                        cell(line.max_ratio(), 3));
+  for (const BlockDifference& difference : results.differences)
+    text += fmt::format("native - block, {}: at most {:.3g}, {:.3g} of the largest element; {:.3g} is allowed{}\n",
+                        difference.tensor, difference.largest, difference.largest / difference.scale, difference.limit,
+                        difference.passed() ? "" : ": WRONG");
+  return text;
+}
+
+nlohmann::json block_json(const BlockResults& results, const Options& options) {
+  nlohmann::json lines = nlohmann::json::object(), differences = nlohmann::json::object();
+  for (const BlockFigures& line : results.lines)
+    lines[line.name] = {{"median_us", line.median_us},
+                        {"p99_us", line.p99_us},
+                        {"min_us", line.min_us},
+                        {"slowest_rank", line.slowest_rank},
+                        {"paused_us", json_or_null(line.paused_us)},
+                        {"tflops", json_or_null(line.tflops)},
+                        {"dense_us", json_or_null(line.dense_us)},
+                        {"paused_dense_us", json_or_null(line.paused_dense_us)},
+                        {"wire_us", json_or_null(line.wire_us)},
+                        {"ratio", json_or_null(line.ratio())},
+                        {"max_ratio", json_or_null(line.max_ratio())}};
+  for (const BlockDifference& difference : results.differences)
+    differences[difference.tensor] = {{"largest", difference.largest},
+                                      {"scale", difference.scale},
+                                      {"limit", difference.limit},
+                                      {"passed", difference.passed()}};
+  return {{"ffn", options.block.ffn},
+          {"biases", options.block.has_biases},
+          {"pause_ms", options.block.pause_ms},
+          {"lines", lines},
+          {"differences", differences}};
+}
+
+} // namespace epx::bench

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// What --block measured.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace epx::bench {
+
+// BlockFigures are those of one line. Times are the slowest rank's of each iteration.
+struct BlockFigures {
+  std::string name;
+  double median_us = 0;
+  double p99_us = 0;
+  double min_us = 0;
+  int slowest_rank = 0;
+  std::optional<double> paused_us;       // median after pauses, with --pause-ms
+  std::optional<double> tflops;          // of a rank; none where nothing is multiplied
+  std::optional<double> dense_us;        // nccl: the dense bound's median
+  std::optional<double> paused_dense_us; // the same after pauses
+  std::optional<double> wire_us;         // --floor: the sum of the operations' wire bounds
+
+  std::optional<double> ratio() const; // median / (dense + wire)
+  std::optional<double> max_ratio() const;
+};
+
+// How far the native layer's outputs are from the block's, with --verify.
+struct BlockDifference {
+  std::string tensor;
+  double largest = 0; // |native - block|, any element of any rank
+  double scale = 0;   // the largest |block|
+  double limit = 0;   // largest / scale may be so much
+
+  bool passed() const { return largest <= limit * scale; } // false also for NaN
+};
+
+struct BlockResults {
+  std::vector<BlockFigures> lines;
+  std::vector<BlockDifference> differences;
+};
+
+} // namespace epx::bench
