@@ -12,7 +12,7 @@ build_packages=(g++:g++ meson:meson ninja-build:ninja pkg-config:pkg-config ccac
   libboost-context-dev)
 # What tests use besides; without it they skip.
 # shellcheck disable=SC2034
-test_packages=(abigail-tools:abidiff doxygen:doxygen)
+test_packages=(abigail-tools:abidiff doxygen:doxygen python3-numpy)
 # One version everywhere: formatting differs from version to version.
 # shellcheck disable=SC2034
 lint_packages=(clang-format-14:clang-format-14 clang-tidy-14:clang-tidy-14)

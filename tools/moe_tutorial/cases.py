@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers that the tutorial measures."""
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    model: str
+    tokens: int  # per rank
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+    biases: bool = False
+    routing: str = "uniform"
+
+    @property
+    def name(self):
+        return f"{self.model}-{self.tokens}-{self.routing.replace(':', '')}"
+
+    @property
+    def options(self):
+        """Returns the options that ep_bench and the programs of examples/native share."""
+        sizes = ("tokens", "hidden", "ffn", "experts", "top_k", "routing")
+        options = [word for size in sizes for word in (f"--{size.replace('_', '-')}", str(getattr(self, size)))]
+        return options + (["--biases"] if self.biases else [])
+
+
+DEEPSEEK = Case("DeepSeek-V3", 4096, 7168, 2048, 256, 8)
+CASES = [
+    *(dataclasses.replace(DEEPSEEK, tokens=tokens, routing=routing)
+      for tokens in (4096, 256) for routing in ("uniform", "zipf:1.2")),
+    Case("Qwen3-235B-A22B", 4096, 4096, 1536, 128, 8),
+    Case("gpt-oss-120b", 4096, 2880, 2880, 128, 4, biases=True),
+    Case("Mixtral-8x7B", 4096, 4096, 14336, 8, 2),
+]
+QUICK_CASES = [Case("quick", tokens, 128, 96, 8, 2, biases, routing)
+               for tokens, biases, routing in ((64, False, "uniform"), (16, True, "zipf:1.2"))]
+CHECK = Case("check", 192, 256, 192, 16, 4, biases=True, routing="zipf:1.2")
