@@ -25,8 +25,8 @@ constexpr const char* kFormatFamily = "epx train_moe ";
 constexpr const char* kOption = "--checkpoint";
 constexpr size_t kMaxForeignHeaderBytes = 1 << 20; // the header of another model may be so much longer than this one's
 
-// Returns the vectors of an area that a checkpoint holds.
-std::array<std::vector<float>*, 3> saved_vectors(Area& area) {
+// Returns the arrays of an area that a checkpoint holds.
+std::array<Array<float>*, 3> saved_arrays(Area& area) {
   return {&area.values, &area.first_moments, &area.second_moments};
 }
 
@@ -153,10 +153,10 @@ void save_checkpoint(const World& world, const std::string& file, int64_t step, 
                      Parameters& parameters) {
   std::vector<float> all; // only on rank 0
   for (const Tensor& tensor : parameters.tensors()) {
-    for (const std::vector<float>* values : saved_vectors(parameters.area(tensor))) {
-      const std::span<const float> here(values->data() + tensor.offset, static_cast<size_t>(tensor.size()));
-      const std::vector<float> whole =
-          tensor.is_sharded ? world.gather(here) : std::vector<float>(here.begin(), here.end());
+    for (const Array<float>* values : saved_arrays(parameters.area(tensor))) {
+      std::vector<float> here(static_cast<size_t>(tensor.size()));
+      values->copy_out(tensor.offset, here);
+      const std::vector<float> whole = tensor.is_sharded ? world.gather(std::span<const float>(here)) : std::move(here);
       if (world.rank() == 0) all.insert(all.end(), whole.begin(), whole.end());
     }
   }
@@ -175,9 +175,11 @@ int64_t load_checkpoint(const World& world, const std::string& file, const Model
   world.broadcast(checkpoint.numbers);
   const char* from = checkpoint.numbers.data();
   for (const Tensor& tensor : parameters.tensors()) {
-    for (std::vector<float>* values : saved_vectors(parameters.area(tensor))) {
-      std::memcpy(values->data() + tensor.offset, from + tensor.first * tensor.row_size() * sizeof(float),
-                  static_cast<size_t>(tensor.size()) * sizeof(float));
+    for (Array<float>* values : saved_arrays(parameters.area(tensor))) {
+      std::vector<float> here(static_cast<size_t>(tensor.size()));
+      if (!here.empty())
+        std::memcpy(here.data(), from + tensor.first * tensor.row_size() * sizeof(float), here.size() * sizeof(float));
+      values->copy_in(tensor.offset, here);
       from += whole_size(tensor) * sizeof(float);
     }
   }

@@ -29,13 +29,14 @@ void write_line(LineWriter* log, const json& line) {
 Job::Job(const World& world, const Options& options) : world_(world), options_(options) {
   world.together([&] {
     text_ = read_text(options.text, options.model);
-    require_memory(world, options);
+    device_ = make_host_device();
+    require_memory(world, options, *device_);
     if (world.rank() == 0 && !options.checkpoint_file.empty()) require_writable(options.checkpoint_file);
   });
   const std::vector<Exchange> exchanges =
       options.exchange == Exchange::both ? std::vector{Exchange::epx, Exchange::alltoallv} : std::vector{options.exchange};
   for (const Exchange exchange : exchanges)
-    trainers_.push_back(std::make_unique<Trainer>(world, options, text_, exchange));
+    trainers_.push_back(std::make_unique<Trainer>(world, *device_, options, text_, exchange));
   seconds_.resize(trainers_.size());
   if (!options.resume_file.empty()) resume();
   // Files of an earlier run are overwritten only now that nothing can be refused any more.

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "examples/train_moe/device.h"
 #include "examples/train_moe/options.h"
 #include "examples/train_moe/output.h"
 #include "examples/train_moe/text.h"
@@ -34,6 +35,7 @@ private:
   const World& world_;
   const Options& options_;
   Text text_;
+  std::unique_ptr<Device> device_;                 // outlives the trainers
   std::vector<std::unique_ptr<Trainer>> trainers_; // one, or one per exchange side by side
   std::vector<std::vector<double>> seconds_;       // by trainer, of its steps
   int64_t done_ = 0;                               // steps before this run's first

@@ -1,12 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "examples/train_moe/memory.h"
 
-#include <algorithm>
-#include <limits>
-
-#include <sys/resource.h>
-#include <sys/sysinfo.h>
-
 #include "examples/train_moe/chunks.h"
 #include "examples/train_moe/errors.h"
 #include "examples/train_moe/moe_layer.h"
@@ -43,35 +37,24 @@ Need need_of(const ModelOptions& model, const Chunks& chunks, int64_t experts_he
   return need;
 }
 
-// Returns the machine's memory and swap, or less where the process is limited.
-double available() {
-  struct sysinfo machine {};
-  double bytes = std::numeric_limits<double>::infinity();
-  if (sysinfo(&machine) == 0)
-    bytes = (static_cast<double>(machine.totalram) + static_cast<double>(machine.totalswap)) * machine.mem_unit;
-  rlimit limit{};
-  if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
-    bytes = std::min(bytes, static_cast<double>(limit.rlim_cur));
-  return bytes;
-}
-
 } // namespace
 
-void require_memory(const World& world, const Options& options) {
+void require_memory(const World& world, const Options& options, const Device& device) {
   const ModelOptions& model = options.model;
   const bool is_dense = options.exchange == Exchange::dense;
   const Ownership mine = ownership(model.experts, world.rank(), world.size());
   const Need need =
       need_of(model, Chunks(model.batch, world.rank(), world.size()), is_dense ? model.experts : mine.count, is_dense);
   const double models = options.exchange == Exchange::both ? 2 : 1;
-  if (models * need.all() <= available()) return;
+  const double available = device.available_memory();
+  if (models * need.all() <= available) return;
   fail(kExitUsage,
        "--hidden {}, --ffn {}, --experts {}, --layers {}, --embedding {}, --context {} and --batch {} need at least {:.0f} "
        "bytes of memory on rank {}: {:.0f} for parameters, gradients and AdamW's moments, {:.0f} for gradients by chunk, "
-       "{:.0f} for activations{}; a process can have {:.0f}",
+       "{:.0f} for activations{}; {} can have {:.0f}",
        model.hidden, model.ffn, model.experts, model.layers, model.embedding, model.context, model.batch,
        models * need.all(), world.rank(), need.parameters, need.chunk_gradients, need.activations,
-       models > 1 ? ", for each of two exchanges" : "", available());
+       models > 1 ? ", for each of two exchanges" : "", device.is_host() ? "a process" : "a process on its GPU", available);
 }
 
 } // namespace train

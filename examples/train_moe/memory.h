@@ -2,13 +2,14 @@
 // Checks that a model fits into memory before any of it is allocated.
 #pragma once
 
+#include "examples/train_moe/device.h"
 #include "examples/train_moe/options.h"
 #include "examples/train_moe/world.h"
 
 namespace train {
 
-// Throws Error when this rank needs more memory than the machine or its limit (RLIMIT_AS) lets a process have. It counts the
-// least that training takes, without the exchange. Local.
-void require_memory(const World& world, const Options& options);
+// Throws Error when this rank needs more memory than its device lets a process have. It counts the least that training takes,
+// without the exchange. Local.
+void require_memory(const World& world, const Options& options, const Device& device);
 
 } // namespace train

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "examples/train_moe/model.h"
 
-#include <algorithm>
 #include <cmath>
-
-#include "examples/train_moe/network.h"
+#include <numeric>
 
 namespace train {
 namespace {
@@ -17,8 +15,11 @@ double init_limit(int64_t fan_in) { // uniform with variance 1 / fan_in
 
 } // namespace
 
-Model::Model(const ModelOptions& options, Parameters& parameters, Ownership mine, bool replicate_experts)
-    : options_(options), parameters_(parameters), embedded_(static_cast<int64_t>(options.context) * options.embedding) {
+Model::Model(Device& device, const ModelOptions& options, Parameters& parameters, Ownership mine, bool replicate_experts)
+    : device_(device), options_(options), parameters_(parameters),
+      context_width_(static_cast<int64_t>(options.context) * options.embedding), contexts_(device), targets_(device),
+      last_x_(device), last_normed_(device), grad_out_(device), losses_(device), embedded_(device), grad_embedded_(device),
+      moe_out_(device), grad_x_(device), grad_normed_(device), grad_logits_(device) {
   const int64_t hidden = options.hidden;
   const int64_t ffn = options.ffn;
   const auto add_experts = [&](const std::string& name, std::vector<int64_t> shape, double limit) {
@@ -26,12 +27,12 @@ Model::Model(const ModelOptions& options, Parameters& parameters, Ownership mine
                              : parameters.add_sharded(name, std::move(shape), limit, mine.first, mine.count);
   };
   embedding_ = parameters.add_replicated("embedding", {kBytes, options.embedding}, std::sqrt(3.0));
-  in_weight_ = parameters.add_replicated("in_weight", {hidden, embedded_}, init_limit(embedded_));
+  in_weight_ = parameters.add_replicated("in_weight", {hidden, context_width_}, init_limit(context_width_));
   in_bias_ = parameters.add_replicated("in_bias", {hidden}, 0, false);
   for (int l = 0; l < options.layers; ++l) {
     const std::string prefix = fmt::format("layer{}.", l);
-    layers_.push_back(
-        {parameters.add_replicated(prefix + "router_weight", {options.experts, hidden}, init_limit(hidden)), {}, {}, {}});
+    layers_.emplace_back(
+        device, parameters.add_replicated(prefix + "router_weight", {options.experts, hidden}, init_limit(hidden)));
     experts_.push_back({add_experts(prefix + "gate_up_weight", {options.experts, 2 * ffn, hidden}, init_limit(hidden)),
                         add_experts(prefix + "down_weight", {options.experts, hidden, ffn}, init_limit(ffn))});
   }
@@ -39,102 +40,108 @@ Model::Model(const ModelOptions& options, Parameters& parameters, Ownership mine
   out_bias_ = parameters.add_replicated("out_bias", {kBytes}, 0, false);
 }
 
-void Model::embed(int64_t first, int64_t rows, float* out) const {
-  const float* const table = parameters_.values(embedding_);
-  const int64_t width = options_.embedding;
-  for (int64_t i = 0; i < rows * options_.context; ++i)
-    std::copy_n(table + contexts_[first * options_.context + i] * width, width, out + i * width);
+void Model::embed(int64_t chunk) {
+  device_.embed(parameters_.values(embedding_), contexts_.data() + chunks_.begin(chunk) * options_.context,
+                chunks_.size(chunk) * options_.context, options_.embedding, embedded_.data());
 }
 
 std::vector<double> Model::forward(const Text& text, std::span<const int64_t> positions, const Chunks& chunks) {
   const int64_t tokens = chunks.num_tokens();
   const int64_t hidden = options_.hidden;
   chunks_ = chunks;
-  contexts_.clear();
-  targets_.clear();
+  std::vector<unsigned char> contexts, targets;
   for (const int64_t position : positions.subspan(chunks.first_token(), tokens)) {
-    contexts_.insert(contexts_.end(), text.bytes.begin() + position - options_.context, text.bytes.begin() + position);
-    targets_.push_back(text.bytes[position]);
+    contexts.insert(contexts.end(), text.bytes.begin() + position - options_.context, text.bytes.begin() + position);
+    targets.push_back(text.bytes[position]);
   }
+  contexts_.assign(contexts);
+  targets_.assign(targets);
+  for (Layer& layer : layers_) {
+    layer.x.resize(tokens * hidden);
+    layer.normed.resize(tokens * hidden);
+    layer.logits.resize(tokens * options_.experts);
+  }
+  last_x_.resize(tokens * hidden);
+  last_normed_.resize(tokens * hidden);
+  grad_out_.resize(tokens * kBytes);
+  losses_.resize(tokens);
+  embedded_.resize(kChunk * context_width_);
+  moe_out_.resize(tokens * hidden);
 
-  std::vector<float> embedded(kChunk * embedded_), x(tokens * hidden), moe_out(tokens * hidden);
+  // x_l is the l-th layer's, and the last one what the layers make of it.
+  const auto x = [&](size_t l) { return l < layers_.size() ? layers_[l].x.data() : last_x_.data(); };
   for (int64_t c = 0; c < chunks.count(); ++c) {
-    embed(chunks.begin(c), chunks.size(c), embedded.data());
-    linear<float>(embedded.data(), parameters_.values(in_weight_), parameters_.values(in_bias_), chunks.size(c), embedded_,
-                  hidden, x.data() + chunks.begin(c) * hidden);
+    embed(c);
+    device_.linear(embedded_.data(), parameters_.values(in_weight_), parameters_.values(in_bias_), chunks.size(c),
+                   context_width_, hidden, x(0) + chunks.begin(c) * hidden);
   }
   for (size_t l = 0; l < layers_.size(); ++l) {
     Layer& layer = layers_[l];
-    layer.x = x;
-    layer.normed.resize(tokens * hidden);
-    layer.logits.resize(tokens * options_.experts);
-    rms_norm<float>(x.data(), tokens, hidden, layer.normed.data());
+    device_.rms_norm(x(l), tokens, hidden, layer.normed.data());
     for (int64_t c = 0; c < chunks.count(); ++c)
-      linear<float>(layer.normed.data() + chunks.begin(c) * hidden, parameters_.values(layer.router_weight), nullptr,
-                    chunks.size(c), hidden, options_.experts, layer.logits.data() + chunks.begin(c) * options_.experts);
-    moe_[l]->forward(layer.normed.data(), layer.logits.data(), chunks, moe_out.data());
-    for (size_t i = 0; i < x.size(); ++i)
-      x[i] += moe_out[i];
+      device_.linear(layer.normed.data() + chunks.begin(c) * hidden, parameters_.values(layer.router_weight), nullptr,
+                     chunks.size(c), hidden, options_.experts, layer.logits.data() + chunks.begin(c) * options_.experts);
+    moe_[l]->forward(layer.normed.data(), layer.logits.data(), chunks, moe_out_.data());
+    device_.add(x(l), moe_out_.data(), tokens * hidden, x(l + 1));
   }
 
-  last_x_ = x;
-  last_normed_.resize(tokens * hidden);
-  grad_out_.resize(tokens * kBytes);
-  rms_norm<float>(x.data(), tokens, hidden, last_normed_.data());
+  device_.rms_norm(last_x_.data(), tokens, hidden, last_normed_.data());
+  for (int64_t c = 0; c < chunks.count(); ++c)
+    device_.linear(last_normed_.data() + chunks.begin(c) * hidden, parameters_.values(out_weight_),
+                   parameters_.values(out_bias_), chunks.size(c), hidden, kBytes,
+                   grad_out_.data() + chunks.begin(c) * kBytes);
   const float scale = 1 / static_cast<float>(positions.size());
-  std::vector<double> losses;
+  device_.cross_entropy(grad_out_.data(), targets_.data(), tokens, kBytes, scale, losses_.data());
+
+  std::vector<double> mirror;
+  const std::span<const double> losses = losses_.on_host(mirror);
+  std::vector<double> chunk_losses;
   for (int64_t c = 0; c < chunks.count(); ++c) {
-    float* const logits = grad_out_.data() + chunks.begin(c) * kBytes;
-    linear<float>(last_normed_.data() + chunks.begin(c) * hidden, parameters_.values(out_weight_),
-                  parameters_.values(out_bias_), chunks.size(c), hidden, kBytes, logits);
-    losses.push_back(cross_entropy<float>(logits, targets_.data() + chunks.begin(c), chunks.size(c), kBytes, scale));
+    const auto of_chunk = losses.subspan(chunks.begin(c), chunks.size(c));
+    chunk_losses.push_back(std::accumulate(of_chunk.begin(), of_chunk.end(), 0.0));
   }
-  return losses;
+  return chunk_losses;
 }
 
 void Model::backward(ChunkGrads& chunk_grads) {
   const int64_t tokens = chunks_.num_tokens();
   const int64_t hidden = options_.hidden;
   const int64_t experts = options_.experts;
-  chunk_grads.resize(chunks_.count());
-  for (std::vector<float>& grads : chunk_grads)
-    grads.assign(parameters_.replicated().values.size(), 0.0f);
+  chunk_grads.reset(chunks_.count());
+  grad_x_.resize(tokens * hidden);
+  grad_normed_.resize(tokens * hidden);
+  grad_logits_.resize(tokens * experts);
+  grad_embedded_.resize(kChunk * context_width_);
 
-  std::vector<float> grad_x(tokens * hidden), grad_normed(tokens * hidden), grad_logits(tokens * experts);
   for (int64_t c = 0; c < chunks_.count(); ++c) {
     const int64_t begin = chunks_.begin(c);
-    linear_bwd<float>(last_normed_.data() + begin * hidden, parameters_.values(out_weight_),
-                      grad_out_.data() + begin * kBytes, chunks_.size(c), hidden, kBytes,
-                      {grad_normed.data() + begin * hidden, parameters_.in(chunk_grads[c], out_weight_),
-                       parameters_.in(chunk_grads[c], out_bias_)});
+    device_.linear_bwd(
+        last_normed_.data() + begin * hidden, parameters_.values(out_weight_), grad_out_.data() + begin * kBytes,
+        chunks_.size(c), hidden, kBytes,
+        {grad_normed_.data() + begin * hidden, chunk_grads.of(c, out_weight_), chunk_grads.of(c, out_bias_)});
   }
-  rms_norm_bwd<float>(last_x_.data(), grad_normed.data(), tokens, hidden, grad_x.data());
+  grad_x_.clear();
+  device_.rms_norm_bwd(last_x_.data(), grad_normed_.data(), tokens, hidden, grad_x_.data());
 
   for (size_t l = layers_.size(); l-- > 0;) {
     const Layer& layer = layers_[l];
-    moe_[l]->backward(grad_x.data(), grad_normed.data(), grad_logits.data(), chunk_grads);
+    moe_[l]->backward(grad_x_.data(), grad_normed_.data(), grad_logits_.data(), chunk_grads);
     for (int64_t c = 0; c < chunks_.count(); ++c) {
       const int64_t begin = chunks_.begin(c);
-      linear_bwd<float>(
-          layer.normed.data() + begin * hidden, parameters_.values(layer.router_weight),
-          grad_logits.data() + begin * experts, chunks_.size(c), hidden, experts,
-          {grad_normed.data() + begin * hidden, parameters_.in(chunk_grads[c], layer.router_weight), nullptr, true});
+      device_.linear_bwd(layer.normed.data() + begin * hidden, parameters_.values(layer.router_weight),
+                         grad_logits_.data() + begin * experts, chunks_.size(c), hidden, experts,
+                         {grad_normed_.data() + begin * hidden, chunk_grads.of(c, layer.router_weight), nullptr, true});
     }
-    rms_norm_bwd<float>(layer.x.data(), grad_normed.data(), tokens, hidden, grad_x.data());
+    device_.rms_norm_bwd(layer.x.data(), grad_normed_.data(), tokens, hidden, grad_x_.data());
   }
 
-  std::vector<float> embedded(kChunk * embedded_), grad_embedded(kChunk * embedded_);
   for (int64_t c = 0; c < chunks_.count(); ++c) {
-    const int64_t begin = chunks_.begin(c);
-    embed(begin, chunks_.size(c), embedded.data());
-    linear_bwd<float>(
-        embedded.data(), parameters_.values(in_weight_), grad_x.data() + begin * hidden, chunks_.size(c), embedded_, hidden,
-        {grad_embedded.data(), parameters_.in(chunk_grads[c], in_weight_), parameters_.in(chunk_grads[c], in_bias_)});
-    float* const grad_table = parameters_.in(chunk_grads[c], embedding_);
-    for (int64_t i = 0; i < chunks_.size(c) * options_.context; ++i)
-      for (int64_t j = 0; j < options_.embedding; ++j)
-        grad_table[contexts_[begin * options_.context + i] * options_.embedding + j] +=
-            grad_embedded[i * options_.embedding + j];
+    embed(c);
+    device_.linear_bwd(embedded_.data(), parameters_.values(in_weight_), grad_x_.data() + chunks_.begin(c) * hidden,
+                       chunks_.size(c), context_width_, hidden,
+                       {grad_embedded_.data(), chunk_grads.of(c, in_weight_), chunk_grads.of(c, in_bias_)});
+    device_.embed_bwd(grad_embedded_.data(), contexts_.data() + chunks_.begin(c) * options_.context,
+                      chunks_.size(c) * options_.context, options_.embedding, chunk_grads.of(c, embedding_));
   }
 }
 

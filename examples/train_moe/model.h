@@ -9,7 +9,9 @@
 #include <span>
 #include <vector>
 
+#include "examples/train_moe/array.h"
 #include "examples/train_moe/chunks.h"
+#include "examples/train_moe/device.h"
 #include "examples/train_moe/moe_layer.h"
 #include "examples/train_moe/options.h"
 #include "examples/train_moe/parameters.h"
@@ -20,7 +22,7 @@ namespace train {
 class Model {
 public:
   // Declares the model's parameters; experts in `mine` live here, and are sharded unless all are replicated.
-  Model(const ModelOptions& options, Parameters& parameters, Ownership mine, bool replicate_experts);
+  Model(Device& device, const ModelOptions& options, Parameters& parameters, Ownership mine, bool replicate_experts);
 
   // Returns the experts of each layer, for the code that makes the layers.
   const std::vector<Experts>& experts() const { return experts_; }
@@ -38,15 +40,19 @@ private:
   using Id = Parameters::Id;
 
   struct Layer {
+    Layer(Device& device, Id weight) : router_weight(weight), x(device), normed(device), logits(device) {}
+
     Id router_weight;
-    std::vector<float> x, normed, logits; // [T, H], [T, H], [T, E]
+    Array<float> x, normed, logits; // [T, H], [T, H], [T, E]
   };
 
-  void embed(int64_t first, int64_t rows, float* out) const;
+  // Writes the embeddings of a chunk's contexts into embedded_.
+  void embed(int64_t chunk);
 
+  Device& device_;
   ModelOptions options_;
   Parameters& parameters_;
-  int64_t embedded_; // elements of a context's embeddings
+  int64_t context_width_; // elements of a context's embeddings
   Id embedding_, in_weight_, in_bias_, out_weight_, out_bias_;
   std::vector<Experts> experts_;
   std::vector<Layer> layers_;
@@ -54,8 +60,12 @@ private:
 
   // These are of the last forward.
   Chunks chunks_{0, 0, 1};
-  std::vector<unsigned char> contexts_, targets_;      // [T, context], [T]
-  std::vector<float> last_x_, last_normed_, grad_out_; // [T, H], [T, H], [T, 256]
+  Array<unsigned char> contexts_, targets_;      // [T, context], [T]
+  Array<float> last_x_, last_normed_, grad_out_; // [T, H], [T, H], [T, 256]
+  Array<double> losses_;                         // [T]
+
+  // Memory of a call, kept for the next one: [chunk, context * embedding] twice, [T, H], and what backward computes.
+  Array<float> embedded_, grad_embedded_, moe_out_, grad_x_, grad_normed_, grad_logits_;
 };
 
 } // namespace train

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// MoeLayer is one MoE layer as the model uses it; the three implementations differ in how tokens reach their experts.
+// MoeLayer is one MoE layer as the model uses it; the three implementations differ in how tokens reach their experts. Those of
+// epx compute on any Device, the others on the host.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +15,6 @@
 
 namespace train {
 
-// ChunkGrads are gradients of the replicated parameters, one vector per chunk of this rank.
-using ChunkGrads = std::vector<std::vector<float>>;
-
 // Experts are the experts of one layer.
 struct Experts {
   Parameters::Id gate_up; // [E, 2F, H]
@@ -27,7 +25,8 @@ class MoeLayer {
 public:
   virtual ~MoeLayer() = default;
 
-  // Computes tokens[T, H], logits[T, E] -> out[T, H]. It is collective, unless the layer is dense.
+  // Computes tokens[T, H], logits[T, E] -> out[T, H], in memory of the layer's device. It is collective, unless the layer is
+  // dense.
   virtual void forward(const float* tokens, const float* logits, const Chunks& chunks, float* out) = 0;
 
   // Computes the gradients of the last forward, whose tokens and logits must be unchanged. Gradients of sharded experts become

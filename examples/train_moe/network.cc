@@ -81,8 +81,7 @@ void rms_norm_bwd(const T* x, const T* grad_y, int64_t rows, int64_t width, T* g
 }
 
 template <typename T>
-double cross_entropy(T* logits, const unsigned char* targets, int64_t rows, int64_t classes, T scale) {
-  double loss = 0;
+void cross_entropy(T* logits, const unsigned char* targets, int64_t rows, int64_t classes, T scale, double* losses) {
   for (int64_t r = 0; r < rows; ++r) {
     T* const row = logits + r * classes;
     const T top = *std::max_element(row, row + classes);
@@ -90,13 +89,12 @@ double cross_entropy(T* logits, const unsigned char* targets, int64_t rows, int6
     double sum = 0;
     for (int64_t i = 0; i < classes; ++i)
       sum += row[i] = std::exp(row[i] - top);
-    loss += std::log(sum) + static_cast<double>(top) - static_cast<double>(target);
+    losses[r] = std::log(sum) + static_cast<double>(top) - static_cast<double>(target);
     const T share = scale / static_cast<T>(sum);
     for (int64_t i = 0; i < classes; ++i)
       row[i] *= share;
     row[targets[r]] -= scale;
   }
-  return loss;
 }
 
 #define TRAIN_INSTANTIATE(T)                                                                                               \
@@ -104,7 +102,7 @@ double cross_entropy(T* logits, const unsigned char* targets, int64_t rows, int6
   template void linear_bwd(const T*, const T*, const T*, int64_t, int64_t, int64_t, const LinearGrads<T>&);                \
   template void rms_norm(const T*, int64_t, int64_t, T*);                                                                  \
   template void rms_norm_bwd(const T*, const T*, int64_t, int64_t, T*);                                                    \
-  template double cross_entropy(T*, const unsigned char*, int64_t, int64_t, T);
+  template void cross_entropy(T*, const unsigned char*, int64_t, int64_t, T, double*);
 TRAIN_INSTANTIATE(float)
 TRAIN_INSTANTIATE(double)
 #undef TRAIN_INSTANTIATE

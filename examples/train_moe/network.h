@@ -29,8 +29,8 @@ void rms_norm(const T* x, int64_t rows, int64_t width, T* y);
 template <typename T>
 void rms_norm_bwd(const T* x, const T* grad_y, int64_t rows, int64_t width, T* grad_x);
 
-// Returns the sum over the rows of -log softmax(logits[rows, classes])[target]; `logits` become its gradient times scale.
+// losses[rows] = -log softmax(logits[rows, classes])[target]; `logits` become the gradient of their sum times scale.
 template <typename T>
-double cross_entropy(T* logits, const unsigned char* targets, int64_t rows, int64_t classes, T scale);
+void cross_entropy(T* logits, const unsigned char* targets, int64_t rows, int64_t classes, T scale, double* losses);
 
 } // namespace train

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parameters has all parameters of a model, their gradients and AdamW's moments, in two flat areas: *replicated* ones are the
-// same on every rank, and *sharded* ones are experts that live on one rank.
+// Parameters has all parameters of a model, their gradients and AdamW's moments, in two flat areas of a Device: *replicated*
+// ones are the same on every rank, and *sharded* ones are experts that live on one rank.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
+
+#include "examples/train_moe/array.h"
+#include "examples/train_moe/device.h"
 
 namespace train {
 
@@ -23,18 +26,24 @@ struct Tensor {
 };
 
 struct Area {
-  std::vector<float> values, grads, first_moments, second_moments;
+  explicit Area(Device& device) : values(device), grads(device), first_moments(device), second_moments(device) {}
+
+  int64_t size = 0;
+  Array<float> values, grads, first_moments, second_moments;
 };
 
 class Parameters {
 public:
   using Id = int;
 
+  explicit Parameters(Device& device) : device_(device), replicated_(device), sharded_(device) {}
+
   Id add_replicated(const std::string& name, std::vector<int64_t> shape, double init_limit, bool decays = true);
   // Adds a tensor of which [first, first + count) of shape[0] live here.
   Id add_sharded(const std::string& name, std::vector<int64_t> shape, double init_limit, int64_t first, int64_t count);
 
-  // Sets random values that depend on the seed and on how many tensors were added before, not on how they are sharded.
+  // Allocates all tensors, which must have been added, and sets random values. A tensor's depend on the seed and on how many
+  // tensors were added before, not on how it is sharded. Throws Error.
   void initialise(uint64_t seed);
 
   // Makes one step of AdamW (arXiv:1711.05101) on both areas; step counts from 1.
@@ -46,14 +55,35 @@ public:
   Area& replicated() { return replicated_; }
   float* values(Id id) { return area(tensors_[id]).values.data() + tensors_[id].offset; }
   float* sharded_grads(Id id) { return sharded_.grads.data() + tensors_[id].offset; }
-  // Returns the tensor's part of a gradient of the replicated area, of one chunk for instance.
-  float* in(std::vector<float>& replicated_grads, Id id) const { return replicated_grads.data() + tensors_[id].offset; }
 
 private:
   Id add(Tensor tensor);
+  static void allocate(Area& area);
 
+  Device& device_;
   std::vector<Tensor> tensors_;
   Area replicated_, sharded_;
+};
+
+// ChunkGrads are gradients of the replicated parameters, of each chunk of this rank.
+class ChunkGrads {
+public:
+  ChunkGrads(Device& device, Parameters& parameters) : parameters_(parameters), all_(device) {}
+
+  // Makes room for so many chunks, and sets all gradients to 0. Throws Error.
+  void reset(int64_t num_chunks) {
+    all_.resize(num_chunks * parameters_.replicated().size);
+    all_.clear();
+  }
+  float* of(int64_t chunk, Parameters::Id id) {
+    return all_.data() + chunk * parameters_.replicated().size + parameters_.tensor(id).offset;
+  }
+  // Returns [chunks, elements of the replicated area]; see Array::on_host.
+  std::span<const float> on_host(std::vector<float>& mirror) const { return all_.on_host(mirror); }
+
+private:
+  Parameters& parameters_;
+  Array<float> all_;
 };
 
 } // namespace train

@@ -26,10 +26,11 @@ struct RouterReport {
 
 } // namespace
 
-Trainer::Trainer(const World& world, const Options& options, const Text& text, Exchange exchange)
-    : world_(world), options_(options), text_(text), exchange_(exchange),
-      model_(options.model, parameters_, ownership(options.model.experts, world.rank(), world.size()),
-             exchange == Exchange::dense) {
+Trainer::Trainer(const World& world, Device& device, const Options& options, const Text& text, Exchange exchange)
+    : world_(world), device_(device), options_(options), text_(text), exchange_(exchange), parameters_(device),
+      model_(device, options.model, parameters_, ownership(options.model.experts, world.rank(), world.size()),
+             exchange == Exchange::dense),
+      chunk_grads_(device, parameters_) {
   parameters_.initialise(options.model.seed);
   if (exchange == Exchange::epx)
     group_ = make_group(world, options.model, most_tokens(options.model, world.size()), options.timeout_ms);
@@ -53,10 +54,14 @@ StepResult Trainer::step(int64_t step) {
   StepResult result;
   result.loss = mean_loss(positions, chunks, "step", step);
   model_.backward(chunk_grads_);
-  if (group_) require_no_events(group_);
-  world_.ordered_sum(chunk_grads_, parameters_.replicated().grads);
+  const std::span<const float> chunk_grads = chunk_grads_.on_host(chunk_grads_mirror_);
+  if (group_) require_no_events(group_); // a GPU has finished the exchange by now
+  summed_grads_.resize(parameters_.replicated().size);
+  world_.ordered_sum(chunk_grads, summed_grads_);
+  parameters_.replicated().grads.assign(summed_grads_);
   const double warm = std::min(1.0, static_cast<double>(step) / kWarmUpSteps);
   parameters_.step(step, options_.learning_rate * warm, options_.weight_decay);
+  device_.synchronize();
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
   result.seconds = world_.slowest(seconds.count());
   for (const auto& layer : model_.layers())

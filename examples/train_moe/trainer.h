@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "epx/epx.hpp"
+#include "examples/train_moe/device.h"
 #include "examples/train_moe/model.h"
 #include "examples/train_moe/options.h"
 #include "examples/train_moe/parameters.h"
@@ -22,8 +23,8 @@ struct StepResult {
 
 class Trainer {
 public:
-  // Collective. `exchange` is not both.
-  Trainer(const World& world, const Options& options, const Text& text, Exchange exchange);
+  // Collective. `exchange` is not both. The device must outlive the trainer.
+  Trainer(const World& world, Device& device, const Options& options, const Text& text, Exchange exchange);
 
   Exchange exchange() const { return exchange_; }
   Parameters& parameters() { return parameters_; }
@@ -39,6 +40,7 @@ private:
   double mean_loss(const std::vector<int64_t>& positions, const Chunks& chunks, const char* when, int64_t step);
 
   const World& world_;
+  Device& device_;
   const Options& options_;
   const Text& text_;
   Exchange exchange_;
@@ -46,6 +48,7 @@ private:
   epx::Group group_; // empty when no layer is one of epx; outlives the blocks in model_
   Model model_;
   ChunkGrads chunk_grads_;
+  std::vector<float> chunk_grads_mirror_, summed_grads_; // memory of a step
 };
 
 } // namespace train

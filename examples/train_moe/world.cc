@@ -59,13 +59,13 @@ std::vector<char> World::gather_bytes(std::span<const std::byte> part) const {
   return all;
 }
 
-void World::ordered_sum(const std::vector<std::vector<float>>& parts, std::vector<float>& sum) const {
+void World::ordered_sum(std::span<const float> parts, std::span<float> sum) const {
   const int count = as_count(std::ssize(sum));
   std::fill(sum.begin(), sum.end(), 0.0f);
   if (rank_ > 0) MPI_Recv(sum.data(), count, MPI_FLOAT, rank_ - 1, 0, comm(), MPI_STATUS_IGNORE);
-  for (const std::vector<float>& part : parts)
+  for (; !parts.empty(); parts = parts.subspan(sum.size()))
     for (size_t i = 0; i < sum.size(); ++i)
-      sum[i] += part[i];
+      sum[i] += parts[i];
   if (rank_ + 1 < size_) MPI_Send(sum.data(), count, MPI_FLOAT, rank_ + 1, 0, comm());
   MPI_Bcast(sum.data(), count, MPI_FLOAT, size_ - 1, comm());
 }

@@ -64,9 +64,9 @@ public:
     return all;
   }
 
-  // Returns the sum of all parts of all ranks, ((p0 + p1) + p2) + ..., in rank order and within a rank in order: the same bits
-  // however the parts are split over the ranks.
-  void ordered_sum(const std::vector<std::vector<float>>& parts, std::vector<float>& sum) const;
+  // Computes the sum of all parts of all ranks, ((p0 + p1) + p2) + ..., in rank order and within a rank in order: the same bits
+  // however the parts are split over the ranks. `parts` has any number of parts, one after the other, of sum.size() elements.
+  void ordered_sum(std::span<const float> parts, std::span<float> sum) const;
 
   double slowest(double seconds) const; // returns the largest value of all ranks
   void barrier() const;
