@@ -15,6 +15,8 @@
 
 namespace train {
 
+using Bfloat16 = uint16_t; // its bits
+
 class Device {
 public:
   virtual ~Device() = default;
@@ -49,8 +51,16 @@ public:
 
   // Applies adamw_update() to every element.
   virtual void adamw(const AdamWStep& step, int64_t size, const AdamWVectors& vectors) = 0;
+
+  // Rounds to the nearest bfloat16, ties to even, and back.
+  virtual void round(const float* from, int64_t size, Bfloat16* to) = 0;
+  virtual void widen(const Bfloat16* from, int64_t size, float* to) = 0;
 };
 
 std::unique_ptr<Device> make_host_device();
+
+// Makes a GPU of this machine the calling thread's current device, that of its rank number among the ranks of the machine.
+// Throws Error when there is no GPU, or this program was built without CUDA.
+std::unique_ptr<Device> make_cuda_device(int local_rank);
 
 } // namespace train

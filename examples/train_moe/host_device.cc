@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <new>
@@ -77,6 +79,17 @@ public:
   void adamw(const AdamWStep& step, int64_t size, const AdamWVectors& vectors) override {
     for (int64_t i = 0; i < size; ++i)
       adamw_update(step, vectors, i);
+  }
+  void round(const float* from, int64_t size, Bfloat16* to) override {
+    for (int64_t i = 0; i < size; ++i) {
+      const auto bits = std::bit_cast<uint32_t>(from[i]);
+      constexpr Bfloat16 kNan = 0x7fff; // the rounding could carry a NaN's bits over into infinity's
+      to[i] = std::isnan(from[i]) ? kNan : static_cast<Bfloat16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+  }
+  void widen(const Bfloat16* from, int64_t size, float* to) override {
+    for (int64_t i = 0; i < size; ++i)
+      to[i] = std::bit_cast<float>(uint32_t{from[i]} << 16);
   }
 };
 

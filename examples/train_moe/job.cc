@@ -27,9 +27,10 @@ void write_line(LineWriter* log, const json& line) {
 } // namespace
 
 Job::Job(const World& world, const Options& options) : world_(world), options_(options) {
+  const int local_rank = world.local_rank();
   world.together([&] {
     text_ = read_text(options.text, options.model);
-    device_ = make_host_device();
+    device_ = options.device == DeviceKind::host ? make_host_device() : make_cuda_device(local_rank);
     require_memory(world, options, *device_);
     if (world.rank() == 0 && !options.checkpoint_file.empty()) require_writable(options.checkpoint_file);
   });

@@ -9,6 +9,7 @@
 
 #include "epx/epx.hpp"
 #include "examples/train_moe/chunks.h"
+#include "examples/train_moe/device.h"
 #include "examples/train_moe/options.h"
 #include "examples/train_moe/parameters.h"
 #include "examples/train_moe/world.h"
@@ -49,8 +50,8 @@ protected:
   int64_t info_[3] = {0, 0, -1};       // as epx_moe_router writes it
 };
 
-// Creates the group through which epx layers exchange their tokens. Collective.
-epx::Group make_group(const World& world, const ModelOptions& model, int64_t max_tokens, int64_t timeout_ms);
+// Creates the group through which epx layers exchange their tokens, in memory of the device. Collective.
+epx::Group make_group(const World& world, const Device& device, const Options& options, int64_t max_tokens);
 void require_no_events(epx::GroupView group); // throws when the group has dropped or refused anything
 
 // Returns which experts live on a rank: contiguous blocks, the first E mod P ranks own one more, as in epx.
@@ -60,8 +61,8 @@ struct Ownership {
 };
 Ownership ownership(int experts, int rank, int num_ranks);
 
-std::unique_ptr<MoeLayer> make_epx_layer(epx::GroupView group, const World& world, const ModelOptions& model,
-                                         double aux_loss, Parameters& parameters, Experts experts);
+std::unique_ptr<MoeLayer> make_epx_layer(epx::GroupView group, const World& world, Device& device, const Options& options,
+                                         Parameters& parameters, Experts experts);
 std::unique_ptr<MoeLayer> make_alltoallv_layer(const World& world, const ModelOptions& model, double aux_loss,
                                                Parameters& parameters, Experts experts);
 std::unique_ptr<MoeLayer> make_dense_layer(const World& world, const ModelOptions& model, double aux_loss,

@@ -18,6 +18,9 @@ namespace {
 const std::map<std::string, Exchange> kExchanges{
     {"epx", Exchange::epx}, {"alltoallv", Exchange::alltoallv}, {"both", Exchange::both}};
 
+const std::map<std::string, DeviceKind> kDevices{{"host", DeviceKind::host}, {"cuda", DeviceKind::cuda}};
+const std::map<std::string, Dtype> kDtypes{{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}};
+
 const char* const kFooter = "Trains a byte-level language model with Mixture-of-Experts layers. The curve does not depend "
                             "on the number of ranks: the\n"
                             "batch is split into chunks of 32 bytes, ranks take contiguous runs of chunks, and gradients "
@@ -62,7 +65,7 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   Options options;
   ModelOptions& model = options.model;
   bool dense = false;
-  std::string exchange_name = "epx", seed = std::to_string(model.seed);
+  std::string exchange_name = "epx", device_name = "host", dtype_name = "fp32", seed = std::to_string(model.seed);
   CLI::App app("train_moe: expert-parallel training on a text");
   app.footer(kFooter);
   app.set_version_flag("--version",
@@ -92,9 +95,16 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
                      "by side, with the time per step of each");
   exchange->check(CLI::IsMember({"epx", "alltoallv", "both"}))->capture_default_str();
   app.add_flag("--dense", dense, "no exchange: each rank computes all experts")->excludes(exchange);
+  app.add_option("--device", device_name, "what computes: host, or cuda (a GPU for each rank, with --exchange epx)")
+      ->check(CLI::IsMember({"host", "cuda"}))
+      ->capture_default_str();
+  app.add_option("--dtype", dtype_name,
+                 "of the experts and their tokens: fp32, or bf16 (with --device cuda; AdamW keeps float32 parameters)")
+      ->check(CLI::IsMember({"fp32", "bf16"}))
+      ->capture_default_str();
   app.add_option("--checkpoint", options.checkpoint_file, "write a checkpoint here after the last step");
   app.add_option("--checkpoint-every", options.checkpoint_every, "and after every so many steps")->check(positive);
-  app.add_option("--resume", options.resume_file, "go on from this checkpoint, on any number of ranks");
+  app.add_option("--resume", options.resume_file, "go on from this checkpoint, on any number of ranks and any device");
   app.add_option("--record-routing", options.routing_file,
                  "write every step's top-k indices here (docs/routing-record.md)");
   app.add_option("--log", options.log_file, "write the JSON lines here instead of to standard output");
@@ -121,6 +131,13 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
       fail(kExitUsage, "{} is {}; it must be a number that is not negative", name, value);
   model.seed = parse_seed(seed);
   options.exchange = dense ? Exchange::dense : kExchanges.at(exchange_name);
+  options.device = kDevices.at(device_name);
+  options.dtype = kDtypes.at(dtype_name);
+  if (options.device == DeviceKind::cuda && options.exchange != Exchange::epx)
+    fail(kExitUsage, "{} is for --device host; --device cuda computes with --exchange epx only",
+         dense ? "--dense" : "--exchange " + exchange_name);
+  if (options.device == DeviceKind::host && options.dtype != Dtype::fp32)
+    fail(kExitUsage, "--dtype {} is for --device cuda; --device host computes in fp32 only", dtype_name);
   if (model.top_k > model.experts)
     fail(kExitUsage, "--top-k is {}; it must not exceed --experts, {}", model.top_k, model.experts);
   if (options.checkpoint_every > 0 && options.checkpoint_file.empty())

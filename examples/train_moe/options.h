@@ -17,6 +17,11 @@ enum class Exchange {
 
 const char* name_of(Exchange exchange);
 
+enum class DeviceKind { host, cuda };
+
+// Dtype is what the experts compute in, and what their tokens travel in; all else is float32.
+enum class Dtype { fp32, bf16 };
+
 // ModelOptions decide the model's shape and its curve; a checkpoint has them.
 struct ModelOptions {
   int context = 8;    // bytes that the model sees
@@ -38,6 +43,8 @@ struct Options {
   double weight_decay = 0.1;
   double aux_loss = 0.01;
   Exchange exchange = Exchange::epx;
+  DeviceKind device = DeviceKind::host;
+  Dtype dtype = Dtype::fp32;
   std::string checkpoint_file; // "" for none
   int checkpoint_every = 0;    // steps; 0: after the last one only
   std::string resume_file;

@@ -143,9 +143,10 @@ std::vector<float> Permutation::unpermute_bwd(const float* grad_tokens, const st
   return grad_rows;
 }
 
-ExpertTensors::ExpertTensors(const ModelOptions& model, int64_t num_local_experts, float* gate_up, float* down)
-    : gate_up_(gate_up, EPX_FLOAT32, {num_local_experts, 2 * model.ffn, model.hidden}),
-      down_(down, EPX_FLOAT32, {num_local_experts, model.hidden, model.ffn}) {
+ExpertTensors::ExpertTensors(const ModelOptions& model, int64_t num_local_experts, const void* gate_up, const void* down,
+                             epx_dtype dtype)
+    : gate_up_(gate_up, dtype, {num_local_experts, 2 * model.ffn, model.hidden}),
+      down_(down, dtype, {num_local_experts, model.hidden, model.ffn}) {
   params_.struct_size = sizeof(params_);
   params_.gate_up_weight = gate_up_.get();
   params_.down_weight = down_.get();

@@ -50,17 +50,19 @@ private:
   std::vector<int32_t> counts_, offsets_, row_map_;
 };
 
-// ExpertTensors are the tensors of one layer's experts on this rank, values or gradients, as epx takes them.
+// ExpertTensors are the tensors of one layer's experts on this rank, values or gradients, as epx takes them; gradients are
+// written, const or not: epx_tensor has none.
 class ExpertTensors {
 public:
-  ExpertTensors(const ModelOptions& model, int64_t num_local_experts, float* gate_up, float* down);
+  ExpertTensors(const ModelOptions& model, int64_t num_local_experts, const void* gate_up, const void* down,
+                epx_dtype dtype = EPX_FLOAT32);
   ExpertTensors(const ExpertTensors&) = delete;
   ExpertTensors& operator=(const ExpertTensors&) = delete;
 
   const epx_moe_ffn_params* get() const { return &params_; }
 
 private:
-  epx::Tensor gate_up_, down_; // [E_l, 2F, H], [E_l, H, F]
+  epx::ConstTensor gate_up_, down_; // [E_l, 2F, H], [E_l, H, F]
   epx_moe_ffn_params params_{};
 };
 

@@ -32,12 +32,11 @@ Trainer::Trainer(const World& world, Device& device, const Options& options, con
              exchange == Exchange::dense),
       chunk_grads_(device, parameters_) {
   parameters_.initialise(options.model.seed);
-  if (exchange == Exchange::epx)
-    group_ = make_group(world, options.model, most_tokens(options.model, world.size()), options.timeout_ms);
+  if (exchange == Exchange::epx) group_ = make_group(world, device, options, most_tokens(options.model, world.size()));
   std::vector<std::unique_ptr<MoeLayer>> layers;
   for (const Experts& experts : model_.experts()) {
     if (exchange == Exchange::epx)
-      layers.push_back(make_epx_layer(group_, world, options.model, options.aux_loss, parameters_, experts));
+      layers.push_back(make_epx_layer(group_, world, device, options, parameters_, experts));
     else if (exchange == Exchange::alltoallv)
       layers.push_back(make_alltoallv_layer(world, options.model, options.aux_loss, parameters_, experts));
     else

@@ -20,6 +20,15 @@ World::World() {
   MPI_Comm_size(comm(), &size_);
 }
 
+int World::local_rank() const {
+  MPI_Comm machine = MPI_COMM_NULL;
+  MPI_Comm_split_type(comm(), MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
+  int rank = 0;
+  MPI_Comm_rank(machine, &rank);
+  MPI_Comm_free(&machine);
+  return rank;
+}
+
 World::~World() {
   MPI_Finalize();
 }

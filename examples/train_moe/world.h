@@ -29,6 +29,7 @@ public:
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  int local_rank() const; // among the ranks of this machine; collective
   MPI_Comm comm() const { return MPI_COMM_WORLD; }
 
   // Runs a local action on every rank; when it throws on one, AgreedError is thrown on all, with the message of the lowest

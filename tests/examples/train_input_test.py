@@ -55,13 +55,25 @@ class CommandLine(TrainTest):
         run = self.launch(1, "--steps", 2, "--hidden", 5000, "--ffn", 5000, wrapper=limited)
         self.assert_refused(run, "--hidden 5000", "a process can have 4096000000")
 
+    def test_no_gpu(self):
+        """One sentence, from a machine without GPUs as from a build without CUDA."""
+        run = self.launch(2, "--device", "cuda", wrapper=["env", "CUDA_VISIBLE_DEVICES=-1"])
+        self.assert_refused(run, "--device cuda", "CUDA", status=FAILURE)
+        self.assertEqual(run.stdout, "")
+
     def test_options_that_need_or_exclude_others(self):
+        self.refuse("--device", "cuda", "--dense", words=["--dense", "--device cuda", "--exchange epx"])
+        for exchange in ("alltoallv", "both"):
+            self.refuse("--device", "cuda", "--exchange", exchange, words=[f"--exchange {exchange}", "--device cuda"])
+        self.refuse("--dtype", "bf16", words=["--dtype bf16", "--device host"])
         self.refuse("--checkpoint-every", 3, words=["--checkpoint-every", 3, "--checkpoint"])
         self.refuse("--dense", "--exchange", "epx", words=["--dense", "--exchange"])
         self.refuse("--exchange", "both", "--checkpoint", self.directory / "file", words=["--exchange both", "--checkpoint"])
 
     def test_unknown_words(self):
         self.refuse("--exchange", "nonsense", words=["--exchange", "nonsense", "epx", "alltoallv", "both"])
+        self.refuse("--device", "tpu", words=["--device", "tpu", "host", "cuda"])
+        self.refuse("--dtype", "fp8", words=["--dtype", "fp8", "fp32", "bf16"])
         self.refuse("--progress", "nonsense", words=["--progress", "nonsense", "auto"])
         self.refuse("--nonsense", words=["--nonsense"])
 

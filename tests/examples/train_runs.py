@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 TEXT = pathlib.Path("/usr/share/common-licenses/GPL-3")  # the program's default
 SUCCESS, FAILURE, USAGE = 0, 1, 2  # the program's exit statuses
+SKIPPED = 77  # a test's, as Meson knows it
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,12 @@ class TrainTest(unittest.TestCase):
         self.assertEqual(run.final["held_out_loss"], expected.final["held_out_loss"], f"{run.command}\n{expected.command}")
 
 
-def main():
+def main(check=None, **options):
+    """`options` are further ones, with their defaults; they become attributes of TrainTest. `check` is called before the tests,
+    and may return a reason to skip them all."""
     parser = argparse.ArgumentParser(epilog="Other arguments are unittest's.")
+    for name, default in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--train-moe", required=True)
     parser.add_argument("--mpirun", required=True)
     parser.add_argument("--file-calls", required=True)
@@ -148,4 +153,9 @@ def main():
     TrainTest.train_moe = arguments.train_moe
     TrainTest.mpirun = arguments.mpirun
     TrainTest.file_calls = arguments.file_calls
+    for name in options:
+        setattr(TrainTest, name, getattr(arguments, name))
+    if check is not None and (reason := check()):
+        print(f"skipped: {reason}")
+        sys.exit(SKIPPED)
     unittest.main(module="__main__", argv=[sys.argv[0], *rest], verbosity=2)
