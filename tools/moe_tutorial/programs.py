@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the measured programs, each rank a process of its own, and reads what they report."""
+import functools
 import json
 import os
 import pathlib
@@ -15,6 +16,13 @@ PROGRAMS = ("ep_bench", "torch", "jax-usual", "jax-best")
 
 class Failed(Exception):
     """A program that could not run, or did not finish; the sentence says why."""
+
+
+@functools.cache  # an import takes seconds
+def missing_package(module):
+    """Returns why Python cannot import a package, or nothing."""
+    found = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False, cwd="/")
+    return f"{sys.executable} has no package {module}" if found.returncode else None
 
 
 def run_ranks(name, commands, environments, directory, limit_s):
@@ -58,10 +66,7 @@ class Runner:
     def missing(self, program):
         """Returns why a program cannot run, or nothing."""
         module = {"ep_bench": None, "torch": "torch"}.get(program, "jax")
-        if module is None:
-            return None
-        found = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False, cwd="/")
-        return f"{sys.executable} has no package {module}" if found.returncode else None
+        return module and missing_package(module)
 
     def run(self, program, case, name, dump=None, timed=True):
         """Returns the JSON that the program writes."""
