@@ -72,22 +72,19 @@ def check(runner, chosen, directory):
     return {"shape": dataclasses.asdict(case), "tensors": tensors, "failed": failed}
 
 
-def measure(runner, case, chosen, versions):
-    results = {}
-    for program in chosen:
-        try:
-            reason = runner.missing(program)
-            if reason:
-                raise programs.Failed(reason)
-            result = runner.run(program, case, f"{case.name}-{program}")
-            results[program] = result
-            library = "epx" if program == "ep_bench" else program.partition("-")[0]
-            versions[library] = result["epx_version" if program == "ep_bench" else "version"]
-            print(f"{case.name}: {program} done", flush=True)
-        except programs.Failed as failure:
-            results[program] = {"failed": str(failure)}
-            print(f"{case.name}: {failure}", flush=True)
-    return {"shape": dataclasses.asdict(case), "programs": results}
+def measure(runner, program, case, versions):
+    try:
+        reason = runner.missing(program)
+        if reason:
+            raise programs.Failed(reason)
+        result = runner.run(program, case, f"{case.name}-{program}")
+    except programs.Failed as failure:
+        print(f"{case.name}: {failure}; its logs are in {runner.directory}", flush=True)
+        return {"failed": str(failure)}
+    library = "epx" if program == "ep_bench" else program.partition("-")[0]
+    versions[library] = result["epx_version" if program == "ep_bench" else "version"]
+    print(f"{case.name}: {program} done", flush=True)
+    return result
 
 
 def run(arguments):
@@ -97,7 +94,8 @@ def run(arguments):
     if results and (results["machine"], results["ranks"]) != (where, arguments.ranks):
         sys.exit(f"moe_tutorial.py: {file} is of {results['ranks']} x {results['machine']}, "
                  f"and here are {arguments.ranks} x {where}")
-    results |= {"machine": where, "ranks": arguments.ranks, "date": datetime.date.today().isoformat()}
+    results |= {"machine": where, "ranks": arguments.ranks, "date": datetime.date.today().isoformat(),
+                "iters": arguments.iters, "pause_ms": arguments.pause_ms}
     results.setdefault("versions", {})
     results.setdefault("cases", {})
     chosen = arguments.programs.split(",")
@@ -112,11 +110,10 @@ def run(arguments):
     for case in cases.QUICK_CASES if arguments.quick else cases.CASES:
         if arguments.cases.lower() not in case.name.lower():
             continue
-        measured = measure(runner, case, chosen, results["versions"])
-        earlier = results["cases"].get(case.name, {"programs": {}})["programs"]
-        measured["programs"] = earlier | measured["programs"]
-        results["cases"][case.name] = measured
-        save()
+        measured = results["cases"].setdefault(case.name, {"shape": dataclasses.asdict(case), "programs": {}})
+        for program in chosen:
+            measured["programs"][program] = measure(runner, program, case, results["versions"])
+            save()
     return results
 
 

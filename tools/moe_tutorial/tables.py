@@ -44,7 +44,8 @@ def environment(results):
     versions = ", ".join(f"{name} {version}" for name, version in sorted(results["versions"].items()))
     where = results["machine"]
     driver = f", driver {where['driver']}" if where["driver"] else ""
-    return f"Measured on {results['ranks']} x {where['device']}{driver}, {results['date']}: {versions}."
+    return (f"Measured on {results['ranks']} x {where['device']}{driver}, {results['date']}: {versions}; medians of "
+            f"{results['iters']} calls, pauses of {results['pause_ms']} ms.")
 
 
 def correctness(results):
