@@ -22,6 +22,8 @@ RESULTS = {
     "machine": {"device": "a GPU", "driver": "1.2"},
     "ranks": 2,
     "date": "2000-01-01",
+    "iters": 20,
+    "pause_ms": 200,
     "versions": {"epx": "0.1.0", "torch": "2.0"},
     "check": {
         "failed": {"jax-best": "python3 has no package jax"},
