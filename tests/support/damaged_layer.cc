@@ -30,7 +30,7 @@ constexpr int kMaxAlignment = 4;
 constexpr int kMaxSidecarBytes = 8;
 constexpr int64_t kDamagesPerLayer = 25;
 constexpr int64_t kLayersPerGroup = 20;
-constexpr size_t kGuardBytes = 128;
+constexpr size_t kTensorGuardBytes = 128;
 constexpr std::byte kGuard{0x5c};
 constexpr epx_dtype kDtype = EPX_BFLOAT16;
 
@@ -201,10 +201,10 @@ void DamagedLayer::lay_out() {
   check_ok(epx_handle_mem_size(group_.handle(), &layer_, &bytes[kHandle]), "epx_handle_mem_size");
   bytes[kCounts] = experts * sizeof(int32_t);
   bytes[kOffsets] = (experts + 1) * sizeof(int32_t);
-  size_t end = kGuardBytes;
+  size_t end = kTensorGuardBytes;
   for (size_t tensor = 0; tensor < kNumTensors; ++tensor) {
     places_[tensor] = {end, bytes[tensor]};
-    end = (end + bytes[tensor] + kGuardBytes + 15) / 16 * 16;
+    end = (end + bytes[tensor] + kTensorGuardBytes + 15) / 16 * 16;
   }
   check(end <= kMemoryBytes, "a layer takes {} bytes, more than {}", end, kMemoryBytes);
   image_.resize(end);

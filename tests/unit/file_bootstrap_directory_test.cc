@@ -26,7 +26,6 @@ namespace {
 using namespace epx::test::files;
 
 constexpr uid_t kOtherUser = 65534;
-const std::string kNonce = "0123456789abcdef0123456789abcdef";
 
 // Returns a message as this process would write it.
 std::string message() {

@@ -26,8 +26,6 @@ namespace {
 
 using namespace epx::test::files;
 
-const std::string kNonce = "0123456789abcdef0123456789abcdef";
-
 bool any_name(const fs::path& job, const std::string& prefix) {
   const std::set<std::string> names = names_in(job);
   return std::any_of(names.begin(), names.end(), [&](const std::string& name) { return name.starts_with(prefix); });

@@ -25,11 +25,8 @@
 namespace epx {
 namespace {
 
-using namespace std::chrono_literals;
 using std::chrono::milliseconds;
 
-constexpr auto kFirstSleep = 10us;
-constexpr auto kLongestSleep = 1ms;
 constexpr uint64_t kNumTags = 32767; // the MPI standard guarantees so many
 
 bool is_active() {

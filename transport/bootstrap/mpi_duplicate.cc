@@ -20,11 +20,8 @@
 namespace epx {
 namespace {
 
-using namespace std::chrono_literals;
 using std::chrono::milliseconds;
 
-constexpr auto kFirstSleep = 10us;
-constexpr auto kLongestSleep = 1ms;
 constexpr int kTimeoutsPerHello = 4; // hellos are sent after a quarter of the timeout
 constexpr size_t kMaxMessageBytes = 1024;
 

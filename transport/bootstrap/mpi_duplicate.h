@@ -2,11 +2,17 @@
 // The caller's communicator is duplicated here within a deadline.
 #pragma once
 
+#include <chrono>
+
 #include <mpi.h>
 
 #include "base/suspension_aware_deadline.h"
 
 namespace epx {
+
+// Between two looks at a request of MPI.
+inline constexpr std::chrono::microseconds kFirstSleep{10};
+inline constexpr std::chrono::milliseconds kLongestSleep{1};
 
 // The call is collective over `comm`, which returns its errors, and so does the duplicate. Throws TIMEOUT, and names the ranks
 // that never came. MPI's collective calls cannot name who is missing; so, from a quarter of the timeout on, the ranks that
