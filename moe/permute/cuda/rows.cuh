@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // One warp copies, scales, sums and multiplies rows, with the arithmetic of epx's exchange (DESIGN: combine and its backward).
-// A lane works on fragments of 8 elements: lane l holds elements [8 l, 8 l + 8) of each warp tile of 256, by 16-byte accesses
-// where addresses and sizes allow them (kVector), else element by element.
+// Fragments are moved by 16-byte accesses where addresses and sizes allow them (kVector), else element by element.
 #pragma once
 
 #include <cstdint>
 
+#include "base/device/fragment.cuh"
 #include "moe/cuda/elements.cuh"
 #include "moe/cuda/warps.cuh"
 
 namespace epx::moe::cuda {
 
-constexpr int kFragment = 8;
-constexpr int kWarpTile = kFragment * kWarp;
+using epx::cuda::kFragment;
+using epx::cuda::kWarpTile;
+using epx::cuda::reduce_tree;
 
 template <typename T>
 struct alignas(16) Fragment {
@@ -41,21 +42,6 @@ __device__ inline void store_fragment(T* row, int64_t h, int64_t hidden, const F
     for (int i = 0; i < kFragment; ++i)
       if (h + i < hidden) row[h + i] = fragment.elements[i];
   }
-}
-
-// The fixed tree of epx_combine_bwd: there are 256 accumulators, j = h mod 256, of which this lane has the eight of its
-// fragments; adjacent pairs are added until one is left. The result is in every lane.
-__device__ inline float reduce_tree(float (&acc)[kFragment]) {
-#pragma unroll
-  for (int left = kFragment / 2; left > 0; left /= 2)
-#pragma unroll
-    for (int i = 0; i < left; ++i)
-      acc[i] = __fadd_rn(acc[2 * i], acc[2 * i + 1]);
-  float sum = acc[0];
-#pragma unroll
-  for (int distance = 1; distance < kWarp; distance *= 2)
-    sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, distance));
-  return sum;
 }
 
 // ---- Bytes ----

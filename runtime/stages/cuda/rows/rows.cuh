@@ -11,6 +11,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "base/device/fragment.cuh"
 #include "base/device/warp.cuh"
 #include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
 
@@ -85,10 +86,7 @@ __device__ inline void scribble_row(std::byte* row, int64_t bytes) {
 
 // ---- Elements ----
 
-// A lane works on fragments of kFragment elements: lane l holds elements [8 l, 8 l + 8) of each warp tile of 256. A fragment is
-// an array of words, since the compiler would move an array of elements one by one.
-constexpr int kFragment = 8;
-constexpr int kWarpTile = kFragment * kWarp;
+// A fragment is an array of words, since the compiler would move an array of elements one by one.
 
 template <typename T>
 struct alignas(16) Fragment {
@@ -265,20 +263,6 @@ __device__ inline void scale_row_to_destinations(TmaRowPipeline& pipeline, const
 }
 
 // ---- Products ----
-
-// The fixed tree of epx_combine_bwd: there are 256 accumulators, j = h mod 256, of which this lane has the eight of its
-// fragments; adjacent pairs are added until one is left. The result is in every lane.
-__device__ inline float reduce_tree(float (&acc)[kFragment]) {
-#pragma unroll
-  for (int left = kFragment / 2; left > 0; left /= 2)
-#pragma unroll
-    for (int i = 0; i < left; ++i)
-      acc[i] = __fadd_rn(acc[2 * i], acc[2 * i + 1]);
-  float sum = acc[0];
-  for (int distance = 1; distance < kWarp; distance *= 2)
-    sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, distance));
-  return sum;
-}
 
 // acc += a * b in the first `count` elements; an absent element takes no step.
 template <typename T>
