@@ -26,7 +26,7 @@ constexpr bool fits_tensor_cores(epx_dtype dtype, int64_t hidden, int64_t inner,
 // What CUTLASS makes for each SM: the tensormaps of a, of b, of d as it is read, and of d for each of two warp groups.
 inline constexpr int kMaxSmsOfSm90 = 144; // of a full GH100
 inline constexpr size_t kTensormapBytes = 128;
-inline constexpr size_t kTensormapsBytes = kMaxSmsOfSm90 * 5 * kTensormapBytes;
+inline constexpr size_t kTensormapsBytes = size_t{kMaxSmsOfSm90} * 5 * kTensormapBytes;
 
 // Three addresses, three strides and three sizes of each expert's product.
 inline constexpr size_t kGroupBytes = 3 * sizeof(void*) + 3 * sizeof(int64_t) + 3 * sizeof(int32_t);
