@@ -7,11 +7,13 @@
  * of the expert side (slots), P ranks.
  *
  * ## Conventions, beyond those of epx.h
- * - Functions other than epx_moe_block_* and epx_moe_arena_* are local: no rank communicates. They keep no state and may be called from any thread.
+ * - Functions other than epx_moe_block_* and epx_moe_arena_* are local: no rank communicates. They keep no state and may be
+ *   called from any thread.
  * - With `cuda` NULL, tensors are host memory, and the call computes on the calling thread and has finished when it returns.
  *   Else tensors are memory of the calling thread's current CUDA device (managed memory is fine, pinned host memory is
  *   refused), and the call is enqueued on cuda->stream: it allocates nothing, does not wait for the device, and can be
- *   captured in a CUDA graph. Where the build has no CUDA or the machine no GPU, it is refused (UNSUPPORTED). Where a block
+ *   captured in a CUDA graph. The first call of a kind may have to wait while CUDA loads its kernels.
+ *   Where the build has no CUDA or the machine no GPU, it is refused (UNSUPPORTED). Where a block
  *   computes is not the call's choice: see epx_moe_block_create().
  * - "real" below means FLOAT32 or FLOAT64, the same one for all tensors of a call that are called real. Computation is in
  *   that type. FLOAT64 is there to check gradients. On CUDA real is FLOAT32, and a comment says what else a tensor may be
@@ -399,7 +401,8 @@ typedef struct epx_moe_ffn_bwd_args {
                                         rows */
 } epx_moe_ffn_bwd_args;
 
-/** Gradients of parameters are summed in row order, so that they have the same bits for every number of ranks. On CUDA
+/** Gradients of parameters are summed in an order that depends only on a row's place in its zone, so that they have the
+ * same bits for every number of ranks; in row order, except on tensor cores. On CUDA
  * grad_recv is rounded twice where gate and up are separate tensors, since their two products are added in its dtype. */
 EPX_API epx_status epx_moe_ffn_bwd(const epx_moe_ffn_config* config, const epx_moe_ffn_bwd_args* args);
 /** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
@@ -523,8 +526,10 @@ typedef struct epx_moe_block_fwd_args {
 } epx_moe_block_fwd_args;
 
 /** Collective. Enqueued on cuda->stream, where the block computes on a GPU: it allocates nothing, does not wait for the device,
- * and can be captured in a CUDA graph. Errors: those of the five operations of epx.h. epx_group_status reports routes that the
- * group drops. */
+ * and can be captured in a CUDA graph; but the first call may have to wait while CUDA loads its kernels. Errors:
+ * INVALID_ARGUMENT (refused; where it is the group that refuses, the flight has no forward any more); those of the five operations of
+ * epx.h; SYSTEM and OUT_OF_MEMORY, after which the other ranks may wait for this one until their timeout. epx_group_status reports
+ * routes that the group drops. */
 EPX_API epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fwd_args* args);
 
 /** Arguments of epx_moe_block_bwd(). */
