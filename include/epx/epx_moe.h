@@ -525,11 +525,11 @@ typedef struct epx_moe_block_fwd_args {
   const epx_tensor* info; /**< [out, optional] [3] INT64, as of epx_moe_router: bad tokens take part as masked ones */
 } epx_moe_block_fwd_args;
 
-/** Collective. Enqueued on cuda->stream, where the block computes on a GPU: it allocates nothing, does not wait for the device,
- * and can be captured in a CUDA graph; but the first call may have to wait while CUDA loads its kernels. Errors:
- * INVALID_ARGUMENT (refused; where it is the group that refuses, the flight has no forward any more); those of the five operations of
- * epx.h; SYSTEM and OUT_OF_MEMORY, after which the other ranks may wait for this one until their timeout. epx_group_status reports
- * routes that the group drops. */
+/** Collective. Enqueued on cuda->stream, where the block computes on a GPU: it allocates nothing, does not wait for the
+ * device, and can be captured in a CUDA graph; but the first call may have to wait while CUDA loads its kernels. Errors:
+ * INVALID_ARGUMENT (refused; where it is the group that refuses, the flight has no forward any more); those of the five
+ * operations of epx.h; SYSTEM and OUT_OF_MEMORY, after which the other ranks may wait for this one until their timeout.
+ * epx_group_status reports routes that the group drops. */
 EPX_API epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fwd_args* args);
 
 /** Arguments of epx_moe_block_bwd(). */
