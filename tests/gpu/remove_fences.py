@@ -151,7 +151,7 @@ class LibraryBuild:
 
     def compile(self, name, folder, sources):
         """Compiles for Hopper alone, into `folder`, whose files override `sources`, which override the repository."""
-        words = [word for word in self.kernels[name] if word not in ['-lineinfo', 'ccache']]
+        words = [word for word in self.kernels[name] if word != '-lineinfo' and pathlib.Path(word).name != 'ccache']
         words = ['-gencode=arch=compute_90,code=sm_90' if word.startswith('-gencode=') else word for word in words]
         source = os.path.relpath(self.build / words[words.index('-c') + 1], ROOT)
         output = folder / pathlib.Path(name).name
