@@ -12,7 +12,8 @@
  * - With `cuda` NULL, tensors are host memory, and the call computes on the calling thread and has finished when it returns.
  *   Else tensors are memory of the calling thread's current CUDA device (managed memory is fine, pinned host memory is
  *   refused), and the call is enqueued on cuda->stream: it allocates nothing, does not wait for the device, and can be
- *   captured in a CUDA graph. The first call of a kind may have to wait while CUDA loads its kernels.
+ *   captured in a CUDA graph. The first call of a kind may have to wait while CUDA loads its kernels; those of a block are
+ *   loaded when it is created.
  *   Where the build has no CUDA or the machine no GPU, it is refused (UNSUPPORTED). Where a block
  *   computes is not the call's choice: see epx_moe_block_create().
  * - "real" below means FLOAT32 or FLOAT64, the same one for all tensors of a call that are called real. Computation is in
@@ -416,8 +417,10 @@ EPX_API epx_status epx_moe_ffn_bwd_workspace(const epx_moe_ffn_config* config, c
  * router -> prepare -> dispatch -> FFN -> combine, forward and backward: one object per layer. Parameters are the caller's.
  * What has to be kept between a forward and its backward is a *flight*, in an arena that the blocks of a group may share. An
  * arena and its blocks are used by one thread at a time, as the group is. On a GPU calls of the blocks of an arena on different
- * streams run in the order in which they were made, as those of a group do (epx.h, Conventions); calls that are captured in a
- * graph are left out of that too.
+ * streams run in the order in which they were made, and a call that a capture keeps from being ordered is refused, as with the
+ * calls of a group (epx.h, Conventions). Calls that are captured in a graph are left out of that order too: a captured forward
+ * counts as its flight's forward from the capture on, but fills the flight when the graph is replayed, and the caller orders
+ * the replays and the other calls of the flight.
  * @{ */
 
 /** An MoE layer. */
@@ -525,11 +528,11 @@ typedef struct epx_moe_block_fwd_args {
   const epx_tensor* info; /**< [out, optional] [3] INT64, as of epx_moe_router: bad tokens take part as masked ones */
 } epx_moe_block_fwd_args;
 
-/** Collective. Enqueued on cuda->stream, where the block computes on a GPU: it allocates nothing, does not wait for the
- * device, and can be captured in a CUDA graph; but the first call may have to wait while CUDA loads its kernels. Errors:
- * INVALID_ARGUMENT (refused; where it is the group that refuses, the flight has no forward any more); those of the five
- * operations of epx.h; SYSTEM and OUT_OF_MEMORY, after which the other ranks may wait for this one until their timeout.
- * epx_group_status reports routes that the group drops. */
+/** Collective. Enqueued on cuda->stream, where the block computes on a GPU: it allocates no memory there, does not wait for the
+ * device, and can be captured in a CUDA graph. Errors: INVALID_ARGUMENT and UNSUPPORTED (the call can be made again; the flight
+ * is as before, unless it is the group that refuses: then the flight has no forward any more); those of the five operations of
+ * epx.h; SYSTEM and OUT_OF_MEMORY, after which the group is aborted, since its other ranks would wait for this one, unless the
+ * call is captured. epx_group_status reports routes that the group drops. */
 EPX_API epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fwd_args* args);
 
 /** Arguments of epx_moe_block_bwd(). */

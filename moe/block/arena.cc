@@ -39,7 +39,7 @@ Arena::Arena(epx_group group, const BlockPlan& plan, int32_t num_flights)
     if (plan.is_on_gpu())
       enqueue_on_cuda([&](auto) {
         device_ = cuda::device_of(window());
-        order_.emplace(device_);
+        order_ = cuda::make_stream_order(device_);
       });
     allocate_local(local_bytes);
   } catch (...) {
@@ -50,7 +50,7 @@ Arena::Arena(epx_group group, const BlockPlan& plan, int32_t num_flights)
 }
 
 void Arena::allocate_local(int64_t bytes) {
-  if (order_)
+  if (order_ != nullptr)
     enqueue_on_cuda([&](auto) { device_memory_ = cuda::make_device_memory(device_, static_cast<size_t>(bytes)); });
   else
     host_memory_ = make_host_memory(static_cast<size_t>(bytes));
@@ -99,12 +99,14 @@ SharedTensors Arena::shared_tensors(const BlockPlan& plan) const {
   return {plan, window_part, local_part};
 }
 
-void Arena::begin_call(epx_stream stream) {
-  if (order_) enqueue_on_cuda([&](auto) { order_->begin(stream); });
+bool Arena::begin_call(std::string_view call, epx_stream stream) {
+  bool is_captured = false;
+  if (order_ != nullptr) enqueue_on_cuda([&](auto) { is_captured = cuda::begin_call(*order_, call, stream); });
+  return is_captured;
 }
 
 void Arena::end_call(epx_stream stream) {
-  if (order_) enqueue_on_cuda([&](auto) { order_->end(stream); });
+  if (order_ != nullptr) enqueue_on_cuda([&](auto) { cuda::end_call(*order_, stream); });
 }
 
 } // namespace epx::moe

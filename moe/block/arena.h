@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
+#include <string_view>
 #include <vector>
 
 #include "epx/epx.hpp"
@@ -24,6 +24,7 @@ public:
   // Throws unless a block of this group, planned without an arena, fits. Returns the rows that its tensors have here.
   int64_t require_fit(epx_group group, const BlockPlan& plan) const;
 
+  epx_group group() const { return group_.get(); } // or NULL
   int32_t num_flights() const { return static_cast<int32_t>(flights_.size()); }
   epx_moe_arena_info info() const;
   int device() const { return device_; }
@@ -40,16 +41,31 @@ public:
   FlightTensors flight_tensors(const BlockPlan& plan, int32_t flight) const;
   SharedTensors shared_tensors(const BlockPlan& plan) const;
 
-  // Around what a call enqueues; nothing on the host.
-  void begin_call(epx_stream stream);
-  void end_call(epx_stream stream);
+  // Runs enqueue(is_captured), which launches what a call consists of, after the arena's calls before, whatever stream these
+  // were made on. On a GPU it throws, and runs nothing, when a capture keeps the call from being launched.
+  template <typename Enqueue>
+  void run_in_order(std::string_view call, epx_stream stream, const Enqueue& enqueue) {
+    if (begin_call(call, stream)) return enqueue(true);
+    try {
+      enqueue(false);
+    } catch (...) {
+      try { // some of the call may have been launched
+        end_call(stream);
+      } catch (...) { // the first failure says more
+      }
+      throw;
+    }
+    end_call(stream);
+  }
 
 private:
+  bool begin_call(std::string_view call, epx_stream stream); // returns whether the call is captured
+  void end_call(epx_stream stream);
   std::byte* window() const { return window_ ? window_.data() : host_window_.get(); }
   std::byte* local() const { return device_memory_ != nullptr ? device_memory_.get() : host_memory_.get(); }
   void allocate_local(int64_t bytes);
 
-  GroupView group_;
+  GroupView group_; // or none
   Footprint footprint_;
   int64_t num_rows_;
   std::vector<Filled> flights_;
@@ -59,7 +75,7 @@ private:
   HostMemory host_window_; // without
   HostMemory host_memory_;
   cuda::DeviceMemory device_memory_{nullptr};
-  std::optional<cuda::StreamOrder> order_;
+  cuda::OwnedStreamOrder order_; // on a GPU
 };
 
 } // namespace epx::moe

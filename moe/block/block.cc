@@ -49,11 +49,11 @@ void require_backward(const BlockPlan& plan, int64_t num_tokens, const epx_moe_b
 
 // Runs `make`, which may fail on this rank alone while the others wait for it.
 template <typename Make>
-auto or_abort(epx_group group, const Make& make) {
+void or_abort(GroupView group, const Make& make) {
   try {
-    return make();
+    make();
   } catch (...) {
-    if (group != nullptr) GroupView(group).abort();
+    group.abort();
     throw;
   }
 }
@@ -78,10 +78,10 @@ Block::Block(epx_group group, const epx_moe_block_config& config, Arena* shared)
   if (plan_.is_on_gpu())
     enqueue_on_cuda([&](auto) {
       or_abort(shared == nullptr ? group : nullptr, [&] {
+        cuda::load_block_kernels(plan_.dtype);
         auto record = std::make_unique<epx_moe_errors_s>();
         record->record = make_error_record();
         errors_.reset(record.release());
-        return 0;
       });
     });
   if (shared == nullptr) {
@@ -108,7 +108,33 @@ int32_t Block::require_flight(int32_t flight) const {
   return flight;
 }
 
+template <typename Run>
+void Block::run_or_abort(const Run& run) {
+  CallState state;
+  const auto abort = [&] {
+    if (!state.is_captured) GroupView(arena_->group()).abort();
+  };
+  try {
+    run(state);
+  } catch (const StatusError& error) {
+    const bool is_refused = error.status() == EPX_ERROR_INVALID_ARGUMENT || error.status() == EPX_ERROR_UNSUPPORTED;
+    if (!is_refused || state.has_called_group) abort();
+    throw;
+  } catch (...) {
+    abort();
+    throw;
+  }
+}
+
 void Block::forward(const epx_moe_block_fwd_args& args) {
+  run_or_abort([&](CallState& state) { forward(args, state); });
+}
+
+void Block::backward(const epx_moe_block_bwd_args& args) {
+  run_or_abort([&](CallState& state) { backward(args, state); });
+}
+
+void Block::forward(const epx_moe_block_fwd_args& args, CallState& state) {
   const int32_t flight = require_flight(args.flight);
   const SharedTensors shared = arena_->shared_tensors(plan_);
   CallPlace place(plan_, args.cuda, arena_->device(), shared, errors_.get());
@@ -139,42 +165,44 @@ void Block::forward(const epx_moe_block_fwd_args& args) {
   const CheckedFfn ffn(plan_.ffn, &ffn_args);
 
   Arena::Filled& filled = arena_->filled(flight);
-  filled.num_tokens = -1;
-  arena_->begin_call(place.stream());
-  place.copy(ConstTensor(*args.logits), *mine.logits.get());
-  router.run();
   const Layer layer = {plan_.layer.top_k, plan_.layer.alignment};
   const auto late = [&](const Tensor& tensor) { return plan_.is_early ? Tensor() : tensor; };
-  exchange_->prepare({.layer = layer,
-                      .handle_mem = mine.handle_mem,
-                      .stream = place.stream(),
-                      .topk_idx = mine.topk_idx,
-                      .counts = mine.counts,
-                      .offsets = mine.offsets,
-                      .global_counts = mine.global_counts});
-  if (plan_.num_rows < plan_.shape.row_capacity) place.clamp_zones(mine.counts, mine.offsets, plan_.num_rows);
-  exchange_->dispatch({.layer = layer,
-                       .handle_mem = mine.handle_mem,
-                       .stream = place.stream(),
-                       .tokens = ConstTensor(*args.tokens),
-                       .topk_weights = mine.topk_weights,
-                       .recv_tokens = mine.recv_tokens,
-                       .recv_weights = mine.recv_weights});
-  ffn.run();
-  exchange_->combine({.layer = layer,
-                      .handle_mem = mine.handle_mem,
-                      .stream = place.stream(),
-                      .expert_out = mine.expert_out,
-                      .recv_weights = late(mine.recv_weights),
-                      .out = Tensor(*args.out)});
-  if (args.topk_idx != nullptr) place.copy_integers(mine.topk_idx, *args.topk_idx);
-  if (args.topk_weights != nullptr) place.copy(mine.topk_weights, *args.topk_weights);
-  if (args.global_counts != nullptr) place.copy_integers(mine.global_counts, *args.global_counts);
-  arena_->end_call(place.stream());
+  arena_->run_in_order("the forward", place.stream(), [&](bool is_captured) {
+    state.is_captured = is_captured;
+    filled.num_tokens = -1;
+    place.copy(ConstTensor(*args.logits), *mine.logits.get());
+    router.run();
+    exchange_->prepare({.layer = layer,
+                        .handle_mem = mine.handle_mem,
+                        .stream = place.stream(),
+                        .topk_idx = mine.topk_idx,
+                        .counts = mine.counts,
+                        .offsets = mine.offsets,
+                        .global_counts = mine.global_counts});
+    state.has_called_group = true;
+    if (plan_.num_rows < plan_.shape.row_capacity) place.clamp_zones(mine.counts, mine.offsets, plan_.num_rows);
+    exchange_->dispatch({.layer = layer,
+                         .handle_mem = mine.handle_mem,
+                         .stream = place.stream(),
+                         .tokens = ConstTensor(*args.tokens),
+                         .topk_weights = mine.topk_weights,
+                         .recv_tokens = mine.recv_tokens,
+                         .recv_weights = mine.recv_weights});
+    ffn.run();
+    exchange_->combine({.layer = layer,
+                        .handle_mem = mine.handle_mem,
+                        .stream = place.stream(),
+                        .expert_out = mine.expert_out,
+                        .recv_weights = late(mine.recv_weights),
+                        .out = Tensor(*args.out)});
+    if (args.topk_idx != nullptr) place.copy_integers(mine.topk_idx, *args.topk_idx);
+    if (args.topk_weights != nullptr) place.copy(mine.topk_weights, *args.topk_weights);
+    if (args.global_counts != nullptr) place.copy_integers(mine.global_counts, *args.global_counts);
+  });
   filled = {number_, num_tokens, args.logits->dtype};
 }
 
-void Block::backward(const epx_moe_block_bwd_args& args) {
+void Block::backward(const epx_moe_block_bwd_args& args, CallState& state) {
   const int32_t flight = require_flight(args.flight);
   const Arena::Filled filled = arena_->filled(flight);
   const SharedTensors shared = arena_->shared_tensors(plan_);
@@ -217,28 +245,30 @@ void Block::backward(const epx_moe_block_bwd_args& args) {
   router_args.grad_logits = args.grad_logits;
   const CheckedRouterBwd router(plan_.router, &router_args);
 
-  arena_->begin_call(place.stream());
   const Layer layer = {plan_.layer.top_k, plan_.layer.alignment};
   const auto late = [&](const Tensor& tensor) { return plan_.is_early ? Tensor() : tensor; };
-  exchange_->combine_bwd({.layer = layer,
-                          .handle_mem = mine.handle_mem,
-                          .stream = place.stream(),
-                          .grad_out = ConstTensor(*args.grad_out),
-                          .expert_out = late(mine.expert_out),
-                          .recv_weights = late(mine.recv_weights),
-                          .grad_expert_out = mine.grad_expert_out,
-                          .grad_recv_weights = late(mine.grad_recv_weights)});
-  if (again) again->run();
-  ffn.run();
-  exchange_->dispatch_bwd({.layer = layer,
-                           .handle_mem = mine.handle_mem,
-                           .stream = place.stream(),
-                           .grad_recv = mine.grad_recv,
-                           .grad_recv_weights = mine.grad_recv_weights,
-                           .grad_tokens = Tensor(*args.grad_tokens),
-                           .grad_topk_weights = mine.grad_topk_weights});
-  router.run();
-  arena_->end_call(place.stream());
+  arena_->run_in_order("the backward", place.stream(), [&](bool is_captured) {
+    state.is_captured = is_captured;
+    exchange_->combine_bwd({.layer = layer,
+                            .handle_mem = mine.handle_mem,
+                            .stream = place.stream(),
+                            .grad_out = ConstTensor(*args.grad_out),
+                            .expert_out = late(mine.expert_out),
+                            .recv_weights = late(mine.recv_weights),
+                            .grad_expert_out = mine.grad_expert_out,
+                            .grad_recv_weights = late(mine.grad_recv_weights)});
+    state.has_called_group = true;
+    if (again) again->run();
+    ffn.run();
+    exchange_->dispatch_bwd({.layer = layer,
+                             .handle_mem = mine.handle_mem,
+                             .stream = place.stream(),
+                             .grad_recv = mine.grad_recv,
+                             .grad_recv_weights = mine.grad_recv_weights,
+                             .grad_tokens = Tensor(*args.grad_tokens),
+                             .grad_topk_weights = mine.grad_topk_weights});
+    router.run();
+  });
 }
 
 } // namespace epx::moe

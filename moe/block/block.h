@@ -34,6 +34,18 @@ private:
 
   int32_t require_flight(int32_t flight) const;
 
+  // How far a call has come.
+  struct CallState {
+    bool is_captured = false;      // its peers wait for nobody before the graph is replayed
+    bool has_called_group = false; // until then the caller can make a call again that was refused
+  };
+  void forward(const epx_moe_block_fwd_args& args, CallState& state);
+  void backward(const epx_moe_block_bwd_args& args, CallState& state);
+
+  // Runs run(state). What fails on this rank alone ends the group, whose other ranks would wait for this one.
+  template <typename Run>
+  void run_or_abort(const Run& run);
+
   BlockPlan plan_;
   std::unique_ptr<Exchange> exchange_;
   std::unique_ptr<epx_moe_errors_s, FreeRecord> errors_; // on a GPU

@@ -59,7 +59,7 @@ CallPlace::CallPlace(const BlockPlan& plan, const epx_moe_cuda* cuda, int device
   cuda_.workspace_bytes = static_cast<size_t>(shared.workspace_bytes);
   if (cuda_.errors == nullptr) cuda_.errors = errors;
   enqueue_on_cuda([&](auto) {
-    if (const int current = cuda::current_device(); current != device)
+    if (const int current = current_device(); current != device)
       fail(EPX_ERROR_INVALID_ARGUMENT, "the thread's current device is {}; the block's group is on GPU {}", current,
            device);
     call_.emplace(cuda_, EPX_MOE_OP_NONE, 0, std::initializer_list<NamedTensor>{});

@@ -6,9 +6,14 @@
 #include <cstddef>
 #include <memory>
 #include <new>
+#include <string_view>
 
 #include "epx/epx_moe.h"
 #include "moe/cuda/cuda_call.h"
+
+namespace epx::cuda {
+class StreamOrder;
+}
 
 namespace epx::moe {
 
@@ -34,31 +39,27 @@ using DeviceMemory = std::unique_ptr<std::byte, FreeDevice>; // not initialised
 
 // The GPU that the memory belongs to.
 int device_of(const void* memory);
-int current_device();
 DeviceMemory make_device_memory(int device, size_t bytes); // aligned to 256 bytes
 
 void copy_async(void* to, const void* from, size_t bytes, epx_stream stream);
 
-// Makes calls on different streams run in the order in which they are made. Calls that are captured are left out.
-class StreamOrder {
-public:
-  explicit StreamOrder(int device);
-  StreamOrder(const StreamOrder&) = delete;
-  StreamOrder& operator=(const StreamOrder&) = delete;
-  ~StreamOrder() {
-    if constexpr (kWithCuda) destroy();
+// Loads the kernels that a block of the dtype launches onto the current device. CUDA would load each at its first launch and wait
+// for the kernels that run, one of which may wait for a peer.
+void load_block_kernels(epx_dtype dtype);
+
+void delete_stream_order(epx::cuda::StreamOrder* order) noexcept;
+struct DeleteStreamOrder {
+  void operator()(epx::cuda::StreamOrder* order) const noexcept {
+    if constexpr (kWithCuda) delete_stream_order(order);
   }
-
-  void begin(epx_stream stream); // the stream waits for the call before
-  void end(epx_stream stream);
-
-private:
-  void destroy() noexcept;
-
-  void* event_ = nullptr; // a cudaEvent_t
-  epx_stream last_ = nullptr;
-  bool has_last_ = false;
 };
+using OwnedStreamOrder = std::unique_ptr<epx::cuda::StreamOrder, DeleteStreamOrder>;
+OwnedStreamOrder make_stream_order(int device);
+
+// Before the launches of `call`, which is captured if this returns true. Throws when a capture keeps it from being launched.
+bool begin_call(epx::cuda::StreamOrder& order, std::string_view call, epx_stream stream);
+// Behind the launches of a call that is not captured.
+void end_call(epx::cuda::StreamOrder& order, epx_stream stream);
 
 } // namespace cuda
 } // namespace epx::moe

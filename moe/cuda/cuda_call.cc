@@ -13,18 +13,6 @@
 namespace epx::moe {
 namespace {
 
-int current_device() {
-  int count = 0;
-  const cudaError_t error = cudaGetDeviceCount(&count);
-  if (error != cudaSuccess || count == 0) {
-    cudaGetLastError();
-    fail(EPX_ERROR_UNSUPPORTED, "there is no GPU: {}", error != cudaSuccess ? cudaGetErrorString(error) : "none was found");
-  }
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  return device;
-}
-
 const char* name_of_memory(cudaMemoryType type) {
   return type == cudaMemoryTypeHost ? "pinned host memory" : type == cudaMemoryTypeUnregistered ? "host memory" : "memory";
 }
@@ -48,6 +36,18 @@ bool is_empty(const epx_tensor& tensor) {
 }
 
 } // namespace
+
+int current_device() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0) {
+    cudaGetLastError();
+    fail(EPX_ERROR_UNSUPPORTED, "there is no GPU: {}", error != cudaSuccess ? cudaGetErrorString(error) : "none was found");
+  }
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  return device;
+}
 
 CudaCall::CudaCall(const epx_moe_cuda& cuda, epx_moe_op op, size_t workspace_bytes,
                    std::initializer_list<NamedTensor> tensors)

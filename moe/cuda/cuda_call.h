@@ -43,6 +43,9 @@ struct NamedTensor {
   const char* name;
 };
 
+// Throws when there is no GPU.
+int current_device();
+
 class CudaCall {
 public:
   // Throws unless the thread's current device is there, the tensors, whose shapes have been checked, are its memory, and so

@@ -7,6 +7,7 @@
 //           multiplies a fragment of 4 x 4 elements of the block's tile of d
 #include "moe/gemm/generic_gemm.h"
 
+#include "base/device/kernel_addresses.h"
 #include "base/device/launch.h"
 #include "moe/cuda/elements.cuh"
 #include "moe/cuda/warps.cuh"
@@ -159,6 +160,12 @@ Operand operand_b(const GroupedGemm& gemm) {
 }
 
 } // namespace
+
+std::vector<const void*> generic_gemm_kernels(epx_dtype in_dtype) {
+  return with_element_type(in_dtype, []<typename In>(In) {
+    return epx::cuda::addresses_of(&grouped_gemm_kernel<In, float>, &grouped_gemm_kernel<In, In>);
+  });
+}
 
 cudaError_t launch_generic_gemm(const GroupedGemm& gemm, const LaunchTarget& target) {
   const GemmParams params{gemm, operand_a(gemm), operand_b(gemm)};

@@ -5,7 +5,7 @@
 #include "moe/gemm/generic_gemm.h"
 
 #if defined(EPX_WITH_CUTLASS)
-#include "base/error.h"
+#include "base/cuda_error.h"
 #include "moe/gemm/sm90/instances.h"
 #include "moe/gemm/sm90/sm90_gemm.h"
 #endif
@@ -32,6 +32,18 @@ void sm90::refuse_tensormaps(size_t bytes, size_t available_bytes) {
        available_bytes);
 }
 #endif
+
+std::vector<const void*> grouped_gemm_kernels(epx_dtype in_dtype) {
+  std::vector<const void*> kernels = generic_gemm_kernels(in_dtype);
+#if defined(EPX_WITH_CUTLASS)
+  bool is_sm90 = false;
+  check_cuda(find_sm90(&is_sm90), "cudaDeviceGetAttribute");
+  if (is_sm90 && in_dtype == EPX_BFLOAT16)
+    for (const void* kernel : sm90::gemm_kernels())
+      kernels.push_back(kernel);
+#endif
+  return kernels;
+}
 
 cudaError_t launch_grouped_gemm(const GroupedGemm& gemm, const LaunchTarget& target) {
   if (gemm.zones.num_experts == 0 || gemm.n == 0) return cudaSuccess;

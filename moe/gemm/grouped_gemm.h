@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include <cuda_runtime_api.h>
 
@@ -55,6 +56,9 @@ struct GroupedGemm {
   // kTmaAlignment; NULL elsewhere. Products in one stream may share it.
   void* tensor_core_workspace = nullptr;
 };
+
+// The kernels that the products of in_dtype may need on the current device. Throws when the device cannot be asked.
+std::vector<const void*> grouped_gemm_kernels(epx_dtype in_dtype);
 
 // Enqueues the products on the target's stream, on at most target.num_sms SMs, but on two at least with tensor cores, whose
 // clusters have two blocks. Neither waits for the device nor allocates memory.

@@ -176,6 +176,41 @@ void test_streams(const RankContext& context) {
   check_status_clean(rank);
 }
 
+// While the stream of the last call is captured, no call on another stream can wait for that call: it is refused, and its flight
+// is as before.
+void test_calls_beside_capture(const RankContext& context) {
+  const GpuGroup group(context, EPX_COMBINE_WIRE);
+  const Rank& rank = group.rank();
+  const auto layer = make_layer_of<float>(215, {3, EPX_MOE_WEIGHT_LATE, 4, 0.1});
+  const RankBlockOf<float> run(rank, layer);
+  const Block<float>& block = run.block();
+  const auto output = block.make_output(rank.num_tokens);
+  const auto gradients = block.make_gradients(rank.num_tokens, run.params());
+  Block<float>::Forward forward;
+  Block<float>::Backward backward;
+  block.make_call(forward, run.input(), run.params(), 0, output);
+  block.make_call(backward, run.input(), run.params(), 0, gradients);
+  cudaStream_t stream = nullptr;
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  epx_moe_cuda other = *forward.args.cuda;
+  other.stream = stream;
+  block.run(forward);
+  Block<float>::Forward again = forward;
+  again.args.cuda = backward.args.cuda = &other;
+  const std::vector<std::string> words = {"stream of the arena's last call", "captured", "when the capture has ended"};
+  const Graph graph(static_cast<cudaStream_t>(forward.args.cuda->stream), [&] {
+    expect_none("forward", not_refused(epx_moe_block_fwd(block.handle(), &again.args), words));
+    expect_none("backward", not_refused(epx_moe_block_bwd(block.handle(), &backward.args), words));
+  });
+  block.run(backward);
+  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  finish_call();
+  expect_forward(rank, layer, output, kFloat32);
+  expect_backward(rank, layer, gradients, kFloat32);
+  check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
+  check_status_clean(rank);
+}
+
 // Logits of two bytes, integers of four, a limited number of SMs, and the block's own record of errors.
 void test_variants(const RankContext& context) {
   const GpuGroup group(context, EPX_COMBINE_WIRE);
@@ -349,6 +384,6 @@ int main(int argc, char** argv) {
   const RankTest model = [&](const RankContext& context) {
     if (is_large) print_model_arena(context);
   };
-  return run_suite(
-      {begin, test_kinds, test_arenas, test_max_rows, test_graphs, test_streams, test_variants, test_refusals, end, model});
+  return run_suite({begin, test_kinds, test_arenas, test_max_rows, test_graphs, test_streams, test_calls_beside_capture,
+                    test_variants, test_refusals, end, model});
 }

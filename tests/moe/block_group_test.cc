@@ -12,6 +12,7 @@
 #include "epx/epx.hpp"
 #include "tests/moe/block_cases.h"
 #include "tests/moe/block_layer.h"
+#include "tests/moe/failing_allocation.h"
 #include "tests/support/check.h"
 #include "tests/support/local_bootstrap.h"
 #include "tests/support/run_ranks.h"
@@ -187,6 +188,50 @@ TEST_CASE("what has ended the group is what the calls of its block return") {
     check_aborted("epx_moe_block_bwd", [&] { block.backward(0); });
     check_aborted("epx_moe_block_create", [&] { RankBlock(rank, layer); });
   });
+}
+
+// Makes a call on both ranks, with one of rank 1's allocations failing. Neither waits until the timeout for the other.
+// Returns whether there was such an allocation; rank 0 may have made its part of the call before.
+template <typename Call>
+bool fail_allocation(const Rank& rank, int64_t number, const Call& call) {
+  if (rank.rank == 0) {
+    const epx_status status = call();
+    check(status == EPX_SUCCESS || status == EPX_ERROR_ABORTED, "allocation {}: rank 0 has status {}: {}", number,
+          static_cast<int>(status), epx_last_error());
+    return status != EPX_SUCCESS;
+  }
+  const FailingAllocation failing(number);
+  const epx_status status = call();
+  const epx_status expected = failing.has_failed() ? EPX_ERROR_OUT_OF_MEMORY : EPX_SUCCESS;
+  check(status == expected, "allocation {}: rank 1 has status {}: {}", number, static_cast<int>(status), epx_last_error());
+  return failing.has_failed();
+}
+
+TEST_CASE("a rank that runs out of memory within a call ends the group, so that no rank waits for it") {
+  const Layer layer = make_layer(60, {3, EPX_MOE_WEIGHT_LATE, 4, 0.1});
+  for (const bool is_backward : {false, true}) {
+    bool has_failed[2] = {};
+    int64_t number = 0;
+    do {
+      each_rank(kSplits[1], group_config(EPX_COMBINE_EXACT), [&](const Rank& rank) {
+        const RankBlock run(rank, layer);
+        const auto output = run.block().make_output(rank.num_tokens);
+        const auto gradients = run.block().make_gradients(rank.num_tokens, run.params());
+        Block<float>::Forward forward;
+        Block<float>::Backward backward;
+        run.block().make_call(forward, run.input(), run.params(), 0, output);
+        run.block().make_call(backward, run.input(), run.params(), 0, gradients);
+        if (is_backward) run.block().run(forward);
+        has_failed[rank.rank] = fail_allocation(rank, number, [&] {
+          return is_backward ? epx_moe_block_bwd(run.block().handle(), &backward.args)
+                             : epx_moe_block_fwd(run.block().handle(), &forward.args);
+        });
+      });
+      ++number;
+    } while (has_failed[1]);
+    CHECK_FALSE(has_failed[0]);
+    CHECK(number > 1);
+  }
 }
 
 } // namespace

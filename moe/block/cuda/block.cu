@@ -4,6 +4,7 @@
 //   clamp_zones       all     each thread bounds one zone           nothing
 #include "moe/block/cuda/kernels.h"
 
+#include "base/device/kernel_addresses.h"
 #include "moe/block/zones.h"
 #include "moe/cuda/warps.cuh"
 
@@ -23,6 +24,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 } // namespace
+
+std::vector<const void*> block_kernels() {
+  return epx::cuda::addresses_of(&copy_integers_kernel, &clamp_zones_kernel);
+}
 
 int launch_copy_integers(Integers from, Integers to, int64_t count, const LaunchTarget& target) {
   if (count == 0) return cudaSuccess;

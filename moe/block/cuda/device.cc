@@ -1,35 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <vector>
+
 #include <cuda_runtime_api.h>
 
-#include "base/cuda_error.h"
+#include "base/cuda.h"
 #include "base/error.h"
+#include "base/stream_order.h"
+#include "moe/block/cuda/kernels.h"
 #include "moe/block/memory.h"
+#include "moe/ffn/cuda/kernels.h"
+#include "moe/gemm/grouped_gemm.h"
+#include "moe/router/cuda/kernels.h"
 
 namespace epx::moe::cuda {
-namespace {
 
-// Sets the current device for as long as the object lives.
-class DeviceScope {
-public:
-  explicit DeviceScope(int device) {
-    check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
-    check_cuda(cudaSetDevice(device), "cudaSetDevice");
-  }
-  ~DeviceScope() { cudaSetDevice(before_); }
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
-
-private:
-  int before_ = 0;
-};
-
-bool is_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
-}
-
-} // namespace
+using epx::cuda::Capture;
+using epx::cuda::StreamOrder;
 
 void free_device_memory(std::byte* memory) noexcept {
   cudaFree(memory); // what it may return is an error of an earlier kernel
@@ -41,14 +27,8 @@ int device_of(const void* memory) {
   return attributes.device;
 }
 
-int current_device() {
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  return device;
-}
-
 DeviceMemory make_device_memory(int device, size_t bytes) {
-  const DeviceScope scope(device);
+  const CudaDeviceScope scope(device);
   void* memory = nullptr;
   if (const cudaError_t error = cudaMalloc(&memory, bytes); error == cudaErrorMemoryAllocation) {
     cudaGetLastError(); // clears it
@@ -65,29 +45,38 @@ void copy_async(void* to, const void* from, size_t bytes, epx_stream stream) {
              "cudaMemcpyAsync");
 }
 
-StreamOrder::StreamOrder(int device) {
-  const DeviceScope scope(device);
-  cudaEvent_t event = nullptr;
-  check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-  event_ = event;
+void load_block_kernels(epx_dtype dtype) {
+  for (const std::vector<const void*>& kernels : {route_kernels(), load_kernels(), route_bwd_kernels(), ffn_kernels(dtype),
+                                                  grouped_gemm_kernels(dtype), block_kernels()})
+    for (const void* kernel : kernels) {
+      cudaFuncAttributes attributes{};
+      check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+    }
 }
 
-void StreamOrder::destroy() noexcept {
-  cudaEventDestroy(static_cast<cudaEvent_t>(event_));
+void delete_stream_order(StreamOrder* order) noexcept {
+  delete order;
 }
 
-void StreamOrder::begin(epx_stream stream) {
+OwnedStreamOrder make_stream_order(int device) {
+  const CudaDeviceScope scope(device);
+  return OwnedStreamOrder(new StreamOrder);
+}
+
+bool begin_call(StreamOrder& order, std::string_view call, epx_stream stream) {
   auto* const call_stream = static_cast<cudaStream_t>(stream);
-  if (!has_last_ || last_ == stream || is_capturing(call_stream)) return;
-  check_cuda(cudaStreamWaitEvent(call_stream, static_cast<cudaEvent_t>(event_), 0), "cudaStreamWaitEvent");
+  const Capture capture = epx::cuda::capture_of(call_stream);
+  if (capture == Capture::active) {
+    order.saw_capture();
+    return true;
+  }
+  if (capture == Capture::of_other_stream || !order.wait_for_last(call_stream))
+    order.refuse_beside_capture(call, "the arena's", capture);
+  return false;
 }
 
-void StreamOrder::end(epx_stream stream) {
-  auto* const call_stream = static_cast<cudaStream_t>(stream);
-  if (is_capturing(call_stream)) return;
-  check_cuda(cudaEventRecord(static_cast<cudaEvent_t>(event_), call_stream), "cudaEventRecord");
-  last_ = stream;
-  has_last_ = true;
+void end_call(StreamOrder& order, epx_stream stream) {
+  order.launched(static_cast<cudaStream_t>(stream));
 }
 
 } // namespace epx::moe::cuda

@@ -3,13 +3,16 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "moe/cuda/launch_target.h"
 #include "moe/integers.h"
 
 namespace epx::moe::cuda {
 
-// Both return a cudaError_t.
+std::vector<const void*> block_kernels();
+
+// The launches return a cudaError_t.
 
 // to[i] = from[i] for i < count, each of either width.
 int launch_copy_integers(Integers from, Integers to, int64_t count, const LaunchTarget& target);

@@ -10,6 +10,7 @@
 
 #include <initializer_list>
 
+#include "base/device/kernel_addresses.h"
 #include "base/device/launch.h"
 #include "moe/cuda/elements.cuh"
 #include "moe/cuda/report.cuh"
@@ -236,6 +237,14 @@ bool can_vectorize(int64_t row_elements, std::initializer_list<const void*> tens
 }
 
 } // namespace
+
+std::vector<const void*> ffn_kernels(epx_dtype dtype) {
+  return with_element_type(dtype, []<typename T>(T) {
+    return epx::cuda::addresses_of(&check_zones_kernel, &activate_kernel<T, kVectorOf<T>>, &activate_kernel<T, 1>,
+                                   &activate_bwd_kernel<T, kVectorOf<T>>, &activate_bwd_kernel<T, 1>,
+                                   &add_bias_kernel<T, kVectorOf<T>>, &add_bias_kernel<T, 1>, &bias_grad_kernel<T>);
+  });
+}
 
 cudaError_t launch_check_zones(const DeviceZones& zones, const ErrorSink& errors, const LaunchTarget& target) {
   if (errors.record == nullptr) return cudaSuccess;

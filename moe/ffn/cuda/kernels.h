@@ -2,6 +2,8 @@
 // The kernels of the grouped FFN that are not matrix products. Rows that belong to no expert are neither read nor written.
 #pragma once
 
+#include <vector>
+
 #include <cuda_runtime_api.h>
 
 #include "epx/epx_moe.h"
@@ -10,6 +12,9 @@
 #include "moe/gemm/grouped_gemm.h"
 
 namespace epx::moe::cuda {
+
+// All of them, for rows of the dtype.
+std::vector<const void*> ffn_kernels(epx_dtype dtype);
 
 // Reports zones that do not follow each other within the rows. Every kernel bounds what it takes of them by itself.
 cudaError_t launch_check_zones(const DeviceZones& zones, const ErrorSink& errors, const LaunchTarget& target);

@@ -71,6 +71,8 @@ class Instance {
   static_assert(sizeof(typename Kernel::InternalStrideD) == sizeof(int64_t));
 
 public:
+  static const void* kernel() { return reinterpret_cast<const void*>(&cutlass::device_kernel<Kernel>); }
+
   static cudaError_t launch(const Groups& groups, bool accumulate, const LaunchTarget& target) {
     Arguments args{};
     args.mode = cutlass::gemm::GemmUniversalMode::kGrouped;
@@ -93,9 +95,8 @@ public:
     if (const size_t bytes = Kernel::get_workspace_size(args); bytes > groups.tensormaps_bytes)
       refuse_tensormaps(bytes, groups.tensormaps_bytes);
 
-    const void* const kernel = reinterpret_cast<const void*>(&cutlass::device_kernel<Kernel>);
     const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::SharedStorageSize);
+        cudaFuncSetAttribute(kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::SharedStorageSize);
     if (error != cudaSuccess) return error;
     typename Kernel::Params params = Kernel::to_underlying_arguments(args, groups.tensormaps);
     cudaLaunchAttribute cluster{};
@@ -109,7 +110,7 @@ public:
     config.attrs = &cluster;
     config.numAttrs = 1;
     void* pointers[] = {&params};
-    return cudaLaunchKernelExC(&config, kernel, pointers);
+    return cudaLaunchKernelExC(&config, kernel(), pointers);
   }
 };
 

@@ -31,6 +31,12 @@ cudaError_t launch_rows_by_transposed_weight(const Groups& groups, bool accumula
 cudaError_t launch_weight_gradient(const Groups& groups, const LaunchTarget& target);
 cudaError_t launch_weight_gradient_fp32(const Groups& groups, bool accumulate, const LaunchTarget& target);
 
+// Their kernels, in the same order.
+const void* rows_by_weight_kernel();
+const void* rows_by_transposed_weight_kernel();
+const void* weight_gradient_kernel();
+const void* weight_gradient_fp32_kernel();
+
 // Throws, since CUTLASS needs more memory for its tensormaps than there is.
 [[noreturn]] void refuse_tensormaps(size_t bytes, size_t available_bytes);
 

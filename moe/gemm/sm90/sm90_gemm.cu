@@ -94,6 +94,11 @@ Groups groups_of(const GroupedGemm& gemm) {
 
 } // namespace
 
+std::vector<const void*> gemm_kernels() {
+  return {reinterpret_cast<const void*>(&make_groups_kernel), rows_by_weight_kernel(), rows_by_transposed_weight_kernel(),
+          weight_gradient_kernel(), weight_gradient_fp32_kernel()};
+}
+
 cudaError_t launch_gemm(const GroupedGemm& gemm, const LaunchTarget& target) {
   const bool is_fp32 = gemm.out_dtype == EPX_FLOAT32;
   const Groups groups = groups_of(gemm);

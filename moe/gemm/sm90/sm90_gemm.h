@@ -2,9 +2,13 @@
 // The grouped GEMMs for BFLOAT16 on GPUs of compute capability 9.0, by CUTLASS.
 #pragma once
 
+#include <vector>
+
 #include "moe/gemm/grouped_gemm.h"
 
 namespace epx::moe::cuda::sm90 {
+
+std::vector<const void*> gemm_kernels();
 
 // Needs gemm.tensor_core_workspace. Throws when CUTLASS needs more of it than there is.
 cudaError_t launch_gemm(const GroupedGemm& gemm, const LaunchTarget& target);

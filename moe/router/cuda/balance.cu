@@ -4,6 +4,8 @@
 // The loss is summed in float64 in an order that depends on the shapes alone: a warp sums the tokens of a chunk in order, and
 // one block then sums the chunks by a fixed tree.
 #include "moe/router/cuda/kernels.h"
+
+#include "base/device/kernel_addresses.h"
 #include "moe/router/cuda/load.cuh"
 #include "moe/router/cuda/selection.cuh"
 
@@ -69,6 +71,10 @@ __global__ void __launch_bounds__(kBlockThreads) update_bias_kernel(const __grid
 }
 
 } // namespace
+
+std::vector<const void*> load_kernels() {
+  return epx::cuda::addresses_of(&load_kernel);
+}
 
 int launch_load(const LoadCall& call, const LaunchTarget& target) {
   return epx::cuda::launch(&load_kernel, {1, kBlockThreads}, stream_of(target), call);

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "epx/epx_moe.h"
 #include "moe/cuda/error_record.h"
@@ -11,6 +12,11 @@
 #include "moe/integers.h"
 
 namespace epx::moe::cuda {
+
+// The kernels of a router in a block: of launch_route(), launch_load() and launch_route_bwd().
+std::vector<const void*> route_kernels();
+std::vector<const void*> load_kernels();
+std::vector<const void*> route_bwd_kernels();
 
 constexpr int kMaxGroups = 1024; // their scores are in shared memory
 

@@ -12,6 +12,8 @@
 #include <climits>
 
 #include "moe/router/cuda/kernels.h"
+
+#include "base/device/kernel_addresses.h"
 #include "moe/router/cuda/scores.cuh"
 
 namespace epx::moe::cuda {
@@ -249,6 +251,13 @@ cudaError_t clear_info(int64_t* info, cudaStream_t stream) {
 }
 
 } // namespace
+
+std::vector<const void*> route_kernels() {
+  using Bf16 = __nv_bfloat16;
+  return epx::cuda::addresses_of(&route_kernel<float, 2>, &route_kernel<float, 8>, &route_kernel<float, kMaxValues>,
+                                 &route_kernel<float, 0>, &route_kernel<Bf16, 2>, &route_kernel<Bf16, 8>,
+                                 &route_kernel<Bf16, kMaxValues>, &route_kernel<Bf16, 0>);
+}
 
 int launch_route(const RouteCall& call, const LaunchTarget& target) {
   if (call.info != nullptr)

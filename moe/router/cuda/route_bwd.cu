@@ -3,6 +3,8 @@
 // from the L1 cache. Nothing is added in memory: the warp first stores the gradient of every expert as if it were not selected,
 // and then stores those of the selected ones over it.
 #include "moe/router/cuda/kernels.h"
+
+#include "base/device/kernel_addresses.h"
 #include "moe/router/cuda/load.cuh"
 #include "moe/router/cuda/selection.cuh"
 
@@ -122,6 +124,11 @@ __global__ void __launch_bounds__(kThreads) route_bwd_kernel(const __grid_consta
 }
 
 } // namespace
+
+std::vector<const void*> route_bwd_kernels() {
+  return epx::cuda::addresses_of(&route_bwd_kernel<float, false>, &route_bwd_kernel<float, true>,
+                                 &route_bwd_kernel<__nv_bfloat16, false>, &route_bwd_kernel<__nv_bfloat16, true>);
+}
 
 int launch_route_bwd(const RouteBwdCall& call, const LaunchTarget& target) {
   if (call.logits.num_tokens == 0) return cudaSuccess;

@@ -16,13 +16,13 @@
 #include "base/cuda.h"
 #include "base/error.h"
 #include "base/names.h"
+#include "base/stream_order.h"
 #include "base/suspension_aware_deadline.h"
 #include "runtime/allocations.h"
 #include "runtime/stages/cuda/device_reports.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
 #include "runtime/stages/cuda/rank_board.h"
-#include "runtime/stages/cuda/stream_order.h"
 #include "runtime/stages/reports.h"
 #include "runtime/status_board.h"
 
@@ -160,7 +160,8 @@ private:
       capture = capture_of(stream);
       if (capture != Capture::none) order_.saw_capture();
       ends_group = capture == Capture::none && order_.wait_for_last(stream);
-      if (capture != Capture::active && !ends_group) refuse_beside_capture(operation, capture);
+      if (capture != Capture::active && !ends_group) // the call has consumed no sequence number and can be made again
+        order_.refuse_beside_capture(name_of(operation), "the group's", capture);
       if (const bool is_captured = capture == Capture::active; is_captured != std::exchange(was_captured_, is_captured))
         plan_.forget_last();      // a captured call has not run, so it does not come before an eager one on the stream
       DeviceGroup group = group_; // a copy, because epx_group_abort reads group_ in any thread
@@ -175,20 +176,6 @@ private:
     // A captured call runs whenever its graph is replayed, so the count is no longer known.
     if (capture == Capture::active) launched_ = RankBoard::kUnknown;
     count_launched(1);
-  }
-
-  // The refused call has consumed no sequence number and can be made again.
-  [[noreturn]] void refuse_beside_capture(epx_operation operation, Capture capture) {
-    order_.saw_capture();
-    if (capture == Capture::of_other_stream)
-      fail(EPX_ERROR_INVALID_ARGUMENT,
-           "{}: the legacy default stream takes no work while a stream that waits for it is being captured: give the call "
-           "another stream, or make it when the capture has ended",
-           name_of(operation));
-    fail(EPX_ERROR_INVALID_ARGUMENT,
-         "{}: the stream of the group's last call cannot be waited for while a graph is being captured: make the call "
-         "when the capture has ended",
-         name_of(operation));
   }
 
   // Ends the group: the peers have launched their kernels, or will, and would wait for this rank's kernel.

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Orders the eager calls of a group that are made on different streams.
+// Orders the eager calls that use the same memory, of a group or of an arena, and are made on different streams.
 #pragma once
 
 #include <optional>
+#include <string_view>
 
 #include "base/cuda.h"
+#include "base/error.h"
 
 namespace epx::cuda {
 
@@ -29,8 +31,8 @@ inline Capture capture_of(cudaStream_t stream) {
 // before.
 // A captured call runs when its graph is replayed, which only the caller knows: it neither waits nor is waited for, and no edge
 // is drawn between a captured stream and another one. No event can be recorded on a stream while it is captured. An event
-// behind every call would keep the next kernel of the stream from programmatic dependent launch, so only groups that have seen
-// a capture record one.
+// behind every call would keep the next kernel of the stream from programmatic dependent launch, so only an order
+// that has seen a capture records one.
 class StreamOrder {
 public:
   // The caller calls this before it launches an eager call on `stream`. Returns false when a capture keeps the stream from
@@ -53,8 +55,24 @@ public:
     if (is_recorded_) check_cuda(cudaEventRecord(event_.get(), stream), "cudaEventRecord");
   }
 
-  // The caller calls this for a captured call, and for one that a capture keeps from being launched.
+  // The caller calls this for a captured call.
   void saw_capture() { has_seen_capture_ = true; }
+
+  // The caller calls this when a capture keeps a call from being launched: throws a refusal. `owner` is whose calls these are,
+  // in the genitive.
+  [[noreturn]] void refuse_beside_capture(std::string_view call, std::string_view owner, Capture capture) {
+    saw_capture();
+    if (capture == Capture::of_other_stream)
+      fail(EPX_ERROR_INVALID_ARGUMENT,
+           "{}: the legacy default stream takes no work while a stream that waits for it is being captured: give the call "
+           "another stream, or make it when the capture has ended",
+           call);
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "{}: the stream of {} last call cannot be waited for while a graph is being captured: make the call when the "
+         "capture "
+         "has ended",
+         call, owner);
+  }
 
 private:
   CudaEvent event_;
