@@ -176,8 +176,8 @@ void test_streams(const RankContext& context) {
   check_status_clean(rank);
 }
 
-// While the stream of the last call is captured, no call on another stream can wait for that call: it is refused, and its flight
-// is as before.
+// While the stream of the last call is captured, no call on another stream can wait for that call: it is refused, and its
+// flight is as before.
 void test_calls_beside_capture(const RankContext& context) {
   const GpuGroup group(context, EPX_COMBINE_WIRE);
   const Rank& rank = group.rank();
