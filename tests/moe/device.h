@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "epx/epx_moe.h"
 
@@ -11,6 +12,9 @@ namespace epx::test {
 
 // Makes calls of the whole program compute on CUDA. Returns false where there is no GPU.
 bool use_cuda();
+
+// How many random cases a test tries: what --cases says, or `otherwise`.
+uint64_t num_cases(uint64_t otherwise);
 
 // Whether a call of this thread that asks now computes on CUDA.
 bool on_cuda();

@@ -11,7 +11,7 @@ namespace epx::test {
 namespace {
 
 TEST_CASE("the FFN on CUDA computes what the host does in float64") {
-  for (uint64_t seed = 0; seed < 50; ++seed) {
+  for (uint64_t seed = 0; seed < num_cases(50); ++seed) {
     CAPTURE(seed);
     CHECK(ffn_fault<float, float>(seed, 1e-5) == "");
     CHECK(ffn_fault<Bfloat16, float>(seed, 2e-2) == "");
