@@ -142,6 +142,7 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
     return RankHello{EPX_VERSION_MAJOR * 10000 + EPX_VERSION_MINOR * 100 + EPX_VERSION_PATCH, config, random_u64()};
   });
   require_consistent(world);
+  log::group().info("all {} ranks have come", world.size());
 
   const std::vector<int> members = members_of(world, config.color);
   const auto self = std::find(members.begin(), members.end(), bootstrap.rank);

@@ -106,7 +106,9 @@ std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t 
   std::shared_ptr<Communicator> communicator;
   exchange.all_gather([&] {
     if (num_ranks == 1) return 1;
+    log::transport().info("NCCL {}: a communicator of {} ranks begins", loaded_nccl().name, num_ranks);
     communicator = std::make_shared<Communicator>(loaded_nccl(), rank, num_ranks, ids.front(), timeout);
+    log::transport().info("the communicator is there");
     const int lsa_ranks = ncclTeamLsa(communicator->get()).nRanks;
     if (lsa_ranks < num_ranks)
       fail(EPX_ERROR_UNSUPPORTED,

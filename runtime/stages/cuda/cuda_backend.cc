@@ -337,10 +337,13 @@ std::unique_ptr<Backend> make_backend(const GroupContext& context, int num_comm_
       fail(EPX_ERROR_UNSUPPORTED, "transport nccl serves at most {} ranks; the group has {}", kMaxDeviceRanks,
            context.shape.num_ranks);
     plan.emplace(context.shape, num_comm_sms);
+    log::group().info("group {:016x}: the kernels are loaded", context.group_id);
     return int32_t{0};
   });
   auto board = std::make_unique<RankBoard>(context.rank, context.shape.num_ranks, exchange);
   std::unique_ptr<Window> window = transport->open_window(context.layout.total_bytes, exchange);
+  log::group().info("group {:016x}: all ranks have mapped the windows of {} bytes", context.group_id,
+                    context.layout.total_bytes);
   std::unique_ptr<Backend> backend;
   exchange.all_gather([&] { // no rank makes a call before all ranks are ready for it
     int device = 0;
