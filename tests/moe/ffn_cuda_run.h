@@ -148,10 +148,12 @@ Result<T, G> run_on_cuda(const FfnCase<T, G>& c, int num_sms) {
   return result;
 }
 
-// Rows in use are near the expected ones, and the others still hold what they held before.
+// Rows in use are near the expected ones, and the others still hold what they held before. The terms of an element's sum may
+// cancel, but their rounding errors do not, and in a tensor of few elements that may be so in all: `sum` is of the order that the
+// elements have otherwise.
 template <typename T>
 std::string rows_fault(const char* name, const Zones& zones, Tensor<T> actual, const Tensor<double>& expected,
-                       double tolerance) {
+                       double tolerance, double sum = 1) {
   const Tensor<T> before = scribbled<T>({actual.size(0), actual.ndim() == 2 ? actual.size(1) : 1});
   for (int64_t row = 0; row < zones.num_rows; ++row)
     for (int64_t i = 0; i < actual.per_row() && !zones.used(row); ++i)
@@ -159,10 +161,8 @@ std::string rows_fault(const char* name, const Zones& zones, Tensor<T> actual, c
   Tensor<double> wide = expected;
   fill_unused(zones, actual, T{});
   fill_unused(zones, wide, 0.0);
-  // The terms of an element's sum, of order 1, may cancel, but the rounding errors of the terms do not; in all elements of a
-  // tensor where there are few.
   constexpr int64_t kFew = 16;
-  const double scale = std::max(max_abs(wide), wide.count() < kFew ? 1.0 : 0.0);
+  const double scale = std::max(max_abs(wide), wide.count() < kFew ? sum : 0.0);
   const std::string wrong = difference(converted<double>(actual), wide, tolerance, scale);
   return wrong.empty() ? "" : std::string(name) + ": " + wrong;
 }
@@ -182,7 +182,9 @@ std::string result_fault(const FfnCase<T, G>& c, const Result<T, G>& result, dou
   std::string wrong = rows_fault("expert_out", c.zones, result.expert_out, forward.expert_out, tolerance) +
                       rows_fault("pre_act", c.zones, result.pre_act, forward.pre_act, tolerance) +
                       rows_fault("grad_recv", c.zones, result.grad_recv, backward.recv, tolerance);
-  if (c.is_early) wrong += rows_fault("grad_recv_weights", c.zones, result.grad_weights, backward.recv_weights, tolerance);
+  if (c.is_early)
+    wrong += rows_fault("grad_recv_weights", c.zones, result.grad_weights, backward.recv_weights, tolerance,
+                        std::sqrt(c.shape.hidden));
   // These are sums over the rows: their terms, of order 1, may cancel, but the rounding errors of the terms do not.
   const double noise = std::sqrt(static_cast<double>(c.zones.num_rows));
   const FfnParams<double> actual_grads = converted_params<double>(result.grads);
