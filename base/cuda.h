@@ -51,14 +51,14 @@ using MappedMemory = std::unique_ptr<T, CudaFreeHost>; // pinned host memory; de
 
 // The memory is zeroed.
 template <typename T>
-DeviceMemory<T> make_device_memory(size_t count) {
-  void* memory = nullptr;
-  check_cuda(cudaMalloc(&memory, count * sizeof(T)), "cudaMalloc");
-  DeviceMemory<T> owner(static_cast<T*>(memory));
-  check_cuda(cudaMemset(memory, 0, count * sizeof(T)), "cudaMemset");
+DeviceMemory<T> make_device_memory(size_t num_elements) {
+  void* address = nullptr;
+  check_cuda(cudaMalloc(&address, num_elements * sizeof(T)), "cudaMalloc");
+  DeviceMemory<T> memory(static_cast<T*>(address));
+  check_cuda(cudaMemset(address, 0, num_elements * sizeof(T)), "cudaMemset");
   // Streams that do not wait for the default stream may use the memory at once.
   check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  return owner;
+  return memory;
 }
 
 // The memory is zeroed.
