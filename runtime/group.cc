@@ -72,11 +72,23 @@ struct TransportChoice {
 
 #if defined(EPX_WITH_CUDA)
 
-// The call is collective. `auto` becomes nccl when each rank has a GPU of its own.
+// Each rank tells what it has before a transport is chosen. NCCL is not loaded on a rank without a GPU.
+struct RankDevice {
+  GpuIdentity gpu = find_gpu();
+  bool has_nccl = gpu.device >= 0 && why_no_nccl().empty();
+};
+
+// The call is collective. `auto` becomes nccl when each rank has a GPU of its own and an NCCL that epx can use.
 TransportChoice choose_transport(epx_transport wanted, Exchange& exchange) {
   if (wanted != EPX_TRANSPORT_AUTO) return {wanted, "as configured"};
-  const std::vector<GpuIdentity> gpus = exchange.all_gather([] { return find_gpu(); });
+  const std::vector<RankDevice> devices = exchange.all_gather([] { return RankDevice(); });
+  std::vector<GpuIdentity> gpus;
+  for (const RankDevice& device : devices)
+    gpus.push_back(device.gpu);
   if (const std::string why = why_not_a_gpu_each(gpus); !why.empty()) return {EPX_TRANSPORT_HOST, "auto: " + why};
+  if (const auto without = std::ranges::find(devices, false, &RankDevice::has_nccl); without != devices.end())
+    return {EPX_TRANSPORT_HOST,
+            fmt::format("auto: rank {} has no NCCL that epx can use; here: {}", without - devices.begin(), why_no_nccl())};
   return {EPX_TRANSPORT_NCCL, "auto: each rank has a GPU of its own"};
 }
 

@@ -172,6 +172,10 @@ std::string why_not_a_gpu_each(std::span<const GpuIdentity>) {
   return "";
 }
 
+std::string why_no_nccl() {
+  return "";
+}
+
 std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
   return std::make_unique<EmulatedTransport>(rank, num_ranks, timeout_ms, exchange);
 }

@@ -13,9 +13,11 @@
 namespace epx::test {
 namespace {
 
-// The emulated suite has no NCCL.
+// Describes the NCCL that libepx has loaded for its group; the emulated suite has none.
 std::string describe_nccl() {
-  const auto get_version = reinterpret_cast<int (*)(int*)>(dlsym(RTLD_DEFAULT, "ncclGetVersion"));
+  void* const library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
+  if (library == nullptr) return "no NCCL";
+  const auto get_version = reinterpret_cast<int (*)(int*)>(dlsym(library, "ncclGetVersion"));
   if (get_version == nullptr) return "no NCCL";
   int code = 0;
   get_version(&code);
@@ -26,9 +28,9 @@ std::string describe_nccl() {
 }
 
 void test_version(const RankContext& context) {
-  if (context.rank == 0) std::printf("%s\n", describe_nccl().c_str());
   const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
   GroupRun group(context, shape);
+  if (context.rank == 0) std::printf("%s\n", describe_nccl().c_str());
   const LayerCase layer_case = small_layer(3, 16, RoutingStyle::uniform);
   for (const bool in_place : {false, true}) {
     ResidentLayer layer(group, layer_case, in_place);

@@ -58,6 +58,8 @@ def main():
     if not arguments.may_need_mpi:
         problems += [f"the library needs {name}" for name in needed if "mpi" in name]
 
+    problems += [f"the library needs {name}, which it is to load when a group needs it" for name in needed if "nccl" in name]
+
     print(f"{arguments.library}: {len(exported)} symbols exported, {len(declared)} functions declared, needs {needed}")
     print("\n".join(problems))
     return 1 if problems else 0

@@ -15,11 +15,11 @@ Communicator::Communicator(const NcclVersion& version, int rank, int num_ranks, 
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
   config.minCTAs = config.maxCTAs = 1; // its collectives carry small records only; channels cost time and memory
-  wait(ncclCommInitRankConfig(&comm_, num_ranks, id, rank, &config), "ncclCommInitRankConfig");
+  wait(nccl().CommInitRankConfig(&comm_, num_ranks, id, rank, &config), "ncclCommInitRankConfig");
 }
 
 Communicator::~Communicator() {
-  if (comm_ != nullptr) ncclCommAbort(comm_); // the abort is local, never waits for a peer, and frees what is left
+  if (comm_ != nullptr) nccl().CommAbort(comm_); // the abort is local, never waits for a peer, and frees what is left
 }
 
 void Communicator::wait(ncclResult_t result, const char* call) {
@@ -27,11 +27,11 @@ void Communicator::wait(ncclResult_t result, const char* call) {
   if (result == ncclSuccess) result = ncclInProgress; // ncclSuccess may mean that it has only begun
   while (result == ncclInProgress) {
     if (deadline.passed()) {
-      ncclCommAbort(std::exchange(comm_, nullptr));
+      nccl().CommAbort(std::exchange(comm_, nullptr));
       fail(EPX_ERROR_TIMEOUT, "{}: not all ranks came within {} ms", call, timeout_.count());
     }
     std::this_thread::sleep_for(std::chrono::microseconds(50));
-    check_nccl(ncclCommGetAsyncError(comm_, &result), "ncclCommGetAsyncError");
+    check_nccl(nccl().CommGetAsyncError(comm_, &result), "ncclCommGetAsyncError");
   }
   check_nccl(result, call);
 }

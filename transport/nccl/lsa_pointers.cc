@@ -4,10 +4,10 @@
 #include <array>
 
 #include <cuda_runtime_api.h>
-#include <dlfcn.h>
 #include <nccl_device.h>
 
 #include "base/cuda.h"
+#include "transport/nccl/nccl_library.h"
 
 namespace epx {
 namespace {
@@ -17,17 +17,15 @@ namespace {
 static_assert(offsetof(ncclWindow_vidmem, lsaFlatBase) == 8 && offsetof(ncclWindow_vidmem, stride4G) == 24);
 #endif
 
-// nccl_device/core.h declares this function from 2.29.2 on. It is looked up by name, since the loaded library may lack it.
-using GetLsaDevicePointer = ncclResult_t (*)(ncclWindow_t window, size_t offset, int lsa_rank, void** pointer);
-
 void ask_library(const NcclVersion& version, ncclWindow_t window, std::span<std::byte*> bases) {
-  const auto get = reinterpret_cast<GetLsaDevicePointer>(dlsym(RTLD_DEFAULT, "ncclGetLsaDevicePointer"));
-  if (get == nullptr) fail(EPX_ERROR_SYSTEM, "NCCL {} is loaded, but has no ncclGetLsaDevicePointer", version.name);
+  if (nccl().GetLsaDevicePointer == nullptr)
+    fail(EPX_ERROR_SYSTEM, "NCCL {} is loaded, but has no ncclGetLsaDevicePointer", version.name);
   for (size_t rank = 0; rank < bases.size(); ++rank) {
     void* pointer = nullptr;
-    if (const ncclResult_t result = get(window, 0, static_cast<int>(rank), &pointer); result != ncclSuccess)
-      fail(EPX_ERROR_SYSTEM, "ncclGetLsaDevicePointer of LSA rank {}: {} ({})", rank, ncclGetErrorString(result),
-           ncclGetLastError(nullptr));
+    if (const ncclResult_t result = nccl().GetLsaDevicePointer(window, 0, static_cast<int>(rank), &pointer);
+        result != ncclSuccess)
+      fail(EPX_ERROR_SYSTEM, "ncclGetLsaDevicePointer of LSA rank {}: {} ({})", rank, nccl().GetErrorString(result),
+           nccl().GetLastError(nullptr));
     bases[rank] = static_cast<std::byte*>(pointer);
   }
 }

@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "base/suspension_aware_deadline.h"
+#include "transport/nccl/nccl_library.h"
 
 namespace epx {
 
@@ -18,7 +19,7 @@ std::vector<ExchangeRecord> NcclExchange::gather(ExchangeRecord mine) {
   std::vector<ExchangeRecord> all(static_cast<size_t>(num_ranks_));
   check_cuda(cudaMemcpyAsync(own, &mine, sizeof(mine), cudaMemcpyHostToDevice, stream_.get()), "cudaMemcpyAsync");
   communicator_->wait(
-      ncclAllGather(own, records_.get(), sizeof(ExchangeRecord), ncclChar, communicator_->get(), stream_.get()),
+      nccl().AllGather(own, records_.get(), sizeof(ExchangeRecord), ncclChar, communicator_->get(), stream_.get()),
       "ncclAllGather");
   check_cuda(cudaMemcpyAsync(all.data(), records_.get(), all.size() * sizeof(ExchangeRecord), cudaMemcpyDeviceToHost,
                              stream_.get()),

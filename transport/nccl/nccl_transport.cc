@@ -13,6 +13,7 @@
 #include "transport/nccl/gpu_identity.h"
 #include "transport/nccl/nccl_check.h"
 #include "transport/nccl/nccl_exchange.h"
+#include "transport/nccl/nccl_library.h"
 #include "transport/nccl/nccl_versions.h"
 #include "transport/nccl/nccl_window.h"
 
@@ -72,7 +73,7 @@ private:
 // Returns the release whose library is loaded.
 const NcclVersion& loaded_nccl() {
   int version = 0;
-  check_nccl(ncclGetVersion(&version), "ncclGetVersion");
+  check_nccl(nccl().GetVersion(&version), "ncclGetVersion");
   return require_supported_nccl(version);
 }
 
@@ -83,6 +84,15 @@ struct RankHello {
 };
 
 } // namespace
+
+std::string why_no_nccl() {
+  try {
+    loaded_nccl();
+    return "";
+  } catch (const StatusError& error) {
+    return error.message();
+  }
+}
 
 std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
   const std::chrono::milliseconds timeout(timeout_ms);
@@ -100,7 +110,7 @@ std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t 
       fail(EPX_ERROR_UNSUPPORTED,
            "transport nccl needs a GPU of its own for every rank, but {}: call cudaSetDevice before epx_group_create", why);
     ncclUniqueId id{};
-    if (rank == 0) check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
+    if (rank == 0) check_nccl(nccl().GetUniqueId(&id), "ncclGetUniqueId");
     return id;
   });
   std::shared_ptr<Communicator> communicator;
@@ -109,7 +119,7 @@ std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t 
     log::transport().info("NCCL {}: a communicator of {} ranks begins", loaded_nccl().name, num_ranks);
     communicator = std::make_shared<Communicator>(loaded_nccl(), rank, num_ranks, ids.front(), timeout);
     log::transport().info("the communicator is there");
-    const int lsa_ranks = ncclTeamLsa(communicator->get()).nRanks;
+    const int lsa_ranks = nccl().TeamLsa(communicator->get()).nRanks;
     if (lsa_ranks < num_ranks)
       fail(EPX_ERROR_UNSUPPORTED,
            "the group has {} ranks, but only {} of them reach each other's memory over NVLink (rank {}'s "

@@ -5,13 +5,17 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "transport/exchange.h"
 #include "transport/transport.h"
 
 namespace epx {
 
-// The call is collective over `exchange`; all ranks succeed or all throw: UNSUPPORTED (no GPU, two ranks on one GPU, an NCCL
+// Returns why this process cannot use NCCL (it cannot be loaded, or epx does not support the release); "" when it can. Loads it.
+std::string why_no_nccl();
+
+// The call is collective over `exchange`; all ranks succeed or all throw: UNSUPPORTED (no GPU, two ranks on one GPU, no NCCL or one
 // that nccl_versions.h does not list, or not the same on all ranks, ranks beyond one LSA domain, no symmetric memory), TIMEOUT,
 // SYSTEM. Waits of the transport's own exchange, which goes through the GPU, are bounded by timeout_ms.
 std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange);

@@ -11,14 +11,14 @@ namespace epx {
 
 NcclMemory allocate_nccl_memory(int64_t bytes) {
   void* memory = nullptr;
-  const ncclResult_t result = ncclMemAlloc(&memory, static_cast<size_t>(bytes));
+  const ncclResult_t result = nccl().MemAlloc(&memory, static_cast<size_t>(bytes));
   NcclMemory owner(static_cast<std::byte*>(memory));
   if (result != ncclSuccess) {
     size_t free_bytes = 0, total_bytes = 0;
     cudaMemGetInfo(&free_bytes, &total_bytes);
     cudaGetLastError();
     fail(EPX_ERROR_OUT_OF_MEMORY, "ncclMemAlloc of {} bytes: {} ({} bytes of {} are free on the GPU)", bytes,
-         ncclGetErrorString(result), free_bytes, total_bytes);
+         nccl().GetErrorString(result), free_bytes, total_bytes);
   }
   check_cuda(cudaMemset(memory, 0, static_cast<size_t>(bytes)), "cudaMemset");
   check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
@@ -35,7 +35,7 @@ NcclWindow::NcclWindow(std::shared_ptr<Communicator> communicator, int rank, int
 }
 
 NcclWindow::~NcclWindow() {
-  if (window_ != nullptr && communicator_->get() != nullptr) ncclCommWindowDeregister(communicator_->get(), window_);
+  if (window_ != nullptr && communicator_->get() != nullptr) nccl().CommWindowDeregister(communicator_->get(), window_);
 }
 
 void NcclWindow::register_everywhere() {
@@ -43,9 +43,9 @@ void NcclWindow::register_everywhere() {
     bases_ = {memory_};
     return;
   }
-  communicator_->wait(
-      ncclCommWindowRegister(communicator_->get(), memory_, static_cast<size_t>(bytes_), &window_, NCCL_WIN_COLL_SYMMETRIC),
-      "ncclCommWindowRegister");
+  communicator_->wait(nccl().CommWindowRegister(communicator_->get(), memory_, static_cast<size_t>(bytes_), &window_,
+                                                NCCL_WIN_COLL_SYMMETRIC),
+                      "ncclCommWindowRegister");
   if (window_ == nullptr)
     fail(EPX_ERROR_UNSUPPORTED,
          "NCCL has no symmetric window over the {} bytes at {} (ncclCommWindowRegister returned none): peer access over "

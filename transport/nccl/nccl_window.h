@@ -10,12 +10,13 @@
 #include <nccl.h>
 
 #include "transport/nccl/communicator.h"
+#include "transport/nccl/nccl_library.h"
 #include "transport/transport.h"
 
 namespace epx {
 
 struct NcclFree {
-  void operator()(std::byte* memory) const noexcept { ncclMemFree(memory); }
+  void operator()(std::byte* memory) const noexcept { nccl().MemFree(memory); }
 };
 using NcclMemory = std::unique_ptr<std::byte, NcclFree>;
 
