@@ -86,6 +86,7 @@ TransportChoice choose_transport(epx_transport wanted, Exchange& exchange) {
   for (const RankDevice& device : devices)
     gpus.push_back(device.gpu);
   if (const std::string why = why_not_a_gpu_each(gpus); !why.empty()) return {EPX_TRANSPORT_HOST, "auto: " + why};
+  if (const std::string why = why_not_new_enough(gpus); !why.empty()) return {EPX_TRANSPORT_HOST, "auto: " + why};
   if (const auto without = std::ranges::find(devices, false, &RankDevice::has_nccl); without != devices.end())
     return {EPX_TRANSPORT_HOST,
             fmt::format("auto: rank {} has no NCCL that epx can use; here: {}", without - devices.begin(), why_no_nccl())};

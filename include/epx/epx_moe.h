@@ -14,8 +14,8 @@
  *   refused), and the call is enqueued on cuda->stream: it allocates nothing, does not wait for the device, and can be
  *   captured in a CUDA graph. The first call of a kind may have to wait while CUDA loads its kernels; those of a block are
  *   loaded when it is created.
- *   Where the build has no CUDA or the machine no GPU, it is refused (UNSUPPORTED). Where a block
- *   computes is not the call's choice: see epx_moe_block_create().
+ *   Where the build has no CUDA, the machine no GPU, or the GPU a compute capability below 9.0, it is refused (UNSUPPORTED).
+ *   Where a block computes is not the call's choice: see epx_moe_block_create().
  * - "real" below means FLOAT32 or FLOAT64, the same one for all tensors of a call that are called real. Computation is in
  *   that type. FLOAT64 is there to check gradients. On CUDA real is FLOAT32, and a comment says what else a tensor may be
  *   there; computation is in FLOAT32.

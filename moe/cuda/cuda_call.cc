@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <new>
+#include <string>
 
 #include <cuda_runtime_api.h>
 
@@ -35,6 +36,19 @@ bool is_empty(const epx_tensor& tensor) {
   return false;
 }
 
+int attribute_of(int device, cudaDeviceAttr attribute) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+void require_new_enough(int device) {
+  const int capability = 10 * attribute_of(device, cudaDevAttrComputeCapabilityMajor) +
+                         attribute_of(device, cudaDevAttrComputeCapabilityMinor);
+  if (const std::string why = why_too_old(capability); !why.empty())
+    fail(EPX_ERROR_UNSUPPORTED, "the current device, {}, {}", device, why);
+}
+
 } // namespace
 
 int current_device() {
@@ -53,6 +67,7 @@ CudaCall::CudaCall(const epx_moe_cuda& cuda, epx_moe_op op, size_t workspace_byt
                    std::initializer_list<NamedTensor> tensors)
     : device_(current_device()), errors_{cuda.errors != nullptr ? cuda.errors->record : nullptr, op},
       workspace_(cuda.workspace) {
+  require_new_enough(device_);
   if (cuda.num_sms < 0) fail(EPX_ERROR_INVALID_ARGUMENT, "cuda.num_sms is {}; it must not be negative", cuda.num_sms);
   if (cuda.reserved0 != 0) fail(EPX_ERROR_INVALID_ARGUMENT, "cuda.reserved0 is {}; it must be 0", cuda.reserved0);
   for (const NamedTensor& named : tensors)
@@ -69,7 +84,7 @@ CudaCall::CudaCall(const epx_moe_cuda& cuda, epx_moe_op op, size_t workspace_byt
     require_on_device(cuda.workspace, "cuda.workspace", device_);
   }
   target_.stream = cuda.stream;
-  check_cuda(cudaDeviceGetAttribute(&target_.num_sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
+  target_.num_sms = attribute_of(device_, cudaDevAttrMultiProcessorCount);
   if (cuda.num_sms > 0) target_.num_sms = std::min(target_.num_sms, cuda.num_sms);
 }
 

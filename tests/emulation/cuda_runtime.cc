@@ -28,6 +28,13 @@ namespace {
 
 constexpr int kDevices = 64;
 constexpr int kMultiprocessors = 3;
+
+// 10 * major + minor; tests set the environment variable while they run.
+int compute_capability() {
+  const char* const text = std::getenv("EPX_EMULATED_COMPUTE_CAPABILITY");
+  return text != nullptr ? std::atoi(text) : 90;
+}
+
 constexpr int kSharedBytes = 227 << 10; // per block
 constexpr size_t kMemoryAlignment = 256;
 constexpr size_t kMemoryBytes = size_t{64} << 30;
@@ -218,6 +225,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     *value = kMultiprocessors;
   else if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin)
     *value = kSharedBytes;
+  else if (attribute == cudaDevAttrComputeCapabilityMajor)
+    *value = compute_capability() / 10;
+  else if (attribute == cudaDevAttrComputeCapabilityMinor)
+    *value = compute_capability() % 10;
   else
     return cudaErrorInvalidValue;
   return cudaSuccess;

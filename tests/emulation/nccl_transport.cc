@@ -172,6 +172,10 @@ std::string why_not_a_gpu_each(std::span<const GpuIdentity>) {
   return "";
 }
 
+std::string why_not_new_enough(std::span<const GpuIdentity>) {
+  return "";
+}
+
 std::string why_no_nccl() {
   return "";
 }

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -125,6 +126,26 @@ TEST_CASE("tensors that are not the current device's memory are refused") {
   finish_call();
   CHECK(difference(topk_idx, scribbled<int32_t>({2, 1})) == "");
   CHECK(difference(weights, scribbled<float>({2, 1})) == "");
+}
+
+TEST_CASE("a GPU that is too old for the kernels is refused") { // only the emulation can pretend to be one
+  setenv("EPX_EMULATED_COMPUTE_CAPABILITY", "86", 1);
+  int major = 0;
+  require_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+  const Tensor<float> logits({2, 3});
+  const auto topk_idx = scribbled<int32_t>({2, 1});
+  const auto weights = scribbled<float>({2, 1});
+  const auto config = router_config(3, 1);
+  const epx_moe_router_args args = {sizeof(args), place_of_call(), logits.get(),  nullptr,
+                                    nullptr,      topk_idx.get(),  weights.get(), nullptr};
+  const epx_status status = epx_moe_router(&config, &args);
+  unsetenv("EPX_EMULATED_COMPUTE_CAPABILITY");
+  CHECK(status == (major == 8 ? EPX_ERROR_UNSUPPORTED : EPX_SUCCESS));
+  if (major == 8)
+    CHECK(std::string(epx_last_error()) ==
+          "epx_moe_router: the current device, 0, has compute capability 8.6; the kernels need 9.0 or later");
+  finish_call();
+  CHECK((difference(topk_idx, scribbled<int32_t>({2, 1})) == "") == (major == 8));
 }
 
 TEST_CASE("a layer that is captured in a graph follows its input") {

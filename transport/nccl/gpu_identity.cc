@@ -6,6 +6,8 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
+#include "base/cuda_error.h"
+
 namespace epx {
 
 GpuIdentity find_gpu() noexcept {
@@ -17,6 +19,7 @@ GpuIdentity find_gpu() noexcept {
     return gpu;
   }
   gpu.device = device;
+  gpu.compute_capability = 10 * properties.major + properties.minor;
   std::copy_n(properties.uuid.bytes, gpu.uuid.size(), gpu.uuid.begin());
   return gpu;
 }
@@ -28,6 +31,13 @@ std::string why_not_a_gpu_each(std::span<const GpuIdentity> gpus) {
       if (gpus[other].uuid == gpus[rank].uuid)
         return fmt::format("ranks {} and {} share a GPU (device {} of rank {})", other, rank, gpus[rank].device, rank);
   }
+  return "";
+}
+
+std::string why_not_new_enough(std::span<const GpuIdentity> gpus) {
+  for (size_t rank = 0; rank < gpus.size(); ++rank)
+    if (const std::string why = why_too_old(gpus[rank].compute_capability); !why.empty())
+      return fmt::format("the GPU of rank {} (its device {}) {}", rank, gpus[rank].device, why);
   return "";
 }
 

@@ -11,7 +11,8 @@ namespace epx {
 
 // Each rank contributes the identity of its GPU.
 struct GpuIdentity {
-  int32_t device = -1; // CUDA ordinal; -1: none
+  int32_t device = -1;            // CUDA ordinal; -1: none
+  int32_t compute_capability = 0; // 10 * major + minor
   std::array<char, 16> uuid{};
 };
 
@@ -20,5 +21,8 @@ GpuIdentity find_gpu() noexcept;
 
 // Returns why these ranks cannot use transport nccl (one has no GPU, or two share one); "" when each has its own.
 std::string why_not_a_gpu_each(std::span<const GpuIdentity> gpus);
+
+// Returns why epx's kernels do not run on all of these GPUs; "" when they do.
+std::string why_not_new_enough(std::span<const GpuIdentity> gpus);
 
 } // namespace epx

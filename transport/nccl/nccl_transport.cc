@@ -109,6 +109,8 @@ std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t 
     if (const std::string why = why_not_a_gpu_each(gpus); !why.empty())
       fail(EPX_ERROR_UNSUPPORTED,
            "transport nccl needs a GPU of its own for every rank, but {}: call cudaSetDevice before epx_group_create", why);
+    if (const std::string why = why_not_new_enough(gpus); !why.empty())
+      fail(EPX_ERROR_UNSUPPORTED, "transport nccl: {}", why);
     ncclUniqueId id{};
     if (rank == 0) check_nccl(nccl().GetUniqueId(&id), "ncclGetUniqueId");
     return id;
