@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -162,7 +163,8 @@ std::string rows_fault(const char* name, const Zones& zones, Tensor<T> actual, c
   fill_unused(zones, actual, T{});
   fill_unused(zones, wide, 0.0);
   constexpr int64_t kFew = 16;
-  const double scale = std::max(max_abs(wide), wide.count() < kFew ? sum : 0.0);
+  const int64_t elements = std::accumulate(zones.counts.begin(), zones.counts.end(), int64_t{0}) * actual.per_row();
+  const double scale = std::max(max_abs(wide), elements < kFew ? sum : 0.0);
   const std::string wrong = difference(converted<double>(actual), wide, tolerance, scale);
   return wrong.empty() ? "" : std::string(name) + ": " + wrong;
 }
