@@ -2,17 +2,24 @@
 // These tests check the data of ep_bench --block, and what it reports. The expected words were computed by
 // examples/native/moe_data.py, which other languages' programs use.
 #include <array>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
+#include <filesystem>
 #include <set>
+#include <string>
 #include <vector>
 
 #include <doctest/doctest.h>
 #include <nlohmann/json.hpp>
 
 #include "tests/unit/ep_bench_support.h"
+#include "tools/ep_bench/block/layer.h"
 #include "tools/ep_bench/block/report.h"
 #include "tools/ep_bench/block/shape.h"
+#include "tools/ep_bench/exchange.h"
+#include "tools/ep_bench/memory_need.h"
 
 namespace epx::bench {
 namespace {
@@ -77,6 +84,10 @@ TEST_CASE("ep_bench --block refuses what it cannot measure") {
   const auto refusal = [](std::vector<const char*> arguments) { return refusal_of([&] { parse(arguments); }); };
   CHECK(refusal({"--ffn", "8"}) == "--ffn requires --block");
   CHECK(refusal({"--dump", "/tmp"}) == "--dump requires --block");
+  CHECK(refusal({"--paced"}) == "--paced requires --block");
+  CHECK(refusal({"--block", "--dump-rows", "8"}) == "--dump-rows requires --dump");
+  CHECK(refusal({"--block", "--dtype", "fp32", "--iters", "5", "--rounds", "6"}) ==
+        "--rounds is 6; it must be between 1 and 5");
   CHECK(refusal({"--block", "--dtype", "bf16"}) ==
         "--dtype is 'bf16' and --block is given; on the host the block computes in fp32");
   CHECK(contains(refusal({"--block", "--dtype", "fp32", "--routing", "hot:0.5"}), "--routing is 'hot:0.5'"));
@@ -87,10 +98,54 @@ TEST_CASE("ep_bench --block refuses what it cannot measure") {
   CHECK(refusal({"--block", "--dtype", "fp32", "--experts", "4097"}) == "--experts is 4097; it must be between 1 and 4096");
 }
 
+TEST_CASE("ep_bench --block counts the arena of the block before it is allocated") {
+  char directory[] = "/tmp/ep_bench_block.XXXXXX";
+  REQUIRE(mkdtemp(directory) != nullptr);
+  const Options options =
+      block_options({"--tokens", "64", "--hidden", "128", "--experts", "4", "--top-k", "2", "--ffn", "96", "--biases"});
+  {
+    const Group group(bootstrap_file(directory, "block", 0, 1, std::chrono::seconds(10)), group_config(options));
+    const epx_moe_router_config router = router_config(options);
+    const epx_moe_ffn_config ffn = ffn_config(options, 0);
+    epx_moe_block_config block;
+    require_success(epx_moe_block_config_init(&block, sizeof(block)), "epx_moe_block_config_init");
+    block.router = &router;
+    block.ffn = &ffn;
+    epx_moe_arena_config config;
+    require_success(epx_moe_arena_config_init(&config, sizeof(config)), "epx_moe_arena_config_init");
+    config.block = &block;
+    epx_moe_arena arena = nullptr;
+    require_success(epx_moe_arena_create(group.get(), &config, &arena), "epx_moe_arena_create");
+    epx_moe_arena_info info{};
+    info.struct_size = sizeof(info);
+    require_success(epx_moe_arena_query(arena, &info), "epx_moe_arena_query");
+    require_success(epx_moe_arena_destroy(arena), "epx_moe_arena_destroy");
+
+    // The other tensors of 64 tokens, 128 routes and as many rows: in and out, parameters and gradients, the native layer's.
+    const double params = 4 * (3 * 96 * 128 + 2 * 96 + 128) * 4;
+    const double tensors = 4 * 64 * 512 + 2 * 64 * 4 * 4 + 2 * params;
+    const double native = 128 * (3 * 512 + 16) + 128 * (4 * 512 + 2 * 96 * 4 + 8);
+    const double counted = memory_need(options, 1, 128).block - tensors - native;
+    CHECK(counted <= static_cast<double>(info.total_bytes)); // what the arena aligns is not counted
+    CHECK(counted > 0.99 * static_cast<double>(info.total_bytes));
+  }
+  std::filesystem::remove_all(directory);
+  CHECK(memory_need(options_of({}), 1, 128).block == 0);
+  const std::string sentence = refusal_of([&] { require_memory(options, 1, 128, memory_need(options, 1, 128).all() - 1); });
+  CHECK_MESSAGE(contains(sentence, "--input-sets 4, with --block and --ffn 96, need at least"), sentence);
+}
+
+TEST_CASE("ep_bench --block draws the rows of --dump-rows as moe_data.py does") {
+  CHECK(std::array{sample_row(1, 0, 1000), sample_row(1, 1, 1000), sample_row(1, 63, 524288)} ==
+        std::array<int64_t, 3>{309, 800, 419799});
+}
+
 TEST_CASE("ep_bench --block reports ratios to its bounds") {
   BlockFigures line;
   line.name = "block fwd";
   line.median_us = 30;
+  line.quartiles = {28, 33};
+  line.rounds_us = {29, 31};
   CHECK_FALSE(line.ratio());
   line.dense_us = 12;
   CHECK_FALSE(line.max_ratio());
@@ -108,6 +163,9 @@ TEST_CASE("ep_bench --block reports ratios to its bounds") {
   CHECK(json["ffn"] == 48);
   CHECK(json["lines"]["block fwd"]["ratio"] == 1.5);
   CHECK(json["lines"]["block fwd"]["paused_us"].is_null());
+  CHECK(json["lines"]["block fwd"]["quartiles_us"] == nlohmann::json{28.0, 33.0});
+  CHECK(json["lines"]["block fwd"]["rounds_us"] == nlohmann::json{29.0, 31.0});
+  CHECK(json["lines"]["block fwd"]["paused_quartiles_us"].is_null());
   CHECK(json["differences"]["grad_down"]["passed"] == false);
   CHECK(contains(block_table(results, options), "0.3 of the largest element; 0.25 is allowed: WRONG"));
 }

@@ -24,6 +24,7 @@
 #include "tools/ep_bench/measure.h"
 #include "tools/ep_bench/memory_need.h"
 #include "tools/ep_bench/options.h"
+#include "tools/ep_bench/pacer.h"
 #include "tools/ep_bench/peers.h"
 #include "tools/ep_bench/report.h"
 #include "tools/ep_bench/traffic.h"
@@ -87,10 +88,12 @@ Results bench(const Launcher& launcher, const Options& options) {
   const epx::Bootstrap bootstrap = launcher.make_bootstrap(options, timeout_ms);
   const Peers peers(bootstrap, timeout_ms);
 
+  Pacer pacer(options.is_paced);
   std::optional<JsonFile> json_file; // only on rank 0
   peers.together([&] {
     require_memory(options, peers.num_ranks(), 0, available_memory(peers.num_ranks()));
     if (peers.rank() == 0 && !options.json_file.empty()) json_file.emplace(options.json_file);
+    pacer.begin();
   });
 
   std::optional<Workload> workload;
@@ -132,7 +135,8 @@ Results bench(const Launcher& launcher, const Options& options) {
 #endif
     results.figures = compute_figures(measure(*exchange, sets, survey, options, peers), {}, survey, options);
 #if defined(EPX_BENCH_HAS_MOE)
-  if (options.block.is_measured) results.block = bench_block(*exchange, sets, results.figures, options, peers, *memory);
+  if (options.block.is_measured)
+    results.block = bench_block(*exchange, sets, results.figures, options, peers, *memory, pacer);
 #endif
   results.events = gather_events(*exchange, peers);
 

@@ -24,6 +24,23 @@ epx_memory_plan plan_of(const Options& options, int num_ranks) {
   }
 }
 
+// What --block adds on the host. The rank with the fewest experts is counted.
+double block_need(const Options& options, const epx_memory_plan& plan, int num_ranks, int64_t rows) {
+  const double element = static_cast<double>(epx::row_bytes(options.dtype, 1)),
+               row = static_cast<double>(row_bytes(options));
+  const double tokens = options.tokens, routes = tokens * options.top_k, logits = tokens * options.experts * sizeof(float);
+  const double experts = options.experts / num_ranks, hidden = options.hidden, ffn = options.block.ffn;
+  const double arena_rows = static_cast<double>(plan.max_recv_tokens_per_rank), native_rows = static_cast<double>(rows);
+  const double biases = options.block.has_biases ? 2 * ffn + hidden : 0, pre_act = 2 * ffn * element;
+  const double params = experts * (3 * ffn * hidden + biases) * element;
+  const double tensors =
+      4 * tokens * row + 2 * logits + 2 * params; // BlockData: gradients are as large as what they are of
+  const double arena = arena_rows * (4 * row + pre_act + 2 * sizeof(float)) + logits + routes * 3 * sizeof(float) +
+                       static_cast<double>(plan.handle_mem_bytes);
+  const double native = routes * (3 * row + 4 * sizeof(float)) + native_rows * (4 * row + pre_act + 2 * sizeof(int32_t));
+  return tensors + arena + native;
+}
+
 } // namespace
 
 MemoryNeed memory_need(const Options& options, int num_ranks, int64_t rows) {
@@ -43,6 +60,7 @@ MemoryNeed memory_need(const Options& options, int num_ranks, int64_t rows) {
                  static_cast<double>(plan.max_recv_tokens_per_rank) * 3 * kSlotBytes;
   need.group = static_cast<double>(plan.window_bytes) + static_cast<double>(plan.scratch_bytes) +
                static_cast<double>(plan.handle_mem_bytes);
+  if (options.block.is_measured) need.block = block_need(options, plan, num_ranks, rows);
   return need;
 }
 
@@ -60,12 +78,16 @@ double available_memory(int num_ranks) {
 void require_memory(const Options& options, int num_ranks, int64_t rows, double available) {
   const MemoryNeed need = memory_need(options, num_ranks, rows);
   if (need.all() <= available) return;
-  throw UsageError(fmt::format(
-      "--tokens {}, --hidden {}, --dtype {}, --top-k {}, --experts {}, --capacity {} and "
-      "--input-sets {} need at least {:.0f} bytes of memory per rank: {:.0f} for inputs, {:.0f} for "
-      "other tensors, {:.0f} for the group; each of {} ranks can have {:.0f}",
-      options.tokens, options.hidden, to_string(options.dtype), options.top_k, options.experts, options.capacity,
-      options.num_input_sets(), need.all(), need.inputs, need.tensors, need.group, num_ranks, available));
+  throw UsageError(
+      fmt::format("--tokens {}, --hidden {}, --dtype {}, --top-k {}, --experts {}, --capacity {} and "
+                  "--input-sets {}{} need at least {:.0f} bytes of memory per rank: {:.0f} for inputs, {:.0f} for "
+                  "other tensors, {:.0f} for the group{}; each of {} ranks can have {:.0f}",
+                  options.tokens, options.hidden, to_string(options.dtype), options.top_k, options.experts,
+                  options.capacity, options.num_input_sets(),
+                  options.block.is_measured ? fmt::format(", with --block and --ffn {},", options.block.ffn) : "",
+                  need.all(), need.inputs, need.tensors, need.group,
+                  options.block.is_measured ? fmt::format(", {:.0f} for the block and the native layer", need.block) : "",
+                  num_ranks, available));
 }
 
 } // namespace epx::bench

@@ -14,8 +14,9 @@ struct MemoryNeed {
   double inputs = 0;  // of all sets together
   double tensors = 0; // outputs and receive tensors; none on nccl, where they are the GPU's
   double group = 0;   // window, scratch and handle memory, from epx_group_memory_plan; likewise
+  double block = 0;   // --block: tensors of the layers, the arena of the block, buffers of the native layer; likewise
 
-  double all() const { return inputs + tensors + group; }
+  double all() const { return inputs + tensors + group + block; }
 };
 
 // `rows` are those of the receive tensors; 0 while they are not known. Throws UsageError when no group can be of this shape.

@@ -150,6 +150,8 @@ void check_block(const Options& options) {
   if (!built_with_moe()) throw UsageError("--block is given, but this ep_bench was built without libepx_moe");
   check_range("--ffn", options.block.ffn, 1, std::numeric_limits<int32_t>::max() / 2);
   check_range("--pause-ms", options.block.pause_ms, 0, 60'000);
+  check_range("--rounds", options.block.rounds, 1, options.iterations);
+  check_range("--dump-rows", options.block.dump_rows, 0, std::numeric_limits<int32_t>::max());
   check_range("--experts", options.experts, 1, 4096); // so many have distinct logits, see block_logits()
   const bool is_on_host = options.transport == EPX_TRANSPORT_HOST;
   if (is_on_host && options.dtype != EPX_FLOAT32)
@@ -224,6 +226,7 @@ constexpr const char* kFooter = R"(Figures
   so that the host's work is in them where the GPU waits for it.
   TFLOP/s        of a rank: (forward 6, forward and backward 18) x T x K x H x F / time
   paused us      --pause-ms: the median of a quarter of the iterations, 5 at least, each after a pause of all ranks
+  iqr us         the distance between the quartiles of the times that 'median us' is of
   dense us       the dense bound of the same products, in the same run
   wire us        --floor: the sum of the wire bounds of the operations that the line contains
   ratio          median / (dense us + wire us); max ratio: median / the larger of the two
@@ -304,10 +307,21 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.add_option("--pause-ms", options.block.pause_ms,
                  "--block, nccl: measure again with this pause before each iteration, milliseconds; 0: do not")
       ->needs(block);
-  app.add_option("--dump", options.block.dump_directory,
-                 "--block: existing directory for the outputs and gradients of one forward and backward of each layer, "
-                 "LAYER.TENSOR.RANK.npy in float32; meant for small shapes")
+  app.add_option("--rounds", options.block.rounds,
+                 "--block: the timed iterations are split into so many rounds, in each of which every line is measured")
       ->needs(block);
+  app.add_flag("--paced", options.is_paced,
+               "--block: every process waits for a line of standard input before the set-up and before each round, and "
+               "prints 'phase N done' after it, so that a script can alternate this and other programs on the same GPUs")
+      ->needs(block);
+  CLI::Option* const dump =
+      app.add_option("--dump", options.block.dump_directory,
+                     "--block: existing directory for the outputs and gradients of one forward and backward of each layer "
+                     "after the measurement, LAYER.TENSOR.RANK.npy in float32")
+          ->needs(block);
+  app.add_option("--dump-rows", options.block.dump_rows,
+                 "--dump: only so many rows of each tensor, drawn by --seed, for large shapes; 0: all")
+      ->needs(dump);
   app.add_option("--json", options.json_file,
                  "File for all figures and the configuration, written by rank 0 after the run, opened before it");
   app.add_option("--bootstrap", bootstrap,

@@ -25,7 +25,9 @@ struct BlockOptions {
   int32_t ffn = 1024;         // F
   bool has_biases = false;    // of both projections
   int64_t pause_ms = 0;       // 0: no times after a pause
+  int32_t rounds = 1;         // the iterations of its lines are split into so many
   std::string dump_directory; // empty: none
+  int32_t dump_rows = 0;      // of each tensor; 0: all
 };
 
 struct Options {
@@ -55,6 +57,7 @@ struct Options {
   bool verify = false;
   bool floor = false;    // also measure what the hardware needs for the rows alone; nccl
   std::string json_file; // empty: none
+  bool is_paced = false; // phases begin when standard input says so, see pacer.h
   BlockOptions block;
 
   // Who takes part.

@@ -35,7 +35,8 @@ struct Results {
 // Returns 16 * (max_tokens_per_rank * K + R) + 8 * P * E + 64 KiB.
 int64_t handle_memory_limit(const Options& options, const epx_group_info& group);
 
-// Returns true when no element is wrong, the native layer agrees with the block, and the group reported no event that the options do not explain.
+// Returns true when no element is wrong, the native layer agrees with the block, and the group reported no event that the
+// options do not explain.
 bool passed(const Results& results);
 
 std::string to_table(const Results& results);

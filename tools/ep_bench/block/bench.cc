@@ -57,13 +57,16 @@ Layers make_layers(Exchange& exchange, const Options& options, const Peers& peer
   return layers;
 }
 
-std::vector<BlockData::Output> run_once(BlockLayer& layer, Exchange& exchange, const BlockData& data, const Peers& peers) {
+// Returns what the layer writes over outputs that were no numbers before.
+std::vector<BlockData::Output> run_once(BlockLayer& layer, Exchange& exchange, const BlockData& data,
+                                        const Options& options, const Peers& peers) {
   std::vector<BlockData::Output> outputs;
   peers.together([&] {
+    data.scribble();
     layer.forward();
     layer.backward();
     exchange.finish();
-    outputs = data.outputs();
+    outputs = data.outputs(options.block.dump_rows);
   });
   return outputs;
 }
@@ -93,14 +96,36 @@ std::vector<BlockDifference> compare(const std::vector<BlockData::Output>& block
   return differences;
 }
 
-BlockFigures figures_of(std::string name, std::span<const Series> ranks) {
-  const std::vector<double> times = slowest_us(ranks);
+// The times of a line in all rounds so far, [rank][iteration].
+struct LineTimes {
+  std::vector<Series> ranks, paused_ranks;
+  std::vector<double> rounds_us; // the median of each round
+};
+
+void append(std::vector<Series>& to, const std::vector<Series>& more) {
+  to.resize(more.size());
+  for (size_t rank = 0; rank < more.size(); ++rank)
+    to[rank].insert(to[rank].end(), more[rank].begin(), more[rank].end());
+}
+
+Quartiles quartiles_of(const std::vector<double>& times) {
+  return {percentile(times, 25), percentile(times, 75)};
+}
+
+BlockFigures figures_of(std::string name, const LineTimes& line) {
+  const std::vector<double> times = slowest_us(line.ranks);
   BlockFigures figures;
   figures.name = std::move(name);
   figures.median_us = median(times);
   figures.p99_us = percentile(times, 99);
   figures.min_us = minimum(times);
-  figures.slowest_rank = most_often_slowest(ranks);
+  figures.quartiles = quartiles_of(times);
+  figures.rounds_us = line.rounds_us;
+  figures.slowest_rank = most_often_slowest(line.ranks);
+  if (line.paused_ranks.empty()) return figures;
+  const std::vector<double> paused = slowest_us(line.paused_ranks);
+  figures.paused_us = median(paused);
+  figures.paused_quartiles = quartiles_of(paused);
   return figures;
 }
 
@@ -111,10 +136,6 @@ struct BlockLine {
   std::function<void()> run;
 };
 
-void set_tflops(BlockFigures& figures, const BlockLine& line, const Options& options) {
-  if (line.products > 0) figures.tflops = line.products * forward_flops(options) / figures.median_us / 1e6;
-}
-
 std::vector<BlockLine> lines_of(BlockLayer& layer) {
   return {{fmt::format("{} fwd", layer.name()), 1, [&] { layer.forward(); }},
           {fmt::format("{} fwd+bwd", layer.name()), 3, [&] {
@@ -123,13 +144,37 @@ std::vector<BlockLine> lines_of(BlockLayer& layer) {
            }}};
 }
 
-// On the host the native layer's exchange is no baseline, and is not timed.
-std::vector<BlockFigures> measure_on_host(BlockLayer& block, const Options& options, const Peers& peers) {
+int per_round(int iterations, const Options& options) {
+  return (iterations + options.block.rounds - 1) / options.block.rounds;
+}
+
+// Measures every line in each round: the rounds of a line are apart in time, and so is what they have of a GPU's clocks.
+// `time` (line, LineTimes&) adds one round of a line.
+template <typename Time>
+std::vector<BlockFigures> measure_in_rounds(const std::vector<BlockLine>& lines, const Options& options, const Peers& peers,
+                                            Pacer& pacer, Time&& time) {
+  std::vector<LineTimes> times(lines.size());
+  for (int round = 0; round < options.block.rounds; ++round) {
+    peers.together([&] { pacer.begin(); });
+    for (size_t i = 0; i < lines.size(); ++i)
+      time(lines[i], times[i]);
+    pacer.end();
+  }
   std::vector<BlockFigures> figures;
-  for (const BlockLine& line : lines_of(block)) {
+  for (size_t i = 0; i < lines.size(); ++i) {
+    figures.push_back(figures_of(lines[i].name, times[i]));
+    if (lines[i].products > 0) figures[i].tflops = lines[i].products * forward_flops(options) / figures[i].median_us / 1e6;
+  }
+  return figures;
+}
+
+// On the host the native layer's exchange is no baseline, and is not timed.
+std::vector<BlockFigures> measure_on_host(BlockLayer& block, const Options& options, const Peers& peers, Pacer& pacer) {
+  pacer.end();
+  return measure_in_rounds(lines_of(block), options, peers, pacer, [&](const BlockLine& line, LineTimes& all) {
     std::vector<int64_t> times;
     Failure failure; // of the last iteration; the next barrier carries it to the other ranks
-    for (int iteration = 0; iteration < options.warmup + options.iterations; ++iteration) {
+    for (int iteration = 0; iteration < options.warmup + per_round(options.iterations, options); ++iteration) {
       peers.start_together(failure);
       const auto begin = std::chrono::steady_clock::now();
       failure = attempt(line.run);
@@ -138,10 +183,10 @@ std::vector<BlockFigures> measure_on_host(BlockLayer& block, const Options& opti
         times.push_back(std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count());
     }
     peers.agree(failure);
-    figures.push_back(figures_of(line.name, gather_durations(times, peers)));
-    set_tflops(figures.back(), line, options);
-  }
-  return figures;
+    const std::vector<Series> ranks = gather_durations(times, peers);
+    all.rounds_us.push_back(median(slowest_us(ranks)));
+    append(all.ranks, ranks);
+  });
 }
 
 #if defined(EPX_WITH_CUDA)
@@ -163,7 +208,8 @@ public:
       : exchange_(exchange), options_(options), peers_(peers), gpu_(gpu), blocker_(gpu, peers, exchange.info().timeout_ms) {
   }
 
-  std::vector<BlockFigures> measure(Layers& layers, BlockPieces& pieces, DenseBound& dense, const Figures& exchange) {
+  std::vector<BlockFigures> measure(Layers& layers, BlockPieces& pieces, DenseBound& dense, const Figures& exchange,
+                                    Pacer& pacer) {
     std::vector<BlockLine> lines{{"router", 0, [&] { pieces.router(); }},
                                  {"ffn", 1, [&] { pieces.ffn(); }},
                                  {"ffn_bwd", 2, [&] { pieces.ffn_bwd(); }},
@@ -180,18 +226,14 @@ public:
       for (const BlockLine& line : lines_of(*layer)) {
         lines.push_back(line);
         if (!options_.graph || !layer->can_be_captured()) continue;
-        peers_.together([&] {
-          line.run(); // a first launch cannot be captured
-          exchange_.finish();
-          graphs.push_back(Graph::capture(gpu_.cuda_stream(), line.run));
-        });
+        peers_.together([&] { graphs.push_back(Graph::capture(gpu_.cuda_stream(), line.run)); });
         lines.push_back({line.name + " graph", line.products,
                          [&graph = graphs.back(), stream = gpu_.cuda_stream()] { graph.replay(stream); }});
       }
 
-    std::vector<BlockFigures> figures;
-    for (const BlockLine& line : lines)
-      figures.push_back(measure(line));
+    pacer.end(); // of the set-up
+    std::vector<BlockFigures> figures = measure_in_rounds(
+        lines, options_, peers_, pacer, [this](const BlockLine& line, LineTimes& times) { add_round(line, times); });
     for (size_t i = 0; i < lines.size(); ++i)
       set_bounds(figures[i], lines[i], figures, exchange);
     return figures;
@@ -200,18 +242,18 @@ public:
   void release() { blocker_.release(peers_); }
 
 private:
-  BlockFigures measure(const BlockLine& line) {
-    BlockFigures figures = figures_of(line.name, time(line, options_.iterations, false));
-    set_tflops(figures, line, options_);
+  void add_round(const BlockLine& line, LineTimes& times) {
+    const std::vector<Series> ranks = time(line, per_round(options_.iterations, options_), false);
+    times.rounds_us.push_back(median(slowest_us(ranks)));
+    append(times.ranks, ranks);
     if (options_.block.pause_ms > 0)
-      figures.paused_us = median(slowest_us(time(line, std::max(options_.iterations / 4, 5), true)));
-    return figures;
+      append(times.paused_ranks, time(line, per_round(std::max(options_.iterations / 4, 5), options_), true));
   }
 
   // Without pauses the iterations are enqueued as fast as the host can, so that the GPU does not cool down between them; with
-  // them each follows a pause of all ranks.
+  // them each follows a pause of all ranks, and the iterations before have warmed up.
   std::vector<Series> time(const BlockLine& line, int iterations, bool has_pauses) {
-    const int warmup = has_pauses ? 1 : std::max(options_.warmup, 1);
+    const int warmup = has_pauses ? 0 : std::max(options_.warmup, 1);
     std::vector<Stopwatch> watches(static_cast<size_t>(warmup + iterations));
     Failure failure;
     for (Stopwatch& watch : watches) {
@@ -261,7 +303,8 @@ private:
 };
 
 std::vector<BlockFigures> measure_on_gpu(Layers& layers, Exchange& exchange, const InputSet& set, const Figures& figures,
-                                         const Options& options, const Peers& peers, const BlockData& data, Gpu& gpu) {
+                                         const Options& options, const Peers& peers, const BlockData& data, Gpu& gpu,
+                                         Pacer& pacer) {
   std::unique_ptr<BlockPieces> pieces;
   std::unique_ptr<DenseBound> dense;
   peers.together([&] {
@@ -273,10 +316,13 @@ std::vector<BlockFigures> measure_on_gpu(Layers& layers, Exchange& exchange, con
     exchange.combine_bwd(inputs);
     pieces->router();
     pieces->ffn();
+    pieces->ffn_bwd();
+    pieces->router_bwd();
     exchange.finish();
+    pieces->keep_memory();
   });
   GpuBlockBench bench(exchange, options, peers, gpu);
-  std::vector<BlockFigures> measured = bench.measure(layers, *pieces, *dense, figures);
+  std::vector<BlockFigures> measured = bench.measure(layers, *pieces, *dense, figures, pacer);
   bench.release();
   return measured;
 }
@@ -287,29 +333,40 @@ std::vector<BlockFigures> measure_on_gpu(Layers& layers, Exchange& exchange, con
 
 BlockResults bench_block(Exchange& exchange, [[maybe_unused]] std::span<const InputSet> sets,
                          [[maybe_unused]] const Figures& exchange_figures, const Options& options, const Peers& peers,
-                         Memory& memory) {
+                         Memory& memory, Pacer& pacer) {
   BlockResults results;
   const OwnedExperts experts{exchange.info().first_local_expert, exchange.info().num_local_experts};
   std::unique_ptr<BlockData> data;
   peers.together([&] { data = std::make_unique<BlockData>(options, peers.rank(), experts, memory); });
   Layers layers = make_layers(exchange, options, peers, *data, memory);
+  for (const std::unique_ptr<BlockLayer>& layer : layers)
+    peers.together([&] {
+      layer->forward();
+      layer->backward();
+      exchange.finish();
+      layer->keep_memory();
+    });
 
+  if (memory.is_host()) results.lines = measure_on_host(*layers[0], options, peers, pacer);
+#if defined(EPX_WITH_CUDA)
+  else {
+    results.lines = measure_on_gpu(layers, exchange, sets[0], exchange_figures, options, peers, *data,
+                                   dynamic_cast<Gpu&>(memory), pacer);
+    results.libraries = loaded_libraries();
+  }
+#endif
+
+  peers.together([&] { pacer.begin(); });
   if (options.verify || !options.block.dump_directory.empty()) {
     std::vector<std::vector<BlockData::Output>> outputs;
     for (const std::unique_ptr<BlockLayer>& layer : layers) {
-      outputs.push_back(run_once(*layer, exchange, *data, peers));
+      outputs.push_back(run_once(*layer, exchange, *data, options, peers));
       if (!options.block.dump_directory.empty())
         peers.together([&] { dump(outputs.back(), *layer, options, peers.rank()); });
     }
-    if (options.verify) results.differences = compare(outputs[0], outputs[1], options, peers);
+    results.differences = compare(outputs[0], outputs[1], options, peers);
   }
-
-  if (memory.is_host()) results.lines = measure_on_host(*layers[0], options, peers);
-#if defined(EPX_WITH_CUDA)
-  else
-    results.lines =
-        measure_on_gpu(layers, exchange, sets[0], exchange_figures, options, peers, *data, dynamic_cast<Gpu&>(memory));
-#endif
+  pacer.end();
   peers.together([&] {
     for (const std::unique_ptr<BlockLayer>& layer : layers)
       layer->release();

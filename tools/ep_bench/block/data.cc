@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/ep_bench/block/data.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <span>
 #include <utility>
 
 #include "tools/ep_bench/block/shape.h"
@@ -20,6 +22,19 @@ int64_t elements_of(const epx_tensor& tensor) {
   for (int32_t i = 0; i < tensor.ndim; ++i)
     elements *= tensor.sizes[i];
   return elements;
+}
+
+std::vector<float> as_floats(std::span<const std::byte> bytes, epx_dtype dtype) {
+  std::vector<float> values(bytes.size() / static_cast<size_t>(epx::row_bytes(dtype, 1)));
+  for (size_t i = 0; i < values.size(); ++i)
+    if (dtype == EPX_FLOAT32) {
+      std::memcpy(&values[i], bytes.data() + i * sizeof(float), sizeof(float));
+    } else {
+      uint16_t bits = 0;
+      std::memcpy(&bits, bytes.data() + i * sizeof(bits), sizeof(bits));
+      values[i] = std::bit_cast<float>(uint32_t{bits} << 16);
+    }
+  return values;
 }
 
 } // namespace
@@ -95,26 +110,45 @@ void BlockData::fill(const OwnedTensor& tensor, int32_t local_expert, const Bloc
   memory_.write(data, block_elements(options_, stream, count, scale));
 }
 
-std::vector<BlockData::Output> BlockData::outputs() const {
+template <typename Action>
+void BlockData::for_each_output(Action&& action) const {
+  action("out", out_);
+  action("grad_tokens", grad_tokens_);
+  action("grad_logits", grad_logits_);
+  action("grad_gate_up", grads_.gate_up);
+  action("grad_down", grads_.down);
+  if (!options_.block.has_biases) return;
+  action("grad_gate_up_bias", grads_.gate_up_bias);
+  action("grad_down_bias", grads_.down_bias);
+}
+
+BlockData::Output BlockData::output(const char* name, const OwnedTensor& owned, int64_t max_rows) const {
+  const epx_tensor& tensor = owned.tensor;
+  const int64_t columns = tensor.sizes[tensor.ndim - 1], rows = elements_of(tensor) / std::max<int64_t>(columns, 1);
+  const auto row_size = static_cast<size_t>(epx::row_bytes(tensor.dtype, columns));
+  Output output{name, {tensor.sizes, tensor.sizes + tensor.ndim}, {}};
+  std::vector<std::byte> bytes;
+  if (max_rows == 0 || rows <= max_rows) {
+    bytes = owned.buffer.read<std::byte>();
+  } else {
+    output.shape = {max_rows, columns};
+    bytes.resize(static_cast<size_t>(max_rows) * row_size);
+    for (int64_t i = 0; i < max_rows; ++i)
+      memory_.read(std::span(bytes).subspan(static_cast<size_t>(i) * row_size, row_size),
+                   owned.buffer.data() + sample_row(options_.seed, i, rows) * row_size);
+  }
+  output.values = as_floats(bytes, tensor.dtype);
+  return output;
+}
+
+std::vector<BlockData::Output> BlockData::outputs(int64_t max_rows) const {
   std::vector<Output> outputs;
-  const auto add = [&](const char* name, const OwnedTensor& owned) {
-    if (owned.tensor.data == nullptr) return;
-    Output output{name, {owned.tensor.sizes, owned.tensor.sizes + owned.tensor.ndim}, {}};
-    if (owned.tensor.dtype == EPX_FLOAT32)
-      output.values = owned.buffer.read<float>();
-    else
-      for (const uint16_t bits : owned.buffer.read<uint16_t>())
-        output.values.push_back(std::bit_cast<float>(uint32_t{bits} << 16));
-    outputs.push_back(std::move(output));
-  };
-  add("out", out_);
-  add("grad_tokens", grad_tokens_);
-  add("grad_logits", grad_logits_);
-  add("grad_gate_up", grads_.gate_up);
-  add("grad_down", grads_.down);
-  add("grad_gate_up_bias", grads_.gate_up_bias);
-  add("grad_down_bias", grads_.down_bias);
+  for_each_output([&](const char* name, const OwnedTensor& owned) { outputs.push_back(output(name, owned, max_rows)); });
   return outputs;
+}
+
+void BlockData::scribble() const {
+  for_each_output([](const char*, const OwnedTensor& owned) { owned.buffer.fill(std::byte{0xff}); });
 }
 
 } // namespace epx::bench

@@ -37,13 +37,16 @@ public:
   const epx_tensor& grad_logits() const { return grad_logits_.tensor; } // [T, E] FLOAT32
   const epx_moe_ffn_params& grads() const { return grads_.params; }
 
-  // Returns the outputs as float32, with their names and shapes.
+  // An output as float32, with its name and shape.
   struct Output {
     std::string name;
     std::vector<int64_t> shape;
     std::vector<float> values;
   };
-  std::vector<Output> outputs() const;
+  // Returns them; of a tensor with more rows than max_rows > 0 so many rows, drawn by the seed, [max_rows, columns].
+  std::vector<Output> outputs(int64_t max_rows) const;
+
+  void scribble() const; // makes every element of the outputs a NaN
 
 private:
   struct OwnedTensor {
@@ -55,6 +58,10 @@ private:
     OwnedTensor gate_up, down, gate_up_bias, down_bias;
     epx_moe_ffn_params params{};
   };
+
+  template <typename Action>
+  void for_each_output(Action&& action) const; // with its name and tensor
+  Output output(const char* name, const OwnedTensor& owned, int64_t max_rows) const;
 
   OwnedTensor tensor(epx_dtype dtype, std::vector<int64_t> sizes);
   void allocate(Params& params, OwnedExperts experts);

@@ -18,6 +18,7 @@ public:
   void forward() override;
   void backward() override;
   bool can_be_captured() const override { return true; }
+  void keep_memory() override {} // the arena has it all
   void release() override;
 
 private:

@@ -20,6 +20,9 @@ public:
   // True where neither waits for the device, so that they can be captured in a graph.
   virtual bool can_be_captured() const = 0;
 
+  // To be called after a forward and a backward of the set that is timed: later calls need no more memory.
+  virtual void keep_memory() = 0;
+
   // Gives back what the group lends, once the device is idle. Collective.
   virtual void release() = 0;
 };

@@ -10,7 +10,8 @@
 
 namespace epx::bench {
 
-// MoeCalls adds to a call where it runs, and a workspace that grows: calls of one stream share it.
+// MoeCalls adds to a call where it runs, and a workspace, which calls of one stream share. It grows until keep_workspace(): so
+// that timed calls, which are like those before, do not ask for its size.
 class MoeCalls {
 public:
   explicit MoeCalls(Memory& memory) : memory_(memory) {
@@ -19,6 +20,8 @@ public:
   }
 
   const epx_moe_cuda* cuda() const { return memory_.is_host() ? nullptr : &cuda_; }
+
+  void keep_workspace() { grows_ = false; }
 
   // Throws epx::Error with the function's name.
   template <typename Args, typename Function>
@@ -30,16 +33,19 @@ public:
   template <typename Args, typename Function, typename WorkspaceBytes>
   void run(const char* name, Args args, Function&& function, WorkspaceBytes&& workspace_bytes) {
     args.struct_size = sizeof(args);
-    size_t bytes = 0;
-    if (!memory_.is_host()) require_success(workspace_bytes(&args, &bytes), name);
-    if (bytes > workspace_.size()) workspace_ = Buffer::plain(memory_, bytes);
-    cuda_.workspace = workspace_.data();
-    cuda_.workspace_bytes = workspace_.size();
+    if (grows_ && !memory_.is_host()) {
+      size_t bytes = 0;
+      require_success(workspace_bytes(&args, &bytes), name);
+      if (bytes > workspace_.size()) workspace_ = Buffer::plain(memory_, bytes);
+      cuda_.workspace = workspace_.data();
+      cuda_.workspace_bytes = workspace_.size();
+    }
     run(name, args, function);
   }
 
 private:
   Memory& memory_;
+  bool grows_ = true;
   Buffer workspace_;
   epx_moe_cuda cuda_{};
 };

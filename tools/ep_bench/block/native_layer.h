@@ -26,6 +26,7 @@ public:
   void forward() override;
   void backward() override;
   bool can_be_captured() const override { return false; } // the host waits for the counts
+  void keep_memory() override { calls_.keep_workspace(); }
   void release() override {}
 
 private:

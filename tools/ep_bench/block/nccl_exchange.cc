@@ -15,7 +15,21 @@ void check_nccl(ncclResult_t result, const char* call) {
   if (result != ncclSuccess) throw RuntimeError(fmt::format("{}: {}", call, ncclGetErrorString(result)));
 }
 
+std::string cuda_version(int number) {
+  return fmt::format("{}.{}", number / 1000, number % 1000 / 10);
+}
+
 } // namespace
+
+std::map<std::string, std::string> loaded_libraries() {
+  int runtime = 0, driver = 0, nccl = 0;
+  check_cuda(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
+  check_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+  check_nccl(ncclGetVersion(&nccl), "ncclGetVersion");
+  return {{"CUDA runtime", cuda_version(runtime)},
+          {"CUDA driver", cuda_version(driver)},
+          {"NCCL", fmt::format("{}.{}.{}", nccl / 10000, nccl / 100 % 100, nccl % 100)}};
+}
 
 NcclRowExchange::NcclRowExchange(const Peers& peers, Gpu& gpu, int32_t num_experts, int64_t max_rows)
     : gpu_(gpu), counts_(static_cast<size_t>(peers.num_ranks()) * num_experts) {

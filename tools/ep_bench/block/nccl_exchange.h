@@ -2,8 +2,10 @@
 // The native layer's communication on GPUs: ncclAllGather of counts, grouped ncclSend and ncclRecv of rows.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include <nccl.h>
@@ -12,6 +14,9 @@
 #include "tools/ep_bench/gpu.h"
 
 namespace epx::bench {
+
+// Returns the versions of CUDA's runtime, its driver and NCCL as this process has loaded them, by name. Throws RuntimeError.
+std::map<std::string, std::string> loaded_libraries();
 
 class NcclRowExchange final : public RowExchange {
 public:

@@ -8,7 +8,7 @@
 
 namespace epx::bench {
 
-enum class BlockTensor : uint32_t { Tokens = 1, Logits, GradOut, GateUp, Down, GateUpBias, DownBias, Popularity };
+enum class BlockTensor : uint32_t { Tokens = 1, Logits, GradOut, GateUp, Down, GateUpBias, DownBias, Popularity, Sample };
 
 // A bijection of 32-bit words ("lowbias32" of Chris Wellons' hash prospector).
 constexpr uint32_t mix32(uint32_t x) {

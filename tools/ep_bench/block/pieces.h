@@ -17,6 +17,7 @@ public:
   void ffn();
   void ffn_bwd(); // of the last ffn()
   void router_bwd();
+  void keep_memory() { calls_.keep_workspace(); } // after a call of each
 
 private:
   epx_tensor rows(const Buffer& buffer) const;

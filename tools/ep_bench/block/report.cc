@@ -17,6 +17,14 @@ nlohmann::json json_or_null(const std::optional<double>& value) {
   return value ? nlohmann::json(*value) : nlohmann::json(nullptr);
 }
 
+nlohmann::json json_of(const Quartiles& quartiles) {
+  return {quartiles.low_us, quartiles.high_us};
+}
+
+nlohmann::json json_or_null(const std::optional<Quartiles>& value) {
+  return value ? json_of(*value) : nlohmann::json(nullptr);
+}
+
 } // namespace
 
 std::optional<double> BlockFigures::ratio() const {
@@ -31,16 +39,16 @@ std::optional<double> BlockFigures::max_ratio() const {
 
 std::string block_table(const BlockResults& results, const Options& options) {
   std::string text =
-      fmt::format("\nblock: {} experts of {} x {}{}, SwiGLU, {}\n{:<25}{:>11}{:>11}{:>11}{:>9}{:>11}{:>10}"
-                  "{:>11}{:>11}{:>8}{:>11}\n",
+      fmt::format("\nblock: {} experts of {} x {}{}, SwiGLU, {}\n{:<25}{:>11}{:>9}{:>11}{:>11}{:>9}{:>11}"
+                  "{:>10}{:>11}{:>11}{:>8}{:>11}\n",
                   options.experts, options.hidden, options.block.ffn, options.block.has_biases ? " with biases" : "",
-                  to_string(options.dtype), "line", "median us", "p99 us", "min us", "slowest", "paused us", "TFLOP/s",
-                  "dense us", "wire us", "ratio", "max ratio");
+                  to_string(options.dtype), "line", "median us", "iqr us", "p99 us", "min us", "slowest", "paused us",
+                  "TFLOP/s", "dense us", "wire us", "ratio", "max ratio");
   for (const BlockFigures& line : results.lines)
-    text += fmt::format("{:<25}{:>11.1f}{:>11.1f}{:>11.1f}{:>9}{:>11}{:>10}{:>11}{:>11}{:>8}{:>11}\n", line.name,
-                        line.median_us, line.p99_us, line.min_us, line.slowest_rank, cell(line.paused_us, 1),
-                        cell(line.tflops, 1), cell(line.dense_us, 1), cell(line.wire_us, 1), cell(line.ratio(), 3),
-                        cell(line.max_ratio(), 3));
+    text += fmt::format("{:<25}{:>11.1f}{:>9.1f}{:>11.1f}{:>11.1f}{:>9}{:>11}{:>10}{:>11}{:>11}{:>8}{:>11}\n", line.name,
+                        line.median_us, line.quartiles.high_us - line.quartiles.low_us, line.p99_us, line.min_us,
+                        line.slowest_rank, cell(line.paused_us, 1), cell(line.tflops, 1), cell(line.dense_us, 1),
+                        cell(line.wire_us, 1), cell(line.ratio(), 3), cell(line.max_ratio(), 3));
   for (const BlockDifference& difference : results.differences)
     text += fmt::format("native - block, {}: at most {:.3g}, {:.3g} of the largest element; {:.3g} is allowed{}\n",
                         difference.tensor, difference.largest, difference.largest / difference.scale, difference.limit,
@@ -54,8 +62,11 @@ nlohmann::json block_json(const BlockResults& results, const Options& options) {
     lines[line.name] = {{"median_us", line.median_us},
                         {"p99_us", line.p99_us},
                         {"min_us", line.min_us},
+                        {"quartiles_us", json_of(line.quartiles)},
+                        {"rounds_us", line.rounds_us},
                         {"slowest_rank", line.slowest_rank},
                         {"paused_us", json_or_null(line.paused_us)},
+                        {"paused_quartiles_us", json_or_null(line.paused_quartiles)},
                         {"tflops", json_or_null(line.tflops)},
                         {"dense_us", json_or_null(line.dense_us)},
                         {"paused_dense_us", json_or_null(line.paused_dense_us)},
@@ -67,10 +78,8 @@ nlohmann::json block_json(const BlockResults& results, const Options& options) {
                                       {"scale", difference.scale},
                                       {"limit", difference.limit},
                                       {"passed", difference.passed()}};
-  return {{"ffn", options.block.ffn},
-          {"biases", options.block.has_biases},
-          {"pause_ms", options.block.pause_ms},
-          {"lines", lines},
+  return {{"ffn", options.block.ffn},       {"biases", options.block.has_biases}, {"pause_ms", options.block.pause_ms},
+          {"rounds", options.block.rounds}, {"libraries", results.libraries},     {"lines", lines},
           {"differences", differences}};
 }
 

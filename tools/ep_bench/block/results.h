@@ -2,11 +2,17 @@
 // What --block measured.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace epx::bench {
+
+// The times of which a quarter is faster, and a quarter slower.
+struct Quartiles {
+  double low_us = 0, high_us = 0;
+};
 
 // BlockFigures are those of one line. Times are the slowest rank's of each iteration.
 struct BlockFigures {
@@ -14,8 +20,11 @@ struct BlockFigures {
   double median_us = 0;
   double p99_us = 0;
   double min_us = 0;
+  Quartiles quartiles;
+  std::vector<double> rounds_us; // the median of each round
   int slowest_rank = 0;
-  std::optional<double> paused_us;       // median after pauses, with --pause-ms
+  std::optional<double> paused_us; // median after pauses, with --pause-ms
+  std::optional<Quartiles> paused_quartiles;
   std::optional<double> tflops;          // of a rank; none where nothing is multiplied
   std::optional<double> dense_us;        // nccl: the dense bound's median
   std::optional<double> paused_dense_us; // the same after pauses
@@ -25,7 +34,7 @@ struct BlockFigures {
   std::optional<double> max_ratio() const;
 };
 
-// How far the native layer's outputs are from the block's, with --verify.
+// How far the native layer's outputs are from the block's, with --verify or --dump; of the rows that are dumped.
 struct BlockDifference {
   std::string tensor;
   double largest = 0; // |native - block|, any element of any rank
@@ -38,6 +47,7 @@ struct BlockDifference {
 struct BlockResults {
   std::vector<BlockFigures> lines;
   std::vector<BlockDifference> differences;
+  std::map<std::string, std::string> libraries = {}; // versions of what CUDA programs load, by name
 };
 
 } // namespace epx::bench

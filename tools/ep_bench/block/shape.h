@@ -35,6 +35,11 @@ std::vector<int64_t> block_topk_idx(const Options& options, int set, int rank);
 // Returns `count` elements of a stream as the options' dtype stores them.
 std::vector<std::byte> block_elements(const Options& options, const BlockStream& stream, int64_t count, float scale);
 
+// Returns the i-th row that stands for all `rows` rows of a tensor where samples of two programs' outputs are compared.
+constexpr int64_t sample_row(uint64_t seed, int64_t i, int64_t rows) {
+  return BlockStream(seed, BlockTensor::Sample, 0).at(static_cast<uint32_t>(i)) % rows;
+}
+
 // Returns the floating-point operations of a rank's experts with T * K rows: 6 * rows * H * F forward (2 for each multiply and
 // add; H x 2F and F x H), and twice as many backward.
 double forward_flops(const Options& options);
