@@ -109,7 +109,7 @@ public:
     device_topk_idx_.copy_out(0, topk_idx_);
     device_global_counts_.copy_out(0, global_counts_);
     device_info_.copy_out(0, info_);
-    if (!device_.is_host()) require_no_errors();
+    require_no_device_errors(); // the copies have waited
   }
 
   void backward(const float* grad_out, float* grad_tokens, float* grad_logits, ChunkGrads&) override {
@@ -133,19 +133,19 @@ public:
     out_.write_back(grad_tokens);
   }
 
+  void require_no_device_errors() const override {
+    if (device_.is_host()) return; // the calls have refused bad data
+    epx_moe_errors_report report{};
+    report.struct_size = sizeof(report);
+    epx::require_success(epx_moe_block_errors(block_, &report), "epx_moe_block_errors");
+    if (report.num_errors > 0) fail(kExitFailure, "epx_moe: {}", report.message);
+  }
+
 private:
   const epx_moe_cuda* cuda() const { return device_.is_host() ? nullptr : &cuda_; }
   epx::Tensor rows(void* data, int64_t width, epx_dtype dtype) const { return {data, dtype, {num_tokens_, width}}; }
   epx::ConstTensor rows(const void* data, int64_t width, epx_dtype dtype) const {
     return {data, dtype, {num_tokens_, width}};
-  }
-
-  // Throws when the GPU has seen bad data since the block was created; the calls so far have finished.
-  void require_no_errors() const {
-    epx_moe_errors_report report{};
-    report.struct_size = sizeof(report);
-    epx::require_success(epx_moe_block_errors(block_, &report), "epx_moe_block_errors");
-    if (report.num_errors > 0) fail(kExitFailure, "epx_moe: {}", report.message);
   }
 
   epx::GroupView group_;

@@ -34,6 +34,9 @@ public:
   // those of all ranks' tokens; those of replicated ones are added to chunk_grads.
   virtual void backward(const float* grad_out, float* grad_tokens, float* grad_logits, ChunkGrads& chunk_grads) = 0;
 
+  // Throws when the device has seen bad data in a call of this layer. Calls that it has not finished are not seen.
+  virtual void require_no_device_errors() const {}
+
   // Of the last forward.
   const std::vector<int32_t>& topk_idx() const { return topk_idx_; } // [T, K]
   int64_t bad_tokens() const { return info_[1]; }                    // tokens with logits that are not numbers

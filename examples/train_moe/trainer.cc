@@ -54,7 +54,9 @@ StepResult Trainer::step(int64_t step) {
   result.loss = mean_loss(positions, chunks, "step", step);
   model_.backward(chunk_grads_);
   const std::span<const float> chunk_grads = chunk_grads_.on_host(chunk_grads_mirror_);
-  if (group_) require_no_events(group_); // a GPU has finished the exchange by now
+  if (group_) require_no_events(group_); // a GPU has finished the backward by now
+  for (const auto& layer : model_.layers())
+    layer->require_no_device_errors();
   summed_grads_.resize(parameters_.replicated().size);
   world_.ordered_sum(chunk_grads, summed_grads_);
   parameters_.replicated().grads.assign(summed_grads_);
