@@ -11,7 +11,7 @@ import math
 
 import numpy
 
-TOKENS, LOGITS, GRAD_OUT, GATE_UP, DOWN, GATE_UP_BIAS, DOWN_BIAS, POPULARITY = range(1, 9)
+TOKENS, LOGITS, GRAD_OUT, GATE_UP, DOWN, GATE_UP_BIAS, DOWN_BIAS, POPULARITY, SAMPLE = range(1, 10)
 BIAS_SCALE = 0.125
 MASK = 0xFFFFFFFF
 
@@ -80,6 +80,11 @@ def stream_keys(seed, tensor, part):
 def words(seed, tensor, part, count):
     first, second = stream_keys(seed, tensor, part)
     return mix32(mix32(numpy.arange(count, dtype=numpy.uint32) + numpy.uint32(first)) ^ numpy.uint32(second))
+
+
+def sample_rows(seed, rows, count):
+    """Returns `count` of the rows of a tensor, which stand for all where programs' outputs are compared; None: all of them."""
+    return words(seed, SAMPLE, 0, count).astype(numpy.int64) % rows if 0 < count < rows else None
 
 
 def symmetric(seed, tensor, part, count):

@@ -3,24 +3,25 @@
 """An MoE layer on JAX's collectives: ragged_all_to_all and ragged_dot under shard_map, in one process that has all GPUs.
 
 --variant usual is the layer as it is usually written. --variant best sends 64 updates to each peer, which XLA copies side by
-side, and computes the experts as one batched product over rows padded to the fullest expert. Without GPUs (JAX_PLATFORMS=cpu
+side, and computes the experts as one batched product over rows padded to the fullest expert, rounded up to a multiple of 16 or
+of 128 rows: whichever takes less time. Without GPUs (JAX_PLATFORMS=cpu
 and XLA_FLAGS=--xla_force_host_platform_device_count=P) it is for correctness only; XLA has no ragged_all_to_all there, and
 --exchange gather takes its place by an all-gather with the same result. See docs/moe.md for what is timed.
 """
 import argparse
 import functools
-import json
-import statistics
+import importlib.metadata
 import time
 
 import jax
 import jax.numpy as jnp
 import moe_data
+import moe_measure
 import numpy
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 UPDATES_PER_PEER = 64
-PAD_ROWS = 128  # the padded batch has a multiple of so many rows for each expert
+PAD_ROWS = (16, 128)  # the padded batch has a multiple of so many rows for each expert; the fastest of these is taken
 
 
 def parameter(shape, tensor, expert, sizes, scale):
@@ -60,7 +61,7 @@ def make_inputs(shape, mesh):
 
     hidden, ffn = shape.hidden, shape.ffn
     inputs = {
-        "tokens": sharded(mesh, lambda rank: jnp.asarray(moe_data.token_data(shape, moe_data.TOKENS, rank), jnp.bfloat16)),
+        "tokens": sharded(mesh, lambda rank: parameter(shape, moe_data.TOKENS, rank, (shape.tokens, hidden), 1.0)),
         "logits": sharded(mesh, lambda rank: jnp.asarray(moe_data.logits(shape, rank))),
         "gate_up": params(moe_data.GATE_UP, (2 * ffn, hidden), moe_data.weight_scale(hidden)),
         "down": params(moe_data.DOWN, (hidden, ffn), moe_data.weight_scale(ffn)),
@@ -68,7 +69,7 @@ def make_inputs(shape, mesh):
     if shape.biases:
         inputs["gate_up_bias"] = params(moe_data.GATE_UP_BIAS, (2 * ffn,), moe_data.BIAS_SCALE)
         inputs["down_bias"] = params(moe_data.DOWN_BIAS, (hidden,), moe_data.BIAS_SCALE)
-    grad_out = sharded(mesh, lambda rank: jnp.asarray(moe_data.token_data(shape, moe_data.GRAD_OUT, rank), jnp.bfloat16))
+    grad_out = sharded(mesh, lambda rank: parameter(shape, moe_data.GRAD_OUT, rank, (shape.tokens, hidden), 1.0))
     return inputs, grad_out
 
 
@@ -144,10 +145,9 @@ def padded_experts(params, rows, counts, capacity):
     return result.reshape(num_experts * capacity, -1).at[place].get(mode="fill", fill_value=0)
 
 
-def make_layer(shape, variant, exchange_name):
-    num_rows, fullest = received_rows(shape)
-    capacity = -(-fullest // PAD_ROWS) * PAD_ROWS
-    exchange = RaggedExchange(shape, UPDATES_PER_PEER if variant == "best" else 1, exchange_name)
+def make_layer(shape, num_rows, capacity, exchange_name):
+    """`capacity` rows for each expert of a padded batch; None: the usual variant."""
+    exchange = RaggedExchange(shape, UPDATES_PER_PEER if capacity else 1, exchange_name)
     owned = [shape.owned(rank) for rank in range(shape.ranks)]
     if len({count for _, count in owned}) != 1:
         raise SystemExit(f"--experts is {shape.experts} on {shape.ranks} devices; JAX shards evenly, so they must divide them")
@@ -172,7 +172,7 @@ def make_layer(shape, variant, exchange_name):
         local_expert = jnp.where(jnp.arange(num_rows) < arriving.sum(), local_expert, num_local)  # unused rows come last
         by_local_expert = jnp.argsort(local_expert, stable=True)
         rows, local_counts = received[by_local_expert], arriving.sum(0)
-        if variant == "best":
+        if capacity:
             result = padded_experts(params, rows, local_counts, capacity)
         else:
             result = ragged_experts(params, rows, local_counts)
@@ -188,23 +188,79 @@ CALLS = 5
 SLOW_S = 0.2  # a call that takes longer is timed alone, and 5 times
 
 
+def wall_s(run, calls):
+    """Returns the time of `calls` calls that are enqueued one after another, divided by their number."""
+    begin = time.perf_counter()
+    for _ in range(calls):
+        result = run()  # frees the result of the call before, once the device has made it
+    jax.block_until_ready(result)
+    return (time.perf_counter() - begin) / calls
+
+
 def timed(run, iterations, pause_s=0.0):
     """Returns times in microseconds. JAX shows no events: a time is that of CALLS calls enqueued one after another, and
     waited for together, divided by their number; after a pause, or where a call is slow, that of one call."""
-    def wall_s(calls):
-        begin = time.perf_counter()
-        results = [run() for _ in range(calls)]
-        jax.block_until_ready(results)
-        return (time.perf_counter() - begin) / calls
-
-    wall_s(1)  # compiles
-    is_slow = wall_s(1) > SLOW_S
+    is_slow = wall_s(run, 1) > SLOW_S
+    if not pause_s and not is_slow:
+        wall_s(run, CALLS)  # warms up
     times = []
     for _ in range(min(iterations, 5) if is_slow else iterations):
         if pause_s:
             time.sleep(pause_s)
-        times.append(wall_s(1 if pause_s or is_slow else CALLS) * 1e6)
+        times.append(wall_s(run, 1 if pause_s or is_slow else CALLS) * 1e6)
     return times
+
+
+class Candidate:
+    """The layer with one capacity, compiled."""
+
+    def __init__(self, shape, mesh, inputs, grad_out, num_rows, capacity, exchange):
+        self.capacity, self.inputs, self.grad_out = capacity, inputs, grad_out
+        layer = jax.shard_map(make_layer(shape, num_rows, capacity, exchange), mesh=mesh, in_specs=P("ranks"),
+                              out_specs=P("ranks"), check_vma=False)
+
+        def forward_backward(inputs, grad_out):
+            out, backward = jax.vjp(layer, inputs)
+            return out, backward(grad_out)[0]
+
+        self.compiled_forward, self.compiled_both = jax.jit(layer), jax.jit(forward_backward)
+        jax.block_until_ready(self.forward_backward())
+
+    def forward(self):
+        return self.compiled_forward(self.inputs)
+
+    def forward_backward(self):
+        return self.compiled_both(self.inputs, self.grad_out)
+
+
+def capacities(variant, fullest):
+    """Returns the capacities to try, by how they came about; the usual variant has none."""
+    return {f"padded to {pad}": -(-fullest // pad) * pad for pad in PAD_ROWS} if variant == "best" else {"": None}
+
+
+def fastest(candidates):
+    """Returns the candidate whose forward and backward take the least time, and all times in microseconds."""
+    if len(candidates) == 1:
+        return next(iter(candidates.values())), {}
+    times = {name: min(timed(candidate.forward_backward, 3)) for name, candidate in candidates.items()}
+    return candidates[min(times, key=times.get)], times
+
+
+def dump(arguments, shape, candidate):
+    out, grads = candidate.forward_backward()
+    for name, value in {"out": out, **{f"grad_{name}": grad for name, grad in grads.items()}}.items():
+        for rank, shard in enumerate(sorted(value.addressable_shards, key=lambda shard: shard.index[0].start or 0)):
+            part = shard.data
+            rows = moe_measure.dumped_rows(shape, part.shape, arguments)
+            part = part if rows is None else part.reshape(-1, part.shape[-1])[rows]
+            moe_data.dump(arguments.dump, f"jax-{arguments.variant}", rank, {name: numpy.asarray(part.astype(jnp.float32))})
+
+
+def version_of(package):
+    try:
+        return {package: importlib.metadata.version(package)}
+    except importlib.metadata.PackageNotFoundError:
+        return {}
 
 
 def main():
@@ -213,46 +269,37 @@ def main():
     parser.add_argument("--ranks", type=int, required=True, help="devices to use")
     parser.add_argument("--variant", choices=("usual", "best"), default="usual")
     parser.add_argument("--exchange", choices=("ragged", "gather"), default="ragged", help="gather: for CPUs")
-    parser.add_argument("--iters", type=int, default=20, help="timed iterations; 0: none")
-    parser.add_argument("--pause-ms", type=int, default=0, help="measure again with this pause before each iteration")
-    parser.add_argument("--json", help="file for the times")
-    parser.add_argument("--dump", metavar="DIR", help="directory for the outputs and gradients, as of ep_bench --dump")
+    moe_measure.add_options(parser)
     arguments = parser.parse_args()
 
+    pacer = moe_measure.Pacer(arguments.paced)
+    pacer.begin()
     if len(jax.devices()) < arguments.ranks:
         raise SystemExit(f"--ranks is {arguments.ranks}, but JAX sees {len(jax.devices())} devices")
     shape = moe_data.shape_of(arguments, arguments.ranks)
     mesh = jax.make_mesh((shape.ranks,), ("ranks",), devices=jax.devices()[:shape.ranks])
-    layer = jax.shard_map(make_layer(shape, arguments.variant, arguments.exchange), mesh=mesh, in_specs=P("ranks"),
-                          out_specs=P("ranks"), check_vma=False)
     inputs, grad_out = make_inputs(shape, mesh)
-    forward = jax.jit(layer)
+    num_rows, fullest = received_rows(shape)
+    tried = capacities(arguments.variant, fullest)
+    compiled = {capacity: Candidate(shape, mesh, inputs, grad_out, num_rows, capacity, arguments.exchange)
+                for capacity in set(tried.values())}
+    candidate, times = fastest({name: compiled[capacity] for name, capacity in tried.items()})
+    jax.block_until_ready(candidate.forward())
+    pacer.end()
 
-    @jax.jit
-    def forward_backward(inputs, grad_out):
-        out, backward = jax.vjp(layer, inputs)
-        return out, backward(grad_out)[0]
+    def line(run):
+        return lambda iterations, pause_s: timed(run, iterations, pause_s)
 
+    name = f"jax-{arguments.variant}"
+    layers = moe_measure.measure_in_rounds(
+        arguments, pacer, {name: {"fwd": line(candidate.forward), "fwd+bwd": line(candidate.forward_backward)}}, shape)
+    pacer.begin()
     if arguments.dump:
-        out, grads = forward_backward(inputs, grad_out)
-        for name, value in {"out": out, **{f"grad_{name}": grad for name, grad in grads.items()}}.items():
-            for rank, part in enumerate(numpy.split(numpy.asarray(value.astype(jnp.float32)), shape.ranks)):
-                moe_data.dump(arguments.dump, f"jax-{arguments.variant}", rank, {name: part})
-    lines = {}
-    if arguments.iters > 0:
-        for name, run, products in (("fwd", lambda: forward(inputs), 1),
-                                    ("fwd+bwd", lambda: forward_backward(inputs, grad_out), 3)):
-            times = timed(run, arguments.iters)
-            paused = timed(run, max(arguments.iters // 4, 5), arguments.pause_ms / 1e3) if arguments.pause_ms else []
-            median = statistics.median(times)
-            lines[name] = {"median_us": median, "min_us": min(times), "p99_us": max(times),
-                           "paused_us": statistics.median(paused) if paused else None,
-                           "tflops": products * shape.forward_flops() / median / 1e6}
-            print(f"jax-{arguments.variant} {name}: {median:.1f} us, {lines[name]['tflops']:.1f} TFLOP/s")
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"program": f"jax-{arguments.variant}", "version": jax.__version__, "ranks": shape.ranks, "lines": lines},
-                      file, indent=2)
+        dump(arguments, shape, candidate)
+    versions = {"jax": jax.__version__} | version_of("jaxlib") | version_of("nvidia-nccl-cu13")
+    moe_measure.report(arguments.json, name, versions, shape, layers, candidates_us=times, capacity=candidate.capacity,
+                       fullest_expert_rows=fullest)
+    pacer.end()
 
 
 if __name__ == "__main__":

@@ -2,18 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """An MoE layer on PyTorch's collectives: all_to_all_single with uneven splits, and torch._grouped_mm for the experts.
 
+Two variants are measured. `torch-usual` permutes rows by indexing, as is usual; autograd makes a sorted scatter-add of its
+backward. `torch-best` permutes by index_select, whose backward it writes as index_select by the inverse permutation, has
+torch.compile fuse SwiGLU, and sums the gradients of biases by a product.
+
 One process for each GPU: mpirun -n 2 python3 moe_torch.py --json out.json; without GPUs (--device cpu) it runs on gloo, for
 correctness only. Rank 0 writes the times. See docs/moe.md for what is timed.
 """
 import argparse
 import datetime
-import json
 import os
-import statistics
+import pathlib
 import tempfile
 import time
 
 import moe_data
+import moe_measure
 import torch
 import torch.distributed as dist
 from torch.distributed.nn.functional import all_to_all_single
@@ -39,10 +43,64 @@ def parameter(shape, tensor, experts, sizes, scale, device):
     return values.requires_grad_()
 
 
+class Permute(torch.autograd.Function):
+    """rows[index], where index is a permutation."""
+
+    @staticmethod
+    def forward(ctx, rows, index, inverse):
+        ctx.inverse = inverse
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.index_select(0, ctx.inverse), None, None
+
+
+class Expand(torch.autograd.Function):
+    """tokens[by_expert // K], where by_expert is a permutation of all T * K routes."""
+
+    @staticmethod
+    def forward(ctx, tokens, by_expert, inverse, top_k):
+        ctx.inverse, ctx.sizes = inverse, (tokens.shape[0], top_k, tokens.shape[1])
+        return tokens.index_select(0, by_expert // top_k)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.index_select(0, ctx.inverse).view(ctx.sizes).sum(1), None, None, None
+
+
+class AddBias(torch.autograd.Function):
+    """rows + bias[expert]; the gradient of the bias is a product with a matrix of zeros and ones."""
+
+    @staticmethod
+    def forward(ctx, rows, bias, expert):
+        ctx.expert, ctx.num_experts = expert, bias.shape[0]
+        return rows + bias.index_select(0, expert)
+
+    @staticmethod
+    def backward(ctx, grad):
+        one_hot = torch.nn.functional.one_hot(ctx.expert, ctx.num_experts).to(grad.dtype)
+        return grad, one_hot.t() @ grad, None
+
+
+def add_bias(rows, bias, expert):
+    return rows + torch.nn.functional.embedding(expert, bias)
+
+
+def inverse_of(permutation):
+    return torch.empty_like(permutation).scatter_(0, permutation, torch.arange(permutation.numel(), device=permutation.device))
+
+
+def swiglu(pre_act):
+    gate, up = pre_act.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
 class Layer:
     """The parameters of this rank's experts, and the layer."""
 
-    def __init__(self, shape, rank, device):
+    def __init__(self, shape, rank, device, compiles):
+        self.fused_swiglu = torch.compile(swiglu, dynamic=False) if compiles else swiglu
         self.shape, self.rank, self.device = shape, rank, device
         first, self.num_local = shape.owned(rank)
         experts = range(first, first + self.num_local)
@@ -64,17 +122,17 @@ class Layer:
             return torch._grouped_mm(rows, weights.transpose(1, 2), offs=offsets)
         return torch.cat([part @ weight.T for part, weight in zip(rows.split(counts.tolist()), weights)])
 
-    def experts(self, rows, counts):
+    def experts(self, rows, counts, is_best):
+        biased = AddBias.apply if is_best else add_bias
         offsets = counts.cumsum(0).to(torch.int32)
         expert = torch.repeat_interleave(torch.arange(self.num_local, device=self.device), counts, output_size=rows.shape[0])
         pre_act = self.grouped(rows, self.gate_up, counts, offsets)
         if self.shape.biases:
-            pre_act = pre_act + torch.nn.functional.embedding(expert, self.gate_up_bias)
-        gate, up = pre_act.chunk(2, dim=-1)
-        result = self.grouped(torch.nn.functional.silu(gate) * up, self.down, counts, offsets)
-        return result + torch.nn.functional.embedding(expert, self.down_bias) if self.shape.biases else result
+            pre_act = biased(pre_act, self.gate_up_bias, expert)
+        result = self.grouped((self.fused_swiglu if is_best else swiglu)(pre_act), self.down, counts, offsets)
+        return biased(result, self.down_bias, expert) if self.shape.biases else result
 
-    def forward(self, tokens, logits):
+    def forward(self, tokens, logits, is_best):
         shape = self.shape
         selected, topk_idx = torch.topk(logits, shape.top_k, dim=-1)
         weights = torch.softmax(selected, dim=-1)
@@ -91,24 +149,31 @@ class Layer:
         sends, receives = sends.tolist(), arriving.sum(1).tolist()
         num_rows = sum(receives)
 
-        rows = tokens[by_expert // shape.top_k]
+        by_route = inverse_of(by_expert) if is_best else None
+        rows = Expand.apply(tokens, by_expert, by_route, shape.top_k) if is_best else tokens[by_expert // shape.top_k]
         received = all_to_all_single(rows.new_empty((num_rows, shape.hidden)), rows, receives, sends)
         on_device = arriving.to(self.device, non_blocking=True)
         local_expert = torch.repeat_interleave(
             torch.arange(self.num_local, device=self.device).repeat(shape.ranks), on_device.reshape(-1), output_size=num_rows)
         by_local_expert = torch.argsort(local_expert, stable=True)
-        result = self.experts(received[by_local_expert], on_device.sum(0))
-        leaving = torch.empty_like(result).index_copy(0, by_local_expert, result)
+        if is_best:
+            by_arrival = inverse_of(by_local_expert)
+            result = self.experts(Permute.apply(received, by_local_expert, by_arrival), on_device.sum(0), True)
+            leaving = Permute.apply(result, by_arrival, by_local_expert)
+        else:
+            result = self.experts(received[by_local_expert], on_device.sum(0), False)
+            leaving = torch.empty_like(result).index_copy(0, by_local_expert, result)
         returned = all_to_all_single(leaving.new_empty((routes.numel(), shape.hidden)), leaving, sends, receives)
 
-        by_route = torch.empty_like(returned).index_copy(0, by_expert, returned)
-        return torch.einsum("tkh,tk->th", by_route.view(-1, shape.top_k, shape.hidden), weights.to(by_route.dtype))
+        home = (Permute.apply(returned, by_route, by_expert) if is_best
+                else torch.empty_like(returned).index_copy(0, by_expert, returned))
+        return torch.einsum("tkh,tk->th", home.view(-1, shape.top_k, shape.hidden), weights.to(home.dtype))
 
 
 def timed(run, iterations, device, pause_s=0.0):
     """Returns the time of each iteration in microseconds, the slowest rank's; a barrier of the streams precedes each."""
     on_gpu = device.type == "cuda"
-    warmup = 1 if pause_s else 5
+    warmup = 0 if pause_s else 5
     token = torch.zeros(1, device=device)
     events, times = [], []
     for _ in range(warmup + iterations):
@@ -134,27 +199,19 @@ def timed(run, iterations, device, pause_s=0.0):
     return slowest.tolist()
 
 
-def figures(times, paused, shape, products):
-    median = statistics.median(times)
-    return {"median_us": median, "min_us": min(times), "p99_us": sorted(times)[-max(1, len(times) // 100)],
-            "paused_us": statistics.median(paused) if paused else None,
-            "tflops": products * shape.forward_flops() / median / 1e6}
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     moe_data.add_shape_options(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--store", help="a file that all ranks can reach and that does not exist; default: of mpirun's job")
-    parser.add_argument("--iters", type=int, default=20, help="timed iterations; 0: none")
-    parser.add_argument("--pause-ms", type=int, default=0, help="measure again with this pause before each iteration")
-    parser.add_argument("--json", help="file for the times")
-    parser.add_argument("--dump", metavar="DIR", help="directory for the outputs and gradients, as of ep_bench --dump")
+    moe_measure.add_options(parser)
     arguments = parser.parse_args()
 
     rank, ranks = (int(os.environ.get(f"OMPI_COMM_WORLD_{name}", default)) for name, default in (("RANK", 0), ("SIZE", 1)))
     job = os.environ.get("OMPI_MCA_ess_base_jobid", os.environ.get("PMIX_NAMESPACE", os.getpid()))
     store = arguments.store or f"{tempfile.gettempdir()}/moe_torch.{job}"
+    pacer = moe_measure.Pacer(arguments.paced)
+    pacer.begin()
     device = torch.device(arguments.device, rank) if arguments.device == "cuda" else torch.device("cpu")
     options = {}
     if arguments.device == "cuda":
@@ -163,45 +220,56 @@ def main():
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank,
                             world_size=ranks, timeout=datetime.timedelta(seconds=120), **options)
     shape = moe_data.shape_of(arguments, ranks)
-    layer = Layer(shape, rank, device)
+    layer = Layer(shape, rank, device, arguments.device == "cuda")
     layer.rank_of_expert_on_host = layer.rank_of_expert.cpu()
-    tokens, grad_out = (torch.from_numpy(moe_data.token_data(shape, name, rank)).to(device, torch.bfloat16)
+    tokens, grad_out = (parameter(shape, name, [rank], (shape.tokens, shape.hidden), 1.0, device).detach()[0]
                         for name in (moe_data.TOKENS, moe_data.GRAD_OUT))
     logits = torch.from_numpy(moe_data.logits(shape, rank)).to(device)
     tokens.requires_grad_()
     logits.requires_grad_()
     leaves = {"tokens": tokens, "logits": logits, **layer.parameters}
 
-    def forward():
+    def forward(is_best):
         with torch.no_grad():
-            return layer.forward(tokens, logits)
+            return layer.forward(tokens, logits, is_best)
 
-    def forward_backward():
+    def forward_backward(is_best):
         for leaf in leaves.values():
             leaf.grad = None
-        out = layer.forward(tokens, logits)
+        out = layer.forward(tokens, logits, is_best)
         out.backward(grad_out)
         return out
 
-    if arguments.dump:
-        outputs = {"out": forward_backward()} | {f"grad_{name}": leaf.grad for name, leaf in leaves.items()}
-        moe_data.dump(arguments.dump, "torch", rank, {name: x.detach().float().cpu().numpy() for name, x in outputs.items()})
-    lines = {}
-    if arguments.iters > 0:
-        for name, run, products in (("fwd", forward, 1), ("fwd+bwd", forward_backward, 3)):
-            times = timed(run, arguments.iters, device)
-            paused = timed(run, max(arguments.iters // 4, 5), device, arguments.pause_ms / 1e3) if arguments.pause_ms else []
-            lines[name] = figures(times, paused, shape, products)
+    def lines(is_best):
+        return {"fwd": lambda iterations, pause_s: timed(lambda: forward(is_best), iterations, device, pause_s),
+                "fwd+bwd": lambda iterations, pause_s: timed(lambda: forward_backward(is_best), iterations, device, pause_s)}
+
+    variants = {"torch-usual": False, "torch-best": True}
+    for is_best in variants.values():
+        forward(is_best)
+        forward_backward(is_best)
+    if arguments.device == "cuda":
+        torch.cuda.synchronize()
+    pacer.end()
+    layers = moe_measure.measure_in_rounds(arguments, pacer, {name: lines(is_best) for name, is_best in variants.items()},
+                                           shape)
+    pacer.begin()
+    for name, is_best in variants.items() if arguments.dump else ():
+        outputs = {"out": forward_backward(is_best)} | {f"grad_{key}": leaf.grad for key, leaf in leaves.items()}
+        for tensor, value in outputs.items():
+            rows = moe_measure.dumped_rows(shape, value.shape, arguments)
+            if rows is not None:
+                value = value.reshape(-1, value.shape[-1])[torch.from_numpy(rows).to(device)]
+            moe_data.dump(arguments.dump, name, rank, {tensor: value.detach().float().cpu().numpy()})
     if rank == 0:
-        for name, line in lines.items():
-            print(f"torch {name}: {line['median_us']:.1f} us, {line['tflops']:.1f} TFLOP/s")
-        if arguments.json:
-            with open(arguments.json, "w", encoding="utf-8") as file:
-                json.dump({"program": "torch", "version": torch.__version__, "ranks": ranks, "lines": lines}, file, indent=2)
+        versions = {"torch": torch.__version__}
+        if arguments.device == "cuda":
+            versions |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+        moe_measure.report(arguments.json, "torch", versions, shape, layers)
     dist.barrier()
+    pacer.end()
     dist.destroy_process_group()
-    if rank == 0 and os.path.exists(store):
-        os.unlink(store)
+    pathlib.Path(store).unlink(missing_ok=True)  # PyTorch may have removed it
 
 
 if __name__ == "__main__":

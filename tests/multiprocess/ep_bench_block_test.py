@@ -6,6 +6,7 @@ So the numbers of both languages are the same, and so are routing, weights, and 
 import argparse
 import json
 import pathlib
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -20,7 +21,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "moe_tutorial"))
 import cases  # noqa: E402
 import correctness  # noqa: E402
-import programs  # noqa: E402
+import sessions  # noqa: E402
+
+import moe_data  # noqa: E402  (correctness has found examples/native)
 
 LIMIT_S = 100
 WITHIN = 2e-6  # of the largest element: float32 sums of at most 192 terms
@@ -29,16 +32,18 @@ WITHIN = 2e-6  # of the largest element: float32 sums of at most 192 terms
 class Block(unittest.TestCase):
     ep_bench = None
 
+    def commands(self, directory, case, ranks, *options):
+        (directory / "rendezvous").mkdir(mode=0o700)
+        command = [self.ep_bench, "--bootstrap", f"file:{directory / 'rendezvous'}", "--ranks", ranks, *case.options,
+                   "--block", "--dtype", "fp32", "--warmup", 0, "--dump", directory, "--json", directory / "out.json", *options]
+        return [[*command, "--rank", rank] for rank in range(ranks)]
+
     def compare(self, case, ranks, *options):
         with tempfile.TemporaryDirectory(prefix="ep_bench_block.") as name:
             directory = pathlib.Path(name)
-            (directory / "rendezvous").mkdir(mode=0o700)
             output = directory / "out.json"
-            command = [self.ep_bench, "--bootstrap", f"file:{directory / 'rendezvous'}", "--ranks", ranks, *case.options,
-                       "--block", "--dtype", "fp32", "--iters", 1, "--warmup", 0, "--verify", "--dump", directory,
-                       "--json", output, *options]
-            commands = [[*command, "--rank", rank] for rank in range(ranks)]
-            programs.run_ranks("ep_bench", commands, [{}] * ranks, directory, LIMIT_S)
+            commands = self.commands(directory, case, ranks, "--iters", 1, "--verify", *options)
+            sessions.run_ranks("ep_bench", commands, [{}] * ranks, directory, LIMIT_S)
             result = json.loads(output.read_text(encoding="utf-8"))
             tensors = correctness.compare(case, ranks, directory, ["block", "native"], bf16=False)
         self.assertEqual(set(result["block"]["lines"]), {"block fwd", "block fwd+bwd"})
@@ -55,6 +60,37 @@ class Block(unittest.TestCase):
 
     def test_experts_that_ranks_do_not_divide(self):
         self.compare(cases.Case("odd", 37, 33, 21, 7, 3), 3, "--combine-precision", "exact", "--alignment", 4)
+
+    def test_rounds_that_a_script_starts(self):
+        rows, ranks = 8, 2
+        with tempfile.TemporaryDirectory(prefix="ep_bench_block.") as name:
+            directory = pathlib.Path(name)
+            commands = self.commands(directory, cases.CHECK, ranks, "--iters", 5, "--rounds", 2, "--paced", "--dump-rows", rows)
+            running = {"ep_bench": sessions.Session("ep_bench", commands, [{}] * ranks, directory, LIMIT_S)}
+            self.assertEqual(sessions.run_in_turns(running, phases=4), {})
+            result = json.loads((directory / "out.json").read_text(encoding="utf-8"))
+            differences = correctness.differences(ranks, directory)["native"]
+            sampled = correctness.read(directory, "block", "grad_gate_up", ranks)
+            expected = moe_data.reference(moe_data.Shape(ranks, 192, 256, 192, 16, 4, biases=True, zipf=1.2, bf16=False))
+        for rank, of_rank in enumerate(sampled):
+            matrix = expected[rank]["grad_gate_up"].reshape(-1, 256)
+            chosen = matrix[moe_data.sample_rows(1, len(matrix), rows)]
+            self.assertLess(abs(of_rank - chosen).max(), WITHIN * abs(matrix).max())
+            self.assertGreater(abs(chosen).max(), 0)
+        self.assertEqual(set(differences), set(result["block"]["differences"]))
+        self.assertTrue(all(difference < WITHIN for difference in differences.values()), differences)
+        for line in result["block"]["lines"].values():
+            self.assertEqual(len(line["rounds_us"]), 2)
+            self.assertLessEqual(line["quartiles_us"][0], line["median_us"])
+            self.assertLessEqual(line["median_us"], line["quartiles_us"][1])
+
+    def test_standard_input_that_ends(self):
+        with tempfile.TemporaryDirectory(prefix="ep_bench_block.") as name:
+            commands = self.commands(pathlib.Path(name), cases.CHECK, 1, "--iters", 1, "--paced")
+            run = subprocess.run(list(map(str, commands[0])), input=b"\n", capture_output=True, timeout=LIMIT_S, check=False)
+        self.assertEqual(run.returncode, 1)
+        self.assertEqual(run.stdout, b"phase 0 done\n")
+        self.assertEqual(run.stderr, b"ep_bench: --paced: standard input ended before phase 1\n")
 
 
 if __name__ == "__main__":

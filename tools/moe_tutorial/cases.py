@@ -16,7 +16,7 @@ class Case:
 
     @property
     def name(self):
-        return f"{self.model}-{self.tokens}-{self.routing.replace(':', '')}"
+        return "-".join((*self.model.replace(",", "").split(), str(self.tokens), self.routing.replace(":", "")))
 
     @property
     def options(self):
@@ -27,13 +27,28 @@ class Case:
 
 
 DEEPSEEK = Case("DeepSeek-V3", 4096, 7168, 2048, 256, 8)
-CASES = [
+MODELS = [
     *(dataclasses.replace(DEEPSEEK, tokens=tokens, routing=routing)
       for tokens in (4096, 256) for routing in ("uniform", "zipf:1.2")),
     Case("Qwen3-235B-A22B", 4096, 4096, 1536, 128, 8),
     Case("gpt-oss-120b", 4096, 2880, 2880, 128, 4, biases=True),
     Case("Mixtral-8x7B", 4096, 4096, 14336, 8, 2),
 ]
+# The ranks of DeepSeek-V3 on so many GPUs have 64 experts each.
+PROXY_MODEL, PROXY_RANKS = "DeepSeek-V3, 64 experts a GPU", 4
 QUICK_CASES = [Case("quick", tokens, 128, 96, 8, 2, biases, routing)
                for tokens, biases, routing in ((64, False, "uniform"), (16, True, "zipf:1.2"))]
 CHECK = Case("check", 192, 256, 192, 16, 4, biases=True, routing="zipf:1.2")
+
+
+def proxies(ranks):
+    """Returns the cases that give a rank the experts and the tokens that it has of DeepSeek-V3 on PROXY_RANKS GPUs."""
+    if ranks >= PROXY_RANKS:
+        return []
+    proxy = dataclasses.replace(DEEPSEEK, model=PROXY_MODEL, experts=DEEPSEEK.experts // PROXY_RANKS * ranks)
+    return [dataclasses.replace(proxy, tokens=tokens, routing=routing)
+            for tokens, routing in ((4096, "uniform"), (4096, "zipf:1.2"), (256, "uniform"))]
+
+
+def all_cases(ranks):
+    return [*proxies(ranks), *MODELS]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the outputs and gradients that the programs have dumped with the answer in float64."""
+"""Compares the outputs and gradients that the programs have dumped with the answer in float64, and with each other."""
 import pathlib
 import sys
 
@@ -39,3 +39,16 @@ def compare(case, ranks, directory, layers, bf16):
                                       "from_block": None if block is None else distance(values, block)}
         tensors[tensor] = entry
     return tensors
+
+
+def differences(ranks, directory):
+    """Returns {layer: {tensor: its largest difference from the block's, divided by the block's largest element}}."""
+    names = sorted({tuple(file.name.split(".")[:2]) for file in pathlib.Path(directory).glob("*.0.npy")})
+    found = {}
+    for layer, tensor in names:
+        block, values = read(directory, "block", tensor, ranks), read(directory, layer, tensor, ranks)
+        if layer == "block" or block is None or values is None:
+            continue
+        largest = max(float(numpy.abs(part).max()) for part in block)
+        found.setdefault(layer, {})[tensor] = distance(values, block) / largest if largest > 0 else float("inf")
+    return found

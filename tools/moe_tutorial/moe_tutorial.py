@@ -8,13 +8,16 @@ moe_tutorial.py --ranks 2 --out DIR --cases deepseek   only cases whose name has
 moe_tutorial.py --ranks 2 --out DIR --quick   small shapes; with --cpu without GPUs, to try the script itself
 moe_tutorial.py --out DIR --write             only writes docs/moe.md and docs/moe-pieces.svg from DIR/results.json
 
-A program that fails or is not there is left out of the tables with a sentence. Needs numpy, and PyTorch and JAX for theirs.
+All programs of a case are there at the same time and take turns on the GPUs: each measures one round, then the next one does.
+Afterwards their outputs at that shape are compared. A program that fails or is not there is left out of the tables with a
+sentence. Needs numpy, and PyTorch and JAX for theirs.
 """
 import argparse
 import dataclasses
 import datetime
 import json
 import pathlib
+import shlex
 import sys
 import tempfile
 
@@ -32,17 +35,22 @@ def parse():
     parser.add_argument("--ranks", type=int, default=2, help="GPUs")
     parser.add_argument("--ep-bench", default=programs.ROOT / "build/tools/ep_bench/ep_bench", type=pathlib.Path)
     parser.add_argument("--programs", default=",".join(programs.PROGRAMS), help="which of %(default)s")
-    parser.add_argument("--cases", default="", help="part of the names of the cases to measure; 'none': only the check")
-    parser.add_argument("--no-check", action="store_true", help="do not compare outputs")
-    parser.add_argument("--iters", type=int, default=20, help="timed iterations")
+    parser.add_argument("--cases", default="", help="parts of the names of the cases to measure, separated by commas; "
+                        "'none': only the check")
+    parser.add_argument("--no-check", action="store_true", help="do not compare outputs with the answer in float64")
+    parser.add_argument("--iters", type=int, default=20, help="timed iterations of all rounds together")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds in which the programs take turns")
     parser.add_argument("--pause-ms", type=int, default=200, help="pause before each iteration of the second measurement")
     parser.add_argument("--limit-s", type=int, default=150, help="the longest that one program may take for one case")
+    parser.add_argument("--commit", default=programs.commit(), help="of the sources, where git does not know it")
     parser.add_argument("--quick", action="store_true", help="small shapes")
     parser.add_argument("--cpu", action="store_true", help="with --quick: without GPUs; such times are not written to docs")
     parser.add_argument("--write", action="store_true", help="write the page and the picture from results.json")
     arguments = parser.parse_args()
     if arguments.cpu and not arguments.quick:
         parser.error("--cpu is given without --quick; the models' shapes are for GPUs")
+    if not 1 <= arguments.rounds <= arguments.iters:
+        parser.error(f"--rounds is {arguments.rounds}; it must be between 1 and --iters, {arguments.iters}")
     unknown = set(arguments.programs.split(",")) - set(programs.PROGRAMS)
     if unknown:
         parser.error(f"--programs has {', '.join(sorted(unknown))}; it may have {', '.join(programs.PROGRAMS)}")
@@ -53,38 +61,33 @@ def check(runner, chosen, directory):
     """Returns how far each program's outputs are from the answer in float64."""
     import correctness  # numpy is needed from here on
 
-    case, failed = cases.CHECK, {}
+    case = cases.CHECK
     with tempfile.TemporaryDirectory(dir=directory) as dump:
-        for program in chosen:
-            try:
-                reason = runner.missing(program)
-                if reason:
-                    raise programs.Failed(reason)
-                runner.run(program, case, f"check-{program}", dump=dump, timed=False)
-            except programs.Failed as failure:
-                failed[program] = str(failure)
-        layers = ["block", "native", *programs.PROGRAMS[1:]]
+        results = runner.run(chosen, case, dump, timed=False)
         # On CPUs ep_bench computes in float32 on data that are not rounded, so its answer is another one.
+        layers = list(tables.LAYER_NAMES)
         tensors = correctness.compare(case, runner.ranks, dump, layers[2:] if runner.cpu else layers, bf16=True)
         if runner.cpu:
             for tensor, entry in correctness.compare(case, runner.ranks, dump, layers[:2], bf16=False).items():
                 tensors[tensor]["layers"] |= entry["layers"]
+    failed = {program: result["failed"] for program, result in results.items() if "failed" in result}
     return {"shape": dataclasses.asdict(case), "tensors": tensors, "failed": failed}
 
 
-def measure(runner, program, case, versions):
-    try:
-        reason = runner.missing(program)
-        if reason:
-            raise programs.Failed(reason)
-        result = runner.run(program, case, f"{case.name}-{program}")
-    except programs.Failed as failure:
-        print(f"{case.name}: {failure}; its logs are in {runner.directory}", flush=True)
-        return {"failed": str(failure)}
-    library = "epx" if program == "ep_bench" else program.partition("-")[0]
-    versions[library] = result["epx_version" if program == "ep_bench" else "version"]
-    print(f"{case.name}: {program} done", flush=True)
-    return result
+def measure(runner, chosen, case):
+    """Returns the JSON of each program on a case, and how far their outputs are from the block's."""
+    import correctness
+
+    with tempfile.TemporaryDirectory(dir=runner.directory) as dump:
+        results = runner.run(chosen, case, dump)
+        differences = correctness.differences(runner.ranks, dump)
+    for program, result in results.items():
+        print(f"{case.name}: {program}: {result.get('failed', 'done')}", flush=True)
+    return results, differences
+
+
+def is_chosen(case, parts):
+    return any(part in case.name.lower() for part in parts.lower().split(","))
 
 
 def run(arguments):
@@ -94,11 +97,14 @@ def run(arguments):
     if results and (results["machine"], results["ranks"]) != (where, arguments.ranks):
         sys.exit(f"moe_tutorial.py: {file} is of {results['ranks']} x {results['machine']}, "
                  f"and here are {arguments.ranks} x {where}")
-    results |= {"machine": where, "ranks": arguments.ranks, "date": datetime.date.today().isoformat(),
-                "iters": arguments.iters, "pause_ms": arguments.pause_ms}
-    results.setdefault("versions", {})
-    results.setdefault("cases", {})
+    results |= {"machine": where, "ranks": arguments.ranks}
+    for entry, empty in (("runs", []), ("versions", {}), ("cases", {})):
+        results.setdefault(entry, empty)
     chosen = arguments.programs.split(",")
+    results["runs"].append({
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "commit": arguments.commit,
+        "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]), "programs": chosen, "cases": [],
+        "iters": arguments.iters, "rounds": arguments.rounds, "pause_ms": arguments.pause_ms})
     runner = programs.Runner(arguments, arguments.out)
 
     def save():
@@ -107,13 +113,16 @@ def run(arguments):
     if not arguments.no_check:
         results["check"] = check(runner, chosen, arguments.out)
         save()
-    for case in cases.QUICK_CASES if arguments.quick else cases.CASES:
-        if arguments.cases.lower() not in case.name.lower():
+    for case in cases.QUICK_CASES if arguments.quick else cases.all_cases(arguments.ranks):
+        if not is_chosen(case, arguments.cases):
             continue
-        measured = results["cases"].setdefault(case.name, {"shape": dataclasses.asdict(case), "programs": {}})
-        for program in chosen:
-            measured["programs"][program] = measure(runner, program, case, results["versions"])
-            save()
+        measured, differences = measure(runner, chosen, case)
+        results["cases"][case.name] = {"shape": dataclasses.asdict(case), "programs": measured, "differences": differences}
+        results["runs"][-1]["cases"].append(case.name)
+        for program, result in measured.items():
+            if "failed" not in result:
+                results["versions"] |= {program: programs.versions_of(program, result)}
+        save()
     return results
 
 
@@ -123,9 +132,10 @@ def main():
     arguments.out = arguments.out.resolve()
     if not arguments.write:
         results = run(arguments)
-        there = {"environment": True, "correctness": "check" in results, "times": results["cases"], "pieces": results["cases"]}
-        for part in filter(there.get, tables.PARTS):
-            print(tables.PARTS[part](results), end="\n\n")
+        there = {"environment": True, "correctness": "check" in results}
+        for part in tables.PARTS:
+            if there.get(part, results["cases"]):
+                print(tables.PARTS[part](results), end="\n\n")
         return
     results = json.loads((arguments.out / "results.json").read_text(encoding="utf-8"))
     if results["machine"]["device"] == "CPUs":

@@ -2,7 +2,15 @@
 """Writes the tables of docs/moe.md from results.json, between markers."""
 import re
 
-LAYER_NAMES = {"block": "epx", "native": "C++ sendrecv", "torch": "PyTorch", "jax-usual": "JAX, usual", "jax-best": "JAX, best"}
+import cases
+
+LAYER_NAMES = {"block": "epx", "native": "C++ sendrecv", "torch-usual": "PyTorch, usual", "torch-best": "PyTorch, best",
+               "jax-usual": "JAX, usual", "jax-best": "JAX, best"}
+PROGRAM_NAMES = {"ep_bench": "epx and C++ sendrecv", "torch": "PyTorch", "jax-usual": "JAX, usual", "jax-best": "JAX, best"}
+DIRECTIONS = ("fwd", "fwd+bwd")
+# A layer whose outputs differ from epx's by more, relative to the largest element, has no times; ep_bench --block allows the
+# native layer as much.
+LIMIT = 4e-2
 # The pieces of a block in the order in which they run, and where ep_bench reports them.
 FORWARD_PIECES = (("router", "block"), ("prepare", "operations"), ("dispatch", "operations"), ("ffn", "block"),
                   ("combine", "operations"))
@@ -14,6 +22,17 @@ def table(header, rows):
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [header, ["---"] * len(header), *rows])
 
 
+def differs(case, layer):
+    """Returns by how much a layer's outputs at the case's shape differ from epx's; None where they were not compared."""
+    of_layer = case["differences"].get(layer)
+    return max(of_layer.values()) if of_layer else None
+
+
+def is_wrong(case, layer):
+    difference = differs(case, layer)
+    return difference is not None and not difference <= LIMIT
+
+
 def lines_of(case):
     """Returns {layer: {"fwd": line, "fwd+bwd": line}} of a case's programs; epx's graph replays are a layer of their own."""
     layers = {}
@@ -21,31 +40,62 @@ def lines_of(case):
         if "failed" in result:
             continue
         if program != "ep_bench":
-            layers[program] = result["lines"]
+            layers |= result["layers"]
             continue
         lines = result["block"]["lines"]
         for layer in ("block", "native"):
             if f"{layer} fwd" in lines:
-                layers[layer] = {name: lines[f"{layer} {name}"] for name in ("fwd", "fwd+bwd")}
+                layers[layer] = {name: lines[f"{layer} {name}"] for name in DIRECTIONS}
         if "block fwd graph" in lines:
-            layers["block graph"] = {name: lines[f"block {name} graph"] for name in ("fwd", "fwd+bwd")}
-    return layers
+            layers["block graph"] = {name: lines[f"block {name} graph"] for name in DIRECTIONS}
+    return {layer: lines for layer, lines in layers.items() if not is_wrong(case, layer)}
 
 
 def microseconds(value):
     return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
 
+def with_spread(value, quartiles):
+    """Returns a median with half the distance between the quartiles."""
+    if value is None:
+        return "-"
+    half = (quartiles[1] - quartiles[0]) / 2
+    return f"{microseconds(value)} ± {half:,.0f}" if value >= 1000 else f"{value:.1f} ± {half:.1f}"
+
+
 def ratio(value):
     return "-" if value is None else f"{value:.2f}"
 
 
+def counted(number, noun):
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def environment(results):
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(results["versions"].items()))
     where = results["machine"]
-    driver = f", driver {where['driver']}" if where["driver"] else ""
-    return (f"Measured on {results['ranks']} x {where['device']}{driver}, {results['date']}: {versions}; medians of "
-            f"{results['iters']} calls, pauses of {results['pause_ms']} ms.")
+    more = "".join(f", {name} {where[key]}" for name, key in (("driver", "driver"), ("power limit", "power_limit"))
+                   if where[key])
+    parts = [f"Measured on {results['ranks']} x {where['device']}{more}."]
+    for program, versions in results["versions"].items():
+        parts.append(f"{PROGRAM_NAMES[program]}: {', '.join(f'{name} {version}' for name, version in versions.items())}.")
+    for run in results["runs"]:
+        rounds = counted(run["rounds"], "round")
+        if run["cases"]:
+            commit = f"commit {run['commit']}" if run["commit"] else "of a commit that was not recorded"
+            parts.append(f"{run['date'][:10]}, {commit}: {counted(len(run['cases']), 'case')}, {run['iters']} calls in "
+                         f"{rounds}, pauses of {run['pause_ms']} ms.")
+    drift = drift_between_rounds(results)
+    if drift is not None:
+        parts.append(f"The slowest round of a line took {100 * drift[0]:.1f} % longer than its fastest one in the median over all "
+                     f"lines, and {100 * drift[1]:.1f} % at most.")
+    return "\n".join(parts)
+
+
+def drift_between_rounds(results):
+    """Returns the median and the largest of (slowest round / fastest round - 1) over all lines of the layers."""
+    found = sorted(max(line["rounds_us"]) / min(line["rounds_us"]) - 1 for case in results["cases"].values()
+                   for lines in lines_of(case).values() for line in lines.values() if len(line["rounds_us"]) > 1)
+    return (found[len(found) // 2], found[-1]) if found else None
 
 
 def correctness(results):
@@ -66,7 +116,25 @@ def correctness(results):
 
 
 def failures(failed):
-    return "".join(f"\n\nNot in the table: {program}, since {sentence}." for program, sentence in failed.items())
+    return "".join(f"\n\nNot in the table: {PROGRAM_NAMES[program]}, since {sentence}." for program, sentence in failed.items())
+
+
+def remarks(case):
+    """Returns a sentence for each program that is not in a case's table, or of which the reader should know something."""
+    failed = {program: result["failed"] for program, result in case["programs"].items() if "failed" in result}
+    failed |= {program: "the run left it out" for program in PROGRAM_NAMES if program not in case["programs"]}
+    text = failures(failed)
+    for layer in filter(lambda layer: is_wrong(case, layer), case["differences"]):
+        text += (f"\n\nNot in the table: {LAYER_NAMES[layer]}, since its outputs differ from epx's by "
+                 f"{differs(case, layer):.1e} of the largest element, and {LIMIT} is allowed.")
+    for program, result in case["programs"].items():
+        if result.get("alone") and "failed" not in result:
+            text += (f"\n\n{PROGRAM_NAMES[program]} was measured alone, after the others, since there was not memory enough for "
+                     "all programs at a time.")
+        if result.get("candidates_us"):
+            tried = ", ".join(f"{name} rows {microseconds(us)} us" for name, us in result["candidates_us"].items())
+            text += f"\n\n{PROGRAM_NAMES[program]}: forward and backward {tried}, before the rounds; the fastest was taken."
+    return text
 
 
 def times(results):
@@ -76,25 +144,55 @@ def times(results):
         block = layers.get("block")
         rows = []
         for layer, lines in layers.items():
-            name = "epx, graph replay" if layer == "block graph" else LAYER_NAMES[layer]
-            row = [name]
-            for direction in ("fwd", "fwd+bwd"):
+            row = ["epx, graph replay" if layer == "block graph" else LAYER_NAMES[layer]]
+            for direction in DIRECTIONS:
                 line = lines[direction]
-                faster = line["median_us"] / block[direction]["median_us"] if block else None
-                row += [microseconds(line["median_us"]), microseconds(line.get("paused_us")), f"{line['tflops']:.0f}",
-                        ratio(faster), ratio(line.get("ratio")), ratio(line.get("max_ratio"))]
-            rows.append(row)
+                slower = line["median_us"] / block[direction]["median_us"] if block else None
+                row += [with_spread(line["median_us"], line["quartiles_us"]),
+                        with_spread(line["paused_us"], line["paused_quartiles_us"]), f"{line['tflops']:.0f}", ratio(slower),
+                        ratio(line.get("ratio")), ratio(line.get("max_ratio"))]
+            difference = differs(case, layer)
+            rows.append(row + ["-" if difference is None else f"{difference:.1e}"])
         header = ["layer"] + [f"{direction} {column}" for direction in ("forward", "both") for column in (
-            "us", "us, paused", "TFLOP/s", "x epx", "/ sum of bounds", "/ larger bound")]
-        failed = {program: result["failed"] for program, result in case["programs"].items() if "failed" in result}
-        parts.append(f"**{title(case)}**\n\n{table(header, rows)}{failures(failed)}")
+            "us", "us, paused", "TFLOP/s", "x epx", "/ sum of bounds", "/ larger bound")] + ["differs from epx"]
+        parts.append(f"**{title(case['shape'])}**\n\n{table(header, rows)}{remarks(case)}")
+    parts += [f"Not measured: {title(vars(case))}; the run left it out." for case in cases.all_cases(results["ranks"])
+              if case.name not in results["cases"]]
     return "\n\n".join(parts)
 
 
-def title(case):
-    shape = case["shape"]
+def title(shape):
     return (f"{shape['model']}, {shape['tokens']} tokens per rank, {shape['routing']} (H {shape['hidden']}, F {shape['ffn']}, "
             f"E {shape['experts']}, K {shape['top_k']}{', biases' if shape['biases'] else ''})")
+
+
+def fastest_framework(layers, direction):
+    """Returns the least time of any variant of PyTorch and JAX, or None."""
+    return min((lines[direction]["median_us"] for layer, lines in layers.items() if layer.startswith(("torch", "jax"))),
+               default=None)
+
+
+def proxy(results):
+    """Returns the table of the cases that stand for DeepSeek-V3 on cases.PROXY_RANKS GPUs."""
+    rows = []
+    for case in cases.proxies(results["ranks"]):
+        measured = results["cases"].get(case.name)
+        if measured is None:
+            continue
+        layers, pieces = lines_of(measured), pieces_of(measured)
+        if "block" not in layers or pieces is None:
+            continue
+        block, native, graph = layers["block"], layers.get("native"), layers.get("block graph")
+        framework = {direction: fastest_framework(layers, direction) for direction in DIRECTIONS}
+        ffn = sum(us for of_direction in pieces for name, us in of_direction if name.startswith("ffn"))
+        rows.append([
+            f"{case.tokens} tokens, {case.routing}", microseconds(block["fwd"]["median_us"]),
+            ratio(framework["fwd+bwd"] and framework["fwd+bwd"] / block["fwd+bwd"]["median_us"]),
+            ratio(native and (native["fwd+bwd"]["median_us"] - ffn) / (block["fwd+bwd"]["median_us"] - ffn)),
+            ratio(framework["fwd"] and graph and framework["fwd"] / graph["fwd"]["median_us"])])
+    header = ["case", "forward us", "both: faster of PyTorch and JAX / epx", "both: (C++ sendrecv - ffn) / (epx - ffn)",
+              "forward: faster of PyTorch and JAX / epx, graph replay"]
+    return table(header, rows)
 
 
 def pieces_of(case):
@@ -114,12 +212,12 @@ def pieces(results):
         if of_case is None:
             continue
         forward, backward = of_case
-        rows.append([title(case), *(microseconds(us) for _, us in forward + backward)])
+        rows.append([title(case["shape"]), *(microseconds(us) for _, us in forward + backward)])
     text = table(["layer", *(name for name, _ in FORWARD_PIECES + BACKWARD_PIECES)], rows)
     return f"{text}\n\n![The pieces of each block as parts of a bar](moe-pieces.svg)" if rows else text
 
 
-PARTS = {"environment": environment, "correctness": correctness, "times": times, "pieces": pieces}
+PARTS = {"environment": environment, "correctness": correctness, "proxy": proxy, "times": times, "pieces": pieces}
 
 
 def write(page, results):
