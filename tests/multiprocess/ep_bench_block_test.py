@@ -84,6 +84,22 @@ class Block(unittest.TestCase):
             self.assertLessEqual(line["quartiles_us"][0], line["median_us"])
             self.assertLessEqual(line["median_us"], line["quartiles_us"][1])
 
+    def test_tutorial_in_its_quick_form(self):
+        with tempfile.TemporaryDirectory(prefix="moe_tutorial.") as name:
+            run = subprocess.run([sys.executable, "-B", ROOT / "tools" / "moe_tutorial" / "moe_tutorial.py", "--quick", "--cpu",
+                                  "--programs", "ep_bench", "--ep-bench", self.ep_bench, "--out", name, "--iters", "2",
+                                  "--rounds", "2", "--commit", "abc"], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+            results = json.loads((pathlib.Path(name) / "results.json").read_text(encoding="utf-8"))
+        for tensor, entry in results["check"]["tensors"].items():
+            self.assertLess(entry["layers"]["block"]["from_reference"], WITHIN * entry["largest"], tensor)
+        self.assertEqual(set(results["cases"]), {case.name for case in cases.QUICK_CASES})
+        for case in results["cases"].values():
+            self.assertTrue(all(difference < WITHIN for difference in case["differences"]["native"].values()))
+            self.assertEqual(len(case["programs"]["ep_bench"]["block"]["lines"]["block fwd"]["rounds_us"]), 2)
+        self.assertEqual(results["runs"][0]["commit"], "abc")
+        self.assertEqual(set(results["runs"][0]["cases"]), set(results["cases"]))
+        self.assertIn("Not in the table: PyTorch, since the run left it out.", run.stdout)
+
     def test_standard_input_that_ends(self):
         with tempfile.TemporaryDirectory(prefix="ep_bench_block.") as name:
             commands = self.commands(pathlib.Path(name), cases.CHECK, 1, "--iters", 1, "--paced")

@@ -41,6 +41,7 @@ RESULTS = {
         "differences": {"native": {"out": 0.01, "grad_down": 0.005}, "torch-usual": {"out": 0.5}, "torch-best": {"out": 0.02}},
         "programs": {
             "ep_bench": {
+                "ranks": 2,
                 "block": {"lines": {"block fwd": line(10.0, 6.0, ratio=1.25, max_ratio=2.0), "block fwd+bwd": line(30.0, 6.0),
                                     "block fwd graph": line(5.0, 12.0), "block fwd+bwd graph": line(15.0, 12.0),
                                     "native fwd": line(20.0, 3.0), "native fwd+bwd": line(90.0, 2.0),
@@ -78,6 +79,7 @@ class Tables(unittest.TestCase):
                          ["10.0 ± 1.5", "20.0 ± 0.5", "6", "1.00", "1.25", "2.00", "30.0 ± 1.5", "60.0 ± 0.5", "6", "1.00", "-",
                           "-", "-"])
         self.assertEqual(cells(text, "epx, graph replay")[3], "0.50")
+        self.assertIn("took 6.0 us; the weights of a rank's experts are 0.0 GB, which is 0.0 TB/s", text)
         self.assertEqual(cells(text, "C++ sendrecv")[3], "2.00")
         self.assertEqual(cells(text, "C++ sendrecv")[-1], "1.0e-02")
         self.assertEqual(cells(text, "PyTorch, best")[:4], ["1,500 ± 2", "3,000 ± 0", "1", "150.00"])

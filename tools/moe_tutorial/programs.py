@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measured programs: how each is started on a case, and what the run and the machine were."""
-import functools
+import importlib.util
 import json
 import os
 import pathlib
@@ -15,17 +15,10 @@ PROGRAMS = ("ep_bench", "torch", "jax-best", "jax-usual")
 DUMPED_ROWS = 64  # of each tensor, where outputs at the timed shape are compared
 
 
-@functools.cache  # an import takes seconds
-def missing_package(module):
-    """Returns why Python cannot import a package, or nothing."""
-    found = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False, cwd="/")
-    return f"{sys.executable} has no package {module}" if found.returncode else None
-
-
 def missing(program):
-    """Returns why a program cannot run, or nothing."""
+    """Returns why a program cannot run, or nothing. The package is not imported, which takes seconds."""
     module = {"ep_bench": None, "torch": "torch"}.get(program, "jax")
-    return module and missing_package(module)
+    return f"{sys.executable} has no package {module}" if module and importlib.util.find_spec(module) is None else None
 
 
 class Runner:

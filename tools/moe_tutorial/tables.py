@@ -11,6 +11,7 @@ DIRECTIONS = ("fwd", "fwd+bwd")
 # A layer whose outputs differ from epx's by more, relative to the largest element, has no times; ep_bench --block allows the
 # native layer as much.
 LIMIT = 4e-2
+FEW_TOKENS = 256  # per rank; with so few the time is that of reading weights
 # The pieces of a block in the order in which they run, and where ep_bench reports them.
 FORWARD_PIECES = (("router", "block"), ("prepare", "operations"), ("dispatch", "operations"), ("ffn", "block"),
                   ("combine", "operations"))
@@ -86,8 +87,8 @@ def environment(results):
                          f"{rounds}, pauses of {run['pause_ms']} ms.")
     drift = drift_between_rounds(results)
     if drift is not None:
-        parts.append(f"The slowest round of a line took {100 * drift[0]:.1f} % longer than its fastest one in the median over all "
-                     f"lines, and {100 * drift[1]:.1f} % at most.")
+        parts.append(f"The slowest round of a line took {100 * drift[0]:.1f} % longer than its fastest one in the median over "
+                     f"all lines, and {100 * drift[1]:.1f} % at most.")
     return "\n".join(parts)
 
 
@@ -129,12 +130,23 @@ def remarks(case):
                  f"{differs(case, layer):.1e} of the largest element, and {LIMIT} is allowed.")
     for program, result in case["programs"].items():
         if result.get("alone") and "failed" not in result:
-            text += (f"\n\n{PROGRAM_NAMES[program]} was measured alone, after the others, since there was not memory enough for "
-                     "all programs at a time.")
+            text += (f"\n\n{PROGRAM_NAMES[program]} was measured alone, after the others, since there was not memory enough "
+                     "for all programs at a time.")
         if result.get("candidates_us"):
             tried = ", ".join(f"{name} rows {microseconds(us)} us" for name, us in result["candidates_us"].items())
-            text += f"\n\n{PROGRAM_NAMES[program]}: forward and backward {tried}, before the rounds; the fastest was taken."
+            text += f"\n\n{PROGRAM_NAMES[program]}: forward and backward {tried}, before the rounds; the faster was taken."
+    if case["shape"]["tokens"] <= FEW_TOKENS and pieces_of(case):
+        text += f"\n\n{weights_read(case)}"
     return text
+
+
+def weights_read(case):
+    """Returns how fast the forward products read the weights of a rank's experts, in bfloat16."""
+    shape, ranks = case["shape"], case["programs"]["ep_bench"]["ranks"]
+    bytes_read = 2 * 3 * shape["hidden"] * shape["ffn"] * shape["experts"] / ranks
+    us = dict(pieces_of(case)[0])["ffn"]
+    return (f"epx's forward products took {microseconds(us)} us; the weights of a rank's experts are {bytes_read / 1e9:.1f} "
+            f"GB, which is {bytes_read / us / 1e6:.1f} TB/s where each is read once.")
 
 
 def times(results):
