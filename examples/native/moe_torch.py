@@ -3,8 +3,8 @@
 """An MoE layer on PyTorch's collectives: all_to_all_single with uneven splits, and torch._grouped_mm for the experts.
 
 Two variants are measured. `torch-usual` permutes rows by indexing, as is usual; autograd makes a sorted scatter-add of its
-backward. `torch-best` permutes by index_select, whose backward it writes as index_select by the inverse permutation, has
-torch.compile fuse SwiGLU, and sums the gradients of biases by a product.
+backward. `torch-best` permutes by index_select, whose backward it writes as index_select by the inverse permutation, counts
+without bincount, which waits for the device, has torch.compile fuse SwiGLU, and sums the gradients of biases by a product.
 
 One process for each GPU: mpirun -n 2 python3 moe_torch.py --json out.json; without GPUs (--device cpu) it runs on gloo, for
 correctness only. Rank 0 writes the times. See docs/moe.md for what is timed.
@@ -125,9 +125,10 @@ class Layer:
     def experts(self, rows, counts, is_best):
         biased = AddBias.apply if is_best else add_bias
         offsets = counts.cumsum(0).to(torch.int32)
-        expert = torch.repeat_interleave(torch.arange(self.num_local, device=self.device), counts, output_size=rows.shape[0])
         pre_act = self.grouped(rows, self.gate_up, counts, offsets)
         if self.shape.biases:
+            expert = torch.repeat_interleave(torch.arange(self.num_local, device=self.device), counts,
+                                             output_size=rows.shape[0])
             pre_act = biased(pre_act, self.gate_up_bias, expert)
         result = self.grouped((self.fused_swiglu if is_best else swiglu)(pre_act), self.down, counts, offsets)
         return biased(result, self.down_bias, expert) if self.shape.biases else result
@@ -139,7 +140,11 @@ class Layer:
 
         routes = topk_idx.view(-1)
         by_expert = torch.argsort(routes, stable=True)
-        counts = torch.bincount(routes, minlength=shape.experts)
+        if is_best:
+            counts = torch.zeros(shape.experts, dtype=torch.int64, device=self.device)
+            counts.scatter_add_(0, routes, torch.ones_like(routes))
+        else:
+            counts = torch.bincount(routes, minlength=shape.experts)  # the host waits for the largest index
         dist.all_gather_into_tensor(self.all_counts.view(-1), counts)
         all_counts = self.all_counts.cpu()  # the host waits: splits are a list of the host's
         first = shape.owned(self.rank)[0]
@@ -152,7 +157,7 @@ class Layer:
         by_route = inverse_of(by_expert) if is_best else None
         rows = Expand.apply(tokens, by_expert, by_route, shape.top_k) if is_best else tokens[by_expert // shape.top_k]
         received = all_to_all_single(rows.new_empty((num_rows, shape.hidden)), rows, receives, sends)
-        on_device = arriving.to(self.device, non_blocking=True)
+        on_device = self.all_counts[:, first:first + self.num_local]
         local_expert = torch.repeat_interleave(
             torch.arange(self.num_local, device=self.device).repeat(shape.ranks), on_device.reshape(-1), output_size=num_rows)
         by_local_expert = torch.argsort(local_expert, stable=True)
