@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The batch is split into chunks of fixed size, and each rank takes consecutive ones. What is computed chunk by chunk has
-// the same shapes, and so the same bits, for every number of ranks.
+// the same shapes, and so the same bits, for every number of ranks; on GPUs of one kind also where cuBLAS computes it.
 #pragma once
 
 #include <algorithm>
