@@ -63,6 +63,7 @@ class Runner:
                 results[program] = {"failed": str(failed[program]), "ran_out_of_memory": session.ran_out_of_memory()}
             else:
                 results[program] = json.loads((self.directory / f"{session.name}.json").read_text(encoding="utf-8"))
+                results[program]["phases_s"] = session.phases_s
         return results
 
     def common_options(self, case, output, dump, timed):

@@ -16,7 +16,7 @@ class Session:
     """The processes of one program, with a log for each rank."""
 
     def __init__(self, name, commands, environments, directory, limit_s):
-        self.name, self.left_s = name, limit_s
+        self.name, self.left_s, self.phases_s = name, limit_s, []
         self.logs = [directory / f"{name}.{rank}.log" for rank in range(len(commands))]
         self.processes = []
         try:
@@ -30,13 +30,15 @@ class Session:
             raise
 
     def run_phase(self, phase):
-        """Has every process begin the phase, and returns when all of them have ended it."""
+        """Has every process begin the phase, and returns when all of them have ended it; phases_s has how long each took."""
+        begin = time.monotonic()
         for process in self.processes:
             try:
                 process.stdin.write(b"\n")
             except BrokenPipeError:
                 pass  # it has ended; its log says why
         self.wait(lambda: all(f"phase {phase} done" in self.text_of(log).splitlines() for log in self.logs))
+        self.phases_s.append(round(time.monotonic() - begin, 2))
 
     def finish(self):
         """Waits until all processes have ended."""
