@@ -28,6 +28,7 @@ RESULTS = {
     "ranks": 2,
     "runs": [{"date": "2000-01-01T01:02:03+00:00", "commit": "abc", "cases": ["model-8-uniform"], "iters": 20, "rounds": 4,
               "pause_ms": 200},
+             {"date": "2000-01-01T05:06:07+00:00", "commit": "abc", "cases": [], "iters": 20, "rounds": 4, "pause_ms": 200},
              {"date": "2000-01-02T01:02:03+00:00", "commit": None, "cases": [], "iters": 1, "rounds": 1, "pause_ms": 0}],
     "versions": {"ep_bench": {"epx": "0.1.0", "NCCL": "3"}, "torch": {"torch": "2.0"}},
     "check": {
@@ -95,6 +96,11 @@ class Tables(unittest.TestCase):
         self.assertEqual(len(missing), len(cases.all_cases(2)) - 1)
         self.assertIn("Not measured: DeepSeek-V3, 256 tokens per rank, zipf:1.2 (H 7168, F 2048, E 256, K 8); the run", text)
 
+    def test_cases_have_the_order_of_the_list(self):
+        first, second = (case.name for case in cases.all_cases(2)[:2])
+        ordered = tables.ordered({"ranks": 2, "cases": {"other": 1, second: 2, first: 3}})
+        self.assertEqual(ordered, [3, 2, 1])
+
     def test_remarks(self):
         results = copy.deepcopy(RESULTS)
         programs = results["cases"]["model-8-uniform"]["programs"]
@@ -111,6 +117,7 @@ class Tables(unittest.TestCase):
 
     def test_proxy(self):
         self.assertEqual(cells(tables.proxy(as_proxy(RESULTS)), "4096 tokens, uniform"), ["10.0", "150.00", "6.00", "300.00"])
+        self.assertIn("take 6.0 of the 5.0 us of epx's forward replay", tables.proxy(as_proxy(RESULTS)))
         self.assertEqual(len(tables.proxy(RESULTS).splitlines()), 2)
         self.assertEqual([case.experts for case in cases.proxies(2)], [128] * 3)
         self.assertEqual(cases.proxies(4), [])
@@ -120,6 +127,7 @@ class Tables(unittest.TestCase):
         self.assertIn("2 x a GPU, driver 1.2, power limit 9 W.", text)
         self.assertIn("epx and C++ sendrecv: epx 0.1.0, NCCL 3.", text)
         self.assertIn("2000-01-01, commit abc: 1 case, 20 calls in 4 rounds, pauses of 200 ms.", text)
+        self.assertEqual(text.count("commit abc"), 1)
         self.assertNotIn("2000-01-02", text)
         self.assertIn("took 25.0 % longer than its fastest one in the median over all lines, and 25.0 % at most.", text)
 

@@ -11,7 +11,7 @@ WIDTH, LEFT, BAR, GAP, TOP, CHAR = 860, 330, 18, 8, 46, 6.4
 
 def bars_of(results):
     bars = []
-    for case in results["cases"].values():
+    for case in tables.ordered(results):
         pieces = tables.pieces_of(case)
         if pieces is None:
             continue

@@ -52,6 +52,13 @@ def lines_of(case):
     return {layer: lines for layer, lines in layers.items() if not is_wrong(case, layer)}
 
 
+def ordered(results):
+    """Returns the measured cases in the order of the list of all of them."""
+    measured = results["cases"]
+    names = [case.name for case in cases.all_cases(results["ranks"]) if case.name in measured]
+    return [measured[name] for name in names + [name for name in measured if name not in names]]
+
+
 def microseconds(value):
     return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
@@ -79,12 +86,13 @@ def environment(results):
     parts = [f"Measured on {results['ranks']} x {where['device']}{more}."]
     for program, versions in results["versions"].items():
         parts.append(f"{PROGRAM_NAMES[program]}: {', '.join(f'{name} {version}' for name, version in versions.items())}.")
+    settings = {}  # how many cases were measured alike
     for run in results["runs"]:
-        rounds = counted(run["rounds"], "round")
-        if run["cases"]:
-            commit = f"commit {run['commit']}" if run["commit"] else "of a commit that was not recorded"
-            parts.append(f"{run['date'][:10]}, {commit}: {counted(len(run['cases']), 'case')}, {run['iters']} calls in "
-                         f"{rounds}, pauses of {run['pause_ms']} ms.")
+        commit = f"commit {run['commit']}" if run["commit"] else "of a commit that was not recorded"
+        key = run["date"][:10], commit, run["iters"], counted(run["rounds"], "round"), run["pause_ms"]
+        settings[key] = settings.get(key, 0) + len(run["cases"])
+    parts += [f"{date}, {commit}: {counted(number, 'case')}, {iters} calls in {rounds}, pauses of {pause_ms} ms."
+              for (date, commit, iters, rounds, pause_ms), number in settings.items() if number]
     drift = drift_between_rounds(results)
     if drift is not None:
         parts.append(f"The slowest round of a line took {100 * drift[0]:.1f} % longer than its fastest one in the median over "
@@ -151,7 +159,7 @@ def weights_read(case):
 
 def times(results):
     parts = []
-    for case in results["cases"].values():
+    for case in ordered(results):
         layers = lines_of(case)
         block = layers.get("block")
         rows = []
@@ -186,7 +194,7 @@ def fastest_framework(layers, direction):
 
 def proxy(results):
     """Returns the table of the cases that stand for DeepSeek-V3 on cases.PROXY_RANKS GPUs."""
-    rows = []
+    rows, remark = [], ""
     for case in cases.proxies(results["ranks"]):
         measured = results["cases"].get(case.name)
         if measured is None:
@@ -197,6 +205,10 @@ def proxy(results):
         block, native, graph = layers["block"], layers.get("native"), layers.get("block graph")
         framework = {direction: fastest_framework(layers, direction) for direction in DIRECTIONS}
         ffn = sum(us for of_direction in pieces for name, us in of_direction if name.startswith("ffn"))
+        if graph:
+            remark += (f"\n\nWith {case.tokens} tokens the grouped products, each of which reads all its weights, take "
+                       f"{microseconds(dict(pieces[0])['ffn'])} of the {microseconds(graph['fwd']['median_us'])} us of epx's "
+                       "forward replay; the other layers read the same weights.")
         rows.append([
             f"{case.tokens} tokens, {case.routing}", microseconds(block["fwd"]["median_us"]),
             ratio(framework["fwd+bwd"] and framework["fwd+bwd"] / block["fwd+bwd"]["median_us"]),
@@ -204,7 +216,7 @@ def proxy(results):
             ratio(framework["fwd"] and graph and framework["fwd"] / graph["fwd"]["median_us"])])
     header = ["case", "forward us", "both: faster of PyTorch and JAX / epx", "both: (C++ sendrecv - ffn) / (epx - ffn)",
               "forward: faster of PyTorch and JAX / epx, graph replay"]
-    return table(header, rows)
+    return table(header, rows) + remark
 
 
 def pieces_of(case):
@@ -219,7 +231,7 @@ def pieces_of(case):
 
 def pieces(results):
     rows = []
-    for case in results["cases"].values():
+    for case in ordered(results):
         of_case = pieces_of(case)
         if of_case is None:
             continue
