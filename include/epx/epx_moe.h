@@ -429,24 +429,24 @@ typedef struct epx_moe_block_s* epx_moe_block;
 /** The memory of blocks: their flights, and what a call needs while it runs. */
 typedef struct epx_moe_arena_s* epx_moe_arena;
 
-/** Where a route's weight is applied. Both agree up to rounding. */
+/** Where a route's weight is applied. The results differ only by rounding. */
 typedef enum epx_moe_weighting EPX_ENUM_INT32 {
   EPX_MOE_WEIGHT_LATE = 0, /**< in combine */
   EPX_MOE_WEIGHT_EARLY = 1 /**< in the FFN, before the down projection */
 } epx_moe_weighting;
 
-/** The parts of an MoE layer, and what it is created for. What it points to is read by the call that it is given to. */
+/** The parts of an MoE layer, and what it is created for. What it points to need not outlive the call that it is passed to. */
 typedef struct epx_moe_block_config {
   size_t struct_size;                  /**< set by epx_moe_block_config_init */
   const epx_moe_router_config* router; /**< required; num_experts must be the group's */
-  const epx_moe_ffn_config* ffn;       /**< required; num_local_experts is not used: the group tells */
+  const epx_moe_ffn_config* ffn;       /**< required; num_local_experts is not used: the group has it */
   epx_moe_arena arena; /**< shared memory, of the same group; must outlive the block. NULL: the block has its own */
-  epx_dtype dtype;     /**< of tokens, parameters and what the experts compute. Default FLOAT32. With a group on GPUs also
-                                    BFLOAT16 and FLOAT16; without a group also FLOAT64 */
+  epx_dtype dtype;     /**< of the tokens, the parameters and the experts' products. FLOAT32 (default); with a group on GPUs
+                                    also BFLOAT16 or FLOAT16, without a group also FLOAT64 */
   epx_moe_weighting weighting; /**< default LATE */
   int32_t alignment;           /**< of the layer, rows; default 1 */
   int32_t max_in_flight;       /**< the flights of the block's own arena, >= 1; with a shared one: ignored. Default 1 */
-  int32_t max_tokens_per_rank; /**< without a group: the largest T, required; with one: ignored, the group tells */
+  int32_t max_tokens_per_rank; /**< without a group: the largest T, required; with one: ignored, the group has it */
   int32_t recompute;   /**< 1: a flight does not keep pre_act; the backward computes it again from the rows received.
                                     The results have the same bits. Default 0 */
   int64_t reserved[4]; /**< 0 */
@@ -476,8 +476,8 @@ EPX_API epx_status epx_moe_arena_config_init(epx_moe_arena_config* config, size_
  * the group's GPU. Errors: as epx_moe_block_create without an arena. */
 EPX_API epx_status epx_moe_arena_create(epx_group group, const epx_moe_arena_config* config, epx_moe_arena* arena);
 
-/** Frees the arena, whatever it returns; after the blocks that use it. Collective over the group, unless it has failed or is
- * NULL. Accepts NULL. Errors: those of epx_mem_free. */
+/** Frees the arena, also where it returns an error. The blocks that use it are destroyed before. Collective over the arena's
+ * group, if it has one that has not failed. Accepts NULL. Errors: those of epx_mem_free. */
 EPX_API epx_status epx_moe_arena_destroy(epx_moe_arena arena);
 
 /** The bytes that an arena has. */
@@ -486,8 +486,8 @@ typedef struct epx_moe_arena_info {
   int32_t num_flights;     /**< as created */
   int32_t reserved0;       /**< 0 */
   int64_t max_rows;        /**< as created, or R */
-  int64_t window_bytes;    /**< of them all in memory from epx_mem_alloc */
-  int64_t flight_bytes;    /**< of one flight, what lies in that memory included */
+  int64_t window_bytes;    /**< the part of total_bytes that is memory from epx_mem_alloc */
+  int64_t flight_bytes;    /**< of one flight, in both kinds of memory */
   int64_t workspace_bytes; /**< needed while a call runs, and shared by all flights */
   int64_t total_bytes;     /**< num_flights * flight_bytes + workspace_bytes */
 } epx_moe_arena_info;
@@ -497,15 +497,17 @@ EPX_API epx_status epx_moe_arena_query(epx_moe_arena arena, epx_moe_arena_info* 
 
 /** Creates the layer. With group = NULL it is local: all experts are on this rank, nothing is exchanged, it computes on the
  * host, and the results have the bits of a group with EPX_COMBINE_EXACT. Otherwise the group must offer the dtype and outlive
- * the block; with the host transport the block computes on the host, else on the group's GPU, which is the calling thread's
- * current device in each call. Without an arena it makes its own, and is collective over the group; with one it is local.
+ * the block; with the host transport the block computes on the host, else on the group's GPU, which must be the calling
+ * thread's current device in each call. Without an arena the block gets one of its own, and the call is collective over the
+ * group; with an arena the call is local.
  * Errors: INVALID_ARGUMENT (the config; or it does not fit the group or the arena, and then the group has made no call);
  * UNSUPPORTED (a group on GPUs in a build without CUDA); OUT_OF_MEMORY (of memory that peers reach: on all ranks, and the
  * group lives on; of this process or GPU: without an arena the group is aborted, since its other ranks have the block
  * already); the sticky ones of epx_mem_alloc. */
 EPX_API epx_status epx_moe_block_create(epx_group group, const epx_moe_block_config* config, epx_moe_block* block);
 
-/** Frees the block, whatever it returns; before its arena and its group, and on a GPU after its calls have ended there.
+/** Frees the block, also where it returns an error; before its arena and its group, and on a GPU after its calls have ended
+ * there.
  * Collective over the group if it has an arena of its own, unless the group has failed. Accepts NULL. Errors: those of
  * epx_mem_free. */
 EPX_API epx_status epx_moe_block_destroy(epx_moe_block block);
@@ -514,8 +516,9 @@ EPX_API epx_status epx_moe_block_destroy(epx_moe_block block);
 typedef struct epx_moe_block_fwd_args {
   size_t struct_size;
   const epx_moe_cuda* cuda; /**< required iff the block computes on a GPU. Its workspace is not used: the arena has one.
-                                 Without errors what the device sees goes to the block's own record, epx_moe_block_errors */
-  int32_t flight; /**< 0..flights of the arena - 1: where to keep what backward needs; overwrites what was there */
+                                 Where cuda->errors is NULL, bad data that the device finds is recorded in the block's own
+                                 record: epx_moe_block_errors() */
+  int32_t flight; /**< 0..num_flights of the arena - 1: where to keep what backward needs; overwrites what was there */
   const epx_tensor* tokens; /**< [in]  [T, H] dtype of the block */
   const epx_tensor* logits; /**< [in]  [T, E] real (CUDA: or BFLOAT16): the gate's, router_weight * token for instance */
   const epx_tensor* selection_bias; /**< [in, optional] [E] real */
@@ -525,14 +528,14 @@ typedef struct epx_moe_block_fwd_args {
   const epx_tensor* topk_idx;       /**< [out, optional] [T, K] INT32 or INT64 */
   const epx_tensor* topk_weights;   /**< [out, optional] [T, K] real */
   const epx_tensor* global_counts;  /**< [out, optional] [P, E] INT32 or INT64 */
-  const epx_tensor* info; /**< [out, optional] [3] INT64, as of epx_moe_router: bad tokens take part as masked ones */
+  const epx_tensor* info; /**< [out, optional] [3] INT64, as of epx_moe_router: bad tokens are treated as masked ones */
 } epx_moe_block_fwd_args;
 
 /** Collective. Enqueued on cuda->stream, where the block computes on a GPU: it allocates no memory there, does not wait for the
- * device, and can be captured in a CUDA graph. Errors: INVALID_ARGUMENT and UNSUPPORTED (the call can be made again; the flight
- * is as before, unless it is the group that refuses: then the flight has no forward any more); those of the five operations of
- * epx.h; SYSTEM and OUT_OF_MEMORY, after which the group is aborted, since its other ranks would wait for this one, unless the
- * call is captured. epx_group_status reports routes that the group drops. */
+ * device, and can be captured in a CUDA graph. Errors: INVALID_ARGUMENT and UNSUPPORTED: the call can be made again, and the
+ * flight is as before; but when the group refuses its part of the call, the flight has no forward any more. Those of the five
+ * operations of epx.h. SYSTEM and OUT_OF_MEMORY: the group is aborted, since its other ranks would wait for this one, unless
+ * the call was being captured. epx_group_status reports routes that the group drops. */
 EPX_API epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fwd_args* args);
 
 /** Arguments of epx_moe_block_bwd(). */
@@ -543,8 +546,8 @@ typedef struct epx_moe_block_bwd_args {
   const epx_moe_ffn_params* params; /**< [in] */
   const epx_tensor* grad_out;       /**< [in]  [T, H] dtype of the block */
   double aux_loss_grad;             /**< as in epx_moe_router_bwd */
-  const epx_tensor* grad_tokens;    /**< [out] [T, H] dtype of the block: through the experts, to which the caller adds what
-                                         comes through the logits */
+  const epx_tensor* grad_tokens;    /**< [out] [T, H] dtype of the block: the gradient through the experts only; the caller
+                                         adds the gradient through the logits */
   const epx_tensor* grad_logits;    /**< [out] [T, E] dtype of the forward's logits */
   const epx_moe_ffn_params* grads;  /**< [out] as in epx_moe_ffn_bwd */
   int32_t accumulate;               /**< as in epx_moe_ffn_bwd */
@@ -553,8 +556,8 @@ typedef struct epx_moe_block_bwd_args {
 /** Collective. Needs a forward of this block in the same flight; may be repeated. Errors: as epx_moe_block_fwd. */
 EPX_API epx_status epx_moe_block_bwd(epx_moe_block block, const epx_moe_block_bwd_args* args);
 
-/** Reads the block's own record of what calls saw on the GPU, as epx_moe_errors_read does. Errors: INVALID_ARGUMENT, also for a
- * block that computes on the host. */
+/** Reads the block's own record of the bad data that its calls have found on the GPU, as epx_moe_errors_read does. Errors:
+ * INVALID_ARGUMENT, also for a block that computes on the host. */
 EPX_API epx_status epx_moe_block_errors(epx_moe_block block, epx_moe_errors_report* report);
 
 /** @} */

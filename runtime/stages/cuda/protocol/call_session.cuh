@@ -154,8 +154,8 @@ public:
       store_relaxed_sys(&flag_at(context_, peer, context_.group.context.layout.complete, rank())->value, context_.sequence);
   }
 
-  // One thread waits until the LL packet at `place`, in this rank's window or in its own memory, carries the epoch of this
-  // call; `peer` stores it. Returns false when the group has failed.
+  // One thread waits until the LL packet at `place`, in this rank's window or scratch memory, carries the epoch of this call;
+  // `peer` stores it. Returns false when the group has failed.
   template <typename Packet>
   __device__ bool wait_for_packet(const Packet* place, Packet& packet, int peer) const {
 #pragma unroll 1
@@ -163,8 +163,10 @@ public:
       packet = load_packet_relaxed_sys(place);
       if (packet.epoch == epoch()) return true;
     }
-    if (!wait_long(context(), &place->epoch, peer, EPX_PHASE_COMPLETE)) return false;
-    packet = load_packet_relaxed_sys(place);
+    do { // the load of a whole packet says whether its data is there, not the shorter load of its epoch before
+      if (!wait_long(context(), &place->epoch, peer, EPX_PHASE_COMPLETE)) return false;
+      packet = load_packet_relaxed_sys(place);
+    } while (packet.epoch != epoch());
     return true;
   }
 
@@ -173,8 +175,8 @@ public:
   __device__ bool wait_ready(const Epoch* ready_flag, int peer) const {
     inject_delay(context_);
     // ld.acquire: what the peer stored before it signaled is read after this load (PTX, Release and acquire patterns), and not
-    // from a line that came into this SM's L1 cache with a neighbour. The acquire invalidates that cache, so the polling loop
-    // of a long wait makes none. No test notices a relaxed load.
+    // from a line that this SM's L1 cache already holds. An acquire invalidates that cache, so the polling loop of wait_long()
+    // uses relaxed loads. A relaxed load here fails no test on H200.
     while (load_acquire_sys(ready_flag) != epoch())
       if (!wait_long(context(), ready_flag, peer, EPX_PHASE_COMPLETE)) return false;
     return true;
@@ -232,7 +234,7 @@ private:
 #pragma unroll 1
     for (int spin = 0; spin < kShortSpins && found.sequence != context_.sequence; ++spin)
       found = load_packet_acquire_sys(place);
-    if (found.sequence != context_.sequence) {
+    while (found.sequence != context_.sequence) { // the load of the whole field says whether its value is there
       const auto* const low_half = reinterpret_cast<const Epoch*>(&place->sequence);
       if (!wait_long(context(), low_half, peer, EPX_PHASE_ARRIVE)) return false;
       found = load_packet_acquire_sys(place);

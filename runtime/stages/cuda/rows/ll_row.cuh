@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // This file moves rows of the low-latency (LL) path. A warp holds a chunk of a row in its registers; between ranks the chunk
-// travels as LL packets (LlPacket16, flag in data), each stored and loaded by one single-copy atomic access of 16 bytes: no
-// sender waits for a store to complete before it signals, and no signal is needed.
+// travels as LL packets (LlPacket16, flag in data), each stored and loaded by one single-copy atomic access of 16 bytes, so it
+// needs neither a fence nor a flag of its own.
 #pragma once
 
 #include <bit>
@@ -23,13 +23,14 @@ struct LlChunk {
 
   uint32_t words[kWords];
 
-  // Of the lane's vectors and packets `bytes` bytes take this many, the first ones; 1 <= bytes <= kLlChunkBytes.
+  // The number of this lane's vectors that a chunk of `bytes` bytes fills, wholly or in part; 1 <= bytes <= kLlChunkBytes.
   __device__ static int vectors_of(int bytes) {
     constexpr int kWarpVectorBytes = kWarp * sizeof(uint4);
     static_assert(kVectors * kWarpVectorBytes == kLlChunkBytes);
     return static_cast<int>(static_cast<unsigned>(bytes - lane() * static_cast<int>(sizeof(uint4)) + kWarpVectorBytes - 1) /
                             kWarpVectorBytes);
   }
+  // The same for its packets: 4 v words in packets of 3 words, where v is 0..3.
   __device__ static int packets_of(int bytes) {
     const int vectors = vectors_of(bytes);
     return vectors == 0 ? 0 : vectors + 1;

@@ -1,17 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the low-latency (LL) path of dispatch. With so few bytes the latency of waits dominates, so rows travel as LL
-// packets. No send waits for a receiver, because the staging is double-buffered by the parity of the call, and while this grid
+// This is the low-latency (LL) path of dispatch, for calls in which no rank has more than max_ll_tokens() tokens. The latency
+// of waits dominates there, so rows travel as packets like those of NCCL's LL protocol: 12 bytes of data and 4 of flag, the
+// epoch. No send waits for a receiver, because the staging is double-buffered by the parity of the call, and while this grid
 // runs call n no peer is still in call n - 2 (call_session.cuh). A warp takes a chunk of a row at a time.
 //
 //   warps         do                                                      wait for
-//   copy, send    store a chunk of a token of this rank into the          nothing
+//   copy, first   send: store a chunk of a token of this rank into the    nothing
 //                 staging of each peer that the token goes to, and into
 //                 its slots here
-//   copy, receive store a chunk of a peer's token into its slots          the entry barrier; then the chunk's LL packets
+//   copy, then    receive: store a chunk of a peer's token into its       the entry barrier; then the chunk's LL packets
+//                 slots
 //   pad           clear pads, and do nothing else; each CTA has           nothing
 //                 kPadWarps of them where the alignment is above 1
 //
-// The copy warps send first, then receive.
+// A chunk leaves by st.relaxed.sys.b128 (send_chunk of ll_row.cuh) for ll_scatter_rows[parity, source, token, chunk] of the
+// peer's window. There the receive polls it by ld.relaxed.sys.b128 until each packet has the call's epoch
+// (IncomingLlChunk::wait).
 #pragma once
 
 #include "runtime/stages/cuda/movement.cuh"

@@ -33,16 +33,16 @@ public:
 
   // All lanes of sender warp `sender` call this after a barrier of the warp (TmaRowPipeline::finish): each passes the address
   // of a ready flag in a peer's window, or NULL. What any of them had stored, or seen complete, before that barrier comes
-  // before the store of the flag. `cell` alternates between 0 and 1. A sender waits for the signal warp alone, which waits
+  // before the store of the flag. `parity` alternates between 0 and 1. A sender waits for the signal warp alone, which waits
   // for nobody, so that this wait needs no bound.
-  __device__ void enqueue(int sender, int cell, Epoch* ready_flag) const {
+  __device__ void enqueue(int sender, int parity, Epoch* ready_flag) const {
     // fence.acq_rel.cta and the CAS below are a release pattern. The matching acquire pattern is the signal warp's load of the
     // cell and then its fence.acq_rel.sys, which is cumulative, so the row is visible before the flag (PTX, Release and acquire
-    // patterns; Causality order). No test notices that this fence is missing: the signal warp's waits for the stores of all
-    // warps of the SM.
+    // patterns; Causality order). Without this fence no test fails on H200, where the signal warp's fence waits for the
+    // stores of all warps of the SM.
     fence_acq_rel_block();
     if (ready_flag != nullptr) {
-      unsigned long long* const place = cells_ + (kCellsPerLane * sender + cell) * lanes_ + lane();
+      unsigned long long* const place = cells_ + (kCellsPerLane * sender + parity) * lanes_ + lane();
       while (atomicCAS(place, 0ull, reinterpret_cast<unsigned long long>(ready_flag)) != 0)
         backoff(kBackoffNs);
     }
