@@ -305,6 +305,10 @@ DispatchCall check(const GroupContext& context, const epx_dispatch_args& args) {
                    Direction::kIn);
     checker.tensor(args.recv_weights, "recv_weights", {EPX_FLOAT32}, {{"N", recv_tokens.sizes[0]}}, Direction::kOut);
   }
+  if (args.pads != EPX_PADS_ZERO && args.pads != EPX_PADS_UNTOUCHED)
+    checker.refuse("pads is {}; it must be EPX_PADS_ZERO ({}) or EPX_PADS_UNTOUCHED ({})", static_cast<int>(args.pads),
+                   static_cast<int>(EPX_PADS_ZERO), static_cast<int>(EPX_PADS_UNTOUCHED));
+  if (args.reserved0 != 0) checker.refuse("reserved0 is {}; it must be 0", args.reserved0);
   checker.no_overlap();
 
   DispatchCall call{};
@@ -316,6 +320,7 @@ DispatchCall check(const GroupContext& context, const epx_dispatch_args& args) {
   call.recv_tokens = pointer_of<std::byte>(args.recv_tokens);
   call.recv_sidecar = static_cast<std::byte*>(recv_tokens.sidecar);
   call.recv_weights = pointer_of<float>(args.recv_weights);
+  call.clears_pads = args.pads == EPX_PADS_ZERO;
   return call;
 }
 

@@ -549,6 +549,12 @@ typedef struct epx_prepare_args {
  * first floor(R / a) * a slots exist, routes beyond them are dropped. */
 EPX_API epx_status epx_prepare(epx_group group, const epx_prepare_args* args);
 
+/** What dispatch does to the pad rows of its zones. */
+typedef enum epx_pads EPX_ENUM_INT32 {
+  EPX_PADS_ZERO = 0,     /**< they become zero, with their weights and sidecars */
+  EPX_PADS_UNTOUCHED = 1 /**< nothing is written to them */
+} epx_pads;
+
 /** Arguments of epx_dispatch(). */
 typedef struct epx_dispatch_args {
   size_t struct_size;
@@ -560,10 +566,14 @@ typedef struct epx_dispatch_args {
   const epx_tensor* topk_weights; /**< [in, optional] [T, K] FLOAT32 */
   const epx_tensor* recv_tokens;  /**< [out] [N, H], dtype of tokens; a sidecar of the same row bytes iff tokens has one */
   const epx_tensor* recv_weights; /**< [out] [N] FLOAT32, iff topk_weights is given */
+  /* After 0.1: */
+  epx_pads pads;     /**< of this rank's zones; ranks may differ */
+  int32_t reserved0; /**< 0 */
 } epx_dispatch_args;
 
 /** recv_tokens[slot(r, t, k)] = tokens_r[t], bit for bit; weights and sidecars likewise. Pad rows inside zones become zero,
- * and so do the rows of a rank that took part without routes. Rows at or above offsets[E_l] are not touched. */
+ * unless pads is EPX_PADS_UNTOUCHED; a matrix product that needs none of their rows saves the time of writing them. The rows
+ * of a rank that took part without routes become zero in either case. Rows at or above offsets[E_l] are not touched. */
 EPX_API epx_status epx_dispatch(epx_group group, const epx_dispatch_args* args);
 
 /** Arguments of epx_combine(). */

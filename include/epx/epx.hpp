@@ -360,6 +360,7 @@ struct DispatchArgs {
   ConstTensor topk_weights = {}; // optional
   Tensor recv_tokens = {};
   Tensor recv_weights = {}; // iff topk_weights is given
+  epx_pads pads = EPX_PADS_ZERO;
 };
 
 struct CombineArgs {
@@ -508,6 +509,7 @@ public:
     call.topk_weights = args.topk_weights.get();
     call.recv_tokens = args.recv_tokens.get();
     call.recv_weights = args.recv_weights.get();
+    call.pads = args.pads;
     require_success(epx_dispatch(group_, &call), "epx_dispatch");
   }
 

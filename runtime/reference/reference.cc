@@ -366,7 +366,7 @@ void dispatch(const Plan& plan, const DispatchTensors& tensors) {
           copy_row(row_of(tensors.sidecars[route->source], route->token), row_of(tensors.recv_sidecars[r], slot));
         }
         if (with_weights) tensors.recv_weights[r][slot] = tensors.topk_weights[route->source][index_of(plan, *route)];
-      } else {
+      } else if (!tensors.pads_untouched || plan.ranks[r].slot_origin[slot * 3] != -1) {
         zero_row(row_of(recv, slot));
         if (with_sidecars) zero_row(row_of(tensors.recv_sidecars[r], slot));
         if (with_weights) tensors.recv_weights[r][slot] = 0.0F;

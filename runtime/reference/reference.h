@@ -39,7 +39,7 @@ struct RankPlan {
   std::vector<int64_t> offsets;     // [E_l + 1]
   std::vector<int32_t> slot;        // [T, K]
   std::vector<int32_t> expert_rank; // [T, K]; rank that owns the route's expert, -1 where masked
-  std::vector<int32_t> slot_origin; // [R, 3]
+  std::vector<int32_t> slot_origin; // [R, 3]; -2 marks a slot of a rank that takes part without routes
   std::array<int64_t, 5> info{};    // demand, kept, dropped here, dropped of mine, rows needed
   int64_t bad_indices = 0;          // routes of this rank with a bad index
 };
@@ -78,6 +78,7 @@ struct DispatchTensors {
   std::span<Matrix> recv_tokens;                    // [N, H]
   std::span<Sidecar> recv_sidecars;                 // [N]
   std::span<std::vector<float>> recv_weights;       // [N]
+  bool pads_untouched = false;                      // on every rank
 };
 void dispatch(const Plan& plan, const DispatchTensors& tensors);
 

@@ -52,6 +52,7 @@ struct DispatchCall : MovementCall {
   std::byte* recv_tokens;    // [N, H]
   std::byte* recv_sidecar;
   float* recv_weights; // [N]; NULL iff topk_weights is
+  bool clears_pads;    // EPX_PADS_ZERO
 };
 
 struct CombineCall : MovementCall {

@@ -195,6 +195,8 @@ std::vector<Refusal> of_dispatch(int num_tokens, int64_t num_rows) {
       {"sidecar", "-8"});
   add("sidecar bytes without a sidecar", [](Calls& c) { c.tokens.sidecar = nullptr; }, {"sidecar", text(kSidecarBytes)});
   add("sidecar of no bytes", [](Calls& c) { c.tokens.sidecar_row_bytes = 0; }, {"sidecar", "0"});
+  add("pads that are none", [](Calls& c) { c.dispatch.pads = static_cast<epx_pads>(2); }, {"pads", "2", "EPX_PADS_ZERO"});
+  add("reserved0 set", [](Calls& c) { c.dispatch.reserved0 = 5; }, {"reserved0", "5"});
   add("recv_tokens in tokens", [](Calls& c) { c.recv_tokens.data = c.tokens.data; }, {"recv_tokens", "tokens", "overlap"});
   add("recv_weights in the received sidecar", [](Calls& c) { c.recv_weights.data = c.recv_tokens.sidecar; },
       {"recv_weights", "sidecar", "overlap"});

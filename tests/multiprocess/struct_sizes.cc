@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // These tests call as newer callers do, whose structs are larger than this library's, and as older ones do, whose outputs are
-// smaller. (No args struct has grown since 0.1 yet; the unit test of runtime/struct_size.h has one that has.)
+// smaller. (epx_dispatch_args has grown since 0.1: caller_0_1 passes the smaller one.)
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -105,6 +105,7 @@ void choose_tensors(LayerCase& layer, int hidden_dim, Rng& rng) {
   layer.combine_bwd_weights = rng.chance(60);
   layer.combine_bwd_grads = rng.chance(60);
   layer.dispatch_bwd_grads = rng.chance(70);
+  layer.pads_untouched = rng.chance(30);
 }
 
 // Sets the group's limits to what the layer needs or to more.
@@ -217,7 +218,7 @@ std::string describe(const Case& c) {
   return fmt::format(
       "seed={} P={} E={} max_tokens={} T={} hidden_dim={} H={}/{} K={}/{} alignment={}/{} R={}{} N={} "
       "dtype={}/{}/max:{} index={} counts={} sidecar={}/{} routing={} masked={}% bad={}% precision={} "
-      "overflow={} sms={} weights=dispatch:{},combine:{},combine_bwd:{}+grads:{},dispatch_bwd:{} iterations={} "
+      "overflow={} sms={} weights=dispatch:{},combine:{},combine_bwd:{}+grads:{},dispatch_bwd:{} pads={} iterations={} "
       "placement={} arenas={}x{}",
       c.seed, g.num_ranks, g.num_experts, g.max_tokens, kTokens[static_cast<int>(l.tokens)], g.hidden_dim, l.hidden,
       l.combine_hidden, l.top_k, g.max_top_k, l.alignment, g.max_alignment, recv_capacity(g),
@@ -226,7 +227,8 @@ std::string describe(const Case& c) {
       kRouting[static_cast<int>(l.routing)], l.percent_masked, l.percent_bad,
       g.precision == EPX_COMBINE_WIRE ? "wire" : "exact", g.overflow == EPX_OVERFLOW_ERROR ? "error" : "drop",
       g.num_comm_sms, l.dispatch_weights, l.combine_weights, l.combine_bwd_weights, l.combine_bwd_grads,
-      l.dispatch_bwd_grads, c.iterations, kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
+      l.dispatch_bwd_grads, l.pads_untouched ? "untouched" : "zero", c.iterations,
+      kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
 }
 
 } // namespace epx::test

@@ -54,6 +54,7 @@ struct LayerCase {
   bool combine_bwd_weights = true;
   bool combine_bwd_grads = true; // also of the weights
   bool dispatch_bwd_grads = true;
+  bool pads_untouched = false; // in dispatch, on every rank
 };
 
 enum class Placement { plain, in_place, random }; // where the tensors of a call lie: own memory, or epx_mem_alloc's

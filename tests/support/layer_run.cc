@@ -198,6 +198,7 @@ void LayerRun::dispatch(const Workload& work) {
     args.topk_weights = tensors.floats_in("topk_weights", data.topk_weights[rank], layer_.top_k);
     args.recv_weights = tensors.floats_out("recv_weights", data.recv_weights[rank], 0);
   }
+  args.pads = layer_.pads_untouched ? EPX_PADS_UNTOUCHED : EPX_PADS_ZERO;
 
   group_.view().dispatch(args);
   finish(buffers, EPX_OP_DISPATCH);

@@ -135,7 +135,7 @@ reference::Plan without_rank(reference::Plan plan, LostRank lost) {
     reference::RankPlan& mine = plan.ranks[rank];
     for (size_t slot = 0; slot * 3 < mine.slot_origin.size(); ++slot) {
       if (is_cut(static_cast<int>(rank), mine.slot_origin[slot * 3])) {
-        std::fill_n(mine.slot_origin.begin() + static_cast<std::ptrdiff_t>(slot * 3), 3, -1);
+        std::fill_n(mine.slot_origin.begin() + static_cast<std::ptrdiff_t>(slot * 3), 3, -2); // such a row is no pad
       }
     }
     for (size_t route = 0; route < mine.slot.size(); ++route) {
@@ -167,8 +167,8 @@ struct Maker {
       data.recv_sidecars.push_back(scribbled_sidecar(recv[rank], layer.sidecar_bytes));
     }
     const DispatchData before = data;
-    reference::dispatch(
-        plan, {data.tokens, data.sidecars, data.topk_weights, data.recv_tokens, data.recv_sidecars, data.recv_weights});
+    reference::dispatch(plan, {data.tokens, data.sidecars, data.topk_weights, data.recv_tokens, data.recv_sidecars,
+                               data.recv_weights, layer.pads_untouched});
     keep_untouched(data.recv_tokens, before.recv_tokens, lost);
     keep_untouched(data.recv_sidecars, before.recv_sidecars, lost);
     keep_untouched(data.recv_weights, before.recv_weights, lost);

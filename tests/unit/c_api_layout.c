@@ -122,6 +122,8 @@ AT(epx_dispatch_args, tokens, 40);
 AT(epx_dispatch_args, topk_weights, 48);
 AT(epx_dispatch_args, recv_tokens, 56);
 AT(epx_dispatch_args, recv_weights, 64);
+AT(epx_dispatch_args, pads, 72);
+AT(epx_dispatch_args, reserved0, 76);
 
 AT(epx_combine_args, struct_size, 0);
 AT(epx_combine_args, layer, 8);
@@ -197,6 +199,10 @@ IS(EPX_OP_COMBINE_BWD, 4);
 IS(EPX_OP_DISPATCH_BWD, 5);
 IS(EPX_OP_MEM_ALLOC, 6);
 IS(EPX_OP_MEM_FREE, 7);
+
+SIZE(epx_pads, 4);
+IS(EPX_PADS_ZERO, 0);
+IS(EPX_PADS_UNTOUCHED, 1);
 
 SIZE(epx_phase, 4);
 IS(EPX_PHASE_NONE, 0);

@@ -407,6 +407,25 @@ TEST_CASE("the five operations with designated initialisers") {
   });
 }
 
+TEST_CASE("dispatch with untouched pads") {
+  with_group(2, [](epx::Group& group, int rank) {
+    const int64_t num_tokens = rank == 0 ? 1 : 0; // it goes to experts 0 and 1, whose zones have a row and a pad each
+    const Prepared layer(group, num_tokens);
+    const std::vector<float> tokens = {1, 2, 3};
+    for (const epx_pads pads : {EPX_PADS_ZERO, EPX_PADS_UNTOUCHED}) {
+      std::vector<float> received(static_cast<size_t>(layer.rows) * kHidden, -1.0F);
+      group.dispatch({.layer = kLayer,
+                      .handle_mem = layer.handle,
+                      .tokens = {tokens.data(), EPX_FLOAT32, {num_tokens, kHidden}},
+                      .recv_tokens = {received, {layer.rows, kHidden}},
+                      .pads = pads});
+      const float pad = pads == EPX_PADS_ZERO ? 0.0F : -1.0F;
+      require(received[0] == (rank == 0 ? 1.0F : -1.0F), "the first row");
+      require(received[kHidden] == (rank == 0 ? pad : -1.0F), "the first pad");
+    }
+  });
+}
+
 TEST_CASE("a refused operation names its tensor, and the group goes on") {
   with_group(1, [](epx::Group& group, int) {
     const Prepared layer(group);

@@ -11,7 +11,8 @@
 //   copy, then    receive: store a chunk of a peer's token into its       the entry barrier; then the chunk's LL packets
 //                 slots
 //   pad           clear pads, and do nothing else; each CTA has           nothing
-//                 kPadWarps of them where the alignment is above 1
+//                 kPadWarps of them where the alignment is above 1, unless
+//                 pads are left untouched
 //
 // A chunk leaves by st.relaxed.sys.b128 (send_chunk of ll_row.cuh) for ll_scatter_rows[parity, source, token, chunk] of the
 // peer's window. There the receive polls it by ld.relaxed.sys.b128 until each packet has the call's epoch
@@ -44,7 +45,9 @@ public:
   __device__ bool is_pad_warp() const { return static_cast<int>(threadIdx.x) / kWarp >= num_copy_warps(); }
   __device__ WorkPartition pad_partition() const { return partition_of_warps(num_copy_warps(), num_warps()); }
   // Returns the number of the other warps of the CTA.
-  __device__ int num_copy_warps() const { return args_.alignment > 1 ? num_warps() - kPadWarps : num_warps(); }
+  __device__ int num_copy_warps() const {
+    return args_.alignment > 1 && args_.clears_pads ? num_warps() - kPadWarps : num_warps();
+  }
 
   __device__ void send() const {
     const WorkPartition partition = copy_partition();

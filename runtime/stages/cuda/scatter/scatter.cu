@@ -57,6 +57,7 @@ struct Dispatch {
   __device__ const std::byte* input_sidecar() const { return call.sidecar; }
   constexpr int64_t sidecar_bytes() const { return call.sidecar_bytes; }
   __device__ std::byte* rows() const { return call.recv_tokens; }
+  constexpr bool clears_pads() const { return call.clears_pads; }
   __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float weight) const {
     const bool is_slot = slot >= 0;
     begin_copy_row_to_destinations(pipeline, source_row.row, row_bytes,
@@ -86,6 +87,7 @@ struct CombineBwd {
   __device__ static const std::byte* input_sidecar() { return nullptr; }
   static constexpr int64_t sidecar_bytes() { return 0; }
   __device__ std::byte* rows() const { return call.grad_expert_out; }
+  static constexpr bool clears_pads() { return true; }
   __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float) const {
     const bool is_slot = slot >= 0;
     std::byte* const to = is_slot ? call.grad_expert_out + slot * row_bytes : nullptr;
@@ -364,7 +366,7 @@ __device__ __forceinline__ void scatter(const ScatterParams<Operation>& params) 
   TmaRowPipeline pipeline = pipeline_of_warp();
   Scatter scatter(params, movement, pipeline);
   const WarpAssignment warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
-  if (warp.role == WarpRole::receive && movement.is_usable())
+  if (warp.role == WarpRole::receive && movement.is_usable() && params.operation.clears_pads())
     scatter.clear_pads(warp); // needs no peer, and overlaps the entry barrier
   if (warp.role == WarpRole::signal) scatter.signal_warp().clear();
   if (!movement.begin()) {
@@ -392,7 +394,8 @@ template <typename Operation>
 cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const Operation& operation, int32_t weights,
                    const RegisteredRange& registered, cudaStream_t stream) {
   const auto& call = operation.call;
-  const auto [grid, role_counts] = plan.next_scatter(call.num_tokens, operation.row_bytes, call.alignment, stream);
+  const int alignment = operation.clears_pads() ? call.alignment : 1; // of zones that have pads to clear
+  const auto [grid, role_counts] = plan.next_scatter(call.num_tokens, operation.row_bytes, alignment, stream);
   const ScatterParams<Operation> params{
       make_movement_params(group, role_counts, call, weights, operation.sidecar_bytes(), registered), operation};
   return launch_cooperative(&scatter_kernel<Operation>, grid, stream, params);

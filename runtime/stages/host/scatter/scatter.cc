@@ -108,7 +108,7 @@ void receive_rows(const Movement& movement, const Receiver& receiver) {
         receiver.store(ReceivedRow{slot, row, sidecar, weights[slot]});
       }
     }
-    for (int64_t pad = zone.end_of_rows; pad < zone.end && pad < call.recv_rows; ++pad)
+    for (int64_t pad = zone.end_of_rows; receiver.clears_pads() && pad < zone.end && pad < call.recv_rows; ++pad)
       receiver.zero(pad);
   }
 }
@@ -125,6 +125,8 @@ void scatter(HostGroup& group, const MovementCall& call, const ScatterInput& inp
 struct DispatchReceiver {
   const DispatchCall& call;
   int64_t row_bytes;
+
+  bool clears_pads() const { return call.clears_pads; }
 
   void store(const ReceivedRow& received) const {
     std::byte* row = call.recv_tokens + received.slot * row_bytes;
@@ -147,6 +149,8 @@ struct CombineBwdReceiver {
   const CombineBwdCall& call;
   int64_t row_bytes;
   const rows::RowKernels& kernels = rows::row_kernels();
+
+  static constexpr bool clears_pads() { return true; }
 
   void store(const ReceivedRow& received) const {
     std::byte* grad = call.grad_expert_out + received.slot * row_bytes;
