@@ -57,6 +57,14 @@ constexpr const char* name_of(epx_operation operation) {
     return "mem_alloc";
   case EPX_OP_MEM_FREE:
     return "mem_free";
+  case EPX_OP_DISPATCH_RANK_MAJOR:
+    return "dispatch_rank_major";
+  case EPX_OP_COMBINE_RANK_MAJOR:
+    return "combine_rank_major";
+  case EPX_OP_COMBINE_RANK_MAJOR_BWD:
+    return "combine_rank_major_bwd";
+  case EPX_OP_DISPATCH_RANK_MAJOR_BWD:
+    return "dispatch_rank_major_bwd";
   }
   return "unknown operation";
 }

@@ -79,7 +79,7 @@ epx_status in_call(const char* function, epx_group group, Body&& body) {
   });
 }
 
-// One of the five operations. `run` gets the call that the args describe.
+// One of the operations. `run` gets the call that the args describe.
 template <typename Args, typename Run>
 epx_status operation(const char* function, epx_group group, const Args* args, const Run& run) {
   return in_call(function, group, [&](Group& target) {
@@ -236,4 +236,23 @@ epx_status epx_combine_bwd(epx_group group, const epx_combine_bwd_args* args) {
 
 epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args* args) {
   return operation("epx_dispatch_bwd", group, args, [](Stages& stages, const auto& call) { stages.dispatch_bwd(call); });
+}
+
+epx_status epx_dispatch_rank_major(epx_group group, const epx_dispatch_rank_major_args* args) {
+  return operation("epx_dispatch_rank_major", group, args,
+                   [](Stages& stages, const auto& call) { stages.dispatch_rank_major(call); });
+}
+
+epx_status epx_combine_rank_major(epx_group group, const epx_combine_rank_major_args* args) {
+  return operation("epx_combine_rank_major", group, args, [](Stages& stages, const auto& call) { stages.combine(call); });
+}
+
+epx_status epx_combine_rank_major_bwd(epx_group group, const epx_combine_rank_major_bwd_args* args) {
+  return operation("epx_combine_rank_major_bwd", group, args,
+                   [](Stages& stages, const auto& call) { stages.combine_bwd(call); });
+}
+
+epx_status epx_dispatch_rank_major_bwd(epx_group group, const epx_dispatch_rank_major_bwd_args* args) {
+  return operation("epx_dispatch_rank_major_bwd", group, args,
+                   [](Stages& stages, const auto& call) { stages.dispatch_bwd(call); });
 }

@@ -104,14 +104,15 @@ public:
     add_span(name, tensor->data, *bytes, direction);
   }
 
+  // The rows of a tensor are all its dimensions but the last.
   void sidecar(const epx_tensor& tensor, const char* name, Direction direction) {
+    const int64_t rows = num_rows(tensor);
     if (tensor.sidecar_row_bytes > context_.shape.max_sidecar_bytes)
       refuse("{} has sidecar_row_bytes = {}; the group's max_sidecar_bytes is {}", name, tensor.sidecar_row_bytes,
              context_.shape.max_sidecar_bytes);
     int64_t bytes = 0;
-    if (__builtin_mul_overflow(tensor.sizes[0], tensor.sidecar_row_bytes, &bytes))
-      refuse("{} has {} rows of {} bytes, which are more than 2^63 - 1 bytes", name, tensor.sizes[0],
-             tensor.sidecar_row_bytes);
+    if (__builtin_mul_overflow(rows, tensor.sidecar_row_bytes, &bytes))
+      refuse("{} has {} rows of {} bytes, which are more than 2^63 - 1 bytes", name, rows, tensor.sidecar_row_bytes);
     if (bytes > 0 && tensor.sidecar == nullptr)
       refuse("{} has sidecar_row_bytes = {}, but its sidecar is NULL", name, tensor.sidecar_row_bytes);
     if (tensor.sidecar_row_bytes == 0 && tensor.sidecar != nullptr)
@@ -124,21 +125,48 @@ public:
                   bool allow_sidecar = false) {
     tensor(rows, name, {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16}, {{rows_symbol, kAnySize}, {"H", kAnySize}}, direction,
            allow_sidecar);
+    row_limits(*rows, name, 1);
+  }
+
+  // Checks the rows of a rank-major tensor, [P, M, H].
+  void rank_major_rows(const epx_tensor* rows, const char* name, Direction direction, bool allow_sidecar = false) {
+    tensor(rows, name, {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16},
+           {{"P", context_.shape.num_ranks}, {"M", kAnySize}, {"H", kAnySize}}, direction, allow_sidecar);
+    row_limits(*rows, name, 2);
+    recv_rows(*rows, name);
+  }
+
+  // Checks what the rank-major calls have in common beside the fields of all. Returns what `common` does.
+  template <typename ArgsStruct>
+  int rank_major_common(const ArgsStruct& args, Direction handle_direction) {
+    const int alignment = common(args, handle_direction);
+    if (alignment != 1)
+      refuse("layer.alignment is {}; the rank-major layout has no zones, so it must be 0 or 1", args.layer.alignment);
+    return alignment;
+  }
+
+  // The rows of a rank-major call pass through staging whose size is R.
+  void rank_major_staging(int64_t rows_per_source, int top_k) const {
     const GroupShape& shape = context_.shape;
-    if (row_bytes(rows->dtype, shape.hidden_dim) > row_bytes(shape.max_token_dtype, shape.hidden_dim))
-      refuse("{} has dtype {}, which is wider than the group's max_token_dtype {}", name, name_of(rows->dtype),
-             name_of(shape.max_token_dtype));
-    if (rows->sizes[1] < 1 || rows->sizes[1] > shape.hidden_dim)
-      refuse("{} has H = sizes[1] = {}; it must be 1..{} (hidden_dim)", name, rows->sizes[1], shape.hidden_dim);
+    const int64_t rows = slots_per_source(shape, rows_per_source);
+    if (shape.num_ranks * rows * top_k > shape.max_recv_tokens)
+      refuse("M is {}; P * min(M, max_tokens_per_rank) * K = {} * {} * {} exceeds max_recv_tokens_per_rank, {}",
+             rows_per_source, shape.num_ranks, rows, top_k, shape.max_recv_tokens);
+  }
+
+  // The sums of rank-major calls are those of precision wire.
+  void rank_major_sums() const {
+    if (context_.shape.precision == EPX_COMBINE_EXACT)
+      refuse("the group's combine_precision is exact, whose sums do not depend on the number of ranks; those of rows that "
+             "each rank has summed do");
   }
 
   // Receive rows have float32 weights, given or not: both must have a number of bytes that can be represented.
   void recv_rows(const epx_tensor& rows, const char* name) const {
     constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / static_cast<int64_t>(sizeof(float));
-    if (rows.sizes[0] > kMost)
-      refuse(
-          "{} has N = sizes[0] = {} rows; their float32 weights would take more than 2^63 - 1 bytes, {} rows are the most",
-          name, rows.sizes[0], kMost);
+    if (num_rows(rows) > kMost)
+      refuse("{} has {} rows; their float32 weights would take more than 2^63 - 1 bytes, {} rows are the most", name,
+             rows.ndim == 2 ? fmt::format("N = sizes[0] = {}", rows.sizes[0]) : std::to_string(num_rows(rows)), kMost);
   }
 
   void num_tokens(const char* name, int64_t tokens) const {
@@ -168,6 +196,23 @@ public:
   }
 
 private:
+  static int64_t num_rows(const epx_tensor& tensor) {
+    int64_t rows = 1;
+    for (int32_t axis = 0; axis + 1 < tensor.ndim; ++axis)
+      rows *= tensor.sizes[axis];
+    return rows;
+  }
+
+  // Checks that rows with H elements in dimension `axis` fit the group.
+  void row_limits(const epx_tensor& rows, const char* name, int axis) const {
+    const GroupShape& shape = context_.shape;
+    if (row_bytes(rows.dtype, shape.hidden_dim) > row_bytes(shape.max_token_dtype, shape.hidden_dim))
+      refuse("{} has dtype {}, which is wider than the group's max_token_dtype {}", name, name_of(rows.dtype),
+             name_of(shape.max_token_dtype));
+    if (rows.sizes[axis] < 1 || rows.sizes[axis] > shape.hidden_dim)
+      refuse("{} has H = sizes[{}] = {}; it must be 1..{} (hidden_dim)", name, axis, rows.sizes[axis], shape.hidden_dim);
+  }
+
   struct Span {
     const char* name;
     uintptr_t begin;
@@ -224,7 +269,19 @@ MovementCall movement(epx_operation operation, const ArgsStruct& args, int align
           slot_side.sizes[0],
           static_cast<int>(token_side.sizes[1]),
           token_side.dtype,
-          static_cast<const std::byte*>(args.handle_mem)};
+          static_cast<const std::byte*>(args.handle_mem),
+          kExpertMajor,
+          0};
+}
+
+template <typename ArgsStruct>
+MovementCall rank_major_movement(const GroupContext& context, epx_operation operation, const ArgsStruct& args,
+                                 const epx_tensor& token_side, const epx_tensor& row_side) {
+  MovementCall call = movement(operation, args, 1, token_side, row_side);
+  call.recv_rows = row_side.sizes[0] * row_side.sizes[1];
+  call.rows_per_source = row_side.sizes[1];
+  call.slots_per_source = slots_per_source(context.shape, row_side.sizes[1]);
+  return call;
 }
 
 } // namespace
@@ -393,6 +450,126 @@ DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args& 
 
   DispatchBwdCall call{};
   static_cast<MovementCall&>(call) = movement(EPX_OP_DISPATCH_BWD, args, alignment, grad_tokens, grad_recv);
+  call.grad_recv = pointer_of<const std::byte>(args.grad_recv);
+  call.grad_recv_weights = pointer_of<const float>(args.grad_recv_weights);
+  call.grad_tokens = pointer_of<std::byte>(args.grad_tokens);
+  call.grad_topk_weights = pointer_of<float>(args.grad_topk_weights);
+  return call;
+}
+
+DispatchRankMajorCall check(const GroupContext& context, const epx_dispatch_rank_major_args& args) {
+  Checker checker(context, "epx_dispatch_rank_major");
+  checker.rank_major_common(args, Direction::kOut);
+  checker.token_rows(args.tokens, "tokens", "T", Direction::kIn, true);
+  const epx_tensor& tokens = *args.tokens;
+  const Dim num_tokens{"T", tokens.sizes[0]}, top_k{"K", args.layer.top_k}, num_ranks{"P", context.shape.num_ranks};
+  checker.num_tokens("tokens", tokens.sizes[0]);
+  checker.tensor(args.topk_idx, "topk_idx", {EPX_INT32, EPX_INT64}, {num_tokens, top_k}, Direction::kIn);
+  checker.rank_major_rows(args.recv_tokens, "recv_tokens", Direction::kOut, true);
+  const epx_tensor& recv_tokens = *args.recv_tokens;
+  const Dim rows{"M", recv_tokens.sizes[1]};
+  if (recv_tokens.dtype != tokens.dtype)
+    checker.refuse("recv_tokens has dtype {}; it must be {}, that of tokens", name_of(recv_tokens.dtype),
+                   name_of(tokens.dtype));
+  if (recv_tokens.sizes[2] != tokens.sizes[1])
+    checker.refuse("recv_tokens has H = sizes[2] = {}; it must be {}, that of tokens", recv_tokens.sizes[2],
+                   tokens.sizes[1]);
+  checker.rank_major_staging(recv_tokens.sizes[1], args.layer.top_k);
+  checker.sidecar(tokens, "the sidecar of tokens", Direction::kIn);
+  checker.sidecar(recv_tokens, "the sidecar of recv_tokens", Direction::kOut);
+  if (tokens.sidecar_row_bytes != recv_tokens.sidecar_row_bytes)
+    checker.refuse("tokens has sidecar_row_bytes = {}, recv_tokens has {}; they must be equal", tokens.sidecar_row_bytes,
+                   recv_tokens.sidecar_row_bytes);
+  checker.tensor(args.recv_topk_idx, "recv_topk_idx", {EPX_INT32, EPX_INT64}, {num_ranks, rows, top_k}, Direction::kOut);
+  checker.both_or_neither("topk_weights", args.topk_weights, "recv_weights", args.recv_weights);
+  if (args.topk_weights != nullptr) {
+    checker.tensor(args.topk_weights, "topk_weights", {EPX_FLOAT32}, {num_tokens, top_k}, Direction::kIn);
+    checker.tensor(args.recv_weights, "recv_weights", {EPX_FLOAT32}, {num_ranks, rows, top_k}, Direction::kOut);
+  }
+  checker.tensor(args.counts, "counts", {EPX_INT32, EPX_INT64}, {num_ranks}, Direction::kOut);
+  checker.no_overlap();
+
+  DispatchRankMajorCall call{};
+  static_cast<MovementCall&>(call) = rank_major_movement(context, EPX_OP_DISPATCH_RANK_MAJOR, args, tokens, recv_tokens);
+  call.tokens = pointer_of<const std::byte>(args.tokens);
+  call.sidecar_bytes = tokens.sidecar_row_bytes;
+  call.sidecar = static_cast<const std::byte*>(tokens.sidecar);
+  call.topk_weights = pointer_of<const float>(args.topk_weights);
+  call.recv_tokens = pointer_of<std::byte>(args.recv_tokens);
+  call.recv_sidecar = static_cast<std::byte*>(recv_tokens.sidecar);
+  call.recv_weights = pointer_of<float>(args.recv_weights);
+  call.plan = static_cast<std::byte*>(args.handle_mem);
+  call.topk_idx = data_of(args.topk_idx);
+  call.topk_idx_is_64 = args.topk_idx->dtype == EPX_INT64;
+  call.recv_topk_idx = data_of(args.recv_topk_idx);
+  call.recv_topk_idx_is_64 = args.recv_topk_idx->dtype == EPX_INT64;
+  call.counts = data_of(args.counts);
+  call.counts_are_64 = args.counts->dtype == EPX_INT64;
+  return call;
+}
+
+CombineCall check(const GroupContext& context, const epx_combine_rank_major_args& args) {
+  Checker checker(context, "epx_combine_rank_major");
+  checker.rank_major_common(args, Direction::kIn);
+  checker.rank_major_sums();
+  checker.rank_major_rows(args.expert_out, "expert_out", Direction::kIn);
+  const epx_tensor& expert_out = *args.expert_out;
+  checker.rank_major_staging(expert_out.sizes[1], args.layer.top_k);
+  checker.tensor(args.out, "out", {expert_out.dtype}, {{"T", kAnySize}, {"H", expert_out.sizes[2]}}, Direction::kOut);
+  checker.num_tokens("out", args.out->sizes[0]);
+  checker.no_overlap();
+
+  CombineCall call{};
+  static_cast<MovementCall&>(call) = rank_major_movement(context, EPX_OP_COMBINE_RANK_MAJOR, args, *args.out, expert_out);
+  call.expert_out = pointer_of<const std::byte>(args.expert_out);
+  call.out = pointer_of<std::byte>(args.out);
+  return call;
+}
+
+CombineBwdCall check(const GroupContext& context, const epx_combine_rank_major_bwd_args& args) {
+  Checker checker(context, "epx_combine_rank_major_bwd");
+  checker.rank_major_common(args, Direction::kIn);
+  checker.token_rows(args.grad_out, "grad_out", "T", Direction::kIn);
+  const epx_tensor& grad_out = *args.grad_out;
+  checker.num_tokens("grad_out", grad_out.sizes[0]);
+  checker.tensor(args.grad_expert_out, "grad_expert_out", {grad_out.dtype},
+                 {{"P", context.shape.num_ranks}, {"M", kAnySize}, {"H", grad_out.sizes[1]}}, Direction::kOut);
+  checker.recv_rows(*args.grad_expert_out, "grad_expert_out");
+  checker.rank_major_staging(args.grad_expert_out->sizes[1], args.layer.top_k);
+  checker.no_overlap();
+
+  CombineBwdCall call{};
+  static_cast<MovementCall&>(call) =
+      rank_major_movement(context, EPX_OP_COMBINE_RANK_MAJOR_BWD, args, grad_out, *args.grad_expert_out);
+  call.grad_out = pointer_of<const std::byte>(args.grad_out);
+  call.grad_expert_out = pointer_of<std::byte>(args.grad_expert_out);
+  return call;
+}
+
+DispatchBwdCall check(const GroupContext& context, const epx_dispatch_rank_major_bwd_args& args) {
+  Checker checker(context, "epx_dispatch_rank_major_bwd");
+  checker.rank_major_common(args, Direction::kIn);
+  checker.rank_major_sums();
+  checker.rank_major_rows(args.grad_recv, "grad_recv", Direction::kIn);
+  const epx_tensor& grad_recv = *args.grad_recv;
+  checker.rank_major_staging(grad_recv.sizes[1], args.layer.top_k);
+  checker.tensor(args.grad_tokens, "grad_tokens", {grad_recv.dtype}, {{"T", kAnySize}, {"H", grad_recv.sizes[2]}},
+                 Direction::kOut);
+  const epx_tensor& grad_tokens = *args.grad_tokens;
+  checker.num_tokens("grad_tokens", grad_tokens.sizes[0]);
+  checker.both_or_neither("grad_recv_weights", args.grad_recv_weights, "grad_topk_weights", args.grad_topk_weights);
+  if (args.grad_recv_weights != nullptr) {
+    const Dim top_k{"K", args.layer.top_k};
+    checker.tensor(args.grad_recv_weights, "grad_recv_weights", {EPX_FLOAT32},
+                   {{"P", context.shape.num_ranks}, {"M", grad_recv.sizes[1]}, top_k}, Direction::kIn);
+    checker.tensor(args.grad_topk_weights, "grad_topk_weights", {EPX_FLOAT32}, {{"T", grad_tokens.sizes[0]}, top_k},
+                   Direction::kOut);
+  }
+  checker.no_overlap();
+
+  DispatchBwdCall call{};
+  static_cast<MovementCall&>(call) =
+      rank_major_movement(context, EPX_OP_DISPATCH_RANK_MAJOR_BWD, args, grad_tokens, grad_recv);
   call.grad_recv = pointer_of<const std::byte>(args.grad_recv);
   call.grad_recv_weights = pointer_of<const float>(args.grad_recv_weights);
   call.grad_tokens = pointer_of<std::byte>(args.grad_tokens);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arguments of the five operations are checked here and turned into the calls of runtime/stages/stages.h. What is refused
+// The arguments of the operations are checked here and turned into the calls of runtime/stages/stages.h. What is refused
 // throws INVALID_ARGUMENT before anything has happened.
 #pragma once
 
@@ -17,6 +17,10 @@ DispatchCall check(const GroupContext& context, const epx_dispatch_args& args);
 CombineCall check(const GroupContext& context, const epx_combine_args& args);
 CombineBwdCall check(const GroupContext& context, const epx_combine_bwd_args& args);
 DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args& args);
+DispatchRankMajorCall check(const GroupContext& context, const epx_dispatch_rank_major_args& args);
+CombineCall check(const GroupContext& context, const epx_combine_rank_major_args& args);
+CombineBwdCall check(const GroupContext& context, const epx_combine_rank_major_bwd_args& args);
+DispatchBwdCall check(const GroupContext& context, const epx_dispatch_rank_major_bwd_args& args);
 
 // Throws when `pointer` is NULL.
 void require_pointer(const char* function, const char* name, const void* pointer);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Backend runs a group on one kind of machine: it owns the windows, the five operations on them, and their status. The group
+// A Backend runs a group on one kind of machine: it owns the windows, the operations on them, and their status. The group
 // chooses one at creation and uses it only through this interface.
 #pragma once
 

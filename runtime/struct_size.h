@@ -34,6 +34,15 @@ template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_combine_bwd_args> = {"epx_combine_bwd_args", 80};
 template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_dispatch_bwd_args> = {"epx_dispatch_bwd_args", 72};
+// These are newer; here are their first sizes.
+template <>
+inline constexpr GrowingStruct kGrowingStruct<epx_dispatch_rank_major_args> = {"epx_dispatch_rank_major_args", 96};
+template <>
+inline constexpr GrowingStruct kGrowingStruct<epx_combine_rank_major_args> = {"epx_combine_rank_major_args", 56};
+template <>
+inline constexpr GrowingStruct kGrowingStruct<epx_combine_rank_major_bwd_args> = {"epx_combine_rank_major_bwd_args", 56};
+template <>
+inline constexpr GrowingStruct kGrowingStruct<epx_dispatch_rank_major_bwd_args> = {"epx_dispatch_rank_major_bwd_args", 72};
 template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_group_info> = {"epx_group_info", 88};
 template <>

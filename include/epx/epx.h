@@ -15,6 +15,7 @@
  *      H    hidden size of a call,          N    rows of the receive tensors of a call; any N, may differ from call to call
  *           1 <= H <= hidden_dim            R    receive capacity in rows (epx_group_info.max_recv_tokens_per_rank)
  *      a    alignment of the layer, in rows (0 means 1)
+ *      M    rows of the receive tensors of a rank-major call for each source rank
  *
  * A *route* is one (token, k) pair. A *slot* is a row of the receive tensors. The *zone* of a local expert is its run of
  * slots, padded to a multiple of a.
@@ -30,7 +31,7 @@
  * - Tensors are contiguous, row-major, aligned to their element size. Output tensors overlap no other tensor of the call.
  *   The library reads descriptors only during the call and owns none of the memory they name.
  * - On the host transport tensors and handle memory are host memory, `stream` is NULL, and a call has finished when it
- *   returns. With EPX_TRANSPORT_NCCL they are memory of the rank's GPU, `stream` is a cudaStream_t, and the five operations are
+ *   returns. With EPX_TRANSPORT_NCCL they are memory of the rank's GPU, `stream` is a cudaStream_t, and the operations are
  *   asynchronous on it: a later call returns what goes wrong there, and epx_group_status reports it.
  *   Calls of a group on different streams run in the order in which they were made: the library makes the later stream wait,
  *   so a stream must live until the group's next call on another stream has returned. A call that cannot be made to wait,
@@ -40,14 +41,14 @@
  *   edge is drawn between a stream that is being captured and another one. Two calls of a group that overlap on the device all
  *   the same end the group (EPX_ERROR_OUT_OF_SEQUENCE; the culprit is the rank on whose device they did).
  * - One group is used by one thread at a time, except epx_group_abort and epx_group_status, which any thread may call. Where
- *   one of the five operations or epx_mem_* finds another thread in one, it is refused (INVALID_ARGUMENT).
+ *   one of the operations or epx_mem_* finds another thread in one, it is refused (INVALID_ARGUMENT).
  *   Groups are independent of each other.
  * - One group is used by the process that created it. In a child of fork() every function that takes the group is refused
  *   (INVALID_ARGUMENT), and epx_group_destroy does nothing; the parent's group lives on. Memory from epx_mem_alloc is
  *   shared with the parent there.
  *
  * ## Numbers, the same on every transport
- * - Copies keep every bit, NaN payloads too: dispatch, and combine_bwd without weights.
+ * - Copies keep every bit, NaN payloads too: dispatch, combine_bwd without weights, and their rank-major forms.
  * - Sums are in float32. The accumulator starts at +0, and each step is acc = fma(w, x, acc), or acc = acc + x without weights.
  *   A route or a partial sum that is absent takes no step; a lone partial sum is still added to +0, with one rank too.
  * - Every rounding is to nearest even; overflow gives infinity, and subnormal numbers are kept. Nothing else is contracted.
@@ -391,7 +392,12 @@ typedef enum epx_operation EPX_ENUM_INT32 {
   EPX_OP_COMBINE_BWD = 4,
   EPX_OP_DISPATCH_BWD = 5,
   EPX_OP_MEM_ALLOC = 6,
-  EPX_OP_MEM_FREE = 7
+  EPX_OP_MEM_FREE = 7,
+  /* After 0.1: */
+  EPX_OP_DISPATCH_RANK_MAJOR = 8,
+  EPX_OP_COMBINE_RANK_MAJOR = 9,
+  EPX_OP_COMBINE_RANK_MAJOR_BWD = 10,
+  EPX_OP_DISPATCH_RANK_MAJOR_BWD = 11
 } epx_operation;
 
 /** Where in a call a rank waits. */
@@ -405,7 +411,9 @@ typedef enum epx_phase EPX_ENUM_INT32 {
 typedef enum epx_event_kind EPX_ENUM_INT32 {
   EPX_EVENT_BAD_INDEX = 0,    /**< a topk_idx entry < -1 or >= E; the route was treated as masked */
   EPX_EVENT_OVERFLOW = 1,     /**< routes to this rank exceeded R (overflow policy ERROR); they were dropped */
-  EPX_EVENT_TOO_FEW_ROWS = 2, /**< N was smaller than offsets[E_l] of the handle; routes beyond N were dropped */
+  EPX_EVENT_TOO_FEW_ROWS = 2, /**< N was smaller than offsets[E_l] of the handle; routes beyond N were dropped.
+                                 dispatch_rank_major: a rank had more than M tokens for this one; the routes of the others
+                                 were dropped */
   EPX_EVENT_HANDLE_MISMATCH =
       3 /**< handle memory of another layer, group, T or prepare, or damaged (epx_handle_mem_size says
                                     what is checked); this rank, or the two ranks that disagree, took part without routes */
@@ -451,8 +459,9 @@ EPX_API epx_status epx_group_status(epx_group group, epx_group_report* report);
 
 /** Allocates `bytes` (> 0, the same on all ranks) of memory that peers can reach. Receive tensors that lie in it are written
  * in place by dispatch and combine_bwd, and may be read in place by combine and dispatch_bwd (on the host transport: when
- * those of all ranks, weights included, do); others are staged, with the same result. Collective; counts as two calls in
- * sequence numbers. *ptr is aligned to 256 bytes and its contents are zero. On GPUs it and epx_mem_free synchronise the device.
+ * those of all ranks, weights included, do); others are staged, with the same result. The same
+ * holds for rank-major calls. Collective; counts as two calls in sequence numbers. *ptr is aligned to 256 bytes and its
+ * contents are zero. On GPUs it and epx_mem_free synchronise the device.
  * Errors: INVALID_ARGUMENT; OUT_OF_MEMORY (on all ranks, if any lacks it; the group lives on); MISMATCH (bytes differ; the
  * group lives on); sticky ones. */
 EPX_API epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr);
@@ -484,9 +493,9 @@ typedef struct epx_layer {
 
 /** Bytes of handle memory, the routing state of one layer in flight; at most 16 * (max_tokens_per_rank * K + R) + 8 * P * E +
  * 64 KiB, and where R is below its default up to 4 * P * (max_tokens_per_rank + 128 * K) more. Local. The caller allocates it
- * where the tokens live, aligned to 16 bytes. epx_prepare fills it in; then it is read-only for any number of later calls in
- * any order, also from a copy of its bytes, as long as the group lives; nobody writes to it while a call runs. It needs no
- * freeing beyond the caller's own. Errors: INVALID_ARGUMENT.
+ * where the tokens live, aligned to 16 bytes. epx_prepare or epx_dispatch_rank_major fills it in; then it is read-only for any
+ * number of later calls in any order, also from a copy of its bytes, as long as the group lives; nobody writes to it while a
+ * call runs. It needs no freeing beyond the caller's own. Errors: INVALID_ARGUMENT.
  *
  * What a call checks of it. Its header carries a checksum: a call with the handle memory of another layer,
  * group, T or prepare, or with a damaged header, reports EPX_EVENT_HANDLE_MISMATCH. The routing state behind the header is
@@ -498,7 +507,7 @@ typedef struct epx_layer {
  * - each call ends. With EPX_TRANSPORT_NCCL ranks may wait for rows that nobody sends, until timeout_ms; that ends the group,
  *   and the report names the operation.
  * With the environment variable EPX_CHECK_HANDLE_MEM=1 (default 0; read once, refused by epx_group_create when it is neither)
- * epx_prepare also stores a checksum of the routing state, and each call verifies it: damage is then reported as
+ * the call that fills it in also stores a checksum of the routing state, and each call verifies it: damage is then reported as
  * EPX_EVENT_HANDLE_MISMATCH. One word that differs is always found, more with probability 1 - 2^-64. It costs a pass over the
  * handle memory in each call, on GPUs by one more kernel before it; calls can still be captured in a graph. */
 EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, size_t* bytes);
@@ -628,6 +637,101 @@ typedef struct epx_dispatch_bwd_args {
 /** grad_tokens[t] = sum over k of grad_recv[slot(t, k)], as in combine without weights. grad_topk_weights[t, k] =
  * grad_recv_weights[slot(t, k)]; 0 where the route was masked or dropped. */
 EPX_API epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args* args);
+
+/** @} */
+
+/** @defgroup rank_major The rank-major layout
+ *
+ * A rank receives each token once, however many of its experts the token goes to, in an array [P, M, H] by source rank. There
+ * is no prepare and no exchange before the rows: epx_dispatch_rank_major makes the plan, and writes it into handle memory for
+ * the three other calls. The caller sorts the rows by expert and sums the experts' rows of a token himself, for instance by
+ * epx_moe.h's local permutation.
+ *
+ * *Row* i of source rank r is r's i-th token, in ascending order, that has a route to this rank. A row is *kept* when it is
+ * below M; the routes of the others are dropped, whatever the group's overflow policy is, and this rank reports them
+ * (EPX_EVENT_TOO_FEW_ROWS). M >= 0 is any number and the same on all ranks (else MISMATCH, sticky); M = max_tokens_per_rank is
+ * never too few. The receive capacity R drops nothing here, but rows pass through staging of its size:
+ * P * min(M, max_tokens_per_rank) * K must not exceed R, which it never does where R is the default (INVALID_ARGUMENT).
+ *
+ * The calls are collective, with the conventions and errors of the other operations (see there). layer.alignment is 0 or 1, as
+ * there are no zones. Handle memory has epx_handle_mem_size() bytes. What a call checks of it, and what damage can do, is said
+ * there; that of epx_prepare, or that of an epx_dispatch_rank_major with another M, is reported as EPX_EVENT_HANDLE_MISMATCH.
+ * @{ */
+
+/** Arguments of epx_dispatch_rank_major(). */
+typedef struct epx_dispatch_rank_major_args {
+  size_t struct_size;
+  epx_layer layer;
+  void* handle_mem; /**< [out] */
+  size_t handle_mem_bytes;
+  epx_stream stream;
+  const epx_tensor* tokens;       /**< [in]  [T, H] FLOAT32, FLOAT16 or BFLOAT16; may have a sidecar */
+  const epx_tensor* topk_idx;     /**< [in]  [T, K] INT32 or INT64, as in epx_prepare_args */
+  const epx_tensor* topk_weights; /**< [in, optional] [T, K] FLOAT32 */
+  const epx_tensor* recv_tokens;  /**< [out] [P, M, H], dtype of tokens; a sidecar [P, M, sidecar_row_bytes] of the same row
+                                        bytes iff tokens has one */
+  const epx_tensor*
+      recv_topk_idx; /**< [out] [P, M, K] INT32 or INT64: the local expert, 0..E_l - 1, of each route to this rank;
+                                        -1 for each k whose route is masked or goes to another rank */
+  const epx_tensor* recv_weights; /**< [out] [P, M, K] FLOAT32, iff topk_weights is given: 0 where recv_topk_idx is -1 */
+  const epx_tensor* counts;       /**< [out] [P] INT32 or INT64: kept rows of each source rank */
+} epx_dispatch_rank_major_args;
+
+/** recv_tokens[r, i] = tokens_r[t] for kept row i of r, which is token t, bit for bit; its sidecar likewise. recv_topk_idx and
+ * recv_weights at [r, i, k] say which of this rank's experts its routes go to, and with which weights. Duplicate experts of a
+ * token stay two k. Rows at or beyond counts[r] are not touched, in any tensor. */
+EPX_API epx_status epx_dispatch_rank_major(epx_group group, const epx_dispatch_rank_major_args* args);
+
+/** Arguments of epx_combine_rank_major(). */
+typedef struct epx_combine_rank_major_args {
+  size_t struct_size;
+  epx_layer layer;
+  const void* handle_mem;
+  size_t handle_mem_bytes;
+  epx_stream stream;
+  const epx_tensor*
+      expert_out;        /**< [in]  [P, M, H] FLOAT32, FLOAT16 or BFLOAT16: the sum of the experts' rows of each row */
+  const epx_tensor* out; /**< [out] [T, H], dtype of expert_out */
+} epx_combine_rank_major_args;
+
+/** out[t] = the sum of token t's kept rows over the ranks in ascending order, in float32 by the rules above, rounded once. That
+ * is what epx_combine yields in precision `wire` if the caller has summed a row's experts by fma in k order from +0 in float32,
+ * and rounded once. A token without a kept row gets zero. Rows at or beyond counts are never read. Errors: besides,
+ * INVALID_ARGUMENT in a group of precision `exact`, whose results do not depend on the number of ranks. */
+EPX_API epx_status epx_combine_rank_major(epx_group group, const epx_combine_rank_major_args* args);
+
+/** Arguments of epx_combine_rank_major_bwd(). */
+typedef struct epx_combine_rank_major_bwd_args {
+  size_t struct_size;
+  epx_layer layer;
+  const void* handle_mem;
+  size_t handle_mem_bytes;
+  epx_stream stream;
+  const epx_tensor* grad_out;        /**< [in]  [T, H] FLOAT32, FLOAT16 or BFLOAT16 */
+  const epx_tensor* grad_expert_out; /**< [out] [P, M, H], dtype of grad_out */
+} epx_combine_rank_major_bwd_args;
+
+/** grad_expert_out[r, i] = grad_out_r[t] for kept row i of r, which is token t, bit for bit. The rows of a rank that took part
+ * without routes become zero. Rows at or beyond counts are not touched. */
+EPX_API epx_status epx_combine_rank_major_bwd(epx_group group, const epx_combine_rank_major_bwd_args* args);
+
+/** Arguments of epx_dispatch_rank_major_bwd(). */
+typedef struct epx_dispatch_rank_major_bwd_args {
+  size_t struct_size;
+  epx_layer layer;
+  const void* handle_mem;
+  size_t handle_mem_bytes;
+  epx_stream stream;
+  const epx_tensor* grad_recv;         /**< [in]  [P, M, H] FLOAT32, FLOAT16 or BFLOAT16: the sum over the row's routes */
+  const epx_tensor* grad_recv_weights; /**< [in, optional] [P, M, K] FLOAT32; read where recv_topk_idx was not -1 */
+  const epx_tensor* grad_tokens;       /**< [out] [T, H], dtype of grad_recv */
+  const epx_tensor* grad_topk_weights; /**< [out] [T, K] FLOAT32, iff grad_recv_weights is given */
+} epx_dispatch_rank_major_bwd_args;
+
+/** grad_tokens[t] = the sum of grad_recv over token t's kept rows, as in epx_combine_rank_major. grad_topk_weights[t, k] =
+ * grad_recv_weights[r, i, k] of the rank and row that the route went to; 0 where it was masked or dropped. Errors: as
+ * epx_combine_rank_major. */
+EPX_API epx_status epx_dispatch_rank_major_bwd(epx_group group, const epx_dispatch_rank_major_bwd_args* args);
 
 /** @} */
 

@@ -337,7 +337,7 @@ struct Layer {
   operator epx_layer() const noexcept { return {top_k, alignment}; }
 };
 
-// Arguments of the five operations: the fields of the C structs, in their order, which designated initialisers keep.
+// Arguments of the operations: the fields of the C structs, in their order, which designated initialisers keep.
 // Tensors are views, so they and the bytes of handle_mem belong to the caller; on GPUs both are the rank's GPU's.
 struct PrepareArgs {
   Layer layer = {};
@@ -384,6 +384,46 @@ struct CombineBwdArgs {
 };
 
 struct DispatchBwdArgs {
+  Layer layer = {};
+  std::span<const std::byte> handle_mem = {};
+  epx_stream stream = nullptr;
+  ConstTensor grad_recv = {};
+  ConstTensor grad_recv_weights = {}; // optional
+  Tensor grad_tokens = {};
+  Tensor grad_topk_weights = {}; // iff grad_recv_weights is given
+};
+
+// The rank-major layout.
+struct DispatchRankMajorArgs {
+  Layer layer = {};
+  std::span<std::byte> handle_mem = {}; // [out] as in PrepareArgs
+  epx_stream stream = nullptr;
+  ConstTensor tokens = {};
+  ConstTensor topk_idx = {};
+  ConstTensor topk_weights = {}; // optional
+  Tensor recv_tokens = {};
+  Tensor recv_topk_idx = {};
+  Tensor recv_weights = {}; // iff topk_weights is given
+  Tensor counts = {};
+};
+
+struct CombineRankMajorArgs {
+  Layer layer = {};
+  std::span<const std::byte> handle_mem = {};
+  epx_stream stream = nullptr;
+  ConstTensor expert_out = {};
+  Tensor out = {};
+};
+
+struct CombineRankMajorBwdArgs {
+  Layer layer = {};
+  std::span<const std::byte> handle_mem = {};
+  epx_stream stream = nullptr;
+  ConstTensor grad_out = {};
+  Tensor grad_expert_out = {};
+};
+
+struct DispatchRankMajorBwdArgs {
   Layer layer = {};
   std::span<const std::byte> handle_mem = {};
   epx_stream stream = nullptr;
@@ -538,6 +578,41 @@ public:
     call.grad_tokens = args.grad_tokens.get();
     call.grad_topk_weights = args.grad_topk_weights.get();
     require_success(epx_dispatch_bwd(group_, &call), "epx_dispatch_bwd");
+  }
+
+  void dispatch_rank_major(const DispatchRankMajorArgs& args) const {
+    auto call = c_args<epx_dispatch_rank_major_args>(args);
+    call.tokens = args.tokens.get();
+    call.topk_idx = args.topk_idx.get();
+    call.topk_weights = args.topk_weights.get();
+    call.recv_tokens = args.recv_tokens.get();
+    call.recv_topk_idx = args.recv_topk_idx.get();
+    call.recv_weights = args.recv_weights.get();
+    call.counts = args.counts.get();
+    require_success(epx_dispatch_rank_major(group_, &call), "epx_dispatch_rank_major");
+  }
+
+  void combine_rank_major(const CombineRankMajorArgs& args) const {
+    auto call = c_args<epx_combine_rank_major_args>(args);
+    call.expert_out = args.expert_out.get();
+    call.out = args.out.get();
+    require_success(epx_combine_rank_major(group_, &call), "epx_combine_rank_major");
+  }
+
+  void combine_rank_major_bwd(const CombineRankMajorBwdArgs& args) const {
+    auto call = c_args<epx_combine_rank_major_bwd_args>(args);
+    call.grad_out = args.grad_out.get();
+    call.grad_expert_out = args.grad_expert_out.get();
+    require_success(epx_combine_rank_major_bwd(group_, &call), "epx_combine_rank_major_bwd");
+  }
+
+  void dispatch_rank_major_bwd(const DispatchRankMajorBwdArgs& args) const {
+    auto call = c_args<epx_dispatch_rank_major_bwd_args>(args);
+    call.grad_recv = args.grad_recv.get();
+    call.grad_recv_weights = args.grad_recv_weights.get();
+    call.grad_tokens = args.grad_tokens.get();
+    call.grad_topk_weights = args.grad_topk_weights.get();
+    require_success(epx_dispatch_rank_major_bwd(group_, &call), "epx_dispatch_rank_major_bwd");
   }
 
 protected:

@@ -7,21 +7,21 @@
 #include <cstdint>
 
 #include "runtime/config.h"
+#include "runtime/layout/rank_major.h"
 #include "runtime/layout/slots.h"
 
 namespace epx {
 
 struct HandleLimits {
-  int32_t num_slots; // R
+  int32_t num_slots; // R; of a rank-major plan those that it has
   int32_t num_ranks; // P
   int32_t max_tokens;
   int32_t top_k;             // K of the layer
   int32_t num_rank_ordinals; // number of ranks that a token can go to
 
-  constexpr HandleLimits(const GroupShape& shape, int layer_top_k)
-      : num_slots(static_cast<int32_t>(shape.max_recv_tokens)), num_ranks(shape.num_ranks),
-        max_tokens(shape.max_tokens_per_rank), top_k(layer_top_k),
-        num_rank_ordinals(layer_top_k < shape.num_ranks ? layer_top_k : shape.num_ranks) {}
+  constexpr HandleLimits(const GroupShape& shape, int layer_top_k, int64_t slots)
+      : num_slots(static_cast<int32_t>(slots)), num_ranks(shape.num_ranks), max_tokens(shape.max_tokens_per_rank),
+        top_k(layer_top_k), num_rank_ordinals(layer_top_k < shape.num_ranks ? layer_top_k : shape.num_ranks) {}
 
   constexpr bool is_slot(int32_t slot) const { return is_below(slot, num_slots); }
   constexpr bool is_rank(int32_t rank) const { return is_below(rank, num_ranks); }
@@ -33,6 +33,15 @@ struct HandleLimits {
   // Returns whether a record refers to a token, that is, its slot is no pad.
   constexpr bool has_origin(const SlotRecord& record) const {
     return is_rank(record.source) && is_below(record.token, max_tokens);
+  }
+  // Returns the slot of a route that was kept, also of one that shares the row of an earlier k; else -1.
+  constexpr int32_t slot_of_kept(const Route& route) const {
+    const int32_t slot = epx::slot_of_kept(route.slot);
+    return is_slot(slot) && is_rank(route.rank) ? slot : -1;
+  }
+  // Returns a source rank's number of rows in a rank-major plan.
+  constexpr int64_t rows(int32_t source_rows, int64_t slots_per_source) const {
+    return source_rows < 0 ? 0 : source_rows < slots_per_source ? source_rows : slots_per_source;
   }
   constexpr int rank_ordinal(int32_t rank_ordinal) const { return clamp(rank_ordinal, num_rank_ordinals); }
   constexpr int k(int32_t k) const { return clamp(k, top_k); }

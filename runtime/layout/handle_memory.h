@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Handle memory holds the routing state of one layer in flight; the caller owns it. It contains no pointers, so that its
-// bytes may be copied. prepare writes it; it is read-only afterwards.
+// bytes may be copied. prepare or dispatch_rank_major writes it; it is read-only afterwards.
 //
 //   HandleHeader | Route [max_tokens, K] | zone begin int32 [E_l + 1] | zone rows int32 [E_l] | SlotRecord [R]
 //   | first_slots int32 [P, max_tokens] | ll_slots int32 [P, ll_tokens, K]
+//
+// A rank-major plan (rank_major.h) uses the same places, so that one size serves both: the routes; slot records, of which there
+// are P * slots_per_source, and behind them as many RankMajorMasks, which together are at most R; and the kept rows of each
+// source rank, int32 [P], in the place of first_slots.
 #pragma once
 
 #include <cstddef>
@@ -13,6 +17,7 @@
 #include "base/checked_math.h"
 #include "base/host_device.h"
 #include "runtime/config.h"
+#include "runtime/layout/rank_major.h"
 #include "runtime/layout/slots.h"
 
 namespace epx {
@@ -28,9 +33,10 @@ struct HandleHeader {
   int32_t top_k;
   int32_t alignment; // effective
   int32_t rank;
-  int32_t ll_tokens;      // the largest T of all ranks, if `ll_slots` is filled in; else 0. Only kernels use it
-  uint64_t checksum;      // of all fields above
-  uint64_t body_checksum; // of the bytes behind the header, if the group checks them (handle_checksum.h); else 0
+  int32_t ll_tokens; // the largest T of all ranks, if movements take the low-latency path; else 0. Only kernels use it
+  int64_t rows_per_source; // rank-major: M; else kExpertMajor
+  uint64_t checksum;       // of all fields above
+  uint64_t body_checksum;  // of the bytes behind the header, if the group checks them (handle_checksum.h); else 0
 };
 
 // FNV-1a by words instead of bytes, since every thread of a kernel computes it before it uses the header. Each step is a
@@ -43,7 +49,8 @@ constexpr uint64_t header_checksum(const HandleHeader& header) {
       static_cast<uint64_t>(header.num_tokens),
       static_cast<uint64_t>(header.rows_in_use),
       static_cast<uint64_t>(static_cast<uint32_t>(header.top_k)) << 32 | static_cast<uint32_t>(header.alignment),
-      static_cast<uint64_t>(static_cast<uint32_t>(header.rank)) << 32 | static_cast<uint32_t>(header.ll_tokens)};
+      static_cast<uint64_t>(static_cast<uint32_t>(header.rank)) << 32 | static_cast<uint32_t>(header.ll_tokens),
+      static_cast<uint64_t>(header.rows_per_source)};
   uint64_t hash = 0xcbf29ce484222325;
   for (const uint64_t word : words) {
     hash = (hash ^ word) * 0x100000001b3;
@@ -101,14 +108,21 @@ struct HandleView {
         zone_begin(reinterpret_cast<Ptr<int32_t>>(base + layout.zone_begin)),
         zone_rows(reinterpret_cast<Ptr<int32_t>>(base + layout.zone_rows)),
         slot_records(reinterpret_cast<Ptr<SlotRecord>>(base + layout.slot_records)),
+        source_rows(reinterpret_cast<Ptr<int32_t>>(base + layout.first_slots)),
         first_slots(reinterpret_cast<Ptr<int32_t>>(base + layout.first_slots)),
         ll_slots(reinterpret_cast<Ptr<int32_t>>(base + layout.ll_slots)) {}
+
+  // The masks of a rank-major plan with so many slots.
+  EPX_HOST_DEVICE Ptr<RankMajorMask> masks(int64_t slots) const {
+    return reinterpret_cast<Ptr<RankMajorMask>>(slot_records + slots);
+  }
 
   Ptr<HandleHeader> header;
   Ptr<Route> routes;
   Ptr<int32_t> zone_begin; // first slot of each zone, then the end of the last
   Ptr<int32_t> zone_rows;  // kept routes of each zone; the rest up to the next zone are pads
   Ptr<SlotRecord> slot_records;
+  Ptr<int32_t> source_rows; // rank-major: kept rows of each source rank [P]; in the place of first_slots
   Ptr<int32_t> first_slots; // first slot here of each source's tokens; -1: none. Only kernels write and read it
   Ptr<int32_t> ll_slots;    // LL path only: slot here of each source's (token, k); -1: none. Only kernels write and read it
 };

@@ -34,7 +34,7 @@ struct alignas(128) CallDescriptor {
   int32_t dtype;
   int32_t weights;       // bit 0: weights are passed; bit 1: weight gradients are wanted
   int64_t sidecar_bytes; // per row
-  int64_t allocation;    // mem_free: number of the allocation
+  int64_t subject;       // mem_free: number of the allocation; rank-major calls: M, the rows of a source
   // Fields of this rank.
   int64_t num_tokens;      // T
   uint64_t plan_id;        // sequence number of the prepare that filled the handle memory; 0: takes part without routes
@@ -103,6 +103,8 @@ struct Region {
   int64_t bytes;
 };
 
+constexpr epx_operation kLastOperation = EPX_OP_DISPATCH_RANK_MAJOR_BWD; // the largest number of one
+
 // Says who ended the group and why. It is packed into one word so that one compare-and-swap publishes all of it. The word is 0
 // while nobody has.
 struct AbortRecord {
@@ -114,6 +116,8 @@ struct AbortRecord {
 };
 constexpr int kAbortSequenceBits = 38;
 constexpr uint64_t kAbortSequenceMask = (uint64_t{1} << kAbortSequenceBits) - 1;
+
+static_assert(kLastOperation < 16); // an operation has four bits
 
 constexpr uint64_t pack(const AbortRecord& abort_record) {
   return static_cast<uint64_t>(abort_record.status) << 60 | static_cast<uint64_t>(abort_record.operation) << 56 |
@@ -130,7 +134,7 @@ constexpr AbortRecord unpack_abort_record(uint64_t word) {
 // Anything in the process of a rank can overwrite its window: a record is validated before it is used.
 constexpr bool is_sound(const AbortRecord& abort_record, int num_ranks) {
   return abort_record.status > EPX_SUCCESS && abort_record.status <= EPX_ERROR_INTERNAL &&
-         abort_record.operation >= EPX_OP_NONE && abort_record.operation <= EPX_OP_MEM_FREE &&
+         abort_record.operation >= EPX_OP_NONE && abort_record.operation <= kLastOperation &&
          abort_record.phase <= EPX_PHASE_COMPLETE && abort_record.culprit >= 0 && abort_record.culprit < num_ranks;
 }
 
@@ -165,11 +169,12 @@ struct WindowLayout {
   // By source rank: CallDescriptor [P]; kernels: LlCallDescriptor [2, P], by parity of the call.
   Region call_descriptors;
   Region complete; // Flag [P], by source rank: last call whose data from that rank has all been stored here
-  Region board;    // kExchangeRecordBytes [P], by source rank
+  // kExchangeRecordBytes [P], by source rank; dispatch_rank_major: RankMajorCounts; kernels: LlPacket16 [2], by parity.
+  Region board;
   // Prepare.
   Region counts;          // routes from each rank to each expert: int32 [2, P, E], by parity; kernels: LlPacket8 [2, P, E]
   Region gathered_routes; // LlPacket8 [2, P, gathered_routes_per_rank], by parity and source rank: experts; kernels only
-  Region ll_slot_records; // LlSlotRecord [R]
+  Region ll_slot_records; // LlSlotRecord [R]; dispatch_rank_major: RankMajorRoute [P, min(M, max_tokens), K]
   Region first_slots;     // LlPacket8 [P, max_tokens]: each token's first slot here, by source rank; kernels only
   // Scatter (dispatch, combine_bwd), stored by the token's rank.
   Region scatter_rows;        // [scatter_staging_rows, row_stride]

@@ -35,6 +35,8 @@ constexpr std::array kCallFields = {
     CallField{"choice of weights", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.weights; },
               format_weights},
     CallField{"sidecar_row_bytes", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.sidecar_bytes; }},
+    CallField{"M, the rows for each source rank,",
+              [](const CallDescriptor& descriptor) -> int64_t { return descriptor.subject; }},
 };
 
 // Returns "dispatch (call 7)"; "dispatch" where the host does not know the number.
@@ -68,13 +70,21 @@ Event overflow_event(CallName call, const Overflow& overflow, int rank, int64_t 
 }
 
 Event too_few_rows_event(CallName call, int64_t dropped, int64_t recv_rows, int64_t rows_in_use) {
+  if (call.operation == EPX_OP_DISPATCH_RANK_MAJOR)
+    return {EPX_EVENT_TOO_FEW_ROWS, call.operation, call.sequence, static_cast<uint64_t>(dropped),
+            fmt::format(
+                "{}: the receive tensors have M = {} rows for each rank, and one has {} tokens for this rank: {} routes "
+                "were dropped",
+                format(call), recv_rows, rows_in_use, dropped)};
   return {EPX_EVENT_TOO_FEW_ROWS, call.operation, call.sequence, static_cast<uint64_t>(dropped),
           fmt::format("{}: the receive tensors have {} rows, {} are in use: {} routes were dropped", format(call),
                       recv_rows, rows_in_use, dropped)};
 }
 
 std::string why_unusable(const HandleHeader& header, const HandleUse& use, const GroupContext& context) {
-  if (header.magic != kHandleMagic) return "the handle memory was not filled in by epx_prepare";
+  if (header.magic != kHandleMagic)
+    return fmt::format("the handle memory was not filled in by {}",
+                       use.rows_per_source == kExpertMajor ? "epx_prepare" : "epx_dispatch_rank_major");
   const char* const damaged = "the header of the handle memory is damaged";
   if (header.checksum != header_checksum(header)) return damaged;
   if (header.group_id != context.group_id)
@@ -82,6 +92,13 @@ std::string why_unusable(const HandleHeader& header, const HandleUse& use, const
                        context.group_id);
   if (header.rank != context.rank)
     return fmt::format("the handle memory belongs to rank {}, this is rank {}", header.rank, context.rank);
+  if ((header.rows_per_source == kExpertMajor) != (use.rows_per_source == kExpertMajor))
+    return header.rows_per_source == kExpertMajor
+               ? "the handle memory was filled in by epx_prepare, not by epx_dispatch_rank_major"
+               : "the handle memory was filled in by epx_dispatch_rank_major, not by epx_prepare";
+  if (header.rows_per_source != use.rows_per_source)
+    return fmt::format("the handle memory was filled in with M = {}, the call passes M = {}", header.rows_per_source,
+                       use.rows_per_source);
   if (header.top_k != use.top_k || header.alignment != use.alignment)
     return fmt::format(
         "the handle memory was prepared for top_k {} and alignment {}, the call passes top_k {} and alignment {}",
@@ -121,9 +138,9 @@ std::optional<Failure> find_disagreement(CallName call, std::span<const CallDesc
           name_of(static_cast<epx_operation>(first.operation)), name_of(static_cast<epx_operation>(other.operation)), rank);
       return failure;
     }
-    if (other.allocation != first.allocation) {
+    if (other.subject != first.subject && first.operation == EPX_OP_MEM_FREE) {
       failure.message = fmt::format("{}: rank 0 frees its allocation number {}, rank {} number {}", format(call),
-                                    first.allocation, rank, other.allocation);
+                                    first.subject, rank, other.subject);
       return failure;
     }
     for (const CallField& field : kCallFields) {

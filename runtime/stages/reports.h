@@ -28,6 +28,7 @@ struct Overflow {
 };
 Event overflow_event(CallName call, const Overflow& overflow, int rank, int64_t max_recv_tokens);
 
+// recv_rows is N, and in dispatch_rank_major M; rows_in_use is then the largest number of tokens that a rank has for this one.
 Event too_few_rows_event(CallName call, int64_t dropped, int64_t recv_rows, int64_t rows_in_use);
 
 // The handle memory of a call must have been prepared for these arguments.
@@ -35,6 +36,7 @@ struct HandleUse {
   int32_t top_k;
   int32_t alignment; // effective
   int64_t num_tokens;
+  int64_t rows_per_source;
 };
 // Returns why this rank cannot use the handle memory in this call; "" when it can.
 std::string why_unusable(const HandleHeader& header, const HandleUse& use, const GroupContext& context);

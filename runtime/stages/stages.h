@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every transport implements these five operations, which are behind the C API. Their arguments have been checked: shapes fit
-// the group, and required pointers are not NULL.
+// Every transport implements these operations, which are behind the C API. Their arguments have been checked: shapes fit the
+// group, and required pointers are not NULL.
 //
 // There are two movements. *Scatter* carries rows from tokens to slots: dispatch and combine_bwd. *Gather* carries rows
 // from slots to tokens and sums them: combine and dispatch_bwd. Weights and gradients are variations of these two.
+//
+// The rank-major layout has a plan of its own, which dispatch_rank_major makes. To the movements it is one in which each token
+// has one route to a rank, so combine_rank_major is combine, and likewise backward (runtime/layout/rank_major.h).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "epx/epx.h"
+#include "runtime/config.h"
+#include "runtime/layout/rank_major.h"
 
 namespace epx {
 
@@ -30,7 +35,7 @@ struct PrepareCall {
   int32_t* slot_origin; // [R, 3]; may be NULL
 };
 
-// The four data movements have these arguments in common.
+// The data movements have these arguments in common.
 struct MovementCall {
   epx_stream stream; // NULL on the host
   epx_operation operation;
@@ -41,7 +46,22 @@ struct MovementCall {
   int64_t recv_rows;  // N
   int hidden;         // H
   epx_dtype dtype;
-  const std::byte* checked_header; // handle_mem, or the copy of its header that launch_check makes for a kernel
+  const std::byte* checked_header;        // handle_mem, or the copy of its header that launch_check makes for a kernel
+  int64_t rows_per_source = kExpertMajor; // rank-major: M
+  int64_t slots_per_source = 0;           // rank-major: slots of the plan for each source rank
+
+  constexpr bool is_rank_major() const { return rows_per_source != kExpertMajor; }
+  // Returns how many slots the plan can have at most.
+  constexpr int64_t num_slots(const GroupShape& shape) const {
+    return is_rank_major() ? shape.num_ranks * slots_per_source : shape.max_recv_tokens;
+  }
+  // Returns the row of the receive tensors that a slot is. Rank-major tensors may have more rows for a source than it can have
+  // tokens.
+  constexpr int64_t row_of_slot(int64_t slot) const {
+    return !is_rank_major() || rows_per_source == slots_per_source
+               ? slot
+               : slot / slots_per_source * rows_per_source + slot % slots_per_source;
+  }
 };
 
 struct DispatchCall : MovementCall {
@@ -53,6 +73,17 @@ struct DispatchCall : MovementCall {
   std::byte* recv_sidecar;
   float* recv_weights; // [N]; NULL iff topk_weights is
   bool clears_pads;    // EPX_PADS_ZERO
+};
+
+// N is P * M; handle_mem is written, and checked_header is not used.
+struct DispatchRankMajorCall : DispatchCall { // recv_weights is [P, M, K] here
+  std::byte* plan;                            // handle_mem
+  const void* topk_idx;                       // [T, K] int32 or int64
+  bool topk_idx_is_64;
+  void* recv_topk_idx; // [P, M, K] int32 or int64
+  bool recv_topk_idx_is_64;
+  void* counts; // [P] int32 or int64
+  bool counts_are_64;
 };
 
 struct CombineCall : MovementCall {
@@ -71,7 +102,7 @@ struct CombineBwdCall : MovementCall {
 
 struct DispatchBwdCall : MovementCall {
   const std::byte* grad_recv;     // [N, H]
-  const float* grad_recv_weights; // [N]; may be NULL
+  const float* grad_recv_weights; // [N], rank-major [P, M, K]; may be NULL
   std::byte* grad_tokens;         // [T, H]
   float* grad_topk_weights;       // [T, K]; NULL iff grad_recv_weights is
 };
@@ -81,6 +112,8 @@ public:
   virtual ~Stages() = default;
   virtual void prepare(const PrepareCall& call) = 0;
   virtual void dispatch(const DispatchCall& call) = 0;
+  virtual void dispatch_rank_major(const DispatchRankMajorCall& call) = 0;
+  // These serve both layouts; call.operation says which.
   virtual void combine(const CombineCall& call) = 0;
   virtual void combine_bwd(const CombineBwdCall& call) = 0;
   virtual void dispatch_bwd(const DispatchBwdCall& call) = 0;

@@ -29,11 +29,14 @@ class Waits {
 public:
   explicit Waits(const DamagedCall& call)
       : call_(call), shape_(shape_of(call.group)), layout_(make_handle_layout(shape_, call.top_k)),
-        limits_(shape_, call.top_k), good_(call.good.data(), layout_), damaged_(call.damaged.data(), layout_) {}
+        num_slots_(call.rows_per_source < 0 ? shape_.max_recv_tokens
+                                            : shape_.num_ranks * slots_per_source(shape_, call.rows_per_source)),
+        limits_(shape_, call.top_k, num_slots_), good_(call.good.data(), layout_), damaged_(call.damaged.data(), layout_) {}
 
   bool are_kept() const {
     for (int64_t route = 0; route < call_.num_tokens * call_.top_k; ++route)
       if (!keeps_route(good_.routes[route], damaged_.routes[route])) return false;
+    if (call_.rows_per_source >= 0) return keeps_rows();
     for (int64_t i = 0; i < int64_t{shape_.num_ranks} * shape_.max_tokens_per_rank; ++i)
       if (!keeps_slot(good_.first_slots[i], damaged_.first_slots[i])) return false;
     for (int64_t i = 0; i < shape_.num_ranks * int64_t{good_.header->ll_tokens} * call_.top_k; ++i) {
@@ -45,7 +48,31 @@ public:
   }
 
 private:
+  // Of a rank-major plan, what kernels wait for follows from the rows of each source, and the token, the rank ordinal and the
+  // mask of each row.
+  bool keeps_rows() const {
+    const int64_t slots = slots_per_source(shape_, call_.rows_per_source);
+    for (int source = 0; source < shape_.num_ranks; ++source) {
+      const int64_t rows = limits_.rows(good_.source_rows[source], slots);
+      if (limits_.rows(damaged_.source_rows[source], slots) != rows) return false;
+      for (int64_t slot = source * slots; slot < source * slots + rows; ++slot) {
+        const SlotRecord& good = good_.slot_records[slot];
+        const SlotRecord& damaged = damaged_.slot_records[slot];
+        if (!limits_.has_origin(damaged) || damaged.token != good.token || damaged.rank_ordinal != good.rank_ordinal)
+          return false;
+        if (call_.top_k == 1) continue;
+        const RankMajorMask& mask = good_.masks(num_slots_)[slot];
+        const RankMajorMask& damaged_mask = damaged_.masks(num_slots_)[slot];
+        if (damaged_mask.low != mask.low || damaged_mask.high != mask.high) return false;
+      }
+    }
+    return true;
+  }
+
   bool keeps_route(const Route& good, const Route& damaged) const {
+    if (call_.rows_per_source >= 0 && limits_.slot_of_kept(good) >= 0 && !limits_.is_route(good)) // of an earlier k's row
+      return limits_.slot_of_kept(damaged) >= 0 && !limits_.is_route(damaged) && damaged.rank == good.rank;
+    if (call_.rows_per_source >= 0 && !limits_.is_route(good) && limits_.slot_of_kept(damaged) >= 0) return false;
     const bool is_kept = limits_.is_route(good);
     if (is_kept != limits_.is_route(damaged)) return false;
     return !is_kept || (good.rank == damaged.rank &&
@@ -62,6 +89,7 @@ private:
   const DamagedCall& call_;
   GroupShape shape_;
   HandleLayout layout_;
+  int64_t num_slots_;
   HandleLimits limits_;
   HandleReader good_, damaged_;
 };

@@ -30,6 +30,7 @@ void test_replays(const RankContext& context, epx_combine_precision precision, b
   ResidentLayer layer(group, small_layer(3, 16, RoutingStyle::uniform), in_place);
   const auto all_calls = [&] {
     layer.forward();
+    layer.rank_major();
     layer.backward();
   };
   const Graph graph(stream_of(context), all_calls);
@@ -45,6 +46,7 @@ void test_replays(const RankContext& context, epx_combine_precision precision, b
     context.device->finish();
     layer.check_forward(work);
     layer.check_backward(work);
+    layer.check_rank_major(work);
   }
   const epx_group_report report = group.view().status();
   check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);

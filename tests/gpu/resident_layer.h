@@ -13,6 +13,7 @@
 namespace epx::test {
 
 // It passes all optional tensors. The case must have TokenCount::full, RecvRows::capacity and no sidecars: shapes never change.
+// A layer of RankMajorRows::max_tokens can make the rank-major calls, whose plan is beside that of prepare.
 class ResidentLayer {
 public:
   // The constructor is collective when in_place: what peers write then lies in memory from epx_mem_alloc.
@@ -37,6 +38,11 @@ public:
   void backward(); // the two below
   void combine_bwd();
   void dispatch_bwd();
+  void dispatch_rank_major();
+  void combine_rank_major();
+  void combine_rank_major_bwd();
+  void dispatch_rank_major_bwd();
+  void rank_major(); // these four; in precision exact the first and the third
 
   // ---- For runs without a check on the host; all are asynchronous but snapshot() ----
 
@@ -56,6 +62,7 @@ public:
   // Throws CheckFailure unless the outputs are the oracle's. Blocks.
   void check_forward(const Workload& work) const;
   void check_backward(const Workload& work) const;
+  void check_rank_major(const Workload& work) const;
 
 private:
   struct Memory {
@@ -71,6 +78,11 @@ private:
   std::vector<std::byte> read(size_t memory) const;
   template <typename Args>
   Args make_args() const;
+  template <typename Args>
+  Args make_rank_major_args() const;
+  epx_tensor rank_major_rows(size_t memory) const;
+  epx_tensor rank_major_routes(size_t memory, epx_dtype dtype) const;
+  bool sums_rank_major() const { return group_.shape().precision == EPX_COMBINE_WIRE; }
 
   enum : size_t {
     kTopkIdx,
@@ -83,6 +95,12 @@ private:
     kBwdWeights,
     kGradRecv,
     kGradRecvWeightsIn,
+    kRowTokens,
+    kRowTopkWeights,
+    kRowGradOut,
+    kRowExpertOut,
+    kGradRowsIn,
+    kGradRowWeightsIn,
     kHandle,
     kCounts,
     kOffsets,
@@ -93,6 +111,15 @@ private:
     kGradRecvWeights,
     kGradTokens,
     kGradTopkWeights,
+    kRowHandle,
+    kRecvRows,
+    kRecvRowIdx,
+    kRecvRowWeights,
+    kSourceCounts,
+    kRowOut,
+    kGradRows,
+    kRowGradTokens,
+    kRowGradTopkWeights,
     kNumMemories
   };
 
@@ -103,6 +130,7 @@ private:
   epx_layer epx_layer_;
   int64_t num_tokens_;
   int64_t recv_rows_;
+  int64_t rows_per_source_; // M
   epx_stream stream_;
   std::vector<Memory> memories_;
 };

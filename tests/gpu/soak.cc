@@ -45,6 +45,8 @@ struct Subject {
       layer->dispatch();
     for (int i = 0; i < times; ++i)
       layer->combine();
+    for (int i = 0; i < times; ++i)
+      layer->rank_major();
     layer->backward();
   }
 };
@@ -65,6 +67,7 @@ Subject make_subject(const RankContext& context, GroupRun& group, const LayerCas
     context.device->finish();
     subject.layer->check_forward(work);
     subject.layer->check_backward(work);
+    subject.layer->check_rank_major(work);
     subject.inputs.push_back(subject.layer->snapshot());
   }
   return subject;

@@ -207,6 +207,61 @@ static void run_layer(epx_group group, int num_tokens, int64_t rows) {
   free(handle);
 }
 
+/* The rank-major layout, forward: each rank holds a token once, and the experts are the identity. */
+static void run_rank_major(epx_group group, int num_tokens, int num_ranks) {
+  const epx_layer layer = {TOP_K, 0};
+  size_t handle_bytes = 0;
+  require_success(epx_handle_mem_size(group, &layer, &handle_bytes), "epx_handle_mem_size");
+  void* handle = aligned_alloc(16, (handle_bytes + 15) / 16 * 16);
+  require(handle != NULL, "aligned_alloc", "no memory for the handle");
+  static int32_t recv_topk_idx[MAX_RANKS * MAX_TOKENS * TOP_K];
+  int32_t counts[MAX_RANKS];
+  const epx_tensor topk_idx_t = epx_tensor_2d(topk_idx, EPX_INT64, num_tokens, TOP_K);
+  const epx_tensor tokens_t = epx_tensor_2d(tokens, EPX_FLOAT32, num_tokens, HIDDEN);
+  const epx_tensor rows_t = epx_tensor_3d(recv_tokens, EPX_FLOAT32, num_ranks, MAX_TOKENS, HIDDEN);
+  const epx_tensor recv_topk_idx_t = epx_tensor_3d(recv_topk_idx, EPX_INT32, num_ranks, MAX_TOKENS, TOP_K);
+  const epx_tensor counts_t = epx_tensor_1d(counts, EPX_INT32, num_ranks);
+  const epx_tensor out_t = epx_tensor_2d(out, EPX_FLOAT32, num_tokens, HIDDEN);
+
+  epx_dispatch_rank_major_args dispatch = {0};
+  dispatch.struct_size = sizeof(dispatch);
+  dispatch.layer = layer;
+  dispatch.handle_mem = handle;
+  dispatch.handle_mem_bytes = handle_bytes;
+  dispatch.tokens = &tokens_t;
+  dispatch.topk_idx = &topk_idx_t;
+  dispatch.recv_tokens = &rows_t;
+  dispatch.recv_topk_idx = &recv_topk_idx_t;
+  dispatch.counts = &counts_t;
+  require_success(epx_dispatch_rank_major(group, &dispatch), "epx_dispatch_rank_major");
+  for (int source = 0; source < num_ranks; ++source)
+    for (int row = 0; row < counts[source]; ++row) {
+      const int at = source * MAX_TOKENS + row;
+      require(recv_topk_idx[at * TOP_K] >= 0 || recv_topk_idx[at * TOP_K + 1] >= 0, "recv_topk_idx",
+              "a row without a route");
+      require_equal(recv_tokens[at * HIDDEN + 1] - recv_tokens[at * HIDDEN], 1, "a row of tokens");
+    }
+
+  epx_combine_rank_major_args combine = {0};
+  combine.struct_size = sizeof(combine);
+  combine.layer = layer;
+  combine.handle_mem = handle;
+  combine.handle_mem_bytes = handle_bytes;
+  combine.expert_out = &rows_t;
+  combine.out = &out_t;
+  require_success(epx_combine_rank_major(group, &combine), "epx_combine_rank_major");
+  for (int t = 0; t < num_tokens; ++t) {
+    int owner[TOP_K]; /* the first E mod P ranks own one expert more */
+    for (int k = 0; k < TOP_K; ++k) {
+      const int expert = (int)topk_idx[t * TOP_K + k], extra = EXPERTS % num_ranks, base = EXPERTS / num_ranks;
+      owner[k] = expert < extra * (base + 1) ? expert / (base + 1) : extra + (expert - extra * (base + 1)) / base;
+    }
+    for (int h = 0; h < HIDDEN; ++h)
+      require_equal(out[t * HIDDEN + h], (owner[0] == owner[1] ? 1 : 2) * token_at(my_rank, t, h), "the rank-major sum");
+  }
+  free(handle);
+}
+
 int main(int argc, char** argv) {
   require(argc == 5, "usage", "consumer DIRECTORY RANK NUM_RANKS VERSION");
   my_rank = atoi(argv[2]);
@@ -228,6 +283,7 @@ int main(int argc, char** argv) {
   const int num_tokens = 5 + my_rank;
   fill_inputs(num_tokens);
   run_layer(group, num_tokens, rows);
+  run_rank_major(group, num_tokens, num_ranks);
 
   epx_group_report report;
   report.struct_size = sizeof(report);

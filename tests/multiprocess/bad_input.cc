@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bad input to the five operations. What is refused on the host changes nothing, on the rank that passed it and on its
+// Bad input to the operations. What is refused on the host changes nothing, on the rank that passed it and on its
 // peer, and takes no sequence number: a good round follows each. Recoverable errors are reported with a sentence, and the group
 // continues. Sticky errors end the group on all ranks alike.
 #include <doctest/doctest.h>
@@ -54,12 +54,13 @@ TEST_CASE("a refused call changes nothing and takes no sequence number") {
         }
       }
       round.run_all();
+      if (table[i].op >= Op::dispatch_rank_major) round.run_rank_major();
     }
     check(wrong.empty(), "{}", wrong);
     if (rank == 0) num_cases = static_cast<int>(table.size());
   });
   MESSAGE(num_cases << " refused calls");
-  CHECK(num_cases >= 60);
+  CHECK(num_cases >= 260);
 }
 
 // The rest of the calls on a group, which are local.
@@ -142,6 +143,60 @@ TEST_CASE("the calls around the operations refuse bad arguments") {
     check(wrong.empty(), "{}", wrong);
   });
   epx_group_destroy(nullptr);
+}
+
+TEST_CASE("rank-major sums are refused in a group of precision exact, the copies are not") {
+  epx_group_config config = round_config();
+  config.combine_precision = EPX_COMBINE_EXACT;
+  with_group(config, [](epx_group group, int rank) {
+    LayerRound round(group, rank);
+    round.run(Op::dispatch_rank_major);
+    for (const Op op : {Op::combine_rank_major, Op::dispatch_rank_major_bwd}) {
+      check_status(call(op, *round.calls()), EPX_ERROR_INVALID_ARGUMENT, "a sum");
+      check_tells(epx_last_error(), {"rank_major", "exact"}, "a sum");
+    }
+    round.run(Op::combine_rank_major_bwd);
+    round.run_all();
+  });
+}
+
+TEST_CASE("rank-major calls whose staging R has no room for are refused with the numbers") {
+  epx_group_config config = round_config();
+  config.max_recv_tokens_per_rank = kRanks * (kMaxTokens - 1) * kTopK;
+  with_group(config, [](epx_group group, int rank) {
+    LayerRound round(group, rank);
+    for (const Op op :
+         {Op::dispatch_rank_major, Op::combine_rank_major, Op::combine_rank_major_bwd, Op::dispatch_rank_major_bwd}) {
+      check_status(call(op, *round.calls()), EPX_ERROR_INVALID_ARGUMENT, "a rank-major call");
+      check_tells(epx_last_error(), {"M is 7", "2 * 6 * 2", "max_recv_tokens_per_rank", "20"}, "a rank-major call");
+    }
+  });
+}
+
+TEST_CASE("rank-major: too few rows and bad indices are reported with their numbers") {
+  with_group(round_config(), [](epx_group group, int rank) {
+    LayerRound round(group, rank);
+    round.run_rank_major();
+    const auto calls = round.calls();
+    for (epx_tensor* tensor : {&calls->recv_rows, &calls->recv_row_idx, &calls->recv_row_weights})
+      tensor->sizes[1] = 2;
+    check_ok(call(Op::dispatch_rank_major, *calls), "dispatch_rank_major with M = 2");
+    epx_group_report report = GroupView(group).status();
+    // Of rank 0's tokens three have experts on rank 0 (0 1; 1 2; 2 3), and two on rank 1; of rank 1's three (1 2; 2 3; 3 4) two
+    // and two.
+    check_equal<uint64_t>(report.event_counts[EPX_EVENT_TOO_FEW_ROWS], rank == 0 ? 1 : 0, "dropped routes");
+    if (rank == 0) {
+      check(report.first_event_operation == EPX_OP_DISPATCH_RANK_MAJOR, "another operation: {}", report.message);
+      check_tells(report.message, {"dispatch_rank_major", "M = 2", "3 tokens", "1 routes"}, "too few rows");
+    }
+    if (rank == 1) round.mask(2, 1, kExperts);
+    check_ok(call(Op::dispatch_rank_major, *round.calls()), "dispatch_rank_major with a bad index");
+    report = GroupView(group).status();
+    check_equal<uint64_t>(report.event_counts[EPX_EVENT_BAD_INDEX], rank == 1 ? 1 : 0, "bad indices");
+    if (rank == 1) check_tells(report.message, {"dispatch_rank_major", "is 5", "token 2", "k 1"}, "a bad index");
+    round.unmask();
+    round.run_rank_major();
+  });
 }
 
 TEST_CASE("a bad index is reported with its value and treated as masked") {
@@ -414,6 +469,32 @@ TEST_CASE("ranks that make different calls are told what differs") {
        EPX_ERROR_MISMATCH,
        {"dtype", "3|bfloat16", "2|float16"},
        Op::dispatch_bwd},
+      {"operation, rank-major",
+       Op::dispatch_rank_major,
+       nothing,
+       EPX_ERROR_OUT_OF_SEQUENCE,
+       {"dispatch_rank_major", "prepare"},
+       Op::prepare},
+      {"M of dispatch_rank_major",
+       Op::dispatch_rank_major,
+       [](Calls& c) { c.recv_rows.sizes[1] = c.recv_row_idx.sizes[1] = c.recv_row_weights.sizes[1] = 4; },
+       EPX_ERROR_MISMATCH,
+       {"M", "rank 0 passes 7", "rank 1 passes 4"},
+       Op::dispatch_rank_major},
+      {"M of combine_rank_major",
+       Op::combine_rank_major,
+       [](Calls& c) { c.row_expert_out.sizes[1] = 0; },
+       EPX_ERROR_MISMATCH,
+       {"M", "rank 0 passes 7", "rank 1 passes 0"},
+       Op::combine_rank_major},
+      {"weights of dispatch_rank_major_bwd",
+       Op::dispatch_rank_major_bwd,
+       [](Calls& c) {
+         c.dispatch_rank_major_bwd.grad_recv_weights = c.dispatch_rank_major_bwd.grad_topk_weights = nullptr;
+       },
+       EPX_ERROR_MISMATCH,
+       {"weights"},
+       Op::dispatch_rank_major_bwd},
   };
   for (const Disagreement& disagreement : table) {
     CAPTURE(disagreement.name);

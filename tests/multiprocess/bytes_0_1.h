@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the sizes in 0.1 of the C API's structs that may grow. The library's own table is not used, since it is under test.
+// These are the sizes in 0.1 of the C API's structs that may grow, and the first sizes of newer ones. The library's own table
+// is not used, since it is under test.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +21,14 @@ template <>
 inline constexpr size_t kBytes01<epx_combine_bwd_args> = 80;
 template <>
 inline constexpr size_t kBytes01<epx_dispatch_bwd_args> = 72;
+template <>
+inline constexpr size_t kBytes01<epx_dispatch_rank_major_args> = 96;
+template <>
+inline constexpr size_t kBytes01<epx_combine_rank_major_args> = 56;
+template <>
+inline constexpr size_t kBytes01<epx_combine_rank_major_bwd_args> = 56;
+template <>
+inline constexpr size_t kBytes01<epx_dispatch_rank_major_bwd_args> = 72;
 template <>
 inline constexpr size_t kBytes01<epx_group_info> = 88;
 template <>

@@ -40,7 +40,7 @@ FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms) : FaultRank
 }
 
 FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms, MayFail /*unused*/)
-    : rank_(context.rank), device_(*context.device) {
+    : rank_(context.rank), num_ranks_(context.num_ranks), device_(*context.device) {
   GroupCase shape = fault_group(context.num_ranks, timeout_ms);
   shape.transport = device_.transport();
   const epx_group_config config = make_config(shape);
@@ -91,6 +91,9 @@ epx_status FaultRank::call(epx_operation operation, const CallFields& terms) {
     break;
   case EPX_OP_DISPATCH_BWD:
     status = call_dispatch_bwd(terms);
+    break;
+  case EPX_OP_DISPATCH_RANK_MAJOR:
+    status = call_dispatch_rank_major(terms);
     break;
   case EPX_OP_MEM_ALLOC:
     status = epx_mem_alloc(group_, 4096, &memory);
@@ -194,9 +197,32 @@ epx_status FaultRank::call_dispatch_bwd(const CallFields& terms) {
   return epx_dispatch_bwd(group_, &args);
 }
 
+epx_status FaultRank::call_dispatch_rank_major(const CallFields& terms) {
+  auto args = make_args<epx_dispatch_rank_major_args>(terms);
+  args.layer.alignment = 1;
+  const epx_tensor tokens = rows(kTokens, terms, kTokenRows);
+  const epx_tensor topk_idx = epx_tensor_2d(memory_[kIntegers], EPX_INT32, kTokens, terms.top_k);
+  const epx_tensor topk_weights = floats(kTokens, terms.top_k, kTokenFloats);
+  const epx_tensor recv_tokens =
+      epx_tensor_3d(memory_[kSlotRows], terms.dtype, num_ranks_, terms.rows_per_source, terms.hidden);
+  const epx_tensor recv_topk_idx =
+      epx_tensor_3d(memory_[kOtherRows], EPX_INT32, num_ranks_, terms.rows_per_source, terms.top_k);
+  const epx_tensor recv_weights =
+      epx_tensor_3d(memory_[kSlotFloats], EPX_FLOAT32, num_ranks_, terms.rows_per_source, terms.top_k);
+  const epx_tensor counts = epx_tensor_1d(memory_[kOtherFloats], EPX_INT32, num_ranks_);
+  args.tokens = &tokens;
+  args.topk_idx = &topk_idx;
+  args.topk_weights = terms.weights ? &topk_weights : nullptr;
+  args.recv_tokens = &recv_tokens;
+  args.recv_topk_idx = &recv_topk_idx;
+  args.recv_weights = terms.weights ? &recv_weights : nullptr;
+  args.counts = &counts;
+  return epx_dispatch_rank_major(group_, &args);
+}
+
 const char* operation_name(epx_operation operation) {
-  constexpr const char* kNames[] = {"none",        "prepare",      "dispatch",  "combine",
-                                    "combine_bwd", "dispatch_bwd", "mem_alloc", "mem_free"};
+  constexpr const char* kNames[] = {"none",      "prepare",  "dispatch",           "combine", "combine_bwd", "dispatch_bwd",
+                                    "mem_alloc", "mem_free", "dispatch_rank_major"};
   return kNames[operation];
 }
 
@@ -219,8 +245,8 @@ epx_group_report check_failed(FaultRank& rank, epx_status returned, const Expect
   if (expected.sequence) check_equal(report.sequence, *expected.sequence, "the failed call's number");
 
   const auto begin = Clock::now();
-  for (const epx_operation operation :
-       {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD, EPX_OP_MEM_ALLOC}) {
+  for (const epx_operation operation : {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD,
+                                        EPX_OP_DISPATCH_BWD, EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_MEM_ALLOC}) {
     check_status(rank.call(operation), expected.status, fmt::format("epx_{} after the failure", operation_name(operation)));
   }
   check(Clock::now() - begin < kAtOnce, "calls after the failure wait for something");

@@ -21,7 +21,8 @@ struct CallFields {
   epx_dtype dtype = EPX_FLOAT32;
   int sidecar_bytes = 0;
   bool weights = true;
-  bool grads = true; // also of the weights
+  bool grads = true;       // also of the weights
+  int rows_per_source = 4; // M of dispatch_rank_major, whose alignment is always 1
 };
 
 class FaultRank {
@@ -48,6 +49,7 @@ private:
   epx_status call_combine(const CallFields& terms);
   epx_status call_combine_bwd(const CallFields& terms);
   epx_status call_dispatch_bwd(const CallFields& terms);
+  epx_status call_dispatch_rank_major(const CallFields& terms);
 
   template <typename Args>
   Args make_args(const CallFields& terms);
@@ -55,6 +57,7 @@ private:
   epx_tensor floats(int64_t count, int64_t per_row, int which);
 
   int rank_;
+  int num_ranks_;
   Device& device_;
   epx_group group_ = nullptr;
   epx_status created_ = EPX_ERROR_INTERNAL;

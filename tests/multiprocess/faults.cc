@@ -132,8 +132,8 @@ void disagree_on(epx_operation operation, void (*change)(CallFields&), const std
 } // namespace
 
 TEST_CASE("a rank that does not come is named by all, and its own late call fails") {
-  for (const epx_operation operation :
-       {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD, EPX_OP_MEM_ALLOC}) {
+  for (const epx_operation operation : {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD,
+                                        EPX_OP_DISPATCH_BWD, EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_MEM_ALLOC}) {
     CAPTURE(std::string(operation_name(operation)));
     stay_away_from(operation);
   }
@@ -217,6 +217,7 @@ TEST_CASE("ranks that make different calls are out of sequence") {
   const std::pair<epx_operation, epx_operation> pairs[] = {{EPX_OP_DISPATCH, EPX_OP_COMBINE},
                                                            {EPX_OP_PREPARE, EPX_OP_DISPATCH},
                                                            {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD},
+                                                           {EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE},
                                                            {EPX_OP_MEM_ALLOC, EPX_OP_DISPATCH}};
   for (const auto& [first, second] : pairs) {
     CAPTURE(std::string(operation_name(first)));
@@ -246,6 +247,7 @@ TEST_CASE("when ranks disagree on a field of a call, each reports the field, the
   }
   disagree_on(EPX_OP_PREPARE, [](CallFields& terms) { terms.top_k = 3; }, {"top_k", "2", "3"});
   disagree_on(EPX_OP_DISPATCH, [](CallFields& terms) { terms.sidecar_bytes = 5; }, {"sidecar", "0", "5"});
+  disagree_on(EPX_OP_DISPATCH_RANK_MAJOR, [](CallFields& terms) { terms.rows_per_source = 0; }, {"M", "4", "0"});
   for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD}) {
     disagree_on(operation, [](CallFields& terms) { terms.weights = false; }, {"weights"});
   }

@@ -76,6 +76,14 @@ epx_status call(Op op, const Calls& calls) {
     return epx_combine_bwd(calls.group, none ? nullptr : &calls.combine_bwd);
   case Op::dispatch_bwd:
     return epx_dispatch_bwd(calls.group, none ? nullptr : &calls.dispatch_bwd);
+  case Op::dispatch_rank_major:
+    return epx_dispatch_rank_major(calls.group, none ? nullptr : &calls.dispatch_rank_major);
+  case Op::combine_rank_major:
+    return epx_combine_rank_major(calls.group, none ? nullptr : &calls.combine_rank_major);
+  case Op::combine_rank_major_bwd:
+    return epx_combine_rank_major_bwd(calls.group, none ? nullptr : &calls.combine_rank_major_bwd);
+  case Op::dispatch_rank_major_bwd:
+    return epx_dispatch_rank_major_bwd(calls.group, none ? nullptr : &calls.dispatch_rank_major_bwd);
   }
   fail_check("no such operation");
 }
@@ -110,6 +118,13 @@ void LayerRound::lay_out() {
   bytes[kRecvTokens] = bytes[kGradExpertOut] = rows * kHidden * sizeof(uint16_t);
   bytes[kRecvSidecar] = rows * kSidecarBytes;
   bytes[kRecvWeights] = bytes[kGradRecvWeights] = rows * sizeof(float);
+  constexpr size_t kRowCount = kRanks * kRowsPerSource;
+  bytes[kRowHandle] = handle_bytes_;
+  bytes[kRecvRows] = bytes[kGradRows] = kRowCount * kHidden * sizeof(uint16_t);
+  bytes[kRecvRowSidecar] = kRowCount * kSidecarBytes;
+  bytes[kRecvRowIdx] = kRowCount * kTopK * sizeof(int32_t);
+  bytes[kRecvRowWeights] = kRowCount * kTopK * sizeof(float);
+  bytes[kSourceCounts] = kRanks * sizeof(int64_t);
   size_t end = 0;
   for (int buffer = 0; buffer < kNumBuffers; ++buffer) {
     first_block_[buffer] = end;
@@ -172,6 +187,14 @@ std::unique_ptr<Calls> LayerRound::calls() {
   c.grad_tokens = epx_tensor_2d(at(kGradTokens), kDtype, num_tokens_, kHidden);
   c.grad_topk_weights = epx_tensor_2d(at(kGradTopkWeights), EPX_FLOAT32, num_tokens_, kTopK);
 
+  c.row_expert_out = c.recv_rows = epx_tensor_3d(at(kRecvRows), kDtype, kRanks, kRowsPerSource, kHidden);
+  c.recv_rows.sidecar = at(kRecvRowSidecar);
+  c.recv_rows.sidecar_row_bytes = kSidecarBytes;
+  c.recv_row_idx = epx_tensor_3d(at(kRecvRowIdx), EPX_INT32, kRanks, kRowsPerSource, kTopK);
+  c.recv_row_weights = epx_tensor_3d(at(kRecvRowWeights), EPX_FLOAT32, kRanks, kRowsPerSource, kTopK);
+  c.source_counts = epx_tensor_1d(at(kSourceCounts), EPX_INT64, kRanks);
+  c.grad_rows = epx_tensor_3d(at(kGradRows), kDtype, kRanks, kRowsPerSource, kHidden);
+
   const auto begin = [this](auto& args) {
     args.struct_size = sizeof(args);
     args.layer = {kTopK, kAlignment};
@@ -206,6 +229,31 @@ std::unique_ptr<Calls> LayerRound::calls() {
   c.dispatch_bwd.grad_recv_weights = &c.grad_recv_weights;
   c.dispatch_bwd.grad_tokens = &c.grad_tokens;
   c.dispatch_bwd.grad_topk_weights = &c.grad_topk_weights;
+
+  const auto begin_rank_major = [&](auto& args) {
+    begin(args);
+    args.layer.alignment = 0;
+    args.handle_mem = at(kRowHandle);
+  };
+  begin_rank_major(c.dispatch_rank_major);
+  c.dispatch_rank_major.tokens = &c.tokens;
+  c.dispatch_rank_major.topk_idx = &c.topk_idx;
+  c.dispatch_rank_major.topk_weights = &c.topk_weights;
+  c.dispatch_rank_major.recv_tokens = &c.recv_rows;
+  c.dispatch_rank_major.recv_topk_idx = &c.recv_row_idx;
+  c.dispatch_rank_major.recv_weights = &c.recv_row_weights;
+  c.dispatch_rank_major.counts = &c.source_counts;
+  begin_rank_major(c.combine_rank_major);
+  c.combine_rank_major.expert_out = &c.row_expert_out;
+  c.combine_rank_major.out = &c.out;
+  begin_rank_major(c.combine_rank_major_bwd);
+  c.combine_rank_major_bwd.grad_out = &c.grad_out;
+  c.combine_rank_major_bwd.grad_expert_out = &c.grad_rows;
+  begin_rank_major(c.dispatch_rank_major_bwd);
+  c.dispatch_rank_major_bwd.grad_recv = &c.grad_rows;
+  c.dispatch_rank_major_bwd.grad_recv_weights = &c.recv_row_weights;
+  c.dispatch_rank_major_bwd.grad_tokens = &c.grad_tokens;
+  c.dispatch_rank_major_bwd.grad_topk_weights = &c.grad_topk_weights;
   return made;
 }
 
@@ -263,6 +311,60 @@ void LayerRound::check_received(int without) const {
       check(at(kRecvSidecar)[s * kSidecarBytes + i] == (zero ? std::byte{0} : sidecar_at(rank, t, i)),
             "byte {} of the sidecar of slot {} is wrong", i, s);
     }
+  }
+}
+
+bool LayerRound::goes_to(int source, int t, int k) const {
+  const int first = rank_ == 0 ? 0 : 3; // local expert
+  return expert_at(source, t, k) >= first && expert_at(source, t, k) < first + num_local_;
+}
+
+void LayerRound::run_rank_major() {
+  scribble_outputs();
+  for (const Op op :
+       {Op::dispatch_rank_major, Op::combine_rank_major, Op::combine_rank_major_bwd, Op::dispatch_rank_major_bwd})
+    run(op);
+  const int first_expert = rank_ == 0 ? 0 : 3;
+  for (int source = 0; source < kRanks; ++source) {
+    int rows = 0;
+    for (int t = 0; t < 4 - source; ++t) {
+      if (!goes_to(source, t, 0) && !goes_to(source, t, 1)) continue;
+      const int row = source * kRowsPerSource + rows++;
+      for (int h = 0; h < kHidden; ++h) {
+        check_value(from_bf16(as<uint16_t>(kRecvRows)[row * kHidden + h]), token_at(source, t, h), "rank-major rows", row,
+                    h);
+        check_value(from_bf16(as<uint16_t>(kGradRows)[row * kHidden + h]), grad_at(source, t, h), "their gradients", row,
+                    h);
+      }
+      for (int i = 0; i < kSidecarBytes; ++i)
+        check(at(kRecvRowSidecar)[row * kSidecarBytes + i] == sidecar_at(source, t, i),
+              "byte {} of the sidecar of row {} is "
+              "wrong",
+              i, row);
+      for (int k = 0; k < kTopK; ++k) {
+        const bool is_here = goes_to(source, t, k);
+        check_equal(as<int32_t>(kRecvRowIdx)[row * kTopK + k], is_here ? expert_at(source, t, k) - first_expert : -1,
+                    "a local expert");
+        check_value(as<float>(kRecvRowWeights)[row * kTopK + k], is_here ? weight_at(k) : 0, "rank-major weights", row, k);
+      }
+    }
+    check_equal(as<int64_t>(kSourceCounts)[source], int64_t{rows}, "the rows of a source");
+    for (int row = rows; row < kRowsPerSource; ++row)
+      for (size_t byte = 0; byte < kHidden * sizeof(uint16_t); ++byte)
+        check(at(kRecvRows)[static_cast<size_t>(source * kRowsPerSource + row) * kHidden * sizeof(uint16_t) + byte] ==
+                  kScribble,
+              "row {} of source {} was written", row, source);
+  }
+  for (int t = 0; t < num_tokens_; ++t) {
+    const int ranks = (expert_at(rank_, t, 0) < 3) == (expert_at(rank_, t, 1) < 3) ? 1 : 2;
+    for (int h = 0; h < kHidden; ++h) {
+      check_value(from_bf16(as<uint16_t>(kOut)[t * kHidden + h]), static_cast<float>(ranks) * token_at(rank_, t, h), "out",
+                  t, h);
+      check_value(from_bf16(as<uint16_t>(kGradTokens)[t * kHidden + h]), static_cast<float>(ranks) * grad_at(rank_, t, h),
+                  "grad_tokens", t, h);
+    }
+    for (int k = 0; k < kTopK; ++k)
+      check_value(as<float>(kGradTopkWeights)[t * kTopK + k], weight_at(k), "grad_topk_weights", t, k);
   }
 }
 

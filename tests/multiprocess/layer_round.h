@@ -30,9 +30,21 @@ inline constexpr epx_dtype kDtype = EPX_BFLOAT16; // it is also the group's max_
 // Returns the config of the groups here; the timeout is 20 s.
 epx_group_config round_config();
 
-enum class Op { prepare, dispatch, combine, combine_bwd, dispatch_bwd };
+inline constexpr int kRowsPerSource = kMaxTokens + 1; // M of the rank-major calls
 
-// Calls has the arguments of all five calls, which are right until a test spoils them.
+enum class Op {
+  prepare,
+  dispatch,
+  combine,
+  combine_bwd,
+  dispatch_bwd,
+  dispatch_rank_major,
+  combine_rank_major,
+  combine_rank_major_bwd,
+  dispatch_rank_major_bwd
+};
+
+// Calls has the arguments of all calls, which are right until a test spoils them.
 struct Calls {
   Calls() = default;
   Calls(const Calls&) = delete;
@@ -50,6 +62,16 @@ struct Calls {
   epx_combine_args combine{};
   epx_combine_bwd_args combine_bwd{};
   epx_dispatch_bwd_args dispatch_bwd{};
+
+  // The rank-major calls have tokens, topk_idx, topk_weights, out, grad_out, grad_tokens and grad_topk_weights in common with
+  // the others. Their experts are the identity too; grad_rows are what combine_rank_major_bwd writes and
+  // dispatch_rank_major_bwd reads, with recv_row_weights as the gradients of the weights.
+  epx_tensor recv_rows{}, recv_row_idx{}, recv_row_weights{}, source_counts{};
+  epx_tensor row_expert_out{}, grad_rows{};
+  epx_dispatch_rank_major_args dispatch_rank_major{};
+  epx_combine_rank_major_args combine_rank_major{};
+  epx_combine_rank_major_bwd_args combine_rank_major_bwd{};
+  epx_dispatch_rank_major_bwd_args dispatch_rank_major_bwd{};
 };
 
 epx_status call(Op op, const Calls& calls);
@@ -68,9 +90,10 @@ public:
   void unmask();
 
   void scribble_outputs();
-  void run(Op op);      // a good call
-  void run_all();       // scribbles over the outputs, makes and checks the five calls, and checks that nothing is reported
-  void check_results(); // compares the results of the five calls
+  void run(Op op);       // a good call
+  void run_all();        // scribbles over the outputs, makes and checks the five calls, and checks that nothing is reported
+  void check_results();  // compares the results of the five calls
+  void run_rank_major(); // the same with the four rank-major calls
   std::vector<std::byte> memory() const; // a copy of the inputs, the handle and the outputs
   std::byte* handle() { return at(kHandle); }
   int32_t slot(int t, int k) const;
@@ -102,6 +125,13 @@ private:
     kGradRecvWeights,
     kGradTokens,
     kGradTopkWeights,
+    kRowHandle,
+    kRecvRows,
+    kRecvRowSidecar,
+    kRecvRowIdx,
+    kRecvRowWeights,
+    kSourceCounts,
+    kGradRows,
     kNumBuffers
   };
   static constexpr Buffer kFirstOutput = kHandle;
@@ -123,7 +153,8 @@ private:
   void lay_out();
   void fill_inputs();
   bool kept(int t, int k) const { return !masked_[t * kTopK + k]; }
-  float kept_weight(int t) const; // sum of the weights of token t's routes that are not masked
+  bool goes_to(int source, int t, int k) const; // whether an unmasked route of `source` goes to this rank
+  float kept_weight(int t) const;               // sum of the weights of token t's routes that are not masked
 
   epx_group group_;
   int rank_;

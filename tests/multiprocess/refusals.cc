@@ -303,6 +303,128 @@ std::vector<Refusal> of_dispatch_bwd(int num_tokens, int64_t num_rows) {
   return table;
 }
 
+std::vector<Refusal> of_dispatch_rank_major(int num_tokens) {
+  const std::string call = "dispatch_rank_major";
+  std::vector<Refusal> table;
+  const auto add = [&](const char* name, std::function<void(Calls&)> spoil, std::vector<std::string> words) {
+    table.push_back({call + ": " + name, Op::dispatch_rank_major, std::move(spoil), std::move(words)});
+  };
+  add("an alignment", [](Calls& c) { c.dispatch_rank_major.layer.alignment = 4; }, {"alignment", "4", "0 or 1"});
+  add("tokens NULL", [](Calls& c) { c.dispatch_rank_major.tokens = nullptr; }, {"tokens", "NULL"});
+  add("topk_idx NULL", [](Calls& c) { c.dispatch_rank_major.topk_idx = nullptr; }, {"topk_idx", "NULL"});
+  add("topk_idx of another T", [](Calls& c) { c.topk_idx.sizes[0] = 1; }, {"topk_idx", "1", text(num_tokens)});
+  add("topk_idx float32", [](Calls& c) { c.topk_idx.dtype = EPX_FLOAT32; }, {"topk_idx", "float32"});
+  add("T beyond max_tokens_per_rank", [](Calls& c) { c.tokens.sizes[0] = c.topk_idx.sizes[0] = 7; },
+      {"tokens", "7", text(kMaxTokens)});
+  add("recv_tokens NULL", [](Calls& c) { c.dispatch_rank_major.recv_tokens = nullptr; }, {"recv_tokens", "NULL"});
+  add("recv_tokens of two dimensions", [](Calls& c) { c.recv_rows.ndim = 2; }, {"recv_tokens", "2", "[P, M, H]"});
+  add("recv_tokens of another P", [](Calls& c) { c.recv_rows.sizes[0] = 3; }, {"recv_tokens", "3", "P = 2"});
+  add("recv_tokens of another H", [](Calls& c) { c.recv_rows.sizes[2] = 7; }, {"recv_tokens", "7", text(kHidden)});
+  add("recv_tokens of another dtype", [](Calls& c) { c.recv_rows.dtype = EPX_FLOAT16; },
+      {"recv_tokens", "float16", "bfloat16"});
+  add("recv_tokens of 2^63 bytes",
+      [](Calls& c) { c.recv_rows.sizes[1] = c.recv_row_idx.sizes[1] = c.recv_row_weights.sizes[1] = int64_t{1} << 60; },
+      {"recv_tokens", "2^63 - 1"});
+  add("rows whose weights would take 2^63 bytes",
+      [](Calls& c) {
+        c.recv_rows.sizes[1] = int64_t{1} << 60;
+        c.recv_rows.sizes[2] = c.tokens.sizes[1] = 1;
+      },
+      {"recv_tokens", text(int64_t{1} << 61), "2^63 - 1"});
+  add("recv_topk_idx NULL", [](Calls& c) { c.dispatch_rank_major.recv_topk_idx = nullptr; }, {"recv_topk_idx", "NULL"});
+  add("recv_topk_idx of another M", [](Calls& c) { c.recv_row_idx.sizes[1] = 2; },
+      {"recv_topk_idx", "2", text(kRowsPerSource)});
+  add("recv_topk_idx float32", [](Calls& c) { c.recv_row_idx.dtype = EPX_FLOAT32; }, {"recv_topk_idx", "float32"});
+  add("topk_weights without recv_weights", [](Calls& c) { c.dispatch_rank_major.recv_weights = nullptr; },
+      {"topk_weights", "recv_weights"});
+  add("recv_weights without topk_weights", [](Calls& c) { c.dispatch_rank_major.topk_weights = nullptr; },
+      {"topk_weights", "recv_weights"});
+  add("recv_weights of another K", [](Calls& c) { c.recv_row_weights.sizes[2] = 1; }, {"recv_weights", "1", text(kTopK)});
+  add("counts NULL", [](Calls& c) { c.dispatch_rank_major.counts = nullptr; }, {"counts", "NULL"});
+  add("counts of another P", [](Calls& c) { c.source_counts.sizes[0] = 3; }, {"counts", "3", "P = 2"});
+  add("sidecar sent but not received",
+      [](Calls& c) {
+        c.recv_rows.sidecar = nullptr;
+        c.recv_rows.sidecar_row_bytes = 0;
+      },
+      {"sidecar", text(kSidecarBytes)});
+  add("recv_tokens in tokens", [](Calls& c) { c.recv_rows.data = c.tokens.data; }, {"recv_tokens", "tokens", "overlap"});
+  add("counts in the handle memory", [](Calls& c) { c.source_counts.data = c.dispatch_rank_major.handle_mem; },
+      {"counts", "handle_mem", "overlap"});
+  add("recv_topk_idx in the sidecar of the last source", // a sidecar is [P, M, bytes]
+      [](Calls& c) {
+        c.recv_row_idx.data = static_cast<std::byte*>(c.recv_rows.sidecar) + (kRanks * kRowsPerSource - 1) * kSidecarBytes;
+      },
+      {"recv_topk_idx", "sidecar", "overlap"});
+  add_tensor(table, call, Op::dispatch_rank_major, "recv_tokens", &Calls::recv_rows);
+  add_tensor(table, call, Op::dispatch_rank_major, "recv_topk_idx", &Calls::recv_row_idx);
+  add_tensor(table, call, Op::dispatch_rank_major, "counts", &Calls::source_counts);
+  add_stray_sidecar(table, call, Op::dispatch_rank_major, "recv_topk_idx", &Calls::recv_row_idx);
+  return table;
+}
+
+std::vector<Refusal> of_later_rank_major_calls(int num_tokens) {
+  std::vector<Refusal> table;
+  const auto add = [&](const std::string& call, Op op, const char* name, std::function<void(Calls&)> spoil,
+                       std::vector<std::string> words) {
+    words.push_back("epx_" + call);
+    table.push_back({call + ": " + name, op, std::move(spoil), std::move(words)});
+  };
+  const auto in_combine = [&](auto&&... rest) { add("combine_rank_major", Op::combine_rank_major, rest...); };
+  in_combine(
+      "an alignment", [](Calls& c) { c.combine_rank_major.layer.alignment = 2; },
+      std::vector<std::string>{"alignment", "2", "0 or 1"});
+  in_combine(
+      "expert_out NULL", [](Calls& c) { c.combine_rank_major.expert_out = nullptr; },
+      std::vector<std::string>{"expert_out", "NULL"});
+  in_combine(
+      "out NULL", [](Calls& c) { c.combine_rank_major.out = nullptr; }, std::vector<std::string>{"out", "NULL"});
+  in_combine(
+      "out of another H", [](Calls& c) { c.out.sizes[1] = 7; }, std::vector<std::string>{"out", "7", text(kHidden)});
+  in_combine(
+      "T beyond max_tokens_per_rank", [](Calls& c) { c.out.sizes[0] = 7; },
+      std::vector<std::string>{"out", "7", text(kMaxTokens)});
+  in_combine(
+      "out in expert_out", [](Calls& c) { c.out.data = c.row_expert_out.data; },
+      std::vector<std::string>{"out", "expert_out", "overlap"});
+  add_tensor(table, "combine_rank_major", Op::combine_rank_major, "expert_out", &Calls::row_expert_out);
+  add_stray_sidecar(table, "combine_rank_major", Op::combine_rank_major, "expert_out", &Calls::row_expert_out);
+
+  const auto in_combine_bwd = [&](auto&&... rest) { add("combine_rank_major_bwd", Op::combine_rank_major_bwd, rest...); };
+  in_combine_bwd(
+      "grad_out NULL", [](Calls& c) { c.combine_rank_major_bwd.grad_out = nullptr; },
+      std::vector<std::string>{"grad_out", "NULL"});
+  in_combine_bwd(
+      "grad_expert_out of another P", [](Calls& c) { c.grad_rows.sizes[0] = 1; },
+      std::vector<std::string>{"grad_expert_out", "1", "P = 2"});
+  in_combine_bwd(
+      "grad_expert_out of another dtype", [](Calls& c) { c.grad_rows.dtype = EPX_FLOAT16; },
+      std::vector<std::string>{"grad_expert_out", "float16", "bfloat16"});
+  in_combine_bwd(
+      "grad_expert_out in grad_out", [](Calls& c) { c.grad_rows.data = c.grad_out.data; },
+      std::vector<std::string>{"grad_expert_out", "grad_out", "overlap"});
+  add_tensor(table, "combine_rank_major_bwd", Op::combine_rank_major_bwd, "grad_expert_out", &Calls::grad_rows);
+
+  const auto in_dispatch_bwd = [&](auto&&... rest) {
+    add("dispatch_rank_major_bwd", Op::dispatch_rank_major_bwd, rest...);
+  };
+  in_dispatch_bwd(
+      "grad_tokens NULL", [](Calls& c) { c.dispatch_rank_major_bwd.grad_tokens = nullptr; },
+      std::vector<std::string>{"grad_tokens", "NULL"});
+  in_dispatch_bwd(
+      "grad_recv_weights without grad_topk_weights",
+      [](Calls& c) { c.dispatch_rank_major_bwd.grad_topk_weights = nullptr; },
+      std::vector<std::string>{"grad_recv_weights", "grad_topk_weights"});
+  in_dispatch_bwd(
+      "grad_recv_weights of another M", [](Calls& c) { c.recv_row_weights.sizes[1] = 2; },
+      std::vector<std::string>{"grad_recv_weights", "2", text(kRowsPerSource)});
+  in_dispatch_bwd(
+      "grad_topk_weights of another T", [](Calls& c) { c.grad_topk_weights.sizes[0] = 1; },
+      std::vector<std::string>{"grad_topk_weights", "1", text(num_tokens)});
+  add_tensor(table, "dispatch_rank_major_bwd", Op::dispatch_rank_major_bwd, "grad_recv", &Calls::grad_rows);
+  return table;
+}
+
 } // namespace
 
 std::vector<Refusal> refusals(int num_tokens, int num_local_experts, int64_t num_rows, size_t handle_bytes) {
@@ -312,8 +434,13 @@ std::vector<Refusal> refusals(int num_tokens, int num_local_experts, int64_t num
   add_common(table, "combine", Op::combine, &Calls::combine, handle_bytes);
   add_common(table, "combine_bwd", Op::combine_bwd, &Calls::combine_bwd, handle_bytes);
   add_common(table, "dispatch_bwd", Op::dispatch_bwd, &Calls::dispatch_bwd, handle_bytes);
+  add_common(table, "dispatch_rank_major", Op::dispatch_rank_major, &Calls::dispatch_rank_major, handle_bytes);
+  add_common(table, "combine_rank_major", Op::combine_rank_major, &Calls::combine_rank_major, handle_bytes);
+  add_common(table, "combine_rank_major_bwd", Op::combine_rank_major_bwd, &Calls::combine_rank_major_bwd, handle_bytes);
+  add_common(table, "dispatch_rank_major_bwd", Op::dispatch_rank_major_bwd, &Calls::dispatch_rank_major_bwd, handle_bytes);
   for (auto& part : {of_prepare(num_tokens, num_local_experts, num_rows), of_dispatch(num_tokens, num_rows),
-                     of_combine(num_rows), of_combine_bwd(num_rows), of_dispatch_bwd(num_tokens, num_rows)}) {
+                     of_combine(num_rows), of_combine_bwd(num_rows), of_dispatch_bwd(num_tokens, num_rows),
+                     of_dispatch_rank_major(num_tokens), of_later_rank_major_calls(num_tokens)}) {
     table.insert(table.end(), part.begin(), part.end());
   }
   return table;

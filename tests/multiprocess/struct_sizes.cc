@@ -34,9 +34,18 @@ struct Operation {
   Args Calls::*args;
 };
 
-// Calls `check_one` with each of the five operations.
+// Calls `check_one` with each of the operations. Those of the rank-major layout come first, because outputs of the others are
+// theirs too.
 template <typename CheckOne>
 void for_each_operation(CheckOne&& check_one) {
+  check_one(Operation<epx_dispatch_rank_major_args>{Op::dispatch_rank_major, "epx_dispatch_rank_major_args",
+                                                    epx_dispatch_rank_major, &Calls::dispatch_rank_major});
+  check_one(Operation<epx_combine_rank_major_args>{Op::combine_rank_major, "epx_combine_rank_major_args",
+                                                   epx_combine_rank_major, &Calls::combine_rank_major});
+  check_one(Operation<epx_combine_rank_major_bwd_args>{Op::combine_rank_major_bwd, "epx_combine_rank_major_bwd_args",
+                                                       epx_combine_rank_major_bwd, &Calls::combine_rank_major_bwd});
+  check_one(Operation<epx_dispatch_rank_major_bwd_args>{Op::dispatch_rank_major_bwd, "epx_dispatch_rank_major_bwd_args",
+                                                        epx_dispatch_rank_major_bwd, &Calls::dispatch_rank_major_bwd});
   check_one(Operation<epx_prepare_args>{Op::prepare, "epx_prepare_args", epx_prepare, &Calls::prepare});
   check_one(Operation<epx_dispatch_args>{Op::dispatch, "epx_dispatch_args", epx_dispatch, &Calls::dispatch});
   check_one(Operation<epx_combine_args>{Op::combine, "epx_combine_args", epx_combine, &Calls::combine});

@@ -106,6 +106,8 @@ void choose_tensors(LayerCase& layer, int hidden_dim, Rng& rng) {
   layer.combine_bwd_grads = rng.chance(60);
   layer.dispatch_bwd_grads = rng.chance(70);
   layer.pads_untouched = rng.chance(30);
+  layer.rank_major = rng.pick({RankMajorRows::absent, RankMajorRows::absent, RankMajorRows::exact, RankMajorRows::exact,
+                               RankMajorRows::max_tokens, RankMajorRows::more, RankMajorRows::fewer, RankMajorRows::none});
 }
 
 // Sets the group's limits to what the layer needs or to more.
@@ -214,21 +216,23 @@ std::string describe(const Case& c) {
   constexpr const char* kTokens[] = {"full", "ragged", "none-on-one", "none"};
   constexpr const char* kRouting[] = {"uniform", "distinct", "hot", "skewed", "repeated"};
   constexpr const char* kRows[] = {"exact", "more", "fewer", "any"};
+  constexpr const char* kRankMajor[] = {"absent", "exact", "max-tokens", "more", "fewer", "none"};
   constexpr const char* kPlacement[] = {"plain", "in-place", "random"};
-  return fmt::format(
-      "seed={} P={} E={} max_tokens={} T={} hidden_dim={} H={}/{} K={}/{} alignment={}/{} R={}{} N={} "
-      "dtype={}/{}/max:{} index={} counts={} sidecar={}/{} routing={} masked={}% bad={}% precision={} "
-      "overflow={} sms={} weights=dispatch:{},combine:{},combine_bwd:{}+grads:{},dispatch_bwd:{} pads={} iterations={} "
-      "placement={} arenas={}x{}",
-      c.seed, g.num_ranks, g.num_experts, g.max_tokens, kTokens[static_cast<int>(l.tokens)], g.hidden_dim, l.hidden,
-      l.combine_hidden, l.top_k, g.max_top_k, l.alignment, g.max_alignment, recv_capacity(g),
-      g.max_recv_rows == 0 ? "(worst case)" : "", kRows[static_cast<int>(l.rows)], name(l.dtype), name(l.combine_dtype),
-      name(g.max_dtype), name(l.index_dtype), name(l.counts_dtype), l.sidecar_bytes, g.max_sidecar_bytes,
-      kRouting[static_cast<int>(l.routing)], l.percent_masked, l.percent_bad,
-      g.precision == EPX_COMBINE_WIRE ? "wire" : "exact", g.overflow == EPX_OVERFLOW_ERROR ? "error" : "drop",
-      g.num_comm_sms, l.dispatch_weights, l.combine_weights, l.combine_bwd_weights, l.combine_bwd_grads,
-      l.dispatch_bwd_grads, l.pads_untouched ? "untouched" : "zero", c.iterations,
-      kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
+  return fmt::format("seed={} P={} E={} max_tokens={} T={} hidden_dim={} H={}/{} K={}/{} alignment={}/{} R={}{} N={} "
+                     "dtype={}/{}/max:{} index={} counts={} sidecar={}/{} routing={} masked={}% bad={}% precision={} "
+                     "overflow={} sms={} weights=dispatch:{},combine:{},combine_bwd:{}+grads:{},dispatch_bwd:{} pads={} "
+                     "M={} iterations={} "
+                     "placement={} arenas={}x{}",
+                     c.seed, g.num_ranks, g.num_experts, g.max_tokens, kTokens[static_cast<int>(l.tokens)], g.hidden_dim,
+                     l.hidden, l.combine_hidden, l.top_k, g.max_top_k, l.alignment, g.max_alignment, recv_capacity(g),
+                     g.max_recv_rows == 0 ? "(worst case)" : "", kRows[static_cast<int>(l.rows)], name(l.dtype),
+                     name(l.combine_dtype), name(g.max_dtype), name(l.index_dtype), name(l.counts_dtype), l.sidecar_bytes,
+                     g.max_sidecar_bytes, kRouting[static_cast<int>(l.routing)], l.percent_masked, l.percent_bad,
+                     g.precision == EPX_COMBINE_WIRE ? "wire" : "exact",
+                     g.overflow == EPX_OVERFLOW_ERROR ? "error" : "drop", g.num_comm_sms, l.dispatch_weights,
+                     l.combine_weights, l.combine_bwd_weights, l.combine_bwd_grads, l.dispatch_bwd_grads,
+                     l.pads_untouched ? "untouched" : "zero", kRankMajor[static_cast<int>(l.rank_major)], c.iterations,
+                     kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
 }
 
 } // namespace epx::test

@@ -34,6 +34,10 @@ enum class TokenCount { full, ragged, none_on_one, none };            // T per r
 enum class RoutingStyle { uniform, distinct, hot, skewed, repeated }; // hot: one expert; repeated: duplicates in each row
 enum class RecvRows { exact, more, fewer, any, capacity };            // N against offsets[E_l]; capacity: R
 
+// M of the rank-major calls: as many rows as the largest source needs, max_tokens_per_rank, more than that, fewer than a source
+// needs, or none. `absent`: the layer makes no such calls.
+enum class RankMajorRows { absent, exact, max_tokens, more, fewer, none };
+
 struct LayerCase {
   int top_k = 2;
   int alignment = 1;
@@ -55,6 +59,7 @@ struct LayerCase {
   bool combine_bwd_grads = true; // also of the weights
   bool dispatch_bwd_grads = true;
   bool pads_untouched = false; // in dispatch, on every rank
+  RankMajorRows rank_major = RankMajorRows::absent;
 };
 
 enum class Placement { plain, in_place, random }; // where the tensors of a call lie: own memory, or epx_mem_alloc's

@@ -114,6 +114,7 @@ private:
     kHandle,
     kFirstOutput,
     kCounts = kFirstOutput,
+    kRecvTopkIdx,
     kOffsets,
     kRecvTokens,
     kRecvSidecar,
@@ -139,6 +140,13 @@ private:
   void write_handle() { device_.write(at(kHandle), image_of(kHandle).data(), places_[kHandle].bytes); }
   epx_tensor rows(Tensor tensor, int64_t count) const { return epx_tensor_2d(at(tensor), kDtype, count, hidden_); }
   epx_tensor weights(Tensor tensor, int64_t count) const { return epx_tensor_1d(at(tensor), EPX_FLOAT32, count); }
+  bool is_rank_major() const { return rows_per_source_ >= 0; }
+  epx_tensor rank_major(Tensor tensor, epx_dtype dtype, int64_t last) const {
+    return epx_tensor_3d(at(tensor), dtype, group_.shape().num_ranks, rows_per_source_, last);
+  }
+  void prepare_expert_major();
+  void prepare_rank_major();
+  void move_rank_major(int movement);
   template <typename Args>
   Args make_args() const {
     Args args = {};
@@ -159,6 +167,7 @@ private:
   epx_layer layer_{};
   bool weighted_, has_sidecar_;
   int64_t hidden_, num_tokens_, num_rows_;
+  int64_t rows_per_source_ = -1; // M of a rank-major layer
   std::array<Place, kNumTensors> places_{};
   std::vector<std::byte> image_; // the expected contents of the memory, except the outputs
   std::vector<std::byte> seen_;  // the contents of the memory when it was last read
@@ -180,7 +189,14 @@ DamagedLayer::DamagedLayer(GroupRun& group, std::byte* memory, uint64_t seed, in
   Rng mine(mix(seed, mix(static_cast<uint64_t>(group.rank()), static_cast<uint64_t>(number))));
   num_tokens_ = mine.chance(70) ? kMaxTokens : mine.below(kMaxTokens);
   const int64_t capacity = group.info().max_recv_tokens_per_rank;
+  if (group.shape().precision == EPX_COMBINE_WIRE && same_everywhere.chance(40)) {
+    const int64_t staging = capacity / (int64_t{group.shape().num_ranks} * layer_.top_k);
+    rows_per_source_ = std::min<int64_t>(same_everywhere.pick({1, 4, kMaxTokens, kMaxTokens + 2}),
+                                         staging >= kMaxTokens ? kMaxTokens + 2 : staging);
+    layer_.alignment = 1;
+  }
   num_rows_ = all_rows || mine.chance(60) ? capacity : mine.chance(50) ? capacity + 5 : mine.between(1, capacity);
+  if (is_rank_major()) num_rows_ = group.shape().num_ranks * rows_per_source_;
   lay_out();
   fill_in(mine);
 }
@@ -196,10 +212,12 @@ void DamagedLayer::lay_out() {
   bytes[kSidecar] = has_sidecar_ ? tokens * kMaxSidecarBytes : 0;
   bytes[kTopkWeights] = bytes[kOutWeights] = routes * sizeof(float);
   bytes[kRows] = bytes[kRecvTokens] = slots * row_bytes;
-  bytes[kRowWeights] = bytes[kRecvWeights] = slots * sizeof(float);
+  const size_t per_row = is_rank_major() ? static_cast<size_t>(layer_.top_k) : 1;
+  bytes[kRowWeights] = bytes[kRecvWeights] = slots * per_row * sizeof(float);
+  bytes[kRecvTopkIdx] = is_rank_major() ? slots * per_row * sizeof(int32_t) : 0;
   bytes[kRecvSidecar] = has_sidecar_ ? slots * kMaxSidecarBytes : 0;
   check_ok(epx_handle_mem_size(group_.handle(), &layer_, &bytes[kHandle]), "epx_handle_mem_size");
-  bytes[kCounts] = experts * sizeof(int32_t);
+  bytes[kCounts] = (is_rank_major() ? static_cast<size_t>(group_.shape().num_ranks) : experts) * sizeof(int32_t);
   bytes[kOffsets] = (experts + 1) * sizeof(int32_t);
   size_t end = kTensorGuardBytes;
   for (size_t tensor = 0; tensor < kNumTensors; ++tensor) {
@@ -231,6 +249,67 @@ void DamagedLayer::fill_in(Rng& rng) {
 void DamagedLayer::prepare() {
   std::fill(image_of(kHandle).begin(), image_of(kHandle).end(), kScribble);
   write_handle();
+  if (is_rank_major())
+    prepare_rank_major();
+  else
+    prepare_expert_major();
+  const auto handle = image_of(kHandle);
+  device_.read(handle.data(), at(kHandle), handle.size());
+  good_handle_.assign(handle.begin(), handle.end());
+  for (size_t word = 0; word < handle.size(); word += sizeof(uint32_t))
+    if (std::any_of(&handle[word], &handle[word] + sizeof(uint32_t), [](std::byte byte) { return byte != kScribble; }))
+      used_words_.push_back(word);
+  watch_guards();
+}
+
+void DamagedLayer::prepare_rank_major() {
+  const epx_tensor tokens = rows(kTokens, num_tokens_);
+  const epx_tensor topk_idx = epx_tensor_2d(at(kTopkIdx), EPX_INT32, num_tokens_, layer_.top_k);
+  const epx_tensor recv_tokens = rank_major(kRecvTokens, kDtype, hidden_);
+  const epx_tensor recv_topk_idx = rank_major(kRecvTopkIdx, EPX_INT32, layer_.top_k);
+  const epx_tensor counts = epx_tensor_1d(at(kCounts), EPX_INT32, group_.shape().num_ranks);
+  epx_dispatch_rank_major_args args = {};
+  args.struct_size = sizeof(args);
+  args.layer = layer_;
+  args.handle_mem = at(kHandle);
+  args.handle_mem_bytes = places_[kHandle].bytes;
+  args.stream = device_.stream();
+  args.tokens = &tokens;
+  args.topk_idx = &topk_idx;
+  args.recv_tokens = &recv_tokens;
+  args.recv_topk_idx = &recv_topk_idx;
+  args.counts = &counts;
+  finish(epx_dispatch_rank_major(group_.handle(), &args));
+}
+
+// As move(): a scatter where that makes one.
+void DamagedLayer::move_rank_major(int movement) {
+  const epx_tensor tokens_in = rows(kTokens, num_tokens_), tokens_out = rows(kOut, num_tokens_);
+  const epx_tensor rows_in = rank_major(kRows, kDtype, hidden_);
+  if (movement % 2 == 0) {
+    const epx_tensor rows_out = rank_major(kRecvTokens, kDtype, hidden_);
+    auto args = make_args<epx_combine_rank_major_bwd_args>();
+    args.grad_out = &tokens_in;
+    args.grad_expert_out = &rows_out;
+    finish(epx_combine_rank_major_bwd(group_.handle(), &args));
+  } else if (movement == 1) {
+    auto args = make_args<epx_combine_rank_major_args>();
+    args.expert_out = &rows_in;
+    args.out = &tokens_out;
+    finish(epx_combine_rank_major(group_.handle(), &args));
+  } else {
+    const epx_tensor weights_in = rank_major(kRowWeights, EPX_FLOAT32, layer_.top_k);
+    const epx_tensor weights_out = epx_tensor_2d(at(kOutWeights), EPX_FLOAT32, num_tokens_, layer_.top_k);
+    auto args = make_args<epx_dispatch_rank_major_bwd_args>();
+    args.grad_recv = &rows_in;
+    args.grad_recv_weights = weighted_ ? &weights_in : nullptr;
+    args.grad_tokens = &tokens_out;
+    args.grad_topk_weights = weighted_ ? &weights_out : nullptr;
+    finish(epx_dispatch_rank_major_bwd(group_.handle(), &args));
+  }
+}
+
+void DamagedLayer::prepare_expert_major() {
   const int num_experts = group_.info().num_local_experts;
   const epx_tensor topk_idx = epx_tensor_2d(at(kTopkIdx), EPX_INT32, num_tokens_, layer_.top_k);
   const epx_tensor counts = epx_tensor_1d(at(kCounts), EPX_INT32, num_experts);
@@ -245,13 +324,6 @@ void DamagedLayer::prepare() {
   args.counts = &counts;
   args.offsets = &offsets;
   finish(epx_prepare(group_.handle(), &args));
-  const auto handle = image_of(kHandle);
-  device_.read(handle.data(), at(kHandle), handle.size());
-  good_handle_.assign(handle.begin(), handle.end());
-  for (size_t word = 0; word < handle.size(); word += sizeof(uint32_t))
-    if (std::any_of(&handle[word], &handle[word] + sizeof(uint32_t), [](std::byte byte) { return byte != kScribble; }))
-      used_words_.push_back(word);
-  watch_guards();
 }
 
 void DamagedLayer::finish(epx_status status) {
@@ -268,6 +340,10 @@ void DamagedLayer::finish(epx_status status) {
 }
 
 void DamagedLayer::move(int movement) {
+  if (is_rank_major()) {
+    move_rank_major(movement);
+    return;
+  }
   const epx_tensor tokens_in = rows(kTokens, num_tokens_), tokens_out = rows(kOut, num_tokens_);
   const epx_tensor rows_in = rows(kRows, num_rows_), rows_out = rows(kRecvTokens, num_rows_);
   const epx_tensor row_weights_in = weights(kRowWeights, num_rows_), row_weights_out = weights(kRecvWeights, num_rows_);
@@ -347,8 +423,8 @@ void DamagedLayer::check_outputs() {
 }
 
 void DamagedLayer::damage(Rng& rng, int movement, bool hard, const DamageOptions& options) {
-  const DamagedCall call{group_.shape(),    group_.rank(), layer_.top_k,     num_tokens_,
-                         movement % 2 == 0, good_handle_,  image_of(kHandle)};
+  const DamagedCall call{group_.shape(),    group_.rank(),    layer_.top_k, num_tokens_,
+                         movement % 2 == 0, rows_per_source_, good_handle_, image_of(kHandle)};
   do
     draw_damage(rng, hard);
   while (!hard && options.keeps_waits && !options.keeps_waits(call));
@@ -360,9 +436,9 @@ void DamagedLayer::draw_damage(Rng& rng, bool hard) {
   std::copy(good_handle_.begin(), good_handle_.end(), handle.begin());
   const auto any_word = [&]() -> size_t {
     if (rng.chance(5)) return static_cast<size_t>(rng.below(static_cast<int64_t>(handle.size() / 4))) * 4;
-    // The first 64 bytes tell what the handle memory belongs to; damage there is always found.
+    // The first 72 bytes tell what the handle memory belongs to; damage there is always found.
     const auto body =
-        static_cast<size_t>(std::lower_bound(used_words_.begin(), used_words_.end(), 64) - used_words_.begin());
+        static_cast<size_t>(std::lower_bound(used_words_.begin(), used_words_.end(), 72) - used_words_.begin());
     const size_t first = rng.chance(97) ? body : 0;
     return used_words_[first + static_cast<size_t>(rng.below(static_cast<int64_t>(used_words_.size() - first)))];
   };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The four movements get damaged handle memory, and the calls must return and change nothing outside their output tensors.
-// Tensors lie between guards in one allocation, which is compared as a whole.
+// The movements of both layouts get damaged handle memory, and the calls must return and change nothing outside their output
+// tensors. Tensors lie between guards in one allocation, which is compared as a whole.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,8 @@ struct DamagedCall {
   int rank;
   int top_k;
   int64_t num_tokens;
-  bool is_scatter; // dispatch, combine_bwd
+  bool is_scatter;         // dispatch, combine_bwd
+  int64_t rows_per_source; // M of a rank-major layer; -1: expert-major
   std::span<const std::byte> good, damaged;
 };
 

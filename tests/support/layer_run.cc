@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/support/layer_run.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <utility>
@@ -87,6 +88,7 @@ LayerRun::LayerRun(GroupRun& group, const LayerCase& layer, Placement placement,
   check(bytes > 0 && static_cast<int64_t>(bytes) <= limit, "handle memory takes {} bytes; at most {} are allowed", bytes,
         limit);
   handle_.resize(bytes);
+  rank_major_handle_.resize(bytes);
 }
 
 void LayerRun::expect_mismatch(bool useless) {
@@ -100,6 +102,20 @@ void LayerRun::use_foreign_handle(std::vector<std::byte> bytes) {
   handle_ = std::move(bytes);
 }
 
+void LayerRun::use_foreign_rank_major_handle(std::vector<std::byte> bytes) {
+  check(bytes.size() >= rank_major_handle_.size(), "a test passes handle memory of {} bytes instead of {}", bytes.size(),
+        rank_major_handle_.size());
+  rank_major_handle_ = std::move(bytes);
+}
+
+template <typename Args>
+Args LayerRun::make_rank_major_args(CallBuffers& buffers) {
+  auto* const handle = static_cast<const std::byte*>(buffers.input("handle memory", rank_major_handle_, 16));
+  return {.layer = {.top_k = layer_.top_k, .alignment = rng_.chance(50) ? 0 : 1},
+          .handle_mem = {handle, rank_major_handle_.size()},
+          .stream = group_.device().stream()};
+}
+
 template <typename Args>
 Args LayerRun::make_args(CallBuffers& buffers) {
   // The handle memory is always a copy of the bytes that prepare wrote, at a new address; prepare's own memory has been freed.
@@ -110,7 +126,8 @@ Args LayerRun::make_args(CallBuffers& buffers) {
 void LayerRun::finish(CallBuffers& buffers, epx_operation operation) {
   group_.count_call();
   buffers.check_surroundings();
-  if (mismatch_ && operation != EPX_OP_PREPARE) group_.expect_event(EPX_EVENT_HANDLE_MISMATCH, operation, 1);
+  if (mismatch_ && operation != EPX_OP_PREPARE && operation != EPX_OP_DISPATCH_RANK_MAJOR)
+    group_.expect_event(EPX_EVENT_HANDLE_MISMATCH, operation, 1);
 }
 
 void LayerRun::expect_after_call(const Workload& work, epx_operation operation, int64_t rows) {
@@ -279,12 +296,132 @@ void LayerRun::dispatch_bwd(const Workload& work) {
   expect_after_call(work, EPX_OP_DISPATCH_BWD, data.grad_recv[rank].rows);
 }
 
+void LayerRun::dispatch_rank_major(const Workload& work) {
+  const auto rank = static_cast<size_t>(group_.rank());
+  const RankMajorData::Dispatch& data = work.rank_major->dispatch;
+  const Shape row_routes(group_.shape().num_ranks, work.rank_major->rows_per_source, layer_.top_k);
+  const auto rank_major = [&](const Tensor& rows) {
+    return Tensor(rows.data(), rows.dtype(), {group_.shape().num_ranks, work.rank_major->rows_per_source, layer_.hidden});
+  };
+  CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
+  Tensors tensors(buffers);
+
+  auto* const handle = static_cast<std::byte*>(buffers.output("handle memory", rank_major_handle_.size(), 16));
+  group_.device().write(handle, rank_major_handle_.data(), rank_major_handle_.size());
+  const std::vector<std::byte> indices = encode_integers(work.routing[rank].topk_idx, layer_.index_dtype);
+  const size_t index_bytes = integer_bytes(layer_.counts_dtype);
+  DispatchRankMajorArgs args = {.layer = {.top_k = layer_.top_k},
+                                .handle_mem = {handle, rank_major_handle_.size()},
+                                .stream = group_.device().stream()};
+  args.tokens = tensors.rows_in("tokens", data.tokens[rank]);
+  args.topk_idx = {buffers.input("topk_idx", indices, integer_bytes(layer_.index_dtype)),
+                   layer_.index_dtype,
+                   {data.tokens[rank].rows, layer_.top_k}};
+  args.recv_tokens = rank_major(tensors.rows_out("recv_tokens", data.recv_tokens[rank]));
+  if (!data.sidecars.empty()) {
+    args.tokens = tensors.sidecar_in(args.tokens, data.sidecars[rank]);
+    args.recv_tokens = tensors.sidecar_out(args.recv_tokens, data.recv_sidecars[rank]);
+  }
+  args.recv_topk_idx = {buffers.output("recv_topk_idx", data.recv_topk_idx[rank].size() * index_bytes, index_bytes),
+                        layer_.counts_dtype, row_routes};
+  if (!data.topk_weights.empty()) {
+    args.topk_weights = tensors.floats_in("topk_weights", data.topk_weights[rank], layer_.top_k);
+    args.recv_weights = {buffers.output("recv_weights", data.recv_weights[rank].size() * sizeof(float), sizeof(float)),
+                         EPX_FLOAT32, row_routes};
+  }
+  args.counts = {buffers.output("counts", data.counts[rank].size() * index_bytes, index_bytes), layer_.counts_dtype,
+                 group_.shape().num_ranks};
+
+  group_.view().dispatch_rank_major(args);
+  finish(buffers, EPX_OP_DISPATCH_RANK_MAJOR);
+  mismatch_ = useless_ = false;
+  rank_major_handle_ = tensors.next_output();
+  check_rows("recv_tokens", data.recv_tokens[rank], tensors.next_output(), NanRule::bits);
+  if (!data.sidecars.empty()) check_bytes("recv sidecar", data.recv_sidecars[rank].bytes, tensors.next_output());
+  // As an int64, what the call must not write holds other bits than as an int32.
+  const auto expected = [&](std::vector<int64_t> values) {
+    if (layer_.counts_dtype == EPX_INT64)
+      std::ranges::replace(values, kScribbledInteger, static_cast<int64_t>(0xa5a5a5a5a5a5a5a5));
+    return values;
+  };
+  check_integers("recv_topk_idx", expected(data.recv_topk_idx[rank]), tensors.next_output(), layer_.counts_dtype);
+  if (!data.topk_weights.empty())
+    check_floats("recv_weights", data.recv_weights[rank], tensors.next_output(), NanRule::bits);
+  check_integers("counts", expected(data.counts[rank]), tensors.next_output(), layer_.counts_dtype);
+  const reference::RankMajorRank& mine = work.rank_major->plan.ranks[rank];
+  group_.expect_event(EPX_EVENT_BAD_INDEX, EPX_OP_DISPATCH_RANK_MAJOR, mine.bad_indices);
+  group_.expect_event(EPX_EVENT_TOO_FEW_ROWS, EPX_OP_DISPATCH_RANK_MAJOR, mine.dropped_here);
+  if (rng_.chance(50)) group_.check_status();
+}
+
+void LayerRun::combine_rank_major(const Workload& work) {
+  const auto rank = static_cast<size_t>(group_.rank());
+  const RankMajorData::Combine& data = work.rank_major->combine;
+  CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
+  Tensors tensors(buffers);
+  auto args = make_rank_major_args<CombineRankMajorArgs>(buffers);
+  const ConstTensor rows = tensors.rows_in("expert_out", data.expert_out[rank]);
+  args.expert_out = {
+      rows.data(), rows.dtype(), {group_.shape().num_ranks, work.rank_major->rows_per_source, layer_.combine_hidden}};
+  args.out = tensors.rows_out("out", data.out[rank]);
+
+  group_.view().combine_rank_major(args);
+  finish(buffers, EPX_OP_COMBINE_RANK_MAJOR);
+  check_rows("out", data.out[rank], tensors.next_output(), NanRule::any_nan);
+}
+
+void LayerRun::combine_rank_major_bwd(const Workload& work) {
+  const auto rank = static_cast<size_t>(group_.rank());
+  const RankMajorData::CombineBwd& data = work.rank_major->combine_bwd;
+  CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
+  Tensors tensors(buffers);
+  auto args = make_rank_major_args<CombineRankMajorBwdArgs>(buffers);
+  args.grad_out = tensors.rows_in("grad_out", data.grad_out[rank]);
+  const Tensor rows = tensors.rows_out("grad_expert_out", data.grad_expert_out[rank]);
+  args.grad_expert_out = {
+      rows.data(), rows.dtype(), {group_.shape().num_ranks, work.rank_major->rows_per_source, layer_.combine_hidden}};
+
+  group_.view().combine_rank_major_bwd(args);
+  finish(buffers, EPX_OP_COMBINE_RANK_MAJOR_BWD);
+  check_rows("grad_expert_out", data.grad_expert_out[rank], tensors.next_output(), NanRule::bits);
+}
+
+void LayerRun::dispatch_rank_major_bwd(const Workload& work) {
+  const auto rank = static_cast<size_t>(group_.rank());
+  const RankMajorData::DispatchBwd& data = work.rank_major->dispatch_bwd;
+  CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
+  Tensors tensors(buffers);
+  auto args = make_rank_major_args<DispatchRankMajorBwdArgs>(buffers);
+  const ConstTensor rows = tensors.rows_in("grad_recv", data.grad_recv[rank]);
+  args.grad_recv = {rows.data(), rows.dtype(), {group_.shape().num_ranks, work.rank_major->rows_per_source, layer_.hidden}};
+  args.grad_tokens = tensors.rows_out("grad_tokens", data.grad_tokens[rank]);
+  if (!data.grad_recv_weights.empty()) {
+    const ConstTensor weights = tensors.floats_in("grad_recv_weights", data.grad_recv_weights[rank], 0);
+    args.grad_recv_weights = {
+        weights.data(), EPX_FLOAT32, {group_.shape().num_ranks, work.rank_major->rows_per_source, layer_.top_k}};
+    args.grad_topk_weights = tensors.floats_out("grad_topk_weights", data.grad_topk_weights[rank], layer_.top_k);
+  }
+
+  group_.view().dispatch_rank_major_bwd(args);
+  finish(buffers, EPX_OP_DISPATCH_RANK_MAJOR_BWD);
+  check_rows("grad_tokens", data.grad_tokens[rank], tensors.next_output(), NanRule::any_nan);
+  if (!data.grad_recv_weights.empty())
+    check_floats("grad_topk_weights", data.grad_topk_weights[rank], tensors.next_output(), NanRule::bits);
+}
+
 void run_iteration(GroupRun& group, LayerRun& layer, const Workload& work) {
   layer.prepare(work);
   layer.dispatch(work);
   layer.combine(work);
   layer.combine_bwd(work);
   layer.dispatch_bwd(work);
+  if (work.rank_major) {
+    const bool sums = group.shape().precision != EPX_COMBINE_EXACT;
+    layer.dispatch_rank_major(work);
+    if (sums) layer.combine_rank_major(work);
+    layer.combine_rank_major_bwd(work);
+    if (sums) layer.dispatch_rank_major_bwd(work);
+  }
   group.check_status();
 }
 

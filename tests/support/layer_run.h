@@ -26,18 +26,30 @@ public:
   void combine_bwd(const Workload& work);
   void dispatch_bwd(const Workload& work);
 
+  // The same for the rank-major layout, whose plan the first of these makes; `work` must have its data. The group of the second
+  // and the last is not of precision exact.
+  void dispatch_rank_major(const Workload& work);
+  void combine_rank_major(const Workload& work);
+  void combine_rank_major_bwd(const Workload& work);
+  void dispatch_rank_major_bwd(const Workload& work);
+
   const std::vector<std::byte>& handle() const { return handle_; }
+  const std::vector<std::byte>& rank_major_handle() const { return rank_major_handle_; }
 
   // Until the next prepare this rank passes these bytes, of another layer, group or prepare, or damaged.
   void use_foreign_handle(std::vector<std::byte> bytes);
+  // The same until the next dispatch_rank_major.
+  void use_foreign_rank_major_handle(std::vector<std::byte> bytes);
 
-  // Until the next prepare each call of this rank must report a mismatch of handle memory. useless: this rank's own handle
-  // memory is wrong, and it takes part without routes.
+  // Until the next prepare or dispatch_rank_major each call of this rank must report a mismatch of handle memory. useless: this
+  // rank's own handle memory is wrong, and it takes part without routes.
   void expect_mismatch(bool useless);
 
 private:
   template <typename Args>
   Args make_args(CallBuffers& buffers); // layer, handle memory and stream
+  template <typename Args>
+  Args make_rank_major_args(CallBuffers& buffers);
   void finish(CallBuffers& buffers, epx_operation operation);
   void expect_after_call(const Workload& work, epx_operation operation, int64_t rows);
 
@@ -46,12 +58,13 @@ private:
   Layer epx_layer_;
   Placement placement_;
   Rng rng_;
-  std::vector<std::byte> handle_;
+  std::vector<std::byte> handle_, rank_major_handle_;
   bool mismatch_ = false; // each call reports it
   bool useless_ = false;
 };
 
-// Runs prepare, dispatch, combine, combine_bwd and dispatch_bwd, and checks the status.
+// Runs prepare, dispatch, combine, combine_bwd and dispatch_bwd, then the rank-major calls if `work` has data of them, and
+// checks the status.
 void run_iteration(GroupRun& group, LayerRun& layer, const Workload& work);
 
 // Creates a group and runs all iterations of the Case on this rank.

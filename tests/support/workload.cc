@@ -220,6 +220,90 @@ struct Maker {
   }
 };
 
+// Returns M. A group whose R is small has staging for few rows.
+int64_t rank_major_rows(const GroupCase& group, const LayerCase& layer, const std::vector<reference::Routing>& routing,
+                        const reference::Problem& problem, Rng& rng) {
+  const reference::RankMajorPlan all = reference::plan_rank_major(problem, routing, group.max_tokens);
+  int64_t needed = 0;
+  for (const reference::RankMajorRank& source : all.ranks)
+    for (const auto& kept : source.kept_to)
+      needed = std::max(needed, static_cast<int64_t>(kept.size()));
+  int64_t rows = 0;
+  if (layer.rank_major == RankMajorRows::exact) rows = needed;
+  if (layer.rank_major == RankMajorRows::max_tokens) rows = group.max_tokens;
+  if (layer.rank_major == RankMajorRows::more) rows = group.max_tokens + rng.between(1, 5);
+  if (layer.rank_major == RankMajorRows::fewer) rows = rng.between(0, std::max<int64_t>(0, needed - 1));
+  const int64_t staging = recv_capacity(group) / (static_cast<int64_t>(group.num_ranks) * layer.top_k);
+  return staging >= group.max_tokens ? rows : std::min(rows, staging);
+}
+
+// In calls with a lost rank the rows between it and the others hold no token: -1 takes its place.
+reference::RankMajorPlan without_rank(reference::RankMajorPlan plan, LostRank lost) {
+  for (int source = 0; source < static_cast<int>(plan.ranks.size()); ++source)
+    for (int receiver = 0; receiver < static_cast<int>(plan.ranks.size()); ++receiver) {
+      if (lost.stale && source == receiver) continue;
+      if (source == lost.rank || receiver == lost.rank)
+        std::ranges::fill(plan.ranks[static_cast<size_t>(source)].kept_to[static_cast<size_t>(receiver)], -1);
+    }
+  return plan;
+}
+
+RankMajorData make_rank_major(const GroupCase& group, const LayerCase& layer,
+                              const std::vector<reference::Routing>& routing, LostRank lost, Rng rng) {
+  const reference::Problem problem{group.num_experts, layer.top_k, 1, recv_capacity(group), group.precision};
+  RankMajorData data;
+  data.rows_per_source = rank_major_rows(group, layer, routing, problem, rng);
+  data.plan = reference::plan_rank_major(problem, routing, data.rows_per_source);
+  const reference::RankMajorPlan seen = lost.rank < 0 ? data.plan : without_rank(data.plan, lost);
+  std::vector<int64_t> tokens;
+  for (const reference::Routing& rank : routing)
+    tokens.push_back(rank.num_tokens);
+  const std::vector<int64_t> rows(tokens.size(), group.num_ranks * data.rows_per_source);
+
+  RankMajorData::Dispatch& dispatch = data.dispatch;
+  dispatch.tokens = per_rank(random_rows, layer.dtype, tokens, layer.hidden, rng);
+  dispatch.recv_tokens = per_rank(scribbled, layer.dtype, rows, layer.hidden, rng);
+  dispatch.topk_weights = weights_per_rank(layer.dispatch_weights, random_weights, tokens, layer.top_k, rng);
+  dispatch.recv_weights = weights_per_rank(layer.dispatch_weights, scribbled_floats, rows, layer.top_k, rng);
+  for (size_t rank = 0; rank < tokens.size(); ++rank) {
+    dispatch.recv_topk_idx.emplace_back(static_cast<size_t>(rows[rank] * layer.top_k), kScribbledInteger);
+    dispatch.counts.emplace_back(static_cast<size_t>(group.num_ranks), kScribbledInteger);
+    if (layer.sidecar_bytes == 0) continue;
+    dispatch.sidecars.push_back(random_sidecar(tokens[rank], layer.sidecar_bytes, rng));
+    dispatch.recv_sidecars.push_back(scribbled_sidecar(rows[rank], layer.sidecar_bytes));
+  }
+  reference::dispatch_rank_major(data.plan,
+                                 {dispatch.tokens, dispatch.sidecars, dispatch.topk_weights, dispatch.recv_tokens,
+                                  dispatch.recv_sidecars, dispatch.recv_topk_idx, dispatch.recv_weights, dispatch.counts});
+
+  RankMajorData::CombineBwd& combine_bwd = data.combine_bwd;
+  combine_bwd.grad_out = per_rank(random_rows, layer.combine_dtype, tokens, layer.combine_hidden, rng);
+  combine_bwd.grad_expert_out = per_rank(scribbled, layer.combine_dtype, rows, layer.combine_hidden, rng);
+  const auto grads_before = combine_bwd.grad_expert_out;
+  reference::combine_rank_major_bwd(seen, combine_bwd.grad_out, combine_bwd.grad_expert_out);
+  keep_untouched(combine_bwd.grad_expert_out, grads_before, lost);
+  if (group.precision == EPX_COMBINE_EXACT) return data;
+
+  RankMajorData::Combine& combine = data.combine;
+  combine.expert_out = per_rank(random_rows, layer.combine_dtype, rows, layer.combine_hidden, rng);
+  combine.out = per_rank(scribbled, layer.combine_dtype, tokens, layer.combine_hidden, rng);
+  const auto out_before = combine.out;
+  reference::combine_rank_major(seen, combine.expert_out, combine.out);
+  keep_untouched(combine.out, out_before, lost);
+
+  RankMajorData::DispatchBwd& dispatch_bwd = data.dispatch_bwd;
+  dispatch_bwd.grad_recv = per_rank(random_rows, layer.dtype, rows, layer.hidden, rng);
+  dispatch_bwd.grad_recv_weights = weights_per_rank(layer.dispatch_bwd_grads, random_weights, rows, layer.top_k, rng);
+  dispatch_bwd.grad_tokens = per_rank(scribbled, layer.dtype, tokens, layer.hidden, rng);
+  dispatch_bwd.grad_topk_weights = weights_per_rank(layer.dispatch_bwd_grads, scribbled_floats, tokens, layer.top_k, rng);
+  const RankMajorData::DispatchBwd before = dispatch_bwd;
+  reference::dispatch_rank_major_bwd(seen, {dispatch_bwd.grad_recv, dispatch_bwd.grad_recv_weights,
+                                            dispatch_bwd.grad_tokens, dispatch_bwd.grad_topk_weights});
+  keep_untouched(dispatch_bwd.grad_tokens, before.grad_tokens, lost);
+  keep_untouched(dispatch_bwd.grad_topk_weights, before.grad_topk_weights, lost);
+  return data;
+}
+
 } // namespace
 
 Workload make_workload(const GroupCase& group, const LayerCase& layer, uint64_t seed, LostRank lost) {
@@ -239,6 +323,8 @@ Workload make_workload(const GroupCase& group, const LayerCase& layer, uint64_t 
   work.combine = maker.combine();
   work.combine_bwd = maker.combine_bwd();
   work.dispatch_bwd = maker.dispatch_bwd();
+  if (layer.rank_major != RankMajorRows::absent)
+    work.rank_major = make_rank_major(group, layer, work.routing, lost, Rng(mix(seed, 0x4a63)));
   return work;
 }
 

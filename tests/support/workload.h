@@ -6,8 +6,10 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
+#include "runtime/reference/rank_major.h"
 #include "runtime/reference/reference.h"
 #include "tests/support/case.h"
 #include "tests/support/rng.h"
@@ -47,6 +49,40 @@ struct DispatchBwdData {
   std::vector<std::vector<float>> grad_topk_weights; // [T, K] out
 };
 
+// Receive tensors have P * M rows.
+struct RankMajorData {
+  int64_t rows_per_source = 0; // M
+  reference::RankMajorPlan plan;
+
+  struct Dispatch {
+    std::vector<reference::Matrix> tokens;           // [T, H]
+    std::vector<reference::Sidecar> sidecars;        // [T]
+    std::vector<std::vector<float>> topk_weights;    // [T, K]
+    std::vector<reference::Matrix> recv_tokens;      // [P * M, H] out
+    std::vector<reference::Sidecar> recv_sidecars;   // [P * M] out
+    std::vector<std::vector<int64_t>> recv_topk_idx; // [P * M, K] out
+    std::vector<std::vector<float>> recv_weights;    // [P * M, K] out
+    std::vector<std::vector<int64_t>> counts;        // [P] out
+  } dispatch;
+  struct Combine {                             // none in groups of precision exact, and likewise below
+    std::vector<reference::Matrix> expert_out; // [P * M, H]
+    std::vector<reference::Matrix> out;        // [T, H] out
+  } combine;
+  struct CombineBwd {
+    std::vector<reference::Matrix> grad_out;        // [T, H]
+    std::vector<reference::Matrix> grad_expert_out; // [P * M, H] out
+  } combine_bwd;
+  struct DispatchBwd {
+    std::vector<reference::Matrix> grad_recv;          // [P * M, H]
+    std::vector<std::vector<float>> grad_recv_weights; // [P * M, K]
+    std::vector<reference::Matrix> grad_tokens;        // [T, H] out
+    std::vector<std::vector<float>> grad_topk_weights; // [T, K] out
+  } dispatch_bwd;
+};
+
+// Integers that a call writes hold this where it must not write.
+inline constexpr int64_t kScribbledInteger = static_cast<int32_t>(0xa5a5a5a5);
+
 struct Workload {
   GroupCase group;
   LayerCase layer;
@@ -56,9 +92,10 @@ struct Workload {
   CombineData combine;
   CombineBwdData combine_bwd;
   DispatchBwdData dispatch_bwd;
+  std::optional<RankMajorData> rank_major; // if the layer makes such calls
 };
 
-// LostRank is a rank whose handle memory is wrong in each call after prepare.
+// LostRank is a rank whose handle memory is wrong in each call after prepare, or after dispatch_rank_major.
 struct LostRank {
   int rank = -1; // -1: none
   // true: it is from another prepare of the same routing, and the routes between this rank and the others are dropped.

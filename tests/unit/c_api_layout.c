@@ -155,6 +155,45 @@ AT(epx_dispatch_bwd_args, grad_recv_weights, 48);
 AT(epx_dispatch_bwd_args, grad_tokens, 56);
 AT(epx_dispatch_bwd_args, grad_topk_weights, 64);
 
+AT(epx_dispatch_rank_major_args, struct_size, 0);
+AT(epx_dispatch_rank_major_args, layer, 8);
+AT(epx_dispatch_rank_major_args, handle_mem, 16);
+AT(epx_dispatch_rank_major_args, handle_mem_bytes, 24);
+AT(epx_dispatch_rank_major_args, stream, 32);
+AT(epx_dispatch_rank_major_args, tokens, 40);
+AT(epx_dispatch_rank_major_args, topk_idx, 48);
+AT(epx_dispatch_rank_major_args, topk_weights, 56);
+AT(epx_dispatch_rank_major_args, recv_tokens, 64);
+AT(epx_dispatch_rank_major_args, recv_topk_idx, 72);
+AT(epx_dispatch_rank_major_args, recv_weights, 80);
+AT(epx_dispatch_rank_major_args, counts, 88);
+
+AT(epx_combine_rank_major_args, struct_size, 0);
+AT(epx_combine_rank_major_args, layer, 8);
+AT(epx_combine_rank_major_args, handle_mem, 16);
+AT(epx_combine_rank_major_args, handle_mem_bytes, 24);
+AT(epx_combine_rank_major_args, stream, 32);
+AT(epx_combine_rank_major_args, expert_out, 40);
+AT(epx_combine_rank_major_args, out, 48);
+
+AT(epx_combine_rank_major_bwd_args, struct_size, 0);
+AT(epx_combine_rank_major_bwd_args, layer, 8);
+AT(epx_combine_rank_major_bwd_args, handle_mem, 16);
+AT(epx_combine_rank_major_bwd_args, handle_mem_bytes, 24);
+AT(epx_combine_rank_major_bwd_args, stream, 32);
+AT(epx_combine_rank_major_bwd_args, grad_out, 40);
+AT(epx_combine_rank_major_bwd_args, grad_expert_out, 48);
+
+AT(epx_dispatch_rank_major_bwd_args, struct_size, 0);
+AT(epx_dispatch_rank_major_bwd_args, layer, 8);
+AT(epx_dispatch_rank_major_bwd_args, handle_mem, 16);
+AT(epx_dispatch_rank_major_bwd_args, handle_mem_bytes, 24);
+AT(epx_dispatch_rank_major_bwd_args, stream, 32);
+AT(epx_dispatch_rank_major_bwd_args, grad_recv, 40);
+AT(epx_dispatch_rank_major_bwd_args, grad_recv_weights, 48);
+AT(epx_dispatch_rank_major_bwd_args, grad_tokens, 56);
+AT(epx_dispatch_rank_major_bwd_args, grad_topk_weights, 64);
+
 SIZE(epx_status, 4);
 IS(EPX_SUCCESS, 0);
 IS(EPX_ERROR_INVALID_ARGUMENT, 1);
@@ -199,6 +238,10 @@ IS(EPX_OP_COMBINE_BWD, 4);
 IS(EPX_OP_DISPATCH_BWD, 5);
 IS(EPX_OP_MEM_ALLOC, 6);
 IS(EPX_OP_MEM_FREE, 7);
+IS(EPX_OP_DISPATCH_RANK_MAJOR, 8);
+IS(EPX_OP_COMBINE_RANK_MAJOR, 9);
+IS(EPX_OP_COMBINE_RANK_MAJOR_BWD, 10);
+IS(EPX_OP_DISPATCH_RANK_MAJOR_BWD, 11);
 
 SIZE(epx_pads, 4);
 IS(EPX_PADS_ZERO, 0);
@@ -243,6 +286,10 @@ const struct {
   epx_status (*combine)(epx_group, const epx_combine_args*);
   epx_status (*combine_bwd)(epx_group, const epx_combine_bwd_args*);
   epx_status (*dispatch_bwd)(epx_group, const epx_dispatch_bwd_args*);
+  epx_status (*dispatch_rank_major)(epx_group, const epx_dispatch_rank_major_args*);
+  epx_status (*combine_rank_major)(epx_group, const epx_combine_rank_major_args*);
+  epx_status (*combine_rank_major_bwd)(epx_group, const epx_combine_rank_major_bwd_args*);
+  epx_status (*dispatch_rank_major_bwd)(epx_group, const epx_dispatch_rank_major_bwd_args*);
 } epx_functions = {
     .version = epx_version,
     .status_string = epx_status_string,
@@ -266,6 +313,10 @@ const struct {
     .combine = epx_combine,
     .combine_bwd = epx_combine_bwd,
     .dispatch_bwd = epx_dispatch_bwd,
+    .dispatch_rank_major = epx_dispatch_rank_major,
+    .combine_rank_major = epx_combine_rank_major,
+    .combine_rank_major_bwd = epx_combine_rank_major_bwd,
+    .dispatch_rank_major_bwd = epx_dispatch_rank_major_bwd,
 };
 
 int main(void) {

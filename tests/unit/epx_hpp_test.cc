@@ -407,6 +407,51 @@ TEST_CASE("the five operations with designated initialisers") {
   });
 }
 
+TEST_CASE("the rank-major calls") {
+  with_group(2, [](epx::Group& group, int) {
+    constexpr int64_t kTokens = 3;
+    const std::vector<float> tokens = {1, 2, 3, 4, 5, 6, 7, 8, 9};
+    const std::vector<int32_t> topk_idx = {0, 3, 0, 3, 3, 0}; // each token goes to both ranks
+    const std::vector<float> topk_weights = {1, 2, 3, 4, 5, 6};
+    const epx::Layer rank_major_layer = {.top_k = kTopK};
+    std::vector<std::byte> handle(group.handle_mem_size(rank_major_layer));
+    std::vector<float> recv_tokens(2 * kTokens * kHidden), recv_weights(2 * kTokens * kTopK);
+    std::vector<int64_t> recv_topk_idx(2 * kTokens * kTopK), counts(2);
+    const epx::Shape rows(2, kTokens, kHidden), row_routes(2, kTokens, kTopK);
+    group.dispatch_rank_major({.layer = rank_major_layer,
+                               .handle_mem = handle,
+                               .tokens = {tokens, {kTokens, kHidden}},
+                               .topk_idx = {topk_idx, {kTokens, kTopK}},
+                               .topk_weights = {topk_weights, {kTokens, kTopK}},
+                               .recv_tokens = {recv_tokens, rows},
+                               .recv_topk_idx = {recv_topk_idx, row_routes},
+                               .recv_weights = {recv_weights, row_routes},
+                               .counts = counts});
+    require(counts == std::vector<int64_t>({kTokens, kTokens}), "the counts");
+    require(std::equal(tokens.begin(), tokens.end(), recv_tokens.begin() + kTokens * kHidden), "the rows of rank 1");
+
+    std::vector<float> out(tokens.size()), grad_rows(recv_tokens.size()), grad_tokens(tokens.size());
+    std::vector<float> grad_topk_weights(topk_weights.size());
+    group.combine_rank_major({.layer = rank_major_layer,
+                              .handle_mem = handle,
+                              .expert_out = {recv_tokens, rows},
+                              .out = {out, {kTokens, kHidden}}});
+    require(out == std::vector<float>({2, 4, 6, 8, 10, 12, 14, 16, 18}), "each token comes back from both ranks");
+    group.combine_rank_major_bwd({.layer = rank_major_layer,
+                                  .handle_mem = handle,
+                                  .grad_out = {tokens, {kTokens, kHidden}},
+                                  .grad_expert_out = {grad_rows, rows}});
+    require(grad_rows == recv_tokens, "combine_rank_major_bwd");
+    group.dispatch_rank_major_bwd({.layer = rank_major_layer,
+                                   .handle_mem = handle,
+                                   .grad_recv = {grad_rows, rows},
+                                   .grad_recv_weights = {recv_weights, row_routes},
+                                   .grad_tokens = {grad_tokens, {kTokens, kHidden}},
+                                   .grad_topk_weights = {grad_topk_weights, {kTokens, kTopK}}});
+    require(grad_tokens == out && grad_topk_weights == topk_weights, "dispatch_rank_major_bwd");
+  });
+}
+
 TEST_CASE("dispatch with untouched pads") {
   with_group(2, [](epx::Group& group, int rank) {
     const int64_t num_tokens = rank == 0 ? 1 : 0; // it goes to experts 0 and 1, whose zones have a row and a pad each

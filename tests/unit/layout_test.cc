@@ -13,8 +13,10 @@
 #include "runtime/config.h"
 #include "runtime/layout/handle_memory.h"
 #include "runtime/layout/planner.h"
+#include "runtime/layout/rank_major.h"
 #include "runtime/layout/slots.h"
 #include "runtime/layout/window_layout.h"
+#include "runtime/stages/stages.h"
 
 namespace {
 
@@ -246,6 +248,44 @@ TEST_CASE("handle memory keeps to the formula of the contract") {
   }
 }
 
+TEST_CASE("rank-major plans number the rows that sources can have, and tell merged routes from kept ones") {
+  const epx::GroupShape shape = epx::resolve(small_config(), 5); // 6 tokens for each rank
+  CHECK(epx::slots_per_source(shape, 4) == 4);
+  CHECK(epx::slots_per_source(shape, 9) == 6);
+  for (const int32_t slot : {0, 1, 29}) {
+    CHECK(epx::merged_slot(slot) < -1);
+    CHECK(epx::slot_of_kept(epx::merged_slot(slot)) == slot);
+    CHECK(epx::slot_of_kept(slot) == slot);
+  }
+  CHECK(epx::slot_of_kept(-1) == -1);
+
+  epx::MovementCall call{};
+  CHECK(!call.is_rank_major());
+  CHECK(call.row_of_slot(17) == 17);
+  CHECK(call.num_slots(shape) == shape.max_recv_tokens);
+  call.rows_per_source = 9;
+  call.slots_per_source = 6;
+  CHECK(call.num_slots(shape) == 30);
+  CHECK(call.row_of_slot(5) == 5);
+  CHECK(call.row_of_slot(6) == 9); // the first row of source 1
+  CHECK(call.row_of_slot(29) == 41);
+  call.rows_per_source = call.slots_per_source = 0; // no rows, and no slots
+  CHECK(call.num_slots(shape) == 0);
+  CHECK(call.row_of_slot(0) == 0);
+
+  for (const int32_t token : {0, 5})
+    for (const int32_t rank_ordinal : {0, 1, 2}) {
+      const auto row = static_cast<int32_t>(epx::partial_staging_row(shape, token, 3, rank_ordinal));
+      const epx::PartialRow partial = epx::partial_row_at(shape, row, 3);
+      CHECK((partial.token == token && partial.rank_ordinal == rank_ordinal));
+    }
+  for (const int32_t expert : {-1, 0, 2699})
+    for (const int32_t row : {0, epx::kMaxLlTokens * epx::kMaxTopK - 1}) {
+      const epx::RankMajorRoute route = epx::unpack_ll_route(epx::pack_ll_route(expert, row));
+      CHECK((route.expert == expert && route.partial_row == row));
+    }
+}
+
 TEST_CASE("a damaged handle header is detected") {
   epx::HandleHeader header{};
   header.magic = epx::kHandleMagic;
@@ -254,6 +294,7 @@ TEST_CASE("a damaged handle header is detected") {
   header.num_tokens = 5;
   header.top_k = 2;
   header.alignment = 16;
+  header.rows_per_source = epx::kExpertMajor;
   header.checksum = epx::header_checksum(header);
   auto* bytes = reinterpret_cast<unsigned char*>(&header);
   for (size_t i = 0; i < offsetof(epx::HandleHeader, body_checksum); ++i) {

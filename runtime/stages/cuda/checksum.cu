@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels behind EPX_CHECK_HANDLE_MEM: seal_kernel stores a checksum of the handle memory after prepare, and check_kernel
-// verifies it before a movement. Each has one block, so it takes about as long as one SM takes to read the memory: the switch
-// is for those who look for a bug.
+// The kernels behind EPX_CHECK_HANDLE_MEM: seal_kernel stores a checksum of the handle memory after the call that wrote it, and
+// check_kernel verifies it before a movement. Each has one block, so it takes about as long as one SM takes to read the memory:
+// the switch is for those who look for a bug.
 //
 //   warps   what they do                                   what they wait for
 //   all     each thread adds up a part of the body         only barriers of the block; no peer is involved
@@ -67,8 +67,8 @@ std::vector<const void*> checksum_kernels() {
   return {reinterpret_cast<const void*>(&seal_kernel), reinterpret_cast<const void*>(&check_kernel)};
 }
 
-cudaError_t launch_seal(const DeviceGroup& group, const PrepareCall& call, cudaStream_t stream) {
-  return launch(&seal_kernel, {1, kThreads}, stream, params_of(group, call.top_k), call.handle_mem);
+cudaError_t launch_seal(const DeviceGroup& group, int top_k, std::byte* handle_mem, cudaStream_t stream) {
+  return launch(&seal_kernel, {1, kThreads}, stream, params_of(group, top_k), handle_mem);
 }
 
 cudaError_t launch_check(const DeviceGroup& group, const MovementCall& call, cudaStream_t stream) {

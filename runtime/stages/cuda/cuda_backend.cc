@@ -124,7 +124,7 @@ private:
   void prepare(const PrepareCall& call) override {
     launch(EPX_OP_PREPARE, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
       check_cuda(launch_prepare(group, plan_, call, stream), "prepare");
-      return context_.checks_handle_mem ? launch_seal(group, call, stream) : cudaSuccess;
+      return context_.checks_handle_mem ? launch_seal(group, call.top_k, call.handle_mem, stream) : cudaSuccess;
     });
   }
   void dispatch(const DispatchCall& call) override {
@@ -132,18 +132,25 @@ private:
       return launch_dispatch(group, plan_, checked(call), registered_range(call.recv_tokens, call), stream);
     });
   }
+  void dispatch_rank_major(const DispatchRankMajorCall& call) override {
+    launch(call.operation, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
+      check_cuda(launch_dispatch_rank_major(group, plan_, call, registered_range(call.recv_tokens, call), stream),
+                 name_of(call.operation));
+      return context_.checks_handle_mem ? launch_seal(group, call.top_k, call.plan, stream) : cudaSuccess;
+    });
+  }
   void combine(const CombineCall& call) override {
-    launch(EPX_OP_COMBINE, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
+    launch(call.operation, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
       return launch_combine(group, plan_, checked(call), stream);
     });
   }
   void combine_bwd(const CombineBwdCall& call) override {
-    launch(EPX_OP_COMBINE_BWD, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
+    launch(call.operation, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
       return launch_combine_bwd(group, plan_, checked(call), registered_range(call.grad_expert_out, call), stream);
     });
   }
   void dispatch_bwd(const DispatchBwdCall& call) override {
-    launch(EPX_OP_DISPATCH_BWD, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
+    launch(call.operation, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
       return launch_dispatch_bwd(group, plan_, checked(call), stream);
     });
   }

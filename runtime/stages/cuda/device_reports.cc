@@ -51,7 +51,7 @@ Event RecordReader::format(const EventRecord& event) const {
   }
   if (v[3] >= 0)
     return plan_mismatch_event(call, event.header.plan_id, static_cast<uint64_t>(v[4]), static_cast<int>(v[3]));
-  const HandleUse use{static_cast<int32_t>(v[0]), static_cast<int32_t>(v[1]), v[2]};
+  const HandleUse use{static_cast<int32_t>(v[0]), static_cast<int32_t>(v[1]), v[2], v[4]};
   const std::string why = why_unusable(event.header, use, context_);
   return unusable_handle_event(call, why.empty() ? why_body_unusable() : why);
 }

@@ -14,6 +14,7 @@ size_t prepare_shared_bytes(int num_experts);
 size_t prepare_scratch_words(int num_experts, int blocks); // LL packets in DeviceGroup::prepare_scratch
 
 std::vector<const void*> scatter_kernels();
+std::vector<const void*> rank_major_kernels(); // launched as those of scatter
 std::vector<const void*> gather_kernels();
 size_t movement_shared_bytes(); // of each block of scatter and gather
 

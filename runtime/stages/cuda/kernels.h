@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of the kernels of the five operations. Each operation is one kernel, launched asynchronously on the stream.
+// Launches of the kernels of the operations. Each operation is one kernel, launched asynchronously on the stream.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,15 +21,18 @@ constexpr RegisteredRange kNotRegistered{-1, 0};
 cudaError_t launch_prepare(const DeviceGroup& group, LaunchPlan& plan, const PrepareCall& call, cudaStream_t stream);
 cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
                             const RegisteredRange& range, cudaStream_t stream);
+cudaError_t launch_dispatch_rank_major(const DeviceGroup& group, LaunchPlan& plan, const DispatchRankMajorCall& call,
+                                       const RegisteredRange& range, cudaStream_t stream);
+// The other calls of the rank-major layout are these on another plan.
 cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,
                                const RegisteredRange& range, cudaStream_t stream);
 cudaError_t launch_combine(const DeviceGroup& group, LaunchPlan& plan, const CombineCall& call, cudaStream_t stream);
 cudaError_t launch_dispatch_bwd(const DeviceGroup& group, LaunchPlan& plan, const DispatchBwdCall& call,
                                 cudaStream_t stream);
 
-// The kernels behind EPX_CHECK_HANDLE_MEM. launch_seal stores the checksum of what prepare has written in the handle header;
-// launch_check verifies it before a movement, which finds the result in DeviceState::checked_header.
-cudaError_t launch_seal(const DeviceGroup& group, const PrepareCall& call, cudaStream_t stream);
+// The kernels behind EPX_CHECK_HANDLE_MEM. launch_seal stores the checksum of what prepare or dispatch_rank_major has written
+// in the handle header; launch_check verifies it before a movement, which finds the result in DeviceState::checked_header.
+cudaError_t launch_seal(const DeviceGroup& group, int top_k, std::byte* handle_mem, cudaStream_t stream);
 cudaError_t launch_check(const DeviceGroup& group, const MovementCall& call, cudaStream_t stream);
 
 // Stores an abort record in the window of every rank, where there is none yet.

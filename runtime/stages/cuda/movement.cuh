@@ -34,6 +34,7 @@ inline MovementParams make_movement_params(const DeviceGroup& group, const WarpR
   descriptor.dtype = call.dtype;
   descriptor.weights = weights;
   descriptor.sidecar_bytes = sidecar_bytes;
+  descriptor.subject = call.is_rank_major() ? call.rows_per_source : 0;
   descriptor.num_tokens = call.num_tokens;
   descriptor.recv_rows = call.recv_rows;
   descriptor.rows_allocation = range.rows_allocation;
@@ -127,6 +128,7 @@ struct TokenSlots {
   WarpList<int32_t> slots;
   int32_t first_slot = -1; // the token's first slot on this rank, live or not; -1: none
   int rank_ordinal = 0;    // the index of this rank among the ranks that the token goes to
+  int32_t token = 0;
 };
 
 // The live slots of one token on this rank on the low-latency path, by k; -1: none.
@@ -138,13 +140,21 @@ struct LlSlots : PerRoute<int32_t> {
   }
 };
 
+// Returns the i-th peer, i < P - 1, that this rank serves at a token: the first one rotates with the token.
+__device__ inline int peer_in_order(const CallSession& call, int64_t token, int i) {
+  const auto peers = static_cast<unsigned>(call.num_ranks() - 1);
+  const int rotated = call.rank() + 1 + static_cast<int>((static_cast<unsigned>(token) + static_cast<unsigned>(i)) % peers);
+  return rotated < call.num_ranks() ? rotated : rotated - call.num_ranks();
+}
+
 // Reports the same events in the same order as the host transport. One thread calls this. It is not inlined; see CallContext.
 __device__ __noinline__ inline void report_events(const CallContext& context, const MovementParams& params,
                                                   const PeerDescriptors& descriptors, bool is_usable) {
   const MovementCall& args = params.call;
   const HandleReader plan(args.handle_mem, params.layout);
   if (!is_usable) {
-    record_event(context, EPX_EVENT_HANDLE_MISMATCH, 1, args.top_k, args.alignment, args.num_tokens, -1, 0, plan.header);
+    record_event(context, EPX_EVENT_HANDLE_MISMATCH, 1, args.top_k, args.alignment, args.num_tokens, -1,
+                 args.rows_per_source, plan.header);
     return;
   }
   const HandleHeader& header = *reinterpret_cast<const HandleHeader*>(args.checked_header);
@@ -156,7 +166,7 @@ __device__ __noinline__ inline void report_events(const CallContext& context, co
   }
   if (args.recv_rows >= header.rows_in_use) return;
   const GroupShape& shape = context.group.context.shape;
-  const HandleLimits limits{shape, args.top_k};
+  const HandleLimits limits{shape, args.top_k, args.num_slots(shape)};
   const int local_experts = ExpertBlocks{shape.num_experts, shape.num_ranks}.num_local_experts(context.rank());
   int64_t beyond = 0;
   HandleLimits::Zone zone{};
@@ -179,7 +189,7 @@ public:
     is_usable_ = (header.magic == kHandleMagic) & (header.checksum == header_checksum(header)) &
                  (header.group_id == params.group.context.group_id) & (header.rank == params.group.context.rank) &
                  (header.top_k == call.top_k) & (header.alignment == call.alignment) &
-                 (header.num_tokens == call.num_tokens);
+                 (header.num_tokens == call.num_tokens) & (header.rows_per_source == call.rows_per_source);
   }
 
   // The kernel calls this before anything else.
@@ -247,8 +257,12 @@ public:
     return limits().rank_ordinal(plan().slot_records[slot].rank_ordinal);
   }
   __device__ int k_of_slot(int32_t slot) const { return limits().k(plan().slot_records[slot].k); }
-  __device__ TokenSlots slots_of(int rank, int64_t token) const {
+  // `index` is a token of the rank; of a rank-major plan it is a row, because that lists only the tokens that came.
+  __device__ TokenSlots slots_of(int rank, int64_t index) const {
+    if (params_.call.is_rank_major()) return slot_of_row(rank, index);
+    const int64_t token = index;
     TokenSlots found;
+    found.token = static_cast<int32_t>(token);
     const int32_t first_slot =
         plan().first_slots[rank * static_cast<int64_t>(params_.group.context.shape.max_tokens_per_rank) + token];
     if (!limits().is_slot(first_slot)) return found;
@@ -258,7 +272,38 @@ public:
       if (chain.slot() < params_.call.recv_rows) found.slots.append(chain.slot());
     return found;
   }
+  // Rank-major: the one slot of a row.
+  __device__ TokenSlots slot_of_row(int rank, int64_t row) const {
+    TokenSlots found;
+    if (row >= tokens_of(rank)) return found;
+    const auto slot = static_cast<int32_t>(rank * params_.call.slots_per_source + row);
+    const SlotRecord record = plan().slot_records[slot];
+    if (!limits().has_origin(record)) return found;
+    found.first_slot = slot;
+    found.rank_ordinal = rank_ordinal_of(record.rank_ordinal);
+    found.token = record.token;
+    found.slots.append(slot);
+    return found;
+  }
+  // Rank-major: returns which k of the row in a slot go to this rank.
+  __device__ uint64_t mask_of_row(int32_t slot) const {
+    if (params_.call.top_k == 1) return 1;
+    const RankMajorMask mask = plan().masks(params_.call.num_slots(params_.group.context.shape))[slot];
+    return mask.low | uint64_t{mask.high} << 32;
+  }
+  // Rank-major: returns a route of this rank with the slot of its row; slot -1: it was not kept, or its rank is not active.
+  __device__ Route kept_route(int64_t token, int k) const {
+    Route route = plan().routes[route_index(token, params_.call.top_k, k)];
+    route.slot = limits().slot_of_kept(route);
+    if (route.slot >= 0 && !is_active(route.rank)) route.slot = -1;
+    return route;
+  }
+  // As slots_of, on the low-latency path.
   __device__ LlSlots ll_slots_of(int rank, int64_t token) const {
+    if (params_.call.is_rank_major()) {
+      const TokenSlots found = slot_of_row(rank, token);
+      return {lane() == 0 && found.token < ll_tokens_ ? found.first_slot : -1, -1};
+    }
     const int32_t* const slots =
         plan().ll_slots + (rank * params_.group.context.layout.ll_tokens + token) * params_.call.top_k;
     const auto live_slot = [&](int k) {
@@ -280,8 +325,9 @@ public:
     return warp.count +
            call_.take_tile(warp.role == WarpRole::send ? state.send_tiles_taken : state.receive_tiles_taken, tiles);
   }
-  // Returns how many tokens of a rank may have slots on this rank.
+  // Returns how many tokens of a rank may have slots on this rank; rank-major: how many rows of it this rank keeps.
   __device__ int64_t tokens_of(int rank) const {
+    if (params_.call.is_rank_major()) return limits().rows(plan().source_rows[rank], params_.call.slots_per_source);
     return is_active(rank) ? call_.descriptors().num_tokens[rank] : params_.group.context.shape.max_tokens_per_rank;
   }
   // Returns the `index`-th token of a peer in the order in which this rank serves its peers: tokens ascend, and the peer that
@@ -297,12 +343,7 @@ public:
     return {peer_in_order(token, static_cast<int>(index - token * peers)), token};
   }
   // Returns the i-th peer, i < P - 1, that this rank serves at a token.
-  __device__ int peer_in_order(int64_t token, int i) const {
-    const auto peers = static_cast<unsigned>(call_.num_ranks() - 1);
-    const int rotated =
-        call_.rank() + 1 + static_cast<int>((static_cast<unsigned>(token) + static_cast<unsigned>(i)) % peers);
-    return rotated < call_.num_ranks() ? rotated : rotated - call_.num_ranks();
-  }
+  __device__ int peer_in_order(int64_t token, int i) const { return cuda::peer_in_order(call_, token, i); }
   // Returns the number of indices that peer_token takes.
   __device__ int64_t num_peer_tokens() const {
     int64_t max_tokens = 0;
@@ -321,7 +362,10 @@ public:
 
 private:
   // The limits are built from the parameters each time, because keeping them would take registers.
-  __device__ HandleLimits limits() const { return {params_.group.context.shape, params_.call.top_k}; }
+  __device__ HandleLimits limits() const {
+    const GroupShape& shape = params_.group.context.shape;
+    return {shape, params_.call.top_k, params_.call.num_slots(shape)};
+  }
 
   __device__ void report() const { report_events(call_.context(), params_, call_.descriptors(), is_usable_); }
 

@@ -37,7 +37,7 @@ public:
     const int64_t allocation = allocations_.require_start(data);
     if (status_.is_healthy()) {
       CallDescriptor fields{};
-      fields.allocation = allocation;
+      fields.subject = allocation;
       try {
         protocol_.begin(EPX_OP_MEM_FREE);
         protocol_.arrive(fields);

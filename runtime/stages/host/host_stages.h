@@ -5,6 +5,7 @@
 #include "runtime/stages/host/gather/gather.h"
 #include "runtime/stages/host/prepare/prepare.h"
 #include "runtime/stages/host/protocol/host_group.h"
+#include "runtime/stages/host/rank_major/rank_major.h"
 #include "runtime/stages/host/scatter/scatter.h"
 #include "runtime/stages/stages.h"
 
@@ -19,6 +20,7 @@ public:
 
   void prepare(const PrepareCall& call) override { host::prepare(group_, call); }
   void dispatch(const DispatchCall& call) override { host::dispatch(group_, call); }
+  void dispatch_rank_major(const DispatchRankMajorCall& call) override { host::dispatch_rank_major(group_, call); }
   void combine(const CombineCall& call) override { host::combine(group_, call); }
   void combine_bwd(const CombineBwdCall& call) override { host::combine_bwd(group_, call); }
   void dispatch_bwd(const DispatchBwdCall& call) override { host::dispatch_bwd(group_, call); }

@@ -15,7 +15,7 @@ namespace {
 // Returns why this call cannot use its handle memory; "" when it can.
 std::string why_handle_unusable(const GroupContext& context, const MovementCall& call, const HandleHeader& header,
                                 const HandleLayout& layout) {
-  std::string why = why_unusable(header, {call.top_k, call.alignment, call.num_tokens}, context);
+  std::string why = why_unusable(header, {call.top_k, call.alignment, call.num_tokens, call.rows_per_source}, context);
   if (why.empty() && context.checks_handle_mem &&
       body_checksum(call.handle_mem, header, layout, context) != header.body_checksum)
     why = why_body_unusable();
@@ -25,17 +25,15 @@ std::string why_handle_unusable(const GroupContext& context, const MovementCall&
 // Reports the routes of this rank whose slot is at or above N.
 void report_rows_beyond(const Movement& movement) {
   const HostGroup& group = movement.group;
-  const HandleReader& plan = movement.plan;
   const int64_t recv_rows = movement.call.recv_rows;
-  const int num_local_experts = group.experts.num_local_experts(group.window.rank);
   int64_t beyond = 0;
   HandleLimits::Zone zone{};
-  for (int expert = 0; expert < num_local_experts; ++expert) {
-    zone = movement.limits.zone(plan.zone_begin, plan.zone_rows, expert, zone.end);
+  for (int index = 0; index < movement.num_zones(); ++index) {
+    zone = movement.zone(index, zone.end);
     beyond += std::max<int64_t>(0, zone.end_of_rows - std::max(recv_rows, zone.begin));
   }
   if (beyond == 0) return;
-  group.status.record(too_few_rows_event(group.protocol.name(), beyond, recv_rows, plan.header->rows_in_use));
+  group.status.record(too_few_rows_event(group.protocol.name(), beyond, recv_rows, movement.plan.header->rows_in_use));
 }
 
 // Returns the address of the rows that the descriptor of `rank` names; NULL where they lie in no allocation of the group.
@@ -49,7 +47,8 @@ std::byte* registered_address(const HostGroup& group, int rank, const Allocation
   return group.allocations.peer_address(rank, place);
 }
 
-// Finds each peer's receive rows and weights in registered memory; NULL where they are not in any.
+} // namespace
+
 void find_rows(HostGroup& group, const MovementCall& call) {
   for (int rank = 0; rank < group.window.num_ranks; ++rank) {
     const CallDescriptor& descriptor = group.protocol.descriptor_of(rank);
@@ -60,8 +59,6 @@ void find_rows(HostGroup& group, const MovementCall& call) {
         group, rank, {descriptor.weights_allocation, descriptor.weights_offset}, descriptor.recv_rows, sizeof(float)));
   }
 }
-
-} // namespace
 
 CallDescriptor make_descriptor(const HostGroup& group, const MovementCall& call, const std::byte* rows,
                                const float* weights) {
@@ -86,12 +83,14 @@ Movement begin_movement(HostGroup& group, const MovementCall& call, CallDescript
   const HandleReader plan(call.handle_mem, layout);
   const std::string why = why_handle_unusable(group.context, call, *plan.header, layout);
   const bool usable = why.empty();
-  const Movement movement{group, call, plan, HandleLimits(group.context.shape, call.top_k), usable};
+  const Movement movement{group, call, plan,
+                          HandleLimits(group.context.shape, call.top_k, call.num_slots(group.context.shape)), usable};
 
   descriptor.top_k = call.top_k;
   descriptor.alignment = call.alignment;
   descriptor.hidden = call.hidden;
   descriptor.dtype = call.dtype;
+  if (call.is_rank_major()) descriptor.subject = call.rows_per_source;
   descriptor.plan_id = usable ? plan.header->plan_id : 0;
   descriptor.recv_rows = call.recv_rows;
   group.protocol.begin(call.operation);

@@ -33,6 +33,18 @@ struct Movement {
     return limits.is_route(route) && is_active(route.rank) &&
            route.slot < group.protocol.descriptor_of(route.rank).recv_rows;
   }
+  // Rank-major: returns how many rows of a source this rank keeps.
+  int64_t rows_of_source(int source) const { return limits.rows(plan.source_rows[source], call.slots_per_source); }
+  // Return the zones of this rank's slots, and the slots of each. Those of a rank-major plan are its source ranks, and have no
+  // pads. `from` is the end of the zone before this one.
+  int num_zones() const {
+    return call.is_rank_major() ? group.window.num_ranks : group.experts.num_local_experts(group.window.rank);
+  }
+  HandleLimits::Zone zone(int index, int64_t from) const {
+    if (!call.is_rank_major()) return limits.zone(plan.zone_begin, plan.zone_rows, index, from);
+    const int64_t begin = index * call.slots_per_source;
+    return {begin, begin + rows_of_source(index), begin + rows_of_source(index)};
+  }
   // Return a rank's receive rows and weights in registered memory; NULL where they are not in any.
   std::byte* rows_of(int rank) const { return group.scratch.rows_base[static_cast<size_t>(rank)]; }
   const float* weights_of(int rank) const { return group.scratch.weights_base[static_cast<size_t>(rank)]; }
@@ -42,6 +54,9 @@ struct Movement {
 // any: peers access those in place.
 CallDescriptor make_descriptor(const HostGroup& group, const MovementCall& call, const std::byte* rows,
                                const float* weights);
+
+// Finds each peer's receive rows and weights in registered memory; NULL where they are not in any.
+void find_rows(HostGroup& group, const MovementCall& call);
 
 // Begins the call and passes its entry barrier, with a descriptor whose other fields this fills in. The group and the call must
 // outlive the Movement.

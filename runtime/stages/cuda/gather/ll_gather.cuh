@@ -64,8 +64,8 @@ private:
     return static_cast<int>(min(row_bytes_ - static_cast<int64_t>(chunk) * kLlChunkBytes, int64_t{kLlChunkBytes}));
   }
   __device__ LlChunk load_slot(int64_t slot, uint32_t chunk) const {
-    return load_chunk<kUnaligned>(params_.rows + slot * row_bytes_ + static_cast<int64_t>(chunk) * kLlChunkBytes,
-                                  bytes_of(chunk));
+    return load_chunk<kUnaligned>(
+        params_.rows + args_.row_of_slot(slot) * row_bytes_ + static_cast<int64_t>(chunk) * kLlChunkBytes, bytes_of(chunk));
   }
   // Sums the rows of `slots`, of which there is at least one, in k order, and rounds once.
   __device__ LlChunk sum_slots(const LlSlots& slots, uint32_t chunk) const {
@@ -83,15 +83,30 @@ private:
     return sum.rounded();
   }
 
-  __device__ void send_chunk_of(int home, int64_t token, uint32_t chunk) const {
-    const LlSlots slots = movement_.ll_slots_of(home, token);
+  // `index`: see Movement::slots_of.
+  __device__ void send_chunk_of(int home, int64_t index, uint32_t chunk) const {
+    const LlSlots slots = movement_.ll_slots_of(home, index);
     if (slots.live == 0) return;
-    const int rank_ordinal = movement_.rank_ordinal_of_slot(slots[lowest_bit(slots.live)]);
+    const int32_t first_slot = slots[lowest_bit(slots.live)];
+    const int64_t token = args_.is_rank_major() ? movement_.plan().slot_records[first_slot].token : index;
+    const int rank_ordinal = movement_.rank_ordinal_of_slot(first_slot);
     send_chunk(staged_chunk(home, token, rank_ordinal, chunk), bytes_of(chunk), sum_slots(slots, chunk), call_.epoch());
-    if (chunk == 0 && params_.carried_weights != nullptr)
+    if (chunk != 0 || params_.carried_weights == nullptr) return;
+    if (args_.is_rank_major())
+      send_row_weights(home, token, first_slot);
+    else
       for (int first = 0; first < args_.top_k; first += kWarp)
         if (const int32_t slot = slots.own(first); slot >= 0)
           send_weight(staged_weight(home, token, first + lane()), params_.carried_weights[slot], call_.epoch());
+  }
+
+  // Rank-major: sends the weights of the row's routes to this rank.
+  __device__ void send_row_weights(int home, int64_t token, int32_t slot) const {
+    const uint64_t mask = movement_.mask_of_row(slot);
+    for (int k = lane(); k < args_.top_k; k += kWarp)
+      if ((mask >> k & 1) != 0)
+        send_weight(staged_weight(home, token, k), params_.carried_weights[args_.row_of_slot(slot) * args_.top_k + k],
+                    call_.epoch());
   }
 
   // Adds up the ranks' partial sums, this rank's among them, in ascending rank order. Returns false when the group has failed.
@@ -116,7 +131,8 @@ private:
     }
     store_chunk<kUnaligned>(params_.out + token * row_bytes_ + static_cast<int64_t>(chunk) * kLlChunkBytes, bytes,
                             sum.rounded());
-    return chunk != 0 || params_.carried_out == nullptr || collect_weights(token, routes, routes.mask_of(is_live));
+    if (chunk != 0 || params_.carried_out == nullptr) return true;
+    return args_.is_rank_major() ? collect_row_weights(token) : collect_weights(token, routes, routes.mask_of(is_live));
   }
 
   // Returns false, in all lanes, when the group has failed.
@@ -132,6 +148,20 @@ private:
       } else if ((live >> k & 1) != 0 && ok) {
         ok = receive_weight(call_, staged_weight(call_.rank(), token, k), route.rank, weight);
       }
+      if (ok) params_.carried_out[route_index(token, args_.top_k, k)] = weight;
+    }
+    return __all_sync(~0u, ok ? 1 : 0) != 0;
+  }
+
+  __device__ bool collect_row_weights(int64_t token) const {
+    bool ok = true;
+    for (int k = lane(); k < args_.top_k; k += kWarp) {
+      const Route route = movement_.kept_route(token, k);
+      float weight = 0.0f;
+      if (route.slot >= 0 && route.rank == call_.rank())
+        weight = params_.carried_weights[args_.row_of_slot(route.slot) * args_.top_k + k];
+      else if (route.slot >= 0 && ok)
+        ok = receive_weight(call_, staged_weight(call_.rank(), token, k), route.rank, weight);
       if (ok) params_.carried_out[route_index(token, args_.top_k, k)] = weight;
     }
     return __all_sync(~0u, ok ? 1 : 0) != 0;

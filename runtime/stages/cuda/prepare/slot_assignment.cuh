@@ -211,6 +211,7 @@ __device__ __forceinline__ void deliver_totals(const PrepareContext& c, int32_t 
     header.alignment = c.args.alignment;
     header.rank = c.call.rank();
     header.ll_tokens = ll_tokens;
+    header.rows_per_source = kExpertMajor;
     header.checksum = header_checksum(header);
     *c.plan.header = header;
     c.plan.zone_begin[num_local] = static_cast<int32_t>(header.rows_in_use);

@@ -90,7 +90,7 @@ struct CombineBwd {
   static constexpr bool clears_pads() { return true; }
   __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float) const {
     const bool is_slot = slot >= 0;
-    std::byte* const to = is_slot ? call.grad_expert_out + slot * row_bytes : nullptr;
+    std::byte* const to = is_slot ? call.grad_expert_out + call.row_of_slot(slot) * row_bytes : nullptr;
     const auto* const row = reinterpret_cast<const T*>(source_row.row);
     const float factor = is_slot && call.recv_weights != nullptr ? call.recv_weights[slot] : 1.0f;
     if (call.grad_recv_weights != nullptr) // slots descend: the first may alias the source row, and is overwritten last
@@ -186,7 +186,7 @@ public:
       Movement::PeerToken from{call_.rank(), tile};
       if (tile >= own) from = movement_.peer_token(static_cast<uint32_t>(tile - own));
       if (from.token >= movement_.tokens_of(from.rank)) continue;
-      if (!receive_token(from.rank, from.token, movement_.slots_of(from.rank, from.token))) break;
+      if (!receive_token(from.rank, movement_.slots_of(from.rank, from.token))) break;
     }
     pipeline_.finish();
   }
@@ -252,8 +252,9 @@ private:
     Epoch* ready_flag = nullptr;
     if (first_live >= 0) {
       const int64_t staging = staging_row(call_.rank(), token, first_slot);
-      row = movement_.has_registered_rows(peer) ? movement_.rows_of(peer) + first_live * row_bytes
-                                                : staged_row(peer, staging);
+      row = movement_.has_registered_rows(peer)
+                ? movement_.rows_of(peer) + operation_.call.row_of_slot(first_live) * row_bytes
+                : staged_row(peer, staging);
       if (sidecar_bytes > 0) sidecar = staged_sidecar(peer, staging);
       ready_flag = ready_flag_at(peer, call_.rank(), token);
     }
@@ -271,7 +272,8 @@ private:
   }
 
   // Stores one token into its slots here. Returns false when the group has failed.
-  __device__ bool receive_token(int source, int64_t token, const TokenSlots& found) const {
+  __device__ bool receive_token(int source, const TokenSlots& found) const {
+    const int64_t token = found.token;
     const int rank = call_.rank();
     const int64_t row_bytes = operation_.row_bytes;
     const WarpList<int32_t>& slots = found.slots;
@@ -279,7 +281,7 @@ private:
     if (source != rank && !movement_.is_active(source)) {
       for (int i = 0; i < slots.size(); ++i) {
         const int32_t slot = slots[i];
-        zero_row(operation_.rows() + slot * row_bytes, row_bytes);
+        zero_row(operation_.rows() + operation_.call.row_of_slot(slot) * row_bytes, row_bytes);
         operation_.clear_weight_and_sidecar(lane() == 0 ? slot : -1);
       }
       return true;
@@ -295,7 +297,8 @@ private:
       __syncwarp(); // all lanes see what lane 0 has acquired: a vote orders no memory
       const int32_t first_live = slots[0];
       const bool in_place = movement_.has_registered_rows(rank);
-      source_row = {in_place ? operation_.rows() + first_live * row_bytes : staged_row(rank, staging),
+      source_row = {in_place ? operation_.rows() + operation_.call.row_of_slot(first_live) * row_bytes
+                             : staged_row(rank, staging),
                     staged_sidecar(rank, staging), in_place ? first_live : -1};
     }
     for (int first = slots.size() > kWarp ? kWarp : 0; first >= 0;

@@ -15,6 +15,7 @@
 
 #include "runtime/stages/host/gather/row_sums.h"
 #include "runtime/stages/host/movement.h"
+#include "runtime/stages/host/rank_major/rank_major.h"
 #include "runtime/stages/host/rows/float_environment.h"
 
 namespace epx::host {
@@ -45,7 +46,7 @@ void send_partials_home(const Movement& movement, const GatherTensors& tensors) 
     for (SlotChain chain(movement.limits, plan.slot_records, static_cast<int32_t>(first_slot)); chain.has_slot();
          chain.advance())
       if (const int64_t slot = chain.slot(); slot < call.recv_rows)
-        partial.add(tensors.rows + slot * bytes, weighted ? tensors.row_weights[slot] : 1.0f);
+        partial.add(tensors.rows + call.row_of_slot(slot) * bytes, weighted ? tensors.row_weights[slot] : 1.0f);
     if (partial.num_rows > 0) sums.submit_next();
   }
   sums.finish();
@@ -139,7 +140,7 @@ void sum_in_place(const Movement& movement, const GatherTensors& tensors) {
   sum_tokens(call, tensors, weighted, [&](RowSum& sum, int64_t token) {
     const Route* routes = movement.plan.routes + token * call.top_k;
     const auto add = [&](const Route& route) {
-      sum.add(movement.rows_of(route.rank) + route.slot * bytes,
+      sum.add(movement.rows_of(route.rank) + call.row_of_slot(route.slot) * bytes,
               weighted ? movement.weights_of(route.rank)[route.slot] : 1.0f);
     };
     uint64_t partials = 0; // one bit for each rank that has rows, by rank ordinal, which ascends with the rank
@@ -177,12 +178,18 @@ void gather(HostGroup& group, const MovementCall& call, const GatherTensors& ten
       send_routes_home(movement, tensors);
     else
       send_partials_home(movement, tensors);
-    if (tensors.carried_weights != nullptr) send_weights_home(movement, tensors.carried_weights);
+    if (tensors.carried_weights != nullptr && call.is_rank_major())
+      send_rank_major_weights_home(movement, tensors.carried_weights);
+    else if (tensors.carried_weights != nullptr)
+      send_weights_home(movement, tensors.carried_weights);
   }
   group.protocol.complete(); // after it all staged rows are here, and all rows that are read in place have been read
   if (!movement.takes_part) return;
   if (!are_registered) sum_at_home(movement, tensors);
-  if (tensors.carried_out != nullptr) collect_weights_at_home(movement, tensors);
+  if (tensors.carried_out != nullptr && call.is_rank_major())
+    collect_rank_major_weights(movement, tensors.carried_out);
+  else if (tensors.carried_out != nullptr)
+    collect_weights_at_home(movement, tensors);
 }
 
 } // namespace

@@ -241,6 +241,7 @@ void prepare(HostGroup& group, const PrepareCall& call) {
   header.top_k = call.top_k;
   header.alignment = call.alignment;
   header.rank = group.window.rank;
+  header.rows_per_source = kExpertMajor;
   header.checksum = header_checksum(header);
   if (group.context.checks_handle_mem) header.body_checksum = body_checksum(call.handle_mem, header, layout, group.context);
   *plan.header = header;

@@ -111,7 +111,7 @@ void CallProtocol::require_not_aborted() {
 void CallProtocol::require_sound_descriptors() {
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
     const CallDescriptor& descriptor = descriptor_of(peer);
-    if (descriptor.operation < EPX_OP_PREPARE || descriptor.operation > EPX_OP_MEM_FREE)
+    if (descriptor.operation < EPX_OP_PREPARE || descriptor.operation > kLastOperation)
       fail_as_damaged(fmt::format("rank {} seems to make operation {}", peer, descriptor.operation));
     if (descriptor.recv_rows < 0)
       fail_as_damaged(fmt::format("rank {} seems to have {} receive rows", peer, descriptor.recv_rows));

@@ -52,7 +52,7 @@ void send_token(const Movement& movement, const ScatterInput& input, int64_t tok
     if (!movement.is_live(route)) continue;
 
     std::byte* in_place = movement.rows_of(route.rank);
-    if (in_place != nullptr) std::memcpy(in_place + route.slot * bytes, row, static_cast<size_t>(bytes));
+    if (in_place != nullptr) std::memcpy(in_place + call.row_of_slot(route.slot) * bytes, row, static_cast<size_t>(bytes));
     if ((staged & bit) == 0) {
       staged |= bit;
       const int64_t staging_row = scatter_staging_row(layout, shape, window.rank, token, first_slot[rank_ordinal]);
@@ -85,10 +85,9 @@ void receive_rows(const Movement& movement, const Receiver& receiver) {
   const int64_t bytes = row_bytes(call);
   const std::byte* own_rows = movement.rows_of(window.rank);
   const auto* weights = window.local<float>(layout.scatter_weights.offset);
-  const int num_local_experts = movement.group.experts.num_local_experts(window.rank);
   HandleLimits::Zone zone{};
-  for (int expert = 0; expert < num_local_experts; ++expert) {
-    zone = movement.limits.zone(plan.zone_begin, plan.zone_rows, expert, zone.end);
+  for (int index = 0; index < movement.num_zones(); ++index) {
+    zone = movement.zone(index, zone.end);
     for (int64_t first_slot = zone.begin; first_slot < zone.end_of_rows; ++first_slot) {
       const SlotRecord& record = plan.slot_records[first_slot];
       if (record.first == 0) continue; // the chain of its token reaches this slot
@@ -104,7 +103,7 @@ void receive_rows(const Movement& movement, const Receiver& receiver) {
           receiver.zero(slot);
           continue;
         }
-        const std::byte* row = own_rows != nullptr ? own_rows + slot * bytes : staged_row;
+        const std::byte* row = own_rows != nullptr ? own_rows + call.row_of_slot(slot) * bytes : staged_row;
         receiver.store(ReceivedRow{slot, row, sidecar, weights[slot]});
       }
     }
@@ -153,7 +152,7 @@ struct CombineBwdReceiver {
   static constexpr bool clears_pads() { return true; }
 
   void store(const ReceivedRow& received) const {
-    std::byte* grad = call.grad_expert_out + received.slot * row_bytes;
+    std::byte* grad = call.grad_expert_out + call.row_of_slot(received.slot) * row_bytes;
     if (call.grad_recv_weights != nullptr) // the dot product needs the row before it is scaled in place
       call.grad_recv_weights[received.slot] =
           kernels.dot(call.dtype, received.row, call.expert_out + received.slot * row_bytes, call.hidden);
@@ -164,7 +163,7 @@ struct CombineBwdReceiver {
   }
 
   void zero(int64_t slot) const {
-    std::memset(call.grad_expert_out + slot * row_bytes, 0, static_cast<size_t>(row_bytes));
+    std::memset(call.grad_expert_out + call.row_of_slot(slot) * row_bytes, 0, static_cast<size_t>(row_bytes));
     if (call.grad_recv_weights != nullptr) call.grad_recv_weights[slot] = 0.0f;
   }
 };

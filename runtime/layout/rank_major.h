@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// A rank-major plan gives each (token, rank) one slot: source * slots_per_source + row, where the source has at most
+// slots_per_source rows, min(M, max_tokens_per_rank). A plan of that kind is a plan with one route for each (token, rank), so
+// that the movements of the expert-major layout serve it; the other routes of the token to the rank are in RankMajorMask.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "runtime/layout/slots.h"
+#include "runtime/layout/window_layout.h"
+
+namespace epx {
+
+constexpr int64_t kExpertMajor = -1; // takes the place of M in the expert-major layout
+constexpr int64_t slots_per_source(const GroupShape& shape, int64_t rows_per_source) {
+  return rows_per_source < shape.max_tokens_per_rank ? rows_per_source : shape.max_tokens_per_rank;
+}
+// A route whose row an earlier k of the token to the same rank has already got the slot of has this in Route::slot; the
+// function is its own inverse.
+constexpr int32_t merged_slot(int32_t slot) {
+  return -2 - slot;
+}
+// Returns the slot of a route that was kept, merged or not; else a negative number.
+constexpr int32_t slot_of_kept(int32_t slot) {
+  return slot < -1 ? merged_slot(slot) : slot;
+}
+
+// Says which k of a row's token go to this rank. It takes the place of a SlotRecord, behind those of all slots; plans of top-1
+// have none, as it would be 1.
+struct RankMajorMask {
+  uint32_t low, high; // bits of k
+  uint32_t unused;
+};
+static_assert(sizeof(RankMajorMask) == sizeof(SlotRecord));
+
+// A source rank stores this on the exchange board of each receiver: how many tokens it has for it, and how many routes those
+// have that lie at or above M. Kernels store the same numbers in an LlPacket16, of which there are two, by parity of the call.
+struct RankMajorCounts {
+  int64_t rows;
+  int64_t dropped_routes;
+};
+static_assert(2 * sizeof(LlPacket16) <= kExchangeRecordBytes && sizeof(RankMajorCounts) <= kExchangeRecordBytes);
+
+// The token, and the ordinal of a rank among those that it goes to, of a row of gather staging: the inverse of
+// partial_staging_row().
+struct PartialRow {
+  int32_t token;
+  int32_t rank_ordinal;
+};
+
+constexpr PartialRow partial_row_at(const GroupShape& shape, int32_t staging_row, int top_k) {
+  const int ranks = top_k < shape.num_ranks ? top_k : shape.num_ranks;
+  return {staging_row / ranks, staging_row % ranks};
+}
+
+// This travels for each (row, k) of dispatch_rank_major beside the row, in the place of slot records. It comes behind the row's
+// ready flag, but has an epoch where an LlSlotRecord has one, since a later prepare waits for that.
+struct alignas(16) RankMajorRoute {
+  int32_t expert;      // local on the receiver; -1: the route is masked or goes to another rank
+  float weight;        // 0 where weights do not travel
+  int32_t partial_row; // partial_staging_row() of the row's token
+  Epoch epoch;         // of the call; kernels only
+};
+static_assert(sizeof(RankMajorRoute) == sizeof(LlSlotRecord) &&
+              offsetof(RankMajorRoute, epoch) == offsetof(LlSlotRecord, epoch));
+
+// Returns the index of a slot's routes [K] in the receiver's staging.
+constexpr int64_t rank_major_route(int64_t slot, int top_k) {
+  return slot * top_k;
+}
+
+// On the low-latency path this travels for each (row, k) in an LL packet of gathered_routes. Kernels have fewer experts than an
+// int16 can number, and partial rows of so few tokens are less than 2^15.
+constexpr int32_t pack_ll_route(int32_t expert, int32_t partial_row) {
+  return (expert + 1) | partial_row << 16;
+}
+constexpr RankMajorRoute unpack_ll_route(int32_t packed) {
+  return {(packed & 0xffff) - 1, 0.0f, packed >> 16 & 0x7fff, 0};
+}
+static_assert(kMaxLlTokens * kMaxTopK <= 0x8000);
+
+} // namespace epx

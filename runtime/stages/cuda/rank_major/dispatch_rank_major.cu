@@ -1,0 +1,682 @@
+// SPDX-License-Identifier: Apache-2.0
+// dispatch_rank_major: each token goes once to each rank that it has a route to, at the row that is the number of earlier
+// tokens of this rank that go there. One kernel makes the plan and moves the rows; no rank waits for another one before it
+// sends, but for the entry barrier. The plan is one of the movements (runtime/layout/rank_major.h), which do the rest.
+//
+// Each source chooses its path by its own number of tokens, which its descriptor tells the receivers, so that paths mix.
+//
+//   step     warps    do                                                          wait for
+//   assign   all      give the tokens of the block's range their rows; the last   barriers of the block
+//                     sending block stores how many there are for each rank on
+//                     that rank's exchange board (row_assignment.cuh)
+//   LL send  all      low-latency path: store chunks of rows, their routes and    nothing
+//                     weights as LL packets into the staging of each peer, and
+//                     those that stay here into the outputs
+//   entry    all      the entry barrier
+//   send     send     high-throughput path: store each row once to each rank      a free cell of the signal warp
+//                     that it goes to, into its place there when the receive
+//                     rows lie in an allocation of the group, else into staging;
+//                     routes and weights beside it
+//   signal   signal   store ready flags for the send warps of their CTA           the CTA's pending flags
+//                     (signal_warp.cuh)
+//   receive  receive  store a peer's rows, routes and weights into the outputs,   the peer's counts; then its LL packets,
+//                     and the plan into the handle memory                         or the row's ready flag
+//   report   one      store the counts, the header and what was dropped           the counts of all ranks
+//
+// A rank that takes the low-latency path sends with all warps, and then receives with all warps. A row and its ready flag are
+// ordered as in scatter.cu. Staging is used as by scatter: rows, sidecars and ready flags by (source, row) instead of (source,
+// token), and the routes of the high-throughput path in the place of slot records, which a prepare has read before.
+#include "runtime/stages/cuda/kernels.h"
+
+#include "base/device/launch.h"
+#include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/movement.cuh"
+#include "runtime/stages/cuda/rank_major/row_assignment.cuh"
+#include "runtime/stages/cuda/rows/ll_row.cuh"
+#include "runtime/stages/cuda/rows/rows.cuh"
+#include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
+#include "runtime/stages/cuda/scatter/signal_warp.cuh"
+
+namespace epx::cuda {
+namespace {
+
+struct RankMajorParams : MovementParams {
+  DispatchRankMajorCall args;
+  ExpertRanks experts;
+};
+
+struct BadRouteTotals {
+  int32_t number;
+  unsigned first_inverted; // ~ of the first bad route, so that atomicMax finds it
+};
+
+// The work of one block. What it needs of shared memory before the entry barrier lies in that of the TMA row pipelines, which
+// are made behind it.
+class RankMajorDispatch {
+  struct Range {
+    uint32_t begin, end;
+  };
+  // Says where a chunk of a row or of its sidecar lies, on the low-latency path.
+  struct ChunkRange {
+    uint32_t chunk; // index in staging
+    bool is_sidecar;
+    int64_t row_bytes;
+    int64_t first; // byte of the row or sidecar
+    int bytes;
+  };
+
+public:
+  __device__ explicit RankMajorDispatch(const RankMajorParams& params)
+      : params_(params), group_(params.group), args_(params.args), layout_(params.group.context.layout),
+        call_(params.group, EPX_OP_DISPATCH_RANK_MAJOR), plan_(args_.plan, params.layout),
+        row_bytes_(row_bytes(args_.dtype, args_.hidden)), row_chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
+        chunks_(row_chunks_ + static_cast<uint32_t>(ll_chunks_of(args_.sidecar_bytes))),
+        is_ll_(takes_ll_path(args_.num_tokens)) {
+    const auto tokens = static_cast<uint32_t>(args_.num_tokens);
+    tiles_ = part_of(is_ll_ ? tokens * chunks_ : tokens);
+    if (!is_ll_)
+      tokens_ = tiles_;
+    else if (tiles_.begin < tiles_.end)
+      tokens_ = {tiles_.begin / chunks_, (tiles_.end - 1) / chunks_ + 1};
+    else
+      tokens_ = {tokens, tokens};
+  }
+
+  __device__ const CallSession& call() const { return call_; }
+  // Returns whether this rank sends by the low-latency path.
+  __device__ bool is_ll() const { return is_ll_; }
+
+  // Gives the tokens of the block's range their rows, and tells the receivers how many there are. All threads of the block call
+  // this before the entry barrier; it ends with a barrier.
+  __device__ void assign_rows() const {
+    if (!has_last_token() && tokens_.begin == tokens_.end) return;
+    __shared__ BadRouteTotals bad;
+    RowAssignmentShared& shared = *dynamic_shared_memory<RowAssignmentShared>();
+    RowAssignment assignment(args_, params_.experts, call_.num_ranks(), shared);
+    if (threadIdx.x == 0) bad = {0, 0};
+    assignment.clear();
+    __syncthreads();
+    assignment.count(tokens_.begin);
+    __syncthreads();
+    assignment.assign(tokens_.begin, tokens_.end, call_.rank(), [&](uint32_t token, int k, const Route& route) {
+      if (is_ll_) ll_routes(token)[k] = route;
+      if (!is_ll_ || token * chunks_ >= tiles_.begin) plan_.routes[route_index(token, args_.top_k, k)] = route;
+    });
+    if (!has_last_token()) return;
+    if (const RowAssignment::BadRoutes found = assignment.bad_routes(); found.number > 0) {
+      atomicAdd(&bad.number, found.number);
+      atomicMax(&bad.first_inverted, ~found.first);
+    }
+    publish_counts(assignment, shared);
+    __syncthreads();
+    if (threadIdx.x == 0 && bad.number > 0) report_bad_routes(bad);
+  }
+
+  // The low-latency path of a sender; it waits for nobody.
+  template <bool kUnaligned>
+  __device__ void send_ll() const {
+#pragma unroll 1
+    for (uint32_t tile = tiles_.begin + threadIdx.x / kWarp; tile < tiles_.end; tile += kMovementWarps) {
+      const uint32_t token = tile / chunks_;
+      const ChunkRange range = range_at(tile - token * chunks_);
+      const LlChunk chunk = load_chunk<kUnaligned>(source_of(range) + token * range.row_bytes + range.first, range.bytes);
+      const PerRoute<Route> routes = routes_of(ll_routes(token));
+      for_each_destination(token, routes, [&](int rank, int32_t slot, int32_t) {
+        if (rank == call_.rank())
+          store_chunk<kUnaligned>(row_data(range, slot), range.bytes, chunk);
+        else
+          send_chunk(staged_chunk(rank, call_.rank(), row_of(call_.rank(), slot), range), range.bytes, chunk,
+                     call_.epoch());
+      });
+      if (range.chunk == 0) send_routes(token, routes);
+    }
+  }
+
+  // ---- Behind the entry barrier ----
+
+  // A CTA with send warps has one signal warp, the last one, whose cells lie in the shared memory of its pipeline, as in
+  // scatter. It clears them before the barrier.
+  __device__ SignalWarp signal_warp() const {
+    std::byte* const shared = dynamic_shared_memory<std::byte>() + (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes;
+    return {shared, params_.role_counts.sender_warps, min(call_.num_ranks() - 1, kWarp)};
+  }
+
+  // The high-throughput path of a sender: one of the block's `warps` send warps sends every `warps`-th token of the range.
+  __device__ void send(TmaRowPipeline& pipeline, int warps) {
+#pragma unroll 1
+    for (uint32_t token = tokens_.begin + threadIdx.x / kWarp; token < tokens_.end; token += static_cast<uint32_t>(warps))
+      send_token(pipeline, token);
+    finish_row(pipeline);
+    if (call_.num_ranks() > 1) signal_warp().close();
+  }
+
+  // A warp that receives or reports calls this first: it learns how many rows each rank has for this one. Returns false when
+  // the group has failed.
+  __device__ bool wait_for_counts() {
+    bool ok = true;
+    for (int first = 0; first < call_.num_ranks(); first += kWarp) {
+      const int source = first + lane();
+      if (source >= call_.num_ranks() || !ok) continue;
+      LlPacket16& counts = first == 0 ? low_counts_ : high_counts_;
+      ok = call_.wait_for_packet(board_at(call_.rank(), source), counts, source);
+    }
+    return __all_sync(~0u, ok ? 1 : 0) != 0;
+  }
+
+  // Stores the peers' rows into the outputs, and their records into the plan.
+  template <bool kUnaligned>
+  __device__ void receive(TmaRowPipeline& pipeline, const WarpAssignment& warp) const {
+    int32_t ll_rows = 0, rows = 0; // of the peer that has the most, by path
+#pragma unroll 1
+    for (int source = 0; source < call_.num_ranks(); ++source)
+      if (source != call_.rank()) {
+        int32_t& most = is_ll_source(source) ? ll_rows : rows;
+        most = max(most, rows_of(source));
+      }
+    const auto peers = static_cast<uint32_t>(call_.num_ranks() - 1);
+    const uint32_t ll_tiles = static_cast<uint32_t>(ll_rows) * peers * chunks_;
+#pragma unroll 1
+    for (auto tile = static_cast<uint32_t>(warp.index); tile < ll_tiles; tile += static_cast<uint32_t>(warp.count)) {
+      const uint32_t index = tile / chunks_;
+      const auto row = static_cast<int32_t>(index / peers);
+      const int source = peer_in_order(call_, row, static_cast<int>(index - static_cast<uint32_t>(row) * peers));
+      if (!is_ll_source(source) || row >= rows_of(source)) continue;
+      if (!receive_chunk<kUnaligned>(source, row, range_at(tile - index * chunks_))) return;
+    }
+    const int64_t tiles = static_cast<int64_t>(rows) * peers;
+#pragma unroll 1
+    for (int64_t tile = warp.index; tile < tiles;
+         tile = warp.count + call_.take_tile(group_.state->receive_tiles_taken, tiles)) {
+      const auto row = static_cast<int32_t>(static_cast<uint32_t>(tile) / peers);
+      const int source =
+          peer_in_order(call_, row, static_cast<int>(static_cast<uint32_t>(tile) - static_cast<uint32_t>(row) * peers));
+      if (is_ll_source(source) || row >= rows_of(source)) continue;
+      if (!receive_row(pipeline, source, row)) break;
+    }
+    pipeline.finish();
+  }
+
+  // One warp stores what concerns all rows.
+  __device__ void report() const {
+    int64_t dropped = 0;
+    int32_t most_rows = 0;
+    for (int first = 0; first < call_.num_ranks(); first += kWarp) {
+      const int source = first + lane();
+      const LlPacket16& counts = first == 0 ? low_counts_ : high_counts_;
+      const int32_t rows = rows_of_own_lane(first);
+      if (source >= call_.num_ranks()) continue;
+      plan_.source_rows[source] = rows;
+      store_integer(args_.counts, args_.counts_are_64, source, rows);
+      dropped += counts.values[1];
+      most_rows = max(most_rows, static_cast<int32_t>(counts.values[0]));
+    }
+    for (int distance = 1; distance < kWarp; distance *= 2)
+      dropped += __shfl_xor_sync(~0u, dropped, distance);
+    most_rows = static_cast<int32_t>(__reduce_max_sync(~0u, static_cast<unsigned>(most_rows)));
+    if (lane() == 0) {
+      store_header();
+      if (dropped > 0)
+        record_event(call_.context(), EPX_EVENT_TOO_FEW_ROWS, dropped, dropped, args_.rows_per_source, most_rows);
+    }
+    if (group_.context.checks_handle_mem) store_pad_records();
+  }
+
+private:
+  // ---- The block's part of the tokens ----
+
+  __device__ int num_sending_blocks() const {
+    return is_ll_ || call_.num_ranks() == 1 ? static_cast<int>(gridDim.x) : params_.role_counts.sender_blocks;
+  }
+  __device__ bool has_last_token() const {
+    return static_cast<int>(blockIdx.x) == num_sending_blocks() - 1;
+  }
+  __device__ Range part_of(uint32_t tiles) const {
+    const auto blocks = static_cast<unsigned>(num_sending_blocks());
+    if (blockIdx.x >= blocks) return {tiles, tiles};
+    return {static_cast<uint32_t>(uint64_t{tiles} * blockIdx.x / blocks),
+            static_cast<uint32_t>(uint64_t{tiles} * (blockIdx.x + 1) / blocks)};
+  }
+  __device__ bool takes_ll_path(int64_t num_tokens) const {
+    return num_tokens <= layout_.ll_tokens && num_tokens * args_.top_k <= layout_.gathered_routes_per_rank &&
+           !call_.takes_ht_path();
+  }
+  __device__ bool is_ll_source(int source) const {
+    return takes_ll_path(call_.descriptors().num_tokens[source]);
+  }
+
+  // The routes [K] of a token of the block's range on the low-latency path, in shared memory.
+  __device__ Route* ll_routes(uint32_t token) const {
+    static_assert(sizeof(RowAssignmentShared) % alignof(Route) == 0 &&
+                  sizeof(RowAssignmentShared) + kMaxGatheredRoutes * sizeof(Route) <=
+                      (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes); // where the signal warp's cells begin
+    return reinterpret_cast<Route*>(dynamic_shared_memory<std::byte>() + sizeof(RowAssignmentShared)) +
+           route_index(token - tokens_.begin, args_.top_k, 0);
+  }
+  // The lanes load the routes [K] of a token.
+  __device__ PerRoute<Route> routes_of(const Route* routes) const {
+    const auto route = [&](int k) { return k < args_.top_k ? routes[k] : Route{-1, -1, 0}; };
+    return {route(lane()), route(lane() + kWarp)};
+  }
+
+  __device__ void publish_counts(RowAssignment& assignment, const RowAssignmentShared& shared) const {
+    const auto rank = static_cast<int>(threadIdx.x);
+    const bool is_rank = rank < call_.num_ranks();
+    // Only the tiles of this block have counted dropped routes. If there are any, the block walks all tokens for their number.
+    if (__syncthreads_or(is_rank && shared.rows[rank] > args_.rows_per_source ? 1 : 0) != 0 && tokens_.begin > 0) {
+      assignment.clear();
+      __syncthreads();
+      assignment.assign(0, tokens_.end, call_.rank(), [](uint32_t, int, const Route&) {});
+    }
+    if (is_rank)
+      store_packet_relaxed_sys(board_at(rank, call_.rank()), LlPacket16{{static_cast<uint32_t>(shared.rows[rank]),
+                                                                         static_cast<uint32_t>(shared.dropped[rank]), 0},
+                                                                        call_.epoch()});
+  }
+  __device__ void report_bad_routes(const BadRouteTotals& bad) const {
+    const uint32_t first = ~bad.first_inverted;
+    const auto top_k = static_cast<uint32_t>(args_.top_k);
+    record_event(call_.context(), EPX_EVENT_BAD_INDEX, bad.number, bad.number, index_of_route(first), first / top_k,
+                 first % top_k);
+  }
+  __device__ int64_t index_of_route(int64_t route) const {
+    return args_.topk_idx_is_64 ? static_cast<const int64_t*>(args_.topk_idx)[route]
+                                : static_cast<const int32_t*>(args_.topk_idx)[route];
+  }
+
+  // ---- Places ----
+
+  __device__ int32_t row_of(int source, int32_t slot) const {
+    return slot - static_cast<int32_t>(source * args_.slots_per_source);
+  }
+  __device__ int32_t slot_of(int source, int32_t row) const {
+    return static_cast<int32_t>(source * args_.slots_per_source) + row;
+  }
+  __device__ LlPacket16* board_at(int owner, int source) const {
+    return group_.window().at<LlPacket16>(owner, layout_.board.offset + source * kExchangeRecordBytes) + call_.parity();
+  }
+  __device__ std::byte* staged_row(int receiver, int64_t slot) const {
+    return group_.window().at<std::byte>(receiver, layout_.scatter_rows.offset + slot * layout_.row_stride);
+  }
+  __device__ std::byte* staged_sidecar(int receiver, int64_t slot) const {
+    return group_.window().at<std::byte>(receiver, layout_.scatter_sidecars.offset + slot * layout_.sidecar_stride);
+  }
+  __device__ RankMajorRoute* staged_routes(int receiver, int64_t slot) const {
+    return group_.window().at<RankMajorRoute>(receiver, layout_.ll_slot_records.offset) +
+           rank_major_route(slot, args_.top_k);
+  }
+  __device__ Epoch* ready_flag_at(int receiver, int source, int32_t row) const {
+    return group_.window().at<Epoch>(receiver, layout_.scatter_ready_flags.offset) +
+           (source * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + row);
+  }
+  __device__ LlPacket16* staged_chunk(int receiver, int source, int32_t row, const ChunkRange& range) const {
+    return group_.window().at<LlPacket16>(receiver, layout_.ll_scatter_rows.offset) +
+           ll_scatter_packet(layout_, group_.context.shape, call_.parity(), source, row, range.chunk);
+  }
+  __device__ LlPacket8* staged_ll_weight(int receiver, int source, int32_t row, int k) const {
+    return group_.window().at<LlPacket8>(receiver, layout_.ll_scatter_weights.offset) +
+           ll_scatter_weight(layout_, group_.context.shape, call_.parity(), source, row, k);
+  }
+  __device__ LlPacket8* staged_ll_route(int receiver, int source, int32_t row, int k) const {
+    const int64_t sender = call_.parity() * call_.num_ranks() + source;
+    return group_.window().at<LlPacket8>(receiver, layout_.gathered_routes.offset) +
+           sender * layout_.gathered_routes_per_rank + route_index(row, args_.top_k, k);
+  }
+  // A rank's receive rows where peers can store them in place; NULL when they lie in no allocation of the group.
+  __device__ std::byte* registered_rows(int rank) const {
+    const PeerDescriptors& descriptors = call_.descriptors();
+    if (descriptors.rows_allocation[rank] < 0) return nullptr;
+    const int64_t allocation = descriptors.rows_allocation[rank] % kMaxDeviceAllocations;
+    return group_.allocations[allocation * call_.num_ranks() + static_cast<int>(window_index(rank))] +
+           descriptors.rows_offset[rank];
+  }
+  __device__ ChunkRange range_at(uint32_t index) const {
+    const bool is_sidecar = index >= row_chunks_;
+    const uint32_t chunk = is_sidecar ? index - row_chunks_ : index;
+    const int64_t row_bytes = is_sidecar ? args_.sidecar_bytes : row_bytes_;
+    const int64_t first = static_cast<int64_t>(chunk) * kLlChunkBytes;
+    return {chunk + (is_sidecar ? static_cast<uint32_t>(layout_.ll_row_chunks) : 0), is_sidecar, row_bytes, first,
+            static_cast<int>(min(row_bytes - first, int64_t{kLlChunkBytes}))};
+  }
+  __device__ const std::byte* source_of(const ChunkRange& range) const {
+    return range.is_sidecar ? args_.sidecar : args_.tokens;
+  }
+  __device__ std::byte* row_data(const ChunkRange& range, int32_t slot) const {
+    return (range.is_sidecar ? args_.recv_sidecar : args_.recv_tokens) + args_.row_of_slot(slot) * range.row_bytes +
+           range.first;
+  }
+
+  // ---- Sending ----
+
+  // Calls take(rank, slot, rank_ordinal) for each rank that keeps the token; this rank comes last.
+  template <typename Take>
+  __device__ void for_each_destination(int64_t token, const PerRoute<Route>& routes, const Take& take) const {
+    const uint64_t firsts = routes.mask_of([](const Route& route) { return route.slot >= 0; });
+#pragma unroll 1
+    for (int i = 0; i < call_.num_ranks(); ++i) {
+      const int rank = rank_in_order(token, i);
+      const uint64_t first = firsts & routes.mask_of([&](const Route& route) { return route.rank == rank; });
+      if (first == 0) continue;
+      const int k = lowest_bit(first);
+      take(rank, from_lane(routes.own(k).slot, k % kWarp), from_lane(routes.own(k).rank_ordinal, k % kWarp));
+    }
+  }
+  // Returns the i-th rank that a token is stored to: the peers, rotated with the token, and then this rank.
+  __device__ int rank_in_order(int64_t token, int i) const {
+    return i < call_.num_ranks() - 1 ? peer_in_order(call_, token, i) : call_.rank();
+  }
+  __device__ float weight_of_route(int64_t route) const {
+    return args_.topk_weights != nullptr ? args_.topk_weights[route] : 0.0f;
+  }
+
+  // Tells each rank that keeps the token which of its experts the routes go to.
+  __device__ void send_routes(int64_t token, const PerRoute<Route>& routes) const {
+    for_each_destination(token, routes, [&](int rank, int32_t slot, int32_t rank_ordinal) {
+      const int first_expert = params_.experts.blocks.first_expert(rank);
+      const auto partial_row =
+          static_cast<int32_t>(partial_staging_row(group_.context.shape, token, args_.top_k, rank_ordinal));
+      for (int first = 0; first < args_.top_k; first += kWarp) {
+        const int k = first + lane();
+        const int64_t index = route_index(token, args_.top_k, k);
+        const bool goes_there = routes.own(first).rank == rank;
+        const int32_t expert = goes_there ? static_cast<int32_t>(index_of_route(index)) - first_expert : -1;
+        if (k >= args_.top_k) continue;
+        const float weight = goes_there ? weight_of_route(index) : 0.0f;
+        if (rank == call_.rank()) {
+          store_route(slot, k, expert, weight);
+        } else if (!is_ll_) {
+          staged_routes(rank, slot)[k] = {expert, weight, partial_row, call_.epoch()};
+        } else {
+          const int32_t row = row_of(call_.rank(), slot);
+          store_packet_relaxed_sys(staged_ll_route(rank, call_.rank(), row, k),
+                                   LlPacket8{pack_ll_route(expert, partial_row), call_.epoch()});
+          if (goes_there && args_.topk_weights != nullptr)
+            send_weight(staged_ll_weight(rank, call_.rank(), row, k), weight, call_.epoch());
+        }
+      }
+      const uint64_t mask = routes.mask_of([&](const Route& route) { return route.rank == rank; });
+      if (rank == call_.rank()) store_record(rank, slot, partial_row, mask);
+    });
+  }
+
+  __device__ void send_token(TmaRowPipeline& pipeline, uint32_t token) {
+    const PerRoute<Route> routes = routes_of(plan_.routes + route_index(token, args_.top_k, 0));
+    send_routes(token, routes);
+    const uint64_t firsts = routes.mask_of([](const Route& route) { return route.slot >= 0; });
+    for (int first = 0; first < call_.num_ranks(); first += kWarp) { // each lane has one rank
+      const int rank = first + lane() < call_.num_ranks() ? rank_in_order(token, first + lane()) : -1;
+      int32_t slot = -1;
+#pragma unroll 1
+      for (uint64_t left = firsts; left != 0; left &= left - 1) {
+        const int k = lowest_bit(left);
+        const int32_t kept_slot = from_lane(routes.own(k).slot, k % kWarp);
+        if (from_lane(routes.own(k).rank, k % kWarp) == rank) slot = kept_slot;
+      }
+      if (__any_sync(~0u, slot >= 0 ? 1 : 0) != 0) send_row(pipeline, token, rank, slot);
+    }
+  }
+  // Each lane passes a rank and the token's slot there, or -1.
+  __device__ void send_row(TmaRowPipeline& pipeline, uint32_t token, int rank, int32_t slot) {
+    std::byte* row = nullptr;
+    std::byte* sidecar = nullptr;
+    Epoch* ready_flag = nullptr;
+    if (slot >= 0) {
+      const bool is_own = rank == call_.rank();
+      std::byte* const in_place = is_own ? args_.recv_tokens : registered_rows(rank);
+      row = in_place != nullptr ? in_place + args_.row_of_slot(slot) * row_bytes_ : staged_row(rank, slot);
+      if (args_.sidecar_bytes > 0)
+        sidecar = is_own ? args_.recv_sidecar + args_.row_of_slot(slot) * args_.sidecar_bytes : staged_sidecar(rank, slot);
+      if (!is_own) ready_flag = ready_flag_at(rank, call_.rank(), row_of(call_.rank(), slot));
+    }
+    finish_row(pipeline);
+    pending_flag_ = ready_flag;
+    begin_copy_row_to_destinations(pipeline, args_.tokens + token * row_bytes_, row_bytes_, row);
+    if (args_.sidecar_bytes > 0)
+      copy_row_to_destinations(args_.sidecar + token * args_.sidecar_bytes, args_.sidecar_bytes, sidecar);
+  }
+  // Completes the row before, if there is one.
+  __device__ void finish_row(TmaRowPipeline& pipeline) {
+    pipeline.finish();
+    if (call_.num_ranks() == 1) return;
+    signal_warp().enqueue(static_cast<int>(threadIdx.x) / kWarp, cell_, pending_flag_);
+    cell_ ^= 1;
+  }
+
+  // ---- Receiving ----
+
+  // Returns the rows of a source that this rank keeps; the peer's number may be anything.
+  __device__ int32_t rows_of_own_lane(int first) const {
+    const int source = first + lane();
+    if (source >= call_.num_ranks()) return 0;
+    const auto sent = static_cast<int32_t>((first == 0 ? low_counts_ : high_counts_).values[0]);
+    const int32_t kept = min(sent, static_cast<int32_t>(args_.slots_per_source)); // M is larger only where no source can be
+    return max(0, is_ll_source(source) ? min(kept, call_.descriptors().num_tokens[source]) : kept);
+  }
+  __device__ int32_t rows_of(int source) const {
+    return from_lane(rows_of_own_lane(source < kWarp ? 0 : kWarp), source % kWarp);
+  }
+
+  // Returns false when the group has failed.
+  template <bool kUnaligned>
+  __device__ bool receive_chunk(int source, int32_t row, const ChunkRange& range) const {
+    LlPacket16* const staged = staged_chunk(call_.rank(), source, row, range);
+    IncomingLlChunk incoming(staged, range.bytes);
+    if (!incoming.wait(call_, source)) return false;
+    const int32_t slot = slot_of(source, row);
+    store_chunk<kUnaligned>(row_data(range, slot), range.bytes, incoming.get());
+    if (call_.scribbles_staging()) scribble_chunk(staged);
+    return range.chunk != 0 || receive_ll_routes(source, row, slot);
+  }
+  // Returns false, in all lanes, when the group has failed.
+  __device__ bool receive_ll_routes(int source, int32_t row, int32_t slot) const {
+    bool ok = true;
+    uint64_t mask = 0;
+    int32_t packed = 0; // of the lane's last route
+    for (int first = 0; first < args_.top_k; first += kWarp) {
+      const int k = first + lane();
+      RankMajorRoute route{-1, 0.0f, 0, 0};
+      if (k < args_.top_k && ok) {
+        LlPacket8 packet{};
+        ok = call_.wait_for_packet(staged_ll_route(call_.rank(), source, row, k), packet, source);
+        packed = packet.value;
+        route = unpack_ll_route(packed);
+        if (ok && route.expert >= 0 && args_.recv_weights != nullptr)
+          ok = receive_weight(call_, staged_ll_weight(call_.rank(), source, row, k), source, route.weight);
+        if (ok) store_route(slot, k, route.expert, route.weight);
+      }
+      mask |= static_cast<uint64_t>(__ballot_sync(~0u, route.expert >= 0 ? 1 : 0)) << first;
+    }
+    if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
+    store_record(source, slot, unpack_ll_route(from_lane(packed, 0)).partial_row, mask);
+    return true;
+  }
+
+  // Returns false when the group has failed.
+  __device__ bool receive_row(TmaRowPipeline& pipeline, int source, int32_t row) const {
+    const int rank = call_.rank();
+    bool ok = true;
+    if (lane() == 0) ok = call_.wait_ready(ready_flag_at(rank, source, row), source);
+    if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
+    __syncwarp(); // all lanes see what lane 0 has acquired: a vote orders no memory
+    const int32_t slot = slot_of(source, row);
+    const int64_t to = args_.row_of_slot(slot);
+    if (call_.descriptors().rows_allocation[rank] < 0)
+      begin_copy_row_to_destinations(pipeline, staged_row(rank, slot), row_bytes_,
+                                     lane() == 0 ? args_.recv_tokens + to * row_bytes_ : nullptr);
+    if (args_.sidecar_bytes > 0)
+      copy_row_to_destinations(staged_sidecar(rank, slot), args_.sidecar_bytes,
+                               lane() == 0 ? args_.recv_sidecar + to * args_.sidecar_bytes : nullptr);
+    receive_routes(source, slot);
+    if (call_.scribbles_staging()) {
+      pipeline.finish();
+      scribble_row(staged_row(rank, slot), row_bytes_);
+      scribble_row(staged_sidecar(rank, slot), args_.sidecar_bytes);
+      scribble_row(reinterpret_cast<std::byte*>(staged_routes(rank, slot)),
+                   args_.top_k * static_cast<int64_t>(sizeof(RankMajorRoute)));
+    }
+    return true;
+  }
+  __device__ void receive_routes(int source, int32_t slot) const {
+    const RankMajorRoute* const routes = staged_routes(call_.rank(), slot);
+    uint64_t mask = 0;
+    RankMajorRoute route{};
+    for (int first = 0; first < args_.top_k; first += kWarp) {
+      const int k = first + lane();
+      const bool has_route = k < args_.top_k;
+      if (has_route) {
+        route = routes[k];
+        store_route(slot, k, route.expert, route.weight);
+      }
+      mask |= static_cast<uint64_t>(__ballot_sync(~0u, has_route && route.expert >= 0 ? 1 : 0)) << first;
+    }
+    store_record(source, slot, from_lane(route.partial_row, 0), mask);
+  }
+
+  // ---- Outputs and the plan ----
+
+  __device__ static void store_integer(void* tensor, bool is_64, int64_t index, int32_t value) {
+    if (is_64)
+      static_cast<int64_t*>(tensor)[index] = value;
+    else
+      static_cast<int32_t*>(tensor)[index] = value;
+  }
+  __device__ void store_route(int32_t slot, int k, int32_t expert, float weight) const {
+    const int64_t index = args_.row_of_slot(slot) * args_.top_k + k;
+    store_integer(args_.recv_topk_idx, args_.recv_topk_idx_is_64, index, expert);
+    if (args_.recv_weights != nullptr) args_.recv_weights[index] = weight;
+  }
+  // One lane of the warp stores the record of a row.
+  __device__ void store_record(int source, int32_t slot, int32_t partial_row, uint64_t mask) const {
+    if (lane() != 0) return;
+    const auto [token, rank_ordinal] = partial_row_at(group_.context.shape, partial_row, args_.top_k);
+    plan_.slot_records[slot] = {token,
+                                -1,
+                                static_cast<uint16_t>(source),
+                                static_cast<uint8_t>(mask == 0 ? 0 : lowest_bit(mask)),
+                                1,
+                                static_cast<uint8_t>(rank_ordinal & 0x7f)};
+    if (args_.top_k > 1)
+      plan_.masks(args_.num_slots(group_.context.shape))[slot] = {static_cast<uint32_t>(mask),
+                                                                  static_cast<uint32_t>(mask >> 32), 0};
+  }
+  // EPX_CHECK_HANDLE_MEM sums up the records of all slots, so those without a row need contents. One warp stores them.
+  __device__ void store_pad_records() const {
+    const auto slots = static_cast<int32_t>(args_.slots_per_source);
+#pragma unroll 1
+    for (int source = 0; source < call_.num_ranks(); ++source)
+#pragma unroll 1
+      for (int32_t row = rows_of(source) + lane(); row < slots; row += kWarp) {
+        plan_.slot_records[slot_of(source, row)] = kPadRecord;
+        if (args_.top_k > 1) plan_.masks(args_.num_slots(group_.context.shape))[slot_of(source, row)] = {0, 0, 0};
+      }
+  }
+  // One thread stores the header. Movements take the low-latency path if every rank's tokens have taken it here.
+  __device__ void store_header() const {
+    int32_t ll_tokens = 0;
+    bool all_ll = true;
+    for (int source = 0; source < call_.num_ranks(); ++source) {
+      all_ll &= is_ll_source(source);
+      ll_tokens = max(ll_tokens, call_.descriptors().num_tokens[source]);
+    }
+    HandleHeader header{};
+    header.magic = kHandleMagic;
+    header.group_id = group_.context.group_id;
+    header.plan_id = call_.sequence();
+    header.num_tokens = args_.num_tokens;
+    header.rows_in_use = args_.num_slots(group_.context.shape);
+    header.top_k = args_.top_k;
+    header.alignment = args_.alignment;
+    header.rank = call_.rank();
+    header.ll_tokens = all_ll ? ll_tokens : 0;
+    header.rows_per_source = args_.rows_per_source;
+    header.checksum = header_checksum(header);
+    *plan_.header = header;
+  }
+
+  const RankMajorParams& params_;
+  const DeviceGroup& group_;
+  const DispatchRankMajorCall& args_;
+  const WindowLayout& layout_;
+  CallSession call_;
+  HandleWriter plan_;
+  int64_t row_bytes_;
+  uint32_t row_chunks_, chunks_; // LL chunks of a row of this call, without and with its sidecar
+  bool is_ll_;
+  Range tiles_{}, tokens_{};                // the block's part; on the low-latency path tiles are chunks of tokens
+  LlPacket16 low_counts_{}, high_counts_{}; // of the sources `lane` and 32 + `lane`
+  int cell_ = 0;                            // of a sender, for the next enqueue()
+  Epoch* pending_flag_ = nullptr;           // of each lane of a sender: the ready flag of the last row
+};
+
+__device__ bool has_unaligned_rows(const DispatchCall& call) {
+  const auto bits = [](const void* place) { return reinterpret_cast<uint64_t>(place); };
+  return is_unaligned(bits(call.tokens) | bits(call.recv_tokens), row_bytes(call.dtype, call.hidden)) ||
+         (call.sidecar_bytes > 0 && is_unaligned(bits(call.sidecar) | bits(call.recv_sidecar), call.sidecar_bytes));
+}
+
+template <bool kUnaligned>
+__device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& params) {
+  RankMajorDispatch dispatch(params);
+  const CallSession& call = dispatch.call();
+  if (blockIdx.x == 0) call.post(params.descriptor, 0);
+  if (!call.is_alone()) return;
+  dispatch.assign_rows();
+
+  const bool is_single = params.group.context.shape.num_ranks == 1;
+  const auto warp_of_block = static_cast<int>(threadIdx.x) / kWarp;
+  WarpAssignment warp{partition_warps(0, kMovementWarps, 0, static_cast<int>(gridDim.x)), WarpRole::receive};
+  int report_warp = kMovementWarps - 1;
+  if (dispatch.is_ll()) {
+    dispatch.send_ll<kUnaligned>();
+  } else if (is_single) {
+    warp.role = WarpRole::send;
+  } else {
+    warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
+    report_warp = params.role_counts.sender_warps; // it neither sends nor signals
+    if (warp.role == WarpRole::signal) dispatch.signal_warp().clear();
+  }
+  if (!call.enter(params.descriptor)) return;
+
+  if (dispatch.is_ll() && threadIdx.x == 0) call.sent(gridDim.x);
+  TmaRowPipeline pipeline = pipeline_of_warp();
+  if (warp.role == WarpRole::send) dispatch.send(pipeline, is_single ? kMovementWarps : params.role_counts.sender_warps);
+  if (warp.role == WarpRole::signal) {
+    dispatch.signal_warp().run(call);
+    if (lane() == 0) call.sent(static_cast<unsigned>(warp.count));
+  }
+  const bool reports = blockIdx.x == 0 && warp_of_block == report_warp;
+  if (warp.role != WarpRole::receive && !reports) return;
+  if (!dispatch.wait_for_counts()) return;
+  if (reports) dispatch.report();
+  if (warp.role == WarpRole::receive) dispatch.receive<kUnaligned>(pipeline, warp);
+}
+
+__device__ __noinline__ void dispatch_rank_major_unaligned(const RankMajorParams& params) {
+  dispatch_rank_major<true>(params);
+}
+
+__global__ void __launch_bounds__(kMovementThreads) rank_major_kernel(const __grid_constant__ RankMajorParams params) {
+  pdl_wait(params);
+  if (has_unaligned_rows(params.args))
+    dispatch_rank_major_unaligned(params);
+  else
+    dispatch_rank_major<false>(params);
+  leave(params.group);
+}
+
+} // namespace
+
+std::vector<const void*> rank_major_kernels() {
+  return {reinterpret_cast<const void*>(&rank_major_kernel)};
+}
+
+cudaError_t launch_dispatch_rank_major(const DeviceGroup& group, LaunchPlan& plan, const DispatchRankMajorCall& call,
+                                       const RegisteredRange& range, cudaStream_t stream) {
+  const GroupShape& shape = group.context.shape;
+  const auto [grid, role_counts] = plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1, stream);
+  const RankMajorParams params{
+      make_movement_params(group, role_counts, call, call.topk_weights != nullptr ? 1 : 0, call.sidecar_bytes, range), call,
+      ExpertRanks(ExpertBlocks{shape.num_experts, shape.num_ranks})};
+  return launch_cooperative(&rank_major_kernel, grid, stream, params);
+}
+
+} // namespace epx::cuda

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+// Row assignment: each token of this rank gets its row on each rank that it goes to, which is the number of earlier tokens that
+// go there. A block assigns the rows of its own range of tokens; it counts the tokens before that range itself, so that no
+// block waits for another one. The last block that sends thus counts all tokens, and knows the totals.
+//
+//   count   A thread takes a token, and a warp adds up its 32 tokens by votes, one for each rank.
+//   assign  A thread takes a route. The block walks its range in tiles of kMovementThreads / K tokens, as prepare does
+//           (slot_assignment.cuh), and sorts the first routes of each (token, rank) by rank, stably.
+#pragma once
+
+#include "base/device/warp.cuh"
+#include "runtime/layout/rank_major.h"
+#include "runtime/layout/slots.h"
+#include "runtime/stages/cuda/protocol/call_session.cuh"
+#include "runtime/stages/stages.h"
+
+namespace epx::cuda {
+
+// Divides a number below 2^16 by a divisor below 2^16: a division takes long, and each route needs one.
+class FastDivisor {
+public:
+  FastDivisor() = default;
+  explicit FastDivisor(int divisor)
+      : inverse_(((uint64_t{1} << 32) + static_cast<uint64_t>(divisor) - 1) / static_cast<uint64_t>(divisor)) {}
+  __device__ int divide(int number) const { return static_cast<int>(static_cast<uint64_t>(number) * inverse_ >> 32); }
+
+private:
+  uint64_t inverse_ = 0;
+};
+
+// ExpertBlocks::rank_of on the device. Kernels have fewer experts than an int16 can number (prepare_context.cuh).
+struct ExpertRanks {
+  ExpertBlocks blocks;
+  int extra, in_larger_blocks;
+  FastDivisor larger, smaller;
+
+  explicit ExpertRanks(const ExpertBlocks& experts)
+      : blocks(experts), extra(experts.num_experts % experts.num_ranks),
+        in_larger_blocks(extra * (experts.num_experts / experts.num_ranks + 1)),
+        larger(experts.num_experts / experts.num_ranks + 1), smaller(max_of_1(experts.num_experts / experts.num_ranks)) {}
+
+  __device__ int rank_of(int expert) const {
+    return expert < in_larger_blocks ? larger.divide(expert) : extra + smaller.divide(expert - in_larger_blocks);
+  }
+
+private:
+  static int max_of_1(int value) { return value < 1 ? 1 : value; } // a block without experts has no number to divide
+};
+
+// The shared memory of a block.
+struct RowAssignmentShared {
+  static constexpr int kWarps = kMovementThreads / kWarp;
+
+  int32_t rows[kMaxDeviceRanks];    // by rank: tokens before the tile that go there
+  int32_t dropped[kMaxDeviceRanks]; // by rank: routes of the tiles whose row is at or above M
+  int32_t warp_rows[kWarps][kMaxDeviceRanks];
+  int32_t tile_ranks[kMovementThreads]; // of the tile's routes; -1: masked
+  int32_t tile_rows[kMovementThreads];  // -1: no first route of a token to its rank
+};
+
+class RowAssignment {
+public:
+  __device__ RowAssignment(const DispatchRankMajorCall& args, const ExpertRanks& experts, int num_ranks,
+                           RowAssignmentShared& shared)
+      : args_(args), experts_(experts), num_ranks_(num_ranks), shared_(shared) {}
+
+  // The routes that this thread has found to have a bad index.
+  struct BadRoutes {
+    int number = 0;
+    unsigned first = ~0u;
+  };
+  __device__ const BadRoutes& bad_routes() const { return bad_; }
+
+  // All threads of the block call this first. A barrier must follow before anything else.
+  __device__ void clear() const {
+    for (int i = static_cast<int>(threadIdx.x); i < RowAssignmentShared::kWarps * kMaxDeviceRanks; i += kMovementThreads)
+      shared_.warp_rows[i / kMaxDeviceRanks][i % kMaxDeviceRanks] = 0;
+    if (threadIdx.x < kMaxDeviceRanks) shared_.rows[threadIdx.x] = shared_.dropped[threadIdx.x] = 0;
+  }
+
+  // Adds the tokens [0, end) to rows. All threads of the block call this; a barrier must follow.
+  __device__ void count(uint32_t end) {
+    int32_t low = 0, high = 0; // rows of the ranks `lane` and 32 + `lane`
+#pragma unroll 1
+    for (uint32_t first = 0; first < end; first += kMovementThreads) {
+      const uint32_t token = first + threadIdx.x;
+      RankMask ranks;
+      if (token < end)
+#pragma unroll 4
+        for (int k = 0; k < args_.top_k; ++k)
+          if (const int expert = expert_of(token * static_cast<uint32_t>(args_.top_k) + static_cast<uint32_t>(k));
+              expert >= 0)
+            ranks.set(experts_.rank_of(expert));
+#pragma unroll 1
+      for (int rank = 0; rank < num_ranks_; ++rank) {
+        const int32_t rows = __popc(__ballot_sync(~0u, ranks.contains(rank) ? 1 : 0));
+        if (rank % kWarp == lane()) (rank < kWarp ? low : high) += rows;
+      }
+    }
+    if (low != 0) atomicAdd(&shared_.rows[lane()], low);
+    if (high != 0) atomicAdd(&shared_.rows[kWarp + lane()], high);
+  }
+
+  // Calls take(token, k, route) for each route of the tokens [begin, end), and adds those tokens to rows. The slot of the route
+  // is as in handle memory. All threads of the block call this behind a barrier; it ends with one.
+  template <typename Take>
+  __device__ void assign(uint32_t begin, uint32_t end, int rank_of_source, const Take& take) {
+    const auto top_k = static_cast<uint32_t>(args_.top_k);
+    const uint32_t tile_tokens = kMovementThreads / top_k;
+    const uint32_t token_in_tile = threadIdx.x / top_k;
+    const uint32_t k = threadIdx.x - token_in_tile * top_k;
+    const int32_t* const ranks = shared_.tile_ranks + (threadIdx.x - k); // [K]: the token's
+    const int32_t* const rows = shared_.tile_rows + (threadIdx.x - k);
+#pragma unroll 1
+    for (; begin < end; begin += tile_tokens) {
+      const uint32_t token = begin + token_in_tile;
+      const bool has_route = token_in_tile < tile_tokens && token < end;
+      const int expert = has_route ? expert_of(token * top_k + k) : -1;
+      const int rank = expert >= 0 ? experts_.rank_of(expert) : -1;
+      shared_.tile_ranks[threadIdx.x] = rank;
+      __syncthreads();
+      uint32_t first_k = 0; // the token's first route to the same rank
+#pragma unroll 1
+      while (first_k < k && ranks[first_k] != rank)
+        ++first_k;
+      const int key = first_k == k ? rank : -1;
+      const unsigned same = __match_any_sync(~0u, key);
+      const unsigned lower = same & ((1u << lane()) - 1);
+      const auto warp = static_cast<int>(threadIdx.x) / kWarp;
+      if (key >= 0 && lower == 0) shared_.warp_rows[warp][key] = __popc(same);
+      __syncthreads();
+      int32_t row = -1;
+      if (key >= 0) {
+        row = shared_.rows[key] + __popc(lower);
+#pragma unroll 1
+        for (int before = 0; before < warp; ++before)
+          row += shared_.warp_rows[before][key];
+      }
+      shared_.tile_rows[threadIdx.x] = row;
+      __syncthreads();
+      if (static_cast<int>(threadIdx.x) < num_ranks_)
+#pragma unroll 1
+        for (auto& rows_of_warp : shared_.warp_rows) {
+          shared_.rows[threadIdx.x] += rows_of_warp[threadIdx.x];
+          rows_of_warp[threadIdx.x] = 0;
+        }
+      if (has_route)
+        take(token, static_cast<int>(k), route_of(rank_of_source, rank, rows[first_k], first_k == k, ranks, rows));
+      __syncthreads();
+    }
+  }
+
+  // Returns the expert of a route, or -1 when the route is masked or its index is bad.
+  __device__ int expert_of(uint32_t route) {
+    const int64_t index = args_.topk_idx_is_64 ? static_cast<const int64_t*>(args_.topk_idx)[route]
+                                               : static_cast<const int32_t*>(args_.topk_idx)[route];
+    if (index >= 0 && index < experts_.blocks.num_experts) return static_cast<int>(index);
+    if (index != -1) {
+      ++bad_.number;
+      bad_.first = min(bad_.first, route);
+    }
+    return -1;
+  }
+
+private:
+  // `row` is that of the token on `rank`; ranks and rows [K] are those of the token's routes.
+  __device__ Route route_of(int source, int rank, int32_t row, bool is_first, const int32_t* ranks,
+                            const int32_t* rows) const {
+    if (rank < 0) return {-1, -1, 0};
+    if (row >= args_.rows_per_source) {
+      atomicAdd(&shared_.dropped[rank], 1);
+      return {-1, -1, 0};
+    }
+    int32_t rank_ordinal = 0;
+#pragma unroll 1
+    for (int k = 0; k < args_.top_k; ++k)
+      if (rows[k] >= 0 && rows[k] < args_.rows_per_source && ranks[k] < rank) ++rank_ordinal;
+    const auto slot = static_cast<int32_t>(source * args_.slots_per_source + row);
+    return {is_first ? slot : merged_slot(slot), rank, rank_ordinal};
+  }
+
+  const DispatchRankMajorCall& args_;
+  const ExpertRanks& experts_;
+  int num_ranks_;
+  RowAssignmentShared& shared_;
+  BadRoutes bad_;
+};
+
+} // namespace epx::cuda

@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+// These scenarios run the rank-major layout.
+#include <doctest/doctest.h>
+
+#include <string>
+#include <vector>
+
+#include "tests/multiprocess/conformance.h"
+#include "tests/support/check.h"
+
+namespace epx::test {
+
+namespace {
+
+using Bytes = std::vector<std::byte>;
+
+constexpr epx_combine_precision kPrecisions[] = {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT};
+
+void run_rank_major(const std::function<void(Case&)>& change) {
+  run_changed([&](Case& c) {
+    c.layer.rank_major = RankMajorRows::exact;
+    change(c);
+  });
+}
+
+// Makes the calls that follow a dispatch_rank_major.
+void follow(LayerRun& layer, const Workload& work) {
+  layer.combine_rank_major(work);
+  layer.combine_rank_major_bwd(work);
+  layer.dispatch_rank_major_bwd(work);
+}
+
+} // namespace
+
+TEST_CASE("rank-major: M that is exact, larger, larger than any source can need, too small, and none") {
+  for (const auto rows :
+       {RankMajorRows::exact, RankMajorRows::max_tokens, RankMajorRows::more, RankMajorRows::fewer, RankMajorRows::none}) {
+    for (const auto precision : kPrecisions) {
+      run_rank_major([&](Case& c) {
+        c.group.precision = precision;
+        c.layer.rank_major = rows;
+        c.iterations = 3;
+      });
+    }
+  }
+}
+
+TEST_CASE("rank-major: duplicate, masked and bad indices, int32 and int64") {
+  for (const auto dtype : {EPX_INT32, EPX_INT64}) {
+    run_rank_major([&](Case& c) {
+      c.layer.index_dtype = dtype;
+      c.layer.counts_dtype = dtype == EPX_INT32 ? EPX_INT64 : EPX_INT32;
+      c.layer.routing = RoutingStyle::repeated;
+      c.layer.top_k = 4;
+      c.layer.percent_masked = 20;
+      c.layer.percent_bad = 15;
+    });
+  }
+  run_rank_major([](Case& c) { c.layer.percent_masked = 100; });
+}
+
+TEST_CASE("rank-major: one hot expert, fewer experts than ranks, and ranks without tokens") {
+  run_rank_major([](Case& c) {
+    c.layer.routing = RoutingStyle::hot;
+    c.layer.tokens = TokenCount::full;
+  });
+  run_rank_major([](Case& c) {
+    c.layer.routing = RoutingStyle::hot;
+    c.layer.rank_major = RankMajorRows::fewer;
+  });
+  run_rank_major([](Case& c) { c.group.num_experts = std::max(1, c.group.num_ranks - 1); });
+  run_rank_major([](Case& c) {
+    c.layer.tokens = TokenCount::none_on_one;
+    c.iterations = 3;
+  });
+  run_rank_major([](Case& c) { c.layer.tokens = TokenCount::none; });
+}
+
+TEST_CASE("rank-major: top-1, top-33 and top-64") {
+  for (const int top_k : {1, 33, 64}) {
+    run_rank_major([&](Case& c) {
+      c.group.max_tokens = 8;
+      c.group.max_top_k = 64;
+      c.layer.top_k = top_k;
+      c.layer.percent_masked = top_k > 1 ? 10 : 0;
+    });
+  }
+}
+
+TEST_CASE("rank-major: dtypes, odd hidden sizes, sidecars, weights, and memory that peers reach") {
+  for (const auto dtype : {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16}) {
+    for (const int hidden : {1, 33, 1024}) {
+      for (const auto placement : {Placement::plain, Placement::in_place}) {
+        run_rank_major([&](Case& c) {
+          c.placement = placement;
+          c.group.hidden_dim = hidden;
+          c.group.max_sidecar_bytes = 40;
+          c.layer.hidden = hidden;
+          c.layer.combine_hidden = (hidden + 1) / 2;
+          c.layer.dtype = dtype;
+          c.layer.combine_dtype = dtype;
+          c.layer.sidecar_bytes = hidden == 33 ? 0 : hidden == 1 ? 16 : 33;
+          c.layer.dispatch_weights = hidden != 33;
+          c.layer.dispatch_bwd_grads = hidden != 1;
+          c.iterations = 1;
+        });
+      }
+    }
+  }
+}
+
+TEST_CASE("rank-major: more tokens than the low-latency path takes, on some ranks or on all") {
+  for (const auto tokens : {TokenCount::full, TokenCount::ragged, TokenCount::none_on_one}) {
+    for (const auto placement : {Placement::plain, Placement::in_place}) {
+      run_rank_major([&](Case& c) {
+        c.placement = placement;
+        c.arena_bytes = 1 << 20;
+        c.group.max_tokens = 300;
+        c.group.num_comm_sms = placement == Placement::plain ? 0 : 2;
+        c.group.max_sidecar_bytes = 8;
+        c.layer.sidecar_bytes = 8;
+        c.layer.tokens = tokens;
+        c.layer.rank_major = tokens == TokenCount::ragged ? RankMajorRows::fewer : RankMajorRows::exact;
+        c.iterations = 2;
+      });
+    }
+  }
+}
+
+TEST_CASE("rank-major: a small receive capacity drops nothing") {
+  run_rank_major([](Case& c) {
+    c.group.max_recv_rows = 10 * c.group.num_ranks;
+    c.group.overflow = EPX_OVERFLOW_DROP;
+    c.layer.rank_major = RankMajorRows::max_tokens;
+  });
+}
+
+TEST_CASE("rank-major: both layouts in flight, and calls in any order") {
+  Case c = base_case();
+  c.layer.rank_major = RankMajorRows::exact;
+  LayerCase other = c.layer;
+  other.top_k = 2;
+  other.hidden = 31;
+  const Workload work = make_workload(c.group, c.layer, 95);
+  const Workload other_work = make_workload(c.group, other, 96);
+  on_every_rank([&](const RankContext& context) {
+    GroupRun group(context, c.group);
+    group.add_arena(1 << 18);
+    LayerRun layer(group, c.layer, Placement::random, 97);
+    LayerRun neighbour(group, other, Placement::random, 98);
+    layer.dispatch_rank_major(work);
+    layer.prepare(work);
+    neighbour.dispatch_rank_major(other_work);
+    Rng same_everywhere(99);
+    for (int i = 0; i < 40; ++i) {
+      switch (same_everywhere.below(8)) {
+      case 0:
+        layer.dispatch(work);
+        break;
+      case 1:
+        layer.combine(work);
+        break;
+      case 2:
+        layer.combine_bwd(work);
+        break;
+      case 3:
+        layer.dispatch_rank_major(work);
+        break;
+      case 4:
+        layer.combine_rank_major(work);
+        break;
+      case 5:
+        layer.combine_rank_major_bwd(work);
+        break;
+      case 6:
+        layer.dispatch_rank_major_bwd(work);
+        break;
+      default:
+        follow(neighbour, other_work);
+      }
+    }
+    group.check_status();
+  });
+}
+
+TEST_CASE("rank-major: handle memory of prepare, of zeros, and of another M") {
+  Case c = base_case();
+  c.layer.rank_major = RankMajorRows::exact;
+  c.layer.alignment = 1;
+  LayerCase larger = c.layer;
+  larger.rank_major = RankMajorRows::more;
+  const int lost_rank = c.group.num_ranks - 1;
+  const Workload spoiled = make_workload(c.group, c.layer, 100, {lost_rank, false});
+  const Workload good = make_workload(c.group, c.layer, 101);
+  const Workload other_rows = make_workload(c.group, larger, 100);
+  for (const int kind : {0, 1, 2}) {
+    on_every_rank([&](const RankContext& context) {
+      GroupRun group(context, c.group);
+      group.add_arena(1 << 18);
+      LayerRun layer(group, c.layer, Placement::random, 102);
+      LayerRun neighbour(group, larger, Placement::random, 103);
+      layer.prepare(spoiled);
+      neighbour.dispatch_rank_major(other_rows);
+      layer.dispatch_rank_major(spoiled);
+      if (group.rank() == lost_rank) {
+        const Bytes zeros(layer.handle().size());
+        layer.use_foreign_rank_major_handle(kind == 0 ? layer.handle() : kind == 1 ? zeros : neighbour.rank_major_handle());
+        layer.expect_mismatch(true);
+      }
+      follow(layer, spoiled);
+      group.check_status();
+      run_iteration(group, layer, good);
+    });
+  }
+}
+
+TEST_CASE("rank-major: handle memory in the calls of the other layout") {
+  Case c = base_case();
+  c.layer.alignment = 1;
+  c.layer.rank_major = RankMajorRows::exact;
+  const Workload spoiled = make_workload(c.group, c.layer, 110, {0, false});
+  on_every_rank([&](const RankContext& context) {
+    GroupRun group(context, c.group);
+    LayerRun layer(group, c.layer, Placement::random, 111);
+    layer.dispatch_rank_major(spoiled);
+    layer.prepare(spoiled);
+    if (group.rank() == 0) {
+      layer.use_foreign_handle(layer.rank_major_handle());
+      layer.expect_mismatch(true);
+    }
+    layer.dispatch(spoiled);
+    layer.combine(spoiled);
+    layer.combine_bwd(spoiled);
+    layer.dispatch_bwd(spoiled);
+    group.check_status();
+  });
+}
+
+TEST_CASE("rank-major: with handle memory of an earlier dispatch no rows travel between ranks that disagree") {
+  Case c = base_case();
+  c.layer.rank_major = RankMajorRows::exact;
+  const int lost_rank = c.group.num_ranks / 2;
+  const Workload spoiled = make_workload(c.group, c.layer, 120, {lost_rank, true});
+  on_every_rank([&](const RankContext& context) {
+    GroupRun group(context, c.group);
+    group.add_arena(1 << 18);
+    LayerRun layer(group, c.layer, Placement::random, 121);
+    layer.dispatch_rank_major(spoiled);
+    const Bytes earlier = layer.rank_major_handle();
+    layer.dispatch_rank_major(spoiled);
+    if (group.rank() == lost_rank) layer.use_foreign_rank_major_handle(earlier);
+    if (c.group.num_ranks > 1) layer.expect_mismatch(false);
+    follow(layer, spoiled);
+    group.check_status();
+  });
+}
+
+} // namespace epx::test
