@@ -12,7 +12,7 @@ build_packages=(g++:g++ meson:meson ninja-build:ninja pkg-config:pkg-config ccac
   libboost-context-dev)
 # What tests use besides; without it they skip.
 # shellcheck disable=SC2034
-test_packages=(abigail-tools:abidiff doxygen:doxygen python3-numpy)
+test_packages=(abigail-tools:abidiff doxygen:doxygen python3-numpy python3-venv)
 # One version everywhere: formatting differs from version to version.
 # shellcheck disable=SC2034
 lint_packages=(clang-format-14:clang-format-14 clang-tidy-14:clang-tidy-14)
@@ -84,6 +84,23 @@ END
     say "CUTLASS: pip cannot download it; the FFN will compute without tensor cores"
   fi
   rm -rf "$download"
+}
+
+# Makes the virtual environment that suite python runs in, anew when its requirements have changed. Without it the suite skips.
+install_python_test_packages() {
+  local venv=$source_root/.deps/python requirements=$source_root/tests/python/requirements.txt
+  if cmp -s "$requirements" "$venv/requirements.txt"; then
+    say "Python packages of the tests: installed"
+    return
+  fi
+  say "Python packages of the tests: installing"
+  rm -rf "$venv"
+  if python3 -m venv "$venv" && "$venv/bin/pip" install --quiet --disable-pip-version-check --requirement "$requirements"; then
+    cp "$requirements" "$venv"
+  else
+    say "Python packages of the tests: pip cannot install them; suite python will skip"
+    rm -rf "$venv"
+  fi
 }
 
 # configure BUILD_DIR MESON_OPTION...   Sets the build directory up, or changes the options of one that is there.

@@ -157,6 +157,7 @@ tidy_is_quiet() {
 
 install_missing "${build_packages[@]}" "${test_packages[@]}" "${lint_packages[@]}"
 install_cutlass
+install_python_test_packages
 use_local_mpi
 
 # Sanitizers of older compilers cannot live with the address randomisation of newer kernels.

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads libepx and libepx_moe: those that the package carries, else those that are installed on the machine."""
+
+import ctypes
+import pathlib
+
+_CARRIED = pathlib.Path(__file__).parent / "_libs"
+OLDEST_VERSION = 100  # 0.1.0
+
+
+def load(name):
+    """Returns the library `name` ("libepx.so.0"). Raises ImportError with the loader's reason."""
+    carried = _CARRIED / name
+    try:
+        return ctypes.CDLL(str(carried) if carried.exists() else name)
+    except OSError as error:
+        raise ImportError(
+            f"epx: {name} is neither part of this package nor installed where the loader looks: {error}"
+        ) from error
+
+
+libepx = load("libepx.so.0")
+libepx.epx_version.restype = ctypes.c_int32
+libepx.epx_version.argtypes = []
+if libepx.epx_version() < OLDEST_VERSION:
+    raise ImportError(f"epx: the libepx that is loaded has version {libepx.epx_version()}; the package needs {OLDEST_VERSION}")

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When groups are destroyed.
+
+destroy() and the end of the interpreter destroy at once; that may wait for what is under way on a GPU, for up to timeout_ms. A
+finalizer runs at any time and on any thread, so it never waits: it leaves the group to the next creation, destroy() or the end
+of the interpreter. A healthy group is aborted only when an exception ends the interpreter, so that its peers learn of it at
+once instead of waiting for a rank that is gone.
+"""
+
+import atexit
+import sys
+import threading
+import weakref
+
+from . import _structs
+
+_lock = threading.Lock()
+_abandoned = []  # handles whose Group nobody refers to any more
+_living = weakref.WeakSet()
+
+
+class Handle:
+    """An epx_group. `may_destroy` are functions that tell whether nobody uses it any more, besides this one."""
+
+    def __init__(self, value):
+        self.value = value
+        self.may_destroy = []
+
+    def destroy(self):
+        value, self.value = self.value, None
+        if value is not None:
+            _structs.epx_group_destroy(value)
+
+    def is_idle(self):
+        return all([may() for may in self.may_destroy])
+
+
+def abandon(handle):
+    """Called by finalizers. Appending to a list needs no lock, which the thread that is interrupted may hold."""
+    _abandoned.append(handle)
+
+
+def destroy_abandoned():
+    """Destroys what finalizers have left, but for groups that a computation still uses."""
+    with _lock:
+        handles = [_abandoned.pop() for _ in range(len(_abandoned))]
+    for handle in handles:
+        if handle.is_idle():
+            handle.destroy()
+        else:
+            abandon(handle)
+
+
+def keep(group):
+    """Has the end of the interpreter destroy the group, if nothing did so before."""
+    _living.add(group)
+
+
+def _exception_ends_interpreter():
+    # The interpreter sets it when it prints an exception that nobody caught; interactively it lives on after that.
+    interactive = hasattr(sys, "ps1") or sys.flags.interactive
+    return getattr(sys, "last_value", None) is not None and not interactive
+
+
+@atexit.register
+def _at_exit():
+    failed = _exception_ends_interpreter()
+    for group in list(_living):
+        if failed:
+            group.abort()
+        group.destroy()
+    destroy_abandoned()

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The structs, enumerations and functions of epx.h for ctypes. tests/python/layout_test.py compares them with the header."""
+
+import ctypes
+import enum
+from ctypes import POINTER, c_char, c_char_p, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+
+from ._library import libepx
+
+
+class Status(enum.IntEnum):
+    """What a call of the C API returns (epx_status)."""
+
+    SUCCESS = 0
+    INVALID_ARGUMENT = 1
+    UNSUPPORTED = 2
+    MISMATCH = 3
+    OUT_OF_MEMORY = 4
+    SYSTEM = 5
+    TIMEOUT = 6
+    ABORTED = 7
+    OUT_OF_SEQUENCE = 8
+    INTERNAL = 9
+
+
+class Operation(enum.IntEnum):
+    """The calls that have a sequence number (epx_operation)."""
+
+    NONE = 0
+    PREPARE = 1
+    DISPATCH = 2
+    COMBINE = 3
+    COMBINE_BWD = 4
+    DISPATCH_BWD = 5
+    MEM_ALLOC = 6
+    MEM_FREE = 7
+
+
+class Phase(enum.IntEnum):
+    """Where in a call a rank waited (epx_phase)."""
+
+    NONE = 0
+    ARRIVE = 1
+    COMPLETE = 2
+
+
+class EventKind(enum.IntEnum):
+    """Kinds of errors that a group lives on with (epx_event_kind)."""
+
+    BAD_INDEX = 0
+    OVERFLOW = 1
+    TOO_FEW_ROWS = 2
+    HANDLE_MISMATCH = 3
+
+
+class Transport(enum.IntEnum):
+    """How ranks reach each other's memory (epx_transport)."""
+
+    AUTO = 0
+    HOST = 1
+    NCCL = 2
+
+
+class CombinePrecision(enum.IntEnum):
+    """How combine and dispatch_bwd sum the rows of a token (epx_combine_precision)."""
+
+    WIRE = 0
+    EXACT = 1
+
+
+class Overflow(enum.IntEnum):
+    """Whether routes beyond the receive capacity are an event, or only dropped and counted (epx_overflow)."""
+
+    ERROR = 0
+    DROP = 1
+
+
+MAX_EVENT_KINDS, MAX_REPORTED_RANKS, MAX_MESSAGE_BYTES = 16, 64, 1024
+
+
+def known(enumeration, value):
+    """The member with this value, or the number itself where a later library has more members."""
+    try:
+        return enumeration(value)
+    except ValueError:
+        return value
+
+
+class Tensor(ctypes.Structure):
+    _c_name_ = "epx_tensor"
+    _fields_ = [
+        ("data", c_void_p),
+        ("dtype", c_int32),
+        ("ndim", c_int32),
+        ("sizes", c_int64 * 4),
+        ("sidecar", c_void_p),
+        ("sidecar_row_bytes", c_int64),
+        ("reserved", c_int64 * 2),
+    ]
+
+
+ALL_GATHER = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_void_p, c_size_t, c_int64, c_void_p, c_size_t)
+RELEASE = ctypes.CFUNCTYPE(None, c_void_p)
+
+
+class Bootstrap(ctypes.Structure):
+    _c_name_ = "epx_bootstrap"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("rank", c_int32),
+        ("num_ranks", c_int32),
+        ("all_gather", ALL_GATHER),
+        ("release", RELEASE),
+        ("context", c_void_p),
+        ("reserved", c_void_p * 3),
+    ]
+
+
+class GroupConfig(ctypes.Structure):
+    _c_name_ = "epx_group_config"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("num_experts", c_int32),
+        ("max_tokens_per_rank", c_int32),
+        ("hidden_dim", c_int32),
+        ("max_top_k", c_int32),
+        ("max_alignment", c_int32),
+        ("max_token_dtype", c_int32),
+        ("max_recv_tokens_per_rank", c_int64),
+        ("max_sidecar_bytes", c_int32),
+        ("combine_precision", c_int32),
+        ("overflow", c_int32),
+        ("transport", c_int32),
+        ("num_comm_sms", c_int32),
+        ("color", c_int32),
+        ("key", c_int32),
+        ("timeout_ms", c_int64),
+        ("reserved", c_int64 * 6),
+    ]
+
+
+class GroupInfo(ctypes.Structure):
+    _c_name_ = "epx_group_info"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("group_id", c_uint64),
+        ("rank", c_int32),
+        ("num_ranks", c_int32),
+        ("num_experts", c_int32),
+        ("num_local_experts", c_int32),
+        ("first_local_expert", c_int32),
+        ("transport", c_int32),
+        ("max_recv_tokens_per_rank", c_int64),
+        ("window_bytes", c_int64),
+        ("timeout_ms", c_int64),
+        ("max_tokens_per_rank", c_int32),
+        ("hidden_dim", c_int32),
+        ("max_top_k", c_int32),
+        ("max_alignment", c_int32),
+        ("max_token_dtype", c_int32),
+        ("combine_precision", c_int32),
+        ("num_comm_sms", c_int32),
+        ("reserved0", c_int32),
+    ]
+
+
+class MemoryPlan(ctypes.Structure):
+    _c_name_ = "epx_memory_plan"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("max_recv_tokens_per_rank", c_int64),
+        ("window_bytes", c_int64),
+        ("control_bytes", c_int64),
+        ("count_bytes", c_int64),
+        ("slot_record_bytes", c_int64),
+        ("scatter_row_bytes", c_int64),
+        ("scatter_sidecar_bytes", c_int64),
+        ("scatter_weight_bytes", c_int64),
+        ("gather_row_bytes", c_int64),
+        ("gather_weight_bytes", c_int64),
+        ("scratch_bytes", c_int64),
+        ("handle_mem_bytes", c_int64),
+    ]
+
+
+class GroupReport(ctypes.Structure):
+    _c_name_ = "epx_group_report"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("status", c_int32),
+        ("operation", c_int32),
+        ("phase", c_int32),
+        ("culprit", c_int32),
+        ("sequence", c_uint64),
+        ("expected", c_uint64),
+        ("seen", c_uint64),
+        ("num_missing", c_int32),
+        ("missing", c_int32 * MAX_REPORTED_RANKS),
+        ("event_counts", c_uint64 * MAX_EVENT_KINDS),
+        ("first_event", c_int32),
+        ("first_event_operation", c_int32),
+        ("first_event_sequence", c_uint64),
+        ("message", c_char * MAX_MESSAGE_BYTES),
+    ]
+
+
+class Layer(ctypes.Structure):
+    _c_name_ = "epx_layer"
+    _fields_ = [("top_k", c_int32), ("alignment", c_int32)]
+
+
+def _call_args(c_name, tensors):
+    """The args struct of one of the five operations: they differ in their tensors alone."""
+    return type(
+        c_name,
+        (ctypes.Structure,),
+        {
+            "_c_name_": c_name,
+            "_fields_": [
+                ("struct_size", c_size_t),
+                ("layer", Layer),
+                ("handle_mem", c_void_p),
+                ("handle_mem_bytes", c_size_t),
+                ("stream", c_void_p),
+            ]
+            + [(name, POINTER(Tensor)) for name in tensors.split()],
+        },
+    )
+
+
+PrepareArgs = _call_args("epx_prepare_args", "topk_idx counts offsets global_counts info slot slot_origin")
+DispatchArgs = _call_args("epx_dispatch_args", "tokens topk_weights recv_tokens recv_weights")
+CombineArgs = _call_args("epx_combine_args", "expert_out recv_weights out")
+CombineBwdArgs = _call_args("epx_combine_bwd_args", "grad_out expert_out recv_weights grad_expert_out grad_recv_weights")
+DispatchBwdArgs = _call_args("epx_dispatch_bwd_args", "grad_recv grad_recv_weights grad_tokens grad_topk_weights")
+
+STRUCTS = [
+    Tensor,
+    Bootstrap,
+    GroupConfig,
+    GroupInfo,
+    MemoryPlan,
+    GroupReport,
+    Layer,
+    PrepareArgs,
+    DispatchArgs,
+    CombineArgs,
+    CombineBwdArgs,
+    DispatchBwdArgs,
+]
+ENUMS = [
+    ("EPX_OP_", Operation),
+    ("EPX_PHASE_", Phase),
+    ("EPX_EVENT_", EventKind),
+    ("EPX_TRANSPORT_", Transport),
+    ("EPX_COMBINE_", CombinePrecision),
+    ("EPX_OVERFLOW_", Overflow),
+]
+
+
+def _declare(library, name, result, *arguments):
+    function = getattr(library, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+GROUP = c_void_p
+epx_last_error = _declare(libepx, "epx_last_error", c_char_p)
+epx_bootstrap_file = _declare(
+    libepx, "epx_bootstrap_file", c_int32, c_char_p, c_char_p, c_int32, c_int32, c_int64, POINTER(Bootstrap)
+)
+epx_bootstrap_free = _declare(libepx, "epx_bootstrap_free", None, POINTER(Bootstrap))
+epx_group_config_init = _declare(libepx, "epx_group_config_init", c_int32, POINTER(GroupConfig))
+epx_group_create = _declare(libepx, "epx_group_create", c_int32, POINTER(Bootstrap), POINTER(GroupConfig), POINTER(GROUP))
+epx_group_destroy = _declare(libepx, "epx_group_destroy", None, GROUP)
+epx_group_abort = _declare(libepx, "epx_group_abort", c_int32, GROUP)
+epx_group_query = _declare(libepx, "epx_group_query", c_int32, GROUP, POINTER(GroupInfo))
+epx_group_memory_plan = _declare(libepx, "epx_group_memory_plan", c_int32, POINTER(GroupConfig), c_int32, POINTER(MemoryPlan))
+epx_group_status = _declare(libepx, "epx_group_status", c_int32, GROUP, POINTER(GroupReport))
+epx_handle_mem_size = _declare(libepx, "epx_handle_mem_size", c_int32, GROUP, POINTER(Layer), POINTER(c_size_t))
+epx_prepare = _declare(libepx, "epx_prepare", c_int32, GROUP, POINTER(PrepareArgs))
+epx_dispatch = _declare(libepx, "epx_dispatch", c_int32, GROUP, POINTER(DispatchArgs))
+epx_combine = _declare(libepx, "epx_combine", c_int32, GROUP, POINTER(CombineArgs))
+epx_combine_bwd = _declare(libepx, "epx_combine_bwd", c_int32, GROUP, POINTER(CombineBwdArgs))
+epx_dispatch_bwd = _declare(libepx, "epx_dispatch_bwd", c_int32, GROUP, POINTER(DispatchBwdArgs))

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ranks find each other while a group is created. A bootstrap is needed only for that: close it afterwards.
+
+with epx.bootstrap.from_directory("/tmp/job", "run-1", rank, num_ranks) as bootstrap:
+    group = epx.Group(bootstrap, num_experts=8, ...)
+"""
+
+import ctypes
+import itertools
+import os
+import time
+
+from . import _structs
+from ._structs import Status
+from .errors import Error, raise_if_failed
+
+DEFAULT_TIMEOUT = 300.0
+_POLL_SECONDS = 0.0002
+
+
+class Bootstrap:
+    """The ranks that create groups together. The functions of this module make one; all ranks make the same one."""
+
+    def __init__(self, struct, release):
+        self._struct = struct
+        self._release = release
+        self.error = None  # what the all-gather of the last group raised
+
+    @property
+    def rank(self):
+        """This process's rank, 0 <= rank < num_ranks."""
+        return self._struct.rank
+
+    @property
+    def num_ranks(self):
+        """The number of ranks."""
+        return self._struct.num_ranks
+
+    @property
+    def struct(self):
+        """The epx_bootstrap, for calls of the C API."""
+        if self._struct is None:
+            raise ValueError("the bootstrap has been closed")
+        return self._struct
+
+    def close(self):
+        """Releases what the bootstrap holds. Groups that were created with it live on."""
+        if self._struct is not None:
+            self._struct = None
+            self._release()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def from_directory(directory, job_id, rank, num_ranks, timeout=DEFAULT_TIMEOUT):
+    """Ranks find each other through files below `directory`, which exists and which all of them can write to; see
+    epx_bootstrap_file. Waits for all ranks, for `timeout` seconds."""
+    struct = _structs.Bootstrap()
+    raise_if_failed(
+        _structs.epx_bootstrap_file(os.fsencode(directory), job_id.encode(), rank, num_ranks, int(timeout * 1000), struct)
+    )
+    return Bootstrap(struct, lambda: _structs.epx_bootstrap_free(struct))
+
+
+def from_all_gather(rank, num_ranks, all_gather, release=None):
+    """Ranks find each other by a function of the caller's.
+
+    all_gather(data: bytes, timeout: float) -> sequence of num_ranks bytes objects of the same length, in rank order. It is
+    called in Group(), on all ranks, blocks for no longer than `timeout` seconds, and raises when it fails: TimeoutError when
+    ranks are missing. release() is called by close().
+    """
+    bootstrap = None
+
+    def callback(_context, send, recv, bytes_per_rank, timeout_ms, message, message_bytes):
+        try:
+            parts = list(all_gather(ctypes.string_at(send, bytes_per_rank), timeout_ms / 1000))
+            if len(parts) != num_ranks or any(len(part) != bytes_per_rank for part in parts):
+                raise ValueError(
+                    f"the all-gather returned parts of {[len(part) for part in parts]} bytes instead of "
+                    f"{num_ranks} parts of {bytes_per_rank}"
+                )
+            ctypes.memmove(recv, b"".join(parts), num_ranks * bytes_per_rank)
+            return Status.SUCCESS
+        except BaseException as error:  # must not pass through C: Group() raises it again
+            bootstrap.error = error
+            sentence = f"the all-gather of the bootstrap: {error}".encode()[: message_bytes - 1] + b"\0"
+            ctypes.memmove(message, sentence, len(sentence))
+            return Status.TIMEOUT if isinstance(error, TimeoutError) else Status.SYSTEM
+
+    struct = _structs.Bootstrap(
+        struct_size=ctypes.sizeof(_structs.Bootstrap), rank=rank, num_ranks=num_ranks, all_gather=_structs.ALL_GATHER(callback)
+    )
+    bootstrap = Bootstrap(struct, release or (lambda: None))
+    return bootstrap
+
+
+def local():
+    """A bootstrap of one rank."""
+    return from_all_gather(0, 1, lambda data, timeout: [data])
+
+
+def from_mpi(communicator):
+    """Ranks are those of an mpi4py communicator, an intracommunicator. Collective, and so is close(): messages travel in a
+    duplicate of it. MPI must not have been finalised before close()."""
+    duplicate = communicator.Dup()
+    rank, num_ranks = duplicate.Get_rank(), duplicate.Get_size()
+    others = [peer for peer in range(num_ranks) if peer != rank]
+
+    def all_gather(data, timeout):
+        received = {peer: bytearray(len(data)) for peer in others}
+        receives = {peer: duplicate.Irecv([received[peer], len(data)], source=peer) for peer in others}
+        sends = [duplicate.Isend([data, len(data)], dest=peer) for peer in others]
+        deadline = time.monotonic() + timeout
+        while True:
+            missing = [peer for peer in others if not receives[peer].Test()]
+            if not missing and all([send.Test() for send in sends]):
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"no message from ranks {missing} within {timeout:g} s"
+                    if missing
+                    else f"ranks have not received within {timeout:g} s"
+                )
+            time.sleep(_POLL_SECONDS)
+        return [data if peer == rank else bytes(received[peer]) for peer in range(num_ranks)]
+
+    return from_all_gather(rank, num_ranks, all_gather, duplicate.Free)
+
+
+_jax_names = itertools.count()
+_jax_stale_keys = []
+
+
+def from_jax(name=None):
+    """Ranks are the processes of jax.distributed, which must have been initialised; with one process that is not needed.
+
+    Records travel through the key-value store of its coordinator. `name` is the same on all processes and has not been used
+    before; without it the bootstraps of a process are numbered, so all processes make them in the same order.
+    """
+    from jax._src import distributed  # jax has no public name for its key-value store
+
+    client = distributed.global_state.client
+    if client is None:
+        return local()
+    rank, num_ranks = distributed.global_state.process_id, distributed.global_state.num_processes
+    prefix = f"epx/bootstrap/{next(_jax_names) if name is None else name}"
+    rounds = itertools.count()
+
+    def all_gather(data, timeout):
+        number = next(rounds)
+        own = f"{prefix}/{number}/{rank}"
+        client.key_value_set_bytes(own, data)
+        deadline = time.monotonic() + timeout
+        parts, missing = [], []
+        for peer in range(num_ranks):
+            left_ms = max(int((deadline - time.monotonic()) * 1000), 1)
+            try:
+                parts.append(client.blocking_key_value_get_bytes(f"{prefix}/{number}/{peer}", left_ms))
+            except Exception as error:  # jaxlib's, whose class has changed its name
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+                missing.append(peer)
+        if missing:
+            raise TimeoutError(f"ranks {missing} have not come within {timeout:g} s")
+        # Who has come to this round has read what all wrote in the ones before.
+        for key in _jax_stale_keys:
+            client.key_value_delete(key)
+        _jax_stale_keys[:] = [own]
+        return parts
+
+    return from_all_gather(rank, num_ranks, all_gather)
+
+
+def reraise(bootstrap, error):
+    """Raises what an all-gather in Python raised, or `error` with it as its cause."""
+    cause, bootstrap.error = bootstrap.error, None
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause
+    raise error from cause
+
+
+__all__ = ["Bootstrap", "Error", "from_all_gather", "from_directory", "from_jax", "from_mpi", "local"]

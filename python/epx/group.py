@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups, and the five operations on numpy arrays of the host.
+
+Symbols in shapes: P ranks, E experts, E_l of them on this rank, T tokens of this rank in a call, K = top_k, H hidden size, N
+rows of the receive arrays, R receive capacity in rows.
+"""
+
+import ctypes
+import dataclasses
+import weakref
+
+import numpy
+
+from . import _lifetime, _structs
+from ._structs import CombinePrecision, EventKind, Operation, Overflow, Status, Transport, known
+from ._tensors import aligned_bytes, dtype_code, output, refuse, tensor
+from .bootstrap import reraise
+from .errors import Error, EventError, group_error, raise_call_failed, raise_if_failed, read_report
+
+_INDEX_DTYPES = (numpy.dtype(numpy.int32), numpy.dtype(numpy.int64))
+_FLOAT32 = numpy.dtype(numpy.float32)
+_pointer = ctypes.pointer
+_SIZE_OF = {struct: ctypes.sizeof(struct) for struct in _structs.STRUCTS}
+_DTYPE_NAMES = {1: "float32", 2: "float16", 3: "bfloat16"}
+
+
+def _enum(enumeration, value, field):
+    if isinstance(value, str):
+        try:
+            return enumeration[value.upper()]
+        except KeyError:
+            names = ", ".join(repr(member.name.lower()) for member in enumeration)
+            refuse(f"{field} is {value!r}; it must be one of {names}")
+    return enumeration(value)
+
+
+def _make_config(
+    *,
+    num_experts,
+    max_tokens_per_rank,
+    hidden_dim,
+    max_top_k,
+    max_token_dtype,
+    max_alignment=None,
+    max_recv_tokens_per_rank=0,
+    max_sidecar_bytes=0,
+    combine_precision="wire",
+    overflow="error",
+    transport="auto",
+    num_comm_sms=0,
+    color=0,
+    key=0,
+    timeout=None,
+):
+    config = _structs.GroupConfig()
+    raise_if_failed(_structs.epx_group_config_init(config))
+    config.num_experts = num_experts
+    config.max_tokens_per_rank = max_tokens_per_rank
+    config.hidden_dim = hidden_dim
+    config.max_top_k = max_top_k
+    config.max_token_dtype = dtype_code(max_token_dtype)
+    if max_alignment is not None:
+        config.max_alignment = max_alignment
+    config.max_recv_tokens_per_rank = max_recv_tokens_per_rank
+    config.max_sidecar_bytes = max_sidecar_bytes
+    config.combine_precision = _enum(CombinePrecision, combine_precision, "combine_precision")
+    config.overflow = _enum(Overflow, overflow, "overflow")
+    config.transport = _enum(Transport, transport, "transport")
+    config.num_comm_sms = num_comm_sms
+    config.color = color
+    config.key = key
+    if timeout is not None:
+        config.timeout_ms = int(timeout * 1000)
+    return config
+
+
+def memory_plan(num_ranks, **config):
+    """What a rank of such a group takes, in bytes, as a dict of the fields of epx_memory_plan. `config` is that of Group.
+    Neither allocates nor communicates."""
+    plan = _structs.MemoryPlan(struct_size=_SIZE_OF[_structs.MemoryPlan])
+    raise_if_failed(_structs.epx_group_memory_plan(_make_config(**config), num_ranks, plan))
+    return {name: getattr(plan, name) for name, _ in plan._fields_ if name != "struct_size"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """What prepare() makes of top-k indices: the handle memory that the other four operations take, and what it says.
+
+    top_k, alignment: of the layer.  num_tokens: T.  handle_mem: [bytes] uint8, of use in this group alone.
+    counts: [E_l] rows of each local expert, after drops, without padding.  offsets: [E_l + 1] first slot of each zone; the last
+    entry is the number of rows in use.  global_counts: [P, E] routes from each rank to each expert, before drops.  info: [5]
+    int64: demand, kept, dropped (routes to this rank), dropped (routes of this rank), rows_needed.  slot: [T, K] int32 slot of
+    each route on its expert's rank, or None.  slot_origin: [R, 3] int32 (source rank, token, k) of each slot, or None.
+    """
+
+    top_k: int
+    alignment: int
+    num_tokens: int
+    handle_mem: numpy.ndarray
+    counts: numpy.ndarray
+    offsets: numpy.ndarray
+    global_counts: numpy.ndarray
+    info: numpy.ndarray
+    slot: numpy.ndarray | None
+    slot_origin: numpy.ndarray | None
+
+    @property
+    def num_rows(self):
+        """Rows of the receive arrays that are in use, which is the least N that loses nothing."""
+        return int(self.offsets[-1])
+
+
+class Group:
+    """The ranks that share the experts, as one of them sees it.
+
+    Created by all ranks of the bootstrap, with the same configuration but for color, key, num_comm_sms and timeout:
+
+    num_experts               E
+    max_tokens_per_rank       the largest T
+    hidden_dim                the largest H
+    max_top_k                 the largest K
+    max_token_dtype           the widest dtype of tokens: "float32", "float16" or "bfloat16", or a dtype
+    max_alignment             the largest alignment of zones, in rows; default 128
+    max_recv_tokens_per_rank  R; 0: the worst case
+    max_sidecar_bytes         0; sidecars are of the C API alone
+    combine_precision         "wire" or "exact"
+    overflow                  "error" or "drop"
+    transport                 "auto", "host" or "nccl"
+    num_comm_sms              the most SMs that a call takes on GPUs; 0: all but 48
+    color, key                ranks of different colors form different groups, ordered by (key, rank)
+    timeout                   seconds that one wait for a peer lasts; default: EPX_TIMEOUT_MS, or 300
+
+    The operations here take numpy arrays and need the host transport. All ranks make the same calls in the same order. A call
+    that is refused raises InvalidArgumentError and has not taken part; the group lives on, but its peers wait for the call. A
+    failure that has ended the group raises GroupError, here and in each later call. Recoverable errors, as an index that is no
+    expert or an overflow, are raised by check() alone.
+
+    A group is of use in the process that created it, and one thread at a time uses it. The end of the interpreter destroys it,
+    in whatever order objects die, or aborts it when an exception ends the interpreter.
+    """
+
+    def __init__(self, bootstrap, **config):
+        _lifetime.destroy_abandoned()
+        made = _make_config(**config)
+        value = _structs.GROUP()
+        status = _structs.epx_group_create(bootstrap.struct, made, value)
+        try:
+            raise_if_failed(status)
+        except Error as error:
+            reraise(bootstrap, error)
+        self._handle = _lifetime.Handle(value.value)
+        self._finalizer = weakref.finalize(self, _lifetime.abandon, self._handle)
+        self._finalizer.atexit = False
+        _lifetime.keep(self)
+        self._info = _structs.GroupInfo(struct_size=_SIZE_OF[_structs.GroupInfo])
+        raise_if_failed(_structs.epx_group_query(value, self._info))
+        self._handle_mem_bytes = {}
+
+    @property
+    def handle(self):
+        """The epx_group, as an integer."""
+        value = self._handle.value
+        if value is None:
+            refuse("the group has been destroyed")
+        return value
+
+    @property
+    def is_destroyed(self):
+        """Whether destroy() has been called."""
+        return self._handle.value is None
+
+    group_id = property(lambda self: self._info.group_id, doc="Random, and the same on all ranks.")
+    rank = property(lambda self: self._info.rank, doc="This rank in the group.")
+    num_ranks = property(lambda self: self._info.num_ranks, doc="P.")
+    num_experts = property(lambda self: self._info.num_experts, doc="E.")
+    num_local_experts = property(lambda self: self._info.num_local_experts, doc="E_l.")
+    first_local_expert = property(lambda self: self._info.first_local_expert, doc="Global index of this rank's first expert.")
+    max_recv_tokens_per_rank = property(lambda self: self._info.max_recv_tokens_per_rank, doc="R, in rows.")
+    max_tokens_per_rank = property(lambda self: self._info.max_tokens_per_rank, doc="The largest T.")
+    hidden_dim = property(lambda self: self._info.hidden_dim, doc="The largest H.")
+    max_top_k = property(lambda self: self._info.max_top_k, doc="The largest K.")
+    max_alignment = property(lambda self: self._info.max_alignment, doc="The largest alignment, in rows.")
+    window_bytes = property(lambda self: self._info.window_bytes, doc="Shared memory that the group holds on this rank.")
+    timeout = property(lambda self: self._info.timeout_ms / 1000, doc="Seconds that one wait for a peer lasts.")
+    max_token_dtype = property(lambda self: _DTYPE_NAMES[self._info.max_token_dtype], doc="Its name.")
+
+    @property
+    def transport(self):
+        """Transport.HOST or Transport.NCCL."""
+        return known(Transport, self._info.transport)
+
+    def __repr__(self):
+        state = ", destroyed" if self.is_destroyed else ""
+        return (
+            f"<epx.Group {self.group_id:016x}: rank {self.rank} of {self.num_ranks}, {self.num_experts} experts, "
+            f"transport {self.transport.name.lower()}{state}>"
+        )
+
+    def destroy(self):
+        """Frees the group; a second time it does nothing. Waits for calls that are under way on the GPU, for up to timeout."""
+        if self._handle.value is not None:
+            self._finalizer.detach()
+            if self._handle.is_idle():
+                self._handle.destroy()
+            else:
+                _lifetime.abandon(self._handle)
+        _lifetime.destroy_abandoned()
+
+    def abort(self):
+        """Ends the group, from any thread: this rank's calls raise GroupError, and peers learn that it aborted. Does not
+        wait."""
+        raise_if_failed(_structs.epx_group_abort(self.handle))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is not None and not self.is_destroyed:
+            self.abort()  # peers would wait for the calls that this rank does not make any more
+        self.destroy()
+
+    def check(self):
+        """Raises GroupError when the group has ended, else EventError when calls have seen recoverable errors since the last
+        check. Local; waits for nothing, so on GPUs it tells what has been seen so far."""
+        report = read_report(self.handle)
+        if report.status != Status.SUCCESS:
+            raise group_error(report)
+        events = {known(EventKind, kind): count for kind, count in enumerate(report.event_counts) if count}
+        if events:
+            raise EventError(
+                report.message.decode(errors="replace"),
+                events,
+                known(Operation, report.first_event_operation),
+                report.first_event_sequence,
+            )
+
+    def handle_mem_size(self, top_k, alignment=1):
+        """Bytes of the handle memory of such a layer."""
+        size = self._handle_mem_bytes.get((top_k, alignment))
+        if size is None:
+            bytes_ = ctypes.c_size_t()
+            raise_if_failed(_structs.epx_handle_mem_size(self.handle, _structs.Layer(top_k, alignment), bytes_))
+            size = self._handle_mem_bytes[top_k, alignment] = bytes_.value
+        return size
+
+    def prepare(self, topk_idx, *, alignment=1, counts_dtype=numpy.int32, with_slot=False, with_slot_origin=False):
+        """Turns top-k indices into a plan. Collective.
+
+        topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.
+        alignment: rows that zones are padded to.  counts_dtype: int32 or int64, of counts, offsets and global_counts.
+        Returns a Plan.
+        """
+        self._require_host()
+        indices = tensor("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
+        num_tokens, top_k = topk_idx.shape
+        dtype = numpy.dtype(counts_dtype)
+        handle_mem = aligned_bytes(self.handle_mem_size(top_k, alignment))
+        plan = Plan(
+            top_k,
+            alignment,
+            num_tokens,
+            handle_mem,
+            counts=numpy.empty(self.num_local_experts, dtype),
+            offsets=numpy.empty(self.num_local_experts + 1, dtype),
+            global_counts=numpy.empty((self.num_ranks, self.num_experts), dtype),
+            info=numpy.empty(5, numpy.int64),
+            slot=numpy.empty((num_tokens, top_k), numpy.int32) if with_slot else None,
+            slot_origin=numpy.empty((self.max_recv_tokens_per_rank, 3), numpy.int32) if with_slot_origin else None,
+        )
+        self._call(
+            _structs.epx_prepare,
+            _structs.PrepareArgs,
+            plan,
+            indices,
+            tensor("counts", plan.counts),
+            tensor("offsets", plan.offsets),
+            tensor("global_counts", plan.global_counts),
+            tensor("info", plan.info),
+            None if plan.slot is None else tensor("slot", plan.slot),
+            None if plan.slot_origin is None else tensor("slot_origin", plan.slot_origin),
+        )
+        for array in (handle_mem, plan.counts, plan.offsets, plan.global_counts, plan.info):
+            array.flags.writeable = False
+        return plan
+
+    def dispatch(self, plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None):
+        """Brings tokens to the ranks of their experts. Collective.
+
+        tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
+        num_rows: N; default: plan.num_rows.  recv_tokens: [N, H] to be written; default: a new array.
+        Returns (recv_tokens [N, H], recv_weights [N] float32 or None). Pads inside zones are zero; rows behind plan.num_rows
+        are not written.
+        """
+        self._require_host()
+        sent = tensor("tokens", tokens, (plan.num_tokens, None))
+        if recv_tokens is None:
+            recv_tokens = numpy.empty((plan.num_rows if num_rows is None else num_rows, tokens.shape[1]), tokens.dtype)
+        weights = recv_weights = None
+        if topk_weights is not None:
+            weights = tensor("topk_weights", topk_weights, (plan.num_tokens, plan.top_k), (_FLOAT32,))
+            recv_weights = numpy.empty(len(recv_tokens), _FLOAT32)
+        self._call(
+            _structs.epx_dispatch,
+            _structs.DispatchArgs,
+            plan,
+            sent,
+            weights,
+            output("recv_tokens", recv_tokens),
+            None if recv_weights is None else tensor("recv_weights", recv_weights),
+        )
+        return recv_tokens, recv_weights
+
+    def combine(self, plan, expert_out, recv_weights=None, *, out=None):
+        """Brings the experts' outputs back. Collective.
+
+        expert_out: [N, H].  recv_weights: [N] float32 as dispatch returned them, or None: all 1.  out: [T, H] to be written.
+        Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
+        """
+        self._require_host()
+        rows = tensor("expert_out", expert_out, (None, None))
+        weights = self._row_weights("recv_weights", recv_weights, expert_out)
+        if out is None:
+            out = numpy.empty((plan.num_tokens, expert_out.shape[1]), expert_out.dtype)
+        self._call(_structs.epx_combine, _structs.CombineArgs, plan, rows, weights, output("out", out))
+        return out
+
+    def combine_bwd(self, plan, grad_out, expert_out=None, recv_weights=None, *, num_rows=None):
+        """The gradients of combine(). Collective.
+
+        grad_out: [T, H].  recv_weights: [N] float32, as combine had them.  expert_out: [N, H], when the gradient of
+        recv_weights is wanted.  num_rows: N; default: that of expert_out or recv_weights, else plan.num_rows.
+        Returns (grad_expert_out [N, H], grad_recv_weights [N] float32 or None).
+        """
+        self._require_host()
+        grad = tensor("grad_out", grad_out, (plan.num_tokens, None))
+        if num_rows is None:
+            given = expert_out if expert_out is not None else recv_weights
+            num_rows = plan.num_rows if given is None else len(given)
+        grad_expert_out = numpy.empty((num_rows, grad_out.shape[1]), grad_out.dtype)
+        grad_weights = None
+        rows = None
+        if expert_out is not None:
+            rows = tensor("expert_out", expert_out, grad_expert_out.shape, (grad_out.dtype,))
+            grad_weights = numpy.empty(num_rows, _FLOAT32)
+        self._call(
+            _structs.epx_combine_bwd,
+            _structs.CombineBwdArgs,
+            plan,
+            grad,
+            rows,
+            self._row_weights("recv_weights", recv_weights, grad_expert_out),
+            tensor("grad_expert_out", grad_expert_out),
+            None if grad_weights is None else tensor("grad_recv_weights", grad_weights),
+        )
+        return grad_expert_out, grad_weights
+
+    def dispatch_bwd(self, plan, grad_recv, grad_recv_weights=None):
+        """The gradients of dispatch(). Collective.
+
+        grad_recv: [N, H].  grad_recv_weights: [N] float32, or None on all ranks.
+        Returns (grad_tokens [T, H], grad_topk_weights [T, K] float32 or None).
+        """
+        self._require_host()
+        grad = tensor("grad_recv", grad_recv, (None, None))
+        weights = self._row_weights("grad_recv_weights", grad_recv_weights, grad_recv)
+        grad_tokens = numpy.empty((plan.num_tokens, grad_recv.shape[1]), grad_recv.dtype)
+        grad_weights = None if weights is None else numpy.empty((plan.num_tokens, plan.top_k), _FLOAT32)
+        self._call(
+            _structs.epx_dispatch_bwd,
+            _structs.DispatchBwdArgs,
+            plan,
+            grad,
+            weights,
+            tensor("grad_tokens", grad_tokens),
+            None if grad_weights is None else tensor("grad_topk_weights", grad_weights),
+        )
+        return grad_tokens, grad_weights
+
+    @staticmethod
+    def _row_weights(name, weights, rows):
+        return None if weights is None else tensor(name, weights, (len(rows),), (_FLOAT32,))
+
+    def _require_host(self):
+        if self._info.transport != Transport.HOST:
+            refuse(f"{self!r} moves memory of GPUs: numpy arrays need a group with transport 'host'")
+
+    def _call(self, function, struct, plan, *tensors):
+        handle = self.handle
+        handle_mem = plan.handle_mem
+        args = struct(
+            _SIZE_OF[struct],
+            _structs.Layer(plan.top_k, plan.alignment),
+            handle_mem.ctypes.data,
+            handle_mem.nbytes,
+            None,
+            *[None if view is None else _pointer(view) for view in tensors],
+        )
+        status = function(handle, args)
+        if status:
+            raise_call_failed(handle, status)

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MoE block of epx_moe.h on numpy arrays of the host: router, prepare, dispatch, FFN and combine, forward and backward.
+
+Symbols in shapes: those of epx.group, and F, the size of the FFN's inner layer.
+"""
+
+import ctypes
+import dataclasses
+import weakref
+
+import numpy
+
+from . import _moe_structs
+from ._moe_structs import PARAMS, Activation, Score, Weighting
+from ._structs import Transport
+from ._tensors import dtype_code, refuse, tensor
+from .errors import raise_call_failed, raise_if_failed
+from .group import _enum
+
+_NUM_FLIGHT_INFO = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """How experts are selected and weighed. score: "topk_then_softmax" (Mixtral), "softmax_then_topk" (Switch, DeepSeek-V2) or
+    "sigmoid" (DeepSeek-V3). The other fields are those of epx_moe_router_config."""
+
+    top_k: int
+    score: str = "topk_then_softmax"
+    num_groups: int = 1
+    topk_groups: int = 1
+    renormalize: bool = False
+    scaling_factor: float = 1.0
+    aux_loss_coeff: float = 0.0
+
+    def to_c(self, num_experts):
+        config = _moe_structs.RouterConfig()
+        raise_if_failed(_moe_structs.epx_moe_router_config_init(config, ctypes.sizeof(config)))
+        config.num_experts, config.top_k = num_experts, self.top_k
+        config.score = _enum(Score, self.score, "score")
+        config.num_groups, config.topk_groups = self.num_groups, self.topk_groups
+        config.renormalize = int(self.renormalize)
+        config.scaling_factor, config.aux_loss_coeff = self.scaling_factor, self.aux_loss_coeff
+        return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Ffn:
+    """The experts: hidden_dim H, ffn_dim F, and activation "swiglu", "gelu" or "relu2"."""
+
+    hidden_dim: int
+    ffn_dim: int
+    activation: str = "swiglu"
+
+    def to_c(self):
+        config = _moe_structs.FfnConfig()
+        raise_if_failed(_moe_structs.epx_moe_ffn_config_init(config, ctypes.sizeof(config)))
+        config.hidden_dim, config.ffn_dim = self.hidden_dim, self.ffn_dim
+        config.activation = _enum(Activation, self.activation, "activation")
+        return config
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Output:
+    """What a forward returns. out: [T, H].  topk_idx: [T, K] int32, -1 where masked.  topk_weights: [T, K].  global_counts: [P,
+    E] int64. info: [3] int64: masked tokens, bad tokens (their scores are not numbers), index of the first bad one or -1."""
+
+    out: numpy.ndarray
+    topk_idx: numpy.ndarray
+    topk_weights: numpy.ndarray
+    global_counts: numpy.ndarray
+    info: numpy.ndarray
+
+
+class _Params:
+    """An epx_moe_ffn_params of arrays by name."""
+
+    def __init__(self, arrays, what):
+        self.struct = _moe_structs.FfnParams(struct_size=ctypes.sizeof(_moe_structs.FfnParams))
+        for name, array in arrays.items():
+            if name not in PARAMS:
+                refuse(f"{what} has {name!r}; the names are {', '.join(PARAMS)}")
+            if array is not None:
+                setattr(self.struct, name, ctypes.pointer(tensor(f"{what}[{name!r}]", array)))
+
+
+class Block:
+    """An MoE layer. Parameters are the caller's, as a dict of arrays by the names of epx_moe_ffn_params (weights are [E_l, out,
+    in]).
+
+    group: on the host transport, or None for a layer whose experts are all on this rank, with num_experts E.
+    dtype: "float32"; without a group also "float64".  weighting: "late" or "early".  max_in_flight: forwards whose backward is
+    still to come, each in a flight of its own.  recompute: the backward computes the FFN's activations again instead of keeping
+    them. max_tokens_per_rank: the largest T, without a group.
+
+    Created by all ranks of the group. destroy() is collective, since it frees memory that peers reach; a block of a group that
+    nobody destroys keeps its memory until the process ends, and is of no use when the group has been destroyed.
+    """
+
+    def __init__(
+        self,
+        group,
+        *,
+        router,
+        ffn,
+        num_experts=None,
+        dtype="float32",
+        weighting="late",
+        alignment=1,
+        max_in_flight=1,
+        max_tokens_per_rank=0,
+        recompute=False,
+    ):
+        if group is not None and group.transport != Transport.HOST:
+            refuse(f"{group!r} moves memory of GPUs: a block on numpy arrays needs a group with transport 'host'")
+        if (group is None) == (num_experts is None):
+            refuse("num_experts is given iff the block has no group")
+        self._group = group
+        self._num_experts = num_experts if group is None else group.num_experts
+        self._num_ranks = 1 if group is None else group.num_ranks
+        self._router, self._ffn = router, ffn
+        self._dtype = numpy.dtype(dtype)
+        router_config, ffn_config = router.to_c(self._num_experts), ffn.to_c()
+        config = _moe_structs.BlockConfig()
+        raise_if_failed(_moe_structs.epx_moe_block_config_init(config, ctypes.sizeof(config)))
+        config.router, config.ffn = ctypes.pointer(router_config), ctypes.pointer(ffn_config)
+        config.dtype = dtype_code(self._dtype)
+        config.weighting = _enum(Weighting, weighting, "weighting")
+        config.alignment, config.max_in_flight = alignment, max_in_flight
+        config.max_tokens_per_rank, config.recompute = max_tokens_per_rank, int(recompute)
+        block = _moe_structs.BLOCK()
+        self._raise_if_failed(_moe_structs.epx_moe_block_create(self._group_handle(), config, block))
+        self._value = block.value
+        # Freeing the memory of a group is collective, which a finalizer must not be.
+        self._finalizer = weakref.finalize(self, _moe_structs.epx_moe_block_destroy, self._value) if group is None else None
+
+    @property
+    def params_shapes(self):
+        """The shapes of this rank's parameters, by name, with gate and up stacked and without biases."""
+        local = self._num_experts if self._group is None else self._group.num_local_experts
+        hidden, ffn = self._ffn.hidden_dim, self._ffn.ffn_dim
+        first = (
+            {"gate_up_weight": (local, 2 * ffn, hidden)}
+            if self._ffn.activation == "swiglu"
+            else {"up_weight": (local, ffn, hidden)}
+        )
+        return {**first, "down_weight": (local, hidden, ffn)}
+
+    def forward(self, tokens, logits, params, *, flight=0, selection_bias=None, token_mask=None):
+        """Collective. tokens: [T, H].  logits: [T, E].  selection_bias: [E].  token_mask: [T] uint8 or bool, 0 masks the token.
+        Keeps in `flight` what backward needs. Returns an Output."""
+        handle = self._handle()
+        sent = tensor("tokens", tokens, (None, self._ffn.hidden_dim), (self._dtype,))
+        num_tokens, top_k = len(tokens), self._router.top_k
+        result = Output(
+            numpy.empty_like(tokens),
+            numpy.empty((num_tokens, top_k), numpy.int32),
+            numpy.empty((num_tokens, top_k), self._dtype),
+            numpy.empty((self._num_ranks, self._num_experts), numpy.int64),
+            numpy.empty(_NUM_FLIGHT_INFO, numpy.int64),
+        )
+        if token_mask is not None and token_mask.dtype == numpy.bool_:
+            token_mask = token_mask.view(numpy.uint8)
+        held = _Params(params, "params")
+        args = _moe_structs.BlockFwdArgs(
+            struct_size=ctypes.sizeof(_moe_structs.BlockFwdArgs),
+            flight=flight,
+            params=ctypes.pointer(held.struct),
+            tokens=ctypes.pointer(sent),
+            logits=ctypes.pointer(tensor("logits", logits, (num_tokens, self._num_experts))),
+        )
+        if selection_bias is not None:
+            args.selection_bias = ctypes.pointer(tensor("selection_bias", selection_bias, (self._num_experts,)))
+        if token_mask is not None:
+            args.token_mask = ctypes.pointer(tensor("token_mask", token_mask, (num_tokens,)))
+        for field in dataclasses.fields(Output):
+            setattr(args, field.name, ctypes.pointer(tensor(field.name, getattr(result, field.name))))
+        self._raise_if_failed(_moe_structs.epx_moe_block_fwd(handle, args))
+        return result
+
+    def backward(self, grad_out, params, *, flight=0, aux_loss_grad=0.0, grads=None):
+        """Collective. grad_out: [T, H] of the forward in `flight`.  aux_loss_grad: gradient of the loss with respect to the
+        router's load-balance loss.  grads: arrays by name that the gradients of the parameters are added to; None: new ones.
+        Returns (grad_tokens [T, H], grad_logits [T, E], grads). grad_tokens is through the experts; what comes through the
+        logits is the caller's to add."""
+        handle = self._handle()
+        grad = tensor("grad_out", grad_out, (None, self._ffn.hidden_dim), (self._dtype,))
+        accumulate = grads is not None
+        if grads is None:
+            grads = {name: numpy.empty_like(array) for name, array in params.items() if array is not None}
+        grad_tokens = numpy.empty_like(grad_out)
+        grad_logits = numpy.empty((len(grad_out), self._num_experts), self._dtype)
+        held, made = _Params(params, "params"), _Params(grads, "grads")
+        args = _moe_structs.BlockBwdArgs(
+            struct_size=ctypes.sizeof(_moe_structs.BlockBwdArgs),
+            flight=flight,
+            params=ctypes.pointer(held.struct),
+            grad_out=ctypes.pointer(grad),
+            aux_loss_grad=aux_loss_grad,
+            grad_tokens=ctypes.pointer(tensor("grad_tokens", grad_tokens)),
+            grad_logits=ctypes.pointer(tensor("grad_logits", grad_logits)),
+            grads=ctypes.pointer(made.struct),
+            accumulate=int(accumulate),
+        )
+        self._raise_if_failed(_moe_structs.epx_moe_block_bwd(handle, args))
+        return grad_tokens, grad_logits, grads
+
+    def destroy(self):
+        """Frees the block, before its group; a second time it does nothing. Collective when it has a group that has not
+        failed."""
+        value, self._value = self._value, None
+        if value is None:
+            return
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        elif self._group.is_destroyed:
+            return
+        self._raise_if_failed(_moe_structs.epx_moe_block_destroy(value))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is None:  # else the peers may never come to it
+            self.destroy()
+
+    def _group_handle(self):
+        return None if self._group is None else self._group.handle
+
+    def _handle(self):
+        if self._value is None:
+            refuse("the block has been destroyed")
+        self._group_handle()
+        return self._value
+
+    def _raise_if_failed(self, status):
+        if status and self._group is not None:
+            raise_call_failed(self._group.handle, status)
+        raise_if_failed(status)
+
+
+__all__ = ["Activation", "Block", "Ffn", "Output", "Router", "Score", "Weighting"]

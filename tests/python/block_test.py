@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MoE block on numpy arrays: against a dense layer in float64, its gradients against finite differences of the same."""
+
+import unittest
+
+import ranks
+
+ranks.require("numpy")
+import numpy
+
+import epx
+import epx.moe
+
+RANK, RANKS = ranks.rank(), ranks.num_ranks()
+EXPERTS, HIDDEN, FFN, TOP_K = 5, 6, 4, 2
+
+
+def dense_layer(tokens, logits, gate_up, down):
+    """Mixtral's layer on all tokens of one rank, with all experts: [T, H]."""
+    order = numpy.argsort(-logits, axis=1, kind="stable")[:, :TOP_K]
+    chosen = numpy.take_along_axis(logits, order, axis=1)
+    weights = numpy.exp(chosen - chosen.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    out = numpy.zeros_like(tokens)
+    for token in range(len(tokens)):
+        for expert, weight in zip(order[token], weights[token]):
+            gate, up = numpy.split(gate_up[expert] @ tokens[token], 2)
+            out[token] += weight * (down[expert] @ (gate / (1 + numpy.exp(-gate)) * up))
+    return out
+
+
+def numeric_gradient(function, array):
+    gradient = numpy.zeros_like(array)
+    for index in numpy.ndindex(array.shape):
+        kept = array[index]
+        array[index] = kept + 1e-6
+        above = function()
+        array[index] = kept - 1e-6
+        below = function()
+        array[index] = kept
+        gradient[index] = (above - below) / 2e-6
+    return gradient
+
+
+class Data:
+    """The data of all ranks in float64."""
+
+    def __init__(self, num_tokens, seed=1):
+        generator = numpy.random.default_rng(seed)
+        self.tokens = [generator.standard_normal((count, HIDDEN)) for count in num_tokens]
+        self.logits = [generator.standard_normal((count, EXPERTS)) for count in num_tokens]
+        self.grad_out = [generator.standard_normal((count, HIDDEN)) for count in num_tokens]
+        self.gate_up = generator.standard_normal((EXPERTS, 2 * FFN, HIDDEN))
+        self.down = generator.standard_normal((EXPERTS, HIDDEN, FFN))
+
+    def loss(self, rank):
+        return (dense_layer(self.tokens[rank], self.logits[rank], self.gate_up, self.down) * self.grad_out[rank]).sum()
+
+    def loss_of_all(self):
+        return sum(self.loss(rank) for rank in range(len(self.tokens)))
+
+
+def config():
+    return dict(router=epx.moe.Router(TOP_K), ffn=epx.moe.Ffn(HIDDEN, FFN))
+
+
+class Blocks(unittest.TestCase):
+    def check(self, block, data, rank, first, count, dtype, tolerance):
+        mine = slice(first, first + count)
+        params = {"gate_up_weight": data.gate_up[mine].astype(dtype), "down_weight": data.down[mine].astype(dtype)}
+        self.assertEqual({name: array.shape for name, array in params.items()}, block.params_shapes)
+        output = block.forward(data.tokens[rank].astype(dtype), data.logits[rank].astype(dtype), params)
+        wanted = dense_layer(data.tokens[rank], data.logits[rank], data.gate_up, data.down)
+        numpy.testing.assert_allclose(output.out, wanted, tolerance, tolerance)
+        self.assertEqual(output.global_counts.sum(), TOP_K * sum(len(tokens) for tokens in data.tokens))
+        numpy.testing.assert_array_equal(output.info, [0, 0, -1])
+        grad_tokens, grad_logits, grads = block.backward(data.grad_out[rank].astype(dtype), params)
+        numpy.testing.assert_allclose(
+            grad_tokens, numeric_gradient(lambda: data.loss(rank), data.tokens[rank]), 1e-3, tolerance * 10
+        )
+        numpy.testing.assert_allclose(
+            grad_logits, numeric_gradient(lambda: data.loss(rank), data.logits[rank]), 1e-3, tolerance * 10
+        )
+        for name, array in (("gate_up_weight", data.gate_up), ("down_weight", data.down)):
+            numeric = numeric_gradient(data.loss_of_all, array)[mine]
+            numpy.testing.assert_allclose(grads[name], numeric, 1e-3, tolerance * 10)
+            _, _, sums = block.backward(
+                data.grad_out[rank].astype(dtype), params, grads={k: v.copy() for k, v in grads.items()}
+            )
+            numpy.testing.assert_allclose(sums[name], 2 * grads[name], 1e-5, tolerance)
+
+    def test_1_local(self):
+        data = Data([3])
+        with epx.moe.Block(None, num_experts=EXPERTS, dtype="float64", max_tokens_per_rank=3, **config()) as block:
+            self.check(block, data, 0, 0, EXPERTS, numpy.float64, 1e-9)
+
+    def test_2_group(self):
+        num_tokens = [0 if RANKS > 1 and rank == RANKS - 1 else 2 + rank for rank in range(RANKS)]
+        with ranks.directory_bootstrap("block") as bootstrap:
+            group = epx.Group(
+                bootstrap,
+                num_experts=EXPERTS,
+                max_tokens_per_rank=8,
+                hidden_dim=HIDDEN,
+                max_top_k=TOP_K,
+                max_token_dtype="float32",
+                transport="host",
+                timeout=ranks.TIMEOUT_SECONDS,
+            )
+        with group:
+            for options in ({}, {"weighting": "early", "alignment": 4, "recompute": True}):
+                with epx.moe.Block(group, **config(), **options) as block:
+                    self.check(
+                        block, Data(num_tokens), RANK, group.first_local_expert, group.num_local_experts, numpy.float32, 1e-4
+                    )
+            group.check()
+
+    def test_3_masked_and_bad_tokens(self):
+        data = Data([4])
+        data.logits[0][2] = numpy.nan
+        block = epx.moe.Block(None, num_experts=EXPERTS, dtype="float64", max_tokens_per_rank=4, **config())
+        output = block.forward(
+            data.tokens[0],
+            data.logits[0],
+            {"gate_up_weight": data.gate_up, "down_weight": data.down},
+            token_mask=numpy.array([True, False, True, True]),
+        )
+        numpy.testing.assert_array_equal(output.info, [1, 1, 2])
+        numpy.testing.assert_array_equal(output.topk_idx[1:3], -1)
+        numpy.testing.assert_array_equal(output.out[1:3], 0)
+        self.assertTrue((output.out[[0, 3]] != 0).all())
+
+    def test_4_refusals(self):
+        data = Data([3])
+        params = {"gate_up_weight": data.gate_up, "down_weight": data.down}
+        for words, changes in {
+            "activation is 'tanh'": dict(ffn=epx.moe.Ffn(HIDDEN, FFN, "tanh")),
+            "top_k": dict(router=epx.moe.Router(9)),
+            "iff the block has no group": dict(num_experts=None),
+        }.items():
+            with self.assertRaises(epx.InvalidArgumentError) as caught:
+                epx.moe.Block(None, **{**config(), "num_experts": EXPERTS, "max_tokens_per_rank": 3, **changes})
+            self.assertIn(words, str(caught.exception))
+        block = epx.moe.Block(None, num_experts=EXPERTS, dtype="float64", max_tokens_per_rank=3, **config())
+        tokens, logits = data.tokens[0], data.logits[0]
+        for words, call in {
+            "tokens is float32": lambda: block.forward(tokens.astype(numpy.float32), logits, params),
+            "logits has shape": lambda: block.forward(tokens, logits[:, 1:].copy(), params),
+            "'weight'": lambda: block.forward(tokens, logits, {"weight": data.down}),
+            "down_weight": lambda: block.forward(tokens, logits, {"gate_up_weight": data.gate_up}),
+            "flight": lambda: block.forward(tokens, logits, params, flight=7),
+            "forward": lambda: block.backward(tokens, params),
+        }.items():
+            with self.assertRaises(epx.InvalidArgumentError) as caught:
+                call()
+            self.assertIn(words, str(caught.exception))
+        block.destroy()
+        block.destroy()
+        with self.assertRaisesRegex(epx.InvalidArgumentError, "destroyed"):
+            block.forward(tokens, logits, params)
+
+
+if __name__ == "__main__":
+    ranks.main()

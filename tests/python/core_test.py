@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The five operations on numpy arrays, against a dense reference in float64; events, refusals and failures as exceptions."""
+
+import unittest
+
+import ranks
+
+ranks.require("numpy")
+import numpy
+import reference
+
+import epx
+
+RANK, RANKS = ranks.rank(), ranks.num_ranks()
+EXPERTS, HIDDEN, TOP_K = 5, 24, 3
+
+
+def make_group(name, **changes):
+    config = dict(
+        num_experts=EXPERTS,
+        max_tokens_per_rank=32,
+        hidden_dim=HIDDEN,
+        max_top_k=TOP_K,
+        max_token_dtype="float32",
+        transport="host",
+        timeout=ranks.TIMEOUT_SECONDS,
+    )
+    with ranks.directory_bootstrap(name) as bootstrap:
+        return epx.Group(bootstrap, **{**config, **changes})
+
+
+def make_data(num_tokens, seed, top_k=TOP_K, dtype=numpy.float32, masked=0.2):
+    """topk_idx, tokens and weights of each rank; rank r has num_tokens[r] tokens."""
+    generator = numpy.random.default_rng(seed)
+    idx, tokens, weights = [], [], []
+    for count in num_tokens:
+        choice = numpy.argsort(generator.random((count, EXPERTS)), axis=1)[:, :top_k]
+        idx.append(numpy.where(generator.random(choice.shape) < masked, -1, choice))
+        tokens.append(generator.standard_normal((count, HIDDEN)).astype(dtype))
+        weights.append(generator.random(choice.shape).astype(numpy.float32))
+    return idx, tokens, weights
+
+
+class Layer(unittest.TestCase):
+    def check_layer(
+        self,
+        group,
+        num_tokens,
+        *,
+        alignment=1,
+        top_k=TOP_K,
+        dtype=numpy.float32,
+        seed=1,
+        index_dtype=numpy.int64,
+        tolerance=1e-5,
+    ):
+        idx, tokens, weights = make_data(num_tokens, seed, top_k, dtype)
+        wanted = reference.Exchange(idx, EXPERTS, alignment)
+        plan = group.prepare(
+            idx[RANK].astype(index_dtype), alignment=alignment, counts_dtype=index_dtype, with_slot=True, with_slot_origin=True
+        )
+        numpy.testing.assert_array_equal(plan.counts, wanted.counts[RANK])
+        numpy.testing.assert_array_equal(plan.offsets, wanted.offsets[RANK])
+        numpy.testing.assert_array_equal(plan.global_counts, wanted.global_counts())
+        numpy.testing.assert_array_equal(plan.slot, wanted.slots[RANK][..., 1])
+        self.assertEqual(plan.counts.dtype, index_dtype)
+        self.assertEqual(plan.info[1], wanted.counts[RANK].sum())
+        origins = {tuple(origin) for origin in plan.slot_origin if origin[0] >= 0}
+        self.assertEqual(
+            origins,
+            {(source, token, k) for source in range(RANKS) for token, k, owner, _ in wanted.routes(source) if owner == RANK},
+        )
+
+        recv_tokens, recv_weights = group.dispatch(plan, tokens[RANK], weights[RANK])
+        rows, row_weights = wanted.scatter(tokens), wanted.scatter_weights(weights)
+        numpy.testing.assert_array_equal(recv_tokens, rows[RANK])
+        numpy.testing.assert_array_equal(recv_weights, row_weights[RANK])
+
+        expert_out = [(row * 2 + 1).astype(dtype) for row in rows]
+        out = group.combine(plan, expert_out[RANK], recv_weights)
+        numpy.testing.assert_allclose(out, wanted.gather(expert_out, row_weights)[RANK], tolerance, tolerance)
+        self.assertEqual(out.dtype, numpy.dtype(dtype))
+
+        grad_out = [numpy.cos(token).astype(dtype) for token in tokens]
+        grad_expert_out, grad_recv_weights = group.combine_bwd(plan, grad_out[RANK], expert_out[RANK], recv_weights)
+        grad_rows = [row.astype(float) * weight[:, None] for row, weight in zip(wanted.scatter(grad_out), row_weights)]
+        numpy.testing.assert_allclose(grad_expert_out, grad_rows[RANK], tolerance, tolerance)
+        grad_row_weights = wanted.row_products(grad_out, expert_out)
+        in_zone = wanted.scatter_weights([numpy.ones(i.shape) for i in idx])[RANK] > 0
+        numpy.testing.assert_allclose(grad_recv_weights[in_zone], grad_row_weights[RANK][in_zone], 1e-4, 1e-4)
+
+        grad_tokens, grad_topk_weights = group.dispatch_bwd(plan, expert_out[RANK], row_weights[RANK])
+        numpy.testing.assert_allclose(grad_tokens, wanted.gather(expert_out)[RANK], tolerance, tolerance)
+        numpy.testing.assert_array_equal(grad_topk_weights, wanted.gather_weights(row_weights)[RANK].astype(numpy.float32))
+
+        # Without weights, nothing but the rows is returned.
+        recv_tokens, none = group.dispatch(plan, tokens[RANK])
+        self.assertIsNone(none)
+        numpy.testing.assert_allclose(group.combine(plan, recv_tokens), wanted.gather(rows)[RANK], tolerance, tolerance)
+        grad_expert_out, none = group.combine_bwd(plan, grad_out[RANK])
+        self.assertIsNone(none)
+        numpy.testing.assert_array_equal(grad_expert_out, wanted.scatter(grad_out)[RANK])
+        grad_tokens, none = group.dispatch_bwd(plan, grad_expert_out)
+        self.assertIsNone(none)
+        group.check()
+
+    def test_1_layers(self):
+        with make_group("layers") as group:
+            self.assertEqual((group.rank, group.num_ranks, group.num_experts), (RANK, RANKS, EXPERTS))
+            self.check_layer(group, [7] * RANKS)
+            self.check_layer(group, [7] * RANKS, alignment=4, seed=2, index_dtype=numpy.int32)
+            self.check_layer(group, [0] + [9] * (RANKS - 1), top_k=1, alignment=16, seed=3)
+            self.check_layer(group, [32 - 5 * rank for rank in range(RANKS)], seed=4)
+            self.check_layer(group, [0] * RANKS, seed=5)
+            self.check_layer(group, [11] * RANKS, dtype=numpy.float16, seed=6, tolerance=1e-2)
+
+    def test_2_bfloat16(self):
+        try:
+            from ml_dtypes import bfloat16
+        except ModuleNotFoundError:
+            self.skipTest("ml_dtypes is not installed")
+        with make_group("bfloat16", max_token_dtype="bfloat16") as group:
+            self.assertEqual(group.max_token_dtype, "bfloat16")
+            self.check_layer(group, [13] * RANKS, dtype=bfloat16, tolerance=5e-2)
+
+    def test_3_two_groups_and_outputs_of_the_caller(self):
+        with make_group("two") as group:
+            with make_group("exact", combine_precision="exact") as exact:
+                self.assertNotEqual(group.group_id, exact.group_id)
+                idx, tokens, _ = make_data([6] * RANKS, 7)
+                wanted = reference.Exchange(idx, EXPERTS)
+                plans = [each.prepare(idx[RANK]) for each in (group, exact)]
+                rows = numpy.full((plans[0].num_rows + 3, HIDDEN), 7, numpy.float32)
+                received, _ = group.dispatch(plans[0], tokens[RANK], recv_tokens=rows)
+                self.assertIs(received, rows)
+                numpy.testing.assert_array_equal(rows[:-3], wanted.scatter(tokens)[RANK])
+                numpy.testing.assert_array_equal(rows[-3:], 7)
+                again, _ = exact.dispatch(plans[1], tokens[RANK])
+                out = numpy.empty_like(tokens[RANK])
+                self.assertIs(exact.combine(plans[1], again, out=out), out)
+                numpy.testing.assert_allclose(out, wanted.gather(wanted.scatter(tokens))[RANK], 1e-5, 1e-5)
+
+    def test_4_events_are_told_by_check_alone(self):
+        with make_group("events", max_recv_tokens_per_rank=2, max_alignment=1) as group:
+            idx = numpy.zeros((4, TOP_K), int)
+            idx[:, 1:] = [[1, 77]] * 4
+            plan = group.prepare(idx)
+            self.assertLessEqual(plan.num_rows, 2)
+            group.combine(plan, group.dispatch(plan, numpy.ones((4, HIDDEN), numpy.float32))[0])
+            with self.assertRaises(epx.EventError) as caught:
+                group.check()
+            self.assertEqual(caught.exception.events[epx.EventKind.BAD_INDEX], 4)
+            self.assertEqual(caught.exception.operation, epx.Operation.PREPARE)
+            self.assertIn("77", str(caught.exception))
+            self.assertEqual(epx.EventKind.OVERFLOW in caught.exception.events, RANK == 0)  # which owns experts 0 and 1
+            group.check()  # the first one has read them
+
+            # A plan of another layer: the call takes part without routes.
+            good = group.prepare(numpy.zeros((1, 1), int))
+            other = group.prepare(numpy.zeros((1, 2), int))
+            mixed = epx.Plan(1, 1, 1, other.handle_mem, good.counts, good.offsets, good.global_counts, good.info, None, None)
+            group.dispatch(mixed, numpy.ones((1, HIDDEN), numpy.float32))
+            with self.assertRaises(epx.EventError) as caught:
+                group.check()
+            self.assertIn(epx.EventKind.HANDLE_MISMATCH, caught.exception.events)
+
+    def test_5_refusals_leave_the_group_as_it_was(self):
+        with make_group("refusals") as group:
+            idx, tokens, weights = make_data([4] * RANKS, 8)
+            plan = group.prepare(idx[RANK])
+            x, w = tokens[RANK], weights[RANK]
+            for words, call in {
+                "tokens has shape": lambda: group.dispatch(plan, x[:3]),
+                "tokens has strides": lambda: group.dispatch(plan, numpy.zeros((HIDDEN, 4), numpy.float32).T),
+                "float64": lambda: group.dispatch(plan, x.astype(float)),
+                "complex128": lambda: group.dispatch(plan, x.astype(complex)),
+                "not a numpy array": lambda: group.dispatch(plan, x.tolist()),
+                "topk_weights is float64": lambda: group.dispatch(plan, x, w.astype(float)),
+                "topk_idx is float32": lambda: group.prepare(x),
+                "topk_idx has shape": lambda: group.prepare(idx[RANK][0]),
+                "top_k": lambda: group.prepare(numpy.zeros((2, TOP_K + 1), int)),
+                "alignment": lambda: group.prepare(idx[RANK], alignment=-1),
+                "recv_weights has shape": lambda: group.combine(plan, x, w),
+                "expert_out has shape": lambda: group.combine_bwd(plan, x, numpy.zeros((4, HIDDEN + 1), numpy.float32)),
+                "hidden": lambda: group.dispatch(plan, numpy.zeros((4, HIDDEN + 1), numpy.float32)),
+            }.items():
+                with self.assertRaises(epx.InvalidArgumentError, msg=words) as caught:
+                    call()
+                self.assertIn(words, str(caught.exception))
+                self.assertEqual(caught.exception.status, epx.Status.INVALID_ARGUMENT)
+                self.assertIsInstance(caught.exception, ValueError)
+            group.combine(plan, group.dispatch(plan, x, w)[0])
+            group.check()
+        with self.assertRaisesRegex(epx.InvalidArgumentError, "destroyed"):
+            group.dispatch(plan, x)
+
+    def test_6_configurations(self):
+        with self.assertRaisesRegex(epx.InvalidArgumentError, "transport is 'gpu'"):
+            make_group("never", transport="gpu")
+        with self.assertRaises(TypeError):
+            make_group("never", experts=3)
+        with self.assertRaisesRegex(epx.InvalidArgumentError, "float64"):
+            epx.memory_plan(RANKS, num_experts=1, max_tokens_per_rank=1, hidden_dim=1, max_top_k=1, max_token_dtype="float64")
+        plan = epx.memory_plan(
+            RANKS,
+            num_experts=EXPERTS,
+            max_tokens_per_rank=32,
+            hidden_dim=HIDDEN,
+            max_top_k=TOP_K,
+            max_token_dtype="float32",
+            transport="host",
+        )
+        with make_group("plan") as group:
+            self.assertEqual(group.window_bytes, plan["window_bytes"])
+            self.assertEqual(group.max_recv_tokens_per_rank, plan["max_recv_tokens_per_rank"])
+        if RANKS > 1:
+            with self.assertRaisesRegex(epx.Error, "num_experts") as caught:
+                make_group("differ", num_experts=4 + RANK)
+            self.assertEqual(caught.exception.status, epx.Status.MISMATCH)
+
+    def test_7_a_bootstrap_that_raises(self):
+        def all_gather(data, timeout):
+            raise KeyError("no such store")
+
+        with self.assertRaisesRegex(epx.Error, "no such store") as caught:
+            epx.Group(
+                epx.bootstrap.from_all_gather(0, 2, all_gather),
+                num_experts=1,
+                max_tokens_per_rank=1,
+                hidden_dim=1,
+                max_top_k=1,
+                max_token_dtype="float32",
+                transport="host",
+                timeout=5,
+            )
+        self.assertIsInstance(caught.exception.__cause__, KeyError)
+
+        def interrupted(data, timeout):
+            raise KeyboardInterrupt
+
+        with self.assertRaises(KeyboardInterrupt):
+            epx.Group(
+                epx.bootstrap.from_all_gather(0, 2, interrupted),
+                num_experts=1,
+                max_tokens_per_rank=1,
+                hidden_dim=1,
+                max_top_k=1,
+                max_token_dtype="float32",
+                transport="host",
+                timeout=5,
+            )
+
+    def test_8_failures_have_the_fields_of_the_report(self):
+        if RANKS == 1:
+            self.skipTest("needs a peer")
+        group = make_group("sequence")
+        plan = group.prepare(numpy.zeros((2, 1), int))
+        rows = numpy.ones((2, HIDDEN), numpy.float32)
+        with self.assertRaises(epx.GroupError) as caught:
+            if RANK == 1:
+                group.combine(plan, rows)
+            else:
+                group.dispatch(plan, rows)
+            group.dispatch(plan, rows)  # a rank may be through with its call before the others see that it is another one
+        error = caught.exception
+        self.assertEqual(error.status, epx.Status.OUT_OF_SEQUENCE)
+        self.assertIsNone(error.culprit)  # two ranks differ, and neither is right
+        self.assertRegex(str(error), "dispatch on rank [0-9] and combine on rank 1")
+        self.assertIn(error.operation, (epx.Operation.DISPATCH, epx.Operation.COMBINE))
+        with self.assertRaises(epx.GroupError) as again:
+            group.check()
+        self.assertEqual((again.exception.status, again.exception.culprit), (error.status, error.culprit))
+        group.destroy()
+
+
+if __name__ == "__main__":
+    ranks.main()

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the Python package share: skipping, ranks under epx_test_launch, ranks as child processes, and workloads.
+
+A rank's data follows from its number, so that each rank can compute what all of them should get.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+import unittest
+
+SKIPPED = 77
+TIMEOUT_SECONDS = 30
+
+
+def require(*modules):
+    """Imports the modules, or ends this process as skipped and says so."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name.partition(".")[0]:
+                raise
+            print(f"skipped: Python {sys.version.split()[0]} has no module {name} (tools/lib.sh, install_python_test_packages)")
+            sys.exit(SKIPPED)
+
+
+def rank():
+    return int(os.environ.get("EPX_TEST_RANK", "0"))
+
+
+def num_ranks():
+    return int(os.environ.get("EPX_TEST_RANKS", "1"))
+
+
+def directory_bootstrap(name):
+    import epx
+
+    if num_ranks() == 1:
+        return epx.bootstrap.local()
+    return epx.bootstrap.from_directory(os.environ["EPX_TEST_DIR"], name, rank(), num_ranks(), TIMEOUT_SECONDS)
+
+
+def start(script, *arguments, environment=None):
+    """Starts this interpreter on a script of the tests, with both outputs in one pipe."""
+    return subprocess.Popen(
+        [sys.executable, "-B", script, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **(environment or {})},
+    )
+
+
+def finish(process, timeout=60):
+    """Waits for a child. Returns its exit status and what it printed."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        output += "\n[killed by the test after its time limit]"
+    return process.returncode, output
+
+
+def main():
+    """Runs the tests of the calling module in the order of their names, which is the same on all ranks."""
+    unittest.main(module="__main__", verbosity=2 if rank() == 0 else 0, failfast=True)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exchange of epx.h on numpy arrays, by one process that sees the data of all ranks; in float64 where something is
+summed."""
+
+import numpy
+
+
+class Exchange:
+    """The plan of one layer: `topk_idx` has the indices of each rank."""
+
+    def __init__(self, topk_idx, num_experts, alignment=1):
+        self.topk_idx = topk_idx
+        self.num_ranks = num_ranks = len(topk_idx)
+        self.num_experts = num_experts
+        self.bounds = numpy.cumsum([0] + [num_experts // num_ranks + (r < num_experts % num_ranks) for r in range(num_ranks)])
+        # A slot is (owner, row); inside a zone slots are ordered by (source rank, token, k).
+        self.slots = [numpy.full(idx.shape + (2,), -1) for idx in topk_idx]
+        self.counts, self.offsets = [], []
+        for owner in range(num_ranks):
+            counts, offsets = [], [0]
+            for expert in range(self.bounds[owner], self.bounds[owner + 1]):
+                routes = [
+                    (source, token, k) for source, idx in enumerate(topk_idx) for token, k in numpy.argwhere(idx == expert)
+                ]
+                for row, (source, token, k) in enumerate(routes):
+                    self.slots[source][token, k] = owner, offsets[-1] + row
+                counts.append(len(routes))
+                offsets.append(offsets[-1] + -(-len(routes) // alignment) * alignment)
+            self.counts.append(numpy.array(counts, int))
+            self.offsets.append(numpy.array(offsets))
+
+    def routes(self, source):
+        """(token, k, owner, row) of each route of a rank that is not masked."""
+        for token, k in numpy.argwhere(self.slots[source][..., 0] >= 0):
+            yield token, k, *self.slots[source][token, k]
+
+    def global_counts(self):
+        return numpy.array(
+            [[numpy.count_nonzero(idx == expert) for expert in range(self.num_experts)] for idx in self.topk_idx]
+        )
+
+    def scatter(self, tokens):
+        """Rows of each rank, from [T, ...] of each rank."""
+        rows = [numpy.zeros((offsets[-1],) + tokens[0].shape[1:], tokens[0].dtype) for offsets in self.offsets]
+        for source in range(self.num_ranks):
+            for token, _, owner, row in self.routes(source):
+                rows[owner][row] = tokens[source][token]
+        return rows
+
+    def scatter_weights(self, weights):
+        rows = [numpy.zeros(offsets[-1], weights[0].dtype) for offsets in self.offsets]
+        for source in range(self.num_ranks):
+            for token, k, owner, row in self.routes(source):
+                rows[owner][row] = weights[source][token, k]
+        return rows
+
+    def gather(self, rows, weights=None):
+        """[T, H] of each rank: the sum over a token's routes, in float64."""
+        sums = [numpy.zeros((len(idx),) + rows[0].shape[1:]) for idx in self.topk_idx]
+        for source in range(self.num_ranks):
+            for token, _, owner, row in self.routes(source):
+                sums[source][token] += rows[owner][row].astype(float) * (1 if weights is None else weights[owner][row])
+        return sums
+
+    def gather_weights(self, rows):
+        weights = [numpy.zeros(idx.shape) for idx in self.topk_idx]
+        for source in range(self.num_ranks):
+            for token, k, owner, row in self.routes(source):
+                weights[source][token, k] = rows[owner][row]
+        return weights
+
+    def row_products(self, grad_out, expert_out):
+        """<grad_out[token], expert_out[row]> of each row, in float64."""
+        products = [numpy.zeros(offsets[-1]) for offsets in self.offsets]
+        for source in range(self.num_ranks):
+            for token, _, owner, row in self.routes(source):
+                products[owner][row] = grad_out[source][token].astype(float) @ expert_out[owner][row].astype(float)
+        return products
