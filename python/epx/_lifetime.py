@@ -20,11 +20,11 @@ _living = weakref.WeakSet()
 
 
 class Handle:
-    """An epx_group. `may_destroy` are functions that tell whether nobody uses it any more, besides this one."""
+    """An epx_group. `users` are functions that end a use of it, as by compiled programs: each returns whether it has ended."""
 
     def __init__(self, value):
         self.value = value
-        self.may_destroy = []
+        self.users = []
 
     def destroy(self):
         value, self.value = self.value, None
@@ -32,7 +32,7 @@ class Handle:
             _structs.epx_group_destroy(value)
 
     def is_idle(self):
-        return all([may() for may in self.may_destroy])
+        return all([end() for end in self.users])
 
 
 def abandon(handle):
@@ -66,7 +66,7 @@ def _exception_ends_interpreter():
 def _at_exit():
     failed = _exception_ends_interpreter()
     for group in list(_living):
-        if failed:
+        if failed and not group.is_destroyed:
             group.abort()
         group.destroy()
     destroy_abandoned()

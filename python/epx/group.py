@@ -140,6 +140,7 @@ class Group:
     """
 
     def __init__(self, bootstrap, **config):
+        self._destroyed = True  # until there is one
         _lifetime.destroy_abandoned()
         made = _make_config(**config)
         value = _structs.GROUP()
@@ -151,6 +152,7 @@ class Group:
         self._handle = _lifetime.Handle(value.value)
         self._finalizer = weakref.finalize(self, _lifetime.abandon, self._handle)
         self._finalizer.atexit = False
+        self._destroyed = False
         _lifetime.keep(self)
         self._info = _structs.GroupInfo(struct_size=_SIZE_OF[_structs.GroupInfo])
         raise_if_failed(_structs.epx_group_query(value, self._info))
@@ -159,15 +161,19 @@ class Group:
     @property
     def handle(self):
         """The epx_group, as an integer."""
-        value = self._handle.value
-        if value is None:
+        if self._destroyed:
             refuse("the group has been destroyed")
-        return value
+        return self._handle.value
+
+    def add_user(self, end):
+        """Has the group destroyed only when end() returns True. It is called when the group is to be destroyed, and again later
+        as long as it returns False, and must not wait."""
+        self._handle.users.append(end)
 
     @property
     def is_destroyed(self):
         """Whether destroy() has been called."""
-        return self._handle.value is None
+        return self._destroyed
 
     group_id = property(lambda self: self._info.group_id, doc="Random, and the same on all ranks.")
     rank = property(lambda self: self._info.rank, doc="This rank in the group.")
@@ -198,12 +204,10 @@ class Group:
 
     def destroy(self):
         """Frees the group; a second time it does nothing. Waits for calls that are under way on the GPU, for up to timeout."""
-        if self._handle.value is not None:
+        if not self._destroyed:
+            self._destroyed = True
             self._finalizer.detach()
-            if self._handle.is_idle():
-                self._handle.destroy()
-            else:
-                _lifetime.abandon(self._handle)
+            _lifetime.abandon(self._handle)
         _lifetime.destroy_abandoned()
 
     def abort(self):

@@ -11,7 +11,7 @@ import sys
 import unittest
 
 SKIPPED = 77
-TIMEOUT_SECONDS = 30
+TIMEOUT_SECONDS = 60
 
 
 def require(*modules):

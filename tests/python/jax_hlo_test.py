@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""XLA's optimised programs have epx's calls in one order: under jit, grad, scan, checkpoint, with branches and with
+donation."""
+
+import unittest
+
+import hlo_order
+import jax_ranks
+from jax_ranks import HIDDEN, float32, make_group, moe_layer
+
+import jax
+import jax.numpy as jnp
+
+import epx.jax
+
+FORWARD = ["prepare", "dispatch", "combine"]
+BACKWARD = ["combine_bwd", "dispatch_bwd"]
+AGAIN = ["prepare", "dispatch"]  # of a checkpointed layer; nothing needs combine again
+
+
+class Order(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.group = make_group()
+        data = jax_ranks.Data([4])
+        cls.tokens, cls.weights, cls.experts = float32(data.tokens[0]), float32(data.weights[0]), float32(data.experts)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.group.destroy()
+
+    def layer(self, tokens, scale, token):
+        # Indices depend on the tokens, as a router's do, so that nothing of a layer can be moved out of a loop.
+        idx = jax.lax.top_k(tokens[:, :4], 2)[1].astype(jnp.int32)
+        return moe_layer(self.group, tokens, idx, self.weights, self.experts * scale, token)
+
+    def stack(self, layer, tokens, loops=None):
+        """Two layers, or a loop whose body has them."""
+
+        def body(carry, scale):
+            tokens, token = layer(carry[0], scale, carry[1])
+            return layer(tokens, scale, token), None
+
+        carry = tokens, epx.jax.first_token()
+        if loops is None:
+            carry, _ = body(carry, 1.0)
+        else:
+            carry, _ = jax.lax.scan(body, carry, jnp.ones(loops))
+        return epx.jax.finish(jnp.sum(carry[0]), carry[1])
+
+    def calls(self, function, *arguments, **options):
+        return hlo_order.Module(jax.jit(function, **options).lower(*arguments).compile().as_text()).calls()
+
+    def test_forward(self):
+        self.assertEqual(self.calls(lambda tokens: self.stack(self.layer, tokens), self.tokens), 2 * FORWARD)
+
+    def test_gradient(self):
+        # The gradient of a sum does not depend on what the forward has computed.
+        for function in (jax.grad, jax.value_and_grad):
+            self.assertEqual(
+                self.calls(function(lambda tokens: self.stack(self.layer, tokens)), self.tokens), 2 * FORWARD + 2 * BACKWARD
+            )
+
+    def test_scan(self):
+        gradient = jax.grad(lambda tokens: self.stack(self.layer, tokens, loops=3))
+        self.assertEqual(self.calls(gradient, self.tokens), 2 * FORWARD + 2 * BACKWARD)
+
+    def test_checkpoint(self):
+        for loops in (None, 3):
+            gradient = jax.grad(lambda tokens, loops=loops: self.stack(epx.jax.checkpoint(self.layer), tokens, loops))
+            self.assertEqual(self.calls(gradient, self.tokens), 2 * FORWARD + 2 * (AGAIN + BACKWARD))
+
+    def test_jax_checkpoint(self):
+        """One checkpoint, and a sequence of them, which XLA takes for what it has computed already on CPU devices."""
+        gradient = jax.grad(lambda tokens: self.stack(jax.checkpoint(self.layer), tokens))
+        self.assertEqual(self.calls(gradient, self.tokens), 2 * FORWARD + 2 * BACKWARD)
+
+        def loop(tokens):
+            layer = jax.checkpoint(self.layer)
+            (tokens, token), _ = jax.lax.scan(
+                lambda carry, scale: (layer(carry[0], scale, carry[1]), None), (tokens, epx.jax.first_token()), jnp.ones(3)
+            )
+            return epx.jax.finish(jnp.sum(tokens), token)
+
+        self.assertEqual(self.calls(jax.grad(loop), self.tokens), FORWARD + AGAIN + BACKWARD)
+
+    def test_independent_branches(self):
+        def branches(tokens):
+            a, token = self.layer(tokens, 1.0, epx.jax.first_token())
+            b, token = self.layer(tokens, 1.0, token)
+            return epx.jax.finish(jnp.sum(a * b), token)
+
+        self.assertEqual(self.calls(branches, self.tokens), 2 * FORWARD)
+        self.assertEqual(self.calls(jax.grad(branches), self.tokens), 2 * FORWARD + 2 * BACKWARD)
+
+    def test_donation(self):
+        def step(tokens, token):
+            def loss(tokens):
+                out, last = self.layer(tokens, 1.0, token)
+                return epx.jax.finish(jnp.sum(out), last), last
+
+            grad, last = jax.grad(loss, has_aux=True)(tokens)
+            return tokens - grad, last
+
+        self.assertEqual(self.calls(step, self.tokens, epx.jax.first_token(), donate_argnums=(0, 1)), FORWARD + BACKWARD)
+
+    def test_no_elements(self):
+        """A rank without tokens makes the same calls."""
+        tokens, weights = jnp.zeros((0, HIDDEN)), jnp.zeros((0, 2))
+
+        def loss(tokens):
+            out, token = moe_layer(
+                self.group, tokens, jnp.zeros((0, 2), jnp.int32), weights, self.experts, epx.jax.first_token()
+            )
+            return epx.jax.finish(jnp.sum(out), token)
+
+        self.assertEqual(self.calls(loss, tokens), FORWARD)
+        self.assertEqual(self.calls(jax.grad(loss), tokens), FORWARD + BACKWARD)
+
+    def test_the_reader_sees_calls_without_an_order(self):
+        def fork(tokens):
+            token = epx.jax.first_token()
+            a, _ = self.layer(tokens, 1.0, token)
+            b, _ = self.layer(tokens, 2.0, token)
+            return a + b
+
+        with self.assertRaisesRegex(ValueError, "nothing orders"):
+            self.calls(fork, self.tokens)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
