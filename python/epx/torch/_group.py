@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups whose operations take tensors of PyTorch."""
+
+import datetime
+import itertools
+import math
+import time
+import weakref
+
+import torch
+
+from .. import _structs, bootstrap
+from .._structs import Status, Transport
+from .._tensors import refuse
+from ..bootstrap import Bootstrap
+from ..errors import Error, raise_call_failed, raise_if_failed
+from ..group import Group as _Group
+from ._library import groups, lib, ops
+
+_names = itertools.count()
+
+
+def from_process_group(process_group=None, name=None):
+    """An epx.bootstrap.Bootstrap of the ranks of a torch.distributed process group, by default the default one.
+
+    Records travel through the group's store; no collective of its backend is called. `name` is the same on all ranks and has not been
+    used before; without it the bootstraps of a process are numbered, so all its ranks make them in the same order.
+    """
+    from torch.distributed import distributed_c10d
+
+    process_group = distributed_c10d._get_default_group() if process_group is None else process_group
+    rank, num_ranks = torch.distributed.get_rank(process_group), torch.distributed.get_world_size(process_group)
+    if rank < 0:
+        refuse("this process is no rank of the process group")
+    # PyTorch has no public name for the store of a group, which gives each group a prefix of its own.
+    store = distributed_c10d._get_process_group_store(process_group)
+    prefix = f"epx/{next(_names) if name is None else name}"
+    rounds = itertools.count()
+    stale = []
+
+    def all_gather(data, timeout):
+        number = next(rounds)
+        own = f"{prefix}/{number}/{rank}"
+        store.set(own, data)
+        deadline = time.monotonic() + timeout
+        parts, missing = [], []
+        for peer in range(num_ranks):
+            key = f"{prefix}/{number}/{peer}"
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                store.wait([key], datetime.timedelta(seconds=left))
+                parts.append(store.get(key))
+            except Exception as error:  # DistStoreError, or a RuntimeError that tells of a timeout
+                if time.monotonic() < deadline and not missing:
+                    raise
+                missing.append(peer)
+        if missing:
+            raise TimeoutError(f"ranks {missing} have not come within {timeout:g} s")
+        # Who has come to this round has read what all wrote in the ones before.
+        for key in stale:
+            store.delete_key(key)
+        stale[:] = [own]
+        return parts
+
+    return bootstrap.from_all_gather(rank, num_ranks, all_gather)
+
+
+class Group(_Group):
+    """A group whose operations take tensors of PyTorch: on the CPU with the host transport, on this rank's GPU with NCCL's.
+
+    where: a process group of torch.distributed (None: the default one), or an epx.bootstrap.Bootstrap. device: the GPU, by default the
+    current one. What else it is created for is told at epx.Group, whose methods on numpy arrays it has too.
+    """
+
+    def __init__(self, where=None, *, device=None, **config):
+        transport = config.get("transport", "auto")
+        on_gpu = torch.cuda.is_available() and transport not in ("host", Transport.HOST)
+        index = -1
+        if on_gpu:
+            index = torch.cuda.current_device() if device is None else torch.device(device).index or 0
+        with torch.cuda.device(index) if on_gpu else torch.no_grad():
+            if isinstance(where, Bootstrap):
+                super().__init__(where, **config)
+            else:
+                with from_process_group(where) as made:
+                    super().__init__(made, **config)
+        is_cuda = self.transport == Transport.NCCL
+        self.device = torch.device("cuda", index) if is_cuda else torch.device("cpu")
+        number = lib.epx_torch_register_group(self.handle, index if is_cuda else -1)
+        self.number = number  # in torch.ops.epx
+        self._handle.may_destroy.append(lambda: lib.epx_torch_retire_group(number) == 1)
+        groups[number] = self
+
+    def empty(self, *sizes, dtype=torch.float32):
+        """An uninitialised tensor in memory that peers reach, in which dispatch writes rows in place. Collective: all ranks call
+        with sizes of the same bytes. free() frees it, or the end of the group, which waits until no tensor of it lives."""
+        sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+        address = _structs.c_void_p()
+        count = math.prod(sizes) * dtype.itemsize
+        status = _mem_alloc(self.handle, max(count, 1), address)
+        if status:
+            raise_call_failed(self.handle, status)
+        tensor = call(self.number, ops.wrap.default, self.number, address.value, list(sizes), dtype)
+        _windows[address.value] = weakref.ref(tensor)
+        return tensor
+
+    def free(self, tensor):
+        """Frees the memory of a tensor of empty(), which nobody uses any more. Collective, in the same order on all ranks."""
+        address = tensor.data_ptr()
+        if address not in _windows:
+            refuse("the tensor does not begin memory from empty()")
+        del _windows[address]
+        tensor.set_(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+        status = _mem_free(self.handle, address)
+        if status:
+            raise_call_failed(self.handle, status)
+
+
+_windows = {}
+_mem_alloc = _structs._declare(
+    _structs.libepx, "epx_mem_alloc", _structs.c_int32, _structs.GROUP, _structs.c_size_t, _structs.POINTER(_structs.c_void_p)
+)
+_mem_free = _structs._declare(_structs.libepx, "epx_mem_free", _structs.c_int32, _structs.GROUP, _structs.c_void_p)
+
+
+def empty(group, *sizes, dtype=torch.float32):
+    """Group.empty()."""
+    return group.empty(*sizes, dtype=dtype)
+
+
+def _as_failure(number, error):
+    """The package's exception for a RuntimeError of an operator of this group, or the error itself where it is not epx's."""
+    status = lib.epx_torch_take_failure()
+    if status == Status.SUCCESS:
+        return error
+    group = groups.get(number)
+    try:
+        if group is None or group.is_destroyed:
+            raise_if_failed(status, lambda: str(error))
+        raise_call_failed(group.handle, status)
+    except Error as failure:
+        return failure
+
+
+def call(number, op, *args):
+    """Calls an operator, with the package's exceptions for its failures."""
+    try:
+        return op(*args)
+    except RuntimeError as error:
+        raise _as_failure(number, error) from None
+
+
+__all__ = ["Group", "empty", "from_process_group"]

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An MoE layer as a torch.nn.Module, by the block of epx_moe.h."""
+
+import ctypes
+import dataclasses
+import math
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import _moe_structs
+from .._moe_structs import Weighting
+from .._tensors import CODES, refuse
+from ..errors import raise_call_failed, raise_if_failed
+from ..group import _enum
+from ..moe import Ffn, Router
+from ._group import call
+from ._library import layers, lib, ops
+from ._ops import _records, _refuse_vmap
+
+_block_fwd, _block_bwd = ops.block_fwd.default, ops.block_bwd.default
+_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, numbers, aux_loss_grad, selection_bias, token_mask, tokens, logits, first, down, first_bias, down_bias):
+        block, group = numbers
+        *outputs, flight = call(
+            group, _block_fwd, block, tokens, logits, selection_bias, token_mask, first, down, first_bias, down_bias, True
+        )
+        ctx.layer = block, group, aux_loss_grad
+        ctx.save_for_backward(flight, logits, first, down, first_bias, down_bias)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out, *_):
+        block, group, aux_loss_grad = ctx.layer
+        flight, logits, first, down, first_bias, down_bias = ctx.saved_tensors
+        grad_tokens, grad_logits, grad_first, grad_down, grad_first_bias, grad_down_bias = call(
+            group, _block_bwd, block, flight, grad_out.contiguous(), logits, first, down, first_bias, down_bias, aux_loss_grad
+        )
+        return (
+            None,
+            None,
+            None,
+            None,
+            grad_tokens,
+            grad_logits,
+            grad_first,
+            grad_down,
+            None if first_bias is None else grad_first_bias,
+            None if down_bias is None else grad_down_bias,
+        )
+
+    vmap = staticmethod(_refuse_vmap)
+
+
+@dataclasses.dataclass(eq=False)
+class Routing:
+    """How a forward routed. logits: [T, E], detached.  topk_idx: [T, K] int32, -1 where masked.  topk_weights: [T, K] float32.
+    global_counts: [P, E] int64.  info: [3] int64: masked tokens, bad tokens (their scores are not numbers), index of the first bad one
+    or -1."""
+
+    logits: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+    global_counts: torch.Tensor
+    info: torch.Tensor
+
+
+class MoELayer(torch.nn.Module):
+    """Router, dispatch, experts and combine: [..., H] -> [..., H]. The experts of this rank are its parameters.
+
+    group: an epx.torch.Group, whose hidden_dim, max_top_k and max_alignment the layer must fit.  router: an epx.moe.Router.
+    ffn: an epx.moe.Ffn.  bias: whether the experts have biases.  selection_bias: whether the router has a bias for selection (DeepSeek-V3),
+    a buffer that update_selection_bias() changes.  dtype: of tokens and experts; float32 on the host transport.  weighting: "late" or
+    "early".  alignment: rows that zones are padded to.  max_in_flight: forwards whose backward is still to come; a checkpointed forward
+    is none.  recompute: the backward computes the FFN's activations again.  seed: experts and router are drawn from it alone, so all
+    ranks have the same router, and the experts do not depend on the number of ranks.
+
+    Parameters: gate_weight [E, H] (the router's, float32; it is the same on all ranks, and its gradient is of this rank's tokens: sum it
+    over the ranks as for any layer of a data-parallel model); first_weight [E_l, 2F, H] (gate and up stacked; [E_l, F, H] without a gate),
+    down_weight [E_l, H, F], first_bias, down_bias: of this rank's experts, and their gradients already have the tokens of all ranks of the
+    group: expert_parameters() tells them, to leave them out of a reduction over the group.
+
+    Created by all ranks. destroy() is collective; a layer that nobody destroys keeps its memory as long as its group.
+    """
+
+    def __init__(
+        self,
+        group,
+        *,
+        router,
+        ffn,
+        bias=False,
+        selection_bias=False,
+        dtype=torch.float32,
+        weighting="late",
+        alignment=1,
+        max_in_flight=1,
+        recompute=False,
+        seed=0,
+    ):
+        super().__init__()
+        if not isinstance(router, Router) or not isinstance(ffn, Ffn):
+            refuse("router must be an epx.moe.Router and ffn an epx.moe.Ffn")
+        if dtype not in _DTYPES:
+            refuse(f"dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}")
+        self.group, self.router, self.ffn = group, router, ffn
+        self.aux_loss_grad = 1.0
+        self._block = None
+        self._create(dtype, weighting, alignment, max_in_flight, recompute)
+        local, hidden, inner = group.num_local_experts, ffn.hidden_dim, ffn.ffn_dim
+        first = 2 * inner if ffn.activation == "swiglu" else inner
+
+        def parameter(*sizes, dtype=dtype):
+            return torch.nn.Parameter(torch.zeros(*sizes, dtype=dtype, device=group.device))
+
+        self.gate_weight = parameter(group.num_experts, hidden, dtype=torch.float32)
+        self.first_weight = parameter(local, first, hidden)
+        self.down_weight = parameter(local, hidden, inner)
+        self.first_bias = parameter(local, first) if bias else None
+        self.down_bias = parameter(local, hidden) if bias else None
+        made = torch.zeros(group.num_experts, device=group.device) if selection_bias else None
+        self.register_buffer("selection_bias", made)
+        self.reset_parameters(seed)
+
+    def _create(self, dtype, weighting, alignment, max_in_flight, recompute):
+        group = self.group
+        router_config, ffn_config = self.router.to_c(group.num_experts), self.ffn.to_c()
+        config = _moe_structs.BlockConfig()
+        raise_if_failed(_moe_structs.epx_moe_block_config_init(config, ctypes.sizeof(config)))
+        config.router, config.ffn = ctypes.pointer(router_config), ctypes.pointer(ffn_config)
+        config.dtype = CODES[_DTYPES[dtype]]
+        config.weighting = _enum(Weighting, weighting, "weighting")
+        config.alignment, config.max_in_flight, config.recompute = alignment, max_in_flight, int(recompute)
+        block = _moe_structs.BLOCK()
+        with torch.cuda.device(group.device) if group.device.type == "cuda" else torch.no_grad():
+            status = _moe_structs.epx_moe_block_create(group.handle, config, block)
+        if status:
+            raise_call_failed(group.handle, status)
+        self._block = block.value
+        number = lib.epx_torch_register_block(
+            group.number,
+            block.value,
+            self.ffn.hidden_dim,
+            self.router.top_k,
+            config.dtype,
+            int(self.ffn.activation == "swiglu"),
+            max_in_flight,
+        )
+        self._numbers = number, group.number
+        layers[number] = self
+
+    @torch.no_grad()
+    def reset_parameters(self, seed):
+        """Draws the parameters anew: weights uniform in +-1/sqrt(inputs), biases zero."""
+        generator = torch.Generator()
+
+        def draw(target, number):
+            generator.manual_seed(seed * 1_000_003 + number)
+            bound = 1 / math.sqrt(target.shape[-1])
+            target.copy_(torch.empty(target.shape).uniform_(-bound, bound, generator=generator))
+
+        draw(self.gate_weight, 0)
+        for expert in range(self.first_weight.shape[0]):
+            number = 1 + 2 * (self.group.first_local_expert + expert)
+            draw(self.first_weight[expert], number)
+            draw(self.down_weight[expert], number + 1)
+        for bias in (self.first_bias, self.down_bias):
+            if bias is not None:
+                bias.zero_()
+
+    def forward(self, tokens, *, token_mask=None, logits=None, with_routing=False):
+        """Collective, and so is its backward, which autograd runs once for each forward that is part of the loss.
+
+        tokens: [..., H].  token_mask: [...] bool or uint8; False masks the token, whose output is 0.  logits: [..., E] float32 (on GPUs
+        also bfloat16) instead of those of gate_weight.  Returns out [..., H], and a Routing when with_routing is set.
+        """
+        shape = tokens.shape
+        flat = tokens.reshape(-1, shape[-1])
+        if logits is None:
+            logits = torch.nn.functional.linear(flat.float(), self.gate_weight)
+        else:
+            logits = logits.reshape(-1, logits.shape[-1])
+        if token_mask is not None:
+            token_mask = token_mask.reshape(-1).to(torch.uint8)
+        params = self.first_weight, self.down_weight, self.first_bias, self.down_bias
+        if _records(flat, logits, *params):
+            outputs = _Block.apply(self._numbers, self.aux_loss_grad, self.selection_bias, token_mask, flat, logits, *params)
+        else:
+            block, group = self._numbers
+            outputs = call(group, _block_fwd, block, flat, logits, self.selection_bias, token_mask, *params, False)[:-1]
+        out = outputs[0].view(shape)
+        return (out, Routing(logits.detach(), *outputs[1:])) if with_routing else out
+
+    @torch.no_grad()
+    def aux_loss(self, routing):
+        """This rank's share of the load-balance loss (epx_moe_aux_loss), [] float64; the loss is the sum over the ranks. Its gradient,
+        times aux_loss_grad (default 1), is part of every backward already, so do not add it to the loss that is differentiated."""
+        logits = routing.logits.double()
+        if self.router.score == "sigmoid":
+            scores = logits.sigmoid()
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        else:
+            scores = logits.softmax(-1)
+        scores = scores[routing.topk_idx[:, 0] >= 0]
+        routes = routing.global_counts.sum(0).double()
+        num_tokens = routes.sum() / self.router.top_k
+        experts, top_k = self.group.num_experts, self.router.top_k
+        scale = experts * self.router.aux_loss_coeff / (top_k * num_tokens.clamp(min=1) ** 2)
+        return scale * (scores.sum(0) * routes).sum()
+
+    @torch.no_grad()
+    def update_selection_bias(self, routing, rate):
+        """Balances without a loss (arXiv:2408.15664): adds rate * sign(mean - n_e) to the bias of expert e."""
+        if self.selection_bias is None:
+            refuse("the layer was created without selection_bias")
+        routes = routing.global_counts.sum(0).float()
+        self.selection_bias += rate * torch.sign(routes.mean() - routes)
+
+    def expert_parameters(self):
+        """The parameters that differ from rank to rank of the group."""
+        return [p for p in (self.first_weight, self.down_weight, self.first_bias, self.down_bias) if p is not None]
+
+    def destroy(self):
+        """Frees the layer's memory, before its group; a second time it does nothing. Collective."""
+        block, self._block = self._block, None
+        if block is None:
+            return
+        lib.epx_torch_retire_block(self._numbers[0])
+        if self.group.is_destroyed:
+            return
+        status = _moe_structs.epx_moe_block_destroy(block)
+        if status:
+            raise_call_failed(self.group.handle, status)
+
+    def extra_repr(self):
+        return f"{self.router}, {self.ffn}, group={self.group!r}"
+
+
+def expert_parameter_names(module):
+    """The names of all parameters below `module` that belong to experts of an MoELayer, for
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names) for instance."""
+    own = {id(p) for layer in module.modules() if isinstance(layer, MoELayer) for p in layer.expert_parameters()}
+    return [name for name, parameter in module.named_parameters() if id(parameter) in own]

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""prepare, dispatch and combine with gradients.
+
+Symbols in shapes: those of epx.group. Gradients are those of autograd.Function, since torch.library.register_autograd costs three times
+as much for each call.
+"""
+
+import dataclasses
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .._tensors import refuse
+from ._group import Group, call
+from ._library import ops
+
+_prepare, _dispatch, _combine = ops.prepare.default, ops.dispatch.default, ops.combine.default
+_dispatch_into, _combine_bwd, _dispatch_bwd = ops.dispatch_into.default, ops.combine_bwd.default, ops.dispatch_bwd.default
+
+
+@dataclasses.dataclass(eq=False)
+class Plan:
+    """What prepare makes of top-k indices. All tensors lie on the group's device.
+
+    handle_mem: [bytes] uint8, the routing state that the other calls read; it may be copied, saved and used in any order.
+    counts: [E_l] rows of each local expert, after drops, without padding.  offsets: [E_l + 1] first slot of each zone; the last entry
+    is the number of rows in use.  global_counts: [P, E] routes from each rank to each expert, before drops.  info: [5] int64: demand,
+    kept, dropped (routes to this rank), dropped (routes of this rank), rows_needed.
+    """
+
+    group: Group
+    top_k: int
+    alignment: int
+    num_tokens: int
+    handle_mem: torch.Tensor
+    counts: torch.Tensor
+    offsets: torch.Tensor
+    global_counts: torch.Tensor
+    info: torch.Tensor
+
+    @property
+    def num_rows(self):
+        """Rows of the receive tensors that are in use. On a GPU this waits for prepare."""
+        return int(self.offsets[-1])
+
+
+def _refuse_vmap(info, in_dims, *args):
+    raise RuntimeError("epx's operations cannot be called under vmap: each call is one exchange of all ranks")
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, number, handle_mem, tokens, topk_weights, top_k, alignment, num_rows):
+        ctx.layer = number, top_k, alignment, tokens.shape[0], topk_weights is not None
+        ctx.save_for_backward(handle_mem)
+        return call(number, _dispatch, number, handle_mem, tokens, topk_weights, top_k, alignment, num_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_recv, grad_recv_weights):
+        return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
+
+    vmap = staticmethod(_refuse_vmap)
+
+
+class _DispatchInto(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, number, handle_mem, tokens, topk_weights, top_k, alignment, recv_tokens):
+        ctx.layer = number, top_k, alignment, tokens.shape[0], topk_weights is not None
+        ctx.save_for_backward(handle_mem)
+        ctx.mark_dirty(recv_tokens)
+        weights = call(number, _dispatch_into, number, handle_mem, tokens, topk_weights, top_k, alignment, recv_tokens)
+        return recv_tokens, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_recv, grad_recv_weights):
+        return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
+
+    vmap = staticmethod(_refuse_vmap)
+
+
+def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
+    # All ranks make the same choice of weights: it depends on what all of them gave, not on who used what came of it.
+    number, top_k, alignment, num_tokens, has_weights = ctx.layer
+    (handle_mem,) = ctx.saved_tensors
+    row_weights = grad_recv_weights.contiguous() if has_weights and ctx.needs_input_grad[3] else None
+    grad_tokens, grad_weights = call(
+        number, _dispatch_bwd, number, handle_mem, grad_recv.contiguous(), row_weights, top_k, alignment, num_tokens
+    )
+    return None, None, grad_tokens, None if row_weights is None else grad_weights, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, number, handle_mem, expert_out, recv_weights, top_k, alignment, num_tokens):
+        ctx.layer = number, top_k, alignment, expert_out.shape[0]
+        wants_weights = recv_weights is not None and ctx.needs_input_grad[3]
+        ctx.save_for_backward(handle_mem, expert_out if wants_weights else None, recv_weights)
+        return call(number, _combine, number, handle_mem, expert_out, recv_weights, top_k, alignment, num_tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out):
+        number, top_k, alignment, num_rows = ctx.layer
+        handle_mem, expert_out, recv_weights = ctx.saved_tensors
+        grad_rows, grad_weights = call(
+            number,
+            _combine_bwd,
+            number,
+            handle_mem,
+            grad_out.contiguous(),
+            expert_out,
+            recv_weights,
+            top_k,
+            alignment,
+            num_rows,
+        )
+        return None, None, grad_rows, None if expert_out is None else grad_weights, None, None, None
+
+    vmap = staticmethod(_refuse_vmap)
+
+
+def _records(*tensors):
+    return torch.is_grad_enabled() and any([tensor is not None and tensor.requires_grad for tensor in tensors])
+
+
+def prepare(group, topk_idx, *, alignment=1, counts_dtype=torch.int32):
+    """Turns top-k indices into a Plan. Collective.
+
+    topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.  alignment: rows that zones are padded to.
+    counts_dtype: torch.int32 or torch.int64, of counts, offsets and global_counts.
+    """
+    if counts_dtype not in (torch.int32, torch.int64):
+        refuse(f"counts_dtype is {counts_dtype}; it must be torch.int32 or torch.int64")
+    number = group.number
+    made = call(number, _prepare, number, topk_idx, alignment, counts_dtype == torch.int64)
+    return Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], *made)
+
+
+def dispatch(plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None):
+    """Brings tokens to the ranks of their experts. Collective, and so is its backward.
+
+    tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
+    num_rows: N. Without it plan.num_rows, for which a GPU is waited for; torch.compile and CUDA graphs need a number that does not
+    depend on the routing, group.max_recv_tokens_per_rank at most.
+    recv_tokens: [N, H] to be written instead of a new tensor, in memory from group.empty() for instance; not under torch.compile.
+    Returns (recv_tokens [N, H], recv_weights [N] float32 or None). Pads inside zones are zero; rows behind plan.num_rows hold whatever
+    memory held, and so do those of the gradient that combine's backward returns.
+    """
+    number = plan.group.number
+    records = _records(tokens, topk_weights)
+    if recv_tokens is not None:
+        if torch.compiler.is_compiling():
+            refuse("dispatch into recv_tokens is not supported under torch.compile, which cannot order operators that write")
+        args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, recv_tokens
+        if records:
+            rows, weights = _DispatchInto.apply(*args)
+        else:
+            rows, weights = recv_tokens, call(number, _dispatch_into, *args)
+    else:
+        if num_rows is None:
+            if torch.compiler.is_compiling():
+                refuse("dispatch needs num_rows under torch.compile: group.max_recv_tokens_per_rank, or a bound that suffices")
+            num_rows = plan.num_rows
+        args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, num_rows
+        rows, weights = _Dispatch.apply(*args) if records else call(number, _dispatch, *args)
+    return rows, None if topk_weights is None else weights
+
+
+def combine(plan, expert_out, recv_weights=None):
+    """Brings the experts' outputs back. Collective, and so is its backward.
+
+    expert_out: [N, H].  recv_weights: [N] float32 as dispatch returned them, or None: all 1.
+    Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
+    """
+    number = plan.group.number
+    args = number, plan.handle_mem, expert_out, recv_weights, plan.top_k, plan.alignment, plan.num_tokens
+    if _records(expert_out, recv_weights):
+        return _Combine.apply(*args)
+    return call(number, _combine, *args)
+
+
+def saves_exchange():
+    """A context_fn for torch.utils.checkpoint.checkpoint(..., use_reentrant=False): what epx's operations return is saved, and
+    everything else is computed again in the backward. Without it they are called again there, on all ranks alike; under torch.compile it
+    is required, since PyTorch 2.11 does not compute operators with an effect again."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(_context, op, *_args, **_kwargs):
+        # torch.compile asks for the operator that passes the effect's token through.
+        is_own = getattr(op, "namespace", "") == "epx" or op is torch.ops.higher_order.with_effects
+        return CheckpointPolicy.MUST_SAVE if is_own else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+// The MoE block of epx_moe.h as operators of PyTorch. A forward whose backward is to follow takes a flight, which a tensor on the host
+// names: [index, generation]. The flight is free again when that tensor dies, so autograd's saving it for the backward is what keeps it.
+#include <array>
+#include <memory>
+#include <tuple>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <epx/epx_moe.h>
+
+#include "failure.h"
+#include "registry.h"
+#include "tensors.h"
+
+namespace epx_torch {
+namespace {
+
+using std::optional;
+using std::tuple;
+
+constexpr auto kLogitsDtypes = {ScalarType::Float, ScalarType::BFloat16};
+constexpr auto kFloat = {ScalarType::Float};
+constexpr int64_t kNumInfo = 3;
+constexpr int64_t kTicketSize = 2;
+
+ScalarType type_of(epx_dtype dtype) {
+  if (dtype == EPX_BFLOAT16) return ScalarType::BFloat16;
+  return dtype == EPX_FLOAT16 ? ScalarType::Half : ScalarType::Float;
+}
+
+// The ticket lies in the tensor's memory, and the deleter of that memory releases the flight.
+Tensor make_flight_tensor(const std::shared_ptr<Flights>& flights, const Flights::Ticket& ticket) {
+  static_assert(sizeof(Flights::Ticket) == kTicketSize * sizeof(int64_t));
+  auto* const memory = new Flights::Ticket(ticket);
+  const std::array<int64_t, 1> sizes = {kTicketSize}, strides = {1};
+  return torch::stable::from_blob(memory, {sizes.data(), 1}, {strides.data(), 1},
+                                  torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Long,
+                                  [flights](void* data) {
+                                    const std::unique_ptr<Flights::Ticket> owned(static_cast<Flights::Ticket*>(data));
+                                    flights->release(*owned);
+                                  });
+}
+
+// The parameters of a block or their gradients: gate and up stacked where the block has a gate.
+struct Params {
+  epx_tensor first, down, first_bias, down_bias;
+  epx_moe_ffn_params c = {};
+
+  void point(bool has_gate, bool has_first_bias, bool has_down_bias) {
+    c.struct_size = sizeof(c);
+    (has_gate ? c.gate_up_weight : c.up_weight) = &first;
+    c.down_weight = &down;
+    if (has_first_bias) (has_gate ? c.gate_up_bias : c.up_bias) = &first_bias;
+    if (has_down_bias) c.down_bias = &down_bias;
+  }
+};
+
+void view_params(Params& params, const Block& block, const Tensor& first, const Tensor& down,
+                 const optional<Tensor>& first_bias, const optional<Tensor>& down_bias) {
+  const Place& place = block.group->place;
+  const auto dtypes = {type_of(block.dtype)};
+  const int64_t local = block.group->info.num_local_experts;
+  params.first = view("first_weight", first, place, {local, kAnySize, block.hidden_dim}, dtypes);
+  params.down = view("down_weight", down, place, {local, block.hidden_dim, kAnySize}, dtypes);
+  if (first_bias) params.first_bias = view("first_bias", *first_bias, place, {local, params.first.sizes[1]}, dtypes);
+  if (down_bias) params.down_bias = view("down_bias", *down_bias, place, {local, block.hidden_dim}, dtypes);
+  params.point(block.has_gate, first_bias.has_value(), down_bias.has_value());
+}
+
+epx_moe_cuda make_cuda(const Place& place) {
+  epx_moe_cuda cuda = {};
+  cuda.struct_size = sizeof(cuda);
+  cuda.stream = current_stream(place);
+  return cuda;
+}
+
+// Blocks compute on the calling thread's current device, which must be the group's.
+struct OnDevice {
+  explicit OnDevice(const Place& place) {
+    if (place.is_cuda) guard.emplace(place.device_index);
+  }
+  optional<torch::stable::accelerator::DeviceGuard> guard;
+};
+
+tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+block_fwd(int64_t id, const Tensor& tokens, const Tensor& logits, const optional<Tensor>& selection_bias,
+          const optional<Tensor>& token_mask, const Tensor& first_weight, const Tensor& down_weight,
+          const optional<Tensor>& first_bias, const optional<Tensor>& down_bias, bool keeps_flight) {
+  const std::shared_ptr<Block> block = find_block(id);
+  const GroupUse group(block->group);
+  const Place& place = group->place;
+  const epx_group_info& info = group->info;
+  const OnDevice on_device(place);
+  const epx_tensor tokens_view = view("tokens", tokens, place, {kAnySize, block->hidden_dim}, {type_of(block->dtype)});
+  const int64_t num_tokens = tokens_view.sizes[0];
+  const epx_tensor logits_view = view("logits", logits, place, {num_tokens, info.num_experts}, kLogitsDtypes);
+  Params params;
+  view_params(params, *block, first_weight, down_weight, first_bias, down_bias);
+  epx_moe_block_fwd_args args = {};
+  args.struct_size = sizeof(args);
+  const epx_moe_cuda cuda = make_cuda(place);
+  if (place.is_cuda) args.cuda = &cuda;
+  args.tokens = &tokens_view;
+  args.logits = &logits_view;
+  args.params = &params.c;
+  epx_tensor bias_view, mask_view;
+  if (selection_bias) {
+    bias_view = view("selection_bias", *selection_bias, place, {info.num_experts}, kFloat);
+    args.selection_bias = &bias_view;
+  }
+  if (token_mask) {
+    mask_view = view("token_mask", *token_mask, place, {num_tokens}, {ScalarType::Byte});
+    args.token_mask = &mask_view;
+  }
+  const Tensor out = new_tensor(place, {num_tokens, block->hidden_dim}, type_of(block->dtype)),
+               topk_idx = new_tensor(place, {num_tokens, block->top_k}, ScalarType::Int),
+               topk_weights = new_tensor(place, {num_tokens, block->top_k}, ScalarType::Float),
+               global_counts = new_tensor(place, {info.num_ranks, info.num_experts}, ScalarType::Long),
+               call_info = new_tensor(place, {kNumInfo}, ScalarType::Long);
+  const epx_tensor out_view = view_of_new(out), idx_view = view_of_new(topk_idx), weights_view = view_of_new(topk_weights),
+                   counts_view = view_of_new(global_counts), info_view = view_of_new(call_info);
+  args.out = &out_view;
+  args.topk_idx = &idx_view;
+  args.topk_weights = &weights_view;
+  args.global_counts = &counts_view;
+  args.info = &info_view;
+  const Flights::Ticket ticket = block->flights->take();
+  args.flight = static_cast<int32_t>(ticket.index);
+  const epx_status status = epx_moe_block_fwd(block->block, &args);
+  if (status != EPX_SUCCESS || !keeps_flight) block->flights->release(ticket);
+  throw_if_failed(status);
+  const Tensor flight =
+      keeps_flight ? make_flight_tensor(block->flights, ticket) : new_host_tensor({kTicketSize}, ScalarType::Long);
+  return {out, topk_idx, topk_weights, global_counts, call_info, flight};
+}
+
+tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> block_bwd(int64_t id, const Tensor& flight, const Tensor& grad_out,
+                                                                const Tensor& logits, const Tensor& first_weight,
+                                                                const Tensor& down_weight,
+                                                                const optional<Tensor>& first_bias,
+                                                                const optional<Tensor>& down_bias, double aux_loss_grad) {
+  const std::shared_ptr<Block> block = find_block(id);
+  const GroupUse group(block->group);
+  const Place& place = group->place;
+  const OnDevice on_device(place);
+  const epx_tensor flight_view = view("flight", flight, Place(), {kTicketSize}, {ScalarType::Long});
+  const auto* const ticket = static_cast<const int64_t*>(flight_view.data);
+  block->flights->verify({ticket[0], ticket[1]});
+  const epx_tensor grad_view = view("grad_out", grad_out, place, {kAnySize, block->hidden_dim}, {type_of(block->dtype)});
+  const int64_t num_tokens = grad_view.sizes[0];
+  Params params, grads;
+  view_params(params, *block, first_weight, down_weight, first_bias, down_bias);
+  const auto new_like = [&](const epx_tensor& of, ScalarType dtype) {
+    return of.ndim == 3 ? new_tensor(place, {of.sizes[0], of.sizes[1], of.sizes[2]}, dtype)
+                        : new_tensor(place, {of.sizes[0], of.sizes[1]}, dtype);
+  };
+  const ScalarType dtype = type_of(block->dtype);
+  const auto nothing = [&] { return new_tensor(place, {0}, dtype); };
+  const Tensor grad_tokens = new_like(grad_view, dtype),
+               grad_logits = new_tensor(place, {num_tokens, group->info.num_experts}, logits.scalar_type()),
+               grad_first = new_like(params.first, dtype), grad_down = new_like(params.down, dtype),
+               grad_first_bias = first_bias ? new_like(params.first_bias, dtype) : nothing(),
+               grad_down_bias = down_bias ? new_like(params.down_bias, dtype) : nothing();
+  grads.first = view_of_new(grad_first);
+  grads.down = view_of_new(grad_down);
+  if (first_bias) grads.first_bias = view_of_new(grad_first_bias);
+  if (down_bias) grads.down_bias = view_of_new(grad_down_bias);
+  grads.point(block->has_gate, first_bias.has_value(), down_bias.has_value());
+  const epx_tensor grad_tokens_view = view_of_new(grad_tokens), grad_logits_view = view_of_new(grad_logits);
+  epx_moe_block_bwd_args args = {};
+  args.struct_size = sizeof(args);
+  const epx_moe_cuda cuda = make_cuda(place);
+  if (place.is_cuda) args.cuda = &cuda;
+  args.flight = static_cast<int32_t>(ticket[0]);
+  args.params = &params.c;
+  args.grad_out = &grad_view;
+  args.aux_loss_grad = aux_loss_grad;
+  args.grad_tokens = &grad_tokens_view;
+  args.grad_logits = &grad_logits_view;
+  args.grads = &grads.c;
+  throw_if_failed(epx_moe_block_bwd(block->block, &args));
+  return {grad_tokens, grad_logits, grad_first, grad_down, grad_first_bias, grad_down_bias};
+}
+
+} // namespace
+} // namespace epx_torch
+
+STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
+  library.def(
+      "block_fwd(int block, Tensor tokens, Tensor logits, Tensor? selection_bias, Tensor? token_mask, Tensor first_weight, "
+      "Tensor down_weight, Tensor? first_bias, Tensor? down_bias, bool keeps_flight) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def(
+      "block_bwd(int block, Tensor flight, Tensor grad_out, Tensor logits, Tensor first_weight, Tensor down_weight, "
+      "Tensor? first_bias, Tensor? down_bias, float aux_loss_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(epx, CompositeExplicitAutograd, library) {
+  library.impl("block_fwd", TORCH_BOX(&epx_torch::block_fwd));
+  library.impl("block_bwd", TORCH_BOX(&epx_torch::block_bwd));
+}

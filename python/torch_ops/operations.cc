@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+// The five operations as operators of PyTorch. Those that move rows are functional; python/epx/torch gives them fake kernels, gradients
+// and the effect that keeps torch.compile from merging, dropping or reordering them.
+#include <tuple>
+
+#include "failure.h"
+#include "registry.h"
+#include "tensors.h"
+
+namespace epx_torch {
+namespace {
+
+using std::optional;
+using std::tuple;
+
+constexpr auto kRowDtypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
+constexpr auto kIndexDtypes = {ScalarType::Int, ScalarType::Long};
+constexpr auto kFloat = {ScalarType::Float};
+constexpr auto kByte = {ScalarType::Byte};
+constexpr int64_t kNumInfo = 5;
+
+// What the args of the five operations have in common.
+template <typename Args>
+Args make_args(const Group& group, int64_t top_k, int64_t alignment) {
+  Args args = {};
+  args.struct_size = sizeof(args);
+  args.layer = {static_cast<int32_t>(top_k), static_cast<int32_t>(alignment)};
+  args.stream = current_stream(group.place);
+  return args;
+}
+
+template <typename Args>
+Args make_args(const Group& group, int64_t top_k, int64_t alignment, const Tensor& handle_mem) {
+  auto args = make_args<Args>(group, top_k, alignment);
+  const epx_tensor memory = view("handle_mem", handle_mem, group.place, {kAnySize}, kByte);
+  args.handle_mem = memory.data;
+  args.handle_mem_bytes = static_cast<size_t>(memory.sizes[0]);
+  return args;
+}
+
+// Operators have no optional results: a tensor of no elements stands for one that is not there.
+Tensor nothing(const Group& group) {
+  return new_tensor(group.place, {0}, ScalarType::Float);
+}
+
+epx_tensor view_rows(const char* name, const Tensor& rows, const Group& group, int64_t num_rows = kAnySize) {
+  return view(name, rows, group.place, {num_rows, kAnySize}, kRowDtypes);
+}
+
+epx_tensor view_weights(const char* name, const Tensor& weights, const Group& group, int64_t num_rows) {
+  return view(name, weights, group.place, {num_rows}, kFloat);
+}
+
+tuple<Tensor, Tensor, Tensor, Tensor, Tensor> prepare(int64_t id, const Tensor& topk_idx, int64_t alignment,
+                                                      bool int64_counts) {
+  const GroupUse group(id);
+  const epx_tensor indices = view("topk_idx", topk_idx, group->place, {kAnySize, kAnySize}, kIndexDtypes);
+  auto args = make_args<epx_prepare_args>(*group, indices.sizes[1], alignment);
+  throw_if_failed(epx_handle_mem_size(group->group, &args.layer, &args.handle_mem_bytes));
+  const Place& place = group->place;
+  const epx_group_info& info = group->info;
+  const ScalarType count = int64_counts ? ScalarType::Long : ScalarType::Int;
+  tuple outputs(new_tensor(place, {static_cast<int64_t>(args.handle_mem_bytes)}, ScalarType::Byte),
+                new_tensor(place, {info.num_local_experts}, count), new_tensor(place, {info.num_local_experts + 1}, count),
+                new_tensor(place, {info.num_ranks, info.num_experts}, count),
+                new_tensor(place, {kNumInfo}, ScalarType::Long));
+  const auto& [handle_mem, counts, offsets, global_counts, call_info] = outputs;
+  const epx_tensor counts_view = view_of_new(counts), offsets_view = view_of_new(offsets),
+                   global_counts_view = view_of_new(global_counts), info_view = view_of_new(call_info);
+  args.handle_mem = handle_mem.data_ptr();
+  args.topk_idx = &indices;
+  args.counts = &counts_view;
+  args.offsets = &offsets_view;
+  args.global_counts = &global_counts_view;
+  args.info = &info_view;
+  throw_if_failed(epx_prepare(group->group, &args));
+  return outputs;
+}
+
+tuple<Tensor, Tensor> dispatch(int64_t id, const Tensor& handle_mem, const Tensor& tokens,
+                               const optional<Tensor>& topk_weights, int64_t top_k, int64_t alignment, int64_t num_rows) {
+  const GroupUse group(id);
+  auto args = make_args<epx_dispatch_args>(*group, top_k, alignment, handle_mem);
+  const epx_tensor sent = view_rows("tokens", tokens, *group);
+  if (num_rows < 0) refuse("num_rows is ", num_rows, "; it must be at least 0");
+  tuple outputs(new_tensor(group->place, {num_rows, sent.sizes[1]}, tokens.scalar_type()),
+                topk_weights ? new_tensor(group->place, {num_rows}, ScalarType::Float) : nothing(*group));
+  const epx_tensor rows = view_of_new(std::get<0>(outputs));
+  args.tokens = &sent;
+  args.recv_tokens = &rows;
+  epx_tensor weights, row_weights;
+  if (topk_weights) {
+    weights = view("topk_weights", *topk_weights, group->place, {sent.sizes[0], top_k}, kFloat);
+    row_weights = view_of_new(std::get<1>(outputs));
+    args.topk_weights = &weights;
+    args.recv_weights = &row_weights;
+  }
+  throw_if_failed(epx_dispatch(group->group, &args));
+  return outputs;
+}
+
+// Writes the rows into a tensor of the caller's, in memory that peers reach for instance. Returns recv_weights.
+Tensor dispatch_into(int64_t id, const Tensor& handle_mem, const Tensor& tokens, const optional<Tensor>& topk_weights,
+                     int64_t top_k, int64_t alignment, const Tensor& recv_tokens) {
+  const GroupUse group(id);
+  auto args = make_args<epx_dispatch_args>(*group, top_k, alignment, handle_mem);
+  const epx_tensor sent = view_rows("tokens", tokens, *group);
+  const epx_tensor rows = view("recv_tokens", recv_tokens, group->place, {kAnySize, sent.sizes[1]}, {tokens.scalar_type()});
+  Tensor recv_weights = topk_weights ? new_tensor(group->place, {rows.sizes[0]}, ScalarType::Float) : nothing(*group);
+  args.tokens = &sent;
+  args.recv_tokens = &rows;
+  epx_tensor weights, row_weights;
+  if (topk_weights) {
+    weights = view("topk_weights", *topk_weights, group->place, {sent.sizes[0], top_k}, kFloat);
+    row_weights = view_of_new(recv_weights);
+    args.topk_weights = &weights;
+    args.recv_weights = &row_weights;
+  }
+  throw_if_failed(epx_dispatch(group->group, &args));
+  return recv_weights;
+}
+
+Tensor combine(int64_t id, const Tensor& handle_mem, const Tensor& expert_out, const optional<Tensor>& recv_weights,
+               int64_t top_k, int64_t alignment, int64_t num_tokens) {
+  const GroupUse group(id);
+  auto args = make_args<epx_combine_args>(*group, top_k, alignment, handle_mem);
+  const epx_tensor rows = view_rows("expert_out", expert_out, *group);
+  epx_tensor weights;
+  if (recv_weights) {
+    weights = view_weights("recv_weights", *recv_weights, *group, rows.sizes[0]);
+    args.recv_weights = &weights;
+  }
+  Tensor out = new_tensor(group->place, {num_tokens, rows.sizes[1]}, expert_out.scalar_type());
+  const epx_tensor out_view = view_of_new(out);
+  args.expert_out = &rows;
+  args.out = &out_view;
+  throw_if_failed(epx_combine(group->group, &args));
+  return out;
+}
+
+tuple<Tensor, Tensor> combine_bwd(int64_t id, const Tensor& handle_mem, const Tensor& grad_out,
+                                  const optional<Tensor>& expert_out, const optional<Tensor>& recv_weights, int64_t top_k,
+                                  int64_t alignment, int64_t num_rows) {
+  const GroupUse group(id);
+  auto args = make_args<epx_combine_bwd_args>(*group, top_k, alignment, handle_mem);
+  const epx_tensor grad = view_rows("grad_out", grad_out, *group);
+  tuple outputs(new_tensor(group->place, {num_rows, grad.sizes[1]}, grad_out.scalar_type()),
+                expert_out ? new_tensor(group->place, {num_rows}, ScalarType::Float) : nothing(*group));
+  const epx_tensor grad_rows = view_of_new(std::get<0>(outputs));
+  args.grad_out = &grad;
+  args.grad_expert_out = &grad_rows;
+  epx_tensor rows, weights, grad_weights;
+  if (expert_out) {
+    rows = view("expert_out", *expert_out, group->place, {num_rows, grad.sizes[1]}, {grad_out.scalar_type()});
+    grad_weights = view_of_new(std::get<1>(outputs));
+    args.expert_out = &rows;
+    args.grad_recv_weights = &grad_weights;
+  }
+  if (recv_weights) {
+    weights = view_weights("recv_weights", *recv_weights, *group, num_rows);
+    args.recv_weights = &weights;
+  }
+  throw_if_failed(epx_combine_bwd(group->group, &args));
+  return outputs;
+}
+
+tuple<Tensor, Tensor> dispatch_bwd(int64_t id, const Tensor& handle_mem, const Tensor& grad_recv,
+                                   const optional<Tensor>& grad_recv_weights, int64_t top_k, int64_t alignment,
+                                   int64_t num_tokens) {
+  const GroupUse group(id);
+  auto args = make_args<epx_dispatch_bwd_args>(*group, top_k, alignment, handle_mem);
+  const epx_tensor rows = view_rows("grad_recv", grad_recv, *group);
+  tuple outputs(new_tensor(group->place, {num_tokens, rows.sizes[1]}, grad_recv.scalar_type()),
+                grad_recv_weights ? new_tensor(group->place, {num_tokens, top_k}, ScalarType::Float) : nothing(*group));
+  const epx_tensor grad_tokens = view_of_new(std::get<0>(outputs));
+  args.grad_recv = &rows;
+  args.grad_tokens = &grad_tokens;
+  epx_tensor row_weights, grad_weights;
+  if (grad_recv_weights) {
+    row_weights = view_weights("grad_recv_weights", *grad_recv_weights, *group, rows.sizes[0]);
+    grad_weights = view_of_new(std::get<1>(outputs));
+    args.grad_recv_weights = &row_weights;
+    args.grad_topk_weights = &grad_weights;
+  }
+  throw_if_failed(epx_dispatch_bwd(group->group, &args));
+  return outputs;
+}
+
+} // namespace
+} // namespace epx_torch
+
+STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
+  library.def(
+      "prepare(int group, Tensor topk_idx, int alignment, bool int64_counts) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def("dispatch(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, int alignment, "
+              "SymInt num_rows) "
+              "-> (Tensor, Tensor)");
+  library.def("dispatch_into(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, int alignment, "
+              "Tensor(a!) recv_tokens) -> Tensor");
+  library.def("combine(int group, Tensor handle_mem, Tensor expert_out, Tensor? recv_weights, int top_k, int alignment, "
+              "SymInt num_tokens) -> Tensor");
+  library.def(
+      "combine_bwd(int group, Tensor handle_mem, Tensor grad_out, Tensor? expert_out, Tensor? recv_weights, int top_k, "
+      "int alignment, SymInt num_rows) -> (Tensor, Tensor)");
+  library.def(
+      "dispatch_bwd(int group, Tensor handle_mem, Tensor grad_recv, Tensor? grad_recv_weights, int top_k, int alignment, "
+      "SymInt num_tokens) -> (Tensor, Tensor)");
+}
+
+// A tensor on another device than the group's is refused with a sentence by the kernel itself, so one kernel serves all devices.
+STABLE_TORCH_LIBRARY_IMPL(epx, CompositeExplicitAutograd, library) {
+  library.impl("prepare", TORCH_BOX(&epx_torch::prepare));
+  library.impl("dispatch", TORCH_BOX(&epx_torch::dispatch));
+  library.impl("dispatch_into", TORCH_BOX(&epx_torch::dispatch_into));
+  library.impl("combine", TORCH_BOX(&epx_torch::combine));
+  library.impl("combine_bwd", TORCH_BOX(&epx_torch::combine_bwd));
+  library.impl("dispatch_bwd", TORCH_BOX(&epx_torch::dispatch_bwd));
+}

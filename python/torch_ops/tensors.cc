@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tensors.h"
+
+#include <algorithm>
+#include <array>
+#include <string>
+
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/headeronly/util/shim_utils.h>
+
+#include "failure.h"
+
+namespace epx_torch {
+namespace {
+
+constexpr size_t kMaxDims = 4;
+
+struct Dtype {
+  ScalarType type;
+  epx_dtype code;
+  const char* name;
+};
+
+constexpr std::array<Dtype, 7> kDtypes = {{{ScalarType::Float, EPX_FLOAT32, "float32"},
+                                           {ScalarType::Half, EPX_FLOAT16, "float16"},
+                                           {ScalarType::BFloat16, EPX_BFLOAT16, "bfloat16"},
+                                           {ScalarType::Int, EPX_INT32, "int32"},
+                                           {ScalarType::Long, EPX_INT64, "int64"},
+                                           {ScalarType::Double, EPX_FLOAT64, "float64"},
+                                           {ScalarType::Byte, EPX_UINT8, "uint8"}}};
+
+const Dtype* find_dtype(ScalarType type) {
+  const auto found = std::ranges::find(kDtypes, type, &Dtype::type);
+  return found == kDtypes.end() ? nullptr : &*found;
+}
+
+std::string names_of(std::initializer_list<ScalarType> dtypes) {
+  std::string names;
+  for (const ScalarType dtype : dtypes)
+    names += (names.empty() ? "" : " or ") + std::string(find_dtype(dtype)->name);
+  return names;
+}
+
+template <typename Sizes>
+std::string in_brackets(const Sizes& sizes) {
+  std::string text;
+  for (const int64_t size : sizes)
+    text += (text.empty() ? "" : ", ") + (size == kAnySize ? "any" : std::to_string(size));
+  return "[" + text + "]";
+}
+
+std::string place_name(const Place& place) {
+  return place.is_cuda ? "cuda:" + std::to_string(place.device_index) : "cpu";
+}
+
+void refuse_place(const char* name, const Tensor& tensor, const Place& place) {
+  std::string is = "another kind of device";
+  if (tensor.is_cpu()) is = "cpu";
+  if (tensor.is_cuda()) is = "cuda:" + std::to_string(tensor.get_device_index());
+  refuse(name, " is on ", is, "; the tensors of this group are on ", place_name(place));
+}
+
+Tensor make_tensor(int32_t device_type, int32_t device_index, std::initializer_list<int64_t> shape, ScalarType dtype) {
+  std::array<int64_t, kMaxDims> strides = {};
+  int64_t stride = 1;
+  for (size_t dim = shape.size(); dim-- > 0;) {
+    strides[dim] = stride;
+    stride *= std::max<int64_t>(shape.begin()[dim], 1);
+  }
+  AtenTensorHandle handle = nullptr;
+  const auto type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.begin(), strides.data(), type,
+                                                  device_type, device_index, &handle));
+  return Tensor(handle);
+}
+
+} // namespace
+
+epx_tensor view(const char* name, const Tensor& tensor, const Place& place, std::initializer_list<int64_t> shape,
+                std::initializer_list<ScalarType> dtypes) {
+  if (place.is_cuda ? !tensor.is_cuda() || tensor.get_device_index() != place.device_index : !tensor.is_cpu())
+    refuse_place(name, tensor, place);
+  const ScalarType type = tensor.scalar_type();
+  const Dtype* const dtype = find_dtype(type);
+  if (std::ranges::find(dtypes, type) == dtypes.end())
+    refuse(name, " is ", dtype == nullptr ? "of another dtype" : dtype->name, "; it must be ", names_of(dtypes));
+  const auto sizes = tensor.sizes();
+  const bool fits = sizes.size() == shape.size() &&
+                    std::equal(shape.begin(), shape.end(), sizes.begin(),
+                               [](int64_t wanted, int64_t is) { return wanted == kAnySize || wanted == is; });
+  if (!fits) refuse(name, " has shape ", in_brackets(sizes), "; it must be ", in_brackets(shape));
+  if (!tensor.is_contiguous())
+    refuse(name, " has strides ", in_brackets(tensor.strides()), " at shape ", in_brackets(sizes),
+           ": it must be contiguous in row-major order");
+  epx_tensor result = {};
+  result.data = tensor.data_ptr();
+  result.dtype = dtype->code;
+  result.ndim = static_cast<int32_t>(sizes.size());
+  std::ranges::copy(sizes, result.sizes);
+  return result;
+}
+
+Tensor new_tensor(const Place& place, std::initializer_list<int64_t> shape, ScalarType dtype) {
+  return place.is_cuda ? make_tensor(aoti_torch_device_type_cuda(), place.device_index, shape, dtype)
+                       : new_host_tensor(shape, dtype);
+}
+
+Tensor new_host_tensor(std::initializer_list<int64_t> shape, ScalarType dtype) {
+  return make_tensor(aoti_torch_device_type_cpu(), 0, shape, dtype);
+}
+
+epx_tensor view_of_new(const Tensor& tensor) {
+  epx_tensor result = {};
+  const auto sizes = tensor.sizes();
+  result.data = tensor.data_ptr();
+  result.dtype = find_dtype(tensor.scalar_type())->code;
+  result.ndim = static_cast<int32_t>(sizes.size());
+  std::ranges::copy(sizes, result.sizes);
+  return result;
+}
+
+epx_stream current_stream(const Place& place) {
+  if (!place.is_cuda) return nullptr;
+  // libtorch_cuda is part of PyTorch's builds for CUDA alone, so this library does not link it.
+  using Function = AOTITorchError (*)(int32_t, void**);
+  static const auto function = []() -> Function {
+    void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    return library == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  }();
+  void* stream = nullptr;
+  if (function == nullptr || function(place.device_index, &stream) != AOTI_TORCH_SUCCESS)
+    fail(EPX_ERROR_SYSTEM, "PyTorch does not tell its current stream of cuda:" + std::to_string(place.device_index));
+  return stream;
+}
+
+} // namespace epx_torch

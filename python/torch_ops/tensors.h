@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tensors of PyTorch's stable ABI as epx_tensor, and new ones.
+#pragma once
+
+#include <initializer_list>
+#include <optional>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <epx/epx.h>
+
+#include "registry.h"
+
+namespace epx_torch {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline constexpr int64_t kAnySize = -1;
+
+// A view of a tensor that must be contiguous, in the group's memory, of this shape and of one of these dtypes. Refuses with a sentence
+// that names the argument.
+epx_tensor view(const char* name, const Tensor& tensor, const Place& place, std::initializer_list<int64_t> shape,
+                std::initializer_list<ScalarType> dtypes);
+
+// An uninitialised contiguous tensor in the group's memory.
+Tensor new_tensor(const Place& place, std::initializer_list<int64_t> shape, ScalarType dtype);
+// Likewise on the host.
+Tensor new_host_tensor(std::initializer_list<int64_t> shape, ScalarType dtype);
+
+// A view of a tensor of new_tensor().
+epx_tensor view_of_new(const Tensor& tensor);
+
+// The current stream of the group's GPU, whose calls are enqueued there; NULL on the host.
+epx_stream current_stream(const Place& place);
+
+} // namespace epx_torch
