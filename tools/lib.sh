@@ -103,6 +103,14 @@ install_python_test_packages() {
   fi
 }
 
+# Makes the virtual environment that libepx_torch is built with and its tests run in; they take 4.7 GB, so nothing calls this by itself.
+# Without it libepx_torch is not built, and its tests skip.
+install_torch_test_packages() {
+  local venv=$source_root/.deps/python-torch
+  python3 -m venv "$venv" && "$venv/bin/pip" install --quiet --disable-pip-version-check \
+    --requirement "$source_root/tests/python/requirements-torch.txt"
+}
+
 # configure BUILD_DIR MESON_OPTION...   Sets the build directory up, or changes the options of one that is there.
 configure() {
   local build_dir=$1

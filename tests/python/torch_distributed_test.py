@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""epx.torch beside torch.distributed: groups of process groups and of meshes, and data parallelism on another axis of the mesh than
+experts: DistributedDataParallel and fully_shard (FSDP2), compared with a dense model in float64. Needs an even number of ranks, >= 4."""
+
+import os
+import time
+import unittest
+
+import ranks
+
+ranks.require("numpy", "torch")
+import torch
+import torch_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch_model import DEVICE, EXPERTS, HIDDEN, INNER, ON_GPU, RANK, RANKS, config, on_device
+
+import epx
+import epx.moe
+import epx.torch
+
+EP = 2
+DP = RANKS // EP
+TOKENS = 4
+
+
+def setUpModule():
+    store = torch.distributed.FileStore(os.path.join(os.environ["EPX_TEST_DIR"], "store"), RANKS)
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo", store=store, rank=RANK, world_size=RANKS)
+
+
+def tearDownModule():
+    torch.distributed.destroy_process_group()
+
+
+def mesh():
+    return init_device_mesh(DEVICE.type, (DP, EP), mesh_dim_names=("dp", "ep"))
+
+
+def make_layer(group):
+    return epx.torch.MoELayer(group, router=epx.moe.Router(2), ffn=epx.moe.Ffn(HIDDEN, INNER), seed=4)
+
+
+def dense_gradients():
+    """Gradients of the mean over all ranks of each rank's loss, by a layer that has all experts on one rank: gate_weight, first_weight,
+    down_weight, of all experts."""
+    with epx.torch.Group(epx.bootstrap.local(), **config(transport="host")) as alone:
+        layer = make_layer(alone)
+        parameters = {name: each.detach().double().requires_grad_() for name, each in layer.named_parameters()}
+        loss = 0
+        for rank in range(RANKS):
+            out = torch_model.dense_block(layer, tokens_of(rank).double(), parameters, torch.ones(TOKENS, dtype=torch.bool))
+            loss = loss + out.sin().sum() / RANKS
+        return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()))))
+
+
+def tokens_of(rank):
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(100 + rank))
+
+
+class Distributed(unittest.TestCase):
+    def check_gradients(self, layer, found):
+        wanted = dense_gradients()
+        first, local = layer.group.first_local_expert, layer.group.num_local_experts
+        for name, grad in found.items():
+            expected = wanted[name] if name == "gate_weight" else wanted[name][first : first + local]
+            torch.testing.assert_close(grad.double().cpu(), expected, rtol=1e-4, atol=1e-5, msg=lambda m: f"{name}: {m}")
+
+    def test_1_process_groups(self):
+        for number in range(2):
+            with epx.torch.Group(**config()) as group:  # the default process group
+                self.assertEqual((group.rank, group.num_ranks), (RANK, RANKS))
+                idx = on_device(torch.full((1, 1), number))
+                plan = epx.torch.prepare(group, idx)
+                rows, _ = epx.torch.dispatch(plan, on_device(torch.full((1, HIDDEN), float(RANK))))
+                owner = group.first_local_expert <= number < group.first_local_expert + group.num_local_experts
+                self.assertEqual(rows[:, 0].tolist(), [float(rank) for rank in range(RANKS)] if owner else [])
+        mine = mesh()["ep"].get_group()
+        with epx.torch.Group(mine, **config()) as group:
+            self.assertEqual((group.rank, group.num_ranks), (RANK % EP, EP))
+            group.check()
+
+    def test_2_rank_that_does_not_come(self):
+        with epx.torch.from_process_group() as bootstrap:
+            if RANK == 1:
+                time.sleep(1.5)
+            else:
+                with self.assertRaisesRegex(epx.Error, r"ranks \[1\]") as caught:
+                    epx.Group(bootstrap, **config(timeout=0.5, transport="host"))
+                self.assertEqual(caught.exception.status, epx.Status.TIMEOUT)
+        torch.distributed.barrier()
+
+    def test_3_ddp(self):
+        axes = mesh()
+        with epx.torch.Group(axes["ep"].get_group(), **config()) as group:
+            layer = make_layer(group)
+            model = torch.nn.Sequential(layer)
+            names = epx.torch.expert_parameter_names(model)
+            self.assertEqual(names, ["0.first_weight", "0.down_weight"])
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+            parallel = DistributedDataParallel(model)
+            parallel(on_device(tokens_of(RANK))).sin().sum().backward()
+            for each in layer.expert_parameters():
+                # These have the tokens of their EP group. The mean is over all ranks, and DP groups differ in tokens alone.
+                torch.distributed.all_reduce(each.grad, group=axes["dp"].get_group())
+                each.grad /= RANKS
+            self.check_gradients(layer, {name: each.grad for name, each in layer.named_parameters()})
+            layer.destroy()
+            group.check()
+
+    def test_4_fsdp(self):
+        axes = mesh()
+        with epx.torch.Group(axes["ep"].get_group(), **config()) as group:
+            layer = make_layer(group)
+            fully_shard(layer, mesh=axes["dp"])
+            for _ in range(2):
+                layer.zero_grad()
+                layer(on_device(tokens_of(RANK))).sin().sum().backward()
+            found = {}
+            for name, each in layer.named_parameters():
+                self.assertIsInstance(each, DTensor)
+                grad = each.grad.full_tensor()  # the mean over the DP groups
+                if name == "gate_weight":
+                    torch.distributed.all_reduce(grad, group=axes["ep"].get_group())
+                found[name] = grad / EP
+            self.check_gradients(layer, found)
+            layer.destroy()
+            group.check()
+
+
+if __name__ == "__main__":
+    if RANKS < 2 * EP or RANKS % EP:
+        print(f"skipped: {RANKS} ranks")
+        raise SystemExit(ranks.SKIPPED)
+    torch_model.main()

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of epx.torch share: devices, groups, and dense models in float64 that see the data of all ranks."""
+
+import collections
+import contextlib
+import os
+
+import ranks
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import epx
+import epx.torch
+
+RANK, RANKS = ranks.rank(), ranks.num_ranks()
+ON_GPU = os.environ.get("EPX_TEST_DEVICE") == "cuda"
+DEVICE = torch.device("cuda", RANK) if ON_GPU else torch.device("cpu")
+EXPERTS, HIDDEN, INNER = 5, 8, 6
+torch.set_num_threads(1)
+_numbers = iter(range(1_000_000))
+
+
+def main():
+    if ON_GPU:
+        torch.cuda.set_device(DEVICE)
+    ranks.main()
+
+
+def on_device(tensor):
+    return tensor.to(DEVICE)
+
+
+def single(tensor):
+    """A copy in float32 on the device, which has no gradient yet."""
+    return tensor.detach().to(DEVICE, torch.float32, copy=True)
+
+
+def wait():
+    """On a GPU, waits for what has been enqueued there."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def config(**changes):
+    default = dict(
+        num_experts=EXPERTS,
+        max_tokens_per_rank=32,
+        hidden_dim=HIDDEN,
+        max_top_k=3,
+        max_alignment=16,
+        max_token_dtype="float32",
+        transport="nccl" if ON_GPU else "host",
+        timeout=ranks.TIMEOUT_SECONDS,
+    )
+    return {**default, **changes}
+
+
+def make_group(**changes):
+    with ranks.directory_bootstrap(f"torch-{next(_numbers)}") as bootstrap:
+        return epx.torch.Group(bootstrap, **config(**changes))
+
+
+class Data:
+    """topk_idx, tokens and weights of each rank, and a matrix for each expert. What has gradients is float64, and has the values that
+    tensors of `dtype` have."""
+
+    def __init__(self, num_tokens, top_k, seed, masked=0.2, dtype=torch.float32):
+        generator = torch.Generator().manual_seed(seed)
+        self.idx, self.tokens, self.weights = [], [], []
+        for count in num_tokens:
+            idx = torch.rand(count, EXPERTS, generator=generator).argsort(1)[:, :top_k]
+            self.idx.append(torch.where(torch.rand(idx.shape, generator=generator) < masked, -1, idx))
+            self.tokens.append(torch.randn(count, HIDDEN, generator=generator).to(dtype).double().requires_grad_())
+            self.weights.append(torch.rand(count, top_k, generator=generator).double().requires_grad_())
+        self.matrices = (torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator) / 3).to(dtype).double().requires_grad_()
+        self.dtype = dtype
+
+
+def dense(idx, tokens, weights, matrices):
+    """[T, H]: the sum over a token's routes of weight * tanh(A_e x)."""
+    outs = torch.tanh(torch.einsum("th,egh->teg", tokens, matrices))
+    chosen = torch.take_along_dim(outs, idx.clamp(min=0)[..., None], 1)
+    return ((weights * (idx >= 0))[..., None] * chosen).sum(1)
+
+
+def exchange_layer(group, idx, tokens, weights, matrices, alignment=1, weighted=True, num_rows=None):
+    """The same by the operations; `matrices` are those of this rank's experts."""
+    dtype = matrices.dtype if tokens.dtype == torch.float64 else tokens.dtype
+    dtype = torch.float32 if dtype == torch.float64 else dtype
+    plan = epx.torch.prepare(group, on_device(idx), alignment=alignment)
+    rows, row_weights = epx.torch.dispatch(plan, tokens.to(dtype), weights.float() if weighted else None, num_rows=num_rows)
+    parts, end = [], 0
+    for expert, (begin, count) in enumerate(zip(plan.offsets.tolist(), plan.counts.tolist())):
+        parts += [rows[end:begin] * 0, torch.tanh(rows[begin : begin + count] @ matrices[expert].to(dtype).t())]
+        end = begin + count
+    parts.append(torch.zeros_like(rows[end:]))
+    return epx.torch.combine(plan, torch.cat(parts), row_weights)
+
+
+def whole_parameters(layer):
+    """Parameters of the experts of all ranks, in float64, of which this rank's layer gets its own; by name."""
+    group, generator = layer.group, torch.Generator().manual_seed(5)
+    first = group.first_local_expert
+    found = {"gate_weight": layer.gate_weight.detach().double().cpu().requires_grad_()}
+    for name in ("first_weight", "down_weight", "first_bias", "down_bias"):
+        own = getattr(layer, name)
+        if own is not None:
+            values = torch.randn(EXPERTS, *own.shape[1:], generator=generator) / 2
+            own.data.copy_(values[first : first + group.num_local_experts])
+            found[name] = values.double().requires_grad_()
+    return found
+
+
+def dense_block(layer, tokens, parameters, mask):
+    """The layer on tokens of one rank, with the experts of all ranks, in float64."""
+    router = layer.router
+    logits = tokens @ parameters["gate_weight"].t()
+    if router.score == "topk_then_softmax":
+        chosen, idx = logits.topk(router.top_k, sorted=True)
+        weights = chosen.softmax(-1)
+    else:
+        weights, idx = logits.softmax(-1).topk(router.top_k, sorted=True)
+    first = torch.einsum("th,efh->tef", tokens, parameters["first_weight"])
+    if "first_bias" in parameters:
+        first = first + parameters["first_bias"]
+    if layer.ffn.activation == "swiglu":
+        gate, up = first.chunk(2, -1)
+        inner = torch.nn.functional.silu(gate) * up
+    else:
+        inner = torch.nn.functional.gelu(first)
+    outs = torch.einsum("tef,ehf->teh", inner, parameters["down_weight"])
+    if "down_bias" in parameters:
+        outs = outs + parameters["down_bias"]
+    chosen = torch.take_along_dim(outs, idx[..., None], 1)
+    return (weights[..., None] * chosen).sum(1) * mask[:, None]
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "epx":
+            self.calls[function._opname] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def count_calls():
+    """Counts the operators of epx by name, those of backwards too."""
+    with _Count() as mode:
+        yield mode.calls

@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""epx.torch in eager mode: the operations and the layer against a dense model in float64, forward and backward; checkpointing, many
+forwards in flight, refusals and failures. On GPUs with EPX_TEST_DEVICE=cuda, one for each rank."""
+
+import dataclasses
+import gc
+import unittest
+
+import ranks
+
+ranks.require("numpy", "torch")
+import torch
+import torch_model
+from torch.utils.checkpoint import checkpoint
+from torch_model import DEVICE, EXPERTS, HIDDEN, INNER, RANK, RANKS, Data, count_calls, dense, make_group, on_device, single
+
+import epx
+import epx.moe
+import epx.torch
+
+NUM_TOKENS = [0 if RANKS > 1 and rank == RANKS - 1 else 3 + 2 * rank for rank in range(RANKS)]
+
+
+def gradients(loss, tensors, keep=False):
+    found = torch.autograd.grad(loss, tensors, allow_unused=True, retain_graph=keep)
+    return [torch.zeros_like(tensor) if grad is None else grad for grad, tensor in zip(found, tensors)]
+
+
+class Exchange(unittest.TestCase):
+    def check(self, group, num_tokens, *, top_k=2, alignment=1, masked=0.2, weighted=True, num_rows=None, tolerance=1e-5, dtype=None):
+        """A layer of experts x -> tanh(A_e x) by the operations, against the same in float64 by one process."""
+        dtype = dtype or torch.float32
+        data = Data(num_tokens, top_k, seed=top_k + 10 * alignment, masked=masked, dtype=dtype)
+        tokens, weights, matrices = data.tokens[RANK], data.weights[RANK], data.matrices
+        own = matrices[group.first_local_expert : group.first_local_expert + group.num_local_experts]
+        leaves = [on_device(each.clone()).requires_grad_() for each in (tokens, weights, own)]
+        out = torch_model.exchange_layer(group, data.idx[RANK], *leaves, alignment, weighted, num_rows)
+        wanted, losses = [], []
+        for rank in range(RANKS):
+            rank_weights = data.weights[rank] if weighted else torch.ones_like(data.weights[rank])
+            wanted.append(dense(data.idx[rank], data.tokens[rank], rank_weights, matrices))
+            losses.append((wanted[-1].sin()).sum())
+        torch.testing.assert_close(out.double().cpu(), wanted[RANK], rtol=tolerance, atol=tolerance)
+        grads = gradients(out.float().sin().sum(), leaves)
+        expected = gradients(losses[RANK], [data.tokens[RANK], data.weights[RANK]], keep=True) + gradients(sum(losses), [matrices])
+        expected[-1] = expected[-1][group.first_local_expert :][: group.num_local_experts]
+        for grad, wanted_grad in zip(grads, expected):
+            torch.testing.assert_close(grad.double().cpu(), wanted_grad, rtol=10 * tolerance, atol=10 * tolerance)
+        group.check()
+
+    def test_1_against_dense(self):
+        with make_group() as group:
+            self.check(group, [5] * RANKS)
+            self.check(group, NUM_TOKENS)
+            self.check(group, NUM_TOKENS, top_k=1, alignment=16, masked=0.5)
+            self.check(group, NUM_TOKENS, top_k=3, alignment=4, num_rows=group.max_recv_tokens_per_rank)
+            self.check(group, NUM_TOKENS, weighted=False)
+            self.check(group, [0] * RANKS)
+            self.check(group, [6] * RANKS, masked=1.0)
+            self.check(group, [7] * RANKS, dtype=torch.bfloat16, tolerance=3e-2)
+
+    def test_2_finite_differences(self):
+        with make_group(combine_precision="exact") as group:
+            data = Data(NUM_TOKENS, 2, seed=3)
+            own = single(data.matrices[group.first_local_expert :][: group.num_local_experts])
+            tokens, weights = single(data.tokens[RANK]), single(data.weights[RANK])
+
+            def loss(tokens, weights):
+                return torch_model.exchange_layer(group, data.idx[RANK], tokens, weights, own).double().pow(2).sum()
+
+            leaves = [tokens.clone().requires_grad_(), weights.clone().requires_grad_()]
+            grads = gradients(loss(*leaves), leaves)
+            generator = torch.Generator().manual_seed(RANK)
+            directions = [on_device(torch.randn(each.shape, generator=generator)) for each in leaves]
+            step = 1e-2
+            ahead = loss(*[leaf.detach() + step * way for leaf, way in zip(leaves, directions)])
+            behind = loss(*[leaf.detach() - step * way for leaf, way in zip(leaves, directions)])
+            slope = sum((grad.double() * way).sum() for grad, way in zip(grads, directions))
+            torch.testing.assert_close((ahead - behind) / (2 * step), slope, rtol=2e-2, atol=1e-3)
+
+    def test_3_outputs_that_nobody_uses_and_equal_calls(self):
+        with make_group() as group:
+            data = Data(NUM_TOKENS, 2, seed=4)
+            idx, tokens, weights = on_device(data.idx[RANK]), single(data.tokens[RANK]), single(data.weights[RANK])
+            tokens.requires_grad_()
+
+            def layer():
+                plan = epx.torch.prepare(group, idx)
+                rows, row_weights = epx.torch.dispatch(plan, tokens, weights)
+                return epx.torch.combine(plan, rows, row_weights)
+
+            with count_calls() as calls:
+                first, second = layer(), layer()
+                epx.torch.dispatch(epx.torch.prepare(group, idx), tokens)  # nobody uses what it returns
+                torch.testing.assert_close(first, second, rtol=0, atol=0)
+                (first + second).sum().backward()
+            self.assertEqual((calls["prepare"], calls["dispatch"], calls["combine"]), (3, 3, 2))
+            self.assertEqual((calls["combine_bwd"], calls["dispatch_bwd"]), (2, 2))
+            expected = 2 * (weights * on_device(data.idx[RANK] >= 0)).sum(1, keepdim=True).expand_as(tokens)
+            torch.testing.assert_close(tokens.grad, expected, rtol=1e-5, atol=1e-5)
+            group.check()
+
+    def test_4_two_groups(self):
+        with make_group() as one, make_group(combine_precision="exact") as two:
+            self.check(one, NUM_TOKENS)
+            self.check(two, NUM_TOKENS, top_k=3, alignment=8)
+            self.check(one, NUM_TOKENS, top_k=1)
+            data = Data(NUM_TOKENS, 2, seed=5)
+            plan = epx.torch.prepare(one, on_device(data.idx[RANK]))
+            strange = dataclasses.replace(plan, group=two)
+            epx.torch.dispatch(strange, single(data.tokens[RANK]), num_rows=4)
+            torch_model.wait()
+            with self.assertRaises(epx.EventError) as caught:
+                two.check()
+            self.assertIn(epx.EventKind.HANDLE_MISMATCH, caught.exception.events)
+            one.check()
+
+    def test_5_overflow_and_bad_indices_are_told_by_check(self):
+        with make_group(max_recv_tokens_per_rank=2, max_alignment=1) as group:
+            idx = torch.zeros(4, 2, dtype=torch.int64)
+            idx[:, 1] = 77
+            tokens = on_device(torch.ones(4, HIDDEN)).requires_grad_()
+            plan = epx.torch.prepare(group, on_device(idx))
+            rows, _ = epx.torch.dispatch(plan, tokens)
+            self.assertLessEqual(plan.num_rows, 2)
+            epx.torch.combine(plan, rows).sum().backward()
+            torch_model.wait()
+            with self.assertRaises(epx.EventError) as caught:
+                group.check()
+            self.assertEqual(caught.exception.events[epx.EventKind.BAD_INDEX], 4)
+            self.assertEqual(epx.EventKind.OVERFLOW in caught.exception.events, group.first_local_expert == 0)
+            group.check()
+
+    def test_6_checkpointing(self):
+        with make_group() as group:
+            data = Data(NUM_TOKENS, 2, seed=6)
+            own = single(data.matrices[group.first_local_expert :][: group.num_local_experts])
+            weights = single(data.weights[RANK])
+            found = []
+            for options in ({}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": epx.torch.saves_exchange}):
+                tokens = single(data.tokens[RANK]).requires_grad_()
+
+                def layer(tokens):
+                    return torch_model.exchange_layer(group, data.idx[RANK], tokens, weights, own)
+
+                with count_calls() as calls:
+                    out = checkpoint(layer, tokens, **options) if options else layer(tokens)
+                    out.sin().sum().backward()
+                found.append((tokens.grad, calls["prepare"], calls["dispatch"], calls["combine_bwd"], calls["dispatch_bwd"]))
+            for grad, *_ in found[1:]:
+                torch.testing.assert_close(grad, found[0][0], rtol=0, atol=0)
+            self.assertEqual([counts for _, *counts in found], [[1, 1, 1, 1], [2, 2, 1, 1], [1, 1, 1, 1]])
+            group.check()
+
+    def test_7_many_in_flight(self):
+        """1F1B: backwards come in the order of their forwards, with other forwards between them."""
+        with make_group() as group:
+            own = None
+            pending, grads, expected = [], [], []
+
+            def backward():
+                out, leaf = pending.pop(0)
+                grads.append(gradients(out.sin().sum(), [leaf])[0])
+
+            for number in range(5):
+                data = Data([count + number for count in NUM_TOKENS], 2, seed=20 + number)
+                if own is None:
+                    own, matrices = single(data.matrices[group.first_local_expert :][: group.num_local_experts]), data.matrices
+                leaf = single(data.tokens[RANK]).requires_grad_()
+                out = torch_model.exchange_layer(group, data.idx[RANK], leaf, single(data.weights[RANK]), own)
+                pending.append((out, leaf))
+                source = data.tokens[RANK]
+                expected += gradients(dense(data.idx[RANK], source, data.weights[RANK], matrices).sin().sum(), [source])
+                if number >= 2:
+                    backward()
+            while pending:
+                backward()
+            for grad, wanted in zip(grads, expected):
+                torch.testing.assert_close(grad.double().cpu(), wanted, rtol=1e-4, atol=1e-4)
+
+    def test_8_window_memory(self):
+        with make_group() as group:
+            data = Data(NUM_TOKENS, 2, seed=8)
+            window = group.empty(group.max_recv_tokens_per_rank, HIDDEN)
+            self.assertEqual(window.device, DEVICE)
+            tokens = single(data.tokens[RANK]).requires_grad_()
+            plan = epx.torch.prepare(group, on_device(data.idx[RANK]))
+            rows, _ = epx.torch.dispatch(plan, tokens, recv_tokens=window)
+            self.assertEqual(rows.data_ptr(), window.data_ptr())
+            again, _ = epx.torch.dispatch(plan, tokens.detach())
+            torch.testing.assert_close(rows.detach()[: plan.num_rows], again, rtol=0, atol=0)
+            epx.torch.combine(plan, rows).sum().backward()
+            routes = on_device((data.idx[RANK] >= 0).sum(1, keepdim=True).float())
+            torch.testing.assert_close(tokens.grad, routes.expand_as(tokens))
+            del rows, window
+            gc.collect()
+            other = epx.torch.empty(group, 4, HIDDEN, dtype=torch.bfloat16)
+            other.fill_(3)
+            group.free(other)
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "empty"):
+                group.free(torch.zeros(3))
+            kept = group.empty(2, 3)
+            kept.fill_(1)
+        self.assertEqual(kept.sum().item(), 6)  # the memory lives as long as the tensor
+
+    def test_9_refusals(self):
+        with make_group() as group:
+            data = Data([4] * RANKS, 2, seed=9)
+            idx, tokens, weights = on_device(data.idx[RANK]), single(data.tokens[RANK]), single(data.weights[RANK])
+            plan = epx.torch.prepare(group, idx)
+            rows, row_weights = epx.torch.dispatch(plan, tokens, weights)
+            elsewhere = torch.device("cpu") if DEVICE.type == "cuda" else torch.device("meta")
+            prepare, dispatch, combine = epx.torch.prepare, epx.torch.dispatch, epx.torch.combine
+            for words, call in {
+                "topk_idx is float32": lambda: prepare(group, idx.float()),
+                "topk_idx has shape": lambda: prepare(group, idx[0]),
+                "top_k": lambda: prepare(group, idx.repeat(1, 9)),
+                "alignment": lambda: prepare(group, idx, alignment=10_000),
+                "counts_dtype": lambda: prepare(group, idx, counts_dtype=torch.int16),
+                "tokens is float64": lambda: dispatch(plan, tokens.double()),
+                "tokens has shape": lambda: dispatch(plan, tokens[0]),
+                "tokens has strides": lambda: dispatch(plan, tokens.t().contiguous().t()),
+                "topk_weights is float16": lambda: dispatch(plan, tokens, weights.half()),
+                "topk_weights has shape": lambda: dispatch(plan, tokens, weights[:, :1].contiguous()),
+                "num_rows is -3": lambda: dispatch(plan, tokens, num_rows=-3),
+                "recv_tokens is bfloat16": lambda: dispatch(plan, tokens, recv_tokens=rows.bfloat16()),
+                "recv_weights has shape": lambda: combine(plan, rows, row_weights[1:].contiguous()),
+                "expert_out is int32": lambda: combine(plan, rows.int()),
+                "handle_mem is float32": lambda: combine(dataclasses.replace(plan, handle_mem=plan.handle_mem.float()), rows),
+                "hidden": lambda: dispatch(plan, tokens.repeat(1, 9)),
+            }.items():
+                with self.assertRaises(epx.InvalidArgumentError, msg=words) as caught:
+                    call()
+                self.assertIn(words, str(caught.exception))
+            if DEVICE.type == "cuda":
+                with self.assertRaisesRegex(epx.InvalidArgumentError, "tokens is on cpu; the tensors of this group are on cuda:"):
+                    dispatch(plan, tokens.to(elsewhere))
+            for with_grad in (False, True):
+                with self.assertRaisesRegex(RuntimeError, "vmap"):
+                    torch.vmap(lambda each: dispatch(plan, each, num_rows=9)[0])(tokens[None].clone().requires_grad_(with_grad))
+            # The refused calls have not taken part: the group goes on.
+            self.check(group, [4] * RANKS)
+        with self.assertRaisesRegex(epx.InvalidArgumentError, "destroyed"):
+            dispatch(plan, tokens, num_rows=1)
+        with self.assertRaisesRegex(epx.InvalidArgumentError, "destroyed"):
+            epx.torch.prepare(group, idx)
+        leaf = tokens.clone().requires_grad_()
+        with make_group() as group:
+            out, _ = dispatch(prepare(group, idx), leaf)
+        with self.assertRaisesRegex(epx.InvalidArgumentError, "destroyed"):
+            out.sum().backward()
+
+    def test_a_failures(self):
+        if RANKS == 1:
+            self.skipTest("a failure needs a peer")
+        group = make_group(timeout=1)
+        idx = on_device(torch.zeros(2, 2, dtype=torch.int64))
+        tokens = on_device(torch.ones(2, HIDDEN)).requires_grad_()
+        plan = epx.torch.prepare(group, idx)
+        rows, _ = epx.torch.dispatch(plan, tokens)
+        out = epx.torch.combine(plan, rows)
+        torch_model.wait()
+        if RANK == 0:
+            group.abort()
+        with self.assertRaises(epx.GroupError) as caught:
+            for _ in range(3):  # on a GPU a later call tells
+                out.sum().backward(retain_graph=True)
+                torch_model.wait()
+        self.assertIn(caught.exception.status, (epx.Status.ABORTED, epx.Status.TIMEOUT))
+        group.destroy()
+
+
+class Layers(unittest.TestCase):
+    def make_layer(self, group, **options):
+        router = epx.moe.Router(options.pop("top_k", 2), score=options.pop("score", "topk_then_softmax"))
+        return epx.torch.MoELayer(group, router=router, ffn=epx.moe.Ffn(HIDDEN, INNER, options.pop("activation", "swiglu")), **options)
+
+    def check(self, layer, num_tokens, seed=1, mask=False, tolerance=2e-5):
+        group = layer.group
+        everything = torch_model.whole_parameters(layer)
+        data = Data(num_tokens, layer.router.top_k, seed=seed)
+        masks = [torch.arange(count) % 3 != 1 if mask else torch.ones(count, dtype=torch.bool) for count in num_tokens]
+        losses, outs = [], []
+        for rank in range(RANKS):
+            outs.append(torch_model.dense_block(layer, data.tokens[rank], everything, masks[rank]))
+            losses.append(outs[-1].sin().sum())
+        tokens = single(data.tokens[RANK]).requires_grad_()
+        out, routing = layer(tokens, token_mask=on_device(masks[RANK]) if mask else None, with_routing=True)
+        torch.testing.assert_close(out.double().cpu(), outs[RANK], rtol=tolerance, atol=tolerance)
+        self.assertEqual(int(routing.global_counts.sum()), layer.router.top_k * sum(int(each.sum()) for each in masks))
+        layer.zero_grad()
+        out.sin().sum().backward()
+        names = [name for name, _ in layer.named_parameters()]
+        local = gradients(losses[RANK], [data.tokens[RANK], everything["gate_weight"]], keep=True)
+        torch.testing.assert_close(tokens.grad.double().cpu(), local[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(layer.gate_weight.grad.double().cpu(), local[1], rtol=1e-4, atol=1e-4)
+        own = slice(group.first_local_expert, group.first_local_expert + group.num_local_experts)
+        experts = [name for name in names if name != "gate_weight"]
+        for name, grad in zip(experts, gradients(sum(losses), [everything[name] for name in experts])):
+            torch.testing.assert_close(getattr(layer, name).grad.double().cpu(), grad[own], rtol=1e-4, atol=1e-4, msg=lambda m: f"{name}: {m}")
+        group.check()
+        return routing
+
+    def test_1_against_dense(self):
+        with make_group() as group:
+            for number, options in enumerate(
+                (
+                    {},
+                    {"top_k": 3, "alignment": 16, "weighting": "early"},
+                    {"activation": "gelu", "bias": True},
+                    {"score": "softmax_then_topk", "recompute": True, "bias": True},
+                )
+            ):
+                layer = self.make_layer(group, seed=number, **options)
+                self.check(layer, NUM_TOKENS)
+                self.check(layer, [4] * RANKS, seed=2, mask=True)
+                self.check(layer, [0] * RANKS)
+                layer.destroy()
+
+    def test_2_layers_together(self):
+        with make_group() as group:
+            one = self.make_layer(group, seed=1, top_k=1)
+            two = self.make_layer(group, seed=2, top_k=3, alignment=8)
+            twin = self.make_layer(group, seed=1, top_k=1)
+            torch.testing.assert_close(one.first_weight, twin.first_weight, rtol=0, atol=0)
+            with epx.torch.Group(epx.bootstrap.local(), **torch_model.config(transport="host")) as alone:
+                whole = self.make_layer(alone, seed=1, top_k=1)
+                for name in ("first_weight", "down_weight"):  # the seed alone decides, and not the number of ranks
+                    own = getattr(whole, name)[group.first_local_expert :][: group.num_local_experts]
+                    torch.testing.assert_close(getattr(one, name).cpu(), own, rtol=0, atol=0)
+            tokens = single(Data(NUM_TOKENS, 1, seed=7).tokens[RANK]).requires_grad_()
+            with count_calls() as calls:
+                a, b = one(tokens), twin(tokens)
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
+                (a + b + two(a)).sum().backward()
+            self.assertEqual((calls["block_fwd"], calls["block_bwd"]), (3, 3))
+            for layer in (one, twin, two):
+                layer.destroy()
+                layer.destroy()
+
+    def test_3_flights(self):
+        with make_group() as group:
+            layer = self.make_layer(group, max_in_flight=2)
+            tokens = single(Data(NUM_TOKENS, 2, seed=8).tokens[RANK])
+            wanted = layer(tokens)
+            grads = gradients(wanted.sum(), [layer.down_weight])
+            del wanted
+            # Backwards in the order of the forwards, and in the other one.
+            for order in ((0, 1), (1, 0)):
+                outs = [layer(tokens) for _ in range(2)]
+                with self.assertRaisesRegex(epx.InvalidArgumentError, "max_in_flight"):
+                    layer(tokens)
+                for number in order:
+                    torch.testing.assert_close(gradients(outs[number].sum(), [layer.down_weight]), grads)
+                del outs
+            # A forward without a backward gives its flight back when nothing refers to it any more, and so do evaluations.
+            for _ in range(5):
+                layer(tokens)
+                with torch.no_grad():
+                    layer(tokens)
+            kept = [layer(tokens)]
+            kept.append(layer(tokens))
+            del kept[0]
+            kept.append(layer(tokens))
+            with self.assertRaisesRegex(RuntimeError, "second time"):
+                for _ in range(2):
+                    kept[0].sum().backward()
+            del kept
+            # Any number of checkpointed forwards needs one flight, in their backwards.
+            layer.zero_grad()
+            outs = [checkpoint(layer, tokens.clone().requires_grad_(), use_reentrant=False) for _ in range(4)]
+            sum(outs).sum().backward()
+            torch.testing.assert_close(layer.down_weight.grad, 4 * grads[0], rtol=1e-5, atol=1e-5)
+            layer.destroy()
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "destroyed"):
+                layer(tokens)
+
+    def test_4_balance(self):
+        with make_group() as group:
+            router = epx.moe.Router(2, aux_loss_coeff=0.5)
+            layer = epx.torch.MoELayer(group, router=router, ffn=epx.moe.Ffn(HIDDEN, INNER), selection_bias=True)
+            data = Data(NUM_TOKENS, 2, seed=9)
+            tokens = single(data.tokens[RANK])
+            out, routing = layer(tokens, with_routing=True)
+            everything = torch_model.whole_parameters(layer)
+            gate = everything["gate_weight"]
+            counts = routing.global_counts.sum(0).double().cpu()
+            total = sum(NUM_TOKENS)
+            shares = [((source.detach() @ gate.t()).softmax(-1).sum(0) * counts).sum() for source in data.tokens]
+            losses = [EXPERTS * 0.5 / (2 * total**2) * share for share in shares]
+            torch.testing.assert_close(layer.aux_loss(routing).cpu(), losses[RANK].detach(), rtol=1e-5, atol=1e-7)
+            layer.aux_loss_grad = 3.0
+            (out * 0).sum().backward()  # leaves the gradient of the loss that no output has
+            layer.zero_grad()
+            layer(tokens).mul(0).sum().backward()
+            torch.testing.assert_close(layer.gate_weight.grad.double().cpu(), 3 * gradients(losses[RANK], [gate])[0], rtol=1e-4, atol=1e-6)
+            layer.update_selection_bias(routing, 0.25)
+            torch.testing.assert_close(layer.selection_bias.double().cpu(), 0.25 * torch.sign(counts.mean() - counts))
+            layer.selection_bias.copy_(on_device(torch.tensor([100.0, 100.0] + [0.0] * (EXPERTS - 2))))
+            _, routing = layer(tokens, with_routing=True)
+            self.assertTrue(((routing.topk_idx == 0) | (routing.topk_idx == 1)).all())
+            layer.destroy()
+
+    def test_5_refusals(self):
+        with make_group() as group:
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "dtype is torch.float64"):
+                self.make_layer(group, dtype=torch.float64)
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "activation"):
+                self.make_layer(group, activation="tanh")
+            layer = self.make_layer(group)
+            tokens = on_device(torch.ones(3, HIDDEN))
+            for words, call in {
+                "tokens is float64": lambda: layer(tokens.double()),
+                "tokens has shape": lambda: layer(tokens[:, :-1].contiguous(), logits=on_device(torch.ones(3, EXPERTS))),
+                "logits has shape": lambda: layer(tokens, logits=on_device(torch.ones(3, EXPERTS + 1))),
+                "logits is float64": lambda: layer(tokens, logits=on_device(torch.ones(3, EXPERTS)).double()),
+                "token_mask has shape": lambda: layer(tokens, token_mask=on_device(torch.ones(4, dtype=torch.bool))),
+            }.items():
+                with self.assertRaises(epx.InvalidArgumentError, msg=words) as caught:
+                    call()
+                self.assertIn(words, str(caught.exception))
+            out = layer(tokens)
+            out.sum().backward()
+            with torch.autograd.graph.saved_tensors_hooks(lambda each: each.clone(), lambda each: each):
+                out = layer(tokens)
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "not as a copy"):
+                out.sum().backward()
+            layer.destroy()
+
+    def test_6_training_reaches_a_target(self):
+        with make_group() as group:
+            layer = self.make_layer(group, seed=3)
+            data = Data([8] * RANKS, 2, seed=11)
+            tokens = single(data.tokens[RANK])
+            target = on_device(torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(RANK)))
+            optimizer = torch.optim.Adam(layer.parameters(), lr=0.02)
+            losses = []
+            for _ in range(30):
+                optimizer.zero_grad()
+                loss = (layer(tokens) - target).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                group.check()
+                losses.append(loss.item())
+            self.assertLess(losses[-1], 0.7 * losses[0])
+            layer.destroy()
+
+
+if __name__ == "__main__":
+    torch_model.main()
