@@ -10,7 +10,7 @@
 namespace epx::reference {
 namespace {
 
-void require(bool condition, const char* what) {
+void require_that(bool condition, const char* what) {
   if (!condition) throw std::invalid_argument(what);
 }
 
@@ -30,14 +30,14 @@ int rank_of_route(const RankMajorPlan& plan, size_t source, int64_t token, int k
 }
 
 // The row of the receive tensors of `rank` that holds a token of `source`; -1 where it is not kept.
-int64_t row_of(const RankMajorPlan& plan, size_t source, int64_t token, int rank) {
+int64_t kept_row_of(const RankMajorPlan& plan, size_t source, int64_t token, int rank) {
   const std::vector<int32_t>& kept = plan.ranks[source].kept_to[rank];
   const auto found = std::ranges::find(kept, token);
   if (found == kept.end()) return -1;
   return static_cast<int64_t>(source) * plan.rows_per_source + (found - kept.begin());
 }
 
-void copy_row(const Matrix& from, int64_t from_row, Matrix& to, int64_t to_row) {
+void copy_matrix_row(const Matrix& from, int64_t from_row, Matrix& to, int64_t to_row) {
   const int64_t bytes = from.cols * element_size(from.dtype);
   std::copy_n(from.bytes.begin() + from_row * bytes, bytes, to.bytes.begin() + to_row * bytes);
 }
@@ -55,13 +55,13 @@ void for_each_row(const RankMajorPlan& plan, const Take& take) {
 }
 
 void require_shapes(const RankMajorPlan& plan, std::span<const Matrix> tokens, std::span<const Matrix> rows) {
-  require(tokens.size() == plan.ranks.size() && rows.size() == plan.ranks.size(), "not one matrix per rank");
+  require_that(tokens.size() == plan.ranks.size() && rows.size() == plan.ranks.size(), "not one matrix per rank");
   for (size_t rank = 0; rank < plan.ranks.size(); ++rank) {
-    require(tokens[rank].rows == plan.ranks[rank].num_tokens, "a token matrix has other than T rows");
-    require(rows[rank].rows == static_cast<int64_t>(plan.ranks.size()) * plan.rows_per_source,
-            "a receive matrix has other than P * M rows");
+    require_that(tokens[rank].rows == plan.ranks[rank].num_tokens, "a token matrix has other than T rows");
+    require_that(rows[rank].rows == static_cast<int64_t>(plan.ranks.size()) * plan.rows_per_source,
+                 "a receive matrix has other than P * M rows");
     for (const Matrix* matrix : {&tokens[rank], &rows[rank]})
-      require(matrix->dtype == tokens[0].dtype && matrix->cols == tokens[0].cols, "matrices differ in dtype or H");
+      require_that(matrix->dtype == tokens[0].dtype && matrix->cols == tokens[0].cols, "matrices differ in dtype or H");
   }
 }
 
@@ -73,7 +73,7 @@ void sum_rows(const RankMajorPlan& plan, std::span<const Matrix> rows, std::span
       for (int64_t h = 0; h < out[home].cols; ++h) {
         float acc = 0.0F;
         for (size_t rank = 0; rank < plan.ranks.size(); ++rank)
-          if (const int64_t row = row_of(plan, home, token, static_cast<int>(rank)); row >= 0)
+          if (const int64_t row = kept_row_of(plan, home, token, static_cast<int>(rank)); row >= 0)
             acc += load(rows[rank], row, h);
         store(out[home], token, h, acc);
       }
@@ -122,7 +122,7 @@ void dispatch_rank_major(const RankMajorPlan& plan, const RankMajorDispatchTenso
     for (size_t source = 0; source < plan.ranks.size(); ++source)
       tensors.counts[receiver][source] = static_cast<int64_t>(plan.ranks[source].kept_to[receiver].size());
   for_each_row(plan, [&](size_t receiver, size_t source, int64_t token, int64_t row) {
-    copy_row(tensors.tokens[source], token, tensors.recv_tokens[receiver], row);
+    copy_matrix_row(tensors.tokens[source], token, tensors.recv_tokens[receiver], row);
     if (!tensors.sidecars.empty()) {
       const Sidecar& from = tensors.sidecars[source];
       std::copy_n(from.bytes.begin() + token * from.row_bytes, from.row_bytes,
@@ -149,7 +149,7 @@ void combine_rank_major_bwd(const RankMajorPlan& plan, std::span<const Matrix> g
   require_shapes(plan, grad_out, grad_expert_out);
   for_each_row(plan, [&](size_t receiver, size_t source, int64_t token, int64_t row) {
     if (token >= 0) {
-      copy_row(grad_out[source], token, grad_expert_out[receiver], row);
+      copy_matrix_row(grad_out[source], token, grad_expert_out[receiver], row);
       return;
     }
     const int64_t bytes = grad_expert_out[receiver].cols * element_size(grad_expert_out[receiver].dtype);
@@ -164,7 +164,7 @@ void dispatch_rank_major_bwd(const RankMajorPlan& plan, const RankMajorDispatchB
     for (int64_t token = 0; token < plan.ranks[home].num_tokens; ++token)
       for (int k = 0; k < top_k; ++k) {
         const int rank = rank_of_route(plan, home, token, k);
-        const int64_t row = rank < 0 ? -1 : row_of(plan, home, token, rank);
+        const int64_t row = rank < 0 ? -1 : kept_row_of(plan, home, token, rank);
         tensors.grad_topk_weights[home][token * top_k + k] =
             row < 0 ? 0.0F : tensors.grad_recv_weights[rank][row * top_k + k];
       }

@@ -14,7 +14,7 @@ namespace {
 
 using Bytes = std::vector<std::byte>;
 
-constexpr epx_combine_precision kPrecisions[] = {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT};
+constexpr epx_combine_precision kPrecisionsOfGroups[] = {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT};
 
 void run_rank_major(const std::function<void(Case&)>& change) {
   run_changed([&](Case& c) {
@@ -35,7 +35,7 @@ void follow(LayerRun& layer, const Workload& work) {
 TEST_CASE("rank-major: M that is exact, larger, larger than any source can need, too small, and none") {
   for (const auto rows :
        {RankMajorRows::exact, RankMajorRows::max_tokens, RankMajorRows::more, RankMajorRows::fewer, RankMajorRows::none}) {
-    for (const auto precision : kPrecisions) {
+    for (const auto precision : kPrecisionsOfGroups) {
       run_rank_major([&](Case& c) {
         c.group.precision = precision;
         c.layer.rank_major = rows;

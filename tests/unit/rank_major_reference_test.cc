@@ -14,7 +14,7 @@ using namespace epx::reference;
 
 namespace {
 
-Matrix column(const std::vector<float>& values) {
+Matrix float_column(const std::vector<float>& values) {
   const auto rows = static_cast<int64_t>(values.size());
   Matrix matrix{EPX_FLOAT32, rows, 1, std::vector<std::byte>(values.size() * sizeof(float))};
   for (int64_t row = 0; row < rows; ++row)
@@ -22,7 +22,7 @@ Matrix column(const std::vector<float>& values) {
   return matrix;
 }
 
-std::vector<float> values_of(const Matrix& matrix) {
+std::vector<float> floats_of_column(const Matrix& matrix) {
   std::vector<float> values;
   for (int64_t row = 0; row < matrix.rows; ++row)
     values.push_back(load(matrix, row, 0));
@@ -42,25 +42,25 @@ TEST_CASE("rank-major: rows, experts, drops and gradients by hand") {
   CHECK(plan.ranks[0].dropped_here == 1); // token 2 of rank 0 has expert 0, and row 2
   CHECK(plan.ranks[1].dropped_here == 0);
 
-  const std::vector<Matrix> tokens = {column({1, 2, 3}), column({4})};
+  const std::vector<Matrix> tokens = {float_column({1, 2, 3}), float_column({4})};
   const std::vector<std::vector<float>> topk_weights = {{.1F, .2F, .3F, .4F, .5F, .6F}, {.7F, .8F}};
-  std::vector<Matrix> recv = {column({9, 9, 9, 9}), column({9, 9, 9, 9})};
+  std::vector<Matrix> recv = {float_column({9, 9, 9, 9}), float_column({9, 9, 9, 9})};
   std::vector<std::vector<int64_t>> experts(2, std::vector<int64_t>(8, 9)), counts(2, std::vector<int64_t>(2));
   std::vector<std::vector<float>> weights(2, std::vector<float>(8, 9));
   dispatch_rank_major(plan, {tokens, {}, topk_weights, recv, {}, experts, weights, counts});
-  CHECK(values_of(recv[0]) == std::vector<float>{1, 2, 9, 9});
-  CHECK(values_of(recv[1]) == std::vector<float>{1, 9, 4, 9});
+  CHECK(floats_of_column(recv[0]) == std::vector<float>{1, 2, 9, 9});
+  CHECK(floats_of_column(recv[1]) == std::vector<float>{1, 9, 4, 9});
   CHECK(experts[0] == std::vector<int64_t>{0, -1, 1, 1, 9, 9, 9, 9});
   CHECK(experts[1] == std::vector<int64_t>{-1, 1, 9, 9, 0, -1, 9, 9});
   CHECK(weights[0] == std::vector<float>{.1F, 0, .3F, .4F, 9, 9, 9, 9});
   CHECK(weights[1] == std::vector<float>{0, .2F, 9, 9, .7F, 0, 9, 9});
   CHECK(counts == std::vector<std::vector<int64_t>>{{2, 0}, {1, 1}});
 
-  const std::vector<Matrix> rows = {column({10, 20, 99, 99}), column({5, 99, 7, 99})};
-  std::vector<Matrix> out = {column({9, 9, 9}), column({9})};
+  const std::vector<Matrix> rows = {float_column({10, 20, 99, 99}), float_column({5, 99, 7, 99})};
+  std::vector<Matrix> out = {float_column({9, 9, 9}), float_column({9})};
   combine_rank_major(plan, rows, out);
-  CHECK(values_of(out[0]) == std::vector<float>{15, 20, 0});
-  CHECK(values_of(out[1]) == std::vector<float>{7});
+  CHECK(floats_of_column(out[0]) == std::vector<float>{15, 20, 0});
+  CHECK(floats_of_column(out[1]) == std::vector<float>{7});
 
   std::vector<std::vector<float>> grads = {std::vector<float>(6, 9), std::vector<float>(2, 9)};
   const std::vector<std::vector<float>> row_grads = {{1, 2, 3, 4, 5, 6, 7, 8}, {11, 12, 13, 14, 15, 16, 17, 18}};
@@ -70,8 +70,8 @@ TEST_CASE("rank-major: rows, experts, drops and gradients by hand") {
 
   std::vector<Matrix> grad_rows = recv;
   combine_rank_major_bwd(plan, tokens, grad_rows);
-  CHECK(values_of(grad_rows[0]) == values_of(recv[0]));
-  CHECK(values_of(grad_rows[1]) == values_of(recv[1]));
+  CHECK(floats_of_column(grad_rows[0]) == floats_of_column(recv[0]));
+  CHECK(floats_of_column(grad_rows[1]) == floats_of_column(recv[1]));
 }
 
 TEST_CASE("rank-major: rows that the caller has summed yield the bits of precision wire") {
