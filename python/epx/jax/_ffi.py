@@ -19,7 +19,7 @@ from .._tensors import refuse
 
 _OPERATIONS = ("prepare", "dispatch", "combine", "combine_bwd", "dispatch_bwd", "hold")
 
-_library = load("libepx_ffi.so")
+_library = load("libepx_ffi.so.0")
 _library.epx_ffi_register.restype = ctypes.c_int64
 _library.epx_ffi_register.argtypes = [ctypes.c_void_p]
 _library.epx_ffi_retire.restype = ctypes.c_int32

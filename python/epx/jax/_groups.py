@@ -63,6 +63,4 @@ def require_usable(group):
     if sizes[axis] != group.num_ranks:
         refuse(f"{group!r} lies along mesh axis {axis!r}, which has {sizes[axis]} devices in this shard_map")
     if group.num_experts % group.num_ranks:
-        refuse(
-            f"shard_map has arrays of one shape, so {group.num_ranks} ranks must divide {group.num_experts} experts"
-        )
+        refuse(f"shard_map has arrays of one shape, so {group.num_ranks} ranks must divide {group.num_experts} experts")
