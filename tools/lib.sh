@@ -59,32 +59,36 @@ install_missing() {
 
 # Puts the headers of CUTLASS where Meson looks for them, from the Python package that has them. Only nvcc needs them, and without
 # them it compiles everything but the FFN on tensor cores.
-install_cutlass() {
-  local version=4.2.0 sha256=f9599ada45c7bcb6bf53f7d3f0a7d154183e53451c01bfa59eecd37dd4a693f6
-  local deps=$source_root/.deps download
-  local wheel=nvidia_cutlass-$version.0-py3-none-any.whl
-  command -v nvcc >/dev/null || return 0
+# It is a subshell, so that its trap removes the download however it ends.
+install_cutlass() (
+  version=4.2.0 sha256=f9599ada45c7bcb6bf53f7d3f0a7d154183e53451c01bfa59eecd37dd4a693f6
+  deps=$source_root/.deps
+  wheel=nvidia_cutlass-$version.0-py3-none-any.whl
+  command -v nvcc >/dev/null || exit 0
   if [[ -e $deps/cutlass-$version ]]; then
     say "CUTLASS: $version is installed"
-    return
+    exit 0
   fi
   mkdir -p "$deps"
   download=$(mktemp -d "$deps/download.XXXXXX")
+  trap 'rm -rf "$download"' EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
   say "CUTLASS: installing $version"
-  if python3 -m pip download --quiet --no-deps --dest "$download" "nvidia-cutlass==$version.0"; then
-    sha256sum --check --quiet <<<"$sha256  $download/$wheel" || die "CUTLASS: $download/$wheel is not the file that it should be"
-    python3 - "$download" "$wheel" <<'END'
+  if ! python3 -m pip download --quiet --no-deps --only-binary=:all: --dest "$download" "nvidia-cutlass==$version.0"; then
+    say "CUTLASS: pip cannot download it; the FFN will compute without tensor cores"
+    exit 0
+  fi
+  sha256sum --check --quiet <<<"$sha256  $download/$wheel" || die "CUTLASS: $download/$wheel is not the file that it should be"
+  python3 - "$download" "$wheel" <<'END'
 import sys, zipfile
 download, wheel = sys.argv[1:]
 with zipfile.ZipFile(f"{download}/{wheel}") as files:
     files.extractall(download, [name for name in files.namelist() if name.startswith("cutlass_library/source/include/")])
 END
-    mv "$download/cutlass_library/source" "$deps/cutlass-$version"
-  else
-    say "CUTLASS: pip cannot download it; the FFN will compute without tensor cores"
-  fi
-  rm -rf "$download"
-}
+  # A second installer may have been quicker: -T then fails, where mv would put this one inside the other.
+  mv -T "$download/cutlass_library/source" "$deps/cutlass-$version" || [[ -e $deps/cutlass-$version/include/cutlass/cutlass.h ]]
+)
 
 # Makes the virtual environment that suite python runs in, anew when its requirements have changed. Without it the suite skips.
 install_python_test_packages() {
