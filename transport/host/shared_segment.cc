@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -279,20 +280,31 @@ std::shared_ptr<SharedSegment> SharedSegment::open(const SegmentAddress& address
   return segment;
 }
 
+// Without memory for the path the name stays, and whoever next looks for dead segments removes it.
 void SharedSegment::remove_name(const SegmentAddress& address) noexcept {
   if (address.kind != SegmentKind::kNamed) return;
-  const std::string path = path_of(address.record);
-  const FileDescriptor file(::open(path.c_str(), O_PATH | O_NOFOLLOW | O_CLOEXEC));
-  if (!file || !is_the_file_of(address, file.get())) return;
-  if (::unlink(path.c_str()) != 0 && errno != ENOENT) // ENOENT: a peer was quicker
-    log::transport().warn("removing {} failed: {}", path, std::strerror(errno));
+  try {
+    const std::string path = path_of(address.record);
+    const FileDescriptor file(::open(path.c_str(), O_PATH | O_NOFOLLOW | O_CLOEXEC));
+    if (!file || !is_the_file_of(address, file.get())) return;
+    if (::unlink(path.c_str()) != 0 && errno != ENOENT) // ENOENT: a peer was quicker
+      log::transport().warn("removing {} failed: {}", path, std::strerror(errno));
+  } catch (const std::exception& error) {
+    log::transport().warn("removing the name of a segment failed: {}", error.what());
+  }
 }
 
+// Without memory for the name the registry keeps its entry, which find() takes for none.
 SharedSegment::~SharedSegment() {
   withdraw();
   if (data_ != nullptr && ::munmap(data_, static_cast<size_t>(bytes())) != 0)
     log::transport().warn("unmapping {} bytes of shared memory failed: {}", bytes(), std::strerror(errno));
-  if (address_.kind != SegmentKind::kPrivate) registry().remove(segment_name(address_.record));
+  if (address_.kind == SegmentKind::kPrivate) return;
+  try {
+    registry().remove(segment_name(address_.record));
+  } catch (const std::exception& error) {
+    log::transport().warn("forgetting a segment failed: {}", error.what());
+  }
 }
 
 // Closing the file releases its lock, so the name is removed first.
