@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
 #include <boost/context/fiber.hpp>
-#include <boost/context/pooled_fixedsize_stack.hpp>
+#include <boost/context/fixedsize_stack.hpp>
+#include <boost/context/stack_context.hpp>
 
 #include "base/random.h"
 
@@ -18,7 +20,39 @@ namespace {
 namespace context = boost::context;
 
 constexpr size_t kStackBytes = size_t{64} << 10;
-constexpr int kMaxIdlePasses = 256; // passes without progress before the block's thread sleeps
+constexpr int kMaxIdlePasses = 32; // passes without progress before the block's thread sleeps
+
+// Stacks are kept for later grids: most of the time of a small grid would otherwise go into mapping and unmapping them.
+class StackCache {
+public:
+  context::stack_context take() {
+    const std::scoped_lock lock(mutex_);
+    if (stacks_.empty()) return allocator_.allocate();
+    const context::stack_context stack = stacks_.back();
+    stacks_.pop_back();
+    return stack;
+  }
+  void put_back(const context::stack_context& stack) {
+    const std::scoped_lock lock(mutex_);
+    stacks_.push_back(stack);
+  }
+
+private:
+  std::mutex mutex_;
+  context::fixedsize_stack allocator_{kStackBytes};
+  std::vector<context::stack_context> stacks_;
+};
+
+StackCache& stack_cache() {
+  static auto* const kCache = new StackCache; // a grid may still run while the process ends
+  return *kCache;
+}
+
+// What boost::context calls a stack allocator.
+struct CachedStack {
+  context::stack_context allocate() { return stack_cache().take(); }
+  void deallocate(context::stack_context& stack) { stack_cache().put_back(stack); }
+};
 
 // A barrier of `expected` fibers, which also exchange values. There are values of two generations, since a fast fiber may
 // arrive again before a slow one has read.
@@ -50,7 +84,7 @@ public:
       warps_.push_back({{std::min(kLanes, threads - first)}});
     for (size_t i = 0; i < threads_.size(); ++i) {
       threads_[i].index = {static_cast<unsigned>(i), 0, 0};
-      threads_[i].fiber = context::fiber(std::allocator_arg, stacks_, [this](context::fiber&& scheduler) {
+      threads_[i].fiber = context::fiber(std::allocator_arg, CachedStack{}, [this](context::fiber&& scheduler) {
         scheduler_ = std::move(scheduler);
         kernel_();
         running_->state = State::ended;
@@ -152,7 +186,6 @@ private:
   std::vector<std::byte> shared_;
   Barrier barrier_;
   std::array<int64_t, 2> sums_{};
-  context::pooled_fixedsize_stack stacks_{kStackBytes};
   std::vector<Thread> threads_;
   std::vector<Barrier*> waits_at_ = std::vector<Barrier*>(threads_.size());
   std::vector<Warp> warps_;
