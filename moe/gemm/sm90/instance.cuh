@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A grouped GEMM of CUTLASS for compute capability 9.0 (wgmma and TMA). Each file that includes this compiles for a minute.
+// A grouped GEMM of CUTLASS for compute capability 9.0 (wgmma and TMA).
 #pragma once
 
 #include <algorithm>

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The instances of CUTLASS's grouped GEMM that there are, each compiled in a file of its own.
+// The instances of CUTLASS's grouped GEMM that there are.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include <cuda_runtime_api.h>
 
@@ -30,12 +31,7 @@ cudaError_t launch_rows_by_weight(const Groups& groups, const LaunchTarget& targ
 cudaError_t launch_rows_by_transposed_weight(const Groups& groups, bool accumulate, const LaunchTarget& target);
 cudaError_t launch_weight_gradient(const Groups& groups, const LaunchTarget& target);
 cudaError_t launch_weight_gradient_fp32(const Groups& groups, bool accumulate, const LaunchTarget& target);
-
-// Their kernels, in the same order.
-const void* rows_by_weight_kernel();
-const void* rows_by_transposed_weight_kernel();
-const void* weight_gradient_kernel();
-const void* weight_gradient_fp32_kernel();
+std::vector<const void*> instance_kernels();
 
 // Throws, since CUTLASS needs more memory for its tensormaps than there is.
 [[noreturn]] void refuse_tensormaps(size_t bytes, size_t available_bytes);

@@ -95,8 +95,9 @@ Groups groups_of(const GroupedGemm& gemm) {
 } // namespace
 
 std::vector<const void*> gemm_kernels() {
-  return {reinterpret_cast<const void*>(&make_groups_kernel), rows_by_weight_kernel(), rows_by_transposed_weight_kernel(),
-          weight_gradient_kernel(), weight_gradient_fp32_kernel()};
+  std::vector<const void*> kernels = instance_kernels();
+  kernels.push_back(reinterpret_cast<const void*>(&make_groups_kernel));
+  return kernels;
 }
 
 cudaError_t launch_gemm(const GroupedGemm& gemm, const LaunchTarget& target) {
