@@ -22,8 +22,9 @@ int main(void) {
 }
 C
 
-# An epx that is installed on this machine must not stand in for the subproject.
-meson setup --buildtype=plain --wrap-mode=forcefallback "$work/build" "$work/parent" >"$work/setup.log" || {
+# An epx that is installed on this machine must not stand in for the subproject. Several sources are one translation unit, since
+# that each compiles alone, the build that this is a test of has shown.
+meson setup --buildtype=plain --unity=on --unity-size=6 --wrap-mode=forcefallback "$work/build" "$work/parent" >"$work/setup.log" || {
   cat "$work/setup.log"
   exit 1
 }
