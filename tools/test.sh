@@ -60,7 +60,7 @@ record() { # NAME=passed|failed
 }
 
 check() { # NAME COMMAND...
-  local name=$1
+  local name=$1 begin=$SECONDS
   shift
   if "$@"; then
     record "$name=passed"
@@ -68,6 +68,7 @@ check() { # NAME COMMAND...
     record "$name=failed"
     say "FAILED: $name"
   fi
+  say "$name: took $((SECONDS - begin)) s"
 }
 
 # Builds the targets that TARGETS_FUNCTION prints; all, if it prints none. A build that fails counts as one failed check; its
@@ -147,12 +148,16 @@ tidy_files() {
   done
 }
 
-# clang-tidy reads a file once for each command that compiles it.
 tidy_is_quiet() {
+  local files units
   [[ -e build/compile_commands.json ]] || return 1
-  mkdir -p build/tidy
-  python3 tools/distinct_compile_commands.py build/compile_commands.json build/tidy/compile_commands.json || return 1
-  tidy_files | xargs -r -n 1 -P "$(nproc)" clang-tidy-14 -p build/tidy --quiet 2>/dev/null
+  mapfile -t files < <(tidy_files)
+  if ((${#files[@]} == 0)); then
+    [[ -n $changed_since ]] # without --changed, there are always some
+    return
+  fi
+  units=$(python3 tools/tidy_units.py ${changed_since:+--alone} build/compile_commands.json build/tidy "${files[@]}") || return 1
+  xargs -n 1 -P "$(nproc)" clang-tidy-14 -p build/tidy --quiet 2>/dev/null <<<"$units"
 }
 
 install_missing "${build_packages[@]}" "${test_packages[@]}" "${lint_packages[@]}"
@@ -173,7 +178,8 @@ export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1
 export ASAN_OPTIONS=abort_on_error=1:detect_stack_use_after_return=1
 
 finish() {
-  say "Everything took $((SECONDS / 60)) min $((SECONDS % 60)) s"
+  times >"$results/times"
+  say "Everything took $((SECONDS / 60)) min $((SECONDS % 60)) s; user and system time: $(tail -n 1 "$results/times")"
   local checks=() testlogs=()
   [[ ! -e $results/checks ]] || mapfile -t checks <"$results/checks"
   [[ ! -e $results/testlogs ]] || mapfile -t testlogs <"$results/testlogs"

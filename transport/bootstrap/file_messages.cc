@@ -9,7 +9,7 @@
 namespace epx {
 namespace {
 
-constexpr char kMagic[kMagicBytes] = {'e', 'p', 'x', 'm', 'e', 'e', 't', '2'};
+constexpr char kMessageMagic[kMagicBytes] = {'e', 'p', 'x', 'm', 'e', 'e', 't', '2'};
 
 struct Header {
   char magic[kMagicBytes];
@@ -32,7 +32,7 @@ std::optional<Header> header_of(std::string_view bytes) {
   Header header{};
   if (bytes.size() < sizeof(Header)) return std::nullopt;
   std::memcpy(&header, bytes.data(), sizeof(Header));
-  if (std::memcmp(header.magic, kMagic, kMagicBytes) != 0 || !is_nonce({header.nonce, kNonceDigits}) ||
+  if (std::memcmp(header.magic, kMessageMagic, kMagicBytes) != 0 || !is_nonce({header.nonce, kNonceDigits}) ||
       header.status < EPX_SUCCESS || header.status > EPX_ERROR_INTERNAL)
     return std::nullopt;
   return header;
@@ -42,7 +42,7 @@ std::optional<Header> header_of(std::string_view bytes) {
 
 std::string encode(const Message& message, const ProcessOrigin& writer) {
   Header header{};
-  std::memcpy(header.magic, kMagic, kMagicBytes);
+  std::memcpy(header.magic, kMessageMagic, kMagicBytes);
   header.kind = static_cast<uint32_t>(message.kind);
   header.rank = message.rank;
   header.num_ranks = message.num_ranks;
@@ -79,7 +79,7 @@ bool begins_like_older_message(std::string_view bytes) {
 
 bool begins_like_message(std::string_view bytes) {
   const size_t length = std::min(bytes.size(), kMagicBytes);
-  return std::memcmp(bytes.data(), kMagic, length) == 0;
+  return std::memcmp(bytes.data(), kMessageMagic, length) == 0;
 }
 
 } // namespace epx
