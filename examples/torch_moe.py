@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A small MoE language model in PyTorch, trained on a text with epx and, step by step beside it, with PyTorch's all_to_all_single: from
-the same parameters, on the same batches. Prints both losses and step times, and draws the curves.
+"""A small MoE language model in PyTorch, trained on a text with epx and, step by step beside it, with PyTorch's
+all_to_all_single: from the same parameters, on the same batches. Prints both losses and step times, and draws the curves.
 
 torchrun --standalone --nproc-per-node 2 examples/torch_moe.py            # on GPUs where there are enough, else on CPUs
 """
+
 import argparse
 import math
 import os
@@ -23,7 +24,8 @@ MAX_DIFFERENCE = 1e-3
 
 
 class NativeMoE(torch.nn.Module):
-    """The layer that epx.torch.MoELayer is, on collectives of PyTorch: tokens are sorted by expert and travel by all_to_all_single."""
+    """The layer that epx.torch.MoELayer is, on collectives of PyTorch: tokens are sorted by expert and travel by
+    all_to_all_single."""
 
     def __init__(self, layer):
         super().__init__()
@@ -139,7 +141,11 @@ def show_progress(step, steps, trainers):
     losses = ", ".join(f"{name} {trainer.losses[-1]:.4f}" for name, trainer in trainers.items())
     if sys.stderr.isatty():
         done = 30 * step // steps
-        print(f"\r[{'#' * done}{'.' * (30 - done)}] {step}/{steps} loss: {losses} ", end="\n" if step == steps else "", file=sys.stderr)
+        print(
+            f"\r[{'#' * done}{'.' * (30 - done)}] {step}/{steps} loss: {losses} ",
+            end="\n" if step == steps else "",
+            file=sys.stderr,
+        )
     elif step % max(steps // 10, 1) == 0:
         print(f"step {step}/{steps} loss: {losses}", file=sys.stderr, flush=True)
 
@@ -198,9 +204,7 @@ def main():
         transport="nccl" if on_gpu else "host",
     )
     router, ffn = epx.moe.Router(options.top_k), epx.moe.Ffn(options.hidden, options.ffn)
-    layers = [
-        epx.torch.MoELayer(group, router=router, ffn=ffn, seed=options.seed + number) for number in range(options.layers)
-    ]
+    layers = [epx.torch.MoELayer(group, router=router, ffn=ffn, seed=options.seed + number) for number in range(options.layers)]
     trainers = {
         "epx": Trainer(Model(options, layers), options, device),
         "all_to_all_single": Trainer(Model(options, [NativeMoE(layer) for layer in layers]), options, device),
@@ -221,7 +225,9 @@ def main():
     if rank == 0:
         for name, trainer in trainers.items():
             median = statistics.median(trainer.times[len(trainer.times) // 10 :])
-            print(f"{name}: loss {trainer.losses[0]:.4f} -> {trainer.losses[-1]:.4f}, {1000 * median:.2f} ms for each step (median)")
+            print(
+                f"{name}: loss {trainer.losses[0]:.4f} -> {trainer.losses[-1]:.4f}, {1000 * median:.2f} ms for each step (median)"
+            )
         print(f"largest relative difference of the losses: {difference:.2e} (at most {MAX_DIFFERENCE:g} is expected)")
         draw(options.plot, trainers)
     for layer in layers:

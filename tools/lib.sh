@@ -107,8 +107,8 @@ install_python_test_packages() {
   fi
 }
 
-# Makes the virtual environment that libepx_torch is built with and its tests run in; they take 4.7 GB, so nothing calls this by itself.
-# Without it libepx_torch is not built, and its tests skip.
+# Makes the virtual environment that libepx_torch is built with and its tests run in. It takes 4.7 GB, so nothing calls this by
+# itself. Without it libepx_torch is not built, and its tests skip.
 install_torch_test_packages() {
   local venv=$source_root/.deps/python-torch
   python3 -m venv "$venv" && "$venv/bin/pip" install --quiet --disable-pip-version-check \

@@ -87,6 +87,32 @@ class BlockConfig(ctypes.Structure):
     ]
 
 
+class ArenaConfig(ctypes.Structure):
+    _c_name_ = "epx_moe_arena_config"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("block", POINTER(BlockConfig)),
+        ("num_flights", c_int32),
+        ("reserved0", c_int32),
+        ("max_rows", c_int64),
+        ("reserved", c_int64 * 4),
+    ]
+
+
+class ArenaInfo(ctypes.Structure):
+    _c_name_ = "epx_moe_arena_info"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("num_flights", c_int32),
+        ("reserved0", c_int32),
+        ("max_rows", c_int64),
+        ("window_bytes", c_int64),
+        ("flight_bytes", c_int64),
+        ("workspace_bytes", c_int64),
+        ("total_bytes", c_int64),
+    ]
+
+
 class BlockFwdArgs(ctypes.Structure):
     _c_name_ = "epx_moe_block_fwd_args"
     _fields_ = [
@@ -122,10 +148,15 @@ class BlockBwdArgs(ctypes.Structure):
     ]
 
 
-STRUCTS = [RouterConfig, FfnConfig, FfnParams, BlockConfig, BlockFwdArgs, BlockBwdArgs]
+STRUCTS = [RouterConfig, FfnConfig, FfnParams, BlockConfig, ArenaConfig, ArenaInfo, BlockFwdArgs, BlockBwdArgs]
 ENUMS = [("EPX_MOE_", Score), ("EPX_MOE_", Activation), ("EPX_MOE_WEIGHT_", Weighting)]
 
 BLOCK = c_void_p
+ARENA = c_void_p
+epx_moe_arena_config_init = _declare(libepx_moe, "epx_moe_arena_config_init", c_int32, POINTER(ArenaConfig), c_size_t)
+epx_moe_arena_create = _declare(libepx_moe, "epx_moe_arena_create", c_int32, GROUP, POINTER(ArenaConfig), POINTER(ARENA))
+epx_moe_arena_destroy = _declare(libepx_moe, "epx_moe_arena_destroy", c_int32, ARENA)
+epx_moe_arena_query = _declare(libepx_moe, "epx_moe_arena_query", c_int32, ARENA, POINTER(ArenaInfo))
 epx_moe_router_config_init = _declare(libepx_moe, "epx_moe_router_config_init", c_int32, POINTER(RouterConfig), c_size_t)
 epx_moe_ffn_config_init = _declare(libepx_moe, "epx_moe_ffn_config_init", c_int32, POINTER(FfnConfig), c_size_t)
 epx_moe_block_config_init = _declare(libepx_moe, "epx_moe_block_config_init", c_int32, POINTER(BlockConfig), c_size_t)

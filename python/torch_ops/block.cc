@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The MoE block of epx_moe.h as operators of PyTorch. A forward whose backward is to follow takes a flight, which a tensor on the host
-// names: [index, generation]. The flight is free again when that tensor dies, so autograd's saving it for the backward is what keeps it.
+// The MoE block of epx_moe.h as operators of PyTorch. A forward whose backward is to follow takes a flight, which a tensor on
+// the host names: [index, generation]. The flight is free again when that tensor dies, so autograd's saving it for the backward
+// is what keeps it.
 #include <array>
 #include <memory>
 #include <tuple>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How an operator fails. PyTorch turns a std::runtime_error into a RuntimeError with the sentence, and the package's Python functions,
-// which ask epx_torch_take_failure() for the status, turn that into the package's exceptions.
+// How an operator fails. PyTorch turns a std::runtime_error into a RuntimeError with the sentence, and the package's Python
+// functions, which ask epx_torch_take_failure() for the status, turn that into the package's exceptions.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensors in memory from epx_mem_alloc, which peers reach. The memory is the group's: while a tensor of it lives, the group is not freed.
+// Tensors in memory from epx_mem_alloc, which peers reach. The memory is the group's: while a tensor of it lives, the group is
+// not freed.
 #include <algorithm>
 #include <memory>
 #include <vector>

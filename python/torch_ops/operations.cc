@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The five operations as operators of PyTorch. Those that move rows are functional; python/epx/torch gives them fake kernels, gradients
-// and the effect that keeps torch.compile from merging, dropping or reordering them.
+// The five operations as operators of PyTorch. Those that move rows are functional; python/epx/torch gives them fake kernels,
+// gradients and the effect that keeps torch.compile from merging, dropping or reordering them.
 #include <tuple>
 
 #include "failure.h"
@@ -207,7 +207,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
       "SymInt num_tokens) -> (Tensor, Tensor)");
 }
 
-// A tensor on another device than the group's is refused with a sentence by the kernel itself, so one kernel serves all devices.
+// A tensor on another device than the group's is refused with a sentence by the kernel itself, so one kernel serves all
+// devices.
 STABLE_TORCH_LIBRARY_IMPL(epx, CompositeExplicitAutograd, library) {
   library.impl("prepare", TORCH_BOX(&epx_torch::prepare));
   library.impl("dispatch", TORCH_BOX(&epx_torch::dispatch));

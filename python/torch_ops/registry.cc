@@ -35,6 +35,11 @@ Numbered<Group>& groups() {
   return *instance;
 }
 
+Numbered<Flights>& flights() {
+  static auto* const instance = new Numbered<Flights>;
+  return *instance;
+}
+
 Numbered<Block>& blocks() {
   static auto* const instance = new Numbered<Block>;
   return *instance;
@@ -46,9 +51,9 @@ Flights::Ticket Flights::take() {
   const std::lock_guard lock(mutex_);
   const auto flight = std::ranges::find(flights_, false, &Flight::is_busy);
   if (flight == flights_.end())
-    refuse("the layer's flights, ", flights_.size(),
-           ", all have a forward whose backward is still to come: create it with a larger "
-           "max_in_flight, or call it under torch.no_grad() where no backward follows");
+    refuse("the flights, ", flights_.size(),
+           ", all have a forward whose backward is still to come: create the layer with a larger "
+           "max_in_flight or the arena with more flights, or call it under torch.no_grad() where no backward follows");
   flight->is_busy = true;
   return {flight - flights_.begin(), ++flight->generation};
 }
@@ -114,8 +119,12 @@ int32_t epx_torch_retire_group(int64_t id) {
   return group->num_calls.load() == 0 ? 1 : 0;
 }
 
-int64_t epx_torch_register_block(int64_t group_id, epx_moe_block block, int32_t hidden_dim, int32_t top_k, int32_t dtype,
-                                 int32_t has_gate, int32_t num_flights) {
+int64_t epx_torch_register_flights(int32_t count) {
+  return flights().add(std::make_shared<Flights>(count));
+}
+
+int64_t epx_torch_register_block(int64_t group_id, int64_t flights_id, epx_moe_block block, int32_t hidden_dim,
+                                 int32_t top_k, int32_t dtype, int32_t has_gate) {
   auto entry = std::make_shared<Block>();
   entry->group = groups().find(group_id);
   entry->block = block;
@@ -123,7 +132,7 @@ int64_t epx_torch_register_block(int64_t group_id, epx_moe_block block, int32_t 
   entry->top_k = top_k;
   entry->dtype = static_cast<epx_dtype>(dtype);
   entry->has_gate = has_gate != 0;
-  entry->flights = std::make_shared<Flights>(num_flights);
+  entry->flights = flights().find(flights_id);
   return blocks().add(std::move(entry));
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups and blocks by number. Operators take numbers, since a compiled graph may outlive the Python objects that it was traced with; a
-// number is never used again, and one that has been retired is refused.
+// Groups and blocks by number. Operators take numbers, since a compiled graph may outlive the Python objects that it was traced
+// with; a number is never used again, and one that has been retired is refused.
 #pragma once
 
 #include <atomic>
@@ -84,17 +84,20 @@ std::shared_ptr<Block> find_block(int64_t id);
 
 extern "C" {
 
-/** Registers a group whose tensors lie on this GPU, or on the host (-1). Returns its number, from 1, or 0 when the group cannot be
- * queried. */
+/** Registers a group whose tensors lie on this GPU, or on the host (-1). Returns its number, from 1, or 0 when the group cannot
+ * be queried. */
 EPX_API int64_t epx_torch_register_group(epx_group group, int32_t device_index);
 
-/** From now on calls with this number are refused. Returns 1 when no call is under way, so that the group may be destroyed; else
- * 0. Does not wait. */
+/** From now on calls with this number are refused. Returns 1 when no call is under way, so that the group may be destroyed;
+ * else 0. Does not wait. */
 EPX_API int32_t epx_torch_retire_group(int64_t id);
 
-/** Registers a block of a registered group, whose arena has num_flights flights of its own. Returns its number, from 1. */
-EPX_API int64_t epx_torch_register_block(int64_t group_id, epx_moe_block block, int32_t hidden_dim, int32_t top_k,
-                                         int32_t dtype, int32_t has_gate, int32_t num_flights);
+/** Registers the flights of an arena. Returns their number, from 1. */
+EPX_API int64_t epx_torch_register_flights(int32_t count);
+
+/** Registers a block of a registered group and of registered flights. Returns its number, from 1. */
+EPX_API int64_t epx_torch_register_block(int64_t group_id, int64_t flights_id, epx_moe_block block, int32_t hidden_dim,
+                                         int32_t top_k, int32_t dtype, int32_t has_gate);
 
 /** From now on calls with this number are refused. */
 EPX_API void epx_torch_retire_block(int64_t id);

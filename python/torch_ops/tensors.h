@@ -19,8 +19,8 @@ using torch::stable::Tensor;
 
 inline constexpr int64_t kAnySize = -1;
 
-// A view of a tensor that must be contiguous, in the group's memory, of this shape and of one of these dtypes. Refuses with a sentence
-// that names the argument.
+// A view of a tensor that must be contiguous, in the group's memory, of this shape and of one of these dtypes. Refuses with a
+// sentence that names the argument.
 epx_tensor view(const char* name, const Tensor& tensor, const Place& place, std::initializer_list<int64_t> shape,
                 std::initializer_list<ScalarType> dtypes);
 

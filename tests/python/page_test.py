@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy
 
 with open(sys.argv[1], encoding="utf-8") as page:
-    numpy_program, jax_program = re.findall(r"```python\n(.*?)```", page.read(), flags=re.DOTALL)
+    numpy_program, jax_program = re.findall(r"```python\n(.*?)```", page.read(), flags=re.DOTALL)[:2]
 
 names = {}
 exec(numpy_program, names)

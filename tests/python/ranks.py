@@ -14,7 +14,7 @@ SKIPPED = 77
 TIMEOUT_SECONDS = 60
 
 
-def require(*modules):
+def require(*modules, installer="install_python_test_packages"):
     """Imports the modules, or ends this process as skipped and says so."""
     for name in modules:
         try:
@@ -22,7 +22,7 @@ def require(*modules):
         except ModuleNotFoundError as error:
             if error.name != name.partition(".")[0]:
                 raise
-            print(f"skipped: Python {sys.version.split()[0]} has no module {name} (tools/lib.sh, install_python_test_packages)")
+            print(f"skipped: Python {sys.version.split()[0]} has no module {name} (tools/lib.sh, {installer})")
             sys.exit(SKIPPED)
 
 

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""epx.torch beside torch.distributed: groups of process groups and of meshes, and data parallelism on another axis of the mesh than
-experts: DistributedDataParallel and fully_shard (FSDP2), compared with a dense model in float64. Needs an even number of ranks, >= 4."""
+"""epx.torch beside torch.distributed: groups of process groups and of meshes, and data parallelism on another axis of the mesh
+than experts: DistributedDataParallel and fully_shard (FSDP2), compared with a dense model in float64. Needs an even number of
+ranks, >= 4."""
 
-import os
 import time
 import unittest
 
 import ranks
 
-ranks.require("numpy", "torch")
+ranks.require("numpy", "torch", installer="install_torch_test_packages")
 import torch
 import torch_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch_model import DEVICE, EXPERTS, HIDDEN, INNER, ON_GPU, RANK, RANKS, config, on_device
+from torch_model import DEVICE, HIDDEN, INNER, ON_GPU, RANK, RANKS, config, on_device
 
 import epx
 import epx.moe
@@ -27,8 +27,7 @@ TOKENS = 4
 
 
 def setUpModule():
-    store = torch.distributed.FileStore(os.path.join(os.environ["EPX_TEST_DIR"], "store"), RANKS)
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo", store=store, rank=RANK, world_size=RANKS)
+    torch_model.start_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo")
 
 
 def tearDownModule():
@@ -44,8 +43,8 @@ def make_layer(group):
 
 
 def dense_gradients():
-    """Gradients of the mean over all ranks of each rank's loss, by a layer that has all experts on one rank: gate_weight, first_weight,
-    down_weight, of all experts."""
+    """Gradients of the mean over all ranks of each rank's loss, by a layer that has all experts on one rank: gate_weight,
+    first_weight, down_weight, of all experts."""
     with epx.torch.Group(epx.bootstrap.local(), **config(transport="host")) as alone:
         layer = make_layer(alone)
         parameters = {name: each.detach().double().requires_grad_() for name, each in layer.named_parameters()}

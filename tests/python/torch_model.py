@@ -4,6 +4,8 @@
 import collections
 import contextlib
 import os
+import pathlib
+import time
 
 import ranks
 import torch
@@ -24,6 +26,23 @@ def main():
     if ON_GPU:
         torch.cuda.set_device(DEVICE)
     ranks.main()
+
+
+def start_process_group(backend, **options):
+    """torch.distributed's default group of the ranks under epx_test_launch, which leaves no file behind."""
+    file = pathlib.Path(os.environ["EPX_TEST_DIR"], "port")
+    if RANK == 0:
+        store = torch.distributed.TCPStore("127.0.0.1", 0, RANKS, is_master=True, wait_for_workers=False)
+        file.with_suffix(".new").write_text(str(store.port))
+        file.with_suffix(".new").rename(file)
+    else:
+        while not file.exists():
+            time.sleep(0.01)
+        store = torch.distributed.TCPStore("127.0.0.1", int(file.read_text()), RANKS, is_master=False)
+    torch.distributed.init_process_group(backend, store=store, rank=RANK, world_size=RANKS, **options)
+    torch.distributed.barrier()
+    if RANK == 0:
+        file.unlink()
 
 
 def on_device(tensor):
@@ -61,8 +80,8 @@ def make_group(**changes):
 
 
 class Data:
-    """topk_idx, tokens and weights of each rank, and a matrix for each expert. What has gradients is float64, and has the values that
-    tensors of `dtype` have."""
+    """topk_idx, tokens and weights of each rank, and a matrix for each expert. What has gradients is float64, and has the
+    values that tensors of `dtype` have."""
 
     def __init__(self, num_tokens, top_k, seed, masked=0.2, dtype=torch.float32):
         generator = torch.Generator().manual_seed(seed)

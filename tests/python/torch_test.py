@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""epx.torch in eager mode: the operations and the layer against a dense model in float64, forward and backward; checkpointing, many
-forwards in flight, refusals and failures. On GPUs with EPX_TEST_DEVICE=cuda, one for each rank."""
+"""epx.torch in eager mode: the operations and the layer against a dense model in float64, forward and backward; checkpointing,
+many forwards in flight, refusals and failures. On GPUs with EPX_TEST_DEVICE=cuda, one for each rank."""
 
 import dataclasses
 import gc
@@ -8,7 +8,7 @@ import unittest
 
 import ranks
 
-ranks.require("numpy", "torch")
+ranks.require("numpy", "torch", installer="install_torch_test_packages")
 import torch
 import torch_model
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +27,9 @@ def gradients(loss, tensors, keep=False):
 
 
 class Exchange(unittest.TestCase):
-    def check(self, group, num_tokens, *, top_k=2, alignment=1, masked=0.2, weighted=True, num_rows=None, tolerance=1e-5, dtype=None):
+    def check(
+        self, group, num_tokens, *, top_k=2, alignment=1, masked=0.2, weighted=True, num_rows=None, tolerance=1e-5, dtype=None
+    ):
         """A layer of experts x -> tanh(A_e x) by the operations, against the same in float64 by one process."""
         dtype = dtype or torch.float32
         data = Data(num_tokens, top_k, seed=top_k + 10 * alignment, masked=masked, dtype=dtype)
@@ -42,7 +44,9 @@ class Exchange(unittest.TestCase):
             losses.append((wanted[-1].sin()).sum())
         torch.testing.assert_close(out.double().cpu(), wanted[RANK], rtol=tolerance, atol=tolerance)
         grads = gradients(out.float().sin().sum(), leaves)
-        expected = gradients(losses[RANK], [data.tokens[RANK], data.weights[RANK]], keep=True) + gradients(sum(losses), [matrices])
+        expected = gradients(losses[RANK], [data.tokens[RANK], data.weights[RANK]], keep=True) + gradients(
+            sum(losses), [matrices]
+        )
         expected[-1] = expected[-1][group.first_local_expert :][: group.num_local_experts]
         for grad, wanted_grad in zip(grads, expected):
             torch.testing.assert_close(grad.double().cpu(), wanted_grad, rtol=10 * tolerance, atol=10 * tolerance)
@@ -196,6 +200,10 @@ class Exchange(unittest.TestCase):
             gc.collect()
             other = epx.torch.empty(group, 4, HIDDEN, dtype=torch.bfloat16)
             other.fill_(3)
+            part = other[1:]
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "has views"):
+                group.free(other)
+            del part
             group.free(other)
             with self.assertRaisesRegex(epx.InvalidArgumentError, "empty"):
                 group.free(torch.zeros(3))
@@ -233,7 +241,9 @@ class Exchange(unittest.TestCase):
                     call()
                 self.assertIn(words, str(caught.exception))
             if DEVICE.type == "cuda":
-                with self.assertRaisesRegex(epx.InvalidArgumentError, "tokens is on cpu; the tensors of this group are on cuda:"):
+                with self.assertRaisesRegex(
+                    epx.InvalidArgumentError, "tokens is on cpu; the tensors of this group are on cuda:"
+                ):
                     dispatch(plan, tokens.to(elsewhere))
             for with_grad in (False, True):
                 with self.assertRaisesRegex(RuntimeError, "vmap"):
@@ -273,7 +283,9 @@ class Exchange(unittest.TestCase):
 class Layers(unittest.TestCase):
     def make_layer(self, group, **options):
         router = epx.moe.Router(options.pop("top_k", 2), score=options.pop("score", "topk_then_softmax"))
-        return epx.torch.MoELayer(group, router=router, ffn=epx.moe.Ffn(HIDDEN, INNER, options.pop("activation", "swiglu")), **options)
+        return epx.torch.MoELayer(
+            group, router=router, ffn=epx.moe.Ffn(HIDDEN, INNER, options.pop("activation", "swiglu")), **options
+        )
 
     def check(self, layer, num_tokens, seed=1, mask=False, tolerance=2e-5):
         group = layer.group
@@ -297,7 +309,9 @@ class Layers(unittest.TestCase):
         own = slice(group.first_local_expert, group.first_local_expert + group.num_local_experts)
         experts = [name for name in names if name != "gate_weight"]
         for name, grad in zip(experts, gradients(sum(losses), [everything[name] for name in experts])):
-            torch.testing.assert_close(getattr(layer, name).grad.double().cpu(), grad[own], rtol=1e-4, atol=1e-4, msg=lambda m: f"{name}: {m}")
+            torch.testing.assert_close(
+                getattr(layer, name).grad.double().cpu(), grad[own], rtol=1e-4, atol=1e-4, msg=lambda m: f"{name}: {m}"
+            )
         group.check()
         return routing
 
@@ -375,6 +389,36 @@ class Layers(unittest.TestCase):
             with self.assertRaisesRegex(epx.InvalidArgumentError, "destroyed"):
                 layer(tokens)
 
+    def test_3b_arena(self):
+        """Layers that share flights: as many forwards of all of them may be in flight as the arena has."""
+        with make_group() as group, make_group() as other:
+            sizes = dict(router=epx.moe.Router(3), ffn=epx.moe.Ffn(HIDDEN, INNER), alignment=8)
+            arena = epx.torch.Arena(group, num_flights=3, **sizes)
+            self.assertEqual(arena.info()["num_flights"], 3)
+            layers = [self.make_layer(group, seed=number, top_k=number + 1, arena=arena) for number in range(3)]
+            own = [self.make_layer(group, seed=number, top_k=number + 1) for number in range(3)]
+            tokens = single(Data(NUM_TOKENS, 1, seed=12).tokens[RANK])
+
+            def run(layers):
+                out = tokens
+                for layer in layers:
+                    out = out + layer(out)
+                return [out, *gradients(out.sin().sum(), [each for layer in layers for each in layer.parameters()])]
+
+            torch.testing.assert_close(run(layers), run(own), rtol=0, atol=0)
+            kept = [layers[0](tokens), layers[1](tokens), layers[0](tokens)]
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "the flights, 3, all have a forward"):
+                layers[2](tokens)
+            del kept
+            layers[2](tokens)
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "another group"):
+                self.make_layer(other, arena=arena)
+            for each in (*layers, *own, arena, arena):
+                each.destroy()
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "arena has been destroyed"):
+                self.make_layer(group, arena=arena)
+            group.check()
+
     def test_4_balance(self):
         with make_group() as group:
             router = epx.moe.Router(2, aux_loss_coeff=0.5)
@@ -393,7 +437,9 @@ class Layers(unittest.TestCase):
             (out * 0).sum().backward()  # leaves the gradient of the loss that no output has
             layer.zero_grad()
             layer(tokens).mul(0).sum().backward()
-            torch.testing.assert_close(layer.gate_weight.grad.double().cpu(), 3 * gradients(losses[RANK], [gate])[0], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                layer.gate_weight.grad.double().cpu(), 3 * gradients(losses[RANK], [gate])[0], rtol=1e-4, atol=1e-6
+            )
             layer.update_selection_bias(routing, 0.25)
             torch.testing.assert_close(layer.selection_bias.double().cpu(), 0.25 * torch.sign(counts.mean() - counts))
             layer.selection_bias.copy_(on_device(torch.tensor([100.0, 100.0] + [0.0] * (EXPERTS - 2))))

@@ -5,15 +5,16 @@ group = epx.torch.Group(num_experts=8, ...)        # the ranks of torch.distribu
 layer = epx.torch.MoELayer(group, router=epx.moe.Router(top_k=2), ffn=epx.moe.Ffn(hidden_dim=512, ffn_dim=1024))
 out = layer(tokens)                                 # on the current stream; out.backward() exchanges the gradients
 
-Calls are collective: all ranks of a group make the same ones in the same order, backward too. Under torch.compile they have an effect,
-so that they stay in the order of the program on every rank.
+Calls are collective: all ranks of a group make the same ones in the same order, backward too. Under torch.compile they have an
+effect, so that they stay in the order of the program on every rank.
 """
 
 from ._group import Group, empty, from_process_group
-from ._layer import MoELayer, Routing, expert_parameter_names
+from ._layer import Arena, MoELayer, Routing, expert_parameter_names
 from ._ops import Plan, combine, dispatch, prepare, saves_exchange
 
 __all__ = [
+    "Arena",
     "Group",
     "MoELayer",
     "Plan",

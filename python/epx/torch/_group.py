@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups whose operations take tensors of PyTorch."""
 
+import contextlib
 import datetime
 import itertools
 import math
 import time
-import weakref
 
 import torch
 
@@ -23,8 +23,8 @@ _names = itertools.count()
 def from_process_group(process_group=None, name=None):
     """An epx.bootstrap.Bootstrap of the ranks of a torch.distributed process group, by default the default one.
 
-    Records travel through the group's store; no collective of its backend is called. `name` is the same on all ranks and has not been
-    used before; without it the bootstraps of a process are numbered, so all its ranks make them in the same order.
+    Records travel through the group's store; no collective of its backend is called. `name` is the same on all ranks and has
+    not been used before; without it the bootstraps of a process are numbered, so all its ranks make them in the same order.
     """
     from torch.distributed import distributed_c10d
 
@@ -50,7 +50,7 @@ def from_process_group(process_group=None, name=None):
             try:
                 store.wait([key], datetime.timedelta(seconds=left))
                 parts.append(store.get(key))
-            except Exception as error:  # DistStoreError, or a RuntimeError that tells of a timeout
+            except Exception:  # DistStoreError, or a RuntimeError that tells of a timeout
                 if time.monotonic() < deadline and not missing:
                     raise
                 missing.append(peer)
@@ -68,8 +68,8 @@ def from_process_group(process_group=None, name=None):
 class Group(_Group):
     """A group whose operations take tensors of PyTorch: on the CPU with the host transport, on this rank's GPU with NCCL's.
 
-    where: a process group of torch.distributed (None: the default one), or an epx.bootstrap.Bootstrap. device: the GPU, by default the
-    current one. What else it is created for is told at epx.Group, whose methods on numpy arrays it has too.
+    where: a process group of torch.distributed (None: the default one), or an epx.bootstrap.Bootstrap. device: the GPU, by
+    default the current one. What else it is created for is told at epx.Group, whose methods on numpy arrays it has too.
     """
 
     def __init__(self, where=None, *, device=None, **config):
@@ -77,8 +77,9 @@ class Group(_Group):
         on_gpu = torch.cuda.is_available() and transport not in ("host", Transport.HOST)
         index = -1
         if on_gpu:
-            index = torch.cuda.current_device() if device is None else torch.device(device).index or 0
-        with torch.cuda.device(index) if on_gpu else torch.no_grad():
+            given = None if device is None else torch.device(device).index
+            index = torch.cuda.current_device() if given is None else given
+        with torch.cuda.device(index) if on_gpu else contextlib.nullcontext():
             if isinstance(where, Bootstrap):
                 super().__init__(where, **config)
             else:
@@ -88,12 +89,12 @@ class Group(_Group):
         self.device = torch.device("cuda", index) if is_cuda else torch.device("cpu")
         number = lib.epx_torch_register_group(self.handle, index if is_cuda else -1)
         self.number = number  # in torch.ops.epx
-        self._handle.may_destroy.append(lambda: lib.epx_torch_retire_group(number) == 1)
+        self.add_user(lambda: lib.epx_torch_retire_group(number) == 1)
         groups[number] = self
 
     def empty(self, *sizes, dtype=torch.float32):
-        """An uninitialised tensor in memory that peers reach, in which dispatch writes rows in place. Collective: all ranks call
-        with sizes of the same bytes. free() frees it, or the end of the group, which waits until no tensor of it lives."""
+        """An uninitialised tensor in memory that peers reach, in which dispatch writes rows in place. Collective: all ranks
+        call with sizes of the same bytes. free() frees it, or the end of the group, which waits until no tensor of it lives."""
         sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
         address = _structs.c_void_p()
         count = math.prod(sizes) * dtype.itemsize
@@ -101,7 +102,7 @@ class Group(_Group):
         if status:
             raise_call_failed(self.handle, status)
         tensor = call(self.number, ops.wrap.default, self.number, address.value, list(sizes), dtype)
-        _windows[address.value] = weakref.ref(tensor)
+        _windows.add(address.value)
         return tensor
 
     def free(self, tensor):
@@ -109,14 +110,17 @@ class Group(_Group):
         address = tensor.data_ptr()
         if address not in _windows:
             refuse("the tensor does not begin memory from empty()")
-        del _windows[address]
+        # The tensor holds its storage, and so does the object that is asked for it here.
+        if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2:
+            refuse("the tensor has views, or copies that share its memory: delete them first")
+        _windows.remove(address)
         tensor.set_(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
         status = _mem_free(self.handle, address)
         if status:
             raise_call_failed(self.handle, status)
 
 
-_windows = {}
+_windows = set()
 _mem_alloc = _structs._declare(
     _structs.libepx, "epx_mem_alloc", _structs.c_int32, _structs.GROUP, _structs.c_size_t, _structs.POINTER(_structs.c_void_p)
 )

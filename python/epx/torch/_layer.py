@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An MoE layer as a torch.nn.Module, by the block of epx_moe.h."""
 
+import contextlib
 import ctypes
 import dataclasses
 import math
@@ -58,11 +59,87 @@ class _Block(torch.autograd.Function):
     vmap = staticmethod(_refuse_vmap)
 
 
+class _BlockConfig:
+    """An epx_moe_block_config, with what it points to."""
+
+    def __init__(self, group, router, ffn, dtype, weighting, alignment, recompute):
+        if not isinstance(router, Router) or not isinstance(ffn, Ffn):
+            refuse("router must be an epx.moe.Router and ffn an epx.moe.Ffn")
+        if dtype not in _DTYPES:
+            refuse(f"dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}")
+        self._router, self._ffn = router.to_c(group.num_experts), ffn.to_c()
+        self.struct = _moe_structs.BlockConfig()
+        raise_if_failed(_moe_structs.epx_moe_block_config_init(self.struct, ctypes.sizeof(self.struct)))
+        self.struct.router, self.struct.ffn = ctypes.pointer(self._router), ctypes.pointer(self._ffn)
+        self.struct.dtype = CODES[_DTYPES[dtype]]
+        self.struct.weighting = _enum(Weighting, weighting, "weighting")
+        self.struct.alignment, self.struct.recompute = alignment, int(recompute)
+
+
+def _call_on_device(group, function, *args):
+    with torch.cuda.device(group.device) if group.device.type == "cuda" else contextlib.nullcontext():
+        status = function(*args)
+    if status:
+        raise_call_failed(group.handle, status)
+
+
+class Arena:
+    """The memory of several layers of a group: flights, and what a call needs while it runs.
+
+    router, ffn, dtype, weighting, alignment, recompute: those of the layer that needs the most.  num_flights: forwards of all
+    layers together whose backward is still to come.  max_rows: the most rows that a rank receives in a call; 0: the group's R.
+    Routes beyond are dropped, which group.check() tells.  Created by all ranks, and destroyed by all of them, after its layers.
+    """
+
+    def __init__(
+        self,
+        group,
+        *,
+        router,
+        ffn,
+        num_flights=1,
+        max_rows=0,
+        dtype=torch.float32,
+        weighting="late",
+        alignment=1,
+        recompute=False,
+    ):
+        self.group = group
+        block = _BlockConfig(group, router, ffn, dtype, weighting, alignment, recompute)
+        config = _moe_structs.ArenaConfig()
+        raise_if_failed(_moe_structs.epx_moe_arena_config_init(config, ctypes.sizeof(config)))
+        config.block = ctypes.pointer(block.struct)
+        config.num_flights, config.max_rows = num_flights, max_rows
+        arena = _moe_structs.ARENA()
+        _call_on_device(group, _moe_structs.epx_moe_arena_create, group.handle, config, arena)
+        self._value = arena.value
+        self._flights = lib.epx_torch_register_flights(num_flights)
+
+    @property
+    def handle(self):
+        """The epx_moe_arena, as an integer."""
+        if self._value is None:
+            refuse("the arena has been destroyed")
+        return self._value
+
+    def info(self):
+        """What the arena holds, as a dict of the fields of epx_moe_arena_info."""
+        info = _moe_structs.ArenaInfo(struct_size=ctypes.sizeof(_moe_structs.ArenaInfo))
+        raise_if_failed(_moe_structs.epx_moe_arena_query(self.handle, info))
+        return {name: getattr(info, name) for name, _ in info._fields_ if name not in ("struct_size", "reserved0")}
+
+    def destroy(self):
+        """Frees the arena; a second time it does nothing. Collective."""
+        value, self._value = self._value, None
+        if value is not None and not self.group.is_destroyed:
+            _call_on_device(self.group, _moe_structs.epx_moe_arena_destroy, value)
+
+
 @dataclasses.dataclass(eq=False)
 class Routing:
     """How a forward routed. logits: [T, E], detached.  topk_idx: [T, K] int32, -1 where masked.  topk_weights: [T, K] float32.
-    global_counts: [P, E] int64.  info: [3] int64: masked tokens, bad tokens (their scores are not numbers), index of the first bad one
-    or -1."""
+    global_counts: [P, E] int64.  info: [3] int64: masked tokens, bad tokens (their scores are not numbers), index of the first
+    bad one or -1."""
 
     logits: torch.Tensor
     topk_idx: torch.Tensor
@@ -75,16 +152,18 @@ class MoELayer(torch.nn.Module):
     """Router, dispatch, experts and combine: [..., H] -> [..., H]. The experts of this rank are its parameters.
 
     group: an epx.torch.Group, whose hidden_dim, max_top_k and max_alignment the layer must fit.  router: an epx.moe.Router.
-    ffn: an epx.moe.Ffn.  bias: whether the experts have biases.  selection_bias: whether the router has a bias for selection (DeepSeek-V3),
-    a buffer that update_selection_bias() changes.  dtype: of tokens and experts; float32 on the host transport.  weighting: "late" or
-    "early".  alignment: rows that zones are padded to.  max_in_flight: forwards whose backward is still to come; a checkpointed forward
-    is none.  recompute: the backward computes the FFN's activations again.  seed: experts and router are drawn from it alone, so all
-    ranks have the same router, and the experts do not depend on the number of ranks.
+    ffn: an epx.moe.Ffn.  bias: whether the experts have biases.  selection_bias: whether the router has a bias for selection
+    (DeepSeek-V3), a buffer that update_selection_bias() changes.  dtype: of tokens and experts; float32 on the host transport.
+    weighting: "late" or "early".  alignment: rows that zones are padded to.  max_in_flight: forwards whose backward is still to
+    come; a checkpointed forward is none.  arena: an Arena that it shares with other layers, instead of max_in_flight flights of
+    its own.  recompute: the backward computes the FFN's activations again.  seed: experts and router are drawn from it alone,
+    so all ranks have the same router, and the experts do not depend on the number of ranks; with None all parameters are 0.
 
-    Parameters: gate_weight [E, H] (the router's, float32; it is the same on all ranks, and its gradient is of this rank's tokens: sum it
-    over the ranks as for any layer of a data-parallel model); first_weight [E_l, 2F, H] (gate and up stacked; [E_l, F, H] without a gate),
-    down_weight [E_l, H, F], first_bias, down_bias: of this rank's experts, and their gradients already have the tokens of all ranks of the
-    group: expert_parameters() tells them, to leave them out of a reduction over the group.
+    Parameters: gate_weight [E, H] (the router's, float32; it is the same on all ranks, and its gradient is of this rank's
+    tokens: sum it over the ranks as for any layer of a data-parallel model); first_weight [E_l, 2F, H] (gate and up stacked;
+    [E_l, F, H] without a gate), down_weight [E_l, H, F], first_bias, down_bias: of this rank's experts, and their gradients
+    already have the tokens of all ranks of the group: expert_parameters() tells them, to leave them out of a reduction over the
+    group.
 
     Created by all ranks. destroy() is collective; a layer that nobody destroys keeps its memory as long as its group.
     """
@@ -101,18 +180,15 @@ class MoELayer(torch.nn.Module):
         weighting="late",
         alignment=1,
         max_in_flight=1,
+        arena=None,
         recompute=False,
         seed=0,
     ):
         super().__init__()
-        if not isinstance(router, Router) or not isinstance(ffn, Ffn):
-            refuse("router must be an epx.moe.Router and ffn an epx.moe.Ffn")
-        if dtype not in _DTYPES:
-            refuse(f"dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}")
         self.group, self.router, self.ffn = group, router, ffn
         self.aux_loss_grad = 1.0
         self._block = None
-        self._create(dtype, weighting, alignment, max_in_flight, recompute)
+        self._create(_BlockConfig(group, router, ffn, dtype, weighting, alignment, recompute).struct, arena, max_in_flight)
         local, hidden, inner = group.num_local_experts, ffn.hidden_dim, ffn.ffn_dim
         first = 2 * inner if ffn.activation == "swiglu" else inner
 
@@ -126,31 +202,23 @@ class MoELayer(torch.nn.Module):
         self.down_bias = parameter(local, hidden) if bias else None
         made = torch.zeros(group.num_experts, device=group.device) if selection_bias else None
         self.register_buffer("selection_bias", made)
-        self.reset_parameters(seed)
+        if seed is not None:
+            self.reset_parameters(seed)
 
-    def _create(self, dtype, weighting, alignment, max_in_flight, recompute):
+    def _create(self, config, arena, max_in_flight):
         group = self.group
-        router_config, ffn_config = self.router.to_c(group.num_experts), self.ffn.to_c()
-        config = _moe_structs.BlockConfig()
-        raise_if_failed(_moe_structs.epx_moe_block_config_init(config, ctypes.sizeof(config)))
-        config.router, config.ffn = ctypes.pointer(router_config), ctypes.pointer(ffn_config)
-        config.dtype = CODES[_DTYPES[dtype]]
-        config.weighting = _enum(Weighting, weighting, "weighting")
-        config.alignment, config.max_in_flight, config.recompute = alignment, max_in_flight, int(recompute)
+        if arena is None:
+            config.max_in_flight, flights = max_in_flight, lib.epx_torch_register_flights(max_in_flight)
+        else:
+            if arena.group is not group:
+                refuse("the arena is of another group")
+            config.arena, flights = arena.handle, arena._flights
         block = _moe_structs.BLOCK()
-        with torch.cuda.device(group.device) if group.device.type == "cuda" else torch.no_grad():
-            status = _moe_structs.epx_moe_block_create(group.handle, config, block)
-        if status:
-            raise_call_failed(group.handle, status)
+        _call_on_device(group, _moe_structs.epx_moe_block_create, group.handle, config, block)
         self._block = block.value
+        has_gate = int(self.ffn.activation == "swiglu")
         number = lib.epx_torch_register_block(
-            group.number,
-            block.value,
-            self.ffn.hidden_dim,
-            self.router.top_k,
-            config.dtype,
-            int(self.ffn.activation == "swiglu"),
-            max_in_flight,
+            group.number, flights, block.value, self.ffn.hidden_dim, self.router.top_k, config.dtype, has_gate
         )
         self._numbers = number, group.number
         layers[number] = self
@@ -177,8 +245,8 @@ class MoELayer(torch.nn.Module):
     def forward(self, tokens, *, token_mask=None, logits=None, with_routing=False):
         """Collective, and so is its backward, which autograd runs once for each forward that is part of the loss.
 
-        tokens: [..., H].  token_mask: [...] bool or uint8; False masks the token, whose output is 0.  logits: [..., E] float32 (on GPUs
-        also bfloat16) instead of those of gate_weight.  Returns out [..., H], and a Routing when with_routing is set.
+        tokens: [..., H].  token_mask: [...] bool or uint8; False masks the token, whose output is 0.  logits: [..., E] float32
+        (on GPUs also bfloat16) instead of those of gate_weight.  Returns out [..., H], and a Routing when with_routing is set.
         """
         shape = tokens.shape
         flat = tokens.reshape(-1, shape[-1])
@@ -199,8 +267,9 @@ class MoELayer(torch.nn.Module):
 
     @torch.no_grad()
     def aux_loss(self, routing):
-        """This rank's share of the load-balance loss (epx_moe_aux_loss), [] float64; the loss is the sum over the ranks. Its gradient,
-        times aux_loss_grad (default 1), is part of every backward already, so do not add it to the loss that is differentiated."""
+        """This rank's share of the load-balance loss (epx_moe_aux_loss), [] float64; the loss is the sum over the ranks. Its
+        gradient, times aux_loss_grad (default 1), is part of every backward already, so do not add it to the loss that is
+        differentiated."""
         logits = routing.logits.double()
         if self.router.score == "sigmoid":
             scores = logits.sigmoid()
@@ -234,9 +303,7 @@ class MoELayer(torch.nn.Module):
         lib.epx_torch_retire_block(self._numbers[0])
         if self.group.is_destroyed:
             return
-        status = _moe_structs.epx_moe_block_destroy(block)
-        if status:
-            raise_call_failed(self.group.handle, status)
+        _call_on_device(self.group, _moe_structs.epx_moe_block_destroy, block)
 
     def extra_repr(self):
         return f"{self.router}, {self.ffn}, group={self.group!r}"

@@ -12,16 +12,20 @@ from .._library import load
 OLDEST_TORCH = (2, 11)
 
 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
-    raise ImportError(f"epx.torch: PyTorch is {torch.__version__}; libepx_torch needs {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer")
+    raise ImportError(
+        f"epx.torch: PyTorch is {torch.__version__}; libepx_torch needs {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer"
+    )
 
-lib = load("libepx_torch.so")
+lib = load("libepx_torch.so.0")
 lib.epx_torch_take_failure.restype = ctypes.c_int32
 lib.epx_torch_register_group.restype = ctypes.c_int64
 lib.epx_torch_register_group.argtypes = [ctypes.c_void_p, ctypes.c_int32]
 lib.epx_torch_retire_group.restype = ctypes.c_int32
 lib.epx_torch_retire_group.argtypes = [ctypes.c_int64]
 lib.epx_torch_register_block.restype = ctypes.c_int64
-lib.epx_torch_register_block.argtypes = [ctypes.c_int64, ctypes.c_void_p] + 5 * [ctypes.c_int32]
+lib.epx_torch_register_block.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p] + 4 * [ctypes.c_int32]
+lib.epx_torch_register_flights.restype = ctypes.c_int64
+lib.epx_torch_register_flights.argtypes = [ctypes.c_int32]
 lib.epx_torch_retire_block.restype = None
 lib.epx_torch_retire_block.argtypes = [ctypes.c_int64]
 
@@ -112,8 +116,8 @@ def _refuse_vmap(name):
     return refuse
 
 
-# torch.compile threads the calls that have this effect through a token, forward and backward: it neither merges, drops, reorders nor
-# recomputes them, whatever the shapes of a rank let it do with other operators.
+# torch.compile threads the calls that have this effect through a token, forward and backward: it neither merges, drops,
+# reorders nor recomputes them, whatever the shapes of a rank let it do with other operators.
 for _name in _FUNCTIONAL:
     torch.library._register_effectful_op(f"epx::{_name}", torch._library.effects.EffectType.ORDERED)
     torch.library.register_vmap(f"epx::{_name}", _refuse_vmap(_name))

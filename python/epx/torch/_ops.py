@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """prepare, dispatch and combine with gradients.
 
-Symbols in shapes: those of epx.group. Gradients are those of autograd.Function, since torch.library.register_autograd costs three times
-as much for each call.
+Symbols in shapes: those of epx.group. Gradients are those of autograd.Function, since torch.library.register_autograd costs
+three times as much for each call.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ class Plan:
     """What prepare makes of top-k indices. All tensors lie on the group's device.
 
     handle_mem: [bytes] uint8, the routing state that the other calls read; it may be copied, saved and used in any order.
-    counts: [E_l] rows of each local expert, after drops, without padding.  offsets: [E_l + 1] first slot of each zone; the last entry
-    is the number of rows in use.  global_counts: [P, E] routes from each rank to each expert, before drops.  info: [5] int64: demand,
-    kept, dropped (routes to this rank), dropped (routes of this rank), rows_needed.
+    counts: [E_l] rows of each local expert, after drops, without padding.  offsets: [E_l + 1] first slot of each zone; the last
+    entry is the number of rows in use.  global_counts: [P, E] routes from each rank to each expert, before drops.  info: [5]
+    int64: demand, kept, dropped (routes to this rank), dropped (routes of this rank), rows_needed.
     """
 
     group: Group
@@ -142,11 +142,11 @@ def dispatch(plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None
     """Brings tokens to the ranks of their experts. Collective, and so is its backward.
 
     tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
-    num_rows: N. Without it plan.num_rows, for which a GPU is waited for; torch.compile and CUDA graphs need a number that does not
-    depend on the routing, group.max_recv_tokens_per_rank at most.
-    recv_tokens: [N, H] to be written instead of a new tensor, in memory from group.empty() for instance; not under torch.compile.
-    Returns (recv_tokens [N, H], recv_weights [N] float32 or None). Pads inside zones are zero; rows behind plan.num_rows hold whatever
-    memory held, and so do those of the gradient that combine's backward returns.
+    num_rows: N. Without it plan.num_rows, for which a GPU is waited for; torch.compile and CUDA graphs need a number that does
+    not depend on the routing, group.max_recv_tokens_per_rank at most.
+    recv_tokens: [N, H] to be written instead of a new tensor, in memory from group.empty() for instance; not under
+    torch.compile. Returns (recv_tokens [N, H], recv_weights [N] float32 or None). Pads inside zones are zero; rows behind
+    plan.num_rows hold whatever memory held, and so do those of the gradient that combine's backward returns.
     """
     number = plan.group.number
     records = _records(tokens, topk_weights)
@@ -183,8 +183,8 @@ def combine(plan, expert_out, recv_weights=None):
 
 def saves_exchange():
     """A context_fn for torch.utils.checkpoint.checkpoint(..., use_reentrant=False): what epx's operations return is saved, and
-    everything else is computed again in the backward. Without it they are called again there, on all ranks alike; under torch.compile it
-    is required, since PyTorch 2.11 does not compute operators with an effect again."""
+    everything else is computed again in the backward. Without it they are called again there, on all ranks alike; under
+    torch.compile it is required, since PyTorch 2.11 does not compute operators with an effect again."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     def policy(_context, op, *_args, **_kwargs):
