@@ -82,9 +82,8 @@ struct RankDevice {
 TransportChoice choose_transport(epx_transport wanted, Exchange& exchange) {
   if (wanted != EPX_TRANSPORT_AUTO) return {wanted, "as configured"};
   const std::vector<RankDevice> devices = exchange.all_gather([] { return RankDevice(); });
-  std::vector<GpuIdentity> gpus;
-  for (const RankDevice& device : devices)
-    gpus.push_back(device.gpu);
+  std::vector<GpuIdentity> gpus(devices.size());
+  std::ranges::transform(devices, gpus.begin(), &RankDevice::gpu);
   if (const std::string why = why_not_a_gpu_each(gpus); !why.empty()) return {EPX_TRANSPORT_HOST, "auto: " + why};
   if (const std::string why = why_not_new_enough(gpus); !why.empty()) return {EPX_TRANSPORT_HOST, "auto: " + why};
   if (const auto without = std::ranges::find(devices, false, &RankDevice::has_nccl); without != devices.end())

@@ -7,7 +7,7 @@ MoE block, and epx.jax the operations for JAX. docs/python.md begins with ten li
 
 from . import bootstrap
 from ._library import libepx as _libepx
-from ._structs import CombinePrecision, EventKind, Operation, Overflow, Phase, Status, Transport
+from ._structs import CombinePrecision, EventKind, Operation, Overflow, Pads, Phase, Status, Transport
 from .errors import Error, EventError, GroupError, InvalidArgumentError, UnsupportedError
 from .group import Group, Plan, memory_plan
 
@@ -24,6 +24,7 @@ __all__ = [
     "InvalidArgumentError",
     "Operation",
     "Overflow",
+    "Pads",
     "Phase",
     "Plan",
     "Status",

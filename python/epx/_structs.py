@@ -34,6 +34,10 @@ class Operation(enum.IntEnum):
     DISPATCH_BWD = 5
     MEM_ALLOC = 6
     MEM_FREE = 7
+    DISPATCH_RANK_MAJOR = 8
+    COMBINE_RANK_MAJOR = 9
+    COMBINE_RANK_MAJOR_BWD = 10
+    DISPATCH_RANK_MAJOR_BWD = 11
 
 
 class Phase(enum.IntEnum):
@@ -73,6 +77,13 @@ class Overflow(enum.IntEnum):
 
     ERROR = 0
     DROP = 1
+
+
+class Pads(enum.IntEnum):
+    """What dispatch does to the pad rows of its zones (epx_pads)."""
+
+    ZERO = 0
+    UNTOUCHED = 1
 
 
 MAX_EVENT_KINDS, MAX_REPORTED_RANKS, MAX_MESSAGE_BYTES = 16, 64, 1024
@@ -209,8 +220,8 @@ class Layer(ctypes.Structure):
     _fields_ = [("top_k", c_int32), ("alignment", c_int32)]
 
 
-def _call_args(c_name, tensors):
-    """The args struct of one of the five operations: they differ in their tensors alone."""
+def _call_args(c_name, tensors, more=()):
+    """The args struct of one of the five operations: they differ in their tensors, and in the fields `more` behind these."""
     return type(
         c_name,
         (ctypes.Structure,),
@@ -223,13 +234,16 @@ def _call_args(c_name, tensors):
                 ("handle_mem_bytes", c_size_t),
                 ("stream", c_void_p),
             ]
-            + [(name, POINTER(Tensor)) for name in tensors.split()],
+            + [(name, POINTER(Tensor)) for name in tensors.split()]
+            + list(more),
         },
     )
 
 
 PrepareArgs = _call_args("epx_prepare_args", "topk_idx counts offsets global_counts info slot slot_origin")
-DispatchArgs = _call_args("epx_dispatch_args", "tokens topk_weights recv_tokens recv_weights")
+DispatchArgs = _call_args(
+    "epx_dispatch_args", "tokens topk_weights recv_tokens recv_weights", [("pads", c_int32), ("reserved0", c_int32)]
+)
 CombineArgs = _call_args("epx_combine_args", "expert_out recv_weights out")
 CombineBwdArgs = _call_args("epx_combine_bwd_args", "grad_out expert_out recv_weights grad_expert_out grad_recv_weights")
 DispatchBwdArgs = _call_args("epx_dispatch_bwd_args", "grad_recv grad_recv_weights grad_tokens grad_topk_weights")
@@ -255,6 +269,7 @@ ENUMS = [
     ("EPX_TRANSPORT_", Transport),
     ("EPX_COMBINE_", CombinePrecision),
     ("EPX_OVERFLOW_", Overflow),
+    ("EPX_PADS_", Pads),
 ]
 
 

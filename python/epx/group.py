@@ -12,7 +12,7 @@ import weakref
 import numpy
 
 from . import _lifetime, _structs
-from ._structs import CombinePrecision, EventKind, Operation, Overflow, Status, Transport, known
+from ._structs import CombinePrecision, EventKind, Operation, Overflow, Pads, Status, Transport, known
 from ._tensors import aligned_bytes, dtype_code, output, refuse, tensor
 from .bootstrap import reraise
 from .errors import Error, EventError, group_error, raise_call_failed, raise_if_failed, read_report
@@ -287,13 +287,13 @@ class Group:
             array.flags.writeable = False
         return plan
 
-    def dispatch(self, plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None):
+    def dispatch(self, plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None, pads="zero"):
         """Brings tokens to the ranks of their experts. Collective.
 
         tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
-        num_rows: N; default: plan.num_rows.  recv_tokens: [N, H] to be written; default: a new array.
-        Returns (recv_tokens [N, H], recv_weights [N] float32 or None). Pads inside zones are zero; rows behind plan.num_rows
-        are not written.
+        num_rows: N; default: plan.num_rows.  recv_tokens: [N, H] to be written; default: a new array.  pads: "zero", or
+        "untouched": pads inside zones are not written.
+        Returns (recv_tokens [N, H], recv_weights [N] float32 or None). Rows behind plan.num_rows are not written.
         """
         self._require_host()
         sent = tensor("tokens", tokens, (plan.num_tokens, None))
@@ -311,6 +311,7 @@ class Group:
             weights,
             output("recv_tokens", recv_tokens),
             None if recv_weights is None else tensor("recv_weights", recv_weights),
+            more=(_enum(Pads, pads, "pads"), 0),
         )
         return recv_tokens, recv_weights
 
@@ -388,7 +389,7 @@ class Group:
         if self._info.transport != Transport.HOST:
             refuse(f"{self!r} moves memory of GPUs: numpy arrays need a group with transport 'host'")
 
-    def _call(self, function, struct, plan, *tensors):
+    def _call(self, function, struct, plan, *tensors, more=()):
         handle = self.handle
         handle_mem = plan.handle_mem
         args = struct(
@@ -398,6 +399,7 @@ class Group:
             handle_mem.nbytes,
             None,
             *[None if view is None else _pointer(view) for view in tensors],
+            *more,
         )
         status = function(handle, args)
         if status:

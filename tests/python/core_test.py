@@ -140,6 +140,21 @@ class Layer(unittest.TestCase):
                 self.assertIs(exact.combine(plans[1], again, out=out), out)
                 numpy.testing.assert_allclose(out, wanted.gather(wanted.scatter(tokens))[RANK], 1e-5, 1e-5)
 
+    def test_3_pads(self):
+        with make_group("pads") as group:
+            idx, tokens, _ = make_data([6] * RANKS, 9)
+            plan = group.prepare(idx[RANK], alignment=16)
+            is_pad = numpy.ones(plan.num_rows, bool)
+            for begin, count in zip(plan.offsets, plan.counts):
+                is_pad[begin : begin + count] = False
+            self.assertTrue(RANK > 0 or is_pad.any())
+            for pads, expected in {"zero": 0, "untouched": 7}.items():
+                rows = numpy.full((plan.num_rows, HIDDEN), 7, numpy.float32)
+                group.dispatch(plan, tokens[RANK], recv_tokens=rows, pads=pads)
+                numpy.testing.assert_array_equal(rows[is_pad], expected)
+                self.assertFalse((rows[~is_pad] == 7).all(axis=1).any())
+            group.check()
+
     def test_4_events_are_told_by_check_alone(self):
         with make_group("events", max_recv_tokens_per_rank=2, max_alignment=1) as group:
             idx = numpy.zeros((4, TOP_K), int)
@@ -182,6 +197,7 @@ class Layer(unittest.TestCase):
                 "alignment": lambda: group.prepare(idx[RANK], alignment=-1),
                 "recv_weights has shape": lambda: group.combine(plan, x, w),
                 "expert_out has shape": lambda: group.combine_bwd(plan, x, numpy.zeros((4, HIDDEN + 1), numpy.float32)),
+                "pads is 'none'": lambda: group.dispatch(plan, x, pads="none"),
                 "hidden": lambda: group.dispatch(plan, numpy.zeros((4, HIDDEN + 1), numpy.float32)),
             }.items():
                 with self.assertRaises(epx.InvalidArgumentError, msg=words) as caught:
