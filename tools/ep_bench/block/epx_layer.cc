@@ -23,7 +23,7 @@ epx_moe_ffn_config ffn_config(const Options& options, int32_t num_local_experts)
 }
 
 EpxLayer::EpxLayer(GroupView group, const Options& options, const BlockData& data, Memory& memory)
-    : data_(data), calls_(memory) {
+    : group_(group), data_(data), calls_(memory) {
   const epx_moe_router_config router = router_config(options);
   const epx_moe_ffn_config ffn = ffn_config(options, 0);
   epx_moe_block_config config;
@@ -33,6 +33,12 @@ EpxLayer::EpxLayer(GroupView group, const Options& options, const BlockData& dat
   config.dtype = options.dtype;
   config.alignment = options.alignment > 0 ? options.alignment : 1;
   require_success(epx_moe_block_create(group.get(), &config, &block_), "epx_moe_block_create");
+}
+
+EpxLayer::~EpxLayer() {
+  if (block_ == nullptr) return;
+  group_.abort(); // this rank has failed, and its peers may never destroy their blocks
+  epx_moe_block_destroy(block_);
 }
 
 void EpxLayer::forward() {

@@ -13,6 +13,9 @@ class EpxLayer final : public BlockLayer {
 public:
   // Collective over the group. `data` and `memory` must outlive this. Throws epx::Error.
   EpxLayer(GroupView group, const Options& options, const BlockData& data, Memory& memory);
+  EpxLayer(const EpxLayer&) = delete;
+  EpxLayer& operator=(const EpxLayer&) = delete;
+  ~EpxLayer() override;
 
   const char* name() const override { return "block"; }
   void forward() override;
@@ -22,9 +25,10 @@ public:
   void release() override;
 
 private:
+  GroupView group_;
   const BlockData& data_;
   MoeCalls calls_;
-  epx_moe_block block_ = nullptr; // freed by release() only, which is collective
+  epx_moe_block block_ = nullptr; // until release(), which is collective
 };
 
 } // namespace epx::bench
