@@ -150,8 +150,8 @@ Result<T, G> run_on_cuda(const FfnCase<T, G>& c, int num_sms) {
 }
 
 // Rows in use are near the expected ones, and the others still hold what they held before. The terms of an element's sum may
-// cancel, but their rounding errors do not, and in a tensor of few elements that may be so in all: `sum` is of the order that the
-// elements have otherwise.
+// cancel, but their rounding errors do not, and in a tensor of few elements that may be so in all: `sum` is of the order that
+// the elements have otherwise.
 template <typename T>
 std::string rows_fault(const char* name, const Zones& zones, Tensor<T> actual, const Tensor<double>& expected,
                        double tolerance, double sum = 1) {
