@@ -163,10 +163,10 @@ public:
 
   // Receive rows have float32 weights, given or not: both must have a number of bytes that can be represented.
   void recv_rows(const epx_tensor& rows, const char* name) const {
-    constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / static_cast<int64_t>(sizeof(float));
-    if (num_rows(rows) > kMost)
+    constexpr int64_t kMaxRows = std::numeric_limits<int64_t>::max() / static_cast<int64_t>(sizeof(float));
+    if (num_rows(rows) > kMaxRows)
       refuse("{} has {} rows; their float32 weights would take more than 2^63 - 1 bytes, {} rows are the most", name,
-             rows.ndim == 2 ? fmt::format("N = sizes[0] = {}", rows.sizes[0]) : std::to_string(num_rows(rows)), kMost);
+             rows.ndim == 2 ? fmt::format("N = sizes[0] = {}", rows.sizes[0]) : std::to_string(num_rows(rows)), kMaxRows);
   }
 
   void num_tokens(const char* name, int64_t tokens) const {

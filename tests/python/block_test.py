@@ -10,6 +10,7 @@ import numpy
 
 import epx
 import epx.moe
+from reference import numeric_gradient
 
 RANK, RANKS = ranks.rank(), ranks.num_ranks()
 EXPERTS, HIDDEN, FFN, TOP_K = 5, 6, 4, 2
@@ -27,19 +28,6 @@ def dense_layer(tokens, logits, gate_up, down):
             gate, up = numpy.split(gate_up[expert] @ tokens[token], 2)
             out[token] += weight * (down[expert] @ (gate / (1 + numpy.exp(-gate)) * up))
     return out
-
-
-def numeric_gradient(function, array):
-    gradient = numpy.zeros_like(array)
-    for index in numpy.ndindex(array.shape):
-        kept = array[index]
-        array[index] = kept + 1e-6
-        above = function()
-        array[index] = kept - 1e-6
-        below = function()
-        array[index] = kept
-        gradient[index] = (above - below) / 2e-6
-    return gradient
 
 
 class Data:

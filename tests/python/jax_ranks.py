@@ -84,19 +84,6 @@ def dense_layer(tokens, topk_idx, weights, expert_weight):
     return out
 
 
-def numeric_gradient(function, array):
-    gradient = numpy.zeros_like(array)
-    for index in numpy.ndindex(array.shape):
-        kept = array[index]
-        array[index] = kept + 1e-6
-        above = function()
-        array[index] = kept - 1e-6
-        below = function()
-        array[index] = kept
-        gradient[index] = (above - below) / 2e-6
-    return gradient
-
-
 class Data:
     """Tokens, indices, weights and the gradient of the output of each rank, and the experts' weights, in float64."""
 

@@ -9,7 +9,8 @@ import unittest
 
 import jax_ranks
 import ranks
-from jax_ranks import HIDDEN, RANK, RANKS, Data, config, float32, make_group, moe_layer, numeric_gradient
+from jax_ranks import HIDDEN, RANK, RANKS, Data, config, float32, make_group, moe_layer
+from reference import numeric_gradient
 
 import jax
 import jax.numpy as jnp

@@ -5,6 +5,20 @@ summed."""
 import numpy
 
 
+def numeric_gradient(function, array):
+    """Central differences of function() in each element of the float64 array that it reads."""
+    gradient = numpy.zeros_like(array)
+    for index in numpy.ndindex(array.shape):
+        kept = array[index]
+        array[index] = kept + 1e-6
+        above = function()
+        array[index] = kept - 1e-6
+        below = function()
+        array[index] = kept
+        gradient[index] = (above - below) / 2e-6
+    return gradient
+
+
 class Exchange:
     """The plan of one layer: `topk_idx` has the indices of each rank."""
 
