@@ -51,10 +51,10 @@ void World::broadcast(std::vector<char>& bytes) const {
   uint64_t size = bytes.size();
   MPI_Bcast(&size, 1, MPI_UINT64_T, 0, comm());
   bytes.resize(size);
-  constexpr size_t kMostAtOnce = 1u << 30; // below MPI's int
-  for (size_t done = 0; done < bytes.size(); done += kMostAtOnce)
-    MPI_Bcast(bytes.data() + done, as_count(static_cast<int64_t>(std::min(kMostAtOnce, bytes.size() - done))), MPI_CHAR, 0,
-              comm());
+  constexpr size_t kMaxBroadcastBytes = 1u << 30; // below MPI's int
+  for (size_t done = 0; done < bytes.size(); done += kMaxBroadcastBytes)
+    MPI_Bcast(bytes.data() + done, as_count(static_cast<int64_t>(std::min(kMaxBroadcastBytes, bytes.size() - done))),
+              MPI_CHAR, 0, comm());
 }
 
 std::vector<char> World::gather_bytes(std::span<const std::byte> part) const {
