@@ -11,8 +11,6 @@
 namespace epx::cuda {
 namespace {
 
-constexpr int kBlocksPerSm = 2; // a movement has at most so many
-
 // By default a group leaves so many SMs to kernels of other libraries: NCCL 2.28 gives a communicator of 4 H200 24 channels,
 // each a CTA. There two communicators that reduce 16 MiB beside matrix products, each on a stream of its own and in another
 // order on each rank, ended 1,000 times beside a grid of 84 of the 132 SMs, and hung beside 88, 96 and 100.
@@ -106,7 +104,7 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
   for (const void* kernel : checksum_kernels())
     load(kernel, device);
   const auto blocks_of_all = [&](const std::vector<const void*>& kernels) {
-    int per_sm = kBlocksPerSm;
+    int per_sm = kMovementBlocksPerSm;
     for (const void* kernel : kernels) {
       load(kernel, device);
       per_sm = std::min(per_sm, blocks_per_sm(kernel, kMovementThreads, movement_shared_bytes()));

@@ -25,7 +25,10 @@ struct WarpRoleCounts {
   int sender_warps; // per sender block
   int signal_warps; // per sender block: 1, or 0 when the senders signal by themselves
 };
-constexpr int kMovementThreads = 512;        // of each block of scatter and gather
+constexpr int kMovementThreads = 512; // of each block of scatter and gather
+// Blocks of a movement on an SM. Role counts are for one, whose threads have 128 registers each. Kernels say it in their
+// __launch_bounds__, too, or ptxas may choose 64 registers for the sake of two blocks, and spill thousands of bytes.
+constexpr int kMovementBlocksPerSm = 1;
 constexpr int kMaxSendersPerSignalWarp = 15; // warps; with the signal warp they fill such a block
 
 // The grid of a movement, and the roles of its warps.

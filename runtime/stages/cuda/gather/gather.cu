@@ -309,7 +309,8 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kMovementThreads) gather_kernel(const __grid_constant__ GatherParams params) {
+__global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
+    gather_kernel(const __grid_constant__ GatherParams params) {
   pdl_wait(params);
   gather_rows<T>(params);
   leave(params.group);

@@ -654,7 +654,8 @@ __device__ __noinline__ void dispatch_rank_major_unaligned(const RankMajorParams
   dispatch_rank_major<true>(params);
 }
 
-__global__ void __launch_bounds__(kMovementThreads) rank_major_kernel(const __grid_constant__ RankMajorParams params) {
+__global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
+    rank_major_kernel(const __grid_constant__ RankMajorParams params) {
   pdl_wait(params);
   if (has_unaligned_rows(params.args))
     dispatch_rank_major_unaligned(params);

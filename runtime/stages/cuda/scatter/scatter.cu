@@ -385,7 +385,7 @@ __device__ __forceinline__ void scatter(const ScatterParams<Operation>& params) 
 }
 
 template <typename Operation>
-__global__ void __launch_bounds__(kMovementThreads)
+__global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
     scatter_kernel(const __grid_constant__ ScatterParams<Operation> params) {
   pdl_wait(params);
   scatter(params);
