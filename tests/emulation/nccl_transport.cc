@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Implements transport/nccl/nccl_transport.h and gpu_identity.h without NCCL: windows are the host transport's, and small
+// Implements transport/nccl/nccl_transport.h, gpu_identity.h and gpu_fabric.h without NCCL: windows are the host transport's, and small
 // records travel through one of them.
 #include "transport/nccl/nccl_transport.h"
 
@@ -17,6 +17,7 @@
 #include "base/suspension_aware_deadline.h"
 #include "tests/emulation/device_memory.h"
 #include "transport/host/host_transport.h"
+#include "transport/nccl/gpu_fabric.h"
 #include "transport/nccl/gpu_identity.h"
 
 namespace epx {
@@ -166,6 +167,10 @@ GpuIdentity find_gpu() noexcept {
   cudaGetDevice(&gpu.device);
   gpu.uuid[0] = static_cast<char>(gpu.device);
   return gpu;
+}
+
+GpuFabric find_gpu_fabric() noexcept {
+  return {};
 }
 
 std::string why_not_a_gpu_each(std::span<const GpuIdentity>) {
