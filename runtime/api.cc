@@ -66,6 +66,7 @@ epx_group_info info_of(const Group& group) {
   info.max_token_dtype = context.shape.max_token_dtype;
   info.combine_precision = context.shape.precision;
   info.num_comm_sms = group.backend().num_comm_sms();
+  info.ranks_per_node = context.shape.ranks_per_node;
   return info;
 }
 
@@ -171,7 +172,13 @@ epx_status epx_group_memory_plan(const epx_group_config* config, int32_t num_ran
     if (num_ranks < 1 || num_ranks > kMaxRanks)
       fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_memory_plan: num_ranks is {}; it must be 1..{}", num_ranks, kMaxRanks);
     validate(*config);
-    write_output(plan, [&] { return plan_memory(resolve(*config, num_ranks), config->transport); });
+    const GroupShape shape = resolve(*config, num_ranks);
+    if (shape.num_nodes() > 1 && config->transport != EPX_TRANSPORT_HOST)
+      fail(EPX_ERROR_UNSUPPORTED,
+           "epx_group_memory_plan: ranks_per_node is {} of {} ranks, but transport {} serves groups of one node in this "
+           "version",
+           shape.ranks_per_node, num_ranks, name_of(config->transport));
+    write_output(plan, [&] { return plan_memory(shape, config->transport); });
   });
 }
 

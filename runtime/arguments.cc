@@ -44,6 +44,11 @@ public:
     fail(EPX_ERROR_INVALID_ARGUMENT, "{}: {}", function_, fmt::format(format, std::forward<Args>(args)...));
   }
 
+  template <typename... Args>
+  [[noreturn]] void refuse_as_unsupported(fmt::format_string<Args...> format, Args&&... args) const {
+    fail(EPX_ERROR_UNSUPPORTED, "{}: {}", function_, fmt::format(format, std::forward<Args>(args)...));
+  }
+
   // Checks the fields that every args struct has. Returns the effective alignment.
   template <typename ArgsStruct>
   int common(const ArgsStruct& args, Direction handle_direction) {
@@ -139,6 +144,13 @@ public:
   // Checks what the rank-major calls have in common beside the fields of all. Returns what `common` does.
   template <typename ArgsStruct>
   int rank_major_common(const ArgsStruct& args, Direction handle_direction) {
+    const GroupShape& shape = context_.shape;
+    if (shape.num_nodes() > 1)
+      refuse_as_unsupported(
+          "the group has {} nodes, between which rank-major rows do not travel: each rank would need {} bytes of "
+          "staging for them, P * max_tokens_per_rank = {} * {} rows of {} bytes",
+          shape.num_nodes(), shape.num_ranks * int64_t{shape.max_tokens_per_rank} * context_.layout.row_stride,
+          shape.num_ranks, shape.max_tokens_per_rank, context_.layout.row_stride);
     const int alignment = common(args, handle_direction);
     if (alignment != 1)
       refuse("layer.alignment is {}; the rank-major layout has no zones, so it must be 0 or 1", args.layer.alignment);

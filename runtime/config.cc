@@ -40,6 +40,7 @@ constexpr std::array kAgreedFields = {
     AgreedField{"combine_precision", [](const epx_group_config& c) -> int64_t { return c.combine_precision; }},
     AgreedField{"overflow", [](const epx_group_config& c) -> int64_t { return c.overflow; }},
     AgreedField{"transport", [](const epx_group_config& c) -> int64_t { return c.transport; }},
+    AgreedField{"ranks_per_node", [](const epx_group_config& c) -> int64_t { return c.ranks_per_node; }},
 };
 
 } // namespace
@@ -64,12 +65,13 @@ void validate(const epx_group_config& config) {
          static_cast<int>(config.max_token_dtype), name_of(config.max_token_dtype));
   require_range("max_recv_tokens_per_rank", config.max_recv_tokens_per_rank, 0, kMaxInt);
   require_at_least("max_sidecar_bytes", config.max_sidecar_bytes, 0);
-  require_range("combine_precision", config.combine_precision, EPX_COMBINE_WIRE, EPX_COMBINE_EXACT);
+  require_range("combine_precision", config.combine_precision, EPX_COMBINE_WIRE, EPX_COMBINE_NODE);
   require_range("overflow", config.overflow, EPX_OVERFLOW_ERROR, EPX_OVERFLOW_DROP);
   require_range("transport", config.transport, EPX_TRANSPORT_AUTO, EPX_TRANSPORT_NCCL);
   require_at_least("num_comm_sms", config.num_comm_sms, 0);
   require_at_least("timeout_ms", config.timeout_ms, 1);
-  if (std::ranges::any_of(config.reserved, [](int64_t value) { return value != 0; }))
+  require_at_least("ranks_per_node", config.ranks_per_node, 0);
+  if (config.reserved1 != 0 || std::ranges::any_of(config.reserved, [](int64_t value) { return value != 0; }))
     fail(EPX_ERROR_INVALID_ARGUMENT,
          "epx_group_config has a reserved field that is not 0: call epx_group_config_init before setting fields");
 #if !defined(EPX_WITH_CUDA)
@@ -81,6 +83,13 @@ void validate(const epx_group_config& config) {
 GroupShape resolve(const epx_group_config& config, int num_ranks) {
   GroupShape shape;
   shape.num_ranks = num_ranks;
+  shape.ranks_per_node = config.ranks_per_node == 0 ? num_ranks : config.ranks_per_node;
+  if (num_ranks % shape.ranks_per_node != 0)
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "epx_group_config.ranks_per_node is {}, which does not divide the {} ranks of the group: nodes have the same "
+         "number of "
+         "ranks",
+         config.ranks_per_node, num_ranks);
   shape.num_experts = config.num_experts;
   shape.max_tokens_per_rank = config.max_tokens_per_rank;
   shape.hidden_dim = config.hidden_dim;

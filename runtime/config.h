@@ -15,6 +15,7 @@ constexpr int kMaxRanks = 65535; // an AbortRecord holds a rank in 16 bits
 // Every size of a group follows from these dimensions, which are equal on all ranks.
 struct GroupShape {
   int num_ranks = 0;           // P
+  int ranks_per_node = 0;      // divides P
   int num_experts = 0;         // E
   int max_tokens_per_rank = 0; // tokens
   int hidden_dim = 0;          // elements
@@ -24,13 +25,18 @@ struct GroupShape {
   int64_t max_recv_tokens = 0; // R, rows
   epx_dtype max_token_dtype = EPX_DTYPE_UNSET;
   epx_combine_precision precision = EPX_COMBINE_WIRE;
+
+  constexpr int num_nodes() const { return num_ranks / ranks_per_node; }
+  constexpr int node_of(int rank) const { return rank / ranks_per_node; }
+  // Returns whether sums have a partial of each node (EPX_COMBINE_NODE). On one node they are those of EPX_COMBINE_WIRE.
+  constexpr bool sums_by_node() const { return precision == EPX_COMBINE_NODE && ranks_per_node < num_ranks; }
 };
 
 // Checks one rank's own config. Throws StatusError with the field and its value.
 void validate(const epx_group_config& config);
 
-// Returns the shape of a group of num_ranks ranks, with R resolved. `config` is valid. Throws when the sizes cannot be
-// represented.
+// Returns the shape of a group of num_ranks ranks, with R and ranks_per_node resolved. `config` is valid. Throws when the sizes
+// cannot be represented, and when the ranks do not make whole nodes.
 GroupShape resolve(const epx_group_config& config, int num_ranks);
 
 // Throws MISMATCH, naming the field, two ranks and their values, unless all configs agree on what ranks must agree on.

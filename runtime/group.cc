@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,12 +19,15 @@
 #include "runtime/struct_size.h"
 #if defined(EPX_WITH_CUDA)
 #include "runtime/stages/cuda/cuda_backend.h"
+#include "transport/nccl/gpu_fabric.h"
 #include "transport/nccl/gpu_identity.h"
 #include "transport/nccl/nccl_transport.h"
 #endif
 #include "runtime/layout/slots.h"
 #include "transport/bootstrap/bootstrap_exchange.h"
 #include "transport/host/host_transport.h"
+#include "transport/topology/nodes.h"
+#include "transport/topology/rank_place.h"
 
 namespace epx {
 namespace {
@@ -65,12 +69,36 @@ void require_consistent(const std::vector<RankHello>& world) {
   }
 }
 
+// Returns the ranks of each node of this rank's group. Throws UNSUPPORTED and INVALID_ARGUMENT, on each rank of the group alike.
+int resolve_ranks_per_node(const GroupShape& shape, const epx_group_config& config, epx_transport transport,
+                           std::span<const RankPlace> places) {
+  if (transport == EPX_TRANSPORT_HOST) { // its memory reaches all ranks, so that nodes are what the config says
+    require_one_machine(places);
+    return shape.ranks_per_node;
+  }
+  const int found = find_ranks_per_node(places);
+  if (config.ranks_per_node != 0 && config.ranks_per_node != found)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_config.ranks_per_node is {}, but the {} ranks of the group are on {}",
+         config.ranks_per_node, shape.num_ranks, describe_nodes(places, found));
+  if (found < shape.num_ranks)
+    fail(EPX_ERROR_UNSUPPORTED,
+         "the group has {} nodes of {} ranks, {}; transport nccl serves groups of one node in this version",
+         shape.num_ranks / found, found, describe_nodes(places, found));
+  return found;
+}
+
 struct TransportChoice {
   epx_transport transport; // never AUTO
   std::string why;
 };
 
 #if defined(EPX_WITH_CUDA)
+
+RankPlace find_place() {
+  RankPlace place = this_rank_place();
+  place.fabric = find_gpu_fabric();
+  return place;
+}
 
 // Each rank tells what it has before a transport is chosen. NCCL is not loaded on a rank without a GPU.
 struct RankDevice {
@@ -106,6 +134,10 @@ std::unique_ptr<Backend> make_backend(const GroupContext& context, const epx_gro
 }
 
 #else
+
+RankPlace find_place() {
+  return this_rank_place();
+}
 
 TransportChoice choose_transport(epx_transport wanted, Exchange&) {
   return {EPX_TRANSPORT_HOST, wanted == EPX_TRANSPORT_AUTO ? "auto: this build has no other" : "as configured"};
@@ -169,14 +201,19 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
 
   const TransportChoice choice = choose_transport(config.transport, exchange);
   context.transport = choice.transport;
+  const std::vector<RankPlace> places = exchange.all_gather([] { return find_place(); });
+  exchange.all_gather([&] { // so that a group without the nodes that it needs fails all ranks of the bootstrap
+    return context.shape.ranks_per_node = resolve_ranks_per_node(context.shape, config, choice.transport, places);
+  });
   std::unique_ptr<Transport> transport = make_transport(context, exchange);
   context.window_access = transport->window_access();
   context.layout = make_window_layout(context.shape, context.window_access);
   std::unique_ptr<Group> group(new Group(context));
   group->backend_ = make_backend(group->context_, config, std::move(transport), exchange);
-  log::group().info("group {:016x}: rank {} of {}, transport {} ({}), window {} bytes, receive capacity {} rows",
-                    context.group_id, context.rank, context.shape.num_ranks, name_of(context.transport), choice.why,
-                    context.layout.total_bytes, context.shape.max_recv_tokens);
+  log::group().info(
+      "group {:016x}: rank {} of {}, {} ranks per node, transport {} ({}), window {} bytes, receive capacity {} rows",
+      context.group_id, context.rank, context.shape.num_ranks, context.shape.ranks_per_node, name_of(context.transport),
+      choice.why, context.layout.total_bytes, context.shape.max_recv_tokens);
   return group;
 }
 

@@ -252,7 +252,13 @@ typedef enum epx_combine_precision EPX_ENUM_INT32 {
   EPX_COMBINE_WIRE = 0,
   /** The row of every route travels home and is summed there in k order in float32 with one rounding: the same bits for every
    * number of ranks when nothing is dropped. */
-  EPX_COMBINE_EXACT = 1
+  EPX_COMBINE_EXACT = 1,
+  /* After 0.1: */
+  /** For groups of several nodes: as EPX_COMBINE_WIRE, but the partials of a node's ranks are summed in rank order in float32
+   * and rounded once to the token dtype, those of the home rank's node too; the home rank sums the nodes' sums in the order of
+   * the nodes in float32 and rounds once. A node without kept routes of the token takes no step. At most one row per
+   * (token, node) needs to travel between nodes. In a group of one node it is EPX_COMBINE_WIRE. */
+  EPX_COMBINE_NODE = 2
 } epx_combine_precision;
 
 /** What happens to routes that exceed the receive capacity. They are dropped and counted either way. */
@@ -301,7 +307,14 @@ typedef struct epx_group_config {
                            A rank that alone is stopped for longer than timeout_ms is named by the others. Kernels on
                            GPUs go on while their process is stopped, and count all time: there the job lives on when
                            its processes are stopped for less than timeout_ms, or when no kernel waits for a peer */
-  int64_t reserved[6];  /**< 0 */
+  int64_t reserved[5];  /**< 0 */
+  /* After 0.1, out of the end of reserved: */
+  int32_t ranks_per_node; /**< 0 (default): as found at creation. Nodes have the same number of ranks, and rank r is on
+                             node r / ranks_per_node. On the host transport, whose ranks share one machine, 0 means one
+                             node, and any divisor of P splits the group as far as EPX_COMBINE_NODE and the limits of
+                             groups of several nodes go, for tests. EPX_TRANSPORT_NCCL serves groups of one node in this
+                             version: other values than P, and ranks that are found on several nodes, are refused */
+  int32_t reserved1;      /**< 0 */
 } epx_group_config;
 
 /** Fills in defaults. The required fields are left 0 and must be set. Errors: INVALID_ARGUMENT (NULL, or EPX_TIMEOUT_MS is
@@ -311,7 +324,8 @@ EPX_API epx_status epx_group_config_init(epx_group_config* config);
 /** Creates the group of this rank. Collective over the bootstrap: all its ranks call, and either all succeed or all fail.
  * All memory that calls need is allocated here. The bootstrap and the config stay the caller's.
  * Errors: INVALID_ARGUMENT (this rank's config); MISMATCH (the message names the field, two ranks and their values);
- * UNSUPPORTED (transport); OUT_OF_MEMORY (the message says how much was wanted); TIMEOUT (who is missing); SYSTEM. */
+ * UNSUPPORTED (transport; ranks whose nodes transport nccl cannot serve, with the nodes that were found; ranks on several
+ * machines with transport host); OUT_OF_MEMORY (the message says how much was wanted); TIMEOUT (who is missing); SYSTEM. */
 EPX_API epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_group_config* config, epx_group* group);
 
 /** Frees the group. Accepts NULL; does nothing in a child of fork(). Every call on the group must have returned. Calls that
@@ -346,8 +360,9 @@ typedef struct epx_group_info {
   epx_dtype max_token_dtype;               /**< likewise */
   epx_combine_precision combine_precision; /**< likewise */
   /* After 0.1: */
-  int32_t num_comm_sms; /**< SMs that a call takes at most; 0 on the host transport */
-  int32_t reserved0;    /**< 0 */
+  int32_t num_comm_sms;   /**< SMs that a call takes at most; 0 on the host transport */
+  int32_t ranks_per_node; /**< ranks of each node: the group has num_ranks / ranks_per_node nodes, and rank r is on node
+                             r / ranks_per_node */
 } epx_group_info;
 
 /** Describes the group: fills in as much of *info as its struct_size has. Errors: INVALID_ARGUMENT. */
@@ -375,7 +390,8 @@ typedef struct epx_memory_plan {
 } epx_memory_plan;
 
 /** Reports what epx_group_create would allocate on each rank of a group of num_ranks ranks, without allocating or
- * communicating. color, key, num_comm_sms and timeout_ms do not matter. Errors: INVALID_ARGUMENT, UNSUPPORTED. */
+ * communicating, so that ranks_per_node = 0 means one node. color, key, num_comm_sms and timeout_ms do not matter. Errors:
+ * INVALID_ARGUMENT; UNSUPPORTED (also: several nodes on another transport than host). */
 EPX_API epx_status epx_group_memory_plan(const epx_group_config* config, int32_t num_ranks, epx_memory_plan* plan);
 
 /** @} */
@@ -653,9 +669,10 @@ EPX_API epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args
  * never too few. The receive capacity R drops nothing here, but rows pass through staging of its size:
  * P * min(M, max_tokens_per_rank) * K must not exceed R, which it never does where R is the default (INVALID_ARGUMENT).
  *
- * The calls are collective, with the conventions and errors of the other operations (see there). layer.alignment is 0 or 1, as
- * there are no zones. Handle memory has epx_handle_mem_size() bytes. What a call checks of it, and what damage can do, is said
- * there; that of epx_prepare, or that of an epx_dispatch_rank_major with another M, is reported as EPX_EVENT_HANDLE_MISMATCH.
+ * The calls are collective, with the conventions and errors of the other operations (see there). A group of several nodes
+ * refuses them (UNSUPPORTED; the message has the bytes of staging that they would take). layer.alignment is 0 or 1, as there
+ * are no zones. Handle memory has epx_handle_mem_size() bytes. What a call checks of it, and what damage can do, is said there;
+ * that of epx_prepare, or that of an epx_dispatch_rank_major with another M, is reported as EPX_EVENT_HANDLE_MISMATCH.
  * @{ */
 
 /** Arguments of epx_dispatch_rank_major(). */

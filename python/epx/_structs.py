@@ -70,6 +70,7 @@ class CombinePrecision(enum.IntEnum):
 
     WIRE = 0
     EXACT = 1
+    NODE = 2
 
 
 class Overflow(enum.IntEnum):
@@ -146,7 +147,9 @@ class GroupConfig(ctypes.Structure):
         ("color", c_int32),
         ("key", c_int32),
         ("timeout_ms", c_int64),
-        ("reserved", c_int64 * 6),
+        ("reserved", c_int64 * 5),
+        ("ranks_per_node", c_int32),
+        ("reserved1", c_int32),
     ]
 
 
@@ -171,7 +174,7 @@ class GroupInfo(ctypes.Structure):
         ("max_token_dtype", c_int32),
         ("combine_precision", c_int32),
         ("num_comm_sms", c_int32),
-        ("reserved0", c_int32),
+        ("ranks_per_node", c_int32),
     ]
 
 

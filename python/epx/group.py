@@ -48,6 +48,7 @@ def _make_config(
     overflow="error",
     transport="auto",
     num_comm_sms=0,
+    ranks_per_node=0,
     color=0,
     key=0,
     timeout=None,
@@ -67,6 +68,7 @@ def _make_config(
     config.overflow = _enum(Overflow, overflow, "overflow")
     config.transport = _enum(Transport, transport, "transport")
     config.num_comm_sms = num_comm_sms
+    config.ranks_per_node = ranks_per_node
     config.color = color
     config.key = key
     if timeout is not None:
@@ -123,10 +125,11 @@ class Group:
     max_alignment             the largest alignment of zones, in rows; default 128
     max_recv_tokens_per_rank  R; 0: the worst case
     max_sidecar_bytes         0; sidecars are of the C API alone
-    combine_precision         "wire" or "exact"
+    combine_precision         "wire", "exact" or "node"
     overflow                  "error" or "drop"
     transport                 "auto", "host" or "nccl"
     num_comm_sms              the most SMs that a call takes on GPUs; 0: all but 48
+    ranks_per_node            ranks of each node; 0: as found. The host transport takes any divisor of the number of ranks
     color, key                ranks of different colors form different groups, ordered by (key, rank)
     timeout                   seconds that one wait for a peer lasts; default: EPX_TIMEOUT_MS, or 300
 

@@ -289,17 +289,40 @@ float wire_sum(const Sources& sources, std::span<const Term> terms, int64_t h) {
   return acc;
 }
 
+// Node, of terms in (rank, k) order: the partials of a node's ranks are summed as on the wire and rounded once to the dtype;
+// these are summed in node order in fp32. A node without a kept route of the token takes no step. The last rounding is the
+// caller's.
+float node_sum(const Sources& sources, std::span<const Term> terms, int ranks_per_node, int64_t h) {
+  float acc = 0.0F;
+  for (size_t first = 0; first < terms.size();) {
+    const int node = terms[first].rank / ranks_per_node;
+    size_t end = first;
+    while (end < terms.size() && terms[end].rank / ranks_per_node == node)
+      ++end;
+    acc += rounded(wire_sum(sources, terms.subspan(first, end - first), h), sources.rows[terms[first].rank].dtype);
+    first = end;
+  }
+  return acc;
+}
+
+// The sum of a token's rows, but for the last rounding. `terms` are in (rank, k) order, for exact in k order.
+float token_sum(const Problem& problem, size_t num_ranks, const Sources& sources, std::span<const Term> terms, int64_t h) {
+  if (problem.precision == EPX_COMBINE_EXACT) return exact_sum(sources, terms, h);
+  const bool has_nodes = problem.ranks_per_node > 0 && static_cast<size_t>(problem.ranks_per_node) < num_ranks;
+  if (problem.precision == EPX_COMBINE_NODE && has_nodes) return node_sum(sources, terms, problem.ranks_per_node, h);
+  return wire_sum(sources, terms, h);
+}
+
 // Rows from slots to tokens. A token without a kept route gets zero: the sum of nothing.
 void gather(const Plan& plan, const Sources& sources, std::span<Matrix> out) {
   require_matrices(plan, out, sources.rows);
   require_weights(sources.weights, sources.rows, 1);
-  const bool wire = plan.problem.precision == EPX_COMBINE_WIRE;
   for (size_t home = 0; home < plan.ranks.size(); ++home) {
     for (int64_t token = 0; token < plan.ranks[home].num_tokens; ++token) {
       std::vector<Term> terms = kept_routes(plan, plan.ranks[home], token, sources.rows);
-      if (wire) std::ranges::stable_sort(terms, {}, &Term::rank);
+      if (plan.problem.precision != EPX_COMBINE_EXACT) std::ranges::stable_sort(terms, {}, &Term::rank);
       for (int64_t h = 0; h < out[home].cols; ++h) {
-        store(out[home], token, h, wire ? wire_sum(sources, terms, h) : exact_sum(sources, terms, h));
+        store(out[home], token, h, token_sum(plan.problem, plan.ranks.size(), sources, terms, h));
       }
     }
   }

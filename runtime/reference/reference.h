@@ -22,6 +22,7 @@ struct Problem {
   int alignment = 1;           // rows; 0 means 1
   int64_t max_recv_tokens = 0; // R, rows
   epx_combine_precision precision = EPX_COMBINE_WIRE;
+  int ranks_per_node = 0; // 0: all ranks are on one node
 };
 
 // Routing input of one rank.

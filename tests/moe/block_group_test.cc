@@ -80,6 +80,19 @@ TEST_CASE("wire precision agrees with the local block up to rounding") {
   });
 }
 
+TEST_CASE("sums by node agree with the local block up to rounding") {
+  const Layer late = make_layer(22, {3, EPX_MOE_WEIGHT_LATE, 1});
+  const Layer early = make_layer(23, {kNumExperts, EPX_MOE_WEIGHT_EARLY, 4});
+  epx_group_config config = group_config(EPX_COMBINE_NODE);
+  for (const int32_t ranks_per_node : {1, 2}) {
+    config.ranks_per_node = ranks_per_node;
+    each_rank(kSplits[3], config, [&](const Rank& rank) {
+      RankBlock(rank, late).run(1e-5);
+      RankBlock(rank, early).run(1e-5);
+    });
+  }
+}
+
 TEST_CASE("blocks that share an arena have the bits of the local ones") {
   each_rank(kSplits[2], group_config(EPX_COMBINE_EXACT), [](const Rank& rank) { check_shared_arena<float>(rank, 0); });
 }

@@ -86,7 +86,9 @@ std::vector<BadConfig> bad_configs() {
         {"overflow", [](Config& c) { c.overflow = static_cast<epx_overflow>(8); }, {"overflow", "8"}},
         {"transport", [](Config& c) { c.transport = static_cast<epx_transport>(9); }, {"transport", "9"}},
         {"num_comm_sms negative", [](Config& c) { c.num_comm_sms = -2; }, {"num_comm_sms", "-2"}},
-        {"with a reserved field set", [](Config& c) { c.reserved[5] = 1; }, {"epx_group_config", "reserved"}},
+        {"with a reserved field set", [](Config& c) { c.reserved[4] = 1; }, {"epx_group_config", "reserved"}},
+        {"with the last reserved field set", [](Config& c) { c.reserved1 = 1; }, {"epx_group_config", "reserved"}},
+        {"ranks_per_node negative", [](Config& c) { c.ranks_per_node = -1; }, {"ranks_per_node", "-1"}},
         {"timeout_ms 0", [](Config& c) { c.timeout_ms = 0; }, {"timeout_ms", "0"}, EPX_ERROR_INVALID_ARGUMENT, false},
         {"timeout_ms negative",
          [](Config& c) { c.timeout_ms = -20; },
@@ -186,6 +188,7 @@ TEST_CASE("when configs differ between ranks, every rank's message has the field
       {"combine_precision", [](Config& c) { c.combine_precision = EPX_COMBINE_EXACT; }, {" 0|wire", " 1|exact"}},
       {"overflow", [](Config& c) { c.overflow = EPX_OVERFLOW_DROP; }, {" 0|error", " 1|drop"}},
       {"transport", [](Config& c) { c.transport = EPX_TRANSPORT_AUTO; }, {" 0|auto", " 1|host"}},
+      {"ranks_per_node", [](Config& c) { c.ranks_per_node = 1; }, {" 0", " 1"}},
   };
   constexpr int kThreeRanks = 3;
   for (const Difference& difference : table) {

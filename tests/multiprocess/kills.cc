@@ -132,7 +132,7 @@ void run_aimed(Memory memory, const Aim& aim) {
 
 // Returns how many all-gathers the creation of a group takes.
 int gathers_of(Memory memory) {
-  return memory == Memory::nameless ? 3 : 5;
+  return memory == Memory::nameless ? 5 : 7;
 }
 
 void check_aimed_kills(Memory memory) {

@@ -20,6 +20,7 @@ struct Kind {
   int top_k;
   int max_tokens;
   RoutingStyle routing;
+  int num_nodes = 1; // of the host transport
 };
 
 // The routing all-gather takes up to 8192 routes of all ranks, and the LL path up to 2048 tokens of all ranks
@@ -29,10 +30,10 @@ constexpr Kind kKinds[] = {
     {EPX_COMBINE_WIRE, 40, 5, RoutingStyle::distinct}, {EPX_COMBINE_WIRE, 40, 7, RoutingStyle::distinct},
     {EPX_COMBINE_EXACT, 64, 3, RoutingStyle::uniform}, {EPX_COMBINE_EXACT, 64, 5, RoutingStyle::uniform},
     {EPX_COMBINE_WIRE, 64, 3, RoutingStyle::repeated}, {EPX_COMBINE_WIRE, 64, 5, RoutingStyle::repeated},
-    {EPX_COMBINE_EXACT, 3, 9, RoutingStyle::uniform},
+    {EPX_COMBINE_EXACT, 3, 9, RoutingStyle::uniform},  {EPX_COMBINE_NODE, 64, 3, RoutingStyle::uniform, 5},
 };
 
-Case make_case(const Kind& kind, int num_ranks) {
+Case make_case(const Kind& kind, int num_ranks, const std::string& transport) {
   Case test_case;
   GroupCase& group = test_case.group;
   group.num_ranks = num_ranks;
@@ -44,6 +45,7 @@ Case make_case(const Kind& kind, int num_ranks) {
   group.max_sidecar_bytes = 8;
   group.precision = kind.precision;
   group.num_comm_sms = 1; // each block is a thread of this process
+  if (transport == "host" && num_ranks % kind.num_nodes == 0) group.ranks_per_node = num_ranks / kind.num_nodes;
   LayerCase& layer = test_case.layer;
   layer.top_k = kind.top_k;
   layer.alignment = 4;
@@ -59,7 +61,7 @@ Case make_case(const Kind& kind, int num_ranks) {
 }
 
 void run(const Kind& kind, int num_ranks, const std::string& transport) {
-  Workloads workloads(make_case(kind, num_ranks));
+  Workloads workloads(make_case(kind, num_ranks, transport));
   try {
     make_thread_launcher(transport, num_ranks)->each_rank([&](const RankContext& context) {
       run_case(context, workloads);

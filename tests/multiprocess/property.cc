@@ -51,7 +51,8 @@ Options parse(int argc, char** argv) {
 
 // These events are counted over all cases, and a long run in which one of them never happens fails.
 struct Coverage {
-  uint64_t overflow = 0, bad_index = 0, beyond_rows = 0, no_local_expert = 0, many_ranks = 0;
+  uint64_t overflow = 0, bad_index = 0, beyond_rows = 0, no_local_expert = 0, many_ranks = 0, several_nodes = 0,
+           by_node = 0;
 
   void add(Workloads& workloads) {
     const Case& c = workloads.test_case();
@@ -70,12 +71,18 @@ struct Coverage {
     beyond_rows += seen[2];
     no_local_expert += c.group.num_experts < c.group.num_ranks;
     many_ranks += c.group.num_ranks == 7;
+    several_nodes += num_nodes(c.group) > 1;
+    by_node += num_nodes(c.group) > 1 && c.group.precision == EPX_COMBINE_NODE;
   }
 
-  void report(uint64_t cases) const {
-    std::printf("of them %lu with overflow, %lu with bad indices, %lu with too few rows, %lu with E < P, %lu on 7 ranks\n",
-                overflow, bad_index, beyond_rows, no_local_expert, many_ranks);
+  void report(uint64_t cases, const std::string& transport) const {
+    std::printf(
+        "of them %lu with overflow, %lu with bad indices, %lu with too few rows, %lu with E < P, %lu on 7 ranks, %lu on "
+        "several nodes, %lu of these with sums by node\n",
+        overflow, bad_index, beyond_rows, no_local_expert, many_ranks, several_nodes, by_node);
     if (cases < 1000) return;
+    check((several_nodes > 0 && by_node > 0) == (transport == "host"),
+          "the generator no longer makes groups of several nodes");
     for (const uint64_t met : {overflow, bad_index, beyond_rows, no_local_expert, many_ranks}) {
       check(met > 0, "the generator no longer makes one of these");
     }
@@ -83,7 +90,9 @@ struct Coverage {
 };
 
 void run_one(uint64_t seed, const std::string& transport, Coverage& coverage) {
-  Workloads workloads(random_case(seed));
+  Case chosen = random_case(seed);
+  if (transport != "host") chosen.group.ranks_per_node = 0; // one machine is one node there
+  Workloads workloads(chosen);
   const Case& c = workloads.test_case();
   try {
     make_thread_launcher(transport, c.group.num_ranks)->each_rank([&](const RankContext& context) {
@@ -116,7 +125,7 @@ int main(int argc, char** argv) {
       run_one(options.seed + i, options.transport, coverage);
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
     std::printf("%lu cases, %ld checks, none failed, %.1f s; ", options.cases, num_checks(), seconds.count());
-    coverage.report(options.cases);
+    coverage.report(options.cases, options.transport);
     return 0;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "FAILED: %s\n", error.what());

@@ -68,13 +68,26 @@ int random_comm_sms(Rng& rng) {
   return rng.pick({0, 0, 1, 2});
 }
 
+epx_combine_precision random_precision(Rng& rng) {
+  return rng.pick({EPX_COMBINE_WIRE, EPX_COMBINE_EXACT, EPX_COMBINE_NODE});
+}
+
+int random_ranks_per_node(int num_ranks, Rng& rng) {
+  if (rng.chance(50)) return 0;
+  int ranks = static_cast<int>(rng.between(1, num_ranks));
+  while (num_ranks % ranks != 0)
+    --ranks;
+  return ranks;
+}
+
 void choose_group(Case& chosen, Rng& rng) {
   GroupCase& group = chosen.group;
-  group.num_ranks = rng.pick({1, 2, 2, 3, 3, 4, 4, 7});
+  group.num_ranks = rng.pick({1, 2, 2, 3, 3, 4, 4, 6, 7});
+  group.ranks_per_node = random_ranks_per_node(group.num_ranks, rng);
   group.num_experts = random_experts(group.num_ranks, rng);
   group.max_tokens = static_cast<int>(rng.chance(15) ? rng.between(20, 40) : rng.between(1, 16));
   group.hidden_dim = random_hidden(rng);
-  group.precision = rng.pick({EPX_COMBINE_WIRE, EPX_COMBINE_EXACT});
+  group.precision = random_precision(rng);
   group.overflow = rng.pick({EPX_OVERFLOW_ERROR, EPX_OVERFLOW_DROP});
 }
 
@@ -146,6 +159,7 @@ epx_group_config make_config(const GroupCase& group) {
   config.transport = group.transport;
   config.num_comm_sms = group.num_comm_sms;
   config.timeout_ms = group.timeout_ms;
+  config.ranks_per_node = group.ranks_per_node;
   return config;
 }
 
@@ -157,6 +171,10 @@ int64_t recv_capacity(const GroupCase& group) {
   return (rows + group.max_alignment - 1) / group.max_alignment * group.max_alignment;
 }
 
+int num_nodes(const GroupCase& group) {
+  return group.ranks_per_node == 0 ? 1 : group.num_ranks / group.ranks_per_node;
+}
+
 Case random_case(uint64_t seed) {
   Rng rng(mix(seed, 0xca5e));
   Case chosen;
@@ -164,6 +182,7 @@ Case random_case(uint64_t seed) {
   choose_group(chosen, rng);
   choose_routing(chosen, rng);
   choose_tensors(chosen.layer, chosen.group.hidden_dim, rng);
+  if (num_nodes(chosen.group) > 1) chosen.layer.rank_major = RankMajorRows::absent; // refused there
   choose_limits(chosen, rng);
   chosen.iterations = static_cast<int>(rng.between(1, 2));
   chosen.placement = rng.pick({Placement::plain, Placement::in_place, Placement::random, Placement::random});
@@ -179,7 +198,7 @@ GroupCase random_group(uint64_t seed, int num_ranks) {
   group.num_experts = random_experts(num_ranks, rng);
   group.max_tokens = static_cast<int>(rng.between(1, 40));
   group.hidden_dim = random_hidden(rng);
-  group.precision = rng.pick({EPX_COMBINE_WIRE, EPX_COMBINE_EXACT});
+  group.precision = random_precision(rng);
   group.overflow = rng.pick({EPX_OVERFLOW_ERROR, EPX_OVERFLOW_DROP});
   group.max_top_k = rng.pick({4, 8, 8, 64});
   group.max_alignment = rng.pick({1, 16, 128});
@@ -213,26 +232,27 @@ std::string describe(const Case& c) {
     constexpr const char* kNames[] = {"unset", "fp32", "fp16", "bf16", "int32", "int64"};
     return kNames[dtype];
   };
+  constexpr const char* kPrecision[] = {"wire", "exact", "node"};
   constexpr const char* kTokens[] = {"full", "ragged", "none-on-one", "none"};
   constexpr const char* kRouting[] = {"uniform", "distinct", "hot", "skewed", "repeated"};
   constexpr const char* kRows[] = {"exact", "more", "fewer", "any"};
   constexpr const char* kRankMajor[] = {"absent", "exact", "max-tokens", "more", "fewer", "none"};
   constexpr const char* kPlacement[] = {"plain", "in-place", "random"};
-  return fmt::format("seed={} P={} E={} max_tokens={} T={} hidden_dim={} H={}/{} K={}/{} alignment={}/{} R={}{} N={} "
-                     "dtype={}/{}/max:{} index={} counts={} sidecar={}/{} routing={} masked={}% bad={}% precision={} "
-                     "overflow={} sms={} weights=dispatch:{},combine:{},combine_bwd:{}+grads:{},dispatch_bwd:{} pads={} "
-                     "M={} iterations={} "
-                     "placement={} arenas={}x{}",
-                     c.seed, g.num_ranks, g.num_experts, g.max_tokens, kTokens[static_cast<int>(l.tokens)], g.hidden_dim,
-                     l.hidden, l.combine_hidden, l.top_k, g.max_top_k, l.alignment, g.max_alignment, recv_capacity(g),
-                     g.max_recv_rows == 0 ? "(worst case)" : "", kRows[static_cast<int>(l.rows)], name(l.dtype),
-                     name(l.combine_dtype), name(g.max_dtype), name(l.index_dtype), name(l.counts_dtype), l.sidecar_bytes,
-                     g.max_sidecar_bytes, kRouting[static_cast<int>(l.routing)], l.percent_masked, l.percent_bad,
-                     g.precision == EPX_COMBINE_WIRE ? "wire" : "exact",
-                     g.overflow == EPX_OVERFLOW_ERROR ? "error" : "drop", g.num_comm_sms, l.dispatch_weights,
-                     l.combine_weights, l.combine_bwd_weights, l.combine_bwd_grads, l.dispatch_bwd_grads,
-                     l.pads_untouched ? "untouched" : "zero", kRankMajor[static_cast<int>(l.rank_major)], c.iterations,
-                     kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
+  return fmt::format(
+      "seed={} P={} nodes={} E={} max_tokens={} T={} hidden_dim={} H={}/{} K={}/{} alignment={}/{} R={}{} N={} "
+      "dtype={}/{}/max:{} index={} counts={} sidecar={}/{} routing={} masked={}% bad={}% precision={} "
+      "overflow={} sms={} weights=dispatch:{},combine:{},combine_bwd:{}+grads:{},dispatch_bwd:{} pads={} "
+      "M={} iterations={} "
+      "placement={} arenas={}x{}",
+      c.seed, g.num_ranks, num_nodes(g), g.num_experts, g.max_tokens, kTokens[static_cast<int>(l.tokens)], g.hidden_dim,
+      l.hidden, l.combine_hidden, l.top_k, g.max_top_k, l.alignment, g.max_alignment, recv_capacity(g),
+      g.max_recv_rows == 0 ? "(worst case)" : "", kRows[static_cast<int>(l.rows)], name(l.dtype), name(l.combine_dtype),
+      name(g.max_dtype), name(l.index_dtype), name(l.counts_dtype), l.sidecar_bytes, g.max_sidecar_bytes,
+      kRouting[static_cast<int>(l.routing)], l.percent_masked, l.percent_bad, kPrecision[g.precision],
+      g.overflow == EPX_OVERFLOW_ERROR ? "error" : "drop", g.num_comm_sms, l.dispatch_weights, l.combine_weights,
+      l.combine_bwd_weights, l.combine_bwd_grads, l.dispatch_bwd_grads, l.pads_untouched ? "untouched" : "zero",
+      kRankMajor[static_cast<int>(l.rank_major)], c.iterations, kPlacement[static_cast<int>(c.placement)], c.num_arenas,
+      c.arena_bytes);
 }
 
 } // namespace epx::test

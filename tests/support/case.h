@@ -23,12 +23,14 @@ struct GroupCase {
   epx_combine_precision precision = EPX_COMBINE_WIRE;
   epx_overflow overflow = EPX_OVERFLOW_ERROR;
   epx_transport transport = EPX_TRANSPORT_HOST;
-  int num_comm_sms = 0; // 0: all
+  int num_comm_sms = 0;   // 0: all
+  int ranks_per_node = 0; // 0: one node
   int64_t timeout_ms = 60'000;
 };
 
 epx_group_config make_config(const GroupCase& group);
 int64_t recv_capacity(const GroupCase& group); // returns R, resolved as in epx.h
+int num_nodes(const GroupCase& group);         // 1 where ranks_per_node is 0
 
 enum class TokenCount { full, ragged, none_on_one, none };            // T per rank; ragged: differs by rank
 enum class RoutingStyle { uniform, distinct, hot, skewed, repeated }; // hot: one expert; repeated: duplicates in each row
@@ -75,11 +77,11 @@ struct Case {
   int num_arenas = 2;
 };
 
-// Returns a case that the seed chooses, with the number of ranks (1, 2, 3, 4 or 7).
+// Returns a case that the seed chooses, with the number of ranks (1, 2, 3, 4, 6 or 7), on one node or on several.
 Case random_case(uint64_t seed);
 
 // Returns a group of num_ranks ranks with limits that allow different layers, and one layer of it. It serves transports on
-// which creating a group takes long, so that a group runs many layers.
+// which creating a group takes long, so that a group runs many layers. The group has one node.
 GroupCase random_group(uint64_t seed, int num_ranks);
 LayerCase random_layer(const GroupCase& group, uint64_t seed);
 

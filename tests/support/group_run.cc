@@ -59,6 +59,7 @@ void GroupRun::check_info(const epx_group_config& config, int expected_rank) con
   check_equal(static_cast<int>(info_.max_token_dtype), static_cast<int>(config.max_token_dtype), "info.max_token_dtype");
   check_equal(static_cast<int>(info_.combine_precision), static_cast<int>(config.combine_precision),
               "info.combine_precision");
+  check_equal(info_.ranks_per_node, shape_.num_ranks / num_nodes(shape_), "info.ranks_per_node");
   check(info_.group_id != 0, "info.group_id is 0");
 }
 

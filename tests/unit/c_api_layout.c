@@ -45,6 +45,8 @@ AT(epx_group_config, color, 60);
 AT(epx_group_config, key, 64);
 AT(epx_group_config, timeout_ms, 72);
 AT(epx_group_config, reserved, 80);
+AT(epx_group_config, ranks_per_node, 120);
+AT(epx_group_config, reserved1, 124);
 SIZE(epx_group_config, 128);
 
 AT(epx_group_info, struct_size, 0);
@@ -65,6 +67,7 @@ AT(epx_group_info, max_alignment, 76);
 AT(epx_group_info, max_token_dtype, 80);
 AT(epx_group_info, combine_precision, 84);
 AT(epx_group_info, num_comm_sms, 88);
+AT(epx_group_info, ranks_per_node, 92);
 
 AT(epx_memory_plan, struct_size, 0);
 AT(epx_memory_plan, max_recv_tokens_per_rank, 8);
@@ -219,6 +222,7 @@ IS(EPX_UINT8, 7);
 SIZE(epx_combine_precision, 4);
 IS(EPX_COMBINE_WIRE, 0);
 IS(EPX_COMBINE_EXACT, 1);
+IS(EPX_COMBINE_NODE, 2);
 
 SIZE(epx_overflow, 4);
 IS(EPX_OVERFLOW_ERROR, 0);

@@ -51,6 +51,8 @@ TEST_CASE("ep_bench options: everything given") {
                                       "--staged",
                                       "--num-comm-sms",
                                       "16",
+                                      "--ranks-per-node",
+                                      "1",
                                       "--timeout-ms",
                                       "1500",
                                       "--iters",
@@ -78,6 +80,7 @@ TEST_CASE("ep_bench options: everything given") {
   CHECK(options.combine_precision == EPX_COMBINE_EXACT);
   CHECK(options.staged);
   CHECK(options.num_comm_sms == 16);
+  CHECK(options.ranks_per_node == 1);
   CHECK(options.timeout_ms == 1500);
   CHECK(options.iterations == 2);
   CHECK(options.warmup == 0);
@@ -194,7 +197,7 @@ TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
       {{"--routing", "hot:-0.1"}, {"--routing", "hot:-0.1"}},
       {{"--routing", "hot:nan"}, {"--routing", "hot:nan"}},
       {{"--routing", "hot:0.3", "--top-k", "4", "--experts", "4"}, {"--top-k", "--experts", "hot:0.3"}},
-      {{"--combine-precision", "fast"}, {"--combine-precision", "fast", "exact"}},
+      {{"--combine-precision", "fast"}, {"--combine-precision", "fast", "exact", "node"}},
       {{"--frobnicate"}, {"--frobnicate"}},
       {{"stray"}, {"stray"}},
       {{"--bootstrap", "file:"}, {"--bootstrap", "file:"}},

@@ -107,10 +107,11 @@ Plan example_plan(int alignment, int64_t max_recv_tokens, epx_combine_precision 
 }
 
 // Returns the plan of one token on rank `home` with one route to each expert listed; E is ranks * experts_per_rank.
-Plan one_token(int num_ranks, int experts_per_rank, int home, const Ints& experts, epx_combine_precision precision) {
+Plan one_token(int num_ranks, int experts_per_rank, int home, const Ints& experts, epx_combine_precision precision,
+               int ranks_per_node = 0) {
   std::vector<Routing> ranks(num_ranks);
   ranks[home] = routing(1, experts);
-  return prepare({num_ranks * experts_per_rank, static_cast<int>(experts.size()), 1, 64, precision}, ranks);
+  return prepare({num_ranks * experts_per_rank, static_cast<int>(experts.size()), 1, 64, precision, ranks_per_node}, ranks);
 }
 
 // Combines the only token of `plan`; route_values and weights are in k order.
@@ -548,6 +549,37 @@ TEST_SUITE("reference: combine") {
       CHECK(combine_one(wire, home, EPX_BFLOAT16, values) == Bits{0x3F80});
       CHECK(combine_one(exact, home, EPX_BFLOAT16, values) == Bits{0x3F81});
     }
+  }
+
+  TEST_CASE("node rounds the sum of each node's partials, the home node's too") {
+    // Ranks 0 to 2 have 1, 2^-8 and 2^-8. Nodes of 2: 1 + 2^-8 is a tie that goes to 1, and so is 1 plus the other node's 2^-8.
+    const Floats values{1.0F, 0x1p-8F, 0x1p-8F};
+    for (int home : {0, 3}) {
+      CAPTURE(home);
+      const auto sum = [&](epx_combine_precision precision, int ranks_per_node) {
+        return combine_one(one_token(4, 1, home, {0, 1, 2}, precision, ranks_per_node), home, EPX_BFLOAT16, values);
+      };
+      CHECK(sum(EPX_COMBINE_WIRE, 2) == Bits{0x3F81});
+      CHECK(sum(EPX_COMBINE_NODE, 2) == Bits{0x3F80});
+      for (int ranks_per_node : {0, 1, 4}) // one node, or one rank on each
+        CHECK(sum(EPX_COMBINE_NODE, ranks_per_node) == Bits{0x3F81});
+    }
+  }
+
+  TEST_CASE("a node's sum is in rank order, and the sum of the nodes in their order") {
+    // Rank order within nodes 0 and 1: 2^24 + 1 loses the 1, and 1 + 1 = 2. Rank order over all: 2^24 + 1 + 1 + 1 loses each.
+    const Floats values{1.0F, 1.0F, 1.0F, k2p24};
+    const Plan wire = one_token(4, 1, 1, {3, 2, 1, 0}, EPX_COMBINE_WIRE, 2);
+    const Plan node = one_token(4, 1, 1, {3, 2, 1, 0}, EPX_COMBINE_NODE, 2);
+    CHECK(combine_one(wire, 1, EPX_FLOAT32, values) == bits_of(Floats{k2p24}));
+    CHECK(combine_one(node, 1, EPX_FLOAT32, values) == bits_of(Floats{k2p24 + 2}));
+  }
+
+  TEST_CASE("a node's sum that overflows its dtype is infinite") {
+    const Floats values{65504, 65504, -65504, -65504};
+    CHECK(combine_one(one_token(4, 1, 0, {0, 1, 2, 3}, EPX_COMBINE_WIRE, 2), 0, EPX_FLOAT16, values) == Bits{0});
+    const Bits node = combine_one(one_token(4, 1, 0, {0, 1, 2, 3}, EPX_COMBINE_NODE, 2), 0, EPX_FLOAT16, values);
+    CHECK(is_half_nan(EPX_FLOAT16, node[0])); // inf - inf
   }
 
   TEST_CASE("exact gives the same bits for every number of ranks") {

@@ -40,6 +40,7 @@ GroupConfig group_config(const Options& options) {
   config.combine_precision = options.combine_precision;
   config.transport = options.transport;
   config.num_comm_sms = options.num_comm_sms;
+  config.ranks_per_node = options.ranks_per_node;
   if (options.timeout_ms > 0) config.timeout_ms = options.timeout_ms;
   return config;
 }

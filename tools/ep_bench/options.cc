@@ -25,8 +25,8 @@ constexpr std::array<std::pair<const char*, epx_dtype>, 3> kDtypes{
     {{"fp32", EPX_FLOAT32}, {"fp16", EPX_FLOAT16}, {"bf16", EPX_BFLOAT16}}};
 constexpr std::array<std::pair<const char*, epx_transport>, 2> kTransports{
     {{"host", EPX_TRANSPORT_HOST}, {"nccl", EPX_TRANSPORT_NCCL}}};
-constexpr std::array<std::pair<const char*, epx_combine_precision>, 2> kPrecisions{
-    {{"wire", EPX_COMBINE_WIRE}, {"exact", EPX_COMBINE_EXACT}}};
+constexpr std::array<std::pair<const char*, epx_combine_precision>, 3> kPrecisions{
+    {{"wire", EPX_COMBINE_WIRE}, {"exact", EPX_COMBINE_EXACT}, {"node", EPX_COMBINE_NODE}}};
 
 template <typename Value>
 Value value_of(const char* option, const std::string& text, Names<Value> names) {
@@ -114,6 +114,7 @@ void check_shape(const Options& options) {
   check_range("--alignment", options.alignment, 0, kMax);
   check_range("--capacity", options.capacity, 0, kMax);
   check_range("--num-comm-sms", options.num_comm_sms, 0, kMax);
+  check_range("--ranks-per-node", options.ranks_per_node, 0, kMax);
   check_range("--iters", options.iterations, 1, 1'000'000);
   check_range("--warmup", options.warmup, 0, 1'000'000);
   check_range("--input-sets", options.input_sets, 1, 1024);
@@ -284,7 +285,13 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.add_option("--capacity", options.capacity, "Receive capacity, rows per rank; 0: enough for the worst case");
   app.add_option("--seed", seed, "Seed of routing, tokens and weights, a number from 0 to 2^64 - 1");
   app.add_option("--transport", transport, "host (shared memory) or nccl (a GPU for each rank, in builds with CUDA)");
-  app.add_option("--combine-precision", precision, "Rounding of sums: wire (one row per token and rank) or exact");
+  app.add_option(
+      "--combine-precision", precision,
+      "Rounding of sums: wire (one row per token and rank), exact, or node (wire with one more rounding for each node)");
+  app.add_option(
+      "--ranks-per-node", options.ranks_per_node,
+      "Ranks of each node; 0: as found, which is all of them on transport host. The host takes any divisor of their "
+      "number, for the sums of --combine-precision node");
   app.add_flag("--staged", options.staged, "Receive tensors in plain memory instead of memory from epx_mem_alloc");
   app.add_flag("--graph", options.graph,
                "nccl: each timed call is the replay of a CUDA graph, captured once per input set");

@@ -71,6 +71,7 @@ nlohmann::json config_json(const Results& results) {
           {"staged", options.staged},
           {"graph", options.graph},
           {"num_comm_sms", results.group.num_comm_sms},
+          {"ranks_per_node", results.group.ranks_per_node},
           {"timeout_ms", results.group.timeout_ms},
           {"iters", options.iterations},
           {"warmup", options.warmup},
@@ -116,16 +117,16 @@ nlohmann::json operation_json(const OperationFigures& figures, std::optional<int
 
 std::string header(const Results& results) {
   const Options& options = results.options;
-  return fmt::format("ep_bench {}: {} ranks, transport {}, {} tokens per rank x {} {}, top-{} of {} experts, routing {}\n"
-                     "alignment {}, combine {}, receive capacity R = {} rows, receive tensors in {} memory, seed {}, "
-                     "{} iterations\n"
-                     "handle memory {} bytes of {} allowed, window {} bytes per rank, group created in {:.1f} ms\n",
-                     version_string(results.library_version), results.group.num_ranks, to_string(results.group.transport),
-                     options.tokens, options.hidden, to_string(options.dtype), options.top_k, options.experts,
-                     to_string(options.routing), options.alignment, to_string(options.combine_precision),
-                     results.group.max_recv_tokens_per_rank, receive_memory(options), options.seed, options.iterations,
-                     results.handle_mem_bytes, results.handle_mem_limit, results.group.window_bytes,
-                     results.group_creation_ms);
+  return fmt::format(
+      "ep_bench {}: {} ranks, {} per node, transport {}, {} tokens per rank x {} {}, top-{} of {} experts, routing {}\n"
+      "alignment {}, combine {}, receive capacity R = {} rows, receive tensors in {} memory, seed {}, "
+      "{} iterations\n"
+      "handle memory {} bytes of {} allowed, window {} bytes per rank, group created in {:.1f} ms\n",
+      version_string(results.library_version), results.group.num_ranks, results.group.ranks_per_node,
+      to_string(results.group.transport), options.tokens, options.hidden, to_string(options.dtype), options.top_k,
+      options.experts, to_string(options.routing), options.alignment, to_string(options.combine_precision),
+      results.group.max_recv_tokens_per_rank, receive_memory(options), options.seed, options.iterations,
+      results.handle_mem_bytes, results.handle_mem_limit, results.group.window_bytes, results.group_creation_ms);
 }
 
 // Says how the calls of nccl were made, and what the speed-of-light bounds consist of.

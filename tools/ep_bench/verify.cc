@@ -62,7 +62,8 @@ public:
                                 .top_k = options.top_k,
                                 .alignment = options.alignment,
                                 .max_recv_tokens = exchange.info().max_recv_tokens_per_rank,
-                                .precision = options.combine_precision},
+                                .precision = options.combine_precision,
+                                .ranks_per_node = exchange.info().ranks_per_node},
                                routing);
     recv_weights_ = scribbled_floats(num_ranks, exchange.rows());
     inputs_ = exchange.tensors_of(mine_.by_token);

@@ -289,7 +289,7 @@ template <typename T>
 __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   Movement movement(params);
   movement.post();
-  if (params.group.context.shape.precision == EPX_COMBINE_WIRE && movement.takes_ll_path()) {
+  if (params.group.context.shape.precision != EPX_COMBINE_EXACT && movement.takes_ll_path()) {
     if (is_unaligned(reinterpret_cast<uint64_t>(params.rows) | reinterpret_cast<uint64_t>(params.out),
                      params.call.hidden * static_cast<int64_t>(sizeof(T))))
       ll_gather_unaligned<T>(params, movement);

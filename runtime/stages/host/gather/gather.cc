@@ -4,13 +4,16 @@
 //
 // In precision wire the experts' rank sums its slots of a token and sends one partial row. In precision exact it sends each
 // slot's row and weight. A staged row's place depends only on the token and the rank ordinal (wire), or on the route (exact).
+// In precision node the partial rows travel as in wire, and the home rank also computes the sum of each node, as the relays of
+// a group over several machines would.
 //
 // When the rows of all ranks lie in registered memory, nothing is staged: the home rank computes the same sums in the same
-// order, and reads the rows where they are.
+// order, and reads the rows where they are. Sums by node have one step of rounding more than that knows, and are staged.
 
 #include "runtime/stages/host/gather/gather.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "runtime/stages/host/gather/row_sums.h"
@@ -101,8 +104,10 @@ void sum_at_home(const Movement& movement, const GatherTensors& tensors) {
   const GroupShape& shape = movement.group.context.shape;
   const WindowLayout& layout = movement.group.context.layout;
   const bool exact = shape.precision == EPX_COMBINE_EXACT;
+  const bool by_node = shape.sums_by_node();
   const auto* staging = window.local<std::byte>(layout.gather_rows.offset);
   const auto* staged_weights = window.local<float>(layout.gather_weights.offset);
+  std::array<int, kMaxTopK> nodes{}; // by rank ordinal of the token
   sum_tokens(call, tensors, exact && tensors.row_weights != nullptr, [&](RowSum& sum, int64_t token) {
     const Route* routes = movement.plan.routes + token * call.top_k;
     uint64_t partials = 0; // one bit for each rank that sent one, by rank ordinal, which ascends with the rank
@@ -110,13 +115,20 @@ void sum_at_home(const Movement& movement, const GatherTensors& tensors) {
       if (!movement.is_live(routes[k])) continue;
       const int64_t index = route_index(token, call.top_k, k);
       if (exact) sum.add(staging + index * layout.row_stride, staged_weights[index]);
-      partials |= uint64_t{1} << movement.limits.rank_ordinal(routes[k].rank_ordinal);
+      const int rank_ordinal = movement.limits.rank_ordinal(routes[k].rank_ordinal);
+      partials |= uint64_t{1} << rank_ordinal;
+      nodes[static_cast<size_t>(rank_ordinal)] = shape.node_of(routes[k].rank);
     }
     if (exact) return;
+    int node = -1;
     for (; partials != 0; partials &= partials - 1) {
-      const int64_t row = partial_staging_row(shape, token, call.top_k, __builtin_ctzll(partials));
+      const int rank_ordinal = __builtin_ctzll(partials);
+      if (by_node && nodes[static_cast<size_t>(rank_ordinal)] != node) sum.end_group(); // the node before, if there was one
+      node = nodes[static_cast<size_t>(rank_ordinal)];
+      const int64_t row = partial_staging_row(shape, token, call.top_k, rank_ordinal);
       sum.add(staging + row * layout.row_stride, 1.0f);
     }
+    if (by_node) sum.end_group();
   });
 }
 
@@ -170,9 +182,10 @@ void collect_weights_at_home(const Movement& movement, const GatherTensors& tens
 void gather(HostGroup& group, const MovementCall& call, const GatherTensors& tensors, const CallDescriptor& descriptor) {
   const DefaultFloatEnvironment environment;
   const Movement movement = begin_movement(group, call, descriptor);
-  const bool are_registered = all_rows_are_registered(group, tensors); // the same on all ranks
+  const bool is_in_place =
+      !group.context.shape.sums_by_node() && all_rows_are_registered(group, tensors); // on all ranks alike
   if (movement.takes_part) {
-    if (are_registered)
+    if (is_in_place)
       sum_in_place(movement, tensors);
     else if (group.context.shape.precision == EPX_COMBINE_EXACT)
       send_routes_home(movement, tensors);
@@ -185,7 +198,7 @@ void gather(HostGroup& group, const MovementCall& call, const GatherTensors& ten
   }
   group.protocol.complete(); // after it all staged rows are here, and all rows that are read in place have been read
   if (!movement.takes_part) return;
-  if (!are_registered) sum_at_home(movement, tensors);
+  if (!is_in_place) sum_at_home(movement, tensors);
   if (tensors.carried_out != nullptr && call.is_rank_major())
     collect_rank_major_weights(movement, tensors.carried_out);
   else if (tensors.carried_out != nullptr)

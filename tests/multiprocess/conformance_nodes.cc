@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+// These scenarios run groups of several nodes. On the host transport epx_group_config.ranks_per_node makes them; on the others,
+// where one machine is one node, they run on that, where precision node has the bits of wire.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "runtime/reference/reference.h"
+#include "tests/multiprocess/conformance.h"
+#include "tests/support/check.h"
+
+namespace epx::test {
+
+namespace {
+
+bool is_on_host() {
+  std::atomic<bool> is_host = false; // ranks may be threads
+  launcher().each_rank([&](const RankContext& context) { is_host = context.device->transport() == EPX_TRANSPORT_HOST; });
+  return is_host;
+}
+
+// Returns every number of ranks that a node can have here; 0 leaves it to the library.
+std::vector<int> node_sizes() {
+  std::vector<int> sizes{0, launcher().num_ranks()};
+  if (!is_on_host()) return sizes;
+  for (int ranks = 1; ranks < launcher().num_ranks(); ++ranks)
+    if (launcher().num_ranks() % ranks == 0) sizes.push_back(ranks);
+  return sizes;
+}
+
+void run_on_nodes(const std::function<void(Case&)>& change) {
+  for (const int ranks_per_node : node_sizes()) {
+    run_changed([&](Case& c) {
+      c.group.ranks_per_node = ranks_per_node;
+      c.group.precision = EPX_COMBINE_NODE;
+      change(c);
+    });
+  }
+}
+
+// Returns how many elements of the sums of combine and dispatch_bwd differ between two precisions.
+int64_t count_different(const Case& c, epx_combine_precision one, epx_combine_precision other) {
+  GroupCase group = c.group;
+  group.precision = one;
+  const Workload first = make_workload(group, c.layer, c.seed);
+  group.precision = other;
+  const Workload second = make_workload(group, c.layer, c.seed);
+  int64_t different = 0;
+  for (size_t rank = 0; rank < first.combine.out.size(); ++rank) {
+    different += reference::count_wrong(first.combine.out[rank], second.combine.out[rank], true);
+    different += reference::count_wrong(first.dispatch_bwd.grad_tokens[rank], second.dispatch_bwd.grad_tokens[rank], true);
+  }
+  return different;
+}
+
+} // namespace
+
+TEST_CASE("nodes: each precision, staged and in memory that peers reach") {
+  for (const auto precision : {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT, EPX_COMBINE_NODE}) {
+    for (const auto placement : {Placement::plain, Placement::in_place}) {
+      run_on_nodes([&](Case& c) {
+        c.group.precision = precision;
+        c.placement = placement;
+        c.iterations = 3;
+      });
+    }
+  }
+}
+
+TEST_CASE("nodes: every dtype, odd rows, top-1 to top-64, and experts that the ranks do not divide") {
+  for (const auto dtype : {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16}) {
+    for (const int top_k : {1, 3, 64}) {
+      run_on_nodes([&](Case& c) {
+        c.group.max_tokens = 8;
+        c.group.max_top_k = 64;
+        c.group.hidden_dim = c.layer.hidden = 33;
+        c.layer.combine_hidden = 31;
+        c.layer.dtype = c.layer.combine_dtype = dtype;
+        c.layer.top_k = top_k;
+        c.layer.percent_masked = top_k > 1 ? 10 : 0;
+        c.iterations = 1;
+      });
+    }
+  }
+  run_on_nodes([](Case& c) { c.group.num_experts = std::max(1, c.group.num_ranks - 1); });
+}
+
+TEST_CASE("nodes: one hot expert, ranks without tokens, dropped routes, and too few receive rows") {
+  run_on_nodes([](Case& c) { c.layer.routing = RoutingStyle::hot; });
+  run_on_nodes([](Case& c) {
+    c.layer.tokens = TokenCount::none_on_one;
+    c.iterations = 4;
+  });
+  run_on_nodes([](Case& c) {
+    c.group.max_recv_rows = 40;
+    c.layer.tokens = TokenCount::full;
+    c.layer.routing = RoutingStyle::skewed;
+  });
+  run_on_nodes([](Case& c) { c.layer.rows = RecvRows::fewer; });
+}
+
+TEST_CASE("nodes: the sums of several nodes have other bits than wire, those of one node or of single ranks the same") {
+  const int num_ranks = launcher().num_ranks();
+  for (const int ranks_per_node : node_sizes()) {
+    Case c = base_case();
+    c.group.ranks_per_node = ranks_per_node;
+    c.group.precision = EPX_COMBINE_NODE;
+    c.group.max_top_k = c.layer.top_k = 8;
+    c.layer.routing = RoutingStyle::uniform;
+    const bool has_relays = ranks_per_node > 1 && ranks_per_node < num_ranks;
+    CHECK((count_different(c, EPX_COMBINE_NODE, EPX_COMBINE_WIRE) > 0) == has_relays);
+    CHECK(count_different(c, EPX_COMBINE_NODE, EPX_COMBINE_NODE) == 0);
+    run_everywhere(c); // compares the library's bits with these
+  }
+}
+
+TEST_CASE("nodes: rank-major calls are refused in groups of several, with the bytes that they would take") {
+  for (const int ranks_per_node : node_sizes()) {
+    on_every_rank([&](const RankContext& context) {
+      Case c = base_case();
+      c.group.ranks_per_node = ranks_per_node;
+      GroupRun group(context, c.group);
+      if (num_nodes(c.group) > 1) {
+        const epx_layer layer{3, 1};
+        const int64_t row_bytes = 288; // 72 float32
+        const std::string bytes = std::to_string(c.group.num_ranks * c.group.max_tokens * row_bytes) + " bytes";
+        const auto check_refused = [&](auto args, auto call, const char* name) {
+          args.struct_size = sizeof(args);
+          args.layer = layer;
+          check_status(call(group.handle(), &args), EPX_ERROR_UNSUPPORTED, name);
+          const std::string sentence = epx_last_error();
+          for (const std::string& part : {std::string(name), std::to_string(num_nodes(c.group)) + " nodes", bytes})
+            check(contains(sentence, part), "the sentence \"{}\" has no \"{}\"", sentence, part);
+        };
+        check_refused(epx_dispatch_rank_major_args{}, epx_dispatch_rank_major, "epx_dispatch_rank_major");
+        check_refused(epx_combine_rank_major_args{}, epx_combine_rank_major, "epx_combine_rank_major");
+        check_refused(epx_combine_rank_major_bwd_args{}, epx_combine_rank_major_bwd, "epx_combine_rank_major_bwd");
+        check_refused(epx_dispatch_rank_major_bwd_args{}, epx_dispatch_rank_major_bwd, "epx_dispatch_rank_major_bwd");
+      }
+      LayerRun layer(group, c.layer, Placement::random, c.seed); // the group lives on
+      run_iteration(group, layer, make_workload(c.group, c.layer, c.seed));
+    });
+  }
+}
+
+TEST_CASE("nodes: a number of ranks that is not the machine's or does not divide the group's is refused on every rank") {
+  on_every_rank([](const RankContext& context) {
+    const int num_ranks = context.num_ranks;
+    epx_group_config config = make_config(base_case().group);
+    config.transport = context.device->transport();
+    epx_group group = nullptr;
+    config.ranks_per_node = num_ranks + 1;
+    check_status(epx_group_create(context.bootstrap, &config, &group), EPX_ERROR_INVALID_ARGUMENT, "epx_group_create");
+    std::string sentence = epx_last_error();
+    check(contains(sentence, "ranks_per_node is " + std::to_string(num_ranks + 1)) &&
+              contains(sentence, std::to_string(num_ranks) + " ranks"),
+          "the sentence is \"{}\"", sentence);
+    if (config.transport == EPX_TRANSPORT_HOST || num_ranks == 1) return;
+    config.ranks_per_node = 1;
+    check_status(epx_group_create(context.bootstrap, &config, &group), EPX_ERROR_INVALID_ARGUMENT, "epx_group_create");
+    sentence = epx_last_error();
+    check(contains(sentence, "ranks_per_node is 1, but the " + std::to_string(num_ranks) + " ranks of the group are on"),
+          "the sentence is \"{}\"", sentence);
+    epx_memory_plan plan = {};
+    plan.struct_size = sizeof(plan);
+    check_status(epx_group_memory_plan(&config, num_ranks, &plan), EPX_ERROR_UNSUPPORTED, "epx_group_memory_plan");
+  });
+}
+
+} // namespace epx::test
