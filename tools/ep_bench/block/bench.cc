@@ -35,8 +35,8 @@ constexpr double kFp32Limit = 1e-4, kBf16Limit = 4e-2;
 
 using Layers = std::vector<std::unique_ptr<BlockLayer>>;
 
-std::unique_ptr<RowExchange> make_row_exchange([[maybe_unused]] const Options& options, const Peers& peers, Memory& memory,
-                                               [[maybe_unused]] int64_t max_rows) {
+std::unique_ptr<RowExchange> make_row_exchange([[maybe_unused]] const Options& options, const Peers& peers,
+                                               [[maybe_unused]] Memory& memory, [[maybe_unused]] int64_t max_rows) {
 #if defined(EPX_WITH_CUDA)
   if (!memory.is_host())
     return std::make_unique<NcclRowExchange>(peers, dynamic_cast<Gpu&>(memory), options.experts, max_rows);
