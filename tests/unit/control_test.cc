@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0
+// These tests run the control connection between ranks that are threads. Ranks that are killed or stopped are in
+// tests/multiprocess/control_faults.cc.
+#include <doctest/doctest.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "tests/support/check.h"
+#include "tests/support/local_bootstrap.h"
+#include "tests/support/run_ranks.h"
+#include "transport/bootstrap/bootstrap_exchange.h"
+#include "transport/control/control_connection.h"
+#include "transport/control/control_join.h"
+#include "transport/control/control_socket.h"
+#include "transport/control/culprit.h"
+#include "transport/control/keyed_hash.h"
+
+namespace epx {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+TEST_CASE("the keyed hash is SipHash-2-4") {
+  // The key is 00 01 .. 0f, and message n is 00 01 .. n - 1: vectors of the authors' reference implementation.
+  const HashKey key{0x0706050403020100, 0x0f0e0d0c0b0a0908};
+  std::array<std::byte, 15> message;
+  for (size_t i = 0; i < message.size(); ++i)
+    message[i] = std::byte(i);
+  CHECK(keyed_hash(key, std::span(message).first(0)) == 0x726fdb47dd0e0e31);
+  CHECK(keyed_hash(key, std::span(message).first(8)) == 0x93f5f5799a932462);
+  CHECK(keyed_hash(key, message) == 0xa129ca6149be45e5);
+}
+
+// ---- Who is the culprit ----
+
+RankState at(uint64_t sequence, std::chrono::milliseconds silence = 0ms) {
+  RankState state;
+  state.sequence = sequence;
+  state.silence = silence;
+  return state;
+}
+
+RankState dead(uint64_t sequence) {
+  RankState state = at(sequence);
+  state.has_died = true;
+  return state;
+}
+
+Verdict verdict_of(const std::vector<RankState>& states, int missing = 1) {
+  return find_culprit(states, {0, missing, EPX_OP_DISPATCH, 7}, 1000ms);
+}
+
+TEST_CASE("the culprit has died, or is silent, or has come least far, in this order") {
+  const auto is = [](const Verdict& verdict, int culprit, Cause cause) {
+    return verdict.culprit == culprit && verdict.cause == cause && verdict.operation == EPX_OP_DISPATCH &&
+           verdict.sequence == 7;
+  };
+  CHECK(is(verdict_of({at(7), at(6), at(5, 4000ms), dead(7)}), 3, Cause::died));
+  CHECK(is(verdict_of({at(7), at(6), at(5, 4000ms), at(7, 5000ms)}), 3, Cause::silent));
+  CHECK(is(verdict_of({at(7), at(6), at(5, 900ms), at(7)}), 2, Cause::late));
+  CHECK(is(verdict_of({at(7), at(6), at(6), at(7)}), 1, Cause::late));
+  CHECK(is(verdict_of({at(7), at(7), at(7), at(7)}, 2), 2, Cause::late)); // it came, and hangs within the call
+  CHECK(is(verdict_of({at(0, 9000ms), at(6)}), 1, Cause::late));          // the rank that reports is none
+  RankState left = at(6, 9000ms);
+  left.has_left = true;
+  CHECK(is(verdict_of({at(7), at(7, 2000ms), left}), 1, Cause::silent));
+  CHECK(is(verdict_of({at(7), at(7), left}), 2, Cause::late)); // it has destroyed its group too early
+}
+
+// ---- Sockets ----
+
+TEST_CASE("addresses: some, no two alike, loopback last") {
+  const std::vector<SocketAddress> addresses = local_addresses();
+  REQUIRE(!addresses.empty());
+  CHECK(addresses.size() <= kMaxAddresses);
+  CHECK(std::set(addresses.begin(), addresses.end()).size() == addresses.size());
+  const std::string last = format(addresses.back());
+  CHECK((last == "127.0.0.1" || last == "::1"));
+}
+
+TEST_CASE("a connection that is refused says so at once") {
+  uint16_t port = 0;
+  listen_anywhere(port).close();
+  SocketAddress loopback{};
+  loopback[10] = loopback[11] = 0xff;
+  loopback[12] = 127;
+  loopback[15] = 1;
+  std::string why;
+  const auto begin = Clock::now();
+  CHECK_FALSE(connect_to(loopback, port, Deadline(5s), why));
+  CHECK(why == "Connection refused");
+  CHECK(Clock::now() - begin < 1s);
+}
+
+// ---- Ranks as threads ----
+
+constexpr auto kLong = 60'000ms;
+
+// Runs `body` as each rank, with an exchange over all of them.
+void each_rank(int num_ranks, const std::function<void(int rank, Exchange& exchange)>& body) {
+  test::LocalRendezvous rendezvous(num_ranks);
+  test::run_threads(num_ranks, [&](int rank) {
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
+    BootstrapExchange exchange(bootstrap, kLong.count());
+    body(rank, exchange);
+  });
+}
+
+// Counts the ranks that have come to a point.
+class Meeting {
+public:
+  explicit Meeting(int num_ranks) : num_ranks_(num_ranks) {}
+  void wait() {
+    ++come_;
+    const auto deadline = Clock::now() + 30s;
+    while (come_ < num_ranks_) {
+      test::check(Clock::now() < deadline, "not all ranks have come");
+      std::this_thread::sleep_for(1ms);
+    }
+  }
+
+private:
+  int num_ranks_;
+  std::atomic<int> come_{0};
+};
+
+struct Outcome {
+  std::mutex mutex;
+  std::optional<Verdict> verdict;
+  std::atomic<int> calls{0};
+
+  ControlConnection::OnVerdict keep() {
+    return [this](const Verdict& found) {
+      const std::scoped_lock lock(mutex);
+      verdict = found;
+      ++calls;
+    };
+  }
+  Verdict wait() {
+    const auto deadline = Clock::now() + 20s;
+    while (calls == 0) {
+      test::check(Clock::now() < deadline, "no verdict has come");
+      std::this_thread::sleep_for(1ms);
+    }
+    const std::scoped_lock lock(mutex);
+    return *verdict;
+  }
+};
+
+TEST_CASE("a rank that is late is named on every rank, whoever reports it") {
+  for (const int num_ranks : {2, 3, 7}) {
+    for (const int reporter : {0, num_ranks - 1}) {
+      const int late = reporter == 0 ? num_ranks - 1 : 0;
+      Meeting told(num_ranks), decided(num_ranks);
+      each_rank(num_ranks, [&](int rank, Exchange& exchange) {
+        Outcome outcome;
+        ControlConnection control(rank, num_ranks, kLong, exchange);
+        control.start(outcome.keep());
+        control.begin_call(rank == late ? 3 : 4);
+        told.wait();
+        std::this_thread::sleep_for(1200ms); // two heartbeats
+        if (rank == reporter) {
+          const std::optional<Verdict> verdict = control.report_timeout(late, EPX_OP_COMBINE, 4);
+          test::check(verdict && verdict->culprit == late, "the reporting rank got another verdict");
+        }
+        const Verdict verdict = outcome.wait();
+        test::check(verdict.culprit == late && verdict.cause == Cause::late && verdict.operation == EPX_OP_COMBINE &&
+                        verdict.sequence == 4,
+                    "rank {} is told: rank {} {}, call {}", rank, verdict.culprit, describe(verdict.cause),
+                    verdict.sequence);
+        decided.wait();
+        test::check_equal(outcome.calls.load(), 1, "the number of verdicts");
+      });
+    }
+  }
+}
+
+TEST_CASE("ranks that leave are not taken for dead, and reports to nobody end") {
+  constexpr int kRanks = 3;
+  Meeting gone(kRanks);
+  each_rank(kRanks, [&](int rank, Exchange& exchange) {
+    Outcome outcome;
+    std::optional<ControlConnection> control;
+    control.emplace(rank, kRanks, kLong, exchange);
+    control->start(outcome.keep());
+    if (rank != 1) control.reset();
+    gone.wait();
+    if (rank != 1) return;
+    std::this_thread::sleep_for(1500ms); // longer than a death would take to be told
+    test::check_equal(outcome.calls.load(), 0, "the number of verdicts");
+    const auto begin = Clock::now();
+    test::check(!control->report_timeout(2, EPX_OP_PREPARE, 1), "a rank that has left decided");
+    test::check(Clock::now() - begin < 3s, "a report to nobody waited too long");
+  });
+}
+
+TEST_CASE("connections are made and ended at once, many times") {
+  for (int round = 0; round < 20; ++round)
+    each_rank(4, [&](int rank, Exchange& exchange) {
+      Outcome outcome;
+      ControlConnection control(rank, 4, kLong, exchange);
+      control.start(outcome.keep());
+      test::check_equal(outcome.calls.load(), 0, "the number of verdicts");
+    });
+}
+
+// Makes connections to `port` that are no rank's, one of each kind, and keeps them open.
+std::vector<FileDescriptor> make_strangers(const ControlEndpoint& endpoint) {
+  std::vector<FileDescriptor> strangers;
+  for (const char* text : {"", "GET / HTTP/1.1\r\nHost: rank0\r\n\r\n", "short"}) {
+    std::string why;
+    FileDescriptor stranger = connect_to(endpoint.addresses[endpoint.num_addresses - 1], endpoint.port, Deadline(5s), why);
+    test::check(static_cast<bool>(stranger), "a stranger cannot connect: {}", why);
+    send_all(stranger.get(), std::as_bytes(std::span(text, std::strlen(text))), Deadline(5s));
+    strangers.push_back(std::move(stranger));
+  }
+  return strangers;
+}
+
+// Passes records on, and makes strangers connect between the two exchanges of the join.
+class ExchangeWithStrangers final : public Exchange {
+public:
+  ExchangeWithStrangers(const epx_bootstrap& bootstrap, bool makes_strangers, bool spoils_secret)
+      : bootstrap_(bootstrap), makes_strangers_(makes_strangers), spoils_secret_(spoils_secret) {}
+
+protected:
+  std::vector<ExchangeRecord> gather(ExchangeRecord mine) override {
+    mine.rank = bootstrap_.rank;
+    std::vector<ExchangeRecord> all(static_cast<size_t>(bootstrap_.num_ranks));
+    char message[EPX_MAX_MESSAGE_BYTES] = "";
+    test::check(bootstrap_.all_gather(bootstrap_.context, &mine, all.data(), sizeof(mine), kLong.count(), message,
+                                      sizeof(message)) == EPX_SUCCESS,
+                "all-gather: {}", message);
+    for (const ExchangeRecord& record : all)
+      if (record.status != EPX_SUCCESS && mine.status == EPX_SUCCESS) throw_peer_failure(record);
+    ControlEndpoint endpoint{};
+    std::memcpy(&endpoint, all.front().payload, sizeof(endpoint));
+    if (round_++ == 0 && makes_strangers_) strangers_ = make_strangers(endpoint);
+    if (spoils_secret_) all.front().payload[0] ^= std::byte{1};
+    return all;
+  }
+
+private:
+  const epx_bootstrap& bootstrap_;
+  bool makes_strangers_;
+  bool spoils_secret_;
+  int round_ = 0;
+  std::vector<FileDescriptor> strangers_;
+};
+
+TEST_CASE("strangers that connect, silent or not, are not taken for ranks") {
+  constexpr int kRanks = 3;
+  test::LocalRendezvous rendezvous(kRanks);
+  test::run_threads(kRanks, [&](int rank) {
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
+    ExchangeWithStrangers exchange(bootstrap, rank == 1, false);
+    const std::vector<FileDescriptor> sockets = join_control(rank, kRanks, 20'000ms, exchange);
+    test::check_equal(sockets.size(), static_cast<size_t>(rank == 0 ? kRanks - 1 : 1), "the number of sockets");
+    for (const FileDescriptor& socket : sockets)
+      test::check(static_cast<bool>(socket), "a socket is missing");
+  });
+}
+
+TEST_CASE("a rank with another secret is refused, and every rank says why") {
+  constexpr int kRanks = 3;
+  test::LocalRendezvous rendezvous(kRanks);
+  std::mutex mutex;
+  std::vector<std::string> messages(kRanks);
+  test::run_threads(kRanks, [&](int rank) {
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
+    ExchangeWithStrangers exchange(bootstrap, false, rank == 2);
+    try {
+      join_control(rank, kRanks, 1'500ms, exchange);
+      test::fail_check("rank {} joined", rank);
+    } catch (const StatusError& error) {
+      test::check_equal(static_cast<int>(error.status()), static_cast<int>(EPX_ERROR_SYSTEM), "the status");
+      const std::scoped_lock lock(mutex);
+      messages[static_cast<size_t>(rank)] = error.message();
+    }
+  });
+  CHECK(messages[0].starts_with("rank 2 did not open the control connection to rank 0 within 1500 ms"));
+  CHECK(messages[1].find("did not open the control connection") != std::string::npos);
+  CHECK(messages[2].starts_with("the control connection to rank 0, TCP port "));
+  CHECK(messages[2].find("does not answer as rank 0 does") != std::string::npos);
+}
+
+} // namespace
+} // namespace epx

@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/control/control_connection.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "base/names.h"
+#include "transport/control/control_join.h"
+
+namespace epx {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr auto kMaxSetup = 30'000ms;
+constexpr auto kVerdictTime = 1'500ms; // for rank 0 to answer a report
+// A rank that ends without destroying its group may have done its part of the last call, which its peers are about to end.
+constexpr auto kDeathGrace = 1'000ms;
+constexpr auto kLongGap = 1'000ms; // between two rounds of the watchdog: its process did not run
+
+std::chrono::milliseconds heartbeat_interval(std::chrono::milliseconds timeout) {
+  return std::clamp<std::chrono::milliseconds>(timeout / 20, 20ms, 500ms);
+}
+
+ControlMessage message_of(const Verdict& verdict) {
+  ControlMessage message;
+  message.kind = ControlKind::verdict;
+  message.rank = verdict.culprit;
+  message.operation = verdict.operation;
+  message.cause = static_cast<int32_t>(verdict.cause);
+  message.sequence = verdict.sequence;
+  return message;
+}
+
+} // namespace
+
+ControlConnection::ControlConnection(int rank, int num_ranks, std::chrono::milliseconds timeout, Exchange& exchange)
+    : rank_(rank), num_ranks_(num_ranks), timeout_(timeout), heartbeat_interval_(heartbeat_interval(timeout)),
+      min_silence_(
+          std::clamp<std::chrono::milliseconds>(timeout / 2, 4 * heartbeat_interval_, 1'000ms + 2 * heartbeat_interval_)) {
+  const auto limit = std::clamp<std::chrono::milliseconds>(timeout / 2, 1ms, kMaxSetup);
+  std::vector<FileDescriptor> sockets = join_control(rank, num_ranks, limit, exchange);
+  for (size_t i = 0; i < sockets.size(); ++i)
+    peers_.emplace_back(rank == 0 ? static_cast<int>(i + 1) : 0, std::move(sockets[i]), timeout);
+}
+
+ControlConnection::~ControlConnection() {
+  stops_.store(true);
+  wake();
+  if (watchdog_.joinable()) watchdog_.join();
+}
+
+void ControlConnection::start(OnVerdict on_verdict) {
+  on_verdict_ = std::move(on_verdict);
+  wake_ = FileDescriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!wake_)
+    fail(EPX_ERROR_SYSTEM, "the watchdog of the control connection cannot be started: no eventfd, errno {}", errno);
+  // Signals are for the threads of the program.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    watchdog_ = std::thread([this] { watch(); });
+  } catch (const std::system_error& error) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    fail(EPX_ERROR_SYSTEM, "the watchdog of the control connection cannot be started: {}", error.what());
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+std::optional<Verdict> ControlConnection::report_timeout(int missing, epx_operation operation, uint64_t sequence) {
+  std::unique_lock lock(mutex_);
+  if (!verdict_) own_report_ = TimeoutReport{rank_, missing, operation, sequence};
+  wake();
+  decided_.wait_for(lock, kVerdictTime, [this] { return verdict_.has_value(); });
+  return verdict_;
+}
+
+void ControlConnection::wake() const {
+  const uint64_t one = 1;
+  if (wake_ && ::write(wake_.get(), &one, sizeof(one)) < 0 && errno != EAGAIN)
+    log::transport().warn("the watchdog of the control connection cannot be woken: errno {}", errno);
+}
+
+// The watchdog thread.
+void ControlConnection::watch() {
+  Clock::time_point last_round = Clock::now();
+  Clock::time_point next_heartbeat = last_round;
+  std::vector<pollfd> polled;
+  while (!stops_.load()) {
+    polled.assign(1, {wake_.get(), POLLIN, 0});
+    for (const Peer& peer : peers_)
+      if (peer.socket)
+        polled.push_back({peer.socket.get(), static_cast<short>(peer.outgoing.empty() ? POLLIN : POLLIN | POLLOUT), 0});
+    const auto until = std::chrono::ceil<std::chrono::milliseconds>(next_heartbeat - Clock::now());
+    ::poll(polled.data(), polled.size(), static_cast<int>(std::max<int64_t>(until.count(), 0)));
+    uint64_t wakes = 0;
+    while (::read(wake_.get(), &wakes, sizeof(wakes)) > 0) {
+    }
+
+    const Clock::time_point now = Clock::now();
+    if (const auto gap = now - last_round; gap > kLongGap + heartbeat_interval_)
+      for (Peer& peer : peers_)
+        peer.last_heard += gap;
+    last_round = now;
+    for (Peer& peer : peers_)
+      if (peer.socket) receive(peer);
+    if (now >= next_heartbeat) {
+      next_heartbeat = now + heartbeat_interval_;
+      ControlMessage heartbeat;
+      heartbeat.sequence = sequence_.load(std::memory_order_relaxed);
+      for (Peer& peer : peers_)
+        if (peer.socket && peer.outgoing.empty()) send(peer, heartbeat); // a peer that reads nothing gets no more of them
+    }
+    for (Peer& peer : peers_)
+      if (peer.socket && !peer.outgoing.empty()) flush(peer);
+    judge(now);
+  }
+  ControlMessage goodbye;
+  goodbye.kind = ControlKind::goodbye;
+  for (Peer& peer : peers_)
+    if (peer.socket) send(peer, goodbye);
+}
+
+void ControlConnection::receive(Peer& peer) {
+  while (peer.socket) {
+    const ssize_t received = ::recv(peer.socket.get(), peer.incoming.data() + peer.num_incoming,
+                                    peer.incoming.size() - peer.num_incoming, MSG_DONTWAIT);
+    if (received < 0 && errno == EINTR) continue;
+    if (received < 0 && errno == EAGAIN) return;
+    if (received <= 0) {
+      lose(peer);
+      return;
+    }
+    peer.num_incoming += static_cast<size_t>(received);
+    if (peer.num_incoming < peer.incoming.size()) continue;
+    peer.num_incoming = 0;
+    ControlMessage message;
+    std::memcpy(&message, peer.incoming.data(), sizeof(message));
+    handle(peer, message);
+  }
+}
+
+void ControlConnection::handle(Peer& peer, const ControlMessage& message) {
+  const bool is_of_rank = message.rank >= 0 && message.rank < num_ranks_;
+  if (message.magic != ControlMessage::kMagic || !is_of_rank || message.operation < EPX_OP_NONE) {
+    log::transport().warn("rank {} sends what is no message of the control connection", peer.rank);
+    lose(peer);
+    return;
+  }
+  peer.last_heard = Clock::now();
+  peer.silence_limit = SuspensionAwareDeadline(timeout_, peer.last_heard);
+  switch (message.kind) {
+  case ControlKind::heartbeat:
+    peer.sequence = message.sequence;
+    break;
+  case ControlKind::report:
+    peer.sequence = std::max(peer.sequence, message.sequence);
+    if (rank_ == 0)
+      judge_timeout({peer.rank, message.rank, static_cast<epx_operation>(message.operation), message.sequence});
+    break;
+  case ControlKind::verdict:
+    if (peer.rank == 0)
+      adopt({message.rank, static_cast<Cause>(message.cause), static_cast<epx_operation>(message.operation),
+             message.sequence});
+    break;
+  case ControlKind::goodbye:
+    peer.has_left = true;
+    peer.socket.close();
+    break;
+  }
+}
+
+// Sends as much as the socket takes, and keeps the rest.
+void ControlConnection::send(Peer& peer, const ControlMessage& message) {
+  const auto bytes = std::as_bytes(std::span(&message, 1));
+  peer.outgoing.insert(peer.outgoing.end(), bytes.begin(), bytes.end());
+  flush(peer);
+}
+
+void ControlConnection::flush(Peer& peer) {
+  const ssize_t sent = ::send(peer.socket.get(), peer.outgoing.data(), peer.outgoing.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent > 0)
+    peer.outgoing.erase(peer.outgoing.begin(), peer.outgoing.begin() + sent);
+  else if (sent < 0 && errno != EAGAIN && errno != EINTR)
+    receive(peer); // its last messages, and then the end of the connection
+}
+
+void ControlConnection::lose(Peer& peer) {
+  peer.socket.close();
+  peer.outgoing.clear();
+  if (!peer.has_left) peer.died_at = Clock::now();
+}
+
+std::vector<RankState> ControlConnection::states(Clock::time_point now) const {
+  std::vector<RankState> states(static_cast<size_t>(num_ranks_));
+  states[static_cast<size_t>(rank_)].sequence = sequence_.load(std::memory_order_relaxed);
+  for (const Peer& peer : peers_)
+    states[static_cast<size_t>(peer.rank)] = {peer.has_left, peer.died_at.has_value(),
+                                              std::chrono::duration_cast<std::chrono::milliseconds>(now - peer.last_heard),
+                                              peer.sequence};
+  return states;
+}
+
+// Rank 0 decides for all; the others decide only that rank 0 itself is gone.
+void ControlConnection::judge(Clock::time_point now) {
+  std::optional<TimeoutReport> report;
+  {
+    const std::scoped_lock lock(mutex_);
+    if (verdict_) return;
+    report = own_report_;
+  }
+  if (report && rank_ == 0) {
+    judge_timeout(*report);
+    return;
+  }
+  if (report) {
+    Peer& decider = peers_.front();
+    const bool is_gone = decider.died_at.has_value() || (decider.socket && now - decider.last_heard > min_silence_);
+    if (is_gone) {
+      adopt({0, decider.died_at ? Cause::died : Cause::silent, report->operation, report->sequence});
+      return;
+    }
+    ControlMessage message;
+    message.kind = ControlKind::report;
+    message.rank = report->missing;
+    message.operation = report->operation;
+    message.sequence = report->sequence;
+    if (decider.socket && !std::exchange(has_sent_report_, true)) send(decider, message);
+  }
+  for (Peer& peer : peers_) {
+    const bool died = peer.died_at && now - *peer.died_at >= kDeathGrace;
+    const bool is_silent = peer.socket && peer.silence_limit.passed(now);
+    if (!died && !is_silent) continue;
+    adopt({peer.rank, died ? Cause::died : Cause::silent, EPX_OP_NONE, peer.sequence});
+    return;
+  }
+}
+
+void ControlConnection::judge_timeout(const TimeoutReport& report) {
+  adopt(find_culprit(states(Clock::now()), report, min_silence_));
+}
+
+// Keeps the first verdict, tells it to all if this is rank 0, and hands it to the group.
+void ControlConnection::adopt(const Verdict& verdict) {
+  {
+    const std::scoped_lock lock(mutex_);
+    if (verdict_) return;
+    verdict_ = verdict;
+  }
+  if (verdict.operation == EPX_OP_NONE)
+    log::transport().warn("the control connection: rank {} {}; the last call that it began is {}", verdict.culprit,
+                          describe(verdict.cause), verdict.sequence);
+  else
+    log::transport().warn("the control connection: a wait in {} (call {}) ran out: rank {} {}", name_of(verdict.operation),
+                          verdict.sequence, verdict.culprit, describe(verdict.cause));
+  if (rank_ == 0)
+    for (Peer& peer : peers_)
+      if (peer.socket) send(peer, message_of(verdict));
+  on_verdict_(verdict);
+  decided_.notify_all();
+}
+
+} // namespace epx

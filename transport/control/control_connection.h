@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// The control connection tells the ranks of a group of several nodes, which share no memory, who has died, stopped, or not come.
+// Each rank has one TCP connection to rank 0, and one watchdog thread. Rows never use it.
+//
+//   heartbeat   every rank, several times in timeout_ms: the last call that it has begun
+//   report      a rank whose wait has run out
+//   verdict     rank 0, once: who the culprit is. Every rank gets the same one
+//   goodbye     a rank that destroys its group; its connection then ends without being a death
+//
+// Rank 0 decides for all; who loses rank 0 itself names it. A process that does not run for a while, as all of a suspended job's
+// do, takes the silence of the others in that time for its own.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "base/suspension_aware_deadline.h"
+#include "transport/control/control_message.h"
+#include "transport/control/culprit.h"
+#include "transport/exchange.h"
+#include "transport/file_descriptor.h"
+
+namespace epx {
+
+class ControlConnection {
+public:
+  using OnVerdict = std::function<void(const Verdict&)>;
+
+  // The call is collective over `exchange`, which carries the address of rank 0 and a secret that is drawn for this connection; all
+  // ranks succeed or all throw SYSTEM. Connecting takes at most half of `timeout`, and 30 s. Afterwards a rank is silent when no
+  // heartbeat has come for `timeout`.
+  ControlConnection(int rank, int num_ranks, std::chrono::milliseconds timeout, Exchange& exchange);
+  ~ControlConnection(); // says goodbye, and waits for no peer
+  ControlConnection(const ControlConnection&) = delete;
+  ControlConnection& operator=(const ControlConnection&) = delete;
+
+  // Starts the watchdog. Throws SYSTEM. It calls on_verdict once at most, on its own thread; on_verdict must neither throw nor wait.
+  void start(OnVerdict on_verdict);
+
+  // Any thread: the heartbeats tell from now on that this rank has begun the call.
+  void begin_call(uint64_t sequence) noexcept { sequence_.store(sequence, std::memory_order_relaxed); }
+
+  // A wait of this rank has run out on `missing`. Returns rank 0's verdict, which all ranks get; none when there is no rank that
+  // could decide any more, or when it does not within a second and a half.
+  std::optional<Verdict> report_timeout(int missing, epx_operation operation, uint64_t sequence);
+
+private:
+  using Clock = std::chrono::steady_clock;
+
+  // The other end of a connection. Rank 0 has one for each other rank, and the others have one, to rank 0.
+  struct Peer {
+    explicit Peer(int peer_rank, FileDescriptor fd, std::chrono::milliseconds timeout)
+        : rank(peer_rank), socket(std::move(fd)), silence_limit(timeout) {}
+
+    int rank;
+    FileDescriptor socket; // none after the connection has ended
+    SuspensionAwareDeadline silence_limit;
+    Clock::time_point last_heard = Clock::now();
+    std::optional<Clock::time_point> died_at;
+    bool has_left = false;
+    uint64_t sequence = 0;
+    std::array<std::byte, sizeof(ControlMessage)> incoming{};
+    size_t num_incoming = 0;         // bytes of a message that has not come whole
+    std::vector<std::byte> outgoing; // what the socket has not taken yet
+  };
+
+  void watch();
+  void receive(Peer& peer);
+  void handle(Peer& peer, const ControlMessage& message);
+  void send(Peer& peer, const ControlMessage& message);
+  void flush(Peer& peer);
+  void lose(Peer& peer);
+  void judge(Clock::time_point now);
+  void judge_timeout(const TimeoutReport& report);
+  void adopt(const Verdict& verdict);
+  std::vector<RankState> states(Clock::time_point now) const;
+  void wake() const;
+
+  const int rank_;
+  const int num_ranks_;
+  const std::chrono::milliseconds timeout_;
+  const std::chrono::milliseconds heartbeat_interval_;
+  const std::chrono::milliseconds
+      min_silence_;              // from which on a rank counts as stopped when another one's wait has run out
+  std::vector<Peer> peers_;      // the watchdog's alone once it runs
+  bool has_sent_report_ = false; // likewise
+  FileDescriptor wake_;          // eventfd
+  std::atomic<uint64_t> sequence_{0};
+  std::atomic<bool> stops_{false};
+  OnVerdict on_verdict_;
+
+  std::mutex mutex_; // of what follows
+  std::condition_variable decided_;
+  std::optional<TimeoutReport> own_report_;
+  std::optional<Verdict> verdict_;
+
+  std::thread watchdog_; // last: it uses all the others
+};
+
+} // namespace epx
