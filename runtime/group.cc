@@ -2,6 +2,7 @@
 #include "runtime/group.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <optional>
 #include <span>
@@ -25,6 +26,8 @@
 #endif
 #include "runtime/layout/slots.h"
 #include "transport/bootstrap/bootstrap_exchange.h"
+#include "transport/control/control_connection.h"
+#include "transport/control/control_join.h"
 #include "transport/host/host_transport.h"
 #include "transport/topology/nodes.h"
 #include "transport/topology/rank_place.h"
@@ -87,6 +90,24 @@ int resolve_ranks_per_node(const GroupShape& shape, const epx_group_config& conf
   return found;
 }
 
+// Returns whether any group of the bootstrap may have several nodes, by the configs: which of the groups have, each of them finds
+// out later.
+bool some_group_has_nodes(const std::vector<RankHello>& world) {
+  return std::ranges::any_of(world, [&](const RankHello& hello) {
+    const auto num_ranks = static_cast<int>(members_of(world, hello.config.color).size());
+    return resolve(hello.config, num_ranks).num_nodes() > 1;
+  });
+}
+
+// Groups of several nodes share no memory in which a rank's death would show. The call is collective.
+std::unique_ptr<ControlConnection> make_control(const GroupContext& context, Exchange& exchange) {
+  if (context.shape.num_nodes() > 1)
+    return std::make_unique<ControlConnection>(context.rank, context.shape.num_ranks,
+                                               std::chrono::milliseconds(context.timeout_ms), exchange);
+  stand_by(exchange);
+  return nullptr;
+}
+
 struct TransportChoice {
   epx_transport transport; // never AUTO
   std::string why;
@@ -127,10 +148,11 @@ std::unique_ptr<Transport> make_transport(const GroupContext& context, Exchange&
 }
 
 std::unique_ptr<Backend> make_backend(const GroupContext& context, const epx_group_config& config,
-                                      std::unique_ptr<Transport> transport, Exchange& exchange) {
+                                      std::unique_ptr<Transport> transport, std::unique_ptr<ControlConnection> control,
+                                      Exchange& exchange) {
   if (transport->window_access() == WindowAccess::by_kernels)
     return cuda::make_backend(context, config.num_comm_sms, std::move(transport), exchange);
-  return host::make_backend(context, std::move(transport), exchange);
+  return host::make_backend(context, std::move(transport), std::move(control), exchange);
 }
 
 #else
@@ -148,8 +170,9 @@ std::unique_ptr<Transport> make_transport(const GroupContext& context, Exchange&
 }
 
 std::unique_ptr<Backend> make_backend(const GroupContext& context, const epx_group_config&,
-                                      std::unique_ptr<Transport> transport, Exchange& exchange) {
-  return host::make_backend(context, std::move(transport), exchange);
+                                      std::unique_ptr<Transport> transport, std::unique_ptr<ControlConnection> control,
+                                      Exchange& exchange) {
+  return host::make_backend(context, std::move(transport), std::move(control), exchange);
 }
 
 #endif
@@ -205,11 +228,13 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
   exchange.all_gather([&] { // so that a group without the nodes that it needs fails all ranks of the bootstrap
     return context.shape.ranks_per_node = resolve_ranks_per_node(context.shape, config, choice.transport, places);
   });
+  std::unique_ptr<ControlConnection> control;
+  if (some_group_has_nodes(world)) control = make_control(context, exchange);
   std::unique_ptr<Transport> transport = make_transport(context, exchange);
   context.window_access = transport->window_access();
   context.layout = make_window_layout(context.shape, context.window_access);
   std::unique_ptr<Group> group(new Group(context));
-  group->backend_ = make_backend(group->context_, config, std::move(transport), exchange);
+  group->backend_ = make_backend(group->context_, config, std::move(transport), std::move(control), exchange);
   log::group().info(
       "group {:016x}: rank {} of {}, {} ranks per node, transport {} ({}), window {} bytes, receive capacity {} rows",
       context.group_id, context.rank, context.shape.num_ranks, context.shape.ranks_per_node, name_of(context.transport),

@@ -219,6 +219,14 @@ Failure abort_failure(CallName call, const AbortRecord& abort_record, int rank, 
         "the calls of a CUDA graph are ordered by the caller: order them by stream or event",
         format(call), is_self ? "this rank" : fmt::format("rank {}", abort_record.culprit), name_of(abort_record.operation),
         abort_record.sequence);
+  } else if (abort_record.operation == EPX_OP_NONE && is_self) {
+    failure.message = fmt::format(
+        "{}: this rank, {}, was taken for dead: its control connection ended or brought no heartbeats", format(call), rank);
+  } else if (abort_record.operation == EPX_OP_NONE) {
+    failure.message = fmt::format(
+        "{}: rank {} has died or is stopped: its control connection ended or brings no heartbeats; its last call "
+        "was {}",
+        format(call), abort_record.culprit, abort_record.sequence);
   } else if (is_self) {
     failure.message = fmt::format("{}: this rank, {}, came too late: its peers gave up waiting for it in {} (call {})",
                                   format(call), rank, name_of(abort_record.operation), abort_record.sequence);

@@ -35,14 +35,16 @@ GroupCase fault_group(int num_ranks, int64_t timeout_ms) {
 
 } // namespace
 
-FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms) : FaultRank(context, timeout_ms, MayFail{}) {
+FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms, int ranks_per_node)
+    : FaultRank(context, timeout_ms, MayFail{}, ranks_per_node) {
   check_ok(created_, "epx_group_create");
 }
 
-FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms, MayFail /*unused*/)
+FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms, MayFail /*unused*/, int ranks_per_node)
     : rank_(context.rank), num_ranks_(context.num_ranks), device_(*context.device) {
   GroupCase shape = fault_group(context.num_ranks, timeout_ms);
   shape.transport = device_.transport();
+  shape.ranks_per_node = ranks_per_node;
   const epx_group_config config = make_config(shape);
   created_ = epx_group_create(context.bootstrap, &config, &group_);
   if (created_ != EPX_SUCCESS) return;
@@ -244,9 +246,12 @@ epx_group_report check_failed(FaultRank& rank, epx_status returned, const Expect
   }
   if (expected.sequence) check_equal(report.sequence, *expected.sequence, "the failed call's number");
 
+  const epx_group_info info = GroupView(rank.group()).query();
+  const bool has_several_nodes = info.ranks_per_node < info.num_ranks;
   const auto begin = Clock::now();
   for (const epx_operation operation : {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD,
                                         EPX_OP_DISPATCH_BWD, EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_MEM_ALLOC}) {
+    if (operation == EPX_OP_DISPATCH_RANK_MAJOR && has_several_nodes) continue; // it is refused in any case
     check_status(rank.call(operation), expected.status, fmt::format("epx_{} after the failure", operation_name(operation)));
   }
   check(Clock::now() - begin < kAtOnce, "calls after the failure wait for something");

@@ -27,10 +27,10 @@ struct CallFields {
 
 class FaultRank {
 public:
-  FaultRank(const RankContext& context, int64_t timeout_ms);
+  FaultRank(const RankContext& context, int64_t timeout_ms, int ranks_per_node = 0);
   // Does the same where a peer may not come: then group() is NULL, and created() and epx_last_error() have the reason.
   struct MayFail {};
-  FaultRank(const RankContext& context, int64_t timeout_ms, MayFail);
+  FaultRank(const RankContext& context, int64_t timeout_ms, MayFail, int ranks_per_node = 0);
   FaultRank(const FaultRank&) = delete;
   FaultRank& operator=(const FaultRank&) = delete;
   ~FaultRank();

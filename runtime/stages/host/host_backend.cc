@@ -14,10 +14,15 @@ namespace {
 
 class HostBackend final : public Backend {
 public:
-  HostBackend(const GroupContext& context, std::unique_ptr<Transport> transport, std::unique_ptr<Window> window)
+  HostBackend(const GroupContext& context, std::unique_ptr<Transport> transport, std::unique_ptr<Window> window,
+              std::unique_ptr<ControlConnection> control)
       : context_(context), transport_(std::move(transport)), window_(std::move(window)),
-        protocol_(context_, window_->view(), status_),
-        stages_(context_, window_->view(), allocations_, protocol_, status_) {}
+        protocol_(context_, window_->view(), status_), stages_(context_, window_->view(), allocations_, protocol_, status_),
+        control_(std::move(control)) {
+    if (control_ == nullptr) return;
+    protocol_.use(*control_);
+    control_->start([this](const Verdict& verdict) { protocol_.end(verdict); });
+  }
 
   int num_comm_sms() const override { return 0; }
   Stages& stages() override { return stages_; }
@@ -61,14 +66,15 @@ private:
   StatusBoard status_;
   CallProtocol protocol_;
   HostStages stages_;
+  std::unique_ptr<ControlConnection> control_; // last: its thread uses the others
 };
 
 } // namespace
 
 std::unique_ptr<Backend> make_backend(const GroupContext& context, std::unique_ptr<Transport> transport,
-                                      Exchange& exchange) {
+                                      std::unique_ptr<ControlConnection> control, Exchange& exchange) {
   std::unique_ptr<Window> window = transport->open_window(context.layout.total_bytes, exchange);
-  return std::make_unique<HostBackend>(context, std::move(transport), std::move(window));
+  return std::make_unique<HostBackend>(context, std::move(transport), std::move(window), std::move(control));
 }
 
 } // namespace epx::host

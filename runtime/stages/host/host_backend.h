@@ -6,13 +6,15 @@
 
 #include "runtime/backend.h"
 #include "runtime/group_context.h"
+#include "transport/control/control_connection.h"
 #include "transport/exchange.h"
 #include "transport/transport.h"
 
 namespace epx::host {
 
-// The call is collective over `exchange`; all ranks succeed or all throw. The context must outlive the backend.
+// The call is collective over `exchange`; all ranks succeed or all throw. The context must outlive the backend. `control` is that
+// of a group of several nodes; else NULL.
 std::unique_ptr<Backend> make_backend(const GroupContext& context, std::unique_ptr<Transport> transport,
-                                      Exchange& exchange);
+                                      std::unique_ptr<ControlConnection> control, Exchange& exchange);
 
 } // namespace epx::host

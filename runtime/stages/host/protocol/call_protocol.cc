@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <optional>
 #include <string>
 
 #include <fmt/format.h>
@@ -40,6 +41,7 @@ uint64_t CallProtocol::begin(epx_operation operation) {
   status_.require_healthy();
   operation_ = operation;
   ++sequence_;
+  if (control_ != nullptr) control_->begin_call(sequence_);
   require_not_aborted(); // a rank that comes late finds the abort record of its peers here
   return sequence_;
 }
@@ -146,7 +148,9 @@ void CallProtocol::time_out(epx_phase phase, std::chrono::milliseconds suspended
   for (int peer = 0; peer < window_.num_ranks; ++peer)
     if (progress_signaled(window_.rank, peer, phase) < sequence_) timeout.missing.push_back(peer);
   if (timeout.missing.empty()) return; // the peers came at the last moment
-  timeout.culprit = find_culprit(timeout.missing.front());
+  std::optional<Verdict> decided;
+  if (control_ != nullptr) decided = control_->report_timeout(timeout.missing.front(), operation_, sequence_);
+  timeout.culprit = decided ? decided->culprit : find_culprit(timeout.missing.front());
   timeout.culprit_arrived_at = progress_signaled(window_.rank, timeout.culprit, EPX_PHASE_ARRIVE);
   const Failure failure = timeout_failure(name(), timeout, context_.timeout_ms);
   const AbortRecord verdict = abort_all(AbortRecord{failure.status, operation_, failure.culprit, sequence_, phase});
@@ -156,6 +160,10 @@ void CallProtocol::time_out(epx_phase phase, std::chrono::milliseconds suspended
 
 void CallProtocol::abort() {
   abort_all(AbortRecord{EPX_ERROR_ABORTED, EPX_OP_NONE, window_.rank, 0});
+}
+
+void CallProtocol::end(const Verdict& verdict) {
+  abort_all(AbortRecord{EPX_ERROR_TIMEOUT, verdict.operation, verdict.culprit, verdict.sequence});
 }
 
 // Returns the abort record that is kept. When several ranks give up at once, the one whose compare-and-swap in rank 0's window

@@ -23,6 +23,7 @@
 #include "runtime/layout/window_layout.h"
 #include "runtime/stages/reports.h"
 #include "runtime/status_board.h"
+#include "transport/control/control_connection.h"
 #include "transport/exchange.h"
 #include "transport/peer_window.h"
 
@@ -31,6 +32,10 @@ namespace epx::host {
 class CallProtocol {
 public:
   CallProtocol(const GroupContext& context, PeerWindow window, StatusBoard& status);
+
+  // Groups of several nodes: `control` learns of this rank's calls from now on, and is asked who is to blame when a wait runs out.
+  // It must outlive all calls.
+  void use(ControlConnection& control) { control_ = &control; }
 
   // Throws the sticky error if there is one. Returns the sequence number of the call, from 1.
   uint64_t begin(epx_operation operation);
@@ -54,6 +59,9 @@ public:
   // Ends the group here and stores abort records for the peers. Any thread may call it.
   void abort();
 
+  // Ends the group because of a verdict of the control connection. Any thread may call it.
+  void end(const Verdict& verdict);
+
 private:
   void wait_for_peers(epx_phase phase);
   uint64_t progress_signaled(int owner, int peer, epx_phase phase) const;
@@ -68,6 +76,7 @@ private:
   const GroupContext& context_;
   PeerWindow window_;
   StatusBoard& status_;
+  ControlConnection* control_ = nullptr;    // of groups of several nodes
   std::vector<CallDescriptor> descriptors_; // [P]
   uint64_t sequence_ = 0;
   epx_operation operation_ = EPX_OP_NONE;

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks of groups of several nodes are killed, stopped, or late. The control connection tells every survivor who it was: much
+// sooner than timeout_ms where a process has died, and else within timeout_ms and two seconds.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include "tests/multiprocess/fault_rank.h"
+#include "tests/support/check.h"
+#include "tests/support/run_ranks.h"
+#include "tests/support/system_state.h"
+
+namespace epx::test {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using namespace std::chrono_literals;
+
+constexpr int kRanks = 4; // two nodes of two ranks
+constexpr int kRanksPerNode = 2;
+constexpr int64_t kShortMs = 3'000;
+constexpr int64_t kLongMs = 40'000; // a group that fails sooner has not waited for it
+constexpr int64_t kRendezvousMs = 30'000;
+constexpr auto kTimeLimit = 60s;
+constexpr auto kSoon = 5s; // for a death, which is told after a second
+constexpr auto kGrace = 2s;
+
+class NodeRank {
+public:
+  NodeRank(const RankContext& context, int64_t timeout_ms)
+      : context_(context), rank_(context, timeout_ms, kRanksPerNode), timeout_(timeout_ms) {
+    rank_.prepare();
+    for (const uint64_t pid : context.gather(static_cast<uint64_t>(::getpid())))
+      pids_.push_back(static_cast<pid_t>(pid));
+  }
+
+  FaultRank& rank() { return rank_; }
+  int number() const { return context_.rank; }
+  pid_t pid_of(int rank) const { return pids_[static_cast<size_t>(rank)]; }
+
+  // Makes the second call, which must fail within `limit` because of `culprit`.
+  void lose(int culprit, Clock::duration limit) {
+    const Clock::time_point begin = Clock::now();
+    const epx_status status = rank_.call(EPX_OP_DISPATCH);
+    const auto waited = Clock::now() - begin;
+    check(waited < limit, "the call of rank {} ended after {} ms, later than {} ms", context_.rank, waited / 1ms,
+          limit / 1ms);
+    const epx_group_report report = check_failed(rank_, status, {EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH, culprit, 2});
+    if (culprit == context_.rank) return;
+    const std::string name = "rank " + std::to_string(culprit);
+    check(contains(report.message, name), "\"{}\" does not name {}", report.message, name);
+    rank_.destroy();
+  }
+  void lose_in_time(int culprit) { lose(culprit, timeout_ + kGrace); }
+
+private:
+  RankContext context_;
+  FaultRank rank_;
+  std::chrono::milliseconds timeout_;
+  std::vector<pid_t> pids_;
+};
+
+void as_rank(const TempDirectory& directory, int rank, const std::function<void(const RankContext&)>& fn) {
+  epx_bootstrap bootstrap = {};
+  check_ok(epx_bootstrap_file(directory.path().c_str(), "control", rank, kRanks, kRendezvousMs, &bootstrap),
+           "epx_bootstrap_file");
+  const auto device = make_device("host", rank, 1);
+  fn({rank, kRanks, &bootstrap, device.get()});
+  epx_bootstrap_free(&bootstrap);
+}
+
+// Runs the ranks as processes. Those of `victims` must end by SIGKILL, and the others succeed.
+void run_nodes(const std::vector<int>& victims, int64_t timeout_ms, const std::function<void(NodeRank&)>& fn) {
+  const TempDirectory directory;
+  const SharedMemoryWatch shared_memory;
+  const std::vector<ProcessResult> results = run_processes(kRanks, kTimeLimit, [&](int rank) {
+    as_rank(directory, rank, [&](const RankContext& context) {
+      NodeRank node_rank(context, timeout_ms);
+      fn(node_rank);
+    });
+  });
+  CHECK(results.size() == kRanks);
+  for (const ProcessResult& result : results) {
+    CAPTURE(result.describe());
+    if (std::ranges::find(victims, result.rank) != victims.end()) {
+      CHECK(result.signal == SIGKILL);
+      CHECK_FALSE(result.stopped);
+    } else {
+      CHECK(result.succeeded());
+    }
+  }
+  CHECK(shared_memory.leftovers().empty());
+}
+
+// Sends the signal to this process from a thread, when it waits in a call.
+void raise_later(int signal) {
+  std::thread([signal] {
+    std::this_thread::sleep_for(500ms);
+    ::kill(::getpid(), signal);
+  }).detach();
+}
+
+} // namespace
+
+TEST_CASE("a rank that is killed between calls is named long before timeout_ms, rank 0 too") {
+  for (const int victim : {0, 1, 3}) {
+    CAPTURE(victim);
+    run_nodes({victim}, kLongMs, [&](NodeRank& rank) {
+      if (rank.number() == victim) std::raise(SIGKILL);
+      rank.lose(victim, kSoon);
+    });
+  }
+}
+
+TEST_CASE("a rank that is killed while it waits in a call is named, and not the one that it waited for") {
+  for (const int victim : {0, 2}) {
+    CAPTURE(victim);
+    run_nodes({victim}, kLongMs, [&](NodeRank& rank) {
+      if (rank.number() == victim) raise_later(SIGKILL);
+      if (rank.number() == 3) std::this_thread::sleep_for(1500ms); // the others wait for this one
+      rank.lose(victim, kSoon);
+    });
+  }
+}
+
+TEST_CASE("a death is known between calls, and the next call fails at once") {
+  run_nodes({1}, kLongMs, [](NodeRank& rank) {
+    if (rank.number() == 1) std::raise(SIGKILL);
+    std::this_thread::sleep_for(3s);
+    rank.lose(1, 500ms);
+  });
+}
+
+TEST_CASE("two ranks of a node that are killed: one of them is named everywhere") {
+  run_nodes({2, 3}, kLongMs, [](NodeRank& rank) {
+    if (rank.number() >= 2) std::raise(SIGKILL);
+    const epx_status status = rank.rank().call(EPX_OP_DISPATCH);
+    const epx_group_report report = check_failed(rank.rank(), status, {EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH, {}, 2});
+    check(report.culprit == 2 || report.culprit == 3, "rank {} is named", report.culprit);
+  });
+}
+
+TEST_CASE("a rank that is stopped is named by every survivor within timeout_ms and two seconds, rank 0 too") {
+  for (const int victim : {0, 1, 2}) {
+    CAPTURE(victim);
+    run_nodes({}, kShortMs, [&](NodeRank& rank) {
+      const int continuer = victim == 3 ? 0 : 3;
+      if (rank.number() == victim) std::raise(SIGSTOP);
+      rank.lose(victim, rank.number() == victim ? kSoon : kGrace + std::chrono::milliseconds(kShortMs));
+      if (rank.number() != continuer) return;
+      std::this_thread::sleep_for(kGrace); // all others have learned of it
+      ::kill(rank.pid_of(victim), SIGCONT);
+    });
+  }
+}
+
+TEST_CASE("a rank that is late is named by every rank within timeout_ms and two seconds, and learns it itself") {
+  for (const int late : {0, 3}) {
+    CAPTURE(late);
+    run_nodes({}, kShortMs, [&](NodeRank& rank) {
+      if (rank.number() == late) std::this_thread::sleep_for(std::chrono::milliseconds(kShortMs) + kGrace);
+      rank.lose(late, rank.number() == late ? kSoon : kGrace + std::chrono::milliseconds(kShortMs));
+    });
+  }
+}
+
+TEST_CASE("a rank whose connection a forked child keeps open is named by its silence") {
+  run_nodes({1}, kShortMs, [](NodeRank& rank) {
+    if (rank.number() == 1) {
+      if (::fork() == 0) { // as a worker that loads data; its own process group, so that it lives on after the rank
+        ::setpgid(0, 0);
+        std::this_thread::sleep_for(std::chrono::milliseconds(kShortMs) + 2 * kGrace);
+        ::_exit(0);
+      }
+      std::raise(SIGKILL);
+    }
+    rank.lose_in_time(1);
+  });
+}
+
+TEST_CASE("ranks that exit without destroying their group after its last call harm nobody") {
+  run_nodes({}, kLongMs, [](NodeRank& rank) {
+    check_ok(rank.rank().call(EPX_OP_DISPATCH), "epx_dispatch");
+    if (rank.number() % 2 == 1) ::_exit(0);
+    check(rank.rank().group() != nullptr, "the group is gone");
+    rank.rank().destroy();
+  });
+}
+
+TEST_CASE("a group whose ranks are in no call for longer than timeout_ms lives on") {
+  run_nodes({}, 1'000, [](NodeRank& rank) {
+    std::this_thread::sleep_for(2500ms);
+    check_ok(rank.rank().call(EPX_OP_DISPATCH), "epx_dispatch");
+    check_ok(rank.rank().call(EPX_OP_COMBINE), "epx_combine");
+  });
+}
+
+} // namespace epx::test
