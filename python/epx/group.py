@@ -189,6 +189,7 @@ class Group:
     hidden_dim = property(lambda self: self._info.hidden_dim, doc="The largest H.")
     max_top_k = property(lambda self: self._info.max_top_k, doc="The largest K.")
     max_alignment = property(lambda self: self._info.max_alignment, doc="The largest alignment, in rows.")
+    ranks_per_node = property(lambda self: self._info.ranks_per_node, doc="Ranks of each node; rank r is on node r // that.")
     window_bytes = property(lambda self: self._info.window_bytes, doc="Shared memory that the group holds on this rank.")
     timeout = property(lambda self: self._info.timeout_ms / 1000, doc="Seconds that one wait for a peer lasts.")
     max_token_dtype = property(lambda self: _DTYPE_NAMES[self._info.max_token_dtype], doc="Its name.")

@@ -28,7 +28,7 @@ ALLOWED = {
     "args get two fields at the end": [("} epx_combine_args;", "int32_t later; int32_t reserved0; } epx_combine_args;")],
     "a plan gets a field at the end": [("} epx_memory_plan;", "int64_t later; } epx_memory_plan;")],
     "the report gets a field at the end": LATER_REPORT,
-    "a config gets a field out of reserved": [("int64_t reserved[5];", "int64_t later; int64_t reserved[4];")],
+    "a config gets a field out of reserved": [("int64_t reserved[6];", "int64_t later; int64_t reserved[5];")],
     "a bootstrap gets a field out of reserved": [("void* reserved[3];", "void* later; void* reserved[2];")],
     "there is a new function": [(VERSION, VERSION + "\nEPX_API int32_t epx_later(void);")],
     "there is a new enumerator": [("EPX_OP_MEM_FREE = 7", "EPX_OP_MEM_FREE = 7, EPX_OP_LATER = 8")],

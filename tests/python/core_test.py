@@ -140,6 +140,11 @@ class Layer(unittest.TestCase):
                 self.assertIs(exact.combine(plans[1], again, out=out), out)
                 numpy.testing.assert_allclose(out, wanted.gather(wanted.scatter(tokens))[RANK], 1e-5, 1e-5)
 
+    def test_3_nodes(self):
+        with make_group("nodes", combine_precision="node", ranks_per_node=1) as group:
+            self.assertEqual(group.ranks_per_node, 1)
+            self.check_layer(group, [7] * RANKS, seed=8)
+
     def test_3_pads(self):
         with make_group("pads") as group:
             idx, tokens, _ = make_data([6] * RANKS, 9)
