@@ -3,9 +3,7 @@
 // gradients and the effect that keeps torch.compile from merging, dropping or reordering them.
 #include <tuple>
 
-#include "failure.h"
-#include "registry.h"
-#include "tensors.h"
+#include "calls.h"
 
 namespace epx_torch {
 namespace {
@@ -13,42 +11,10 @@ namespace {
 using std::optional;
 using std::tuple;
 
-constexpr auto kRowDtypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
-constexpr auto kIndexDtypes = {ScalarType::Int, ScalarType::Long};
-constexpr auto kFloat = {ScalarType::Float};
-constexpr auto kByte = {ScalarType::Byte};
 constexpr int64_t kNumInfo = 5;
 
-// What the args of the five operations have in common.
-template <typename Args>
-Args make_args(const Group& group, int64_t top_k, int64_t alignment) {
-  Args args = {};
-  args.struct_size = sizeof(args);
-  args.layer = {static_cast<int32_t>(top_k), static_cast<int32_t>(alignment)};
-  args.stream = current_stream(group.place);
-  return args;
-}
-
-template <typename Args>
-Args make_args(const Group& group, int64_t top_k, int64_t alignment, const Tensor& handle_mem) {
-  auto args = make_args<Args>(group, top_k, alignment);
-  const epx_tensor memory = view("handle_mem", handle_mem, group.place, {kAnySize}, kByte);
-  args.handle_mem = memory.data;
-  args.handle_mem_bytes = static_cast<size_t>(memory.sizes[0]);
-  return args;
-}
-
-// Operators have no optional results: a tensor of no elements stands for one that is not there.
-Tensor nothing(const Group& group) {
-  return new_tensor(group.place, {0}, ScalarType::Float);
-}
-
-epx_tensor view_rows(const char* name, const Tensor& rows, const Group& group, int64_t num_rows = kAnySize) {
-  return view(name, rows, group.place, {num_rows, kAnySize}, kRowDtypes);
-}
-
-epx_tensor view_weights(const char* name, const Tensor& weights, const Group& group, int64_t num_rows) {
-  return view(name, weights, group.place, {num_rows}, kFloat);
+epx_pads pads_of(int64_t pads) {
+  return static_cast<epx_pads>(pads); // the library refuses what is none
 }
 
 tuple<Tensor, Tensor, Tensor, Tensor, Tensor> prepare(int64_t id, const Tensor& topk_idx, int64_t alignment,
@@ -56,18 +22,16 @@ tuple<Tensor, Tensor, Tensor, Tensor, Tensor> prepare(int64_t id, const Tensor& 
   const GroupUse group(id);
   const epx_tensor indices = view("topk_idx", topk_idx, group->place, {kAnySize, kAnySize}, kIndexDtypes);
   auto args = make_args<epx_prepare_args>(*group, indices.sizes[1], alignment);
-  throw_if_failed(epx_handle_mem_size(group->group, &args.layer, &args.handle_mem_bytes));
   const Place& place = group->place;
   const epx_group_info& info = group->info;
   const ScalarType count = int64_counts ? ScalarType::Long : ScalarType::Int;
-  tuple outputs(new_tensor(place, {static_cast<int64_t>(args.handle_mem_bytes)}, ScalarType::Byte),
-                new_tensor(place, {info.num_local_experts}, count), new_tensor(place, {info.num_local_experts + 1}, count),
+  tuple outputs(new_handle_mem(*group, args), new_tensor(place, {info.num_local_experts}, count),
+                new_tensor(place, {info.num_local_experts + 1}, count),
                 new_tensor(place, {info.num_ranks, info.num_experts}, count),
                 new_tensor(place, {kNumInfo}, ScalarType::Long));
   const auto& [handle_mem, counts, offsets, global_counts, call_info] = outputs;
   const epx_tensor counts_view = view_of_new(counts), offsets_view = view_of_new(offsets),
                    global_counts_view = view_of_new(global_counts), info_view = view_of_new(call_info);
-  args.handle_mem = handle_mem.data_ptr();
   args.topk_idx = &indices;
   args.counts = &counts_view;
   args.offsets = &offsets_view;
@@ -78,7 +42,8 @@ tuple<Tensor, Tensor, Tensor, Tensor, Tensor> prepare(int64_t id, const Tensor& 
 }
 
 tuple<Tensor, Tensor> dispatch(int64_t id, const Tensor& handle_mem, const Tensor& tokens,
-                               const optional<Tensor>& topk_weights, int64_t top_k, int64_t alignment, int64_t num_rows) {
+                               const optional<Tensor>& topk_weights, int64_t top_k, int64_t alignment, int64_t pads,
+                               int64_t num_rows) {
   const GroupUse group(id);
   auto args = make_args<epx_dispatch_args>(*group, top_k, alignment, handle_mem);
   const epx_tensor sent = view_rows("tokens", tokens, *group);
@@ -88,6 +53,7 @@ tuple<Tensor, Tensor> dispatch(int64_t id, const Tensor& handle_mem, const Tenso
   const epx_tensor rows = view_of_new(std::get<0>(outputs));
   args.tokens = &sent;
   args.recv_tokens = &rows;
+  args.pads = pads_of(pads);
   epx_tensor weights, row_weights;
   if (topk_weights) {
     weights = view("topk_weights", *topk_weights, group->place, {sent.sizes[0], top_k}, kFloat);
@@ -101,7 +67,7 @@ tuple<Tensor, Tensor> dispatch(int64_t id, const Tensor& handle_mem, const Tenso
 
 // Writes the rows into a tensor of the caller's, in memory that peers reach for instance. Returns recv_weights.
 Tensor dispatch_into(int64_t id, const Tensor& handle_mem, const Tensor& tokens, const optional<Tensor>& topk_weights,
-                     int64_t top_k, int64_t alignment, const Tensor& recv_tokens) {
+                     int64_t top_k, int64_t alignment, int64_t pads, const Tensor& recv_tokens) {
   const GroupUse group(id);
   auto args = make_args<epx_dispatch_args>(*group, top_k, alignment, handle_mem);
   const epx_tensor sent = view_rows("tokens", tokens, *group);
@@ -109,6 +75,7 @@ Tensor dispatch_into(int64_t id, const Tensor& handle_mem, const Tensor& tokens,
   Tensor recv_weights = topk_weights ? new_tensor(group->place, {rows.sizes[0]}, ScalarType::Float) : nothing(*group);
   args.tokens = &sent;
   args.recv_tokens = &rows;
+  args.pads = pads_of(pads);
   epx_tensor weights, row_weights;
   if (topk_weights) {
     weights = view("topk_weights", *topk_weights, group->place, {sent.sizes[0], top_k}, kFloat);
@@ -193,10 +160,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
   library.def(
       "prepare(int group, Tensor topk_idx, int alignment, bool int64_counts) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def("dispatch(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, int alignment, "
-              "SymInt num_rows) "
-              "-> (Tensor, Tensor)");
+              "int pads, SymInt num_rows) -> (Tensor, Tensor)");
   library.def("dispatch_into(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, int alignment, "
-              "Tensor(a!) recv_tokens) -> Tensor");
+              "int pads, Tensor(a!) recv_tokens) -> Tensor");
   library.def("combine(int group, Tensor handle_mem, Tensor expert_out, Tensor? recv_weights, int top_k, int alignment, "
               "SymInt num_tokens) -> Tensor");
   library.def(

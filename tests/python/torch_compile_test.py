@@ -9,10 +9,8 @@ import ranks
 ranks.require("numpy", "torch", installer="install_torch_test_packages")
 import torch
 import torch_model
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
-from torch_model import HIDDEN, INNER, ON_GPU, RANK, RANKS, Data, make_group, on_device, single
+from torch_model import HIDDEN, INNER, ON_GPU, RANK, RANKS, Data, Graphs, compiled, make_group, on_device, single
 
 import epx
 import epx.moe
@@ -20,45 +18,6 @@ import epx.torch
 
 WITH_INDUCTOR = RANKS == 1 or ON_GPU  # a compiler for each rank takes minutes on few cores
 NUM_TOKENS = [0 if RANKS > 1 and rank == RANKS - 1 else 4 for rank in range(RANKS)]
-
-
-class Graphs:
-    """A backend of torch.compile that runs graphs as they are, and keeps the names of epx's operators in them, in the order in
-    which the effect's token passes through them."""
-
-    def __init__(self):
-        self.forward, self.backward = [], []
-
-    def backend(self):
-        def collect(into):
-            def compiler(graph, _inputs):
-                into.append(self.order(graph))
-                return make_boxed_func(graph.forward)
-
-            return compiler
-
-        return aot_autograd(fw_compiler=collect(self.forward), bw_compiler=collect(self.backward))
-
-    @staticmethod
-    def order(graph):
-        names, last = [], None
-        for node in graph.graph.nodes:
-            if node.op != "call_function":
-                continue
-            if node.target is torch.ops.higher_order.with_effects:
-                token, operator = node.args[:2]
-                source = token.args[0] if token.op == "call_function" and token.args else None
-                assert last is None or source is last, f"{node} does not take the token of {last}"
-                names.append(operator._opname)
-                last = node
-            else:
-                assert getattr(node.target, "namespace", "") != "epx", f"{node.target} has no token"
-        return names
-
-
-def compiled(function, **options):
-    torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, **options)
 
 
 class Compile(unittest.TestCase):

@@ -30,7 +30,9 @@ class Gpu(unittest.TestCase):
             def program(idx, tokens):
                 plan = epx.torch.prepare(group, idx)
                 received, _ = epx.torch.dispatch(plan, tokens, num_rows=rows)
-                return epx.torch.combine(plan, received) + layer(tokens)
+                by_rank, received_by_rank, _ = epx.torch.dispatch_rank_major(group, tokens, idx, max_rows=8)
+                summed = epx.torch.combine_rank_major(by_rank, received_by_rank)
+                return epx.torch.combine(plan, received) + 2 * summed + layer(tokens)
 
             def step(idx, tokens):
                 out = program(idx, tokens)

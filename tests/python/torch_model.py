@@ -9,6 +9,8 @@ import time
 
 import ranks
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epx
@@ -170,3 +172,48 @@ def count_calls():
     """Counts the operators of epx by name, those of backwards too."""
     with _Count() as mode:
         yield mode.calls
+
+
+def gradients(loss, tensors, keep=False):
+    """Those of the loss, zero where it does not depend on a tensor."""
+    found = torch.autograd.grad(loss, tensors, allow_unused=True, retain_graph=keep)
+    return [torch.zeros_like(tensor) if grad is None else grad for grad, tensor in zip(found, tensors)]
+
+
+class Graphs:
+    """A backend of torch.compile that runs graphs as they are, and keeps the names of epx's operators in them, in the order in
+    which the effect's token passes through them."""
+
+    def __init__(self):
+        self.forward, self.backward = [], []
+
+    def backend(self):
+        def collect(into):
+            def compiler(graph, _inputs):
+                into.append(self.order(graph))
+                return make_boxed_func(graph.forward)
+
+            return compiler
+
+        return aot_autograd(fw_compiler=collect(self.forward), bw_compiler=collect(self.backward))
+
+    @staticmethod
+    def order(graph):
+        names, last = [], None
+        for node in graph.graph.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target is torch.ops.higher_order.with_effects:
+                token, operator = node.args[:2]
+                source = token.args[0] if token.op == "call_function" and token.args else None
+                assert last is None or source is last, f"{node} does not take the token of {last}"
+                names.append(operator._opname)
+                last = node
+            else:
+                assert getattr(node.target, "namespace", "") != "epx", f"{node.target} has no token"
+        return names
+
+
+def compiled(function, **options):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, **options)

@@ -12,18 +12,27 @@ ranks.require("numpy", "torch", installer="install_torch_test_packages")
 import torch
 import torch_model
 from torch.utils.checkpoint import checkpoint
-from torch_model import DEVICE, EXPERTS, HIDDEN, INNER, RANK, RANKS, Data, count_calls, dense, make_group, on_device, single
+from torch_model import (
+    DEVICE,
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    RANK,
+    RANKS,
+    Data,
+    count_calls,
+    dense,
+    gradients,
+    make_group,
+    on_device,
+    single,
+)
 
 import epx
 import epx.moe
 import epx.torch
 
 NUM_TOKENS = [0 if RANKS > 1 and rank == RANKS - 1 else 3 + 2 * rank for rank in range(RANKS)]
-
-
-def gradients(loss, tensors, keep=False):
-    found = torch.autograd.grad(loss, tensors, allow_unused=True, retain_graph=keep)
-    return [torch.zeros_like(tensor) if grad is None else grad for grad, tensor in zip(found, tensors)]
 
 
 class Exchange(unittest.TestCase):
@@ -193,6 +202,14 @@ class Exchange(unittest.TestCase):
             self.assertEqual(rows.data_ptr(), window.data_ptr())
             again, _ = epx.torch.dispatch(plan, tokens.detach())
             torch.testing.assert_close(rows.detach()[: plan.num_rows], again, rtol=0, atol=0)
+            padded = epx.torch.prepare(group, on_device(data.idx[RANK]), alignment=8)
+            zones = list(zip(padded.offsets.tolist(), padded.offsets[1:].tolist(), padded.counts.tolist()))
+            is_pad = [row for begin, end, count in zones for row in range(begin + count, end)]
+            for pads, expected in (("untouched", 7), ("zero", 0)):
+                window.detach().fill_(7)
+                epx.torch.dispatch(padded, tokens.detach(), recv_tokens=window.detach(), pads=pads)
+                self.assertEqual(window[is_pad].unique().tolist(), [expected] if is_pad else [])
+            epx.torch.dispatch(plan, tokens.detach(), recv_tokens=window.detach())
             epx.torch.combine(plan, rows).sum().backward()
             routes = on_device((data.idx[RANK] >= 0).sum(1, keepdim=True).float())
             torch.testing.assert_close(tokens.grad, routes.expand_as(tokens))
@@ -230,6 +247,7 @@ class Exchange(unittest.TestCase):
                 "tokens has strides": lambda: dispatch(plan, tokens.t().contiguous().t()),
                 "topk_weights is float16": lambda: dispatch(plan, tokens, weights.half()),
                 "topk_weights has shape": lambda: dispatch(plan, tokens, weights[:, :1].contiguous()),
+                "pads is 'none'": lambda: dispatch(plan, tokens, pads="none"),
                 "num_rows is -3": lambda: dispatch(plan, tokens, num_rows=-3),
                 "recv_tokens is bfloat16": lambda: dispatch(plan, tokens, recv_tokens=rows.bfloat16()),
                 "recv_weights has shape": lambda: combine(plan, rows, row_weights[1:].contiguous()),

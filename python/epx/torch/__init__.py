@@ -12,15 +12,19 @@ effect, so that they stay in the order of the program on every rank.
 from ._group import Group, empty, from_process_group
 from ._layer import Arena, MoELayer, Routing, expert_parameter_names
 from ._ops import Plan, combine, dispatch, prepare, saves_exchange
+from ._rank_major import RankMajorPlan, combine_rank_major, dispatch_rank_major
 
 __all__ = [
     "Arena",
     "Group",
     "MoELayer",
     "Plan",
+    "RankMajorPlan",
     "Routing",
     "combine",
+    "combine_rank_major",
     "dispatch",
+    "dispatch_rank_major",
     "empty",
     "expert_parameter_names",
     "from_process_group",

@@ -6,6 +6,7 @@ import datetime
 import itertools
 import math
 import time
+import types
 
 import torch
 
@@ -85,6 +86,8 @@ class Group(_Group):
             else:
                 with from_process_group(where) as made:
                     super().__init__(made, **config)
+        # torch.compile traces reads of the properties, but not those of a ctypes struct.
+        self._info = types.SimpleNamespace(**{name: getattr(self._info, name) for name, _ in self._info._fields_})
         is_cuda = self.transport == Transport.NCCL
         self.device = torch.device("cuda", index) if is_cuda else torch.device("cpu")
         number = lib.epx_torch_register_group(self.handle, index if is_cuda else -1)

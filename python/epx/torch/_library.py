@@ -52,13 +52,13 @@ def _(group, topk_idx, alignment, int64_counts):
 
 
 @torch.library.register_fake("epx::dispatch")
-def _(group, handle_mem, tokens, topk_weights, top_k, alignment, num_rows):
+def _(group, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows):
     weights = 0 if topk_weights is None else num_rows
     return _new(tokens, num_rows, tokens.shape[1]), _new(tokens, weights, dtype=torch.float32)
 
 
 @torch.library.register_fake("epx::dispatch_into")
-def _(group, handle_mem, tokens, topk_weights, top_k, alignment, recv_tokens):
+def _(group, handle_mem, tokens, topk_weights, top_k, alignment, pads, recv_tokens):
     return _new(tokens, 0 if topk_weights is None else recv_tokens.shape[0], dtype=torch.float32)
 
 
@@ -77,6 +77,44 @@ def _(group, handle_mem, grad_out, expert_out, recv_weights, top_k, alignment, n
 def _(group, handle_mem, grad_recv, grad_recv_weights, top_k, alignment, num_tokens):
     weights = (0,) if grad_recv_weights is None else (num_tokens, top_k)
     return _new(grad_recv, num_tokens, grad_recv.shape[1]), _new(grad_recv, *weights, dtype=torch.float32)
+
+
+def _rank_major_plan(group, tokens, topk_idx, topk_weights, max_rows):
+    known, top_k = groups[group], topk_idx.shape[1]
+    weights = (0,) if topk_weights is None else (known.num_ranks, max_rows, top_k)
+    return (
+        _new(tokens, known.handle_mem_size(top_k, 1), dtype=torch.uint8),
+        _new(tokens, known.num_ranks, max_rows, top_k, dtype=torch.int32),
+        _new(tokens, *weights, dtype=torch.float32),
+        _new(tokens, known.num_ranks, dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("epx::dispatch_rank_major")
+def _(group, tokens, topk_idx, topk_weights, max_rows):
+    rows = _new(tokens, groups[group].num_ranks, max_rows, tokens.shape[1])
+    return rows, *_rank_major_plan(group, tokens, topk_idx, topk_weights, max_rows)
+
+
+@torch.library.register_fake("epx::dispatch_rank_major_into")
+def _(group, tokens, topk_idx, topk_weights, recv_tokens):
+    return _rank_major_plan(group, tokens, topk_idx, topk_weights, recv_tokens.shape[1])
+
+
+@torch.library.register_fake("epx::combine_rank_major")
+def _(group, handle_mem, expert_out, top_k, num_tokens):
+    return _new(expert_out, num_tokens, expert_out.shape[2])
+
+
+@torch.library.register_fake("epx::combine_rank_major_bwd")
+def _(group, handle_mem, grad_out, top_k, max_rows):
+    return _new(grad_out, groups[group].num_ranks, max_rows, grad_out.shape[1])
+
+
+@torch.library.register_fake("epx::dispatch_rank_major_bwd")
+def _(group, handle_mem, grad_recv, grad_recv_weights, top_k, num_tokens):
+    weights = (0,) if grad_recv_weights is None else (num_tokens, top_k)
+    return _new(grad_recv, num_tokens, grad_recv.shape[2]), _new(grad_recv, *weights, dtype=torch.float32)
 
 
 @torch.library.register_fake("epx::block_fwd")
@@ -106,7 +144,19 @@ def _(block, flight, grad_out, logits, first_weight, down_weight, first_bias, do
     )
 
 
-_FUNCTIONAL = ("prepare", "dispatch", "combine", "combine_bwd", "dispatch_bwd", "block_fwd", "block_bwd")
+_FUNCTIONAL = (
+    "prepare",
+    "dispatch",
+    "combine",
+    "combine_bwd",
+    "dispatch_bwd",
+    "dispatch_rank_major",
+    "combine_rank_major",
+    "combine_rank_major_bwd",
+    "dispatch_rank_major_bwd",
+    "block_fwd",
+    "block_bwd",
+)
 
 
 def _refuse_vmap(name):

@@ -10,12 +10,14 @@ import dataclasses
 import torch
 from torch.autograd.function import once_differentiable
 
+from .._structs import Pads
 from .._tensors import refuse
 from ._group import Group, call
 from ._library import ops
 
 _prepare, _dispatch, _combine = ops.prepare.default, ops.dispatch.default, ops.combine.default
 _dispatch_into, _combine_bwd, _dispatch_bwd = ops.dispatch_into.default, ops.combine_bwd.default, ops.dispatch_bwd.default
+_PADS = {member.name.lower(): int(member) for member in Pads}
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,10 +52,10 @@ def _refuse_vmap(info, in_dims, *args):
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, number, handle_mem, tokens, topk_weights, top_k, alignment, num_rows):
+    def forward(ctx, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows):
         ctx.layer = number, top_k, alignment, tokens.shape[0], topk_weights is not None
         ctx.save_for_backward(handle_mem)
-        return call(number, _dispatch, number, handle_mem, tokens, topk_weights, top_k, alignment, num_rows)
+        return call(number, _dispatch, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows)
 
     @staticmethod
     @once_differentiable
@@ -65,11 +67,11 @@ class _Dispatch(torch.autograd.Function):
 
 class _DispatchInto(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, number, handle_mem, tokens, topk_weights, top_k, alignment, recv_tokens):
+    def forward(ctx, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, recv_tokens):
         ctx.layer = number, top_k, alignment, tokens.shape[0], topk_weights is not None
         ctx.save_for_backward(handle_mem)
         ctx.mark_dirty(recv_tokens)
-        weights = call(number, _dispatch_into, number, handle_mem, tokens, topk_weights, top_k, alignment, recv_tokens)
+        weights = call(number, _dispatch_into, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, recv_tokens)
         return recv_tokens, weights
 
     @staticmethod
@@ -88,7 +90,7 @@ def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
     grad_tokens, grad_weights = call(
         number, _dispatch_bwd, number, handle_mem, grad_recv.contiguous(), row_weights, top_k, alignment, num_tokens
     )
-    return None, None, grad_tokens, None if row_weights is None else grad_weights, None, None, None
+    return None, None, grad_tokens, None if row_weights is None else grad_weights, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -138,22 +140,26 @@ def prepare(group, topk_idx, *, alignment=1, counts_dtype=torch.int32):
     return Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], *made)
 
 
-def dispatch(plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None):
+def dispatch(plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None, pads="zero"):
     """Brings tokens to the ranks of their experts. Collective, and so is its backward.
 
     tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
     num_rows: N. Without it plan.num_rows, for which a GPU is waited for; torch.compile and CUDA graphs need a number that does
     not depend on the routing, group.max_recv_tokens_per_rank at most.
     recv_tokens: [N, H] to be written instead of a new tensor, in memory from group.empty() for instance; not under
-    torch.compile. Returns (recv_tokens [N, H], recv_weights [N] float32 or None). Pads inside zones are zero; rows behind
-    plan.num_rows hold whatever memory held, and so do those of the gradient that combine's backward returns.
+    torch.compile. pads: "zero", or "untouched": pads inside zones hold whatever memory held.
+    Returns (recv_tokens [N, H], recv_weights [N] float32 or None). Rows behind plan.num_rows hold whatever memory held, and so do
+    those of the gradient that combine's backward returns, whose pads are zero.
     """
     number = plan.group.number
+    if pads not in _PADS:
+        refuse(f"pads is {pads!r}; it must be one of {', '.join(map(repr, _PADS))}")
+    pads = _PADS[pads]
     records = _records(tokens, topk_weights)
     if recv_tokens is not None:
         if torch.compiler.is_compiling():
             refuse("dispatch into recv_tokens is not supported under torch.compile, which cannot order operators that write")
-        args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, recv_tokens
+        args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, pads, recv_tokens
         if records:
             rows, weights = _DispatchInto.apply(*args)
         else:
@@ -163,7 +169,7 @@ def dispatch(plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None
             if torch.compiler.is_compiling():
                 refuse("dispatch needs num_rows under torch.compile: group.max_recv_tokens_per_rank, or a bound that suffices")
             num_rows = plan.num_rows
-        args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, num_rows
+        args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, pads, num_rows
         rows, weights = _Dispatch.apply(*args) if records else call(number, _dispatch, *args)
     return rows, None if topk_weights is None else weights
 

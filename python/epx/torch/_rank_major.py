@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rank-major layout with gradients: each token once for each rank that it goes to, without prepare.
+
+Symbols in shapes: those of epx.group, and M, the rows of the receive tensors for each source rank.
+"""
+
+import dataclasses
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .._tensors import refuse
+from ._group import Group, call
+from ._library import ops
+from ._ops import _records, _refuse_vmap
+
+_dispatch, _combine = ops.dispatch_rank_major.default, ops.combine_rank_major.default
+_dispatch_into = ops.dispatch_rank_major_into.default
+_dispatch_bwd, _combine_bwd = ops.dispatch_rank_major_bwd.default, ops.combine_rank_major_bwd.default
+
+
+@dataclasses.dataclass(eq=False)
+class RankMajorPlan:
+    """What dispatch_rank_major makes of top-k indices. All tensors lie on the group's device.
+
+    max_rows: M.  handle_mem: [bytes] uint8, the routing state that the other calls read; it may be copied, saved and used in any
+    order.  counts: [P] int32, kept rows of each source rank: recv_tokens[r, :counts[r]], which are its tokens in ascending order.
+    topk_idx: [P, M, K] int32, the local expert of each route to this rank, -1 where it is masked or goes to another rank, and in
+    rows at or beyond counts[r].
+    """
+
+    group: Group
+    top_k: int
+    num_tokens: int
+    max_rows: int
+    handle_mem: torch.Tensor
+    topk_idx: torch.Tensor
+    counts: torch.Tensor
+
+    @property
+    def is_row(self):
+        """[P, M] bool: which rows are kept ones."""
+        return torch.arange(self.max_rows, device=self.counts.device) < self.counts[:, None]
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, number, tokens, topk_idx, topk_weights, max_rows):
+        outputs = call(number, _dispatch, number, tokens, topk_idx, topk_weights, max_rows)
+        return _save_dispatch(ctx, number, tokens, topk_idx, topk_weights, outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_recv, _handle_mem, _topk_idx, grad_recv_weights, _counts):
+        return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
+
+    vmap = staticmethod(_refuse_vmap)
+
+
+class _DispatchInto(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, number, tokens, topk_idx, topk_weights, recv_tokens):
+        ctx.mark_dirty(recv_tokens)
+        outputs = call(number, _dispatch_into, number, tokens, topk_idx, topk_weights, recv_tokens)
+        return _save_dispatch(ctx, number, tokens, topk_idx, topk_weights, (recv_tokens, *outputs))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_recv, _handle_mem, _topk_idx, grad_recv_weights, _counts):
+        return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
+
+    vmap = staticmethod(_refuse_vmap)
+
+
+def _save_dispatch(ctx, number, tokens, topk_idx, topk_weights, outputs):
+    _, handle_mem, row_idx, _, counts = outputs
+    ctx.layer = number, topk_idx.shape[1], tokens.shape[0], topk_weights is not None
+    ctx.save_for_backward(handle_mem)
+    ctx.mark_non_differentiable(handle_mem, row_idx, counts)
+    return outputs
+
+
+def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
+    # All ranks make the same choice of weights: it depends on what all of them gave, not on who used what came of it.
+    number, top_k, num_tokens, has_weights = ctx.layer
+    (handle_mem,) = ctx.saved_tensors
+    row_weights = grad_recv_weights.contiguous() if has_weights and ctx.needs_input_grad[3] else None
+    grad_tokens, grad_weights = call(
+        number, _dispatch_bwd, number, handle_mem, grad_recv.contiguous(), row_weights, top_k, num_tokens
+    )
+    return None, grad_tokens, None, None if row_weights is None else grad_weights, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, number, handle_mem, expert_out, top_k, num_tokens):
+        ctx.layer = number, top_k, expert_out.shape[1]
+        ctx.save_for_backward(handle_mem)
+        return call(number, _combine, number, handle_mem, expert_out, top_k, num_tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out):
+        number, top_k, max_rows = ctx.layer
+        (handle_mem,) = ctx.saved_tensors
+        grad_rows = call(number, _combine_bwd, number, handle_mem, grad_out.contiguous(), top_k, max_rows)
+        return None, None, grad_rows, None, None
+
+    vmap = staticmethod(_refuse_vmap)
+
+
+def dispatch_rank_major(group, tokens, topk_idx, topk_weights=None, *, max_rows=None, recv_tokens=None):
+    """Brings each token once to each rank that owns an expert of it. Collective, and so is its backward.
+
+    tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.
+    topk_weights: [T, K] float32, or None on all ranks.  max_rows: M, the same on all ranks; tokens beyond are dropped, which
+    group.check() tells; default group.max_tokens_per_rank, which is never too few.  recv_tokens: [P, M, H] to be written instead
+    of a new tensor, in memory from group.empty() for instance; not under torch.compile.
+    Returns (plan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None). Weights are 0 where plan.topk_idx is -1. Rows of
+    recv_tokens at or beyond plan.counts[r] hold whatever memory held, and so do those of the gradient that combine_rank_major's
+    backward returns: leave them out of what you compute, by torch.where and plan.is_row for instance.
+    """
+    number = group.number
+    records = _records(tokens, topk_weights)
+    if recv_tokens is None:
+        args = number, tokens, topk_idx, topk_weights, group.max_tokens_per_rank if max_rows is None else max_rows
+        outputs = _Dispatch.apply(*args) if records else call(number, _dispatch, *args)
+    else:
+        if torch.compiler.is_compiling():
+            refuse("dispatch_rank_major into recv_tokens is not supported under torch.compile, which cannot order operators that write")
+        if max_rows is not None:
+            refuse("max_rows and recv_tokens are given; recv_tokens alone says what M is")
+        args = number, tokens, topk_idx, topk_weights, recv_tokens
+        outputs = _DispatchInto.apply(*args) if records else (recv_tokens, *call(number, _dispatch_into, *args))
+    rows, handle_mem, row_idx, weights, counts = outputs
+    plan = RankMajorPlan(group, topk_idx.shape[1], tokens.shape[0], rows.shape[1], handle_mem, row_idx, counts)
+    return plan, rows, None if topk_weights is None else weights
+
+
+def combine_rank_major(plan, expert_out):
+    """Brings the rows back, which the caller has summed over each token's experts of this rank. Collective, and so is its
+    backward. Refused in a group of combine_precision "exact".
+
+    expert_out: [P, M, H].  Returns out [T, H]: the sum of a token's kept rows over the ranks; zero for a token without one.
+    """
+    number = plan.group.number
+    args = number, plan.handle_mem, expert_out, plan.top_k, plan.num_tokens
+    if _records(expert_out):
+        return _Combine.apply(*args)
+    return call(number, _combine, *args)

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the operators that call epx.h have in common: their args, and views of their tensors.
+#pragma once
+
+#include "failure.h"
+#include "registry.h"
+#include "tensors.h"
+
+namespace epx_torch {
+
+constexpr auto kRowDtypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
+constexpr auto kIndexDtypes = {ScalarType::Int, ScalarType::Long};
+constexpr auto kFloat = {ScalarType::Float};
+constexpr auto kByte = {ScalarType::Byte};
+
+// What the args of all operations have in common.
+template <typename Args>
+Args make_args(const Group& group, int64_t top_k, int64_t alignment) {
+  Args args = {};
+  args.struct_size = sizeof(args);
+  args.layer = {static_cast<int32_t>(top_k), static_cast<int32_t>(alignment)};
+  args.stream = current_stream(group.place);
+  return args;
+}
+
+// Those of an operation that reads handle memory.
+template <typename Args>
+Args make_args(const Group& group, int64_t top_k, int64_t alignment, const Tensor& handle_mem) {
+  auto args = make_args<Args>(group, top_k, alignment);
+  const epx_tensor memory = view("handle_mem", handle_mem, group.place, {kAnySize}, kByte);
+  args.handle_mem = memory.data;
+  args.handle_mem_bytes = static_cast<size_t>(memory.sizes[0]);
+  return args;
+}
+
+// Handle memory for an operation that fills it in, which gets its address.
+template <typename Args>
+Tensor new_handle_mem(const Group& group, Args& args) {
+  throw_if_failed(epx_handle_mem_size(group.group, &args.layer, &args.handle_mem_bytes));
+  Tensor handle_mem = new_tensor(group.place, {static_cast<int64_t>(args.handle_mem_bytes)}, ScalarType::Byte);
+  args.handle_mem = handle_mem.data_ptr();
+  return handle_mem;
+}
+
+// Operators have no optional results: a tensor of no elements stands for one that is not there.
+inline Tensor nothing(const Group& group) {
+  return new_tensor(group.place, {0}, ScalarType::Float);
+}
+
+inline epx_tensor view_rows(const char* name, const Tensor& rows, const Group& group, int64_t num_rows = kAnySize) {
+  return view(name, rows, group.place, {num_rows, kAnySize}, kRowDtypes);
+}
+
+inline epx_tensor view_weights(const char* name, const Tensor& weights, const Group& group, int64_t num_rows) {
+  return view(name, weights, group.place, {num_rows}, kFloat);
+}
+
+} // namespace epx_torch
