@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """epx.torch beside torch.distributed: groups of process groups and of meshes, and data parallelism on another axis of the mesh
 than experts: DistributedDataParallel and fully_shard (FSDP2), compared with a dense model in float64. Needs an even number of
-ranks, >= 4."""
+ranks; with two, one axis of the mesh has a single rank, and both cases are tested."""
 
 import time
 import unittest
@@ -21,8 +21,7 @@ import epx
 import epx.moe
 import epx.torch
 
-EP = 2
-DP = RANKS // EP
+EP_SIZES = [2] if RANKS >= 4 else [1, 2]
 TOKENS = 4
 
 
@@ -34,8 +33,8 @@ def tearDownModule():
     torch.distributed.destroy_process_group()
 
 
-def mesh():
-    return init_device_mesh(DEVICE.type, (DP, EP), mesh_dim_names=("dp", "ep"))
+def mesh(ep):
+    return init_device_mesh(DEVICE.type, (RANKS // ep, ep), mesh_dim_names=("dp", "ep"))
 
 
 def make_layer(group):
@@ -76,10 +75,10 @@ class Distributed(unittest.TestCase):
                 rows, _ = epx.torch.dispatch(plan, on_device(torch.full((1, HIDDEN), float(RANK))))
                 owner = group.first_local_expert <= number < group.first_local_expert + group.num_local_experts
                 self.assertEqual(rows[:, 0].tolist(), [float(rank) for rank in range(RANKS)] if owner else [])
-        mine = mesh()["ep"].get_group()
-        with epx.torch.Group(mine, **config()) as group:
-            self.assertEqual((group.rank, group.num_ranks), (RANK % EP, EP))
-            group.check()
+        for ep in EP_SIZES:
+            with epx.torch.Group(mesh(ep)["ep"].get_group(), **config()) as group:
+                self.assertEqual((group.rank, group.num_ranks), (RANK % ep, ep))
+                group.check()
 
     def test_2_rank_that_does_not_come(self):
         with epx.torch.from_process_group() as bootstrap:
@@ -92,7 +91,10 @@ class Distributed(unittest.TestCase):
         torch.distributed.barrier()
 
     def test_3_ddp(self):
-        axes = mesh()
+        for ep in EP_SIZES:
+            self.check_ddp(mesh(ep))
+
+    def check_ddp(self, axes):
         with epx.torch.Group(axes["ep"].get_group(), **config()) as group:
             layer = make_layer(group)
             model = torch.nn.Sequential(layer)
@@ -110,7 +112,10 @@ class Distributed(unittest.TestCase):
             group.check()
 
     def test_4_fsdp(self):
-        axes = mesh()
+        for ep in EP_SIZES:
+            self.check_fsdp(mesh(ep))
+
+    def check_fsdp(self, axes):
         with epx.torch.Group(axes["ep"].get_group(), **config()) as group:
             layer = make_layer(group)
             fully_shard(layer, mesh=axes["dp"])
@@ -123,14 +128,14 @@ class Distributed(unittest.TestCase):
                 grad = each.grad.full_tensor()  # the mean over the DP groups
                 if name == "gate_weight":
                     torch.distributed.all_reduce(grad, group=axes["ep"].get_group())
-                found[name] = grad / EP
+                found[name] = grad / group.num_ranks
             self.check_gradients(layer, found)
             layer.destroy()
             group.check()
 
 
 if __name__ == "__main__":
-    if RANKS < 2 * EP or RANKS % EP:
+    if RANKS < 2 or RANKS % 2:
         print(f"skipped: {RANKS} ranks")
         raise SystemExit(ranks.SKIPPED)
     torch_model.main()
