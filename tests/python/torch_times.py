@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures epx.torch under epx_test_launch: what an eager operator costs the host beside the C call, and, on GPUs
-(EPX_TEST_DEVICE=cuda), the layer beside the C block and beside examples/native/moe_torch.py. docs/decisions/0014 has figures of
-it."""
+(EPX_TEST_DEVICE=cuda), what it costs in a CUDA graph, and the layer beside the C block and beside both variants of
+examples/native/moe_torch.py. docs/python.md and docs/decisions/0015 have figures of it."""
 
 import ctypes
 import os
 import pathlib
+import statistics
 import sys
 import time
 
@@ -14,13 +15,16 @@ import ranks
 ranks.require("numpy", "torch", installer="install_torch_test_packages")
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples" / "native"))
 import torch
-import torch_model
-from torch_model import DEVICE, ON_GPU, RANK, RANKS, on_device
 
+begin_import = time.perf_counter()
 import epx
 import epx.moe
 import epx.torch
+
+IMPORT_SECONDS = time.perf_counter() - begin_import
+import torch_model
 from epx import _moe_structs, _structs
+from torch_model import DEVICE, ON_GPU, RANK, RANKS, on_device
 
 CODES = {torch.float32: 1, torch.bfloat16: 3, torch.int32: 4, torch.int64: 5}
 
@@ -48,28 +52,59 @@ def host_us(function, count=100, repetitions=9):
     return best * 1e6
 
 
+def graph_us(function, args=None, count=20, repetitions=50):
+    """The median time of a call in a CUDA graph of `count` calls, in microseconds, between events around the replay. `args` are
+    those of a C call, which get the stream that is captured."""
+    function()  # loads kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        if args is not None:
+            args.stream = torch.cuda.current_stream().cuda_stream
+        for _ in range(count):
+            function()
+    times = []
+    for _ in range(repetitions):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / count)
+    del graph
+    return statistics.median(times)
+
+
 def overhead():
     hidden = 1024
     alone = epx.bootstrap.local()
+    if ON_GPU:
+        torch.zeros(1, device=DEVICE)  # makes CUDA's context
+    begin = time.perf_counter()
     group = epx.torch.Group(alone, **torch_model.config(num_experts=4, hidden_dim=hidden, max_top_k=2))
+    say(f"import epx.torch after torch: {IMPORT_SECONDS:.2f} s, first group, of one rank: {time.perf_counter() - begin:.2f} s")
     idx = on_device(torch.tensor([[0, 1], [2, 3]], dtype=torch.int32))
     tokens, weights = on_device(torch.ones(2, hidden)), on_device(torch.ones(2, 2))
     plan = epx.torch.prepare(group, idx)
     rows, row_weights = epx.torch.dispatch(plan, tokens, weights, num_rows=4)
     memory, layer = plan.handle_mem, _structs.Layer(2, 1)
-    stream = torch.cuda.current_stream().cuda_stream if ON_GPU else None
-
     def c_call(function, struct, *tensors):
         args = struct(
             ctypes.sizeof(struct),
             layer,
             memory.data_ptr(),
             memory.numel(),
-            stream,
+            None,
             *[t if t is None else view(t) for t in tensors],
         )
         handle, pointer = group.handle, ctypes.byref(args)
-        return lambda: function(handle, pointer)
+
+        def run():
+            if function(handle, pointer):
+                raise RuntimeError(_structs.epx_last_error().decode())
+
+        run.args = args
+        return run
 
     out = torch.empty_like(tokens)
     leaf, row_leaf = tokens.clone().requires_grad_(), rows.clone().requires_grad_()
@@ -120,6 +155,8 @@ def overhead():
         if with_grad:
             line += f", recording a gradient +{times[2] - times[0]:.1f}; backward: C call {times[3]:.1f}, +{times[4] - times[3]:.1f}"
         say(line)
+        if ON_GPU:
+            say(f"{name} in a CUDA graph: C call {graph_us(c, c.args):.2f} us, operator {graph_us(op):.2f}")
     empty = host_us(lambda: torch.autograd.grad(base, base_leaf, ones, retain_graph=True))
     say(f"torch.autograd.grad through a view, for comparison: {empty:.1f} us")
     group.check()
@@ -133,7 +170,7 @@ def layers():
     tokens_per_rank, hidden, ffn, experts, top_k = map(int, options.split(","))
     torch_model.start_process_group("nccl", device_id=DEVICE)
     shape = moe_data.Shape(RANKS, tokens_per_rank, hidden, ffn, experts, top_k)
-    native = moe_torch.Layer(shape, RANK, DEVICE)
+    native = moe_torch.Layer(shape, RANK, DEVICE, True)
     native.rank_of_expert_on_host = native.rank_of_expert.cpu()
     generator = torch.Generator(DEVICE).manual_seed(RANK)
     tokens, grad_out = (torch.randn(tokens_per_rank, hidden, device=DEVICE, generator=generator).bfloat16() for _ in range(2))
@@ -175,19 +212,31 @@ def layers():
 
     c_forward, c_backward = c_block(layer, tokens, logits, grad_out)
     programs = {
-        "all_to_all_single": steps(lambda: native.forward(tokens, logits), leaves["native"]),
+        "all_to_all_single, usual": steps(lambda: native.forward(tokens, logits, False), leaves["native"]),
+        "all_to_all_single, best": steps(lambda: native.forward(tokens, logits, True), leaves["native"]),
         "epx.torch.MoELayer": steps(lambda: layer(tokens, logits=logits), leaves["epx"]),
         "C block": (c_forward, lambda: (c_forward(), c_backward())),
     }
+    rounds, iterations = 3, 10
+    times = {(name, part): [] for name in programs for part in range(2)}
+    for _ in range(rounds):
+        for name, parts in programs.items():
+            for part, run in enumerate(parts):
+                times[name, part] += moe_torch.timed(run, iterations, DEVICE)
     say(
-        f"T {tokens_per_rank}, H {hidden}, F {ffn}, E {experts}, K {top_k}, bf16, {RANKS} GPUs; the slowest rank's median of 20 calls, us"
+        f"T {tokens_per_rank}, H {hidden}, F {ffn}, E {experts}, K {top_k}, bf16, {RANKS} GPUs; "
+        f"the slowest rank's median of {rounds * iterations} calls, us"
     )
-    for name, (forward, both) in programs.items():
-        figures = [sorted(moe_torch.timed(each, 20, DEVICE))[10] for each in (forward, both)]
-        say(f"{name}: forward {figures[0]:.0f}, forward and backward {figures[1]:.0f}")
+    medians = {key: statistics.median(each) for key, each in times.items()}
+    for name in programs:
+        say(f"{name}: forward {medians[name, 0]:.0f}, forward and backward {medians[name, 1]:.0f}")
+    own = medians["epx.torch.MoELayer", 1]
+    best = min(medians[name, 1] for name in programs if name.startswith("all_to_all"))
+    say(f"forward and backward: {best / own:.2f} x the native path, {100 * (own / medians['C block', 1] - 1):+.1f} % beside the C block")
     with torch.no_grad():
-        difference = (native.forward(tokens, logits).float() - layer(tokens, logits=logits).float()).norm()
-        say(f"relative difference of the outputs: {float(difference / native.forward(tokens, logits).float().norm()):.1e}")
+        wanted = native.forward(tokens, logits, True).float()
+        difference = (wanted - layer(tokens, logits=logits).float()).norm() / wanted.norm()
+        say(f"relative difference of the outputs: {float(difference):.1e}")
     group.check()
     layer.destroy()
     torch.distributed.barrier()
