@@ -480,6 +480,12 @@ EPX_API epx_status epx_moe_arena_create(epx_group group, const epx_moe_arena_con
  * group, if it has one that has not failed. Accepts NULL. Errors: those of epx_mem_free. */
 EPX_API epx_status epx_moe_arena_destroy(epx_moe_arena arena);
 
+/** As epx_moe_arena_destroy, but local: the memory that peers reach stays the group's, which frees it when it is destroyed. So
+ * one rank may call it alone, at any time when no call of the arena is under way on the host, also after epx_group_destroy; for
+ * finalizers of languages that collect garbage, and for programs that end by a failure. On a GPU it waits for all work on the
+ * device. Accepts NULL. */
+EPX_API void epx_moe_arena_destroy_local(epx_moe_arena arena);
+
 /** The bytes that an arena has. */
 typedef struct epx_moe_arena_info {
   size_t struct_size;      /**< set by the caller */
@@ -507,10 +513,13 @@ EPX_API epx_status epx_moe_arena_query(epx_moe_arena arena, epx_moe_arena_info* 
 EPX_API epx_status epx_moe_block_create(epx_group group, const epx_moe_block_config* config, epx_moe_block* block);
 
 /** Frees the block, also where it returns an error; before its arena and its group, and on a GPU after its calls have ended
- * there.
- * Collective over the group if it has an arena of its own, unless the group has failed. Accepts NULL. Errors: those of
+ * there. Collective over the group if it has an arena of its own, unless the group has failed. Accepts NULL. Errors: those of
  * epx_mem_free. */
 EPX_API epx_status epx_moe_block_destroy(epx_moe_block block);
+
+/** As epx_moe_block_destroy, but local, as epx_moe_arena_destroy_local is. A block whose arena is shared goes before the arena.
+ * Accepts NULL. */
+EPX_API void epx_moe_block_destroy_local(epx_moe_block block);
 
 /** Arguments of epx_moe_block_fwd(). Tensors are memory of the host, or of the group's GPU where it has one. */
 typedef struct epx_moe_block_fwd_args {

@@ -93,6 +93,10 @@ epx_status epx_moe_arena_destroy(epx_moe_arena arena) {
   });
 }
 
+void epx_moe_arena_destroy_local(epx_moe_arena arena) {
+  delete arena;
+}
+
 epx_status epx_moe_arena_query(epx_moe_arena arena, epx_moe_arena_info* info) {
   return at_c_boundary(__func__, [&] {
     if (arena == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "arena is NULL");
@@ -116,6 +120,10 @@ epx_status epx_moe_block_destroy(epx_moe_block block) {
   return at_c_boundary(__func__, [&] {
     if (owner != nullptr) owner->block.release();
   });
+}
+
+void epx_moe_block_destroy_local(epx_moe_block block) {
+  delete block;
 }
 
 epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fwd_args* args) {

@@ -2,12 +2,15 @@
 // The block runs on groups whose ranks are threads: with EPX_COMBINE_EXACT it has the bits of the local block that has all the
 // ranks' tokens and experts.
 #include <exception>
+#include <fstream>
 #include <functional>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <doctest/doctest.h>
+#include <unistd.h>
 
 #include "epx/epx.hpp"
 #include "tests/moe/block_cases.h"
@@ -201,6 +204,63 @@ TEST_CASE("what has ended the group is what the calls of its block return") {
     check_aborted("epx_moe_block_bwd", [&] { block.backward(0); });
     check_aborted("epx_moe_block_create", [&] { RankBlock(rank, layer); });
   });
+}
+
+// Bytes of the address space that this process uses.
+int64_t address_space() {
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages * sysconf(_SC_PAGESIZE);
+}
+
+TEST_CASE("a rank frees its block alone, and the other one goes on with its own") {
+  const Layer layer = make_layer(55, {2});
+  const epx_moe_block_config config = layer.config.view();
+  const auto make_block = [&](const Rank& rank) {
+    epx_moe_block block = nullptr;
+    require_ok(epx_moe_block_create(rank.group, &config, &block), "epx_moe_block_create");
+    return block;
+  };
+  epx_moe_block late[2] = {};
+  each_rank(kSplits[1], group_config(EPX_COMBINE_EXACT), [&](const Rank& rank) {
+    epx_moe_block_destroy_local(nullptr);
+    epx_moe_arena_destroy_local(nullptr);
+    late[rank.rank] = make_block(rank);
+    epx_moe_block first = make_block(rank);
+    if (rank.rank == 0) epx_moe_block_destroy_local(std::exchange(first, nullptr));
+    RankBlock(rank, layer).run(); // which is created and destroyed by both
+    if (rank.rank == 1) epx_moe_block_destroy_local(first);
+    check_status_clean(rank);
+  });
+  for (epx_moe_block block : late)
+    epx_moe_block_destroy_local(block); // the groups have been destroyed
+}
+
+TEST_CASE("an arena that is freed after its group leaves nothing") {
+  const Layer layer = make_layer(56, {2});
+  int64_t bytes = 0, at_first = 0;
+  constexpr int kRounds = 6;
+  for (int round = 0; round < kRounds; ++round) {
+    epx_moe_arena arena = nullptr;
+    each_rank(kSplits[0], group_config(EPX_COMBINE_EXACT), [&](const Rank& rank) {
+      const epx_moe_block_config block = layer.config.view();
+      epx_moe_arena_config config;
+      require_ok(epx_moe_arena_config_init(&config, sizeof(config)), "epx_moe_arena_config_init");
+      config.block = &block;
+      config.num_flights = 1000;
+      require_ok(epx_moe_arena_create(rank.group, &config, &arena), "epx_moe_arena_create");
+      epx_moe_arena_info info = {};
+      info.struct_size = sizeof(info);
+      require_ok(epx_moe_arena_query(arena, &info), "epx_moe_arena_query");
+      bytes = info.total_bytes - info.window_bytes;
+    });
+    epx_moe_arena_destroy_local(arena);
+    if (round == 0) at_first = address_space();
+  }
+  REQUIRE(bytes > 1 << 20);
+#if !defined(__SANITIZE_ADDRESS__) // which keeps freed memory for a while, and finds leaks by itself
+  CHECK(address_space() - at_first < bytes);
+#endif
 }
 
 // Makes a call on both ranks, with one of rank 1's allocations failing. Neither waits until the timeout for the other.
