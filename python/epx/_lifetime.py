@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When groups are destroyed.
+"""When groups, and the memory of blocks and arenas, are freed.
 
-destroy() and the end of the interpreter destroy at once; that may wait for what is under way on a GPU, for up to timeout_ms. A
-finalizer runs at any time and on any thread, so it never waits: it leaves the group to the next creation, destroy() or the end
-of the interpreter. A healthy group is aborted only when an exception ends the interpreter, so that its peers learn of it at
+destroy() and the end of the interpreter destroy a group at once; that may wait for what is under way on a GPU, for up to
+timeout_ms. A finalizer runs at any time and on any thread, so it never waits: it leaves the group to the next creation, destroy()
+or the end of the interpreter. So it is with a block or an arena, of which it frees what is this rank's own: what peers reach is the
+group's, and is freed with it. A healthy group is aborted only when an exception ends the interpreter, so that its peers learn of it at
 once instead of waiting for a rank that is gone.
 """
 
@@ -15,7 +16,7 @@ import weakref
 from . import _structs
 
 _lock = threading.Lock()
-_abandoned = []  # handles whose Group nobody refers to any more
+_abandoned = []  # handles of objects that nobody refers to any more
 _living = weakref.WeakSet()
 
 
@@ -35,13 +36,39 @@ class Handle:
         return all([end() for end in self.users])
 
 
+class LocalMemory:
+    """An epx_moe_block or epx_moe_arena, whose own memory `free` frees without its peers. is_idle() tells whether no computation
+    uses it any more; what it `needs` lives as long."""
+
+    def __init__(self, value, free, is_idle=lambda: True, needs=None):
+        self.value, self._free, self.is_idle, self.needs = value, free, is_idle, needs
+
+    def take(self):
+        """Returns the object, which the caller frees; a second time, None."""
+        value, self.value = self.value, None
+        return value
+
+    def destroy(self):
+        value = self.take()
+        if value is not None:
+            self._free(value)
+        self.needs = None
+
+
+def finalize(owner, memory):
+    """Has the memory abandoned when nobody refers to its owner any more. Returns the finalizer."""
+    finalizer = weakref.finalize(owner, abandon, memory)
+    finalizer.atexit = False
+    return finalizer
+
+
 def abandon(handle):
     """Called by finalizers. Appending to a list needs no lock, which the thread that is interrupted may hold."""
     _abandoned.append(handle)
 
 
 def destroy_abandoned():
-    """Destroys what finalizers have left, but for groups that a computation still uses."""
+    """Destroys what finalizers have left, but for what a computation still uses."""
     with _lock:
         handles = [_abandoned.pop() for _ in range(len(_abandoned))]
     for handle in handles:
@@ -69,4 +96,6 @@ def _at_exit():
         if failed and not group.is_destroyed:
             group.abort()
         group.destroy()
+    # The process's own memory ends with it; freeing that of a GPU would wait for whatever runs there.
+    _abandoned[:] = [handle for handle in _abandoned if isinstance(handle, Handle)]
     destroy_abandoned()

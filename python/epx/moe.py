@@ -6,11 +6,11 @@ Symbols in shapes: those of epx.group, and F, the size of the FFN's inner layer.
 
 import ctypes
 import dataclasses
-import weakref
 
 import numpy
 
 from . import _moe_structs
+from ._lifetime import LocalMemory, destroy_abandoned, finalize
 from ._moe_structs import PARAMS, Activation, Score, Weighting
 from ._structs import Transport
 from ._tensors import dtype_code, refuse, tensor
@@ -93,8 +93,8 @@ class Block:
     still to come, each in a flight of its own.  recompute: the backward computes the FFN's activations again instead of keeping
     them. max_tokens_per_rank: the largest T, without a group.
 
-    Created by all ranks of the group. destroy() is collective, since it frees memory that peers reach; a block of a group that
-    nobody destroys keeps its memory until the process ends, and is of no use when the group has been destroyed.
+    Created by all ranks of the group. destroy() is collective, since it frees memory that peers reach. Of a block that nobody refers
+    to any more, the rank's own memory is freed by the next creation or destroy(), and what peers reach at the end of the group.
     """
 
     def __init__(
@@ -128,11 +128,11 @@ class Block:
         config.weighting = _enum(Weighting, weighting, "weighting")
         config.alignment, config.max_in_flight = alignment, max_in_flight
         config.max_tokens_per_rank, config.recompute = max_tokens_per_rank, int(recompute)
+        destroy_abandoned()
         block = _moe_structs.BLOCK()
         self._raise_if_failed(_moe_structs.epx_moe_block_create(self._group_handle(), config, block))
-        self._value = block.value
-        # Freeing the memory of a group is collective, which a finalizer must not be.
-        self._finalizer = weakref.finalize(self, _moe_structs.epx_moe_block_destroy, self._value) if group is None else None
+        self._memory = LocalMemory(block.value, _moe_structs.epx_moe_block_destroy_local)
+        self._finalizer = finalize(self, self._memory)
 
     @property
     def params_shapes(self):
@@ -206,16 +206,13 @@ class Block:
         return grad_tokens, grad_logits, grads
 
     def destroy(self):
-        """Frees the block, before its group; a second time it does nothing. Collective when it has a group that has not
-        failed."""
-        value, self._value = self._value, None
-        if value is None:
-            return
-        if self._finalizer is not None:
+        """Frees the block; a second time it does nothing. Collective when it has a group that has not failed and has not been
+        destroyed."""
+        if self._group is None or self._group.is_destroyed:
+            self._memory.destroy()
+        elif (value := self._memory.take()) is not None:
             self._finalizer.detach()
-        elif self._group.is_destroyed:
-            return
-        self._raise_if_failed(_moe_structs.epx_moe_block_destroy(value))
+            self._raise_if_failed(_moe_structs.epx_moe_block_destroy(value))
 
     def __enter__(self):
         return self
@@ -228,10 +225,10 @@ class Block:
         return None if self._group is None else self._group.handle
 
     def _handle(self):
-        if self._value is None:
+        if self._memory.value is None:
             refuse("the block has been destroyed")
         self._group_handle()
-        return self._value
+        return self._memory.value
 
     def _raise_if_failed(self, status):
         if status and self._group is not None:

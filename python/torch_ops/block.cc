@@ -32,15 +32,17 @@ ScalarType type_of(epx_dtype dtype) {
 }
 
 // The ticket lies in the tensor's memory, and the deleter of that memory releases the flight.
-Tensor make_flight_tensor(const std::shared_ptr<Flights>& flights, const Flights::Ticket& ticket) {
+Tensor make_flight_tensor(const std::shared_ptr<Block>& block, const Flights::Ticket& ticket) {
   static_assert(sizeof(Flights::Ticket) == kTicketSize * sizeof(int64_t));
   auto* const memory = new Flights::Ticket(ticket);
+  block->num_in_flight.fetch_add(1);
   const std::array<int64_t, 1> sizes = {kTicketSize}, strides = {1};
   return torch::stable::from_blob(memory, {sizes.data(), 1}, {strides.data(), 1},
                                   torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Long,
-                                  [flights](void* data) {
+                                  [block](void* data) {
                                     const std::unique_ptr<Flights::Ticket> owned(static_cast<Flights::Ticket*>(data));
-                                    flights->release(*owned);
+                                    block->flights->release(*owned);
+                                    block->num_in_flight.fetch_sub(1);
                                   });
 }
 
@@ -132,8 +134,7 @@ block_fwd(int64_t id, const Tensor& tokens, const Tensor& logits, const optional
   const epx_status status = epx_moe_block_fwd(block->block, &args);
   if (status != EPX_SUCCESS || !keeps_flight) block->flights->release(ticket);
   throw_if_failed(status);
-  const Tensor flight =
-      keeps_flight ? make_flight_tensor(block->flights, ticket) : new_host_tensor({kTicketSize}, ScalarType::Long);
+  const Tensor flight = keeps_flight ? make_flight_tensor(block, ticket) : new_host_tensor({kTicketSize}, ScalarType::Long);
   return {out, topk_idx, topk_weights, global_counts, call_info, flight};
 }
 

@@ -9,7 +9,7 @@
 namespace epx_torch {
 namespace {
 
-// Entries by number, from 1. They stay for as long as the process runs, without what they name.
+// Entries by number, from 1. Numbers are not used again, so the place of an entry that is removed stays empty.
 template <typename T>
 class Numbered {
 public:
@@ -21,10 +21,23 @@ public:
 
   std::shared_ptr<T> find(int64_t id) {
     const std::lock_guard lock(mutex_);
-    return id >= 1 && id <= static_cast<int64_t>(entries_.size()) ? entries_[static_cast<size_t>(id - 1)] : nullptr;
+    return has_added(id) ? entries_[static_cast<size_t>(id - 1)] : nullptr;
+  }
+
+  bool was_added(int64_t id) {
+    const std::lock_guard lock(mutex_);
+    return has_added(id);
+  }
+
+  void remove(int64_t id) {
+    std::shared_ptr<T> entry; // destroyed without the lock
+    const std::lock_guard lock(mutex_);
+    if (has_added(id)) entry.swap(entries_[static_cast<size_t>(id - 1)]);
   }
 
 private:
+  bool has_added(int64_t id) const { return id >= 1 && id <= static_cast<int64_t>(entries_.size()); }
+
   std::mutex mutex_;
   std::vector<std::shared_ptr<T>> entries_;
 };
@@ -76,7 +89,10 @@ void Flights::verify(const Ticket& ticket) {
 }
 
 GroupUse::GroupUse(int64_t id) : group_(groups().find(id)) {
-  if (group_ == nullptr) refuse("there is no group with the number ", id);
+  if (group_ == nullptr) {
+    if (groups().was_added(id)) refuse("the group has been destroyed");
+    refuse("there is no group with the number ", id);
+  }
   enter();
 }
 
@@ -94,8 +110,8 @@ void GroupUse::enter() {
 
 std::shared_ptr<Block> find_block(int64_t id) {
   std::shared_ptr<Block> block = blocks().find(id);
-  if (block == nullptr) refuse("there is no layer with the number ", id);
-  if (block->is_retired.load()) refuse("the layer has been destroyed");
+  if (block == nullptr && !blocks().was_added(id)) refuse("there is no layer with the number ", id);
+  if (block == nullptr || block->is_retired.load()) refuse("the layer has been destroyed");
   return block;
 }
 
@@ -116,7 +132,9 @@ int32_t epx_torch_retire_group(int64_t id) {
   const std::shared_ptr<Group> group = groups().find(id);
   if (group == nullptr) return 1;
   group->is_retired.store(true);
-  return group->num_calls.load() == 0 ? 1 : 0;
+  if (group->num_calls.load() != 0) return 0;
+  groups().remove(id);
+  return 1;
 }
 
 int64_t epx_torch_register_flights(int32_t count) {
@@ -136,6 +154,18 @@ int64_t epx_torch_register_block(int64_t group_id, int64_t flights_id, epx_moe_b
   return blocks().add(std::move(entry));
 }
 
+void epx_torch_retire_flights(int64_t id) {
+  flights().remove(id);
+}
+
+int32_t epx_torch_block_is_idle(int64_t id) {
+  const std::shared_ptr<Block> block = blocks().find(id);
+  return block == nullptr || block->num_in_flight.load() == 0 ? 1 : 0;
+}
+
 void epx_torch_retire_block(int64_t id) {
-  if (const std::shared_ptr<Block> block = blocks().find(id)) block->is_retired.store(true);
+  const std::shared_ptr<Block> block = blocks().find(id);
+  if (block == nullptr) return;
+  block->is_retired.store(true);
+  blocks().remove(id);
 }

@@ -59,6 +59,7 @@ struct Block {
   bool has_gate = false;
   std::shared_ptr<Flights> flights;
   std::atomic<bool> is_retired = false;
+  std::atomic<int> num_in_flight = 0; // tensors that name a flight of this block's
 };
 
 // The group with this number for as long as the object lives. Refuses when there is none.
@@ -98,6 +99,12 @@ EPX_API int64_t epx_torch_register_flights(int32_t count);
 /** Registers a block of a registered group and of registered flights. Returns its number, from 1. */
 EPX_API int64_t epx_torch_register_block(int64_t group_id, int64_t flights_id, epx_moe_block block, int32_t hidden_dim,
                                          int32_t top_k, int32_t dtype, int32_t has_gate);
+
+/** Flights are registered for the blocks that use them; from now on no other block can. */
+EPX_API void epx_torch_retire_flights(int64_t id);
+
+/** Whether no backward of the block is still to come: 1 or 0. */
+EPX_API int32_t epx_torch_block_is_idle(int64_t id);
 
 /** From now on calls with this number are refused. */
 EPX_API void epx_torch_retire_block(int64_t id);

@@ -4,12 +4,14 @@
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import math
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _moe_structs
+from .._lifetime import LocalMemory, destroy_abandoned, finalize
 from .._moe_structs import Weighting
 from .._tensors import CODES, refuse
 from ..errors import raise_call_failed, raise_if_failed
@@ -83,12 +85,23 @@ def _call_on_device(group, function, *args):
         raise_call_failed(group.handle, status)
 
 
+def _free_arena(flights, arena):
+    lib.epx_torch_retire_flights(flights)
+    _moe_structs.epx_moe_arena_destroy_local(arena)
+
+
+def _free_block(number, block):
+    lib.epx_torch_retire_block(number)
+    _moe_structs.epx_moe_block_destroy_local(block)
+
+
 class Arena:
     """The memory of several layers of a group: flights, and what a call needs while it runs.
 
     router, ffn, dtype, weighting, alignment, recompute: those of the layer that needs the most.  num_flights: forwards of all
     layers together whose backward is still to come.  max_rows: the most rows that a rank receives in a call; 0: the group's R.
-    Routes beyond are dropped, which group.check() tells.  Created by all ranks, and destroyed by all of them, after its layers.
+    Routes beyond are dropped, which group.check() tells.  Created by all ranks, and destroyed by all of them, after its layers; one
+    that nobody destroys is freed as a layer is.
     """
 
     def __init__(
@@ -110,17 +123,19 @@ class Arena:
         raise_if_failed(_moe_structs.epx_moe_arena_config_init(config, ctypes.sizeof(config)))
         config.block = ctypes.pointer(block.struct)
         config.num_flights, config.max_rows = num_flights, max_rows
+        destroy_abandoned()
         arena = _moe_structs.ARENA()
         _call_on_device(group, _moe_structs.epx_moe_arena_create, group.handle, config, arena)
-        self._value = arena.value
         self._flights = lib.epx_torch_register_flights(num_flights)
+        self._memory = LocalMemory(arena.value, functools.partial(_free_arena, self._flights))
+        self._finalizer = finalize(self, self._memory)
 
     @property
     def handle(self):
         """The epx_moe_arena, as an integer."""
-        if self._value is None:
+        if self._memory.value is None:
             refuse("the arena has been destroyed")
-        return self._value
+        return self._memory.value
 
     def info(self):
         """What the arena holds, as a dict of the fields of epx_moe_arena_info."""
@@ -130,8 +145,11 @@ class Arena:
 
     def destroy(self):
         """Frees the arena; a second time it does nothing. Collective."""
-        value, self._value = self._value, None
-        if value is not None and not self.group.is_destroyed:
+        if self.group.is_destroyed:
+            self._memory.destroy()
+        elif (value := self._memory.take()) is not None:
+            self._finalizer.detach()
+            lib.epx_torch_retire_flights(self._flights)
             _call_on_device(self.group, _moe_structs.epx_moe_arena_destroy, value)
 
 
@@ -165,7 +183,8 @@ class MoELayer(torch.nn.Module):
     already have the tokens of all ranks of the group: expert_parameters() tells them, to leave them out of a reduction over the
     group.
 
-    Created by all ranks. destroy() is collective; a layer that nobody destroys keeps its memory as long as its group.
+    Created by all ranks. destroy() is collective. Of a layer that nobody refers to any more, this rank's own memory is freed by the
+    next creation or destroy(), and what peers reach at the end of the group.
     """
 
     def __init__(
@@ -187,7 +206,6 @@ class MoELayer(torch.nn.Module):
         super().__init__()
         self.group, self.router, self.ffn = group, router, ffn
         self.aux_loss_grad = 1.0
-        self._block = None
         self._create(_BlockConfig(group, router, ffn, dtype, weighting, alignment, recompute).struct, arena, max_in_flight)
         local, hidden, inner = group.num_local_experts, ffn.hidden_dim, ffn.ffn_dim
         first = 2 * inner if ffn.activation == "swiglu" else inner
@@ -213,13 +231,22 @@ class MoELayer(torch.nn.Module):
             if arena.group is not group:
                 refuse("the arena is of another group")
             config.arena, flights = arena.handle, arena._flights
+        destroy_abandoned()
         block = _moe_structs.BLOCK()
         _call_on_device(group, _moe_structs.epx_moe_block_create, group.handle, config, block)
-        self._block = block.value
         has_gate = int(self.ffn.activation == "swiglu")
         number = lib.epx_torch_register_block(
             group.number, flights, block.value, self.ffn.hidden_dim, self.router.top_k, config.dtype, has_gate
         )
+        if arena is None:
+            lib.epx_torch_retire_flights(flights)
+        self._memory = LocalMemory(
+            block.value,
+            functools.partial(_free_block, number),
+            is_idle=lambda: lib.epx_torch_block_is_idle(number) == 1,
+            needs=arena,
+        )
+        self._finalizer = finalize(self, self._memory)
         self._numbers = number, group.number
         layers[number] = self
 
@@ -296,14 +323,20 @@ class MoELayer(torch.nn.Module):
         return [p for p in (self.first_weight, self.down_weight, self.first_bias, self.down_bias) if p is not None]
 
     def destroy(self):
-        """Frees the layer's memory, before its group; a second time it does nothing. Collective."""
-        block, self._block = self._block, None
-        if block is None:
-            return
-        lib.epx_torch_retire_block(self._numbers[0])
+        """Frees the layer's memory; a second time it does nothing. Collective, but after its group, whose end has freed what peers
+        reached."""
         if self.group.is_destroyed:
-            return
-        _call_on_device(self.group, _moe_structs.epx_moe_block_destroy, block)
+            self._memory.destroy()
+        elif (value := self._memory.take()) is not None:
+            self._finalizer.detach()
+            lib.epx_torch_retire_block(self._numbers[0])
+            _call_on_device(self.group, _moe_structs.epx_moe_block_destroy, value)
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            "an MoELayer cannot be copied or pickled, since all ranks of its group create it: create another one, and have it "
+            "load_state_dict() this one's state_dict()"
+        )
 
     def extra_repr(self):
         return f"{self.router}, {self.ffn}, group={self.group!r}"

@@ -26,6 +26,10 @@ lib.epx_torch_register_block.restype = ctypes.c_int64
 lib.epx_torch_register_block.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p] + 4 * [ctypes.c_int32]
 lib.epx_torch_register_flights.restype = ctypes.c_int64
 lib.epx_torch_register_flights.argtypes = [ctypes.c_int32]
+lib.epx_torch_retire_flights.restype = None
+lib.epx_torch_retire_flights.argtypes = [ctypes.c_int64]
+lib.epx_torch_block_is_idle.restype = ctypes.c_int32
+lib.epx_torch_block_is_idle.argtypes = [ctypes.c_int64]
 lib.epx_torch_retire_block.restype = None
 lib.epx_torch_retire_block.argtypes = [ctypes.c_int64]
 

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""epx.torch when things die or are used where they must not be: dropped groups, layers and arenas, backwards that outlive their
+layer, the end of the interpreter in any order, a killed peer, fork(), two threads. One rank, which starts others. With
+EPX_TEST_DEVICE=cuda on the first GPU, but for what needs a peer."""
+
+import copy
+import gc
+import os
+import signal
+import sys
+import tempfile
+import threading
+import unittest
+
+import ranks
+
+ranks.require("numpy", "torch", installer="install_torch_test_packages")
+import torch
+import torch_model
+from torch_model import DEVICE, ON_GPU, make_group, on_device
+
+import epx
+import epx.moe
+import epx.torch
+
+HIDDEN = torch_model.HIDDEN
+
+
+def make_layer(group, inner=6, **options):
+    return epx.torch.MoELayer(group, router=epx.moe.Router(2), ffn=epx.moe.Ffn(HIDDEN, inner), **options)
+
+
+def tokens(requires_grad=False):
+    return on_device(torch.ones(3, HIDDEN)).requires_grad_(requires_grad)
+
+
+def used_bytes():
+    """Of the process, resident and mapped; on a GPU, of the device."""
+    gc.collect()
+    with open("/proc/self/statm", encoding="ascii") as file:
+        sizes = [int(field) * os.sysconf("SC_PAGE_SIZE") for field in file.read().split()]
+    if ON_GPU:
+        free, total = torch.cuda.mem_get_info(DEVICE)
+        return sizes[1], total - free
+    return sizes[1], sizes[0]
+
+
+class Lifetime(unittest.TestCase):
+    def test_groups_and_layers_dropped(self):
+        def create(count):
+            for _ in range(count):
+                group = make_group()
+                layer = make_layer(group)
+                window = group.empty(4, HIDDEN)
+                plan, *_ = epx.torch.dispatch_rank_major(group, tokens(), on_device(torch.zeros(3, 1, dtype=torch.int32)))
+                layer(tokens()).sum().backward()
+                del group, layer, window, plan
+            return used_bytes()
+
+        first = create(20 if ON_GPU else 100)
+        last = create(50 if ON_GPU else 1000)
+        self.assertLess(last[0] - first[0], 8 << 20)
+        self.assertLess(last[1] - first[1], 8 << 20)
+
+    def test_layers_dropped_in_a_group_that_lives(self):
+        with make_group(max_tokens_per_rank=512) as group:
+            sizes = dict(router=epx.moe.Router(2), ffn=epx.moe.Ffn(HIDDEN, 4096))
+            arena = epx.torch.Arena(group, **sizes)
+            own = arena.info()["total_bytes"] - arena.info()["window_bytes"]
+            self.assertGreater(own, 32 << 20)
+            del arena
+            make_layer(group, 4096)
+            first = used_bytes()[1]
+            for _ in range(8):
+                layer = make_layer(group, 4096)
+                layer(tokens()).sum().backward()
+                del layer
+            self.assertLess(used_bytes()[1] - first, 3 * own)  # those that the next creation frees, and what peers reach
+            group.check()
+
+    def test_backward_outlives_its_layer(self):
+        with make_group() as group:
+            layer = make_layer(group)
+            wanted = tokens(True)
+            layer(wanted).sum().backward()
+            found = tokens(True)
+            out = layer(found)
+            del layer
+            gc.collect()
+            make_group().destroy()  # frees what has been dropped, and nobody uses
+            out.sum().backward()
+            torch.testing.assert_close(found.grad, wanted.grad, rtol=0, atol=0)
+
+    def test_arena_outlives_its_name(self):
+        with make_group() as group:
+            arena = epx.torch.Arena(group, router=epx.moe.Router(2), ffn=epx.moe.Ffn(HIDDEN, 6))
+            layer = make_layer(group, arena=arena)
+            wanted = layer(tokens()).detach()
+            del arena
+            gc.collect()
+            make_group().destroy()
+            torch.testing.assert_close(layer(tokens()).detach(), wanted, rtol=0, atol=0)
+            group.check()
+
+    def test_destroyed_after_the_group(self):
+        group = make_group()
+        layer = make_layer(group)
+        arena = epx.torch.Arena(group, router=epx.moe.Router(2), ffn=epx.moe.Ffn(HIDDEN, 6))
+        shared = make_layer(group, arena=arena)
+        out = layer(tokens(True))
+        group.destroy()
+        for each in (shared, arena, layer, layer):
+            each.destroy()
+        for call in (lambda: layer(tokens()), lambda: out.sum().backward(), lambda: shared(tokens())):
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "destroyed"):
+                call()
+
+    def test_copies_are_refused(self):
+        with make_group() as group:
+            layer, twin = make_layer(group, seed=1), make_layer(group, seed=2)
+            with self.assertRaisesRegex(TypeError, "cannot be copied or pickled"):
+                copy.deepcopy(torch.nn.Sequential(layer))
+            twin.load_state_dict(layer.state_dict())
+            torch.testing.assert_close(twin(tokens()), layer(tokens()), rtol=0, atol=0)
+
+    @unittest.skipIf(ON_GPU, "CUDA does not work in a child of fork()")
+    def test_fork(self):
+        group = make_group()
+        layer, idx = make_layer(group), torch.zeros(1, 1, dtype=torch.int32)
+        child = os.fork()
+        if child == 0:
+            code = 0
+            for call in (lambda: epx.torch.prepare(group, idx), lambda: layer(tokens())):
+                try:
+                    call()
+                    code = 1
+                except epx.InvalidArgumentError as error:
+                    code |= 0 if "fork" in str(error) else 2
+            os._exit(code)
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
+        epx.torch.prepare(group, idx)
+        layer(tokens()).sum().backward()
+        group.check()
+        group.destroy()
+
+    def with_peer(self, kind, timeout):
+        """A group of two ranks, of which the other one is a process that does what `kind` says."""
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        peer = ranks.start(__file__, "--peer", kind, directory.name)
+        with epx.bootstrap.from_directory(directory.name, "job", 0, 2, 60) as bootstrap:
+            return epx.torch.Group(bootstrap, **torch_model.config(timeout=timeout)), peer
+
+    @unittest.skipIf(ON_GPU, "the peer has no GPU of its own")
+    def test_two_threads(self):
+        group, peer = self.with_peer("sleeps", 60)
+        idx = torch.zeros(1, 1, dtype=torch.int32)
+        waits = threading.Thread(target=lambda: epx.torch.prepare(group, idx))  # for the peer
+        waits.start()
+        waits.join(0.3)
+        with self.assertRaisesRegex(epx.InvalidArgumentError, "another thread is in epx_prepare"):
+            epx.torch.prepare(group, idx)
+        waits.join()
+        epx.torch.prepare(group, idx)  # the refused call has not taken part
+        group.check()
+        self.assertEqual(ranks.finish(peer), (0, ""))
+        group.destroy()
+
+    @unittest.skipIf(ON_GPU, "the peer has no GPU of its own")
+    def test_killed_peer(self):
+        group, peer = self.with_peer("dies", 2)
+        idx = torch.zeros(1, 1, dtype=torch.int32)
+        leaf = torch.ones(1, HIDDEN, requires_grad=True)
+        out, _ = epx.torch.dispatch(epx.torch.prepare(group, idx), leaf)
+        with self.assertRaises(epx.GroupError) as caught:
+            out.sum().backward()
+        self.assertEqual((caught.exception.status, caught.exception.culprit), (epx.Status.TIMEOUT, 1))
+        self.assertEqual(caught.exception.missing, (1,))
+        self.assertEqual(caught.exception.operation, epx.Operation.DISPATCH_BWD)
+        with self.assertRaises(epx.GroupError):
+            group.check()
+        group.destroy()
+        self.assertEqual(ranks.finish(peer)[0], -signal.SIGKILL)
+
+    def test_ends_cleanly_in_any_order(self):
+        children = {ending: ranks.start(__file__, "--ending", ending) for ending in ENDINGS}
+        for ending, child in children.items():
+            code, output = ranks.finish(child, 120)
+            with self.subTest(ending=ending):
+                self.assertEqual((code, output.strip()), (3 if ending == "sys_exit" else 0, ""))
+
+
+def end_with_globals():
+    group = make_group()
+    layer = make_layer(group)
+    globals().update(group=group, layer=layer, out=layer(tokens(True)), window=group.empty(3))
+
+
+def end_with_graph_alone():
+    with_layer = make_layer(make_group())
+    globals()["out"] = with_layer(tokens(True))
+
+
+def end_with_window_alone():
+    globals()["window"] = make_group().empty(3)
+
+
+def end_with_cycle():
+    cycle = [make_layer(make_group()), make_group()]
+    cycle.append(cycle)
+
+
+def end_in_a_module():
+    group = make_group()
+    arena = epx.torch.Arena(group, router=epx.moe.Router(2), ffn=epx.moe.Ffn(HIDDEN, 6))
+    sys.modules["builtins"].epx_layer = make_layer(group, arena=arena)
+
+
+def end_with_abandoned():
+    make_layer(make_group())(tokens(True)).sum().backward()
+
+
+def end_after_destroyed_group():
+    group = make_group()
+    globals()["layer"] = make_layer(group)
+    group.destroy()
+
+
+def end_by_sys_exit():
+    globals()["layer"] = make_layer(make_group())
+    sys.exit(3)
+
+
+ENDINGS = {
+    "globals": end_with_globals,
+    "graph": end_with_graph_alone,
+    "window": end_with_window_alone,
+    "cycle": end_with_cycle,
+    "module": end_in_a_module,
+    "abandoned": end_with_abandoned,
+    "destroyed": end_after_destroyed_group,
+    "sys_exit": end_by_sys_exit,
+}
+
+
+def run_peer(kind, directory):
+    with epx.bootstrap.from_directory(directory, "job", 1, 2, 60) as bootstrap:
+        group = epx.torch.Group(bootstrap, **torch_model.config(timeout=60))
+    idx = torch.zeros(1, 1, dtype=torch.int32)
+    if kind == "sleeps":
+        threading.Event().wait(1.5)
+        epx.torch.prepare(group, idx)
+        epx.torch.prepare(group, idx)
+        return
+    epx.torch.dispatch(epx.torch.prepare(group, idx), torch.ones(1, HIDDEN))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    if ON_GPU:
+        torch.cuda.set_device(DEVICE)
+    if sys.argv[1:2] == ["--ending"]:
+        ENDINGS[sys.argv[2]]()
+    elif sys.argv[1:2] == ["--peer"]:
+        run_peer(*sys.argv[2:])
+    else:
+        torch_model.main()
