@@ -17,28 +17,43 @@ epx_pads pads_of(int64_t pads) {
   return static_cast<epx_pads>(pads); // the library refuses what is none
 }
 
+// What a call that makes a plan writes beside handle memory.
+struct PlanOutputs {
+  PlanOutputs(const Place& place, const epx_group_info& group, bool int64_counts)
+      : counts(new_tensor(place, {group.num_local_experts}, count_type(int64_counts))),
+        offsets(new_tensor(place, {group.num_local_experts + 1}, count_type(int64_counts))),
+        global_counts(new_tensor(place, {group.num_ranks, group.num_experts}, count_type(int64_counts))),
+        info(new_tensor(place, {kNumInfo}, ScalarType::Long)) {}
+
+  static ScalarType count_type(bool int64_counts) { return int64_counts ? ScalarType::Long : ScalarType::Int; }
+
+  // The args are of use as long as this object lives.
+  template <typename Args>
+  void point(Args& args) const {
+    args.counts = &counts_view;
+    args.offsets = &offsets_view;
+    args.global_counts = &global_counts_view;
+    args.info = &info_view;
+  }
+
+  Tensor counts, offsets, global_counts, info;
+
+private:
+  epx_tensor counts_view = view_of_new(counts), offsets_view = view_of_new(offsets),
+             global_counts_view = view_of_new(global_counts), info_view = view_of_new(info);
+};
+
 tuple<Tensor, Tensor, Tensor, Tensor, Tensor> prepare(int64_t id, const Tensor& topk_idx, int64_t alignment,
                                                       bool int64_counts) {
   const GroupUse group(id);
   const epx_tensor indices = view("topk_idx", topk_idx, group->place, {kAnySize, kAnySize}, kIndexDtypes);
   auto args = make_args<epx_prepare_args>(*group, indices.sizes[1], alignment);
-  const Place& place = group->place;
-  const epx_group_info& info = group->info;
-  const ScalarType count = int64_counts ? ScalarType::Long : ScalarType::Int;
-  tuple outputs(new_handle_mem(*group, args), new_tensor(place, {info.num_local_experts}, count),
-                new_tensor(place, {info.num_local_experts + 1}, count),
-                new_tensor(place, {info.num_ranks, info.num_experts}, count),
-                new_tensor(place, {kNumInfo}, ScalarType::Long));
-  const auto& [handle_mem, counts, offsets, global_counts, call_info] = outputs;
-  const epx_tensor counts_view = view_of_new(counts), offsets_view = view_of_new(offsets),
-                   global_counts_view = view_of_new(global_counts), info_view = view_of_new(call_info);
+  const Tensor handle_mem = new_handle_mem(*group, args);
+  const PlanOutputs plan(group->place, group->info, int64_counts);
+  plan.point(args);
   args.topk_idx = &indices;
-  args.counts = &counts_view;
-  args.offsets = &offsets_view;
-  args.global_counts = &global_counts_view;
-  args.info = &info_view;
   throw_if_failed(epx_prepare(group->group, &args));
-  return outputs;
+  return {handle_mem, plan.counts, plan.offsets, plan.global_counts, plan.info};
 }
 
 tuple<Tensor, Tensor> dispatch(int64_t id, const Tensor& handle_mem, const Tensor& tokens,
