@@ -2,10 +2,10 @@
 """When groups, and the memory of blocks and arenas, are freed.
 
 destroy() and the end of the interpreter destroy a group at once; that may wait for what is under way on a GPU, for up to
-timeout_ms. A finalizer runs at any time and on any thread, so it never waits: it leaves the group to the next creation, destroy()
-or the end of the interpreter. So it is with a block or an arena, of which it frees what is this rank's own: what peers reach is the
-group's, and is freed with it. A healthy group is aborted only when an exception ends the interpreter, so that its peers learn of it at
-once instead of waiting for a rank that is gone.
+timeout_ms. A finalizer runs at any time and on any thread, so it never waits: it leaves the group to the next creation,
+destroy() or the end of the interpreter. So it is with a block or an arena, of which it frees what is this rank's own: what
+peers reach is the group's, and is freed with it. A healthy group is aborted only when an exception ends the interpreter, so
+that its peers learn of it at once instead of waiting for a rank that is gone.
 """
 
 import atexit
@@ -37,8 +37,8 @@ class Handle:
 
 
 class LocalMemory:
-    """An epx_moe_block or epx_moe_arena, whose own memory `free` frees without its peers. is_idle() tells whether no computation
-    uses it any more; what it `needs` lives as long."""
+    """An epx_moe_block or epx_moe_arena, whose own memory `free` frees without its peers. is_idle() tells whether no
+    computation uses it any more; what it `needs` lives as long."""
 
     def __init__(self, value, free, is_idle=lambda: True, needs=None):
         self.value, self._free, self.is_idle, self.needs = value, free, is_idle, needs

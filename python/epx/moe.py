@@ -93,8 +93,9 @@ class Block:
     still to come, each in a flight of its own.  recompute: the backward computes the FFN's activations again instead of keeping
     them. max_tokens_per_rank: the largest T, without a group.
 
-    Created by all ranks of the group. destroy() is collective, since it frees memory that peers reach. Of a block that nobody refers
-    to any more, the rank's own memory is freed by the next creation or destroy(), and what peers reach at the end of the group.
+    Created by all ranks of the group. destroy() is collective, since it frees memory that peers reach. Of a block that nobody
+    refers to any more, the rank's own memory is freed by the next creation or destroy(), and what peers reach at the end of the
+    group.
     """
 
     def __init__(

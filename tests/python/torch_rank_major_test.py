@@ -3,6 +3,7 @@
 checkpoints; refusals. On GPUs with EPX_TEST_DEVICE=cuda, one for each rank."""
 
 import dataclasses
+import functools
 import unittest
 
 import ranks
@@ -106,7 +107,8 @@ class RankMajor(unittest.TestCase):
                 weighted = [[e / 8 if first <= e < end else 0 for e in each] for _, each in mine]
                 self.assertEqual(weights[source, :count].tolist(), weighted)
             # A rank whose rows are dropped reports that, and the others go on.
-            plan, *_ = dispatch(group, on_device(torch.ones(4, HIDDEN)), on_device(torch.zeros(4, 1, dtype=torch.int64)), max_rows=3)
+            to_first = on_device(torch.zeros(4, 1, dtype=torch.int64))
+            plan, *_ = dispatch(group, on_device(torch.ones(4, HIDDEN)), to_first, max_rows=3)
             self.assertEqual(plan.counts.tolist(), [3 if first == 0 and end > 0 else 0] * RANKS)
             torch_model.wait()
             if first == 0 and end > 0:
@@ -143,7 +145,8 @@ class RankMajor(unittest.TestCase):
                     return self.layer(group, idx, tokens, weights, own)
 
                 with count_calls() as calls:
-                    first, second = (layer(tokens) if options is None else checkpoint(layer, tokens, **options) for _ in range(2))
+                    call = layer if options is None else functools.partial(checkpoint, layer, **options)
+                    first, second = call(tokens), call(tokens)
                     dispatch(group, tokens, idx)  # nobody uses what it returns
                     (first + second).sin().sum().backward()
                 torch.testing.assert_close(first, second, rtol=0, atol=0)

@@ -21,7 +21,9 @@ from ._library import groups, lib, ops
 _names = itertools.count()
 
 
-def from_process_group(process_group=None, name=None):
+def from_process_group(
+    process_group: "torch.distributed.ProcessGroup | None" = None, name: str | None = None
+) -> Bootstrap:
     """An epx.bootstrap.Bootstrap of the ranks of a torch.distributed process group, by default the default one.
 
     Records travel through the group's store; no collective of its backend is called. `name` is the same on all ranks and has
@@ -95,7 +97,7 @@ class Group(_Group):
         self.add_user(lambda: lib.epx_torch_retire_group(number) == 1)
         groups[number] = self
 
-    def empty(self, *sizes, dtype=torch.float32):
+    def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor in memory that peers reach, in which dispatch writes rows in place. Collective: all ranks
         call with sizes of the same bytes. free() frees it, or the end of the group, which waits until no tensor of it lives."""
         sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
@@ -108,7 +110,7 @@ class Group(_Group):
         _windows.add(address.value)
         return tensor
 
-    def free(self, tensor):
+    def free(self, tensor: torch.Tensor) -> None:
         """Frees the memory of a tensor of empty(), which nobody uses any more. Collective, in the same order on all ranks."""
         address = tensor.data_ptr()
         if address not in _windows:
@@ -130,7 +132,7 @@ _mem_alloc = _structs._declare(
 _mem_free = _structs._declare(_structs.libepx, "epx_mem_free", _structs.c_int32, _structs.GROUP, _structs.c_void_p)
 
 
-def empty(group, *sizes, dtype=torch.float32):
+def empty(group: Group, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Group.empty()."""
     return group.empty(*sizes, dtype=dtype)
 

@@ -17,7 +17,7 @@ from .._tensors import CODES, refuse
 from ..errors import raise_call_failed, raise_if_failed
 from ..group import _enum
 from ..moe import Ffn, Router
-from ._group import call
+from ._group import Group, call
 from ._library import layers, lib, ops
 from ._ops import _records, _refuse_vmap
 
@@ -100,22 +100,22 @@ class Arena:
 
     router, ffn, dtype, weighting, alignment, recompute: those of the layer that needs the most.  num_flights: forwards of all
     layers together whose backward is still to come.  max_rows: the most rows that a rank receives in a call; 0: the group's R.
-    Routes beyond are dropped, which group.check() tells.  Created by all ranks, and destroyed by all of them, after its layers; one
-    that nobody destroys is freed as a layer is.
+    Routes beyond are dropped, which group.check() tells.  Created by all ranks, and destroyed by all of them, after its layers;
+    one that nobody destroys is freed as a layer is.
     """
 
     def __init__(
         self,
-        group,
+        group: Group,
         *,
-        router,
-        ffn,
-        num_flights=1,
-        max_rows=0,
-        dtype=torch.float32,
-        weighting="late",
-        alignment=1,
-        recompute=False,
+        router: Router,
+        ffn: Ffn,
+        num_flights: int = 1,
+        max_rows: int = 0,
+        dtype: torch.dtype = torch.float32,
+        weighting: str = "late",
+        alignment: int = 1,
+        recompute: bool = False,
     ):
         self.group = group
         block = _BlockConfig(group, router, ffn, dtype, weighting, alignment, recompute)
@@ -131,19 +131,19 @@ class Arena:
         self._finalizer = finalize(self, self._memory)
 
     @property
-    def handle(self):
+    def handle(self) -> int:
         """The epx_moe_arena, as an integer."""
         if self._memory.value is None:
             refuse("the arena has been destroyed")
         return self._memory.value
 
-    def info(self):
+    def info(self) -> dict[str, int]:
         """What the arena holds, as a dict of the fields of epx_moe_arena_info."""
         info = _moe_structs.ArenaInfo(struct_size=ctypes.sizeof(_moe_structs.ArenaInfo))
         raise_if_failed(_moe_structs.epx_moe_arena_query(self.handle, info))
         return {name: getattr(info, name) for name, _ in info._fields_ if name not in ("struct_size", "reserved0")}
 
-    def destroy(self):
+    def destroy(self) -> None:
         """Frees the arena; a second time it does nothing. Collective."""
         if self.group.is_destroyed:
             self._memory.destroy()
@@ -183,25 +183,25 @@ class MoELayer(torch.nn.Module):
     already have the tokens of all ranks of the group: expert_parameters() tells them, to leave them out of a reduction over the
     group.
 
-    Created by all ranks. destroy() is collective. Of a layer that nobody refers to any more, this rank's own memory is freed by the
-    next creation or destroy(), and what peers reach at the end of the group.
+    Created by all ranks. destroy() is collective. Of a layer that nobody refers to any more, this rank's own memory is freed by
+    the next creation or destroy(), and what peers reach at the end of the group.
     """
 
     def __init__(
         self,
-        group,
+        group: Group,
         *,
-        router,
-        ffn,
-        bias=False,
-        selection_bias=False,
-        dtype=torch.float32,
-        weighting="late",
-        alignment=1,
-        max_in_flight=1,
-        arena=None,
-        recompute=False,
-        seed=0,
+        router: Router,
+        ffn: Ffn,
+        bias: bool = False,
+        selection_bias: bool = False,
+        dtype: torch.dtype = torch.float32,
+        weighting: str = "late",
+        alignment: int = 1,
+        max_in_flight: int = 1,
+        arena: Arena | None = None,
+        recompute: bool = False,
+        seed: int | None = 0,
     ):
         super().__init__()
         self.group, self.router, self.ffn = group, router, ffn
@@ -251,7 +251,7 @@ class MoELayer(torch.nn.Module):
         layers[number] = self
 
     @torch.no_grad()
-    def reset_parameters(self, seed):
+    def reset_parameters(self, seed: int) -> None:
         """Draws the parameters anew: weights uniform in +-1/sqrt(inputs), biases zero."""
         generator = torch.Generator()
 
@@ -269,7 +269,14 @@ class MoELayer(torch.nn.Module):
             if bias is not None:
                 bias.zero_()
 
-    def forward(self, tokens, *, token_mask=None, logits=None, with_routing=False):
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        *,
+        token_mask: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+        with_routing: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, Routing]:
         """Collective, and so is its backward, which autograd runs once for each forward that is part of the loss.
 
         tokens: [..., H].  token_mask: [...] bool or uint8; False masks the token, whose output is 0.  logits: [..., E] float32
@@ -293,7 +300,7 @@ class MoELayer(torch.nn.Module):
         return (out, Routing(logits.detach(), *outputs[1:])) if with_routing else out
 
     @torch.no_grad()
-    def aux_loss(self, routing):
+    def aux_loss(self, routing: Routing) -> torch.Tensor:
         """This rank's share of the load-balance loss (epx_moe_aux_loss), [] float64; the loss is the sum over the ranks. Its
         gradient, times aux_loss_grad (default 1), is part of every backward already, so do not add it to the loss that is
         differentiated."""
@@ -311,20 +318,20 @@ class MoELayer(torch.nn.Module):
         return scale * (scores.sum(0) * routes).sum()
 
     @torch.no_grad()
-    def update_selection_bias(self, routing, rate):
+    def update_selection_bias(self, routing: Routing, rate: float) -> None:
         """Balances without a loss (arXiv:2408.15664): adds rate * sign(mean - n_e) to the bias of expert e."""
         if self.selection_bias is None:
             refuse("the layer was created without selection_bias")
         routes = routing.global_counts.sum(0).float()
         self.selection_bias += rate * torch.sign(routes.mean() - routes)
 
-    def expert_parameters(self):
+    def expert_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that differ from rank to rank of the group."""
         return [p for p in (self.first_weight, self.down_weight, self.first_bias, self.down_bias) if p is not None]
 
-    def destroy(self):
-        """Frees the layer's memory; a second time it does nothing. Collective, but after its group, whose end has freed what peers
-        reached."""
+    def destroy(self) -> None:
+        """Frees the layer's memory; a second time it does nothing. Collective, but after its group, whose end has freed what
+        peers reached."""
         if self.group.is_destroyed:
             self._memory.destroy()
         elif (value := self._memory.take()) is not None:
@@ -342,7 +349,7 @@ class MoELayer(torch.nn.Module):
         return f"{self.router}, {self.ffn}, group={self.group!r}"
 
 
-def expert_parameter_names(module):
+def expert_parameter_names(module: torch.nn.Module) -> list[str]:
     """The names of all parameters below `module` that belong to experts of an MoELayer, for
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names) for instance."""
     own = {id(p) for layer in module.modules() if isinstance(layer, MoELayer) for p in layer.expert_parameters()}

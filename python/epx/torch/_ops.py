@@ -41,7 +41,7 @@ class Plan:
     info: torch.Tensor
 
     @property
-    def num_rows(self):
+    def num_rows(self) -> int:
         """Rows of the receive tensors that are in use. On a GPU this waits for prepare."""
         return int(self.offsets[-1])
 
@@ -127,7 +127,9 @@ def _records(*tensors):
     return torch.is_grad_enabled() and any([tensor is not None and tensor.requires_grad for tensor in tensors])
 
 
-def prepare(group, topk_idx, *, alignment=1, counts_dtype=torch.int32):
+def prepare(
+    group: Group, topk_idx: torch.Tensor, *, alignment: int = 1, counts_dtype: torch.dtype = torch.int32
+) -> Plan:
     """Turns top-k indices into a Plan. Collective.
 
     topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.  alignment: rows that zones are padded to.
@@ -140,7 +142,15 @@ def prepare(group, topk_idx, *, alignment=1, counts_dtype=torch.int32):
     return Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], *made)
 
 
-def dispatch(plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None, pads="zero"):
+def dispatch(
+    plan: Plan,
+    tokens: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+    *,
+    num_rows: int | None = None,
+    recv_tokens: torch.Tensor | None = None,
+    pads: str = "zero",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Brings tokens to the ranks of their experts. Collective, and so is its backward.
 
     tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
@@ -148,8 +158,8 @@ def dispatch(plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None
     not depend on the routing, group.max_recv_tokens_per_rank at most.
     recv_tokens: [N, H] to be written instead of a new tensor, in memory from group.empty() for instance; not under
     torch.compile. pads: "zero", or "untouched": pads inside zones hold whatever memory held.
-    Returns (recv_tokens [N, H], recv_weights [N] float32 or None). Rows behind plan.num_rows hold whatever memory held, and so do
-    those of the gradient that combine's backward returns, whose pads are zero.
+    Returns (recv_tokens [N, H], recv_weights [N] float32 or None). Rows behind plan.num_rows hold whatever memory held, and so
+    do those of the gradient that combine's backward returns, whose pads are zero.
     """
     number = plan.group.number
     if pads not in _PADS:
@@ -174,7 +184,7 @@ def dispatch(plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None
     return rows, None if topk_weights is None else weights
 
 
-def combine(plan, expert_out, recv_weights=None):
+def combine(plan: Plan, expert_out: torch.Tensor, recv_weights: torch.Tensor | None = None) -> torch.Tensor:
     """Brings the experts' outputs back. Collective, and so is its backward.
 
     expert_out: [N, H].  recv_weights: [N] float32 as dispatch returned them, or None: all 1.

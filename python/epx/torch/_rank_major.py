@@ -23,10 +23,10 @@ _dispatch_bwd, _combine_bwd = ops.dispatch_rank_major_bwd.default, ops.combine_r
 class RankMajorPlan:
     """What dispatch_rank_major makes of top-k indices. All tensors lie on the group's device.
 
-    max_rows: M.  handle_mem: [bytes] uint8, the routing state that the other calls read; it may be copied, saved and used in any
-    order.  counts: [P] int32, kept rows of each source rank: recv_tokens[r, :counts[r]], which are its tokens in ascending order.
-    topk_idx: [P, M, K] int32, the local expert of each route to this rank, -1 where it is masked or goes to another rank, and in
-    rows at or beyond counts[r].
+    max_rows: M.  handle_mem: [bytes] uint8, the routing state that the other calls read; it may be copied, saved and used in
+    any order.  counts: [P] int32, kept rows of each source rank: recv_tokens[r, :counts[r]], which are its tokens in ascending
+    order. topk_idx: [P, M, K] int32, the local expert of each route to this rank, -1 where it is masked or goes to another
+    rank, and in rows at or beyond counts[r].
     """
 
     group: Group
@@ -38,7 +38,7 @@ class RankMajorPlan:
     counts: torch.Tensor
 
     @property
-    def is_row(self):
+    def is_row(self) -> torch.Tensor:
         """[P, M] bool: which rows are kept ones."""
         return torch.arange(self.max_rows, device=self.counts.device) < self.counts[:, None]
 
@@ -109,16 +109,24 @@ class _Combine(torch.autograd.Function):
     vmap = staticmethod(_refuse_vmap)
 
 
-def dispatch_rank_major(group, tokens, topk_idx, topk_weights=None, *, max_rows=None, recv_tokens=None):
+def dispatch_rank_major(
+    group: Group,
+    tokens: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+    *,
+    max_rows: int | None = None,
+    recv_tokens: torch.Tensor | None = None,
+) -> tuple[RankMajorPlan, torch.Tensor, torch.Tensor | None]:
     """Brings each token once to each rank that owns an expert of it. Collective, and so is its backward.
 
     tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.
     topk_weights: [T, K] float32, or None on all ranks.  max_rows: M, the same on all ranks; tokens beyond are dropped, which
-    group.check() tells; default group.max_tokens_per_rank, which is never too few.  recv_tokens: [P, M, H] to be written instead
-    of a new tensor, in memory from group.empty() for instance; not under torch.compile.
-    Returns (plan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None). Weights are 0 where plan.topk_idx is -1. Rows of
-    recv_tokens at or beyond plan.counts[r] hold whatever memory held, and so do those of the gradient that combine_rank_major's
-    backward returns: leave them out of what you compute, by torch.where and plan.is_row for instance.
+    group.check() tells; default group.max_tokens_per_rank, which is never too few.  recv_tokens: [P, M, H] to be written
+    instead of a new tensor, in memory from group.empty() for instance; not under torch.compile.
+    Returns (plan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None). Weights are 0 where plan.topk_idx is -1. Rows
+    of recv_tokens at or beyond plan.counts[r] hold whatever memory held, and so do those of the gradient that
+    combine_rank_major's backward returns: leave them out of what you compute, by torch.where and plan.is_row for instance.
     """
     number = group.number
     records = _records(tokens, topk_weights)
@@ -127,7 +135,7 @@ def dispatch_rank_major(group, tokens, topk_idx, topk_weights=None, *, max_rows=
         outputs = _Dispatch.apply(*args) if records else call(number, _dispatch, *args)
     else:
         if torch.compiler.is_compiling():
-            refuse("dispatch_rank_major into recv_tokens is not supported under torch.compile, which cannot order operators that write")
+            refuse("recv_tokens is not supported under torch.compile, which cannot order operators that write")
         if max_rows is not None:
             refuse("max_rows and recv_tokens are given; recv_tokens alone says what M is")
         args = number, tokens, topk_idx, topk_weights, recv_tokens
@@ -137,7 +145,7 @@ def dispatch_rank_major(group, tokens, topk_idx, topk_weights=None, *, max_rows=
     return plan, rows, None if topk_weights is None else weights
 
 
-def combine_rank_major(plan, expert_out):
+def combine_rank_major(plan: RankMajorPlan, expert_out: torch.Tensor) -> torch.Tensor:
     """Brings the rows back, which the caller has summed over each token's experts of this rank. Collective, and so is its
     backward. Refused in a group of combine_precision "exact".
 
