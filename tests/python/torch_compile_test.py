@@ -120,6 +120,29 @@ class Compile(unittest.TestCase):
             layer.destroy()
             group.check()
 
+    def test_4a_two_groups(self):
+        """Calls of two groups keep the order of the program among each other too."""
+        with make_group() as one, make_group(combine_precision="exact") as two:
+            idx, tokens, weights = self.data(7)
+
+            def layer(group, tokens, top_k):
+                plan = epx.torch.prepare(group, idx[:, :top_k].contiguous(), alignment=8 // top_k)
+                rows, row_weights = epx.torch.dispatch(
+                    plan, tokens, weights[:, :top_k].contiguous(), num_rows=group.max_recv_tokens_per_rank
+                )
+                return epx.torch.combine(plan, rows, row_weights)
+
+            def program(tokens, weights):
+                return layer(one, tokens, 2), layer(two, tokens, 1) + layer(one, tokens, 1)
+
+            graphs = Graphs()
+            self.compare(program, (tokens, weights), (tokens, weights), graphs.backend())
+            self.assertEqual(graphs.forward, [3 * ["prepare", "dispatch", "combine"]])
+            self.assertEqual(graphs.groups[0], [one.number] * 3 + [two.number] * 3 + [one.number] * 3)
+            self.assertEqual(sorted(graphs.backward[0]), sorted(3 * ["combine_bwd", "dispatch_bwd"]))
+            one.check()
+            two.check()
+
     def test_5_refusals(self):
         with make_group() as group:
             idx, tokens, _ = self.data(5)

@@ -182,15 +182,18 @@ def gradients(loss, tensors, keep=False):
 
 class Graphs:
     """A backend of torch.compile that runs graphs as they are, and keeps the names of epx's operators in them, in the order in
-    which the effect's token passes through them."""
+    which the effect's token passes through them; `groups`, of each graph, the numbers of their groups (of the layer's
+    block)."""
 
     def __init__(self):
-        self.forward, self.backward = [], []
+        self.forward, self.backward, self.groups = [], [], []
 
     def backend(self):
         def collect(into):
             def compiler(graph, _inputs):
-                into.append(self.order(graph))
+                names, numbers = self.order(graph)
+                into.append(names)
+                self.groups.append(numbers)
                 return make_boxed_func(graph.forward)
 
             return compiler
@@ -199,7 +202,7 @@ class Graphs:
 
     @staticmethod
     def order(graph):
-        names, last = [], None
+        names, numbers, last = [], [], None
         for node in graph.graph.nodes:
             if node.op != "call_function":
                 continue
@@ -208,10 +211,11 @@ class Graphs:
                 source = token.args[0] if token.op == "call_function" and token.args else None
                 assert last is None or source is last, f"{node} does not take the token of {last}"
                 names.append(operator._opname)
+                numbers.append(node.args[2])
                 last = node
             else:
                 assert getattr(node.target, "namespace", "") != "epx", f"{node.target} has no token"
-        return names
+        return names, numbers
 
 
 def compiled(function, **options):
