@@ -25,6 +25,30 @@ exec(programs[1], names)
 hidden = torch.einsum("tkfh,th->tkf", up[topk_idx], tokens).relu()
 wanted = torch.einsum("tk,tkhf,tkf->th", names["topk_weights"], down[topk_idx], hidden)
 torch.testing.assert_close(names["out"], wanted, rtol=1e-4, atol=1e-4)
+exec(programs[2], names)
+torch.testing.assert_close(names["out"], wanted, rtol=1e-4, atol=1e-4)
+
+# Megatron's parts: a router's dense routing_map and probs, and experts that multiply by the probs of their rows.
+topk_weights, routing_map, probs = names["topk_weights"], torch.zeros(6, 8, dtype=torch.bool), torch.zeros(6, 8)
+topk_idx = torch.rand(6, 8, generator=generator).argsort(1)[:, :2]
+routing_map.scatter_(1, topk_idx, True)
+probs.scatter_(1, topk_idx, topk_weights)
+routing_map[0, topk_idx[0, 0]] = False  # a token with one route
+probs[0, topk_idx[0, 0]] = 0
+exec(next(program for program in programs if "class EpxTokenDispatcher" in program), names)
+for alignment in (1, 4):
+    dispatcher = names["EpxTokenDispatcher"](names["group"], 2, alignment)
+    sent = tokens.view(3, 2, 512).clone().requires_grad_()
+    rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(
+        *dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(sent, routing_map, probs))
+    )
+    parts = zip(rows.split(tokens_per_expert.tolist()), row_probs.split(tokens_per_expert.tolist()), up, down)
+    outs = [((part @ one.t()).relu() * weights[:, None]) @ two.t() for part, weights, one, two in parts]
+    out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(torch.cat(outs))))
+    dense = torch.einsum("te,tef,ehf->th", probs, torch.einsum("efh,th->tef", up, tokens).relu(), down)
+    torch.testing.assert_close(out, dense.view(3, 2, 512), rtol=1e-4, atol=1e-4)
+    out.sum().backward()
+    assert sent.grad.isfinite().all() and sent.grad.abs().sum() > 0
 names["group"].check()
 names["layer"].destroy()
 names["group"].destroy()
