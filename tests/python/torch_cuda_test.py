@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What epx.torch does on GPUs alone: CUDA graphs, streams, tensors on another GPU. EPX_TEST_DEVICE=cuda, one GPU for each
-rank."""
+"""What epx.torch does on GPUs alone: CUDA graphs, streams, tensors on another GPU, many groups. EPX_TEST_DEVICE=cuda, one GPU
+for each rank."""
 
+import gc
+import os
 import unittest
 
 import ranks
@@ -107,6 +109,24 @@ class Gpu(unittest.TestCase):
             torch.testing.assert_close(tokens.grad.float().cpu(), source.grad, rtol=1e-1, atol=5e-2)
             torch.cuda.synchronize()
             layer.destroy()
+
+    def test_5_groups_created_and_dropped(self):
+        def create(count):
+            for _ in range(count):
+                group = make_group()
+                plan = epx.torch.prepare(group, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
+                rows, _ = epx.torch.dispatch(plan, ones)
+                del group, plan, rows
+            gc.collect()
+            epx.torch.Group(epx.bootstrap.local(), **torch_model.config(transport="host")).destroy()  # frees the last one
+            free, total = torch.cuda.mem_get_info(DEVICE)
+            with open("/proc/self/statm", encoding="ascii") as file:
+                return total - free, int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+        ones = torch.ones(1, HIDDEN, device=DEVICE)
+        first, last = create(5), create(50)
+        self.assertLess(last[0] - first[0], 8 << 20)
+        self.assertLess(last[1] - first[1], 16 << 20)
 
 
 if __name__ == "__main__":
