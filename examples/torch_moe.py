@@ -193,7 +193,7 @@ def main():
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max((os.cpu_count() or 1) // ranks, 1))
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     group = epx.torch.Group(
         num_experts=options.experts,
         max_tokens_per_rank=options.batch * options.context,
