@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """epx: expert-parallel exchange for Mixture-of-Experts layers.
 
-A Group has the five operations of the C API on numpy arrays (prepare, dispatch, combine and the two backwards); epx.moe has the
-MoE block, and epx.jax the operations for JAX. docs/python.md begins with ten lines for each.
+A Group has the operations of the C API on numpy arrays (prepare, dispatch, combine, the backwards, and the rank-major calls);
+epx.moe has the MoE block, epx.jax the operations for JAX and epx.torch those for PyTorch. docs/python.md begins with ten lines
+for each.
 """
 
 from . import bootstrap
 from ._library import libepx as _libepx
 from ._structs import CombinePrecision, EventKind, Operation, Overflow, Pads, Phase, Status, Transport
 from .errors import Error, EventError, GroupError, InvalidArgumentError, UnsupportedError
-from .group import Group, Plan, memory_plan
+from .group import Group, Plan, RankMajorPlan, memory_plan
 
 _version = _libepx.epx_version()
 __version__ = f"{_version // 10000}.{_version // 100 % 100}.{_version % 100}"
@@ -27,6 +28,7 @@ __all__ = [
     "Pads",
     "Phase",
     "Plan",
+    "RankMajorPlan",
     "Status",
     "Transport",
     "UnsupportedError",

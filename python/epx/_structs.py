@@ -224,7 +224,7 @@ class Layer(ctypes.Structure):
 
 
 def _call_args(c_name, tensors, more=()):
-    """The args struct of one of the five operations: they differ in their tensors, and in the fields `more` behind these."""
+    """The args struct of an operation: they differ in their tensors, and in the fields `more` behind these."""
     return type(
         c_name,
         (ctypes.Structure,),
@@ -250,6 +250,14 @@ DispatchArgs = _call_args(
 CombineArgs = _call_args("epx_combine_args", "expert_out recv_weights out")
 CombineBwdArgs = _call_args("epx_combine_bwd_args", "grad_out expert_out recv_weights grad_expert_out grad_recv_weights")
 DispatchBwdArgs = _call_args("epx_dispatch_bwd_args", "grad_recv grad_recv_weights grad_tokens grad_topk_weights")
+DispatchRankMajorArgs = _call_args(
+    "epx_dispatch_rank_major_args", "tokens topk_idx topk_weights recv_tokens recv_topk_idx recv_weights counts"
+)
+CombineRankMajorArgs = _call_args("epx_combine_rank_major_args", "expert_out out")
+CombineRankMajorBwdArgs = _call_args("epx_combine_rank_major_bwd_args", "grad_out grad_expert_out")
+DispatchRankMajorBwdArgs = _call_args(
+    "epx_dispatch_rank_major_bwd_args", "grad_recv grad_recv_weights grad_tokens grad_topk_weights"
+)
 
 STRUCTS = [
     Tensor,
@@ -264,6 +272,10 @@ STRUCTS = [
     CombineArgs,
     CombineBwdArgs,
     DispatchBwdArgs,
+    DispatchRankMajorArgs,
+    CombineRankMajorArgs,
+    CombineRankMajorBwdArgs,
+    DispatchRankMajorBwdArgs,
 ]
 ENUMS = [
     ("EPX_OP_", Operation),
@@ -301,3 +313,7 @@ epx_dispatch = _declare(libepx, "epx_dispatch", c_int32, GROUP, POINTER(Dispatch
 epx_combine = _declare(libepx, "epx_combine", c_int32, GROUP, POINTER(CombineArgs))
 epx_combine_bwd = _declare(libepx, "epx_combine_bwd", c_int32, GROUP, POINTER(CombineBwdArgs))
 epx_dispatch_bwd = _declare(libepx, "epx_dispatch_bwd", c_int32, GROUP, POINTER(DispatchBwdArgs))
+epx_dispatch_rank_major = _declare(libepx, "epx_dispatch_rank_major", c_int32, GROUP, POINTER(DispatchRankMajorArgs))
+epx_combine_rank_major = _declare(libepx, "epx_combine_rank_major", c_int32, GROUP, POINTER(CombineRankMajorArgs))
+epx_combine_rank_major_bwd = _declare(libepx, "epx_combine_rank_major_bwd", c_int32, GROUP, POINTER(CombineRankMajorBwdArgs))
+epx_dispatch_rank_major_bwd = _declare(libepx, "epx_dispatch_rank_major_bwd", c_int32, GROUP, POINTER(DispatchRankMajorBwdArgs))

@@ -42,6 +42,22 @@ def tensor(name, array, shape=None, dtypes=None):
     return Tensor(array.ctypes.data, dtype_code(array.dtype), len(sizes), sizes)
 
 
+def with_sidecar(view, name, rows, sidecar):
+    """Gives the view of `rows` the sidecar: as many bytes for each row, [..., S] of any dtype; None for none."""
+    if sidecar is None:
+        return view
+    if not isinstance(sidecar, numpy.ndarray):
+        refuse(f"{name} is {type(sidecar).__name__}, not a numpy array")
+    if not sidecar.flags.c_contiguous:
+        refuse(f"{name} has strides {sidecar.strides} at shape {sidecar.shape}: it must be contiguous in row-major order")
+    if sidecar.ndim != rows.ndim or sidecar.shape[:-1] != rows.shape[:-1] or sidecar.shape[-1] == 0:
+        wanted = ", ".join(str(size) for size in rows.shape[:-1])
+        refuse(f"{name} has shape {sidecar.shape}; it must be [{wanted}, S] with S >= 1, a row for each row of {rows.shape}")
+    view.sidecar = sidecar.ctypes.data
+    view.sidecar_row_bytes = sidecar.shape[-1] * sidecar.itemsize
+    return view
+
+
 def output(name, array):
     """A view of an array that a call writes."""
     if not array.flags.writeable:

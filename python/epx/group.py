@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups, and the five operations on numpy arrays of the host.
+"""Groups, and the operations on numpy arrays of the host.
 
 Symbols in shapes: P ranks, E experts, E_l of them on this rank, T tokens of this rank in a call, K = top_k, H hidden size, N
-rows of the receive arrays, R receive capacity in rows.
+rows of the receive arrays, R receive capacity in rows, M rows from each rank in the rank-major layout, S elements of a sidecar.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import numpy
 
 from . import _lifetime, _structs
 from ._structs import CombinePrecision, EventKind, Operation, Overflow, Pads, Status, Transport, known
-from ._tensors import aligned_bytes, dtype_code, output, refuse, tensor
+from ._tensors import aligned_bytes, dtype_code, output, refuse, tensor, with_sidecar
 from .bootstrap import reraise
 from .errors import Error, EventError, group_error, raise_call_failed, raise_if_failed, read_report
 
@@ -112,6 +112,34 @@ class Plan:
         return int(self.offsets[-1])
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class RankMajorPlan:
+    """What dispatch_rank_major() has received from whom, and the handle memory that the three other rank-major calls take.
+
+    top_k: of the layer.  num_tokens: T.  rows_per_rank: M.  handle_mem: [bytes] uint8, of use in this group alone.
+    counts: [P] kept rows from each rank; those that hold a token are recv_tokens[r, :counts[r]].
+    topk_idx: [P, M, K] int32, the local expert, 0 to E_l - 1, of each route to this rank; -1 where the route is masked or goes
+    to another rank, and in rows that hold no token.
+    """
+
+    top_k: int
+    num_tokens: int
+    rows_per_rank: int
+    handle_mem: numpy.ndarray
+    counts: numpy.ndarray
+    topk_idx: numpy.ndarray
+
+    alignment = 1  # the layout has no zones
+
+
+def _read_only(plan):
+    for field in dataclasses.fields(plan):
+        value = getattr(plan, field.name)
+        if isinstance(value, numpy.ndarray):
+            value.flags.writeable = False
+    return plan
+
+
 class Group:
     """The ranks that share the experts, as one of them sees it.
 
@@ -124,7 +152,7 @@ class Group:
     max_token_dtype           the widest dtype of tokens: "float32", "float16" or "bfloat16", or a dtype
     max_alignment             the largest alignment of zones, in rows; default 128
     max_recv_tokens_per_rank  R; 0: the worst case
-    max_sidecar_bytes         0; sidecars are of the C API alone
+    max_sidecar_bytes         the largest sidecar of a token, in bytes; default 0
     combine_precision         "wire", "exact" or "node"
     overflow                  "error" or "drop"
     transport                 "auto", "host" or "nccl"
@@ -160,6 +188,7 @@ class Group:
         self._info = _structs.GroupInfo(struct_size=_SIZE_OF[_structs.GroupInfo])
         raise_if_failed(_structs.epx_group_query(value, self._info))
         self._handle_mem_bytes = {}
+        self._max_sidecar_bytes = made.max_sidecar_bytes
 
     @property
     def handle(self):
@@ -190,6 +219,7 @@ class Group:
     max_top_k = property(lambda self: self._info.max_top_k, doc="The largest K.")
     max_alignment = property(lambda self: self._info.max_alignment, doc="The largest alignment, in rows.")
     ranks_per_node = property(lambda self: self._info.ranks_per_node, doc="Ranks of each node; rank r is on node r // that.")
+    max_sidecar_bytes = property(lambda self: self._max_sidecar_bytes, doc="The largest sidecar of a token, in bytes.")
     window_bytes = property(lambda self: self._info.window_bytes, doc="Shared memory that the group holds on this rank.")
     timeout = property(lambda self: self._info.timeout_ms / 1000, doc="Seconds that one wait for a peer lasts.")
     max_token_dtype = property(lambda self: _DTYPE_NAMES[self._info.max_token_dtype], doc="Its name.")
@@ -198,6 +228,11 @@ class Group:
     def transport(self):
         """Transport.HOST or Transport.NCCL."""
         return known(Transport, self._info.transport)
+
+    @property
+    def combine_precision(self):
+        """CombinePrecision.WIRE or CombinePrecision.EXACT."""
+        return known(CombinePrecision, self._info.combine_precision)
 
     def __repr__(self):
         state = ", destroyed" if self.is_destroyed else ""
@@ -260,52 +295,32 @@ class Group:
         """
         self._require_host()
         indices = tensor("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
-        num_tokens, top_k = topk_idx.shape
-        dtype = numpy.dtype(counts_dtype)
-        handle_mem = aligned_bytes(self.handle_mem_size(top_k, alignment))
-        plan = Plan(
-            top_k,
-            alignment,
-            num_tokens,
-            handle_mem,
-            counts=numpy.empty(self.num_local_experts, dtype),
-            offsets=numpy.empty(self.num_local_experts + 1, dtype),
-            global_counts=numpy.empty((self.num_ranks, self.num_experts), dtype),
-            info=numpy.empty(5, numpy.int64),
-            slot=numpy.empty((num_tokens, top_k), numpy.int32) if with_slot else None,
-            slot_origin=numpy.empty((self.max_recv_tokens_per_rank, 3), numpy.int32) if with_slot_origin else None,
-        )
-        self._call(
-            _structs.epx_prepare,
-            _structs.PrepareArgs,
-            plan,
-            indices,
-            tensor("counts", plan.counts),
-            tensor("offsets", plan.offsets),
-            tensor("global_counts", plan.global_counts),
-            tensor("info", plan.info),
-            None if plan.slot is None else tensor("slot", plan.slot),
-            None if plan.slot_origin is None else tensor("slot_origin", plan.slot_origin),
-        )
-        for array in (handle_mem, plan.counts, plan.offsets, plan.global_counts, plan.info):
-            array.flags.writeable = False
-        return plan
+        plan, outputs = self._new_plan(*topk_idx.shape, alignment, counts_dtype, with_slot, with_slot_origin)
+        self._call(_structs.epx_prepare, _structs.PrepareArgs, plan, indices, *outputs)
+        return _read_only(plan)
 
-    def dispatch(self, plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None, pads="zero"):
+    def dispatch(self, plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None, pads="zero", sidecar=None):
         """Brings tokens to the ranks of their experts. Collective.
 
         tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
         num_rows: N; default: plan.num_rows.  recv_tokens: [N, H] to be written; default: a new array.  pads: "zero", or
-        "untouched": pads inside zones are not written.
-        Returns (recv_tokens [N, H], recv_weights [N] float32 or None). Rows behind plan.num_rows are not written.
+        "untouched": pads inside zones are not written.  sidecar: [T, S] of any dtype, block scales for instance, with the same
+        bytes of a row on all ranks, at most max_sidecar_bytes; or None on all ranks.
+        Returns (recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar a third array, [N, S] of its dtype. Rows
+        behind plan.num_rows are not written.
         """
         self._require_host()
-        sent = tensor("tokens", tokens, (plan.num_tokens, None))
+        sent = with_sidecar(tensor("tokens", tokens, (plan.num_tokens, None)), "sidecar", tokens, sidecar)
         if recv_tokens is None:
             recv_tokens = numpy.empty((plan.num_rows if num_rows is None else num_rows, tokens.shape[1]), tokens.dtype)
+        received = output("recv_tokens", recv_tokens)
+        recv_sidecar = None
+        if sidecar is not None:
+            recv_sidecar = numpy.empty((len(recv_tokens), sidecar.shape[1]), sidecar.dtype)
+            with_sidecar(received, "recv_sidecar", recv_tokens, recv_sidecar)
         weights = recv_weights = None
         if topk_weights is not None:
-            weights = tensor("topk_weights", topk_weights, (plan.num_tokens, plan.top_k), (_FLOAT32,))
+            weights = self._topk_weights(plan, topk_weights)
             recv_weights = numpy.empty(len(recv_tokens), _FLOAT32)
         self._call(
             _structs.epx_dispatch,
@@ -313,11 +328,11 @@ class Group:
             plan,
             sent,
             weights,
-            output("recv_tokens", recv_tokens),
+            received,
             None if recv_weights is None else tensor("recv_weights", recv_weights),
             more=(_enum(Pads, pads, "pads"), 0),
         )
-        return recv_tokens, recv_weights
+        return (recv_tokens, recv_weights) if sidecar is None else (recv_tokens, recv_weights, recv_sidecar)
 
     def combine(self, plan, expert_out, recv_weights=None, *, out=None):
         """Brings the experts' outputs back. Collective.
@@ -384,6 +399,138 @@ class Group:
             None if grad_weights is None else tensor("grad_topk_weights", grad_weights),
         )
         return grad_tokens, grad_weights
+
+    def dispatch_rank_major(
+        self, topk_idx, tokens, topk_weights=None, *, rows_per_rank=None, counts_dtype=numpy.int32, sidecar=None
+    ):
+        """Brings each token once to each rank that one of its experts lives on, by source rank and without a prepare.
+        Collective.
+
+        topk_idx: [T, K] int32 or int64, as in prepare().  tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K]
+        float32, or None on all ranks.  rows_per_rank: M, the same on all ranks; default: max_tokens_per_rank, which loses
+        nothing. P * min(M, max_tokens_per_rank) * K must not exceed R.  sidecar: [T, S], as in dispatch().
+        Returns (RankMajorPlan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None); with a sidecar a fourth array,
+        [P, M, S] of its dtype. Rows that hold no token, recv_tokens[r, plan.counts[r]:], are zero.
+        """
+        self._require_host()
+        indices = tensor("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
+        num_tokens, top_k = topk_idx.shape
+        sent = with_sidecar(tensor("tokens", tokens, (num_tokens, None)), "sidecar", tokens, sidecar)
+        rows_per_rank = self.max_tokens_per_rank if rows_per_rank is None else rows_per_rank
+        if rows_per_rank < 0:
+            refuse(f"rows_per_rank is {rows_per_rank}; it must not be negative")
+        rows = self.num_ranks, rows_per_rank
+        plan = RankMajorPlan(
+            top_k,
+            num_tokens,
+            rows_per_rank,
+            aligned_bytes(self.handle_mem_size(top_k)),
+            counts=numpy.empty(self.num_ranks, counts_dtype),
+            topk_idx=numpy.full((*rows, top_k), -1, numpy.int32),
+        )
+        recv_tokens = numpy.zeros((*rows, tokens.shape[1]), tokens.dtype)
+        received = tensor("recv_tokens", recv_tokens)
+        recv_sidecar = None
+        if sidecar is not None:
+            recv_sidecar = numpy.zeros((*rows, sidecar.shape[1]), sidecar.dtype)
+            with_sidecar(received, "recv_sidecar", recv_tokens, recv_sidecar)
+        weights = recv_weights = None
+        if topk_weights is not None:
+            weights = self._topk_weights(plan, topk_weights)
+            recv_weights = numpy.zeros((*rows, top_k), _FLOAT32)
+        self._call(
+            _structs.epx_dispatch_rank_major,
+            _structs.DispatchRankMajorArgs,
+            plan,
+            sent,
+            indices,
+            weights,
+            received,
+            tensor("recv_topk_idx", plan.topk_idx),
+            None if recv_weights is None else tensor("recv_weights", recv_weights),
+            tensor("counts", plan.counts),
+        )
+        _read_only(plan)
+        return (plan, recv_tokens, recv_weights) if sidecar is None else (plan, recv_tokens, recv_weights, recv_sidecar)
+
+    def combine_rank_major(self, plan, expert_out, *, out=None):
+        """Brings back the sums of the experts' outputs. Collective; not in a group of combine_precision "exact".
+
+        expert_out: [P, M, H], for each row the sum over its routes of weight * the expert's output.  out: [T, H] to be written.
+        Returns out [T, H]: the sum of a token's rows over the ranks; zero for a token without routes.
+        """
+        self._require_host()
+        rows = tensor("expert_out", expert_out, (self.num_ranks, plan.rows_per_rank, None))
+        if out is None:
+            out = numpy.empty((plan.num_tokens, expert_out.shape[2]), expert_out.dtype)
+        self._call(_structs.epx_combine_rank_major, _structs.CombineRankMajorArgs, plan, rows, output("out", out))
+        return out
+
+    def combine_rank_major_bwd(self, plan, grad_out):
+        """The gradient of combine_rank_major(). Collective.
+
+        grad_out: [T, H].
+        Returns grad_expert_out [P, M, H]: for each row its token's gradient; zero in rows that hold no token.
+        """
+        self._require_host()
+        grad = tensor("grad_out", grad_out, (plan.num_tokens, None))
+        grad_expert_out = numpy.zeros((self.num_ranks, plan.rows_per_rank, grad_out.shape[1]), grad_out.dtype)
+        self._call(
+            _structs.epx_combine_rank_major_bwd,
+            _structs.CombineRankMajorBwdArgs,
+            plan,
+            grad,
+            tensor("grad_expert_out", grad_expert_out),
+        )
+        return grad_expert_out
+
+    def dispatch_rank_major_bwd(self, plan, grad_recv, grad_recv_weights=None):
+        """The gradients of dispatch_rank_major(). Collective; not in a group of combine_precision "exact".
+
+        grad_recv: [P, M, H], for each row the sum over its routes.  grad_recv_weights: [P, M, K] float32, or None on all ranks.
+        Returns (grad_tokens [T, H], grad_topk_weights [T, K] float32 or None).
+        """
+        self._require_host()
+        rows = self.num_ranks, plan.rows_per_rank
+        grad = tensor("grad_recv", grad_recv, (*rows, None))
+        grad_tokens = numpy.empty((plan.num_tokens, grad_recv.shape[2]), grad_recv.dtype)
+        weights = grad_weights = None
+        if grad_recv_weights is not None:
+            weights = tensor("grad_recv_weights", grad_recv_weights, (*rows, plan.top_k), (_FLOAT32,))
+            grad_weights = numpy.empty((plan.num_tokens, plan.top_k), _FLOAT32)
+        self._call(
+            _structs.epx_dispatch_rank_major_bwd,
+            _structs.DispatchRankMajorBwdArgs,
+            plan,
+            grad,
+            weights,
+            tensor("grad_tokens", grad_tokens),
+            None if grad_weights is None else tensor("grad_topk_weights", grad_weights),
+        )
+        return grad_tokens, grad_weights
+
+    def _new_plan(self, num_tokens, top_k, alignment, counts_dtype, with_slot, with_slot_origin):
+        """A plan whose arrays are still to be written, and the outputs of epx_prepare_args that are views of them."""
+        dtype = numpy.dtype(counts_dtype)
+        plan = Plan(
+            top_k,
+            alignment,
+            num_tokens,
+            aligned_bytes(self.handle_mem_size(top_k, alignment)),
+            counts=numpy.empty(self.num_local_experts, dtype),
+            offsets=numpy.empty(self.num_local_experts + 1, dtype),
+            global_counts=numpy.empty((self.num_ranks, self.num_experts), dtype),
+            info=numpy.empty(5, numpy.int64),
+            slot=numpy.empty((num_tokens, top_k), numpy.int32) if with_slot else None,
+            slot_origin=numpy.empty((self.max_recv_tokens_per_rank, 3), numpy.int32) if with_slot_origin else None,
+        )
+        names = "counts", "offsets", "global_counts", "info", "slot", "slot_origin"
+        arrays = ((name, getattr(plan, name)) for name in names)
+        return plan, [None if array is None else tensor(name, array) for name, array in arrays]
+
+    @staticmethod
+    def _topk_weights(plan, topk_weights):
+        return tensor("topk_weights", topk_weights, (plan.num_tokens, plan.top_k), (_FLOAT32,))
 
     @staticmethod
     def _row_weights(name, weights, rows):

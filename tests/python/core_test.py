@@ -160,6 +160,91 @@ class Layer(unittest.TestCase):
                 self.assertFalse((rows[~is_pad] == 7).all(axis=1).any())
             group.check()
 
+    def test_3_rank_major(self):
+        with make_group("rank_major") as group:
+            for rows_per_rank, num_tokens, with_weights, index_dtype in (
+                (None, [32 - 5 * rank for rank in range(RANKS)], True, numpy.int64),
+                (9, [0] + [9] * (RANKS - 1), False, numpy.int32),
+                (2, [7] * RANKS, True, numpy.int32),
+                (0, [3] * RANKS, True, numpy.int64),
+            ):
+                idx, tokens, weights = make_data(num_tokens, 12)
+                wanted = reference.RankMajorExchange(idx, EXPERTS, 32 if rows_per_rank is None else rows_per_rank)
+                plan, rows, row_weights = group.dispatch_rank_major(
+                    idx[RANK].astype(index_dtype),
+                    tokens[RANK],
+                    weights[RANK] if with_weights else None,
+                    rows_per_rank=rows_per_rank,
+                    counts_dtype=index_dtype,
+                )
+                self.assertEqual(plan.counts.dtype, index_dtype)
+                numpy.testing.assert_array_equal(plan.counts, wanted.counts[RANK])
+                numpy.testing.assert_array_equal(plan.topk_idx, wanted.recv_topk_idx[RANK])
+                numpy.testing.assert_array_equal(rows, wanted.scatter(tokens)[RANK])
+                if with_weights:
+                    numpy.testing.assert_array_equal(row_weights, wanted.scatter_weights(weights)[RANK])
+                else:
+                    self.assertIsNone(row_weights)
+
+                expert_out = [each * 2 + 1 for each in wanted.scatter(tokens)]
+                numpy.testing.assert_allclose(
+                    group.combine_rank_major(plan, expert_out[RANK]), wanted.gather(expert_out)[RANK], 1e-5, 1e-5
+                )
+                grad_out = [numpy.cos(each) for each in tokens]
+                numpy.testing.assert_array_equal(
+                    group.combine_rank_major_bwd(plan, grad_out[RANK]), wanted.scatter(grad_out)[RANK]
+                )
+                row_grads = [numpy.sin(each + 1) for each in wanted.scatter(weights)]
+                grad_tokens, grad_weights = group.dispatch_rank_major_bwd(
+                    plan, expert_out[RANK], row_grads[RANK] if with_weights else None
+                )
+                numpy.testing.assert_allclose(grad_tokens, wanted.gather(expert_out)[RANK], 1e-5, 1e-5)
+                if with_weights:
+                    numpy.testing.assert_allclose(grad_weights, wanted.gather_weights(row_grads)[RANK], 1e-6)
+                else:
+                    self.assertIsNone(grad_weights)
+                if wanted.drops[RANK]:
+                    with self.assertRaises(epx.EventError) as caught:
+                        group.check()
+                    self.assertEqual(list(caught.exception.events), [epx.EventKind.TOO_FEW_ROWS])
+                    self.assertEqual(caught.exception.operation, epx.Operation.DISPATCH_RANK_MAJOR)
+                else:
+                    group.check()
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "rows_per_rank is -1"):
+                group.dispatch_rank_major(idx[RANK], tokens[RANK], rows_per_rank=-1)
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "expert_out has shape"):
+                group.combine_rank_major(plan, tokens[RANK])
+
+    def test_3_sidecars(self):
+        with make_group("sidecars", max_sidecar_bytes=12) as group:
+            self.assertEqual(group.max_sidecar_bytes, 12)
+            idx, tokens, weights = make_data([6] * RANKS, 13)
+            generator = numpy.random.default_rng(3)
+            sidecars = [generator.standard_normal((6, 3)).astype(numpy.float32) for _ in range(RANKS)]
+            wanted = reference.Exchange(idx, EXPERTS, alignment=4)
+            plan = group.prepare(idx[RANK], alignment=4)
+            rows, none, sidecar = group.dispatch(plan, tokens[RANK], sidecar=sidecars[RANK])
+            self.assertIsNone(none)
+            numpy.testing.assert_array_equal(rows, wanted.scatter(tokens)[RANK])
+            numpy.testing.assert_array_equal(sidecar, wanted.scatter(sidecars)[RANK])
+            bytes_ = [each.view(numpy.uint8)[:, :5].copy() for each in sidecars]
+            plan, rows, row_weights, sidecar = group.dispatch_rank_major(
+                idx[RANK], tokens[RANK], weights[RANK], sidecar=bytes_[RANK]
+            )
+            wanted = reference.RankMajorExchange(idx, EXPERTS, 32)
+            numpy.testing.assert_array_equal(rows, wanted.scatter(tokens)[RANK])
+            numpy.testing.assert_array_equal(row_weights, wanted.scatter_weights(weights)[RANK])
+            numpy.testing.assert_array_equal(sidecar, wanted.scatter(bytes_)[RANK])
+            for words, sidecar in {
+                "sidecar has shape": sidecars[RANK][:5],
+                "strides": numpy.zeros((3, 6), numpy.float32).T,
+                "not a numpy array": [1],
+                "max_sidecar_bytes": numpy.zeros((6, 13), numpy.uint8),
+            }.items():
+                with self.assertRaisesRegex(epx.InvalidArgumentError, words):
+                    group.dispatch_rank_major(idx[RANK], tokens[RANK], sidecar=sidecar)
+            group.check()
+
     def test_4_events_are_told_by_check_alone(self):
         with make_group("events", max_recv_tokens_per_rank=2, max_alignment=1) as group:
             idx = numpy.zeros((4, TOP_K), int)
