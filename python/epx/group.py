@@ -7,6 +7,7 @@ rows of the receive arrays, R receive capacity in rows, M rows from each rank in
 
 import ctypes
 import dataclasses
+import os
 import weakref
 
 import numpy
@@ -181,6 +182,7 @@ class Group:
         except Error as error:
             reraise(bootstrap, error)
         self._handle = _lifetime.Handle(value.value)
+        self._process = os.getpid()
         self._finalizer = weakref.finalize(self, _lifetime.abandon, self._handle)
         self._finalizer.atexit = False
         self._destroyed = False
@@ -196,6 +198,11 @@ class Group:
         if self._destroyed:
             refuse("the group has been destroyed")
         return self._handle.value
+
+    def require_process(self):
+        """Refuses a child of fork(). Calls of the C API do so themselves; this is for what happens before such a call."""
+        if os.getpid() != self._process:
+            refuse(f"{self!r} belongs to process {self._process}, and this is {os.getpid()}, a child of its fork()")
 
     def add_user(self, end):
         """Has the group destroyed only when end() returns True. It is called when the group is to be destroyed, and again later

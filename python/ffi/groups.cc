@@ -9,6 +9,7 @@ namespace {
 
 struct Entry {
   epx_group group;
+  bool is_on_host;
   int users;
   bool retired;
 };
@@ -27,12 +28,13 @@ Registry& registry() {
 
 } // namespace
 
-GroupUse::GroupUse(int64_t id) : id_(id), group_(nullptr) {
+GroupUse::GroupUse(int64_t id) : id_(id), group_(nullptr), is_on_host_(false) {
   const std::scoped_lock lock(registry().mutex);
   const auto found = registry().entries.find(id);
   if (found == registry().entries.end() || found->second.retired) return;
   ++found->second.users;
   group_ = found->second.group;
+  is_on_host_ = found->second.is_on_host;
 }
 
 GroupUse::~GroupUse() {
@@ -46,9 +48,12 @@ GroupUse::~GroupUse() {
 using epx_ffi::registry;
 
 int64_t epx_ffi_register(epx_group group) {
+  epx_group_info info{};
+  info.struct_size = sizeof(info);
+  if (epx_group_query(group, &info) != EPX_SUCCESS) return 0;
   const std::scoped_lock lock(registry().mutex);
   const int64_t id = ++registry().last_id;
-  registry().entries[id] = {group, 0, false};
+  registry().entries[id] = {group, info.transport == EPX_TRANSPORT_HOST, 0, false};
   return id;
 }
 

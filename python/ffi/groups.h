@@ -17,18 +17,21 @@ public:
   GroupUse(const GroupUse&) = delete;
   GroupUse& operator=(const GroupUse&) = delete;
 
-  epx_group get() const { return group_; } // NULL when there is no such group any more
+  epx_group get() const { return group_; }        // NULL when there is no such group any more
+  bool is_on_host() const { return is_on_host_; } // whether its transport is `host`
 
 private:
   int64_t id_;
   epx_group group_;
+  bool is_on_host_;
 };
 
 } // namespace epx_ffi
 
 extern "C" {
 
-/** Registers a group. Returns its number, from 1: the same on ranks that register the same groups in the same order. */
+/** Registers a group. Returns its number, from 1: the same on ranks that register the same groups in the same order; or 0, when
+ * epx_group_query refuses the group (epx_last_error). */
 EPX_API int64_t epx_ffi_register(epx_group group);
 
 /** From now on calls with this number are refused. Returns 1 when no call is under way, so that the group may be destroyed, else

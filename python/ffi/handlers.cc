@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The five operations as custom calls of XLA's FFI, on CPU devices (host transport) and on CUDA devices (transport nccl). Both
-// are the same code, since a stream is a pointer to it.
+// The operations as custom calls of XLA's FFI, on CPU devices (host transport) and on CUDA devices (transport nccl). Both are the
+// same code, since a stream is a pointer to it.
 //
 // A call's first operand is a token, a float32 scalar that it returns as its first result, in place. It has no meaning but the
 // order: the next call of the group takes it. A backward call has another token, behind the first: that which entered its
-// forward. Optional tensors come last, and results follow them.
+// forward. Optional tensors come last, a sidecar last of all (attribute `has_sidecar`), and results follow them.
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -69,15 +69,31 @@ ffi::ErrorCode code_of(epx_status status) {
   }
 }
 
+ffi::AnyBuffer buffer_at(const ffi::RemainingArgs& buffers, size_t i) {
+  return buffers.get<ffi::AnyBuffer>(i).value();
+}
+ffi::AnyBuffer buffer_at(const ffi::RemainingRets& buffers, size_t i) {
+  return *buffers.get<ffi::AnyBuffer>(i).value();
+}
+
 // The tensors of a call: its optional operands or results, by their place.
 template <typename Buffers>
 std::vector<epx_tensor> tensors_of(const Buffers& buffers) {
   std::vector<epx_tensor> tensors;
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    if constexpr (std::is_same_v<Buffers, ffi::RemainingArgs>)
-      tensors.push_back(tensor_of(buffers.template get<ffi::AnyBuffer>(i).value()));
-    else
-      tensors.push_back(tensor_of(*buffers.template get<ffi::AnyBuffer>(i).value()));
+  for (size_t i = 0; i < buffers.size(); ++i)
+    tensors.push_back(tensor_of(buffer_at(buffers, i)));
+  return tensors;
+}
+
+// The optional tensors of a dispatch. If there is a sidecar, it is the last of them, and becomes that of `rows`.
+template <typename Buffers>
+std::vector<epx_tensor> tensors_of_dispatch(const Buffers& buffers, bool has_sidecar, epx_tensor& rows) {
+  auto tensors = tensors_of(buffers);
+  if (has_sidecar && !tensors.empty()) {
+    const auto sidecar = buffer_at(buffers, tensors.size() - 1);
+    rows.sidecar = sidecar.untyped_data();
+    rows.sidecar_row_bytes = sidecar.dimensions().back() * static_cast<int64_t>(ffi::ByteWidth(sidecar.element_type()));
+    tensors.pop_back();
   }
   return tensors;
 }
@@ -86,11 +102,16 @@ const epx_tensor* optional(const std::vector<epx_tensor>& tensors, size_t i) {
   return i < tensors.size() ? &tensors[i] : nullptr;
 }
 
+// Makes the call. On CPU devices the stream is NULL.
 template <typename Args>
 ffi::Error call(epx_status (*function)(epx_group, const Args*), int64_t group, int64_t top_k, int64_t alignment,
                 void* stream, const ffi::AnyBuffer& handle_mem, Args args) {
   const GroupUse use(group);
   if (use.get() == nullptr) return {ffi::ErrorCode::kFailedPrecondition, "epx: the group of this call has been destroyed"};
+  if ((stream == nullptr) != use.is_on_host())
+    return {ffi::ErrorCode::kInvalidArgument, std::string("epx: the group has transport ") +
+                                                  (use.is_on_host() ? "host" : "nccl") + ", and this call is on a " +
+                                                  (stream == nullptr ? "CPU" : "CUDA") + " device"};
   args.struct_size = sizeof(Args);
   args.layer.top_k = static_cast<int32_t>(top_k);
   args.layer.alignment = static_cast<int32_t>(alignment);
@@ -101,27 +122,34 @@ ffi::Error call(epx_status (*function)(epx_group, const Args*), int64_t group, i
   return {code_of(status), std::string("epx: ") + epx_status_string(status) + ": " + epx_last_error()};
 }
 
+// Optional: slot behind info, which is [5, 2] uint32: the words of int64, which JAX does not have unless it is told to.
 ffi::Error prepare(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk_idx, ffi::Result<ffi::AnyBuffer>,
                    ffi::Result<ffi::AnyBuffer> handle_mem, ffi::Result<ffi::AnyBuffer> counts,
-                   ffi::Result<ffi::AnyBuffer> offsets, ffi::Result<ffi::AnyBuffer> global_counts, int64_t group,
-                   int64_t top_k, int64_t alignment) {
+                   ffi::Result<ffi::AnyBuffer> offsets, ffi::Result<ffi::AnyBuffer> global_counts,
+                   ffi::Result<ffi::AnyBuffer> info, ffi::RemainingRets slot, int64_t group, int64_t top_k,
+                   int64_t alignment) {
   const epx_tensor idx = tensor_of(topk_idx), count = tensor_of(*counts), offset = tensor_of(*offsets);
   const epx_tensor global = tensor_of(*global_counts);
+  const epx_tensor numbers = epx_tensor_1d(info->untyped_data(), EPX_INT64, info->dimensions().front());
+  const auto out = tensors_of(slot);
   epx_prepare_args args{};
   args.handle_mem = handle_mem->untyped_data();
   args.topk_idx = &idx;
   args.counts = &count;
   args.offsets = &offset;
   args.global_counts = &global;
+  args.info = &numbers;
+  args.slot = optional(out, 0);
   return call(epx_prepare, group, top_k, alignment, stream, *handle_mem, args);
 }
 
-// Optional: topk_weights, and recv_weights behind recv_tokens.
+// Optional: topk_weights and the sidecar; recv_weights and its sidecar behind recv_tokens.
 ffi::Error dispatch(void* stream, ffi::AnyBuffer, ffi::AnyBuffer handle_mem, ffi::AnyBuffer tokens,
                     ffi::RemainingArgs weights, ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer> recv_tokens,
-                    ffi::RemainingRets recv_weights, int64_t group, int64_t top_k, int64_t alignment) {
-  const epx_tensor sent = tensor_of(tokens), received = tensor_of(*recv_tokens);
-  const auto in = tensors_of(weights), out = tensors_of(recv_weights);
+                    ffi::RemainingRets recv_weights, int64_t has_sidecar, int64_t group, int64_t top_k, int64_t alignment) {
+  epx_tensor sent = tensor_of(tokens), received = tensor_of(*recv_tokens);
+  const auto in = tensors_of_dispatch(weights, has_sidecar != 0, sent);
+  const auto out = tensors_of_dispatch(recv_weights, has_sidecar != 0, received);
   epx_dispatch_args args{};
   args.handle_mem = handle_mem.untyped_data();
   args.tokens = &sent;
@@ -178,6 +206,68 @@ ffi::Error dispatch_bwd(void* stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBu
   return call(epx_dispatch_bwd, group, top_k, alignment, stream, handle_mem, args);
 }
 
+// Optional: topk_weights and the sidecar; recv_weights and its sidecar behind recv_tokens.
+ffi::Error dispatch_rank_major(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk_idx, ffi::AnyBuffer tokens,
+                               ffi::RemainingArgs weights, ffi::Result<ffi::AnyBuffer>,
+                               ffi::Result<ffi::AnyBuffer> handle_mem, ffi::Result<ffi::AnyBuffer> counts,
+                               ffi::Result<ffi::AnyBuffer> recv_topk_idx, ffi::Result<ffi::AnyBuffer> recv_tokens,
+                               ffi::RemainingRets recv_weights, int64_t has_sidecar, int64_t group, int64_t top_k,
+                               int64_t alignment) {
+  const epx_tensor idx = tensor_of(topk_idx), count = tensor_of(*counts), local_idx = tensor_of(*recv_topk_idx);
+  epx_tensor sent = tensor_of(tokens), received = tensor_of(*recv_tokens);
+  const auto in = tensors_of_dispatch(weights, has_sidecar != 0, sent);
+  const auto out = tensors_of_dispatch(recv_weights, has_sidecar != 0, received);
+  epx_dispatch_rank_major_args args{};
+  args.handle_mem = handle_mem->untyped_data();
+  args.tokens = &sent;
+  args.topk_idx = &idx;
+  args.topk_weights = optional(in, 0);
+  args.recv_tokens = &received;
+  args.recv_topk_idx = &local_idx;
+  args.recv_weights = optional(out, 0);
+  args.counts = &count;
+  return call(epx_dispatch_rank_major, group, top_k, alignment, stream, *handle_mem, args);
+}
+
+ffi::Error combine_rank_major(void* stream, ffi::AnyBuffer, ffi::AnyBuffer handle_mem, ffi::AnyBuffer expert_out,
+                              ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer> out, int64_t group, int64_t top_k,
+                              int64_t alignment) {
+  const epx_tensor rows = tensor_of(expert_out), sums = tensor_of(*out);
+  epx_combine_rank_major_args args{};
+  args.handle_mem = handle_mem.untyped_data();
+  args.expert_out = &rows;
+  args.out = &sums;
+  return call(epx_combine_rank_major, group, top_k, alignment, stream, handle_mem, args);
+}
+
+ffi::Error combine_rank_major_bwd(void* stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer handle_mem,
+                                  ffi::AnyBuffer grad_out, ffi::Result<ffi::AnyBuffer>,
+                                  ffi::Result<ffi::AnyBuffer> grad_expert_out, int64_t group, int64_t top_k,
+                                  int64_t alignment) {
+  const epx_tensor grad = tensor_of(grad_out), grad_rows = tensor_of(*grad_expert_out);
+  epx_combine_rank_major_bwd_args args{};
+  args.handle_mem = handle_mem.untyped_data();
+  args.grad_out = &grad;
+  args.grad_expert_out = &grad_rows;
+  return call(epx_combine_rank_major_bwd, group, top_k, alignment, stream, handle_mem, args);
+}
+
+// Optional: grad_recv_weights, and grad_topk_weights behind grad_tokens.
+ffi::Error dispatch_rank_major_bwd(void* stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer handle_mem,
+                                   ffi::AnyBuffer grad_recv, ffi::RemainingArgs grad_recv_weights,
+                                   ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer> grad_tokens,
+                                   ffi::RemainingRets grad_topk_weights, int64_t group, int64_t top_k, int64_t alignment) {
+  const epx_tensor grad_rows = tensor_of(grad_recv), grad = tensor_of(*grad_tokens);
+  const auto in = tensors_of(grad_recv_weights), out = tensors_of(grad_topk_weights);
+  epx_dispatch_rank_major_bwd_args args{};
+  args.handle_mem = handle_mem.untyped_data();
+  args.grad_recv = &grad_rows;
+  args.grad_recv_weights = optional(in, 0);
+  args.grad_tokens = &grad;
+  args.grad_topk_weights = optional(out, 0);
+  return call(epx_dispatch_rank_major_bwd, group, top_k, alignment, stream, handle_mem, args);
+}
+
 // Makes no call: XLA keeps it, and with it all that its token depends on.
 ffi::Error hold(void*, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) {
   return ffi::Error::Success();
@@ -204,15 +294,41 @@ using Buffer = ffi::AnyBuffer;
   XLA_FFI_DEFINE_HANDLER_SYMBOL(epx_ffi_##name##_cpu, OnHost<name>::run, ffi::Ffi::Bind() operands);                       \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(epx_ffi_##name##_cuda, name, ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>() operands)
 
-EPX_CALL_HANDLER(prepare,
-                 .Arg<Buffer>().Arg<Buffer>().Ret<Buffer>().Ret<Buffer>().Ret<Buffer>().Ret<Buffer>().Ret<Buffer>());
-EPX_CALL_HANDLER(dispatch,
-                 .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>().RemainingRets());
+EPX_CALL_HANDLER(prepare, .Arg<Buffer>()
+                              .Arg<Buffer>()
+                              .Ret<Buffer>()
+                              .Ret<Buffer>()
+                              .Ret<Buffer>()
+                              .Ret<Buffer>()
+                              .Ret<Buffer>()
+                              .Ret<Buffer>()
+                              .RemainingRets());
+EPX_CALL_HANDLER(
+    dispatch,
+    .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>().RemainingRets().Attr<int64_t>(
+        "has_sidecar"));
 EPX_CALL_HANDLER(combine, .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>());
 EPX_CALL_HANDLER(
     combine_bwd,
     .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>().RemainingRets());
 EPX_CALL_HANDLER(
     dispatch_bwd,
+    .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>().RemainingRets());
+EPX_CALL_HANDLER(dispatch_rank_major, .Arg<Buffer>()
+                                          .Arg<Buffer>()
+                                          .Arg<Buffer>()
+                                          .RemainingArgs()
+                                          .Ret<Buffer>()
+                                          .Ret<Buffer>()
+                                          .Ret<Buffer>()
+                                          .Ret<Buffer>()
+                                          .Ret<Buffer>()
+                                          .RemainingRets()
+                                          .Attr<int64_t>("has_sidecar"));
+EPX_CALL_HANDLER(combine_rank_major, .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Ret<Buffer>().Ret<Buffer>());
+EPX_CALL_HANDLER(combine_rank_major_bwd,
+                 .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Ret<Buffer>().Ret<Buffer>());
+EPX_CALL_HANDLER(
+    dispatch_rank_major_bwd,
     .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>().RemainingRets());
 EPX_HANDLER(hold, .Arg<Buffer>().Ret<Buffer>());

@@ -6,7 +6,7 @@ import unittest
 
 import hlo_order
 import jax_ranks
-from jax_ranks import HIDDEN, float32, make_group, moe_layer
+from jax_ranks import HIDDEN, float32, make_group, moe_layer, rank_major_layer
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ import epx.jax
 FORWARD = ["prepare", "dispatch", "combine"]
 BACKWARD = ["combine_bwd", "dispatch_bwd"]
 AGAIN = ["prepare", "dispatch"]  # of a checkpointed layer; nothing needs combine again
+RANK_MAJOR = ["dispatch_rank_major", "combine_rank_major"]
+RANK_MAJOR_BACKWARD = ["combine_rank_major_bwd", "dispatch_rank_major_bwd"]
 
 
 class Order(unittest.TestCase):
@@ -33,6 +35,15 @@ class Order(unittest.TestCase):
         # Indices depend on the tokens, as a router's do, so that nothing of a layer can be moved out of a loop.
         idx = jax.lax.top_k(tokens[:, :4], 2)[1].astype(jnp.int32)
         return moe_layer(self.group, tokens, idx, self.weights, self.experts * scale, token)
+
+    def rank_major_layer(self, tokens, scale, token):
+        idx = jax.lax.top_k(tokens[:, :4], 2)[1].astype(jnp.int32)
+        return rank_major_layer(self.group, tokens, idx, self.weights, self.experts * scale, token)
+
+    def mixed_layer(self, tokens, scale, token):
+        """Both layouts, whose calls have one order too."""
+        tokens, token = self.rank_major_layer(tokens, scale, token)
+        return self.layer(tokens, scale, token)
 
     def stack(self, layer, tokens, loops=None):
         """Two layers, or a loop whose body has them."""
@@ -65,6 +76,20 @@ class Order(unittest.TestCase):
         gradient = jax.grad(lambda tokens: self.stack(self.layer, tokens, loops=3))
         self.assertEqual(self.calls(gradient, self.tokens), 2 * FORWARD + 2 * BACKWARD)
 
+    def test_rank_major(self):
+        for loops in (None, 3):
+            for layer, forward, backward in (
+                (self.rank_major_layer, RANK_MAJOR, RANK_MAJOR_BACKWARD),
+                (self.mixed_layer, RANK_MAJOR + FORWARD, BACKWARD + RANK_MAJOR_BACKWARD),
+            ):
+                self.assertEqual(self.calls(lambda x, layer=layer: self.stack(layer, x, loops), self.tokens), 2 * forward)
+                gradient = jax.grad(lambda x, layer=layer: self.stack(layer, x, loops))
+                self.assertEqual(self.calls(gradient, self.tokens), 2 * forward + 2 * backward)
+        gradient = jax.grad(lambda tokens: self.stack(epx.jax.checkpoint(self.rank_major_layer), tokens, 3))
+        self.assertEqual(
+            self.calls(gradient, self.tokens), 2 * RANK_MAJOR + 2 * (["dispatch_rank_major"] + RANK_MAJOR_BACKWARD)
+        )
+
     def test_checkpoint(self):
         for loops in (None, 3):
             gradient = jax.grad(lambda tokens, loops=loops: self.stack(epx.jax.checkpoint(self.layer), tokens, loops))
@@ -85,13 +110,18 @@ class Order(unittest.TestCase):
         self.assertEqual(self.calls(jax.grad(loop), self.tokens), FORWARD + AGAIN + BACKWARD)
 
     def test_independent_branches(self):
-        def branches(tokens):
-            a, token = self.layer(tokens, 1.0, epx.jax.first_token())
-            b, token = self.layer(tokens, 1.0, token)
-            return epx.jax.finish(jnp.sum(a * b), token)
+        for layer, forward, backward in (
+            (self.layer, FORWARD, BACKWARD),
+            (self.rank_major_layer, RANK_MAJOR, RANK_MAJOR_BACKWARD),
+        ):
 
-        self.assertEqual(self.calls(branches, self.tokens), 2 * FORWARD)
-        self.assertEqual(self.calls(jax.grad(branches), self.tokens), 2 * FORWARD + 2 * BACKWARD)
+            def branches(tokens, layer=layer):
+                a, token = layer(tokens, 1.0, epx.jax.first_token())
+                b, token = layer(tokens, 1.0, token)
+                return epx.jax.finish(jnp.sum(a * b), token)
+
+            self.assertEqual(self.calls(branches, self.tokens), 2 * forward)
+            self.assertEqual(self.calls(jax.grad(branches), self.tokens), 2 * forward + 2 * backward)
 
     def test_donation(self):
         def step(tokens, token):
@@ -116,6 +146,15 @@ class Order(unittest.TestCase):
 
         self.assertEqual(self.calls(loss, tokens), FORWARD)
         self.assertEqual(self.calls(jax.grad(loss), tokens), FORWARD + BACKWARD)
+
+        def rank_major_loss(tokens):
+            out, token = rank_major_layer(
+                self.group, tokens, jnp.zeros((0, 2), jnp.int32), weights, self.experts, epx.jax.first_token()
+            )
+            return epx.jax.finish(jnp.sum(out), token)
+
+        self.assertEqual(self.calls(rank_major_loss, tokens), RANK_MAJOR)
+        self.assertEqual(self.calls(jax.grad(rank_major_loss), tokens), RANK_MAJOR + RANK_MAJOR_BACKWARD)
 
     def test_the_reader_sees_calls_without_an_order(self):
         def fork(tokens):

@@ -76,6 +76,14 @@ def moe_layer(group, tokens, topk_idx, weights, expert_weight, token, *, alignme
     return epx.jax.combine(group, plan, experts(rows, plan.offsets, expert_weight), row_weights, token)
 
 
+def rank_major_layer(group, tokens, topk_idx, weights, expert_weight, token, **options):
+    """The layer by the rank-major calls; the experts' outputs of a row are weighted and summed here."""
+    plan, rows, row_weights, token = epx.jax.dispatch_rank_major(group, topk_idx, tokens, weights, token, **options)
+    outs = jnp.tanh(jnp.einsum("pmh,pmkhg->pmkg", rows, expert_weight[plan.topk_idx]))
+    outs = jnp.where(plan.topk_idx[..., None] >= 0, outs * row_weights[..., None], 0)
+    return epx.jax.combine_rank_major(group, plan, outs.sum(2), token)
+
+
 def dense_layer(tokens, topk_idx, weights, expert_weight):
     """The same on all experts, with numpy in float64."""
     out = numpy.zeros_like(tokens)

@@ -5,12 +5,15 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 import unittest
+import warnings
 
 import jax_ranks
 import ranks
-from jax_ranks import HIDDEN, RANK, RANKS, Data, config, float32, make_group, moe_layer
-from reference import numeric_gradient
+from jax_ranks import HIDDEN, RANK, RANKS, Data, config, float32, make_group, moe_layer, rank_major_layer
+from reference import Exchange, RankMajorExchange, numeric_gradient
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +33,9 @@ def local_experts(group, data):
 class ProcessLocal(unittest.TestCase):
     """Each process has its own arrays, whose number of tokens may differ."""
 
-    def check(self, group, data, **options):
+    def check(self, group, data, layer=moe_layer, **options):
         def loss(tokens, weights, expert_weight):
-            out, token = moe_layer(
+            out, token = layer(
                 group, tokens, jnp.asarray(data.idx[RANK]), weights, expert_weight, epx.jax.first_token(), **options
             )
             return epx.jax.finish(jnp.sum(out * float32(data.factor[RANK])), token), out
@@ -56,6 +59,75 @@ class ProcessLocal(unittest.TestCase):
         self.check(group, Data([0 if rank == RANKS - 1 else 3 + rank for rank in range(RANKS)], seed=2), alignment=8)
         self.check(group, Data([5] * RANKS, top_k=1, seed=3, masked=0), num_rows=5 * RANKS)
         self.check(group, Data([3] * RANKS, top_k=3, seed=4, masked=1))
+        group.destroy()
+
+    def test_1_rank_major(self):
+        group = make_group()
+        self.check(group, Data([4] * RANKS, seed=11), rank_major_layer)
+        uneven = [0 if rank == RANKS - 1 else 3 + rank for rank in range(RANKS)]
+        self.check(group, Data(uneven, seed=12), rank_major_layer)
+        self.check(group, Data([5] * RANKS, top_k=1, seed=13, masked=0), rank_major_layer, rows_per_rank=5)
+        self.check(group, Data([3] * RANKS, top_k=3, seed=14, masked=1), rank_major_layer)
+
+        # Without weights, and with the rows as they arrive.
+        data = Data([4] * RANKS, seed=15)
+        wanted = RankMajorExchange(data.idx, jax_ranks.EXPERTS, 3)
+        tokens = [each.astype(numpy.float32) for each in data.tokens]
+
+        @jax.jit
+        def dispatch(idx, tokens):
+            plan, rows, none, token = epx.jax.dispatch_rank_major(
+                group, idx, tokens, None, epx.jax.first_token(), rows_per_rank=3
+            )
+            assert none is None
+            return epx.jax.finish((plan, rows), token)
+
+        plan, rows = dispatch(data.idx[RANK], tokens[RANK])
+        numpy.testing.assert_array_equal(plan.counts, wanted.counts[RANK])
+        numpy.testing.assert_array_equal(plan.topk_idx, wanted.recv_topk_idx[RANK])
+        numpy.testing.assert_array_equal(rows, wanted.scatter(tokens)[RANK])
+        if wanted.drops[RANK]:
+            with self.assertRaises(epx.EventError):
+                group.check()
+        else:
+            group.check()
+        group.destroy()
+
+    def test_1_info_slot_and_sidecars(self):
+        group = make_group(max_sidecar_bytes=8)
+        data = Data([4] * RANKS, seed=16)
+        tokens = [each.astype(numpy.float32) for each in data.tokens]
+        wanted = Exchange(data.idx, jax_ranks.EXPERTS, 4)
+        per_rank = RankMajorExchange(data.idx, jax_ranks.EXPERTS, 8)
+        demand = wanted.counts[RANK].sum()
+        for dtype in (numpy.float32, numpy.uint8, jnp.bfloat16):
+            sidecars = [numpy.arange(8 * rank, 8 * rank + 8).reshape(4, 2).astype(dtype) for rank in range(RANKS)]
+
+            def loss(tokens, idx, weights, sidecar):
+                plan, token = epx.jax.prepare(group, idx, epx.jax.first_token(), alignment=4, with_slot=True)
+                rows, row_weights, scales, token = epx.jax.dispatch(group, plan, tokens, weights, token, sidecar=sidecar)
+                results = epx.jax.dispatch_rank_major(group, idx, tokens, weights, token, sidecar=sidecar)
+                rank_major, rank_major_rows, _, rank_major_scales, token = results
+                total = jnp.sum(rows) + jnp.sum(row_weights) + 2 * jnp.sum(rank_major_rows)
+                return epx.jax.finish(total, token), (plan, scales, rank_major_scales)
+
+            gradient = jax.jit(jax.grad(loss, (0, 2), has_aux=True))
+            arguments = tokens[RANK], data.idx[RANK], float32(data.weights[RANK]), sidecars[RANK]
+            grads, (plan, scales, rank_major_scales) = gradient(*arguments)
+            numpy.testing.assert_array_equal(plan.info, [demand, demand, 0, 0, wanted.offsets[RANK][-1]])
+            self.assertEqual(plan.info.dtype, jnp.int32)
+            numpy.testing.assert_array_equal(plan.slot, wanted.slots[RANK][..., 1])
+            self.assertEqual(scales.dtype, dtype)
+            used = wanted.offsets[RANK][-1]
+            numpy.testing.assert_array_equal(scales[:used], wanted.scatter(sidecars)[RANK])
+            numpy.testing.assert_array_equal(scales[used:].astype(float), 0)
+            numpy.testing.assert_array_equal(rank_major_scales, per_rank.scatter(sidecars)[RANK])
+            routes = (data.idx[RANK] >= 0).astype(float)
+            ranks_of_token = per_rank.gather([numpy.ones((RANKS, 8, 1))] * RANKS)[RANK]
+            numpy.testing.assert_allclose(grads[0], (routes.sum(1, keepdims=True) + 2 * ranks_of_token) * numpy.ones(HIDDEN))
+            numpy.testing.assert_allclose(grads[1], routes)
+        self.assertIsNone(epx.jax.prepare(group, data.idx[RANK], epx.jax.first_token())[0].slot)
+        group.check()
         group.destroy()
 
     def test_2_two_layers_two_groups_and_an_unused_output(self):
@@ -276,6 +348,7 @@ class Refusals(unittest.TestCase):
         start = epx.jax.first_token()
         idx, tokens, weights = jnp.zeros((2, 1), jnp.int32), jnp.ones((2, HIDDEN)), jnp.ones((2, 1))
         plan, token = epx.jax.prepare(group, idx, start)
+        rank_major, _, _, token = epx.jax.dispatch_rank_major(group, idx, tokens, None, token)
         for words, call in {
             "topk_idx is float32": lambda: epx.jax.prepare(group, weights, start),
             "topk_idx has shape": lambda: epx.jax.prepare(group, idx[0], start),
@@ -290,6 +363,13 @@ class Refusals(unittest.TestCase):
             "topk_weights has shape": lambda: epx.jax.dispatch(group, plan, tokens, jnp.ones(2), token),
             "topk_weights is float16": lambda: epx.jax.dispatch(group, plan, tokens, weights.astype(jnp.float16), token),
             "recv_weights has shape": lambda: epx.jax.combine(group, plan, tokens, jnp.ones(3), token),
+            "sidecar has shape": lambda: epx.jax.dispatch(group, plan, tokens, None, token, sidecar=weights[:1]),
+            "max_sidecar_bytes is 0": lambda: epx.jax.dispatch(group, plan, tokens, None, token, sidecar=weights),
+            "whole bytes": lambda: epx.jax.dispatch_rank_major(
+                group, idx, tokens, None, token, sidecar=weights.astype(jnp.int4)
+            ),
+            "rows_per_rank is -1": lambda: epx.jax.dispatch_rank_major(group, idx, tokens, None, token, rows_per_rank=-1),
+            "expert_out has shape": lambda: epx.jax.combine_rank_major(group, rank_major, tokens, token),
         }.items():
             for run in (lambda call: call(), lambda call: jax.jit(call)()):
                 with self.assertRaises(epx.InvalidArgumentError) as caught:
@@ -303,11 +383,35 @@ class Refusals(unittest.TestCase):
             )(tokens)
         with self.assertRaisesRegex(epx.InvalidArgumentError, "under vmap"):
             jax.vmap(lambda x: epx.jax.dispatch(group, plan, x, None, token)[0])(tokens[None])
+        with self.assertRaisesRegex(epx.InvalidArgumentError, "under vmap"):
+            jax.vmap(lambda x: epx.jax.prepare(group, x, token)[0].counts)(idx[None])
+        with self.assertRaisesRegex(epx.InvalidArgumentError, "under vmap"):
+            jax.jit(jax.vmap(lambda x: epx.jax.dispatch_rank_major(group, idx, x, None, token)[1]))(tokens[None])
         rows, _, token = epx.jax.dispatch(group, plan, tokens, None, token)
         out, _ = epx.jax.combine(group, plan, rows, None, token)
         numpy.testing.assert_array_equal(out, tokens)
         group.check()
         group.destroy()
+
+    def test_1_precision_and_capacity_of_rank_major_calls(self):
+        idx, tokens, token = jnp.zeros((2, 2), jnp.int32), jnp.ones((2, HIDDEN)), epx.jax.first_token()
+        exact = make_group(combine_precision="exact")
+        plan, rows, _, token = epx.jax.dispatch_rank_major(exact, idx, tokens, None, token)
+        with self.assertRaisesRegex(epx.InvalidArgumentError, "'exact'"):
+            epx.jax.combine_rank_major(exact, plan, rows, token)
+        with self.assertRaisesRegex(epx.InvalidArgumentError, "'exact'"):
+
+            def loss(tokens):
+                _, rows, _, last = epx.jax.dispatch_rank_major(exact, idx, tokens, None, token)
+                return epx.jax.finish(jnp.sum(rows), last)
+
+            jax.grad(loss)(tokens)
+        exact.check()
+        exact.destroy()
+        small = make_group(max_recv_tokens_per_rank=4, max_alignment=1)
+        with self.assertRaisesRegex(epx.InvalidArgumentError, f"K is {RANKS * 8 * 2}; .* max_recv_tokens_per_rank, 4"):
+            epx.jax.dispatch_rank_major(small, idx, tokens, None, epx.jax.first_token())
+        small.destroy()
 
     def test_2_destroyed_group(self):
         group = make_group()
@@ -318,6 +422,63 @@ class Refusals(unittest.TestCase):
             jax.block_until_ready(prepared(jnp.zeros((1, 1), jnp.int32)))
         with self.assertRaisesRegex(epx.InvalidArgumentError, "destroyed"):
             epx.jax.prepare(group, jnp.zeros((1, 1), jnp.int32), epx.jax.first_token())
+
+    def test_2_fork(self):
+        """A child of fork() is refused with a sentence before JAX is asked for anything, which hangs there."""
+        group = make_group()
+        idx = jnp.zeros((1, 1), jnp.int32)
+        token = epx.jax.first_token()
+        prepared = jax.jit(lambda idx, token: epx.jax.prepare(group, idx, token)[1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # JAX tells that fork() may deadlock
+            child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                prepared.lower(jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32))
+            except epx.InvalidArgumentError as error:
+                code = 0 if "fork()" in str(error) else 2
+            os._exit(code)
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
+        jax.block_until_ready(prepared(idx, token))
+        group.check()
+        group.destroy()
+
+    def test_2_two_threads_in_one_group(self):
+        """The second of two calls at once is refused on the host, where JAX does not run it after the first; none hangs."""
+        if RANK != 0:
+            self.skipTest("rank 0 starts the peer")
+        with tempfile.TemporaryDirectory() as directory:
+            peer = ranks.start(__file__, "--peer-late", directory)
+            with epx.bootstrap.from_directory(directory, "job", 0, 2, 30) as bootstrap:
+                group = epx.Group(bootstrap, transport="host", **config())
+            idx = jnp.zeros((1, 1), jnp.int32)
+            prepared = jax.jit(lambda idx, token: epx.jax.prepare(group, idx, token)[1])
+            compiled = prepared.lower(idx, epx.jax.first_token()).compile()
+            endings = [None, None]
+
+            def call(number):
+                try:
+                    jax.block_until_ready(compiled(idx, epx.jax.first_token()))
+                    endings[number] = "made"
+                except Exception as error:  # JAX's, with epx's sentence
+                    endings[number] = str(error)
+
+            threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(ranks.TIMEOUT_SECONDS)
+                self.assertFalse(thread.is_alive())
+            self.assertIn("made", endings)
+            refused = [ending for ending in endings if ending != "made"]
+            for ending in refused:
+                self.assertRegex(ending, "EPX_ERROR_INVALID_ARGUMENT.*thread")
+                jax.block_until_ready(compiled(idx, epx.jax.first_token()))  # for which the peer waits
+            group.check()
+            group.destroy()
+            code, output = ranks.finish(peer)
+            self.assertEqual(code, 0, output)
 
     def test_3_several_devices(self):
         if RANK == 0:
@@ -358,6 +519,15 @@ def several_devices():
     raise AssertionError("it was not refused")
 
 
+def peer_late(directory):
+    with epx.bootstrap.from_directory(directory, "job", 1, 2, 30) as bootstrap:
+        group = epx.Group(bootstrap, transport="host", **config())
+    time.sleep(1)
+    for _ in range(2):
+        group.prepare(numpy.zeros((1, 1), numpy.int32))
+    group.check()
+
+
 def peer_dies(directory):
     with epx.bootstrap.from_directory(directory, "job", 1, 2, 30) as bootstrap:
         group = epx.Group(bootstrap, transport="host", **config(timeout=60))
@@ -370,6 +540,8 @@ if __name__ == "__main__":
         several_devices()
     elif sys.argv[1:2] == ["--peer-dies"]:
         peer_dies(sys.argv[2])
+    elif sys.argv[1:2] == ["--peer-late"]:
+        peer_late(sys.argv[2])
     else:
         jax_ranks.join()
         ranks.main()

@@ -21,6 +21,29 @@ moves.
 """
 
 from ._groups import make_group
-from ._operations import Plan, checkpoint, combine, dispatch, finish, first_token, prepare
+from ._operations import (
+    Plan,
+    RankMajorPlan,
+    checkpoint,
+    combine,
+    combine_rank_major,
+    dispatch,
+    dispatch_rank_major,
+    finish,
+    first_token,
+    prepare,
+)
 
-__all__ = ["Plan", "checkpoint", "combine", "dispatch", "finish", "first_token", "make_group", "prepare"]
+__all__ = [
+    "Plan",
+    "RankMajorPlan",
+    "checkpoint",
+    "combine",
+    "combine_rank_major",
+    "dispatch",
+    "dispatch_rank_major",
+    "finish",
+    "first_token",
+    "make_group",
+    "prepare",
+]

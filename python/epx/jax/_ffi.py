@@ -16,8 +16,20 @@ from jax.interpreters import batching, mlir
 
 from .._library import load
 from .._tensors import refuse
+from ..errors import last_sentence
 
-_OPERATIONS = ("prepare", "dispatch", "combine", "combine_bwd", "dispatch_bwd", "hold")
+_OPERATIONS = (
+    "prepare",
+    "dispatch",
+    "combine",
+    "combine_bwd",
+    "dispatch_bwd",
+    "dispatch_rank_major",
+    "combine_rank_major",
+    "combine_rank_major_bwd",
+    "dispatch_rank_major_bwd",
+    "hold",
+)
 
 _library = load("libepx_ffi.so.0")
 _library.epx_ffi_register.restype = ctypes.c_int64
@@ -39,7 +51,10 @@ def number_of(group):
     handle = group.handle  # refuses a group that has been destroyed
     number = _numbers.get(group)
     if number is None:
-        number = _numbers[group] = _library.epx_ffi_register(handle)
+        number = _library.epx_ffi_register(handle)
+        if number == 0:
+            refuse(last_sentence())
+        _numbers[group] = number
         group.add_user(lambda: _library.epx_ffi_retire(number) == 1)
     return number
 

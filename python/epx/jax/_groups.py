@@ -9,6 +9,7 @@ import numpy
 from .. import bootstrap
 from .._tensors import refuse
 from ..group import Group
+from ._cuda import current
 
 _axes = weakref.WeakKeyDictionary()  # the mesh axis of groups that make_group made
 
@@ -41,14 +42,17 @@ def make_group(mesh, axis, *, name=None, **config):
     key = coordinates.pop(axis)
     others = [size for other, size in mesh.shape.items() if other != axis]
     color = int(numpy.ravel_multi_index(list(coordinates.values()), others)) if others else 0
-    with bootstrap.from_jax(name) as ranks:
+    (device,) = jax.local_devices()
+    with bootstrap.from_jax(name) as ranks, current(device):
         group = Group(ranks, color=color, key=key, **config)
     _axes[group] = axis
     return group
 
 
 def require_usable(group):
-    """Refuses calls from the wrong place: several devices, a mesh that does not have the group, unequal shards of experts."""
+    """Refuses calls from the wrong place: a child of fork(), several devices, a mesh that does not have the group, unequal shards
+    of experts."""
+    group.require_process()
     _require_one_device()
     mesh = jax.sharding.get_abstract_mesh()
     manual = [] if mesh.empty else list(mesh.manual_axes)

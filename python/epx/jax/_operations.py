@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy
 
+from .._structs import CombinePrecision
 from .._tensors import refuse
 from ._ffi import call, number_of
 from ._groups import require_usable
@@ -18,22 +19,45 @@ _INDEX_DTYPES = (jnp.int32, jnp.int64)
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["handle_mem", "counts", "offsets", "global_counts"],
+    data_fields=["handle_mem", "counts", "offsets", "global_counts", "info", "slot"],
     meta_fields=["top_k", "alignment", "num_tokens"],
 )
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What prepare() makes of top-k indices, as a pytree. handle_mem: [bytes] uint8.  counts: [E_l] int32, rows of each local
     expert. offsets: [E_l + 1] int32, first row of each zone; the last entry is the number of rows in use.  global_counts: [P,
-    E] int32, routes from each rank to each expert, before drops. top_k, alignment and num_tokens are static."""
+    E] int32, routes from each rank to each expert, before drops.  info: [5] int32: demand, kept, dropped (routes to this rank),
+    dropped (routes of this rank), rows_needed; 2^31 - 1 stands for more.  slot: [T, K] int32, the row of each route on its
+    expert's rank, -1 where it is masked or dropped; or None. top_k, alignment and num_tokens are static."""
 
     handle_mem: jax.Array
     counts: jax.Array
     offsets: jax.Array
     global_counts: jax.Array
+    info: jax.Array
+    slot: jax.Array | None
     top_k: int
     alignment: int
     num_tokens: int
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["handle_mem", "counts", "topk_idx"],
+    meta_fields=["top_k", "num_tokens", "rows_per_rank"],
+)
+@dataclasses.dataclass(frozen=True)
+class RankMajorPlan:
+    """What dispatch_rank_major() has received from whom, as a pytree. handle_mem: [bytes] uint8.  counts: [P] int32, kept rows
+    from each rank.  topk_idx: [P, M, K] int32, the local expert, 0 to E_l - 1, of each route to this rank; -1 where the route is
+    masked or goes to another rank, and in rows that hold no token. top_k, num_tokens and rows_per_rank (M) are static."""
+
+    handle_mem: jax.Array
+    counts: jax.Array
+    topk_idx: jax.Array
+    top_k: int
+    num_tokens: int
+    rows_per_rank: int
 
 
 def first_token():
@@ -41,12 +65,19 @@ def first_token():
     return jnp.zeros((), jnp.float32)
 
 
-def _call(operation, group, layer, operands, results):
+def _call(operation, group, layer, operands, results, **attributes):
     """Forward calls live as long as the token is used, up to finish(); backward calls are always kept, because nobody uses the
     gradient of the first token. Else XLA would drop the last call on ranks whose results have no elements, and only there."""
     top_k, alignment = layer
     return call(
-        operation, operands, results, operation.endswith("_bwd"), group=number_of(group), top_k=top_k, alignment=alignment
+        operation,
+        operands,
+        results,
+        operation.endswith("_bwd"),
+        group=number_of(group),
+        top_k=top_k,
+        alignment=alignment,
+        **attributes,
     )
 
 
@@ -85,6 +116,12 @@ def _zero_rows_behind(rows, offsets):
     return jnp.where(in_use.reshape((-1,) + (1,) * (rows.ndim - 1)), rows, jnp.zeros((), rows.dtype))
 
 
+def _rows_of_ranks(rows, counts, fill=0):
+    """Rows [P, M, ...] of the rank-major layout, with `fill` in those that hold no token, which epx does not write."""
+    holds_token = jnp.arange(rows.shape[1], dtype=counts.dtype) < counts[:, None]
+    return jnp.where(holds_token[..., None], rows, jnp.asarray(fill, rows.dtype))
+
+
 def _require_array(name, array, shape, dtypes):
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         refuse(f"{name} is {type(array).__name__}, not an array")
@@ -101,36 +138,72 @@ def _require_token(token):
     _require_array("token", token, (), (jnp.float32,))
 
 
-def _require_rows(group, name, rows, num_rows=None):
-    _require_array(name, rows, (num_rows, None), (jnp.float32, jnp.float16, jnp.bfloat16))
-    if rows.shape[1] > group.hidden_dim:
-        refuse(f"{name} has {rows.shape[1]} columns; the group's hidden_dim is {group.hidden_dim}")
+def _require_rows(group, name, rows, *sizes):
+    _require_array(name, rows, (*sizes, None), (jnp.float32, jnp.float16, jnp.bfloat16))
+    if rows.shape[-1] > group.hidden_dim:
+        refuse(f"{name} has {rows.shape[-1]} columns; the group's hidden_dim is {group.hidden_dim}")
 
 
-def prepare(group, topk_idx, token, *, alignment=1):
+def _require_topk_idx(group, topk_idx):
+    _require_array("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
+    if topk_idx.shape[0] > group.max_tokens_per_rank:
+        refuse(f"topk_idx has {topk_idx.shape[0]} tokens; the group's max_tokens_per_rank is {group.max_tokens_per_rank}")
+    return topk_idx.shape
+
+
+def _weights_and_sidecar(group, num_tokens, top_k, topk_weights, sidecar):
+    """The optional operands of a dispatch, and what tells XLA's handler of them."""
+    operands = []
+    if topk_weights is not None:
+        _require_array("topk_weights", topk_weights, (num_tokens, top_k), (jnp.float32,))
+        operands.append(topk_weights)
+    if sidecar is not None:
+        _require_array("sidecar", sidecar, (num_tokens, None), (getattr(sidecar, "dtype", jnp.uint8),))
+        bits = sidecar.shape[1] * jax.dtypes.itemsize_bits(sidecar.dtype)
+        if sidecar.shape[1] == 0 or jax.dtypes.itemsize_bits(sidecar.dtype) % 8:
+            refuse(f"sidecar is {sidecar.dtype} of shape {sidecar.shape}; it must have whole bytes, and one in each row at least")
+        if bits // 8 > group.max_sidecar_bytes:
+            refuse(f"sidecar has {bits // 8} bytes in each row; the group's max_sidecar_bytes is {group.max_sidecar_bytes}")
+        operands.append(sidecar)
+    return operands, {"has_sidecar": int(sidecar is not None)}
+
+
+def _dispatched(received, topk_weights, sidecar):
+    """(recv_tokens, recv_weights or None), and recv_sidecar where there is a sidecar."""
+    received = list(received)
+    if topk_weights is None:
+        received.insert(1, None)
+    return tuple(received)
+
+
+def _saturated(words):
+    """Numbers that are not negative as int32, from the words of int64."""
+    largest = jnp.uint32(2**31 - 1)
+    return jnp.where(words[:, 1] == 0, jnp.minimum(words[:, 0], largest), largest).astype(jnp.int32)
+
+
+def prepare(group, topk_idx, token, *, alignment=1, with_slot=False):
     """Turns top-k indices into a plan. Collective.
 
     topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.  alignment: rows that zones are padded to.
+    with_slot: whether the plan has slot.
     Returns (Plan, token). Indices have no gradient, and its backward makes no call.
     """
     require_usable(group)
     _require_token(token)
-    _require_array("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
-    num_tokens, top_k = topk_idx.shape
-    if num_tokens > group.max_tokens_per_rank:
-        refuse(f"topk_idx has {num_tokens} tokens; the group's max_tokens_per_rank is {group.max_tokens_per_rank}")
+    num_tokens, top_k = _require_topk_idx(group, topk_idx)
     local = group.num_local_experts
     results = [
         _struct((group.handle_mem_size(top_k, alignment),), jnp.uint8),
         _struct((local,), jnp.int32),
         _struct((local + 1,), jnp.int32),
         _struct((group.num_ranks, group.num_experts), jnp.int32),
-    ]
+        _struct((5, 2), jnp.uint32),
+    ] + [_struct((num_tokens, top_k), jnp.int32)] * with_slot
 
     @jax.custom_vjp
     def run(token, topk_idx):
-        token, *parts = _call("prepare", group, (top_k, alignment), [token, topk_idx], results)
-        return token, *parts
+        return tuple(_call("prepare", group, (top_k, alignment), [token, topk_idx], results))
 
     def forward(token, topk_idx):
         return run(token.value, topk_idx.value), None
@@ -140,35 +213,48 @@ def prepare(group, topk_idx, token, *, alignment=1):
         return cotangents[0], None
 
     run.defvjp(forward, backward, symbolic_zeros=True)
-    token, handle_mem, counts, offsets, global_counts = run(token, topk_idx)
-    return Plan(handle_mem, counts, offsets, global_counts, top_k, alignment, num_tokens), token
+    token, handle_mem, counts, offsets, global_counts, info, *slot = run(token, topk_idx)
+    plan = Plan(
+        handle_mem,
+        counts,
+        offsets,
+        global_counts,
+        _saturated(info),
+        slot[0] if with_slot else None,
+        top_k,
+        alignment,
+        num_tokens,
+    )
+    return plan, token
 
 
-def dispatch(group, plan, tokens, topk_weights, token, *, num_rows=None):
+def dispatch(group, plan, tokens, topk_weights, token, *, num_rows=None, sidecar=None):
     """Brings tokens to the ranks of their experts. Collective.
 
     tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
     num_rows: N; default: R, the most that a rank may receive. Routes to rows beyond it are dropped, which group.check() tells.
-    Returns (recv_tokens [N, H], recv_weights [N] float32 or None, token). Rows that hold no token are zero.
+    sidecar: [T, S] of any dtype of whole bytes, block scales for instance, at most max_sidecar_bytes in a row; or None on all
+    ranks. It has no gradient.
+    Returns (recv_tokens [N, H], recv_weights [N] float32 or None, token); with a sidecar (recv_tokens, recv_weights,
+    recv_sidecar [N, S], token). Rows that hold no token are zero.
     """
     require_usable(group)
     _require_token(token)
     _require_rows(group, "tokens", tokens, plan.num_tokens)
     num_rows = group.max_recv_tokens_per_rank if num_rows is None else num_rows
-    weights = []
-    if topk_weights is not None:
-        _require_array("topk_weights", topk_weights, (plan.num_tokens, plan.top_k), (jnp.float32,))
-        weights = [topk_weights]
+    optional, attributes = _weights_and_sidecar(group, plan.num_tokens, plan.top_k, topk_weights, sidecar)
+    has_weights = topk_weights is not None
     layer = plan.top_k, plan.alignment
     hidden, dtype = tokens.shape[1], tokens.dtype
-    received = [_struct((num_rows, hidden), dtype)] + [_struct((num_rows,), jnp.float32)] * len(weights)
-    returned = [_struct((plan.num_tokens, hidden), dtype)] + [_struct((plan.num_tokens, plan.top_k), jnp.float32)] * len(
-        weights
-    )
+    received = [_struct((num_rows, hidden), dtype)] + [_struct((num_rows,), jnp.float32)] * has_weights
+    if sidecar is not None:
+        received.append(_struct((num_rows, sidecar.shape[1]), sidecar.dtype))
+    returned = [_struct((plan.num_tokens, hidden), dtype)]
+    returned += [_struct((plan.num_tokens, plan.top_k), jnp.float32)] * has_weights
 
     @jax.custom_vjp
-    def run(token, handle_mem, offsets, tokens, *weights):
-        token, *rows = _call("dispatch", group, layer, [token, handle_mem, tokens, *weights], received)
+    def run(token, handle_mem, offsets, tokens, *optional):
+        token, *rows = _call("dispatch", group, layer, [token, handle_mem, tokens, *optional], received, **attributes)
         return token, *[_zero_rows_behind(each, offsets) for each in rows]
 
     def forward(token, handle_mem, offsets, *rest):
@@ -178,13 +264,13 @@ def dispatch(group, plan, tokens, topk_weights, token, *, num_rows=None):
     def backward(residuals, cotangents):
         token, handle_mem = residuals
         _require_cotangent_of_token("dispatch", cotangents[0])
-        next_token, *rows = map(_instantiate, cotangents)
+        next_token, *rows = map(_instantiate, cotangents[: 2 + has_weights])
         next_token, *grads = _call("dispatch_bwd", group, layer, [next_token, token, handle_mem, *rows], returned)
-        return next_token, None, None, *grads
+        return next_token, None, None, *grads, *[None] * (sidecar is not None)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
-    token, recv_tokens, *recv_weights = run(token, plan.handle_mem, plan.offsets, tokens, *weights)
-    return recv_tokens, (recv_weights[0] if recv_weights else None), token
+    token, *rows = run(token, plan.handle_mem, plan.offsets, tokens, *optional)
+    return *_dispatched(rows, topk_weights, sidecar), token
 
 
 def combine(group, plan, expert_out, recv_weights, token):
@@ -195,7 +281,7 @@ def combine(group, plan, expert_out, recv_weights, token):
     """
     require_usable(group)
     _require_token(token)
-    _require_rows(group, "expert_out", expert_out)
+    _require_rows(group, "expert_out", expert_out, None)
     num_rows, hidden = expert_out.shape
     weights = []
     if recv_weights is not None:
@@ -225,6 +311,116 @@ def combine(group, plan, expert_out, recv_weights, token):
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     token, out = run(token, plan.handle_mem, plan.offsets, expert_out, *weights)
+    return out, token
+
+
+def _require_sums_of_ranks(operation, group):
+    if group.combine_precision != CombinePrecision.WIRE:
+        refuse(f"{operation} sums the rows of a token by rank, which combine_precision 'exact' of {group!r} rules out")
+
+
+def dispatch_rank_major(group, topk_idx, tokens, topk_weights, token, *, rows_per_rank=None, sidecar=None):
+    """Brings each token once to each rank that one of its experts lives on, by source rank and without a prepare. Collective.
+
+    topk_idx: [T, K] int32 or int64, as in prepare().  tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K]
+    float32, or None on all ranks.  rows_per_rank: M, the same on all ranks; default: max_tokens_per_rank, which loses nothing.
+    P * min(M, max_tokens_per_rank) * K must not exceed R.  sidecar: as in dispatch().
+    Returns (RankMajorPlan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None, token); with a sidecar recv_sidecar
+    [P, M, S] before the token. Rows that hold no token are zero. Row i of source rank r is r's i-th token that has an expert on
+    this rank; plan.topk_idx[r, i] has its experts here.
+    """
+    require_usable(group)
+    _require_token(token)
+    num_tokens, top_k = _require_topk_idx(group, topk_idx)
+    _require_rows(group, "tokens", tokens, num_tokens)
+    rows_per_rank = group.max_tokens_per_rank if rows_per_rank is None else rows_per_rank
+    staged = group.num_ranks * min(rows_per_rank, group.max_tokens_per_rank) * top_k
+    if rows_per_rank < 0 or staged > group.max_recv_tokens_per_rank:
+        refuse(
+            f"rows_per_rank is {rows_per_rank}: P * min(rows_per_rank, max_tokens_per_rank) * K is {staged}; it must be from 0 to "
+            f"the group's max_recv_tokens_per_rank, {group.max_recv_tokens_per_rank}"
+        )
+    optional, attributes = _weights_and_sidecar(group, num_tokens, top_k, topk_weights, sidecar)
+    has_weights = topk_weights is not None
+    layer = top_k, 1
+    rows = group.num_ranks, rows_per_rank
+    hidden, dtype = tokens.shape[1], tokens.dtype
+    received = [
+        _struct((group.handle_mem_size(top_k),), jnp.uint8),
+        _struct((group.num_ranks,), jnp.int32),
+        _struct((*rows, top_k), jnp.int32),
+        _struct((*rows, hidden), dtype),
+    ] + [_struct((*rows, top_k), jnp.float32)] * has_weights
+    if sidecar is not None:
+        received.append(_struct((*rows, sidecar.shape[1]), sidecar.dtype))
+    returned = [_struct((num_tokens, hidden), dtype)] + [_struct((num_tokens, top_k), jnp.float32)] * has_weights
+
+    @jax.custom_vjp
+    def run(token, topk_idx, tokens, *optional):
+        token, handle_mem, counts, local_idx, *rows = _call(
+            "dispatch_rank_major", group, layer, [token, topk_idx, tokens, *optional], received, **attributes
+        )
+        return (
+            token,
+            handle_mem,
+            counts,
+            _rows_of_ranks(local_idx, counts, -1),
+            *[_rows_of_ranks(each, counts) for each in rows],
+        )
+
+    def forward(token, *rest):
+        results = run(token.value, *_values(rest))
+        return results, (token.value, results[1])
+
+    def backward(residuals, cotangents):
+        _require_sums_of_ranks("dispatch_rank_major_bwd", group)
+        token, handle_mem = residuals
+        _require_cotangent_of_token("dispatch_rank_major", cotangents[0])
+        rows = map(_instantiate, cotangents[4 : 5 + has_weights])
+        operands = [_instantiate(cotangents[0]), token, handle_mem, *rows]
+        next_token, *grads = _call("dispatch_rank_major_bwd", group, layer, operands, returned)
+        return next_token, None, *grads, *[None] * (sidecar is not None)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    token, handle_mem, counts, local_idx, *rows = run(token, topk_idx, tokens, *optional)
+    plan = RankMajorPlan(handle_mem, counts, local_idx, top_k, num_tokens, rows_per_rank)
+    return plan, *_dispatched(rows, topk_weights, sidecar), token
+
+
+def combine_rank_major(group, plan, expert_out, token):
+    """Brings back the sums of the experts' outputs. Collective; not in a group of combine_precision "exact".
+
+    expert_out: [P, M, H], for each row the sum over its routes of weight * the expert's output.
+    Returns (out [T, H], token): out is the sum of a token's rows over the ranks; zero for a token without routes.
+    """
+    require_usable(group)
+    _require_token(token)
+    _require_sums_of_ranks("combine_rank_major", group)
+    rows = group.num_ranks, plan.rows_per_rank
+    _require_rows(group, "expert_out", expert_out, *rows)
+    layer = plan.top_k, 1
+    combined = [_struct((plan.num_tokens, expert_out.shape[2]), expert_out.dtype)]
+    returned = [_struct(expert_out.shape, expert_out.dtype)]
+
+    @jax.custom_vjp
+    def run(token, handle_mem, counts, expert_out):
+        return tuple(_call("combine_rank_major", group, layer, [token, handle_mem, expert_out], combined))
+
+    def forward(*arguments):
+        values = _values(arguments)
+        return run(*values), tuple(values[:3])
+
+    def backward(residuals, cotangents):
+        token, handle_mem, counts = residuals
+        _require_cotangent_of_token("combine_rank_major", cotangents[0])
+        next_token, grad_out = map(_instantiate, cotangents)
+        next_token, grad = _call(
+            "combine_rank_major_bwd", group, layer, [next_token, token, handle_mem, grad_out], returned
+        )
+        return next_token, None, None, _rows_of_ranks(grad, counts)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    token, out = run(token, plan.handle_mem, plan.counts, expert_out)
     return out, token
 
 
