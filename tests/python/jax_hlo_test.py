@@ -96,9 +96,14 @@ class Order(unittest.TestCase):
             self.assertEqual(self.calls(gradient, self.tokens), 2 * FORWARD + 2 * (AGAIN + BACKWARD))
 
     def test_jax_checkpoint(self):
-        """One checkpoint, and a sequence of them, which XLA takes for what it has computed already on CPU devices."""
+        """A checkpoint in the body of a loop, and a sequence of two. Nothing but a barrier orders what the sequence computes
+        again, which is gone in the program: XLA takes it for what it has computed already, or leaves it without an order."""
         gradient = jax.grad(lambda tokens: self.stack(jax.checkpoint(self.layer), tokens))
-        self.assertEqual(self.calls(gradient, self.tokens), 2 * FORWARD + 2 * BACKWARD)
+        if jax.__version_info__ < (0, 11):
+            self.assertEqual(self.calls(gradient, self.tokens), 2 * FORWARD + 2 * BACKWARD)
+        else:
+            with self.assertRaisesRegex(ValueError, "nothing orders"):
+                self.calls(gradient, self.tokens)
 
         def loop(tokens):
             layer = jax.checkpoint(self.layer)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of epx.jax share: processes of jax.distributed with one CPU device each, and an MoE layer with its dense
-reference."""
+"""What the tests of epx.jax share: processes of jax.distributed with one CPU device each, or one GPU each with
+EPX_TEST_DEVICE=cuda, and an MoE layer with its dense reference."""
 
 import os
 import pathlib
@@ -10,7 +10,11 @@ import time
 import ranks
 
 ranks.require("numpy", "jax")
-os.environ["JAX_PLATFORMS"] = "cpu"
+ON_GPU = os.environ.get("EPX_TEST_DEVICE") == "cuda"
+os.environ["JAX_PLATFORMS"] = "cuda" if ON_GPU else "cpu"
+if ON_GPU:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # windows and NCCL want some too
+    os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 import jax
 import jax.numpy as jnp
 import numpy
@@ -20,11 +24,12 @@ import epx.jax
 
 RANK, RANKS = ranks.rank(), ranks.num_ranks()
 EXPERTS, HIDDEN = 4, 6
+TRANSPORT = "nccl" if ON_GPU else "host"
 
 
 def join():
     """Has the ranks of epx_test_launch join jax.distributed."""
-    if RANKS == 1:
+    if RANKS == 1 and not ON_GPU:
         return
     file = pathlib.Path(os.environ["EPX_TEST_DIR"]) / "coordinator"
     if RANK == 0:
@@ -38,7 +43,8 @@ def join():
         assert time.monotonic() < deadline, "rank 0 has not come"
         time.sleep(0.01)
     address = file.read_text(encoding="ascii")
-    jax.distributed.initialize(address, RANKS, RANK)  # returns when all have come
+    local = [RANK] if ON_GPU else None
+    jax.distributed.initialize(address, RANKS, RANK, local_device_ids=local)  # returns when all have come
     if RANK == 0:
         file.unlink()
 
@@ -60,6 +66,9 @@ def config(**changes):
 
 def make_group(**changes):
     """A group of all ranks, for arrays of this process."""
+    if ON_GPU:
+        mesh = jax.make_mesh((RANKS,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
+        return epx.jax.make_group(mesh, "ep", transport="nccl", **config(**changes))
     with epx.bootstrap.from_jax() as bootstrap:
         return epx.Group(bootstrap, transport="host", **config(**changes))
 
@@ -68,6 +77,20 @@ def experts(rows, offsets, weight):
     """tanh(row @ weight[expert of the row]); weight is [E_l, H, H]."""
     expert = jnp.searchsorted(offsets[1:], jnp.arange(rows.shape[0]), side="right")
     return jnp.tanh(jnp.einsum("nh,nhg->ng", rows, weight[jnp.minimum(expert, weight.shape[0] - 1)]))
+
+
+def grouped_experts(rows, counts, weight):
+    """experts() of an alignment of 1, by jax.lax.ragged_dot, which does not look at rows that are not in use."""
+    return jnp.tanh(jax.lax.ragged_dot(rows, weight, counts))
+
+
+def undefined_rows_layer(group, tokens, topk_idx, weights, expert_weight, token):
+    """moe_layer() with rows that nobody has made zero, which become NaN here to see that they do not matter."""
+    plan, token = epx.jax.prepare(group, topk_idx, token, zero_unused=False)
+    rows, row_weights, token = epx.jax.dispatch(group, plan, tokens, weights, token)
+    spoilt = jnp.where(jnp.arange(len(rows))[:, None] < plan.offsets[-1], 0, jnp.nan)
+    rows = grouped_experts(rows + spoilt, plan.counts, expert_weight) + spoilt
+    return epx.jax.combine(group, plan, rows, row_weights, token)
 
 
 def moe_layer(group, tokens, topk_idx, weights, expert_weight, token, *, alignment=1, num_rows=None):

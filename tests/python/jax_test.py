@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""epx.jax on CPU devices, against a dense layer in float64 and its finite differences: process-local jit and shard_map."""
+"""epx.jax on CPU devices, or on GPUs (EPX_TEST_DEVICE=cuda), against a dense layer in float64 and its finite differences:
+process-local jit and shard_map."""
 
+import collections
+import ctypes
+import gc
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -12,7 +17,7 @@ import warnings
 
 import jax_ranks
 import ranks
-from jax_ranks import HIDDEN, RANK, RANKS, Data, config, float32, make_group, moe_layer, rank_major_layer
+from jax_ranks import HIDDEN, ON_GPU, RANK, RANKS, TRANSPORT, Data, config, float32, make_group, moe_layer, rank_major_layer
 from reference import Exchange, RankMajorExchange, numeric_gradient
 
 import jax
@@ -59,6 +64,7 @@ class ProcessLocal(unittest.TestCase):
         self.check(group, Data([0 if rank == RANKS - 1 else 3 + rank for rank in range(RANKS)], seed=2), alignment=8)
         self.check(group, Data([5] * RANKS, top_k=1, seed=3, masked=0), num_rows=5 * RANKS)
         self.check(group, Data([3] * RANKS, top_k=3, seed=4, masked=1))
+        self.check(group, Data([4] * RANKS, seed=17), jax_ranks.undefined_rows_layer)
         group.destroy()
 
     def test_1_rank_major(self):
@@ -216,8 +222,9 @@ class ProcessLocal(unittest.TestCase):
 
         out = twice(float32(data.tokens[RANK]), float32(data.weights[RANK]), local_experts(group, data))
         numpy.testing.assert_allclose(out, data.out(RANK), **TOLERANCE)
-        plan = group.prepare(data.idx[RANK])  # the ranks agree about how many calls there have been
-        self.assertEqual(plan.num_tokens, len(out))
+        # The ranks agree about how many calls there have been.
+        plan, _ = epx.jax.prepare(group, jnp.asarray(data.idx[RANK]), epx.jax.first_token())
+        numpy.testing.assert_array_equal(plan.global_counts.sum(1), [(idx >= 0).sum() for idx in data.idx])
         group.check()
         group.destroy()
 
@@ -258,7 +265,7 @@ class ShardMap(unittest.TestCase):
 
     def check(self, shape, names):
         mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
-        group = epx.jax.make_group(mesh, "ep", transport="host", **config())
+        group = epx.jax.make_group(mesh, "ep", transport=TRANSPORT, **config())
         self.assertEqual(group.num_ranks, dict(zip(names, shape))["ep"])
         data = Data([4] * RANKS, seed=9)
         by_rank = PartitionSpec(names)
@@ -316,7 +323,8 @@ class ShardMap(unittest.TestCase):
             epx.jax.make_group(mesh, "expert", **config())
         with self.assertRaisesRegex(epx.InvalidArgumentError, "outside of functions that JAX traces"):
             jax.jit(lambda x: epx.jax.make_group(mesh, "ep", **config()) and x)(1.0)
-        group = make_group()
+        with epx.bootstrap.from_jax() as bootstrap:
+            group = epx.Group(bootstrap, transport="host", **config())
 
         def call(tokens):
             plan, _ = epx.jax.prepare(group, jnp.zeros((1, 1), jnp.int32), epx.jax.first_token())
@@ -328,7 +336,7 @@ class ShardMap(unittest.TestCase):
             )
         group.destroy()
         if RANKS > 1:
-            odd = epx.jax.make_group(mesh, "ep", transport="host", **config(num_experts=2 * RANKS + 1))
+            odd = epx.jax.make_group(mesh, "ep", transport=TRANSPORT, **config(num_experts=2 * RANKS + 1))
             with self.assertRaisesRegex(epx.InvalidArgumentError, "must divide"):
                 jax.shard_map(
                     lambda x: epx.jax.prepare(odd, jnp.zeros((1, 1), jnp.int32), x[0])[1][None],
@@ -338,6 +346,56 @@ class ShardMap(unittest.TestCase):
                     check_vma=False,
                 )(jnp.ones(RANKS))
             odd.destroy()
+
+
+def memory_in_use():
+    """Bytes of memory: those that are resident, or on a GPU those that are taken there."""
+    if not ON_GPU:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    with epx.jax._cuda.current(jax.local_devices()[0]):
+        assert ctypes.CDLL("libcuda.so.1").cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
+    return total.value - free.value
+
+
+def open_files():
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            names.append(re.sub(r"[0-9]+", "N", os.readlink(f"/proc/self/fd/{number}")))
+        except FileNotFoundError:  # the one that lists them
+            pass
+    return names
+
+
+class Lifetime(unittest.TestCase):
+    def test_1_groups_created_and_dropped(self):
+        """1000 groups, 50 on GPUs, which XLA's handlers know; every 25th one makes a call in a compiled program."""
+
+        def create(numbers):
+            for number in numbers:
+                if ON_GPU:
+                    group = make_group()
+                else:
+                    group = epx.Group(epx.bootstrap.local(), transport="host", **config())
+                epx.jax._ffi.number_of(group)
+                if number % 25 == 0:
+                    prepared = jax.jit(lambda idx, group=group: epx.jax.prepare(group, idx, epx.jax.first_token())[1])
+                    jax.block_until_ready(prepared(jnp.zeros((1, 1), jnp.int32)))
+                    del prepared
+                group.check()
+                del group
+            jax.clear_caches()
+            gc.collect()
+            return memory_in_use(), len(os.listdir("/proc/self/fd"))
+
+        first = create(range(5 if ON_GPU else 200))
+        files = open_files()
+        last = create(range(50 if ON_GPU else 1000))
+        print(f"memory {first[0] >> 10} KiB, then {last[0] >> 10} KiB; {first[1]} files, then {last[1]}")
+        self.assertLess(last[0] - first[0], 8 << 20)
+        self.assertLessEqual(last[1], first[1], collections.Counter(open_files()) - collections.Counter(files))
 
 
 class Refusals(unittest.TestCase):
@@ -423,6 +481,17 @@ class Refusals(unittest.TestCase):
         with self.assertRaisesRegex(epx.InvalidArgumentError, "destroyed"):
             epx.jax.prepare(group, jnp.zeros((1, 1), jnp.int32), epx.jax.first_token())
 
+    def test_2_another_device(self):
+        """A group of the host transport takes part in no program on a GPU, and the other way round."""
+        if not ON_GPU:
+            self.skipTest("needs a GPU")
+        idx = jnp.zeros((1, 1), jnp.int32)
+        group = epx.Group(epx.bootstrap.local(), transport="host", **config())
+        with self.assertRaisesRegex(Exception, "the group has transport host, and this call is on a CUDA device"):
+            jax.block_until_ready(epx.jax.prepare(group, idx, epx.jax.first_token())[1])
+        group.check()
+        group.destroy()
+
     def test_2_fork(self):
         """A child of fork() is refused with a sentence before JAX is asked for anything, which hangs there."""
         group = make_group()
@@ -446,8 +515,8 @@ class Refusals(unittest.TestCase):
 
     def test_2_two_threads_in_one_group(self):
         """The second of two calls at once is refused on the host, where JAX does not run it after the first; none hangs."""
-        if RANK != 0:
-            self.skipTest("rank 0 starts the peer")
+        if RANK != 0 or ON_GPU:
+            self.skipTest("rank 0 starts the peer, on CPU devices")
         with tempfile.TemporaryDirectory() as directory:
             peer = ranks.start(__file__, "--peer-late", directory)
             with epx.bootstrap.from_directory(directory, "job", 0, 2, 30) as bootstrap:
@@ -482,16 +551,13 @@ class Refusals(unittest.TestCase):
 
     def test_3_several_devices(self):
         if RANK == 0:
-            code, output = ranks.finish(
-                ranks.start(
-                    __file__, "--several-devices", environment={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-                )
-            )
+            environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "EPX_TEST_DEVICE": "cpu"}
+            code, output = ranks.finish(ranks.start(__file__, "--several-devices", environment=environment))
             self.assertEqual(code, 0, output)
 
     def test_4_killed_peer(self):
-        if RANK != 0:
-            self.skipTest("rank 0 starts the peer")
+        if RANK != 0 or ON_GPU:
+            self.skipTest("rank 0 starts the peer, on CPU devices")
         with tempfile.TemporaryDirectory() as directory:
             peer = ranks.start(__file__, "--peer-dies", directory)
             with epx.bootstrap.from_directory(directory, "job", 0, 2, 30) as bootstrap:

@@ -20,7 +20,7 @@ _INDEX_DTYPES = (jnp.int32, jnp.int64)
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["handle_mem", "counts", "offsets", "global_counts", "info", "slot"],
-    meta_fields=["top_k", "alignment", "num_tokens"],
+    meta_fields=["top_k", "alignment", "num_tokens", "zero_unused"],
 )
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -28,7 +28,7 @@ class Plan:
     expert. offsets: [E_l + 1] int32, first row of each zone; the last entry is the number of rows in use.  global_counts: [P,
     E] int32, routes from each rank to each expert, before drops.  info: [5] int32: demand, kept, dropped (routes to this rank),
     dropped (routes of this rank), rows_needed; 2^31 - 1 stands for more.  slot: [T, K] int32, the row of each route on its
-    expert's rank, -1 where it is masked or dropped; or None. top_k, alignment and num_tokens are static."""
+    expert's rank, -1 where it is masked or dropped; or None. top_k, alignment, num_tokens and zero_unused are static."""
 
     handle_mem: jax.Array
     counts: jax.Array
@@ -39,18 +39,19 @@ class Plan:
     top_k: int
     alignment: int
     num_tokens: int
+    zero_unused: bool
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["handle_mem", "counts", "topk_idx"],
-    meta_fields=["top_k", "num_tokens", "rows_per_rank"],
+    meta_fields=["top_k", "num_tokens", "rows_per_rank", "zero_unused"],
 )
 @dataclasses.dataclass(frozen=True)
 class RankMajorPlan:
     """What dispatch_rank_major() has received from whom, as a pytree. handle_mem: [bytes] uint8.  counts: [P] int32, kept rows
     from each rank.  topk_idx: [P, M, K] int32, the local expert, 0 to E_l - 1, of each route to this rank; -1 where the route is
-    masked or goes to another rank, and in rows that hold no token. top_k, num_tokens and rows_per_rank (M) are static."""
+    masked or goes to another rank, and in rows that hold no token. top_k, num_tokens, rows_per_rank (M) and zero_unused are static."""
 
     handle_mem: jax.Array
     counts: jax.Array
@@ -58,6 +59,7 @@ class RankMajorPlan:
     top_k: int
     num_tokens: int
     rows_per_rank: int
+    zero_unused: bool
 
 
 def first_token():
@@ -110,10 +112,16 @@ def _values(arguments):
     return [argument.value for argument in arguments]
 
 
-def _zero_rows_behind(rows, offsets):
+def _zero_rows_behind(plan, rows, offsets):
     """Rows that are not in use are not written by epx."""
+    if not plan.zero_unused:
+        return rows
     in_use = jnp.arange(rows.shape[0], dtype=offsets.dtype) < offsets[-1]
     return jnp.where(in_use.reshape((-1,) + (1,) * (rows.ndim - 1)), rows, jnp.zeros((), rows.dtype))
+
+
+def _zero_rows_of_ranks(zero_unused, rows, counts):
+    return _rows_of_ranks(rows, counts) if zero_unused else rows
 
 
 def _rows_of_ranks(rows, counts, fill=0):
@@ -182,11 +190,13 @@ def _saturated(words):
     return jnp.where(words[:, 1] == 0, jnp.minimum(words[:, 0], largest), largest).astype(jnp.int32)
 
 
-def prepare(group, topk_idx, token, *, alignment=1, with_slot=False):
+def prepare(group, topk_idx, token, *, alignment=1, with_slot=False, zero_unused=True):
     """Turns top-k indices into a plan. Collective.
 
     topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.  alignment: rows that zones are padded to.
-    with_slot: whether the plan has slot.
+    with_slot: whether the plan has slot.  zero_unused: whether rows behind those in use, of dispatch and of combine's gradient,
+    are zero. Making them zero takes XLA a pass over the rows; with False they are whatever memory held, NaN for instance, which
+    experts may compute with but must not sum into other rows or into the gradients of weights, as jax.lax.ragged_dot does not.
     Returns (Plan, token). Indices have no gradient, and its backward makes no call.
     """
     require_usable(group)
@@ -224,6 +234,7 @@ def prepare(group, topk_idx, token, *, alignment=1, with_slot=False):
         top_k,
         alignment,
         num_tokens,
+        zero_unused,
     )
     return plan, token
 
@@ -236,7 +247,7 @@ def dispatch(group, plan, tokens, topk_weights, token, *, num_rows=None, sidecar
     sidecar: [T, S] of any dtype of whole bytes, block scales for instance, at most max_sidecar_bytes in a row; or None on all
     ranks. It has no gradient.
     Returns (recv_tokens [N, H], recv_weights [N] float32 or None, token); with a sidecar (recv_tokens, recv_weights,
-    recv_sidecar [N, S], token). Rows that hold no token are zero.
+    recv_sidecar [N, S], token). Rows that hold no token are zero, but see zero_unused of prepare().
     """
     require_usable(group)
     _require_token(token)
@@ -255,7 +266,7 @@ def dispatch(group, plan, tokens, topk_weights, token, *, num_rows=None, sidecar
     @jax.custom_vjp
     def run(token, handle_mem, offsets, tokens, *optional):
         token, *rows = _call("dispatch", group, layer, [token, handle_mem, tokens, *optional], received, **attributes)
-        return token, *[_zero_rows_behind(each, offsets) for each in rows]
+        return token, *[_zero_rows_behind(plan, each, offsets) for each in rows]
 
     def forward(token, handle_mem, offsets, *rest):
         values = _values([token, handle_mem, offsets, *rest])
@@ -307,7 +318,7 @@ def combine(group, plan, expert_out, recv_weights, token):
         next_token, *grads = _call(
             "combine_bwd", group, layer, [next_token, token, handle_mem, grad_out, *weights_and_rows], returned
         )
-        return next_token, None, None, *[_zero_rows_behind(grad, offsets) for grad in grads]
+        return next_token, None, None, *[_zero_rows_behind(plan, grad, offsets) for grad in grads]
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     token, out = run(token, plan.handle_mem, plan.offsets, expert_out, *weights)
@@ -319,12 +330,14 @@ def _require_sums_of_ranks(operation, group):
         refuse(f"{operation} sums the rows of a token by rank, which combine_precision 'exact' of {group!r} rules out")
 
 
-def dispatch_rank_major(group, topk_idx, tokens, topk_weights, token, *, rows_per_rank=None, sidecar=None):
+def dispatch_rank_major(
+    group, topk_idx, tokens, topk_weights, token, *, rows_per_rank=None, sidecar=None, zero_unused=True
+):
     """Brings each token once to each rank that one of its experts lives on, by source rank and without a prepare. Collective.
 
     topk_idx: [T, K] int32 or int64, as in prepare().  tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K]
     float32, or None on all ranks.  rows_per_rank: M, the same on all ranks; default: max_tokens_per_rank, which loses nothing.
-    P * min(M, max_tokens_per_rank) * K must not exceed R.  sidecar: as in dispatch().
+    P * min(M, max_tokens_per_rank) * K must not exceed R.  sidecar: as in dispatch().  zero_unused: as in prepare().
     Returns (RankMajorPlan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None, token); with a sidecar recv_sidecar
     [P, M, S] before the token. Rows that hold no token are zero. Row i of source rank r is r's i-th token that has an expert on
     this rank; plan.topk_idx[r, i] has its experts here.
@@ -365,7 +378,7 @@ def dispatch_rank_major(group, topk_idx, tokens, topk_weights, token, *, rows_pe
             handle_mem,
             counts,
             _rows_of_ranks(local_idx, counts, -1),
-            *[_rows_of_ranks(each, counts) for each in rows],
+            *[_zero_rows_of_ranks(zero_unused, each, counts) for each in rows],
         )
 
     def forward(token, *rest):
@@ -383,7 +396,7 @@ def dispatch_rank_major(group, topk_idx, tokens, topk_weights, token, *, rows_pe
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     token, handle_mem, counts, local_idx, *rows = run(token, topk_idx, tokens, *optional)
-    plan = RankMajorPlan(handle_mem, counts, local_idx, top_k, num_tokens, rows_per_rank)
+    plan = RankMajorPlan(handle_mem, counts, local_idx, top_k, num_tokens, rows_per_rank, zero_unused)
     return plan, *_dispatched(rows, topk_weights, sidecar), token
 
 
@@ -417,7 +430,7 @@ def combine_rank_major(group, plan, expert_out, token):
         next_token, grad = _call(
             "combine_rank_major_bwd", group, layer, [next_token, token, handle_mem, grad_out], returned
         )
-        return next_token, None, None, _rows_of_ranks(grad, counts)
+        return next_token, None, None, _zero_rows_of_ranks(plan.zero_unused, grad, counts)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     token, out = run(token, plan.handle_mem, plan.counts, expert_out)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures epx.jax under epx_test_launch, on GPUs with EPX_TEST_DEVICE=cuda: import and first group; calls in a compiled program
+beside the same calls of the C API; and an MoE layer beside the best variant of examples/native/moe_jax.py, forward and backward.
+Both layers have the same experts, so that the exchange and the permutations around it make the difference.
+
+jax_times.py [--tokens T] [--hidden H] [--ffn F] [--experts E] [--top-k K] [--rounds N]
+"""
+
+import argparse
+import ctypes
+import functools
+import pathlib
+import statistics
+import sys
+import time
+
+import ranks
+
+ranks.require("numpy", "jaxlib")
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples" / "native"))
+begin = time.perf_counter()
+import jax
+
+JAX_SECONDS = time.perf_counter() - begin
+begin = time.perf_counter()
+import epx.jax  # after JAX, so that it is epx's own share
+
+IMPORT_SECONDS = time.perf_counter() - begin
+import jax_ranks
+import moe_data
+import moe_jax
+from jax_ranks import ON_GPU, RANK, RANKS
+
+import jax.numpy as jnp
+import numpy
+from epx import _structs
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+CALLS = 20  # rounds of prepare, dispatch and combine in a compiled program
+CODES = {"float32": 1, "bfloat16": 3, "int32": 4}
+
+
+def say(*words):
+    if RANK == 0:
+        print(*words, flush=True)
+
+
+def median_us(times):
+    return f"{statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})"
+
+
+def view(array):
+    return ctypes.pointer(
+        _structs.Tensor(array.unsafe_buffer_pointer(), CODES[array.dtype.name], array.ndim, tuple(array.shape))
+    )
+
+
+def synchronize():
+    if ON_GPU:
+        with epx.jax._cuda.current(jax.local_devices()[0]):
+            assert ctypes.CDLL("libcuda.so.1").cuCtxSynchronize() == 0
+
+
+def overhead(group, shape, dtype):
+    """A round of the three calls in a compiled program, and by the C API on arrays of JAX, in microseconds."""
+    generator = numpy.random.default_rng(RANK)
+    choice = numpy.argsort(generator.random((shape.tokens, shape.experts)), axis=1)[:, : shape.top_k]
+    idx = jnp.asarray(choice, jnp.int32)
+    tokens = jnp.ones((shape.tokens, shape.hidden), dtype)
+    num_rows = shape.tokens * shape.top_k * (1 if RANKS == 1 else 2)
+
+    @jax.jit
+    def plan_of(idx):
+        plan, token = epx.jax.prepare(group, idx, epx.jax.first_token())
+        return epx.jax.finish(plan, token)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def program(idx, tokens, zero_unused):
+        token, out = epx.jax.first_token(), tokens
+        for _ in range(CALLS):
+            plan, token = epx.jax.prepare(group, idx, token, zero_unused=zero_unused)
+            rows, _, token = epx.jax.dispatch(group, plan, tokens, None, token, num_rows=num_rows)
+            out, token = epx.jax.combine(group, plan, rows, None, token)
+        return epx.jax.finish(out, token)
+
+    plan = jax.block_until_ready(plan_of(idx))
+    info, rows, out = jnp.zeros((5, 2), jnp.uint32), jnp.zeros((num_rows, shape.hidden), dtype), jnp.zeros_like(tokens)
+    jax.block_until_ready((idx, tokens, info, rows, out))
+    handle, memory = group.handle, plan.handle_mem
+    numbers = ctypes.pointer(_structs.Tensor(info.unsafe_buffer_pointer(), 5, 1, (5,)))
+
+    def args(struct, *tensors, more=()):
+        address = memory.unsafe_buffer_pointer()
+        return struct(ctypes.sizeof(struct), _structs.Layer(shape.top_k, 1), address, memory.nbytes, None, *tensors, *more)
+
+    outputs = view(plan.counts), view(plan.offsets), view(plan.global_counts), numbers, None, None
+    prepare = args(_structs.PrepareArgs, view(idx), *outputs)
+    dispatch = args(_structs.DispatchArgs, view(tokens), None, view(rows), None, more=(0, 0))
+    combine = args(_structs.CombineArgs, view(rows), None, view(out))
+
+    def by_c():
+        for _ in range(CALLS):
+            assert _structs.epx_prepare(handle, prepare) == 0
+            assert _structs.epx_dispatch(handle, dispatch) == 0
+            assert _structs.epx_combine(handle, combine) == 0
+        synchronize()
+
+    def by_jax(zero_unused):
+        jax.block_until_ready(program(idx, tokens, zero_unused))
+
+    runs = {
+        "C API": by_c,
+        "jit, zero_unused=False": functools.partial(by_jax, False),
+        "jit": functools.partial(by_jax, True),
+    }
+    times = {name: [] for name in runs}
+    for _ in range(12):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            times[name].append((time.perf_counter() - start) * 1e6 / CALLS)
+    say(f"prepare, dispatch, combine of {shape.tokens} tokens, {shape.hidden} {jnp.dtype(dtype)}, top-{shape.top_k}, us:")
+    for name, each in times.items():
+        say(f"  {name}: {median_us(each[2:])}")
+    group.check()
+
+
+def make_inputs(shape, mesh, dtype):
+    def sharded(local):
+        local = jax.device_put(local.astype(dtype) if local.dtype != jnp.float32 else local, jax.local_devices()[0])
+        sizes = (RANKS * local.shape[0], *local.shape[1:])
+        return jax.make_array_from_single_device_arrays(sizes, NamedSharding(mesh, PartitionSpec("ranks")), [local])
+
+    def params(tensor, sizes, scale):
+        first, count = shape.owned(RANK)
+        parts = [moe_jax.parameter(shape, tensor, first + e, sizes, scale) for e in range(count)]
+        return sharded(jnp.stack(parts))
+
+    hidden, ffn = shape.hidden, shape.ffn
+    inputs = {
+        "tokens": sharded(moe_jax.parameter(shape, moe_data.TOKENS, RANK, (shape.tokens, hidden), 1.0)),
+        "logits": sharded(jnp.asarray(moe_data.logits(shape, RANK))),
+        "gate_up": params(moe_data.GATE_UP, (2 * ffn, hidden), moe_data.weight_scale(hidden)),
+        "down": params(moe_data.DOWN, (hidden, ffn), moe_data.weight_scale(ffn)),
+    }
+    return inputs, sharded(moe_jax.parameter(shape, moe_data.GRAD_OUT, RANK, (shape.tokens, hidden), 1.0))
+
+
+def epx_layer(group, shape, num_rows, capacity, zero_unused):
+    def layer(inputs):
+        params = {name: value for name, value in inputs.items() if name not in ("tokens", "logits")}
+        selected, topk_idx = jax.lax.top_k(inputs["logits"], shape.top_k)
+        weights = jax.nn.softmax(selected, axis=-1)
+        plan, token = epx.jax.prepare(group, topk_idx.astype(jnp.int32), epx.jax.first_token(), zero_unused=zero_unused)
+        rows, row_weights, token = epx.jax.dispatch(group, plan, inputs["tokens"], weights, token, num_rows=num_rows)
+        result = moe_jax.padded_experts(params, rows, plan.counts, capacity)
+        out, token = epx.jax.combine(group, plan, result, row_weights, token)
+        return epx.jax.finish(out, token)
+
+    return layer
+
+
+def compile_layer(layer, mesh, inputs, grad_out):
+    def forward_backward(inputs, grad_out):
+        out, backward = jax.vjp(layer, inputs)
+        return out, backward(grad_out)[0]
+
+    spec = PartitionSpec("ranks")
+    function = jax.jit(jax.shard_map(forward_backward, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    compiled = function.lower(inputs, grad_out).compile()
+    jax.block_until_ready(compiled(inputs, grad_out))
+    return lambda: compiled(inputs, grad_out)
+
+
+def enqueued_us(run, count=5):
+    """The time of `count` calls that are enqueued one after another, divided by their number, in microseconds."""
+    begin = time.perf_counter()
+    for _ in range(count):
+        results = run()  # frees those of the call before, once the device has made them
+    jax.block_until_ready(results)
+    return (time.perf_counter() - begin) / count * 1e6
+
+
+def distance(one, other):
+    """The largest distance of two trees of arrays by tensor, relative to the tensor's norm; of the first entries of this rank's
+    shards, at most 8 of their first dimension."""
+    worst = 0
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
+        a, b = (numpy.asarray(each.addressable_data(0)[:8], numpy.float32) for each in (a, b))
+        worst = max(worst, float(numpy.linalg.norm(a - b) / numpy.linalg.norm(b)))
+    return worst
+
+
+def layers(group, shape, mesh, dtype, rounds):
+    inputs, grad_out = make_inputs(shape, mesh, dtype)
+    num_rows, fullest = moe_jax.received_rows(shape)
+    exchange = "ragged" if ON_GPU else "gather"
+    runs = {}
+    for pad in moe_jax.PAD_ROWS:
+        capacity = -(-fullest // pad) * pad
+        if f"native, padded to {capacity}" in runs:
+            continue
+        for kind, layer in {
+            "native": moe_jax.make_layer(shape, num_rows, capacity, exchange),
+            "epx": epx_layer(group, shape, num_rows, capacity, True),
+            "epx, zero_unused=False": epx_layer(group, shape, num_rows, capacity, False),
+        }.items():
+            runs[f"{kind}, padded to {capacity}"] = compile_layer(layer, mesh, inputs, grad_out)
+    first, second = list(runs.values())[:2]
+    say(f"relative distance of epx's results from the native ones: {distance(second(), first()):.1e}")
+    times = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name] += [enqueued_us(run) for _ in range(3)]
+    say(
+        f"layer of {shape.tokens} tokens, hidden {shape.hidden}, ffn {shape.ffn}, {shape.experts} experts, top-{shape.top_k}, "
+        f"{num_rows} rows, forward and backward, us:"
+    )
+    for name, each in times.items():
+        say(f"  {name}: {median_us(each)}")
+    best = {
+        kind: min(statistics.median(each) for name, each in times.items() if name.startswith(kind)) for kind in ("native", "epx")
+    }
+    say(f"  best native / best epx: {best['native'] / best['epx']:.3f}")
+    group.check()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in dict(tokens=4096, hidden=7168, ffn=2048, experts=256, top_k=8, rounds=4, few_tokens=128).items():
+        parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
+    options = parser.parse_args()
+    jax_ranks.join()
+    jax.devices()
+    jax.config.update("jax_default_matmul_precision", None)
+    dtype = jnp.bfloat16
+    shape = moe_data.Shape(RANKS, options.tokens, options.hidden, options.ffn, options.experts, options.top_k)
+    mesh = jax.make_mesh((RANKS,), ("ranks",), axis_types=(AxisType.Auto,))
+    start = time.perf_counter()
+    group = epx.jax.make_group(
+        mesh,
+        "ranks",
+        num_experts=options.experts,
+        max_tokens_per_rank=options.tokens,
+        hidden_dim=options.hidden,
+        max_top_k=options.top_k,
+        max_alignment=1,
+        max_token_dtype="bfloat16",
+        transport="nccl" if ON_GPU else "host",
+    )
+    seconds = time.perf_counter() - start
+    say(f"import jax {JAX_SECONDS:.2f} s, import epx.jax {IMPORT_SECONDS:.2f} s, first group {seconds:.2f} s")
+    say(f"jax {jax.__version__}, {jax.local_devices()[0].device_kind}, {RANKS} ranks, median (least to most)")
+    few = moe_data.Shape(RANKS, options.few_tokens, options.hidden, options.ffn, options.experts, options.top_k)
+    overhead(group, few, dtype)
+    overhead(group, shape, dtype)
+    layers(group, shape, mesh, dtype, options.rounds)
+    group.destroy()
+
+
+if __name__ == "__main__":
+    main()
