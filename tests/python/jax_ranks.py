@@ -9,12 +9,11 @@ import time
 
 import ranks
 
-ranks.require("numpy", "jax")
 ON_GPU = os.environ.get("EPX_TEST_DEVICE") == "cuda"
-os.environ["JAX_PLATFORMS"] = "cuda" if ON_GPU else "cpu"
+os.environ["JAX_PLATFORMS"] = "cuda" if ON_GPU else "cpu"  # which JAX reads when it is imported
 if ON_GPU:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # windows and NCCL want some too
-    os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+ranks.require("numpy", "jax")
 import jax
 import jax.numpy as jnp
 import numpy
@@ -22,6 +21,8 @@ import numpy
 import epx
 import epx.jax
 
+if ON_GPU:
+    jax.config.update("jax_default_matmul_precision", "highest")
 RANK, RANKS = ranks.rank(), ranks.num_ranks()
 EXPERTS, HIDDEN = 4, 6
 TRANSPORT = "nccl" if ON_GPU else "host"

@@ -38,7 +38,7 @@ def local_experts(group, data):
 class ProcessLocal(unittest.TestCase):
     """Each process has its own arrays, whose number of tokens may differ."""
 
-    def check(self, group, data, layer=moe_layer, **options):
+    def check(self, group, data, layer=moe_layer, tolerance=TOLERANCE, **options):
         def loss(tokens, weights, expert_weight):
             out, token = layer(
                 group, tokens, jnp.asarray(data.idx[RANK]), weights, expert_weight, epx.jax.first_token(), **options
@@ -48,12 +48,12 @@ class ProcessLocal(unittest.TestCase):
         gradient = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
         arguments = float32(data.tokens[RANK]), float32(data.weights[RANK]), local_experts(group, data)
         (_, out), grads = gradient(*arguments)
-        numpy.testing.assert_allclose(out, data.out(RANK), **TOLERANCE)
+        numpy.testing.assert_allclose(out, data.out(RANK), **tolerance)
         mine = slice(group.first_local_expert, group.first_local_expert + group.num_local_experts)
         for got, array, part in zip(
             grads, (data.tokens[RANK], data.weights[RANK], data.experts), (slice(None), slice(None), mine)
         ):
-            numpy.testing.assert_allclose(got, numeric_gradient(data.loss, array)[part], **TOLERANCE)
+            numpy.testing.assert_allclose(got, numeric_gradient(data.loss, array)[part], **tolerance)
         (_, again), _ = gradient(*arguments)
         numpy.testing.assert_array_equal(out, again)
         group.check()
@@ -64,7 +64,9 @@ class ProcessLocal(unittest.TestCase):
         self.check(group, Data([0 if rank == RANKS - 1 else 3 + rank for rank in range(RANKS)], seed=2), alignment=8)
         self.check(group, Data([5] * RANKS, top_k=1, seed=3, masked=0), num_rows=5 * RANKS)
         self.check(group, Data([3] * RANKS, top_k=3, seed=4, masked=1))
-        self.check(group, Data([4] * RANKS, seed=17), jax_ranks.undefined_rows_layer)
+        # On an H200 ragged_dot of jax 0.11.2 has been seen to round float32 to TF32.
+        tolerance = dict(rtol=1e-2, atol=5e-3) if ON_GPU else TOLERANCE
+        self.check(group, Data([4] * RANKS, seed=17), jax_ranks.undefined_rows_layer, tolerance)
         group.destroy()
 
     def test_1_rank_major(self):
@@ -360,13 +362,14 @@ def memory_in_use():
 
 
 def open_files():
+    """What this process has open, but for sockets on GPUs: NCCL 2.28.9 leaves one open for each communicator that is aborted."""
     names = []
     for number in os.listdir("/proc/self/fd"):
         try:
             names.append(re.sub(r"[0-9]+", "N", os.readlink(f"/proc/self/fd/{number}")))
         except FileNotFoundError:  # the one that lists them
             pass
-    return names
+    return [name for name in names if not (ON_GPU and name.startswith("socket:"))]
 
 
 class Lifetime(unittest.TestCase):
@@ -388,14 +391,13 @@ class Lifetime(unittest.TestCase):
                 del group
             jax.clear_caches()
             gc.collect()
-            return memory_in_use(), len(os.listdir("/proc/self/fd"))
+            return memory_in_use(), collections.Counter(open_files())
 
-        first = create(range(5 if ON_GPU else 200))
-        files = open_files()
-        last = create(range(50 if ON_GPU else 1000))
-        print(f"memory {first[0] >> 10} KiB, then {last[0] >> 10} KiB; {first[1]} files, then {last[1]}")
-        self.assertLess(last[0] - first[0], 8 << 20)
-        self.assertLessEqual(last[1], first[1], collections.Counter(open_files()) - collections.Counter(files))
+        first, files = create(range(5 if ON_GPU else 200))
+        last, files_in_the_end = create(range(50 if ON_GPU else 1000))
+        print(f"memory {first >> 10} KiB, then {last >> 10} KiB")
+        self.assertLess(last - first, 8 << 20)
+        self.assertEqual(files_in_the_end - files, collections.Counter())
 
 
 class Refusals(unittest.TestCase):

@@ -3,12 +3,13 @@
 beside the same calls of the C API; and an MoE layer beside the best variant of examples/native/moe_jax.py, forward and backward.
 Both layers have the same experts, so that the exchange and the permutations around it make the difference.
 
-jax_times.py [--tokens T] [--hidden H] [--ffn F] [--experts E] [--top-k K] [--rounds N]
+jax_times.py [--tokens T] [--hidden H] [--ffn F] [--experts E] [--top-k K] [--rounds N] [--only-calls]
 """
 
 import argparse
 import ctypes
 import functools
+import os
 import pathlib
 import statistics
 import sys
@@ -17,6 +18,7 @@ import time
 import ranks
 
 ranks.require("numpy", "jaxlib")
+os.environ.setdefault("JAX_PLATFORMS", "cuda" if os.environ.get("EPX_TEST_DEVICE") == "cuda" else "cpu")
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples" / "native"))
 begin = time.perf_counter()
 import jax
@@ -36,7 +38,7 @@ import numpy
 from epx import _structs
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-CALLS = 20  # rounds of prepare, dispatch and combine in a compiled program
+ROUNDS = 10, 60  # of prepare, dispatch and combine in a compiled program; what a program costs itself is in both
 CODES = {"float32": 1, "bfloat16": 3, "int32": 4}
 
 
@@ -62,7 +64,8 @@ def synchronize():
 
 
 def overhead(group, shape, dtype):
-    """A round of the three calls in a compiled program, and by the C API on arrays of JAX, in microseconds."""
+    """A round of the three calls in a compiled program, and by the C API on arrays of JAX: the difference of the medians of both
+    numbers of ROUNDS, divided by that of the numbers."""
     generator = numpy.random.default_rng(RANK)
     choice = numpy.argsort(generator.random((shape.tokens, shape.experts)), axis=1)[:, : shape.top_k]
     idx = jnp.asarray(choice, jnp.int32)
@@ -74,10 +77,10 @@ def overhead(group, shape, dtype):
         plan, token = epx.jax.prepare(group, idx, epx.jax.first_token())
         return epx.jax.finish(plan, token)
 
-    @functools.partial(jax.jit, static_argnums=2)
-    def program(idx, tokens, zero_unused):
+    @functools.partial(jax.jit, static_argnums=(2, 3))
+    def program(idx, tokens, rounds, zero_unused):
         token, out = epx.jax.first_token(), tokens
-        for _ in range(CALLS):
+        for _ in range(rounds):
             plan, token = epx.jax.prepare(group, idx, token, zero_unused=zero_unused)
             rows, _, token = epx.jax.dispatch(group, plan, tokens, None, token, num_rows=num_rows)
             out, token = epx.jax.combine(group, plan, rows, None, token)
@@ -98,30 +101,32 @@ def overhead(group, shape, dtype):
     dispatch = args(_structs.DispatchArgs, view(tokens), None, view(rows), None, more=(0, 0))
     combine = args(_structs.CombineArgs, view(rows), None, view(out))
 
-    def by_c():
-        for _ in range(CALLS):
+    def by_c(rounds):
+        for _ in range(rounds):
             assert _structs.epx_prepare(handle, prepare) == 0
             assert _structs.epx_dispatch(handle, dispatch) == 0
             assert _structs.epx_combine(handle, combine) == 0
         synchronize()
 
-    def by_jax(zero_unused):
-        jax.block_until_ready(program(idx, tokens, zero_unused))
+    def by_jax(zero_unused, rounds):
+        jax.block_until_ready(program(idx, tokens, rounds, zero_unused))
 
     runs = {
         "C API": by_c,
         "jit, zero_unused=False": functools.partial(by_jax, False),
         "jit": functools.partial(by_jax, True),
     }
-    times = {name: [] for name in runs}
-    for _ in range(12):
-        for name, run in runs.items():
+    times = {(name, rounds): [] for name in runs for rounds in ROUNDS}
+    for _ in range(14):
+        for name, rounds in times:
             start = time.perf_counter()
-            run()
-            times[name].append((time.perf_counter() - start) * 1e6 / CALLS)
+            runs[name](rounds)
+            times[name, rounds].append((time.perf_counter() - start) * 1e6)
     say(f"prepare, dispatch, combine of {shape.tokens} tokens, {shape.hidden} {jnp.dtype(dtype)}, top-{shape.top_k}, us:")
-    for name, each in times.items():
-        say(f"  {name}: {median_us(each[2:])}")
+    for name in runs:
+        few, many = (statistics.median(times[name, rounds][2:]) for rounds in ROUNDS)
+        each = (many - few) / (ROUNDS[1] - ROUNDS[0])
+        say(f"  {name}: {each:.1f} for each round, {few - ROUNDS[0] * each:.0f} besides for each program")
     group.check()
 
 
@@ -229,6 +234,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in dict(tokens=4096, hidden=7168, ffn=2048, experts=256, top_k=8, rounds=4, few_tokens=128).items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
+    parser.add_argument("--only-calls", action="store_true", help="measure no layers")
     options = parser.parse_args()
     jax_ranks.join()
     jax.devices()
@@ -254,7 +260,8 @@ def main():
     few = moe_data.Shape(RANKS, options.few_tokens, options.hidden, options.ffn, options.experts, options.top_k)
     overhead(group, few, dtype)
     overhead(group, shape, dtype)
-    layers(group, shape, mesh, dtype, options.rounds)
+    if not options.only_calls:
+        layers(group, shape, mesh, dtype, options.rounds)
     group.destroy()
 
 
