@@ -261,6 +261,26 @@ class ProcessLocal(unittest.TestCase):
         self.assertEqual(epx.EventKind.OVERFLOW in caught.exception.events, RANK == 0)
         group.destroy()
 
+    def test_5_plan_of_another_group_is_told_by_check(self):
+        group, other = make_group(), make_group()
+        idx, tokens = jnp.zeros((2, 1), jnp.int32), jnp.ones((2, HIDDEN))
+
+        @jax.jit
+        def dispatch(idx, tokens):
+            plan, token = epx.jax.prepare(group, idx, epx.jax.first_token())
+            rank_major, _, _, token = epx.jax.dispatch_rank_major(group, idx, tokens, None, token)
+            rows, _, last = epx.jax.dispatch(other, plan, tokens, None, epx.jax.first_token())
+            out, last = epx.jax.combine_rank_major(other, rank_major, jnp.ones_like(rank_major.topk_idx, tokens.dtype), last)
+            return epx.jax.finish(epx.jax.finish((rows, out), token), last)
+
+        jax.block_until_ready(dispatch(idx, tokens))
+        group.check()
+        with self.assertRaises(epx.EventError) as caught:
+            other.check()
+        self.assertEqual(caught.exception.events, {epx.EventKind.HANDLE_MISMATCH: 2})
+        for each in (group, other):
+            each.destroy()
+
 
 class ShardMap(unittest.TestCase):
     """Arrays are sharded over the processes."""
@@ -398,6 +418,18 @@ class Lifetime(unittest.TestCase):
         print(f"memory {first >> 10} KiB, then {last >> 10} KiB")
         self.assertLess(last - first, 8 << 20)
         self.assertEqual(files_in_the_end - files, collections.Counter())
+
+
+    def test_2_the_process_ends_cleanly(self):
+        """With a group that lives, one that is only part of a compiled program, and a call that nobody has waited for."""
+        if RANK != 0:
+            self.skipTest("rank 0 starts the processes")
+        for ending in ENDINGS:
+            with self.subTest(ending=ending):
+                environment = {"EPX_TEST_DEVICE": "cpu", "EPX_TEST_RANKS": "1", "EPX_TEST_RANK": "0"}
+                code, output = ranks.finish(ranks.start(__file__, "--ending", ending, environment=environment))
+                self.assertEqual(code, 0, output)
+                self.assertEqual(output.strip(), "made")
 
 
 class Refusals(unittest.TestCase):
@@ -576,6 +608,27 @@ class Refusals(unittest.TestCase):
             self.assertEqual(ranks.finish(peer)[0], -signal.SIGKILL)
 
 
+def end(ending):
+    group = epx.Group(epx.bootstrap.local(), transport="host", **config())
+    idx, tokens = jnp.zeros((8, 2), jnp.int32), jnp.ones((8, HIDDEN))
+
+    def step(tokens):
+        out, token = moe_layer(group, tokens, idx, jnp.ones((8, 2)), jnp.ones((4, HIDDEN, HIDDEN)), epx.jax.first_token())
+        return epx.jax.finish(out, token)
+
+    compiled = jax.jit(step).lower(tokens).compile()
+    jax.block_until_ready(compiled(tokens))
+    kept = {"alive": (group, compiled), "compiled": compiled, "under way": group}[ending]
+    sys.modules["builtins"].epx_kept = kept
+    if ending == "under way":
+        for _ in range(50):
+            tokens = compiled(tokens)
+    print("made")
+
+
+ENDINGS = "alive", "compiled", "under way"
+
+
 def several_devices():
     assert jax.local_device_count() == 2
     group = epx.Group(epx.bootstrap.local(), transport="host", **config())
@@ -606,6 +659,8 @@ def peer_dies(directory):
 if __name__ == "__main__":
     if sys.argv[1:] == ["--several-devices"]:
         several_devices()
+    elif sys.argv[1:2] == ["--ending"]:
+        end(sys.argv[2])
     elif sys.argv[1:2] == ["--peer-dies"]:
         peer_dies(sys.argv[2])
     elif sys.argv[1:2] == ["--peer-late"]:
