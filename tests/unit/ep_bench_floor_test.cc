@@ -59,6 +59,11 @@ TEST_CASE("ep_bench floor: counted by hand") {
   check_rows(local_rows(routing, 0, line_named("combine_bwd"), false), 2 + 3 + 8, 3 + 8);
   check_rows(local_rows(routing, 0, line_named("combine_bwd-nograd"), false), 2 + 3, 3 + 8);
   check_rows(local_rows(routing, 0, line_named("combine"), false), 8 + 1, 1 + 2);
+  RoutingOfAll padded = routing;
+  padded.alignment = 8;
+  check_rows(local_rows(padded, 0, line_named("dispatch"), false), 2 + 2, 8 + 8);
+  padded.clears_pads = false;
+  check_rows(local_rows(padded, 0, line_named("dispatch"), false), 2 + 2, 4 + 4);
   // Rank 1: 4 slots, of which its own token 1 has two; arrived are one row each of ranks 0 and 2.
   check_rows(local_rows(routing, 1, line_named("dispatch"), false), 2, 4);
   // Rank 2 sends 3 pairs, 4 routes.

@@ -40,6 +40,8 @@ TEST_CASE("ep_bench options: everything given") {
                                       "fp16",
                                       "--routing",
                                       "zipf:1.25",
+                                      "--pads",
+                                      "untouched",
                                       "--alignment",
                                       "16",
                                       "--capacity",
@@ -74,6 +76,7 @@ TEST_CASE("ep_bench options: everything given") {
   CHECK(options.dtype == EPX_FLOAT16);
   CHECK(options.routing.kind == RoutingSpec::Kind::Zipf);
   CHECK(options.routing.zipf_exponent == 1.25);
+  CHECK(options.pads == EPX_PADS_UNTOUCHED);
   CHECK(options.alignment == 16);
   CHECK(options.capacity == 100);
   CHECK(options.seed == UINT64_MAX);

@@ -135,7 +135,8 @@ void Exchange::dispatch(const TokenTensors& inputs) {
                    .tokens = rows_tensor(inputs.tokens, options_.tokens),
                    .topk_weights = {inputs.topk_weights.data(), EPX_FLOAT32, {options_.tokens, options_.top_k}},
                    .recv_tokens = rows_tensor(by_row_.recv_tokens, rows_),
-                   .recv_weights = floats(by_row_.recv_weights)});
+                   .recv_weights = floats(by_row_.recv_weights),
+                   .pads = options_.pads});
 }
 
 void Exchange::combine() {

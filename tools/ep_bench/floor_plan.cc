@@ -103,7 +103,7 @@ LocalRows local_rows(const RoutingOfAll& routing, int rank, const Line& line, bo
   const int64_t sent = exact ? counts.sent_routes : counts.sent_pairs;
   switch (line.operation) {
   case EPX_OP_DISPATCH:
-    return {tokens + counts.arrived_for_several_slots, counts.rows_in_use};
+    return {tokens + counts.arrived_for_several_slots, routing.clears_pads ? counts.rows_in_use : counts.slots};
   case EPX_OP_COMBINE_BWD:
     return {tokens + counts.arrived + (line.has_weight_gradients ? counts.slots : 0), counts.arrived + counts.rows_in_use};
   case EPX_OP_COMBINE:

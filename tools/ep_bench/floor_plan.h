@@ -33,6 +33,7 @@ struct RoutingOfAll {
   int32_t num_experts = 0;
   int32_t top_k = 0;
   int32_t alignment = 1;
+  bool clears_pads = true; // in dispatch
 
   int num_ranks() const { return static_cast<int>(topk_idx.size()); }
   int64_t tokens() const { return static_cast<int64_t>(topk_idx[0].size()) / top_k; } // T, of each rank
@@ -59,7 +60,8 @@ int64_t rows_of_places(const RoutingOfAll& routing, bool exact);
 //   slots   routes to this rank, also those of its own tokens
 // the minimum is
 //   dispatch            reads T + those of `arrived` that have more than one slot   writes rows in use (a row arrives in
-//                       its first slot; an own token is read once and written to all its slots)
+//                       its first slot; an own token is read once and written to all its slots); `slots` where pads
+//                       stay untouched
 //   combine_bwd         reads T + arrived + slots (expert_out)                      writes arrived + rows in use (the
 //                       weights are the receiver's: what arrived is scaled into the slots)
 //   combine_bwd-nograd  reads T + arrived                                           writes arrived + rows in use

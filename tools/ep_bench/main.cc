@@ -72,7 +72,8 @@ Figures bench_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const S
     const std::vector<int32_t> first_experts = peers.gather(exchange.info().first_local_expert);
     std::vector<RoutingOfAll> routing;
     for (int set = 0; set < std::ssize(sets); ++set) {
-      routing.push_back({{}, first_experts, options.experts, options.top_k, options.alignment});
+      routing.push_back(
+          {{}, first_experts, options.experts, options.top_k, options.alignment, options.pads == EPX_PADS_ZERO});
       for (int rank = 0; rank < peers.num_ranks(); ++rank)
         routing.back().topk_idx.push_back(workload.topk_idx(set, rank));
     }

@@ -27,6 +27,8 @@ constexpr std::array<std::pair<const char*, epx_transport>, 2> kTransports{
     {{"host", EPX_TRANSPORT_HOST}, {"nccl", EPX_TRANSPORT_NCCL}}};
 constexpr std::array<std::pair<const char*, epx_combine_precision>, 3> kPrecisions{
     {{"wire", EPX_COMBINE_WIRE}, {"exact", EPX_COMBINE_EXACT}, {"node", EPX_COMBINE_NODE}}};
+constexpr std::array<std::pair<const char*, epx_pads>, 2> kPads{
+    {{"zero", EPX_PADS_ZERO}, {"untouched", EPX_PADS_UNTOUCHED}}};
 
 template <typename Value>
 Value value_of(const char* option, const std::string& text, Names<Value> names) {
@@ -213,7 +215,8 @@ constexpr const char* kFooter = R"(Figures
                  as many blocks as the GPU has SMs, with plain and with bulk stores. HBM bound: as many rows read and
                  written locally as the operation must, each once, by all SMs, with plain and with bulk stores, reads
                  among the writes and after them:
-                 dispatch reads the tokens and what arrived for several slots, and writes the rows in use; combine_bwd
+                 dispatch reads the tokens and what arrived for several slots, and writes the rows in use (with --pads
+                 untouched without their pads); combine_bwd
                  reads the tokens, what arrived and (with gradients) expert_out, and writes what arrives and the rows in
                  use; combine and dispatch_bwd read their slots and what came back, and write what comes back and the tokens.
                  With --num-comm-sms the bound on no more SMs than that is printed beside it, and the ratio to it
@@ -262,7 +265,7 @@ bool built_with_mpi() {
 
 std::variant<Options, RequestedText> parse_options(int argc, const char* const* argv) {
   Options options;
-  std::string transport = "host", dtype = "bf16", routing = "uniform", precision = "wire", seed = "1";
+  std::string transport = "host", dtype = "bf16", routing = "uniform", precision = "wire", pads = "zero", seed = "1";
   std::string bootstrap = built_with_mpi() ? "mpi" : "";
 
   CLI::App app("Measures the exchange of Mixture-of-Experts tokens: prepare, dispatch, combine and their backwards.",
@@ -282,6 +285,7 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
       "the experts; hot:F: one expert on the fraction F of the tokens, the other experts of each token uniform and "
       "distinct; text:FILE: each word of FILE, at most 64 MiB, is a token whose experts are K hashes of it (Hash Layers)");
   app.add_option("--alignment", options.alignment, "Rows that an expert's zone is padded to a multiple of; 0 means 1");
+  app.add_option("--pads", pads, "What dispatch does with the pads of zones: zero or untouched");
   app.add_option("--capacity", options.capacity, "Receive capacity, rows per rank; 0: enough for the worst case");
   app.add_option("--seed", seed, "Seed of routing, tokens and weights, a number from 0 to 2^64 - 1");
   app.add_option("--transport", transport, "host (shared memory) or nccl (a GPU for each rank, in builds with CUDA)");
@@ -350,6 +354,7 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   options.transport = value_of<epx_transport>("--transport", transport, kTransports);
   options.dtype = value_of<epx_dtype>("--dtype", dtype, kDtypes);
   options.combine_precision = value_of<epx_combine_precision>("--combine-precision", precision, kPrecisions);
+  options.pads = value_of<epx_pads>("--pads", pads, kPads);
   options.routing = parse_routing(routing);
   options.seed = parse_seed(seed);
   check_transport(options);
@@ -382,6 +387,9 @@ const char* to_string(epx_transport transport) {
 }
 const char* to_string(epx_combine_precision precision) {
   return name_of<epx_combine_precision>(precision, kPrecisions);
+}
+const char* to_string(epx_pads pads) {
+  return name_of<epx_pads>(pads, kPads);
 }
 
 } // namespace epx::bench

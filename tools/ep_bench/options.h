@@ -38,8 +38,9 @@ struct Options {
   int32_t top_k = 4;
   epx_dtype dtype = EPX_BFLOAT16;
   RoutingSpec routing;
-  int32_t alignment = 0; // rows
-  int64_t capacity = 0;  // R in rows; 0: worst case
+  int32_t alignment = 0;         // rows
+  epx_pads pads = EPX_PADS_ZERO; // of dispatch
+  int64_t capacity = 0;          // R in rows; 0: worst case
   uint64_t seed = 1;
 
   // How.
@@ -88,6 +89,7 @@ std::string to_string(const RoutingSpec& routing); // "zipf:1.2"
 const char* to_string(epx_dtype dtype);            // "bf16"
 const char* to_string(epx_transport transport);
 const char* to_string(epx_combine_precision precision);
+const char* to_string(epx_pads pads);
 
 // Returns the bytes of a row of hidden elements.
 inline int64_t row_bytes(const Options& options) {

@@ -64,6 +64,7 @@ nlohmann::json config_json(const Results& results) {
           {"dtype", to_string(options.dtype)},
           {"routing", to_string(options.routing)},
           {"alignment", options.alignment},
+          {"pads", to_string(options.pads)},
           {"capacity", options.capacity},
           {"seed", options.seed},
           {"transport", to_string(options.transport)},

@@ -89,7 +89,8 @@ private:
                                 .topk_weights = topk_weights_,
                                 .recv_tokens = recv_tokens,
                                 .recv_sidecars = {},
-                                .recv_weights = recv_weights_});
+                                .recv_weights = recv_weights_,
+                                .pads_untouched = options_.pads == EPX_PADS_UNTOUCHED});
     call([&] { exchange_.dispatch(inputs_); });
     return wrong_elements(recv_tokens, exchange_.by_row().recv_tokens, false) +
            wrong_elements(recv_weights_, exchange_.by_row().recv_weights);
