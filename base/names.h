@@ -65,6 +65,8 @@ constexpr const char* name_of(epx_operation operation) {
     return "combine_rank_major_bwd";
   case EPX_OP_DISPATCH_RANK_MAJOR_BWD:
     return "dispatch_rank_major_bwd";
+  case EPX_OP_PREPARE_DISPATCH:
+    return "prepare_dispatch";
   }
   return "unknown operation";
 }

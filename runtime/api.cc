@@ -233,6 +233,11 @@ epx_status epx_dispatch(epx_group group, const epx_dispatch_args* args) {
   return operation("epx_dispatch", group, args, [](Stages& stages, const auto& call) { stages.dispatch(call); });
 }
 
+epx_status epx_prepare_dispatch(epx_group group, const epx_prepare_dispatch_args* args) {
+  return operation("epx_prepare_dispatch", group, args,
+                   [](Stages& stages, const auto& call) { stages.prepare_dispatch(call); });
+}
+
 epx_status epx_combine(epx_group group, const epx_combine_args* args) {
   return operation("epx_combine", group, args, [](Stages& stages, const auto& call) { stages.combine(call); });
 }

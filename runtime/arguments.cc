@@ -253,7 +253,7 @@ private:
 
   const GroupContext& context_;
   const char* function_;
-  std::array<Span, 10> spans_{};
+  std::array<Span, 16> spans_{};
   size_t num_spans_ = 0;
 };
 
@@ -296,25 +296,9 @@ MovementCall rank_major_movement(const GroupContext& context, epx_operation oper
   return call;
 }
 
-} // namespace
-
-void require_pointer(const char* function, const char* name, const void* pointer) {
-  if (pointer == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "{}: {} is NULL", function, name);
-}
-
-int require_layer(const GroupContext& context, const epx_layer& layer, const char* function) {
-  if (layer.top_k < 1 || layer.top_k > context.shape.max_top_k)
-    fail(EPX_ERROR_INVALID_ARGUMENT, "{}: layer.top_k is {}; it must be 1..{} (max_top_k)", function, layer.top_k,
-         context.shape.max_top_k);
-  if (layer.alignment < 0 || layer.alignment > context.shape.max_alignment)
-    fail(EPX_ERROR_INVALID_ARGUMENT, "{}: layer.alignment is {}; it must be 0..{} (max_alignment)", function,
-         layer.alignment, context.shape.max_alignment);
-  return effective_alignment(layer.alignment);
-}
-
-PrepareCall check(const GroupContext& context, const epx_prepare_args& args) {
-  Checker checker(context, "epx_prepare");
-  const int alignment = checker.common(args, Direction::kOut);
+// Checks the tensors that prepare reads and writes.
+template <typename ArgsStruct>
+void check_plan_tensors(Checker& checker, const GroupContext& context, const ArgsStruct& args) {
   const GroupShape& shape = context.shape;
   const ExpertBlocks experts{shape.num_experts, shape.num_ranks};
   const int64_t num_local_experts = experts.num_local_experts(context.rank);
@@ -333,29 +317,31 @@ PrepareCall check(const GroupContext& context, const epx_prepare_args& args) {
   if (args.slot != nullptr) checker.tensor(args.slot, "slot", {EPX_INT32}, {{"T", num_tokens}, top_k}, Direction::kOut);
   if (args.slot_origin != nullptr)
     checker.tensor(args.slot_origin, "slot_origin", {EPX_INT32}, {{"R", shape.max_recv_tokens}, {"3", 3}}, Direction::kOut);
-  checker.no_overlap();
+}
 
+template <typename ArgsStruct>
+PrepareCall prepare_call(const ArgsStruct& args, int alignment) {
   PrepareCall call{};
   call.stream = args.stream;
   call.top_k = args.layer.top_k;
   call.alignment = alignment;
   call.handle_mem = static_cast<std::byte*>(args.handle_mem);
-  call.num_tokens = num_tokens;
+  call.num_tokens = args.topk_idx->sizes[0];
   call.topk_idx = data_of(args.topk_idx);
   call.topk_idx_is_64 = args.topk_idx->dtype == EPX_INT64;
   call.counts = data_of(args.counts);
   call.offsets = data_of(args.offsets);
   call.global_counts = data_of(args.global_counts);
-  call.counts_are_64 = count_dtype == EPX_INT64;
+  call.counts_are_64 = args.counts->dtype == EPX_INT64;
   call.info = pointer_of<int64_t>(args.info);
   call.slot = pointer_of<int32_t>(args.slot);
   call.slot_origin = pointer_of<int32_t>(args.slot_origin);
   return call;
 }
 
-DispatchCall check(const GroupContext& context, const epx_dispatch_args& args) {
-  Checker checker(context, "epx_dispatch");
-  const int alignment = checker.common(args, Direction::kIn);
+// Checks what dispatch reads and writes besides the handle memory.
+template <typename ArgsStruct>
+void check_row_tensors(Checker& checker, const ArgsStruct& args) {
   checker.token_rows(args.tokens, "tokens", "T", Direction::kIn, true);
   const epx_tensor& tokens = *args.tokens;
   checker.num_tokens("tokens", tokens.sizes[0]);
@@ -378,10 +364,14 @@ DispatchCall check(const GroupContext& context, const epx_dispatch_args& args) {
     checker.refuse("pads is {}; it must be EPX_PADS_ZERO ({}) or EPX_PADS_UNTOUCHED ({})", static_cast<int>(args.pads),
                    static_cast<int>(EPX_PADS_ZERO), static_cast<int>(EPX_PADS_UNTOUCHED));
   if (args.reserved0 != 0) checker.refuse("reserved0 is {}; it must be 0", args.reserved0);
-  checker.no_overlap();
+}
 
+template <typename ArgsStruct>
+DispatchCall dispatch_call(epx_operation operation, const ArgsStruct& args, int alignment) {
+  const epx_tensor& tokens = *args.tokens;
+  const epx_tensor& recv_tokens = *args.recv_tokens;
   DispatchCall call{};
-  static_cast<MovementCall&>(call) = movement(EPX_OP_DISPATCH, args, alignment, tokens, recv_tokens);
+  static_cast<MovementCall&>(call) = movement(operation, args, alignment, tokens, recv_tokens);
   call.tokens = pointer_of<const std::byte>(args.tokens);
   call.sidecar_bytes = tokens.sidecar_row_bytes;
   call.sidecar = static_cast<const std::byte*>(tokens.sidecar);
@@ -391,6 +381,50 @@ DispatchCall check(const GroupContext& context, const epx_dispatch_args& args) {
   call.recv_weights = pointer_of<float>(args.recv_weights);
   call.clears_pads = args.pads == EPX_PADS_ZERO;
   return call;
+}
+
+} // namespace
+
+void require_pointer(const char* function, const char* name, const void* pointer) {
+  if (pointer == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "{}: {} is NULL", function, name);
+}
+
+int require_layer(const GroupContext& context, const epx_layer& layer, const char* function) {
+  if (layer.top_k < 1 || layer.top_k > context.shape.max_top_k)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{}: layer.top_k is {}; it must be 1..{} (max_top_k)", function, layer.top_k,
+         context.shape.max_top_k);
+  if (layer.alignment < 0 || layer.alignment > context.shape.max_alignment)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{}: layer.alignment is {}; it must be 0..{} (max_alignment)", function,
+         layer.alignment, context.shape.max_alignment);
+  return effective_alignment(layer.alignment);
+}
+
+PrepareCall check(const GroupContext& context, const epx_prepare_args& args) {
+  Checker checker(context, "epx_prepare");
+  const int alignment = checker.common(args, Direction::kOut);
+  check_plan_tensors(checker, context, args);
+  checker.no_overlap();
+  return prepare_call(args, alignment);
+}
+
+DispatchCall check(const GroupContext& context, const epx_dispatch_args& args) {
+  Checker checker(context, "epx_dispatch");
+  const int alignment = checker.common(args, Direction::kIn);
+  check_row_tensors(checker, args);
+  checker.no_overlap();
+  return dispatch_call(EPX_OP_DISPATCH, args, alignment);
+}
+
+PrepareDispatchCall check(const GroupContext& context, const epx_prepare_dispatch_args& args) {
+  Checker checker(context, "epx_prepare_dispatch");
+  const int alignment = checker.common(args, Direction::kOut);
+  check_plan_tensors(checker, context, args);
+  check_row_tensors(checker, args);
+  if (args.tokens->sizes[0] != args.topk_idx->sizes[0])
+    checker.refuse("tokens has T = sizes[0] = {}; it must be {}, that of topk_idx", args.tokens->sizes[0],
+                   args.topk_idx->sizes[0]);
+  checker.no_overlap();
+  return {prepare_call(args, alignment), dispatch_call(EPX_OP_PREPARE_DISPATCH, args, alignment)};
 }
 
 CombineCall check(const GroupContext& context, const epx_combine_args& args) {

@@ -14,6 +14,7 @@ int require_layer(const GroupContext& context, const epx_layer& layer, const cha
 
 PrepareCall check(const GroupContext& context, const epx_prepare_args& args);
 DispatchCall check(const GroupContext& context, const epx_dispatch_args& args);
+PrepareDispatchCall check(const GroupContext& context, const epx_prepare_dispatch_args& args);
 CombineCall check(const GroupContext& context, const epx_combine_args& args);
 CombineBwdCall check(const GroupContext& context, const epx_combine_bwd_args& args);
 DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args& args);

@@ -44,6 +44,8 @@ inline constexpr GrowingStruct kGrowingStruct<epx_combine_rank_major_bwd_args> =
 template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_dispatch_rank_major_bwd_args> = {"epx_dispatch_rank_major_bwd_args", 72};
 template <>
+inline constexpr GrowingStruct kGrowingStruct<epx_prepare_dispatch_args> = {"epx_prepare_dispatch_args", 136};
+template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_group_info> = {"epx_group_info", 88};
 template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_memory_plan> = {"epx_memory_plan", 104};

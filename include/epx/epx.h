@@ -413,7 +413,8 @@ typedef enum epx_operation EPX_ENUM_INT32 {
   EPX_OP_DISPATCH_RANK_MAJOR = 8,
   EPX_OP_COMBINE_RANK_MAJOR = 9,
   EPX_OP_COMBINE_RANK_MAJOR_BWD = 10,
-  EPX_OP_DISPATCH_RANK_MAJOR_BWD = 11
+  EPX_OP_DISPATCH_RANK_MAJOR_BWD = 11,
+  EPX_OP_PREPARE_DISPATCH = 12
 } epx_operation;
 
 /** Where in a call a rank waits. */
@@ -533,7 +534,8 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
 /** @defgroup operations The five operations
  *
  * All are collective: every rank of the group makes the same calls in the same order, with the same layer, H, dtype,
- * sidecar bytes and choice of weights; each passes the handle memory that the same epx_prepare filled in. All else may
+ * sidecar bytes and choice of weights; each passes the handle memory that the same epx_prepare (or
+ * epx_prepare_dispatch) filled in. All else may
  * differ between ranks: T, N, the dtypes of prepare's topk_idx and counts, its optional outputs, and where tensors lie. Only
  * dispatch takes sidecars; in another operation a tensor with one is refused.
  *
@@ -600,6 +602,34 @@ typedef struct epx_dispatch_args {
  * unless pads is EPX_PADS_UNTOUCHED; a matrix product that needs none of their rows saves the time of writing them. The rows
  * of a rank that took part without routes become zero in either case. Rows at or above offsets[E_l] are not touched. */
 EPX_API epx_status epx_dispatch(epx_group group, const epx_dispatch_args* args);
+
+/** Arguments of epx_prepare_dispatch(): those of epx_prepare() and of epx_dispatch(), each once. */
+typedef struct epx_prepare_dispatch_args {
+  size_t struct_size;
+  epx_layer layer;
+  void* handle_mem; /**< [out] */
+  size_t handle_mem_bytes;
+  epx_stream stream;
+  const epx_tensor* topk_idx;      /**< [in]  [T, K] INT32 or INT64, as in epx_prepare_args */
+  const epx_tensor* counts;        /**< [out] [E_l] INT32 or INT64, likewise */
+  const epx_tensor* offsets;       /**< [out] [E_l + 1], dtype of counts, likewise */
+  const epx_tensor* global_counts; /**< [out, optional] [P, E], dtype of counts, likewise */
+  const epx_tensor* info;          /**< [out, optional] [5] INT64, likewise */
+  const epx_tensor* slot;          /**< [out, optional] [T, K] INT32, likewise */
+  const epx_tensor* slot_origin;   /**< [out, optional] [R, 3] INT32, likewise */
+  const epx_tensor* tokens;        /**< [in]  [T, H] FLOAT32, FLOAT16 or BFLOAT16; may have a sidecar */
+  const epx_tensor* topk_weights;  /**< [in, optional] [T, K] FLOAT32 */
+  const epx_tensor* recv_tokens;   /**< [out] [N, H], dtype of tokens; a sidecar of the same row bytes iff tokens has one */
+  const epx_tensor* recv_weights;  /**< [out] [N] FLOAT32, iff topk_weights is given */
+  epx_pads pads;                   /**< of this rank's zones; ranks may differ */
+  int32_t reserved0;               /**< 0 */
+} epx_prepare_dispatch_args;
+
+/** What epx_prepare() and then epx_dispatch() with its handle memory do, as one call with one sequence number: the same handle
+ * memory but for that number, the same outputs, the same reports, of operation EPX_OP_PREPARE_DISPATCH. It is the faster form
+ * for few tokens, where on GPUs the rows leave before their slots are known: N is then chosen before offsets[E_l] can be read.
+ * All ranks of the group make this call, or all make the two others. */
+EPX_API epx_status epx_prepare_dispatch(epx_group group, const epx_prepare_dispatch_args* args);
 
 /** Arguments of epx_combine(). */
 typedef struct epx_combine_args {

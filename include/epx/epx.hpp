@@ -363,6 +363,24 @@ struct DispatchArgs {
   epx_pads pads = EPX_PADS_ZERO;
 };
 
+struct PrepareDispatchArgs {
+  Layer layer = {};
+  std::span<std::byte> handle_mem = {}; // [out] as in PrepareArgs
+  epx_stream stream = nullptr;
+  ConstTensor topk_idx = {};
+  Tensor counts = {};
+  Tensor offsets = {};
+  Tensor global_counts = {}; // optional, as are the next three
+  Tensor info = {};
+  Tensor slot = {};
+  Tensor slot_origin = {};
+  ConstTensor tokens = {};
+  ConstTensor topk_weights = {}; // optional
+  Tensor recv_tokens = {};
+  Tensor recv_weights = {}; // iff topk_weights is given
+  epx_pads pads = EPX_PADS_ZERO;
+};
+
 struct CombineArgs {
   Layer layer = {};
   std::span<const std::byte> handle_mem = {};
@@ -551,6 +569,23 @@ public:
     call.recv_weights = args.recv_weights.get();
     call.pads = args.pads;
     require_success(epx_dispatch(group_, &call), "epx_dispatch");
+  }
+
+  void prepare_dispatch(const PrepareDispatchArgs& args) const {
+    auto call = c_args<epx_prepare_dispatch_args>(args);
+    call.topk_idx = args.topk_idx.get();
+    call.counts = args.counts.get();
+    call.offsets = args.offsets.get();
+    call.global_counts = args.global_counts.get();
+    call.info = args.info.get();
+    call.slot = args.slot.get();
+    call.slot_origin = args.slot_origin.get();
+    call.tokens = args.tokens.get();
+    call.topk_weights = args.topk_weights.get();
+    call.recv_tokens = args.recv_tokens.get();
+    call.recv_weights = args.recv_weights.get();
+    call.pads = args.pads;
+    require_success(epx_prepare_dispatch(group_, &call), "epx_prepare_dispatch");
   }
 
   void combine(const CombineArgs& args) const {

@@ -103,7 +103,7 @@ struct Region {
   int64_t bytes;
 };
 
-constexpr epx_operation kLastOperation = EPX_OP_DISPATCH_RANK_MAJOR_BWD; // the largest number of one
+constexpr epx_operation kLastOperation = EPX_OP_PREPARE_DISPATCH; // the largest number of one
 
 // Says who ended the group and why. It is packed into one word so that one compare-and-swap publishes all of it. The word is 0
 // while nobody has.
@@ -205,6 +205,12 @@ struct WindowLayout {
   int64_t total_bytes;
   int64_t control_bytes() const { return counts.offset; }
 };
+
+// Returns whether a rank with so many tokens sends its rows on the low-latency path where it does so before it knows of the
+// others' (prepare_dispatch): its peers learn the number from its call descriptor.
+constexpr bool sends_ll_rows(const WindowLayout& layout, int64_t num_tokens, int top_k) {
+  return num_tokens >= 0 && num_tokens <= layout.ll_tokens && num_tokens * top_k <= layout.gathered_routes_per_rank;
+}
 
 constexpr int64_t kLlSlotRecordBytes = 16; // sizeof(LlSlotRecord), runtime/layout/slots.h
 

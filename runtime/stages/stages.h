@@ -75,6 +75,12 @@ struct DispatchCall : MovementCall {
   bool clears_pads;    // EPX_PADS_ZERO
 };
 
+// dispatch reads the handle memory that prepare writes.
+struct PrepareDispatchCall {
+  PrepareCall prepare;
+  DispatchCall dispatch;
+};
+
 // N is P * M; handle_mem is written, and checked_header is not used.
 struct DispatchRankMajorCall : DispatchCall { // recv_weights is [P, M, K] here
   std::byte* plan;                            // handle_mem
@@ -112,6 +118,7 @@ public:
   virtual ~Stages() = default;
   virtual void prepare(const PrepareCall& call) = 0;
   virtual void dispatch(const DispatchCall& call) = 0;
+  virtual void prepare_dispatch(const PrepareDispatchCall& call) = 0;
   virtual void dispatch_rank_major(const DispatchRankMajorCall& call) = 0;
   // These serve both layouts; call.operation says which.
   virtual void combine(const CombineCall& call) = 0;

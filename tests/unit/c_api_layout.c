@@ -128,6 +128,25 @@ AT(epx_dispatch_args, recv_weights, 64);
 AT(epx_dispatch_args, pads, 72);
 AT(epx_dispatch_args, reserved0, 76);
 
+AT(epx_prepare_dispatch_args, struct_size, 0);
+AT(epx_prepare_dispatch_args, layer, 8);
+AT(epx_prepare_dispatch_args, handle_mem, 16);
+AT(epx_prepare_dispatch_args, handle_mem_bytes, 24);
+AT(epx_prepare_dispatch_args, stream, 32);
+AT(epx_prepare_dispatch_args, topk_idx, 40);
+AT(epx_prepare_dispatch_args, counts, 48);
+AT(epx_prepare_dispatch_args, offsets, 56);
+AT(epx_prepare_dispatch_args, global_counts, 64);
+AT(epx_prepare_dispatch_args, info, 72);
+AT(epx_prepare_dispatch_args, slot, 80);
+AT(epx_prepare_dispatch_args, slot_origin, 88);
+AT(epx_prepare_dispatch_args, tokens, 96);
+AT(epx_prepare_dispatch_args, topk_weights, 104);
+AT(epx_prepare_dispatch_args, recv_tokens, 112);
+AT(epx_prepare_dispatch_args, recv_weights, 120);
+AT(epx_prepare_dispatch_args, pads, 128);
+AT(epx_prepare_dispatch_args, reserved0, 132);
+
 AT(epx_combine_args, struct_size, 0);
 AT(epx_combine_args, layer, 8);
 AT(epx_combine_args, handle_mem, 16);
@@ -287,6 +306,7 @@ const struct {
   epx_status (*handle_mem_size)(epx_group, const epx_layer*, size_t*);
   epx_status (*prepare)(epx_group, const epx_prepare_args*);
   epx_status (*dispatch)(epx_group, const epx_dispatch_args*);
+  epx_status (*prepare_dispatch)(epx_group, const epx_prepare_dispatch_args*);
   epx_status (*combine)(epx_group, const epx_combine_args*);
   epx_status (*combine_bwd)(epx_group, const epx_combine_bwd_args*);
   epx_status (*dispatch_bwd)(epx_group, const epx_dispatch_bwd_args*);
@@ -314,6 +334,7 @@ const struct {
     .handle_mem_size = epx_handle_mem_size,
     .prepare = epx_prepare,
     .dispatch = epx_dispatch,
+    .prepare_dispatch = epx_prepare_dispatch,
     .combine = epx_combine,
     .combine_bwd = epx_combine_bwd,
     .dispatch_bwd = epx_dispatch_bwd,

@@ -41,6 +41,7 @@ public:
         allocation_bases_(make_device_memory<std::byte*>(kMaxDeviceAllocations * num_ranks())),
         prepare_scratch_(
             make_device_memory<LlPacket8>(prepare_scratch_words(context.shape.num_experts, plan.max_prepare_blocks()))),
+        plan_packets_(make_device_memory<LlPacket8>(plan_packet_words(context.shape))),
         reader_(context_, *record_, *board_, status_) {
     group_ = {context_,
               {},
@@ -49,6 +50,7 @@ public:
               record_.get(),
               allocation_bases_.get(),
               prepare_scratch_.get(),
+              plan_packets_.get(),
               static_cast<uint64_t>(context.timeout_ms) * 1'000'000,
               0,
               read_test_hooks()};
@@ -130,6 +132,15 @@ private:
   void dispatch(const DispatchCall& call) override {
     launch(EPX_OP_DISPATCH, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
       return launch_dispatch(group, plan_, checked(call), registered_range(call.recv_tokens, call), stream);
+    });
+  }
+  void prepare_dispatch(const PrepareDispatchCall& call) override {
+    launch(EPX_OP_PREPARE_DISPATCH, call.prepare.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
+      check_cuda(
+          launch_prepare_dispatch(group, plan_, call, registered_range(call.dispatch.recv_tokens, call.dispatch), stream),
+          "prepare_dispatch");
+      return context_.checks_handle_mem ? launch_seal(group, call.prepare.top_k, call.prepare.handle_mem, stream)
+                                        : cudaSuccess;
     });
   }
   void dispatch_rank_major(const DispatchRankMajorCall& call) override {
@@ -254,6 +265,7 @@ private:
       kept.push_back(std::make_shared<std::remove_reference_t<decltype(owner)>>(std::move(owner)));
     };
     keep(prepare_scratch_);
+    keep(plan_packets_);
     keep(allocation_bases_);
     keep(state_);
     keep(record_);
@@ -326,6 +338,7 @@ private:
   DeviceMemory<DeviceState> state_;
   DeviceMemory<std::byte*> allocation_bases_;
   DeviceMemory<LlPacket8> prepare_scratch_;
+  DeviceMemory<LlPacket8> plan_packets_;
   CudaStream abort_stream_;
   StreamOrder order_;
   uint32_t num_launches_ = 0;

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "runtime/config.h"
+
 namespace epx::cuda {
 
 constexpr int kMaxPrepareBlocks = 64; // so many blocks sort 32768 routes with one tile each
@@ -12,6 +14,9 @@ const void* prepare_kernel_address();
 int prepare_threads();
 size_t prepare_shared_bytes(int num_experts);
 size_t prepare_scratch_words(int num_experts, int blocks); // LL packets in DeviceGroup::prepare_scratch
+
+const void* prepare_dispatch_kernel_address();     // its blocks have the threads of a movement's
+size_t plan_packet_words(const GroupShape& shape); // LL packets in DeviceGroup::plan_packets
 
 std::vector<const void*> scatter_kernels();
 std::vector<const void*> rank_major_kernels(); // launched as those of scatter

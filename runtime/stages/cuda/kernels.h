@@ -21,6 +21,13 @@ constexpr RegisteredRange kNotRegistered{-1, 0};
 cudaError_t launch_prepare(const DeviceGroup& group, LaunchPlan& plan, const PrepareCall& call, cudaStream_t stream);
 cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
                             const RegisteredRange& range, cudaStream_t stream);
+cudaError_t launch_prepare_dispatch(const DeviceGroup& group, LaunchPlan& plan, const PrepareDispatchCall& call,
+                                    const RegisteredRange& range, cudaStream_t stream);
+// The two halves of a prepare_dispatch of many tokens, one kernel each; the descriptor is that of the whole call.
+cudaError_t launch_first_half(const DeviceGroup& group, LaunchPlan& plan, const PrepareCall& call,
+                              const CallDescriptor& descriptor, cudaStream_t stream);
+cudaError_t launch_second_half(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
+                               const RegisteredRange& range, cudaStream_t stream);
 cudaError_t launch_dispatch_rank_major(const DeviceGroup& group, LaunchPlan& plan, const DispatchRankMajorCall& call,
                                        const RegisteredRange& range, cudaStream_t stream);
 // The other calls of the rank-major layout are these on another plan.

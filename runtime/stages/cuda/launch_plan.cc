@@ -22,6 +22,9 @@ constexpr int default_sms(int sms_of_gpu) {
 // prepare has one block per tile of routes, but at least so many, since all blocks write the outputs.
 constexpr int kMinPrepareBlocks = 17;
 
+// In a smaller grid all blocks of prepare_dispatch's kernel prepare and then move rows.
+constexpr int kMinSplitFusedGrid = 8; // blocks
+
 // Senders get SMs of their own where the grid is large enough: stores to peers that wait for the wire would delay the stores of
 // receivers on the same SM. There are no more senders than fill the wire: the fewer rows are in flight at a time, the earlier
 // the first ones arrive, and the less work is left to receivers when the last ones have arrived.
@@ -100,6 +103,15 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
          (max_shared_bytes - prepare_shared_bytes(0)) / (prepare_shared_bytes(1) - prepare_shared_bytes(0)));
   prepare_blocks_ = std::min(kMaxPrepareBlocks,
                              num_sms_ * blocks_per_sm(prepare_kernel_address(), prepare_threads(), prepare_shared_bytes_));
+  prepare_dispatch_shared_bytes_ = std::max(prepare_shared_bytes_, movement_shared_bytes());
+  const size_t max_fused_bytes = load(prepare_dispatch_kernel_address(), device);
+  if (prepare_dispatch_shared_bytes_ > max_fused_bytes)
+    fail(EPX_ERROR_UNSUPPORTED, "epx_group_config.num_experts is {}; on this GPU prepare_dispatch has shared memory for {}",
+         shape.num_experts,
+         (max_fused_bytes - prepare_shared_bytes(0)) / (prepare_shared_bytes(1) - prepare_shared_bytes(0)));
+  prepare_dispatch_blocks_ =
+      num_sms_ * std::min(kBlocksPerSm, blocks_per_sm(prepare_dispatch_kernel_address(), kMovementThreads,
+                                                      prepare_dispatch_shared_bytes_));
   load(abort_kernel_address(), device);
   for (const void* kernel : checksum_kernels())
     load(kernel, device);
@@ -113,7 +125,7 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
   };
   scatter_blocks_ = std::min(blocks_of_all(scatter_kernels()), blocks_of_all(rank_major_kernels()));
   gather_blocks_ = blocks_of_all(gather_kernels());
-  if (prepare_blocks_ < 1 || scatter_blocks_ < 1 || gather_blocks_ < 1)
+  if (prepare_blocks_ < 1 || prepare_dispatch_blocks_ < 1 || scatter_blocks_ < 1 || gather_blocks_ < 1)
     fail(EPX_ERROR_UNSUPPORTED, "this GPU cannot run a block of epx's kernels");
 }
 
@@ -145,6 +157,21 @@ int LaunchPlan::movement_blocks(int64_t tokens, int64_t row_bytes, int max_block
   const int small_grid = (num_sms_ - kMinPrepareBlocks) / 2;
   constexpr int kWarps = 8; // per block, with one chunk each
   return small_grid >= 1 && chunks <= int64_t{small_grid} * kWarps ? std::min(small_grid, max_blocks) : max_blocks;
+}
+
+PrepareDispatchGrid LaunchPlan::next_prepare_dispatch(int64_t tokens, int top_k, int64_t row_bytes, int alignment,
+                                                      cudaStream_t stream) {
+  const int64_t tiles = (tokens * top_k + prepare_threads() - 1) / prepare_threads();
+  const int max_blocks = prepare_dispatch_blocks_;
+  if (max_blocks < kMinSplitFusedGrid) // all blocks do both
+    return {next(max_blocks, kMovementThreads, prepare_dispatch_shared_bytes_, stream),
+            {static_cast<unsigned>(std::min(max_blocks, prepare_blocks_)), 0}};
+  const int prepare = static_cast<int>(
+      std::min<int64_t>(std::max<int64_t>(tiles, kMinPrepareBlocks), std::min(max_blocks / 4, prepare_blocks_)));
+  int rows = max_blocks - prepare;
+  if (alignment <= 1) rows = movement_blocks(tokens, row_bytes, rows); // an aligned zone has many pads
+  return {next(prepare + rows, kMovementThreads, prepare_dispatch_shared_bytes_, stream),
+          {static_cast<unsigned>(prepare), static_cast<unsigned>(prepare)}};
 }
 
 MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int alignment, cudaStream_t stream) {

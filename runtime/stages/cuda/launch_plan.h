@@ -37,6 +37,16 @@ struct MovementGrid {
   WarpRoleCounts role_counts;
 };
 
+// The blocks of prepare_dispatch's kernel: the first `prepare` blocks prepare, and those from `first_of_rows` on move rows.
+struct PrepareDispatchBlocks {
+  unsigned prepare;
+  unsigned first_of_rows;
+};
+struct PrepareDispatchGrid {
+  Grid grid;
+  PrepareDispatchBlocks blocks;
+};
+
 class LaunchPlan {
 public:
   // Loads all kernels, and chooses grids whose blocks are all resident at the same time on at most num_comm_sms SMs (0 stands
@@ -49,6 +59,8 @@ public:
   // Each returns the grid of the group's next kernel, which is then launched on `stream`. `routes` is the number of this rank's
   // routes; `tokens` and `row_bytes` are those of this rank's call. The caller serializes these calls.
   Grid next_prepare(int64_t routes, cudaStream_t stream);
+  PrepareDispatchGrid next_prepare_dispatch(int64_t tokens, int top_k, int64_t row_bytes, int alignment,
+                                            cudaStream_t stream);
   MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int alignment, cudaStream_t stream);
   MovementGrid next_gather(int64_t tokens, int64_t row_bytes, cudaStream_t stream);
 
@@ -66,6 +78,8 @@ private:
   int num_sms_;
   int prepare_blocks_;
   size_t prepare_shared_bytes_;
+  size_t prepare_dispatch_shared_bytes_;
+  int prepare_dispatch_blocks_;
   int scatter_blocks_, gather_blocks_;
   // The group's last kernel.
   cudaStream_t last_stream_ = nullptr;

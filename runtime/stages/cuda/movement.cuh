@@ -180,7 +180,9 @@ __device__ __noinline__ inline void report_events(const CallContext& context, co
 // One movement in progress: a call session with the plan of its handle memory.
 class Movement {
 public:
-  __device__ explicit Movement(const MovementParams& params) : params_(params), call_(params.group, params.call.operation) {
+  __device__ explicit Movement(const MovementParams& params)
+      : Movement(params, CallSession(params.group, params.call.operation)) {}
+  __device__ Movement(const MovementParams& params, const CallSession& session) : params_(params), call_(session) {
     const MovementCall& call = params.call;
     const HandleHeader header = *reinterpret_cast<const HandleHeader*>(call.checked_header);
     plan_id_ = header.plan_id;

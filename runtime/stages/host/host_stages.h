@@ -20,6 +20,7 @@ public:
 
   void prepare(const PrepareCall& call) override { host::prepare(group_, call); }
   void dispatch(const DispatchCall& call) override { host::dispatch(group_, call); }
+  void prepare_dispatch(const PrepareDispatchCall& call) override { host::prepare_dispatch(group_, call); }
   void dispatch_rank_major(const DispatchRankMajorCall& call) override { host::dispatch_rank_major(group_, call); }
   void combine(const CombineCall& call) override { host::combine(group_, call); }
   void combine_bwd(const CombineBwdCall& call) override { host::combine_bwd(group_, call); }

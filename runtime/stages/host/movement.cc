@@ -22,20 +22,6 @@ std::string why_handle_unusable(const GroupContext& context, const MovementCall&
   return why;
 }
 
-// Reports the routes of this rank whose slot is at or above N.
-void report_rows_beyond(const Movement& movement) {
-  const HostGroup& group = movement.group;
-  const int64_t recv_rows = movement.call.recv_rows;
-  int64_t beyond = 0;
-  HandleLimits::Zone zone{};
-  for (int index = 0; index < movement.num_zones(); ++index) {
-    zone = movement.zone(index, zone.end);
-    beyond += std::max<int64_t>(0, zone.end_of_rows - std::max(recv_rows, zone.begin));
-  }
-  if (beyond == 0) return;
-  group.status.record(too_few_rows_event(group.protocol.name(), beyond, recv_rows, movement.plan.header->rows_in_use));
-}
-
 // Returns the address of the rows that the descriptor of `rank` names; NULL where they lie in no allocation of the group.
 std::byte* registered_address(const HostGroup& group, int rank, const AllocationPlace& place, int64_t rows,
                               int64_t bytes_each) {
@@ -48,6 +34,19 @@ std::byte* registered_address(const HostGroup& group, int rank, const Allocation
 }
 
 } // namespace
+
+void report_rows_beyond(const Movement& movement) {
+  const HostGroup& group = movement.group;
+  const int64_t recv_rows = movement.call.recv_rows;
+  int64_t beyond = 0;
+  HandleLimits::Zone zone{};
+  for (int index = 0; index < movement.num_zones(); ++index) {
+    zone = movement.zone(index, zone.end);
+    beyond += std::max<int64_t>(0, zone.end_of_rows - std::max(recv_rows, zone.begin));
+  }
+  if (beyond == 0) return;
+  group.status.record(too_few_rows_event(group.protocol.name(), beyond, recv_rows, movement.plan.header->rows_in_use));
+}
 
 void find_rows(HostGroup& group, const MovementCall& call) {
   for (int rank = 0; rank < group.window.num_ranks; ++rank) {
@@ -78,6 +77,22 @@ CallDescriptor make_descriptor(const HostGroup& group, const MovementCall& call,
   return descriptor;
 }
 
+void describe_movement(CallDescriptor& descriptor, const MovementCall& call) {
+  descriptor.top_k = call.top_k;
+  descriptor.alignment = call.alignment;
+  descriptor.hidden = call.hidden;
+  descriptor.dtype = call.dtype;
+  if (call.is_rank_major()) descriptor.subject = call.rows_per_source;
+  descriptor.recv_rows = call.recv_rows;
+}
+
+Movement movement_of_own_plan(HostGroup& group, const MovementCall& call) {
+  const HandleReader plan(call.handle_mem, make_handle_layout(group.context.shape, call.top_k));
+  std::fill(group.scratch.active.begin(), group.scratch.active.end(), uint8_t{1});
+  find_rows(group, call);
+  return {group, call, plan, HandleLimits(group.context.shape, call.top_k, call.num_slots(group.context.shape)), true};
+}
+
 Movement begin_movement(HostGroup& group, const MovementCall& call, CallDescriptor descriptor) {
   const HandleLayout layout = make_handle_layout(group.context.shape, call.top_k);
   const HandleReader plan(call.handle_mem, layout);
@@ -86,13 +101,8 @@ Movement begin_movement(HostGroup& group, const MovementCall& call, CallDescript
   const Movement movement{group, call, plan,
                           HandleLimits(group.context.shape, call.top_k, call.num_slots(group.context.shape)), usable};
 
-  descriptor.top_k = call.top_k;
-  descriptor.alignment = call.alignment;
-  descriptor.hidden = call.hidden;
-  descriptor.dtype = call.dtype;
-  if (call.is_rank_major()) descriptor.subject = call.rows_per_source;
+  describe_movement(descriptor, call);
   descriptor.plan_id = usable ? plan.header->plan_id : 0;
-  descriptor.recv_rows = call.recv_rows;
   group.protocol.begin(call.operation);
   group.protocol.arrive(descriptor);
 

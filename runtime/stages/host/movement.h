@@ -58,6 +58,16 @@ CallDescriptor make_descriptor(const HostGroup& group, const MovementCall& call,
 // Finds each peer's receive rows and weights in registered memory; NULL where they are not in any.
 void find_rows(HostGroup& group, const MovementCall& call);
 
+// Fills in the fields of a descriptor that every movement has, but for the plan id.
+void describe_movement(CallDescriptor& descriptor, const MovementCall& call);
+
+// Behind the entry barrier of a call that makes its plan itself, so that all ranks take part. The group and the call must
+// outlive the Movement.
+Movement movement_of_own_plan(HostGroup& group, const MovementCall& call);
+
+// Reports the routes of this rank whose slot is at or above N.
+void report_rows_beyond(const Movement& movement);
+
 // Begins the call and passes its entry barrier, with a descriptor whose other fields this fills in. The group and the call must
 // outlive the Movement.
 Movement begin_movement(HostGroup& group, const MovementCall& call, CallDescriptor descriptor);

@@ -30,17 +30,17 @@ __device__ __forceinline__ LlPacket8* block_counts(const PrepareContext& c, int 
   return c.group.prepare_scratch + int64_t{block} * (c.shape.num_experts + 2);
 }
 __device__ __forceinline__ LlPacket8* routes_before(const PrepareContext& c, int block) {
-  return block_counts(c, static_cast<int>(gridDim.x)) + int64_t{block} * c.shape.num_experts;
+  return block_counts(c, static_cast<int>(c.role.num_blocks)) + int64_t{block} * c.shape.num_experts;
 }
 
-// One warp of the grid adds up and reports the bad indices of all blocks; `packets` are those of block 0, and `stride` leads to
+// One warp of the grid adds up and reports the bad indices of the `num_blocks` blocks; `packets` are those of block 0, and `stride` leads to
 // those of the next block. The warp does not poll before wait_long: its block has just waited for the counts of all blocks,
 // which are stored right before these packets.
 __device__ __noinline__ inline void report_bad_indices_of_blocks(const CallContext& call, const PrepareCall& args,
-                                                                 const LlPacket8* packets, int stride) {
+                                                                 const LlPacket8* packets, int stride, int num_blocks) {
   BadIndices sum{0, 0};
 #pragma unroll 1
-  for (int block = lane(); block < static_cast<int>(gridDim.x); block += kWarp) {
+  for (int block = lane(); block < num_blocks; block += kWarp) {
     const LlPacket8* const bad = packets + int64_t{block} * stride;
     if (!wait_long(call, &bad[0].epoch, call.rank(), EPX_PHASE_COMPLETE) ||
         !wait_long(call, &bad[1].epoch, call.rank(), EPX_PHASE_COMPLETE))
@@ -59,7 +59,7 @@ __device__ __noinline__ inline void report_bad_indices_of_blocks(const CallConte
 // same in all threads, when the group has failed.
 __device__ __forceinline__ bool publish_counts(const PrepareContext& c) {
   const int num_experts = c.shape.num_experts;
-  const int num_blocks = static_cast<int>(gridDim.x);
+  const int num_blocks = static_cast<int>(c.role.num_blocks);
   const int warp = threadIdx.x / kWarp;
 
   // Count the routes of this block's tokens by expert.
@@ -68,7 +68,7 @@ __device__ __forceinline__ bool publish_counts(const PrepareContext& c) {
     c.next[e] = 0;
   if (threadIdx.x == 0) c.shared.bad_indices = {0, 0};
   __syncthreads();
-  const TokenRange tokens = partition_tokens(c.args.num_tokens, gridDim.x);
+  const TokenRange tokens = partition_tokens(c.args.num_tokens, c.role.num_blocks);
 #pragma unroll 1
   for (int64_t route = int64_t{tokens.begin} * c.args.top_k + threadIdx.x; route < int64_t{tokens.end} * c.args.top_k;
        route += kThreads) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ bool publish_counts(const PrepareContext& c) {
       store_packet(c, &counts_of(c, peer, c.call.rank())[first_expert + expert], total);
   }
   if (blockIdx.x == 0 && warp == kWarps - 1)
-    report_bad_indices_of_blocks(c.call.context(), c.args, block_counts(c, 0) + num_experts, num_experts + 2);
+    report_bad_indices_of_blocks(c.call.context(), c.args, block_counts(c, 0) + num_experts, num_experts + 2, num_blocks);
   return true;
 }
 
@@ -172,7 +172,7 @@ __device__ __forceinline__ void count_exchange(const PrepareContext& c) {
 
   // Assign the slots of this rank's tokens, and store LL packets in the windows, this rank's included: the record of each slot
   // on its rank, and each token's first slot, or -1, on every rank.
-  const TokenRange tokens = partition_tokens(c.args.num_tokens, gridDim.x);
+  const TokenRange tokens = partition_tokens(c.args.num_tokens, c.role.num_blocks);
   const uint32_t tile_tokens = kThreads / c.args.top_k;
 #pragma unroll 1
   for (uint32_t begin = tokens.begin; begin < tokens.end; begin += tile_tokens) {
@@ -196,7 +196,7 @@ __device__ __forceinline__ void count_exchange(const PrepareContext& c) {
     }
     __syncthreads();
   }
-  if (threadIdx.x == kThreads - 1) c.call.sent(gridDim.x);
+  if (threadIdx.x == kThreads - 1) sent(c);
 
   // Deliver the totals, and what the peers have stored. Movements look first slots up by (source, token); the entries beyond a
   // source's tokens become -1, because the handle memory may hold anything, such as the slots of an earlier prepare.
@@ -205,7 +205,7 @@ __device__ __forceinline__ void count_exchange(const PrepareContext& c) {
   if (blockIdx.x == 0) deliver_totals(c, rows, 0, {0, 0});
   const auto max_tokens = static_cast<uint32_t>(c.shape.max_tokens_per_rank);
 #pragma unroll 1
-  for (uint32_t i = thread_in_grid(); i < c.shape.num_ranks * max_tokens; i += threads_in_grid()) {
+  for (uint32_t i = thread_in_grid(); i < c.shape.num_ranks * max_tokens; i += threads_in_grid(c)) {
     const int source = static_cast<int>(i / max_tokens);
     const bool is_token = static_cast<int>(i % max_tokens) < c.call.descriptors().num_tokens[source];
     int32_t slot = -1;
@@ -213,7 +213,7 @@ __device__ __forceinline__ void count_exchange(const PrepareContext& c) {
     c.plan.first_slots[i] = slot;
   }
 #pragma unroll 1
-  for (uint32_t slot = thread_in_grid(); slot < rows_in_use; slot += threads_in_grid()) {
+  for (uint32_t slot = thread_in_grid(); slot < rows_in_use; slot += threads_in_grid(c)) {
     const LlSlotRecord* const place = records_at(c, own_rank) + slot;
     const int e = expert_of_slot(c, slot);
     const int32_t index = static_cast<int32_t>(slot) - c.zone[e];
@@ -225,7 +225,7 @@ __device__ __forceinline__ void count_exchange(const PrepareContext& c) {
   deliver_unused_origins(c, rows_in_use);
   if (c.args.global_counts == nullptr) return;
 #pragma unroll 1
-  for (uint32_t i = thread_in_grid(); i < static_cast<uint32_t>(num_counts); i += threads_in_grid())
+  for (uint32_t i = thread_in_grid(); i < static_cast<uint32_t>(num_counts); i += threads_in_grid(c))
     store_count(c.args, c.args.global_counts, i,
                 count_of(c, static_cast<int>(i) / num_experts, static_cast<int>(i) % num_experts));
 }

@@ -32,39 +32,23 @@
 
 #include "base/device/launch.h"
 #include "runtime/stages/cuda/kernel_list.h"
-#include "runtime/stages/cuda/prepare/count_exchange.cuh"
-#include "runtime/stages/cuda/prepare/routing_all_gather.cuh"
+#include "runtime/stages/cuda/prepare/prepare_steps.cuh"
 
 namespace epx::cuda {
 namespace {
 
-// Returns the number of tokens of the rank that has the most; behind the entry barrier.
-__device__ __forceinline__ int32_t max_tokens_of_ranks(const PrepareContext& c) {
-  int32_t tokens = 0;
-#pragma unroll 1
-  for (int rank = 0; rank < c.shape.num_ranks; ++rank)
-    tokens = max(tokens, tokens_of(c, rank));
-  return tokens;
-}
-
 __device__ __forceinline__ void prepare(const PrepareParams& params) {
   __shared__ PrepareShared shared;
-  const PrepareContext c(params, shared, dynamic_shared_memory<int32_t>());
-  if (blockIdx.x == 0) c.call.post(params.descriptor, 0);
-  if (threadIdx.x == 0) shared.dropped_routes = 0;
+  const auto operation = static_cast<epx_operation>(params.descriptor.operation);
+  // In prepare_dispatch the kernel behind this one sends the rows, and ends the call.
+  const PrepareRole role{gridDim.x, operation == EPX_OP_PREPARE ? gridDim.x : 0, true, nullptr};
+  const PrepareContext c(params.group, params.call, params.layout, CallSession(params.group, operation), role, shared,
+                         dynamic_shared_memory<int32_t>());
+  begin_prepare(c, params.descriptor);
   if (!c.call.is_alone()) return;
-  const bool own_routes_fit = fits_all_gather(c, c.args.num_tokens);
-  if (own_routes_fit)
-    publish_routes(c);
-  else if (!publish_counts(c))
-    return;
+  if (!publish(c)) return;
   if (!c.call.enter(params.descriptor)) return; // the entry barrier
-  if (const int32_t max_tokens = max_tokens_of_ranks(c); fits_all_gather(c, max_tokens)) {
-    routing_all_gather(c, max_tokens);
-    return;
-  }
-  if (own_routes_fit && !publish_counts(c)) return; // the routes of another rank do not fit
-  count_exchange(c);
+  prepare_behind_entry(c);
 }
 
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ PrepareParams params) {
@@ -95,6 +79,11 @@ cudaError_t launch_prepare(const DeviceGroup& group, LaunchPlan& plan, const Pre
   descriptor.alignment = call.alignment;
   descriptor.num_tokens = call.num_tokens;
   descriptor.rows_allocation = -1;
+  return launch_first_half(group, plan, call, descriptor, stream);
+}
+
+cudaError_t launch_first_half(const DeviceGroup& group, LaunchPlan& plan, const PrepareCall& call,
+                              const CallDescriptor& descriptor, cudaStream_t stream) {
   const PrepareParams params{group, call, make_handle_layout(group.context.shape, call.top_k), descriptor};
   const Grid grid = plan.next_prepare(call.num_tokens * call.top_k, stream);
   return launch_cooperative(&prepare_kernel, grid, stream, params);

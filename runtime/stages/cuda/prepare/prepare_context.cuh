@@ -20,6 +20,16 @@ struct PrepareParams {
   CallDescriptor descriptor;
 };
 
+// How a kernel makes prepare's part of its call.
+struct PrepareRole {
+  unsigned num_blocks; // the first blocks of the grid, which prepare
+  unsigned senders;    // calls of CallSession::sent() in the grid, one for each of these blocks; 0: the caller makes them
+  bool triggers_successor;
+  // prepare_dispatch: by (source, token, k), as HandleView::ll_slots, the slots on this rank go to the other blocks of the grid
+  // as LL packets too; NULL: they do not.
+  LlPacket8* slot_packets;
+};
+
 // The number of bad indices, and the first of them as ~ of its route, so that atomicMax finds it.
 struct BadIndices {
   int32_t number;
@@ -54,6 +64,7 @@ struct PrepareContext {
   CallSession call;
   ExpertBlocks experts;
   HandleWriter plan; // the handle memory
+  PrepareRole role;
   int32_t usable_slots;
 
   PrepareShared& shared;
@@ -63,9 +74,12 @@ struct PrepareContext {
   int32_t* warp_base;        // [kWarps, E]: scratch
   int16_t* gathered_experts; // the experts of the routes of all ranks; only the routing all-gather has them
 
-  __device__ PrepareContext(const PrepareParams& params, PrepareShared& static_shared, int32_t* dynamic_shared)
-      : group(params.group), args(params.call), shape(group.context.shape), layout(group.context.layout),
-        call(group, EPX_OP_PREPARE), experts{shape.num_experts, shape.num_ranks}, plan(args.handle_mem, params.layout),
+  __device__ PrepareContext(const DeviceGroup& device_group, const PrepareCall& prepare_call,
+                            const HandleLayout& handle_layout, const CallSession& session, const PrepareRole& prepare_role,
+                            PrepareShared& static_shared, int32_t* dynamic_shared)
+      : group(device_group), args(prepare_call), shape(group.context.shape), layout(group.context.layout),
+        call(session), experts{shape.num_experts, shape.num_ranks}, plan(args.handle_mem, handle_layout),
+        role(prepare_role),
         usable_slots(static_cast<int32_t>(static_cast<uint32_t>(shape.max_recv_tokens) /
                                           static_cast<uint32_t>(args.alignment) * static_cast<uint32_t>(args.alignment))),
         shared(static_shared), next(dynamic_shared), zone(next + shape.num_experts), demand(zone + shape.num_experts),
@@ -107,8 +121,13 @@ __device__ __forceinline__ int32_t tokens_of(const PrepareContext& c, int rank) 
 __device__ __forceinline__ uint32_t thread_in_grid() {
   return blockIdx.x * kThreads + threadIdx.x;
 }
-__device__ __forceinline__ uint32_t threads_in_grid() {
-  return gridDim.x * kThreads;
+// The threads of the blocks that prepare.
+__device__ __forceinline__ uint32_t threads_in_grid(const PrepareContext& c) {
+  return c.role.num_blocks * kThreads;
+}
+// One thread of each block calls this after its last store to a peer.
+__device__ __forceinline__ void sent(const PrepareContext& c) {
+  if (c.role.senders != 0) c.call.sent(c.role.senders);
 }
 
 struct TokenRange {

@@ -20,8 +20,8 @@ __device__ __forceinline__ LlPacket8* routes_of(const PrepareContext& c, int own
 }
 
 // The leader CTA has no tokens to assign, unless it is the only block.
-__device__ __forceinline__ bool is_all_gather_leader() {
-  return blockIdx.x == gridDim.x - 1;
+__device__ __forceinline__ bool is_all_gather_leader(const PrepareContext& c) {
+  return blockIdx.x == c.role.num_blocks - 1;
 }
 // In the leader CTA: the routes of this rank [E], and those of the ranks before it [E].
 __device__ __forceinline__ int32_t* own_counts(const PrepareContext& c) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void publish_routes(const PrepareContext& c) {
   const auto routes = static_cast<uint32_t>(c.args.num_tokens * c.args.top_k);
   const uint32_t packets = routes * static_cast<uint32_t>(c.shape.num_ranks);
 #pragma unroll 1
-  for (uint32_t i = thread_in_grid(); i < packets; i += threads_in_grid()) {
+  for (uint32_t i = thread_in_grid(); i < packets; i += threads_in_grid(c)) {
     const uint32_t peer = i / routes;
     const uint32_t route = i - peer * routes;
     store_packet(c, routes_of(c, static_cast<int>(peer), c.call.rank()) + route, expert_of_route(c, route));
@@ -44,7 +44,7 @@ __device__ __forceinline__ void publish_routes(const PrepareContext& c) {
 #pragma unroll 1
   for (int e = threadIdx.x; e < c.shape.num_experts; e += kThreads)
     c.demand[e] = c.next[e] = own_counts(c)[e] = counts_before_own(c)[e] = 0; // for count_gathered_routes()
-  if (!is_all_gather_leader()) return; // the leader CTA reports bad indices, unless the count exchange does
+  if (!is_all_gather_leader(c)) return; // the leader CTA reports bad indices, unless the count exchange does
   if (threadIdx.x == 0) c.shared.bad_indices = {0, 0};
   __syncthreads();
 #pragma unroll 1
@@ -91,7 +91,7 @@ __device__ __forceinline__ bool count_gathered_routes(const PrepareContext& c, i
       if (expert < 0) continue;
       atomicAdd(&c.demand[expert], 1);
       if (route < begin_route) atomicAdd(&c.next[expert], 1);
-      if (is_all_gather_leader() && from.source <= c.call.rank())
+      if (is_all_gather_leader(c) && from.source <= c.call.rank())
         atomicAdd(&(from.source < c.call.rank() ? counts_before_own(c) : own_counts(c))[expert], 1);
     }
   }
@@ -126,17 +126,17 @@ __device__ __forceinline__ void routing_all_gather(const PrepareContext& c, int3
   __syncthreads();
 
   // Count: `next` becomes the slot of this block's first route to each expert.
-  const TokenRange tokens = partition_tokens(token_offsets[c.shape.num_ranks], max(gridDim.x - 1, 1u));
+  const TokenRange tokens = partition_tokens(token_offsets[c.shape.num_ranks], max(c.role.num_blocks - 1, 1u));
   const bool ok = count_gathered_routes(c, static_cast<int>(tokens.begin) * c.args.top_k);
   if (__syncthreads_and(ok ? 1 : 0) == 0) return;
   find_zones(c);
 #pragma unroll 1
   for (int e = threadIdx.x; e < num_experts; e += kThreads) {
     c.next[e] += c.zone[e];
-    if (is_all_gather_leader()) count_dropped(c, c.zone[e] + counts_before_own(c)[e], own_counts(c)[e]);
+    if (is_all_gather_leader(c)) count_dropped(c, c.zone[e] + counts_before_own(c)[e], own_counts(c)[e]);
   }
   __syncthreads();
-  trigger_successor(); // no thread waits for a peer after this
+  if (c.role.triggers_successor) trigger_successor(); // no thread waits for a peer after this
 
   // Assign the slots of all ranks' tokens, and store in the handle memory what concerns this rank.
   const int32_t ll_tokens = max_tokens <= c.layout.ll_tokens ? max_tokens : 0;
@@ -153,7 +153,11 @@ __device__ __forceinline__ void routing_all_gather(const PrepareContext& c, int3
       const int32_t slot = c.shared.tile_ranks[threadIdx.x] == own_rank ? c.shared.tile_slots[threadIdx.x] : -1;
       if (source == own_rank) store_own_route(c, record);
       if (slot >= 0) store_slot_record(c, slot, record);
-      if (ll_tokens > 0) ll_slots_of(c, source, record.token)[k] = slot;
+      if (ll_tokens > 0) {
+        int32_t* const ll_slot = &ll_slots_of(c, source, record.token)[k];
+        *ll_slot = slot;
+        if (c.role.slot_packets != nullptr) store_packet(c, c.role.slot_packets + (ll_slot - c.plan.ll_slots), slot);
+      }
     }
     if (const uint32_t other = begin + threadIdx.x; other < end) { // so that neighbouring threads' stores coalesce
       const int source = rank_of_token(c, other);
@@ -163,16 +167,16 @@ __device__ __forceinline__ void routing_all_gather(const PrepareContext& c, int3
     }
     __syncthreads();
   }
-  if (threadIdx.x == kThreads - 1) c.call.sent(gridDim.x);
+  if (threadIdx.x == kThreads - 1) sent(c);
 
   // Deliver the totals, -1 for the tokens that a source does not have, because the handle memory may hold anything, such as the
   // slots of an earlier prepare, and the records of the pads.
   const int32_t rows = rows_needed(c);
   const auto rows_in_use = static_cast<uint32_t>(clamp_rows(rows, c.usable_slots));
-  if (is_all_gather_leader()) deliver_totals(c, rows, ll_tokens, c.shared.bad_indices);
+  if (is_all_gather_leader(c)) deliver_totals(c, rows, ll_tokens, c.shared.bad_indices);
   const auto max_tokens_per_rank = static_cast<uint32_t>(c.shape.max_tokens_per_rank);
 #pragma unroll 1
-  for (uint32_t i = thread_in_grid(); i < c.shape.num_ranks * max_tokens_per_rank; i += threads_in_grid()) {
+  for (uint32_t i = thread_in_grid(); i < c.shape.num_ranks * max_tokens_per_rank; i += threads_in_grid(c)) {
     const int source = static_cast<int>(i / max_tokens_per_rank);
     const int token = static_cast<int>(i % max_tokens_per_rank);
     if (token < c.call.descriptors().num_tokens[source]) continue;
@@ -182,13 +186,13 @@ __device__ __forceinline__ void routing_all_gather(const PrepareContext& c, int3
       ll_slots_of(c, source, token)[k] = -1;
   }
 #pragma unroll 1
-  for (uint32_t slot = thread_in_grid(); slot < rows_in_use; slot += threads_in_grid())
+  for (uint32_t slot = thread_in_grid(); slot < rows_in_use; slot += threads_in_grid(c))
     if (const int e = expert_of_slot(c, slot); static_cast<int32_t>(slot) - c.zone[e] >= c.demand[e])
       store_slot_record(c, slot, kPadRecord);
   deliver_unused_origins(c, rows_in_use);
   if (c.args.global_counts == nullptr) return;
 #pragma unroll 1
-  for (int rank = static_cast<int>(blockIdx.x); rank < c.shape.num_ranks; rank += static_cast<int>(gridDim.x)) {
+  for (int rank = static_cast<int>(blockIdx.x); rank < c.shape.num_ranks; rank += static_cast<int>(c.role.num_blocks)) {
     const int end = token_offsets[rank + 1] * c.args.top_k;
     __syncthreads(); // `next` is no longer used
 #pragma unroll 1

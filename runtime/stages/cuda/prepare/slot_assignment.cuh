@@ -181,7 +181,7 @@ __device__ __forceinline__ void deliver_unused_origins(const PrepareContext& c, 
   if (c.args.slot_origin == nullptr) return;
   const auto slots = static_cast<uint32_t>(c.shape.max_recv_tokens);
 #pragma unroll 1
-  for (uint32_t slot = rows_in_use + thread_in_grid(); slot < slots; slot += threads_in_grid())
+  for (uint32_t slot = rows_in_use + thread_in_grid(); slot < slots; slot += threads_in_grid(c))
     store_slot_origin(c, slot, kPadRecord);
 }
 

@@ -18,6 +18,9 @@
 // bounded, and ends when an abort record is seen, in this rank's window or in host memory; then the kernel ends without
 // touching anything more.
 //
+// prepare_dispatch of many tokens takes two kernels, which make one call: the first posts the descriptor and passes the entry
+// barrier, behind which the second may store into staging too (kContinues).
+//
 // Two calls of a group that nothing orders may overlap on the device, which ends the group. A block does not begin while
 // another launch makes the call that would be its own, or while blocks of the call before are still there (is_alone); and when
 // two launches get past this at the same moment, their blocks are more than either grid has (count_entered).
@@ -45,12 +48,15 @@ struct PeerDescriptors {
 
 class CallSession {
 public:
+  // kContinues: the kernel before this one, of the same launch, has begun the call, and this one does the rest of it.
+  enum Part : bool { kBegins, kContinues };
+
   // Every thread of the block constructs one.
-  __device__ CallSession(const DeviceGroup& group, epx_operation operation)
-      : context_{group, operation, 0}, descriptors_(&descriptors_of_cta()) {
+  __device__ CallSession(const DeviceGroup& group, epx_operation operation, Part part = kBegins)
+      : context_{group, operation, 0}, descriptors_(&descriptors_of_cta()), part_(part) {
     const CallsBegun begun = group.state->begun; // every thread has two loads of one sector in flight together
     const CallsSeen seen = group.state->seen;
-    context_.sequence = begun.sequence + 1;
+    context_.sequence = begun.sequence + (part == kBegins ? 1 : 0);
     const bool is_taken = (owned_sequence(seen.owner) == owned_sequence(owner_word())) & (seen.owner != owner_word());
     is_alone_ = (seen.blocks_left >= begun.blocks) & !is_taken; // >=, because blocks of this grid may have left already
   }
@@ -287,7 +293,8 @@ private:
     DeviceState& state = *context_.group.state;
     const unsigned long long entered = atomicAdd(&state.entered, 1ull);
     const auto block = static_cast<uint32_t>(entered);
-    if (static_cast<Epoch>(entered >> 32) != static_cast<Epoch>(context_.sequence - 1) || block >= gridDim.x) {
+    const uint64_t begun = context_.sequence - (part_ == kBegins ? 1 : 0);
+    if (static_cast<Epoch>(entered >> 32) != static_cast<Epoch>(begun) || block >= gridDim.x) {
       report_overlap(context());
     } else if (block == gridDim.x - 1) {
       store_packet_relaxed_sys(&state.begun, CallsBegun{context_.sequence, state.begun.blocks + gridDim.x});
@@ -300,6 +307,7 @@ private:
 
   CallContext context_;
   PeerDescriptors* descriptors_;
+  Part part_;
   bool is_alone_; // in this thread's view
 };
 

@@ -113,6 +113,7 @@ struct DeviceGroup {
   // [kMaxDeviceAllocations, P], by WindowIndex, in device memory: each rank's base of each allocation.
   std::byte* const* allocations;
   LlPacket8* prepare_scratch; // see prepare_scratch_words()
+  LlPacket8* plan_packets;    // see plan_packet_words()
   uint64_t timeout_ns;
   uint32_t launch; // see pack_owner()
   TestHooks hooks;

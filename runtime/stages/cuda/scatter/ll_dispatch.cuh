@@ -13,33 +13,20 @@
 //   pad           clear pads, and do nothing else; each CTA has           nothing
 //                 kPadWarps of them where the alignment is above 1, unless
 //                 pads are left untouched
-//
-// A chunk leaves by st.relaxed.sys.b128 (send_chunk of ll_row.cuh) for ll_scatter_rows[parity, source, token, chunk] of the
-// peer's window. There the receive polls it by ld.relaxed.sys.b128 until each packet has the call's epoch
-// (IncomingLlChunk::wait).
 #pragma once
 
-#include "runtime/stages/cuda/movement.cuh"
-#include "runtime/stages/cuda/rows/ll_row.cuh"
+#include "runtime/stages/cuda/scatter/ll_dispatch_rows.cuh"
 
 namespace epx::cuda {
 
 template <bool kUnaligned>
 class LlDispatch {
-  // Says where a chunk of a row or of its sidecar lies.
-  struct ChunkRange {
-    uint32_t chunk; // index in staging
-    bool is_sidecar;
-    int64_t row_bytes;
-    int64_t first; // byte of the row or sidecar
-    int bytes;
-  };
+  using Rows = LlDispatchRows<kUnaligned>;
+  using ChunkRange = typename Rows::ChunkRange;
 
 public:
   __device__ LlDispatch(const DeviceGroup& group, Movement& movement, const DispatchCall& args)
-      : group_(group), movement_(movement), call_(movement.call()), args_(args), layout_(group.context.layout),
-        row_bytes_(row_bytes(args.dtype, args.hidden)), row_chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
-        chunks_(row_chunks_ + static_cast<uint32_t>(ll_chunks_of(args.sidecar_bytes))) {}
+      : movement_(movement), call_(movement.call()), args_(args), rows_(group, movement.call(), args) {}
 
   // Returns whether the calling warp is a pad warp.
   __device__ bool is_pad_warp() const { return static_cast<int>(threadIdx.x) / kWarp >= num_copy_warps(); }
@@ -51,15 +38,16 @@ public:
 
   __device__ void send() const {
     const WorkPartition partition = copy_partition();
-    const auto tiles = static_cast<uint32_t>(args_.num_tokens) * chunks_;
+    const auto tiles = static_cast<uint32_t>(args_.num_tokens) * rows_.num_chunks();
 #pragma unroll 1
     for (auto tile = static_cast<uint32_t>(partition.index); tile < tiles; tile += static_cast<uint32_t>(partition.count)) {
-      const uint32_t token = tile / chunks_;
-      const ChunkRange range = range_at(tile - token * chunks_);
+      const uint32_t token = tile / rows_.num_chunks();
+      const ChunkRange range = rows_.range_at(tile - token * rows_.num_chunks());
       const WarpRoutes routes = movement_.routes_of(token);
-      const LlChunk chunk = load_chunk<kUnaligned>(source_of(range) + token * range.row_bytes + range.first, range.bytes);
-      send_to_peers(token, range, routes, chunk);
-      store_into(movement_.ll_slots_here(routes), range, chunk);
+      const LlChunk chunk = rows_.load(token, range);
+      // Sends to every peer on which prepare assigned a slot; the receiver skips slots at or beyond its recv_rows.
+      rows_.send(token, range, routes.ranks_of([](const Route& route) { return route.slot >= 0; }), chunk);
+      rows_.store_into(movement_.ll_slots_here(routes), range, chunk);
       if (range.chunk == 0 && args_.topk_weights != nullptr) send_weights(token, routes);
     }
   }
@@ -70,43 +58,19 @@ public:
     bool has_entered = false;
 #pragma unroll 1
     for (auto tile = static_cast<uint32_t>(partition.rotated_index());; tile += static_cast<uint32_t>(partition.count)) {
-      const uint32_t index = tile / chunks_;
+      const uint32_t index = tile / rows_.num_chunks();
       if (index >= tokens) break;
       const Movement::PeerToken peer = movement_.peer_token(index);
       const LlSlots slots = movement_.ll_slots_of(peer.rank, peer.token); // the loads overlap the entry barrier
       if (slots.live == 0) continue;
       if (!has_entered && !movement_.enter_warp()) return;
       has_entered = true;
-      if (!receive_chunk(peer.rank, peer.token, range_at(tile - index * chunks_), slots)) return;
+      if (!receive_chunk(peer.rank, peer.token, rows_.range_at(tile - index * rows_.num_chunks()), slots)) return;
     }
     if (!has_entered && movement_.must_enter()) movement_.enter_warp();
   }
 
 private:
-  __device__ ChunkRange range_at(uint32_t index) const {
-    const bool is_sidecar = index >= row_chunks_;
-    const uint32_t chunk = is_sidecar ? index - row_chunks_ : index;
-    const int64_t row_bytes = is_sidecar ? args_.sidecar_bytes : row_bytes_;
-    const int64_t first = static_cast<int64_t>(chunk) * kLlChunkBytes;
-    return {chunk + (is_sidecar ? static_cast<uint32_t>(layout_.ll_row_chunks) : 0), is_sidecar, row_bytes, first,
-            static_cast<int>(min(row_bytes - first, int64_t{kLlChunkBytes}))};
-  }
-  __device__ const std::byte* source_of(const ChunkRange& range) const {
-    return range.is_sidecar ? args_.sidecar : args_.tokens;
-  }
-  __device__ std::byte* slot_data(const ChunkRange& range, int64_t slot) const {
-    return (range.is_sidecar ? args_.recv_sidecar : args_.recv_tokens) + slot * range.row_bytes + range.first;
-  }
-  __device__ LlPacket16* staged_chunk(int receiver, int source, int64_t token, const ChunkRange& range) const {
-    return group_.window().at<LlPacket16>(receiver, layout_.ll_scatter_rows.offset) +
-           ll_scatter_packet(layout_, group_.context.shape, call_.parity(), source, token, range.chunk);
-  }
-  __device__ LlPacket8* staged_weight(int receiver, int source, int64_t token, int k) const {
-    return group_.window().at<LlPacket8>(receiver, layout_.ll_scatter_weights.offset) +
-           ll_scatter_weight(layout_, group_.context.shape, call_.parity(), source, token, k);
-  }
-
-  static constexpr int kPadWarps = 4;
   __device__ static int num_warps() {
     return static_cast<int>(blockDim.x) / kWarp;
   }
@@ -117,68 +81,33 @@ private:
     return partition_warps(first, end - first, 0, static_cast<int>(gridDim.x));
   }
 
-  // Sends to every peer on which prepare assigned a slot; the receiver skips slots at or beyond its recv_rows.
-  __device__ void send_to_peers(int64_t token, const ChunkRange& range, const WarpRoutes& routes,
-                                const LlChunk& chunk) const {
-    const RankMask ranks = routes.ranks_of([](const Route& route) { return route.slot >= 0; });
-#pragma unroll 1
-    for (int i = 0; i < call_.num_ranks() - 1; ++i)
-      if (const int peer = movement_.peer_in_order(token, i); ranks.contains(peer))
-        send_chunk(staged_chunk(peer, call_.rank(), token, range), range.bytes, chunk, call_.epoch());
-  }
   __device__ void send_weights(int64_t token, const WarpRoutes& routes) const {
     for (int first = 0; first < args_.top_k; first += kWarp) {
       const Route route = routes.own(first);
       if (route.slot < 0) continue;
-      const float weight = args_.topk_weights[route_index(token, args_.top_k, first + lane())];
       if (movement_.is_live_here(route))
-        args_.recv_weights[route.slot] = weight;
+        args_.recv_weights[route.slot] = args_.topk_weights[route_index(token, args_.top_k, first + lane())];
       else if (route.rank != call_.rank())
-        send_weight(staged_weight(route.rank, call_.rank(), token, first + lane()), weight, call_.epoch());
+        rows_.send_weight_of(route.rank, token, first + lane());
     }
-  }
-
-  __device__ void store_into(const LlSlots& slots, const ChunkRange& range, const LlChunk& chunk) const {
-#pragma unroll 1
-    for (uint64_t left = slots.live; left != 0; left &= left - 1)
-      store_chunk<kUnaligned>(slot_data(range, slots[lowest_bit(left)]), range.bytes, chunk);
   }
 
   // Returns false when the group has failed.
   __device__ bool receive_chunk(int source, int64_t token, const ChunkRange& range, const LlSlots& slots) const {
     const bool is_active = movement_.is_active(source);
-    LlPacket16* const staged = staged_chunk(call_.rank(), source, token, range);
-    LlChunk chunk{};
     if (is_active) {
-      IncomingLlChunk incoming(staged, range.bytes);
-      if (!incoming.wait(call_, source)) return false;
-      chunk = incoming.get();
+      IncomingLlChunk incoming = rows_.incoming(source, token, range);
+      if (!rows_.receive(incoming, source, token, range, slots)) return false;
+    } else {
+      rows_.store_into(slots, range, LlChunk{});
     }
-    store_into(slots, range, chunk);
-    if (call_.scribbles_staging()) scribble_chunk(staged);
-    return range.chunk != 0 || args_.recv_weights == nullptr || receive_weights(source, token, slots, is_active);
-  }
-  // Returns false, in all lanes, when the group has failed.
-  __device__ bool receive_weights(int source, int64_t token, const LlSlots& slots, bool is_active) const {
-    bool ok = true;
-    for (int first = 0; first < args_.top_k; first += kWarp) {
-      const int32_t slot = slots.own(first);
-      if (slot < 0) continue;
-      float weight = 0.0f;
-      if (is_active && ok)
-        ok = receive_weight(call_, staged_weight(call_.rank(), source, token, first + lane()), source, weight);
-      if (ok) args_.recv_weights[slot] = weight;
-    }
-    return __all_sync(~0u, ok ? 1 : 0) != 0;
+    return range.chunk != 0 || args_.recv_weights == nullptr || rows_.receive_weights(source, token, slots, is_active);
   }
 
-  const DeviceGroup& group_;
   Movement& movement_;
   const CallSession& call_;
   const DispatchCall& args_;
-  const WindowLayout& layout_;
-  int64_t row_bytes_;
-  uint32_t row_chunks_, chunks_; // LL chunks of a row of this call, without and with its sidecar
+  Rows rows_;
 };
 
 } // namespace epx::cuda

@@ -22,60 +22,17 @@
 //   st.relaxed.sys     and stores the epoch of the call in the flag (CallSession::signal_behind_fence); no flag is ever reset
 //   ld.acquire.sys     lane 0 of a receive warp polls the flag (CallSession::wait_ready); a __syncwarp() follows
 //   fence.proxy.async  orders that acquire before the bulk loads of the row, in every lane (TmaRowPipeline::begin)
-#include <cmath>
 #include <type_traits>
 
 #include "runtime/stages/cuda/kernels.h"
 
 #include "base/device/launch.h"
 #include "runtime/stages/cuda/kernel_list.h"
-#include "runtime/stages/cuda/movement.cuh"
-#include "runtime/stages/cuda/rows/rows.cuh"
-#include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
 #include "runtime/stages/cuda/scatter/ll_dispatch.cuh"
-#include "runtime/stages/cuda/scatter/signal_warp.cuh"
+#include "runtime/stages/cuda/scatter/scatter.cuh"
 
 namespace epx::cuda {
 namespace {
-
-// An operation says what a scatter sends, and how a receive warp stores it. In store() one warp stores one token: each lane
-// passes a slot of this rank, or -1, and the slot's weight.
-
-// Says where this rank reads a token from: its own input, staging, or the receive rows.
-struct SourceRow {
-  const std::byte* row;
-  const std::byte* sidecar;
-  int32_t slot_in_place; // the slot that the row lies in already; -1: none
-};
-
-struct Dispatch {
-  DispatchCall call;
-  int64_t row_bytes;
-
-  __device__ const std::byte* input_rows() const { return call.tokens; }
-  __device__ const float* input_weights() const { return call.topk_weights; }
-  __device__ const std::byte* input_sidecar() const { return call.sidecar; }
-  constexpr int64_t sidecar_bytes() const { return call.sidecar_bytes; }
-  __device__ std::byte* rows() const { return call.recv_tokens; }
-  constexpr bool clears_pads() const { return call.clears_pads; }
-  __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float weight) const {
-    const bool is_slot = slot >= 0;
-    begin_copy_row_to_destinations(pipeline, source_row.row, row_bytes,
-                                   is_slot && slot != source_row.slot_in_place ? call.recv_tokens + slot * row_bytes
-                                                                               : nullptr);
-    if (call.sidecar_bytes > 0)
-      copy_row_to_destinations(source_row.sidecar, call.sidecar_bytes,
-                               is_slot ? call.recv_sidecar + slot * call.sidecar_bytes : nullptr);
-    if (call.recv_weights != nullptr && is_slot) call.recv_weights[slot] = weight;
-  }
-  // Zeros the weights and sidecars of the slots that the lanes pass; -1: none.
-  __device__ void clear_weight_and_sidecar(int32_t slot) const {
-    if (call.recv_weights != nullptr && slot >= 0) call.recv_weights[slot] = 0.0f;
-    if (call.sidecar_bytes == 0) return;
-    for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
-      zero_row(call.recv_sidecar + from_lane(slot, lowest_bit(left)) * call.sidecar_bytes, call.sidecar_bytes);
-  }
-};
 
 template <typename T>
 struct CombineBwd {
@@ -88,6 +45,7 @@ struct CombineBwd {
   static constexpr int64_t sidecar_bytes() { return 0; }
   __device__ std::byte* rows() const { return call.grad_expert_out; }
   static constexpr bool clears_pads() { return true; }
+  static constexpr bool kMixesPaths = false;
   __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float) const {
     const bool is_slot = slot >= 0;
     std::byte* const to = is_slot ? call.grad_expert_out + call.row_of_slot(slot) * row_bytes : nullptr;
@@ -113,228 +71,6 @@ struct CombineBwd {
   }
 };
 
-template <typename Operation>
-struct ScatterParams : MovementParams {
-  Operation operation;
-};
-
-// Each warp has one.
-template <typename Operation>
-class Scatter {
-public:
-  __device__ Scatter(const ScatterParams<Operation>& params, const Movement& movement, TmaRowPipeline& pipeline)
-      : params_(params), group_(params.group), operation_(params.operation), movement_(movement), call_(movement.call()),
-        pipeline_(pipeline) {}
-
-  // A CTA with send warps has one signal warp, the last one. It uses no TMA row pipeline, so its cells lie in the shared memory
-  // of that.
-  __device__ SignalWarp signal_warp() const {
-    static_assert(SignalWarp::kSharedBytes <= TmaRowPipeline::kStagesBytes);
-    std::byte* const shared = dynamic_shared_memory<std::byte>() + (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes;
-    return {shared, params_.role_counts.sender_warps, min(call_.num_ranks() - 1, kWarp)};
-  }
-
-  // Begins to zero the pads of the zones.
-  __device__ void clear_pads(const WorkPartition& partition) const {
-    const HandleReader plan = movement_.plan();
-    const ExpertBlocks experts{group_.context.shape.num_experts, call_.num_ranks()};
-    const auto max_pads = static_cast<uint32_t>(operation_.call.alignment - 1); // of each zone
-    const uint32_t pads = static_cast<uint32_t>(experts.num_local_experts(call_.rank())) * max_pads;
-    const int64_t row_bytes = operation_.row_bytes;
-    std::byte* const rows = operation_.rows();
-    const bool by_tma = !is_unaligned(reinterpret_cast<uint64_t>(rows), row_bytes);
-    if (by_tma) pipeline_.make_zeros();
-#pragma unroll 1
-    for (uint32_t first = 0; first < pads; first += static_cast<uint32_t>(partition.count) * kWarp) {
-      // Each lane has the index of a possible pad; neighboring indices belong to different warps.
-      const uint32_t pad = first + static_cast<uint32_t>(lane()) * static_cast<uint32_t>(partition.count) +
-                           static_cast<uint32_t>(partition.index);
-      int32_t slot = -1;
-      if (pad < pads) {
-        const uint32_t zone = pad / max_pads;
-        // Handle memory is not trusted: `slot` ends up in [0, recv_rows), or negative.
-        const auto here = static_cast<int32_t>(static_cast<uint32_t>(plan.zone_begin[zone]) +
-                                               static_cast<uint32_t>(plan.zone_rows[zone]) + (pad - zone * max_pads));
-        if (here < plan.zone_begin[zone + 1] && here < operation_.call.recv_rows) slot = here;
-      }
-      if (by_tma)
-        pipeline_.clear(row_bytes, slot >= 0 ? rows + slot * row_bytes : nullptr);
-      else
-        for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
-          zero_row(rows + from_lane(slot, lowest_bit(left)) * row_bytes, row_bytes);
-      operation_.clear_weight_and_sidecar(slot);
-    }
-  }
-
-  // Sends tokens one after the other to all peers that have a live slot of them. The warp completes a row, and enqueues the
-  // row's ready flags for the signal warp, right before it begins to send the next one.
-  __device__ void send(const WarpAssignment& warp) {
-    const int64_t tokens = operation_.call.num_tokens;
-#pragma unroll 1
-    for (int64_t token = warp.index; token < tokens; token = movement_.next_tile(warp, tokens))
-      send_token(token);
-    finish_row();
-    signal_warp().close();
-  }
-
-  // The tokens of this rank come first: they need no peer.
-  __device__ void receive(const WarpAssignment& warp) const {
-    const int64_t own = operation_.call.num_tokens;
-    const int64_t tiles = own + movement_.num_peer_tokens();
-#pragma unroll 1
-    for (int64_t tile = warp.index; tile < tiles; tile = movement_.next_tile(warp, tiles)) {
-      Movement::PeerToken from{call_.rank(), tile};
-      if (tile >= own) from = movement_.peer_token(static_cast<uint32_t>(tile - own));
-      if (from.token >= movement_.tokens_of(from.rank)) continue;
-      if (!receive_token(from.rank, movement_.slots_of(from.rank, from.token))) break;
-    }
-    pipeline_.finish();
-  }
-
-private:
-  __device__ int64_t staging_row(int source, int64_t token, int32_t first_slot) const {
-    return scatter_staging_row(group_.context.layout, group_.context.shape, source, token, first_slot);
-  }
-  __device__ std::byte* staged_row(int receiver, int64_t row) const {
-    const WindowLayout& layout = group_.context.layout;
-    return group_.window().template at<std::byte>(receiver, layout.scatter_rows.offset + row * layout.row_stride);
-  }
-  __device__ std::byte* staged_sidecar(int receiver, int64_t row) const {
-    const WindowLayout& layout = group_.context.layout;
-    return group_.window().template at<std::byte>(receiver, layout.scatter_sidecars.offset + row * layout.sidecar_stride);
-  }
-  __device__ float* staged_weight(int receiver, int32_t slot) const {
-    return group_.window().template at<float>(receiver, group_.context.layout.scatter_weights.offset) + slot;
-  }
-  __device__ Epoch* ready_flag_at(int receiver, int source, int64_t token) const {
-    const int64_t index = source * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token;
-    return group_.window().template at<Epoch>(receiver, group_.context.layout.scatter_ready_flags.offset) + index;
-  }
-
-  __device__ void send_token(int64_t token) {
-    const int top_k = operation_.call.top_k;
-    const WarpRoutes routes = movement_.routes_of(token);
-    if (operation_.input_weights() != nullptr) send_weights(token, routes);
-    for (int first = 0; first < call_.num_ranks() - 1; first += kWarp) { // each lane has one peer
-      const int peer = first + lane() < call_.num_ranks() - 1 ? movement_.peer_in_order(token, first + lane()) : -1;
-      int32_t first_slot = -1; // the token's first slot on that peer, live or not: it selects the staging row
-      int32_t first_live = -1;
-#pragma unroll 1
-      for (int i = 0; i < kWarp && first + i < call_.num_ranks() - 1; ++i) {
-        const int rank = from_lane(peer, i);
-#pragma unroll 1
-        for (int k = top_k > kWarp ? kWarp : 0; k >= 0; k -= kWarp) { // k descends: the lowest k overwrites the others
-          const Route route = routes.own(k);
-          const bool goes_there = route.slot >= 0 && route.rank == rank;
-          const unsigned kept = __ballot_sync(~0u, goes_there ? 1 : 0);
-          const unsigned live = __ballot_sync(~0u, goes_there && movement_.is_live(route) ? 1 : 0);
-          const int32_t kept_slot = from_lane(route.slot, kept != 0 ? lowest_bit(kept) : 0);
-          const int32_t live_slot = from_lane(route.slot, live != 0 ? lowest_bit(live) : 0);
-          if (lane() == i && kept != 0) first_slot = kept_slot;
-          if (lane() == i && live != 0) first_live = live_slot;
-        }
-      }
-      if (__any_sync(~0u, first_live >= 0 ? 1 : 0) != 0) send_to(peer, token, first_slot, first_live);
-    }
-  }
-  __device__ void send_weights(int64_t token, const WarpRoutes& routes) const {
-    const int top_k = operation_.call.top_k;
-    for (int first = 0; first < top_k; first += kWarp)
-      if (const Route route = routes.own(first); route.rank != call_.rank() && movement_.is_live(route))
-        *staged_weight(route.rank, route.slot) = operation_.input_weights()[token * top_k + first + lane()];
-  }
-  // Each lane passes a peer and the token's first slots there; at least one lane has a live one.
-  __device__ void send_to(int peer, int64_t token, int32_t first_slot, int32_t first_live) {
-    const int64_t row_bytes = operation_.row_bytes;
-    const int64_t sidecar_bytes = operation_.sidecar_bytes();
-    std::byte* row = nullptr;
-    std::byte* sidecar = nullptr;
-    Epoch* ready_flag = nullptr;
-    if (first_live >= 0) {
-      const int64_t staging = staging_row(call_.rank(), token, first_slot);
-      row = movement_.has_registered_rows(peer)
-                ? movement_.rows_of(peer) + operation_.call.row_of_slot(first_live) * row_bytes
-                : staged_row(peer, staging);
-      if (sidecar_bytes > 0) sidecar = staged_sidecar(peer, staging);
-      ready_flag = ready_flag_at(peer, call_.rank(), token);
-    }
-    finish_row();
-    pending_flag_ = ready_flag;
-    begin_copy_row_to_destinations(pipeline_, operation_.input_rows() + token * row_bytes, row_bytes, row);
-    if (sidecar_bytes > 0)
-      copy_row_to_destinations(operation_.input_sidecar() + token * sidecar_bytes, sidecar_bytes, sidecar);
-  }
-  // Completes the row before, if there is one.
-  __device__ void finish_row() {
-    pipeline_.finish();
-    signal_warp().enqueue(static_cast<int>(threadIdx.x) / kWarp, cell_, pending_flag_);
-    cell_ ^= 1;
-  }
-
-  // Stores one token into its slots here. Returns false when the group has failed.
-  __device__ bool receive_token(int source, const TokenSlots& found) const {
-    const int64_t token = found.token;
-    const int rank = call_.rank();
-    const int64_t row_bytes = operation_.row_bytes;
-    const WarpList<int32_t>& slots = found.slots;
-    if (slots.size() == 0) return true;
-    if (source != rank && !movement_.is_active(source)) {
-      for (int i = 0; i < slots.size(); ++i) {
-        const int32_t slot = slots[i];
-        zero_row(operation_.rows() + operation_.call.row_of_slot(slot) * row_bytes, row_bytes);
-        operation_.clear_weight_and_sidecar(lane() == 0 ? slot : -1);
-      }
-      return true;
-    }
-    const int64_t sidecar_bytes = operation_.sidecar_bytes();
-    SourceRow source_row{operation_.input_rows() + token * row_bytes, operation_.input_sidecar() + token * sidecar_bytes,
-                         -1};
-    const int64_t staging = staging_row(source, token, found.first_slot);
-    if (source != rank) {
-      bool ok = true;
-      if (lane() == 0) ok = call_.wait_ready(ready_flag_at(rank, source, token), source);
-      if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
-      __syncwarp(); // all lanes see what lane 0 has acquired: a vote orders no memory
-      const int32_t first_live = slots[0];
-      const bool in_place = movement_.has_registered_rows(rank);
-      source_row = {in_place ? operation_.rows() + operation_.call.row_of_slot(first_live) * row_bytes
-                             : staged_row(rank, staging),
-                    staged_sidecar(rank, staging), in_place ? first_live : -1};
-    }
-    for (int first = slots.size() > kWarp ? kWarp : 0; first >= 0;
-         first -= kWarp) { // the first slot, which may be in place, comes last
-      const int32_t slot = slots.has_own(first) ? slots.own(first) : -1;
-      float weight = 0.0f;
-      if (operation_.input_weights() != nullptr && slot >= 0)
-        weight = source == rank ? operation_.input_weights()[token * operation_.call.top_k + movement_.k_of_slot(slot)]
-                                : *staged_weight(rank, slot);
-      operation_.store(pipeline_, source_row, slot, weight);
-      if (call_.scribbles_staging() && slot >= 0 && source != rank) *staged_weight(rank, slot) = NAN;
-    }
-    if (call_.scribbles_staging() && source != rank) {
-      pipeline_.finish();
-      scribble_row(staged_row(rank, staging), row_bytes);
-      scribble_row(staged_sidecar(rank, staging), sidecar_bytes);
-    }
-    return true;
-  }
-
-  const MovementParams& params_;
-  const DeviceGroup& group_;
-  const Operation& operation_;
-  const Movement& movement_;
-  const CallSession& call_;
-  TmaRowPipeline& pipeline_;
-  int cell_ = 0;                  // of a sender, for the next enqueue()
-  Epoch* pending_flag_ = nullptr; // of each lane of a sender: the ready flag of the last row
-};
-
-__device__ bool has_unaligned_rows(const DispatchCall& call) {
-  const auto bits = [](const void* place) { return reinterpret_cast<uint64_t>(place); };
-  return is_unaligned(bits(call.tokens) | bits(call.recv_tokens), row_bytes(call.dtype, call.hidden)) ||
-         (call.sidecar_bytes > 0 && is_unaligned(bits(call.sidecar) | bits(call.recv_sidecar), call.sidecar_bytes));
-}
-
 template <bool kUnaligned>
 __device__ void ll_scatter(const ScatterParams<Dispatch>& params, Movement& movement) {
   if (!movement.call().begin_ll()) return;
@@ -354,9 +90,17 @@ __device__ __noinline__ void ll_scatter_unaligned(const ScatterParams<Dispatch>&
 }
 
 template <typename Operation>
+__device__ __forceinline__ Movement movement_of(const ScatterParams<Operation>& params) {
+  if constexpr (Operation::kMixesPaths)
+    return {params, CallSession(params.group, params.call.operation, CallSession::kContinues)};
+  else
+    return Movement(params);
+}
+
+template <typename Operation>
 __device__ __forceinline__ void scatter(const ScatterParams<Operation>& params) {
-  Movement movement(params);
-  movement.post();
+  Movement movement = movement_of(params);
+  if constexpr (!Operation::kMixesPaths) movement.post(); // the first half of the call has posted
   if constexpr (std::is_same_v<Operation, Dispatch>) {
     if (movement.takes_ll_path()) {
       if (has_unaligned_rows(params.operation.call))
@@ -411,6 +155,7 @@ size_t movement_shared_bytes() {
 }
 std::vector<const void*> scatter_kernels() {
   return {reinterpret_cast<const void*>(&scatter_kernel<Dispatch>),
+          reinterpret_cast<const void*>(&scatter_kernel<MixedDispatch>),
           reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<float>>),
           reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<__half>>),
           reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<__nv_bfloat16>>)};
@@ -420,6 +165,12 @@ cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const Di
                             const RegisteredRange& registered, cudaStream_t stream) {
   return launch(group, plan, Dispatch{call, row_bytes(call.dtype, call.hidden)}, call.topk_weights != nullptr ? 1 : 0,
                 registered, stream);
+}
+
+cudaError_t launch_second_half(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
+                               const RegisteredRange& registered, cudaStream_t stream) {
+  return launch(group, plan, MixedDispatch{{call, row_bytes(call.dtype, call.hidden)}},
+                call.topk_weights != nullptr ? 1 : 0, registered, stream);
 }
 
 cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,

@@ -55,7 +55,7 @@ void count_routes(HostGroup& group, const PrepareCall& call) {
                                       first_bad % call.top_k, group.context.shape.num_experts));
 }
 
-void publish_counts(const HostGroup& group) {
+void store_counts(const HostGroup& group) {
   const auto offset =
       reinterpret_cast<const std::byte*>(counts_of(group, group.window.rank)) - group.window.local<std::byte>(0);
   const size_t bytes = group.scratch.route_counts.size() * sizeof(int32_t);
@@ -81,7 +81,7 @@ void require_sound_counts(const HostGroup& group, const PrepareCall& call) {
 
 // Gives each route of this rank its slot, writes the routes into the handle memory, and the slots' origins into the windows
 // of the ranks that own the slots.
-void assign_slots(HostGroup& group, const PrepareCall& call, HandleWriter& plan, int64_t& dropped) {
+void assign_own_slots(HostGroup& group, const PrepareCall& call, HandleWriter& plan, int64_t& dropped) {
   const GroupShape& shape = group.context.shape;
   const int64_t usable = usable_slots(shape.max_recv_tokens, call.alignment);
   for (int rank = 0; rank < shape.num_ranks; ++rank) {
@@ -212,45 +212,58 @@ void copy_outputs(const HostGroup& group, const PrepareCall& call, const HandleW
 
 } // namespace
 
+PrepareSteps::PrepareSteps(HostGroup& group, const PrepareCall& call)
+    : group_(group), call_(call), layout_(make_handle_layout(group.context.shape, call.top_k)),
+      plan_(call.handle_mem, layout_) {}
+
+void PrepareSteps::publish_counts() {
+  count_routes(group_, call_);
+  store_counts(group_);
+}
+
+void PrepareSteps::assign_slots() {
+  require_sound_counts(group_, call_);
+  *plan_.header = {};
+  write_zone_tables(group_, call_, plan_, info_.data());
+  assign_own_slots(group_, call_, plan_, info_[3]);
+}
+
+void PrepareSteps::deliver() {
+  take_slot_records(group_, call_, plan_);
+
+  HandleHeader header{};
+  header.magic = kHandleMagic;
+  header.group_id = group_.context.group_id;
+  header.plan_id = group_.protocol.sequence();
+  header.num_tokens = call_.num_tokens;
+  header.rows_in_use = plan_.header->rows_in_use;
+  header.top_k = call_.top_k;
+  header.alignment = call_.alignment;
+  header.rank = group_.window.rank;
+  header.rows_per_source = kExpertMajor;
+  header.checksum = header_checksum(header);
+  if (group_.context.checks_handle_mem)
+    header.body_checksum = body_checksum(call_.handle_mem, header, layout_, group_.context);
+  *plan_.header = header;
+
+  if (call_.info != nullptr) std::copy(info_.begin(), info_.end(), call_.info);
+  copy_outputs(group_, call_, plan_);
+  if (group_.context.overflow == EPX_OVERFLOW_ERROR && info_[2] > 0)
+    group_.status.record(overflow_event(group_.protocol.name(), {info_[0], info_[2], info_[4]}, group_.window.rank,
+                                        group_.context.shape.max_recv_tokens));
+}
+
 void prepare(HostGroup& group, const PrepareCall& call) {
-  const HandleLayout layout = make_handle_layout(group.context.shape, call.top_k);
-  HandleWriter plan(call.handle_mem, layout);
+  PrepareSteps steps(group, call);
   group.protocol.begin(EPX_OP_PREPARE);
-  count_routes(group, call);
-  publish_counts(group);
+  steps.publish_counts();
   CallDescriptor descriptor{};
   descriptor.top_k = call.top_k;
   descriptor.alignment = call.alignment;
   group.protocol.arrive(descriptor);
-  require_sound_counts(group, call);
-
-  std::array<int64_t, 5> info{};
-  *plan.header = {};
-  write_zone_tables(group, call, plan, info.data());
-  assign_slots(group, call, plan, info[3]);
+  steps.assign_slots();
   group.protocol.complete();
-
-  take_slot_records(group, call, plan);
-
-  HandleHeader header{};
-  header.magic = kHandleMagic;
-  header.group_id = group.context.group_id;
-  header.plan_id = group.protocol.sequence();
-  header.num_tokens = call.num_tokens;
-  header.rows_in_use = plan.header->rows_in_use;
-  header.top_k = call.top_k;
-  header.alignment = call.alignment;
-  header.rank = group.window.rank;
-  header.rows_per_source = kExpertMajor;
-  header.checksum = header_checksum(header);
-  if (group.context.checks_handle_mem) header.body_checksum = body_checksum(call.handle_mem, header, layout, group.context);
-  *plan.header = header;
-
-  if (call.info != nullptr) std::copy(info.begin(), info.end(), call.info);
-  copy_outputs(group, call, plan);
-  if (group.context.overflow == EPX_OVERFLOW_ERROR && info[2] > 0)
-    group.status.record(overflow_event(group.protocol.name(), {info[0], info[2], info[4]}, group.window.rank,
-                                       group.context.shape.max_recv_tokens));
+  steps.deliver();
 }
 
 } // namespace epx::host

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "runtime/stages/host/movement.h"
+#include "runtime/stages/host/prepare/prepare.h"
 #include "runtime/stages/host/rows/float_environment.h"
 #include "runtime/stages/host/rows/rows.h"
 
@@ -168,14 +169,38 @@ struct CombineBwdReceiver {
   }
 };
 
-} // namespace
-
-void dispatch(HostGroup& group, const DispatchCall& call) {
+CallDescriptor dispatch_descriptor(const HostGroup& group, const DispatchCall& call) {
   CallDescriptor descriptor = make_descriptor(group, call, call.recv_tokens, nullptr);
   descriptor.weights = call.topk_weights != nullptr ? 1 : 0;
   descriptor.sidecar_bytes = call.sidecar_bytes;
-  const ScatterInput input{call.tokens, call.topk_weights, call.sidecar, call.sidecar_bytes};
-  scatter(group, call, input, descriptor, DispatchReceiver{call, row_bytes(call)});
+  return descriptor;
+}
+ScatterInput dispatch_input(const DispatchCall& call) {
+  return {call.tokens, call.topk_weights, call.sidecar, call.sidecar_bytes};
+}
+
+} // namespace
+
+void dispatch(HostGroup& group, const DispatchCall& call) {
+  scatter(group, call, dispatch_input(call), dispatch_descriptor(group, call), DispatchReceiver{call, row_bytes(call)});
+}
+
+// One call with one entry and one exit barrier: a rank knows its routes' slots once it has the counts of all ranks, so the rows
+// travel beside the slot records.
+void prepare_dispatch(HostGroup& group, const PrepareDispatchCall& call) {
+  PrepareSteps steps(group, call.prepare);
+  CallDescriptor descriptor = dispatch_descriptor(group, call.dispatch);
+  describe_movement(descriptor, call.dispatch);
+  group.protocol.begin(EPX_OP_PREPARE_DISPATCH);
+  steps.publish_counts();
+  group.protocol.arrive(descriptor);
+  steps.assign_slots();
+  const Movement movement = movement_of_own_plan(group, call.dispatch);
+  send_rows(movement, dispatch_input(call.dispatch));
+  group.protocol.complete();
+  steps.deliver();
+  report_rows_beyond(movement);
+  receive_rows(movement, DispatchReceiver{call.dispatch, row_bytes(call.dispatch)});
 }
 
 void combine_bwd(HostGroup& group, const CombineBwdCall& call) {

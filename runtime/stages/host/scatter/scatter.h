@@ -8,6 +8,7 @@
 namespace epx::host {
 
 void dispatch(HostGroup& group, const DispatchCall& call);
+void prepare_dispatch(HostGroup& group, const PrepareDispatchCall& call);
 void combine_bwd(HostGroup& group, const CombineBwdCall& call);
 
 } // namespace epx::host

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// The steps of prepare before and behind the entry barrier, for the kernels that contain it. See prepare.cu.
+#pragma once
+
+#include "runtime/stages/cuda/prepare/count_exchange.cuh"
+#include "runtime/stages/cuda/prepare/routing_all_gather.cuh"
+
+namespace epx::cuda {
+
+// Returns the number of tokens of the rank that has the most; behind the entry barrier.
+__device__ __forceinline__ int32_t max_tokens_of_ranks(const PrepareContext& c) {
+  int32_t tokens = 0;
+#pragma unroll 1
+  for (int rank = 0; rank < c.shape.num_ranks; ++rank)
+    tokens = max(tokens, tokens_of(c, rank));
+  return tokens;
+}
+
+// The blocks that prepare call this before anything else.
+__device__ __forceinline__ void begin_prepare(const PrepareContext& c, const CallDescriptor& descriptor) {
+  if (blockIdx.x == 0) c.call.post(descriptor, c.call.sequence()); // which is the id of the new plan
+  if (threadIdx.x == 0) c.shared.dropped_routes = 0;
+}
+
+// Before the entry barrier, once the block is alone (CallSession::is_alone). Returns false, the same in all threads, when the
+// group has failed.
+__device__ __forceinline__ bool publish(const PrepareContext& c) {
+  if (!fits_all_gather(c, c.args.num_tokens)) return publish_counts(c);
+  publish_routes(c);
+  return true;
+}
+
+// Behind the entry barrier. Returns whether this block has delivered the totals.
+__device__ __forceinline__ bool prepare_behind_entry(const PrepareContext& c) {
+  if (const int32_t max_tokens = max_tokens_of_ranks(c); fits_all_gather(c, max_tokens)) {
+    routing_all_gather(c, max_tokens);
+    return is_all_gather_leader(c);
+  }
+  if (fits_all_gather(c, c.args.num_tokens) && !publish_counts(c)) return false; // the routes of another rank do not fit
+  count_exchange(c);
+  return blockIdx.x == 0;
+}
+
+} // namespace epx::cuda

@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: Apache-2.0
+// prepare_dispatch: the plan and the rows in one call. A rank with few tokens (sends_ll_rows) takes the kernel below. Its rows
+// leave as LL packets before any slot is known, since their staging is keyed by (source, token): to each rank that a valid
+// expert of the token lives on. A rank with more tokens takes two kernels, prepare's and then scatter's (launch_first_half,
+// launch_second_half), which make one call. Each rank learns from the descriptors which path its peers have taken, so the
+// ranks of a call may take different ones.
+//
+//   blocks          do                                                        wait for
+//   those that      post the call descriptor (block 0); publish routes or     the entry barrier; LL packets of routes, counts,
+//   prepare, the    counts, assign slots, deliver the plan and the outputs,   slot records and first slots
+//   first ones      as prepare does (prepare.cu); where all ranks have few
+//                   tokens, slots go to the other blocks as LL packets
+//   those that      send: store a chunk of a token of this rank into the      nothing
+//   move rows, the  staging of each peer that the token goes to
+//   others          receive: store a chunk of any rank's token into its       the entry barrier; then the LL packets of the
+//                   slots here                                                token's slots and of the chunk
+//                   pad warps clear pads (kPadWarps)                          the totals of the plan
+//   the same, where receive as the second half of the call does, each         the whole plan; then what the path of the token's
+//   a rank has many source by its own path                                    source makes a receiver wait for
+//   tokens
+//
+// In a grid of few blocks all blocks do both, one after the other: rows are sent before any wait, so ranks cannot wait for each
+// other in a ring.
+#include "runtime/stages/cuda/kernels.h"
+
+#include "base/device/launch.h"
+#include "runtime/stages/cuda/expert_ranks.cuh"
+#include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/prepare/prepare_steps.cuh"
+#include "runtime/stages/cuda/scatter/scatter.cuh"
+
+namespace epx::cuda {
+namespace {
+
+static_assert(kThreads == kMovementThreads);
+
+struct PrepareDispatchParams : ScatterParams<MixedDispatch> {
+  PrepareCall prepare;
+  ExpertRanks experts;
+  PrepareDispatchBlocks blocks;
+};
+
+// DeviceGroup::plan_packets has a packet of each block that prepares, which says that its part of the plan is complete, and
+// then the slots that PrepareRole::slot_packets describes.
+__device__ __forceinline__ LlPacket8* plan_ready_packet(const DeviceGroup& group, int block) {
+  return group.plan_packets + block;
+}
+__device__ __forceinline__ LlPacket8* slot_packets(const DeviceGroup& group) {
+  return group.plan_packets + kMaxPrepareBlocks;
+}
+
+// All threads of a block that prepares call this: its part of the plan is stored. A release at the scope of the GPU would do.
+__device__ __forceinline__ void signal_plan(const PrepareContext& c) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  fence_acq_rel_sys();
+  store_packet(c, plan_ready_packet(c.group, static_cast<int>(blockIdx.x)), 0);
+}
+// A warp waits for the parts of the blocks [first, end). Returns false, the same in all lanes, when the group has failed.
+__device__ __forceinline__ bool wait_for_plan(const DeviceGroup& group, const CallSession& call, int first, int end) {
+  bool ok = true;
+#pragma unroll 1
+  for (int block = first + lane(); block < end && ok; block += kWarp) {
+    LlPacket8 packet{};
+    ok = call.wait_for_packet(plan_ready_packet(group, block), packet, call.rank());
+  }
+  fence_acq_rel_sys();
+  return __all_sync(~0u, ok ? 1 : 0) != 0;
+}
+
+// The rows of a rank with few tokens: a warp takes a chunk of a row at a time.
+template <bool kUnaligned>
+class LlRowsOfNewPlan {
+  using Rows = LlDispatchRows<kUnaligned>;
+  using ChunkRange = typename Rows::ChunkRange;
+
+public:
+  __device__ LlRowsOfNewPlan(const PrepareDispatchParams& params, const CallSession& call)
+      : params_(params), args_(params.operation.call), layout_(params.group.context.layout), call_(call),
+        rows_(params.group, call, args_) {}
+
+  // Before the entry barrier.
+  __device__ void send() const {
+    if (call_.num_ranks() == 1) return;
+    const WorkPartition partition = partition_of_warps(0, kMovementWarps);
+    const auto tiles = static_cast<uint32_t>(args_.num_tokens) * rows_.num_chunks();
+#pragma unroll 1
+    for (auto tile = static_cast<uint32_t>(partition.index); tile < tiles; tile += static_cast<uint32_t>(partition.count)) {
+      const uint32_t token = tile / rows_.num_chunks();
+      const ChunkRange range = rows_.range_at(tile - token * rows_.num_chunks());
+      const LlChunk chunk = rows_.load(token, range);
+      const PerRoute<int> ranks{rank_of_route(token, lane()), rank_of_route(token, lane() + kWarp)};
+      RankMask destinations;
+      if (ranks.low >= 0) destinations.set(ranks.low);
+      if (ranks.high >= 0) destinations.set(ranks.high);
+      rows_.send(token, range, RankMask::from_bits(or_of_lanes(destinations.bits())), chunk);
+      if (range.chunk == 0 && args_.topk_weights != nullptr) send_weights(token, ranks);
+    }
+  }
+
+  // Behind the entry barrier, where all ranks have few tokens.
+  __device__ void receive() const {
+    const int num_ranks = call_.num_ranks();
+    const auto tokens = static_cast<uint32_t>(max_tokens() * num_ranks);
+    const WorkPartition partition = partition_of_warps(0, num_copy_warps());
+#pragma unroll 1
+    for (auto tile = static_cast<uint32_t>(partition.rotated_index());; tile += static_cast<uint32_t>(partition.count)) {
+      const uint32_t index = tile / rows_.num_chunks();
+      if (index >= tokens) return;
+      const auto token = static_cast<int32_t>(index / static_cast<uint32_t>(num_ranks));
+      const int i = static_cast<int>(index) - token * num_ranks;
+      const int source = i < num_ranks - 1 ? peer_in_order(call_, token, i) : call_.rank();
+      if (token >= call_.descriptors().num_tokens[source]) continue;
+      const ChunkRange range = rows_.range_at(tile - index * rows_.num_chunks());
+      if (!(source == call_.rank() ? store_own(token, range) : receive_chunk(source, token, range))) return;
+    }
+  }
+
+  // Returns whether the calling warp is a pad warp.
+  __device__ bool is_pad_warp() const {
+    return static_cast<int>(threadIdx.x) / kWarp >= num_copy_warps();
+  }
+  __device__ WorkPartition pad_partition() const {
+    return partition_of_warps(num_copy_warps(), kMovementWarps);
+  }
+
+private:
+  __device__ int num_copy_warps() const {
+    return args_.alignment > 1 && args_.clears_pads ? kMovementWarps - kPadWarps : kMovementWarps;
+  }
+  __device__ WorkPartition partition_of_warps(int first, int end) const {
+    const auto first_block = static_cast<int>(params_.blocks.first_of_rows);
+    return partition_warps(first, end - first, first_block, static_cast<int>(gridDim.x) - first_block);
+  }
+  __device__ int32_t max_tokens() const {
+    int32_t tokens = 0;
+#pragma unroll 1
+    for (int rank = 0; rank < call_.num_ranks(); ++rank)
+      tokens = max(tokens, call_.descriptors().num_tokens[rank]);
+    return tokens;
+  }
+
+  // Returns the rank of a route's expert; -1: it is masked, its index is bad, or there is no such route.
+  __device__ int rank_of_route(int64_t token, int k) const {
+    if (k >= args_.top_k) return -1;
+    const int64_t index = index_at(params_.prepare, route_index(token, args_.top_k, k));
+    return index >= 0 && index < params_.experts.blocks.num_experts ? params_.experts.rank_of(static_cast<int>(index)) : -1;
+  }
+  __device__ void send_weights(int64_t token, const PerRoute<int>& ranks) const {
+    for (int first = 0; first < args_.top_k; first += kWarp)
+      if (const int rank = ranks.own(first); rank >= 0 && rank != call_.rank())
+        rows_.send_weight_of(rank, token, first + lane());
+  }
+
+  // The live slots of a token on this rank, once the blocks that prepare have assigned them. Returns false, the same in all
+  // lanes, when the group has failed.
+  struct FoundSlots {
+    bool ok;
+    LlSlots slots;
+  };
+  __device__ FoundSlots wait_for_slots(int source, int32_t token) const {
+    const LlPacket8* const packets = slot_packets(params_.group) + (source * layout_.ll_tokens + token) * args_.top_k;
+    bool ok = true;
+    const auto live_slot = [&](int k) {
+      LlPacket8 packet{-1, 0};
+      if (k < args_.top_k && ok) ok = call_.wait_for_packet(packets + k, packet, call_.rank());
+      return ok && packet.value < args_.recv_rows ? packet.value : -1;
+    };
+    const int32_t low = live_slot(lane());
+    const int32_t high = args_.top_k > kWarp ? live_slot(lane() + kWarp) : -1;
+    return {__all_sync(~0u, ok ? 1 : 0) != 0, {low, high}};
+  }
+
+  // These return false when the group has failed.
+  __device__ bool store_own(int32_t token, const ChunkRange& range) const {
+    const LlChunk chunk = rows_.load(token, range); // overlaps the wait
+    const auto [ok, slots] = wait_for_slots(call_.rank(), token);
+    if (!ok) return false;
+    rows_.store_into(slots, range, chunk);
+    if (range.chunk == 0 && args_.topk_weights != nullptr)
+      for (int first = 0; first < args_.top_k; first += kWarp)
+        if (const int32_t slot = slots.own(first); slot >= 0)
+          args_.recv_weights[slot] = args_.topk_weights[route_index(token, args_.top_k, first + lane())];
+    return true;
+  }
+  __device__ bool receive_chunk(int source, int32_t token, const ChunkRange& range) const {
+    IncomingLlChunk incoming = rows_.incoming(source, token, range); // overlaps the wait
+    const auto [ok, slots] = wait_for_slots(source, token);
+    if (!ok) return false;
+    if (slots.live == 0) return true; // the token may not have been sent to this rank
+    if (!rows_.receive(incoming, source, token, range, slots)) return false;
+    return range.chunk != 0 || args_.recv_weights == nullptr || rows_.receive_weights(source, token, slots, true);
+  }
+
+  const PrepareDispatchParams& params_;
+  const DispatchCall& args_;
+  const WindowLayout& layout_;
+  const CallSession& call_;
+  Rows rows_;
+};
+
+// Behind the entry barrier: returns whether all ranks have sent LL packets, and exchange their routes.
+__device__ __forceinline__ bool all_ranks_send_ll(const PrepareDispatchParams& params, const CallSession& call) {
+  bool all = !call.takes_ht_path();
+#pragma unroll 1
+  for (int rank = 0; rank < call.num_ranks(); ++rank)
+    all &= sends_ll_rows(params.group.context.layout, call.descriptors().num_tokens[rank], params.call.top_k);
+  return all;
+}
+
+template <bool kUnaligned>
+__device__ __forceinline__ void receive_rows(const PrepareDispatchParams& params, const CallSession& call) {
+  const LlRowsOfNewPlan<kUnaligned> rows(params, call);
+  if (!rows.is_pad_warp()) {
+    rows.receive();
+    return;
+  }
+  const auto leader = static_cast<int>(params.blocks.prepare) - 1; // delivers the totals
+  if (!wait_for_plan(params.group, call, leader, leader + 1)) return;
+  TmaRowPipeline pipeline = pipeline_of_warp();
+  clear_pads(params.operation, HandleReader(params.call.handle_mem, params.layout), params.experts.blocks, call.rank(),
+             pipeline, rows.pad_partition());
+  pipeline.finish();
+}
+
+__device__ __noinline__ void send_unaligned_rows(const PrepareDispatchParams& params, const CallSession call) {
+  LlRowsOfNewPlan<true>(params, call).send();
+}
+__device__ __noinline__ void receive_unaligned_rows(const PrepareDispatchParams& params, const CallSession call) {
+  receive_rows<true>(params, call);
+}
+
+// Some rank has many tokens, so that ranks have exchanged counts, and its rows come with ready flags.
+__device__ __noinline__ void receive_mixed_rows(const PrepareDispatchParams& params, const CallSession call) {
+  if (!wait_for_plan(params.group, call, 0, static_cast<int>(params.blocks.prepare))) return;
+  const Movement movement(params, call);
+  if (!movement.is_usable()) return; // the group has failed
+  TmaRowPipeline pipeline = pipeline_of_warp();
+  const Scatter scatter(params, movement, pipeline);
+  const auto first_block = static_cast<int>(params.blocks.first_of_rows);
+  const WarpAssignment warp{partition_warps(0, kMovementWarps, first_block, static_cast<int>(gridDim.x) - first_block),
+                            WarpRole::receive};
+  if (params.operation.clears_pads()) scatter.clear_pads(warp);
+  scatter.receive(warp);
+}
+
+__device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& params) {
+  __shared__ PrepareShared shared;
+  const CallSession call(params.group, EPX_OP_PREPARE_DISPATCH);
+  const bool prepares = blockIdx.x < params.blocks.prepare;
+  const bool moves_rows = blockIdx.x >= params.blocks.first_of_rows;
+  const PrepareRole role{params.blocks.prepare, moves_rows ? 0 : gridDim.x, !moves_rows, slot_packets(params.group)};
+  const PrepareContext c(params.group, params.prepare, params.layout, call, role, shared, dynamic_shared_memory<int32_t>());
+  if (prepares) begin_prepare(c, params.descriptor);
+  if (!call.is_alone()) return;
+  if (moves_rows) {
+    if (has_unaligned_rows(params.operation.call))
+      send_unaligned_rows(params, call);
+    else
+      LlRowsOfNewPlan<false>(params, call).send();
+  }
+  if (prepares && !publish(c)) return;
+  if (!call.enter(params.descriptor)) return; // the entry barrier
+  if (moves_rows && threadIdx.x == 0) call.sent(gridDim.x);
+  const bool all_ll = all_ranks_send_ll(params, call);
+  if (prepares) {
+    const bool has_totals = prepare_behind_entry(c);
+    if (!all_ll || (params.operation.clears_pads() && params.call.alignment > 1)) signal_plan(c);
+    __syncthreads(); // all threads of the block have stored the totals
+    if (has_totals && threadIdx.x == 0) report_events(call.context(), params, call.descriptors(), true);
+  }
+  if (!moves_rows) return;
+  if (!all_ll)
+    receive_mixed_rows(params, call);
+  else if (has_unaligned_rows(params.operation.call))
+    receive_unaligned_rows(params, call);
+  else
+    receive_rows<false>(params, call);
+}
+
+__global__ void __launch_bounds__(kMovementThreads)
+    prepare_dispatch_kernel(const __grid_constant__ PrepareDispatchParams params) {
+  pdl_wait(params);
+  prepare_dispatch(params);
+  leave(params.group);
+}
+
+} // namespace
+
+const void* prepare_dispatch_kernel_address() {
+  return reinterpret_cast<const void*>(&prepare_dispatch_kernel);
+}
+size_t plan_packet_words(const GroupShape& shape) {
+  return kMaxPrepareBlocks + static_cast<size_t>(shape.num_ranks * max_ll_tokens(shape) * shape.max_top_k);
+}
+
+cudaError_t launch_prepare_dispatch(const DeviceGroup& group, LaunchPlan& plan, const PrepareDispatchCall& call,
+                                    const RegisteredRange& range, cudaStream_t stream) {
+  const DispatchCall& dispatch = call.dispatch;
+  const GroupShape& shape = group.context.shape;
+  const int64_t row_bytes = epx::row_bytes(dispatch.dtype, dispatch.hidden);
+  const int32_t weights = dispatch.topk_weights != nullptr ? 1 : 0;
+  MovementParams movement = make_movement_params(group, {}, dispatch, weights, dispatch.sidecar_bytes, range);
+  if (!sends_ll_rows(group.context.layout, dispatch.num_tokens, dispatch.top_k)) {
+    const cudaError_t error = launch_first_half(group, plan, call.prepare, movement.descriptor, stream);
+    return error != cudaSuccess ? error : launch_second_half(group, plan, dispatch, range, stream);
+  }
+  const int alignment = dispatch.clears_pads ? dispatch.alignment : 1; // of zones that have pads to clear
+  const auto [grid, blocks] = plan.next_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, row_bytes, alignment, stream);
+  const PrepareDispatchParams params{{movement, {{dispatch, row_bytes}}},
+                                     call.prepare,
+                                     ExpertRanks(ExpertBlocks{shape.num_experts, shape.num_ranks}),
+                                     blocks};
+  return launch_cooperative(&prepare_dispatch_kernel, grid, stream, params);
+}
+
+} // namespace epx::cuda
