@@ -33,16 +33,23 @@ void test_replays(const RankContext& context, epx_combine_precision precision, b
     layer.rank_major();
     layer.backward();
   };
-  const Graph graph(stream_of(context), all_calls);
+  const auto fused_calls = [&] {
+    layer.prepare_dispatch();
+    layer.combine();
+    layer.backward();
+    layer.rank_major();
+  };
+  const Graph graph(stream_of(context), all_calls), fused_graph(stream_of(context), fused_calls);
   const std::vector<RoutingStyle> routings = {RoutingStyle::uniform, RoutingStyle::hot, RoutingStyle::repeated,
                                               RoutingStyle::skewed};
   for (uint64_t round = 0; round < 12; ++round) {
     const Workload work = make_workload(shape, small_layer(3, 16, routings[round % routings.size()]), 100 + round);
     layer.write(work);
+    const bool is_fused = round % 2 == 1;
     if (round % 3 == 1)
-      all_calls();
+      is_fused ? fused_calls() : all_calls();
     else
-      graph.launch();
+      (is_fused ? fused_graph : graph).launch();
     context.device->finish();
     layer.check_forward(work);
     layer.check_backward(work);
@@ -127,7 +134,7 @@ void test_event_counts(const RankContext& context, uint64_t replays) {
   work.routing[static_cast<size_t>(context.rank)].topk_idx[4] = shape.num_experts + 7; // token 1, k 1
   layer.write(work);
   const Graph dispatch(stream_of(context), [&] { layer.dispatch(); }),
-      prepare(stream_of(context), [&] { layer.prepare(); });
+      prepare(stream_of(context), [&] { layer.prepare(); }), fused(stream_of(context), [&] { layer.prepare_dispatch(); });
   uint64_t calls = 0;
   const auto replay_and_check = [&](const Graph& graph, uint64_t times, epx_event_kind kind, epx_operation operation,
                                     const std::string& sentence) {
@@ -149,6 +156,7 @@ void test_event_counts(const RankContext& context, uint64_t replays) {
   replay_and_check(dispatch, some, EPX_EVENT_HANDLE_MISMATCH, EPX_OP_DISPATCH, "not filled in by epx_prepare");
   replay_and_check(prepare, replays, EPX_EVENT_BAD_INDEX, EPX_OP_PREPARE, "1 bad entries in topk_idx");
   replay_and_check(prepare, some, EPX_EVENT_BAD_INDEX, EPX_OP_PREPARE, "token 1, k 1");
+  replay_and_check(fused, some, EPX_EVENT_BAD_INDEX, EPX_OP_PREPARE_DISPATCH, "token 1, k 1");
   const epx_group_report report = group.view().status();
   check_equal(report.event_counts[EPX_EVENT_BAD_INDEX], uint64_t{0}, "bad indices after the last look");
 }

@@ -192,6 +192,25 @@ void ResidentLayer::dispatch() {
   check_ok(epx_dispatch(group_.handle(), &dispatch), "epx_dispatch");
 }
 
+void ResidentLayer::prepare_dispatch() {
+  const int num_local_experts = group_.info().num_local_experts;
+  const epx_tensor topk_idx = epx_tensor_2d(memories_[kTopkIdx].data, EPX_INT64, num_tokens_, layer_.top_k);
+  const epx_tensor counts = epx_tensor_1d(memories_[kCounts].data, EPX_INT32, num_local_experts);
+  const epx_tensor offsets = epx_tensor_1d(memories_[kOffsets].data, EPX_INT32, num_local_experts + 1);
+  const epx_tensor tokens = rows(kTokens, num_tokens_), recv_tokens = rows(kRecvTokens, recv_rows_);
+  const epx_tensor topk_weights = floats(kTopkWeights, num_tokens_, layer_.top_k);
+  const epx_tensor recv_weights = floats(kRecvWeights, recv_rows_, 0);
+  auto call = make_args<epx_prepare_dispatch_args>();
+  call.topk_idx = &topk_idx;
+  call.counts = &counts;
+  call.offsets = &offsets;
+  call.tokens = &tokens;
+  call.topk_weights = &topk_weights;
+  call.recv_tokens = &recv_tokens;
+  call.recv_weights = &recv_weights;
+  check_ok(epx_prepare_dispatch(group_.handle(), &call), "epx_prepare_dispatch");
+}
+
 void ResidentLayer::combine() {
   const epx_tensor expert_out = rows(kExpertOut, recv_rows_), out = rows(kOut, num_tokens_);
   const epx_tensor combine_weights = floats(kCombineWeights, recv_rows_, 0);

@@ -33,6 +33,7 @@ public:
   // These are asynchronous on the stream.
   void prepare();
   void dispatch();
+  void prepare_dispatch(); // what the two before do
   void combine();
   void forward();  // the three above
   void backward(); // the two below

@@ -35,14 +35,15 @@ constexpr int kBusyRow = 1024;
 // Owns a layer, its graph, and a snapshot of its memory for each of its inputs.
 struct Subject {
   std::unique_ptr<ResidentLayer> layer;
-  std::unique_ptr<Graph> graph;
+  std::unique_ptr<Graph> graph, fused_graph; // with prepare and dispatch; with prepare_dispatch
   std::vector<ResidentLayer::SnapshotOwner> inputs;
 
-  // Makes each movement of the forward `times` times: nothing else comes between calls that use the same staging.
-  void call(int times = 1) const {
-    layer->prepare();
+  // Makes each movement of the forward `times` times: nothing else comes between calls that use the same staging. is_fused:
+  // prepare_dispatch takes the place of prepare and dispatch.
+  void call(bool is_fused, int times = 1) const {
+    if (!is_fused) layer->prepare();
     for (int i = 0; i < times; ++i)
-      layer->dispatch();
+      is_fused ? layer->prepare_dispatch() : layer->dispatch();
     for (int i = 0; i < times; ++i)
       layer->combine();
     for (int i = 0; i < times; ++i)
@@ -55,7 +56,8 @@ Subject make_subject(const RankContext& context, GroupRun& group, const LayerCas
                      uint64_t seed) {
   Subject subject;
   subject.layer = std::make_unique<ResidentLayer>(group, layer_case, in_place);
-  subject.graph = std::make_unique<Graph>(stream_of(context), [&] { subject.call(); });
+  subject.graph = std::make_unique<Graph>(stream_of(context), [&] { subject.call(false); });
+  subject.fused_graph = std::make_unique<Graph>(stream_of(context), [&] { subject.call(true); });
   Rng rng(seed);
   for (int i = 0; i < inputs; ++i) {
     LayerCase routed = layer_case;
@@ -63,7 +65,7 @@ Subject make_subject(const RankContext& context, GroupRun& group, const LayerCas
         {RoutingStyle::uniform, RoutingStyle::distinct, RoutingStyle::hot, RoutingStyle::skewed, RoutingStyle::repeated});
     const Workload work = make_workload(group.shape(), routed, seed + static_cast<uint64_t>(i));
     subject.layer->write(work);
-    subject.call();
+    subject.call(i % 2 == 0);
     context.device->finish();
     subject.layer->check_forward(work);
     subject.layer->check_backward(work);
@@ -154,13 +156,13 @@ void soak(const RankContext& context, const Options& options) {
     for (uint64_t iteration = 0; is_timed || iteration < options.iterations / kinds.size(); ++iteration) {
       const Subject& subject = subjects[rng.below(subjects.size())];
       const ResidentLayer::Snapshot& input = *subject.inputs[rng.below(subject.inputs.size())];
-      const bool replays = rng.chance(50);
+      const bool replays = rng.chance(50), is_fused = rng.chance(50);
       const int times = rng.chance(50) ? 2 : 1;
       subject.layer->restore_inputs(input);
       if (replays)
-        subject.graph->launch();
+        (is_fused ? subject.fused_graph : subject.graph)->launch();
       else
-        subject.call(times);
+        subject.call(is_fused, times);
       subject.layer->count_wrong(input, wrong_bytes);
       if (iteration % check_every != 0) continue;
       context.device->read(&wrong, wrong_bytes, sizeof(wrong));

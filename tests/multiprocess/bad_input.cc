@@ -54,6 +54,7 @@ TEST_CASE("a refused call changes nothing and takes no sequence number") {
         }
       }
       round.run_all();
+      if (table[i].op == Op::prepare_dispatch) round.run_fused();
       if (table[i].op >= Op::dispatch_rank_major) round.run_rank_major();
     }
     check(wrong.empty(), "{}", wrong);

@@ -33,6 +33,7 @@ const std::vector<Entry>& calls_of_one_thread() {
   static const std::vector<Entry> kEntries = {
       {"epx_prepare", [](epx_group group) { return epx_prepare(group, nullptr); }},
       {"epx_dispatch", [](epx_group group) { return epx_dispatch(group, nullptr); }},
+      {"epx_prepare_dispatch", [](epx_group group) { return epx_prepare_dispatch(group, nullptr); }},
       {"epx_combine", [](epx_group group) { return epx_combine(group, nullptr); }},
       {"epx_combine_bwd", [](epx_group group) { return epx_combine_bwd(group, nullptr); }},
       {"epx_dispatch_bwd", [](epx_group group) { return epx_dispatch_bwd(group, nullptr); }},

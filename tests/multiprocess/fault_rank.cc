@@ -85,6 +85,9 @@ epx_status FaultRank::call(epx_operation operation, const CallFields& terms) {
   case EPX_OP_DISPATCH:
     status = call_dispatch(terms);
     break;
+  case EPX_OP_PREPARE_DISPATCH:
+    status = call_prepare_dispatch(terms);
+    break;
   case EPX_OP_COMBINE:
     status = call_combine(terms);
     break;
@@ -160,6 +163,28 @@ epx_status FaultRank::call_dispatch(const CallFields& terms) {
   return epx_dispatch(group_, &args);
 }
 
+epx_status FaultRank::call_prepare_dispatch(const CallFields& terms) {
+  epx_group_info info = {};
+  info.struct_size = sizeof(info);
+  check_ok(epx_group_query(group_, &info), "epx_group_query");
+  auto args = make_args<epx_prepare_dispatch_args>(terms);
+  std::byte* integers = memory_[kIntegers];
+  const epx_tensor topk_idx = epx_tensor_2d(integers, EPX_INT32, kTokens, terms.top_k); // zeros: all to expert 0
+  const epx_tensor counts = epx_tensor_1d(integers + 1024, EPX_INT32, info.num_local_experts);
+  const epx_tensor offsets = epx_tensor_1d(integers + 2048, EPX_INT32, info.num_local_experts + 1);
+  const epx_tensor tokens = rows(kTokens, terms, kTokenRows), recv_tokens = rows(kRecvRows, terms, kSlotRows);
+  const epx_tensor topk_weights = floats(kTokens, terms.top_k, kTokenFloats);
+  const epx_tensor recv_weights = floats(kRecvRows, 0, kSlotFloats);
+  args.topk_idx = &topk_idx;
+  args.counts = &counts;
+  args.offsets = &offsets;
+  args.tokens = &tokens;
+  args.topk_weights = terms.weights ? &topk_weights : nullptr;
+  args.recv_tokens = &recv_tokens;
+  args.recv_weights = terms.weights ? &recv_weights : nullptr;
+  return epx_prepare_dispatch(group_, &args);
+}
+
 epx_status FaultRank::call_combine(const CallFields& terms) {
   auto args = make_args<epx_combine_args>(terms);
   const epx_tensor expert_out = rows(kRecvRows, terms, kSlotRows);
@@ -223,8 +248,19 @@ epx_status FaultRank::call_dispatch_rank_major(const CallFields& terms) {
 }
 
 const char* operation_name(epx_operation operation) {
-  constexpr const char* kNames[] = {"none",      "prepare",  "dispatch",           "combine", "combine_bwd", "dispatch_bwd",
-                                    "mem_alloc", "mem_free", "dispatch_rank_major"};
+  constexpr const char* kNames[] = {"none",
+                                    "prepare",
+                                    "dispatch",
+                                    "combine",
+                                    "combine_bwd",
+                                    "dispatch_bwd",
+                                    "mem_alloc",
+                                    "mem_free",
+                                    "dispatch_rank_major",
+                                    "combine_rank_major",
+                                    "combine_rank_major_bwd",
+                                    "dispatch_rank_major_bwd",
+                                    "prepare_dispatch"};
   return kNames[operation];
 }
 
@@ -249,8 +285,9 @@ epx_group_report check_failed(FaultRank& rank, epx_status returned, const Expect
   const epx_group_info info = GroupView(rank.group()).query();
   const bool has_several_nodes = info.ranks_per_node < info.num_ranks;
   const auto begin = Clock::now();
-  for (const epx_operation operation : {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD,
-                                        EPX_OP_DISPATCH_BWD, EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_MEM_ALLOC}) {
+  for (const epx_operation operation :
+       {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD,
+        EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE_DISPATCH, EPX_OP_MEM_ALLOC}) {
     if (operation == EPX_OP_DISPATCH_RANK_MAJOR && has_several_nodes) continue; // it is refused in any case
     check_status(rank.call(operation), expected.status, fmt::format("epx_{} after the failure", operation_name(operation)));
   }

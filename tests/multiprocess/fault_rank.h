@@ -46,6 +46,7 @@ public:
 private:
   epx_status call_prepare(const CallFields& terms);
   epx_status call_dispatch(const CallFields& terms);
+  epx_status call_prepare_dispatch(const CallFields& terms);
   epx_status call_combine(const CallFields& terms);
   epx_status call_combine_bwd(const CallFields& terms);
   epx_status call_dispatch_bwd(const CallFields& terms);

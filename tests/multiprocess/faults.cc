@@ -132,8 +132,9 @@ void disagree_on(epx_operation operation, void (*change)(CallFields&), const std
 } // namespace
 
 TEST_CASE("a rank that does not come is named by all, and its own late call fails") {
-  for (const epx_operation operation : {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD,
-                                        EPX_OP_DISPATCH_BWD, EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_MEM_ALLOC}) {
+  for (const epx_operation operation :
+       {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD,
+        EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE_DISPATCH, EPX_OP_MEM_ALLOC}) {
     CAPTURE(std::string(operation_name(operation)));
     stay_away_from(operation);
   }
@@ -214,11 +215,11 @@ TEST_CASE("abort before a call ends the group, also one of a single rank, and ma
 }
 
 TEST_CASE("ranks that make different calls are out of sequence") {
-  const std::pair<epx_operation, epx_operation> pairs[] = {{EPX_OP_DISPATCH, EPX_OP_COMBINE},
-                                                           {EPX_OP_PREPARE, EPX_OP_DISPATCH},
-                                                           {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD},
-                                                           {EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE},
-                                                           {EPX_OP_MEM_ALLOC, EPX_OP_DISPATCH}};
+  const std::pair<epx_operation, epx_operation> pairs[] = {
+      {EPX_OP_DISPATCH, EPX_OP_COMBINE},         {EPX_OP_PREPARE, EPX_OP_DISPATCH},
+      {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD}, {EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE},
+      {EPX_OP_PREPARE_DISPATCH, EPX_OP_PREPARE}, {EPX_OP_DISPATCH, EPX_OP_PREPARE_DISPATCH},
+      {EPX_OP_MEM_ALLOC, EPX_OP_DISPATCH}};
   for (const auto& [first, second] : pairs) {
     CAPTURE(std::string(operation_name(first)));
     disagree(first, second, {}, {}, EPX_ERROR_OUT_OF_SEQUENCE, {operation_name(first), operation_name(second)});
@@ -238,7 +239,8 @@ TEST_CASE("ranks that free different memory are out of sequence") {
 }
 
 TEST_CASE("when ranks disagree on a field of a call, each reports the field, the ranks and the values") {
-  for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD}) {
+  for (const epx_operation operation :
+       {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD, EPX_OP_PREPARE_DISPATCH}) {
     CAPTURE(std::string(operation_name(operation)));
     disagree_on(operation, [](CallFields& terms) { terms.hidden = 7; }, {"hidden", "8", "7"});
     disagree_on(operation, [](CallFields& terms) { terms.dtype = EPX_BFLOAT16; }, {"dtype", "float32", "bfloat16"});
@@ -248,7 +250,7 @@ TEST_CASE("when ranks disagree on a field of a call, each reports the field, the
   disagree_on(EPX_OP_PREPARE, [](CallFields& terms) { terms.top_k = 3; }, {"top_k", "2", "3"});
   disagree_on(EPX_OP_DISPATCH, [](CallFields& terms) { terms.sidecar_bytes = 5; }, {"sidecar", "0", "5"});
   disagree_on(EPX_OP_DISPATCH_RANK_MAJOR, [](CallFields& terms) { terms.rows_per_source = 0; }, {"M", "4", "0"});
-  for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD}) {
+  for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_PREPARE_DISPATCH}) {
     disagree_on(operation, [](CallFields& terms) { terms.weights = false; }, {"weights"});
   }
   for (const epx_operation operation : {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD}) {

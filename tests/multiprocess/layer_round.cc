@@ -63,6 +63,28 @@ epx_group_config round_config() {
   return config;
 }
 
+void set_prepare_dispatch(Calls& calls) {
+  epx_prepare_dispatch_args& args = calls.prepare_dispatch;
+  args.struct_size = sizeof(args);
+  args.layer = calls.prepare.layer;
+  args.handle_mem = calls.prepare.handle_mem;
+  args.handle_mem_bytes = calls.prepare.handle_mem_bytes;
+  args.stream = calls.prepare.stream;
+  args.topk_idx = calls.prepare.topk_idx;
+  args.counts = calls.prepare.counts;
+  args.offsets = calls.prepare.offsets;
+  args.global_counts = calls.prepare.global_counts;
+  args.info = calls.prepare.info;
+  args.slot = calls.prepare.slot;
+  args.slot_origin = calls.prepare.slot_origin;
+  args.tokens = calls.dispatch.tokens;
+  args.topk_weights = calls.dispatch.topk_weights;
+  args.recv_tokens = calls.dispatch.recv_tokens;
+  args.recv_weights = calls.dispatch.recv_weights;
+  args.pads = calls.dispatch.pads;
+  args.reserved0 = calls.dispatch.reserved0;
+}
+
 epx_status call(Op op, const Calls& calls) {
   const bool none = calls.without_args;
   switch (op) {
@@ -76,6 +98,8 @@ epx_status call(Op op, const Calls& calls) {
     return epx_combine_bwd(calls.group, none ? nullptr : &calls.combine_bwd);
   case Op::dispatch_bwd:
     return epx_dispatch_bwd(calls.group, none ? nullptr : &calls.dispatch_bwd);
+  case Op::prepare_dispatch:
+    return epx_prepare_dispatch(calls.group, none ? nullptr : &calls.prepare_dispatch);
   case Op::dispatch_rank_major:
     return epx_dispatch_rank_major(calls.group, none ? nullptr : &calls.dispatch_rank_major);
   case Op::combine_rank_major:
@@ -214,6 +238,7 @@ std::unique_ptr<Calls> LayerRound::calls() {
   c.dispatch.topk_weights = &c.topk_weights;
   c.dispatch.recv_tokens = &c.recv_tokens;
   c.dispatch.recv_weights = &c.recv_weights;
+  set_prepare_dispatch(c);
   begin(c.combine);
   c.combine.expert_out = &c.expert_out;
   c.combine.recv_weights = &c.recv_weights;
@@ -273,8 +298,16 @@ void LayerRound::run(Op op) {
 }
 
 void LayerRound::run_all() {
+  run_and_check({Op::prepare, Op::dispatch, Op::combine, Op::combine_bwd, Op::dispatch_bwd});
+}
+
+void LayerRound::run_fused() {
+  run_and_check({Op::prepare_dispatch, Op::combine, Op::combine_bwd, Op::dispatch_bwd});
+}
+
+void LayerRound::run_and_check(std::initializer_list<Op> operations) {
   scribble_outputs();
-  for (const Op op : {Op::prepare, Op::dispatch, Op::combine, Op::combine_bwd, Op::dispatch_bwd})
+  for (const Op op : operations)
     run(op);
   check_results();
   epx_group_report report{};

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -38,6 +39,7 @@ enum class Op {
   combine,
   combine_bwd,
   dispatch_bwd,
+  prepare_dispatch,
   dispatch_rank_major,
   combine_rank_major,
   combine_rank_major_bwd,
@@ -59,6 +61,7 @@ struct Calls {
   epx_tensor grad_recv{}, grad_tokens{}, grad_topk_weights{}; // grad_recv is grad_expert_out
   epx_prepare_args prepare{};
   epx_dispatch_args dispatch{};
+  epx_prepare_dispatch_args prepare_dispatch{}; // see set_prepare_dispatch
   epx_combine_args combine{};
   epx_combine_bwd_args combine_bwd{};
   epx_dispatch_bwd_args dispatch_bwd{};
@@ -73,6 +76,9 @@ struct Calls {
   epx_combine_rank_major_bwd_args combine_rank_major_bwd{};
   epx_dispatch_rank_major_bwd_args dispatch_rank_major_bwd{};
 };
+
+// Makes the arguments of prepare_dispatch those of prepare and dispatch.
+void set_prepare_dispatch(Calls& calls);
 
 epx_status call(Op op, const Calls& calls);
 
@@ -93,6 +99,7 @@ public:
   void run(Op op);       // a good call
   void run_all();        // scribbles over the outputs, makes and checks the five calls, and checks that nothing is reported
   void check_results();  // compares the results of the five calls
+  void run_fused();      // as run_all, with prepare_dispatch in the place of prepare and dispatch
   void run_rank_major(); // the same with the four rank-major calls
   std::vector<std::byte> memory() const; // a copy of the inputs, the handle and the outputs
   std::byte* handle() { return at(kHandle); }
@@ -150,6 +157,7 @@ private:
   const T* as(Buffer buffer) const {
     return reinterpret_cast<const T*>(at(buffer));
   }
+  void run_and_check(std::initializer_list<Op> operations);
   void lay_out();
   void fill_inputs();
   bool kept(int t, int k) const { return !masked_[t * kTopK + k]; }

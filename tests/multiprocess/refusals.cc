@@ -425,12 +425,40 @@ std::vector<Refusal> of_later_rank_major_calls(int num_tokens) {
   return table;
 }
 
+// prepare_dispatch refuses what prepare and dispatch refuse, and tokens that are not those of the indices.
+std::vector<Refusal> of_prepare_dispatch(int num_tokens, int num_local, int64_t num_rows) {
+  std::vector<Refusal> table;
+  const auto add = [&](const Refusal& refusal) {
+    table.push_back({"prepare_dispatch as " + refusal.name, Op::prepare_dispatch,
+                     [spoil = refusal.spoil](Calls& c) {
+                       spoil(c);
+                       set_prepare_dispatch(c);
+                     },
+                     refusal.words});
+  };
+  for (const Refusal& refusal : of_prepare(num_tokens, num_local, num_rows))
+    add(refusal);
+  for (const Refusal& refusal : of_dispatch(num_tokens, num_rows))
+    add(refusal);
+  const auto other_tokens = [](Calls& c) { c.tokens.sizes[0] = c.topk_weights.sizes[0] = 1; };
+  table.push_back({"prepare_dispatch: tokens of another T",
+                   Op::prepare_dispatch,
+                   other_tokens,
+                   {"epx_prepare_dispatch", "tokens", "1", text(num_tokens), "topk_idx"}});
+  table.push_back({"prepare_dispatch: recv_tokens in slot_origin",
+                   Op::prepare_dispatch,
+                   [](Calls& c) { c.recv_tokens.data = c.slot_origin.data; },
+                   {"recv_tokens", "slot_origin", "overlap"}});
+  return table;
+}
+
 } // namespace
 
 std::vector<Refusal> refusals(int num_tokens, int num_local_experts, int64_t num_rows, size_t handle_bytes) {
   std::vector<Refusal> table;
   add_common(table, "prepare", Op::prepare, &Calls::prepare, handle_bytes);
   add_common(table, "dispatch", Op::dispatch, &Calls::dispatch, handle_bytes);
+  add_common(table, "prepare_dispatch", Op::prepare_dispatch, &Calls::prepare_dispatch, handle_bytes);
   add_common(table, "combine", Op::combine, &Calls::combine, handle_bytes);
   add_common(table, "combine_bwd", Op::combine_bwd, &Calls::combine_bwd, handle_bytes);
   add_common(table, "dispatch_bwd", Op::dispatch_bwd, &Calls::dispatch_bwd, handle_bytes);
@@ -438,9 +466,10 @@ std::vector<Refusal> refusals(int num_tokens, int num_local_experts, int64_t num
   add_common(table, "combine_rank_major", Op::combine_rank_major, &Calls::combine_rank_major, handle_bytes);
   add_common(table, "combine_rank_major_bwd", Op::combine_rank_major_bwd, &Calls::combine_rank_major_bwd, handle_bytes);
   add_common(table, "dispatch_rank_major_bwd", Op::dispatch_rank_major_bwd, &Calls::dispatch_rank_major_bwd, handle_bytes);
-  for (auto& part : {of_prepare(num_tokens, num_local_experts, num_rows), of_dispatch(num_tokens, num_rows),
-                     of_combine(num_rows), of_combine_bwd(num_rows), of_dispatch_bwd(num_tokens, num_rows),
-                     of_dispatch_rank_major(num_tokens), of_later_rank_major_calls(num_tokens)}) {
+  for (auto& part :
+       {of_prepare(num_tokens, num_local_experts, num_rows), of_dispatch(num_tokens, num_rows),
+        of_prepare_dispatch(num_tokens, num_local_experts, num_rows), of_combine(num_rows), of_combine_bwd(num_rows),
+        of_dispatch_bwd(num_tokens, num_rows), of_dispatch_rank_major(num_tokens), of_later_rank_major_calls(num_tokens)}) {
     table.insert(table.end(), part.begin(), part.end());
   }
   return table;

@@ -48,6 +48,8 @@ void for_each_operation(CheckOne&& check_one) {
                                                         epx_dispatch_rank_major_bwd, &Calls::dispatch_rank_major_bwd});
   check_one(Operation<epx_prepare_args>{Op::prepare, "epx_prepare_args", epx_prepare, &Calls::prepare});
   check_one(Operation<epx_dispatch_args>{Op::dispatch, "epx_dispatch_args", epx_dispatch, &Calls::dispatch});
+  check_one(Operation<epx_prepare_dispatch_args>{Op::prepare_dispatch, "epx_prepare_dispatch_args", epx_prepare_dispatch,
+                                                 &Calls::prepare_dispatch});
   check_one(Operation<epx_combine_args>{Op::combine, "epx_combine_args", epx_combine, &Calls::combine});
   check_one(Operation<epx_combine_bwd_args>{Op::combine_bwd, "epx_combine_bwd_args", epx_combine_bwd, &Calls::combine_bwd});
   check_one(

@@ -32,7 +32,8 @@ epx_group_config make_config(const GroupCase& group);
 int64_t recv_capacity(const GroupCase& group); // returns R, resolved as in epx.h
 int num_nodes(const GroupCase& group);         // 1 where ranks_per_node is 0
 
-enum class TokenCount { full, ragged, none_on_one, none };            // T per rank; ragged: differs by rank
+// T per rank. ragged: differs by rank; mixed: the most, 1 and 0 in turn, by rank
+enum class TokenCount { full, ragged, none_on_one, none, mixed };
 enum class RoutingStyle { uniform, distinct, hot, skewed, repeated }; // hot: one expert; repeated: duplicates in each row
 enum class RecvRows { exact, more, fewer, any, capacity };            // N against offsets[E_l]; capacity: R
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -36,10 +37,25 @@ std::vector<int64_t> widen(const std::vector<int32_t>& values) {
   return {values.begin(), values.end()};
 }
 
+// The plan that prepare_dispatch makes is that of prepare but for the number of the call: bytes of the same memory before.
+void check_same_plan(const std::vector<std::byte>& prepared, const std::vector<std::byte>& other) {
+  constexpr size_t kFirstCount = 24, kEndOfCounts = 64, kEndOfHeader = 80; // behind plan_id; before the checksums
+  const auto same = [&](size_t begin, size_t end) {
+    return std::equal(prepared.begin() + static_cast<std::ptrdiff_t>(begin),
+                      prepared.begin() + static_cast<std::ptrdiff_t>(end),
+                      other.begin() + static_cast<std::ptrdiff_t>(begin));
+  };
+  check(same(kFirstCount, kEndOfCounts), "the header of prepare_dispatch's plan is not that of prepare's");
+  check(same(kEndOfHeader, prepared.size()), "prepare_dispatch's plan is not that of prepare");
+}
+
+} // namespace
+
 // The tensors of a call, with its outputs in the order in which they were made.
-class Tensors {
+class LayerRun::Tensors {
 public:
-  explicit Tensors(CallBuffers& buffers) : buffers_(buffers) {}
+  explicit Tensors(CallBuffers& buffers, size_t num_earlier_outputs = 0)
+      : buffers_(buffers), num_read_(num_earlier_outputs) {}
 
   ConstTensor rows_in(const char* name, const reference::Matrix& matrix) {
     return {buffers_.input(name, matrix.bytes, static_cast<size_t>(reference::element_size(matrix.dtype))),
@@ -73,10 +89,57 @@ private:
   }
 
   CallBuffers& buffers_;
-  size_t num_read_ = 0;
+  size_t num_read_;
 };
 
-} // namespace
+// The tensors of a call that makes a plan. The handle memory is the call's first output; these come next.
+class LayerRun::PlanTensors {
+public:
+  template <typename Args>
+  PlanTensors(CallBuffers& buffers, const Workload& work, const LayerCase& layer, size_t rank, Rng& rng, Args& args)
+      : buffers_(buffers) {
+    const reference::RankPlan& mine = work.plan.ranks[rank];
+    const reference::Routing& routing = work.routing[rank];
+    const std::vector<std::byte> indices = encode_integers(routing.topk_idx, layer.index_dtype);
+    args.topk_idx = {buffers.input("topk_idx", indices, integer_bytes(layer.index_dtype)),
+                     layer.index_dtype,
+                     {routing.num_tokens, layer.top_k}};
+    const epx_dtype counts = layer.counts_dtype;
+    const auto num_experts = static_cast<int64_t>(mine.counts.size());
+    const auto add = [&](const char* name, std::vector<int64_t> expected, epx_dtype dtype, Shape shape) {
+      const size_t size = integer_bytes(dtype);
+      const Tensor tensor(buffers.output(name, expected.size() * size, size), dtype, shape);
+      outputs_.push_back({name, std::move(expected), dtype});
+      return tensor;
+    };
+    const auto leaves_out = [&] { return rng.chance(30); }; // an optional output, on this rank
+    args.counts = add("counts", mine.counts, counts, num_experts);
+    args.offsets = add("offsets", mine.offsets, counts, num_experts + 1);
+    if (!leaves_out())
+      args.global_counts =
+          add("global_counts", work.plan.global_counts, counts, {work.group.num_ranks, work.group.num_experts});
+    if (!leaves_out()) args.info = add("info", {mine.info.begin(), mine.info.end()}, EPX_INT64, 5);
+    if (!leaves_out()) args.slot = add("slot", widen(mine.slot), EPX_INT32, {routing.num_tokens, layer.top_k});
+    if (!leaves_out())
+      args.slot_origin = add("slot_origin", widen(mine.slot_origin), EPX_INT32, {recv_capacity(work.group), 3});
+  }
+
+  size_t num_outputs() const { return 1 + outputs_.size(); } // with the handle memory
+
+  void check_outputs() const {
+    for (size_t i = 0; i < outputs_.size(); ++i)
+      check_integers(outputs_[i].name, outputs_[i].expected, buffers_.read_output(1 + i), outputs_[i].dtype);
+  }
+
+private:
+  struct Output {
+    const char* name;
+    std::vector<int64_t> expected;
+    epx_dtype dtype;
+  };
+  CallBuffers& buffers_;
+  std::vector<Output> outputs_;
+};
 
 LayerRun::LayerRun(GroupRun& group, const LayerCase& layer, Placement placement, uint64_t seed)
     : group_(group), layer_(layer), epx_layer_{.top_k = layer.top_k, .alignment = layer.alignment}, placement_(placement),
@@ -126,7 +189,8 @@ Args LayerRun::make_args(CallBuffers& buffers) {
 void LayerRun::finish(CallBuffers& buffers, epx_operation operation) {
   group_.count_call();
   buffers.check_surroundings();
-  if (mismatch_ && operation != EPX_OP_PREPARE && operation != EPX_OP_DISPATCH_RANK_MAJOR)
+  if (mismatch_ && operation != EPX_OP_PREPARE && operation != EPX_OP_PREPARE_DISPATCH &&
+      operation != EPX_OP_DISPATCH_RANK_MAJOR)
     group_.expect_event(EPX_EVENT_HANDLE_MISMATCH, operation, 1);
 }
 
@@ -137,74 +201,65 @@ void LayerRun::expect_after_call(const Workload& work, epx_operation operation, 
 }
 
 void LayerRun::prepare(const Workload& work) {
-  const auto rank = static_cast<size_t>(group_.rank());
-  const reference::RankPlan& mine = work.plan.ranks[rank];
-  const reference::Routing& routing = work.routing[rank];
   CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
-
-  // Each entry has name, expected values, dtype and shape of an output; the first two are required, the others are optional.
-  struct Output {
-    const char* name;
-    std::vector<int64_t> expected;
-    epx_dtype dtype;
-    Shape shape;
-    Tensor PrepareArgs::*field;
-  };
-  const epx_dtype counts = layer_.counts_dtype;
-  const auto num_experts = static_cast<int64_t>(mine.counts.size());
-  const std::array<Output, 6> outputs = {{
-      {"counts", mine.counts, counts, num_experts, &PrepareArgs::counts},
-      {"offsets", mine.offsets, counts, num_experts + 1, &PrepareArgs::offsets},
-      {"global_counts",
-       work.plan.global_counts,
-       counts,
-       {work.group.num_ranks, work.group.num_experts},
-       &PrepareArgs::global_counts},
-      {"info", {mine.info.begin(), mine.info.end()}, EPX_INT64, 5, &PrepareArgs::info},
-      {"slot", widen(mine.slot), EPX_INT32, {routing.num_tokens, layer_.top_k}, &PrepareArgs::slot},
-      {"slot_origin", widen(mine.slot_origin), EPX_INT32, {recv_capacity(work.group), 3}, &PrepareArgs::slot_origin},
-  }};
-
-  const std::vector<std::byte> indices = encode_integers(routing.topk_idx, layer_.index_dtype);
-  const ConstTensor topk_idx(buffers.input("topk_idx", indices, integer_bytes(layer_.index_dtype)), layer_.index_dtype,
-                             {routing.num_tokens, layer_.top_k});
-  auto* const handle = static_cast<std::byte*>(buffers.output("handle memory", handle_.size(), 16));
-  group_.device().write(handle, handle_.data(),
-                        handle_.size()); // the memory holds zeros, or what the previous prepare wrote
-  PrepareArgs args = {.layer = epx_layer_,
-                      .handle_mem = {handle, handle_.size()},
-                      .stream = group_.device().stream(),
-                      .topk_idx = topk_idx};
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    if (i >= 2 && rng_.chance(30)) continue; // this rank leaves the optional output out
-    const Output& output = outputs[i];
-    const size_t size = integer_bytes(output.dtype);
-    args.*output.field = {buffers.output(output.name, output.expected.size() * size, size), output.dtype, output.shape};
-  }
-
+  before_prepare_ = handle_;
+  prepared_ = &work;
+  auto args = make_plan_args<PrepareArgs>(buffers);
+  PlanTensors tensors(buffers, work, layer_, static_cast<size_t>(group_.rank()), rng_, args);
   group_.view().prepare(args);
   finish(buffers, EPX_OP_PREPARE);
-  size_t next = 0;
-  handle_ = buffers.read_output(next++);
   mismatch_ = useless_ = false;
-  for (const Output& output : outputs) {
-    if (!(args.*output.field)) continue;
-    check_integers(output.name, output.expected, buffers.read_output(next++), output.dtype);
-  }
-  group_.expect_event(EPX_EVENT_BAD_INDEX, EPX_OP_PREPARE, mine.bad_indices);
-  if (work.group.overflow == EPX_OVERFLOW_ERROR) {
-    group_.expect_event(EPX_EVENT_OVERFLOW, EPX_OP_PREPARE, mine.info[2]);
-  }
+  handle_ = buffers.read_output(0);
+  tensors.check_outputs();
+  expect_after_prepare(work, EPX_OP_PREPARE);
   if (rng_.chance(50)) group_.check_status();
 }
 
 void LayerRun::dispatch(const Workload& work) {
-  const auto rank = static_cast<size_t>(group_.rank());
-  const DispatchData& data = work.dispatch;
   CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
   Tensors tensors(buffers);
   auto args = make_args<DispatchArgs>(buffers);
+  pass_rows(tensors, work, args);
 
+  group_.view().dispatch(args);
+  finish(buffers, EPX_OP_DISPATCH);
+  check_received(tensors, work);
+  expect_after_call(work, EPX_OP_DISPATCH, work.dispatch.recv_tokens[static_cast<size_t>(group_.rank())].rows);
+}
+
+void LayerRun::prepare_dispatch(const Workload& work) {
+  CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
+  const bool is_prepared = std::exchange(prepared_, nullptr) == &work && !mismatch_;
+  const std::vector<std::byte> prepared = handle_;
+  if (is_prepared) handle_ = before_prepare_; // so that what neither call writes is the same
+  auto args = make_plan_args<PrepareDispatchArgs>(buffers);
+  PlanTensors plan(buffers, work, layer_, static_cast<size_t>(group_.rank()), rng_, args);
+  Tensors tensors(buffers, plan.num_outputs());
+  pass_rows(tensors, work, args);
+
+  group_.view().prepare_dispatch(args);
+  finish(buffers, EPX_OP_PREPARE_DISPATCH);
+  mismatch_ = useless_ = false;
+  handle_ = buffers.read_output(0);
+  plan.check_outputs();
+  check_received(tensors, work);
+  if (is_prepared && std::getenv("EPX_TEST_ALTERNATES_PATHS") == nullptr) check_same_plan(prepared, handle_);
+  expect_after_prepare(work, EPX_OP_PREPARE_DISPATCH);
+  expect_after_call(work, EPX_OP_PREPARE_DISPATCH, work.dispatch.recv_tokens[static_cast<size_t>(group_.rank())].rows);
+}
+
+template <typename Args>
+Args LayerRun::make_plan_args(CallBuffers& buffers) {
+  auto* const handle = static_cast<std::byte*>(buffers.output("handle memory", handle_.size(), 16));
+  group_.device().write(handle, handle_.data(),
+                        handle_.size()); // the memory holds zeros, or what the previous prepare wrote
+  return {.layer = epx_layer_, .handle_mem = {handle, handle_.size()}, .stream = group_.device().stream()};
+}
+
+template <typename Args>
+void LayerRun::pass_rows(Tensors& tensors, const Workload& work, Args& args) {
+  const auto rank = static_cast<size_t>(group_.rank());
+  const DispatchData& data = work.dispatch;
   args.tokens = tensors.rows_in("tokens", data.tokens[rank]);
   args.recv_tokens = tensors.rows_out("recv_tokens", data.recv_tokens[rank]);
   if (!data.sidecars.empty()) {
@@ -216,15 +271,21 @@ void LayerRun::dispatch(const Workload& work) {
     args.recv_weights = tensors.floats_out("recv_weights", data.recv_weights[rank], 0);
   }
   args.pads = layer_.pads_untouched ? EPX_PADS_UNTOUCHED : EPX_PADS_ZERO;
+}
 
-  group_.view().dispatch(args);
-  finish(buffers, EPX_OP_DISPATCH);
+void LayerRun::check_received(Tensors& tensors, const Workload& work) const {
+  const auto rank = static_cast<size_t>(group_.rank());
+  const DispatchData& data = work.dispatch;
   check_rows("recv_tokens", data.recv_tokens[rank], tensors.next_output(), NanRule::bits);
   if (!data.sidecars.empty()) check_bytes("recv sidecar", data.recv_sidecars[rank].bytes, tensors.next_output());
-  if (!data.topk_weights.empty()) {
+  if (!data.topk_weights.empty())
     check_floats("recv_weights", data.recv_weights[rank], tensors.next_output(), NanRule::bits);
-  }
-  expect_after_call(work, EPX_OP_DISPATCH, data.recv_tokens[rank].rows);
+}
+
+void LayerRun::expect_after_prepare(const Workload& work, epx_operation operation) {
+  const reference::RankPlan& mine = work.plan.ranks[static_cast<size_t>(group_.rank())];
+  group_.expect_event(EPX_EVENT_BAD_INDEX, operation, mine.bad_indices);
+  if (work.group.overflow == EPX_OVERFLOW_ERROR) group_.expect_event(EPX_EVENT_OVERFLOW, operation, mine.info[2]);
 }
 
 void LayerRun::combine(const Workload& work) {
@@ -412,6 +473,7 @@ void LayerRun::dispatch_rank_major_bwd(const Workload& work) {
 void run_iteration(GroupRun& group, LayerRun& layer, const Workload& work) {
   layer.prepare(work);
   layer.dispatch(work);
+  layer.prepare_dispatch(work);
   layer.combine(work);
   layer.combine_bwd(work);
   layer.dispatch_bwd(work);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A LayerRun is one layer in flight on one rank: it has the handle memory, and compares each of the five operations with the
-// oracle.
+// A LayerRun is one layer in flight on one rank: it has the handle memory, and compares each operation with the oracle.
 #pragma once
 
 #include <cstddef>
@@ -22,6 +21,8 @@ public:
   // Collective. `work` belongs to the same layer; dispatch and the others follow a prepare of the same `work`.
   void prepare(const Workload& work);
   void dispatch(const Workload& work);
+  // Does what the two before do. Behind them with the same `work`, the plan must be the same too.
+  void prepare_dispatch(const Workload& work);
   void combine(const Workload& work);
   void combine_bwd(const Workload& work);
   void dispatch_bwd(const Workload& work);
@@ -46,6 +47,14 @@ public:
   void expect_mismatch(bool useless);
 
 private:
+  class Tensors;
+  class PlanTensors;
+  template <typename Args>
+  Args make_plan_args(CallBuffers& buffers); // layer, memory for the handle, and stream
+  template <typename Args>
+  void pass_rows(Tensors& tensors, const Workload& work, Args& args); // those of dispatch
+  void check_received(Tensors& tensors, const Workload& work) const;
+  void expect_after_prepare(const Workload& work, epx_operation operation);
   template <typename Args>
   Args make_args(CallBuffers& buffers); // layer, handle memory and stream
   template <typename Args>
@@ -59,11 +68,13 @@ private:
   Placement placement_;
   Rng rng_;
   std::vector<std::byte> handle_, rank_major_handle_;
-  bool mismatch_ = false; // each call reports it
+  const Workload* prepared_ = nullptr;    // of the last call, if that was prepare or dispatch
+  std::vector<std::byte> before_prepare_; // what the memory of handle_ held before that prepare
+  bool mismatch_ = false;                 // each call reports it
   bool useless_ = false;
 };
 
-// Runs prepare, dispatch, combine, combine_bwd and dispatch_bwd, then the rank-major calls if `work` has data of them, and
+// Runs prepare and dispatch, prepare_dispatch, combine, combine_bwd and dispatch_bwd, then the rank-major calls if `work` has data of them, and
 // checks the status.
 void run_iteration(GroupRun& group, LayerRun& layer, const Workload& work);
 

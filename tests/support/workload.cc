@@ -16,6 +16,9 @@ using reference::Matrix;
 std::vector<int64_t> token_counts(const GroupCase& group, TokenCount style, Rng& rng) {
   std::vector<int64_t> counts(static_cast<size_t>(group.num_ranks), group.max_tokens);
   if (style == TokenCount::none) std::ranges::fill(counts, 0);
+  if (style == TokenCount::mixed)
+    for (size_t rank = 0; rank < counts.size(); ++rank)
+      if (rank % 3 != 0) counts[rank] = rank % 3 == 1 ? 1 : 0;
   if (style == TokenCount::ragged) {
     for (int64_t& count : counts)
       count = rng.between(0, group.max_tokens);
