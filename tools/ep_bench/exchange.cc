@@ -104,21 +104,37 @@ Tensor Exchange::rows_tensor(const Buffer& buffer, int64_t rows) const {
   return {buffer.data(), options_.dtype, {rows, options_.hidden}};
 }
 
-void Exchange::run_prepare(const TokenTensors& inputs, bool every_output) {
+template <typename Args>
+void Exchange::pass_plan_tensors(const TokenTensors& inputs, bool every_output, Args& args) {
   const Shape routes(options_.tokens, options_.top_k);
-  PrepareArgs args = {.layer = layer_,
-                      .handle_mem = handle_mem_.bytes(),
-                      .stream = memory_.stream(),
-                      .topk_idx = {inputs.topk_idx.data(), EPX_INT64, routes},
-                      .counts = integers(prepared_.counts),
-                      .offsets = integers(prepared_.offsets)};
-  if (every_output) {
-    args.global_counts = {prepared_.global_counts.data(), EPX_INT64, {info_.num_ranks, options_.experts}};
-    args.info = integers(prepared_.info);
-    args.slot = {prepared_.slot.data(), EPX_INT32, routes};
-    args.slot_origin = {prepared_.slot_origin.data(), EPX_INT32, {info_.max_recv_tokens_per_rank, 3}};
-  }
+  args.layer = layer_;
+  args.handle_mem = handle_mem_.bytes();
+  args.stream = memory_.stream();
+  args.topk_idx = {inputs.topk_idx.data(), EPX_INT64, routes};
+  args.counts = integers(prepared_.counts);
+  args.offsets = integers(prepared_.offsets);
+  if (!every_output) return;
+  args.global_counts = {prepared_.global_counts.data(), EPX_INT64, {info_.num_ranks, options_.experts}};
+  args.info = integers(prepared_.info);
+  args.slot = {prepared_.slot.data(), EPX_INT32, routes};
+  args.slot_origin = {prepared_.slot_origin.data(), EPX_INT32, {info_.max_recv_tokens_per_rank, 3}};
+}
+
+void Exchange::run_prepare(const TokenTensors& inputs, bool every_output) {
+  PrepareArgs args;
+  pass_plan_tensors(inputs, every_output, args);
   group_.prepare(args);
+}
+
+void Exchange::run_prepare_dispatch(const TokenTensors& inputs, bool every_output) {
+  PrepareDispatchArgs args;
+  pass_plan_tensors(inputs, every_output, args);
+  args.tokens = rows_tensor(inputs.tokens, options_.tokens);
+  args.topk_weights = {inputs.topk_weights.data(), EPX_FLOAT32, {options_.tokens, options_.top_k}};
+  args.recv_tokens = rows_tensor(by_row_.recv_tokens, rows_);
+  args.recv_weights = floats(by_row_.recv_weights);
+  args.pads = options_.pads;
+  group_.prepare_dispatch(args);
 }
 
 void Exchange::prepare(const TokenTensors& inputs) {
@@ -126,6 +142,10 @@ void Exchange::prepare(const TokenTensors& inputs) {
 }
 void Exchange::prepare_fully(const TokenTensors& inputs) {
   run_prepare(inputs, true);
+}
+
+void Exchange::prepare_dispatch_fully(const TokenTensors& inputs) {
+  run_prepare_dispatch(inputs, true);
 }
 
 void Exchange::dispatch(const TokenTensors& inputs) {
@@ -189,6 +209,10 @@ void Exchange::call(const Line& line, const TokenTensors& inputs) {
     return run_combine_bwd(inputs, line.has_weight_gradients);
   case EPX_OP_DISPATCH_BWD:
     return dispatch_bwd();
+  case EPX_OP_PREPARE_DISPATCH:
+    run_prepare_dispatch(inputs, false);
+    if (line.is_followed_by_combine) combine();
+    return;
   default:
     prepare(inputs);
     dispatch(inputs);

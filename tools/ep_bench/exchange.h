@@ -78,6 +78,7 @@ public:
   // Each is one call of epx, collective, and throws epx::Error. On a GPU it only enqueues.
   void prepare(const TokenTensors& inputs);       // counts and offsets only
   void prepare_fully(const TokenTensors& inputs); // every output
+  void prepare_dispatch_fully(const TokenTensors& inputs);
   void dispatch(const TokenTensors& inputs);
   void combine();
   void combine_bwd(const TokenTensors& inputs);
@@ -112,7 +113,10 @@ private:
     Buffer slot, slot_origin;                    // int32
   };
 
+  template <typename Args>
+  void pass_plan_tensors(const TokenTensors& inputs, bool every_output, Args& args);
   void run_prepare(const TokenTensors& inputs, bool every_output);
+  void run_prepare_dispatch(const TokenTensors& inputs, bool every_output);
   void run_combine_bwd(const TokenTensors& inputs, bool with_weight_gradients);
   Tensor rows_tensor(const Buffer& buffer, int64_t rows) const;
 

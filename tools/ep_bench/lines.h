@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// ep_bench times these, each a line of its table: the five operations, and on GPUs a variant and a sequence of them.
+// ep_bench times these, each a line of its table: the five operations, and on GPUs a variant, sequences and
+// prepare_dispatch.
 #pragma once
 
 #include <array>
@@ -17,13 +18,14 @@ struct Line {
   const char* name;
   epx_operation operation;          // EPX_OP_NONE: prepare, dispatch and combine in a row
   bool has_weight_gradients = true; // whether combine_bwd computes them
+  bool is_followed_by_combine = false;
 
   bool moves_rows() const {
-    return operation != EPX_OP_PREPARE && operation != EPX_OP_NONE;
+    return operation != EPX_OP_PREPARE && operation != EPX_OP_NONE && operation != EPX_OP_PREPARE_DISPATCH;
   } // whether it moves the rows of one operation
 };
 
-inline constexpr std::array<Line, 7> kLines{{
+inline constexpr std::array<Line, 9> kLines{{
     {"prepare", EPX_OP_PREPARE},
     {"dispatch", EPX_OP_DISPATCH},
     {"combine", EPX_OP_COMBINE},
@@ -31,6 +33,8 @@ inline constexpr std::array<Line, 7> kLines{{
     {"dispatch_bwd", EPX_OP_DISPATCH_BWD},
     {"combine_bwd-nograd", EPX_OP_COMBINE_BWD, false},
     {"prepare+dispatch+combine", EPX_OP_NONE},
+    {"prepare_dispatch", EPX_OP_PREPARE_DISPATCH},
+    {"prepare_dispatch+combine", EPX_OP_PREPARE_DISPATCH, true, true},
 }};
 
 // The first kNumOperations are those of kOperations, in their order.

@@ -75,6 +75,10 @@ public:
 private:
   int64_t prepare() {
     call([&] { exchange_.prepare_fully(inputs_); });
+    return count_wrong_plan();
+  }
+
+  int64_t count_wrong_plan() const {
     const reference::RankPlan& expected = plan_.ranks[peers_.rank()];
     const PrepareOutputs actual = exchange_.prepared();
     return count_different(expected.counts, actual.counts) + count_different(expected.offsets, actual.offsets) +
@@ -82,6 +86,7 @@ private:
            count_different(expected.slot, actual.slot) + count_different(expected.slot_origin, actual.slot_origin);
   }
 
+  // Counts what dispatch has got wrong, and prepare_dispatch.
   int64_t dispatch() {
     auto recv_tokens = scribbled_matrices(peers_.num_ranks(), options_.dtype, exchange_.rows(), options_.hidden);
     reference::dispatch(plan_, {.tokens = tokens_,
@@ -92,7 +97,10 @@ private:
                                 .recv_weights = recv_weights_,
                                 .pads_untouched = options_.pads == EPX_PADS_UNTOUCHED});
     call([&] { exchange_.dispatch(inputs_); });
-    return wrong_elements(recv_tokens, exchange_.by_row().recv_tokens, false) +
+    const int64_t wrong = wrong_elements(recv_tokens, exchange_.by_row().recv_tokens, false) +
+                          wrong_elements(recv_weights_, exchange_.by_row().recv_weights);
+    call([&] { exchange_.prepare_dispatch_fully(inputs_); });
+    return wrong + count_wrong_plan() + wrong_elements(recv_tokens, exchange_.by_row().recv_tokens, false) +
            wrong_elements(recv_weights_, exchange_.by_row().recv_weights);
   }
 
