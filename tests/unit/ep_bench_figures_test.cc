@@ -162,15 +162,16 @@ TEST_CASE("ep_bench report on GPUs: more lines, and ratios to the larger speed-o
   CHECK_FALSE(results.figures[6].logical_gbps);
 
   const nlohmann::json operations = to_json(results)["operations"];
-  CHECK(operations.size() == 7);
+  CHECK(operations.size() == 9);
   CHECK(operations["dispatch"]["floor"]["wire_us"] == 5);
   CHECK(operations["dispatch"]["floor"]["wire_variant"] == "plain stores, 64 blocks");
   CHECK(operations["combine"]["floor"]["us"] == 2);
   CHECK(operations["combine"]["ratio"] == 4);
   CHECK(operations["prepare+dispatch+combine"]["floor"].is_null());
+  CHECK(operations["prepare_dispatch"]["floor"].is_null());
   CHECK(operations["combine_bwd-nograd"]["median_us"] == 8);
   const std::string table = to_table(results);
-  for (const char* part : {"floor us", "ratio", "1.600", "prepare+dispatch+combine",
+  for (const char* part : {"floor us", "ratio", "1.600", "prepare+dispatch+combine", "prepare_dispatch+combine",
                            "wire 5.0 us (plain stores, 64 blocks)", "HBM 2.0 us (bulk stores, 132 blocks)"})
     CHECK_MESSAGE(contains(table, part), table);
   CHECK_FALSE(contains(table, "memcpy"));

@@ -71,6 +71,7 @@ TEST_CASE("ep_bench floor: counted by hand") {
   check_rows(local_rows(routing, 2, line_named("dispatch_bwd"), true), 4, 4 + 2);
   check_rows(local_rows(routing, 0, line_named("prepare"), false), 0, 0);
   check_rows(local_rows(routing, 0, line_named("prepare+dispatch+combine"), false), 0, 0);
+  check_rows(local_rows(routing, 0, line_named("prepare_dispatch+combine"), false), 0, 0);
 }
 
 RoutingOfAll random_routing(int num_ranks, int32_t tokens, double hot) {

@@ -15,7 +15,8 @@ int prepare_threads();
 size_t prepare_shared_bytes(int num_experts);
 size_t prepare_scratch_words(int num_experts, int blocks); // LL packets in DeviceGroup::prepare_scratch
 
-const void* prepare_dispatch_kernel_address();     // its blocks have the threads of a movement's
+const void* prepare_dispatch_kernel_address(); // its blocks have the threads of a movement's
+size_t prepare_dispatch_shared_bytes(int num_experts);
 size_t plan_packet_words(const GroupShape& shape); // LL packets in DeviceGroup::plan_packets
 
 std::vector<const void*> scatter_kernels();

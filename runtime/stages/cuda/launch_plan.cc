@@ -103,15 +103,15 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
          (max_shared_bytes - prepare_shared_bytes(0)) / (prepare_shared_bytes(1) - prepare_shared_bytes(0)));
   prepare_blocks_ = std::min(kMaxPrepareBlocks,
                              num_sms_ * blocks_per_sm(prepare_kernel_address(), prepare_threads(), prepare_shared_bytes_));
-  prepare_dispatch_shared_bytes_ = std::max(prepare_shared_bytes_, movement_shared_bytes());
-  const size_t max_fused_bytes = load(prepare_dispatch_kernel_address(), device);
-  if (prepare_dispatch_shared_bytes_ > max_fused_bytes)
-    fail(EPX_ERROR_UNSUPPORTED, "epx_group_config.num_experts is {}; on this GPU prepare_dispatch has shared memory for {}",
-         shape.num_experts,
-         (max_fused_bytes - prepare_shared_bytes(0)) / (prepare_shared_bytes(1) - prepare_shared_bytes(0)));
+  prepare_dispatch_shared_bytes_ = cuda::prepare_dispatch_shared_bytes(shape.num_experts);
+  if (const size_t max_bytes = load(prepare_dispatch_kernel_address(), device); prepare_dispatch_shared_bytes_ > max_bytes)
+    fail(EPX_ERROR_UNSUPPORTED,
+         "epx_group_config.num_experts is {}; prepare_dispatch needs {} bytes of shared memory for them, and "
+         "this GPU has {}",
+         shape.num_experts, prepare_dispatch_shared_bytes_, max_bytes);
   prepare_dispatch_blocks_ =
-      num_sms_ * std::min(kBlocksPerSm, blocks_per_sm(prepare_dispatch_kernel_address(), kMovementThreads,
-                                                      prepare_dispatch_shared_bytes_));
+      num_sms_ * std::min(kMovementBlocksPerSm, blocks_per_sm(prepare_dispatch_kernel_address(), kMovementThreads,
+                                                              prepare_dispatch_shared_bytes_));
   load(abort_kernel_address(), device);
   for (const void* kernel : checksum_kernels())
     load(kernel, device);

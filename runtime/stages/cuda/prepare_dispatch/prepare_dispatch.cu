@@ -21,6 +21,8 @@
 //
 // In a grid of few blocks all blocks do both, one after the other: rows are sent before any wait, so ranks cannot wait for each
 // other in a ring.
+#include <algorithm>
+
 #include "runtime/stages/cuda/kernels.h"
 
 #include "base/device/launch.h"
@@ -245,12 +247,14 @@ __device__ __noinline__ void receive_mixed_rows(const PrepareDispatchParams& par
 }
 
 __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& params) {
-  __shared__ PrepareShared shared;
+  // Nearly all shared memory is dynamic, so that movements have their pipelines there.
+  PrepareShared& shared = *dynamic_shared_memory<PrepareShared>();
   const CallSession call(params.group, EPX_OP_PREPARE_DISPATCH);
   const bool prepares = blockIdx.x < params.blocks.prepare;
   const bool moves_rows = blockIdx.x >= params.blocks.first_of_rows;
   const PrepareRole role{params.blocks.prepare, moves_rows ? 0 : gridDim.x, !moves_rows, slot_packets(params.group)};
-  const PrepareContext c(params.group, params.prepare, params.layout, call, role, shared, dynamic_shared_memory<int32_t>());
+  const PrepareContext c(params.group, params.prepare, params.layout, call, role, shared,
+                         reinterpret_cast<int32_t*>(&shared + 1));
   if (prepares) begin_prepare(c, params.descriptor);
   if (!call.is_alone()) return;
   if (moves_rows) {
@@ -278,7 +282,7 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
     receive_rows<false>(params, call);
 }
 
-__global__ void __launch_bounds__(kMovementThreads)
+__global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
     prepare_dispatch_kernel(const __grid_constant__ PrepareDispatchParams params) {
   pdl_wait(params);
   prepare_dispatch(params);
@@ -289,6 +293,9 @@ __global__ void __launch_bounds__(kMovementThreads)
 
 const void* prepare_dispatch_kernel_address() {
   return reinterpret_cast<const void*>(&prepare_dispatch_kernel);
+}
+size_t prepare_dispatch_shared_bytes(int num_experts) {
+  return std::max(movement_shared_bytes(), sizeof(PrepareShared) + dynamic_shared_bytes(num_experts));
 }
 size_t plan_packet_words(const GroupShape& shape) {
   return kMaxPrepareBlocks + static_cast<size_t>(shape.num_ranks * max_ll_tokens(shape) * shape.max_top_k);
