@@ -300,9 +300,8 @@ def train(options):
     if options.process == 0:
         for name, trainer in trainers.items():
             median = statistics.median(trainer.times[len(trainer.times) // 10 :])
-            print(
-                f"{name}: loss {trainer.losses[0]:.4f} -> {trainer.losses[-1]:.4f}, {1000 * median:.2f} ms for each step (median)"
-            )
+            losses = f"loss {trainer.losses[0]:.4f} -> {trainer.losses[-1]:.4f}"
+            print(f"{name}: {losses}, {1000 * median:.2f} ms for each step (median)")
         print(f"largest relative difference of the losses: {difference:.2e} (at most {MAX_DIFFERENCE:g} is expected)")
         draw(options.plot, trainers)
     group.destroy()
@@ -332,7 +331,7 @@ def start_processes(options):
 
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2, help="devices, each with a process of its own (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="devices, each with its own process (default: %(default)s)")
     parser.add_argument("--coordinator", help="HOST:PORT where process 0 listens; without it all processes are started here")
     parser.add_argument("--process", type=int, default=0, help="with --coordinator: the number of this one, from 0")
     parser.add_argument("--processes-here", type=int, help="GPUs of each machine (default: all processes have one machine)")

@@ -382,7 +382,7 @@ def memory_in_use():
 
 
 def open_files():
-    """What this process has open, but for sockets on GPUs: NCCL 2.28.9 leaves one open for each communicator that is aborted."""
+    """What this process has open, but for sockets on GPUs: NCCL leaves one open for each communicator that is aborted."""
     names = []
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -418,7 +418,6 @@ class Lifetime(unittest.TestCase):
         print(f"memory {first >> 10} KiB, then {last >> 10} KiB")
         self.assertLess(last - first, 8 << 20)
         self.assertEqual(files_in_the_end - files, collections.Counter())
-
 
     def test_2_the_process_ends_cleanly(self):
         """With a group that lives, one that is only part of a compiled program, and a call that nobody has waited for."""

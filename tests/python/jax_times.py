@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures epx.jax under epx_test_launch, on GPUs with EPX_TEST_DEVICE=cuda: import and first group; calls in a compiled program
-beside the same calls of the C API; and an MoE layer beside the best variant of examples/native/moe_jax.py, forward and backward.
-Both layers have the same experts, so that the exchange and the permutations around it make the difference.
+"""Measures epx.jax under epx_test_launch, on GPUs with EPX_TEST_DEVICE=cuda: import and first group; calls in a compiled
+program beside the same calls of the C API; and an MoE layer beside the best variant of examples/native/moe_jax.py, forward and
+backward. Both layers have the same experts, so that the exchange and the permutations around it make the difference.
 
 jax_times.py [--tokens T] [--hidden H] [--ffn F] [--experts E] [--top-k K] [--rounds N] [--only-calls]
 """
@@ -64,8 +64,8 @@ def synchronize():
 
 
 def overhead(group, shape, dtype):
-    """A round of the three calls in a compiled program, and by the C API on arrays of JAX: the difference of the medians of both
-    numbers of ROUNDS, divided by that of the numbers."""
+    """A round of the three calls in a compiled program, and by the C API on arrays of JAX: the difference of the medians of
+    both numbers of ROUNDS, divided by that of the numbers."""
     generator = numpy.random.default_rng(RANK)
     choice = numpy.argsort(generator.random((shape.tokens, shape.experts)), axis=1)[:, : shape.top_k]
     idx = jnp.asarray(choice, jnp.int32)
@@ -224,7 +224,8 @@ def layers(group, shape, mesh, dtype, rounds):
     for name, each in times.items():
         say(f"  {name}: {median_us(each)}")
     best = {
-        kind: min(statistics.median(each) for name, each in times.items() if name.startswith(kind)) for kind in ("native", "epx")
+        kind: min(statistics.median(each) for name, each in times.items() if name.startswith(kind))
+        for kind in ("native", "epx")
     }
     say(f"  best native / best epx: {best['native'] / best['epx']:.3f}")
     group.check()

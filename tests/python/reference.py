@@ -93,7 +93,8 @@ class Exchange:
 
 
 class RankMajorExchange:
-    """What the rank-major calls do with `rows_per_rank` rows from each rank; data and results are lists by rank, sums float64."""
+    """What the rank-major calls do with `rows_per_rank` rows from each rank; data and results are lists by rank, sums are
+    float64."""
 
     def __init__(self, topk_idx, num_experts, rows_per_rank):
         self.topk_idx = topk_idx

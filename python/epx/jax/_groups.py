@@ -50,8 +50,8 @@ def make_group(mesh, axis, *, name=None, **config):
 
 
 def require_usable(group):
-    """Refuses calls from the wrong place: a child of fork(), several devices, a mesh that does not have the group, unequal shards
-    of experts."""
+    """Refuses calls from the wrong place: a child of fork(), several devices, a mesh that does not have the group, unequal
+    shards of experts."""
     group.require_process()
     _require_one_device()
     mesh = jax.sharding.get_abstract_mesh()

@@ -50,8 +50,9 @@ class Plan:
 @dataclasses.dataclass(frozen=True)
 class RankMajorPlan:
     """What dispatch_rank_major() has received from whom, as a pytree. handle_mem: [bytes] uint8.  counts: [P] int32, kept rows
-    from each rank.  topk_idx: [P, M, K] int32, the local expert, 0 to E_l - 1, of each route to this rank; -1 where the route is
-    masked or goes to another rank, and in rows that hold no token. top_k, num_tokens, rows_per_rank (M) and zero_unused are static."""
+    from each rank.  topk_idx: [P, M, K] int32, the local expert, 0 to E_l - 1, of each route to this rank; -1 where the route
+    is masked or goes to another rank, and in rows that hold no token. top_k, num_tokens, rows_per_rank (M) and zero_unused are
+    static."""
 
     handle_mem: jax.Array
     counts: jax.Array
@@ -169,7 +170,7 @@ def _weights_and_sidecar(group, num_tokens, top_k, topk_weights, sidecar):
         _require_array("sidecar", sidecar, (num_tokens, None), (getattr(sidecar, "dtype", jnp.uint8),))
         bits = sidecar.shape[1] * jax.dtypes.itemsize_bits(sidecar.dtype)
         if sidecar.shape[1] == 0 or jax.dtypes.itemsize_bits(sidecar.dtype) % 8:
-            refuse(f"sidecar is {sidecar.dtype} of shape {sidecar.shape}; it must have whole bytes, and one in each row at least")
+            refuse(f"sidecar is {sidecar.dtype} of shape {sidecar.shape}; it must have whole bytes, at least one in each row")
         if bits // 8 > group.max_sidecar_bytes:
             refuse(f"sidecar has {bits // 8} bytes in each row; the group's max_sidecar_bytes is {group.max_sidecar_bytes}")
         operands.append(sidecar)
@@ -330,9 +331,7 @@ def _require_sums_of_ranks(operation, group):
         refuse(f"{operation} sums the rows of a token by rank, which combine_precision 'exact' of {group!r} rules out")
 
 
-def dispatch_rank_major(
-    group, topk_idx, tokens, topk_weights, token, *, rows_per_rank=None, sidecar=None, zero_unused=True
-):
+def dispatch_rank_major(group, topk_idx, tokens, topk_weights, token, *, rows_per_rank=None, sidecar=None, zero_unused=True):
     """Brings each token once to each rank that one of its experts lives on, by source rank and without a prepare. Collective.
 
     topk_idx: [T, K] int32 or int64, as in prepare().  tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K]
@@ -350,8 +349,8 @@ def dispatch_rank_major(
     staged = group.num_ranks * min(rows_per_rank, group.max_tokens_per_rank) * top_k
     if rows_per_rank < 0 or staged > group.max_recv_tokens_per_rank:
         refuse(
-            f"rows_per_rank is {rows_per_rank}: P * min(rows_per_rank, max_tokens_per_rank) * K is {staged}; it must be from 0 to "
-            f"the group's max_recv_tokens_per_rank, {group.max_recv_tokens_per_rank}"
+            f"rows_per_rank is {rows_per_rank}: P * min(rows_per_rank, max_tokens_per_rank) * K is {staged}; it must be from 0 "
+            f"to the group's max_recv_tokens_per_rank, {group.max_recv_tokens_per_rank}"
         )
     optional, attributes = _weights_and_sidecar(group, num_tokens, top_k, topk_weights, sidecar)
     has_weights = topk_weights is not None
@@ -427,9 +426,7 @@ def combine_rank_major(group, plan, expert_out, token):
         token, handle_mem, counts = residuals
         _require_cotangent_of_token("combine_rank_major", cotangents[0])
         next_token, grad_out = map(_instantiate, cotangents)
-        next_token, grad = _call(
-            "combine_rank_major_bwd", group, layer, [next_token, token, handle_mem, grad_out], returned
-        )
+        next_token, grad = _call("combine_rank_major_bwd", group, layer, [next_token, token, handle_mem, grad_out], returned)
         return next_token, None, None, _zero_rows_of_ranks(plan.zero_unused, grad, counts)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
