@@ -69,6 +69,13 @@ class ProcessLocal(unittest.TestCase):
         self.check(group, Data([4] * RANKS, seed=17), jax_ranks.undefined_rows_layer, tolerance)
         group.destroy()
 
+    def test_1_nodes(self):
+        if ON_GPU:
+            self.skipTest("transport nccl serves groups of one node")
+        group = make_group(combine_precision="node", ranks_per_node=1)
+        self.check(group, Data([4] * RANKS, seed=22), alignment=4)
+        group.destroy()
+
     def test_1_rank_major(self):
         group = make_group()
         self.check(group, Data([4] * RANKS, seed=11), rank_major_layer)
@@ -499,6 +506,17 @@ class Refusals(unittest.TestCase):
             jax.grad(loss)(tokens)
         exact.check()
         exact.destroy()
+        if RANKS > 1 and not ON_GPU:
+            nodes = make_group(combine_precision="node", ranks_per_node=1)
+            with self.assertRaisesRegex(epx.InvalidArgumentError, f"has {RANKS} nodes"):
+                epx.jax.dispatch_rank_major(nodes, idx, tokens, None, epx.jax.first_token())
+            nodes.destroy()
+        node = make_group(combine_precision="node")
+        plan, rows, _, token = epx.jax.dispatch_rank_major(node, idx, tokens, None, epx.jax.first_token())
+        out, _ = epx.jax.combine_rank_major(node, plan, rows, token)
+        numpy.testing.assert_array_equal(out, tokens)  # all experts are on rank 0
+        node.check()
+        node.destroy()
         small = make_group(max_recv_tokens_per_rank=4, max_alignment=1)
         with self.assertRaisesRegex(epx.InvalidArgumentError, f"K is {RANKS * 8 * 2}; .* max_recv_tokens_per_rank, 4"):
             epx.jax.dispatch_rank_major(small, idx, tokens, None, epx.jax.first_token())

@@ -327,7 +327,7 @@ def combine(group, plan, expert_out, recv_weights, token):
 
 
 def _require_sums_of_ranks(operation, group):
-    if group.combine_precision != CombinePrecision.WIRE:
+    if group.combine_precision == CombinePrecision.EXACT:
         refuse(f"{operation} sums the rows of a token by rank, which combine_precision 'exact' of {group!r} rules out")
 
 
@@ -343,6 +343,8 @@ def dispatch_rank_major(group, topk_idx, tokens, topk_weights, token, *, rows_pe
     """
     require_usable(group)
     _require_token(token)
+    if group.ranks_per_node != group.num_ranks:
+        refuse(f"{group!r} has {group.num_ranks // group.ranks_per_node} nodes; rank-major calls need a group of one node")
     num_tokens, top_k = _require_topk_idx(group, topk_idx)
     _require_rows(group, "tokens", tokens, num_tokens)
     rows_per_rank = group.max_tokens_per_rank if rows_per_rank is None else rows_per_rank
