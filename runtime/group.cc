@@ -85,8 +85,8 @@ int resolve_ranks_per_node(const GroupShape& shape, const epx_group_config& conf
          config.ranks_per_node, shape.num_ranks, describe_nodes(places, found));
   if (found < shape.num_ranks)
     fail(EPX_ERROR_UNSUPPORTED,
-         "the group has {} nodes of {} ranks, {}; transport nccl serves groups of one node in this version",
-         shape.num_ranks / found, found, describe_nodes(places, found));
+         "the ranks of the group are on {} nodes, {}; transport nccl serves groups of one node in this version",
+         shape.num_ranks / found, describe_nodes(places, found));
   return found;
 }
 
