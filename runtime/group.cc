@@ -90,12 +90,12 @@ int resolve_ranks_per_node(const GroupShape& shape, const epx_group_config& conf
   return found;
 }
 
-// Returns whether any group of the bootstrap may have several nodes, by the configs: which of the groups have, each of them finds
-// out later.
+// Returns whether any group of the bootstrap has several nodes by its config, which all ranks see. Groups whose nodes are only
+// found have one, or are refused.
 bool some_group_has_nodes(const std::vector<RankHello>& world) {
   return std::ranges::any_of(world, [&](const RankHello& hello) {
-    const auto num_ranks = static_cast<int>(members_of(world, hello.config.color).size());
-    return resolve(hello.config, num_ranks).num_nodes() > 1;
+    return hello.config.ranks_per_node != 0 &&
+           hello.config.ranks_per_node < static_cast<int>(members_of(world, hello.config.color).size());
   });
 }
 
