@@ -59,13 +59,11 @@ template <typename Transfer>
 bool move_all(int fd, size_t size, short events, const Deadline& deadline, const Transfer& transfer) {
   for (size_t done = 0; done < size;) {
     const ssize_t moved = transfer(done, size - done);
-    if (moved > 0) {
+    const bool may_try_again = moved < 0 && (errno == EAGAIN || errno == EINTR);
+    if (moved > 0)
       done += static_cast<size_t>(moved);
-    } else if (moved == 0 || (errno != EAGAIN && errno != EINTR)) {
+    else if (!may_try_again || !wait_for(fd, events, deadline))
       return false;
-    } else if (!wait_for(fd, events, deadline)) {
-      return false;
-    }
   }
   return true;
 }
