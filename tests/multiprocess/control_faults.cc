@@ -189,6 +189,25 @@ TEST_CASE("a rank whose connection a forked child keeps open is named by its sil
   });
 }
 
+TEST_CASE("a job that is stopped and continued as a whole lives on") {
+  constexpr auto kTimeout = 1'500ms;
+  run_nodes({}, kTimeout.count(), [&](NodeRank& rank) {
+    if (rank.number() == 0 && ::fork() == 0) {
+      ::setpgid(0, 0);
+      std::this_thread::sleep_for(2 * kTimeout + 500ms);
+      for (int each = kRanks - 1; each >= 0; --each) {
+        ::kill(rank.pid_of(each), SIGCONT);
+        std::this_thread::sleep_for(200ms);
+      }
+      ::_exit(0);
+    }
+    std::raise(SIGSTOP);
+    check_ok(rank.rank().call(EPX_OP_DISPATCH), "epx_dispatch");
+    std::this_thread::sleep_for(kTimeout); // for a verdict that was on its way
+    check_ok(rank.rank().call(EPX_OP_COMBINE), "epx_combine");
+  });
+}
+
 TEST_CASE("ranks that exit without destroying their group after its last call harm nobody") {
   run_nodes({}, kLongMs, [](NodeRank& rank) {
     check_ok(rank.rank().call(EPX_OP_DISPATCH), "epx_dispatch");
