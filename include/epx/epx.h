@@ -313,7 +313,9 @@ typedef struct epx_group_config {
                              node r / ranks_per_node. On the host transport, whose ranks share one machine, 0 means one
                              node, and any divisor of P splits the group as far as EPX_COMBINE_NODE and the limits of
                              groups of several nodes go, for tests. EPX_TRANSPORT_NCCL serves groups of one node in this
-                             version: other values than P, and ranks that are found on several nodes, are refused */
+                             version: other values than P, and ranks that are found on several nodes, are refused.
+                             Ranks of a group of several nodes watch each other over TCP, each by a connection to rank 0 and a
+                             thread: one whose process ends without epx_group_destroy ends the group after a second */
   int32_t reserved1;      /**< 0 */
 } epx_group_config;
 
