@@ -12,6 +12,15 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Returns the same address in shared memory, which the compiler then keeps in a register: otherwise it computes the address of
+// dynamic shared memory anew in each iteration of a loop.
+template <typename T>
+__device__ inline T* in_register(T* shared) {
+  uint32_t address = shared_address(shared);
+  asm("" : "+r"(address));
+  return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
 // An mbarrier in shared memory that completes a phase when the bytes of a load are there. The phase parity alternates between 0
 // and 1 from load to load.
 using LoadBarrier = uint64_t;

@@ -45,6 +45,10 @@ __device__ inline uint64_t or_of_lanes(uint64_t bits) {
 template <typename T>
 class WarpList {
 public:
+  WarpList() = default;
+  // A list of one value, which all lanes pass.
+  __device__ explicit WarpList(T value) : low_(value), size_(1) {}
+
   __device__ int size() const { return size_; }
   __device__ void append(T value) {
     if (size_ % kWarp == lane()) (size_ < kWarp ? low_ : high_) = value;

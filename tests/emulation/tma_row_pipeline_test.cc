@@ -28,11 +28,15 @@ void read_into(TmaRowPipeline& pipeline, const std::array<std::vector<std::byte>
   WarpList<const std::byte*> list;
   for (const auto& row : rows)
     list.append(row.data());
-  pipeline.read(list, static_cast<int64_t>(rows[0].size()),
-                [&](int row, int h_tile, const std::byte* data, uint32_t bytes) {
-                  for (uint32_t i = static_cast<uint32_t>(lane()); i < bytes; i += kWarp)
-                    copies[row][static_cast<size_t>(h_tile) * TmaRowPipeline::kStageBytes + i] = data[i];
-                });
+  const auto bytes = static_cast<int64_t>(rows[0].size());
+  pipeline.begin_rows(list, bytes);
+  for (int h_tile = 0; h_tile < TmaRowPipeline::h_tiles_of(bytes); ++h_tile)
+    for (auto& copy : copies) {
+      const std::byte* const data = pipeline.front();
+      for (uint32_t i = static_cast<uint32_t>(lane()); i < TmaRowPipeline::bytes_of(h_tile, bytes); i += kWarp)
+        copy[static_cast<size_t>(h_tile) * TmaRowPipeline::kStageBytes + i] = data[i];
+      pipeline.pop();
+    }
 }
 
 TEST_CASE("a TMA row pipeline reads, copies and clears alternately") {

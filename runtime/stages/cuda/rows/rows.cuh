@@ -243,23 +243,25 @@ __device__ inline void scale_row_to_destinations(TmaRowPipeline& pipeline, const
     scale_elements_to_destinations(from, hidden, lanes, to, weight);
     return;
   }
-  WarpList<const T*> rows;
-  rows.append(from);
-  pipeline.read(rows, hidden * static_cast<int64_t>(sizeof(T)),
-                [&](int, int h_tile, const std::byte* data, uint32_t data_bytes) {
-                  Fragment<T> fragments[kWarpTilesPerStage<T>];
-                  load_fragments(data, fragments);
+  const int64_t bytes = hidden * static_cast<int64_t>(sizeof(T));
+  pipeline.begin_rows(WarpList<const T*>(from), bytes);
 #pragma unroll 1
-                  for (unsigned left = lanes; left != 0; left &= left - 1) {
-                    const int target_lane = lowest_bit(left);
-                    const float factor = from_lane(weight, target_lane);
-                    std::byte* const target = h_tile_of(from_lane(to, target_lane), h_tile);
+  for (int h_tile = 0; h_tile < TmaRowPipeline::h_tiles_of(bytes); ++h_tile) {
+    Fragment<T> fragments[kWarpTilesPerStage<T>];
+    load_fragments(pipeline.front(), fragments);
+    pipeline.pop();
+    const uint32_t data_bytes = TmaRowPipeline::bytes_of(h_tile, bytes);
+#pragma unroll 1
+    for (unsigned left = lanes; left != 0; left &= left - 1) {
+      const int target_lane = lowest_bit(left);
+      const float factor = from_lane(weight, target_lane);
+      std::byte* const target = h_tile_of(from_lane(to, target_lane), h_tile);
 #pragma unroll
-                    for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile)
-                      if (const uint32_t at = offset_of_fragment<T>(warp_tile); at < data_bytes)
-                        store_vector(target + at, scaled(factor, fragments[warp_tile]));
-                  }
-                });
+      for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile)
+        if (const uint32_t at = offset_of_fragment<T>(warp_tile); at < data_bytes)
+          store_vector(target + at, scaled(factor, fragments[warp_tile]));
+    }
+  }
 }
 
 // ---- Products ----
@@ -276,6 +278,8 @@ __device__ inline void add_products(float (&acc)[kFragment], const Fragment<T>& 
     if (i < count) acc[i] = __fmaf_rn(x[i], y[i], acc[i]);
 }
 
+// Returns the product of grad and x, by the fixed tree; and to = round(weight * grad), or the same bits if !is_weighted.
+// `to` may be `grad` itself.
 template <typename T>
 __device__ __noinline__ float scale_and_multiply_elements(const T* grad, const T* x, int64_t hidden, T* to,
                                                           bool is_weighted, float weight) {
@@ -289,36 +293,45 @@ __device__ __noinline__ float scale_and_multiply_elements(const T* grad, const T
   return reduce_tree(acc);
 }
 
-// Returns the product of grad and x, by the fixed tree; and to = round(weight * grad), or the same bits if !is_weighted.
-// `to` may be `grad` itself.
+// The same for the first `count` of the rows x of the lanes: lane i passes x_i, its weight and where the scaled gradient goes,
+// and gets the product. The gradient's row is read once beside all of them. The `to` of one lane may be `grad` itself.
+constexpr int kMaxProducts = 6; // as many as registers hold the accumulators of
 template <typename T>
-__device__ inline float scale_and_multiply(TmaRowPipeline& pipeline, const T* grad, const T* x, int64_t hidden, T* to,
-                                           bool is_weighted, float weight) {
-  const uint64_t bits = reinterpret_cast<uint64_t>(grad) | reinterpret_cast<uint64_t>(x) | reinterpret_cast<uint64_t>(to);
-  if (!is_vectorizable(bits, hidden)) return scale_and_multiply_elements(grad, x, hidden, to, is_weighted, weight);
-  float acc[kFragment] = {};
-  Fragment<T> grads[kWarpTilesPerStage<T>];
-  WarpList<const T*> rows;
-  rows.append(grad);
-  rows.append(x);
-  pipeline.read(rows, hidden * static_cast<int64_t>(sizeof(T)),
-                [&](int row, int h_tile, const std::byte* data, uint32_t data_bytes) {
-                  if (row == 0) {
-                    load_fragments(data, grads);
-                    return;
-                  }
-                  Fragment<T> fragments[kWarpTilesPerStage<T>];
-                  load_fragments(data, fragments);
-                  std::byte* const target = h_tile_of(to, h_tile);
+__device__ inline float scale_and_multiply(TmaRowPipeline& pipeline, const T* grad, const T* x, int count, int64_t hidden,
+                                           T* to, bool is_weighted, float weight) {
+  WarpList<const T*> rows(grad);
+  for (int i = 0; i < count; ++i)
+    rows.append(from_lane(x, i));
+  const int64_t bytes = hidden * static_cast<int64_t>(sizeof(T));
+  pipeline.begin_rows(rows, bytes);
+  float acc[kMaxProducts][kFragment] = {};
+#pragma unroll 1
+  for (int h_tile = 0; h_tile < TmaRowPipeline::h_tiles_of(bytes); ++h_tile) {
+    const uint32_t data_bytes = TmaRowPipeline::bytes_of(h_tile, bytes);
+    Fragment<T> grads[kWarpTilesPerStage<T>], fragments[kWarpTilesPerStage<T>];
+    load_fragments(pipeline.front(), grads);
+    pipeline.pop();
 #pragma unroll
-                  for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile) {
-                    const uint32_t at = offset_of_fragment<T>(warp_tile);
-                    if (at >= data_bytes) continue;
-                    add_products(acc, grads[warp_tile], fragments[warp_tile]);
-                    store_vector(target + at, is_weighted ? scaled(weight, grads[warp_tile]) : grads[warp_tile]);
-                  }
-                });
-  return reduce_tree(acc);
+    for (int i = 0; i < kMaxProducts; ++i) {
+      if (i >= count) break;
+      load_fragments(pipeline.front(), fragments);
+      pipeline.pop();
+      std::byte* const target = h_tile_of(from_lane(to, i), h_tile);
+      const float factor = from_lane(weight, i);
+#pragma unroll
+      for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile) {
+        const uint32_t at = offset_of_fragment<T>(warp_tile);
+        if (at >= data_bytes) continue;
+        add_products(acc[i], grads[warp_tile], fragments[warp_tile]);
+        store_vector(target + at, is_weighted ? scaled(factor, grads[warp_tile]) : grads[warp_tile]);
+      }
+    }
+  }
+  float own_product = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kMaxProducts; ++i)
+    if (const float product = reduce_tree(acc[i]); lane() == i) own_product = product;
+  return own_product;
 }
 
 // ---- Sums ----
@@ -350,72 +363,70 @@ __device__ inline void add_word(float* acc, uint32_t word, float weight) {
   for (int i = 0; i < kElementsPerWord<T>; ++i)
     acc[i] = __fmaf_rn(weight, x[i], acc[i]);
 }
-template <typename T>
-__device__ inline void add_fragment(float (&acc)[kFragment], const Fragment<T>& fragment, float weight) {
-#pragma unroll
-  for (int i = 0; i < kFragment / kElementsPerWord<T>; ++i)
-    add_word<T>(acc + i * kElementsPerWord<T>, fragment.words[i], weight);
-}
 
-// Holds the sum so far of a lane's fragments, at the same elements of all rows.
-template <bool kHasInner, typename T, int kFragments>
-class FragmentSums {
-public:
-  __device__ void add(const SumTerms<T>& terms, int term, float weight, const Fragment<T> (&fragments)[kFragments]) {
-    if (kHasInner && term >= terms.num_inner && term - terms.num_inner == terms.own_position && terms.num_inner > 0)
-      add_all(inner_, 1.0f);
-    add_all(fragments, weight);
-    if (!kHasInner) return;
-    if (term + 1 == terms.num_inner) {
+// The sum so far of a lane's fragments, at the same elements of all rows.
+template <typename T, int kFragments>
+struct FragmentSums {
+  float acc[kFragments][kFragment] = {};
+
+  __device__ void add(const Fragment<T> (&fragments)[kFragments], float weight) {
+#pragma unroll
+    for (int i = 0; i < kFragments; ++i)
+#pragma unroll
+      for (int word = 0; word < kFragment / kElementsPerWord<T>; ++word)
+        add_word<T>(acc[i] + word * kElementsPerWord<T>, fragments[i].words[word], weight);
+  }
+  __device__ Fragment<T> rounded(int i) const {
+    return pack<T>(acc[i]);
+  }
+};
+
+// Returns the sum of the terms in one h-tile, before it is rounded. load(fragments, term) is called for one term after the
+// other. Without kHasInner, num_inner is 0.
+template <bool kHasInner, int kFragments, typename T, typename Load>
+__device__ inline FragmentSums<T, kFragments> sum_terms(const SumTerms<T>& terms, const Load& load) {
+  FragmentSums<T, kFragments> sums;
+  Fragment<T> inner[kHasInner ? kFragments : 1] = {};
+  const auto add_term = [&](int term) {
+    Fragment<T> fragments[kFragments];
+    load(fragments, term);
+    sums.add(fragments, terms.weights[term]);
+  };
+  if constexpr (kHasInner) {
+#pragma unroll 1
+    for (int term = 0; term < terms.num_inner; ++term)
+      add_term(term);
+    if (terms.num_inner > 0) {
 #pragma unroll
       for (int i = 0; i < kFragments; ++i)
-        inner_[kHasInner ? i : 0] = pack<T>(acc_[i]);
-      clear();
+        inner[i] = sums.rounded(i);
+      sums = {};
     }
-    if (term + 1 == terms.size() && terms.num_inner > 0 && terms.size() - terms.num_inner == terms.own_position)
-      add_all(inner_, 1.0f);
   }
-  __device__ Fragment<T> get(int i) const {
-    return pack<T>(acc_[i]);
+#pragma unroll 1
+  for (int term = terms.num_inner;; ++term) {
+    if constexpr (kHasInner)
+      if (terms.num_inner > 0 && term - terms.num_inner == terms.own_position) sums.add(inner, 1.0f);
+    if (term == terms.size()) break;
+    add_term(term);
   }
-  // Called after the last get() of a sum, before the first add() of the next one.
-  __device__ void clear() {
-#pragma unroll
-    for (auto& fragment_acc : acc_)
-#pragma unroll
-      for (float& x : fragment_acc)
-        x = 0.0f;
-  }
-
-private:
-  template <int kCount>
-  __device__ void add_all(const Fragment<T> (&fragments)[kCount], float weight) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      add_fragment(acc_[i], fragments[i], weight);
-  }
-
-  float acc_[kFragments][kFragment] = {};
-  Fragment<T> inner_[kHasInner ? kFragments : 1] = {};
-};
+  return sums;
+}
 
 template <bool kHasInner, typename T>
 __device__ __noinline__ void sum_elements(const SumTerms<T> terms, T* to, int64_t hidden) {
   for (int64_t first = 0; first < hidden; first += kWarpTile) { // the same in all lanes
     const int64_t h = first + lane() * kFragment;
-    FragmentSums<kHasInner, T, 1> sum;
-    for (int term = 0; term < terms.size(); ++term) {
-      const T* const row = terms.rows[term];
-      sum.add(terms, term, terms.weights[term], {load_elements(row, h, hidden)});
-    }
-    store_elements(to, h, hidden, sum.get(0));
+    const auto sums = sum_terms<kHasInner, 1>(
+        terms, [&](Fragment<T>(&fragments)[1], int term) { fragments[0] = load_elements(terms.rows[term], h, hidden); });
+    store_elements(to, h, hidden, sums.rounded(0));
   }
 }
 
-// to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows. Without kHasInner,
-// num_inner is 0.
+// to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows.
 template <bool kHasInner, typename T>
 __device__ inline void sum_rows(TmaRowPipeline& pipeline, const SumTerms<T>& terms, T* to, int64_t hidden) {
+  constexpr int kFragments = kWarpTilesPerStage<T>;
   const int64_t bytes = hidden * static_cast<int64_t>(sizeof(T));
   if (terms.size() == 0) {
     zero_row(reinterpret_cast<std::byte*>(to), bytes);
@@ -425,19 +436,19 @@ __device__ inline void sum_rows(TmaRowPipeline& pipeline, const SumTerms<T>& ter
     sum_elements<kHasInner>(terms, to, hidden);
     return;
   }
-  FragmentSums<kHasInner, T, kWarpTilesPerStage<T>> sums;
-  pipeline.read(terms.rows, bytes, [&](int term, int h_tile, const std::byte* data, uint32_t data_bytes) {
-    Fragment<T> fragments[kWarpTilesPerStage<T>];
-    load_fragments(data, fragments);
-    sums.add(terms, term, terms.weights[term], fragments);
-    if (term + 1 < terms.size()) return;
+  pipeline.begin_rows(terms.rows, bytes);
+#pragma unroll 1
+  for (int h_tile = 0; h_tile < TmaRowPipeline::h_tiles_of(bytes); ++h_tile) {
+    const auto sums = sum_terms<kHasInner, kFragments>(terms, [&](Fragment<T>(&fragments)[kFragments], int) {
+      load_fragments(pipeline.front(), fragments);
+      pipeline.pop();
+    });
     std::byte* const target = h_tile_of(to, h_tile);
+    const uint32_t data_bytes = TmaRowPipeline::bytes_of(h_tile, bytes);
 #pragma unroll
-    for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile)
-      if (const uint32_t at = offset_of_fragment<T>(warp_tile); at < data_bytes)
-        store_vector(target + at, sums.get(warp_tile));
-    sums.clear();
-  });
+    for (int i = 0; i < kFragments; ++i)
+      if (const uint32_t at = offset_of_fragment<T>(i); at < data_bytes) store_vector(target + at, sums.rounded(i));
+  }
 }
 
 } // namespace epx::cuda

@@ -22,8 +22,8 @@ public:
 
   // All lanes call this. `shared` has kSharedBytes for each warp of the block and is 128 bytes aligned.
   __device__ TmaRowPipeline(std::byte* shared, int warp, int num_warps)
-      : stages_(shared + warp * kStagesBytes),
-        barriers_(reinterpret_cast<LoadBarrier*>(shared + num_warps * kStagesBytes) + warp * kStages) {
+      : stages_(in_register(shared + warp * kStagesBytes)),
+        barriers_(in_register(reinterpret_cast<LoadBarrier*>(shared + num_warps * kStagesBytes) + warp * kStages)) {
     if (lane() == 0) {
 #pragma unroll 1
       for (int stage = 0; stage < kStages; ++stage)
@@ -36,34 +36,40 @@ public:
   TmaRowPipeline(const TmaRowPipeline&) = delete;
   TmaRowPipeline& operator=(const TmaRowPipeline&) = delete;
 
-  // Reads `bytes` bytes of each row. take(row, h_tile, data, data_bytes) is called for h-tile 0 of every row, then for h-tile
-  // 1, and so on; `data` is in shared memory. The loads come after what this warp has acquired. All lanes call this, and each
-  // sees the whole h-tile.
-  template <typename T, typename Take>
-  __device__ void read(const WarpList<const T*>& rows, int64_t bytes, const Take& take) {
+  // Begins to read `bytes` bytes of each row: front() returns h-tile 0 of every row, then h-tile 1, and so on. The loads come
+  // after what this warp has acquired. The list before has been taken to its end. All lanes call this.
+  template <typename T>
+  __device__ void begin_rows(const WarpList<const T*>& rows, int64_t bytes) {
     begin();
-    const auto h_tiles = static_cast<int>((bytes + kStageBytes - 1) / kStageBytes);
-    const auto last_bytes = static_cast<uint32_t>(bytes - static_cast<int64_t>(h_tiles - 1) * kStageBytes);
-    const auto bytes_of = [&](int h_tile) { return h_tile + 1 < h_tiles ? uint32_t{kStageBytes} : last_bytes; };
-    const auto load = [&](int stage, const Position& at) { // the lane that holds the row's address issues the load
-      if (lane() != (at.row & (kWarp - 1))) return;
-      const auto* const row = reinterpret_cast<const std::byte*>(rows.own(at.row));
-      begin_load(stage_at(stage), row + static_cast<int64_t>(at.h_tile) * kStageBytes, bytes_of(at.h_tile),
-                 barriers_ + stage);
-    };
-    Position next_load{0, 0}, here{0, 0};
+    low_ = reinterpret_cast<const std::byte*>(rows.own(0));
+    high_ = reinterpret_cast<const std::byte*>(rows.own(kWarp));
+    num_rows_ = rows.size();
+    h_tiles_left_ = h_tiles_of(bytes);
+    last_bytes_ = bytes_of(h_tiles_left_ - 1, bytes);
+    next_row_ = front_ = back_ = 0;
 #pragma unroll 1
-    for (int stage = 0; stage < kStages && next_load.h_tile < h_tiles; ++stage, next_load.advance(rows.size()))
-      load(stage, next_load);
-#pragma unroll 1
-    for (int stage = 0; here.h_tile < h_tiles; stage = stage + 1 < kStages ? stage + 1 : 0, here.advance(rows.size())) {
-      wait_for_load(barriers_ + stage, next_phase(stage));
-      take(here.row, here.h_tile, stage_at(stage), bytes_of(here.h_tile));
-      __syncwarp(); // all lanes have read the stage
-      if (next_load.h_tile >= h_tiles) continue;
-      load(stage, next_load);
-      next_load.advance(rows.size());
-    }
+    for (int stage = 0; stage < kStages && h_tiles_left_ > 0; ++stage)
+      load_next();
+  }
+  // Waits for the oldest h-tile that has not been taken, and returns it. pop() must follow, until which it stays there. All lanes
+  // call this.
+  __device__ const std::byte* front() {
+    wait_for_load(barriers_ + front_, next_phase(front_));
+    return stage_at(front_);
+  }
+  // The lanes have read the front stage, which is loaded again. All lanes call this.
+  __device__ void pop() {
+    __syncwarp(); // all lanes have read the stage
+    front_ = front_ + 1 < kStages ? front_ + 1 : 0;
+    if (h_tiles_left_ > 0) load_next();
+  }
+
+  // Return how many h-tiles a row has, and how many bytes one of them has.
+  __device__ static int h_tiles_of(int64_t bytes) {
+    return static_cast<int>((bytes + kStageBytes - 1) / kStageBytes);
+  }
+  __device__ static uint32_t bytes_of(int h_tile, int64_t bytes) {
+    return static_cast<uint32_t>(min(int64_t{kStageBytes}, bytes - int64_t{h_tile} * kStageBytes));
   }
 
   // Begins a multi-destination copy of `bytes` bytes to the addresses that the lanes pass; a lane that passes NULL has none.
@@ -122,15 +128,18 @@ public:
   }
 
 private:
-  struct Position {
-    int row;
-    int h_tile;
-    __device__ void advance(int num_rows) {
-      if (++row < num_rows) return;
-      row = 0;
-      ++h_tile;
-    }
-  };
+  // Begins the next load. The lane that holds the row's address issues it.
+  __device__ void load_next() {
+    if (lane() == (next_row_ & (kWarp - 1)))
+      begin_load(stage_at(back_), next_row_ < kWarp ? low_ : high_, h_tiles_left_ > 1 ? uint32_t{kStageBytes} : last_bytes_,
+                 barriers_ + back_);
+    back_ = back_ + 1 < kStages ? back_ + 1 : 0;
+    if (++next_row_ < num_rows_) return;
+    next_row_ = 0;
+    low_ += kStageBytes;
+    high_ += kStageBytes;
+    --h_tiles_left_;
+  }
 
   __device__ void begin() {
     if (lane() == 0) wait_for_store_reads<0>(); // earlier stores have read the stages
@@ -162,6 +171,15 @@ private:
   std::byte* stages_;
   LoadBarrier* barriers_;
   uint32_t phases_ = 0; // phase parity of each stage's next load, a bit each
+  // The list that is read: each lane holds where the next h-tile of the row `lane` lies, and that of the row 32 + `lane`.
+  const std::byte* low_ = nullptr;
+  const std::byte* high_ = nullptr;
+  int num_rows_ = 0;
+  int h_tiles_left_ = 0; // of each row, to be loaded
+  uint32_t last_bytes_ = 0;
+  int next_row_ = 0; // of which the next h-tile is loaded, ...
+  int back_ = 0;     // ... into this stage
+  int front_ = 0;    // the stage of the oldest h-tile that has not been taken
 };
 
 } // namespace epx::cuda

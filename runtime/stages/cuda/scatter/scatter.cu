@@ -51,16 +51,8 @@ struct CombineBwd {
     std::byte* const to = is_slot ? call.grad_expert_out + call.row_of_slot(slot) * row_bytes : nullptr;
     const auto* const row = reinterpret_cast<const T*>(source_row.row);
     const float factor = is_slot && call.recv_weights != nullptr ? call.recv_weights[slot] : 1.0f;
-    if (call.grad_recv_weights != nullptr) // slots descend: the first may alias the source row, and is overwritten last
-      for (unsigned left = __ballot_sync(~0u, is_slot ? 1 : 0); left != 0;) {
-        const int last = kWarp - 1 - __clz(static_cast<int>(left));
-        left ^= 1u << last;
-        const int64_t one = from_lane(slot, last);
-        const auto* const x = reinterpret_cast<const T*>(call.expert_out + one * row_bytes);
-        const float product = scale_and_multiply(pipeline, row, x, call.hidden, reinterpret_cast<T*>(from_lane(to, last)),
-                                                 call.recv_weights != nullptr, from_lane(factor, last));
-        if (lane() == 0) call.grad_recv_weights[one] = product;
-      }
+    if (call.grad_recv_weights != nullptr)
+      store_with_products(pipeline, row, slot, reinterpret_cast<T*>(to), factor);
     else if (call.recv_weights != nullptr)
       scale_row_to_destinations(pipeline, row, call.hidden, reinterpret_cast<T*>(to), factor);
     else
@@ -68,6 +60,32 @@ struct CombineBwd {
   }
   __device__ void clear_weight_and_sidecar(int32_t slot) const {
     if (call.grad_recv_weights != nullptr && slot >= 0) call.grad_recv_weights[slot] = 0.0f;
+  }
+
+private:
+  // Lanes that have a slot come first. Slots descend: the first may alias the gradient's row, and is overwritten last.
+  __device__ void store_with_products(TmaRowPipeline& pipeline, const T* grad, int32_t slot, T* to, float factor) const {
+    const T* const x = slot >= 0 ? reinterpret_cast<const T*>(call.expert_out + slot * row_bytes) : nullptr;
+    const bool is_weighted = call.recv_weights != nullptr;
+    const int slots = __popc(__ballot_sync(~0u, slot >= 0 ? 1 : 0));
+    const uint64_t bits = reinterpret_cast<uint64_t>(grad) | reinterpret_cast<uint64_t>(x) | reinterpret_cast<uint64_t>(to);
+    const bool by_tma = __all_sync(~0u, is_vectorizable(bits, call.hidden) ? 1 : 0) != 0;
+    const int at_a_time = by_tma ? kMaxProducts : 1;
+#pragma unroll 1
+    for (int first = (slots - 1) / at_a_time * at_a_time; first >= 0; first -= at_a_time) {
+      const int count = min(at_a_time, slots - first);
+      const int from = min(first + lane(), kWarp - 1); // lane i has the slot `first` + i
+      T* const target = from_lane(to, from);
+      const T* const row = from_lane(x, from);
+      const float weight = from_lane(factor, from);
+      float product;
+      if (by_tma)
+        product = scale_and_multiply(pipeline, grad, row, count, call.hidden, target, is_weighted, weight);
+      else
+        product = scale_and_multiply_elements(grad, from_lane(row, 0), call.hidden, from_lane(target, 0), is_weighted,
+                                              from_lane(weight, 0));
+      if (const int32_t own = from_lane(slot, from); lane() < count) call.grad_recv_weights[own] = product;
+    }
   }
 };
 

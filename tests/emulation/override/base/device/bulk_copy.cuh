@@ -16,6 +16,11 @@ namespace epx::cuda {
 
 using LoadBarrier = uint64_t;
 
+template <typename T>
+T* in_register(T* shared) {
+  return shared;
+}
+
 namespace bulk {
 
 struct Load {
