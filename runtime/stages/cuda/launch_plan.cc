@@ -42,13 +42,15 @@ constexpr int kMinSplitGrid = 48; // blocks; in smaller grids every block has se
 static_assert(kSenderWarpsOfSmallGrid <= kMaxSendersPerSignalWarp);
 WarpRoleCounts scatter_role_counts(int blocks, int num_ranks) {
   const int sender_blocks = std::min(16 * num_ranks, kMaxSenderBlocks);
-  if (blocks >= kFullGrid) return {sender_blocks, kSenderWarps, 1};
-  if (blocks >= kMinSplitGrid) return {std::min(sender_blocks, blocks / 3), kSenderWarpsOfSmallGrid, 1};
-  return {blocks, kSenderWarps, 1};
+  if (blocks >= kFullGrid) return {sender_blocks, kSenderWarps, 1, false};
+  if (blocks >= kMinSplitGrid) return {std::min(sender_blocks, blocks / 3), kSenderWarpsOfSmallGrid, 1, false};
+  return {blocks, kSenderWarps, 1, false};
 }
+
+// In gather senders have about as much to do as receivers, and join them in the end, so that one rule serves all grids. There are
+// rather too many senders than too few, since receivers wait for them; record 0012 in docs/decisions has the measurements.
 WarpRoleCounts gather_role_counts(int blocks) {
-  if (blocks >= kFullGrid) return {kMaxSenderBlocks, 16, 0};
-  return {blocks, 10, 0};
+  return {std::clamp(blocks * 5 / 8, 1, kMaxSenderBlocks), kMovementThreads / 32, 0, true};
 }
 
 struct Device {

@@ -24,6 +24,7 @@ struct WarpRoleCounts {
   int sender_blocks;
   int sender_warps; // per sender block
   int signal_warps; // per sender block: 1, or 0 when the senders signal by themselves
+  bool joins;       // a sender that has no more to send receives
 };
 constexpr int kMovementThreads = 512; // of each block of scatter and gather
 // Blocks of a movement on an SM. Role counts are for one, whose threads have 128 registers each. Kernels say it in their

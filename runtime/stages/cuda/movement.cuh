@@ -72,8 +72,9 @@ __device__ inline WorkPartition partition_warps(int first_warp, int num_warps, i
 
 enum class WarpRole { none, send, signal, receive };
 
-struct WarpAssignment : WorkPartition {
+struct WarpAssignment : WorkPartition { // index -1: the warp has joined, and has no first tile
   WarpRole role;
+  int64_t joining = 0; // of a receiver: how many senders join later
 };
 
 // Warp specialization of the high-throughput path: some warps send, and the ready flag of each row is signaled by its sender or
@@ -87,11 +88,21 @@ __device__ inline WarpAssignment assign_warp_role(const WarpRoleCounts& role_cou
   const int senders = role_counts.sender_warps;
   const int signals = role_counts.signal_warps;
   const int others = warps - senders - signals;
+  const int64_t joining = role_counts.joins ? int64_t{sender_blocks} * senders : 0;
   if (static_cast<int>(blockIdx.x) >= sender_blocks)
-    return {partition_warps(0, warps, sender_blocks, blocks - sender_blocks), WarpRole::receive};
+    return {partition_warps(0, warps, sender_blocks, blocks - sender_blocks), WarpRole::receive, joining};
   if (warp < senders) return {partition_warps(0, senders, 0, sender_blocks), WarpRole::send};
   if (warp >= senders + others) return {partition_warps(senders + others, signals, 0, sender_blocks), WarpRole::signal};
-  return {partition_warps(senders, others, 0, sender_blocks), sender_blocks == blocks ? WarpRole::receive : WarpRole::none};
+  return {partition_warps(senders, others, 0, sender_blocks), sender_blocks == blocks ? WarpRole::receive : WarpRole::none,
+          joining};
+}
+// The assignment of a sender that has no more to send, if senders join the receivers.
+__device__ inline WarpAssignment join_receivers(const WarpRoleCounts& role_counts, const WarpAssignment& sender) {
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  const int other_blocks = static_cast<int>(gridDim.x) - role_counts.sender_blocks;
+  const int others = warps - role_counts.sender_warps - role_counts.signal_warps;
+  const int receivers = other_blocks > 0 ? other_blocks * warps : role_counts.sender_blocks * others;
+  return {{-1, receivers}, role_counts.joins ? WarpRole::receive : WarpRole::none, sender.count};
 }
 
 // A value for each k of a token: each lane holds that of k = `lane` in `low` and that of k = 32 + `lane` in `high`.
@@ -320,12 +331,15 @@ public:
   }
   // Dynamic tile scheduler: returns the next of `tiles` tiles for a warp that has finished one, because some warps get more
   // bandwidth of the wire and of memory than others. A warp's first tile is its index in the work partition; it goes on until
-  // it gets a number beyond the last tile. So the tile counter is taken `tiles` times: once for each tile that is not the first
-  // of a warp, and once more by each warp that had a tile.
+  // it gets a number beyond the last tile. So the tile counter is taken tiles + joining times: once for each tile that is not the
+  // first of a warp, and once more by each warp that had a tile or has joined.
+  __device__ int64_t first_tile(const WarpAssignment& warp, int64_t tiles) const {
+    return warp.index >= 0 ? warp.index : next_tile(warp, tiles);
+  }
   __device__ int64_t next_tile(const WarpAssignment& warp, int64_t tiles) const {
     DeviceState& state = *params_.group.state;
-    return warp.count +
-           call_.take_tile(warp.role == WarpRole::send ? state.send_tiles_taken : state.receive_tiles_taken, tiles);
+    return warp.count + call_.take_tile(warp.role == WarpRole::send ? state.send_tiles_taken : state.receive_tiles_taken,
+                                        tiles + warp.joining);
   }
   // Returns how many tokens of a rank may have slots on this rank; rank-major: how many rows of it this rank keeps.
   __device__ int64_t tokens_of(int rank) const {

@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gather: rows go from slots to their tokens' home ranks and are summed. combine weights them; dispatch_bwd does not, and
 // carries the weights' gradients along. The low-latency path is in ll_gather.cuh. On the high-throughput path the warps are
-// specialized, and a warp takes one row split at a time: one half of H of all rows of a token, or all of H where rows are
-// short:
+// specialized:
 //
 //   warps    do                                                         wait for
 //   send     wire: sum the rows of a peer's token that has slots here,  the entry barrier
 //            and store the sum into the home rank's staging;
 //            exact: store each of the rows there;
-//            then store the ready flag of the split
-//   receive  sum what the peers have sent of a token of this rank with  the entry barrier; the split's ready flag of each
-//            the rows of this rank's own slots, which stay here         peer that the token goes to
+//            then store the row's ready flags.
+//            When nothing is left to send, they receive
+//   receive  sum what the peers have sent of a token of this rank with  the entry barrier; the ready flags of each peer that
+//            the rows of this rank's own slots, which stay here         the token goes to
 //
-// Smaller work items let receivers start earlier and leave them less to do when the last splits are ready, since the rows of
-// all senders are in flight together.
+// Rows are signaled in splits: each half of H has a ready flag of its own, or all of H where rows are short. Where warps have few
+// tiles, a tile is one split of a token's rows: smaller tiles let receivers start earlier and leave them less to do when the
+// last splits are ready, since the rows of all senders are in flight together. Where they have many, a tile is all splits of a
+// token's rows, which spares looking up the token twice.
 #include <cmath>
 
 #include "runtime/stages/cuda/kernels.h"
@@ -42,64 +44,74 @@ public:
   }
 
   __device__ void send(const WarpAssignment& warp) const {
-    const int64_t tiles = movement_.num_peer_tokens() * num_splits_;
+    const int splits = splits_per_tile(movement_.num_peer_tokens(), warp);
+    const int64_t tiles = movement_.num_peer_tokens() * (num_splits_ / splits);
 #pragma unroll 1
     for (int64_t tile = warp.index; tile < tiles; tile = movement_.next_tile(warp, tiles)) {
-      const Movement::PeerToken peer = movement_.peer_token(static_cast<uint32_t>(token_of(tile)));
+      const Movement::PeerToken peer = movement_.peer_token(static_cast<uint32_t>(token_of(tile, splits)));
       if (movement_.is_active(peer.rank) && peer.token < movement_.tokens_of(peer.rank))
-        send_split(peer.rank, peer.token, split_of(tile));
+        send_splits(peer.rank, peer.token, splits_of(tile, splits));
     }
   }
 
   __device__ void sum(const WarpAssignment& warp) const {
-    const int64_t tiles = args_.num_tokens * num_splits_;
+    const int splits = splits_per_tile(args_.num_tokens, warp);
+    const int64_t tiles = args_.num_tokens * (num_splits_ / splits);
 #pragma unroll 1
-    for (int64_t tile = warp.index; tile < tiles; tile = movement_.next_tile(warp, tiles))
-      if (!sum_split(token_of(tile), split_of(tile))) return;
+    for (int64_t tile = movement_.first_tile(warp, tiles); tile < tiles; tile = movement_.next_tile(warp, tiles))
+      if (!sum_splits(token_of(tile, splits), splits_of(tile, splits))) return;
   }
 
 private:
   // Shorter rows are not split: each split looks up its token's routes and waits for flags.
   static constexpr int kMinHTilesToSplit = 4;
+  // Warps take all splits of a token at a time when each of them has more than so many to take.
+  static constexpr int kManySplits = 48;
 
-  // A warp takes elements [first, first + size) of a row.
-  struct RowSplit {
+  // A warp takes elements [first, first + size) of a row, which are `count` splits from `index` on.
+  struct RowSplits {
     int index;
+    int count;
     int64_t first;
     int64_t size;
   };
 
-  // The scheduler's tiles are the splits of the first token, then those of the second, and so on.
-  __device__ int64_t token_of(int64_t tile) const {
-    return num_splits_ == 1 ? tile : tile / kMaxRowSplits;
+  // All warps of a role, also those that join it, get the same result.
+  __device__ int splits_per_tile(int64_t tokens, const WarpAssignment& warp) const {
+    return tokens * num_splits_ > kManySplits * warp.count ? num_splits_ : 1;
   }
-  __device__ RowSplit split_of(int64_t tile) const {
-    const int index = num_splits_ == 1 ? 0 : static_cast<int>(tile % kMaxRowSplits);
+  // The scheduler's tiles are the splits of the first token, then those of the second, and so on.
+  __device__ int64_t token_of(int64_t tile, int splits) const {
+    return splits == num_splits_ ? tile : tile / kMaxRowSplits;
+  }
+  __device__ RowSplits splits_of(int64_t tile, int splits) const {
+    const int index = splits == num_splits_ ? 0 : static_cast<int>(tile % kMaxRowSplits);
     const int64_t first = index * split_size_;
-    return {index, first, min(args_.hidden - first, split_size_)};
+    return {index, splits, first, min(args_.hidden - first, splits * split_size_)};
   }
 
-  __device__ const T* row_of(int64_t slot, const RowSplit& split) const {
+  __device__ const T* row_of(int64_t slot, const RowSplits& split) const {
     return reinterpret_cast<const T*>(params_.rows) + args_.row_of_slot(slot) * args_.hidden + split.first;
   }
-  __device__ T* staged_row(int home, int64_t row, const RowSplit& split) const {
+  __device__ T* staged_row(int home, int64_t row, const RowSplits& split) const {
     return group_.window().at<T>(home, layout_.gather_rows.offset + row * layout_.row_stride) + split.first;
   }
   __device__ float* staged_weights(int home) const {
     return group_.window().at<float>(home, layout_.gather_weights.offset);
   }
-  __device__ Epoch* ready_flag_at(int home, int64_t token, int rank_ordinal, const RowSplit& split) const {
+  // The ready flag of the first of these splits; those of the others follow.
+  __device__ Epoch* ready_flag_at(int home, int64_t token, int rank_ordinal, const RowSplits& split) const {
     return group_.window().at<Epoch>(home, layout_.gather_ready_flags.offset) +
            partial_staging_row(group_.context.shape, token, args_.top_k, rank_ordinal) * kMaxRowSplits + split.index;
   }
 
   // `index`: see Movement::slots_of.
-  __device__ void send_split(int home, int64_t index, const RowSplit& split) const {
+  __device__ void send_splits(int home, int64_t index, const RowSplits& split) const {
     const TokenSlots found = movement_.slots_of(home, index);
     const int64_t token = found.token;
     const WarpList<int32_t>& slots = found.slots;
     if (slots.size() == 0) return;
-    const float* weights = is_exact_ ? params_.row_weights : nullptr; // weights that this split carries
+    const float* weights = is_exact_ ? params_.row_weights : nullptr; // weights that these splits carry
     if (params_.carried_weights != nullptr) weights = split.index == 0 ? params_.carried_weights : nullptr;
     if (weights != nullptr && args_.is_rank_major())
       send_row_weights(home, token, found.first_slot, weights);
@@ -114,13 +126,13 @@ private:
       const int64_t row = partial_staging_row(group_.context.shape, token, args_.top_k, found.rank_ordinal);
       sum_rows<false>(pipeline_, terms, staged_row(home, row, split), split.size);
     }
-    pipeline_.finish(); // what all lanes have stored comes before the release of lane 0
-    if (lane() == 0) call_.signal(ready_flag_at(home, token, found.rank_ordinal, split));
+    pipeline_.finish(); // what all lanes have stored comes before the releases
+    if (lane() < split.count) call_.signal(ready_flag_at(home, token, found.rank_ordinal, split) + lane());
   }
 
   // Each lane passes a slot, or -1. In precision exact this sends the slots' rows; in both precisions it sends their weights
   // if `weights` is not NULL.
-  __device__ void send_routes(int home, int64_t token, const RowSplit& split, int32_t slot, const float* weights) const {
+  __device__ void send_routes(int home, int64_t token, const RowSplits& split, int32_t slot, const float* weights) const {
     const int64_t route = slot >= 0 ? route_index(token, args_.top_k, movement_.k_of_slot(slot)) : 0;
     if (weights != nullptr && slot >= 0) staged_weights(home)[route] = weights[slot];
     if (!is_exact_) return;
@@ -145,7 +157,7 @@ private:
   __device__ float weight_of(int32_t slot) const {
     return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
   }
-  __device__ bool sum_split(int64_t token, const RowSplit& split) const {
+  __device__ bool sum_splits(int64_t token, const RowSplits& split) const {
     const WarpRoutes routes = movement_.routes_of(token);
     const uint64_t live = routes.mask_of([&](const Route& route) { return movement_.is_live(route); });
     const uint64_t own = live & routes.mask_of([&](const Route& route) { return route.rank == call_.rank(); });
@@ -164,19 +176,20 @@ private:
   }
 
   // Each lane waits for the ready flags of its routes' ranks. `awaited` has a bit for each route.
-  __device__ bool wait_for_peers(int64_t token, const RowSplit& split, const WarpRoutes& routes, uint64_t awaited) const {
+  __device__ bool wait_for_peers(int64_t token, const RowSplits& split, const WarpRoutes& routes, uint64_t awaited) const {
     bool ok = true;
     for (int first = 0; first < args_.top_k; first += kWarp)
-      if (const Route route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
-        ok = call_.wait_ready(ready_flag_at(call_.rank(), token, movement_.rank_ordinal_of(route.rank_ordinal), split),
-                              route.rank);
+      for (int i = 0; i < split.count; ++i)
+        if (const Route route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
+          ok = call_.wait_ready(
+              ready_flag_at(call_.rank(), token, movement_.rank_ordinal_of(route.rank_ordinal), split) + i, route.rank);
     const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
     __syncwarp(); // all lanes see what each has acquired: a vote orders no memory
     return all;
   }
 
   // Precision exact: the terms are the routes' rows in k order.
-  __device__ SumTerms<T> terms_of_routes(int64_t token, const RowSplit& split, const WarpRoutes& routes, uint64_t live,
+  __device__ SumTerms<T> terms_of_routes(int64_t token, const RowSplits& split, const WarpRoutes& routes, uint64_t live,
                                          uint64_t own) const {
     const float* const weights = params_.row_weights != nullptr ? staged_weights(call_.rank()) : nullptr;
     SumTerms<T> terms;
@@ -198,7 +211,7 @@ private:
   }
 
   // Precision wire: the terms are the ranks' partial sums in rank order; this rank's own rows are the inner terms, in k order.
-  __device__ SumTerms<T> terms_of_ranks(int64_t token, const RowSplit& split, const WarpRoutes& routes, uint64_t live,
+  __device__ SumTerms<T> terms_of_ranks(int64_t token, const RowSplits& split, const WarpRoutes& routes, uint64_t live,
                                         uint64_t own) const {
     const PerRoute<float> weights{weight_of((own >> lane() & 1) != 0 ? routes.low.slot : -1),
                                   weight_of((own >> kWarp >> lane() & 1) != 0 ? routes.high.slot : -1)};
@@ -250,12 +263,13 @@ private:
     }
   }
 
-  __device__ void scribble_staging(int64_t token, const RowSplit& split) const {
+  __device__ void scribble_staging(int64_t token, const RowSplits& split) const {
     const int per_token = is_exact_ ? args_.top_k : min(args_.top_k, call_.num_ranks());
     for (int64_t row = token * per_token; row < (token + 1) * per_token; ++row)
       scribble_row(reinterpret_cast<std::byte*>(staged_row(call_.rank(), row, split)),
                    split.size * static_cast<int64_t>(sizeof(T)));
-    if (is_exact_ ? num_splits_ > 1 : split.index != 0) return; // in precision exact both splits read the staged weights
+    // In precision exact both splits read the staged weights.
+    if (is_exact_ ? split.count < num_splits_ : split.index != 0) return;
     for (int k = lane(); k < args_.top_k; k += kWarp)
       staged_weights(call_.rank())[route_index(token, args_.top_k, k)] = NAN;
   }
@@ -300,10 +314,11 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   if (!movement.begin()) return;
   TmaRowPipeline pipeline = pipeline_of_warp();
   const Gather<T> gather(params, movement, pipeline);
-  const WarpAssignment warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
+  WarpAssignment warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
   if (warp.role == WarpRole::send) {
     gather.send(warp);
     if (lane() == 0) movement.call().sent(static_cast<unsigned>(warp.count));
+    warp = join_receivers(params.role_counts, warp);
   }
   if (warp.role == WarpRole::receive) gather.sum(warp);
 }
