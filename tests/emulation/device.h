@@ -181,6 +181,9 @@ T atomicCAS_system(T* word, std::type_identity_t<T> expected, std::type_identity
 inline int __popc(unsigned x) {
   return std::popcount(x);
 }
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
+  return static_cast<uint32_t>((uint64_t{high} << 32 | low) >> (shift & 31));
+}
 inline int __popcll(unsigned long long x) {
   return std::popcount(x);
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests what no kernel does by itself: one TMA row pipeline that reads, copies and clears alternately.
+// Tests what no kernel does by itself: one TMA row pipeline that copies and clears alternately, with row readers in between, for
+// rows of any length at any address.
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -10,6 +11,7 @@
 
 #include "tests/emulation/device.h"
 
+#include "runtime/stages/cuda/rows/row_reader.cuh"
 #include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
 
 namespace epx::cuda {
@@ -22,26 +24,31 @@ std::vector<std::byte> row_of(size_t bytes, unsigned seed) {
   return row;
 }
 
-// Reads the rows and copies what it sees.
+// Reads the rows from element `first` on, by a row reader, and copies what it sees.
+template <bool kIsAligned>
 void read_into(TmaRowPipeline& pipeline, const std::array<std::vector<std::byte>, 3>& rows,
-               std::array<std::vector<std::byte>, 3>& copies) {
-  WarpList<const std::byte*> list;
-  for (const auto& row : rows)
-    list.append(row.data());
-  const auto bytes = static_cast<int64_t>(rows[0].size());
-  pipeline.begin_rows(list, bytes);
-  for (int h_tile = 0; h_tile < TmaRowPipeline::h_tiles_of(bytes); ++h_tile)
-    for (auto& copy : copies) {
-      const std::byte* const data = pipeline.front();
-      for (uint32_t i = static_cast<uint32_t>(lane()); i < TmaRowPipeline::bytes_of(h_tile, bytes); i += kWarp)
-        copy[static_cast<size_t>(h_tile) * TmaRowPipeline::kStageBytes + i] = data[i];
-      pipeline.pop();
+               std::array<std::vector<std::byte>, 3>& copies, int64_t first, int lead) {
+  using Element = __nv_bfloat16;
+  const auto hidden = static_cast<int64_t>(rows[0].size() / sizeof(Element)) - first;
+  RowReader<Element, kIsAligned> reader(pipeline.begin_generic(), hidden, lead);
+  const auto elements = [&](auto& row) { return reinterpret_cast<Element*>(const_cast<std::byte*>(row.data())) + first; };
+  for (int row = 0; row < 3; ++row)
+    if (lane() == row) reader.set(row, {elements(rows[row]), elements(copies[row]), 0.0f});
+  reader.begin(3);
+  for (int h_tile = 0; h_tile < reader.h_tiles(); ++h_tile)
+    for (int row = 0; row < 3; ++row) {
+      typename RowReader<Element, kIsAligned>::Fragments fragments;
+      reader.next(row, fragments);
+      for (int i = 0; i < reader.kWarpTiles; ++i)
+        store_elements(reader[row].to, int64_t{h_tile} * reader.kHTile + i * kWarpTile + lane() * kFragment - lead, hidden,
+                       fragments[i]);
     }
+  reader.end();
 }
 
-TEST_CASE("a TMA row pipeline reads, copies and clears alternately") {
+TEST_CASE("a TMA row pipeline copies and clears alternately, and readers use its memory") {
   for (const size_t bytes :
-       {size_t{16}, size_t{TmaRowPipeline::kStageBytes}, size_t{3 * TmaRowPipeline::kHalfBytes + 48}}) {
+       {size_t{16}, size_t{kReaderStageBytes}, size_t{3 * TmaRowPipeline::kStageBytes + 48}}) {
     CAPTURE(bytes);
     const std::array<std::vector<std::byte>, 3> rows{row_of(bytes, 1), row_of(bytes, 2), row_of(bytes, 3)};
     const std::vector<std::byte> zeros(bytes);
@@ -52,12 +59,12 @@ TEST_CASE("a TMA row pipeline reads, copies and clears alternately") {
       emulation::run_grid(1, kWarp, TmaRowPipeline::kSharedBytes, [&] {
         TmaRowPipeline pipeline(emulation::dynamic_shared_memory(), 0, 1);
         for (int round = 0; round < rounds; ++round) {
-          read_into(pipeline, rows, read_before);
+          read_into<true>(pipeline, rows, read_before, 0, 0);
           pipeline.begin_copy_to_destinations(rows[2].data(), static_cast<int64_t>(bytes),
                                               lane() == 3    ? near.data()
                                               : lane() == 17 ? far.data()
                                                              : nullptr);
-          read_into(pipeline, rows, read_after);
+          read_into<true>(pipeline, rows, read_after, 0, 0);
           pipeline.finish();
           pipeline.make_zeros();
           pipeline.clear(static_cast<int64_t>(bytes), lane() == 31 ? cleared.data() : nullptr);
@@ -71,6 +78,26 @@ TEST_CASE("a TMA row pipeline reads, copies and clears alternately") {
       CHECK(cleared == zeros);
     }
   }
+}
+
+TEST_CASE("a row reader reads unaligned rows") {
+  for (const size_t bytes : {size_t{2}, size_t{18}, size_t{1536}, size_t{5762}})
+    for (int first = 0; first < 8; ++first)
+      for (int lead = 0; lead < 8; ++lead) {
+        if (bytes <= first * sizeof(__nv_bfloat16)) continue;
+        CAPTURE(bytes);
+        CAPTURE(first);
+        CAPTURE(lead);
+        const std::array<std::vector<std::byte>, 3> rows{row_of(bytes, 1), row_of(bytes, 2), row_of(bytes, 3)};
+        std::array<std::vector<std::byte>, 3> copies = rows;
+        for (auto& copy : copies)
+          std::memset(copy.data() + first * sizeof(__nv_bfloat16), 0x77, bytes - first * sizeof(__nv_bfloat16));
+        emulation::run_grid(1, kWarp, TmaRowPipeline::kSharedBytes, [&] {
+          TmaRowPipeline pipeline(emulation::dynamic_shared_memory(), 0, 1);
+          read_into<false>(pipeline, rows, copies, first, lead);
+        });
+        CHECK(copies == rows);
+      }
 }
 
 } // namespace

@@ -37,7 +37,7 @@ public:
       : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()),
         pipeline_(pipeline), layout_(params.group.context.layout),
         is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {
-    constexpr int64_t kHTileElements = TmaRowPipeline::kStageBytes / sizeof(T);
+    constexpr int64_t kHTileElements = RowReader<T, true>::kHTile;
     const int64_t h_tiles = (args_.hidden + kHTileElements - 1) / kHTileElements;
     num_splits_ = h_tiles < kMinHTilesToSplit ? 1 : kMaxRowSplits;
     split_size_ = (h_tiles + num_splits_ - 1) / num_splits_ * kHTileElements;

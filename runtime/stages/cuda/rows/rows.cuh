@@ -1,18 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // One warp copies, converts, multiplies and sums rows of elements, with the arithmetic that the contract fixes. Each operation
-// has two forms: one through a TmaRowPipeline for rows that are aligned to 16 bytes, and one with plain loads and stores.
+// has two forms: copies through a TmaRowPipeline and computation through a RowReader for rows that are aligned to 16 bytes, and
+// one for other rows.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <bit>
 #include <cstdint>
-#include <cstring>
-#include <type_traits>
 
 #include "base/device/fragment.cuh"
 #include "base/device/warp.cuh"
+#include "runtime/stages/cuda/rows/fragments.cuh"
+#include "runtime/stages/cuda/rows/row_reader.cuh"
 #include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
 
 namespace epx::cuda {
@@ -84,129 +81,6 @@ __device__ inline void scribble_row(std::byte* row, int64_t bytes) {
     row[i] = std::byte{0x5a};
 }
 
-// ---- Elements ----
-
-// A fragment is an array of words, since the compiler would move an array of elements one by one.
-
-template <typename T>
-struct alignas(16) Fragment {
-  uint32_t words[kFragment * sizeof(T) / sizeof(uint32_t)];
-};
-
-template <typename T>
-constexpr int kElementsPerWord = static_cast<int>(sizeof(uint32_t) / sizeof(T));
-
-template <typename T>
-__device__ inline void unpack_word(uint32_t word, float* x) {
-  if constexpr (std::is_same_v<T, float>) {
-    x[0] = std::bit_cast<float>(word);
-  } else if constexpr (std::is_same_v<T, __half>) {
-    __half2 pair;
-    memcpy(static_cast<void*>(&pair), &word, sizeof(pair));
-    x[0] = __low2float(pair);
-    x[1] = __high2float(pair);
-  } else { // a bfloat16 is the upper half of a float
-    x[0] = std::bit_cast<float>(word << 16);
-    x[1] = std::bit_cast<float>(word & 0xffff0000u);
-  }
-}
-
-// Rounds to nearest even.
-template <typename T>
-__device__ inline uint32_t pack_word(const float* x) {
-  uint32_t word;
-  if constexpr (std::is_same_v<T, float>) {
-    word = std::bit_cast<uint32_t>(x[0]);
-  } else if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(x[0], x[1]);
-    memcpy(&word, &pair, sizeof(word));
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
-    memcpy(&word, &pair, sizeof(word));
-  }
-  return word;
-}
-
-template <typename T>
-__device__ inline void unpack(const Fragment<T>& fragment, float (&x)[kFragment]) {
-#pragma unroll
-  for (int i = 0; i < kFragment / kElementsPerWord<T>; ++i)
-    unpack_word<T>(fragment.words[i], x + i * kElementsPerWord<T>);
-}
-template <typename T>
-__device__ inline Fragment<T> pack(const float (&x)[kFragment]) {
-  Fragment<T> fragment;
-#pragma unroll
-  for (int i = 0; i < kFragment / kElementsPerWord<T>; ++i)
-    fragment.words[i] = pack_word<T>(x + i * kElementsPerWord<T>);
-  return fragment;
-}
-
-// The address is aligned to 16 bytes.
-template <typename T>
-__device__ inline Fragment<T> load_vector(const void* from) {
-  Fragment<T> fragment;
-#pragma unroll
-  for (size_t i = 0; i < sizeof(fragment) / sizeof(uint4); ++i) {
-    const uint4 vector = static_cast<const uint4*>(from)[i];
-    memcpy(fragment.words + 4 * i, &vector, sizeof(vector));
-  }
-  return fragment;
-}
-template <typename T>
-__device__ inline void store_vector(void* to, const Fragment<T>& fragment) {
-#pragma unroll
-  for (size_t i = 0; i < sizeof(fragment) / sizeof(uint4); ++i) {
-    uint4 vector;
-    memcpy(&vector, fragment.words + 4 * i, sizeof(vector));
-    static_cast<uint4*>(to)[i] = vector;
-  }
-}
-
-// The address may be unaligned. Loads elements [h, h + kFragment) of a row of `hidden` elements, with zeros beyond its end.
-template <typename T>
-__device__ inline Fragment<T> load_elements(const T* row, int64_t h, int64_t hidden) {
-  T elements[kFragment];
-  for (int i = 0; i < kFragment; ++i)
-    elements[i] = h + i < hidden ? row[h + i] : T(0.0f);
-  Fragment<T> fragment;
-  memcpy(&fragment, elements, sizeof(fragment));
-  return fragment;
-}
-template <typename T>
-__device__ inline void store_elements(T* row, int64_t h, int64_t hidden, const Fragment<T>& fragment) {
-  T elements[kFragment];
-  memcpy(static_cast<void*>(elements), &fragment, sizeof(fragment));
-  for (int i = 0; i < kFragment && h + i < hidden; ++i)
-    row[h + i] = elements[i];
-}
-
-// Returns whether rows of `hidden` elements at these addresses, OR-ed together, can be loaded and stored as vectors.
-__device__ inline bool is_vectorizable(uint64_t address_bits, int64_t hidden) {
-  return address_bits % 16 == 0 && hidden % kFragment == 0;
-}
-
-// An h-tile of a TmaRowPipeline fills one stage with kWarpTilesPerStage warp tiles; offset_of_fragment() is the byte offset of
-// the lane's fragment of a warp tile in the stage.
-template <typename T>
-constexpr int kWarpTilesPerStage = TmaRowPipeline::kStageBytes / static_cast<int>(kWarpTile * sizeof(T));
-template <typename T>
-__device__ inline uint32_t offset_of_fragment(int warp_tile) {
-  return static_cast<uint32_t>(warp_tile * kWarpTile + lane() * kFragment) * sizeof(T);
-}
-// Returns where an h-tile of a row begins.
-template <typename T>
-__device__ inline std::byte* h_tile_of(T* row, int h_tile) {
-  return reinterpret_cast<std::byte*>(row) + static_cast<int64_t>(h_tile) * TmaRowPipeline::kStageBytes;
-}
-// Loads the lane's fragments of the h-tile in a stage; beyond the end of the row they are undefined.
-template <typename T>
-__device__ inline void load_fragments(const std::byte* stage, Fragment<T> (&fragments)[kWarpTilesPerStage<T>]) {
-#pragma unroll
-  for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile)
-    fragments[warp_tile] = load_vector<T>(stage + offset_of_fragment<T>(warp_tile));
-}
-
 // ---- Scaled copies ----
 
 template <typename T>
@@ -243,25 +117,27 @@ __device__ inline void scale_row_to_destinations(TmaRowPipeline& pipeline, const
     scale_elements_to_destinations(from, hidden, lanes, to, weight);
     return;
   }
-  const int64_t bytes = hidden * static_cast<int64_t>(sizeof(T));
-  pipeline.begin_rows(WarpList<const T*>(from), bytes);
+  constexpr int kWarpTiles = 2; // at a time
+  pipeline.read(reinterpret_cast<const std::byte*>(from), hidden * static_cast<int64_t>(sizeof(T)),
+                [&](int64_t offset, const std::byte* data, uint32_t data_bytes) {
 #pragma unroll 1
-  for (int h_tile = 0; h_tile < TmaRowPipeline::h_tiles_of(bytes); ++h_tile) {
-    Fragment<T> fragments[kWarpTilesPerStage<T>];
-    load_fragments(pipeline.front(), fragments);
-    pipeline.pop();
-    const uint32_t data_bytes = TmaRowPipeline::bytes_of(h_tile, bytes);
-#pragma unroll 1
-    for (unsigned left = lanes; left != 0; left &= left - 1) {
-      const int target_lane = lowest_bit(left);
-      const float factor = from_lane(weight, target_lane);
-      std::byte* const target = h_tile_of(from_lane(to, target_lane), h_tile);
+                  for (uint32_t first = 0; first < data_bytes; first += kWarpTiles * kWarp * sizeof(Fragment<T>)) {
+                    Fragment<T> fragments[kWarpTiles];
 #pragma unroll
-      for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile)
-        if (const uint32_t at = offset_of_fragment<T>(warp_tile); at < data_bytes)
-          store_vector(target + at, scaled(factor, fragments[warp_tile]));
-    }
-  }
+                    for (int i = 0; i < kWarpTiles; ++i)
+                      fragments[i] = load_vector<T>(data + first + offset_of_fragment<T>(i));
+#pragma unroll 1
+                    for (unsigned left = lanes; left != 0; left &= left - 1) {
+                      const int target_lane = lowest_bit(left);
+                      const float factor = from_lane(weight, target_lane);
+                      std::byte* const target = reinterpret_cast<std::byte*>(from_lane(to, target_lane)) + offset;
+#pragma unroll
+                      for (int i = 0; i < kWarpTiles; ++i)
+                        if (const uint32_t at = first + offset_of_fragment<T>(i); at < data_bytes)
+                          store_vector(target + at, scaled(factor, fragments[i]));
+                    }
+                  }
+                });
 }
 
 // ---- Products ----
@@ -295,38 +171,37 @@ __device__ __noinline__ float scale_and_multiply_elements(const T* grad, const T
 
 // The same for the first `count` of the rows x of the lanes: lane i passes x_i, its weight and where the scaled gradient goes,
 // and gets the product. The gradient's row is read once beside all of them. The `to` of one lane may be `grad` itself.
+// `shared`: see RowReader.
 constexpr int kMaxProducts = 6; // as many as registers hold the accumulators of
 template <typename T>
-__device__ inline float scale_and_multiply(TmaRowPipeline& pipeline, const T* grad, const T* x, int count, int64_t hidden,
-                                           T* to, bool is_weighted, float weight) {
-  WarpList<const T*> rows(grad);
-  for (int i = 0; i < count; ++i)
-    rows.append(from_lane(x, i));
-  const int64_t bytes = hidden * static_cast<int64_t>(sizeof(T));
-  pipeline.begin_rows(rows, bytes);
+__device__ __noinline__ float scale_and_multiply(std::byte* shared, const T* grad, const T* x, int count, int64_t hidden, T* to,
+                                                 bool is_weighted, float weight) {
+  using Reader = RowReader<T, true>;
+  Reader reader(shared, hidden);
+  if (lane() < count) reader.set(1 + lane(), {x, to, weight});
+  if (lane() == 0) reader.set(0, {grad, nullptr, 0.0f});
+  reader.begin(1 + count);
   float acc[kMaxProducts][kFragment] = {};
 #pragma unroll 1
-  for (int h_tile = 0; h_tile < TmaRowPipeline::h_tiles_of(bytes); ++h_tile) {
-    const uint32_t data_bytes = TmaRowPipeline::bytes_of(h_tile, bytes);
-    Fragment<T> grads[kWarpTilesPerStage<T>], fragments[kWarpTilesPerStage<T>];
-    load_fragments(pipeline.front(), grads);
-    pipeline.pop();
+  for (int h_tile = 0; h_tile < reader.h_tiles(); ++h_tile) {
+    typename Reader::Fragments grads, fragments;
+    reader.next(0, grads);
+    const int64_t h = int64_t{h_tile} * Reader::kHTile + lane() * kFragment;
 #pragma unroll
     for (int i = 0; i < kMaxProducts; ++i) {
       if (i >= count) break;
-      load_fragments(pipeline.front(), fragments);
-      pipeline.pop();
-      std::byte* const target = h_tile_of(from_lane(to, i), h_tile);
-      const float factor = from_lane(weight, i);
+      reader.next(1 + i, fragments);
+      const auto& target = reader[1 + i];
 #pragma unroll
-      for (int warp_tile = 0; warp_tile < kWarpTilesPerStage<T>; ++warp_tile) {
-        const uint32_t at = offset_of_fragment<T>(warp_tile);
-        if (at >= data_bytes) continue;
+      for (int warp_tile = 0; warp_tile < Reader::kWarpTiles; ++warp_tile) {
+        if (h + warp_tile * kWarpTile >= hidden) continue;
         add_products(acc[i], grads[warp_tile], fragments[warp_tile]);
-        store_vector(target + at, is_weighted ? scaled(factor, grads[warp_tile]) : grads[warp_tile]);
+        store_vector(target.to + h + warp_tile * kWarpTile,
+                     is_weighted ? scaled(target.weight, grads[warp_tile]) : grads[warp_tile]);
       }
     }
   }
+  reader.end();
   float own_product = 0.0f;
 #pragma unroll
   for (int i = 0; i < kMaxProducts; ++i)
@@ -381,16 +256,16 @@ struct FragmentSums {
   }
 };
 
-// Returns the sum of the terms in one h-tile, before it is rounded. load(fragments, term) is called for one term after the
-// other. Without kHasInner, num_inner is 0.
-template <bool kHasInner, int kFragments, typename T, typename Load>
-__device__ inline FragmentSums<T, kFragments> sum_terms(const SumTerms<T>& terms, const Load& load) {
+// Returns the sum of the terms in the next h-tile, before it is rounded. Without kHasInner, num_inner is 0.
+template <bool kHasInner, typename T, bool kIsAligned>
+__device__ inline auto sum_h_tile(RowReader<T, kIsAligned>& reader, const SumTerms<T>& terms) {
+  constexpr int kFragments = RowReader<T, kIsAligned>::kWarpTiles;
   FragmentSums<T, kFragments> sums;
   Fragment<T> inner[kHasInner ? kFragments : 1] = {};
   const auto add_term = [&](int term) {
     Fragment<T> fragments[kFragments];
-    load(fragments, term);
-    sums.add(fragments, terms.weights[term]);
+    reader.next(term, fragments);
+    sums.add(fragments, reader[term].weight);
   };
   if constexpr (kHasInner) {
 #pragma unroll 1
@@ -413,42 +288,45 @@ __device__ inline FragmentSums<T, kFragments> sum_terms(const SumTerms<T>& terms
   return sums;
 }
 
-template <bool kHasInner, typename T>
-__device__ __noinline__ void sum_elements(const SumTerms<T> terms, T* to, int64_t hidden) {
-  for (int64_t first = 0; first < hidden; first += kWarpTile) { // the same in all lanes
-    const int64_t h = first + lane() * kFragment;
-    const auto sums = sum_terms<kHasInner, 1>(
-        terms, [&](Fragment<T>(&fragments)[1], int term) { fragments[0] = load_elements(terms.rows[term], h, hidden); });
-    store_elements(to, h, hidden, sums.rounded(0));
+// If !kIsAligned, fragments begin where the vectors of `to` do, and its first and last one may have fewer elements.
+template <bool kHasInner, bool kIsAligned, typename T>
+__device__ __forceinline__ void sum_fragments(std::byte* shared, const SumTerms<T> terms, T* to, int64_t hidden) {
+  using Reader = RowReader<T, kIsAligned>;
+  const int lead = kIsAligned ? 0 : static_cast<int>(reinterpret_cast<uint64_t>(to) % kAsyncCopyBytes / sizeof(T));
+  Reader reader(shared, hidden, lead);
+#pragma unroll
+  for (int first = 0; first <= kWarp; first += kWarp)
+    if (terms.rows.has_own(first)) reader.set(first + lane(), {terms.rows.own(first), nullptr, terms.weights.own(first)});
+  reader.begin(terms.size());
+#pragma unroll 1
+  for (int h_tile = 0; h_tile < reader.h_tiles(); ++h_tile) {
+    const auto sums = sum_h_tile<kHasInner>(reader, terms);
+#pragma unroll
+    for (int i = 0; i < Reader::kWarpTiles; ++i) {
+      const int64_t h = int64_t{h_tile} * Reader::kHTile + i * kWarpTile + lane() * kFragment - lead;
+      if (kIsAligned ? h < hidden : h >= 0 && h + kFragment <= hidden)
+        store_vector(to + h, sums.rounded(i));
+      else if (!kIsAligned)
+        store_elements(to, h, hidden, sums.rounded(i));
+    }
   }
+  reader.end();
+}
+
+template <bool kHasInner, typename T>
+__device__ __noinline__ void sum_unaligned_fragments(std::byte* shared, const SumTerms<T> terms, T* to, int64_t hidden) {
+  sum_fragments<kHasInner, false>(shared, terms, to, hidden);
 }
 
 // to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows.
 template <bool kHasInner, typename T>
 __device__ inline void sum_rows(TmaRowPipeline& pipeline, const SumTerms<T>& terms, T* to, int64_t hidden) {
-  constexpr int kFragments = kWarpTilesPerStage<T>;
-  const int64_t bytes = hidden * static_cast<int64_t>(sizeof(T));
-  if (terms.size() == 0) {
-    zero_row(reinterpret_cast<std::byte*>(to), bytes);
-    return;
-  }
-  if (!is_vectorizable(terms.address_bits | reinterpret_cast<uint64_t>(to), hidden)) {
-    sum_elements<kHasInner>(terms, to, hidden);
-    return;
-  }
-  pipeline.begin_rows(terms.rows, bytes);
-#pragma unroll 1
-  for (int h_tile = 0; h_tile < TmaRowPipeline::h_tiles_of(bytes); ++h_tile) {
-    const auto sums = sum_terms<kHasInner, kFragments>(terms, [&](Fragment<T>(&fragments)[kFragments], int) {
-      load_fragments(pipeline.front(), fragments);
-      pipeline.pop();
-    });
-    std::byte* const target = h_tile_of(to, h_tile);
-    const uint32_t data_bytes = TmaRowPipeline::bytes_of(h_tile, bytes);
-#pragma unroll
-    for (int i = 0; i < kFragments; ++i)
-      if (const uint32_t at = offset_of_fragment<T>(i); at < data_bytes) store_vector(target + at, sums.rounded(i));
-  }
+  if (terms.size() == 0)
+    zero_row(reinterpret_cast<std::byte*>(to), hidden * static_cast<int64_t>(sizeof(T)));
+  else if (is_vectorizable(terms.address_bits | reinterpret_cast<uint64_t>(to), hidden))
+    sum_fragments<kHasInner, true>(pipeline.begin_generic(), terms, to, hidden);
+  else
+    sum_unaligned_fragments<kHasInner>(pipeline.begin_generic(), terms, to, hidden);
 }
 
 } // namespace epx::cuda

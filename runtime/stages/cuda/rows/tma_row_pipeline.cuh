@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The TMA row pipeline: bulk copies (cp.async.bulk) bring rows through a ring of shared memory stages, so that many bytes are
-// in flight for few instructions and no registers. A stage is one buffer of the ring; what fills it is an h-tile, that is
-// kStageBytes of one row, as a k-tile fills a stage of a GEMM. Rows are aligned to 16 bytes, and so are their sizes.
+// The TMA row pipeline: bulk copies (cp.async.bulk) bring rows through two stages of shared memory to where they go, so that many
+// bytes are in flight for few instructions and no registers. Rows are aligned to 16 bytes, and so are their sizes. A warp that
+// computes with rows uses the same shared memory for a RowReader.
 #pragma once
 
 #include "base/device/bulk_copy.cuh"
@@ -14,10 +14,9 @@ class TmaRowPipeline {
 public:
   // Each warp has kStages stages and an mbarrier for each of them. 16 warps use nearly all the shared memory that a block may
   // have on Hopper, and a row of 7168 16-bit elements is in flight at once.
-  static constexpr int kStages = 7;
-  static constexpr int kStageBytes = 2048;
+  static constexpr int kStages = 2;
+  static constexpr int64_t kStageBytes = 7168;
   static constexpr int64_t kStagesBytes = kStages * kStageBytes;
-  static constexpr int64_t kHalfBytes = kStagesBytes / 2; // plain copies use the ring as a double buffer of two halves
   static constexpr size_t kSharedBytes = kStagesBytes + kStages * sizeof(LoadBarrier);
 
   // All lanes call this. `shared` has kSharedBytes for each warp of the block and is 128 bytes aligned.
@@ -36,40 +35,32 @@ public:
   TmaRowPipeline(const TmaRowPipeline&) = delete;
   TmaRowPipeline& operator=(const TmaRowPipeline&) = delete;
 
-  // Begins to read `bytes` bytes of each row: front() returns h-tile 0 of every row, then h-tile 1, and so on. The loads come
-  // after what this warp has acquired. The list before has been taken to its end. All lanes call this.
-  template <typename T>
-  __device__ void begin_rows(const WarpList<const T*>& rows, int64_t bytes) {
-    begin();
-    low_ = reinterpret_cast<const std::byte*>(rows.own(0));
-    high_ = reinterpret_cast<const std::byte*>(rows.own(kWarp));
-    num_rows_ = rows.size();
-    h_tiles_left_ = h_tiles_of(bytes);
-    last_bytes_ = bytes_of(h_tiles_left_ - 1, bytes);
-    next_row_ = front_ = back_ = 0;
-#pragma unroll 1
-    for (int stage = 0; stage < kStages && h_tiles_left_ > 0; ++stage)
-      load_next();
-  }
-  // Waits for the oldest h-tile that has not been taken, and returns it. pop() must follow, until which it stays there. All lanes
-  // call this.
-  __device__ const std::byte* front() {
-    wait_for_load(barriers_ + front_, next_phase(front_));
-    return stage_at(front_);
-  }
-  // The lanes have read the front stage, which is loaded again. All lanes call this.
-  __device__ void pop() {
-    __syncwarp(); // all lanes have read the stage
-    front_ = front_ + 1 < kStages ? front_ + 1 : 0;
-    if (h_tiles_left_ > 0) load_next();
+  // Returns the shared memory of the stages, kStagesBytes and 16 bytes aligned, once earlier stores have read it: the warp may
+  // use it until it calls another function of this. All lanes call this.
+  __device__ std::byte* begin_generic() {
+    if (lane() == 0) wait_for_store_reads<0>();
+    __syncwarp(); // so every lane may overwrite the stages; and each lane sees what the others have acquired
+    return stages_;
   }
 
-  // Return how many h-tiles a row has, and how many bytes one of them has.
-  __device__ static int h_tiles_of(int64_t bytes) {
-    return static_cast<int>((bytes + kStageBytes - 1) / kStageBytes);
-  }
-  __device__ static uint32_t bytes_of(int h_tile, int64_t bytes) {
-    return static_cast<uint32_t>(min(int64_t{kStageBytes}, bytes - int64_t{h_tile} * kStageBytes));
+  // Reads `bytes` bytes of a row: take(offset, data, data_bytes) is called for each stage of it, with its offset in the row; `data`
+  // is in shared memory. The loads of a row of at most kStagesBytes precede all calls. The loads come after what this warp has
+  // acquired. All lanes call this, and each sees the whole stage.
+  template <typename Take>
+  __device__ void read(const std::byte* row, int64_t bytes, const Take& take) {
+    begin();
+    if (lane() == 0)
+#pragma unroll 1
+      for (int stage = 0; stage < kStages && stage * kStageBytes < bytes; ++stage)
+        load_stage(stage, row, stage * kStageBytes, bytes);
+    int stage = 0;
+#pragma unroll 1
+    for (int64_t offset = 0; offset < bytes; offset += kStageBytes, stage ^= 1) {
+      wait_for_load(barriers_ + stage, next_phase(stage));
+      take(offset, static_cast<const std::byte*>(stage_at(stage)), bytes_of_stage(offset, bytes));
+      __syncwarp(); // all lanes have read the stage
+      if (lane() == 0 && offset + kStagesBytes < bytes) load_stage(stage, row, offset + kStagesBytes, bytes);
+    }
   }
 
   // Begins a multi-destination copy of `bytes` bytes to the addresses that the lanes pass; a lane that passes NULL has none.
@@ -80,29 +71,29 @@ public:
     begin();
     if (lane() == 0)
 #pragma unroll 1
-      for (int half = 0; half < 2 && half * kHalfBytes < bytes; ++half)
-        load_half(half, from, half * kHalfBytes, bytes);
-    int half = 0;
+      for (int stage = 0; stage < kStages && stage * kStageBytes < bytes; ++stage)
+        load_stage(stage, from, stage * kStageBytes, bytes);
+    int stage = 0;
 #pragma unroll 1
-    for (int64_t offset = 0; offset < bytes; offset += kHalfBytes, half ^= 1) {
-      if (const uint32_t phase = next_phase(half); lane() == 0) wait_for_load(barriers_ + half, phase);
+    for (int64_t offset = 0; offset < bytes; offset += kStageBytes, stage ^= 1) {
+      if (const uint32_t phase = next_phase(stage); lane() == 0) wait_for_load(barriers_ + stage, phase);
 #pragma unroll 1
       for (unsigned left = lanes; left != 0; left &= left - 1) {
         std::byte* const destination = from_lane(to, lowest_bit(left));
-        if (lane() == 0) begin_store(destination + offset, half_at(half), bytes_of_half(offset, bytes));
+        if (lane() == 0) begin_store(destination + offset, stage_at(stage), bytes_of_stage(offset, bytes));
       }
       if (lane() != 0) continue;
       end_store_group();
-      if (offset + 2 * kHalfBytes >= bytes) continue;
-      wait_for_store_reads<0>(); // the stores have read the half, which may be overwritten
-      load_half(half, from, offset + 2 * kHalfBytes, bytes);
+      if (offset + kStagesBytes >= bytes) continue;
+      wait_for_store_reads<0>(); // the stores have read the stage, which may be overwritten
+      load_stage(stage, from, offset + kStagesBytes, bytes);
     }
   }
 
   // Fills the stages with zeros for clear(), which must follow with nothing else in between. All lanes call this.
   __device__ void make_zeros() {
     begin();
-    for (int64_t i = lane(); i < kHalfBytes / 16; i += kWarp)
+    for (int64_t i = lane(); i < kStageBytes / 16; i += kWarp)
       reinterpret_cast<uint4*>(stages_)[i] = uint4{0, 0, 0, 0};
     // fence.proxy.async in each lane: its generic stores of zeros come before the bulk copies (PTX, Async proxy), ...
     fence_shared_before_bulk_copies();
@@ -115,8 +106,8 @@ public:
     for (unsigned left = __ballot_sync(~0u, to != nullptr ? 1 : 0); left != 0; left &= left - 1) {
       std::byte* const row = from_lane(to, lowest_bit(left));
       if (lane() != 0) continue;
-      for (int64_t offset = 0; offset < bytes; offset += kHalfBytes)
-        begin_store(row + offset, stages_, bytes_of_half(offset, bytes));
+      for (int64_t offset = 0; offset < bytes; offset += kStageBytes)
+        begin_store(row + offset, stages_, bytes_of_stage(offset, bytes));
       end_store_group();
     }
   }
@@ -128,19 +119,6 @@ public:
   }
 
 private:
-  // Begins the next load. The lane that holds the row's address issues it.
-  __device__ void load_next() {
-    if (lane() == (next_row_ & (kWarp - 1)))
-      begin_load(stage_at(back_), next_row_ < kWarp ? low_ : high_, h_tiles_left_ > 1 ? uint32_t{kStageBytes} : last_bytes_,
-                 barriers_ + back_);
-    back_ = back_ + 1 < kStages ? back_ + 1 : 0;
-    if (++next_row_ < num_rows_) return;
-    next_row_ = 0;
-    low_ += kStageBytes;
-    high_ += kStageBytes;
-    --h_tiles_left_;
-  }
-
   __device__ void begin() {
     if (lane() == 0) wait_for_store_reads<0>(); // earlier stores have read the stages
     __syncwarp(); // so every lane may overwrite the stages; and each lane sees what the others have acquired
@@ -149,17 +127,14 @@ private:
     // the branch that depends on the acquired flag.
     fence_global_before_bulk_copies();
   }
-  __device__ static uint32_t bytes_of_half(int64_t offset, int64_t bytes) {
-    return static_cast<uint32_t>(min(kHalfBytes, bytes - offset));
-  }
-  __device__ std::byte* half_at(int half) const {
-    return stages_ + half * kHalfBytes;
-  }
-  __device__ void load_half(int half, const std::byte* row, int64_t offset, int64_t bytes) {
-    begin_load(half_at(half), row + offset, bytes_of_half(offset, bytes), barriers_ + half);
+  __device__ static uint32_t bytes_of_stage(int64_t offset, int64_t bytes) {
+    return static_cast<uint32_t>(min(kStageBytes, bytes - offset));
   }
   __device__ std::byte* stage_at(int stage) const {
     return stages_ + stage * kStageBytes;
+  }
+  __device__ void load_stage(int stage, const std::byte* row, int64_t offset, int64_t bytes) {
+    begin_load(stage_at(stage), row + offset, bytes_of_stage(offset, bytes), barriers_ + stage);
   }
   // Returns the phase parity of the stage's load in flight. All lanes call this, once for each load.
   __device__ uint32_t next_phase(int stage) {
@@ -171,15 +146,6 @@ private:
   std::byte* stages_;
   LoadBarrier* barriers_;
   uint32_t phases_ = 0; // phase parity of each stage's next load, a bit each
-  // The list that is read: each lane holds where the next h-tile of the row `lane` lies, and that of the row 32 + `lane`.
-  const std::byte* low_ = nullptr;
-  const std::byte* high_ = nullptr;
-  int num_rows_ = 0;
-  int h_tiles_left_ = 0; // of each row, to be loaded
-  uint32_t last_bytes_ = 0;
-  int next_row_ = 0; // of which the next h-tile is loaded, ...
-  int back_ = 0;     // ... into this stage
-  int front_ = 0;    // the stage of the oldest h-tile that has not been taken
 };
 
 } // namespace epx::cuda

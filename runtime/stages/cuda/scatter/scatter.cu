@@ -80,7 +80,7 @@ private:
       const float weight = from_lane(factor, from);
       float product;
       if (by_tma)
-        product = scale_and_multiply(pipeline, grad, row, count, call.hidden, target, is_weighted, weight);
+        product = scale_and_multiply(pipeline.begin_generic(), grad, row, count, call.hidden, target, is_weighted, weight);
       else
         product = scale_and_multiply_elements(grad, from_lane(row, 0), call.hidden, from_lane(target, 0), is_weighted,
                                               from_lane(weight, 0));

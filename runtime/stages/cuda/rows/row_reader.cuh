@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+// A row reader brings rows into the registers of a warp that computes with them, through a ring of shared memory stages that
+// cp.async fills: many bytes are in flight without registers, and a lane that copies its own fragments needs no barrier. A stage
+// is one buffer of the ring; what fills it is an h-tile, that is the same kHTile elements of one row.
+#pragma once
+
+#include <cstdint>
+
+#include "base/device/async_copy.cuh"
+#include "base/device/fragment.cuh"
+#include "base/device/warp.cuh"
+#include "runtime/stages/cuda/rows/fragments.cuh"
+#include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
+
+namespace epx::cuda {
+
+// The ring of a warp's row reader, in the shared memory of its TMA row pipeline, which must be idle meanwhile.
+constexpr int kReaderStages = 6;
+constexpr int kReaderStageBytes = 2048;
+
+// Rows that are aligned to 16 bytes and have a multiple of kFragment elements: a lane copies the fragments that it reads.
+//
+// Other rows: an h-tile is a little shorter than a stage, which takes all aligned granules of 16 bytes that have bytes of it. A
+// lane reads two granules for each of its own and shifts them. Up to 15 bytes in front of a row are read, which belong to the same
+// allocation since those are aligned to more; nothing beyond its end is.
+template <typename T, bool kIsAligned>
+class RowReader {
+public:
+  static constexpr int kWarpTiles = kIsAligned ? kReaderStageBytes / static_cast<int>(kWarpTile * sizeof(T))
+                                               : (kReaderStageBytes - 1) / static_cast<int>(kWarpTile * sizeof(T));
+  static constexpr int kHTile = kWarpTiles * kWarpTile;
+  using Fragments = Fragment<T>[kWarpTiles];
+
+  // What the warp computes with a row; the list of rows lies behind the ring.
+  struct alignas(16) Row {
+    const T* from;
+    T* to;
+    float weight;
+  };
+
+  // `shared` is TmaRowPipeline::begin_generic(). The rows have `hidden` elements. Reading begins `lead` elements before the
+  // first, so that fragments of an unaligned destination can be stored as vectors; 0 if aligned.
+  __device__ RowReader(std::byte* shared, int64_t hidden, int lead = 0)
+      : ring_(in_register(shared)), end_((hidden + lead) * static_cast<int64_t>(sizeof(T))),
+        lead_bytes_(lead * static_cast<int>(sizeof(T))) {
+    static_assert(kReaderStages * kReaderStageBytes + kMaxRows * sizeof(Row) <= TmaRowPipeline::kStagesBytes);
+    h_tiles_left_ = h_tiles();
+    partial_h_tiles_ = end_ % kHTileBytes != 0 ? 1 : 0;
+  }
+
+  // The number of h-tiles of a row.
+  __device__ int h_tiles() const { return static_cast<int>((end_ + kHTileBytes - 1) / kHTileBytes); }
+
+  // Sets one of at most 64 rows. begin() must follow.
+  __device__ void set(int row, const Row& value) { rows()[row] = value; }
+  // Begins to read the first `num_rows` rows: h-tile 0 of every row, then h-tile 1, and so on. The reads come after what this warp
+  // has acquired. All lanes call this and what follows.
+  __device__ void begin(int num_rows) {
+    __syncwarp(); // the list is complete
+    num_rows_ = num_rows;
+#pragma unroll 1
+    for (back_ = 0; back_ < (kReaderStages - 1) * kReaderStageBytes; back_ += kReaderStageBytes)
+      load_next();
+  }
+  // The list as it was set.
+  __device__ const Row& operator[](int row) const { return rows()[row]; }
+
+  // Takes the next h-tile, which is one of row `row`: the lane's fragments of it. Beyond the row's ends they are undefined.
+  __device__ void next(int row, Fragments& fragments) {
+    load_next();
+    wait_for_async_copies<kReaderStages - 1>();
+    const std::byte* const stage = ring_ + front_;
+    if constexpr (kIsAligned) {
+#pragma unroll
+      for (int warp_tile = 0; warp_tile < kWarpTiles; ++warp_tile)
+        fragments[warp_tile] = load_vector<T>(stage + offset_of_fragment<T>(warp_tile));
+    } else {
+      const int shift = misalignment(begin_of(row));
+      __syncwarp(); // all lanes' copies are complete
+#pragma unroll
+      for (int warp_tile = 0; warp_tile < kWarpTiles; ++warp_tile)
+        fragments[warp_tile] = load_shifted(stage + offset_of_fragment<T>(warp_tile), shift);
+      __syncwarp(); // all lanes have read the stage
+    }
+    back_ = front_;
+    front_ = front_ + kReaderStageBytes < kReaderStages * kReaderStageBytes ? front_ + kReaderStageBytes : 0;
+  }
+
+  // Ends the reading; the pipeline may be used again. `fence.proxy.async` orders the generic accesses of the stages before the
+  // bulk copies that overwrite them (PTX, Async proxy).
+  __device__ void end() {
+    fence_shared_before_bulk_copies();
+    __syncwarp(); // all lanes have read the list and the stages
+  }
+
+private:
+  static constexpr int kMaxRows = 2 * kWarp;
+  static constexpr int kFragmentBytes = sizeof(Fragment<T>), kWarpTileBytes = kWarp * kFragmentBytes;
+  static constexpr int kHTileBytes = kWarpTiles * kWarpTileBytes;
+
+  __device__ Row* rows() const { return reinterpret_cast<Row*>(ring_ + kReaderStages * kReaderStageBytes); }
+  __device__ static int misalignment(const std::byte* address) {
+    return static_cast<int>(reinterpret_cast<uint64_t>(address) % kAsyncCopyBytes);
+  }
+  __device__ const std::byte* begin_of(int row) const {
+    return reinterpret_cast<const std::byte*>(rows()[row].from) - lead_bytes_;
+  }
+
+  // Begins the next load. There is one group of copies for each stage, empty when there is nothing more to load.
+  __device__ void load_next() {
+    if constexpr (!kIsAligned) {
+      if (h_tiles_left_ > 0) load_granules();
+    } else if (h_tiles_left_ > partial_h_tiles_) {
+#pragma unroll
+      for (int at = 0; at < kFragmentBytes; at += kAsyncCopyBytes)
+        begin_async_copies<kWarpTiles, kWarpTileBytes>(own(back_) + at, own_next() + at);
+    } else if (h_tiles_left_ > 0) {
+      load_last_fragments();
+    }
+    end_async_copy_group();
+    if (++next_row_ < num_rows_) return;
+    next_row_ = 0;
+    next_offset_ += kHTileBytes;
+    --h_tiles_left_;
+  }
+  // The lane's first fragment in the stage, and in the row and h-tile that are loaded next.
+  __device__ std::byte* own(int stage) const { return ring_ + stage + lane() * kFragmentBytes; }
+  __device__ const std::byte* own_next() const {
+    return reinterpret_cast<const std::byte*>(rows()[next_row_].from) + next_offset_ + lane() * kFragmentBytes;
+  }
+  __device__ void load_last_fragments() {
+    std::byte* const to = own(back_);
+    const std::byte* const from = own_next();
+#pragma unroll 1
+    for (int at = 0; next_offset_ + lane() * kFragmentBytes + at < end_; at += kWarpTileBytes)
+      begin_async_copies<kFragmentBytes / kAsyncCopyBytes, kAsyncCopyBytes>(to + at, from + at);
+  }
+  __device__ void load_granules() {
+    const std::byte* const begin = begin_of(next_row_);
+    const std::byte* const row = begin + lead_bytes_;
+    const std::byte* const end = begin + end_;
+    const std::byte* const first = begin + next_offset_ - misalignment(begin);
+#pragma unroll 1
+    for (int at = lane() * kAsyncCopyBytes; at <= kHTileBytes; at += kWarp * kAsyncCopyBytes) {
+      const std::byte* const from = first + at;
+      const int64_t left = from + kAsyncCopyBytes <= row ? 0 : end - from;
+      const auto bytes = static_cast<uint32_t>(max(int64_t{0}, min(left, int64_t{kAsyncCopyBytes})));
+      begin_async_copy(ring_ + back_ + at, from, bytes);
+    }
+  }
+
+  // Loads the fragment that begins `shift` bytes behind `from`.
+  __device__ static Fragment<T> load_shifted(const std::byte* from, int shift) {
+    constexpr int kWords = sizeof(Fragment<T>) / sizeof(uint32_t), kExtra = kAsyncCopyBytes / sizeof(uint32_t);
+    uint32_t words[kWords + kExtra];
+#pragma unroll
+    for (int i = 0; i < kWords + kExtra; i += kExtra) {
+      const uint4 granule = *reinterpret_cast<const uint4*>(from + i * sizeof(uint32_t));
+      memcpy(words + i, &granule, sizeof(granule));
+    }
+    // Shifts by constant distances, since registers have no index.
+#pragma unroll
+    for (int i = 0; i + 2 < kWords + kExtra; ++i)
+      words[i] = (shift & 8) != 0 ? words[i + 2] : words[i];
+#pragma unroll
+    for (int i = 0; i + 1 < kWords + kExtra; ++i)
+      words[i] = (shift & 4) != 0 ? words[i + 1] : words[i];
+    Fragment<T> fragment;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      fragment.words[i] = __funnelshift_r(words[i], words[i + 1], static_cast<uint32_t>(shift % 4 * 8));
+    return fragment;
+  }
+
+  std::byte* ring_;
+  int64_t end_; // bytes from the begin of a row's first fragment to the row's end
+  int lead_bytes_;
+  int num_rows_ = 0;
+  int h_tiles_left_;    // to be loaded, of each row
+  int partial_h_tiles_; // 1 if the last h-tile is not whole
+  int64_t next_offset_ = 0; // of the h-tile that is loaded next, ...
+  int next_row_ = 0;        // ... of this row, ...
+  int back_ = 0;            // ... into the stage at this offset: the one that was taken last
+  int front_ = 0;           // the offset of the stage of the oldest h-tile that has not been taken
+};
+
+} // namespace epx::cuda
