@@ -19,7 +19,8 @@ __device__ inline void begin_async_copies(std::byte* shared, const std::byte* gl
   const uint32_t address = shared_address(shared);
 #pragma unroll
   for (int i = 0; i < kCount; ++i)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address + i * kStride), "l"(global + i * kStride) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address + i * kStride), "l"(global + i * kStride)
+                 : "memory");
 }
 // Begins to copy the first `bytes` of 16 bytes, and to fill the rest with zeros. Nothing beyond them is read.
 __device__ inline void begin_async_copy(std::byte* shared, const std::byte* global, uint32_t bytes) {

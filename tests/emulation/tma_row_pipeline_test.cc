@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests what no kernel does by itself: one TMA row pipeline that copies and clears alternately, with row readers in between, for
-// rows of any length at any address.
+// Tests what no kernel does by itself: one TMA row pipeline that copies and clears alternately, with row readers in between,
+// for rows of any length at any address.
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -47,15 +47,14 @@ void read_into(TmaRowPipeline& pipeline, const std::array<std::vector<std::byte>
 }
 
 TEST_CASE("a TMA row pipeline copies and clears alternately, and readers use its memory") {
-  for (const size_t bytes :
-       {size_t{16}, size_t{kReaderStageBytes}, size_t{3 * TmaRowPipeline::kStageBytes + 48}}) {
+  for (const size_t bytes : {size_t{16}, size_t{kReaderStageBytes}, size_t{3 * TmaRowPipeline::kHalfBytes + 48}}) {
     CAPTURE(bytes);
     const std::array<std::vector<std::byte>, 3> rows{row_of(bytes, 1), row_of(bytes, 2), row_of(bytes, 3)};
     const std::vector<std::byte> zeros(bytes);
     for (int rounds = 1; rounds <= 4; ++rounds) {
       CAPTURE(rounds);
       std::array<std::vector<std::byte>, 3> read_before{zeros, zeros, zeros}, read_after = read_before;
-      std::vector<std::byte> near = row_of(bytes, 7), far = near, cleared = near;
+      std::vector<std::byte> near = row_of(bytes, 7), far = near, cleared = near, read = near;
       emulation::run_grid(1, kWarp, TmaRowPipeline::kSharedBytes, [&] {
         TmaRowPipeline pipeline(emulation::dynamic_shared_memory(), 0, 1);
         for (int round = 0; round < rounds; ++round) {
@@ -64,6 +63,11 @@ TEST_CASE("a TMA row pipeline copies and clears alternately, and readers use its
                                               lane() == 3    ? near.data()
                                               : lane() == 17 ? far.data()
                                                              : nullptr);
+          pipeline.read(rows[1].data(), static_cast<int64_t>(bytes),
+                        [&](int64_t offset, const std::byte* data, uint32_t data_bytes) {
+                          for (uint32_t i = static_cast<uint32_t>(lane()); i < data_bytes; i += kWarp)
+                            read[static_cast<size_t>(offset) + i] = data[i];
+                        });
           read_into<true>(pipeline, rows, read_after, 0, 0);
           pipeline.finish();
           pipeline.make_zeros();
@@ -73,6 +77,7 @@ TEST_CASE("a TMA row pipeline copies and clears alternately, and readers use its
       });
       CHECK(read_before == rows);
       CHECK(read_after == rows);
+      CHECK(read == rows[1]);
       CHECK(near == rows[2]);
       CHECK(far == rows[2]);
       CHECK(cleared == zeros);

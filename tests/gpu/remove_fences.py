@@ -54,12 +54,13 @@ WEAKER = {
     '__syncwarp()': ('static_cast<void>(0)', 'removed'),
     'wait_for_store_reads<0>()': ('static_cast<void>(0)', 'removed'),
     'wait_for_stores()': ('wait_for_store_reads<0>()', 'waits for reads only'),
+    'wait_for_async_copies<kReaderStages - 1>()': ('static_cast<void>(0)', 'removed'),
     'store_release_sys(': ('store_relaxed_sys(', 'relaxed'),
     'load_acquire_sys(': ('load_relaxed_sys(', 'relaxed'),
     'load_packet_acquire_sys(': ('load_packet_relaxed_sys(', 'relaxed'),
 }
 # Kernels are instantiated for each dtype; the soak needs one of them.
-DTYPES = re.compile(r'\b(gather_kernel|CombineBwd)<(?:float|__half)>')
+DTYPES = re.compile(r'\b(gather_kernel|CombineBwd|launch_combine_bwd_as)<(?:float|__half)\b')
 CALL = re.compile('|'.join(r'(?<![\w.])' + re.escape(verb) for verb in WEAKER))
 
 
@@ -100,8 +101,8 @@ def unknown_verbs(root):
     known = {verb.split('(')[0].split('<')[0] for verb in WEAKER}
     verbs = set()
     for path in (root / 'base/device').glob('*.cuh'):
-        verbs |= set(re.findall(r'__device__ inline [\w ]+?(\w*(?:fence|acquire|release|wait_for_store)\w*)\(',
-                                path.read_text()))
+        verbs |= set(re.findall(
+            r'__device__ inline [\w ]+?(\w*(?:fence|acquire|release|wait_for_store|wait_for_async)\w*)\(', path.read_text()))
     return sorted(verbs - known)
 
 
@@ -214,7 +215,7 @@ def build_variants(built, out, options, is_bfloat16=False):
     shutil.copytree(ROOT / STAGES, sources / STAGES)
     if is_bfloat16:
         for path in (sources / STAGES).rglob('*.cu'):
-            path.write_text(DTYPES.sub(r'\1<__nv_bfloat16>', path.read_text()))
+            path.write_text(DTYPES.sub(r'\1<__nv_bfloat16', path.read_text()))
     sites = find_sites(sources, options.only)
     (out / 'work/plain').mkdir()
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:

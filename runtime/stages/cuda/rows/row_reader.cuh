@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A row reader brings rows into the registers of a warp that computes with them, through a ring of shared memory stages that
-// cp.async fills: many bytes are in flight without registers, and a lane that copies its own fragments needs no barrier. A stage
-// is one buffer of the ring; what fills it is an h-tile, that is the same kHTile elements of one row.
+// cp.async fills: many bytes are in flight without registers, and a lane that copies its own fragments needs no barrier. A
+// stage is one buffer of the ring; what fills it is an h-tile, that is the same kHTile elements of one row.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ constexpr int kReaderStageBytes = 2048;
 // Rows that are aligned to 16 bytes and have a multiple of kFragment elements: a lane copies the fragments that it reads.
 //
 // Other rows: an h-tile is a little shorter than a stage, which takes all aligned granules of 16 bytes that have bytes of it. A
-// lane reads two granules for each of its own and shifts them. Up to 15 bytes in front of a row are read, which belong to the same
-// allocation since those are aligned to more; nothing beyond its end is.
+// lane reads two granules for each of its own and shifts them. Up to 15 bytes in front of a row are read, which belong to the
+// same allocation since those are aligned to more; nothing beyond its end is.
 template <typename T, bool kIsAligned>
 class RowReader {
 public:
@@ -53,8 +53,8 @@ public:
 
   // Sets one of at most 64 rows. begin() must follow.
   __device__ void set(int row, const Row& value) { rows()[row] = value; }
-  // Begins to read the first `num_rows` rows: h-tile 0 of every row, then h-tile 1, and so on. The reads come after what this warp
-  // has acquired. All lanes call this and what follows.
+  // Begins to read the first `num_rows` rows: h-tile 0 of every row, then h-tile 1, and so on. The reads come after what this
+  // warp has acquired. All lanes call this and what follows.
   __device__ void begin(int num_rows) {
     __syncwarp(); // the list is complete
     num_rows_ = num_rows;
@@ -63,7 +63,9 @@ public:
       load_next();
   }
   // The list as it was set.
-  __device__ const Row& operator[](int row) const { return rows()[row]; }
+  __device__ const Row& operator[](int row) const {
+    return rows()[row];
+  }
 
   // Takes the next h-tile, which is one of row `row`: the lane's fragments of it. Beyond the row's ends they are undefined.
   __device__ void next(int row, Fragments& fragments) {
@@ -98,7 +100,9 @@ private:
   static constexpr int kFragmentBytes = sizeof(Fragment<T>), kWarpTileBytes = kWarp * kFragmentBytes;
   static constexpr int kHTileBytes = kWarpTiles * kWarpTileBytes;
 
-  __device__ Row* rows() const { return reinterpret_cast<Row*>(ring_ + kReaderStages * kReaderStageBytes); }
+  __device__ Row* rows() const {
+    return reinterpret_cast<Row*>(ring_ + kReaderStages * kReaderStageBytes);
+  }
   __device__ static int misalignment(const std::byte* address) {
     return static_cast<int>(reinterpret_cast<uint64_t>(address) % kAsyncCopyBytes);
   }
@@ -124,7 +128,9 @@ private:
     --h_tiles_left_;
   }
   // The lane's first fragment in the stage, and in the row and h-tile that are loaded next.
-  __device__ std::byte* own(int stage) const { return ring_ + stage + lane() * kFragmentBytes; }
+  __device__ std::byte* own(int stage) const {
+    return ring_ + stage + lane() * kFragmentBytes;
+  }
   __device__ const std::byte* own_next() const {
     return reinterpret_cast<const std::byte*>(rows()[next_row_].from) + next_offset_ + lane() * kFragmentBytes;
   }
@@ -176,8 +182,8 @@ private:
   int64_t end_; // bytes from the begin of a row's first fragment to the row's end
   int lead_bytes_;
   int num_rows_ = 0;
-  int h_tiles_left_;    // to be loaded, of each row
-  int partial_h_tiles_; // 1 if the last h-tile is not whole
+  int h_tiles_left_;        // to be loaded, of each row
+  int partial_h_tiles_;     // 1 if the last h-tile is not whole
   int64_t next_offset_ = 0; // of the h-tile that is loaded next, ...
   int next_row_ = 0;        // ... of this row, ...
   int back_ = 0;            // ... into the stage at this offset: the one that was taken last

@@ -117,25 +117,22 @@ __device__ inline void scale_row_to_destinations(TmaRowPipeline& pipeline, const
     scale_elements_to_destinations(from, hidden, lanes, to, weight);
     return;
   }
-  constexpr int kWarpTiles = 2; // at a time
+  constexpr int kWarpTiles = TmaRowPipeline::kStageBytes / static_cast<int>(kWarp * sizeof(Fragment<T>));
   pipeline.read(reinterpret_cast<const std::byte*>(from), hidden * static_cast<int64_t>(sizeof(T)),
                 [&](int64_t offset, const std::byte* data, uint32_t data_bytes) {
+                  Fragment<T> fragments[kWarpTiles];
+#pragma unroll
+                  for (int i = 0; i < kWarpTiles; ++i)
+                    fragments[i] = load_vector<T>(data + offset_of_fragment<T>(i));
 #pragma unroll 1
-                  for (uint32_t first = 0; first < data_bytes; first += kWarpTiles * kWarp * sizeof(Fragment<T>)) {
-                    Fragment<T> fragments[kWarpTiles];
+                  for (unsigned left = lanes; left != 0; left &= left - 1) {
+                    const int target_lane = lowest_bit(left);
+                    const float factor = from_lane(weight, target_lane);
+                    std::byte* const target = reinterpret_cast<std::byte*>(from_lane(to, target_lane)) + offset;
 #pragma unroll
                     for (int i = 0; i < kWarpTiles; ++i)
-                      fragments[i] = load_vector<T>(data + first + offset_of_fragment<T>(i));
-#pragma unroll 1
-                    for (unsigned left = lanes; left != 0; left &= left - 1) {
-                      const int target_lane = lowest_bit(left);
-                      const float factor = from_lane(weight, target_lane);
-                      std::byte* const target = reinterpret_cast<std::byte*>(from_lane(to, target_lane)) + offset;
-#pragma unroll
-                      for (int i = 0; i < kWarpTiles; ++i)
-                        if (const uint32_t at = first + offset_of_fragment<T>(i); at < data_bytes)
-                          store_vector(target + at, scaled(factor, fragments[i]));
-                    }
+                      if (const uint32_t at = offset_of_fragment<T>(i); at < data_bytes)
+                        store_vector(target + at, scaled(factor, fragments[i]));
                   }
                 });
 }
@@ -174,8 +171,8 @@ __device__ __noinline__ float scale_and_multiply_elements(const T* grad, const T
 // `shared`: see RowReader.
 constexpr int kMaxProducts = 6; // as many as registers hold the accumulators of
 template <typename T>
-__device__ __noinline__ float scale_and_multiply(std::byte* shared, const T* grad, const T* x, int count, int64_t hidden, T* to,
-                                                 bool is_weighted, float weight) {
+__device__ inline float scale_and_multiply(std::byte* shared, const T* grad, const T* x, int count, int64_t hidden, T* to,
+                                           bool is_weighted, float weight) {
   using Reader = RowReader<T, true>;
   Reader reader(shared, hidden);
   if (lane() < count) reader.set(1 + lane(), {x, to, weight});

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The TMA row pipeline: bulk copies (cp.async.bulk) bring rows through two stages of shared memory to where they go, so that many
-// bytes are in flight for few instructions and no registers. Rows are aligned to 16 bytes, and so are their sizes. A warp that
-// computes with rows uses the same shared memory for a RowReader.
+// The TMA row pipeline: bulk copies (cp.async.bulk) bring rows through a ring of shared memory stages, so that many bytes are
+// in flight for few instructions and no registers. A stage is one buffer of the ring; what fills it is an h-tile, that is
+// kStageBytes of one row, as a k-tile fills a stage of a GEMM. Rows are aligned to 16 bytes, and so are their sizes. A warp
+// that computes with several rows at a time uses the same shared memory for a RowReader.
 #pragma once
 
 #include "base/device/bulk_copy.cuh"
@@ -14,9 +15,10 @@ class TmaRowPipeline {
 public:
   // Each warp has kStages stages and an mbarrier for each of them. 16 warps use nearly all the shared memory that a block may
   // have on Hopper, and a row of 7168 16-bit elements is in flight at once.
-  static constexpr int kStages = 2;
-  static constexpr int64_t kStageBytes = 7168;
+  static constexpr int kStages = 7;
+  static constexpr int kStageBytes = 2048;
   static constexpr int64_t kStagesBytes = kStages * kStageBytes;
+  static constexpr int64_t kHalfBytes = kStagesBytes / 2; // plain copies use the ring as a double buffer of two halves
   static constexpr size_t kSharedBytes = kStagesBytes + kStages * sizeof(LoadBarrier);
 
   // All lanes call this. `shared` has kSharedBytes for each warp of the block and is 128 bytes aligned.
@@ -43,23 +45,26 @@ public:
     return stages_;
   }
 
-  // Reads `bytes` bytes of a row: take(offset, data, data_bytes) is called for each stage of it, with its offset in the row; `data`
-  // is in shared memory. The loads of a row of at most kStagesBytes precede all calls. The loads come after what this warp has
-  // acquired. All lanes call this, and each sees the whole stage.
+  // Reads `bytes` bytes of a row: take(offset, data, data_bytes) is called for one h-tile after the other, with its offset in
+  // the row; `data` is in shared memory. The loads come after what this warp has acquired. A stage is loaded again after the
+  // call, so that the loads of all but long rows precede what the calls store; dispersed among stores they took more of the
+  // time of the memory. All lanes call this, and each sees the whole h-tile.
   template <typename Take>
   __device__ void read(const std::byte* row, int64_t bytes, const Take& take) {
     begin();
-    if (lane() == 0)
+    const auto load = [&](int stage, int64_t offset) {
+      if (lane() == 0) begin_load(stage_at(stage), row + offset, bytes_of(offset, bytes), barriers_ + stage);
+    };
 #pragma unroll 1
-      for (int stage = 0; stage < kStages && stage * kStageBytes < bytes; ++stage)
-        load_stage(stage, row, stage * kStageBytes, bytes);
+    for (int stage = 0; stage < kStages && stage * kStageBytes < bytes; ++stage)
+      load(stage, stage * kStageBytes);
     int stage = 0;
 #pragma unroll 1
-    for (int64_t offset = 0; offset < bytes; offset += kStageBytes, stage ^= 1) {
+    for (int64_t offset = 0; offset < bytes; offset += kStageBytes, stage = stage + 1 < kStages ? stage + 1 : 0) {
       wait_for_load(barriers_ + stage, next_phase(stage));
-      take(offset, static_cast<const std::byte*>(stage_at(stage)), bytes_of_stage(offset, bytes));
+      take(offset, static_cast<const std::byte*>(stage_at(stage)), bytes_of(offset, bytes));
       __syncwarp(); // all lanes have read the stage
-      if (lane() == 0 && offset + kStagesBytes < bytes) load_stage(stage, row, offset + kStagesBytes, bytes);
+      if (offset + kStagesBytes < bytes) load(stage, offset + kStagesBytes);
     }
   }
 
@@ -71,29 +76,29 @@ public:
     begin();
     if (lane() == 0)
 #pragma unroll 1
-      for (int stage = 0; stage < kStages && stage * kStageBytes < bytes; ++stage)
-        load_stage(stage, from, stage * kStageBytes, bytes);
-    int stage = 0;
+      for (int half = 0; half < 2 && half * kHalfBytes < bytes; ++half)
+        load_half(half, from, half * kHalfBytes, bytes);
+    int half = 0;
 #pragma unroll 1
-    for (int64_t offset = 0; offset < bytes; offset += kStageBytes, stage ^= 1) {
-      if (const uint32_t phase = next_phase(stage); lane() == 0) wait_for_load(barriers_ + stage, phase);
+    for (int64_t offset = 0; offset < bytes; offset += kHalfBytes, half ^= 1) {
+      if (const uint32_t phase = next_phase(half); lane() == 0) wait_for_load(barriers_ + half, phase);
 #pragma unroll 1
       for (unsigned left = lanes; left != 0; left &= left - 1) {
         std::byte* const destination = from_lane(to, lowest_bit(left));
-        if (lane() == 0) begin_store(destination + offset, stage_at(stage), bytes_of_stage(offset, bytes));
+        if (lane() == 0) begin_store(destination + offset, half_at(half), bytes_of_half(offset, bytes));
       }
       if (lane() != 0) continue;
       end_store_group();
-      if (offset + kStagesBytes >= bytes) continue;
-      wait_for_store_reads<0>(); // the stores have read the stage, which may be overwritten
-      load_stage(stage, from, offset + kStagesBytes, bytes);
+      if (offset + 2 * kHalfBytes >= bytes) continue;
+      wait_for_store_reads<0>(); // the stores have read the half, which may be overwritten
+      load_half(half, from, offset + 2 * kHalfBytes, bytes);
     }
   }
 
   // Fills the stages with zeros for clear(), which must follow with nothing else in between. All lanes call this.
   __device__ void make_zeros() {
     begin();
-    for (int64_t i = lane(); i < kStageBytes / 16; i += kWarp)
+    for (int64_t i = lane(); i < kHalfBytes / 16; i += kWarp)
       reinterpret_cast<uint4*>(stages_)[i] = uint4{0, 0, 0, 0};
     // fence.proxy.async in each lane: its generic stores of zeros come before the bulk copies (PTX, Async proxy), ...
     fence_shared_before_bulk_copies();
@@ -106,8 +111,8 @@ public:
     for (unsigned left = __ballot_sync(~0u, to != nullptr ? 1 : 0); left != 0; left &= left - 1) {
       std::byte* const row = from_lane(to, lowest_bit(left));
       if (lane() != 0) continue;
-      for (int64_t offset = 0; offset < bytes; offset += kStageBytes)
-        begin_store(row + offset, stages_, bytes_of_stage(offset, bytes));
+      for (int64_t offset = 0; offset < bytes; offset += kHalfBytes)
+        begin_store(row + offset, stages_, bytes_of_half(offset, bytes));
       end_store_group();
     }
   }
@@ -127,14 +132,20 @@ private:
     // the branch that depends on the acquired flag.
     fence_global_before_bulk_copies();
   }
-  __device__ static uint32_t bytes_of_stage(int64_t offset, int64_t bytes) {
-    return static_cast<uint32_t>(min(kStageBytes, bytes - offset));
+  __device__ static uint32_t bytes_of(int64_t offset, int64_t bytes) {
+    return static_cast<uint32_t>(min(int64_t{kStageBytes}, bytes - offset));
+  }
+  __device__ static uint32_t bytes_of_half(int64_t offset, int64_t bytes) {
+    return static_cast<uint32_t>(min(kHalfBytes, bytes - offset));
+  }
+  __device__ std::byte* half_at(int half) const {
+    return stages_ + half * kHalfBytes;
+  }
+  __device__ void load_half(int half, const std::byte* row, int64_t offset, int64_t bytes) {
+    begin_load(half_at(half), row + offset, bytes_of_half(offset, bytes), barriers_ + half);
   }
   __device__ std::byte* stage_at(int stage) const {
     return stages_ + stage * kStageBytes;
-  }
-  __device__ void load_stage(int stage, const std::byte* row, int64_t offset, int64_t bytes) {
-    begin_load(stage_at(stage), row + offset, bytes_of_stage(offset, bytes), barriers_ + stage);
   }
   // Returns the phase parity of the stage's load in flight. All lanes call this, once for each load.
   __device__ uint32_t next_phase(int stage) {

@@ -34,7 +34,8 @@
 namespace epx::cuda {
 namespace {
 
-template <typename T>
+// Weights' gradients have kernels of their own, since a kernel with both loops would spill the registers of either.
+template <typename T, bool kHasProducts>
 struct CombineBwd {
   CombineBwdCall call;
   int64_t row_bytes;
@@ -51,7 +52,7 @@ struct CombineBwd {
     std::byte* const to = is_slot ? call.grad_expert_out + call.row_of_slot(slot) * row_bytes : nullptr;
     const auto* const row = reinterpret_cast<const T*>(source_row.row);
     const float factor = is_slot && call.recv_weights != nullptr ? call.recv_weights[slot] : 1.0f;
-    if (call.grad_recv_weights != nullptr)
+    if constexpr (kHasProducts)
       store_with_products(pipeline, row, slot, reinterpret_cast<T*>(to), factor);
     else if (call.recv_weights != nullptr)
       scale_row_to_destinations(pipeline, row, call.hidden, reinterpret_cast<T*>(to), factor);
@@ -59,7 +60,7 @@ struct CombineBwd {
       begin_copy_row_to_destinations(pipeline, source_row.row, row_bytes, slot != source_row.slot_in_place ? to : nullptr);
   }
   __device__ void clear_weight_and_sidecar(int32_t slot) const {
-    if (call.grad_recv_weights != nullptr && slot >= 0) call.grad_recv_weights[slot] = 0.0f;
+    if (kHasProducts && slot >= 0) call.grad_recv_weights[slot] = 0.0f;
   }
 
 private:
@@ -166,6 +167,16 @@ cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const Operation& 
   return launch_cooperative(&scatter_kernel<Operation>, grid, stream, params);
 }
 
+template <typename T>
+cudaError_t launch_combine_bwd_as(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,
+                                  const RegisteredRange& registered, cudaStream_t stream) {
+  const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
+  const int32_t weights = (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0);
+  if (call.grad_recv_weights != nullptr)
+    return launch(group, plan, CombineBwd<T, true>{call, row_bytes}, weights, registered, stream);
+  return launch(group, plan, CombineBwd<T, false>{call, row_bytes}, weights, registered, stream);
+}
+
 } // namespace
 
 size_t movement_shared_bytes() {
@@ -174,9 +185,12 @@ size_t movement_shared_bytes() {
 std::vector<const void*> scatter_kernels() {
   return {reinterpret_cast<const void*>(&scatter_kernel<Dispatch>),
           reinterpret_cast<const void*>(&scatter_kernel<MixedDispatch>),
-          reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<float>>),
-          reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<__half>>),
-          reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<__nv_bfloat16>>)};
+          reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<float, false>>),
+          reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<float, true>>),
+          reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<__half, false>>),
+          reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<__half, true>>),
+          reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<__nv_bfloat16, false>>),
+          reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<__nv_bfloat16, true>>)};
 }
 
 cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
@@ -193,13 +207,9 @@ cudaError_t launch_second_half(const DeviceGroup& group, LaunchPlan& plan, const
 
 cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,
                                const RegisteredRange& registered, cudaStream_t stream) {
-  const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
-  const int32_t weights = (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0);
-  if (call.dtype == EPX_FLOAT32)
-    return launch(group, plan, CombineBwd<float>{call, row_bytes}, weights, registered, stream);
-  if (call.dtype == EPX_FLOAT16)
-    return launch(group, plan, CombineBwd<__half>{call, row_bytes}, weights, registered, stream);
-  return launch(group, plan, CombineBwd<__nv_bfloat16>{call, row_bytes}, weights, registered, stream);
+  if (call.dtype == EPX_FLOAT32) return launch_combine_bwd_as<float>(group, plan, call, registered, stream);
+  if (call.dtype == EPX_FLOAT16) return launch_combine_bwd_as<__half>(group, plan, call, registered, stream);
+  return launch_combine_bwd_as<__nv_bfloat16>(group, plan, call, registered, stream);
 }
 
 } // namespace epx::cuda

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Replaces base/device/async_copy.cuh. Each copy is made as late as PTX allows, by the wait for it, so that a missing wait shows.
+// Replaces base/device/async_copy.cuh. Each copy is made as late as PTX allows, by the wait for it, so that a missing wait
+// shows.
 #pragma once
 
 #include <cstddef>
