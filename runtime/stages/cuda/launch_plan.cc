@@ -38,7 +38,7 @@ constexpr int kMaxSenderBlocks = 64;
 // On 100 SMs of 2 H200 (11264 tokens, top-3) dispatch took 408 us with 32 blocks of 12 sender warps or 40 of 9, and combine_bwd
 // 457; with 64 of 6 they took 409 and 621, and with senders and receivers in all blocks 456 and 694.
 constexpr int kSenderWarps = 6, kSenderWarpsOfSmallGrid = 12;
-constexpr int kMinSplitGrid = 48; // blocks; in smaller grids every block has senders and receivers
+constexpr int kMinSplitGrid = 48; // blocks; in smaller grids every block of scatter has senders and receivers
 static_assert(kSenderWarpsOfSmallGrid <= kMaxSendersPerSignalWarp);
 WarpRoleCounts scatter_role_counts(int blocks, int num_ranks) {
   const int sender_blocks = std::min(16 * num_ranks, kMaxSenderBlocks);
@@ -47,10 +47,13 @@ WarpRoleCounts scatter_role_counts(int blocks, int num_ranks) {
   return {blocks, kSenderWarps, 1, false};
 }
 
-// In gather senders have about as much to do as receivers, and join them in the end, so that one rule serves all grids. There are
-// rather too many senders than too few, since receivers wait for them; record 0012 in docs/decisions has the measurements.
+// In gather senders have about as much to do as receivers. In a small grid they have SMs of their own and join the receivers in
+// the end, so that no warp is left without work; record 0014 in docs/decisions has the measurements. Larger grids keep the
+// counts that were tuned for them.
 WarpRoleCounts gather_role_counts(int blocks) {
-  return {std::clamp(blocks * 5 / 8, 1, kMaxSenderBlocks), kMovementThreads / 32, 0, true};
+  if (blocks >= kFullGrid) return {kMaxSenderBlocks, kMovementThreads / 32, 0, false};
+  if (blocks >= kMinSplitGrid) return {blocks, 10, 0, false};
+  return {std::max(blocks * 5 / 8, 1), kMovementThreads / 32, 0, true};
 }
 
 struct Device {

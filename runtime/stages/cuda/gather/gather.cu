@@ -8,14 +8,14 @@
 //            and store the sum into the home rank's staging;
 //            exact: store each of the rows there;
 //            then store the row's ready flags.
-//            When nothing is left to send, they receive
+//            In a small grid they receive when nothing is left to send
 //   receive  sum what the peers have sent of a token of this rank with  the entry barrier; the ready flags of each peer that
 //            the rows of this rank's own slots, which stay here         the token goes to
 //
-// Rows are signaled in splits: each half of H has a ready flag of its own, or all of H where rows are short. Where warps have few
-// tiles, a tile is one split of a token's rows: smaller tiles let receivers start earlier and leave them less to do when the
-// last splits are ready, since the rows of all senders are in flight together. Where they have many, a tile is all splits of a
-// token's rows, which spares looking up the token twice.
+// Rows are signaled in splits: each half of H has a ready flag of its own, or all of H where rows are short. Where warps have
+// few tiles, a tile is one split of a token's rows: smaller tiles let receivers start earlier and leave them less to do when
+// the last splits are ready, since the rows of all senders are in flight together. Where they have many, a tile is all splits
+// of a token's rows, which spares looking up the token twice.
 #include <cmath>
 
 #include "runtime/stages/cuda/kernels.h"
@@ -66,7 +66,7 @@ private:
   // Shorter rows are not split: each split looks up its token's routes and waits for flags.
   static constexpr int kMinHTilesToSplit = 4;
   // Warps take all splits of a token at a time when each of them has more than so many to take.
-  static constexpr int kManySplits = 48;
+  static constexpr int kManySplits = 24;
 
   // A warp takes elements [first, first + size) of a row, which are `count` splits from `index` on.
   struct RowSplits {
