@@ -331,8 +331,8 @@ public:
   }
   // Dynamic tile scheduler: returns the next of `tiles` tiles for a warp that has finished one, because some warps get more
   // bandwidth of the wire and of memory than others. A warp's first tile is its index in the work partition; it goes on until
-  // it gets a number beyond the last tile. So the tile counter is taken tiles + joining times: once for each tile that is not the
-  // first of a warp, and once more by each warp that had a tile or has joined.
+  // it gets a number beyond the last tile. So the tile counter is taken tiles + joining times: once for each tile that is not
+  // the first of a warp, and once more by each warp that had a tile or has joined.
   __device__ int64_t first_tile(const WarpAssignment& warp, int64_t tiles) const {
     return warp.index >= 0 ? warp.index : next_tile(warp, tiles);
   }
