@@ -66,6 +66,17 @@ class Inputs(unittest.TestCase):
     def test_memory(self):
         self.refuse("--hidden", 2**31 - 1, "--tokens", 4096, words=[f"--hidden {2**31 - 1}", "--tokens 4096", "bytes of memory"])
 
+    def test_rank_major(self):
+        """Rows beyond M are dropped, and all others are those of the oracle."""
+        run = self.run_it("--json", self.json, "--verify", "--layout", "rank-major", "--max-rows", 5)
+        self.assertEqual(run.returncode, SUCCESS, run)
+        result = json.loads(self.json.read_text())
+        self.assertEqual((result["config"]["layout"], result["config"]["max_rows"]), ("rank-major", 5))
+        self.assertEqual({name: line["wrong"] for name, line in result["operations"].items()},
+                         {"dispatch": 0, "combine": 0, "combine_bwd": 0, "dispatch_bwd": 0})
+        self.assertEqual(result["dropped_routes"], 3 * 4)
+        self.assertGreater(result["events"]["too_few_rows"], 0)
+
     def test_repeated_options(self):
         run = self.run_it("--json", "/missing/out.json", "--hidden", 0, "--hidden", 64, "--json", self.json)
         self.assertEqual(run.returncode, SUCCESS, run)

@@ -53,6 +53,13 @@ TEST_CASE("ep_bench counts rows from slots") {
   CHECK(far.remote_routes == 5);
   CHECK(far.remote_pairs == 3);
 
+  // Rank-major: tokens 0 and 1 are rows 0 and 1 of rank 0, and token 2 is its row 2; the tokens are rows 0, 1 and 2 of rank 1.
+  CHECK(rank_major_rows(topk_idx, 3, first_experts, 3) == std::vector<int32_t>{0, 0, 0, /**/ 1, 1, 1, /**/ 2, 2, 2});
+  CHECK(rank_major_rows(topk_idx, 3, first_experts, 2) == std::vector<int32_t>{0, 0, 0, /**/ 1, 1, 1, /**/ -1, -1, -1});
+  CHECK(rank_major_rows(std::vector<int64_t>{2, 2, /**/ 0, 1}, 2, first_experts, 1) == std::vector<int32_t>{0, 0, 0, 0});
+  CHECK(logical_rows(EPX_OP_COMBINE, home, Layout::RankMajor) == 3);
+  CHECK(written_rows(EPX_OP_DISPATCH, home, EPX_COMBINE_WIRE, Layout::RankMajor) == 3);
+  CHECK(written_rows(EPX_OP_COMBINE, home, EPX_COMBINE_WIRE, Layout::RankMajor) == 3 + 3);
   CHECK(logical_rows(EPX_OP_PREPARE, home) == 0);
   CHECK(logical_rows(EPX_OP_COMBINE, home) == 5);
   CHECK(written_rows(EPX_OP_DISPATCH, home, EPX_COMBINE_WIRE) == 5);
@@ -126,7 +133,7 @@ TEST_CASE("ep_bench report: table and JSON say the same, and a dash or null wher
   CHECK(json["operations"]["combine"]["wrong"] == 3);
   CHECK(json["passed"] == false);
 
-  results.wrong = WrongCounts{};
+  results.wrong = WrongCounts(kNumOperations);
   results.events[EPX_EVENT_OVERFLOW] = 5;
   CHECK_FALSE(passed(results)); // R is the worst case: nothing may overflow
   results.options.capacity = 10;

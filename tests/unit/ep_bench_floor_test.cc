@@ -64,6 +64,15 @@ TEST_CASE("ep_bench floor: counted by hand") {
   check_rows(local_rows(padded, 0, line_named("dispatch"), false), 2 + 2, 8 + 8);
   padded.clears_pads = false;
   check_rows(local_rows(padded, 0, line_named("dispatch"), false), 2 + 2, 4 + 4);
+  // In the rank-major layout rank 0 keeps its own two tokens and the three that arrived, once each.
+  RoutingOfAll rank_major = routing;
+  rank_major.alignment = 1;
+  rank_major.layout = Layout::RankMajor;
+  check_rows(local_rows(rank_major, 0, kRankMajorLines[0], false), 2, 5);         // dispatch
+  check_rows(local_rows(rank_major, 0, kRankMajorLines[1], false), 5 + 1, 1 + 2); // combine
+  check_rows(local_rows(rank_major, 0, kRankMajorLines[2], false), 2, 5);         // combine_bwd
+  check_rows(local_rows(rank_major, 0, kRankMajorLines[3], false), 5 + 1, 1 + 2); // dispatch_bwd
+  check_rows(local_rows(rank_major, 0, kRankMajorLines[4], false), 0, 0);
   // Rank 1: 4 slots, of which its own token 1 has two; arrived are one row each of ranks 0 and 2.
   check_rows(local_rows(routing, 1, line_named("dispatch"), false), 2, 4);
   // Rank 2 sends 3 pairs, 4 routes.

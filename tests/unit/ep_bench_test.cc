@@ -109,6 +109,10 @@ TEST_CASE("ep_bench options: defaults and borders") {
   CHECK(to_string(options_of({"--routing", "hot:0.3"}).routing) == "hot:0.3");
   CHECK(row_bytes(options_of({"--dtype", "fp32", "--hidden", "3"})) == 12);
   CHECK(options_of({"--input-sets", "1"}).num_input_sets() == 1);
+  CHECK_FALSE(options_of({}).is_rank_major());
+  CHECK(options_of({"--layout", "rank-major", "--tokens", "7"}).rows_per_source() == 7);
+  CHECK(options_of({"--layout", "rank-major", "--tokens", "0"}).rows_per_source() == 1);
+  CHECK(options_of({"--layout", "rank-major", "--tokens", "7", "--max-rows", "9"}).rows_per_source() == 9);
   CHECK(options_of({"--input-sets", "1", "--verify"}).num_input_sets() == 2);
 
   std::vector<const char*> bare{"ep_bench"};
@@ -182,6 +186,14 @@ TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
       {{"--routing", "zipf:inf"}, {"--routing", "zipf:inf"}},
       {{"--routing", "text:"}, {"--routing", "text:"}},
       {{"--alignment", "-2"}, {"--alignment", "-2"}},
+      {{"--pads", "dirty"}, {"--pads", "dirty", "untouched"}},
+      {{"--layout", "flat"}, {"--layout", "flat", "rank-major"}},
+      {{"--max-rows", "8"}, {"--max-rows", "8", "expert-major"}},
+      {{"--layout", "rank-major", "--max-rows", "-1"}, {"--max-rows", "-1"}},
+      {{"--layout", "rank-major", "--alignment", "2"}, {"--alignment", "2", "rank-major"}},
+      {{"--layout", "rank-major", "--pads", "untouched"}, {"--pads", "untouched", "rank-major"}},
+      {{"--layout", "rank-major", "--capacity", "9"}, {"--capacity", "9", "rank-major"}},
+      {{"--layout", "rank-major", "--combine-precision", "exact"}, {"--combine-precision", "exact", "rank-major"}},
       {{"--capacity", "-1"}, {"--capacity", "-1"}},
       {{"--capacity", "3000000000"}, {"--capacity", "3000000000"}},
       {{"--iters", "0"}, {"--iters", "0"}},

@@ -74,13 +74,19 @@ void Exchange::allocate_rows(int64_t rows) {
     return options_.staged ? Buffer::plain(memory_, bytes) : Buffer::window(memory_, group_, bytes);
   };
   rows_ = rows;
+  const int64_t weights = rows * (options_.is_rank_major() ? options_.top_k : 1);
   by_row_.recv_tokens = allocate(rows * row_bytes(options_));
-  by_row_.recv_weights = allocate(rows * sizeof(float));
+  by_row_.recv_weights = allocate(weights * sizeof(float));
   by_row_.grad_expert_out = allocate(rows * row_bytes(options_));
-  by_row_.grad_recv_weights = allocate(rows * sizeof(float));
+  if (options_.is_rank_major()) {
+    by_row_.recv_topk_idx = allocate(weights * sizeof(int64_t));
+    by_row_.source_counts = allocate(info_.num_ranks * sizeof(int64_t));
+  } else {
+    by_row_.grad_recv_weights = allocate(weights * sizeof(float));
+  }
   expert_rows_.expert_out = allocate(rows * row_bytes(options_));
   expert_rows_.grad_recv = allocate(rows * row_bytes(options_));
-  expert_rows_.grad_recv_weights = allocate(rows * sizeof(float));
+  expert_rows_.grad_recv_weights = allocate(weights * sizeof(float));
 }
 
 TokenTensors Exchange::tensors_of(const TokenInputs& inputs) const {
@@ -102,6 +108,10 @@ void Exchange::load_recv_weights(const std::vector<float>& recv_weights) {
 
 Tensor Exchange::rows_tensor(const Buffer& buffer, int64_t rows) const {
   return {buffer.data(), options_.dtype, {rows, options_.hidden}};
+}
+
+Tensor Exchange::by_source(const Buffer& buffer, epx_dtype dtype, int64_t columns) const {
+  return {buffer.data(), dtype, {info_.num_ranks, options_.rows_per_source(), columns}};
 }
 
 template <typename Args>
@@ -149,6 +159,7 @@ void Exchange::prepare_dispatch_fully(const TokenTensors& inputs) {
 }
 
 void Exchange::dispatch(const TokenTensors& inputs) {
+  if (options_.is_rank_major()) return dispatch_rank_major(inputs);
   group_.dispatch({.layer = layer_,
                    .handle_mem = handle_mem_.bytes(),
                    .stream = memory_.stream(),
@@ -160,6 +171,7 @@ void Exchange::dispatch(const TokenTensors& inputs) {
 }
 
 void Exchange::combine() {
+  if (options_.is_rank_major()) return combine_rank_major();
   group_.combine({.layer = layer_,
                   .handle_mem = handle_mem_.bytes(),
                   .stream = memory_.stream(),
@@ -169,6 +181,7 @@ void Exchange::combine() {
 }
 
 void Exchange::run_combine_bwd(const TokenTensors& inputs, bool with_weight_gradients) {
+  if (options_.is_rank_major()) return combine_rank_major_bwd(inputs);
   CombineBwdArgs args = {.layer = layer_,
                          .handle_mem = handle_mem_.bytes(),
                          .stream = memory_.stream(),
@@ -187,12 +200,54 @@ void Exchange::combine_bwd(const TokenTensors& inputs) {
 }
 
 void Exchange::dispatch_bwd() {
+  if (options_.is_rank_major()) return dispatch_rank_major_bwd();
   group_.dispatch_bwd(
       {.layer = layer_,
        .handle_mem = handle_mem_.bytes(),
        .stream = memory_.stream(),
        .grad_recv = rows_tensor(expert_rows_.grad_recv, rows_),
        .grad_recv_weights = floats(expert_rows_.grad_recv_weights),
+       .grad_tokens = rows_tensor(by_token_.grad_tokens, options_.tokens),
+       .grad_topk_weights = {by_token_.grad_topk_weights.data(), EPX_FLOAT32, {options_.tokens, options_.top_k}}});
+}
+
+void Exchange::dispatch_rank_major(const TokenTensors& inputs) {
+  const Shape routes(options_.tokens, options_.top_k);
+  group_.dispatch_rank_major({.layer = layer_,
+                              .handle_mem = handle_mem_.bytes(),
+                              .stream = memory_.stream(),
+                              .tokens = rows_tensor(inputs.tokens, options_.tokens),
+                              .topk_idx = {inputs.topk_idx.data(), EPX_INT64, routes},
+                              .topk_weights = {inputs.topk_weights.data(), EPX_FLOAT32, routes},
+                              .recv_tokens = by_source(by_row_.recv_tokens, options_.dtype, options_.hidden),
+                              .recv_topk_idx = by_source(by_row_.recv_topk_idx, EPX_INT64, options_.top_k),
+                              .recv_weights = by_source(by_row_.recv_weights, EPX_FLOAT32, options_.top_k),
+                              .counts = integers(by_row_.source_counts)});
+}
+
+void Exchange::combine_rank_major() {
+  group_.combine_rank_major({.layer = layer_,
+                             .handle_mem = handle_mem_.bytes(),
+                             .stream = memory_.stream(),
+                             .expert_out = by_source(expert_rows_.expert_out, options_.dtype, options_.hidden),
+                             .out = rows_tensor(by_token_.out, options_.tokens)});
+}
+
+void Exchange::combine_rank_major_bwd(const TokenTensors& inputs) {
+  group_.combine_rank_major_bwd({.layer = layer_,
+                                 .handle_mem = handle_mem_.bytes(),
+                                 .stream = memory_.stream(),
+                                 .grad_out = rows_tensor(inputs.grad_out, options_.tokens),
+                                 .grad_expert_out = by_source(by_row_.grad_expert_out, options_.dtype, options_.hidden)});
+}
+
+void Exchange::dispatch_rank_major_bwd() {
+  group_.dispatch_rank_major_bwd(
+      {.layer = layer_,
+       .handle_mem = handle_mem_.bytes(),
+       .stream = memory_.stream(),
+       .grad_recv = by_source(expert_rows_.grad_recv, options_.dtype, options_.hidden),
+       .grad_recv_weights = by_source(expert_rows_.grad_recv_weights, EPX_FLOAT32, options_.top_k),
        .grad_tokens = rows_tensor(by_token_.grad_tokens, options_.tokens),
        .grad_topk_weights = {by_token_.grad_topk_weights.data(), EPX_FLOAT32, {options_.tokens, options_.top_k}}});
 }
@@ -214,7 +269,7 @@ void Exchange::call(const Line& line, const TokenTensors& inputs) {
     if (line.is_followed_by_combine) combine();
     return;
   default:
-    prepare(inputs);
+    if (!options_.is_rank_major()) prepare(inputs);
     dispatch(inputs);
     combine();
   }
@@ -243,7 +298,8 @@ void Exchange::scribble() {
   for (const Buffer* buffer :
        {&prepared_.counts, &prepared_.offsets, &prepared_.global_counts, &prepared_.info, &prepared_.slot,
         &prepared_.slot_origin, &by_row_.recv_tokens, &by_row_.recv_weights, &by_row_.grad_expert_out,
-        &by_row_.grad_recv_weights, &by_token_.out, &by_token_.grad_tokens, &by_token_.grad_topk_weights})
+        &by_row_.grad_recv_weights, &by_row_.recv_topk_idx, &by_row_.source_counts, &by_token_.out, &by_token_.grad_tokens,
+        &by_token_.grad_topk_weights})
     buffer->fill(kScribble);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An Exchange is one rank's group, layer and tensors, with the five operations on them.
+// An Exchange is one rank's group, layer and tensors, with the operations of its layout on them.
 #pragma once
 
 #include <array>
@@ -34,18 +34,21 @@ struct TokenTensors {
   Buffer grad_out;     // [T, H]
 };
 
+// N = P * M in the rank-major layout.
 struct RowOutputs {
   Buffer recv_tokens;       // [N, H]
-  Buffer recv_weights;      // [N] float
+  Buffer recv_weights;      // [N] float; rank-major: [N, K]
   Buffer grad_expert_out;   // [N, H]
-  Buffer grad_recv_weights; // [N] float
+  Buffer grad_recv_weights; // [N] float; expert-major
+  Buffer recv_topk_idx;     // [N, K] int64; rank-major
+  Buffer source_counts;     // [P] int64; rank-major
 };
 
 // ExpertRows stand for what the experts would have written: the inputs of combine, combine_bwd and dispatch_bwd.
 struct ExpertRows {
   Buffer expert_out;        // [N, H]
   Buffer grad_recv;         // [N, H]
-  Buffer grad_recv_weights; // [N] float
+  Buffer grad_recv_weights; // [N] float; rank-major: [N, K]
 };
 
 struct TokenOutputs {
@@ -75,7 +78,8 @@ public:
   void load(const RowInputs& inputs);
   void load_recv_weights(const std::vector<float>& recv_weights); // instead of those that dispatch received
 
-  // Each is one call of epx, collective, and throws epx::Error. On a GPU it only enqueues.
+  // Each is one call of epx in the layout of the options, collective, and throws epx::Error. On a GPU it only enqueues. The
+  // rank-major layout has no prepare.
   void prepare(const TokenTensors& inputs);       // counts and offsets only
   void prepare_fully(const TokenTensors& inputs); // every output
   void prepare_dispatch_fully(const TokenTensors& inputs);
@@ -115,10 +119,15 @@ private:
 
   template <typename Args>
   void pass_plan_tensors(const TokenTensors& inputs, bool every_output, Args& args);
+  void dispatch_rank_major(const TokenTensors& inputs);
+  void combine_rank_major();
+  void combine_rank_major_bwd(const TokenTensors& inputs);
+  void dispatch_rank_major_bwd();
   void run_prepare(const TokenTensors& inputs, bool every_output);
   void run_prepare_dispatch(const TokenTensors& inputs, bool every_output);
   void run_combine_bwd(const TokenTensors& inputs, bool with_weight_gradients);
   Tensor rows_tensor(const Buffer& buffer, int64_t rows) const;
+  Tensor by_source(const Buffer& buffer, epx_dtype dtype, int64_t columns) const; // [P, M, columns]
 
   Options options_;
   Memory& memory_;

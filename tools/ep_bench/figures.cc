@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/ep_bench/figures.h"
 
+#include <algorithm>
+#include <span>
+
 #include "tools/ep_bench/stats.h"
 
 namespace epx::bench {
@@ -19,9 +22,9 @@ MeanRows mean_rows(epx_operation operation, const Survey& survey, const Options&
   MeanRows rows;
   for (int iteration = options.warmup; iteration < options.warmup + options.iterations; ++iteration) {
     const Traffic& all = survey.sets[iteration % survey.sets.size()];
-    rows.logical += static_cast<double>(logical_rows(operation, all));
+    rows.logical += static_cast<double>(logical_rows(operation, all, options.layout));
     rows.wire += static_cast<double>(wire_rows(operation, all, options.combine_precision));
-    rows.written += static_cast<double>(written_rows(operation, all, options.combine_precision));
+    rows.written += static_cast<double>(written_rows(operation, all, options.combine_precision, options.layout));
   }
   const double samples = static_cast<double>(options.iterations) * static_cast<double>(num_ranks);
   return {rows.logical / samples, rows.wire / samples, rows.written / samples};
@@ -59,9 +62,12 @@ OperationFigures figures_of(const Line& line, const OperationSeries& series, con
 Figures compute_figures(const Measurements& measurements, const Floors& floors, const Survey& survey,
                         const Options& options) {
   Figures figures;
-  const bool one_machine = !measurements[1].copy.empty(); // ranks that copy share a machine, and so a clock
+  const std::span<const Line> lines = lines_of(options);
+  // Ranks that copy share a machine, and so a clock.
+  const bool one_machine =
+      std::ranges::any_of(measurements, [](const OperationSeries& series) { return !series.copy.empty(); });
   for (size_t line = 0; line < measurements.size(); ++line) {
-    figures.push_back(figures_of(kLines[line], measurements[line], survey, options));
+    figures.push_back(figures_of(lines[line], measurements[line], survey, options));
     if (one_machine) figures.back().start_skew_us = median(start_skew_us(measurements[line].call));
     if (floors.empty() || !floors[line]) continue;
     figures.back().floor = floors[line];

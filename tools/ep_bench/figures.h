@@ -54,7 +54,7 @@ struct OperationFigures {
   std::optional<double> floor_ratio_on_sms; // median time / the floor's on options.num_comm_sms SMs
 };
 
-using Figures = std::vector<OperationFigures>; // in the order of lines_of(the transport)
+using Figures = std::vector<OperationFigures>; // in the order of lines_of(options)
 
 Figures compute_figures(const Measurements& measurements, const Floors& floors, const Survey& survey,
                         const Options& options);

@@ -52,7 +52,7 @@ std::vector<uint64_t> source_block(int rank) {
 class FloorRun {
 public:
   FloorRun(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu, StreamBlocker& blocker)
-      : sets_(sets), exact_(options.combine_precision == EPX_COMBINE_EXACT),
+      : sets_(sets), lines_(lines_of(options)), exact_(options.combine_precision == EPX_COMBINE_EXACT),
         num_comm_sms_(std::min(options.num_comm_sms, gpu.num_sms())), peers_(peers), gpu_(gpu), blocker_(blocker),
         row_bytes_((row_bytes(options) + kFloorRowUnit - 1) / kFloorRowUnit * kFloorRowUnit),
         target_rows_(std::max<int64_t>(rows_of_places(sets[0], exact_), 1)),
@@ -64,7 +64,7 @@ public:
         scatter_.push_back(prepare(scatter_plan(set, peers_.rank())));
         gather_.push_back(prepare(gather_plan(set, peers_.rank(), exact_)));
         source_rows = std::max<int64_t>({source_rows, scatter_.back().rows, gather_.back().rows});
-        for (const Line& line : kLines) {
+        for (const Line& line : lines_) {
           const LocalRows rows = local_rows(set, peers_.rank(), line, exact_);
           source_rows = std::max(source_rows, rows.reads);
           rows_written = std::max(rows_written, rows.writes);
@@ -97,7 +97,7 @@ public:
       verify_wire(
           gather_[0], [&](int rank) { return gather_plan(sets_[0], rank, exact_); }, launch);
     }
-    for (const Line& line : kLines)
+    for (const Line& line : lines_)
       verify_local(line);
   }
 
@@ -276,6 +276,7 @@ private:
   }
 
   std::span<const RoutingOfAll> sets_;
+  std::span<const Line> lines_;
   bool exact_;
   int num_comm_sms_; // SMs; 0: all
   const Peers& peers_;
@@ -298,7 +299,7 @@ Floors measure_floors(std::span<const RoutingOfAll> sets, const Options& options
   run.measure_wire();
   Floors floors;
   std::optional<FloorFigures> of_gather; // combine and dispatch_bwd move the same rows
-  for (const Line& line : kLines) {
+  for (const Line& line : lines_of(options)) {
     const bool gathers = line.operation == EPX_OP_COMBINE || line.operation == EPX_OP_DISPATCH_BWD;
     if (gathers && !of_gather) of_gather = run.of(line);
     floors.push_back(gathers ? of_gather : line.moves_rows() ? std::optional(run.of(line)) : std::nullopt);

@@ -29,7 +29,7 @@ Counts count(const RoutingOfAll& routing, int rank) {
   for (int source = 0; source < routing.num_ranks(); ++source)
     for (int64_t token = 0; token < routing.tokens(); ++token) {
       const std::vector<int32_t> slots = slots_by_rank(routing, source, token);
-      counts.slots += slots[rank];
+      counts.slots += routing.layout == Layout::RankMajor ? std::min(slots[rank], 1) : slots[rank];
       if (source != rank) {
         counts.arrived += slots[rank] > 0 ? 1 : 0;
         counts.arrived_for_several_slots += slots[rank] > 1 ? 1 : 0;
@@ -100,6 +100,8 @@ int64_t rows_of_places(const RoutingOfAll& routing, bool exact) {
 LocalRows local_rows(const RoutingOfAll& routing, int rank, const Line& line, bool exact) {
   const Counts counts = count(routing, rank);
   const int64_t tokens = routing.tokens();
+  const bool scatters = line.operation == EPX_OP_DISPATCH || line.operation == EPX_OP_COMBINE_BWD;
+  if (routing.layout == Layout::RankMajor && scatters) return {tokens, counts.slots};
   const int64_t sent = exact ? counts.sent_routes : counts.sent_pairs;
   switch (line.operation) {
   case EPX_OP_DISPATCH:

@@ -34,6 +34,7 @@ struct RoutingOfAll {
   int32_t top_k = 0;
   int32_t alignment = 1;
   bool clears_pads = true; // in dispatch
+  Layout layout = Layout::ExpertMajor;
 
   int num_ranks() const { return static_cast<int>(topk_idx.size()); }
   int64_t tokens() const { return static_cast<int64_t>(topk_idx[0].size()) / top_k; } // T, of each rank
@@ -67,6 +68,9 @@ int64_t rows_of_places(const RoutingOfAll& routing, bool exact);
 //   combine_bwd-nograd  reads T + arrived                                           writes arrived + rows in use
 //   combine             reads slots + sent (what came back)                         writes sent (what comes back) + T
 //   dispatch_bwd        as combine
+// In the rank-major layout `slots` are the rows of this rank, one per (token, this rank), and combine_bwd copies bits as dispatch
+// does:
+//   dispatch, combine_bwd  reads T                                                 writes slots
 // Index lists and weights are not counted. All 0 for a line that moves no rows.
 struct LocalRows {
   int64_t reads = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ep_bench times these, each a line of its table: the five operations, and on GPUs a variant, sequences and
+// ep_bench times these, each a line of its table: the operations of a layout, and on GPUs a variant, sequences and
 // prepare_dispatch.
 #pragma once
 
@@ -7,16 +7,13 @@
 #include <span>
 
 #include "epx/epx.h"
+#include "tools/ep_bench/options.h"
 
 namespace epx::bench {
 
-inline constexpr std::array kOperations{EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD,
-                                        EPX_OP_DISPATCH_BWD};
-inline constexpr int kNumOperations = kOperations.size();
-
 struct Line {
   const char* name;
-  epx_operation operation;          // EPX_OP_NONE: prepare, dispatch and combine in a row
+  epx_operation operation;          // the expert-major one, in both layouts; EPX_OP_NONE: all up to combine in a row
   bool has_weight_gradients = true; // whether combine_bwd computes them
   bool is_followed_by_combine = false;
 
@@ -25,6 +22,7 @@ struct Line {
   } // whether it moves the rows of one operation
 };
 
+inline constexpr int kNumOperations = 5; // the first lines are one operation each
 inline constexpr std::array<Line, 9> kLines{{
     {"prepare", EPX_OP_PREPARE},
     {"dispatch", EPX_OP_DISPATCH},
@@ -37,10 +35,25 @@ inline constexpr std::array<Line, 9> kLines{{
     {"prepare_dispatch+combine", EPX_OP_PREPARE_DISPATCH, true, true},
 }};
 
-// The first kNumOperations are those of kOperations, in their order.
-inline std::span<const Line> lines_of(epx_transport transport) {
-  return transport == EPX_TRANSPORT_NCCL ? std::span<const Line>(kLines)
-                                         : std::span<const Line>(kLines).first(kNumOperations);
+// The rank-major layout has no prepare, and its combine_bwd no weight gradients.
+inline constexpr int kNumRankMajorOperations = 4;
+inline constexpr std::array<Line, 5> kRankMajorLines{{
+    {"dispatch", EPX_OP_DISPATCH},
+    {"combine", EPX_OP_COMBINE},
+    {"combine_bwd", EPX_OP_COMBINE_BWD, false},
+    {"dispatch_bwd", EPX_OP_DISPATCH_BWD},
+    {"dispatch+combine", EPX_OP_NONE},
+}};
+
+// Returns the lines that are one operation each. They come first in lines_of().
+inline std::span<const Line> operations_of(Layout layout) {
+  return layout == Layout::RankMajor ? std::span<const Line>(kRankMajorLines).first(kNumRankMajorOperations)
+                                     : std::span<const Line>(kLines).first(kNumOperations);
+}
+
+inline std::span<const Line> lines_of(const Options& options) {
+  if (options.transport != EPX_TRANSPORT_NCCL) return operations_of(options.layout);
+  return options.layout == Layout::RankMajor ? std::span<const Line>(kRankMajorLines) : std::span<const Line>(kLines);
 }
 
 } // namespace epx::bench

@@ -56,10 +56,10 @@ std::array<uint64_t, EPX_MAX_EVENT_KINDS> gather_events(Exchange& exchange, cons
 void check_floor(const Options& options, const Survey& survey) {
   const double dropped = dropped_routes(survey, options.top_k);
   if (options.floor && dropped > 0)
-    throw AgreedError(kExitUsage,
-                      fmt::format("--floor is given and --capacity is {}, which drops {:.1f} routes per iteration; "
-                                  "the speed-of-light bound is for routing without drops",
-                                  options.capacity, dropped));
+    throw AgreedError(kExitUsage, fmt::format("--floor is given and {} is {}, which drops {:.1f} routes per iteration; "
+                                              "the speed-of-light bound is for routing without drops",
+                                              options.is_rank_major() ? "--max-rows" : "--capacity",
+                                              options.is_rank_major() ? options.max_rows : options.capacity, dropped));
 }
 
 #if defined(EPX_WITH_CUDA)
@@ -72,8 +72,13 @@ Figures bench_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const S
     const std::vector<int32_t> first_experts = peers.gather(exchange.info().first_local_expert);
     std::vector<RoutingOfAll> routing;
     for (int set = 0; set < std::ssize(sets); ++set) {
-      routing.push_back(
-          {{}, first_experts, options.experts, options.top_k, options.alignment, options.pads == EPX_PADS_ZERO});
+      routing.push_back({{},
+                         first_experts,
+                         options.experts,
+                         options.top_k,
+                         options.alignment,
+                         options.pads == EPX_PADS_ZERO,
+                         options.layout});
       for (int rank = 0; rank < peers.num_ranks(); ++rank)
         routing.back().topk_idx.push_back(workload.topk_idx(set, rank));
     }
@@ -108,13 +113,12 @@ Results bench(const Launcher& launcher, const Options& options) {
     for (int set = 0; set < std::ssize(sets); ++set)
       sets[set].by_token = workload->token_inputs(set, peers.rank());
   });
-  const Survey survey = bench::survey(*exchange, sets, options.top_k, peers);
+  const Survey survey = bench::survey(*exchange, sets, options, peers);
   check_floor(options, survey);
+  const int64_t rows = survey.max_rows + (options.is_rank_major() ? 0 : kSpareRows); // rank-major: their number is P * M
+  peers.together([&] { require_memory(options, peers.num_ranks(), rows, available_memory(peers.num_ranks())); });
   peers.together([&] {
-    require_memory(options, peers.num_ranks(), survey.max_rows + kSpareRows, available_memory(peers.num_ranks()));
-  });
-  peers.together([&] {
-    exchange->allocate_rows(survey.max_rows + kSpareRows);
+    exchange->allocate_rows(rows);
     const int row_sets = memory->is_host() ? static_cast<int>(sets.size()) : 1; // see measure_on_gpu()
     for (int set = 0; set < row_sets; ++set)
       sets[set].by_row = workload->row_inputs(set, peers.rank(), exchange->rows());

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/ep_bench/measure.h"
 
-#include <array>
 #include <chrono>
 #include <optional>
 
@@ -31,11 +30,14 @@ int64_t even_share(int64_t rows, int num_ranks) {
 }
 
 // Returns the rows that this rank copies before an operation in a set: [operation][set].
-std::array<std::vector<int64_t>, kNumOperations> copied_rows(const Survey& survey, const Options& options, int num_ranks) {
-  std::array<std::vector<int64_t>, kNumOperations> rows;
-  for (int op = 0; op < kNumOperations; ++op)
+std::vector<std::vector<int64_t>> copied_rows(const Survey& survey, const Options& options, int num_ranks) {
+  std::vector<std::vector<int64_t>> rows;
+  for (const Line& line : operations_of(options.layout)) {
+    rows.emplace_back();
     for (const Traffic& traffic : survey.sets)
-      rows[op].push_back(even_share(written_rows(kOperations[op], traffic, options.combine_precision), num_ranks));
+      rows.back().push_back(
+          even_share(written_rows(line.operation, traffic, options.combine_precision, options.layout), num_ranks));
+  }
   return rows;
 }
 
@@ -81,27 +83,28 @@ Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const S
       tensors.push_back(exchange.tensors_of(set.by_token));
   });
 
-  std::array<Series, kNumOperations> calls, copies;
+  const std::span<const Line> lines = operations_of(options.layout);
+  std::vector<Series> calls(lines.size()), copies(lines.size());
   Failure failure; // the last call's; the next barrier carries it to the other ranks
   for (int iteration = 0; iteration < options.warmup + options.iterations; ++iteration) {
     const size_t set = iteration % sets.size();
     exchange.load(sets[set].by_row);
-    for (int op = 0; op < kNumOperations; ++op) {
+    for (size_t op = 0; op < lines.size(); ++op) {
       const bool keep = iteration >= options.warmup;
-      if (kOperations[op] != EPX_OP_PREPARE) {
+      if (lines[op].moves_rows()) {
         peers.start_together(failure);
-        const Timing timing = timed([&] { copy_like(kOperations[op], *baseline, exchange, sets[set], rows[op][set]); });
+        const Timing timing = timed([&] { copy_like(lines[op].operation, *baseline, exchange, sets[set], rows[op][set]); });
         if (keep) copies[op].push_back(timing);
       }
       peers.start_together(failure);
-      const Timing timing = timed([&] { failure = attempt([&] { exchange.call(kLines[op], tensors[set]); }); });
+      const Timing timing = timed([&] { failure = attempt([&] { exchange.call(lines[op], tensors[set]); }); });
       if (keep) calls[op].push_back(timing);
     }
   }
   peers.agree(failure);
 
-  Measurements measurements(kNumOperations);
-  for (int op = 0; op < kNumOperations; ++op) {
+  Measurements measurements(lines.size());
+  for (size_t op = 0; op < lines.size(); ++op) {
     measurements[op].call = gather_by_rank(calls[op], peers);
     if (!copies[op].empty()) measurements[op].copy = gather_by_rank(copies[op], peers);
   }

@@ -21,9 +21,9 @@ struct OperationSeries {
   std::vector<Series> copy; // [rank][iteration], a plain memcpy of as many rows; empty where there is none
 };
 
-using Measurements = std::vector<OperationSeries>; // in the order of lines_of(the transport)
+using Measurements = std::vector<OperationSeries>; // in the order of lines_of(options)
 
-// Runs all five operations options.warmup + options.iterations times on the host transport and keeps the times of the
+// Runs all operations of the layout options.warmup + options.iterations times on the host transport and keeps the times of the
 // latter. Iteration i takes input set i modulo the number of sets. A memcpy of as many rows as the operation writes and a
 // barrier precede each operation; its time includes neither. The call is collective.
 Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Options& options,

@@ -10,9 +10,10 @@ namespace epx::bench {
 namespace {
 
 // Captures one graph per line of the table, with one input set.
-std::vector<Graph> capture(Exchange& exchange, const TokenTensors& inputs, cudaStream_t stream) {
+std::vector<Graph> capture(Exchange& exchange, std::span<const Line> lines, const TokenTensors& inputs,
+                           cudaStream_t stream) {
   std::vector<Graph> graphs;
-  for (const Line& line : kLines)
+  for (const Line& line : lines)
     graphs.push_back(Graph::capture(stream, [&] { exchange.call(line, inputs); }));
   return graphs;
 }
@@ -22,19 +23,20 @@ std::vector<Graph> capture(Exchange& exchange, const TokenTensors& inputs, cudaS
 Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers,
                             Gpu& gpu, StreamBlocker& blocker) {
   const cudaStream_t stream = gpu.cuda_stream();
+  const std::span<const Line> lines = lines_of(options);
   std::vector<TokenTensors> tensors;
   std::vector<std::vector<Graph>> graphs; // [set][line]
-  std::vector<Stopwatch> watches(kLines.size());
+  std::vector<Stopwatch> watches(lines.size());
   peers.together([&] {
     for (const InputSet& set : sets)
       tensors.push_back(exchange.tensors_of(set.by_token));
     exchange.load(sets[0].by_row);
     if (options.graph)
       for (const TokenTensors& inputs : tensors)
-        graphs.push_back(capture(exchange, inputs, stream));
+        graphs.push_back(capture(exchange, lines, inputs, stream));
     // One call of each line precedes the first block(): a first launch may wait for the stream, which would then wait for the
     // host.
-    for (const Line& line : kLines)
+    for (const Line& line : lines)
       exchange.call(line, tensors[0]);
     for (const std::vector<Graph>& of_set : graphs)
       for (const Graph& graph : of_set)
@@ -42,21 +44,21 @@ Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, 
     exchange.finish();
   });
 
-  std::vector<std::vector<int64_t>> times(kLines.size());
+  std::vector<std::vector<int64_t>> times(lines.size());
   for (int iteration = 0; iteration < options.warmup + options.iterations; ++iteration) {
     const size_t set = iteration % sets.size();
     Failure failure;
     blocker.block();
-    for (size_t line = 0; line < kLines.size(); ++line) {
+    for (size_t line = 0; line < lines.size(); ++line) {
       blocker.rank_barrier(); // it is queued after a failure, too, because the others wait for this rank
       if (failure.exit_code != 0) continue;
       failure = attempt([&] {
-        const nvtx3::scoped_range range(fmt::format("{} {}", kLines[line].name, iteration));
+        const nvtx3::scoped_range range(fmt::format("{} {}", lines[line].name, iteration));
         watches[line].start(stream);
         if (options.graph)
           graphs[set][line].replay(stream);
         else
-          exchange.call(kLines[line], tensors[set]);
+          exchange.call(lines[line], tensors[set]);
         watches[line].stop(stream);
       });
     }
@@ -68,7 +70,7 @@ Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, 
       });
     peers.agree(failure);
     if (iteration < options.warmup) continue;
-    for (size_t line = 0; line < kLines.size(); ++line)
+    for (size_t line = 0; line < lines.size(); ++line)
       times[line].push_back(watches[line].elapsed_ns());
   }
 

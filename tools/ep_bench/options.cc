@@ -29,6 +29,8 @@ constexpr std::array<std::pair<const char*, epx_combine_precision>, 3> kPrecisio
     {{"wire", EPX_COMBINE_WIRE}, {"exact", EPX_COMBINE_EXACT}, {"node", EPX_COMBINE_NODE}}};
 constexpr std::array<std::pair<const char*, epx_pads>, 2> kPads{
     {{"zero", EPX_PADS_ZERO}, {"untouched", EPX_PADS_UNTOUCHED}}};
+constexpr std::array<std::pair<const char*, Layout>, 2> kLayouts{
+    {{"expert-major", Layout::ExpertMajor}, {"rank-major", Layout::RankMajor}}};
 
 template <typename Value>
 Value value_of(const char* option, const std::string& text, Names<Value> names) {
@@ -144,6 +146,26 @@ void check_transport(const Options& options) {
           fmt::format("{} is given, but --transport is '{}'; it belongs to nccl", option, to_string(options.transport)));
 }
 
+void check_layout(const Options& options) {
+  check_range("--max-rows", options.max_rows, 0, std::numeric_limits<int32_t>::max());
+  if (!options.is_rank_major()) {
+    if (options.max_rows > 0)
+      throw UsageError(
+          fmt::format("--max-rows is {} and --layout is 'expert-major'; it belongs to rank-major", options.max_rows));
+    return;
+  }
+  const auto refuse = [](const char* option, const auto& value, const char* reason) {
+    throw UsageError(fmt::format("{} is {} and --layout is 'rank-major'; {}", option, value, reason));
+  };
+  if (options.alignment > 1) refuse("--alignment", options.alignment, "that layout has no zones to align");
+  if (options.pads != EPX_PADS_ZERO) refuse("--pads", to_string(options.pads), "that layout has no pads");
+  if (options.capacity > 0) refuse("--capacity", options.capacity, "--max-rows bounds the rows of that layout");
+  if (options.combine_precision != EPX_COMBINE_WIRE)
+    refuse("--combine-precision", to_string(options.combine_precision), "that layout has combine in 'wire' only");
+  if (options.block.is_measured)
+    throw UsageError("--block is given and --layout is 'rank-major'; the block is expert-major");
+}
+
 void refuse_with_block(const char* option, const std::string& value, const char* reason) {
   throw UsageError(fmt::format("{} is '{}' and --block is given; {}", option, value, reason));
 }
@@ -194,7 +216,9 @@ constexpr const char* kFooter = R"(Figures
   A time is that of one call, in microseconds, on the slowest rank of an iteration; all ranks start together. 'slowest' is
   the rank that was that most often. Timed are prepare (counts and offsets only), dispatch with weights, combine with
   weights, combine_bwd with weights and their gradients, and dispatch_bwd with weights; on nccl also combine_bwd-nograd
-  (with weights, without their gradients) and prepare, dispatch and combine in a row as one.
+  (with weights, without their gradients) and prepare, dispatch and combine in a row as one. With --layout rank-major there
+  is no prepare, combine and combine_bwd have no weights, a row is one of a (token, rank) instead of one of a route, and on
+  nccl dispatch and combine in a row are timed as one.
   On nccl a time is that between two CUDA events around the call on its stream, or with --graph around its replay: from
   before its first kernel to the last byte in place. Before it comes a barrier of all ranks' streams; the whole iteration
   is enqueued before any of it runs, so that the host's speed is in no time.
@@ -216,9 +240,10 @@ constexpr const char* kFooter = R"(Figures
                  written locally as the operation must, each once, by all SMs, with plain and with bulk stores, reads
                  among the writes and after them:
                  dispatch reads the tokens and what arrived for several slots, and writes the rows in use (with --pads
-                 untouched without their pads); combine_bwd
-                 reads the tokens, what arrived and (with gradients) expert_out, and writes what arrives and the rows in
-                 use; combine and dispatch_bwd read their slots and what came back, and write what comes back and the tokens.
+                 untouched without their pads); combine_bwd reads the tokens, what arrived and (with gradients)
+                 expert_out, and writes what arrives and the rows in use; combine and dispatch_bwd read their slots and
+                 what came back, and write what comes back and the tokens. Rank-major: dispatch and combine_bwd read the
+                 tokens and write their rows, own ones too.
                  With --num-comm-sms the bound on no more SMs than that is printed beside it, and the ratio to it
   ratio          --floor: median time / speed-of-light bound
   wrong          elements that differ from the serial reference, all ranks together (--verify)
@@ -265,7 +290,8 @@ bool built_with_mpi() {
 
 std::variant<Options, RequestedText> parse_options(int argc, const char* const* argv) {
   Options options;
-  std::string transport = "host", dtype = "bf16", routing = "uniform", precision = "wire", pads = "zero", seed = "1";
+  std::string transport = "host", dtype = "bf16", routing = "uniform", precision = "wire", pads = "zero",
+              layout = "expert-major", seed = "1";
   std::string bootstrap = built_with_mpi() ? "mpi" : "";
 
   CLI::App app("Measures the exchange of Mixture-of-Experts tokens: prepare, dispatch, combine and their backwards.",
@@ -284,6 +310,11 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
       "uniform: K distinct experts per token; zipf:S: K distinct experts, drawn by weight 1/n^S over one order of "
       "the experts; hot:F: one expert on the fraction F of the tokens, the other experts of each token uniform and "
       "distinct; text:FILE: each word of FILE, at most 64 MiB, is a token whose experts are K hashes of it (Hash Layers)");
+  app.add_option("--layout", layout,
+                 "Of receive tensors: expert-major (a row per route, in the zone of its expert), or rank-major (a row per "
+                 "token and rank, [P, M, H], without prepare)");
+  app.add_option("--max-rows", options.max_rows,
+                 "--layout rank-major: rows for each source rank, M; those beyond it are dropped; 0: --tokens");
   app.add_option("--alignment", options.alignment, "Rows that an expert's zone is padded to a multiple of; 0 means 1");
   app.add_option("--pads", pads, "What dispatch does with the pads of zones: zero or untouched");
   app.add_option("--capacity", options.capacity, "Receive capacity, rows per rank; 0: enough for the worst case");
@@ -354,11 +385,13 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   options.transport = value_of<epx_transport>("--transport", transport, kTransports);
   options.dtype = value_of<epx_dtype>("--dtype", dtype, kDtypes);
   options.combine_precision = value_of<epx_combine_precision>("--combine-precision", precision, kPrecisions);
+  options.layout = value_of<Layout>("--layout", layout, kLayouts);
   options.pads = value_of<epx_pads>("--pads", pads, kPads);
   options.routing = parse_routing(routing);
   options.seed = parse_seed(seed);
   check_transport(options);
   check_shape(options);
+  check_layout(options);
   check_block(options);
   check_ranks(options, bootstrap);
   check_job_id(options.job_id);
@@ -387,6 +420,9 @@ const char* to_string(epx_transport transport) {
 }
 const char* to_string(epx_combine_precision precision) {
   return name_of<epx_combine_precision>(precision, kPrecisions);
+}
+const char* to_string(Layout layout) {
+  return name_of<Layout>(layout, kLayouts);
 }
 const char* to_string(epx_pads pads) {
   return name_of<epx_pads>(pads, kPads);

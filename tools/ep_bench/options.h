@@ -19,6 +19,9 @@ struct RoutingSpec {
   std::string text_file;    // Text
 };
 
+// The layout of the receive tensors (epx.h).
+enum class Layout { ExpertMajor, RankMajor };
+
 // BlockOptions say what --block measures.
 struct BlockOptions {
   bool is_measured = false;
@@ -38,6 +41,8 @@ struct Options {
   int32_t top_k = 4;
   epx_dtype dtype = EPX_BFLOAT16;
   RoutingSpec routing;
+  Layout layout = Layout::ExpertMajor;
+  int32_t max_rows = 0;          // M, rows of each source rank in the rank-major layout; 0: T
   int32_t alignment = 0;         // rows
   epx_pads pads = EPX_PADS_ZERO; // of dispatch
   int64_t capacity = 0;          // R in rows; 0: worst case
@@ -68,6 +73,8 @@ struct Options {
   int32_t num_ranks = -1;          // file bootstrap only
   std::string job_id = "ep_bench";
 
+  bool is_rank_major() const { return layout == Layout::RankMajor; }
+  int64_t rows_per_source() const { return max_rows > 0 ? max_rows : tokens > 0 ? tokens : 1; } // M
   // Returns the number of input sets; a verified run compares at least two.
   int num_input_sets() const { return verify && input_sets < 2 ? 2 : input_sets; }
 };
@@ -90,6 +97,7 @@ const char* to_string(epx_dtype dtype);            // "bf16"
 const char* to_string(epx_transport transport);
 const char* to_string(epx_combine_precision precision);
 const char* to_string(epx_pads pads);
+const char* to_string(Layout layout);
 
 // Returns the bytes of a row of hidden elements.
 inline int64_t row_bytes(const Options& options) {

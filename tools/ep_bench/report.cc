@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <span>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -50,6 +51,12 @@ bool is_on_gpus(const Results& results) {
   return results.group.transport == EPX_TRANSPORT_NCCL;
 }
 
+// Returns the figures of dispatch's memcpy, if there are any.
+std::optional<CopyFigures> dispatch_copy(const Results& results) {
+  const std::span<const Line> lines = lines_of(results.options);
+  return results.figures[std::ranges::find(lines, EPX_OP_DISPATCH, &Line::operation) - lines.begin()].copy;
+}
+
 const char* receive_memory(const Options& options) {
   return options.staged ? "plain (staged)" : "window";
 }
@@ -63,6 +70,8 @@ nlohmann::json config_json(const Results& results) {
           {"top_k", options.top_k},
           {"dtype", to_string(options.dtype)},
           {"routing", to_string(options.routing)},
+          {"layout", to_string(options.layout)},
+          {"max_rows", options.is_rank_major() ? nlohmann::json(options.rows_per_source()) : nlohmann::json(nullptr)},
           {"alignment", options.alignment},
           {"pads", to_string(options.pads)},
           {"capacity", options.capacity},
@@ -116,16 +125,21 @@ nlohmann::json operation_json(const OperationFigures& figures, std::optional<int
   return json;
 }
 
+std::string layout_text(const Options& options) {
+  return options.is_rank_major() ? fmt::format("rank-major with M = {} rows", options.rows_per_source())
+                                 : fmt::format("alignment {}", options.alignment);
+}
+
 std::string header(const Results& results) {
   const Options& options = results.options;
   return fmt::format(
       "ep_bench {}: {} ranks, {} per node, transport {}, {} tokens per rank x {} {}, top-{} of {} experts, routing {}\n"
-      "alignment {}, combine {}, receive capacity R = {} rows, receive tensors in {} memory, seed {}, "
+      "{}, combine {}, receive capacity R = {} rows, receive tensors in {} memory, seed {}, "
       "{} iterations\n"
       "handle memory {} bytes of {} allowed, window {} bytes per rank, group created in {:.1f} ms\n",
       version_string(results.library_version), results.group.num_ranks, results.group.ranks_per_node,
       to_string(results.group.transport), options.tokens, options.hidden, to_string(options.dtype), options.top_k,
-      options.experts, to_string(options.routing), options.alignment, to_string(options.combine_precision),
+      options.experts, to_string(options.routing), layout_text(options), to_string(options.combine_precision),
       results.group.max_recv_tokens_per_rank, receive_memory(options), options.seed, options.iterations,
       results.handle_mem_bytes, results.handle_mem_limit, results.group.window_bytes, results.group_creation_ms);
 }
@@ -141,7 +155,7 @@ std::string gpu_header(const Results& results) {
           "written locally):\n";
   for (size_t line = 0; line < results.figures.size(); ++line)
     if (const auto& floor = results.figures[line].floor) {
-      text += fmt::format("  {:<20}wire {:.1f} us ({}), HBM {:.1f} us ({})", kLines[line].name, floor->wire_us,
+      text += fmt::format("  {:<20}wire {:.1f} us ({}), HBM {:.1f} us ({})", lines_of(options)[line].name, floor->wire_us,
                           floor->wire_variant, floor->hbm_us, floor->hbm_variant);
       if (const auto& ratio = results.figures[line].floor_ratio_on_sms)
         text += fmt::format("; on {} SMs {:.1f} and {:.1f} us: ratio {:.3f}", options.num_comm_sms, floor->wire_us_on_sms,
@@ -154,8 +168,8 @@ std::string gpu_header(const Results& results) {
 // One line of a table whose first column is `names` wide; the last columns but one differ by transport.
 std::string table_line(const Results& results, size_t line, size_t names) {
   const OperationFigures& figures = results.figures[line];
-  std::string text = fmt::format("{:<{}}{:>11.1f}{:>11.1f}{:>11.1f}{:>9}{:>14}{:>11}", kLines[line].name, names,
-                                 figures.median_us, figures.p99_us, figures.min_us, figures.slowest_rank,
+  std::string text = fmt::format("{:<{}}{:>11.1f}{:>11.1f}{:>11.1f}{:>9}{:>14}{:>11}", lines_of(results.options)[line].name,
+                                 names, figures.median_us, figures.p99_us, figures.min_us, figures.slowest_rank,
                                  cell(figures.logical_gbps, "{:.3f}"), cell(figures.wire_gbps, "{:.3f}"));
   if (is_on_gpus(results))
     text += fmt::format("{:>11}{:>8}", cell(floor_us(figures), "{:.1f}"), cell(figures.floor_ratio, "{:.3f}"));
@@ -184,7 +198,8 @@ bool passed(const Results& results) {
   if (results.wrong && std::ranges::any_of(*results.wrong, [](int64_t wrong) { return wrong != 0; })) return false;
   if (results.block && !std::ranges::all_of(results.block->differences, &BlockDifference::passed)) return false;
   for (int kind = 0; kind < EPX_MAX_EVENT_KINDS; ++kind) {
-    const bool asked_for = kind == EPX_EVENT_OVERFLOW && results.options.capacity > 0;
+    const bool asked_for = (kind == EPX_EVENT_OVERFLOW && results.options.capacity > 0) ||
+                           (kind == EPX_EVENT_TOO_FEW_ROWS && results.options.max_rows > 0);
     if (results.events[kind] != 0 && !asked_for) return false;
   }
   return true;
@@ -193,11 +208,12 @@ bool passed(const Results& results) {
 std::string to_table(const Results& results) {
   std::string text = header(results);
   const auto out = std::back_inserter(text);
-  if (const auto& copy = results.figures[1].copy)
+  if (const auto copy = dispatch_copy(results))
     fmt::format_to(out, "memcpy of dispatch's rows: {:.2f} GB/s per rank, {:.2f} GB/s all ranks together\n",
                    copy->gbps / results.group.num_ranks, copy->gbps);
   if (results.dropped_routes > 0)
-    fmt::format_to(out, "dropped by capacity: {:.1f} routes per iteration of all ranks\n", results.dropped_routes);
+    fmt::format_to(out, "dropped by {}: {:.1f} routes per iteration of all ranks\n",
+                   results.options.is_rank_major() ? "M" : "capacity", results.dropped_routes);
 
   if (is_on_gpus(results)) text += gpu_header(results);
 
@@ -215,10 +231,10 @@ std::string to_table(const Results& results) {
 nlohmann::json to_json(const Results& results) {
   nlohmann::json operations, events;
   for (size_t line = 0; line < results.figures.size(); ++line)
-    operations[kLines[line].name] = operation_json(results.figures[line], wrong_of(results, line));
+    operations[lines_of(results.options)[line].name] = operation_json(results.figures[line], wrong_of(results, line));
   for (size_t kind = 0; kind < results.events.size(); ++kind)
     if (kind < kEventNames.size() || results.events[kind] != 0) events[event_name(kind)] = results.events[kind];
-  const auto& copy = results.figures[1].copy;
+  const auto copy = dispatch_copy(results);
   return {{"epx_version", version_string(results.library_version)},
           {"ranks", results.group.num_ranks},
           {"transport", to_string(results.group.transport)},

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 namespace epx::bench {
 namespace {
@@ -11,7 +12,27 @@ bool is_scatter(epx_operation operation) {
   return operation == EPX_OP_DISPATCH || operation == EPX_OP_COMBINE_BWD;
 }
 
+// The first expert of a rank without experts is no other rank's, since it is the number after the last expert.
+int64_t owner_of(int64_t expert, std::span<const int32_t> first_experts) {
+  return std::ranges::upper_bound(first_experts, expert) - first_experts.begin() - 1;
+}
+
 } // namespace
+
+std::vector<int32_t> rank_major_rows(std::span<const int64_t> topk_idx, int top_k, std::span<const int32_t> first_experts,
+                                     int64_t max_rows) {
+  std::vector<int32_t> rows(topk_idx.size());
+  std::vector<int32_t> next(first_experts.size()); // by rank
+  for (size_t first = 0; first < topk_idx.size(); first += top_k) {
+    std::vector<int32_t> of_token(first_experts.size(), -1); // by rank
+    for (size_t route = first; route < first + top_k; ++route) {
+      const int64_t owner = owner_of(topk_idx[route], first_experts);
+      if (of_token[owner] < 0) of_token[owner] = next[owner]++;
+      rows[route] = of_token[owner] < max_rows ? of_token[owner] : -1;
+    }
+  }
+  return rows;
+}
 
 Traffic& Traffic::operator+=(const Traffic& other) {
   tokens += other.tokens;
@@ -31,9 +52,7 @@ Traffic count_traffic(std::span<const int64_t> topk_idx, std::span<const int32_t
     auto end = owners.begin();
     for (int64_t route = token * top_k; route < (token + 1) * top_k; ++route) {
       if (slot[route] < 0) continue;
-      // The first expert of a rank without experts is no other rank's, since it is the number after the last expert.
-      const auto next = std::ranges::upper_bound(first_experts, topk_idx[route]);
-      *end++ = next - first_experts.begin() - 1;
+      *end++ = owner_of(topk_idx[route], first_experts);
     }
     traffic.routes += end - owners.begin();
     traffic.remote_routes += std::count_if(owners.begin(), end, [=](int64_t owner) { return owner != rank; });
@@ -45,13 +64,14 @@ Traffic count_traffic(std::span<const int64_t> topk_idx, std::span<const int32_t
   return traffic;
 }
 
-int64_t logical_rows(epx_operation operation, const Traffic& all) {
-  return operation == EPX_OP_PREPARE ? 0 : all.routes;
+int64_t logical_rows(epx_operation operation, const Traffic& all, Layout layout) {
+  if (operation == EPX_OP_PREPARE) return 0;
+  return layout == Layout::RankMajor ? all.pairs : all.routes;
 }
 
-int64_t written_rows(epx_operation operation, const Traffic& all, epx_combine_precision precision) {
+int64_t written_rows(epx_operation operation, const Traffic& all, epx_combine_precision precision, Layout layout) {
   if (operation == EPX_OP_PREPARE) return 0;
-  if (is_scatter(operation)) return all.routes;
+  if (is_scatter(operation)) return logical_rows(operation, all, layout);
   return (precision == EPX_COMBINE_EXACT ? all.routes : all.pairs) + all.tokens;
 }
 
@@ -67,24 +87,30 @@ double dropped_routes(const Survey& survey, int top_k) {
   return dropped / static_cast<double>(survey.sets.size());
 }
 
-Survey survey(Exchange& exchange, std::span<const InputSet> sets, int top_k, const Peers& peers) {
+Survey survey(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers) {
   const std::vector<int32_t> first_experts = peers.gather(exchange.info().first_local_expert);
   Survey result;
   for (const InputSet& set : sets) {
-    PrepareOutputs prepared;
-    peers.together([&] {
-      const TokenTensors inputs = exchange.tensors_of(set.by_token);
-      exchange.prepare_fully(inputs);
-      exchange.finish();
-      prepared = exchange.prepared();
-    });
-    const Traffic mine = count_traffic(set.by_token.topk_idx, prepared.slot, top_k, first_experts, peers.rank());
+    std::vector<int32_t> slot; // [T, K]
+    int64_t rows = peers.num_ranks() * options.rows_per_source();
+    if (options.is_rank_major())
+      slot = rank_major_rows(set.by_token.topk_idx, options.top_k, first_experts, options.rows_per_source());
+    else
+      peers.together([&] {
+        const TokenTensors inputs = exchange.tensors_of(set.by_token);
+        exchange.prepare_fully(inputs);
+        exchange.finish();
+        PrepareOutputs prepared = exchange.prepared();
+        slot = std::move(prepared.slot);
+        rows = prepared.offsets.back();
+      });
+    const Traffic mine = count_traffic(set.by_token.topk_idx, slot, options.top_k, first_experts, peers.rank());
     Traffic all;
     for (const Traffic& traffic : peers.gather(mine))
       all += traffic;
     result.sets.push_back(all);
-    for (int64_t rows : peers.gather(prepared.offsets.back()))
-      result.max_rows = std::max(result.max_rows, rows);
+    for (int64_t of_rank : peers.gather(rows))
+      result.max_rows = std::max(result.max_rows, of_rank);
   }
   return result;
 }

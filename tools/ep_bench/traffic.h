@@ -24,26 +24,32 @@ struct Traffic {
   Traffic& operator+=(const Traffic& other);
 };
 
+// Returns [T, K]: the row that each route of one rank's tokens has on its rank in the rank-major layout, or -1 where that is at
+// or above `max_rows`. Routes of a token to the same rank have the same row.
+std::vector<int32_t> rank_major_rows(std::span<const int64_t> topk_idx, int top_k, std::span<const int32_t> first_experts,
+                                     int64_t max_rows);
+
 // Counts one rank's tokens from topk_idx and slot, both [T, K]. `first_experts` [P] has the first expert of each rank,
 // ascending.
 Traffic count_traffic(std::span<const int64_t> topk_idx, std::span<const int32_t> slot, int top_k,
                       std::span<const int32_t> first_experts, int rank);
 
 // Return the rows of all ranks together that an operation delivers, must write, and must bring to another rank.
-int64_t logical_rows(epx_operation operation, const Traffic& all);
-int64_t written_rows(epx_operation operation, const Traffic& all, epx_combine_precision precision);
+int64_t logical_rows(epx_operation operation, const Traffic& all, Layout layout = Layout::ExpertMajor);
+int64_t written_rows(epx_operation operation, const Traffic& all, epx_combine_precision precision,
+                     Layout layout = Layout::ExpertMajor);
 int64_t wire_rows(epx_operation operation, const Traffic& all, epx_combine_precision precision);
 
 // A Survey is what the input sets of a run move.
 struct Survey {
   std::vector<Traffic> sets; // by set, of all ranks together
-  int64_t max_rows = 0;      // receive rows that any rank uses in any set, pads too
+  int64_t max_rows = 0;      // receive rows that any rank uses in any set, pads too; rank-major: P * M
 };
 
 // Returns the number of routes of all ranks without a slot, the mean over the sets.
 double dropped_routes(const Survey& survey, int top_k);
 
-// Prepares each set once. Collective.
-Survey survey(Exchange& exchange, std::span<const InputSet> sets, int top_k, const Peers& peers);
+// Prepares each set once, in the expert-major layout. Collective.
+Survey survey(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers);
 
 } // namespace epx::bench

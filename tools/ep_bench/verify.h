@@ -2,8 +2,8 @@
 // Compares the library with the serial reference.
 #pragma once
 
-#include <array>
 #include <cstdint>
+#include <vector>
 
 #include "tools/ep_bench/exchange.h"
 #include "tools/ep_bench/options.h"
@@ -12,11 +12,11 @@
 
 namespace epx::bench {
 
-using WrongCounts = std::array<int64_t, kNumOperations>; // elements, in the order of kOperations
+using WrongCounts = std::vector<int64_t>; // elements, in the order of operations_of(layout)
 
 inline constexpr int kVerifiedSets = 2;
 
-// Runs all five operations on the first kVerifiedSets input sets, with scribbled outputs, and compares every output, rows
+// Runs all operations of the layout on the first kVerifiedSets input sets, with scribbled outputs, and compares every output, rows
 // that must stay untouched too, with the reference. Every rank makes the inputs of all ranks again and runs the reference
 // on them. Returns the wrong elements of all ranks together. Collective.
 WrongCounts verify(Exchange& exchange, const Workload& workload, const Options& options, const Peers& peers);

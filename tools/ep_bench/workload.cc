@@ -82,7 +82,8 @@ TokenInputs Workload::token_inputs(int set, int rank) const {
 RowInputs Workload::row_inputs(int set, int rank, int64_t rows) const {
   return {.expert_out = elements(kExpertOut, set, rank, rows),
           .grad_recv = elements(kGradRecv, set, rank, rows),
-          .grad_recv_weights = weights(stream_of(kGradRecvWeights, options_.seed, set, rank), rows)};
+          .grad_recv_weights = weights(stream_of(kGradRecvWeights, options_.seed, set, rank),
+                                       rows * (options_.is_rank_major() ? options_.top_k : 1))};
 }
 
 std::vector<std::byte> Workload::elements(uint64_t purpose, int set, int rank, int64_t rows) const {

@@ -19,11 +19,11 @@ struct TokenInputs {
   std::vector<std::byte> grad_out; // [T, H]
 };
 
-// RowInputs are what a rank has per slot; they stand for what its experts computed.
+// RowInputs are what a rank has per row of the receive tensors; they stand for what its experts computed.
 struct RowInputs {
   std::vector<std::byte> expert_out;    // [rows, H]
   std::vector<std::byte> grad_recv;     // [rows, H]
-  std::vector<float> grad_recv_weights; // [rows], in [0, 1)
+  std::vector<float> grad_recv_weights; // [rows], rank-major [rows, K]; in [0, 1)
 };
 
 // An InputSet has one rank's inputs of one set.
