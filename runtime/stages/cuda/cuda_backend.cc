@@ -22,6 +22,7 @@
 #include "runtime/stages/cuda/device_reports.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
+#include "runtime/stages/cuda/rank_major/gather_rank_major.h"
 #include "runtime/stages/cuda/rank_board.h"
 #include "runtime/stages/reports.h"
 #include "runtime/status_board.h"
@@ -152,7 +153,8 @@ private:
   }
   void combine(const CombineCall& call) override {
     launch(call.operation, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
-      return launch_combine(group, plan_, checked(call), stream);
+      return call.is_rank_major() ? launch_combine_rank_major(group, plan_, checked(call), stream)
+                                  : launch_combine(group, plan_, checked(call), stream);
     });
   }
   void combine_bwd(const CombineBwdCall& call) override {
@@ -162,7 +164,8 @@ private:
   }
   void dispatch_bwd(const DispatchBwdCall& call) override {
     launch(call.operation, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
-      return launch_dispatch_bwd(group, plan_, checked(call), stream);
+      return call.is_rank_major() ? launch_dispatch_rank_major_bwd(group, plan_, checked(call), stream)
+                                  : launch_dispatch_bwd(group, plan_, checked(call), stream);
     });
   }
 

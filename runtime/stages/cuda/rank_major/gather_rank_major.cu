@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+// combine and dispatch_bwd of the rank-major layout. The caller has summed the rows of a token on a rank, so a rank sends the row
+// home as it is, by the means of scatter: multi-destination copies (with one destination) and a signal warp. The low-latency path
+// is that of gather (ll_gather.cuh). On the high-throughput path:
+//
+//   warps    do                                                         wait for
+//   send     store a peer's row into the home rank's staging            the entry barrier; a free cell of the signal warp
+//   signal   store ready flags for the send warps of their CTA          the CTA's pending flags
+//            (signal_warp.cuh)
+//   receive  sum a part of what the peers have sent of a token of this  the entry barrier; the ready flag of each row
+//            rank, and of the row here, in rank order
+//
+// A row and its ready flag are ordered as in scatter.cu. A copy has the bits that wire asks for: a row that goes home is the sum of
+// one term, +0 + x, rounded to its own type, which is x but for the sign of a zero; and that sign is lost when the home rank adds
+// the row to +0.
+#include <cmath>
+
+#include "runtime/stages/cuda/rank_major/gather_rank_major.h"
+
+#include "base/device/launch.h"
+#include "runtime/stages/cuda/gather/gather_params.h"
+#include "runtime/stages/cuda/gather/ll_gather.cuh"
+#include "runtime/stages/cuda/movement.cuh"
+#include "runtime/stages/cuda/rows/rows.cuh"
+#include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
+#include "runtime/stages/cuda/scatter/signal_warp.cuh"
+
+namespace epx::cuda {
+namespace {
+
+// Each warp has one.
+template <typename T>
+class RankMajorGather {
+public:
+  __device__ RankMajorGather(const GatherParams& params, const Movement& movement, TmaRowPipeline& pipeline)
+      : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()),
+        pipeline_(pipeline), layout_(params.group.context.layout),
+        row_bytes_(params.call.hidden * static_cast<int64_t>(sizeof(T))) {}
+
+  // The last warp of a CTA with send warps; its cells lie in the shared memory of its pipeline, which it does not use.
+  __device__ SignalWarp signal_warp() const {
+    std::byte* const shared = dynamic_shared_memory<std::byte>() + (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes;
+    return {shared, params_.role_counts.sender_warps, 1};
+  }
+
+  // The warp completes a row, and enqueues the row's ready flag for the signal warp, right before it begins to send the next one.
+  __device__ void send(const WarpAssignment& warp) {
+    const int64_t tiles = movement_.num_peer_tokens();
+#pragma unroll 1
+    for (int64_t tile = warp.index; tile < tiles; tile = movement_.next_tile(warp, tiles)) {
+      const Movement::PeerToken peer = movement_.peer_token(static_cast<uint32_t>(tile));
+      if (movement_.is_active(peer.rank)) send_row(peer.rank, movement_.slot_of_row(peer.rank, peer.token));
+    }
+    finish_row();
+    signal_warp().close();
+  }
+
+  // Where the tokens are few, several warps sum a row, a part of it each.
+  __device__ void sum(const WarpAssignment& warp) const {
+    const auto tokens = static_cast<uint32_t>(args_.num_tokens);
+    if (tokens == 0) return;
+    const auto h_tiles =
+        static_cast<uint32_t>((row_bytes_ + TmaRowPipeline::kStageBytes - 1) / TmaRowPipeline::kStageBytes);
+    const uint32_t parts_at_least = h_tiles < kMinHTilesToSplit ? 1 : kMinParts;
+    const uint32_t wanted = max(parts_at_least, min(static_cast<uint32_t>(warp.count) / tokens, h_tiles));
+    const uint32_t h_tiles_of_part = (h_tiles + wanted - 1) / wanted;
+    const uint32_t parts = (h_tiles + h_tiles_of_part - 1) / h_tiles_of_part;
+    constexpr int64_t kHTileElements = TmaRowPipeline::kStageBytes / sizeof(T);
+    const int64_t size = h_tiles_of_part * kHTileElements;
+    const int64_t tiles = static_cast<int64_t>(tokens) * parts;
+#pragma unroll 1
+    for (int64_t tile = warp.index; tile < tiles; tile = movement_.next_tile(warp, tiles)) {
+      const uint32_t token = static_cast<uint32_t>(tile) / parts;
+      const int64_t first = (static_cast<uint32_t>(tile) - token * parts) * size;
+      if (!sum_part(token, first, min(args_.hidden - first, size))) return;
+    }
+  }
+
+private:
+  // Shorter rows are not split where tokens are many: each part looks up its token's routes and waits for flags.
+  static constexpr uint32_t kMinHTilesToSplit = 4;
+  static constexpr uint32_t kMinParts = 2;
+
+  __device__ const T* row_of(int64_t slot) const {
+    return reinterpret_cast<const T*>(params_.rows) + args_.row_of_slot(slot) * args_.hidden;
+  }
+  __device__ int64_t staging_row(int64_t token, int rank_ordinal) const {
+    return partial_staging_row(group_.context.shape, token, args_.top_k, rank_ordinal);
+  }
+  __device__ T* staged_row(int home, int64_t row) const {
+    return group_.window().at<T>(home, layout_.gather_rows.offset + row * layout_.row_stride);
+  }
+  __device__ float* staged_weight(int home, int64_t token, int k) const {
+    return group_.window().at<float>(home, layout_.gather_weights.offset) + route_index(token, args_.top_k, k);
+  }
+  __device__ Epoch* ready_flag_at(int home, int64_t row) const {
+    return group_.window().at<Epoch>(home, layout_.gather_ready_flags.offset) + row * kMaxRowSplits;
+  }
+
+  __device__ void send_row(int home, const TokenSlots& found) {
+    if (found.slots.size() == 0) return;
+    const int32_t slot = found.first_slot;
+    const int64_t to = staging_row(found.token, found.rank_ordinal);
+    finish_row();
+    if (lane() == 0) pending_flag_ = ready_flag_at(home, to);
+    begin_copy_row_to_destinations(pipeline_, reinterpret_cast<const std::byte*>(row_of(slot)), row_bytes_,
+                                   lane() == 0 ? reinterpret_cast<std::byte*>(staged_row(home, to)) : nullptr);
+    if (params_.carried_weights == nullptr) return;
+    const uint64_t mask = movement_.mask_of_row(slot);
+    for (int k = lane(); k < args_.top_k; k += kWarp)
+      if ((mask >> k & 1) != 0)
+        *staged_weight(home, found.token, k) = params_.carried_weights[args_.row_of_slot(slot) * args_.top_k + k];
+  }
+  // Completes the row before, if there is one.
+  __device__ void finish_row() {
+    pipeline_.finish();
+    signal_warp().enqueue(static_cast<int>(threadIdx.x) / kWarp, cell_, pending_flag_);
+    pending_flag_ = nullptr;
+    cell_ ^= 1;
+  }
+
+  // Sums elements [first, first + size) of a token's rows. Returns false when the group has failed.
+  __device__ bool sum_part(int64_t token, int64_t first, int64_t size) const {
+    const WarpRoutes routes = movement_.routes_of(token);
+    const uint64_t live = routes.mask_of([&](const Route& route) { return movement_.is_live(route); });
+    const uint64_t own = live & routes.mask_of([&](const Route& route) { return route.rank == call_.rank(); });
+    if (!wait_for_peers(token, routes, live & ~own)) return false;
+    const T* own_row = nullptr;
+    int own_ordinal = kMaxTopK;
+    uint64_t rank_ordinals = 0; // a bit for each rank that has a row of the token; rank ordinals ascend with the rank
+#pragma unroll 1
+    for (uint64_t left = live; left != 0; left &= left - 1) {
+      const int k = lowest_bit(left);
+      const int rank_ordinal = movement_.rank_ordinal_of(routes.rank_ordinal(k));
+      rank_ordinals |= uint64_t{1} << rank_ordinal;
+      if ((own >> k & 1) == 0) continue;
+      own_row = row_of(routes.slot(k));
+      own_ordinal = rank_ordinal;
+    }
+    SumTerms<T> terms;
+#pragma unroll 1
+    for (; rank_ordinals != 0; rank_ordinals &= rank_ordinals - 1) {
+      const int rank_ordinal = lowest_bit(rank_ordinals);
+      terms.append((rank_ordinal == own_ordinal ? own_row : staged_row(call_.rank(), staging_row(token, rank_ordinal))) +
+                   first);
+    }
+    sum_rows<false>(pipeline_, terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden + first, size);
+    if (params_.carried_out != nullptr && first == 0) collect_weights(token);
+    if (call_.scribbles_staging()) scribble_staging(token, first, size);
+    return true;
+  }
+
+  // Each lane waits for the ready flags of its routes' rows. `awaited` has a bit for each route.
+  __device__ bool wait_for_peers(int64_t token, const WarpRoutes& routes, uint64_t awaited) const {
+    bool ok = true;
+    for (int first = 0; first < args_.top_k; first += kWarp)
+      if (const Route route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
+        ok = call_.wait_ready(
+            ready_flag_at(call_.rank(), staging_row(token, movement_.rank_ordinal_of(route.rank_ordinal))), route.rank);
+    const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
+    __syncwarp(); // all lanes see what each has acquired: a vote orders no memory
+    return all;
+  }
+
+  __device__ void collect_weights(int64_t token) const {
+    for (int k = lane(); k < args_.top_k; k += kWarp) {
+      const Route route = movement_.kept_route(token, k);
+      float weight = 0.0f;
+      if (route.slot >= 0)
+        weight = route.rank == call_.rank() ? params_.carried_weights[args_.row_of_slot(route.slot) * args_.top_k + k]
+                                            : *staged_weight(call_.rank(), token, k);
+      params_.carried_out[route_index(token, args_.top_k, k)] = weight;
+    }
+  }
+
+  __device__ void scribble_staging(int64_t token, int64_t first, int64_t size) const {
+    for (int rank_ordinal = 0; rank_ordinal < min(args_.top_k, call_.num_ranks()); ++rank_ordinal)
+      scribble_row(reinterpret_cast<std::byte*>(staged_row(call_.rank(), staging_row(token, rank_ordinal)) + first),
+                   size * static_cast<int64_t>(sizeof(T)));
+    if (first != 0) return;
+    for (int k = lane(); k < args_.top_k; k += kWarp)
+      *staged_weight(call_.rank(), token, k) = NAN;
+  }
+
+  const GatherParams& params_;
+  const DeviceGroup& group_;
+  const MovementCall& args_;
+  const Movement& movement_;
+  const CallSession& call_;
+  TmaRowPipeline& pipeline_;
+  const WindowLayout& layout_;
+  int64_t row_bytes_;
+  int cell_ = 0;                  // of a sender, for the next enqueue()
+  Epoch* pending_flag_ = nullptr; // lane 0 of a sender: the ready flag of the last row
+};
+
+template <typename T, bool kUnaligned>
+__device__ void ll_gather_rank_major(const GatherParams& params, Movement& movement) {
+  if (!movement.call().begin_ll()) return;
+  const LlGather<T, kUnaligned> gather(params, movement);
+  gather.send();
+  movement.call().sent_by_warp(kMovementWarps);
+  gather.sum();
+}
+template <typename T>
+__device__ __noinline__ void ll_gather_rank_major_unaligned(const GatherParams& params, Movement movement) {
+  ll_gather_rank_major<T, true>(params, movement);
+}
+
+template <typename T>
+__device__ __forceinline__ void gather_rows(const GatherParams& params) {
+  Movement movement(params);
+  movement.post();
+  if (movement.takes_ll_path()) {
+    if (is_unaligned(reinterpret_cast<uint64_t>(params.rows) | reinterpret_cast<uint64_t>(params.out),
+                     params.call.hidden * static_cast<int64_t>(sizeof(T))))
+      ll_gather_rank_major_unaligned<T>(params, movement);
+    else
+      ll_gather_rank_major<T, false>(params, movement);
+    return;
+  }
+  TmaRowPipeline pipeline = pipeline_of_warp();
+  RankMajorGather<T> gather(params, movement, pipeline);
+  const WarpAssignment warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
+  if (warp.role == WarpRole::signal) gather.signal_warp().clear();
+  if (!movement.begin()) return;
+  if (warp.role == WarpRole::send) gather.send(warp);
+  if (warp.role == WarpRole::signal) {
+    gather.signal_warp().run(movement.call());
+    if (lane() == 0) movement.call().sent(static_cast<unsigned>(warp.count));
+  }
+  if (warp.role == WarpRole::receive) gather.sum(warp);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
+    rank_major_gather_kernel(const __grid_constant__ GatherParams params) {
+  pdl_wait(params);
+  gather_rows<T>(params);
+  leave(params.group);
+}
+
+cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const MovementCall& call, const GatherTensors& tensors,
+                   cudaStream_t stream) {
+  const auto [grid, role_counts] = plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1, stream);
+  const int32_t weights = tensors.carried_weights != nullptr ? 2 : 0;
+  const GatherParams params{make_movement_params(group, role_counts, call, weights, 0, kNotRegistered), tensors};
+  if (call.dtype == EPX_FLOAT32) return launch_cooperative(&rank_major_gather_kernel<float>, grid, stream, params);
+  if (call.dtype == EPX_FLOAT16) return launch_cooperative(&rank_major_gather_kernel<__half>, grid, stream, params);
+  return launch_cooperative(&rank_major_gather_kernel<__nv_bfloat16>, grid, stream, params);
+}
+
+} // namespace
+
+std::vector<const void*> rank_major_gather_kernels() {
+  return {reinterpret_cast<const void*>(&rank_major_gather_kernel<float>),
+          reinterpret_cast<const void*>(&rank_major_gather_kernel<__half>),
+          reinterpret_cast<const void*>(&rank_major_gather_kernel<__nv_bfloat16>)};
+}
+
+cudaError_t launch_combine_rank_major(const DeviceGroup& group, LaunchPlan& plan, const CombineCall& call,
+                                      cudaStream_t stream) {
+  return launch(group, plan, call, {call.expert_out, nullptr, nullptr, call.out, nullptr}, stream);
+}
+
+cudaError_t launch_dispatch_rank_major_bwd(const DeviceGroup& group, LaunchPlan& plan, const DispatchBwdCall& call,
+                                           cudaStream_t stream) {
+  return launch(group, plan, call,
+                {call.grad_recv, nullptr, call.grad_recv_weights, call.grad_tokens, call.grad_topk_weights}, stream);
+}
+
+} // namespace epx::cuda

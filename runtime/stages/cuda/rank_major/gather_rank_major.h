@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of combine and dispatch_bwd of the rank-major layout. combine_bwd is that of kernels.h, on another plan.
+#pragma once
+
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include "runtime/stages/cuda/launch_plan.h"
+#include "runtime/stages/cuda/protocol/device_group.h"
+#include "runtime/stages/stages.h"
+
+namespace epx::cuda {
+
+cudaError_t launch_combine_rank_major(const DeviceGroup& group, LaunchPlan& plan, const CombineCall& call,
+                                      cudaStream_t stream);
+cudaError_t launch_dispatch_rank_major_bwd(const DeviceGroup& group, LaunchPlan& plan, const DispatchBwdCall& call,
+                                           cudaStream_t stream);
+
+std::vector<const void*> rank_major_gather_kernels(); // launched as those of scatter
+
+} // namespace epx::cuda
