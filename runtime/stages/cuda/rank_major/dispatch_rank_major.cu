@@ -123,7 +123,7 @@ public:
       const PerRoute<Route> routes = routes_of(ll_routes(token));
       for_each_destination(token, routes, [&](int rank, int32_t slot, int32_t) {
         if (rank == call_.rank())
-          store_chunk<kUnaligned>(row_data(range, slot), range.bytes, chunk);
+          store_chunk<kUnaligned>(row_data(range, rank, row_of(rank, slot)), range.bytes, chunk);
         else
           send_chunk(staged_chunk(rank, call_.rank(), row_of(call_.rank(), slot), range), range.bytes, chunk,
                      call_.epoch());
@@ -154,6 +154,7 @@ public:
   // the group has failed.
   __device__ bool wait_for_counts() {
     bool ok = true;
+#pragma unroll 1
     for (int first = 0; first < call_.num_ranks(); first += kWarp) {
       const int source = first + lane();
       if (source >= call_.num_ranks() || !ok) continue;
@@ -200,6 +201,7 @@ public:
   __device__ void report() const {
     int64_t dropped = 0;
     int32_t most_rows = 0;
+#pragma unroll 1
     for (int first = 0; first < call_.num_ranks(); first += kWarp) {
       const int source = first + lane();
       const LlPacket16& counts = first == 0 ? low_counts_ : high_counts_;
@@ -210,6 +212,7 @@ public:
       dropped += counts.values[1];
       most_rows = max(most_rows, static_cast<int32_t>(counts.values[0]));
     }
+#pragma unroll 1
     for (int distance = 1; distance < kWarp; distance *= 2)
       dropped += __shfl_xor_sync(~0u, dropped, distance);
     most_rows = static_cast<int32_t>(__reduce_max_sync(~0u, static_cast<unsigned>(most_rows)));
@@ -291,6 +294,10 @@ private:
   __device__ int32_t slot_of(int source, int32_t row) const {
     return static_cast<int32_t>(source * args_.slots_per_source) + row;
   }
+  // Returns the row of the receive tensors; unlike MovementCall::row_of_slot without a division.
+  __device__ int64_t recv_row(int source, int32_t row) const {
+    return source * args_.rows_per_source + row;
+  }
   __device__ LlPacket16* board_at(int owner, int source) const {
     return group_.window().at<LlPacket16>(owner, layout_.board.offset + source * kExchangeRecordBytes) + call_.parity();
   }
@@ -340,8 +347,8 @@ private:
   __device__ const std::byte* source_of(const ChunkRange& range) const {
     return range.is_sidecar ? args_.sidecar : args_.tokens;
   }
-  __device__ std::byte* row_data(const ChunkRange& range, int32_t slot) const {
-    return (range.is_sidecar ? args_.recv_sidecar : args_.recv_tokens) + args_.row_of_slot(slot) * range.row_bytes +
+  __device__ std::byte* row_data(const ChunkRange& range, int source, int32_t row) const {
+    return (range.is_sidecar ? args_.recv_sidecar : args_.recv_tokens) + recv_row(source, row) * range.row_bytes +
            range.first;
   }
 
@@ -374,6 +381,7 @@ private:
       const int first_expert = params_.experts.blocks.first_expert(rank);
       const auto partial_row =
           static_cast<int32_t>(partial_staging_row(group_.context.shape, token, args_.top_k, rank_ordinal));
+#pragma unroll 1
       for (int first = 0; first < args_.top_k; first += kWarp) {
         const int k = first + lane();
         const int64_t index = route_index(token, args_.top_k, k);
@@ -382,7 +390,7 @@ private:
         if (k >= args_.top_k) continue;
         const float weight = goes_there ? weight_of_route(index) : 0.0f;
         if (rank == call_.rank()) {
-          store_route(slot, k, expert, weight);
+          store_route(rank, row_of(rank, slot), k, expert, weight);
         } else if (!is_ll_) {
           staged_routes(rank, slot)[k] = {expert, weight, partial_row, call_.epoch()};
         } else {
@@ -402,6 +410,7 @@ private:
     const PerRoute<Route> routes = routes_of(plan_.routes + route_index(token, args_.top_k, 0));
     send_routes(token, routes);
     const uint64_t firsts = routes.mask_of([](const Route& route) { return route.slot >= 0; });
+#pragma unroll 1
     for (int first = 0; first < call_.num_ranks(); first += kWarp) { // each lane has one rank
       const int rank = first + lane() < call_.num_ranks() ? rank_in_order(token, first + lane()) : -1;
       int32_t slot = -1;
@@ -422,10 +431,12 @@ private:
     if (slot >= 0) {
       const bool is_own = rank == call_.rank();
       std::byte* const in_place = is_own ? args_.recv_tokens : registered_rows(rank);
-      row = in_place != nullptr ? in_place + args_.row_of_slot(slot) * row_bytes_ : staged_row(rank, slot);
+      const int32_t number = row_of(call_.rank(), slot);
+      const int64_t to = recv_row(call_.rank(), number);
+      row = in_place != nullptr ? in_place + to * row_bytes_ : staged_row(rank, slot);
       if (args_.sidecar_bytes > 0)
-        sidecar = is_own ? args_.recv_sidecar + args_.row_of_slot(slot) * args_.sidecar_bytes : staged_sidecar(rank, slot);
-      if (!is_own) ready_flag = ready_flag_at(rank, call_.rank(), row_of(call_.rank(), slot));
+        sidecar = is_own ? args_.recv_sidecar + to * args_.sidecar_bytes : staged_sidecar(rank, slot);
+      if (!is_own) ready_flag = ready_flag_at(rank, call_.rank(), number);
     }
     finish_row(pipeline);
     pending_flag_ = ready_flag;
@@ -461,16 +472,16 @@ private:
     LlPacket16* const staged = staged_chunk(call_.rank(), source, row, range);
     IncomingLlChunk incoming(staged, range.bytes);
     if (!incoming.wait(call_, source)) return false;
-    const int32_t slot = slot_of(source, row);
-    store_chunk<kUnaligned>(row_data(range, slot), range.bytes, incoming.get());
+    store_chunk<kUnaligned>(row_data(range, source, row), range.bytes, incoming.get());
     if (call_.scribbles_staging()) scribble_chunk(staged);
-    return range.chunk != 0 || receive_ll_routes(source, row, slot);
+    return range.chunk != 0 || receive_ll_routes(source, row);
   }
   // Returns false, in all lanes, when the group has failed.
-  __device__ bool receive_ll_routes(int source, int32_t row, int32_t slot) const {
+  __device__ bool receive_ll_routes(int source, int32_t row) const {
     bool ok = true;
     uint64_t mask = 0;
     int32_t packed = 0; // of the lane's last route
+#pragma unroll 1
     for (int first = 0; first < args_.top_k; first += kWarp) {
       const int k = first + lane();
       RankMajorRoute route{-1, 0.0f, 0, 0};
@@ -481,12 +492,12 @@ private:
         route = unpack_ll_route(packed);
         if (ok && route.expert >= 0 && args_.recv_weights != nullptr)
           ok = receive_weight(call_, staged_ll_weight(call_.rank(), source, row, k), source, route.weight);
-        if (ok) store_route(slot, k, route.expert, route.weight);
+        if (ok) store_route(source, row, k, route.expert, route.weight);
       }
       mask |= static_cast<uint64_t>(__ballot_sync(~0u, route.expert >= 0 ? 1 : 0)) << first;
     }
     if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
-    store_record(source, slot, unpack_ll_route(from_lane(packed, 0)).partial_row, mask);
+    store_record(source, slot_of(source, row), unpack_ll_route(from_lane(packed, 0)).partial_row, mask);
     return true;
   }
 
@@ -498,14 +509,14 @@ private:
     if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
     __syncwarp(); // all lanes see what lane 0 has acquired: a vote orders no memory
     const int32_t slot = slot_of(source, row);
-    const int64_t to = args_.row_of_slot(slot);
+    const int64_t to = recv_row(source, row);
     if (call_.descriptors().rows_allocation[rank] < 0)
       begin_copy_row_to_destinations(pipeline, staged_row(rank, slot), row_bytes_,
                                      lane() == 0 ? args_.recv_tokens + to * row_bytes_ : nullptr);
     if (args_.sidecar_bytes > 0)
       copy_row_to_destinations(staged_sidecar(rank, slot), args_.sidecar_bytes,
                                lane() == 0 ? args_.recv_sidecar + to * args_.sidecar_bytes : nullptr);
-    receive_routes(source, slot);
+    receive_routes(source, row);
     if (call_.scribbles_staging()) {
       pipeline.finish();
       scribble_row(staged_row(rank, slot), row_bytes_);
@@ -515,16 +526,18 @@ private:
     }
     return true;
   }
-  __device__ void receive_routes(int source, int32_t slot) const {
+  __device__ void receive_routes(int source, int32_t row) const {
+    const int32_t slot = slot_of(source, row);
     const RankMajorRoute* const routes = staged_routes(call_.rank(), slot);
     uint64_t mask = 0;
     RankMajorRoute route{};
+#pragma unroll 1
     for (int first = 0; first < args_.top_k; first += kWarp) {
       const int k = first + lane();
       const bool has_route = k < args_.top_k;
       if (has_route) {
         route = routes[k];
-        store_route(slot, k, route.expert, route.weight);
+        store_route(source, row, k, route.expert, route.weight);
       }
       mask |= static_cast<uint64_t>(__ballot_sync(~0u, has_route && route.expert >= 0 ? 1 : 0)) << first;
     }
@@ -539,8 +552,8 @@ private:
     else
       static_cast<int32_t*>(tensor)[index] = value;
   }
-  __device__ void store_route(int32_t slot, int k, int32_t expert, float weight) const {
-    const int64_t index = args_.row_of_slot(slot) * args_.top_k + k;
+  __device__ void store_route(int source, int32_t row, int k, int32_t expert, float weight) const {
+    const int64_t index = recv_row(source, row) * args_.top_k + k;
     store_integer(args_.recv_topk_idx, args_.recv_topk_idx_is_64, index, expert);
     if (args_.recv_weights != nullptr) args_.recv_weights[index] = weight;
   }
@@ -573,6 +586,7 @@ private:
   __device__ void store_header() const {
     int32_t ll_tokens = 0;
     bool all_ll = true;
+#pragma unroll 1
     for (int source = 0; source < call_.num_ranks(); ++source) {
       all_ll &= is_ll_source(source);
       ll_tokens = max(ll_tokens, call_.descriptors().num_tokens[source]);
