@@ -206,6 +206,16 @@ TEST_CASE("ranks that leave are not taken for dead, and reports to nobody end") 
   });
 }
 
+TEST_CASE("a timeout that is shorter than the time between heartbeats ends nothing") {
+  each_rank(3, [](int rank, Exchange& exchange) {
+    Outcome outcome;
+    ControlConnection control(rank, 3, 10ms, exchange);
+    control.start(outcome.keep());
+    std::this_thread::sleep_for(400ms);
+    test::check_equal(outcome.calls.load(), 0, "the number of verdicts");
+  });
+}
+
 TEST_CASE("connections are made and ended at once, many times") {
   for (int round = 0; round < 20; ++round)
     each_rank(4, [&](int rank, Exchange& exchange) {

@@ -25,8 +25,10 @@ namespace {
 
 using namespace std::chrono_literals;
 
+constexpr auto kMinSetup = 1'000ms;
 constexpr auto kMaxSetup = 30'000ms;
-constexpr auto kVerdictTime = 1'500ms; // for rank 0 to answer a report
+constexpr auto kMinSilenceLimit = 1'000ms; // many heartbeats, however short timeout_ms is
+constexpr auto kVerdictTime = 1'500ms;     // for rank 0 to answer a report
 // A rank that ends without destroying its group may have done its part of the last call, which its peers are about to end.
 constexpr auto kDeathGrace = 1'000ms;
 constexpr auto kLongGap = 1'000ms; // between two rounds of the watchdog: its process did not run
@@ -48,13 +50,14 @@ ControlMessage message_of(const Verdict& verdict) {
 } // namespace
 
 ControlConnection::ControlConnection(int rank, int num_ranks, std::chrono::milliseconds timeout, Exchange& exchange)
-    : rank_(rank), num_ranks_(num_ranks), timeout_(timeout), heartbeat_interval_(heartbeat_interval(timeout)),
+    : rank_(rank), num_ranks_(num_ranks), silence_limit_(std::max<std::chrono::milliseconds>(timeout, kMinSilenceLimit)),
+      heartbeat_interval_(heartbeat_interval(timeout)),
       min_silence_(
           std::clamp<std::chrono::milliseconds>(timeout / 2, 4 * heartbeat_interval_, 1'000ms + 2 * heartbeat_interval_)) {
-  const auto limit = std::clamp<std::chrono::milliseconds>(timeout / 2, 1ms, kMaxSetup);
+  const auto limit = std::clamp<std::chrono::milliseconds>(timeout / 2, kMinSetup, kMaxSetup);
   std::vector<FileDescriptor> sockets = join_control(rank, num_ranks, limit, exchange);
   for (size_t i = 0; i < sockets.size(); ++i)
-    peers_.emplace_back(rank == 0 ? static_cast<int>(i + 1) : 0, std::move(sockets[i]), timeout);
+    peers_.emplace_back(rank == 0 ? static_cast<int>(i + 1) : 0, std::move(sockets[i]), silence_limit_);
 }
 
 ControlConnection::~ControlConnection() {
@@ -162,7 +165,7 @@ void ControlConnection::handle(Peer& peer, const ControlMessage& message) {
     return;
   }
   peer.last_heard = Clock::now();
-  peer.silence_limit = SuspensionAwareDeadline(timeout_, peer.last_heard);
+  peer.silence_limit = SuspensionAwareDeadline(silence_limit_, peer.last_heard);
   switch (message.kind) {
   case ControlKind::heartbeat:
     peer.sequence = message.sequence;

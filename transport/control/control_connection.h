@@ -34,8 +34,8 @@ public:
   using OnVerdict = std::function<void(const Verdict&)>;
 
   // The call is collective over `exchange`, which carries the address of rank 0 and a secret that is drawn for this connection; all
-  // ranks succeed or all throw SYSTEM. Connecting takes at most half of `timeout`, and 30 s. Afterwards a rank is silent when no
-  // heartbeat has come for `timeout`.
+  // ranks succeed or all throw SYSTEM. Connecting takes at most half of `timeout`, but 1 to 30 s. Afterwards a rank is silent when
+  // no heartbeat has come for `timeout`, or a second where that is more.
   ControlConnection(int rank, int num_ranks, std::chrono::milliseconds timeout, Exchange& exchange);
   ~ControlConnection(); // says goodbye, and waits for no peer
   ControlConnection(const ControlConnection&) = delete;
@@ -85,7 +85,7 @@ private:
 
   const int rank_;
   const int num_ranks_;
-  const std::chrono::milliseconds timeout_;
+  const std::chrono::milliseconds silence_limit_; // without a heartbeat
   const std::chrono::milliseconds heartbeat_interval_;
   const std::chrono::milliseconds
       min_silence_;              // from which on a rank counts as stopped when another one's wait has run out
