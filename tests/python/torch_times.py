@@ -296,5 +296,5 @@ if __name__ == "__main__":
         torch.cuda.set_device(DEVICE)
     if RANK == 0 or ON_GPU:
         overhead()
-    if ON_GPU and RANKS > 1:
+    if ON_GPU:
         layers()
