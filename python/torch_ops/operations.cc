@@ -80,6 +80,38 @@ tuple<Tensor, Tensor> dispatch(int64_t id, const Tensor& handle_mem, const Tenso
   return outputs;
 }
 
+// Returns what prepare does and then what dispatch does.
+tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+prepare_dispatch(int64_t id, const Tensor& topk_idx, const Tensor& tokens, const optional<Tensor>& topk_weights,
+                 int64_t alignment, bool int64_counts, int64_t pads, int64_t num_rows) {
+  const GroupUse group(id);
+  const Place& place = group->place;
+  const epx_tensor sent = view_rows("tokens", tokens, *group);
+  const epx_tensor indices = view("topk_idx", topk_idx, place, {sent.sizes[0], kAnySize}, kIndexDtypes);
+  const int64_t top_k = indices.sizes[1];
+  epx_tensor weights = {}, row_weights = {};
+  if (topk_weights) weights = view("topk_weights", *topk_weights, place, {sent.sizes[0], top_k}, kFloat);
+  if (num_rows < 0) refuse("num_rows is ", num_rows, "; it must be at least 0");
+  auto args = make_args<epx_prepare_dispatch_args>(*group, top_k, alignment);
+  const Tensor handle_mem = new_handle_mem(*group, args);
+  const PlanOutputs plan(place, group->info, int64_counts);
+  const Tensor recv_tokens = new_tensor(place, {num_rows, sent.sizes[1]}, tokens.scalar_type()),
+               recv_weights = topk_weights ? new_tensor(place, {num_rows}, ScalarType::Float) : nothing(*group);
+  const epx_tensor rows = view_of_new(recv_tokens);
+  plan.point(args);
+  args.topk_idx = &indices;
+  args.tokens = &sent;
+  args.recv_tokens = &rows;
+  args.pads = pads_of(pads);
+  if (topk_weights) {
+    row_weights = view_of_new(recv_weights);
+    args.topk_weights = &weights;
+    args.recv_weights = &row_weights;
+  }
+  throw_if_failed(epx_prepare_dispatch(group->group, &args));
+  return {handle_mem, plan.counts, plan.offsets, plan.global_counts, plan.info, recv_tokens, recv_weights};
+}
+
 // Writes the rows into a tensor of the caller's, in memory that peers reach for instance. Returns recv_weights.
 Tensor dispatch_into(int64_t id, const Tensor& handle_mem, const Tensor& tokens, const optional<Tensor>& topk_weights,
                      int64_t top_k, int64_t alignment, int64_t pads, const Tensor& recv_tokens) {
@@ -178,6 +210,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
               "int pads, SymInt num_rows) -> (Tensor, Tensor)");
   library.def("dispatch_into(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, int alignment, "
               "int pads, Tensor(a!) recv_tokens) -> Tensor");
+  library.def(
+      "prepare_dispatch(int group, Tensor topk_idx, Tensor tokens, Tensor? topk_weights, int alignment, bool int64_counts, "
+      "int pads, SymInt num_rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def("combine(int group, Tensor handle_mem, Tensor expert_out, Tensor? recv_weights, int top_k, int alignment, "
               "SymInt num_tokens) -> Tensor");
   library.def(
@@ -194,6 +229,7 @@ STABLE_TORCH_LIBRARY_IMPL(epx, CompositeExplicitAutograd, library) {
   library.impl("prepare", TORCH_BOX(&epx_torch::prepare));
   library.impl("dispatch", TORCH_BOX(&epx_torch::dispatch));
   library.impl("dispatch_into", TORCH_BOX(&epx_torch::dispatch_into));
+  library.impl("prepare_dispatch", TORCH_BOX(&epx_torch::prepare_dispatch));
   library.impl("combine", TORCH_BOX(&epx_torch::combine));
   library.impl("combine_bwd", TORCH_BOX(&epx_torch::combine_bwd));
   library.impl("dispatch_bwd", TORCH_BOX(&epx_torch::dispatch_bwd));

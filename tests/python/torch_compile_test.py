@@ -143,6 +143,21 @@ class Compile(unittest.TestCase):
             one.check()
             two.check()
 
+    def test_4b_prepare_and_dispatch_in_one_call(self):
+        with make_group() as group:
+            rows = group.max_recv_tokens_per_rank
+            idx, tokens, weights = self.data(6)
+
+            def program(tokens, weights):
+                plan, received, row_weights = epx.torch.prepare_dispatch(group, idx, tokens, weights, num_rows=rows)
+                return (epx.torch.combine(plan, received, row_weights),)
+
+            graphs = Graphs()
+            self.compare(program, (tokens, weights), (tokens, weights), graphs.backend())
+            self.assertEqual(graphs.forward, [["prepare_dispatch", "combine"]])
+            self.assertEqual(graphs.backward, [["combine_bwd", "dispatch_bwd"]])
+            group.check()
+
     def test_5_refusals(self):
         with make_group() as group:
             idx, tokens, _ = self.data(5)

@@ -104,12 +104,18 @@ def dense(idx, tokens, weights, matrices):
     return ((weights * (idx >= 0))[..., None] * chosen).sum(1)
 
 
-def exchange_layer(group, idx, tokens, weights, matrices, alignment=1, weighted=True, num_rows=None):
-    """The same by the operations; `matrices` are those of this rank's experts."""
+def exchange_layer(group, idx, tokens, weights, matrices, alignment=1, weighted=True, num_rows=None, in_one_call=False):
+    """The same by the operations; `matrices` are those of this rank's experts. in_one_call: by prepare_dispatch."""
     dtype = matrices.dtype if tokens.dtype == torch.float64 else tokens.dtype
     dtype = torch.float32 if dtype == torch.float64 else dtype
-    plan = epx.torch.prepare(group, on_device(idx), alignment=alignment)
-    rows, row_weights = epx.torch.dispatch(plan, tokens.to(dtype), weights.float() if weighted else None, num_rows=num_rows)
+    sent, weights = tokens.to(dtype), weights.float() if weighted else None
+    if in_one_call:
+        plan, rows, row_weights = epx.torch.prepare_dispatch(
+            group, on_device(idx), sent, weights, alignment=alignment, num_rows=num_rows or group.max_recv_tokens_per_rank
+        )
+    else:
+        plan = epx.torch.prepare(group, on_device(idx), alignment=alignment)
+        rows, row_weights = epx.torch.dispatch(plan, sent, weights, num_rows=num_rows)
     parts, end = [], 0
     for expert, (begin, count) in enumerate(zip(plan.offsets.tolist(), plan.counts.tolist())):
         parts += [rows[end:begin] * 0, torch.tanh(rows[begin : begin + count] @ matrices[expert].to(dtype).t())]

@@ -37,7 +37,18 @@ NUM_TOKENS = [0 if RANKS > 1 and rank == RANKS - 1 else 3 + 2 * rank for rank in
 
 class Exchange(unittest.TestCase):
     def check(
-        self, group, num_tokens, *, top_k=2, alignment=1, masked=0.2, weighted=True, num_rows=None, tolerance=1e-5, dtype=None
+        self,
+        group,
+        num_tokens,
+        *,
+        top_k=2,
+        alignment=1,
+        masked=0.2,
+        weighted=True,
+        num_rows=None,
+        tolerance=1e-5,
+        dtype=None,
+        **options,
     ):
         """A layer of experts x -> tanh(A_e x) by the operations, against the same in float64 by one process."""
         dtype = dtype or torch.float32
@@ -45,7 +56,7 @@ class Exchange(unittest.TestCase):
         tokens, weights, matrices = data.tokens[RANK], data.weights[RANK], data.matrices
         own = matrices[group.first_local_expert : group.first_local_expert + group.num_local_experts]
         leaves = [on_device(each.clone()).requires_grad_() for each in (tokens, weights, own)]
-        out = torch_model.exchange_layer(group, data.idx[RANK], *leaves, alignment, weighted, num_rows)
+        out = torch_model.exchange_layer(group, data.idx[RANK], *leaves, alignment, weighted, num_rows, **options)
         wanted, losses = [], []
         for rank in range(RANKS):
             rank_weights = data.weights[rank] if weighted else torch.ones_like(data.weights[rank])
@@ -71,6 +82,38 @@ class Exchange(unittest.TestCase):
             self.check(group, [0] * RANKS)
             self.check(group, [6] * RANKS, masked=1.0)
             self.check(group, [7] * RANKS, dtype=torch.bfloat16, tolerance=3e-2)
+
+    def test_1b_prepare_and_dispatch_in_one_call(self):
+        with make_group() as group:
+            for num_tokens in ([5] * RANKS, NUM_TOKENS, [0] * RANKS):
+                self.check(group, num_tokens, in_one_call=True)
+            self.check(group, NUM_TOKENS, top_k=3, alignment=4, in_one_call=True)
+            self.check(group, NUM_TOKENS, weighted=False, in_one_call=True)
+            self.check(group, [7] * RANKS, dtype=torch.bfloat16, tolerance=3e-2, in_one_call=True)
+            data = Data(NUM_TOKENS, 2, seed=12)
+            idx, tokens, weights = on_device(data.idx[RANK]), single(data.tokens[RANK]), single(data.weights[RANK])
+            options = dict(alignment=8, counts_dtype=torch.int64)
+            plan = epx.torch.prepare(group, idx, **options)
+            rows, row_weights = epx.torch.dispatch(plan, tokens, weights)
+            with count_calls() as calls:
+                one, one_rows, one_weights = epx.torch.prepare_dispatch(
+                    group, idx, tokens, weights, num_rows=len(rows), **options
+                )
+            self.assertEqual(dict(calls), {"prepare_dispatch": 1})
+            for name in ("counts", "offsets", "global_counts", "info"):
+                torch.testing.assert_close(getattr(one, name), getattr(plan, name), rtol=0, atol=0)
+            torch.testing.assert_close([one_rows, one_weights], [rows, row_weights], rtol=0, atol=0)
+            for words, call in {
+                "topk_idx has shape": lambda: epx.torch.prepare_dispatch(group, idx.repeat(2, 1)[1:], tokens[:0], num_rows=1),
+                "num_rows is -1": lambda: epx.torch.prepare_dispatch(group, idx, tokens, num_rows=-1),
+                "pads is 3": lambda: epx.torch.prepare_dispatch(group, idx, tokens, num_rows=1, pads=3),
+            }.items():
+                if words.startswith("topk") and not len(idx):
+                    continue  # all shapes fit on a rank without tokens
+                with self.assertRaises(epx.InvalidArgumentError, msg=words) as caught:
+                    call()
+                self.assertIn(words, str(caught.exception))
+            group.check()
 
     def test_2_finite_differences(self):
         with make_group(combine_precision="exact") as group:

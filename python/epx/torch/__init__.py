@@ -11,7 +11,7 @@ effect, so that they stay in the order of the program on every rank.
 
 from ._group import Group, empty, from_process_group
 from ._layer import Arena, MoELayer, Routing, expert_parameter_names
-from ._ops import Plan, combine, dispatch, prepare, saves_exchange
+from ._ops import Plan, combine, dispatch, prepare, prepare_dispatch, saves_exchange
 from ._rank_major import RankMajorPlan, combine_rank_major, dispatch_rank_major
 
 __all__ = [
@@ -29,5 +29,6 @@ __all__ = [
     "expert_parameter_names",
     "from_process_group",
     "prepare",
+    "prepare_dispatch",
     "saves_exchange",
 ]

@@ -42,8 +42,7 @@ def _new(tensor, *sizes, dtype=None):
     return tensor.new_empty(sizes, dtype=dtype)
 
 
-@torch.library.register_fake("epx::prepare")
-def _(group, topk_idx, alignment, int64_counts):
+def _plan(group, topk_idx, alignment, int64_counts):
     known = groups[group]
     dtype = torch.int64 if int64_counts else torch.int32
     return (
@@ -53,6 +52,16 @@ def _(group, topk_idx, alignment, int64_counts):
         _new(topk_idx, known.num_ranks, known.num_experts, dtype=dtype),
         _new(topk_idx, 5, dtype=torch.int64),
     )
+
+
+torch.library.register_fake("epx::prepare", _plan)
+
+
+@torch.library.register_fake("epx::prepare_dispatch")
+def _(group, topk_idx, tokens, topk_weights, alignment, int64_counts, pads, num_rows):
+    weights = 0 if topk_weights is None else num_rows
+    plan = _plan(group, topk_idx, alignment, int64_counts)
+    return *plan, _new(tokens, num_rows, tokens.shape[1]), _new(tokens, weights, dtype=torch.float32)
 
 
 @torch.library.register_fake("epx::dispatch")
@@ -150,6 +159,7 @@ def _(block, flight, grad_out, logits, first_weight, down_weight, first_bias, do
 
 _FUNCTIONAL = (
     "prepare",
+    "prepare_dispatch",
     "dispatch",
     "combine",
     "combine_bwd",

@@ -15,6 +15,7 @@ from .._tensors import refuse
 from ._group import Group, call
 from ._library import ops
 
+_prepare_dispatch = ops.prepare_dispatch.default
 _prepare, _dispatch, _combine = ops.prepare.default, ops.dispatch.default, ops.combine.default
 _dispatch_into, _combine_bwd, _dispatch_bwd = ops.dispatch_into.default, ops.combine_bwd.default, ops.dispatch_bwd.default
 _PADS = {member.name.lower(): int(member) for member in Pads}
@@ -82,6 +83,26 @@ class _DispatchInto(torch.autograd.Function):
     vmap = staticmethod(_refuse_vmap)
 
 
+class _PrepareDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, number, topk_idx, tokens, topk_weights, alignment, int64_counts, pads, num_rows):
+        outputs = call(
+            number, _prepare_dispatch, number, topk_idx, tokens, topk_weights, alignment, int64_counts, pads, num_rows
+        )
+        ctx.layer = number, topk_idx.shape[1], alignment, tokens.shape[0], topk_weights is not None
+        ctx.save_for_backward(outputs[0])
+        ctx.mark_non_differentiable(*outputs[:5])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        _, _, grad_tokens, grad_weights, *_ = _dispatch_backward(ctx, *grads[5:])
+        return None, None, grad_tokens, grad_weights, None, None, None, None
+
+    vmap = staticmethod(_refuse_vmap)
+
+
 def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
     # All ranks make the same choice of weights: it depends on what all of them gave, not on who used what came of it.
     number, top_k, alignment, num_tokens, has_weights = ctx.layer
@@ -127,6 +148,18 @@ def _records(*tensors):
     return torch.is_grad_enabled() and any([tensor is not None and tensor.requires_grad for tensor in tensors])
 
 
+def _is_int64(counts_dtype):
+    if counts_dtype not in (torch.int32, torch.int64):
+        refuse(f"counts_dtype is {counts_dtype}; it must be torch.int32 or torch.int64")
+    return counts_dtype == torch.int64
+
+
+def _pads(pads):
+    if pads not in _PADS:
+        refuse(f"pads is {pads!r}; it must be one of {', '.join(map(repr, _PADS))}")
+    return _PADS[pads]
+
+
 def prepare(
     group: Group, topk_idx: torch.Tensor, *, alignment: int = 1, counts_dtype: torch.dtype = torch.int32
 ) -> Plan:
@@ -135,11 +168,36 @@ def prepare(
     topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.  alignment: rows that zones are padded to.
     counts_dtype: torch.int32 or torch.int64, of counts, offsets and global_counts.
     """
-    if counts_dtype not in (torch.int32, torch.int64):
-        refuse(f"counts_dtype is {counts_dtype}; it must be torch.int32 or torch.int64")
     number = group.number
-    made = call(number, _prepare, number, topk_idx, alignment, counts_dtype == torch.int64)
+    made = call(number, _prepare, number, topk_idx, alignment, _is_int64(counts_dtype))
     return Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], *made)
+
+
+def prepare_dispatch(
+    group: Group,
+    topk_idx: torch.Tensor,
+    tokens: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+    *,
+    num_rows: int,
+    alignment: int = 1,
+    counts_dtype: torch.dtype = torch.int32,
+    pads: str = "zero",
+) -> tuple[Plan, torch.Tensor, torch.Tensor | None]:
+    """prepare and dispatch in one call, which is the faster form for few tokens. Collective, and so is its backward; all ranks
+    make this call, or all make the two others.
+
+    The arguments are theirs. num_rows: N, which is chosen before plan.num_rows is known: group.max_recv_tokens_per_rank always
+    suffices. Returns (plan, recv_tokens [N, H], recv_weights [N] float32 or None).
+    """
+    number, int64_counts = group.number, _is_int64(counts_dtype)
+    args = number, topk_idx, tokens, topk_weights, alignment, int64_counts, _pads(pads), num_rows
+    if _records(tokens, topk_weights):
+        *made, rows, weights = _PrepareDispatch.apply(*args)
+    else:
+        *made, rows, weights = call(number, _prepare_dispatch, *args)
+    plan = Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], *made)
+    return plan, rows, None if topk_weights is None else weights
 
 
 def dispatch(
@@ -162,9 +220,7 @@ def dispatch(
     do those of the gradient that combine's backward returns, whose pads are zero.
     """
     number = plan.group.number
-    if pads not in _PADS:
-        refuse(f"pads is {pads!r}; it must be one of {', '.join(map(repr, _PADS))}")
-    pads = _PADS[pads]
+    pads = _pads(pads)
     records = _records(tokens, topk_weights)
     if recv_tokens is not None:
         if torch.compiler.is_compiling():
