@@ -38,6 +38,7 @@ class Operation(enum.IntEnum):
     COMBINE_RANK_MAJOR = 9
     COMBINE_RANK_MAJOR_BWD = 10
     DISPATCH_RANK_MAJOR_BWD = 11
+    PREPARE_DISPATCH = 12
 
 
 class Phase(enum.IntEnum):
@@ -243,10 +244,14 @@ def _call_args(c_name, tensors, more=()):
     )
 
 
-PrepareArgs = _call_args("epx_prepare_args", "topk_idx counts offsets global_counts info slot slot_origin")
-DispatchArgs = _call_args(
-    "epx_dispatch_args", "tokens topk_weights recv_tokens recv_weights", [("pads", c_int32), ("reserved0", c_int32)]
+_PREPARE, _DISPATCH = (
+    "topk_idx counts offsets global_counts info slot slot_origin",
+    "tokens topk_weights recv_tokens recv_weights",
 )
+_PADS = [("pads", c_int32), ("reserved0", c_int32)]
+PrepareArgs = _call_args("epx_prepare_args", _PREPARE)
+DispatchArgs = _call_args("epx_dispatch_args", _DISPATCH, _PADS)
+PrepareDispatchArgs = _call_args("epx_prepare_dispatch_args", f"{_PREPARE} {_DISPATCH}", _PADS)
 CombineArgs = _call_args("epx_combine_args", "expert_out recv_weights out")
 CombineBwdArgs = _call_args("epx_combine_bwd_args", "grad_out expert_out recv_weights grad_expert_out grad_recv_weights")
 DispatchBwdArgs = _call_args("epx_dispatch_bwd_args", "grad_recv grad_recv_weights grad_tokens grad_topk_weights")
@@ -269,6 +274,7 @@ STRUCTS = [
     Layer,
     PrepareArgs,
     DispatchArgs,
+    PrepareDispatchArgs,
     CombineArgs,
     CombineBwdArgs,
     DispatchBwdArgs,
@@ -310,6 +316,7 @@ epx_group_status = _declare(libepx, "epx_group_status", c_int32, GROUP, POINTER(
 epx_handle_mem_size = _declare(libepx, "epx_handle_mem_size", c_int32, GROUP, POINTER(Layer), POINTER(c_size_t))
 epx_prepare = _declare(libepx, "epx_prepare", c_int32, GROUP, POINTER(PrepareArgs))
 epx_dispatch = _declare(libepx, "epx_dispatch", c_int32, GROUP, POINTER(DispatchArgs))
+epx_prepare_dispatch = _declare(libepx, "epx_prepare_dispatch", c_int32, GROUP, POINTER(PrepareDispatchArgs))
 epx_combine = _declare(libepx, "epx_combine", c_int32, GROUP, POINTER(CombineArgs))
 epx_combine_bwd = _declare(libepx, "epx_combine_bwd", c_int32, GROUP, POINTER(CombineBwdArgs))
 epx_dispatch_bwd = _declare(libepx, "epx_dispatch_bwd", c_int32, GROUP, POINTER(DispatchBwdArgs))

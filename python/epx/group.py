@@ -317,29 +317,50 @@ class Group:
         behind plan.num_rows are not written.
         """
         self._require_host()
-        sent = with_sidecar(tensor("tokens", tokens, (plan.num_tokens, None)), "sidecar", tokens, sidecar)
-        if recv_tokens is None:
-            recv_tokens = numpy.empty((plan.num_rows if num_rows is None else num_rows, tokens.shape[1]), tokens.dtype)
-        received = output("recv_tokens", recv_tokens)
-        recv_sidecar = None
-        if sidecar is not None:
-            recv_sidecar = numpy.empty((len(recv_tokens), sidecar.shape[1]), sidecar.dtype)
-            with_sidecar(received, "recv_sidecar", recv_tokens, recv_sidecar)
-        weights = recv_weights = None
-        if topk_weights is not None:
-            weights = self._topk_weights(plan, topk_weights)
-            recv_weights = numpy.empty(len(recv_tokens), _FLOAT32)
+        if num_rows is None and recv_tokens is None:
+            num_rows = plan.num_rows
+        views, received = self._dispatch_tensors(plan, tokens, topk_weights, num_rows, recv_tokens, sidecar)
+        self._call(_structs.epx_dispatch, _structs.DispatchArgs, plan, *views, more=(_enum(Pads, pads, "pads"), 0))
+        return received
+
+    def prepare_dispatch(
+        self,
+        topk_idx,
+        tokens,
+        topk_weights=None,
+        *,
+        alignment=1,
+        counts_dtype=numpy.int32,
+        with_slot=False,
+        with_slot_origin=False,
+        num_rows=None,
+        recv_tokens=None,
+        pads="zero",
+        sidecar=None,
+    ):
+        """prepare() and dispatch() in one call, which all ranks make instead of the two. Collective.
+
+        Arguments are those of the two. num_rows: N; default: R while the call is made, of which the rows in use are returned.
+        Returns (Plan, recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar a fourth array.
+        """
+        self._require_host()
+        indices = tensor("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
+        plan, outputs = self._new_plan(*topk_idx.shape, alignment, counts_dtype, with_slot, with_slot_origin)
+        is_sized = num_rows is not None or recv_tokens is not None
+        rows = num_rows if is_sized else self.max_recv_tokens_per_rank
+        views, received = self._dispatch_tensors(plan, tokens, topk_weights, rows, recv_tokens, sidecar)
         self._call(
-            _structs.epx_dispatch,
-            _structs.DispatchArgs,
+            _structs.epx_prepare_dispatch,
+            _structs.PrepareDispatchArgs,
             plan,
-            sent,
-            weights,
-            received,
-            None if recv_weights is None else tensor("recv_weights", recv_weights),
+            indices,
+            *outputs,
+            *views,
             more=(_enum(Pads, pads, "pads"), 0),
         )
-        return (recv_tokens, recv_weights) if sidecar is None else (recv_tokens, recv_weights, recv_sidecar)
+        if not is_sized:
+            received = [None if array is None else array[: plan.num_rows] for array in received]
+        return _read_only(plan), *received
 
     def combine(self, plan, expert_out, recv_weights=None, *, out=None):
         """Brings the experts' outputs back. Collective.
@@ -534,6 +555,23 @@ class Group:
         names = "counts", "offsets", "global_counts", "info", "slot", "slot_origin"
         arrays = ((name, getattr(plan, name)) for name in names)
         return plan, [None if array is None else tensor(name, array) for name, array in arrays]
+
+    def _dispatch_tensors(self, plan, tokens, topk_weights, num_rows, recv_tokens, sidecar):
+        """The tensors of epx_dispatch_args, and the arrays that dispatch() returns. num_rows is for a recv_tokens of None."""
+        sent = with_sidecar(tensor("tokens", tokens, (plan.num_tokens, None)), "sidecar", tokens, sidecar)
+        if recv_tokens is None:
+            recv_tokens = numpy.empty((num_rows, tokens.shape[1]), tokens.dtype)
+        rows = output("recv_tokens", recv_tokens)
+        received = [recv_tokens, None]
+        weights = recv_weights = None
+        if topk_weights is not None:
+            weights = self._topk_weights(plan, topk_weights)
+            received[1] = numpy.empty(len(recv_tokens), _FLOAT32)
+            recv_weights = tensor("recv_weights", received[1])
+        if sidecar is not None:
+            received.append(numpy.empty((len(recv_tokens), sidecar.shape[1]), sidecar.dtype))
+            with_sidecar(rows, "recv_sidecar", recv_tokens, received[2])
+        return (sent, weights, rows, recv_weights), tuple(received)
 
     @staticmethod
     def _topk_weights(plan, topk_weights):

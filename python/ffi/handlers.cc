@@ -159,6 +159,34 @@ ffi::Error dispatch(void* stream, ffi::AnyBuffer, ffi::AnyBuffer handle_mem, ffi
   return call(epx_dispatch, group, top_k, alignment, stream, handle_mem, args);
 }
 
+// Optional: topk_weights and the sidecar; recv_weights, slot (attribute `has_slot`) and the rows' sidecar behind recv_tokens.
+ffi::Error prepare_dispatch(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk_idx, ffi::AnyBuffer tokens,
+                            ffi::RemainingArgs weights, ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer> handle_mem,
+                            ffi::Result<ffi::AnyBuffer> counts, ffi::Result<ffi::AnyBuffer> offsets,
+                            ffi::Result<ffi::AnyBuffer> global_counts, ffi::Result<ffi::AnyBuffer> info,
+                            ffi::Result<ffi::AnyBuffer> recv_tokens, ffi::RemainingRets recv_weights_and_slot,
+                            int64_t has_sidecar, int64_t has_slot, int64_t group, int64_t top_k, int64_t alignment) {
+  const epx_tensor idx = tensor_of(topk_idx), count = tensor_of(*counts), offset = tensor_of(*offsets);
+  const epx_tensor global = tensor_of(*global_counts);
+  const epx_tensor numbers = epx_tensor_1d(info->untyped_data(), EPX_INT64, info->dimensions().front());
+  epx_tensor sent = tensor_of(tokens), received = tensor_of(*recv_tokens);
+  const auto in = tensors_of_dispatch(weights, has_sidecar != 0, sent);
+  const auto out = tensors_of_dispatch(recv_weights_and_slot, has_sidecar != 0, received);
+  epx_prepare_dispatch_args args{};
+  args.handle_mem = handle_mem->untyped_data();
+  args.topk_idx = &idx;
+  args.counts = &count;
+  args.offsets = &offset;
+  args.global_counts = &global;
+  args.info = &numbers;
+  args.slot = has_slot != 0 ? &out.back() : nullptr;
+  args.tokens = &sent;
+  args.topk_weights = optional(in, 0);
+  args.recv_tokens = &received;
+  args.recv_weights = in.empty() ? nullptr : &out.front();
+  return call(epx_prepare_dispatch, group, top_k, alignment, stream, *handle_mem, args);
+}
+
 // Optional: recv_weights.
 ffi::Error combine(void* stream, ffi::AnyBuffer, ffi::AnyBuffer handle_mem, ffi::AnyBuffer expert_out,
                    ffi::RemainingArgs recv_weights, ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer> out,
@@ -307,6 +335,20 @@ EPX_CALL_HANDLER(
     dispatch,
     .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>().RemainingRets().Attr<int64_t>(
         "has_sidecar"));
+EPX_CALL_HANDLER(prepare_dispatch, .Arg<Buffer>()
+                                       .Arg<Buffer>()
+                                       .Arg<Buffer>()
+                                       .RemainingArgs()
+                                       .Ret<Buffer>()
+                                       .Ret<Buffer>()
+                                       .Ret<Buffer>()
+                                       .Ret<Buffer>()
+                                       .Ret<Buffer>()
+                                       .Ret<Buffer>()
+                                       .Ret<Buffer>()
+                                       .RemainingRets()
+                                       .Attr<int64_t>("has_sidecar")
+                                       .Attr<int64_t>("has_slot"));
 EPX_CALL_HANDLER(combine, .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>());
 EPX_CALL_HANDLER(
     combine_bwd,

@@ -145,6 +145,46 @@ class Layer(unittest.TestCase):
             self.assertEqual(group.ranks_per_node, 1)
             self.check_layer(group, [7] * RANKS, seed=8)
 
+    def test_3_prepare_dispatch(self):
+        with make_group("prepare_dispatch", max_sidecar_bytes=4) as group:
+            for num_tokens, alignment, with_weights in (
+                ([32 - 5 * rank for rank in range(RANKS)], 1, True),
+                ([0] + [9] * (RANKS - 1), 4, False),
+                ([1] * RANKS, 16, True),
+            ):
+                idx, tokens, weights = make_data(num_tokens, 14)
+                sidecars = [numpy.arange(len(each), dtype=numpy.float32)[:, None] for each in tokens]
+                wanted = reference.Exchange(idx, EXPERTS, alignment)
+                plan, rows, row_weights, sidecar = group.prepare_dispatch(
+                    idx[RANK],
+                    tokens[RANK],
+                    weights[RANK] if with_weights else None,
+                    alignment=alignment,
+                    with_slot=True,
+                    with_slot_origin=True,
+                    sidecar=sidecars[RANK],
+                )
+                numpy.testing.assert_array_equal(plan.counts, wanted.counts[RANK])
+                numpy.testing.assert_array_equal(plan.offsets, wanted.offsets[RANK])
+                numpy.testing.assert_array_equal(plan.global_counts, wanted.global_counts())
+                numpy.testing.assert_array_equal(plan.slot, wanted.slots[RANK][..., 1])
+                self.assertEqual(plan.info[1], wanted.counts[RANK].sum())
+                self.assertEqual((plan.slot_origin[:, 0] >= 0).sum(), wanted.counts[RANK].sum())
+                numpy.testing.assert_array_equal(rows, wanted.scatter(tokens)[RANK])
+                numpy.testing.assert_array_equal(sidecar, wanted.scatter(sidecars)[RANK])
+                if with_weights:
+                    numpy.testing.assert_array_equal(row_weights, wanted.scatter_weights(weights)[RANK])
+                else:
+                    self.assertIsNone(row_weights)
+                out = group.combine(plan, rows, row_weights)
+                row_weights = wanted.scatter_weights(weights) if with_weights else None
+                numpy.testing.assert_allclose(out, wanted.gather(wanted.scatter(tokens), row_weights)[RANK], 1e-5, 1e-5)
+            buffer = numpy.full((plan.num_rows + 2, HIDDEN), 7, numpy.float32)
+            plan, rows, _ = group.prepare_dispatch(idx[RANK], tokens[RANK], alignment=16, recv_tokens=buffer, pads="untouched")
+            self.assertIs(rows, buffer)
+            self.assertEqual((rows != 7).any(axis=1).sum(), plan.counts.sum())
+            group.check()
+
     def test_3_pads(self):
         with make_group("pads") as group:
             idx, tokens, _ = make_data([6] * RANKS, 9)

@@ -6,7 +6,7 @@ import unittest
 
 import hlo_order
 import jax_ranks
-from jax_ranks import HIDDEN, float32, make_group, moe_layer, rank_major_layer
+from jax_ranks import HIDDEN, float32, make_group, moe_layer, prepare_dispatch_layer, rank_major_layer
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +89,18 @@ class Order(unittest.TestCase):
         self.assertEqual(
             self.calls(gradient, self.tokens), 2 * RANK_MAJOR + 2 * (["dispatch_rank_major"] + RANK_MAJOR_BACKWARD)
         )
+
+    def test_prepare_dispatch(self):
+        def layer(tokens, scale, token):
+            idx = jax.lax.top_k(tokens[:, :4], 2)[1].astype(jnp.int32)
+            return prepare_dispatch_layer(self.group, tokens, idx, self.weights, self.experts * scale, token)
+
+        forward = ["prepare_dispatch", "combine"]
+        for loops in (None, 3):
+            gradient = jax.grad(lambda x, loops=loops: self.stack(layer, x, loops))
+            self.assertEqual(self.calls(gradient, self.tokens), 2 * forward + 2 * BACKWARD)
+        gradient = jax.grad(lambda x: self.stack(epx.jax.checkpoint(layer), x, 3))
+        self.assertEqual(self.calls(gradient, self.tokens), 2 * forward + 2 * (["prepare_dispatch"] + BACKWARD))
 
     def test_checkpoint(self):
         for loops in (None, 3):

@@ -100,6 +100,12 @@ def moe_layer(group, tokens, topk_idx, weights, expert_weight, token, *, alignme
     return epx.jax.combine(group, plan, experts(rows, plan.offsets, expert_weight), row_weights, token)
 
 
+def prepare_dispatch_layer(group, tokens, topk_idx, weights, expert_weight, token, **options):
+    """moe_layer() with prepare and dispatch in one call."""
+    plan, rows, row_weights, token = epx.jax.prepare_dispatch(group, topk_idx, tokens, weights, token, **options)
+    return epx.jax.combine(group, plan, experts(rows, plan.offsets, expert_weight), row_weights, token)
+
+
 def rank_major_layer(group, tokens, topk_idx, weights, expert_weight, token, **options):
     """The layer by the rank-major calls; the experts' outputs of a row are weighted and summed here."""
     plan, rows, row_weights, token = epx.jax.dispatch_rank_major(group, topk_idx, tokens, weights, token, **options)

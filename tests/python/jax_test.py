@@ -74,6 +74,36 @@ class ProcessLocal(unittest.TestCase):
             self.skipTest("transport nccl serves groups of one node")
         group = make_group(combine_precision="node", ranks_per_node=1)
         self.check(group, Data([4] * RANKS, seed=22), alignment=4)
+
+    def test_1_prepare_dispatch(self):
+        group = make_group(max_sidecar_bytes=4)
+        layer = jax_ranks.prepare_dispatch_layer
+        self.check(group, Data([4] * RANKS, seed=18), layer)
+        uneven = [0 if rank == RANKS - 1 else 3 + rank for rank in range(RANKS)]
+        self.check(group, Data(uneven, seed=19), layer, alignment=8)
+        self.check(group, Data([5] * RANKS, top_k=1, seed=20, masked=0), layer, num_rows=5 * RANKS, with_slot=True)
+
+        data = Data([4] * RANKS, seed=21)
+        wanted = Exchange(data.idx, jax_ranks.EXPERTS, 4)
+        tokens = [each.astype(numpy.float32) for each in data.tokens]
+        sidecars = [numpy.arange(4 * rank, 4 * rank + 4, dtype=numpy.int32)[:, None] for rank in range(RANKS)]
+
+        @jax.jit
+        def dispatch(idx, tokens, sidecar):
+            plan, rows, none, scales, token = epx.jax.prepare_dispatch(
+                group, idx, tokens, None, epx.jax.first_token(), alignment=4, with_slot=True, sidecar=sidecar
+            )
+            assert none is None
+            return epx.jax.finish((plan, rows, scales), token)
+
+        plan, rows, scales = dispatch(data.idx[RANK], tokens[RANK], sidecars[RANK])
+        used = wanted.offsets[RANK][-1]
+        numpy.testing.assert_array_equal(plan.offsets, wanted.offsets[RANK])
+        numpy.testing.assert_array_equal(plan.slot, wanted.slots[RANK][..., 1])
+        numpy.testing.assert_array_equal(rows[:used], wanted.scatter(tokens)[RANK])
+        numpy.testing.assert_array_equal(scales[:used], wanted.scatter(sidecars)[RANK])
+        numpy.testing.assert_array_equal(rows[used:], 0)
+        group.check()
         group.destroy()
 
     def test_1_rank_major(self):

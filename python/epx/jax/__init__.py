@@ -32,6 +32,7 @@ from ._operations import (
     finish,
     first_token,
     prepare,
+    prepare_dispatch,
 )
 
 __all__ = [
@@ -46,4 +47,5 @@ __all__ = [
     "first_token",
     "make_group",
     "prepare",
+    "prepare_dispatch",
 ]

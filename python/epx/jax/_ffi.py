@@ -21,6 +21,7 @@ from ..errors import last_sentence
 _OPERATIONS = (
     "prepare",
     "dispatch",
+    "prepare_dispatch",
     "combine",
     "combine_bwd",
     "dispatch_bwd",

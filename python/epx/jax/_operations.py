@@ -113,9 +113,9 @@ def _values(arguments):
     return [argument.value for argument in arguments]
 
 
-def _zero_rows_behind(plan, rows, offsets):
+def _zero_rows_behind(zero_unused, rows, offsets):
     """Rows that are not in use are not written by epx."""
-    if not plan.zero_unused:
+    if not zero_unused:
         return rows
     in_use = jnp.arange(rows.shape[0], dtype=offsets.dtype) < offsets[-1]
     return jnp.where(in_use.reshape((-1,) + (1,) * (rows.ndim - 1)), rows, jnp.zeros((), rows.dtype))
@@ -191,6 +191,34 @@ def _saturated(words):
     return jnp.where(words[:, 1] == 0, jnp.minimum(words[:, 0], largest), largest).astype(jnp.int32)
 
 
+def _planned(group, top_k, alignment):
+    """What a call makes of top-k indices: handle_mem, counts, offsets, global_counts and the words of info."""
+    local = group.num_local_experts
+    return [
+        _struct((group.handle_mem_size(top_k, alignment),), jnp.uint8),
+        _struct((local,), jnp.int32),
+        _struct((local + 1,), jnp.int32),
+        _struct((group.num_ranks, group.num_experts), jnp.int32),
+        _struct((5, 2), jnp.uint32),
+    ]
+
+
+def _rows_of(num_rows, tokens, topk_weights, sidecar):
+    """What a dispatch returns: recv_tokens, and recv_weights and recv_sidecar where there are any."""
+    rows = [_struct((num_rows, tokens.shape[1]), tokens.dtype)]
+    if topk_weights is not None:
+        rows.append(_struct((num_rows,), jnp.float32))
+    if sidecar is not None:
+        rows.append(_struct((num_rows, sidecar.shape[1]), sidecar.dtype))
+    return rows
+
+
+def _gradients_of(tokens, topk_weights):
+    """What the backward of a dispatch returns."""
+    arrays = [tokens] if topk_weights is None else [tokens, topk_weights]
+    return [_struct(array.shape, array.dtype) for array in arrays]
+
+
 def prepare(group, topk_idx, token, *, alignment=1, with_slot=False, zero_unused=True):
     """Turns top-k indices into a plan. Collective.
 
@@ -203,14 +231,7 @@ def prepare(group, topk_idx, token, *, alignment=1, with_slot=False, zero_unused
     require_usable(group)
     _require_token(token)
     num_tokens, top_k = _require_topk_idx(group, topk_idx)
-    local = group.num_local_experts
-    results = [
-        _struct((group.handle_mem_size(top_k, alignment),), jnp.uint8),
-        _struct((local,), jnp.int32),
-        _struct((local + 1,), jnp.int32),
-        _struct((group.num_ranks, group.num_experts), jnp.int32),
-        _struct((5, 2), jnp.uint32),
-    ] + [_struct((num_tokens, top_k), jnp.int32)] * with_slot
+    results = _planned(group, top_k, alignment) + [_struct((num_tokens, top_k), jnp.int32)] * with_slot
 
     @jax.custom_vjp
     def run(token, topk_idx):
@@ -257,17 +278,13 @@ def dispatch(group, plan, tokens, topk_weights, token, *, num_rows=None, sidecar
     optional, attributes = _weights_and_sidecar(group, plan.num_tokens, plan.top_k, topk_weights, sidecar)
     has_weights = topk_weights is not None
     layer = plan.top_k, plan.alignment
-    hidden, dtype = tokens.shape[1], tokens.dtype
-    received = [_struct((num_rows, hidden), dtype)] + [_struct((num_rows,), jnp.float32)] * has_weights
-    if sidecar is not None:
-        received.append(_struct((num_rows, sidecar.shape[1]), sidecar.dtype))
-    returned = [_struct((plan.num_tokens, hidden), dtype)]
-    returned += [_struct((plan.num_tokens, plan.top_k), jnp.float32)] * has_weights
+    received = _rows_of(num_rows, tokens, topk_weights, sidecar)
+    returned = _gradients_of(tokens, topk_weights)
 
     @jax.custom_vjp
     def run(token, handle_mem, offsets, tokens, *optional):
         token, *rows = _call("dispatch", group, layer, [token, handle_mem, tokens, *optional], received, **attributes)
-        return token, *[_zero_rows_behind(plan, each, offsets) for each in rows]
+        return token, *[_zero_rows_behind(plan.zero_unused, each, offsets) for each in rows]
 
     def forward(token, handle_mem, offsets, *rest):
         values = _values([token, handle_mem, offsets, *rest])
@@ -283,6 +300,68 @@ def dispatch(group, plan, tokens, topk_weights, token, *, num_rows=None, sidecar
     run.defvjp(forward, backward, symbolic_zeros=True)
     token, *rows = run(token, plan.handle_mem, plan.offsets, tokens, *optional)
     return *_dispatched(rows, topk_weights, sidecar), token
+
+
+def prepare_dispatch(
+    group,
+    topk_idx,
+    tokens,
+    topk_weights,
+    token,
+    *,
+    alignment=1,
+    with_slot=False,
+    zero_unused=True,
+    num_rows=None,
+    sidecar=None,
+):
+    """prepare() and dispatch() in one call, which all ranks make instead of the two. Collective.
+
+    Arguments are those of the two.
+    Returns (Plan, recv_tokens [N, H], recv_weights [N] float32 or None, token); with a sidecar recv_sidecar [N, S] before the
+    token.
+    """
+    require_usable(group)
+    _require_token(token)
+    num_tokens, top_k = _require_topk_idx(group, topk_idx)
+    _require_rows(group, "tokens", tokens, num_tokens)
+    num_rows = group.max_recv_tokens_per_rank if num_rows is None else num_rows
+    optional, attributes = _weights_and_sidecar(group, num_tokens, top_k, topk_weights, sidecar)
+    attributes["has_slot"] = int(with_slot)
+    has_weights = topk_weights is not None
+    layer = top_k, alignment
+    planned = _planned(group, top_k, alignment)
+    received = _rows_of(num_rows, tokens, topk_weights, sidecar)
+    if with_slot:
+        received.insert(1 + has_weights, _struct((num_tokens, top_k), jnp.int32))
+    returned = _gradients_of(tokens, topk_weights)
+
+    @jax.custom_vjp
+    def run(token, topk_idx, tokens, *optional):
+        operands = [token, topk_idx, tokens, *optional]
+        token, *results = _call("prepare_dispatch", group, layer, operands, planned + received, **attributes)
+        parts, rows = results[: len(planned)], results[len(planned) :]
+        slot = [rows.pop(1 + has_weights)] if with_slot else []
+        return token, *parts, *[_zero_rows_behind(zero_unused, each, parts[2]) for each in rows], *slot
+
+    def forward(token, *rest):
+        results = run(token.value, *_values(rest))
+        return results, (token.value, results[1])
+
+    def backward(residuals, cotangents):
+        token, handle_mem = residuals
+        _require_cotangent_of_token("prepare_dispatch", cotangents[0])
+        rows = map(_instantiate, cotangents[1 + len(planned) : 2 + len(planned) + has_weights])
+        operands = [_instantiate(cotangents[0]), token, handle_mem, *rows]
+        next_token, *grads = _call("dispatch_bwd", group, layer, operands, returned)
+        return next_token, None, *grads, *[None] * (sidecar is not None)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    token, *results = run(token, topk_idx, tokens, *optional)
+    slot = results.pop() if with_slot else None
+    handle_mem, counts, offsets, global_counts, info, *rows = results
+    plan = Plan(handle_mem, counts, offsets, global_counts, _saturated(info), slot, top_k, alignment, num_tokens, zero_unused)
+    return plan, *_dispatched(rows, topk_weights, sidecar), token
 
 
 def combine(group, plan, expert_out, recv_weights, token):
@@ -319,7 +398,7 @@ def combine(group, plan, expert_out, recv_weights, token):
         next_token, *grads = _call(
             "combine_bwd", group, layer, [next_token, token, handle_mem, grad_out, *weights_and_rows], returned
         )
-        return next_token, None, None, *[_zero_rows_behind(plan, grad, offsets) for grad in grads]
+        return next_token, None, None, *[_zero_rows_behind(plan.zero_unused, grad, offsets) for grad in grads]
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     token, out = run(token, plan.handle_mem, plan.offsets, expert_out, *weights)
@@ -358,16 +437,15 @@ def dispatch_rank_major(group, topk_idx, tokens, topk_weights, token, *, rows_pe
     has_weights = topk_weights is not None
     layer = top_k, 1
     rows = group.num_ranks, rows_per_rank
-    hidden, dtype = tokens.shape[1], tokens.dtype
     received = [
         _struct((group.handle_mem_size(top_k),), jnp.uint8),
         _struct((group.num_ranks,), jnp.int32),
         _struct((*rows, top_k), jnp.int32),
-        _struct((*rows, hidden), dtype),
+        _struct((*rows, tokens.shape[1]), tokens.dtype),
     ] + [_struct((*rows, top_k), jnp.float32)] * has_weights
     if sidecar is not None:
         received.append(_struct((*rows, sidecar.shape[1]), sidecar.dtype))
-    returned = [_struct((num_tokens, hidden), dtype)] + [_struct((num_tokens, top_k), jnp.float32)] * has_weights
+    returned = _gradients_of(tokens, topk_weights)
 
     @jax.custom_vjp
     def run(token, topk_idx, tokens, *optional):
