@@ -22,8 +22,8 @@
 #include "runtime/stages/cuda/device_reports.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
-#include "runtime/stages/cuda/rank_major/gather_rank_major.h"
 #include "runtime/stages/cuda/rank_board.h"
+#include "runtime/stages/cuda/rank_major/gather_rank_major.h"
 #include "runtime/stages/reports.h"
 #include "runtime/status_board.h"
 

@@ -113,9 +113,7 @@ private:
     if (slots.size() == 0) return;
     const float* weights = is_exact_ ? params_.row_weights : nullptr; // weights that these splits carry
     if (params_.carried_weights != nullptr) weights = split.index == 0 ? params_.carried_weights : nullptr;
-    if (weights != nullptr && args_.is_rank_major())
-      send_row_weights(home, token, found.first_slot, weights);
-    else if (is_exact_ || weights != nullptr)
+    if (is_exact_ || weights != nullptr)
       for (int first = 0; first < slots.size(); first += kWarp)
         send_routes(home, token, split, slots.has_own(first) ? slots.own(first) : -1, weights);
     if (!is_exact_) {
@@ -145,14 +143,6 @@ private:
     }
   }
 
-  // Rank-major: sends the weights of the row's routes to this rank; `weights` is [P, M, K].
-  __device__ void send_row_weights(int home, int64_t token, int32_t slot, const float* weights) const {
-    const uint64_t mask = movement_.mask_of_row(slot);
-    for (int k = lane(); k < args_.top_k; k += kWarp)
-      if ((mask >> k & 1) != 0)
-        staged_weights(home)[route_index(token, args_.top_k, k)] = weights[args_.row_of_slot(slot) * args_.top_k + k];
-  }
-
   // Returns the weight of this rank's own row in the lane's slot.
   __device__ float weight_of(int32_t slot) const {
     return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
@@ -165,12 +155,7 @@ private:
     const SumTerms<T> terms =
         is_exact_ ? terms_of_routes(token, split, routes, live, own) : terms_of_ranks(token, split, routes, live, own);
     sum_rows<true>(pipeline_, terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden + split.first, split.size);
-    if (params_.carried_out != nullptr && split.index == 0) {
-      if (args_.is_rank_major())
-        collect_row_weights(token);
-      else
-        collect_weights(token, routes, live);
-    }
+    if (params_.carried_out != nullptr && split.index == 0) collect_weights(token, routes, live);
     if (call_.scribbles_staging()) scribble_staging(token, split);
     return true;
   }
@@ -247,18 +232,6 @@ private:
       float weight = 0.0f;
       if ((live >> k & 1) != 0)
         weight = route.rank == call_.rank() ? params_.carried_weights[route.slot] : staged_weights(call_.rank())[index];
-      params_.carried_out[index] = weight;
-    }
-  }
-
-  __device__ void collect_row_weights(int64_t token) const {
-    for (int k = lane(); k < args_.top_k; k += kWarp) {
-      const Route route = movement_.kept_route(token, k);
-      const int64_t index = route_index(token, args_.top_k, k);
-      float weight = 0.0f;
-      if (route.slot >= 0)
-        weight = route.rank == call_.rank() ? params_.carried_weights[args_.row_of_slot(route.slot) * args_.top_k + k]
-                                            : staged_weights(call_.rank())[index];
       params_.carried_out[index] = weight;
     }
   }
