@@ -4,8 +4,8 @@
 
 token_sweep.py --output docs/token-sweep.svg DIRECTORY
 
-DIRECTORY holds the files of token_sweep.sh: NAME-TOKENS.json, what ep_bench --json wrote. Each NAME is a line of the picture, from
-the row that is a sequence of calls, up to combine. The bound is that of dispatch plus that of combine.
+DIRECTORY holds the files of token_sweep.sh: NAME-TOKENS.json, what ep_bench --json wrote. Each NAME is a line of the picture: the
+median of its shortest sequence of calls that ends in combine. The bound is that of dispatch plus that of combine.
 """
 import argparse
 import json
@@ -30,8 +30,8 @@ def read_runs(directory):
 
 
 def sequence_of(run):
-    """Returns the name and the median of the run's sequence of calls, microseconds."""
-    name = next(name for name in run["operations"] if "+" in name)
+    """Returns the name and the median of the run's sequence of calls with the fewest of them, microseconds."""
+    name = min((name for name in run["operations"] if name.endswith("+combine")), key=lambda name: name.count("+"))
     return name, run["operations"][name]["median_us"]
 
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the registers and the stack of each kernel out of libepx and holds them against limits.
 
-ptxas decides how many registers a thread has. Once it gave the movements 64 instead of 128, for the sake of a second block on each
-SM; they spilled 2 KB, and combine took 2.5 times as long. Nothing but a measurement shows that, so this test reads the machine code.
+ptxas decides how many registers a thread has. Once it gave the movements 64 instead of 128, for the sake of a second block on
+each SM; they spilled 2 KB, and combine took 2.5 times as long. Without GPUs only the machine code shows that.
 
 kernel_registers.py LIBEPX
 """
@@ -17,7 +17,7 @@ MACHINE_CUDA = 190
 ATTRIBUTE_FRAME_SIZE, ATTRIBUTE_REGISTERS = 0x11, 0x2F  # of .nv.info: format 4, a symbol and a value
 SIZED_FORMAT = 0x04
 
-# Movements have one block of 512 threads on each SM, so up to 128 registers for each thread; bytes of stack are spills and arrays.
+# Movements have one block of 512 threads on each SM, so up to 128 registers for each thread. The stack has arrays and spills.
 MOVEMENTS = re.compile(r"gather_kernel|scatter_kernel|rank_major_kernel|prepare_dispatch_kernel")
 MIN_REGISTERS, MAX_STACK_BYTES = 96, 1024
 
