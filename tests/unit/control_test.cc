@@ -136,7 +136,7 @@ private:
   std::atomic<int> come_{0};
 };
 
-struct Outcome {
+struct RankOutcome {
   std::mutex mutex;
   std::optional<Verdict> verdict;
   std::atomic<int> calls{0};
@@ -165,7 +165,7 @@ TEST_CASE("a rank that is late is named on every rank, whoever reports it") {
       const int late = reporter == 0 ? num_ranks - 1 : 0;
       Meeting told(num_ranks), decided(num_ranks);
       each_rank(num_ranks, [&](int rank, Exchange& exchange) {
-        Outcome outcome;
+        RankOutcome outcome;
         ControlConnection control(rank, num_ranks, kLong, exchange);
         control.start(outcome.keep());
         control.begin_call(rank == late ? 3 : 4);
@@ -191,7 +191,7 @@ TEST_CASE("ranks that leave are not taken for dead, and reports to nobody end") 
   constexpr int kRanks = 3;
   Meeting gone(kRanks);
   each_rank(kRanks, [&](int rank, Exchange& exchange) {
-    Outcome outcome;
+    RankOutcome outcome;
     std::optional<ControlConnection> control;
     control.emplace(rank, kRanks, kLong, exchange);
     control->start(outcome.keep());
@@ -208,7 +208,7 @@ TEST_CASE("ranks that leave are not taken for dead, and reports to nobody end") 
 
 TEST_CASE("a timeout that is shorter than the time between heartbeats ends nothing") {
   each_rank(3, [](int rank, Exchange& exchange) {
-    Outcome outcome;
+    RankOutcome outcome;
     ControlConnection control(rank, 3, 10ms, exchange);
     control.start(outcome.keep());
     std::this_thread::sleep_for(400ms);
@@ -219,7 +219,7 @@ TEST_CASE("a timeout that is shorter than the time between heartbeats ends nothi
 TEST_CASE("connections are made and ended at once, many times") {
   for (int round = 0; round < 20; ++round)
     each_rank(4, [&](int rank, Exchange& exchange) {
-      Outcome outcome;
+      RankOutcome outcome;
       ControlConnection control(rank, 4, kLong, exchange);
       control.start(outcome.keep());
       test::check_equal(outcome.calls.load(), 0, "the number of verdicts");
