@@ -115,9 +115,10 @@ struct TransportChoice {
 
 #if defined(EPX_WITH_CUDA)
 
-RankPlace find_place() {
+// On transport host this makes no call of CUDA.
+RankPlace find_place(epx_transport transport) {
   RankPlace place = this_rank_place();
-  place.fabric = find_gpu_fabric();
+  if (transport == EPX_TRANSPORT_NCCL) place.fabric = find_gpu_fabric();
   return place;
 }
 
@@ -157,7 +158,7 @@ std::unique_ptr<Backend> make_backend(const GroupContext& context, const epx_gro
 
 #else
 
-RankPlace find_place() {
+RankPlace find_place(epx_transport) {
   return this_rank_place();
 }
 
@@ -224,7 +225,7 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
 
   const TransportChoice choice = choose_transport(config.transport, exchange);
   context.transport = choice.transport;
-  const std::vector<RankPlace> places = exchange.all_gather([] { return find_place(); });
+  const std::vector<RankPlace> places = exchange.all_gather([&] { return find_place(choice.transport); });
   exchange.all_gather([&] { // so that a group without the nodes that it needs fails all ranks of the bootstrap
     return context.shape.ranks_per_node = resolve_ranks_per_node(context.shape, config, choice.transport, places);
   });

@@ -315,7 +315,8 @@ typedef struct epx_group_config {
                              groups of several nodes go, for tests. EPX_TRANSPORT_NCCL serves groups of one node in this
                              version: other values than P, and ranks that are found on several nodes, are refused.
                              Ranks of a group of several nodes watch each other over TCP, each by a connection to rank 0 and a
-                             thread: one whose process ends without epx_group_destroy ends the group after a second */
+                             thread: one whose process ends without epx_group_destroy ends the group after a second, or
+                             after timeout_ms where children of fork() live on, which hold its connection open */
   int32_t reserved1;      /**< 0 */
 } epx_group_config;
 

@@ -92,10 +92,10 @@ def _exception_ends_interpreter():
 @atexit.register
 def _at_exit():
     failed = _exception_ends_interpreter()
+    # The process's own memory ends with it; freeing that of a GPU would wait for whatever runs there.
+    _abandoned[:] = [handle for handle in _abandoned if isinstance(handle, Handle)]
     for group in list(_living):
         if failed and not group.is_destroyed:
             group.abort()
         group.destroy()
-    # The process's own memory ends with it; freeing that of a GPU would wait for whatever runs there.
-    _abandoned[:] = [handle for handle in _abandoned if isinstance(handle, Handle)]
     destroy_abandoned()

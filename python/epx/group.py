@@ -238,7 +238,7 @@ class Group:
 
     @property
     def combine_precision(self):
-        """CombinePrecision.WIRE or CombinePrecision.EXACT."""
+        """CombinePrecision.WIRE, EXACT or NODE."""
         return known(CombinePrecision, self._info.combine_precision)
 
     def __repr__(self):

@@ -167,7 +167,7 @@ TEST_CASE("a rank that is late is named on every rank, whoever reports it") {
       each_rank(num_ranks, [&](int rank, Exchange& exchange) {
         RankOutcome outcome;
         ControlConnection control(rank, num_ranks, kLong, exchange);
-        control.start(outcome.keep());
+        control.deliver_to(outcome.keep());
         control.begin_call(rank == late ? 3 : 4);
         told.wait();
         std::this_thread::sleep_for(1200ms); // two heartbeats
@@ -187,6 +187,24 @@ TEST_CASE("a rank that is late is named on every rank, whoever reports it") {
   }
 }
 
+TEST_CASE("a rank whose timeout is longer than that of others is not taken for a silent one") {
+  constexpr int kRanks = 3, kLate = 2;
+  Meeting told(kRanks), decided(kRanks);
+  each_rank(kRanks, [&](int rank, Exchange& exchange) {
+    RankOutcome outcome;
+    ControlConnection control(rank, kRanks, rank == 1 ? kLong : 200ms, exchange); // kLong alone: a heartbeat each 500 ms
+    control.deliver_to(outcome.keep());
+    control.begin_call(rank == kLate ? 3 : 4);
+    told.wait();
+    std::this_thread::sleep_for(450ms);
+    if (rank == 0) control.report_timeout(kLate, EPX_OP_COMBINE, 4);
+    const Verdict verdict = outcome.wait();
+    test::check(verdict.culprit == kLate && verdict.cause == Cause::late, "rank {} is told: rank {} {}", rank,
+                verdict.culprit, describe(verdict.cause));
+    decided.wait();
+  });
+}
+
 TEST_CASE("ranks that leave are not taken for dead, and reports to nobody end") {
   constexpr int kRanks = 3;
   Meeting gone(kRanks);
@@ -194,7 +212,7 @@ TEST_CASE("ranks that leave are not taken for dead, and reports to nobody end") 
     RankOutcome outcome;
     std::optional<ControlConnection> control;
     control.emplace(rank, kRanks, kLong, exchange);
-    control->start(outcome.keep());
+    control->deliver_to(outcome.keep());
     if (rank != 1) control.reset();
     gone.wait();
     if (rank != 1) return;
@@ -210,7 +228,7 @@ TEST_CASE("a timeout that is shorter than the time between heartbeats ends nothi
   each_rank(3, [](int rank, Exchange& exchange) {
     RankOutcome outcome;
     ControlConnection control(rank, 3, 10ms, exchange);
-    control.start(outcome.keep());
+    control.deliver_to(outcome.keep());
     std::this_thread::sleep_for(400ms);
     test::check_equal(outcome.calls.load(), 0, "the number of verdicts");
   });
@@ -221,7 +239,7 @@ TEST_CASE("connections are made and ended at once, many times") {
     each_rank(4, [&](int rank, Exchange& exchange) {
       RankOutcome outcome;
       ControlConnection control(rank, 4, kLong, exchange);
-      control.start(outcome.keep());
+      control.deliver_to(outcome.keep());
       test::check_equal(outcome.calls.load(), 0, "the number of verdicts");
     });
 }

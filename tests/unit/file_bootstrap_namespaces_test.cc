@@ -114,7 +114,7 @@ TEST_CASE("the control connection joins ranks of several PID namespaces, and nam
     BootstrapExchange exchange(bootstrap->get(), kPatient.count());
     std::atomic<int> culprit = -1;
     ControlConnection control(rank, kRanks, std::chrono::seconds(20), exchange);
-    control.start([&](const Verdict& verdict) { culprit = verdict.cause == Cause::died ? verdict.culprit : -2; });
+    control.deliver_to([&](const Verdict& verdict) { culprit = verdict.cause == Cause::died ? verdict.culprit : -2; });
     run_rounds(*bootstrap, rank, kRanks, 1, kPatient); // all watch
     bootstrap.reset();
     if (rank == kVictim) ::_exit(0); // without a goodbye

@@ -33,8 +33,11 @@ constexpr auto kVerdictTime = 1'500ms;     // for rank 0 to answer a report
 constexpr auto kDeathGrace = 1'000ms;
 constexpr auto kLongGap = 1'000ms; // between two rounds of the watchdog: its process did not run
 
-std::chrono::milliseconds heartbeat_interval(std::chrono::milliseconds timeout) {
-  return std::clamp<std::chrono::milliseconds>(timeout / 20, 20ms, 500ms);
+// The call is collective.
+std::chrono::milliseconds heartbeat_interval(std::chrono::milliseconds timeout, Exchange& exchange) {
+  const auto timeouts = exchange.all_gather([&] { return static_cast<int64_t>(timeout.count()); });
+  const std::chrono::milliseconds shortest(*std::ranges::min_element(timeouts));
+  return std::clamp<std::chrono::milliseconds>(shortest / 20, 20ms, 500ms);
 }
 
 ControlMessage message_of(const Verdict& verdict) {
@@ -47,27 +50,57 @@ ControlMessage message_of(const Verdict& verdict) {
   return message;
 }
 
+bool is_sound(const ControlMessage& message, int num_ranks) {
+  const auto cause = static_cast<Cause>(message.cause);
+  return message.magic == ControlMessage::kMagic && message.rank >= 0 && message.rank < num_ranks &&
+         message.kind >= ControlKind::heartbeat && message.kind <= ControlKind::goodbye &&
+         message.operation >= EPX_OP_NONE &&
+         (message.kind != ControlKind::verdict || (cause >= Cause::died && cause <= Cause::late));
+}
+
 } // namespace
 
 ControlConnection::ControlConnection(int rank, int num_ranks, std::chrono::milliseconds timeout, Exchange& exchange)
     : rank_(rank), num_ranks_(num_ranks), silence_limit_(std::max<std::chrono::milliseconds>(timeout, kMinSilenceLimit)),
-      heartbeat_interval_(heartbeat_interval(timeout)),
+      heartbeat_interval_(heartbeat_interval(timeout, exchange)),
       min_silence_(
           std::clamp<std::chrono::milliseconds>(timeout / 2, 4 * heartbeat_interval_, 1'000ms + 2 * heartbeat_interval_)) {
   const auto limit = std::clamp<std::chrono::milliseconds>(timeout / 2, kMinSetup, kMaxSetup);
   std::vector<FileDescriptor> sockets = join_control(rank, num_ranks, limit, exchange);
   for (size_t i = 0; i < sockets.size(); ++i)
     peers_.emplace_back(rank == 0 ? static_cast<int>(i + 1) : 0, std::move(sockets[i]), silence_limit_);
+  try {
+    exchange.all_gather([&] {
+      start();
+      return 0;
+    });
+  } catch (const StatusError&) {
+    stop();
+    throw;
+  }
 }
 
 ControlConnection::~ControlConnection() {
+  stop();
+}
+
+void ControlConnection::stop() {
   stops_.store(true);
   wake();
   if (watchdog_.joinable()) watchdog_.join();
 }
 
-void ControlConnection::start(OnVerdict on_verdict) {
-  on_verdict_ = std::move(on_verdict);
+void ControlConnection::deliver_to(OnVerdict on_verdict) {
+  std::optional<Verdict> verdict;
+  {
+    const std::scoped_lock lock(mutex_);
+    on_verdict_ = on_verdict;
+    verdict = verdict_;
+  }
+  if (verdict) on_verdict(*verdict);
+}
+
+void ControlConnection::start() {
   wake_ = FileDescriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake_)
     fail(EPX_ERROR_SYSTEM, "the watchdog of the control connection cannot be started: no eventfd, errno {}", errno);
@@ -102,6 +135,10 @@ void ControlConnection::wake() const {
 void ControlConnection::watch() {
   Clock::time_point last_round = Clock::now();
   Clock::time_point next_heartbeat = last_round;
+  for (Peer& peer : peers_) { // some time may have passed since they connected
+    peer.last_heard = last_round;
+    peer.silence_limit = SuspensionAwareDeadline(silence_limit_, last_round);
+  }
   std::vector<pollfd> polled;
   while (!stops_.load()) {
     polled.assign(1, {wake_.get(), POLLIN, 0});
@@ -158,8 +195,7 @@ void ControlConnection::receive(Peer& peer) {
 }
 
 void ControlConnection::handle(Peer& peer, const ControlMessage& message) {
-  const bool is_of_rank = message.rank >= 0 && message.rank < num_ranks_;
-  if (message.magic != ControlMessage::kMagic || !is_of_rank || message.operation < EPX_OP_NONE) {
+  if (!is_sound(message, num_ranks_)) {
     log::transport().warn("rank {} sends what is no message of the control connection", peer.rank);
     lose(peer);
     return;
@@ -259,10 +295,12 @@ void ControlConnection::judge_timeout(const TimeoutReport& report) {
 
 // Keeps the first verdict, tells it to all if this is rank 0, and hands it to the group.
 void ControlConnection::adopt(const Verdict& verdict) {
+  OnVerdict on_verdict;
   {
     const std::scoped_lock lock(mutex_);
     if (verdict_) return;
     verdict_ = verdict;
+    on_verdict = on_verdict_;
   }
   if (verdict.operation == EPX_OP_NONE)
     log::transport().warn("the control connection: rank {} {}; the last call that it began is {}", verdict.culprit,
@@ -273,7 +311,7 @@ void ControlConnection::adopt(const Verdict& verdict) {
   if (rank_ == 0)
     for (Peer& peer : peers_)
       if (peer.socket) send(peer, message_of(verdict));
-  on_verdict_(verdict);
+  if (on_verdict) on_verdict(verdict);
   decided_.notify_all();
 }
 

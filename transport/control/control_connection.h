@@ -34,15 +34,17 @@ public:
   using OnVerdict = std::function<void(const Verdict&)>;
 
   // The call is collective over `exchange`, which carries the address of rank 0 and a secret that is drawn for this connection; all
-  // ranks succeed or all throw SYSTEM. Connecting takes at most half of `timeout`, but 1 to 30 s. Afterwards a rank is silent when
+  // ranks succeed or all throw SYSTEM. The watchdog runs from here on. Ranks may have different timeouts, and send heartbeats as
+  // often as the shortest one asks for. Connecting takes at most half of `timeout`, but 1 to 30 s. Afterwards a rank is silent when
   // no heartbeat has come for `timeout`, or a second where that is more.
   ControlConnection(int rank, int num_ranks, std::chrono::milliseconds timeout, Exchange& exchange);
   ~ControlConnection(); // says goodbye, and waits for no peer
   ControlConnection(const ControlConnection&) = delete;
   ControlConnection& operator=(const ControlConnection&) = delete;
 
-  // Starts the watchdog. Throws SYSTEM. It calls on_verdict once at most, on its own thread; on_verdict must neither throw nor wait.
-  void start(OnVerdict on_verdict);
+  // Has the verdict, once there is one, handed to `on_verdict`: by the watchdog's thread, or at once by this one. It is called once
+  // at most, and must neither throw nor wait.
+  void deliver_to(OnVerdict on_verdict);
 
   // Any thread: the heartbeats tell from now on that this rank has begun the call.
   void begin_call(uint64_t sequence) noexcept { sequence_.store(sequence, std::memory_order_relaxed); }
@@ -71,6 +73,8 @@ private:
     std::vector<std::byte> outgoing; // what the socket has not taken yet
   };
 
+  void start();
+  void stop();
   void watch();
   void receive(Peer& peer);
   void handle(Peer& peer, const ControlMessage& message);
@@ -86,17 +90,16 @@ private:
   const int rank_;
   const int num_ranks_;
   const std::chrono::milliseconds silence_limit_; // without a heartbeat
-  const std::chrono::milliseconds heartbeat_interval_;
-  const std::chrono::milliseconds
-      min_silence_;              // from which on a rank counts as stopped when another one's wait has run out
-  std::vector<Peer> peers_;      // the watchdog's alone once it runs
-  bool has_sent_report_ = false; // likewise
-  FileDescriptor wake_;          // eventfd
+  std::chrono::milliseconds heartbeat_interval_;  // of all ranks
+  std::chrono::milliseconds min_silence_; // from which on a rank counts as stopped when another one's wait has run out
+  std::vector<Peer> peers_;               // the watchdog's alone once it runs
+  bool has_sent_report_ = false;          // likewise
+  FileDescriptor wake_;                   // eventfd
   std::atomic<uint64_t> sequence_{0};
   std::atomic<bool> stops_{false};
-  OnVerdict on_verdict_;
 
   std::mutex mutex_; // of what follows
+  OnVerdict on_verdict_;
   std::condition_variable decided_;
   std::optional<TimeoutReport> own_report_;
   std::optional<Verdict> verdict_;

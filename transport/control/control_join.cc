@@ -88,7 +88,7 @@ private:
   void accept_newcomers() {
     const size_t max_newcomers = joined_.size() + 64; // beyond the ranks there are only strangers
     while (newcomers_.size() < max_newcomers) {
-      FileDescriptor socket(::accept(listener_.get(), nullptr, nullptr));
+      FileDescriptor socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!socket) return;
       prepare_socket(socket.get());
       Challenge challenge{random_u64()};
@@ -190,7 +190,7 @@ std::vector<FileDescriptor> join_control(int rank, int num_ranks, std::chrono::m
 }
 
 void stand_by(Exchange& exchange) {
-  for (int round = 0; round < 2; ++round)
+  for (int round = 0; round < 4; ++round)
     exchange.all_gather([] { return 0; });
 }
 

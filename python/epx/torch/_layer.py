@@ -244,7 +244,7 @@ class MoELayer(torch.nn.Module):
             block.value,
             functools.partial(_free_block, number),
             is_idle=lambda: lib.epx_torch_block_is_idle(number) == 1,
-            needs=arena,
+            needs=(group, arena),
         )
         self._finalizer = finalize(self, self._memory)
         self._numbers = number, group.number

@@ -329,13 +329,15 @@ public:
   __device__ LlSlots ll_slots_here(const WarpRoutes& routes) const {
     return {is_live_here(routes.low) ? routes.low.slot : -1, is_live_here(routes.high) ? routes.high.slot : -1};
   }
-  // Dynamic tile scheduler: returns the next of `tiles` tiles for a warp that has finished one, because some warps get more
-  // bandwidth of the wire and of memory than others. A warp's first tile is its index in the work partition; it goes on until
+  // Dynamic tile scheduler: a warp that has finished one of `tiles` tiles gets the next, because some warps get more bandwidth
+  // of the wire and of memory than others. A warp's first tile is its index in the work partition; it goes on until
   // it gets a number beyond the last tile. So the tile counter is taken tiles + joining times: once for each tile that is not
-  // the first of a warp, and once more by each warp that had a tile or has joined.
+  // the first of a warp, and once more by each warp that had a tile or has joined. Returns the first tile of a warp, which is
+  // taken from the counter too if the warp has joined.
   __device__ int64_t first_tile(const WarpAssignment& warp, int64_t tiles) const {
     return warp.index >= 0 ? warp.index : next_tile(warp, tiles);
   }
+  // Returns the next tile.
   __device__ int64_t next_tile(const WarpAssignment& warp, int64_t tiles) const {
     DeviceState& state = *params_.group.state;
     return warp.count + call_.take_tile(warp.role == WarpRole::send ? state.send_tiles_taken : state.receive_tiles_taken,

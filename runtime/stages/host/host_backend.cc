@@ -21,7 +21,7 @@ public:
         control_(std::move(control)) {
     if (control_ == nullptr) return;
     protocol_.use(*control_);
-    control_->start([this](const Verdict& verdict) { protocol_.end(verdict); });
+    control_->deliver_to([this](const Verdict& verdict) { protocol_.end(verdict); });
   }
 
   int num_comm_sms() const override { return 0; }

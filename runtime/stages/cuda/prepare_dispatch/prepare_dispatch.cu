@@ -67,6 +67,7 @@ __device__ __forceinline__ bool wait_for_plan(const DeviceGroup& group, const Ca
     ok = call.wait_for_packet(plan_ready_packet(group, block), packet, call.rank());
   }
   fence_acq_rel_sys();
+  __syncwarp(); // all lanes see what each has acquired: a vote orders no memory
   return __all_sync(~0u, ok ? 1 : 0) != 0;
 }
 
@@ -232,7 +233,7 @@ __device__ __noinline__ void receive_unaligned_rows(const PrepareDispatchParams&
   receive_rows<true>(params, call);
 }
 
-// Some rank has many tokens, so that ranks have exchanged counts, and its rows come with ready flags.
+// Some rank has many tokens, and its rows come with ready flags.
 __device__ __noinline__ void receive_mixed_rows(const PrepareDispatchParams& params, const CallSession call) {
   if (!wait_for_plan(params.group, call, 0, static_cast<int>(params.blocks.prepare))) return;
   const Movement movement(params, call);
@@ -252,7 +253,7 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
   const CallSession call(params.group, EPX_OP_PREPARE_DISPATCH);
   const bool prepares = blockIdx.x < params.blocks.prepare;
   const bool moves_rows = blockIdx.x >= params.blocks.first_of_rows;
-  const PrepareRole role{params.blocks.prepare, moves_rows ? 0 : gridDim.x, !moves_rows, slot_packets(params.group)};
+  const PrepareRole role{params.blocks.prepare, gridDim.x, !moves_rows, slot_packets(params.group)};
   const PrepareContext c(params.group, params.prepare, params.layout, call, role, shared,
                          reinterpret_cast<int32_t*>(&shared + 1));
   if (prepares) begin_prepare(c, params.descriptor);
@@ -264,8 +265,8 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
       LlRowsOfNewPlan<false>(params, call).send();
   }
   if (prepares && !publish(c)) return;
-  if (!call.enter(params.descriptor)) return; // the entry barrier
-  if (moves_rows && threadIdx.x == 0) call.sent(gridDim.x);
+  if (!call.enter(params.descriptor)) return;              // the entry barrier
+  if (!prepares && threadIdx.x == 0) call.sent(gridDim.x); // the others send slot records, too, and then call it
   const bool all_ll = all_ranks_send_ll(params, call);
   if (prepares) {
     const bool has_totals = prepare_behind_entry(c);

@@ -12,10 +12,15 @@ namespace epx::cuda {
 constexpr uint64_t kSlowNs = 1'000'000;  // a longer wait publishes whom it waits for, and polls the host's memory
 constexpr uint32_t kSpinsPerCheck = 256; // between two looks for abort records and at the clock
 constexpr unsigned kWaitBackoffNs = 200;
+// A wait for another block of this rank lasts up to so many timeouts: that block waits for peers itself, for one after the
+// other, and its wait is the one that runs out and finds the culprit.
+constexpr uint64_t kOwnRankTimeouts = 4;
 
-// Waits until *place is the epoch of the call, which `peer` stores. It is out of line, so that the code of short waits stays
-// small.
+// Waits until *place is the epoch of the call, which `peer` stores, or another block of this rank. It is out of line, so that
+// the code of short waits stays small.
 __device__ __noinline__ inline bool wait_long(const CallContext& call, const Epoch* place, int peer, epx_phase phase) {
+  const bool is_own = peer == call.rank();
+  const uint64_t timeout_ns = (is_own ? kOwnRankTimeouts : 1) * call.group.timeout_ns;
   uint64_t begin = 0;
   bool signaled = false;
   for (uint32_t spin = 1; load_relaxed_sys(place) != call.epoch(); ++spin) {
@@ -26,11 +31,12 @@ __device__ __noinline__ inline bool wait_long(const CallContext& call, const Epo
     if (begin == 0) begin = now;
     if (now - begin < kSlowNs) continue;
     // The word is stored again at every check, because another warp clears it when its own wait ends.
-    store_relaxed_sys(&flag_at(call, call.rank(), call.group.context.layout.waiting, 0)->value,
-                      pack(Waiting{call.sequence, phase, peer}));
-    signaled = true;
+    if (!is_own)
+      store_relaxed_sys(&flag_at(call, call.rank(), call.group.context.layout.waiting, 0)->value,
+                        pack(Waiting{call.sequence, phase, peer}));
+    signaled = !is_own;
     if (is_aborted(call, now)) return false;
-    if (now - begin > call.group.timeout_ns && load_relaxed_sys(place) != call.epoch()) {
+    if (now - begin > timeout_ns && load_relaxed_sys(place) != call.epoch()) {
       time_out(call, peer, phase);
       return false;
     }

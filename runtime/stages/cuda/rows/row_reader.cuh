@@ -20,7 +20,7 @@ constexpr int kReaderStageBytes = 2048;
 
 // Rows that are aligned to 16 bytes and have a multiple of kFragment elements: a lane copies the fragments that it reads.
 //
-// Other rows: an h-tile is a little shorter than a stage, which takes all aligned granules of 16 bytes that have bytes of it. A
+// Other rows: an h-tile is shorter than a stage, which takes all aligned granules of 16 bytes that have bytes of it. A
 // lane reads two granules for each of its own and shifts them. Up to 15 bytes in front of a row are read, which belong to the
 // same allocation since those are aligned to more; nothing beyond its end is.
 template <typename T, bool kIsAligned>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One warp copies, converts, multiplies and sums rows of elements, with the arithmetic that the contract fixes. Each operation
-// has two forms: copies through a TmaRowPipeline and computation through a RowReader for rows that are aligned to 16 bytes, and
-// one for other rows.
+// has a form for rows that are aligned to 16 bytes, and one for other rows. Aligned rows are copied, and scaled, through a
+// TmaRowPipeline; sums, of unaligned rows too, and products read rows through a RowReader.
 #pragma once
 
 #include <cstdint>

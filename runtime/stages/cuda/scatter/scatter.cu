@@ -21,7 +21,8 @@
 //   fence.acq_rel.sys  the signal warp has loaded the enqueued flags (SignalWarp::run)
 //   st.relaxed.sys     and stores the epoch of the call in the flag (CallSession::signal_behind_fence); no flag is ever reset
 //   ld.acquire.sys     lane 0 of a receive warp polls the flag (CallSession::wait_ready); a __syncwarp() follows
-//   fence.proxy.async  orders that acquire before the bulk loads of the row, in every lane (TmaRowPipeline::begin)
+//   fence.proxy.async  orders that acquire before the bulk loads of the row, in every lane (TmaRowPipeline::begin); rows that are
+//                      read by cp.async or by plain loads need none
 #include <type_traits>
 
 #include "runtime/stages/cuda/kernels.h"
@@ -70,8 +71,8 @@ private:
     const bool is_weighted = call.recv_weights != nullptr;
     const int slots = __popc(__ballot_sync(~0u, slot >= 0 ? 1 : 0));
     const uint64_t bits = reinterpret_cast<uint64_t>(grad) | reinterpret_cast<uint64_t>(x) | reinterpret_cast<uint64_t>(to);
-    const bool by_tma = __all_sync(~0u, is_vectorizable(bits, call.hidden) ? 1 : 0) != 0;
-    const int at_a_time = by_tma ? kMaxProducts : 1;
+    const bool is_aligned = __all_sync(~0u, is_vectorizable(bits, call.hidden) ? 1 : 0) != 0;
+    const int at_a_time = is_aligned ? kMaxProducts : 1;
 #pragma unroll 1
     for (int first = (slots - 1) / at_a_time * at_a_time; first >= 0; first -= at_a_time) {
       const int count = min(at_a_time, slots - first);
@@ -80,7 +81,7 @@ private:
       const T* const row = from_lane(x, from);
       const float weight = from_lane(factor, from);
       float product;
-      if (by_tma)
+      if (is_aligned)
         product = scale_and_multiply(pipeline.begin_generic(), grad, row, count, call.hidden, target, is_weighted, weight);
       else
         product = scale_and_multiply_elements(grad, from_lane(row, 0), call.hidden, from_lane(target, 0), is_weighted,
