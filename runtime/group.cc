@@ -72,7 +72,8 @@ void require_consistent(const std::vector<RankHello>& world) {
   }
 }
 
-// Returns the ranks of each node of this rank's group. Throws UNSUPPORTED and INVALID_ARGUMENT, on each rank of the group alike.
+// Returns the ranks of each node of this rank's group. Throws UNSUPPORTED and INVALID_ARGUMENT, on each rank of the group
+// alike.
 int resolve_ranks_per_node(const GroupShape& shape, const epx_group_config& config, epx_transport transport,
                            std::span<const RankPlace> places) {
   if (transport == EPX_TRANSPORT_HOST) { // its memory reaches all ranks, so that nodes are what the config says

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operations as custom calls of XLA's FFI, on CPU devices (host transport) and on CUDA devices (transport nccl). Both are the
-// same code, since a stream is a pointer to it.
+// The operations as custom calls of XLA's FFI, on CPU devices (host transport) and on CUDA devices (transport nccl). Both are
+// the same code, since a stream is a pointer to it.
 //
 // A call's first operand is a token, a float32 scalar that it returns as its first result, in place. It has no meaning but the
 // order: the next call of the group takes it. A backward call has another token, behind the first: that which entered its

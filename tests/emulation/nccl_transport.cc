@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Implements transport/nccl/nccl_transport.h, gpu_identity.h and gpu_fabric.h without NCCL: windows are the host transport's, and small
-// records travel through one of them.
+// Implements transport/nccl/nccl_transport.h, gpu_identity.h and gpu_fabric.h without NCCL: windows are the host transport's,
+// and small records travel through one of them.
 #include "transport/nccl/nccl_transport.h"
 
 #include <atomic>

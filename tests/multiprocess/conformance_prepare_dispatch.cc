@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// In these scenarios prepare_dispatch makes the plan and moves the rows. Every other scenario makes that call too, beside prepare
-// and dispatch (run_iteration); here are the numbers of tokens for which ranks take different paths on GPUs, and layers that
-// nothing has prepared before.
+// In these scenarios prepare_dispatch makes the plan and moves the rows. Every other scenario makes that call too, beside
+// prepare and dispatch (run_iteration); here are the numbers of tokens for which ranks take different paths on GPUs, and
+// layers that nothing has prepared before.
 #include <doctest/doctest.h>
 
 #include <vector>

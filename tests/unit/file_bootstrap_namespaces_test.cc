@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks on two machines that share a rendezvous directory: two mount and PID namespaces, each with its own /proc and the directory
-// at another path. Processes of one cannot see those of the other. They need root.
+// Ranks on two machines that share a rendezvous directory: two mount and PID namespaces, each with its own /proc and the
+// directory at another path. Processes of one cannot see those of the other. They need root.
 #include <doctest/doctest.h>
 
 #include <atomic>

@@ -68,8 +68,8 @@ int64_t rows_of_places(const RoutingOfAll& routing, bool exact);
 //   combine_bwd-nograd  reads T + arrived                                           writes arrived + rows in use
 //   combine             reads slots + sent (what came back)                         writes sent (what comes back) + T
 //   dispatch_bwd        as combine
-// In the rank-major layout `slots` are the rows of this rank, one per (token, this rank), and combine_bwd copies bits as dispatch
-// does:
+// In the rank-major layout `slots` are the rows of this rank, one per (token, this rank), and combine_bwd copies bits as
+// dispatch does:
 //   dispatch, combine_bwd  reads T                                                 writes slots
 // Index lists and weights are not counted. All 0 for a line that moves no rows.
 struct LocalRows {

@@ -16,8 +16,8 @@ using WrongCounts = std::vector<int64_t>; // elements, in the order of operation
 
 inline constexpr int kVerifiedSets = 2;
 
-// Runs all operations of the layout on the first kVerifiedSets input sets, with scribbled outputs, and compares every output, rows
-// that must stay untouched too, with the reference. Every rank makes the inputs of all ranks again and runs the reference
+// Runs all operations of the layout on the first kVerifiedSets input sets, with scribbled outputs, and compares every output,
+// rows that must stay untouched too, with the reference. Every rank makes the inputs of all ranks again and runs the reference
 // on them. Returns the wrong elements of all ranks together. Collective.
 WrongCounts verify(Exchange& exchange, const Workload& workload, const Options& options, const Peers& peers);
 

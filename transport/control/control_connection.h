@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The control connection tells the ranks of a group of several nodes, which share no memory, who has died, stopped, or not come.
-// Each rank has one TCP connection to rank 0, and one watchdog thread. Rows never use it.
+// The control connection tells the ranks of a group of several nodes, which share no memory, who has died, stopped, or not
+// come. Each rank has one TCP connection to rank 0, and one watchdog thread. Rows never use it.
 //
 //   heartbeat   every rank, several times in timeout_ms: the last call that it has begun
 //   report      a rank whose wait has run out
 //   verdict     rank 0, once: who the culprit is. Every rank gets the same one
 //   goodbye     a rank that destroys its group; its connection then ends without being a death
 //
-// Rank 0 decides for all; who loses rank 0 itself names it. A process that does not run for a while, as all of a suspended job's
-// do, takes the silence of the others in that time for its own.
+// Rank 0 decides for all; who loses rank 0 itself names it. A process that does not run for a while, as all of a suspended
+// job's do, takes the silence of the others in that time for its own.
 #pragma once
 
 #include <atomic>
@@ -33,24 +33,24 @@ class ControlConnection {
 public:
   using OnVerdict = std::function<void(const Verdict&)>;
 
-  // The call is collective over `exchange`, which carries the address of rank 0 and a secret that is drawn for this connection; all
-  // ranks succeed or all throw SYSTEM. The watchdog runs from here on. Ranks may have different timeouts, and send heartbeats as
-  // often as the shortest one asks for. Connecting takes at most half of `timeout`, but 1 to 30 s. Afterwards a rank is silent when
-  // no heartbeat has come for `timeout`, or a second where that is more.
+  // The call is collective over `exchange`, which carries the address of rank 0 and a secret that is drawn for this
+  // connection; all ranks succeed or all throw SYSTEM. The watchdog runs from here on. Ranks may have different timeouts, and
+  // send heartbeats as often as the shortest one asks for. Connecting takes at most half of `timeout`, but 1 to 30 s.
+  // Afterwards a rank is silent when no heartbeat has come for `timeout`, or a second where that is more.
   ControlConnection(int rank, int num_ranks, std::chrono::milliseconds timeout, Exchange& exchange);
   ~ControlConnection(); // says goodbye, and waits for no peer
   ControlConnection(const ControlConnection&) = delete;
   ControlConnection& operator=(const ControlConnection&) = delete;
 
-  // Has the verdict, once there is one, handed to `on_verdict`: by the watchdog's thread, or at once by this one. It is called once
-  // at most, and must neither throw nor wait.
+  // Has the verdict, once there is one, handed to `on_verdict`: by the watchdog's thread, or at once by this one. It is called
+  // once at most, and must neither throw nor wait.
   void deliver_to(OnVerdict on_verdict);
 
   // Any thread: the heartbeats tell from now on that this rank has begun the call.
   void begin_call(uint64_t sequence) noexcept { sequence_.store(sequence, std::memory_order_relaxed); }
 
-  // A wait of this rank has run out on `missing`. Returns rank 0's verdict, which all ranks get; none when there is no rank that
-  // could decide any more, or when it does not within a second and a half.
+  // A wait of this rank has run out on `missing`. Returns rank 0's verdict, which all ranks get; none when there is no rank
+  // that could decide any more, or when it does not within a second and a half.
   std::optional<Verdict> report_timeout(int missing, epx_operation operation, uint64_t sequence);
 
 private:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// SipHash-2-4 (Aumasson and Bernstein, 2012): a keyed hash of short messages, which only those who know the key can compute. The
-// ranks of a group prove by it that they have the group's secret, without sending it.
+// SipHash-2-4 (Aumasson and Bernstein, 2012): a keyed hash of short messages, which only those who know the key can compute.
+// The ranks of a group prove by it that they have the group's secret, without sending it.
 #pragma once
 
 #include <array>

@@ -12,8 +12,8 @@
 
 namespace epx::host {
 
-// The call is collective over `exchange`; all ranks succeed or all throw. The context must outlive the backend. `control` is that
-// of a group of several nodes; else NULL.
+// The call is collective over `exchange`; all ranks succeed or all throw. The context must outlive the backend. `control` is
+// that of a group of several nodes; else NULL.
 std::unique_ptr<Backend> make_backend(const GroupContext& context, std::unique_ptr<Transport> transport,
                                       std::unique_ptr<ControlConnection> control, Exchange& exchange);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// combine and dispatch_bwd of the rank-major layout. The caller has summed the rows of a token on a rank, so a rank sends the row
-// home as it is, by the means of scatter: multi-destination copies (with one destination) and a signal warp. The low-latency path
-// is that of gather (ll_gather.cuh). On the high-throughput path:
+// combine and dispatch_bwd of the rank-major layout. The caller has summed the rows of a token on a rank, so a rank sends the
+// row home as it is, by the means of scatter: multi-destination copies (with one destination) and a signal warp. The
+// low-latency path is that of gather (ll_gather.cuh). On the high-throughput path:
 //
 //   warps    do                                                         wait for
 //   send     store a peer's row into the home rank's staging            the entry barrier; a free cell of the signal warp
@@ -10,9 +10,9 @@
 //   receive  sum a part of what the peers have sent of a token of this  the entry barrier; the ready flag of each row
 //            rank, and of the row here, in rank order
 //
-// A row and its ready flag are ordered as in scatter.cu. A copy has the bits that wire asks for: a row that goes home is the sum of
-// one term, +0 + x, rounded to its own type, which is x but for the sign of a zero; and that sign is lost when the home rank adds
-// the row to +0.
+// A row and its ready flag are ordered as in scatter.cu. A copy has the bits that wire asks for: a row that goes home is the
+// sum of one term, +0 + x, rounded to its own type, which is x but for the sign of a zero; and that sign is lost when the home
+// rank adds the row to +0.
 #include <cmath>
 
 #include "runtime/stages/cuda/rank_major/gather_rank_major.h"
@@ -43,7 +43,8 @@ public:
     return {shared, params_.role_counts.sender_warps, 1};
   }
 
-  // The warp completes a row, and enqueues the row's ready flag for the signal warp, right before it begins to send the next one.
+  // The warp completes a row, and enqueues the row's ready flag for the signal warp, right before it begins to send the next
+  // one.
   __device__ void send(const WarpAssignment& warp) {
     const int64_t tiles = movement_.num_peer_tokens();
 #pragma unroll 1

@@ -21,8 +21,8 @@
 //   fence.acq_rel.sys  the signal warp has loaded the enqueued flags (SignalWarp::run)
 //   st.relaxed.sys     and stores the epoch of the call in the flag (CallSession::signal_behind_fence); no flag is ever reset
 //   ld.acquire.sys     lane 0 of a receive warp polls the flag (CallSession::wait_ready); a __syncwarp() follows
-//   fence.proxy.async  orders that acquire before the bulk loads of the row, in every lane (TmaRowPipeline::begin); rows that are
-//                      read by cp.async or by plain loads need none
+//   fence.proxy.async  orders that acquire before the bulk loads of the row, in every lane (TmaRowPipeline::begin); rows that
+//                      are read by cp.async or by plain loads need none
 #include <type_traits>
 
 #include "runtime/stages/cuda/kernels.h"

@@ -33,8 +33,8 @@ class CallProtocol {
 public:
   CallProtocol(const GroupContext& context, PeerWindow window, StatusBoard& status);
 
-  // Groups of several nodes: `control` learns of this rank's calls from now on, and is asked who is to blame when a wait runs out.
-  // It must outlive all calls.
+  // Groups of several nodes: `control` learns of this rank's calls from now on, and is asked who is to blame when a wait runs
+  // out. It must outlive all calls.
   void use(ControlConnection& control) { control_ = &control; }
 
   // Throws the sticky error if there is one. Returns the sequence number of the call, from 1.
