@@ -90,7 +90,7 @@ void ControlConnection::stop() {
   if (watchdog_.joinable()) watchdog_.join();
 }
 
-void ControlConnection::deliver_to(OnVerdict on_verdict) {
+void ControlConnection::deliver_to(const OnVerdict& on_verdict) {
   std::optional<Verdict> verdict;
   {
     const std::scoped_lock lock(mutex_);

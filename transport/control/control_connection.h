@@ -44,7 +44,7 @@ public:
 
   // Has the verdict, once there is one, handed to `on_verdict`: by the watchdog's thread, or at once by this one. It is called
   // once at most, and must neither throw nor wait.
-  void deliver_to(OnVerdict on_verdict);
+  void deliver_to(const OnVerdict& on_verdict);
 
   // Any thread: the heartbeats tell from now on that this rank has begun the call.
   void begin_call(uint64_t sequence) noexcept { sequence_.store(sequence, std::memory_order_relaxed); }
