@@ -259,29 +259,12 @@ private:
   int64_t split_size_; // elements
 };
 
-template <typename T, bool kUnaligned>
-__device__ void ll_gather(const GatherParams& params, Movement& movement) {
-  if (!movement.call().begin_ll()) return;
-  const LlGather<T, kUnaligned> gather(params, movement);
-  gather.send();
-  movement.call().sent_by_warp(kMovementWarps);
-  gather.sum();
-}
-template <typename T>
-__device__ __noinline__ void ll_gather_unaligned(const GatherParams& params, Movement movement) {
-  ll_gather<T, true>(params, movement);
-}
-
 template <typename T>
 __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   Movement movement(params);
   movement.post();
   if (params.group.context.shape.precision != EPX_COMBINE_EXACT && movement.takes_ll_path()) {
-    if (is_unaligned(reinterpret_cast<uint64_t>(params.rows) | reinterpret_cast<uint64_t>(params.out),
-                     params.call.hidden * static_cast<int64_t>(sizeof(T))))
-      ll_gather_unaligned<T>(params, movement);
-    else
-      ll_gather<T, false>(params, movement);
+    ll_gather<T>(params, movement);
     return;
   }
   if (!movement.begin()) return;

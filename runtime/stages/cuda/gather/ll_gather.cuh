@@ -178,4 +178,27 @@ private:
   WorkPartition partition_;
 };
 
+template <typename T, bool kUnaligned>
+__device__ void run_ll_gather(const GatherParams& params, Movement& movement) {
+  if (!movement.call().begin_ll()) return;
+  const LlGather<T, kUnaligned> gather(params, movement);
+  gather.send();
+  movement.call().sent_by_warp(kMovementWarps);
+  gather.sum();
+}
+template <typename T>
+__device__ __noinline__ void run_unaligned_ll_gather(const GatherParams& params, Movement movement) {
+  run_ll_gather<T, true>(params, movement);
+}
+
+// All warps of the block call this after the call descriptor is posted, in calls that take the low-latency path.
+template <typename T>
+__device__ __forceinline__ void ll_gather(const GatherParams& params, Movement& movement) {
+  if (is_unaligned(reinterpret_cast<uint64_t>(params.rows) | reinterpret_cast<uint64_t>(params.out),
+                   params.call.hidden * static_cast<int64_t>(sizeof(T))))
+    run_unaligned_ll_gather<T>(params, movement);
+  else
+    run_ll_gather<T, false>(params, movement);
+}
+
 } // namespace epx::cuda

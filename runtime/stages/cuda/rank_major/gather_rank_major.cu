@@ -195,29 +195,12 @@ private:
   Epoch* pending_flag_ = nullptr; // lane 0 of a sender: the ready flag of the last row
 };
 
-template <typename T, bool kUnaligned>
-__device__ void ll_gather_rank_major(const GatherParams& params, Movement& movement) {
-  if (!movement.call().begin_ll()) return;
-  const LlGather<T, kUnaligned> gather(params, movement);
-  gather.send();
-  movement.call().sent_by_warp(kMovementWarps);
-  gather.sum();
-}
-template <typename T>
-__device__ __noinline__ void ll_gather_rank_major_unaligned(const GatherParams& params, Movement movement) {
-  ll_gather_rank_major<T, true>(params, movement);
-}
-
 template <typename T>
 __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   Movement movement(params);
   movement.post();
   if (movement.takes_ll_path()) {
-    if (is_unaligned(reinterpret_cast<uint64_t>(params.rows) | reinterpret_cast<uint64_t>(params.out),
-                     params.call.hidden * static_cast<int64_t>(sizeof(T))))
-      ll_gather_rank_major_unaligned<T>(params, movement);
-    else
-      ll_gather_rank_major<T, false>(params, movement);
+    ll_gather<T>(params, movement);
     return;
   }
   TmaRowPipeline pipeline = pipeline_of_warp();
