@@ -14,6 +14,7 @@
 
 #include "epx/epx.h"
 #include "runtime/config.h"
+#include "runtime/layout/handle_memory.h"
 #include "runtime/layout/rank_major.h"
 
 namespace epx {
@@ -49,6 +50,7 @@ struct MovementCall {
   const std::byte* checked_header;        // handle_mem, or the copy of its header that launch_check makes for a kernel
   int64_t rows_per_source = kExpertMajor; // rank-major: M
   int64_t slots_per_source = 0;           // rank-major: slots of the plan for each source rank
+  const HandleLayout* layout = nullptr;   // of the plan in handle_mem; NULL: as in a group of one node. Not for kernels
 
   constexpr bool is_rank_major() const { return rows_per_source != kExpertMajor; }
   // Returns how many slots the plan can have at most.

@@ -39,7 +39,8 @@ inline MovementParams make_movement_params(const DeviceGroup& group, const WarpR
   descriptor.recv_rows = call.recv_rows;
   descriptor.rows_allocation = range.rows_allocation;
   descriptor.rows_offset = range.rows_offset;
-  return {group, make_handle_layout(group.context.shape, call.top_k), role_counts, call, descriptor};
+  return {group, call.layout != nullptr ? *call.layout : make_handle_layout(group.context.shape, call.top_k), role_counts,
+          call, descriptor};
 }
 
 constexpr int kMovementWarps = kMovementThreads / kWarp;

@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels of a group of several nodes, beside those of its legs: they make the plans of the legs (prepare), and take rows to
+// and from the rails. None of them waits for a peer, but for launch_deliver_leg, which is a call of the node.
+//
+//   prepare    count_routes | all-gather of counts | assign_slots, list_tokens, make_tables | exchange of tables
+//              | list_relayed | deliver_leg for each leg
+//   movements  begin_call, post_records | exchange of records | open_legs | then, for each chunk:
+//     scatter  pack_rows | exchange of rows | dispatch or combine_bwd of the legs
+//     gather   combine or dispatch_bwd of the legs, forward_rows | exchange of rows; behind the last chunk sum_rows
+#pragma once
+
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include "runtime/layout/nodes_handle.h"
+#include "runtime/stages/cuda/kernels.h"
+#include "runtime/stages/cuda/protocol/device_group.h"
+#include "runtime/stages/stages.h"
+
+namespace epx::cuda {
+
+// ---- What travels by rail ----
+
+// In prepare this rank sends its rail peer on each other node a table of the tokens that go there: int32 number of tokens, three
+// zeros, and for each token int32 [1 + 2 K]: its number, and of each k the slot and the index of the owner in that node, or -1, -1
+// for a k that does not go there or was dropped. Beyond the number of tokens a table has anything.
+constexpr int kTableHeaderWords = 4;
+constexpr int64_t table_words(const NodesShape& shape, int top_k) {
+  return kTableHeaderWords + shape.padded_tokens() * (1 + 2 * int64_t{top_k});
+}
+
+// In each movement this rank first sends its rail peer on each node such a record, [4 + chunks] int32: the id of its plan (two
+// words; 0: it takes part without routes), the number of its tokens that go to that node, 0, and, for each chunk, how many rows come
+// home of the tokens up to its end.
+constexpr int kRecordHeaderWords = 4;
+constexpr int64_t record_words(const NodesShape& shape) {
+  return kRecordHeaderWords + shape.num_chunks();
+}
+
+// Rows beside the rails, by node. Rows of a call follow each other without gaps. What belongs to node m begins at
+// rows + m * node_rows * row_bytes of the call, weights + m * node_weights, sidecars + m * node_rows * sidecar bytes of the call.
+struct RailArea {
+  std::byte* rows;
+  float* weights;
+  std::byte* sidecars;
+  int64_t node_rows;
+  int64_t node_weights; // floats
+
+  EPX_HOST_DEVICE std::byte* rows_of(int node, int64_t row_bytes) const { return rows + node * node_rows * row_bytes; }
+  EPX_HOST_DEVICE float* weights_of(int node) const { return weights + node * node_weights; }
+  EPX_HOST_DEVICE std::byte* sidecars_of(int node, int64_t bytes) const { return sidecars + node * node_rows * bytes; }
+};
+
+// ---- The group in device memory ----
+
+struct NodesState {
+  uint64_t sequence; // number of the group's last call that has begun, replays included
+  // The header of the call's handle memory; its magic is 0 when this rank takes part without routes.
+  HandleHeader header;
+};
+
+// Host memory that kernels write and the host reads at any time, also while a graph is replayed.
+struct NodesProgress {
+  static constexpr uint64_t kCalls = 256;
+  uint64_t begun;             // NodesState::sequence
+  uint64_t ended;             // the last call of the group that has ended
+  int32_t operation;          // of the call that has begun last
+  uint64_t first_leg[kCalls]; // by sequence % kCalls: the node's sequence number of the call's first leg
+};
+
+struct NodesDevice {
+  NodesShape shape;
+  uint64_t group_id;
+  NodesState* state;
+  NodesProgress* progress;       // host memory
+  HandleHeader* leg_headers;     // [L]: what MovementCall::checked_header of each leg points to
+  int32_t* sent_records;         // [N, record_words]
+  int32_t* received_records;     // [N, record_words]; that of the own node is this rank's own
+  const DeviceState* node_state; // of the legs' group
+};
+
+// ---- prepare ----
+
+// Buffers of prepare in device memory; the group owns them.
+struct NodesPrepareBuffers {
+  int32_t* block_counts;    // [kMaxPrepareBlocks, E]: routes of each block of count_routes
+  int32_t* counts;          // [E]: routes of this rank; bad ones and those to no expert are not counted
+  int32_t* all_counts;      // [P, E]
+  uint64_t* bad_indices;    // [2]: their number, and the index t * K + k of the first one
+  int32_t* sent_tables;     // [N, table_words of the largest K]; those of a call follow each other without gaps
+  int32_t* received_tables; // [N, table_words of the largest K]
+};
+
+// Counts this rank's routes by expert, of each block and in all.
+cudaError_t launch_count_routes(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
+                                cudaStream_t stream);
+// Gives this rank's routes their slots, from all ranks' counts, and writes the header, home routes, zones and no_zones, and the
+// outputs counts, offsets, global_counts, info and slot. slot_origin, if wanted, becomes -1 everywhere.
+cudaError_t launch_assign_slots(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
+                                cudaStream_t stream);
+// Lists the tokens that go to each node: sent_tokens, positions, sent_counts, home_back_rows; and makes the tables.
+cudaError_t launch_list_tokens(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
+                               cudaStream_t stream);
+// Writes relay_counts, relay_back_rows and the routes of all legs, from the tables that have come and, for the own node, from
+// the home routes.
+cudaError_t launch_list_relayed(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
+                                cudaStream_t stream);
+// One call of the node: delivers slot records, slot_origin and first slots of a leg's tokens to the owners of the slots.
+// `group` is that of the legs. The first leg's call also reports bad indices and the overflow.
+cudaError_t launch_deliver_leg(const DeviceGroup& group, const NodesDevice& nodes, const NodesPrepareBuffers& buffers,
+                               const PrepareCall& call, int leg, cudaStream_t stream);
+
+// ---- Movements ----
+
+// Begins a call of the group: counts it, and publishes that it has begun.
+cudaError_t launch_begin_call(const NodesDevice& nodes, epx_operation operation, cudaStream_t stream);
+// Publishes that the call has ended.
+cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream);
+// Checks the header of the handle memory for this call, and writes the records that go to the rail peers.
+cudaError_t launch_post_records(const NodesDevice& nodes, const MovementCall& call, cudaStream_t stream);
+// Writes the headers of the legs from the records that have come. Where sizes are fixed, a leg that is not the own node's has
+// all tokens of a chunk.
+cudaError_t launch_open_legs(const NodesDevice& nodes, const MovementCall& call, bool has_fixed_sizes, cudaStream_t stream);
+
+// Copies the rows (and weights [K], and sidecars) of the tokens of a chunk that go to other nodes into `area`, each at the
+// token's index among those of its node. `weights` and `sidecars` may be NULL.
+struct PackCall {
+  MovementCall call;
+  const std::byte* rows; // [T, H]
+  const float* weights;  // [T, K]
+  const std::byte* sidecars;
+  int64_t sidecar_bytes;
+  RailArea area;
+  int chunk;
+};
+cudaError_t launch_pack_rows(const NodesDevice& nodes, const PackCall& call, int num_sms, cudaStream_t stream);
+
+// Behind the gather of a leg in the precisions wire and exact: copies what that has staged on this rank to `area`, without gaps.
+// wire: a token's partial sums of the ranks of this node, in rank order. exact: its routes' rows in k order, and beside them
+// their weights if `row_weights` is not NULL; a route that was dropped in this call has a row of zeros and the weight 0.
+struct ForwardCall {
+  MovementCall call;        // the leg's; num_tokens is that of the leg, recv_rows and handle_mem those of the group's call
+  const std::byte* rows;    // [N, H]: this rank's own
+  const float* row_weights; // [N]; may be NULL. Applied in the partial sums of wire
+  RailArea area;
+  int node; // of the leg
+  int chunk;
+};
+cudaError_t launch_forward_rows(const DeviceGroup& group, const NodesDevice& nodes, const ForwardCall& call, int num_sms,
+                                cudaStream_t stream);
+
+// At home: out[t] is the sum of what has come of the token, from all nodes, in the order that the precision says, rounded once.
+// A token of which nothing comes gets zeros. If `carried_out` is not NULL it gets, for each route that was kept, the weight that
+// has come at area.weights [N, T', K], by (node, index of the token there, k), and 0 elsewhere.
+struct SumCall {
+  MovementCall call;
+  bool is_weighted; // exact: rows have weights
+  RailArea area;    // of the own node, too
+  std::byte* out;   // [T, H]
+  float* carried_out;
+};
+cudaError_t launch_sum_rows(const NodesDevice& nodes, const SumCall& call, int num_sms, cudaStream_t stream);
+
+// All of these, to be loaded before any is launched.
+std::vector<const void*> nodes_prepare_kernels();
+std::vector<const void*> nodes_row_kernels(); // with the shared memory of movements
+std::vector<const void*> nodes_call_kernels();
+
+} // namespace epx::cuda

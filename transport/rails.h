@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rails move data between the nodes of a group, on a stream, where no rank can access a window of another node. The rail of a
+// rank leads to the rank with the same index on each other node, its rail peers.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "epx/epx.h"
+#include "transport/exchange.h"
+#include "transport/transport.h"
+
+namespace epx {
+
+// What this rank sends to its rail peer on a node, and gets from it. Both ends know both sizes: the peer's recv_bytes is this
+// rank's send_bytes. A size of 0 takes no part. The memory is in the GPU, outside of all windows.
+struct RailTransfer {
+  int node;
+  const void* send;
+  int64_t send_bytes;
+  void* recv;
+  int64_t recv_bytes;
+};
+
+// All calls are asynchronous on the stream, which may be captured, and all ranks make the same ones in the same order. They
+// throw SYSTEM, and ABORTED after abort().
+class Rails {
+public:
+  virtual ~Rails() = default;
+
+  // Gathers `bytes` bytes of each rank of the group into all [P], by rank; `bytes` is the same on all ranks.
+  virtual void all_gather(const void* mine, void* all, int64_t bytes, epx_stream stream) = 0;
+
+  // Makes all the transfers at once; the order in which they are listed does not matter. Several may be with one node: the
+  // i-th of this rank with a node meets the i-th of that rail peer with this node.
+  virtual void exchange(std::span<const RailTransfer> transfers, epx_stream stream) = 0;
+
+  // Ends transfers that wait for a peer. It may be called from any thread, any number of times, and returns at once.
+  virtual void abort() noexcept = 0;
+};
+
+// The transports of a group of several nodes: windows of the ranks of this node, by index in the node, and rails.
+struct NodesTransport {
+  std::unique_ptr<Transport> node;
+  std::unique_ptr<Rails> rails;
+};
+
+} // namespace epx
