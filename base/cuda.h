@@ -47,6 +47,8 @@ struct CudaFreeHost {
 template <typename T>
 using DeviceMemory = std::unique_ptr<T[], CudaFree>;
 template <typename T>
+using PinnedMemory = std::unique_ptr<T[], CudaFreeHost>; // host memory that the GPU copies to without a detour
+template <typename T>
 using MappedMemory = std::unique_ptr<T, CudaFreeHost>; // pinned host memory; devices access it at the same address
 
 // The memory is zeroed.
@@ -67,6 +69,14 @@ MappedMemory<T> make_mapped_memory() {
   void* memory = nullptr;
   check_cuda(cudaHostAlloc(&memory, sizeof(T), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
   return MappedMemory<T>(new (memory) T{});
+}
+
+// The memory is zeroed.
+template <typename T>
+PinnedMemory<T> make_pinned_memory(size_t num_elements) {
+  void* memory = nullptr;
+  check_cuda(cudaHostAlloc(&memory, num_elements * sizeof(T), cudaHostAllocPortable), "cudaHostAlloc");
+  return PinnedMemory<T>(new (memory) T[num_elements]{});
 }
 
 class CudaStream {

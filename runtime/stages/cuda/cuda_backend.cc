@@ -32,7 +32,7 @@ namespace {
 
 constexpr std::chrono::seconds kTimeToAbort{2}; // time for waiting kernels to see that their group has ended
 
-class CudaBackend final : public Backend, private Stages {
+class CudaBackend final : public NodeBackend, private Stages {
 public:
   CudaBackend(const GroupContext& context, int device, std::unique_ptr<Transport> transport,
               std::unique_ptr<RankBoard> board, std::unique_ptr<Window> window, const LaunchPlan& plan)
@@ -122,6 +122,12 @@ public:
     }
     return status_.report();
   }
+
+  void require_healthy() override { reader_.read(); }
+  void make_call(epx_operation operation, epx_stream stream, const Launch& launch_kernel) override {
+    launch(operation, stream, launch_kernel);
+  }
+  const DeviceGroup& device_group() const override { return group_; }
 
 private:
   void prepare(const PrepareCall& call) override {
@@ -352,8 +358,8 @@ private:
 
 } // namespace
 
-std::unique_ptr<Backend> make_backend(const GroupContext& context, int num_comm_sms, std::unique_ptr<Transport> transport,
-                                      Exchange& exchange) {
+std::unique_ptr<NodeBackend> make_backend(const GroupContext& context, int num_comm_sms,
+                                          std::unique_ptr<Transport> transport, Exchange& exchange) {
   std::optional<LaunchPlan> plan;
   exchange.all_gather([&] {
     if (context.shape.num_ranks > kMaxDeviceRanks)
@@ -367,7 +373,7 @@ std::unique_ptr<Backend> make_backend(const GroupContext& context, int num_comm_
   std::unique_ptr<Window> window = transport->open_window(context.layout.total_bytes, exchange);
   log::group().info("group {:016x}: all ranks have mapped the windows of {} bytes", context.group_id,
                     context.layout.total_bytes);
-  std::unique_ptr<Backend> backend;
+  std::unique_ptr<NodeBackend> backend;
   exchange.all_gather([&] { // no rank makes a call before all ranks are ready for it
     int device = 0;
     check_cuda(cudaGetDevice(&device), "cudaGetDevice");

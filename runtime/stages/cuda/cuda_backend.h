@@ -2,18 +2,36 @@
 // The backend for GPUs of one NVLink domain.
 #pragma once
 
+#include <functional>
 #include <memory>
+
+#include <cuda_runtime_api.h>
 
 #include "runtime/backend.h"
 #include "runtime/group_context.h"
+#include "runtime/stages/cuda/protocol/device_group.h"
 #include "transport/exchange.h"
 #include "transport/transport.h"
 
 namespace epx::cuda {
 
+// The backend of a group of one node, or of this rank's node in a group of several, which makes calls of its own there.
+class NodeBackend : public Backend {
+public:
+  // Throws the failure that a kernel or a host has reported, if there is one.
+  virtual void require_healthy() = 0;
+
+  // Makes a call of the node: `launch` launches its kernel on the stream.
+  using Launch = std::function<cudaError_t(const DeviceGroup& group, cudaStream_t stream)>;
+  virtual void make_call(epx_operation operation, epx_stream stream, const Launch& launch) = 0;
+
+  // The node as kernels that are no calls see it.
+  virtual const DeviceGroup& device_group() const = 0;
+};
+
 // This is collective over `exchange`: all ranks succeed or all throw. The context must outlive the backend. Kernels must be
 // able to access the transport's windows.
-std::unique_ptr<Backend> make_backend(const GroupContext& context, int num_comm_sms, std::unique_ptr<Transport> transport,
-                                      Exchange& exchange);
+std::unique_ptr<NodeBackend> make_backend(const GroupContext& context, int num_comm_sms,
+                                          std::unique_ptr<Transport> transport, Exchange& exchange);
 
 } // namespace epx::cuda

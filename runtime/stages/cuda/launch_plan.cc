@@ -97,6 +97,12 @@ int blocks_per_sm(const void* kernel, int threads, size_t shared_bytes) {
 
 } // namespace
 
+void load_kernels(std::span<const void* const> kernels) {
+  const Device device = this_device();
+  for (const void* kernel : kernels)
+    load(kernel, device);
+}
+
 LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
     : num_ranks_(shape.num_ranks), max_ll_tokens_(max_ll_tokens(shape)) {
   const Device device = this_device();

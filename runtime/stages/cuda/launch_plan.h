@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include <cuda_runtime_api.h>
 
@@ -47,6 +48,9 @@ struct PrepareDispatchGrid {
   Grid grid;
   PrepareDispatchBlocks blocks;
 };
+
+// Loads kernels that no LaunchPlan knows, before any of them is launched.
+void load_kernels(std::span<const void* const> kernels);
 
 class LaunchPlan {
 public:

@@ -1,0 +1,476 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/stages/cuda/nodes/nodes_backend.h"
+
+#include <algorithm>
+#include <chrono>
+#include <span>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/cuda.h"
+#include "base/error.h"
+#include "base/names.h"
+#include "base/stream_order.h"
+#include "base/suspension_aware_deadline.h"
+#include "runtime/stages/cuda/cuda_backend.h"
+#include "runtime/stages/cuda/nodes/nodes_kernels.h"
+#include "runtime/stages/cuda/nodes/rail_buffers.h"
+#include "transport/node_exchange.h"
+
+namespace epx::cuda {
+namespace {
+
+GroupContext make_node_context(const GroupContext& group, const NodesShape& shape) {
+  GroupContext node = group;
+  node.shape = shape.node;
+  node.rank = shape.index_in_node();
+  node.checks_handle_mem = false; // which is not the node's
+  return node;
+}
+
+// How many rows each transfer of a movement has. Tokens travel home to relay in a scatter, and rows relay to home in a gather.
+class RailSizes {
+public:
+  // Exact sizes, from the records that this rank has sent and received, [N, record_words]. They may say anything.
+  RailSizes(const NodesShape& shape, int top_k, const int32_t* sent, const int32_t* received)
+      : shape_(&shape), rows_per_token_(shape.max_back_rows(top_k)), sent_(sent), received_(received) {}
+  // Fixed sizes: all that there can be.
+  RailSizes(const NodesShape& shape, int top_k) : RailSizes(shape, top_k, nullptr, nullptr) {}
+
+  bool are_fixed() const { return sent_ == nullptr; }
+
+  // Tokens of a chunk that this rank sends to `node`, or relays for its rail peer there.
+  int64_t home_tokens(int node, int chunk) const { return tokens_in_chunk(sent_, node, chunk); }
+  int64_t relay_tokens(int node, int chunk) const { return tokens_in_chunk(received_, node, chunk); }
+  // The same of all chunks.
+  int64_t home_tokens(int node) const { return are_fixed() ? shape_->padded_tokens() : tokens(sent_, node); }
+  int64_t relay_tokens(int node) const { return are_fixed() ? shape_->padded_tokens() : tokens(received_, node); }
+  // Rows that come home from `node` in all, or that this rank sends home as a relay.
+  int64_t home_rows(int node) const { return rows(sent_, node); }
+  int64_t relay_rows(int node) const { return rows(received_, node); }
+
+private:
+  const int32_t* record(const int32_t* records, int node) const { return records + node * record_words(*shape_); }
+  int64_t tokens(const int32_t* records, int node) const {
+    return std::clamp<int64_t>(record(records, node)[2], 0, shape_->group.max_tokens_per_rank);
+  }
+  int64_t tokens_in_chunk(const int32_t* records, int node, int chunk) const {
+    return are_fixed() ? shape_->chunk_tokens() : shape_->tokens_in_chunk(tokens(records, node), chunk);
+  }
+  int64_t rows(const int32_t* records, int node) const {
+    if (are_fixed()) return shape_->padded_tokens() * rows_per_token_;
+    const int32_t last = record(records, node)[kRecordHeaderWords + shape_->num_chunks() - 1];
+    return std::clamp<int64_t>(last, 0, tokens(records, node) * rows_per_token_);
+  }
+
+  const NodesShape* shape_;
+  int rows_per_token_;
+  const int32_t* sent_;
+  const int32_t* received_;
+};
+
+class NodesBackend final : public Backend, private Stages {
+public:
+  NodesBackend(const NodesShape& shape, const GroupContext& context, std::unique_ptr<GroupContext> node_context,
+               std::unique_ptr<NodeBackend> node, std::unique_ptr<Rails> rails, std::unique_ptr<ControlConnection> control)
+      : shape_(shape), context_(context), buffers_(shape), node_context_(std::move(node_context)), rails_(std::move(rails)),
+        node_(std::move(node)), control_(std::move(control)),
+        chunk_events_(static_cast<size_t>(shape.num_chunks())), nodes_{shape,
+                                                                       context.group_id,
+                                                                       buffers_.state.get(),
+                                                                       buffers_.progress.get(),
+                                                                       buffers_.leg_headers.get(),
+                                                                       buffers_.sent_records.get(),
+                                                                       buffers_.received_records.get(),
+                                                                       node_->device_group().state} {
+    check_cuda(cudaGetDevice(&device_), "cudaGetDevice");
+  }
+
+  int num_comm_sms() const override { return node_->num_comm_sms(); }
+  Stages& stages() override { return *this; }
+
+  // Peers of other nodes never access this memory.
+  void* allocate(int64_t bytes) override { return node_->allocate(bytes); }
+  void register_memory(std::byte* memory, int64_t bytes) override { node_->register_memory(memory, bytes); }
+  void free(void* data) override { node_->free(data); }
+
+  void abort() override {
+    rails_->abort();
+    node_->abort();
+  }
+  epx_group_report report() override { return node_->report(); }
+
+private:
+  // The arguments of a leg, except for its tensors of tokens.
+  template <typename Call>
+  struct LegCall {
+    LegCall(const NodesBackend& backend, const Call& whole, int leg_node, int chunk, int64_t tokens)
+        : call(whole), node(leg_node), first_token(int64_t{chunk} * backend.shape_.chunk_tokens()),
+          is_first(node == backend.shape_.own_node && chunk == 0),
+          layout(leg_layout(make_nodes_handle_layout(backend.shape_, whole.top_k), backend.shape_, whole.top_k,
+                            backend.shape_.leg(node, chunk))) {
+      call.num_tokens = tokens;
+      call.layout = &layout;
+      call.checked_header =
+          reinterpret_cast<const std::byte*>(backend.nodes_.leg_headers + backend.shape_.leg(node, chunk));
+    }
+    LegCall(const LegCall&) = delete; // call.layout points into it
+    LegCall& operator=(const LegCall&) = delete;
+
+    Call call;
+    int node;
+    int64_t first_token; // of the chunk
+    bool is_first;       // of the group's call
+    HandleLayout layout;
+  };
+
+  void prepare(const PrepareCall& call) override {
+    make_call(EPX_OP_PREPARE, call.stream, [&](cudaStream_t stream, bool) { make_plan(call, stream); });
+  }
+  void dispatch(const DispatchCall& call) override {
+    make_call(call.operation, call.stream,
+              [&](cudaStream_t stream, bool is_captured) { scatter(call, stream, is_captured); });
+  }
+  void prepare_dispatch(const PrepareDispatchCall& call) override {
+    make_call(EPX_OP_PREPARE_DISPATCH, call.prepare.stream, [&](cudaStream_t stream, bool is_captured) {
+      make_plan(call.prepare, stream);
+      scatter(call.dispatch, stream, is_captured);
+    });
+  }
+  void combine(const CombineCall& call) override {
+    make_call(call.operation, call.stream, [&](cudaStream_t stream, bool is_captured) {
+      gather(call, call.expert_out, call.recv_weights, call.out, nullptr, stream, is_captured);
+    });
+  }
+  void combine_bwd(const CombineBwdCall& call) override {
+    make_call(call.operation, call.stream,
+              [&](cudaStream_t stream, bool is_captured) { scatter(call, stream, is_captured); });
+  }
+  void dispatch_bwd(const DispatchBwdCall& call) override {
+    make_call(call.operation, call.stream, [&](cudaStream_t stream, bool is_captured) {
+      gather(call, call.grad_recv, nullptr, call.grad_tokens, call.grad_topk_weights, stream, is_captured);
+    });
+  }
+  void dispatch_rank_major(const DispatchRankMajorCall&) override {
+    fail(EPX_ERROR_UNSUPPORTED,
+         "rank-major rows do not travel between nodes"); // the arguments' check has refused it already
+  }
+
+  // Makes a call of the group: `body` launches all of it on the stream. When it fails the group ends, because the peers may have
+  // the part of the call that this rank lacks.
+  template <typename Body>
+  void make_call(epx_operation operation, epx_stream of_call, const Body& body) {
+    node_->require_healthy();
+    const auto stream = static_cast<cudaStream_t>(of_call);
+    const CudaDeviceScope scope(device_);
+    const Capture capture = capture_of(stream);
+    if (capture != Capture::none) order_.saw_capture();
+    const bool is_ordered = capture == Capture::none && order_.wait_for_last(stream);
+    if (capture != Capture::active && !is_ordered)
+      order_.refuse_beside_capture(name_of(operation), "the group's", capture); // the call can be made again
+    try {
+      check_cuda(launch_begin_call(nodes_, operation, stream), name_of(operation));
+      body(stream, capture == Capture::active);
+      check_cuda(launch_end_call(nodes_, stream), name_of(operation));
+    } catch (const StatusError&) {
+      abort();
+      throw;
+    }
+    if (capture == Capture::none) order_.launched(stream);
+  }
+
+  // ---- prepare ----
+
+  void make_plan(const PrepareCall& call, cudaStream_t stream) {
+    const NodesPrepareBuffers buffers = buffers_.prepare();
+    check_cuda(launch_count_routes(nodes_, buffers, call, stream), "prepare");
+    rails_->all_gather(buffers.counts, buffers.all_counts,
+                       shape_.group.num_experts * static_cast<int64_t>(sizeof(*buffers.counts)), stream);
+    check_cuda(launch_assign_slots(nodes_, buffers, call, stream), "prepare");
+    check_cuda(launch_list_tokens(nodes_, buffers, call, stream), "prepare");
+    const int64_t words = table_words(shape_, call.top_k);
+    exchange_words(buffers.sent_tables, buffers.received_tables, words, stream);
+    check_cuda(launch_list_relayed(nodes_, buffers, call, stream), "prepare");
+    const auto deliver = [&](int node, int chunk) {
+      node_->make_call(EPX_OP_PREPARE, stream, [&](const DeviceGroup& group, cudaStream_t on) {
+        return launch_deliver_leg(group, nodes_, buffers, call, shape_.leg(node, chunk), on);
+      });
+    };
+    for_each_chunk([&](int chunk) { deliver(shape_.own_node, chunk); });
+    for_each_chunk([&](int chunk) { for_each_other_node([&](int node) { deliver(node, chunk); }); });
+  }
+
+  // All rail peers have so many words for each other.
+  void exchange_words(const int32_t* sent, int32_t* received, int64_t words, cudaStream_t stream) {
+    const int64_t bytes = words * static_cast<int64_t>(sizeof(*sent));
+    std::vector<RailTransfer> transfers;
+    for_each_other_node([&](int node) {
+      transfers.push_back({node, sent + node * words, bytes, received + node * words, bytes});
+    });
+    rails_->exchange(transfers, stream);
+  }
+
+  // ---- Movements ----
+
+  // Tells the rail peers how many tokens this rank has for them. Returns the sizes of the transfers that follow; where they are
+  // exact, the host waits for the peers' here.
+  RailSizes open_legs(const MovementCall& call, cudaStream_t stream, bool has_fixed_sizes) {
+    const char* const name = name_of(call.operation);
+    check_cuda(launch_post_records(nodes_, call, stream), name);
+    exchange_words(nodes_.sent_records, nodes_.received_records, record_words(shape_), stream);
+    check_cuda(launch_open_legs(nodes_, call, has_fixed_sizes, stream), name);
+    if (has_fixed_sizes) return {shape_, call.top_k};
+    const int64_t words = shape_.num_nodes() * record_words(shape_);
+    int32_t* const sent = buffers_.records_on_host.get();
+    int32_t* const received = sent + words;
+    const auto copy = [&](int32_t* to, const int32_t* from) {
+      check_cuda(cudaMemcpyAsync(to, from, static_cast<size_t>(words) * sizeof(*to), cudaMemcpyDeviceToHost, stream), name);
+    };
+    copy(sent, nodes_.sent_records);
+    copy(received, nodes_.received_records);
+    wait_for(stream, call.operation);
+    return {shape_, call.top_k, sent, received};
+  }
+
+  // The one wait of the host in a call: it ends when the group fails.
+  void wait_for(cudaStream_t stream, epx_operation operation) {
+    SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
+    for (;;) {
+      const cudaError_t error = cudaStreamQuery(stream);
+      if (error != cudaErrorNotReady) {
+        check_cuda(error, name_of(operation));
+        node_->require_healthy();
+        return;
+      }
+      node_->require_healthy();
+      if (deadline.passed())
+        fail(EPX_ERROR_TIMEOUT, "{}: the rail peers' records have not come within {} ms", name_of(operation),
+             context_.timeout_ms);
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+
+  // Rows go from tokens to slots. Rows to the other nodes are on the wire while legs before them store what has come.
+  template <typename Call> // DispatchCall or CombineBwdCall
+  void scatter(const Call& call, cudaStream_t stream, bool has_fixed_sizes) {
+    const RailSizes sizes = open_legs(call, stream, has_fixed_sizes);
+    const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
+    const RailArea& sent = buffers_.to_rails.area();
+    const RailArea& received = buffers_.from_rails.area();
+    fork_rail_stream(stream);
+    for_each_chunk([&](int chunk) {
+      const PackCall pack = pack_call(call, sent, chunk);
+      check_cuda(launch_pack_rows(nodes_, pack, num_comm_sms(), rail_stream_.get()), name_of(call.operation));
+      const int64_t first = int64_t{chunk} * shape_.chunk_tokens();
+      std::vector<RailTransfer> transfers;
+      for_each_other_node([&](int node) {
+        const int64_t out = sizes.home_tokens(node, chunk);
+        const int64_t in = sizes.relay_tokens(node, chunk);
+        transfers.push_back({node, sent.rows_of(node, row_bytes) + first * row_bytes, out * row_bytes,
+                             received.rows_of(node, row_bytes) + first * row_bytes, in * row_bytes});
+        if (pack.weights != nullptr) {
+          const int64_t bytes = call.top_k * static_cast<int64_t>(sizeof(float));
+          transfers.push_back({node, sent.weights_of(node) + first * call.top_k, out * bytes,
+                               received.weights_of(node) + first * call.top_k, in * bytes});
+        }
+        if (const int64_t bytes = pack.sidecar_bytes; bytes > 0)
+          transfers.push_back({node, sent.sidecars_of(node, bytes) + first * bytes, out * bytes,
+                               received.sidecars_of(node, bytes) + first * bytes, in * bytes});
+      });
+      rails_->exchange(transfers, rail_stream_.get());
+      record(chunk_event(chunk), rail_stream_.get());
+    });
+    for_each_chunk([&](int chunk) { scatter_leg(call, shape_.own_node, chunk, own_tokens(call, chunk), received); });
+    for_each_chunk([&](int chunk) {
+      wait(stream, chunk_event(chunk));
+      for_each_other_node([&](int node) { scatter_leg(call, node, chunk, sizes.relay_tokens(node, chunk), received); });
+    });
+    join_rail_stream(stream);
+  }
+
+  static PackCall pack_call(const DispatchCall& call, const RailArea& area, int chunk) {
+    return {call, call.tokens, call.topk_weights, call.sidecar, call.sidecar_bytes, area, chunk};
+  }
+  static PackCall pack_call(const CombineBwdCall& call, const RailArea& area, int chunk) {
+    return {call, call.grad_out, nullptr, nullptr, 0, area, chunk};
+  }
+
+  void scatter_leg(const DispatchCall& call, int node, int chunk, int64_t tokens, const RailArea& received) {
+    const bool is_own = node == shape_.own_node;
+    const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
+    LegCall<DispatchCall> leg(*this, call, node, chunk, tokens);
+    leg.call.clears_pads = call.clears_pads && leg.is_first;
+    leg.call.tokens = (is_own ? call.tokens : received.rows_of(node, row_bytes)) + leg.first_token * row_bytes;
+    if (const int64_t bytes = call.sidecar_bytes; bytes > 0)
+      leg.call.sidecar = (is_own ? call.sidecar : received.sidecars_of(node, bytes)) + leg.first_token * bytes;
+    if (call.topk_weights != nullptr)
+      leg.call.topk_weights = (is_own ? call.topk_weights : received.weights_of(node)) + leg.first_token * call.top_k;
+    node_->stages().dispatch(leg.call);
+  }
+  void scatter_leg(const CombineBwdCall& call, int node, int chunk, int64_t tokens, const RailArea& received) {
+    const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
+    LegCall<CombineBwdCall> leg(*this, call, node, chunk, tokens);
+    leg.call.grad_out =
+        (node == shape_.own_node ? call.grad_out : received.rows_of(node, row_bytes)) + leg.first_token * row_bytes;
+    node_->stages().combine_bwd(leg.call);
+  }
+
+  // Rows go from slots to tokens. A leg leaves what goes home in `sent`, and that of the own node in `received`.
+  template <typename Call> // CombineCall or DispatchBwdCall
+  void gather(const Call& call, const std::byte* rows, const float* row_weights, std::byte* out, float* carried_out,
+              cudaStream_t stream, bool has_fixed_sizes) {
+    const RailSizes sizes = open_legs(call, stream, has_fixed_sizes);
+    const RailArea& sent = buffers_.to_rails.area();
+    const RailArea& received = buffers_.from_rails.area();
+    const bool sums_by_node = shape_.group.precision == EPX_COMBINE_NODE;
+    const auto make_leg = [&](int node, int chunk, int64_t tokens, const RailArea& area) {
+      LegCall<Call> leg(*this, call, node, chunk, tokens);
+      gather_leg(leg, area);
+      if (!sums_by_node)
+        check_cuda(launch_forward_rows(node_->device_group(), nodes_, {leg.call, rows, row_weights, area, node, chunk},
+                                       num_comm_sms(), stream),
+                   name_of(call.operation));
+    };
+    fork_rail_stream(stream);
+    for_each_chunk([&](int chunk) {
+      for_each_other_node([&](int node) { make_leg(node, chunk, sizes.relay_tokens(node, chunk), sent); });
+      record(chunk_event(chunk), stream);
+      wait(rail_stream_.get(), chunk_event(chunk));
+      if (sums_by_node) send_home(call, sizes, carried_out != nullptr, chunk);
+    });
+    if (!sums_by_node) send_rows_home(call, sizes, row_weights != nullptr, carried_out != nullptr);
+    for_each_chunk([&](int chunk) { make_leg(shape_.own_node, chunk, own_tokens(call, chunk), received); });
+    join_rail_stream(stream);
+    const bool is_weighted = row_weights != nullptr && shape_.group.precision == EPX_COMBINE_EXACT;
+    check_cuda(launch_sum_rows(nodes_, {call, is_weighted, received, out, carried_out}, num_comm_sms(), stream),
+               name_of(call.operation));
+  }
+
+  // Makes the leg's call; its sums are what goes home, or, where a precision sends other rows, go where nobody reads them.
+  void gather_leg(LegCall<CombineCall>& leg, const RailArea& area) {
+    leg.call.out = sums_of_leg(leg, area);
+    node_->stages().combine(leg.call);
+  }
+  void gather_leg(LegCall<DispatchBwdCall>& leg, const RailArea& area) {
+    leg.call.grad_tokens = sums_of_leg(leg, area);
+    if (leg.call.grad_topk_weights != nullptr)
+      leg.call.grad_topk_weights = area.weights_of(leg.node) + leg.first_token * leg.call.top_k;
+    node_->stages().dispatch_bwd(leg.call);
+  }
+  template <typename Leg>
+  std::byte* sums_of_leg(const Leg& leg, const RailArea& area) const {
+    const int64_t row_bytes = epx::row_bytes(leg.call.dtype, leg.call.hidden);
+    if (shape_.group.precision != EPX_COMBINE_NODE) return buffers_.to_rails.area().rows_of(shape_.own_node, row_bytes);
+    return area.rows_of(leg.node, row_bytes) + leg.first_token * row_bytes;
+  }
+
+  // Precision node: the partials of a chunk's tokens.
+  void send_home(const MovementCall& call, const RailSizes& sizes, bool carries_weights, int chunk) {
+    const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
+    const int64_t weight_bytes = call.top_k * static_cast<int64_t>(sizeof(float));
+    const int64_t first = int64_t{chunk} * shape_.chunk_tokens();
+    const RailArea& sent = buffers_.to_rails.area();
+    const RailArea& received = buffers_.from_rails.area();
+    std::vector<RailTransfer> transfers;
+    for_each_other_node([&](int node) {
+      const int64_t out = sizes.relay_tokens(node, chunk);
+      const int64_t in = sizes.home_tokens(node, chunk);
+      transfers.push_back({node, sent.rows_of(node, row_bytes) + first * row_bytes, out * row_bytes,
+                           received.rows_of(node, row_bytes) + first * row_bytes, in * row_bytes});
+      if (carries_weights)
+        transfers.push_back({node, sent.weights_of(node) + first * call.top_k, out * weight_bytes,
+                             received.weights_of(node) + first * call.top_k, in * weight_bytes});
+    });
+    rails_->exchange(transfers, rail_stream_.get());
+  }
+
+  // Precisions wire and exact: all rows, without gaps.
+  void send_rows_home(const MovementCall& call, const RailSizes& sizes, bool has_weights, bool carries_weights) {
+    const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
+    const RailArea& sent = buffers_.to_rails.area();
+    const RailArea& received = buffers_.from_rails.area();
+    const auto weights = [&](int64_t rows, int64_t tokens) {
+      const bool of_rows = has_weights && shape_.group.precision == EPX_COMBINE_EXACT;
+      return (of_rows ? rows : carries_weights ? tokens * call.top_k : 0) * static_cast<int64_t>(sizeof(float));
+    };
+    std::vector<RailTransfer> transfers;
+    for_each_other_node([&](int node) {
+      const int64_t out = sizes.relay_rows(node);
+      const int64_t in = sizes.home_rows(node);
+      transfers.push_back(
+          {node, sent.rows_of(node, row_bytes), out * row_bytes, received.rows_of(node, row_bytes), in * row_bytes});
+      transfers.push_back({node, sent.weights_of(node), weights(out, sizes.relay_tokens(node)), received.weights_of(node),
+                           weights(in, sizes.home_tokens(node))});
+    });
+    rails_->exchange(transfers, rail_stream_.get());
+  }
+
+  // ---- Legs ----
+
+  // How many of the call's own tokens are in a chunk.
+  int64_t own_tokens(const MovementCall& call, int chunk) const { return shape_.tokens_in_chunk(call.num_tokens, chunk); }
+
+  template <typename Body>
+  void for_each_chunk(const Body& body) const {
+    for (int chunk = 0; chunk < shape_.num_chunks(); ++chunk)
+      body(chunk);
+  }
+  template <typename Body>
+  void for_each_other_node(const Body& body) const {
+    for (int node = 0; node < shape_.num_nodes(); ++node)
+      if (node != shape_.own_node) body(node);
+  }
+  // ---- The rail stream ----
+
+  void fork_rail_stream(cudaStream_t stream) {
+    record(fork_, stream);
+    wait(rail_stream_.get(), fork_);
+  }
+  void join_rail_stream(cudaStream_t stream) {
+    record(join_, rail_stream_.get());
+    wait(stream, join_);
+  }
+  const CudaEvent& chunk_event(int chunk) const { return chunk_events_[static_cast<size_t>(chunk)]; }
+  static void record(const CudaEvent& event, cudaStream_t stream) {
+    check_cuda(cudaEventRecord(event.get(), stream), "cudaEventRecord");
+  }
+  static void wait(cudaStream_t stream, const CudaEvent& event) {
+    check_cuda(cudaStreamWaitEvent(stream, event.get(), 0), "cudaStreamWaitEvent");
+  }
+
+  NodesShape shape_;
+  const GroupContext& context_;
+  RailBuffers buffers_;
+  std::unique_ptr<GroupContext> node_context_;
+  std::unique_ptr<Rails> rails_;
+  std::unique_ptr<NodeBackend> node_;
+  std::unique_ptr<ControlConnection> control_;
+  std::vector<CudaEvent> chunk_events_;
+  CudaEvent fork_, join_;
+  CudaStream rail_stream_;
+  StreamOrder order_;
+  NodesDevice nodes_;
+  int device_ = 0;
+};
+
+} // namespace
+
+std::unique_ptr<Backend> make_nodes_backend(const GroupContext& context, int num_comm_sms, NodesTransport transport,
+                                            std::unique_ptr<ControlConnection> control, Exchange& exchange) {
+  const NodesShape shape = make_nodes_shape(context.shape, context.rank);
+  NodeExchange of_node(exchange, context.rank, context.shape.ranks_per_node);
+  auto node_context = std::make_unique<GroupContext>(make_node_context(context, shape));
+  std::unique_ptr<NodeBackend> node = make_backend(*node_context, num_comm_sms, std::move(transport.node), of_node);
+  std::unique_ptr<Backend> backend;
+  exchange.all_gather([&] {
+    for (const auto& kernels : {nodes_prepare_kernels(), nodes_row_kernels(), nodes_call_kernels()})
+      load_kernels(kernels);
+    backend = std::make_unique<NodesBackend>(shape, context, std::move(node_context), std::move(node),
+                                             std::move(transport.rails), std::move(control));
+    return int32_t{0};
+  });
+  return backend;
+}
+
+} // namespace epx::cuda

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// The memory of a group of several nodes beside the node's window: what goes to and comes from the rails.
+#pragma once
+
+#include <cstdint>
+
+#include "base/cuda.h"
+#include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/nodes/nodes_kernels.h"
+
+namespace epx::cuda {
+
+// Rows of one direction, weights and sidecars, of each node; the own node's part is scratch or holds its own partials.
+class RailRows {
+public:
+  explicit RailRows(const NodesShape& shape);
+
+  // The area for rows of so many bytes.
+  const RailArea& area() const { return area_; }
+  static int64_t bytes(const NodesShape& shape);
+
+private:
+  RailArea area_{};
+  DeviceMemory<std::byte> memory_;
+};
+
+struct RailBuffers {
+  explicit RailBuffers(const NodesShape& shape);
+  static int64_t bytes(const NodesShape& shape); // of device memory
+
+  NodesPrepareBuffers prepare() const;
+
+  DeviceMemory<NodesState> state;
+  MappedMemory<NodesProgress> progress;
+  DeviceMemory<HandleHeader> leg_headers;
+  DeviceMemory<int32_t> sent_records, received_records;
+  PinnedMemory<int32_t> records_on_host; // [2, N, record_words]: sent, then received
+  DeviceMemory<int32_t> counts;          // of prepare: NodesPrepareBuffers' first three, one behind the other
+  DeviceMemory<uint64_t> bad_indices;
+  DeviceMemory<int32_t> sent_tables, received_tables;
+  RailRows to_rails, from_rails;
+
+private:
+  int64_t num_experts_;
+};
+
+} // namespace epx::cuda
