@@ -17,7 +17,7 @@
 #include "runtime/config.h"
 #include "runtime/group.h"
 #include "runtime/group_guard.h"
-#include "runtime/layout/handle_memory.h"
+#include "runtime/layout/nodes_handle.h"
 #include "runtime/layout/planner.h"
 #include "runtime/layout/slots.h"
 #include "runtime/struct_size.h"
@@ -173,11 +173,6 @@ epx_status epx_group_memory_plan(const epx_group_config* config, int32_t num_ran
       fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_memory_plan: num_ranks is {}; it must be 1..{}", num_ranks, kMaxRanks);
     validate(*config);
     const GroupShape shape = resolve(*config, num_ranks);
-    if (shape.num_nodes() > 1 && config->transport != EPX_TRANSPORT_HOST)
-      fail(EPX_ERROR_UNSUPPORTED,
-           "epx_group_memory_plan: ranks_per_node is {} of {} ranks, but transport {} serves groups of one node in this "
-           "version",
-           shape.ranks_per_node, num_ranks, name_of(config->transport));
     write_output(plan, [&] { return plan_memory(shape, config->transport); });
   });
 }
@@ -221,7 +216,7 @@ epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, size_t* 
     require_pointer("epx_handle_mem_size", "layer", layer);
     require_pointer("epx_handle_mem_size", "bytes", bytes);
     require_layer(target.context(), *layer, "epx_handle_mem_size");
-    *bytes = static_cast<size_t>(make_handle_layout(target.context().shape, layer->top_k).total_bytes);
+    *bytes = static_cast<size_t>(handle_mem_bytes(target.context().shape, target.context().window_access, layer->top_k));
   });
 }
 

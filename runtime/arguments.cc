@@ -13,7 +13,7 @@
 #include "base/dtypes.h"
 #include "base/error.h"
 #include "base/names.h"
-#include "runtime/layout/handle_memory.h"
+#include "runtime/layout/nodes_handle.h"
 #include "runtime/layout/slots.h"
 
 namespace epx {
@@ -56,7 +56,7 @@ public:
     if (args.handle_mem == nullptr) refuse("handle_mem is NULL");
     if (!is_aligned(args.handle_mem, kHandleMemAlignment))
       refuse("handle_mem is not aligned to {} bytes", kHandleMemAlignment);
-    const int64_t needed = make_handle_layout(context_.shape, args.layer.top_k).total_bytes;
+    const int64_t needed = handle_mem_bytes(context_.shape, context_.window_access, args.layer.top_k);
     if (args.handle_mem_bytes < static_cast<size_t>(needed))
       refuse("handle_mem_bytes is {}; top_k {} needs {} (epx_handle_mem_size)", args.handle_mem_bytes, args.layer.top_k,
              needed);

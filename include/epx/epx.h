@@ -387,14 +387,15 @@ typedef struct epx_memory_plan {
   int64_t scatter_weight_bytes;     /**< of which: their weights, and which tokens have come */
   int64_t gather_row_bytes;         /**< of which: staged rows of combine and dispatch_bwd; the same */
   int64_t gather_weight_bytes;      /**< of which: their weights, and which tokens have come */
-  int64_t scratch_bytes;            /**< host transport: private memory of the group for use within a call */
+  int64_t scratch_bytes;            /**< private memory of the group for use within a call: on the host transport; on GPUs in
+                                       groups of several nodes, rows on their way to and from other nodes */
   int64_t handle_mem_bytes; /**< epx_handle_mem_size for (max_top_k, max_alignment); allocated by the caller, one per
                                        layer in flight */
 } epx_memory_plan;
 
 /** Reports what epx_group_create would allocate on each rank of a group of num_ranks ranks, without allocating or
  * communicating, so that ranks_per_node = 0 means one node. color, key, num_comm_sms and timeout_ms do not matter. Errors:
- * INVALID_ARGUMENT; UNSUPPORTED (also: several nodes on another transport than host). */
+ * INVALID_ARGUMENT; UNSUPPORTED. */
 EPX_API epx_status epx_group_memory_plan(const epx_group_config* config, int32_t num_ranks, epx_memory_plan* plan);
 
 /** @} */

@@ -13,6 +13,7 @@
 
 #include "runtime/layout/handle_memory.h"
 #include "runtime/layout/nodes_shape.h"
+#include "transport/peer_window.h"
 
 namespace epx {
 
@@ -80,6 +81,14 @@ constexpr HandleLayout leg_layout(const NodesHandleLayout& layout, const NodesSh
   plan.ll_slots = 0; // legs take the high-throughput path
   plan.total_bytes = layout.total_bytes;
   return plan;
+}
+
+// Returns the bytes of handle memory, which are the same on all ranks: in a group of several nodes whose windows kernels access
+// it has this layout, else that of handle_memory.h.
+inline int64_t handle_mem_bytes(const GroupShape& shape, WindowAccess access, int top_k) {
+  return access == WindowAccess::by_kernels && shape.num_nodes() > 1
+             ? make_nodes_handle_layout(make_nodes_shape(shape, 0), top_k).total_bytes
+             : make_handle_layout(shape, top_k).total_bytes;
 }
 
 // Gives typed access to handle memory at `base`; the pointers are const if the memory is.

@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/layout/planner.h"
 
-#include "runtime/layout/handle_memory.h"
 #include "runtime/layout/host_scratch.h"
+#include "runtime/layout/nodes_handle.h"
+#include "runtime/layout/rail_layout.h"
 #include "runtime/layout/window_layout.h"
 
 namespace epx {
 
 epx_memory_plan plan_memory(const GroupShape& shape, epx_transport transport) {
-  const WindowLayout layout =
-      make_window_layout(shape, transport == EPX_TRANSPORT_HOST ? WindowAccess::by_host : WindowAccess::by_kernels);
+  const WindowAccess access = transport == EPX_TRANSPORT_HOST ? WindowAccess::by_host : WindowAccess::by_kernels;
+  const bool has_rails = access == WindowAccess::by_kernels && shape.num_nodes() > 1;
+  const NodesShape nodes = make_nodes_shape(shape, 0); // whose node has as many experts as any
+  const WindowLayout layout = make_window_layout(has_rails ? nodes.node : shape, access);
   epx_memory_plan plan{};
   plan.max_recv_tokens_per_rank = shape.max_recv_tokens;
   plan.window_bytes = layout.total_bytes;
@@ -22,8 +25,8 @@ epx_memory_plan plan_memory(const GroupShape& shape, epx_transport transport) {
       layout.scatter_weights.bytes + layout.scatter_ready_flags.bytes + layout.ll_scatter_weights.bytes;
   plan.gather_row_bytes = layout.gather_rows.bytes + layout.ll_gather_rows.bytes;
   plan.gather_weight_bytes = layout.gather_weights.bytes + layout.gather_ready_flags.bytes + layout.ll_gather_weights.bytes;
-  plan.scratch_bytes = host::Scratch::bytes(shape);
-  plan.handle_mem_bytes = make_handle_layout(shape, shape.max_top_k).total_bytes;
+  plan.scratch_bytes = has_rails ? rail_bytes(nodes) : host::Scratch::bytes(shape);
+  plan.handle_mem_bytes = handle_mem_bytes(shape, access, shape.max_top_k);
   return plan;
 }
 

@@ -14,29 +14,14 @@
 #include <cuda_runtime_api.h>
 
 #include "runtime/layout/nodes_handle.h"
+#include "runtime/layout/rail_layout.h"
 #include "runtime/stages/cuda/kernels.h"
 #include "runtime/stages/cuda/protocol/device_group.h"
 #include "runtime/stages/stages.h"
 
 namespace epx::cuda {
 
-// ---- What travels by rail ----
-
-// In prepare this rank sends its rail peer on each other node a table of the tokens that go there: int32 number of tokens, three
-// zeros, and for each token int32 [1 + 2 K]: its number, and of each k the slot and the index of the owner in that node, or -1, -1
-// for a k that does not go there or was dropped. Beyond the number of tokens a table has anything.
-constexpr int kTableHeaderWords = 4;
-constexpr int64_t table_words(const NodesShape& shape, int top_k) {
-  return kTableHeaderWords + shape.padded_tokens() * (1 + 2 * int64_t{top_k});
-}
-
-// In each movement this rank first sends its rail peer on each node such a record, [4 + chunks] int32: the id of its plan (two
-// words; 0: it takes part without routes), the number of its tokens that go to that node, 0, and, for each chunk, how many rows come
-// home of the tokens up to its end.
-constexpr int kRecordHeaderWords = 4;
-constexpr int64_t record_words(const NodesShape& shape) {
-  return kRecordHeaderWords + shape.num_chunks();
-}
+// ---- What travels by rail: see also runtime/layout/rail_layout.h ----
 
 // Rows beside the rails, by node. Rows of a call follow each other without gaps. What belongs to node m begins at
 // rows + m * node_rows * row_bytes of the call, weights + m * node_weights, sidecars + m * node_rows * sidecar bytes of the call.

@@ -1,52 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/stages/cuda/nodes/rail_buffers.h"
 
-#include "base/checked_math.h"
-#include "base/dtypes.h"
+#include "runtime/layout/rail_layout.h"
 
 namespace epx::cuda {
 namespace {
-
-constexpr const char* kWhat = "the rows beside the rails";
 
 size_t count(int64_t elements) {
   return static_cast<size_t>(elements);
 }
 
-struct RowSizes {
-  int64_t rows, weights, sidecars; // bytes of all nodes, each rounded up to whole regions
-  int64_t node_rows, node_weights; // of one node
-};
-
-RowSizes row_sizes(const NodesShape& shape) {
-  const GroupShape& group = shape.group;
-  RowSizes sizes{};
-  sizes.node_rows = checked_mul(shape.padded_tokens(), shape.max_back_rows(group.max_top_k), kWhat);
-  sizes.node_weights = checked_mul(shape.padded_tokens(), group.max_top_k, kWhat);
-  const auto bytes = [&](int64_t elements, int64_t bytes_each) {
-    return checked_round_up(checked_mul(checked_mul(elements, shape.num_nodes(), kWhat), bytes_each, kWhat),
-                            kRegionAlignment, kWhat);
-  };
-  sizes.rows = bytes(sizes.node_rows, row_bytes(group.max_token_dtype, group.hidden_dim));
-  sizes.weights = bytes(sizes.node_weights, sizeof(float));
-  sizes.sidecars = bytes(shape.padded_tokens(), group.max_sidecar_bytes);
-  return sizes;
-}
-
 } // namespace
 
-RailRows::RailRows(const NodesShape& shape) : memory_(make_device_memory<std::byte>(count(bytes(shape)))) {
-  const RowSizes sizes = row_sizes(shape);
+RailRows::RailRows(const NodesShape& shape) {
+  const RailRowsLayout layout = make_rail_rows_layout(shape);
+  memory_ = make_device_memory<std::byte>(count(layout.total_bytes));
   area_.rows = memory_.get();
-  area_.weights = reinterpret_cast<float*>(memory_.get() + sizes.rows);
-  area_.sidecars = memory_.get() + sizes.rows + sizes.weights;
-  area_.node_rows = sizes.node_rows;
-  area_.node_weights = sizes.node_weights;
-}
-
-int64_t RailRows::bytes(const NodesShape& shape) {
-  const RowSizes sizes = row_sizes(shape);
-  return checked_add(checked_add(sizes.rows, sizes.weights, kWhat), sizes.sidecars, kWhat);
+  area_.weights = reinterpret_cast<float*>(memory_.get() + layout.row_bytes);
+  area_.sidecars = memory_.get() + layout.row_bytes + layout.weight_bytes;
+  area_.node_rows = layout.node_rows;
+  area_.node_weights = layout.node_weights;
 }
 
 RailBuffers::RailBuffers(const NodesShape& shape)
@@ -65,15 +38,6 @@ RailBuffers::RailBuffers(const NodesShape& shape)
 NodesPrepareBuffers RailBuffers::prepare() const {
   int32_t* const own = counts.get() + kMaxPrepareBlocks * num_experts_;
   return {counts.get(), own, own + num_experts_, bad_indices.get(), sent_tables.get(), received_tables.get()};
-}
-
-int64_t RailBuffers::bytes(const NodesShape& shape) {
-  const int64_t nodes = shape.num_nodes();
-  const int64_t words = 2 * nodes * (record_words(shape) + table_words(shape, shape.group.max_top_k)) +
-                        int64_t{kMaxPrepareBlocks + 1 + shape.group.num_ranks} * shape.group.num_experts;
-  return checked_add(
-      2 * RailRows::bytes(shape),
-      words * static_cast<int64_t>(sizeof(int32_t)) + shape.num_legs() * static_cast<int64_t>(sizeof(HandleHeader)), kWhat);
 }
 
 } // namespace epx::cuda

@@ -15,9 +15,7 @@ class RailRows {
 public:
   explicit RailRows(const NodesShape& shape);
 
-  // The area for rows of so many bytes.
   const RailArea& area() const { return area_; }
-  static int64_t bytes(const NodesShape& shape);
 
 private:
   RailArea area_{};
@@ -26,7 +24,6 @@ private:
 
 struct RailBuffers {
   explicit RailBuffers(const NodesShape& shape);
-  static int64_t bytes(const NodesShape& shape); // of device memory
 
   NodesPrepareBuffers prepare() const;
 

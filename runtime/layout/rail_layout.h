@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sizes of what a group of several nodes has on GPUs beside the node's window: memory that only this rank's kernels and the
+// rails access.
+#pragma once
+
+#include <cstdint>
+
+#include "base/checked_math.h"
+#include "base/dtypes.h"
+#include "runtime/layout/nodes_shape.h"
+#include "runtime/layout/window_layout.h"
+
+namespace epx {
+
+// In prepare this rank sends its rail peer on each other node a table of the tokens that go there: int32 number of tokens, three
+// zeros, and for each token int32 [1 + 2 K]: its number, and of each k the slot and the index of the owner in that node, or -1, -1
+// for a k that does not go there or was dropped. Beyond the number of tokens a table has anything.
+constexpr int kTableHeaderWords = 4;
+constexpr int64_t table_words(const NodesShape& shape, int top_k) {
+  return kTableHeaderWords + shape.padded_tokens() * (1 + 2 * int64_t{top_k});
+}
+
+// In each movement this rank first sends its rail peer on each node such a record, [4 + chunks] int32: the id of its plan (two
+// words; 0: it takes part without routes), the number of its tokens that go to that node, 0, and, for each chunk, how many rows come
+// home of the tokens up to its end.
+constexpr int kRecordHeaderWords = 4;
+constexpr int64_t record_words(const NodesShape& shape) {
+  return kRecordHeaderWords + shape.num_chunks();
+}
+
+// Rows of one direction with their weights and sidecars, of all nodes; see RailArea in runtime/stages/cuda/nodes/nodes_kernels.h.
+struct RailRowsLayout {
+  int64_t node_rows;     // of one node
+  int64_t node_weights;  // floats of one node
+  int64_t row_bytes;     // of all nodes
+  int64_t weight_bytes;  // likewise
+  int64_t sidecar_bytes; // likewise
+  int64_t total_bytes;
+};
+
+// Throws StatusError when the sizes cannot be represented.
+inline RailRowsLayout make_rail_rows_layout(const NodesShape& shape) {
+  const char* what = "the rows beside the rails";
+  const GroupShape& group = shape.group;
+  RailRowsLayout layout{};
+  layout.node_rows = checked_mul(shape.padded_tokens(), shape.max_back_rows(group.max_top_k), what);
+  layout.node_weights = checked_mul(shape.padded_tokens(), group.max_top_k, what);
+  const auto of_all_nodes = [&](int64_t elements, int64_t bytes_each) {
+    const int64_t bytes = checked_mul(checked_mul(elements, shape.num_nodes(), what), bytes_each, what);
+    layout.total_bytes = checked_add(layout.total_bytes, checked_round_up(bytes, kRegionAlignment, what), what);
+    return checked_round_up(bytes, kRegionAlignment, what);
+  };
+  layout.row_bytes = of_all_nodes(layout.node_rows, row_bytes(group.max_token_dtype, group.hidden_dim));
+  layout.weight_bytes = of_all_nodes(layout.node_weights, sizeof(float));
+  layout.sidecar_bytes = of_all_nodes(shape.padded_tokens(), group.max_sidecar_bytes);
+  return layout;
+}
+
+// Rows to and from the rails, and prepare's tables of both directions.
+inline int64_t rail_bytes(const NodesShape& shape) {
+  const char* what = "the rows beside the rails";
+  const int64_t words = checked_mul(shape.num_nodes(), table_words(shape, shape.group.max_top_k), what);
+  return checked_mul(
+      2, checked_add(make_rail_rows_layout(shape).total_bytes, checked_mul(words, sizeof(int32_t), what), what), what);
+}
+
+} // namespace epx
