@@ -50,6 +50,7 @@ struct MovementCall {
   const std::byte* checked_header;        // handle_mem, or the copy of its header that launch_check makes for a kernel
   int64_t rows_per_source = kExpertMajor; // rank-major: M
   int64_t slots_per_source = 0;           // rank-major: slots of the plan for each source rank
+  bool reports_events = true;             // a call that is made as several reports its events once
   const HandleLayout* layout = nullptr;   // of the plan in handle_mem; NULL: as in a group of one node. Not for kernels
 
   constexpr bool is_rank_major() const { return rows_per_source != kExpertMajor; }

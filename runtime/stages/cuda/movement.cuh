@@ -163,6 +163,7 @@ __device__ inline int peer_in_order(const CallSession& call, int64_t token, int 
 __device__ __noinline__ inline void report_events(const CallContext& context, const MovementParams& params,
                                                   const PeerDescriptors& descriptors, bool is_usable) {
   const MovementCall& args = params.call;
+  if (!args.reports_events) return;
   const HandleReader plan(args.handle_mem, params.layout);
   if (!is_usable) {
     record_event(context, EPX_EVENT_HANDLE_MISMATCH, 1, args.top_k, args.alignment, args.num_tokens, -1,

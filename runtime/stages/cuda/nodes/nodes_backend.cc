@@ -43,6 +43,8 @@ public:
   // Tokens of a chunk that this rank sends to `node`, or relays for its rail peer there.
   int64_t home_tokens(int node, int chunk) const { return tokens_in_chunk(sent_, node, chunk); }
   int64_t relay_tokens(int node, int chunk) const { return tokens_in_chunk(received_, node, chunk); }
+  // Those of them that a leg moves: none where the rail peer's handle memory is of another plan than this rank's.
+  int64_t leg_tokens(int node, int chunk) const { return is_of_one_plan(node) ? relay_tokens(node, chunk) : 0; }
   // The same of all chunks.
   int64_t home_tokens(int node) const { return are_fixed() ? shape_->padded_tokens() : tokens(sent_, node); }
   int64_t relay_tokens(int node) const { return are_fixed() ? shape_->padded_tokens() : tokens(received_, node); }
@@ -57,6 +59,9 @@ private:
   }
   int64_t tokens_in_chunk(const int32_t* records, int node, int chunk) const {
     return are_fixed() ? shape_->chunk_tokens() : shape_->tokens_in_chunk(tokens(records, node), chunk);
+  }
+  bool is_of_one_plan(int node) const {
+    return are_fixed() || std::equal(record(sent_, node), record(sent_, node) + 2, record(received_, node));
   }
   int64_t rows(const int32_t* records, int node) const {
     if (are_fixed()) return shape_->padded_tokens() * rows_per_token_;
@@ -91,9 +96,19 @@ public:
   Stages& stages() override { return *this; }
 
   // Peers of other nodes never access this memory.
-  void* allocate(int64_t bytes) override { return node_->allocate(bytes); }
-  void register_memory(std::byte* memory, int64_t bytes) override { node_->register_memory(memory, bytes); }
-  void free(void* data) override { node_->free(data); }
+  void* allocate(int64_t bytes) override {
+    void* const memory = node_->allocate(bytes);
+    count_calls(2); // as in a group of one node
+    return memory;
+  }
+  void register_memory(std::byte* memory, int64_t bytes) override {
+    node_->register_memory(memory, bytes);
+    count_calls(2);
+  }
+  void free(void* data) override {
+    node_->free(data);
+    count_calls(1);
+  }
 
   void abort() override {
     rails_->abort();
@@ -111,6 +126,7 @@ private:
           layout(leg_layout(make_nodes_handle_layout(backend.shape_, whole.top_k), backend.shape_, whole.top_k,
                             backend.shape_.leg(node, chunk))) {
       call.num_tokens = tokens;
+      call.reports_events = is_first;
       call.layout = &layout;
       call.checked_header =
           reinterpret_cast<const std::byte*>(backend.nodes_.leg_headers + backend.shape_.leg(node, chunk));
@@ -178,6 +194,16 @@ private:
       throw;
     }
     if (capture == Capture::none) order_.launched(stream);
+  }
+
+  // Counts calls that have no kernel, while no kernel of the group is running.
+  void count_calls(uint64_t calls) {
+    const CudaDeviceScope scope(device_);
+    NodesState state{};
+    check_cuda(cudaMemcpy(&state, nodes_.state, sizeof(state), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    state.sequence += calls;
+    check_cuda(cudaMemcpy(nodes_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // a copy from pageable memory may still be under way
   }
 
   // ---- prepare ----
@@ -284,7 +310,7 @@ private:
     for_each_chunk([&](int chunk) { scatter_leg(call, shape_.own_node, chunk, own_tokens(call, chunk), received); });
     for_each_chunk([&](int chunk) {
       wait(stream, chunk_event(chunk));
-      for_each_other_node([&](int node) { scatter_leg(call, node, chunk, sizes.relay_tokens(node, chunk), received); });
+      for_each_other_node([&](int node) { scatter_leg(call, node, chunk, sizes.leg_tokens(node, chunk), received); });
     });
     join_rail_stream(stream);
   }
@@ -334,7 +360,7 @@ private:
     };
     fork_rail_stream(stream);
     for_each_chunk([&](int chunk) {
-      for_each_other_node([&](int node) { make_leg(node, chunk, sizes.relay_tokens(node, chunk), sent); });
+      for_each_other_node([&](int node) { make_leg(node, chunk, sizes.leg_tokens(node, chunk), sent); });
       record(chunk_event(chunk), stream);
       wait(rail_stream_.get(), chunk_event(chunk));
       if (sums_by_node) send_home(call, sizes, carried_out != nullptr, chunk);
