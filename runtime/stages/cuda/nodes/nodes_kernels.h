@@ -24,17 +24,19 @@ namespace epx::cuda {
 // ---- What travels by rail: see also runtime/layout/rail_layout.h ----
 
 // Rows beside the rails, by node. Rows of a call follow each other without gaps. What belongs to node m begins at
-// rows + m * node_rows * row_bytes of the call, weights + m * node_weights, sidecars + m * node_rows * sidecar bytes of the call.
+// rows + m * node_rows * row_bytes of the call, weights + m * node_weights, sidecars + m * node_tokens * sidecar bytes of the
+// call.
 struct RailArea {
   std::byte* rows;
   float* weights;
   std::byte* sidecars;
   int64_t node_rows;
   int64_t node_weights; // floats
+  int64_t node_tokens;  // tokens of a node that have sidecars
 
   EPX_HOST_DEVICE std::byte* rows_of(int node, int64_t row_bytes) const { return rows + node * node_rows * row_bytes; }
   EPX_HOST_DEVICE float* weights_of(int node) const { return weights + node * node_weights; }
-  EPX_HOST_DEVICE std::byte* sidecars_of(int node, int64_t bytes) const { return sidecars + node * node_rows * bytes; }
+  EPX_HOST_DEVICE std::byte* sidecars_of(int node, int64_t bytes) const { return sidecars + node * node_tokens * bytes; }
 };
 
 // ---- The group in device memory ----

@@ -20,6 +20,7 @@ RailRows::RailRows(const NodesShape& shape) {
   area_.sidecars = memory_.get() + layout.row_bytes + layout.weight_bytes;
   area_.node_rows = layout.node_rows;
   area_.node_weights = layout.node_weights;
+  area_.node_tokens = shape.padded_tokens();
 }
 
 RailBuffers::RailBuffers(const NodesShape& shape)
