@@ -41,6 +41,7 @@ constexpr std::array kAgreedFields = {
     AgreedField{"overflow", [](const epx_group_config& c) -> int64_t { return c.overflow; }},
     AgreedField{"transport", [](const epx_group_config& c) -> int64_t { return c.transport; }},
     AgreedField{"ranks_per_node", [](const epx_group_config& c) -> int64_t { return c.ranks_per_node; }},
+    AgreedField{"fixed_rail_tokens", [](const epx_group_config& c) -> int64_t { return c.fixed_rail_tokens; }},
 };
 
 } // namespace
@@ -71,7 +72,8 @@ void validate(const epx_group_config& config) {
   require_at_least("num_comm_sms", config.num_comm_sms, 0);
   require_at_least("timeout_ms", config.timeout_ms, 1);
   require_at_least("ranks_per_node", config.ranks_per_node, 0);
-  if (config.reserved1 != 0 || std::ranges::any_of(config.reserved, [](int64_t value) { return value != 0; }))
+  require_range("fixed_rail_tokens", config.fixed_rail_tokens, 0, config.max_tokens_per_rank);
+  if (std::ranges::any_of(config.reserved, [](int64_t value) { return value != 0; }))
     fail(EPX_ERROR_INVALID_ARGUMENT,
          "epx_group_config has a reserved field that is not 0: call epx_group_config_init before setting fields");
 #if !defined(EPX_WITH_CUDA)
@@ -94,6 +96,7 @@ GroupShape resolve(const epx_group_config& config, int num_ranks) {
   shape.max_tokens_per_rank = config.max_tokens_per_rank;
   shape.hidden_dim = config.hidden_dim;
   shape.max_top_k = config.max_top_k;
+  shape.fixed_rail_tokens = config.fixed_rail_tokens;
   shape.max_alignment = config.max_alignment;
   shape.max_sidecar_bytes = config.max_sidecar_bytes;
   shape.max_token_dtype = config.max_token_dtype;

@@ -25,9 +25,12 @@ struct GroupShape {
   int64_t max_recv_tokens = 0; // R, rows
   epx_dtype max_token_dtype = EPX_DTYPE_UNSET;
   epx_combine_precision precision = EPX_COMBINE_WIRE;
+  int fixed_rail_tokens = 0; // 0: exact sizes where the host can know them
 
   constexpr int num_nodes() const { return num_ranks / ranks_per_node; }
   constexpr int node_of(int rank) const { return rank / ranks_per_node; }
+  // Returns how many tokens of a rank go to each other node at most; those beyond are dropped.
+  constexpr int max_rail_tokens() const { return fixed_rail_tokens > 0 ? fixed_rail_tokens : max_tokens_per_rank; }
   // Returns whether sums have a partial of each node (EPX_COMBINE_NODE). On one node they are those of EPX_COMBINE_WIRE.
   constexpr bool sums_by_node() const { return precision == EPX_COMBINE_NODE && ranks_per_node < num_ranks; }
 };

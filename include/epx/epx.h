@@ -87,6 +87,20 @@
  *   when CUDA_DEVICE_MAX_CONNECTIONS is 1, and those that share a hardware queue, when there are more streams than it says;
  *   the first launch of a kernel under lazy module loading (epx loads its own at group creation; CUDA_MODULE_LOADING=EAGER
  *   loads all others); the first call of a library; cudaMalloc, cudaFree, and all else that synchronises the device.
+ *
+ * ## Several nodes
+ *
+ * - A node is a set of ranks whose GPUs reach each other over NVLink. A group of several has windows inside each node, and rails
+ *   between them: rank i of a node exchanges rows with rank i of each other node through NCCL, over the network that NCCL finds.
+ *   A token crosses to each node once, whatever number of its experts live there; the rank that gets it, its relay, passes it on
+ *   inside the node. Ranks of a node follow each other in rank order, and nodes have the same number of ranks.
+ * - The calls are the same, and so are slots and bits: of EPX_COMBINE_EXACT and EPX_COMBINE_WIRE those of one node. Rows come
+ *   home one for each (token, node) with EPX_COMBINE_NODE, (token, rank) with WIRE, and route with EXACT.
+ * - dispatch, combine and their backward make several kernels of a call. Outside of a graph they first learn on the host how many
+ *   rows there are, so the calling thread waits until the stream has come to the call and the rail peers have made it, too. In a
+ *   graph that captures the call, and with fixed_rail_tokens, nobody waits: as many rows travel as there can be. All ranks must
+ *   capture a call, or none.
+ * - prepare_dispatch is prepare and then dispatch there. Rank-major calls need a group of one node.
  */
 #ifndef EPX_EPX_H_
 #define EPX_EPX_H_
@@ -275,8 +289,9 @@ typedef enum epx_overflow EPX_ENUM_INT32 {
 typedef enum epx_transport EPX_ENUM_INT32 {
   EPX_TRANSPORT_AUTO = 0, /**< the fastest that all ranks can use */
   EPX_TRANSPORT_HOST = 1, /**< shared memory, for ranks on one machine; processes or threads */
-  EPX_TRANSPORT_NCCL = 2  /**< NVLink through NCCL symmetric windows; each rank has a GPU of its own, the calling thread's
-                             current device at creation. UNSUPPORTED in builds without CUDA */
+  EPX_TRANSPORT_NCCL =
+      2 /**< NVLink through NCCL symmetric windows, and NCCL's network between nodes; each rank has a GPU of
+                             its own, the calling thread's current device at creation. UNSUPPORTED in builds without CUDA */
 } epx_transport;
 
 /** Ranks of a group must agree on every field except color, key, num_comm_sms and timeout_ms. */
@@ -312,12 +327,16 @@ typedef struct epx_group_config {
   int32_t ranks_per_node; /**< 0 (default): as found at creation. Nodes have the same number of ranks, and rank r is on
                              node r / ranks_per_node. On the host transport, whose ranks share one machine, 0 means one
                              node, and any divisor of P splits the group as far as EPX_COMBINE_NODE and the limits of
-                             groups of several nodes go, for tests. EPX_TRANSPORT_NCCL serves groups of one node in this
-                             version: other values than P, and ranks that are found on several nodes, are refused.
+                             groups of several nodes go, for tests. With EPX_TRANSPORT_NCCL another value than what is
+                             found is refused: see "Several nodes".
                              Ranks of a group of several nodes watch each other over TCP, each by a connection to rank 0 and a
                              thread: one whose process ends without epx_group_destroy ends the group after a second, or
                              after timeout_ms where children of fork() live on, which hold its connection open */
-  int32_t reserved1;      /**< 0 */
+  int32_t
+      fixed_rail_tokens; /**< groups of several nodes on GPUs: so many tokens of each rank, 0..max_tokens_per_rank, travel
+                                to each other node in every call, whatever the routing is, and no call waits on the host;
+                                see "Several nodes". 0 (default): max_tokens_per_rank in calls that a graph captures, and
+                                what the routing needs in the others */
 } epx_group_config;
 
 /** Fills in defaults. The required fields are left 0 and must be set. Errors: INVALID_ARGUMENT (NULL, or EPX_TIMEOUT_MS is
@@ -387,7 +406,7 @@ typedef struct epx_memory_plan {
   int64_t scatter_weight_bytes;     /**< of which: their weights, and which tokens have come */
   int64_t gather_row_bytes;         /**< of which: staged rows of combine and dispatch_bwd; the same */
   int64_t gather_weight_bytes;      /**< of which: their weights, and which tokens have come */
-  int64_t scratch_bytes;            /**< private memory of the group for use within a call: on the host transport; on GPUs in
+  int64_t scratch_bytes;    /**< private memory of the group for use within a call: on the host transport; on GPUs in
                                        groups of several nodes, rows on their way to and from other nodes */
   int64_t handle_mem_bytes; /**< epx_handle_mem_size for (max_top_k, max_alignment); allocated by the caller, one per
                                        layer in flight */
@@ -513,7 +532,9 @@ typedef struct epx_layer {
 } epx_layer;
 
 /** Bytes of handle memory, the routing state of one layer in flight; at most 16 * (max_tokens_per_rank * K + R) + 8 * P * E +
- * 64 KiB, and where R is below its default up to 4 * P * (max_tokens_per_rank + 128 * K) more. Local. The caller allocates it
+ * 64 KiB, and where R is below its default up to 4 * P * (max_tokens_per_rank + 128 * K) more. In a group of N > 1 nodes on GPUs
+ * at most 12 * (N + 1) * T' * K + (4 * P + 16 * N) * T' + 12 * R + 8 * P * E + 64 KiB, where T' is max_tokens_per_rank, above 1024
+ * rounded up to a multiple of that. Local. The caller allocates it
  * where the tokens live, aligned to 16 bytes. epx_prepare or epx_dispatch_rank_major fills it in; then it is read-only for any
  * number of later calls in any order, also from a copy of its bytes, as long as the group lives; nobody writes to it while a
  * call runs. It needs no freeing beyond the caller's own. Errors: INVALID_ARGUMENT.

@@ -150,7 +150,7 @@ class GroupConfig(ctypes.Structure):
         ("timeout_ms", c_int64),
         ("reserved", c_int64 * 5),
         ("ranks_per_node", c_int32),
-        ("reserved1", c_int32),
+        ("fixed_rail_tokens", c_int32),
     ]
 
 

@@ -50,6 +50,7 @@ def _make_config(
     transport="auto",
     num_comm_sms=0,
     ranks_per_node=0,
+    fixed_rail_tokens=0,
     color=0,
     key=0,
     timeout=None,
@@ -70,6 +71,7 @@ def _make_config(
     config.transport = _enum(Transport, transport, "transport")
     config.num_comm_sms = num_comm_sms
     config.ranks_per_node = ranks_per_node
+    config.fixed_rail_tokens = fixed_rail_tokens
     config.color = color
     config.key = key
     if timeout is not None:
@@ -159,6 +161,7 @@ class Group:
     transport                 "auto", "host" or "nccl"
     num_comm_sms              the most SMs that a call takes on GPUs; 0: all but 48
     ranks_per_node            ranks of each node; 0: as found. The host transport takes any divisor of the number of ranks
+    fixed_rail_tokens         tokens of each rank that every call moves to each other node; 0: as many as there are
     color, key                ranks of different colors form different groups, ordered by (key, rank)
     timeout                   seconds that one wait for a peer lasts; default: EPX_TIMEOUT_MS, or 300
 

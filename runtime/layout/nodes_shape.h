@@ -38,6 +38,8 @@ struct NodesShape {
   }
   constexpr int64_t padded_tokens() const { return int64_t{num_chunks()} * chunk_tokens(); } // at least max_tokens
 
+  constexpr int max_rail_tokens() const { return group.max_rail_tokens(); } // of a rank, to each other node
+
   // Returns how many rows of a token come home from one node at most: node partials, partials of each rank, or routes.
   constexpr int max_back_rows(int top_k) const {
     if (group.precision == EPX_COMBINE_NODE) return 1;

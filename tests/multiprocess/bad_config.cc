@@ -87,8 +87,11 @@ std::vector<BadConfig> bad_configs() {
         {"transport", [](Config& c) { c.transport = static_cast<epx_transport>(9); }, {"transport", "9"}},
         {"num_comm_sms negative", [](Config& c) { c.num_comm_sms = -2; }, {"num_comm_sms", "-2"}},
         {"with a reserved field set", [](Config& c) { c.reserved[4] = 1; }, {"epx_group_config", "reserved"}},
-        {"with the last reserved field set", [](Config& c) { c.reserved1 = 1; }, {"epx_group_config", "reserved"}},
         {"ranks_per_node negative", [](Config& c) { c.ranks_per_node = -1; }, {"ranks_per_node", "-1"}},
+        {"fixed_rail_tokens negative", [](Config& c) { c.fixed_rail_tokens = -1; }, {"fixed_rail_tokens", "-1"}},
+        {"fixed_rail_tokens above max_tokens_per_rank",
+         [](Config& c) { c.fixed_rail_tokens = c.max_tokens_per_rank + 1; },
+         {"fixed_rail_tokens"}},
         {"timeout_ms 0", [](Config& c) { c.timeout_ms = 0; }, {"timeout_ms", "0"}, EPX_ERROR_INVALID_ARGUMENT, false},
         {"timeout_ms negative",
          [](Config& c) { c.timeout_ms = -20; },
@@ -189,6 +192,7 @@ TEST_CASE("when configs differ between ranks, every rank's message has the field
       {"overflow", [](Config& c) { c.overflow = EPX_OVERFLOW_DROP; }, {" 0|error", " 1|drop"}},
       {"transport", [](Config& c) { c.transport = EPX_TRANSPORT_AUTO; }, {" 0|auto", " 1|host"}},
       {"ranks_per_node", [](Config& c) { c.ranks_per_node = 1; }, {" 0", " 1"}},
+      {"fixed_rail_tokens", [](Config& c) { c.fixed_rail_tokens = 1; }, {" 0", " 1"}},
   };
   constexpr int kThreeRanks = 3;
   for (const Difference& difference : table) {

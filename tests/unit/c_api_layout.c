@@ -46,7 +46,7 @@ AT(epx_group_config, key, 64);
 AT(epx_group_config, timeout_ms, 72);
 AT(epx_group_config, reserved, 80);
 AT(epx_group_config, ranks_per_node, 120);
-AT(epx_group_config, reserved1, 124);
+AT(epx_group_config, fixed_rail_tokens, 124);
 SIZE(epx_group_config, 128);
 
 AT(epx_group_info, struct_size, 0);
