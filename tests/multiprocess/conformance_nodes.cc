@@ -23,8 +23,8 @@ bool is_on_host() {
 
 // Returns every number of ranks that a node can have here; 0 leaves it to the library.
 std::vector<int> node_sizes() {
+  if (!is_on_host()) return {0, ranks_per_node(GroupCase{.num_ranks = launcher().num_ranks()})};
   std::vector<int> sizes{0, launcher().num_ranks()};
-  if (!is_on_host()) return sizes;
   for (int ranks = 1; ranks < launcher().num_ranks(); ++ranks)
     if (launcher().num_ranks() % ranks == 0) sizes.push_back(ranks);
   return sizes;

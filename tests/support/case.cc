@@ -2,6 +2,7 @@
 #include "tests/support/case.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include <fmt/format.h>
 
@@ -159,7 +160,7 @@ epx_group_config make_config(const GroupCase& group) {
   config.transport = group.transport;
   config.num_comm_sms = group.num_comm_sms;
   config.timeout_ms = group.timeout_ms;
-  config.ranks_per_node = group.ranks_per_node;
+  config.ranks_per_node = ranks_per_node(group);
   return config;
 }
 
@@ -171,8 +172,15 @@ int64_t recv_capacity(const GroupCase& group) {
   return (rows + group.max_alignment - 1) / group.max_alignment * group.max_alignment;
 }
 
+int ranks_per_node(const GroupCase& group) {
+  if (group.ranks_per_node != 0) return group.ranks_per_node;
+  const char* const launched = std::getenv("EPX_TEST_RANKS_PER_NODE");
+  return launched == nullptr ? 0 : std::atoi(launched);
+}
+
 int num_nodes(const GroupCase& group) {
-  return group.ranks_per_node == 0 ? 1 : group.num_ranks / group.ranks_per_node;
+  const int ranks = ranks_per_node(group);
+  return ranks == 0 ? 1 : group.num_ranks / ranks;
 }
 
 Case random_case(uint64_t seed) {

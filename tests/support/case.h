@@ -24,13 +24,14 @@ struct GroupCase {
   epx_overflow overflow = EPX_OVERFLOW_ERROR;
   epx_transport transport = EPX_TRANSPORT_HOST;
   int num_comm_sms = 0;   // 0: all
-  int ranks_per_node = 0; // 0: one node
+  int ranks_per_node = 0; // 0: as the ranks were launched (epx_test_launch --ranks-per-node), else one node
   int64_t timeout_ms = 60'000;
 };
 
 epx_group_config make_config(const GroupCase& group);
 int64_t recv_capacity(const GroupCase& group); // returns R, resolved as in epx.h
-int num_nodes(const GroupCase& group);         // 1 where ranks_per_node is 0
+int ranks_per_node(const GroupCase& group);    // resolved; 0: one node
+int num_nodes(const GroupCase& group);
 
 // T per rank. ragged: differs by rank; mixed: the most, 1 and 0 in turn, by rank
 enum class TokenCount { full, ragged, none_on_one, none, mixed };
