@@ -211,8 +211,10 @@ private:
   void make_plan(const PrepareCall& call, cudaStream_t stream) {
     const NodesPrepareBuffers buffers = buffers_.prepare();
     check_cuda(launch_count_routes(nodes_, buffers, call, stream), "prepare");
+    fork_rail_stream(stream);
     rails_->all_gather(buffers.counts, buffers.all_counts,
-                       shape_.group.num_experts * static_cast<int64_t>(sizeof(*buffers.counts)), stream);
+                       shape_.group.num_experts * static_cast<int64_t>(sizeof(*buffers.counts)), rail_stream_.get());
+    join_rail_stream(stream);
     check_cuda(launch_assign_slots(nodes_, buffers, call, stream), "prepare");
     check_cuda(launch_list_tokens(nodes_, buffers, call, stream), "prepare");
     const int64_t words = table_words(shape_, call.top_k);
@@ -234,7 +236,9 @@ private:
     for_each_other_node([&](int node) {
       transfers.push_back({node, sent + node * words, bytes, received + node * words, bytes});
     });
-    rails_->exchange(transfers, stream);
+    fork_rail_stream(stream);
+    rails_->exchange(transfers, rail_stream_.get());
+    join_rail_stream(stream);
   }
 
   // ---- Movements ----
@@ -447,7 +451,7 @@ private:
     for (int node = 0; node < shape_.num_nodes(); ++node)
       if (node != shape_.own_node) body(node);
   }
-  // ---- The rail stream ----
+  // ---- The rail stream: all that uses the rails is on it, in one order, while the legs are on the stream of the call ----
 
   void fork_rail_stream(cudaStream_t stream) {
     record(fork_, stream);
