@@ -69,12 +69,19 @@ struct NodesDevice {
 
 // ---- prepare ----
 
+// What prepare counts on this rank, in routes and rows. Its first leg reports bad indices and the overflow from it.
+struct NodesPrepareTotals {
+  unsigned long long bad_indices;
+  unsigned long long first_bad_inverted; // ~(t * K + k) of the first bad index, so that atomicMax finds it
+  int64_t demand, kept, rows_needed;     // as in PrepareCall::info
+};
+
 // Buffers of prepare in device memory; the group owns them.
 struct NodesPrepareBuffers {
-  int32_t* block_counts;    // [kMaxPrepareBlocks, E]: routes of each block of count_routes
+  int32_t* block_counts;    // [kMaxPrepareBlocks, E]: routes of each block of count_routes; then each block's next slot
   int32_t* counts;          // [E]: routes of this rank; bad ones and those to no expert are not counted
   int32_t* all_counts;      // [P, E]
-  uint64_t* bad_indices;    // [2]: their number, and the index t * K + k of the first one
+  NodesPrepareTotals* totals;
   int32_t* sent_tables;     // [N, table_words of the largest K]; those of a call follow each other without gaps
   int32_t* received_tables; // [N, table_words of the largest K]
 };
@@ -94,9 +101,10 @@ cudaError_t launch_list_tokens(const NodesDevice& nodes, const NodesPrepareBuffe
 cudaError_t launch_list_relayed(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
                                 cudaStream_t stream);
 // One call of the node: delivers slot records, slot_origin and first slots of a leg's tokens to the owners of the slots.
-// `group` is that of the legs. The first leg's call also reports bad indices and the overflow.
+// `group` is that of the legs. The first leg's call also reports bad indices and the overflow. The kernel takes at most
+// `num_sms` SMs.
 cudaError_t launch_deliver_leg(const DeviceGroup& group, const NodesDevice& nodes, const NodesPrepareBuffers& buffers,
-                               const PrepareCall& call, int leg, cudaStream_t stream);
+                               const PrepareCall& call, int leg, int num_sms, cudaStream_t stream);
 
 // ---- Movements ----
 
