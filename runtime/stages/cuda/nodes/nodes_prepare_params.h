@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parameters that the kernels of prepare over nodes have in common. See prepare_nodes.cu.
+#pragma once
+
+#include <algorithm>
+
+#include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/nodes/nodes_kernels.h"
+
+namespace epx::cuda {
+
+struct NodesPrepareParams {
+  NodesDevice nodes;
+  NodesPrepareBuffers buffers;
+  PrepareCall call;
+  NodesHandleLayout layout;
+  int num_parts; // the tokens of this rank are partitioned among so many blocks, at most kMaxPrepareBlocks
+
+  EPX_HOST_DEVICE NodesHandleWriter plan() const { return {call.handle_mem, layout, nodes.shape}; }
+  // Counts of routes by expert [E], or next slots, of one part.
+  EPX_HOST_DEVICE int32_t* part_counts(int part) const {
+    return buffers.block_counts + int64_t{part} * nodes.shape.group.num_experts;
+  }
+  EPX_HOST_DEVICE ExpertBlocks experts() const { return {nodes.shape.group.num_experts, nodes.shape.group.num_ranks}; }
+  EPX_HOST_DEVICE int32_t usable_slots() const {
+    return static_cast<int32_t>(epx::usable_slots(nodes.shape.group.max_recv_tokens, call.alignment));
+  }
+};
+
+// The routes that a part has at least, while there are several parts.
+constexpr int64_t kRoutesPerPart = 512;
+
+inline NodesPrepareParams make_nodes_prepare_params(const NodesDevice& nodes, const NodesPrepareBuffers& buffers,
+                                                    const PrepareCall& call) {
+  const int64_t parts = (call.num_tokens * call.top_k + kRoutesPerPart - 1) / kRoutesPerPart;
+  return {nodes, buffers, call, make_nodes_handle_layout(nodes.shape, call.top_k),
+          static_cast<int>(std::clamp<int64_t>(parts, 1, kMaxPrepareBlocks))};
+}
+
+} // namespace epx::cuda

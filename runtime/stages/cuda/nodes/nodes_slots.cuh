@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+// The slots of this rank's routes, from the counts of all ranks of the group. See prepare_nodes.cu.
+#pragma once
+
+#include "runtime/stages/cuda/nodes/nodes_prepare_params.h"
+#include "runtime/stages/cuda/prepare/slot_assignment.cuh"
+
+namespace epx::cuda {
+
+// ---- Counts ----
+
+// A block counts the routes of its part of the tokens by expert.
+__device__ __forceinline__ void count_part(const NodesPrepareParams& params) {
+  const PrepareCall& call = params.call;
+  const int num_experts = params.nodes.shape.group.num_experts;
+  int32_t* const counts = params.part_counts(static_cast<int>(blockIdx.x));
+#pragma unroll 1
+  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += kThreads)
+    counts[e] = 0;
+  __syncthreads();
+  const TokenRange tokens = partition_tokens(call.num_tokens, gridDim.x);
+#pragma unroll 1
+  for (int64_t route = int64_t{tokens.begin} * call.top_k + threadIdx.x; route < int64_t{tokens.end} * call.top_k;
+       route += kThreads) {
+    const int64_t index = index_at(call, route);
+    if (index >= 0 && index < num_experts) {
+      atomicAdd(&counts[index], 1);
+    } else if (index != -1) {
+      atomicAdd(&params.buffers.totals->bad_indices, 1ull);
+      atomicMax(&params.buffers.totals->first_bad_inverted, ~static_cast<unsigned long long>(route));
+    }
+  }
+}
+
+// Each thread adds the counts of an expert up over the parts, which get the routes of the parts before them.
+__device__ __forceinline__ void add_parts(const NodesPrepareParams& params) {
+  const int e = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  if (e >= params.nodes.shape.group.num_experts) return;
+  int32_t total = 0;
+#pragma unroll 1
+  for (int part = 0; part < params.num_parts; ++part) {
+    int32_t& place = params.part_counts(part)[e];
+    const int32_t count = place;
+    place = total;
+    total += count;
+  }
+  params.buffers.counts[e] = total;
+}
+
+// ---- Zones ----
+
+__device__ __forceinline__ int64_t inclusive_sum_of_lanes(int64_t value) {
+  for (int distance = 1; distance < kWarp; distance *= 2) {
+    const int64_t left = __shfl_up_sync(~0u, value, distance);
+    if (lane() >= distance) value += left;
+  }
+  return value;
+}
+
+// Routes to an expert. The counts of peers may be anything, so each is clamped to what a rank can have; a sum of them is below
+// 2^47.
+struct ExpertDemand {
+  int64_t all;
+  int64_t of_earlier_ranks; // than this one
+};
+__device__ __forceinline__ ExpertDemand demand_of(const NodesPrepareParams& params, int expert) {
+  const GroupShape& group = params.nodes.shape.group;
+  const int64_t max_routes = int64_t{group.max_tokens_per_rank} * params.call.top_k;
+  ExpertDemand demand{0, 0};
+#pragma unroll 4
+  for (int source = 0; source < group.num_ranks; ++source) {
+    const int64_t count = params.buffers.all_counts[int64_t{source} * group.num_experts + expert];
+    const int64_t routes = count < 0 ? 0 : min(count, max_routes);
+    demand.all += routes;
+    if (source < params.nodes.shape.rank) demand.of_earlier_ranks += routes;
+  }
+  return demand;
+}
+
+// The sums of one rank's experts, and the dropped routes of this rank to any, in shared memory.
+struct ZoneSums {
+  unsigned long long demand, kept, rows_needed, dropped_of_mine;
+};
+
+// One warp finds the zones of the experts of `rank`, the first slots there of each part's routes, and, where the rank is this
+// one, writes its zones and counts.
+__device__ __forceinline__ void find_zones_of_rank(const NodesPrepareParams& params, int rank, ZoneSums& sums) {
+  const PrepareCall& call = params.call;
+  const NodesHandleWriter plan = params.plan();
+  const ExpertBlocks experts = params.experts();
+  const int64_t usable = params.usable_slots();
+  const bool is_own = rank == params.nodes.shape.rank;
+  const int first_expert = experts.first_expert(rank);
+  int64_t before = 0; // the rows of the zones before
+#pragma unroll 1
+  for (int first = first_expert; first < experts.first_expert(rank + 1); first += kWarp) {
+    const int e = first + lane();
+    const bool is_expert = e < experts.first_expert(rank + 1);
+    const ExpertDemand demand = is_expert ? demand_of(params, e) : ExpertDemand{0, 0};
+    const int64_t rows = zone_rows(demand.all, call.alignment);
+    const int64_t end = before + inclusive_sum_of_lanes(rows);
+    before = from_lane(end, kWarp - 1);
+    if (!is_expert) continue;
+
+    const int64_t first_slot = min(end - rows + demand.of_earlier_ranks, usable); // of this rank's routes
+    const int64_t routes = params.buffers.counts[e];
+    atomicAdd(&sums.dropped_of_mine, static_cast<unsigned long long>(routes - min(routes, usable - first_slot)));
+    for (int part = 0; part < params.num_parts; ++part) { // unsigned, since a slot beyond those in use may pass 2^31
+      int32_t& place = params.part_counts(part)[e];
+      place = static_cast<int32_t>(static_cast<uint32_t>(place) + static_cast<uint32_t>(first_slot));
+    }
+    if (!is_own) continue;
+    const int64_t begin = min(end - rows, usable);
+    const int64_t kept = min(demand.all, usable - begin);
+    atomicAdd(&sums.demand, static_cast<unsigned long long>(demand.all));
+    atomicAdd(&sums.kept, static_cast<unsigned long long>(kept));
+    const int local = e - first_expert;
+    plan.zone_begin[local] = static_cast<int32_t>(begin);
+    plan.zone_rows[local] = static_cast<int32_t>(kept);
+    plan.no_zones[local] = 0;
+    store_count(call, call.counts, local, kept);
+    store_count(call, call.offsets, local, begin);
+  }
+  if (is_own && lane() == 0) sums.rows_needed = static_cast<unsigned long long>(before);
+}
+
+// One thread writes the header, the end of the zones, and the totals.
+__device__ __forceinline__ void deliver_nodes_totals(const NodesPrepareParams& params, const ZoneSums& sums) {
+  const PrepareCall& call = params.call;
+  const NodesHandleWriter plan = params.plan();
+  const int num_local = params.experts().num_local_experts(params.nodes.shape.rank);
+  const auto demand = static_cast<int64_t>(sums.demand);
+  const auto kept = static_cast<int64_t>(sums.kept);
+  const auto rows_needed = static_cast<int64_t>(sums.rows_needed);
+  HandleHeader header{};
+  header.magic = kHandleMagic;
+  header.group_id = params.nodes.group_id;
+  header.plan_id = params.nodes.state->sequence;
+  header.num_tokens = call.num_tokens;
+  header.rows_in_use = min(rows_needed, int64_t{params.usable_slots()});
+  header.top_k = call.top_k;
+  header.alignment = call.alignment;
+  header.rank = params.nodes.shape.rank;
+  header.ll_tokens = 0;
+  header.rows_per_source = kExpertMajor;
+  header.checksum = header_checksum(header);
+  *plan.header = header;
+  plan.zone_begin[num_local] = static_cast<int32_t>(header.rows_in_use);
+  plan.no_zones[num_local] = 0;
+  store_count(call, call.offsets, num_local, header.rows_in_use);
+  params.buffers.totals->demand = demand;
+  params.buffers.totals->kept = kept;
+  params.buffers.totals->rows_needed = rows_needed;
+  if (call.info == nullptr) return;
+  call.info[0] = demand;
+  call.info[1] = kept;
+  call.info[2] = demand - kept;
+  call.info[3] = static_cast<int64_t>(sums.dropped_of_mine);
+  call.info[4] = rows_needed;
+}
+
+// One block: each warp takes some ranks.
+__device__ __forceinline__ void find_zones(const NodesPrepareParams& params) {
+  __shared__ ZoneSums sums;
+  if (threadIdx.x == 0) sums = {0, 0, 0, 0};
+  __syncthreads();
+#pragma unroll 1
+  for (int rank = static_cast<int>(threadIdx.x) / kWarp; rank < params.nodes.shape.group.num_ranks; rank += kWarps)
+    find_zones_of_rank(params, rank, sums);
+  __syncthreads();
+  if (threadIdx.x == 0) deliver_nodes_totals(params, sums);
+}
+
+// ---- Slots ----
+
+// A block of one warp walks its part of the tokens, 32 routes at a time, and gives each route the next slot of its expert.
+__device__ __forceinline__ void assign_slots(const NodesPrepareParams& params) {
+  const PrepareCall& call = params.call;
+  const NodesHandleWriter plan = params.plan();
+  const NodesShape& shape = params.nodes.shape;
+  const ExpertBlocks experts = params.experts();
+  const auto usable = static_cast<uint32_t>(params.usable_slots());
+  int32_t* const next = params.part_counts(static_cast<int>(blockIdx.x));
+  const TokenRange tokens = partition_tokens(call.num_tokens, gridDim.x);
+  const int64_t begin = int64_t{tokens.begin} * call.top_k;
+  const int64_t end = int64_t{tokens.end} * call.top_k;
+#pragma unroll 1
+  for (int64_t first = begin; first < end; first += kWarp) {
+    const int64_t route = first + lane();
+    const int64_t index = route < end ? index_at(call, route) : -1;
+    const int expert = index >= 0 && index < shape.group.num_experts ? static_cast<int>(index) : -1;
+    const unsigned same = __match_any_sync(~0u, expert);
+    const unsigned before = same & ((1u << lane()) - 1);
+    const uint32_t first_slot = expert >= 0 ? static_cast<uint32_t>(next[expert]) : 0;
+    __syncwarp(); // the lanes with this expert have read its next slot before one of them writes it
+    if (expert >= 0 && before == 0) next[expert] = static_cast<int32_t>(first_slot + static_cast<uint32_t>(__popc(same)));
+    __syncwarp();
+    if (route >= end) continue;
+    const uint32_t slot = first_slot + static_cast<uint32_t>(__popc(before));
+    const bool is_kept = expert >= 0 && slot < usable;
+    const Route found = is_kept ? Route{static_cast<int32_t>(slot), experts.rank_of(expert), 0} : Route{-1, -1, 0};
+    plan.home_routes[route] = found;
+    if (call.slot != nullptr) call.slot[route] = found.slot;
+  }
+  __syncwarp();
+#pragma unroll 1
+  for (int64_t route = begin + lane(); route < end; route += kWarp) {
+    const int rank = plan.home_routes[route].rank;
+    if (rank < 0) continue;
+    const int first_rank = shape.group.node_of(rank) * shape.ranks_per_node();
+    const Route* const routes = plan.home_routes + route / call.top_k * call.top_k; // the token's
+    RankMask lower_ranks;                                                           // of the node, by index in it
+#pragma unroll 1
+    for (int k = 0; k < call.top_k; ++k)
+      if (const int other = routes[k].rank; other >= first_rank && other < rank) lower_ranks.set(other - first_rank);
+    plan.home_routes[route].rank_ordinal = lower_ranks.count();
+  }
+}
+
+// Behind find_zones: slots have no origin yet, those in use have the records of pads, and the counts of all ranks become
+// an output.
+__device__ __forceinline__ void fill_outputs(const NodesPrepareParams& params) {
+  const PrepareCall& call = params.call;
+  const NodesHandleWriter plan = params.plan();
+  const GroupShape& group = params.nodes.shape.group;
+  const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t threads = int64_t{gridDim.x} * kThreads;
+#pragma unroll 1
+  for (int64_t slot = thread; slot < plan.header->rows_in_use; slot += threads)
+    plan.slot_records[slot] = kPadRecord;
+  if (call.slot_origin != nullptr)
+#pragma unroll 1
+    for (int64_t i = thread; i < 3 * group.max_recv_tokens; i += threads)
+      call.slot_origin[i] = -1;
+  if (call.global_counts != nullptr)
+#pragma unroll 1
+    for (int64_t i = thread; i < int64_t{group.num_ranks} * group.num_experts; i += threads)
+      store_count(call, call.global_counts, i, params.buffers.all_counts[i]);
+}
+
+} // namespace epx::cuda

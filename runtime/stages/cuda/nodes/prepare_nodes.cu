@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of prepare in a group of several nodes. Counts of all ranks, and a table for each rail peer, travel by rail; the
+// slot records and first slots of each leg then travel in windows, as one call of the node.
+//
+//   count_routes   count_part    Each block counts the routes of its part of this rank's tokens, by expert.
+//                  add_parts     The parts' counts become the routes of the parts before, and the counts of this rank.
+//   assign_slots   find_zones    From the counts of all ranks: zones, totals, the header, and where the routes of each part begin
+//                                in each zone: behind those of the ranks before this one, and of the parts before.
+//                  assign_slots  Each part's routes get their slots, in order.
+//                  fill_outputs  Slots become pads, until deliver_leg brings their records.
+//   list_tokens                  Block m lists the tokens that go to node m, and fills the table of the rail peer there.
+//   list_relayed                 Block m makes the plans of the legs of node m from the table that has come from there.
+//   deliver_leg                  Each rank stores the slot records and first slots of the tokens that it stands for.
+//
+//   kernel        warps        what they wait for
+//   deliver_leg   all          entry barrier of the node; LL packets of first slots and slot records
+//   the others    all          nothing: what a kernel reads, the kernels and transfers before it on the stream have written
+//
+// These kernels take microseconds beside transfers between nodes that take tens of them, so they keep their counters in device
+// memory instead of shared memory, which would limit the number of experts of the whole group.
+#include "runtime/stages/cuda/nodes/nodes_kernels.h"
+
+#include "base/device/launch.h"
+#include "runtime/stages/cuda/nodes/deliver_leg.cuh"
+#include "runtime/stages/cuda/nodes/node_tokens.cuh"
+#include "runtime/stages/cuda/nodes/nodes_slots.cuh"
+
+namespace epx::cuda {
+namespace {
+
+__global__ void __launch_bounds__(kThreads) count_part_kernel(const __grid_constant__ NodesPrepareParams params) {
+  count_part(params);
+}
+__global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ NodesPrepareParams params) {
+  add_parts(params);
+}
+__global__ void __launch_bounds__(kThreads) find_zones_kernel(const __grid_constant__ NodesPrepareParams params) {
+  find_zones(params);
+}
+__global__ void __launch_bounds__(kWarp) assign_slots_kernel(const __grid_constant__ NodesPrepareParams params) {
+  assign_slots(params);
+}
+__global__ void __launch_bounds__(kThreads) fill_outputs_kernel(const __grid_constant__ NodesPrepareParams params) {
+  fill_outputs(params);
+}
+__global__ void __launch_bounds__(kThreads) list_tokens_kernel(const __grid_constant__ NodesPrepareParams params) {
+  list_tokens(params);
+}
+__global__ void __launch_bounds__(kThreads) list_relayed_kernel(const __grid_constant__ NodesPrepareParams params) {
+  list_relayed(params);
+}
+__global__ void __launch_bounds__(kThreads) deliver_leg_kernel(const __grid_constant__ DeliverLegParams params) {
+  deliver_leg(params);
+  leave(params.group);
+}
+
+constexpr int kMaxFillBlocks = 32;
+constexpr int kMaxDeliverBlocks = 16;
+
+// Returns the number of blocks with one item for each thread, but at least 1 and at most `max_blocks`.
+int blocks_for(int64_t items, int64_t max_blocks) {
+  return static_cast<int>(std::clamp<int64_t>((items + kThreads - 1) / kThreads, 1, max_blocks));
+}
+
+} // namespace
+
+std::vector<const void*> nodes_prepare_kernels() {
+  return {reinterpret_cast<const void*>(&count_part_kernel),   reinterpret_cast<const void*>(&add_parts_kernel),
+          reinterpret_cast<const void*>(&find_zones_kernel),   reinterpret_cast<const void*>(&assign_slots_kernel),
+          reinterpret_cast<const void*>(&fill_outputs_kernel), reinterpret_cast<const void*>(&list_tokens_kernel),
+          reinterpret_cast<const void*>(&list_relayed_kernel), reinterpret_cast<const void*>(&deliver_leg_kernel)};
+}
+
+cudaError_t launch_count_routes(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
+                                cudaStream_t stream) {
+  const NodesPrepareParams params = make_nodes_prepare_params(nodes, buffers, call);
+  if (const cudaError_t error = cudaMemsetAsync(buffers.totals, 0, sizeof(*buffers.totals), stream); error != cudaSuccess)
+    return error;
+  if (const cudaError_t error = launch(&count_part_kernel, {params.num_parts, kThreads}, stream, params);
+      error != cudaSuccess)
+    return error;
+  const int64_t num_experts = nodes.shape.group.num_experts;
+  return launch(&add_parts_kernel, {blocks_for(num_experts, num_experts), kThreads}, stream, params);
+}
+
+cudaError_t launch_assign_slots(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
+                                cudaStream_t stream) {
+  const NodesPrepareParams params = make_nodes_prepare_params(nodes, buffers, call);
+  if (const cudaError_t error = launch(&find_zones_kernel, {1, kThreads}, stream, params); error != cudaSuccess)
+    return error;
+  if (const cudaError_t error = launch(&assign_slots_kernel, {params.num_parts, kWarp}, stream, params);
+      error != cudaSuccess)
+    return error;
+  return launch(&fill_outputs_kernel, {blocks_for(nodes.shape.group.max_recv_tokens, kMaxFillBlocks), kThreads}, stream,
+                params);
+}
+
+cudaError_t launch_list_tokens(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
+                               cudaStream_t stream) {
+  return launch(&list_tokens_kernel, {nodes.shape.num_nodes(), kThreads}, stream,
+                make_nodes_prepare_params(nodes, buffers, call));
+}
+
+cudaError_t launch_list_relayed(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
+                                cudaStream_t stream) {
+  return launch(&list_relayed_kernel, {nodes.shape.num_nodes(), kThreads}, stream,
+                make_nodes_prepare_params(nodes, buffers, call));
+}
+
+cudaError_t launch_deliver_leg(const DeviceGroup& group, const NodesDevice& nodes, const NodesPrepareBuffers& buffers,
+                               const PrepareCall& call, int leg, int num_sms, cudaStream_t stream) {
+  const NodesShape& shape = nodes.shape;
+  const NodesPrepareParams prepare = make_nodes_prepare_params(nodes, buffers, call);
+  CallDescriptor descriptor{};
+  descriptor.operation = EPX_OP_PREPARE;
+  descriptor.top_k = call.top_k;
+  descriptor.alignment = call.alignment;
+  descriptor.rows_allocation = -1;
+  const DeliverLegParams params{group,
+                                prepare,
+                                leg_layout(prepare.layout, shape, call.top_k, leg),
+                                descriptor,
+                                leg / shape.num_chunks(),
+                                leg % shape.num_chunks(),
+                                leg == shape.leg(shape.own_node, 0)};
+  const int64_t packets = int64_t{shape.chunk_tokens()} * std::max(shape.ranks_per_node(), call.top_k);
+  const int blocks = blocks_for(packets, std::min(num_sms, kMaxDeliverBlocks));
+  return launch_cooperative(&deliver_leg_kernel, {blocks, kThreads}, stream, params);
+}
+
+} // namespace epx::cuda

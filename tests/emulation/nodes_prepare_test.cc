@@ -1,0 +1,542 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tests prepare over nodes without rails: all ranks of a group are in this process, and the test copies between them what
+// travels by rail. The oracle has the slots and the counts; the plans of the legs follow from its slots.
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+#include <doctest/doctest.h>
+
+#include "runtime/reference/reference.h"
+#include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/nodes/nodes_kernels.h"
+#include "tests/support/rng.h"
+
+namespace epx::cuda {
+namespace {
+
+using test::Rng;
+
+constexpr uint64_t kGroupId = 0x1234;
+constexpr uint64_t kFirstSequence = 41;
+constexpr int32_t kGarbage = 0x5a5a5a5a;
+constexpr int kNumSms = 3;
+
+struct NodesCase {
+  int num_ranks, ranks_per_node, num_experts, max_tokens, top_k, alignment;
+  int chunk_tokens;
+  int64_t max_recv_tokens; // 0: the worst case
+  epx_combine_precision precision;
+  int masked_percent, bad_percent;
+  int hot_percent; // of the routes that go to expert 0
+};
+
+NodesShape shape_of(const NodesCase& test_case) {
+  GroupShape group;
+  group.num_ranks = test_case.num_ranks;
+  group.ranks_per_node = test_case.ranks_per_node;
+  group.num_experts = test_case.num_experts;
+  group.max_tokens_per_rank = test_case.max_tokens;
+  group.hidden_dim = 8;
+  group.max_top_k = test_case.top_k;
+  group.max_alignment = test_case.alignment;
+  const int64_t experts = (test_case.num_experts + test_case.num_ranks - 1) / test_case.num_ranks;
+  group.max_recv_tokens = test_case.max_recv_tokens != 0
+                              ? test_case.max_recv_tokens
+                              : zone_rows(int64_t{test_case.num_ranks} * test_case.max_tokens * test_case.top_k +
+                                              experts * (test_case.alignment - 1),
+                                          test_case.alignment);
+  group.max_token_dtype = EPX_FLOAT32;
+  group.precision = test_case.precision;
+  NodesShape shape = make_nodes_shape(group, 0);
+  shape.node.max_tokens_per_rank = std::min(test_case.chunk_tokens, test_case.max_tokens);
+  return shape;
+}
+
+struct StreamDeleter {
+  using pointer = cudaStream_t;
+  void operator()(cudaStream_t stream) const { cudaStreamDestroy(stream); }
+};
+using Stream = std::unique_ptr<cudaStream_t, StreamDeleter>;
+
+// One rank: what its group and its caller own.
+struct Rank {
+  NodesShape shape;
+  Stream stream;
+  std::vector<LlCallDescriptor> window; // of bytes; only the alignment matters
+  DeviceState device_state{};
+  std::unique_ptr<StatusRecord> record = std::make_unique<StatusRecord>();
+  uint64_t host_abort_record = 0;
+  DeviceGroup group{};
+  NodesState state{};
+  NodesDevice device{};
+  std::vector<int32_t> block_counts, own_counts, all_counts, sent_tables, received_tables;
+  NodesPrepareTotals totals{};
+  NodesPrepareBuffers buffers{};
+
+  reference::Routing routing;
+  std::vector<int32_t> topk_idx_32;
+  std::vector<std::byte> handle_mem;
+  std::vector<int64_t> counts, offsets, global_counts;
+  std::vector<int32_t> counts_32, offsets_32, global_counts_32;
+  std::array<int64_t, 5> info{};
+  std::vector<int32_t> slot, slot_origin;
+  PrepareCall call{};
+
+  NodesHandleReader plan() const { return {handle_mem.data(), make_nodes_handle_layout(shape, call.top_k), shape}; }
+};
+
+// A group of several nodes whose ranks are streams of this process.
+class NodesGroup {
+public:
+  explicit NodesGroup(const NodesCase& test_case) : case_(test_case) {
+    for (int r = 0; r < case_.num_ranks; ++r)
+      ranks_.push_back(make_rank(r));
+    for (const auto& rank : ranks_)
+      for (int i = 0; i < case_.ranks_per_node; ++i)
+        rank->group.bases[i] =
+            reinterpret_cast<std::byte*>(ranks_[static_cast<size_t>(rank->shape.first_rank() + i)]->window.data());
+  }
+
+  // Prepares with new random routing, and checks everything that prepare writes.
+  void run(Rng& rng) {
+    ++prepares_;
+    for (const auto& rank : ranks_)
+      draw_routing(*rank, rng);
+    std::vector<reference::Routing> routing;
+    for (const auto& rank : ranks_)
+      routing.push_back(rank->routing);
+    oracle_ = reference::prepare({case_.num_experts, case_.top_k, case_.alignment, shape().group.max_recv_tokens,
+                                  case_.precision, case_.ranks_per_node},
+                                 routing);
+
+    on_all([](Rank& rank) { return launch_count_routes(rank.device, rank.buffers, rank.call, rank.stream.get()); });
+    for (const auto& to : ranks_)
+      for (size_t from = 0; from < ranks_.size(); ++from)
+        std::ranges::copy(ranks_[from]->own_counts,
+                          to->all_counts.begin() + static_cast<int64_t>(from) * case_.num_experts);
+    on_all([](Rank& rank) { return launch_assign_slots(rank.device, rank.buffers, rank.call, rank.stream.get()); });
+    on_all([](Rank& rank) { return launch_list_tokens(rank.device, rank.buffers, rank.call, rank.stream.get()); });
+    exchange_tables();
+    on_all([](Rank& rank) { return launch_list_relayed(rank.device, rank.buffers, rank.call, rank.stream.get()); });
+    for (int m = 0; m < shape().num_nodes(); ++m)
+      for (int chunk = 0; chunk < shape().num_chunks(); ++chunk)
+        deliver([&](const Rank& rank) { return rank.shape.leg((rank.shape.own_node + m) % shape().num_nodes(), chunk); });
+
+    for (const auto& rank : ranks_) {
+      CAPTURE(rank->shape.rank);
+      check_outputs(*rank);
+      check_home(*rank);
+      check_relay(*rank);
+      check_owner(*rank);
+      check_events(*rank);
+    }
+  }
+
+  // Makes the plans of the legs from tables with anything in them.
+  void run_with_damaged_tables(Rng& rng) {
+    run(rng);
+    for (const auto& rank : ranks_)
+      for (int32_t& word : rank->received_tables)
+        if (rng.chance(30)) word = static_cast<int32_t>(rng.next());
+    on_all([](Rank& rank) { return launch_list_relayed(rank.device, rank.buffers, rank.call, rank.stream.get()); });
+    for (const auto& rank : ranks_) {
+      const NodesHandleReader plan = rank->plan();
+      const int64_t routes = shape().num_nodes() * shape().padded_tokens() * case_.top_k;
+      CHECK(std::all_of(plan.leg_routes, plan.leg_routes + routes, [&](const Route& route) {
+        return (route.slot == -1 && route.rank == -1) ||
+               (route.slot >= 0 && route.slot < shape().group.max_recv_tokens && route.rank >= 0 &&
+                route.rank < case_.ranks_per_node && route.rank_ordinal >= 0 && route.rank_ordinal < case_.ranks_per_node);
+      }));
+      for (int node = 0; node < shape().num_nodes(); ++node) {
+        CHECK(plan.relay_counts[node] >= 0);
+        CHECK(plan.relay_counts[node] <= case_.max_tokens);
+        CHECK(plan.relay_back_rows(node)[shape().padded_tokens()] <= case_.max_tokens * shape().max_back_rows(case_.top_k));
+      }
+    }
+  }
+
+private:
+  const NodesShape& shape() const { return ranks_.front()->shape; }
+  Rank& rail_peer(const Rank& rank, int node) const {
+    return *ranks_[static_cast<size_t>(node * case_.ranks_per_node + rank.shape.index_in_node())];
+  }
+
+  std::unique_ptr<Rank> make_rank(int number) {
+    auto rank = std::make_unique<Rank>();
+    rank->shape = shape_of(case_);
+    rank->shape.rank = number;
+    rank->shape.own_node = rank->shape.group.node_of(number);
+    const NodesShape& shape = rank->shape;
+    const ExpertBlocks experts{case_.num_experts, case_.num_ranks};
+    rank->shape.node.num_experts =
+        experts.first_expert(shape.first_rank() + case_.ranks_per_node) - experts.first_expert(shape.first_rank());
+    cudaStream_t stream = nullptr;
+    cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    rank->stream.reset(stream);
+
+    const WindowLayout layout = make_window_layout(shape.node, WindowAccess::by_kernels);
+    rank->window.resize(static_cast<size_t>(layout.total_bytes) / sizeof(LlCallDescriptor) + 1);
+    rank->group.context = {EPX_TRANSPORT_NCCL,      shape.node,         layout, kGroupId,
+                           shape.index_in_node(),   EPX_OVERFLOW_ERROR, 60'000, false,
+                           WindowAccess::by_kernels};
+    rank->group.state = &rank->device_state;
+    rank->group.host_abort_record = &rank->host_abort_record;
+    rank->group.record = rank->record.get();
+    rank->group.timeout_ns = 60'000'000'000;
+
+    rank->device = {shape, kGroupId, &rank->state, nullptr, nullptr, nullptr, nullptr, &rank->device_state};
+    const auto words = static_cast<size_t>(shape.num_nodes() * table_words(shape, case_.top_k));
+    rank->block_counts.assign(static_cast<size_t>(kMaxPrepareBlocks * case_.num_experts), kGarbage);
+    rank->own_counts.assign(static_cast<size_t>(case_.num_experts), kGarbage);
+    rank->all_counts.assign(static_cast<size_t>(case_.num_ranks * case_.num_experts), kGarbage);
+    rank->sent_tables.assign(words, kGarbage);
+    rank->received_tables.assign(words, kGarbage);
+    rank->buffers = {rank->block_counts.data(), rank->own_counts.data(),     rank->all_counts.data(), &rank->totals,
+                     rank->sent_tables.data(),  rank->received_tables.data()};
+    return rank;
+  }
+
+  void draw_routing(Rank& rank, Rng& rng) {
+    // Some rank often has no token, and some have as many as there can be.
+    const int64_t tokens = rng.chance(25) ? 0 : rng.chance(25) ? case_.max_tokens : rng.between(0, case_.max_tokens);
+    rank.routing = {tokens, {}};
+    for (int64_t route = 0; route < tokens * case_.top_k; ++route) {
+      int64_t index = rng.chance(case_.hot_percent) ? 0 : rng.below(case_.num_experts);
+      if (rng.chance(case_.masked_percent)) index = -1;
+      if (rng.chance(case_.bad_percent)) index = rng.chance(50) ? -2 : case_.num_experts;
+      rank.routing.topk_idx.push_back(index);
+    }
+    rank.topk_idx_32.assign(rank.routing.topk_idx.begin(), rank.routing.topk_idx.end());
+    const bool is_64 = prepares_ % 2 == 0;
+    const ExpertBlocks experts{case_.num_experts, case_.num_ranks};
+    const auto num_local = static_cast<size_t>(experts.num_local_experts(rank.shape.rank));
+    rank.counts.assign(num_local, kGarbage);
+    rank.counts_32.assign(num_local, kGarbage);
+    rank.offsets.assign(num_local + 1, kGarbage);
+    rank.offsets_32.assign(num_local + 1, kGarbage);
+    rank.global_counts.assign(rank.all_counts.size(), kGarbage);
+    rank.global_counts_32.assign(rank.all_counts.size(), kGarbage);
+    rank.slot.assign(rank.routing.topk_idx.size(), kGarbage);
+    rank.slot_origin.assign(static_cast<size_t>(3 * shape().group.max_recv_tokens), kGarbage);
+    // The first prepare has handle memory of anything, the others that of the call before.
+    rank.handle_mem.resize(static_cast<size_t>(make_nodes_handle_layout(rank.shape, case_.top_k).total_bytes),
+                           std::byte{0x5a});
+    rank.state.sequence = kFirstSequence + prepares_;
+    rank.call = {};
+    rank.call.top_k = case_.top_k;
+    rank.call.alignment = case_.alignment;
+    rank.call.handle_mem = rank.handle_mem.data();
+    rank.call.num_tokens = tokens;
+    rank.call.topk_idx_is_64 = rank.call.counts_are_64 = is_64;
+    rank.call.topk_idx = is_64 ? static_cast<const void*>(rank.routing.topk_idx.data()) : rank.topk_idx_32.data();
+    rank.call.counts = is_64 ? static_cast<void*>(rank.counts.data()) : rank.counts_32.data();
+    rank.call.offsets = is_64 ? static_cast<void*>(rank.offsets.data()) : rank.offsets_32.data();
+    rank.call.global_counts = is_64 ? static_cast<void*>(rank.global_counts.data()) : rank.global_counts_32.data();
+    rank.call.info = rank.info.data();
+    rank.call.slot = rank.slot.data();
+    rank.call.slot_origin = rank.slot_origin.data();
+  }
+
+  template <typename Launch>
+  void on_all(const Launch& launch) {
+    for (const auto& rank : ranks_)
+      REQUIRE(launch(*rank) == cudaSuccess);
+    for (const auto& rank : ranks_)
+      REQUIRE(cudaStreamSynchronize(rank->stream.get()) == cudaSuccess);
+  }
+  template <typename LegOf>
+  void deliver(const LegOf& leg_of) {
+    on_all([&](Rank& rank) {
+      ++rank.group.launch;
+      return launch_deliver_leg(rank.group, rank.device, rank.buffers, rank.call, leg_of(rank), kNumSms, rank.stream.get());
+    });
+  }
+
+  // Words of a table beyond its tokens are anything.
+  void exchange_tables() {
+    const int64_t words = table_words(shape(), case_.top_k);
+    for (const auto& rank : ranks_)
+      for (int node = 0; node < shape().num_nodes(); ++node) {
+        if (node == rank->shape.own_node) continue;
+        const Rank& peer = rail_peer(*rank, node);
+        const auto sent = peer.sent_tables.begin() + rank->shape.own_node * words;
+        const int64_t used = kTableHeaderWords + sent[0] * (1 + 2 * int64_t{case_.top_k});
+        REQUIRE(used <= words);
+        std::fill_n(rank->received_tables.begin() + node * words, words, kGarbage);
+        std::copy_n(sent, used, rank->received_tables.begin() + node * words);
+      }
+  }
+
+  // ---- What must be ----
+
+  // A kept route, as the ranks of its node see it.
+  struct Kept {
+    int k;
+    int32_t slot;
+    int rank; // index in the node
+    bool operator==(const Kept&) const = default;
+  };
+  std::vector<Kept> kept_routes(int rank, int64_t token, int node) const {
+    const reference::RankPlan& plan = oracle_.ranks[static_cast<size_t>(rank)];
+    std::vector<Kept> kept;
+    for (int k = 0; k < case_.top_k; ++k) {
+      const auto route = static_cast<size_t>(token * case_.top_k + k);
+      if (plan.slot[route] >= 0 && plan.expert_rank[route] / case_.ranks_per_node == node)
+        kept.push_back({k, plan.slot[route], plan.expert_rank[route] % case_.ranks_per_node});
+    }
+    return kept;
+  }
+  static std::vector<int> ranks_of(const std::vector<Kept>& kept) {
+    std::vector<int> ranks;
+    for (const Kept& route : kept)
+      ranks.push_back(route.rank);
+    std::ranges::sort(ranks);
+    ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+    return ranks;
+  }
+  static int ordinal_of(const std::vector<Kept>& kept, int rank) {
+    const std::vector<int> ranks = ranks_of(kept);
+    return static_cast<int>(std::ranges::find(ranks, rank) - ranks.begin());
+  }
+  // The tokens of a rank that a node lists.
+  std::vector<int32_t> listed_tokens(int rank, int node) const {
+    std::vector<int32_t> tokens;
+    for (int64_t token = 0; token < oracle_.ranks[static_cast<size_t>(rank)].num_tokens; ++token)
+      if (rank / case_.ranks_per_node == node || !kept_routes(rank, token, node).empty())
+        tokens.push_back(static_cast<int32_t>(token));
+    return tokens;
+  }
+  // [T' + 1]
+  std::vector<int32_t> back_rows(int rank, int node) const {
+    std::vector<int32_t> rows;
+    int32_t sum = 0;
+    for (const int32_t token : listed_tokens(rank, node)) {
+      rows.push_back(sum);
+      const std::vector<Kept> kept = kept_routes(rank, token, node);
+      sum += static_cast<int32_t>(case_.precision == EPX_COMBINE_NODE    ? 1
+                                  : case_.precision == EPX_COMBINE_EXACT ? kept.size()
+                                                                         : ranks_of(kept).size());
+    }
+    rows.resize(static_cast<size_t>(shape().padded_tokens()) + 1, sum);
+    return rows;
+  }
+  static std::vector<int32_t> values(const int32_t* first, int64_t count) { return {first, first + count}; }
+
+  // ---- Checks ----
+
+  void check_outputs(const Rank& rank) const {
+    const reference::RankPlan& expected = oracle_.ranks[static_cast<size_t>(rank.shape.rank)];
+    const auto wide = [&](const std::vector<int64_t>& wide_values, const std::vector<int32_t>& narrow_values) {
+      return rank.call.counts_are_64 ? wide_values : std::vector<int64_t>(narrow_values.begin(), narrow_values.end());
+    };
+    CHECK(wide(rank.counts, rank.counts_32) == expected.counts);
+    CHECK(wide(rank.offsets, rank.offsets_32) == expected.offsets);
+    CHECK(wide(rank.global_counts, rank.global_counts_32) == oracle_.global_counts);
+    CHECK(rank.info == expected.info);
+    CHECK(rank.slot == expected.slot);
+    CHECK(rank.slot_origin == expected.slot_origin);
+  }
+
+  void check_home(const Rank& rank) const {
+    const NodesHandleReader plan = rank.plan();
+    const HandleHeader& header = *plan.header;
+    CHECK(header.magic == kHandleMagic);
+    CHECK(header.group_id == kGroupId);
+    CHECK(header.plan_id == kFirstSequence + prepares_);
+    CHECK(header.num_tokens == rank.call.num_tokens);
+    CHECK(header.rows_in_use == oracle_.ranks[static_cast<size_t>(rank.shape.rank)].offsets.back());
+    CHECK(header.top_k == case_.top_k);
+    CHECK(header.alignment == case_.alignment);
+    CHECK(header.rank == rank.shape.rank);
+    CHECK(header.ll_tokens == 0);
+    CHECK(header.rows_per_source == kExpertMajor);
+    CHECK(header.checksum == header_checksum(header));
+
+    std::vector<int> kept_of_token(static_cast<size_t>(rank.call.num_tokens * case_.top_k), 0);
+    for (int node = 0; node < shape().num_nodes(); ++node) {
+      CAPTURE(node);
+      std::vector<int32_t> listed = listed_tokens(rank.shape.rank, node);
+      CHECK(plan.sent_counts[node] == static_cast<int32_t>(listed.size()));
+      std::vector<int32_t> positions(static_cast<size_t>(shape().padded_tokens()), -1);
+      for (size_t j = 0; j < listed.size(); ++j)
+        if (!kept_routes(rank.shape.rank, listed[j], node).empty())
+          positions[static_cast<size_t>(listed[j])] = static_cast<int32_t>(j);
+      for (int64_t token = 0; token < rank.call.num_tokens; ++token) {
+        const std::vector<Kept> kept = kept_routes(rank.shape.rank, token, node);
+        for (const Kept& route : kept) {
+          const Route& found = plan.home_routes[token * case_.top_k + route.k];
+          CHECK(found.slot == route.slot);
+          CHECK(found.rank == node * case_.ranks_per_node + route.rank);
+          CHECK(found.rank_ordinal == ordinal_of(kept, route.rank));
+          kept_of_token[static_cast<size_t>(token * case_.top_k + route.k)] = 1;
+        }
+      }
+      listed.resize(static_cast<size_t>(shape().padded_tokens()), -1);
+      CHECK(values(plan.sent_tokens(node), shape().padded_tokens()) == listed);
+      CHECK(values(plan.positions(node), shape().padded_tokens()) == positions);
+      CHECK(values(plan.home_back_rows(node), shape().padded_tokens() + 1) == back_rows(rank.shape.rank, node));
+    }
+    for (size_t route = 0; route < kept_of_token.size(); ++route)
+      if (kept_of_token[route] == 0) {
+        CHECK(plan.home_routes[route].slot == -1);
+        CHECK(plan.home_routes[route].rank == -1);
+      }
+  }
+
+  void check_relay(const Rank& rank) const {
+    const NodesHandleReader plan = rank.plan();
+    const int own_node = rank.shape.own_node;
+    for (int node = 0; node < shape().num_nodes(); ++node) {
+      CAPTURE(node);
+      const int home = rail_peer(rank, node).shape.rank;
+      const std::vector<int32_t> listed = listed_tokens(home, own_node);
+      CHECK(plan.relay_counts[node] == static_cast<int32_t>(listed.size()));
+      CHECK(values(plan.relay_back_rows(node), shape().padded_tokens() + 1) == back_rows(home, own_node));
+      for (int64_t row = 0; row < shape().padded_tokens(); ++row) {
+        std::vector<Route> expected(static_cast<size_t>(case_.top_k), Route{-1, -1, 0});
+        if (row < static_cast<int64_t>(listed.size())) {
+          const std::vector<Kept> kept = kept_routes(home, listed[static_cast<size_t>(row)], own_node);
+          for (const Kept& route : kept)
+            expected[static_cast<size_t>(route.k)] = {route.slot, route.rank, ordinal_of(kept, route.rank)};
+        }
+        // The place of a leg's routes is that of leg_layout, which the kernels of movements read.
+        const int chunk = static_cast<int>(row / shape().chunk_tokens());
+        const HandleReader leg(rank.handle_mem.data(), leg_layout(make_nodes_handle_layout(rank.shape, case_.top_k),
+                                                                  rank.shape, case_.top_k, rank.shape.leg(node, chunk)));
+        const Route* const found = leg.routes + row % shape().chunk_tokens() * case_.top_k;
+        CHECK(std::equal(expected.begin(), expected.end(), found, [](const Route& a, const Route& b) {
+          return a.slot == b.slot && a.rank == b.rank && a.rank_ordinal == b.rank_ordinal;
+        }));
+      }
+    }
+  }
+
+  void check_owner(const Rank& rank) const {
+    const int64_t rows_in_use = rank.plan().header->rows_in_use;
+    const ExpertBlocks experts{case_.num_experts, case_.num_ranks};
+    const int num_local = experts.num_local_experts(rank.shape.rank);
+    std::vector<int> has_record(static_cast<size_t>(rows_in_use), 0);
+    for (int node = 0; node < shape().num_nodes(); ++node)
+      for (int chunk = 0; chunk < shape().num_chunks(); ++chunk) {
+        const int number = rank.shape.leg(node, chunk);
+        const HandleReader leg(rank.handle_mem.data(), leg_layout(make_nodes_handle_layout(rank.shape, case_.top_k),
+                                                                  rank.shape, case_.top_k, number));
+        CHECK(leg.zone_begin[num_local] == (number == rank.shape.leg(rank.shape.own_node, 0) ? rows_in_use : 0));
+        for (int e = 0; e < num_local && number != rank.shape.leg(rank.shape.own_node, 0); ++e) {
+          CHECK(leg.zone_begin[e] == 0);
+          CHECK(leg.zone_rows[e] == 0);
+        }
+        for (int source = 0; source < case_.ranks_per_node; ++source) {
+          const int home = node * case_.ranks_per_node + source;
+          const std::vector<int32_t> listed = listed_tokens(home, rank.shape.own_node);
+          for (int64_t i = 0; i < shape().chunk_tokens(); ++i) {
+            const int64_t row = int64_t{chunk} * shape().chunk_tokens() + i;
+            int32_t slot = leg.first_slots[source * shape().chunk_tokens() + i];
+            const bool is_token = row < static_cast<int64_t>(listed.size());
+            const int32_t token = is_token ? listed[static_cast<size_t>(row)] : -1;
+            const std::vector<Kept> kept = is_token ? kept_routes(home, token, rank.shape.own_node) : std::vector<Kept>{};
+            bool is_first = true;
+            for (const Kept& route : kept) {
+              if (route.rank != rank.shape.index_in_node()) continue;
+              REQUIRE(slot == route.slot);
+              const SlotRecord& record = leg.slot_records[slot];
+              CHECK(record.token == token);
+              CHECK(record.source == home);
+              CHECK(record.k == route.k);
+              CHECK(record.first == (is_first ? 1 : 0));
+              CHECK(record.rank_ordinal == ordinal_of(kept, route.rank));
+              has_record[static_cast<size_t>(slot)] = 1;
+              slot = record.next_slot;
+              is_first = false;
+            }
+            CHECK(slot == -1);
+          }
+        }
+      }
+    const NodesHandleReader plan = rank.plan();
+    for (int e = 0; e < num_local; ++e) {
+      const reference::RankPlan& expected = oracle_.ranks[static_cast<size_t>(rank.shape.rank)];
+      CHECK(plan.zone_begin[e] == expected.offsets[static_cast<size_t>(e)]);
+      CHECK(plan.zone_rows[e] == expected.counts[static_cast<size_t>(e)]);
+    }
+    for (int64_t slot = 0; slot < rows_in_use; ++slot)
+      CHECK(plan.slot_records[slot].is_pad() == (has_record[static_cast<size_t>(slot)] == 0));
+  }
+
+  // Checks and forgets what the rank has reported.
+  void check_events(Rank& rank) const {
+    const reference::RankPlan& expected = oracle_.ranks[static_cast<size_t>(rank.shape.rank)];
+    CHECK(rank.record->failed == 0);
+    uint64_t num_events = 0;
+    if (expected.bad_indices > 0) {
+      const EventRecord& event = rank.record->events[num_events++];
+      const auto first = std::ranges::find_if(rank.routing.topk_idx,
+                                              [&](int64_t index) { return index < -1 || index >= case_.num_experts; });
+      const int64_t route = first - rank.routing.topk_idx.begin();
+      CHECK(event.kind == EPX_EVENT_BAD_INDEX);
+      CHECK(event.operation == EPX_OP_PREPARE);
+      CHECK(event.values[0] == expected.bad_indices);
+      CHECK(event.values[1] == *first);
+      CHECK(event.values[2] == route / case_.top_k);
+      CHECK(event.values[3] == route % case_.top_k);
+    }
+    if (expected.info[2] > 0) {
+      const EventRecord& event = rank.record->events[num_events++];
+      CHECK(event.kind == EPX_EVENT_OVERFLOW);
+      CHECK(event.values[0] == expected.info[0]);
+      CHECK(event.values[1] == expected.info[2]);
+      CHECK(event.values[2] == expected.info[4]);
+    }
+    CHECK(rank.record->num_events == num_events);
+    rank.record->num_events = rank.device_state.num_events = 0;
+  }
+
+  NodesCase case_;
+  uint64_t prepares_ = 0;
+  std::vector<std::unique_ptr<Rank>> ranks_;
+  reference::Plan oracle_;
+};
+
+TEST_CASE("prepare over nodes gives the oracle's slots and the plans of the legs") {
+  const NodesCase cases[] = {
+      // ranks, of a node, experts, tokens, K, a, C, R, precision, masked, bad, hot
+      {4, 2, 8, 24, 3, 1, 24, 0, EPX_COMBINE_WIRE, 10, 0, 0},
+      {4, 2, 8, 24, 3, 16, 10, 0, EPX_COMBINE_NODE, 10, 5, 0},
+      {6, 3, 13, 17, 5, 4, 6, 0, EPX_COMBINE_EXACT, 20, 5, 20},
+      {6, 2, 4, 9, 8, 1, 4, 0, EPX_COMBINE_WIRE, 0, 0, 0}, // fewer experts than ranks: the last node has none
+      {3, 1, 40, 20, 2, 1, 7, 0, EPX_COMBINE_WIRE, 50, 0, 0},
+      {8, 4, 100, 12, 33, 8, 5, 0, EPX_COMBINE_NODE, 30, 0, 0},
+      {4, 2, 8, 40, 4, 8, 16, 100, EPX_COMBINE_WIRE, 0, 2, 30}, // overflow
+      {4, 2, 8, 40, 4, 16, 16, 90, EPX_COMBINE_EXACT, 0, 0, 60},
+      {4, 2, 8, 20, 2, 16, 16, 15, EPX_COMBINE_NODE, 0, 0, 0},       // R < a drops everything
+      {4, 2, 16, 700, 2, 8, 1024, 0, EPX_COMBINE_WIRE, 10, 1, 0},    // several parts, tiles and blocks
+      {4, 2, 600, 600, 3, 1, 300, 1000, EPX_COMBINE_EXACT, 0, 0, 5}, // more experts than threads
+  };
+  for (const NodesCase& test_case : cases) {
+    CAPTURE(&test_case - cases);
+    NodesGroup group(test_case);
+    Rng rng(static_cast<uint64_t>(&test_case - cases));
+    for (int i = 0; i < 4; ++i) {
+      CAPTURE(i);
+      group.run(rng);
+    }
+  }
+}
+
+TEST_CASE("tables with anything in them lead to no slot, rank or token that is not") {
+  for (const epx_combine_precision precision : {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT, EPX_COMBINE_NODE})
+    for (uint64_t seed = 0; seed < 3; ++seed) {
+      Rng rng(seed);
+      NodesGroup({4, 2, 8, 24, 3, 1, 10, 0, precision, 10, 0, 0}).run_with_damaged_tables(rng);
+    }
+}
+
+} // namespace
+} // namespace epx::cuda
