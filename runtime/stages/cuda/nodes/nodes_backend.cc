@@ -15,6 +15,7 @@
 #include "base/suspension_aware_deadline.h"
 #include "runtime/stages/cuda/cuda_backend.h"
 #include "runtime/stages/cuda/nodes/nodes_kernels.h"
+#include "runtime/stages/cuda/nodes/nodes_records.h"
 #include "runtime/stages/cuda/nodes/rail_buffers.h"
 #include "transport/node_exchange.h"
 
@@ -32,45 +33,42 @@ GroupContext make_node_context(const GroupContext& group, const NodesShape& shap
 // How many rows each transfer of a movement has. Tokens travel home to relay in a scatter, and rows relay to home in a gather.
 class RailSizes {
 public:
-  // Exact sizes, from the records that this rank has sent and received, [N, record_words]. They may say anything.
+  // Exact sizes, by the records that this rank has sent and received.
   RailSizes(const NodesShape& shape, int top_k, const int32_t* sent, const int32_t* received)
-      : shape_(&shape), rows_per_token_(shape.max_back_rows(top_k)), sent_(sent), received_(received) {}
+      : shape_(&shape), top_k_(top_k), sent_(sent), received_(received) {}
   // Fixed sizes: all that there can be.
   RailSizes(const NodesShape& shape, int top_k) : RailSizes(shape, top_k, nullptr, nullptr) {}
-
-  bool are_fixed() const { return sent_ == nullptr; }
 
   // Tokens of a chunk that this rank sends to `node`, or relays for its rail peer there.
   int64_t home_tokens(int node, int chunk) const { return tokens_in_chunk(sent_, node, chunk); }
   int64_t relay_tokens(int node, int chunk) const { return tokens_in_chunk(received_, node, chunk); }
-  // Those of them that a leg moves: none where the rail peer's handle memory is of another plan than this rank's.
-  int64_t leg_tokens(int node, int chunk) const { return is_of_one_plan(node) ? relay_tokens(node, chunk) : 0; }
   // The same of all chunks.
-  int64_t home_tokens(int node) const { return are_fixed() ? shape_->padded_tokens() : tokens(sent_, node); }
-  int64_t relay_tokens(int node) const { return are_fixed() ? shape_->padded_tokens() : tokens(received_, node); }
+  int64_t home_tokens(int node) const { return tokens(sent_, node); }
+  int64_t relay_tokens(int node) const { return tokens(received_, node); }
   // Rows that come home from `node` in all, or that this rank sends home as a relay.
   int64_t home_rows(int node) const { return rows(sent_, node); }
   int64_t relay_rows(int node) const { return rows(received_, node); }
+  // Tokens of the leg of another node.
+  int64_t leg_tokens(int node, int chunk) const {
+    return are_fixed() ? tokens_in_chunk(received_, node, chunk) : of(received_).leg_tokens(node, chunk, false);
+  }
 
 private:
-  const int32_t* record(const int32_t* records, int node) const { return records + node * record_words(*shape_); }
+  bool are_fixed() const { return sent_ == nullptr; }
+  NodesRecords of(const int32_t* records) const { return {*shape_, records}; }
   int64_t tokens(const int32_t* records, int node) const {
-    return std::clamp<int64_t>(record(records, node)[2], 0, shape_->group.max_tokens_per_rank);
+    return are_fixed() ? shape_->max_rail_tokens() : of(records).num_tokens(node);
   }
   int64_t tokens_in_chunk(const int32_t* records, int node, int chunk) const {
-    return are_fixed() ? shape_->chunk_tokens() : shape_->tokens_in_chunk(tokens(records, node), chunk);
-  }
-  bool is_of_one_plan(int node) const {
-    return are_fixed() || std::equal(record(sent_, node), record(sent_, node) + 2, record(received_, node));
+    return shape_->tokens_in_chunk(tokens(records, node), chunk);
   }
   int64_t rows(const int32_t* records, int node) const {
-    if (are_fixed()) return shape_->padded_tokens() * rows_per_token_;
-    const int32_t last = record(records, node)[kRecordHeaderWords + shape_->num_chunks() - 1];
-    return std::clamp<int64_t>(last, 0, tokens(records, node) * rows_per_token_);
+    return are_fixed() ? int64_t{shape_->max_rail_tokens()} * shape_->max_back_rows(top_k_)
+                       : of(records).back_rows(node, top_k_, shape_->num_chunks() - 1);
   }
 
   const NodesShape* shape_;
-  int rows_per_token_;
+  int top_k_;
   const int32_t* sent_;
   const int32_t* received_;
 };
@@ -222,7 +220,7 @@ private:
     check_cuda(launch_list_relayed(nodes_, buffers, call, stream), "prepare");
     const auto deliver = [&](int node, int chunk) {
       node_->make_call(EPX_OP_PREPARE, stream, [&](const DeviceGroup& group, cudaStream_t on) {
-        return launch_deliver_leg(group, nodes_, buffers, call, shape_.leg(node, chunk), on);
+        return launch_deliver_leg(group, nodes_, buffers, call, shape_.leg(node, chunk), num_comm_sms(), on);
       });
     };
     for_each_chunk([&](int chunk) { deliver(shape_.own_node, chunk); });
@@ -249,7 +247,7 @@ private:
     const char* const name = name_of(call.operation);
     check_cuda(launch_post_records(nodes_, call, stream), name);
     exchange_words(nodes_.sent_records, nodes_.received_records, record_words(shape_), stream);
-    check_cuda(launch_open_legs(nodes_, call, has_fixed_sizes, stream), name);
+    check_cuda(launch_open_legs(node_->device_group(), nodes_, call, has_fixed_sizes, stream), name);
     if (has_fixed_sizes) return {shape_, call.top_k};
     const int64_t words = shape_.num_nodes() * record_words(shape_);
     int32_t* const sent = buffers_.records_on_host.get();
@@ -309,6 +307,9 @@ private:
                                received.sidecars_of(node, bytes) + first * bytes, in * bytes});
       });
       rails_->exchange(transfers, rail_stream_.get());
+      PackCall arrived = pack;
+      arrived.area = received;
+      check_cuda(launch_clear_rows(nodes_, arrived, num_comm_sms(), rail_stream_.get()), name_of(call.operation));
       record(chunk_event(chunk), rail_stream_.get());
     });
     for_each_chunk([&](int chunk) { scatter_leg(call, shape_.own_node, chunk, own_tokens(call, chunk), received); });

@@ -33,7 +33,7 @@ struct RailBuffers {
   DeviceMemory<int32_t> sent_records, received_records;
   PinnedMemory<int32_t> records_on_host; // [2, N, record_words]: sent, then received
   DeviceMemory<int32_t> counts;          // of prepare: NodesPrepareBuffers' first three, one behind the other
-  DeviceMemory<uint64_t> bad_indices;
+  DeviceMemory<NodesPrepareTotals> totals;
   DeviceMemory<int32_t> sent_tables, received_tables;
   RailRows to_rails, from_rails;
 
