@@ -5,7 +5,7 @@
 //   prepare    count_routes | all-gather of counts | assign_slots, list_tokens, make_tables | exchange of tables
 //              | list_relayed | deliver_leg for each leg
 //   movements  begin_call, post_records | exchange of records | open_legs | then, for each chunk:
-//     scatter  pack_rows | exchange of rows | dispatch or combine_bwd of the legs
+//     scatter  pack_rows | exchange of rows | clear_rows, dispatch or combine_bwd of the legs
 //     gather   combine or dispatch_bwd of the legs, forward_rows | exchange of rows; behind the last chunk sum_rows
 #pragma once
 
@@ -63,7 +63,7 @@ struct NodesDevice {
   NodesProgress* progress;       // host memory
   HandleHeader* leg_headers;     // [L]: what MovementCall::checked_header of each leg points to
   int32_t* sent_records;         // [N, record_words]
-  int32_t* received_records;     // [N, record_words]; that of the own node is this rank's own
+  int32_t* received_records;     // [N, record_words]; see NodesRecords
   const DeviceState* node_state; // of the legs' group
 };
 
@@ -114,9 +114,11 @@ cudaError_t launch_begin_call(const NodesDevice& nodes, epx_operation operation,
 cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream);
 // Checks the header of the handle memory for this call, and writes the records that go to the rail peers.
 cudaError_t launch_post_records(const NodesDevice& nodes, const MovementCall& call, cudaStream_t stream);
-// Writes the headers of the legs from the records that have come. Where sizes are fixed, a leg that is not the own node's has
-// all tokens of a chunk.
-cudaError_t launch_open_legs(const NodesDevice& nodes, const MovementCall& call, bool has_fixed_sizes, cudaStream_t stream);
+// Writes the headers of the legs from the records that have come (NodesRecords::leg_tokens), and reports a rail peer that has
+// another plan. Where this rank takes part without routes, each leg has a header with magic 0. `group` is that of the legs.
+// In the event, values[0] is 1: values[3] is a rank of the group and not of the node.
+cudaError_t launch_open_legs(const DeviceGroup& group, const NodesDevice& nodes, const MovementCall& call,
+                             bool has_fixed_sizes, cudaStream_t stream);
 
 // Copies the rows (and weights [K], and sidecars) of the tokens of a chunk that go to other nodes into `area`, each at the
 // token's index among those of its node. `weights` and `sidecars` may be NULL.
@@ -131,9 +133,15 @@ struct PackCall {
 };
 cudaError_t launch_pack_rows(const NodesDevice& nodes, const PackCall& call, int num_sms, cudaStream_t stream);
 
-// Behind the gather of a leg in the precisions wire and exact: copies what that has staged on this rank to `area`, without gaps.
-// wire: a token's partial sums of the ranks of this node, in rank order. exact: its routes' rows in k order, and beside them
-// their weights if `row_weights` is not NULL; a route that was dropped in this call has a row of zeros and the weight 0.
+// Behind the exchange of a chunk: zeros the rows (and weights, and sidecars) in `area` that have come from rail peers that are
+// not active: to the others, what comes from such a rank is zero. Of `rows`, `weights` and `sidecars` it matters only which
+// are NULL.
+cudaError_t launch_clear_rows(const NodesDevice& nodes, const PackCall& call, int num_sms, cudaStream_t stream);
+
+// Behind the gather of a leg in the precisions wire and exact: copies what that has staged on this rank to `area`, without
+// gaps. wire: a token's partial sums of the ranks of this node, in rank order. exact: its routes' rows in k order, and beside
+// them, at area.weights by row, their weights if `row_weights` is not NULL. Where a rank has no partial sum, or a route was
+// dropped in this call, the row consists of -0, which changes no sum, and the weight is 0.
 struct ForwardCall {
   MovementCall call;        // the leg's; num_tokens is that of the leg, recv_rows and handle_mem those of the group's call
   const std::byte* rows;    // [N, H]: this rank's own
@@ -145,9 +153,9 @@ struct ForwardCall {
 cudaError_t launch_forward_rows(const DeviceGroup& group, const NodesDevice& nodes, const ForwardCall& call, int num_sms,
                                 cudaStream_t stream);
 
-// At home: out[t] is the sum of what has come of the token, from all nodes, in the order that the precision says, rounded once.
-// A token of which nothing comes gets zeros. If `carried_out` is not NULL it gets, for each route that was kept, the weight that
-// has come at area.weights [N, T', K], by (node, index of the token there, k), and 0 elsewhere.
+// At home: out[t] is the sum of what has come of the token, from all nodes, in the order that the precision says, rounded
+// once. A token of which nothing comes gets zeros. If `carried_out` is not NULL it gets, for each route that was kept, the
+// weight that has come at area.weights [N, T', K], by (node, index of the token there, k), and 0 elsewhere.
 struct SumCall {
   MovementCall call;
   bool is_weighted; // exact: rows have weights
