@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a call of a group of several nodes begins and ends on the device, and how its legs get their headers. Each kernel has one
+// block, which waits for nobody.
+//
+//   kernel          what its threads do
+//   begin_call      one counts the call and publishes that it has begun
+//   end_call        one publishes that the call has ended
+//   post_records    thread 0 checks the header of the handle memory; then each writes the record for one node at a time
+//   open_legs       each writes the header of one leg at a time; thread 0 reports a rail peer that has another plan
+#include "base/device/launch.h"
+#include "base/device/memory_order.cuh"
+#include "base/device/warp.cuh"
+#include "runtime/stages/cuda/nodes/nodes_kernels.h"
+#include "runtime/stages/cuda/nodes/nodes_records.h"
+#include "runtime/stages/cuda/protocol/events.cuh"
+
+namespace epx::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+__global__ void begin_call_kernel(const __grid_constant__ NodesDevice nodes, epx_operation operation) {
+  if (threadIdx.x != 0) return;
+  const uint64_t sequence = ++nodes.state->sequence;
+  nodes.progress->operation = operation;
+  nodes.progress->first_leg[sequence % NodesProgress::kCalls] = nodes.node_state->begun.sequence + 1;
+  // st.release: a host that has acquired `begun` sees the two stores above.
+  store_release_sys(&nodes.progress->begun, sequence);
+}
+
+__global__ void end_call_kernel(const __grid_constant__ NodesDevice nodes) {
+  if (threadIdx.x == 0) store_release_sys(&nodes.progress->ended, nodes.state->sequence);
+}
+
+struct CallParams {
+  NodesDevice nodes;
+  MovementCall call;
+};
+
+// The same conditions as in Movement.
+__device__ bool is_usable(const CallParams& params, const HandleHeader& header) {
+  const MovementCall& call = params.call;
+  const NodesShape& shape = params.nodes.shape;
+  return header.magic == kHandleMagic && header.checksum == header_checksum(header) &&
+         header.group_id == params.nodes.group_id && header.rank == shape.rank && header.top_k == call.top_k &&
+         header.alignment == call.alignment && header.num_tokens == call.num_tokens &&
+         header.rows_per_source == call.rows_per_source && counts_fit(header, shape.group, 0);
+}
+
+// Writes the record for a node. Handle memory is not trusted, so the numbers are made to fit.
+__device__ void write_record(const CallParams& params, const NodesHandleReader& plan, int node, int32_t* record) {
+  const NodesShape& shape = params.nodes.shape;
+  const HandleHeader& header = params.nodes.state->header;
+  const bool is_usable = header.magic == kHandleMagic;
+  const uint64_t plan_id = is_usable ? header.plan_id : 0;
+  const int64_t own_tokens = is_usable ? header.num_tokens : 0;
+  const int64_t most = min(own_tokens, int64_t{shape.max_rail_tokens()}); // that go to another node
+  const int64_t tokens = node == shape.own_node ? own_tokens : max(int64_t{0}, min(int64_t{plan.sent_counts[node]}, most));
+  record[0] = static_cast<int32_t>(plan_id);
+  record[1] = static_cast<int32_t>(plan_id >> 32);
+  record[2] = static_cast<int32_t>(tokens);
+  record[3] = 0;
+  int64_t rows = 0;
+  for (int chunk = 0; chunk < shape.num_chunks(); ++chunk) {
+    const int64_t end = min((int64_t{chunk} + 1) * shape.chunk_tokens(), tokens);
+    // With EPX_COMBINE_NODE one row comes home of each token, and the table is not used.
+    const int64_t found = shape.group.sums_by_node() ? end : plan.home_back_rows(node)[end];
+    rows = max(rows, min(found, end * shape.max_back_rows(params.call.top_k)));
+    record[kRecordHeaderWords + chunk] = static_cast<int32_t>(rows);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    post_records_kernel(const __grid_constant__ CallParams params, const __grid_constant__ NodesHandleLayout layout) {
+  const NodesDevice& nodes = params.nodes;
+  if (threadIdx.x == 0) {
+    HandleHeader header = *reinterpret_cast<const HandleHeader*>(params.call.checked_header);
+    if (!is_usable(params, header)) header.magic = 0;
+    nodes.state->header = header;
+  }
+  __syncthreads();
+  const NodesHandleReader plan(params.call.handle_mem, layout, nodes.shape);
+  for (int node = static_cast<int>(threadIdx.x); node < nodes.shape.num_nodes(); node += kThreads) {
+    write_record(params, plan, node, nodes.sent_records + node * record_words(nodes.shape));
+    if (node == nodes.shape.own_node) // which no rail brings
+      write_record(params, plan, node, nodes.received_records + node * record_words(nodes.shape));
+  }
+}
+
+// Reports the first rail peer that takes part with another plan than this rank, as the ranks of its own node do. A rail peer
+// that takes part without routes reports that itself.
+__device__ void report_mismatch(const DeviceGroup& group, const CallParams& params, const NodesRecords& records) {
+  const NodesShape& shape = params.nodes.shape;
+  const HandleHeader& header = params.nodes.state->header;
+  if (header.magic != kHandleMagic) return; // the first leg reports this rank's handle memory
+  for (int node = 0; node < shape.num_nodes(); ++node) {
+    const uint64_t plan_id = records.plan_id(node);
+    if (plan_id == 0 || records.is_active(node)) continue;
+    const int peer = node * shape.ranks_per_node() + shape.index_in_node();
+    const CallContext first_leg{group, params.call.operation, group.state->begun.sequence + 1};
+    record_event(first_leg, EPX_EVENT_HANDLE_MISMATCH, 1, 1, 0, 0, peer, static_cast<int64_t>(plan_id), &header);
+    break;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    open_legs_kernel(const __grid_constant__ DeviceGroup group, const __grid_constant__ CallParams params,
+                     bool has_fixed_sizes) {
+  const NodesDevice& nodes = params.nodes;
+  const NodesShape& shape = nodes.shape;
+  const NodesRecords records(shape, nodes.received_records);
+  for (int leg = static_cast<int>(threadIdx.x); leg < shape.num_legs(); leg += kThreads) {
+    const int node = leg / shape.num_chunks();
+    HandleHeader header = nodes.state->header;
+    header.num_tokens = records.leg_tokens(node, leg % shape.num_chunks(), has_fixed_sizes);
+    if (leg != shape.leg(shape.own_node, 0)) header.rows_in_use = 0; // so that too few rows are reported once
+    header.rank = shape.index_in_node();
+    header.ll_tokens = 0;
+    header.checksum = header_checksum(header);
+    nodes.leg_headers[leg] = header;
+  }
+  if (threadIdx.x == 0) report_mismatch(group, params, records);
+}
+
+} // namespace
+
+std::vector<const void*> nodes_call_kernels() {
+  return {reinterpret_cast<const void*>(&begin_call_kernel), reinterpret_cast<const void*>(&end_call_kernel),
+          reinterpret_cast<const void*>(&post_records_kernel), reinterpret_cast<const void*>(&open_legs_kernel)};
+}
+
+cudaError_t launch_begin_call(const NodesDevice& nodes, epx_operation operation, cudaStream_t stream) {
+  return launch(&begin_call_kernel, {1, kWarp}, stream, nodes, operation);
+}
+
+cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream) {
+  return launch(&end_call_kernel, {1, kWarp}, stream, nodes);
+}
+
+cudaError_t launch_post_records(const NodesDevice& nodes, const MovementCall& call, cudaStream_t stream) {
+  return launch(&post_records_kernel, {1, kThreads}, stream, CallParams{nodes, call},
+                make_nodes_handle_layout(nodes.shape, call.top_k));
+}
+
+cudaError_t launch_open_legs(const DeviceGroup& group, const NodesDevice& nodes, const MovementCall& call,
+                             bool has_fixed_sizes, cudaStream_t stream) {
+  return launch(&open_legs_kernel, {1, kThreads}, stream, group, CallParams{nodes, call}, has_fixed_sizes);
+}
+
+} // namespace epx::cuda
