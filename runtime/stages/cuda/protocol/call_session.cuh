@@ -113,6 +113,15 @@ public:
     return false;
   }
 
+  // In a kernel behind the one that made the call (kContinues): reads the descriptors of all ranks once more, which lie in the
+  // window until this rank has posted the next call but one. Every block calls this, with the descriptor that was posted. Returns
+  // false, the same in all threads, when the group has failed.
+  __device__ bool enter_again(const CallDescriptor& descriptor) const {
+    bool same = true;
+    const bool ok = read_descriptors(descriptor, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), same);
+    return __syncthreads_and(ok ? 1 : 0) != 0;
+  }
+
   // The entry barrier of one warp, so that it waits for no other warp; begin_ll() comes first. `descriptors` lies in shared
   // memory and belongs to the warp. The result is the same in all lanes.
   __device__ bool enter_warp(const CallDescriptor& descriptor, PeerDescriptors& descriptors) {

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of a scatter beside the rails: those of the tokens that go to other nodes are packed, and what has come from rail peers
+// that are not active is cleared. See rows_nodes.cu.
+#pragma once
+
+#include "runtime/stages/cuda/movement.cuh"
+#include "runtime/stages/cuda/nodes/nodes_kernels.h"
+#include "runtime/stages/cuda/nodes/nodes_records.h"
+#include "runtime/stages/cuda/rows/rows.cuh"
+
+namespace epx::cuda {
+
+struct PackParams {
+  NodesDevice nodes;
+  NodesHandleLayout layout;
+  PackCall call;
+  int64_t row_bytes;
+};
+
+// The rows of one token in an area, by its index among those of a node.
+class PackedRows {
+public:
+  __device__ PackedRows(const PackParams& params, int node, int64_t position)
+      : call_(params.call), row_bytes_(params.row_bytes), node_(node), position_(position) {}
+
+  __device__ std::byte* row() const { return call_.area.rows_of(node_, row_bytes_) + position_ * row_bytes_; }
+  __device__ std::byte* sidecar() const {
+    return call_.area.sidecars_of(node_, call_.sidecar_bytes) + position_ * call_.sidecar_bytes;
+  }
+  __device__ float* weights() const { return call_.area.weights_of(node_) + position_ * call_.call.top_k; }
+
+private:
+  const PackCall& call_;
+  int64_t row_bytes_;
+  int node_;
+  int64_t position_;
+};
+
+// The warps of the grid call body(node, position) for the other nodes and the positions of a chunk.
+template <typename Body>
+__device__ inline void for_each_packed(const PackParams& params, const Body& body) {
+  const NodesShape& shape = params.nodes.shape;
+  const WorkPartition warp = partition_warps(0, kMovementWarps, 0, static_cast<int>(gridDim.x));
+  const auto others = static_cast<unsigned>(shape.num_nodes() - 1);
+  const auto rows = others * static_cast<unsigned>(shape.chunk_tokens());
+#pragma unroll 1
+  for (auto i = static_cast<unsigned>(warp.index); i < rows; i += static_cast<unsigned>(warp.count)) {
+    const auto other = static_cast<int>(i % others);
+    body(other < shape.own_node ? other : other + 1,
+         int64_t{params.call.chunk} * shape.chunk_tokens() + static_cast<int64_t>(i / others));
+  }
+}
+
+// Each warp copies one row at a time. Handle memory is not trusted: a token that this rank does not have is left out.
+__device__ inline void pack_rows(const PackParams& params, TmaRowPipeline& pipeline) {
+  const PackCall& call = params.call;
+  const NodesRecords records(params.nodes.shape, params.nodes.sent_records);
+  const NodesHandleReader plan(call.call.handle_mem, params.layout, params.nodes.shape);
+  for_each_packed(params, [&](int node, int64_t position) {
+    if (position >= records.num_tokens(node)) return;
+    const int64_t token = plan.sent_tokens(node)[position];
+    if (token < 0 || token >= call.call.num_tokens) return;
+    const PackedRows packed(params, node, position);
+    begin_copy_row_to_destinations(pipeline, call.rows + token * params.row_bytes, params.row_bytes,
+                                   lane() == 0 ? packed.row() : nullptr);
+    if (call.sidecars != nullptr)
+      copy_row_to_destinations(call.sidecars + token * call.sidecar_bytes, call.sidecar_bytes,
+                               lane() == 0 ? packed.sidecar() : nullptr);
+    if (call.weights != nullptr)
+      for (int k = lane(); k < call.call.top_k; k += kWarp)
+        packed.weights()[k] = call.weights[route_index(token, call.call.top_k, k)];
+  });
+  pipeline.finish();
+}
+
+__device__ inline void clear_rows(const PackParams& params) {
+  const PackCall& call = params.call;
+  const NodesRecords records(params.nodes.shape, params.nodes.received_records);
+  for_each_packed(params, [&](int node, int64_t position) {
+    if (records.is_active(node)) return;
+    const PackedRows packed(params, node, position);
+    zero_row(packed.row(), params.row_bytes);
+    if (call.sidecars != nullptr) zero_row(packed.sidecar(), call.sidecar_bytes);
+    if (call.weights != nullptr)
+      for (int k = lane(); k < call.call.top_k; k += kWarp)
+        packed.weights()[k] = 0.0f;
+  });
+}
+
+} // namespace epx::cuda

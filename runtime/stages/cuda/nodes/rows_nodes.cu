@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels that take rows to and from the rails. Their warps share the rows among them and wait for nobody.
+//
+//   kernel          a warp takes                                 and does with it
+//   pack_rows       one token that goes to another node          copies its row, sidecar and weights to the rail's area
+//   clear_rows      one row that has come by rail                zeros it, if the rail peer is not active
+//   forward_rows    one token of a leg                           copies what has been staged of it here to the rail's area
+//   sum_rows        one token of this rank                       sums what has come of it
+#include <algorithm>
+
+#include "base/device/launch.h"
+#include "runtime/stages/cuda/nodes/forward_rows.cuh"
+#include "runtime/stages/cuda/nodes/home_sums.cuh"
+#include "runtime/stages/cuda/nodes/nodes_kernels.h"
+#include "runtime/stages/cuda/nodes/pack_rows.cuh"
+
+namespace epx::cuda {
+namespace {
+
+__global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
+    pack_rows_kernel(const __grid_constant__ PackParams params) {
+  TmaRowPipeline pipeline = pipeline_of_warp();
+  pack_rows(params, pipeline);
+}
+
+__global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
+    clear_rows_kernel(const __grid_constant__ PackParams params) {
+  clear_rows(params);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
+    forward_rows_kernel(const __grid_constant__ ForwardParams params) {
+  const Movement movement(params, CallSession(params.group, params.call.operation, CallSession::kContinues));
+  if (!movement.is_usable() || !movement.call().enter_again(params.descriptor)) return;
+  TmaRowPipeline pipeline = pipeline_of_warp();
+  const RowForwarder<T> forwarder(params, movement, pipeline);
+  forwarder.forward(partition_warps(0, kMovementWarps, 0, static_cast<int>(gridDim.x)));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
+    sum_rows_kernel(const __grid_constant__ SumParams params) {
+  if (params.nodes.state->header.magic != kHandleMagic) return; // this rank takes part without routes
+  TmaRowPipeline pipeline = pipeline_of_warp();
+  const HomeSums<T> sums(params, pipeline);
+  sums.sum(partition_warps(0, kMovementWarps, 0, static_cast<int>(gridDim.x)));
+}
+
+constexpr size_t kSharedBytes = kMovementWarps * TmaRowPipeline::kSharedBytes; // movement_shared_bytes()
+
+// Launches one of these with a warp for each of `items`, on at most num_sms SMs.
+template <typename Params>
+cudaError_t launch_rows(void (*kernel)(Params), int64_t items, int num_sms, cudaStream_t stream, const Params& params) {
+  if (items == 0) return cudaSuccess;
+  const auto blocks = static_cast<int>(std::min<int64_t>((items + kMovementWarps - 1) / kMovementWarps, num_sms));
+  return launch(kernel, {blocks, kMovementThreads, kSharedBytes}, stream, params);
+}
+
+cudaError_t launch_packed_rows(void (*kernel)(PackParams), const NodesDevice& nodes, const PackCall& call, int num_sms,
+                               cudaStream_t stream) {
+  const PackParams params{nodes, make_nodes_handle_layout(nodes.shape, call.call.top_k), call,
+                          row_bytes(call.call.dtype, call.call.hidden)};
+  const int64_t rows = int64_t{nodes.shape.num_nodes() - 1} * nodes.shape.chunk_tokens();
+  return launch_rows(kernel, rows, num_sms, stream, params);
+}
+
+} // namespace
+
+std::vector<const void*> nodes_row_kernels() {
+  return {reinterpret_cast<const void*>(&pack_rows_kernel),
+          reinterpret_cast<const void*>(&clear_rows_kernel),
+          reinterpret_cast<const void*>(&forward_rows_kernel<float>),
+          reinterpret_cast<const void*>(&forward_rows_kernel<__half>),
+          reinterpret_cast<const void*>(&forward_rows_kernel<__nv_bfloat16>),
+          reinterpret_cast<const void*>(&sum_rows_kernel<float>),
+          reinterpret_cast<const void*>(&sum_rows_kernel<__half>),
+          reinterpret_cast<const void*>(&sum_rows_kernel<__nv_bfloat16>)};
+}
+
+cudaError_t launch_pack_rows(const NodesDevice& nodes, const PackCall& call, int num_sms, cudaStream_t stream) {
+  return launch_packed_rows(&pack_rows_kernel, nodes, call, num_sms, stream);
+}
+
+cudaError_t launch_clear_rows(const NodesDevice& nodes, const PackCall& call, int num_sms, cudaStream_t stream) {
+  return launch_packed_rows(&clear_rows_kernel, nodes, call, num_sms, stream);
+}
+
+cudaError_t launch_forward_rows(const DeviceGroup& group, const NodesDevice& nodes, const ForwardCall& call, int num_sms,
+                                cudaStream_t stream) {
+  const NodesHandleLayout layout = make_nodes_handle_layout(nodes.shape, call.call.top_k);
+  const int leg = nodes.shape.leg(call.node, call.chunk);
+  const HandleLayout plan = leg_layout(layout, nodes.shape, call.call.top_k, leg);
+  MovementCall args = call.call;
+  args.layout = &plan;
+  args.checked_header = reinterpret_cast<const std::byte*>(nodes.leg_headers + leg);
+  const ForwardParams params{make_movement_params(group, {}, args, 0, 0, kNotRegistered),
+                             {call.rows, call.row_weights, call.area},
+                             nodes.shape,
+                             layout,
+                             call.node,
+                             call.chunk};
+  const int64_t tokens = args.num_tokens;
+  if (args.dtype == EPX_FLOAT32) return launch_rows(&forward_rows_kernel<float>, tokens, num_sms, stream, params);
+  if (args.dtype == EPX_FLOAT16) return launch_rows(&forward_rows_kernel<__half>, tokens, num_sms, stream, params);
+  return launch_rows(&forward_rows_kernel<__nv_bfloat16>, tokens, num_sms, stream, params);
+}
+
+cudaError_t launch_sum_rows(const NodesDevice& nodes, const SumCall& call, int num_sms, cudaStream_t stream) {
+  const SumParams params{nodes, make_nodes_handle_layout(nodes.shape, call.call.top_k), call};
+  const int64_t tokens = call.call.num_tokens;
+  if (call.call.dtype == EPX_FLOAT32) return launch_rows(&sum_rows_kernel<float>, tokens, num_sms, stream, params);
+  if (call.call.dtype == EPX_FLOAT16) return launch_rows(&sum_rows_kernel<__half>, tokens, num_sms, stream, params);
+  return launch_rows(&sum_rows_kernel<__nv_bfloat16>, tokens, num_sms, stream, params);
+}
+
+} // namespace epx::cuda
