@@ -60,6 +60,9 @@ protected:
   // throw_peer_failure. `refuses` is also set in a returned record when a rank refuses whose record is not returned.
   virtual std::vector<ExchangeRecord> gather(ExchangeRecord mine) = 0;
 
+  // For exchanges that are made of others.
+  static std::vector<ExchangeRecord> gather_by(Exchange& other, const ExchangeRecord& mine) { return other.gather(mine); }
+
   [[noreturn]] static void throw_peer_failure(const ExchangeRecord& record) {
     const std::string_view message(record.message,
                                    ExchangeRecord::kMaxMessage); // a damaged record's may lack the final NUL

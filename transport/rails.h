@@ -38,6 +38,9 @@ public:
 
   // Ends transfers that wait for a peer. It may be called from any thread, any number of times, and returns at once.
   virtual void abort() noexcept = 0;
+
+  // Returns whether abort() was called; what a transfer has brought then counts for nothing. Any thread may call it.
+  virtual bool has_ended() const noexcept = 0;
 };
 
 // The transports of a group of several nodes: windows of the ranks of this node, by index in the node, and rails.

@@ -9,12 +9,12 @@
 
 namespace epx {
 
-Communicator::Communicator(const NcclVersion& version, int rank, int num_ranks, const ncclUniqueId& id,
+Communicator::Communicator(const NcclVersion& version, int rank, int num_ranks, const ncclUniqueId& id, int ctas,
                            std::chrono::milliseconds timeout)
     : version_(version), timeout_(timeout) {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
-  config.minCTAs = config.maxCTAs = 1; // its collectives carry small records only; channels cost time and memory
+  config.minCTAs = config.maxCTAs = ctas;
   wait(nccl().CommInitRankConfig(&comm_, num_ranks, id, rank, &config), "ncclCommInitRankConfig");
 }
 

@@ -13,9 +13,9 @@ namespace epx {
 // The communicator is non-blocking: this class polls operations in progress, and aborts the communicator at the deadline.
 class Communicator {
 public:
-  // The call is collective in the ranks that have `id`. `version` is that of the library that is loaded. Throws TIMEOUT,
-  // SYSTEM.
-  Communicator(const NcclVersion& version, int rank, int num_ranks, const ncclUniqueId& id,
+  // The call is collective in the ranks that have `id`. `version` is that of the library that is loaded. NCCL's kernels get
+  // `ctas` blocks each. Throws TIMEOUT, SYSTEM.
+  Communicator(const NcclVersion& version, int rank, int num_ranks, const ncclUniqueId& id, int ctas,
                std::chrono::milliseconds timeout);
   ~Communicator();
   Communicator(const Communicator&) = delete;

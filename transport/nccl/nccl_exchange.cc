@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/nccl/nccl_exchange.h"
 
-#include <thread>
-
-#include "base/suspension_aware_deadline.h"
 #include "transport/nccl/nccl_library.h"
+#include "transport/stream_wait.h"
 
 namespace epx {
 
@@ -24,12 +22,7 @@ std::vector<ExchangeRecord> NcclExchange::gather(ExchangeRecord mine) {
   check_cuda(cudaMemcpyAsync(all.data(), records_.get(), all.size() * sizeof(ExchangeRecord), cudaMemcpyDeviceToHost,
                              stream_.get()),
              "cudaMemcpyAsync");
-  SuspensionAwareDeadline deadline{timeout_};
-  for (cudaError_t state = cudaErrorNotReady; state != cudaSuccess; state = cudaStreamQuery(stream_.get())) {
-    if (state != cudaErrorNotReady) check_cuda(state, "cudaStreamQuery");
-    if (deadline.passed()) fail(EPX_ERROR_TIMEOUT, "not all ranks came within {} ms", timeout_.count());
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
-  }
+  wait_for_stream(stream_.get(), timeout_);
   for (const ExchangeRecord& record : all)
     if (record.status != EPX_SUCCESS && mine.status == EPX_SUCCESS) throw_peer_failure(record);
   return all;

@@ -42,8 +42,12 @@ NcclLibrary load() {
   require(library.CommWindowDeregister, "ncclCommWindowDeregister");
   require(library.CommWindowRegister, "ncclCommWindowRegister");
   require(library.GetUniqueId, "ncclGetUniqueId");
+  require(library.GroupEnd, "ncclGroupEnd");
+  require(library.GroupStart, "ncclGroupStart");
   require(library.MemAlloc, "ncclMemAlloc");
   require(library.MemFree, "ncclMemFree");
+  require(library.Recv, "ncclRecv");
+  require(library.Send, "ncclSend");
   require(library.TeamLsa, "ncclTeamLsa");
   find(library.GetLsaDevicePointer, "ncclGetLsaDevicePointer");
   return library;

@@ -20,8 +20,12 @@ struct NcclLibrary {
   decltype(&ncclGetLastError) GetLastError;
   decltype(&ncclGetUniqueId) GetUniqueId;
   decltype(&ncclGetVersion) GetVersion;
+  decltype(&ncclGroupEnd) GroupEnd;
+  decltype(&ncclGroupStart) GroupStart;
   decltype(&ncclMemAlloc) MemAlloc;
   decltype(&ncclMemFree) MemFree;
+  decltype(&ncclRecv) Recv;
+  decltype(&ncclSend) Send;
   ncclTeam_t (*TeamLsa)(ncclComm_t communicator);
   // Releases from 2.29.2 on have it; NULL in older ones.
   ncclResult_t (*GetLsaDevicePointer)(ncclWindow_t window, size_t offset, int lsa_rank, void** pointer);

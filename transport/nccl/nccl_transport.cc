@@ -14,11 +14,17 @@
 #include "transport/nccl/nccl_check.h"
 #include "transport/nccl/nccl_exchange.h"
 #include "transport/nccl/nccl_library.h"
+#include "transport/nccl/nccl_rails.h"
 #include "transport/nccl/nccl_versions.h"
 #include "transport/nccl/nccl_window.h"
 
 namespace epx {
 namespace {
+
+constexpr int kWindowCtas = 1; // such a communicator carries small records only; channels cost time and memory
+// Blocks of NCCL's kernels for the rails, which are to fill a network adapter of 400 Gbit/s, and to leave the SMs to the kernels
+// of epx. Not measured yet: no adapter was at hand.
+constexpr int kRailCtas = 8;
 
 class NcclTransport final : public Transport {
 public:
@@ -83,21 +89,16 @@ struct RankHello {
   int nccl_code;
 };
 
-} // namespace
+// From such ids NCCL makes communicators; one without a maker is all zeros.
+struct UniqueIds {
+  ncclUniqueId group; // made by rank 0 of the group
+  ncclUniqueId node;  // made by the first rank of a node
+};
 
-std::string why_no_nccl() {
-  try {
-    loaded_nccl();
-    return "";
-  } catch (const StatusError& error) {
-    return error.message();
-  }
-}
-
-std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
-  const std::chrono::milliseconds timeout(timeout_ms);
+// The call is collective. Returns what each rank has made, once all have been found to be able to use NCCL together.
+std::vector<UniqueIds> gather_unique_ids(bool makes_group_id, bool makes_node_id, Exchange& exchange) {
   const std::vector<RankHello> hellos = exchange.all_gather([] { return RankHello{find_gpu(), loaded_nccl().code}; });
-  const std::vector<ncclUniqueId> ids = exchange.all_gather([&] { // the UID all-gather
+  return exchange.all_gather([&] { // the UID all-gather
     std::vector<GpuIdentity> gpus;
     std::vector<int> codes;
     for (const RankHello& hello : hellos) {
@@ -111,25 +112,70 @@ std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t 
            "transport nccl needs a GPU of its own for every rank, but {}: call cudaSetDevice before epx_group_create", why);
     if (const std::string why = why_not_new_enough(gpus); !why.empty())
       fail(EPX_ERROR_UNSUPPORTED, "transport nccl: {}", why);
-    ncclUniqueId id{};
-    if (rank == 0) check_nccl(nccl().GetUniqueId(&id), "ncclGetUniqueId");
-    return id;
+    UniqueIds ids{};
+    if (makes_group_id) check_nccl(nccl().GetUniqueId(&ids.group), "ncclGetUniqueId");
+    if (makes_node_id) check_nccl(nccl().GetUniqueId(&ids.node), "ncclGetUniqueId");
+    return ids;
   });
+}
+
+// The call is collective in the ranks that have `id`, which must reach each other's memory.
+std::shared_ptr<Communicator> make_window_communicator(int rank, int num_ranks, const ncclUniqueId& id,
+                                                       std::chrono::milliseconds timeout) {
+  log::transport().info("NCCL {}: a communicator of {} ranks begins", loaded_nccl().name, num_ranks);
+  auto communicator = std::make_shared<Communicator>(loaded_nccl(), rank, num_ranks, id, kWindowCtas, timeout);
+  log::transport().info("the communicator is there");
+  const int lsa_ranks = nccl().TeamLsa(communicator->get()).nRanks;
+  if (lsa_ranks < num_ranks)
+    fail(EPX_ERROR_UNSUPPORTED,
+         "the group has {} ranks on this node, but only {} of them reach each other's memory over NVLink (NCCL's LSA "
+         "domain)",
+         num_ranks, lsa_ranks);
+  return communicator;
+}
+
+} // namespace
+
+std::string why_no_nccl() {
+  try {
+    loaded_nccl();
+    return "";
+  } catch (const StatusError& error) {
+    return error.message();
+  }
+}
+
+std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
+  const std::chrono::milliseconds timeout(timeout_ms);
+  const std::vector<UniqueIds> ids = gather_unique_ids(rank == 0, false, exchange);
   std::shared_ptr<Communicator> communicator;
   exchange.all_gather([&] {
-    if (num_ranks == 1) return 1;
-    log::transport().info("NCCL {}: a communicator of {} ranks begins", loaded_nccl().name, num_ranks);
-    communicator = std::make_shared<Communicator>(loaded_nccl(), rank, num_ranks, ids.front(), timeout);
-    log::transport().info("the communicator is there");
-    const int lsa_ranks = nccl().TeamLsa(communicator->get()).nRanks;
-    if (lsa_ranks < num_ranks)
-      fail(EPX_ERROR_UNSUPPORTED,
-           "the group has {} ranks, but only {} of them reach each other's memory over NVLink (rank {}'s "
-           "LSA domain)",
-           num_ranks, lsa_ranks, rank);
-    return lsa_ranks;
+    if (num_ranks > 1) communicator = make_window_communicator(rank, num_ranks, ids.front().group, timeout);
+    return 0;
   });
   return std::make_unique<NcclTransport>(std::move(communicator), rank, num_ranks, timeout);
+}
+
+NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_node, int64_t timeout_ms,
+                                         Exchange& exchange) {
+  const std::chrono::milliseconds timeout(timeout_ms);
+  const int index = rank % ranks_per_node;
+  const std::vector<UniqueIds> ids = gather_unique_ids(rank == 0, index == 0, exchange);
+  std::shared_ptr<Communicator> of_node;
+  std::unique_ptr<NcclRails> rails;
+  exchange.all_gather([&] {
+    if (ranks_per_node > 1)
+      of_node = make_window_communicator(index, ranks_per_node, ids[static_cast<size_t>(rank - index)].node, timeout);
+    log::transport().info("NCCL {}: a communicator of {} ranks begins, for the rails of {} nodes", loaded_nccl().name,
+                          num_ranks, num_ranks / ranks_per_node);
+    rails = std::make_unique<NcclRails>(
+        std::make_unique<Communicator>(loaded_nccl(), rank, num_ranks, ids.front().group, kRailCtas, timeout), rank,
+        num_ranks, ranks_per_node, timeout);
+    rails->connect();
+    log::transport().info("the rails are there");
+    return 0;
+  });
+  return {std::make_unique<NcclTransport>(std::move(of_node), index, ranks_per_node, timeout), std::move(rails)};
 }
 
 } // namespace epx

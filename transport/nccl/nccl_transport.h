@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The NCCL transport opens windows over NVLink: NCCL symmetric memory of the ranks of one LSA domain, which load from and store
-// to each other's.
+// to each other's. A group of several nodes has windows inside nodes, and rails between them by ncclSend and ncclRecv.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include <string>
 
 #include "transport/exchange.h"
+#include "transport/rails.h"
 #include "transport/transport.h"
 
 namespace epx {
@@ -19,5 +20,11 @@ std::string why_no_nccl();
 // that nccl_versions.h does not list, or not the same on all ranks, ranks beyond one LSA domain, no symmetric memory), TIMEOUT,
 // SYSTEM. Waits of the transport's own exchange, which goes through the GPU, are bounded by timeout_ms.
 std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange);
+
+// The same for a group of several nodes of ranks_per_node ranks each. Windows of the node's transport are opened over a
+// NodeExchange of the ranks of this node. The call makes as many exchanges as make_nccl_transport, since groups of the same
+// bootstrap may have one node.
+NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_node, int64_t timeout_ms,
+                                         Exchange& exchange);
 
 } // namespace epx

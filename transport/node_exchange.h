@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// A NodeExchange gathers the records of one node's ranks, by an exchange of all ranks.
+#pragma once
+
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+#include "transport/exchange.h"
+
+namespace epx {
+
+// All ranks of all nodes make the same exchanges, each with those of its own node. A failure on any node fails all ranks.
+class NodeExchange final : public Exchange {
+public:
+  // `all` must outlive the exchange. The node's ranks are first_rank .. first_rank + num_ranks - 1 of those of `all`.
+  NodeExchange(Exchange& all, int first_rank, int num_ranks) : all_(all), first_rank_(first_rank), num_ranks_(num_ranks) {}
+
+protected:
+  std::vector<ExchangeRecord> gather(ExchangeRecord mine) override {
+    std::vector<ExchangeRecord> records = gather_by(all_, mine);
+    int32_t refuses = 0;
+    for (const ExchangeRecord& record : records)
+      refuses |= record.refuses;
+    const auto first = records.begin() + first_rank_;
+    std::vector<ExchangeRecord> of_node(first, first + num_ranks_);
+    of_node.front().refuses = refuses;
+    return of_node;
+  }
+
+private:
+  Exchange& all_;
+  int first_rank_;
+  int num_ranks_;
+};
+
+} // namespace epx

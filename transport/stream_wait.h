@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// Waits on the host for work that itself waits for peers, with a limit.
+#pragma once
+
+#include <chrono>
+#include <thread>
+
+#include <cuda_runtime_api.h>
+
+#include "base/cuda_error.h"
+#include "base/error.h"
+#include "base/suspension_aware_deadline.h"
+
+namespace epx {
+
+// Waits until the stream has done all its work. Throws TIMEOUT, SYSTEM.
+inline void wait_for_stream(cudaStream_t stream, std::chrono::milliseconds timeout) {
+  SuspensionAwareDeadline deadline{timeout};
+  for (cudaError_t state = cudaErrorNotReady; state != cudaSuccess; state = cudaStreamQuery(stream)) {
+    if (state != cudaErrorNotReady) check_cuda(state, "cudaStreamQuery");
+    if (deadline.passed()) fail(EPX_ERROR_TIMEOUT, "not all ranks came within {} ms", timeout.count());
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+}
+
+} // namespace epx
