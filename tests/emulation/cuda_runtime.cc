@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Implements on a CPU the functions of the CUDA runtime that epx and its tests use. Devices have ordinals and nothing else;
-// memory is the host's; a capture records the tasks that are enqueued.
+// memory is the host's; a capture records the tasks that are enqueued, and its graph runs them one after the other in that
+// order, whichever streams of the capture they were for.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -43,6 +44,53 @@ constexpr size_t kExportedBlock = size_t{2} << 20; // other processes can open a
 using Task = std::function<void()>;
 using Tasks = std::vector<Task>;
 
+// A capture, which a stream begins, and which others join by waiting for an event of it. All streams that are captured must have
+// been waited for when it ends.
+class GraphCapture {
+public:
+  // By stream, how many tasks of it come before a place in the graph.
+  using Place = std::map<const CUstream_st*, size_t>;
+
+  explicit GraphCapture(const CUstream_st* origin) : origin_(origin) {}
+
+  void add(const CUstream_st* stream, Task task) {
+    const std::scoped_lock lock(mutex_);
+    tasks_.push_back(std::move(task));
+    ++places_[stream][stream];
+  }
+  Place place_of(const CUstream_st* stream) {
+    const std::scoped_lock lock(mutex_);
+    return places_[stream];
+  }
+  void wait(CUstream_st* stream, const Place& place) {
+    const std::scoped_lock lock(mutex_);
+    if (stream != origin_) joined_.insert(stream);
+    for (const auto& [other, tasks] : place) {
+      size_t& known = places_[stream][other];
+      known = std::max(known, tasks);
+    }
+  }
+  // Returns the streams that have joined.
+  const std::set<CUstream_st*>& joined() const { return joined_; }
+  // Returns whether the origin has waited for all work.
+  bool is_joined_up() {
+    const std::scoped_lock lock(mutex_);
+    Place& all = places_[origin_];
+    return std::ranges::all_of(places_, [&](const auto& of_stream) {
+      const auto own = of_stream.second.find(of_stream.first);
+      return own == of_stream.second.end() || all[of_stream.first] >= own->second;
+    });
+  }
+  Tasks take() { return std::move(tasks_); }
+
+private:
+  const CUstream_st* origin_;
+  std::mutex mutex_;
+  Tasks tasks_;
+  std::map<const CUstream_st*, Place> places_; // what each stream has seen
+  std::set<CUstream_st*> joined_;
+};
+
 thread_local int current_device = 0;
 std::atomic<bool> context_is_dead = false;
 
@@ -65,8 +113,8 @@ struct CUstream_st {
 
   void enqueue(Task task) {
     const std::scoped_lock lock(mutex_);
-    if (captured_) {
-      captured_->push_back(std::move(task));
+    if (capture_) {
+      capture_->add(this, std::move(task));
       return;
     }
     tasks_.push_back(std::move(task));
@@ -82,17 +130,14 @@ struct CUstream_st {
     const size_t goal = num_enqueued_;
     changed_.wait(lock, [&] { return num_done_ >= goal; });
   }
-  void begin_capture() {
+  std::shared_ptr<GraphCapture> capture() {
     const std::scoped_lock lock(mutex_);
-    captured_ = std::make_shared<Tasks>();
+    return capture_;
   }
-  bool is_capturing() {
+  // NULL ends it.
+  std::shared_ptr<GraphCapture> set_capture(std::shared_ptr<GraphCapture> capture) {
     const std::scoped_lock lock(mutex_);
-    return captured_ != nullptr;
-  }
-  std::shared_ptr<Tasks> end_capture() {
-    const std::scoped_lock lock(mutex_);
-    return std::exchange(captured_, nullptr);
+    return std::exchange(capture_, std::move(capture));
   }
 
 private:
@@ -119,7 +164,7 @@ private:
   size_t num_enqueued_ = 0;
   size_t num_done_ = 0;
   bool ends_ = false;
-  std::shared_ptr<Tasks> captured_;
+  std::shared_ptr<GraphCapture> capture_;
   std::thread worker_;
 };
 
@@ -138,6 +183,9 @@ struct EventState {
 };
 struct CUevent_st {
   std::shared_ptr<EventState> state = std::make_shared<EventState>();
+  std::weak_ptr<GraphCapture> capture; // of the stream that recorded it last, if it was captured
+  GraphCapture::Place place;
+  bool is_of_capture = false;
 };
 
 namespace {
@@ -380,21 +428,29 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
   return cudaSuccess;
 }
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
-  stream_of(stream).begin_capture();
+  stream_of(stream).set_capture(std::make_shared<GraphCapture>(&stream_of(stream)));
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   if (stream == nullptr) {
     const std::scoped_lock lock(streams_mutex);
     for (cudaStream_t other : streams)
-      if (other->device() == current_device && other->waits_for_null_stream() && other->is_capturing())
+      if (other->device() == current_device && other->waits_for_null_stream() && other->capture() != nullptr)
         return cudaErrorStreamCaptureImplicit;
   }
-  *status = stream_of(stream).is_capturing() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *status = stream_of(stream).capture() != nullptr ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
-  *graph = new CUgraph_st{stream_of(stream).end_capture()};
+  const std::shared_ptr<GraphCapture> capture = stream_of(stream).set_capture(nullptr);
+  if (capture == nullptr) return cudaErrorIllegalState;
+  for (CUstream_st* joined : capture->joined())
+    joined->set_capture(nullptr);
+  if (!capture->is_joined_up()) {
+    *graph = nullptr;
+    return cudaErrorStreamCaptureUnjoined;
+  }
+  *graph = new CUgraph_st{std::make_shared<Tasks>(capture->take())};
   return cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
@@ -425,6 +481,13 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   return cudaEventCreate(event);
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  const std::shared_ptr<GraphCapture> capture = stream_of(stream).capture();
+  event->is_of_capture = capture != nullptr;
+  if (capture != nullptr) { // the event then orders streams of the capture, and nothing else
+    event->capture = capture;
+    event->place = capture->place_of(&stream_of(stream));
+    return cudaSuccess;
+  }
   const std::shared_ptr<EventState> state = event->state;
   {
     const std::scoped_lock lock(state->mutex);
@@ -438,7 +501,22 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   });
   return cudaSuccess;
 }
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (event->is_of_capture) return cudaErrorCapturedEvent;
+  const std::scoped_lock lock(event->state->mutex);
+  return event->state->num_done == event->state->num_enqueued ? epx::emulation::context_error() : cudaErrorNotReady;
+}
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  const std::shared_ptr<GraphCapture> capture = stream_of(stream).capture();
+  if (event->is_of_capture) {
+    const std::shared_ptr<GraphCapture> of_event = event->capture.lock();
+    if (of_event == nullptr) return cudaErrorCapturedEvent; // its capture has ended
+    if (capture != nullptr && capture != of_event) return cudaErrorStreamCaptureMerge;
+    if (capture == nullptr) stream_of(stream).set_capture(of_event);
+    of_event->wait(&stream_of(stream), event->place);
+    return cudaSuccess;
+  }
+  if (capture != nullptr) return cudaErrorStreamCaptureIsolation;
   const std::shared_ptr<EventState> state = event->state;
   const std::scoped_lock lock(state->mutex);
   stream_of(stream).enqueue([state, goal = state->num_enqueued] {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Implements transport/nccl/nccl_transport.h, gpu_identity.h and gpu_fabric.h without NCCL: windows are the host transport's,
-// and small records travel through one of them.
+// and small records and rails go through one of them.
 #include "transport/nccl/nccl_transport.h"
 
 #include <atomic>
@@ -16,9 +16,15 @@
 
 #include "base/suspension_aware_deadline.h"
 #include "tests/emulation/device_memory.h"
+#include "tests/emulation/nodes.h"
+#include "tests/emulation/rails.h"
 #include "transport/host/host_transport.h"
 #include "transport/nccl/gpu_fabric.h"
 #include "transport/nccl/gpu_identity.h"
+
+namespace {
+thread_local int ranks_per_node = 0;
+} // namespace
 
 namespace epx {
 namespace {
@@ -27,23 +33,25 @@ namespace {
 // overwrite what a slow one reads.
 class WindowExchange final : public Exchange {
 public:
-  WindowExchange(Transport& transport, int64_t timeout_ms, Exchange& exchange, int num_ranks)
-      : timeout_(timeout_ms),
-        window_(transport.open_window(2 * num_ranks * static_cast<int64_t>(sizeof(Entry)), exchange)) {}
+  // The window, which begins with the entries, is of more ranks: those of the exchange are num_ranks from first_rank on.
+  WindowExchange(std::shared_ptr<Window> window, int first_rank, int num_ranks, int64_t timeout_ms)
+      : timeout_(timeout_ms), window_(std::move(window)), first_rank_(first_rank), num_ranks_(num_ranks) {}
+  static int64_t bytes(int num_ranks) { return 2 * num_ranks * static_cast<int64_t>(sizeof(Entry)); }
+  static constexpr int64_t kAlignment = 64; // of bytes()
 
 protected:
   std::vector<ExchangeRecord> gather(ExchangeRecord mine) override {
     const PeerWindow window = window_->view();
     mine.rank = window.rank;
     ++round_;
-    for (int peer = 0; peer < window.num_ranks; ++peer) {
+    for (int peer = first_rank_; peer < first_rank_ + num_ranks_; ++peer) {
       Entry& entry = entry_at(peer, window.rank);
       entry.record = mine;
       std::atomic_ref(entry.round).store(round_, std::memory_order_release);
     }
     SuspensionAwareDeadline deadline{timeout_};
     std::vector<ExchangeRecord> all;
-    for (int peer = 0; peer < window.num_ranks; ++peer) {
+    for (int peer = first_rank_; peer < first_rank_ + num_ranks_; ++peer) {
       Entry& entry = entry_at(window.rank, peer);
       while (std::atomic_ref(entry.round).load(std::memory_order_acquire) < round_) {
         if (deadline.passed()) fail(EPX_ERROR_TIMEOUT, "not all ranks came within {} ms", timeout_.count());
@@ -57,7 +65,7 @@ protected:
   }
 
 private:
-  struct Entry {
+  struct alignas(kAlignment) Entry {
     ExchangeRecord record;
     uint64_t round;
   };
@@ -68,7 +76,8 @@ private:
   }
 
   std::chrono::milliseconds timeout_;
-  std::unique_ptr<Window> window_;
+  std::shared_ptr<Window> window_;
+  int first_rank_, num_ranks_;
   uint64_t round_ = 0;
 };
 
@@ -143,8 +152,8 @@ private:
 
 class EmulatedTransport final : public Transport {
 public:
-  EmulatedTransport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange)
-      : host_(make_host_transport(rank, num_ranks)), exchange_(*host_, timeout_ms, exchange, num_ranks) {}
+  EmulatedTransport(int rank, int num_ranks, const WindowExchange& exchange)
+      : host_(make_host_transport(rank, num_ranks)), exchange_(exchange) {}
 
   WindowAccess window_access() const override { return WindowAccess::by_kernels; }
   Exchange* exchange() override { return &exchange_; }
@@ -169,8 +178,15 @@ GpuIdentity find_gpu() noexcept {
   return gpu;
 }
 
+// What epx_emulation_set_ranks_per_node says makes nodes of the ranks whose devices follow each other.
 GpuFabric find_gpu_fabric() noexcept {
-  return {};
+  GpuFabric fabric;
+  if (ranks_per_node == 0) return fabric;
+  int device = 0;
+  cudaGetDevice(&device);
+  fabric.cluster.fill(1);
+  fabric.clique = static_cast<uint32_t>(device / ranks_per_node);
+  return fabric;
 }
 
 std::string why_not_a_gpu_each(std::span<const GpuIdentity>) {
@@ -186,7 +202,24 @@ std::string why_no_nccl() {
 }
 
 std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
-  return std::make_unique<EmulatedTransport>(rank, num_ranks, timeout_ms, exchange);
+  const std::shared_ptr<Window> shared =
+      make_host_transport(rank, num_ranks)->open_window(WindowExchange::bytes(num_ranks), exchange);
+  return std::make_unique<EmulatedTransport>(rank, num_ranks, WindowExchange(shared, 0, num_ranks, timeout_ms));
+}
+
+NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_node, int64_t timeout_ms,
+                                         Exchange& exchange) {
+  const int64_t mailboxes = WindowExchange::bytes(num_ranks);
+  const std::shared_ptr<Window> shared =
+      make_host_transport(rank, num_ranks)->open_window(mailboxes + emulation::mailbox_bytes(num_ranks), exchange);
+  const int index = rank % ranks_per_node;
+  return {std::make_unique<EmulatedTransport>(index, ranks_per_node,
+                                              WindowExchange(shared, rank - index, ranks_per_node, timeout_ms)),
+          emulation::make_rails(shared, mailboxes, ranks_per_node)};
 }
 
 } // namespace epx
+
+void epx_emulation_set_ranks_per_node(int ranks) {
+  ranks_per_node = ranks;
+}

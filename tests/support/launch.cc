@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// epx_test_launch -n P [--timeout S] -- program args...
+// epx_test_launch -n P [--timeout S] [--ranks-per-node G] -- program args...
 // Starts P processes without MPI. Each has EPX_TEST_RANK, EPX_TEST_RANKS and EPX_TEST_DIR (a fresh directory for the
 // rendezvous) in its environment, and {rank}, {ranks}, {dir} replaced in its arguments. TMPDIR is a directory of this launch
 // alone, because Open MPI keeps session directories there: of two mpirun that share one, the second may not start while the
-// first removes it. Ends all at the time limit, or soon after one has failed. Exits with 0 when all ranks did and left nothing
-// behind, with 77 when all skipped, with 1 otherwise.
+// first removes it. With --ranks-per-node every G ranks are a node, which NCCL_HOSTID and EPX_TEST_RANKS_PER_NODE say. Ends all
+// at the time limit, or soon after one has failed. Exits with 0 when all ranks did and left nothing behind, with 77 when all
+// skipped, with 1 otherwise.
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
@@ -32,6 +33,7 @@ volatile std::sig_atomic_t stop_requested = 0;
 struct Options {
   int num_ranks = 0;
   int timeout_s = 60;
+  int ranks_per_node = 0; // 0: as the machine says
   std::vector<std::string> command;
 };
 
@@ -40,13 +42,15 @@ Options parse(int argc, char** argv) {
   int i = 1;
   for (; i + 1 < argc && std::strcmp(argv[i], "--") != 0; i += 2) {
     const std::string name = argv[i];
-    check(name == "-n" || name == "--timeout", "unknown option {}", name);
-    (name == "-n" ? options.num_ranks : options.timeout_s) = std::atoi(argv[i + 1]);
+    check(name == "-n" || name == "--timeout" || name == "--ranks-per-node", "unknown option {}", name);
+    (name == "-n"          ? options.num_ranks
+     : name == "--timeout" ? options.timeout_s
+                           : options.ranks_per_node) = std::atoi(argv[i + 1]);
   }
   for (++i; i < argc; ++i)
     options.command.emplace_back(argv[i]);
   check(options.num_ranks >= 1 && options.timeout_s >= 1 && !options.command.empty(),
-        "usage: epx_test_launch -n P [--timeout S] -- program args...");
+        "usage: epx_test_launch -n P [--timeout S] [--ranks-per-node G] -- program args...");
   return options;
 }
 
@@ -63,6 +67,10 @@ int exec_rank(const Options& options, int rank, const std::string& directory, co
   ::setenv("EPX_TEST_RANKS", ranks_text.c_str(), 1);
   ::setenv("EPX_TEST_DIR", directory.c_str(), 1);
   ::setenv("TMPDIR", temporary_files.c_str(), 1);
+  if (options.ranks_per_node > 0) {
+    ::setenv("NCCL_HOSTID", ("node" + std::to_string(rank / options.ranks_per_node)).c_str(), 1);
+    ::setenv("EPX_TEST_RANKS_PER_NODE", std::to_string(options.ranks_per_node).c_str(), 1);
+  }
   std::vector<std::string> words = options.command;
   std::vector<char*> argv;
   for (std::string& word : words) {

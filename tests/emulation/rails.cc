@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/emulation/rails.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "tests/emulation/streams.h"
+
+namespace epx::emulation {
+namespace {
+
+constexpr uint64_t kMailboxBytes = uint64_t{32} << 10;
+
+// A ring of bytes from one rank to another, in the window of the one that reads. Both counts only grow.
+struct Mailbox {
+  alignas(64) uint64_t written; // by the sender
+  alignas(64) uint64_t read;    // by the receiver
+  alignas(64) std::byte bytes[kMailboxBytes];
+};
+
+// What a task exchanges with a rank. As with NCCL, a size of 0 takes no part. In the mailbox the number of bytes comes before
+// the bytes.
+struct Part {
+  int peer;
+  const std::byte* send;
+  int64_t send_bytes;
+  std::byte* recv;
+  int64_t recv_bytes;
+};
+
+// Copies between the ring, from `position` on, and memory.
+template <typename Copy>
+void each_piece(uint64_t position, uint64_t count, const Copy& copy) {
+  for (uint64_t done = 0; done < count;) {
+    const uint64_t at = (position + done) % kMailboxBytes;
+    const uint64_t piece = std::min(count - done, kMailboxBytes - at);
+    copy(at, done, piece);
+    done += piece;
+  }
+}
+
+// Bytes that go out, or are to come, in the order of their mailbox.
+struct Stretch {
+  std::byte* memory;
+  uint64_t bytes;
+};
+
+class MailboxRails final : public Rails {
+public:
+  MailboxRails(std::shared_ptr<Window> window, int64_t offset, int ranks_per_node)
+      : state_(std::make_shared<State>(std::move(window), offset)), ranks_per_node_(ranks_per_node) {}
+  MailboxRails(const MailboxRails&) = delete;
+  MailboxRails& operator=(const MailboxRails&) = delete;
+  ~MailboxRails() override { abort(); } // tasks of graphs may outlive it
+
+  void all_gather(const void* mine, void* all, int64_t bytes, epx_stream stream) override {
+    const PeerWindow window = state_->window->view();
+    std::vector<Part> parts;
+    for (int peer = 0; peer < window.num_ranks; ++peer)
+      if (peer != window.rank)
+        parts.push_back(
+            {peer, static_cast<const std::byte*>(mine), bytes, static_cast<std::byte*>(all) + peer * bytes, bytes});
+    enqueue_parts(std::move(parts), stream, [=, rank = window.rank] {
+      std::memmove(static_cast<std::byte*>(all) + rank * bytes, mine, static_cast<size_t>(bytes));
+    });
+  }
+
+  void exchange(std::span<const RailTransfer> transfers, epx_stream stream) override {
+    const int index = state_->window->view().rank % ranks_per_node_;
+    std::vector<Part> parts;
+    for (const RailTransfer& transfer : transfers)
+      if (transfer.send_bytes > 0 || transfer.recv_bytes > 0)
+        parts.push_back({transfer.node * ranks_per_node_ + index, static_cast<const std::byte*>(transfer.send),
+                         transfer.send_bytes, static_cast<std::byte*>(transfer.recv), transfer.recv_bytes});
+    if (!parts.empty()) enqueue_parts(std::move(parts), stream, [] {});
+  }
+
+  void abort() noexcept override { state_->has_ended = true; }
+  bool has_ended() const noexcept override { return state_->has_ended; }
+
+private:
+  struct State {
+    State(std::shared_ptr<Window> of_all, int64_t at) : window(std::move(of_all)), offset(at) {}
+    std::shared_ptr<Window> window;
+    int64_t offset;
+    std::atomic<bool> has_ended{false};
+    std::atomic<bool> is_busy{false};
+
+    Mailbox& mailbox(int owner, int source) const { return window->view().at<Mailbox>(owner, offset)[source]; }
+    void run(const std::vector<Part>& parts);
+    bool advance_send(int peer, Stretch& stretch) const;
+    bool advance_recv(int peer, Stretch& stretch) const;
+  };
+
+  template <typename First>
+  void enqueue_parts(std::vector<Part> parts, epx_stream stream, First first) {
+    if (has_ended()) fail(EPX_ERROR_ABORTED, "the rails between the nodes of the group were aborted");
+    enqueue(static_cast<cudaStream_t>(stream), [state = state_, parts = std::move(parts), first] {
+      if (state->has_ended) return;
+      first();
+      state->run(parts);
+    });
+  }
+
+  std::shared_ptr<State> state_;
+  int ranks_per_node_;
+};
+
+// Both return whether a byte has moved.
+bool MailboxRails::State::advance_send(int peer, Stretch& stretch) const {
+  const int rank = window->view().rank;
+  Mailbox& box = mailbox(peer, rank);
+  const uint64_t written = box.written;
+  const uint64_t room = kMailboxBytes - (written - std::atomic_ref(box.read).load(std::memory_order_acquire));
+  const uint64_t count = std::min(room, stretch.bytes);
+  if (count == 0) return false;
+  each_piece(written, count, [&](uint64_t at, uint64_t done, uint64_t piece) {
+    std::memcpy(box.bytes + at, stretch.memory + done, piece);
+  });
+  std::atomic_ref(box.written).store(written + count, std::memory_order_release);
+  stretch = {stretch.memory + count, stretch.bytes - count};
+  return true;
+}
+bool MailboxRails::State::advance_recv(int peer, Stretch& stretch) const {
+  Mailbox& box = mailbox(window->view().rank, peer);
+  const uint64_t read = box.read;
+  const uint64_t count = std::min(std::atomic_ref(box.written).load(std::memory_order_acquire) - read, stretch.bytes);
+  if (count == 0) return false;
+  each_piece(read, count, [&](uint64_t at, uint64_t done, uint64_t piece) {
+    std::memcpy(stretch.memory + done, box.bytes + at, piece);
+  });
+  std::atomic_ref(box.read).store(read + count, std::memory_order_release);
+  stretch = {stretch.memory + count, stretch.bytes - count};
+  return true;
+}
+
+// Moves all parts at the same time, those of a rank one after the other in each direction.
+void MailboxRails::State::run(const std::vector<Part>& parts) {
+  if (is_busy.exchange(true)) {
+    std::fprintf(stderr, "the emulation: two streams use the rails of rank %d at the same time\n", window->view().rank);
+    std::abort();
+  }
+  struct OfPeer {
+    std::vector<Stretch> send, recv;
+    size_t sent = 0, received = 0;
+  };
+  std::vector<OfPeer> peers(static_cast<size_t>(window->view().num_ranks));
+  std::vector<int64_t> sizes(2 * parts.size()); // sent, and then received
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const Part& part = parts[i];
+    OfPeer& peer = peers[static_cast<size_t>(part.peer)];
+    sizes[2 * i] = part.send_bytes;
+    const auto add = [](std::vector<Stretch>& stretches, int64_t& size, std::byte* memory, int64_t bytes) {
+      if (bytes == 0) return;
+      stretches.push_back({reinterpret_cast<std::byte*>(&size), sizeof(size)});
+      stretches.push_back({memory, static_cast<uint64_t>(bytes)});
+    };
+    add(peer.send, sizes[2 * i], const_cast<std::byte*>(part.send), part.send_bytes);
+    add(peer.recv, sizes[2 * i + 1], part.recv, part.recv_bytes);
+  }
+  bool is_done = false;
+  for (int idle = 0; !is_done && !has_ended;) {
+    is_done = true;
+    bool has_moved = false;
+    for (size_t rank = 0; rank < peers.size(); ++rank) {
+      OfPeer& peer = peers[rank];
+      const auto advance = [&](std::vector<Stretch>& stretches, size_t& first, auto step) {
+        while (first < stretches.size() && (this->*step)(static_cast<int>(rank), stretches[first])) {
+          has_moved = true;
+          if (stretches[first].bytes == 0) ++first;
+        }
+        if (first < stretches.size()) is_done = false;
+      };
+      advance(peer.send, peer.sent, &State::advance_send);
+      advance(peer.recv, peer.received, &State::advance_recv);
+    }
+    idle = has_moved ? 0 : idle + 1;
+    if (idle > 64)
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    else if (idle > 0)
+      std::this_thread::yield();
+  }
+  if (is_done)
+    for (size_t i = 0; i < parts.size(); ++i)
+      if (parts[i].recv_bytes > 0 && sizes[2 * i + 1] != parts[i].recv_bytes) {
+        std::fprintf(stderr, "the emulation: rank %d expects %lld bytes by rail, rank %d sends %lld\n", window->view().rank,
+                     static_cast<long long>(parts[i].recv_bytes), parts[i].peer, static_cast<long long>(sizes[2 * i + 1]));
+        std::abort();
+      }
+  is_busy = false;
+}
+
+} // namespace
+
+int64_t mailbox_bytes(int num_ranks) {
+  return num_ranks * static_cast<int64_t>(sizeof(Mailbox));
+}
+
+std::unique_ptr<Rails> make_rails(std::shared_ptr<Window> window, int64_t offset, int ranks_per_node) {
+  return std::make_unique<MailboxRails>(std::move(window), offset, ranks_per_node);
+}
+
+} // namespace epx::emulation
