@@ -15,11 +15,13 @@
 #include "base/log.h"
 #include "base/names.h"
 #include "base/random.h"
+#include "runtime/layout/nodes_shape.h"
 #include "runtime/layout/planner.h"
 #include "runtime/stages/host/host_backend.h"
 #include "runtime/struct_size.h"
 #if defined(EPX_WITH_CUDA)
 #include "runtime/stages/cuda/cuda_backend.h"
+#include "runtime/stages/cuda/nodes/nodes_backend.h"
 #include "transport/nccl/gpu_fabric.h"
 #include "transport/nccl/gpu_identity.h"
 #include "transport/nccl/nccl_transport.h"
@@ -84,20 +86,7 @@ int resolve_ranks_per_node(const GroupShape& shape, const epx_group_config& conf
   if (config.ranks_per_node != 0 && config.ranks_per_node != found)
     fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_config.ranks_per_node is {}, but the {} ranks of the group are on {}",
          config.ranks_per_node, shape.num_ranks, describe_nodes(places, found));
-  if (found < shape.num_ranks)
-    fail(EPX_ERROR_UNSUPPORTED,
-         "the ranks of the group are on {} nodes, {}; transport nccl serves groups of one node in this version",
-         shape.num_ranks / found, describe_nodes(places, found));
   return found;
-}
-
-// Returns whether any group of the bootstrap has several nodes by its config, which all ranks see. Groups whose nodes are only
-// found have one, or are refused.
-bool some_group_has_nodes(const std::vector<RankHello>& world) {
-  return std::ranges::any_of(world, [&](const RankHello& hello) {
-    return hello.config.ranks_per_node != 0 &&
-           hello.config.ranks_per_node < static_cast<int>(members_of(world, hello.config.color).size());
-  });
 }
 
 // Groups of several nodes share no memory in which a rank's death would show. The call is collective.
@@ -143,17 +132,27 @@ TransportChoice choose_transport(epx_transport wanted, Exchange& exchange) {
   return {EPX_TRANSPORT_NCCL, "auto: each rank has a GPU of its own"};
 }
 
-std::unique_ptr<Transport> make_transport(const GroupContext& context, Exchange& exchange) {
-  if (context.transport == EPX_TRANSPORT_NCCL)
-    return make_nccl_transport(context.rank, context.shape.num_ranks, context.timeout_ms, exchange);
-  return make_host_transport(context.rank, context.shape.num_ranks);
-}
-
-std::unique_ptr<Backend> make_backend(const GroupContext& context, const epx_group_config& config,
-                                      std::unique_ptr<Transport> transport, std::unique_ptr<ControlConnection> control,
-                                      Exchange& exchange) {
-  if (transport->window_access() == WindowAccess::by_kernels)
+// The call is collective. It also fills in what the transport decides of the context, which must outlive the backend.
+std::unique_ptr<Backend> make_backend(GroupContext& context, const epx_group_config& config,
+                                      std::unique_ptr<ControlConnection> control, Exchange& exchange) {
+  const auto choose_layout = [&](const Transport& transport, const GroupShape& shape_of_window) {
+    context.window_access = transport.window_access();
+    context.layout = make_window_layout(shape_of_window, context.window_access);
+  };
+  if (context.transport == EPX_TRANSPORT_NCCL && context.shape.num_nodes() > 1) {
+    NodesTransport transport = make_nccl_nodes_transport(context.rank, context.shape.num_ranks,
+                                                         context.shape.ranks_per_node, context.timeout_ms, exchange);
+    choose_layout(*transport.node, make_nodes_shape(context.shape, context.rank).node);
+    return cuda::make_nodes_backend(context, config.num_comm_sms, std::move(transport), std::move(control), exchange);
+  }
+  if (context.transport == EPX_TRANSPORT_NCCL) {
+    std::unique_ptr<Transport> transport =
+        make_nccl_transport(context.rank, context.shape.num_ranks, context.timeout_ms, exchange);
+    choose_layout(*transport, context.shape);
     return cuda::make_backend(context, config.num_comm_sms, std::move(transport), exchange);
+  }
+  std::unique_ptr<Transport> transport = make_host_transport(context.rank, context.shape.num_ranks);
+  choose_layout(*transport, context.shape);
   return host::make_backend(context, std::move(transport), std::move(control), exchange);
 }
 
@@ -167,13 +166,11 @@ TransportChoice choose_transport(epx_transport wanted, Exchange&) {
   return {EPX_TRANSPORT_HOST, wanted == EPX_TRANSPORT_AUTO ? "auto: this build has no other" : "as configured"};
 }
 
-std::unique_ptr<Transport> make_transport(const GroupContext& context, Exchange&) {
-  return make_host_transport(context.rank, context.shape.num_ranks);
-}
-
-std::unique_ptr<Backend> make_backend(const GroupContext& context, const epx_group_config&,
-                                      std::unique_ptr<Transport> transport, std::unique_ptr<ControlConnection> control,
-                                      Exchange& exchange) {
+std::unique_ptr<Backend> make_backend(GroupContext& context, const epx_group_config&,
+                                      std::unique_ptr<ControlConnection> control, Exchange& exchange) {
+  std::unique_ptr<Transport> transport = make_host_transport(context.rank, context.shape.num_ranks);
+  context.window_access = transport->window_access();
+  context.layout = make_window_layout(context.shape, context.window_access);
   return host::make_backend(context, std::move(transport), std::move(control), exchange);
 }
 
@@ -227,20 +224,19 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
   const TransportChoice choice = choose_transport(config.transport, exchange);
   context.transport = choice.transport;
   const std::vector<RankPlace> places = exchange.all_gather([&] { return find_place(choice.transport); });
-  exchange.all_gather([&] { // so that a group without the nodes that it needs fails all ranks of the bootstrap
-    return context.shape.ranks_per_node = resolve_ranks_per_node(context.shape, config, choice.transport, places);
+  // A group without the nodes that it needs fails all ranks of the bootstrap.
+  const bool all_have_one_node = exchange.all_of([&] {
+    context.shape.ranks_per_node = resolve_ranks_per_node(context.shape, config, choice.transport, places);
+    return context.shape.num_nodes() == 1;
   });
   std::unique_ptr<ControlConnection> control;
-  if (some_group_has_nodes(world)) control = make_control(context, exchange);
-  std::unique_ptr<Transport> transport = make_transport(context, exchange);
-  context.window_access = transport->window_access();
-  context.layout = make_window_layout(context.shape, context.window_access);
+  if (!all_have_one_node) control = make_control(context, exchange);
   std::unique_ptr<Group> group(new Group(context));
-  group->backend_ = make_backend(group->context_, config, std::move(transport), std::move(control), exchange);
+  group->backend_ = make_backend(group->context_, config, std::move(control), exchange);
   log::group().info(
       "group {:016x}: rank {} of {}, {} ranks per node, transport {} ({}), window {} bytes, receive capacity {} rows",
       context.group_id, context.rank, context.shape.num_ranks, context.shape.ranks_per_node, name_of(context.transport),
-      choice.why, context.layout.total_bytes, context.shape.max_recv_tokens);
+      choice.why, group->context_.layout.total_bytes, context.shape.max_recv_tokens);
   return group;
 }
 

@@ -264,7 +264,7 @@ TEST_CASE("rails: abort ends a transfer whose partner does not come, and all lat
 TEST_CASE("exchanges: records of all ranks by rails, and of a node's ranks by an exchange of all") {
   each_rank(2, 2, [](RankOfNodes& rank) {
     RailsExchange all(*rank.transport.rails, rank.rank, rank.num_ranks, std::chrono::milliseconds(kTimeoutMs));
-    NodeExchange of_node(all, rank.own_node() * rank.ranks_per_node, rank.ranks_per_node);
+    NodeExchange of_node(all, rank.rank, rank.ranks_per_node);
     const auto first = static_cast<int>(rank.rank / 2 * 2);
     for (int round = 0; round < 3; ++round) {
       check(all.all_gather([&] { return rank.rank + round; }) == std::vector<int>{round, round + 1, round + 2, round + 3},
