@@ -338,6 +338,21 @@ private:
   std::vector<float> acc_;
 };
 
+// Stores the descriptors of all ranks of the node in the window of `relay`, as they are behind a leg's call.
+void write_descriptors(const World& world, Rank& relay, const HandleHeader& header, uint64_t sequence) {
+  auto* const descriptors =
+      reinterpret_cast<LlCallDescriptor*>(relay.window_base() + relay.context.layout.call_descriptors.offset) +
+      static_cast<int64_t>(sequence & 1) * world.c.ranks_per_node;
+  for (int i = 0; i < world.c.ranks_per_node; ++i) {
+    CallDescriptor descriptor{};
+    descriptor.plan_id = header.plan_id;
+    descriptor.num_tokens = header.num_tokens;
+    descriptor.recv_rows = world.recv_rows[World::at(relay.shape.first_rank() + i)];
+    for (int word = 0; word < kNumDescriptorWords; ++word)
+      descriptors[i].words[word] = {reinterpret_cast<const uint64_t*>(&descriptor)[word], sequence};
+  }
+}
+
 // A gather of all ranks, in which the legs' own kernels are plain loops.
 class GatherRun {
 public:
@@ -377,7 +392,7 @@ private:
     const HandleHeader& header = relay.headers[World::at(relay.shape.leg(node, chunk))];
     const int home = world_.rail_peer(relay, node);
     RailArea area = (node == relay.shape.own_node ? relay.from_rails : relay.to_rails).view();
-    write_descriptors(relay, header, static_cast<uint64_t>(sequence));
+    write_descriptors(world_, relay, header, static_cast<uint64_t>(sequence));
     const Rank& home_rank = *world_.ranks[World::at(home)];
     const NodesHandleReader plan(home_rank.handle.data(), home_rank.layout, home_rank.shape);
     for (int64_t i = 0; i < header.num_tokens; ++i) {
@@ -392,19 +407,6 @@ private:
     finish(launch_forward_rows(relay.node_group(), relay.device(),
                                {call, tensors_.rows[World::at(relay.shape.rank)].bytes.data(), weights, area, node, chunk},
                                kSms, nullptr));
-  }
-  void write_descriptors(Rank& relay, const HandleHeader& header, uint64_t sequence) {
-    auto* const descriptors =
-        reinterpret_cast<LlCallDescriptor*>(relay.window_base() + relay.context.layout.call_descriptors.offset) +
-        static_cast<int64_t>(sequence & 1) * c_.ranks_per_node;
-    for (int i = 0; i < c_.ranks_per_node; ++i) {
-      CallDescriptor descriptor{};
-      descriptor.plan_id = header.plan_id;
-      descriptor.num_tokens = header.num_tokens;
-      descriptor.recv_rows = world_.recv_rows[World::at(relay.shape.first_rank() + i)];
-      for (int word = 0; word < kNumDescriptorWords; ++word)
-        descriptors[i].words[word] = {reinterpret_cast<const uint64_t*>(&descriptor)[word], sequence};
-    }
   }
 
   // Stages token `token` of rank `home`, the i-th of the leg and the j-th of those that go to the relay's node.
@@ -478,11 +480,11 @@ GatherTensors random_tensors(World& world, bool carries_weights) {
   return tensors;
 }
 
-void check_gather(World& world, bool carries_weights, bool has_fixed_sizes) {
+void check_gather(World& world, const GatherTensors& tensors, bool has_fixed_sizes) {
+  const bool carries_weights = tensors.carries_weights;
   CAPTURE(carries_weights);
   CAPTURE(has_fixed_sizes);
   const Case& c = world.c;
-  const GatherTensors tensors = random_tensors(world, carries_weights);
   const GatherRun run(world, tensors, carries_weights ? EPX_OP_DISPATCH_BWD : EPX_OP_COMBINE, has_fixed_sizes);
   std::vector<reference::Matrix> outs;
   std::vector<std::vector<float>> carried;
@@ -521,9 +523,303 @@ TEST_CASE("sums over nodes are those of the oracle") {
       CAPTURE(c.ranks_per_node);
       CAPTURE(precision);
       World world(c, seed++);
-      check_gather(world, false, seed % 2 == 0);
-      check_gather(world, true, seed % 2 != 0);
+      check_gather(world, random_tensors(world, false), seed % 2 == 0);
+      check_gather(world, random_tensors(world, true), seed % 2 != 0);
     }
+}
+
+TEST_CASE("a route that was dropped changes no sum, not even one of -0") {
+  World world({2, 2, 4, 9, EPX_FLOAT32, EPX_COMBINE_EXACT}, 77);
+  GatherTensors tensors = random_tensors(world, false);
+  for (reference::Matrix& rows : tensors.rows)
+    for (int64_t i = 0; i < rows.rows * rows.cols; ++i)
+      reference::store(rows, i / rows.cols, i % rows.cols, -1e-30f);
+  for (std::vector<float>& weights : tensors.weights)
+    std::fill(weights.begin(), weights.end(), 1e-30f); // the products underflow to -0
+  check_gather(world, tensors, false);
+}
+
+TEST_CASE("records say what prepare has found, and each leg has a header") {
+  for (const bool has_fixed_sizes : {false, true}) {
+    CAPTURE(has_fixed_sizes);
+    World world({3, 2, 3, 8, EPX_FLOAT32, EPX_COMBINE_WIRE}, 5);
+    world.exchange_records(EPX_OP_COMBINE);
+    world.open_legs(EPX_OP_COMBINE, has_fixed_sizes);
+    for (auto& rank : world.ranks) {
+      CAPTURE(rank->shape.rank);
+      const NodesRecords sent(rank->shape, rank->sent_records.data()), received(rank->shape, rank->received_records.data());
+      const NodesHandleWriter plan = rank->plan();
+      for (int node = 0; node < world.c.nodes; ++node) {
+        CAPTURE(node);
+        const Rank& peer = *world.ranks[World::at(world.rail_peer(*rank, node))];
+        CHECK(sent.plan_id(node) == kPlanId);
+        CHECK(sent.is_active(node));
+        CHECK(sent.num_tokens(node) == plan.sent_counts[node]);
+        CHECK(received.num_tokens(node) == plan.relay_counts[node]);
+        for (int chunk = 0; chunk < rank->shape.num_chunks(); ++chunk) {
+          CAPTURE(chunk);
+          const int64_t end = int64_t{chunk + 1} * world.c.chunk_tokens;
+          CHECK(sent.back_rows(node, world.c.top_k, chunk) == plan.home_back_rows(node)[end]);
+          CHECK(received.back_rows(node, world.c.top_k, chunk) == plan.relay_back_rows(node)[end]);
+          const HandleHeader& header = rank->headers[World::at(rank->shape.leg(node, chunk))];
+          const bool has_all = has_fixed_sizes && node != rank->shape.own_node;
+          const int64_t tokens = has_all ? world.c.max_tokens : world.num_tokens(rank->shape.rank);
+          const int64_t from_peer = has_all || node == rank->shape.own_node ? tokens : plan.relay_counts[node];
+          CHECK(header.num_tokens == std::clamp<int64_t>(from_peer - end + world.c.chunk_tokens, 0, world.c.chunk_tokens));
+          const bool is_first = node == rank->shape.own_node && chunk == 0;
+          CHECK(header.rows_in_use == (is_first ? plan.header->rows_in_use : 0));
+          CHECK(header.checksum == header_checksum(header));
+          CHECK(header.magic == kHandleMagic);
+          CHECK(header.plan_id == kPlanId);
+          CHECK(header.rank == rank->context.rank);
+        }
+        CHECK(peer.record->num_events == 0);
+      }
+    }
+  }
+}
+
+// What dispatch sends by rail: a sidecar and weights beside each row.
+struct ScatterInputs {
+  reference::Matrix tokens;
+  std::vector<float> weights;
+  std::vector<std::byte> sidecars;
+};
+
+// Packs the rows of all ranks and takes them to the relays by memcpy, where areas are full of something else before.
+std::vector<ScatterInputs> scatter(World& world) {
+  std::vector<ScatterInputs> inputs;
+  world.exchange_records(EPX_OP_DISPATCH);
+  const auto pack_call = [&](int r, const RailArea& area, int chunk) {
+    const ScatterInputs& in = inputs[World::at(r)];
+    return PackCall{world.call(r, EPX_OP_DISPATCH),
+                    in.tokens.bytes.data(),
+                    in.weights.data(),
+                    in.sidecars.data(),
+                    kSidecarBytes,
+                    area,
+                    chunk};
+  };
+  for (int r = 0; r < world.num_ranks(); ++r) {
+    const int64_t tokens =
+        std::max<int64_t>(1, world.num_tokens(r)); // no empty arrays, since NULL says that there are none
+    inputs.push_back({random_matrix(world.rng, world.c.dtype, tokens, world.c.hidden),
+                      random_floats(world.rng, tokens * world.c.top_k),
+                      std::vector<std::byte>(World::at(tokens * kSidecarBytes))});
+    for (std::byte& byte : inputs.back().sidecars)
+      byte = static_cast<std::byte>(world.rng.next());
+    Rank& rank = *world.ranks[World::at(r)];
+    for (int chunk = 0; chunk < rank.shape.num_chunks(); ++chunk)
+      finish(launch_pack_rows(rank.device(), pack_call(r, rank.to_rails.view(), chunk), kSms, nullptr));
+  }
+  for (auto& relay : world.ranks)
+    for (int node = 0; node < world.c.nodes; ++node) {
+      if (node == relay->shape.own_node) continue;
+      Rank& home = *world.ranks[World::at(world.rail_peer(*relay, node))];
+      const RailArea from = home.to_rails.view(), to = relay->from_rails.view();
+      const int own = relay->shape.own_node;
+      const int64_t tokens = relay->shape.padded_tokens(), row_bytes = world.bytes_of_row();
+      std::memcpy(to.rows_of(node, row_bytes), from.rows_of(own, row_bytes), World::at(tokens * row_bytes));
+      std::memcpy(to.weights_of(node), from.weights_of(own), World::at(tokens * world.c.top_k) * sizeof(float));
+      std::memcpy(to.sidecars_of(node, kSidecarBytes), from.sidecars_of(own, kSidecarBytes),
+                  World::at(tokens * kSidecarBytes));
+    }
+  for (int r = 0; r < world.num_ranks(); ++r)
+    for (int chunk = 0; chunk < world.ranks[World::at(r)]->shape.num_chunks(); ++chunk)
+      finish(launch_clear_rows(world.ranks[World::at(r)]->device(),
+                               pack_call(r, world.ranks[World::at(r)]->from_rails.view(), chunk), kSms, nullptr));
+  return inputs;
+}
+
+void check_packed(World& world, Rank& relay, int node, const std::vector<ScatterInputs>& inputs, bool is_cleared) {
+  CAPTURE(relay.shape.rank);
+  CAPTURE(node);
+  const Case& c = world.c;
+  Rank& home = *world.ranks[World::at(world.rail_peer(relay, node))];
+  const ScatterInputs& in = inputs[World::at(home.shape.rank)];
+  const NodesHandleWriter plan = home.plan();
+  const RailArea area = relay.from_rails.view();
+  const auto row_bytes = World::at(world.bytes_of_row());
+  const ScatterInputs zeros{{c.dtype, 1, c.hidden, std::vector<std::byte>(row_bytes)},
+                            std::vector<float>(World::at(c.top_k)),
+                            std::vector<std::byte>(kSidecarBytes)};
+  const int64_t rows = is_cleared ? c.max_tokens : plan.sent_counts[relay.shape.own_node];
+  for (int64_t j = 0; j < rows; ++j) {
+    CAPTURE(j);
+    const int64_t token = is_cleared ? 0 : plan.sent_tokens(relay.shape.own_node)[j];
+    const ScatterInputs& expected = is_cleared ? zeros : in;
+    CHECK(std::memcmp(area.rows_of(node, world.bytes_of_row()) + World::at(j) * row_bytes,
+                      expected.tokens.bytes.data() + World::at(token) * row_bytes, row_bytes) == 0);
+    CHECK(std::memcmp(area.weights_of(node) + j * c.top_k, expected.weights.data() + token * c.top_k,
+                      World::at(c.top_k) * sizeof(float)) == 0);
+    CHECK(std::memcmp(area.sidecars_of(node, kSidecarBytes) + j * kSidecarBytes,
+                      expected.sidecars.data() + token * kSidecarBytes, kSidecarBytes) == 0);
+  }
+}
+
+TEST_CASE("rows of tokens are packed for each other node, in the order of its list") {
+  uint64_t seed = 50;
+  for (const Case& c : kShapes) {
+    World world(c, seed++);
+    const std::vector<ScatterInputs> inputs = scatter(world);
+    for (auto& relay : world.ranks) {
+      for (int node = 0; node < c.nodes; ++node)
+        if (node != relay->shape.own_node) check_packed(world, *relay, node, inputs, false);
+      CHECK(relay->is_intact());
+    }
+  }
+}
+
+void reseal(HandleHeader& header) {
+  header.checksum = header_checksum(header);
+}
+
+TEST_CASE("a rail peer with another plan is a rank whose rows are zero, and is reported") {
+  World world({2, 2, 3, 24, EPX_FLOAT16, EPX_COMBINE_WIRE}, 91);
+  Rank& lost = *world.ranks[3];
+  lost.plan().header->plan_id = kPlanId + 1;
+  reseal(*lost.plan().header);
+  const std::vector<ScatterInputs> inputs = scatter(world);
+  world.open_legs(EPX_OP_DISPATCH, false);
+  check_packed(world, *world.ranks[1], 1, inputs, true); // rank 1 is the rail peer of rank 3
+  check_packed(world, lost, 0, inputs, true);
+  check_packed(world, *world.ranks[0], 1, inputs, false);
+  check_packed(world, *world.ranks[2], 0, inputs, false);
+  for (int r = 0; r < 4; ++r) {
+    CAPTURE(r);
+    const bool has_lost_peer = r % 2 == 1;
+    const Rank& rank = *world.ranks[World::at(r)];
+    const NodesRecords received(rank.shape, rank.received_records.data());
+    const int other = 1 - rank.shape.own_node;
+    CHECK(received.is_active(other) == !has_lost_peer);
+    CHECK(rank.headers[World::at(rank.shape.leg(other, 0))].num_tokens ==
+          (has_lost_peer ? world.c.chunk_tokens : received.leg_tokens(other, 0, false)));
+    REQUIRE(rank.record->num_events == (has_lost_peer ? 1 : 0));
+    if (!has_lost_peer) continue;
+    const EventRecord& event = rank.record->events[0];
+    CHECK(event.kind == EPX_EVENT_HANDLE_MISMATCH);
+    CHECK(event.operation == EPX_OP_DISPATCH);
+    CHECK(event.sequence == 41 + static_cast<uint64_t>(r)); // of the leg that follows
+    CHECK(event.values[0] == 1);
+    CHECK(event.values[3] == (r + 2) % 4);
+    CHECK(static_cast<uint64_t>(event.values[4]) == (r == 1 ? kPlanId + 1 : kPlanId));
+  }
+}
+
+TEST_CASE("a rank whose handle memory does not fit the call takes part without routes") {
+  const auto spoil = [](int kind, HandleHeader& header) {
+    if (kind == 0) header.group_id ^= 1;
+    if (kind == 1) ++header.rank;
+    if (kind == 2) ++header.top_k;
+    if (kind == 3) ++header.alignment;
+    if (kind == 4) --header.num_tokens;
+    if (kind == 5) header.rows_per_source = 3;
+    if (kind == 6) header.rows_in_use = -1;
+    if (kind == 7) header.ll_tokens = 1;
+    if (kind == 8) header.magic ^= 1;
+    reseal(header);
+    if (kind == 9) header.checksum ^= 1;
+  };
+  for (int kind = 0; kind < 10; ++kind) {
+    CAPTURE(kind);
+    World world({2, 1, 2, 8, EPX_FLOAT32, EPX_COMBINE_NODE}, 92);
+    spoil(kind, *world.ranks[0]->plan().header);
+    GatherTensors tensors = random_tensors(world, true);
+    const GatherRun run(world, tensors, EPX_OP_DISPATCH_BWD, false);
+    Rank& rank = *world.ranks[0];
+    CHECK(rank.state.header.magic == 0);
+    for (const HandleHeader& header : rank.headers)
+      CHECK(header.magic == 0);
+    const NodesRecords sent(rank.shape, rank.sent_records.data());
+    CHECK(sent.plan_id(1) == 0);
+    CHECK(sent.num_tokens(1) == 0);
+    CHECK(rank.record->num_events == 0); // the first leg reports it
+    const auto is_untouched = [](std::byte byte) { return byte == std::byte{0x5a}; };
+    CHECK(std::all_of(run.outs[0]->bytes.begin(), run.outs[0]->bytes.end(), is_untouched));
+    const Rank& other = *world.ranks[1];
+    CHECK(other.headers[World::at(other.shape.leg(0, 0))].num_tokens == world.c.chunk_tokens);
+    CHECK(other.record->num_events == 0); // the rank itself reports it
+  }
+}
+
+void forward_with_descriptors(World& world, Rank& rank, const GatherTensors& tensors, int node, int chunk) {
+  if (world.c.precision == EPX_COMBINE_NODE) return;
+  const HandleHeader& header = rank.headers[World::at(rank.shape.leg(node, chunk))];
+  write_descriptors(world, rank, header, ++rank.device_state.begun.sequence);
+  MovementCall call = world.call(rank.shape.rank, EPX_OP_COMBINE);
+  call.num_tokens = header.num_tokens;
+  const auto r = World::at(rank.shape.rank);
+  const RailArea area = (node == rank.shape.own_node ? rank.from_rails : rank.to_rails).view();
+  finish(launch_forward_rows(rank.node_group(), rank.device(),
+                             {call, tensors.rows[r].bytes.data(), tensors.weights[r].data(), area, node, chunk}, kSms,
+                             nullptr));
+}
+
+TEST_CASE("damaged handle memory and records never lead out of the areas") {
+  for (uint64_t seed = 0; seed < 12; ++seed) {
+    CAPTURE(seed);
+    World world({2, 2, 3, 17, EPX_BFLOAT16,
+                 seed % 3 == 0   ? EPX_COMBINE_NODE
+                 : seed % 3 == 1 ? EPX_COMBINE_WIRE
+                                 : EPX_COMBINE_EXACT},
+                300 + seed);
+    const GatherTensors tensors = random_tensors(world, seed % 2 == 0);
+    for (auto& rank : world.ranks) {
+      auto* const words = reinterpret_cast<int32_t*>(rank->handle.data());
+      const auto first = static_cast<int64_t>(sizeof(HandleHeader) / sizeof(*words) + 1);
+      for (int64_t i = first; i < static_cast<int64_t>(rank->handle.size() / sizeof(*words)); ++i)
+        if (world.rng.chance(40))
+          words[i] = static_cast<int32_t>(world.rng.chance(50) ? world.rng.next()
+                                                               : static_cast<uint64_t>(world.rng.between(-3, 200)));
+    }
+    const auto damage_records = [&] {
+      for (auto& rank : world.ranks)
+        for (int32_t& word : rank->received_records)
+          if (world.rng.chance(20)) word = static_cast<int32_t>(world.rng.next());
+    };
+    for (auto& rank : world.ranks) {
+      const int r = rank->shape.rank;
+      finish(launch_post_records(rank->device(), world.call(r, EPX_OP_COMBINE), nullptr));
+      damage_records();
+      finish(launch_open_legs(rank->node_group(), rank->device(), world.call(r, EPX_OP_COMBINE), seed % 2 == 0, nullptr));
+      const std::vector<float> weights = random_floats(world.rng, world.c.max_tokens * world.c.top_k);
+      const std::vector<std::byte> rows(World::at(world.c.max_tokens * world.bytes_of_row()));
+      Guarded out(World::at(world.num_tokens(r) * world.bytes_of_row()));
+      Guarded carried(World::at(world.num_tokens(r) * world.c.top_k) * sizeof(float));
+      for (int chunk = 0; chunk < rank->shape.num_chunks(); ++chunk) {
+        PackCall pack{world.call(r, EPX_OP_DISPATCH), rows.data(), weights.data(), rows.data(), kSidecarBytes,
+                      rank->to_rails.view(),          chunk};
+        finish(launch_pack_rows(rank->device(), pack, kSms, nullptr));
+        pack.area = rank->from_rails.view();
+        finish(launch_clear_rows(rank->device(), pack, kSms, nullptr));
+        for (int node = 0; node < world.c.nodes; ++node)
+          forward_with_descriptors(world, *rank, tensors, node, chunk);
+      }
+      const SumCall sum{world.call(r, EPX_OP_COMBINE), world.c.precision == EPX_COMBINE_EXACT, rank->from_rails.view(),
+                        out.data(), reinterpret_cast<float*>(carried.data())};
+      finish(launch_sum_rows(rank->device(), sum, kSms, nullptr));
+      CHECK(out.is_intact());
+      CHECK(carried.is_intact());
+      CHECK(rank->is_intact());
+    }
+  }
+}
+
+TEST_CASE("the host sees which call has begun and ended, and its first leg") {
+  World world({2, 1, 1, 8, EPX_FLOAT32, EPX_COMBINE_WIRE}, 1);
+  Rank& rank = *world.ranks[0];
+  for (uint64_t call = 1; call <= 2 * NodesProgress::kCalls; call += 100) {
+    rank.state.sequence = call - 1;
+    rank.device_state.begun.sequence = 7 * call;
+    finish(launch_begin_call(rank.device(), EPX_OP_COMBINE_BWD, nullptr));
+    CHECK(rank.state.sequence == call);
+    CHECK(rank.progress.begun == call);
+    CHECK(rank.progress.ended < call);
+    CHECK(rank.progress.operation == EPX_OP_COMBINE_BWD);
+    CHECK(rank.progress.first_leg[call % NodesProgress::kCalls] == 7 * call + 1);
+    finish(launch_end_call(rank.device(), nullptr));
+    CHECK(rank.progress.ended == call);
+  }
 }
 
 } // namespace
