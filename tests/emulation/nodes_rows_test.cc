@@ -81,6 +81,9 @@ struct Rank {
     context.rank = shape.index_in_node();
     context.window_access = WindowAccess::by_kernels;
     window.resize(static_cast<size_t>(context.layout.total_bytes) + 256);
+    for (const Region& region :
+         {context.layout.gather_rows, context.layout.gather_weights}) // NaN, unless a rank stages there
+      std::fill_n(window_base() + region.offset, region.bytes, std::byte{0xff});
     device_state.begun.sequence = 40 + static_cast<uint64_t>(number);
   }
 
@@ -706,6 +709,35 @@ TEST_CASE("a rail peer with another plan is a rank whose rows are zero, and is r
   }
 }
 
+TEST_CASE("what a rail peer with another plan sends home takes no step in sums") {
+  for (const epx_combine_precision precision : {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT, EPX_COMBINE_NODE}) {
+    CAPTURE(precision);
+    World world({2, 2, 3, 24, EPX_FLOAT32, precision}, 93);
+    HandleHeader& lost = *world.ranks[3]->plan().header;
+    lost.plan_id = kPlanId + 1;
+    reseal(lost);
+    const GatherTensors tensors = random_tensors(world, true);
+    const GatherRun run(world, tensors, EPX_OP_DISPATCH_BWD, false);
+    for (const int r : {1, 3}) // rail peers of each other
+      for (int64_t token = 0; token < world.num_tokens(r); ++token) {
+        CAPTURE(r);
+        CAPTURE(token);
+        RowSum sum(world.c);
+        const int first = world.ranks[World::at(r)]->shape.first_rank();
+        for (int owner = first; owner < first + 2; ++owner)
+          for (int k = 0; k < world.c.top_k; ++k) {
+            const Route route = world.route(r, token, k);
+            if (route.slot >= 0 && world.group.node_of(route.rank) != world.group.node_of(r))
+              CHECK(run.carried[World::at(r)][World::at(token * world.c.top_k + k)] == 0.0f);
+            if (world.is_live(route) && route.rank == owner) sum.add(tensors.rows[World::at(owner)], route.slot, 1.0f);
+          }
+        // Elements are few bits wide, so that sums are exact in any order.
+        CHECK(std::memcmp(run.outs[World::at(r)]->data() + token * world.bytes_of_row(), sum.rounded().bytes.data(),
+                          World::at(world.bytes_of_row())) == 0);
+      }
+  }
+}
+
 TEST_CASE("a rank whose handle memory does not fit the call takes part without routes") {
   const auto spoil = [](int kind, HandleHeader& header) {
     if (kind == 0) header.group_id ^= 1;
@@ -803,6 +835,47 @@ TEST_CASE("damaged handle memory and records never lead out of the areas") {
       CHECK(rank->is_intact());
     }
   }
+}
+
+TEST_CASE("no record makes sizes that do not fit the group") {
+  World world({2, 3, 4, 8, EPX_FLOAT32, EPX_COMBINE_WIRE}, 7);
+  const Rank& rank = *world.ranks[4];
+  std::vector<int32_t> words(rank.received_records.size());
+  for (int round = 0; round < 200; ++round) {
+    for (int32_t& word : words)
+      word =
+          static_cast<int32_t>(world.rng.chance(50) ? world.rng.next() : static_cast<uint64_t>(world.rng.between(-2, 40)));
+    const NodesRecords records(rank.shape, words.data());
+    for (int node = 0; node < 2; ++node) {
+      const int64_t tokens = records.num_tokens(node);
+      CHECK(tokens == std::clamp<int64_t>(words[World::at(node * record_words(rank.shape) + 2)], 0, world.c.max_tokens));
+      int64_t before = 0;
+      for (int chunk = 0; chunk < rank.shape.num_chunks(); ++chunk) {
+        const int64_t rows = records.back_rows(node, world.c.top_k, chunk);
+        CHECK(rows >= before);
+        CHECK(rows <= std::min<int64_t>(tokens, int64_t{chunk + 1} * world.c.chunk_tokens) * 3);
+        before = rows;
+        const int64_t leg_tokens = records.leg_tokens(node, chunk, false);
+        CHECK(leg_tokens >= 0);
+        CHECK(leg_tokens <= world.c.chunk_tokens);
+      }
+    }
+  }
+}
+
+TEST_CASE("a sum has no more terms than a token can have routes, even if all nodes are said to send") {
+  World world({70, 1, 2, 8, EPX_FLOAT32, EPX_COMBINE_NODE, 2, 2}, 8);
+  world.exchange_records(EPX_OP_COMBINE);
+  Rank& rank = *world.ranks[0];
+  for (int node = 0; node < world.c.nodes; ++node)
+    rank.plan().positions(node)[0] = 0;
+  const RailArea area = rank.from_rails.view();
+  for (int node = 0; node < world.c.nodes; ++node)
+    std::fill_n(reinterpret_cast<float*>(area.rows_of(node, world.bytes_of_row())), world.c.hidden, 1.0f);
+  Guarded out(World::at(world.num_tokens(0) * world.bytes_of_row()));
+  finish(launch_sum_rows(rank.device(), {world.call(0, EPX_OP_COMBINE), false, area, out.data(), nullptr}, kSms, nullptr));
+  CHECK(*reinterpret_cast<const float*>(out.data()) == kMaxTopK);
+  CHECK(out.is_intact());
 }
 
 TEST_CASE("the host sees which call has begun and ended, and its first leg") {

@@ -19,6 +19,8 @@ SIZED_FORMAT = 0x04
 
 # Movements have one block of 512 threads on each SM, so up to 128 registers for each thread. The stack has arrays and spills.
 MOVEMENTS = re.compile(r"gather_kernel|scatter_kernel|rank_major_kernel|prepare_dispatch_kernel")
+# Those that take rows to and from the rails have such blocks too, but not all of them need so many registers.
+RAIL_ROWS = re.compile(r"(pack|clear|forward|sum)_rows_kernel")
 MIN_REGISTERS, MAX_STACK_BYTES = 96, 1024
 
 
@@ -78,13 +80,15 @@ def main():
     checked, failed = 0, 0
     for image in images(data):
         for name, (registers, stack_bytes) in sorted(kernels(image).items()):
-            if not MOVEMENTS.search(name):
+            is_movement = MOVEMENTS.search(name)
+            if not is_movement and not RAIL_ROWS.search(name):
                 continue
-            checked += 1
+            checked += 1 if is_movement else 0
             print(f"{registers:4} registers, {stack_bytes:5} bytes of stack: {name}")
-            if registers < MIN_REGISTERS or stack_bytes > MAX_STACK_BYTES:
+            min_registers = MIN_REGISTERS if is_movement else 0
+            if registers < min_registers or stack_bytes > MAX_STACK_BYTES:
                 failed += 1
-                print(f"    it must have at least {MIN_REGISTERS} registers and at most {MAX_STACK_BYTES} bytes of stack")
+                print(f"    it must have at least {min_registers} registers and at most {MAX_STACK_BYTES} bytes of stack")
     if checked == 0:
         sys.exit("kernel_registers.py: the library has no kernel of a movement")
     sys.exit(1 if failed else 0)

@@ -47,26 +47,24 @@ __device__ bool is_usable(const CallParams& params, const HandleHeader& header) 
          header.rows_per_source == call.rows_per_source && counts_fit(header, shape.group, 0);
 }
 
-// Writes the record for a node. Handle memory is not trusted, so the numbers are made to fit.
+// Writes the record for a node. Handle memory is not trusted; what does not fit is made to fit by those who read the record.
 __device__ void write_record(const CallParams& params, const NodesHandleReader& plan, int node, int32_t* record) {
   const NodesShape& shape = params.nodes.shape;
   const HandleHeader& header = params.nodes.state->header;
   const bool is_usable = header.magic == kHandleMagic;
   const uint64_t plan_id = is_usable ? header.plan_id : 0;
   const int64_t own_tokens = is_usable ? header.num_tokens : 0;
-  const int64_t most = min(own_tokens, int64_t{shape.max_rail_tokens()}); // that go to another node
-  const int64_t tokens = node == shape.own_node ? own_tokens : max(int64_t{0}, min(int64_t{plan.sent_counts[node]}, most));
+  const int64_t tokens =
+      node == shape.own_node ? own_tokens : max(int64_t{0}, min(int64_t{plan.sent_counts[node]}, own_tokens));
   record[0] = static_cast<int32_t>(plan_id);
   record[1] = static_cast<int32_t>(plan_id >> 32);
   record[2] = static_cast<int32_t>(tokens);
   record[3] = 0;
-  int64_t rows = 0;
   for (int chunk = 0; chunk < shape.num_chunks(); ++chunk) {
     const int64_t end = min((int64_t{chunk} + 1) * shape.chunk_tokens(), tokens);
-    // With EPX_COMBINE_NODE one row comes home of each token, and the table is not used.
-    const int64_t found = shape.group.sums_by_node() ? end : plan.home_back_rows(node)[end];
-    rows = max(rows, min(found, end * shape.max_back_rows(params.call.top_k)));
-    record[kRecordHeaderWords + chunk] = static_cast<int32_t>(rows);
+    // In precision node one row comes home of each token, and the table is not used.
+    record[kRecordHeaderWords + chunk] =
+        shape.group.sums_by_node() ? static_cast<int32_t>(end) : plan.home_back_rows(node)[end];
   }
 }
 

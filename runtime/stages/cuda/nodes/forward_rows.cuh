@@ -140,7 +140,7 @@ private:
         copy_row(is_own ? own_row(slot) : staged_row(route), row_at(row));
       else
         fill_with_negative_zeros(row_at(row), args_.hidden);
-      if (params_.row_weights != nullptr && row < params_.area.node_weights && lane() == 0)
+      if (params_.row_weights != nullptr && lane() == 0)
         params_.area.weights_of(params_.node)[row] = !is_live ? 0.0f : is_own ? own_weight(slot) : staged_weight(route);
     }
   }

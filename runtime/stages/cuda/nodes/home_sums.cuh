@@ -28,8 +28,9 @@ public:
   __device__ void sum(const WorkPartition& warp) const {
 #pragma unroll 1
     for (int64_t token = warp.index; token < args_.num_tokens; token += warp.count) {
-      const PerRoute<int32_t> nodes = nodes_of_routes(token);
       const bool is_exact = shape_.group.precision == EPX_COMBINE_EXACT;
+      PerRoute<int32_t> nodes{-1, -1};
+      if (is_exact || params_.call.carried_out != nullptr) nodes = nodes_of_routes(token);
       const SumTerms<T> terms = is_exact ? terms_of_routes(token, nodes) : terms_of_nodes(token);
       sum_rows<false>(pipeline_, terms, reinterpret_cast<T*>(params_.call.out) + token * args_.hidden, args_.hidden);
       if (params_.call.carried_out == nullptr) continue;
@@ -75,7 +76,7 @@ private:
   __device__ Rows rows_of(int node, int64_t token) const {
     const int64_t position = position_of(node, token);
     if (position < 0 || !records_.is_active(node)) return {0, 0};
-    if (shape_.group.sums_by_node()) return {position, position < node_rows() ? 1 : 0};
+    if (shape_.group.sums_by_node()) return {position, 1};
     const int64_t first = plan_.home_back_rows(node)[position];
     const int64_t end = plan_.home_back_rows(node)[position + 1];
     if (first < 0 || end > node_rows()) return {0, 0};
@@ -128,8 +129,7 @@ private:
     return earlier < rows.count ? static_cast<int32_t>(rows.first + earlier) : -1;
   }
   __device__ float weight_of_row(int node, int32_t row) const {
-    const bool has_weight = params_.call.is_weighted && row >= 0 && row < params_.call.area.node_weights;
-    return has_weight ? params_.call.area.weights_of(node)[row] : 1.0f;
+    return params_.call.is_weighted && row >= 0 ? params_.call.area.weights_of(node)[row] : 1.0f;
   }
 
   // Stores the weight that has come for the lane's route.

@@ -31,7 +31,7 @@ struct RailArea {
   float* weights;
   std::byte* sidecars;
   int64_t node_rows;
-  int64_t node_weights; // floats
+  int64_t node_weights; // floats; in precision exact node_rows
   int64_t node_tokens;  // tokens of a node that have sidecars
 
   EPX_HOST_DEVICE std::byte* rows_of(int node, int64_t row_bytes) const { return rows + node * node_rows * row_bytes; }

@@ -51,13 +51,12 @@ __device__ inline void for_each_packed(const PackParams& params, const Body& bod
   }
 }
 
-// Each warp copies one row at a time. Handle memory is not trusted: a token that this rank does not have is left out.
+// Each warp copies one row at a time. Behind the tokens that go to a node, and in damaged handle memory anywhere, the list has
+// numbers that are no tokens of this rank.
 __device__ inline void pack_rows(const PackParams& params, TmaRowPipeline& pipeline) {
   const PackCall& call = params.call;
-  const NodesRecords records(params.nodes.shape, params.nodes.sent_records);
   const NodesHandleReader plan(call.call.handle_mem, params.layout, params.nodes.shape);
   for_each_packed(params, [&](int node, int64_t position) {
-    if (position >= records.num_tokens(node)) return;
     const int64_t token = plan.sent_tokens(node)[position];
     if (token < 0 || token >= call.call.num_tokens) return;
     const PackedRows packed(params, node, position);
