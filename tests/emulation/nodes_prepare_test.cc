@@ -125,10 +125,7 @@ public:
     on_all([](Rank& rank) { return launch_list_tokens(rank.device, rank.buffers, rank.call, rank.stream.get()); });
     exchange_tables();
     on_all([](Rank& rank) { return launch_list_relayed(rank.device, rank.buffers, rank.call, rank.stream.get()); });
-    for (int m = 0; m < shape().num_nodes(); ++m)
-      for (int chunk = 0; chunk < shape().num_chunks(); ++chunk)
-        deliver([&](const Rank& rank) { return rank.shape.leg((rank.shape.own_node + m) % shape().num_nodes(), chunk); });
-
+    deliver_all();
     for (const auto& rank : ranks_) {
       CAPTURE(rank->shape.rank);
       check_outputs(*rank);
@@ -139,26 +136,21 @@ public:
     }
   }
 
-  // Makes the plans of the legs from tables with anything in them.
+  // Makes the plans of the legs from tables with anything in them, values at the limits above all, and delivers them.
   void run_with_damaged_tables(Rng& rng) {
     run(rng);
+    const auto num_slots = static_cast<int32_t>(shape().group.max_recv_tokens);
     for (const auto& rank : ranks_)
       for (int32_t& word : rank->received_tables)
-        if (rng.chance(30)) word = static_cast<int32_t>(rng.next());
+        if (rng.chance(30))
+          word = rng.pick({-1, 0, case_.ranks_per_node - 1, case_.ranks_per_node, case_.max_tokens - 1, case_.max_tokens,
+                           num_slots - 1, num_slots, INT32_MIN, INT32_MAX});
     on_all([](Rank& rank) { return launch_list_relayed(rank.device, rank.buffers, rank.call, rank.stream.get()); });
+    deliver_all();
     for (const auto& rank : ranks_) {
-      const NodesHandleReader plan = rank->plan();
-      const int64_t routes = shape().num_nodes() * shape().padded_tokens() * case_.top_k;
-      CHECK(std::all_of(plan.leg_routes, plan.leg_routes + routes, [&](const Route& route) {
-        return (route.slot == -1 && route.rank == -1) ||
-               (route.slot >= 0 && route.slot < shape().group.max_recv_tokens && route.rank >= 0 &&
-                route.rank < case_.ranks_per_node && route.rank_ordinal >= 0 && route.rank_ordinal < case_.ranks_per_node);
-      }));
-      for (int node = 0; node < shape().num_nodes(); ++node) {
-        CHECK(plan.relay_counts[node] >= 0);
-        CHECK(plan.relay_counts[node] <= case_.max_tokens);
-        CHECK(plan.relay_back_rows(node)[shape().padded_tokens()] <= case_.max_tokens * shape().max_back_rows(case_.top_k));
-      }
+      CHECK(rank->record->failed == 0);
+      for (int node = 0; node < shape().num_nodes(); ++node)
+        check_plan_of_damaged_table(*rank, node);
     }
   }
 
@@ -251,12 +243,15 @@ private:
     for (const auto& rank : ranks_)
       REQUIRE(cudaStreamSynchronize(rank->stream.get()) == cudaSuccess);
   }
-  template <typename LegOf>
-  void deliver(const LegOf& leg_of) {
-    on_all([&](Rank& rank) {
-      ++rank.group.launch;
-      return launch_deliver_leg(rank.group, rank.device, rank.buffers, rank.call, leg_of(rank), kNumSms, rank.stream.get());
-    });
+  // Each node makes its own legs first, as the group does.
+  void deliver_all() {
+    for (int m = 0; m < shape().num_nodes(); ++m)
+      for (int chunk = 0; chunk < shape().num_chunks(); ++chunk)
+        on_all([&](Rank& rank) {
+          ++rank.group.launch;
+          const int leg = rank.shape.leg((rank.shape.own_node + m) % shape().num_nodes(), chunk);
+          return launch_deliver_leg(rank.group, rank.device, rank.buffers, rank.call, leg, kNumSms, rank.stream.get());
+        });
   }
 
   // Words of a table beyond its tokens are anything.
@@ -468,6 +463,29 @@ private:
     }
     for (int64_t slot = 0; slot < rows_in_use; ++slot)
       CHECK(plan.slot_records[slot].is_pad() == (has_record[static_cast<size_t>(slot)] == 0));
+  }
+
+  // A route in a damaged table is kept if its token, its slot and its rank are some of the group's.
+  void check_plan_of_damaged_table(const Rank& rank, int node) const {
+    const NodesHandleReader plan = rank.plan();
+    const bool is_own = node == rank.shape.own_node;
+    const int32_t* const table = rank.received_tables.data() + node * table_words(shape(), case_.top_k);
+    const int64_t count = is_own ? rank.call.num_tokens : std::clamp(table[0], 0, case_.max_tokens);
+    CHECK(plan.relay_counts[node] == count);
+    CHECK(plan.relay_back_rows(node)[shape().padded_tokens()] <= count * shape().max_back_rows(case_.top_k));
+    for (int64_t row = 0; row < shape().padded_tokens() && !is_own; ++row)
+      for (int k = 0; k < case_.top_k; ++k) {
+        const int32_t* const words = table + kTableHeaderWords + row * (1 + 2 * int64_t{case_.top_k});
+        const int32_t slot = words[1 + 2 * k];
+        const int32_t owner = words[2 + 2 * k];
+        const bool is_kept = row < count && words[0] >= 0 && words[0] < case_.max_tokens && slot >= 0 &&
+                             slot < shape().group.max_recv_tokens && owner >= 0 && owner < case_.ranks_per_node;
+        const Route& found = plan.leg_routes[(node * shape().padded_tokens() + row) * case_.top_k + k];
+        CHECK(found.slot == (is_kept ? slot : -1));
+        CHECK(found.rank == (is_kept ? owner : -1));
+        CHECK(found.rank_ordinal >= 0);
+        CHECK(found.rank_ordinal < case_.ranks_per_node);
+      }
   }
 
   // Checks and forgets what the rank has reported.
