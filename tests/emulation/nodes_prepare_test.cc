@@ -100,8 +100,7 @@ public:
       ranks_.push_back(make_rank(r));
     for (const auto& rank : ranks_)
       for (int i = 0; i < case_.ranks_per_node; ++i)
-        rank->group.bases[i] =
-            reinterpret_cast<std::byte*>(ranks_[static_cast<size_t>(rank->shape.first_rank() + i)]->window.data());
+        rank->group.bases[i] = reinterpret_cast<std::byte*>(rank_at(rank->shape.first_rank() + i).window.data());
   }
 
   // Prepares with new random routing, and checks everything that prepare writes.
@@ -156,8 +155,9 @@ public:
 
 private:
   const NodesShape& shape() const { return ranks_.front()->shape; }
+  Rank& rank_at(int rank) const { return *ranks_[static_cast<size_t>(rank)]; }
   Rank& rail_peer(const Rank& rank, int node) const {
-    return *ranks_[static_cast<size_t>(node * case_.ranks_per_node + rank.shape.index_in_node())];
+    return rank_at(node * case_.ranks_per_node + rank.shape.index_in_node());
   }
 
   std::unique_ptr<Rank> make_rank(int number) {
@@ -185,9 +185,9 @@ private:
 
     rank->device = {shape, kGroupId, &rank->state, nullptr, nullptr, nullptr, nullptr, &rank->device_state};
     const auto words = static_cast<size_t>(shape.num_nodes() * table_words(shape, case_.top_k));
-    rank->block_counts.assign(static_cast<size_t>(kMaxPrepareBlocks * case_.num_experts), kGarbage);
+    rank->block_counts.assign(static_cast<size_t>(int64_t{kMaxPrepareBlocks} * case_.num_experts), kGarbage);
     rank->own_counts.assign(static_cast<size_t>(case_.num_experts), kGarbage);
-    rank->all_counts.assign(static_cast<size_t>(case_.num_ranks * case_.num_experts), kGarbage);
+    rank->all_counts.assign(static_cast<size_t>(int64_t{case_.num_ranks} * case_.num_experts), kGarbage);
     rank->sent_tables.assign(words, kGarbage);
     rank->received_tables.assign(words, kGarbage);
     rank->buffers = {rank->block_counts.data(), rank->own_counts.data(),     rank->all_counts.data(), &rank->totals,
@@ -290,6 +290,7 @@ private:
   }
   static std::vector<int> ranks_of(const std::vector<Kept>& kept) {
     std::vector<int> ranks;
+    ranks.reserve(kept.size());
     for (const Kept& route : kept)
       ranks.push_back(route.rank);
     std::ranges::sort(ranks);
@@ -433,7 +434,7 @@ private:
           const std::vector<int32_t> listed = listed_tokens(home, rank.shape.own_node);
           for (int64_t i = 0; i < shape().chunk_tokens(); ++i) {
             const int64_t row = int64_t{chunk} * shape().chunk_tokens() + i;
-            int32_t slot = leg.first_slots[source * shape().chunk_tokens() + i];
+            int32_t slot = leg.first_slots[int64_t{source} * shape().chunk_tokens() + i];
             const bool is_token = row < static_cast<int64_t>(listed.size());
             const int32_t token = is_token ? listed[static_cast<size_t>(row)] : -1;
             const std::vector<Kept> kept = is_token ? kept_routes(home, token, rank.shape.own_node) : std::vector<Kept>{};

@@ -46,6 +46,7 @@ struct DeliverLegContext {
   __device__ uint32_t tokens_of(int source) const {
     return min(static_cast<uint32_t>(call.descriptors().num_tokens[source]), static_cast<uint32_t>(shape().chunk_tokens()));
   }
+  __device__ const Route* routes_of(uint32_t token) const { return plan.routes + int64_t{token} * top_k(); } // [K]
   // Returns the number that a token of the leg has on its home rank.
   __device__ int32_t home_token(uint32_t token) const {
     const int64_t row = int64_t{params.chunk} * shape().chunk_tokens() + token;
@@ -82,7 +83,7 @@ __device__ __forceinline__ void send_leg(const DeliverLegContext& c) {
 #pragma unroll 1
   for (uint32_t i = thread_in_grid(); i < c.num_tokens * c.top_k(); i += gridDim.x * kThreads) {
     const uint32_t token = i / c.top_k();
-    const Route* const routes = c.plan.routes + token * c.top_k();
+    const Route* const routes = c.routes_of(token);
     const uint32_t k = i - token * c.top_k();
     if (routes[k].slot < 0) continue;
     store_packet_relaxed_sys(c.records_at(routes[k].rank) + routes[k].slot,
@@ -93,7 +94,7 @@ __device__ __forceinline__ void send_leg(const DeliverLegContext& c) {
        i += gridDim.x * kThreads) {
     const uint32_t owner = i / c.num_tokens; // neighbouring threads' stores coalesce
     const uint32_t token = i - owner * c.num_tokens;
-    const Route* const routes = c.plan.routes + token * c.top_k();
+    const Route* const routes = c.routes_of(token);
     int32_t first_slot = -1;
 #pragma unroll 1
     for (uint32_t k = c.top_k(); k-- > 0;)
