@@ -535,7 +535,8 @@ TEST_CASE("prepare over nodes gives the oracle's slots and the plans of the legs
       {4, 2, 8, 40, 4, 8, 16, 100, EPX_COMBINE_WIRE, 0, 2, 30}, // overflow
       {4, 2, 8, 40, 4, 16, 16, 90, EPX_COMBINE_EXACT, 0, 0, 60},
       {4, 2, 8, 20, 2, 16, 16, 15, EPX_COMBINE_NODE, 0, 0, 0},       // R < a drops everything
-      {4, 2, 16, 700, 2, 8, 1024, 0, EPX_COMBINE_WIRE, 10, 1, 0},    // several parts, tiles and blocks
+      {4, 2, 16, 700, 2, 8, 1024, 0, EPX_COMBINE_WIRE, 10, 1, 0},    // several parts and tiles
+      {2, 1, 16, 900, 32, 4, 400, 0, EPX_COMBINE_WIRE, 10, 0, 0},    // more parts than lanes
       {4, 2, 600, 600, 3, 1, 300, 1000, EPX_COMBINE_EXACT, 0, 0, 5}, // more experts than threads
   };
   for (const NodesCase& test_case : cases) {

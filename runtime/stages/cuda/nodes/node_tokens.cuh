@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_table(const NodesPrepareParams& params, in
   for (int64_t i = threadIdx.x; i < int64_t{count} * places; i += kThreads) {
     const int64_t j = i / places;
     const int place = static_cast<int>(i % places);
-    int32_t* const row = table + kTableHeaderWords + j * (1 + 2 * top_k);
+    int32_t* const row = table + kTableHeaderWords + j * (1 + 2 * int64_t{top_k});
     const int64_t token = plan.sent_tokens(node)[j];
     if (place == 0) {
       row[0] = static_cast<int32_t>(token);
@@ -141,12 +141,12 @@ __device__ __forceinline__ int32_t relayed_tokens(const NodesPrepareParams& para
   return max(0, min(table[0], params.nodes.shape.group.max_tokens_per_rank));
 }
 __device__ __forceinline__ int32_t token_of_row(const int32_t* table, int top_k, int64_t row) {
-  return table[kTableHeaderWords + row * (1 + 2 * top_k)];
+  return table[kTableHeaderWords + row * (1 + 2 * int64_t{top_k})];
 }
 __device__ __forceinline__ Route route_of_row(const NodesPrepareParams& params, const int32_t* table, int64_t row, int k) {
   const GroupShape& group = params.nodes.shape.group;
   const int32_t token = token_of_row(table, params.call.top_k, row);
-  const int32_t* const words = table + kTableHeaderWords + row * (1 + 2 * params.call.top_k) + 1 + 2 * k;
+  const int32_t* const words = table + kTableHeaderWords + row * (1 + 2 * int64_t{params.call.top_k}) + 1 + 2 * int64_t{k};
   const bool is_sound = token >= 0 && token < group.max_tokens_per_rank && words[0] >= 0 &&
                         words[0] < group.max_recv_tokens && words[1] >= 0 && words[1] < group.ranks_per_node;
   return is_sound ? Route{words[0], words[1], 0} : Route{-1, -1, 0};

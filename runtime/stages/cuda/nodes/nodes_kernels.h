@@ -78,9 +78,10 @@ struct NodesPrepareTotals {
 
 // Buffers of prepare in device memory; the group owns them.
 struct NodesPrepareBuffers {
-  int32_t* block_counts; // [kMaxPrepareBlocks, E]: routes of each block of count_routes; then each block's next slot
-  int32_t* counts;       // [E]: routes of this rank; bad ones and those to no expert are not counted
-  int32_t* all_counts;   // [P, E]
+  int32_t* block_counts; // [kMaxPrepareBlocks, E]: routes of each block of count_routes; then of the blocks before it
+  // [E]: routes of this rank; bad ones and those to no expert are not counted. From assign_slots on, their first slot.
+  int32_t* counts;
+  int32_t* all_counts; // [P, E]
   NodesPrepareTotals* totals;
   int32_t* sent_tables;     // [N, table_words of the largest K]; those of a call follow each other without gaps
   int32_t* received_tables; // [N, table_words of the largest K]

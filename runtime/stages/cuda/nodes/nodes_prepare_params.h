@@ -17,7 +17,7 @@ struct NodesPrepareParams {
   int num_parts; // the tokens of this rank are partitioned among so many blocks, at most kMaxPrepareBlocks
 
   EPX_HOST_DEVICE NodesHandleWriter plan() const { return {call.handle_mem, layout, nodes.shape}; }
-  // Counts of routes by expert [E], or next slots, of one part.
+  // Counts of routes by expert [E] of one part, and later of the parts before it.
   EPX_HOST_DEVICE int32_t* part_counts(int part) const {
     return buffers.block_counts + int64_t{part} * nodes.shape.group.num_experts;
   }

@@ -32,19 +32,20 @@ __device__ __forceinline__ void count_part(const NodesPrepareParams& params) {
   }
 }
 
-// Each thread adds the counts of an expert up over the parts, which get the routes of the parts before them.
+// Each warp adds the counts of an expert up over the parts, which get the routes of the parts before them.
 __device__ __forceinline__ void add_parts(const NodesPrepareParams& params) {
-  const int e = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  const int e = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / kWarp);
   if (e >= params.nodes.shape.group.num_experts) return;
   int32_t total = 0;
 #pragma unroll 1
-  for (int part = 0; part < params.num_parts; ++part) {
-    int32_t& place = params.part_counts(part)[e];
-    const int32_t count = place;
-    place = total;
-    total += count;
+  for (int begin = 0; begin < params.num_parts; begin += kWarp) {
+    const int part = begin + lane();
+    const int32_t count = part < params.num_parts ? params.part_counts(part)[e] : 0;
+    const int32_t sum = inclusive_sum(count);
+    if (part < params.num_parts) params.part_counts(part)[e] = total + sum - count;
+    total += from_lane(sum, kWarp - 1);
   }
-  params.buffers.counts[e] = total;
+  if (lane() == 0) params.buffers.counts[e] = total;
 }
 
 // ---- Zones ----
@@ -82,8 +83,8 @@ struct ZoneSums {
   unsigned long long demand, kept, rows_needed, dropped_of_mine;
 };
 
-// One warp finds the zones of the experts of `rank`, the first slots there of each part's routes, and, where the rank is this
-// one, writes its zones and counts.
+// One warp finds the zones of the experts of `rank` and the first slots there of this rank's routes, and, where the rank is
+// this one, writes its zones and counts.
 __device__ __forceinline__ void find_zones_of_rank(const NodesPrepareParams& params, int rank, ZoneSums& sums) {
   const PrepareCall& call = params.call;
   const NodesHandleWriter plan = params.plan();
@@ -105,10 +106,7 @@ __device__ __forceinline__ void find_zones_of_rank(const NodesPrepareParams& par
     const int64_t first_slot = min(end - rows + demand.of_earlier_ranks, usable); // of this rank's routes
     const int64_t routes = params.buffers.counts[e];
     atomicAdd(&sums.dropped_of_mine, static_cast<unsigned long long>(routes - min(routes, usable - first_slot)));
-    for (int part = 0; part < params.num_parts; ++part) { // unsigned, since a slot beyond those in use may pass 2^31
-      int32_t& place = params.part_counts(part)[e];
-      place = static_cast<int32_t>(static_cast<uint32_t>(place) + static_cast<uint32_t>(first_slot));
-    }
+    params.buffers.counts[e] = static_cast<int32_t>(first_slot);
     if (!is_own) continue;
     const int64_t begin = min(end - rows, usable);
     const int64_t kept = min(demand.all, usable - begin);
@@ -173,13 +171,14 @@ __device__ __forceinline__ void find_zones(const NodesPrepareParams& params) {
 
 // ---- Slots ----
 
-// A block of one warp walks its part of the tokens, 32 routes at a time, and gives each route the next slot of its expert.
+// A block of one warp walks its part of the tokens, 32 routes at a time, and numbers the routes to each expert. The slot of a
+// route is its number added to the expert's first slot.
 __device__ __forceinline__ void assign_slots(const NodesPrepareParams& params) {
   const PrepareCall& call = params.call;
   const NodesHandleWriter plan = params.plan();
   const NodesShape& shape = params.nodes.shape;
   const ExpertBlocks experts = params.experts();
-  const auto usable = static_cast<uint32_t>(params.usable_slots());
+  const int64_t usable = params.usable_slots();
   int32_t* const next = params.part_counts(static_cast<int>(blockIdx.x));
   const TokenRange tokens = partition_tokens(call.num_tokens, gridDim.x);
   const int64_t begin = int64_t{tokens.begin} * call.top_k;
@@ -191,13 +190,13 @@ __device__ __forceinline__ void assign_slots(const NodesPrepareParams& params) {
     const int expert = index >= 0 && index < shape.group.num_experts ? static_cast<int>(index) : -1;
     const unsigned same = __match_any_sync(~0u, expert);
     const unsigned before = same & ((1u << lane()) - 1);
-    const uint32_t first_slot = expert >= 0 ? static_cast<uint32_t>(next[expert]) : 0;
-    __syncwarp(); // the lanes with this expert have read its next slot before one of them writes it
-    if (expert >= 0 && before == 0) next[expert] = static_cast<int32_t>(first_slot + static_cast<uint32_t>(__popc(same)));
+    const int32_t number = expert >= 0 ? next[expert] + __popc(before) : 0; // of the route among this rank's to the expert
+    __syncwarp(); // the lanes with this expert have read its next number before one of them writes it
+    if (expert >= 0 && before == 0) next[expert] = number + __popc(same);
     __syncwarp();
     if (route >= end) continue;
-    const uint32_t slot = first_slot + static_cast<uint32_t>(__popc(before));
-    const bool is_kept = expert >= 0 && slot < usable;
+    const int64_t slot = expert >= 0 ? int64_t{params.buffers.counts[expert]} + number : -1;
+    const bool is_kept = slot >= 0 && slot < usable;
     const Route found = is_kept ? Route{static_cast<int32_t>(slot), experts.rank_of(expert), 0} : Route{-1, -1, 0};
     plan.home_routes[route] = found;
     if (call.slot != nullptr) call.slot[route] = found.slot;

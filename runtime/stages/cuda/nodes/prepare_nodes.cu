@@ -4,9 +4,9 @@
 //
 //   count_routes   count_part    Each block counts the routes of its part of this rank's tokens, by expert.
 //                  add_parts     The parts' counts become the routes of the parts before, and the counts of this rank.
-//   assign_slots   find_zones    From the counts of all ranks: zones, totals, the header, and where the routes of each part begin
-//                                in each zone: behind those of the ranks before this one, and of the parts before.
-//                  assign_slots  Each part's routes get their slots, in order.
+//   assign_slots   find_zones    From the counts of all ranks: zones, totals, the header, and the first slot of this rank's routes to each
+//                                expert, which is behind those of the ranks before.
+//                  assign_slots  The routes of each part get their slots, in order, behind those of the parts before.
 //                  fill_outputs  Slots become pads, until deliver_leg brings their records.
 //   list_tokens                  Block m lists the tokens that go to node m, and fills the table of the rail peer there.
 //   list_relayed                 Block m makes the plans of the legs of node m from the table that has come from there.
@@ -79,8 +79,8 @@ cudaError_t launch_count_routes(const NodesDevice& nodes, const NodesPrepareBuff
   if (const cudaError_t error = launch(&count_part_kernel, {params.num_parts, kThreads}, stream, params);
       error != cudaSuccess)
     return error;
-  const int64_t num_experts = nodes.shape.group.num_experts;
-  return launch(&add_parts_kernel, {blocks_for(num_experts, num_experts), kThreads}, stream, params);
+  const int blocks = (nodes.shape.group.num_experts + kWarps - 1) / kWarps;
+  return launch(&add_parts_kernel, {blocks, kThreads}, stream, params);
 }
 
 cudaError_t launch_assign_slots(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
