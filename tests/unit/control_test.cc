@@ -59,7 +59,13 @@ RankState dead(uint64_t sequence) {
 }
 
 Verdict verdict_of(const std::vector<RankState>& states, int missing = 1) {
-  return find_culprit(states, {0, missing, EPX_OP_DISPATCH, 7}, 1000ms);
+  return find_culprit(states, {0, missing, EPX_OP_DISPATCH, 7}, 1000ms).value();
+}
+
+RankState in_call(uint64_t sequence, std::chrono::milliseconds silence = 0ms) {
+  RankState state = at(sequence, silence);
+  state.is_in_call = true;
+  return state;
 }
 
 TEST_CASE("the culprit has died, or is silent, or has come least far, in this order") {
@@ -77,6 +83,20 @@ TEST_CASE("the culprit has died, or is silent, or has come least far, in this or
   left.has_left = true;
   CHECK(is(verdict_of({at(7), at(7, 2000ms), left}), 1, Cause::silent));
   CHECK(is(verdict_of({at(7), at(7), left}), 2, Cause::late)); // it has destroyed its group too early
+}
+
+TEST_CASE("where nobody knows who is missing, the culprit is no rank within a call that may be a victim") {
+  const auto culprit_of = [](const std::vector<RankState>& states) {
+    const auto verdict = find_culprit(states, {0, -1, EPX_OP_DISPATCH, 7}, 1000ms);
+    return verdict ? verdict->culprit : -1;
+  };
+  CHECK(culprit_of({in_call(7), in_call(6), at(6), in_call(7)}) == 2);
+  CHECK(culprit_of({in_call(7), at(5), at(6), in_call(7)}) == 1);
+  CHECK(culprit_of({in_call(7), in_call(6), in_call(6), in_call(7)}) == -1); // these two will report as well
+  CHECK(culprit_of({in_call(7), in_call(7), at(7), in_call(7)}) == -1);      // one has ended the call already
+  CHECK(culprit_of({at(6), in_call(7), in_call(7), in_call(7)}) == -1);      // the rank that reports is none
+  CHECK(culprit_of({in_call(7), at(6), in_call(7, 2000ms), in_call(7)}) == 2);
+  CHECK(culprit_of({in_call(7), at(6), in_call(7, 2000ms), dead(7)}) == 3);
 }
 
 // ---- Sockets ----
@@ -184,6 +204,50 @@ TEST_CASE("a rank that is late is named on every rank, whoever reports it") {
         test::check_equal(outcome.calls.load(), 1, "the number of verdicts");
       });
     }
+  }
+}
+
+TEST_CASE("a report without a missing rank is decided once somebody knows one, and may be withdrawn") {
+  constexpr int kRanks = 3;
+  Meeting told(kRanks), undecided(kRanks), decided(kRanks);
+  each_rank(kRanks, [&](int rank, Exchange& exchange) {
+    RankOutcome outcome;
+    ControlConnection control(rank, kRanks, 400ms, exchange);
+    control.deliver_to(outcome.keep());
+    control.set_progress(4, true);
+    told.wait();
+    std::this_thread::sleep_for(200ms); // ten heartbeats
+    if (rank != 2) control.report_stuck(-1, EPX_OP_COMBINE, 4);
+    std::this_thread::sleep_for(600ms);
+    test::check_equal(outcome.calls.load(), 0, "the number of verdicts while all ranks are in the call");
+    control.withdraw_report();
+    undecided.wait();
+    if (rank == 2) control.set_progress(4, false); // it has ended the call, and does not begin the next one
+    if (rank == 1) control.set_progress(5, true);
+    std::this_thread::sleep_for(200ms);
+    if (rank == 1) control.report_stuck(-1, EPX_OP_DISPATCH, 5);
+    const Verdict verdict = outcome.wait();
+    test::check(verdict.culprit == 2 && verdict.cause == Cause::late && verdict.sequence == 5,
+                "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+    decided.wait();
+  });
+}
+
+TEST_CASE("a rank that ends the group tells all others why") {
+  constexpr int kRanks = 3;
+  for (const int ends : {0, 2}) {
+    Meeting decided(kRanks);
+    each_rank(kRanks, [&](int rank, Exchange& exchange) {
+      RankOutcome outcome;
+      ControlConnection control(rank, kRanks, kLong, exchange);
+      control.deliver_to(outcome.keep());
+      if (rank == ends) control.report_failure(1, EPX_ERROR_SYSTEM, EPX_OP_DISPATCH, 9);
+      const Verdict verdict = outcome.wait();
+      test::check(verdict.culprit == 1 && verdict.cause == Cause::failed && verdict.status == EPX_ERROR_SYSTEM &&
+                      verdict.operation == EPX_OP_DISPATCH && verdict.sequence == 9,
+                  "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+      decided.wait();
+    });
   }
 }
 

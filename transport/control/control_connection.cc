@@ -46,16 +46,25 @@ ControlMessage message_of(const Verdict& verdict) {
   message.rank = verdict.culprit;
   message.operation = verdict.operation;
   message.cause = static_cast<int32_t>(verdict.cause);
+  message.value = verdict.status;
   message.sequence = verdict.sequence;
   return message;
 }
 
+Verdict verdict_of(const ControlMessage& message) {
+  return {message.rank, static_cast<Cause>(message.cause), static_cast<epx_operation>(message.operation), message.sequence,
+          static_cast<epx_status>(message.value)};
+}
+
 bool is_sound(const ControlMessage& message, int num_ranks) {
   const auto cause = static_cast<Cause>(message.cause);
-  return message.magic == ControlMessage::kMagic && message.rank >= 0 && message.rank < num_ranks &&
-         message.kind >= ControlKind::heartbeat && message.kind <= ControlKind::goodbye &&
+  const bool has_verdict = message.kind == ControlKind::verdict || message.kind == ControlKind::failure;
+  const int least_rank = message.kind == ControlKind::report ? -1 : 0;
+  return message.magic == ControlMessage::kMagic && message.rank >= least_rank && message.rank < num_ranks &&
+         message.kind >= ControlKind::heartbeat && message.kind <= ControlKind::failure &&
          message.operation >= EPX_OP_NONE &&
-         (message.kind != ControlKind::verdict || (cause >= Cause::died && cause <= Cause::late));
+         (!has_verdict || (cause >= Cause::died && cause <= Cause::failed && message.value > EPX_SUCCESS &&
+                           message.value <= EPX_ERROR_INTERNAL));
 }
 
 } // namespace
@@ -118,9 +127,29 @@ void ControlConnection::start() {
 }
 
 std::optional<Verdict> ControlConnection::report_timeout(int missing, epx_operation operation, uint64_t sequence) {
-  std::unique_lock lock(mutex_);
+  report_stuck(missing, operation, sequence);
+  return wait_for_verdict();
+}
+
+void ControlConnection::report_stuck(int missing, epx_operation operation, uint64_t sequence) {
+  const std::scoped_lock lock(mutex_);
   if (!verdict_) own_report_ = TimeoutReport{rank_, missing, operation, sequence};
   wake();
+}
+
+void ControlConnection::withdraw_report() {
+  const std::scoped_lock lock(mutex_);
+  own_report_.reset();
+}
+
+void ControlConnection::report_failure(int culprit, epx_status status, epx_operation operation, uint64_t sequence) {
+  const std::scoped_lock lock(mutex_);
+  if (!verdict_ && !own_failure_) own_failure_ = Verdict{culprit, Cause::failed, operation, sequence, status};
+  wake();
+}
+
+std::optional<Verdict> ControlConnection::wait_for_verdict() {
+  std::unique_lock lock(mutex_);
   decided_.wait_for(lock, kVerdictTime, [this] { return verdict_.has_value(); });
   return verdict_;
 }
@@ -161,7 +190,9 @@ void ControlConnection::watch() {
     if (now >= next_heartbeat) {
       next_heartbeat = now + heartbeat_interval_;
       ControlMessage heartbeat;
-      heartbeat.sequence = sequence_.load(std::memory_order_relaxed);
+      const uint64_t progress = progress_.load(std::memory_order_relaxed);
+      heartbeat.sequence = progress >> 1;
+      heartbeat.value = static_cast<int32_t>(progress & 1);
       for (Peer& peer : peers_)
         if (peer.socket && peer.outgoing.empty()) send(peer, heartbeat); // a peer that reads nothing gets no more of them
     }
@@ -205,16 +236,18 @@ void ControlConnection::handle(Peer& peer, const ControlMessage& message) {
   switch (message.kind) {
   case ControlKind::heartbeat:
     peer.sequence = message.sequence;
+    peer.is_in_call = message.value != 0;
     break;
   case ControlKind::report:
     peer.sequence = std::max(peer.sequence, message.sequence);
     if (rank_ == 0)
       judge_timeout({peer.rank, message.rank, static_cast<epx_operation>(message.operation), message.sequence});
     break;
+  case ControlKind::failure:
+    if (rank_ == 0) adopt(verdict_of(message));
+    break;
   case ControlKind::verdict:
-    if (peer.rank == 0)
-      adopt({message.rank, static_cast<Cause>(message.cause), static_cast<epx_operation>(message.operation),
-             message.sequence});
+    if (peer.rank == 0) adopt(verdict_of(message));
     break;
   case ControlKind::goodbye:
     peer.has_left = true;
@@ -246,31 +279,41 @@ void ControlConnection::lose(Peer& peer) {
 
 std::vector<RankState> ControlConnection::states(Clock::time_point now) const {
   std::vector<RankState> states(static_cast<size_t>(num_ranks_));
-  states[static_cast<size_t>(rank_)].sequence = sequence_.load(std::memory_order_relaxed);
+  const uint64_t progress = progress_.load(std::memory_order_relaxed);
+  states[static_cast<size_t>(rank_)].sequence = progress >> 1;
+  states[static_cast<size_t>(rank_)].is_in_call = (progress & 1) != 0;
   for (const Peer& peer : peers_)
     states[static_cast<size_t>(peer.rank)] = {peer.has_left, peer.died_at.has_value(),
                                               std::chrono::duration_cast<std::chrono::milliseconds>(now - peer.last_heard),
-                                              peer.sequence};
+                                              peer.sequence, peer.is_in_call};
   return states;
 }
 
 // Rank 0 decides for all; the others decide only that rank 0 itself is gone.
 void ControlConnection::judge(Clock::time_point now) {
   std::optional<TimeoutReport> report;
+  std::optional<Verdict> failure;
   {
     const std::scoped_lock lock(mutex_);
     if (verdict_) return;
     report = own_report_;
+    failure = own_failure_;
   }
-  if (report && rank_ == 0) {
-    judge_timeout(*report);
+  Peer* const decider = rank_ == 0 ? nullptr : &peers_.front();
+  if (failure && (decider == nullptr || !decider->socket)) {
+    adopt(*failure);
     return;
   }
-  if (report) {
-    Peer& decider = peers_.front();
-    const bool is_gone = decider.died_at.has_value() || (decider.socket && now - decider.last_heard > min_silence_);
+  if (failure && !std::exchange(has_sent_failure_, true)) {
+    ControlMessage message = message_of(*failure);
+    message.kind = ControlKind::failure;
+    send(*decider, message);
+  }
+  if (report && decider == nullptr) judge_timeout(*report);
+  if (report && decider != nullptr) {
+    const bool is_gone = decider->died_at.has_value() || (decider->socket && now - decider->last_heard > min_silence_);
     if (is_gone) {
-      adopt({0, decider.died_at ? Cause::died : Cause::silent, report->operation, report->sequence});
+      adopt({0, decider->died_at ? Cause::died : Cause::silent, report->operation, report->sequence});
       return;
     }
     ControlMessage message;
@@ -278,7 +321,10 @@ void ControlConnection::judge(Clock::time_point now) {
     message.rank = report->missing;
     message.operation = report->operation;
     message.sequence = report->sequence;
-    if (decider.socket && !std::exchange(has_sent_report_, true)) send(decider, message);
+    if (decider->socket && now >= next_report_) {
+      next_report_ = now + heartbeat_interval_;
+      send(*decider, message);
+    }
   }
   for (Peer& peer : peers_) {
     const bool died = peer.died_at && now - *peer.died_at >= kDeathGrace;
@@ -290,7 +336,7 @@ void ControlConnection::judge(Clock::time_point now) {
 }
 
 void ControlConnection::judge_timeout(const TimeoutReport& report) {
-  adopt(find_culprit(states(Clock::now()), report, min_silence_));
+  if (const auto verdict = find_culprit(states(Clock::now()), report, min_silence_)) adopt(*verdict);
 }
 
 // Keeps the first verdict, tells it to all if this is rank 0, and hands it to the group.
@@ -302,7 +348,10 @@ void ControlConnection::adopt(const Verdict& verdict) {
     verdict_ = verdict;
     on_verdict = on_verdict_;
   }
-  if (verdict.operation == EPX_OP_NONE)
+  if (verdict.cause == Cause::failed)
+    log::transport().info("the control connection: rank {} has ended the group: {}", verdict.culprit,
+                          name_of(verdict.status));
+  else if (verdict.operation == EPX_OP_NONE)
     log::transport().warn("the control connection: rank {} {}; the last call that it began is {}", verdict.culprit,
                           describe(verdict.cause), verdict.sequence);
   else

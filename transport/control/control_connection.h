@@ -4,6 +4,7 @@
 //
 //   heartbeat   every rank, several times in timeout_ms: the last call that it has begun
 //   report      a rank whose wait has run out
+//   failure     a rank that has ended the group for a reason of its own
 //   verdict     rank 0, once: who the culprit is. Every rank gets the same one
 //   goodbye     a rank that destroys its group; its connection then ends without being a death
 //
@@ -47,11 +48,28 @@ public:
   void deliver_to(const OnVerdict& on_verdict);
 
   // Any thread: the heartbeats tell from now on that this rank has begun the call.
-  void begin_call(uint64_t sequence) noexcept { sequence_.store(sequence, std::memory_order_relaxed); }
+  void begin_call(uint64_t sequence) noexcept { set_progress(sequence, false); }
+  // The same, where calls are made by a device: whether it is still within the call.
+  void set_progress(uint64_t sequence, bool is_in_call) noexcept {
+    progress_.store(sequence << 1 | (is_in_call ? 1 : 0), std::memory_order_relaxed);
+  }
 
   // A wait of this rank has run out on `missing`. Returns rank 0's verdict, which all ranks get; none when there is no rank
   // that could decide any more, or when it does not within a second and a half.
   std::optional<Verdict> report_timeout(int missing, epx_operation operation, uint64_t sequence);
+
+  // Any thread: reports that a wait has run out, and does not wait for the verdict. Where nobody knows for whom this rank waits,
+  // `missing` is -1; there may be no verdict as long as rank 0 does not know it either, so the report goes on until it is
+  // withdrawn.
+  void report_stuck(int missing, epx_operation operation, uint64_t sequence);
+  void withdraw_report();
+
+  // Any thread: this rank has found that the group has failed because of `culprit`, or ends it itself. That is the verdict, if
+  // it is the first to reach rank 0.
+  void report_failure(int culprit, epx_status status, epx_operation operation, uint64_t sequence);
+
+  // Waits for the verdict, no longer than a second and a half.
+  std::optional<Verdict> wait_for_verdict();
 
 private:
   using Clock = std::chrono::steady_clock;
@@ -68,6 +86,7 @@ private:
     std::optional<Clock::time_point> died_at;
     bool has_left = false;
     uint64_t sequence = 0;
+    bool is_in_call = false;
     std::array<std::byte, sizeof(ControlMessage)> incoming{};
     size_t num_incoming = 0;         // bytes of a message that has not come whole
     std::vector<std::byte> outgoing; // what the socket has not taken yet
@@ -93,15 +112,17 @@ private:
   std::chrono::milliseconds heartbeat_interval_;  // of all ranks
   std::chrono::milliseconds min_silence_; // from which on a rank counts as stopped when another one's wait has run out
   std::vector<Peer> peers_;               // the watchdog's alone once it runs
-  bool has_sent_report_ = false;          // likewise
+  Clock::time_point next_report_{};       // likewise
+  bool has_sent_failure_ = false;         // likewise
   FileDescriptor wake_;                   // eventfd
-  std::atomic<uint64_t> sequence_{0};
+  std::atomic<uint64_t> progress_{0};     // last call begun << 1 | is within it
   std::atomic<bool> stops_{false};
 
   std::mutex mutex_; // of what follows
   OnVerdict on_verdict_;
   std::condition_variable decided_;
   std::optional<TimeoutReport> own_report_;
+  std::optional<Verdict> own_failure_;
   std::optional<Verdict> verdict_;
 
   std::thread watchdog_; // last: it uses all the others

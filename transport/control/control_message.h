@@ -6,18 +6,18 @@
 
 namespace epx {
 
-enum class ControlKind : int32_t { heartbeat = 1, report = 2, verdict = 3, goodbye = 4 };
+enum class ControlKind : int32_t { heartbeat = 1, report = 2, verdict = 3, goodbye = 4, failure = 5 };
 
 struct ControlMessage {
   static constexpr uint32_t kMagic = 0x6c74'7863; // "cxtl"
 
   uint32_t magic = kMagic;
   ControlKind kind = ControlKind::heartbeat;
-  int32_t rank = 0;      // report: the missing rank; verdict: the culprit
-  int32_t operation = 0; // report, verdict
+  int32_t rank = 0;      // report: the missing rank, -1 if it is not known; failure, verdict: the culprit
+  int32_t operation = 0; // report, failure, verdict
   int32_t cause = 0;     // verdict
-  int32_t reserved = 0;
-  uint64_t sequence = 0; // heartbeat: the last call begun; report, verdict: the call
+  int32_t value = 0;     // heartbeat: 1 while in that call; failure, verdict: epx_status
+  uint64_t sequence = 0; // heartbeat: the last call begun; report, failure, verdict: the call
 };
 static_assert(sizeof(ControlMessage) == 32);
 
