@@ -19,6 +19,11 @@ bool StatusBoard::is_healthy() const {
   return !failure_;
 }
 
+std::optional<Failure> StatusBoard::failure() const {
+  const std::scoped_lock lock(mutex_);
+  return failure_;
+}
+
 void StatusBoard::fail(const Failure& failure) {
   const std::scoped_lock lock(mutex_);
   if (!failure_) {

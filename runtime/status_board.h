@@ -40,6 +40,7 @@ public:
   // Throws the sticky error, if there is one.
   void require_healthy() const;
   bool is_healthy() const;
+  std::optional<Failure> failure() const;
 
   // Makes `failure` the sticky error unless there is one already, and throws the one that is kept.
   [[noreturn]] void fail(const Failure& failure);

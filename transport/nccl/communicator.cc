@@ -36,4 +36,16 @@ void Communicator::wait(ncclResult_t result, const char* call) {
   check_nccl(result, call);
 }
 
+bool Communicator::leave(const std::function<bool()>& gives_up) {
+  ncclResult_t result = nccl().CommFinalize(comm_);
+  if (result == ncclSuccess) result = ncclInProgress;
+  while (result == ncclInProgress && !gives_up()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (nccl().CommGetAsyncError(comm_, &result) != ncclSuccess) return false;
+  }
+  if (result != ncclSuccess) return false;
+  nccl().CommDestroy(std::exchange(comm_, nullptr));
+  return true;
+}
+
 } // namespace epx

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 
 #include <nccl.h>
 
@@ -26,6 +27,10 @@ public:
 
   // Waits until NCCL has completed what `call` began. Throws TIMEOUT, SYSTEM.
   void wait(ncclResult_t result, const char* call);
+
+  // Frees the communicator once NCCL has sent what it still has for peers; get() is NULL then. That may take until the peers
+  // receive it. Returns false when it has not been done until `gives_up` returns true.
+  bool leave(const std::function<bool()>& gives_up);
 
 private:
   const NcclVersion& version_; // the loaded library's

@@ -37,6 +37,8 @@ NcclLibrary load() {
   if (library.GetVersion(&version) == ncclSuccess) require_supported_nccl(version);
   require(library.AllGather, "ncclAllGather");
   require(library.CommAbort, "ncclCommAbort");
+  require(library.CommDestroy, "ncclCommDestroy");
+  require(library.CommFinalize, "ncclCommFinalize");
   require(library.CommGetAsyncError, "ncclCommGetAsyncError");
   require(library.CommInitRankConfig, "ncclCommInitRankConfig");
   require(library.CommWindowDeregister, "ncclCommWindowDeregister");

@@ -12,6 +12,8 @@ namespace epx {
 struct NcclLibrary {
   decltype(&ncclAllGather) AllGather;
   decltype(&ncclCommAbort) CommAbort;
+  decltype(&ncclCommDestroy) CommDestroy;
+  decltype(&ncclCommFinalize) CommFinalize;
   decltype(&ncclCommGetAsyncError) CommGetAsyncError;
   decltype(&ncclCommInitRankConfig) CommInitRankConfig;
   decltype(&ncclCommWindowDeregister) CommWindowDeregister;

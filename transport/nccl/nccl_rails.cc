@@ -17,33 +17,44 @@
 namespace epx {
 namespace {
 
-constexpr std::chrono::seconds kTimeToFree{2}; // for NCCL to free a communicator that nothing uses any more
+// For NCCL to send what peers have not received yet, and to free the communicator, when the rails are destroyed. Where a graph has
+// captured the communicator, it is most likely the graph that is waited for.
+constexpr std::chrono::seconds kTimeToLeave{10}, kTimeToLeaveGraph{1};
 constexpr std::chrono::microseconds kPollInterval{20};
 constexpr size_t kConnectBytes = 16;
 
 } // namespace
 
 struct NcclRails::State {
-  enum Phase { kAlive, kEnds, kEnded }; // ends: a thread aborts the communicator
+  enum Phase { kAlive, kLeaves, kAborted, kEnded };
 
   std::mutex mutex; // of calls of NCCL with the communicator
   std::unique_ptr<Communicator> communicator;
   std::atomic<int> phase{kAlive};
+  std::atomic<bool> was_captured{false};
 
-  // The thread waits until the rails end. Nobody waits for ncclCommAbort without a limit.
-  void abort_when_ended() {
+  // The thread waits until the rails end, and frees the communicator. Nobody waits for that without a limit.
+  void free_when_ended(std::chrono::milliseconds timeout) {
     phase.wait(kAlive);
     std::unique_ptr<Communicator> ended;
     {
       const std::scoped_lock lock(mutex);
       ended = std::move(communicator);
     }
-    ended.reset();
+    SuspensionAwareDeadline deadline{timeout};
+    if (phase == kLeaves && ended->get() != nullptr) ended->leave([&] { return phase == kAborted || deadline.passed(); });
+    ended.reset(); // aborts it if it has not been left
     phase = kEnded;
   }
-  void end() noexcept {
+  void abort() noexcept {
+    int now = phase;
+    while ((now == kAlive || now == kLeaves) && !phase.compare_exchange_weak(now, kAborted)) {
+    }
+    phase.notify_all();
+  }
+  void leave() noexcept {
     int alive = kAlive;
-    if (phase.compare_exchange_strong(alive, kEnds)) phase.notify_all();
+    if (phase.compare_exchange_strong(alive, kLeaves)) phase.notify_all();
   }
 };
 
@@ -55,28 +66,29 @@ NcclRails::NcclRails(std::unique_ptr<Communicator> communicator, int rank, int n
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   // The thread exists from the beginning, since a process that fails may not be able to make one.
-  aborter_ = std::thread([state = state_, device] {
+  freer_ = std::thread([state = state_, device, timeout] {
     log_cuda(cudaSetDevice(device), "cudaSetDevice");
-    state->abort_when_ended();
+    state->free_when_ended(timeout);
   });
 }
 
 NcclRails::~NcclRails() {
-  state_->end();
-  SuspensionAwareDeadline deadline{kTimeToFree};
+  state_->leave();
+  const bool is_brief = state_->was_captured || state_->phase == State::kAborted;
+  SuspensionAwareDeadline deadline{is_brief ? kTimeToLeaveGraph : kTimeToLeave};
   while (state_->phase != State::kEnded && !deadline.passed())
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (state_->phase == State::kEnded) {
-    aborter_.join();
+    freer_.join();
     return;
   }
-  log::transport().info(
-      "NCCL frees the communicator between nodes later: a CUDA graph that has captured it may still exist");
-  aborter_.detach();
+  log::transport().info("NCCL frees the communicator between the nodes later: a rank has not received all rows, or a CUDA "
+                        "graph that has captured it still exists");
+  freer_.detach();
 }
 
 void NcclRails::abort() noexcept {
-  state_->end();
+  state_->abort();
 }
 
 bool NcclRails::has_ended() const noexcept {
@@ -90,8 +102,11 @@ void NcclRails::require_alive(const State& state) {
 
 // `begin` begins an operation of NCCL. The communicator does not block: NCCL goes on in a thread of its own, and this waits
 // until the operation is on its stream.
-void NcclRails::run(const char* call, const std::function<ncclResult_t(ncclComm_t)>& begin) {
+void NcclRails::run(const char* call, cudaStream_t stream, const std::function<ncclResult_t(ncclComm_t)>& begin) {
   State& state = *state_;
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+  if (capture != cudaStreamCaptureStatusNone) state.was_captured = true;
   SuspensionAwareDeadline deadline{timeout_};
   ncclResult_t result = ncclInProgress;
   {
@@ -117,7 +132,7 @@ void NcclRails::run(const char* call, const std::function<ncclResult_t(ncclComm_
 }
 
 void NcclRails::all_gather(const void* mine, void* all, int64_t bytes, epx_stream stream) {
-  run("ncclAllGather", [&](ncclComm_t communicator) {
+  run("ncclAllGather", static_cast<cudaStream_t>(stream), [&](ncclComm_t communicator) {
     return nccl().AllGather(mine, all, static_cast<size_t>(bytes), ncclChar, communicator,
                             static_cast<cudaStream_t>(stream));
   });
@@ -127,7 +142,7 @@ void NcclRails::exchange(std::span<const RailTransfer> transfers, epx_stream of_
   const auto stream = static_cast<cudaStream_t>(of_call);
   const auto has_bytes = [](const RailTransfer& transfer) { return transfer.send_bytes > 0 || transfer.recv_bytes > 0; };
   if (std::ranges::none_of(transfers, has_bytes)) return;
-  run("ncclGroupEnd", [&](ncclComm_t communicator) {
+  run("ncclGroupEnd", stream, [&](ncclComm_t communicator) {
     ncclResult_t result = nccl().GroupStart();
     if (result != ncclSuccess) return result;
     const auto keep_error = [&](ncclResult_t of_part) {

@@ -8,6 +8,7 @@
 #include <span>
 #include <thread>
 
+#include <cuda_runtime_api.h>
 #include <nccl.h>
 
 #include "transport/nccl/communicator.h"
@@ -21,8 +22,8 @@ public:
   // `timeout` until the host has enqueued a transfer, for which NCCL may have to connect ranks.
   NcclRails(std::unique_ptr<Communicator> communicator, int rank, int num_ranks, int ranks_per_node,
             std::chrono::milliseconds timeout);
-  // Leaves a communicator that cannot be freed yet to a thread of its own: ncclCommAbort does not return while a CUDA graph
-  // that has captured the communicator exists.
+  // Lets NCCL send what it still has for peers, unless abort() was called. A communicator that cannot be freed soon is left to a
+  // thread of its own: neither ncclCommFinalize nor ncclCommAbort ends while a CUDA graph that has captured it exists.
   ~NcclRails() override;
   NcclRails(const NcclRails&) = delete;
   NcclRails& operator=(const NcclRails&) = delete;
@@ -39,7 +40,7 @@ public:
 private:
   struct State; // shared with the thread, which may outlive this object
 
-  void run(const char* call, const std::function<ncclResult_t(ncclComm_t)>& begin);
+  void run(const char* call, cudaStream_t stream, const std::function<ncclResult_t(ncclComm_t)>& begin);
   static void require_alive(const State& state);
 
   int rank_;
@@ -47,7 +48,7 @@ private:
   int ranks_per_node_;
   std::chrono::milliseconds timeout_;
   std::shared_ptr<State> state_;
-  std::thread aborter_;
+  std::thread freer_;
 };
 
 } // namespace epx

@@ -8,7 +8,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -19,6 +18,7 @@
 #include "base/stream_order.h"
 #include "base/suspension_aware_deadline.h"
 #include "runtime/allocations.h"
+#include "runtime/stages/cuda/device_idle.h"
 #include "runtime/stages/cuda/device_reports.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
@@ -29,8 +29,6 @@
 
 namespace epx::cuda {
 namespace {
-
-constexpr std::chrono::seconds kTimeToAbort{2}; // time for waiting kernels to see that their group has ended
 
 class CudaBackend final : public NodeBackend, private Stages {
 public:
@@ -128,6 +126,12 @@ public:
     launch(operation, stream, launch_kernel);
   }
   const DeviceGroup& device_group() const override { return group_; }
+  void set_names(const NodeNames& names) override { reader_.set_names(names); }
+  std::optional<Failure> failure() override {
+    is_healthy();
+    return status_.failure();
+  }
+  void end_kernels() noexcept override { board_->end_own_kernels(); }
 
 private:
   void prepare(const PrepareCall& call) override {
@@ -244,25 +248,6 @@ private:
     } catch (const StatusError&) {
       return false;
     }
-  }
-
-  static bool comes_before(SuspensionAwareDeadline& deadline, const std::future<cudaError_t>& idle) {
-    do
-      if (idle.wait_for(std::chrono::milliseconds(5)) == std::future_status::ready) return true;
-    while (!deadline.passed());
-    return false;
-  }
-
-  // The streams on which graphs of the group are replayed are not known here, so this waits for the whole device, in a thread
-  // that nobody has to join.
-  static std::future<cudaError_t> synchronize_in_background(int device) {
-    std::packaged_task<cudaError_t()> synchronize([device] {
-      const CudaDeviceScope scope(device);
-      return cudaDeviceSynchronize();
-    });
-    std::future<cudaError_t> idle = synchronize.get_future();
-    std::thread(std::move(synchronize)).detach();
-    return idle;
   }
 
   // The device may still use this memory, and its release would wait for the device: so it is kept until the process ends.

@@ -4,12 +4,15 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include <cuda_runtime_api.h>
 
 #include "runtime/backend.h"
 #include "runtime/group_context.h"
+#include "runtime/stages/cuda/device_reports.h"
 #include "runtime/stages/cuda/protocol/device_group.h"
+#include "runtime/status_board.h"
 #include "transport/exchange.h"
 #include "transport/transport.h"
 
@@ -27,6 +30,13 @@ public:
 
   // The node as kernels that are no calls see it.
   virtual const DeviceGroup& device_group() const = 0;
+
+  // Reports from now on have these names; it is called before the first call.
+  virtual void set_names(const NodeNames& names) = 0;
+
+  // Any thread may call these.
+  virtual std::optional<Failure> failure() = 0; // which a kernel or a host of the node has reported, if there is one
+  virtual void end_kernels() noexcept = 0;      // ends the kernels of this rank that wait, and with them those of the node
 };
 
 // This is collective over `exchange`: all ranks succeed or all throw. The context must outlive the backend. Kernels must be

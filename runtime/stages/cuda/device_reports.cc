@@ -37,47 +37,57 @@ void RecordReader::read_events() {
 }
 
 Event RecordReader::format(const EventRecord& event) const {
-  const CallName call{event.operation, event.sequence};
+  const CallName call{event.operation, name_of_call(event.sequence)};
   const auto& v = event.values;
   switch (event.kind) {
   case EPX_EVENT_BAD_INDEX:
     return bad_index_event(call, v[0], v[1], v[2], v[3], context_.shape.num_experts);
   case EPX_EVENT_OVERFLOW:
-    return overflow_event(call, {v[0], v[1], v[2]}, context_.rank, context_.shape.max_recv_tokens);
+    return overflow_event(call, {v[0], v[1], v[2]}, name_of_rank(context_.rank), context_.shape.max_recv_tokens);
   case EPX_EVENT_TOO_FEW_ROWS:
     return too_few_rows_event(call, v[0], v[1], v[2]);
   default:
     break;
   }
-  if (v[3] >= 0)
-    return plan_mismatch_event(call, event.header.plan_id, static_cast<uint64_t>(v[4]), static_cast<int>(v[3]));
+  if (v[3] >= 0) { // v[0]: the rank is not of this node
+    const int rank = v[0] != 0 ? static_cast<int>(v[3]) : name_of_rank(static_cast<int>(v[3]));
+    return plan_mismatch_event(call, event.header.plan_id, static_cast<uint64_t>(v[4]), rank);
+  }
   const HandleUse use{static_cast<int32_t>(v[0]), static_cast<int32_t>(v[1]), v[2], v[4]};
   const std::string why = why_unusable(event.header, use, context_);
   return unusable_handle_event(call, why.empty() ? why_body_unusable() : why);
 }
 
 Failure RecordReader::format(const FailureRecord& failure) const {
-  const CallName call{failure.operation, failure.sequence};
+  const CallName call{failure.operation, name_of_call(failure.sequence)};
   if (failure.status == EPX_ERROR_MISMATCH) {
-    const auto disagreement = find_disagreement(call, {failure.descriptors, static_cast<size_t>(context_.shape.num_ranks)});
+    const auto disagreement =
+        find_disagreement(call, {failure.descriptors, static_cast<size_t>(context_.shape.num_ranks)}, names_.first_rank);
     if (disagreement) return *disagreement;
   }
   if (failure.abort_record != 0) {
     if (!is_sound_abort_record(failure.abort_record))
-      return damage_failure(call, context_.rank, abort_record_damage(failure.abort_record));
+      return damage_failure(call, name_of_rank(context_.rank), abort_record_damage(failure.abort_record));
     return format_abort_record(failure, call);
   }
-  TimeOut timeout{failure.phase, {}, failure.culprit, failure.culprit_arrived_at};
+  TimeOut timeout{failure.phase, {}, name_of_rank(failure.culprit), name_of_call(failure.culprit_arrived_at)};
   for (int rank = 0; rank < context_.shape.num_ranks; ++rank)
-    if (failure.missing.contains(rank)) timeout.missing.push_back(rank);
-  timeout.kernel = kernel_of(failure.culprit, call.sequence);
+    if (failure.missing.contains(rank)) timeout.missing.push_back(name_of_rank(rank));
+  timeout.kernel = kernel_of(failure.culprit, failure.sequence);
   return timeout_failure(call, timeout, context_.timeout_ms);
 }
 
 Failure RecordReader::format_abort(uint64_t word) const {
   const AbortRecord abort_record = unpack_abort_record(word);
-  if (!is_sound_abort_record(word)) return damage_failure({EPX_OP_NONE, 0}, context_.rank, abort_record_damage(word));
-  return abort_failure({abort_record.operation, 0}, abort_record, context_.rank, 0);
+  if (!is_sound_abort_record(word))
+    return damage_failure({EPX_OP_NONE, 0}, name_of_rank(context_.rank), abort_record_damage(word));
+  return abort_failure({abort_record.operation, 0}, named(abort_record), name_of_rank(context_.rank), 0);
+}
+
+AbortRecord RecordReader::named(AbortRecord abort_record) const {
+  abort_record.culprit = name_of_rank(abort_record.culprit);
+  abort_record.sequence = name_of_call(abort_record.sequence);
+  return abort_record;
 }
 
 bool RecordReader::is_sound_abort_record(uint64_t word) const {
@@ -86,13 +96,14 @@ bool RecordReader::is_sound_abort_record(uint64_t word) const {
 
 Failure RecordReader::format_abort_record(const FailureRecord& record, CallName call) const {
   const AbortRecord abort_record = unpack_abort_record(record.abort_record);
-  Failure failure = abort_failure(call, abort_record, context_.rank, record.culprit_arrived_at);
+  Failure failure =
+      abort_failure(call, named(abort_record), name_of_rank(context_.rank), name_of_call(record.culprit_arrived_at));
   const bool had_arrived = abort_record.phase != EPX_PHASE_ARRIVE && abort_record.culprit != context_.rank &&
                            record.culprit_arrived_at >= abort_record.sequence;
   // The peer that gave up has looked at the launch counts; what the culprit had launched by then is no longer known here.
   if (abort_record.status == EPX_ERROR_TIMEOUT && !had_arrived &&
       kernel_of(abort_record.culprit, abort_record.sequence) != CulpritKernel::none)
-    failure.message += kernel_words(CulpritKernel::unknown, abort_record.culprit, abort_record.operation);
+    failure.message += kernel_words(CulpritKernel::unknown, name_of_rank(abort_record.culprit), abort_record.operation);
   return failure;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <mutex>
 
 #include "runtime/group_context.h"
@@ -13,11 +14,19 @@
 
 namespace epx::cuda {
 
+// What the ranks and the calls of a node are in reports. In a group of one node they are the group's.
+struct NodeNames {
+  int first_rank = 0;                           // of the node, in the group
+  std::function<uint64_t(uint64_t)> group_call; // from the sequence number of a node's call; none: the same
+};
+
 // Formats the events and the failure, each once.
 class RecordReader {
 public:
   RecordReader(const GroupContext& context, StatusRecord& record, const RankBoard& board, StatusBoard& status)
       : context_(context), record_(record), board_(board), status_(status) {}
+
+  void set_names(const NodeNames& names) { names_ = names; }
 
   // Hands new events, and the failure if a kernel or a host has reported one, to the status board. Throws the failure.
   void read();
@@ -28,13 +37,17 @@ private:
   Failure format(const FailureRecord& failure) const;
   Failure format_abort(uint64_t word) const;
   Failure format_abort_record(const FailureRecord& record, CallName call) const;
+  AbortRecord named(AbortRecord abort_record) const;
   bool is_sound_abort_record(uint64_t word) const;
   CulpritKernel kernel_of(int rank, uint64_t sequence) const;
+  int name_of_rank(int rank) const { return names_.first_rank + rank; }
+  uint64_t name_of_call(uint64_t sequence) const { return names_.group_call ? names_.group_call(sequence) : sequence; }
 
   const GroupContext& context_;
   StatusRecord& record_;
   const RankBoard& board_;
   StatusBoard& status_;
+  NodeNames names_;
   std::mutex mutex_;
   EventCounts counted_{}; // already handed to the status board
   uint64_t next_event_ = 0;

@@ -2,20 +2,20 @@
 #include "runtime/stages/cuda/nodes/nodes_backend.h"
 
 #include <algorithm>
-#include <chrono>
+#include <mutex>
 #include <span>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/cuda.h"
 #include "base/error.h"
+#include "base/log.h"
 #include "base/names.h"
 #include "base/stream_order.h"
-#include "base/suspension_aware_deadline.h"
 #include "runtime/stages/cuda/cuda_backend.h"
 #include "runtime/stages/cuda/nodes/nodes_kernels.h"
 #include "runtime/stages/cuda/nodes/nodes_records.h"
+#include "runtime/stages/cuda/nodes/nodes_watch.h"
 #include "runtime/stages/cuda/nodes/rail_buffers.h"
 #include "transport/node_exchange.h"
 
@@ -26,6 +26,7 @@ GroupContext make_node_context(const GroupContext& group, const NodesShape& shap
   GroupContext node = group;
   node.shape = shape.node;
   node.rank = shape.index_in_node();
+  node.timeout_ms = node_timeout_ms(group.timeout_ms);
   node.checks_handle_mem = false; // which is not the node's
   return node;
 }
@@ -78,7 +79,7 @@ public:
   NodesBackend(const NodesShape& shape, const GroupContext& context, std::unique_ptr<GroupContext> node_context,
                std::unique_ptr<NodeBackend> node, std::unique_ptr<Rails> rails, std::unique_ptr<ControlConnection> control)
       : shape_(shape), context_(context), buffers_(shape), node_context_(std::move(node_context)), rails_(std::move(rails)),
-        node_(std::move(node)), control_(std::move(control)),
+        node_(std::move(node)),
         chunk_events_(static_cast<size_t>(shape.num_chunks())), nodes_{shape,
                                                                        context.group_id,
                                                                        buffers_.state.get(),
@@ -88,6 +89,19 @@ public:
                                                                        buffers_.received_records.get(),
                                                                        node_->device_group().state} {
     check_cuda(cudaGetDevice(&device_), "cudaGetDevice");
+    watch_ = std::make_unique<NodesWatch>(context_, shape_, *node_, *rails_, std::move(control), *buffers_.progress);
+  }
+  ~NodesBackend() override {
+    const bool is_idle = watch_->finish(device_);
+    watch_.reset();
+    if (is_idle) return;
+    log::group().warn("group {:016x} is destroyed while its GPU is busy with other work: its memory there is not freed",
+                      context_.group_id);
+    node_->abort(); // the node's backend then waits no longer
+    static auto& kept = *new std::vector<std::unique_ptr<RailBuffers>>;
+    static std::mutex mutex;
+    const std::scoped_lock lock(mutex);
+    kept.push_back(std::make_unique<RailBuffers>(std::move(buffers_)));
   }
 
   int num_comm_sms() const override { return node_->num_comm_sms(); }
@@ -108,11 +122,8 @@ public:
     count_calls(1);
   }
 
-  void abort() override {
-    rails_->abort();
-    node_->abort();
-  }
-  epx_group_report report() override { return node_->report(); }
+  void abort() override { watch_->abort(); }
+  epx_group_report report() override { return watch_->report(); }
 
 private:
   // The arguments of a leg, except for its tensors of tokens.
@@ -175,7 +186,7 @@ private:
   // the part of the call that this rank lacks.
   template <typename Body>
   void make_call(epx_operation operation, epx_stream of_call, const Body& body) {
-    node_->require_healthy();
+    watch_->require_healthy();
     const auto stream = static_cast<cudaStream_t>(of_call);
     const CudaDeviceScope scope(device_);
     const Capture capture = capture_of(stream);
@@ -187,9 +198,8 @@ private:
       check_cuda(launch_begin_call(nodes_, operation, stream), name_of(operation));
       body(stream, capture == Capture::active);
       check_cuda(launch_end_call(nodes_, stream), name_of(operation));
-    } catch (const StatusError&) {
-      abort();
-      throw;
+    } catch (const StatusError& error) {
+      watch_->end_call(operation, error);
     }
     if (capture == Capture::none) order_.launched(stream);
   }
@@ -257,26 +267,8 @@ private:
     };
     copy(sent, nodes_.sent_records);
     copy(received, nodes_.received_records);
-    wait_for(stream, call.operation);
+    watch_->wait_for(stream, call.operation); // the one wait of the host in a call
     return {shape_, call.top_k, sent, received};
-  }
-
-  // The one wait of the host in a call: it ends when the group fails.
-  void wait_for(cudaStream_t stream, epx_operation operation) {
-    SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
-    for (;;) {
-      const cudaError_t error = cudaStreamQuery(stream);
-      if (error != cudaErrorNotReady) {
-        check_cuda(error, name_of(operation));
-        node_->require_healthy();
-        return;
-      }
-      node_->require_healthy();
-      if (deadline.passed())
-        fail(EPX_ERROR_TIMEOUT, "{}: the rail peers' records have not come within {} ms", name_of(operation),
-             context_.timeout_ms);
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
-    }
   }
 
   // Rows go from tokens to slots. Rows to the other nodes are on the wire while legs before them store what has come.
@@ -476,13 +468,13 @@ private:
   std::unique_ptr<GroupContext> node_context_;
   std::unique_ptr<Rails> rails_;
   std::unique_ptr<NodeBackend> node_;
-  std::unique_ptr<ControlConnection> control_;
   std::vector<CudaEvent> chunk_events_;
   CudaEvent fork_, join_;
   CudaStream rail_stream_;
   StreamOrder order_;
   NodesDevice nodes_;
   int device_ = 0;
+  std::unique_ptr<NodesWatch> watch_; // last: its thread uses the others
 };
 
 } // namespace

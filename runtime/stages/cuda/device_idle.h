@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// Waits until a GPU has no work, with a limit.
+#pragma once
+
+#include <chrono>
+#include <future>
+#include <thread>
+#include <utility>
+
+#include <cuda_runtime_api.h>
+
+#include "base/cuda.h"
+#include "base/suspension_aware_deadline.h"
+
+namespace epx::cuda {
+
+inline constexpr std::chrono::seconds kTimeToAbort{2}; // time for waiting kernels to see that their group has ended
+
+// The streams on which graphs of a group are replayed are not known to it, so this waits for the whole device, in a thread
+// that nobody has to join.
+inline std::future<cudaError_t> synchronize_in_background(int device) {
+  std::packaged_task<cudaError_t()> synchronize([device] {
+    const CudaDeviceScope scope(device);
+    return cudaDeviceSynchronize();
+  });
+  std::future<cudaError_t> idle = synchronize.get_future();
+  std::thread(std::move(synchronize)).detach();
+  return idle;
+}
+
+inline bool comes_before(SuspensionAwareDeadline& deadline, const std::future<cudaError_t>& idle) {
+  do
+    if (idle.wait_for(std::chrono::milliseconds(5)) == std::future_status::ready) return true;
+  while (!deadline.passed());
+  return false;
+}
+
+} // namespace epx::cuda

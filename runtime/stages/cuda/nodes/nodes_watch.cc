@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/stages/cuda/nodes/nodes_watch.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "base/cuda_error.h"
+#include "base/log.h"
+#include "base/names.h"
+#include "base/suspension_aware_deadline.h"
+#include "runtime/stages/cuda/device_idle.h"
+#include "runtime/stages/reports.h"
+
+namespace epx::cuda {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr auto kPollInterval = 5ms;            // of the thread
+constexpr std::chrono::microseconds kSpin{20}; // of a call's wait on the host
+// How much later than the kernels of a node the watch gives up when nobody knows who is to blame.
+constexpr auto kAfterKernels = 2'000ms;
+constexpr auto kTimeToDecide = 2'000ms; // for rank 0
+
+uint64_t load(const uint64_t& word) {
+  return std::atomic_ref(const_cast<uint64_t&>(word)).load(std::memory_order_acquire); // a kernel stores it
+}
+
+// These are found by all ranks of a node alike, each with a sentence of its own; other nodes only learn of it.
+bool is_found_by_node(epx_status status) {
+  return status != EPX_ERROR_TIMEOUT && status != EPX_ERROR_ABORTED && status != EPX_ERROR_SYSTEM;
+}
+
+} // namespace
+
+NodesWatch::NodesWatch(const GroupContext& context, const NodesShape& shape, NodeBackend& node, Rails& rails,
+                       std::unique_ptr<ControlConnection> control, const NodesProgress& progress)
+    : context_(context), rail_peer_((context.rank + shape.ranks_per_node()) % context.shape.num_ranks), node_(node),
+      rails_(rails), progress_(progress), control_(std::move(control)) {
+  node_.set_names({shape.first_rank(), [this](uint64_t leg) { return call_of_leg(leg); }});
+  control_->deliver_to([this](const Verdict& verdict) { end(verdict); });
+  thread_ = std::thread([this] { watch(); });
+}
+
+NodesWatch::~NodesWatch() {
+  {
+    const std::scoped_lock lock(mutex_);
+    stops_ = true;
+  }
+  stop_.notify_all();
+  thread_.join();
+  control_.reset(); // no verdict comes any more
+  node_.set_names({});
+}
+
+void NodesWatch::watch() {
+  const std::chrono::milliseconds timeout(context_.timeout_ms);
+  const std::chrono::milliseconds last_timeout =
+      std::chrono::milliseconds(node_timeout_ms(context_.timeout_ms)) + kAfterKernels;
+  std::pair<uint64_t, uint64_t> last{0, 0}; // begun, ended
+  SuspensionAwareDeadline deadline{timeout};
+  SuspensionAwareDeadline last_deadline{last_timeout};
+  SuspensionAwareDeadline decision{kTimeToDecide};
+  bool is_stuck = false, has_given_up = false, has_told = false;
+  std::unique_lock lock(mutex_);
+  while (!stop_.wait_for(lock, kPollInterval, [this] { return stops_; })) {
+    const uint64_t ended = load(progress_.ended); // first, so that a call that ends now is not taken for one in progress
+    const uint64_t begun = load(progress_.begun);
+    const bool is_in_call = begun > ended;
+    control_->set_progress(begun, is_in_call);
+    if (!has_told)
+      if (const auto failure = node_.failure()) {
+        tell(*failure);
+        has_told = true;
+      }
+    if (!is_in_call || std::pair(begun, ended) != last) {
+      last = {begun, ended};
+      deadline = SuspensionAwareDeadline{timeout};
+      last_deadline = SuspensionAwareDeadline{last_timeout};
+      if (is_stuck) control_->withdraw_report();
+      is_stuck = has_given_up = false;
+      continue;
+    }
+    const bool gives_up = last_deadline.passed();
+    if (deadline.passed() && !std::exchange(is_stuck, true)) {
+      log::group().warn("group {:016x}: {} (call {}) has not ended within {} ms on this rank", context_.group_id,
+                        name_of(call_in_progress().operation), begun, context_.timeout_ms);
+      control_->report_stuck(-1, call_in_progress().operation, begun);
+    }
+    if (gives_up && !std::exchange(has_given_up, true)) {
+      control_->report_stuck(rail_peer_, call_in_progress().operation, begun);
+      decision = SuspensionAwareDeadline{kTimeToDecide};
+    }
+    if (has_given_up && decision.passed() && status_.is_healthy()) // rank 0 has left
+      end({rail_peer_, Cause::late, call_in_progress().operation, begun});
+  }
+}
+
+CallName NodesWatch::call_in_progress() const {
+  const uint64_t ended = load(progress_.ended);
+  const uint64_t begun = load(progress_.begun);
+  if (begun <= ended) return {EPX_OP_NONE, 0};
+  return {static_cast<epx_operation>(std::atomic_ref(const_cast<int32_t&>(progress_.operation)).load()), begun};
+}
+
+// Returns the last call whose first leg has a sequence number up to `leg`. The device may be storing that of the next call,
+// which takes the place of the oldest one.
+uint64_t NodesWatch::call_of_leg(uint64_t leg) const {
+  if (leg == 0) return 0;
+  const uint64_t begun = load(progress_.begun);
+  const uint64_t oldest = begun > NodesProgress::kCalls - 2 ? begun - (NodesProgress::kCalls - 2) : 1;
+  uint64_t call = begun;
+  while (call > oldest && load(progress_.first_leg[call % NodesProgress::kCalls]) > leg)
+    --call;
+  return call;
+}
+
+void NodesWatch::tell(const Failure& failure) {
+  control_->report_failure(failure.culprit >= 0 ? failure.culprit : context_.rank, failure.status, failure.operation,
+                           failure.sequence);
+}
+
+void NodesWatch::end_work() noexcept {
+  node_.end_kernels(); // before the rails: what comes behind them on the streams must not use rows that have not come
+  rails_.abort();
+}
+
+void NodesWatch::end(const Verdict& verdict) {
+  try {
+    status_.fail(failure_of(verdict));
+  } catch (const StatusError&) { // the status board keeps it
+  }
+  end_work();
+}
+
+Failure NodesWatch::failure_of(const Verdict& verdict) {
+  const CallName call = call_in_progress();
+  if (verdict.cause == Cause::failed && is_found_by_node(verdict.status)) {
+    if (const auto own = node_.failure(); own && own->status == verdict.status) return *own;
+    Failure failure;
+    failure.status = verdict.status;
+    failure.operation = verdict.operation;
+    failure.sequence = verdict.sequence;
+    failure.culprit = verdict.culprit;
+    failure.message = fmt::format("{} (call {}): the node of rank {} has ended the group with {}, as a report there says",
+                                  name_of(verdict.operation), verdict.sequence, verdict.culprit, name_of(verdict.status));
+    return failure;
+  }
+  return abort_failure(call, {verdict.status, verdict.operation, verdict.culprit, verdict.sequence}, context_.rank, 0);
+}
+
+void NodesWatch::require_healthy() {
+  status_.require_healthy();
+  if (const auto failure = node_.failure()) fail_with_node(*failure);
+}
+
+// The node's kernels may have ended because of a verdict that has not come here yet.
+void NodesWatch::fail_with_node(const Failure& failure) {
+  tell(failure);
+  const std::optional<Verdict> verdict = control_->wait_for_verdict();
+  status_.fail(verdict ? failure_of(*verdict) : failure);
+}
+
+void NodesWatch::wait_for(cudaStream_t stream, epx_operation operation) {
+  for (;;) {
+    const cudaError_t error = cudaStreamQuery(stream);
+    require_healthy(); // even where the stream is done: transfers that were aborted bring nothing
+    if (error != cudaErrorNotReady) {
+      check_cuda(error, name_of(operation));
+      return;
+    }
+    std::this_thread::sleep_for(kSpin);
+  }
+}
+
+void NodesWatch::end_call(epx_operation operation, const StatusError& error) {
+  require_healthy();
+  Failure failure;
+  failure.status = error.status();
+  failure.operation = operation;
+  failure.culprit = context_.rank;
+  failure.message = error.message();
+  tell(failure);
+  end_work();
+  status_.fail(failure);
+}
+
+void NodesWatch::abort() {
+  const AbortRecord record{EPX_ERROR_ABORTED, EPX_OP_NONE, context_.rank, 0};
+  try {
+    status_.fail(abort_failure({EPX_OP_NONE, 0}, record, context_.rank, 0));
+  } catch (const StatusError&) { // the status board keeps it
+  }
+  control_->report_failure(context_.rank, EPX_ERROR_ABORTED, EPX_OP_NONE, 0);
+  end_work();
+}
+
+// The events are the node's, which makes all calls; the failure is the group's.
+epx_group_report NodesWatch::report() {
+  epx_group_report report = node_.report();
+  const epx_group_report of_group = status_.report();
+  const bool node_has_failed = report.status != EPX_SUCCESS;
+  report.status = of_group.status;
+  report.operation = of_group.operation;
+  report.phase = of_group.phase;
+  report.culprit = of_group.culprit;
+  report.sequence = of_group.sequence;
+  report.expected = of_group.expected;
+  report.seen = of_group.seen;
+  report.num_missing = of_group.num_missing;
+  std::copy(std::begin(of_group.missing), std::end(of_group.missing), std::begin(report.missing));
+  if (of_group.status != EPX_SUCCESS || node_has_failed) // the node's message is about its failure
+    std::copy(std::begin(of_group.message), std::end(of_group.message), std::begin(report.message));
+  return report;
+}
+
+bool NodesWatch::finish(int device) {
+  const std::future<cudaError_t> idle = synchronize_in_background(device);
+  SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
+  while (status_.is_healthy() && !deadline.passed())
+    if (idle.wait_for(5ms) == std::future_status::ready) return true;
+  if (status_.is_healthy())
+    log::group().warn("group {:016x} is destroyed, but its GPU is not idle after {} ms: calls of the group that wait for "
+                      "peers, if there are any, are aborted",
+                      context_.group_id, context_.timeout_ms);
+  end_work();
+  SuspensionAwareDeadline last_deadline{kTimeToAbort};
+  return comes_before(last_deadline, idle);
+}
+
+} // namespace epx::cuda

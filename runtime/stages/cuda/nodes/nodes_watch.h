@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// The NodesWatch ends a group of several nodes when one of its ranks fails, so that every rank of every node names the same
+// one. Transfers between nodes are NCCL's, which wait without a limit and do not tell for whom.
+//
+// A thread tells the control connection how far this rank's device has come, replays included. When the device has been within
+// one call for timeout_ms, that reports it; rank 0 decides who has died, stopped, or not come. A failure within the node, which
+// its kernels find, becomes the group's in the same way. On the verdict each rank ends its own kernels and its rails.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include <cuda_runtime_api.h>
+
+#include "base/error.h"
+#include "epx/epx.h"
+#include "runtime/group_context.h"
+#include "runtime/layout/nodes_shape.h"
+#include "runtime/stages/cuda/cuda_backend.h"
+#include "runtime/stages/cuda/nodes/nodes_kernels.h"
+#include "runtime/status_board.h"
+#include "transport/control/control_connection.h"
+#include "transport/rails.h"
+
+namespace epx::cuda {
+
+// The timeout_ms of the node's own context. Its kernels know only their node: the rank that a kernel waits for may itself wait
+// for a rail peer, so the control connection has to decide first. It decides within timeout_ms and two seconds.
+constexpr int64_t node_timeout_ms(int64_t timeout_ms) {
+  return 3 * timeout_ms + 10'000;
+}
+
+class NodesWatch {
+public:
+  // All arguments but `control` must outlive the watch. `progress` is in host memory. The thread runs from here on.
+  NodesWatch(const GroupContext& context, const NodesShape& shape, NodeBackend& node, Rails& rails,
+             std::unique_ptr<ControlConnection> control, const NodesProgress& progress);
+  ~NodesWatch(); // leaves the group; see finish()
+  NodesWatch(const NodesWatch&) = delete;
+  NodesWatch& operator=(const NodesWatch&) = delete;
+
+  // Throws the group's failure, if there is one. It is the same on all ranks; where this rank's node has failed, the verdict is
+  // waited for, but not longer than two seconds.
+  void require_healthy();
+
+  // Waits until the stream has done all its work. Throws the group's failure, and SYSTEM.
+  void wait_for(cudaStream_t stream, epx_operation operation);
+
+  // A call could not be launched whole, so that peers may wait for the rest of it: ends the group. Throws the group's failure,
+  // which is `error` if there was none.
+  [[noreturn]] void end_call(epx_operation operation, const StatusError& error);
+
+  // Any thread may call these.
+  void abort(); // epx_group_abort
+  epx_group_report report();
+
+  // Before the group is destroyed: waits until the GPU is idle, for as long as the group is healthy, but not longer than
+  // timeout_ms; then ends what waits for peers. Returns false when the GPU is not idle even then: what its kernels may use must
+  // not be freed.
+  bool finish(int device);
+
+private:
+  void watch();
+  void end(const Verdict& verdict); // the control connection's thread
+  void end_work() noexcept;
+  Failure failure_of(const Verdict& verdict);
+  [[noreturn]] void fail_with_node(const Failure& failure);
+  void tell(const Failure& failure);
+  uint64_t call_of_leg(uint64_t leg) const;
+  CallName call_in_progress() const;
+
+  const GroupContext& context_;
+  const int rail_peer_; // the next one
+  NodeBackend& node_;
+  Rails& rails_;
+  const NodesProgress& progress_;
+  StatusBoard status_;
+  std::mutex mutex_;
+  std::condition_variable stop_;
+  bool stops_ = false;
+  std::unique_ptr<ControlConnection> control_;
+  std::thread thread_;
+};
+
+} // namespace epx::cuda
