@@ -13,8 +13,9 @@ namespace epx {
 // All ranks of all nodes make the same exchanges, each with those of its own node. A failure on any node fails all ranks.
 class NodeExchange final : public Exchange {
 public:
-  // `all` must outlive the exchange. The node's ranks are first_rank .. first_rank + num_ranks - 1 of those of `all`.
-  NodeExchange(Exchange& all, int first_rank, int num_ranks) : all_(all), first_rank_(first_rank), num_ranks_(num_ranks) {}
+  // `all` must outlive the exchange. `rank` is this rank's in `all`.
+  NodeExchange(Exchange& all, int rank, int ranks_per_node)
+      : all_(all), first_rank_(rank / ranks_per_node * ranks_per_node), num_ranks_(ranks_per_node) {}
 
 protected:
   std::vector<ExchangeRecord> gather(ExchangeRecord mine) override {
