@@ -250,7 +250,8 @@ private:
         on_all([&](Rank& rank) {
           ++rank.group.launch;
           const int leg = rank.shape.leg((rank.shape.own_node + m) % shape().num_nodes(), chunk);
-          return launch_deliver_leg(rank.group, rank.device, rank.buffers, rank.call, leg, kNumSms, rank.stream.get());
+          return launch_deliver_leg(rank.group, rank.device, rank.buffers, rank.call, EPX_OP_PREPARE, leg, kNumSms,
+                                    rank.stream.get());
         });
   }
 

@@ -26,7 +26,7 @@ struct DeliverLegContext {
   uint32_t num_tokens; // that this rank stands for
 
   __device__ explicit DeliverLegContext(const DeliverLegParams& leg_params)
-      : params(leg_params), call(leg_params.group, EPX_OP_PREPARE),
+      : params(leg_params), call(leg_params.group, static_cast<epx_operation>(leg_params.descriptor.operation)),
         plan(leg_params.prepare.call.handle_mem, leg_params.plan_layout),
         num_tokens(static_cast<uint32_t>(leg_params.prepare.nodes.shape.tokens_in_chunk(
             leg_params.prepare.plan().relay_counts[leg_params.node], leg_params.chunk))) {}

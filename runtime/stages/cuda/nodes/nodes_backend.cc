@@ -151,7 +151,7 @@ private:
   };
 
   void prepare(const PrepareCall& call) override {
-    make_call(EPX_OP_PREPARE, call.stream, [&](cudaStream_t stream, bool) { make_plan(call, stream); });
+    make_call(EPX_OP_PREPARE, call.stream, [&](cudaStream_t stream, bool) { make_plan(call, EPX_OP_PREPARE, stream); });
   }
   void dispatch(const DispatchCall& call) override {
     make_call(call.operation, call.stream,
@@ -159,7 +159,7 @@ private:
   }
   void prepare_dispatch(const PrepareDispatchCall& call) override {
     make_call(EPX_OP_PREPARE_DISPATCH, call.prepare.stream, [&](cudaStream_t stream, bool is_captured) {
-      make_plan(call.prepare, stream);
+      make_plan(call.prepare, EPX_OP_PREPARE_DISPATCH, stream);
       scatter(call.dispatch, stream, is_captured);
     });
   }
@@ -216,7 +216,7 @@ private:
 
   // ---- prepare ----
 
-  void make_plan(const PrepareCall& call, cudaStream_t stream) {
+  void make_plan(const PrepareCall& call, epx_operation operation, cudaStream_t stream) {
     const NodesPrepareBuffers buffers = buffers_.prepare();
     check_cuda(launch_count_routes(nodes_, buffers, call, stream), "prepare");
     fork_rail_stream(stream);
@@ -229,8 +229,8 @@ private:
     exchange_words(buffers.sent_tables, buffers.received_tables, words, stream);
     check_cuda(launch_list_relayed(nodes_, buffers, call, stream), "prepare");
     const auto deliver = [&](int node, int chunk) {
-      node_->make_call(EPX_OP_PREPARE, stream, [&](const DeviceGroup& group, cudaStream_t on) {
-        return launch_deliver_leg(group, nodes_, buffers, call, shape_.leg(node, chunk), num_comm_sms(), on);
+      node_->make_call(operation, stream, [&](const DeviceGroup& group, cudaStream_t on) {
+        return launch_deliver_leg(group, nodes_, buffers, call, operation, shape_.leg(node, chunk), num_comm_sms(), on);
       });
     };
     for_each_chunk([&](int chunk) { deliver(shape_.own_node, chunk); });

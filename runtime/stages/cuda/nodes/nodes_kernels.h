@@ -102,10 +102,10 @@ cudaError_t launch_list_tokens(const NodesDevice& nodes, const NodesPrepareBuffe
 cudaError_t launch_list_relayed(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
                                 cudaStream_t stream);
 // One call of the node: delivers slot records, slot_origin and first slots of a leg's tokens to the owners of the slots.
-// `group` is that of the legs. The first leg's call also reports bad indices and the overflow. The kernel takes at most
-// `num_sms` SMs.
+// `group` is that of the legs. The first leg's call also reports bad indices and the overflow, as events of `operation`,
+// prepare or prepare_dispatch. The kernel takes at most `num_sms` SMs.
 cudaError_t launch_deliver_leg(const DeviceGroup& group, const NodesDevice& nodes, const NodesPrepareBuffers& buffers,
-                               const PrepareCall& call, int leg, int num_sms, cudaStream_t stream);
+                               const PrepareCall& call, epx_operation operation, int leg, int num_sms, cudaStream_t stream);
 
 // ---- Movements ----
 

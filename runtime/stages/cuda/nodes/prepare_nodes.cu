@@ -108,11 +108,12 @@ cudaError_t launch_list_relayed(const NodesDevice& nodes, const NodesPrepareBuff
 }
 
 cudaError_t launch_deliver_leg(const DeviceGroup& group, const NodesDevice& nodes, const NodesPrepareBuffers& buffers,
-                               const PrepareCall& call, int leg, int num_sms, cudaStream_t stream) {
+                               const PrepareCall& call, epx_operation operation, int leg, int num_sms,
+                               cudaStream_t stream) {
   const NodesShape& shape = nodes.shape;
   const NodesPrepareParams prepare = make_nodes_prepare_params(nodes, buffers, call);
   CallDescriptor descriptor{};
-  descriptor.operation = EPX_OP_PREPARE;
+  descriptor.operation = operation;
   descriptor.top_k = call.top_k;
   descriptor.alignment = call.alignment;
   descriptor.rows_allocation = -1;
