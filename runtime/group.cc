@@ -142,7 +142,7 @@ std::unique_ptr<Backend> make_backend(GroupContext& context, const epx_group_con
   if (context.transport == EPX_TRANSPORT_NCCL && context.shape.num_nodes() > 1) {
     NodesTransport transport = make_nccl_nodes_transport(context.rank, context.shape.num_ranks,
                                                          context.shape.ranks_per_node, context.timeout_ms, exchange);
-    choose_layout(*transport.node, make_nodes_shape(context.shape, context.rank).node);
+    choose_layout(*transport.node, make_nodes_shape(context.shape, 0).node); // no node has more experts than that of rank 0
     return cuda::make_nodes_backend(context, config.num_comm_sms, std::move(transport), std::move(control), exchange);
   }
   if (context.transport == EPX_TRANSPORT_NCCL) {

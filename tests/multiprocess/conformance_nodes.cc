@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These scenarios run groups of several nodes. On the host transport epx_group_config.ranks_per_node makes them; on the others,
-// where one machine is one node, they run on that, where precision node has the bits of wire.
+// These scenarios run groups of several nodes. On the host transport epx_group_config.ranks_per_node makes them; on the others
+// they are as the ranks were launched (epx_test_launch --ranks-per-node), and on one node precision node has the bits of wire.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -103,13 +103,13 @@ TEST_CASE("nodes: one hot expert, ranks without tokens, dropped routes, and too 
 
 TEST_CASE("nodes: the sums of several nodes have other bits than wire, those of one node or of single ranks the same") {
   const int num_ranks = launcher().num_ranks();
-  for (const int ranks_per_node : node_sizes()) {
+  for (const int node_size : node_sizes()) {
     Case c = base_case();
-    c.group.ranks_per_node = ranks_per_node;
+    c.group.ranks_per_node = node_size;
     c.group.precision = EPX_COMBINE_NODE;
     c.group.max_top_k = c.layer.top_k = 8;
     c.layer.routing = RoutingStyle::uniform;
-    const bool has_relays = ranks_per_node > 1 && ranks_per_node < num_ranks;
+    const bool has_relays = num_nodes(c.group) > 1 && num_nodes(c.group) < num_ranks;
     CHECK((count_different(c, EPX_COMBINE_NODE, EPX_COMBINE_WIRE) > 0) == has_relays);
     CHECK(count_different(c, EPX_COMBINE_NODE, EPX_COMBINE_NODE) == 0);
     run_everywhere(c); // compares the library's bits with these
@@ -157,15 +157,25 @@ TEST_CASE("nodes: a number of ranks that is not the machine's or does not divide
     check(contains(sentence, "ranks_per_node is " + std::to_string(num_ranks + 1)) &&
               contains(sentence, std::to_string(num_ranks) + " ranks"),
           "the sentence is \"{}\"", sentence);
-    if (config.transport == EPX_TRANSPORT_HOST || num_ranks == 1) return;
+    const int found = ranks_per_node(base_case().group) == 0 ? num_ranks : ranks_per_node(base_case().group);
+    if (config.transport == EPX_TRANSPORT_HOST || found == 1) return;
     config.ranks_per_node = 1;
     check_status(epx_group_create(context.bootstrap, &config, &group), EPX_ERROR_INVALID_ARGUMENT, "epx_group_create");
     sentence = epx_last_error();
     check(contains(sentence, "ranks_per_node is 1, but the " + std::to_string(num_ranks) + " ranks of the group are on"),
           "the sentence is \"{}\"", sentence);
-    epx_memory_plan plan = {};
-    plan.struct_size = sizeof(plan);
-    check_status(epx_group_memory_plan(&config, num_ranks, &plan), EPX_ERROR_UNSUPPORTED, "epx_group_memory_plan");
+    const auto plan_for = [&](int node_size) {
+      config.ranks_per_node = node_size;
+      epx_memory_plan plan = {};
+      plan.struct_size = sizeof(plan);
+      check_status(epx_group_memory_plan(&config, num_ranks, &plan), EPX_SUCCESS, "epx_group_memory_plan");
+      return plan;
+    };
+    const epx_memory_plan apart = plan_for(1), together = plan_for(num_ranks);
+    check(apart.window_bytes < together.window_bytes, "the window has {} bytes with {} nodes and {} with one",
+          apart.window_bytes, num_ranks, together.window_bytes);
+    check(apart.scratch_bytes > together.scratch_bytes, "the group has {} bytes of its own with {} nodes and {} with one",
+          apart.scratch_bytes, num_ranks, together.scratch_bytes);
   });
 }
 

@@ -53,6 +53,7 @@ public:
               static_cast<uint64_t>(context.timeout_ms) * 1'000'000,
               0,
               read_test_hooks()};
+    if (context_.forwards_staged_rows) group_.hooks.scribbles_staging = false;
     std::copy_n(window_->view().bases, num_ranks(), group_.bases);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }

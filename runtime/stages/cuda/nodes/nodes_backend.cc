@@ -28,6 +28,7 @@ GroupContext make_node_context(const GroupContext& group, const NodesShape& shap
   node.rank = shape.index_in_node();
   node.timeout_ms = node_timeout_ms(group.timeout_ms);
   node.checks_handle_mem = false; // which is not the node's
+  node.forwards_staged_rows = shape.group.precision != EPX_COMBINE_NODE;
   return node;
 }
 
