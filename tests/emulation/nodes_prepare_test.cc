@@ -35,6 +35,7 @@ struct NodesCase {
   epx_combine_precision precision;
   int masked_percent, bad_percent;
   int hot_percent; // of the routes that go to expert 0
+  int fixed_rail_tokens = 0;
 };
 
 NodesShape shape_of(const NodesCase& test_case) {
@@ -54,6 +55,7 @@ NodesShape shape_of(const NodesCase& test_case) {
                                           test_case.alignment);
   group.max_token_dtype = EPX_FLOAT32;
   group.precision = test_case.precision;
+  group.fixed_rail_tokens = test_case.fixed_rail_tokens;
   NodesShape shape = make_nodes_shape(group, 0);
   shape.node.max_tokens_per_rank = std::min(test_case.chunk_tokens, test_case.max_tokens);
   return shape;
@@ -76,7 +78,7 @@ struct Rank {
   DeviceGroup group{};
   NodesState state{};
   NodesDevice device{};
-  std::vector<int32_t> block_counts, own_counts, all_counts, sent_tables, received_tables;
+  std::vector<int32_t> block_counts, own_counts, all_counts, sent_tables, received_tables, token_ends;
   NodesPrepareTotals totals{};
   NodesPrepareBuffers buffers{};
 
@@ -86,6 +88,7 @@ struct Rank {
   std::vector<int64_t> counts, offsets, global_counts;
   std::vector<int32_t> counts_32, offsets_32, global_counts_32;
   std::array<int64_t, 5> info{};
+  int64_t beyond_rails = 0; // routes
   std::vector<int32_t> slot, slot_origin;
   PrepareCall call{};
 
@@ -110,7 +113,7 @@ public:
       draw_routing(*rank, rng);
     std::vector<reference::Routing> routing;
     for (const auto& rank : ranks_)
-      routing.push_back(rank->routing);
+      routing.push_back(drop_beyond_rails(*rank));
     oracle_ = reference::prepare({case_.num_experts, case_.top_k, case_.alignment, shape().group.max_recv_tokens,
                                   case_.precision, case_.ranks_per_node},
                                  routing);
@@ -190,8 +193,9 @@ private:
     rank->all_counts.assign(static_cast<size_t>(int64_t{case_.num_ranks} * case_.num_experts), kGarbage);
     rank->sent_tables.assign(words, kGarbage);
     rank->received_tables.assign(words, kGarbage);
-    rank->buffers = {rank->block_counts.data(), rank->own_counts.data(),     rank->all_counts.data(), &rank->totals,
-                     rank->sent_tables.data(),  rank->received_tables.data()};
+    rank->token_ends.assign(static_cast<size_t>(shape.num_nodes()), kGarbage);
+    rank->buffers = {rank->block_counts.data(), rank->own_counts.data(),  rank->all_counts.data(),     &rank->totals,
+                     rank->token_ends.data(),   rank->sent_tables.data(), rank->received_tables.data()};
     return rank;
   }
 
@@ -272,6 +276,30 @@ private:
 
   // ---- What must be ----
 
+  // Masks the routes to each other node of all tokens behind the first fixed_rail_tokens that have any.
+  reference::Routing drop_beyond_rails(Rank& rank) const {
+    reference::Routing routing = rank.routing;
+    rank.beyond_rails = 0;
+    if (case_.fixed_rail_tokens == 0) return routing;
+    const ExpertBlocks experts{case_.num_experts, case_.num_ranks};
+    std::vector<int> tokens(static_cast<size_t>(shape().num_nodes()), 0);
+    for (int64_t token = 0; token < routing.num_tokens; ++token)
+      for (int node = 0; node < shape().num_nodes(); ++node) {
+        bool goes = false;
+        for (int k = 0; k < case_.top_k; ++k) {
+          int64_t& index = routing.topk_idx[static_cast<size_t>(token * case_.top_k + k)];
+          if (node == rank.shape.own_node || index < 0 || index >= case_.num_experts) continue;
+          if (experts.rank_of(static_cast<int>(index)) / case_.ranks_per_node != node) continue;
+          goes = true;
+          if (tokens[static_cast<size_t>(node)] < case_.fixed_rail_tokens) continue;
+          index = -1;
+          ++rank.beyond_rails;
+        }
+        if (goes) ++tokens[static_cast<size_t>(node)];
+      }
+    return routing;
+  }
+
   // A kept route, as the ranks of its node see it.
   struct Kept {
     int k;
@@ -336,7 +364,9 @@ private:
     CHECK(wide(rank.counts, rank.counts_32) == expected.counts);
     CHECK(wide(rank.offsets, rank.offsets_32) == expected.offsets);
     CHECK(wide(rank.global_counts, rank.global_counts_32) == oracle_.global_counts);
-    CHECK(rank.info == expected.info);
+    std::array<int64_t, 5> info = expected.info;
+    info[3] += rank.beyond_rails;
+    CHECK(rank.info == info);
     CHECK(rank.slot == expected.slot);
     CHECK(rank.slot_origin == expected.slot_origin);
   }
@@ -361,6 +391,7 @@ private:
       CAPTURE(node);
       std::vector<int32_t> listed = listed_tokens(rank.shape.rank, node);
       CHECK(plan.sent_counts[node] == static_cast<int32_t>(listed.size()));
+      if (node != rank.shape.own_node) CHECK(plan.sent_counts[node] <= shape().max_rail_tokens());
       std::vector<int32_t> positions(static_cast<size_t>(shape().padded_tokens()), -1);
       for (size_t j = 0; j < listed.size(); ++j)
         if (!kept_routes(rank.shape.rank, listed[j], node).empty())
@@ -526,7 +557,7 @@ private:
 
 TEST_CASE("prepare over nodes gives the oracle's slots and the plans of the legs") {
   const NodesCase cases[] = {
-      // ranks, of a node, experts, tokens, K, a, C, R, precision, masked, bad, hot
+      // ranks, of a node, experts, tokens, K, a, C, R, precision, masked, bad, hot, fixed_rail_tokens
       {4, 2, 8, 24, 3, 1, 24, 0, EPX_COMBINE_WIRE, 10, 0, 0},
       {4, 2, 8, 24, 3, 16, 10, 0, EPX_COMBINE_NODE, 10, 5, 0},
       {6, 3, 13, 17, 5, 4, 6, 0, EPX_COMBINE_EXACT, 20, 5, 20},
@@ -535,10 +566,12 @@ TEST_CASE("prepare over nodes gives the oracle's slots and the plans of the legs
       {8, 4, 100, 12, 33, 8, 5, 0, EPX_COMBINE_NODE, 30, 0, 0},
       {4, 2, 8, 40, 4, 8, 16, 100, EPX_COMBINE_WIRE, 0, 2, 30}, // overflow
       {4, 2, 8, 40, 4, 16, 16, 90, EPX_COMBINE_EXACT, 0, 0, 60},
-      {4, 2, 8, 20, 2, 16, 16, 15, EPX_COMBINE_NODE, 0, 0, 0},       // R < a drops everything
-      {4, 2, 16, 700, 2, 8, 1024, 0, EPX_COMBINE_WIRE, 10, 1, 0},    // several parts and tiles
-      {2, 1, 16, 900, 32, 4, 400, 0, EPX_COMBINE_WIRE, 10, 0, 0},    // more parts than lanes
-      {4, 2, 600, 600, 3, 1, 300, 1000, EPX_COMBINE_EXACT, 0, 0, 5}, // more experts than threads
+      {4, 2, 8, 20, 2, 16, 16, 15, EPX_COMBINE_NODE, 0, 0, 0},        // R < a drops everything
+      {6, 2, 12, 30, 4, 4, 8, 0, EPX_COMBINE_WIRE, 20, 5, 0, 11},     // fixed_rail_tokens
+      {4, 2, 16, 700, 2, 1, 256, 900, EPX_COMBINE_NODE, 50, 0, 5, 1}, // likewise
+      {4, 2, 16, 700, 2, 8, 1024, 0, EPX_COMBINE_WIRE, 10, 1, 0},     // several parts and tiles
+      {2, 1, 16, 900, 32, 4, 400, 0, EPX_COMBINE_WIRE, 10, 0, 0},     // more parts than lanes
+      {4, 2, 600, 600, 3, 1, 300, 1000, EPX_COMBINE_EXACT, 0, 0, 5},  // more experts than threads
   };
   for (const NodesCase& test_case : cases) {
     CAPTURE(&test_case - cases);

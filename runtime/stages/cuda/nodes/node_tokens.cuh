@@ -67,6 +67,36 @@ __device__ __forceinline__ void fill_by_block(int32_t* values, int64_t begin, in
     values[i] = value;
 }
 
+// ---- Before routes are counted ----
+
+// Where each rank sends a fixed number of tokens to a node, block m finds the first token beyond them.
+__device__ __forceinline__ void find_token_ends(const NodesPrepareParams& params) {
+  const NodesShape& shape = params.nodes.shape;
+  const PrepareCall& call = params.call;
+  const int node = static_cast<int>(blockIdx.x);
+  const ExpertBlocks experts = params.experts();
+  const int first_expert = experts.first_expert(node * shape.ranks_per_node());
+  const int end_of_experts = experts.first_expert((node + 1) * shape.ranks_per_node());
+  int32_t* const token_end = params.buffers.token_ends + node;
+  if (threadIdx.x == 0) *token_end = static_cast<int32_t>(call.num_tokens);
+  if (node == shape.own_node) return;
+  TokensAndRows counted{0, 0};
+#pragma unroll 1
+  for (int64_t tile = 0; tile < call.num_tokens; tile += kThreads) {
+    const int64_t token = tile + threadIdx.x;
+    bool goes = false;
+    if (token < call.num_tokens)
+#pragma unroll 1
+      for (int k = 0; k < call.top_k; ++k) {
+        const int64_t index = index_at(call, token * call.top_k + k);
+        goes |= index >= first_expert && index < end_of_experts;
+      }
+    const BlockSums sums = sums_of_block({goes ? 1 : 0, 0}); // has a barrier, behind which one thread writes the end
+    if (goes && counted.tokens + sums.before.tokens == shape.max_rail_tokens()) *token_end = static_cast<int32_t>(token);
+    counted = counted + sums.all;
+  }
+}
+
 // ---- At home ----
 
 // Returns a route of this rank as the ranks of `node` see it: its rank is the index in the node. Slot -1: it does not go there.

@@ -73,6 +73,7 @@ struct NodesDevice {
 struct NodesPrepareTotals {
   unsigned long long bad_indices;
   unsigned long long first_bad_inverted; // ~(t * K + k) of the first bad index, so that atomicMax finds it
+  unsigned long long beyond_rails;       // routes of tokens beyond GroupShape::max_rail_tokens()
   int64_t demand, kept, rows_needed;     // as in PrepareCall::info
 };
 
@@ -83,6 +84,7 @@ struct NodesPrepareBuffers {
   int32_t* counts;
   int32_t* all_counts; // [P, E]
   NodesPrepareTotals* totals;
+  int32_t* token_ends;      // [N]: the routes to a node of tokens from this one on are dropped; see max_rail_tokens()
   int32_t* sent_tables;     // [N, table_words of the largest K]; those of a call follow each other without gaps
   int32_t* received_tables; // [N, table_words of the largest K]
 };

@@ -22,6 +22,7 @@ struct NodesPrepareParams {
     return buffers.block_counts + int64_t{part} * nodes.shape.group.num_experts;
   }
   EPX_HOST_DEVICE ExpertBlocks experts() const { return {nodes.shape.group.num_experts, nodes.shape.group.num_ranks}; }
+  EPX_HOST_DEVICE bool limits_rail_tokens() const { return nodes.shape.max_rail_tokens() < call.num_tokens; }
   EPX_HOST_DEVICE int32_t usable_slots() const {
     return static_cast<int32_t>(epx::usable_slots(nodes.shape.group.max_recv_tokens, call.alignment));
   }

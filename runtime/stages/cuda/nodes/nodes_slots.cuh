@@ -9,6 +9,14 @@ namespace epx::cuda {
 
 // ---- Counts ----
 
+// Returns whether a route is dropped because its token is beyond those that travel to the expert's node.
+__device__ __forceinline__ bool is_beyond_rails(const NodesPrepareParams& params, int64_t route, int64_t expert) {
+  const NodesShape& shape = params.nodes.shape;
+  if (!params.limits_rail_tokens()) return false;
+  const int node = shape.group.node_of(params.experts().rank_of(static_cast<int>(expert)));
+  return route / params.call.top_k >= params.buffers.token_ends[node];
+}
+
 // A block counts the routes of its part of the tokens by expert.
 __device__ __forceinline__ void count_part(const NodesPrepareParams& params) {
   const PrepareCall& call = params.call;
@@ -24,7 +32,10 @@ __device__ __forceinline__ void count_part(const NodesPrepareParams& params) {
        route += kThreads) {
     const int64_t index = index_at(call, route);
     if (index >= 0 && index < num_experts) {
-      atomicAdd(&counts[index], 1);
+      if (is_beyond_rails(params, route, index))
+        atomicAdd(&params.buffers.totals->beyond_rails, 1ull);
+      else
+        atomicAdd(&counts[index], 1);
     } else if (index != -1) {
       atomicAdd(&params.buffers.totals->bad_indices, 1ull);
       atomicMax(&params.buffers.totals->first_bad_inverted, ~static_cast<unsigned long long>(route));
@@ -153,7 +164,7 @@ __device__ __forceinline__ void deliver_nodes_totals(const NodesPrepareParams& p
   call.info[0] = demand;
   call.info[1] = kept;
   call.info[2] = demand - kept;
-  call.info[3] = static_cast<int64_t>(sums.dropped_of_mine);
+  call.info[3] = static_cast<int64_t>(sums.dropped_of_mine + params.buffers.totals->beyond_rails);
   call.info[4] = rows_needed;
 }
 
@@ -187,7 +198,8 @@ __device__ __forceinline__ void assign_slots(const NodesPrepareParams& params) {
   for (int64_t first = begin; first < end; first += kWarp) {
     const int64_t route = first + lane();
     const int64_t index = route < end ? index_at(call, route) : -1;
-    const int expert = index >= 0 && index < shape.group.num_experts ? static_cast<int>(index) : -1;
+    const bool has_slot = index >= 0 && index < shape.group.num_experts && !is_beyond_rails(params, route, index);
+    const int expert = has_slot ? static_cast<int>(index) : -1;
     const unsigned same = __match_any_sync(~0u, expert);
     const unsigned before = same & ((1u << lane()) - 1);
     const int32_t number = expert >= 0 ? next[expert] + __popc(before) : 0; // of the route among this rank's to the expert

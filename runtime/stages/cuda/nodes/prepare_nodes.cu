@@ -2,10 +2,12 @@
 // The kernels of prepare in a group of several nodes. Counts of all ranks, and a table for each rail peer, travel by rail; the
 // slot records and first slots of each leg then travel in windows, as one call of the node.
 //
-//   count_routes   count_part    Each block counts the routes of its part of this rank's tokens, by expert.
+//   count_routes   find_token_ends  Only with fixed_rail_tokens: block m finds the first token too many for node m. Routes to
+//                                   that node from this token on are dropped: they are counted as such, and nowhere else.
+//                  count_part    Each block counts the routes of its part of this rank's tokens, by expert.
 //                  add_parts     The parts' counts become the routes of the parts before, and the counts of this rank.
-//   assign_slots   find_zones    From the counts of all ranks: zones, totals, the header, and the first slot of this rank's routes to each
-//                                expert, which is behind those of the ranks before.
+//   assign_slots   find_zones    From the counts of all ranks: zones, totals, the header, and the first slot of this rank's
+//                                routes to each expert, which is behind those of the ranks before.
 //                  assign_slots  The routes of each part get their slots, in order, behind those of the parts before.
 //                  fill_outputs  Slots become pads, until deliver_leg brings their records.
 //   list_tokens                  Block m lists the tokens that go to node m, and fills the table of the rail peer there.
@@ -28,6 +30,9 @@
 namespace epx::cuda {
 namespace {
 
+__global__ void __launch_bounds__(kThreads) find_token_ends_kernel(const __grid_constant__ NodesPrepareParams params) {
+  find_token_ends(params);
+}
 __global__ void __launch_bounds__(kThreads) count_part_kernel(const __grid_constant__ NodesPrepareParams params) {
   count_part(params);
 }
@@ -65,10 +70,11 @@ int blocks_for(int64_t items, int64_t max_blocks) {
 } // namespace
 
 std::vector<const void*> nodes_prepare_kernels() {
-  return {reinterpret_cast<const void*>(&count_part_kernel),   reinterpret_cast<const void*>(&add_parts_kernel),
-          reinterpret_cast<const void*>(&find_zones_kernel),   reinterpret_cast<const void*>(&assign_slots_kernel),
-          reinterpret_cast<const void*>(&fill_outputs_kernel), reinterpret_cast<const void*>(&list_tokens_kernel),
-          reinterpret_cast<const void*>(&list_relayed_kernel), reinterpret_cast<const void*>(&deliver_leg_kernel)};
+  return {reinterpret_cast<const void*>(&find_token_ends_kernel), reinterpret_cast<const void*>(&count_part_kernel),
+          reinterpret_cast<const void*>(&add_parts_kernel),       reinterpret_cast<const void*>(&find_zones_kernel),
+          reinterpret_cast<const void*>(&assign_slots_kernel),    reinterpret_cast<const void*>(&fill_outputs_kernel),
+          reinterpret_cast<const void*>(&list_tokens_kernel),     reinterpret_cast<const void*>(&list_relayed_kernel),
+          reinterpret_cast<const void*>(&deliver_leg_kernel)};
 }
 
 cudaError_t launch_count_routes(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
@@ -76,6 +82,10 @@ cudaError_t launch_count_routes(const NodesDevice& nodes, const NodesPrepareBuff
   const NodesPrepareParams params = make_nodes_prepare_params(nodes, buffers, call);
   if (const cudaError_t error = cudaMemsetAsync(buffers.totals, 0, sizeof(*buffers.totals), stream); error != cudaSuccess)
     return error;
+  if (params.limits_rail_tokens())
+    if (const cudaError_t error = launch(&find_token_ends_kernel, {nodes.shape.num_nodes(), kThreads}, stream, params);
+        error != cudaSuccess)
+      return error;
   if (const cudaError_t error = launch(&count_part_kernel, {params.num_parts, kThreads}, stream, params);
       error != cudaSuccess)
     return error;

@@ -31,14 +31,14 @@ RailBuffers::RailBuffers(const NodesShape& shape)
       records_on_host(make_pinned_memory<int32_t>(count(2 * shape.num_nodes() * record_words(shape)))),
       counts(make_device_memory<int32_t>(
           count(int64_t{kMaxPrepareBlocks + 1 + shape.group.num_ranks} * shape.group.num_experts))),
-      totals(make_device_memory<NodesPrepareTotals>(1)),
+      totals(make_device_memory<NodesPrepareTotals>(1)), token_ends(make_device_memory<int32_t>(count(shape.num_nodes()))),
       sent_tables(make_device_memory<int32_t>(count(shape.num_nodes() * table_words(shape, shape.group.max_top_k)))),
       received_tables(make_device_memory<int32_t>(count(shape.num_nodes() * table_words(shape, shape.group.max_top_k)))),
       to_rails(shape), from_rails(shape), num_experts_(shape.group.num_experts) {}
 
 NodesPrepareBuffers RailBuffers::prepare() const {
   int32_t* const own = counts.get() + kMaxPrepareBlocks * num_experts_;
-  return {counts.get(), own, own + num_experts_, totals.get(), sent_tables.get(), received_tables.get()};
+  return {counts.get(), own, own + num_experts_, totals.get(), token_ends.get(), sent_tables.get(), received_tables.get()};
 }
 
 } // namespace epx::cuda

@@ -34,6 +34,7 @@ struct RailBuffers {
   PinnedMemory<int32_t> records_on_host; // [2, N, record_words]: sent, then received
   DeviceMemory<int32_t> counts;          // of prepare: NodesPrepareBuffers' first three, one behind the other
   DeviceMemory<NodesPrepareTotals> totals;
+  DeviceMemory<int32_t> token_ends;
   DeviceMemory<int32_t> sent_tables, received_tables;
   RailRows to_rails, from_rails;
 
