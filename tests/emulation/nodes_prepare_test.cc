@@ -569,6 +569,7 @@ TEST_CASE("prepare over nodes gives the oracle's slots and the plans of the legs
       {4, 2, 8, 20, 2, 16, 16, 15, EPX_COMBINE_NODE, 0, 0, 0},        // R < a drops everything
       {6, 2, 12, 30, 4, 4, 8, 0, EPX_COMBINE_WIRE, 20, 5, 0, 11},     // fixed_rail_tokens
       {4, 2, 16, 700, 2, 1, 256, 900, EPX_COMBINE_NODE, 50, 0, 5, 1}, // likewise
+      {2, 1, 8, 2000, 1, 1, 512, 0, EPX_COMBINE_WIRE, 20, 0, 0, 450}, // likewise, in the third tile
       {4, 2, 16, 700, 2, 8, 1024, 0, EPX_COMBINE_WIRE, 10, 1, 0},     // several parts and tiles
       {2, 1, 16, 900, 32, 4, 400, 0, EPX_COMBINE_WIRE, 10, 0, 0},     // more parts than lanes
       {4, 2, 600, 600, 3, 1, 300, 1000, EPX_COMBINE_EXACT, 0, 0, 5},  // more experts than threads
