@@ -335,8 +335,10 @@ typedef struct epx_group_config {
   int32_t
       fixed_rail_tokens; /**< groups of several nodes on GPUs: so many tokens of each rank, 0..max_tokens_per_rank, travel
                                 to each other node in every call, whatever the routing is, and no call waits on the host;
-                                see "Several nodes". 0 (default): max_tokens_per_rank in calls that a graph captures, and
-                                what the routing needs in the others */
+                                see "Several nodes". Where more go there, prepare drops the routes to that node of the later
+                                ones: info's number of dropped routes of this rank's tokens has them, no event reports them.
+                                0 (default): max_tokens_per_rank in calls that a graph captures, and what the routing needs
+                                in the others */
 } epx_group_config;
 
 /** Fills in defaults. The required fields are left 0 and must be set. Errors: INVALID_ARGUMENT (NULL, or EPX_TIMEOUT_MS is
