@@ -357,9 +357,11 @@ void ControlConnection::adopt(const Verdict& verdict) {
   else
     log::transport().warn("the control connection: a wait in {} (call {}) ran out: rank {} {}", name_of(verdict.operation),
                           verdict.sequence, verdict.culprit, describe(verdict.cause));
-  if (rank_ == 0)
+  ControlMessage message = message_of(verdict);
+  if (rank_ != 0) message.kind = ControlKind::failure; // of rank 0, which finds it when it is continued
+  if (rank_ == 0 || verdict.culprit == 0)
     for (Peer& peer : peers_)
-      if (peer.socket) send(peer, message_of(verdict));
+      if (peer.socket) send(peer, message);
   if (on_verdict) on_verdict(verdict);
   decided_.notify_all();
 }

@@ -132,7 +132,13 @@ public:
     is_healthy();
     return status_.failure();
   }
-  void end_kernels() noexcept override { board_->end_own_kernels(); }
+  void end() noexcept override {
+    board_->end_own_kernels();
+    try { // frees are local from now on
+      status_.fail(abort_failure({EPX_OP_NONE, 0}, {EPX_ERROR_ABORTED, EPX_OP_NONE, context_.rank, 0}, context_.rank, 0));
+    } catch (const std::exception&) { // the status board keeps it
+    }
+  }
 
 private:
   void prepare(const PrepareCall& call) override {

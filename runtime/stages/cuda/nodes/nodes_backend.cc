@@ -110,11 +110,13 @@ public:
 
   // Peers of other nodes never access this memory.
   void* allocate(int64_t bytes) override {
+    watch_->require_healthy(EPX_OP_MEM_ALLOC);
     void* const memory = node_->allocate(bytes);
     count_calls(2); // as in a group of one node
     return memory;
   }
   void register_memory(std::byte* memory, int64_t bytes) override {
+    watch_->require_healthy(EPX_OP_MEM_ALLOC);
     node_->register_memory(memory, bytes);
     count_calls(2);
   }
@@ -187,7 +189,7 @@ private:
   // the part of the call that this rank lacks.
   template <typename Body>
   void make_call(epx_operation operation, epx_stream of_call, const Body& body) {
-    watch_->require_healthy();
+    watch_->require_healthy(operation);
     const auto stream = static_cast<cudaStream_t>(of_call);
     const CudaDeviceScope scope(device_);
     const Capture capture = capture_of(stream);

@@ -92,7 +92,7 @@ void NodesWatch::watch() {
       control_->report_stuck(rail_peer_, call_in_progress().operation, begun);
       decision = SuspensionAwareDeadline{kTimeToDecide};
     }
-    if (has_given_up && decision.passed() && status_.is_healthy()) // rank 0 has left
+    if (has_given_up && status_.is_healthy() && decision.passed()) // rank 0 has left
       end({rail_peer_, Cause::late, call_in_progress().operation, begun});
   }
 }
@@ -102,6 +102,12 @@ CallName NodesWatch::call_in_progress() const {
   const uint64_t begun = load(progress_.begun);
   if (begun <= ended) return {EPX_OP_NONE, 0};
   return {static_cast<epx_operation>(std::atomic_ref(const_cast<int32_t&>(progress_.operation)).load()), begun};
+}
+
+CallName NodesWatch::call_or_next(epx_operation next) const {
+  const CallName call = call_in_progress();
+  if (call.operation != EPX_OP_NONE || next == EPX_OP_NONE) return call;
+  return {next, load(progress_.begun) + 1};
 }
 
 // Returns the last call whose first leg has a sequence number up to `leg`. The device may be storing that of the next call,
@@ -122,20 +128,34 @@ void NodesWatch::tell(const Failure& failure) {
 }
 
 void NodesWatch::end_work() noexcept {
-  node_.end_kernels(); // before the rails: what comes behind them on the streams must not use rows that have not come
+  node_.end(); // before the rails: what comes behind them on the streams must not use rows that have not come
   rails_.abort();
 }
 
+// A verdict between two calls is kept for the next one, which names it. A call that is in progress ends by it.
 void NodesWatch::end(const Verdict& verdict) {
-  try {
-    status_.fail(failure_of(verdict));
-  } catch (const StatusError&) { // the status board keeps it
+  {
+    const std::scoped_lock lock(verdict_mutex_);
+    verdict_ = verdict;
   }
+  if (const CallName call = call_in_progress(); call.operation != EPX_OP_NONE) keep_verdict(call);
   end_work();
 }
 
-Failure NodesWatch::failure_of(const Verdict& verdict) {
-  const CallName call = call_in_progress();
+void NodesWatch::keep_verdict(CallName call) {
+  std::optional<Verdict> verdict;
+  {
+    const std::scoped_lock lock(verdict_mutex_);
+    verdict = verdict_;
+  }
+  if (!verdict) return;
+  try {
+    status_.fail(failure_of(*verdict, call));
+  } catch (const StatusError&) { // the status board keeps the first one
+  }
+}
+
+Failure NodesWatch::failure_of(const Verdict& verdict, CallName call) {
   if (verdict.cause == Cause::failed && is_found_by_node(verdict.status)) {
     if (const auto own = node_.failure(); own && own->status == verdict.status) return *own;
     Failure failure;
@@ -150,22 +170,24 @@ Failure NodesWatch::failure_of(const Verdict& verdict) {
   return abort_failure(call, {verdict.status, verdict.operation, verdict.culprit, verdict.sequence}, context_.rank, 0);
 }
 
-void NodesWatch::require_healthy() {
+void NodesWatch::require_healthy(epx_operation operation) {
   status_.require_healthy();
-  if (const auto failure = node_.failure()) fail_with_node(*failure);
+  keep_verdict(call_or_next(operation));
+  status_.require_healthy();
+  if (const auto failure = node_.failure()) fail_with_node(*failure, operation);
 }
 
 // The node's kernels may have ended because of a verdict that has not come here yet.
-void NodesWatch::fail_with_node(const Failure& failure) {
+void NodesWatch::fail_with_node(const Failure& failure, epx_operation operation) {
   tell(failure);
   const std::optional<Verdict> verdict = control_->wait_for_verdict();
-  status_.fail(verdict ? failure_of(*verdict) : failure);
+  status_.fail(verdict ? failure_of(*verdict, call_or_next(operation)) : failure);
 }
 
 void NodesWatch::wait_for(cudaStream_t stream, epx_operation operation) {
   for (;;) {
     const cudaError_t error = cudaStreamQuery(stream);
-    require_healthy(); // even where the stream is done: transfers that were aborted bring nothing
+    require_healthy(operation); // even where the stream is done: transfers that were aborted bring nothing
     if (error != cudaErrorNotReady) {
       check_cuda(error, name_of(operation));
       return;
@@ -175,7 +197,7 @@ void NodesWatch::wait_for(cudaStream_t stream, epx_operation operation) {
 }
 
 void NodesWatch::end_call(epx_operation operation, const StatusError& error) {
-  require_healthy();
+  require_healthy(operation);
   Failure failure;
   failure.status = error.status();
   failure.operation = operation;
@@ -198,6 +220,7 @@ void NodesWatch::abort() {
 
 // The events are the node's, which makes all calls; the failure is the group's.
 epx_group_report NodesWatch::report() {
+  keep_verdict(call_in_progress());
   epx_group_report report = node_.report();
   const epx_group_report of_group = status_.report();
   const bool node_has_failed = report.status != EPX_SUCCESS;
@@ -218,8 +241,10 @@ epx_group_report NodesWatch::report() {
 bool NodesWatch::finish(int device) {
   const std::future<cudaError_t> idle = synchronize_in_background(device);
   SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
-  while (status_.is_healthy() && !deadline.passed())
+  while (status_.is_healthy() && !deadline.passed()) {
     if (idle.wait_for(5ms) == std::future_status::ready) return true;
+    keep_verdict(call_in_progress());
+  }
   if (status_.is_healthy())
     log::group().warn("group {:016x} is destroyed, but its GPU is not idle after {} ms: calls of the group that wait for "
                       "peers, if there are any, are aborted",

@@ -44,9 +44,9 @@ public:
   NodesWatch(const NodesWatch&) = delete;
   NodesWatch& operator=(const NodesWatch&) = delete;
 
-  // Throws the group's failure, if there is one. It is the same on all ranks; where this rank's node has failed, the verdict is
-  // waited for, but not longer than two seconds.
-  void require_healthy();
+  // Before a call: throws the group's failure, if there is one. It is the same on all ranks; where this rank's node has failed,
+  // the verdict is waited for, but not longer than two seconds.
+  void require_healthy(epx_operation operation);
 
   // Waits until the stream has done all its work. Throws the group's failure, and SYSTEM.
   void wait_for(cudaStream_t stream, epx_operation operation);
@@ -68,11 +68,13 @@ private:
   void watch();
   void end(const Verdict& verdict); // the control connection's thread
   void end_work() noexcept;
-  Failure failure_of(const Verdict& verdict);
-  [[noreturn]] void fail_with_node(const Failure& failure);
+  void keep_verdict(CallName call);
+  Failure failure_of(const Verdict& verdict, CallName call);
+  [[noreturn]] void fail_with_node(const Failure& failure, epx_operation operation);
   void tell(const Failure& failure);
   uint64_t call_of_leg(uint64_t leg) const;
   CallName call_in_progress() const;
+  CallName call_or_next(epx_operation next) const;
 
   const GroupContext& context_;
   const int rail_peer_; // the next one
@@ -83,6 +85,8 @@ private:
   std::mutex mutex_;
   std::condition_variable stop_;
   bool stops_ = false;
+  std::mutex verdict_mutex_;
+  std::optional<Verdict> verdict_; // that has come between two calls: the next one fails with it
   std::unique_ptr<ControlConnection> control_;
   std::thread thread_;
 };
