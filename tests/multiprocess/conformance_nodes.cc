@@ -31,9 +31,9 @@ std::vector<int> node_sizes() {
 }
 
 void run_on_nodes(const std::function<void(Case&)>& change) {
-  for (const int ranks_per_node : node_sizes()) {
+  for (const int node_size : node_sizes()) {
     run_changed([&](Case& c) {
-      c.group.ranks_per_node = ranks_per_node;
+      c.group.ranks_per_node = node_size;
       c.group.precision = EPX_COMBINE_NODE;
       change(c);
     });
@@ -99,6 +99,19 @@ TEST_CASE("nodes: one hot expert, ranks without tokens, dropped routes, and too 
     c.layer.routing = RoutingStyle::skewed;
   });
   run_on_nodes([](Case& c) { c.layer.rows = RecvRows::fewer; });
+}
+
+TEST_CASE("nodes: more tokens than a chunk of the rails has") {
+  for (const auto precision : {EPX_COMBINE_WIRE, EPX_COMBINE_EXACT, EPX_COMBINE_NODE}) {
+    run_on_nodes([&](Case& c) {
+      c.group.precision = precision;
+      c.group.max_tokens = 1030;
+      c.group.hidden_dim = c.layer.hidden = c.layer.combine_hidden = 8;
+      c.layer.top_k = 2;
+      c.layer.tokens = TokenCount::none_on_one;
+      c.iterations = 1;
+    });
+  }
 }
 
 TEST_CASE("nodes: the sums of several nodes have other bits than wire, those of one node or of single ranks the same") {

@@ -9,6 +9,7 @@
 #include <exception>
 #include <string>
 
+#include "tests/emulation/nodes.h"
 #include "tests/multiprocess/independence.h"
 #include "tests/support/check.h"
 #include "tests/support/launcher.h"
@@ -49,6 +50,10 @@ Options parse(int argc, char** argv) {
   return options;
 }
 
+bool can_make_nodes(const std::string& transport) {
+  return transport == "host" || epx_emulation_set_ranks_per_node != nullptr;
+}
+
 // These events are counted over all cases, and a long run in which one of them never happens fails.
 struct Coverage {
   uint64_t overflow = 0, bad_index = 0, beyond_rows = 0, no_local_expert = 0, many_ranks = 0, several_nodes = 0,
@@ -81,7 +86,7 @@ struct Coverage {
         "several nodes, %lu of these with sums by node\n",
         overflow, bad_index, beyond_rows, no_local_expert, many_ranks, several_nodes, by_node);
     if (cases < 1000) return;
-    check((several_nodes > 0 && by_node > 0) == (transport == "host"),
+    check((several_nodes > 0 && by_node > 0) == can_make_nodes(transport),
           "the generator no longer makes groups of several nodes");
     for (const uint64_t met : {overflow, bad_index, beyond_rows, no_local_expert, many_ranks}) {
       check(met > 0, "the generator no longer makes one of these");
@@ -91,11 +96,12 @@ struct Coverage {
 
 void run_one(uint64_t seed, const std::string& transport, Coverage& coverage) {
   Case chosen = random_case(seed);
-  if (transport != "host") chosen.group.ranks_per_node = 0; // one machine is one node there
+  if (!can_make_nodes(transport)) chosen.group.ranks_per_node = 0; // one machine is one node there
   Workloads workloads(chosen);
   const Case& c = workloads.test_case();
   try {
     make_thread_launcher(transport, c.group.num_ranks)->each_rank([&](const RankContext& context) {
+      if (epx_emulation_set_ranks_per_node != nullptr) epx_emulation_set_ranks_per_node(c.group.ranks_per_node);
       run_case(context, workloads);
     });
   } catch (const std::exception& error) {
