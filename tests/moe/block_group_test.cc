@@ -263,6 +263,13 @@ TEST_CASE("an arena that is freed after its group leaves nothing") {
 #endif
 }
 
+// Returns when all ranks have called it, or throws after a minute.
+void meet(const epx_bootstrap& bootstrap) {
+  char message[256] = "";
+  const epx_status status = bootstrap.all_gather(bootstrap.context, nullptr, nullptr, 0, 60'000, message, sizeof(message));
+  check(status == EPX_SUCCESS, "rank {} waited for the other one: {}", bootstrap.rank, message);
+}
+
 // Makes a call on both ranks, with one of rank 1's allocations failing. Neither waits until the timeout for the other.
 // Returns whether there was such an allocation; rank 0 may have made its part of the call before.
 template <typename Call>
@@ -286,6 +293,7 @@ TEST_CASE("a rank that runs out of memory within a call ends the group, so that 
     bool has_failed[2] = {};
     int64_t number = 0;
     do {
+      LocalRendezvous rendezvous(2);
       each_rank(kSplits[1], group_config(EPX_COMBINE_EXACT), [&](const Rank& rank) {
         const RankBlock run(rank, layer);
         const auto output = run.block().make_output(rank.num_tokens);
@@ -295,6 +303,8 @@ TEST_CASE("a rank that runs out of memory within a call ends the group, so that 
         run.block().make_call(forward, run.input(), run.params(), 0, output);
         run.block().make_call(backward, run.input(), run.params(), 0, gradients);
         if (is_backward) run.block().run(forward);
+        // Rank 1 has finished its part of the forward pass when its peer may still wait in the last combine, which an abort ends.
+        meet(rendezvous.bootstrap(rank.rank));
         has_failed[rank.rank] = fail_allocation(rank, number, [&] {
           return is_backward ? epx_moe_block_bwd(run.block().handle(), &backward.args)
                              : epx_moe_block_fwd(run.block().handle(), &forward.args);
