@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// soak [--iterations N | --seconds T] [--seed S] [--max-delay-ns D] [--busy-tokens B] [--kinds M]
+// soak [--iterations N | --seconds T] [--seed S] [--max-delay-ns D] [--busy-tokens B] [--kinds M] [--inputs I]
 // Runs back-to-back iterations of several layers, with other tokens and routing each time. Eager calls, some of them with each
 // movement made twice, are mixed with replays; every rank injects delays and scribbles over staging after use; groups run on
 // all multiprocessors and on one; and a layer of B tokens keeps the wire busy. The first pass over the inputs is compared with
 // the oracle on the host, and all later ones with the first pass on the device: not one bit may differ. The soak ends after N
 // iterations, or T seconds after it began. Of the kinds of groups in kinds_of(), those run whose bits are set in M; by default
-// all do.
+// all do. A layer has I inputs, or a quarter of that where its rows are long, since the oracle is slow.
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <memory>
@@ -24,8 +25,6 @@
 namespace epx::test {
 namespace {
 
-constexpr int kInputs = 12;               // per layer
-constexpr int kInputsOfLongRows = 3;      // fewer, since the oracle is slow
 constexpr uint64_t kCheckEvery = 1'000;   // iterations
 constexpr uint64_t kCheckTimeEvery = 100; // iterations
 constexpr int kLongRow = 3104;            // elements, which gather moves in two splits
@@ -81,6 +80,9 @@ struct Options {
   uint64_t seed;
   int busy_tokens; // 0: no busy layer
   unsigned kinds;  // a bit for each kind of kinds_of()
+  int inputs;      // of each layer of short rows
+
+  int inputs_of_long_rows() const { return std::max(1, inputs / 4); }
 };
 
 struct Kind {
@@ -113,7 +115,9 @@ GroupCase group_of(const RankContext& context, const Kind& kind, const Options& 
   return group;
 }
 
-std::vector<Subject> subjects_of(const RankContext& context, GroupRun& group, const Kind& kind, uint64_t seed) {
+std::vector<Subject> subjects_of(const RankContext& context, GroupRun& group, const Kind& kind, const Options& options) {
+  const uint64_t seed = options.seed;
+  const int few = options.inputs_of_long_rows();
   const auto layer_of = [](int top_k, int alignment, int hidden) {
     LayerCase layer = small_layer(top_k, alignment, RoutingStyle::uniform);
     layer.hidden = layer.combine_hidden = hidden;
@@ -122,16 +126,16 @@ std::vector<Subject> subjects_of(const RankContext& context, GroupRun& group, co
   const int short_row = small_layer(1, 1, RoutingStyle::uniform).hidden;
   std::vector<Subject> subjects;
   if (kind.is_busy) {
-    subjects.push_back(make_subject(context, group, layer_of(4, 8, kBusyRow), false, kInputsOfLongRows, seed + 6000));
-    subjects.push_back(make_subject(context, group, layer_of(4, 8, kBusyRow - 3), true, kInputsOfLongRows, seed + 7000));
+    subjects.push_back(make_subject(context, group, layer_of(4, 8, kBusyRow), false, few, seed + 6000));
+    subjects.push_back(make_subject(context, group, layer_of(4, 8, kBusyRow - 3), true, few, seed + 7000));
     return subjects;
   }
-  subjects.push_back(make_subject(context, group, layer_of(3, 16, short_row), true, kInputs, seed));
-  subjects.push_back(make_subject(context, group, layer_of(4, 1, short_row), false, kInputs, seed + 1000));
-  subjects.push_back(make_subject(context, group, layer_of(1, 8, short_row), true, kInputs, seed + 2000));
-  subjects.push_back(make_subject(context, group, layer_of(4, 8, kLongRow), true, kInputsOfLongRows, seed + 3000));
-  subjects.push_back(make_subject(context, group, layer_of(2, 1, kLongRow - 3), false, kInputsOfLongRows, seed + 4000));
-  subjects.push_back(make_subject(context, group, layer_of(4, 8, kLongestRow), false, kInputsOfLongRows, seed + 5000));
+  subjects.push_back(make_subject(context, group, layer_of(3, 16, short_row), true, options.inputs, seed));
+  subjects.push_back(make_subject(context, group, layer_of(4, 1, short_row), false, options.inputs, seed + 1000));
+  subjects.push_back(make_subject(context, group, layer_of(1, 8, short_row), true, options.inputs, seed + 2000));
+  subjects.push_back(make_subject(context, group, layer_of(4, 8, kLongRow), true, few, seed + 3000));
+  subjects.push_back(make_subject(context, group, layer_of(2, 1, kLongRow - 3), false, few, seed + 4000));
+  subjects.push_back(make_subject(context, group, layer_of(4, 8, kLongestRow), false, few, seed + 5000));
   return subjects;
 }
 
@@ -145,7 +149,7 @@ void soak(const RankContext& context, const Options& options) {
       return context.gather(std::chrono::steady_clock::now() - begin >= deadline ? 1 : 0).front() != 0;
     };
     GroupRun group(context, group_of(context, kinds[number], options));
-    const std::vector<Subject> subjects = subjects_of(context, group, kinds[number], options.seed);
+    const std::vector<Subject> subjects = subjects_of(context, group, kinds[number], options);
     std::byte* const memory = context.device->allocate(sizeof(unsigned long long));
     auto* const wrong_bytes = reinterpret_cast<unsigned long long*>(memory);
     unsigned long long wrong = 0;
@@ -188,6 +192,7 @@ int main(int argc, char** argv) {
   options.seed = static_cast<uint64_t>(option(argc, argv, "--seed", 1));
   options.busy_tokens = static_cast<int>(option(argc, argv, "--busy-tokens", 256));
   options.kinds = static_cast<unsigned>(option(argc, argv, "--kinds", 63));
+  options.inputs = static_cast<int>(option(argc, argv, "--inputs", 12));
   const long max_delay_ns = option(argc, argv, "--max-delay-ns", 20'000);
   setenv("EPX_TEST_MAX_DELAY_NS", std::to_string(max_delay_ns).c_str(), 1);
   setenv("EPX_TEST_SCRIBBLES_STAGING", "1", 1);
