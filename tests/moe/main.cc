@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // main of the tests of epx_moe.h: [--device cuda] [--cases N] and doctest's options. Without a GPU, cuda is skipped (exit
-// status 77). N is the number of random FFNs of each kind on CUDA.
+// status 77). N is the number of random FFNs of each kind on CUDA; there are ten times as many random permutations and
+// backwards of the router.
 #include <cstdio>
 #include <cstdlib>
 #include <string_view>
