@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <boost/context/fiber.hpp>
@@ -20,7 +21,8 @@ namespace {
 namespace context = boost::context;
 
 constexpr size_t kStackBytes = size_t{64} << 10;
-constexpr int kMaxIdlePasses = 32; // passes without progress before the block's thread sleeps
+constexpr int kMaxIdlePasses = 4; // passes without progress before the block's thread sleeps
+constexpr int kSeenWordsLog2 = 10;
 
 // Stacks are kept for later grids: most of the time of a small grid would otherwise go into mapping and unmapping them.
 class StackCache {
@@ -60,6 +62,7 @@ struct Barrier {
   int expected;
   int arrived = 0;
   uint64_t generation = 0;
+  bool has_polled = false; // in vain, one of those that have arrived
 };
 
 struct Warp {
@@ -73,6 +76,12 @@ struct Thread {
   context::fiber fiber;
   State state = State::ready;
   uint3 index{};
+  bool has_polled = false; // in vain, since its last barrier
+};
+
+struct SeenWord {
+  const void* word = nullptr;
+  uint64_t value = 0;
 };
 
 class Block {
@@ -120,7 +129,18 @@ public:
     return shared_.data() + (kAlignment - address % kAlignment) % kAlignment;
   }
 
-  void pause() { suspend(); }
+  void pause() {
+    running_->has_polled = true;
+    suspend();
+  }
+  // Words that share an entry count as changed each time, which costs only the sleep.
+  void observe(const void* word, uint64_t value) {
+    SeenWord& seen = seen_[(reinterpret_cast<uintptr_t>(word) >> 2) * 0x9e3779b97f4a7c15u >> (64 - kSeenWordsLog2)];
+    if (seen.word == word && seen.value == value) return;
+    seen = {word, value};
+    running_->has_polled = false;
+    made_progress_ = true;
+  }
 
   int64_t reduce_block(int64_t value) {
     const uint64_t generation = barrier_.generation;
@@ -145,6 +165,7 @@ private:
 
   void arrive(Barrier& barrier, size_t first, size_t end) {
     ++barrier.arrived;
+    barrier.has_polled |= std::exchange(running_->has_polled, false);
     complete(barrier, first, end);
   }
   void complete(Barrier& barrier, size_t first, size_t end) {
@@ -154,7 +175,8 @@ private:
     if (&barrier == &barrier_) sums_[barrier.generation % 2] = 0;
     for (size_t i = first; i < end; ++i)
       if (threads_[i].state == State::waiting && waits_at_[i] == &barrier) threads_[i].state = State::ready;
-    made_progress_ = true;
+    // A warp that polls together votes on what it finds, which is no progress.
+    if (!std::exchange(barrier.has_polled, false)) made_progress_ = true;
   }
   void wait_for(Barrier& barrier, uint64_t generation) {
     while (barrier.generation == generation) {
@@ -189,6 +211,7 @@ private:
   std::vector<Thread> threads_;
   std::vector<Barrier*> waits_at_ = std::vector<Barrier*>(threads_.size());
   std::vector<Warp> warps_;
+  std::array<SeenWord, size_t{1} << kSeenWordsLog2> seen_{}; // by a hash of the address
   context::fiber scheduler_;
   Thread* running_ = nullptr;
   size_t num_ended_ = 0;
@@ -221,6 +244,9 @@ std::byte* dynamic_shared_memory() {
 }
 void pause() {
   this_block->pause();
+}
+void observe(const void* word, uint64_t value) {
+  this_block->observe(word, value);
 }
 int64_t reduce_block(int64_t value) {
   return this_block->reduce_block(value);

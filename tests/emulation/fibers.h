@@ -34,6 +34,9 @@ std::byte* dynamic_shared_memory();
 // Lets other fibers run; it is called wherever a kernel polls.
 void pause();
 
+// A kernel has polled `word` and found `value` there. A block whose fibers find only what they have found before sleeps.
+void observe(const void* word, uint64_t value);
+
 // A barrier of all threads of the block that have not ended. Returns the sum of their values.
 int64_t reduce_block(int64_t value);
 

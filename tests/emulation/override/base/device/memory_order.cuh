@@ -4,6 +4,7 @@
 
 #include <emmintrin.h>
 
+#include <array>
 #include <atomic>
 #include <bit>
 #include <chrono>
@@ -11,11 +12,22 @@
 
 #include "tests/emulation/device.h"
 
+namespace epx::emulation {
+
+template <typename Word>
+Word poll(const Word* word, std::memory_order order) {
+  pause();
+  const Word value = std::atomic_ref(*const_cast<Word*>(word)).load(order);
+  observe(word, value);
+  return value;
+}
+
+} // namespace epx::emulation
+
 namespace epx::cuda {
 
 inline uint64_t load_acquire_sys(const uint64_t* word) {
-  emulation::pause();
-  return std::atomic_ref(*const_cast<uint64_t*>(word)).load(std::memory_order_acquire);
+  return emulation::poll(word, std::memory_order_acquire);
 }
 
 inline void store_release_sys(uint64_t* word, uint64_t value) {
@@ -23,13 +35,11 @@ inline void store_release_sys(uint64_t* word, uint64_t value) {
 }
 
 inline uint64_t load_relaxed_sys(const uint64_t* word) {
-  emulation::pause();
-  return std::atomic_ref(*const_cast<uint64_t*>(word)).load(std::memory_order_relaxed);
+  return emulation::poll(word, std::memory_order_relaxed);
 }
 
 inline uint32_t load_acquire_sys(const uint32_t* word) {
-  emulation::pause();
-  return std::atomic_ref(*const_cast<uint32_t*>(word)).load(std::memory_order_acquire);
+  return emulation::poll(word, std::memory_order_acquire);
 }
 
 inline void store_release_sys(uint32_t* word, uint32_t value) {
@@ -37,8 +47,7 @@ inline void store_release_sys(uint32_t* word, uint32_t value) {
 }
 
 inline uint32_t load_relaxed_sys(const uint32_t* word) {
-  emulation::pause();
-  return std::atomic_ref(*const_cast<uint32_t*>(word)).load(std::memory_order_relaxed);
+  return emulation::poll(word, std::memory_order_relaxed);
 }
 
 // LL packets need single-copy atomic accesses: aligned vectors of 16 bytes are loaded and stored at once by all x86 processors
@@ -46,14 +55,15 @@ inline uint32_t load_relaxed_sys(const uint32_t* word) {
 template <typename Packet>
 Packet load_packet_relaxed_sys(const Packet* packet) {
   static_assert(alignof(Packet) == sizeof(Packet) && (sizeof(Packet) == 8 || sizeof(Packet) == 16));
-  emulation::pause();
   if constexpr (sizeof(Packet) == 16) {
+    emulation::pause();
     __m128i vector;
     asm volatile("movdqa %1, %0" : "=x"(vector) : "m"(*packet) : "memory");
+    const auto words = std::bit_cast<std::array<uint64_t, 2>>(vector);
+    emulation::observe(packet, words[0] * 0x9e3779b97f4a7c15u ^ words[1]);
     return std::bit_cast<Packet>(vector);
   } else {
-    return std::bit_cast<Packet>(
-        std::atomic_ref(*reinterpret_cast<uint64_t*>(const_cast<Packet*>(packet))).load(std::memory_order_relaxed));
+    return std::bit_cast<Packet>(emulation::poll(reinterpret_cast<const uint64_t*>(packet), std::memory_order_relaxed));
   }
 }
 template <typename Packet>
