@@ -15,7 +15,7 @@ namespace epx::test {
 
 namespace {
 
-constexpr int kRounds = 24;
+constexpr int kRounds = 12;
 constexpr int kTokens = 150;
 constexpr int kTopK = 3;
 constexpr int kHidden = 20;
