@@ -100,6 +100,9 @@
  *   rows there are, so the calling thread waits until the stream has come to the call and the rail peers have made it, too. In a
  *   graph that captures the call, and with fixed_rail_tokens, nobody waits: as many rows travel as there can be. All ranks must
  *   capture a call, or none.
+ * - A rank whose handle memory is not that of the call (EPX_EVENT_HANDLE_MISMATCH) relays nothing: what its rail peers send
+ *   through it is zero on its node, and what would go home through it takes no step in their sums. Beside the rank itself, the
+ *   ranks of its node and its rail peers report it where its handle memory is of another prepare, some of them twice.
  * - prepare_dispatch is prepare and then dispatch there. Rank-major calls need a group of one node.
  */
 #ifndef EPX_EPX_H_
