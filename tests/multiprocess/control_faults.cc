@@ -58,7 +58,7 @@ public:
   pid_t pid_of(int rank) const { return pids_[static_cast<size_t>(rank)]; }
 
   // Makes the second call, which must fail within `limit` because of `culprit`, or of any rank. Returns the report.
-  epx_group_report lose(std::optional<int> culprit, Clock::duration limit) {
+  epx_group_report lose(std::optional<int> culprit, Clock::duration limit, epx_status expected_status = EPX_ERROR_TIMEOUT) {
     const Clock::time_point begin = Clock::now();
     epx_status status = rank_.call(EPX_OP_DISPATCH);
     const auto waited = Clock::now() - begin;
@@ -68,7 +68,7 @@ public:
     check(!is_told_later || std::string(transport()) != "host", "the call has succeeded");
     check(waited < limit, "the call of rank {} ended after {} ms, later than {} ms", context_.rank, waited / 1ms,
           limit / 1ms);
-    ExpectedFailure expected{EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH, culprit, 2};
+    ExpectedFailure expected{expected_status, EPX_OP_DISPATCH, culprit, 2};
     if (is_told_later) expected.sequence.reset();
     const epx_group_report report = check_failed(rank_, status, expected);
     check(report.sequence == 2 || report.sequence == 3, "the failed call is {}", report.sequence);
@@ -97,11 +97,19 @@ void as_rank(const TempDirectory& directory, int rank, const std::function<void(
   epx_bootstrap_free(&bootstrap);
 }
 
+// A test hook of one rank's dispatch, where libepx has such: EPX_TEST_STALLS_IN or EPX_TEST_FAILS_TO_LAUNCH.
+struct Hook {
+  int rank;
+  const char* variable;
+};
+
 // Runs the ranks as processes. Those of `victims` must end by SIGKILL, and the others succeed.
-void run_nodes(const std::vector<int>& victims, int64_t timeout_ms, const std::function<void(NodeRank&)>& fn) {
+void run_nodes(const std::vector<int>& victims, int64_t timeout_ms, const std::function<void(NodeRank&)>& fn,
+               std::optional<Hook> hook = {}) {
   const TempDirectory directory;
   const SharedMemoryWatch shared_memory;
   const std::vector<ProcessResult> results = run_processes(kRanks, kTimeLimit, [&](int rank) {
+    if (hook && rank == hook->rank) ::setenv(hook->variable, std::to_string(EPX_OP_DISPATCH).c_str(), 1);
     as_rank(directory, rank, [&](const RankContext& context) {
       NodeRank node_rank(context, timeout_ms);
       fn(node_rank);
@@ -189,6 +197,36 @@ TEST_CASE("a rank that is late is named by every rank within timeout_ms and two 
       rank.lose(late, rank.number() == late ? kSoon : kGrace + std::chrono::milliseconds(kShortMs));
     });
   }
+}
+
+TEST_CASE("a rank that aborts the group is named by every rank of every node, and by none as dead") {
+  for (const int aborting : {0, 3}) {
+    CAPTURE(aborting);
+    run_nodes({}, kLongMs, [&](NodeRank& rank) {
+      if (rank.number() != aborting) {
+        rank.lose(aborting, kSoon, EPX_ERROR_ABORTED);
+        return;
+      }
+      std::this_thread::sleep_for(500ms); // the others wait for this one
+      check_ok(epx_group_abort(rank.rank().group()), "epx_group_abort");
+      check(rank.rank().call(EPX_OP_DISPATCH) == EPX_ERROR_ABORTED, "a call after epx_group_abort does not fail with it");
+      std::this_thread::sleep_for(1s); // the others do not see its end
+    });
+  }
+}
+
+TEST_CASE("a rank whose kernel hangs in a call is named, though all ranks have come to it" *
+          doctest::skip(std::string(transport()) == "host")) {
+  constexpr int64_t kTimeoutMs = 1'000;
+  const auto limit = std::chrono::milliseconds(3 * kTimeoutMs) + 10s + 2 * kGrace; // kernels wait longer over nodes
+  run_nodes(
+      {}, kTimeoutMs, [&](NodeRank& rank) { rank.lose(1, limit); }, Hook{1, "EPX_TEST_STALLS_IN"});
+}
+
+TEST_CASE("a rank that cannot launch its kernel is named by every rank of every node" *
+          doctest::skip(std::string(transport()) == "host")) {
+  run_nodes(
+      {}, kLongMs, [&](NodeRank& rank) { rank.lose(2, kSoon, EPX_ERROR_SYSTEM); }, Hook{2, "EPX_TEST_FAILS_TO_LAUNCH"});
 }
 
 TEST_CASE("a rank whose connection a forked child keeps open is named by its silence") {

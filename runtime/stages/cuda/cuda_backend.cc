@@ -221,9 +221,11 @@ private:
     const uint64_t sequence = launched_ == RankBoard::kUnknown ? 0 : launched_ + 1;
     const AbortRecord mine{EPX_ERROR_SYSTEM, operation, context_.rank, sequence};
     const AbortRecord verdict = board_->end_group(mine);
+    const CallName call{operation, reader_.name_of_call(sequence)};
+    const int rank = reader_.name_of_rank(context_.rank);
     if (verdict.culprit != mine.culprit || verdict.status != mine.status)
-      status_.fail(abort_failure({operation, sequence}, verdict, context_.rank, 0));
-    status_.fail(launch_failure({operation, sequence}, context_.rank, why));
+      status_.fail(abort_failure(call, reader_.named(verdict), rank, 0));
+    status_.fail(launch_failure(call, rank, why));
   }
 
   void count_launched(uint64_t calls) {

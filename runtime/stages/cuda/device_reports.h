@@ -27,6 +27,9 @@ public:
       : context_(context), record_(record), board_(board), status_(status) {}
 
   void set_names(const NodeNames& names) { names_ = names; }
+  int name_of_rank(int rank) const { return names_.first_rank + rank; }
+  uint64_t name_of_call(uint64_t sequence) const { return names_.group_call ? names_.group_call(sequence) : sequence; }
+  AbortRecord named(AbortRecord abort_record) const;
 
   // Hands new events, and the failure if a kernel or a host has reported one, to the status board. Throws the failure.
   void read();
@@ -37,11 +40,8 @@ private:
   Failure format(const FailureRecord& failure) const;
   Failure format_abort(uint64_t word) const;
   Failure format_abort_record(const FailureRecord& record, CallName call) const;
-  AbortRecord named(AbortRecord abort_record) const;
   bool is_sound_abort_record(uint64_t word) const;
   CulpritKernel kernel_of(int rank, uint64_t sequence) const;
-  int name_of_rank(int rank) const { return names_.first_rank + rank; }
-  uint64_t name_of_call(uint64_t sequence) const { return names_.group_call ? names_.group_call(sequence) : sequence; }
 
   const GroupContext& context_;
   StatusRecord& record_;
