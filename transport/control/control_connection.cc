@@ -4,17 +4,15 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <csignal>
 #include <cstring>
-#include <system_error>
 #include <utility>
 
 #include <poll.h>
-#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "base/background_thread.h"
 #include "base/error.h"
 #include "base/log.h"
 #include "base/names.h"
@@ -113,17 +111,7 @@ void ControlConnection::start() {
   wake_ = FileDescriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake_)
     fail(EPX_ERROR_SYSTEM, "the watchdog of the control connection cannot be started: no eventfd, errno {}", errno);
-  // Signals are for the threads of the program.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    watchdog_ = std::thread([this] { watch(); });
-  } catch (const std::system_error& error) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    fail(EPX_ERROR_SYSTEM, "the watchdog of the control connection cannot be started: {}", error.what());
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  watchdog_ = start_background_thread("the watchdog of the control connection", [this] { watch(); });
 }
 
 std::optional<Verdict> ControlConnection::report_timeout(int missing, epx_operation operation, uint64_t sequence) {

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/background_thread.h"
 #include "base/cuda.h"
 #include "base/error.h"
 #include "base/log.h"
@@ -66,7 +67,7 @@ NcclRails::NcclRails(std::unique_ptr<Communicator> communicator, int rank, int n
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   // The thread exists from the beginning, since a process that fails may not be able to make one.
-  freer_ = std::thread([state = state_, device, timeout] {
+  freer_ = start_background_thread("the thread that ends the rails", [state = state_, device, timeout] {
     log_cuda(cudaSetDevice(device), "cudaSetDevice");
     state->free_when_ended(timeout);
   });

@@ -2,9 +2,12 @@
 #include "runtime/stages/cuda/nodes/nodes_watch.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <future>
 #include <utility>
 
+#include "base/background_thread.h"
 #include "base/cuda_error.h"
 #include "base/log.h"
 #include "base/names.h"
@@ -40,7 +43,13 @@ NodesWatch::NodesWatch(const GroupContext& context, const NodesShape& shape, Nod
       rails_(rails), progress_(progress), control_(std::move(control)) {
   node_.set_names({shape.first_rank(), [this](uint64_t leg) { return call_of_leg(leg); }});
   control_->deliver_to([this](const Verdict& verdict) { end(verdict); });
-  thread_ = std::thread([this] { watch(); });
+  try {
+    thread_ = start_background_thread("the watch of a group of several nodes", [this] { watch(); });
+  } catch (...) {
+    control_.reset();
+    node_.set_names({});
+    throw;
+  }
 }
 
 NodesWatch::~NodesWatch() {

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// Starts the threads that the library has of its own.
+#pragma once
+
+#include <csignal>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include <pthread.h>
+
+#include "base/error.h"
+
+namespace epx {
+
+// The thread takes no signals, which are for the threads of the program. Throws SYSTEM; `what` says in its message whose thread
+// it is.
+template <typename Body>
+std::thread start_background_thread(const char* what, Body&& body) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    std::thread thread(std::forward<Body>(body));
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return thread;
+  } catch (const std::system_error& error) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    fail(EPX_ERROR_SYSTEM, "{} cannot be started: {}", what, error.what());
+  }
+}
+
+} // namespace epx
