@@ -98,6 +98,11 @@ std::unique_ptr<ControlConnection> make_control(const GroupContext& context, Exc
   return nullptr;
 }
 
+// Makes the exchange by which groups of several nodes open their rails' buffers, in a group of one node of the same bootstrap.
+void stand_by_for_rails(Exchange& exchange) {
+  exchange.all_gather([] { return int32_t{0}; });
+}
+
 struct TransportChoice {
   epx_transport transport; // never AUTO
   std::string why;
@@ -233,6 +238,8 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
   if (!all_have_one_node) control = make_control(context, exchange);
   std::unique_ptr<Group> group(new Group(context));
   group->backend_ = make_backend(group->context_, config, std::move(control), exchange);
+  if (!all_have_one_node && context.transport == EPX_TRANSPORT_NCCL && context.shape.num_nodes() == 1)
+    stand_by_for_rails(exchange);
   log::group().info(
       "group {:016x}: rank {} of {}, {} ranks per node, transport {} ({}), window {} bytes, receive capacity {} rows",
       context.group_id, context.rank, context.shape.num_ranks, context.shape.ranks_per_node, name_of(context.transport),

@@ -90,16 +90,17 @@
  *
  * ## Several nodes
  *
- * - A node is a set of ranks whose GPUs reach each other over NVLink. A group of several has windows inside each node, and rails
- *   between them: rank i of a node exchanges rows with rank i of each other node through NCCL, over the network that NCCL finds.
- *   A token crosses to each node once, whatever number of its experts live there; the rank that gets it, its relay, passes it on
- *   inside the node. Ranks of a node follow each other in rank order, and nodes have the same number of ranks.
+ * - A node is a set of ranks whose GPUs reach each other over NVLink. A group of several has windows inside each node, and
+ *   rails between them: rank i of a node exchanges rows with rank i of each other node through NCCL, over the network that
+ *   NCCL finds. A token crosses to each node once, whatever number of its experts live there; the rank that gets it, its
+ *   relay, passes it on inside the node. Ranks of a node follow each other in rank order, and nodes have the same number of
+ *   ranks.
  * - The calls are the same, and so are slots and bits: of EPX_COMBINE_EXACT and EPX_COMBINE_WIRE those of one node. Rows come
  *   home one for each (token, node) with EPX_COMBINE_NODE, (token, rank) with WIRE, and route with EXACT.
- * - dispatch, combine and their backward make several kernels of a call. Outside of a graph they first learn on the host how many
- *   rows there are, so the calling thread waits until the stream has come to the call and the rail peers have made it, too. In a
- *   graph that captures the call, and with fixed_rail_tokens, nobody waits: as many rows travel as there can be. All ranks must
- *   capture a call, or none.
+ * - dispatch, combine and their backward make several kernels of a call. Outside of a graph they first learn on the host how
+ *   many rows there are, so the calling thread waits until the stream has come to the call and the rail peers have made it,
+ *   too. In a graph that captures the call, and with fixed_rail_tokens, nobody waits: as many rows travel as there can be. All
+ *   ranks must capture a call, or none.
  * - A rank whose handle memory is not that of the call (EPX_EVENT_HANDLE_MISMATCH) relays nothing: what its rail peers send
  *   through it is zero on its node, and what would go home through it takes no step in their sums. Beside the rank itself, the
  *   ranks of its node and its rail peers report it where its handle memory is of another prepare, some of them twice.
@@ -537,9 +538,9 @@ typedef struct epx_layer {
 } epx_layer;
 
 /** Bytes of handle memory, the routing state of one layer in flight; at most 16 * (max_tokens_per_rank * K + R) + 8 * P * E +
- * 64 KiB, and where R is below its default up to 4 * P * (max_tokens_per_rank + 128 * K) more. In a group of N > 1 nodes on GPUs
- * at most 12 * (N + 1) * T' * K + (4 * P + 16 * N) * T' + 12 * R + 8 * P * E + 64 KiB, where T' is max_tokens_per_rank, above 1024
- * rounded up to a multiple of that. Local. The caller allocates it
+ * 64 KiB, and where R is below its default up to 4 * P * (max_tokens_per_rank + 128 * K) more. In a group of N > 1 nodes on
+ * GPUs at most 12 * (N + 1) * T' * K + (4 * P + 16 * N) * T' + 12 * R + 8 * P * E + 64 KiB, where T' is max_tokens_per_rank,
+ * above 1024 rounded up to a multiple of that. Local. The caller allocates it
  * where the tokens live, aligned to 16 bytes. epx_prepare or epx_dispatch_rank_major fills it in; then it is read-only for any
  * number of later calls in any order, also from a copy of its bytes, as long as the group lives; nobody writes to it while a
  * call runs. It needs no freeing beyond the caller's own. Errors: INVALID_ARGUMENT.

@@ -321,6 +321,7 @@ void ResidentLayer::dispatch_rank_major_bwd() {
 }
 
 void ResidentLayer::rank_major() {
+  if (layer_.rank_major == RankMajorRows::absent) return;
   dispatch_rank_major();
   if (sums_rank_major()) combine_rank_major();
   combine_rank_major_bwd();
@@ -403,6 +404,7 @@ void ResidentLayer::check_forward(const Workload& work) const {
 }
 
 void ResidentLayer::check_rank_major(const Workload& work) const {
+  if (layer_.rank_major == RankMajorRows::absent) return;
   const auto rank = static_cast<size_t>(rank_);
   const RankMajorData& data = work.rank_major.value();
   std::vector<int64_t> experts = data.dispatch.recv_topk_idx[rank];

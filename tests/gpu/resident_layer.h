@@ -43,7 +43,7 @@ public:
   void combine_rank_major();
   void combine_rank_major_bwd();
   void dispatch_rank_major_bwd();
-  void rank_major(); // these four; in precision exact the first and the third
+  void rank_major(); // these four, if the layer makes them; in precision exact the first and the third
 
   // ---- For runs without a check on the host; all are asynchronous but snapshot() ----
 

@@ -28,7 +28,7 @@ inline LayerCase small_layer(int top_k, int alignment, RoutingStyle routing) {
   layer.routing = routing;
   layer.percent_masked = 5;
   layer.rows = RecvRows::capacity;
-  layer.rank_major = RankMajorRows::max_tokens;
+  if (ranks_per_node(GroupCase{}) == 0) layer.rank_major = RankMajorRows::max_tokens; // over nodes it is refused
   layer.hidden = layer.combine_hidden = 264;
   layer.dtype = layer.combine_dtype = EPX_BFLOAT16;
   return layer;

@@ -161,6 +161,7 @@ epx_group_config make_config(const GroupCase& group) {
   config.num_comm_sms = group.num_comm_sms;
   config.timeout_ms = group.timeout_ms;
   config.ranks_per_node = ranks_per_node(group);
+  config.fixed_rail_tokens = group.fixed_rail_tokens;
   return config;
 }
 

@@ -25,6 +25,7 @@ struct GroupCase {
   epx_transport transport = EPX_TRANSPORT_HOST;
   int num_comm_sms = 0;   // 0: all
   int ranks_per_node = 0; // 0: as the ranks were launched (epx_test_launch --ranks-per-node), else one node
+  int fixed_rail_tokens = 0;
   int64_t timeout_ms = 60'000;
 };
 

@@ -18,6 +18,7 @@
 #include "runtime/stages/cuda/nodes/nodes_watch.h"
 #include "runtime/stages/cuda/nodes/rail_buffers.h"
 #include "transport/node_exchange.h"
+#include "transport/rails_exchange.h"
 
 namespace epx::cuda {
 namespace {
@@ -31,6 +32,28 @@ GroupContext make_node_context(const GroupContext& group, const NodesShape& shap
   node.forwards_staged_rows = shape.group.precision != EPX_COMBINE_NODE;
   return node;
 }
+
+// The transport of this rank's node in a group of several: what its ranks agree on later on, all ranks of the group do.
+class NodeTransport final : public Transport {
+public:
+  NodeTransport(std::unique_ptr<Transport> node, Rails& rails, const GroupContext& group)
+      : node_(std::move(node)), all_(rails, group.rank, group.shape.num_ranks, std::chrono::milliseconds(group.timeout_ms)),
+        exchange_(all_, group.rank, group.shape.ranks_per_node) {}
+
+  WindowAccess window_access() const override { return node_->window_access(); }
+  Exchange* exchange() override { return &exchange_; }
+  std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {
+    return node_->open_window(bytes, exchange);
+  }
+  std::unique_ptr<Window> adopt_window(std::byte* memory, int64_t bytes, Exchange& exchange) override {
+    return node_->adopt_window(memory, bytes, exchange);
+  }
+
+private:
+  std::unique_ptr<Transport> node_;
+  RailsExchange all_;
+  NodeExchange exchange_;
+};
 
 // How many rows each transfer of a movement has. Tokens travel home to relay in a scatter, and rows relay to home in a gather.
 class RailSizes {
@@ -158,26 +181,26 @@ private:
   }
   void dispatch(const DispatchCall& call) override {
     make_call(call.operation, call.stream,
-              [&](cudaStream_t stream, bool is_captured) { scatter(call, stream, is_captured); });
+              [&](cudaStream_t stream, bool has_fixed_sizes) { scatter(call, stream, has_fixed_sizes); });
   }
   void prepare_dispatch(const PrepareDispatchCall& call) override {
-    make_call(EPX_OP_PREPARE_DISPATCH, call.prepare.stream, [&](cudaStream_t stream, bool is_captured) {
+    make_call(EPX_OP_PREPARE_DISPATCH, call.prepare.stream, [&](cudaStream_t stream, bool has_fixed_sizes) {
       make_plan(call.prepare, EPX_OP_PREPARE_DISPATCH, stream);
-      scatter(call.dispatch, stream, is_captured);
+      scatter(call.dispatch, stream, has_fixed_sizes);
     });
   }
   void combine(const CombineCall& call) override {
-    make_call(call.operation, call.stream, [&](cudaStream_t stream, bool is_captured) {
-      gather(call, call.expert_out, call.recv_weights, call.out, nullptr, stream, is_captured);
+    make_call(call.operation, call.stream, [&](cudaStream_t stream, bool has_fixed_sizes) {
+      gather(call, call.expert_out, call.recv_weights, call.out, nullptr, stream, has_fixed_sizes);
     });
   }
   void combine_bwd(const CombineBwdCall& call) override {
     make_call(call.operation, call.stream,
-              [&](cudaStream_t stream, bool is_captured) { scatter(call, stream, is_captured); });
+              [&](cudaStream_t stream, bool has_fixed_sizes) { scatter(call, stream, has_fixed_sizes); });
   }
   void dispatch_bwd(const DispatchBwdCall& call) override {
-    make_call(call.operation, call.stream, [&](cudaStream_t stream, bool is_captured) {
-      gather(call, call.grad_recv, nullptr, call.grad_tokens, call.grad_topk_weights, stream, is_captured);
+    make_call(call.operation, call.stream, [&](cudaStream_t stream, bool has_fixed_sizes) {
+      gather(call, call.grad_recv, nullptr, call.grad_tokens, call.grad_topk_weights, stream, has_fixed_sizes);
     });
   }
   void dispatch_rank_major(const DispatchRankMajorCall&) override {
@@ -199,7 +222,7 @@ private:
       order_.refuse_beside_capture(name_of(operation), "the group's", capture); // the call can be made again
     try {
       check_cuda(launch_begin_call(nodes_, operation, stream), name_of(operation));
-      body(stream, capture == Capture::active);
+      body(stream, capture == Capture::active || shape_.group.fixed_rail_tokens > 0);
       check_cuda(launch_end_call(nodes_, stream), name_of(operation));
     } catch (const StatusError& error) {
       watch_->end_call(operation, error);
@@ -487,7 +510,8 @@ std::unique_ptr<Backend> make_nodes_backend(const GroupContext& context, int num
   const NodesShape shape = make_nodes_shape(context.shape, context.rank);
   NodeExchange of_node(exchange, context.rank, context.shape.ranks_per_node);
   auto node_context = std::make_unique<GroupContext>(make_node_context(context, shape));
-  std::unique_ptr<NodeBackend> node = make_backend(*node_context, num_comm_sms, std::move(transport.node), of_node);
+  auto node_transport = std::make_unique<NodeTransport>(std::move(transport.node), *transport.rails, context);
+  std::unique_ptr<NodeBackend> node = make_backend(*node_context, num_comm_sms, std::move(node_transport), of_node);
   std::unique_ptr<Backend> backend;
   exchange.all_gather([&] {
     for (const auto& kernels : {nodes_prepare_kernels(), nodes_row_kernels(), nodes_call_kernels()})
