@@ -41,7 +41,7 @@ Event RecordReader::format(const EventRecord& event) const {
   const auto& v = event.values;
   switch (event.kind) {
   case EPX_EVENT_BAD_INDEX:
-    return bad_index_event(call, v[0], v[1], v[2], v[3], context_.shape.num_experts);
+    return bad_index_event(call, v[0], v[1], v[2], v[3], group().shape.num_experts);
   case EPX_EVENT_OVERFLOW:
     return overflow_event(call, {v[0], v[1], v[2]}, name_of_rank(context_.rank), context_.shape.max_recv_tokens);
   case EPX_EVENT_TOO_FEW_ROWS:
@@ -53,8 +53,9 @@ Event RecordReader::format(const EventRecord& event) const {
     const int rank = v[0] != 0 ? static_cast<int>(v[3]) : name_of_rank(static_cast<int>(v[3]));
     return plan_mismatch_event(call, event.header.plan_id, static_cast<uint64_t>(v[4]), rank);
   }
-  const HandleUse use{static_cast<int32_t>(v[0]), static_cast<int32_t>(v[1]), v[2], v[4]};
-  const std::string why = why_unusable(event.header, use, context_);
+  const int64_t num_tokens = names_.num_tokens ? names_.num_tokens(event.sequence) : v[2];
+  const HandleUse use{static_cast<int32_t>(v[0]), static_cast<int32_t>(v[1]), num_tokens, v[4]};
+  const std::string why = why_unusable(event.header, use, group());
   return unusable_handle_event(call, why.empty() ? why_body_unusable() : why);
 }
 

@@ -18,6 +18,9 @@ namespace epx::cuda {
 struct NodeNames {
   int first_rank = 0;                           // of the node, in the group
   std::function<uint64_t(uint64_t)> group_call; // from the sequence number of a node's call; none: the same
+  // T of that call of the group; none: of the node's call. A leg has the tokens of one chunk.
+  std::function<int64_t(uint64_t)> num_tokens;
+  const GroupContext* group = nullptr; // to which indices and handle memory belong; NULL: the reader's
 };
 
 // Formats the events and the failure, each once.
@@ -42,6 +45,7 @@ private:
   Failure format_abort_record(const FailureRecord& record, CallName call) const;
   bool is_sound_abort_record(uint64_t word) const;
   CulpritKernel kernel_of(int rank, uint64_t sequence) const;
+  const GroupContext& group() const { return names_.group != nullptr ? *names_.group : context_; }
 
   const GroupContext& context_;
   StatusRecord& record_;

@@ -5,7 +5,8 @@
 //   kernel          what its threads do
 //   begin_call      one counts the call and publishes that it has begun
 //   end_call        one publishes that the call has ended
-//   post_records    thread 0 checks the header of the handle memory; then each writes the record for one node at a time
+//   post_records    thread 0 checks the header of the handle memory and publishes T; then each writes the record for one node
+//                   at a time
 //   open_legs       each writes the header of one leg at a time; thread 0 reports a rail peer that has another plan
 #include "base/device/launch.h"
 #include "base/device/memory_order.cuh"
@@ -75,6 +76,7 @@ __global__ void __launch_bounds__(kThreads)
     HandleHeader header = *reinterpret_cast<const HandleHeader*>(params.call.checked_header);
     if (!is_usable(params, header)) header.magic = 0;
     nodes.state->header = header;
+    nodes.progress->tokens[nodes.state->sequence % NodesProgress::kCalls] = params.call.num_tokens;
   }
   __syncthreads();
   const NodesHandleReader plan(params.call.handle_mem, layout, nodes.shape);

@@ -54,6 +54,7 @@ struct NodesProgress {
   uint64_t ended;             // the last call of the group that has ended
   int32_t operation;          // of the call that has begun last
   uint64_t first_leg[kCalls]; // by sequence % kCalls: the node's sequence number of the call's first leg
+  uint64_t tokens[kCalls];    // by sequence % kCalls: T of a call that moves rows
 };
 
 struct NodesDevice {

@@ -41,7 +41,8 @@ NodesWatch::NodesWatch(const GroupContext& context, const NodesShape& shape, Nod
                        std::unique_ptr<ControlConnection> control, const NodesProgress& progress)
     : context_(context), rail_peer_((context.rank + shape.ranks_per_node()) % context.shape.num_ranks), node_(node),
       rails_(rails), progress_(progress), control_(std::move(control)) {
-  node_.set_names({shape.first_rank(), [this](uint64_t leg) { return call_of_leg(leg); }});
+  node_.set_names({shape.first_rank(), [this](uint64_t leg) { return call_of_leg(leg); },
+                   [this](uint64_t leg) { return tokens_of_leg(leg); }, &context_});
   control_->deliver_to([this](const Verdict& verdict) { end(verdict); });
   try {
     thread_ = start_background_thread("the watch of a group of several nodes", [this] { watch(); });
@@ -129,6 +130,11 @@ uint64_t NodesWatch::call_of_leg(uint64_t leg) const {
   while (call > oldest && load(progress_.first_leg[call % NodesProgress::kCalls]) > leg)
     --call;
   return call;
+}
+
+// Returns T of that call.
+int64_t NodesWatch::tokens_of_leg(uint64_t leg) const {
+  return static_cast<int64_t>(load(progress_.tokens[call_of_leg(leg) % NodesProgress::kCalls]));
 }
 
 void NodesWatch::tell(const Failure& failure) {

@@ -73,6 +73,7 @@ private:
   [[noreturn]] void fail_with_node(const Failure& failure, epx_operation operation);
   void tell(const Failure& failure);
   uint64_t call_of_leg(uint64_t leg) const;
+  int64_t tokens_of_leg(uint64_t leg) const;
   CallName call_in_progress() const;
   CallName call_or_next(epx_operation next) const;
 
