@@ -11,6 +11,7 @@
 #include "base/host_device.h"
 #include "runtime/group_context.h"
 #include "runtime/layout/handle_memory.h"
+#include "runtime/layout/nodes_handle.h"
 #include "runtime/layout/slots.h"
 
 namespace epx {
@@ -50,6 +51,30 @@ constexpr std::array<BodySection, 6> body_sections(const HandleHeader& header, c
             context.layout.ll_tokens * header.top_k}}};
 }
 
+// The same of a group of several nodes on GPUs: all that its prepare writes.
+constexpr std::array<BodySection, 12> body_sections(const HandleHeader& header, const NodesHandleLayout& layout,
+                                                    const NodesShape& shape) {
+  constexpr auto kWord = static_cast<int64_t>(sizeof(uint32_t));
+  constexpr int64_t kRouteWords = sizeof(Route) / sizeof(uint32_t);
+  constexpr int64_t kRecordWords = sizeof(SlotRecord) / sizeof(uint32_t);
+  const ExpertBlocks experts{shape.group.num_experts, shape.group.num_ranks};
+  const int64_t zones = experts.num_local_experts(shape.rank);
+  const int64_t nodes = shape.num_nodes();
+  const int64_t tokens = shape.padded_tokens();
+  return {{{layout.home_routes / kWord, 1, header.num_tokens * header.top_k * kRouteWords, 0},
+           {layout.sent_tokens / kWord, 1, nodes * tokens, 0},
+           {layout.positions / kWord, 1, nodes * tokens, 0},
+           {layout.token_counts / kWord, 1, 2 * nodes, 0},
+           {layout.home_back_rows / kWord, 1, nodes * (tokens + 1), 0},
+           {layout.relay_back_rows / kWord, 1, nodes * (tokens + 1), 0},
+           {layout.zone_begin / kWord, 1, zones + 1, 0},
+           {layout.zone_rows / kWord, 1, zones, 0},
+           {layout.no_zones / kWord, 1, zones + 1, 0},
+           {layout.slot_records / kWord, 1, header.rows_in_use * kRecordWords, 0},
+           {layout.leg_routes / kWord, 1, nodes * tokens * header.top_k * kRouteWords, 0},
+           {layout.leg_first_slots / kWord, 1, nodes * tokens * shape.ranks_per_node(), 0}}};
+}
+
 // Returns what one word adds to the sum. Each step is a bijection, so that each pair of index and word has a value of its own:
 // the sum always changes when one word does.
 constexpr uint64_t summand(int64_t index, uint32_t word) {
@@ -59,12 +84,13 @@ constexpr uint64_t summand(int64_t index, uint32_t word) {
   return x ^ x >> 31;
 }
 
-// Returns the partial sum of thread `thread` of `threads`; the checksum is the sum of all threads' values.
-EPX_HOST_DEVICE inline uint64_t body_checksum(const std::byte* handle_mem, const HandleHeader& header,
-                                              const HandleLayout& layout, const GroupContext& context, int64_t thread = 0,
-                                              int64_t threads = 1) {
+// Returns the partial sum of thread `thread` of `threads`; the checksum is the sum of all threads' values. `group` is what
+// body_sections takes.
+template <typename Layout, typename Group>
+EPX_HOST_DEVICE inline uint64_t body_checksum(const std::byte* handle_mem, const HandleHeader& header, const Layout& layout,
+                                              const Group& group, int64_t thread = 0, int64_t threads = 1) {
   uint64_t sum = 0;
-  for (const BodySection& section : body_sections(header, layout, context))
+  for (const BodySection& section : body_sections(header, layout, group))
     for (int64_t row = 0; row < section.rows; ++row)
       for (int64_t i = thread; i < section.words; i += threads) {
         const int64_t index = section.first + row * section.stride + i;

@@ -30,6 +30,7 @@ constexpr int kMaxAlignment = 4;
 constexpr int kMaxSidecarBytes = 8;
 constexpr int64_t kDamagesPerLayer = 25;
 constexpr int64_t kLayersPerGroup = 20;
+constexpr size_t kHeaderBytes = 72; // they tell what the handle memory belongs to; damage there is always found
 constexpr size_t kTensorGuardBytes = 128;
 constexpr std::byte kGuard{0x5c};
 constexpr epx_dtype kDtype = EPX_BFLOAT16;
@@ -50,6 +51,17 @@ void allow([[maybe_unused]] const std::byte* from, [[maybe_unused]] size_t bytes
 #endif
 }
 
+// Groups of several nodes have one more precision, and are made more often so that few damages see all.
+int64_t damages_per_group(bool is_over_nodes) {
+  return kDamagesPerLayer * (is_over_nodes ? 2 : kLayersPerGroup);
+}
+
+bool is_over_nodes(const RankContext& context) {
+  GroupCase group;
+  group.num_ranks = context.num_ranks;
+  return num_nodes(group) > 1;
+}
+
 // Returns the same group on all ranks for the same number.
 GroupCase group_case(const RankContext& context, const DamageOptions& options, int64_t number) {
   Rng rng(mix(options.seed, mix(0x6709, static_cast<uint64_t>(number))));
@@ -64,6 +76,7 @@ GroupCase group_case(const RankContext& context, const DamageOptions& options, i
   group.max_recv_rows = rng.chance(50) ? 0 : 4 * kMaxAlignment; // 0: staged by token; else by slot, where P is not 1
   group.max_dtype = kDtype;
   group.precision = number % 2 == 0 ? EPX_COMBINE_WIRE : EPX_COMBINE_EXACT;
+  if (is_over_nodes(context) && number % 3 == 2) group.precision = EPX_COMBINE_NODE;
   group.overflow = EPX_OVERFLOW_DROP;
   group.num_comm_sms = number % 4 < 2 ? 0 : 4; // 0: kernels begin before the one before them has ended
   group.timeout_ms = options.timeout_ms;
@@ -170,6 +183,7 @@ private:
   int64_t rows_per_source_ = -1; // M of a rank-major layer
   std::array<Place, kNumTensors> places_{};
   std::vector<std::byte> image_; // the expected contents of the memory, except the outputs
+  std::string message_;          // of the last call's report
   std::vector<std::byte> seen_;  // the contents of the memory when it was last read
   std::vector<std::byte> good_handle_;
   std::vector<size_t> used_words_; // the words of the handle memory that prepare has written
@@ -189,7 +203,7 @@ DamagedLayer::DamagedLayer(GroupRun& group, std::byte* memory, uint64_t seed, in
   Rng mine(mix(seed, mix(static_cast<uint64_t>(group.rank()), static_cast<uint64_t>(number))));
   num_tokens_ = mine.chance(70) ? kMaxTokens : mine.below(kMaxTokens);
   const int64_t capacity = group.info().max_recv_tokens_per_rank;
-  if (group.shape().precision == EPX_COMBINE_WIRE && same_everywhere.chance(40)) {
+  if (group.shape().precision == EPX_COMBINE_WIRE && num_nodes(group.shape()) == 1 && same_everywhere.chance(40)) {
     const int64_t staging = capacity / (int64_t{group.shape().num_ranks} * layer_.top_k);
     rows_per_source_ = std::min<int64_t>(same_everywhere.pick({1, 4, kMaxTokens, kMaxTokens + 2}),
                                          staging >= kMaxTokens ? kMaxTokens + 2 : staging);
@@ -330,6 +344,7 @@ void DamagedLayer::finish(epx_status status) {
   device_.finish();
   const epx_group_report report = group_.view().status();
   ++counts_.calls;
+  message_ = report.message;
   counts_.reported += static_cast<int64_t>(report.event_counts[EPX_EVENT_HANDLE_MISMATCH]);
   if (status == EPX_SUCCESS && report.status == EPX_SUCCESS) return;
   const std::string message = report.message;
@@ -436,9 +451,8 @@ void DamagedLayer::draw_damage(Rng& rng, bool hard) {
   std::copy(good_handle_.begin(), good_handle_.end(), handle.begin());
   const auto any_word = [&]() -> size_t {
     if (rng.chance(5)) return static_cast<size_t>(rng.below(static_cast<int64_t>(handle.size() / 4))) * 4;
-    // The first 72 bytes tell what the handle memory belongs to; damage there is always found.
     const auto body =
-        static_cast<size_t>(std::lower_bound(used_words_.begin(), used_words_.end(), 72) - used_words_.begin());
+        static_cast<size_t>(std::lower_bound(used_words_.begin(), used_words_.end(), kHeaderBytes) - used_words_.begin());
     const size_t first = rng.chance(97) ? body : 0;
     return used_words_[first + static_cast<size_t>(rng.below(static_cast<int64_t>(used_words_.size() - first)))];
   };
@@ -487,6 +501,9 @@ void DamagedLayer::move_checked(int movement) {
   check_memory();
   check_equal(counts_.reported - reported_before, int64_t{is_damaged ? 1 : 0}, "damages reported");
   if (!is_damaged) return;
+  if (std::memcmp(handle.data(), good_handle_.data(), kHeaderBytes) == 0)
+    check(message_.find("what is behind its header is not what prepare stored there") != std::string::npos,
+          "damage behind the header is reported as: {}", message_);
   for (size_t tensor = kFirstOutput; tensor < kNumTensors; ++tensor)
     check(std::memcmp(&before[places_[tensor].offset], &seen_[places_[tensor].offset], places_[tensor].bytes) == 0,
           "tensor {} has changed in a call that found the handle memory damaged", tensor);
@@ -592,9 +609,9 @@ void run_layer(const RankContext& context, const DamageOptions& options, Damaged
 
 // Makes calls until the group ends, or the last damage has been done. Returns the number of the next damage.
 int64_t run_group(const RankContext& context, const DamageOptions& options, int64_t number, DamageCounts& counts) {
-  constexpr int64_t kPerGroup = kDamagesPerLayer * kLayersPerGroup;
-  const int64_t end = std::min(options.first + options.count, (number / kPerGroup + 1) * kPerGroup);
-  DamagedGroup damaged(context, options, number / kPerGroup);
+  const int64_t per_group = damages_per_group(is_over_nodes(context));
+  const int64_t end = std::min(options.first + options.count, (number / per_group + 1) * per_group);
+  DamagedGroup damaged(context, options, number / per_group);
   const int64_t begin = number;
   int64_t begin_of_layer = number;
   try {

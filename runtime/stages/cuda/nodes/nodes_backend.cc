@@ -28,7 +28,7 @@ GroupContext make_node_context(const GroupContext& group, const NodesShape& shap
   node.shape = shape.node;
   node.rank = shape.index_in_node();
   node.timeout_ms = node_timeout_ms(group.timeout_ms);
-  node.checks_handle_mem = false; // which is not the node's
+  node.checks_handle_mem = false; // which is the group's; see make_plan and open_legs
   node.forwards_staged_rows = shape.group.precision != EPX_COMBINE_NODE;
   return node;
 }
@@ -261,6 +261,7 @@ private:
     };
     for_each_chunk([&](int chunk) { deliver(shape_.own_node, chunk); });
     for_each_chunk([&](int chunk) { for_each_other_node([&](int node) { deliver(node, chunk); }); });
+    if (context_.checks_handle_mem) check_cuda(launch_seal(nodes_, call.top_k, call.handle_mem, stream), "prepare");
   }
 
   // All rail peers have so many words for each other.
@@ -281,7 +282,12 @@ private:
   // exact, the host waits for the peers' here.
   RailSizes open_legs(const MovementCall& call, cudaStream_t stream, bool has_fixed_sizes) {
     const char* const name = name_of(call.operation);
-    check_cuda(launch_post_records(nodes_, call, stream), name);
+    MovementCall posted = call;
+    if (context_.checks_handle_mem) {
+      check_cuda(launch_check(nodes_, call, stream), "the check of the handle memory");
+      posted.checked_header = reinterpret_cast<const std::byte*>(&nodes_.state->header);
+    }
+    check_cuda(launch_post_records(nodes_, posted, stream), name);
     exchange_words(nodes_.sent_records, nodes_.received_records, record_words(shape_), stream);
     check_cuda(launch_open_legs(node_->device_group(), nodes_, call, has_fixed_sizes, stream), name);
     if (has_fixed_sizes) return {shape_, call.top_k};

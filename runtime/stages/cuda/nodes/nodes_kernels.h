@@ -43,7 +43,8 @@ struct RailArea {
 
 struct NodesState {
   uint64_t sequence; // number of the group's last call that has begun, replays included
-  // The header of the call's handle memory; its magic is 0 when this rank takes part without routes.
+  // The header of the call's handle memory; its magic is 0 when this rank takes part without routes. launch_check leaves its
+  // copy here, too, from which launch_post_records takes it.
   HandleHeader header;
 };
 
@@ -53,8 +54,8 @@ struct NodesProgress {
   uint64_t begun;             // NodesState::sequence
   uint64_t ended;             // the last call of the group that has ended
   int32_t operation;          // of the call that has begun last
-  uint64_t first_leg[kCalls]; // by sequence % kCalls: the node's sequence number of the call's first leg
   uint64_t tokens[kCalls];    // by sequence % kCalls: T of a call that moves rows
+  uint64_t first_leg[kCalls]; // by sequence % kCalls: the node's sequence number of the call's first leg
 };
 
 struct NodesDevice {
@@ -114,9 +115,14 @@ cudaError_t launch_deliver_leg(const DeviceGroup& group, const NodesDevice& node
 
 // Begins a call of the group: counts it, and publishes that it has begun.
 cudaError_t launch_begin_call(const NodesDevice& nodes, epx_operation operation, cudaStream_t stream);
+// EPX_CHECK_HANDLE_MEM, as in kernels.h: launch_seal comes behind the last leg of prepare, and launch_check before
+// launch_post_records. They are in checksum.cu.
+cudaError_t launch_seal(const NodesDevice& nodes, int top_k, std::byte* handle_mem, cudaStream_t stream);
+cudaError_t launch_check(const NodesDevice& nodes, const MovementCall& call, cudaStream_t stream);
 // Publishes that the call has ended.
 cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream);
-// Checks the header of the handle memory for this call, and writes the records that go to the rail peers.
+// Checks the header of the handle memory for this call (MovementCall::checked_header), and writes the records that go to the
+// rail peers.
 cudaError_t launch_post_records(const NodesDevice& nodes, const MovementCall& call, cudaStream_t stream);
 // Writes the headers of the legs from the records that have come (NodesRecords::leg_tokens), and reports a rail peer that has
 // another plan. Where this rank takes part without routes, each leg has a header with magic 0. `group` is that of the legs.
