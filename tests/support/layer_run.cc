@@ -146,8 +146,12 @@ LayerRun::LayerRun(GroupRun& group, const LayerCase& layer, Placement placement,
       rng_(mix(seed, 0x1a7e4 + static_cast<uint64_t>(group.rank()))) {
   const size_t bytes = group_.view().handle_mem_size(epx_layer_);
   const GroupCase& shape = group_.shape();
-  const int64_t limit = 16 * (static_cast<int64_t>(shape.max_tokens) * layer.top_k + recv_capacity(shape)) +
-                        8 * static_cast<int64_t>(shape.num_ranks) * shape.num_experts + 64 * 1024;
+  const int64_t nodes = num_nodes(shape), rest = int64_t{8} * shape.num_ranks * shape.num_experts + 64 * 1024;
+  const int64_t chunk = std::min<int64_t>(shape.max_tokens, 1024), padded = (shape.max_tokens + chunk - 1) / chunk * chunk;
+  const bool has_legs = nodes > 1 && group.device().transport() != EPX_TRANSPORT_HOST;
+  const int64_t limit = has_legs ? 12 * (nodes + 1) * padded * layer.top_k + (4 * shape.num_ranks + 16 * nodes) * padded +
+                                       12 * recv_capacity(shape) + rest
+                                 : 16 * (int64_t{shape.max_tokens} * layer.top_k + recv_capacity(shape)) + rest;
   check(bytes > 0 && static_cast<int64_t>(bytes) <= limit, "handle memory takes {} bytes; at most {} are allowed", bytes,
         limit);
   handle_.resize(bytes);
