@@ -173,6 +173,9 @@ fi
 # Line numbers without the rest of the debug information, and several files in one translation unit, take less time to compile;
 # that each file compiles alone, the plain build shows. Kernels have compute-sanitizer, on machines with GPUs.
 sanitizer_options=(--buildtype=plain -Dcuda=disabled -Dunity=on -Dunity_size=6 -Dc_args=-g1 -Dcpp_args=-g1 -Db_lundef=false)
+# Without a GPU nothing runs the kernels of tests/gpu, so they are compiled as far as PTX; the emulation runs the same source.
+plain_options=(--buildtype=release -Dwerror=true -Dtest_kernels=sass)
+nvidia-smi -L >/dev/null 2>&1 || plain_options[2]=-Dtest_kernels=ptx
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
 export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1
 export ASAN_OPTIONS=abort_on_error=1:detect_stack_use_after_return=1
@@ -187,7 +190,7 @@ finish() {
 }
 
 if [[ $quick == yes ]]; then
-  build build all_targets --buildtype=release -Dwerror=true
+  build build all_targets "${plain_options[@]}"
   check_format
   if was_built build; then
     run_tests build testlog-quick 1 --no-suite mpi --no-suite timing --no-suite long
@@ -208,7 +211,7 @@ compile_rest() {
   check clang-tidy tidy_is_quiet
 }
 
-build build all_targets --buildtype=release -Dwerror=true
+build build all_targets "${plain_options[@]}"
 start_lane compile_rest
 if was_built build; then
   run_tests build testlog 1 --no-suite timing
