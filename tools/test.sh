@@ -172,7 +172,7 @@ if setarch "$(uname -m)" -R true 2>/dev/null; then
 fi
 # Line numbers without the rest of the debug information, and several files in one translation unit, take less time to compile;
 # that each file compiles alone, the plain build shows. Kernels have compute-sanitizer, on machines with GPUs.
-sanitizer_options=(--buildtype=plain -Dcuda=disabled -Dunity=on -Dunity_size=6 -Dc_args=-g1 -Dcpp_args=-g1 -Db_lundef=false)
+sanitizer_options=(--buildtype=plain -Dcuda=disabled -Dunity=on -Dunity_size=12 -Dc_args=-g1 -Dcpp_args=-g1 -Db_lundef=false)
 # Without a GPU nothing runs the kernels of tests/gpu, so they are compiled as far as PTX; the emulation runs the same source.
 plain_options=(--buildtype=release -Dwerror=true -Dtest_kernels=sass)
 nvidia-smi -L >/dev/null 2>&1 || plain_options[2]=-Dtest_kernels=ptx
