@@ -6,14 +6,8 @@
 
 #include <fmt/format.h>
 
-#include "tools/ep_bench/errors.h"
-
 namespace epx::bench {
 namespace {
-
-void check_nccl(ncclResult_t result, const char* call) {
-  if (result != ncclSuccess) throw RuntimeError(fmt::format("{}: {}", call, ncclGetErrorString(result)));
-}
 
 std::string cuda_version(int number) {
   return fmt::format("{}.{}", number / 1000, number % 1000 / 10);
@@ -32,16 +26,8 @@ std::map<std::string, std::string> loaded_libraries() {
 }
 
 NcclRowExchange::NcclRowExchange(const Peers& peers, Gpu& gpu, int32_t num_experts, int64_t max_rows)
-    : gpu_(gpu), counts_(static_cast<size_t>(peers.num_ranks()) * num_experts) {
-  ncclUniqueId id{};
+    : gpu_(gpu), comm_(make_nccl_comm(peers)), counts_(static_cast<size_t>(peers.num_ranks()) * num_experts) {
   peers.together([&] {
-    if (peers.rank() == 0) check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
-  });
-  id = peers.gather(id).front();
-  peers.together([&] {
-    ncclComm_t comm = nullptr;
-    check_nccl(ncclCommInitRank(&comm, peers.num_ranks(), id, peers.rank()), "ncclCommInitRank");
-    comm_.reset(comm);
     gathered_ = Buffer::plain(gpu, counts_.size() * sizeof(int32_t));
     pinned_ = allocate_pinned(std::ssize(counts_));
     staging_ = allocate_pinned(max_rows);

@@ -8,10 +8,9 @@
 #include <string>
 #include <vector>
 
-#include <nccl.h>
-
 #include "tools/ep_bench/block/row_exchange.h"
 #include "tools/ep_bench/gpu.h"
+#include "tools/ep_bench/nccl_comm.h"
 
 namespace epx::bench {
 
@@ -31,10 +30,6 @@ public:
                 std::span<const int64_t> receive_rows, int64_t row_bytes) override;
 
 private:
-  struct Abort {
-    using pointer = ncclComm_t;
-    void operator()(ncclComm_t comm) const { ncclCommAbort(comm); } // waits for no peer
-  };
   struct FreeHost {
     void operator()(int32_t* memory) const { cudaFreeHost(memory); }
   };
@@ -48,7 +43,7 @@ private:
   static PinnedIntegers allocate_pinned(int64_t count);
 
   Gpu& gpu_;
-  std::unique_ptr<ncclComm, Abort> comm_;
+  NcclComm comm_;
   Buffer gathered_;        // [P, E]
   PinnedIntegers pinned_;  // [P, E]
   PinnedIntegers staging_; // [max_rows]; wait_for_counts() waits for the upload before it
