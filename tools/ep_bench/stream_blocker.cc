@@ -8,26 +8,36 @@
 #include <fmt/ranges.h>
 
 #include "tools/ep_bench/errors.h"
+#include "tools/ep_bench/machines.h"
 
 namespace epx::bench {
 
 StreamBlocker::StreamBlocker(Gpu& gpu, const Peers& peers, int64_t timeout_ms)
-    : gpu_(gpu), timeout_ns_(static_cast<uint64_t>(timeout_ms) * 1'000'000), timeout_ms_(timeout_ms),
-      boards_(sizeof(BarrierBoard), peers) {
+    : gpu_(gpu), timeout_ns_(static_cast<uint64_t>(timeout_ms) * 1'000'000), timeout_ms_(timeout_ms) {
+  const bool is_one_machine = Machines(peers).is_one();
   peers.together([&] {
-    if (peers.num_ranks() > kMaxRanksOnGpus)
-      throw RuntimeError(
-          fmt::format("there are {} ranks; ep_bench measures at most {} on GPUs", peers.num_ranks(), kMaxRanksOnGpus));
+    if (is_one_machine && peers.num_ranks() > kMaxRanksOnGpus)
+      throw RuntimeError(fmt::format("there are {} ranks on one machine; ep_bench measures at most {} on its GPUs",
+                                     peers.num_ranks(), kMaxRanksOnGpus));
     check_cuda(load_start_kernels(), "cudaFuncGetAttributes");
     void* ticket = nullptr;
     check_cuda(cudaHostAlloc(&ticket, sizeof(uint64_t), cudaHostAllocMapped), "cudaHostAlloc");
     ticket_.reset(new (ticket) uint64_t{0});
   });
+  if (!is_one_machine) {
+    communicator_ = make_communicator(peers, gpu);
+    peers.together([&] { // NCCL connects the ranks in their first collective
+      communicator_->barrier(gpu_.cuda_stream());
+      gpu_.finish();
+    });
+    return;
+  }
+  boards_.emplace(sizeof(BarrierBoard), peers);
   barrier_.rank = peers.rank();
   barrier_.num_ranks = peers.num_ranks();
   barrier_.timeout_ns = timeout_ns_;
   for (int rank = 0; rank < peers.num_ranks(); ++rank)
-    barrier_.boards[rank] = reinterpret_cast<BarrierBoard*>(boards_.of(rank));
+    barrier_.boards[rank] = reinterpret_cast<BarrierBoard*>(boards_->of(rank));
 }
 
 void StreamBlocker::block() {
@@ -39,11 +49,13 @@ void StreamBlocker::unblock() noexcept {
 }
 
 void StreamBlocker::rank_barrier() {
+  if (communicator_) return communicator_->barrier(gpu_.cuda_stream());
   ++barrier_.round;
   check_cuda(launch_barrier(barrier_, gpu_.cuda_stream()), "launch of the barrier");
 }
 
 void StreamBlocker::check() {
+  if (communicator_) return;
   uint64_t missing = 0;
   gpu_.read(std::as_writable_bytes(std::span(&missing, 1)),
             reinterpret_cast<const std::byte*>(&barrier_.boards[barrier_.rank]->missing));

@@ -4,9 +4,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include <cuda_runtime_api.h>
 
+#include "tools/ep_bench/communicator.h"
 #include "tools/ep_bench/gpu.h"
 #include "tools/ep_bench/peer_memory.h"
 #include "tools/ep_bench/peers.h"
@@ -28,13 +30,18 @@ public:
   void block();
   void unblock() noexcept;
 
-  // Queues a barrier of the streams of all ranks: they leave it within about 2 microseconds. All ranks call it equally often.
+  // Queues a barrier of the streams of all ranks, which they leave within about 2 microseconds; ranks on several machines leave
+  // it as they leave an ncclAllReduce. All ranks call it equally often.
   void rank_barrier();
 
-  // The caller calls it once the stream is idle. It throws RuntimeError when ranks have not come to a rank_barrier() in time.
+  // The caller calls it once the stream is idle. It throws RuntimeError when ranks have not come to a rank_barrier() in time;
+  // on several machines they are waited for without a limit.
   void check();
 
-  void release(const Peers& peers) { boards_.release(peers); } // is collective
+  // Is collective.
+  void release(const Peers& peers) {
+    if (boards_) boards_->release(peers);
+  }
 
 private:
   struct FreeHost {
@@ -44,7 +51,8 @@ private:
   Gpu& gpu_;
   uint64_t timeout_ns_;
   int64_t timeout_ms_;
-  PeerMemory boards_;
+  std::optional<PeerMemory> boards_;           // where all ranks are on one machine
+  std::unique_ptr<Communicator> communicator_; // else
   BarrierParams barrier_{};
   std::unique_ptr<uint64_t, FreeHost> ticket_;
   uint64_t num_blocks_ = 0; // calls of block()
