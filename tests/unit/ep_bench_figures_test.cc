@@ -43,13 +43,13 @@ TEST_CASE("ep_bench counts rows from slots") {
   const std::vector<int32_t> first_experts{0, 2, 3};
   const std::vector<int64_t> topk_idx{0, 1, 2, /**/ 2, 2, 0, /**/ 2, 1, 0};
   const std::vector<int32_t> slot{0, 1, 0, /**/ 1, 2, -1, /**/ -1, -1, -1};
-  const Traffic home = count_traffic(topk_idx, slot, 3, first_experts, 0);
+  const Traffic home = count_traffic(topk_idx, slot, 3, first_experts, 0, 3);
   CHECK(home.tokens == 3);
   CHECK(home.routes == 5);
   CHECK(home.remote_routes == 3);
   CHECK(home.pairs == 3);
   CHECK(home.remote_pairs == 2);
-  const Traffic far = count_traffic(topk_idx, slot, 3, first_experts, 2);
+  const Traffic far = count_traffic(topk_idx, slot, 3, first_experts, 2, 3);
   CHECK(far.remote_routes == 5);
   CHECK(far.remote_pairs == 3);
 
@@ -69,15 +69,60 @@ TEST_CASE("ep_bench counts rows from slots") {
   CHECK(wire_rows(EPX_OP_DISPATCH, home, EPX_COMBINE_EXACT) == 2);
   CHECK(wire_rows(EPX_OP_COMBINE, home, EPX_COMBINE_WIRE) == 2);
   CHECK(wire_rows(EPX_OP_COMBINE, home, EPX_COMBINE_EXACT) == 3);
+  CHECK(home.rail_routes + home.rail_pairs + home.rail_tokens == 0); // one node
+  // Each rank is a node of its own; and ranks 0 and 1 are one, of which rank 2 sees a token of both once.
+  const Traffic of_three = count_traffic(topk_idx, slot, 3, first_experts, 0, 1);
+  CHECK(of_three.rail_routes == 3);
+  CHECK(of_three.rail_pairs == 2);
+  CHECK(of_three.rail_tokens == 2);
+  const Traffic of_two = count_traffic(topk_idx, slot, 3, first_experts, 2, 2);
+  CHECK(of_two.rail_routes == 5);
+  CHECK(of_two.rail_pairs == 3);
+  CHECK(of_two.rail_tokens == 2);
+  CHECK(count_traffic(topk_idx, slot, 3, first_experts, 0, 2).rail_routes == 0);
   const Survey survey{.sets = {home, far}, .max_rows = 3};
   CHECK(dropped_routes(survey, 3) == 4);
+}
+
+const Line& line_of(epx_operation operation) {
+  return *std::ranges::find(kLines, operation, &Line::operation);
+}
+
+void check_rail_bytes(const std::vector<const char*>& arguments, epx_operation operation, double needed, double sent) {
+  // Rows of 100 bytes. 2 nodes of 2 ranks: 4 rails, each seen from one end.
+  std::vector<const char*> all{"--hidden", "50", "--tokens", "20", "--top-k", "3", "--transport", "nccl"};
+  all.insert(all.end(), arguments.begin(), arguments.end());
+  const Traffic traffic{.rail_routes = 90, .rail_pairs = 60, .rail_tokens = 40};
+  const RailBytes bytes = rail_bytes(line_of(operation), traffic, options_of(all), 4, 2);
+  CHECK(bytes.needed == needed);
+  CHECK(bytes.sent == sent);
+}
+
+TEST_CASE("ep_bench counts bytes on rails") {
+  if (!built_with_cuda()) return;
+  // Weights: 4 bytes for each (token, k) of dispatch and dispatch_bwd, and for each row of an exact combine.
+  check_rail_bytes({}, EPX_OP_DISPATCH, 4000, 4000 + 40 * 12);
+  check_rail_bytes({}, EPX_OP_COMBINE_BWD, 4000, 4000);
+  check_rail_bytes({}, EPX_OP_COMBINE, 6000, 6000);
+  check_rail_bytes({}, EPX_OP_DISPATCH_BWD, 6000, 6000 + 40 * 12);
+  check_rail_bytes({"--combine-precision", "node"}, EPX_OP_COMBINE, 4000, 4000);
+  check_rail_bytes({"--combine-precision", "exact"}, EPX_OP_COMBINE, 9000, 9000 + 90 * 4);
+  check_rail_bytes({"--combine-precision", "exact"}, EPX_OP_DISPATCH_BWD, 9000, 9000 + 40 * 12);
+  check_rail_bytes({"--combine-precision", "exact"}, EPX_OP_DISPATCH, 4000, 4000 + 40 * 12);
+  // Fixed sizes: 4 x 20 tokens, and 4 x 15.
+  check_rail_bytes({"--graph"}, EPX_OP_DISPATCH, 4000, 80 * 112);
+  check_rail_bytes({"--graph"}, EPX_OP_COMBINE, 6000, 80 * 2 * 100);
+  check_rail_bytes({"--fixed-rail-tokens", "15"}, EPX_OP_COMBINE_BWD, 4000, 60 * 100);
+  check_rail_bytes({"--graph", "--fixed-rail-tokens", "15", "--combine-precision", "exact"}, EPX_OP_COMBINE, 9000,
+                   60 * 3 * 104);
+  check_rail_bytes({"--graph", "--combine-precision", "node"}, EPX_OP_DISPATCH_BWD, 4000, 80 * 112);
 }
 
 Results sample_results() {
   Results results;
   results.options = options_of({"--hidden", "500", "--iters", "1", "--warmup", "1", "--input-sets", "2"}); // 1000-byte rows
   results.library_version = 123;
-  results.group.num_ranks = 2;
+  results.group.num_ranks = results.group.ranks_per_node = 2;
   results.group.transport = EPX_TRANSPORT_HOST;
   results.group.max_recv_tokens_per_rank = 4096;
   // Iteration 1, the only one timed, takes set 1.
@@ -199,6 +244,56 @@ TEST_CASE("ep_bench report on GPUs: more lines, and ratios to the larger speed-o
   CHECK_MESSAGE(contains(to_table(results), "SMs for communication: 100 (--num-comm-sms)"), to_table(results));
   results.options.num_comm_sms = 0;
   CHECK_MESSAGE(contains(to_table(results), "SMs for communication: 100 (the library's default)"), to_table(results));
+}
+
+TEST_CASE("ep_bench report of several nodes: bytes on rails, and the time of NCCL alone as the bound") {
+  if (!built_with_cuda()) return;
+  Results results;
+  results.options = options_of({"--transport", "nccl", "--floor", "--hidden", "50", "--iters", "2", "--warmup", "0",
+                                "--num-comm-sms", "8", "--fixed-rail-tokens", "30"});
+  results.group.num_ranks = 4;
+  results.group.ranks_per_node = 2;
+  results.group.transport = EPX_TRANSPORT_NCCL;
+  results.group.max_recv_tokens_per_rank = 100;
+  Measurements measurements(kLines.size());
+  for (OperationSeries& series : measurements)
+    series.call.assign(4, {{0, 8000}, {0, 8000}});
+  Floors floors(kLines.size());
+  floors[1].emplace();
+  floors[1]->wire_us = 5;
+  floors[1]->wire_variant = "ncclSend and ncclRecv of up to 700 bytes";
+  const Survey survey{.sets = {{.rail_tokens = 20}, {.rail_tokens = 60}}, .ranks_per_node = 2};
+  results.figures = compute_figures(measurements, floors, survey, results.options);
+  REQUIRE(results.figures[1].rail);
+  CHECK(results.figures[1].rail->needed == doctest::Approx(10 * 100));         // a rank's mean of 5 and 15 rows
+  CHECK(results.figures[1].rail->sent == doctest::Approx(30 * (100 + 4 * 4))); // one rail of each rank
+  CHECK_FALSE(results.figures[0].rail);
+  CHECK(*results.figures[1].floor_ratio == doctest::Approx(1.6));
+  CHECK_FALSE(results.figures[1].floor_ratio_on_sms); // was not measured
+  const std::string table = to_table(results);
+  for (const char* part : {"4 ranks, 2 nodes x 2 ranks", "sizes fixed at 30 tokens", "3480 bytes sent, 1000 needed: 3.480",
+                           "rails 5.0 us (ncclSend and ncclRecv of up to 700 bytes)"})
+    CHECK_MESSAGE(contains(table, part), table);
+  CHECK_FALSE(contains(table, "HBM"));
+  const nlohmann::json json = to_json(results);
+  CHECK(json["nodes"] == 2);
+  CHECK(json["config"]["fixed_rail_tokens"] == 30);
+  CHECK(json["operations"]["dispatch"]["rail"]["needed_bytes"].get<double>() == doctest::Approx(1000));
+  CHECK(json["operations"]["prepare"]["rail"].is_null());
+  // 512 tokens, top-4 of 32: epx_handle_mem_size's bound of several nodes.
+  CHECK(handle_memory_limit(results.options, results.group) ==
+        12 * 3 * 512 * 4 + (4 * 4 + 16 * 2) * 512 + 12 * 100 + 8 * 4 * 32 + 65536);
+  results.options.tokens = 1025;
+  CHECK(handle_memory_limit(results.options, results.group) ==
+        12 * 3 * 2048 * 4 + (4 * 4 + 16 * 2) * 2048 + 12 * 100 + 8 * 4 * 32 + 65536);
+
+  // One node has no rails, and neither has the host transport.
+  results.figures = compute_figures(measurements, floors, {.sets = survey.sets, .ranks_per_node = 4}, results.options);
+  CHECK_FALSE(results.figures[1].rail);
+  results.options.transport = EPX_TRANSPORT_HOST;
+  measurements.resize(kNumOperations);
+  results.figures = compute_figures(measurements, {}, survey, results.options);
+  CHECK_FALSE(results.figures[1].rail);
 }
 
 TEST_CASE("ep_bench copy baseline writes every row once") {

@@ -13,6 +13,7 @@
 
 #include "tests/unit/ep_bench_support.h"
 #include "tools/ep_bench/floor_plan.h"
+#include "tools/ep_bench/rail_plan.h"
 #include "tools/ep_bench/routing.h"
 
 namespace epx::bench {
@@ -99,6 +100,39 @@ std::map<std::tuple<int, int64_t, int>, int64_t> pairs_of(const RoutingOfAll& ro
     for (size_t route = 0; route < routing.topk_idx[source].size(); ++route)
       ++pairs[{source, static_cast<int64_t>(route) / routing.top_k, routing.owner(routing.topk_idx[source][route])}];
   return pairs;
+}
+
+TEST_CASE("ep_bench floor: rows between rail peers, counted by hand") {
+  // 2 nodes of 2 ranks; rank r owns expert r. Two tokens per rank, K = 3.
+  const RoutingOfAll routing{.topk_idx = {{0, 2, 3, 1, 0, 1}, {2, 2, 3, 3, 3, 0}, {2, 3, 2, 0, 0, 1}, {3, 2, 2, 3, 3, 2}},
+                             .first_experts = {0, 1, 2, 3},
+                             .num_experts = 4,
+                             .top_k = 3};
+  CHECK(rail_row(EPX_OP_COMBINE_BWD, EPX_COMBINE_EXACT) == RailRow::Token);
+  CHECK(rail_row(EPX_OP_COMBINE, EPX_COMBINE_NODE) == RailRow::Token);
+  CHECK(rail_row(EPX_OP_DISPATCH_BWD, EPX_COMBINE_WIRE) == RailRow::Pair);
+  CHECK(rail_row(EPX_OP_COMBINE, EPX_COMBINE_EXACT) == RailRow::Route);
+
+  const auto check_peers = [&](int rank, epx_operation operation, epx_combine_precision precision, PeerRows expected) {
+    const std::vector<PeerRows> peers = rail_peers(routing, 2, rank, operation, precision);
+    REQUIRE(peers.size() == 1);
+    CHECK(peers[0].peer == expected.peer);
+    CHECK(peers[0].sent == expected.sent);
+    CHECK(peers[0].received == expected.received);
+  };
+  // Rank 0 has one token for node 1, with ranks 2 and 3; rank 2 one for node 0, with rank 0 twice and rank 1.
+  check_peers(0, EPX_OP_DISPATCH, EPX_COMBINE_EXACT, {2, 1, 1});
+  check_peers(0, EPX_OP_COMBINE, EPX_COMBINE_NODE, {2, 1, 1});
+  check_peers(0, EPX_OP_COMBINE, EPX_COMBINE_WIRE, {2, 2, 2});
+  check_peers(0, EPX_OP_DISPATCH_BWD, EPX_COMBINE_EXACT, {2, 3, 2});
+  check_peers(2, EPX_OP_COMBINE, EPX_COMBINE_EXACT, {0, 2, 3});
+  // Rank 1 has two tokens for node 1: ranks 2 (twice) and 3, and rank 3 twice; rank 3 has none for node 0.
+  check_peers(1, EPX_OP_DISPATCH, EPX_COMBINE_WIRE, {3, 2, 0});
+  check_peers(1, EPX_OP_COMBINE, EPX_COMBINE_WIRE, {3, 0, 3});
+  check_peers(3, EPX_OP_COMBINE, EPX_COMBINE_EXACT, {1, 5, 0});
+  CHECK(rail_peers(routing, 4, 0, EPX_OP_DISPATCH, EPX_COMBINE_WIRE).empty());
+  CHECK(rail_peers(routing, 1, 1, EPX_OP_DISPATCH, EPX_COMBINE_WIRE).size() == 3);
+  CHECK(rail_peers(routing, 1, 1, EPX_OP_DISPATCH, EPX_COMBINE_WIRE)[2].sent == 2); // both tokens to rank 3
 }
 
 TEST_CASE("ep_bench floor: every row goes to every place once") {

@@ -14,6 +14,7 @@
 
 #include "tests/unit/ep_bench_support.h"
 #include "tools/ep_bench/errors.h"
+#include "tools/ep_bench/machines.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/peers.h"
 
@@ -147,6 +148,29 @@ TEST_CASE("ep_bench options: GPUs where the build has CUDA") {
   CHECK(options.transport == EPX_TRANSPORT_NCCL);
   CHECK(options.graph);
   CHECK(options.floor);
+  CHECK(options.fixed_rail_tokens == 0);
+  CHECK(options_of({"--transport", "nccl", "--tokens", "7", "--fixed-rail-tokens", "7"}).fixed_rail_tokens == 7);
+  CHECK(contains(refusal_of([] {
+                   options_of({"--transport", "nccl", "--tokens", "7", "--fixed-rail-tokens", "8"});
+                 }),
+                 "--fixed-rail-tokens is 8; it must be between 0 and 7"));
+}
+
+TEST_CASE("ep_bench options: fixed sizes of rails belong to nccl") {
+  CHECK(contains(refusal_of([] { options_of({"--fixed-rail-tokens", "8"}); }), "--fixed-rail-tokens is given"));
+}
+
+TEST_CASE("ep_bench knows which ranks share a machine") {
+  const MachineName here = this_machine();
+  CHECK(here == this_machine());
+  CHECK(here[0] != '\0');
+  MachineName elsewhere = here;
+  elsewhere[0] = '?';
+  CHECK(Machines(std::vector{here, here, here}, 1).is_one());
+  const std::vector<MachineName> two{here, here, elsewhere};
+  CHECK_FALSE(Machines(two, 0).is_one());
+  CHECK(Machines(two, 0).num_ranks_here() == 2);
+  CHECK(Machines(two, 2).num_ranks_here() == 1);
 }
 
 TEST_CASE("ep_bench options: help and version name what they should") {

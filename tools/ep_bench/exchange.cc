@@ -41,6 +41,7 @@ GroupConfig group_config(const Options& options) {
   config.transport = options.transport;
   config.num_comm_sms = options.num_comm_sms;
   config.ranks_per_node = options.ranks_per_node;
+  config.fixed_rail_tokens = options.fixed_rail_tokens;
   if (options.timeout_ms > 0) config.timeout_ms = options.timeout_ms;
   return config;
 }

@@ -30,6 +30,21 @@ MeanRows mean_rows(epx_operation operation, const Survey& survey, const Options&
   return {rows.logical / samples, rows.wire / samples, rows.written / samples};
 }
 
+// Returns nothing for a group of one node.
+std::optional<RailBytes> mean_rail_bytes(const Line& line, const Survey& survey, const Options& options, int num_ranks) {
+  const bool has_rails = survey.ranks_per_node > 0 && survey.ranks_per_node < num_ranks;
+  if (!has_rails || options.transport != EPX_TRANSPORT_NCCL) return std::nullopt;
+  RailBytes mean;
+  const double samples = static_cast<double>(options.iterations) * num_ranks;
+  for (int iteration = options.warmup; iteration < options.warmup + options.iterations; ++iteration) {
+    const Traffic& all = survey.sets[iteration % survey.sets.size()];
+    const RailBytes bytes = rail_bytes(line, all, options, num_ranks, survey.ranks_per_node);
+    mean.needed += bytes.needed / samples;
+    mean.sent += bytes.sent / samples;
+  }
+  return mean;
+}
+
 OperationFigures figures_of(const Line& line, const OperationSeries& series, const Survey& survey, const Options& options) {
   const std::vector<double> times = slowest_us(series.call);
   const double num_ranks = static_cast<double>(series.call.size());
@@ -45,6 +60,7 @@ OperationFigures figures_of(const Line& line, const OperationSeries& series, con
   figures.logical_rows = rows.logical;
   figures.wire_rows = rows.wire;
   figures.written_rows = rows.written;
+  figures.rail = mean_rail_bytes(line, survey, options, static_cast<int>(series.call.size()));
   figures.logical_gbps = gbps(rows.logical * bytes, figures.median_us);
   figures.wire_gbps = gbps(rows.wire * bytes, figures.median_us);
   if (!series.copy.empty() && rows.written > 0) {
@@ -72,7 +88,8 @@ Figures compute_figures(const Measurements& measurements, const Floors& floors, 
     if (floors.empty() || !floors[line]) continue;
     figures.back().floor = floors[line];
     figures.back().floor_ratio = figures.back().median_us / floors[line]->us();
-    if (options.num_comm_sms > 0) figures.back().floor_ratio_on_sms = figures.back().median_us / floors[line]->us_on_sms();
+    if (options.num_comm_sms > 0 && floors[line]->us_on_sms() > 0)
+      figures.back().floor_ratio_on_sms = figures.back().median_us / floors[line]->us_on_sms();
   }
   return figures;
 }

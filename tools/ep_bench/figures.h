@@ -23,9 +23,9 @@ struct CopyFigures {
 // The speed-of-light bound (--floor) is the time that the hardware needs for the operation's rows alone, on all ranks at once;
 // see floor_plan.h.
 struct FloorFigures {
-  double wire_us = 0;                    // each row stored once to each rank that it must reach
-  double hbm_us = 0;                     // local reads and writes
-  std::string wire_variant, hbm_variant; // the fastest of the kernels that were tried
+  double wire_us = 0;                    // each row stored once to each rank that it must reach; or rail_floor.h's time
+  double hbm_us = 0;                     // local reads and writes; of one node
+  std::string wire_variant, hbm_variant; // the fastest of the kernels that were tried; or what NCCL moves
   double wire_us_on_sms = 0;             // the same on no more than options.num_comm_sms SMs; 0: not asked
   double hbm_us_on_sms = 0;
 
@@ -52,6 +52,7 @@ struct OperationFigures {
   std::optional<FloorFigures> floor;        // with --floor
   std::optional<double> floor_ratio;        // median time / the floor's
   std::optional<double> floor_ratio_on_sms; // median time / the floor's on options.num_comm_sms SMs
+  std::optional<RailBytes> rail;            // mean of a rank and iteration; groups of several nodes on GPUs
 };
 
 using Figures = std::vector<OperationFigures>; // in the order of lines_of(options)

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <variant>
 #include <vector>
 
@@ -21,6 +22,7 @@
 #include "tools/ep_bench/figures.h"
 #include "tools/ep_bench/json_file.h"
 #include "tools/ep_bench/launcher.h"
+#include "tools/ep_bench/machines.h"
 #include "tools/ep_bench/measure.h"
 #include "tools/ep_bench/memory_need.h"
 #include "tools/ep_bench/options.h"
@@ -34,6 +36,7 @@
 #include "tools/ep_bench/floor.h"
 #include "tools/ep_bench/gpu.h"
 #include "tools/ep_bench/measure_gpu.h"
+#include "tools/ep_bench/rail_floor.h"
 #include "tools/ep_bench/stream_blocker.h"
 #endif
 
@@ -52,10 +55,30 @@ std::array<uint64_t, EPX_MAX_EVENT_KINDS> gather_events(Exchange& exchange, cons
   return events;
 }
 
-// The speed-of-light bound is measured for the whole routing, so no route may be dropped.
-void check_floor(const Options& options, const Survey& survey) {
+std::string nodes_text(const epx_group_info& group) {
+  return fmt::format("the group has {} nodes of {} ranks", group.num_ranks / group.ranks_per_node, group.ranks_per_node);
+}
+
+void check_nodes(const Options& options, const epx_group_info& group) {
+  if (options.is_rank_major() && group.ranks_per_node < group.num_ranks)
+    throw AgreedError(
+        kExitUsage,
+        fmt::format("--layout is 'rank-major' and {}; rank-major rows do not travel between nodes", nodes_text(group)));
+}
+
+// The speed-of-light bound is measured for the whole routing, so no route may be dropped; and the serial reference drops none
+// for the sake of --fixed-rail-tokens.
+void check_drops(const Options& options, const Survey& survey, const epx_group_info& group) {
   const double dropped = dropped_routes(survey, options.top_k);
-  if (options.floor && dropped > 0)
+  if (dropped == 0) return;
+  if (options.fixed_rail_tokens > 0 && group.ranks_per_node < group.num_ranks && (options.floor || options.verify))
+    throw AgreedError(
+        kExitUsage,
+        fmt::format("{} is given, --fixed-rail-tokens is {} and {}, and {:.1f} routes per iteration are dropped; "
+                    "{} is for routing whose tokens all find a place on the rails",
+                    options.floor ? "--floor" : "--verify", options.fixed_rail_tokens, nodes_text(group), dropped,
+                    options.floor ? "the speed-of-light bound" : "the serial reference"));
+  if (options.floor)
     throw AgreedError(kExitUsage, fmt::format("--floor is given and {} is {}, which drops {:.1f} routes per iteration; "
                                               "the speed-of-light bound is for routing without drops",
                                               options.is_rank_major() ? "--max-rows" : "--capacity",
@@ -82,7 +105,10 @@ Figures bench_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const S
       for (int rank = 0; rank < peers.num_ranks(); ++rank)
         routing.back().topk_idx.push_back(workload.topk_idx(set, rank));
     }
-    floors = measure_floors(routing, options, peers, gpu, blocker);
+    const epx_group_info& group = exchange.info();
+    floors = group.ranks_per_node == group.num_ranks
+                 ? measure_floors(routing, options, peers, gpu, blocker)
+                 : measure_rail_floors(routing, group.ranks_per_node, options, peers, gpu, blocker);
   }
   blocker.release(peers);
   return compute_figures(measurements, floors, survey, options);
@@ -96,8 +122,9 @@ Results bench(const Launcher& launcher, const Options& options) {
 
   Pacer pacer(options.is_paced);
   std::optional<JsonFile> json_file; // only on rank 0
+  const int ranks_here = Machines(peers).num_ranks_here();
   peers.together([&] {
-    require_memory(options, peers.num_ranks(), 0, available_memory(peers.num_ranks()));
+    require_memory(options, peers.num_ranks(), 0, available_memory(ranks_here));
     if (peers.rank() == 0 && !options.json_file.empty()) json_file.emplace(options.json_file);
     pacer.begin();
   });
@@ -113,10 +140,11 @@ Results bench(const Launcher& launcher, const Options& options) {
     for (int set = 0; set < std::ssize(sets); ++set)
       sets[set].by_token = workload->token_inputs(set, peers.rank());
   });
+  check_nodes(options, exchange->info());
   const Survey survey = bench::survey(*exchange, sets, options, peers);
-  check_floor(options, survey);
+  check_drops(options, survey, exchange->info());
   const int64_t rows = survey.max_rows + (options.is_rank_major() ? 0 : kSpareRows); // rank-major: their number is P * M
-  peers.together([&] { require_memory(options, peers.num_ranks(), rows, available_memory(peers.num_ranks())); });
+  peers.together([&] { require_memory(options, peers.num_ranks(), rows, available_memory(ranks_here)); });
   peers.together([&] {
     exchange->allocate_rows(rows);
     const int row_sets = memory->is_host() ? static_cast<int>(sets.size()) : 1; // see measure_on_gpu()

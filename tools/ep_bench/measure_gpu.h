@@ -16,8 +16,9 @@ namespace epx::bench {
 
 // Does the same as measure() on GPUs. A time is the one between two events on the stream around a call, or around its graph
 // replay with options.graph; a barrier of all ranks' streams precedes the first event. Only differences of begin and end are
-// known. Nothing waits for the host within an iteration. The rows that stand for the experts' outputs are those of the first
-// input set throughout, since their values change no time. The call is collective.
+// known. Nothing waits for the host within an iteration, but
+// for calls that a group of several nodes makes one by one: these are enqueued while the stream runs. The rows that stand for
+// the experts' outputs are those of the first input set throughout, since their values change no time. The call is collective.
 Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers,
                             Gpu& gpu, StreamBlocker& blocker);
 

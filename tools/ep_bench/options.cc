@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/ep_bench/options.h"
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <cmath>
@@ -119,6 +120,7 @@ void check_shape(const Options& options) {
   check_range("--capacity", options.capacity, 0, kMax);
   check_range("--num-comm-sms", options.num_comm_sms, 0, kMax);
   check_range("--ranks-per-node", options.ranks_per_node, 0, kMax);
+  check_range("--fixed-rail-tokens", options.fixed_rail_tokens, 0, std::max(options.tokens, 1));
   check_range("--iters", options.iterations, 1, 1'000'000);
   check_range("--warmup", options.warmup, 0, 1'000'000);
   check_range("--input-sets", options.input_sets, 1, 1024);
@@ -140,7 +142,8 @@ void check_transport(const Options& options) {
     if (!built_with_cuda()) throw UsageError("--transport is 'nccl', but this ep_bench was built without CUDA; use host");
     return;
   }
-  for (const auto& [option, is_given] : {std::pair("--graph", options.graph), std::pair("--floor", options.floor)})
+  for (const auto& [option, is_given] : {std::pair("--graph", options.graph), std::pair("--floor", options.floor),
+                                         std::pair("--fixed-rail-tokens", options.fixed_rail_tokens != 0)})
     if (is_given)
       throw UsageError(
           fmt::format("{} is given, but --transport is '{}'; it belongs to nccl", option, to_string(options.transport)));
@@ -245,6 +248,12 @@ constexpr const char* kFooter = R"(Figures
                  what came back, and write what comes back and the tokens. Rank-major: dispatch and combine_bwd read the
                  tokens and write their rows, own ones too.
                  With --num-comm-sms the bound on no more SMs than that is printed beside it, and the ratio to it
+                 Several nodes: the time that NCCL alone needs, for one group of ncclSend and ncclRecv between all rail peers,
+                 for the distinct rows that must cross between nodes, also where a call sends more ('rails' above the table
+                 has the bytes of both): dispatch and combine_bwd one row for each (token, other node), combine and
+                 dispatch_bwd the same with node, with wire one for each (token, rank of another node), with exact one for
+                 each route there. Calls made one by one are then enqueued while the stream runs, since they may wait on the
+                 host, which is in their times
   ratio          --floor: median time / speed-of-light bound
   wrong          elements that differ from the serial reference, all ranks together (--verify)
   With --block the router selects the routing, the same for the exchange, its floor and the block, and a second table has
@@ -327,6 +336,10 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
       "--ranks-per-node", options.ranks_per_node,
       "Ranks of each node; 0: as found, which is all of them on transport host. The host takes any divisor of their "
       "number, for the sums of --combine-precision node");
+  app.add_option(
+      "--fixed-rail-tokens", options.fixed_rail_tokens,
+      "nccl, several nodes: every call moves so many tokens to each other node, without a wait of the host; routes of "
+      "tokens beyond are dropped; 0: what the routing needs, and with --graph --tokens");
   app.add_flag("--staged", options.staged, "Receive tensors in plain memory instead of memory from epx_mem_alloc");
   app.add_flag("--graph", options.graph,
                "nccl: each timed call is the replay of a CUDA graph, captured once per input set");

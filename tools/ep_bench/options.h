@@ -51,11 +51,12 @@ struct Options {
   // How.
   epx_transport transport = EPX_TRANSPORT_HOST;
   epx_combine_precision combine_precision = EPX_COMBINE_WIRE;
-  int32_t ranks_per_node = 0; // 0: as found
-  bool staged = false;        // receive tensors in plain memory instead of epx_mem_alloc's
-  bool graph = false;         // calls are replays of CUDA graphs; nccl
-  int32_t num_comm_sms = 0;   // 0: the library's default
-  int64_t timeout_ms = 0;     // 0: the library's default
+  int32_t ranks_per_node = 0;    // 0: as found
+  int32_t fixed_rail_tokens = 0; // 0: exact sizes, or with graph all tokens; nccl
+  bool staged = false;           // receive tensors in plain memory instead of epx_mem_alloc's
+  bool graph = false;            // calls are replays of CUDA graphs; nccl
+  int32_t num_comm_sms = 0;      // 0: the library's default
+  int64_t timeout_ms = 0;        // 0: the library's default
 
   // How often, and what comes out.
   int32_t iterations = 20;

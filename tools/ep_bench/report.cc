@@ -51,6 +51,10 @@ bool is_on_gpus(const Results& results) {
   return results.group.transport == EPX_TRANSPORT_NCCL;
 }
 
+int num_nodes(const Results& results) {
+  return results.group.num_ranks / results.group.ranks_per_node;
+}
+
 // Returns the figures of dispatch's memcpy, if there are any.
 std::optional<CopyFigures> dispatch_copy(const Results& results) {
   const std::span<const Line> lines = lines_of(results.options);
@@ -82,6 +86,7 @@ nlohmann::json config_json(const Results& results) {
           {"graph", options.graph},
           {"num_comm_sms", results.group.num_comm_sms},
           {"ranks_per_node", results.group.ranks_per_node},
+          {"fixed_rail_tokens", options.fixed_rail_tokens},
           {"timeout_ms", results.group.timeout_ms},
           {"iters", options.iterations},
           {"warmup", options.warmup},
@@ -109,7 +114,9 @@ nlohmann::json operation_json(const OperationFigures& figures, std::optional<int
                       {"floor", nullptr},
                       {"ratio", json_or_null(figures.floor_ratio)},
                       {"ratio_on_comm_sms", json_or_null(figures.floor_ratio_on_sms)},
+                      {"rail", nullptr},
                       {"wrong", json_or_null(wrong)}};
+  if (figures.rail) json["rail"] = {{"sent_bytes", figures.rail->sent}, {"needed_bytes", figures.rail->needed}};
   if (figures.copy) {
     json["memcpy_us"] = figures.copy->median_us;
     json["memcpy_total_gbps"] = figures.copy->gbps;
@@ -125,6 +132,13 @@ nlohmann::json operation_json(const OperationFigures& figures, std::optional<int
   return json;
 }
 
+// Names what drops routes.
+const char* dropper(const Options& options) {
+  if (options.is_rank_major()) return "M";
+  if (options.fixed_rail_tokens == 0) return "capacity";
+  return options.capacity == 0 ? "the fixed number of rail tokens" : "capacity and the fixed number of rail tokens";
+}
+
 std::string layout_text(const Options& options) {
   return options.is_rank_major() ? fmt::format("rank-major with M = {} rows", options.rows_per_source())
                                  : fmt::format("alignment {}", options.alignment);
@@ -132,16 +146,43 @@ std::string layout_text(const Options& options) {
 
 std::string header(const Results& results) {
   const Options& options = results.options;
-  return fmt::format(
-      "ep_bench {}: {} ranks, {} per node, transport {}, {} tokens per rank x {} {}, top-{} of {} experts, routing {}\n"
-      "{}, combine {}, receive capacity R = {} rows, receive tensors in {} memory, seed {}, "
-      "{} iterations\n"
-      "handle memory {} bytes of {} allowed, window {} bytes per rank, group created in {:.1f} ms\n",
-      version_string(results.library_version), results.group.num_ranks, results.group.ranks_per_node,
-      to_string(results.group.transport), options.tokens, options.hidden, to_string(options.dtype), options.top_k,
-      options.experts, to_string(options.routing), layout_text(options), to_string(options.combine_precision),
-      results.group.max_recv_tokens_per_rank, receive_memory(options), options.seed, options.iterations,
-      results.handle_mem_bytes, results.handle_mem_limit, results.group.window_bytes, results.group_creation_ms);
+  return fmt::format("ep_bench {}: {} ranks, {} node{} x {} ranks, transport {}, {} tokens per rank x {} {}, top-{} of {} "
+                     "experts, routing {}\n"
+                     "{}, combine {}, receive capacity R = {} rows, receive tensors in {} memory, seed {}, "
+                     "{} iterations\n"
+                     "handle memory {} bytes of {} allowed, window {} bytes per rank, group created in {:.1f} ms\n",
+                     version_string(results.library_version), results.group.num_ranks, num_nodes(results),
+                     num_nodes(results) == 1 ? "" : "s", results.group.ranks_per_node, to_string(results.group.transport),
+                     options.tokens, options.hidden, to_string(options.dtype), options.top_k, options.experts,
+                     to_string(options.routing), layout_text(options), to_string(options.combine_precision),
+                     results.group.max_recv_tokens_per_rank, receive_memory(options), options.seed, options.iterations,
+                     results.handle_mem_bytes, results.handle_mem_limit, results.group.window_bytes,
+                     results.group_creation_ms);
+}
+
+// Lists what travels between nodes; empty for a group of one.
+std::string rails_text(const Results& results) {
+  std::string text;
+  for (size_t line = 0; line < results.figures.size(); ++line)
+    if (const auto& rail = results.figures[line].rail)
+      text += fmt::format("  {:<20}{:.0f} bytes sent, {:.0f} needed{}\n", lines_of(results.options)[line].name, rail->sent,
+                          rail->needed, rail->needed > 0 ? fmt::format(": {:.3f}", rail->sent / rail->needed) : "");
+  if (text.empty()) return text;
+  const Options& options = results.options;
+  const int64_t fixed = options.fixed_rail_tokens > 0 ? options.fixed_rail_tokens
+                        : options.graph               ? std::max(options.tokens, 1)
+                                                      : 0;
+  return fmt::format("rails, of a rank in a call, {}:\n{}",
+                     fixed > 0 ? fmt::format("sizes fixed at {} tokens to each other node", fixed) : "sizes exact", text);
+}
+
+std::string rail_floor_text(const Results& results) {
+  std::string text = "floor (speed-of-light bound), NCCL alone with the distinct rows that must cross between nodes:\n";
+  for (size_t line = 0; line < results.figures.size(); ++line)
+    if (const auto& floor = results.figures[line].floor)
+      text += fmt::format("  {:<20}rails {:.1f} us ({})\n", lines_of(results.options)[line].name, floor->wire_us,
+                          floor->wire_variant);
+  return text;
 }
 
 // Says how the calls of nccl were made, and what the speed-of-light bounds consist of.
@@ -150,7 +191,9 @@ std::string gpu_header(const Results& results) {
   std::string text = fmt::format(
       "calls {}, SMs for communication: {} ({})\n", options.graph ? "replayed from CUDA graphs" : "made one by one",
       results.group.num_comm_sms, options.num_comm_sms == 0 ? "the library's default" : "--num-comm-sms");
+  text += rails_text(results);
   if (!options.floor) return text;
+  if (num_nodes(results) > 1) return text + rail_floor_text(results);
   text += "floor (speed-of-light bound), the larger of (rows stored once to each rank that they must reach, rows read and "
           "written locally):\n";
   for (size_t line = 0; line < results.figures.size(); ++line)
@@ -190,8 +233,15 @@ std::string table_header(const Results& results, size_t names) {
 
 int64_t handle_memory_limit(const Options& options, const epx_group_info& group) {
   const int64_t max_tokens = std::max(options.tokens, 1);
-  return 16 * (max_tokens * options.top_k + group.max_recv_tokens_per_rank) +
-         8 * int64_t{group.num_ranks} * options.experts + int64_t{64} * 1024;
+  const int64_t num_ranks = group.num_ranks, num_nodes = num_ranks / group.ranks_per_node;
+  if (num_nodes > 1 && group.transport == EPX_TRANSPORT_NCCL) {
+    constexpr int64_t kChunk = 1024;
+    const int64_t tokens = max_tokens <= kChunk ? max_tokens : (max_tokens + kChunk - 1) / kChunk * kChunk;
+    return 12 * (num_nodes + 1) * tokens * options.top_k + (4 * num_ranks + 16 * num_nodes) * tokens +
+           12 * group.max_recv_tokens_per_rank + 8 * num_ranks * options.experts + int64_t{64} * 1024;
+  }
+  return 16 * (max_tokens * options.top_k + group.max_recv_tokens_per_rank) + 8 * num_ranks * options.experts +
+         int64_t{64} * 1024;
 }
 
 bool passed(const Results& results) {
@@ -212,8 +262,8 @@ std::string to_table(const Results& results) {
     fmt::format_to(out, "memcpy of dispatch's rows: {:.2f} GB/s per rank, {:.2f} GB/s all ranks together\n",
                    copy->gbps / results.group.num_ranks, copy->gbps);
   if (results.dropped_routes > 0)
-    fmt::format_to(out, "dropped by {}: {:.1f} routes per iteration of all ranks\n",
-                   results.options.is_rank_major() ? "M" : "capacity", results.dropped_routes);
+    fmt::format_to(out, "dropped by {}: {:.1f} routes per iteration of all ranks\n", dropper(results.options),
+                   results.dropped_routes);
 
   if (is_on_gpus(results)) text += gpu_header(results);
 
@@ -237,6 +287,7 @@ nlohmann::json to_json(const Results& results) {
   const auto copy = dispatch_copy(results);
   return {{"epx_version", version_string(results.library_version)},
           {"ranks", results.group.num_ranks},
+          {"nodes", num_nodes(results)},
           {"transport", to_string(results.group.transport)},
           {"config", config_json(results)},
           {"group_creation_ms", results.group_creation_ms},

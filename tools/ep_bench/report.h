@@ -32,7 +32,7 @@ struct Results {
   std::array<uint64_t, EPX_MAX_EVENT_KINDS> events{}; // of all ranks, over the whole run
 };
 
-// Returns 16 * (max_tokens_per_rank * K + R) + 8 * P * E + 64 KiB.
+// Returns 16 * (max_tokens_per_rank * K + R) + 8 * P * E + 64 KiB, or what epx_handle_mem_size tells for several nodes.
 int64_t handle_memory_limit(const Options& options, const epx_group_info& group);
 
 // Returns true when no element is wrong, the native layer agrees with the block, and the group reported no event that the

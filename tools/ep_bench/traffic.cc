@@ -5,6 +5,8 @@
 #include <array>
 #include <utility>
 
+#include "tools/ep_bench/rail_plan.h"
+
 namespace epx::bench {
 namespace {
 
@@ -40,11 +42,16 @@ Traffic& Traffic::operator+=(const Traffic& other) {
   remote_routes += other.remote_routes;
   pairs += other.pairs;
   remote_pairs += other.remote_pairs;
+  rail_routes += other.rail_routes;
+  rail_pairs += other.rail_pairs;
+  rail_tokens += other.rail_tokens;
   return *this;
 }
 
 Traffic count_traffic(std::span<const int64_t> topk_idx, std::span<const int32_t> slot, int top_k,
-                      std::span<const int32_t> first_experts, int rank) {
+                      std::span<const int32_t> first_experts, int rank, int ranks_per_node) {
+  const auto is_remote = [=](int64_t owner) { return owner != rank; };
+  const auto is_of_other_node = [=](int64_t owner) { return owner / ranks_per_node != rank / ranks_per_node; };
   Traffic traffic;
   traffic.tokens = static_cast<int64_t>(slot.size()) / top_k;
   std::array<int64_t, 64> owners{}; // owner of each of one token's routes
@@ -55,11 +62,15 @@ Traffic count_traffic(std::span<const int64_t> topk_idx, std::span<const int32_t
       *end++ = owner_of(topk_idx[route], first_experts);
     }
     traffic.routes += end - owners.begin();
-    traffic.remote_routes += std::count_if(owners.begin(), end, [=](int64_t owner) { return owner != rank; });
+    traffic.remote_routes += std::count_if(owners.begin(), end, is_remote);
+    traffic.rail_routes += std::count_if(owners.begin(), end, is_of_other_node);
     std::sort(owners.begin(), end);
     end = std::unique(owners.begin(), end);
     traffic.pairs += end - owners.begin();
-    traffic.remote_pairs += std::count_if(owners.begin(), end, [=](int64_t owner) { return owner != rank; });
+    traffic.remote_pairs += std::count_if(owners.begin(), end, is_remote);
+    traffic.rail_pairs += std::count_if(owners.begin(), end, is_of_other_node);
+    end = std::unique(owners.begin(), end, [=](int64_t a, int64_t b) { return a / ranks_per_node == b / ranks_per_node; });
+    traffic.rail_tokens += std::count_if(owners.begin(), end, is_of_other_node);
   }
   return traffic;
 }
@@ -80,6 +91,28 @@ int64_t wire_rows(epx_operation operation, const Traffic& all, epx_combine_preci
   return !is_scatter(operation) && precision == EPX_COMBINE_EXACT ? all.remote_routes : all.remote_pairs;
 }
 
+RailBytes rail_bytes(const Line& line, const Traffic& all, const Options& options, int num_ranks, int ranks_per_node) {
+  const RailRow row = rail_row(line.operation, options.combine_precision);
+  const bool is_fixed = options.graph || options.fixed_rail_tokens > 0;
+  const int64_t rails = int64_t{num_ranks} * (num_ranks / ranks_per_node - 1);
+  const int64_t tokens_of_rail = options.fixed_rail_tokens > 0 ? options.fixed_rail_tokens : std::max(options.tokens, 1);
+  const int64_t tokens = is_fixed ? rails * tokens_of_rail : all.rail_tokens;
+  int64_t needed = all.rail_tokens, rows = tokens;
+  if (row == RailRow::Pair) {
+    needed = all.rail_pairs;
+    rows = is_fixed ? tokens * std::min(ranks_per_node, options.top_k) : needed;
+  } else if (row == RailRow::Route) {
+    needed = all.rail_routes;
+    rows = is_fixed ? tokens * options.top_k : needed;
+  }
+  int64_t weights = 0;
+  if (line.operation == EPX_OP_DISPATCH || line.operation == EPX_OP_DISPATCH_BWD) weights = tokens * options.top_k;
+  if (line.operation == EPX_OP_COMBINE && row == RailRow::Route) weights = rows;
+  const auto bytes = static_cast<double>(row_bytes(options));
+  return {static_cast<double>(needed) * bytes,
+          static_cast<double>(rows) * bytes + static_cast<double>(weights) * sizeof(float)};
+}
+
 double dropped_routes(const Survey& survey, int top_k) {
   double dropped = 0;
   for (const Traffic& traffic : survey.sets)
@@ -90,6 +123,7 @@ double dropped_routes(const Survey& survey, int top_k) {
 Survey survey(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers) {
   const std::vector<int32_t> first_experts = peers.gather(exchange.info().first_local_expert);
   Survey result;
+  result.ranks_per_node = exchange.info().ranks_per_node;
   for (const InputSet& set : sets) {
     std::vector<int32_t> slot; // [T, K]
     int64_t rows = peers.num_ranks() * options.rows_per_source();
@@ -104,7 +138,8 @@ Survey survey(Exchange& exchange, std::span<const InputSet> sets, const Options&
         slot = std::move(prepared.slot);
         rows = prepared.offsets.back();
       });
-    const Traffic mine = count_traffic(set.by_token.topk_idx, slot, options.top_k, first_experts, peers.rank());
+    const Traffic mine =
+        count_traffic(set.by_token.topk_idx, slot, options.top_k, first_experts, peers.rank(), result.ranks_per_node);
     Traffic all;
     for (const Traffic& traffic : peers.gather(mine))
       all += traffic;
