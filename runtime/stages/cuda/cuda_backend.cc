@@ -197,7 +197,7 @@ private:
       const CudaDeviceScope scope(device_);
       capture = capture_of(stream);
       if (capture != Capture::none) order_.saw_capture();
-      ends_group = capture == Capture::none && order_.wait_for_last(stream);
+      ends_group = capture == Capture::none && (context_.has_ordered_calls || order_.wait_for_last(stream));
       if (capture != Capture::active && !ends_group) // the call has consumed no sequence number and can be made again
         order_.refuse_beside_capture(name_of(operation), "the group's", capture);
       if (const bool is_captured = capture == Capture::active; is_captured != std::exchange(was_captured_, is_captured))
@@ -206,7 +206,7 @@ private:
       group.launch = ++num_launches_;
       const bool fails = kTestHooks && group.hooks.fails_to_launch == operation;
       check_cuda(fails ? cudaErrorLaunchFailure : launch_kernel(group, stream), name_of(operation));
-      if (capture == Capture::none) order_.launched(stream);
+      if (capture == Capture::none && !context_.has_ordered_calls) order_.launched(stream);
     } catch (const StatusError& error) {
       if (ends_group) fail_launch(operation, error.message());
       throw; // nothing has been launched

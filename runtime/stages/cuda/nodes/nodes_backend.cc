@@ -29,6 +29,7 @@ GroupContext make_node_context(const GroupContext& group, const NodesShape& shap
   node.rank = shape.index_in_node();
   node.timeout_ms = node_timeout_ms(group.timeout_ms);
   node.checks_handle_mem = false; // which is the group's; see make_plan and open_legs
+  node.has_ordered_calls = true;
   node.forwards_staged_rows = shape.group.precision != EPX_COMBINE_NODE;
   return node;
 }
@@ -220,6 +221,9 @@ private:
     const bool is_ordered = capture == Capture::none && order_.wait_for_last(stream);
     if (capture != Capture::active && !is_ordered)
       order_.refuse_beside_capture(name_of(operation), "the group's", capture); // the call can be made again
+    // A stream that is part of a capture takes no eager call until that ends, and there may be several captures at a time: so
+    // the rails of a captured call are on its own stream.
+    rails_on_ = capture == Capture::active ? stream : rail_stream_.get();
     try {
       check_cuda(launch_begin_call(nodes_, operation, stream), name_of(operation));
       body(stream, capture == Capture::active || shape_.group.fixed_rail_tokens > 0);
@@ -247,7 +251,7 @@ private:
     check_cuda(launch_count_routes(nodes_, buffers, call, stream), "prepare");
     fork_rail_stream(stream);
     rails_->all_gather(buffers.counts, buffers.all_counts,
-                       shape_.group.num_experts * static_cast<int64_t>(sizeof(*buffers.counts)), rail_stream_.get());
+                       shape_.group.num_experts * static_cast<int64_t>(sizeof(*buffers.counts)), rails_on_);
     join_rail_stream(stream);
     check_cuda(launch_assign_slots(nodes_, buffers, call, stream), "prepare");
     check_cuda(launch_list_tokens(nodes_, buffers, call, stream), "prepare");
@@ -272,7 +276,7 @@ private:
       transfers.push_back({node, sent + node * words, bytes, received + node * words, bytes});
     });
     fork_rail_stream(stream);
-    rails_->exchange(transfers, rail_stream_.get());
+    rails_->exchange(transfers, rails_on_);
     join_rail_stream(stream);
   }
 
@@ -313,7 +317,7 @@ private:
     fork_rail_stream(stream);
     for_each_chunk([&](int chunk) {
       const PackCall pack = pack_call(call, sent, chunk);
-      check_cuda(launch_pack_rows(nodes_, pack, num_comm_sms(), rail_stream_.get()), name_of(call.operation));
+      check_cuda(launch_pack_rows(nodes_, pack, num_comm_sms(), rails_on_), name_of(call.operation));
       const int64_t first = int64_t{chunk} * shape_.chunk_tokens();
       std::vector<RailTransfer> transfers;
       for_each_other_node([&](int node) {
@@ -330,11 +334,11 @@ private:
           transfers.push_back({node, sent.sidecars_of(node, bytes) + first * bytes, out * bytes,
                                received.sidecars_of(node, bytes) + first * bytes, in * bytes});
       });
-      rails_->exchange(transfers, rail_stream_.get());
+      rails_->exchange(transfers, rails_on_);
       PackCall arrived = pack;
       arrived.area = received;
-      check_cuda(launch_clear_rows(nodes_, arrived, num_comm_sms(), rail_stream_.get()), name_of(call.operation));
-      record(chunk_event(chunk), rail_stream_.get());
+      check_cuda(launch_clear_rows(nodes_, arrived, num_comm_sms(), rails_on_), name_of(call.operation));
+      record(chunk_event(chunk), rails_on_);
     });
     for_each_chunk([&](int chunk) { scatter_leg(call, shape_.own_node, chunk, own_tokens(call, chunk), received); });
     for_each_chunk([&](int chunk) {
@@ -391,7 +395,7 @@ private:
     for_each_chunk([&](int chunk) {
       for_each_other_node([&](int node) { make_leg(node, chunk, sizes.leg_tokens(node, chunk), sent); });
       record(chunk_event(chunk), stream);
-      wait(rail_stream_.get(), chunk_event(chunk));
+      wait(rails_on_, chunk_event(chunk));
       if (sums_by_node) send_home(call, sizes, carried_out != nullptr, chunk);
     });
     if (!sums_by_node) send_rows_home(call, sizes, row_weights != nullptr, carried_out != nullptr);
@@ -437,7 +441,7 @@ private:
         transfers.push_back({node, sent.weights_of(node) + first * call.top_k, out * weight_bytes,
                              received.weights_of(node) + first * call.top_k, in * weight_bytes});
     });
-    rails_->exchange(transfers, rail_stream_.get());
+    rails_->exchange(transfers, rails_on_);
   }
 
   // Precisions wire and exact: all rows, without gaps.
@@ -458,7 +462,7 @@ private:
       transfers.push_back({node, sent.weights_of(node), weights(out, sizes.relay_tokens(node)), received.weights_of(node),
                            weights(in, sizes.home_tokens(node))});
     });
-    rails_->exchange(transfers, rail_stream_.get());
+    rails_->exchange(transfers, rails_on_);
   }
 
   // ---- Legs ----
@@ -476,14 +480,16 @@ private:
     for (int node = 0; node < shape_.num_nodes(); ++node)
       if (node != shape_.own_node) body(node);
   }
-  // ---- The rail stream: all that uses the rails is on it, in one order, while the legs are on the stream of the call ----
+  // ---- The rail stream: all that uses the rails is on it, in one order, while the legs of eager calls are on theirs ----
 
   void fork_rail_stream(cudaStream_t stream) {
+    if (rails_on_ == stream) return;
     record(fork_, stream);
-    wait(rail_stream_.get(), fork_);
+    wait(rails_on_, fork_);
   }
   void join_rail_stream(cudaStream_t stream) {
-    record(join_, rail_stream_.get());
+    if (rails_on_ == stream) return;
+    record(join_, rails_on_);
     wait(stream, join_);
   }
   const CudaEvent& chunk_event(int chunk) const { return chunk_events_[static_cast<size_t>(chunk)]; }
@@ -503,6 +509,7 @@ private:
   std::vector<CudaEvent> chunk_events_;
   CudaEvent fork_, join_;
   CudaStream rail_stream_;
+  cudaStream_t rails_on_ = nullptr; // in the call in progress
   StreamOrder order_;
   NodesDevice nodes_;
   int device_ = 0;
