@@ -279,7 +279,8 @@ void test_unordered_graphs(const RankContext& context) {
   constexpr int kCulprit = 0;
   constexpr int kDispatches = 8; // per graph
   GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
-  shape.num_comm_sms = 2; // so that both grids fit on the GPU
+  if (num_nodes(shape) > 1) return; // whose calls are not found when they overlap: NCCL would serve two streams at a time
+  shape.num_comm_sms = 2;           // so that both grids fit on the GPU
   GroupRun group(context, shape);
   const LayerCase layer_case = small_layer(3, 1, RoutingStyle::uniform);
   ResidentLayer first(group, layer_case, false), second(group, layer_case, false);
