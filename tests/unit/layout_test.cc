@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "runtime/config.h"
 #include "runtime/layout/handle_memory.h"
+#include "runtime/layout/nodes_handle.h"
 #include "runtime/layout/planner.h"
 #include "runtime/layout/rank_major.h"
 #include "runtime/layout/slots.h"
@@ -225,6 +226,36 @@ TEST_CASE("the memory plan lists the regions of the window, for the transport th
   }
   CHECK(epx::plan_memory(shape, EPX_TRANSPORT_AUTO).window_bytes ==
         epx::plan_memory(shape, EPX_TRANSPORT_NCCL).window_bytes);
+}
+
+TEST_CASE("handle memory over nodes keeps to the formula of epx.h, and legs have places of their own in it") {
+  for (const int nodes : {2, 64}) {
+    for (const int tokens : {1, 1030, 4096}) {
+      for (const int top_k : {1, 8, 64}) {
+        epx_group_config config = small_config();
+        config.num_experts = 256;
+        config.max_tokens_per_rank = tokens;
+        config.max_top_k = top_k;
+        config.ranks_per_node = 8;
+        config.max_recv_tokens_per_rank = 100'000;
+        const int64_t ranks = int64_t{8} * nodes, padded = tokens == 1030 ? 2048 : tokens;
+        const epx::GroupShape group = epx::resolve(config, static_cast<int>(ranks));
+        const int64_t bytes = epx::handle_mem_bytes(group, epx::WindowAccess::by_kernels, top_k);
+        CHECK(bytes <= 12 * (nodes + 1) * padded * top_k + (4 * ranks + 16 * nodes) * padded + 12 * group.max_recv_tokens +
+                           8 * ranks * 256 + 65536);
+        const epx::NodesShape shape = epx::make_nodes_shape(group, 9); // the second rank of the second node
+        CHECK(shape.padded_tokens() == padded);
+        const epx::NodesHandleLayout layout = epx::make_nodes_handle_layout(shape, top_k);
+        const int last = shape.num_legs() - 1, first = shape.leg(1, 0);
+        const epx::HandleLayout plan = epx::leg_layout(layout, shape, top_k, last);
+        const int64_t chunk = shape.chunk_tokens();
+        CHECK(plan.routes + chunk * top_k * static_cast<int64_t>(sizeof(epx::Route)) <= layout.leg_first_slots);
+        CHECK(plan.first_slots + 8 * chunk * static_cast<int64_t>(sizeof(int32_t)) <= layout.total_bytes);
+        CHECK(epx::leg_layout(layout, shape, top_k, first).zone_begin == layout.zone_begin);
+        CHECK(epx::leg_layout(layout, shape, top_k, shape.leg(0, 0)).zone_begin == layout.no_zones);
+      }
+    }
+  }
 }
 
 TEST_CASE("handle memory keeps to the formula of the contract") {
