@@ -98,9 +98,11 @@ std::unique_ptr<ControlConnection> make_control(const GroupContext& context, Exc
   return nullptr;
 }
 
-// Makes the exchange by which groups of several nodes open their rails' buffers, in a group of one node of the same bootstrap.
+// Makes the exchanges by which groups of several nodes open their rails and the buffers of those, in a group of one node of the
+// same bootstrap.
 void stand_by_for_rails(Exchange& exchange) {
-  exchange.all_gather([] { return int32_t{0}; });
+  for (int i = 0; i < 2; ++i)
+    exchange.all_gather([] { return int32_t{0}; });
 }
 
 struct TransportChoice {

@@ -23,6 +23,9 @@ struct RailTransfer {
   int64_t recv_bytes;
 };
 
+// A transfer on a GPU takes at most so many SMs.
+constexpr int kRailCtas = 8;
+
 // All calls are asynchronous on the stream, which may be captured, and all ranks make the same ones in the same order. They
 // throw SYSTEM, and ABORTED after abort().
 class Rails {

@@ -101,6 +101,7 @@
  *   many rows there are, so the calling thread waits until the stream has come to the call and the rail peers have made it,
  *   too. In a graph that captures the call, and with fixed_rail_tokens, nobody waits: as many rows travel as there can be. All
  *   ranks must capture a call, or none.
+ * - Transfers between nodes take up to 8 of the num_comm_sms SMs.
  * - A rank whose handle memory is not that of the call (EPX_EVENT_HANDLE_MISMATCH) relays nothing: what its rail peers send
  *   through it is zero on its node, and what would go home through it takes no step in their sums. Beside the rank itself, the
  *   ranks of its node and its rail peers report it where its handle memory is of another prepare, some of them twice.
@@ -341,7 +342,8 @@ typedef struct epx_group_config {
       fixed_rail_tokens; /**< groups of several nodes on GPUs: so many tokens of each rank, 0..max_tokens_per_rank, travel
                                 to each other node in every call, whatever the routing is, and no call waits on the host;
                                 see "Several nodes". Where more go there, prepare drops the routes to that node of the later
-                                ones: info's number of dropped routes of this rank's tokens has them, no event reports them.
+                                ones: info's number of dropped routes of this rank's tokens has them, global_counts and
+                                events do not.
                                 0 (default): max_tokens_per_rank in calls that a graph captures, and what the routing needs
                                 in the others */
 } epx_group_config;

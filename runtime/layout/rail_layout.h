@@ -21,7 +21,7 @@ constexpr int64_t table_words(const NodesShape& shape, int top_k) {
 }
 
 // In each movement this rank first sends its rail peer on each node such a record, [4 + chunks] int32: the id of its plan (two
-// words; 0: it takes part without routes), the number of its tokens that go to that node, 0, and, for each chunk, how many rows come
+// words; 0: it takes part without routes), the number of its tokens that go to that node, agreed_hash() of the call, and, for each chunk, how many rows come
 // home of the tokens up to its end.
 constexpr int kRecordHeaderWords = 4;
 constexpr int64_t record_words(const NodesShape& shape) {

@@ -178,9 +178,15 @@ private:
 
     const WindowLayout layout = make_window_layout(shape.node, WindowAccess::by_kernels);
     rank->window.resize(static_cast<size_t>(layout.total_bytes) / sizeof(LlCallDescriptor) + 1);
-    rank->group.context = {EPX_TRANSPORT_NCCL,      shape.node,         layout, kGroupId,
-                           shape.index_in_node(),   EPX_OVERFLOW_ERROR, 60'000, false,
-                           WindowAccess::by_kernels};
+    GroupContext& context = rank->group.context;
+    context.transport = EPX_TRANSPORT_NCCL;
+    context.shape = shape.node;
+    context.layout = layout;
+    context.group_id = kGroupId;
+    context.rank = shape.index_in_node();
+    context.overflow = EPX_OVERFLOW_ERROR;
+    context.timeout_ms = 60'000;
+    context.window_access = WindowAccess::by_kernels;
     rank->group.state = &rank->device_state;
     rank->group.host_abort_record = &rank->host_abort_record;
     rank->group.record = rank->record.get();

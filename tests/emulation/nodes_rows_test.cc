@@ -195,7 +195,7 @@ public:
 
   void exchange_records(epx_operation operation) {
     for (int r = 0; r < num_ranks(); ++r)
-      finish(launch_post_records(ranks[at(r)]->device(), call(r, operation), nullptr));
+      finish(launch_post_records(ranks[at(r)]->device(), call(r, operation), 7, nullptr));
     for (auto& rank : ranks)
       for (int node = 0; node < c.nodes; ++node) {
         if (node == rank->shape.own_node) continue;
@@ -811,7 +811,7 @@ TEST_CASE("damaged handle memory and records never lead out of the areas") {
     };
     for (auto& rank : world.ranks) {
       const int r = rank->shape.rank;
-      finish(launch_post_records(rank->device(), world.call(r, EPX_OP_COMBINE), nullptr));
+      finish(launch_post_records(rank->device(), world.call(r, EPX_OP_COMBINE), 7, nullptr));
       damage_records();
       finish(launch_open_legs(rank->node_group(), rank->device(), world.call(r, EPX_OP_COMBINE), seed % 2 == 0, nullptr));
       const std::vector<float> weights = random_floats(world.rng, world.c.max_tokens * world.c.top_k);

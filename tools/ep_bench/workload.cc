@@ -38,7 +38,7 @@ void fill(std::vector<std::byte>& bytes, const RandomStream& random, ElementBits
   }
 }
 
-RandomStream stream_of(uint64_t purpose, uint64_t seed, int set, int rank) {
+RandomStream stream_of_set(uint64_t purpose, uint64_t seed, int set, int rank) {
   return {purpose, seed, static_cast<uint64_t>(set), static_cast<uint64_t>(rank)};
 }
 
@@ -74,7 +74,7 @@ std::vector<int64_t> Workload::topk_idx(int set, int rank) const {
 TokenInputs Workload::token_inputs(int set, int rank) const {
   const int64_t routes = int64_t{options_.tokens} * options_.top_k;
   return {.topk_idx = topk_idx(set, rank),
-          .topk_weights = weights(stream_of(kTopkWeights, options_.seed, set, rank), routes),
+          .topk_weights = weights(stream_of_set(kTopkWeights, options_.seed, set, rank), routes),
           .tokens = elements(kTokens, set, rank, options_.tokens),
           .grad_out = elements(kGradOut, set, rank, options_.tokens)};
 }
@@ -82,12 +82,12 @@ TokenInputs Workload::token_inputs(int set, int rank) const {
 RowInputs Workload::row_inputs(int set, int rank, int64_t rows) const {
   return {.expert_out = elements(kExpertOut, set, rank, rows),
           .grad_recv = elements(kGradRecv, set, rank, rows),
-          .grad_recv_weights = weights(stream_of(kGradRecvWeights, options_.seed, set, rank),
+          .grad_recv_weights = weights(stream_of_set(kGradRecvWeights, options_.seed, set, rank),
                                        rows * (options_.is_rank_major() ? options_.top_k : 1))};
 }
 
 std::vector<std::byte> Workload::elements(uint64_t purpose, int set, int rank, int64_t rows) const {
-  const RandomStream random = stream_of(purpose, options_.seed, set, rank);
+  const RandomStream random = stream_of_set(purpose, options_.seed, set, rank);
   std::vector<std::byte> bytes(rows * row_bytes(options_));
   switch (options_.dtype) {
   case EPX_FLOAT32:

@@ -24,7 +24,6 @@ namespace {
 constexpr int kWindowCtas = 1; // such a communicator carries small records only; channels cost time and memory
 // Blocks of NCCL's kernels for the rails, which are to fill a network adapter of 400 Gbit/s, and to leave the SMs to the kernels
 // of epx. Not measured yet: no adapter was at hand.
-constexpr int kRailCtas = 8;
 
 class NcclTransport final : public Transport {
 public:
@@ -163,9 +162,12 @@ NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_
   const std::vector<UniqueIds> ids = gather_unique_ids(rank == 0, index == 0, exchange);
   std::shared_ptr<Communicator> of_node;
   std::unique_ptr<NcclRails> rails;
-  exchange.all_gather([&] {
+  exchange.all_gather([&] { // by itself, so that no node waits in the next one for a node that fails
     if (ranks_per_node > 1)
       of_node = make_window_communicator(index, ranks_per_node, ids[static_cast<size_t>(rank - index)].node, timeout);
+    return 0;
+  });
+  exchange.all_gather([&] {
     log::transport().info("NCCL {}: a communicator of {} ranks begins, for the rails of {} nodes", loaded_nccl().name,
                           num_ranks, num_ranks / ranks_per_node);
     rails = std::make_unique<NcclRails>(

@@ -135,7 +135,8 @@ public:
   void end() noexcept override {
     board_->end_own_kernels();
     try { // frees are local from now on
-      status_.fail(abort_failure({EPX_OP_NONE, 0}, {EPX_ERROR_ABORTED, EPX_OP_NONE, context_.rank, 0}, context_.rank, 0));
+      const int rank = reader_.name_of_rank(context_.rank);
+      status_.fail(abort_failure({EPX_OP_NONE, 0}, {EPX_ERROR_ABORTED, EPX_OP_NONE, rank, 0}, rank, 0));
     } catch (const std::exception&) { // the status board keeps it
     }
   }

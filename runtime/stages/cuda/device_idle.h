@@ -9,6 +9,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "base/background_thread.h"
 #include "base/cuda.h"
 #include "base/suspension_aware_deadline.h"
 
@@ -24,7 +25,7 @@ inline std::future<cudaError_t> synchronize_in_background(int device) {
     return cudaDeviceSynchronize();
   });
   std::future<cudaError_t> idle = synchronize.get_future();
-  std::thread(std::move(synchronize)).detach();
+  start_background_thread("the wait for the GPU", std::move(synchronize)).detach();
   return idle;
 }
 

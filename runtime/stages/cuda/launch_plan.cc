@@ -103,10 +103,16 @@ void load_kernels(std::span<const void* const> kernels) {
     load(kernel, device);
 }
 
+int LaunchPlan::resolve_num_sms(int num_comm_sms, int others) {
+  const Device device = this_device();
+  const int num_sms = num_comm_sms == 0 ? default_sms(device.num_sms) : std::min(num_comm_sms, device.num_sms);
+  return std::max(num_sms - others, 1);
+}
+
 LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
     : num_ranks_(shape.num_ranks), max_ll_tokens_(max_ll_tokens(shape)) {
   const Device device = this_device();
-  num_sms_ = num_comm_sms == 0 ? default_sms(device.num_sms) : std::min(num_comm_sms, device.num_sms);
+  num_sms_ = resolve_num_sms(num_comm_sms, 0);
   prepare_shared_bytes_ = prepare_shared_bytes(shape.num_experts);
   const size_t max_shared_bytes = load(prepare_kernel_address(), device);
   if (prepare_shared_bytes_ > max_shared_bytes)

@@ -58,6 +58,9 @@ public:
   // for the default). Throws.
   LaunchPlan(const GroupShape& shape, int num_comm_sms);
 
+  // Returns how many SMs of this GPU are left of num_comm_sms (0: the default) when `others` are taken; at least 1.
+  static int resolve_num_sms(int num_comm_sms, int others);
+
   int num_sms() const { return num_sms_; } // the SMs that the group takes at most
   int max_prepare_blocks() const { return prepare_blocks_; }
 

@@ -49,7 +49,8 @@ __device__ bool is_usable(const CallParams& params, const HandleHeader& header) 
 }
 
 // Writes the record for a node. Handle memory is not trusted; what does not fit is made to fit by those who read the record.
-__device__ void write_record(const CallParams& params, const NodesHandleReader& plan, int node, int32_t* record) {
+__device__ void write_record(const CallParams& params, const NodesHandleReader& plan, int32_t hash, int node,
+                             int32_t* record) {
   const NodesShape& shape = params.nodes.shape;
   const HandleHeader& header = params.nodes.state->header;
   const bool is_usable = header.magic == kHandleMagic;
@@ -60,7 +61,7 @@ __device__ void write_record(const CallParams& params, const NodesHandleReader& 
   record[0] = static_cast<int32_t>(plan_id);
   record[1] = static_cast<int32_t>(plan_id >> 32);
   record[2] = static_cast<int32_t>(tokens);
-  record[3] = 0;
+  record[3] = hash;
   for (int chunk = 0; chunk < shape.num_chunks(); ++chunk) {
     const int64_t end = min((int64_t{chunk} + 1) * shape.chunk_tokens(), tokens);
     // In precision node one row comes home of each token, and the table is not used.
@@ -70,7 +71,8 @@ __device__ void write_record(const CallParams& params, const NodesHandleReader& 
 }
 
 __global__ void __launch_bounds__(kThreads)
-    post_records_kernel(const __grid_constant__ CallParams params, const __grid_constant__ NodesHandleLayout layout) {
+    post_records_kernel(const __grid_constant__ CallParams params, const __grid_constant__ NodesHandleLayout layout,
+                        int32_t hash) {
   const NodesDevice& nodes = params.nodes;
   if (threadIdx.x == 0) {
     HandleHeader header = *reinterpret_cast<const HandleHeader*>(params.call.checked_header);
@@ -81,9 +83,9 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const NodesHandleReader plan(params.call.handle_mem, layout, nodes.shape);
   for (int node = static_cast<int>(threadIdx.x); node < nodes.shape.num_nodes(); node += kThreads) {
-    write_record(params, plan, node, nodes.sent_records + node * record_words(nodes.shape));
+    write_record(params, plan, hash, node, nodes.sent_records + node * record_words(nodes.shape));
     if (node == nodes.shape.own_node) // which no rail brings
-      write_record(params, plan, node, nodes.received_records + node * record_words(nodes.shape));
+      write_record(params, plan, hash, node, nodes.received_records + node * record_words(nodes.shape));
   }
 }
 
@@ -119,7 +121,9 @@ __global__ void __launch_bounds__(kThreads)
     header.checksum = header_checksum(header);
     nodes.leg_headers[leg] = header;
   }
-  if (threadIdx.x == 0) report_mismatch(group, params, records);
+  if (threadIdx.x != 0) return;
+  report_mismatch(group, params, records);
+  if (const int peer = records.find_disagreement(); peer >= 0) nodes.progress->disagrees = 1 + peer;
 }
 
 } // namespace
@@ -137,9 +141,9 @@ cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream) {
   return launch(&end_call_kernel, {1, kWarp}, stream, nodes);
 }
 
-cudaError_t launch_post_records(const NodesDevice& nodes, const MovementCall& call, cudaStream_t stream) {
+cudaError_t launch_post_records(const NodesDevice& nodes, const MovementCall& call, int32_t hash, cudaStream_t stream) {
   return launch(&post_records_kernel, {1, kThreads}, stream, CallParams{nodes, call},
-                make_nodes_handle_layout(nodes.shape, call.top_k));
+                make_nodes_handle_layout(nodes.shape, call.top_k), hash);
 }
 
 cudaError_t launch_open_legs(const DeviceGroup& group, const NodesDevice& nodes, const MovementCall& call,

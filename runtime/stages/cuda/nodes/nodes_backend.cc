@@ -56,6 +56,16 @@ private:
   NodeExchange exchange_;
 };
 
+// Returns a hash of what all ranks must pass alike in a call. Inside a node the legs' descriptors are compared field by field;
+// between nodes this is.
+int32_t agreed_hash(const MovementCall& call, int weights, int64_t sidecar_bytes, bool has_fixed_sizes) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const int64_t field : {int64_t{call.operation}, int64_t{call.top_k}, int64_t{call.alignment}, int64_t{call.hidden},
+                              int64_t{call.dtype}, int64_t{weights}, sidecar_bytes, int64_t{has_fixed_sizes}})
+    hash = (hash ^ static_cast<uint64_t>(field)) * 0x100000001b3;
+  return static_cast<int32_t>(hash ^ hash >> 32);
+}
+
 class NodesBackend final : public Backend, private Stages {
 public:
   NodesBackend(const NodesShape& shape, const GroupContext& context, std::unique_ptr<GroupContext> node_context,
@@ -74,35 +84,40 @@ public:
     watch_ = std::make_unique<NodesWatch>(context_, shape_, *node_, *rails_, std::move(control), *buffers_.progress);
   }
   ~NodesBackend() override {
-    const bool is_idle = watch_->finish(device_);
+    bool is_idle = false;
+    try {
+      is_idle = watch_->finish(device_);
+    } catch (const std::exception& error) {
+      log::group().warn("group {:016x}: {}", context_.group_id, error.what());
+    }
     watch_.reset();
     if (is_idle) return;
     log::group().warn("group {:016x} is destroyed while its GPU is busy with other work: its memory there is not freed",
                       context_.group_id);
-    node_->abort(); // the node's backend then waits no longer
     static auto& kept = *new std::vector<std::unique_ptr<RailBuffers>>;
     static std::mutex mutex;
     const std::scoped_lock lock(mutex);
     kept.push_back(std::make_unique<RailBuffers>(std::move(buffers_)));
   }
 
-  int num_comm_sms() const override { return node_->num_comm_sms(); }
+  int num_comm_sms() const override { return num_leg_sms() + kRailCtas; }
   Stages& stages() override { return *this; }
 
   // Peers of other nodes never access this memory.
   void* allocate(int64_t bytes) override {
     watch_->require_healthy(EPX_OP_MEM_ALLOC);
-    void* const memory = node_->allocate(bytes);
+    void* memory = nullptr;
+    agree(EPX_OP_MEM_ALLOC, [&] { memory = node_->allocate(bytes); });
     count_calls(2); // as in a group of one node
     return memory;
   }
   void register_memory(std::byte* memory, int64_t bytes) override {
     watch_->require_healthy(EPX_OP_MEM_ALLOC);
-    node_->register_memory(memory, bytes);
+    agree(EPX_OP_MEM_ALLOC, [&] { node_->register_memory(memory, bytes); });
     count_calls(2);
   }
   void free(void* data) override {
-    node_->free(data);
+    agree(EPX_OP_MEM_FREE, [&] { node_->free(data); });
     count_calls(1);
   }
 
@@ -110,6 +125,8 @@ public:
   epx_group_report report() override { return watch_->report(); }
 
 private:
+  int num_leg_sms() const { return node_->num_comm_sms(); }
+
   // The arguments of a leg, except for its tensors of tokens.
   template <typename Call>
   struct LegCall {
@@ -186,9 +203,23 @@ private:
       body(stream, capture == Capture::active || shape_.group.fixed_rail_tokens > 0);
       check_cuda(launch_end_call(nodes_, stream), name_of(operation));
     } catch (const StatusError& error) {
+      if (capture == Capture::active && !rails_->has_ended()) throw; // nothing has run
       watch_->end_call(operation, error);
+    } catch (const std::exception& error) {
+      watch_->end_call(operation, StatusError(EPX_ERROR_SYSTEM, error.what()));
     }
     if (capture == Capture::none) order_.launched(stream);
+  }
+
+  // Runs `body`, which exchanges records of all ranks. Where the rails have ended in it, so has the group.
+  template <typename Body>
+  void agree(epx_operation operation, const Body& body) {
+    try {
+      body();
+    } catch (const StatusError& error) {
+      if (rails_->has_ended()) watch_->end_call(operation, error);
+      throw;
+    }
   }
 
   // Counts calls that have no kernel, while no kernel of the group is running.
@@ -217,7 +248,7 @@ private:
     check_cuda(launch_list_relayed(nodes_, buffers, call, stream), "prepare");
     const auto deliver = [&](int node, int chunk) {
       node_->make_call(operation, stream, [&](const DeviceGroup& group, cudaStream_t on) {
-        return launch_deliver_leg(group, nodes_, buffers, call, operation, shape_.leg(node, chunk), num_comm_sms(), on);
+        return launch_deliver_leg(group, nodes_, buffers, call, operation, shape_.leg(node, chunk), num_leg_sms(), on);
       });
     };
     for_each_chunk([&](int chunk) { deliver(shape_.own_node, chunk); });
@@ -241,14 +272,17 @@ private:
 
   // Tells the rail peers how many tokens this rank has for them. Returns the sizes of the transfers that follow; where they are
   // exact, the host waits for the peers' here.
-  RailSizes open_legs(const MovementCall& call, cudaStream_t stream, bool has_fixed_sizes) {
+  // `weights` has a bit for each tensor of weights that is passed.
+  RailSizes open_legs(const MovementCall& call, int weights, int64_t sidecar_bytes, cudaStream_t stream,
+                      bool has_fixed_sizes) {
     const char* const name = name_of(call.operation);
     MovementCall posted = call;
     if (context_.checks_handle_mem) {
       check_cuda(launch_check(nodes_, call, stream), "the check of the handle memory");
       posted.checked_header = reinterpret_cast<const std::byte*>(&nodes_.state->header);
     }
-    check_cuda(launch_post_records(nodes_, posted, stream), name);
+    check_cuda(launch_post_records(nodes_, posted, agreed_hash(call, weights, sidecar_bytes, has_fixed_sizes), stream),
+               name);
     exchange_words(nodes_.sent_records, nodes_.received_records, record_words(shape_), stream);
     check_cuda(launch_open_legs(node_->device_group(), nodes_, call, has_fixed_sizes, stream), name);
     if (has_fixed_sizes) return {shape_, call.top_k};
@@ -261,20 +295,23 @@ private:
     copy(sent, nodes_.sent_records);
     copy(received, nodes_.received_records);
     watch_->wait_for(stream, call.operation); // the one wait of the host in a call
+    if (const int peer = NodesRecords(shape_, received).find_disagreement(); peer >= 0)
+      fail(EPX_ERROR_MISMATCH, "{}: rank {} {}", name, peer, kDisagrees);
     return {shape_, call.top_k, sent, received};
   }
 
   // Rows go from tokens to slots. Rows to the other nodes are on the wire while legs before them store what has come.
   template <typename Call> // DispatchCall or CombineBwdCall
   void scatter(const Call& call, cudaStream_t stream, bool has_fixed_sizes) {
-    const RailSizes sizes = open_legs(call, stream, has_fixed_sizes);
+    const RailSizes sizes =
+        open_legs(call, weights_of(call), pack_call(call, {}, 0).sidecar_bytes, stream, has_fixed_sizes);
     const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
     const RailArea& sent = buffers_.to_rails.area();
     const RailArea& received = buffers_.from_rails.area();
     fork_rail_stream(stream);
     for_each_chunk([&](int chunk) {
       const PackCall pack = pack_call(call, sent, chunk);
-      check_cuda(launch_pack_rows(nodes_, pack, num_comm_sms(), rails_on_), name_of(call.operation));
+      check_cuda(launch_pack_rows(nodes_, pack, num_leg_sms(), rails_on_), name_of(call.operation));
       const int64_t first = int64_t{chunk} * shape_.chunk_tokens();
       std::vector<RailTransfer> transfers;
       for_each_other_node([&](int node) {
@@ -294,7 +331,7 @@ private:
       rails_->exchange(transfers, rails_on_);
       PackCall arrived = pack;
       arrived.area = received;
-      check_cuda(launch_clear_rows(nodes_, arrived, num_comm_sms(), rails_on_), name_of(call.operation));
+      check_cuda(launch_clear_rows(nodes_, arrived, num_leg_sms(), rails_on_), name_of(call.operation));
       record(chunk_event(chunk), rails_on_);
     });
     for_each_chunk([&](int chunk) { scatter_leg(call, shape_.own_node, chunk, own_tokens(call, chunk), received); });
@@ -305,6 +342,10 @@ private:
     join_rail_stream(stream);
   }
 
+  static int weights_of(const DispatchCall& call) { return call.topk_weights != nullptr ? 1 : 0; }
+  static int weights_of(const CombineBwdCall& call) {
+    return (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0);
+  }
   static PackCall pack_call(const DispatchCall& call, const RailArea& area, int chunk) {
     return {call, call.tokens, call.topk_weights, call.sidecar, call.sidecar_bytes, area, chunk};
   }
@@ -336,7 +377,8 @@ private:
   template <typename Call> // CombineCall or DispatchBwdCall
   void gather(const Call& call, const std::byte* rows, const float* row_weights, std::byte* out, float* carried_out,
               cudaStream_t stream, bool has_fixed_sizes) {
-    const RailSizes sizes = open_legs(call, stream, has_fixed_sizes);
+    const int weights = (row_weights != nullptr ? 1 : 0) | (carried_out != nullptr ? 2 : 0);
+    const RailSizes sizes = open_legs(call, weights, 0, stream, has_fixed_sizes);
     const RailArea& sent = buffers_.to_rails.area();
     const RailArea& received = buffers_.from_rails.area();
     const bool sums_by_node = shape_.group.precision == EPX_COMBINE_NODE;
@@ -345,7 +387,7 @@ private:
       gather_leg(leg, area);
       if (!sums_by_node)
         check_cuda(launch_forward_rows(node_->device_group(), nodes_, {leg.call, rows, row_weights, area, node, chunk},
-                                       num_comm_sms(), stream),
+                                       num_leg_sms(), stream),
                    name_of(call.operation));
     };
     fork_rail_stream(stream);
@@ -359,7 +401,7 @@ private:
     for_each_chunk([&](int chunk) { make_leg(shape_.own_node, chunk, own_tokens(call, chunk), received); });
     join_rail_stream(stream);
     const bool is_weighted = row_weights != nullptr && shape_.group.precision == EPX_COMBINE_EXACT;
-    check_cuda(launch_sum_rows(nodes_, {call, is_weighted, received, out, carried_out}, num_comm_sms(), stream),
+    check_cuda(launch_sum_rows(nodes_, {call, is_weighted, received, out, carried_out}, num_leg_sms(), stream),
                name_of(call.operation));
   }
 
@@ -480,8 +522,9 @@ std::unique_ptr<Backend> make_nodes_backend(const GroupContext& context, int num
   const NodesShape shape = make_nodes_shape(context.shape, context.rank);
   NodeExchange of_node(exchange, context.rank, context.shape.ranks_per_node);
   auto node_context = std::make_unique<GroupContext>(make_node_context(context, shape));
+  const int node_sms = LaunchPlan::resolve_num_sms(num_comm_sms, kRailCtas);
   auto node_transport = std::make_unique<NodeTransport>(std::move(transport.node), *transport.rails, context);
-  std::unique_ptr<NodeBackend> node = make_backend(*node_context, num_comm_sms, std::move(node_transport), of_node);
+  std::unique_ptr<NodeBackend> node = make_backend(*node_context, node_sms, std::move(node_transport), of_node);
   std::unique_ptr<Backend> backend;
   exchange.all_gather([&] {
     for (const auto& kernels : {nodes_prepare_kernels(), nodes_row_kernels(), nodes_call_kernels()})

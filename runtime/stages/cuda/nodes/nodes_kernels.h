@@ -54,6 +54,7 @@ struct NodesProgress {
   uint64_t begun;             // NodesState::sequence
   uint64_t ended;             // the last call of the group that has ended
   int32_t operation;          // of the call that has begun last
+  int32_t disagrees;          // 1 + a rail peer whose record has another hash; 0: none has been found
   uint64_t tokens[kCalls];    // by sequence % kCalls: T of a call that moves rows
   uint64_t first_leg[kCalls]; // by sequence % kCalls: the node's sequence number of the call's first leg
 };
@@ -123,7 +124,8 @@ cudaError_t launch_check(const NodesDevice& nodes, const MovementCall& call, cud
 cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream);
 // Checks the header of the handle memory for this call (MovementCall::checked_header), and writes the records that go to the
 // rail peers.
-cudaError_t launch_post_records(const NodesDevice& nodes, const MovementCall& call, cudaStream_t stream);
+// `hash` is what all ranks must agree on.
+cudaError_t launch_post_records(const NodesDevice& nodes, const MovementCall& call, int32_t hash, cudaStream_t stream);
 // Writes the headers of the legs from the records that have come (NodesRecords::leg_tokens), and reports a rail peer that has
 // another plan. Where this rank takes part without routes, each leg has a header with magic 0. `group` is that of the legs.
 // In the event, values[0] is 1: values[3] is a rank of the group and not of the node.

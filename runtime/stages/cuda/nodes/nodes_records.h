@@ -27,6 +27,12 @@ public:
   // Returns whether the rail peer on a node takes part with the plan that this rank has. In a group of one node such a rank is
   // active (Movement::is_active).
   EPX_HOST_DEVICE bool is_active(int node) const { return plan_id(node) != 0 && plan_id(node) == plan_id(shape_.own_node); }
+  // In received records: returns a rank, the rail peer on the first node whose hash differs from this rank's; -1: none.
+  EPX_HOST_DEVICE int find_disagreement() const {
+    for (int node = 0; node < shape_.num_nodes(); ++node)
+      if (record(node)[3] != record(shape_.own_node)[3]) return node * shape_.ranks_per_node() + shape_.index_in_node();
+    return -1;
+  }
   EPX_HOST_DEVICE int64_t num_tokens(int node) const {
     return std::max(int64_t{0}, std::min<int64_t>(record(node)[2], max_tokens(node)));
   }

@@ -79,11 +79,15 @@ void NodesWatch::watch() {
     const uint64_t begun = load(progress_.begun);
     const bool is_in_call = begun > ended;
     control_->set_progress(begun, is_in_call);
-    if (!has_told)
-      if (const auto failure = node_.failure()) {
+    if (!has_told && !ends_work_.load()) {
+      std::optional<Failure> failure = node_.failure();
+      if (const int32_t peer = std::atomic_ref(const_cast<int32_t&>(progress_.disagrees)).load(); !failure && peer != 0)
+        failure = disagreement_with(peer - 1);
+      if (failure) {
         tell(*failure);
         has_told = true;
       }
+    }
     if (!is_in_call || std::pair(begun, ended) != last) {
       last = {begun, ended};
       deadline = SuspensionAwareDeadline{timeout};
@@ -142,8 +146,21 @@ void NodesWatch::tell(const Failure& failure) {
                            failure.sequence);
 }
 
+// A kernel of a call with fixed sizes has found that a rail peer passes other arguments.
+Failure NodesWatch::disagreement_with(int peer) const {
+  const CallName call = call_in_progress();
+  Failure failure;
+  failure.status = EPX_ERROR_MISMATCH;
+  failure.operation = call.operation;
+  failure.sequence = call.sequence;
+  failure.culprit = peer;
+  failure.message = fmt::format("{} (call {}): rank {} {}", name_of(call.operation), call.sequence, peer, kDisagrees);
+  return failure;
+}
+
 void NodesWatch::end_work() noexcept {
-  node_.end(); // before the rails: what comes behind them on the streams must not use rows that have not come
+  ends_work_.store(true); // the failure that the node has from now on is none that the group must learn of
+  node_.end();            // before the rails: what comes behind them on the streams must not use rows that have not come
   rails_.abort();
 }
 
@@ -173,6 +190,8 @@ void NodesWatch::keep_verdict(CallName call) {
 Failure NodesWatch::failure_of(const Verdict& verdict, CallName call) {
   if (verdict.cause == Cause::failed && is_found_by_node(verdict.status)) {
     if (const auto own = node_.failure(); own && own->status == verdict.status) return *own;
+    if (verdict.status == EPX_ERROR_MISMATCH && std::atomic_ref(const_cast<int32_t&>(progress_.disagrees)).load() != 0)
+      return disagreement_with(progress_.disagrees - 1);
     Failure failure;
     failure.status = verdict.status;
     failure.operation = verdict.operation;
@@ -218,6 +237,10 @@ void NodesWatch::end_call(epx_operation operation, const StatusError& error) {
   failure.operation = operation;
   failure.culprit = context_.rank;
   failure.message = error.message();
+  try { // before the verdict comes, which has no message
+    status_.fail(failure);
+  } catch (const StatusError&) { // the status board keeps the first one
+  }
   tell(failure);
   end_work();
   status_.fail(failure);

@@ -7,6 +7,7 @@
 // its kernels find, becomes the group's in the same way. On the verdict each rank ends its own kernels and its rails.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -32,8 +33,14 @@ namespace epx::cuda {
 // The timeout_ms of the node's own context. Its kernels know only their node: the rank that a kernel waits for may itself wait
 // for a rail peer, so the control connection has to decide first. It decides within timeout_ms and two seconds.
 constexpr int64_t node_timeout_ms(int64_t timeout_ms) {
-  return 3 * timeout_ms + 10'000;
+  constexpr int64_t kLongest = int64_t{1} << 48; // which is for ever
+  return 3 * std::min(timeout_ms, kLongest) + 10'000;
 }
+
+// The end of a sentence about a rail peer.
+inline constexpr const char* kDisagrees = "makes another call than this rank: operation, layer, H, dtype, sidecar bytes "
+                                          "and choice of weights must be the same on all "
+                                          "ranks, and all capture a call or none";
 
 class NodesWatch {
 public:
@@ -68,6 +75,7 @@ private:
   void watch();
   void end(const Verdict& verdict); // the control connection's thread
   void end_work() noexcept;
+  Failure disagreement_with(int peer) const;
   void keep_verdict(CallName call);
   Failure failure_of(const Verdict& verdict, CallName call);
   [[noreturn]] void fail_with_node(const Failure& failure, epx_operation operation);
@@ -86,6 +94,7 @@ private:
   std::mutex mutex_;
   std::condition_variable stop_;
   bool stops_ = false;
+  std::atomic<bool> ends_work_ = false;
   std::mutex verdict_mutex_;
   std::optional<Verdict> verdict_; // that has come between two calls: the next one fails with it
   std::unique_ptr<ControlConnection> control_;
