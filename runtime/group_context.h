@@ -19,7 +19,7 @@ struct GroupContext {
   int rank;
   epx_overflow overflow;
   int64_t timeout_ms;
-  bool checks_handle_mem; // EPX_CHECK_HANDLE_MEM: all of it, by its checksum
+  bool checks_handle_mem;    // EPX_CHECK_HANDLE_MEM: all of it, by its checksum
   bool has_ordered_calls;    // by the one who makes them, on whatever streams: legs of a group of several nodes
   bool forwards_staged_rows; // a kernel behind gather reads what that has staged: legs of a group of several nodes
   WindowAccess window_access;

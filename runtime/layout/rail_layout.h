@@ -12,23 +12,24 @@
 
 namespace epx {
 
-// In prepare this rank sends its rail peer on each other node a table of the tokens that go there: int32 number of tokens, three
-// zeros, and for each token int32 [1 + 2 K]: its number, and of each k the slot and the index of the owner in that node, or -1, -1
-// for a k that does not go there or was dropped. Beyond the number of tokens a table has anything.
+// In prepare this rank sends its rail peer on each other node a table of the tokens that go there: int32 number of tokens,
+// three zeros, and for each token int32 [1 + 2 K]: its number, and of each k the slot and the index of the owner in that node,
+// or -1, -1 for a k that does not go there or was dropped. Beyond the number of tokens a table has anything.
 constexpr int kTableHeaderWords = 4;
 constexpr int64_t table_words(const NodesShape& shape, int top_k) {
   return kTableHeaderWords + shape.padded_tokens() * (1 + 2 * int64_t{top_k});
 }
 
 // In each movement this rank first sends its rail peer on each node such a record, [4 + chunks] int32: the id of its plan (two
-// words; 0: it takes part without routes), the number of its tokens that go to that node, agreed_hash() of the call, and, for each chunk, how many rows come
-// home of the tokens up to its end.
+// words; 0: it takes part without routes), the number of its tokens that go to that node, agreed_hash() of the call, and, for
+// each chunk, how many rows come home of the tokens up to its end.
 constexpr int kRecordHeaderWords = 4;
 constexpr int64_t record_words(const NodesShape& shape) {
   return kRecordHeaderWords + shape.num_chunks();
 }
 
-// Rows of one direction with their weights and sidecars, of all nodes; see RailArea in runtime/stages/cuda/nodes/nodes_kernels.h.
+// Rows of one direction with their weights and sidecars, of all nodes; see RailArea in
+// runtime/stages/cuda/nodes/nodes_kernels.h.
 struct RailRowsLayout {
   int64_t node_rows;     // of one node
   int64_t node_weights;  // floats of one node

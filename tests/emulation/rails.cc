@@ -48,7 +48,7 @@ void each_piece(uint64_t position, uint64_t count, const Copy& copy) {
 }
 
 // Bytes that go out, or are to come, in the order of their mailbox.
-struct Stretch {
+struct ByteRange {
   std::byte* memory;
   uint64_t bytes;
 };
@@ -96,8 +96,8 @@ private:
 
     Mailbox& mailbox(int owner, int source) const { return window->view().at<Mailbox>(owner, offset)[source]; }
     void run(const std::vector<Part>& parts);
-    bool advance_send(int peer, Stretch& stretch) const;
-    bool advance_recv(int peer, Stretch& stretch) const;
+    bool advance_send(int peer, ByteRange& range) const;
+    bool advance_recv(int peer, ByteRange& range) const;
   };
 
   template <typename First>
@@ -115,30 +115,28 @@ private:
 };
 
 // Both return whether a byte has moved.
-bool MailboxRails::State::advance_send(int peer, Stretch& stretch) const {
+bool MailboxRails::State::advance_send(int peer, ByteRange& range) const {
   const int rank = window->view().rank;
   Mailbox& box = mailbox(peer, rank);
   const uint64_t written = box.written;
   const uint64_t room = kMailboxBytes - (written - std::atomic_ref(box.read).load(std::memory_order_acquire));
-  const uint64_t count = std::min(room, stretch.bytes);
+  const uint64_t count = std::min(room, range.bytes);
   if (count == 0) return false;
-  each_piece(written, count, [&](uint64_t at, uint64_t done, uint64_t piece) {
-    std::memcpy(box.bytes + at, stretch.memory + done, piece);
-  });
+  each_piece(written, count,
+             [&](uint64_t at, uint64_t done, uint64_t piece) { std::memcpy(box.bytes + at, range.memory + done, piece); });
   std::atomic_ref(box.written).store(written + count, std::memory_order_release);
-  stretch = {stretch.memory + count, stretch.bytes - count};
+  range = {range.memory + count, range.bytes - count};
   return true;
 }
-bool MailboxRails::State::advance_recv(int peer, Stretch& stretch) const {
+bool MailboxRails::State::advance_recv(int peer, ByteRange& range) const {
   Mailbox& box = mailbox(window->view().rank, peer);
   const uint64_t read = box.read;
-  const uint64_t count = std::min(std::atomic_ref(box.written).load(std::memory_order_acquire) - read, stretch.bytes);
+  const uint64_t count = std::min(std::atomic_ref(box.written).load(std::memory_order_acquire) - read, range.bytes);
   if (count == 0) return false;
-  each_piece(read, count, [&](uint64_t at, uint64_t done, uint64_t piece) {
-    std::memcpy(stretch.memory + done, box.bytes + at, piece);
-  });
+  each_piece(read, count,
+             [&](uint64_t at, uint64_t done, uint64_t piece) { std::memcpy(range.memory + done, box.bytes + at, piece); });
   std::atomic_ref(box.read).store(read + count, std::memory_order_release);
-  stretch = {stretch.memory + count, stretch.bytes - count};
+  range = {range.memory + count, range.bytes - count};
   return true;
 }
 
@@ -149,7 +147,7 @@ void MailboxRails::State::run(const std::vector<Part>& parts) {
     std::abort();
   }
   struct OfPeer {
-    std::vector<Stretch> send, recv;
+    std::vector<ByteRange> send, recv;
     size_t sent = 0, received = 0;
   };
   std::vector<OfPeer> peers(static_cast<size_t>(window->view().num_ranks));
@@ -158,10 +156,10 @@ void MailboxRails::State::run(const std::vector<Part>& parts) {
     const Part& part = parts[i];
     OfPeer& peer = peers[static_cast<size_t>(part.peer)];
     sizes[2 * i] = part.send_bytes;
-    const auto add = [](std::vector<Stretch>& stretches, int64_t& size, std::byte* memory, int64_t bytes) {
+    const auto add = [](std::vector<ByteRange>& ranges, int64_t& size, std::byte* memory, int64_t bytes) {
       if (bytes == 0) return;
-      stretches.push_back({reinterpret_cast<std::byte*>(&size), sizeof(size)});
-      stretches.push_back({memory, static_cast<uint64_t>(bytes)});
+      ranges.push_back({reinterpret_cast<std::byte*>(&size), sizeof(size)});
+      ranges.push_back({memory, static_cast<uint64_t>(bytes)});
     };
     add(peer.send, sizes[2 * i], const_cast<std::byte*>(part.send), part.send_bytes);
     add(peer.recv, sizes[2 * i + 1], part.recv, part.recv_bytes);
@@ -172,12 +170,12 @@ void MailboxRails::State::run(const std::vector<Part>& parts) {
     bool has_moved = false;
     for (size_t rank = 0; rank < peers.size(); ++rank) {
       OfPeer& peer = peers[rank];
-      const auto advance = [&](std::vector<Stretch>& stretches, size_t& first, auto step) {
-        while (first < stretches.size() && (this->*step)(static_cast<int>(rank), stretches[first])) {
+      const auto advance = [&](std::vector<ByteRange>& ranges, size_t& first, auto step) {
+        while (first < ranges.size() && (this->*step)(static_cast<int>(rank), ranges[first])) {
           has_moved = true;
-          if (stretches[first].bytes == 0) ++first;
+          if (ranges[first].bytes == 0) ++first;
         }
-        if (first < stretches.size()) is_done = false;
+        if (first < ranges.size()) is_done = false;
       };
       advance(peer.send, peer.sent, &State::advance_send);
       advance(peer.recv, peer.received, &State::advance_recv);

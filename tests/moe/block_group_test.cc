@@ -303,7 +303,8 @@ TEST_CASE("a rank that runs out of memory within a call ends the group, so that 
         run.block().make_call(forward, run.input(), run.params(), 0, output);
         run.block().make_call(backward, run.input(), run.params(), 0, gradients);
         if (is_backward) run.block().run(forward);
-        // Rank 1 has finished its part of the forward pass when its peer may still wait in the last combine, which an abort ends.
+        // Rank 1 has finished its part of the forward pass when its peer may still wait in the last combine, which an abort
+        // ends.
         meet(rendezvous.bootstrap(rank.rank));
         has_failed[rank.rank] = fail_allocation(rank, number, [&] {
           return is_backward ? epx_moe_block_bwd(run.block().handle(), &backward.args)

@@ -183,8 +183,8 @@ private:
          "rank-major rows do not travel between nodes"); // the arguments' check has refused it already
   }
 
-  // Makes a call of the group: `body` launches all of it on the stream. When it fails the group ends, because the peers may have
-  // the part of the call that this rank lacks.
+  // Makes a call of the group: `body` launches all of it on the stream. When it fails the group ends, because the peers may
+  // have the part of the call that this rank lacks.
   template <typename Body>
   void make_call(epx_operation operation, epx_stream of_call, const Body& body) {
     watch_->require_healthy(operation);
