@@ -94,10 +94,7 @@ public:
     if (is_idle) return;
     log::group().warn("group {:016x} is destroyed while its GPU is busy with other work: its memory there is not freed",
                       context_.group_id);
-    static auto& kept = *new std::vector<std::unique_ptr<RailBuffers>>;
-    static std::mutex mutex;
-    const std::scoped_lock lock(mutex);
-    kept.push_back(std::make_unique<RailBuffers>(std::move(buffers_)));
+    keep_buffers();
   }
 
   int num_comm_sms() const override { return num_leg_sms() + kRailCtas; }
@@ -125,6 +122,14 @@ public:
   epx_group_report report() override { return watch_->report(); }
 
 private:
+  // The device may still use them, and their release would wait for the device: so they are kept until the process ends.
+  void keep_buffers() {
+    static auto& kept = *new std::vector<std::unique_ptr<RailBuffers>>;
+    static std::mutex mutex;
+    const std::scoped_lock lock(mutex);
+    kept.push_back(std::make_unique<RailBuffers>(std::move(buffers_)));
+  }
+
   int num_leg_sms() const { return node_->num_comm_sms(); }
 
   // The arguments of a leg, except for its tensors of tokens.

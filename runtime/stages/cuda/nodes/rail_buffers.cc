@@ -28,7 +28,7 @@ RailBuffers::RailBuffers(const NodesShape& shape)
       leg_headers(make_device_memory<HandleHeader>(count(shape.num_legs()))),
       sent_records(make_device_memory<int32_t>(count(shape.num_nodes() * record_words(shape)))),
       received_records(make_device_memory<int32_t>(count(shape.num_nodes() * record_words(shape)))),
-      records_on_host(make_pinned_memory<int32_t>(count(2 * shape.num_nodes() * record_words(shape)))),
+      records_on_host(make_pinned_memory<int32_t>(count(int64_t{2} * shape.num_nodes() * record_words(shape)))),
       counts(make_device_memory<int32_t>(
           count(int64_t{kMaxPrepareBlocks + 1 + shape.group.num_ranks} * shape.group.num_experts))),
       totals(make_device_memory<NodesPrepareTotals>(1)), token_ends(make_device_memory<int32_t>(count(shape.num_nodes()))),
