@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks of groups of several nodes are killed, stopped, or late. The control connection tells every survivor who it was: much
 // sooner than timeout_ms where a process has died, and else within timeout_ms and two seconds. EPX_TEST_TRANSPORT is "host" if it
-// is not set.
+// is not set. EPX_TEST_RANKS_PER_NODE is 2 if it is not set; on GPUs, ranks of different nodes may share one.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -30,8 +30,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
-constexpr int kRanks = 4; // two nodes of two ranks
-constexpr int kRanksPerNode = 2;
+constexpr int kRanks = 4;
 constexpr int64_t kShortMs = 3'000;
 constexpr int64_t kLongMs = 40'000; // a group that fails sooner has not waited for it
 constexpr int64_t kRendezvousMs = 30'000;
@@ -44,10 +43,15 @@ const char* transport() {
   return name != nullptr ? name : "host";
 }
 
+int ranks_per_node() {
+  const char* const launched = std::getenv("EPX_TEST_RANKS_PER_NODE");
+  return launched != nullptr ? std::atoi(launched) : 2;
+}
+
 class NodeRank {
 public:
   NodeRank(const RankContext& context, int64_t timeout_ms)
-      : context_(context), rank_(context, timeout_ms, kRanksPerNode), timeout_(timeout_ms) {
+      : context_(context), rank_(context, timeout_ms, ranks_per_node()), timeout_(timeout_ms) {
     rank_.prepare();
     for (const uint64_t pid : context.gather(static_cast<uint64_t>(::getpid())))
       pids_.push_back(static_cast<pid_t>(pid));
@@ -88,7 +92,7 @@ private:
 };
 
 void as_rank(const TempDirectory& directory, int rank, const std::function<void(const RankContext&)>& fn) {
-  ::setenv("NCCL_HOSTID", ("node" + std::to_string(rank / kRanksPerNode)).c_str(), 1); // on GPUs
+  ::setenv("NCCL_HOSTID", ("node" + std::to_string(rank / ranks_per_node())).c_str(), 1); // on GPUs
   epx_bootstrap bootstrap = {};
   check_ok(epx_bootstrap_file(directory.path().c_str(), "control", rank, kRanks, kRendezvousMs, &bootstrap),
            "epx_bootstrap_file");

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A GPU as a Device of the tests has memory from cudaMalloc and a stream of its own.
+#include <algorithm>
+#include <cstdlib>
+
 #include <cuda_runtime_api.h>
 
 #include "tests/support/check.h"
@@ -12,12 +15,20 @@ void check_cuda(cudaError_t error, const char* call) {
   check(error == cudaSuccess, "{}: {}", call, cudaGetErrorString(error));
 }
 
+// Ranks of several nodes may share a GPU: only those of one node need one each.
+int ranks_with_a_gpu_each(int num_ranks) {
+  const char* const ranks_per_node = std::getenv("EPX_TEST_RANKS_PER_NODE");
+  return ranks_per_node == nullptr ? num_ranks : std::min(num_ranks, std::atoi(ranks_per_node));
+}
+
 class CudaDevice final : public Device {
 public:
-  CudaDevice(int rank, int num_ranks) : device_(rank) {
+  CudaDevice(int rank, int num_ranks) {
     int count = 0;
     if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
-    if (count < num_ranks) throw Skipped(fmt::format("{} ranks need a GPU each; this machine has {}", num_ranks, count));
+    const int needed = ranks_with_a_gpu_each(num_ranks);
+    if (count < needed) throw Skipped(fmt::format("{} ranks need a GPU each; this machine has {}", needed, count));
+    device_ = rank % (count < num_ranks ? needed : num_ranks);
     check_cuda(cudaSetDevice(device_), "cudaSetDevice"); // of the calling thread
     check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   }
@@ -42,7 +53,7 @@ private:
     finish();
   }
 
-  int device_;
+  int device_ = 0;
   cudaStream_t stream_ = nullptr;
 };
 

@@ -24,6 +24,14 @@ TEST_CASE("each rank needs a GPU of its own") {
         "ranks 1 and 2 share a GPU (device 0 of rank 2)");
 }
 
+TEST_CASE("ranks with another NCCL_HOSTID may share a GPU") {
+  std::vector gpus{gpu(0, 'a'), gpu(0, 'a')};
+  gpus[0].host_id_hash = 1;
+  CHECK(why_not_a_gpu_each(gpus) == "");
+  gpus[1].host_id_hash = 1;
+  CHECK(why_not_a_gpu_each(gpus) == "ranks 0 and 1 share a GPU (device 0 of rank 1)");
+}
+
 TEST_CASE("the kernels need Hopper or a later GPU") {
   CHECK(why_not_new_enough(std::vector{gpu(0, 'a', 90), gpu(1, 'b', 100), gpu(2, 'c', 103)}) == "");
   CHECK(why_not_new_enough(std::vector{gpu(0, 'a', 90), gpu(1, 'b', 86)}) ==

@@ -21,6 +21,8 @@ int choose_device(int rank) {
   const char* const local_rank = std::getenv("OMPI_COMM_WORLD_LOCAL_RANK");
   if (local_rank == nullptr) return rank % count;
   const int device = std::atoi(local_rank);
+  // Ranks that NCCL takes for ranks of other machines may share a GPU.
+  if (std::getenv("NCCL_HOSTID") != nullptr) return device % count;
   if (device >= count)
     throw RuntimeError(fmt::format("--transport is 'nccl' and rank {} is number {} of its machine, which has {} GPUs; each "
                                    "rank needs one of its own",

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "base/cuda_error.h"
+#include "transport/topology/rank_place.h"
 
 namespace epx {
 
@@ -21,6 +22,7 @@ GpuIdentity find_gpu() noexcept {
   gpu.device = device;
   gpu.compute_capability = 10 * properties.major + properties.minor;
   std::copy_n(properties.uuid.bytes, gpu.uuid.size(), gpu.uuid.begin());
+  gpu.host_id_hash = this_rank_place().host_id_hash;
   return gpu;
 }
 
@@ -28,7 +30,7 @@ std::string why_not_a_gpu_each(std::span<const GpuIdentity> gpus) {
   for (size_t rank = 0; rank < gpus.size(); ++rank) {
     if (gpus[rank].device < 0) return fmt::format("rank {} has no GPU (no driver, or no device)", rank);
     for (size_t other = 0; other < rank; ++other)
-      if (gpus[other].uuid == gpus[rank].uuid)
+      if (gpus[other].uuid == gpus[rank].uuid && gpus[other].host_id_hash == gpus[rank].host_id_hash)
         return fmt::format("ranks {} and {} share a GPU (device {} of rank {})", other, rank, gpus[rank].device, rank);
   }
   return "";
