@@ -18,6 +18,19 @@ inline void log_cuda(cudaError_t error, const char* call) noexcept {
     log::transport().warn("{}: {}", call, cudaGetErrorString(error));
 }
 
+// While it exists, this thread may query streams and events although a capture is under way, of another stream or in another
+// thread: by itself CUDA refuses, and breaks the capture.
+class RelaxedCaptureScope {
+public:
+  RelaxedCaptureScope() { check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode"); }
+  ~RelaxedCaptureScope() { log_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode"); }
+  RelaxedCaptureScope(const RelaxedCaptureScope&) = delete;
+  RelaxedCaptureScope& operator=(const RelaxedCaptureScope&) = delete;
+
+private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed; // then the one before
+};
+
 // Sets the calling thread's current device for as long as the object lives.
 class CudaDeviceScope {
 public:

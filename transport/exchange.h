@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -55,10 +56,37 @@ public:
     return std::none_of(records.begin(), records.end(), [](const ExchangeRecord& record) { return record.refuses != 0; });
   }
 
+  // Two ranks have brought other values.
+  struct Difference {
+    int rank; // the first one, as messages name it
+    int64_t value;
+    int other_rank; // the first one whose value is another
+    int64_t other_value;
+  };
+
+  // Compares `mine` of all ranks, of those too whose records all_gather does not return. All ranks get the same answer.
+  std::optional<Difference> find_difference(int64_t mine) {
+    ExchangeRecord record{};
+    std::memcpy(record.payload, &mine, sizeof(mine));
+    const std::vector<ExchangeRecord> records = gather_all(record);
+    const auto value_of = [](const ExchangeRecord& of_rank) {
+      int64_t value = 0;
+      std::memcpy(&value, of_rank.payload, sizeof(value));
+      return value;
+    };
+    const ExchangeRecord& first = records.front();
+    for (const ExchangeRecord& other : records)
+      if (value_of(other) != value_of(first)) return Difference{first.rank, value_of(first), other.rank, value_of(other)};
+    return {};
+  }
+
 protected:
   // Gathers the records of this rank's group. When a peer's record has a failure and this rank's has none, it throws that with
   // throw_peer_failure. `refuses` is also set in a returned record when a rank refuses whose record is not returned.
   virtual std::vector<ExchangeRecord> gather(ExchangeRecord mine) = 0;
+
+  // Gathers the records of all ranks that take part in the exchange.
+  virtual std::vector<ExchangeRecord> gather_all(ExchangeRecord mine) { return gather(mine); }
 
   // For exchanges that are made of others.
   static std::vector<ExchangeRecord> gather_by(Exchange& other, const ExchangeRecord& mine) { return other.gather(mine); }

@@ -19,7 +19,7 @@ public:
 
 protected:
   std::vector<ExchangeRecord> gather(ExchangeRecord mine) override {
-    std::vector<ExchangeRecord> records = gather_by(all_, mine);
+    std::vector<ExchangeRecord> records = gather_all(mine);
     int32_t refuses = 0;
     for (const ExchangeRecord& record : records)
       refuses |= record.refuses;
@@ -28,6 +28,7 @@ protected:
     of_node.front().refuses = refuses;
     return of_node;
   }
+  std::vector<ExchangeRecord> gather_all(ExchangeRecord mine) override { return gather_by(all_, mine); }
 
 private:
   Exchange& all_;

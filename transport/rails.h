@@ -7,6 +7,7 @@
 #include <memory>
 #include <span>
 
+#include "base/error.h"
 #include "epx/epx.h"
 #include "transport/exchange.h"
 #include "transport/transport.h"
@@ -26,8 +27,14 @@ struct RailTransfer {
 // A transfer on a GPU takes at most so many SMs.
 constexpr int kRailCtas = 8;
 
+// A call of the rails has failed because a connection to a peer is broken. Most likely a peer has died, not always that one.
+class BrokenRailError : public StatusError {
+public:
+  using StatusError::StatusError;
+};
+
 // All calls are asynchronous on the stream, which may be captured, and all ranks make the same ones in the same order. They
-// throw SYSTEM, and ABORTED after abort().
+// throw SYSTEM, of which a BrokenRailError is one, and ABORTED after abort().
 class Rails {
 public:
   virtual ~Rails() = default;

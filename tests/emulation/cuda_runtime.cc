@@ -51,7 +51,9 @@ public:
   // By stream, how many tasks of it come before a place in the graph.
   using Place = std::map<const CUstream_st*, size_t>;
 
-  explicit GraphCapture(const CUstream_st* origin) : origin_(origin) {}
+  GraphCapture(const CUstream_st* origin, cudaStreamCaptureMode mode) : origin_(origin), mode_(mode) {}
+
+  cudaStreamCaptureMode mode() const { return mode_; }
 
   void add(const CUstream_st* stream, Task task) {
     const std::scoped_lock lock(mutex_);
@@ -85,6 +87,7 @@ public:
 
 private:
   const CUstream_st* origin_;
+  cudaStreamCaptureMode mode_;
   std::mutex mutex_;
   Tasks tasks_;
   std::map<const CUstream_st*, Place> places_; // what each stream has seen
@@ -92,6 +95,15 @@ private:
 };
 
 thread_local int current_device = 0;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+thread_local int num_own_captures = 0;   // those that are not relaxed
+std::atomic<int> num_global_captures{0}; // of all threads
+
+// Returns whether CUDA refuses what it calls potentially unsafe, which for the emulation are queries of streams and events.
+bool is_unsafe_beside_capture() {
+  return capture_mode != cudaStreamCaptureModeRelaxed &&
+         (num_own_captures > 0 || (capture_mode == cudaStreamCaptureModeGlobal && num_global_captures > 0));
+}
 std::atomic<bool> context_is_dead = false;
 
 } // namespace
@@ -420,15 +432,22 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   stream_of(stream).wait();
   return cudaSuccess;
 }
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
+  return cudaSuccess;
+}
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (is_unsafe_beside_capture()) return cudaErrorStreamCaptureUnsupported;
   return stream_of(stream).is_idle() ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
   stream_of(stream).enqueue([=] { function(argument); });
   return cudaSuccess;
 }
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
-  stream_of(stream).set_capture(std::make_shared<GraphCapture>(&stream_of(stream)));
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+  stream_of(stream).set_capture(std::make_shared<GraphCapture>(&stream_of(stream), mode));
+  if (mode != cudaStreamCaptureModeRelaxed) ++num_own_captures;
+  if (mode == cudaStreamCaptureModeGlobal) ++num_global_captures;
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
@@ -444,6 +463,8 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   const std::shared_ptr<GraphCapture> capture = stream_of(stream).set_capture(nullptr);
   if (capture == nullptr) return cudaErrorIllegalState;
+  if (capture->mode() != cudaStreamCaptureModeRelaxed) --num_own_captures;
+  if (capture->mode() == cudaStreamCaptureModeGlobal) --num_global_captures;
   for (CUstream_st* joined : capture->joined())
     joined->set_capture(nullptr);
   if (!capture->is_joined_up()) {
@@ -502,6 +523,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (is_unsafe_beside_capture()) return cudaErrorStreamCaptureUnsupported;
   if (event->is_of_capture) return cudaErrorCapturedEvent;
   const std::scoped_lock lock(event->state->mutex);
   return event->state->num_done == event->state->num_enqueued ? epx::emulation::context_error() : cudaErrorNotReady;

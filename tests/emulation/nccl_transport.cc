@@ -120,25 +120,17 @@ private:
 class AdoptedWindow final : public Window {
 public:
   AdoptedWindow(std::byte* memory, int64_t bytes, Exchange& exchange) : bytes_(bytes) {
-    struct MemoryRange {
-      int64_t bytes, offset;
-    };
+    require_equal_bytes(bytes, exchange);
     const KnownWindow* below = nullptr;
-    const std::vector<MemoryRange> ranges = exchange.all_gather([&] {
+    const std::vector<int64_t> offsets = exchange.all_gather([&] {
       below = KnownWindow::find(memory, bytes);
       if (below == nullptr)
         fail(EPX_ERROR_UNSUPPORTED, "no symmetric window over the {} bytes at {}", bytes, static_cast<void*>(memory));
-      return MemoryRange{bytes, memory - below->view().local<std::byte>(0)};
-    });
-    exchange.all_gather([&] {
-      for (size_t rank = 0; rank < ranges.size(); ++rank)
-        if (ranges[rank].bytes != bytes)
-          fail(EPX_ERROR_MISMATCH, "bytes differ between ranks: {} and {} on rank {}", bytes, ranges[rank].bytes, rank);
-      return 0;
+      return memory - below->view().local<std::byte>(0);
     });
     rank_ = below->view().rank;
-    for (size_t rank = 0; rank < ranges.size(); ++rank)
-      bases_.push_back(below->view().at<std::byte>(static_cast<int>(rank), ranges[rank].offset));
+    for (size_t rank = 0; rank < offsets.size(); ++rank)
+      bases_.push_back(below->view().at<std::byte>(static_cast<int>(rank), offsets[rank]));
   }
 
   PeerWindow view() const override { return {bases_.data(), rank_, static_cast<int>(bases_.size())}; }
@@ -158,6 +150,7 @@ public:
   WindowAccess window_access() const override { return WindowAccess::by_kernels; }
   Exchange* exchange() override { return &exchange_; }
   std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {
+    require_equal_bytes(bytes, exchange);
     return std::make_unique<KnownWindow>(host_->open_window(bytes, exchange));
   }
   std::unique_ptr<Window> adopt_window(std::byte* memory, int64_t bytes, Exchange& exchange) override {

@@ -7,9 +7,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include <fmt/format.h>
+#include <unistd.h>
 
 #include "base/error.h"
 #include "tests/emulation/streams.h"
@@ -21,6 +26,7 @@ constexpr uint64_t kMailboxBytes = uint64_t{32} << 10;
 
 // A ring of bytes from one rank to another, in the window of the one that reads. Both counts only grow.
 struct Mailbox {
+  int32_t reader;               // the process of the one that reads; 0 before it has its rails
   alignas(64) uint64_t written; // by the sender
   alignas(64) uint64_t read;    // by the receiver
   alignas(64) std::byte bytes[kMailboxBytes];
@@ -53,10 +59,21 @@ struct ByteRange {
   uint64_t bytes;
 };
 
+bool has_died(int process) {
+  std::ifstream file(fmt::format("/proc/{}/stat", process));
+  std::string number, name;
+  char state = 'X';
+  return !(file >> number >> name >> state) || state == 'Z' || state == 'X';
+}
+
 class MailboxRails final : public Rails {
 public:
   MailboxRails(std::shared_ptr<Window> window, int64_t offset, int ranks_per_node)
-      : state_(std::make_shared<State>(std::move(window), offset)), ranks_per_node_(ranks_per_node) {}
+      : state_(std::make_shared<State>(std::move(window), offset)), ranks_per_node_(ranks_per_node) {
+    const PeerWindow view = state_->window->view();
+    for (int source = 0; source < view.num_ranks; ++source)
+      std::atomic_ref(state_->mailbox(view.rank, source).reader).store(::getpid());
+  }
   MailboxRails(const MailboxRails&) = delete;
   MailboxRails& operator=(const MailboxRails&) = delete;
   ~MailboxRails() override { abort(); } // tasks of graphs may outlive it
@@ -95,6 +112,7 @@ private:
     std::atomic<bool> is_busy{false};
 
     Mailbox& mailbox(int owner, int source) const { return window->view().at<Mailbox>(owner, offset)[source]; }
+    int reader_of(int peer) const { return std::atomic_ref(mailbox(peer, window->view().rank).reader).load(); }
     void run(const std::vector<Part>& parts);
     bool advance_send(int peer, ByteRange& range) const;
     bool advance_recv(int peer, ByteRange& range) const;
@@ -103,6 +121,9 @@ private:
   template <typename First>
   void enqueue_parts(std::vector<Part> parts, epx_stream stream, First first) {
     if (has_ended()) fail(EPX_ERROR_ABORTED, "the rails between the nodes of the group were aborted");
+    for (const Part& part : parts) // NCCL's connections break likewise
+      if (const int process = state_->reader_of(part.peer); process != 0 && has_died(process))
+        throw BrokenRailError(EPX_ERROR_SYSTEM, "ncclGroupEnd: remote process exited or there was a network error");
     enqueue(static_cast<cudaStream_t>(stream), [state = state_, parts = std::move(parts), first] {
       if (state->has_ended) return;
       first();

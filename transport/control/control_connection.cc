@@ -137,8 +137,17 @@ void ControlConnection::report_failure(int culprit, epx_status status, epx_opera
 }
 
 std::optional<Verdict> ControlConnection::wait_for_verdict() {
+  return wait_for_verdict(kVerdictTime);
+}
+
+std::optional<Verdict> ControlConnection::wait_for_lost_rank() {
+  constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24); // a clock overflows with the longest timeout_ms
+  return wait_for_verdict(std::min(silence_limit_, kLongest) + kVerdictTime);
+}
+
+std::optional<Verdict> ControlConnection::wait_for_verdict(std::chrono::milliseconds limit) {
   std::unique_lock lock(mutex_);
-  decided_.wait_for(lock, kVerdictTime, [this] { return verdict_.has_value(); });
+  decided_.wait_for(lock, limit, [this] { return verdict_.has_value(); });
   return verdict_;
 }
 

@@ -71,6 +71,10 @@ public:
   // Waits for the verdict, no longer than a second and a half.
   std::optional<Verdict> wait_for_verdict();
 
+  // A connection to a peer is broken, so that a rank is lost: waits for the verdict for as long as a rank may be silent, and a
+  // second and a half.
+  std::optional<Verdict> wait_for_lost_rank();
+
 private:
   using Clock = std::chrono::steady_clock;
 
@@ -97,6 +101,7 @@ private:
   void watch();
   void receive(Peer& peer);
   void handle(Peer& peer, const ControlMessage& message);
+  std::optional<Verdict> wait_for_verdict(std::chrono::milliseconds limit);
   void send(Peer& peer, const ControlMessage& message);
   void flush(Peer& peer);
   void lose(Peer& peer);

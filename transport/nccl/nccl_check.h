@@ -2,6 +2,9 @@
 // check_nccl turns NCCL's error codes into exceptions.
 #pragma once
 
+#include <string>
+
+#include <fmt/format.h>
 #include <nccl.h>
 
 #include "base/error.h"
@@ -9,10 +12,13 @@
 
 namespace epx {
 
-// The error's message names `call`.
+// Names `call` and what NCCL says about it.
+inline std::string describe_nccl(ncclResult_t result, const char* call) {
+  return fmt::format("{}: {} ({})", call, nccl().GetErrorString(result), nccl().GetLastError(nullptr));
+}
+
 inline void check_nccl(ncclResult_t result, const char* call) {
-  if (result != ncclSuccess)
-    fail(EPX_ERROR_SYSTEM, "{}: {} ({})", call, nccl().GetErrorString(result), nccl().GetLastError(nullptr));
+  if (result != ncclSuccess) throw StatusError(EPX_ERROR_SYSTEM, describe_nccl(result, call));
 }
 
 } // namespace epx

@@ -24,6 +24,11 @@ constexpr std::chrono::seconds kTimeToLeave{10}, kTimeToLeaveGraph{1};
 constexpr std::chrono::microseconds kPollInterval{20};
 constexpr size_t kConnectBytes = 16;
 
+// A rank that has died closes its connections, which NCCL's threads notice before anything else does.
+void throw_broken_rail(ncclResult_t result, const char* call) {
+  if (result == ncclRemoteError) throw BrokenRailError(EPX_ERROR_SYSTEM, describe_nccl(result, call));
+}
+
 } // namespace
 
 struct NcclRails::State {
@@ -129,6 +134,7 @@ void NcclRails::run(const char* call, cudaStream_t stream, const std::function<n
     }
     std::this_thread::sleep_for(kPollInterval);
   }
+  throw_broken_rail(result, call);
   check_nccl(result, call);
 }
 

@@ -50,16 +50,10 @@ public:
 private:
   template <typename Make>
   std::unique_ptr<Window> make_window(int64_t bytes, Exchange& exchange, const Make& make) {
+    require_equal_bytes(bytes, exchange);
     std::unique_ptr<NcclWindow> window;
-    const std::vector<int64_t> sizes = exchange.all_gather([&] {
-      window = make();
-      return bytes;
-    });
     exchange.all_gather([&] {
-      for (int peer = 0; peer < num_ranks_; ++peer)
-        if (sizes[static_cast<size_t>(peer)] != bytes)
-          fail(EPX_ERROR_MISMATCH, "bytes differ between ranks: rank {} asks for {}, rank {} for {}", rank_, bytes, peer,
-               sizes[static_cast<size_t>(peer)]);
+      window = make();
       return bytes;
     });
     exchange.all_gather([&] {

@@ -90,11 +90,9 @@ public:
     const CudaDeviceScope scope(device_);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // kernels may still use it
     if (status_.is_healthy()) {
-      const std::vector<int64_t> numbers = transport_->exchange()->all_gather([&] { return allocation; });
-      for (size_t rank = 0; rank < numbers.size(); ++rank)
-        if (numbers[rank] != numbers[0])
-          fail(EPX_ERROR_OUT_OF_SEQUENCE, "mem_free: rank 0 frees its allocation number {}, rank {} number {}", numbers[0],
-               rank, numbers[rank]);
+      if (const auto difference = transport_->exchange()->find_difference(allocation))
+        fail(EPX_ERROR_OUT_OF_SEQUENCE, "mem_free: rank {} frees its allocation number {}, rank {} number {}",
+             difference->rank, difference->value, difference->other_rank, difference->other_value);
       advance_sequence(1);
     }
     allocations_.remove(allocation);

@@ -207,6 +207,8 @@ private:
       check_cuda(launch_begin_call(nodes_, operation, stream), name_of(operation));
       body(stream, capture == Capture::active || shape_.group.fixed_rail_tokens > 0);
       check_cuda(launch_end_call(nodes_, stream), name_of(operation));
+    } catch (const BrokenRailError& error) {
+      watch_->end_call(operation, error);
     } catch (const StatusError& error) {
       if (capture == Capture::active && !rails_->has_ended()) throw; // nothing has run
       watch_->end_call(operation, error);
@@ -216,11 +218,13 @@ private:
     if (capture == Capture::none) order_.launched(stream);
   }
 
-  // Runs `body`, which exchanges records of all ranks. Where the rails have ended in it, so has the group.
+  // Runs `body`, which exchanges records of all ranks. Where the rails have broken or ended in it, so has the group.
   template <typename Body>
   void agree(epx_operation operation, const Body& body) {
     try {
       body();
+    } catch (const BrokenRailError& error) {
+      watch_->end_call(operation, error);
     } catch (const StatusError& error) {
       if (rails_->has_ended()) watch_->end_call(operation, error);
       throw;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/background_thread.h"
+#include "base/cuda.h"
 #include "base/cuda_error.h"
 #include "base/log.h"
 #include "base/names.h"
@@ -219,6 +220,7 @@ void NodesWatch::fail_with_node(const Failure& failure, epx_operation operation)
 }
 
 void NodesWatch::wait_for(cudaStream_t stream, epx_operation operation) {
+  const RelaxedCaptureScope scope;
   for (;;) {
     const cudaError_t error = cudaStreamQuery(stream);
     require_healthy(operation); // even where the stream is done: transfers that were aborted bring nothing
@@ -232,6 +234,9 @@ void NodesWatch::wait_for(cudaStream_t stream, epx_operation operation) {
 
 void NodesWatch::end_call(epx_operation operation, const StatusError& error) {
   require_healthy(operation);
+  if (dynamic_cast<const BrokenRailError*>(&error) != nullptr) // the control connection learns who has died
+    if (const std::optional<Verdict> verdict = control_->wait_for_lost_rank())
+      status_.fail(failure_of(*verdict, call_or_next(operation)));
   Failure failure;
   failure.status = error.status();
   failure.operation = operation;
