@@ -8,6 +8,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <optional>
@@ -92,6 +93,7 @@ private:
 };
 
 void as_rank(const TempDirectory& directory, int rank, const std::function<void(const RankContext&)>& fn) {
+  ::setenv("EPX_TEST_RANKS_PER_NODE", std::to_string(ranks_per_node()).c_str(), 1);       // for the choice of devices
   ::setenv("NCCL_HOSTID", ("node" + std::to_string(rank / ranks_per_node())).c_str(), 1); // on GPUs
   epx_bootstrap bootstrap = {};
   check_ok(epx_bootstrap_file(directory.path().c_str(), "control", rank, kRanks, kRendezvousMs, &bootstrap),
@@ -284,3 +286,20 @@ TEST_CASE("a group whose ranks are in no call for longer than timeout_ms lives o
 }
 
 } // namespace epx::test
+
+int main(int argc, char** argv) {
+  using namespace epx::test;
+  // A child looks for the devices, since CUDA serves no children of a process that has used it.
+  const std::vector<ProcessResult> looked = spawn_processes(1, {}, [](int) {
+    try {
+      ::setenv("EPX_TEST_RANKS_PER_NODE", std::to_string(ranks_per_node()).c_str(), 1);
+      make_device(transport(), 0, kRanks);
+      return 0;
+    } catch (const Skipped& skipped) {
+      std::printf("skipped: %s\n", skipped.what());
+      return kSkippedExitCode;
+    }
+  });
+  if (!looked.front().succeeded()) std::fputs(looked.front().output.c_str(), stderr);
+  return looked.front().succeeded() ? doctest::Context(argc, argv).run() : looked.front().exit_code;
+}
