@@ -528,6 +528,13 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   const std::scoped_lock lock(event->state->mutex);
   return event->state->num_done == event->state->num_enqueued ? epx::emulation::context_error() : cudaErrorNotReady;
 }
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (is_unsafe_beside_capture()) return cudaErrorStreamCaptureUnsupported;
+  if (event->is_of_capture) return cudaErrorCapturedEvent;
+  std::unique_lock lock(event->state->mutex);
+  event->state->changed.wait(lock, [&, goal = event->state->num_enqueued] { return event->state->num_done >= goal; });
+  return epx::emulation::context_error();
+}
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   const std::shared_ptr<GraphCapture> capture = stream_of(stream).capture();
   if (event->is_of_capture) {

@@ -148,6 +148,12 @@ TEST_CASE("ep_bench options: GPUs where the build has CUDA") {
   CHECK(options.transport == EPX_TRANSPORT_NCCL);
   CHECK(options.graph);
   CHECK(options.floor);
+  CHECK_FALSE(options.native);
+  CHECK(options_of({"--transport", "nccl", "--graph", "--native"}).native);
+  CHECK(contains(refusal_of([] {
+                   options_of({"--transport", "nccl", "--native", "--layout", "rank-major"});
+                 }),
+                 "--native is given and --layout is 'rank-major'; the native way is expert-major"));
   CHECK(options.fixed_rail_tokens == 0);
   CHECK(options_of({"--transport", "nccl", "--tokens", "7", "--fixed-rail-tokens", "7"}).fixed_rail_tokens == 7);
   CHECK(contains(refusal_of([] {
@@ -175,9 +181,11 @@ TEST_CASE("ep_bench knows which ranks share a machine") {
 
 TEST_CASE("ep_bench options: help and version name what they should") {
   const std::string help = std::get<RequestedText>(parse({"--help"})).text;
-  for (const char* part : {"--tokens", "--routing", "zipf:S", "hot:F", "text:FILE", "--bootstrap", "file:DIR", "--rank",
-                           "--capacity", "--combine-precision", "--staged", "microseconds", "memcpy ratio", "--graph",
-                           "--num-comm-sms", "--floor", "floor us", "1e9 bytes", "milliseconds"})
+  for (const char* part : {"--tokens",    "--routing",    "zipf:S",       "hot:F",      "text:FILE",
+                           "--bootstrap", "file:DIR",     "--rank",       "--capacity", "--combine-precision",
+                           "--staged",    "microseconds", "memcpy ratio", "--graph",    "--num-comm-sms",
+                           "--floor",     "--native",     "native/epx",   "floor us",   "1e9 bytes",
+                           "milliseconds"})
     CHECK_MESSAGE(contains(help, part), part);
   CHECK(contains(std::get<RequestedText>(parse({"--version"})).text, "0.1.0"));
 }
@@ -230,6 +238,7 @@ TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
       {{"--transport", "gpu"}, {"--transport", "gpu", "host", "nccl"}},
       {{"--graph"}, {"--graph", "host", "nccl"}},
       {{"--floor"}, {"--floor", "host", "nccl"}},
+      {{"--native"}, {"--native", "host", "nccl"}},
       {{"--num-comm-sms", "-1"}, {"--num-comm-sms", "-1"}},
       {{"--routing", "hot:"}, {"--routing", "hot:"}},
       {{"--routing", "hot:1.5"}, {"--routing", "hot:1.5"}},

@@ -29,7 +29,8 @@ public:
 
   // Both enqueue on the stream, all ranks in the same order, and throw RuntimeError.
 
-  // Makes all transfers at the same time; each has another peer, which has the same sizes the other way round.
+  // Makes all transfers at the same time; each has another peer, which may be the own rank, and which has the same sizes the
+  // other way round.
   virtual void exchange(std::span<const Transfer> transfers, cudaStream_t stream) = 0;
 
   // No rank's stream goes on before those of all ranks have come here.

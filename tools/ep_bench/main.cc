@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -25,6 +26,7 @@
 #include "tools/ep_bench/machines.h"
 #include "tools/ep_bench/measure.h"
 #include "tools/ep_bench/memory_need.h"
+#include "tools/ep_bench/native_figures.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/pacer.h"
 #include "tools/ep_bench/peers.h"
@@ -36,6 +38,7 @@
 #include "tools/ep_bench/floor.h"
 #include "tools/ep_bench/gpu.h"
 #include "tools/ep_bench/measure_gpu.h"
+#include "tools/ep_bench/native.h"
 #include "tools/ep_bench/rail_floor.h"
 #include "tools/ep_bench/stream_blocker.h"
 #endif
@@ -66,28 +69,38 @@ void check_nodes(const Options& options, const epx_group_info& group) {
         fmt::format("--layout is 'rank-major' and {}; rank-major rows do not travel between nodes", nodes_text(group)));
 }
 
-// The speed-of-light bound is measured for the whole routing, so no route may be dropped; and the serial reference drops none
-// for the sake of --fixed-rail-tokens.
+// The speed-of-light bound and the native way are measured for the whole routing, so no route may be dropped; and the serial
+// reference drops none for the sake of --fixed-rail-tokens.
 void check_drops(const Options& options, const Survey& survey, const epx_group_info& group) {
   const double dropped = dropped_routes(survey, options.top_k);
   if (dropped == 0) return;
-  if (options.fixed_rail_tokens > 0 && group.ranks_per_node < group.num_ranks && (options.floor || options.verify))
+  const bool is_whole = options.floor || options.native;
+  const char* const option = options.floor ? "--floor" : options.native ? "--native" : "--verify";
+  const char* const what = options.floor    ? "the speed-of-light bound"
+                           : options.native ? "the native way"
+                                            : "the serial reference";
+  if (options.fixed_rail_tokens > 0 && group.ranks_per_node < group.num_ranks && (is_whole || options.verify))
     throw AgreedError(
         kExitUsage,
         fmt::format("{} is given, --fixed-rail-tokens is {} and {}, and {:.1f} routes per iteration are dropped; "
                     "{} is for routing whose tokens all find a place on the rails",
-                    options.floor ? "--floor" : "--verify", options.fixed_rail_tokens, nodes_text(group), dropped,
-                    options.floor ? "the speed-of-light bound" : "the serial reference"));
-  if (options.floor)
-    throw AgreedError(kExitUsage, fmt::format("--floor is given and {} is {}, which drops {:.1f} routes per iteration; "
-                                              "the speed-of-light bound is for routing without drops",
-                                              options.is_rank_major() ? "--max-rows" : "--capacity",
-                                              options.is_rank_major() ? options.max_rows : options.capacity, dropped));
+                    option, options.fixed_rail_tokens, nodes_text(group), dropped, what));
+  if (is_whole)
+    throw AgreedError(kExitUsage,
+                      fmt::format("{} is given and {} is {}, which drops {:.1f} routes per iteration; "
+                                  "{} is for routing without drops",
+                                  option, options.is_rank_major() ? "--max-rows" : "--capacity",
+                                  options.is_rank_major() ? options.max_rows : options.capacity, dropped, what));
 }
 
 #if defined(EPX_WITH_CUDA)
-Figures bench_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Workload& workload,
-                     const Options& options, const Peers& peers, Gpu& gpu) {
+struct GpuFigures {
+  Figures figures;
+  std::optional<NativeFigures> native;
+};
+
+GpuFigures bench_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Workload& workload,
+                        const Options& options, const Peers& peers, Gpu& gpu) {
   StreamBlocker blocker(gpu, peers, exchange.info().timeout_ms);
   const Measurements measurements = measure_on_gpu(exchange, sets, options, peers, gpu, blocker);
   Floors floors;
@@ -110,8 +123,12 @@ Figures bench_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const S
                  ? measure_floors(routing, options, peers, gpu, blocker)
                  : measure_rail_floors(routing, group.ranks_per_node, options, peers, gpu, blocker);
   }
+  std::optional<NativeMeasurements> native;
+  if (options.native) native = measure_native(exchange, sets, workload, options, peers, gpu, blocker);
   blocker.release(peers);
-  return compute_figures(measurements, floors, survey, options);
+  GpuFigures result{compute_figures(measurements, floors, survey, options), {}};
+  if (native) result.native = compute_native_figures(*native, result.figures, survey, options);
+  return result;
 }
 #endif
 
@@ -162,9 +179,11 @@ Results bench(const Launcher& launcher, const Options& options) {
   results.dropped_routes = dropped_routes(survey, options.top_k);
   if (options.verify) results.wrong = verify(*exchange, *workload, options, peers);
 #if defined(EPX_WITH_CUDA)
-  if (options.transport == EPX_TRANSPORT_NCCL)
-    results.figures = bench_on_gpu(*exchange, sets, survey, *workload, options, peers, dynamic_cast<Gpu&>(*memory));
-  else
+  if (options.transport == EPX_TRANSPORT_NCCL) {
+    GpuFigures on_gpu = bench_on_gpu(*exchange, sets, survey, *workload, options, peers, dynamic_cast<Gpu&>(*memory));
+    results.figures = std::move(on_gpu.figures);
+    results.native = std::move(on_gpu.native);
+  } else
 #endif
     results.figures = compute_figures(measure(*exchange, sets, survey, options, peers), {}, survey, options);
 #if defined(EPX_BENCH_HAS_MOE)

@@ -142,8 +142,9 @@ void check_transport(const Options& options) {
     if (!built_with_cuda()) throw UsageError("--transport is 'nccl', but this ep_bench was built without CUDA; use host");
     return;
   }
-  for (const auto& [option, is_given] : {std::pair("--graph", options.graph), std::pair("--floor", options.floor),
-                                         std::pair("--fixed-rail-tokens", options.fixed_rail_tokens != 0)})
+  for (const auto& [option, is_given] :
+       {std::pair("--graph", options.graph), std::pair("--floor", options.floor), std::pair("--native", options.native),
+        std::pair("--fixed-rail-tokens", options.fixed_rail_tokens != 0)})
     if (is_given)
       throw UsageError(
           fmt::format("{} is given, but --transport is '{}'; it belongs to nccl", option, to_string(options.transport)));
@@ -167,6 +168,7 @@ void check_layout(const Options& options) {
     refuse("--combine-precision", to_string(options.combine_precision), "that layout has combine in 'wire' only");
   if (options.block.is_measured)
     throw UsageError("--block is given and --layout is 'rank-major'; the block is expert-major");
+  if (options.native) throw UsageError("--native is given and --layout is 'rank-major'; the native way is expert-major");
 }
 
 void refuse_with_block(const char* option, const std::string& value, const char* reason) {
@@ -255,6 +257,16 @@ constexpr const char* kFooter = R"(Figures
                  each route there. Calls made one by one are then enqueued while the stream runs, since they may wait on the
                  host, which is in their times
   ratio          --floor: median time / speed-of-light bound
+  native/epx     --native, a table of its own: median time of the native call / median time of the line that it is compared
+                 with, in the same run, with the same input sets, iterations, barrier and events. The native dispatch sends
+                 each expert's count of routes to its rank by ncclSend and ncclRecv, copies the counts to the host, which
+                 waits for them once, packs one row per route by expert, sends them in one group of ncclSend and ncclRecv
+                 between all ranks, the own one too, and permutes what arrives into expert-major order. It is compared with
+                 dispatch, and with prepare_dispatch, which begins with the counts too. dispatch-nocounts is the same without
+                 the exchange of counts. The native combine goes the way back, and sums each token's rows in fp32 with their
+                 weights. The communicator has NCCL's defaults. In favour of the native way, its routes are sorted beforehand,
+                 weights do not travel, and calls that do not wait on the host are enqueued while the stream is blocked. It is
+                 never replayed from a graph, and has no backward. --verify compares it with the serial reference
   wrong          elements that differ from the serial reference, all ranks together (--verify)
   With --block the router selects the routing, the same for the exchange, its floor and the block, and a second table has
   the whole block of libepx_moe, the pieces of it that are no exchange, and beside it on nccl the same layer on collectives
@@ -354,6 +366,10 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.add_flag("--floor", options.floor,
                "nccl: also measure the speed-of-light bound of each operation, the time in which the GPUs move its rows "
                "alone, and print ratios to it");
+  app.add_flag(
+      "--native", options.native,
+      "nccl: also measure dispatch and combine the native way, by counts to the host and ncclSend and ncclRecv of one "
+      "row per route, and print ratios of its times to those of the library; see Figures below");
   CLI::Option* const block =
       app.add_flag("--block", options.block.is_measured,
                    "Also measure the whole MoE block, router to combine and back; on the host in fp32; see Figures below");

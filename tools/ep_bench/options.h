@@ -64,6 +64,7 @@ struct Options {
   int32_t input_sets = 4;
   bool verify = false;
   bool floor = false;    // also measure what the hardware needs for the rows alone; nccl
+  bool native = false;   // also measure dispatch and combine the native way; nccl
   std::string json_file; // empty: none
   bool is_paced = false; // phases begin when standard input says so, see pacer.h
   BlockOptions block;

@@ -93,6 +93,7 @@ nlohmann::json config_json(const Results& results) {
           {"input_sets", options.num_input_sets()},
           {"verify", options.verify},
           {"floor", options.floor},
+          {"native", options.native},
           {"bootstrap", by_file ? "file:" + options.bootstrap_directory : "mpi"},
           {"job_id", by_file ? nlohmann::json(options.job_id) : nlohmann::json(nullptr)}};
 }
@@ -229,6 +230,34 @@ std::string table_header(const Results& results, size_t names) {
                      "wrong");
 }
 
+std::string native_table(const NativeFigures& native) {
+  std::string text = fmt::format("\nnative way: counts to the host, one row per route by ncclSend and ncclRecv, local "
+                                 "permutation; a rank sends {:.0f} bytes of rows in a call, {:.0f} of them to other nodes\n"
+                                 "{:<25}{:>11}{:>11}{:>11}{:>9}  {:<18}{:>11}{:>12}{:>8}\n",
+                                 native.sent_bytes, native.sent_to_nodes_bytes, "native", "median us", "p99 us", "min us",
+                                 "slowest", "epx", "median us", "native/epx", "wrong");
+  for (const NativeCallFigures& call : native.calls)
+    for (const NativeRatio& ratio : call.ratios)
+      text += fmt::format("{:<25}{:>11.1f}{:>11.1f}{:>11.1f}{:>9}  {:<18}{:>11.1f}{:>12.3f}{:>8}\n", call.name,
+                          call.median_us, call.p99_us, call.min_us, call.slowest_rank, ratio.line, ratio.line_us,
+                          ratio.ratio, cell(call.wrong, "{}"));
+  return text;
+}
+
+nlohmann::json native_json(const NativeFigures& native) {
+  nlohmann::json calls;
+  for (const NativeCallFigures& call : native.calls) {
+    nlohmann::json& json = calls[call.name] = {{"median_us", call.median_us},
+                                               {"p99_us", call.p99_us},
+                                               {"min_us", call.min_us},
+                                               {"slowest_rank", call.slowest_rank},
+                                               {"wrong", json_or_null(call.wrong)}};
+    for (const NativeRatio& ratio : call.ratios)
+      json["ratio_to"][ratio.line] = ratio.ratio;
+  }
+  return {{"sent_bytes", native.sent_bytes}, {"sent_to_nodes_bytes", native.sent_to_nodes_bytes}, {"calls", calls}};
+}
+
 } // namespace
 
 int64_t handle_memory_limit(const Options& options, const epx_group_info& group) {
@@ -246,6 +275,9 @@ int64_t handle_memory_limit(const Options& options, const epx_group_info& group)
 
 bool passed(const Results& results) {
   if (results.wrong && std::ranges::any_of(*results.wrong, [](int64_t wrong) { return wrong != 0; })) return false;
+  if (results.native &&
+      std::ranges::any_of(results.native->calls, [](const NativeCallFigures& call) { return call.wrong.value_or(0) != 0; }))
+    return false;
   if (results.block && !std::ranges::all_of(results.block->differences, &BlockDifference::passed)) return false;
   for (int kind = 0; kind < EPX_MAX_EVENT_KINDS; ++kind) {
     const bool asked_for = (kind == EPX_EVENT_OVERFLOW && results.options.capacity > 0) ||
@@ -271,6 +303,7 @@ std::string to_table(const Results& results) {
   text += table_header(results, names);
   for (size_t line = 0; line < results.figures.size(); ++line)
     text += table_line(results, line, names);
+  if (results.native) text += native_table(*results.native);
   if (results.block) text += block_table(*results.block, results.options);
   for (size_t kind = 0; kind < results.events.size(); ++kind)
     if (results.events[kind] != 0)
@@ -300,6 +333,7 @@ nlohmann::json to_json(const Results& results) {
           {"memcpy_gbps_per_rank", copy ? nlohmann::json(copy->gbps / results.group.num_ranks) : nlohmann::json(nullptr)},
           {"dropped_routes", results.dropped_routes},
           {"operations", operations},
+          {"native", results.native ? native_json(*results.native) : nlohmann::json(nullptr)},
           {"block", results.block ? block_json(*results.block, results.options) : nlohmann::json(nullptr)},
           {"events", events},
           {"passed", passed(results)}};

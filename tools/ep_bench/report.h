@@ -12,6 +12,7 @@
 #include "epx/epx.h"
 #include "tools/ep_bench/block/results.h"
 #include "tools/ep_bench/figures.h"
+#include "tools/ep_bench/native_figures.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/verify.h"
 
@@ -27,6 +28,7 @@ struct Results {
   int64_t handle_mem_limit = 0; // the contract's formula, bytes
   double dropped_routes = 0;    // per iteration, all ranks together
   Figures figures;
+  std::optional<NativeFigures> native;                // with --native
   std::optional<WrongCounts> wrong;                   // with --verify
   std::optional<BlockResults> block;                  // with --block
   std::array<uint64_t, EPX_MAX_EVENT_KINDS> events{}; // of all ranks, over the whole run
