@@ -12,7 +12,8 @@ import ranks
 ON_GPU = ranks.on_gpu()
 os.environ["JAX_PLATFORMS"] = "cuda" if ON_GPU else "cpu"  # which JAX reads when it is imported
 if ON_GPU:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2" if ranks.shares_gpu() else "0.5")  # windows and NCCL want some
+    # Windows and NCCL want some, too.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2" if ranks.shares_gpu() else "0.5")
 ranks.require("numpy", "jax")
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,7 @@ def join():
     address = file.read_text(encoding="ascii")
     local = [ranks.gpu()] if ON_GPU else None
     jax.distributed.initialize(address, RANKS, RANK, local_device_ids=local)  # returns when all have come
+    jax.devices()  # waits for all ranks, of which some may need no device before they end
     if RANK == 0:
         file.unlink()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of the Python package share: skipping, ranks under epx_test_launch, ranks as child processes, and workloads.
 
-A rank's data follows from its number, so that each rank can compute what all of them should get. With EPX_TEST_DEVICE=cuda ranks
-have a GPU each; ranks of several nodes (epx_test_launch --ranks-per-node) share GPUs where there are too few.
+A rank's data follows from its number, so that each rank can compute what all of them should get. With EPX_TEST_DEVICE=cuda
+ranks have a GPU each; ranks of several nodes (epx_test_launch --ranks-per-node) share GPUs where there are too few.
 """
 
 import ctypes
@@ -76,6 +76,19 @@ def gpu():
         print(f"skipped: {needed} ranks need a GPU each; this machine has {count}")
         sys.exit(SKIPPED)
     return rank() % (needed if count < num_ranks() else num_ranks())
+
+
+def peer_environment():
+    """What a child needs that makes a group with the process that starts it: on GPUs it is of another node, and shares the
+    GPU."""
+    if not on_gpu():
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus())))
+    device = visible.split(",")[gpu()]
+    return {"NCCL_HOSTID": "peer", "CUDA_VISIBLE_DEVICES": device, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **ALONE}
+
+
+ALONE = {"EPX_TEST_RANKS": "1", "EPX_TEST_RANK": "0"}
 
 
 def directory_bootstrap(name):
