@@ -187,7 +187,8 @@ def parse_options():
 def main():
     options = parse_options()
     rank, ranks, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    on_gpu = options.device == "cuda" or options.device == "auto" and torch.cuda.device_count() >= ranks
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    on_gpu = options.device == "cuda" or options.device == "auto" and torch.cuda.device_count() >= local_ranks
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of epx.jax share: processes of jax.distributed with one CPU device each, or one GPU each with
-EPX_TEST_DEVICE=cuda, and an MoE layer with its dense reference."""
+EPX_TEST_DEVICE=cuda (see ranks.py), and an MoE layer with its dense reference."""
 
 import os
 import pathlib
@@ -9,10 +9,11 @@ import time
 
 import ranks
 
-ON_GPU = os.environ.get("EPX_TEST_DEVICE") == "cuda"
+ON_GPU = ranks.on_gpu()
 os.environ["JAX_PLATFORMS"] = "cuda" if ON_GPU else "cpu"  # which JAX reads when it is imported
 if ON_GPU:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # windows and NCCL want some too
+    # Windows and NCCL want some, too.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2" if ranks.shares_gpu() else "0.5")
 ranks.require("numpy", "jax")
 import jax
 import jax.numpy as jnp
@@ -44,8 +45,9 @@ def join():
         assert time.monotonic() < deadline, "rank 0 has not come"
         time.sleep(0.01)
     address = file.read_text(encoding="ascii")
-    local = [RANK] if ON_GPU else None
+    local = [ranks.gpu()] if ON_GPU else None
     jax.distributed.initialize(address, RANKS, RANK, local_device_ids=local)  # returns when all have come
+    jax.devices()  # waits for all ranks, of which some may need no device before they end
     if RANK == 0:
         file.unlink()
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of the Python package share: skipping, ranks under epx_test_launch, ranks as child processes, and workloads.
 
-A rank's data follows from its number, so that each rank can compute what all of them should get.
+A rank's data follows from its number, so that each rank can compute what all of them should get. With EPX_TEST_DEVICE=cuda
+ranks have a GPU each; ranks of several nodes (epx_test_launch --ranks-per-node) share GPUs where there are too few.
 """
 
+import ctypes
 import importlib
 import os
 import subprocess
@@ -32,6 +34,61 @@ def rank():
 
 def num_ranks():
     return int(os.environ.get("EPX_TEST_RANKS", "1"))
+
+
+def on_gpu():
+    return os.environ.get("EPX_TEST_DEVICE") == "cuda"
+
+
+def ranks_per_node():
+    """Ranks of a node as epx_test_launch --ranks-per-node says, else all."""
+    return min(int(os.environ.get("EPX_TEST_RANKS_PER_NODE", num_ranks())), num_ranks())
+
+
+def num_nodes():
+    """Nodes of a group of all ranks. The host transport's are on one."""
+    return num_ranks() // ranks_per_node() if on_gpu() else 1
+
+
+def skip_over_nodes(test):
+    """Skips a test of rank-major calls, which groups of several nodes refuse."""
+    return unittest.skipIf(num_nodes() > 1, "rank-major calls need a group of one node")(test)
+
+
+def num_gpus():
+    count = ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    return count.value if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def shares_gpu():
+    """Whether ranks of several nodes share GPUs."""
+    return on_gpu() and num_gpus() < num_ranks()
+
+
+def gpu():
+    """CUDA's number of this rank's GPU. Ends this process as skipped where the ranks of a node are more than the GPUs."""
+    count, needed = num_gpus(), ranks_per_node()
+    if count < needed:
+        print(f"skipped: {needed} ranks need a GPU each; this machine has {count}")
+        sys.exit(SKIPPED)
+    return rank() % (needed if count < num_ranks() else num_ranks())
+
+
+def peer_environment():
+    """What a child needs that makes a group with the process that starts it: on GPUs it is of another node, and shares the
+    GPU."""
+    if not on_gpu():
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus())))
+    device = visible.split(",")[gpu()]
+    return {"NCCL_HOSTID": "peer", "CUDA_VISIBLE_DEVICES": device, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **ALONE}
+
+
+ALONE = {"EPX_TEST_RANKS": "1", "EPX_TEST_RANK": "0"}
 
 
 def directory_bootstrap(name):

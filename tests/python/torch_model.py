@@ -17,8 +17,8 @@ import epx
 import epx.torch
 
 RANK, RANKS = ranks.rank(), ranks.num_ranks()
-ON_GPU = os.environ.get("EPX_TEST_DEVICE") == "cuda"
-DEVICE = torch.device("cuda", RANK) if ON_GPU else torch.device("cpu")
+ON_GPU = ranks.on_gpu()
+DEVICE = torch.device("cuda", ranks.gpu()) if ON_GPU else torch.device("cpu")
 EXPERTS, HIDDEN, INNER = 5, 8, 6
 torch.set_num_threads(1)
 _numbers = iter(range(1_000_000))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rank-major operations of epx.torch: against a dense model in float64, forward and backward; under torch.compile and
-checkpoints; refusals. On GPUs with EPX_TEST_DEVICE=cuda, one for each rank."""
+checkpoints; refusals. On GPUs with EPX_TEST_DEVICE=cuda, see ranks.py."""
 
 import dataclasses
 import functools
@@ -16,6 +16,7 @@ from torch_model import (
     DEVICE,
     EXPERTS,
     HIDDEN,
+    ON_GPU,
     RANK,
     RANKS,
     Data,
@@ -46,6 +47,7 @@ def experts_of_rows(plan, rows, row_weights, matrices):
     return torch.where(is_route[..., None], weights[..., None] * chosen, 0).sum(2)
 
 
+@ranks.skip_over_nodes
 class RankMajor(unittest.TestCase):
     def layer(self, group, idx, tokens, weights, matrices, **options):
         plan, rows, row_weights = dispatch(group, tokens, idx, weights, **options)
@@ -222,6 +224,17 @@ class RankMajor(unittest.TestCase):
             _, out, _ = dispatch(group, leaf, idx)
         with self.assertRaisesRegex(epx.InvalidArgumentError, "destroyed"):
             out.sum().backward()
+
+
+class Nodes(unittest.TestCase):
+    def test_rank_major_calls_are_refused(self):
+        if RANKS == 1 or ON_GPU and ranks.num_nodes() == 1:
+            self.skipTest("needs a group of several nodes")
+        with make_group(combine_precision="node", ranks_per_node=ranks.ranks_per_node() if ON_GPU else 1) as group:
+            data = Data([4] * RANKS, 2, seed=9)
+            with self.assertRaisesRegex(epx.UnsupportedError, f"has {RANKS // group.ranks_per_node} nodes"):
+                dispatch(group, single(data.tokens[RANK]), on_device(data.idx[RANK]))
+            group.check()
 
 
 if __name__ == "__main__":
