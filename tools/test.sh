@@ -211,20 +211,27 @@ compile_rest() {
   check clang-tidy tidy_is_quiet
 }
 
+# Beside those of the other sanitizer: many of either wait for their ranks most of the time, or run alone.
+test_threads() {
+  renice -n "$(($(nice) + 5))" -p "$BASHPID" >/dev/null || true
+  if wait_for_build build-tsan; then
+    run_tests build-tsan testlog 6 --suite threads --no-suite timing
+  fi
+}
+
 build build all_targets "${plain_options[@]}"
 start_lane compile_rest
 if was_built build; then
   run_tests build testlog 1 --no-suite timing
 fi
+start_lane test_threads >"$results/threads.out" 2>&1
 if wait_for_build build-asan; then
   run_tests build-asan testlog 4 --no-suite mpi --no-suite timing
   # Open MPI leaks, from modules that it has unloaded by then.
   ASAN_OPTIONS+=:detect_leaks=0 run_tests build-asan testlog-mpi 4 --suite mpi --no-suite timing
 fi
-if wait_for_build build-tsan; then
-  run_tests build-tsan testlog 6 --suite threads --no-suite timing
-fi
 join_lanes
+cat "$results/threads.out"
 
 # What checks times or kills ranks is left for the end, when nothing else computes. It sleeps most of the time: the builds'
 # tests can run beside each other.

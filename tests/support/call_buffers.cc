@@ -2,6 +2,7 @@
 #include "tests/support/call_buffers.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "tests/support/check.h"
 #include "tests/support/values.h"
@@ -11,6 +12,12 @@ namespace epx::test {
 namespace {
 constexpr size_t kGuardBytes = 64;
 constexpr size_t kBaseAlignment = 256;
+
+// memcmp, memcpy and memset are one access to a sanitizer, where a loop over bytes, or an algorithm that is one, makes an access
+// for each byte.
+bool are_equal(const std::byte* one, const std::byte* other, size_t bytes) {
+  return bytes == 0 || std::memcmp(one, other, bytes) == 0;
+}
 } // namespace
 
 CallBuffers::CallBuffers(Device& device, std::vector<Arena>& arenas, Placement placement, Rng& rng)
@@ -40,8 +47,9 @@ void* CallBuffers::add(const std::string& name, bool is_output, std::span<const 
   buffer.is_output = is_output;
   buffer.offset = kGuardBytes + alignment * static_cast<size_t>(rng_.below(static_cast<int64_t>(kGuardBytes / alignment)));
   buffer.bytes = contents.size();
-  buffer.before.assign(buffer.offset + buffer.bytes + kGuardBytes, kScribble);
-  std::ranges::copy(contents, buffer.before.begin() + static_cast<std::ptrdiff_t>(buffer.offset));
+  buffer.before.resize(buffer.offset + buffer.bytes + kGuardBytes);
+  std::memset(buffer.before.data(), static_cast<int>(kScribble), buffer.before.size());
+  if (!contents.empty()) std::memcpy(buffer.before.data() + buffer.offset, contents.data(), contents.size());
 
   if (placement_ == Placement::in_place || (placement_ == Placement::random && rng_.chance(50))) {
     buffer.base = take_from_arena(buffer.before.size());
@@ -73,14 +81,19 @@ void CallBuffers::check_surroundings() {
   for (const Buffer& buffer : buffers_) {
     std::vector<std::byte> after(buffer.before.size());
     device_.read(after.data(), buffer.base, after.size());
+    count_check();
     const size_t end = buffer.offset + buffer.bytes;
+    const bool is_right = buffer.is_output
+                              ? are_equal(after.data(), buffer.before.data(), buffer.offset) &&
+                                    are_equal(after.data() + end, buffer.before.data() + end, after.size() - end)
+                              : are_equal(after.data(), buffer.before.data(), after.size());
+    if (is_right) continue;
     for (size_t i = 0; i < after.size(); ++i) {
       const bool inside = i >= buffer.offset && i < end;
       if (after[i] == buffer.before[i] || (inside && buffer.is_output)) continue;
       fail_check("{} {}: byte {} of {} was overwritten", buffer.is_output ? "output" : "input", buffer.name,
                  static_cast<int64_t>(i) - static_cast<int64_t>(buffer.offset), buffer.bytes);
     }
-    count_check();
   }
 }
 

@@ -41,9 +41,7 @@ std::vector<int64_t> widen(const std::vector<int32_t>& values) {
 void check_same_plan(const std::vector<std::byte>& prepared, const std::vector<std::byte>& other) {
   constexpr size_t kFirstCount = 24, kEndOfCounts = 64, kEndOfHeader = 80; // behind plan_id; before the checksums
   const auto same = [&](size_t begin, size_t end) {
-    return std::equal(prepared.begin() + static_cast<std::ptrdiff_t>(begin),
-                      prepared.begin() + static_cast<std::ptrdiff_t>(end),
-                      other.begin() + static_cast<std::ptrdiff_t>(begin));
+    return std::memcmp(prepared.data() + begin, other.data() + begin, end - begin) == 0; // one access to a sanitizer
   };
   check(same(kFirstCount, kEndOfCounts), "the header of prepare_dispatch's plan is not that of prepare's");
   check(same(kEndOfHeader, prepared.size()), "prepare_dispatch's plan is not that of prepare");
