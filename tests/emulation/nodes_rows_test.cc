@@ -193,9 +193,12 @@ public:
     return call;
   }
 
+  AgreedFields agreed_fields(int rank, epx_operation operation) const {
+    return {operation, c.top_k, 1, c.hidden, c.dtype, 0, 0, rank == capturing_rank ? 1 : 0};
+  }
   void exchange_records(epx_operation operation) {
     for (int r = 0; r < num_ranks(); ++r)
-      finish(launch_post_records(ranks[at(r)]->device(), call(r, operation), 7, nullptr));
+      finish(launch_post_records(ranks[at(r)]->device(), call(r, operation), agreed_fields(r, operation), nullptr));
     for (auto& rank : ranks)
       for (int node = 0; node < c.nodes; ++node) {
         if (node == rank->shape.own_node) continue;
@@ -217,6 +220,7 @@ public:
   reference::Plan plan;
   std::vector<std::unique_ptr<Rank>> ranks;
   std::vector<int64_t> recv_rows;
+  int capturing_rank = -1; // its AgreedFields are not those of the others
 
 private:
   int ordinal(int rank, int64_t token, int k) const {
@@ -582,6 +586,32 @@ TEST_CASE("records say what prepare has found, and each leg has a header") {
   }
 }
 
+TEST_CASE("the rail peers of a rank that makes another call find that, and so does the rank") {
+  for (const int other : {-1, 0, 3, 5}) {
+    CAPTURE(other);
+    World world({3, 2, 3, 8, EPX_FLOAT32, EPX_COMBINE_WIRE}, 6);
+    world.capturing_rank = other;
+    for (auto& rank : world.ranks)
+      rank->state.sequence = 9;
+    world.exchange_records(EPX_OP_COMBINE);
+    world.open_legs(EPX_OP_COMBINE, false);
+    for (auto& rank : world.ranks) {
+      const int own = rank->shape.rank;
+      CAPTURE(own);
+      const Disagreement& found = rank->progress.disagreement;
+      const bool is_rail_peer = other >= 0 && other % 2 == own % 2;
+      CHECK(found.is_known == (is_rail_peer ? 1 : 0));
+      if (!is_rail_peer) continue;
+      const int peer = own == other ? (other < 2 ? other + 2 : other % 2) : other; // the first one that differs
+      CHECK(found.sequence == 9);
+      CHECK(found.ranks[0] == std::min(own, peer));
+      CHECK(found.ranks[1] == std::max(own, peer));
+      for (int i = 0; i < 2; ++i)
+        CHECK(found.fields[i] == world.agreed_fields(found.ranks[i], EPX_OP_COMBINE));
+    }
+  }
+}
+
 // What dispatch sends by rail: a sidecar and weights beside each row.
 struct ScatterInputs {
   reference::Matrix tokens;
@@ -811,7 +841,8 @@ TEST_CASE("damaged handle memory and records never lead out of the areas") {
     };
     for (auto& rank : world.ranks) {
       const int r = rank->shape.rank;
-      finish(launch_post_records(rank->device(), world.call(r, EPX_OP_COMBINE), 7, nullptr));
+      finish(launch_post_records(rank->device(), world.call(r, EPX_OP_COMBINE), world.agreed_fields(r, EPX_OP_COMBINE),
+                                 nullptr));
       damage_records();
       finish(launch_open_legs(rank->node_group(), rank->device(), world.call(r, EPX_OP_COMBINE), seed % 2 == 0, nullptr));
       const std::vector<float> weights = random_floats(world.rng, world.c.max_tokens * world.c.top_k);

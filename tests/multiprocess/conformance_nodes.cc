@@ -3,12 +3,15 @@
 // they are as the ranks were launched (epx_test_launch --ranks-per-node), and on one node precision node has the bits of wire.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <string>
 #include <vector>
 
 #include "runtime/reference/reference.h"
 #include "tests/multiprocess/conformance.h"
+#include "tests/multiprocess/fault_rank.h"
 #include "tests/support/check.h"
 
 namespace epx::test {
@@ -53,6 +56,45 @@ int64_t count_different(const Case& c, epx_combine_precision one, epx_combine_pr
     different += reference::count_wrong(first.dispatch_bwd.grad_tokens[rank], second.dispatch_bwd.grad_tokens[rank], true);
   }
   return different;
+}
+
+using Clock = std::chrono::steady_clock;
+constexpr int64_t kPatientMs = 60'000;    // no rank waits for so long
+constexpr std::chrono::seconds kSoon{15}; // much less than that
+constexpr int kCall = 2;                  // the number of the call that fails
+
+// The last rank calls `its_operation` with fields that `change` has changed, where the others call `operation`: every rank reports
+// it, in that call already.
+void disagree(epx_operation operation, epx_operation its_operation, void (*change)(CallFields&), epx_status status,
+              const std::vector<std::string>& words) {
+  on_every_rank([&](const RankContext& context) {
+    FaultRank rank(context, kPatientMs);
+    rank.prepare();
+    const int last = context.num_ranks - 1;
+    const epx_operation mine = context.rank == last ? its_operation : operation;
+    CallFields fields;
+    if (context.rank == last) change(fields);
+    const auto begin = Clock::now();
+    epx_status returned = rank.call(mine, fields);
+    const epx_group_report report = GroupView(rank.group()).status(); // the device has ended the call
+    check(Clock::now() - begin < kSoon, "ranks that disagree have waited");
+    check(report.status == status, "the report says {}: \"{}\"", epx_status_string(report.status), report.message);
+    check_equal(report.sequence, uint64_t{kCall}, "the failed call's number");
+    if (returned == EPX_SUCCESS) returned = rank.call(mine, fields);
+    if (operation == its_operation) check_failed(rank, returned, {status, operation, {}, kCall});
+    check_status(returned, status, operation_name(mine));
+    const std::string message = report.message;
+    const bool knows = std::ranges::all_of(words, [&](const std::string& word) { return contains(message, word); }) &&
+                       contains(message, "rank " + std::to_string(last));
+    // A rank that has not found it itself when the group ends learns of it from one that has.
+    check(knows || contains(message, "has ended the group with"), "the message is \"{}\"", message);
+    const std::vector<uint64_t> all = context.gather(knows ? 1 : 0);
+    check(std::ranges::count(all, 1) > 0, "no rank knows what differs");
+    rank.destroy();
+  });
+}
+void disagree_on(epx_operation operation, void (*change)(CallFields&), const std::vector<std::string>& words) {
+  disagree(operation, operation, change, EPX_ERROR_MISMATCH, words);
 }
 
 } // namespace
@@ -190,6 +232,29 @@ TEST_CASE("nodes: a number of ranks that is not the machine's or does not divide
     check(apart.scratch_bytes > together.scratch_bytes, "the group has {} bytes of its own with {} nodes and {} with one",
           apart.scratch_bytes, num_ranks, together.scratch_bytes);
   });
+}
+
+TEST_CASE("nodes: arguments of a call that differ between ranks are reported in the call, with the ranks and the values") {
+  if (launcher().num_ranks() == 1) return;
+  disagree_on(EPX_OP_PREPARE, [](CallFields& fields) { fields.top_k = 3; }, {"top_k", "passes 2", "passes 3"});
+  disagree_on(EPX_OP_PREPARE, [](CallFields& fields) { fields.top_k = 1; }, {"top_k", "passes 2", "passes 1"});
+  disagree_on(EPX_OP_PREPARE, [](CallFields& fields) { fields.alignment = 8; }, {"alignment", "passes 4", "passes 8"});
+  disagree_on(EPX_OP_PREPARE_DISPATCH, [](CallFields& fields) { fields.top_k = 3; }, {"top_k", "passes 2", "passes 3"});
+  disagree_on(EPX_OP_PREPARE_DISPATCH, [](CallFields& fields) { fields.hidden = 7; },
+              {"hidden size", "passes 8", "passes 7"});
+  disagree_on(EPX_OP_DISPATCH, [](CallFields& fields) { fields.dtype = EPX_BFLOAT16; }, {"dtype", "float32", "bfloat16"});
+  disagree_on(EPX_OP_DISPATCH, [](CallFields& fields) { fields.sidecar_bytes = 5; }, {"sidecar", "passes 0", "passes 5"});
+  disagree_on(EPX_OP_DISPATCH, [](CallFields& fields) { fields.weights = false; }, {"weights"});
+  disagree_on(EPX_OP_COMBINE, [](CallFields& fields) { fields.hidden = 7; }, {"hidden size", "passes 8", "passes 7"});
+  disagree_on(EPX_OP_COMBINE_BWD, [](CallFields& fields) { fields.grads = false; }, {"weights"});
+  disagree_on(EPX_OP_DISPATCH_BWD, [](CallFields& fields) { fields.grads = false; }, {"weights"});
+}
+
+TEST_CASE("nodes: ranks that make different calls are out of sequence") {
+  if (launcher().num_ranks() == 1) return;
+  const auto nothing = [](CallFields&) {};
+  disagree(EPX_OP_DISPATCH, EPX_OP_COMBINE, nothing, EPX_ERROR_OUT_OF_SEQUENCE, {"dispatch", "combine"});
+  disagree(EPX_OP_PREPARE, EPX_OP_PREPARE_DISPATCH, nothing, EPX_ERROR_OUT_OF_SEQUENCE, {"prepare", "prepare_dispatch"});
 }
 
 } // namespace epx::test

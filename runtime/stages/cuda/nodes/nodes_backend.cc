@@ -14,6 +14,7 @@
 #include "base/stream_order.h"
 #include "runtime/stages/cuda/cuda_backend.h"
 #include "runtime/stages/cuda/nodes/nodes_kernels.h"
+#include "runtime/stages/cuda/nodes/nodes_prepare_params.h"
 #include "runtime/stages/cuda/nodes/nodes_watch.h"
 #include "runtime/stages/cuda/nodes/rail_buffers.h"
 #include "runtime/stages/cuda/nodes/rail_sizes.h"
@@ -56,14 +57,15 @@ private:
   NodeExchange exchange_;
 };
 
-// Returns a hash of what all ranks must pass alike in a call. Inside a node the legs' descriptors are compared field by field;
-// between nodes this is.
-int32_t agreed_hash(const MovementCall& call, int weights, int64_t sidecar_bytes, bool has_fixed_sizes) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (const int64_t field : {int64_t{call.operation}, int64_t{call.top_k}, int64_t{call.alignment}, int64_t{call.hidden},
-                              int64_t{call.dtype}, int64_t{weights}, sidecar_bytes, int64_t{has_fixed_sizes}})
-    hash = (hash ^ static_cast<uint64_t>(field)) * 0x100000001b3;
-  return static_cast<int32_t>(hash ^ hash >> 32);
+AgreedFields agreed_fields(const MovementCall& call, int weights, int64_t sidecar_bytes, bool has_fixed_sizes) {
+  return {call.operation,
+          call.top_k,
+          call.alignment,
+          call.hidden,
+          call.dtype,
+          weights,
+          static_cast<int32_t>(sidecar_bytes),
+          has_fixed_sizes ? 1 : 0};
 }
 
 class NodesBackend final : public Backend, private Stages {
@@ -241,19 +243,19 @@ private:
 
   void make_plan(const PrepareCall& call, epx_operation operation, cudaStream_t stream) {
     const NodesPrepareBuffers buffers = buffers_.prepare();
-    check_cuda(launch_count_routes(nodes_, buffers, call, stream), "prepare");
+    const NodesPrepareParams params = make_nodes_prepare_params(nodes_, buffers, call, operation);
+    check_cuda(launch_count_routes(params, stream), "prepare");
     fork_rail_stream(stream);
     rails_->all_gather(buffers.counts, buffers.all_counts,
-                       shape_.group.num_experts * static_cast<int64_t>(sizeof(*buffers.counts)), rails_on_);
+                       count_words(shape_.group) * static_cast<int64_t>(sizeof(*buffers.counts)), rails_on_);
     join_rail_stream(stream);
-    check_cuda(launch_assign_slots(nodes_, buffers, call, stream), "prepare");
-    check_cuda(launch_list_tokens(nodes_, buffers, call, stream), "prepare");
-    const int64_t words = table_words(shape_, call.top_k);
-    exchange_words(buffers.sent_tables, buffers.received_tables, words, stream);
-    check_cuda(launch_list_relayed(nodes_, buffers, call, stream), "prepare");
+    check_cuda(launch_assign_slots(params, stream), "prepare");
+    check_cuda(launch_list_tokens(params, stream), "prepare");
+    exchange_words(buffers.sent_tables, buffers.received_tables, table_words(shape_), stream);
+    check_cuda(launch_list_relayed(params, stream), "prepare");
     const auto deliver = [&](int node, int chunk) {
       node_->make_call(operation, stream, [&](const DeviceGroup& group, cudaStream_t on) {
-        return launch_deliver_leg(group, nodes_, buffers, call, operation, shape_.leg(node, chunk), num_leg_sms(), on);
+        return launch_deliver_leg(group, params, shape_.leg(node, chunk), num_leg_sms(), on);
       });
     };
     for_each_chunk([&](int chunk) { deliver(shape_.own_node, chunk); });
@@ -286,7 +288,7 @@ private:
       check_cuda(launch_check(nodes_, call, stream), "the check of the handle memory");
       posted.checked_header = reinterpret_cast<const std::byte*>(&nodes_.state->header);
     }
-    check_cuda(launch_post_records(nodes_, posted, agreed_hash(call, weights, sidecar_bytes, has_fixed_sizes), stream),
+    check_cuda(launch_post_records(nodes_, posted, agreed_fields(call, weights, sidecar_bytes, has_fixed_sizes), stream),
                name);
     exchange_words(nodes_.sent_records, nodes_.received_records, record_words(shape_), stream);
     check_cuda(launch_open_legs(node_->device_group(), nodes_, call, has_fixed_sizes, stream), name);
@@ -299,9 +301,7 @@ private:
     };
     copy(sent, nodes_.sent_records);
     copy(received, nodes_.received_records);
-    watch_->wait_for(stream, call.operation); // the one wait of the host in a call
-    if (const int peer = NodesRecords(shape_, received).find_disagreement(); peer >= 0)
-      fail(EPX_ERROR_MISMATCH, "{}: rank {} {}", name, peer, kDisagrees);
+    watch_->wait_for(stream, call.operation); // the one wait of the host in a call; throws MISMATCH, too
     return {shape_, call.top_k, sent, received};
   }
 
