@@ -60,7 +60,8 @@ NodesWatch::~NodesWatch() {
   }
   stop_.notify_all();
   thread_.join();
-  control_.reset(); // no verdict comes any more
+  control_->set_progress(load(progress_.begun), false); // for the peers, to whom this rank says goodbye
+  control_.reset();                                     // no verdict comes any more
   node_.set_names({});
 }
 
