@@ -66,9 +66,9 @@ constexpr int kCall = 2;                  // the number of the call that fails
 // The last rank calls `its_operation` with fields that `change` has changed, where the others call `operation`: every rank reports
 // it, in that call already.
 void disagree(epx_operation operation, epx_operation its_operation, void (*change)(CallFields&), epx_status status,
-              const std::vector<std::string>& words) {
+              const std::vector<std::string>& words, bool has_fixed_rail_tokens = false) {
   on_every_rank([&](const RankContext& context) {
-    FaultRank rank(context, kPatientMs);
+    FaultRank rank(context, kPatientMs, 0, has_fixed_rail_tokens);
     rank.prepare();
     const int last = context.num_ranks - 1;
     const epx_operation mine = context.rank == last ? its_operation : operation;
@@ -248,6 +248,21 @@ TEST_CASE("nodes: arguments of a call that differ between ranks are reported in 
   disagree_on(EPX_OP_COMBINE, [](CallFields& fields) { fields.hidden = 7; }, {"hidden size", "passes 8", "passes 7"});
   disagree_on(EPX_OP_COMBINE_BWD, [](CallFields& fields) { fields.grads = false; }, {"weights"});
   disagree_on(EPX_OP_DISPATCH_BWD, [](CallFields& fields) { fields.grads = false; }, {"weights"});
+}
+
+TEST_CASE("nodes: arguments that differ between ranks are reported where no call waits on the host") {
+  if (launcher().num_ranks() == 1) return;
+  const auto disagree_on_sizes = [](epx_operation operation, void (*change)(CallFields&), const std::string& word) {
+    disagree(operation, operation, change, EPX_ERROR_MISMATCH, {word}, true);
+  };
+  disagree_on_sizes(
+      EPX_OP_DISPATCH, [](CallFields& fields) { fields.dtype = EPX_BFLOAT16; }, "dtype");
+  disagree_on_sizes(
+      EPX_OP_DISPATCH, [](CallFields& fields) { fields.hidden = 12; }, "hidden size");
+  disagree_on_sizes(
+      EPX_OP_COMBINE, [](CallFields& fields) { fields.hidden = 7; }, "hidden size");
+  disagree_on_sizes(
+      EPX_OP_DISPATCH_BWD, [](CallFields& fields) { fields.grads = false; }, "weights");
 }
 
 TEST_CASE("nodes: ranks that make different calls are out of sequence") {
