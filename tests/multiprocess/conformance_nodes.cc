@@ -4,8 +4,12 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <bit>
 #include <chrono>
+#include <limits>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -58,13 +62,131 @@ int64_t count_different(const Case& c, epx_combine_precision one, epx_combine_pr
   return different;
 }
 
+// Each rank has one expert and as many tokens as there are ranks; the only route of token t goes to rank t. So the slot of a
+// token is the number of its rank.
+class OneRouteEach {
+public:
+  OneRouteEach(const RankContext& context, bool has_fixed_rail_tokens) : device_(*context.device) {
+    GroupCase shape;
+    shape.num_ranks = shape.num_experts = shape.max_tokens = context.num_ranks;
+    shape.hidden_dim = kHidden;
+    shape.transport = device_.transport();
+    if (has_fixed_rail_tokens) shape.fixed_rail_tokens = shape.max_tokens;
+    num_ranks_ = context.num_ranks;
+    const epx_group_config config = make_config(shape);
+    check_ok(epx_group_create(context.bootstrap, &config, &group_), "epx_group_create");
+    check_ok(epx_handle_mem_size(group_, &layer_, &handle_bytes_), "epx_handle_mem_size");
+    handle_ = device_.allocate(handle_bytes_);
+    for (std::byte*& memory : memory_)
+      memory = device_.allocate(kTensorBytes);
+    ranks_per_node_ = GroupView(group_).query().ranks_per_node;
+  }
+  OneRouteEach(const OneRouteEach&) = delete;
+  OneRouteEach& operator=(const OneRouteEach&) = delete;
+  ~OneRouteEach() {
+    epx_group_destroy(group_);
+    device_.free(handle_);
+    for (std::byte* memory : memory_)
+      device_.free(memory);
+  }
+
+  int ranks_per_node() const { return ranks_per_node_; }
+  std::vector<std::byte> handle() const {
+    std::vector<std::byte> bytes(handle_bytes_);
+    device_.read(bytes.data(), handle_, bytes.size());
+    return bytes;
+  }
+  void use_handle(const std::vector<std::byte>& bytes) { device_.write(handle_, bytes.data(), bytes.size()); }
+
+  void prepare() {
+    std::vector<int32_t> experts(static_cast<size_t>(num_ranks_));
+    std::iota(experts.begin(), experts.end(), 0);
+    write(0, experts);
+    const epx_tensor topk_idx = epx_tensor_2d(memory_[0], EPX_INT32, num_ranks_, 1);
+    const epx_tensor counts = epx_tensor_1d(memory_[1], EPX_INT32, 1);
+    const epx_tensor offsets = epx_tensor_1d(memory_[2], EPX_INT32, 2);
+    auto args = make_args<epx_prepare_args>();
+    args.topk_idx = &topk_idx;
+    args.counts = &counts;
+    args.offsets = &offsets;
+    check_ok(epx_prepare(group_, &args), "epx_prepare");
+    device_.finish();
+  }
+
+  // Each gradient is 1, each weight is `weight`, and the products are with rows of `weight`.
+  void combine_bwd(float weight, bool has_products) {
+    const auto elements = static_cast<size_t>(num_ranks_ * kHidden);
+    write(0, std::vector<float>(elements, 1.0f));
+    write(1, std::vector<float>(elements, weight));
+    write(2, std::vector<float>(static_cast<size_t>(num_ranks_), weight));
+    for (const int out : {3, 4})
+      write(out, std::vector<float>(elements, 7.0f));
+    const epx_tensor grad_out = epx_tensor_2d(memory_[0], EPX_FLOAT32, num_ranks_, kHidden);
+    const epx_tensor expert_out = epx_tensor_2d(memory_[1], EPX_FLOAT32, num_ranks_, kHidden);
+    const epx_tensor recv_weights = epx_tensor_1d(memory_[2], EPX_FLOAT32, num_ranks_);
+    const epx_tensor grad_expert_out = epx_tensor_2d(memory_[3], EPX_FLOAT32, num_ranks_, kHidden);
+    const epx_tensor grad_recv_weights = epx_tensor_1d(memory_[4], EPX_FLOAT32, num_ranks_);
+    auto args = make_args<epx_combine_bwd_args>();
+    args.grad_out = &grad_out;
+    args.expert_out = has_products ? &expert_out : nullptr;
+    args.recv_weights = &recv_weights;
+    args.grad_expert_out = &grad_expert_out;
+    args.grad_recv_weights = has_products ? &grad_recv_weights : nullptr;
+    check_ok(epx_combine_bwd(group_, &args), "epx_combine_bwd");
+    device_.finish();
+  }
+  // Compares bits, which tell +0 from -0.
+  void check_gradient(int source, float expected, bool has_products) const {
+    std::vector<float> row(kHidden);
+    device_.read(row.data(), memory_[3] + source * kHidden * sizeof(float), row.size() * sizeof(float));
+    for (const float element : row)
+      check(std::bit_cast<uint32_t>(element) == std::bit_cast<uint32_t>(expected),
+            "the gradient of a row from rank {} is {}, expected {}", source, element, expected);
+    if (!has_products) return;
+    float product = 0.0f;
+    device_.read(&product, memory_[4] + source * sizeof(float), sizeof(float));
+    const float expected_product = kHidden * expected; // of kHidden times 1 and the weight
+    check(std::bit_cast<uint32_t>(product) == std::bit_cast<uint32_t>(expected_product),
+          "the gradient of a weight of a row from rank {} is {}, expected {}", source, product, expected_product);
+  }
+
+private:
+  static constexpr int kHidden = 8;
+  static constexpr size_t kTensorBytes = 1 << 12;
+
+  template <typename Args>
+  Args make_args() const {
+    Args args = {};
+    args.struct_size = sizeof(args);
+    args.layer = layer_;
+    args.handle_mem = handle_;
+    args.handle_mem_bytes = handle_bytes_;
+    args.stream = device_.stream();
+    return args;
+  }
+  template <typename T>
+  void write(int which, const std::vector<T>& values) {
+    check(values.size() * sizeof(T) <= kTensorBytes, "a tensor has {} values", values.size());
+    device_.write(memory_[static_cast<size_t>(which)], values.data(), values.size() * sizeof(T));
+  }
+
+  Device& device_;
+  int num_ranks_;
+  int ranks_per_node_;
+  epx_group group_ = nullptr;
+  epx_layer layer_ = {1, 1};
+  size_t handle_bytes_ = 0;
+  std::byte* handle_ = nullptr;
+  std::array<std::byte*, 5> memory_{};
+};
+
 using Clock = std::chrono::steady_clock;
 constexpr int64_t kPatientMs = 60'000;    // no rank waits for so long
 constexpr std::chrono::seconds kSoon{15}; // much less than that
 constexpr int kCall = 2;                  // the number of the call that fails
 
-// The last rank calls `its_operation` with fields that `change` has changed, where the others call `operation`: every rank reports
-// it, in that call already.
+// The last rank calls `its_operation` with fields that `change` has changed, where the others call `operation`: every rank
+// reports it, in that call already.
 void disagree(epx_operation operation, epx_operation its_operation, void (*change)(CallFields&), epx_status status,
               const std::vector<std::string>& words, bool has_fixed_rail_tokens = false) {
   on_every_rank([&](const RankContext& context) {
@@ -169,6 +291,31 @@ TEST_CASE("nodes: the sums of several nodes have other bits than wire, those of 
     CHECK(count_different(c, EPX_COMBINE_NODE, EPX_COMBINE_NODE) == 0);
     run_everywhere(c); // compares the library's bits with these
   }
+}
+
+TEST_CASE("nodes: gradients of rows that come from a rank with another plan are +0, whatever their weights are") {
+  for (const float weight : {-1.0f, std::numeric_limits<float>::infinity()})
+    for (const bool has_products : {false, true})
+      for (const bool has_fixed_rail_tokens : {false, true})
+        on_every_rank([&](const RankContext& context) {
+          OneRouteEach layer(context, has_fixed_rail_tokens);
+          const int lost = context.num_ranks - 1;
+          layer.prepare();
+          const std::vector<std::byte> earlier = layer.handle();
+          layer.prepare();
+          if (context.rank == lost) layer.use_handle(earlier);
+          layer.combine_bwd(weight, has_products);
+          for (int source = 0; source < context.num_ranks; ++source) {
+            const bool is_lost = (source == lost) != (context.rank == lost);
+            // What a lost rank relays is zero on its node, too.
+            const bool is_own_node = source / layer.ranks_per_node() == context.rank / layer.ranks_per_node();
+            const bool is_relayed = !is_own_node && source % layer.ranks_per_node() == lost % layer.ranks_per_node() &&
+                                    context.rank / layer.ranks_per_node() == lost / layer.ranks_per_node();
+            if (is_relayed && !is_lost && context.device->transport() == EPX_TRANSPORT_HOST)
+              continue; // which has no relays
+            layer.check_gradient(source, is_lost || is_relayed ? 0.0f : weight, has_products);
+          }
+        });
 }
 
 TEST_CASE("nodes: rank-major calls are refused in groups of several, with the bytes that they would take") {

@@ -130,6 +130,7 @@ __global__ void __launch_bounds__(kThreads)
     HandleHeader header = nodes.state->header;
     header.num_tokens = records.leg_tokens(node, leg % shape.num_chunks(), has_fixed_sizes);
     if (leg != shape.leg(shape.own_node, 0)) header.rows_in_use = 0; // so that too few rows are reported once
+    if (node != shape.own_node && !records.is_active(node)) header.plan_id |= kSendsNoRows;
     header.rank = shape.index_in_node();
     header.ll_tokens = 0;
     header.checksum = header_checksum(header);

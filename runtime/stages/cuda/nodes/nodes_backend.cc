@@ -334,9 +334,6 @@ private:
                                received.sidecars_of(node, bytes) + first * bytes, in * bytes});
       });
       rails_->exchange(transfers, rails_on_);
-      PackCall arrived = pack;
-      arrived.area = received;
-      check_cuda(launch_clear_rows(nodes_, arrived, num_leg_sms(), rails_on_), name_of(call.operation));
       record(chunk_event(chunk), rails_on_);
     });
     for_each_chunk([&](int chunk) { scatter_leg(call, shape_.own_node, chunk, own_tokens(call, chunk), received); });

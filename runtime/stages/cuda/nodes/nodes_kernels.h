@@ -5,7 +5,7 @@
 //   prepare    count_routes | all-gather of counts | assign_slots, list_tokens, make_tables | exchange of tables
 //              | list_relayed | deliver_leg for each leg
 //   movements  begin_call, post_records | exchange of records | open_legs | then, for each chunk:
-//     scatter  pack_rows | exchange of rows | clear_rows, dispatch or combine_bwd of the legs
+//     scatter  pack_rows | exchange of rows | dispatch or combine_bwd of the legs
 //     gather   combine or dispatch_bwd of the legs, forward_rows | exchange of rows; behind the last chunk sum_rows
 #pragma once
 
@@ -135,8 +135,9 @@ cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream);
 cudaError_t launch_post_records(const NodesDevice& nodes, const MovementCall& call, const AgreedFields& agreed,
                                 cudaStream_t stream);
 // Writes the headers of the legs from the records that have come (NodesRecords::leg_tokens), and reports a rail peer that has
-// another plan, or passes other AgreedFields (NodesProgress::disagreement). Where this rank takes part without routes, each leg has a header with magic 0. `group` is that of the legs.
-// In the event, values[0] is 1: values[3] is a rank of the group and not of the node.
+// another plan, or passes other AgreedFields (NodesProgress::disagreement). The leg of a rail peer that is not active has no
+// rows (kSendsNoRows). Where this rank takes part without routes, each leg has a header with magic 0. `group` is that of the
+// legs. In the event, values[0] is 1: values[3] is a rank of the group and not of the node.
 cudaError_t launch_open_legs(const DeviceGroup& group, const NodesDevice& nodes, const MovementCall& call,
                              bool has_fixed_sizes, cudaStream_t stream);
 
@@ -152,11 +153,6 @@ struct PackCall {
   int chunk;
 };
 cudaError_t launch_pack_rows(const NodesDevice& nodes, const PackCall& call, int num_sms, cudaStream_t stream);
-
-// Behind the exchange of a chunk: zeros the rows (and weights, and sidecars) in `area` that have come from rail peers that are
-// not active: to the others, what comes from such a rank is zero. Of `rows`, `weights` and `sidecars` it matters only which
-// are NULL.
-cudaError_t launch_clear_rows(const NodesDevice& nodes, const PackCall& call, int num_sms, cudaStream_t stream);
 
 // Behind the gather of a leg in the precisions wire and exact: copies what that has staged on this rank to `area`, without
 // gaps. wire: a token's partial sums of the ranks of this node, in rank order. exact: its routes' rows in k order, and beside

@@ -52,8 +52,7 @@ public:
   }
 
   // In received records: returns how many tokens the leg of a node and chunk has. A rail peer that is not active has as many
-  // as it can have, with rows of zeros (launch_clear_rows), since this rank does not know which of them its own plan has slots
-  // for.
+  // as it can have, without rows (kSendsNoRows), since this rank does not know which of them its own plan has slots for.
   EPX_HOST_DEVICE int64_t leg_tokens(int node, int chunk, bool has_fixed_sizes) const {
     const bool has_all = node != shape_.own_node && (has_fixed_sizes || !is_active(node));
     return shape_.tokens_in_chunk(has_all ? max_tokens(node) : num_tokens(node), chunk);
