@@ -5,15 +5,14 @@
 #include <chrono>
 #include <future>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "base/cuda.h"
 #include "base/error.h"
+#include "base/keep_until_exit.h"
 #include "base/names.h"
 #include "base/stream_order.h"
 #include "base/suspension_aware_deadline.h"
@@ -262,21 +261,15 @@ private:
 
   // The device may still use this memory, and its release would wait for the device: so it is kept until the process ends.
   void keep_device_memory() {
-    static auto& kept = *new std::vector<std::shared_ptr<void>>;
-    static std::mutex mutex;
-    const std::scoped_lock lock(mutex);
-    const auto keep = [](auto& owner) {
-      kept.push_back(std::make_shared<std::remove_reference_t<decltype(owner)>>(std::move(owner)));
-    };
-    keep(prepare_scratch_);
-    keep(plan_packets_);
-    keep(allocation_bases_);
-    keep(state_);
-    keep(record_);
-    keep(allocations_);
-    keep(window_);
-    keep(board_);
-    keep(transport_);
+    keep_until_exit(std::move(prepare_scratch_));
+    keep_until_exit(std::move(plan_packets_));
+    keep_until_exit(std::move(allocation_bases_));
+    keep_until_exit(std::move(state_));
+    keep_until_exit(std::move(record_));
+    keep_until_exit(std::move(allocations_));
+    keep_until_exit(std::move(window_));
+    keep_until_exit(std::move(board_));
+    keep_until_exit(std::move(transport_));
   }
 
   // Returns the call's arguments for the kernel. Where handle memory is checked, this launches the check before it.

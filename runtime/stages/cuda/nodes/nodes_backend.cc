@@ -2,13 +2,13 @@
 #include "runtime/stages/cuda/nodes/nodes_backend.h"
 
 #include <algorithm>
-#include <mutex>
 #include <span>
 #include <utility>
 #include <vector>
 
 #include "base/cuda.h"
 #include "base/error.h"
+#include "base/keep_until_exit.h"
 #include "base/log.h"
 #include "base/names.h"
 #include "base/stream_order.h"
@@ -96,7 +96,7 @@ public:
     if (is_idle) return;
     log::group().warn("group {:016x} is destroyed while its GPU is busy with other work: its memory there is not freed",
                       context_.group_id);
-    keep_buffers();
+    keep_until_exit(std::move(buffers_)); // whose release would wait for the device
   }
 
   int num_comm_sms() const override { return num_leg_sms() + kRailCtas; }
@@ -124,21 +124,13 @@ public:
   epx_group_report report() override { return watch_->report(); }
 
 private:
-  // The device may still use them, and their release would wait for the device: so they are kept until the process ends.
-  void keep_buffers() {
-    static auto& kept = *new std::vector<std::unique_ptr<RailBuffers>>;
-    static std::mutex mutex;
-    const std::scoped_lock lock(mutex);
-    kept.push_back(std::make_unique<RailBuffers>(std::move(buffers_)));
-  }
-
   int num_leg_sms() const { return node_->num_comm_sms(); }
 
   // The arguments of a leg, except for its tensors of tokens.
   template <typename Call>
   struct LegCall {
     LegCall(const NodesBackend& backend, const Call& whole, int leg_node, int chunk, int64_t tokens)
-        : call(whole), node(leg_node), first_token(int64_t{chunk} * backend.shape_.chunk_tokens()),
+        : call(whole), node(leg_node), first_token(backend.first_token(chunk)),
           is_first(node == backend.shape_.own_node && chunk == 0),
           layout(leg_layout(make_nodes_handle_layout(backend.shape_, whole.top_k), backend.shape_, whole.top_k,
                             backend.shape_.leg(node, chunk))) {
@@ -263,18 +255,6 @@ private:
     if (context_.checks_handle_mem) check_cuda(launch_seal(nodes_, call.top_k, call.handle_mem, stream), "prepare");
   }
 
-  // All rail peers have so many words for each other.
-  void exchange_words(const int32_t* sent, int32_t* received, int64_t words, cudaStream_t stream) {
-    const int64_t bytes = words * static_cast<int64_t>(sizeof(*sent));
-    std::vector<RailTransfer> transfers;
-    for_each_other_node([&](int node) {
-      transfers.push_back({node, sent + node * words, bytes, received + node * words, bytes});
-    });
-    fork_rail_stream(stream);
-    rails_->exchange(transfers, rails_on_);
-    join_rail_stream(stream);
-  }
-
   // ---- Movements ----
 
   // Tells the rail peers how many tokens this rank has for them. Returns the sizes of the transfers that follow; where they are
@@ -317,23 +297,10 @@ private:
     for_each_chunk([&](int chunk) {
       const PackCall pack = pack_call(call, sent, chunk);
       check_cuda(launch_pack_rows(nodes_, pack, num_leg_sms(), rails_on_), name_of(call.operation));
-      const int64_t first = int64_t{chunk} * shape_.chunk_tokens();
-      std::vector<RailTransfer> transfers;
-      for_each_other_node([&](int node) {
-        const int64_t out = sizes.home_tokens(node, chunk);
-        const int64_t in = sizes.relay_tokens(node, chunk);
-        transfers.push_back({node, sent.rows_of(node, row_bytes) + first * row_bytes, out * row_bytes,
-                             received.rows_of(node, row_bytes) + first * row_bytes, in * row_bytes});
-        if (pack.weights != nullptr) {
-          const int64_t bytes = call.top_k * static_cast<int64_t>(sizeof(float));
-          transfers.push_back({node, sent.weights_of(node) + first * call.top_k, out * bytes,
-                               received.weights_of(node) + first * call.top_k, in * bytes});
-        }
-        if (const int64_t bytes = pack.sidecar_bytes; bytes > 0)
-          transfers.push_back({node, sent.sidecars_of(node, bytes) + first * bytes, out * bytes,
-                               received.sidecars_of(node, bytes) + first * bytes, in * bytes});
+      exchange_rows(row_bytes, pack.sidecar_bytes, [&](int node) {
+        const RailRange tokens{first_token(chunk), sizes.home_tokens(node, chunk), sizes.relay_tokens(node, chunk)};
+        return RowsOfNode{tokens, tokens.times(pack.weights != nullptr ? call.top_k : 0)};
       });
-      rails_->exchange(transfers, rails_on_);
       record(chunk_event(chunk), rails_on_);
     });
     for_each_chunk([&](int chunk) { scatter_leg(call, shape_.own_node, chunk, own_tokens(call, chunk), received); });
@@ -397,7 +364,7 @@ private:
       for_each_other_node([&](int node) { make_leg(node, chunk, sizes.leg_tokens(node, chunk), sent); });
       record(chunk_event(chunk), stream);
       wait(rails_on_, chunk_event(chunk));
-      if (sums_by_node) send_home(call, sizes, carried_out != nullptr, chunk);
+      if (sums_by_node) send_partials_home(call, sizes, carried_out != nullptr, chunk);
     });
     if (!sums_by_node) send_rows_home(call, sizes, row_weights != nullptr, carried_out != nullptr);
     for_each_chunk([&](int chunk) { make_leg(shape_.own_node, chunk, own_tokens(call, chunk), received); });
@@ -426,48 +393,69 @@ private:
   }
 
   // Precision node: the partials of a chunk's tokens.
-  void send_home(const MovementCall& call, const RailSizes& sizes, bool carries_weights, int chunk) {
-    const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
-    const int64_t weight_bytes = call.top_k * static_cast<int64_t>(sizeof(float));
-    const int64_t first = int64_t{chunk} * shape_.chunk_tokens();
-    const RailArea& sent = buffers_.to_rails.area();
-    const RailArea& received = buffers_.from_rails.area();
-    std::vector<RailTransfer> transfers;
-    for_each_other_node([&](int node) {
-      const int64_t out = sizes.relay_tokens(node, chunk);
-      const int64_t in = sizes.home_tokens(node, chunk);
-      transfers.push_back({node, sent.rows_of(node, row_bytes) + first * row_bytes, out * row_bytes,
-                           received.rows_of(node, row_bytes) + first * row_bytes, in * row_bytes});
-      if (carries_weights)
-        transfers.push_back({node, sent.weights_of(node) + first * call.top_k, out * weight_bytes,
-                             received.weights_of(node) + first * call.top_k, in * weight_bytes});
+  void send_partials_home(const MovementCall& call, const RailSizes& sizes, bool carries_weights, int chunk) {
+    exchange_rows(epx::row_bytes(call.dtype, call.hidden), 0, [&](int node) {
+      const RailRange tokens{first_token(chunk), sizes.relay_tokens(node, chunk), sizes.home_tokens(node, chunk)};
+      return RowsOfNode{tokens, tokens.times(carries_weights ? call.top_k : 0)};
     });
-    rails_->exchange(transfers, rails_on_);
   }
-
   // Precisions wire and exact: all rows, without gaps.
   void send_rows_home(const MovementCall& call, const RailSizes& sizes, bool has_weights, bool carries_weights) {
-    const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
+    const bool has_row_weights = has_weights && shape_.group.precision == EPX_COMBINE_EXACT;
+    exchange_rows(epx::row_bytes(call.dtype, call.hidden), 0, [&](int node) {
+      const RailRange rows{0, sizes.relay_rows(node), sizes.home_rows(node)};
+      const RailRange tokens{0, sizes.relay_tokens(node), sizes.home_tokens(node)};
+      return RowsOfNode{rows, has_row_weights ? rows : tokens.times(carries_weights ? call.top_k : 0)};
+    });
+  }
+
+  // ---- Transfers ----
+
+  // So many elements go to a rail peer, and so many come from it, of both from the one with number `first` on.
+  struct RailRange {
+    int64_t first, out, in;
+
+    RailRange times(int64_t factor) const { return {first * factor, out * factor, in * factor}; }
+  };
+  struct RowsOfNode {
+    RailRange rows;    // and sidecars
+    RailRange weights; // floats
+  };
+
+  // Rows go from one area to that of the rail peers. rows_of(node) says how many.
+  template <typename RowsOf>
+  void exchange_rows(int64_t row_bytes, int64_t sidecar_bytes, const RowsOf& rows_of) {
     const RailArea& sent = buffers_.to_rails.area();
     const RailArea& received = buffers_.from_rails.area();
-    const auto weights = [&](int64_t rows, int64_t tokens) {
-      const bool of_rows = has_weights && shape_.group.precision == EPX_COMBINE_EXACT;
-      return (of_rows ? rows : carries_weights ? tokens * call.top_k : 0) * static_cast<int64_t>(sizeof(float));
-    };
-    std::vector<RailTransfer> transfers;
+    transfers_.clear();
     for_each_other_node([&](int node) {
-      const int64_t out = sizes.relay_rows(node);
-      const int64_t in = sizes.home_rows(node);
-      transfers.push_back(
-          {node, sent.rows_of(node, row_bytes), out * row_bytes, received.rows_of(node, row_bytes), in * row_bytes});
-      transfers.push_back({node, sent.weights_of(node), weights(out, sizes.relay_tokens(node)), received.weights_of(node),
-                           weights(in, sizes.home_tokens(node))});
+      const auto add = [&](const void* from, void* to, const RailRange& bytes) {
+        transfers_.push_back({node, static_cast<const std::byte*>(from) + bytes.first, bytes.out,
+                              static_cast<std::byte*>(to) + bytes.first, bytes.in});
+      };
+      const RowsOfNode of_node = rows_of(node);
+      add(sent.rows_of(node, row_bytes), received.rows_of(node, row_bytes), of_node.rows.times(row_bytes));
+      add(sent.weights_of(node), received.weights_of(node), of_node.weights.times(sizeof(float)));
+      add(sent.sidecars_of(node, sidecar_bytes), received.sidecars_of(node, sidecar_bytes),
+          of_node.rows.times(sidecar_bytes));
     });
-    rails_->exchange(transfers, rails_on_);
+    rails_->exchange(transfers_, rails_on_);
+  }
+  // All rail peers have so many words for each other.
+  void exchange_words(const int32_t* sent, int32_t* received, int64_t words, cudaStream_t stream) {
+    const int64_t bytes = words * static_cast<int64_t>(sizeof(*sent));
+    transfers_.clear();
+    for_each_other_node([&](int node) {
+      transfers_.push_back({node, sent + node * words, bytes, received + node * words, bytes});
+    });
+    fork_rail_stream(stream);
+    rails_->exchange(transfers_, rails_on_);
+    join_rail_stream(stream);
   }
 
   // ---- Legs ----
 
+  int64_t first_token(int chunk) const { return int64_t{chunk} * shape_.chunk_tokens(); }
   // How many of the call's own tokens are in a chunk.
   int64_t own_tokens(const MovementCall& call, int chunk) const { return shape_.tokens_in_chunk(call.num_tokens, chunk); }
 
@@ -481,6 +469,7 @@ private:
     for (int node = 0; node < shape_.num_nodes(); ++node)
       if (node != shape_.own_node) body(node);
   }
+
   // ---- The rail stream: all that uses the rails is on it, in one order, while the legs of eager calls are on theirs ----
 
   void fork_rail_stream(cudaStream_t stream) {
@@ -507,6 +496,7 @@ private:
   std::unique_ptr<GroupContext> node_context_;
   std::unique_ptr<Rails> rails_;
   std::unique_ptr<NodeBackend> node_;
+  std::vector<RailTransfer> transfers_; // of the exchange that is being enqueued
   std::vector<CudaEvent> chunk_events_;
   CudaEvent fork_, join_;
   CudaStream rail_stream_;
