@@ -318,6 +318,31 @@ TEST_CASE("nodes: gradients of rows that come from a rank with another plan are 
         });
 }
 
+TEST_CASE("nodes: calls take no more SMs than asked for, and one SM is too few for several nodes") {
+  for (const int least : {1, 2, 3, 9, 20})
+    on_every_rank([&](const RankContext& context) {
+      Case c = base_case();
+      c.group.num_comm_sms = least + context.rank; // which may differ
+      const bool has_gpus = context.device->transport() != EPX_TRANSPORT_HOST;
+      if (has_gpus && num_nodes(c.group) > 1 && least == 1) {
+        epx_group_config config = make_config(c.group);
+        config.transport = context.device->transport();
+        epx_group group = nullptr;
+        check_status(epx_group_create(context.bootstrap, &config, &group), EPX_ERROR_INVALID_ARGUMENT, "epx_group_create");
+        const std::string sentence = epx_last_error();
+        check(contains(sentence, "num_comm_sms is 1") && contains(sentence, "at least 2"), "the sentence is \"{}\"",
+              sentence);
+        return;
+      }
+      GroupRun group(context, c.group);
+      const int sms = group.view().query().num_comm_sms;
+      check(has_gpus ? sms >= 1 && sms <= c.group.num_comm_sms : sms == 0, "calls take {} SMs of {}", sms,
+            c.group.num_comm_sms);
+      LayerRun layer(group, c.layer, Placement::plain, c.seed);
+      run_iteration(group, layer, make_workload(c.group, c.layer, c.seed));
+    });
+}
+
 TEST_CASE("nodes: rank-major calls are refused in groups of several, with the bytes that they would take") {
   for (const int ranks_per_node : node_sizes()) {
     on_every_rank([&](const RankContext& context) {

@@ -71,9 +71,10 @@ AgreedFields agreed_fields(const MovementCall& call, int weights, int64_t sideca
 class NodesBackend final : public Backend, private Stages {
 public:
   NodesBackend(const NodesShape& shape, const GroupContext& context, std::unique_ptr<GroupContext> node_context,
-               std::unique_ptr<NodeBackend> node, std::unique_ptr<Rails> rails, std::unique_ptr<ControlConnection> control)
-      : shape_(shape), context_(context), buffers_(shape), node_context_(std::move(node_context)), rails_(std::move(rails)),
-        node_(std::move(node)),
+               std::unique_ptr<NodeBackend> node, std::unique_ptr<Rails> rails, int rail_ctas,
+               std::unique_ptr<ControlConnection> control)
+      : shape_(shape), context_(context), rail_ctas_(rail_ctas), buffers_(shape), node_context_(std::move(node_context)),
+        rails_(std::move(rails)), node_(std::move(node)),
         chunk_events_(static_cast<size_t>(shape.num_chunks())), nodes_{shape,
                                                                        context.group_id,
                                                                        buffers_.state.get(),
@@ -99,7 +100,7 @@ public:
     keep_until_exit(std::move(buffers_)); // whose release would wait for the device
   }
 
-  int num_comm_sms() const override { return num_leg_sms() + kRailCtas; }
+  int num_comm_sms() const override { return num_leg_sms() + rail_ctas_; }
   Stages& stages() override { return *this; }
 
   // Peers of other nodes never access this memory.
@@ -492,6 +493,7 @@ private:
 
   NodesShape shape_;
   const GroupContext& context_;
+  int rail_ctas_; // SMs that transfers take at most
   RailBuffers buffers_;
   std::unique_ptr<GroupContext> node_context_;
   std::unique_ptr<Rails> rails_;
@@ -509,12 +511,13 @@ private:
 
 } // namespace
 
-std::unique_ptr<Backend> make_nodes_backend(const GroupContext& context, int num_comm_sms, NodesTransport transport,
-                                            std::unique_ptr<ControlConnection> control, Exchange& exchange) {
+std::unique_ptr<Backend> make_nodes_backend(const GroupContext& context, int num_comm_sms, int rail_ctas,
+                                            NodesTransport transport, std::unique_ptr<ControlConnection> control,
+                                            Exchange& exchange) {
   const NodesShape shape = make_nodes_shape(context.shape, context.rank);
   NodeExchange of_node(exchange, context.rank, context.shape.ranks_per_node);
   auto node_context = std::make_unique<GroupContext>(make_node_context(context, shape));
-  const int node_sms = LaunchPlan::resolve_num_sms(num_comm_sms, kRailCtas);
+  const int node_sms = LaunchPlan::resolve_num_sms(num_comm_sms, rail_ctas);
   auto node_transport = std::make_unique<NodeTransport>(std::move(transport.node), *transport.rails, context);
   std::unique_ptr<NodeBackend> node = make_backend(*node_context, node_sms, std::move(node_transport), of_node);
   std::unique_ptr<Backend> backend;
@@ -522,7 +525,7 @@ std::unique_ptr<Backend> make_nodes_backend(const GroupContext& context, int num
     for (const auto& kernels : {nodes_prepare_kernels(), nodes_row_kernels(), nodes_call_kernels()})
       load_kernels(kernels);
     backend = std::make_unique<NodesBackend>(shape, context, std::move(node_context), std::move(node),
-                                             std::move(transport.rails), std::move(control));
+                                             std::move(transport.rails), rail_ctas, std::move(control));
     return int32_t{0};
   });
   return backend;
