@@ -34,8 +34,8 @@ public:
   CudaBackend(const GroupContext& context, int device, std::unique_ptr<Transport> transport,
               std::unique_ptr<RankBoard> board, std::unique_ptr<Window> window, const LaunchPlan& plan)
       : context_(context), device_(device), transport_(std::move(transport)), board_(std::move(board)),
-        window_(std::move(window)), plan_(plan), record_(make_mapped_memory<StatusRecord>()),
-        state_(make_device_memory<DeviceState>(1)),
+        window_(std::move(window)), plan_(plan), status_(!context.has_ordered_calls),
+        record_(make_mapped_memory<StatusRecord>()), state_(make_device_memory<DeviceState>(1)),
         allocation_bases_(make_device_memory<std::byte*>(kMaxDeviceAllocations * num_ranks())),
         prepare_scratch_(
             make_device_memory<LlPacket8>(prepare_scratch_words(context.shape.num_experts, plan.max_prepare_blocks()))),
@@ -330,7 +330,7 @@ private:
   Allocations allocations_;
   LaunchPlan plan_;
   bool was_captured_ = false; // the last call was captured
-  StatusBoard status_;
+  StatusBoard status_;        // a group of several nodes logs what it makes of the failure of its node
   MappedMemory<StatusRecord> record_;
   DeviceMemory<DeviceState> state_;
   DeviceMemory<std::byte*> allocation_bases_;

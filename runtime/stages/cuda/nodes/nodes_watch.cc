@@ -104,7 +104,7 @@ void NodesWatch::watch() {
       control_->report_stuck(rail_peer_, call_in_progress().operation, begun);
       decision = SuspensionAwareDeadline{kTimeToDecide};
     }
-    if (has_given_up && status_.is_healthy() && decision.passed()) // rank 0 has left
+    if (has_given_up && status_.is_healthy() && decision.passed()) // rank 0 has left, behind this call
       end({rail_peer_, Cause::late, call_in_progress().operation, begun});
   }
 }
