@@ -98,10 +98,10 @@ std::unique_ptr<ControlConnection> make_control(const GroupContext& context, Exc
   return nullptr;
 }
 
-// Makes the exchanges by which groups of several nodes open their rails and the buffers of those, in a group of one node of the
-// same bootstrap.
+// Makes the exchanges by which groups of several nodes agree on the SMs of their rails, open those, and make the buffers of them,
+// in a group of one node of the same bootstrap.
 void stand_by_for_rails(Exchange& exchange) {
-  for (int i = 0; i < 2; ++i)
+  for (int i = 0; i < 3; ++i)
     exchange.all_gather([] { return int32_t{0}; });
 }
 
@@ -139,6 +139,21 @@ TransportChoice choose_transport(epx_transport wanted, Exchange& exchange) {
   return {EPX_TRANSPORT_NCCL, "auto: each rank has a GPU of its own"};
 }
 
+// The call is collective: ranks may have different num_comm_sms, and NCCL needs the same number of CTAs on both ends of a
+// transfer.
+int agree_on_rail_ctas(int num_comm_sms, Exchange& exchange) {
+  const std::vector<int32_t> all = exchange.all_gather([&] {
+    if (rail_ctas(num_comm_sms) == 0)
+      fail(EPX_ERROR_INVALID_ARGUMENT,
+           "epx_group_config.num_comm_sms is {}; a group of several nodes needs at least 2, one of them for transfers "
+           "between "
+           "nodes, or 0 for the default",
+           num_comm_sms);
+    return int32_t{rail_ctas(num_comm_sms)};
+  });
+  return *std::ranges::min_element(all);
+}
+
 // The call is collective. It also fills in what the transport decides of the context, which must outlive the backend.
 std::unique_ptr<Backend> make_backend(GroupContext& context, const epx_group_config& config,
                                       std::unique_ptr<ControlConnection> control, Exchange& exchange) {
@@ -147,10 +162,12 @@ std::unique_ptr<Backend> make_backend(GroupContext& context, const epx_group_con
     context.layout = make_window_layout(shape_of_window, context.window_access);
   };
   if (context.transport == EPX_TRANSPORT_NCCL && context.shape.num_nodes() > 1) {
-    NodesTransport transport = make_nccl_nodes_transport(context.rank, context.shape.num_ranks,
-                                                         context.shape.ranks_per_node, context.timeout_ms, exchange);
+    const int rail_ctas = agree_on_rail_ctas(config.num_comm_sms, exchange);
+    NodesTransport transport = make_nccl_nodes_transport(
+        context.rank, context.shape.num_ranks, context.shape.ranks_per_node, rail_ctas, context.timeout_ms, exchange);
     choose_layout(*transport.node, make_nodes_shape(context.shape, 0).node); // no node has more experts than that of rank 0
-    return cuda::make_nodes_backend(context, config.num_comm_sms, std::move(transport), std::move(control), exchange);
+    return cuda::make_nodes_backend(context, config.num_comm_sms, rail_ctas, std::move(transport), std::move(control),
+                                    exchange);
   }
   if (context.transport == EPX_TRANSPORT_NCCL) {
     std::unique_ptr<Transport> transport =

@@ -30,7 +30,7 @@ void StatusBoard::fail(const Failure& failure) {
     failure_ = failure;
     // A user asked for an abort, so it is no error in the log.
     const auto level = failure.status == EPX_ERROR_ABORTED ? log::Level::kInfo : log::Level::kError;
-    log::group().log(level, "{}: {}", name_of(failure.status), failure.message);
+    if (logs_failure_) log::group().log(level, "{}: {}", name_of(failure.status), failure.message);
   }
   throw StatusError(failure_->status, failure_->message);
 }

@@ -37,6 +37,9 @@ struct Event {
 
 class StatusBoard {
 public:
+  // logs_failure: false where another board gets the same failure and logs it.
+  explicit StatusBoard(bool logs_failure = true) : logs_failure_(logs_failure) {}
+
   // Throws the sticky error, if there is one.
   void require_healthy() const;
   bool is_healthy() const;
@@ -53,6 +56,7 @@ public:
   epx_group_report report();
 
 private:
+  const bool logs_failure_;
   mutable std::mutex mutex_; // any thread may call epx_group_status
   std::optional<Failure> failure_;
   EventCounts event_counts_{};

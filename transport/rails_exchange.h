@@ -3,32 +3,31 @@
 #pragma once
 
 #include <chrono>
-#include <vector>
+#include <cstdint>
 
-#include "base/cuda.h"
-#include "transport/exchange.h"
+#include "base/error.h"
+#include "transport/device_exchange.h"
 #include "transport/rails.h"
 
 namespace epx {
 
 // It may be used while no call of the group is in progress, since all ranks use the rails in the same order.
-class RailsExchange final : public Exchange {
+class RailsExchange final : public DeviceExchange {
 public:
   // `rails` must outlive the exchange. A rank that does not come within `timeout` ends the rails.
   RailsExchange(Rails& rails, int rank, int num_ranks, std::chrono::milliseconds timeout)
-      : rails_(rails), rank_(rank), num_ranks_(num_ranks), timeout_(timeout),
-        records_(make_device_memory<ExchangeRecord>(static_cast<size_t>(num_ranks) + 1)) {}
-
-protected:
-  std::vector<ExchangeRecord> gather(ExchangeRecord mine) override;
+      : DeviceExchange(rank, num_ranks, timeout), rails_(rails) {}
 
 private:
+  void gather_bytes(const void* mine, void* all, int64_t bytes, cudaStream_t stream) override {
+    rails_.all_gather(mine, all, bytes, stream);
+  }
+  void give_up() noexcept override { rails_.abort(); }
+  void require_complete() const override {
+    if (rails_.has_ended()) fail(EPX_ERROR_ABORTED, "the rails between the nodes of the group were aborted");
+  }
+
   Rails& rails_;
-  int rank_;
-  int num_ranks_;
-  std::chrono::milliseconds timeout_;
-  CudaStream stream_;
-  DeviceMemory<ExchangeRecord> records_; // [num_ranks], then this rank's own
 };
 
 } // namespace epx

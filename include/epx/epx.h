@@ -101,7 +101,10 @@
  *   many rows there are, so the calling thread waits until the stream has come to the call and the rail peers have made it,
  *   too. In a graph that captures the call, and with fixed_rail_tokens, nobody waits: as many rows travel as there can be. All
  *   ranks must capture a call, or none.
- * - Transfers between nodes take up to 8 of the num_comm_sms SMs.
+ * - Arguments that differ between ranks end the group in the call that has them, prepare included: MISMATCH or OUT_OF_SEQUENCE
+ *   on every rank, with two ranks and their values, or a rank that reports those. Let max_top_k be the largest K in use.
+ * - Transfers between nodes take up to 8 of the num_comm_sms SMs, but no more than half of them on the rank with the fewest, so
+ *   that num_comm_sms is 0 or at least 2 (else INVALID_ARGUMENT).
  * - A rank whose handle memory is not that of the call (EPX_EVENT_HANDLE_MISMATCH) relays nothing: what its rail peers send
  *   through it is zero on its node, and what would go home through it takes no step in their sums. Beside the rank itself, the
  *   ranks of its node and its rail peers report it where its handle memory is of another prepare, some of them twice.

@@ -67,6 +67,10 @@ inline NodesHandleLayout make_nodes_handle_layout(const NodesShape& shape, int t
   return layout;
 }
 
+// Added to the plan id of a leg, in its header and in the CallDescriptor: the rank stands for a rail peer that is not active. It
+// sends no rows of its tokens, and their slots get zeros; to the tokens of the other ranks it is a rank like any other.
+constexpr uint64_t kSendsNoRows = uint64_t{1} << 63;
+
 // The places of a leg's plan in the handle memory. The first leg of a call has the zones, so that pads are cleared, and too few
 // rows are reported, once.
 constexpr HandleLayout leg_layout(const NodesHandleLayout& layout, const NodesShape& shape, int top_k, int leg) {

@@ -12,18 +12,42 @@
 
 namespace epx {
 
-// In prepare this rank sends its rail peer on each other node a table of the tokens that go there: int32 number of tokens,
-// three zeros, and for each token int32 [1 + 2 K]: its number, and of each k the slot and the index of the owner in that node,
-// or -1, -1 for a k that does not go there or was dropped. Beyond the number of tokens a table has anything.
-constexpr int kTableHeaderWords = 4;
-constexpr int64_t table_words(const NodesShape& shape, int top_k) {
-  return kTableHeaderWords + shape.padded_tokens() * (1 + 2 * int64_t{top_k});
+// What all ranks must pass alike in a call. Inside a node the descriptors of the legs are compared, and between nodes these are.
+// They travel as words.
+struct AgreedFields {
+  int32_t operation;
+  int32_t top_k;
+  int32_t alignment; // effective
+  // Of a movement, as in CallDescriptor; 0 in prepare.
+  int32_t hidden = 0;
+  int32_t dtype = 0;
+  int32_t weights = 0;
+  int32_t sidecar_bytes = 0;
+  int32_t has_fixed_sizes = 0; // 1: rows travel in fixed sizes; all ranks or none capture the call
+
+  constexpr bool operator==(const AgreedFields&) const = default;
+};
+constexpr int kAgreedWords = sizeof(AgreedFields) / sizeof(int32_t);
+
+// In prepare each rank contributes to an all-gather int32 [E + kAgreedWords]: its routes to each expert, and its AgreedFields.
+constexpr int64_t count_words(const GroupShape& group) {
+  return int64_t{group.num_experts} + kAgreedWords;
 }
 
-// In each movement this rank first sends its rail peer on each node such a record, [4 + chunks] int32: the id of its plan (two
-// words; 0: it takes part without routes), the number of its tokens that go to that node, agreed_hash() of the call, and, for
-// each chunk, how many rows come home of the tokens up to its end.
-constexpr int kRecordHeaderWords = 4;
+// In prepare this rank sends its rail peer on each other node a table of the tokens that go there: int32 number of tokens,
+// three zeros, and for each token int32 [1 + 2 K]: its number, and of each k the slot and the index of the owner in that node,
+// or -1, -1 for a k that does not go there or was dropped. Beyond the number of tokens a table has anything. Tables have room
+// for the largest K of the group and travel whole, so that ranks that do not pass the same K still send what the others expect.
+constexpr int kTableHeaderWords = 4;
+constexpr int64_t table_words(const NodesShape& shape) {
+  return kTableHeaderWords + shape.padded_tokens() * (1 + 2 * int64_t{shape.group.max_top_k});
+}
+
+// In each movement this rank first sends its rail peer on each node such a record, int32 [3 + kAgreedWords + chunks]: the id of
+// its plan (two words; 0: it takes part without routes), the number of its tokens that go to that node, its AgreedFields, and,
+// for each chunk, how many rows come home of the tokens up to its end.
+constexpr int kRecordAgreedWord = 3;
+constexpr int kRecordHeaderWords = kRecordAgreedWord + kAgreedWords;
 constexpr int64_t record_words(const NodesShape& shape) {
   return kRecordHeaderWords + shape.num_chunks();
 }
@@ -60,7 +84,7 @@ inline RailRowsLayout make_rail_rows_layout(const NodesShape& shape) {
 // Rows to and from the rails, and prepare's tables of both directions.
 inline int64_t rail_bytes(const NodesShape& shape) {
   const char* what = "the rows beside the rails";
-  const int64_t words = checked_mul(shape.num_nodes(), table_words(shape, shape.group.max_top_k), what);
+  const int64_t words = checked_mul(shape.num_nodes(), table_words(shape), what);
   return checked_mul(
       2, checked_add(make_rail_rows_layout(shape).total_bytes, checked_mul(words, sizeof(int32_t), what), what), what);
 }

@@ -127,34 +127,47 @@ Event plan_mismatch_event(CallName call, uint64_t own_plan, uint64_t their_plan,
                   format(call), own_plan, their_plan, mismatched_rank)};
 }
 
-std::optional<Failure> find_disagreement(CallName call, std::span<const CallDescriptor> descriptors, int first_rank) {
-  const CallDescriptor& first = descriptors.front();
-  for (size_t i = 1; i < descriptors.size(); ++i) {
-    const CallDescriptor& other = descriptors[i];
-    const int rank = first_rank + static_cast<int>(i);
-    Failure failure = failure_of(call, EPX_ERROR_OUT_OF_SEQUENCE);
-    if (other.operation != first.operation) {
-      failure.message =
-          fmt::format("call {} is {} on rank {} and {} on rank {}: all ranks must make the same calls in the same order",
-                      call.sequence, name_of(static_cast<epx_operation>(first.operation)), first_rank,
-                      name_of(static_cast<epx_operation>(other.operation)), rank);
-      return failure;
-    }
-    if (other.subject != first.subject && first.operation == EPX_OP_MEM_FREE) {
-      failure.message = fmt::format("{}: rank {} frees its allocation number {}, rank {} number {}", format(call),
-                                    first_rank, first.subject, rank, other.subject);
-      return failure;
-    }
-    for (const CallField& field : kCallFields) {
-      if (field.value(other) == field.value(first)) continue;
-      failure.status = EPX_ERROR_MISMATCH;
-      failure.message =
-          fmt::format("{}: {} differs between ranks: rank {} passes {}, rank {} passes {}", format(call), field.name,
-                      first_rank, field.format(field.value(first)), rank, field.format(field.value(other)));
-      return failure;
-    }
+std::optional<Failure> find_disagreement(CallName call, const CallDescriptor& first, int first_rank,
+                                         const CallDescriptor& other, int other_rank) {
+  Failure failure = failure_of(call, EPX_ERROR_OUT_OF_SEQUENCE);
+  if (other.operation != first.operation) {
+    failure.message =
+        fmt::format("call {} is {} on rank {} and {} on rank {}: all ranks must make the same calls in the same order",
+                    call.sequence, name_of(static_cast<epx_operation>(first.operation)), first_rank,
+                    name_of(static_cast<epx_operation>(other.operation)), other_rank);
+    return failure;
+  }
+  if (other.subject != first.subject && first.operation == EPX_OP_MEM_FREE) {
+    failure.message = fmt::format("{}: rank {} frees its allocation number {}, rank {} number {}", format(call), first_rank,
+                                  first.subject, other_rank, other.subject);
+    return failure;
+  }
+  for (const CallField& field : kCallFields) {
+    if (field.value(other) == field.value(first)) continue;
+    failure.status = EPX_ERROR_MISMATCH;
+    failure.message =
+        fmt::format("{}: {} differs between ranks: rank {} passes {}, rank {} passes {}", format(call), field.name,
+                    first_rank, field.format(field.value(first)), other_rank, field.format(field.value(other)));
+    return failure;
   }
   return std::nullopt;
+}
+
+std::optional<Failure> find_disagreement(CallName call, std::span<const CallDescriptor> descriptors, int first_rank) {
+  for (size_t i = 1; i < descriptors.size(); ++i)
+    if (auto failure =
+            find_disagreement(call, descriptors.front(), first_rank, descriptors[i], first_rank + static_cast<int>(i)))
+      return failure;
+  return std::nullopt;
+}
+
+Failure capture_failure(CallName call, int capturing_rank, int eager_rank) {
+  Failure failure = failure_of(call, EPX_ERROR_MISMATCH);
+  failure.message =
+      fmt::format("{}: rank {} captures it in a CUDA graph, and rank {} does not: in a group of several nodes "
+                  "all ranks capture a call, or none",
+                  format(call), capturing_rank, eager_rank);
+  return failure;
 }
 
 Failure timeout_failure(CallName call, const TimeOut& timeout, int64_t timeout_ms) {

@@ -47,9 +47,15 @@ Event plan_mismatch_event(CallName call, uint64_t own_plan, uint64_t their_plan,
 
 // ---- Sticky errors: they end the group ----
 
+// Returns the first agreed field in which the call descriptors of two ranks differ; none when they agree.
+std::optional<Failure> find_disagreement(CallName call, const CallDescriptor& first, int first_rank,
+                                         const CallDescriptor& other, int other_rank);
 // Returns the first agreed field in which the ranks' call descriptors [P] differ; none when they agree. The first descriptor is
 // that of first_rank.
 std::optional<Failure> find_disagreement(CallName call, std::span<const CallDescriptor> descriptors, int first_rank = 0);
+
+// Reports a call that some ranks capture in a graph and others do not, where rows travel in other sizes then.
+Failure capture_failure(CallName call, int capturing_rank, int eager_rank);
 
 // CulpritKernel says what is known of the kernel by which a culprit should have arrived; a call on the host has none.
 enum class CulpritKernel { none, unknown, launched };

@@ -16,6 +16,8 @@
 #include "runtime/reference/reference.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/nodes/nodes_kernels.h"
+#include "runtime/stages/cuda/nodes/nodes_prepare_params.h"
+#include "runtime/stages/cuda/nodes/nodes_records.h"
 #include "tests/support/rng.h"
 
 namespace epx::cuda {
@@ -36,6 +38,7 @@ struct NodesCase {
   int masked_percent, bad_percent;
   int hot_percent; // of the routes that go to expert 0
   int fixed_rail_tokens = 0;
+  int max_top_k = 0; // of the group; 0: top_k
 };
 
 NodesShape shape_of(const NodesCase& test_case) {
@@ -45,7 +48,7 @@ NodesShape shape_of(const NodesCase& test_case) {
   group.num_experts = test_case.num_experts;
   group.max_tokens_per_rank = test_case.max_tokens;
   group.hidden_dim = 8;
-  group.max_top_k = test_case.top_k;
+  group.max_top_k = std::max(test_case.top_k, test_case.max_top_k);
   group.max_alignment = test_case.alignment;
   const int64_t experts = (test_case.num_experts + test_case.num_ranks - 1) / test_case.num_ranks;
   group.max_recv_tokens = test_case.max_recv_tokens != 0
@@ -77,6 +80,7 @@ struct Rank {
   uint64_t host_abort_record = 0;
   DeviceGroup group{};
   NodesState state{};
+  std::unique_ptr<NodesProgress> progress = std::make_unique<NodesProgress>();
   NodesDevice device{};
   std::vector<int32_t> block_counts, own_counts, all_counts, sent_tables, received_tables, token_ends;
   NodesPrepareTotals totals{};
@@ -91,7 +95,9 @@ struct Rank {
   int64_t beyond_rails = 0; // routes
   std::vector<int32_t> slot, slot_origin;
   PrepareCall call{};
+  epx_operation operation = EPX_OP_PREPARE;
 
+  NodesPrepareParams params() const { return make_nodes_prepare_params(device, buffers, call, operation); }
   NodesHandleReader plan() const { return {handle_mem.data(), make_nodes_handle_layout(shape, call.top_k), shape}; }
 };
 
@@ -118,18 +124,11 @@ public:
                                   case_.precision, case_.ranks_per_node},
                                  routing);
 
-    on_all([](Rank& rank) { return launch_count_routes(rank.device, rank.buffers, rank.call, rank.stream.get()); });
-    for (const auto& to : ranks_)
-      for (size_t from = 0; from < ranks_.size(); ++from)
-        std::ranges::copy(ranks_[from]->own_counts,
-                          to->all_counts.begin() + static_cast<int64_t>(from) * case_.num_experts);
-    on_all([](Rank& rank) { return launch_assign_slots(rank.device, rank.buffers, rank.call, rank.stream.get()); });
-    on_all([](Rank& rank) { return launch_list_tokens(rank.device, rank.buffers, rank.call, rank.stream.get()); });
-    exchange_tables();
-    on_all([](Rank& rank) { return launch_list_relayed(rank.device, rank.buffers, rank.call, rank.stream.get()); });
+    list_all();
     deliver_all();
     for (const auto& rank : ranks_) {
       CAPTURE(rank->shape.rank);
+      CHECK(rank->progress->disagreement.is_known == 0);
       check_outputs(*rank);
       check_home(*rank);
       check_relay(*rank);
@@ -147,10 +146,37 @@ public:
         if (rng.chance(30))
           word = rng.pick({-1, 0, case_.ranks_per_node - 1, case_.ranks_per_node, case_.max_tokens - 1, case_.max_tokens,
                            num_slots - 1, num_slots, INT32_MIN, INT32_MAX});
-    on_all([](Rank& rank) { return launch_list_relayed(rank.device, rank.buffers, rank.call, rank.stream.get()); });
+    on_all([](Rank& rank) { return launch_list_relayed(rank.params(), rank.stream.get()); });
     deliver_all();
     for (const auto& rank : ranks_) {
       CHECK(rank->record->failed == 0);
+      for (int node = 0; node < shape().num_nodes(); ++node)
+        check_plan_of_damaged_table(*rank, node);
+    }
+  }
+
+  // Prepares where the last rank makes another call than the others. Each rank must find that.
+  void run_with_other_call(Rng& rng, const AgreedFields& other) {
+    ++prepares_;
+    const AgreedFields others{.operation = EPX_OP_PREPARE, .top_k = case_.top_k, .alignment = case_.alignment};
+    for (const auto& rank : ranks_) {
+      const bool is_last = rank == ranks_.back();
+      rank->operation = static_cast<epx_operation>((is_last ? other : others).operation);
+      draw_routing(*rank, rng, is_last ? other.top_k : case_.top_k);
+      if (is_last) rank->call.alignment = other.alignment;
+    }
+    list_all();
+    for (const auto& rank : ranks_) {
+      CAPTURE(rank->shape.rank);
+      const Disagreement& found = rank->progress->disagreement;
+      CHECK(found.is_known == 1);
+      CHECK(found.sequence == kFirstSequence + prepares_);
+      CHECK(found.ranks[0] == 0);
+      CHECK(found.ranks[1] == case_.num_ranks - 1);
+      CHECK(found.fields[0] == others);
+      CHECK(found.fields[1] == other);
+      CHECK(rank->sent_tables.back() == kGarbage); // behind the tables
+      CHECK(rank->received_tables.back() == kGarbage);
       for (int node = 0; node < shape().num_nodes(); ++node)
         check_plan_of_damaged_table(*rank, node);
     }
@@ -192,11 +218,11 @@ private:
     rank->group.record = rank->record.get();
     rank->group.timeout_ns = 60'000'000'000;
 
-    rank->device = {shape, kGroupId, &rank->state, nullptr, nullptr, nullptr, nullptr, &rank->device_state};
-    const auto words = static_cast<size_t>(shape.num_nodes() * table_words(shape, case_.top_k));
+    rank->device = {shape, kGroupId, &rank->state, rank->progress.get(), nullptr, nullptr, nullptr, &rank->device_state};
+    const auto words = static_cast<size_t>(shape.num_nodes() * table_words(shape) + 1);
     rank->block_counts.assign(static_cast<size_t>(int64_t{kMaxPrepareBlocks} * case_.num_experts), kGarbage);
-    rank->own_counts.assign(static_cast<size_t>(case_.num_experts), kGarbage);
-    rank->all_counts.assign(static_cast<size_t>(int64_t{case_.num_ranks} * case_.num_experts), kGarbage);
+    rank->own_counts.assign(static_cast<size_t>(count_words(shape.group)), kGarbage);
+    rank->all_counts.assign(static_cast<size_t>(case_.num_ranks * count_words(shape.group)), kGarbage);
     rank->sent_tables.assign(words, kGarbage);
     rank->received_tables.assign(words, kGarbage);
     rank->token_ends.assign(static_cast<size_t>(shape.num_nodes()), kGarbage);
@@ -205,11 +231,12 @@ private:
     return rank;
   }
 
-  void draw_routing(Rank& rank, Rng& rng) {
+  void draw_routing(Rank& rank, Rng& rng) { draw_routing(rank, rng, case_.top_k); }
+  void draw_routing(Rank& rank, Rng& rng, int top_k) {
     // Some rank often has no token, and some have as many as there can be.
     const int64_t tokens = rng.chance(25) ? 0 : rng.chance(25) ? case_.max_tokens : rng.between(0, case_.max_tokens);
     rank.routing = {tokens, {}};
-    for (int64_t route = 0; route < tokens * case_.top_k; ++route) {
+    for (int64_t route = 0; route < tokens * top_k; ++route) {
       int64_t index = rng.chance(case_.hot_percent) ? 0 : rng.below(case_.num_experts);
       if (rng.chance(case_.masked_percent)) index = -1;
       if (rng.chance(case_.bad_percent)) index = rng.chance(50) ? -2 : case_.num_experts;
@@ -223,16 +250,16 @@ private:
     rank.counts_32.assign(num_local, kGarbage);
     rank.offsets.assign(num_local + 1, kGarbage);
     rank.offsets_32.assign(num_local + 1, kGarbage);
-    rank.global_counts.assign(rank.all_counts.size(), kGarbage);
-    rank.global_counts_32.assign(rank.all_counts.size(), kGarbage);
+    const auto num_counts = static_cast<size_t>(int64_t{case_.num_ranks} * case_.num_experts);
+    rank.global_counts.assign(num_counts, kGarbage);
+    rank.global_counts_32.assign(num_counts, kGarbage);
     rank.slot.assign(rank.routing.topk_idx.size(), kGarbage);
     rank.slot_origin.assign(static_cast<size_t>(3 * shape().group.max_recv_tokens), kGarbage);
     // The first prepare has handle memory of anything, the others that of the call before.
-    rank.handle_mem.resize(static_cast<size_t>(make_nodes_handle_layout(rank.shape, case_.top_k).total_bytes),
-                           std::byte{0x5a});
+    rank.handle_mem.resize(static_cast<size_t>(make_nodes_handle_layout(rank.shape, top_k).total_bytes), std::byte{0x5a});
     rank.state.sequence = kFirstSequence + prepares_;
     rank.call = {};
-    rank.call.top_k = case_.top_k;
+    rank.call.top_k = top_k;
     rank.call.alignment = case_.alignment;
     rank.call.handle_mem = rank.handle_mem.data();
     rank.call.num_tokens = tokens;
@@ -253,6 +280,18 @@ private:
     for (const auto& rank : ranks_)
       REQUIRE(cudaStreamSynchronize(rank->stream.get()) == cudaSuccess);
   }
+  // Makes the plans of the legs.
+  void list_all() {
+    on_all([](Rank& rank) { return launch_count_routes(rank.params(), rank.stream.get()); });
+    for (const auto& to : ranks_)
+      for (size_t from = 0; from < ranks_.size(); ++from)
+        std::ranges::copy(ranks_[from]->own_counts,
+                          to->all_counts.begin() + static_cast<int64_t>(from) * count_words(shape().group));
+    on_all([](Rank& rank) { return launch_assign_slots(rank.params(), rank.stream.get()); });
+    on_all([](Rank& rank) { return launch_list_tokens(rank.params(), rank.stream.get()); });
+    exchange_tables();
+    on_all([](Rank& rank) { return launch_list_relayed(rank.params(), rank.stream.get()); });
+  }
   // Each node makes its own legs first, as the group does.
   void deliver_all() {
     for (int m = 0; m < shape().num_nodes(); ++m)
@@ -260,20 +299,19 @@ private:
         on_all([&](Rank& rank) {
           ++rank.group.launch;
           const int leg = rank.shape.leg((rank.shape.own_node + m) % shape().num_nodes(), chunk);
-          return launch_deliver_leg(rank.group, rank.device, rank.buffers, rank.call, EPX_OP_PREPARE, leg, kNumSms,
-                                    rank.stream.get());
+          return launch_deliver_leg(rank.group, rank.params(), leg, kNumSms, rank.stream.get());
         });
   }
 
   // Words of a table beyond its tokens are anything.
   void exchange_tables() {
-    const int64_t words = table_words(shape(), case_.top_k);
+    const int64_t words = table_words(shape());
     for (const auto& rank : ranks_)
       for (int node = 0; node < shape().num_nodes(); ++node) {
         if (node == rank->shape.own_node) continue;
         const Rank& peer = rail_peer(*rank, node);
         const auto sent = peer.sent_tables.begin() + rank->shape.own_node * words;
-        const int64_t used = kTableHeaderWords + sent[0] * (1 + 2 * int64_t{case_.top_k});
+        const int64_t used = kTableHeaderWords + sent[0] * (1 + 2 * int64_t{peer.call.top_k});
         REQUIRE(used <= words);
         std::fill_n(rank->received_tables.begin() + node * words, words, kGarbage);
         std::copy_n(sent, used, rank->received_tables.begin() + node * words);
@@ -508,18 +546,19 @@ private:
   void check_plan_of_damaged_table(const Rank& rank, int node) const {
     const NodesHandleReader plan = rank.plan();
     const bool is_own = node == rank.shape.own_node;
-    const int32_t* const table = rank.received_tables.data() + node * table_words(shape(), case_.top_k);
+    const int top_k = rank.call.top_k;
+    const int32_t* const table = rank.received_tables.data() + node * table_words(shape());
     const int64_t count = is_own ? rank.call.num_tokens : std::clamp(table[0], 0, case_.max_tokens);
     CHECK(plan.relay_counts[node] == count);
-    CHECK(plan.relay_back_rows(node)[shape().padded_tokens()] <= count * shape().max_back_rows(case_.top_k));
+    CHECK(plan.relay_back_rows(node)[shape().padded_tokens()] <= count * shape().max_back_rows(top_k));
     for (int64_t row = 0; row < shape().padded_tokens() && !is_own; ++row)
-      for (int k = 0; k < case_.top_k; ++k) {
-        const int32_t* const words = table + kTableHeaderWords + row * (1 + 2 * int64_t{case_.top_k});
+      for (int k = 0; k < top_k; ++k) {
+        const int32_t* const words = table + kTableHeaderWords + row * (1 + 2 * int64_t{top_k});
         const int32_t slot = words[1 + 2 * k];
         const int32_t owner = words[2 + 2 * k];
         const bool is_kept = row < count && words[0] >= 0 && words[0] < case_.max_tokens && slot >= 0 &&
                              slot < shape().group.max_recv_tokens && owner >= 0 && owner < case_.ranks_per_node;
-        const Route& found = plan.leg_routes[(node * shape().padded_tokens() + row) * case_.top_k + k];
+        const Route& found = plan.leg_routes[(node * shape().padded_tokens() + row) * top_k + k];
         CHECK(found.slot == (is_kept ? slot : -1));
         CHECK(found.rank == (is_kept ? owner : -1));
         CHECK(found.rank_ordinal >= 0);
@@ -579,6 +618,7 @@ TEST_CASE("prepare over nodes gives the oracle's slots and the plans of the legs
       {4, 2, 16, 700, 2, 8, 1024, 0, EPX_COMBINE_WIRE, 10, 1, 0},     // several parts and tiles
       {2, 1, 16, 900, 32, 4, 400, 0, EPX_COMBINE_WIRE, 10, 0, 0},     // more parts than lanes
       {4, 2, 600, 600, 3, 1, 300, 1000, EPX_COMBINE_EXACT, 0, 0, 5},  // more experts than threads
+      {4, 2, 8, 24, 3, 1, 10, 0, EPX_COMBINE_WIRE, 10, 0, 0, 0, 7},   // K below the group's largest
   };
   for (const NodesCase& test_case : cases) {
     CAPTURE(&test_case - cases);
@@ -596,6 +636,21 @@ TEST_CASE("tables with anything in them lead to no slot, rank or token that is n
     for (uint64_t seed = 0; seed < 3; ++seed) {
       Rng rng(seed);
       NodesGroup({4, 2, 8, 24, 3, 1, 10, 0, precision, 10, 0, 0}).run_with_damaged_tables(rng);
+    }
+}
+
+TEST_CASE(
+    "each rank finds that another one makes another prepare, whose tables lead to no slot, rank or token that is not") {
+  const AgreedFields others[] = {{.operation = EPX_OP_PREPARE, .top_k = 7, .alignment = 4},
+                                 {.operation = EPX_OP_PREPARE, .top_k = 1, .alignment = 4},
+                                 {.operation = EPX_OP_PREPARE, .top_k = 3, .alignment = 2},
+                                 {.operation = EPX_OP_PREPARE_DISPATCH, .top_k = 3, .alignment = 4}};
+  for (const AgreedFields& other : others)
+    for (const int ranks_per_node : {1, 2}) {
+      CAPTURE(&other - others);
+      CAPTURE(ranks_per_node);
+      Rng rng(7);
+      NodesGroup({4, ranks_per_node, 8, 24, 3, 4, 10, 0, EPX_COMBINE_WIRE, 10, 0, 0, 0, 7}).run_with_other_call(rng, other);
     }
 }
 

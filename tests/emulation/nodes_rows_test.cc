@@ -193,9 +193,12 @@ public:
     return call;
   }
 
+  AgreedFields agreed_fields(int rank, epx_operation operation) const {
+    return {operation, c.top_k, 1, c.hidden, c.dtype, 0, 0, rank == capturing_rank ? 1 : 0};
+  }
   void exchange_records(epx_operation operation) {
     for (int r = 0; r < num_ranks(); ++r)
-      finish(launch_post_records(ranks[at(r)]->device(), call(r, operation), 7, nullptr));
+      finish(launch_post_records(ranks[at(r)]->device(), call(r, operation), agreed_fields(r, operation), nullptr));
     for (auto& rank : ranks)
       for (int node = 0; node < c.nodes; ++node) {
         if (node == rank->shape.own_node) continue;
@@ -217,6 +220,7 @@ public:
   reference::Plan plan;
   std::vector<std::unique_ptr<Rank>> ranks;
   std::vector<int64_t> recv_rows;
+  int capturing_rank = -1; // its AgreedFields are not those of the others
 
 private:
   int ordinal(int rank, int64_t token, int k) const {
@@ -582,6 +586,32 @@ TEST_CASE("records say what prepare has found, and each leg has a header") {
   }
 }
 
+TEST_CASE("the rail peers of a rank that makes another call find that, and so does the rank") {
+  for (const int other : {-1, 0, 3, 5}) {
+    CAPTURE(other);
+    World world({3, 2, 3, 8, EPX_FLOAT32, EPX_COMBINE_WIRE}, 6);
+    world.capturing_rank = other;
+    for (auto& rank : world.ranks)
+      rank->state.sequence = 9;
+    world.exchange_records(EPX_OP_COMBINE);
+    world.open_legs(EPX_OP_COMBINE, false);
+    for (auto& rank : world.ranks) {
+      const int own = rank->shape.rank;
+      CAPTURE(own);
+      const Disagreement& found = rank->progress.disagreement;
+      const bool is_rail_peer = other >= 0 && other % 2 == own % 2;
+      CHECK(found.is_known == (is_rail_peer ? 1 : 0));
+      if (!is_rail_peer) continue;
+      const int peer = own == other ? (other < 2 ? other + 2 : other % 2) : other; // the first one that differs
+      CHECK(found.sequence == 9);
+      CHECK(found.ranks[0] == std::min(own, peer));
+      CHECK(found.ranks[1] == std::max(own, peer));
+      for (int i = 0; i < 2; ++i)
+        CHECK(found.fields[i] == world.agreed_fields(found.ranks[i], EPX_OP_COMBINE));
+    }
+  }
+}
+
 // What dispatch sends by rail: a sidecar and weights beside each row.
 struct ScatterInputs {
   reference::Matrix tokens;
@@ -627,14 +657,10 @@ std::vector<ScatterInputs> scatter(World& world) {
       std::memcpy(to.sidecars_of(node, kSidecarBytes), from.sidecars_of(own, kSidecarBytes),
                   World::at(tokens * kSidecarBytes));
     }
-  for (int r = 0; r < world.num_ranks(); ++r)
-    for (int chunk = 0; chunk < world.ranks[World::at(r)]->shape.num_chunks(); ++chunk)
-      finish(launch_clear_rows(world.ranks[World::at(r)]->device(),
-                               pack_call(r, world.ranks[World::at(r)]->from_rails.view(), chunk), kSms, nullptr));
   return inputs;
 }
 
-void check_packed(World& world, Rank& relay, int node, const std::vector<ScatterInputs>& inputs, bool is_cleared) {
+void check_packed(World& world, Rank& relay, int node, const std::vector<ScatterInputs>& inputs) {
   CAPTURE(relay.shape.rank);
   CAPTURE(node);
   const Case& c = world.c;
@@ -643,20 +669,15 @@ void check_packed(World& world, Rank& relay, int node, const std::vector<Scatter
   const NodesHandleWriter plan = home.plan();
   const RailArea area = relay.from_rails.view();
   const auto row_bytes = World::at(world.bytes_of_row());
-  const ScatterInputs zeros{{c.dtype, 1, c.hidden, std::vector<std::byte>(row_bytes)},
-                            std::vector<float>(World::at(c.top_k)),
-                            std::vector<std::byte>(kSidecarBytes)};
-  const int64_t rows = is_cleared ? c.max_tokens : plan.sent_counts[relay.shape.own_node];
-  for (int64_t j = 0; j < rows; ++j) {
+  for (int64_t j = 0; j < plan.sent_counts[relay.shape.own_node]; ++j) {
     CAPTURE(j);
-    const int64_t token = is_cleared ? 0 : plan.sent_tokens(relay.shape.own_node)[j];
-    const ScatterInputs& expected = is_cleared ? zeros : in;
+    const int64_t token = plan.sent_tokens(relay.shape.own_node)[j];
     CHECK(std::memcmp(area.rows_of(node, world.bytes_of_row()) + World::at(j) * row_bytes,
-                      expected.tokens.bytes.data() + World::at(token) * row_bytes, row_bytes) == 0);
-    CHECK(std::memcmp(area.weights_of(node) + j * c.top_k, expected.weights.data() + token * c.top_k,
+                      in.tokens.bytes.data() + World::at(token) * row_bytes, row_bytes) == 0);
+    CHECK(std::memcmp(area.weights_of(node) + j * c.top_k, in.weights.data() + token * c.top_k,
                       World::at(c.top_k) * sizeof(float)) == 0);
-    CHECK(std::memcmp(area.sidecars_of(node, kSidecarBytes) + j * kSidecarBytes,
-                      expected.sidecars.data() + token * kSidecarBytes, kSidecarBytes) == 0);
+    CHECK(std::memcmp(area.sidecars_of(node, kSidecarBytes) + j * kSidecarBytes, in.sidecars.data() + token * kSidecarBytes,
+                      kSidecarBytes) == 0);
   }
 }
 
@@ -667,7 +688,7 @@ TEST_CASE("rows of tokens are packed for each other node, in the order of its li
     const std::vector<ScatterInputs> inputs = scatter(world);
     for (auto& relay : world.ranks) {
       for (int node = 0; node < c.nodes; ++node)
-        if (node != relay->shape.own_node) check_packed(world, *relay, node, inputs, false);
+        if (node != relay->shape.own_node) check_packed(world, *relay, node, inputs);
       CHECK(relay->is_intact());
     }
   }
@@ -677,26 +698,29 @@ void reseal(HandleHeader& header) {
   header.checksum = header_checksum(header);
 }
 
-TEST_CASE("a rail peer with another plan is a rank whose rows are zero, and is reported") {
+TEST_CASE("a rail peer with another plan is a rank without rows, and is reported") {
   World world({2, 2, 3, 24, EPX_FLOAT16, EPX_COMBINE_WIRE}, 91);
   Rank& lost = *world.ranks[3];
   lost.plan().header->plan_id = kPlanId + 1;
   reseal(*lost.plan().header);
-  const std::vector<ScatterInputs> inputs = scatter(world);
+  world.exchange_records(EPX_OP_DISPATCH);
   world.open_legs(EPX_OP_DISPATCH, false);
-  check_packed(world, *world.ranks[1], 1, inputs, true); // rank 1 is the rail peer of rank 3
-  check_packed(world, lost, 0, inputs, true);
-  check_packed(world, *world.ranks[0], 1, inputs, false);
-  check_packed(world, *world.ranks[2], 0, inputs, false);
   for (int r = 0; r < 4; ++r) {
     CAPTURE(r);
-    const bool has_lost_peer = r % 2 == 1;
+    const bool has_lost_peer = r % 2 == 1; // rank 1 is the rail peer of rank 3
     const Rank& rank = *world.ranks[World::at(r)];
     const NodesRecords received(rank.shape, rank.received_records.data());
     const int other = 1 - rank.shape.own_node;
     CHECK(received.is_active(other) == !has_lost_peer);
     CHECK(rank.headers[World::at(rank.shape.leg(other, 0))].num_tokens ==
           (has_lost_peer ? world.c.chunk_tokens : received.leg_tokens(other, 0, false)));
+    for (int leg = 0; leg < rank.shape.num_legs(); ++leg) {
+      const bool is_own = leg / rank.shape.num_chunks() == rank.shape.own_node;
+      const HandleHeader& header = rank.headers[World::at(leg)];
+      CHECK((header.plan_id & kSendsNoRows) == (has_lost_peer && !is_own ? kSendsNoRows : 0));
+      CHECK((header.plan_id & ~kSendsNoRows) == (r == 3 ? kPlanId + 1 : kPlanId));
+      CHECK(header.checksum == header_checksum(header));
+    }
     REQUIRE(rank.record->num_events == (has_lost_peer ? 1 : 0));
     if (!has_lost_peer) continue;
     const EventRecord& event = rank.record->events[0];
@@ -811,7 +835,8 @@ TEST_CASE("damaged handle memory and records never lead out of the areas") {
     };
     for (auto& rank : world.ranks) {
       const int r = rank->shape.rank;
-      finish(launch_post_records(rank->device(), world.call(r, EPX_OP_COMBINE), 7, nullptr));
+      finish(launch_post_records(rank->device(), world.call(r, EPX_OP_COMBINE), world.agreed_fields(r, EPX_OP_COMBINE),
+                                 nullptr));
       damage_records();
       finish(launch_open_legs(rank->node_group(), rank->device(), world.call(r, EPX_OP_COMBINE), seed % 2 == 0, nullptr));
       const std::vector<float> weights = random_floats(world.rng, world.c.max_tokens * world.c.top_k);
@@ -819,11 +844,9 @@ TEST_CASE("damaged handle memory and records never lead out of the areas") {
       Guarded out(World::at(world.num_tokens(r) * world.bytes_of_row()));
       Guarded carried(World::at(world.num_tokens(r) * world.c.top_k) * sizeof(float));
       for (int chunk = 0; chunk < rank->shape.num_chunks(); ++chunk) {
-        PackCall pack{world.call(r, EPX_OP_DISPATCH), rows.data(), weights.data(), rows.data(), kSidecarBytes,
-                      rank->to_rails.view(),          chunk};
+        const PackCall pack{world.call(r, EPX_OP_DISPATCH), rows.data(), weights.data(), rows.data(), kSidecarBytes,
+                            rank->to_rails.view(),          chunk};
         finish(launch_pack_rows(rank->device(), pack, kSms, nullptr));
-        pack.area = rank->from_rails.view();
-        finish(launch_clear_rows(rank->device(), pack, kSms, nullptr));
         for (int node = 0; node < world.c.nodes; ++node)
           forward_with_descriptors(world, *rank, tensors, node, chunk);
       }

@@ -24,6 +24,10 @@ namespace {
 
 constexpr uint64_t kMailboxBytes = uint64_t{32} << 10;
 
+// Ranks that make different calls may expect other sizes than are sent. As with NCCL, such a transfer does not end well; the group
+// finds out why, and ends it. A size that is wrong for another reason is an error of the library, after this time.
+constexpr std::chrono::seconds kTimeToEnd{10};
+
 // A ring of bytes from one rank to another, in the window of the one that reads. Both counts only grow.
 struct Mailbox {
   int32_t reader;               // the process of the one that reads; 0 before it has its rails
@@ -114,6 +118,7 @@ private:
     Mailbox& mailbox(int owner, int source) const { return window->view().at<Mailbox>(owner, offset)[source]; }
     int reader_of(int peer) const { return std::atomic_ref(mailbox(peer, window->view().rank).reader).load(); }
     void run(const std::vector<Part>& parts);
+    bool ends_in_time() const;
     bool advance_send(int peer, ByteRange& range) const;
     bool advance_recv(int peer, ByteRange& range) const;
   };
@@ -159,6 +164,13 @@ bool MailboxRails::State::advance_recv(int peer, ByteRange& range) const {
   std::atomic_ref(box.read).store(read + count, std::memory_order_release);
   range = {range.memory + count, range.bytes - count};
   return true;
+}
+
+bool MailboxRails::State::ends_in_time() const {
+  const auto deadline = std::chrono::steady_clock::now() + kTimeToEnd;
+  while (!has_ended && std::chrono::steady_clock::now() < deadline)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return has_ended;
 }
 
 // Moves all parts at the same time, those of a rank one after the other in each direction.
@@ -209,7 +221,7 @@ void MailboxRails::State::run(const std::vector<Part>& parts) {
   }
   if (is_done)
     for (size_t i = 0; i < parts.size(); ++i)
-      if (parts[i].recv_bytes > 0 && sizes[2 * i + 1] != parts[i].recv_bytes) {
+      if (parts[i].recv_bytes > 0 && sizes[2 * i + 1] != parts[i].recv_bytes && !ends_in_time()) {
         std::fprintf(stderr, "the emulation: rank %d expects %lld bytes by rail, rank %d sends %lld\n", window->view().rank,
                      static_cast<long long>(parts[i].recv_bytes), parts[i].peer, static_cast<long long>(sizes[2 * i + 1]));
         std::abort();

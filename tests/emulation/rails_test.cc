@@ -54,7 +54,7 @@ void each_rank(int num_nodes, int ranks_per_node, const std::function<void(RankO
                      num_ranks,
                      ranks_per_node,
                      exchange,
-                     make_nccl_nodes_transport(rank, num_ranks, ranks_per_node, kTimeoutMs, exchange),
+                     make_nccl_nodes_transport(rank, num_ranks, ranks_per_node, 1, kTimeoutMs, exchange),
                      nullptr};
     cudaStreamCreateWithFlags(&self.stream, cudaStreamNonBlocking);
     body(self);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// faults [--several-nodes 1]
 // Tests failures that a group on GPUs does not survive: the culprit is named, and the CUDA context survives. Ranks are
 // processes that epx_test_launch starts.
 #include <atomic>
@@ -322,6 +323,30 @@ void test_failed_launch(const RankContext& context) {
   check_failed_launch(context, round);
 }
 
+// A kernel that cannot be launched while the stream is being captured has not run on any rank, so that the group lives on.
+void test_failed_capture(const RankContext& context) {
+  const int failing = context.num_ranks - 1;
+  if (context.rank == failing) setenv("EPX_TEST_FAILS_TO_LAUNCH", std::to_string(EPX_OP_PREPARE).c_str(), 1);
+  Round round(context, 60'000);
+  unsetenv("EPX_TEST_FAILS_TO_LAUNCH");
+  const auto stream = static_cast<cudaStream_t>(context.device->stream());
+  for (int i = 0; i < 2; ++i) {
+    check_equal(static_cast<int>(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal)),
+                static_cast<int>(cudaSuccess), "cudaStreamBeginCapture");
+    check_status(round.prepare(), context.rank == failing ? EPX_ERROR_SYSTEM : EPX_SUCCESS, "epx_prepare, while captured");
+    cudaGraph_t graph = nullptr;
+    check_equal(static_cast<int>(cudaStreamEndCapture(stream, &graph)), static_cast<int>(cudaSuccess),
+                "cudaStreamEndCapture");
+    cudaGraphDestroy(graph);
+    context.gather(0);
+    check_equal(static_cast<int>(round.report().status), static_cast<int>(EPX_SUCCESS), "report.status");
+    void* memory = nullptr; // all ranks make this call, so none has heard of a failure
+    check_ok(epx_mem_alloc(round.group(), 4096, &memory), "epx_mem_alloc");
+    check_ok(epx_mem_free(round.group(), memory), "epx_mem_free");
+  }
+  context.gather(0);
+}
+
 // A kernel of the last rank's user has ended its CUDA context. This is the last test: nothing works on that rank any more.
 void test_dead_context(const RankContext& context) {
   Round round(context, 60'000);
@@ -350,9 +375,11 @@ void test_abort(const RankContext& context) {
 } // namespace
 } // namespace epx::test
 
-int main() {
+int main(int argc, char** argv) {
   using namespace epx::test;
+  // Groups of several nodes have control_faults for the rest.
+  if (option(argc, argv, "--several-nodes", 0) != 0) return run_suite({test_failed_capture});
   return run_suite({test_missing_rank, test_stalled_rank, test_abort, test_kernel_that_never_begins,
                     test_destroy_without_peers, test_destroy_beside_foreign_work, test_abort_after_destroy,
-                    test_damaged_board, test_failed_launch, test_dead_context});
+                    test_damaged_board, test_failed_capture, test_failed_launch, test_dead_context});
 }

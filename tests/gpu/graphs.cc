@@ -323,6 +323,45 @@ void test_unordered_graphs(const RankContext& context) {
   fail_check("none of the two graphs' calls overlapped, or nobody saw it");
 }
 
+// In a group of several nodes one rank captures a call that the others make at once, and launches the graph: no rank gets other
+// rows for it, and each reports it.
+void test_capture_on_one_rank(const RankContext& context) {
+  const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
+  if (num_nodes(shape) == 1) return; // where rows travel alike
+  GroupRun group(context, shape);
+  const LayerCase layer_case = small_layer(3, 1, RoutingStyle::uniform);
+  ResidentLayer layer(group, layer_case, false);
+  layer.write(make_workload(shape, layer_case, 8000));
+  layer.prepare();
+  context.device->finish();
+  const auto dispatch = [&] { layer.dispatch(); };
+  const int capturing = context.num_ranks - 1;
+  std::unique_ptr<Graph> graph;
+  if (context.rank == capturing) graph = std::make_unique<Graph>(stream_of(context), dispatch);
+  context.gather(0);
+  std::string sentence;
+  if (graph != nullptr) {
+    graph->launch();
+  } else {
+    try {
+      dispatch();
+    } catch (const std::exception& error) { // the host may learn of it within the call
+      sentence = error.what();
+    }
+  }
+  context.device->finish();
+  epx_group_report report = group.view().status();
+  for (int i = 0; i < 5'000 && report.status == EPX_SUCCESS; ++i) { // the graph's call ends before the verdict is there
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    report = group.view().status();
+  }
+  check_equal(static_cast<int>(report.status), static_cast<int>(EPX_ERROR_MISMATCH), "report.status");
+  const bool knows = contains(report.message, "captures it in a CUDA graph");
+  check(knows || contains(report.message, "has ended the group with"), "the message is \"{}\"", report.message);
+  const std::vector<uint64_t> all = context.gather(knows ? 1 : 0);
+  check(std::ranges::count(all, 1) > 0, "no rank says what differs; this one: {}", sentence);
+}
+
 // Blocks a stream until unblock().
 class StreamBlocker {
 public:
@@ -386,6 +425,7 @@ int main(int argc, char** argv) {
       test_eager_streams,
       test_refused_beside_capture,
       test_unordered_graphs,
+      test_capture_on_one_rank,
       [=](const RankContext& context) { test_event_counts(context, replays); },
   });
 }

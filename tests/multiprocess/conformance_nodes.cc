@@ -3,12 +3,19 @@
 // they are as the ranks were launched (epx_test_launch --ranks-per-node), and on one node precision node has the bits of wire.
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
+#include <bit>
+#include <chrono>
+#include <limits>
+#include <numeric>
 #include <string>
 #include <vector>
 
 #include "runtime/reference/reference.h"
 #include "tests/multiprocess/conformance.h"
+#include "tests/multiprocess/fault_rank.h"
 #include "tests/support/check.h"
 
 namespace epx::test {
@@ -53,6 +60,163 @@ int64_t count_different(const Case& c, epx_combine_precision one, epx_combine_pr
     different += reference::count_wrong(first.dispatch_bwd.grad_tokens[rank], second.dispatch_bwd.grad_tokens[rank], true);
   }
   return different;
+}
+
+// Each rank has one expert and as many tokens as there are ranks; the only route of token t goes to rank t. So the slot of a
+// token is the number of its rank.
+class OneRouteEach {
+public:
+  OneRouteEach(const RankContext& context, bool has_fixed_rail_tokens) : device_(*context.device) {
+    GroupCase shape;
+    shape.num_ranks = shape.num_experts = shape.max_tokens = context.num_ranks;
+    shape.hidden_dim = kHidden;
+    shape.transport = device_.transport();
+    if (has_fixed_rail_tokens) shape.fixed_rail_tokens = shape.max_tokens;
+    num_ranks_ = context.num_ranks;
+    const epx_group_config config = make_config(shape);
+    check_ok(epx_group_create(context.bootstrap, &config, &group_), "epx_group_create");
+    check_ok(epx_handle_mem_size(group_, &layer_, &handle_bytes_), "epx_handle_mem_size");
+    handle_ = device_.allocate(handle_bytes_);
+    for (std::byte*& memory : memory_)
+      memory = device_.allocate(kTensorBytes);
+    ranks_per_node_ = GroupView(group_).query().ranks_per_node;
+  }
+  OneRouteEach(const OneRouteEach&) = delete;
+  OneRouteEach& operator=(const OneRouteEach&) = delete;
+  ~OneRouteEach() {
+    epx_group_destroy(group_);
+    device_.free(handle_);
+    for (std::byte* memory : memory_)
+      device_.free(memory);
+  }
+
+  int ranks_per_node() const { return ranks_per_node_; }
+  std::vector<std::byte> handle() const {
+    std::vector<std::byte> bytes(handle_bytes_);
+    device_.read(bytes.data(), handle_, bytes.size());
+    return bytes;
+  }
+  void use_handle(const std::vector<std::byte>& bytes) { device_.write(handle_, bytes.data(), bytes.size()); }
+
+  void prepare() {
+    std::vector<int32_t> experts(static_cast<size_t>(num_ranks_));
+    std::iota(experts.begin(), experts.end(), 0);
+    write(0, experts);
+    const epx_tensor topk_idx = epx_tensor_2d(memory_[0], EPX_INT32, num_ranks_, 1);
+    const epx_tensor counts = epx_tensor_1d(memory_[1], EPX_INT32, 1);
+    const epx_tensor offsets = epx_tensor_1d(memory_[2], EPX_INT32, 2);
+    auto args = make_args<epx_prepare_args>();
+    args.topk_idx = &topk_idx;
+    args.counts = &counts;
+    args.offsets = &offsets;
+    check_ok(epx_prepare(group_, &args), "epx_prepare");
+    device_.finish();
+  }
+
+  // Each gradient is 1, each weight is `weight`, and the products are with rows of `weight`.
+  void combine_bwd(float weight, bool has_products) {
+    const auto elements = static_cast<size_t>(num_ranks_ * kHidden);
+    write(0, std::vector<float>(elements, 1.0f));
+    write(1, std::vector<float>(elements, weight));
+    write(2, std::vector<float>(static_cast<size_t>(num_ranks_), weight));
+    for (const int out : {3, 4})
+      write(out, std::vector<float>(elements, 7.0f));
+    const epx_tensor grad_out = epx_tensor_2d(memory_[0], EPX_FLOAT32, num_ranks_, kHidden);
+    const epx_tensor expert_out = epx_tensor_2d(memory_[1], EPX_FLOAT32, num_ranks_, kHidden);
+    const epx_tensor recv_weights = epx_tensor_1d(memory_[2], EPX_FLOAT32, num_ranks_);
+    const epx_tensor grad_expert_out = epx_tensor_2d(memory_[3], EPX_FLOAT32, num_ranks_, kHidden);
+    const epx_tensor grad_recv_weights = epx_tensor_1d(memory_[4], EPX_FLOAT32, num_ranks_);
+    auto args = make_args<epx_combine_bwd_args>();
+    args.grad_out = &grad_out;
+    args.expert_out = has_products ? &expert_out : nullptr;
+    args.recv_weights = &recv_weights;
+    args.grad_expert_out = &grad_expert_out;
+    args.grad_recv_weights = has_products ? &grad_recv_weights : nullptr;
+    check_ok(epx_combine_bwd(group_, &args), "epx_combine_bwd");
+    device_.finish();
+  }
+  // Compares bits, which tell +0 from -0.
+  void check_gradient(int source, float expected, bool has_products) const {
+    std::vector<float> row(kHidden);
+    device_.read(row.data(), memory_[3] + source * kHidden * sizeof(float), row.size() * sizeof(float));
+    for (const float element : row)
+      check(std::bit_cast<uint32_t>(element) == std::bit_cast<uint32_t>(expected),
+            "the gradient of a row from rank {} is {}, expected {}", source, element, expected);
+    if (!has_products) return;
+    float product = 0.0f;
+    device_.read(&product, memory_[4] + source * sizeof(float), sizeof(float));
+    const float expected_product = kHidden * expected; // of kHidden times 1 and the weight
+    check(std::bit_cast<uint32_t>(product) == std::bit_cast<uint32_t>(expected_product),
+          "the gradient of a weight of a row from rank {} is {}, expected {}", source, product, expected_product);
+  }
+
+private:
+  static constexpr int kHidden = 8;
+  static constexpr size_t kTensorBytes = 1 << 12;
+
+  template <typename Args>
+  Args make_args() const {
+    Args args = {};
+    args.struct_size = sizeof(args);
+    args.layer = layer_;
+    args.handle_mem = handle_;
+    args.handle_mem_bytes = handle_bytes_;
+    args.stream = device_.stream();
+    return args;
+  }
+  template <typename T>
+  void write(int which, const std::vector<T>& values) {
+    check(values.size() * sizeof(T) <= kTensorBytes, "a tensor has {} values", values.size());
+    device_.write(memory_[static_cast<size_t>(which)], values.data(), values.size() * sizeof(T));
+  }
+
+  Device& device_;
+  int num_ranks_;
+  int ranks_per_node_;
+  epx_group group_ = nullptr;
+  epx_layer layer_ = {1, 1};
+  size_t handle_bytes_ = 0;
+  std::byte* handle_ = nullptr;
+  std::array<std::byte*, 5> memory_{};
+};
+
+using Clock = std::chrono::steady_clock;
+constexpr int64_t kPatientMs = 60'000;    // no rank waits for so long
+constexpr std::chrono::seconds kSoon{15}; // much less than that
+constexpr int kCall = 2;                  // the number of the call that fails
+
+// The last rank calls `its_operation` with fields that `change` has changed, where the others call `operation`: every rank
+// reports it, in that call already.
+void disagree(epx_operation operation, epx_operation its_operation, void (*change)(CallFields&), epx_status status,
+              const std::vector<std::string>& words, bool has_fixed_rail_tokens = false) {
+  on_every_rank([&](const RankContext& context) {
+    FaultRank rank(context, kPatientMs, 0, has_fixed_rail_tokens);
+    rank.prepare();
+    const int last = context.num_ranks - 1;
+    const epx_operation mine = context.rank == last ? its_operation : operation;
+    CallFields fields;
+    if (context.rank == last) change(fields);
+    const auto begin = Clock::now();
+    epx_status returned = rank.call(mine, fields);
+    const epx_group_report report = GroupView(rank.group()).status(); // the device has ended the call
+    check(Clock::now() - begin < kSoon, "ranks that disagree have waited");
+    check(report.status == status, "the report says {}: \"{}\"", epx_status_string(report.status), report.message);
+    check_equal(report.sequence, uint64_t{kCall}, "the failed call's number");
+    if (returned == EPX_SUCCESS) returned = rank.call(mine, fields);
+    if (operation == its_operation) check_failed(rank, returned, {status, operation, {}, kCall});
+    check_status(returned, status, operation_name(mine));
+    const std::string message = report.message;
+    const bool knows = std::ranges::all_of(words, [&](const std::string& word) { return contains(message, word); }) &&
+                       contains(message, "rank " + std::to_string(last));
+    // A rank that has not found it itself when the group ends learns of it from one that has.
+    check(knows || contains(message, "has ended the group with"), "the message is \"{}\"", message);
+    const std::vector<uint64_t> all = context.gather(knows ? 1 : 0);
+    check(std::ranges::count(all, 1) > 0, "no rank knows what differs");
+    rank.destroy();
+  });
+}
+void disagree_on(epx_operation operation, void (*change)(CallFields&), const std::vector<std::string>& words) {
+  disagree(operation, operation, change, EPX_ERROR_MISMATCH, words);
 }
 
 } // namespace
@@ -129,6 +293,56 @@ TEST_CASE("nodes: the sums of several nodes have other bits than wire, those of 
   }
 }
 
+TEST_CASE("nodes: gradients of rows that come from a rank with another plan are +0, whatever their weights are") {
+  for (const float weight : {-1.0f, std::numeric_limits<float>::infinity()})
+    for (const bool has_products : {false, true})
+      for (const bool has_fixed_rail_tokens : {false, true})
+        on_every_rank([&](const RankContext& context) {
+          OneRouteEach layer(context, has_fixed_rail_tokens);
+          const int lost = context.num_ranks - 1;
+          layer.prepare();
+          const std::vector<std::byte> earlier = layer.handle();
+          layer.prepare();
+          if (context.rank == lost) layer.use_handle(earlier);
+          layer.combine_bwd(weight, has_products);
+          for (int source = 0; source < context.num_ranks; ++source) {
+            const bool is_lost = (source == lost) != (context.rank == lost);
+            // What a lost rank relays is zero on its node, too.
+            const bool is_own_node = source / layer.ranks_per_node() == context.rank / layer.ranks_per_node();
+            const bool is_relayed = !is_own_node && source % layer.ranks_per_node() == lost % layer.ranks_per_node() &&
+                                    context.rank / layer.ranks_per_node() == lost / layer.ranks_per_node();
+            if (is_relayed && !is_lost && context.device->transport() == EPX_TRANSPORT_HOST)
+              continue; // which has no relays
+            layer.check_gradient(source, is_lost || is_relayed ? 0.0f : weight, has_products);
+          }
+        });
+}
+
+TEST_CASE("nodes: calls take no more SMs than asked for, and one SM is too few for several nodes") {
+  for (const int least : {1, 2, 3, 9, 20})
+    on_every_rank([&](const RankContext& context) {
+      Case c = base_case();
+      c.group.num_comm_sms = least + context.rank; // which may differ
+      const bool has_gpus = context.device->transport() != EPX_TRANSPORT_HOST;
+      if (has_gpus && num_nodes(c.group) > 1 && least == 1) {
+        epx_group_config config = make_config(c.group);
+        config.transport = context.device->transport();
+        epx_group group = nullptr;
+        check_status(epx_group_create(context.bootstrap, &config, &group), EPX_ERROR_INVALID_ARGUMENT, "epx_group_create");
+        const std::string sentence = epx_last_error();
+        check(contains(sentence, "num_comm_sms is 1") && contains(sentence, "at least 2"), "the sentence is \"{}\"",
+              sentence);
+        return;
+      }
+      GroupRun group(context, c.group);
+      const int sms = group.view().query().num_comm_sms;
+      check(has_gpus ? sms >= 1 && sms <= c.group.num_comm_sms : sms == 0, "calls take {} SMs of {}", sms,
+            c.group.num_comm_sms);
+      LayerRun layer(group, c.layer, Placement::plain, c.seed);
+      run_iteration(group, layer, make_workload(c.group, c.layer, c.seed));
+    });
+}
+
 TEST_CASE("nodes: rank-major calls are refused in groups of several, with the bytes that they would take") {
   for (const int ranks_per_node : node_sizes()) {
     on_every_rank([&](const RankContext& context) {
@@ -190,6 +404,44 @@ TEST_CASE("nodes: a number of ranks that is not the machine's or does not divide
     check(apart.scratch_bytes > together.scratch_bytes, "the group has {} bytes of its own with {} nodes and {} with one",
           apart.scratch_bytes, num_ranks, together.scratch_bytes);
   });
+}
+
+TEST_CASE("nodes: arguments of a call that differ between ranks are reported in the call, with the ranks and the values") {
+  if (launcher().num_ranks() == 1) return;
+  disagree_on(EPX_OP_PREPARE, [](CallFields& fields) { fields.top_k = 3; }, {"top_k", "passes 2", "passes 3"});
+  disagree_on(EPX_OP_PREPARE, [](CallFields& fields) { fields.top_k = 1; }, {"top_k", "passes 2", "passes 1"});
+  disagree_on(EPX_OP_PREPARE, [](CallFields& fields) { fields.alignment = 8; }, {"alignment", "passes 4", "passes 8"});
+  disagree_on(EPX_OP_PREPARE_DISPATCH, [](CallFields& fields) { fields.top_k = 3; }, {"top_k", "passes 2", "passes 3"});
+  disagree_on(EPX_OP_PREPARE_DISPATCH, [](CallFields& fields) { fields.hidden = 7; },
+              {"hidden size", "passes 8", "passes 7"});
+  disagree_on(EPX_OP_DISPATCH, [](CallFields& fields) { fields.dtype = EPX_BFLOAT16; }, {"dtype", "float32", "bfloat16"});
+  disagree_on(EPX_OP_DISPATCH, [](CallFields& fields) { fields.sidecar_bytes = 5; }, {"sidecar", "passes 0", "passes 5"});
+  disagree_on(EPX_OP_DISPATCH, [](CallFields& fields) { fields.weights = false; }, {"weights"});
+  disagree_on(EPX_OP_COMBINE, [](CallFields& fields) { fields.hidden = 7; }, {"hidden size", "passes 8", "passes 7"});
+  disagree_on(EPX_OP_COMBINE_BWD, [](CallFields& fields) { fields.grads = false; }, {"weights"});
+  disagree_on(EPX_OP_DISPATCH_BWD, [](CallFields& fields) { fields.grads = false; }, {"weights"});
+}
+
+TEST_CASE("nodes: arguments that differ between ranks are reported where no call waits on the host") {
+  if (launcher().num_ranks() == 1) return;
+  const auto disagree_on_sizes = [](epx_operation operation, void (*change)(CallFields&), const std::string& word) {
+    disagree(operation, operation, change, EPX_ERROR_MISMATCH, {word}, true);
+  };
+  disagree_on_sizes(
+      EPX_OP_DISPATCH, [](CallFields& fields) { fields.dtype = EPX_BFLOAT16; }, "dtype");
+  disagree_on_sizes(
+      EPX_OP_DISPATCH, [](CallFields& fields) { fields.hidden = 12; }, "hidden size");
+  disagree_on_sizes(
+      EPX_OP_COMBINE, [](CallFields& fields) { fields.hidden = 7; }, "hidden size");
+  disagree_on_sizes(
+      EPX_OP_DISPATCH_BWD, [](CallFields& fields) { fields.grads = false; }, "weights");
+}
+
+TEST_CASE("nodes: ranks that make different calls are out of sequence") {
+  if (launcher().num_ranks() == 1) return;
+  const auto nothing = [](CallFields&) {};
+  disagree(EPX_OP_DISPATCH, EPX_OP_COMBINE, nothing, EPX_ERROR_OUT_OF_SEQUENCE, {"dispatch", "combine"});
+  disagree(EPX_OP_PREPARE, EPX_OP_PREPARE_DISPATCH, nothing, EPX_ERROR_OUT_OF_SEQUENCE, {"prepare", "prepare_dispatch"});
 }
 
 } // namespace epx::test

@@ -277,6 +277,18 @@ TEST_CASE("ranks that exit without destroying their group after its last call ha
   });
 }
 
+TEST_CASE("a rank that has destroyed its group before a call is named by every rank of every node, rank 0 too") {
+  for (const int leaving : {0, 1, 3}) {
+    CAPTURE(leaving);
+    run_nodes({}, kShortMs, [&](NodeRank& rank) {
+      if (rank.number() == leaving)
+        rank.rank().destroy();
+      else
+        rank.lose_in_time(leaving);
+    });
+  }
+}
+
 TEST_CASE("a group whose ranks are in no call for longer than timeout_ms lives on") {
   run_nodes({}, 1'000, [](NodeRank& rank) {
     std::this_thread::sleep_for(2500ms);

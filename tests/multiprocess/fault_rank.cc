@@ -35,16 +35,18 @@ GroupCase fault_group(int num_ranks, int64_t timeout_ms) {
 
 } // namespace
 
-FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms, int ranks_per_node)
-    : FaultRank(context, timeout_ms, MayFail{}, ranks_per_node) {
+FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms, int ranks_per_node, bool has_fixed_rail_tokens)
+    : FaultRank(context, timeout_ms, MayFail{}, ranks_per_node, has_fixed_rail_tokens) {
   check_ok(created_, "epx_group_create");
 }
 
-FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms, MayFail /*unused*/, int ranks_per_node)
+FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms, MayFail /*unused*/, int ranks_per_node,
+                     bool has_fixed_rail_tokens)
     : rank_(context.rank), num_ranks_(context.num_ranks), device_(*context.device) {
   GroupCase shape = fault_group(context.num_ranks, timeout_ms);
   shape.transport = device_.transport();
   shape.ranks_per_node = ranks_per_node;
+  if (has_fixed_rail_tokens) shape.fixed_rail_tokens = shape.max_tokens;
   const epx_group_config config = make_config(shape);
   created_ = epx_group_create(context.bootstrap, &config, &group_);
   if (created_ != EPX_SUCCESS) return;

@@ -27,10 +27,11 @@ struct CallFields {
 
 class FaultRank {
 public:
-  FaultRank(const RankContext& context, int64_t timeout_ms, int ranks_per_node = 0);
+  FaultRank(const RankContext& context, int64_t timeout_ms, int ranks_per_node = 0, bool has_fixed_rail_tokens = false);
   // Does the same where a peer may not come: then group() is NULL, and created() and epx_last_error() have the reason.
   struct MayFail {};
-  FaultRank(const RankContext& context, int64_t timeout_ms, MayFail, int ranks_per_node = 0);
+  FaultRank(const RankContext& context, int64_t timeout_ms, MayFail, int ranks_per_node = 0,
+            bool has_fixed_rail_tokens = false);
   FaultRank(const FaultRank&) = delete;
   FaultRank& operator=(const FaultRank&) = delete;
   ~FaultRank();

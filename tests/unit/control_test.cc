@@ -288,6 +288,36 @@ TEST_CASE("ranks that leave are not taken for dead, and reports to nobody end") 
   });
 }
 
+TEST_CASE("a rank that has left before a call is late there, rank 0 too, and one that has made it is not") {
+  constexpr int kRanks = 3;
+  for (const int leaves : {0, 2})
+    for (const bool has_made_call : {false, true}) {
+      Meeting gone(kRanks), decided(kRanks);
+      each_rank(kRanks, [&](int rank, Exchange& exchange) {
+        RankOutcome outcome;
+        std::optional<ControlConnection> control;
+        control.emplace(rank, kRanks, kLong, exchange); // no heartbeat comes before the goodbye
+        control->deliver_to(outcome.keep());
+        control->set_progress(4, true);
+        if (rank == leaves) {
+          control->set_progress(has_made_call ? 4 : 3, has_made_call);
+          control.reset();
+        }
+        gone.wait();
+        if (rank == 1) control->report_stuck(-1, EPX_OP_COMBINE, 4);
+        if (has_made_call) {
+          std::this_thread::sleep_for(700ms);
+          test::check_equal(outcome.calls.load(), 0, "the number of verdicts where no rank is late");
+        } else if (rank == 1) {
+          const Verdict verdict = outcome.wait();
+          test::check(verdict.culprit == leaves && verdict.cause == Cause::late && verdict.sequence == 4,
+                      "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+        }
+        decided.wait();
+      });
+    }
+}
+
 TEST_CASE("a timeout that is shorter than the time between heartbeats ends nothing") {
   each_rank(3, [](int rank, Exchange& exchange) {
     RankOutcome outcome;

@@ -199,6 +199,7 @@ void ControlConnection::watch() {
   }
   ControlMessage goodbye;
   goodbye.kind = ControlKind::goodbye;
+  goodbye.sequence = progress_.load(std::memory_order_relaxed) >> 1; // calls that no heartbeat has told of yet
   for (Peer& peer : peers_)
     if (peer.socket) send(peer, goodbye);
 }
@@ -248,6 +249,8 @@ void ControlConnection::handle(Peer& peer, const ControlMessage& message) {
     break;
   case ControlKind::goodbye:
     peer.has_left = true;
+    peer.sequence = std::max(peer.sequence, message.sequence);
+    peer.is_in_call = false;
     peer.socket.close();
     break;
   }
@@ -309,6 +312,11 @@ void ControlConnection::judge(Clock::time_point now) {
   if (report && decider == nullptr) judge_timeout(*report);
   if (report && decider != nullptr) {
     const bool is_gone = decider->died_at.has_value() || (decider->socket && now - decider->last_heard > min_silence_);
+    // Where nobody knows who is missing, rank 0 is if it has left before this call; else nobody can decide.
+    if (decider->has_left && report->missing < 0 && decider->sequence < report->sequence) {
+      adopt({0, Cause::late, report->operation, report->sequence});
+      return;
+    }
     if (is_gone) {
       adopt({0, decider->died_at ? Cause::died : Cause::silent, report->operation, report->sequence});
       return;

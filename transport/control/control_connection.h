@@ -6,7 +6,8 @@
 //   report      a rank whose wait has run out
 //   failure     a rank that has ended the group for a reason of its own
 //   verdict     rank 0, once: who the culprit is. Every rank gets the same one
-//   goodbye     a rank that destroys its group; its connection then ends without being a death
+//   goodbye     a rank that destroys its group, after the last call that it has begun; its connection then ends without being
+//               a death
 //
 // Rank 0 decides for all; who loses rank 0 itself names it. A process that does not run for a while, as all of a suspended
 // job's do, takes the silence of the others in that time for its own.
@@ -60,7 +61,7 @@ public:
 
   // Any thread: reports that a wait has run out, and does not wait for the verdict. Where nobody knows for whom this rank waits,
   // `missing` is -1; there may be no verdict as long as rank 0 does not know it either, so the report goes on until it is
-  // withdrawn.
+  // withdrawn. Where rank 0 has left before the call, it is the culprit.
   void report_stuck(int missing, epx_operation operation, uint64_t sequence);
   void withdraw_report();
 

@@ -17,7 +17,7 @@ struct ControlMessage {
   int32_t operation = 0; // report, failure, verdict
   int32_t cause = 0;     // verdict
   int32_t value = 0;     // heartbeat: 1 while in that call; failure, verdict: epx_status
-  uint64_t sequence = 0; // heartbeat: the last call begun; report, failure, verdict: the call
+  uint64_t sequence = 0; // heartbeat, goodbye: the last call begun; report, failure, verdict: the call
 };
 static_assert(sizeof(ControlMessage) == 32);
 

@@ -3,29 +3,23 @@
 #pragma once
 
 #include <chrono>
-#include <vector>
+#include <cstdint>
 
-#include "base/cuda.h"
-#include "transport/exchange.h"
+#include "transport/device_exchange.h"
 #include "transport/nccl/communicator.h"
 
 namespace epx {
 
-class NcclExchange final : public Exchange {
+class NcclExchange final : public DeviceExchange {
 public:
   // `communicator` may be NULL for one rank; it must outlive the exchange.
-  NcclExchange(Communicator* communicator, int rank, int num_ranks, std::chrono::milliseconds timeout);
-
-protected:
-  std::vector<ExchangeRecord> gather(ExchangeRecord mine) override;
+  NcclExchange(Communicator* communicator, int rank, int num_ranks, std::chrono::milliseconds timeout)
+      : DeviceExchange(rank, num_ranks, timeout), communicator_(communicator) {}
 
 private:
+  void gather_bytes(const void* mine, void* all, int64_t bytes, cudaStream_t stream) override;
+
   Communicator* communicator_;
-  int rank_;
-  int num_ranks_;
-  std::chrono::milliseconds timeout_;
-  CudaStream stream_;
-  DeviceMemory<ExchangeRecord> records_; // [num_ranks], then this rank's own
 };
 
 } // namespace epx

@@ -22,8 +22,6 @@ namespace epx {
 namespace {
 
 constexpr int kWindowCtas = 1; // such a communicator carries small records only; channels cost time and memory
-// Blocks of NCCL's kernels for the rails, which are to fill a network adapter of 400 Gbit/s, and to leave the SMs to the kernels
-// of epx. Not measured yet: no adapter was at hand.
 
 class NcclTransport final : public Transport {
 public:
@@ -149,7 +147,7 @@ std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t 
   return std::make_unique<NcclTransport>(std::move(communicator), rank, num_ranks, timeout);
 }
 
-NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_node, int64_t timeout_ms,
+NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_node, int rail_ctas, int64_t timeout_ms,
                                          Exchange& exchange) {
   const std::chrono::milliseconds timeout(timeout_ms);
   const int index = rank % ranks_per_node;
@@ -165,7 +163,7 @@ NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_
     log::transport().info("NCCL {}: a communicator of {} ranks begins, for the rails of {} nodes", loaded_nccl().name,
                           num_ranks, num_ranks / ranks_per_node);
     rails = std::make_unique<NcclRails>(
-        std::make_unique<Communicator>(loaded_nccl(), rank, num_ranks, ids.front().group, kRailCtas, timeout), rank,
+        std::make_unique<Communicator>(loaded_nccl(), rank, num_ranks, ids.front().group, rail_ctas, timeout), rank,
         num_ranks, ranks_per_node, timeout);
     rails->connect();
     log::transport().info("the rails are there");

@@ -21,10 +21,11 @@ std::string why_no_nccl();
 // SYSTEM. Waits of the transport's own exchange, which goes through the GPU, are bounded by timeout_ms.
 std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange);
 
-// The same for a group of several nodes of ranks_per_node ranks each. Windows of the node's transport are opened over a
+// The same for a group of several nodes of ranks_per_node ranks each, whose rails take at most rail_ctas SMs, as many on all
+// ranks. Windows of the node's transport are opened over a
 // NodeExchange of the ranks of this node. The call makes as many exchanges as make_nccl_transport, since groups of the same
 // bootstrap may have one node.
-NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_node, int64_t timeout_ms,
+NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_node, int rail_ctas, int64_t timeout_ms,
                                          Exchange& exchange);
 
 } // namespace epx

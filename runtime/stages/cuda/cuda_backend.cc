@@ -5,15 +5,14 @@
 #include <chrono>
 #include <future>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "base/cuda.h"
 #include "base/error.h"
+#include "base/keep_until_exit.h"
 #include "base/names.h"
 #include "base/stream_order.h"
 #include "base/suspension_aware_deadline.h"
@@ -35,8 +34,8 @@ public:
   CudaBackend(const GroupContext& context, int device, std::unique_ptr<Transport> transport,
               std::unique_ptr<RankBoard> board, std::unique_ptr<Window> window, const LaunchPlan& plan)
       : context_(context), device_(device), transport_(std::move(transport)), board_(std::move(board)),
-        window_(std::move(window)), plan_(plan), record_(make_mapped_memory<StatusRecord>()),
-        state_(make_device_memory<DeviceState>(1)),
+        window_(std::move(window)), plan_(plan), status_(!context.has_ordered_calls),
+        record_(make_mapped_memory<StatusRecord>()), state_(make_device_memory<DeviceState>(1)),
         allocation_bases_(make_device_memory<std::byte*>(kMaxDeviceAllocations * num_ranks())),
         prepare_scratch_(
             make_device_memory<LlPacket8>(prepare_scratch_words(context.shape.num_experts, plan.max_prepare_blocks()))),
@@ -260,21 +259,15 @@ private:
 
   // The device may still use this memory, and its release would wait for the device: so it is kept until the process ends.
   void keep_device_memory() {
-    static auto& kept = *new std::vector<std::shared_ptr<void>>;
-    static std::mutex mutex;
-    const std::scoped_lock lock(mutex);
-    const auto keep = [](auto& owner) {
-      kept.push_back(std::make_shared<std::remove_reference_t<decltype(owner)>>(std::move(owner)));
-    };
-    keep(prepare_scratch_);
-    keep(plan_packets_);
-    keep(allocation_bases_);
-    keep(state_);
-    keep(record_);
-    keep(allocations_);
-    keep(window_);
-    keep(board_);
-    keep(transport_);
+    keep_until_exit(std::move(prepare_scratch_));
+    keep_until_exit(std::move(plan_packets_));
+    keep_until_exit(std::move(allocation_bases_));
+    keep_until_exit(std::move(state_));
+    keep_until_exit(std::move(record_));
+    keep_until_exit(std::move(allocations_));
+    keep_until_exit(std::move(window_));
+    keep_until_exit(std::move(board_));
+    keep_until_exit(std::move(transport_));
   }
 
   // Returns the call's arguments for the kernel. Where handle memory is checked, this launches the check before it.
@@ -335,7 +328,7 @@ private:
   Allocations allocations_;
   LaunchPlan plan_;
   bool was_captured_ = false; // the last call was captured
-  StatusBoard status_;
+  StatusBoard status_;        // a group of several nodes logs what it makes of the failure of its node
   MappedMemory<StatusRecord> record_;
   DeviceMemory<DeviceState> state_;
   DeviceMemory<std::byte*> allocation_bases_;

@@ -6,6 +6,7 @@
 #include "base/device/launch.h"
 #include "base/device/warp.cuh"
 #include "runtime/layout/handle_limits.h"
+#include "runtime/layout/nodes_handle.h"
 #include "runtime/layout/slots.h"
 #include "runtime/stages/cuda/kernels.h"
 #include "runtime/stages/cuda/protocol/call_session.cuh"
@@ -244,7 +245,13 @@ public:
 
   __device__ const CallSession& call() const { return call_; }
   __device__ HandleReader plan() const { return {params_.call.handle_mem, params_.layout}; }
-  __device__ bool is_active(int rank) const { return is_usable_ && call_.descriptors().plan_id[rank] == plan_id_; }
+  __device__ bool is_active(int rank) const {
+    return is_usable_ && ((call_.descriptors().plan_id[rank] ^ plan_id_) & ~kSendsNoRows) == 0;
+  }
+  // Returns whether a rank, this one included, is active and its tokens have rows.
+  __device__ bool sends_rows(int rank) const {
+    return is_usable_ && call_.descriptors().plan_id[rank] == (plan_id_ & ~kSendsNoRows);
+  }
   // A route is live when prepare has kept it, its rank is active, and its slot is below that rank's N.
   __device__ bool is_live(const Route& route) const {
     return route.slot >= 0 && is_active(route.rank) && route.slot < call_.descriptors().recv_rows[route.rank];

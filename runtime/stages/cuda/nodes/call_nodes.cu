@@ -7,10 +7,12 @@
 //   end_call        one publishes that the call has ended
 //   post_records    thread 0 checks the header of the handle memory and publishes T; then each writes the record for one node
 //                   at a time
-//   open_legs       each writes the header of one leg at a time; thread 0 reports a rail peer that has another plan
+//   open_legs       each writes the header of one leg at a time; thread 0 reports a rail peer that has another plan, or makes
+//                   another call
 #include "base/device/launch.h"
 #include "base/device/memory_order.cuh"
 #include "base/device/warp.cuh"
+#include "runtime/stages/cuda/nodes/disagreement.cuh"
 #include "runtime/stages/cuda/nodes/nodes_kernels.h"
 #include "runtime/stages/cuda/nodes/nodes_records.h"
 #include "runtime/stages/cuda/protocol/events.cuh"
@@ -49,7 +51,7 @@ __device__ bool is_usable(const CallParams& params, const HandleHeader& header) 
 }
 
 // Writes the record for a node. Handle memory is not trusted; what does not fit is made to fit by those who read the record.
-__device__ void write_record(const CallParams& params, const NodesHandleReader& plan, int32_t hash, int node,
+__device__ void write_record(const CallParams& params, const NodesHandleReader& plan, const AgreedFields& agreed, int node,
                              int32_t* record) {
   const NodesShape& shape = params.nodes.shape;
   const HandleHeader& header = params.nodes.state->header;
@@ -61,7 +63,7 @@ __device__ void write_record(const CallParams& params, const NodesHandleReader& 
   record[0] = static_cast<int32_t>(plan_id);
   record[1] = static_cast<int32_t>(plan_id >> 32);
   record[2] = static_cast<int32_t>(tokens);
-  record[3] = hash;
+  store_agreed_fields(record + kRecordAgreedWord, agreed);
   for (int chunk = 0; chunk < shape.num_chunks(); ++chunk) {
     const int64_t end = min((int64_t{chunk} + 1) * shape.chunk_tokens(), tokens);
     // In precision node one row comes home of each token, and the table is not used.
@@ -72,7 +74,7 @@ __device__ void write_record(const CallParams& params, const NodesHandleReader& 
 
 __global__ void __launch_bounds__(kThreads)
     post_records_kernel(const __grid_constant__ CallParams params, const __grid_constant__ NodesHandleLayout layout,
-                        int32_t hash) {
+                        const __grid_constant__ AgreedFields agreed) {
   const NodesDevice& nodes = params.nodes;
   if (threadIdx.x == 0) {
     HandleHeader header = *reinterpret_cast<const HandleHeader*>(params.call.checked_header);
@@ -83,9 +85,9 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const NodesHandleReader plan(params.call.handle_mem, layout, nodes.shape);
   for (int node = static_cast<int>(threadIdx.x); node < nodes.shape.num_nodes(); node += kThreads) {
-    write_record(params, plan, hash, node, nodes.sent_records + node * record_words(nodes.shape));
+    write_record(params, plan, agreed, node, nodes.sent_records + node * record_words(nodes.shape));
     if (node == nodes.shape.own_node) // which no rail brings
-      write_record(params, plan, hash, node, nodes.received_records + node * record_words(nodes.shape));
+      write_record(params, plan, agreed, node, nodes.received_records + node * record_words(nodes.shape));
   }
 }
 
@@ -105,6 +107,18 @@ __device__ void report_mismatch(const DeviceGroup& group, const CallParams& para
   }
 }
 
+// Reports the first rail peer that does not pass what this rank passes.
+__device__ void compare_rail_peers(const NodesDevice& nodes, const NodesRecords& records) {
+  const NodesShape& shape = nodes.shape;
+  const AgreedFields own = records.agreed(shape.own_node);
+  for (int node = 0; node < shape.num_nodes(); ++node) {
+    if (records.agreed(node) == own) continue;
+    publish_disagreement(nodes, {shape.rank, own},
+                         {node * shape.ranks_per_node() + shape.index_in_node(), records.agreed(node)});
+    return;
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     open_legs_kernel(const __grid_constant__ DeviceGroup group, const __grid_constant__ CallParams params,
                      bool has_fixed_sizes) {
@@ -116,6 +130,7 @@ __global__ void __launch_bounds__(kThreads)
     HandleHeader header = nodes.state->header;
     header.num_tokens = records.leg_tokens(node, leg % shape.num_chunks(), has_fixed_sizes);
     if (leg != shape.leg(shape.own_node, 0)) header.rows_in_use = 0; // so that too few rows are reported once
+    if (node != shape.own_node && !records.is_active(node)) header.plan_id |= kSendsNoRows;
     header.rank = shape.index_in_node();
     header.ll_tokens = 0;
     header.checksum = header_checksum(header);
@@ -123,7 +138,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (threadIdx.x != 0) return;
   report_mismatch(group, params, records);
-  if (const int peer = records.find_disagreement(); peer >= 0) nodes.progress->disagrees = 1 + peer;
+  compare_rail_peers(nodes, records);
 }
 
 } // namespace
@@ -141,9 +156,10 @@ cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream) {
   return launch(&end_call_kernel, {1, kWarp}, stream, nodes);
 }
 
-cudaError_t launch_post_records(const NodesDevice& nodes, const MovementCall& call, int32_t hash, cudaStream_t stream) {
+cudaError_t launch_post_records(const NodesDevice& nodes, const MovementCall& call, const AgreedFields& agreed,
+                                cudaStream_t stream) {
   return launch(&post_records_kernel, {1, kThreads}, stream, CallParams{nodes, call},
-                make_nodes_handle_layout(nodes.shape, call.top_k), hash);
+                make_nodes_handle_layout(nodes.shape, call.top_k), agreed);
 }
 
 cudaError_t launch_open_legs(const DeviceGroup& group, const NodesDevice& nodes, const MovementCall& call,

@@ -51,8 +51,8 @@ struct DeliverLegContext {
   __device__ int32_t home_token(uint32_t token) const {
     const int64_t row = int64_t{params.chunk} * shape().chunk_tokens() + token;
     if (params.node == shape().own_node) return static_cast<int32_t>(row);
-    const int top_k = params.prepare.call.top_k;
-    return token_of_row(params.prepare.buffers.received_tables + params.node * table_words(shape(), top_k), top_k, row);
+    return token_of_row(params.prepare.buffers.received_tables + params.node * table_words(shape()),
+                        params.prepare.call.top_k, row);
   }
 };
 

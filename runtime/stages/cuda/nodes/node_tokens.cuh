@@ -110,7 +110,7 @@ __device__ __forceinline__ Route home_route_to(const NodesPrepareParams& params,
 __device__ __forceinline__ void store_table(const NodesPrepareParams& params, int node, int32_t count) {
   const int top_k = params.call.top_k;
   const NodesHandleWriter plan = params.plan();
-  int32_t* const table = params.buffers.sent_tables + node * table_words(params.nodes.shape, top_k);
+  int32_t* const table = params.buffers.sent_tables + node * table_words(params.nodes.shape);
   if (threadIdx.x < kTableHeaderWords) table[threadIdx.x] = threadIdx.x == 0 ? count : 0;
   const int places = 1 + top_k; // the token, and each k
 #pragma unroll 1
@@ -189,7 +189,7 @@ __device__ __forceinline__ void list_relayed(const NodesPrepareParams& params) {
   const int node = static_cast<int>(blockIdx.x);
   const bool is_own = node == shape.own_node;
   const int top_k = params.call.top_k;
-  const int32_t* const table = params.buffers.received_tables + node * table_words(shape, top_k);
+  const int32_t* const table = params.buffers.received_tables + node * table_words(shape);
   const int32_t count = is_own ? static_cast<int32_t>(params.call.num_tokens) : relayed_tokens(params, table);
   TokensAndRows listed{0, 0};
 #pragma unroll 1

@@ -2,18 +2,19 @@
 #include "runtime/stages/cuda/nodes/nodes_backend.h"
 
 #include <algorithm>
-#include <mutex>
 #include <span>
 #include <utility>
 #include <vector>
 
 #include "base/cuda.h"
 #include "base/error.h"
+#include "base/keep_until_exit.h"
 #include "base/log.h"
 #include "base/names.h"
 #include "base/stream_order.h"
 #include "runtime/stages/cuda/cuda_backend.h"
 #include "runtime/stages/cuda/nodes/nodes_kernels.h"
+#include "runtime/stages/cuda/nodes/nodes_prepare_params.h"
 #include "runtime/stages/cuda/nodes/nodes_watch.h"
 #include "runtime/stages/cuda/nodes/rail_buffers.h"
 #include "runtime/stages/cuda/nodes/rail_sizes.h"
@@ -56,22 +57,24 @@ private:
   NodeExchange exchange_;
 };
 
-// Returns a hash of what all ranks must pass alike in a call. Inside a node the legs' descriptors are compared field by field;
-// between nodes this is.
-int32_t agreed_hash(const MovementCall& call, int weights, int64_t sidecar_bytes, bool has_fixed_sizes) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (const int64_t field : {int64_t{call.operation}, int64_t{call.top_k}, int64_t{call.alignment}, int64_t{call.hidden},
-                              int64_t{call.dtype}, int64_t{weights}, sidecar_bytes, int64_t{has_fixed_sizes}})
-    hash = (hash ^ static_cast<uint64_t>(field)) * 0x100000001b3;
-  return static_cast<int32_t>(hash ^ hash >> 32);
+AgreedFields agreed_fields(const MovementCall& call, int weights, int64_t sidecar_bytes, bool has_fixed_sizes) {
+  return {call.operation,
+          call.top_k,
+          call.alignment,
+          call.hidden,
+          call.dtype,
+          weights,
+          static_cast<int32_t>(sidecar_bytes),
+          has_fixed_sizes ? 1 : 0};
 }
 
 class NodesBackend final : public Backend, private Stages {
 public:
   NodesBackend(const NodesShape& shape, const GroupContext& context, std::unique_ptr<GroupContext> node_context,
-               std::unique_ptr<NodeBackend> node, std::unique_ptr<Rails> rails, std::unique_ptr<ControlConnection> control)
-      : shape_(shape), context_(context), buffers_(shape), node_context_(std::move(node_context)), rails_(std::move(rails)),
-        node_(std::move(node)),
+               std::unique_ptr<NodeBackend> node, std::unique_ptr<Rails> rails, int rail_ctas,
+               std::unique_ptr<ControlConnection> control)
+      : shape_(shape), context_(context), rail_ctas_(rail_ctas), buffers_(shape), node_context_(std::move(node_context)),
+        rails_(std::move(rails)), node_(std::move(node)),
         chunk_events_(static_cast<size_t>(shape.num_chunks())), nodes_{shape,
                                                                        context.group_id,
                                                                        buffers_.state.get(),
@@ -94,10 +97,10 @@ public:
     if (is_idle) return;
     log::group().warn("group {:016x} is destroyed while its GPU is busy with other work: its memory there is not freed",
                       context_.group_id);
-    keep_buffers();
+    keep_until_exit(std::move(buffers_)); // whose release would wait for the device
   }
 
-  int num_comm_sms() const override { return num_leg_sms() + kRailCtas; }
+  int num_comm_sms() const override { return num_leg_sms() + rail_ctas_; }
   Stages& stages() override { return *this; }
 
   // Peers of other nodes never access this memory.
@@ -122,21 +125,13 @@ public:
   epx_group_report report() override { return watch_->report(); }
 
 private:
-  // The device may still use them, and their release would wait for the device: so they are kept until the process ends.
-  void keep_buffers() {
-    static auto& kept = *new std::vector<std::unique_ptr<RailBuffers>>;
-    static std::mutex mutex;
-    const std::scoped_lock lock(mutex);
-    kept.push_back(std::make_unique<RailBuffers>(std::move(buffers_)));
-  }
-
   int num_leg_sms() const { return node_->num_comm_sms(); }
 
   // The arguments of a leg, except for its tensors of tokens.
   template <typename Call>
   struct LegCall {
     LegCall(const NodesBackend& backend, const Call& whole, int leg_node, int chunk, int64_t tokens)
-        : call(whole), node(leg_node), first_token(int64_t{chunk} * backend.shape_.chunk_tokens()),
+        : call(whole), node(leg_node), first_token(backend.first_token(chunk)),
           is_first(node == backend.shape_.own_node && chunk == 0),
           layout(leg_layout(make_nodes_handle_layout(backend.shape_, whole.top_k), backend.shape_, whole.top_k,
                             backend.shape_.leg(node, chunk))) {
@@ -245,36 +240,24 @@ private:
 
   void make_plan(const PrepareCall& call, epx_operation operation, cudaStream_t stream) {
     const NodesPrepareBuffers buffers = buffers_.prepare();
-    check_cuda(launch_count_routes(nodes_, buffers, call, stream), "prepare");
+    const NodesPrepareParams params = make_nodes_prepare_params(nodes_, buffers, call, operation);
+    check_cuda(launch_count_routes(params, stream), "prepare");
     fork_rail_stream(stream);
     rails_->all_gather(buffers.counts, buffers.all_counts,
-                       shape_.group.num_experts * static_cast<int64_t>(sizeof(*buffers.counts)), rails_on_);
+                       count_words(shape_.group) * static_cast<int64_t>(sizeof(*buffers.counts)), rails_on_);
     join_rail_stream(stream);
-    check_cuda(launch_assign_slots(nodes_, buffers, call, stream), "prepare");
-    check_cuda(launch_list_tokens(nodes_, buffers, call, stream), "prepare");
-    const int64_t words = table_words(shape_, call.top_k);
-    exchange_words(buffers.sent_tables, buffers.received_tables, words, stream);
-    check_cuda(launch_list_relayed(nodes_, buffers, call, stream), "prepare");
+    check_cuda(launch_assign_slots(params, stream), "prepare");
+    check_cuda(launch_list_tokens(params, stream), "prepare");
+    exchange_words(buffers.sent_tables, buffers.received_tables, table_words(shape_), stream);
+    check_cuda(launch_list_relayed(params, stream), "prepare");
     const auto deliver = [&](int node, int chunk) {
       node_->make_call(operation, stream, [&](const DeviceGroup& group, cudaStream_t on) {
-        return launch_deliver_leg(group, nodes_, buffers, call, operation, shape_.leg(node, chunk), num_leg_sms(), on);
+        return launch_deliver_leg(group, params, shape_.leg(node, chunk), num_leg_sms(), on);
       });
     };
     for_each_chunk([&](int chunk) { deliver(shape_.own_node, chunk); });
     for_each_chunk([&](int chunk) { for_each_other_node([&](int node) { deliver(node, chunk); }); });
     if (context_.checks_handle_mem) check_cuda(launch_seal(nodes_, call.top_k, call.handle_mem, stream), "prepare");
-  }
-
-  // All rail peers have so many words for each other.
-  void exchange_words(const int32_t* sent, int32_t* received, int64_t words, cudaStream_t stream) {
-    const int64_t bytes = words * static_cast<int64_t>(sizeof(*sent));
-    std::vector<RailTransfer> transfers;
-    for_each_other_node([&](int node) {
-      transfers.push_back({node, sent + node * words, bytes, received + node * words, bytes});
-    });
-    fork_rail_stream(stream);
-    rails_->exchange(transfers, rails_on_);
-    join_rail_stream(stream);
   }
 
   // ---- Movements ----
@@ -290,7 +273,7 @@ private:
       check_cuda(launch_check(nodes_, call, stream), "the check of the handle memory");
       posted.checked_header = reinterpret_cast<const std::byte*>(&nodes_.state->header);
     }
-    check_cuda(launch_post_records(nodes_, posted, agreed_hash(call, weights, sidecar_bytes, has_fixed_sizes), stream),
+    check_cuda(launch_post_records(nodes_, posted, agreed_fields(call, weights, sidecar_bytes, has_fixed_sizes), stream),
                name);
     exchange_words(nodes_.sent_records, nodes_.received_records, record_words(shape_), stream);
     check_cuda(launch_open_legs(node_->device_group(), nodes_, call, has_fixed_sizes, stream), name);
@@ -303,9 +286,7 @@ private:
     };
     copy(sent, nodes_.sent_records);
     copy(received, nodes_.received_records);
-    watch_->wait_for(stream, call.operation); // the one wait of the host in a call
-    if (const int peer = NodesRecords(shape_, received).find_disagreement(); peer >= 0)
-      fail(EPX_ERROR_MISMATCH, "{}: rank {} {}", name, peer, kDisagrees);
+    watch_->wait_for(stream, call.operation); // the one wait of the host in a call; throws MISMATCH, too
     return {shape_, call.top_k, sent, received};
   }
 
@@ -321,26 +302,10 @@ private:
     for_each_chunk([&](int chunk) {
       const PackCall pack = pack_call(call, sent, chunk);
       check_cuda(launch_pack_rows(nodes_, pack, num_leg_sms(), rails_on_), name_of(call.operation));
-      const int64_t first = int64_t{chunk} * shape_.chunk_tokens();
-      std::vector<RailTransfer> transfers;
-      for_each_other_node([&](int node) {
-        const int64_t out = sizes.home_tokens(node, chunk);
-        const int64_t in = sizes.relay_tokens(node, chunk);
-        transfers.push_back({node, sent.rows_of(node, row_bytes) + first * row_bytes, out * row_bytes,
-                             received.rows_of(node, row_bytes) + first * row_bytes, in * row_bytes});
-        if (pack.weights != nullptr) {
-          const int64_t bytes = call.top_k * static_cast<int64_t>(sizeof(float));
-          transfers.push_back({node, sent.weights_of(node) + first * call.top_k, out * bytes,
-                               received.weights_of(node) + first * call.top_k, in * bytes});
-        }
-        if (const int64_t bytes = pack.sidecar_bytes; bytes > 0)
-          transfers.push_back({node, sent.sidecars_of(node, bytes) + first * bytes, out * bytes,
-                               received.sidecars_of(node, bytes) + first * bytes, in * bytes});
+      exchange_rows(row_bytes, pack.sidecar_bytes, [&](int node) {
+        const RailRange tokens{first_token(chunk), sizes.home_tokens(node, chunk), sizes.relay_tokens(node, chunk)};
+        return RowsOfNode{tokens, tokens.times(pack.weights != nullptr ? call.top_k : 0)};
       });
-      rails_->exchange(transfers, rails_on_);
-      PackCall arrived = pack;
-      arrived.area = received;
-      check_cuda(launch_clear_rows(nodes_, arrived, num_leg_sms(), rails_on_), name_of(call.operation));
       record(chunk_event(chunk), rails_on_);
     });
     for_each_chunk([&](int chunk) { scatter_leg(call, shape_.own_node, chunk, own_tokens(call, chunk), received); });
@@ -404,7 +369,7 @@ private:
       for_each_other_node([&](int node) { make_leg(node, chunk, sizes.leg_tokens(node, chunk), sent); });
       record(chunk_event(chunk), stream);
       wait(rails_on_, chunk_event(chunk));
-      if (sums_by_node) send_home(call, sizes, carried_out != nullptr, chunk);
+      if (sums_by_node) send_partials_home(call, sizes, carried_out != nullptr, chunk);
     });
     if (!sums_by_node) send_rows_home(call, sizes, row_weights != nullptr, carried_out != nullptr);
     for_each_chunk([&](int chunk) { make_leg(shape_.own_node, chunk, own_tokens(call, chunk), received); });
@@ -433,48 +398,69 @@ private:
   }
 
   // Precision node: the partials of a chunk's tokens.
-  void send_home(const MovementCall& call, const RailSizes& sizes, bool carries_weights, int chunk) {
-    const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
-    const int64_t weight_bytes = call.top_k * static_cast<int64_t>(sizeof(float));
-    const int64_t first = int64_t{chunk} * shape_.chunk_tokens();
-    const RailArea& sent = buffers_.to_rails.area();
-    const RailArea& received = buffers_.from_rails.area();
-    std::vector<RailTransfer> transfers;
-    for_each_other_node([&](int node) {
-      const int64_t out = sizes.relay_tokens(node, chunk);
-      const int64_t in = sizes.home_tokens(node, chunk);
-      transfers.push_back({node, sent.rows_of(node, row_bytes) + first * row_bytes, out * row_bytes,
-                           received.rows_of(node, row_bytes) + first * row_bytes, in * row_bytes});
-      if (carries_weights)
-        transfers.push_back({node, sent.weights_of(node) + first * call.top_k, out * weight_bytes,
-                             received.weights_of(node) + first * call.top_k, in * weight_bytes});
+  void send_partials_home(const MovementCall& call, const RailSizes& sizes, bool carries_weights, int chunk) {
+    exchange_rows(epx::row_bytes(call.dtype, call.hidden), 0, [&](int node) {
+      const RailRange tokens{first_token(chunk), sizes.relay_tokens(node, chunk), sizes.home_tokens(node, chunk)};
+      return RowsOfNode{tokens, tokens.times(carries_weights ? call.top_k : 0)};
     });
-    rails_->exchange(transfers, rails_on_);
   }
-
   // Precisions wire and exact: all rows, without gaps.
   void send_rows_home(const MovementCall& call, const RailSizes& sizes, bool has_weights, bool carries_weights) {
-    const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
+    const bool has_row_weights = has_weights && shape_.group.precision == EPX_COMBINE_EXACT;
+    exchange_rows(epx::row_bytes(call.dtype, call.hidden), 0, [&](int node) {
+      const RailRange rows{0, sizes.relay_rows(node), sizes.home_rows(node)};
+      const RailRange tokens{0, sizes.relay_tokens(node), sizes.home_tokens(node)};
+      return RowsOfNode{rows, has_row_weights ? rows : tokens.times(carries_weights ? call.top_k : 0)};
+    });
+  }
+
+  // ---- Transfers ----
+
+  // So many elements go to a rail peer, and so many come from it, of both from the one with number `first` on.
+  struct RailRange {
+    int64_t first, out, in;
+
+    RailRange times(int64_t factor) const { return {first * factor, out * factor, in * factor}; }
+  };
+  struct RowsOfNode {
+    RailRange rows;    // and sidecars
+    RailRange weights; // floats
+  };
+
+  // Rows go from one area to that of the rail peers. rows_of(node) says how many.
+  template <typename RowsOf>
+  void exchange_rows(int64_t row_bytes, int64_t sidecar_bytes, const RowsOf& rows_of) {
     const RailArea& sent = buffers_.to_rails.area();
     const RailArea& received = buffers_.from_rails.area();
-    const auto weights = [&](int64_t rows, int64_t tokens) {
-      const bool of_rows = has_weights && shape_.group.precision == EPX_COMBINE_EXACT;
-      return (of_rows ? rows : carries_weights ? tokens * call.top_k : 0) * static_cast<int64_t>(sizeof(float));
-    };
-    std::vector<RailTransfer> transfers;
+    transfers_.clear();
     for_each_other_node([&](int node) {
-      const int64_t out = sizes.relay_rows(node);
-      const int64_t in = sizes.home_rows(node);
-      transfers.push_back(
-          {node, sent.rows_of(node, row_bytes), out * row_bytes, received.rows_of(node, row_bytes), in * row_bytes});
-      transfers.push_back({node, sent.weights_of(node), weights(out, sizes.relay_tokens(node)), received.weights_of(node),
-                           weights(in, sizes.home_tokens(node))});
+      const auto add = [&](const void* from, void* to, const RailRange& bytes) {
+        transfers_.push_back({node, static_cast<const std::byte*>(from) + bytes.first, bytes.out,
+                              static_cast<std::byte*>(to) + bytes.first, bytes.in});
+      };
+      const RowsOfNode of_node = rows_of(node);
+      add(sent.rows_of(node, row_bytes), received.rows_of(node, row_bytes), of_node.rows.times(row_bytes));
+      add(sent.weights_of(node), received.weights_of(node), of_node.weights.times(sizeof(float)));
+      add(sent.sidecars_of(node, sidecar_bytes), received.sidecars_of(node, sidecar_bytes),
+          of_node.rows.times(sidecar_bytes));
     });
-    rails_->exchange(transfers, rails_on_);
+    rails_->exchange(transfers_, rails_on_);
+  }
+  // All rail peers have so many words for each other.
+  void exchange_words(const int32_t* sent, int32_t* received, int64_t words, cudaStream_t stream) {
+    const int64_t bytes = words * static_cast<int64_t>(sizeof(*sent));
+    transfers_.clear();
+    for_each_other_node([&](int node) {
+      transfers_.push_back({node, sent + node * words, bytes, received + node * words, bytes});
+    });
+    fork_rail_stream(stream);
+    rails_->exchange(transfers_, rails_on_);
+    join_rail_stream(stream);
   }
 
   // ---- Legs ----
 
+  int64_t first_token(int chunk) const { return int64_t{chunk} * shape_.chunk_tokens(); }
   // How many of the call's own tokens are in a chunk.
   int64_t own_tokens(const MovementCall& call, int chunk) const { return shape_.tokens_in_chunk(call.num_tokens, chunk); }
 
@@ -488,6 +474,7 @@ private:
     for (int node = 0; node < shape_.num_nodes(); ++node)
       if (node != shape_.own_node) body(node);
   }
+
   // ---- The rail stream: all that uses the rails is on it, in one order, while the legs of eager calls are on theirs ----
 
   void fork_rail_stream(cudaStream_t stream) {
@@ -510,10 +497,12 @@ private:
 
   NodesShape shape_;
   const GroupContext& context_;
+  int rail_ctas_; // SMs that transfers take at most
   RailBuffers buffers_;
   std::unique_ptr<GroupContext> node_context_;
   std::unique_ptr<Rails> rails_;
   std::unique_ptr<NodeBackend> node_;
+  std::vector<RailTransfer> transfers_; // of the exchange that is being enqueued
   std::vector<CudaEvent> chunk_events_;
   CudaEvent fork_, join_;
   CudaStream rail_stream_;
@@ -526,12 +515,13 @@ private:
 
 } // namespace
 
-std::unique_ptr<Backend> make_nodes_backend(const GroupContext& context, int num_comm_sms, NodesTransport transport,
-                                            std::unique_ptr<ControlConnection> control, Exchange& exchange) {
+std::unique_ptr<Backend> make_nodes_backend(const GroupContext& context, int num_comm_sms, int rail_ctas,
+                                            NodesTransport transport, std::unique_ptr<ControlConnection> control,
+                                            Exchange& exchange) {
   const NodesShape shape = make_nodes_shape(context.shape, context.rank);
   NodeExchange of_node(exchange, context.rank, context.shape.ranks_per_node);
   auto node_context = std::make_unique<GroupContext>(make_node_context(context, shape));
-  const int node_sms = LaunchPlan::resolve_num_sms(num_comm_sms, kRailCtas);
+  const int node_sms = LaunchPlan::resolve_num_sms(num_comm_sms, rail_ctas);
   auto node_transport = std::make_unique<NodeTransport>(std::move(transport.node), *transport.rails, context);
   std::unique_ptr<NodeBackend> node = make_backend(*node_context, node_sms, std::move(node_transport), of_node);
   std::unique_ptr<Backend> backend;
@@ -539,7 +529,7 @@ std::unique_ptr<Backend> make_nodes_backend(const GroupContext& context, int num
     for (const auto& kernels : {nodes_prepare_kernels(), nodes_row_kernels(), nodes_call_kernels()})
       load_kernels(kernels);
     backend = std::make_unique<NodesBackend>(shape, context, std::move(node_context), std::move(node),
-                                             std::move(transport.rails), std::move(control));
+                                             std::move(transport.rails), rail_ctas, std::move(control));
     return int32_t{0};
   });
   return backend;

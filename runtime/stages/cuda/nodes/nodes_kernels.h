@@ -5,7 +5,7 @@
 //   prepare    count_routes | all-gather of counts | assign_slots, list_tokens, make_tables | exchange of tables
 //              | list_relayed | deliver_leg for each leg
 //   movements  begin_call, post_records | exchange of records | open_legs | then, for each chunk:
-//     scatter  pack_rows | exchange of rows | clear_rows, dispatch or combine_bwd of the legs
+//     scatter  pack_rows | exchange of rows | dispatch or combine_bwd of the legs
 //     gather   combine or dispatch_bwd of the legs, forward_rows | exchange of rows; behind the last chunk sum_rows
 #pragma once
 
@@ -48,13 +48,21 @@ struct NodesState {
   HandleHeader header;
 };
 
+// Two ranks that pass different AgreedFields in a call, the first that this rank has found.
+struct Disagreement {
+  uint64_t is_known; // 1 once the rest is complete; the device stores it with release order
+  uint64_t sequence; // of the call
+  int32_t ranks[2];  // ascending
+  AgreedFields fields[2];
+};
+
 // Host memory that kernels write and the host reads at any time, also while a graph is replayed.
 struct NodesProgress {
   static constexpr uint64_t kCalls = 256;
-  uint64_t begun;             // NodesState::sequence
-  uint64_t ended;             // the last call of the group that has ended
-  int32_t operation;          // of the call that has begun last
-  int32_t disagrees;          // 1 + a rail peer whose record has another hash; 0: none has been found
+  uint64_t begun;    // NodesState::sequence
+  uint64_t ended;    // the last call of the group that has ended
+  int32_t operation; // of the call that has begun last
+  Disagreement disagreement;
   uint64_t tokens[kCalls];    // by sequence % kCalls: T of a call that moves rows
   uint64_t first_leg[kCalls]; // by sequence % kCalls: the node's sequence number of the call's first leg
 };
@@ -83,34 +91,34 @@ struct NodesPrepareTotals {
 // Buffers of prepare in device memory; the group owns them.
 struct NodesPrepareBuffers {
   int32_t* block_counts; // [kMaxPrepareBlocks, E]: routes of each block of count_routes; then of the blocks before it
-  // [E]: routes of this rank; bad ones and those to no expert are not counted. From assign_slots on, their first slot.
+  // [count_words]: routes of this rank to each expert; bad ones and those to no expert are not counted. From assign_slots on,
+  // their first slot. Behind them this rank's AgreedFields.
   int32_t* counts;
-  int32_t* all_counts; // [P, E]
+  int32_t* all_counts; // [P, count_words]
   NodesPrepareTotals* totals;
   int32_t* token_ends;      // [N]: the routes to a node of tokens from this one on are dropped; see max_rail_tokens()
-  int32_t* sent_tables;     // [N, table_words of the largest K]; those of a call follow each other without gaps
-  int32_t* received_tables; // [N, table_words of the largest K]
+  int32_t* sent_tables;     // [N, table_words]
+  int32_t* received_tables; // [N, table_words]
 };
 
-// Counts this rank's routes by expert, of each block and in all.
-cudaError_t launch_count_routes(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
-                                cudaStream_t stream);
+struct NodesPrepareParams; // nodes_prepare_params.h: what all kernels of one prepare get
+
+// Counts this rank's routes by expert, of each block and in all, and writes its AgreedFields.
+cudaError_t launch_count_routes(const NodesPrepareParams& params, cudaStream_t stream);
 // Gives this rank's routes their slots, from all ranks' counts, and writes the header, home routes, zones and no_zones, and the
-// outputs counts, offsets, global_counts, info and slot. slot_origin, if wanted, becomes -1 everywhere.
-cudaError_t launch_assign_slots(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
-                                cudaStream_t stream);
+// outputs counts, offsets, global_counts, info and slot. slot_origin, if wanted, becomes -1 everywhere. Reports ranks whose
+// AgreedFields differ (NodesProgress::disagreement).
+cudaError_t launch_assign_slots(const NodesPrepareParams& params, cudaStream_t stream);
 // Lists the tokens that go to each node: sent_tokens, positions, sent_counts, home_back_rows; and makes the tables.
-cudaError_t launch_list_tokens(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
-                               cudaStream_t stream);
+cudaError_t launch_list_tokens(const NodesPrepareParams& params, cudaStream_t stream);
 // Writes relay_counts, relay_back_rows and the routes of all legs, from the tables that have come and, for the own node, from
 // the home routes.
-cudaError_t launch_list_relayed(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
-                                cudaStream_t stream);
+cudaError_t launch_list_relayed(const NodesPrepareParams& params, cudaStream_t stream);
 // One call of the node: delivers slot records, slot_origin and first slots of a leg's tokens to the owners of the slots.
-// `group` is that of the legs. The first leg's call also reports bad indices and the overflow, as events of `operation`,
-// prepare or prepare_dispatch. The kernel takes at most `num_sms` SMs.
-cudaError_t launch_deliver_leg(const DeviceGroup& group, const NodesDevice& nodes, const NodesPrepareBuffers& buffers,
-                               const PrepareCall& call, epx_operation operation, int leg, int num_sms, cudaStream_t stream);
+// `group` is that of the legs. The first leg's call also reports bad indices and the overflow, as events of prepare or
+// prepare_dispatch. The kernel takes at most `num_sms` SMs.
+cudaError_t launch_deliver_leg(const DeviceGroup& group, const NodesPrepareParams& prepare, int leg, int num_sms,
+                               cudaStream_t stream);
 
 // ---- Movements ----
 
@@ -124,11 +132,12 @@ cudaError_t launch_check(const NodesDevice& nodes, const MovementCall& call, cud
 cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream);
 // Checks the header of the handle memory for this call (MovementCall::checked_header), and writes the records that go to the
 // rail peers.
-// `hash` is what all ranks must agree on.
-cudaError_t launch_post_records(const NodesDevice& nodes, const MovementCall& call, int32_t hash, cudaStream_t stream);
+cudaError_t launch_post_records(const NodesDevice& nodes, const MovementCall& call, const AgreedFields& agreed,
+                                cudaStream_t stream);
 // Writes the headers of the legs from the records that have come (NodesRecords::leg_tokens), and reports a rail peer that has
-// another plan. Where this rank takes part without routes, each leg has a header with magic 0. `group` is that of the legs.
-// In the event, values[0] is 1: values[3] is a rank of the group and not of the node.
+// another plan, or passes other AgreedFields (NodesProgress::disagreement). The leg of a rail peer that is not active has no
+// rows (kSendsNoRows). Where this rank takes part without routes, each leg has a header with magic 0. `group` is that of the
+// legs. In the event, values[0] is 1: values[3] is a rank of the group and not of the node.
 cudaError_t launch_open_legs(const DeviceGroup& group, const NodesDevice& nodes, const MovementCall& call,
                              bool has_fixed_sizes, cudaStream_t stream);
 
@@ -144,11 +153,6 @@ struct PackCall {
   int chunk;
 };
 cudaError_t launch_pack_rows(const NodesDevice& nodes, const PackCall& call, int num_sms, cudaStream_t stream);
-
-// Behind the exchange of a chunk: zeros the rows (and weights, and sidecars) in `area` that have come from rail peers that are
-// not active: to the others, what comes from such a rank is zero. Of `rows`, `weights` and `sidecars` it matters only which
-// are NULL.
-cudaError_t launch_clear_rows(const NodesDevice& nodes, const PackCall& call, int num_sms, cudaStream_t stream);
 
 // Behind the gather of a leg in the precisions wire and exact: copies what that has staged on this rank to `area`, without
 // gaps. wire: a token's partial sums of the ranks of this node, in rank order. exact: its routes' rows in k order, and beside

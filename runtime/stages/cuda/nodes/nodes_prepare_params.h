@@ -13,6 +13,7 @@ struct NodesPrepareParams {
   NodesDevice nodes;
   NodesPrepareBuffers buffers;
   PrepareCall call;
+  epx_operation operation; // prepare or prepare_dispatch
   NodesHandleLayout layout;
   int num_parts; // the tokens of this rank are partitioned among so many blocks, at most kMaxPrepareBlocks
 
@@ -20,6 +21,10 @@ struct NodesPrepareParams {
   // Counts of routes by expert [E] of one part, and later of the parts before it.
   EPX_HOST_DEVICE int32_t* part_counts(int part) const {
     return buffers.block_counts + int64_t{part} * nodes.shape.group.num_experts;
+  }
+  // What a rank has contributed to the all-gather.
+  EPX_HOST_DEVICE const int32_t* counts_of(int rank) const {
+    return buffers.all_counts + rank * count_words(nodes.shape.group);
   }
   EPX_HOST_DEVICE ExpertBlocks experts() const { return {nodes.shape.group.num_experts, nodes.shape.group.num_ranks}; }
   EPX_HOST_DEVICE bool limits_rail_tokens() const { return nodes.shape.max_rail_tokens() < call.num_tokens; }
@@ -32,9 +37,13 @@ struct NodesPrepareParams {
 constexpr int64_t kRoutesPerPart = 512;
 
 inline NodesPrepareParams make_nodes_prepare_params(const NodesDevice& nodes, const NodesPrepareBuffers& buffers,
-                                                    const PrepareCall& call) {
+                                                    const PrepareCall& call, epx_operation operation) {
   const int64_t parts = (call.num_tokens * call.top_k + kRoutesPerPart - 1) / kRoutesPerPart;
-  return {nodes, buffers, call, make_nodes_handle_layout(nodes.shape, call.top_k),
+  return {nodes,
+          buffers,
+          call,
+          operation,
+          make_nodes_handle_layout(nodes.shape, call.top_k),
           static_cast<int>(std::clamp<int64_t>(parts, 1, kMaxPrepareBlocks))};
 }
 

@@ -6,12 +6,23 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "base/host_device.h"
 #include "runtime/layout/nodes_shape.h"
 #include "runtime/layout/rail_layout.h"
 
 namespace epx::cuda {
+
+// AgreedFields travel as words at any place.
+EPX_HOST_DEVICE inline AgreedFields load_agreed_fields(const int32_t* words) {
+  AgreedFields fields{};
+  memcpy(static_cast<void*>(&fields), words, sizeof(fields));
+  return fields;
+}
+EPX_HOST_DEVICE inline void store_agreed_fields(int32_t* words, const AgreedFields& fields) {
+  memcpy(words, &fields, sizeof(fields));
+}
 
 // Reads the records of all nodes [N, record_words]: those that this rank has sent, or has received. In both, the record of the
 // own node is this rank's own: it has all of the rank's tokens.
@@ -27,12 +38,7 @@ public:
   // Returns whether the rail peer on a node takes part with the plan that this rank has. In a group of one node such a rank is
   // active (Movement::is_active).
   EPX_HOST_DEVICE bool is_active(int node) const { return plan_id(node) != 0 && plan_id(node) == plan_id(shape_.own_node); }
-  // In received records: returns a rank, the rail peer on the first node whose hash differs from this rank's; -1: none.
-  EPX_HOST_DEVICE int find_disagreement() const {
-    for (int node = 0; node < shape_.num_nodes(); ++node)
-      if (record(node)[3] != record(shape_.own_node)[3]) return node * shape_.ranks_per_node() + shape_.index_in_node();
-    return -1;
-  }
+  EPX_HOST_DEVICE AgreedFields agreed(int node) const { return load_agreed_fields(record(node) + kRecordAgreedWord); }
   EPX_HOST_DEVICE int64_t num_tokens(int node) const {
     return std::max(int64_t{0}, std::min<int64_t>(record(node)[2], max_tokens(node)));
   }
@@ -46,8 +52,7 @@ public:
   }
 
   // In received records: returns how many tokens the leg of a node and chunk has. A rail peer that is not active has as many
-  // as it can have, with rows of zeros (launch_clear_rows), since this rank does not know which of them its own plan has slots
-  // for.
+  // as it can have, without rows (kSendsNoRows), since this rank does not know which of them its own plan has slots for.
   EPX_HOST_DEVICE int64_t leg_tokens(int node, int chunk, bool has_fixed_sizes) const {
     const bool has_all = node != shape_.own_node && (has_fixed_sizes || !is_active(node));
     return shape_.tokens_in_chunk(has_all ? max_tokens(node) : num_tokens(node), chunk);

@@ -2,6 +2,7 @@
 // The slots of this rank's routes, from the counts of all ranks of the group. See prepare_nodes.cu.
 #pragma once
 
+#include "runtime/stages/cuda/nodes/disagreement.cuh"
 #include "runtime/stages/cuda/nodes/nodes_prepare_params.h"
 #include "runtime/stages/cuda/prepare/slot_assignment.cuh"
 
@@ -43,8 +44,12 @@ __device__ __forceinline__ void count_part(const NodesPrepareParams& params) {
   }
 }
 
-// Each warp adds the counts of an expert up over the parts, which get the routes of the parts before them.
+// Each warp adds the counts of an expert up over the parts, which get the routes of the parts before them. One thread writes
+// what travels beside the sums.
 __device__ __forceinline__ void add_parts(const NodesPrepareParams& params) {
+  if (blockIdx.x == 0 && threadIdx.x == 0)
+    store_agreed_fields(params.buffers.counts + params.nodes.shape.group.num_experts,
+                        {.operation = params.operation, .top_k = params.call.top_k, .alignment = params.call.alignment});
   const int e = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / kWarp);
   if (e >= params.nodes.shape.group.num_experts) return;
   int32_t total = 0;
@@ -81,7 +86,7 @@ __device__ __forceinline__ ExpertDemand demand_of(const NodesPrepareParams& para
   ExpertDemand demand{0, 0};
 #pragma unroll 4
   for (int source = 0; source < group.num_ranks; ++source) {
-    const int64_t count = params.buffers.all_counts[int64_t{source} * group.num_experts + expert];
+    const int64_t count = params.counts_of(source)[expert];
     const int64_t routes = count < 0 ? 0 : min(count, max_routes);
     demand.all += routes;
     if (source < params.nodes.shape.rank) demand.of_earlier_ranks += routes;
@@ -168,6 +173,19 @@ __device__ __forceinline__ void deliver_nodes_totals(const NodesPrepareParams& p
   call.info[4] = rows_needed;
 }
 
+// One thread compares what the ranks of the group must pass alike.
+__device__ __forceinline__ void compare_ranks(const NodesPrepareParams& params) {
+  const GroupShape& group = params.nodes.shape.group;
+  const AgreedFields first = load_agreed_fields(params.counts_of(0) + group.num_experts);
+#pragma unroll 1
+  for (int rank = 1; rank < group.num_ranks; ++rank) {
+    const AgreedFields other = load_agreed_fields(params.counts_of(rank) + group.num_experts);
+    if (first == other) continue;
+    publish_disagreement(params.nodes, {0, first}, {rank, other});
+    return;
+  }
+}
+
 // One block: each warp takes some ranks.
 __device__ __forceinline__ void find_zones(const NodesPrepareParams& params) {
   __shared__ ZoneSums sums;
@@ -178,6 +196,7 @@ __device__ __forceinline__ void find_zones(const NodesPrepareParams& params) {
     find_zones_of_rank(params, rank, sums);
   __syncthreads();
   if (threadIdx.x == 0) deliver_nodes_totals(params, sums);
+  if (threadIdx.x == kThreads - 1) compare_ranks(params);
 }
 
 // ---- Slots ----
@@ -246,7 +265,8 @@ __device__ __forceinline__ void fill_outputs(const NodesPrepareParams& params) {
   if (call.global_counts != nullptr)
 #pragma unroll 1
     for (int64_t i = thread; i < int64_t{group.num_ranks} * group.num_experts; i += threads)
-      store_count(call, call.global_counts, i, params.buffers.all_counts[i]);
+      store_count(call, call.global_counts, i,
+                  params.counts_of(static_cast<int>(i / group.num_experts))[i % group.num_experts]);
 }
 
 } // namespace epx::cuda

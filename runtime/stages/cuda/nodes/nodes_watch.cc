@@ -31,7 +31,7 @@ uint64_t load(const uint64_t& word) {
   return std::atomic_ref(const_cast<uint64_t&>(word)).load(std::memory_order_acquire); // a kernel stores it
 }
 
-// These are found by all ranks of a node alike, each with a sentence of its own; other nodes only learn of it.
+// These are found by all ranks of a node alike, or by rail peers, each with a sentence of its own; other ranks only learn of it.
 bool is_found_by_node(epx_status status) {
   return status != EPX_ERROR_TIMEOUT && status != EPX_ERROR_ABORTED && status != EPX_ERROR_SYSTEM;
 }
@@ -61,7 +61,8 @@ NodesWatch::~NodesWatch() {
   }
   stop_.notify_all();
   thread_.join();
-  control_.reset(); // no verdict comes any more
+  control_->set_progress(load(progress_.begun), false); // for the peers, to whom this rank says goodbye
+  control_.reset();                                     // no verdict comes any more
   node_.set_names({});
 }
 
@@ -81,10 +82,7 @@ void NodesWatch::watch() {
     const bool is_in_call = begun > ended;
     control_->set_progress(begun, is_in_call);
     if (!has_told && !ends_work_.load()) {
-      std::optional<Failure> failure = node_.failure();
-      if (const int32_t peer = std::atomic_ref(const_cast<int32_t&>(progress_.disagrees)).load(); !failure && peer != 0)
-        failure = disagreement_with(peer - 1);
-      if (failure) {
+      if (const auto failure = found_by_kernels()) {
         tell(*failure);
         has_told = true;
       }
@@ -107,7 +105,7 @@ void NodesWatch::watch() {
       control_->report_stuck(rail_peer_, call_in_progress().operation, begun);
       decision = SuspensionAwareDeadline{kTimeToDecide};
     }
-    if (has_given_up && status_.is_healthy() && decision.passed()) // rank 0 has left
+    if (has_given_up && status_.is_healthy() && decision.passed()) // rank 0 has left, behind this call
       end({rail_peer_, Cause::late, call_in_progress().operation, begun});
   }
 }
@@ -147,16 +145,32 @@ void NodesWatch::tell(const Failure& failure) {
                            failure.sequence);
 }
 
-// A kernel of a call with fixed sizes has found that a rail peer passes other arguments.
-Failure NodesWatch::disagreement_with(int peer) const {
-  const CallName call = call_in_progress();
-  Failure failure;
-  failure.status = EPX_ERROR_MISMATCH;
-  failure.operation = call.operation;
-  failure.sequence = call.sequence;
-  failure.culprit = peer;
-  failure.message = fmt::format("{} (call {}): rank {} {}", name_of(call.operation), call.sequence, peer, kDisagrees);
-  return failure;
+// What ranks of several nodes do not agree on comes before what the node has found, which may be the same.
+std::optional<Failure> NodesWatch::found_by_kernels() {
+  if (auto failure = disagreement()) return failure;
+  return node_.failure();
+}
+
+std::optional<Failure> NodesWatch::disagreement() const {
+  const Disagreement& found = progress_.disagreement;
+  if (load(found.is_known) == 0) return std::nullopt;
+  CallDescriptor descriptors[2] = {};
+  for (int i = 0; i < 2; ++i) {
+    const AgreedFields& fields = found.fields[i];
+    descriptors[i].operation = fields.operation;
+    descriptors[i].top_k = fields.top_k;
+    descriptors[i].alignment = fields.alignment;
+    descriptors[i].hidden = fields.hidden;
+    descriptors[i].dtype = fields.dtype;
+    descriptors[i].weights = fields.weights;
+    descriptors[i].sidecar_bytes = fields.sidecar_bytes;
+  }
+  const int own = found.ranks[1] == context_.rank ? 1 : 0;
+  const CallName call{static_cast<epx_operation>(found.fields[own].operation), found.sequence};
+  if (auto failure = find_disagreement(call, descriptors[0], found.ranks[0], descriptors[1], found.ranks[1]))
+    return failure;
+  const int capturing = found.fields[0].has_fixed_sizes != 0 ? 0 : 1;
+  return capture_failure(call, found.ranks[capturing], found.ranks[1 - capturing]);
 }
 
 void NodesWatch::end_work() noexcept {
@@ -190,9 +204,8 @@ void NodesWatch::keep_verdict(CallName call) {
 
 Failure NodesWatch::failure_of(const Verdict& verdict, CallName call) {
   if (verdict.cause == Cause::failed && is_found_by_node(verdict.status)) {
-    if (const auto own = node_.failure(); own && own->status == verdict.status) return *own;
-    if (verdict.status == EPX_ERROR_MISMATCH && std::atomic_ref(const_cast<int32_t&>(progress_.disagrees)).load() != 0)
-      return disagreement_with(progress_.disagrees - 1);
+    if (auto own = disagreement(); own && own->status == verdict.status) return *own;
+    if (auto own = node_.failure(); own && own->status == verdict.status) return *own;
     Failure failure;
     failure.status = verdict.status;
     failure.operation = verdict.operation;
@@ -209,13 +222,14 @@ void NodesWatch::require_healthy(epx_operation operation) {
   status_.require_healthy();
   keep_verdict(call_or_next(operation));
   status_.require_healthy();
-  if (const auto failure = node_.failure()) fail_with_node(*failure, operation);
+  if (const auto failure = found_by_kernels()) fail_with(*failure, operation);
 }
 
 // The node's kernels may have ended because of a verdict that has not come here yet.
-void NodesWatch::fail_with_node(const Failure& failure, epx_operation operation) {
+void NodesWatch::fail_with(const Failure& failure, epx_operation operation) {
   tell(failure);
   const std::optional<Verdict> verdict = control_->wait_for_verdict();
+  if (!verdict) end_work(); // rank 0 has left
   status_.fail(verdict ? failure_of(*verdict, call_or_next(operation)) : failure);
 }
 
@@ -264,6 +278,13 @@ void NodesWatch::abort() {
 // The events are the node's, which makes all calls; the failure is the group's.
 epx_group_report NodesWatch::report() {
   keep_verdict(call_in_progress());
+  if (const auto failure = disagreement(); failure && status_.is_healthy()) {
+    tell(*failure);
+    try {
+      status_.fail(*failure);
+    } catch (const StatusError&) { // the status board keeps it
+    }
+  }
   epx_group_report report = node_.report();
   const epx_group_report of_group = status_.report();
   const bool node_has_failed = report.status != EPX_SUCCESS;

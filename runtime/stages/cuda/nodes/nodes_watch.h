@@ -37,11 +37,6 @@ constexpr int64_t node_timeout_ms(int64_t timeout_ms) {
   return 3 * std::min(timeout_ms, kLongest) + 10'000;
 }
 
-// The end of a sentence about a rail peer.
-inline constexpr const char* kDisagrees = "makes another call than this rank: operation, layer, H, dtype, sidecar bytes "
-                                          "and choice of weights must be the same on all "
-                                          "ranks, and all capture a call or none";
-
 class NodesWatch {
 public:
   // All arguments but `control` must outlive the watch. `progress` is in host memory. The thread runs from here on.
@@ -51,8 +46,8 @@ public:
   NodesWatch(const NodesWatch&) = delete;
   NodesWatch& operator=(const NodesWatch&) = delete;
 
-  // Before a call: throws the group's failure, if there is one. It is the same on all ranks; where this rank's node has failed,
-  // the verdict is waited for, but not longer than two seconds.
+  // Before a call: throws the group's failure, if there is one. It is the same on all ranks; where this rank's kernels have
+  // found one, the verdict is waited for, but not longer than two seconds.
   void require_healthy(epx_operation operation);
 
   // Waits until the stream has done all its work. Throws the group's failure, and SYSTEM.
@@ -75,10 +70,11 @@ private:
   void watch();
   void end(const Verdict& verdict); // the control connection's thread
   void end_work() noexcept;
-  Failure disagreement_with(int peer) const;
+  std::optional<Failure> found_by_kernels();
+  std::optional<Failure> disagreement() const;
   void keep_verdict(CallName call);
   Failure failure_of(const Verdict& verdict, CallName call);
-  [[noreturn]] void fail_with_node(const Failure& failure, epx_operation operation);
+  [[noreturn]] void fail_with(const Failure& failure, epx_operation operation);
   void tell(const Failure& failure);
   uint64_t call_of_leg(uint64_t leg) const;
   int64_t tokens_of_leg(uint64_t leg) const;

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a scatter beside the rails: those of the tokens that go to other nodes are packed, and what has come from rail peers
-// that are not active is cleared. See rows_nodes.cu.
+// Rows of a scatter beside the rails: those of the tokens that go to other nodes are packed. See rows_nodes.cu.
 #pragma once
 
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/nodes/nodes_kernels.h"
-#include "runtime/stages/cuda/nodes/nodes_records.h"
 #include "runtime/stages/cuda/rows/rows.cuh"
 
 namespace epx::cuda {
@@ -36,29 +34,22 @@ private:
   int64_t position_;
 };
 
-// The warps of the grid call body(node, position) for the other nodes and the positions of a chunk.
-template <typename Body>
-__device__ inline void for_each_packed(const PackParams& params, const Body& body) {
+// Each warp copies one row at a time, of the other nodes in turn. Behind the tokens that go to a node, and in damaged handle
+// memory anywhere, the list has numbers that are no tokens of this rank.
+__device__ inline void pack_rows(const PackParams& params, TmaRowPipeline& pipeline) {
+  const PackCall& call = params.call;
   const NodesShape& shape = params.nodes.shape;
+  const NodesHandleReader plan(call.call.handle_mem, params.layout, shape);
   const WorkPartition warp = partition_warps(0, kMovementWarps, 0, static_cast<int>(gridDim.x));
   const auto others = static_cast<unsigned>(shape.num_nodes() - 1);
   const auto rows = others * static_cast<unsigned>(shape.chunk_tokens());
 #pragma unroll 1
   for (auto i = static_cast<unsigned>(warp.index); i < rows; i += static_cast<unsigned>(warp.count)) {
     const auto other = static_cast<int>(i % others);
-    body(other < shape.own_node ? other : other + 1,
-         int64_t{params.call.chunk} * shape.chunk_tokens() + static_cast<int64_t>(i / others));
-  }
-}
-
-// Each warp copies one row at a time. Behind the tokens that go to a node, and in damaged handle memory anywhere, the list has
-// numbers that are no tokens of this rank.
-__device__ inline void pack_rows(const PackParams& params, TmaRowPipeline& pipeline) {
-  const PackCall& call = params.call;
-  const NodesHandleReader plan(call.call.handle_mem, params.layout, params.nodes.shape);
-  for_each_packed(params, [&](int node, int64_t position) {
+    const int node = other < shape.own_node ? other : other + 1;
+    const int64_t position = int64_t{call.chunk} * shape.chunk_tokens() + static_cast<int64_t>(i / others);
     const int64_t token = plan.sent_tokens(node)[position];
-    if (token < 0 || token >= call.call.num_tokens) return;
+    if (token < 0 || token >= call.call.num_tokens) continue;
     const PackedRows packed(params, node, position);
     begin_copy_row_to_destinations(pipeline, call.rows + token * params.row_bytes, params.row_bytes,
                                    lane() == 0 ? packed.row() : nullptr);
@@ -68,22 +59,8 @@ __device__ inline void pack_rows(const PackParams& params, TmaRowPipeline& pipel
     if (call.weights != nullptr)
       for (int k = lane(); k < call.call.top_k; k += kWarp)
         packed.weights()[k] = call.weights[route_index(token, call.call.top_k, k)];
-  });
+  }
   pipeline.finish();
-}
-
-__device__ inline void clear_rows(const PackParams& params) {
-  const PackCall& call = params.call;
-  const NodesRecords records(params.nodes.shape, params.nodes.received_records);
-  for_each_packed(params, [&](int node, int64_t position) {
-    if (records.is_active(node)) return;
-    const PackedRows packed(params, node, position);
-    zero_row(packed.row(), params.row_bytes);
-    if (call.sidecars != nullptr) zero_row(packed.sidecar(), call.sidecar_bytes);
-    if (call.weights != nullptr)
-      for (int k = lane(); k < call.call.top_k; k += kWarp)
-        packed.weights()[k] = 0.0f;
-  });
 }
 
 } // namespace epx::cuda

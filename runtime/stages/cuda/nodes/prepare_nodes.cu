@@ -77,53 +77,45 @@ std::vector<const void*> nodes_prepare_kernels() {
           reinterpret_cast<const void*>(&deliver_leg_kernel)};
 }
 
-cudaError_t launch_count_routes(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
-                                cudaStream_t stream) {
-  const NodesPrepareParams params = make_nodes_prepare_params(nodes, buffers, call);
-  if (const cudaError_t error = cudaMemsetAsync(buffers.totals, 0, sizeof(*buffers.totals), stream); error != cudaSuccess)
-    return error;
+cudaError_t launch_count_routes(const NodesPrepareParams& params, cudaStream_t stream) {
+  NodesPrepareTotals* const totals = params.buffers.totals;
+  if (const cudaError_t error = cudaMemsetAsync(totals, 0, sizeof(*totals), stream); error != cudaSuccess) return error;
   if (params.limits_rail_tokens())
-    if (const cudaError_t error = launch(&find_token_ends_kernel, {nodes.shape.num_nodes(), kThreads}, stream, params);
+    if (const cudaError_t error =
+            launch(&find_token_ends_kernel, {params.nodes.shape.num_nodes(), kThreads}, stream, params);
         error != cudaSuccess)
       return error;
   if (const cudaError_t error = launch(&count_part_kernel, {params.num_parts, kThreads}, stream, params);
       error != cudaSuccess)
     return error;
-  const int blocks = (nodes.shape.group.num_experts + kWarps - 1) / kWarps;
+  const int blocks = (params.nodes.shape.group.num_experts + kWarps - 1) / kWarps;
   return launch(&add_parts_kernel, {blocks, kThreads}, stream, params);
 }
 
-cudaError_t launch_assign_slots(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
-                                cudaStream_t stream) {
-  const NodesPrepareParams params = make_nodes_prepare_params(nodes, buffers, call);
+cudaError_t launch_assign_slots(const NodesPrepareParams& params, cudaStream_t stream) {
   if (const cudaError_t error = launch(&find_zones_kernel, {1, kThreads}, stream, params); error != cudaSuccess)
     return error;
   if (const cudaError_t error = launch(&assign_slots_kernel, {params.num_parts, kWarp}, stream, params);
       error != cudaSuccess)
     return error;
-  return launch(&fill_outputs_kernel, {blocks_for(nodes.shape.group.max_recv_tokens, kMaxFillBlocks), kThreads}, stream,
-                params);
+  return launch(&fill_outputs_kernel, {blocks_for(params.nodes.shape.group.max_recv_tokens, kMaxFillBlocks), kThreads},
+                stream, params);
 }
 
-cudaError_t launch_list_tokens(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
+cudaError_t launch_list_tokens(const NodesPrepareParams& params, cudaStream_t stream) {
+  return launch(&list_tokens_kernel, {params.nodes.shape.num_nodes(), kThreads}, stream, params);
+}
+
+cudaError_t launch_list_relayed(const NodesPrepareParams& params, cudaStream_t stream) {
+  return launch(&list_relayed_kernel, {params.nodes.shape.num_nodes(), kThreads}, stream, params);
+}
+
+cudaError_t launch_deliver_leg(const DeviceGroup& group, const NodesPrepareParams& prepare, int leg, int num_sms,
                                cudaStream_t stream) {
-  return launch(&list_tokens_kernel, {nodes.shape.num_nodes(), kThreads}, stream,
-                make_nodes_prepare_params(nodes, buffers, call));
-}
-
-cudaError_t launch_list_relayed(const NodesDevice& nodes, const NodesPrepareBuffers& buffers, const PrepareCall& call,
-                                cudaStream_t stream) {
-  return launch(&list_relayed_kernel, {nodes.shape.num_nodes(), kThreads}, stream,
-                make_nodes_prepare_params(nodes, buffers, call));
-}
-
-cudaError_t launch_deliver_leg(const DeviceGroup& group, const NodesDevice& nodes, const NodesPrepareBuffers& buffers,
-                               const PrepareCall& call, epx_operation operation, int leg, int num_sms,
-                               cudaStream_t stream) {
-  const NodesShape& shape = nodes.shape;
-  const NodesPrepareParams prepare = make_nodes_prepare_params(nodes, buffers, call);
+  const NodesShape& shape = prepare.nodes.shape;
+  const PrepareCall& call = prepare.call;
   CallDescriptor descriptor{};
-  descriptor.operation = operation;
+  descriptor.operation = prepare.operation;
   descriptor.top_k = call.top_k;
   descriptor.alignment = call.alignment;
   descriptor.rows_allocation = -1;

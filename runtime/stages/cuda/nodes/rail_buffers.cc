@@ -29,16 +29,16 @@ RailBuffers::RailBuffers(const NodesShape& shape)
       sent_records(make_device_memory<int32_t>(count(shape.num_nodes() * record_words(shape)))),
       received_records(make_device_memory<int32_t>(count(shape.num_nodes() * record_words(shape)))),
       records_on_host(make_pinned_memory<int32_t>(count(int64_t{2} * shape.num_nodes() * record_words(shape)))),
-      counts(make_device_memory<int32_t>(
-          count(int64_t{kMaxPrepareBlocks + 1 + shape.group.num_ranks} * shape.group.num_experts))),
+      block_counts(make_device_memory<int32_t>(count(int64_t{kMaxPrepareBlocks} * shape.group.num_experts))),
+      counts(make_device_memory<int32_t>(count((int64_t{1} + shape.group.num_ranks) * count_words(shape.group)))),
       totals(make_device_memory<NodesPrepareTotals>(1)), token_ends(make_device_memory<int32_t>(count(shape.num_nodes()))),
-      sent_tables(make_device_memory<int32_t>(count(shape.num_nodes() * table_words(shape, shape.group.max_top_k)))),
-      received_tables(make_device_memory<int32_t>(count(shape.num_nodes() * table_words(shape, shape.group.max_top_k)))),
-      to_rails(shape), from_rails(shape), num_experts_(shape.group.num_experts) {}
+      sent_tables(make_device_memory<int32_t>(count(shape.num_nodes() * table_words(shape)))),
+      received_tables(make_device_memory<int32_t>(count(shape.num_nodes() * table_words(shape)))), to_rails(shape),
+      from_rails(shape), count_words_(count_words(shape.group)) {}
 
 NodesPrepareBuffers RailBuffers::prepare() const {
-  int32_t* const own = counts.get() + kMaxPrepareBlocks * num_experts_;
-  return {counts.get(), own, own + num_experts_, totals.get(), token_ends.get(), sent_tables.get(), received_tables.get()};
+  return {block_counts.get(), counts.get(),      counts.get() + count_words_, totals.get(),
+          token_ends.get(),   sent_tables.get(), received_tables.get()};
 }
 
 } // namespace epx::cuda

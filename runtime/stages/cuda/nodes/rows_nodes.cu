@@ -3,7 +3,6 @@
 //
 //   kernel          a warp takes                                 and does with it
 //   pack_rows       one token that goes to another node          copies its row, sidecar and weights to the rail's area
-//   clear_rows      one row that has come by rail                zeros it, if the rail peer is not active
 //   forward_rows    one token of a leg                           copies what has been staged of it here to the rail's area
 //   sum_rows        one token of this rank                       sums what has come of it
 #include <algorithm>
@@ -21,11 +20,6 @@ __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
     pack_rows_kernel(const __grid_constant__ PackParams params) {
   TmaRowPipeline pipeline = pipeline_of_warp();
   pack_rows(params, pipeline);
-}
-
-__global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
-    clear_rows_kernel(const __grid_constant__ PackParams params) {
-  clear_rows(params);
 }
 
 template <typename T>
@@ -57,19 +51,10 @@ cudaError_t launch_rows(void (*kernel)(Params), int64_t items, int num_sms, cuda
   return launch(kernel, {blocks, kMovementThreads, kSharedBytes}, stream, params);
 }
 
-cudaError_t launch_packed_rows(void (*kernel)(PackParams), const NodesDevice& nodes, const PackCall& call, int num_sms,
-                               cudaStream_t stream) {
-  const PackParams params{nodes, make_nodes_handle_layout(nodes.shape, call.call.top_k), call,
-                          row_bytes(call.call.dtype, call.call.hidden)};
-  const int64_t rows = int64_t{nodes.shape.num_nodes() - 1} * nodes.shape.chunk_tokens();
-  return launch_rows(kernel, rows, num_sms, stream, params);
-}
-
 } // namespace
 
 std::vector<const void*> nodes_row_kernels() {
   return {reinterpret_cast<const void*>(&pack_rows_kernel),
-          reinterpret_cast<const void*>(&clear_rows_kernel),
           reinterpret_cast<const void*>(&forward_rows_kernel<float>),
           reinterpret_cast<const void*>(&forward_rows_kernel<__half>),
           reinterpret_cast<const void*>(&forward_rows_kernel<__nv_bfloat16>),
@@ -79,11 +64,10 @@ std::vector<const void*> nodes_row_kernels() {
 }
 
 cudaError_t launch_pack_rows(const NodesDevice& nodes, const PackCall& call, int num_sms, cudaStream_t stream) {
-  return launch_packed_rows(&pack_rows_kernel, nodes, call, num_sms, stream);
-}
-
-cudaError_t launch_clear_rows(const NodesDevice& nodes, const PackCall& call, int num_sms, cudaStream_t stream) {
-  return launch_packed_rows(&clear_rows_kernel, nodes, call, num_sms, stream);
+  const PackParams params{nodes, make_nodes_handle_layout(nodes.shape, call.call.top_k), call,
+                          row_bytes(call.call.dtype, call.call.hidden)};
+  const int64_t rows = int64_t{nodes.shape.num_nodes() - 1} * nodes.shape.chunk_tokens();
+  return launch_rows(&pack_rows_kernel, rows, num_sms, stream, params);
 }
 
 cudaError_t launch_forward_rows(const DeviceGroup& group, const NodesDevice& nodes, const ForwardCall& call, int num_sms,

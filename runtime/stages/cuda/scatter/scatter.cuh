@@ -168,6 +168,7 @@ private:
   }
 
   __device__ void send_token(int64_t token) {
+    if (!movement_.sends_rows(call_.rank())) return;
     const int top_k = operation_.call.top_k;
     const WarpRoutes routes = movement_.routes_of(token);
     if (operation_.input_weights() != nullptr) send_weights(token, routes);
@@ -234,7 +235,7 @@ private:
     const int64_t row_bytes = operation_.row_bytes;
     const WarpList<int32_t>& slots = found.slots;
     if (slots.size() == 0) return true;
-    if (source != rank && !movement_.is_active(source)) {
+    if (!movement_.sends_rows(source)) {
       for (int i = 0; i < slots.size(); ++i) {
         const int32_t slot = slots[i];
         zero_row(operation_.rows() + operation_.call.row_of_slot(slot) * row_bytes, row_bytes);

@@ -1,28 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/rails_exchange.h"
+#include "transport/device_exchange.h"
+
+#include <cstddef>
 
 #include "transport/stream_wait.h"
 
 namespace epx {
 
-std::vector<ExchangeRecord> RailsExchange::gather(ExchangeRecord mine) {
+DeviceExchange::DeviceExchange(int rank, int num_ranks, std::chrono::milliseconds timeout)
+    : rank_(rank), num_ranks_(num_ranks), timeout_(timeout),
+      records_(make_device_memory<ExchangeRecord>(static_cast<size_t>(num_ranks) + 1)) {}
+
+std::vector<ExchangeRecord> DeviceExchange::gather(ExchangeRecord mine) {
   mine.rank = rank_;
+  if (num_ranks_ == 1) return {mine};
   ExchangeRecord* const own = records_.get() + num_ranks_;
   std::vector<ExchangeRecord> all(static_cast<size_t>(num_ranks_));
   check_cuda(cudaMemcpyAsync(own, &mine, sizeof(mine), cudaMemcpyHostToDevice, stream_.get()), "cudaMemcpyAsync");
-  rails_.all_gather(own, records_.get(), sizeof(ExchangeRecord), stream_.get());
+  gather_bytes(own, records_.get(), sizeof(ExchangeRecord), stream_.get());
   try {
-    wait_for_stream(stream_.get(), timeout_);
+    wait_for_stream(stream_.get(), timeout_); // before the copy, which would wait for the stream without a limit
   } catch (const StatusError&) {
-    rails_.abort(); // the work on the stream uses memory of this object
+    give_up();
     throw;
   }
   check_cuda(cudaMemcpyAsync(all.data(), records_.get(), all.size() * sizeof(ExchangeRecord), cudaMemcpyDeviceToHost,
                              stream_.get()),
              "cudaMemcpyAsync");
   check_cuda(cudaStreamSynchronize(stream_.get()), "cudaStreamSynchronize");
-  if (rails_.has_ended()) // then the all-gather may have ended without its data
-    fail(EPX_ERROR_ABORTED, "the rails between the nodes of the group were aborted");
+  require_complete();
   for (const ExchangeRecord& record : all)
     if (record.status != EPX_SUCCESS && mine.status == EPX_SUCCESS) throw_peer_failure(record);
   return all;
