@@ -145,9 +145,8 @@ int agree_on_rail_ctas(int num_comm_sms, Exchange& exchange) {
   const std::vector<int32_t> all = exchange.all_gather([&] {
     if (rail_ctas(num_comm_sms) == 0)
       fail(EPX_ERROR_INVALID_ARGUMENT,
-           "epx_group_config.num_comm_sms is {}; a group of several nodes needs at least 2, one of them for transfers "
-           "between "
-           "nodes, or 0 for the default",
+           "epx_group_config.num_comm_sms is {}; a group of several nodes needs at least 2, one of them for "
+           "transfers, or 0 for the default",
            num_comm_sms);
     return int32_t{rail_ctas(num_comm_sms)};
   });
