@@ -107,7 +107,7 @@
  *   that num_comm_sms is 0 or at least 2 (else INVALID_ARGUMENT).
  * - A rank whose handle memory is not that of the call (EPX_EVENT_HANDLE_MISMATCH) relays nothing: what its rail peers send
  *   through it is zero on its node, and what would go home through it takes no step in their sums. Beside the rank itself, the
- *   ranks of its node and its rail peers report it where its handle memory is of another prepare, some of them twice.
+ *   ranks of its node and its rail peers report it where its handle memory is of another prepare.
  * - prepare_dispatch is prepare and then dispatch there. Rank-major calls need a group of one node. Calls that overlap on the
  *   device are not found out: their transfers may mix.
  */

@@ -91,9 +91,16 @@ struct Rank {
     shape.node.max_tokens_per_rank = c.chunk_tokens;
     return true;
   }
-  NodesDevice device() {
-    return {shape,        kGroupId, &state, &progress, headers.data(), sent_records.data(), received_records.data(),
-            &device_state};
+  NodesCall device() {
+    return {
+        {shape, kGroupId, &state, &progress, headers.data(), sent_records.data(), received_records.data(), &device_state},
+        layout};
+  }
+  // Where the plan of a leg lies, which must outlive the launch.
+  void set_leg(MovementCall& call, int node, int chunk) {
+    plan_of_leg = leg_layout(layout, shape, call.top_k, shape.leg(node, chunk));
+    call.layout = &plan_of_leg;
+    call.checked_header = reinterpret_cast<const std::byte*>(headers.data() + shape.leg(node, chunk));
   }
   std::byte* window_base() {
     return reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(window.data()) + 255) / 256 * 256);
@@ -114,6 +121,7 @@ struct Rank {
   NodesShape shape;
   bool has_shape;
   NodesHandleLayout layout;
+  HandleLayout plan_of_leg{};
   std::vector<std::byte> handle;
   GroupContext context{};
   std::vector<std::byte> window;
@@ -410,6 +418,7 @@ private:
     if (c_.precision == EPX_COMBINE_NODE) return;
     MovementCall call = world_.call(relay.shape.rank, operation_);
     call.num_tokens = header.num_tokens;
+    relay.set_leg(call, node, chunk);
     const float* const weights = tensors_.carries_weights ? nullptr : tensors_.weights[World::at(relay.shape.rank)].data();
     finish(launch_forward_rows(relay.node_group(), relay.device(),
                                {call, tensors_.rows[World::at(relay.shape.rank)].bytes.data(), weights, area, node, chunk},
@@ -804,6 +813,7 @@ void forward_with_descriptors(World& world, Rank& rank, const GatherTensors& ten
   write_descriptors(world, rank, header, ++rank.device_state.begun.sequence);
   MovementCall call = world.call(rank.shape.rank, EPX_OP_COMBINE);
   call.num_tokens = header.num_tokens;
+  rank.set_leg(call, node, chunk);
   const auto r = World::at(rank.shape.rank);
   const RailArea area = (node == rank.shape.own_node ? rank.from_rails : rank.to_rails).view();
   finish(launch_forward_rows(rank.node_group(), rank.device(),

@@ -20,7 +20,7 @@ SIZED_FORMAT = 0x04
 # Movements have one block of 512 threads on each SM, so up to 128 registers for each thread. The stack has arrays and spills.
 MOVEMENTS = re.compile(r"gather_kernel|scatter_kernel|rank_major_kernel|prepare_dispatch_kernel")
 # Those that take rows to and from the rails have such blocks too, but not all of them need so many registers.
-RAIL_ROWS = re.compile(r"(pack|clear|forward|sum)_rows_kernel")
+RAIL_ROWS = re.compile(r"(pack|forward|sum)_rows_kernel")
 MIN_REGISTERS, MAX_STACK_BYTES = 96, 1024
 
 

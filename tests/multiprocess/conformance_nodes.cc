@@ -135,6 +135,7 @@ public:
     check_ok(epx_combine_bwd(group_, &args), "epx_combine_bwd");
     device_.finish();
   }
+  uint64_t num_mismatches() const { return GroupView(group_).status().event_counts[EPX_EVENT_HANDLE_MISMATCH]; }
   // Compares bits, which tell +0 from -0.
   void check_gradient(int source, float expected, bool has_products) const {
     std::vector<float> row(kHidden);
@@ -305,6 +306,9 @@ TEST_CASE("nodes: gradients of rows that come from a rank with another plan are 
           layer.prepare();
           if (context.rank == lost) layer.use_handle(earlier);
           layer.combine_bwd(weight, has_products);
+          const uint64_t reported = layer.num_mismatches();
+          check(reported <= 1 && (context.rank != lost || lost == 0 || reported == 1), "the mismatch is reported {} times",
+                reported);
           for (int source = 0; source < context.num_ranks; ++source) {
             const bool is_lost = (source == lost) != (context.rank == lost);
             // What a lost rank relays is zero on its node, too.

@@ -36,7 +36,7 @@ __global__ void end_call_kernel(const __grid_constant__ NodesDevice nodes) {
 }
 
 struct CallParams {
-  NodesDevice nodes;
+  NodesCall nodes;
   MovementCall call;
 };
 
@@ -73,8 +73,7 @@ __device__ void write_record(const CallParams& params, const NodesHandleReader& 
 }
 
 __global__ void __launch_bounds__(kThreads)
-    post_records_kernel(const __grid_constant__ CallParams params, const __grid_constant__ NodesHandleLayout layout,
-                        const __grid_constant__ AgreedFields agreed) {
+    post_records_kernel(const __grid_constant__ CallParams params, const __grid_constant__ AgreedFields agreed) {
   const NodesDevice& nodes = params.nodes;
   if (threadIdx.x == 0) {
     HandleHeader header = *reinterpret_cast<const HandleHeader*>(params.call.checked_header);
@@ -83,7 +82,7 @@ __global__ void __launch_bounds__(kThreads)
     nodes.progress->tokens[nodes.state->sequence % NodesProgress::kCalls] = params.call.num_tokens;
   }
   __syncthreads();
-  const NodesHandleReader plan(params.call.handle_mem, layout, nodes.shape);
+  const NodesHandleReader plan(params.call.handle_mem, params.nodes.layout, nodes.shape);
   for (int node = static_cast<int>(threadIdx.x); node < nodes.shape.num_nodes(); node += kThreads) {
     write_record(params, plan, agreed, node, nodes.sent_records + node * record_words(nodes.shape));
     if (node == nodes.shape.own_node) // which no rail brings
@@ -156,13 +155,12 @@ cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream) {
   return launch(&end_call_kernel, {1, kWarp}, stream, nodes);
 }
 
-cudaError_t launch_post_records(const NodesDevice& nodes, const MovementCall& call, const AgreedFields& agreed,
+cudaError_t launch_post_records(const NodesCall& nodes, const MovementCall& call, const AgreedFields& agreed,
                                 cudaStream_t stream) {
-  return launch(&post_records_kernel, {1, kThreads}, stream, CallParams{nodes, call},
-                make_nodes_handle_layout(nodes.shape, call.top_k), agreed);
+  return launch(&post_records_kernel, {1, kThreads}, stream, CallParams{nodes, call}, agreed);
 }
 
-cudaError_t launch_open_legs(const DeviceGroup& group, const NodesDevice& nodes, const MovementCall& call,
+cudaError_t launch_open_legs(const DeviceGroup& group, const NodesCall& nodes, const MovementCall& call,
                              bool has_fixed_sizes, cudaStream_t stream) {
   return launch(&open_legs_kernel, {1, kThreads}, stream, group, CallParams{nodes, call}, has_fixed_sizes);
 }

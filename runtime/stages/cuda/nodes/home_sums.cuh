@@ -10,8 +10,7 @@
 namespace epx::cuda {
 
 struct SumParams {
-  NodesDevice nodes;
-  NodesHandleLayout layout;
+  NodesCall nodes;
   SumCall call;
 };
 
@@ -22,7 +21,7 @@ class HomeSums {
 public:
   __device__ HomeSums(const SumParams& params, TmaRowPipeline& pipeline)
       : params_(params), args_(params.call.call), shape_(params.nodes.shape),
-        plan_(args_.handle_mem, params.layout, params.nodes.shape),
+        plan_(args_.handle_mem, params.nodes.layout, params.nodes.shape),
         records_(params.nodes.shape, params.nodes.received_records), pipeline_(pipeline) {}
 
   __device__ void sum(const WorkPartition& warp) const {

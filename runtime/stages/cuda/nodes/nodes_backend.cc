@@ -130,16 +130,14 @@ private:
   // The arguments of a leg, except for its tensors of tokens.
   template <typename Call>
   struct LegCall {
-    LegCall(const NodesBackend& backend, const Call& whole, int leg_node, int chunk, int64_t tokens)
+    LegCall(const NodesBackend& backend, const NodesCall& nodes, const Call& whole, int leg_node, int chunk, int64_t tokens)
         : call(whole), node(leg_node), first_token(backend.first_token(chunk)),
           is_first(node == backend.shape_.own_node && chunk == 0),
-          layout(leg_layout(make_nodes_handle_layout(backend.shape_, whole.top_k), backend.shape_, whole.top_k,
-                            backend.shape_.leg(node, chunk))) {
+          layout(leg_layout(nodes.layout, backend.shape_, whole.top_k, backend.shape_.leg(node, chunk))) {
       call.num_tokens = tokens;
       call.reports_events = is_first;
       call.layout = &layout;
-      call.checked_header =
-          reinterpret_cast<const std::byte*>(backend.nodes_.leg_headers + backend.shape_.leg(node, chunk));
+      call.checked_header = reinterpret_cast<const std::byte*>(nodes.leg_headers + backend.shape_.leg(node, chunk));
     }
     LegCall(const LegCall&) = delete; // call.layout points into it
     LegCall& operator=(const LegCall&) = delete;
@@ -262,22 +260,26 @@ private:
 
   // ---- Movements ----
 
-  // Tells the rail peers how many tokens this rank has for them. Returns the sizes of the transfers that follow; where they are
-  // exact, the host waits for the peers' here.
+  struct OpenLegs {
+    NodesCall nodes;
+    RailSizes sizes; // of the transfers that follow
+  };
+  // Tells the rail peers how many tokens this rank has for them. Where sizes are exact, the host waits for the peers' here.
   // `weights` has a bit for each tensor of weights that is passed.
-  RailSizes open_legs(const MovementCall& call, int weights, int64_t sidecar_bytes, cudaStream_t stream,
-                      bool has_fixed_sizes) {
+  OpenLegs open_legs(const MovementCall& call, int weights, int64_t sidecar_bytes, cudaStream_t stream,
+                     bool has_fixed_sizes) {
     const char* const name = name_of(call.operation);
+    const NodesCall nodes{nodes_, make_nodes_handle_layout(shape_, call.top_k)};
     MovementCall posted = call;
     if (context_.checks_handle_mem) {
       check_cuda(launch_check(nodes_, call, stream), "the check of the handle memory");
       posted.checked_header = reinterpret_cast<const std::byte*>(&nodes_.state->header);
     }
-    check_cuda(launch_post_records(nodes_, posted, agreed_fields(call, weights, sidecar_bytes, has_fixed_sizes), stream),
+    check_cuda(launch_post_records(nodes, posted, agreed_fields(call, weights, sidecar_bytes, has_fixed_sizes), stream),
                name);
     exchange_words(nodes_.sent_records, nodes_.received_records, record_words(shape_), stream);
-    check_cuda(launch_open_legs(node_->device_group(), nodes_, call, has_fixed_sizes, stream), name);
-    if (has_fixed_sizes) return {shape_, call.top_k};
+    check_cuda(launch_open_legs(node_->device_group(), nodes, call, has_fixed_sizes, stream), name);
+    if (has_fixed_sizes) return {nodes, {shape_, call.top_k}};
     const int64_t words = shape_.num_nodes() * record_words(shape_);
     int32_t* const sent = buffers_.records_on_host.get();
     int32_t* const received = sent + words;
@@ -287,31 +289,33 @@ private:
     copy(sent, nodes_.sent_records);
     copy(received, nodes_.received_records);
     watch_->wait_for(stream, call.operation); // the one wait of the host in a call; throws MISMATCH, too
-    return {shape_, call.top_k, sent, received};
+    return {nodes, {shape_, call.top_k, sent, received}};
   }
 
   // Rows go from tokens to slots. Rows to the other nodes are on the wire while legs before them store what has come.
   template <typename Call> // DispatchCall or CombineBwdCall
   void scatter(const Call& call, cudaStream_t stream, bool has_fixed_sizes) {
-    const RailSizes sizes =
-        open_legs(call, weights_of(call), pack_call(call, {}, 0).sidecar_bytes, stream, has_fixed_sizes);
+    const OpenLegs legs = open_legs(call, weights_of(call), pack_call(call, {}, 0).sidecar_bytes, stream, has_fixed_sizes);
+    const NodesCall& nodes = legs.nodes;
+    const RailSizes& sizes = legs.sizes;
     const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
     const RailArea& sent = buffers_.to_rails.area();
     const RailArea& received = buffers_.from_rails.area();
     fork_rail_stream(stream);
     for_each_chunk([&](int chunk) {
       const PackCall pack = pack_call(call, sent, chunk);
-      check_cuda(launch_pack_rows(nodes_, pack, num_leg_sms(), rails_on_), name_of(call.operation));
+      check_cuda(launch_pack_rows(nodes, pack, num_leg_sms(), rails_on_), name_of(call.operation));
       exchange_rows(row_bytes, pack.sidecar_bytes, [&](int node) {
         const RailRange tokens{first_token(chunk), sizes.home_tokens(node, chunk), sizes.relay_tokens(node, chunk)};
         return RowsOfNode{tokens, tokens.times(pack.weights != nullptr ? call.top_k : 0)};
       });
       record(chunk_event(chunk), rails_on_);
     });
-    for_each_chunk([&](int chunk) { scatter_leg(call, shape_.own_node, chunk, own_tokens(call, chunk), received); });
+    for_each_chunk([&](int chunk) { scatter_leg(nodes, call, shape_.own_node, chunk, own_tokens(call, chunk), received); });
     for_each_chunk([&](int chunk) {
       wait(stream, chunk_event(chunk));
-      for_each_other_node([&](int node) { scatter_leg(call, node, chunk, sizes.leg_tokens(node, chunk), received); });
+      for_each_other_node(
+          [&](int node) { scatter_leg(nodes, call, node, chunk, sizes.leg_tokens(node, chunk), received); });
     });
     join_rail_stream(stream);
   }
@@ -327,10 +331,11 @@ private:
     return {call, call.grad_out, nullptr, nullptr, 0, area, chunk};
   }
 
-  void scatter_leg(const DispatchCall& call, int node, int chunk, int64_t tokens, const RailArea& received) {
+  void scatter_leg(const NodesCall& nodes, const DispatchCall& call, int node, int chunk, int64_t tokens,
+                   const RailArea& received) {
     const bool is_own = node == shape_.own_node;
     const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
-    LegCall<DispatchCall> leg(*this, call, node, chunk, tokens);
+    LegCall<DispatchCall> leg(*this, nodes, call, node, chunk, tokens);
     leg.call.clears_pads = call.clears_pads && leg.is_first;
     leg.call.tokens = (is_own ? call.tokens : received.rows_of(node, row_bytes)) + leg.first_token * row_bytes;
     if (const int64_t bytes = call.sidecar_bytes; bytes > 0)
@@ -339,9 +344,10 @@ private:
       leg.call.topk_weights = (is_own ? call.topk_weights : received.weights_of(node)) + leg.first_token * call.top_k;
     node_->stages().dispatch(leg.call);
   }
-  void scatter_leg(const CombineBwdCall& call, int node, int chunk, int64_t tokens, const RailArea& received) {
+  void scatter_leg(const NodesCall& nodes, const CombineBwdCall& call, int node, int chunk, int64_t tokens,
+                   const RailArea& received) {
     const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
-    LegCall<CombineBwdCall> leg(*this, call, node, chunk, tokens);
+    LegCall<CombineBwdCall> leg(*this, nodes, call, node, chunk, tokens);
     leg.call.grad_out =
         (node == shape_.own_node ? call.grad_out : received.rows_of(node, row_bytes)) + leg.first_token * row_bytes;
     node_->stages().combine_bwd(leg.call);
@@ -352,15 +358,17 @@ private:
   void gather(const Call& call, const std::byte* rows, const float* row_weights, std::byte* out, float* carried_out,
               cudaStream_t stream, bool has_fixed_sizes) {
     const int weights = (row_weights != nullptr ? 1 : 0) | (carried_out != nullptr ? 2 : 0);
-    const RailSizes sizes = open_legs(call, weights, 0, stream, has_fixed_sizes);
+    const OpenLegs legs = open_legs(call, weights, 0, stream, has_fixed_sizes);
+    const NodesCall& nodes = legs.nodes;
+    const RailSizes& sizes = legs.sizes;
     const RailArea& sent = buffers_.to_rails.area();
     const RailArea& received = buffers_.from_rails.area();
     const bool sums_by_node = shape_.group.precision == EPX_COMBINE_NODE;
     const auto make_leg = [&](int node, int chunk, int64_t tokens, const RailArea& area) {
-      LegCall<Call> leg(*this, call, node, chunk, tokens);
+      LegCall<Call> leg(*this, nodes, call, node, chunk, tokens);
       gather_leg(leg, area);
       if (!sums_by_node)
-        check_cuda(launch_forward_rows(node_->device_group(), nodes_, {leg.call, rows, row_weights, area, node, chunk},
+        check_cuda(launch_forward_rows(node_->device_group(), nodes, {leg.call, rows, row_weights, area, node, chunk},
                                        num_leg_sms(), stream),
                    name_of(call.operation));
     };
@@ -375,7 +383,7 @@ private:
     for_each_chunk([&](int chunk) { make_leg(shape_.own_node, chunk, own_tokens(call, chunk), received); });
     join_rail_stream(stream);
     const bool is_weighted = row_weights != nullptr && shape_.group.precision == EPX_COMBINE_EXACT;
-    check_cuda(launch_sum_rows(nodes_, {call, is_weighted, received, out, carried_out}, num_leg_sms(), stream),
+    check_cuda(launch_sum_rows(nodes, {call, is_weighted, received, out, carried_out}, num_leg_sms(), stream),
                name_of(call.operation));
   }
 

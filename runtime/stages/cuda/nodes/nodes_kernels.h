@@ -78,6 +78,11 @@ struct NodesDevice {
   const DeviceState* node_state; // of the legs' group
 };
 
+// The same as the kernels of one movement see it, which read the handle memory of a layer.
+struct NodesCall : NodesDevice {
+  NodesHandleLayout layout;
+};
+
 // ---- prepare ----
 
 // What prepare counts on this rank, in routes and rows. Its first leg reports bad indices and the overflow from it.
@@ -132,13 +137,13 @@ cudaError_t launch_check(const NodesDevice& nodes, const MovementCall& call, cud
 cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream);
 // Checks the header of the handle memory for this call (MovementCall::checked_header), and writes the records that go to the
 // rail peers.
-cudaError_t launch_post_records(const NodesDevice& nodes, const MovementCall& call, const AgreedFields& agreed,
+cudaError_t launch_post_records(const NodesCall& nodes, const MovementCall& call, const AgreedFields& agreed,
                                 cudaStream_t stream);
 // Writes the headers of the legs from the records that have come (NodesRecords::leg_tokens), and reports a rail peer that has
 // another plan, or passes other AgreedFields (NodesProgress::disagreement). The leg of a rail peer that is not active has no
 // rows (kSendsNoRows). Where this rank takes part without routes, each leg has a header with magic 0. `group` is that of the
 // legs. In the event, values[0] is 1: values[3] is a rank of the group and not of the node.
-cudaError_t launch_open_legs(const DeviceGroup& group, const NodesDevice& nodes, const MovementCall& call,
+cudaError_t launch_open_legs(const DeviceGroup& group, const NodesCall& nodes, const MovementCall& call,
                              bool has_fixed_sizes, cudaStream_t stream);
 
 // Copies the rows (and weights [K], and sidecars) of the tokens of a chunk that go to other nodes into `area`, each at the
@@ -152,21 +157,21 @@ struct PackCall {
   RailArea area;
   int chunk;
 };
-cudaError_t launch_pack_rows(const NodesDevice& nodes, const PackCall& call, int num_sms, cudaStream_t stream);
+cudaError_t launch_pack_rows(const NodesCall& nodes, const PackCall& call, int num_sms, cudaStream_t stream);
 
 // Behind the gather of a leg in the precisions wire and exact: copies what that has staged on this rank to `area`, without
 // gaps. wire: a token's partial sums of the ranks of this node, in rank order. exact: its routes' rows in k order, and beside
 // them, at area.weights by row, their weights if `row_weights` is not NULL. Where a rank has no partial sum, or a route was
 // dropped in this call, the row consists of -0, which changes no sum, and the weight is 0.
 struct ForwardCall {
-  MovementCall call;        // the leg's; num_tokens is that of the leg, recv_rows and handle_mem those of the group's call
+  MovementCall call;        // the leg's, with its layout; recv_rows and handle_mem are those of the group's call
   const std::byte* rows;    // [N, H]: this rank's own
   const float* row_weights; // [N]; may be NULL. Applied in the partial sums of wire
   RailArea area;
   int node; // of the leg
   int chunk;
 };
-cudaError_t launch_forward_rows(const DeviceGroup& group, const NodesDevice& nodes, const ForwardCall& call, int num_sms,
+cudaError_t launch_forward_rows(const DeviceGroup& group, const NodesCall& nodes, const ForwardCall& call, int num_sms,
                                 cudaStream_t stream);
 
 // At home: out[t] is the sum of what has come of the token, from all nodes, in the order that the precision says, rounded
@@ -179,7 +184,7 @@ struct SumCall {
   std::byte* out;   // [T, H]
   float* carried_out;
 };
-cudaError_t launch_sum_rows(const NodesDevice& nodes, const SumCall& call, int num_sms, cudaStream_t stream);
+cudaError_t launch_sum_rows(const NodesCall& nodes, const SumCall& call, int num_sms, cudaStream_t stream);
 
 // All of these, to be loaded before any is launched.
 std::vector<const void*> nodes_prepare_kernels();

@@ -9,8 +9,7 @@
 namespace epx::cuda {
 
 struct PackParams {
-  NodesDevice nodes;
-  NodesHandleLayout layout;
+  NodesCall nodes;
   PackCall call;
   int64_t row_bytes;
 };
@@ -39,7 +38,7 @@ private:
 __device__ inline void pack_rows(const PackParams& params, TmaRowPipeline& pipeline) {
   const PackCall& call = params.call;
   const NodesShape& shape = params.nodes.shape;
-  const NodesHandleReader plan(call.call.handle_mem, params.layout, shape);
+  const NodesHandleReader plan(call.call.handle_mem, params.nodes.layout, shape);
   const WorkPartition warp = partition_warps(0, kMovementWarps, 0, static_cast<int>(gridDim.x));
   const auto others = static_cast<unsigned>(shape.num_nodes() - 1);
   const auto rows = others * static_cast<unsigned>(shape.chunk_tokens());

@@ -63,25 +63,19 @@ std::vector<const void*> nodes_row_kernels() {
           reinterpret_cast<const void*>(&sum_rows_kernel<__nv_bfloat16>)};
 }
 
-cudaError_t launch_pack_rows(const NodesDevice& nodes, const PackCall& call, int num_sms, cudaStream_t stream) {
-  const PackParams params{nodes, make_nodes_handle_layout(nodes.shape, call.call.top_k), call,
-                          row_bytes(call.call.dtype, call.call.hidden)};
+cudaError_t launch_pack_rows(const NodesCall& nodes, const PackCall& call, int num_sms, cudaStream_t stream) {
+  const PackParams params{nodes, call, row_bytes(call.call.dtype, call.call.hidden)};
   const int64_t rows = int64_t{nodes.shape.num_nodes() - 1} * nodes.shape.chunk_tokens();
   return launch_rows(&pack_rows_kernel, rows, num_sms, stream, params);
 }
 
-cudaError_t launch_forward_rows(const DeviceGroup& group, const NodesDevice& nodes, const ForwardCall& call, int num_sms,
+cudaError_t launch_forward_rows(const DeviceGroup& group, const NodesCall& nodes, const ForwardCall& call, int num_sms,
                                 cudaStream_t stream) {
-  const NodesHandleLayout layout = make_nodes_handle_layout(nodes.shape, call.call.top_k);
-  const int leg = nodes.shape.leg(call.node, call.chunk);
-  const HandleLayout plan = leg_layout(layout, nodes.shape, call.call.top_k, leg);
-  MovementCall args = call.call;
-  args.layout = &plan;
-  args.checked_header = reinterpret_cast<const std::byte*>(nodes.leg_headers + leg);
+  const MovementCall& args = call.call;
   const ForwardParams params{make_movement_params(group, {}, args, 0, 0, kNotRegistered),
                              {call.rows, call.row_weights, call.area},
                              nodes.shape,
-                             layout,
+                             nodes.layout,
                              call.node,
                              call.chunk};
   const int64_t tokens = args.num_tokens;
@@ -90,8 +84,8 @@ cudaError_t launch_forward_rows(const DeviceGroup& group, const NodesDevice& nod
   return launch_rows(&forward_rows_kernel<__nv_bfloat16>, tokens, num_sms, stream, params);
 }
 
-cudaError_t launch_sum_rows(const NodesDevice& nodes, const SumCall& call, int num_sms, cudaStream_t stream) {
-  const SumParams params{nodes, make_nodes_handle_layout(nodes.shape, call.call.top_k), call};
+cudaError_t launch_sum_rows(const NodesCall& nodes, const SumCall& call, int num_sms, cudaStream_t stream) {
+  const SumParams params{nodes, call};
   const int64_t tokens = call.call.num_tokens;
   if (call.call.dtype == EPX_FLOAT32) return launch_rows(&sum_rows_kernel<float>, tokens, num_sms, stream, params);
   if (call.call.dtype == EPX_FLOAT16) return launch_rows(&sum_rows_kernel<__half>, tokens, num_sms, stream, params);

@@ -19,6 +19,14 @@ __device__ inline bool has_free_record(const CallContext& call) {
   return state.num_events - state.events_taken < StatusRecord::kEvents;
 }
 
+// Returns whether the last event that has a record is of this kind and this call. No other thread records events meanwhile.
+__device__ inline bool has_recorded(const CallContext& call, epx_event_kind kind) {
+  const DeviceState& state = *call.group.state;
+  if (state.num_events == 0) return false;
+  const EventRecord& last = call.group.record->events[(state.num_events - 1) % StatusRecord::kEvents];
+  return last.kind == kind && last.sequence == call.sequence;
+}
+
 // One thread of its warp calls this. `count` has the unit of epx_group_report.event_counts; EventRecord explains the values and
 // the header.
 __device__ __noinline__ inline void record_event(const CallContext& call, epx_event_kind kind, int64_t count, int64_t v0,
