@@ -13,6 +13,7 @@
 
 #include "failure.h"
 #include "registry.h"
+#include "row_major.h"
 #include "tensors.h"
 
 namespace epx_torch {
@@ -200,6 +201,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(epx, CompositeExplicitAutograd, library) {
-  library.impl("block_fwd", TORCH_BOX(&epx_torch::block_fwd));
-  library.impl("block_bwd", TORCH_BOX(&epx_torch::block_bwd));
+  library.impl("block_fwd", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::block_fwd>::call));
+  library.impl("block_bwd", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::block_bwd>::call));
 }

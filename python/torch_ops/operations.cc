@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "calls.h"
+#include "row_major.h"
 
 namespace epx_torch {
 namespace {
@@ -226,11 +227,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
 // A tensor on another device than the group's is refused with a sentence by the kernel itself, so one kernel serves all
 // devices.
 STABLE_TORCH_LIBRARY_IMPL(epx, CompositeExplicitAutograd, library) {
-  library.impl("prepare", TORCH_BOX(&epx_torch::prepare));
-  library.impl("dispatch", TORCH_BOX(&epx_torch::dispatch));
+  library.impl("prepare", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::prepare>::call));
+  library.impl("dispatch", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::dispatch>::call));
   library.impl("dispatch_into", TORCH_BOX(&epx_torch::dispatch_into));
-  library.impl("prepare_dispatch", TORCH_BOX(&epx_torch::prepare_dispatch));
-  library.impl("combine", TORCH_BOX(&epx_torch::combine));
-  library.impl("combine_bwd", TORCH_BOX(&epx_torch::combine_bwd));
-  library.impl("dispatch_bwd", TORCH_BOX(&epx_torch::dispatch_bwd));
+  library.impl("prepare_dispatch", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::prepare_dispatch>::call));
+  library.impl("combine", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::combine>::call));
+  library.impl("combine_bwd", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::combine_bwd>::call));
+  library.impl("dispatch_bwd", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::dispatch_bwd>::call));
 }

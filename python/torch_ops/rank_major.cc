@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "calls.h"
+#include "row_major.h"
 
 namespace epx_torch {
 namespace {
@@ -136,9 +137,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(epx, CompositeExplicitAutograd, library) {
-  library.impl("dispatch_rank_major", TORCH_BOX(&epx_torch::dispatch_rank_major));
+  library.impl("dispatch_rank_major", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::dispatch_rank_major>::call));
   library.impl("dispatch_rank_major_into", TORCH_BOX(&epx_torch::dispatch_rank_major_into));
-  library.impl("combine_rank_major", TORCH_BOX(&epx_torch::combine_rank_major));
-  library.impl("combine_rank_major_bwd", TORCH_BOX(&epx_torch::combine_rank_major_bwd));
-  library.impl("dispatch_rank_major_bwd", TORCH_BOX(&epx_torch::dispatch_rank_major_bwd));
+  library.impl("combine_rank_major", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::combine_rank_major>::call));
+  library.impl("combine_rank_major_bwd", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::combine_rank_major_bwd>::call));
+  library.impl("dispatch_rank_major_bwd", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::dispatch_rank_major_bwd>::call));
 }

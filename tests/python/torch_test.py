@@ -321,19 +321,53 @@ class Exchange(unittest.TestCase):
         with self.assertRaisesRegex(epx.InvalidArgumentError, "destroyed"):
             out.sum().backward()
 
+    def test_9b_operators_take_padded_rows(self):
+        """Inductor pads rows; in eager mode the package's functions refuse what the operators then copy."""
+
+        def padded(tensor):
+            wider = tensor.new_empty(tensor.shape[0], tensor.shape[1] + 3)
+            wider[:, : tensor.shape[1]] = tensor
+            return wider[:, : tensor.shape[1]]
+
+        with make_group() as group:
+            data = Data([4] * RANKS, 2, seed=13)
+            idx, tokens, weights = on_device(data.idx[RANK]), single(data.tokens[RANK]), single(data.weights[RANK])
+            ops, rows = torch.ops.epx, group.max_recv_tokens_per_rank
+            found = []
+            for change in (lambda tensor: tensor, padded):
+                memory, counts, offsets, *_ = ops.prepare(group.number, change(idx), 1, False)
+                received, row_weights = ops.dispatch(group.number, memory, change(tokens), change(weights), 2, 1, 0, rows)
+                used = int(offsets[-1])
+                received[used:] = 0
+                row_weights[used:] = 0
+                out = ops.combine(group.number, memory, change(received), row_weights, 2, 1, 4)
+                grad_rows, _ = ops.combine_bwd(group.number, memory, change(tokens), None, row_weights, 2, 1, rows)
+                grad_rows[used:] = 0
+                grad_tokens, _ = ops.dispatch_bwd(group.number, memory, change(grad_rows), None, 2, 1, 4)
+                found.append((counts, offsets, received, row_weights, out, grad_rows, grad_tokens))
+            torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+            for call in (lambda: epx.torch.prepare(group, padded(idx)), lambda: self.layer_of(group)(padded(tokens))):
+                with self.assertRaisesRegex(epx.InvalidArgumentError, r"has strides .* at shape .*: it must be contiguous"):
+                    call()
+            group.check()
+
+    @staticmethod
+    def layer_of(group):
+        return epx.torch.MoELayer(group, router=epx.moe.Router(2), ffn=epx.moe.Ffn(HIDDEN, INNER))
+
     def test_a_failures(self):
         if RANKS == 1:
             self.skipTest("a failure needs a peer")
         group = make_group(timeout=5 if ranks.shares_gpu() else 1)  # which holds for creating it, too
         idx = on_device(torch.zeros(2, 2, dtype=torch.int64))
         tokens = on_device(torch.ones(2, HIDDEN)).requires_grad_()
-        plan = epx.torch.prepare(group, idx)
-        rows, _ = epx.torch.dispatch(plan, tokens)
-        out = epx.torch.combine(plan, rows)
-        torch_model.wait()
-        if RANK == 0:
-            group.abort()
-        with self.assertRaises(epx.GroupError) as caught:
+        with self.assertRaises(epx.GroupError) as caught:  # by combine on a rank that comes late
+            plan = epx.torch.prepare(group, idx)
+            rows, _ = epx.torch.dispatch(plan, tokens)
+            out = epx.torch.combine(plan, rows)
+            torch_model.wait()
+            if RANK == 0:
+                group.abort()
             for _ in range(3):  # on a GPU a later call tells
                 out.sum().backward(retain_graph=True)
                 torch_model.wait()

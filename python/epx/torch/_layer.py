@@ -19,7 +19,7 @@ from ..group import _enum
 from ..moe import Ffn, Router
 from ._group import Group, call
 from ._library import layers, lib, ops
-from ._ops import _records, _refuse_vmap
+from ._ops import _records, _refuse_vmap, _require_row_major
 
 _block_fwd, _block_bwd = ops.block_fwd.default, ops.block_bwd.default
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -291,6 +291,10 @@ class MoELayer(torch.nn.Module):
         if token_mask is not None:
             token_mask = token_mask.reshape(-1).to(torch.uint8)
         params = self.first_weight, self.down_weight, self.first_bias, self.down_bias
+        _require_row_major("tokens", flat)
+        _require_row_major("logits", logits)
+        for name, each in zip(("first_weight", "down_weight", "first_bias", "down_bias"), params):
+            _require_row_major(name, each)
         if _records(flat, logits, *params):
             outputs = _Block.apply(self._numbers, self.aux_loss_grad, self.selection_bias, token_mask, flat, logits, *params)
         else:

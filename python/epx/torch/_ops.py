@@ -148,6 +148,13 @@ def _records(*tensors):
     return torch.is_grad_enabled() and any([tensor is not None and tensor.requires_grad for tensor in tensors])
 
 
+def _require_row_major(name, tensor):
+    """Refuses a tensor of other strides. The operators copy it, which torch.compile needs, but a caller should know."""
+    if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
+        strides, sizes = list(tensor.stride()), list(tensor.shape)
+        refuse(f"{name} has strides {strides} at shape {sizes}: it must be contiguous in row-major order")
+
+
 def _is_int64(counts_dtype):
     if counts_dtype not in (torch.int32, torch.int64):
         refuse(f"counts_dtype is {counts_dtype}; it must be torch.int32 or torch.int64")
@@ -169,6 +176,7 @@ def prepare(
     counts_dtype: torch.int32 or torch.int64, of counts, offsets and global_counts.
     """
     number = group.number
+    _require_row_major("topk_idx", topk_idx)
     made = call(number, _prepare, number, topk_idx, alignment, _is_int64(counts_dtype))
     return Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], *made)
 
@@ -191,6 +199,9 @@ def prepare_dispatch(
     suffices. Returns (plan, recv_tokens [N, H], recv_weights [N] float32 or None).
     """
     number, int64_counts = group.number, _is_int64(counts_dtype)
+    _require_row_major("topk_idx", topk_idx)
+    _require_row_major("tokens", tokens)
+    _require_row_major("topk_weights", topk_weights)
     args = number, topk_idx, tokens, topk_weights, alignment, int64_counts, _pads(pads), num_rows
     if _records(tokens, topk_weights):
         *made, rows, weights = _PrepareDispatch.apply(*args)
@@ -222,6 +233,8 @@ def dispatch(
     number = plan.group.number
     pads = _pads(pads)
     records = _records(tokens, topk_weights)
+    _require_row_major("tokens", tokens)
+    _require_row_major("topk_weights", topk_weights)
     if recv_tokens is not None:
         if torch.compiler.is_compiling():
             refuse("dispatch into recv_tokens is not supported under torch.compile, which cannot order operators that write")
@@ -247,6 +260,8 @@ def combine(plan: Plan, expert_out: torch.Tensor, recv_weights: torch.Tensor | N
     Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
     """
     number = plan.group.number
+    _require_row_major("expert_out", expert_out)
+    _require_row_major("recv_weights", recv_weights)
     args = number, plan.handle_mem, expert_out, recv_weights, plan.top_k, plan.alignment, plan.num_tokens
     if _records(expert_out, recv_weights):
         return _Combine.apply(*args)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from .._tensors import refuse
 from ._group import Group, call
 from ._library import ops
-from ._ops import _records, _refuse_vmap
+from ._ops import _records, _refuse_vmap, _require_row_major
 
 _dispatch, _combine = ops.dispatch_rank_major.default, ops.combine_rank_major.default
 _dispatch_into = ops.dispatch_rank_major_into.default
@@ -130,6 +130,9 @@ def dispatch_rank_major(
     """
     number = group.number
     records = _records(tokens, topk_weights)
+    _require_row_major("tokens", tokens)
+    _require_row_major("topk_idx", topk_idx)
+    _require_row_major("topk_weights", topk_weights)
     if recv_tokens is None:
         args = number, tokens, topk_idx, topk_weights, group.max_tokens_per_rank if max_rows is None else max_rows
         outputs = _Dispatch.apply(*args) if records else call(number, _dispatch, *args)
@@ -152,6 +155,7 @@ def combine_rank_major(plan: RankMajorPlan, expert_out: torch.Tensor) -> torch.T
     expert_out: [P, M, H].  Returns out [T, H]: the sum of a token's kept rows over the ranks; zero for a token without one.
     """
     number = plan.group.number
+    _require_row_major("expert_out", expert_out)
     args = number, plan.handle_mem, expert_out, plan.top_k, plan.num_tokens
     if _records(expert_out):
         return _Combine.apply(*args)
