@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """A small MoE language model in JAX, trained on a text with epx and, step by step beside it, with JAX's own collectives: from
-the same parameters, on the same batches. Those are ragged_all_to_all on GPUs, and all_to_all of padded rows on CPUs, where XLA
-has no ragged one. Prints both losses and step times, and draws the curves.
+the same parameters, on the same batches. Those are ragged_all_to_all on GPUs of one machine, and all_to_all of padded rows on
+CPUs and between machines, where XLA has no ragged one. Prints both losses and step times, and draws the curves.
 
 examples/jax_moe.py --processes 2                  # on GPUs where there are enough, else on CPUs; one process for each device
 
@@ -279,10 +279,11 @@ def train(options):
         max_token_dtype="float32",
         transport="nccl" if on_gpu else "host",
     )
-    native = "ragged_all_to_all" if on_gpu else "all_to_all"
+    is_ragged = on_gpu and options.processes_here == options.processes
+    native = "ragged_all_to_all" if is_ragged else "all_to_all"
     trainers = {
         "epx": Trainer(Epx(group, options.top_k), options, mesh),
-        native: Trainer(Native(options.processes, options.top_k, on_gpu), options, mesh),
+        native: Trainer(Native(options.processes, options.top_k, is_ragged), options, mesh),
     }
     with open(options.text, "rb") as file:
         text = numpy.frombuffer(file.read(), numpy.uint8).astype(numpy.int32)
