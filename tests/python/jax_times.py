@@ -244,9 +244,9 @@ def main():
     shape = moe_data.Shape(RANKS, options.tokens, options.hidden, options.ffn, options.experts, options.top_k)
     mesh = jax.make_mesh((RANKS,), ("ranks",), axis_types=(AxisType.Auto,))
     start = time.perf_counter()
-    group = epx.jax.make_group(
-        mesh,
-        "ranks",
+    with epx.jax._cuda.current(jax.local_devices()[0]):  # loads NCCL
+        loading = time.perf_counter() - start
+    config = dict(
         num_experts=options.experts,
         max_tokens_per_rank=options.tokens,
         hidden_dim=options.hidden,
@@ -255,8 +255,16 @@ def main():
         max_token_dtype="bfloat16",
         transport="nccl" if ON_GPU else "host",
     )
+    group = epx.jax.make_group(mesh, "ranks", **config)
     seconds = time.perf_counter() - start
-    say(f"import jax {JAX_SECONDS:.2f} s, import epx.jax {IMPORT_SECONDS:.2f} s, first group {seconds:.2f} s")
+    start = time.perf_counter()
+    second = epx.jax.make_group(mesh, "ranks", **config)
+    second_seconds = time.perf_counter() - start
+    second.destroy()
+    say(
+        f"import jax {JAX_SECONDS:.2f} s, import epx.jax {IMPORT_SECONDS:.2f} s, first group {seconds:.2f} s, "
+        f"of which loading NCCL took {loading:.2f} s; a second one {second_seconds:.2f} s"
+    )
     say(f"jax {jax.__version__}, {jax.local_devices()[0].device_kind}, {RANKS} ranks, median (least to most)")
     few = moe_data.Shape(RANKS, options.few_tokens, options.hidden, options.ffn, options.experts, options.top_k)
     overhead(group, few, dtype)

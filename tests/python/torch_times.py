@@ -286,8 +286,8 @@ def c_block(layer, tokens, logits, grad_out):
 
     kept = (keep, cuda, params, grads)
     return (
-        lambda: check(_moe_structs.epx_moe_block_fwd(layer._block, forward)) or kept and None,
-        lambda: check(_moe_structs.epx_moe_block_bwd(layer._block, backward)) or kept and None,
+        lambda: check(_moe_structs.epx_moe_block_fwd(layer._memory.value, forward)) or kept and None,
+        lambda: check(_moe_structs.epx_moe_block_bwd(layer._memory.value, backward)) or kept and None,
     )
 
 
