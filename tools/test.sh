@@ -213,7 +213,6 @@ compile_rest() {
 
 # Beside those of the other sanitizer: many of either wait for their ranks most of the time, or run alone.
 test_threads() {
-  renice -n "$(($(nice) + 5))" -p "$BASHPID" >/dev/null || true
   if wait_for_build build-tsan; then
     run_tests build-tsan testlog 6 --suite threads --no-suite timing
   fi
