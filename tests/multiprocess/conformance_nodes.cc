@@ -330,6 +330,7 @@ TEST_CASE("nodes: calls take no more SMs than asked for, and one SM is too few f
       const bool has_gpus = context.device->transport() != EPX_TRANSPORT_HOST;
       if (has_gpus && num_nodes(c.group) > 1 && least == 1) {
         epx_group_config config = make_config(c.group);
+        config.num_comm_sms = c.group.num_comm_sms;
         config.transport = context.device->transport();
         epx_group group = nullptr;
         check_status(epx_group_create(context.bootstrap, &config, &group), EPX_ERROR_INVALID_ARGUMENT, "epx_group_create");

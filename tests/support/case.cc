@@ -158,7 +158,7 @@ epx_group_config make_config(const GroupCase& group) {
   config.combine_precision = group.precision;
   config.overflow = group.overflow;
   config.transport = group.transport;
-  config.num_comm_sms = group.num_comm_sms == 1 && num_nodes(group) > 1 ? 2 : group.num_comm_sms; // they need one for rails
+  config.num_comm_sms = group.num_comm_sms == 1 && num_nodes(group) > 1 ? 2 : group.num_comm_sms;
   config.timeout_ms = group.timeout_ms;
   config.ranks_per_node = ranks_per_node(group);
   config.fixed_rail_tokens = group.fixed_rail_tokens;

@@ -23,7 +23,7 @@ struct GroupCase {
   epx_combine_precision precision = EPX_COMBINE_WIRE;
   epx_overflow overflow = EPX_OVERFLOW_ERROR;
   epx_transport transport = EPX_TRANSPORT_HOST;
-  int num_comm_sms = 0;   // 0: all
+  int num_comm_sms = 0;   // 0: all; 1 stands for 2 over nodes, where transfers take one
   int ranks_per_node = 0; // 0: as the ranks were launched (epx_test_launch --ranks-per-node), else one node
   int fixed_rail_tokens = 0;
   int64_t timeout_ms = 60'000;
