@@ -41,7 +41,7 @@ public:
 };
 
 // All calls are asynchronous on the stream, which may be captured, and all ranks make the same ones in the same order. They
-// throw SYSTEM, of which a BrokenRailError is one, and ABORTED after abort().
+// throw SYSTEM, of which a BrokenRailError is one, TIMEOUT, and ABORTED after abort().
 class Rails {
 public:
   virtual ~Rails() = default;

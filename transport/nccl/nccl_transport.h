@@ -22,9 +22,8 @@ std::string why_no_nccl();
 std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange);
 
 // The same for a group of several nodes of ranks_per_node ranks each, whose rails take at most rail_ctas SMs, as many on all
-// ranks. Windows of the node's transport are opened over a
-// NodeExchange of the ranks of this node. The call makes as many exchanges as make_nccl_transport, since groups of the same
-// bootstrap may have one node.
+// ranks. Windows of the node's transport are opened over a NodeExchange of the ranks of this node. The call makes one exchange
+// more than make_nccl_transport; a group of one node of the same bootstrap has to stand by for it.
 NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_node, int rail_ctas, int64_t timeout_ms,
                                          Exchange& exchange);
 

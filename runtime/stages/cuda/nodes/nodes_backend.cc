@@ -288,7 +288,7 @@ private:
     };
     copy(sent, nodes_.sent_records);
     copy(received, nodes_.received_records);
-    watch_->wait_for(stream, call.operation); // the one wait of the host in a call; throws MISMATCH, too
+    watch_->wait_for(stream, call.operation); // the one wait of the host in a call; throws what disagrees, too
     return {nodes, {shape_, call.top_k, sent, received}};
   }
 

@@ -151,9 +151,15 @@ std::optional<Failure> NodesWatch::found_by_kernels() {
   return node_.failure();
 }
 
+// Kernels behind transfers that were aborted compare what has never come: only what was found before counts.
+bool NodesWatch::has_disagreement() const {
+  const bool is_known = load(progress_.disagreement.is_known) != 0; // read first: an abort comes before what follows it
+  return is_known && (disagreed_before_end_.load() || !rails_.has_ended());
+}
+
 std::optional<Failure> NodesWatch::disagreement() const {
+  if (!has_disagreement()) return std::nullopt;
   const Disagreement& found = progress_.disagreement;
-  if (load(found.is_known) == 0) return std::nullopt;
   CallDescriptor descriptors[2] = {};
   for (int i = 0; i < 2; ++i) {
     const AgreedFields& fields = found.fields[i];
@@ -174,6 +180,7 @@ std::optional<Failure> NodesWatch::disagreement() const {
 }
 
 void NodesWatch::end_work() noexcept {
+  if (has_disagreement()) disagreed_before_end_.store(true);
   ends_work_.store(true); // the failure that the node has from now on is none that the group must learn of
   node_.end();            // before the rails: what comes behind them on the streams must not use rows that have not come
   rails_.abort();
@@ -229,7 +236,7 @@ void NodesWatch::require_healthy(epx_operation operation) {
 void NodesWatch::fail_with(const Failure& failure, epx_operation operation) {
   tell(failure);
   const std::optional<Verdict> verdict = control_->wait_for_verdict();
-  if (!verdict) end_work(); // rank 0 has left
+  if (!verdict) end_work(); // rank 0 does not answer
   status_.fail(verdict ? failure_of(*verdict, call_or_next(operation)) : failure);
 }
 

@@ -71,6 +71,7 @@ private:
   void end(const Verdict& verdict); // the control connection's thread
   void end_work() noexcept;
   std::optional<Failure> found_by_kernels();
+  bool has_disagreement() const;
   std::optional<Failure> disagreement() const;
   void keep_verdict(CallName call);
   Failure failure_of(const Verdict& verdict, CallName call);
@@ -91,6 +92,7 @@ private:
   std::condition_variable stop_;
   bool stops_ = false;
   std::atomic<bool> ends_work_ = false;
+  std::atomic<bool> disagreed_before_end_ = false;
   std::mutex verdict_mutex_;
   std::optional<Verdict> verdict_; // that has come between two calls: the next one fails with it
   std::unique_ptr<ControlConnection> control_;
