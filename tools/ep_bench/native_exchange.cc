@@ -41,16 +41,8 @@ NativeExchange::NativeExchange(std::span<const InputSet> sets, const std::vector
     out_ = Buffer::plain(gpu, static_cast<size_t>(tokens * row));
     pinned_counts_ = allocate_pinned(options.experts + num_arriving());
     pinned_arrival_ = allocate_pinned(max_rows);
-    cudaEvent_t event = nullptr;
-    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-    counts_event_.reset(event);
+    counts_event_ = make_copy_event();
   });
-}
-
-NativeExchange::PinnedIntegers NativeExchange::allocate_pinned(int64_t count) {
-  void* memory = nullptr;
-  check_cuda(cudaHostAlloc(&memory, bytes_of_integers(count), cudaHostAllocDefault), "cudaHostAlloc");
-  return PinnedIntegers(static_cast<int32_t*>(memory));
 }
 
 NativeExchange::Set NativeExchange::make_set(const TokenInputs& inputs) const {

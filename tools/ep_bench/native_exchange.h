@@ -7,13 +7,12 @@
 #include <span>
 #include <vector>
 
-#include <cuda_runtime_api.h>
-
 #include "tools/ep_bench/communicator.h"
 #include "tools/ep_bench/gpu.h"
 #include "tools/ep_bench/native_plan.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/peers.h"
+#include "tools/ep_bench/pinned_integers.h"
 #include "tools/ep_bench/workload.h"
 
 namespace epx::bench {
@@ -40,14 +39,6 @@ public:
   const Buffer& out() const { return out_; }                 // [T, H]
 
 private:
-  struct FreeHost {
-    void operator()(int32_t* memory) const { cudaFreeHost(memory); }
-  };
-  struct DestroyEvent {
-    using pointer = cudaEvent_t;
-    void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
-  };
-  using PinnedIntegers = std::unique_ptr<int32_t, FreeHost>;
   struct Set {
     Buffer tokens;       // [T, H]
     Buffer topk_weights; // [T, K] float
@@ -58,7 +49,6 @@ private:
     RowsByPeer rows;
   };
 
-  static PinnedIntegers allocate_pinned(int64_t count);
   Set make_set(const TokenInputs& inputs) const;
   void exchange_counts(const Set& set);
   void pack(const Set& set);
@@ -85,7 +75,7 @@ private:
   Buffer out_;                    // [T, H]
   PinnedIntegers pinned_counts_;  // as Set::counts
   PinnedIntegers pinned_arrival_; // [max_rows]; the wait for counts waits for the copy of the dispatch before, too
-  std::unique_ptr<CUevent_st, DestroyEvent> counts_event_;
+  CopyEvent counts_event_;
 };
 
 } // namespace epx::bench

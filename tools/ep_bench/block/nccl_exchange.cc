@@ -31,16 +31,8 @@ NcclRowExchange::NcclRowExchange(const Peers& peers, Gpu& gpu, int32_t num_exper
     gathered_ = Buffer::plain(gpu, counts_.size() * sizeof(int32_t));
     pinned_ = allocate_pinned(std::ssize(counts_));
     staging_ = allocate_pinned(max_rows);
-    cudaEvent_t event = nullptr;
-    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-    gathered_event_.reset(event);
+    gathered_event_ = make_copy_event();
   });
-}
-
-NcclRowExchange::PinnedIntegers NcclRowExchange::allocate_pinned(int64_t count) {
-  int32_t* memory = nullptr;
-  check_cuda(cudaMallocHost(&memory, static_cast<size_t>(count) * sizeof(int32_t)), "cudaMallocHost");
-  return PinnedIntegers(memory);
 }
 
 void NcclRowExchange::upload(std::span<const int32_t> staged, const Buffer& to) {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <map>
-#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -11,6 +10,7 @@
 #include "tools/ep_bench/block/row_exchange.h"
 #include "tools/ep_bench/gpu.h"
 #include "tools/ep_bench/nccl_comm.h"
+#include "tools/ep_bench/pinned_integers.h"
 
 namespace epx::bench {
 
@@ -30,24 +30,12 @@ public:
                 std::span<const int64_t> receive_rows, int64_t row_bytes) override;
 
 private:
-  struct FreeHost {
-    void operator()(int32_t* memory) const { cudaFreeHost(memory); }
-  };
-
-  struct DestroyEvent {
-    using pointer = cudaEvent_t;
-    void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
-  };
-  using PinnedIntegers = std::unique_ptr<int32_t, FreeHost>;
-
-  static PinnedIntegers allocate_pinned(int64_t count);
-
   Gpu& gpu_;
   NcclComm comm_;
   Buffer gathered_;        // [P, E]
   PinnedIntegers pinned_;  // [P, E]
   PinnedIntegers staging_; // [max_rows]; wait_for_counts() waits for the upload before it
-  std::unique_ptr<CUevent_st, DestroyEvent> gathered_event_;
+  CopyEvent gathered_event_;
   std::vector<int32_t> counts_; // [P, E]
 };
 
