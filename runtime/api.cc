@@ -34,7 +34,6 @@ struct epx_group_s {
 
 namespace {
 
-constexpr int64_t kDefaultTimeoutMs = 300000;
 constexpr int32_t kDefaultMaxAlignment = 128; // rows of a tile of the usual grouped matrix products
 
 thread_local std::string last_error;
@@ -134,7 +133,7 @@ epx_status epx_group_config_init(epx_group_config* config) {
     *config = {};
     config->struct_size = sizeof(*config);
     config->max_alignment = kDefaultMaxAlignment;
-    config->timeout_ms = env.timeout_ms.value_or(kDefaultTimeoutMs);
+    config->timeout_ms = default_timeout_ms();
   });
 }
 

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "base/checked_math.h"
+#include "base/env.h"
 #include "base/error.h"
 #include "base/names.h"
 
@@ -45,6 +46,11 @@ constexpr std::array kAgreedFields = {
 };
 
 } // namespace
+
+int64_t default_timeout_ms() {
+  constexpr int64_t kDefault = 300'000;
+  return environment().timeout_ms.value_or(kDefault);
+}
 
 void validate(const epx_group_config& config) {
   if (config.struct_size != sizeof(epx_group_config))

@@ -35,6 +35,9 @@ struct GroupShape {
   constexpr bool sums_by_node() const { return precision == EPX_COMBINE_NODE && ranks_per_node < num_ranks; }
 };
 
+// Returns EPX_TIMEOUT_MS of the environment if that is a positive number, else 300,000.
+int64_t default_timeout_ms();
+
 // Checks one rank's own config. Throws StatusError with the field and its value.
 void validate(const epx_group_config& config);
 

@@ -222,9 +222,9 @@ void require_environment() {
 
 std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_group_config& config) {
   require_bootstrap(bootstrap);
-  const int64_t timeout_ms =
-      std::max<int64_t>(config.timeout_ms, 1); // a rank whose config is refused still has to report that to the others
-  BootstrapExchange exchange(bootstrap, timeout_ms);
+  // A rank whose config is refused still reports that to the others, and waits for them as long as ranks do by default.
+  const bool has_timeout = config.struct_size == sizeof(config) && config.timeout_ms > 0;
+  BootstrapExchange exchange(bootstrap, has_timeout ? config.timeout_ms : default_timeout_ms());
   const std::vector<RankHello> world = exchange.all_gather([&] {
     validate(config);
     require_environment();

@@ -3,12 +3,14 @@
 // ranks, the bootstrap fails, or there is less memory than a call asks for.
 #include <doctest/doctest.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
 #include <limits>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <fmt/ranges.h>
@@ -117,6 +119,7 @@ void check_bad_config(const BadConfig& bad) {
   run_threads(kRanks, [&](int rank) {
     const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     const Config good = round_config();
+    if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5)); // the refused rank waits for its peer
     epx_group group = kUntouched;
     const epx_status status = epx_group_create(&bootstrap, rank == 1 ? &config : &good, &group);
     check_status(status, bad.status, "epx_group_create");
@@ -325,6 +328,17 @@ TEST_CASE("a rank that does not come to epx_group_create is named") {
     check_status(epx_group_create(&bootstrap, &config, &group), EPX_ERROR_TIMEOUT, "epx_group_create without rank 2");
     check_words({"2"}, "timeout");
   });
+}
+
+TEST_CASE("a rank whose config is refused is told why, though no peer comes") {
+  LocalRendezvous rendezvous(2);
+  const epx_bootstrap bootstrap = rendezvous.bootstrap(0);
+  Config config = round_config();
+  config.timeout_ms = 50;
+  config.hidden_dim = -16;
+  epx_group group = nullptr;
+  check_status(epx_group_create(&bootstrap, &config, &group), EPX_ERROR_INVALID_ARGUMENT, "epx_group_create");
+  check_words({"hidden_dim", "-16"}, "epx_group_create");
 }
 
 // EPX_TIMEOUT_MS is read once, so each value needs a process of its own; the next test case runs this one in such processes.

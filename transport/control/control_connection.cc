@@ -182,8 +182,9 @@ void ControlConnection::watch() {
       for (Peer& peer : peers_)
         peer.last_heard += gap;
     last_round = now;
-    for (Peer& peer : peers_)
-      if (peer.socket) receive(peer);
+    receive_all();
+    // What the others sent before a report may have come after their sockets were read.
+    if (std::ranges::any_of(peers_, [](const Peer& peer) { return peer.report.has_value(); })) receive_all();
     if (now >= next_heartbeat) {
       next_heartbeat = now + heartbeat_interval_;
       ControlMessage heartbeat;
@@ -202,6 +203,11 @@ void ControlConnection::watch() {
   goodbye.sequence = progress_.load(std::memory_order_relaxed) >> 1; // calls that no heartbeat has told of yet
   for (Peer& peer : peers_)
     if (peer.socket) send(peer, goodbye);
+}
+
+void ControlConnection::receive_all() {
+  for (Peer& peer : peers_)
+    if (peer.socket) receive(peer);
 }
 
 void ControlConnection::receive(Peer& peer) {
@@ -238,8 +244,7 @@ void ControlConnection::handle(Peer& peer, const ControlMessage& message) {
     break;
   case ControlKind::report:
     peer.sequence = std::max(peer.sequence, message.sequence);
-    if (rank_ == 0)
-      judge_timeout({peer.rank, message.rank, static_cast<epx_operation>(message.operation), message.sequence});
+    peer.report = TimeoutReport{peer.rank, message.rank, static_cast<epx_operation>(message.operation), message.sequence};
     break;
   case ControlKind::failure:
     if (rank_ == 0) adopt(verdict_of(message));
@@ -309,7 +314,11 @@ void ControlConnection::judge(Clock::time_point now) {
     message.kind = ControlKind::failure;
     send(*decider, message);
   }
-  if (report && decider == nullptr) judge_timeout(*report);
+  if (decider == nullptr) {
+    if (report) judge_timeout(*report);
+    for (Peer& peer : peers_)
+      if (const auto of_peer = std::exchange(peer.report, std::nullopt)) judge_timeout(*of_peer);
+  }
   if (report && decider != nullptr) {
     const bool is_gone = decider->died_at.has_value() || (decider->socket && now - decider->last_heard > min_silence_);
     // Where nobody knows who is missing, rank 0 is if it has left before this call; else nobody can decide.

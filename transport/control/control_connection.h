@@ -92,6 +92,7 @@ private:
     bool has_left = false;
     uint64_t sequence = 0;
     bool is_in_call = false;
+    std::optional<TimeoutReport> report; // that has come in this round of the watchdog
     std::array<std::byte, sizeof(ControlMessage)> incoming{};
     size_t num_incoming = 0;         // bytes of a message that has not come whole
     std::vector<std::byte> outgoing; // what the socket has not taken yet
@@ -100,6 +101,7 @@ private:
   void start();
   void stop();
   void watch();
+  void receive_all();
   void receive(Peer& peer);
   void handle(Peer& peer, const ControlMessage& message);
   std::optional<Verdict> wait_for_verdict(std::chrono::milliseconds limit);
