@@ -13,6 +13,9 @@ build_packages=(g++:g++ meson:meson ninja-build:ninja pkg-config:pkg-config ccac
 # What tests use besides; without it they skip.
 # shellcheck disable=SC2034
 test_packages=(abigail-tools:abidiff doxygen:doxygen python3-numpy python3-venv)
+# For AddressSanitizer and UBSan.
+# shellcheck disable=SC2034
+sanitizer_packages=(clang-14:clang-14 libclang-rt-14-dev)
 # One version everywhere: formatting differs from version to version.
 # shellcheck disable=SC2034
 lint_packages=(clang-format-14:clang-format-14 clang-tidy-14:clang-tidy-14)

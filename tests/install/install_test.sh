@@ -19,6 +19,11 @@ read -ra cxx <<<"${CXX:-c++}"
 strict=(-Wall -Wextra -Werror -pedantic)
 # A library that was built with a sanitizer needs a program that was built with it, too.
 [[ $sanitizers == none ]] || strict+=("-fsanitize=$sanitizers")
+# Clang links the part of UBSan that C++ needs, and that libepx then needs too, into C++ programs only.
+cxx_runtime=()
+if [[ $sanitizers == *undefined* && $("${cc[@]}" --version) == *clang* ]]; then
+  cxx_runtime=(-fsanitize-link-c++-runtime -lstdc++)
+fi
 
 step "install to $prefix below a DESTDIR"
 root=$work/root
@@ -35,28 +40,30 @@ unset PKG_CONFIG_PATH
 step "pkg-config --cflags --libs epx"
 read -ra flags <<<"$(pkg-config --cflags --libs epx)"
 printf '   %s\n' "${flags[@]}"
+read -ra compile_flags <<<"$(pkg-config --cflags epx)" # compilers may warn about libraries where they link nothing
 version=$(pkg-config --modversion epx)
 
 step "epx.h alone, as C11 and as C++17"
 printf '#include <epx/epx.h>\n' | tee "$work/header.c" >"$work/header.cc"
-"${cc[@]}" -std=c11 "${strict[@]}" -c "$work/header.c" -o "$work/header_c.o" "${flags[@]}"
-"${cxx[@]}" -std=c++17 "${strict[@]}" -c "$work/header.cc" -o "$work/header_cc.o" "${flags[@]}"
+"${cc[@]}" -std=c11 "${strict[@]}" -c "$work/header.c" -o "$work/header_c.o" "${compile_flags[@]}"
+"${cxx[@]}" -std=c++17 "${strict[@]}" -c "$work/header.cc" -o "$work/header_cc.o" "${compile_flags[@]}"
 
 step "a C11 program against version $version"
-"${cc[@]}" -std=c11 "${strict[@]}" "$here/consumer.c" -o "$work/consumer" "${flags[@]}"
+"${cc[@]}" -std=c11 "${strict[@]}" "$here/consumer.c" -o "$work/consumer" "${flags[@]}" "${cxx_runtime[@]}"
 
 step "epx.hpp alone, and a C++20 program"
 printf '#include <epx/epx.hpp>\n' >"$work/header.cc"
-"${cxx[@]}" -std=c++20 "${strict[@]}" -Wconversion -c "$work/header.cc" -o "$work/header_cc.o" "${flags[@]}"
+"${cxx[@]}" -std=c++20 "${strict[@]}" -Wconversion -c "$work/header.cc" -o "$work/header_cc.o" "${compile_flags[@]}"
 "${cxx[@]}" -std=c++20 "${strict[@]}" -Wconversion "$here/consumer.cc" -o "$work/consumer_cc" "${flags[@]}"
 
 if [[ -e $root$prefix/include/epx/epx_moe.h ]]; then
   step "epx_moe.h alone, as C11 and as C++17, and a C11 program"
   read -ra moe_flags <<<"$(pkg-config --cflags --libs epx-moe)"
+  read -ra moe_compile_flags <<<"$(pkg-config --cflags epx-moe)"
   printf '#include <epx/epx_moe.h>\n' | tee "$work/header.c" >"$work/header.cc"
-  "${cc[@]}" -std=c11 "${strict[@]}" -c "$work/header.c" -o "$work/header_c.o" "${moe_flags[@]}"
-  "${cxx[@]}" -std=c++17 "${strict[@]}" -c "$work/header.cc" -o "$work/header_cc.o" "${moe_flags[@]}"
-  "${cc[@]}" -std=c11 "${strict[@]}" "$here/consumer_moe.c" -o "$work/consumer_moe" "${moe_flags[@]}"
+  "${cc[@]}" -std=c11 "${strict[@]}" -c "$work/header.c" -o "$work/header_c.o" "${moe_compile_flags[@]}"
+  "${cxx[@]}" -std=c++17 "${strict[@]}" -c "$work/header.cc" -o "$work/header_cc.o" "${moe_compile_flags[@]}"
+  "${cc[@]}" -std=c11 "${strict[@]}" "$here/consumer_moe.c" -o "$work/consumer_moe" "${moe_flags[@]}" "${cxx_runtime[@]}"
   timeout "$limit_s" "$work/consumer_moe"
 fi
 

@@ -112,7 +112,7 @@ struct BlockCalls {
   Tensor<int32_t> idx_data = scribbled<int32_t>({3, 2});
   Tensor<float> grad_tokens_data = scribbled<float>({3, 5});
   Tensor<float> grad_logits_data = scribbled<float>({3, 4});
-  Tensor<float> bias_data{{4}};
+  Tensor<float> bias_data = Tensor<float>({4});
   Tensor<uint8_t> mask_data = Tensor<uint8_t>({3}, 1);
   Tensor<int64_t> counts_data = scribbled<int64_t>({1, 4});
 

@@ -40,7 +40,7 @@ struct FfnProblem {
   Zones zones;
   FfnParams<double> params;
   Tensor<double> recv{{zones.num_rows, shape.hidden}};
-  Tensor<double> recv_weights{{zones.num_rows}};
+  Tensor<double> recv_weights = Tensor<double>({zones.num_rows});
   Tensor<double> cotangent{{zones.num_rows, shape.hidden}}; // 0 in rows that are not in use
   bool weighted = true;
 };

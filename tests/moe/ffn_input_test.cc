@@ -21,7 +21,7 @@ struct FfnCalls {
   Tensor<double> recv_data{{9, 5}};
   Tensor<int32_t> counts_data{{2}, {3, 4}};
   Tensor<int32_t> offsets_data{{3}, {0, 4, 8}};
-  Tensor<double> weights_data{{9}};
+  Tensor<double> weights_data = Tensor<double>({9});
   Tensor<double> pre_act_data{{9, 6}};
   Tensor<double> grad_out_data{{9, 5}};
   Tensor<double> out_data = scribbled<double>({9, 5});

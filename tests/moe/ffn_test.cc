@@ -222,7 +222,8 @@ TEST_CASE("a row has the same bits alone, elsewhere, and next to NaNs") {
   std::vector<int64_t> all(kRows);
   std::iota(all.begin(), all.end(), 0);
   const std::vector<int64_t> reversed(all.rbegin(), all.rend());
-  for (const auto& [hidden, ffn] : {std::pair{7, 33}, std::pair{33, 7}, std::pair{65, 128}, std::pair{128, 65}}) {
+  for (const auto& dims : {std::pair{7, 33}, std::pair{33, 7}, std::pair{65, 128}, std::pair{128, 65}}) {
+    const int hidden = dims.first, ffn = dims.second;
     for (const epx_moe_activation activation : kActivations) {
       CAPTURE(hidden);
       CAPTURE(ffn);

@@ -19,7 +19,7 @@ struct PermuteCalls {
   Tensor<float> tokens_data{{3, 5}};
   Tensor<float> weights_data{{3, 2}};
   Tensor<float> rows_data{{7, 5}};
-  Tensor<float> row_weights_data{{7}};
+  Tensor<float> row_weights_data = Tensor<float>({7});
   Tensor<int32_t> out_counts_data = scribbled<int32_t>({4});
   Tensor<int32_t> out_offsets_data = scribbled<int32_t>({5});
   Tensor<int32_t> out_map_data = scribbled<int32_t>({3, 2});

@@ -20,7 +20,7 @@ using Words = std::vector<std::string>;
 // These calls of a router with T = 4, E = 6, K = 2, P = 3 are good. A case spoils one argument.
 struct RouterCalls {
   Tensor<float> logits_data{{4, 6}};
-  Tensor<float> bias_data{{6}};
+  Tensor<float> bias_data = Tensor<float>({6});
   Tensor<uint8_t> mask_data = Tensor<uint8_t>({4}, 1);
   Tensor<int32_t> counts_data{{3, 6}};
   Tensor<float> grad_weights_data{{4, 2}};

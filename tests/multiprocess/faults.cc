@@ -160,7 +160,6 @@ TEST_CASE("two ranks that do not come are both listed") {
 }
 
 TEST_CASE("a rank that has destroyed its group is named") {
-  Counter gave_up;
   with_ranks(3, [&](const RankContext& context) {
     FaultRank rank(context, kShortMs);
     rank.prepare();
@@ -220,9 +219,10 @@ TEST_CASE("ranks that make different calls are out of sequence") {
       {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD}, {EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE},
       {EPX_OP_PREPARE_DISPATCH, EPX_OP_PREPARE}, {EPX_OP_DISPATCH, EPX_OP_PREPARE_DISPATCH},
       {EPX_OP_MEM_ALLOC, EPX_OP_DISPATCH}};
-  for (const auto& [first, second] : pairs) {
-    CAPTURE(std::string(operation_name(first)));
-    disagree(first, second, {}, {}, EPX_ERROR_OUT_OF_SEQUENCE, {operation_name(first), operation_name(second)});
+  for (const auto& pair : pairs) {
+    const std::string first = operation_name(pair.first), second = operation_name(pair.second);
+    CAPTURE(first);
+    disagree(pair.first, pair.second, {}, {}, EPX_ERROR_OUT_OF_SEQUENCE, {first, second});
   }
 }
 

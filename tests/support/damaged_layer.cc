@@ -11,14 +11,15 @@
 #include <string>
 #include <vector>
 
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#endif
-
 #include "base/dtypes.h"
+#include "tests/support/address_sanitizer.h"
 #include "tests/support/check.h"
 #include "tests/support/rng.h"
 #include "tests/support/values.h"
+
+#if EPX_TEST_HAS_ADDRESS_SANITIZER
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace epx::test {
 namespace {
@@ -41,12 +42,12 @@ uint16_t small_bfloat16(Rng& rng) { // one of the numbers 1, 1.125, ... 1.875
 
 // Poisons, for the sanitizer, bytes that a movement may not touch.
 void forbid([[maybe_unused]] const std::byte* from, [[maybe_unused]] size_t bytes) {
-#if defined(__SANITIZE_ADDRESS__)
+#if EPX_TEST_HAS_ADDRESS_SANITIZER
   ASAN_POISON_MEMORY_REGION(from, bytes);
 #endif
 }
 void allow([[maybe_unused]] const std::byte* from, [[maybe_unused]] size_t bytes) {
-#if defined(__SANITIZE_ADDRESS__)
+#if EPX_TEST_HAS_ADDRESS_SANITIZER
   ASAN_UNPOISON_MEMORY_REGION(from, bytes);
 #endif
 }
