@@ -125,7 +125,8 @@ struct RankDevice {
   bool has_nccl = gpu.device >= 0 && why_no_nccl().empty();
 };
 
-// The call is collective. `auto` becomes nccl when each rank has a GPU of its own and an NCCL that epx can use.
+// The call is collective. `auto` becomes nccl when each rank has an NCCL that epx can use, and a GPU that no other rank of its host
+// has.
 TransportChoice choose_transport(epx_transport wanted, Exchange& exchange) {
   if (wanted != EPX_TRANSPORT_AUTO) return {wanted, "as configured"};
   const std::vector<RankDevice> devices = exchange.all_gather([] { return RankDevice(); });
@@ -136,7 +137,7 @@ TransportChoice choose_transport(epx_transport wanted, Exchange& exchange) {
   if (const auto without = std::ranges::find(devices, false, &RankDevice::has_nccl); without != devices.end())
     return {EPX_TRANSPORT_HOST,
             fmt::format("auto: rank {} has no NCCL that epx can use; here: {}", without - devices.begin(), why_no_nccl())};
-  return {EPX_TRANSPORT_NCCL, "auto: each rank has a GPU of its own"};
+  return {EPX_TRANSPORT_NCCL, "auto: each rank has a GPU"};
 }
 
 // The call is collective: ranks may have different num_comm_sms, and NCCL needs the same number of CTAs on both ends of a
