@@ -202,8 +202,9 @@ fi
 # Half of a test's time is waiting, so what only computes runs beside the tests, at a lower priority.
 compile_rest() {
   renice -n "$(($(nice) + 5))" -p "$BASHPID" >/dev/null || true
-  # By Clang, which takes half the time of GCC to compile with these sanitizers, and whose programs are faster.
-  CC='ccache clang-14' CXX='ccache clang++-14' build build-asan all_targets "${sanitizer_options[@]}" -Doptimization=g -Db_sanitize=address,undefined
+  # By Clang, which takes half the time of GCC to compile with these sanitizers.
+  CC='ccache clang-14' CXX='ccache clang++-14' \
+    build build-asan all_targets "${sanitizer_options[@]}" -Doptimization=g -Db_sanitize=address,undefined
   # By GCC, since Clang's runtime admits no other operator new, and tests have one. No threads in what this leaves out.
   build build-tsan threads_targets -Dtools=disabled -Dmpi=disabled "${sanitizer_options[@]}" -Doptimization=1 -Db_sanitize=thread
   check_format

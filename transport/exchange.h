@@ -33,8 +33,7 @@ public:
   virtual ~Exchange() = default;
 
   // Runs `bring` and gathers what it returns from every rank of the group, in rank order. When it throws a StatusError, or a
-  // peer's did, all ranks throw: the failing rank its own error, even where its peers did not come to be told, and the others
-  // the same status with the failing rank's number.
+  // peer's did, all ranks throw: the failing rank its own error, the others the same status with the failing rank's number.
   template <typename Bring>
   auto all_gather(Bring&& bring) -> std::vector<std::invoke_result_t<Bring>> {
     using Payload = std::invoke_result_t<Bring>;
@@ -111,12 +110,7 @@ private:
       own_failure = error.message();
       own_failure.copy(mine.message, ExchangeRecord::kMaxMessage - 1);
     }
-    std::vector<ExchangeRecord> records;
-    try {
-      records = gather(mine);
-    } catch (const StatusError&) {
-      if (mine.status == EPX_SUCCESS) throw;
-    }
+    std::vector<ExchangeRecord> records = gather(mine);
     if (mine.status != EPX_SUCCESS) throw StatusError(mine.status, own_failure);
     return records;
   }

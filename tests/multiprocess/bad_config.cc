@@ -3,14 +3,12 @@
 // ranks, the bootstrap fails, or there is less memory than a call asks for.
 #include <doctest/doctest.h>
 
-#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
 #include <limits>
 #include <set>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include <fmt/ranges.h>
@@ -119,7 +117,6 @@ void check_bad_config(const BadConfig& bad) {
   run_threads(kRanks, [&](int rank) {
     const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     const Config good = round_config();
-    if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5)); // the refused rank waits for its peer
     epx_group group = kUntouched;
     const epx_status status = epx_group_create(&bootstrap, rank == 1 ? &config : &good, &group);
     check_status(status, bad.status, "epx_group_create");
@@ -339,6 +336,26 @@ TEST_CASE("a rank whose config is refused is told why, though no peer comes") {
   epx_group group = nullptr;
   check_status(epx_group_create(&bootstrap, &config, &group), EPX_ERROR_INVALID_ARGUMENT, "epx_group_create");
   check_words({"hidden_dim", "-16"}, "epx_group_create");
+}
+
+TEST_CASE("a rank whose timeout_ms is refused waits for its peers as long as ranks do by default") {
+  int64_t limit_ms = 0;
+  epx_bootstrap bootstrap{};
+  bootstrap.struct_size = sizeof(bootstrap);
+  bootstrap.num_ranks = 2;
+  bootstrap.context = &limit_ms;
+  bootstrap.all_gather = [](void* context, const void*, void*, size_t, int64_t timeout_ms, char*, size_t) {
+    *static_cast<int64_t*>(context) = timeout_ms;
+    return EPX_ERROR_TIMEOUT;
+  };
+  Config defaults;
+  check_ok(epx_group_config_init(&defaults), "epx_group_config_init");
+  Config config = round_config();
+  config.timeout_ms = -20;
+  epx_group group = nullptr;
+  check_status(epx_group_create(&bootstrap, &config, &group), EPX_ERROR_INVALID_ARGUMENT, "epx_group_create");
+  check_words({"timeout_ms", "-20"}, "epx_group_create");
+  CHECK(limit_ms == defaults.timeout_ms);
 }
 
 // EPX_TIMEOUT_MS is read once, so each value needs a process of its own; the next test case runs this one in such processes.

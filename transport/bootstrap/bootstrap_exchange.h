@@ -11,7 +11,8 @@
 namespace epx {
 
 // All ranks of the bootstrap are members at first; set_members narrows them to one group once the groups are known. A failure
-// of any rank of the bootstrap, member or not, fails all of them, so that none waits for one that has left.
+// of any rank of the bootstrap, member or not, fails all of them, so that none waits for one that has left. A rank that has failed
+// throws its own error even where its peers do not come to be told.
 class BootstrapExchange : public Exchange {
 public:
   // `bootstrap` must outlive the exchange.
@@ -31,6 +32,7 @@ protected:
     const epx_status status = bootstrap_.all_gather(bootstrap_.context, &mine, world.data(), sizeof(ExchangeRecord),
                                                     timeout_ms_, message, sizeof(message));
     message[sizeof(message) - 1] = '\0';
+    if (status != EPX_SUCCESS && mine.status != EPX_SUCCESS) throw StatusError(mine.status, mine.message);
     if (status != EPX_SUCCESS)
       fail(status, "creating the group: {}", message[0] != '\0' ? message : "the bootstrap's all_gather failed");
     std::vector<ExchangeRecord> group;

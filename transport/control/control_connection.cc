@@ -184,7 +184,7 @@ void ControlConnection::watch() {
     last_round = now;
     receive_all();
     // What the others sent before a report may have come after their sockets were read.
-    if (std::ranges::any_of(peers_, [](const Peer& peer) { return peer.report.has_value(); })) receive_all();
+    if (!reports_.empty()) receive_all();
     if (now >= next_heartbeat) {
       next_heartbeat = now + heartbeat_interval_;
       ControlMessage heartbeat;
@@ -244,7 +244,8 @@ void ControlConnection::handle(Peer& peer, const ControlMessage& message) {
     break;
   case ControlKind::report:
     peer.sequence = std::max(peer.sequence, message.sequence);
-    peer.report = TimeoutReport{peer.rank, message.rank, static_cast<epx_operation>(message.operation), message.sequence};
+    if (rank_ == 0)
+      reports_.push_back({peer.rank, message.rank, static_cast<epx_operation>(message.operation), message.sequence});
     break;
   case ControlKind::failure:
     if (rank_ == 0) adopt(verdict_of(message));
@@ -296,6 +297,7 @@ std::vector<RankState> ControlConnection::states(Clock::time_point now) const {
 
 // Rank 0 decides for all; the others decide only that rank 0 itself is gone.
 void ControlConnection::judge(Clock::time_point now) {
+  const std::vector<TimeoutReport> reports = std::exchange(reports_, {});
   std::optional<TimeoutReport> report;
   std::optional<Verdict> failure;
   {
@@ -314,11 +316,9 @@ void ControlConnection::judge(Clock::time_point now) {
     message.kind = ControlKind::failure;
     send(*decider, message);
   }
-  if (decider == nullptr) {
-    if (report) judge_timeout(*report);
-    for (Peer& peer : peers_)
-      if (const auto of_peer = std::exchange(peer.report, std::nullopt)) judge_timeout(*of_peer);
-  }
+  if (report && decider == nullptr) judge_timeout(*report);
+  for (const TimeoutReport& of_peer : reports)
+    judge_timeout(of_peer);
   if (report && decider != nullptr) {
     const bool is_gone = decider->died_at.has_value() || (decider->socket && now - decider->last_heard > min_silence_);
     // Where nobody knows who is missing, rank 0 is if it has left before this call; else nobody can decide.

@@ -92,7 +92,6 @@ private:
     bool has_left = false;
     uint64_t sequence = 0;
     bool is_in_call = false;
-    std::optional<TimeoutReport> report; // that has come in this round of the watchdog
     std::array<std::byte, sizeof(ControlMessage)> incoming{};
     size_t num_incoming = 0;         // bytes of a message that has not come whole
     std::vector<std::byte> outgoing; // what the socket has not taken yet
@@ -120,6 +119,7 @@ private:
   std::chrono::milliseconds heartbeat_interval_;  // of all ranks
   std::chrono::milliseconds min_silence_; // from which on a rank counts as stopped when another one's wait has run out
   std::vector<Peer> peers_;               // the watchdog's alone once it runs
+  std::vector<TimeoutReport> reports_;    // likewise; rank 0's, of peers, that have come and are not judged yet
   Clock::time_point next_report_{};       // likewise
   bool has_sent_failure_ = false;         // likewise
   FileDescriptor wake_;                   // eventfd
