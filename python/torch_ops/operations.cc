@@ -18,34 +18,38 @@ epx_pads pads_of(int64_t pads) {
   return static_cast<epx_pads>(pads); // the library refuses what is none
 }
 
-// What a call that makes a plan writes beside handle memory.
+// What a call that makes a plan writes beside handle memory, in one tensor, since each tensor costs the host an allocation: info,
+// counts, offsets, and global_counts.
 struct PlanOutputs {
-  PlanOutputs(const Place& place, const epx_group_info& group, bool int64_counts)
-      : counts(new_tensor(place, {group.num_local_experts}, count_type(int64_counts))),
-        offsets(new_tensor(place, {group.num_local_experts + 1}, count_type(int64_counts))),
-        global_counts(new_tensor(place, {group.num_ranks, group.num_experts}, count_type(int64_counts))),
-        info(new_tensor(place, {kNumInfo}, ScalarType::Long)) {}
-
-  static ScalarType count_type(bool int64_counts) { return int64_counts ? ScalarType::Long : ScalarType::Int; }
+  PlanOutputs(const Place& place, const epx_group_info& group, bool int64_counts) {
+    const ScalarType dtype = int64_counts ? ScalarType::Long : ScalarType::Int;
+    const int64_t size = int64_counts ? 8 : 4, num_local = group.num_local_experts,
+                  num_all = group.num_ranks * group.num_experts;
+    const int64_t first_count = kNumInfo * 8 / size;
+    results = new_tensor(place, {first_count + 2 * num_local + 1 + num_all}, dtype);
+    info_ = view_of_part(results, 0, {kNumInfo}, ScalarType::Long);
+    counts_ = view_of_part(results, first_count * size, {num_local}, dtype);
+    offsets_ = view_of_part(results, (first_count + num_local) * size, {num_local + 1}, dtype);
+    global_counts_ =
+        view_of_part(results, (first_count + 2 * num_local + 1) * size, {group.num_ranks, group.num_experts}, dtype);
+  }
 
   // The args are of use as long as this object lives.
   template <typename Args>
   void point(Args& args) const {
-    args.counts = &counts_view;
-    args.offsets = &offsets_view;
-    args.global_counts = &global_counts_view;
-    args.info = &info_view;
+    args.counts = &counts_;
+    args.offsets = &offsets_;
+    args.global_counts = &global_counts_;
+    args.info = &info_;
   }
 
-  Tensor counts, offsets, global_counts, info;
+  Tensor results;
 
 private:
-  epx_tensor counts_view = view_of_new(counts), offsets_view = view_of_new(offsets),
-             global_counts_view = view_of_new(global_counts), info_view = view_of_new(info);
+  epx_tensor counts_, offsets_, global_counts_, info_;
 };
 
-tuple<Tensor, Tensor, Tensor, Tensor, Tensor> prepare(int64_t id, const Tensor& topk_idx, int64_t alignment,
-                                                      bool int64_counts) {
+tuple<Tensor, Tensor> prepare(int64_t id, const Tensor& topk_idx, int64_t alignment, bool int64_counts) {
   const GroupUse group(id);
   const epx_tensor indices = view("topk_idx", topk_idx, group->place, {kAnySize, kAnySize}, kIndexDtypes);
   auto args = make_args<epx_prepare_args>(*group, indices.sizes[1], alignment);
@@ -54,7 +58,7 @@ tuple<Tensor, Tensor, Tensor, Tensor, Tensor> prepare(int64_t id, const Tensor& 
   plan.point(args);
   args.topk_idx = &indices;
   throw_if_failed(epx_prepare(group->group, &args));
-  return {handle_mem, plan.counts, plan.offsets, plan.global_counts, plan.info};
+  return {handle_mem, plan.results};
 }
 
 tuple<Tensor, Tensor> dispatch(int64_t id, const Tensor& handle_mem, const Tensor& tokens,
@@ -82,9 +86,9 @@ tuple<Tensor, Tensor> dispatch(int64_t id, const Tensor& handle_mem, const Tenso
 }
 
 // Returns what prepare does and then what dispatch does.
-tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
-prepare_dispatch(int64_t id, const Tensor& topk_idx, const Tensor& tokens, const optional<Tensor>& topk_weights,
-                 int64_t alignment, bool int64_counts, int64_t pads, int64_t num_rows) {
+tuple<Tensor, Tensor, Tensor, Tensor> prepare_dispatch(int64_t id, const Tensor& topk_idx, const Tensor& tokens,
+                                                       const optional<Tensor>& topk_weights, int64_t alignment,
+                                                       bool int64_counts, int64_t pads, int64_t num_rows) {
   const GroupUse group(id);
   const Place& place = group->place;
   const epx_tensor sent = view_rows("tokens", tokens, *group);
@@ -110,7 +114,7 @@ prepare_dispatch(int64_t id, const Tensor& topk_idx, const Tensor& tokens, const
     args.recv_weights = &row_weights;
   }
   throw_if_failed(epx_prepare_dispatch(group->group, &args));
-  return {handle_mem, plan.counts, plan.offsets, plan.global_counts, plan.info, recv_tokens, recv_weights};
+  return {handle_mem, plan.results, recv_tokens, recv_weights};
 }
 
 // Writes the rows into a tensor of the caller's, in memory that peers reach for instance. Returns recv_weights.
@@ -205,15 +209,14 @@ tuple<Tensor, Tensor> dispatch_bwd(int64_t id, const Tensor& handle_mem, const T
 } // namespace epx_torch
 
 STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
-  library.def(
-      "prepare(int group, Tensor topk_idx, int alignment, bool int64_counts) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def("prepare(int group, Tensor topk_idx, int alignment, bool int64_counts) -> (Tensor, Tensor)");
   library.def("dispatch(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, int alignment, "
               "int pads, SymInt num_rows) -> (Tensor, Tensor)");
   library.def("dispatch_into(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, int alignment, "
               "int pads, Tensor(a!) recv_tokens) -> Tensor");
   library.def(
       "prepare_dispatch(int group, Tensor topk_idx, Tensor tokens, Tensor? topk_weights, int alignment, bool int64_counts, "
-      "int pads, SymInt num_rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "int pads, SymInt num_rows) -> (Tensor, Tensor, Tensor, Tensor)");
   library.def("combine(int group, Tensor handle_mem, Tensor expert_out, Tensor? recv_weights, int top_k, int alignment, "
               "SymInt num_tokens) -> Tensor");
   library.def(

@@ -120,6 +120,15 @@ epx_tensor view_of_new(const Tensor& tensor) {
   return result;
 }
 
+epx_tensor view_of_part(const Tensor& tensor, int64_t first_byte, std::initializer_list<int64_t> shape, ScalarType dtype) {
+  epx_tensor result = {};
+  result.data = static_cast<char*>(tensor.data_ptr()) + first_byte;
+  result.dtype = find_dtype(dtype)->code;
+  result.ndim = static_cast<int32_t>(shape.size());
+  std::ranges::copy(shape, result.sizes);
+  return result;
+}
+
 epx_stream current_stream(const Place& place) {
   if (!place.is_cuda) return nullptr;
   // libtorch_cuda is part of PyTorch's builds for CUDA alone, so this library does not link it.

@@ -31,6 +31,8 @@ Tensor new_host_tensor(std::initializer_list<int64_t> shape, ScalarType dtype);
 
 // A view of a tensor of new_tensor().
 epx_tensor view_of_new(const Tensor& tensor);
+// A view of a part of a tensor of new_tensor(), which begins `first_byte` bytes behind its begin.
+epx_tensor view_of_part(const Tensor& tensor, int64_t first_byte, std::initializer_list<int64_t> shape, ScalarType dtype);
 
 // The current stream of the group's GPU, whose calls are enqueued there; NULL on the host.
 epx_stream current_stream(const Place& place);

@@ -335,16 +335,16 @@ class Exchange(unittest.TestCase):
             ops, rows = torch.ops.epx, group.max_recv_tokens_per_rank
             found = []
             for change in (lambda tensor: tensor, padded):
-                memory, counts, offsets, *_ = ops.prepare(group.number, change(idx), 1, False)
+                memory, results = ops.prepare(group.number, change(idx), 1, False)
                 received, row_weights = ops.dispatch(group.number, memory, change(tokens), change(weights), 2, 1, 0, rows)
-                used = int(offsets[-1])
+                used = epx.torch.Plan(group, 2, 1, 4, memory, results).num_rows
                 received[used:] = 0
                 row_weights[used:] = 0
                 out = ops.combine(group.number, memory, change(received), row_weights, 2, 1, 4)
                 grad_rows, _ = ops.combine_bwd(group.number, memory, change(tokens), None, row_weights, 2, 1, rows)
                 grad_rows[used:] = 0
                 grad_tokens, _ = ops.dispatch_bwd(group.number, memory, change(grad_rows), None, 2, 1, 4)
-                found.append((counts, offsets, received, row_weights, out, grad_rows, grad_tokens))
+                found.append((results, received, row_weights, out, grad_rows, grad_tokens))
             torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
             for call in (lambda: epx.torch.prepare(group, padded(idx)), lambda: self.layer_of(group)(padded(tokens))):
                 with self.assertRaisesRegex(epx.InvalidArgumentError, r"has strides .* at shape .*: it must be contiguous"):

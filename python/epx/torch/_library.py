@@ -42,15 +42,18 @@ def _new(tensor, *sizes, dtype=None):
     return tensor.new_empty(sizes, dtype=dtype)
 
 
+def size_of_info(dtype):
+    """How many elements of a dtype prepare's info takes, 5 int64, which come first in its tensor of results."""
+    return 5 * torch.int64.itemsize // dtype.itemsize
+
+
 def _plan(group, topk_idx, alignment, int64_counts):
     known = groups[group]
     dtype = torch.int64 if int64_counts else torch.int32
+    num_counts = 2 * known.num_local_experts + 1 + known.num_ranks * known.num_experts
     return (
         _new(topk_idx, known.handle_mem_size(topk_idx.shape[1], alignment), dtype=torch.uint8),
-        _new(topk_idx, known.num_local_experts, dtype=dtype),
-        _new(topk_idx, known.num_local_experts + 1, dtype=dtype),
-        _new(topk_idx, known.num_ranks, known.num_experts, dtype=dtype),
-        _new(topk_idx, 5, dtype=torch.int64),
+        _new(topk_idx, size_of_info(dtype) + num_counts, dtype=dtype),
     )
 
 

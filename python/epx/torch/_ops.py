@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from .._structs import Pads
 from .._tensors import refuse
 from ._group import Group, call
-from ._library import ops
+from ._library import ops, size_of_info
 
 _prepare_dispatch = ops.prepare_dispatch.default
 _prepare, _dispatch, _combine = ops.prepare.default, ops.dispatch.default, ops.combine.default
@@ -26,9 +26,8 @@ class Plan:
     """What prepare makes of top-k indices. All tensors lie on the group's device.
 
     handle_mem: [bytes] uint8, the routing state that the other calls read; it may be copied, saved and used in any order.
-    counts: [E_l] rows of each local expert, after drops, without padding.  offsets: [E_l + 1] first slot of each zone; the last
-    entry is the number of rows in use.  global_counts: [P, E] routes from each rank to each expert, before drops.  info: [5]
-    int64: demand, kept, dropped (routes to this rank), dropped (routes of this rank), rows_needed.
+    results: info, counts, offsets and global_counts in one tensor, which spares prepare three allocations: each of the four is
+    a view of it, made when it is asked for.
     """
 
     group: Group
@@ -36,10 +35,33 @@ class Plan:
     alignment: int
     num_tokens: int
     handle_mem: torch.Tensor
-    counts: torch.Tensor
-    offsets: torch.Tensor
-    global_counts: torch.Tensor
-    info: torch.Tensor
+    results: torch.Tensor
+
+    def _counts(self, first, count):
+        begin = size_of_info(self.results.dtype) + first
+        return self.results[begin : begin + count]
+
+    @property
+    def info(self) -> torch.Tensor:
+        """[5] int64: demand, kept, dropped (routes to this rank), dropped (routes of this rank), rows_needed."""
+        return self.results[: size_of_info(self.results.dtype)].view(torch.int64)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """[E_l] rows of each local expert, after drops, without padding."""
+        return self._counts(0, self.group.num_local_experts)
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """[E_l + 1] first slot of each zone; the last entry is the number of rows in use."""
+        num_local = self.group.num_local_experts
+        return self._counts(num_local, num_local + 1)
+
+    @property
+    def global_counts(self) -> torch.Tensor:
+        """[P, E] routes from each rank to each expert, before drops."""
+        num_ranks, num_experts = self.group.num_ranks, self.group.num_experts
+        return self._counts(2 * self.group.num_local_experts + 1, num_ranks * num_experts).view(num_ranks, num_experts)
 
     @property
     def num_rows(self) -> int:
@@ -91,13 +113,13 @@ class _PrepareDispatch(torch.autograd.Function):
         )
         ctx.layer = number, topk_idx.shape[1], alignment, tokens.shape[0], topk_weights is not None
         ctx.save_for_backward(outputs[0])
-        ctx.mark_non_differentiable(*outputs[:5])
+        ctx.mark_non_differentiable(*outputs[:2])
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        _, _, grad_tokens, grad_weights, *_ = _dispatch_backward(ctx, *grads[5:])
+        _, _, grad_tokens, grad_weights, *_ = _dispatch_backward(ctx, *grads[2:])
         return None, None, grad_tokens, grad_weights, None, None, None, None
 
     vmap = staticmethod(_refuse_vmap)
