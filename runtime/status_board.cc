@@ -38,20 +38,23 @@ void StatusBoard::fail(const Failure& failure) {
 void StatusBoard::record(const Event& event) {
   const std::scoped_lock lock(mutex_);
   event_counts_[event.kind] += event.count;
-  if (!first_event_) first_event_ = event;
+  keep_first(event);
 }
 
 void StatusBoard::record(const EventCounts& counts, const std::optional<Event>& first) {
   const std::scoped_lock lock(mutex_);
   for (size_t kind = 0; kind < counts.size(); ++kind)
     event_counts_[kind] += counts[kind];
-  if (first_event_) return;
-  first_event_ = first;
+  if (first) keep_first(*first);
   const auto counted = std::ranges::find_if(counts, [](uint64_t count) { return count > 0; });
-  if (first || counted == counts.end()) return;
+  if (first_event_ || counted == counts.end()) return;
   first_event_ = Event{static_cast<epx_event_kind>(counted - counts.begin()), EPX_OP_NONE, 0, *counted,
                        "events came faster than their records could be read: they are counted, but the record of the first "
                        "is missing"};
+}
+
+void StatusBoard::keep_first(const Event& event) {
+  if (!first_event_ || precedes(event.kind, event.sequence, *first_event_)) first_event_ = event;
 }
 
 epx_group_report StatusBoard::report() {

@@ -35,6 +35,12 @@ struct Event {
   std::string message;
 };
 
+// Whether an event is told instead of one that was recorded before. The kinds of one call come in no order, since blocks of a
+// kernel report them side by side; the lowest is told, so that the same calls are always reported alike.
+inline bool precedes(epx_event_kind kind, uint64_t sequence, const Event& recorded) {
+  return sequence == recorded.sequence && kind < recorded.kind;
+}
+
 class StatusBoard {
 public:
   // logs_failure: false where another board gets the same failure and logs it.
@@ -56,6 +62,8 @@ public:
   epx_group_report report();
 
 private:
+  void keep_first(const Event& event);
+
   const bool logs_failure_;
   mutable std::mutex mutex_; // any thread may call epx_group_status
   std::optional<Failure> failure_;

@@ -492,9 +492,9 @@ typedef struct epx_group_report {
   /* Recoverable errors since the last epx_group_status. */
   uint64_t event_counts[EPX_MAX_EVENT_KINDS]; /**< BAD_INDEX, OVERFLOW, TOO_FEW_ROWS: routes; HANDLE_MISMATCH: calls; those
                                                  of kinds that this version does not have are 0 */
-  epx_event_kind first_event;                 /**< kind of the first; meaningful when any count is > 0 */
-  epx_operation first_event_operation;        /**< the call that it happened in */
-  uint64_t first_event_sequence;              /**< the number of that call */
+  epx_event_kind first_event;          /**< kind of the first, the lowest of its call's; meaningful when any count is > 0 */
+  epx_operation first_event_operation; /**< the call that it happened in */
+  uint64_t first_event_sequence;       /**< the number of that call */
 
   char
       message[EPX_MAX_MESSAGE_BYTES]; /**< the sticky failure, else the first event, in one sentence; "" when all is well */

@@ -27,7 +27,7 @@ void RecordReader::read_events() {
   for (; next_event_ < num_events; ++next_event_) {
     const EventRecord& event = record_.events[next_event_ % StatusRecord::kEvents];
     if (event.total > counts[event.kind]) break; // the next read() takes it, with its count
-    if (!first) first = format(event);
+    if (!first || precedes(event.kind, name_of_call(event.sequence), *first)) first = format(event);
   }
   std::atomic_ref(record_.events_taken).store(next_event_, std::memory_order_release);
   EventCounts new_counts{};
