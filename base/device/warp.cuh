@@ -34,6 +34,11 @@ __device__ inline int lowest_bit(uint64_t bits) {
   return __ffsll(static_cast<long long>(bits)) - 1;
 }
 
+// Returns the index of the highest set bit, or -1.
+__device__ inline int highest_bit(uint32_t bits) {
+  return 31 - __clz(static_cast<int>(bits));
+}
+
 // Every lane gets the bitwise OR of all lanes' values.
 __device__ inline uint64_t or_of_lanes(uint64_t bits) {
   const auto low = static_cast<uint32_t>(bits);

@@ -54,14 +54,69 @@ __device__ __noinline__ inline void copy_row_to_destinations(const std::byte* fr
     copy_units_to_destinations<uint8_t>(from, bytes, lanes, to);
 }
 
-// Does the same through bulk copies where the alignment allows them; these are only begun, and pipeline.finish() ends them.
+// Stores those elements of a lane's fragment that the row has. If !kIsAligned, fragments begin where the vectors of `to` do, and
+// the first and the last one may have fewer elements.
+template <bool kIsAligned, typename T>
+__device__ inline void store_fragment(T* to, int64_t h, int64_t hidden, const Fragment<T>& fragment) {
+  if (kIsAligned ? h < hidden : h >= 0 && h + kFragment <= hidden)
+    store_vector(to + h, fragment);
+  else if (!kIsAligned)
+    store_elements(to, h, hidden, fragment);
+}
+
+// How many elements lie between the last address before `to` that is aligned to 16 bytes, and `to`.
+template <typename T>
+__device__ inline int lead_of(const T* to) {
+  return static_cast<int>(reinterpret_cast<uint64_t>(to) % kAsyncCopyBytes / sizeof(T));
+}
+
+// to = change(from), by vectors of `to` although neither row is aligned. `to` may be `from` itself. `shared`: see RowReader.
+template <typename T, typename Change>
+__device__ inline void change_unaligned_row(std::byte* shared, const T* from, int64_t hidden, T* to, const Change& change) {
+  using Reader = RowReader<T, false>;
+  const int lead = lead_of(to);
+  Reader reader(shared, hidden, lead);
+  if (lane() == 0) reader.set(0, {from, nullptr, 0.0f});
+  reader.begin(1);
+#pragma unroll 1
+  for (int h_tile = 0; h_tile < reader.h_tiles(); ++h_tile) {
+    typename Reader::Fragments fragments;
+    reader.next(0, fragments);
+#pragma unroll
+    for (int i = 0; i < Reader::kWarpTiles; ++i) {
+      const int64_t h = int64_t{h_tile} * Reader::kHTile + i * kWarpTile + lane() * kFragment - lead;
+      store_fragment<false>(to, h, hidden, change(fragments[i]));
+    }
+  }
+  reader.end();
+}
+
+// Does what copy_row_to_destinations() does, by vectors where addresses and size are even. `stages`: those of the warp's
+// pipeline.
+__device__ __noinline__ inline void copy_unaligned_row_to_destinations(std::byte* stages, const std::byte* from,
+                                                                       int64_t bytes, std::byte* to) {
+  using Unit = __half;
+  const uint64_t bits = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | static_cast<uint64_t>(bytes);
+  if (__all_sync(~0u, bits % sizeof(Unit) == 0 ? 1 : 0) == 0) {
+    copy_row_to_destinations(from, bytes, to);
+    return;
+  }
+  TmaRowPipeline::wait_for_idle_stages();
+  for (unsigned left = __ballot_sync(~0u, to != nullptr ? 1 : 0); left != 0; left &= left - 1)
+    change_unaligned_row(stages, reinterpret_cast<const Unit*>(from), bytes / static_cast<int64_t>(sizeof(Unit)),
+                         reinterpret_cast<Unit*>(from_lane(to, lowest_bit(left))),
+                         [](const Fragment<Unit>& fragment) { return fragment; });
+}
+
+// Copies a row likewise, through bulk copies where the alignment allows them; these are only begun, and pipeline.finish() ends
+// them.
 __device__ inline void begin_copy_row_to_destinations(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes,
                                                       std::byte* to) {
   const uint64_t address_bits = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);
   if (__all_sync(~0u, is_unaligned(address_bits, bytes) ? 0 : 1) != 0)
     pipeline.begin_copy_to_destinations(from, bytes, to);
   else
-    copy_row_to_destinations(from, bytes, to);
+    copy_unaligned_row_to_destinations(pipeline.stages(), from, bytes, to);
 }
 
 __device__ __noinline__ inline void zero_row(std::byte* to, int64_t bytes) {
@@ -93,20 +148,20 @@ __device__ inline Fragment<T> scaled(float factor, const Fragment<T>& fragment) 
   return pack<T>(x);
 }
 
+// The lanes' destinations from the last to the first one, which may be `from` itself. `stages`: those of the warp's pipeline.
 template <typename T>
-__device__ __noinline__ void scale_elements_to_destinations(const T* from, int64_t hidden, unsigned lanes, T* to,
-                                                            float weight) {
-  for (int64_t first = 0; first < hidden; first += kWarpTile) { // the same in all lanes
-    const int64_t h = first + lane() * kFragment;
-    const Fragment<T> fragment = load_elements(from, h, hidden);
-    for (unsigned left = lanes; left != 0; left &= left - 1) {
-      const int target_lane = lowest_bit(left);
-      store_elements(from_lane(to, target_lane), h, hidden, scaled(from_lane(weight, target_lane), fragment));
-    }
+__device__ __noinline__ void scale_unaligned_row_to_destinations(std::byte* stages, const T* from, int64_t hidden,
+                                                                 unsigned lanes, T* to, float weight) {
+  TmaRowPipeline::wait_for_idle_stages();
+  for (unsigned left = lanes; left != 0; left &= ~(1u << highest_bit(left))) {
+    const int target_lane = highest_bit(left);
+    const float factor = from_lane(weight, target_lane);
+    change_unaligned_row(stages, from, hidden, from_lane(to, target_lane),
+                         [factor](const Fragment<T>& fragment) { return scaled(factor, fragment); });
   }
 }
 
-// For each lane whose `to` is not NULL: to = round(the lane's weight * from). `to` may be `from` itself.
+// For each lane whose `to` is not NULL: to = round(the lane's weight * from). The first `to` may be `from` itself.
 template <typename T>
 __device__ inline void scale_row_to_destinations(TmaRowPipeline& pipeline, const T* from, int64_t hidden, T* to,
                                                  float weight) {
@@ -114,7 +169,7 @@ __device__ inline void scale_row_to_destinations(TmaRowPipeline& pipeline, const
   if (lanes == 0) return;
   const uint64_t bits = reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(to);
   if (__all_sync(~0u, is_vectorizable(bits, hidden) ? 1 : 0) == 0) {
-    scale_elements_to_destinations(from, hidden, lanes, to, weight);
+    scale_unaligned_row_to_destinations(pipeline.stages(), from, hidden, lanes, to, weight);
     return;
   }
   constexpr int kWarpTiles = TmaRowPipeline::kStageBytes / static_cast<int>(kWarp * sizeof(Fragment<T>));
@@ -285,11 +340,10 @@ __device__ inline auto sum_h_tile(RowReader<T, kIsAligned>& reader, const SumTer
   return sums;
 }
 
-// If !kIsAligned, fragments begin where the vectors of `to` do, and its first and last one may have fewer elements.
 template <bool kHasInner, bool kIsAligned, typename T>
 __device__ __forceinline__ void sum_fragments(std::byte* shared, const SumTerms<T> terms, T* to, int64_t hidden) {
   using Reader = RowReader<T, kIsAligned>;
-  const int lead = kIsAligned ? 0 : static_cast<int>(reinterpret_cast<uint64_t>(to) % kAsyncCopyBytes / sizeof(T));
+  const int lead = kIsAligned ? 0 : lead_of(to);
   Reader reader(shared, hidden, lead);
 #pragma unroll
   for (int first = 0; first <= kWarp; first += kWarp)
@@ -301,10 +355,7 @@ __device__ __forceinline__ void sum_fragments(std::byte* shared, const SumTerms<
 #pragma unroll
     for (int i = 0; i < Reader::kWarpTiles; ++i) {
       const int64_t h = int64_t{h_tile} * Reader::kHTile + i * kWarpTile + lane() * kFragment - lead;
-      if (kIsAligned ? h < hidden : h >= 0 && h + kFragment <= hidden)
-        store_vector(to + h, sums.rounded(i));
-      else if (!kIsAligned)
-        store_elements(to, h, hidden, sums.rounded(i));
+      store_fragment<kIsAligned>(to, h, hidden, sums.rounded(i));
     }
   }
   reader.end();

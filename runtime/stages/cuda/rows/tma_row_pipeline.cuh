@@ -40,9 +40,17 @@ public:
   // Returns the shared memory of the stages, kStagesBytes and 16 bytes aligned, once earlier stores have read it: the warp may
   // use it until it calls another function of this. All lanes call this.
   __device__ std::byte* begin_generic() {
+    wait_for_idle_stages();
+    return stages_;
+  }
+  // The two halves of begin_generic(), for a function that is not inlined: a caller with more to do around the call would need
+  // more registers.
+  __device__ std::byte* stages() const {
+    return stages_;
+  }
+  __device__ static void wait_for_idle_stages() {
     if (lane() == 0) wait_for_store_reads<0>();
     __syncwarp(); // so every lane may overwrite the stages; and each lane sees what the others have acquired
-    return stages_;
   }
 
   // Reads `bytes` bytes of a row: take(offset, data, data_bytes) is called for one h-tile after the other, with its offset in
