@@ -447,6 +447,9 @@ TEST_CASE("nodes: ranks that make different calls are out of sequence") {
   const auto nothing = [](CallFields&) {};
   disagree(EPX_OP_DISPATCH, EPX_OP_COMBINE, nothing, EPX_ERROR_OUT_OF_SEQUENCE, {"dispatch", "combine"});
   disagree(EPX_OP_PREPARE, EPX_OP_PREPARE_DISPATCH, nothing, EPX_ERROR_OUT_OF_SEQUENCE, {"prepare", "prepare_dispatch"});
+  // prepare gathers counts of all ranks while movements exchange records with rail peers, so neither gets the other's fields.
+  disagree(EPX_OP_PREPARE, EPX_OP_DISPATCH, nothing, EPX_ERROR_OUT_OF_SEQUENCE, {"prepare", "dispatch"});
+  disagree(EPX_OP_COMBINE, EPX_OP_PREPARE, nothing, EPX_ERROR_OUT_OF_SEQUENCE, {"combine", "prepare"});
 }
 
 } // namespace epx::test

@@ -99,6 +99,59 @@ TEST_CASE("where nobody knows who is missing, the culprit is no rank within a ca
   CHECK(culprit_of({in_call(7), at(6), in_call(7, 2000ms), dead(7)}) == 3);
 }
 
+TEST_CASE("a broken connection is the fault of a rank that died, is silent, or left before the call, and else of none") {
+  const auto culprit_of = [](const std::vector<RankState>& states) {
+    const auto verdict = find_culprit(states, {0, 1, EPX_OP_DISPATCH, 7, ReportKind::connection}, 1000ms);
+    return verdict ? verdict->culprit : -1;
+  };
+  RankState left = at(6), left_later = at(7);
+  left.has_left = left_later.has_left = true;
+  CHECK(culprit_of({in_call(7), in_call(7), in_call(7), in_call(7)}) == -1);
+  CHECK(culprit_of({in_call(7), in_call(6), at(5), in_call(7)}) == -1); // that they are late breaks no connection
+  CHECK(culprit_of({in_call(7), at(6), left_later, in_call(7)}) == -1);
+  CHECK(culprit_of({in_call(7), at(5), left, in_call(7)}) == 2);
+  CHECK(culprit_of({in_call(7), in_call(7), left, in_call(7, 2000ms)}) == 3);
+  CHECK(culprit_of({in_call(7), in_call(7, 2000ms), dead(7), in_call(7)}) == 2);
+  const Verdict nobody = blame_network({0, 1, EPX_OP_DISPATCH, 7, ReportKind::connection});
+  CHECK(nobody.culprit == -1);
+  CHECK(nobody.cause == Cause::network);
+  CHECK(nobody.status == EPX_ERROR_SYSTEM);
+  CHECK(nobody.reporter == 0);
+  CHECK(nobody.other_rank == 1);
+}
+
+TEST_CASE("the last report blames a rank within an earlier call, and none when all have come") {
+  const auto culprit_of = [](const std::vector<RankState>& states) {
+    const auto verdict = find_culprit(states, {0, -1, EPX_OP_DISPATCH, 7, ReportKind::last}, 1000ms);
+    return verdict ? verdict->culprit : -1;
+  };
+  CHECK(culprit_of({in_call(7), in_call(7), in_call(6), in_call(7)}) == 2);
+  CHECK(culprit_of({in_call(7), in_call(7), in_call(8), at(7)}) == -1);
+  CHECK(blame_network({0, -1, EPX_OP_DISPATCH, 7, ReportKind::last}).status == EPX_ERROR_TIMEOUT);
+}
+
+TEST_CASE("ranks that have begun different operations as the same call are out of sequence") {
+  const auto makes = [](uint64_t sequence, epx_operation operation) {
+    RankState state = at(sequence);
+    state.operation = operation;
+    return state;
+  };
+  const RankState unknown = at(7);
+  CHECK_FALSE(find_other_operation(std::vector{makes(7, EPX_OP_PREPARE), makes(7, EPX_OP_PREPARE), unknown}));
+  CHECK_FALSE(find_other_operation(std::vector{makes(6, EPX_OP_PREPARE), makes(7, EPX_OP_DISPATCH), unknown}));
+  const auto verdict = find_other_operation(
+      std::vector{unknown, makes(8, EPX_OP_COMBINE), makes(7, EPX_OP_PREPARE), makes(7, EPX_OP_DISPATCH)});
+  REQUIRE(verdict);
+  CHECK(verdict->culprit == -1);
+  CHECK(verdict->cause == Cause::out_of_sequence);
+  CHECK(verdict->status == EPX_ERROR_OUT_OF_SEQUENCE);
+  CHECK(verdict->sequence == 7);
+  CHECK(verdict->reporter == 2);
+  CHECK(verdict->operation == EPX_OP_PREPARE);
+  CHECK(verdict->other_rank == 3);
+  CHECK(verdict->other_operation == EPX_OP_DISPATCH);
+}
+
 // ---- Sockets ----
 
 TEST_CASE("addresses: some, no two alike, loopback last") {
@@ -244,11 +297,104 @@ TEST_CASE("a rank that ends the group tells all others why") {
       if (rank == ends) control.report_failure(1, EPX_ERROR_SYSTEM, EPX_OP_DISPATCH, 9);
       const Verdict verdict = outcome.wait();
       test::check(verdict.culprit == 1 && verdict.cause == Cause::failed && verdict.status == EPX_ERROR_SYSTEM &&
-                      verdict.operation == EPX_OP_DISPATCH && verdict.sequence == 9,
+                      verdict.operation == EPX_OP_DISPATCH && verdict.sequence == 9 && verdict.reporter == ends,
                   "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
       decided.wait();
     });
   }
+}
+
+TEST_CASE("a broken connection that nobody's death explains is nobody's fault, on every rank alike") {
+  constexpr int kRanks = 3;
+  for (const int reporter : {0, 2}) {
+    Meeting told(kRanks), decided(kRanks);
+    each_rank(kRanks, [&](int rank, Exchange& exchange) {
+      RankOutcome outcome;
+      ControlConnection control(rank, kRanks, 400ms, exchange);
+      control.deliver_to(outcome.keep());
+      control.set_progress(4, true, EPX_OP_COMBINE);
+      told.wait();
+      if (rank == reporter) {
+        const auto begin = Clock::now();
+        const std::optional<Verdict> verdict = control.report_broken_connection(1, EPX_OP_COMBINE, 4);
+        test::check(verdict && verdict->cause == Cause::network, "the reporting rank got another verdict");
+        const auto waited = Clock::now() - begin;
+        test::check(waited >= 1s, "the verdict came after {} ms, before a death would have been told", waited / 1ms);
+      }
+      const Verdict verdict = outcome.wait();
+      test::check(verdict.culprit == -1 && verdict.cause == Cause::network && verdict.status == EPX_ERROR_SYSTEM &&
+                      verdict.reporter == reporter && verdict.other_rank == 1 && verdict.sequence == 4,
+                  "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+      decided.wait();
+      test::check_equal(outcome.calls.load(), 1, "the number of verdicts");
+    });
+  }
+}
+
+TEST_CASE("where rank 0 has left, a rank decides about a broken connection itself, and at once") {
+  constexpr int kRanks = 3;
+  for (const bool has_made_call : {false, true}) {
+    Meeting gone(kRanks), decided(kRanks);
+    each_rank(kRanks, [&](int rank, Exchange& exchange) {
+      std::optional<ControlConnection> control;
+      control.emplace(rank, kRanks, kLong, exchange);
+      control->set_progress(rank == 0 && !has_made_call ? 3 : 4, rank != 0, EPX_OP_COMBINE);
+      if (rank == 0) control.reset();
+      gone.wait();
+      if (rank == 1) {
+        const auto begin = Clock::now();
+        const std::optional<Verdict> verdict = control->report_broken_connection(2, EPX_OP_COMBINE, 4);
+        const auto waited = Clock::now() - begin;
+        test::check(waited < 900ms, "the verdict came after {} ms", waited / 1ms);
+        test::check(verdict && verdict->culprit == (has_made_call ? -1 : 0) &&
+                        verdict->cause == (has_made_call ? Cause::network : Cause::late),
+                    "the verdict is another one");
+      }
+      decided.wait();
+    });
+  }
+}
+
+TEST_CASE("the last report always gets a verdict, also where rank 0 has left") {
+  constexpr int kRanks = 3;
+  for (const bool has_left : {false, true}) {
+    Meeting gone(kRanks), decided(kRanks);
+    each_rank(kRanks, [&](int rank, Exchange& exchange) {
+      RankOutcome outcome;
+      std::optional<ControlConnection> control;
+      control.emplace(rank, kRanks, 400ms, exchange);
+      control->deliver_to(outcome.keep());
+      control->set_progress(4, true, EPX_OP_COMBINE);
+      if (rank == 0 && has_left) control.reset();
+      gone.wait();
+      if (rank != 0) std::this_thread::sleep_for(200ms); // ten heartbeats
+      if (rank == 1) control->report_stuck(-1, EPX_OP_COMBINE, 4, ReportKind::last);
+      if (rank == 1 || (rank == 0 && !has_left)) {
+        const Verdict verdict = outcome.wait();
+        test::check(verdict.culprit == -1 && verdict.cause == Cause::network && verdict.status == EPX_ERROR_TIMEOUT &&
+                        verdict.reporter == 1,
+                    "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+      }
+      decided.wait();
+    });
+  }
+}
+
+TEST_CASE("ranks that tell different operations of the same call are out of sequence at once, on every rank") {
+  constexpr int kRanks = 3;
+  each_rank(kRanks, [&](int rank, Exchange& exchange) {
+    RankOutcome outcome;
+    ControlConnection control(rank, kRanks, kLong, exchange);
+    control.deliver_to(outcome.keep());
+    control.set_progress(4, true, rank == 2 ? EPX_OP_DISPATCH : EPX_OP_PREPARE);
+    const auto begin = Clock::now();
+    const Verdict verdict = outcome.wait();
+    test::check(verdict.culprit == -1 && verdict.cause == Cause::out_of_sequence && verdict.sequence == 4 &&
+                    verdict.reporter == 0 && verdict.operation == EPX_OP_PREPARE && verdict.other_rank == 2 &&
+                    verdict.other_operation == EPX_OP_DISPATCH,
+                "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+    test::check(Clock::now() - begin < 5s, "the verdict has waited for more than heartbeats");
+  });
 }
 
 TEST_CASE("a rank whose timeout is longer than that of others is not taken for a silent one") {

@@ -25,7 +25,7 @@ constexpr int kThreads = 128;
 __global__ void begin_call_kernel(const __grid_constant__ NodesDevice nodes, epx_operation operation) {
   if (threadIdx.x != 0) return;
   const uint64_t sequence = ++nodes.state->sequence;
-  nodes.progress->operation = operation;
+  nodes.progress->operations[sequence % NodesProgress::kCalls] = operation;
   nodes.progress->first_leg[sequence % NodesProgress::kCalls] = nodes.node_state->begun.sequence + 1;
   // st.release: a host that has acquired `begun` sees the two stores above.
   store_release_sys(&nodes.progress->begun, sequence);
