@@ -29,10 +29,9 @@ struct RailTransfer {
 // Transfers on a GPU take at most so many SMs, which are to fill a network adapter of 400 Gbit/s, and to leave the others to
 // the kernels of epx. Not measured yet: no adapter was at hand.
 constexpr int kMaxRailCtas = 8;
-// Returns how many SMs transfers take of the num_comm_sms that a group may use (0: the default of the GPU, which is many), at
-// most half of them; 0: there are too few.
-constexpr int rail_ctas(int num_comm_sms) {
-  return num_comm_sms == 0 ? kMaxRailCtas : std::min(num_comm_sms / 2, kMaxRailCtas);
+// Returns how many SMs transfers take of those that a group uses on this GPU, at most half of them; 0: there are too few.
+constexpr int rail_ctas(int num_sms) {
+  return std::min(num_sms / 2, kMaxRailCtas);
 }
 
 // A call of the rails has failed because a connection to a peer is broken. Most likely a peer has died, not always that one; or
