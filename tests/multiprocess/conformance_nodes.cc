@@ -135,6 +135,15 @@ public:
     check_ok(epx_combine_bwd(group_, &args), "epx_combine_bwd");
     device_.finish();
   }
+  void combine() {
+    const epx_tensor expert_out = epx_tensor_2d(memory_[1], EPX_FLOAT32, num_ranks_, kHidden);
+    const epx_tensor out = epx_tensor_2d(memory_[3], EPX_FLOAT32, num_ranks_, kHidden);
+    auto args = make_args<epx_combine_args>();
+    args.expert_out = &expert_out;
+    args.out = &out;
+    check_ok(epx_combine(group_, &args), "epx_combine");
+    device_.finish();
+  }
   uint64_t num_mismatches() const { return GroupView(group_).status().event_counts[EPX_EVENT_HANDLE_MISMATCH]; }
   // Compares bits, which tell +0 from -0.
   void check_gradient(int source, float expected, bool has_products) const {
@@ -320,6 +329,30 @@ TEST_CASE("nodes: gradients of rows that come from a rank with another plan are 
             layer.check_gradient(source, is_lost || is_relayed ? 0.0f : weight, has_products);
           }
         });
+}
+
+TEST_CASE("nodes: a mismatch that the node and a rail peer show is counted once in each call") {
+  constexpr uint64_t kCalls = 3;
+  on_every_rank([&](const RankContext& context) {
+    OneRouteEach layer(context, false);
+    const int lost = context.num_ranks - 1;
+    layer.prepare();
+    const std::vector<std::byte> earlier = layer.handle();
+    layer.prepare();
+    if (context.rank == lost) layer.use_handle(earlier);
+    for (const bool is_gather : {false, true}) {
+      for (uint64_t call = 0; call < kCalls; ++call)
+        is_gather ? layer.combine() : layer.combine_bwd(1.0f, false);
+      const uint64_t reported = layer.num_mismatches();
+      // Every rank of the lost one's node shows it, and so does each of its rail peers.
+      const int ranks_per_node = layer.ranks_per_node() == 0 ? context.num_ranks : layer.ranks_per_node();
+      const bool shows =
+          context.rank / ranks_per_node == lost / ranks_per_node || context.rank % ranks_per_node == lost % ranks_per_node;
+      const bool is_told = context.num_ranks > 1 && (shows || context.device->transport() == EPX_TRANSPORT_HOST);
+      check_equal(reported, is_told ? kCalls : 0,
+                  is_gather ? "the mismatches of combine" : "the mismatches of combine_bwd");
+    }
+  });
 }
 
 TEST_CASE(
