@@ -350,8 +350,8 @@ typedef struct epx_group_config {
       fixed_rail_tokens; /**< groups of several nodes on GPUs: so many tokens of each rank, 0..max_tokens_per_rank, travel
                                 to each other node in every call, whatever the routing is, and no call waits on the host;
                                 see "Several nodes". Where more go there, prepare drops the routes to that node of the later
-                                ones: info's number of dropped routes of this rank's tokens has them, global_counts and
-                                events do not.
+                                ones: info's number of dropped routes of this rank's tokens has them, demand and
+                                events do not. The host transport has no rails: there the field does nothing.
                                 0 (default): max_tokens_per_rank in calls that a graph captures, and what the routing needs
                                 in the others */
 } epx_group_config;

@@ -97,7 +97,7 @@ struct NodesPrepareTotals {
 struct NodesPrepareBuffers {
   int32_t* block_counts; // [kMaxPrepareBlocks, E]: routes of each block of count_routes; then of the blocks before it
   // [count_words]: routes of this rank to each expert; bad ones and those to no expert are not counted. From assign_slots on,
-  // their first slot. Behind them this rank's AgreedFields.
+  // their first slot. Behind them this rank's AgreedFields, and the routes that fixed_rail_tokens leaves no room for.
   int32_t* counts;
   int32_t* all_counts; // [P, count_words]
   NodesPrepareTotals* totals;
