@@ -5,8 +5,10 @@
 
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -14,6 +16,10 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include <dlfcn.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 
 #include "base/error.h"
 #include "tests/support/check.h"
@@ -25,6 +31,23 @@
 #include "transport/control/control_socket.h"
 #include "transport/control/culprit.h"
 #include "transport/control/keyed_hash.h"
+
+namespace epx::test {
+// While it is set, it is called when a recv() of a thread of the library has found nothing in a socket.
+std::atomic<const std::function<void(int fd)>*> g_after_empty_recv{nullptr};
+} // namespace epx::test
+
+// Stands before the C library's, so that a test can send something between two of the library's calls.
+extern "C" ssize_t recv(int fd, void* bytes, size_t size, int flags) {
+  using Recv = ssize_t (*)(int, void*, size_t, int);
+  static const auto real = reinterpret_cast<Recv>(::dlsym(RTLD_NEXT, "recv"));
+  const ssize_t received = real(fd, bytes, size, flags);
+  const int error = errno;
+  if (const auto* const then = epx::test::g_after_empty_recv.load(); received < 0 && error == EAGAIN && then != nullptr)
+    (*then)(fd);
+  errno = error;
+  return received;
+}
 
 namespace epx {
 namespace {
@@ -283,6 +306,66 @@ TEST_CASE("a report without a missing rank is decided once somebody knows one, a
     test::check(verdict.culprit == 2 && verdict.cause == Cause::late && verdict.sequence == 5,
                 "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
     decided.wait();
+  });
+}
+
+uint16_t port_of(int fd, int (*get_name)(int, sockaddr*, socklen_t*)) {
+  sockaddr_in6 address{};
+  socklen_t size = sizeof(address);
+  test::check(get_name(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0, "a socket has no name");
+  return ntohs(address.sin6_port); // at the same place in IPv4's
+}
+
+void send_message(int fd, ControlKind kind, uint64_t sequence) {
+  ControlMessage message;
+  message.kind = kind;
+  message.operation = EPX_OP_COMBINE;
+  message.sequence = sequence;
+  if (kind == ControlKind::heartbeat) message.value = 1; // in that call
+  if (kind == ControlKind::report) message.rank = -1;
+  if (kind == ControlKind::failure) {
+    message.cause = static_cast<int32_t>(Cause::failed);
+    message.value = EPX_ERROR_SYSTEM;
+    message.reporter = 2;
+  }
+  test::check(send_all(fd, std::as_bytes(std::span(&message, 1)), Deadline(5s)), "a message was not sent");
+}
+
+// Rank 0 reads the sockets of its peers one after the other. Behind its look at that of rank 1, which is empty, rank 1 tells that
+// it has come to call 4, and then rank 2 that it waits there: nobody is late. Two looks later that is judged, and rank 2 ends the
+// group.
+TEST_CASE("a report is judged by all that was sent before it, in whatever order the sockets are read") {
+  constexpr int kRanks = 3;
+  std::atomic<int> heartbeat_fd{-1}, report_fd{-1};
+  Meeting joined(kRanks), judged(kRanks);
+  each_rank(kRanks, [&](int rank, Exchange& exchange) {
+    if (rank == 0) {
+      RankOutcome outcome;
+      int looks = 0;
+      uint16_t port = 0;
+      const std::function<void(int)> send_between = [&](int fd) {
+        if (port_of(fd, ::getpeername) != port || ++looks == 2) return;
+        if (looks == 1) send_message(heartbeat_fd, ControlKind::heartbeat, 4);
+        if (looks <= 3) send_message(report_fd, looks == 1 ? ControlKind::report : ControlKind::failure, 4);
+      };
+      ControlConnection control(0, kRanks, kLong, exchange); // whose watchdog ends before what it calls
+      control.deliver_to(outcome.keep());
+      control.set_progress(4, true);
+      joined.wait();
+      port = port_of(heartbeat_fd, ::getsockname);
+      test::g_after_empty_recv = &send_between;
+      const Verdict verdict = outcome.wait();
+      judged.wait();
+      test::g_after_empty_recv = nullptr;
+      test::check(verdict.cause == Cause::failed, "rank {} {}", verdict.culprit, describe(verdict.cause));
+      return;
+    }
+    exchange.all_gather([] { return int64_t{60'000}; }); // timeouts; then the join, and the start of the watchdogs
+    const std::vector<FileDescriptor> sockets = join_control(rank, kRanks, 20'000ms, exchange);
+    exchange.all_gather([] { return 0; });
+    (rank == 1 ? heartbeat_fd : report_fd) = sockets.front().get();
+    joined.wait();
+    judged.wait();
   });
 }
 
