@@ -19,12 +19,13 @@ void keep_until_exit(Owner&& owner) noexcept {
     Kept* next;
   };
   static std::atomic<Kept*> last{nullptr}; // a list, from which leak checkers reach what is kept
-  Kept* const kept = new (std::nothrow) Kept{std::move(owner), nullptr};
-  if (kept == nullptr) {
-    [[maybe_unused]] const Owner released(std::move(owner));
+  static_assert(alignof(Kept) <= __STDCPP_DEFAULT_NEW_ALIGNMENT__);
+  void* const memory = ::operator new(sizeof(Kept), std::nothrow);
+  if (memory == nullptr) {
+    [[maybe_unused]] const Owner released(std::forward<Owner>(owner));
     return;
   }
-  kept->next = last.load();
+  Kept* const kept = new (memory) Kept{std::forward<Owner>(owner), last.load()};
   while (!last.compare_exchange_weak(kept->next, kept)) {
   }
 }

@@ -222,7 +222,7 @@ void disagree(epx_operation operation, epx_operation its_operation, void (*chang
     check(knows || contains(message, "has ended the group with"), "the message is \"{}\"", message);
     const std::vector<uint64_t> all = context.gather(knows ? 1 : 0);
     check(std::ranges::count(all, 1) > 0, "no rank knows what differs");
-    const std::vector<uint64_t> culprits = context.gather(static_cast<uint64_t>(report.culprit + 1));
+    const std::vector<uint64_t> culprits = context.gather(static_cast<uint64_t>(int64_t{report.culprit} + 1));
     check(std::ranges::count(culprits, culprits.front()) == context.num_ranks,
           "the culprit is {} here and another on a peer", report.culprit);
     rank.destroy();
