@@ -144,12 +144,18 @@ TransportChoice choose_transport(epx_transport wanted, Exchange& exchange) {
 // transfer.
 int agree_on_rail_ctas(int num_comm_sms, Exchange& exchange) {
   const std::vector<int32_t> all = exchange.all_gather([&] {
-    if (rail_ctas(num_comm_sms) == 0)
+    if (num_comm_sms == 1)
       fail(EPX_ERROR_INVALID_ARGUMENT,
            "epx_group_config.num_comm_sms is {}; a group of several nodes needs at least 2, one of them for "
            "transfers, or 0 for the default",
            num_comm_sms);
-    return int32_t{rail_ctas(num_comm_sms)};
+    const int num_sms = cuda::resolve_num_sms(num_comm_sms);
+    if (rail_ctas(num_sms) == 0)
+      fail(EPX_ERROR_UNSUPPORTED,
+           "a group of several nodes needs at least 2 SMs, one of them for transfers; with epx_group_config.num_comm_sms = "
+           "{} it may use {} of this GPU",
+           num_comm_sms, num_sms);
+    return int32_t{rail_ctas(num_sms)};
   });
   return *std::ranges::min_element(all);
 }

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "base/error.h"
 #include "epx/epx.h"
@@ -28,17 +29,32 @@ struct RailTransfer {
 // Transfers on a GPU take at most so many SMs, which are to fill a network adapter of 400 Gbit/s, and to leave the others to
 // the kernels of epx. Not measured yet: no adapter was at hand.
 constexpr int kMaxRailCtas = 8;
-// Returns how many SMs transfers take of the num_comm_sms that a group may use (0: the default of the GPU, which is many), at
-// most half of them; 0: there are too few.
-constexpr int rail_ctas(int num_comm_sms) {
-  return num_comm_sms == 0 ? kMaxRailCtas : std::min(num_comm_sms / 2, kMaxRailCtas);
+// Returns how many SMs transfers take of those that a group uses on this GPU, at most half of them; 0: there are too few.
+constexpr int rail_ctas(int num_sms) {
+  return std::min(num_sms / 2, kMaxRailCtas);
 }
 
-// A call of the rails has failed because a connection to a peer is broken. Most likely a peer has died, not always that one.
+// A call of the rails has failed because a connection to a peer is broken. Most likely a peer has died, not always that one; or
+// the network has failed.
 class BrokenRailError : public StatusError {
 public:
-  using StatusError::StatusError;
+  BrokenRailError(const std::string& message, int peer) : StatusError(EPX_ERROR_SYSTEM, message), peer_(peer) {}
+  int peer() const { return peer_; } // -1: not known
+
+private:
+  int peer_;
 };
+
+// Returns the rank with which all of the transfers are; -1 if there are several.
+inline int only_peer(std::span<const RailTransfer> transfers, int rank, int ranks_per_node) {
+  int node = -1;
+  for (const RailTransfer& transfer : transfers) {
+    if (transfer.send_bytes == 0 && transfer.recv_bytes == 0) continue;
+    if (node >= 0 && node != transfer.node) return -1;
+    node = transfer.node;
+  }
+  return node < 0 ? -1 : node * ranks_per_node + rank % ranks_per_node;
+}
 
 // All calls are asynchronous on the stream, which may be captured, and all ranks make the same ones in the same order. They
 // throw SYSTEM, of which a BrokenRailError is one, TIMEOUT, and ABORTED after abort().
@@ -58,6 +74,10 @@ public:
 
   // Returns whether abort() was called; what a transfer has brought then counts for nothing. Any thread may call it.
   virtual bool has_ended() const noexcept = 0;
+
+  // Returns whether a connection to a peer is known to have broken, so that transfers that have been enqueued may never end.
+  // Any thread may call it.
+  virtual bool is_broken() const noexcept = 0;
 };
 
 // The transports of a group of several nodes: windows of the ranks of this node, by index in the node, and rails.

@@ -103,6 +103,11 @@
  *   ranks must capture a call, or none.
  * - Arguments that differ between ranks end the group in the call that has them, prepare included: MISMATCH or OUT_OF_SEQUENCE
  *   on every rank, with two ranks and their values, or a rank that reports those. Let max_top_k be the largest K in use.
+ * - Where a connection between nodes breaks and no rank has died, stopped or left, calls fail with SYSTEM; where transfers do not
+ *   end although all ranks have made the call, with TIMEOUT. The culprit is -1 then, and the message says between which ranks, as
+ *   far as that is known.
+ * - All ranks end with the verdict of rank 0. The first call that finds a failure waits for it, epx_group_status and
+ *   epx_group_destroy too: a round trip to rank 0, or about five seconds where a connection has broken.
  * - Transfers between nodes take up to 8 of the num_comm_sms SMs, but no more than half of them on the rank with the fewest, so
  *   that num_comm_sms is 0 or at least 2 (else INVALID_ARGUMENT).
  * - A rank whose handle memory is not that of the call (EPX_EVENT_HANDLE_MISMATCH) relays nothing: what its rail peers send
@@ -345,8 +350,8 @@ typedef struct epx_group_config {
       fixed_rail_tokens; /**< groups of several nodes on GPUs: so many tokens of each rank, 0..max_tokens_per_rank, travel
                                 to each other node in every call, whatever the routing is, and no call waits on the host;
                                 see "Several nodes". Where more go there, prepare drops the routes to that node of the later
-                                ones: info's number of dropped routes of this rank's tokens has them, global_counts and
-                                events do not.
+                                ones: info's number of dropped routes of this rank's tokens has them, demand and
+                                events do not. The host transport has no rails: there the field does nothing.
                                 0 (default): max_tokens_per_rank in calls that a graph captures, and what the routing needs
                                 in the others */
 } epx_group_config;

@@ -29,9 +29,17 @@ struct AgreedFields {
 };
 constexpr int kAgreedWords = sizeof(AgreedFields) / sizeof(int32_t);
 
-// In prepare each rank contributes to an all-gather int32 [E + kAgreedWords]: its routes to each expert, and its AgreedFields.
-constexpr int64_t count_words(const GroupShape& group) {
+// Whether prepare may drop routes of tokens that rails have no room for (fixed_rail_tokens).
+constexpr bool may_drop_beyond_rails(const GroupShape& group) {
+  return group.max_rail_tokens() < group.max_tokens_per_rank;
+}
+// In prepare each rank contributes to an all-gather int32 [E + kAgreedWords]: its routes to each expert, and its AgreedFields; and
+// behind them, where rails may have no room, [E]: the routes to each expert that are dropped for that, which are in no slot.
+constexpr int64_t beyond_rails_word(const GroupShape& group) {
   return int64_t{group.num_experts} + kAgreedWords;
+}
+constexpr int64_t count_words(const GroupShape& group) {
+  return beyond_rails_word(group) + (may_drop_beyond_rails(group) ? group.num_experts : 0);
 }
 
 // In prepare this rank sends its rail peer on each other node a table of the tokens that go there: int32 number of tokens,

@@ -255,6 +255,30 @@ Failure abort_failure(CallName call, const AbortRecord& abort_record, int rank, 
   return failure;
 }
 
+Failure network_failure(CallName call, epx_status status, CallName where, int reporter, int peer) {
+  Failure failure = failure_of(call, status);
+  const std::string other = peer >= 0 ? fmt::format("rank {}", peer) : "a rank of another node";
+  failure.message =
+      status == EPX_ERROR_SYSTEM
+          ? fmt::format("{}: the connection between rank {} and {} broke in {}, and no rank is known to have died: the "
+                        "network between the nodes has failed",
+                        format(call), reporter, other, format(where))
+          : fmt::format(
+                "{}: transfers between rank {} and other nodes do not end in {}, though all ranks have made that call: "
+                "the network between the nodes may have failed",
+                format(call), reporter, format(where));
+  return failure;
+}
+
+Failure end_failure(CallName call, epx_status status, CallName where, int reporter) {
+  Failure failure = failure_of(call, status);
+  failure.message =
+      fmt::format("{}: rank {} has ended the group with {} in {}, as its own report says; no rank is known to be "
+                  "the cause",
+                  format(call), reporter, name_of(status), format(where));
+  return failure;
+}
+
 Failure damage_failure(CallName call, int rank, const std::string& what) {
   Failure failure = failure_of(call, EPX_ERROR_INTERNAL);
   failure.culprit = rank;

@@ -921,7 +921,7 @@ TEST_CASE("the host sees which call has begun and ended, and its first leg") {
     CHECK(rank.state.sequence == call);
     CHECK(rank.progress.begun == call);
     CHECK(rank.progress.ended < call);
-    CHECK(rank.progress.operation == EPX_OP_COMBINE_BWD);
+    CHECK(rank.progress.operations[rank.progress.begun % NodesProgress::kCalls] == EPX_OP_COMBINE_BWD);
     CHECK(rank.progress.first_leg[call % NodesProgress::kCalls] == 7 * call + 1);
     finish(launch_end_call(rank.device(), nullptr));
     CHECK(rank.progress.ended == call);

@@ -36,14 +36,16 @@ struct Mailbox {
   alignas(64) std::byte bytes[kMailboxBytes];
 };
 
-// What a task exchanges with a rank. As with NCCL, a size of 0 takes no part. In the mailbox the number of bytes comes before
-// the bytes.
+// What a task exchanges with a rank. As with NCCL, a size of 0 takes no part. In the mailbox a word comes before the bytes: their
+// number, and whether they are an all-gather's. NCCL has other connections for those, so that they never meet other transfers.
+constexpr int64_t kIsGathered = int64_t{1} << 62;
 struct Part {
   int peer;
   const std::byte* send;
   int64_t send_bytes;
   std::byte* recv;
   int64_t recv_bytes;
+  int64_t flags = 0; // or kIsGathered
 };
 
 // Copies between the ring, from `position` on, and memory.
@@ -62,6 +64,21 @@ struct ByteRange {
   std::byte* memory;
   uint64_t bytes;
 };
+
+// EPX_TEST_BREAKS_RAILS, which a test may set between two calls: how the network of this rank fails.
+enum class Break {
+  none,
+  at_once, // "at_once": transfers are refused
+  later,   // "later": those that have been enqueued do not end, and the rails know it
+  unseen   // "unseen": likewise, but nobody knows it
+};
+Break break_of_network() {
+  const char* const found = std::getenv("EPX_TEST_BREAKS_RAILS");
+  const std::string name = found != nullptr ? found : "";
+  if (name == "at_once") return Break::at_once;
+  if (name == "later") return Break::later;
+  return name == "unseen" ? Break::unseen : Break::none;
+}
 
 bool has_died(int process) {
   std::ifstream file(fmt::format("/proc/{}/stat", process));
@@ -87,8 +104,8 @@ public:
     std::vector<Part> parts;
     for (int peer = 0; peer < window.num_ranks; ++peer)
       if (peer != window.rank)
-        parts.push_back(
-            {peer, static_cast<const std::byte*>(mine), bytes, static_cast<std::byte*>(all) + peer * bytes, bytes});
+        parts.push_back({peer, static_cast<const std::byte*>(mine), bytes, static_cast<std::byte*>(all) + peer * bytes,
+                         bytes, kIsGathered});
     enqueue_parts(std::move(parts), stream, [=, rank = window.rank] {
       std::memmove(static_cast<std::byte*>(all) + rank * bytes, mine, static_cast<size_t>(bytes));
     });
@@ -106,6 +123,7 @@ public:
 
   void abort() noexcept override { state_->has_ended = true; }
   bool has_ended() const noexcept override { return state_->has_ended; }
+  bool is_broken() const noexcept override { return break_of_network() == Break::later; }
 
 private:
   struct State {
@@ -126,9 +144,15 @@ private:
   template <typename First>
   void enqueue_parts(std::vector<Part> parts, epx_stream stream, First first) {
     if (has_ended()) fail(EPX_ERROR_ABORTED, "the rails between the nodes of the group were aborted");
-    for (const Part& part : parts) // NCCL's connections break likewise
-      if (const int process = state_->reader_of(part.peer); process != 0 && has_died(process))
-        throw BrokenRailError(EPX_ERROR_SYSTEM, "ncclGroupEnd: remote process exited or there was a network error");
+    const auto peer_is_dead = [&](const Part& part) {
+      const int process = state_->reader_of(part.peer);
+      return process != 0 && has_died(process);
+    };
+    const auto is_other_peer = [&](const Part& part) { return part.peer != parts.front().peer; };
+    if (break_of_network() == Break::at_once ||
+        std::ranges::any_of(parts, peer_is_dead)) // NCCL's connections break likewise
+      throw BrokenRailError("ncclGroupEnd: remote process exited or there was a network error",
+                            std::ranges::any_of(parts, is_other_peer) ? -1 : parts.front().peer);
     enqueue(static_cast<cudaStream_t>(stream), [state = state_, parts = std::move(parts), first] {
       if (state->has_ended) return;
       first();
@@ -188,7 +212,7 @@ void MailboxRails::State::run(const std::vector<Part>& parts) {
   for (size_t i = 0; i < parts.size(); ++i) {
     const Part& part = parts[i];
     OfPeer& peer = peers[static_cast<size_t>(part.peer)];
-    sizes[2 * i] = part.send_bytes;
+    sizes[2 * i] = part.send_bytes | part.flags;
     const auto add = [](std::vector<ByteRange>& ranges, int64_t& size, std::byte* memory, int64_t bytes) {
       if (bytes == 0) return;
       ranges.push_back({reinterpret_cast<std::byte*>(&size), sizeof(size)});
@@ -198,6 +222,8 @@ void MailboxRails::State::run(const std::vector<Part>& parts) {
     add(peer.recv, sizes[2 * i + 1], part.recv, part.recv_bytes);
   }
   bool is_done = false;
+  while (break_of_network() != Break::none && !has_ended)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   for (int idle = 0; !is_done && !has_ended;) {
     is_done = true;
     bool has_moved = false;
@@ -221,9 +247,11 @@ void MailboxRails::State::run(const std::vector<Part>& parts) {
   }
   if (is_done)
     for (size_t i = 0; i < parts.size(); ++i)
-      if (parts[i].recv_bytes > 0 && sizes[2 * i + 1] != parts[i].recv_bytes && !ends_in_time()) {
-        std::fprintf(stderr, "the emulation: rank %d expects %lld bytes by rail, rank %d sends %lld\n", window->view().rank,
-                     static_cast<long long>(parts[i].recv_bytes), parts[i].peer, static_cast<long long>(sizes[2 * i + 1]));
+      if (const int64_t expected = parts[i].recv_bytes | parts[i].flags;
+          parts[i].recv_bytes > 0 && sizes[2 * i + 1] != expected && !ends_in_time()) {
+        std::fprintf(stderr, "the emulation: rank %d expects %#llx bytes (or-ed with flags) by rail, rank %d sends %#llx\n",
+                     window->view().rank, static_cast<long long>(expected), parts[i].peer,
+                     static_cast<long long>(sizes[2 * i + 1]));
         std::abort();
       }
   is_busy = false;

@@ -135,6 +135,15 @@ public:
     check_ok(epx_combine_bwd(group_, &args), "epx_combine_bwd");
     device_.finish();
   }
+  void combine() {
+    const epx_tensor expert_out = epx_tensor_2d(memory_[1], EPX_FLOAT32, num_ranks_, kHidden);
+    const epx_tensor out = epx_tensor_2d(memory_[3], EPX_FLOAT32, num_ranks_, kHidden);
+    auto args = make_args<epx_combine_args>();
+    args.expert_out = &expert_out;
+    args.out = &out;
+    check_ok(epx_combine(group_, &args), "epx_combine");
+    device_.finish();
+  }
   uint64_t num_mismatches() const { return GroupView(group_).status().event_counts[EPX_EVENT_HANDLE_MISMATCH]; }
   // Compares bits, which tell +0 from -0.
   void check_gradient(int source, float expected, bool has_products) const {
@@ -213,6 +222,9 @@ void disagree(epx_operation operation, epx_operation its_operation, void (*chang
     check(knows || contains(message, "has ended the group with"), "the message is \"{}\"", message);
     const std::vector<uint64_t> all = context.gather(knows ? 1 : 0);
     check(std::ranges::count(all, 1) > 0, "no rank knows what differs");
+    const std::vector<uint64_t> culprits = context.gather(static_cast<uint64_t>(int64_t{report.culprit} + 1));
+    check(std::ranges::count(culprits, culprits.front()) == context.num_ranks,
+          "the culprit is {} here and another on a peer", report.culprit);
     rank.destroy();
   });
 }
@@ -322,11 +334,36 @@ TEST_CASE("nodes: gradients of rows that come from a rank with another plan are 
         });
 }
 
-TEST_CASE("nodes: calls take no more SMs than asked for, and one SM is too few for several nodes") {
-  for (const int least : {1, 2, 3, 9, 20})
+TEST_CASE("nodes: a mismatch that the node and a rail peer show is counted once in each call") {
+  constexpr uint64_t kCalls = 3;
+  on_every_rank([&](const RankContext& context) {
+    OneRouteEach layer(context, false);
+    const int lost = context.num_ranks - 1;
+    layer.prepare();
+    const std::vector<std::byte> earlier = layer.handle();
+    layer.prepare();
+    if (context.rank == lost) layer.use_handle(earlier);
+    for (const bool is_gather : {false, true}) {
+      for (uint64_t call = 0; call < kCalls; ++call)
+        is_gather ? layer.combine() : layer.combine_bwd(1.0f, false);
+      const uint64_t reported = layer.num_mismatches();
+      // Every rank of the lost one's node shows it, and so does each of its rail peers.
+      const int ranks_per_node = layer.ranks_per_node() == 0 ? context.num_ranks : layer.ranks_per_node();
+      const bool shows =
+          context.rank / ranks_per_node == lost / ranks_per_node || context.rank % ranks_per_node == lost % ranks_per_node;
+      const bool is_told = context.num_ranks > 1 && (shows || context.device->transport() == EPX_TRANSPORT_HOST);
+      check_equal(reported, is_told ? kCalls : 0,
+                  is_gather ? "the mismatches of combine" : "the mismatches of combine_bwd");
+    }
+  });
+}
+
+TEST_CASE(
+    "nodes: epx_group_query tells no more SMs than asked for or than the GPU has, and one is too few for several nodes") {
+  for (const int least : {0, 1, 2, 3, 9, 20})
     on_every_rank([&](const RankContext& context) {
       Case c = base_case();
-      c.group.num_comm_sms = least + context.rank; // which may differ
+      c.group.num_comm_sms = least == 0 ? 0 : least + context.rank; // which may differ
       const bool has_gpus = context.device->transport() != EPX_TRANSPORT_HOST;
       if (has_gpus && num_nodes(c.group) > 1 && least == 1) {
         epx_group_config config = make_config(c.group);
@@ -341,8 +378,9 @@ TEST_CASE("nodes: calls take no more SMs than asked for, and one SM is too few f
       }
       GroupRun group(context, c.group);
       const int sms = group.view().query().num_comm_sms;
-      check(has_gpus ? sms >= 1 && sms <= c.group.num_comm_sms : sms == 0, "calls take {} SMs of {}", sms,
-            c.group.num_comm_sms);
+      const int of_gpu = context.device->num_sms();
+      const int most = least == 0 ? of_gpu : std::min(c.group.num_comm_sms, of_gpu);
+      check(has_gpus ? sms >= 1 && sms <= most : sms == 0, "calls take {} SMs of {}", sms, most);
       LayerRun layer(group, c.layer, Placement::plain, c.seed);
       run_iteration(group, layer, make_workload(c.group, c.layer, c.seed));
     });
@@ -447,6 +485,9 @@ TEST_CASE("nodes: ranks that make different calls are out of sequence") {
   const auto nothing = [](CallFields&) {};
   disagree(EPX_OP_DISPATCH, EPX_OP_COMBINE, nothing, EPX_ERROR_OUT_OF_SEQUENCE, {"dispatch", "combine"});
   disagree(EPX_OP_PREPARE, EPX_OP_PREPARE_DISPATCH, nothing, EPX_ERROR_OUT_OF_SEQUENCE, {"prepare", "prepare_dispatch"});
+  // prepare gathers counts of all ranks while movements exchange records with rail peers, so neither gets the other's fields.
+  disagree(EPX_OP_PREPARE, EPX_OP_DISPATCH, nothing, EPX_ERROR_OUT_OF_SEQUENCE, {"prepare", "dispatch"});
+  disagree(EPX_OP_COMBINE, EPX_OP_PREPARE, nothing, EPX_ERROR_OUT_OF_SEQUENCE, {"combine", "prepare"});
 }
 
 } // namespace epx::test

@@ -77,7 +77,7 @@ public:
     if (is_told_later) expected.sequence.reset();
     const epx_group_report report = check_failed(rank_, status, expected);
     check(report.sequence == 2 || report.sequence == 3, "the failed call is {}", report.sequence);
-    if (culprit == context_.rank) return report;
+    if (culprit == context_.rank || report.culprit < 0) return report;
     const std::string name = "rank " + std::to_string(report.culprit);
     check(contains(report.message, name), "\"{}\" does not name {}", report.message, name);
     rank_.destroy();
@@ -233,6 +233,43 @@ TEST_CASE("a rank that cannot launch its kernel is named by every rank of every 
           doctest::skip(std::string(transport()) == "host")) {
   run_nodes(
       {}, kLongMs, [&](NodeRank& rank) { rank.lose(2, kSoon, EPX_ERROR_SYSTEM); }, Hook{2, "EPX_TEST_FAILS_TO_LAUNCH"});
+}
+
+// The emulated rails of rank 1 fail in the way that EPX_TEST_BREAKS_RAILS names (tests/emulation/rails.cc).
+struct NetworkFault {
+  const char* way;
+  int64_t timeout_ms;
+  Clock::duration limit;
+  epx_status status;
+  std::vector<std::string> words; // of the sentence on each rank
+};
+
+TEST_CASE("a network that fails while all ranks live is nobody's fault, and the report says between which ranks" *
+          doctest::skip(std::getenv("EPX_TEST_RAILS_CAN_BREAK") == nullptr)) {
+  const std::string peer = ranks_per_node() == kRanks / 2 ? "rank 3" : "a rank of another node";
+  const std::string ends = "between rank 1 and ";
+  std::vector<NetworkFault> faults{
+      {"at_once", kLongMs, kSoon, EPX_ERROR_SYSTEM, {ends + peer + " broke in dispatch (call 2)", "network"}},
+      {"later", kLongMs, kSoon + kGrace, EPX_ERROR_SYSTEM, {ends + "a rank of another node broke", "network"}}};
+  // Where a node has several ranks, its kernels name the one that waits for the network before anything else is known.
+  if (ranks_per_node() == 1)
+    faults.push_back({"unseen",
+                      500,
+                      std::chrono::milliseconds(3 * 500) + 10s + 2 * kGrace,
+                      EPX_ERROR_TIMEOUT,
+                      {"do not end in dispatch (call 2)", "network"}});
+  for (const NetworkFault& fault : faults) {
+    CAPTURE(fault.way);
+    run_nodes({}, fault.timeout_ms, [&](NodeRank& rank) {
+      if (rank.number() == 1) ::setenv("EPX_TEST_BREAKS_RAILS", fault.way, 1);
+      const epx_group_report report = rank.lose(-1, fault.limit, fault.status);
+      for (const std::string& word : fault.words)
+        check(contains(report.message, word), "\"{}\" does not say \"{}\"", report.message, word);
+      const bool has_reason = contains(report.message, "ncclGroupEnd");
+      check(has_reason == (rank.number() == 1 && std::string(fault.way) == "at_once"), "\"{}\": the rails' own words",
+            report.message);
+    });
+  }
 }
 
 TEST_CASE("a rank whose connection a forked child keeps open is named by its silence") {

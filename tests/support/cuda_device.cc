@@ -45,6 +45,12 @@ public:
   void write(void* to, const void* host, size_t bytes) override { copy(to, host, bytes, cudaMemcpyHostToDevice); }
   void read(void* host, const void* from, size_t bytes) override { copy(host, from, bytes, cudaMemcpyDeviceToHost); }
   void finish() override { check_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
+  int num_sms() const override {
+    int device = 0, count = 0;
+    check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+    return count;
+  }
 
 private:
   void copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {

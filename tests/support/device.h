@@ -23,6 +23,7 @@ public:
   virtual void write(void* to, const void* host, size_t bytes) = 0;  // into memory of the device
   virtual void read(void* host, const void* from, size_t bytes) = 0; // from memory of the device
   virtual void finish() = 0;                                         // waits for the stream
+  virtual int num_sms() const = 0;                                   // of the GPU; 0 for the host
 };
 
 // `transport` is "host", or "nccl" where the build has it; throws CheckFailure for others, and Skipped

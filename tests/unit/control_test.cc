@@ -5,8 +5,10 @@
 
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -14,6 +16,10 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include <dlfcn.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 
 #include "base/error.h"
 #include "tests/support/check.h"
@@ -25,6 +31,23 @@
 #include "transport/control/control_socket.h"
 #include "transport/control/culprit.h"
 #include "transport/control/keyed_hash.h"
+
+namespace epx::test {
+// While it is set, it is called when a recv() of a thread of the library has found nothing in a socket.
+std::atomic<const std::function<void(int fd)>*> g_after_empty_recv{nullptr};
+} // namespace epx::test
+
+// Stands before the C library's, so that a test can send something between two of the library's calls.
+extern "C" ssize_t recv(int fd, void* bytes, size_t size, int flags) {
+  using Recv = ssize_t (*)(int, void*, size_t, int);
+  static const auto real = reinterpret_cast<Recv>(::dlsym(RTLD_NEXT, "recv"));
+  const ssize_t received = real(fd, bytes, size, flags);
+  const int error = errno;
+  if (const auto* const then = epx::test::g_after_empty_recv.load(); received < 0 && error == EAGAIN && then != nullptr)
+    (*then)(fd);
+  errno = error;
+  return received;
+}
 
 namespace epx {
 namespace {
@@ -97,6 +120,59 @@ TEST_CASE("where nobody knows who is missing, the culprit is no rank within a ca
   CHECK(culprit_of({at(6), in_call(7), in_call(7), in_call(7)}) == -1);      // the rank that reports is none
   CHECK(culprit_of({in_call(7), at(6), in_call(7, 2000ms), in_call(7)}) == 2);
   CHECK(culprit_of({in_call(7), at(6), in_call(7, 2000ms), dead(7)}) == 3);
+}
+
+TEST_CASE("a broken connection is the fault of a rank that died, is silent, or left before the call, and else of none") {
+  const auto culprit_of = [](const std::vector<RankState>& states) {
+    const auto verdict = find_culprit(states, {0, 1, EPX_OP_DISPATCH, 7, ReportKind::connection}, 1000ms);
+    return verdict ? verdict->culprit : -1;
+  };
+  RankState left = at(6), left_later = at(7);
+  left.has_left = left_later.has_left = true;
+  CHECK(culprit_of({in_call(7), in_call(7), in_call(7), in_call(7)}) == -1);
+  CHECK(culprit_of({in_call(7), in_call(6), at(5), in_call(7)}) == -1); // that they are late breaks no connection
+  CHECK(culprit_of({in_call(7), at(6), left_later, in_call(7)}) == -1);
+  CHECK(culprit_of({in_call(7), at(5), left, in_call(7)}) == 2);
+  CHECK(culprit_of({in_call(7), in_call(7), left, in_call(7, 2000ms)}) == 3);
+  CHECK(culprit_of({in_call(7), in_call(7, 2000ms), dead(7), in_call(7)}) == 2);
+  const Verdict nobody = blame_network({0, 1, EPX_OP_DISPATCH, 7, ReportKind::connection});
+  CHECK(nobody.culprit == -1);
+  CHECK(nobody.cause == Cause::network);
+  CHECK(nobody.status == EPX_ERROR_SYSTEM);
+  CHECK(nobody.reporter == 0);
+  CHECK(nobody.other_rank == 1);
+}
+
+TEST_CASE("the last report blames a rank within an earlier call, and none when all have come") {
+  const auto culprit_of = [](const std::vector<RankState>& states) {
+    const auto verdict = find_culprit(states, {0, -1, EPX_OP_DISPATCH, 7, ReportKind::last}, 1000ms);
+    return verdict ? verdict->culprit : -1;
+  };
+  CHECK(culprit_of({in_call(7), in_call(7), in_call(6), in_call(7)}) == 2);
+  CHECK(culprit_of({in_call(7), in_call(7), in_call(8), at(7)}) == -1);
+  CHECK(blame_network({0, -1, EPX_OP_DISPATCH, 7, ReportKind::last}).status == EPX_ERROR_TIMEOUT);
+}
+
+TEST_CASE("ranks that have begun different operations as the same call are out of sequence") {
+  const auto makes = [](uint64_t sequence, epx_operation operation) {
+    RankState state = at(sequence);
+    state.operation = operation;
+    return state;
+  };
+  const RankState unknown = at(7);
+  CHECK_FALSE(find_other_operation(std::vector{makes(7, EPX_OP_PREPARE), makes(7, EPX_OP_PREPARE), unknown}));
+  CHECK_FALSE(find_other_operation(std::vector{makes(6, EPX_OP_PREPARE), makes(7, EPX_OP_DISPATCH), unknown}));
+  const auto verdict = find_other_operation(
+      std::vector{unknown, makes(8, EPX_OP_COMBINE), makes(7, EPX_OP_PREPARE), makes(7, EPX_OP_DISPATCH)});
+  REQUIRE(verdict);
+  CHECK(verdict->culprit == -1);
+  CHECK(verdict->cause == Cause::out_of_sequence);
+  CHECK(verdict->status == EPX_ERROR_OUT_OF_SEQUENCE);
+  CHECK(verdict->sequence == 7);
+  CHECK(verdict->reporter == 2);
+  CHECK(verdict->operation == EPX_OP_PREPARE);
+  CHECK(verdict->other_rank == 3);
+  CHECK(verdict->other_operation == EPX_OP_DISPATCH);
 }
 
 // ---- Sockets ----
@@ -233,6 +309,66 @@ TEST_CASE("a report without a missing rank is decided once somebody knows one, a
   });
 }
 
+uint16_t port_of(int fd, int (*get_name)(int, sockaddr*, socklen_t*)) {
+  sockaddr_in6 address{};
+  socklen_t size = sizeof(address);
+  test::check(get_name(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0, "a socket has no name");
+  return ntohs(address.sin6_port); // at the same place in IPv4's
+}
+
+void send_message(int fd, ControlKind kind, uint64_t sequence) {
+  ControlMessage message;
+  message.kind = kind;
+  message.operation = EPX_OP_COMBINE;
+  message.sequence = sequence;
+  if (kind == ControlKind::heartbeat) message.value = 1; // in that call
+  if (kind == ControlKind::report) message.rank = -1;
+  if (kind == ControlKind::failure) {
+    message.cause = static_cast<int32_t>(Cause::failed);
+    message.value = EPX_ERROR_SYSTEM;
+    message.reporter = 2;
+  }
+  test::check(send_all(fd, std::as_bytes(std::span(&message, 1)), Deadline(5s)), "a message was not sent");
+}
+
+// Rank 0 reads the sockets of its peers one after the other. Behind its look at that of rank 1, which is empty, rank 1 tells that
+// it has come to call 4, and then rank 2 that it waits there: nobody is late. Two looks later that is judged, and rank 2 ends the
+// group.
+TEST_CASE("a report is judged by all that was sent before it, in whatever order the sockets are read") {
+  constexpr int kRanks = 3;
+  std::atomic<int> heartbeat_fd{-1}, report_fd{-1};
+  Meeting joined(kRanks), judged(kRanks);
+  each_rank(kRanks, [&](int rank, Exchange& exchange) {
+    if (rank == 0) {
+      RankOutcome outcome;
+      int looks = 0;
+      uint16_t port = 0;
+      const std::function<void(int)> send_between = [&](int fd) {
+        if (port_of(fd, ::getpeername) != port || ++looks == 2) return;
+        if (looks == 1) send_message(heartbeat_fd, ControlKind::heartbeat, 4);
+        if (looks <= 3) send_message(report_fd, looks == 1 ? ControlKind::report : ControlKind::failure, 4);
+      };
+      ControlConnection control(0, kRanks, kLong, exchange); // whose watchdog ends before what it calls
+      control.deliver_to(outcome.keep());
+      control.set_progress(4, true);
+      joined.wait();
+      port = port_of(heartbeat_fd, ::getsockname);
+      test::g_after_empty_recv = &send_between;
+      const Verdict verdict = outcome.wait();
+      judged.wait();
+      test::g_after_empty_recv = nullptr;
+      test::check(verdict.cause == Cause::failed, "rank {} {}", verdict.culprit, describe(verdict.cause));
+      return;
+    }
+    exchange.all_gather([] { return int64_t{60'000}; }); // timeouts; then the join, and the start of the watchdogs
+    const std::vector<FileDescriptor> sockets = join_control(rank, kRanks, 20'000ms, exchange);
+    exchange.all_gather([] { return 0; });
+    (rank == 1 ? heartbeat_fd : report_fd) = sockets.front().get();
+    joined.wait();
+    judged.wait();
+  });
+}
+
 TEST_CASE("a rank that ends the group tells all others why") {
   constexpr int kRanks = 3;
   for (const int ends : {0, 2}) {
@@ -244,11 +380,104 @@ TEST_CASE("a rank that ends the group tells all others why") {
       if (rank == ends) control.report_failure(1, EPX_ERROR_SYSTEM, EPX_OP_DISPATCH, 9);
       const Verdict verdict = outcome.wait();
       test::check(verdict.culprit == 1 && verdict.cause == Cause::failed && verdict.status == EPX_ERROR_SYSTEM &&
-                      verdict.operation == EPX_OP_DISPATCH && verdict.sequence == 9,
+                      verdict.operation == EPX_OP_DISPATCH && verdict.sequence == 9 && verdict.reporter == ends,
                   "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
       decided.wait();
     });
   }
+}
+
+TEST_CASE("a broken connection that nobody's death explains is nobody's fault, on every rank alike") {
+  constexpr int kRanks = 3;
+  for (const int reporter : {0, 2}) {
+    Meeting told(kRanks), decided(kRanks);
+    each_rank(kRanks, [&](int rank, Exchange& exchange) {
+      RankOutcome outcome;
+      ControlConnection control(rank, kRanks, 400ms, exchange);
+      control.deliver_to(outcome.keep());
+      control.set_progress(4, true, EPX_OP_COMBINE);
+      told.wait();
+      if (rank == reporter) {
+        const auto begin = Clock::now();
+        const std::optional<Verdict> verdict = control.report_broken_connection(1, EPX_OP_COMBINE, 4);
+        test::check(verdict && verdict->cause == Cause::network, "the reporting rank got another verdict");
+        const auto waited = Clock::now() - begin;
+        test::check(waited >= 1s, "the verdict came after {} ms, before a death would have been told", waited / 1ms);
+      }
+      const Verdict verdict = outcome.wait();
+      test::check(verdict.culprit == -1 && verdict.cause == Cause::network && verdict.status == EPX_ERROR_SYSTEM &&
+                      verdict.reporter == reporter && verdict.other_rank == 1 && verdict.sequence == 4,
+                  "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+      decided.wait();
+      test::check_equal(outcome.calls.load(), 1, "the number of verdicts");
+    });
+  }
+}
+
+TEST_CASE("where rank 0 has left, a rank decides about a broken connection itself, and at once") {
+  constexpr int kRanks = 3;
+  for (const bool has_made_call : {false, true}) {
+    Meeting gone(kRanks), decided(kRanks);
+    each_rank(kRanks, [&](int rank, Exchange& exchange) {
+      std::optional<ControlConnection> control;
+      control.emplace(rank, kRanks, kLong, exchange);
+      control->set_progress(rank == 0 && !has_made_call ? 3 : 4, rank != 0, EPX_OP_COMBINE);
+      if (rank == 0) control.reset();
+      gone.wait();
+      if (rank == 1) {
+        const auto begin = Clock::now();
+        const std::optional<Verdict> verdict = control->report_broken_connection(2, EPX_OP_COMBINE, 4);
+        const auto waited = Clock::now() - begin;
+        test::check(waited < 900ms, "the verdict came after {} ms", waited / 1ms);
+        test::check(verdict && verdict->culprit == (has_made_call ? -1 : 0) &&
+                        verdict->cause == (has_made_call ? Cause::network : Cause::late),
+                    "the verdict is another one");
+      }
+      decided.wait();
+    });
+  }
+}
+
+TEST_CASE("the last report always gets a verdict, also where rank 0 has left") {
+  constexpr int kRanks = 3;
+  for (const bool has_left : {false, true}) {
+    Meeting gone(kRanks), decided(kRanks);
+    each_rank(kRanks, [&](int rank, Exchange& exchange) {
+      RankOutcome outcome;
+      std::optional<ControlConnection> control;
+      control.emplace(rank, kRanks, 400ms, exchange);
+      control->deliver_to(outcome.keep());
+      control->set_progress(4, true, EPX_OP_COMBINE);
+      if (rank == 0 && has_left) control.reset();
+      gone.wait();
+      if (rank != 0) std::this_thread::sleep_for(200ms); // ten heartbeats
+      if (rank == 1) control->report_stuck(-1, EPX_OP_COMBINE, 4, ReportKind::last);
+      if (rank == 1 || (rank == 0 && !has_left)) {
+        const Verdict verdict = outcome.wait();
+        test::check(verdict.culprit == -1 && verdict.cause == Cause::network && verdict.status == EPX_ERROR_TIMEOUT &&
+                        verdict.reporter == 1,
+                    "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+      }
+      decided.wait();
+    });
+  }
+}
+
+TEST_CASE("ranks that tell different operations of the same call are out of sequence at once, on every rank") {
+  constexpr int kRanks = 3;
+  each_rank(kRanks, [&](int rank, Exchange& exchange) {
+    RankOutcome outcome;
+    ControlConnection control(rank, kRanks, kLong, exchange);
+    control.deliver_to(outcome.keep());
+    control.set_progress(4, true, rank == 2 ? EPX_OP_DISPATCH : EPX_OP_PREPARE);
+    const auto begin = Clock::now();
+    const Verdict verdict = outcome.wait();
+    test::check(verdict.culprit == -1 && verdict.cause == Cause::out_of_sequence && verdict.sequence == 4 &&
+                    verdict.reporter == 0 && verdict.operation == EPX_OP_PREPARE && verdict.other_rank == 2 &&
+                    verdict.other_operation == EPX_OP_DISPATCH,
+                "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+    test::check(Clock::now() - begin < 5s, "the verdict has waited for more than heartbeats");
+  });
 }
 
 TEST_CASE("a rank whose timeout is longer than that of others is not taken for a silent one") {

@@ -46,23 +46,73 @@ ControlMessage message_of(const Verdict& verdict) {
   message.cause = static_cast<int32_t>(verdict.cause);
   message.value = verdict.status;
   message.sequence = verdict.sequence;
+  message.reporter = verdict.reporter;
+  message.other_rank = verdict.other_rank;
+  message.other_operation = verdict.other_operation;
   return message;
 }
 
 Verdict verdict_of(const ControlMessage& message) {
-  return {message.rank, static_cast<Cause>(message.cause), static_cast<epx_operation>(message.operation), message.sequence,
-          static_cast<epx_status>(message.value)};
+  return {message.rank,
+          static_cast<Cause>(message.cause),
+          static_cast<epx_operation>(message.operation),
+          message.sequence,
+          static_cast<epx_status>(message.value),
+          message.reporter,
+          message.other_rank,
+          static_cast<epx_operation>(message.other_operation)};
 }
 
+// Reads ControlConnection::progress_.
+constexpr int kOperationMask = 0x7f;
+struct Progress {
+  explicit Progress(uint64_t word)
+      : sequence(word >> 8), operation(static_cast<epx_operation>(word >> 1 & kOperationMask)),
+        is_in_call((word & 1) != 0) {}
+
+  uint64_t sequence;
+  epx_operation operation;
+  bool is_in_call;
+};
+
 bool is_sound(const ControlMessage& message, int num_ranks) {
+  const auto is_rank_or_none = [&](int rank) { return rank >= -1 && rank < num_ranks; };
+  const auto is_operation = [](int operation) { return operation >= EPX_OP_NONE && operation <= kOperationMask; };
+  if (message.magic != ControlMessage::kMagic || !is_rank_or_none(message.rank) || !is_operation(message.operation))
+    return false;
+  switch (message.kind) {
+  case ControlKind::heartbeat:
+  case ControlKind::goodbye:
+    return true;
+  case ControlKind::report:
+    return message.value >= 0 && message.value <= static_cast<int32_t>(ReportKind::connection);
+  case ControlKind::verdict:
+  case ControlKind::failure:
+    break;
+  default:
+    return false;
+  }
   const auto cause = static_cast<Cause>(message.cause);
-  const bool has_verdict = message.kind == ControlKind::verdict || message.kind == ControlKind::failure;
-  const int least_rank = message.kind == ControlKind::report ? -1 : 0;
-  return message.magic == ControlMessage::kMagic && message.rank >= least_rank && message.rank < num_ranks &&
-         message.kind >= ControlKind::heartbeat && message.kind <= ControlKind::failure &&
-         message.operation >= EPX_OP_NONE &&
-         (!has_verdict || (cause >= Cause::died && cause <= Cause::failed && message.value > EPX_SUCCESS &&
-                           message.value <= EPX_ERROR_INTERNAL));
+  const bool blames_nobody = cause == Cause::network || cause == Cause::out_of_sequence;
+  const bool has_culprit = cause == Cause::failed || (message.rank >= 0) != blames_nobody;
+  const bool has_reporter = cause < Cause::failed || message.reporter >= 0;
+  const bool has_both = cause != Cause::out_of_sequence || message.other_rank >= 0;
+  return cause >= Cause::died && cause <= Cause::out_of_sequence && has_culprit && has_reporter && has_both &&
+         is_rank_or_none(message.reporter) && is_rank_or_none(message.other_rank) &&
+         is_operation(message.other_operation) && message.value > EPX_SUCCESS && message.value <= EPX_ERROR_INTERNAL;
+}
+
+std::string log_text(const Verdict& verdict) {
+  if (verdict.cause == Cause::failed)
+    return fmt::format("rank {} has ended the group: {}", verdict.reporter, name_of(verdict.status));
+  if (verdict.cause == Cause::out_of_sequence)
+    return fmt::format("call {} is {} on rank {} and {} on rank {}", verdict.sequence, name_of(verdict.operation),
+                       verdict.reporter, name_of(verdict.other_operation), verdict.other_rank);
+  if (verdict.operation == EPX_OP_NONE)
+    return fmt::format("rank {} {}; the last call that it began is {}", verdict.culprit, describe(verdict.cause),
+                       verdict.sequence);
+  return fmt::format("{} (call {}) cannot go on: rank {} {}", name_of(verdict.operation), verdict.sequence,
+                     verdict.cause == Cause::network ? verdict.reporter : verdict.culprit, describe(verdict.cause));
 }
 
 } // namespace
@@ -71,7 +121,8 @@ ControlConnection::ControlConnection(int rank, int num_ranks, std::chrono::milli
     : rank_(rank), num_ranks_(num_ranks), silence_limit_(std::max<std::chrono::milliseconds>(timeout, kMinSilenceLimit)),
       heartbeat_interval_(heartbeat_interval(timeout, exchange)),
       min_silence_(
-          std::clamp<std::chrono::milliseconds>(timeout / 2, 4 * heartbeat_interval_, 1'000ms + 2 * heartbeat_interval_)) {
+          std::clamp<std::chrono::milliseconds>(timeout / 2, 4 * heartbeat_interval_, 1'000ms + 2 * heartbeat_interval_)),
+      time_to_tell_(std::max<std::chrono::milliseconds>(min_silence_, kDeathGrace) + 2 * heartbeat_interval_) {
   const auto limit = std::clamp<std::chrono::milliseconds>(timeout / 2, kMinSetup, kMaxSetup);
   std::vector<FileDescriptor> sockets = join_control(rank, num_ranks, limit, exchange);
   for (size_t i = 0; i < sockets.size(); ++i)
@@ -119,30 +170,31 @@ std::optional<Verdict> ControlConnection::report_timeout(int missing, epx_operat
   return wait_for_verdict();
 }
 
-void ControlConnection::report_stuck(int missing, epx_operation operation, uint64_t sequence) {
+void ControlConnection::report_stuck(int missing, epx_operation operation, uint64_t sequence, ReportKind kind) {
   const std::scoped_lock lock(mutex_);
-  if (!verdict_) own_report_ = TimeoutReport{rank_, missing, operation, sequence};
+  if (verdict_ || (own_report_ && own_report_->kind == ReportKind::connection)) return;
+  own_report_ = WaitReport{rank_, missing, operation, sequence, kind};
   wake();
 }
 
 void ControlConnection::withdraw_report() {
   const std::scoped_lock lock(mutex_);
-  own_report_.reset();
+  if (own_report_ && own_report_->kind != ReportKind::connection) own_report_.reset();
+}
+
+std::optional<Verdict> ControlConnection::report_broken_connection(int peer, epx_operation operation, uint64_t sequence) {
+  report_stuck(peer, operation, sequence, ReportKind::connection);
+  return wait_for_verdict(time_to_tell_ + kVerdictTime);
 }
 
 void ControlConnection::report_failure(int culprit, epx_status status, epx_operation operation, uint64_t sequence) {
   const std::scoped_lock lock(mutex_);
-  if (!verdict_ && !own_failure_) own_failure_ = Verdict{culprit, Cause::failed, operation, sequence, status};
+  if (!verdict_ && !own_failure_) own_failure_ = Verdict{culprit, Cause::failed, operation, sequence, status, rank_};
   wake();
 }
 
 std::optional<Verdict> ControlConnection::wait_for_verdict() {
   return wait_for_verdict(kVerdictTime);
-}
-
-std::optional<Verdict> ControlConnection::wait_for_lost_rank() {
-  constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24); // a clock overflows with the longest timeout_ms
-  return wait_for_verdict(std::min(silence_limit_, kLongest) + kVerdictTime);
 }
 
 std::optional<Verdict> ControlConnection::wait_for_verdict(std::chrono::milliseconds limit) {
@@ -188,11 +240,14 @@ void ControlConnection::watch() {
     if (now >= next_heartbeat) {
       next_heartbeat = now + heartbeat_interval_;
       ControlMessage heartbeat;
-      const uint64_t progress = progress_.load(std::memory_order_relaxed);
-      heartbeat.sequence = progress >> 1;
-      heartbeat.value = static_cast<int32_t>(progress & 1);
+      const Progress progress(progress_.load(std::memory_order_relaxed));
+      heartbeat.sequence = progress.sequence;
+      heartbeat.operation = progress.operation;
+      heartbeat.value = progress.is_in_call ? 1 : 0;
       for (Peer& peer : peers_)
         if (peer.socket && peer.outgoing.empty()) send(peer, heartbeat); // a peer that reads nothing gets no more of them
+      if (rank_ == 0)
+        if (const auto verdict = find_other_operation(states(now))) adopt(*verdict);
     }
     for (Peer& peer : peers_)
       if (peer.socket && !peer.outgoing.empty()) flush(peer);
@@ -200,7 +255,8 @@ void ControlConnection::watch() {
   }
   ControlMessage goodbye;
   goodbye.kind = ControlKind::goodbye;
-  goodbye.sequence = progress_.load(std::memory_order_relaxed) >> 1; // calls that no heartbeat has told of yet
+  goodbye.sequence =
+      Progress(progress_.load(std::memory_order_relaxed)).sequence; // calls that no heartbeat has told of yet
   for (Peer& peer : peers_)
     if (peer.socket) send(peer, goodbye);
 }
@@ -241,11 +297,13 @@ void ControlConnection::handle(Peer& peer, const ControlMessage& message) {
   case ControlKind::heartbeat:
     peer.sequence = message.sequence;
     peer.is_in_call = message.value != 0;
+    peer.operation = static_cast<epx_operation>(message.operation);
     break;
   case ControlKind::report:
-    peer.sequence = std::max(peer.sequence, message.sequence);
+    peer.set_sequence(message.sequence);
     if (rank_ == 0)
-      reports_.push_back({peer.rank, message.rank, static_cast<epx_operation>(message.operation), message.sequence});
+      reports_.push_back({peer.rank, message.rank, static_cast<epx_operation>(message.operation), message.sequence,
+                          static_cast<ReportKind>(message.value)});
     break;
   case ControlKind::failure:
     if (rank_ == 0) adopt(verdict_of(message));
@@ -255,7 +313,7 @@ void ControlConnection::handle(Peer& peer, const ControlMessage& message) {
     break;
   case ControlKind::goodbye:
     peer.has_left = true;
-    peer.sequence = std::max(peer.sequence, message.sequence);
+    peer.set_sequence(message.sequence);
     peer.is_in_call = false;
     peer.socket.close();
     break;
@@ -285,20 +343,25 @@ void ControlConnection::lose(Peer& peer) {
 
 std::vector<RankState> ControlConnection::states(Clock::time_point now) const {
   std::vector<RankState> states(static_cast<size_t>(num_ranks_));
-  const uint64_t progress = progress_.load(std::memory_order_relaxed);
-  states[static_cast<size_t>(rank_)].sequence = progress >> 1;
-  states[static_cast<size_t>(rank_)].is_in_call = (progress & 1) != 0;
+  const Progress progress(progress_.load(std::memory_order_relaxed));
+  RankState& own = states[static_cast<size_t>(rank_)];
+  own.sequence = progress.sequence;
+  own.is_in_call = progress.is_in_call;
+  own.operation = progress.operation;
   for (const Peer& peer : peers_)
-    states[static_cast<size_t>(peer.rank)] = {peer.has_left, peer.died_at.has_value(),
+    states[static_cast<size_t>(peer.rank)] = {peer.has_left,
+                                              peer.died_at.has_value(),
                                               std::chrono::duration_cast<std::chrono::milliseconds>(now - peer.last_heard),
-                                              peer.sequence, peer.is_in_call};
+                                              peer.sequence,
+                                              peer.is_in_call,
+                                              peer.operation};
   return states;
 }
 
 // Rank 0 decides for all; the others decide only that rank 0 itself is gone.
 void ControlConnection::judge(Clock::time_point now) {
-  const std::vector<TimeoutReport> reports = std::exchange(reports_, {});
-  std::optional<TimeoutReport> report;
+  const std::vector<WaitReport> reports = std::exchange(reports_, {});
+  std::optional<WaitReport> report;
   std::optional<Verdict> failure;
   {
     const std::scoped_lock lock(mutex_);
@@ -316,30 +379,10 @@ void ControlConnection::judge(Clock::time_point now) {
     message.kind = ControlKind::failure;
     send(*decider, message);
   }
-  if (report && decider == nullptr) judge_timeout(*report);
-  for (const TimeoutReport& of_peer : reports)
-    judge_timeout(of_peer);
-  if (report && decider != nullptr) {
-    const bool is_gone = decider->died_at.has_value() || (decider->socket && now - decider->last_heard > min_silence_);
-    // Where nobody knows who is missing, rank 0 is if it has left before this call; else nobody can decide.
-    if (decider->has_left && report->missing < 0 && decider->sequence < report->sequence) {
-      adopt({0, Cause::late, report->operation, report->sequence});
-      return;
-    }
-    if (is_gone) {
-      adopt({0, decider->died_at ? Cause::died : Cause::silent, report->operation, report->sequence});
-      return;
-    }
-    ControlMessage message;
-    message.kind = ControlKind::report;
-    message.rank = report->missing;
-    message.operation = report->operation;
-    message.sequence = report->sequence;
-    if (decider->socket && now >= next_report_) {
-      next_report_ = now + heartbeat_interval_;
-      send(*decider, message);
-    }
-  }
+  if (report && decider == nullptr) judge_report(*report, now);
+  for (const WaitReport& of_peer : reports)
+    judge_report(of_peer, now);
+  if (report && decider != nullptr) report_to(*decider, *report, now);
   for (Peer& peer : peers_) {
     const bool died = peer.died_at && now - *peer.died_at >= kDeathGrace;
     const bool is_silent = peer.socket && peer.silence_limit.passed(now);
@@ -349,8 +392,36 @@ void ControlConnection::judge(Clock::time_point now) {
   }
 }
 
-void ControlConnection::judge_timeout(const TimeoutReport& report) {
-  if (const auto verdict = find_culprit(states(Clock::now()), report, min_silence_)) adopt(*verdict);
+// Rank 0. Peers send a report again and again until there is a verdict.
+void ControlConnection::judge_report(const WaitReport& report, Clock::time_point now) {
+  const bool is_broken = report.kind == ReportKind::connection;
+  if (is_broken && !first_broken_) first_broken_ = now;
+  if (const auto verdict = find_culprit(states(Clock::now()), report, min_silence_))
+    adopt(*verdict);
+  else if (report.kind == ReportKind::last || (is_broken && now - *first_broken_ >= time_to_tell_))
+    adopt(blame_network(report));
+}
+
+// The other ranks: what rank 0 has to judge, unless it cannot any more.
+void ControlConnection::report_to(Peer& decider, const WaitReport& report, Clock::time_point now) {
+  if (decider.died_at || (decider.socket && now - decider.last_heard > min_silence_)) {
+    adopt({0, decider.died_at ? Cause::died : Cause::silent, report.operation, report.sequence});
+  } else if (decider.has_left) {
+    const bool knows_missing = report.kind == ReportKind::timeout && report.missing >= 0;
+    if (!knows_missing && decider.sequence < report.sequence)
+      adopt({0, Cause::late, report.operation, report.sequence});
+    else if (report.kind != ReportKind::timeout)
+      adopt(blame_network(report));
+  } else if (now >= next_report_) {
+    ControlMessage message;
+    message.kind = ControlKind::report;
+    message.rank = report.missing;
+    message.operation = report.operation;
+    message.value = static_cast<int32_t>(report.kind);
+    message.sequence = report.sequence;
+    next_report_ = now + heartbeat_interval_;
+    send(decider, message);
+  }
 }
 
 // Keeps the first verdict, tells it to all if this is rank 0, and hands it to the group.
@@ -362,15 +433,8 @@ void ControlConnection::adopt(const Verdict& verdict) {
     verdict_ = verdict;
     on_verdict = on_verdict_;
   }
-  if (verdict.cause == Cause::failed)
-    log::transport().info("the control connection: rank {} has ended the group: {}", verdict.culprit,
-                          name_of(verdict.status));
-  else if (verdict.operation == EPX_OP_NONE)
-    log::transport().warn("the control connection: rank {} {}; the last call that it began is {}", verdict.culprit,
-                          describe(verdict.cause), verdict.sequence);
-  else
-    log::transport().warn("the control connection: a wait in {} (call {}) ran out: rank {} {}", name_of(verdict.operation),
-                          verdict.sequence, verdict.culprit, describe(verdict.cause));
+  log::transport().log(verdict.cause == Cause::failed ? log::Level::kInfo : log::Level::kWarn, "the control connection: {}",
+                       log_text(verdict));
   ControlMessage message = message_of(verdict);
   if (rank_ != 0) message.kind = ControlKind::failure; // of rank 0, which finds it when it is continued
   if (rank_ == 0 || verdict.culprit == 0)

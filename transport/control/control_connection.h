@@ -2,15 +2,15 @@
 // The control connection tells the ranks of a group of several nodes, which share no memory, who has died, stopped, or not
 // come. Each rank has one TCP connection to rank 0, and one watchdog thread. Rows never use it.
 //
-//   heartbeat   every rank, several times in timeout_ms: the last call that it has begun
-//   report      a rank whose wait has run out
+//   heartbeat   every rank, several times in timeout_ms: the last call that it has begun, and which operation it is
+//   report      a rank whose wait has run out, or whose connection to a rail peer is broken
 //   failure     a rank that has ended the group for a reason of its own
-//   verdict     rank 0, once: who the culprit is. Every rank gets the same one
+//   verdict     rank 0, once: who the culprit is, or that none is. Every rank gets the same one
 //   goodbye     a rank that destroys its group, after the last call that it has begun; its connection then ends without being
 //               a death
 //
-// Rank 0 decides for all; who loses rank 0 itself names it. A process that does not run for a while, as all of a suspended
-// job's do, takes the silence of the others in that time for its own.
+// Rank 0 decides for all; who loses rank 0 itself names it. Where rank 0 has left the group, a rank decides for itself. A process
+// that does not run for a while, as all of a suspended job's do, takes the silence of the others in that time for its own.
 #pragma once
 
 #include <atomic>
@@ -50,9 +50,11 @@ public:
 
   // Any thread: the heartbeats tell from now on that this rank has begun the call.
   void begin_call(uint64_t sequence) noexcept { set_progress(sequence, false); }
-  // The same, where calls are made by a device: whether it is still within the call.
-  void set_progress(uint64_t sequence, bool is_in_call) noexcept {
-    progress_.store(sequence << 1 | (is_in_call ? 1 : 0), std::memory_order_relaxed);
+  // The same, where calls are made by a device: whether it is still within the call, and which operation it is. Ranks that tell
+  // different operations of the same call get a verdict at once.
+  void set_progress(uint64_t sequence, bool is_in_call, epx_operation operation = EPX_OP_NONE) noexcept {
+    progress_.store(sequence << 8 | static_cast<uint64_t>(operation) << 1 | (is_in_call ? 1 : 0),
+                    std::memory_order_relaxed);
   }
 
   // A wait of this rank has run out on `missing`. Returns rank 0's verdict, which all ranks get; none when there is no rank
@@ -61,20 +63,22 @@ public:
 
   // Any thread: reports that a wait has run out, and does not wait for the verdict. Where nobody knows for whom this rank waits,
   // `missing` is -1; there may be no verdict as long as rank 0 does not know it either, so the report goes on until it is
-  // withdrawn. Where rank 0 has left before the call, it is the culprit.
-  void report_stuck(int missing, epx_operation operation, uint64_t sequence);
-  void withdraw_report();
+  // withdrawn. Where rank 0 has left before the call, it is the culprit. The last report always gets a verdict, which blames
+  // no rank when all have come.
+  void report_stuck(int missing, epx_operation operation, uint64_t sequence, ReportKind kind = ReportKind::timeout);
+  void withdraw_report(); // unless it says that a connection is broken
 
-  // Any thread: this rank has found that the group has failed because of `culprit`, or ends it itself. That is the verdict, if
-  // it is the first to reach rank 0.
+  // Any thread: a connection of the rails is broken, to `peer` if that is known, else -1. Waits for the verdict: it names a rank
+  // that has died, has stopped, or has left before the call; when none is found within about three seconds, in which a
+  // death or a failure elsewhere would have been told, it blames no rank. Returns none only when there is no verdict in time.
+  std::optional<Verdict> report_broken_connection(int peer, epx_operation operation, uint64_t sequence);
+
+  // Any thread: this rank has found that the group has failed because of `culprit` (-1: of no rank), or ends it itself. That is
+  // the verdict, if it is the first to reach rank 0.
   void report_failure(int culprit, epx_status status, epx_operation operation, uint64_t sequence);
 
   // Waits for the verdict, no longer than a second and a half.
   std::optional<Verdict> wait_for_verdict();
-
-  // A connection to a peer is broken, so that a rank is lost: waits for the verdict for as long as a rank may be silent, and a
-  // second and a half.
-  std::optional<Verdict> wait_for_lost_rank();
 
 private:
   using Clock = std::chrono::steady_clock;
@@ -92,6 +96,13 @@ private:
     bool has_left = false;
     uint64_t sequence = 0;
     bool is_in_call = false;
+    epx_operation operation = EPX_OP_NONE; // of that call, if it is known
+
+    void set_sequence(uint64_t begun) { // by a message that does not tell the operation
+      if (begun > sequence) operation = EPX_OP_NONE;
+      sequence = std::max(sequence, begun);
+    }
+
     std::array<std::byte, sizeof(ControlMessage)> incoming{};
     size_t num_incoming = 0;         // bytes of a message that has not come whole
     std::vector<std::byte> outgoing; // what the socket has not taken yet
@@ -108,7 +119,8 @@ private:
   void flush(Peer& peer);
   void lose(Peer& peer);
   void judge(Clock::time_point now);
-  void judge_timeout(const TimeoutReport& report);
+  void judge_report(const WaitReport& report, Clock::time_point now);
+  void report_to(Peer& decider, const WaitReport& report, Clock::time_point now);
   void adopt(const Verdict& verdict);
   std::vector<RankState> states(Clock::time_point now) const;
   void wake() const;
@@ -117,19 +129,21 @@ private:
   const int num_ranks_;
   const std::chrono::milliseconds silence_limit_; // without a heartbeat
   std::chrono::milliseconds heartbeat_interval_;  // of all ranks
-  std::chrono::milliseconds min_silence_; // from which on a rank counts as stopped when another one's wait has run out
-  std::vector<Peer> peers_;               // the watchdog's alone once it runs
-  std::vector<TimeoutReport> reports_;    // likewise; rank 0's, of peers, that have come and are not judged yet
-  Clock::time_point next_report_{};       // likewise
-  bool has_sent_failure_ = false;         // likewise
-  FileDescriptor wake_;                   // eventfd
-  std::atomic<uint64_t> progress_{0};     // last call begun << 1 | is within it
+  std::chrono::milliseconds min_silence_;  // from which on a rank counts as stopped when another one's wait has run out
+  std::chrono::milliseconds time_to_tell_; // within which a death, a silence or a failure is known to rank 0
+  std::vector<Peer> peers_;                // the watchdog's alone once it runs
+  std::vector<WaitReport> reports_;        // likewise; rank 0's, of peers, that have come and are not judged yet
+  std::optional<Clock::time_point> first_broken_; // likewise; rank 0's: when the first broken connection was reported
+  Clock::time_point next_report_{};               // likewise
+  bool has_sent_failure_ = false;                 // likewise
+  FileDescriptor wake_;                           // eventfd
+  std::atomic<uint64_t> progress_{0};             // last call begun << 8 | its operation << 1 | is within it
   std::atomic<bool> stops_{false};
 
   std::mutex mutex_; // of what follows
   OnVerdict on_verdict_;
   std::condition_variable decided_;
-  std::optional<TimeoutReport> own_report_;
+  std::optional<WaitReport> own_report_;
   std::optional<Verdict> own_failure_;
   std::optional<Verdict> verdict_;
 

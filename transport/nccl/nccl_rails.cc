@@ -25,8 +25,8 @@ constexpr std::chrono::microseconds kPollInterval{20};
 constexpr size_t kConnectBytes = 16;
 
 // A rank that has died closes its connections, which NCCL's threads notice before anything else does.
-void throw_broken_rail(ncclResult_t result, const char* call) {
-  if (result == ncclRemoteError) throw BrokenRailError(EPX_ERROR_SYSTEM, describe_nccl(result, call));
+void throw_broken_rail(ncclResult_t result, const char* call, int peer) {
+  if (result == ncclRemoteError) throw BrokenRailError(describe_nccl(result, call), peer);
 }
 
 } // namespace
@@ -101,6 +101,14 @@ bool NcclRails::has_ended() const noexcept {
   return state_->phase != State::kAlive;
 }
 
+// NCCL keeps the error of a transfer that has been enqueued. While another thread calls NCCL nothing is known.
+bool NcclRails::is_broken() const noexcept {
+  const std::unique_lock lock(state_->mutex, std::try_to_lock);
+  if (!lock || state_->phase != State::kAlive || state_->communicator == nullptr) return false;
+  ncclResult_t result = ncclSuccess;
+  return nccl().CommGetAsyncError(state_->communicator->get(), &result) == ncclSuccess && result == ncclRemoteError;
+}
+
 void NcclRails::require_alive(const State& state) {
   if (state.phase != State::kAlive || state.communicator == nullptr || state.communicator->get() == nullptr)
     fail(EPX_ERROR_ABORTED, "the rails between the nodes of the group were aborted");
@@ -108,7 +116,7 @@ void NcclRails::require_alive(const State& state) {
 
 // `begin` begins an operation of NCCL. The communicator does not block: NCCL goes on in a thread of its own, and this waits
 // until the operation is on its stream.
-void NcclRails::run(const char* call, cudaStream_t stream, const std::function<ncclResult_t(ncclComm_t)>& begin) {
+void NcclRails::run(const char* call, int peer, cudaStream_t stream, const std::function<ncclResult_t(ncclComm_t)>& begin) {
   State& state = *state_;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
@@ -134,12 +142,13 @@ void NcclRails::run(const char* call, cudaStream_t stream, const std::function<n
     }
     std::this_thread::sleep_for(kPollInterval);
   }
-  throw_broken_rail(result, call);
+  throw_broken_rail(result, call, peer);
   check_nccl(result, call);
 }
 
 void NcclRails::all_gather(const void* mine, void* all, int64_t bytes, epx_stream stream) {
-  run("ncclAllGather", static_cast<cudaStream_t>(stream), [&](ncclComm_t communicator) {
+  const int peer = num_ranks_ == 2 ? 1 - rank_ : -1;
+  run("ncclAllGather", peer, static_cast<cudaStream_t>(stream), [&](ncclComm_t communicator) {
     return nccl().AllGather(mine, all, static_cast<size_t>(bytes), ncclChar, communicator,
                             static_cast<cudaStream_t>(stream));
   });
@@ -149,7 +158,7 @@ void NcclRails::exchange(std::span<const RailTransfer> transfers, epx_stream of_
   const auto stream = static_cast<cudaStream_t>(of_call);
   const auto has_bytes = [](const RailTransfer& transfer) { return transfer.send_bytes > 0 || transfer.recv_bytes > 0; };
   if (std::ranges::none_of(transfers, has_bytes)) return;
-  run("ncclGroupEnd", stream, [&](ncclComm_t communicator) {
+  run("ncclGroupEnd", only_peer(transfers, rank_, ranks_per_node_), stream, [&](ncclComm_t communicator) {
     ncclResult_t result = nccl().GroupStart();
     if (result != ncclSuccess) return result;
     const auto keep_error = [&](ncclResult_t of_part) {

@@ -36,11 +36,13 @@ public:
   void exchange(std::span<const RailTransfer> transfers, epx_stream stream) override;
   void abort() noexcept override;
   bool has_ended() const noexcept override;
+  bool is_broken() const noexcept override;
 
 private:
   struct State; // shared with the thread, which may outlive this object
 
-  void run(const char* call, cudaStream_t stream, const std::function<ncclResult_t(ncclComm_t)>& begin);
+  // `peer` is the only one of the operation; -1 if there are several.
+  void run(const char* call, int peer, cudaStream_t stream, const std::function<ncclResult_t(ncclComm_t)>& begin);
   static void require_alive(const State& state);
 
   int rank_;

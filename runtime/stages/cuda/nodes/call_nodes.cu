@@ -25,7 +25,7 @@ constexpr int kThreads = 128;
 __global__ void begin_call_kernel(const __grid_constant__ NodesDevice nodes, epx_operation operation) {
   if (threadIdx.x != 0) return;
   const uint64_t sequence = ++nodes.state->sequence;
-  nodes.progress->operation = operation;
+  nodes.progress->operations[sequence % NodesProgress::kCalls] = operation;
   nodes.progress->first_leg[sequence % NodesProgress::kCalls] = nodes.node_state->begun.sequence + 1;
   // st.release: a host that has acquired `begun` sees the two stores above.
   store_release_sys(&nodes.progress->begun, sequence);
@@ -90,6 +90,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// The number that the leg of the own node's first chunk will have, in which this rank's events are: in a gather the legs of the
+// other nodes come before it.
+__device__ uint64_t first_own_leg(const DeviceGroup& group, const NodesShape& shape, epx_operation operation) {
+  const bool is_gather = operation == EPX_OP_COMBINE || operation == EPX_OP_DISPATCH_BWD;
+  return group.state->begun.sequence + 1 + (is_gather ? (shape.num_nodes() - 1) * shape.num_chunks() : 0);
+}
+
 // Reports the first rail peer that takes part with another plan than this rank, as the ranks of its own node do. A rail peer
 // that takes part without routes reports that itself.
 __device__ void report_mismatch(const DeviceGroup& group, const CallParams& params, const NodesRecords& records) {
@@ -100,8 +107,8 @@ __device__ void report_mismatch(const DeviceGroup& group, const CallParams& para
     const uint64_t plan_id = records.plan_id(node);
     if (plan_id == 0 || records.is_active(node)) continue;
     const int peer = node * shape.ranks_per_node() + shape.index_in_node();
-    const CallContext first_leg{group, params.call.operation, group.state->begun.sequence + 1};
-    record_event(first_leg, EPX_EVENT_HANDLE_MISMATCH, 1, 1, 0, 0, peer, static_cast<int64_t>(plan_id), &header);
+    const CallContext leg{group, params.call.operation, first_own_leg(group, shape, params.call.operation)};
+    record_event(leg, EPX_EVENT_HANDLE_MISMATCH, 1, 1, 0, 0, peer, static_cast<int64_t>(plan_id), &header);
     break;
   }
 }

@@ -523,6 +523,10 @@ private:
 
 } // namespace
 
+int resolve_num_sms(int num_comm_sms) {
+  return LaunchPlan::resolve_num_sms(num_comm_sms, 0);
+}
+
 std::unique_ptr<Backend> make_nodes_backend(const GroupContext& context, int num_comm_sms, int rail_ctas,
                                             NodesTransport transport, std::unique_ptr<ControlConnection> control,
                                             Exchange& exchange) {

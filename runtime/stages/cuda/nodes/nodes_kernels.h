@@ -59,10 +59,10 @@ struct Disagreement {
 // Host memory that kernels write and the host reads at any time, also while a graph is replayed.
 struct NodesProgress {
   static constexpr uint64_t kCalls = 256;
-  uint64_t begun;    // NodesState::sequence
-  uint64_t ended;    // the last call of the group that has ended
-  int32_t operation; // of the call that has begun last
+  uint64_t begun; // NodesState::sequence
+  uint64_t ended; // the last call of the group that has ended
   Disagreement disagreement;
+  int32_t operations[kCalls]; // by sequence % kCalls, stored before `begun`
   uint64_t tokens[kCalls];    // by sequence % kCalls: T of a call that moves rows
   uint64_t first_leg[kCalls]; // by sequence % kCalls: the node's sequence number of the call's first leg
 };
@@ -97,7 +97,7 @@ struct NodesPrepareTotals {
 struct NodesPrepareBuffers {
   int32_t* block_counts; // [kMaxPrepareBlocks, E]: routes of each block of count_routes; then of the blocks before it
   // [count_words]: routes of this rank to each expert; bad ones and those to no expert are not counted. From assign_slots on,
-  // their first slot. Behind them this rank's AgreedFields.
+  // their first slot. Behind them this rank's AgreedFields, and the routes that fixed_rail_tokens leaves no room for.
   int32_t* counts;
   int32_t* all_counts; // [P, count_words]
   NodesPrepareTotals* totals;

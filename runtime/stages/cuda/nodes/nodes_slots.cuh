@@ -33,9 +33,10 @@ __device__ __forceinline__ void count_part(const NodesPrepareParams& params) {
        route += kThreads) {
     const int64_t index = index_at(call, route);
     if (index >= 0 && index < num_experts) {
-      if (is_beyond_rails(params, route, index))
+      if (is_beyond_rails(params, route, index)) {
         atomicAdd(&params.buffers.totals->beyond_rails, 1ull);
-      else
+        atomicAdd(&params.buffers.counts[beyond_rails_word(params.nodes.shape.group) + index], 1);
+      } else
         atomicAdd(&counts[index], 1);
     } else if (index != -1) {
       atomicAdd(&params.buffers.totals->bad_indices, 1ull);
@@ -247,6 +248,14 @@ __device__ __forceinline__ void assign_slots(const NodesPrepareParams& params) {
   }
 }
 
+// Returns how many routes a rank has to an expert, before drops; peers' counts may be anything.
+__device__ __forceinline__ int64_t global_count(const NodesPrepareParams& params, int rank, int expert) {
+  const int32_t* const counts = params.counts_of(rank);
+  const GroupShape& group = params.nodes.shape.group;
+  const int64_t kept = counts[expert];
+  return may_drop_beyond_rails(group) ? kept + counts[beyond_rails_word(group) + expert] : kept;
+}
+
 // Behind find_zones: slots have no origin yet, those in use have the records of pads, and the counts of all ranks become
 // an output.
 __device__ __forceinline__ void fill_outputs(const NodesPrepareParams& params) {
@@ -266,7 +275,7 @@ __device__ __forceinline__ void fill_outputs(const NodesPrepareParams& params) {
 #pragma unroll 1
     for (int64_t i = thread; i < int64_t{group.num_ranks} * group.num_experts; i += threads)
       store_count(call, call.global_counts, i,
-                  params.counts_of(static_cast<int>(i / group.num_experts))[i % group.num_experts]);
+                  global_count(params, static_cast<int>(i / group.num_experts), static_cast<int>(i % group.num_experts)));
 }
 
 } // namespace epx::cuda

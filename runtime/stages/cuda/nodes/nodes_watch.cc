@@ -25,7 +25,10 @@ constexpr auto kPollInterval = 5ms;            // of the thread
 constexpr std::chrono::microseconds kSpin{20}; // of a call's wait on the host
 // How much later than the kernels of a node the watch gives up when nobody knows who is to blame.
 constexpr auto kAfterKernels = 2'000ms;
-constexpr auto kTimeToDecide = 2'000ms; // for rank 0
+// While a call goes on, the rails are asked so often whether a connection has broken. A rank that has ended its part of the last
+// call may exit, which breaks its connections: so the peers have some time to end that call, too.
+constexpr auto kRailsInterval = 100ms;
+constexpr auto kTimeToEndCall = 1'000ms;
 
 uint64_t load(const uint64_t& word) {
   return std::atomic_ref(const_cast<uint64_t&>(word)).load(std::memory_order_acquire); // a kernel stores it
@@ -40,8 +43,7 @@ bool is_found_by_node(epx_status status) {
 
 NodesWatch::NodesWatch(const GroupContext& context, const NodesShape& shape, NodeBackend& node, Rails& rails,
                        std::unique_ptr<ControlConnection> control, const NodesProgress& progress)
-    : context_(context), rail_peer_((context.rank + shape.ranks_per_node()) % context.shape.num_ranks), node_(node),
-      rails_(rails), progress_(progress), control_(std::move(control)) {
+    : context_(context), node_(node), rails_(rails), progress_(progress), control_(std::move(control)) {
   node_.set_names({shape.first_rank(), [this](uint64_t leg) { return call_of_leg(leg); },
                    [this](uint64_t leg) { return tokens_of_leg(leg); }, &context_});
   control_->deliver_to([this](const Verdict& verdict) { end(verdict); });
@@ -73,14 +75,14 @@ void NodesWatch::watch() {
   std::pair<uint64_t, uint64_t> last{0, 0}; // begun, ended
   SuspensionAwareDeadline deadline{timeout};
   SuspensionAwareDeadline last_deadline{last_timeout};
-  SuspensionAwareDeadline decision{kTimeToDecide};
-  bool is_stuck = false, has_given_up = false, has_told = false;
+  SuspensionAwareDeadline rails_deadline{kRailsInterval};
+  bool is_stuck = false, has_given_up = false, has_told = false, is_broken = false, has_told_broken = false;
   std::unique_lock lock(mutex_);
   while (!stop_.wait_for(lock, kPollInterval, [this] { return stops_; })) {
     const uint64_t ended = load(progress_.ended); // first, so that a call that ends now is not taken for one in progress
     const uint64_t begun = load(progress_.begun);
     const bool is_in_call = begun > ended;
-    control_->set_progress(begun, is_in_call);
+    control_->set_progress(begun, is_in_call, operation_of(begun));
     if (!has_told && !ends_work_.load()) {
       if (const auto failure = found_by_kernels()) {
         tell(*failure);
@@ -91,30 +93,39 @@ void NodesWatch::watch() {
       last = {begun, ended};
       deadline = SuspensionAwareDeadline{timeout};
       last_deadline = SuspensionAwareDeadline{last_timeout};
+      rails_deadline = SuspensionAwareDeadline{kRailsInterval};
+      is_broken = false;
       if (is_stuck) control_->withdraw_report();
       is_stuck = has_given_up = false;
       continue;
     }
-    const bool gives_up = last_deadline.passed();
+    if (!has_told_broken && rails_deadline.passed()) {
+      has_told_broken = is_broken; // for kTimeToEndCall
+      if (has_told_broken) control_->report_stuck(-1, operation_of(begun), begun, ReportKind::connection);
+      is_broken = rails_.is_broken();
+      rails_deadline = SuspensionAwareDeadline{is_broken ? kTimeToEndCall : kRailsInterval};
+    }
     if (deadline.passed() && !std::exchange(is_stuck, true)) {
       log::group().warn("group {:016x}: {} (call {}) has not ended within {} ms on this rank", context_.group_id,
-                        name_of(call_in_progress().operation), begun, context_.timeout_ms);
-      control_->report_stuck(-1, call_in_progress().operation, begun);
+                        name_of(operation_of(begun)), begun, context_.timeout_ms);
+      control_->report_stuck(-1, operation_of(begun), begun);
     }
-    if (gives_up && !std::exchange(has_given_up, true)) {
-      control_->report_stuck(rail_peer_, call_in_progress().operation, begun);
-      decision = SuspensionAwareDeadline{kTimeToDecide};
-    }
-    if (has_given_up && status_.is_healthy() && decision.passed()) // rank 0 has left, behind this call
-      end({rail_peer_, Cause::late, call_in_progress().operation, begun});
+    if (last_deadline.passed() && !std::exchange(has_given_up, true))
+      control_->report_stuck(-1, operation_of(begun), begun, ReportKind::last);
   }
+}
+
+// Returns the operation of a call that is no older than NodesProgress::kCalls calls; NONE where none has begun.
+epx_operation NodesWatch::operation_of(uint64_t call) const {
+  const int32_t& operation = progress_.operations[call % NodesProgress::kCalls];
+  return static_cast<epx_operation>(std::atomic_ref(const_cast<int32_t&>(operation)).load(std::memory_order_relaxed));
 }
 
 CallName NodesWatch::call_in_progress() const {
   const uint64_t ended = load(progress_.ended);
   const uint64_t begun = load(progress_.begun);
   if (begun <= ended) return {EPX_OP_NONE, 0};
-  return {static_cast<epx_operation>(std::atomic_ref(const_cast<int32_t&>(progress_.operation)).load()), begun};
+  return {operation_of(begun), begun};
 }
 
 CallName NodesWatch::call_or_next(epx_operation next) const {
@@ -141,8 +152,11 @@ int64_t NodesWatch::tokens_of_leg(uint64_t leg) const {
 }
 
 void NodesWatch::tell(const Failure& failure) {
-  control_->report_failure(failure.culprit >= 0 ? failure.culprit : context_.rank, failure.status, failure.operation,
-                           failure.sequence);
+  {
+    const std::scoped_lock lock(verdict_mutex_);
+    if (!told_) told_ = failure;
+  }
+  control_->report_failure(failure.culprit, failure.status, failure.operation, failure.sequence);
 }
 
 // What ranks of several nodes do not agree on comes before what the node has found, which may be the same.
@@ -210,6 +224,24 @@ void NodesWatch::keep_verdict(CallName call) {
 }
 
 Failure NodesWatch::failure_of(const Verdict& verdict, CallName call) {
+  const bool is_mine = verdict.reporter == context_.rank;
+  const CallName where{verdict.operation, verdict.sequence};
+  if (verdict.cause == Cause::network) {
+    Failure failure = network_failure(call, verdict.status, where, verdict.reporter, verdict.other_rank);
+    const std::scoped_lock lock(verdict_mutex_);
+    if (is_mine && !rail_error_.empty()) failure.message += ": " + rail_error_;
+    return failure;
+  }
+  if (verdict.cause == Cause::out_of_sequence) {
+    CallDescriptor first{}, other{};
+    first.operation = verdict.operation;
+    other.operation = verdict.other_operation;
+    if (auto failure = find_disagreement(where, first, verdict.reporter, other, verdict.other_rank)) return *failure;
+  }
+  if (verdict.cause == Cause::failed && is_mine) {
+    const std::scoped_lock lock(verdict_mutex_);
+    if (told_) return *told_;
+  }
   if (verdict.cause == Cause::failed && is_found_by_node(verdict.status)) {
     if (auto own = disagreement(); own && own->status == verdict.status) return *own;
     if (auto own = node_.failure(); own && own->status == verdict.status) return *own;
@@ -219,9 +251,10 @@ Failure NodesWatch::failure_of(const Verdict& verdict, CallName call) {
     failure.sequence = verdict.sequence;
     failure.culprit = verdict.culprit;
     failure.message = fmt::format("{} (call {}): the node of rank {} has ended the group with {}, as a report there says",
-                                  name_of(verdict.operation), verdict.sequence, verdict.culprit, name_of(verdict.status));
+                                  name_of(verdict.operation), verdict.sequence, verdict.reporter, name_of(verdict.status));
     return failure;
   }
+  if (verdict.culprit < 0) return end_failure(call, verdict.status, where, verdict.reporter);
   return abort_failure(call, {verdict.status, verdict.operation, verdict.culprit, verdict.sequence}, context_.rank, 0);
 }
 
@@ -229,15 +262,30 @@ void NodesWatch::require_healthy(epx_operation operation) {
   status_.require_healthy();
   keep_verdict(call_or_next(operation));
   status_.require_healthy();
-  if (const auto failure = found_by_kernels()) fail_with(*failure, operation);
+  if (const auto failure = found_by_kernels()) fail_with(*failure, call_or_next(operation));
 }
 
 // The node's kernels may have ended because of a verdict that has not come here yet.
-void NodesWatch::fail_with(const Failure& failure, epx_operation operation) {
+void NodesWatch::fail_with(const Failure& failure, CallName call) {
   tell(failure);
   const std::optional<Verdict> verdict = control_->wait_for_verdict();
   if (!verdict) end_work(); // rank 0 does not answer
-  status_.fail(verdict ? failure_of(*verdict, call_or_next(operation)) : failure);
+  const bool knows_call = call.sequence != 0 || !verdict;
+  status_.fail(verdict ? failure_of(*verdict, knows_call ? call : CallName{verdict->operation, verdict->sequence})
+                       : failure);
+}
+
+// Outside of calls.
+void NodesWatch::keep_failure_of_kernels() {
+  keep_verdict(call_in_progress());
+  if (!status_.is_healthy() || ends_work_.load()) return;
+  const auto failure = found_by_kernels();
+  if (!failure) return;
+  try {
+    const CallName call = call_in_progress();
+    fail_with(*failure, call.operation != EPX_OP_NONE ? call : CallName{failure->operation, failure->sequence});
+  } catch (const StatusError&) { // the status board keeps it
+  }
 }
 
 void NodesWatch::wait_for(cudaStream_t stream, epx_operation operation) {
@@ -255,21 +303,26 @@ void NodesWatch::wait_for(cudaStream_t stream, epx_operation operation) {
 
 void NodesWatch::end_call(epx_operation operation, const StatusError& error) {
   require_healthy(operation);
-  if (dynamic_cast<const BrokenRailError*>(&error) != nullptr) // the control connection learns who has died
-    if (const std::optional<Verdict> verdict = control_->wait_for_lost_rank())
-      status_.fail(failure_of(*verdict, call_or_next(operation)));
+  const CallName call = call_or_next(operation);
+  const auto* const broken = dynamic_cast<const BrokenRailError*>(&error);
+  if (broken != nullptr) {
+    {
+      const std::scoped_lock lock(verdict_mutex_);
+      rail_error_ = error.message();
+    }
+    if (const auto verdict = control_->report_broken_connection(broken->peer(), call.operation, call.sequence))
+      status_.fail(failure_of(*verdict, call));
+  }
   Failure failure;
   failure.status = error.status();
   failure.operation = operation;
-  failure.culprit = context_.rank;
   failure.message = error.message();
-  try { // before the verdict comes, which has no message
-    status_.fail(failure);
-  } catch (const StatusError&) { // the status board keeps the first one
-  }
+  // A rank that waits in vain, or whose connection has broken, is not the cause.
+  if (broken == nullptr && error.status() != EPX_ERROR_TIMEOUT) failure.culprit = context_.rank;
   tell(failure);
+  const std::optional<Verdict> verdict = control_->wait_for_verdict();
   end_work();
-  status_.fail(failure);
+  status_.fail(verdict ? failure_of(*verdict, call) : failure);
 }
 
 void NodesWatch::abort() {
@@ -284,14 +337,7 @@ void NodesWatch::abort() {
 
 // The events are the node's, which makes all calls; the failure is the group's.
 epx_group_report NodesWatch::report() {
-  keep_verdict(call_in_progress());
-  if (const auto failure = disagreement(); failure && status_.is_healthy()) {
-    tell(*failure);
-    try {
-      status_.fail(*failure);
-    } catch (const StatusError&) { // the status board keeps it
-    }
-  }
+  keep_failure_of_kernels();
   epx_group_report report = node_.report();
   const epx_group_report of_group = status_.report();
   const bool node_has_failed = report.status != EPX_SUCCESS;
@@ -313,8 +359,9 @@ bool NodesWatch::finish(int device) {
   const std::future<cudaError_t> idle = synchronize_in_background(device);
   SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
   while (status_.is_healthy() && !deadline.passed()) {
-    if (idle.wait_for(5ms) == std::future_status::ready) return true;
-    keep_verdict(call_in_progress());
+    const bool is_idle = idle.wait_for(5ms) == std::future_status::ready;
+    keep_failure_of_kernels(); // also of the last call, whose failure is logged here
+    if (is_idle && status_.is_healthy()) return true;
   }
   if (status_.is_healthy())
     log::group().warn("group {:016x} is destroyed, but its GPU is not idle after {} ms: calls of the group that wait for "

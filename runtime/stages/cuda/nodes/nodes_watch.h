@@ -3,8 +3,9 @@
 // one. Transfers between nodes are NCCL's, which wait without a limit and do not tell for whom.
 //
 // A thread tells the control connection how far this rank's device has come, replays included. When the device has been within
-// one call for timeout_ms, that reports it; rank 0 decides who has died, stopped, or not come. A failure within the node, which
-// its kernels find, becomes the group's in the same way. On the verdict each rank ends its own kernels and its rails.
+// one call for timeout_ms, or a connection of the rails has broken, that reports it; rank 0 decides who has died, stopped, or not
+// come, or that the network has failed. A failure within the node, which its kernels find, becomes the group's in the same way.
+// On the verdict each rank ends its own kernels and its rails.
 #pragma once
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <thread>
 
 #include <cuda_runtime_api.h>
@@ -47,7 +49,7 @@ public:
   NodesWatch& operator=(const NodesWatch&) = delete;
 
   // Before a call: throws the group's failure, if there is one. It is the same on all ranks; where this rank's kernels have
-  // found one, the verdict is waited for, but not longer than two seconds.
+  // found one, the verdict is waited for, but not longer than two seconds. report() and finish() wait likewise.
   void require_healthy(epx_operation operation);
 
   // Waits until the stream has done all its work. Throws the group's failure, and SYSTEM.
@@ -70,12 +72,14 @@ private:
   void watch();
   void end(const Verdict& verdict); // the control connection's thread
   void end_work() noexcept;
+  epx_operation operation_of(uint64_t call) const;
   std::optional<Failure> found_by_kernels();
+  void keep_failure_of_kernels();
   bool has_disagreement() const;
   std::optional<Failure> disagreement() const;
   void keep_verdict(CallName call);
   Failure failure_of(const Verdict& verdict, CallName call);
-  [[noreturn]] void fail_with(const Failure& failure, epx_operation operation);
+  [[noreturn]] void fail_with(const Failure& failure, CallName call);
   void tell(const Failure& failure);
   uint64_t call_of_leg(uint64_t leg) const;
   int64_t tokens_of_leg(uint64_t leg) const;
@@ -83,7 +87,6 @@ private:
   CallName call_or_next(epx_operation next) const;
 
   const GroupContext& context_;
-  const int rail_peer_; // the next one
   NodeBackend& node_;
   Rails& rails_;
   const NodesProgress& progress_;
@@ -93,8 +96,10 @@ private:
   bool stops_ = false;
   std::atomic<bool> ends_work_ = false;
   std::atomic<bool> disagreed_before_end_ = false;
-  std::mutex verdict_mutex_;
+  std::mutex verdict_mutex_;       // of what follows, up to control_
   std::optional<Verdict> verdict_; // that has come between two calls: the next one fails with it
+  std::optional<Failure> told_;    // the first failure that this rank has told, whose sentence no verdict has
+  std::string rail_error_;         // what broke a connection, as the rails say it
   std::unique_ptr<ControlConnection> control_;
   std::thread thread_;
 };

@@ -3,7 +3,7 @@
 // slot records and first slots of each leg then travel in windows, as one call of the node.
 //
 //   count_routes   find_token_ends  Only with fixed_rail_tokens: block m finds the first token too many for node m. Routes to
-//                                   that node from this token on are dropped: they are counted as such, and nowhere else.
+//                                   that node from this token on are dropped: they are counted as such, by expert.
 //                  count_part    Each block counts the routes of its part of this rank's tokens, by expert.
 //                  add_parts     The parts' counts become the routes of the parts before, and the counts of this rank.
 //   assign_slots   find_zones    From the counts of all ranks: zones, totals, the header, and the first slot of this rank's
@@ -80,6 +80,12 @@ std::vector<const void*> nodes_prepare_kernels() {
 cudaError_t launch_count_routes(const NodesPrepareParams& params, cudaStream_t stream) {
   NodesPrepareTotals* const totals = params.buffers.totals;
   if (const cudaError_t error = cudaMemsetAsync(totals, 0, sizeof(*totals), stream); error != cudaSuccess) return error;
+  const GroupShape& group = params.nodes.shape.group;
+  if (may_drop_beyond_rails(group))
+    if (const cudaError_t error = cudaMemsetAsync(params.buffers.counts + beyond_rails_word(group), 0,
+                                                  static_cast<size_t>(group.num_experts) * sizeof(int32_t), stream);
+        error != cudaSuccess)
+      return error;
   if (params.limits_rail_tokens())
     if (const cudaError_t error =
             launch(&find_token_ends_kernel, {params.nodes.shape.num_nodes(), kThreads}, stream, params);

@@ -98,7 +98,9 @@ struct alignas(32) DeviceState {
 
   unsigned long long event_counts[EPX_MAX_EVENT_KINDS]; // as in StatusRecord
   uint64_t num_events;
-  uint64_t events_taken;  // a copy from StatusRecord, because loads from host memory take long
+  uint64_t events_taken; // a copy from StatusRecord, because loads from host memory take long
+  // By kind: the last call that had such an event, whether that has a record or was only counted.
+  uint64_t last_event_calls[EPX_MAX_EVENT_KINDS];
   uint32_t records_event; // a lock: 1 while a thread is in record_event
 };
 

@@ -19,12 +19,9 @@ __device__ inline bool has_free_record(const CallContext& call) {
   return state.num_events - state.events_taken < StatusRecord::kEvents;
 }
 
-// Returns whether the last event that has a record is of this kind and this call. No other thread records events meanwhile.
-__device__ inline bool has_recorded(const CallContext& call, epx_event_kind kind) {
-  const DeviceState& state = *call.group.state;
-  if (state.num_events == 0) return false;
-  const EventRecord& last = call.group.record->events[(state.num_events - 1) % StatusRecord::kEvents];
-  return last.kind == kind && last.sequence == call.sequence;
+// Returns whether this call has had an event of this kind. No other thread has such events meanwhile.
+__device__ inline bool has_had_event(const CallContext& call, epx_event_kind kind) {
+  return call.group.state->last_event_calls[kind] == call.sequence;
 }
 
 // One thread of its warp calls this. `count` has the unit of epx_group_report.event_counts; EventRecord explains the values and
@@ -38,6 +35,7 @@ __device__ __noinline__ inline void record_event(const CallContext& call, epx_ev
   // The fence makes an acquire pattern with the exchange: this thread sees what the one before it has stored in `state` (PTX,
   // Release and acquire patterns). No test notices that this fence or the release below is missing.
   fence_acq_rel_sys();
+  state.last_event_calls[kind] = call.sequence;
   const uint64_t total = state.event_counts[kind] += static_cast<unsigned long long>(count);
   if (has_free_record(call)) {
     EventRecord& event = call.group.record->events[state.num_events % StatusRecord::kEvents];
