@@ -175,7 +175,8 @@ __device__ __noinline__ inline void report_events(const CallContext& context, co
   for (int rank = 0; rank < context.num_ranks(); ++rank) {
     const uint64_t plan_id = descriptors.plan_id[rank];
     if (plan_id == 0 || plan_id == header.plan_id) continue;
-    if (!has_had_event(context, EPX_EVENT_HANDLE_MISMATCH)) // a group of several nodes has it where a rail peer differs, too
+    // A group of several nodes has it where a rail peer differs, too.
+    if (!has_had_event(context, EPX_EVENT_HANDLE_MISMATCH))
       record_event(context, EPX_EVENT_HANDLE_MISMATCH, 1, 0, 0, 0, rank, static_cast<int64_t>(plan_id), plan.header);
     break;
   }
