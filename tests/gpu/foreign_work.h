@@ -40,6 +40,7 @@ public:
 
   const Stream& own_stream() const { return stream_; }
   epx_transport transport() const override { return device_.transport(); }
+  int num_sms() const override { return device_.num_sms(); }
   epx_stream stream() const override { return stream_.get(); }
   std::byte* allocate(size_t bytes) override { return device_.allocate(bytes); }
   void free(std::byte* memory) noexcept override { device_.free(memory); }
