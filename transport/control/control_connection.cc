@@ -63,21 +63,11 @@ Verdict verdict_of(const ControlMessage& message) {
           static_cast<epx_operation>(message.other_operation)};
 }
 
-// Reads ControlConnection::progress_.
-constexpr int kOperationMask = 0x7f;
-struct Progress {
-  explicit Progress(uint64_t word)
-      : sequence(word >> 8), operation(static_cast<epx_operation>(word >> 1 & kOperationMask)),
-        is_in_call((word & 1) != 0) {}
-
-  uint64_t sequence;
-  epx_operation operation;
-  bool is_in_call;
-};
-
 bool is_sound(const ControlMessage& message, int num_ranks) {
   const auto is_rank_or_none = [&](int rank) { return rank >= -1 && rank < num_ranks; };
-  const auto is_operation = [](int operation) { return operation >= EPX_OP_NONE && operation <= kOperationMask; };
+  const auto is_operation = [](int operation) {
+    return operation >= EPX_OP_NONE && operation <= CallProgress::kMaxOperation;
+  };
   if (message.magic != ControlMessage::kMagic || !is_rank_or_none(message.rank) || !is_operation(message.operation))
     return false;
   switch (message.kind) {
@@ -240,7 +230,7 @@ void ControlConnection::watch() {
     if (now >= next_heartbeat) {
       next_heartbeat = now + heartbeat_interval_;
       ControlMessage heartbeat;
-      const Progress progress(progress_.load(std::memory_order_relaxed));
+      const CallProgress progress = this->progress();
       heartbeat.sequence = progress.sequence;
       heartbeat.operation = progress.operation;
       heartbeat.value = progress.is_in_call ? 1 : 0;
@@ -255,8 +245,7 @@ void ControlConnection::watch() {
   }
   ControlMessage goodbye;
   goodbye.kind = ControlKind::goodbye;
-  goodbye.sequence =
-      Progress(progress_.load(std::memory_order_relaxed)).sequence; // calls that no heartbeat has told of yet
+  goodbye.sequence = progress().sequence; // calls that no heartbeat has told of yet
   for (Peer& peer : peers_)
     if (peer.socket) send(peer, goodbye);
 }
@@ -343,7 +332,7 @@ void ControlConnection::lose(Peer& peer) {
 
 std::vector<RankState> ControlConnection::states(Clock::time_point now) const {
   std::vector<RankState> states(static_cast<size_t>(num_ranks_));
-  const Progress progress(progress_.load(std::memory_order_relaxed));
+  const CallProgress progress = this->progress();
   RankState& own = states[static_cast<size_t>(rank_)];
   own.sequence = progress.sequence;
   own.is_in_call = progress.is_in_call;

@@ -31,6 +31,20 @@
 
 namespace epx {
 
+// What heartbeats tell of a rank's calls. It fits in one word, which any thread may replace.
+struct CallProgress {
+  static constexpr int kMaxOperation = 0x7f;
+
+  uint64_t sequence = 0;                 // the last call that the rank has begun
+  epx_operation operation = EPX_OP_NONE; // of that call, if it is known
+  bool is_in_call = false;
+
+  uint64_t to_word() const { return sequence << 8 | static_cast<uint64_t>(operation) << 1 | (is_in_call ? 1 : 0); }
+  static CallProgress from_word(uint64_t word) {
+    return {word >> 8, static_cast<epx_operation>(word >> 1 & kMaxOperation), (word & 1) != 0};
+  }
+};
+
 class ControlConnection {
 public:
   using OnVerdict = std::function<void(const Verdict&)>;
@@ -53,8 +67,7 @@ public:
   // The same, where calls are made by a device: whether it is still within the call, and which operation it is. Ranks that tell
   // different operations of the same call get a verdict at once.
   void set_progress(uint64_t sequence, bool is_in_call, epx_operation operation = EPX_OP_NONE) noexcept {
-    progress_.store(sequence << 8 | static_cast<uint64_t>(operation) << 1 | (is_in_call ? 1 : 0),
-                    std::memory_order_relaxed);
+    progress_.store(CallProgress{sequence, operation, is_in_call}.to_word(), std::memory_order_relaxed);
   }
 
   // A wait of this rank has run out on `missing`. Returns rank 0's verdict, which all ranks get; none when there is no rank
@@ -122,6 +135,7 @@ private:
   void judge_report(const WaitReport& report, Clock::time_point now);
   void report_to(Peer& decider, const WaitReport& report, Clock::time_point now);
   void adopt(const Verdict& verdict);
+  CallProgress progress() const { return CallProgress::from_word(progress_.load(std::memory_order_relaxed)); }
   std::vector<RankState> states(Clock::time_point now) const;
   void wake() const;
 
@@ -137,7 +151,7 @@ private:
   Clock::time_point next_report_{};               // likewise
   bool has_sent_failure_ = false;                 // likewise
   FileDescriptor wake_;                           // eventfd
-  std::atomic<uint64_t> progress_{0};             // last call begun << 8 | its operation << 1 | is within it
+  std::atomic<uint64_t> progress_{0};             // CallProgress
   std::atomic<bool> stops_{false};
 
   std::mutex mutex_; // of what follows
