@@ -91,12 +91,6 @@ public:
   }
 
   int ranks_per_node() const { return ranks_per_node_; }
-  std::vector<std::byte> handle() const {
-    std::vector<std::byte> bytes(handle_bytes_);
-    device_.read(bytes.data(), handle_, bytes.size());
-    return bytes;
-  }
-  void use_handle(const std::vector<std::byte>& bytes) { device_.write(handle_, bytes.data(), bytes.size()); }
 
   void prepare() {
     std::vector<int32_t> experts(static_cast<size_t>(num_ranks_));
@@ -113,9 +107,18 @@ public:
     device_.finish();
   }
 
+  // Prepares twice. A rank that uses the earlier handle memory has another plan than its peers from then on.
+  void prepare_with_earlier_handle(bool uses_earlier) {
+    prepare();
+    std::vector<std::byte> earlier(handle_bytes_);
+    device_.read(earlier.data(), handle_, earlier.size());
+    prepare();
+    if (uses_earlier) device_.write(handle_, earlier.data(), earlier.size());
+  }
+
   // Each gradient is 1, each weight is `weight`, and the products are with rows of `weight`.
   void combine_bwd(float weight, bool has_products) {
-    const auto elements = static_cast<size_t>(num_ranks_ * kHidden);
+    const auto elements = static_cast<size_t>(num_ranks_) * kHidden;
     write(0, std::vector<float>(elements, 1.0f));
     write(1, std::vector<float>(elements, weight));
     write(2, std::vector<float>(static_cast<size_t>(num_ranks_), weight));
@@ -148,7 +151,8 @@ public:
   // Compares bits, which tell +0 from -0.
   void check_gradient(int source, float expected, bool has_products) const {
     std::vector<float> row(kHidden);
-    device_.read(row.data(), memory_[3] + source * kHidden * sizeof(float), row.size() * sizeof(float));
+    const size_t row_bytes = row.size() * sizeof(float);
+    device_.read(row.data(), memory_[3] + static_cast<size_t>(source) * row_bytes, row_bytes);
     for (const float element : row)
       check(std::bit_cast<uint32_t>(element) == std::bit_cast<uint32_t>(expected),
             "the gradient of a row from rank {} is {}, expected {}", source, element, expected);
@@ -313,10 +317,7 @@ TEST_CASE("nodes: gradients of rows that come from a rank with another plan are 
         on_every_rank([&](const RankContext& context) {
           OneRouteEach layer(context, has_fixed_rail_tokens);
           const int lost = context.num_ranks - 1;
-          layer.prepare();
-          const std::vector<std::byte> earlier = layer.handle();
-          layer.prepare();
-          if (context.rank == lost) layer.use_handle(earlier);
+          layer.prepare_with_earlier_handle(context.rank == lost);
           layer.combine_bwd(weight, has_products);
           const uint64_t reported = layer.num_mismatches();
           check(reported <= 1 && (context.rank != lost || lost == 0 || reported == 1), "the mismatch is reported {} times",
@@ -339,16 +340,13 @@ TEST_CASE("nodes: a mismatch that the node and a rail peer show is counted once 
   on_every_rank([&](const RankContext& context) {
     OneRouteEach layer(context, false);
     const int lost = context.num_ranks - 1;
-    layer.prepare();
-    const std::vector<std::byte> earlier = layer.handle();
-    layer.prepare();
-    if (context.rank == lost) layer.use_handle(earlier);
+    layer.prepare_with_earlier_handle(context.rank == lost);
     for (const bool is_gather : {false, true}) {
       for (uint64_t call = 0; call < kCalls; ++call)
         is_gather ? layer.combine() : layer.combine_bwd(1.0f, false);
       const uint64_t reported = layer.num_mismatches();
       // Every rank of the lost one's node shows it, and so does each of its rail peers.
-      const int ranks_per_node = layer.ranks_per_node() == 0 ? context.num_ranks : layer.ranks_per_node();
+      const int ranks_per_node = layer.ranks_per_node();
       const bool shows =
           context.rank / ranks_per_node == lost / ranks_per_node || context.rank % ranks_per_node == lost % ranks_per_node;
       const bool is_told = context.num_ranks > 1 && (shows || context.device->transport() == EPX_TRANSPORT_HOST);
@@ -395,7 +393,7 @@ TEST_CASE("nodes: rank-major calls are refused in groups of several, with the by
       if (num_nodes(c.group) > 1) {
         const epx_layer layer{3, 1};
         const int64_t row_bytes = 288; // 72 float32
-        const std::string bytes = std::to_string(c.group.num_ranks * c.group.max_tokens * row_bytes) + " bytes";
+        const std::string bytes = std::to_string(int64_t{c.group.num_ranks} * c.group.max_tokens * row_bytes) + " bytes";
         const auto check_refused = [&](auto args, auto call, const char* name) {
           args.struct_size = sizeof(args);
           args.layer = layer;
