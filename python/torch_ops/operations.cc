@@ -23,9 +23,9 @@ epx_pads pads_of(int64_t pads) {
 struct PlanOutputs {
   PlanOutputs(const Place& place, const epx_group_info& group, bool int64_counts) {
     const ScalarType dtype = int64_counts ? ScalarType::Long : ScalarType::Int;
-    const int64_t size = int64_counts ? 8 : 4, num_local = group.num_local_experts,
+    const int64_t size = int64_counts ? sizeof(int64_t) : sizeof(int32_t), num_local = group.num_local_experts,
                   num_all = group.num_ranks * group.num_experts;
-    const int64_t first_count = kNumInfo * 8 / size;
+    const int64_t first_count = kNumInfo * static_cast<int64_t>(sizeof(int64_t)) / size;
     results = new_tensor(place, {first_count + 2 * num_local + 1 + num_all}, dtype);
     info_ = view_of_part(results, 0, {kNumInfo}, ScalarType::Long);
     counts_ = view_of_part(results, first_count * size, {num_local}, dtype);
