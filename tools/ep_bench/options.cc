@@ -401,6 +401,12 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.add_option("--ranks", options.num_ranks, "With file:DIR: number of processes")->default_str("");
   app.add_option("--job-id", options.job_id, "With file:DIR: name of the job, 1 to 64 of [A-Za-z0-9._-]");
 
+  // An empty text would count as 0 or as not given, which is what a script with an unset variable would measure then.
+  const CLI::Validator is_not_empty(
+      [](const std::string& text) { return text.empty() ? std::string("the value is empty") : std::string(); }, "");
+  for (CLI::Option* option : app.get_options())
+    if (option->get_expected_max() > 0) option->check(is_not_empty);
+
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
