@@ -259,7 +259,7 @@ TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
       {{"--bootstrap", "mpi", "--rank", "3"}, {"--bootstrap"}},
       {{"--job-id", "a b"}, {"--job-id", "a b", "[A-Za-z0-9._-]"}},
       {{"--job-id", "a/../b"}, {"--job-id", "a/../b"}},
-      {{"--job-id", ""}, {"--job-id", "empty"}},
+      {{"--job-id", ""}, {"--job-id", "empty", "1 to 64"}},
       {{"--job-id", "12345678901234567890123456789012345678901234567890123456789012345"}, {"--job-id", "1 to 64"}},
       {{"--tokens", "4", "--tokens", "-1"}, {"--tokens", "-1"}},
   };

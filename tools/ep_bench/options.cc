@@ -101,7 +101,7 @@ uint64_t parse_seed(const std::string& text) {
 void check_job_id(const std::string& job_id) {
   constexpr size_t kMaxBytes = 64;
   constexpr const char* kAllowed = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-";
-  if (job_id.empty() || job_id.size() > kMaxBytes || job_id.find_first_not_of(kAllowed) != std::string::npos)
+  if (job_id.size() > kMaxBytes || job_id.find_first_not_of(kAllowed) != std::string::npos)
     throw UsageError(fmt::format("--job-id is '{}'; it must be 1 to {} characters of [A-Za-z0-9._-]", job_id, kMaxBytes));
 }
 
@@ -402,10 +402,12 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.add_option("--job-id", options.job_id, "With file:DIR: name of the job, 1 to 64 of [A-Za-z0-9._-]");
 
   // An empty text would count as 0 or as not given, which is what a script with an unset variable would measure then.
-  const CLI::Validator is_not_empty(
-      [](const std::string& text) { return text.empty() ? std::string("the value is empty") : std::string(); }, "");
-  for (CLI::Option* option : app.get_options())
-    if (option->get_expected_max() > 0) option->check(is_not_empty);
+  for (CLI::Option* option : app.get_options()) {
+    if (option->get_expected_max() == 0) continue; // a flag
+    option->check([option](const std::string& text) {
+      return text.empty() ? fmt::format("the value is empty; expected: {}", option->get_description()) : std::string();
+    });
+  }
 
   try {
     app.parse(argc, argv);
