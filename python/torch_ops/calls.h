@@ -2,6 +2,8 @@
 // What the operators that call epx.h have in common: their args, and views of their tensors.
 #pragma once
 
+#include <utility>
+
 #include "failure.h"
 #include "registry.h"
 #include "tensors.h"
@@ -13,12 +15,18 @@ constexpr auto kIndexDtypes = {ScalarType::Int, ScalarType::Long};
 constexpr auto kFloat = {ScalarType::Float};
 constexpr auto kByte = {ScalarType::Byte};
 
+// For a field of 32 bits, which the library checks further.
+inline int32_t to_int32(const char* name, int64_t value) {
+  if (!std::in_range<int32_t>(value)) refuse(name, " is ", value, "; it must fit in 32 bits");
+  return static_cast<int32_t>(value);
+}
+
 // What the args of all operations have in common.
 template <typename Args>
 Args make_args(const Group& group, int64_t top_k, int64_t alignment) {
   Args args = {};
   args.struct_size = sizeof(args);
-  args.layer = {static_cast<int32_t>(top_k), static_cast<int32_t>(alignment)};
+  args.layer = {to_int32("top_k", top_k), to_int32("alignment", alignment)};
   args.stream = current_stream(group.place);
   return args;
 }

@@ -15,7 +15,7 @@ using std::tuple;
 constexpr int64_t kNumInfo = 5;
 
 epx_pads pads_of(int64_t pads) {
-  return static_cast<epx_pads>(pads); // the library refuses what is none
+  return static_cast<epx_pads>(to_int32("pads", pads)); // the library refuses what is none
 }
 
 // What a call that makes a plan writes beside handle memory, in one tensor, since each tensor costs the host an allocation: info,

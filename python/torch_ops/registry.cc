@@ -2,6 +2,7 @@
 #include "registry.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "failure.h"
@@ -56,6 +57,17 @@ Numbered<Flights>& flights() {
 Numbered<Block>& blocks() {
   static auto* const instance = new Numbered<Block>;
   return *instance;
+}
+
+// What `add` returns, or 0 with the sentence of its exception, which must not leave a function of C.
+template <typename Add>
+int64_t number_or_zero(const Add& add) noexcept {
+  try {
+    return add();
+  } catch (const std::exception& error) {
+    epx_set_last_error(error.what());
+    return 0;
+  }
 }
 
 } // namespace
@@ -120,12 +132,14 @@ std::shared_ptr<Block> find_block(int64_t id) {
 using namespace epx_torch;
 
 int64_t epx_torch_register_group(epx_group group, int32_t device_index) {
-  auto entry = std::make_shared<Group>();
-  entry->group = group;
-  entry->info.struct_size = sizeof(entry->info);
-  if (epx_group_query(group, &entry->info) != EPX_SUCCESS) return 0;
-  entry->place = {device_index >= 0, device_index};
-  return groups().add(std::move(entry));
+  return number_or_zero([&]() -> int64_t {
+    auto entry = std::make_shared<Group>();
+    entry->group = group;
+    entry->info.struct_size = sizeof(entry->info);
+    if (epx_group_query(group, &entry->info) != EPX_SUCCESS) return 0;
+    entry->place = {device_index >= 0, device_index};
+    return groups().add(std::move(entry));
+  });
 }
 
 int32_t epx_torch_retire_group(int64_t id) {
@@ -138,20 +152,22 @@ int32_t epx_torch_retire_group(int64_t id) {
 }
 
 int64_t epx_torch_register_flights(int32_t count) {
-  return flights().add(std::make_shared<Flights>(count));
+  return number_or_zero([&] { return flights().add(std::make_shared<Flights>(count)); });
 }
 
 int64_t epx_torch_register_block(int64_t group_id, int64_t flights_id, epx_moe_block block, int32_t hidden_dim,
                                  int32_t top_k, int32_t dtype, int32_t has_gate) {
-  auto entry = std::make_shared<Block>();
-  entry->group = groups().find(group_id);
-  entry->block = block;
-  entry->hidden_dim = hidden_dim;
-  entry->top_k = top_k;
-  entry->dtype = static_cast<epx_dtype>(dtype);
-  entry->has_gate = has_gate != 0;
-  entry->flights = flights().find(flights_id);
-  return blocks().add(std::move(entry));
+  return number_or_zero([&] {
+    auto entry = std::make_shared<Block>();
+    entry->group = groups().find(group_id);
+    entry->block = block;
+    entry->hidden_dim = hidden_dim;
+    entry->top_k = top_k;
+    entry->dtype = static_cast<epx_dtype>(dtype);
+    entry->has_gate = has_gate != 0;
+    entry->flights = flights().find(flights_id);
+    return blocks().add(std::move(entry));
+  });
 }
 
 void epx_torch_retire_flights(int64_t id) {

@@ -93,10 +93,11 @@ EPX_API int64_t epx_torch_register_group(epx_group group, int32_t device_index);
  * else 0. Does not wait. */
 EPX_API int32_t epx_torch_retire_group(int64_t id);
 
-/** Registers the flights of an arena. Returns their number, from 1. */
+/** Registers the flights of an arena. Returns their number, from 1, or 0 where there is no memory for them. */
 EPX_API int64_t epx_torch_register_flights(int32_t count);
 
-/** Registers a block of a registered group and of registered flights. Returns its number, from 1. */
+/** Registers a block of a registered group and of registered flights. Returns its number, from 1, or 0 where there is no memory
+ * for it. */
 EPX_API int64_t epx_torch_register_block(int64_t group_id, int64_t flights_id, epx_moe_block block, int32_t hidden_dim,
                                          int32_t top_k, int32_t dtype, int32_t has_gate);
 

@@ -70,8 +70,10 @@ Tensor make_tensor(int32_t device_type, int32_t device_index, std::initializer_l
   }
   AtenTensorHandle handle = nullptr;
   const auto type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.begin(), strides.data(), type,
-                                                  device_type, device_index, &handle));
+  if (aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.begin(), strides.data(), type, device_type,
+                               device_index, &handle) != AOTI_TORCH_SUCCESS)
+    fail(EPX_ERROR_OUT_OF_MEMORY, "PyTorch could not allocate a tensor of " + std::string(find_dtype(dtype)->name) + " " +
+                                      in_brackets(shape) + ", which the call returns");
   return Tensor(handle);
 }
 

@@ -131,7 +131,7 @@ class RankMajor(unittest.TestCase):
             num_ranks_of = combine(other_plan, torch.ones_like(other))  # in each element, of how many ranks a token is
             combine(plan, torch.where(plan.is_row[..., None], rows, 0)).sum().backward()
             torch.testing.assert_close(tokens.grad, num_ranks_of)
-            in_place = dispatch(group, tokens.detach(), idx, recv_tokens=window.detach())[1]
+            in_place = dispatch(group, tokens.detach(), idx, recv_tokens=window)[1]
             self.assertEqual(in_place.data_ptr(), window.data_ptr())
 
     def test_4_equal_calls_unused_outputs_and_checkpoints(self):
@@ -209,9 +209,6 @@ class RankMajor(unittest.TestCase):
                 with self.assertRaises(epx.InvalidArgumentError, msg=words) as caught:
                     call()
                 self.assertIn(words, str(caught.exception))
-            for with_grad in (False, True):
-                with self.assertRaisesRegex(RuntimeError, "vmap"):
-                    torch.vmap(lambda each: dispatch(group, each, idx)[1])(tokens[None].clone().requires_grad_(with_grad))
             self.check(group, [4] * RANKS)  # the refused calls have not taken part
             # The plan of an expert-major prepare is another one's.
             expert_major = epx.torch.prepare(group, idx)

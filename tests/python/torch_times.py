@@ -90,6 +90,7 @@ def overhead():
     plan = epx.torch.prepare(group, idx)
     rows, row_weights = epx.torch.dispatch(plan, tokens, weights, num_rows=4)
     memory, layer = plan.handle_mem, _structs.Layer(2, 1)
+
     def c_call(function, struct, *tensors):
         args = struct(
             ctypes.sizeof(struct),

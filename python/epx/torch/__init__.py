@@ -9,7 +9,7 @@ Calls are collective: all ranks of a group make the same ones in the same order,
 effect, so that they stay in the order of the program on every rank.
 """
 
-from ._group import Group, empty, from_process_group
+from ._group import Group, OutOfMemoryError, empty, from_process_group
 from ._layer import Arena, MoELayer, Routing, expert_parameter_names
 from ._ops import Plan, combine, dispatch, prepare, prepare_dispatch, saves_exchange
 from ._rank_major import RankMajorPlan, combine_rank_major, dispatch_rank_major
@@ -18,6 +18,7 @@ __all__ = [
     "Arena",
     "Group",
     "MoELayer",
+    "OutOfMemoryError",
     "Plan",
     "RankMajorPlan",
     "Routing",

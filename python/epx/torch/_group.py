@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups whose operations take tensors of PyTorch."""
 
+import collections
 import contextlib
 import datetime
 import itertools
@@ -14,20 +15,20 @@ from .. import _structs, bootstrap
 from .._structs import Status, Transport
 from .._tensors import refuse
 from ..bootstrap import Bootstrap
-from ..errors import Error, raise_call_failed, raise_if_failed
+from ..errors import Error, GroupError, last_sentence, raise_call_failed, raise_if_failed
 from ..group import Group as _Group
+from ..group import _enum
 from ._library import groups, lib, ops
 
-_names = itertools.count()
+_names = collections.defaultdict(itertools.count)  # by process group, which has one name on all of its ranks
 
 
-def from_process_group(
-    process_group: "torch.distributed.ProcessGroup | None" = None, name: str | None = None
-) -> Bootstrap:
+def from_process_group(process_group: "torch.distributed.ProcessGroup | None" = None, name: str | None = None) -> Bootstrap:
     """An epx.bootstrap.Bootstrap of the ranks of a torch.distributed process group, by default the default one.
 
     Records travel through the group's store; no collective of its backend is called. `name` is the same on all ranks and has
-    not been used before; without it the bootstraps of a process are numbered, so all its ranks make them in the same order.
+    not been used before; without it the bootstraps of a process group are numbered, so all its ranks make them in the same
+    order.
     """
     from torch.distributed import distributed_c10d
 
@@ -37,7 +38,7 @@ def from_process_group(
         refuse("this process is no rank of the process group")
     # PyTorch has no public name for the store of a group, which gives each group a prefix of its own.
     store = distributed_c10d._get_process_group_store(process_group)
-    prefix = f"epx/{next(_names) if name is None else name}"
+    prefix = f"epx/{next(_names[process_group.group_name]) if name is None else name}"
     rounds = itertools.count()
     stale = []
 
@@ -68,20 +69,37 @@ def from_process_group(
     return bootstrap.from_all_gather(rank, num_ranks, all_gather)
 
 
+class OutOfMemoryError(Error, torch.OutOfMemoryError):
+    """There is not enough memory for what a call needs. Where PyTorch could not allocate what the call returns, the call has
+    not taken part."""
+
+
+def _find_device(device, transport):
+    """The transport of a group, and the index of its GPU: -1 on the host."""
+    on_gpu = torch.cuda.is_available() and transport != Transport.HOST
+    if device is None:
+        return transport, torch.cuda.current_device() if on_gpu else -1
+    device = torch.device(device)
+    if device.type == "cpu" and transport != Transport.NCCL:
+        return Transport.HOST, -1
+    if device.type == "cuda" and on_gpu:
+        return transport, torch.cuda.current_device() if device.index is None else device.index
+    if device.type == "cuda" and not torch.cuda.is_available():
+        refuse(f"device is {device}, and PyTorch finds no GPU of CUDA")
+    refuse(f"device is {device} and transport {transport.name.lower()!r}: cpu has transport 'host', and cuda has 'nccl'")
+
+
 class Group(_Group):
     """A group whose operations take tensors of PyTorch: on the CPU with the host transport, on this rank's GPU with NCCL's.
 
     where: a process group of torch.distributed (None: the default one), or an epx.bootstrap.Bootstrap. device: the GPU, by
-    default the current one. What else it is created for is told at epx.Group, whose methods on numpy arrays it has too.
+    default the current one, or "cpu" for the host transport. What else it is created for is told at epx.Group, whose methods on
+    numpy arrays it has too.
     """
 
     def __init__(self, where=None, *, device=None, **config):
-        transport = config.get("transport", "auto")
-        on_gpu = torch.cuda.is_available() and transport not in ("host", Transport.HOST)
-        index = -1
-        if on_gpu:
-            given = None if device is None else torch.device(device).index
-            index = torch.cuda.current_device() if given is None else given
+        config["transport"], index = _find_device(device, _enum(Transport, config.get("transport", "auto"), "transport"))
+        on_gpu = index >= 0
         with torch.cuda.device(index) if on_gpu else contextlib.nullcontext():
             if isinstance(where, Bootstrap):
                 super().__init__(where, **config)
@@ -93,39 +111,45 @@ class Group(_Group):
         is_cuda = self.transport == Transport.NCCL
         self.device = torch.device("cuda", index) if is_cuda else torch.device("cpu")
         number = lib.epx_torch_register_group(self.handle, index if is_cuda else -1)
+        if number == 0:
+            refuse(last_sentence())
         self.number = number  # in torch.ops.epx
         self.add_user(lambda: lib.epx_torch_retire_group(number) == 1)
         groups[number] = self
+        self._windows = set()  # addresses of empty()
 
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor in memory that peers reach, in which dispatch writes rows in place. Collective: all ranks
         call with sizes of the same bytes. free() frees it, or the end of the group, which waits until no tensor of it lives."""
-        sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-        address = _structs.c_void_p()
+        sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        is_valid = all(hasattr(size, "__index__") and size >= 0 for size in sizes)
         count = math.prod(sizes) * dtype.itemsize
+        if not is_valid or count > _MAX_BYTES:
+            refuse(f"sizes are {sizes} of {dtype}: they must be integers, at least 0, of at most {_MAX_BYTES} bytes together")
+        address = _structs.c_void_p()
         status = _mem_alloc(self.handle, max(count, 1), address)
         if status:
-            raise_call_failed(self.handle, status)
+            raise _failure_of(self, status, "")
         tensor = call(self.number, ops.wrap.default, self.number, address.value, list(sizes), dtype)
-        _windows.add(address.value)
+        self._windows.add(address.value)
         return tensor
 
     def free(self, tensor: torch.Tensor) -> None:
         """Frees the memory of a tensor of empty(), which nobody uses any more. Collective, in the same order on all ranks."""
-        address = tensor.data_ptr()
-        if address not in _windows:
-            refuse("the tensor does not begin memory from empty()")
+        handle, address = self.handle, tensor.data_ptr()
+        if address not in self._windows:
+            refuse("the tensor does not begin memory from empty() of this group")
         # The tensor holds its storage, and so does the object that is asked for it here.
         if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2:
             refuse("the tensor has views, or copies that share its memory: delete them first")
-        _windows.remove(address)
+        self._windows.remove(address)
         tensor.set_(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-        status = _mem_free(self.handle, address)
+        status = _mem_free(handle, address)
         if status:
-            raise_call_failed(self.handle, status)
+            raise_call_failed(handle, status)
 
 
-_windows = set()
+_MAX_BYTES = 2**63 - 1
 _mem_alloc = _structs._declare(
     _structs.libepx, "epx_mem_alloc", _structs.c_int32, _structs.GROUP, _structs.c_size_t, _structs.POINTER(_structs.c_void_p)
 )
@@ -137,18 +161,25 @@ def empty(group: Group, *sizes: int, dtype: torch.dtype = torch.float32) -> torc
     return group.empty(*sizes, dtype=dtype)
 
 
-def _as_failure(number, error):
-    """The package's exception for a RuntimeError of an operator of this group, or the error itself where it is not epx's."""
-    status = lib.epx_torch_take_failure()
-    if status == Status.SUCCESS:
-        return error
-    group = groups.get(number)
+def _failure_of(group, status, sentence):
+    """The package's exception for this status. `sentence` is that of a group which is there no more."""
     try:
         if group is None or group.is_destroyed:
-            raise_if_failed(status, lambda: str(error))
+            raise_if_failed(status, lambda: sentence)
         raise_call_failed(group.handle, status)
-    except Error as failure:
+    except GroupError as failure:
         return failure
+    except Error as failure:
+        return OutOfMemoryError(str(failure), failure.status) if status == Status.OUT_OF_MEMORY else failure
+
+
+def _as_failure(number, error):
+    """The package's exception for a RuntimeError of an operator of this group, or the error itself where it is not epx's: then
+    the last failure may be that of an operator in a compiled graph, which nobody has asked for."""
+    status = lib.epx_torch_take_failure()
+    if status == Status.SUCCESS or last_sentence() not in str(error):
+        return error
+    return _failure_of(groups.get(number), status, str(error))
 
 
 def call(number, op, *args):
@@ -159,4 +190,4 @@ def call(number, op, *args):
         raise _as_failure(number, error) from None
 
 
-__all__ = ["Group", "empty", "from_process_group"]
+__all__ = ["Group", "OutOfMemoryError", "empty", "from_process_group"]

@@ -13,13 +13,14 @@ from torch.autograd.function import once_differentiable
 from .. import _moe_structs
 from .._lifetime import LocalMemory, destroy_abandoned, finalize
 from .._moe_structs import Weighting
+from .._structs import Status
 from .._tensors import CODES, refuse
-from ..errors import raise_call_failed, raise_if_failed
+from ..errors import last_sentence, raise_call_failed, raise_if_failed
 from ..group import _enum
 from ..moe import Ffn, Router
-from ._group import Group, call
+from ._group import Group, OutOfMemoryError, call
 from ._library import layers, lib, ops
-from ._ops import _records, _refuse_vmap, _require_row_major
+from ._ops import _records, _refuse_transforms, _require_usable
 
 _block_fwd, _block_bwd = ops.block_fwd.default, ops.block_bwd.default
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -42,6 +43,7 @@ class _Block(torch.autograd.Function):
     def backward(ctx, grad_out, *_):
         block, group, aux_loss_grad = ctx.layer
         flight, logits, first, down, first_bias, down_bias = ctx.saved_tensors
+        _refuse_transforms(grad_out)
         grad_tokens, grad_logits, grad_first, grad_down, grad_first_bias, grad_down_bias = call(
             group, _block_bwd, block, flight, grad_out.contiguous(), logits, first, down, first_bias, down_bias, aux_loss_grad
         )
@@ -57,8 +59,6 @@ class _Block(torch.autograd.Function):
             None if first_bias is None else grad_first_bias,
             None if down_bias is None else grad_down_bias,
         )
-
-    vmap = staticmethod(_refuse_vmap)
 
 
 class _BlockConfig:
@@ -83,6 +83,15 @@ def _call_on_device(group, function, *args):
         status = function(*args)
     if status:
         raise_call_failed(group.handle, status)
+
+
+def _require_number(number, free):
+    """The number that registering has returned; where there was no memory, frees what was to be registered and raises."""
+    if number == 0:
+        sentence = last_sentence()
+        free()
+        raise OutOfMemoryError(sentence, Status.OUT_OF_MEMORY)
+    return number
 
 
 def _free_arena(flights, arena):
@@ -126,7 +135,8 @@ class Arena:
         destroy_abandoned()
         arena = _moe_structs.ARENA()
         _call_on_device(group, _moe_structs.epx_moe_arena_create, group.handle, config, arena)
-        self._flights = lib.epx_torch_register_flights(num_flights)
+        free = functools.partial(_moe_structs.epx_moe_arena_destroy_local, arena)
+        self._flights = _require_number(lib.epx_torch_register_flights(num_flights), free)
         self._memory = LocalMemory(arena.value, functools.partial(_free_arena, self._flights))
         self._finalizer = finalize(self, self._memory)
 
@@ -218,7 +228,7 @@ class MoELayer(torch.nn.Module):
         self.down_weight = parameter(local, hidden, inner)
         self.first_bias = parameter(local, first) if bias else None
         self.down_bias = parameter(local, hidden) if bias else None
-        made = torch.zeros(group.num_experts, device=group.device) if selection_bias else None
+        made = torch.zeros(group.num_experts, dtype=torch.float32, device=group.device) if selection_bias else None
         self.register_buffer("selection_bias", made)
         if seed is not None:
             self.reset_parameters(seed)
@@ -226,18 +236,21 @@ class MoELayer(torch.nn.Module):
     def _create(self, config, arena, max_in_flight):
         group = self.group
         if arena is None:
-            config.max_in_flight, flights = max_in_flight, lib.epx_torch_register_flights(max_in_flight)
+            config.max_in_flight = max_in_flight
         else:
             if arena.group is not group:
                 refuse("the arena is of another group")
-            config.arena, flights = arena.handle, arena._flights
+            config.arena = arena.handle
         destroy_abandoned()
         block = _moe_structs.BLOCK()
         _call_on_device(group, _moe_structs.epx_moe_block_create, group.handle, config, block)
+        free = functools.partial(_moe_structs.epx_moe_block_destroy_local, block)
+        flights = _require_number(lib.epx_torch_register_flights(max_in_flight), free) if arena is None else arena._flights
         has_gate = int(self.ffn.activation == "swiglu")
         number = lib.epx_torch_register_block(
             group.number, flights, block.value, self.ffn.hidden_dim, self.router.top_k, config.dtype, has_gate
         )
+        _require_number(number, free)
         if arena is None:
             lib.epx_torch_retire_flights(flights)
         self._memory = LocalMemory(
@@ -279,22 +292,25 @@ class MoELayer(torch.nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, Routing]:
         """Collective, and so is its backward, which autograd runs once for each forward that is part of the loss.
 
-        tokens: [..., H].  token_mask: [...] bool or uint8; False masks the token, whose output is 0.  logits: [..., E] float32
-        (on GPUs also bfloat16) instead of those of gate_weight.  Returns out [..., H], and a Routing when with_routing is set.
+        tokens: [..., H], under autocast of any dtype.  token_mask: [...] bool or uint8; 0 masks the token, whose output is 0.
+        logits: [..., E] float32 (on GPUs also bfloat16) instead of those of gate_weight. Returns out [..., H], and a Routing
+        when with_routing is set.
         """
         shape = tokens.shape
         flat = tokens.reshape(-1, shape[-1])
-        if logits is None:
-            logits = torch.nn.functional.linear(flat.float(), self.gate_weight)
-        else:
-            logits = logits.reshape(-1, logits.shape[-1])
+        logits = self._gate(flat) if logits is None else logits.reshape(-1, logits.shape[-1])
+        if torch.is_autocast_enabled(flat.device.type):
+            flat = flat.to(self.first_weight.dtype)
         if token_mask is not None:
-            token_mask = token_mask.reshape(-1).to(torch.uint8)
+            if token_mask.dtype not in (torch.bool, torch.uint8):
+                refuse(f"token_mask is {token_mask.dtype}; it must be torch.bool or torch.uint8")
+            token_mask = token_mask.reshape(-1).view(torch.uint8)
         params = self.first_weight, self.down_weight, self.first_bias, self.down_bias
-        _require_row_major("tokens", flat)
-        _require_row_major("logits", logits)
+        _require_usable(self.group, "tokens", flat)
+        _require_usable(self.group, "logits", logits)
         for name, each in zip(("first_weight", "down_weight", "first_bias", "down_bias"), params):
-            _require_row_major(name, each)
+            if each is not None:
+                _require_usable(self.group, name, each)
         if _records(flat, logits, *params):
             outputs = _Block.apply(self._numbers, self.aux_loss_grad, self.selection_bias, token_mask, flat, logits, *params)
         else:
@@ -302,6 +318,11 @@ class MoELayer(torch.nn.Module):
             outputs = call(group, _block_fwd, block, flat, logits, self.selection_bias, token_mask, *params, False)[:-1]
         out = outputs[0].view(shape)
         return (out, Routing(logits.detach(), *outputs[1:])) if with_routing else out
+
+    def _gate(self, tokens):
+        """[T, E] logits, in float32 also under autocast: a rounded logit selects other experts."""
+        with torch.autocast(tokens.device.type, enabled=False):
+            return torch.nn.functional.linear(tokens.float(), self.gate_weight.float())
 
     @torch.no_grad()
     def aux_loss(self, routing: Routing) -> torch.Tensor:

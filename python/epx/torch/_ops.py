@@ -8,7 +8,9 @@ three times as much for each call.
 import dataclasses
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from .._structs import Pads
 from .._tensors import refuse
@@ -69,10 +71,6 @@ class Plan:
         return int(self.offsets[-1])
 
 
-def _refuse_vmap(info, in_dims, *args):
-    raise RuntimeError("epx's operations cannot be called under vmap: each call is one exchange of all ranks")
-
-
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows):
@@ -84,8 +82,6 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_recv, grad_recv_weights):
         return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
-
-    vmap = staticmethod(_refuse_vmap)
 
 
 class _DispatchInto(torch.autograd.Function):
@@ -101,8 +97,6 @@ class _DispatchInto(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_recv, grad_recv_weights):
         return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
-
-    vmap = staticmethod(_refuse_vmap)
 
 
 class _PrepareDispatch(torch.autograd.Function):
@@ -122,13 +116,12 @@ class _PrepareDispatch(torch.autograd.Function):
         _, _, grad_tokens, grad_weights, *_ = _dispatch_backward(ctx, *grads[2:])
         return None, None, grad_tokens, grad_weights, None, None, None, None
 
-    vmap = staticmethod(_refuse_vmap)
-
 
 def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
     # All ranks make the same choice of weights: it depends on what all of them gave, not on who used what came of it.
     number, top_k, alignment, num_tokens, has_weights = ctx.layer
     (handle_mem,) = ctx.saved_tensors
+    _refuse_transforms(grad_recv, grad_recv_weights)
     row_weights = grad_recv_weights.contiguous() if has_weights and ctx.needs_input_grad[3] else None
     grad_tokens, grad_weights = call(
         number, _dispatch_bwd, number, handle_mem, grad_recv.contiguous(), row_weights, top_k, alignment, num_tokens
@@ -149,6 +142,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, grad_out):
         number, top_k, alignment, num_rows = ctx.layer
         handle_mem, expert_out, recv_weights = ctx.saved_tensors
+        _refuse_transforms(grad_out)
         grad_rows, grad_weights = call(
             number,
             _combine_bwd,
@@ -163,18 +157,50 @@ class _Combine(torch.autograd.Function):
         )
         return None, None, grad_rows, None if expert_out is None else grad_weights, None, None, None
 
-    vmap = staticmethod(_refuse_vmap)
+
+def _refuse_transforms(*tensors):
+    """Refuses what PyTorch would give wrong or no derivatives for: torch.func's transforms, vmap, and forward mode."""
+    if torch.compiler.is_compiling():
+        return  # there the operators themselves refuse vmap
+    if torch._C._are_functorch_transforms_active():
+        refuse(
+            "epx's operations cannot be called under vmap or another transform of torch.func: each call is one exchange of all "
+            "ranks; use loss.backward() or torch.autograd.grad for gradients"
+        )
+    if forward_ad._current_level >= 0 and any(
+        [tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors]
+    ):
+        refuse("epx's operations have no forward-mode derivatives: use loss.backward() or torch.autograd.grad")
 
 
 def _records(*tensors):
+    """Whether autograd records a call on these tensors."""
+    _refuse_transforms(*tensors)
     return torch.is_grad_enabled() and any([tensor is not None and tensor.requires_grad for tensor in tensors])
 
 
-def _require_row_major(name, tensor):
-    """Refuses a tensor of other strides. The operators copy it, which torch.compile needs, but a caller should know."""
-    if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
+def _require_plan(plan, kind):
+    if not isinstance(plan, kind):
+        refuse(f"plan is {type(plan).__name__}; this call takes {kind.__name__}")
+
+
+def _require_usable(group, name, tensor):
+    """Refuses a tensor of other strides, which the operators copy since torch.compile needs that, and one without memory, for
+    which PyTorch would call the fake kernels."""
+    if not isinstance(tensor, torch.Tensor):
+        refuse(f"{name} is {type(tensor).__name__}, not a tensor")
+    if not tensor.is_contiguous():
         strides, sizes = list(tensor.stride()), list(tensor.shape)
         refuse(f"{name} has strides {strides} at shape {sizes}: it must be contiguous in row-major order")
+    if tensor.is_meta:
+        refuse(f"{name} is on meta; the tensors of this group are on {group.device}")
+
+
+def _require_writable(group, name, tensor):
+    """Refuses a tensor that autograd has a history or a gradient of: only what the call returns has those of its rows."""
+    _require_usable(group, name, tensor)
+    if tensor.requires_grad:
+        refuse(f"{name} requires a gradient: give memory that does not, and use the tensor that the call returns")
 
 
 def _is_int64(counts_dtype):
@@ -189,16 +215,15 @@ def _pads(pads):
     return _PADS[pads]
 
 
-def prepare(
-    group: Group, topk_idx: torch.Tensor, *, alignment: int = 1, counts_dtype: torch.dtype = torch.int32
-) -> Plan:
+def prepare(group: Group, topk_idx: torch.Tensor, *, alignment: int = 1, counts_dtype: torch.dtype = torch.int32) -> Plan:
     """Turns top-k indices into a Plan. Collective.
 
     topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.  alignment: rows that zones are padded to.
     counts_dtype: torch.int32 or torch.int64, of counts, offsets and global_counts.
     """
     number = group.number
-    _require_row_major("topk_idx", topk_idx)
+    _require_usable(group, "topk_idx", topk_idx)
+    _refuse_transforms(topk_idx)
     made = call(number, _prepare, number, topk_idx, alignment, _is_int64(counts_dtype))
     return Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], *made)
 
@@ -221,9 +246,10 @@ def prepare_dispatch(
     suffices. Returns (plan, recv_tokens [N, H], recv_weights [N] float32 or None).
     """
     number, int64_counts = group.number, _is_int64(counts_dtype)
-    _require_row_major("topk_idx", topk_idx)
-    _require_row_major("tokens", tokens)
-    _require_row_major("topk_weights", topk_weights)
+    _require_usable(group, "topk_idx", topk_idx)
+    _require_usable(group, "tokens", tokens)
+    if topk_weights is not None:
+        _require_usable(group, "topk_weights", topk_weights)
     args = number, topk_idx, tokens, topk_weights, alignment, int64_counts, _pads(pads), num_rows
     if _records(tokens, topk_weights):
         *made, rows, weights = _PrepareDispatch.apply(*args)
@@ -247,24 +273,29 @@ def dispatch(
     tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
     num_rows: N. Without it plan.num_rows, for which a GPU is waited for; torch.compile and CUDA graphs need a number that does
     not depend on the routing, group.max_recv_tokens_per_rank at most.
-    recv_tokens: [N, H] to be written instead of a new tensor, in memory from group.empty() for instance; not under
-    torch.compile. pads: "zero", or "untouched": pads inside zones hold whatever memory held.
+    recv_tokens: [N, H] to be written instead of a new tensor, in memory from group.empty() for instance; it requires no
+    gradient, which the tensor that is returned has in its stead. Not under torch.compile.  pads: "zero", or "untouched": pads
+    inside zones hold whatever memory held.
     Returns (recv_tokens [N, H], recv_weights [N] float32 or None). Rows behind plan.num_rows hold whatever memory held, and so
     do those of the gradient that combine's backward returns, whose pads are zero.
     """
-    number = plan.group.number
+    _require_plan(plan, Plan)
+    group, number = plan.group, plan.group.number
     pads = _pads(pads)
+    _require_usable(group, "tokens", tokens)
+    if topk_weights is not None:
+        _require_usable(group, "topk_weights", topk_weights)
     records = _records(tokens, topk_weights)
-    _require_row_major("tokens", tokens)
-    _require_row_major("topk_weights", topk_weights)
     if recv_tokens is not None:
         if torch.compiler.is_compiling():
             refuse("dispatch into recv_tokens is not supported under torch.compile, which cannot order operators that write")
-        args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, pads, recv_tokens
+        _require_writable(group, "recv_tokens", recv_tokens)
+        args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, pads
         if records:
-            rows, weights = _DispatchInto.apply(*args)
+            rows, weights = _DispatchInto.apply(*args, recv_tokens.detach())  # so the caller's own tensor gets no history
         else:
-            rows, weights = recv_tokens, call(number, _dispatch_into, *args)
+            rows, weights = recv_tokens, call(number, _dispatch_into, *args, recv_tokens)
+            increment_version(recv_tokens)  # a tensor that was saved for a backward may have shared its memory
     else:
         if num_rows is None:
             if torch.compiler.is_compiling():
@@ -281,9 +312,11 @@ def combine(plan: Plan, expert_out: torch.Tensor, recv_weights: torch.Tensor | N
     expert_out: [N, H].  recv_weights: [N] float32 as dispatch returned them, or None: all 1.
     Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
     """
-    number = plan.group.number
-    _require_row_major("expert_out", expert_out)
-    _require_row_major("recv_weights", recv_weights)
+    _require_plan(plan, Plan)
+    group, number = plan.group, plan.group.number
+    _require_usable(group, "expert_out", expert_out)
+    if recv_weights is not None:
+        _require_usable(group, "recv_weights", recv_weights)
     args = number, plan.handle_mem, expert_out, recv_weights, plan.top_k, plan.alignment, plan.num_tokens
     if _records(expert_out, recv_weights):
         return _Combine.apply(*args)

@@ -8,11 +8,12 @@ import dataclasses
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from .._tensors import refuse
 from ._group import Group, call
 from ._library import ops
-from ._ops import _records, _refuse_vmap, _require_row_major
+from ._ops import _records, _refuse_transforms, _require_plan, _require_usable, _require_writable
 
 _dispatch, _combine = ops.dispatch_rank_major.default, ops.combine_rank_major.default
 _dispatch_into = ops.dispatch_rank_major_into.default
@@ -54,8 +55,6 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx, grad_recv, _handle_mem, _topk_idx, grad_recv_weights, _counts):
         return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
 
-    vmap = staticmethod(_refuse_vmap)
-
 
 class _DispatchInto(torch.autograd.Function):
     @staticmethod
@@ -68,8 +67,6 @@ class _DispatchInto(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_recv, _handle_mem, _topk_idx, grad_recv_weights, _counts):
         return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
-
-    vmap = staticmethod(_refuse_vmap)
 
 
 def _save_dispatch(ctx, number, tokens, topk_idx, topk_weights, outputs):
@@ -84,6 +81,7 @@ def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
     # All ranks make the same choice of weights: it depends on what all of them gave, not on who used what came of it.
     number, top_k, num_tokens, has_weights = ctx.layer
     (handle_mem,) = ctx.saved_tensors
+    _refuse_transforms(grad_recv, grad_recv_weights)
     row_weights = grad_recv_weights.contiguous() if has_weights and ctx.needs_input_grad[3] else None
     grad_tokens, grad_weights = call(
         number, _dispatch_bwd, number, handle_mem, grad_recv.contiguous(), row_weights, top_k, num_tokens
@@ -103,10 +101,9 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, grad_out):
         number, top_k, max_rows = ctx.layer
         (handle_mem,) = ctx.saved_tensors
+        _refuse_transforms(grad_out)
         grad_rows = call(number, _combine_bwd, number, handle_mem, grad_out.contiguous(), top_k, max_rows)
         return None, None, grad_rows, None, None
-
-    vmap = staticmethod(_refuse_vmap)
 
 
 def dispatch_rank_major(
@@ -123,16 +120,18 @@ def dispatch_rank_major(
     tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.
     topk_weights: [T, K] float32, or None on all ranks.  max_rows: M, the same on all ranks; tokens beyond are dropped, which
     group.check() tells; default group.max_tokens_per_rank, which is never too few.  recv_tokens: [P, M, H] to be written
-    instead of a new tensor, in memory from group.empty() for instance; not under torch.compile.
+    instead of a new tensor, in memory from group.empty() for instance; it requires no gradient, which the tensor that is
+    returned has in its stead. Not under torch.compile.
     Returns (plan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None). Weights are 0 where plan.topk_idx is -1. Rows
     of recv_tokens at or beyond plan.counts[r] hold whatever memory held, and so do those of the gradient that
     combine_rank_major's backward returns: leave them out of what you compute, by torch.where and plan.is_row for instance.
     """
     number = group.number
+    _require_usable(group, "tokens", tokens)
+    _require_usable(group, "topk_idx", topk_idx)
+    if topk_weights is not None:
+        _require_usable(group, "topk_weights", topk_weights)
     records = _records(tokens, topk_weights)
-    _require_row_major("tokens", tokens)
-    _require_row_major("topk_idx", topk_idx)
-    _require_row_major("topk_weights", topk_weights)
     if recv_tokens is None:
         args = number, tokens, topk_idx, topk_weights, group.max_tokens_per_rank if max_rows is None else max_rows
         outputs = _Dispatch.apply(*args) if records else call(number, _dispatch, *args)
@@ -141,8 +140,13 @@ def dispatch_rank_major(
             refuse("recv_tokens is not supported under torch.compile, which cannot order operators that write")
         if max_rows is not None:
             refuse("max_rows and recv_tokens are given; recv_tokens alone says what M is")
-        args = number, tokens, topk_idx, topk_weights, recv_tokens
-        outputs = _DispatchInto.apply(*args) if records else (recv_tokens, *call(number, _dispatch_into, *args))
+        _require_writable(group, "recv_tokens", recv_tokens)
+        args = number, tokens, topk_idx, topk_weights
+        if records:
+            outputs = _DispatchInto.apply(*args, recv_tokens.detach())  # so the caller's own tensor gets no history
+        else:
+            outputs = recv_tokens, *call(number, _dispatch_into, *args, recv_tokens)
+            increment_version(recv_tokens)  # a tensor that was saved for a backward may have shared its memory
     rows, handle_mem, row_idx, weights, counts = outputs
     plan = RankMajorPlan(group, topk_idx.shape[1], tokens.shape[0], rows.shape[1], handle_mem, row_idx, counts)
     return plan, rows, None if topk_weights is None else weights
@@ -154,8 +158,9 @@ def combine_rank_major(plan: RankMajorPlan, expert_out: torch.Tensor) -> torch.T
 
     expert_out: [P, M, H].  Returns out [T, H]: the sum of a token's kept rows over the ranks; zero for a token without one.
     """
-    number = plan.group.number
-    _require_row_major("expert_out", expert_out)
+    _require_plan(plan, RankMajorPlan)
+    group, number = plan.group, plan.group.number
+    _require_usable(group, "expert_out", expert_out)
     args = number, plan.handle_mem, expert_out, plan.top_k, plan.num_tokens
     if _records(expert_out):
         return _Combine.apply(*args)
