@@ -9,6 +9,7 @@ that its peers learn of it at once instead of waiting for a rank that is gone.
 """
 
 import atexit
+import os
 import sys
 import threading
 import weakref
@@ -55,6 +56,14 @@ class LocalMemory:
         self.needs = None
 
 
+class Unique:
+    """What all ranks create together, or what holds an object of C, so that there is no copy of it."""
+
+    def __reduce_ex__(self, _protocol):
+        kind = type(self).__name__
+        raise TypeError(f"{kind} cannot be copied or pickled, since it holds an object of C, or all ranks create it together")
+
+
 def finalize(owner, memory):
     """Has the memory abandoned when nobody refers to its owner any more. Returns the finalizer."""
     finalizer = weakref.finalize(owner, abandon, memory)
@@ -95,6 +104,8 @@ def _at_exit():
     # The process's own memory ends with it; freeing that of a GPU would wait for whatever runs there.
     _abandoned[:] = [handle for handle in _abandoned if isinstance(handle, Handle)]
     for group in list(_living):
+        if group.process != os.getpid():
+            continue  # that of the parent, whose child of fork() this is
         if failed and not group.is_destroyed:
             group.abort()
         group.destroy()

@@ -3,21 +3,19 @@
 
 import numpy
 
-from ._structs import Status, Tensor
-from .errors import InvalidArgumentError
+from ._structs import Tensor
+from ._values import refuse
 
 CODES = {"float32": 1, "float16": 2, "bfloat16": 3, "int32": 4, "int64": 5, "float64": 6, "uint8": 7}
 _CODE_OF_DTYPE = {numpy.dtype(name): code for name, code in CODES.items() if name != "bfloat16"}
-
-
-def refuse(message):
-    raise InvalidArgumentError(message, Status.INVALID_ARGUMENT)
 
 
 def dtype_code(dtype):
     """The epx_dtype of a numpy dtype, of its name, or of a scalar type. bfloat16 is that of the package ml_dtypes."""
     code = _CODE_OF_DTYPE.get(dtype) if isinstance(dtype, numpy.dtype) else None
     if code is None:
+        if isinstance(dtype, numpy.dtype) and not dtype.isnative:
+            refuse(f"dtype {dtype.str} is not in the byte order of this machine")
         name = dtype if isinstance(dtype, str) else numpy.dtype(dtype).name
         code = CODES.get(name)
         if code is None:
@@ -50,6 +48,8 @@ def with_sidecar(view, name, rows, sidecar):
         refuse(f"{name} is {type(sidecar).__name__}, not a numpy array")
     if not sidecar.flags.c_contiguous:
         refuse(f"{name} has strides {sidecar.strides} at shape {sidecar.shape}: it must be contiguous in row-major order")
+    if sidecar.dtype.hasobject:
+        refuse(f"{name} has dtype {sidecar.dtype}, whose elements are references to Python objects")
     if sidecar.ndim != rows.ndim or sidecar.shape[:-1] != rows.shape[:-1] or sidecar.shape[-1] == 0:
         wanted = ", ".join(str(size) for size in rows.shape[:-1])
         refuse(f"{name} has shape {sidecar.shape}; it must be [{wanted}, S] with S >= 1, a row for each row of {rows.shape}")

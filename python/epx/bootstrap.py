@@ -11,14 +11,16 @@ import os
 import time
 
 from . import _structs
+from ._lifetime import Unique
 from ._structs import Status
+from ._values import integer, milliseconds
 from .errors import Error, raise_if_failed
 
 DEFAULT_TIMEOUT = 300.0
 _POLL_SECONDS = 0.0002
 
 
-class Bootstrap:
+class Bootstrap(Unique):
     """The ranks that create groups together. The functions of this module make one; all ranks make the same one."""
 
     def __init__(self, struct, release):
@@ -27,46 +29,53 @@ class Bootstrap:
         self.error = None  # what the all-gather of the last group raised
 
     @property
-    def rank(self):
+    def rank(self) -> int:
         """This process's rank, 0 <= rank < num_ranks."""
         return self._struct.rank
 
     @property
-    def num_ranks(self):
+    def num_ranks(self) -> int:
         """The number of ranks."""
         return self._struct.num_ranks
 
     @property
-    def struct(self):
+    def struct(self) -> _structs.Bootstrap:
         """The epx_bootstrap, for calls of the C API."""
         if self._struct is None:
             raise ValueError("the bootstrap has been closed")
         return self._struct
 
-    def close(self):
+    def close(self) -> None:
         """Releases what the bootstrap holds. Groups that were created with it live on."""
         if self._struct is not None:
             self._struct = None
             self._release()
 
-    def __enter__(self):
+    def __enter__(self) -> "Bootstrap":
         return self
 
     def __exit__(self, *_):
         self.close()
 
 
-def from_directory(directory, job_id, rank, num_ranks, timeout=DEFAULT_TIMEOUT):
+def from_directory(directory, job_id, rank, num_ranks, timeout=DEFAULT_TIMEOUT) -> Bootstrap:
     """Ranks find each other through files below `directory`, which exists and which all of them can write to; see
     epx_bootstrap_file. Waits for all ranks, for `timeout` seconds."""
     struct = _structs.Bootstrap()
     raise_if_failed(
-        _structs.epx_bootstrap_file(os.fsencode(directory), job_id.encode(), rank, num_ranks, int(timeout * 1000), struct)
+        _structs.epx_bootstrap_file(
+            os.fsencode(directory),
+            job_id.encode(),
+            integer("rank", rank),
+            integer("num_ranks", num_ranks),
+            milliseconds("timeout", timeout),
+            struct,
+        )
     )
     return Bootstrap(struct, lambda: _structs.epx_bootstrap_free(struct))
 
 
-def from_all_gather(rank, num_ranks, all_gather, release=None):
+def from_all_gather(rank, num_ranks, all_gather, release=None) -> Bootstrap:
     """Ranks find each other by a function of the caller's.
 
     all_gather(data: bytes, timeout: float) -> sequence of num_ranks bytes objects of the same length, in rank order. It is
@@ -92,18 +101,21 @@ def from_all_gather(rank, num_ranks, all_gather, release=None):
             return Status.TIMEOUT if isinstance(error, TimeoutError) else Status.SYSTEM
 
     struct = _structs.Bootstrap(
-        struct_size=ctypes.sizeof(_structs.Bootstrap), rank=rank, num_ranks=num_ranks, all_gather=_structs.ALL_GATHER(callback)
+        struct_size=ctypes.sizeof(_structs.Bootstrap),
+        rank=integer("rank", rank),
+        num_ranks=integer("num_ranks", num_ranks),
+        all_gather=_structs.ALL_GATHER(callback),
     )
     bootstrap = Bootstrap(struct, release or (lambda: None))
     return bootstrap
 
 
-def local():
+def local() -> Bootstrap:
     """A bootstrap of one rank."""
     return from_all_gather(0, 1, lambda data, timeout: [data])
 
 
-def from_mpi(communicator):
+def from_mpi(communicator) -> Bootstrap:
     """Ranks are those of an mpi4py communicator, an intracommunicator. Collective, and so is close(): messages travel in a
     duplicate of it. MPI must not have been finalised before close()."""
     duplicate = communicator.Dup()
@@ -135,7 +147,7 @@ _jax_names = itertools.count()
 _jax_stale_keys = []
 
 
-def from_jax(name=None):
+def from_jax(name=None) -> Bootstrap:
     """Ranks are the processes of jax.distributed, which must have been initialised; with one process that is not needed.
 
     Records travel through the key-value store of its coordinator. `name` is the same on all processes and has not been used

@@ -6,15 +6,17 @@ rows of the receive arrays, R receive capacity in rows, M rows from each rank in
 """
 
 import ctypes
-import dataclasses
 import os
 import weakref
 
 import numpy
 
 from . import _lifetime, _structs
-from ._structs import CombinePrecision, EventKind, Operation, Overflow, Pads, Status, Transport, known
-from ._tensors import aligned_bytes, dtype_code, output, refuse, tensor, with_sidecar
+from ._config import make_config
+from ._plans import Plan, RankMajorPlan, read_only
+from ._structs import CombinePrecision, EventKind, Operation, Pads, Status, Transport, known
+from ._tensors import aligned_bytes, output, tensor, with_sidecar
+from ._values import count, integer, member, refuse
 from .bootstrap import reraise
 from .errors import Error, EventError, group_error, raise_call_failed, raise_if_failed, read_report
 
@@ -25,122 +27,12 @@ _SIZE_OF = {struct: ctypes.sizeof(struct) for struct in _structs.STRUCTS}
 _DTYPE_NAMES = {1: "float32", 2: "float16", 3: "bfloat16"}
 
 
-def _enum(enumeration, value, field):
-    if isinstance(value, str):
-        try:
-            return enumeration[value.upper()]
-        except KeyError:
-            names = ", ".join(repr(member.name.lower()) for member in enumeration)
-            refuse(f"{field} is {value!r}; it must be one of {names}")
-    return enumeration(value)
-
-
-def _make_config(
-    *,
-    num_experts,
-    max_tokens_per_rank,
-    hidden_dim,
-    max_top_k,
-    max_token_dtype,
-    max_alignment=None,
-    max_recv_tokens_per_rank=0,
-    max_sidecar_bytes=0,
-    combine_precision="wire",
-    overflow="error",
-    transport="auto",
-    num_comm_sms=0,
-    ranks_per_node=0,
-    fixed_rail_tokens=0,
-    color=0,
-    key=0,
-    timeout=None,
-):
-    config = _structs.GroupConfig()
-    raise_if_failed(_structs.epx_group_config_init(config))
-    config.num_experts = num_experts
-    config.max_tokens_per_rank = max_tokens_per_rank
-    config.hidden_dim = hidden_dim
-    config.max_top_k = max_top_k
-    config.max_token_dtype = dtype_code(max_token_dtype)
-    if max_alignment is not None:
-        config.max_alignment = max_alignment
-    config.max_recv_tokens_per_rank = max_recv_tokens_per_rank
-    config.max_sidecar_bytes = max_sidecar_bytes
-    config.combine_precision = _enum(CombinePrecision, combine_precision, "combine_precision")
-    config.overflow = _enum(Overflow, overflow, "overflow")
-    config.transport = _enum(Transport, transport, "transport")
-    config.num_comm_sms = num_comm_sms
-    config.ranks_per_node = ranks_per_node
-    config.fixed_rail_tokens = fixed_rail_tokens
-    config.color = color
-    config.key = key
-    if timeout is not None:
-        config.timeout_ms = int(timeout * 1000)
-    return config
-
-
-def memory_plan(num_ranks, **config):
+def memory_plan(num_ranks, **config) -> dict[str, int]:
     """What a rank of such a group takes, in bytes, as a dict of the fields of epx_memory_plan. `config` is that of Group.
     Neither allocates nor communicates."""
     plan = _structs.MemoryPlan(struct_size=_SIZE_OF[_structs.MemoryPlan])
-    raise_if_failed(_structs.epx_group_memory_plan(_make_config(**config), num_ranks, plan))
+    raise_if_failed(_structs.epx_group_memory_plan(make_config(**config), integer("num_ranks", num_ranks), plan))
     return {name: getattr(plan, name) for name, _ in plan._fields_ if name != "struct_size"}
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
-    """What prepare() makes of top-k indices: the handle memory that the other four operations take, and what it says.
-
-    top_k, alignment: of the layer.  num_tokens: T.  handle_mem: [bytes] uint8, of use in this group alone.
-    counts: [E_l] rows of each local expert, after drops, without padding.  offsets: [E_l + 1] first slot of each zone; the last
-    entry is the number of rows in use.  global_counts: [P, E] routes from each rank to each expert, before drops.  info: [5]
-    int64: demand, kept, dropped (routes to this rank), dropped (routes of this rank), rows_needed.  slot: [T, K] int32 slot of
-    each route on its expert's rank, or None.  slot_origin: [R, 3] int32 (source rank, token, k) of each slot, or None.
-    """
-
-    top_k: int
-    alignment: int
-    num_tokens: int
-    handle_mem: numpy.ndarray
-    counts: numpy.ndarray
-    offsets: numpy.ndarray
-    global_counts: numpy.ndarray
-    info: numpy.ndarray
-    slot: numpy.ndarray | None
-    slot_origin: numpy.ndarray | None
-
-    @property
-    def num_rows(self):
-        """Rows of the receive arrays that are in use, which is the least N that loses nothing."""
-        return int(self.offsets[-1])
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class RankMajorPlan:
-    """What dispatch_rank_major() has received from whom, and the handle memory that the three other rank-major calls take.
-
-    top_k: of the layer.  num_tokens: T.  rows_per_rank: M.  handle_mem: [bytes] uint8, of use in this group alone.
-    counts: [P] kept rows from each rank; those that hold a token are recv_tokens[r, :counts[r]].
-    topk_idx: [P, M, K] int32, the local expert, 0 to E_l - 1, of each route to this rank; -1 where the route is masked or goes
-    to another rank, and in rows that hold no token.
-    """
-
-    top_k: int
-    num_tokens: int
-    rows_per_rank: int
-    handle_mem: numpy.ndarray
-    counts: numpy.ndarray
-    topk_idx: numpy.ndarray
-
-    alignment = 1  # the layout has no zones
-
-
-def _read_only(plan):
-    for field in dataclasses.fields(plan):
-        value = getattr(plan, field.name)
-        if isinstance(value, numpy.ndarray):
-            value.flags.writeable = False
-    return plan
 
 
 class Group:
@@ -177,7 +69,7 @@ class Group:
     def __init__(self, bootstrap, **config):
         self._destroyed = True  # until there is one
         _lifetime.destroy_abandoned()
-        made = _make_config(**config)
+        made = make_config(**config)
         value = _structs.GROUP()
         status = _structs.epx_group_create(bootstrap.struct, made, value)
         try:
@@ -185,35 +77,35 @@ class Group:
         except Error as error:
             reraise(bootstrap, error)
         self._handle = _lifetime.Handle(value.value)
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._finalizer = weakref.finalize(self, _lifetime.abandon, self._handle)
         self._finalizer.atexit = False
         self._destroyed = False
         _lifetime.keep(self)
         self._info = _structs.GroupInfo(struct_size=_SIZE_OF[_structs.GroupInfo])
         raise_if_failed(_structs.epx_group_query(value, self._info))
-        self._handle_mem_bytes = {}
+        self._layers, self._handle_mem_bytes = {}, {}
         self._max_sidecar_bytes = made.max_sidecar_bytes
 
     @property
-    def handle(self):
+    def handle(self) -> int:
         """The epx_group, as an integer."""
         if self._destroyed:
             refuse("the group has been destroyed")
         return self._handle.value
 
-    def require_process(self):
+    def require_process(self) -> None:
         """Refuses a child of fork(). Calls of the C API do so themselves; this is for what happens before such a call."""
-        if os.getpid() != self._process:
-            refuse(f"{self!r} belongs to process {self._process}, and this is {os.getpid()}, a child of its fork()")
+        if os.getpid() != self.process:
+            refuse(f"{self!r} belongs to process {self.process}, and this is {os.getpid()}, a child of its fork()")
 
-    def add_user(self, end):
+    def add_user(self, end) -> None:
         """Has the group destroyed only when end() returns True. It is called when the group is to be destroyed, and again later
         as long as it returns False, and must not wait."""
         self._handle.users.append(end)
 
     @property
-    def is_destroyed(self):
+    def is_destroyed(self) -> bool:
         """Whether destroy() has been called."""
         return self._destroyed
 
@@ -235,12 +127,12 @@ class Group:
     max_token_dtype = property(lambda self: _DTYPE_NAMES[self._info.max_token_dtype], doc="Its name.")
 
     @property
-    def transport(self):
+    def transport(self) -> Transport:
         """Transport.HOST or Transport.NCCL."""
         return known(Transport, self._info.transport)
 
     @property
-    def combine_precision(self):
+    def combine_precision(self) -> CombinePrecision:
         """CombinePrecision.WIRE, EXACT or NODE."""
         return known(CombinePrecision, self._info.combine_precision)
 
@@ -251,7 +143,7 @@ class Group:
             f"transport {self.transport.name.lower()}{state}>"
         )
 
-    def destroy(self):
+    def destroy(self) -> None:
         """Frees the group; a second time it does nothing. Waits for calls that are under way on the GPU, for up to timeout."""
         if not self._destroyed:
             self._destroyed = True
@@ -259,12 +151,21 @@ class Group:
             _lifetime.abandon(self._handle)
         _lifetime.destroy_abandoned()
 
-    def abort(self):
+    def abort(self) -> None:
         """Ends the group, from any thread: this rank's calls raise GroupError, and peers learn that it aborted. Does not
         wait."""
         raise_if_failed(_structs.epx_group_abort(self.handle))
 
-    def __enter__(self):
+    def __copy__(self):
+        return self  # so that a copy of what refers to a group refers to the same one
+
+    def __deepcopy__(self, _memo):
+        return self
+
+    def __reduce_ex__(self, _protocol):
+        raise TypeError("a group cannot be pickled, since all of its ranks create it together: create another one")
+
+    def __enter__(self) -> "Group":
         return self
 
     def __exit__(self, kind, *_):
@@ -272,7 +173,7 @@ class Group:
             self.abort()  # peers would wait for the calls that this rank does not make any more
         self.destroy()
 
-    def check(self):
+    def check(self) -> None:
         """Raises GroupError when the group has ended, else EventError when calls have seen recoverable errors since the last
         check. Local; waits for nothing, so on GPUs it tells what has been seen so far."""
         report = read_report(self.handle)
@@ -287,16 +188,16 @@ class Group:
                 report.first_event_sequence,
             )
 
-    def handle_mem_size(self, top_k, alignment=1):
+    def handle_mem_size(self, top_k, alignment=1) -> int:
         """Bytes of the handle memory of such a layer."""
         size = self._handle_mem_bytes.get((top_k, alignment))
         if size is None:
             bytes_ = ctypes.c_size_t()
-            raise_if_failed(_structs.epx_handle_mem_size(self.handle, _structs.Layer(top_k, alignment), bytes_))
+            raise_if_failed(_structs.epx_handle_mem_size(self.handle, self._layer(top_k, alignment), bytes_))
             size = self._handle_mem_bytes[top_k, alignment] = bytes_.value
         return size
 
-    def prepare(self, topk_idx, *, alignment=1, counts_dtype=numpy.int32, with_slot=False, with_slot_origin=False):
+    def prepare(self, topk_idx, *, alignment=1, counts_dtype=numpy.int32, with_slot=False, with_slot_origin=False) -> Plan:
         """Turns top-k indices into a plan. Collective.
 
         topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.
@@ -307,9 +208,9 @@ class Group:
         indices = tensor("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
         plan, outputs = self._new_plan(*topk_idx.shape, alignment, counts_dtype, with_slot, with_slot_origin)
         self._call(_structs.epx_prepare, _structs.PrepareArgs, plan, indices, *outputs)
-        return _read_only(plan)
+        return read_only(plan)
 
-    def dispatch(self, plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None, pads="zero", sidecar=None):
+    def dispatch(self, plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None, pads="zero", sidecar=None) -> tuple:
         """Brings tokens to the ranks of their experts. Collective.
 
         tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
@@ -323,7 +224,7 @@ class Group:
         if num_rows is None and recv_tokens is None:
             num_rows = plan.num_rows
         views, received = self._dispatch_tensors(plan, tokens, topk_weights, num_rows, recv_tokens, sidecar)
-        self._call(_structs.epx_dispatch, _structs.DispatchArgs, plan, *views, more=(_enum(Pads, pads, "pads"), 0))
+        self._call(_structs.epx_dispatch, _structs.DispatchArgs, plan, *views, more=(member(Pads, pads, "pads"), 0))
         return received
 
     def prepare_dispatch(
@@ -340,7 +241,7 @@ class Group:
         recv_tokens=None,
         pads="zero",
         sidecar=None,
-    ):
+    ) -> tuple:
         """prepare() and dispatch() in one call, which all ranks make instead of the two. Collective.
 
         Arguments are those of the two. num_rows: N; default: R while the call is made, of which the rows in use are returned.
@@ -359,13 +260,13 @@ class Group:
             indices,
             *outputs,
             *views,
-            more=(_enum(Pads, pads, "pads"), 0),
+            more=(member(Pads, pads, "pads"), 0),
         )
         if not is_sized:
             received = [None if array is None else array[: plan.num_rows] for array in received]
-        return _read_only(plan), *received
+        return read_only(plan), *received
 
-    def combine(self, plan, expert_out, recv_weights=None, *, out=None):
+    def combine(self, plan, expert_out, recv_weights=None, *, out=None) -> numpy.ndarray:
         """Brings the experts' outputs back. Collective.
 
         expert_out: [N, H].  recv_weights: [N] float32 as dispatch returned them, or None: all 1.  out: [T, H] to be written.
@@ -379,7 +280,9 @@ class Group:
         self._call(_structs.epx_combine, _structs.CombineArgs, plan, rows, weights, output("out", out))
         return out
 
-    def combine_bwd(self, plan, grad_out, expert_out=None, recv_weights=None, *, num_rows=None):
+    def combine_bwd(
+        self, plan, grad_out, expert_out=None, recv_weights=None, *, num_rows=None
+    ) -> tuple[numpy.ndarray, numpy.ndarray | None]:
         """The gradients of combine(). Collective.
 
         grad_out: [T, H].  recv_weights: [N] float32, as combine had them.  expert_out: [N, H], when the gradient of
@@ -391,7 +294,7 @@ class Group:
         if num_rows is None:
             given = expert_out if expert_out is not None else recv_weights
             num_rows = plan.num_rows if given is None else len(given)
-        grad_expert_out = numpy.empty((num_rows, grad_out.shape[1]), grad_out.dtype)
+        grad_expert_out = numpy.empty((count("num_rows", num_rows), grad_out.shape[1]), grad_out.dtype)
         grad_weights = None
         rows = None
         if expert_out is not None:
@@ -409,7 +312,7 @@ class Group:
         )
         return grad_expert_out, grad_weights
 
-    def dispatch_bwd(self, plan, grad_recv, grad_recv_weights=None):
+    def dispatch_bwd(self, plan, grad_recv, grad_recv_weights=None) -> tuple[numpy.ndarray, numpy.ndarray | None]:
         """The gradients of dispatch(). Collective.
 
         grad_recv: [N, H].  grad_recv_weights: [N] float32, or None on all ranks.
@@ -433,7 +336,7 @@ class Group:
 
     def dispatch_rank_major(
         self, topk_idx, tokens, topk_weights=None, *, rows_per_rank=None, counts_dtype=numpy.int32, sidecar=None
-    ):
+    ) -> tuple:
         """Brings each token once to each rank that one of its experts lives on, by source rank and without a prepare.
         Collective.
 
@@ -447,9 +350,7 @@ class Group:
         indices = tensor("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
         num_tokens, top_k = topk_idx.shape
         sent = with_sidecar(tensor("tokens", tokens, (num_tokens, None)), "sidecar", tokens, sidecar)
-        rows_per_rank = self.max_tokens_per_rank if rows_per_rank is None else rows_per_rank
-        if rows_per_rank < 0:
-            refuse(f"rows_per_rank is {rows_per_rank}; it must not be negative")
+        rows_per_rank = self.max_tokens_per_rank if rows_per_rank is None else count("rows_per_rank", rows_per_rank)
         rows = self.num_ranks, rows_per_rank
         plan = RankMajorPlan(
             top_k,
@@ -481,10 +382,10 @@ class Group:
             None if recv_weights is None else tensor("recv_weights", recv_weights),
             tensor("counts", plan.counts),
         )
-        _read_only(plan)
+        read_only(plan)
         return (plan, recv_tokens, recv_weights) if sidecar is None else (plan, recv_tokens, recv_weights, recv_sidecar)
 
-    def combine_rank_major(self, plan, expert_out, *, out=None):
+    def combine_rank_major(self, plan, expert_out, *, out=None) -> numpy.ndarray:
         """Brings back the sums of the experts' outputs. Collective; not in a group of combine_precision "exact".
 
         expert_out: [P, M, H], for each row the sum over its routes of weight * the expert's output.  out: [T, H] to be written.
@@ -497,7 +398,7 @@ class Group:
         self._call(_structs.epx_combine_rank_major, _structs.CombineRankMajorArgs, plan, rows, output("out", out))
         return out
 
-    def combine_rank_major_bwd(self, plan, grad_out):
+    def combine_rank_major_bwd(self, plan, grad_out) -> numpy.ndarray:
         """The gradient of combine_rank_major(). Collective.
 
         grad_out: [T, H].
@@ -515,7 +416,7 @@ class Group:
         )
         return grad_expert_out
 
-    def dispatch_rank_major_bwd(self, plan, grad_recv, grad_recv_weights=None):
+    def dispatch_rank_major_bwd(self, plan, grad_recv, grad_recv_weights=None) -> tuple[numpy.ndarray, numpy.ndarray | None]:
         """The gradients of dispatch_rank_major(). Collective; not in a group of combine_precision "exact".
 
         grad_recv: [P, M, H], for each row the sum over its routes.  grad_recv_weights: [P, M, K] float32, or None on all ranks.
@@ -563,7 +464,7 @@ class Group:
         """The tensors of epx_dispatch_args, and the arrays that dispatch() returns. num_rows is for a recv_tokens of None."""
         sent = with_sidecar(tensor("tokens", tokens, (plan.num_tokens, None)), "sidecar", tokens, sidecar)
         if recv_tokens is None:
-            recv_tokens = numpy.empty((num_rows, tokens.shape[1]), tokens.dtype)
+            recv_tokens = numpy.empty((count("num_rows", num_rows), tokens.shape[1]), tokens.dtype)
         rows = output("recv_tokens", recv_tokens)
         received = [recv_tokens, None]
         weights = recv_weights = None
@@ -584,6 +485,13 @@ class Group:
     def _row_weights(name, weights, rows):
         return None if weights is None else tensor(name, weights, (len(rows),), (_FLOAT32,))
 
+    def _layer(self, top_k, alignment):
+        layer = self._layers.get((top_k, alignment))
+        if layer is None:
+            layer = _structs.Layer(integer("top_k", top_k), integer("alignment", alignment))
+            self._layers[top_k, alignment] = layer
+        return layer
+
     def _require_host(self):
         if self._info.transport != Transport.HOST:
             refuse(f"{self!r} moves memory of GPUs: numpy arrays need a group with transport 'host'")
@@ -593,7 +501,7 @@ class Group:
         handle_mem = plan.handle_mem
         args = struct(
             _SIZE_OF[struct],
-            _structs.Layer(plan.top_k, plan.alignment),
+            self._layer(plan.top_k, plan.alignment),
             handle_mem.ctypes.data,
             handle_mem.nbytes,
             None,

@@ -10,14 +10,15 @@ import dataclasses
 import numpy
 
 from . import _moe_structs
-from ._lifetime import LocalMemory, destroy_abandoned, finalize
+from ._lifetime import LocalMemory, Unique, destroy_abandoned, finalize
 from ._moe_structs import PARAMS, Activation, Score, Weighting
 from ._structs import Transport
-from ._tensors import dtype_code, refuse, tensor
+from ._tensors import dtype_code, output, tensor
+from ._values import integer, member, refuse, set_fields
 from .errors import raise_call_failed, raise_if_failed
-from .group import _enum
 
 _NUM_FLIGHT_INFO = 3
+_UINT8 = numpy.dtype(numpy.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +37,17 @@ class Router:
     def to_c(self, num_experts):
         config = _moe_structs.RouterConfig()
         raise_if_failed(_moe_structs.epx_moe_router_config_init(config, ctypes.sizeof(config)))
-        config.num_experts, config.top_k = num_experts, self.top_k
-        config.score = _enum(Score, self.score, "score")
-        config.num_groups, config.topk_groups = self.num_groups, self.topk_groups
-        config.renormalize = int(self.renormalize)
-        config.scaling_factor, config.aux_loss_coeff = self.scaling_factor, self.aux_loss_coeff
+        set_fields(
+            config,
+            num_experts=num_experts,
+            top_k=self.top_k,
+            score=member(Score, self.score, "score"),
+            num_groups=self.num_groups,
+            topk_groups=self.topk_groups,
+            renormalize=bool(self.renormalize),
+            scaling_factor=self.scaling_factor,
+            aux_loss_coeff=self.aux_loss_coeff,
+        )
         return config
 
 
@@ -55,8 +62,8 @@ class Ffn:
     def to_c(self):
         config = _moe_structs.FfnConfig()
         raise_if_failed(_moe_structs.epx_moe_ffn_config_init(config, ctypes.sizeof(config)))
-        config.hidden_dim, config.ffn_dim = self.hidden_dim, self.ffn_dim
-        config.activation = _enum(Activation, self.activation, "activation")
+        activation = member(Activation, self.activation, "activation")
+        set_fields(config, hidden_dim=self.hidden_dim, ffn_dim=self.ffn_dim, activation=activation)
         return config
 
 
@@ -75,16 +82,16 @@ class Output:
 class _Params:
     """An epx_moe_ffn_params of arrays by name."""
 
-    def __init__(self, arrays, what):
+    def __init__(self, arrays, what, view=tensor):
         self.struct = _moe_structs.FfnParams(struct_size=ctypes.sizeof(_moe_structs.FfnParams))
         for name, array in arrays.items():
             if name not in PARAMS:
                 refuse(f"{what} has {name!r}; the names are {', '.join(PARAMS)}")
             if array is not None:
-                setattr(self.struct, name, ctypes.pointer(tensor(f"{what}[{name!r}]", array)))
+                setattr(self.struct, name, ctypes.pointer(view(f"{what}[{name!r}]", array)))
 
 
-class Block:
+class Block(Unique):
     """An MoE layer. Parameters are the caller's, as a dict of arrays by the names of epx_moe_ffn_params (weights are [E_l, out,
     in]).
 
@@ -126,9 +133,14 @@ class Block:
         raise_if_failed(_moe_structs.epx_moe_block_config_init(config, ctypes.sizeof(config)))
         config.router, config.ffn = ctypes.pointer(router_config), ctypes.pointer(ffn_config)
         config.dtype = dtype_code(self._dtype)
-        config.weighting = _enum(Weighting, weighting, "weighting")
-        config.alignment, config.max_in_flight = alignment, max_in_flight
-        config.max_tokens_per_rank, config.recompute = max_tokens_per_rank, int(recompute)
+        set_fields(
+            config,
+            weighting=member(Weighting, weighting, "weighting"),
+            alignment=alignment,
+            max_in_flight=max_in_flight,
+            max_tokens_per_rank=max_tokens_per_rank,
+            recompute=bool(recompute),
+        )
         destroy_abandoned()
         block = _moe_structs.BLOCK()
         self._raise_if_failed(_moe_structs.epx_moe_block_create(self._group_handle(), config, block))
@@ -136,7 +148,7 @@ class Block:
         self._finalizer = finalize(self, self._memory)
 
     @property
-    def params_shapes(self):
+    def params_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of this rank's parameters, by name, with gate and up stacked and without biases."""
         local = self._num_experts if self._group is None else self._group.num_local_experts
         hidden, ffn = self._ffn.hidden_dim, self._ffn.ffn_dim
@@ -147,7 +159,7 @@ class Block:
         )
         return {**first, "down_weight": (local, hidden, ffn)}
 
-    def forward(self, tokens, logits, params, *, flight=0, selection_bias=None, token_mask=None):
+    def forward(self, tokens, logits, params, *, flight=0, selection_bias=None, token_mask=None) -> Output:
         """Collective. tokens: [T, H].  logits: [T, E].  selection_bias: [E].  token_mask: [T] uint8 or bool, 0 masks the token.
         Keeps in `flight` what backward needs. Returns an Output."""
         handle = self._handle()
@@ -160,12 +172,12 @@ class Block:
             numpy.empty((self._num_ranks, self._num_experts), numpy.int64),
             numpy.empty(_NUM_FLIGHT_INFO, numpy.int64),
         )
-        if token_mask is not None and token_mask.dtype == numpy.bool_:
+        if isinstance(token_mask, numpy.ndarray) and token_mask.dtype == numpy.bool_:
             token_mask = token_mask.view(numpy.uint8)
         held = _Params(params, "params")
         args = _moe_structs.BlockFwdArgs(
             struct_size=ctypes.sizeof(_moe_structs.BlockFwdArgs),
-            flight=flight,
+            flight=integer("flight", flight),
             params=ctypes.pointer(held.struct),
             tokens=ctypes.pointer(sent),
             logits=ctypes.pointer(tensor("logits", logits, (num_tokens, self._num_experts))),
@@ -173,13 +185,15 @@ class Block:
         if selection_bias is not None:
             args.selection_bias = ctypes.pointer(tensor("selection_bias", selection_bias, (self._num_experts,)))
         if token_mask is not None:
-            args.token_mask = ctypes.pointer(tensor("token_mask", token_mask, (num_tokens,)))
+            args.token_mask = ctypes.pointer(tensor("token_mask", token_mask, (num_tokens,), (_UINT8,)))
         for field in dataclasses.fields(Output):
             setattr(args, field.name, ctypes.pointer(tensor(field.name, getattr(result, field.name))))
         self._raise_if_failed(_moe_structs.epx_moe_block_fwd(handle, args))
         return result
 
-    def backward(self, grad_out, params, *, flight=0, aux_loss_grad=0.0, grads=None):
+    def backward(
+        self, grad_out, params, *, flight=0, aux_loss_grad=0.0, grads=None
+    ) -> tuple[numpy.ndarray, numpy.ndarray, dict]:
         """Collective. grad_out: [T, H] of the forward in `flight`.  aux_loss_grad: gradient of the loss with respect to the
         router's load-balance loss.  grads: arrays by name that the gradients of the parameters are added to; None: new ones.
         Returns (grad_tokens [T, H], grad_logits [T, E], grads). grad_tokens is through the experts; what comes through the
@@ -191,10 +205,10 @@ class Block:
             grads = {name: numpy.empty_like(array) for name, array in params.items() if array is not None}
         grad_tokens = numpy.empty_like(grad_out)
         grad_logits = numpy.empty((len(grad_out), self._num_experts), self._dtype)
-        held, made = _Params(params, "params"), _Params(grads, "grads")
+        held, made = _Params(params, "params"), _Params(grads, "grads", output)
         args = _moe_structs.BlockBwdArgs(
             struct_size=ctypes.sizeof(_moe_structs.BlockBwdArgs),
-            flight=flight,
+            flight=integer("flight", flight),
             params=ctypes.pointer(held.struct),
             grad_out=ctypes.pointer(grad),
             aux_loss_grad=aux_loss_grad,
@@ -206,7 +220,7 @@ class Block:
         self._raise_if_failed(_moe_structs.epx_moe_block_bwd(handle, args))
         return grad_tokens, grad_logits, grads
 
-    def destroy(self):
+    def destroy(self) -> None:
         """Frees the block; a second time it does nothing. Collective when it has a group that has not failed and has not been
         destroyed."""
         if self._group is None or self._group.is_destroyed:
@@ -215,7 +229,7 @@ class Block:
             self._finalizer.detach()
             self._raise_if_failed(_moe_structs.epx_moe_block_destroy(value))
 
-    def __enter__(self):
+    def __enter__(self) -> "Block":
         return self
 
     def __exit__(self, kind, *_):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MoE block on numpy arrays: against a dense layer in float64, its gradients against finite differences of the same."""
 
+import copy
+import pickle
 import unittest
 
 import ranks
@@ -137,11 +139,24 @@ class Blocks(unittest.TestCase):
             "'weight'": lambda: block.forward(tokens, logits, {"weight": data.down}),
             "down_weight": lambda: block.forward(tokens, logits, {"gate_up_weight": data.gate_up}),
             "flight": lambda: block.forward(tokens, logits, params, flight=7),
+            "flight is 4294967296; it must fit": lambda: block.forward(tokens, logits, params, flight=2**32),
+            "token_mask is float64": lambda: block.forward(tokens, logits, params, token_mask=numpy.full(3, 0.5)),
+            "token_mask is int64": lambda: block.forward(tokens, logits, params, token_mask=numpy.full(3, 256)),
+            "token_mask is list": lambda: block.forward(tokens, logits, params, token_mask=[1, 1, 1]),
             "forward": lambda: block.backward(tokens, params),
         }.items():
             with self.assertRaises(epx.InvalidArgumentError) as caught:
                 call()
             self.assertIn(words, str(caught.exception))
+        block.forward(tokens, logits, params)
+        kept = {name: numpy.zeros_like(array) for name, array in params.items()}
+        kept["down_weight"].flags.writeable = False
+        with self.assertRaisesRegex(epx.InvalidArgumentError, r"grads\['down_weight'\] is read-only"):
+            block.backward(tokens, params, grads=kept)
+        self.assertFalse(kept["down_weight"].any() or kept["gate_up_weight"].any())
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with self.assertRaisesRegex(TypeError, "Block cannot be copied or pickled"):
+                copied(block)
         block.destroy()
         block.destroy()
         with self.assertRaisesRegex(epx.InvalidArgumentError, "destroyed"):

@@ -329,6 +329,14 @@ class Layer(unittest.TestCase):
                 "expert_out has shape": lambda: group.combine_bwd(plan, x, numpy.zeros((4, HIDDEN + 1), numpy.float32)),
                 "pads is 'none'": lambda: group.dispatch(plan, x, pads="none"),
                 "hidden": lambda: group.dispatch(plan, numpy.zeros((4, HIDDEN + 1), numpy.float32)),
+                "dtype >f4 is not in the byte order": lambda: group.dispatch(plan, x.astype(">f4")),
+                "dtype >i8 is not in the byte order": lambda: group.prepare(idx[RANK], counts_dtype=">i8"),
+                "sidecar has dtype object": lambda: group.dispatch(plan, x, sidecar=numpy.full((4, 1), None)),
+                "num_rows is -1; it must be at least 0": lambda: group.dispatch(plan, x, num_rows=-1),
+                "num_rows is 2.5; it must be an integer": lambda: group.combine_bwd(plan, x, num_rows=2.5),
+                "alignment is 4294967297; it must fit in 32 bits": lambda: group.prepare(idx[RANK], alignment=2**32 + 1),
+                "rows_per_rank is 'all'": lambda: group.dispatch_rank_major(idx[RANK], x, rows_per_rank="all"),
+                "recv_tokens is read-only": lambda: group.dispatch(plan, x, recv_tokens=numpy.broadcast_to(x, x.shape)),
             }.items():
                 with self.assertRaises(epx.InvalidArgumentError, msg=words) as caught:
                     call()
@@ -345,6 +353,18 @@ class Layer(unittest.TestCase):
             make_group("never", transport="gpu")
         with self.assertRaises(TypeError):
             make_group("never", experts=3)
+        for words, change in {
+            "hidden_dim is 4294967304; it must fit in 32 bits": {"hidden_dim": 2**32 + 8},
+            "num_experts is 2.0; it must be an integer": {"num_experts": 2.0},
+            "transport is 7; it must be one of 'auto', 'host', 'nccl'": {"transport": 7},
+            "timeout is inf; it must be a number of seconds": {"timeout": float("inf")},
+            "timeout is '1'; it must be a number of seconds": {"timeout": "1"},
+        }.items():
+            with self.assertRaises(epx.InvalidArgumentError, msg=words) as caught:
+                make_group("never", **change)
+            self.assertIn(words, str(caught.exception))
+        with self.assertRaisesRegex(epx.InvalidArgumentError, "num_ranks is 4294967297; it must fit in 32 bits"):
+            epx.bootstrap.from_all_gather(0, 2**32 + 1, None)
         with self.assertRaisesRegex(epx.InvalidArgumentError, "float64"):
             epx.memory_plan(RANKS, num_experts=1, max_tokens_per_rank=1, hidden_dim=1, max_top_k=1, max_token_dtype="float64")
         plan = epx.memory_plan(

@@ -2,8 +2,10 @@
 """When groups die: dropped, destroyed, at the end of the interpreter, by an exception, in a child of fork(), and with a killed
 peer."""
 
+import copy
 import gc
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -85,6 +87,25 @@ class Lifetime(unittest.TestCase):
         self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
         group.dispatch(plan, TOKENS)
         group.check()
+        group.destroy()
+
+    def test_fork_whose_child_raises(self):
+        """The child's end leaves the parent's group alone, and tells its own exception alone."""
+        code, output = ranks.finish(ranks.start(__file__, "--child-raises"))
+        self.assertEqual(code, 0, output)
+        self.assertEqual(output.count("Traceback"), 1, output)
+        self.assertIn("the child's program has failed", output)
+
+    def test_copies(self):
+        group = make_group()
+        for copied in (copy.copy(group), copy.deepcopy({"group": group})["group"]):
+            self.assertIs(copied, group)
+        with self.assertRaisesRegex(TypeError, "a group cannot be pickled"):
+            pickle.dumps(group)
+        bootstrap = epx.bootstrap.local()
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with self.assertRaisesRegex(TypeError, "Bootstrap cannot be copied or pickled"):
+                copied(bootstrap)
         group.destroy()
 
     def test_abort_from_another_thread(self):
@@ -189,9 +210,22 @@ def run_peer(kind, directory):
     raise ZeroDivisionError("the peer's program has failed")
 
 
+def fork_and_raise():
+    group = make_group()
+    child = os.fork()
+    if child == 0:
+        raise ZeroDivisionError("the child's program has failed")
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    group.prepare(INDEX)
+    group.check()
+    sys.exit(code != 1)
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--ending"]:
         ENDINGS[sys.argv[2]]()
+    elif sys.argv[1:2] == ["--child-raises"]:
+        fork_and_raise()
     elif sys.argv[1:2] and sys.argv[1].startswith("--peer"):
         run_peer(sys.argv[1], sys.argv[2])
     else:

@@ -12,7 +12,7 @@ ranks.require("numpy", "torch", installer="install_torch_test_packages")
 import torch
 import torch_model
 from torch.autograd import forward_ad
-from torch_model import DEVICE, EXPERTS, HIDDEN, INNER, ON_GPU, RANKS, compiled, make_group, on_device
+from torch_model import DEVICE, EXPERTS, HIDDEN, INNER, RANKS, compiled, make_group, on_device
 
 import epx
 import epx.moe

@@ -2,7 +2,6 @@
 """epx.torch with memory of the caller's, which rows are written into: in place, in each step of a training, beside tensors that
 autograd has saved; Group.empty() and free(). On GPUs with EPX_TEST_DEVICE=cuda, see ranks.py."""
 
-import gc
 import unittest
 
 import ranks

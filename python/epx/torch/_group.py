@@ -13,11 +13,10 @@ import torch
 
 from .. import _structs, bootstrap
 from .._structs import Status, Transport
-from .._tensors import refuse
+from .._values import member, refuse
 from ..bootstrap import Bootstrap
 from ..errors import Error, GroupError, last_sentence, raise_call_failed, raise_if_failed
 from ..group import Group as _Group
-from ..group import _enum
 from ._library import groups, lib, ops
 
 _names = collections.defaultdict(itertools.count)  # by process group, which has one name on all of its ranks
@@ -98,7 +97,7 @@ class Group(_Group):
     """
 
     def __init__(self, where=None, *, device=None, **config):
-        config["transport"], index = _find_device(device, _enum(Transport, config.get("transport", "auto"), "transport"))
+        config["transport"], index = _find_device(device, member(Transport, config.get("transport", "auto"), "transport"))
         on_gpu = index >= 0
         with torch.cuda.device(index) if on_gpu else contextlib.nullcontext():
             if isinstance(where, Bootstrap):

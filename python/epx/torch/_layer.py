@@ -14,9 +14,9 @@ from .. import _moe_structs
 from .._lifetime import LocalMemory, destroy_abandoned, finalize
 from .._moe_structs import Weighting
 from .._structs import Status
-from .._tensors import CODES, refuse
+from .._tensors import CODES
+from .._values import member, refuse, set_fields
 from ..errors import last_sentence, raise_call_failed, raise_if_failed
-from ..group import _enum
 from ..moe import Ffn, Router
 from ._group import Group, OutOfMemoryError, call
 from ._library import layers, lib, ops
@@ -73,9 +73,13 @@ class _BlockConfig:
         self.struct = _moe_structs.BlockConfig()
         raise_if_failed(_moe_structs.epx_moe_block_config_init(self.struct, ctypes.sizeof(self.struct)))
         self.struct.router, self.struct.ffn = ctypes.pointer(self._router), ctypes.pointer(self._ffn)
-        self.struct.dtype = CODES[_DTYPES[dtype]]
-        self.struct.weighting = _enum(Weighting, weighting, "weighting")
-        self.struct.alignment, self.struct.recompute = alignment, int(recompute)
+        set_fields(
+            self.struct,
+            dtype=CODES[_DTYPES[dtype]],
+            weighting=member(Weighting, weighting, "weighting"),
+            alignment=alignment,
+            recompute=bool(recompute),
+        )
 
 
 def _call_on_device(group, function, *args):
@@ -131,7 +135,7 @@ class Arena:
         config = _moe_structs.ArenaConfig()
         raise_if_failed(_moe_structs.epx_moe_arena_config_init(config, ctypes.sizeof(config)))
         config.block = ctypes.pointer(block.struct)
-        config.num_flights, config.max_rows = num_flights, max_rows
+        set_fields(config, num_flights=num_flights, max_rows=max_rows)
         destroy_abandoned()
         arena = _moe_structs.ARENA()
         _call_on_device(group, _moe_structs.epx_moe_arena_create, group.handle, config, arena)
@@ -236,7 +240,7 @@ class MoELayer(torch.nn.Module):
     def _create(self, config, arena, max_in_flight):
         group = self.group
         if arena is None:
-            config.max_in_flight = max_in_flight
+            set_fields(config, max_in_flight=max_in_flight)
         else:
             if arena.group is not group:
                 refuse("the arena is of another group")

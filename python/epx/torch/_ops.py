@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from .._structs import Pads
-from .._tensors import refuse
+from .._values import refuse
 from ._group import Group, call
 from ._library import ops, size_of_info
 

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from .._tensors import refuse
+from .._values import refuse
 from ._group import Group, call
 from ._library import ops
 from ._ops import _records, _refuse_transforms, _require_plan, _require_usable, _require_writable

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What prepare() and dispatch_rank_major() return. Symbols in shapes: those of epx.group."""
+
+import dataclasses
+
+import numpy
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """What prepare() makes of top-k indices: the handle memory that the other four operations take, and what it says.
+
+    top_k, alignment: of the layer.  num_tokens: T.  handle_mem: [bytes] uint8, of use in this group alone.
+    counts: [E_l] rows of each local expert, after drops, without padding.  offsets: [E_l + 1] first slot of each zone; the last
+    entry is the number of rows in use.  global_counts: [P, E] routes from each rank to each expert, before drops.  info: [5]
+    int64: demand, kept, dropped (routes to this rank), dropped (routes of this rank), rows_needed.  slot: [T, K] int32 slot of
+    each route on its expert's rank, or None.  slot_origin: [R, 3] int32 (source rank, token, k) of each slot, or None.
+    """
+
+    top_k: int
+    alignment: int
+    num_tokens: int
+    handle_mem: numpy.ndarray
+    counts: numpy.ndarray
+    offsets: numpy.ndarray
+    global_counts: numpy.ndarray
+    info: numpy.ndarray
+    slot: numpy.ndarray | None
+    slot_origin: numpy.ndarray | None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the receive arrays that are in use, which is the least N that loses nothing."""
+        return int(self.offsets[-1])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RankMajorPlan:
+    """What dispatch_rank_major() has received from whom, and the handle memory that the three other rank-major calls take.
+
+    top_k: of the layer.  num_tokens: T.  rows_per_rank: M.  handle_mem: [bytes] uint8, of use in this group alone.
+    counts: [P] kept rows from each rank; those that hold a token are recv_tokens[r, :counts[r]].
+    topk_idx: [P, M, K] int32, the local expert, 0 to E_l - 1, of each route to this rank; -1 where the route is masked or goes
+    to another rank, and in rows that hold no token.
+    """
+
+    top_k: int
+    num_tokens: int
+    rows_per_rank: int
+    handle_mem: numpy.ndarray
+    counts: numpy.ndarray
+    topk_idx: numpy.ndarray
+
+    alignment = 1  # the layout has no zones
+
+
+def read_only(plan):
+    for field in dataclasses.fields(plan):
+        value = getattr(plan, field.name)
+        if isinstance(value, numpy.ndarray):
+            value.flags.writeable = False
+    return plan
