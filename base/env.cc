@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/env.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
@@ -21,7 +22,10 @@ Environment read_environment() {
     const std::string value = environment.check_handle_mem_text.emplace(text);
     if (value == "0" || value == "1") environment.check_handle_mem = value == "1";
   }
-  if (const char* text = std::getenv("EPX_LOG")) environment.log_level = text;
+  if (const char* text = std::getenv("EPX_LOG")) {
+    const std::string value = environment.log_text.emplace(text);
+    if (std::ranges::find(kLogLevels, value) != kLogLevels.end()) environment.log_level = value;
+  }
   return environment;
 }
 

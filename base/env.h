@@ -2,11 +2,15 @@
 // Every EPX_* environment variable; the process reads each of them once.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 
 namespace epx {
+
+inline constexpr std::array<std::string_view, 5> kLogLevels = {"off", "error", "warn", "info", "debug"};
 
 struct Environment {
   // EPX_TIMEOUT_MS is the default of epx_group_config.timeout_ms in milliseconds, > 0. `timeout_text` keeps the text that was
@@ -19,7 +23,9 @@ struct Environment {
   std::optional<std::string> check_handle_mem_text;
   std::optional<bool> check_handle_mem;
 
-  // EPX_LOG is one of off, error, warn (default), info, debug. Log lines go to standard error.
+  // EPX_LOG is one of kLogLevels; warn where it is not set or another text, which `log_text` keeps so that the error for it can
+  // quote it. Log lines go to standard error.
+  std::optional<std::string> log_text;
   std::string log_level = "warn";
 };
 

@@ -112,6 +112,8 @@ epx_status epx_bootstrap_file(const char* directory, const char* job_id, int32_t
     require_pointer("epx_bootstrap_file", "directory", directory);
     require_pointer("epx_bootstrap_file", "job_id", job_id);
     require_pointer("epx_bootstrap_file", "bootstrap", bootstrap);
+    if (num_ranks < 1 || num_ranks > kMaxRanks)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "epx_bootstrap_file: num_ranks is {}; it must be 1..{}", num_ranks, kMaxRanks);
     *bootstrap = make_file_bootstrap(directory, job_id, rank, num_ranks, std::chrono::milliseconds(timeout_ms));
   });
 }

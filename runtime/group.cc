@@ -223,6 +223,9 @@ void require_environment() {
   if (env.check_handle_mem_text && !env.check_handle_mem)
     fail(EPX_ERROR_INVALID_ARGUMENT, "the environment variable EPX_CHECK_HANDLE_MEM is \"{}\"; it must be 0 or 1",
          *env.check_handle_mem_text);
+  if (env.log_text && *env.log_text != env.log_level)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "the environment variable EPX_LOG is \"{}\"; it must be one of {}", *env.log_text,
+         fmt::join(kLogLevels, ", "));
 }
 
 } // namespace

@@ -123,7 +123,7 @@
 #include <stdint.h>
 
 #define EPX_VERSION_MAJOR 0 /**< of this header; epx_version() has the library's */
-#define EPX_VERSION_MINOR 1 /**< likewise */
+#define EPX_VERSION_MINOR 2 /**< likewise */
 #define EPX_VERSION_PATCH 0 /**< likewise */
 
 #if defined(__GNUC__)
@@ -230,7 +230,7 @@ static inline epx_tensor epx_tensor_3d(void* data, epx_dtype dtype, int64_t size
 typedef struct epx_bootstrap {
   size_t struct_size; /**< sizeof(epx_bootstrap), the same in every version */
   int32_t rank;       /**< of this process (or thread), 0 <= rank < num_ranks */
-  int32_t num_ranks;  /**< ranks that create groups together */
+  int32_t num_ranks;  /**< ranks that create groups together, 1..65535 */
   /** Every rank passes bytes_per_rank bytes at `send`; recv gets num_ranks * bytes_per_rank bytes in rank order. Blocks, but
    * for no longer than timeout_ms milliseconds. On failure returns another status than EPX_SUCCESS and may write one
    * zero-terminated sentence of at most message_bytes bytes to `message` (name the ranks that are missing). */
@@ -242,6 +242,7 @@ typedef struct epx_bootstrap {
 } epx_bootstrap;
 
 /** Ranks find each other through files below `directory` (local or shared between the machines; it must exist and be writable).
+ *   num_ranks   1..65535
  *   job_id      1 to 64 characters of [A-Za-z0-9._-]: ranks with the same one join; jobs with different ones may share the
  *               directory at the same time. What a dead job of the same name left behind is never taken for a live rank.
  *   timeout_ms  > 0: the longest that any one step waits for the other ranks. It fails on each rank within 100 ms + 10 % after
@@ -328,15 +329,16 @@ typedef struct epx_group_config {
                            all. The host transport has none and ignores it */
   int32_t color;        /**< ranks of one bootstrap with different colors form different groups; default 0 */
   int32_t key;          /**< ranks of a group are ordered by (key, rank in the bootstrap); default 0 */
-  int64_t timeout_ms;   /**< > 0: the longest that one wait for a peer lasts; default: the environment variable
-                           EPX_TIMEOUT_MS if set, else 300000. A job that is suspended and resumed as a whole (Ctrl-Z, a
-                           scheduler) lives on where the host waits: a wait that finds that this process did not run for
-                           more than 1 s (or timeout_ms, if that is less) does not count that time, and gives the peers
-                           timeout_ms anew, but never waits for more than 3 * timeout_ms without counting suspensions.
-                           A rank that alone is stopped for longer than timeout_ms is named by the others. Kernels on
-                           GPUs go on while their process is stopped, and count all time: there the job lives on when
-                           its processes are stopped for less than timeout_ms, or when no kernel waits for a peer */
-  int64_t reserved[5];  /**< 0 */
+  int64_t
+      timeout_ms; /**< > 0: the longest that one wait for a peer lasts; default: the environment variable EPX_TIMEOUT_MS if
+                           set (a process reads it once), else 300000. A job that is suspended and resumed as a whole (Ctrl-Z, a
+                           scheduler) lives on where the host waits: a wait that finds that this process did not run for more
+                           than 1 s (or timeout_ms, if that is less) does not count that time, and gives the peers timeout_ms
+                           anew, but never waits for more than 3 * timeout_ms without counting suspensions. A rank that alone is
+                           stopped for longer than timeout_ms is named by the others. Kernels on GPUs go on while their process
+                           is stopped, and count all time: there the job lives on when its processes are stopped for less than
+                           timeout_ms, or when no kernel waits for a peer */
+  int64_t reserved[5]; /**< 0 */
   /* After 0.1, out of the end of reserved: */
   int32_t ranks_per_node; /**< 0 (default): as found at creation. Nodes have the same number of ranks, and rank r is on
                              node r / ranks_per_node. On the host transport, whose ranks share one machine, 0 means one
@@ -362,9 +364,10 @@ EPX_API epx_status epx_group_config_init(epx_group_config* config);
 
 /** Creates the group of this rank. Collective over the bootstrap: all its ranks call, and either all succeed or all fail.
  * All memory that calls need is allocated here. The bootstrap and the config stay the caller's.
- * Errors: INVALID_ARGUMENT (this rank's config); MISMATCH (the message names the field, two ranks and their values);
- * UNSUPPORTED (transport; ranks whose nodes transport nccl cannot serve, with the nodes that were found; ranks on several
- * machines with transport host); OUT_OF_MEMORY (the message says how much was wanted); TIMEOUT (who is missing); SYSTEM. */
+ * Errors: INVALID_ARGUMENT (this rank's config, or EPX_CHECK_HANDLE_MEM or EPX_LOG has no value that it may have); MISMATCH
+ * (the message names the field, two ranks and their values); UNSUPPORTED (transport; ranks whose nodes transport nccl cannot
+ * serve, with the nodes that were found; ranks on several machines with transport host); OUT_OF_MEMORY (the message says how
+ * much was wanted); TIMEOUT (who is missing); SYSTEM. */
 EPX_API epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_group_config* config, epx_group* group);
 
 /** Frees the group. Accepts NULL; does nothing in a child of fork(). Every call on the group must have returned. Calls that
@@ -517,19 +520,19 @@ EPX_API epx_status epx_group_status(epx_group group, epx_group_report* report);
 /** Allocates `bytes` (> 0, the same on all ranks) of memory that peers can reach. Receive tensors that lie in it are written
  * in place by dispatch and combine_bwd, and may be read in place by combine and dispatch_bwd (on the host transport: when
  * those of all ranks, weights included, do); others are staged, with the same result. The same
- * holds for rank-major calls. Collective; counts as two calls in sequence numbers. *ptr is aligned to 256 bytes and its
- * contents are zero. On GPUs it and epx_mem_free synchronise the device.
+ * holds for rank-major calls. Collective; counts as two calls in sequence numbers, and as fewer where it fails, on all
+ * ranks alike. *ptr is aligned to 256 bytes and its contents are zero. On GPUs it and epx_mem_free synchronise the device.
  * Errors: INVALID_ARGUMENT; OUT_OF_MEMORY (on all ranks, if any lacks it; the group lives on); MISMATCH (bytes differ; the
  * group lives on); sticky ones. */
 EPX_API epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr);
 
 /** Makes `bytes` (> 0, the same on all ranks) at ptr, which the caller owns, memory that peers can reach, as if it came from
  * epx_mem_alloc; its contents stay. It must live until epx_mem_free(group, ptr), which then only ends the registration, or
- * epx_group_destroy. Collective; counts as two calls; synchronises the device. NCCL can register what ncclMemAlloc made, or
- * a framework's pool of such memory, at an address that is a multiple of 4096. Errors: INVALID_ARGUMENT (also: memory that
- * the group knows already); MISMATCH (bytes differ; the group lives on); UNSUPPORTED (the host transport, which cannot map a
- * process's own memory into another; memory that NCCL cannot register: then on all ranks, and the group lives on); sticky
- * ones. */
+ * epx_group_destroy. Collective; counts as epx_mem_alloc does; synchronises the device. NCCL can register what ncclMemAlloc
+ * made, or a framework's pool of such memory, at an address that is a multiple of 4096. Errors: INVALID_ARGUMENT (also: memory
+ * that the group knows already); MISMATCH (bytes differ; the group lives on); UNSUPPORTED (the host transport, which cannot
+ * map a process's own memory into another; memory that NCCL cannot register: then on all ranks, and the group lives on);
+ * sticky ones. */
 EPX_API epx_status epx_mem_register(epx_group group, void* ptr, size_t bytes);
 
 /** Frees memory from epx_mem_alloc, or ends the registration of memory from epx_mem_register. Collective, in the same order

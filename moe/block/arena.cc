@@ -25,13 +25,13 @@ void require_room(const char* what, int64_t wanted, int64_t there) {
 } // namespace
 
 Arena::Arena(epx_group group, const BlockPlan& plan, int32_t num_flights)
-    : group_(group), footprint_(footprint_of(plan)), num_rows_(plan.num_rows), flights_(static_cast<size_t>(num_flights)) {
+    : group_(group), footprint_(footprint_of(plan)), num_rows_(plan.num_rows) {
   const int64_t window_bytes = total_bytes(footprint_.flight_window, num_flights, footprint_.shared_window);
   const int64_t local_bytes = total_bytes(footprint_.flight_local, num_flights, footprint_.shared_local);
   total_bytes(window_bytes, 1, local_bytes); // which info() adds up
   if (group == nullptr) {
     host_window_ = make_host_memory(static_cast<size_t>(window_bytes));
-    allocate_local(local_bytes);
+    allocate_local(local_bytes, num_flights);
     return;
   }
   window_ = with_group([&] { return group_.mem_alloc(static_cast<size_t>(window_bytes)); });
@@ -41,7 +41,7 @@ Arena::Arena(epx_group group, const BlockPlan& plan, int32_t num_flights)
         device_ = cuda::device_of(window());
         order_ = cuda::make_stream_order(device_);
       });
-    allocate_local(local_bytes);
+    allocate_local(local_bytes, num_flights);
   } catch (...) {
     group_.abort(); // the other ranks have their arenas, and would wait for this one
     epx_mem_free(group, window_.data());
@@ -49,11 +49,12 @@ Arena::Arena(epx_group group, const BlockPlan& plan, int32_t num_flights)
   }
 }
 
-void Arena::allocate_local(int64_t bytes) {
+void Arena::allocate_local(int64_t bytes, int32_t num_flights) {
   if (order_ != nullptr)
     enqueue_on_cuda([&](auto) { device_memory_ = cuda::make_device_memory(device_, static_cast<size_t>(bytes)); });
   else
     host_memory_ = make_host_memory(static_cast<size_t>(bytes));
+  flights_.resize(static_cast<size_t>(num_flights)); // last: too many of them have found no memory by now
 }
 
 void Arena::release() {

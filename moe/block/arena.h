@@ -63,7 +63,7 @@ private:
   void end_call(epx_stream stream);
   std::byte* window() const { return window_ ? window_.data() : host_window_.get(); }
   std::byte* local() const { return device_memory_ != nullptr ? device_memory_.get() : host_memory_.get(); }
-  void allocate_local(int64_t bytes);
+  void allocate_local(int64_t bytes, int32_t num_flights);
 
   GroupView group_; // or none
   Footprint footprint_;

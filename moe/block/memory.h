@@ -8,6 +8,7 @@
 #include <new>
 #include <string_view>
 
+#include "base/error.h"
 #include "epx/epx_moe.h"
 #include "moe/cuda/cuda_call.h"
 
@@ -24,7 +25,10 @@ struct FreeHost {
 using HostMemory = std::unique_ptr<std::byte, FreeHost>; // not initialised, so that pages that nobody uses cost nothing
 
 inline HostMemory make_host_memory(size_t bytes) {
-  return HostMemory(static_cast<std::byte*>(operator new(bytes, kHostAlignment)));
+  HostMemory memory(static_cast<std::byte*>(operator new(bytes, kHostAlignment, std::nothrow)));
+  if (memory == nullptr)
+    fail(EPX_ERROR_OUT_OF_MEMORY, "the block needs {} bytes of host memory, which cannot be allocated", bytes);
+  return memory;
 }
 
 namespace cuda {

@@ -358,7 +358,7 @@ TEST_CASE("a rank whose timeout_ms is refused waits for its peers as long as ran
   CHECK(limit_ms == defaults.timeout_ms);
 }
 
-// EPX_TIMEOUT_MS is read once, so each value needs a process of its own; the next test case runs this one in such processes.
+// The environment is read once, so each value needs a process of its own; later test cases run these in such processes.
 TEST_CASE("EPX_TIMEOUT_MS is refused" * doctest::skip()) {
   Config config;
   CHECK(epx_group_config_init(&config) == EPX_ERROR_INVALID_ARGUMENT);
@@ -366,20 +366,49 @@ TEST_CASE("EPX_TIMEOUT_MS is refused" * doctest::skip()) {
   CHECK(contains(epx_last_error(), std::getenv("EPX_TIMEOUT_MS")));
 }
 
-TEST_CASE("EPX_TIMEOUT_MS has to be a positive number") {
-  for (const char* value : {"soon", "0", "-5", "12x", "99999999999999999999"}) {
-    CAPTURE(value);
-    const pid_t child = fork();
-    if (child == 0) {
-      setenv("EPX_TIMEOUT_MS", value, 1);
-      execl("/proc/self/exe", "bad_config", "--no-skip", "--minimal", "--test-case=EPX_TIMEOUT_MS is refused", nullptr);
-      _exit(127);
-    }
-    int status = 0;
-    REQUIRE(waitpid(child, &status, 0) == child);
-    CHECK(WIFEXITED(status));
-    CHECK(WEXITSTATUS(status) == 0);
+TEST_CASE("a rendezvous of more ranks than a group can have is refused") {
+  for (const int32_t num_ranks : {0, 65536, kMaxInt}) {
+    epx_bootstrap bootstrap{};
+    check_status(epx_bootstrap_file("/nowhere", "job", 0, num_ranks, 1, &bootstrap), EPX_ERROR_INVALID_ARGUMENT,
+                 "epx_bootstrap_file");
+    check_words({fmt::format("num_ranks is {}; it must be 1..65535", num_ranks)}, "epx_bootstrap_file");
   }
+}
+
+TEST_CASE("EPX_LOG is refused" * doctest::skip()) {
+  LocalRendezvous rendezvous(1);
+  const epx_bootstrap bootstrap = rendezvous.bootstrap(0);
+  const Config config = round_config();
+  epx_group group = kUntouched;
+  CHECK(epx_group_create(&bootstrap, &config, &group) == EPX_ERROR_INVALID_ARGUMENT);
+  CHECK(group == kUntouched);
+  check_words({"EPX_LOG", std::getenv("EPX_LOG"), "off, error, warn, info, debug"}, "epx_group_create");
+}
+
+// Runs a test case in a process that has this environment variable.
+void check_in_child(const char* variable, const char* value, const char* test_case) {
+  CAPTURE(value);
+  const pid_t child = fork();
+  if (child == 0) {
+    setenv(variable, value, 1);
+    execl("/proc/self/exe", "bad_config", "--no-skip", "--minimal", fmt::format("--test-case={}", test_case).c_str(),
+          nullptr);
+    _exit(127);
+  }
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+}
+
+TEST_CASE("EPX_TIMEOUT_MS has to be a positive number") {
+  for (const char* value : {"soon", "0", "-5", "12x", "99999999999999999999"})
+    check_in_child("EPX_TIMEOUT_MS", value, "EPX_TIMEOUT_MS is refused");
+}
+
+TEST_CASE("EPX_LOG has to be a level") {
+  for (const char* value : {"verbose", "", "WARN", "3"})
+    check_in_child("EPX_LOG", value, "EPX_LOG is refused");
 }
 
 // ---- More memory than there is ----

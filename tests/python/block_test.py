@@ -131,6 +131,12 @@ class Blocks(unittest.TestCase):
             with self.assertRaises(epx.InvalidArgumentError) as caught:
                 epx.moe.Block(None, **{**config(), "num_experts": EXPERTS, "max_tokens_per_rank": 3, **changes})
             self.assertIn(words, str(caught.exception))
+        with self.assertRaisesRegex(epx.Error, "the block needs [0-9]+ bytes of host memory") as caught:
+            ffn = epx.moe.Ffn(1 << 16, FFN)  # so that no machine can map the memory of so many flights
+            epx.moe.Block(
+                None, num_experts=EXPERTS, max_tokens_per_rank=64, max_in_flight=2**31 - 1, **{**config(), "ffn": ffn}
+            )
+        self.assertEqual(caught.exception.status, epx.Status.OUT_OF_MEMORY)
         block = epx.moe.Block(None, num_experts=EXPERTS, dtype="float64", max_tokens_per_rank=3, **config())
         tokens, logits = data.tokens[0], data.logits[0]
         for words, call in {
