@@ -5,7 +5,7 @@ import ctypes
 import pathlib
 
 _CARRIED = pathlib.Path(__file__).parent / "_libs"
-OLDEST_VERSION = 100  # 0.1.0
+OLDEST_VERSION = 200  # 0.2.0
 
 
 def load(name):

@@ -77,6 +77,23 @@ class Inputs(unittest.TestCase):
         self.assertEqual(result["dropped_routes"], 3 * 4)
         self.assertGreater(result["events"]["too_few_rows"], 0)
 
+    def test_dump_that_cannot_be_written(self):
+        """A directory that is not there is refused before the run; what fails after the run loses no table."""
+        block = ["--block", "--dtype", "fp32", "--dump"]
+        if "without libepx_moe" in self.run_it(*block, self.directory).stderr:
+            self.skipTest("this ep_bench was built without libepx_moe")
+        missing, file = self.directory / "missing", self.directory / "file"
+        file.touch()
+        self.refuse(*block, missing, words=[f"'{missing}' of --dump", "No such file"])
+        self.refuse(*block, file, words=[f"'{file}' of --dump", "not a directory"])
+        full = self.directory / "full"
+        (full / "native.out.0.npy").mkdir(parents=True)
+        run = self.run_it(*block, full, "--json", self.json)
+        self.assertEqual(run.returncode, 1, run)
+        self.assertIn("block fwd+bwd", run.stdout)
+        self.assertIn("block fwd+bwd", self.json.read_text())
+        self.assertIn(f"cannot write '{full}/native.out.0.npy' of --dump", run.stderr)
+
     def test_repeated_options(self):
         run = self.run_it("--json", "/missing/out.json", "--hidden", 0, "--hidden", 64, "--json", self.json)
         self.assertEqual(run.returncode, SUCCESS, run)

@@ -187,7 +187,7 @@ TEST_CASE("ep_bench options: help and version name what they should") {
                            "--floor",     "--native",     "native/epx",   "floor us",   "1e9 bytes",
                            "milliseconds"})
     CHECK_MESSAGE(contains(help, part), part);
-  CHECK(contains(std::get<RequestedText>(parse({"--version"})).text, "0.1.0"));
+  CHECK(contains(std::get<RequestedText>(parse({"--version"})).text, "ep_bench 0.2.0"));
 }
 
 TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
@@ -252,8 +252,12 @@ TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
       {{"stray"}, {"stray"}},
       {{"--bootstrap", "file:"}, {"--bootstrap", "file:"}},
       {{"--bootstrap", "tcp:1"}, {"--bootstrap", "tcp:1"}},
-      {{"--bootstrap", "file:/tmp"}, {"--ranks"}},
-      {{"--bootstrap", "file:/tmp", "--ranks", "2"}, {"--rank"}},
+      {{"--bootstrap", "file:/tmp"}, {"--ranks is not given"}},
+      {{"--bootstrap", "file:/tmp", "--ranks", "2"}, {"--rank is not given", "between 0 and 1"}},
+      {{"--bootstrap", "file:/tmp", "--ranks", "-1"}, {"--ranks is -1", "at least 1"}},
+      {{"--tokens", "3000000000"}, {"--tokens", "3000000000", "whole number of at most 2147483647"}},
+      {{"--capacity", "9999999999999999999"}, {"--capacity", "whole number of at most 9223372036854775807"}},
+      {{"--top-k", "two"}, {"--top-k", "two", "whole number"}},
       {{"--bootstrap", "file:/tmp", "--ranks", "2", "--rank", "2"}, {"--rank", "2"}},
       {{"--bootstrap", "file:/tmp", "--ranks", "0", "--rank", "0"}, {"--ranks", "0"}},
       {{"--bootstrap", "mpi", "--rank", "3"}, {"--bootstrap"}},

@@ -17,6 +17,7 @@
 #include "epx/epx.hpp"
 #if defined(EPX_BENCH_HAS_MOE)
 #include "tools/ep_bench/block/bench.h"
+#include "tools/ep_bench/block/npy.h"
 #endif
 #include "tools/ep_bench/errors.h"
 #include "tools/ep_bench/exchange.h"
@@ -143,6 +144,9 @@ Results bench(const Launcher& launcher, const Options& options) {
   peers.together([&] {
     require_memory(options, peers.num_ranks(), 0, available_memory(ranks_here));
     if (peers.rank() == 0 && !options.json_file.empty()) json_file.emplace(options.json_file);
+#if defined(EPX_BENCH_HAS_MOE)
+    if (!options.block.dump_directory.empty()) require_directory(options.block.dump_directory);
+#endif
     pacer.begin();
   });
 
@@ -196,6 +200,9 @@ Results bench(const Launcher& launcher, const Options& options) {
     if (peers.rank() != 0) return;
     fmt::print("{}", to_table(results));
     if (json_file) json_file->write(to_json(results));
+  });
+  peers.together([&] {
+    if (results.block && !results.block->dump_failure.empty()) throw RuntimeError(results.block->dump_failure);
   });
   return results;
 }

@@ -105,6 +105,18 @@ void check_job_id(const std::string& job_id) {
     throw UsageError(fmt::format("--job-id is '{}'; it must be 1 to {} characters of [A-Za-z0-9._-]", job_id, kMaxBytes));
 }
 
+// An option whose value is a whole number. CLI11's own sentence does not say what is wrong with one that the type cannot hold.
+template <typename Number>
+CLI::Option* add_number(CLI::App& app, const char* name, Number& number, const char* description) {
+  return app.add_option(name, number, description)->check([](const std::string& text) -> std::string {
+    Number value = 0;
+    const char* const end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data(), end, value);
+    if (text.empty() || (error == std::errc() && stop == end)) return {}; // that a text is empty is told for all options
+    return fmt::format("it is '{}'; it must be a whole number of at most {}", text, std::numeric_limits<Number>::max());
+  });
+}
+
 void check_range(const char* option, int64_t value, int64_t low, int64_t high) {
   if (value < low || value > high)
     throw UsageError(fmt::format("{} is {}; it must be between {} and {}", option, value, low, high));
@@ -200,21 +212,20 @@ void check_ranks(Options& options, const std::string& bootstrap) {
   constexpr std::string_view kFile = "file:";
   if (bootstrap == "mpi") {
     if (!built_with_mpi()) throw UsageError("--bootstrap is 'mpi', but this ep_bench was built without MPI; use file:DIR");
-    if (options.rank != -1 || options.num_ranks != -1)
-      throw UsageError(fmt::format("--rank is {} and --ranks is {}, but --bootstrap is 'mpi'; they belong to file:DIR",
-                                   options.rank, options.num_ranks));
+    if (options.rank != kNotGiven || options.num_ranks != kNotGiven)
+      throw UsageError("--rank or --ranks is given, but --bootstrap is 'mpi'; they belong to file:DIR");
     return;
   }
   if (!bootstrap.starts_with(kFile) || bootstrap.size() == kFile.size())
     throw UsageError(fmt::format("--bootstrap is '{}'; it must be mpi or file:DIR", bootstrap));
   options.bootstrap_directory = bootstrap.substr(kFile.size());
-  if (options.num_ranks < 1)
-    throw UsageError(fmt::format("--bootstrap is '{}' and --ranks is {}; it must be given and at least 1", bootstrap,
-                                 options.num_ranks));
+  const auto refuse = [&](const char* option, int32_t value, const std::string& wanted) {
+    const std::string is = value == kNotGiven ? "is not given" : fmt::format("is {}", value);
+    throw UsageError(fmt::format("--bootstrap is '{}' and {} {}; it must be {}", bootstrap, option, is, wanted));
+  };
+  if (options.num_ranks < 1) refuse("--ranks", options.num_ranks, "at least 1");
   if (options.rank < 0 || options.rank >= options.num_ranks)
-    throw UsageError(
-        fmt::format("--bootstrap is '{}' and --rank is {}; it must be given and between 0 and {} (--ranks - 1)", bootstrap,
-                    options.rank, options.num_ranks - 1));
+    refuse("--rank", options.rank, fmt::format("between 0 and {} (--ranks - 1)", options.num_ranks - 1));
 }
 
 constexpr const char* kFooter = R"(Figures
@@ -321,10 +332,10 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.set_version_flag("--version",
                        fmt::format("ep_bench {}.{}.{}", EPX_VERSION_MAJOR, EPX_VERSION_MINOR, EPX_VERSION_PATCH));
   app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-  app.add_option("--tokens", options.tokens, "Tokens per rank, T; may be 0");
-  app.add_option("--hidden", options.hidden, "Elements per token row, H");
-  app.add_option("--experts", options.experts, "Experts of all ranks together, E");
-  app.add_option("--top-k", options.top_k, "Routes per token, K, 1..64");
+  add_number(app, "--tokens", options.tokens, "Tokens per rank, T; may be 0");
+  add_number(app, "--hidden", options.hidden, "Elements per token row, H");
+  add_number(app, "--experts", options.experts, "Experts of all ranks together, E");
+  add_number(app, "--top-k", options.top_k, "Routes per token, K, 1..64");
   app.add_option("--dtype", dtype, "Element type of token rows: fp32 (4 bytes), fp16 or bf16 (2 bytes)");
   app.add_option(
       "--routing", routing,
@@ -334,34 +345,33 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.add_option("--layout", layout,
                  "Of receive tensors: expert-major (a row per route, in the zone of its expert), or rank-major (a row per "
                  "token and rank, [P, M, H], without prepare)");
-  app.add_option("--max-rows", options.max_rows,
-                 "--layout rank-major: rows for each source rank, M; those beyond it are dropped; 0: --tokens");
-  app.add_option("--alignment", options.alignment, "Rows that an expert's zone is padded to a multiple of; 0 means 1");
+  add_number(app, "--max-rows", options.max_rows,
+             "--layout rank-major: rows for each source rank, M; those beyond it are dropped; 0: --tokens");
+  add_number(app, "--alignment", options.alignment, "Rows that an expert's zone is padded to a multiple of; 0 means 1");
   app.add_option("--pads", pads, "What dispatch does with the pads of zones: zero or untouched");
-  app.add_option("--capacity", options.capacity, "Receive capacity, rows per rank; 0: enough for the worst case");
+  add_number(app, "--capacity", options.capacity, "Receive capacity, rows per rank; 0: enough for the worst case");
   app.add_option("--seed", seed, "Seed of routing, tokens and weights, a number from 0 to 2^64 - 1");
   app.add_option("--transport", transport, "host (shared memory) or nccl (a GPU for each rank, in builds with CUDA)");
   app.add_option(
       "--combine-precision", precision,
       "Rounding of sums: wire (one row per token and rank), exact, or node (wire with one more rounding for each node)");
-  app.add_option(
-      "--ranks-per-node", options.ranks_per_node,
-      "Ranks of each node; 0: as found, which is all of them on transport host. The host takes any divisor of their "
-      "number, for the sums of --combine-precision node");
-  app.add_option(
-      "--fixed-rail-tokens", options.fixed_rail_tokens,
+  add_number(app, "--ranks-per-node", options.ranks_per_node,
+             "Ranks of each node; 0: as found, which is all of them on transport host. The host takes any divisor of their "
+             "number, for the sums of --combine-precision node");
+  add_number(
+      app, "--fixed-rail-tokens", options.fixed_rail_tokens,
       "nccl, several nodes: every call moves so many tokens to each other node, without a wait of the host; routes of "
       "tokens beyond are dropped; 0: what the routing needs, and with --graph --tokens");
   app.add_flag("--staged", options.staged, "Receive tensors in plain memory instead of memory from epx_mem_alloc");
   app.add_flag("--graph", options.graph,
                "nccl: each timed call is the replay of a CUDA graph, captured once per input set");
-  app.add_option("--num-comm-sms", options.num_comm_sms,
-                 "Streaming multiprocessors that a call may use on GPUs; 0: the library's default");
-  app.add_option("--timeout-ms", options.timeout_ms,
-                 "Longest wait for a rank, milliseconds; 0: EPX_TIMEOUT_MS if set, else 300000");
-  app.add_option("--iters", options.iterations, "Timed iterations of all operations");
-  app.add_option("--warmup", options.warmup, "Untimed iterations before them");
-  app.add_option("--input-sets", options.input_sets, "Different inputs per rank that the iterations take in turn, sets");
+  add_number(app, "--num-comm-sms", options.num_comm_sms,
+             "Streaming multiprocessors that a call may use on GPUs; 0: the library's default");
+  add_number(app, "--timeout-ms", options.timeout_ms,
+             "Longest wait for a rank, milliseconds; 0: EPX_TIMEOUT_MS if set, else 300000");
+  add_number(app, "--iters", options.iterations, "Timed iterations of all operations");
+  add_number(app, "--warmup", options.warmup, "Untimed iterations before them");
+  add_number(app, "--input-sets", options.input_sets, "Different inputs per rank that the iterations take in turn, sets");
   app.add_flag("--verify", options.verify, "First compare every output of two input sets with the serial reference");
   app.add_flag("--floor", options.floor,
                "nccl: also measure the speed-of-light bound of each operation, the time in which the GPUs move its rows "
@@ -373,13 +383,13 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   CLI::Option* const block =
       app.add_flag("--block", options.block.is_measured,
                    "Also measure the whole MoE block, router to combine and back; on the host in fp32; see Figures below");
-  app.add_option("--ffn", options.block.ffn, "--block: elements of an expert's inner layer, F (SwiGLU)")->needs(block);
+  add_number(app, "--ffn", options.block.ffn, "--block: elements of an expert's inner layer, F (SwiGLU)")->needs(block);
   app.add_flag("--biases", options.block.has_biases, "--block: the experts' projections have biases")->needs(block);
-  app.add_option("--pause-ms", options.block.pause_ms,
-                 "--block, nccl: measure again with this pause before each iteration, milliseconds; 0: do not")
+  add_number(app, "--pause-ms", options.block.pause_ms,
+             "--block, nccl: measure again with this pause before each iteration, milliseconds; 0: do not")
       ->needs(block);
-  app.add_option("--rounds", options.block.rounds,
-                 "--block: the timed iterations are split into so many rounds, in each of which every line is measured")
+  add_number(app, "--rounds", options.block.rounds,
+             "--block: the timed iterations are split into so many rounds, in each of which every line is measured")
       ->needs(block);
   app.add_flag("--paced", options.is_paced,
                "--block: every process waits for a line of standard input before the set-up and before each round, and "
@@ -390,15 +400,15 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
                      "--block: existing directory for the outputs and gradients of one forward and backward of each layer "
                      "after the measurement, LAYER.TENSOR.RANK.npy in float32")
           ->needs(block);
-  app.add_option("--dump-rows", options.block.dump_rows,
-                 "--dump: only so many rows of each tensor, drawn by --seed, for large shapes; 0: all")
+  add_number(app, "--dump-rows", options.block.dump_rows,
+             "--dump: only so many rows of each tensor, drawn by --seed, for large shapes; 0: all")
       ->needs(dump);
   app.add_option("--json", options.json_file,
                  "File for all figures and the configuration, written by rank 0 after the run, opened before it");
   app.add_option("--bootstrap", bootstrap,
                  "How ranks meet: mpi (started by mpirun), or file:DIR (a directory that all ranks share)");
-  app.add_option("--rank", options.rank, "With file:DIR: number of this process, from 0")->default_str("");
-  app.add_option("--ranks", options.num_ranks, "With file:DIR: number of processes")->default_str("");
+  add_number(app, "--rank", options.rank, "With file:DIR: number of this process, from 0")->default_str("");
+  add_number(app, "--ranks", options.num_ranks, "With file:DIR: number of processes")->default_str("");
   app.add_option("--job-id", options.job_id, "With file:DIR: name of the job, 1 to 64 of [A-Za-z0-9._-]");
 
   // An empty text would count as 0 or as not given, which is what a script with an unset variable would measure then.

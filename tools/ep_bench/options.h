@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <variant>
 
@@ -32,6 +33,8 @@ struct BlockOptions {
   std::string dump_directory; // empty: none
   int32_t dump_rows = 0;      // of each tensor; 0: all
 };
+
+inline constexpr int32_t kNotGiven = std::numeric_limits<int32_t>::min();
 
 struct Options {
   // What is exchanged.
@@ -71,8 +74,8 @@ struct Options {
 
   // Who takes part.
   std::string bootstrap_directory; // empty: MPI
-  int32_t rank = -1;               // file bootstrap only
-  int32_t num_ranks = -1;          // file bootstrap only
+  int32_t rank = kNotGiven;        // file bootstrap only
+  int32_t num_ranks = kNotGiven;   // file bootstrap only
   std::string job_id = "ep_bench";
 
   bool is_rank_major() const { return layout == Layout::RankMajor; }

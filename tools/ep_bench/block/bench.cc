@@ -361,8 +361,8 @@ BlockResults bench_block(Exchange& exchange, [[maybe_unused]] std::span<const In
     std::vector<std::vector<BlockData::Output>> outputs;
     for (const std::unique_ptr<BlockLayer>& layer : layers) {
       outputs.push_back(run_once(*layer, exchange, *data, options, peers));
-      if (!options.block.dump_directory.empty())
-        peers.together([&] { dump(outputs.back(), *layer, options, peers.rank()); });
+      if (!options.block.dump_directory.empty() && results.dump_failure.empty())
+        results.dump_failure = attempt([&] { dump(outputs.back(), *layer, options, peers.rank()); }).message;
     }
     results.differences = compare(outputs[0], outputs[1], options, peers);
   }

@@ -5,11 +5,26 @@
 #include <cstring>
 #include <fstream>
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <fmt/format.h>
 
 #include "tools/ep_bench/errors.h"
 
 namespace epx::bench {
+
+void require_directory(const std::string& directory) {
+  struct stat state {};
+  const char* reason = nullptr;
+  if (::stat(directory.c_str(), &state) != 0)
+    reason = std::strerror(errno);
+  else if (!S_ISDIR(state.st_mode))
+    reason = "it is not a directory";
+  else if (::access(directory.c_str(), W_OK | X_OK) != 0)
+    reason = std::strerror(errno);
+  if (reason != nullptr) throw UsageError(fmt::format("cannot write to '{}' of --dump: {}", directory, reason));
+}
 
 void write_npy(const std::string& file, std::span<const int64_t> shape, std::span<const float> values) {
   std::string sizes;

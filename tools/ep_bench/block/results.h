@@ -48,6 +48,7 @@ struct BlockResults {
   std::vector<BlockFigures> lines;
   std::vector<BlockDifference> differences;
   std::map<std::string, std::string> libraries = {}; // versions of what CUDA programs load, by name
+  std::string dump_failure = {};                     // why this rank could not write its files of --dump; empty: it could
 };
 
 } // namespace epx::bench
