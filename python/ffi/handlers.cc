@@ -7,6 +7,7 @@
 // forward. Optional tensors come last, a sidecar last of all (attribute `has_sidecar`), and results follow them.
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <epx/epx.h>
@@ -112,6 +113,9 @@ ffi::Error call(epx_status (*function)(epx_group, const Args*), int64_t group, i
     return {ffi::ErrorCode::kInvalidArgument, std::string("epx: the group has transport ") +
                                                   (use.is_on_host() ? "host" : "nccl") + ", and this call is on a " +
                                                   (stream == nullptr ? "CPU" : "CUDA") + " device"};
+  if (!std::in_range<int32_t>(top_k) || !std::in_range<int32_t>(alignment))
+    return {ffi::ErrorCode::kInvalidArgument, "epx: top_k is " + std::to_string(top_k) + " and alignment is " +
+                                                  std::to_string(alignment) + "; each must fit in 32 bits"};
   args.struct_size = sizeof(Args);
   args.layer.top_k = static_cast<int32_t>(top_k);
   args.layer.alignment = static_cast<int32_t>(alignment);

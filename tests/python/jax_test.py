@@ -4,6 +4,7 @@ differences: process-local jit and shard_map."""
 
 import collections
 import ctypes
+import dataclasses
 import gc
 import os
 import re
@@ -54,7 +55,7 @@ class ProcessLocal(unittest.TestCase):
             grads, (data.tokens[RANK], data.weights[RANK], data.experts), (slice(None), slice(None), mine)
         ):
             numpy.testing.assert_allclose(got, numeric_gradient(data.loss, array)[part], **tolerance)
-        (_, again), _ = gradient(*arguments)
+        (_, again), _ = jax.block_until_ready(gradient(*arguments))
         numpy.testing.assert_array_equal(out, again)
         group.check()
 
@@ -270,6 +271,46 @@ class ProcessLocal(unittest.TestCase):
             for each, want in zip(got, wanted):
                 numpy.testing.assert_allclose(each, want, rtol=1e-3, atol=1e-4)
         group.check()
+        group.destroy()
+
+    def test_3_checkpoint_closes_over_plans_and_integers(self):
+        group = make_group()
+        data = Data([3] * RANKS, seed=11)
+
+        def loss(idx, weights, tokens, factors, wrap):
+            plan, token = epx.jax.prepare(group, idx, epx.jax.first_token())
+
+            def layer(tokens, token):
+                rows, row_weights, token = epx.jax.dispatch(group, plan, tokens, weights, token)
+                out, token = epx.jax.combine(group, plan, rows * 2, row_weights, token)
+                return jnp.where(factors > 3, out * factors, 0), token
+
+            out, token = wrap(layer)(tokens, token)
+            return epx.jax.finish(jnp.sum(out**2), token)
+
+        arguments = (
+            jnp.asarray(data.idx[RANK]),
+            float32(data.weights[RANK]),
+            float32(data.tokens[RANK]),
+            jnp.arange(3)[:, None] + 3,
+        )
+        found = []
+        for wrap in (lambda layer: layer, epx.jax.checkpoint):
+            for compiled in (jax.jit, lambda function: function):
+                gradient = compiled(jax.grad(lambda *arrays, wrap=wrap: loss(*arrays, wrap), (1, 2)))
+                found.append(gradient(*arguments))
+        self.assertGreater(abs(found[0][1]).sum(), 0)
+        for each in found[1:]:
+            for got, wanted in zip(each, found[0]):
+                numpy.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+        group.check()
+        group.destroy()
+
+    def test_4_without_jit(self):
+        group = make_group()
+        data = Data([4] * RANKS, seed=8)
+        with jax.disable_jit():
+            self.check(group, data)
         group.destroy()
 
     def test_6_forward_alone_without_tokens_on_a_rank(self):
@@ -543,6 +584,11 @@ class Refusals(unittest.TestCase):
             "sidecar has shape": lambda: epx.jax.dispatch(group, plan, tokens, None, token, sidecar=weights[:1]),
             "max_sidecar_bytes is 0": lambda: epx.jax.dispatch(group, plan, tokens, None, token, sidecar=weights),
             "whole bytes": lambda: epx.jax.dispatch(group, plan, tokens, None, token, sidecar=weights.astype(jnp.int4)),
+            "num_rows is -1; it must be at least 0": lambda: epx.jax.dispatch(group, plan, tokens, None, token, num_rows=-1),
+            "num_rows is 'all'": lambda: epx.jax.prepare_dispatch(group, idx, tokens, None, token, num_rows="all"),
+            "plan is tuple; this call takes Plan": lambda: epx.jax.dispatch(group, (), tokens, None, token),
+            "this call takes RankMajorPlan": lambda: epx.jax.combine_rank_major(group, plan, tokens, token),
+            "alignment is 4294967297; it must fit": lambda: epx.jax.prepare(group, idx, start, alignment=2**32 + 1),
         }
         self.check_refused(refused)
         with self.assertRaisesRegex(epx.InvalidArgumentError, "epx.jax.finish"):
@@ -551,6 +597,11 @@ class Refusals(unittest.TestCase):
             jax.grad(
                 lambda x: jnp.sum(epx.jax.checkpoint(lambda x, t: epx.jax.dispatch(group, plan, x, None, t)[::2])(x, token)[0])
             )(tokens)
+        with self.assertRaisesRegex(epx.InvalidArgumentError, "num_rows is .*Tracer.*; it must be an integer"):
+            jax.jit(lambda rows: epx.jax.dispatch(group, plan, tokens, None, token, num_rows=rows)[0])(3)
+        with self.assertRaisesRegex(Exception, "top_k is 2147483648 and alignment is 1; each must fit in 32 bits"):
+            strange = dataclasses.replace(plan, top_k=2**31)
+            jax.block_until_ready(epx.jax.combine(group, strange, tokens, None, token))
         with self.assertRaisesRegex(epx.InvalidArgumentError, "under vmap"):
             jax.vmap(lambda x: epx.jax.dispatch(group, plan, x, None, token)[0])(tokens[None])
         with self.assertRaisesRegex(epx.InvalidArgumentError, "under vmap"):
@@ -574,6 +625,7 @@ class Refusals(unittest.TestCase):
             "whole bytes": lambda: dispatch(sidecar=weights.astype(jnp.int4)),
             "rows_per_rank is -1": lambda: dispatch(rows_per_rank=-1),
             "expert_out has shape": lambda: epx.jax.combine_rank_major(group, plan, tokens, token),
+            "plan is RankMajorPlan; this call takes Plan": lambda: epx.jax.combine(group, plan, tokens, None, token),
         }
         self.check_refused(refused)
         with self.assertRaisesRegex(epx.InvalidArgumentError, "under vmap"):

@@ -7,7 +7,7 @@ import jax
 import numpy
 
 from .. import bootstrap
-from .._tensors import refuse
+from .._values import refuse
 from ..group import Group
 from ._cuda import current
 
@@ -25,7 +25,7 @@ def _require_no_trace():
         refuse("a group is created outside of functions that JAX traces: creating it waits for the other ranks")
 
 
-def make_group(mesh, axis, *, name=None, **config):
+def make_group(mesh, axis, *, name=None, **config) -> Group:
     """Creates the groups whose ranks are the devices along `axis` of a mesh, one for each place on the other axes, and returns
     that of this process. All processes of jax.distributed call it, each with one device. Not while tracing.
 

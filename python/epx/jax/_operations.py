@@ -6,11 +6,12 @@ import functools
 import operator
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy
 
 from .._structs import CombinePrecision
-from .._tensors import refuse
+from .._values import count, refuse
 from ._ffi import call, number_of
 from ._groups import require_usable
 
@@ -63,7 +64,12 @@ class RankMajorPlan:
     zero_unused: bool
 
 
-def first_token():
+def _require_plan(plan, kind):
+    if not isinstance(plan, kind):
+        refuse(f"plan is {type(plan).__name__}; this call takes {kind.__name__}")
+
+
+def first_token() -> jax.Array:
     """The token of the first call."""
     return jnp.zeros((), jnp.float32)
 
@@ -219,7 +225,7 @@ def _gradients_of(tokens, topk_weights):
     return [_struct(array.shape, array.dtype) for array in arrays]
 
 
-def prepare(group, topk_idx, token, *, alignment=1, with_slot=False, zero_unused=True):
+def prepare(group, topk_idx, token, *, alignment=1, with_slot=False, zero_unused=True) -> tuple[Plan, jax.Array]:
     """Turns top-k indices into a plan. Collective.
 
     topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.  alignment: rows that zones are padded to.
@@ -261,7 +267,7 @@ def prepare(group, topk_idx, token, *, alignment=1, with_slot=False, zero_unused
     return plan, token
 
 
-def dispatch(group, plan, tokens, topk_weights, token, *, num_rows=None, sidecar=None):
+def dispatch(group, plan, tokens, topk_weights, token, *, num_rows=None, sidecar=None) -> tuple:
     """Brings tokens to the ranks of their experts. Collective.
 
     tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
@@ -273,8 +279,9 @@ def dispatch(group, plan, tokens, topk_weights, token, *, num_rows=None, sidecar
     """
     require_usable(group)
     _require_token(token)
+    _require_plan(plan, Plan)
     _require_rows(group, "tokens", tokens, plan.num_tokens)
-    num_rows = group.max_recv_tokens_per_rank if num_rows is None else num_rows
+    num_rows = group.max_recv_tokens_per_rank if num_rows is None else count("num_rows", num_rows)
     optional, attributes = _weights_and_sidecar(group, plan.num_tokens, plan.top_k, topk_weights, sidecar)
     has_weights = topk_weights is not None
     layer = plan.top_k, plan.alignment
@@ -314,7 +321,7 @@ def prepare_dispatch(
     zero_unused=True,
     num_rows=None,
     sidecar=None,
-):
+) -> tuple:
     """prepare() and dispatch() in one call, which all ranks make instead of the two. Collective.
 
     Arguments are those of the two.
@@ -325,7 +332,7 @@ def prepare_dispatch(
     _require_token(token)
     num_tokens, top_k = _require_topk_idx(group, topk_idx)
     _require_rows(group, "tokens", tokens, num_tokens)
-    num_rows = group.max_recv_tokens_per_rank if num_rows is None else num_rows
+    num_rows = group.max_recv_tokens_per_rank if num_rows is None else count("num_rows", num_rows)
     optional, attributes = _weights_and_sidecar(group, num_tokens, top_k, topk_weights, sidecar)
     attributes["has_slot"] = int(with_slot)
     has_weights = topk_weights is not None
@@ -364,7 +371,7 @@ def prepare_dispatch(
     return plan, *_dispatched(rows, topk_weights, sidecar), token
 
 
-def combine(group, plan, expert_out, recv_weights, token):
+def combine(group, plan, expert_out, recv_weights, token) -> tuple[jax.Array, jax.Array]:
     """Brings the experts' outputs back. Collective.
 
     expert_out: [N, H].  recv_weights: [N] float32 as dispatch returned them, or None on all ranks: all 1.
@@ -372,6 +379,7 @@ def combine(group, plan, expert_out, recv_weights, token):
     """
     require_usable(group)
     _require_token(token)
+    _require_plan(plan, Plan)
     _require_rows(group, "expert_out", expert_out, None)
     num_rows, hidden = expert_out.shape
     weights = []
@@ -410,7 +418,9 @@ def _require_sums_of_ranks(operation, group):
         refuse(f"{operation} sums the rows of a token by rank, which combine_precision 'exact' of {group!r} rules out")
 
 
-def dispatch_rank_major(group, topk_idx, tokens, topk_weights, token, *, rows_per_rank=None, sidecar=None, zero_unused=True):
+def dispatch_rank_major(
+    group, topk_idx, tokens, topk_weights, token, *, rows_per_rank=None, sidecar=None, zero_unused=True
+) -> tuple:
     """Brings each token once to each rank that one of its experts lives on, by source rank and without a prepare. Collective.
 
     topk_idx: [T, K] int32 or int64, as in prepare().  tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K]
@@ -426,12 +436,12 @@ def dispatch_rank_major(group, topk_idx, tokens, topk_weights, token, *, rows_pe
         refuse(f"{group!r} has {group.num_ranks // group.ranks_per_node} nodes; rank-major calls need a group of one node")
     num_tokens, top_k = _require_topk_idx(group, topk_idx)
     _require_rows(group, "tokens", tokens, num_tokens)
-    rows_per_rank = group.max_tokens_per_rank if rows_per_rank is None else rows_per_rank
+    rows_per_rank = group.max_tokens_per_rank if rows_per_rank is None else count("rows_per_rank", rows_per_rank)
     staged = group.num_ranks * min(rows_per_rank, group.max_tokens_per_rank) * top_k
-    if rows_per_rank < 0 or staged > group.max_recv_tokens_per_rank:
+    if staged > group.max_recv_tokens_per_rank:
         refuse(
-            f"rows_per_rank is {rows_per_rank}: P * min(rows_per_rank, max_tokens_per_rank) * K is {staged}; it must be from 0 "
-            f"to the group's max_recv_tokens_per_rank, {group.max_recv_tokens_per_rank}"
+            f"rows_per_rank is {rows_per_rank}: P * min(rows_per_rank, max_tokens_per_rank) * K is {staged}; it must be "
+            f"at most the group's max_recv_tokens_per_rank, {group.max_recv_tokens_per_rank}"
         )
     optional, attributes = _weights_and_sidecar(group, num_tokens, top_k, topk_weights, sidecar)
     has_weights = topk_weights is not None
@@ -479,7 +489,7 @@ def dispatch_rank_major(group, topk_idx, tokens, topk_weights, token, *, rows_pe
     return plan, *_dispatched(rows, topk_weights, sidecar), token
 
 
-def combine_rank_major(group, plan, expert_out, token):
+def combine_rank_major(group, plan, expert_out, token) -> tuple[jax.Array, jax.Array]:
     """Brings back the sums of the experts' outputs. Collective; not in a group of combine_precision "exact".
 
     expert_out: [P, M, H], for each row the sum over its routes of weight * the expert's output.
@@ -487,6 +497,7 @@ def combine_rank_major(group, plan, expert_out, token):
     """
     require_usable(group)
     _require_token(token)
+    _require_plan(plan, RankMajorPlan)
     _require_sums_of_ranks("combine_rank_major", group)
     rows = group.num_ranks, plan.rows_per_rank
     _require_rows(group, "expert_out", expert_out, *rows)
@@ -544,6 +555,22 @@ def finish(results, token):
     return _finish(results, token)
 
 
+def _hoist(function, *arguments):
+    """Returns `converted` and arrays, so that converted(*arguments, *arrays) is function(*arguments) and closes over no tracer.
+    jax.closure_convert leaves arrays of integers, a plan's for instance, where they are."""
+    tree = jax.tree.structure(arguments)
+    closed, shape = jax.make_jaxpr(lambda *leaves: function(*tree.unflatten(leaves)), return_shape=True)(
+        *jax.tree.leaves(arguments)
+    )
+
+    def converted(*arguments_and_arrays):
+        arguments, arrays = arguments_and_arrays[: len(tree.children())], arguments_and_arrays[len(tree.children()) :]
+        run = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(closed.jaxpr, arrays))
+        return jax.tree.structure(shape).unflatten(run(*jax.tree.leaves(arguments)))
+
+    return converted, closed.consts
+
+
 def checkpoint(function):
     """jax.checkpoint for functions that call epx: their backward computes them again instead of keeping what they computed.
 
@@ -555,7 +582,7 @@ def checkpoint(function):
     @functools.wraps(function)
     def checkpointed(*arguments):
         _require_token(arguments[-1])
-        converted, hoisted = jax.closure_convert(function, *arguments)
+        converted, hoisted = _hoist(function, *arguments)
 
         def compute(token, hoisted, *arguments):
             return converted(*arguments, token, *hoisted)
