@@ -39,7 +39,7 @@ GroupContext make_node_context(const GroupContext& group, const NodesShape& shap
 class NodeTransport final : public Transport {
 public:
   NodeTransport(std::unique_ptr<Transport> node, Rails& rails, const GroupContext& group)
-      : node_(std::move(node)), all_(rails, group.rank, group.shape.num_ranks, std::chrono::milliseconds(group.timeout_ms)),
+      : node_(std::move(node)), all_(rails, group.rank, group.shape.num_ranks, host_exchange_timeout(group.timeout_ms)),
         exchange_(all_, group.rank, group.shape.ranks_per_node) {}
 
   WindowAccess window_access() const override { return node_->window_access(); }
@@ -107,18 +107,15 @@ public:
   void* allocate(int64_t bytes) override {
     watch_->require_healthy(EPX_OP_MEM_ALLOC);
     void* memory = nullptr;
-    agree(EPX_OP_MEM_ALLOC, [&] { memory = node_->allocate(bytes); });
-    count_calls(2); // as in a group of one node
+    agree(EPX_OP_MEM_ALLOC, 2, [&] { memory = node_->allocate(bytes); });
     return memory;
   }
   void register_memory(std::byte* memory, int64_t bytes) override {
     watch_->require_healthy(EPX_OP_MEM_ALLOC);
-    agree(EPX_OP_MEM_ALLOC, [&] { node_->register_memory(memory, bytes); });
-    count_calls(2);
+    agree(EPX_OP_MEM_ALLOC, 2, [&] { node_->register_memory(memory, bytes); });
   }
   void free(void* data) override {
-    agree(EPX_OP_MEM_FREE, [&] { node_->free(data); });
-    count_calls(1);
+    agree(EPX_OP_MEM_FREE, 1, [&] { node_->free(data); });
   }
 
   void abort() override { watch_->abort(); }
@@ -211,9 +208,13 @@ private:
     if (capture == Capture::none) order_.launched(stream);
   }
 
-  // Runs `body`, which exchanges records of all ranks. Where the rails have broken or ended in it, so has the group.
+  // Runs `body`, which exchanges records of all ranks, as a call that counts as `num_calls` calls, as many as in a group of one
+  // node. Where the rails have broken or ended in it, so has the group.
   template <typename Body>
-  void agree(epx_operation operation, const Body& body) {
+  void agree(epx_operation operation, uint64_t num_calls, const Body& body) {
+    const CudaDeviceScope scope(device_);
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // the calls before this one come to their end first
+    HostCall call(*watch_, operation);
     try {
       body();
     } catch (const BrokenRailError& error) {
@@ -222,11 +223,23 @@ private:
       if (rails_->has_ended()) watch_->end_call(operation, error);
       throw;
     }
+    call.num_calls = num_calls;
+    count_calls(num_calls);
   }
+
+  // While it lives, this rank is in a call that has no kernel.
+  struct HostCall {
+    HostCall(NodesWatch& of_group, epx_operation operation) : watch(of_group) { watch.begin_host_call(operation); }
+    ~HostCall() { watch.end_host_call(num_calls); }
+    HostCall(const HostCall&) = delete;
+    HostCall& operator=(const HostCall&) = delete;
+
+    NodesWatch& watch;
+    uint64_t num_calls = 0; // where it has succeeded
+  };
 
   // Counts calls that have no kernel, while no kernel of the group is running.
   void count_calls(uint64_t calls) {
-    const CudaDeviceScope scope(device_);
     NodesState state{};
     check_cuda(cudaMemcpy(&state, nodes_.state, sizeof(state), cudaMemcpyDeviceToHost), "cudaMemcpy");
     state.sequence += calls;

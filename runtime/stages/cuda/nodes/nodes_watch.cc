@@ -63,8 +63,8 @@ NodesWatch::~NodesWatch() {
   }
   stop_.notify_all();
   thread_.join();
-  control_->set_progress(load(progress_.begun), false); // for the peers, to whom this rank says goodbye
-  control_.reset();                                     // no verdict comes any more
+  control_->set_progress(position().begun, false); // for the peers, to whom this rank says goodbye
+  control_.reset();                                // no verdict comes any more
   node_.set_names({});
 }
 
@@ -79,10 +79,10 @@ void NodesWatch::watch() {
   bool is_stuck = false, has_given_up = false, has_told = false, is_broken = false, has_told_broken = false;
   std::unique_lock lock(mutex_);
   while (!stop_.wait_for(lock, kPollInterval, [this] { return stops_; })) {
-    const uint64_t ended = load(progress_.ended); // first, so that a call that ends now is not taken for one in progress
-    const uint64_t begun = load(progress_.begun);
+    const auto [begun, ended, operation, is_on_host] = position();
     const bool is_in_call = begun > ended;
-    control_->set_progress(begun, is_in_call, operation_of(begun));
+    // The number of a call on the host that fails is that of the next call, so peers must not compare its operation.
+    control_->set_progress(begun, is_in_call, is_on_host ? EPX_OP_NONE : operation);
     if (!has_told && !ends_work_.load()) {
       if (const auto failure = found_by_kernels()) {
         tell(*failure);
@@ -101,18 +101,38 @@ void NodesWatch::watch() {
     }
     if (!has_told_broken && rails_deadline.passed()) {
       has_told_broken = is_broken; // for kTimeToEndCall
-      if (has_told_broken) control_->report_stuck(-1, operation_of(begun), begun, ReportKind::connection);
+      if (has_told_broken) control_->report_stuck(-1, operation, begun, ReportKind::connection);
       is_broken = rails_.is_broken();
       rails_deadline = SuspensionAwareDeadline{is_broken ? kTimeToEndCall : kRailsInterval};
     }
     if (deadline.passed() && !std::exchange(is_stuck, true)) {
       log::group().warn("group {:016x}: {} (call {}) has not ended within {} ms on this rank", context_.group_id,
-                        name_of(operation_of(begun)), begun, context_.timeout_ms);
-      control_->report_stuck(-1, operation_of(begun), begun);
+                        name_of(operation), begun, context_.timeout_ms);
+      control_->report_stuck(-1, operation, begun);
     }
     if (last_deadline.passed() && !std::exchange(has_given_up, true))
-      control_->report_stuck(-1, operation_of(begun), begun, ReportKind::last);
+      control_->report_stuck(-1, operation, begun, ReportKind::last);
   }
+}
+
+NodesWatch::Position NodesWatch::position() const {
+  const std::scoped_lock lock(host_mutex_);
+  // First, so that a call that ends now is not taken for one in progress.
+  const uint64_t ended = std::max(load(progress_.ended), last_host_call_);
+  const uint64_t begun = std::max(load(progress_.begun), last_host_call_);
+  if (host_operation_ != EPX_OP_NONE) return {begun + 1, ended, host_operation_, true};
+  return {begun, ended, begun == last_host_call_ ? EPX_OP_NONE : operation_of(begun), false};
+}
+
+void NodesWatch::begin_host_call(epx_operation operation) {
+  const std::scoped_lock lock(host_mutex_);
+  host_operation_ = operation;
+}
+
+void NodesWatch::end_host_call(uint64_t num_calls) {
+  const std::scoped_lock lock(host_mutex_);
+  if (num_calls > 0) last_host_call_ = std::max(load(progress_.begun), last_host_call_) + num_calls;
+  host_operation_ = EPX_OP_NONE;
 }
 
 // Returns the operation of a call that is no older than NodesProgress::kCalls calls; NONE where none has begun.
@@ -122,16 +142,15 @@ epx_operation NodesWatch::operation_of(uint64_t call) const {
 }
 
 CallName NodesWatch::call_in_progress() const {
-  const uint64_t ended = load(progress_.ended);
-  const uint64_t begun = load(progress_.begun);
-  if (begun <= ended) return {EPX_OP_NONE, 0};
-  return {operation_of(begun), begun};
+  const Position now = position();
+  if (now.begun <= now.ended) return {EPX_OP_NONE, 0};
+  return {now.operation, now.begun};
 }
 
 CallName NodesWatch::call_or_next(epx_operation next) const {
   const CallName call = call_in_progress();
   if (call.operation != EPX_OP_NONE || next == EPX_OP_NONE) return call;
-  return {next, load(progress_.begun) + 1};
+  return {next, position().begun + 1};
 }
 
 // Returns the last call whose first leg has a sequence number up to `leg`. The device may be storing that of the next call,

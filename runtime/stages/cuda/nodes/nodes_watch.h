@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -39,6 +40,11 @@ constexpr int64_t node_timeout_ms(int64_t timeout_ms) {
   return 3 * std::min(timeout_ms, kLongest) + 10'000;
 }
 
+// Bounds an exchange of records on the host. The watch has got a verdict on it by then, if there is anyone to decide.
+constexpr std::chrono::milliseconds host_exchange_timeout(int64_t timeout_ms) {
+  return std::chrono::milliseconds(node_timeout_ms(timeout_ms) + 5'000);
+}
+
 class NodesWatch {
 public:
   // All arguments but `control` must outlive the watch. `progress` is in host memory. The thread runs from here on.
@@ -54,6 +60,12 @@ public:
 
   // Waits until the stream has done all its work. Throws the group's failure, and SYSTEM.
   void wait_for(cudaStream_t stream, epx_operation operation);
+
+  // A call that has no kernel: its ranks exchange records on the host, while no kernel of the group is running. From its begin
+  // the watch tells of it and bounds it as it does calls of the device; when it has ended, it counts as `num_calls` calls, or as
+  // none where it has failed.
+  void begin_host_call(epx_operation operation);
+  void end_host_call(uint64_t num_calls);
 
   // A call could not be launched whole, so that peers may wait for the rest of it: ends the group. Throws the group's failure,
   // which is `error` if there was none.
@@ -72,6 +84,13 @@ private:
   void watch();
   void end(const Verdict& verdict); // the control connection's thread
   void end_work() noexcept;
+  // How far this rank has come. `operation` is that of the call `begun`; NONE where that had no kernel and has ended.
+  struct Position {
+    uint64_t begun, ended;
+    epx_operation operation;
+    bool is_on_host; // the call `begun` has no kernel and is in progress
+  };
+  Position position() const;
   epx_operation operation_of(uint64_t call) const;
   std::optional<Failure> found_by_kernels();
   void keep_failure_of_kernels();
@@ -96,6 +115,9 @@ private:
   bool stops_ = false;
   std::atomic<bool> ends_work_ = false;
   std::atomic<bool> disagreed_before_end_ = false;
+  mutable std::mutex host_mutex_;              // of the next two
+  epx_operation host_operation_ = EPX_OP_NONE; // of the call without a kernel that is in progress
+  uint64_t last_host_call_ = 0;
   std::mutex verdict_mutex_;       // of what follows, up to control_
   std::optional<Verdict> verdict_; // that has come between two calls: the next one fails with it
   std::optional<Failure> told_;    // the first failure that this rank has told, whose sentence no verdict has
