@@ -90,6 +90,7 @@ class Block(unittest.TestCase):
                                   "--programs", "ep_bench", "--ep-bench", self.ep_bench, "--out", name, "--iters", "2",
                                   "--rounds", "2", "--commit", "abc"], capture_output=True, text=True, timeout=LIMIT_S, check=True)
             results = json.loads((pathlib.Path(name) / "results.json").read_text(encoding="utf-8"))
+        self.assertEqual(results["check"]["failed"], {})
         for tensor, entry in results["check"]["tensors"].items():
             self.assertLess(entry["layers"]["block"]["from_reference"], WITHIN * entry["largest"], tensor)
         self.assertEqual(set(results["cases"]), {case.name for case in cases.QUICK_CASES})
