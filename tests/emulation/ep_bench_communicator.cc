@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "tools/ep_bench/communicator.h"
 #include "tools/ep_bench/errors.h"
+#include "tools/ep_bench/gpu/communicator.h"
 
 namespace epx::bench {
 namespace {

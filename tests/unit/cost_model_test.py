@@ -167,7 +167,7 @@ class Rows(unittest.TestCase):
         self.assertAlmostEqual(costs.traffic(small_shape(Routing(8, 1), 4, 2), "dispatch").rail, 100 * 3 * 0.25)
 
     def test_local_rows_of_one_rank(self):
-        # As tools/ep_bench/floor_plan.h counts them.
+        # As tools/ep_bench/floor/floor_plan.h counts them.
         shape = small_shape(Routing(8, 2), 1, 1)
         self.assertEqual(costs.traffic(shape, "dispatch").local, 100 + 200)
         self.assertEqual(costs.traffic(shape, "combine wire").local, 200 + 100)

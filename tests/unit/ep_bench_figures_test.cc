@@ -13,7 +13,7 @@
 #include "tools/ep_bench/figures.h"
 #include "tools/ep_bench/report.h"
 #include "tools/ep_bench/stats.h"
-#include "tools/ep_bench/traffic.h"
+#include "tools/ep_bench/workload/traffic.h"
 
 namespace epx::bench {
 namespace {

@@ -12,9 +12,9 @@
 #include <doctest/doctest.h>
 
 #include "tests/unit/ep_bench_support.h"
-#include "tools/ep_bench/floor_plan.h"
-#include "tools/ep_bench/rail_plan.h"
-#include "tools/ep_bench/routing.h"
+#include "tools/ep_bench/floor/floor_plan.h"
+#include "tools/ep_bench/floor/rail_plan.h"
+#include "tools/ep_bench/workload/routing.h"
 
 namespace epx::bench {
 namespace {

@@ -12,10 +12,10 @@
 
 #include "runtime/reference/reference.h"
 #include "tests/unit/ep_bench_support.h"
-#include "tools/ep_bench/native_figures.h"
-#include "tools/ep_bench/native_plan.h"
+#include "tools/ep_bench/native/native_figures.h"
+#include "tools/ep_bench/native/native_plan.h"
 #include "tools/ep_bench/report.h"
-#include "tools/ep_bench/routing.h"
+#include "tools/ep_bench/workload/routing.h"
 
 namespace epx::bench {
 namespace {

@@ -25,10 +25,10 @@
 #include "tools/ep_bench/json_file.h"
 #include "tools/ep_bench/memory_need.h"
 #include "tools/ep_bench/options.h"
-#include "tools/ep_bench/random.h"
-#include "tools/ep_bench/routing.h"
-#include "tools/ep_bench/text_file.h"
-#include "tools/ep_bench/workload.h"
+#include "tools/ep_bench/workload/random.h"
+#include "tools/ep_bench/workload/routing.h"
+#include "tools/ep_bench/workload/text_file.h"
+#include "tools/ep_bench/workload/workload.h"
 
 namespace epx::bench {
 namespace {

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <utility>
 
-#include "tools/ep_bench/random.h"
+#include "tools/ep_bench/workload/random.h"
 
 namespace epx::bench {
 namespace {

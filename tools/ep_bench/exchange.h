@@ -10,7 +10,7 @@
 #include "tools/ep_bench/lines.h"
 #include "tools/ep_bench/memory.h"
 #include "tools/ep_bench/options.h"
-#include "tools/ep_bench/workload.h"
+#include "tools/ep_bench/workload/workload.h"
 
 namespace epx::bench {
 

@@ -9,7 +9,7 @@
 
 #include "tools/ep_bench/measure.h"
 #include "tools/ep_bench/options.h"
-#include "tools/ep_bench/traffic.h"
+#include "tools/ep_bench/workload/traffic.h"
 
 namespace epx::bench {
 

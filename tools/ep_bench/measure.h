@@ -10,8 +10,8 @@
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/peers.h"
 #include "tools/ep_bench/stats.h"
-#include "tools/ep_bench/traffic.h"
-#include "tools/ep_bench/workload.h"
+#include "tools/ep_bench/workload/traffic.h"
+#include "tools/ep_bench/workload/workload.h"
 
 namespace epx::bench {
 

@@ -8,7 +8,7 @@
 
 #include "tools/ep_bench/errors.h"
 #if defined(EPX_WITH_CUDA)
-#include "tools/ep_bench/gpu.h"
+#include "tools/ep_bench/gpu/gpu.h"
 #endif
 
 namespace epx::bench {

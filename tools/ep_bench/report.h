@@ -12,9 +12,9 @@
 #include "epx/epx.h"
 #include "tools/ep_bench/block/results.h"
 #include "tools/ep_bench/figures.h"
-#include "tools/ep_bench/native_figures.h"
+#include "tools/ep_bench/native/native_figures.h"
 #include "tools/ep_bench/options.h"
-#include "tools/ep_bench/verify.h"
+#include "tools/ep_bench/workload/verify.h"
 
 namespace epx::bench {
 

@@ -22,8 +22,8 @@
 #if defined(EPX_WITH_CUDA)
 #include "tools/ep_bench/block/dense_bound.h"
 #include "tools/ep_bench/block/nccl_exchange.h"
-#include "tools/ep_bench/measure_gpu.h"
-#include "tools/ep_bench/stream_blocker.h"
+#include "tools/ep_bench/gpu/measure_gpu.h"
+#include "tools/ep_bench/gpu/stream_blocker.h"
 #endif
 
 namespace epx::bench {

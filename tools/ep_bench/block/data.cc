@@ -11,7 +11,7 @@
 #include "tools/ep_bench/block/shape.h"
 #if defined(EPX_WITH_CUDA)
 #include "tools/ep_bench/block/kernels.h"
-#include "tools/ep_bench/gpu.h"
+#include "tools/ep_bench/gpu/gpu.h"
 #endif
 
 namespace epx::bench {

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "tools/ep_bench/gpu.h"
+#include "tools/ep_bench/gpu/gpu.h"
 #include "tools/ep_bench/options.h"
 
 namespace epx::bench {

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "tools/ep_bench/block/row_exchange.h"
-#include "tools/ep_bench/gpu.h"
-#include "tools/ep_bench/nccl_comm.h"
-#include "tools/ep_bench/pinned_integers.h"
+#include "tools/ep_bench/gpu/gpu.h"
+#include "tools/ep_bench/gpu/nccl_comm.h"
+#include "tools/ep_bench/gpu/pinned_integers.h"
 
 namespace epx::bench {
 

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tools/ep_bench/gpu/measure_gpu.h"
+
+#include <vector>
+
+#include <fmt/format.h>
+#include <nvtx3/nvtx3.hpp>
+
+namespace epx::bench {
+namespace {
+
+// Captures one graph per line of the table, with one input set.
+std::vector<Graph> capture(Exchange& exchange, std::span<const Line> lines, const TokenTensors& inputs,
+                           cudaStream_t stream) {
+  std::vector<Graph> graphs;
+  for (const Line& line : lines)
+    graphs.push_back(Graph::capture(stream, [&] { exchange.call(line, inputs); }));
+  return graphs;
+}
+
+} // namespace
+
+Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers,
+                            Gpu& gpu, StreamBlocker& blocker) {
+  const cudaStream_t stream = gpu.cuda_stream();
+  const std::span<const Line> lines = lines_of(options);
+  // Calls of a group of several nodes may wait on the host for the stream, and they are many launches each.
+  const bool is_blocked = options.graph || exchange.info().ranks_per_node == exchange.info().num_ranks;
+  std::vector<TokenTensors> tensors;
+  std::vector<std::vector<Graph>> graphs; // [set][line]
+  std::vector<Stopwatch> watches(lines.size());
+  peers.together([&] {
+    for (const InputSet& set : sets)
+      tensors.push_back(exchange.tensors_of(set.by_token));
+    exchange.load(sets[0].by_row);
+    if (options.graph)
+      for (const TokenTensors& inputs : tensors)
+        graphs.push_back(capture(exchange, lines, inputs, stream));
+    // One call of each line precedes the first block(): a first launch may wait for the stream, which would then wait for the
+    // host.
+    for (const Line& line : lines)
+      exchange.call(line, tensors[0]);
+    for (const std::vector<Graph>& of_set : graphs)
+      for (const Graph& graph : of_set)
+        graph.replay(stream);
+    exchange.finish();
+  });
+
+  std::vector<std::vector<int64_t>> times(lines.size());
+  for (int iteration = 0; iteration < options.warmup + options.iterations; ++iteration) {
+    const size_t set = iteration % sets.size();
+    Failure failure;
+    if (is_blocked) blocker.block();
+    for (size_t line = 0; line < lines.size(); ++line) {
+      blocker.rank_barrier(); // it is queued after a failure, too, because the others wait for this rank
+      if (failure.exit_code != 0) continue;
+      failure = attempt([&] {
+        const nvtx3::scoped_range range(fmt::format("{} {}", lines[line].name, iteration));
+        watches[line].start(stream);
+        if (options.graph)
+          graphs[set][line].replay(stream);
+        else
+          exchange.call(lines[line], tensors[set]);
+        watches[line].stop(stream);
+      });
+    }
+    if (is_blocked) blocker.unblock();
+    if (failure.exit_code == 0)
+      failure = attempt([&] {
+        exchange.finish();
+        blocker.check();
+      });
+    peers.agree(failure);
+    if (iteration < options.warmup) continue;
+    for (size_t line = 0; line < lines.size(); ++line)
+      times[line].push_back(watches[line].elapsed_ns());
+  }
+
+  Measurements measurements;
+  for (const std::vector<int64_t>& of_line : times)
+    measurements.push_back({.call = gather_durations(of_line, peers), .copy = {}});
+  return measurements;
+}
+
+} // namespace epx::bench

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tools/ep_bench/gpu/communicator.h"
+
+#include <utility>
+
+#include <nccl.h>
+
+#include "tools/ep_bench/gpu/nccl_comm.h"
+
+namespace epx::bench {
+namespace {
+
+class NcclCommunicator final : public Communicator {
+public:
+  NcclCommunicator(NcclComm comm, Gpu& gpu) : comm_(std::move(comm)), word_(Buffer::plain(gpu, sizeof(int32_t))) {}
+
+  void exchange(std::span<const Transfer> transfers, cudaStream_t stream) override {
+    check_nccl(ncclGroupStart(), "ncclGroupStart");
+    for (const Transfer& transfer : transfers) {
+      if (transfer.send_bytes > 0)
+        check_nccl(
+            ncclSend(transfer.send, static_cast<size_t>(transfer.send_bytes), ncclInt8, transfer.peer, comm_.get(), stream),
+            "ncclSend");
+      if (transfer.receive_bytes > 0)
+        check_nccl(ncclRecv(transfer.receive, static_cast<size_t>(transfer.receive_bytes), ncclInt8, transfer.peer,
+                            comm_.get(), stream),
+                   "ncclRecv");
+    }
+    check_nccl(ncclGroupEnd(), "ncclGroupEnd");
+  }
+
+  void barrier(cudaStream_t stream) override {
+    check_nccl(ncclAllReduce(word_.data(), word_.data(), 1, ncclInt32, ncclMax, comm_.get(), stream), "ncclAllReduce");
+  }
+
+private:
+  NcclComm comm_;
+  Buffer word_; // what barriers reduce, always 0
+};
+
+} // namespace
+
+std::unique_ptr<Communicator> make_communicator(const Peers& peers, Gpu& gpu) {
+  NcclComm comm = make_nccl_comm(peers);
+  std::unique_ptr<Communicator> communicator;
+  peers.together([&] { communicator = std::make_unique<NcclCommunicator>(std::move(comm), gpu); });
+  return communicator;
+}
+
+} // namespace epx::bench

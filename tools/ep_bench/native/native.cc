@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tools/ep_bench/native/native.h"
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include <fmt/format.h>
+#include <nvtx3/nvtx3.hpp>
+
+#include "tools/ep_bench/measure.h"
+#include "tools/ep_bench/native/native_exchange.h"
+#include "tools/ep_bench/workload/set_verifier.h"
+
+namespace epx::bench {
+namespace {
+
+void make_call(NativeExchange& native, NativeCall call, size_t set) {
+  switch (call) {
+  case NativeCall::Dispatch:
+    return native.dispatch(set);
+  case NativeCall::DispatchRows:
+    return native.dispatch_rows(set);
+  case NativeCall::Combine:
+    return native.combine(set);
+  }
+}
+
+// The expert-major order has no pads, and each sum one rounding: those of the library with alignment 1 and precision exact.
+class NativeVerifier : SetVerifier {
+public:
+  NativeVerifier(Exchange& exchange, const Workload& workload, const Options& options, const Peers& peers, Gpu& gpu,
+                 NativeExchange& native, size_t set)
+      : SetVerifier(exchange, workload, options, peers, static_cast<int>(set)), gpu_(gpu), native_(native), set_(set),
+        plan_(reference::prepare(native_problem(), all_.routing)) {}
+
+  // Counts this rank's wrong elements. Collective.
+  NativeWrongCounts run() {
+    auto expert_rows = scribbled_matrices(peers_.num_ranks(), options_.dtype, exchange_.rows(), options_.hidden);
+    auto weights = scribbled_vectors<float>(peers_.num_ranks(), exchange_.rows());
+    reference::dispatch(plan_, {.tokens = all_.tokens,
+                                .sidecars = {},
+                                .topk_weights = all_.topk_weights,
+                                .recv_tokens = expert_rows,
+                                .recv_sidecars = {},
+                                .recv_weights = weights});
+    auto out = scribbled_matrices(peers_.num_ranks(), options_.dtype, options_.tokens, options_.hidden);
+    reference::combine(plan_, {.expert_out = all_.expert_out, .recv_weights = weights, .out = out});
+
+    const auto wrong_after = [&](NativeCall call, const std::vector<Matrix>& expected, const Buffer& actual) {
+      peers_.together([&] {
+        actual.fill(kScribble);
+        make_call(native_, call, set_);
+        gpu_.finish();
+      });
+      return wrong_elements(expected, actual, call == NativeCall::Combine);
+    };
+    const int64_t dispatched = wrong_after(NativeCall::Dispatch, expert_rows, native_.expert_rows());
+    const int64_t rows_dispatched = wrong_after(NativeCall::DispatchRows, expert_rows, native_.expert_rows());
+    native_.expert_rows().write(mine_.by_row.expert_out);
+    return {dispatched, rows_dispatched, wrong_after(NativeCall::Combine, out, native_.out())};
+  }
+
+private:
+  reference::Problem native_problem() const {
+    reference::Problem native = problem();
+    native.alignment = 1;
+    native.precision = EPX_COMBINE_EXACT;
+    return native;
+  }
+
+  Gpu& gpu_;
+  NativeExchange& native_;
+  size_t set_;
+  reference::Plan plan_;
+};
+
+class NativeRun {
+public:
+  NativeRun(NativeExchange& native, size_t num_sets, const Options& options, const Peers& peers, Gpu& gpu,
+            StreamBlocker& blocker)
+      : native_(native), num_sets_(num_sets), options_(options), peers_(peers), gpu_(gpu), blocker_(blocker) {}
+
+  // NCCL connects two ranks in their first exchange, which may differ by set.
+  void warm_up() {
+    peers_.together([&] {
+      for (size_t set = 0; set < num_sets_; ++set)
+        for (const NativeCall call : kNativeCalls) {
+          make_call(native_, call, set);
+          gpu_.finish();
+        }
+    });
+  }
+
+  std::array<std::vector<Series>, kNativeCalls.size()> measure() {
+    std::array<std::vector<int64_t>, kNativeCalls.size()> times;
+    for (int iteration = 0; iteration < options_.warmup + options_.iterations; ++iteration)
+      for (size_t call = 0; call < kNativeCalls.size(); ++call) {
+        const int64_t elapsed_ns = time(kNativeCalls[call], iteration);
+        if (iteration >= options_.warmup) times[call].push_back(elapsed_ns);
+      }
+    std::array<std::vector<Series>, kNativeCalls.size()> series;
+    for (size_t call = 0; call < kNativeCalls.size(); ++call)
+      series[call] = gather_durations(times[call], peers_);
+    return series;
+  }
+
+private:
+  int64_t time(NativeCall call, int iteration) {
+    const bool is_blocked = call != NativeCall::Dispatch; // which waits on the host
+    int64_t elapsed_ns = 0;
+    if (is_blocked) blocker_.block();
+    blocker_.rank_barrier();
+    Failure failure = attempt([&] {
+      const nvtx3::scoped_range range(fmt::format("native {} {}", name_of(call), iteration));
+      watch_.start(gpu_.cuda_stream());
+      make_call(native_, call, static_cast<size_t>(iteration) % num_sets_);
+      watch_.stop(gpu_.cuda_stream());
+    });
+    if (is_blocked) blocker_.unblock();
+    if (failure.exit_code == 0)
+      failure = attempt([&] {
+        gpu_.finish();
+        blocker_.check();
+        elapsed_ns = watch_.elapsed_ns();
+      });
+    peers_.agree(failure);
+    return elapsed_ns;
+  }
+
+  NativeExchange& native_;
+  size_t num_sets_;
+  const Options& options_;
+  const Peers& peers_;
+  Gpu& gpu_;
+  StreamBlocker& blocker_;
+  Stopwatch watch_;
+};
+
+} // namespace
+
+NativeMeasurements measure_native(Exchange& exchange, std::span<const InputSet> sets, const Workload& workload,
+                                  const Options& options, const Peers& peers, Gpu& gpu, StreamBlocker& blocker) {
+  NativeExchange native(sets, peers.gather(exchange.info().first_local_expert), exchange.rows(), options, peers, gpu);
+  NativeRun run(native, sets.size(), options, peers, gpu, blocker);
+  run.warm_up();
+  NativeMeasurements measurements;
+  if (options.verify) {
+    measurements.wrong.emplace();
+    for (size_t set = 0; set < kVerifiedSets; ++set)
+      for (const NativeWrongCounts& of_rank :
+           peers.gather(NativeVerifier(exchange, workload, options, peers, gpu, native, set).run()))
+        for (size_t call = 0; call < of_rank.size(); ++call)
+          (*measurements.wrong)[call] += of_rank[call];
+  }
+  measurements.calls = run.measure();
+  return measurements;
+}
+
+} // namespace epx::bench

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <vector>
+
+#include "runtime/reference/rank_major.h"
+#include "tools/ep_bench/workload/set_verifier.h"
+
+namespace epx::bench {
+namespace {
+
+class RankMajorVerifier : SetVerifier {
+public:
+  RankMajorVerifier(Exchange& exchange, const Workload& workload, const Options& options, const Peers& peers, int set)
+      : SetVerifier(exchange, workload, options, peers, set),
+        plan_(reference::plan_rank_major(problem(), all_.routing, options.rows_per_source())) {}
+
+  // Counts this rank's wrong elements. Collective.
+  WrongCounts run() { return {dispatch(), combine(), combine_bwd(), dispatch_bwd()}; }
+
+private:
+  int64_t dispatch() {
+    const int num_ranks = peers_.num_ranks();
+    const int64_t rows = exchange_.rows(), routes = rows * options_.top_k;
+    auto recv_tokens = scribbled_matrices(num_ranks, options_.dtype, rows, options_.hidden);
+    auto recv_topk_idx = scribbled_vectors<int64_t>(num_ranks, routes);
+    auto recv_weights = scribbled_vectors<float>(num_ranks, routes);
+    auto counts = scribbled_vectors<int64_t>(num_ranks, num_ranks);
+    reference::dispatch_rank_major(plan_, {.tokens = all_.tokens,
+                                           .sidecars = {},
+                                           .topk_weights = all_.topk_weights,
+                                           .recv_tokens = recv_tokens,
+                                           .recv_sidecars = {},
+                                           .recv_topk_idx = recv_topk_idx,
+                                           .recv_weights = recv_weights,
+                                           .counts = counts});
+    call([&] { exchange_.dispatch(inputs_); });
+    const RowOutputs& actual = exchange_.by_row();
+    return wrong_elements(recv_tokens, actual.recv_tokens, false) + wrong_elements(recv_weights, actual.recv_weights) +
+           count_different(recv_topk_idx[peers_.rank()], actual.recv_topk_idx.read<int64_t>()) +
+           count_different(counts[peers_.rank()], actual.source_counts.read<int64_t>());
+  }
+
+  int64_t combine() {
+    auto out = scribbled_matrices(peers_.num_ranks(), options_.dtype, options_.tokens, options_.hidden);
+    reference::combine_rank_major(plan_, all_.expert_out, out);
+    exchange_.load(mine_.by_row);
+    call([&] { exchange_.combine(); });
+    return wrong_elements(out, exchange_.by_token().out, true);
+  }
+
+  int64_t combine_bwd() {
+    auto grad_expert_out = scribbled_matrices(peers_.num_ranks(), options_.dtype, exchange_.rows(), options_.hidden);
+    reference::combine_rank_major_bwd(plan_, all_.grad_out, grad_expert_out);
+    call([&] { exchange_.combine_bwd(inputs_); });
+    return wrong_elements(grad_expert_out, exchange_.by_row().grad_expert_out, false);
+  }
+
+  int64_t dispatch_bwd() {
+    auto grad_tokens = scribbled_matrices(peers_.num_ranks(), options_.dtype, options_.tokens, options_.hidden);
+    auto grad_topk_weights = scribbled_vectors<float>(peers_.num_ranks(), int64_t{options_.tokens} * options_.top_k);
+    reference::dispatch_rank_major_bwd(plan_, {.grad_recv = all_.grad_recv,
+                                               .grad_recv_weights = all_.grad_recv_weights,
+                                               .grad_tokens = grad_tokens,
+                                               .grad_topk_weights = grad_topk_weights});
+    call([&] { exchange_.dispatch_bwd(); });
+    return wrong_elements(grad_tokens, exchange_.by_token().grad_tokens, true) +
+           wrong_elements(grad_topk_weights, exchange_.by_token().grad_topk_weights);
+  }
+
+  reference::RankMajorPlan plan_;
+};
+
+} // namespace
+
+WrongCounts verify_rank_major_set(Exchange& exchange, const Workload& workload, const Options& options, const Peers& peers,
+                                  int set) {
+  return RankMajorVerifier(exchange, workload, options, peers, set).run();
+}
+
+} // namespace epx::bench
