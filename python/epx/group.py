@@ -13,7 +13,7 @@ import numpy
 
 from . import _lifetime, _structs
 from ._config import make_config
-from ._plans import Plan, RankMajorPlan, read_only
+from ._plans import Plan, RankMajorPlan, read_only, require_plan
 from ._structs import CombinePrecision, EventKind, Operation, Pads, Status, Transport, known
 from ._tensors import aligned_bytes, output, tensor, with_sidecar
 from ._values import count, integer, member, refuse
@@ -221,6 +221,7 @@ class Group:
         behind plan.num_rows are not written.
         """
         self._require_host()
+        require_plan(plan, Plan)
         if num_rows is None and recv_tokens is None:
             num_rows = plan.num_rows
         views, received = self._dispatch_tensors(plan, tokens, topk_weights, num_rows, recv_tokens, sidecar)
@@ -273,6 +274,7 @@ class Group:
         Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
         """
         self._require_host()
+        require_plan(plan, Plan)
         rows = tensor("expert_out", expert_out, (None, None))
         weights = self._row_weights("recv_weights", recv_weights, expert_out)
         if out is None:
@@ -290,10 +292,11 @@ class Group:
         Returns (grad_expert_out [N, H], grad_recv_weights [N] float32 or None).
         """
         self._require_host()
+        require_plan(plan, Plan)
         grad = tensor("grad_out", grad_out, (plan.num_tokens, None))
         if num_rows is None:
-            given = expert_out if expert_out is not None else recv_weights
-            num_rows = plan.num_rows if given is None else len(given)
+            name, given = ("expert_out", expert_out) if expert_out is not None else ("recv_weights", recv_weights)
+            num_rows = plan.num_rows if given is None else tensor(name, given).sizes[0]
         grad_expert_out = numpy.empty((count("num_rows", num_rows), grad_out.shape[1]), grad_out.dtype)
         grad_weights = None
         rows = None
@@ -319,6 +322,7 @@ class Group:
         Returns (grad_tokens [T, H], grad_topk_weights [T, K] float32 or None).
         """
         self._require_host()
+        require_plan(plan, Plan)
         grad = tensor("grad_recv", grad_recv, (None, None))
         weights = self._row_weights("grad_recv_weights", grad_recv_weights, grad_recv)
         grad_tokens = numpy.empty((plan.num_tokens, grad_recv.shape[1]), grad_recv.dtype)
@@ -392,6 +396,7 @@ class Group:
         Returns out [T, H]: the sum of a token's rows over the ranks; zero for a token without routes.
         """
         self._require_host()
+        require_plan(plan, RankMajorPlan)
         rows = tensor("expert_out", expert_out, (self.num_ranks, plan.rows_per_rank, None))
         if out is None:
             out = numpy.empty((plan.num_tokens, expert_out.shape[2]), expert_out.dtype)
@@ -405,6 +410,7 @@ class Group:
         Returns grad_expert_out [P, M, H]: for each row its token's gradient; zero in rows that hold no token.
         """
         self._require_host()
+        require_plan(plan, RankMajorPlan)
         grad = tensor("grad_out", grad_out, (plan.num_tokens, None))
         grad_expert_out = numpy.zeros((self.num_ranks, plan.rows_per_rank, grad_out.shape[1]), grad_out.dtype)
         self._call(
@@ -423,6 +429,7 @@ class Group:
         Returns (grad_tokens [T, H], grad_topk_weights [T, K] float32 or None).
         """
         self._require_host()
+        require_plan(plan, RankMajorPlan)
         rows = self.num_ranks, plan.rows_per_rank
         grad = tensor("grad_recv", grad_recv, (*rows, None))
         grad_tokens = numpy.empty((plan.num_tokens, grad_recv.shape[2]), grad_recv.dtype)

@@ -314,6 +314,7 @@ class Layer(unittest.TestCase):
             idx, tokens, weights = make_data([4] * RANKS, 8)
             plan = group.prepare(idx[RANK])
             x, w = tokens[RANK], weights[RANK]
+            by_rank, *_ = group.dispatch_rank_major(idx[RANK], x)
             for words, call in {
                 "tokens has shape": lambda: group.dispatch(plan, x[:3]),
                 "tokens has strides": lambda: group.dispatch(plan, numpy.zeros((HIDDEN, 4), numpy.float32).T),
@@ -332,6 +333,10 @@ class Layer(unittest.TestCase):
                 "dtype >f4 is not in the byte order": lambda: group.dispatch(plan, x.astype(">f4")),
                 "dtype >i8 is not in the byte order": lambda: group.prepare(idx[RANK], counts_dtype=">i8"),
                 "sidecar has dtype object": lambda: group.dispatch(plan, x, sidecar=numpy.full((4, 1), None)),
+                "plan is list; this call takes Plan": lambda: group.dispatch([], x),
+                "plan is RankMajorPlan; this call takes Plan": lambda: group.combine(by_rank, x),
+                "plan is Plan; this call takes RankMajorPlan": lambda: group.combine_rank_major(plan, x),
+                "expert_out is int, not a numpy array": lambda: group.combine_bwd(plan, x, 3),
                 "num_rows is -1; it must be at least 0": lambda: group.dispatch(plan, x, num_rows=-1),
                 "num_rows is 2.5; it must be an integer": lambda: group.combine_bwd(plan, x, num_rows=2.5),
                 "alignment is 4294967297; it must fit in 32 bits": lambda: group.prepare(idx[RANK], alignment=2**32 + 1),

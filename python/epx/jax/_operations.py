@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operations, and their gradients."""
 
+import collections.abc
 import dataclasses
 import functools
 import operator
@@ -571,7 +572,7 @@ def _hoist(function, *arguments):
     return converted, closed.consts
 
 
-def checkpoint(function):
+def checkpoint(function) -> collections.abc.Callable:
     """jax.checkpoint for functions that call epx: their backward computes them again instead of keeping what they computed.
 
     function(*arguments, token) -> (*results, token), with arrays or pytrees of arrays. The calls that are made again come after
