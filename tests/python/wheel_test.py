@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the wheel as pip does, without CUDA, and uses it from a directory of its own: its tag, files, needs, and tests on it.
+"""Builds the wheel as pip does, without CUDA, and installs it into a fresh virtual environment: its tag, files, needs, and tests
+on it.
 
 wheel_test.py --source REPOSITORY --build-dir DIRECTORY --launcher EPX_TEST_LAUNCH
 """
@@ -10,13 +11,13 @@ import pathlib
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import unittest
-import zipfile
 
 import ranks
 
-ranks.require("numpy", "jaxlib", "mesonpy")
+ranks.require("numpy", "jaxlib", "mesonpy", "auditwheel")
 
 FOLDER = pathlib.Path(__file__).parent
 SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libgcc_s|libstdc\+\+|ld-linux-x86-64|ld-linux-aarch64)\.so\.\d+$")
@@ -47,9 +48,24 @@ class Wheel(unittest.TestCase):
             PATH=path,
         )
         (cls.wheel,) = folder.glob("*.whl")
-        cls.installed = folder / "installed"
-        with zipfile.ZipFile(cls.wheel) as files:
-            files.extractall(cls.installed)
+        # What the package needs is that of this interpreter's environment; epx itself is in the fresh one alone.
+        run(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
+        cls.python = str(folder / "venv" / "bin" / "python")
+        cls.installed = pathlib.Path(run(cls.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+        (cls.installed / "needs.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+        run(
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            cls.python,
+            "install",
+            "--quiet",
+            "--no-index",
+            "--no-deps",
+            "--no-compile",
+            str(cls.wheel),
+        )
 
     def test_tag(self):
         self.assertRegex(self.wheel.name, r"^epx-[0-9.]+-cp3\d+-abi3-\w+\.whl$")
@@ -64,6 +80,8 @@ class Wheel(unittest.TestCase):
         self.assertEqual(licences, {"LICENSE", "THIRD_PARTY.txt"})
 
     def test_needs(self):
+        shown = run(sys.executable, "-m", "auditwheel", "show", str(self.wheel))
+        self.assertRegex(shown.replace("\n", " "), r'consistent with the following platform tag: "manylinux_2_\d+_')
         for library in self.installed.glob("epx/_libs/*"):
             needed = re.findall(r"\(NEEDED\).*\[(.*)\]", run("readelf", "--dynamic", "--wide", str(library)))
             self.assertIn("libc.so.6", needed)
@@ -78,10 +96,10 @@ class Wheel(unittest.TestCase):
                 "--timeout",
                 "200",
                 "--",
-                sys.executable,
+                self.python,
                 "-B",
                 str(FOLDER / test),
-                PYTHONPATH=str(self.installed),
+                PYTHONPATH="",
             )
             self.assertNotIn("skipped:", output)
 
@@ -94,7 +112,7 @@ class Wheel(unittest.TestCase):
             "except epx.UnsupportedError as error:\n"
             "  print(error)\n"
         )
-        self.assertIn("host transport only", run(sys.executable, "-c", program, PYTHONPATH=str(self.installed)))
+        self.assertIn("host transport only", run(self.python, "-c", program, PYTHONPATH=""))
 
 
 if __name__ == "__main__":
