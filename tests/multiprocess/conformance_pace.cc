@@ -16,7 +16,7 @@ namespace epx::test {
 namespace {
 
 constexpr int kRounds = 12;
-constexpr int kTokens = 150;
+constexpr int kTokens = 260;
 constexpr int kTopK = 3;
 constexpr int kHidden = 20;
 constexpr int kExperts = 96;

@@ -13,7 +13,7 @@ namespace epx::test {
 namespace {
 
 // More tokens than the low-latency path takes.
-constexpr int kManyTokens = 130;
+constexpr int kManyTokens = 260;
 
 Case case_of_many_tokens() {
   Case c = base_case();

@@ -208,8 +208,18 @@ TEST_CASE("LL staging: a place for each chunk, apart by parity, within its regio
         layout.ll_scatter_weights.bytes);
   CHECK(epx::ll_gather_weight(layout, shape, 1, 5, 2) * int64_t{sizeof(epx::LlPacket8)} < layout.ll_gather_weights.bytes);
   config.max_tokens_per_rank = 4096;
-  CHECK(epx::make_window_layout(epx::resolve(config, 4), epx::WindowAccess::by_kernels).ll_tokens == epx::kMaxLlTokens);
-  CHECK(epx::make_window_layout(epx::resolve(config, 64), epx::WindowAccess::by_kernels).ll_tokens == epx::kMaxLlRows / 64);
+  const auto ll_tokens = [&](int num_ranks) {
+    return epx::make_window_layout(epx::resolve(config, num_ranks), epx::WindowAccess::by_kernels).ll_tokens;
+  };
+  CHECK(ll_tokens(4) == epx::kMaxLlTokens);
+  CHECK(ll_tokens(64) == epx::kMaxLlRows / 64);
+  config.hidden_dim = 7168;
+  config.max_token_dtype = EPX_BFLOAT16;
+  CHECK(ll_tokens(1) == epx::kMaxLlTokens);
+  CHECK(ll_tokens(2) == epx::kMaxLlTokens);
+  CHECK(ll_tokens(4) == epx::kMinLlTokens);
+  config.hidden_dim = 2880;
+  CHECK(ll_tokens(4) == epx::kMaxLlBytes / (3 * 2 * 2880));
 }
 
 TEST_CASE("the memory plan lists the regions of the window, for the transport that the config names") {
