@@ -270,6 +270,16 @@ Failure network_failure(CallName call, epx_status status, CallName where, int re
   return failure;
 }
 
+Failure hang_failure(CallName call, CallName where, int culprit, int rank) {
+  Failure failure = failure_of(call, EPX_ERROR_TIMEOUT);
+  failure.culprit = culprit;
+  failure.message =
+      fmt::format("{}: {} hangs in {}, in a kernel that waits for no peer", format(call),
+                  culprit == rank ? fmt::format("this rank, {},", rank) : fmt::format("rank {}", culprit), format(where));
+  failure.expected = where.sequence;
+  return failure;
+}
+
 Failure end_failure(CallName call, epx_status status, CallName where, int reporter) {
   Failure failure = failure_of(call, status);
   failure.message =

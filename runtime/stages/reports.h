@@ -83,6 +83,9 @@ Failure abort_failure(CallName call, const AbortRecord& abort_record, int rank, 
 // and `peer` (-1: a rank that is not known) has broken (SYSTEM), or transfers of `reporter` do not end (TIMEOUT).
 Failure network_failure(CallName call, epx_status status, CallName where, int reporter, int peer);
 
+// Reports that `culprit` hangs in the call `where`, in a kernel that waits for no peer. `rank` is this rank.
+Failure hang_failure(CallName call, CallName where, int culprit, int rank);
+
 // Reports that `reporter` has ended the group in the call `where`, and no rank is known to be the cause.
 Failure end_failure(CallName call, epx_status status, CallName where, int reporter);
 

@@ -51,8 +51,8 @@ int ranks_per_node() {
 
 class NodeRank {
 public:
-  NodeRank(const RankContext& context, int64_t timeout_ms)
-      : context_(context), rank_(context, timeout_ms, ranks_per_node()), timeout_(timeout_ms) {
+  NodeRank(const RankContext& context, int64_t timeout_ms, bool has_fixed_rail_tokens)
+      : context_(context), rank_(context, timeout_ms, ranks_per_node(), has_fixed_rail_tokens), timeout_(timeout_ms) {
     rank_.prepare();
     for (const uint64_t pid : context.gather(static_cast<uint64_t>(::getpid())))
       pids_.push_back(static_cast<pid_t>(pid));
@@ -63,17 +63,18 @@ public:
   pid_t pid_of(int rank) const { return pids_[static_cast<size_t>(rank)]; }
 
   // Makes the second call, which must fail within `limit` because of `culprit`, or of any rank. Returns the report.
-  epx_group_report lose(std::optional<int> culprit, Clock::duration limit, epx_status expected_status = EPX_ERROR_TIMEOUT) {
+  epx_group_report lose(std::optional<int> culprit, Clock::duration limit, epx_status expected_status = EPX_ERROR_TIMEOUT,
+                        epx_operation operation = EPX_OP_DISPATCH) {
     const Clock::time_point begin = Clock::now();
-    epx_status status = rank_.call(EPX_OP_DISPATCH);
+    epx_status status = rank_.call(operation);
     const auto waited = Clock::now() - begin;
     // On a GPU the next call tells, and a rank that needs nothing from the culprit may have ended this one.
     const bool is_told_later = status == EPX_SUCCESS;
-    if (is_told_later) status = rank_.call(EPX_OP_DISPATCH);
+    if (is_told_later) status = rank_.call(operation);
     check(!is_told_later || std::string(transport()) != "host", "the call has succeeded");
     check(waited < limit, "the call of rank {} ended after {} ms, later than {} ms", context_.rank, waited / 1ms,
           limit / 1ms);
-    ExpectedFailure expected{expected_status, EPX_OP_DISPATCH, culprit, 2};
+    ExpectedFailure expected{expected_status, operation, culprit, 2};
     if (is_told_later) expected.sequence.reset();
     const epx_group_report report = check_failed(rank_, status, expected);
     check(report.sequence == 2 || report.sequence == 3, "the failed call is {}", report.sequence);
@@ -122,21 +123,22 @@ void as_rank(const TempDirectory& directory, int rank, const std::function<void(
   epx_bootstrap_free(&bootstrap);
 }
 
-// A test hook of one rank's dispatch, where libepx has such: EPX_TEST_STALLS_IN or EPX_TEST_FAILS_TO_LAUNCH.
+// A test hook of one rank, where libepx has such: EPX_TEST_STALLS_IN or EPX_TEST_FAILS_TO_LAUNCH.
 struct Hook {
   int rank;
   const char* variable;
+  epx_operation operation = EPX_OP_DISPATCH;
 };
 
 // Runs the ranks as processes. Those of `victims` must end by SIGKILL, and the others succeed.
 void run_nodes(const std::vector<int>& victims, int64_t timeout_ms, const std::function<void(NodeRank&)>& fn,
-               std::optional<Hook> hook = {}) {
+               std::optional<Hook> hook = {}, bool has_fixed_rail_tokens = false) {
   const TempDirectory directory;
   const SharedMemoryWatch shared_memory;
   const std::vector<ProcessResult> results = run_processes(kRanks, kTimeLimit, [&](int rank) {
-    if (hook && rank == hook->rank) ::setenv(hook->variable, std::to_string(EPX_OP_DISPATCH).c_str(), 1);
+    if (hook && rank == hook->rank) ::setenv(hook->variable, std::to_string(hook->operation).c_str(), 1);
     as_rank(directory, rank, [&](const RankContext& context) {
-      NodeRank node_rank(context, timeout_ms);
+      NodeRank node_rank(context, timeout_ms, has_fixed_rail_tokens);
       fn(node_rank);
     });
   });
@@ -251,9 +253,25 @@ TEST_CASE("a rank that aborts the group is named by every rank of every node, an
 TEST_CASE("a rank whose kernel hangs in a call is named, though all ranks have come to it" *
           doctest::skip(std::string(transport()) == "host")) {
   constexpr int64_t kTimeoutMs = 1'000;
-  const auto limit = std::chrono::milliseconds(3 * kTimeoutMs) + 10s + 2 * kGrace; // kernels wait longer over nodes
-  run_nodes(
-      {}, kTimeoutMs, [&](NodeRank& rank) { rank.lose(1, limit); }, Hook{1, "EPX_TEST_STALLS_IN"});
+  // Kernels wait longer over nodes. A node of one rank has no peer whose kernel waits, and finds the hang by itself.
+  const auto limit = std::chrono::milliseconds(2 * kTimeoutMs) + kGrace;
+  const auto limit_of_kernels = std::chrono::milliseconds(3 * kTimeoutMs) + 10s + 2 * kGrace;
+  // With fixed sizes the peers of a combine wait in the same call; else these have what they need, and wait in the next one.
+  struct Hang {
+    epx_operation operation;
+    bool has_fixed_sizes;
+  };
+  for (const Hang& hang : {Hang{EPX_OP_DISPATCH, false}, Hang{EPX_OP_COMBINE, false}, Hang{EPX_OP_COMBINE, true}}) {
+    CAPTURE(operation_name(hang.operation));
+    CAPTURE(hang.has_fixed_sizes);
+    run_nodes(
+        {}, kTimeoutMs,
+        [&](NodeRank& rank) {
+          rank.lose(1, ranks_per_node() == 1 ? limit : limit_of_kernels, EPX_ERROR_TIMEOUT, hang.operation);
+        },
+        Hook{1, "EPX_TEST_STALLS_IN", hang.operation}, hang.has_fixed_sizes);
+    if (ranks_per_node() > 1) break;
+  }
 }
 
 TEST_CASE("a rank that cannot launch its kernel is named by every rank of every node" *

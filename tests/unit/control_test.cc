@@ -387,6 +387,24 @@ TEST_CASE("a rank that ends the group tells all others why") {
   }
 }
 
+TEST_CASE("a rank that hangs says so, and is named by all") {
+  constexpr int kRanks = 3;
+  for (const int hangs : {0, 2}) {
+    Meeting decided(kRanks);
+    each_rank(kRanks, [&](int rank, Exchange& exchange) {
+      RankOutcome outcome;
+      ControlConnection control(rank, kRanks, kLong, exchange);
+      control.deliver_to(outcome.keep());
+      if (rank == hangs) control.report_hang(EPX_OP_DISPATCH, 9);
+      const Verdict verdict = outcome.wait();
+      test::check(verdict.culprit == hangs && verdict.cause == Cause::hangs && verdict.status == EPX_ERROR_TIMEOUT &&
+                      verdict.operation == EPX_OP_DISPATCH && verdict.sequence == 9 && verdict.reporter == hangs,
+                  "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+      decided.wait();
+    });
+  }
+}
+
 TEST_CASE("a broken connection that nobody's death explains is nobody's fault, on every rank alike") {
   constexpr int kRanks = 3;
   for (const int reporter : {0, 2}) {

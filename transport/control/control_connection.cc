@@ -178,8 +178,16 @@ std::optional<Verdict> ControlConnection::report_broken_connection(int peer, epx
 }
 
 void ControlConnection::report_failure(int culprit, epx_status status, epx_operation operation, uint64_t sequence) {
+  report(Verdict{culprit, Cause::failed, operation, sequence, status, rank_});
+}
+
+void ControlConnection::report_hang(epx_operation operation, uint64_t sequence) {
+  report(Verdict{rank_, Cause::hangs, operation, sequence, EPX_ERROR_TIMEOUT, rank_});
+}
+
+void ControlConnection::report(const Verdict& failure) {
   const std::scoped_lock lock(mutex_);
-  if (!verdict_ && !own_failure_) own_failure_ = Verdict{culprit, Cause::failed, operation, sequence, status, rank_};
+  if (!verdict_ && !own_failure_) own_failure_ = failure;
   wake();
 }
 

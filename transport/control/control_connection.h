@@ -90,6 +90,9 @@ public:
   // the verdict, if it is the first to reach rank 0.
   void report_failure(int culprit, epx_status status, epx_operation operation, uint64_t sequence);
 
+  // Any thread: this rank has come to the call and hangs there, in a kernel that waits for no peer. That is the verdict likewise.
+  void report_hang(epx_operation operation, uint64_t sequence);
+
   // Waits for the verdict, no longer than a second and a half.
   std::optional<Verdict> wait_for_verdict();
 
@@ -128,6 +131,7 @@ private:
   void receive(Peer& peer);
   void handle(Peer& peer, const ControlMessage& message);
   std::optional<Verdict> wait_for_verdict(std::chrono::milliseconds limit);
+  void report(const Verdict& failure);
   void send(Peer& peer, const ControlMessage& message);
   void flush(Peer& peer);
   void lose(Peer& peer);

@@ -15,6 +15,8 @@ const char* describe(Cause cause) {
     return "has come too late";
   case Cause::failed:
     return "has ended the group";
+  case Cause::hangs:
+    return "hangs in a kernel that waits for no peer";
   case Cause::network:
     return "has found that the network between the nodes has failed";
   case Cause::out_of_sequence:

@@ -17,9 +17,10 @@ enum class Cause : int32_t {
   silent = 2, // its heartbeats have ceased: its process is stopped, or its machine cannot be reached
   late = 3,   // it lives, and has not come to a call that others wait in
   failed = 4, // it has ended the group for a reason of its own, which Verdict::status tells
+  hangs = 5,  // it says that its device hangs in a call, in a kernel that waits for no peer
   // No rank is the culprit:
-  network = 5,        // transfers between nodes have failed, and no rank is known to have died, stopped, or not come
-  out_of_sequence = 6 // two ranks make different calls at the same place in the sequence
+  network = 6,        // transfers between nodes have failed, and no rank is known to have died, stopped, or not come
+  out_of_sequence = 7 // two ranks make different calls at the same place in the sequence
 };
 
 const char* describe(Cause cause); // "has died", for instance

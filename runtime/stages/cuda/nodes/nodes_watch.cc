@@ -42,8 +42,11 @@ bool is_found_by_node(epx_status status) {
 } // namespace
 
 NodesWatch::NodesWatch(const GroupContext& context, const NodesShape& shape, NodeBackend& node, Rails& rails,
-                       std::unique_ptr<ControlConnection> control, const NodesProgress& progress)
+                       std::unique_ptr<ControlConnection> control, const NodesProgress& progress, DeviceState* state_copy)
     : context_(context), node_(node), rails_(rails), progress_(progress), control_(std::move(control)) {
+  if (shape.ranks_per_node() == 1)
+    leg_probe_.emplace(node_.device_group().state, node_.side_stream(), state_copy,
+                       std::chrono::milliseconds(context_.timeout_ms));
   node_.set_names({shape.first_rank(), [this](uint64_t leg) { return call_of_leg(leg); },
                    [this](uint64_t leg) { return tokens_of_leg(leg); }, &context_});
   control_->deliver_to([this](const Verdict& verdict) { end(verdict); });
@@ -96,6 +99,7 @@ void NodesWatch::watch() {
       rails_deadline = SuspensionAwareDeadline{kRailsInterval};
       is_broken = false;
       if (is_stuck) control_->withdraw_report();
+      if (is_stuck && leg_probe_) leg_probe_->reset();
       is_stuck = has_given_up = false;
       continue;
     }
@@ -109,6 +113,10 @@ void NodesWatch::watch() {
       log::group().warn("group {:016x}: {} (call {}) has not ended within {} ms on this rank", context_.group_id,
                         name_of(operation), begun, context_.timeout_ms);
       control_->report_stuck(-1, operation, begun);
+    }
+    if (is_stuck && !has_told && !ends_work_.load() && leg_probe_ && leg_probe_->finds_hanging_leg()) {
+      control_->report_hang(operation, begun);
+      has_told = true;
     }
     if (last_deadline.passed() && !std::exchange(has_given_up, true))
       control_->report_stuck(-1, operation, begun, ReportKind::last);
@@ -251,6 +259,7 @@ Failure NodesWatch::failure_of(const Verdict& verdict, CallName call) {
     if (is_mine && !rail_error_.empty()) failure.message += ": " + rail_error_;
     return failure;
   }
+  if (verdict.cause == Cause::hangs) return hang_failure(call, where, verdict.culprit, context_.rank);
   if (verdict.cause == Cause::out_of_sequence) {
     CallDescriptor first{}, other{};
     first.operation = verdict.operation;

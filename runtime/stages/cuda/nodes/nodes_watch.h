@@ -4,8 +4,9 @@
 //
 // A thread tells the control connection how far this rank's device has come, replays included. When the device has been within
 // one call for timeout_ms, or a connection of the rails has broken, that reports it; rank 0 decides who has died, stopped, or not
-// come, or that the network has failed. A failure within the node, which its kernels find, becomes the group's in the same way.
-// On the verdict each rank ends its own kernels and its rails.
+// come, or that the network has failed. A failure within the node, which its kernels find, becomes the group's in the same way;
+// on a node of one rank, whose legs have no peer to find it, so does a leg that hangs (LegProbe). On the verdict each rank ends
+// its own kernels and its rails.
 #pragma once
 
 #include <algorithm>
@@ -26,6 +27,7 @@
 #include "runtime/group_context.h"
 #include "runtime/layout/nodes_shape.h"
 #include "runtime/stages/cuda/cuda_backend.h"
+#include "runtime/stages/cuda/nodes/leg_probe.h"
 #include "runtime/stages/cuda/nodes/nodes_kernels.h"
 #include "runtime/status_board.h"
 #include "transport/control/control_connection.h"
@@ -47,9 +49,10 @@ constexpr std::chrono::milliseconds host_exchange_timeout(int64_t timeout_ms) {
 
 class NodesWatch {
 public:
-  // All arguments but `control` must outlive the watch. `progress` is in host memory. The thread runs from here on.
+  // All arguments but `control` must outlive the watch. `progress` is in host memory, and `state_copy` is for the LegProbe. The
+  // thread runs from here on.
   NodesWatch(const GroupContext& context, const NodesShape& shape, NodeBackend& node, Rails& rails,
-             std::unique_ptr<ControlConnection> control, const NodesProgress& progress);
+             std::unique_ptr<ControlConnection> control, const NodesProgress& progress, DeviceState* state_copy);
   ~NodesWatch(); // leaves the group; see finish()
   NodesWatch(const NodesWatch&) = delete;
   NodesWatch& operator=(const NodesWatch&) = delete;
@@ -109,6 +112,7 @@ private:
   NodeBackend& node_;
   Rails& rails_;
   const NodesProgress& progress_;
+  std::optional<LegProbe> leg_probe_; // where legs wait for nobody; the thread's alone
   StatusBoard status_;
   std::mutex mutex_;
   std::condition_variable stop_;
