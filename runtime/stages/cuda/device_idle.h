@@ -10,7 +10,6 @@
 #include <cuda_runtime_api.h>
 
 #include "base/background_thread.h"
-#include "base/cuda.h"
 #include "base/suspension_aware_deadline.h"
 
 namespace epx::cuda {
@@ -21,8 +20,9 @@ inline constexpr std::chrono::seconds kTimeToAbort{2}; // time for waiting kerne
 // that nobody has to join.
 inline std::future<cudaError_t> synchronize_in_background(int device) {
   std::packaged_task<cudaError_t()> synchronize([device] {
-    const CudaDeviceScope scope(device);
-    return cudaDeviceSynchronize();
+    // A thread begins on device 0. Nothing returns to it: since CUDA 12 cudaSetDevice creates the context of a device.
+    const cudaError_t error = cudaSetDevice(device);
+    return error == cudaSuccess ? cudaDeviceSynchronize() : error;
   });
   std::future<cudaError_t> idle = synchronize.get_future();
   start_background_thread("the wait for the GPU", std::move(synchronize)).detach();
