@@ -145,7 +145,10 @@ __device__ __forceinline__ void scatter(const ScatterParams<Operation>& params) 
     scatter.signal_warp().run(movement.call());
     if (lane() == 0) movement.call().sent(static_cast<unsigned>(warp.count));
   }
-  if (warp.role == WarpRole::receive) scatter.receive(warp);
+  if (warp.role == WarpRole::receive) {
+    scatter.receive(warp);
+    if constexpr (Operation::kMixesPaths) receive_ll_peers(params, movement.call(), warp);
+  }
 }
 
 template <typename Operation>
