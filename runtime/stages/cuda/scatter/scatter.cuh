@@ -144,7 +144,7 @@ public:
     const int64_t own = operation_.call.num_tokens;
     const int64_t tiles = own + movement_.num_peer_tokens();
 #pragma unroll 1
-    for (int64_t tile = warp.index; tile < tiles; tile = movement_.next_tile(warp, tiles)) {
+    for (int64_t tile = movement_.first_tile(warp, tiles); tile < tiles; tile = movement_.next_tile(warp, tiles)) {
       Movement::PeerToken from{call_.rank(), tile};
       if (tile >= own) from = movement_.peer_token(static_cast<uint32_t>(tile - own));
       if (from.token >= movement_.tokens_of(from.rank)) continue;
@@ -341,14 +341,14 @@ __device__ __noinline__ inline void receive_all_ll_chunks(const ScatterParams<Mi
   else
     receive_ll_chunks<false>(params, movement, partition);
 }
-// Receives the tokens of those peers that have sent LL packets, if there are any.
+// Receives the tokens of those peers that have sent LL packets, if there are any. A warp that has joined has no part in it.
 __device__ inline void receive_ll_peers(const ScatterParams<MixedDispatch>& params, const CallSession& call,
                                         const WorkPartition& partition) {
   bool any = false;
 #pragma unroll 1
   for (int rank = 0; rank < call.num_ranks(); ++rank)
     any |= is_ll_peer(params.group, call, params.call.top_k, rank);
-  if (any) receive_all_ll_chunks(params, call, partition);
+  if (any && partition.index >= 0) receive_all_ll_chunks(params, call, partition);
 }
 
 } // namespace epx::cuda
