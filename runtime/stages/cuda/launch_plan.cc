@@ -41,11 +41,11 @@ constexpr int kMaxSenderBlocks = 64;
 constexpr int kSenderWarps = 6, kSenderWarpsOfSmallGrid = 12;
 constexpr int kMinSplitGrid = 48; // blocks; in smaller grids every block of scatter has senders and receivers
 static_assert(kSenderWarpsOfSmallGrid <= kMaxSendersPerSignalWarp);
-WarpRoleCounts scatter_role_counts(int blocks, int num_ranks) {
+WarpRoleCounts scatter_role_counts(int blocks, int num_ranks, bool senders_join) {
   const int sender_blocks = std::min(16 * num_ranks, kMaxSenderBlocks);
   if (blocks >= kFullGrid) return {sender_blocks, kSenderWarps, 1, false};
   if (blocks >= kMinSplitGrid) return {std::min(sender_blocks, blocks / 3), kSenderWarpsOfSmallGrid, 1, false};
-  return {blocks, kSenderWarps, 1, false};
+  return {blocks, kSenderWarps, 1, senders_join};
 }
 
 // In gather senders have about as much to do as receivers. In a grid that leaves SMs to others they have SMs of their own and join
@@ -192,7 +192,8 @@ PrepareDispatchGrid LaunchPlan::next_prepare_dispatch(int64_t tokens, int top_k,
           {static_cast<unsigned>(prepare), static_cast<unsigned>(prepare)}};
 }
 
-MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int alignment, cudaStream_t stream) {
+MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int alignment, bool senders_join,
+                                      cudaStream_t stream) {
   int blocks = scatter_blocks_;
   if (alignment <= 1) { // an aligned zone has many pads, however few the tokens are
     blocks = movement_blocks(tokens, row_bytes, scatter_blocks_);
@@ -201,7 +202,8 @@ MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int ali
     const int room = room_beside_last(stream);
     if (tokens <= max_ll_tokens_ && room < blocks && 4 * room >= 3 * blocks) blocks = room;
   }
-  return {next(blocks, kMovementThreads, movement_shared_bytes(), stream), scatter_role_counts(blocks, num_ranks_)};
+  return {next(blocks, kMovementThreads, movement_shared_bytes(), stream),
+          scatter_role_counts(blocks, num_ranks_, senders_join)};
 }
 
 MovementGrid LaunchPlan::next_gather(int64_t tokens, int64_t row_bytes, cudaStream_t stream) {

@@ -25,7 +25,7 @@ struct WarpRoleCounts {
   int sender_blocks;
   int sender_warps; // per sender block
   int signal_warps; // per sender block: 1, or 0 when the senders signal by themselves
-  bool joins;       // a sender that has no more to send receives
+  bool joins;       // a sender that has no more to send receives, and so does a signal warp then
 };
 constexpr int kMovementThreads = 512; // of each block of scatter and gather
 // Blocks of a movement on an SM. Role counts are for one, whose threads have 128 registers each. Kernels say it in their
@@ -69,7 +69,8 @@ public:
   Grid next_prepare(int64_t routes, cudaStream_t stream);
   PrepareDispatchGrid next_prepare_dispatch(int64_t tokens, int top_k, int64_t row_bytes, int alignment,
                                             cudaStream_t stream);
-  MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int alignment, cudaStream_t stream);
+  // senders_join: senders of the kernel can join its receivers.
+  MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int alignment, bool senders_join, cudaStream_t stream);
   MovementGrid next_gather(int64_t tokens, int64_t row_bytes, cudaStream_t stream);
 
   // The next kernel is launched without PDL.

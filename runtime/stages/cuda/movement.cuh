@@ -76,8 +76,13 @@ enum class WarpRole { none, send, signal, receive };
 
 struct WarpAssignment : WorkPartition { // index -1: the warp has joined, and has no first tile
   WarpRole role;
-  int64_t joining = 0; // of a receiver: how many senders join later
+  int64_t joining = 0; // of a receiver: how many warps join later
 };
+
+// How many warps join the receivers: the senders, and the signal warps once these have closed.
+__device__ inline int64_t joining_warps(const WarpRoleCounts& role_counts) {
+  return role_counts.joins ? int64_t{role_counts.sender_blocks} * (role_counts.sender_warps + role_counts.signal_warps) : 0;
+}
 
 // Warp specialization of the high-throughput path: some warps send, and the ready flag of each row is signaled by its sender or
 // by a signal warp; the others receive, so that a rank's work on its rows overlaps the wire. With one rank, all warps receive.
@@ -90,7 +95,7 @@ __device__ inline WarpAssignment assign_warp_role(const WarpRoleCounts& role_cou
   const int senders = role_counts.sender_warps;
   const int signals = role_counts.signal_warps;
   const int others = warps - senders - signals;
-  const int64_t joining = role_counts.joins ? int64_t{sender_blocks} * senders : 0;
+  const int64_t joining = joining_warps(role_counts);
   if (static_cast<int>(blockIdx.x) >= sender_blocks)
     return {partition_warps(0, warps, sender_blocks, blocks - sender_blocks), WarpRole::receive, joining};
   if (warp < senders) return {partition_warps(0, senders, 0, sender_blocks), WarpRole::send};
@@ -98,13 +103,14 @@ __device__ inline WarpAssignment assign_warp_role(const WarpRoleCounts& role_cou
   return {partition_warps(senders, others, 0, sender_blocks), sender_blocks == blocks ? WarpRole::receive : WarpRole::none,
           joining};
 }
-// The assignment of a sender that has no more to send, if senders join the receivers.
-__device__ inline WarpAssignment join_receivers(const WarpRoleCounts& role_counts, const WarpAssignment& sender) {
+// The assignment of a sender that has no more to send, or of a signal warp that has no more to signal, if they join the
+// receivers.
+__device__ inline WarpAssignment join_receivers(const WarpRoleCounts& role_counts) {
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   const int other_blocks = static_cast<int>(gridDim.x) - role_counts.sender_blocks;
   const int others = warps - role_counts.sender_warps - role_counts.signal_warps;
   const int receivers = other_blocks > 0 ? other_blocks * warps : role_counts.sender_blocks * others;
-  return {{-1, receivers}, role_counts.joins ? WarpRole::receive : WarpRole::none, sender.count};
+  return {{-1, receivers}, role_counts.joins ? WarpRole::receive : WarpRole::none, joining_warps(role_counts)};
 }
 
 // A value for each k of a token: each lane holds that of k = `lane` in `low` and that of k = 32 + `lane` in `high`.

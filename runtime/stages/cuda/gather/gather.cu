@@ -274,7 +274,7 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   if (warp.role == WarpRole::send) {
     gather.send(warp);
     if (lane() == 0) movement.call().sent(static_cast<unsigned>(warp.count));
-    warp = join_receivers(params.role_counts, warp);
+    warp = join_receivers(params.role_counts);
   }
   if (warp.role == WarpRole::receive) gather.sum(warp);
 }

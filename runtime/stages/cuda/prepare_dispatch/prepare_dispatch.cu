@@ -245,6 +245,7 @@ __device__ __noinline__ void receive_mixed_rows(const PrepareDispatchParams& par
                             WarpRole::receive};
   if (params.operation.clears_pads()) scatter.clear_pads(warp);
   scatter.receive(warp);
+  receive_ll_peers(params, call, warp);
 }
 
 __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& params) {

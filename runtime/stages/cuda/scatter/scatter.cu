@@ -9,6 +9,7 @@
 //            rows lie in an allocation of the group, else into staging
 //   signal   store ready flags for the send warps of their CTA          the entry barrier; the CTA's pending flags
 //            (signal_warp.cuh)
+//            In a small grid both receive when nothing is left to do
 //   receive  clear pads                                                 nothing
 //            store the tokens of this rank into their slots here        the entry barrier
 //            store a peer's token into all its slots here, from one     the row's ready flag
@@ -132,7 +133,7 @@ __device__ __forceinline__ void scatter(const ScatterParams<Operation>& params) 
   }
   TmaRowPipeline pipeline = pipeline_of_warp();
   Scatter scatter(params, movement, pipeline);
-  const WarpAssignment warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
+  WarpAssignment warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
   if (warp.role == WarpRole::receive && movement.is_usable() && params.operation.clears_pads())
     scatter.clear_pads(warp); // needs no peer, and overlaps the entry barrier
   if (warp.role == WarpRole::signal) scatter.signal_warp().clear();
@@ -140,12 +141,18 @@ __device__ __forceinline__ void scatter(const ScatterParams<Operation>& params) 
     pipeline.finish();
     return;
   }
-  if (warp.role == WarpRole::send) scatter.send(warp);
-  if (warp.role == WarpRole::signal) {
+  if (warp.role == WarpRole::send) {
+    scatter.send(warp);
+    warp = join_receivers(params.role_counts);
+  } else if (warp.role == WarpRole::signal) {
     scatter.signal_warp().run(movement.call());
     if (lane() == 0) movement.call().sent(static_cast<unsigned>(warp.count));
+    warp = join_receivers(params.role_counts);
   }
-  if (warp.role == WarpRole::receive) scatter.receive(warp);
+  if (warp.role == WarpRole::receive) {
+    scatter.receive(warp);
+    if constexpr (Operation::kMixesPaths) receive_ll_peers(params, movement.call(), warp);
+  }
 }
 
 template <typename Operation>
@@ -162,7 +169,7 @@ cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const Operation& 
                    const RegisteredRange& registered, cudaStream_t stream) {
   const auto& call = operation.call;
   const int alignment = operation.clears_pads() ? call.alignment : 1; // of zones that have pads to clear
-  const auto [grid, role_counts] = plan.next_scatter(call.num_tokens, operation.row_bytes, alignment, stream);
+  const auto [grid, role_counts] = plan.next_scatter(call.num_tokens, operation.row_bytes, alignment, true, stream);
   const ScatterParams<Operation> params{
       make_movement_params(group, role_counts, call, weights, operation.sidecar_bytes(), registered), operation};
   return launch_cooperative(&scatter_kernel<Operation>, grid, stream, params);

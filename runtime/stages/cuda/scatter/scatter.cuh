@@ -100,6 +100,11 @@ struct ScatterParams : MovementParams {
   Operation operation;
 };
 
+// Returns whether a rank is a peer that has sent its rows as LL packets, where each source has chosen its path (MixedDispatch).
+__device__ inline bool is_ll_peer(const DeviceGroup& group, const CallSession& call, int top_k, int rank) {
+  return rank != call.rank() && sends_ll_rows(group.context.layout, call.descriptors().num_tokens[rank], top_k);
+}
+
 // Each warp has one.
 template <typename Operation>
 class Scatter {
@@ -133,15 +138,18 @@ public:
     signal_warp().close();
   }
 
-  // The tokens of this rank come first: they need no peer.
+  // The tokens of this rank come first: they need no peer. Those of peers that have sent LL packets are left to
+  // receive_ll_peers().
   __device__ void receive(const WarpAssignment& warp) const {
     const int64_t own = operation_.call.num_tokens;
     const int64_t tiles = own + movement_.num_peer_tokens();
 #pragma unroll 1
-    for (int64_t tile = warp.index; tile < tiles; tile = movement_.next_tile(warp, tiles)) {
+    for (int64_t tile = movement_.first_tile(warp, tiles); tile < tiles; tile = movement_.next_tile(warp, tiles)) {
       Movement::PeerToken from{call_.rank(), tile};
       if (tile >= own) from = movement_.peer_token(static_cast<uint32_t>(tile - own));
       if (from.token >= movement_.tokens_of(from.rank)) continue;
+      if constexpr (Operation::kMixesPaths)
+        if (is_ll_peer(group_, call_, operation_.call.top_k, from.rank)) continue;
       if (!receive_token(from.rank, movement_.slots_of(from.rank, from.token))) break;
     }
     pipeline_.finish();
@@ -243,10 +251,6 @@ private:
       }
       return true;
     }
-    if constexpr (Operation::kMixesPaths)
-      if (source != rank &&
-          sends_ll_rows(group_.context.layout, call_.descriptors().num_tokens[source], operation_.call.top_k))
-        return receive_ll_token(source, found);
     const int64_t sidecar_bytes = operation_.sidecar_bytes();
     SourceRow source_row{operation_.input_rows() + token * row_bytes, operation_.input_sidecar() + token * sidecar_bytes,
                          -1};
@@ -280,33 +284,6 @@ private:
     return true;
   }
 
-  // The same for a token that its rank has sent as LL packets.
-  __device__ bool receive_ll_token(int source, const TokenSlots& found) const {
-    return has_unaligned_rows(operation_.call) ? receive_ll_chunks<true>(source, found)
-                                               : receive_ll_chunks<false>(source, found);
-  }
-  template <bool kUnaligned>
-  __device__ __noinline__ bool receive_ll_chunks(int source, const TokenSlots& found) const {
-    const LlDispatchRows<kUnaligned> rows(group_, call_, operation_.call);
-    const auto slot_of = [&](int first) { return found.slots.has_own(first) ? found.slots.own(first) : -1; };
-    const LlSlots slots(slot_of(0), slot_of(kWarp));
-#pragma unroll 1
-    for (uint32_t index = 0; index < rows.num_chunks(); ++index) {
-      const auto range = rows.range_at(index);
-      IncomingLlChunk incoming = rows.incoming(source, found.token, range);
-      if (!rows.receive(incoming, source, found.token, range, slots)) return false;
-    }
-    if (operation_.call.recv_weights == nullptr) return true;
-    bool ok = true;
-    for (int first = 0; first < found.slots.size(); first += kWarp) {
-      const int32_t slot = slots.own(first);
-      float weight = 0.0f;
-      if (slot >= 0 && ok) ok = rows.receive_weight_of(source, found.token, movement_.k_of_slot(slot), weight);
-      if (slot >= 0 && ok) operation_.call.recv_weights[slot] = weight;
-    }
-    return __all_sync(~0u, ok ? 1 : 0) != 0;
-  }
-
   const MovementParams& params_;
   const DeviceGroup& group_;
   const Operation& operation_;
@@ -316,5 +293,62 @@ private:
   int cell_ = 0;                  // of a sender, for the next enqueue()
   Epoch* pending_flag_ = nullptr; // of each lane of a sender: the ready flag of the last row
 };
+
+// Each warp takes a chunk of a row at a time.
+template <bool kUnaligned>
+__device__ inline void receive_ll_chunks(const ScatterParams<MixedDispatch>& params, const Movement& movement,
+                                         const WorkPartition& partition) {
+  const CallSession& call = movement.call();
+  const DispatchCall& args = params.operation.call;
+  const LlDispatchRows<kUnaligned> rows(params.group, call, args);
+  const auto tokens = static_cast<uint32_t>(params.group.context.layout.ll_tokens * (call.num_ranks() - 1));
+#pragma unroll 1
+  for (auto tile = static_cast<uint32_t>(partition.index);; tile += static_cast<uint32_t>(partition.count)) {
+    const uint32_t index = tile / rows.num_chunks();
+    if (index >= tokens) return;
+    const auto [source, token] = movement.peer_token(index);
+    if (!is_ll_peer(params.group, call, args.top_k, source) || token >= movement.tokens_of(source)) continue;
+    const TokenSlots found = movement.slots_of(source, token);
+    if (found.slots.size() == 0) continue;
+    const auto slot_of = [&](int first) { return found.slots.has_own(first) ? found.slots.own(first) : -1; };
+    const LlSlots slots(slot_of(0), slot_of(kWarp)); // in k order, but not by k
+    const auto range = rows.range_at(tile - index * rows.num_chunks());
+    const bool sends_rows = movement.sends_rows(source);
+    if (sends_rows) {
+      IncomingLlChunk incoming = rows.incoming(source, token, range);
+      if (!rows.receive(incoming, source, token, range, slots)) return;
+    } else {
+      rows.store_into(slots, range, LlChunk{});
+    }
+    if (range.chunk != 0 || args.recv_weights == nullptr) continue;
+    bool ok = true;
+    for (int first = 0; first < found.slots.size(); first += kWarp) {
+      const int32_t slot = slots.own(first);
+      float weight = 0.0f;
+      if (slot >= 0 && ok && sends_rows) ok = rows.receive_weight_of(source, token, movement.k_of_slot(slot), weight);
+      if (slot >= 0 && ok) args.recv_weights[slot] = weight;
+    }
+    if (__all_sync(~0u, ok ? 1 : 0) == 0) return;
+  }
+}
+// It is not inlined, and gets copies: the chunks would take registers of the loop in Scatter::receive(), and whatever that loop
+// shares with a function by its address would lie in local memory, which each acquire empties out of the L1 cache.
+__device__ __noinline__ inline void receive_all_ll_chunks(const ScatterParams<MixedDispatch>& params,
+                                                          const CallSession call, const WorkPartition partition) {
+  const Movement movement(params, call);
+  if (has_unaligned_rows(params.operation.call))
+    receive_ll_chunks<true>(params, movement, partition);
+  else
+    receive_ll_chunks<false>(params, movement, partition);
+}
+// Receives the tokens of those peers that have sent LL packets, if there are any. A warp that has joined has no part in it.
+__device__ inline void receive_ll_peers(const ScatterParams<MixedDispatch>& params, const CallSession& call,
+                                        const WorkPartition& partition) {
+  bool any = false;
+#pragma unroll 1
+  for (int rank = 0; rank < call.num_ranks(); ++rank)
+    any |= is_ll_peer(params.group, call, params.call.top_k, rank);
+  if (any && partition.index >= 0) receive_all_ll_chunks(params, call, partition);
+}
 
 } // namespace epx::cuda

@@ -6,6 +6,7 @@
 // several rows for each one that they store, and signaling takes none of their time that could be measured.
 #pragma once
 
+#include "base/device/bulk_copy.cuh"
 #include "base/device/memory_order.cuh"
 #include "base/device/warp.cuh"
 #include "runtime/stages/cuda/kernels.h"
@@ -54,7 +55,8 @@ public:
     if (lane() == 0) atomicAdd(closed_, 1ull);
   }
 
-  // The signal warp calls this; it returns once all senders have closed and every flag is stored.
+  // The signal warp calls this; it returns once all senders have closed and every flag is stored. It may then overwrite the
+  // shared memory, by bulk copies too.
   __device__ void run(const CallSession& call) const {
 #pragma unroll 1
     while (true) {
@@ -66,7 +68,7 @@ public:
       for (int cell = lane(), bit = 0; cell < num_cells(); cell += kWarp, ++bit)
         if (atomicAdd(cells_ + cell, 0ull) != 0) pending |= 1u << bit;
       if (__any_sync(~0u, pending != 0 ? 1 : 0) == 0) {
-        if (__all_sync(~0u, closed ? 1 : 0) != 0) return;
+        if (__all_sync(~0u, closed ? 1 : 0) != 0) break;
         backoff(kBackoffNs);
         continue;
       }
@@ -76,6 +78,9 @@ public:
       for (; pending != 0; pending &= pending - 1)
         call.signal_behind_fence(reinterpret_cast<Epoch*>(atomicExch(cells_ + lowest_bit(pending) * kWarp + lane(), 0ull)));
     }
+    // fence.proxy.async: the atomics on the cells come before bulk copies that overwrite them (PTX, Async proxy).
+    fence_shared_before_bulk_copies();
+    __syncwarp(); // no lane looks at a cell any more
   }
 
 private:
