@@ -53,6 +53,8 @@ public:
   WarpList() = default;
   // A list of one value, which all lanes pass.
   __device__ explicit WarpList(T value) : low_(value), size_(1) {}
+  // A list of up to 32 values: lane i passes the i-th.
+  __device__ WarpList(T value, int size) : low_(value), size_(size) {}
 
   __device__ int size() const { return size_; }
   __device__ void append(T value) {

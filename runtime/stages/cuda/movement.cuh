@@ -150,6 +150,29 @@ struct TokenSlots {
   int32_t token = 0;
 };
 
+// The live slots of several tokens on this rank, which Movement::slots_of_batch looks up at the same time: lane t walks the slots
+// of token t.
+struct SlotBatch {
+  static constexpr int kMaxTokens = 8;
+
+  int32_t slot = -1;       // lane t * room_for(K) + i has the i-th live slot of token t
+  int size = 0;            // lane t has the number of live slots of token t, ...
+  int32_t first_slot = -1; // ... and its first slot, live or not; -1: none
+
+  // Returns how many tokens with K = `top_k` fit into a batch.
+  __device__ static int max_tokens(int top_k) { return min(kMaxTokens, kWarp / room_for(top_k)); }
+  // Returns the least power of 2 that is not below `top_k`.
+  __device__ static int room_for(int top_k) { return 1 << (kWarp - __clz(top_k - 1)); }
+
+  __device__ TokenSlots slots_of(int index, int top_k, int64_t token) const {
+    TokenSlots found;
+    found.token = static_cast<int32_t>(token);
+    found.first_slot = from_lane(first_slot, index);
+    found.slots = {from_lane(slot, (index * room_for(top_k) + lane()) % kWarp), from_lane(size, index)};
+    return found;
+  }
+};
+
 // The live slots of one token on this rank on the low-latency path, by k; -1: none.
 struct LlSlots : PerRoute<int32_t> {
   uint64_t live; // a mask of the k that have a live slot
@@ -293,9 +316,8 @@ public:
     const int64_t token = index;
     TokenSlots found;
     found.token = static_cast<int32_t>(token);
-    const int32_t first_slot =
-        plan().first_slots[rank * static_cast<int64_t>(params_.group.context.shape.max_tokens_per_rank) + token];
-    if (!limits().is_slot(first_slot)) return found;
+    const int32_t first_slot = first_slot_of(rank, token);
+    if (first_slot < 0) return found;
     found.first_slot = first_slot;
     found.rank_ordinal = rank_ordinal_of_slot(first_slot);
     for (SlotChain chain(limits(), plan().slot_records, first_slot); chain.has_slot(); chain.advance())
@@ -377,6 +399,24 @@ public:
     const uint32_t token = index / peers;
     return {peer_in_order(token, static_cast<int>(index - token * peers)), token};
   }
+  // As slots_of, for up to SlotBatch::max_tokens(K) tokens at the same time: each lane passes one, whose rank is -1 where there
+  // is none. It is not for rank-major plans.
+  __device__ SlotBatch slots_of_batch(const PeerToken& from) const {
+    SlotBatch batch;
+    const int room = SlotBatch::room_for(params_.call.top_k);
+    if (from.rank >= 0 && from.token < tokens_of(from.rank)) batch.first_slot = first_slot_of(from.rank, from.token);
+    SlotChain chain(limits(), plan().slot_records, batch.first_slot);
+    while (__any_sync(~0u, chain.has_slot() ? 1 : 0) != 0) {
+      const bool is_live = chain.has_slot() && chain.slot() < params_.call.recv_rows;
+      const int token = lane() / room;
+      const int32_t slot = from_lane(is_live ? chain.slot() : -1, token);
+      const int index = from_lane(batch.size, token);
+      if (slot >= 0 && index == lane() % room) batch.slot = slot;
+      if (is_live) ++batch.size;
+      if (chain.has_slot()) chain.advance();
+    }
+    return batch;
+  }
   // Returns the i-th peer, i < P - 1, that this rank serves at a token.
   __device__ int peer_in_order(int64_t token, int i) const { return cuda::peer_in_order(call_, token, i); }
   // Returns the number of indices that peer_token takes.
@@ -400,6 +440,13 @@ private:
   __device__ HandleLimits limits() const {
     const GroupShape& shape = params_.group.context.shape;
     return {shape, params_.call.top_k, params_.call.num_slots(shape)};
+  }
+
+  // Returns a token's first slot on this rank, live or not; -1: none.
+  __device__ int32_t first_slot_of(int rank, int64_t token) const {
+    const int32_t slot =
+        plan().first_slots[rank * static_cast<int64_t>(params_.group.context.shape.max_tokens_per_rank) + token];
+    return limits().is_slot(slot) ? slot : -1;
   }
 
   __device__ void report() const { report_events(call_.context(), params_, call_.descriptors(), is_usable_); }

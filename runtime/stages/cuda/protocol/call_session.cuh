@@ -196,6 +196,10 @@ public:
       if (!wait_long(context(), ready_flag, peer, EPX_PHASE_COMPLETE)) return false;
     return true;
   }
+  // Returns whether the ready flag has been signaled in this call. Then it is as if wait_ready() had returned true.
+  __device__ bool is_ready(const Epoch* ready_flag) const {
+    return load_acquire_sys(ready_flag) == epoch();
+  }
   // st.release: signals the ready flag in a peer's window. What this thread stored, or has seen stored through a barrier, comes
   // first: the release is cumulative (PTX, Causality order). The GPU soak notices a relaxed store
   // when it moves many rows (--kinds 48 --busy-tokens 2048).

@@ -62,6 +62,10 @@ public:
     for (back_ = 0; back_ < (kReaderStages - 1) * kReaderStageBytes; back_ += kReaderStageBytes)
       load_next();
   }
+  // Sets the weight alone, also after begin(); a barrier of the warp must follow.
+  __device__ void set_weight(int row, float weight) {
+    rows()[row].weight = weight;
+  }
   // The list as it was set.
   __device__ const Row& operator[](int row) const {
     return rows()[row];

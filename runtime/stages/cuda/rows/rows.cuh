@@ -223,32 +223,44 @@ __device__ __noinline__ float scale_and_multiply_elements(const T* grad, const T
 
 // The same for the first `count` of the rows x of the lanes: lane i passes x_i, its weight and where the scaled gradient goes,
 // and gets the product. The gradient's row is read once beside all of them. The `to` of one lane may be `grad` itself.
-// `shared`: see RowReader.
+// `shared`: see RowReader. Nothing waits for the loads of the weights before the reading has begun.
 constexpr int kMaxProducts = 6; // as many as registers hold the accumulators of
 template <typename T>
 __device__ inline float scale_and_multiply(std::byte* shared, const T* grad, const T* x, int count, int64_t hidden, T* to,
                                            bool is_weighted, float weight) {
   using Reader = RowReader<T, true>;
   Reader reader(shared, hidden);
-  if (lane() < count) reader.set(1 + lane(), {x, to, weight});
+  if (lane() < count) reader.set(1 + lane(), {x, to, 0.0f});
   if (lane() == 0) reader.set(0, {grad, nullptr, 0.0f});
   reader.begin(1 + count);
+  if (lane() < count) reader.set_weight(1 + lane(), weight);
+  __syncwarp(); // the weights are there
   float acc[kMaxProducts][kFragment] = {};
 #pragma unroll 1
   for (int h_tile = 0; h_tile < reader.h_tiles(); ++h_tile) {
     typename Reader::Fragments grads, fragments;
     reader.next(0, grads);
     const int64_t h = int64_t{h_tile} * Reader::kHTile + lane() * kFragment;
+    const bool is_whole = int64_t{h_tile + 1} * Reader::kHTile <= hidden;
 #pragma unroll
     for (int i = 0; i < kMaxProducts; ++i) {
       if (i >= count) break;
       reader.next(1 + i, fragments);
-      const auto& target = reader[1 + i];
+      const auto target = reader[1 + i]; // a copy: a store to target.to might change the list, as far as the compiler knows
+      T* const to_h = target.to + h;
+      if (is_whole && is_weighted) { // no branches
+#pragma unroll
+        for (int warp_tile = 0; warp_tile < Reader::kWarpTiles; ++warp_tile) {
+          add_products(acc[i], grads[warp_tile], fragments[warp_tile]);
+          store_vector(to_h + warp_tile * kWarpTile, scaled(target.weight, grads[warp_tile]));
+        }
+        continue;
+      }
 #pragma unroll
       for (int warp_tile = 0; warp_tile < Reader::kWarpTiles; ++warp_tile) {
         if (h + warp_tile * kWarpTile >= hidden) continue;
         add_products(acc[i], grads[warp_tile], fragments[warp_tile]);
-        store_vector(target.to + h + warp_tile * kWarpTile,
+        store_vector(to_h + warp_tile * kWarpTile,
                      is_weighted ? scaled(target.weight, grads[warp_tile]) : grads[warp_tile]);
       }
     }
@@ -256,8 +268,10 @@ __device__ inline float scale_and_multiply(std::byte* shared, const T* grad, con
   reader.end();
   float own_product = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kMaxProducts; ++i)
+  for (int i = 0; i < kMaxProducts; ++i) {
+    if (i >= count) break;
     if (const float product = reduce_tree(acc[i]); lane() == i) own_product = product;
+  }
   return own_product;
 }
 

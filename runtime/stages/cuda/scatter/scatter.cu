@@ -50,16 +50,19 @@ struct CombineBwd {
   static constexpr bool clears_pads() { return true; }
   static constexpr bool kMixesPaths = false;
   __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float) const {
-    const bool is_slot = slot >= 0;
-    std::byte* const to = is_slot ? call.grad_expert_out + call.row_of_slot(slot) * row_bytes : nullptr;
     const auto* const row = reinterpret_cast<const T*>(source_row.row);
-    const float factor = is_slot && call.recv_weights != nullptr ? call.recv_weights[slot] : 1.0f;
-    if constexpr (kHasProducts)
-      store_with_products(pipeline, row, slot, reinterpret_cast<T*>(to), factor);
-    else if (call.recv_weights != nullptr)
-      scale_row_to_destinations(pipeline, row, call.hidden, reinterpret_cast<T*>(to), factor);
-    else
-      begin_copy_row_to_destinations(pipeline, source_row.row, row_bytes, slot != source_row.slot_in_place ? to : nullptr);
+    if constexpr (kHasProducts) {
+      store_with_products(pipeline, row, slot);
+    } else {
+      const bool is_slot = slot >= 0;
+      std::byte* const to = is_slot ? call.grad_expert_out + call.row_of_slot(slot) * row_bytes : nullptr;
+      const float factor = is_slot && call.recv_weights != nullptr ? call.recv_weights[slot] : 1.0f;
+      if (call.recv_weights != nullptr)
+        scale_row_to_destinations(pipeline, row, call.hidden, reinterpret_cast<T*>(to), factor);
+      else
+        begin_copy_row_to_destinations(pipeline, source_row.row, row_bytes,
+                                       slot != source_row.slot_in_place ? to : nullptr);
+    }
   }
   __device__ void clear_weight_and_sidecar(int32_t slot) const {
     if (kHasProducts && slot >= 0) call.grad_recv_weights[slot] = 0.0f;
@@ -67,27 +70,28 @@ struct CombineBwd {
 
 private:
   // Lanes that have a slot come first. Slots descend: the first may alias the gradient's row, and is overwritten last.
-  __device__ void store_with_products(TmaRowPipeline& pipeline, const T* grad, int32_t slot, T* to, float factor) const {
-    const T* const x = slot >= 0 ? reinterpret_cast<const T*>(call.expert_out + slot * row_bytes) : nullptr;
+  __device__ void store_with_products(TmaRowPipeline& pipeline, const T* grad, int32_t slot) const {
     const bool is_weighted = call.recv_weights != nullptr;
     const int slots = __popc(__ballot_sync(~0u, slot >= 0 ? 1 : 0));
-    const uint64_t bits = reinterpret_cast<uint64_t>(grad) | reinterpret_cast<uint64_t>(x) | reinterpret_cast<uint64_t>(to);
-    const bool is_aligned = __all_sync(~0u, is_vectorizable(bits, call.hidden) ? 1 : 0) != 0;
+    const auto bits = [](const void* place) { return reinterpret_cast<uint64_t>(place); };
+    // Where the first rows and the size of a row are aligned, all rows are.
+    const bool is_aligned = is_vectorizable(bits(grad) | bits(call.expert_out) | bits(call.grad_expert_out), call.hidden);
     const int at_a_time = is_aligned ? kMaxProducts : 1;
 #pragma unroll 1
     for (int first = (slots - 1) / at_a_time * at_a_time; first >= 0; first -= at_a_time) {
       const int count = min(at_a_time, slots - first);
-      const int from = min(first + lane(), kWarp - 1); // lane i has the slot `first` + i
-      T* const target = from_lane(to, from);
-      const T* const row = from_lane(x, from);
-      const float weight = from_lane(factor, from);
+      const int32_t own = from_lane(slot, min(first + lane(), kWarp - 1)); // lane i has the slot `first` + i
+      const bool has_own = lane() < count;
+      T* const to = has_own ? reinterpret_cast<T*>(call.grad_expert_out + call.row_of_slot(own) * row_bytes) : nullptr;
+      const T* const x = has_own ? reinterpret_cast<const T*>(call.expert_out + own * row_bytes) : nullptr;
+      const float weight = has_own && is_weighted ? call.recv_weights[own] : 1.0f;
       float product;
       if (is_aligned)
-        product = scale_and_multiply(pipeline.begin_generic(), grad, row, count, call.hidden, target, is_weighted, weight);
+        product = scale_and_multiply(pipeline.begin_generic(), grad, x, count, call.hidden, to, is_weighted, weight);
       else
-        product = scale_and_multiply_elements(grad, from_lane(row, 0), call.hidden, from_lane(target, 0), is_weighted,
+        product = scale_and_multiply_elements(grad, from_lane(x, 0), call.hidden, from_lane(to, 0), is_weighted,
                                               from_lane(weight, 0));
-      if (const int32_t own = from_lane(slot, from); lane() < count) call.grad_recv_weights[own] = product;
+      if (has_own) call.grad_recv_weights[own] = product;
     }
   }
 };

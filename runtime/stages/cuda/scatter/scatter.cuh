@@ -141,21 +141,72 @@ public:
   // The tokens of this rank come first: they need no peer. Those of peers that have sent LL packets are left to
   // receive_ll_peers().
   __device__ void receive(const WarpAssignment& warp) const {
-    const int64_t own = operation_.call.num_tokens;
-    const int64_t tiles = own + movement_.num_peer_tokens();
+    const Tiles tiles(static_cast<int32_t>(operation_.call.num_tokens + movement_.num_peer_tokens()), max_batch_tokens(),
+                      warp, call_.takes_ht_path());
 #pragma unroll 1
-    for (int64_t tile = movement_.first_tile(warp, tiles); tile < tiles; tile = movement_.next_tile(warp, tiles)) {
-      Movement::PeerToken from{call_.rank(), tile};
-      if (tile >= own) from = movement_.peer_token(static_cast<uint32_t>(tile - own));
-      if (from.token >= movement_.tokens_of(from.rank)) continue;
-      if constexpr (Operation::kMixesPaths)
-        if (is_ll_peer(group_, call_, operation_.call.top_k, from.rank)) continue;
-      if (!receive_token(from.rank, movement_.slots_of(from.rank, from.token))) break;
-    }
+    for (int64_t tile = movement_.first_tile(warp, tiles.count); tile < tiles.count;
+         tile = movement_.next_tile(warp, tiles.count))
+      if (!receive_tile(tiles.first_token(static_cast<int32_t>(tile)), tiles.first_token(static_cast<int32_t>(tile) + 1)))
+        break;
     pipeline_.finish();
   }
 
 private:
+  // A receiver's tile is a batch of tokens where each warp has more than kManyTokens of them, since a look-up is a chain of
+  // dependent loads with no row in flight. The last tiles are of one token each, so that all warps end at about the same time.
+  struct Tiles {
+    static constexpr int kManyTokens = 32, kSinglesPerWarp = 4;
+    int32_t more_tokens; // than one, of each batch
+    int32_t batches;
+    int32_t count;
+
+    // In tests `all` makes batches of all tokens.
+    __device__ Tiles(int32_t tokens, int max_batch_tokens, const WarpAssignment& warp, bool all)
+        : more_tokens(max_batch_tokens - 1), batches(0) {
+      const auto receivers = static_cast<int32_t>(warp.count);
+      const int32_t singles = all ? 0 : kSinglesPerWarp * (receivers + static_cast<int32_t>(warp.joining));
+      if (more_tokens > 0 && (all || tokens > kManyTokens * receivers))
+        batches = max(tokens - singles, 0) / (more_tokens + 1);
+      count = tokens - batches * more_tokens;
+    }
+    __device__ int32_t first_token(int32_t tile) const { return tile + min(tile, batches) * more_tokens; }
+  };
+  __device__ int max_batch_tokens() const {
+    return operation_.call.is_rank_major() || operation_.call.top_k > kWarp ? 1
+                                                                            : SlotBatch::max_tokens(operation_.call.top_k);
+  }
+
+  // Receives the tokens [first, end); see token_at. Returns false when the group has failed.
+  __device__ bool receive_tile(int32_t first, int32_t end) const {
+    const bool is_batch = end - first > 1;
+    SlotBatch batch;
+    bool is_ready = false; // in lane t: the warp has acquired the ready flag of token t of the batch
+    if (is_batch) {
+      const Movement::PeerToken from = first + lane() < end ? token_at(first + lane()) : Movement::PeerToken{-1, 0};
+      batch = movement_.slots_of_batch(from);
+      if (batch.size > 0 && from.rank != call_.rank() && movement_.sends_rows(from.rank))
+        is_ready = call_.is_ready(ready_flag_at(call_.rank(), from.rank, from.token));
+      __syncwarp(); // all lanes see what each has acquired: a vote orders no memory
+    }
+#pragma unroll 1
+    for (int32_t index = first; index < end; ++index) {
+      const Movement::PeerToken from = token_at(index);
+      if (from.token >= movement_.tokens_of(from.rank)) continue;
+      if constexpr (Operation::kMixesPaths)
+        if (is_ll_peer(group_, call_, operation_.call.top_k, from.rank)) continue;
+      const TokenSlots found = is_batch ? batch.slots_of(index - first, operation_.call.top_k, from.token)
+                                        : movement_.slots_of(from.rank, from.token);
+      if (!receive_token(from.rank, found, from_lane(is_ready ? 1 : 0, index - first) != 0)) return false;
+    }
+    return true;
+  }
+  // The tokens to receive: those of this rank, and then those of the peers.
+  __device__ Movement::PeerToken token_at(int32_t index) const {
+    const auto own = static_cast<int32_t>(operation_.call.num_tokens);
+    return index < own ? Movement::PeerToken{call_.rank(), index}
+                       : movement_.peer_token(static_cast<uint32_t>(index - own));
+  }
+
   __device__ int64_t staging_row(int source, int64_t token, int32_t first_slot) const {
     return scatter_staging_row(group_.context.layout, group_.context.shape, source, token, first_slot);
   }
@@ -236,8 +287,9 @@ private:
     cell_ ^= 1;
   }
 
-  // Stores one token into its slots here. Returns false when the group has failed.
-  __device__ bool receive_token(int source, const TokenSlots& found) const {
+  // Stores one token into its slots here. Returns false when the group has failed. `is_ready`: the warp has acquired the row's
+  // ready flag.
+  __device__ bool receive_token(int source, const TokenSlots& found, bool is_ready) const {
     const int64_t token = found.token;
     const int rank = call_.rank();
     const int64_t row_bytes = operation_.row_bytes;
@@ -256,10 +308,12 @@ private:
                          -1};
     const int64_t staging = staging_row(source, token, found.first_slot);
     if (source != rank) {
-      bool ok = true;
-      if (lane() == 0) ok = call_.wait_ready(ready_flag_at(rank, source, token), source);
-      if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
-      __syncwarp(); // all lanes see what lane 0 has acquired: a vote orders no memory
+      if (!is_ready) {
+        bool ok = true;
+        if (lane() == 0) ok = call_.wait_ready(ready_flag_at(rank, source, token), source);
+        if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
+        __syncwarp(); // all lanes see what lane 0 has acquired: a vote orders no memory
+      }
       const int32_t first_live = slots[0];
       const bool in_place = movement_.has_registered_rows(rank);
       source_row = {in_place ? operation_.rows() + operation_.call.row_of_slot(first_live) * row_bytes
