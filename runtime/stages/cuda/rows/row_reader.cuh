@@ -44,8 +44,6 @@ public:
       : ring_(in_register(shared)), end_((hidden + lead) * static_cast<int64_t>(sizeof(T))),
         lead_bytes_(lead * static_cast<int>(sizeof(T))) {
     static_assert(kReaderStages * kReaderStageBytes + kMaxRows * sizeof(Row) <= TmaRowPipeline::kStagesBytes);
-    h_tiles_left_ = h_tiles();
-    partial_h_tiles_ = end_ % kHTileBytes != 0 ? 1 : 0;
   }
 
   // The number of h-tiles of a row.
@@ -58,6 +56,8 @@ public:
   __device__ void begin(int num_rows) {
     __syncwarp(); // the list is complete
     num_rows_ = num_rows;
+    whole_loads_left_ = kIsAligned ? static_cast<int>(end_ / kHTileBytes) * num_rows : 0;
+    other_loads_left_ = h_tiles() * num_rows - whole_loads_left_;
 #pragma unroll 1
     for (back_ = 0; back_ < (kReaderStages - 1) * kReaderStageBytes; back_ += kReaderStageBytes)
       load_next();
@@ -81,7 +81,7 @@ public:
       for (int warp_tile = 0; warp_tile < kWarpTiles; ++warp_tile)
         fragments[warp_tile] = load_vector<T>(stage + offset_of_fragment<T>(warp_tile));
     } else {
-      const int shift = misalignment(begin_of(row));
+      const int shift = misalignment(begin_of(rows()[row]));
       __syncwarp(); // all lanes' copies are complete
 #pragma unroll
       for (int warp_tile = 0; warp_tile < kWarpTiles; ++warp_tile)
@@ -110,26 +110,28 @@ private:
   __device__ static int misalignment(const std::byte* address) {
     return static_cast<int>(reinterpret_cast<uint64_t>(address) % kAsyncCopyBytes);
   }
-  __device__ const std::byte* begin_of(int row) const {
-    return reinterpret_cast<const std::byte*>(rows()[row].from) - lead_bytes_;
+  __device__ const std::byte* begin_of(const Row& row) const {
+    return reinterpret_cast<const std::byte*>(row.from) - lead_bytes_;
   }
 
   // Begins the next load. There is one group of copies for each stage, empty when there is nothing more to load.
   __device__ void load_next() {
-    if constexpr (!kIsAligned) {
-      if (h_tiles_left_ > 0) load_granules();
-    } else if (h_tiles_left_ > partial_h_tiles_) {
+    if (whole_loads_left_ > 0) {
+      --whole_loads_left_;
 #pragma unroll
       for (int at = 0; at < kFragmentBytes; at += kAsyncCopyBytes)
         begin_async_copies<kWarpTiles, kWarpTileBytes>(own(back_) + at, own_next() + at);
-    } else if (h_tiles_left_ > 0) {
-      load_last_fragments();
+    } else if (other_loads_left_ > 0) {
+      --other_loads_left_;
+      if constexpr (kIsAligned)
+        load_last_fragments();
+      else
+        load_granules();
     }
     end_async_copy_group();
-    if (++next_row_ < num_rows_) return;
+    if (++next_row_ != num_rows_) return;
     next_row_ = 0;
     next_offset_ += kHTileBytes;
-    --h_tiles_left_;
   }
   // The lane's first fragment in the stage, and in the row and h-tile that are loaded next.
   __device__ std::byte* own(int stage) const {
@@ -146,7 +148,7 @@ private:
       begin_async_copies<kFragmentBytes / kAsyncCopyBytes, kAsyncCopyBytes>(to + at, from + at);
   }
   __device__ void load_granules() {
-    const std::byte* const begin = begin_of(next_row_);
+    const std::byte* const begin = begin_of(rows()[next_row_]);
     const std::byte* const row = begin + lead_bytes_;
     const std::byte* const end = begin + end_;
     const std::byte* const first = begin + next_offset_ - misalignment(begin);
@@ -185,13 +187,13 @@ private:
   std::byte* ring_;
   int64_t end_; // bytes from the begin of a row's first fragment to the row's end
   int lead_bytes_;
-  int num_rows_ = 0;
-  int h_tiles_left_;        // to be loaded, of each row
-  int partial_h_tiles_;     // 1 if the last h-tile is not whole
-  int64_t next_offset_ = 0; // of the h-tile that is loaded next, ...
-  int next_row_ = 0;        // ... of this row, ...
-  int back_ = 0;            // ... into the stage at this offset: the one that was taken last
-  int front_ = 0;           // the offset of the stage of the oldest h-tile that has not been taken
+  int64_t next_offset_ = 0;  // of the h-tile that is loaded next, ...
+  int next_row_ = 0;         // ... of this row
+  int num_rows_ = 0;         // the number of rows
+  int whole_loads_left_ = 0; // of aligned rows, all h-tiles but the last where that is not whole
+  int other_loads_left_ = 0; // they come after those
+  int back_ = 0;             // the stage that it goes to: the one that was taken last, by its offset
+  int front_ = 0;            // that of the oldest h-tile that has not been taken
 };
 
 } // namespace epx::cuda
