@@ -27,6 +27,9 @@ struct WarpRoleCounts {
   int signal_warps; // per sender block: 1, or 0 when the senders signal by themselves
   bool joins;       // a sender that has no more to send receives, and so does a signal warp then
 };
+// What the receivers of a kernel with the roles of scatter do: all that is left to do with rows, or, in dispatch_rank_major, little
+// beside the routes.
+enum class ReceiverWork { rows, routes };
 constexpr int kMovementThreads = 512; // of each block of scatter and gather
 // Blocks of a movement on an SM. Role counts are for one, whose threads have 128 registers each. Kernels say it in their
 // __launch_bounds__, too, or ptxas may choose 64 registers for the sake of two blocks, and spill thousands of bytes.
@@ -69,8 +72,7 @@ public:
   Grid next_prepare(int64_t routes, cudaStream_t stream);
   PrepareDispatchGrid next_prepare_dispatch(int64_t tokens, int top_k, int64_t row_bytes, int alignment,
                                             cudaStream_t stream);
-  // senders_join: senders of the kernel can join its receivers.
-  MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int alignment, bool senders_join, cudaStream_t stream);
+  MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int alignment, ReceiverWork receivers, cudaStream_t stream);
   MovementGrid next_gather(int64_t tokens, int64_t row_bytes, cudaStream_t stream);
 
   // The next kernel is launched without PDL.

@@ -687,7 +687,8 @@ std::vector<const void*> rank_major_kernels() {
 cudaError_t launch_dispatch_rank_major(const DeviceGroup& group, LaunchPlan& plan, const DispatchRankMajorCall& call,
                                        const RegisteredRange& range, cudaStream_t stream) {
   const GroupShape& shape = group.context.shape;
-  const auto [grid, role_counts] = plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1, false, stream);
+  const auto [grid, role_counts] =
+      plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1, ReceiverWork::routes, stream);
   const RankMajorParams params{
       make_movement_params(group, role_counts, call, call.topk_weights != nullptr ? 1 : 0, call.sidecar_bytes, range), call,
       ExpertRanks(ExpertBlocks{shape.num_experts, shape.num_ranks})};

@@ -7,6 +7,7 @@
 //   send     store a peer's row into the home rank's staging            the entry barrier; a free cell of the signal warp
 //   signal   store ready flags for the send warps of their CTA          the CTA's pending flags
 //            (signal_warp.cuh)
+//            In a small grid both receive when nothing is left to do
 //   receive  sum a part of what the peers have sent of a token of this  the entry barrier; the ready flag of each row
 //            rank, and of the row here, in rank order
 //
@@ -70,7 +71,7 @@ public:
     const int64_t size = h_tiles_of_part * kHTileElements;
     const int64_t tiles = static_cast<int64_t>(tokens) * parts;
 #pragma unroll 1
-    for (int64_t tile = warp.index; tile < tiles; tile = movement_.next_tile(warp, tiles)) {
+    for (int64_t tile = movement_.first_tile(warp, tiles); tile < tiles; tile = movement_.next_tile(warp, tiles)) {
       const uint32_t token = static_cast<uint32_t>(tile) / parts;
       const int64_t first = (static_cast<uint32_t>(tile) - token * parts) * size;
       if (!sum_part(token, first, min(args_.hidden - first, size))) return;
@@ -205,13 +206,16 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   }
   TmaRowPipeline pipeline = pipeline_of_warp();
   RankMajorGather<T> gather(params, movement, pipeline);
-  const WarpAssignment warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
+  WarpAssignment warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
   if (warp.role == WarpRole::signal) gather.signal_warp().clear();
   if (!movement.begin()) return;
-  if (warp.role == WarpRole::send) gather.send(warp);
-  if (warp.role == WarpRole::signal) {
+  if (warp.role == WarpRole::send) {
+    gather.send(warp);
+    warp = join_receivers(params.role_counts);
+  } else if (warp.role == WarpRole::signal) {
     gather.signal_warp().run(movement.call());
     if (lane() == 0) movement.call().sent(static_cast<unsigned>(warp.count));
+    warp = join_receivers(params.role_counts);
   }
   if (warp.role == WarpRole::receive) gather.sum(warp);
 }
@@ -226,7 +230,8 @@ __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
 
 cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const MovementCall& call, const GatherTensors& tensors,
                    cudaStream_t stream) {
-  const auto [grid, role_counts] = plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1, false, stream);
+  const auto [grid, role_counts] =
+      plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1, ReceiverWork::rows, stream);
   const int32_t weights = tensors.carried_weights != nullptr ? 2 : 0;
   const GatherParams params{make_movement_params(group, role_counts, call, weights, 0, kNotRegistered), tensors};
   if (call.dtype == EPX_FLOAT32) return launch_cooperative(&rank_major_gather_kernel<float>, grid, stream, params);

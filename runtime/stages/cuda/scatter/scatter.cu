@@ -173,7 +173,8 @@ cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const Operation& 
                    const RegisteredRange& registered, cudaStream_t stream) {
   const auto& call = operation.call;
   const int alignment = operation.clears_pads() ? call.alignment : 1; // of zones that have pads to clear
-  const auto [grid, role_counts] = plan.next_scatter(call.num_tokens, operation.row_bytes, alignment, true, stream);
+  const auto [grid, role_counts] =
+      plan.next_scatter(call.num_tokens, operation.row_bytes, alignment, ReceiverWork::rows, stream);
   const ScatterParams<Operation> params{
       make_movement_params(group, role_counts, call, weights, operation.sidecar_bytes(), registered), operation};
   return launch_cooperative(&scatter_kernel<Operation>, grid, stream, params);
