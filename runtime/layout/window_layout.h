@@ -80,18 +80,21 @@ constexpr int64_t ll_chunks_of(int64_t row_bytes) {
   return (row_bytes + kLlChunkBytes - 1) / kLlChunkBytes;
 }
 
-// Limits of the low-latency path: tokens of one rank, bytes of rows that a rank sends at most, and tokens of all ranks together.
-// With more bytes, what epochs take of the wire costs more than waiting until a row is complete. On 2 H200 (rows of 7168 bfloat16,
-// top-8 of 256 experts) dispatch took 28.8 us on this path and 31.2 on the high-throughput one with 256 tokens, 40.0 and 36.0 with
-// 384; combine took 39.2 and 42.2, 50.2 and 48.9. Whatever their bytes are, kMinLlTokens tokens are within the limits.
+// Limits of the low-latency path: tokens of one rank, bytes of rows that a rank sends at most, and tokens and routes of all ranks
+// together. With more bytes, what epochs take of the wire costs more than waiting until a row is complete. On 2 H200 (rows of 7168
+// bfloat16, top-8 of 256 experts) dispatch took 28.8 us on this path and 31.2 on the high-throughput one with 256 tokens, 40.0 and
+// 36.0 with 384; combine took 39.2 and 42.2, 50.2 and 48.9. Up to kMinLlTokens neither bytes nor routes count. That more tokens need
+// a routing all-gather of max_top_k keeps the table of their slots in the handle memory within its bound (epx.h).
 constexpr int kMaxLlTokens = 256;
 constexpr int kMinLlTokens = 128;
 constexpr int64_t kMaxLlBytes = int64_t{4} << 20;
 constexpr int kMaxLlRows = 2048;
 constexpr int kMaxGatheredRoutes = 8192; // routes of the routing all-gather, all ranks together
 inline int64_t max_ll_tokens(const GroupShape& shape) {
-  const int64_t sent_bytes_of_token = row_bytes(shape.max_token_dtype, shape.hidden_dim) * std::max(shape.num_ranks - 1, 1);
-  const int64_t tokens = std::clamp<int64_t>(kMaxLlBytes / sent_bytes_of_token, kMinLlTokens, kMaxLlTokens);
+  const int copies = std::max(1, std::min(shape.num_ranks - 1, shape.max_top_k)); // of a row, to other ranks
+  const int64_t by_bytes = kMaxLlBytes / (row_bytes(shape.max_token_dtype, shape.hidden_dim) * copies);
+  const int64_t by_routes = kMaxGatheredRoutes / (int64_t{shape.num_ranks} * shape.max_top_k);
+  const int64_t tokens = std::clamp<int64_t>(std::min(by_bytes, by_routes), kMinLlTokens, kMaxLlTokens);
   return std::min({int64_t{shape.max_tokens_per_rank}, tokens, int64_t{kMaxLlRows / shape.num_ranks}});
 }
 

@@ -22,6 +22,9 @@ GroupShape shape_of(const GroupCase& group) {
   shape.num_ranks = group.num_ranks;
   shape.num_experts = group.num_experts;
   shape.max_tokens_per_rank = group.max_tokens;
+  shape.hidden_dim = group.hidden_dim;
+  shape.max_top_k = group.max_top_k;
+  shape.max_token_dtype = group.max_dtype;
   shape.max_recv_tokens = recv_capacity(group);
   return shape;
 }

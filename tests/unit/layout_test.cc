@@ -220,6 +220,10 @@ TEST_CASE("LL staging: a place for each chunk, apart by parity, within its regio
   CHECK(ll_tokens(4) == epx::kMinLlTokens);
   config.hidden_dim = 2880;
   CHECK(ll_tokens(4) == epx::kMaxLlBytes / (3 * 2 * 2880));
+  config.max_top_k = 2; // a row goes to two ranks at most
+  CHECK(ll_tokens(4) == epx::kMaxLlTokens);
+  config.max_top_k = 64;
+  CHECK(ll_tokens(2) == epx::kMinLlTokens); // the routing all-gather carries 64 tokens of 64 routes
 }
 
 TEST_CASE("the memory plan lists the regions of the window, for the transport that the config names") {
@@ -269,9 +273,9 @@ TEST_CASE("handle memory over nodes keeps to the formula of epx.h, and legs have
 }
 
 TEST_CASE("handle memory keeps to the formula of the contract") {
-  for (const int ranks : {1, 4, 64}) {
-    for (const int tokens : {1, 128, 8192}) {
-      for (const int top_k : {1, 8, 64}) {
+  for (const int ranks : {1, 2, 4, 8, 64}) {
+    for (const int tokens : {1, 128, 256, 8192}) {
+      for (const int top_k : {1, 8, 32, 64}) {
         epx_group_config config = small_config();
         config.num_experts = 256;
         config.max_tokens_per_rank = tokens;
