@@ -105,7 +105,7 @@ public:
     }
     try { // kernels poll their window more often than the host's memory
       const CudaDeviceScope scope(device_);
-      check_cuda(launch_abort(group_, abort_record, side_stream_.get()), "epx_group_abort");
+      check_cuda(launch_abort(group_, abort_record, abort_stream_.get()), "epx_group_abort");
     } catch (const StatusError&) {
       if (!board_->reaches_peers()) throw;
     }
@@ -124,7 +124,6 @@ public:
     launch(operation, stream, launch_kernel);
   }
   const DeviceGroup& device_group() const override { return group_; }
-  cudaStream_t side_stream() const override { return side_stream_.get(); }
   void set_names(const NodeNames& names) override { reader_.set_names(names); }
   std::optional<Failure> failure() override {
     is_healthy();
@@ -335,7 +334,7 @@ private:
   DeviceMemory<std::byte*> allocation_bases_;
   DeviceMemory<LlPacket8> prepare_scratch_;
   DeviceMemory<LlPacket8> plan_packets_;
-  CudaStream side_stream_;
+  CudaStream abort_stream_;
   StreamOrder order_;
   uint32_t num_launches_ = 0;
   uint64_t launched_ = 0; // sequence number of the last call that the host has launched, or RankBoard::kUnknown

@@ -31,9 +31,6 @@ public:
   // The node as kernels that are no calls see it.
   virtual const DeviceGroup& device_group() const = 0;
 
-  // For what must not wait for the kernels of calls. Nothing else is on it but the kernel of abort().
-  virtual cudaStream_t side_stream() const = 0;
-
   // Reports from now on have these names; it is called before the first call.
   virtual void set_names(const NodeNames& names) = 0;
 

@@ -1,12 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/stages/cuda/nodes/leg_probe.h"
 
+#include <utility>
+
+#include <cuda_runtime_api.h>
+
+#include "base/background_thread.h"
 #include "base/cuda_error.h"
+#include "base/error.h"
 
 namespace epx::cuda {
+namespace {
 
-LegProbe::LegProbe(const DeviceState* state, cudaStream_t stream, DeviceState* copy, std::chrono::milliseconds timeout)
-    : state_(state), stream_(stream), copy_(copy), timeout_(timeout) {
+using namespace std::chrono_literals;
+
+constexpr auto kReadInterval = 50ms;
+
+// The calling thread makes no other use of CUDA. Where the state is freed meanwhile, CUDA refuses the copy, or cudaFree waits for
+// it. In relaxed mode the calls break no capture that is under way in another thread.
+std::optional<DeviceState> read(const DeviceState* state, int device) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaStream_t stream = nullptr;
+  if (cudaSetDevice(device) != cudaSuccess || cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess ||
+      cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess)
+    return std::nullopt;
+  DeviceState copy{};
+  const bool ok = cudaMemcpyAsync(&copy, state, sizeof(copy), cudaMemcpyDeviceToHost, stream) == cudaSuccess &&
+                  cudaStreamSynchronize(stream) == cudaSuccess;
+  cudaStreamDestroy(stream);
+  return ok ? std::optional(copy) : std::nullopt;
+}
+
+} // namespace
+
+LegProbe::LegProbe(const DeviceState* state, std::chrono::milliseconds timeout) : state_(state), timeout_(timeout) {
   check_cuda(cudaGetDevice(&device_), "cudaGetDevice");
 }
 
@@ -14,13 +41,12 @@ bool LegProbe::finds_hanging_leg() {
   const bool has_passed = deadline_ && deadline_->passed(); // asked at every poll, so that a suspension is seen
   if (has_failed_) return false;
   bool hangs = false;
-  if (is_reading_) {
-    const cudaError_t error = cudaStreamQuery(stream_);
-    if (error == cudaErrorNotReady) return false;
-    is_reading_ = false;
-    has_failed_ = error != cudaSuccess;
+  if (read_.valid()) {
+    if (read_.wait_for(0s) != std::future_status::ready) return false;
+    const std::optional<DeviceState> state = read_.get();
+    has_failed_ = !state;
     if (has_failed_) return false;
-    const std::optional<Position> position = position_of(*copy_);
+    const std::optional<Position> position = position_of(*state);
     hangs = has_passed && position == last_;
     if (!position)
       deadline_.reset();
@@ -28,17 +54,20 @@ bool LegProbe::finds_hanging_leg() {
       deadline_.emplace(timeout_);
     last_ = position.value_or(Position{});
   }
-  is_reading_ = begins_read();
-  has_failed_ = !is_reading_;
+  if (Clock::now() >= next_read_) begin_read();
   return hangs;
 }
 
-bool LegProbe::begins_read() {
-  // The thread keeps both settings. To set another device again would make a context there; and without the mode a query would
-  // break a capture that is under way in another thread.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  return cudaSetDevice(device_) == cudaSuccess && cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess &&
-         cudaMemcpyAsync(copy_, state_, sizeof(*copy_), cudaMemcpyDeviceToHost, stream_) == cudaSuccess;
+void LegProbe::begin_read() {
+  next_read_ = Clock::now() + kReadInterval;
+  std::packaged_task<std::optional<DeviceState>()> task([state = state_, device = device_] { return read(state, device); });
+  read_ = task.get_future();
+  try {
+    start_background_thread("the read of a GPU's state", std::move(task)).detach();
+  } catch (const StatusError&) {
+    read_ = {};
+    has_failed_ = true;
+  }
 }
 
 // Returns none while no leg is running: all blocks that have begun one have left it.

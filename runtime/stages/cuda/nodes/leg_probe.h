@@ -6,9 +6,8 @@
 
 #include <chrono>
 #include <cstdint>
+#include <future>
 #include <optional>
-
-#include <cuda_runtime_api.h>
 
 #include "base/suspension_aware_deadline.h"
 #include "runtime/stages/cuda/protocol/device_group.h"
@@ -17,18 +16,18 @@ namespace epx::cuda {
 
 class LegProbe {
 public:
-  // `state` is that of the legs' group, on the current device, `stream` one that no call is on, and `copy` pinned host memory,
-  // which a read may still write after the end of the probe while the device is busy.
-  LegProbe(const DeviceState* state, cudaStream_t stream, DeviceState* copy, std::chrono::milliseconds timeout);
+  // `state` is that of the legs' group, on the current device.
+  LegProbe(const DeviceState* state, std::chrono::milliseconds timeout);
 
-  // One thread, which has no other use for CUDA, calls this again and again while a call takes too long. Returns true when reads
-  // have found the same leg running for the timeout, and no block has left it meanwhile. It does not wait for the device; where
-  // that puts the copy behind the kernel (CUDA_DEVICE_MAX_CONNECTIONS=1 can do so), nothing is found.
+  // One thread calls this again and again while a call takes too long. Returns true when reads have found the same leg running
+  // for the timeout, and no block has left it meanwhile. Threads of their own make the reads, since a call of CUDA may wait: for
+  // another thread that has the driver's lock, or for the kernel (with CUDA_DEVICE_MAX_CONNECTIONS=1). Then nothing is found.
   bool finds_hanging_leg();
   // The call has gone on.
   void reset() { deadline_.reset(); }
 
 private:
+  using Clock = std::chrono::steady_clock;
   // How far the legs have come while one is running.
   struct Position {
     uint64_t begun, blocks_left;
@@ -36,14 +35,13 @@ private:
     bool operator==(const Position&) const = default;
   };
   static std::optional<Position> position_of(const DeviceState& state);
-  bool begins_read();
+  void begin_read();
 
   const DeviceState* state_;
-  cudaStream_t stream_;
-  DeviceState* copy_;
   std::chrono::milliseconds timeout_;
   int device_ = 0;
-  bool is_reading_ = false;
+  std::future<std::optional<DeviceState>> read_; // under way, if it is valid
+  Clock::time_point next_read_{};
   bool has_failed_ = false; // nothing can be known of the device any more
   Position last_{};
   std::optional<SuspensionAwareDeadline> deadline_; // of the leg at last_, while one is running

@@ -84,8 +84,7 @@ public:
                                                                        buffers_.received_records.get(),
                                                                        node_->device_group().state} {
     check_cuda(cudaGetDevice(&device_), "cudaGetDevice");
-    watch_ = std::make_unique<NodesWatch>(context_, shape_, *node_, *rails_, std::move(control), *buffers_.progress,
-                                          buffers_.node_state_on_host.get());
+    watch_ = std::make_unique<NodesWatch>(context_, shape_, *node_, *rails_, std::move(control), *buffers_.progress);
   }
   ~NodesBackend() override {
     bool is_idle = false;

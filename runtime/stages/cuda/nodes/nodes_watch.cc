@@ -42,11 +42,10 @@ bool is_found_by_node(epx_status status) {
 } // namespace
 
 NodesWatch::NodesWatch(const GroupContext& context, const NodesShape& shape, NodeBackend& node, Rails& rails,
-                       std::unique_ptr<ControlConnection> control, const NodesProgress& progress, DeviceState* state_copy)
+                       std::unique_ptr<ControlConnection> control, const NodesProgress& progress)
     : context_(context), node_(node), rails_(rails), progress_(progress), control_(std::move(control)) {
   if (shape.ranks_per_node() == 1)
-    leg_probe_.emplace(node_.device_group().state, node_.side_stream(), state_copy,
-                       std::chrono::milliseconds(context_.timeout_ms));
+    leg_probe_.emplace(node_.device_group().state, std::chrono::milliseconds(context_.timeout_ms));
   node_.set_names({shape.first_rank(), [this](uint64_t leg) { return call_of_leg(leg); },
                    [this](uint64_t leg) { return tokens_of_leg(leg); }, &context_});
   control_->deliver_to([this](const Verdict& verdict) { end(verdict); });

@@ -36,7 +36,8 @@
 namespace epx::cuda {
 
 // The timeout_ms of the node's own context. Its kernels know only their node: the rank that a kernel waits for may itself wait
-// for a rail peer, so the control connection has to decide first. It decides within timeout_ms and two seconds.
+// for a rail peer, so the control connection has to decide first. It decides within timeout_ms and two seconds, or twice timeout_ms and two
+// seconds where a rank alone on its node hangs.
 constexpr int64_t node_timeout_ms(int64_t timeout_ms) {
   constexpr int64_t kLongest = int64_t{1} << 48; // which is for ever
   return 3 * std::min(timeout_ms, kLongest) + 10'000;
@@ -49,10 +50,9 @@ constexpr std::chrono::milliseconds host_exchange_timeout(int64_t timeout_ms) {
 
 class NodesWatch {
 public:
-  // All arguments but `control` must outlive the watch. `progress` is in host memory, and `state_copy` is for the LegProbe. The
-  // thread runs from here on.
+  // All arguments but `control` must outlive the watch. `progress` is in host memory. The thread runs from here on.
   NodesWatch(const GroupContext& context, const NodesShape& shape, NodeBackend& node, Rails& rails,
-             std::unique_ptr<ControlConnection> control, const NodesProgress& progress, DeviceState* state_copy);
+             std::unique_ptr<ControlConnection> control, const NodesProgress& progress);
   ~NodesWatch(); // leaves the group; see finish()
   NodesWatch(const NodesWatch&) = delete;
   NodesWatch& operator=(const NodesWatch&) = delete;

@@ -29,7 +29,6 @@ RailBuffers::RailBuffers(const NodesShape& shape)
       sent_records(make_device_memory<int32_t>(count(shape.num_nodes() * record_words(shape)))),
       received_records(make_device_memory<int32_t>(count(shape.num_nodes() * record_words(shape)))),
       records_on_host(make_pinned_memory<int32_t>(count(int64_t{2} * shape.num_nodes() * record_words(shape)))),
-      node_state_on_host(make_pinned_memory<DeviceState>(1)),
       block_counts(make_device_memory<int32_t>(count(int64_t{kMaxPrepareBlocks} * shape.group.num_experts))),
       counts(make_device_memory<int32_t>(count((int64_t{1} + shape.group.num_ranks) * count_words(shape.group)))),
       totals(make_device_memory<NodesPrepareTotals>(1)), token_ends(make_device_memory<int32_t>(count(shape.num_nodes()))),

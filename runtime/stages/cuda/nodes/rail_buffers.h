@@ -31,10 +31,9 @@ struct RailBuffers {
   MappedMemory<NodesProgress> progress;
   DeviceMemory<HandleHeader> leg_headers;
   DeviceMemory<int32_t> sent_records, received_records;
-  PinnedMemory<int32_t> records_on_host;        // [2, N, record_words]: sent, then received
-  PinnedMemory<DeviceState> node_state_on_host; // of the LegProbe
-  DeviceMemory<int32_t> block_counts;           // of prepare
-  DeviceMemory<int32_t> counts; // of prepare: [1 + P, count_words]: this rank's, and then those of all ranks
+  PinnedMemory<int32_t> records_on_host; // [2, N, record_words]: sent, then received
+  DeviceMemory<int32_t> block_counts;    // of prepare
+  DeviceMemory<int32_t> counts;          // of prepare: [1 + P, count_words]: this rank's, and then those of all ranks
   DeviceMemory<NodesPrepareTotals> totals;
   DeviceMemory<int32_t> token_ends;
   DeviceMemory<int32_t> sent_tables, received_tables;
