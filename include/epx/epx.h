@@ -106,8 +106,8 @@
  * - Where a connection between nodes breaks and no rank has died, stopped or left, calls fail with SYSTEM; where transfers do not
  *   end although all ranks have made the call, with TIMEOUT. The culprit is -1 then, and the message says between which ranks, as
  *   far as that is known.
- * - A rank whose kernel hangs in a call that all ranks have made is the culprit within 3 * timeout_ms + 12 s; where it is alone
- *   on its node, within 2 * timeout_ms + 2 s.
+ * - A rank that hangs in a kernel that makes calls of its node is the culprit, though all ranks have made the call: within
+ *   3 * timeout_ms + 12 s, or 2 * timeout_ms + 2 s where it is alone on its node. Other kernels are not told from the network.
  * - All ranks end with the verdict of rank 0. The first call that finds a failure waits for it, epx_group_status and
  *   epx_group_destroy too: a round trip to rank 0, or about five seconds where a connection has broken.
  * - Transfers between nodes take up to 8 of the num_comm_sms SMs, but no more than half of them on the rank with the fewest, so

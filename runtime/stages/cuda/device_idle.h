@@ -20,7 +20,7 @@ inline constexpr std::chrono::seconds kTimeToAbort{2}; // time for waiting kerne
 // that nobody has to join.
 inline std::future<cudaError_t> synchronize_in_background(int device) {
   std::packaged_task<cudaError_t()> synchronize([device] {
-    // A thread begins on device 0. Nothing returns to it: since CUDA 12 cudaSetDevice creates the context of a device.
+    // The thread does not set device 0 again at its end: since CUDA 12 that would create a context there.
     const cudaError_t error = cudaSetDevice(device);
     return error == cudaSuccess ? cudaDeviceSynchronize() : error;
   });

@@ -27,8 +27,8 @@ struct WarpRoleCounts {
   int signal_warps; // per sender block: 1, or 0 when the senders signal by themselves
   bool joins;       // a sender that has no more to send receives, and so does a signal warp then
 };
-// What the receivers of a kernel with the roles of scatter do: all that is left to do with rows, or, in dispatch_rank_major, little
-// beside the routes.
+// What the receivers of a kernel with the roles of scatter do. rows: they copy or sum rows. routes: they store the routes of
+// dispatch_rank_major, and copy rows only where these do not come in place.
 enum class ReceiverWork { rows, routes };
 constexpr int kMovementThreads = 512; // of each block of scatter and gather
 // Blocks of a movement on an SM. Role counts are for one, whose threads have 128 registers each. Kernels say it in their

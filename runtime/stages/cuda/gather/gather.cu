@@ -8,7 +8,7 @@
 //            and store the sum into the home rank's staging;
 //            exact: store each of the rows there;
 //            then store the row's ready flags.
-//            In a small grid they receive when nothing is left to send
+//            Below 128 blocks they receive when nothing is left to send
 //   receive  sum what the peers have sent of a token of this rank with  the entry barrier; the ready flags of each peer that
 //            the rows of this rank's own slots, which stay here         the token goes to
 //

@@ -7,7 +7,8 @@
 //   send     store a peer's row into the home rank's staging            the entry barrier; a free cell of the signal warp
 //   signal   store ready flags for the send warps of their CTA          the CTA's pending flags
 //            (signal_warp.cuh)
-//            In a small grid both receive when nothing is left to do
+//            In a small grid send and signal warps receive when
+//            nothing is left to send or to signal
 //   receive  sum a part of what the peers have sent of a token of this  the entry barrier; the ready flag of each row
 //            rank, and of the row here, in rank order
 //
@@ -38,7 +39,8 @@ public:
         pipeline_(pipeline), layout_(params.group.context.layout),
         row_bytes_(params.call.hidden * static_cast<int64_t>(sizeof(T))) {}
 
-  // The last warp of a CTA with send warps; its cells lie in the shared memory of its pipeline, which it does not use.
+  // The last warp of a CTA with send warps; its cells lie in the shared memory of its pipeline, which it does not use before
+  // SignalWarp::run() has returned.
   __device__ SignalWarp signal_warp() const {
     std::byte* const shared = dynamic_shared_memory<std::byte>() + (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes;
     return {shared, params_.role_counts.sender_warps, 1};

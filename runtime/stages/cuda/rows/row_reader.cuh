@@ -187,13 +187,13 @@ private:
   std::byte* ring_;
   int64_t end_; // bytes from the begin of a row's first fragment to the row's end
   int lead_bytes_;
-  int64_t next_offset_ = 0;  // of the h-tile that is loaded next, ...
-  int next_row_ = 0;         // ... of this row
-  int num_rows_ = 0;         // the number of rows
-  int whole_loads_left_ = 0; // of aligned rows, all h-tiles but the last where that is not whole
-  int other_loads_left_ = 0; // they come after those
-  int back_ = 0;             // the stage that it goes to: the one that was taken last, by its offset
-  int front_ = 0;            // that of the oldest h-tile that has not been taken
+  int64_t next_offset_ = 0; // of the h-tile that is loaded next, in its row
+  int next_row_ = 0;        // the row of that h-tile
+  int num_rows_ = 0;
+  int whole_loads_left_ = 0; // loads of whole h-tiles of aligned rows, which come first
+  int other_loads_left_ = 0; // loads that come after those
+  int back_ = 0;             // offset of the stage that the next load fills: the one that was taken last
+  int front_ = 0;            // offset of the stage of the oldest h-tile that has not been taken
 };
 
 } // namespace epx::cuda

@@ -9,7 +9,8 @@
 //            rows lie in an allocation of the group, else into staging
 //   signal   store ready flags for the send warps of their CTA          the entry barrier; the CTA's pending flags
 //            (signal_warp.cuh)
-//            In a small grid both receive when nothing is left to do
+//            In a small grid send and signal warps receive when
+//            nothing is left to send or to signal
 //   receive  clear pads                                                 nothing
 //            store the tokens of this rank into their slots here        the entry barrier
 //            store a peer's token into all its slots here, from one     the row's ready flag

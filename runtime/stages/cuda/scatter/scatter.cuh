@@ -113,8 +113,8 @@ public:
       : params_(params), group_(params.group), operation_(params.operation), movement_(movement), call_(movement.call()),
         pipeline_(pipeline) {}
 
-  // A CTA with send warps has one signal warp, the last one. It uses no TMA row pipeline, so its cells lie in the shared memory
-  // of that.
+  // A CTA with send warps has one signal warp, the last one. Its cells lie in the shared memory of its TMA row pipeline, which it
+  // does not use before SignalWarp::run() has returned.
   __device__ SignalWarp signal_warp() const {
     static_assert(SignalWarp::kSharedBytes <= TmaRowPipeline::kStagesBytes);
     std::byte* const shared = dynamic_shared_memory<std::byte>() + (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes;
