@@ -3,8 +3,10 @@
 #pragma once
 
 #include <csignal>
+#include <future>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <utility>
 
 #include <pthread.h>
@@ -28,6 +30,15 @@ std::thread start_background_thread(const char* what, Body&& body) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     fail(EPX_ERROR_SYSTEM, "{} cannot be started: {}", what, error.what());
   }
+}
+
+// Calls `function` in such a thread, which nobody has to join. The future does not wait for it when it is destroyed.
+template <typename Function>
+auto run_in_background(const char* what, Function&& function) {
+  std::packaged_task<std::invoke_result_t<Function>()> task(std::forward<Function>(function));
+  auto result = task.get_future();
+  start_background_thread(what, std::move(task)).detach();
+  return result;
 }
 
 } // namespace epx

@@ -4,8 +4,6 @@
 
 #include <chrono>
 #include <future>
-#include <thread>
-#include <utility>
 
 #include <cuda_runtime_api.h>
 
@@ -19,14 +17,11 @@ inline constexpr std::chrono::seconds kTimeToAbort{2}; // time for waiting kerne
 // The streams on which graphs of a group are replayed are not known to it, so this waits for the whole device, in a thread
 // that nobody has to join.
 inline std::future<cudaError_t> synchronize_in_background(int device) {
-  std::packaged_task<cudaError_t()> synchronize([device] {
+  return run_in_background("the wait for the GPU", [device] {
     // The thread does not set device 0 again at its end: since CUDA 12 that would create a context there.
     const cudaError_t error = cudaSetDevice(device);
     return error == cudaSuccess ? cudaDeviceSynchronize() : error;
   });
-  std::future<cudaError_t> idle = synchronize.get_future();
-  start_background_thread("the wait for the GPU", std::move(synchronize)).detach();
-  return idle;
 }
 
 inline bool comes_before(SuspensionAwareDeadline& deadline, const std::future<cudaError_t>& idle) {

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/stages/cuda/nodes/leg_probe.h"
 
-#include <utility>
-
 #include <cuda_runtime_api.h>
 
 #include "base/background_thread.h"
@@ -60,12 +58,10 @@ bool LegProbe::finds_hanging_leg() {
 
 void LegProbe::begin_read() {
   next_read_ = Clock::now() + kReadInterval;
-  std::packaged_task<std::optional<DeviceState>()> task([state = state_, device = device_] { return read(state, device); });
-  read_ = task.get_future();
   try {
-    start_background_thread("the read of a GPU's state", std::move(task)).detach();
+    read_ =
+        run_in_background("the read of a GPU's state", [state = state_, device = device_] { return read(state, device); });
   } catch (const StatusError&) {
-    read_ = {};
     has_failed_ = true;
   }
 }
