@@ -185,20 +185,19 @@ public:
     return true;
   }
 
-  // One thread waits until `peer` has signaled the ready flag, in this rank's window, in this call. Returns false when the
-  // group has failed.
-  __device__ bool wait_ready(const Epoch* ready_flag, int peer) const {
-    inject_delay(context_);
+  // Returns whether a ready flag, in this rank's window, has been signaled in this call.
+  __device__ bool is_ready(const Epoch* ready_flag) const {
     // ld.acquire: what the peer stored before it signaled is read after this load (PTX, Release and acquire patterns), and not
     // from a line that this SM's L1 cache already holds. An acquire invalidates that cache, so the polling loop of wait_long()
     // uses relaxed loads. A relaxed load here fails no test on H200.
-    while (load_acquire_sys(ready_flag) != epoch())
+    return load_acquire_sys(ready_flag) == epoch();
+  }
+  // One thread waits until `peer` has signaled the ready flag. Returns false when the group has failed.
+  __device__ bool wait_ready(const Epoch* ready_flag, int peer) const {
+    inject_delay(context_);
+    while (!is_ready(ready_flag))
       if (!wait_long(context(), ready_flag, peer, EPX_PHASE_COMPLETE)) return false;
     return true;
-  }
-  // Returns whether the ready flag has been signaled in this call. Then it is as if wait_ready() had returned true.
-  __device__ bool is_ready(const Epoch* ready_flag) const {
-    return load_acquire_sys(ready_flag) == epoch();
   }
   // st.release: signals the ready flag in a peer's window. What this thread stored, or has seen stored through a barrier, comes
   // first: the release is cumulative (PTX, Causality order). The GPU soak notices a relaxed store
