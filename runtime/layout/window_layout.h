@@ -83,8 +83,9 @@ constexpr int64_t ll_chunks_of(int64_t row_bytes) {
 // Limits of the low-latency path: tokens of one rank, bytes of rows that a rank sends at most, and tokens and routes of all ranks
 // together. With more bytes, what epochs take of the wire costs more than waiting until a row is complete. On 2 H200 (rows of 7168
 // bfloat16, top-8 of 256 experts) dispatch took 28.8 us on this path and 31.2 on the high-throughput one with 256 tokens, 40.0 and
-// 36.0 with 384; combine took 39.2 and 42.2, 50.2 and 48.9. Up to kMinLlTokens neither bytes nor routes count. That more tokens need
-// a routing all-gather of max_top_k keeps the table of their slots in the handle memory within its bound (epx.h).
+// 36.0 with 384; combine took 39.2 and 42.2, 50.2 and 48.9. Up to kMinLlTokens neither bytes nor routes count. More tokens must fit
+// into the routing all-gather with max_top_k routes each, so that the table of their slots keeps the handle memory within its
+// bound (epx.h).
 constexpr int kMaxLlTokens = 256;
 constexpr int kMinLlTokens = 128;
 constexpr int64_t kMaxLlBytes = int64_t{4} << 20;

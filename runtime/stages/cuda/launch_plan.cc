@@ -47,7 +47,7 @@ constexpr int kMaxSenderBlocks = 64;
 // and 355 with 6.
 constexpr int kSenderWarps = 6, kSenderWarpsOfSmallGrid = 12, kSenderWarpsOfRankMajor = 10;
 constexpr int kMinSplitGrid = 48; // blocks; in smaller grids every block of scatter has senders and receivers
-static_assert(kSenderWarpsOfSmallGrid <= kMaxSendersPerSignalWarp);
+static_assert(std::max(kSenderWarpsOfSmallGrid, kSenderWarpsOfRankMajor) <= kMaxSendersPerSignalWarp);
 WarpRoleCounts scatter_role_counts(int blocks, int num_ranks, ReceiverWork receivers) {
   const bool only_routes = receivers == ReceiverWork::routes;
   const int sender_blocks = only_routes ? kMaxSenderBlocks : std::min(16 * num_ranks, kMaxSenderBlocks);

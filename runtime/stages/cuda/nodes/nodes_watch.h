@@ -36,8 +36,8 @@
 namespace epx::cuda {
 
 // The timeout_ms of the node's own context. Its kernels know only their node: the rank that a kernel waits for may itself wait
-// for a rail peer, so the control connection has to decide first. It decides within timeout_ms and two seconds, or twice timeout_ms and two
-// seconds where a rank alone on its node hangs.
+// for a rail peer, so the control connection has to decide first. It decides within timeout_ms and two seconds, or, where a rank
+// alone on its node hangs, within twice timeout_ms and two seconds.
 constexpr int64_t node_timeout_ms(int64_t timeout_ms) {
   constexpr int64_t kLongest = int64_t{1} << 48; // which is for ever
   return 3 * std::min(timeout_ms, kLongest) + 10'000;
