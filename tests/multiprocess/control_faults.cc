@@ -276,8 +276,18 @@ TEST_CASE("a rank whose kernel hangs in a call is named, though all ranks have c
 
 TEST_CASE("a rank that cannot launch its kernel is named by every rank of every node" *
           doctest::skip(std::string(transport()) == "host")) {
-  run_nodes(
-      {}, kLongMs, [&](NodeRank& rank) { rank.lose(2, kSoon, EPX_ERROR_SYSTEM); }, Hook{2, "EPX_TEST_FAILS_TO_LAUNCH"});
+  // A peer that has not begun its own call when the group ends finds the failure between two calls.
+  for (const bool has_late_peer : {false, true}) {
+    CAPTURE(has_late_peer);
+    run_nodes(
+        {}, kLongMs,
+        [&](NodeRank& rank) {
+          if (has_late_peer && rank.number() == 3) std::this_thread::sleep_for(kGrace);
+          const epx_group_report report = rank.lose(2, kSoon, EPX_ERROR_SYSTEM);
+          check(contains(report.message, "dispatch (call 2)"), "\"{}\" does not tell the call", report.message);
+        },
+        Hook{2, "EPX_TEST_FAILS_TO_LAUNCH"});
+  }
 }
 
 // The emulated rails of rank 1 fail in the way that EPX_TEST_BREAKS_RAILS names (tests/emulation/rails.cc).

@@ -160,10 +160,13 @@ CallName NodesWatch::call_or_next(epx_operation next) const {
   return {next, position().begun + 1};
 }
 
-// Returns the last call whose first leg has a sequence number up to `leg`. The device may be storing that of the next call,
-// which takes the place of the oldest one.
+// Returns the last call whose first leg has a sequence number up to `leg`, or the next call where this rank has made fewer
+// legs. The device may be storing that of the next call, which takes the place of the oldest one.
 uint64_t NodesWatch::call_of_leg(uint64_t leg) const {
   if (leg == 0) return 0;
+  const Position now = position();
+  // A peer has made a call that this rank has not begun. last_leg is read second, so that it is of no call before `ended`.
+  if (now.begun == now.ended && leg > load(progress_.last_leg)) return now.begun + 1;
   const uint64_t begun = load(progress_.begun);
   const uint64_t oldest = begun > NodesProgress::kCalls - 2 ? begun - (NodesProgress::kCalls - 2) : 1;
   uint64_t call = begun;
@@ -244,7 +247,7 @@ void NodesWatch::keep_verdict(CallName call) {
   }
   if (!verdict) return;
   try {
-    status_.fail(failure_of(*verdict, call));
+    fail(failure_of(*verdict, call), call);
   } catch (const StatusError&) { // the status board keeps the first one
   }
 }
@@ -298,8 +301,13 @@ void NodesWatch::fail_with(const Failure& failure, CallName call) {
   const std::optional<Verdict> verdict = control_->wait_for_verdict();
   if (!verdict) end_work(); // rank 0 does not answer
   const bool knows_call = call.sequence != 0 || !verdict;
-  status_.fail(verdict ? failure_of(*verdict, knows_call ? call : CallName{verdict->operation, verdict->sequence})
-                       : failure);
+  fail(verdict ? failure_of(*verdict, knows_call ? call : CallName{verdict->operation, verdict->sequence}) : failure, call);
+}
+
+// A node's abort record that no kernel of this rank has found names no call of this rank.
+void NodesWatch::fail(Failure failure, CallName call) {
+  if (failure.sequence == 0) failure.sequence = call.sequence;
+  status_.fail(failure);
 }
 
 // Outside of calls.
@@ -338,18 +346,19 @@ void NodesWatch::end_call(epx_operation operation, const StatusError& error) {
       rail_error_ = error.message();
     }
     if (const auto verdict = control_->report_broken_connection(broken->peer(), call.operation, call.sequence))
-      status_.fail(failure_of(*verdict, call));
+      fail(failure_of(*verdict, call), call);
   }
   Failure failure;
   failure.status = error.status();
   failure.operation = operation;
+  failure.sequence = call.sequence;
   failure.message = error.message();
   // A rank that waits in vain, or whose connection has broken, is not the cause.
   if (broken == nullptr && error.status() != EPX_ERROR_TIMEOUT) failure.culprit = context_.rank;
   tell(failure);
   const std::optional<Verdict> verdict = control_->wait_for_verdict();
   end_work();
-  status_.fail(verdict ? failure_of(*verdict, call) : failure);
+  fail(verdict ? failure_of(*verdict, call) : failure, call);
 }
 
 void NodesWatch::abort() {

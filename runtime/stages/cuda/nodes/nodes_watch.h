@@ -102,6 +102,7 @@ private:
   void keep_verdict(CallName call);
   Failure failure_of(const Verdict& verdict, CallName call);
   [[noreturn]] void fail_with(const Failure& failure, CallName call);
+  [[noreturn]] void fail(Failure failure, CallName call);
   void tell(const Failure& failure);
   uint64_t call_of_leg(uint64_t leg) const;
   int64_t tokens_of_leg(uint64_t leg) const;
