@@ -32,9 +32,7 @@ __global__ void begin_call_kernel(const __grid_constant__ NodesDevice nodes, epx
 }
 
 __global__ void end_call_kernel(const __grid_constant__ NodesDevice nodes) {
-  if (threadIdx.x != 0) return;
-  nodes.progress->last_leg = nodes.node_state->begun.sequence;
-  store_release_sys(&nodes.progress->ended, nodes.state->sequence); // st.release: as in begin_call
+  if (threadIdx.x == 0) store_release_sys(&nodes.progress->ended, nodes.state->sequence);
 }
 
 struct CallParams {

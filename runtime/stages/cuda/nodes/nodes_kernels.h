@@ -59,9 +59,8 @@ struct Disagreement {
 // Host memory that kernels write and the host reads at any time, also while a graph is replayed.
 struct NodesProgress {
   static constexpr uint64_t kCalls = 256;
-  uint64_t begun;    // NodesState::sequence
-  uint64_t ended;    // the last call of the group that has ended
-  uint64_t last_leg; // the node's sequence number of that call's last leg, stored before `ended`
+  uint64_t begun; // NodesState::sequence
+  uint64_t ended; // the last call of the group that has ended
   Disagreement disagreement;
   int32_t operations[kCalls]; // by sequence % kCalls, stored before `begun`
   uint64_t tokens[kCalls];    // by sequence % kCalls: T of a call that moves rows

@@ -160,13 +160,10 @@ CallName NodesWatch::call_or_next(epx_operation next) const {
   return {next, position().begun + 1};
 }
 
-// Returns the last call whose first leg has a sequence number up to `leg`, or the next call where this rank has made fewer
-// legs. The device may be storing that of the next call, which takes the place of the oldest one.
+// Returns the last call whose first leg has a sequence number up to `leg`. The device may be storing that of the next call,
+// which takes the place of the oldest one.
 uint64_t NodesWatch::call_of_leg(uint64_t leg) const {
   if (leg == 0) return 0;
-  const Position now = position();
-  // A peer has made a call that this rank has not begun. last_leg is read second, so that it is of no call before `ended`.
-  if (now.begun == now.ended && leg > load(progress_.last_leg)) return now.begun + 1;
   const uint64_t begun = load(progress_.begun);
   const uint64_t oldest = begun > NodesProgress::kCalls - 2 ? begun - (NodesProgress::kCalls - 2) : 1;
   uint64_t call = begun;
@@ -270,7 +267,8 @@ Failure NodesWatch::failure_of(const Verdict& verdict, CallName call) {
   }
   if (verdict.cause == Cause::failed && is_mine) {
     const std::scoped_lock lock(verdict_mutex_);
-    if (told_) return *told_;
+    // A peer's abort record that has been found between two calls does not tell the call.
+    if (told_ && (told_->sequence != 0 || told_->culprit == context_.rank)) return *told_;
   }
   if (verdict.cause == Cause::failed && is_found_by_node(verdict.status)) {
     if (auto own = disagreement(); own && own->status == verdict.status) return *own;
@@ -304,7 +302,7 @@ void NodesWatch::fail_with(const Failure& failure, CallName call) {
   fail(verdict ? failure_of(*verdict, knows_call ? call : CallName{verdict->operation, verdict->sequence}) : failure, call);
 }
 
-// A node's abort record that no kernel of this rank has found names no call of this rank.
+// An abort record of the node that no kernel of this rank has found names no call of this rank.
 void NodesWatch::fail(Failure failure, CallName call) {
   if (failure.sequence == 0) failure.sequence = call.sequence;
   status_.fail(failure);
