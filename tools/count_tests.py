@@ -13,8 +13,7 @@ import sys
 # Meson's words; whatever is not here (FAIL, ERROR, TIMEOUT, INTERRUPT, UNEXPECTEDPASS) is a failure.
 OUTCOMES = {"OK": "passed", "EXPECTEDFAIL": "passed", "SKIP": "skipped"}
 
-
-LINES_OF_FAILED = 60
+LINES_OF_FAILED = 60  # of what a failed test has printed
 
 
 def results_of(testlog):

@@ -217,22 +217,22 @@ Failure abort_failure(CallName call, const AbortRecord& abort_record, int rank, 
   Failure failure = failure_of(call, abort_record.status);
   failure.culprit = abort_record.culprit;
   const bool is_self = abort_record.culprit == rank;
+  const std::string who = is_self ? "this rank" : fmt::format("rank {}", abort_record.culprit);
   const std::string where = format({abort_record.operation, abort_record.sequence});
   if (abort_record.status == EPX_ERROR_ABORTED) {
     failure.message =
         fmt::format("{}{} aborted the group", call.operation == EPX_OP_NONE ? "" : format(call) + ": ", // in no call
-                    is_self ? "this rank" : fmt::format("rank {}", abort_record.culprit));
+                    who);
   } else if (abort_record.status == EPX_ERROR_INTERNAL) {
     failure.message = fmt::format("{}: rank {} found in {} that the control words of its window are damaged", format(call),
                                   abort_record.culprit, where);
   } else if (abort_record.status == EPX_ERROR_SYSTEM) {
-    failure.message = fmt::format("{}: {} could not launch its kernel of {}", format(call),
-                                  is_self ? "this rank" : fmt::format("rank {}", abort_record.culprit), where);
+    failure.message = fmt::format("{}: {} could not launch its kernel of {}", format(call), who, where);
   } else if (abort_record.status == EPX_ERROR_OUT_OF_SEQUENCE) {
     failure.message = fmt::format(
         "{}: two calls of this group overlapped on the device of {}: {} began while another one was in progress; "
         "the calls of a CUDA graph are ordered by the caller: order them by stream or event",
-        format(call), is_self ? "this rank" : fmt::format("rank {}", abort_record.culprit), where);
+        format(call), who, where);
   } else if (abort_record.operation == EPX_OP_NONE && is_self) {
     failure.message = fmt::format(
         "{}: this rank, {}, was taken for dead: its control connection ended or brought no heartbeats", format(call), rank);
