@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a call of a group of several nodes begins and ends on the device, and how its legs get their headers. Each kernel has one
-// block, which waits for nobody.
+// block, which waits for no peer.
 //
 //   kernel          what its threads do
 //   begin_call      one counts the call and publishes that it has begun
@@ -8,14 +8,17 @@
 //   post_records    thread 0 checks the header of the handle memory and publishes T; then each writes the record for one node
 //                   at a time
 //   open_legs       each writes the header of one leg at a time; thread 0 reports a rail peer that has another plan, or makes
-//                   another call
+//                   another call, in which case no leg follows: it waits until the host has ended the group
+//   hold_rows       one does the same where a leg has failed
 #include "base/device/launch.h"
 #include "base/device/memory_order.cuh"
 #include "base/device/warp.cuh"
 #include "runtime/stages/cuda/nodes/disagreement.cuh"
 #include "runtime/stages/cuda/nodes/nodes_kernels.h"
 #include "runtime/stages/cuda/nodes/nodes_records.h"
+#include "runtime/stages/cuda/nodes/wait_for_end.cuh"
 #include "runtime/stages/cuda/protocol/events.cuh"
+#include "runtime/stages/cuda/protocol/failure.cuh"
 
 namespace epx::cuda {
 namespace {
@@ -113,16 +116,17 @@ __device__ void report_mismatch(const DeviceGroup& group, const CallParams& para
   }
 }
 
-// Reports the first rail peer that does not pass what this rank passes.
-__device__ void compare_rail_peers(const NodesDevice& nodes, const NodesRecords& records) {
+// Returns whether all rail peers pass what this rank passes; reports the first one that does not.
+__device__ bool agrees_with_rail_peers(const NodesDevice& nodes, const NodesRecords& records) {
   const NodesShape& shape = nodes.shape;
   const AgreedFields own = records.agreed(shape.own_node);
   for (int node = 0; node < shape.num_nodes(); ++node) {
     if (records.agreed(node) == own) continue;
     publish_disagreement(nodes, {shape.rank, own},
                          {node * shape.ranks_per_node() + shape.index_in_node(), records.agreed(node)});
-    return;
+    return false;
   }
+  return true;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -144,14 +148,21 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (threadIdx.x != 0) return;
   report_mismatch(group, params, records);
-  compare_rail_peers(nodes, records);
+  if (!agrees_with_rail_peers(nodes, records)) wait_for_end(nodes, group);
+}
+
+__global__ void hold_rows_kernel(const __grid_constant__ NodesDevice nodes, const __grid_constant__ DeviceGroup group) {
+  if (threadIdx.x != 0) return;
+  const CallContext last_leg{group, EPX_OP_NONE, group.state->begun.sequence};
+  if (may_have_ended(last_leg)) wait_for_end(nodes, group);
 }
 
 } // namespace
 
 std::vector<const void*> nodes_call_kernels() {
   return {reinterpret_cast<const void*>(&begin_call_kernel), reinterpret_cast<const void*>(&end_call_kernel),
-          reinterpret_cast<const void*>(&post_records_kernel), reinterpret_cast<const void*>(&open_legs_kernel)};
+          reinterpret_cast<const void*>(&post_records_kernel), reinterpret_cast<const void*>(&open_legs_kernel),
+          reinterpret_cast<const void*>(&hold_rows_kernel)};
 }
 
 cudaError_t launch_begin_call(const NodesDevice& nodes, epx_operation operation, cudaStream_t stream) {
@@ -170,6 +181,10 @@ cudaError_t launch_post_records(const NodesCall& nodes, const MovementCall& call
 cudaError_t launch_open_legs(const DeviceGroup& group, const NodesCall& nodes, const MovementCall& call,
                              bool has_fixed_sizes, cudaStream_t stream) {
   return launch(&open_legs_kernel, {1, kThreads}, stream, group, CallParams{nodes, call}, has_fixed_sizes);
+}
+
+cudaError_t launch_hold_rows(const DeviceGroup& group, const NodesDevice& nodes, cudaStream_t stream) {
+  return launch(&hold_rows_kernel, {1, kWarp}, stream, nodes, group);
 }
 
 } // namespace epx::cuda

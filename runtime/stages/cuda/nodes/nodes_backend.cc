@@ -420,6 +420,7 @@ private:
 
   // Precision node: the partials of a chunk's tokens.
   void send_partials_home(const MovementCall& call, const RailSizes& sizes, bool carries_weights, int chunk) {
+    hold_failed_rows(call.operation);
     exchange_rows(epx::row_bytes(call.dtype, call.hidden), 0, [&](int node) {
       const RailRange tokens{first_token(chunk), sizes.relay_tokens(node, chunk), sizes.home_tokens(node, chunk)};
       return RowsOfNode{tokens, tokens.times(carries_weights ? call.top_k : 0)};
@@ -427,12 +428,16 @@ private:
   }
   // Precisions wire and exact: all rows, without gaps.
   void send_rows_home(const MovementCall& call, const RailSizes& sizes, bool has_weights, bool carries_weights) {
+    hold_failed_rows(call.operation);
     const bool has_row_weights = has_weights && shape_.group.precision == EPX_COMBINE_EXACT;
     exchange_rows(epx::row_bytes(call.dtype, call.hidden), 0, [&](int node) {
       const RailRange rows{0, sizes.relay_rows(node), sizes.home_rows(node)};
       const RailRange tokens{0, sizes.relay_tokens(node), sizes.home_tokens(node)};
       return RowsOfNode{rows, has_row_weights ? rows : tokens.times(carries_weights ? call.top_k : 0)};
     });
+  }
+  void hold_failed_rows(epx_operation operation) {
+    check_cuda(launch_hold_rows(node_->device_group(), nodes_, rails_on_), name_of(operation));
   }
 
   // ---- Transfers ----

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels of a group of several nodes, beside those of its legs: they make the plans of the legs (prepare), and take rows to
-// and from the rails. None of them waits for a peer, but for launch_deliver_leg, which is a call of the node.
+// and from the rails. None of them waits for a peer, but for launch_deliver_leg, which is a call of the node; where the call has
+// failed, open_legs and hold_rows wait for the host.
 //
 //   prepare    count_routes | all-gather of counts | assign_slots, list_tokens, make_tables | exchange of tables
 //              | list_relayed | deliver_leg for each leg
 //   movements  begin_call, post_records | exchange of records | open_legs | then, for each chunk:
 //     scatter  pack_rows | exchange of rows | dispatch or combine_bwd of the legs
-//     gather   combine or dispatch_bwd of the legs, forward_rows | exchange of rows; behind the last chunk sum_rows
+//     gather   combine or dispatch_bwd of the legs, forward_rows, hold_rows | exchange of rows; behind the last chunk sum_rows
 #pragma once
 
 #include <vector>
@@ -56,12 +57,14 @@ struct Disagreement {
   AgreedFields fields[2];
 };
 
-// Host memory that kernels write and the host reads at any time, also while a graph is replayed.
+// Host memory that kernels write and the host reads at any time, also while a graph is replayed; rails_have_ended is the other
+// way round.
 struct NodesProgress {
   static constexpr uint64_t kCalls = 256;
   uint64_t begun; // NodesState::sequence
   uint64_t ended; // the last call of the group that has ended
   Disagreement disagreement;
+  uint32_t rails_have_ended;  // 1 once the group has failed on this rank's host and transfers bring nothing any more
   int32_t operations[kCalls]; // by sequence % kCalls, stored before `begun`
   uint64_t tokens[kCalls];    // by sequence % kCalls: T of a call that moves rows
   uint64_t first_leg[kCalls]; // by sequence % kCalls: the node's sequence number of the call's first leg
@@ -140,11 +143,14 @@ cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream);
 cudaError_t launch_post_records(const NodesCall& nodes, const MovementCall& call, const AgreedFields& agreed,
                                 cudaStream_t stream);
 // Writes the headers of the legs from the records that have come (NodesRecords::leg_tokens), and reports a rail peer that has
-// another plan, or passes other AgreedFields (NodesProgress::disagreement). The leg of a rail peer that is not active has no
+// another plan, or passes other AgreedFields (NodesProgress::disagreement), and then waits for the group's end. The leg of a rail peer that is not active has no
 // rows (kSendsNoRows). Where this rank takes part without routes, each leg has a header with magic 0. `group` is that of the
 // legs. In the event, values[0] is 1: values[3] is a rank of the group and not of the node.
 cudaError_t launch_open_legs(const DeviceGroup& group, const NodesCall& nodes, const MovementCall& call,
                              bool has_fixed_sizes, cudaStream_t stream);
+// Before rows of a gather's legs go home: where a leg has failed, holds them back until the group has ended, since a rail peer
+// could not tell that they are wrong.
+cudaError_t launch_hold_rows(const DeviceGroup& group, const NodesDevice& nodes, cudaStream_t stream);
 
 // Copies the rows (and weights [K], and sidecars) of the tokens of a chunk that go to other nodes into `area`, each at the
 // token's index among those of its node. `weights` and `sidecars` may be NULL.

@@ -42,7 +42,7 @@ bool is_found_by_node(epx_status status) {
 } // namespace
 
 NodesWatch::NodesWatch(const GroupContext& context, const NodesShape& shape, NodeBackend& node, Rails& rails,
-                       std::unique_ptr<ControlConnection> control, const NodesProgress& progress)
+                       std::unique_ptr<ControlConnection> control, NodesProgress& progress)
     : context_(context), node_(node), rails_(rails), progress_(progress), control_(std::move(control)) {
   if (shape.ranks_per_node() == 1)
     leg_probe_.emplace(node_.device_group().state, std::chrono::milliseconds(context_.timeout_ms));
@@ -224,6 +224,7 @@ void NodesWatch::end_work() noexcept {
   ends_work_.store(true); // the failure that the node has from now on is none that the group must learn of
   node_.end();            // before the rails: what comes behind them on the streams must not use rows that have not come
   rails_.abort();
+  std::atomic_ref(progress_.rails_have_ended).store(1, std::memory_order_release); // kernels may be waiting for it
 }
 
 // A verdict between two calls is kept for the next one, which names it. A call that is in progress ends by it.

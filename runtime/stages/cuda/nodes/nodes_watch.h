@@ -52,7 +52,7 @@ class NodesWatch {
 public:
   // All arguments but `control` must outlive the watch. `progress` is in host memory. The thread runs from here on.
   NodesWatch(const GroupContext& context, const NodesShape& shape, NodeBackend& node, Rails& rails,
-             std::unique_ptr<ControlConnection> control, const NodesProgress& progress);
+             std::unique_ptr<ControlConnection> control, NodesProgress& progress);
   ~NodesWatch(); // leaves the group; see finish()
   NodesWatch(const NodesWatch&) = delete;
   NodesWatch& operator=(const NodesWatch&) = delete;
@@ -112,7 +112,7 @@ private:
   const GroupContext& context_;
   NodeBackend& node_;
   Rails& rails_;
-  const NodesProgress& progress_;
+  NodesProgress& progress_;
   std::optional<LegProbe> leg_probe_; // where legs wait for nobody; the thread's alone
   StatusBoard status_;
   std::mutex mutex_;
