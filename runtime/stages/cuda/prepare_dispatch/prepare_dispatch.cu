@@ -192,7 +192,8 @@ private:
     if (!ok) return false;
     if (slots.live == 0) return true; // the token may not have been sent to this rank
     if (!rows_.receive(incoming, source, token, range, slots)) return false;
-    return range.chunk != 0 || args_.recv_weights == nullptr || rows_.receive_weights(source, token, slots, true);
+    return range.chunk != 0 || args_.recv_weights == nullptr ||
+           rows_.receive_weights(source, token, slots, true, Rows::k_of_place);
   }
 
   const PrepareDispatchParams& params_;

@@ -35,6 +35,7 @@
 #include "runtime/stages/cuda/rows/ll_row.cuh"
 #include "runtime/stages/cuda/rows/rows.cuh"
 #include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
+#include "runtime/stages/cuda/scatter/ll_dispatch_rows.cuh"
 #include "runtime/stages/cuda/scatter/signal_warp.cuh"
 
 namespace epx::cuda {
@@ -56,21 +57,13 @@ class RankMajorDispatch {
   struct Range {
     uint32_t begin, end;
   };
-  // Says where a chunk of a row or of its sidecar lies, on the low-latency path.
-  struct ChunkRange {
-    uint32_t chunk; // index in staging
-    bool is_sidecar;
-    int64_t row_bytes;
-    int64_t first; // byte of the row or sidecar
-    int bytes;
-  };
+  using ChunkRange = LlDispatchPlaces::ChunkRange;
 
 public:
   __device__ explicit RankMajorDispatch(const RankMajorParams& params)
       : params_(params), group_(params.group), args_(params.args), layout_(params.group.context.layout),
         call_(params.group, EPX_OP_DISPATCH_RANK_MAJOR), plan_(args_.plan, params.layout),
-        row_bytes_(row_bytes(args_.dtype, args_.hidden)), row_chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
-        chunks_(row_chunks_ + static_cast<uint32_t>(ll_chunks_of(args_.sidecar_bytes))),
+        row_bytes_(row_bytes(args_.dtype, args_.hidden)), chunks_(places().num_chunks()),
         is_ll_(takes_ll_path(args_.num_tokens)) {
     const auto tokens = static_cast<uint32_t>(args_.num_tokens);
     tiles_ = part_of(is_ll_ ? tokens * chunks_ : tokens);
@@ -118,14 +111,14 @@ public:
 #pragma unroll 1
     for (uint32_t tile = tiles_.begin + threadIdx.x / kWarp; tile < tiles_.end; tile += kMovementWarps) {
       const uint32_t token = tile / chunks_;
-      const ChunkRange range = range_at(tile - token * chunks_);
-      const LlChunk chunk = load_chunk<kUnaligned>(source_of(range) + token * range.row_bytes + range.first, range.bytes);
+      const ChunkRange range = places().range_at(tile - token * chunks_);
+      const LlChunk chunk = load_chunk<kUnaligned>(places().token_data(range, token), range.bytes);
       const PerRoute<Route> routes = routes_of(ll_routes(token));
       for_each_destination(token, routes, [&](int rank, int32_t slot, int32_t) {
         if (rank == call_.rank())
-          store_chunk<kUnaligned>(row_data(range, rank, row_of(rank, slot)), range.bytes, chunk);
+          store_chunk<kUnaligned>(places().recv_data(range, recv_row(rank, row_of(rank, slot))), range.bytes, chunk);
         else
-          send_chunk(staged_chunk(rank, call_.rank(), row_of(call_.rank(), slot), range), range.bytes, chunk,
+          send_chunk(places().staged_chunk(rank, call_.rank(), row_of(call_.rank(), slot), range), range.bytes, chunk,
                      call_.epoch());
       });
       if (range.chunk == 0) send_routes(token, routes);
@@ -182,7 +175,7 @@ public:
       const auto row = static_cast<int32_t>(index / peers);
       const int source = peer_in_order(call_, row, static_cast<int>(index - static_cast<uint32_t>(row) * peers));
       if (!is_ll_source(source) || row >= rows_of(source)) continue;
-      if (!receive_chunk<kUnaligned>(source, row, range_at(tile - index * chunks_))) return;
+      if (!receive_chunk<kUnaligned>(source, row, places().range_at(tile - index * chunks_))) return;
     }
     const int64_t tiles = static_cast<int64_t>(rows) * peers;
 #pragma unroll 1
@@ -311,17 +304,13 @@ private:
     return group_.window().at<RankMajorRoute>(receiver, layout_.ll_slot_records.offset) +
            rank_major_route(slot, args_.top_k);
   }
+  // The places of the low-latency path. A copy of them in this object would cost registers.
+  __device__ LlDispatchPlaces places() const {
+    return {group_, call_, args_};
+  }
   __device__ Epoch* ready_flag_at(int receiver, int source, int32_t row) const {
     return group_.window().at<Epoch>(receiver, layout_.scatter_ready_flags.offset) +
            (source * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + row);
-  }
-  __device__ LlPacket16* staged_chunk(int receiver, int source, int32_t row, const ChunkRange& range) const {
-    return group_.window().at<LlPacket16>(receiver, layout_.ll_scatter_rows.offset) +
-           ll_scatter_packet(layout_, group_.context.shape, call_.parity(), source, row, range.chunk);
-  }
-  __device__ LlPacket8* staged_ll_weight(int receiver, int source, int32_t row, int k) const {
-    return group_.window().at<LlPacket8>(receiver, layout_.ll_scatter_weights.offset) +
-           ll_scatter_weight(layout_, group_.context.shape, call_.parity(), source, row, k);
   }
   __device__ LlPacket8* staged_ll_route(int receiver, int source, int32_t row, int k) const {
     const int64_t sender = call_.parity() * call_.num_ranks() + source;
@@ -335,21 +324,6 @@ private:
     const int64_t allocation = descriptors.rows_allocation[rank] % kMaxDeviceAllocations;
     return group_.allocations[allocation * call_.num_ranks() + static_cast<int>(window_index(rank))] +
            descriptors.rows_offset[rank];
-  }
-  __device__ ChunkRange range_at(uint32_t index) const {
-    const bool is_sidecar = index >= row_chunks_;
-    const uint32_t chunk = is_sidecar ? index - row_chunks_ : index;
-    const int64_t row_bytes = is_sidecar ? args_.sidecar_bytes : row_bytes_;
-    const int64_t first = static_cast<int64_t>(chunk) * kLlChunkBytes;
-    return {chunk + (is_sidecar ? static_cast<uint32_t>(layout_.ll_row_chunks) : 0), is_sidecar, row_bytes, first,
-            static_cast<int>(min(row_bytes - first, int64_t{kLlChunkBytes}))};
-  }
-  __device__ const std::byte* source_of(const ChunkRange& range) const {
-    return range.is_sidecar ? args_.sidecar : args_.tokens;
-  }
-  __device__ std::byte* row_data(const ChunkRange& range, int source, int32_t row) const {
-    return (range.is_sidecar ? args_.recv_sidecar : args_.recv_tokens) + recv_row(source, row) * range.row_bytes +
-           range.first;
   }
 
   // ---- Sending ----
@@ -398,7 +372,7 @@ private:
           store_packet_relaxed_sys(staged_ll_route(rank, call_.rank(), row, k),
                                    LlPacket8{pack_ll_route(expert, partial_row), call_.epoch()});
           if (goes_there && args_.topk_weights != nullptr)
-            send_weight(staged_ll_weight(rank, call_.rank(), row, k), weight, call_.epoch());
+            send_weight(places().staged_weight(rank, call_.rank(), row, k), weight, call_.epoch());
         }
       }
       const uint64_t mask = routes.mask_of([&](const Route& route) { return route.rank == rank; });
@@ -469,10 +443,10 @@ private:
   // Returns false when the group has failed.
   template <bool kUnaligned>
   __device__ bool receive_chunk(int source, int32_t row, const ChunkRange& range) const {
-    LlPacket16* const staged = staged_chunk(call_.rank(), source, row, range);
+    LlPacket16* const staged = places().staged_chunk(call_.rank(), source, row, range);
     IncomingLlChunk incoming(staged, range.bytes);
     if (!incoming.wait(call_, source)) return false;
-    store_chunk<kUnaligned>(row_data(range, source, row), range.bytes, incoming.get());
+    store_chunk<kUnaligned>(places().recv_data(range, recv_row(source, row)), range.bytes, incoming.get());
     if (call_.scribbles_staging()) scribble_chunk(staged);
     return range.chunk != 0 || receive_ll_routes(source, row);
   }
@@ -491,7 +465,7 @@ private:
         packed = packet.value;
         route = unpack_ll_route(packed);
         if (ok && route.expert >= 0 && args_.recv_weights != nullptr)
-          ok = receive_weight(call_, staged_ll_weight(call_.rank(), source, row, k), source, route.weight);
+          ok = receive_weight(call_, places().staged_weight(call_.rank(), source, row, k), source, route.weight);
         if (ok) store_route(source, row, k, route.expert, route.weight);
       }
       mask |= static_cast<uint64_t>(__ballot_sync(~0u, route.expert >= 0 ? 1 : 0)) << first;
@@ -613,19 +587,13 @@ private:
   CallSession call_;
   HandleWriter plan_;
   int64_t row_bytes_;
-  uint32_t row_chunks_, chunks_; // LL chunks of a row of this call, without and with its sidecar
+  uint32_t chunks_; // LL chunks of a row of this call with its sidecar
   bool is_ll_;
   Range tiles_{}, tokens_{};                // the block's part; on the low-latency path tiles are chunks of tokens
   LlPacket16 low_counts_{}, high_counts_{}; // of the sources `lane` and 32 + `lane`
   int cell_ = 0;                            // of a sender, for the next enqueue()
   Epoch* pending_flag_ = nullptr;           // of each lane of a sender: the ready flag of the last row
 };
-
-__device__ bool has_unaligned_rows(const DispatchCall& call) {
-  const auto bits = [](const void* place) { return reinterpret_cast<uint64_t>(place); };
-  return is_unaligned(bits(call.tokens) | bits(call.recv_tokens), row_bytes(call.dtype, call.hidden)) ||
-         (call.sidecar_bytes > 0 && is_unaligned(bits(call.sidecar) | bits(call.recv_sidecar), call.sidecar_bytes));
-}
 
 template <bool kUnaligned>
 __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& params) {

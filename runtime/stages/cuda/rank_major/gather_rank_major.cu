@@ -211,14 +211,7 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   WarpAssignment warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
   if (warp.role == WarpRole::signal) gather.signal_warp().clear();
   if (!movement.begin()) return;
-  if (warp.role == WarpRole::send) {
-    gather.send(warp);
-    warp = join_receivers(params.role_counts);
-  } else if (warp.role == WarpRole::signal) {
-    gather.signal_warp().run(movement.call());
-    if (lane() == 0) movement.call().sent(static_cast<unsigned>(warp.count));
-    warp = join_receivers(params.role_counts);
-  }
+  warp = send_and_signal(gather, movement.call(), params.role_counts, warp);
   if (warp.role == WarpRole::receive) gather.sum(warp);
 }
 

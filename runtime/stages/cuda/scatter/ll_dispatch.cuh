@@ -65,7 +65,9 @@ public:
       if (slots.live == 0) continue;
       if (!has_entered && !movement_.enter_warp()) return;
       has_entered = true;
-      if (!receive_chunk(peer.rank, peer.token, rows_.range_at(tile - index * rows_.num_chunks()), slots)) return;
+      if (!rows_.receive_chunk(peer.rank, peer.token, rows_.range_at(tile - index * rows_.num_chunks()), slots,
+                               movement_.is_active(peer.rank), Rows::k_of_place))
+        return;
     }
     if (!has_entered && movement_.must_enter()) movement_.enter_warp();
   }
@@ -90,18 +92,6 @@ private:
       else if (route.rank != call_.rank())
         rows_.send_weight_of(route.rank, token, first + lane());
     }
-  }
-
-  // Returns false when the group has failed.
-  __device__ bool receive_chunk(int source, int64_t token, const ChunkRange& range, const LlSlots& slots) const {
-    const bool is_active = movement_.is_active(source);
-    if (is_active) {
-      IncomingLlChunk incoming = rows_.incoming(source, token, range);
-      if (!rows_.receive(incoming, source, token, range, slots)) return false;
-    } else {
-      rows_.store_into(slots, range, LlChunk{});
-    }
-    return range.chunk != 0 || args_.recv_weights == nullptr || rows_.receive_weights(source, token, slots, is_active);
   }
 
   Movement& movement_;

@@ -15,8 +15,15 @@ namespace epx::cuda {
 
 constexpr int kPadWarps = 4; // of each CTA, where the low-latency path has pads to clear
 
-template <bool kUnaligned>
-class LlDispatchRows {
+__device__ inline bool has_unaligned_rows(const DispatchCall& call) {
+  const auto bits = [](const void* place) { return reinterpret_cast<uint64_t>(place); };
+  return is_unaligned(bits(call.tokens) | bits(call.recv_tokens), row_bytes(call.dtype, call.hidden)) ||
+         (call.sidecar_bytes > 0 && is_unaligned(bits(call.sidecar) | bits(call.recv_sidecar), call.sidecar_bytes));
+}
+
+// Where the chunks and weights of rows lie. Staging has a place for each row of a source: that of a token, or, in the rank-major
+// layout, of a row of the receiver.
+class LlDispatchPlaces {
 public:
   // Says where a chunk of a row or of its sidecar lies.
   struct ChunkRange {
@@ -27,8 +34,8 @@ public:
     int bytes;
   };
 
-  __device__ LlDispatchRows(const DeviceGroup& group, const CallSession& call, const DispatchCall& args)
-      : group_(group), call_(call), args_(args), layout_(group.context.layout),
+  __device__ LlDispatchPlaces(const DeviceGroup& group, const CallSession& call, const DispatchCall& args)
+      : group_(group), args_(args), layout_(group.context.layout), parity_(call.parity()),
         row_bytes_(row_bytes(args.dtype, args.hidden)), row_chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
         num_chunks_(row_chunks_ + static_cast<uint32_t>(ll_chunks_of(args.sidecar_bytes))) {}
 
@@ -43,10 +50,40 @@ public:
             static_cast<int>(min(row_bytes - first, int64_t{kLlChunkBytes}))};
   }
 
+  // A chunk of a token of this rank, and of a row that it receives.
+  __device__ const std::byte* token_data(const ChunkRange& range, int64_t token) const {
+    return (range.is_sidecar ? args_.sidecar : args_.tokens) + token * range.row_bytes + range.first;
+  }
+  __device__ std::byte* recv_data(const ChunkRange& range, int64_t row) const {
+    return (range.is_sidecar ? args_.recv_sidecar : args_.recv_tokens) + row * range.row_bytes + range.first;
+  }
+  __device__ LlPacket16* staged_chunk(int receiver, int source, int64_t row, const ChunkRange& range) const {
+    return group_.window().at<LlPacket16>(receiver, layout_.ll_scatter_rows.offset) +
+           ll_scatter_packet(layout_, group_.context.shape, parity_, source, row, range.chunk);
+  }
+  __device__ LlPacket8* staged_weight(int receiver, int source, int64_t row, int k) const {
+    return group_.window().at<LlPacket8>(receiver, layout_.ll_scatter_weights.offset) +
+           ll_scatter_weight(layout_, group_.context.shape, parity_, source, row, k);
+  }
+
+private:
+  const DeviceGroup& group_;
+  const DispatchCall& args_;
+  const WindowLayout& layout_;
+  int64_t parity_;
+  int64_t row_bytes_;
+  uint32_t row_chunks_, num_chunks_; // of a row of this call, without and with its sidecar
+};
+
+template <bool kUnaligned>
+class LlDispatchRows : public LlDispatchPlaces {
+public:
+  __device__ LlDispatchRows(const DeviceGroup& group, const CallSession& call, const DispatchCall& args)
+      : LlDispatchPlaces(group, call, args), call_(call), args_(args) {}
+
   // A chunk of a token of this rank.
   __device__ LlChunk load(int64_t token, const ChunkRange& range) const {
-    return load_chunk<kUnaligned>((range.is_sidecar ? args_.sidecar : args_.tokens) + token * range.row_bytes + range.first,
-                                  range.bytes);
+    return load_chunk<kUnaligned>(token_data(range, token), range.bytes);
   }
   // Sends a chunk to every peer of `ranks`.
   __device__ void send(int64_t token, const ChunkRange& range, const RankMask& ranks, const LlChunk& chunk) const {
@@ -63,7 +100,7 @@ public:
   __device__ void store_into(const LlSlots& slots, const ChunkRange& range, const LlChunk& chunk) const {
 #pragma unroll 1
     for (uint64_t left = slots.live; left != 0; left &= left - 1)
-      store_chunk<kUnaligned>(slot_data(range, slots[lowest_bit(left)]), range.bytes, chunk);
+      store_chunk<kUnaligned>(recv_data(range, slots[lowest_bit(left)]), range.bytes, chunk);
   }
 
   // Begins to load a chunk of a peer's token.
@@ -78,43 +115,42 @@ public:
     if (call_.scribbles_staging()) scribble_chunk(staged_chunk(call_.rank(), source, token, range));
     return true;
   }
-  // One thread waits for the weight of a peer's route. Returns false when the group has failed.
-  __device__ bool receive_weight_of(int source, int64_t token, int k, float& weight) const {
-    return receive_weight(call_, staged_weight(call_.rank(), source, token, k), source, weight);
-  }
-  // Stores the weights of the slots, by k, of a peer's token. Returns false, in all lanes, when the group has failed.
-  // is_active: the peer has sent them; otherwise they are zero.
-  __device__ bool receive_weights(int source, int64_t token, const LlSlots& slots, bool is_active) const {
+  // Stores the weights of the slots of a peer's token, zeros where it sends no rows. `k_of(first)` is the k of the lane's slot
+  // among those from `first` on, which need not be in the order of k. Returns false, in all lanes, when the group has failed.
+  template <typename KOf>
+  __device__ bool receive_weights(int source, int64_t token, const LlSlots& slots, bool sends_rows, const KOf& k_of) const {
     bool ok = true;
     for (int first = 0; first < args_.top_k; first += kWarp) {
       const int32_t slot = slots.own(first);
       if (slot < 0) continue;
       float weight = 0.0f;
-      if (is_active && ok) ok = receive_weight_of(source, token, first + lane(), weight);
+      if (sends_rows && ok)
+        ok = receive_weight(call_, staged_weight(call_.rank(), source, token, k_of(first)), source, weight);
       if (ok) args_.recv_weights[slot] = weight;
     }
     return __all_sync(~0u, ok ? 1 : 0) != 0;
   }
+  // Receives a chunk of a peer's token, and beside the first one the weights; stores zeros where the peer sends no rows.
+  // Returns false, in all lanes, when the group has failed.
+  template <typename KOf>
+  __device__ bool receive_chunk(int source, int64_t token, const ChunkRange& range, const LlSlots& slots, bool sends_rows,
+                                const KOf& k_of) const {
+    if (sends_rows) {
+      IncomingLlChunk chunk = incoming(source, token, range);
+      if (!receive(chunk, source, token, range, slots)) return false;
+    } else {
+      store_into(slots, range, LlChunk{});
+    }
+    return range.chunk != 0 || args_.recv_weights == nullptr || receive_weights(source, token, slots, sends_rows, k_of);
+  }
+  // The k of a slot where slots lie by k.
+  __device__ static int k_of_place(int first) {
+    return first + lane();
+  }
 
 private:
-  __device__ std::byte* slot_data(const ChunkRange& range, int64_t slot) const {
-    return (range.is_sidecar ? args_.recv_sidecar : args_.recv_tokens) + slot * range.row_bytes + range.first;
-  }
-  __device__ LlPacket16* staged_chunk(int receiver, int source, int64_t token, const ChunkRange& range) const {
-    return group_.window().at<LlPacket16>(receiver, layout_.ll_scatter_rows.offset) +
-           ll_scatter_packet(layout_, group_.context.shape, call_.parity(), source, token, range.chunk);
-  }
-  __device__ LlPacket8* staged_weight(int receiver, int source, int64_t token, int k) const {
-    return group_.window().at<LlPacket8>(receiver, layout_.ll_scatter_weights.offset) +
-           ll_scatter_weight(layout_, group_.context.shape, call_.parity(), source, token, k);
-  }
-
-  const DeviceGroup& group_;
   const CallSession& call_;
   const DispatchCall& args_;
-  const WindowLayout& layout_;
-  int64_t row_bytes_;
-  uint32_t row_chunks_, num_chunks_;
 };
 
 } // namespace epx::cuda

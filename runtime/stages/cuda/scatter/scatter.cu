@@ -146,14 +146,7 @@ __device__ __forceinline__ void scatter(const ScatterParams<Operation>& params) 
     pipeline.finish();
     return;
   }
-  if (warp.role == WarpRole::send) {
-    scatter.send(warp);
-    warp = join_receivers(params.role_counts);
-  } else if (warp.role == WarpRole::signal) {
-    scatter.signal_warp().run(movement.call());
-    if (lane() == 0) movement.call().sent(static_cast<unsigned>(warp.count));
-    warp = join_receivers(params.role_counts);
-  }
+  warp = send_and_signal(scatter, movement.call(), params.role_counts, warp);
   if (warp.role == WarpRole::receive) {
     scatter.receive(warp);
     if constexpr (Operation::kMixesPaths) receive_ll_peers(params, movement.call(), warp);

@@ -57,12 +57,6 @@ struct MixedDispatch : Dispatch {
   static constexpr bool kMixesPaths = true;
 };
 
-__device__ inline bool has_unaligned_rows(const DispatchCall& call) {
-  const auto bits = [](const void* place) { return reinterpret_cast<uint64_t>(place); };
-  return is_unaligned(bits(call.tokens) | bits(call.recv_tokens), row_bytes(call.dtype, call.hidden)) ||
-         (call.sidecar_bytes > 0 && is_unaligned(bits(call.sidecar) | bits(call.recv_sidecar), call.sidecar_bytes));
-}
-
 // The warps of `partition` begin to zero the pads of the zones that the plan says.
 template <typename Operation>
 __device__ inline void clear_pads(const Operation& operation, const HandleReader& plan, const ExpertBlocks& experts,
@@ -366,23 +360,10 @@ __device__ inline void receive_ll_chunks(const ScatterParams<MixedDispatch>& par
     if (found.slots.size() == 0) continue;
     const auto slot_of = [&](int first) { return found.slots.has_own(first) ? found.slots.own(first) : -1; };
     const LlSlots slots(slot_of(0), slot_of(kWarp)); // in k order, but not by k
-    const auto range = rows.range_at(tile - index * rows.num_chunks());
-    const bool sends_rows = movement.sends_rows(source);
-    if (sends_rows) {
-      IncomingLlChunk incoming = rows.incoming(source, token, range);
-      if (!rows.receive(incoming, source, token, range, slots)) return;
-    } else {
-      rows.store_into(slots, range, LlChunk{});
-    }
-    if (range.chunk != 0 || args.recv_weights == nullptr) continue;
-    bool ok = true;
-    for (int first = 0; first < found.slots.size(); first += kWarp) {
-      const int32_t slot = slots.own(first);
-      float weight = 0.0f;
-      if (slot >= 0 && ok && sends_rows) ok = rows.receive_weight_of(source, token, movement.k_of_slot(slot), weight);
-      if (slot >= 0 && ok) args.recv_weights[slot] = weight;
-    }
-    if (__all_sync(~0u, ok ? 1 : 0) == 0) return;
+    const auto k_of = [&](int first) { return movement.k_of_slot(slots.own(first)); };
+    if (!rows.receive_chunk(source, token, rows.range_at(tile - index * rows.num_chunks()), slots,
+                            movement.sends_rows(source), k_of))
+      return;
   }
 }
 // It is not inlined, and gets copies: the chunks would take registers of the loop in Scatter::receive(), and whatever that loop

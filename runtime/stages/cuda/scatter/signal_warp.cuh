@@ -10,6 +10,7 @@
 #include "base/device/memory_order.cuh"
 #include "base/device/warp.cuh"
 #include "runtime/stages/cuda/kernels.h"
+#include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/protocol/call_session.cuh"
 
 namespace epx::cuda {
@@ -96,5 +97,21 @@ private:
   unsigned long long* cells_;  // [senders, kCellsPerLane, lanes]: addresses of pending flags; 0: none
   int senders_, lanes_;
 };
+
+// Behind the entry barrier: the part of a warp that sends rows, or signals for those that do. Returns what the warp does from
+// then on. `rows` has send() and signal_warp().
+template <typename Rows>
+__device__ __forceinline__ WarpAssignment send_and_signal(Rows& rows, const CallSession& call,
+                                                          const WarpRoleCounts& role_counts, const WarpAssignment& warp) {
+  if (warp.role == WarpRole::send) {
+    rows.send(warp);
+  } else if (warp.role == WarpRole::signal) {
+    rows.signal_warp().run(call);
+    if (lane() == 0) call.sent(static_cast<unsigned>(warp.count));
+  } else {
+    return warp;
+  }
+  return join_receivers(role_counts);
+}
 
 } // namespace epx::cuda
