@@ -387,6 +387,36 @@ TEST_CASE("a rank that ends the group tells all others why") {
   }
 }
 
+// Rank 0 has the sockets, and no control connection: closing them is its death. What rank 1 then finds in its node is a
+// consequence, whether it tells it before or after it notices.
+TEST_CASE("where rank 0 dies, that is the verdict, and no failure that follows from it") {
+  constexpr int kRanks = 3;
+  for (const auto delay : {0ms, 300ms}) {
+    Meeting joined(kRanks), decided(kRanks);
+    each_rank(kRanks, [&](int rank, Exchange& exchange) {
+      if (rank == 0) {
+        exchange.all_gather([] { return int64_t{60'000}; });
+        std::vector<FileDescriptor> sockets = join_control(0, kRanks, 20'000ms, exchange);
+        exchange.all_gather([] { return 0; });
+        joined.wait();
+        sockets.clear();
+        decided.wait();
+        return;
+      }
+      RankOutcome outcome;
+      ControlConnection control(rank, kRanks, kLong, exchange);
+      control.deliver_to(outcome.keep());
+      joined.wait();
+      std::this_thread::sleep_for(delay);
+      if (rank == 1) control.report_failure(2, EPX_ERROR_ABORTED, EPX_OP_DISPATCH, 9);
+      const Verdict verdict = outcome.wait();
+      test::check(verdict.culprit == 0 && verdict.cause == Cause::died && verdict.status == EPX_ERROR_TIMEOUT,
+                  "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+      decided.wait();
+    });
+  }
+}
+
 TEST_CASE("a rank that hangs says so, and is named by all") {
   constexpr int kRanks = 3;
   for (const int hangs : {0, 2}) {
@@ -491,7 +521,7 @@ TEST_CASE("ranks that tell different operations of the same call are out of sequ
     const auto begin = Clock::now();
     const Verdict verdict = outcome.wait();
     test::check(verdict.culprit == -1 && verdict.cause == Cause::out_of_sequence && verdict.sequence == 4 &&
-                    verdict.reporter == 0 && verdict.operation == EPX_OP_PREPARE && verdict.other_rank == 2 &&
+                    verdict.reporter != 2 && verdict.operation == EPX_OP_PREPARE && verdict.other_rank == 2 &&
                     verdict.other_operation == EPX_OP_DISPATCH,
                 "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
     test::check(Clock::now() - begin < 5s, "the verdict has waited for more than heartbeats");
@@ -531,7 +561,7 @@ TEST_CASE("ranks that leave are not taken for dead, and reports to nobody end") 
     test::check_equal(outcome.calls.load(), 0, "the number of verdicts");
     const auto begin = Clock::now();
     test::check(!control->report_timeout(2, EPX_OP_PREPARE, 1), "a rank that has left decided");
-    test::check(Clock::now() - begin < 3s, "a report to nobody waited too long");
+    test::check(Clock::now() - begin < 1300ms, "a report to nobody waited for a verdict, which takes 1500 ms");
   });
 }
 

@@ -110,8 +110,8 @@ std::string log_text(const Verdict& verdict) {
 ControlConnection::ControlConnection(int rank, int num_ranks, std::chrono::milliseconds timeout, Exchange& exchange)
     : rank_(rank), num_ranks_(num_ranks), silence_limit_(std::max<std::chrono::milliseconds>(timeout, kMinSilenceLimit)),
       heartbeat_interval_(heartbeat_interval(timeout, exchange)),
-      min_silence_(
-          std::clamp<std::chrono::milliseconds>(timeout / 2, 4 * heartbeat_interval_, 1'000ms + 2 * heartbeat_interval_)),
+      min_silence_(std::clamp<std::chrono::milliseconds>(timeout / 2, std::max(kMinSilenceLimit, 4 * heartbeat_interval_),
+                                                         1'000ms + 2 * heartbeat_interval_)),
       time_to_tell_(std::max<std::chrono::milliseconds>(min_silence_, kDeathGrace) + 2 * heartbeat_interval_) {
   const auto limit = std::clamp<std::chrono::milliseconds>(timeout / 2, kMinSetup, kMaxSetup);
   std::vector<FileDescriptor> sockets = join_control(rank, num_ranks, limit, exchange);
@@ -164,6 +164,7 @@ void ControlConnection::report_stuck(int missing, epx_operation operation, uint6
   const std::scoped_lock lock(mutex_);
   if (verdict_ || (own_report_ && own_report_->kind == ReportKind::connection)) return;
   own_report_ = WaitReport{rank_, missing, operation, sequence, kind};
+  is_undecided_ = false;
   wake();
 }
 
@@ -197,7 +198,7 @@ std::optional<Verdict> ControlConnection::wait_for_verdict() {
 
 std::optional<Verdict> ControlConnection::wait_for_verdict(std::chrono::milliseconds limit) {
   std::unique_lock lock(mutex_);
-  decided_.wait_for(lock, limit, [this] { return verdict_.has_value(); });
+  decided_.wait_for(lock, limit, [this] { return verdict_.has_value() || is_undecided_; });
   return verdict_;
 }
 
@@ -221,14 +222,19 @@ void ControlConnection::watch() {
     for (const Peer& peer : peers_)
       if (peer.socket)
         polled.push_back({peer.socket.get(), static_cast<short>(peer.outgoing.empty() ? POLLIN : POLLIN | POLLOUT), 0});
-    const auto until = std::chrono::ceil<std::chrono::milliseconds>(next_heartbeat - Clock::now());
+    Clock::time_point next_round = next_heartbeat;
+    for (const Peer& peer : peers_)
+      if (peer.died_at && *peer.died_at + kDeathGrace > last_round)
+        next_round = std::min(next_round, *peer.died_at + kDeathGrace);
+    const auto until = std::chrono::ceil<std::chrono::milliseconds>(next_round - Clock::now());
     ::poll(polled.data(), polled.size(), static_cast<int>(std::max<int64_t>(until.count(), 0)));
     uint64_t wakes = 0;
     while (::read(wake_.get(), &wakes, sizeof(wakes)) > 0) {
     }
 
     const Clock::time_point now = Clock::now();
-    if (const auto gap = now - last_round; gap > kLongGap + heartbeat_interval_)
+    if (const auto gap = now - last_round;
+        gap > std::min<Clock::duration>(kLongGap, min_silence_ / 2) + heartbeat_interval_)
       for (Peer& peer : peers_)
         peer.last_heard += gap;
     last_round = now;
@@ -367,11 +373,12 @@ void ControlConnection::judge(Clock::time_point now) {
     failure = own_failure_;
   }
   Peer* const decider = rank_ == 0 ? nullptr : &peers_.front();
-  if (failure && (decider == nullptr || !decider->socket)) {
+  if (failure && (decider == nullptr || decider->has_left)) {
     adopt(*failure);
     return;
   }
-  if (failure && !std::exchange(has_sent_failure_, true)) {
+  // What follows from the death of rank 0 is not the verdict: that is the death, once its grace is over.
+  if (failure && decider->socket && !std::exchange(has_sent_failure_, true)) {
     ControlMessage message = message_of(*failure);
     message.kind = ControlKind::failure;
     send(*decider, message);
@@ -409,6 +416,8 @@ void ControlConnection::report_to(Peer& decider, const WaitReport& report, Clock
       adopt({0, Cause::late, report.operation, report.sequence});
     else if (report.kind != ReportKind::timeout)
       adopt(blame_network(report));
+    else if (knows_missing)
+      leave_undecided();
   } else if (now >= next_report_) {
     ControlMessage message;
     message.kind = ControlKind::report;
@@ -419,6 +428,15 @@ void ControlConnection::report_to(Peer& decider, const WaitReport& report, Clock
     next_report_ = now + heartbeat_interval_;
     send(decider, message);
   }
+}
+
+// Rank 0 has left and cannot judge the report of this rank, which has evidence of its own.
+void ControlConnection::leave_undecided() {
+  {
+    const std::scoped_lock lock(mutex_);
+    is_undecided_ = true;
+  }
+  decided_.notify_all();
 }
 
 // Keeps the first verdict, tells it to all if this is rank 0, and hands it to the group.

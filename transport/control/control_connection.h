@@ -138,6 +138,7 @@ private:
   void judge(Clock::time_point now);
   void judge_report(const WaitReport& report, Clock::time_point now);
   void report_to(Peer& decider, const WaitReport& report, Clock::time_point now);
+  void leave_undecided();
   void adopt(const Verdict& verdict);
   CallProgress progress() const { return CallProgress::from_word(progress_.load(std::memory_order_relaxed)); }
   std::vector<RankState> states(Clock::time_point now) const;
@@ -164,6 +165,7 @@ private:
   std::optional<WaitReport> own_report_;
   std::optional<Verdict> own_failure_;
   std::optional<Verdict> verdict_;
+  bool is_undecided_ = false; // nobody is left who could judge own_report_
 
   std::thread watchdog_; // last: it uses all the others
 };

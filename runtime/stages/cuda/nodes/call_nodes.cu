@@ -10,6 +10,7 @@
 //   open_legs       each writes the header of one leg at a time; thread 0 reports a rail peer that has another plan, or makes
 //                   another call, in which case no leg follows: it waits until the host has ended the group
 //   hold_rows       one does the same where a leg has failed
+//   check_transfer  one ends the call where the host has aborted the transfer before
 #include "base/device/launch.h"
 #include "base/device/memory_order.cuh"
 #include "base/device/warp.cuh"
@@ -148,21 +149,28 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (threadIdx.x != 0) return;
   report_mismatch(group, params, records);
-  if (!agrees_with_rail_peers(nodes, records)) wait_for_end(nodes, group);
+  if (agrees_with_rail_peers(nodes, records))
+    end_calls_if_aborted(group);
+  else
+    wait_for_end(group);
 }
 
-__global__ void hold_rows_kernel(const __grid_constant__ NodesDevice nodes, const __grid_constant__ DeviceGroup group) {
+__global__ void hold_rows_kernel(const __grid_constant__ DeviceGroup group) {
   if (threadIdx.x != 0) return;
   const CallContext last_leg{group, EPX_OP_NONE, group.state->begun.sequence};
-  if (may_have_ended(last_leg)) wait_for_end(nodes, group);
+  if (may_have_ended(last_leg)) wait_for_end(group);
+}
+
+__global__ void check_transfer_kernel(const __grid_constant__ DeviceGroup group) {
+  if (threadIdx.x == 0) end_calls_if_aborted(group);
 }
 
 } // namespace
 
 std::vector<const void*> nodes_call_kernels() {
-  return {reinterpret_cast<const void*>(&begin_call_kernel), reinterpret_cast<const void*>(&end_call_kernel),
+  return {reinterpret_cast<const void*>(&begin_call_kernel),   reinterpret_cast<const void*>(&end_call_kernel),
           reinterpret_cast<const void*>(&post_records_kernel), reinterpret_cast<const void*>(&open_legs_kernel),
-          reinterpret_cast<const void*>(&hold_rows_kernel)};
+          reinterpret_cast<const void*>(&hold_rows_kernel),    reinterpret_cast<const void*>(&check_transfer_kernel)};
 }
 
 cudaError_t launch_begin_call(const NodesDevice& nodes, epx_operation operation, cudaStream_t stream) {
@@ -183,8 +191,12 @@ cudaError_t launch_open_legs(const DeviceGroup& group, const NodesCall& nodes, c
   return launch(&open_legs_kernel, {1, kThreads}, stream, group, CallParams{nodes, call}, has_fixed_sizes);
 }
 
-cudaError_t launch_hold_rows(const DeviceGroup& group, const NodesDevice& nodes, cudaStream_t stream) {
-  return launch(&hold_rows_kernel, {1, kWarp}, stream, nodes, group);
+cudaError_t launch_hold_rows(const DeviceGroup& group, cudaStream_t stream) {
+  return launch(&hold_rows_kernel, {1, kWarp}, stream, group);
+}
+
+cudaError_t launch_check_transfer(const DeviceGroup& group, cudaStream_t stream) {
+  return launch(&check_transfer_kernel, {1, kWarp}, stream, group);
 }
 
 } // namespace epx::cuda

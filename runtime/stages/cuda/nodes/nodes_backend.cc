@@ -200,7 +200,7 @@ private:
     } catch (const BrokenRailError& error) {
       watch_->end_call(operation, error);
     } catch (const StatusError& error) {
-      if (capture == Capture::active && !rails_->has_ended()) throw; // nothing has run
+      if (capture == Capture::active && !watch_->has_ended()) throw; // nothing has run
       watch_->end_call(operation, error);
     } catch (const std::exception& error) {
       watch_->end_call(operation, StatusError(EPX_ERROR_SYSTEM, error.what()));
@@ -220,7 +220,7 @@ private:
     } catch (const BrokenRailError& error) {
       watch_->end_call(operation, error);
     } catch (const StatusError& error) {
-      if (rails_->has_ended()) watch_->end_call(operation, error);
+      if (watch_->has_ended()) watch_->end_call(operation, error);
       throw;
     }
     call.num_calls = num_calls;
@@ -260,6 +260,7 @@ private:
     check_cuda(launch_assign_slots(params, stream), "prepare");
     check_cuda(launch_list_tokens(params, stream), "prepare");
     exchange_words(buffers.sent_tables, buffers.received_tables, table_words(shape_), stream);
+    check_cuda(launch_check_transfer(node_->device_group(), stream), "prepare");
     check_cuda(launch_list_relayed(params, stream), "prepare");
     const auto deliver = [&](int node, int chunk) {
       node_->make_call(operation, stream, [&](const DeviceGroup& group, cudaStream_t on) {
@@ -327,6 +328,7 @@ private:
     for_each_chunk([&](int chunk) { scatter_leg(nodes, call, shape_.own_node, chunk, own_tokens(call, chunk), received); });
     for_each_chunk([&](int chunk) {
       wait(stream, chunk_event(chunk));
+      check_cuda(launch_check_transfer(node_->device_group(), stream), name_of(call.operation));
       for_each_other_node(
           [&](int node) { scatter_leg(nodes, call, node, chunk, sizes.leg_tokens(node, chunk), received); });
     });
@@ -437,7 +439,7 @@ private:
     });
   }
   void hold_failed_rows(epx_operation operation) {
-    check_cuda(launch_hold_rows(node_->device_group(), nodes_, rails_on_), name_of(operation));
+    check_cuda(launch_hold_rows(node_->device_group(), rails_on_), name_of(operation));
   }
 
   // ---- Transfers ----

@@ -4,9 +4,9 @@
 // failed, open_legs and hold_rows wait for the host.
 //
 //   prepare    count_routes | all-gather of counts | assign_slots, list_tokens, make_tables | exchange of tables
-//              | list_relayed | deliver_leg for each leg
+//              | check_transfer, list_relayed | deliver_leg for each leg
 //   movements  begin_call, post_records | exchange of records | open_legs | then, for each chunk:
-//     scatter  pack_rows | exchange of rows | dispatch or combine_bwd of the legs
+//     scatter  pack_rows | exchange of rows | check_transfer, dispatch or combine_bwd of the legs
 //     gather   combine or dispatch_bwd of the legs, forward_rows, hold_rows | exchange of rows; behind the last chunk sum_rows
 #pragma once
 
@@ -57,14 +57,12 @@ struct Disagreement {
   AgreedFields fields[2];
 };
 
-// Host memory that kernels write and the host reads at any time, also while a graph is replayed; rails_have_ended is the other
-// way round.
+// Host memory that kernels write and the host reads at any time, also while a graph is replayed.
 struct NodesProgress {
   static constexpr uint64_t kCalls = 256;
   uint64_t begun; // NodesState::sequence
   uint64_t ended; // the last call of the group that has ended
   Disagreement disagreement;
-  uint32_t rails_have_ended;  // 1 once the group has failed on this rank's host and transfers bring nothing any more
   int32_t operations[kCalls]; // by sequence % kCalls, stored before `begun`
   uint64_t tokens[kCalls];    // by sequence % kCalls: T of a call that moves rows
   uint64_t first_leg[kCalls]; // by sequence % kCalls: the node's sequence number of the call's first leg
@@ -150,7 +148,10 @@ cudaError_t launch_open_legs(const DeviceGroup& group, const NodesCall& nodes, c
                              bool has_fixed_sizes, cudaStream_t stream);
 // Before rows of a gather's legs go home: where a leg has failed, holds them back until the group has ended, since a rail peer
 // could not tell that they are wrong.
-cudaError_t launch_hold_rows(const DeviceGroup& group, const NodesDevice& nodes, cudaStream_t stream);
+cudaError_t launch_hold_rows(const DeviceGroup& group, cudaStream_t stream);
+// Behind a transfer, before legs relay what it has brought: where the host has aborted it, the legs do nothing. launch_open_legs
+// does the same.
+cudaError_t launch_check_transfer(const DeviceGroup& group, cudaStream_t stream);
 
 // Copies the rows (and weights [K], and sidecars) of the tokens of a chunk that go to other nodes into `area`, each at the
 // token's index among those of its node. `weights` and `sidecars` may be NULL.

@@ -42,7 +42,7 @@ bool is_found_by_node(epx_status status) {
 } // namespace
 
 NodesWatch::NodesWatch(const GroupContext& context, const NodesShape& shape, NodeBackend& node, Rails& rails,
-                       std::unique_ptr<ControlConnection> control, NodesProgress& progress)
+                       std::unique_ptr<ControlConnection> control, const NodesProgress& progress)
     : context_(context), node_(node), rails_(rails), progress_(progress), control_(std::move(control)) {
   if (shape.ranks_per_node() == 1)
     leg_probe_.emplace(node_.device_group().state, std::chrono::milliseconds(context_.timeout_ms));
@@ -126,9 +126,14 @@ NodesWatch::Position NodesWatch::position() const {
   const std::scoped_lock lock(host_mutex_);
   // First, so that a call that ends now is not taken for one in progress.
   const uint64_t ended = std::max(load(progress_.ended), last_host_call_);
-  const uint64_t begun = std::max(load(progress_.begun), last_host_call_);
+  uint64_t begun = std::max(load(progress_.begun), last_host_call_);
   if (host_operation_ != EPX_OP_NONE) return {begun + 1, ended, host_operation_, true};
-  return {begun, ended, begun == last_host_call_ ? EPX_OP_NONE : operation_of(begun), false};
+  for (;;) { // the device may make many calls meanwhile, of which a later one takes the place of this one's operation
+    const epx_operation operation = begun == last_host_call_ ? EPX_OP_NONE : operation_of(begun);
+    const uint64_t now = std::max(load(progress_.begun), last_host_call_);
+    if (now - begun < NodesProgress::kCalls - 1) return {begun, ended, operation, false};
+    begun = now;
+  }
 }
 
 void NodesWatch::begin_host_call(epx_operation operation) {
@@ -149,15 +154,13 @@ epx_operation NodesWatch::operation_of(uint64_t call) const {
 }
 
 CallName NodesWatch::call_in_progress() const {
-  const Position now = position();
-  if (now.begun <= now.ended) return {EPX_OP_NONE, 0};
-  return {now.operation, now.begun};
+  return call_or_next(EPX_OP_NONE);
 }
 
 CallName NodesWatch::call_or_next(epx_operation next) const {
-  const CallName call = call_in_progress();
-  if (call.operation != EPX_OP_NONE || next == EPX_OP_NONE) return call;
-  return {next, position().begun + 1};
+  const Position now = position(); // one, since a call may begin meanwhile
+  if (now.begun > now.ended) return {now.operation, now.begun};
+  return next == EPX_OP_NONE ? CallName{EPX_OP_NONE, 0} : CallName{next, now.begun + 1};
 }
 
 // Returns the last call whose first leg has a sequence number up to `leg`. The device may be storing that of the next call,
@@ -222,9 +225,8 @@ std::optional<Failure> NodesWatch::disagreement() const {
 void NodesWatch::end_work() noexcept {
   if (has_disagreement()) disagreed_before_end_.store(true);
   ends_work_.store(true); // the failure that the node has from now on is none that the group must learn of
-  node_.end();            // before the rails: what comes behind them on the streams must not use rows that have not come
+  node_.end();            // before the rails: what comes behind them on the streams looks for it (end_calls_if_aborted)
   rails_.abort();
-  std::atomic_ref(progress_.rails_have_ended).store(1, std::memory_order_release); // kernels may be waiting for it
 }
 
 // A verdict between two calls is kept for the next one, which names it. A call that is in progress ends by it.
@@ -312,7 +314,11 @@ void NodesWatch::fail(Failure failure, CallName call) {
 // Outside of calls.
 void NodesWatch::keep_failure_of_kernels() {
   keep_verdict(call_in_progress());
-  if (!status_.is_healthy() || ends_work_.load()) return;
+  if (!status_.is_healthy()) return;
+  if (ends_work_.load()) {
+    keep_verdict(call_in_progress()); // which has come between the two lines before
+    return;
+  }
   const auto failure = found_by_kernels();
   if (!failure) return;
   try {

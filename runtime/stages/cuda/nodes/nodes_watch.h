@@ -52,7 +52,7 @@ class NodesWatch {
 public:
   // All arguments but `control` must outlive the watch. `progress` is in host memory. The thread runs from here on.
   NodesWatch(const GroupContext& context, const NodesShape& shape, NodeBackend& node, Rails& rails,
-             std::unique_ptr<ControlConnection> control, NodesProgress& progress);
+             std::unique_ptr<ControlConnection> control, const NodesProgress& progress);
   ~NodesWatch(); // leaves the group; see finish()
   NodesWatch(const NodesWatch&) = delete;
   NodesWatch& operator=(const NodesWatch&) = delete;
@@ -75,7 +75,8 @@ public:
   [[noreturn]] void end_call(epx_operation operation, const StatusError& error);
 
   // Any thread may call these.
-  void abort(); // epx_group_abort
+  bool has_ended() const { return ends_work_.load(); } // the group's failure, or its end, has stopped its work
+  void abort();                                        // epx_group_abort
   epx_group_report report();
 
   // Before the group is destroyed: waits until the GPU is idle, for as long as the group is healthy, but not longer than
@@ -112,7 +113,7 @@ private:
   const GroupContext& context_;
   NodeBackend& node_;
   Rails& rails_;
-  NodesProgress& progress_;
+  const NodesProgress& progress_;
   std::optional<LegProbe> leg_probe_; // where legs wait for nobody; the thread's alone
   StatusBoard status_;
   std::mutex mutex_;

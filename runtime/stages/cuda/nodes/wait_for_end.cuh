@@ -1,20 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a rank whose call has failed keeps wrong rows from peers that cannot know of the failure: a rail peer, which shares no
-// window with the node, or the ranks of this node, to which this rank relays what it disagrees on with a rail peer.
+// window with the node, or the ranks of this node, to which this rank relays what has come by rail.
 #pragma once
 
 #include "base/device/memory_order.cuh"
-#include "runtime/stages/cuda/nodes/nodes_kernels.h"
+#include "runtime/stages/cuda/protocol/device_group.h"
 
 namespace epx::cuda {
 
-constexpr unsigned kEndBackoffNs = 2'000; // each poll loads from host memory
+constexpr unsigned kEndBackoffNs = 2'000;       // each poll loads from host memory
+constexpr uint64_t kTimeToAbortNs = 50'000'000; // within which transfers are aborted once the host has ended the group
 
-// One thread waits until the host has ended the group and its rails, on a verdict that the peers get too, so that no transfer
-// behind this kernel brings anything. If no verdict comes, as where rank 0 has died, the wait lasts as long as one for a peer.
-__device__ inline void wait_for_end(const NodesDevice& nodes, const DeviceGroup& group) {
-  const uint64_t begin = nanoseconds();
-  while (load_relaxed_sys(&nodes.progress->rails_have_ended) == 0 && nanoseconds() - begin < group.timeout_ns)
+// The kernels of the node's calls that come behind this one do nothing; the host reports why.
+__device__ inline void end_calls(const DeviceGroup& group) {
+  atomicExch(&group.state->failed, 1u);
+}
+
+// Behind a transfer, one thread ends the node's calls where the host has aborted it, since it may have brought nothing: the host
+// has stored its record before.
+__device__ inline void end_calls_if_aborted(const DeviceGroup& group) {
+  if (load_relaxed_sys(group.host_abort_record) != 0) end_calls(group);
+}
+
+// One thread waits until the host has ended the group, on a verdict that the peers get too, so that no transfer behind this
+// kernel brings anything. If no verdict comes, as where rank 0 has died, the wait lasts as long as one for a peer.
+__device__ inline void wait_for_end(const DeviceGroup& group) {
+  uint64_t begin = nanoseconds();
+  while (load_relaxed_sys(group.host_abort_record) == 0 && nanoseconds() - begin < group.timeout_ns)
+    backoff(kEndBackoffNs);
+  end_calls(group);
+  begin = nanoseconds();
+  while (nanoseconds() - begin < kTimeToAbortNs)
     backoff(kEndBackoffNs);
 }
 
