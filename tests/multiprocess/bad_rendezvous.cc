@@ -222,6 +222,16 @@ TEST_CASE("ranks that disagree on num_ranks") {
   CHECK(num_files(directory) == 0);
 }
 
+// Waits until the directory has a file whose name begins so. Returns false if none comes.
+bool wait_for_file(const std::string& path, const std::string& begin) {
+  for (int i = 0; i < 1000; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(10))) {
+    std::error_code gone; // ranks rename and remove files
+    for (fs::recursive_directory_iterator entry(path, gone), end; !gone && entry != end; entry.increment(gone))
+      if (entry->path().filename().string().starts_with(begin)) return true;
+  }
+  return false;
+}
+
 // Starts ranks 0 and 1 of three and kills them while they wait for the third.
 void leave_a_dead_job(const std::string& path, const std::string& job) {
   std::vector<pid_t> children;
@@ -234,8 +244,9 @@ void leave_a_dead_job(const std::string& path, const std::string& job) {
     }
     children.push_back(child);
   }
-  // This is long enough for both to have written their files.
-  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  for (int rank = 0; rank < 2; ++rank)
+    CHECK(wait_for_file(path, "alive." + std::to_string(rank) + "."));
+  std::this_thread::sleep_for(std::chrono::milliseconds(300)); // they have written all that they write alone
   for (const pid_t child : children) {
     kill(child, SIGKILL);
     waitpid(child, nullptr, 0);
@@ -297,20 +308,23 @@ TEST_CASE("files are private") {
   const TempDirectory directory;
   const std::string path = directory.path().string();
   const mode_t mask = umask(0);
-  std::thread waiting([&] {
+  const auto meet = [&](int rank) {
     epx_bootstrap bootstrap{};
-    epx_bootstrap_file(path.c_str(), "job", 0, 2, kShortMs, &bootstrap);
+    epx_bootstrap_file(path.c_str(), "job", rank, 2, kLongMs, &bootstrap);
     epx_bootstrap_free(&bootstrap);
-  });
-  std::this_thread::sleep_for(std::chrono::milliseconds(kShortMs / 2));
+  };
+  std::thread waiting([&] { meet(0); });
+  CHECK(wait_for_file(path, "alive.0."));
   size_t entries = 0;
-  for (const auto& entry : fs::recursive_directory_iterator(path)) {
+  std::error_code gone;
+  for (fs::recursive_directory_iterator entry(path, gone), end; !gone && entry != end; entry.increment(gone)) {
     ++entries;
     struct stat stats {};
-    if (lstat(entry.path().c_str(), &stats) != 0) continue; // renamed meanwhile
+    if (lstat(entry->path().c_str(), &stats) != 0) continue; // renamed meanwhile
     CHECK((stats.st_mode & 07777) == (S_ISDIR(stats.st_mode) ? 0700 : 0600));
   }
   CHECK(entries > 1);
+  meet(1); // so that rank 0 ends
   waiting.join();
   umask(mask);
 }

@@ -25,7 +25,7 @@ namespace {
 
 constexpr int64_t kAbortRecord = 0; // the first region of a window, and the second
 constexpr int64_t kWaiting = kRegionAlignment;
-constexpr int64_t kShortMs = 1'500;
+constexpr int64_t kShortMs = 4'000; // enough for a rank that is there, however busy the machine is
 constexpr int64_t kLongMs = 60'000;
 
 // Returns the addresses at which this process has mapped shared memory of epx of `bytes` bytes.

@@ -79,7 +79,7 @@ class Inputs(unittest.TestCase):
 
     def test_dump_that_cannot_be_written(self):
         """A directory that is not there is refused before the run; what fails after the run loses no table."""
-        block = ["--block", "--dtype", "fp32", "--dump"]
+        block = ["--block", "--dtype", "fp32", "--hidden", 64, "--ffn", 64, "--experts", 4, "--dump"]
         if "without libepx_moe" in self.run_it(*block, self.directory).stderr:
             self.skipTest("this ep_bench was built without libepx_moe")
         missing, file = self.directory / "missing", self.directory / "file"

@@ -118,7 +118,7 @@ void run_aimed(Memory memory, const Aim& aim) {
       aimed.before = aim.before;
     }
     const epx_bootstrap bootstrap = aimed.outer();
-    const epx_group_config config = config_of(kRanks, 500, 16);
+    const epx_group_config config = config_of(kRanks, 3000, 16);
     epx_group group = nullptr;
     epx_group_create(&bootstrap, &config, &group);
     epx_group_destroy(group);

@@ -760,7 +760,7 @@ class Refusals(unittest.TestCase):
         with tempfile.TemporaryDirectory() as directory:
             peer = ranks.start(__file__, "--peer-dies", directory, environment=ranks.peer_environment())
             # Ranks of several nodes notice a death long before the timeout, which holds for creating the group, too.
-            group = group_of_two(directory, 0, ranks.TIMEOUT_SECONDS if ON_GPU else 2)
+            group = group_of_two(directory, 0, ranks.TIMEOUT_SECONDS if ON_GPU else 10)
             prepared = jax.jit(lambda idx, token: epx.jax.prepare(group, idx, token)[1])
             idx = jnp.zeros((1, 1), jnp.int32)
             token = jax.block_until_ready(prepared(idx, epx.jax.first_token()))

@@ -43,11 +43,11 @@ class Mpi(unittest.TestCase):
     def test_3_rank_that_does_not_come(self):
         with epx.bootstrap.from_mpi(WORLD) as bootstrap:
             if WORLD.rank == 1:
-                time.sleep(1.5)
+                time.sleep(4)
                 raised = None
             else:
                 with self.assertRaisesRegex(epx.Error, r"ranks \[1\]") as caught:
-                    epx.Group(bootstrap, **{**CONFIG, "timeout": 0.5})
+                    epx.Group(bootstrap, **{**CONFIG, "timeout": 2})
                 raised = caught.exception.status
             self.assertEqual(raised, None if WORLD.rank == 1 else epx.Status.TIMEOUT)
             WORLD.Barrier()

@@ -99,7 +99,7 @@ TEST_CASE("file rendezvous: a rank of another PID namespace that never comes is 
     constexpr int kAbsent = 3;
     if (rank == kAbsent) return;
     const Outcome outcome =
-        outcome_of([&] { Bootstrap bootstrap(directory, "machines", rank, kRanks, milliseconds(700)); });
+        outcome_of([&] { Bootstrap bootstrap(directory, "machines", rank, kRanks, milliseconds(3000)); });
     require(outcome.status == EPX_ERROR_TIMEOUT, fmt::format("status {}: {}", outcome.status, outcome.message));
     require(rank != 0 || outcome.message.find("rank 3") != std::string::npos, outcome.message);
   });

@@ -42,7 +42,7 @@ using std::chrono::milliseconds;
 inline const std::string kNonce = "0123456789abcdef0123456789abcdef"; // of a job that is not running
 
 inline constexpr milliseconds kPatient = 20s; // a test that waits this long has failed
-inline constexpr milliseconds kShort = 400ms;
+inline constexpr milliseconds kShort = 1000ms;
 inline constexpr milliseconds kSlack = 3s; // what a loaded machine may add to a bounded wait
 
 class TempDirectory {
