@@ -380,7 +380,8 @@ void test_abort(const RankContext& context) {
 int main(int argc, char** argv) {
   using namespace epx::test;
   // Groups of several nodes have control_faults for the rest.
-  if (option(argc, argv, "--several-nodes", 0) != 0) return run_suite({test_failed_capture});
+  if (option(argc, argv, "--several-nodes", 0) != 0)
+    return run_suite({test_failed_capture, test_destroy_beside_foreign_work});
   return run_suite({test_missing_rank, test_stalled_rank, test_abort, test_kernel_that_never_begins,
                     test_destroy_without_peers, test_destroy_beside_foreign_work, test_abort_after_destroy,
                     test_damaged_board, test_failed_capture, test_failed_launch, test_dead_context});

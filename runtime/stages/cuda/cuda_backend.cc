@@ -2,6 +2,7 @@
 #include "runtime/stages/cuda/cuda_backend.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <future>
 #include <memory>
@@ -130,6 +131,7 @@ public:
     return status_.failure();
   }
   void end() noexcept override {
+    was_ended_ = true;
     board_->end_own_kernels();
     try { // frees are local from now on
       const int rank = reader_.name_of_rank(context_.rank);
@@ -244,7 +246,8 @@ private:
           context_.group_id, context_.timeout_ms);
     }
     board_->end_own_kernels();
-    SuspensionAwareDeadline last_deadline = deadline.with_grace(kTimeToAbort);
+    SuspensionAwareDeadline last_deadline =
+        was_ended_ ? SuspensionAwareDeadline{std::chrono::milliseconds(0)} : deadline.with_grace(kTimeToAbort);
     return comes_before(last_deadline, idle);
   }
 
@@ -324,6 +327,7 @@ private:
   int device_;
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<RankBoard> board_;
+  std::atomic<bool> was_ended_ = false; // by end(), whose caller waits for the device itself
   std::unique_ptr<Window> window_;
   Allocations allocations_;
   LaunchPlan plan_;

@@ -36,7 +36,9 @@ public:
 
   // Any thread may call these.
   virtual std::optional<Failure> failure() = 0; // which a kernel or a host of the node has reported, if there is one
-  virtual void end() noexcept = 0;              // ends the kernels of this rank that wait, and with them those of the node
+  // Ends the kernels of this rank that wait, and with them those of the node. Before the backend is destroyed, its owner waits
+  // for the device then.
+  virtual void end() noexcept = 0;
 };
 
 // This is collective over `exchange`: all ranks succeed or all throw. The context must outlive the backend. Kernels must be

@@ -30,7 +30,9 @@ __global__ void begin_call_kernel(const __grid_constant__ NodesDevice nodes, epx
   if (threadIdx.x != 0) return;
   const uint64_t sequence = ++nodes.state->sequence;
   nodes.progress->operations[sequence % NodesProgress::kCalls] = operation;
-  nodes.progress->first_leg[sequence % NodesProgress::kCalls] = nodes.node_state->begun.sequence + 1;
+  // A leg that has failed at its entry barrier is not counted. It is of the call before, and this one makes none.
+  nodes.progress->first_leg[sequence % NodesProgress::kCalls] =
+      nodes.node_state->failed != 0 ? ~uint64_t{0} : nodes.node_state->begun.sequence + 1;
   // st.release: a host that has acquired `begun` sees the two stores above.
   store_release_sys(&nodes.progress->begun, sequence);
 }
