@@ -141,9 +141,10 @@ cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream);
 cudaError_t launch_post_records(const NodesCall& nodes, const MovementCall& call, const AgreedFields& agreed,
                                 cudaStream_t stream);
 // Writes the headers of the legs from the records that have come (NodesRecords::leg_tokens), and reports a rail peer that has
-// another plan, or passes other AgreedFields (NodesProgress::disagreement), and then waits for the group's end. The leg of a rail peer that is not active has no
-// rows (kSendsNoRows). Where this rank takes part without routes, each leg has a header with magic 0. `group` is that of the
-// legs. In the event, values[0] is 1: values[3] is a rank of the group and not of the node.
+// another plan, or passes other AgreedFields (NodesProgress::disagreement); in the latter case it waits for the group's end. The
+// leg of a rail peer that is not active has no rows (kSendsNoRows). Where this rank takes part without routes, each leg has a
+// header with magic 0. `group` is that of the legs. In the event, values[0] is 1: values[3] is a rank of the group and not of the
+// node.
 cudaError_t launch_open_legs(const DeviceGroup& group, const NodesCall& nodes, const MovementCall& call,
                              bool has_fixed_sizes, cudaStream_t stream);
 // Before rows of a gather's legs go home: where a leg has failed, holds them back until the group has ended, since a rail peer
