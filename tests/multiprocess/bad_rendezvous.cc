@@ -3,6 +3,7 @@
 // disagree, a dead job has left files behind, and two jobs share one directory.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <csignal>
@@ -222,13 +223,20 @@ TEST_CASE("ranks that disagree on num_ranks") {
   CHECK(num_files(directory) == 0);
 }
 
+// Returns what lies below a directory in which ranks rename and remove files meanwhile.
+std::vector<fs::path> entries_of(const std::string& directory) {
+  std::vector<fs::path> entries;
+  std::error_code gone;
+  for (fs::recursive_directory_iterator entry(directory, gone), end; !gone && entry != end; entry.increment(gone))
+    entries.push_back(entry->path());
+  return entries;
+}
+
 // Waits until the directory has a file whose name begins so. Returns false if none comes.
-bool wait_for_file(const std::string& path, const std::string& begin) {
-  for (int i = 0; i < 1000; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(10))) {
-    std::error_code gone; // ranks rename and remove files
-    for (fs::recursive_directory_iterator entry(path, gone), end; !gone && entry != end; entry.increment(gone))
-      if (entry->path().filename().string().starts_with(begin)) return true;
-  }
+bool wait_for_file(const std::string& directory, const std::string& begin) {
+  const auto is_it = [&](const fs::path& path) { return path.filename().string().starts_with(begin); };
+  for (int i = 0; i < 1000; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(10)))
+    if (std::ranges::any_of(entries_of(directory), is_it)) return true;
   return false;
 }
 
@@ -315,15 +323,13 @@ TEST_CASE("files are private") {
   };
   std::thread waiting([&] { meet(0); });
   CHECK(wait_for_file(path, "alive.0."));
-  size_t entries = 0;
-  std::error_code gone;
-  for (fs::recursive_directory_iterator entry(path, gone), end; !gone && entry != end; entry.increment(gone)) {
-    ++entries;
+  const std::vector<fs::path> entries = entries_of(path);
+  for (const fs::path& entry : entries) {
     struct stat stats {};
-    if (lstat(entry->path().c_str(), &stats) != 0) continue; // renamed meanwhile
+    if (lstat(entry.c_str(), &stats) != 0) continue; // renamed meanwhile
     CHECK((stats.st_mode & 07777) == (S_ISDIR(stats.st_mode) ? 0700 : 0600));
   }
-  CHECK(entries > 1);
+  CHECK(entries.size() > 1);
   meet(1); // so that rank 0 ends
   waiting.join();
   umask(mask);

@@ -313,12 +313,9 @@ void NodesWatch::fail(Failure failure, CallName call) {
 
 // Outside of calls.
 void NodesWatch::keep_failure_of_kernels() {
+  const bool ends_work = ends_work_.load(); // first: the verdict that ends the work is there before
   keep_verdict(call_in_progress());
-  if (!status_.is_healthy()) return;
-  if (ends_work_.load()) {
-    keep_verdict(call_in_progress()); // which has come between the two lines before
-    return;
-  }
+  if (!status_.is_healthy() || ends_work) return;
   const auto failure = found_by_kernels();
   if (!failure) return;
   try {

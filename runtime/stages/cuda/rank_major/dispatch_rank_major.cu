@@ -304,7 +304,7 @@ private:
     return group_.window().at<RankMajorRoute>(receiver, layout_.ll_slot_records.offset) +
            rank_major_route(slot, args_.top_k);
   }
-  // The places of the low-latency path. A copy of them in this object would cost registers.
+  // The places of the low-latency path. A member of this type made nvcc load more of this object from local memory.
   __device__ LlDispatchPlaces places() const {
     return {group_, call_, args_};
   }
