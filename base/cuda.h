@@ -94,29 +94,37 @@ PinnedMemory<T> make_pinned_memory(size_t num_elements) {
 
 class CudaStream {
 public:
-  CudaStream() { check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags"); }
-  ~CudaStream() { log_cuda(cudaStreamDestroy(stream_), "cudaStreamDestroy"); }
-  CudaStream(const CudaStream&) = delete;
-  CudaStream& operator=(const CudaStream&) = delete;
+  CudaStream() {
+    cudaStream_t stream = nullptr;
+    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    stream_.reset(stream);
+  }
 
-  cudaStream_t get() const { return stream_; }
+  cudaStream_t get() const { return stream_.get(); }
 
 private:
-  cudaStream_t stream_ = nullptr;
+  struct Destroy {
+    void operator()(cudaStream_t stream) const noexcept { log_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy"); }
+  };
+  std::unique_ptr<CUstream_st, Destroy> stream_;
 };
 
 // An event for ordering streams; it does not record the time.
 class CudaEvent {
 public:
-  CudaEvent() { check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags"); }
-  ~CudaEvent() { log_cuda(cudaEventDestroy(event_), "cudaEventDestroy"); }
-  CudaEvent(const CudaEvent&) = delete;
-  CudaEvent& operator=(const CudaEvent&) = delete;
+  CudaEvent() {
+    cudaEvent_t event = nullptr;
+    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    event_.reset(event);
+  }
 
-  cudaEvent_t get() const { return event_; }
+  cudaEvent_t get() const { return event_.get(); }
 
 private:
-  cudaEvent_t event_ = nullptr;
+  struct Destroy {
+    void operator()(cudaEvent_t event) const noexcept { log_cuda(cudaEventDestroy(event), "cudaEventDestroy"); }
+  };
+  std::unique_ptr<CUevent_st, Destroy> event_;
 };
 
 } // namespace epx

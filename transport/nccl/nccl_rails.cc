@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -21,8 +22,22 @@ namespace {
 // For NCCL to send what peers have not received yet, and to free the communicator, when the rails are destroyed. Where a graph has
 // captured the communicator, it is most likely the graph that is waited for.
 constexpr std::chrono::seconds kTimeToLeave{10}, kTimeToLeaveGraph{1};
+constexpr std::chrono::seconds kTimeToFreeAtExit{3};
 constexpr std::chrono::microseconds kPollInterval{20};
 constexpr size_t kConnectBytes = 16;
+
+// The communicators that are being freed.
+std::atomic<int> num_freeing{0};
+
+// A process that exits waits until they are free, but not for long: a thread that is inside NCCL when CUDA takes itself down
+// crashes the process. Handlers run in the reverse order, so this is called when CUDA and NCCL have registered theirs.
+void wait_at_exit_for_communicators() {
+  [[maybe_unused]] static const int registered = std::atexit([] {
+    SuspensionAwareDeadline deadline{kTimeToFreeAtExit};
+    while (num_freeing > 0 && !deadline.passed())
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+}
 
 // A rank that has died closes its connections, which NCCL's threads notice before anything else does.
 void throw_broken_rail(ncclResult_t result, const char* call, int peer) {
@@ -51,16 +66,25 @@ struct NcclRails::State {
     if (phase == kLeaves && ended->get() != nullptr) ended->leave([&] { return phase == kAborted || deadline.passed(); });
     ended.reset(); // aborts it if it has not been left
     phase = kEnded;
+    --num_freeing;
   }
   void abort() noexcept {
-    int now = phase;
-    while ((now == kAlive || now == kLeaves) && !phase.compare_exchange_weak(now, kAborted)) {
-    }
-    phase.notify_all();
+    int leaves = kLeaves;
+    if (!end(kAborted)) phase.compare_exchange_strong(leaves, kAborted);
   }
-  void leave() noexcept {
+  void leave() noexcept { end(kLeaves); }
+
+private:
+  // Returns whether they were alive.
+  bool end(Phase new_phase) noexcept {
+    ++num_freeing;
     int alive = kAlive;
-    if (phase.compare_exchange_strong(alive, kLeaves)) phase.notify_all();
+    const bool was_alive = phase.compare_exchange_strong(alive, new_phase);
+    if (was_alive)
+      phase.notify_all();
+    else
+      --num_freeing;
+    return was_alive;
   }
 };
 
@@ -69,6 +93,7 @@ NcclRails::NcclRails(std::unique_ptr<Communicator> communicator, int rank, int n
     : rank_(rank), num_ranks_(num_ranks), ranks_per_node_(ranks_per_node), timeout_(timeout),
       state_(std::make_shared<State>()) {
   state_->communicator = std::move(communicator);
+  wait_at_exit_for_communicators();
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   // The thread exists from the beginning, since a process that fails may not be able to make one.

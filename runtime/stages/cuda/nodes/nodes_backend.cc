@@ -97,7 +97,7 @@ public:
     if (is_idle) return;
     log::group().warn("group {:016x} is destroyed while its GPU is busy with other work: its memory there is not freed",
                       context_.group_id);
-    keep_until_exit(std::move(buffers_)); // whose release would wait for the device
+    keep_device_resources();
   }
 
   int num_comm_sms() const override { return num_leg_sms() + rail_ctas_; }
@@ -497,6 +497,19 @@ private:
     for (int chunk = 0; chunk < shape_.num_chunks(); ++chunk)
       body(chunk);
   }
+  // Keeps whatever is released by a call of CUDA. Memory is freed only when the device is idle, and NCCL frees that of the rails in
+  // a thread of its own (NcclRails), which holds the driver's lock meanwhile, so that every other call waits as well.
+  void keep_device_resources() {
+    keep_until_exit(std::move(order_));
+    keep_until_exit(std::move(rail_stream_));
+    keep_until_exit(std::move(join_));
+    keep_until_exit(std::move(fork_));
+    keep_until_exit(std::move(chunk_events_));
+    keep_until_exit(std::move(node_));
+    keep_until_exit(std::move(node_context_)); // node_ refers to it
+    keep_until_exit(std::move(buffers_));
+  }
+
   template <typename Body>
   void for_each_other_node(const Body& body) const {
     for (int node = 0; node < shape_.num_nodes(); ++node)
