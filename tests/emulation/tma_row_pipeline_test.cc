@@ -85,6 +85,44 @@ TEST_CASE("a TMA row pipeline copies and clears alternately, and readers use its
   }
 }
 
+TEST_CASE("a row reader of long h-tiles reads all of several rows in turn, between uses of its memory") {
+  using Element = __nv_bfloat16;
+  using Reader = LongTileReader<Element>;
+  for (const int64_t h_tiles : {1, 2, 4})
+    for (const int num_rows : {1, 2, 3, 7}) {
+      CAPTURE(h_tiles);
+      CAPTURE(num_rows);
+      const int64_t hidden = h_tiles * Reader::kHTile;
+      std::vector<std::vector<std::byte>> rows, copies;
+      for (int row = 0; row < num_rows; ++row)
+        rows.push_back(row_of(static_cast<size_t>(hidden) * sizeof(Element), static_cast<unsigned>(row)));
+      copies.assign(rows.size(), std::vector<std::byte>(rows[0].size()));
+      std::vector<std::byte> cleared = rows[0];
+      emulation::run_grid(1, kWarp, TmaRowPipeline::kSharedBytes, [&] {
+        TmaRowPipeline pipeline(emulation::dynamic_shared_memory(), 0, 1);
+        for (int round = 0; round < 2; ++round) {
+          const auto* const own =
+              lane() < num_rows ? reinterpret_cast<const Element*>(rows[static_cast<size_t>(lane())].data()) : nullptr;
+          Reader reader(pipeline.begin_generic(), own, num_rows, hidden);
+          for (int h_tile = 0; h_tile < Reader::h_tiles(hidden); ++h_tile)
+            for (int row = 0; row < num_rows; ++row) {
+              reader.next();
+              auto* const to =
+                  reinterpret_cast<Element*>(copies[static_cast<size_t>(row)].data()) + h_tile * Reader::kHTile;
+              for (int i = 0; i < Reader::kWarpTiles; ++i)
+                store_vector(to + i * kWarpTile + lane() * kFragment, reader.fragment(i));
+            }
+          reader.end();
+          pipeline.make_zeros();
+          pipeline.clear(static_cast<int64_t>(cleared.size()), lane() == 0 ? cleared.data() : nullptr);
+          pipeline.finish();
+        }
+      });
+      CHECK(copies == rows);
+      CHECK(cleared == std::vector<std::byte>(cleared.size()));
+    }
+}
+
 TEST_CASE("a row reader reads unaligned rows") {
   for (const size_t bytes : {size_t{2}, size_t{18}, size_t{1536}, size_t{5762}})
     for (int first = 0; first < 8; ++first)

@@ -196,4 +196,74 @@ private:
   int front_ = 0;            // offset of the stage of the oldest h-tile that has not been taken
 };
 
+// A row reader for aligned rows of 16-bit elements that consist of long h-tiles: it takes fewer instructions per element, since what
+// a load costs beside its copies is spent on more of them. The list of up to 32 rows lies in registers: lane i has the i-th.
+template <typename T>
+class LongTileReader {
+public:
+  static constexpr int kWarpTiles = 7;
+  static constexpr int kHTile = kWarpTiles * kWarpTile;
+
+  // `shared`: see RowReader. Begins to read as RowReader::begin() does; the lane passes a row, or anything if there are fewer.
+  __device__ LongTileReader(std::byte* shared, const T* own_row, int num_rows, int64_t hidden)
+      : ring_(in_register(shared) + lane() * kFragmentBytes), own_row_(reinterpret_cast<const std::byte*>(own_row)),
+        num_rows_(num_rows), loads_left_(h_tiles(hidden) * num_rows), next_offset_(lane() * kFragmentBytes) {
+    static_assert(sizeof(T) == 2 && kStages * kHTileBytes <= TmaRowPipeline::kStagesBytes);
+    __syncwarp(); // the reads come after what this warp has acquired
+#pragma unroll 1
+    for (back_ = 0; back_ < (kStages - 1) * kHTileBytes; back_ += kHTileBytes)
+      load_next();
+  }
+
+  // Whether rows of `hidden` elements consist of long h-tiles.
+  __device__ static bool takes(int64_t hidden) {
+    return hidden % kHTile == 0;
+  }
+  __device__ static int h_tiles(int64_t hidden) {
+    return static_cast<int>(hidden) / kHTile;
+  }
+
+  // Waits for the next h-tile. fragment() returns the lane's fragments of it until the next call.
+  __device__ void next() {
+    load_next();
+    wait_for_async_copies<kStages - 1>();
+    back_ = front_;
+    front_ = front_ + kHTileBytes < kStages * kHTileBytes ? front_ + kHTileBytes : 0;
+  }
+  __device__ Fragment<T> fragment(int warp_tile) const {
+    return load_vector<T>(ring_ + back_ + warp_tile * kWarpTileBytes);
+  }
+
+  // See RowReader::end().
+  __device__ void end() {
+    fence_shared_before_bulk_copies();
+    __syncwarp();
+  }
+
+private:
+  static constexpr int kStages = 4;
+  static constexpr int kFragmentBytes = sizeof(Fragment<T>), kWarpTileBytes = kWarp * kFragmentBytes;
+  static constexpr int kHTileBytes = kWarpTiles * kWarpTileBytes;
+
+  // Begins the next load, into the stage that was taken last; see RowReader::load_next().
+  __device__ void load_next() {
+    if (loads_left_ > 0) { // the same in all lanes
+      --loads_left_;
+      begin_async_copies<kWarpTiles, kWarpTileBytes>(ring_ + back_, from_lane(own_row_, next_row_) + next_offset_);
+    }
+    end_async_copy_group();
+    if (++next_row_ != num_rows_) return;
+    next_row_ = 0;
+    next_offset_ += kHTileBytes;
+  }
+
+  std::byte* ring_; // the lane's first fragment in the first stage
+  const std::byte* own_row_;
+  int num_rows_;
+  int loads_left_;
+  int next_row_ = 0;
+  int next_offset_;          // of the lane's first fragment of the h-tile that is loaded next, in its row
+  int back_ = 0, front_ = 0; // see RowReader
+};
+
 } // namespace epx::cuda

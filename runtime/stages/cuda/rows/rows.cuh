@@ -310,12 +310,15 @@ template <typename T, int kFragments>
 struct FragmentSums {
   float acc[kFragments][kFragment] = {};
 
+  __device__ void add(int i, const Fragment<T>& fragment, float weight) {
+#pragma unroll
+    for (int word = 0; word < kFragment / kElementsPerWord<T>; ++word)
+      add_word<T>(acc[i] + word * kElementsPerWord<T>, fragment.words[word], weight);
+  }
   __device__ void add(const Fragment<T> (&fragments)[kFragments], float weight) {
 #pragma unroll
     for (int i = 0; i < kFragments; ++i)
-#pragma unroll
-      for (int word = 0; word < kFragment / kElementsPerWord<T>; ++word)
-        add_word<T>(acc[i] + word * kElementsPerWord<T>, fragments[i].words[word], weight);
+      add(i, fragments[i], weight);
   }
   __device__ Fragment<T> rounded(int i) const {
     return pack<T>(acc[i]);
@@ -375,9 +378,68 @@ __device__ __forceinline__ void sum_fragments(std::byte* shared, const SumTerms<
   reader.end();
 }
 
+// The same for rows that LongTileReader takes.
+template <bool kHasInner, typename T>
+__device__ __forceinline__ void sum_long_h_tiles(std::byte* shared, const SumTerms<T> terms, T* to, int64_t hidden) {
+  using Reader = LongTileReader<T>;
+  constexpr int kFragments = Reader::kWarpTiles;
+  Reader reader(shared, terms.rows.own(0), terms.size(), hidden);
+  T* target = to + lane() * kFragment;
+#pragma unroll 1
+  for (int h_tile = Reader::h_tiles(hidden); h_tile > 0; --h_tile, target += Reader::kHTile) {
+    FragmentSums<T, kFragments> sums;
+    Fragment<T> inner[kHasInner ? kFragments : 1] = {};
+    const auto add_term = [&](int term) {
+      reader.next();
+      const float weight = from_lane(terms.weights.own(0), term);
+#pragma unroll
+      for (int i = 0; i < kFragments; ++i) {
+        sums.add(i, reader.fragment(i), weight);
+        if (i % 2 == 1) __syncwarp(); // so that few fragments are in registers at a time
+      }
+    };
+    if constexpr (kHasInner) {
+#pragma unroll 1
+      for (int term = 0; term < terms.num_inner; ++term)
+        add_term(term);
+      if (terms.num_inner > 0) {
+#pragma unroll
+        for (int i = 0; i < kFragments; ++i)
+          inner[i] = sums.rounded(i);
+        sums = {};
+      }
+    }
+#pragma unroll 1
+    for (int term = terms.num_inner;; ++term) {
+      if constexpr (kHasInner)
+        if (terms.num_inner > 0 && term - terms.num_inner == terms.own_position) sums.add(inner, 1.0f);
+      if (term == terms.size()) break;
+      add_term(term);
+    }
+#pragma unroll
+    for (int i = 0; i < kFragments; ++i)
+      store_vector(target + i * kWarpTile, sums.rounded(i));
+  }
+  reader.end();
+}
+
 template <bool kHasInner, typename T>
 __device__ __noinline__ void sum_unaligned_fragments(std::byte* shared, const SumTerms<T> terms, T* to, int64_t hidden) {
   sum_fragments<kHasInner, false>(shared, terms, to, hidden);
+}
+
+// Grids of so few blocks are bound by their instructions, of which longer h-tiles take fewer. In larger ones a warp has the rows
+// of more loads in flight with h-tiles of RowReader.
+constexpr unsigned kMaxBlocksWithLongTiles = 24;
+
+template <bool kHasInner, typename T>
+__device__ __forceinline__ void sum_vectors(std::byte* shared, const SumTerms<T>& terms, T* to, int64_t hidden) {
+  if constexpr (sizeof(T) == 2)
+    if (gridDim.x <= kMaxBlocksWithLongTiles && LongTileReader<T>::takes(hidden) && terms.size() <= kWarp) {
+      sum_long_h_tiles<kHasInner>(shared, terms, to, hidden);
+      return;
+    }
+  sum_fragments<kHasInner, true>(shared, terms, to, hidden);
 }
 
 // to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows.
@@ -386,7 +448,7 @@ __device__ inline void sum_rows(TmaRowPipeline& pipeline, const SumTerms<T>& ter
   if (terms.size() == 0)
     zero_row(reinterpret_cast<std::byte*>(to), hidden * static_cast<int64_t>(sizeof(T)));
   else if (is_vectorizable(terms.address_bits | reinterpret_cast<uint64_t>(to), hidden))
-    sum_fragments<kHasInner, true>(pipeline.begin_generic(), terms, to, hidden);
+    sum_vectors<kHasInner>(pipeline.begin_generic(), terms, to, hidden);
   else
     sum_unaligned_fragments<kHasInner>(pipeline.begin_generic(), terms, to, hidden);
 }
