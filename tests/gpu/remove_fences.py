@@ -55,12 +55,13 @@ WEAKER = {
     'wait_for_store_reads<0>()': ('static_cast<void>(0)', 'removed'),
     'wait_for_stores()': ('wait_for_store_reads<0>()', 'waits for reads only'),
     'wait_for_async_copies<kReaderStages - 1>()': ('static_cast<void>(0)', 'removed'),
+    'wait_for_async_copies<kStages - 1>()': ('static_cast<void>(0)', 'removed'),
     'store_release_sys(': ('store_relaxed_sys(', 'relaxed'),
     'load_acquire_sys(': ('load_relaxed_sys(', 'relaxed'),
     'load_packet_acquire_sys(': ('load_packet_relaxed_sys(', 'relaxed'),
 }
 # Kernels are instantiated for each dtype; the soak needs one of them.
-DTYPES = re.compile(r'\b(gather_kernel|CombineBwd|launch_combine_bwd_as)<(?:float|__half)\b')
+DTYPES = re.compile(r'\b(gather_kernel|kernel_for|CombineBwd|launch_combine_bwd_as)<(?:float|__half)\b')
 CALL = re.compile('|'.join(r'(?<![\w.])' + re.escape(verb) for verb in WEAKER))
 
 

@@ -216,7 +216,7 @@ public:
   }
 
   // Whether rows of `hidden` elements consist of long h-tiles.
-  __device__ static bool takes(int64_t hidden) {
+  __host__ __device__ static constexpr bool takes(int64_t hidden) {
     return hidden % kHTile == 0;
   }
   __device__ static int h_tiles(int64_t hidden) {

@@ -428,27 +428,25 @@ __device__ __noinline__ void sum_unaligned_fragments(std::byte* shared, const Su
   sum_fragments<kHasInner, false>(shared, terms, to, hidden);
 }
 
-// Grids of so few blocks are bound by their instructions, of which longer h-tiles take fewer. In larger ones a warp has the rows
-// of more loads in flight with h-tiles of RowReader.
-constexpr unsigned kMaxBlocksWithLongTiles = 24;
-
-template <bool kHasInner, typename T>
-__device__ __forceinline__ void sum_vectors(std::byte* shared, const SumTerms<T>& terms, T* to, int64_t hidden) {
-  if constexpr (sizeof(T) == 2)
-    if (gridDim.x <= kMaxBlocksWithLongTiles && LongTileReader<T>::takes(hidden) && terms.size() <= kWarp) {
+template <bool kHasInner, bool kTakesLongTiles, typename T>
+__device__ __forceinline__ void sum_aligned_rows(std::byte* shared, const SumTerms<T>& terms, T* to, int64_t hidden) {
+  if constexpr (kTakesLongTiles)
+    if (LongTileReader<T>::takes(hidden) && terms.size() <= kWarp) {
       sum_long_h_tiles<kHasInner>(shared, terms, to, hidden);
       return;
     }
   sum_fragments<kHasInner, true>(shared, terms, to, hidden);
 }
 
-// to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows.
-template <bool kHasInner, typename T>
+// to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows. With kTakesLongTiles rows
+// that consist of long h-tiles are read by those, which takes fewer instructions; where the memory or the wire is the limit, the
+// h-tiles of RowReader are faster.
+template <bool kHasInner, bool kTakesLongTiles = false, typename T>
 __device__ inline void sum_rows(TmaRowPipeline& pipeline, const SumTerms<T>& terms, T* to, int64_t hidden) {
   if (terms.size() == 0)
     zero_row(reinterpret_cast<std::byte*>(to), hidden * static_cast<int64_t>(sizeof(T)));
   else if (is_vectorizable(terms.address_bits | reinterpret_cast<uint64_t>(to), hidden))
-    sum_vectors<kHasInner>(pipeline.begin_generic(), terms, to, hidden);
+    sum_aligned_rows<kHasInner, kTakesLongTiles>(pipeline.begin_generic(), terms, to, hidden);
   else
     sum_unaligned_fragments<kHasInner>(pipeline.begin_generic(), terms, to, hidden);
 }
