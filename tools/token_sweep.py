@@ -49,12 +49,13 @@ def main():
 
     matplotlib.rcParams.update({"svg.hashsalt": "epx", "svg.fonttype": "none", "font.size": 11})
     figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
-    for color, (name, of_name) in zip(("C0", "C1", "C2", "C3"), runs.items()):
+    for i, (name, of_name) in enumerate(runs.items()):
         tokens = list(of_name)
         sequence = sequence_of(of_name[tokens[0]])[0]
-        axes.plot(tokens, [sequence_of(run)[1] for run in of_name.values()], marker="o", markersize=4, color=color,
+        axes.plot(tokens, [sequence_of(run)[1] for run in of_name.values()], marker="o", markersize=4, color=f"C{i}",
                   label=f"{name}: {sequence}")
-        axes.plot(tokens, [bound_of(run) for run in of_name.values()], linestyle=":", color=color,
+        # The dashes of lines that coincide lie between each other.
+        axes.plot(tokens, [bound_of(run) for run in of_name.values()], linestyle=(3 * i, (3, 3)), color=f"C{i}",
                   label=f"{name}: speed-of-light bound of dispatch + combine")
     config = next(iter(next(iter(runs.values())).values()))
     shape = config["config"]
@@ -63,7 +64,9 @@ def main():
                    f"{shape['experts']} experts, {shape['num_comm_sms']} SMs")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(ticker.ScalarFormatter())
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ticker.ScalarFormatter())
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)
     figure.savefig(arguments.output, metadata={"Date": None})
