@@ -106,6 +106,12 @@ bool is_unsafe_beside_capture() {
 }
 std::atomic<bool> context_is_dead = false;
 
+// cudaFree holds the driver's lock while it waits for the device, and what destroys streams and events takes it.
+std::mutex& driver_lock() {
+  static std::array<std::mutex, kDevices>& locks = *new std::array<std::mutex, kDevices>;
+  return locks[static_cast<size_t>(current_device)];
+}
+
 } // namespace
 
 struct CUstream_st {
@@ -357,7 +363,10 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   return cudaSuccess;
 }
 cudaError_t cudaFree(void* memory) {
-  cudaDeviceSynchronize();
+  {
+    const std::scoped_lock lock(driver_lock());
+    cudaDeviceSynchronize();
+  }
   {
     const std::scoped_lock lock(memory_mutex);
     allocations.erase(memory);
@@ -419,7 +428,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   {
-    const std::scoped_lock lock(streams_mutex);
+    const std::scoped_lock lock(driver_lock(), streams_mutex);
     streams.erase(stream);
   }
   stream->end();
@@ -559,6 +568,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEve
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  const std::scoped_lock lock(driver_lock());
   delete event;
   return cudaSuccess;
 }

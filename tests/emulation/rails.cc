@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include <cuda_runtime_api.h>
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -91,13 +92,14 @@ class MailboxRails final : public Rails {
 public:
   MailboxRails(std::shared_ptr<Window> window, int64_t offset, int ranks_per_node)
       : state_(std::make_shared<State>(std::move(window), offset)), ranks_per_node_(ranks_per_node) {
+    cudaGetDevice(&device_);
     const PeerWindow view = state_->window->view();
     for (int source = 0; source < view.num_ranks; ++source)
       std::atomic_ref(state_->mailbox(view.rank, source).reader).store(::getpid());
   }
   MailboxRails(const MailboxRails&) = delete;
   MailboxRails& operator=(const MailboxRails&) = delete;
-  ~MailboxRails() override { abort(); } // tasks of graphs may outlive it
+  ~MailboxRails() override { state_->has_ended = true; } // tasks of graphs may outlive it
 
   void all_gather(const void* mine, void* all, int64_t bytes, epx_stream stream) override {
     const PeerWindow window = state_->window->view();
@@ -121,7 +123,15 @@ public:
     if (!parts.empty()) enqueue_parts(std::move(parts), stream, [] {});
   }
 
-  void abort() noexcept override { state_->has_ended = true; }
+  // As ncclCommAbort, frees pinned memory in a thread of its own.
+  void abort() noexcept override {
+    if (state_->has_ended.exchange(true)) return;
+    std::thread([device = device_] {
+      void* pinned = nullptr;
+      cudaSetDevice(device);
+      if (cudaHostAlloc(&pinned, 1, cudaHostAllocDefault) == cudaSuccess) cudaFreeHost(pinned);
+    }).detach();
+  }
   bool has_ended() const noexcept override { return state_->has_ended; }
   bool is_broken() const noexcept override { return break_of_network() == Break::later; }
 
@@ -161,6 +171,7 @@ private:
   }
 
   std::shared_ptr<State> state_;
+  int device_ = 0;
   int ranks_per_node_;
 };
 
