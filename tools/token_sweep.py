@@ -54,7 +54,7 @@ def main():
         sequence = sequence_of(of_name[tokens[0]])[0]
         axes.plot(tokens, [sequence_of(run)[1] for run in of_name.values()], marker="o", markersize=4, color=f"C{i}",
                   label=f"{name}: {sequence}")
-        # The dashes of lines that coincide lie between each other.
+        # Where the bounds of two layouts coincide, the dashes of one lie in the gaps of the other.
         axes.plot(tokens, [bound_of(run) for run in of_name.values()], linestyle=(3 * i, (3, 3)), color=f"C{i}",
                   label=f"{name}: speed-of-light bound of dispatch + combine")
     config = next(iter(next(iter(runs.values())).values()))

@@ -375,9 +375,11 @@ EPX_API epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_gr
 /** Frees the group. Accepts NULL; does nothing in a child of fork(). Every call on the group must have returned. Calls that
  * are still under way on the GPU are waited for, and with them everything else on the device, for up to timeout_ms; then
  * they are aborted, as they are at once when the group has failed or was aborted. Besides, no peer is waited for. Memory from
- * epx_mem_alloc is freed with it. A device that other work keeps busy for 2 s more than timeout_ms is not waited for: the
- * group's memory there is then not freed, and a warning says so. Freeing GPU memory itself waits for work that other
- * threads put on the device meanwhile. */
+ * epx_mem_alloc is freed with it. A device that other work keeps busy for 2 s more than timeout_ms (3 s with several nodes) is
+ * not waited for: the group's memory, streams and events there are then not freed, and a warning says so. Freeing GPU memory
+ * itself waits for work that other threads put on the device meanwhile. With several nodes a thread may still be freeing NCCL's
+ * communicator then: until the other work ends, calls of CUDA that free or destroy something wait for it, and a process that
+ * exits waits for it up to 3 s. */
 EPX_API void epx_group_destroy(epx_group group);
 
 /** Ends the group from any thread, at any time before epx_group_destroy: this rank's calls, the one in progress too, return

@@ -214,7 +214,7 @@ struct Allocation {
   int device;
 };
 std::mutex memory_mutex;
-std::map<const void*, Allocation> allocations;
+std::map<const void*, Allocation>& allocations = *new std::map<const void*, Allocation>; // threads may outlive main()
 
 cudaError_t allocate(void** memory, size_t bytes, cudaMemoryType type) {
   *memory = type == cudaMemoryTypeDevice && bytes > 0 && bytes % kExportedBlock == 0
@@ -227,7 +227,7 @@ cudaError_t allocate(void** memory, size_t bytes, cudaMemoryType type) {
 }
 
 std::mutex streams_mutex;
-std::set<cudaStream_t> streams;
+std::set<cudaStream_t>& streams = *new std::set<cudaStream_t>;
 
 // Returns the NULL stream of the current device. It is never destroyed: its thread may still run while the process ends.
 CUstream_st& null_stream() {

@@ -4,10 +4,13 @@
 // stage is computed by plain loops, too. Sums are compared with the oracle's.
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include <cuda_runtime_api.h>
@@ -112,7 +115,7 @@ struct Rank {
     group.state = &device_state;
     group.record = record.get();
     group.host_abort_record = &host_abort_record;
-    group.timeout_ns = 1'000'000'000;
+    group.timeout_ns = 1'000'000; // no host ends the group here
     return group;
   }
   NodesHandleWriter plan() { return {handle.data(), layout, shape}; }
@@ -909,6 +912,43 @@ TEST_CASE("a sum has no more terms than a token can have routes, even if all nod
   finish(launch_sum_rows(rank.device(), {world.call(0, EPX_OP_COMBINE), false, area, out.data(), nullptr}, kSms, nullptr));
   CHECK(*reinterpret_cast<const float*>(out.data()) == kMaxTopK);
   CHECK(out.is_intact());
+}
+
+TEST_CASE("rows behind a leg that has failed are held until the host has ended the group, and no others") {
+  using namespace std::chrono_literals;
+  World world({2, 1, 1, 8, EPX_FLOAT32, EPX_COMBINE_WIRE}, 1);
+  Rank& rank = *world.ranks[0];
+  DeviceGroup group = rank.node_group();
+  group.timeout_ns = 60'000'000'000; // much longer than the test
+  finish(launch_hold_rows(group, nullptr));
+  CHECK(rank.device_state.failed == 0);
+
+  rank.device_state.failed = 1;
+  REQUIRE(launch_hold_rows(group, nullptr) == cudaSuccess);
+  std::this_thread::sleep_for(100ms);
+  CHECK(cudaStreamQuery(nullptr) == cudaErrorNotReady);
+  std::atomic_ref(rank.host_abort_record).store(1);
+  REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+
+  // A peer of the node has ended the group, and no verdict comes.
+  rank.device_state.failed = 0;
+  rank.host_abort_record = 0;
+  *reinterpret_cast<uint64_t*>(rank.window_base() + group.context.layout.abort_record.offset) = 1;
+  group.timeout_ns = 200'000'000;
+  const auto begin = std::chrono::steady_clock::now();
+  finish(launch_hold_rows(group, nullptr));
+  CHECK(std::chrono::steady_clock::now() - begin >= 200ms);
+  CHECK(rank.device_state.failed == 1); // so that later kernels do nothing
+}
+
+TEST_CASE("a transfer that the host has aborted ends the calls of the node, another does not") {
+  World world({2, 1, 1, 8, EPX_FLOAT32, EPX_COMBINE_WIRE}, 1);
+  Rank& rank = *world.ranks[0];
+  finish(launch_check_transfer(rank.node_group(), nullptr));
+  CHECK(rank.device_state.failed == 0);
+  rank.host_abort_record = 1;
+  finish(launch_check_transfer(rank.node_group(), nullptr));
+  CHECK(rank.device_state.failed == 1);
 }
 
 TEST_CASE("the host sees which call has begun and ended, and its first leg") {

@@ -89,7 +89,7 @@ TEST_CASE("a row reader of long h-tiles reads all of several rows in turn, betwe
   using Element = __nv_bfloat16;
   using Reader = LongTileReader<Element>;
   for (const int64_t h_tiles : {1, 2, 4})
-    for (const int num_rows : {1, 2, 3, 7}) {
+    for (const int num_rows : {1, 2, 3, 7, 32}) {
       CAPTURE(h_tiles);
       CAPTURE(num_rows);
       const int64_t hidden = h_tiles * Reader::kHTile;

@@ -42,7 +42,8 @@ void remove_if_dead(int directory, const std::string& name) {
   if (!file || ::fstat(file.get(), &opened) != 0 || opened.st_ino != found.st_ino || opened.st_dev != found.st_dev) return;
   const std::optional<SegmentRecord> record = read_segment_record(file.get());
   if (!record || segment_name(*record) != name || !is_of_this_kind(*record)) return;
-  if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) return; // its creator lives and holds the lock
+  if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) return;                    // its creator lives and holds the lock
+  if (::fstat(file.get(), &opened) != 0 || !may_be_a_segment(opened)) return; // it has changed before the lock was free
   if (::unlinkat(directory, name.c_str(), 0) == 0)
     log::transport().info("removed {}/{}: {} bytes that a dead process left", SharedSegment::kDirectory, name,
                           opened.st_size);

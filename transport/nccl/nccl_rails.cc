@@ -11,6 +11,7 @@
 #include "base/background_thread.h"
 #include "base/cuda.h"
 #include "base/error.h"
+#include "base/home_process.h"
 #include "base/log.h"
 #include "base/suspension_aware_deadline.h"
 #include "transport/nccl/nccl_check.h"
@@ -30,11 +31,12 @@ constexpr size_t kConnectBytes = 16;
 std::atomic<int> num_freeing{0};
 
 // A process that exits waits until they are free, but not for long: a thread that is inside NCCL when CUDA takes itself down
-// crashes the process. Handlers run in the reverse order, so this is called when CUDA and NCCL have registered theirs.
+// crashes the process. The handler is registered after those of CUDA and NCCL, so that it runs before them.
 void wait_at_exit_for_communicators() {
+  static const HomeProcess process; // a child of fork() has no such threads
   [[maybe_unused]] static const int registered = std::atexit([] {
     SuspensionAwareDeadline deadline{kTimeToFreeAtExit};
-    while (num_freeing > 0 && !deadline.passed())
+    while (process.is_here() && num_freeing > 0 && !deadline.passed())
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
   });
 }

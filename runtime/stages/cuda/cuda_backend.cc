@@ -68,7 +68,7 @@ public:
     if (is_idle) return;
     log::group().warn("group {:016x} is destroyed while its GPU is busy with other work: its memory there is not freed",
                       context_.group_id);
-    keep_device_memory();
+    keep_device_resources();
   }
 
   int num_comm_sms() const override { return plan_.num_sms(); }
@@ -260,8 +260,11 @@ private:
     }
   }
 
-  // The device may still use this memory, and its release would wait for the device: so it is kept until the process ends.
-  void keep_device_memory() {
+  // The device may still use this memory, and its release would wait for the device: so it is kept until the process ends. So are
+  // the stream and the event: another thread that frees memory may hold the driver's lock, for which their release would wait.
+  void keep_device_resources() {
+    keep_until_exit(std::move(order_));
+    keep_until_exit(std::move(abort_stream_));
     keep_until_exit(std::move(prepare_scratch_));
     keep_until_exit(std::move(plan_packets_));
     keep_until_exit(std::move(allocation_bases_));

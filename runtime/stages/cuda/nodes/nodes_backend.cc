@@ -92,6 +92,8 @@ public:
       is_idle = watch_->finish(device_);
     } catch (const std::exception& error) {
       log::group().warn("group {:016x}: {}", context_.group_id, error.what());
+      node_->end();
+      rails_->abort();
     }
     watch_.reset();
     if (is_idle) return;
@@ -497,8 +499,8 @@ private:
     for (int chunk = 0; chunk < shape_.num_chunks(); ++chunk)
       body(chunk);
   }
-  // Keeps whatever is released by a call of CUDA. Memory is freed only when the device is idle, and NCCL frees that of the rails in
-  // a thread of its own (NcclRails), which holds the driver's lock meanwhile, so that every other call waits as well.
+  // Keeps what calls of CUDA release. Memory is freed only when the device is idle; the thread in which NCCL frees that of the rails
+  // (NcclRails) holds the driver's lock meanwhile, and to destroy a stream or an event another thread waits for that lock.
   void keep_device_resources() {
     keep_until_exit(std::move(order_));
     keep_until_exit(std::move(rail_stream_));

@@ -378,7 +378,7 @@ __device__ __forceinline__ void sum_fragments(std::byte* shared, const SumTerms<
   reader.end();
 }
 
-// The same for rows that LongTileReader takes.
+// This does the same for rows that LongTileReader takes.
 template <bool kHasInner, typename T>
 __device__ __forceinline__ void sum_long_h_tiles(std::byte* shared, const SumTerms<T> terms, T* to, int64_t hidden) {
   using Reader = LongTileReader<T>;
@@ -395,7 +395,7 @@ __device__ __forceinline__ void sum_long_h_tiles(std::byte* shared, const SumTer
 #pragma unroll
       for (int i = 0; i < kFragments; ++i) {
         sums.add(i, reader.fragment(i), weight);
-        if (i % 2 == 1) __syncwarp(); // so that few fragments are in registers at a time
+        if (i % 2 == 1) __syncwarp(); // loads stay behind it, so that few fragments are in registers at a time
       }
     };
     if constexpr (kHasInner) {
