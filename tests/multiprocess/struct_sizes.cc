@@ -4,11 +4,8 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cstring>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "epx/epx.h"
@@ -17,6 +14,7 @@
 #include "tests/multiprocess/sentences.h"
 #include "tests/multiprocess/with_group.h"
 #include "tests/support/check.h"
+#include "tests/support/meeting.h"
 
 namespace epx::test {
 namespace {
@@ -145,7 +143,7 @@ TEST_CASE("outputs of any size get the fields that both versions know, and zeros
   CHECK(epx_group_memory_plan(&config, kRanks, &plan) == EPX_SUCCESS);
   CHECK_NOTHROW(check_output_sizes("epx_memory_plan", plan,
                                    [&](epx_memory_plan* out) { return epx_group_memory_plan(&config, kRanks, out); }));
-  std::atomic<int> num_prepared{0};
+  Meeting prepared(kRanks);
   with_group(config, [&](epx_group group, int rank) {
     epx_group_info group_info{};
     group_info.struct_size = sizeof(group_info);
@@ -163,9 +161,7 @@ TEST_CASE("outputs of any size get the fields that both versions know, and zeros
     check_equal<uint64_t>(report.event_counts[EPX_EVENT_BAD_INDEX], 1, "the number of bad indices");
 
     // From here on each report has the same contents. An abort while the peer is still in prepare would end that, too.
-    ++num_prepared;
-    for (int waits = 0; num_prepared < kRanks && waits < 10'000; ++waits)
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    prepared.wait();
     check_ok(epx_group_abort(group), "epx_group_abort");
     check_status(call(Op::prepare, *round.calls()), EPX_ERROR_ABORTED, "prepare on an aborted group");
     check_ok(epx_group_status(group, &report), "epx_group_status");

@@ -24,6 +24,7 @@
 #include "base/error.h"
 #include "tests/support/check.h"
 #include "tests/support/local_bootstrap.h"
+#include "tests/support/meeting.h"
 #include "tests/support/run_ranks.h"
 #include "transport/bootstrap/bootstrap_exchange.h"
 #include "transport/control/control_connection.h"
@@ -53,6 +54,7 @@ namespace epx {
 namespace {
 
 using namespace std::chrono_literals;
+using test::Meeting;
 using Clock = std::chrono::steady_clock;
 
 TEST_CASE("the keyed hash is SipHash-2-4") {
@@ -213,24 +215,6 @@ void each_rank(int num_ranks, const std::function<void(int rank, Exchange& excha
     body(rank, exchange);
   });
 }
-
-// Counts the ranks that have come to a point.
-class Meeting {
-public:
-  explicit Meeting(int num_ranks) : num_ranks_(num_ranks) {}
-  void wait() {
-    ++come_;
-    const auto deadline = Clock::now() + 30s;
-    while (come_ < num_ranks_) {
-      test::check(Clock::now() < deadline, "not all ranks have come");
-      std::this_thread::sleep_for(1ms);
-    }
-  }
-
-private:
-  int num_ranks_;
-  std::atomic<int> come_{0};
-};
 
 struct RankOutcome {
   std::mutex mutex;

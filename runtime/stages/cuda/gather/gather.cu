@@ -30,7 +30,7 @@
 namespace epx::cuda {
 namespace {
 
-// kFewSms: the sums read long h-tiles where rows have them.
+// With kFewSms the sums read rows by long h-tiles where the rows consist of those.
 template <typename T, bool kFewSms>
 class Gather {
 public:

@@ -87,14 +87,7 @@ public:
     watch_ = std::make_unique<NodesWatch>(context_, shape_, *node_, *rails_, std::move(control), *buffers_.progress);
   }
   ~NodesBackend() override {
-    bool is_idle = false;
-    try {
-      is_idle = watch_->finish(device_);
-    } catch (const std::exception& error) {
-      log::group().warn("group {:016x}: {}", context_.group_id, error.what());
-      node_->end();
-      rails_->abort();
-    }
+    const bool is_idle = watch_->finish(device_);
     watch_.reset();
     if (is_idle) return;
     log::group().warn("group {:016x} is destroyed while its GPU is busy with other work: its memory there is not freed",

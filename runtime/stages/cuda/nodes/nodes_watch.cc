@@ -393,21 +393,27 @@ epx_group_report NodesWatch::report() {
   return report;
 }
 
-bool NodesWatch::finish(int device) {
-  const std::future<cudaError_t> idle = synchronize_in_background(device);
-  SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
-  while (status_.is_healthy() && !deadline.passed()) {
-    const bool is_idle = idle.wait_for(5ms) == std::future_status::ready;
-    keep_failure_of_kernels(); // also of the last call, whose failure is logged here
-    if (is_idle && status_.is_healthy()) return true;
+bool NodesWatch::finish(int device) noexcept {
+  try {
+    const std::future<cudaError_t> idle = synchronize_in_background(device);
+    SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
+    while (status_.is_healthy() && !deadline.passed()) {
+      const bool is_idle = idle.wait_for(5ms) == std::future_status::ready;
+      keep_failure_of_kernels(); // also of the last call, whose failure is logged here
+      if (is_idle && status_.is_healthy()) return true;
+    }
+    if (status_.is_healthy())
+      log::group().warn("group {:016x} is destroyed, but its GPU is not idle after {} ms: calls of the group that wait for "
+                        "peers, if there are any, are aborted",
+                        context_.group_id, context_.timeout_ms);
+    end_work();
+    SuspensionAwareDeadline last_deadline{kTimeToAbort};
+    return comes_before(last_deadline, idle);
+  } catch (const std::exception& error) {
+    log::group().warn("group {:016x}: {}", context_.group_id, error.what());
+    end_work();
+    return false;
   }
-  if (status_.is_healthy())
-    log::group().warn("group {:016x} is destroyed, but its GPU is not idle after {} ms: calls of the group that wait for "
-                      "peers, if there are any, are aborted",
-                      context_.group_id, context_.timeout_ms);
-  end_work();
-  SuspensionAwareDeadline last_deadline{kTimeToAbort};
-  return comes_before(last_deadline, idle);
 }
 
 } // namespace epx::cuda

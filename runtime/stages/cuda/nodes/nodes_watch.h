@@ -80,9 +80,9 @@ public:
   epx_group_report report();
 
   // Before the group is destroyed: waits until the GPU is idle, for as long as the group is healthy, but not longer than
-  // timeout_ms; then ends what waits for peers. Returns false when the GPU is not idle even then: what its kernels may use must
-  // not be freed.
-  bool finish(int device);
+  // timeout_ms; then ends what waits for peers. Returns false when the GPU is not idle even then, or cannot be waited for: what its
+  // kernels may use must not be freed.
+  bool finish(int device) noexcept;
 
 private:
   void watch();

@@ -325,21 +325,16 @@ struct FragmentSums {
   }
 };
 
-// Returns the sum of the terms in the next h-tile, before it is rounded. Without kHasInner, num_inner is 0.
-template <bool kHasInner, typename T, bool kIsAligned>
-__device__ inline auto sum_h_tile(RowReader<T, kIsAligned>& reader, const SumTerms<T>& terms) {
-  constexpr int kFragments = RowReader<T, kIsAligned>::kWarpTiles;
+// Returns the sum of the terms at a lane's fragments of an h-tile, before it is rounded. add_term(sums, term) takes the step of a term,
+// one term after the other. Without kHasInner, num_inner is 0.
+template <bool kHasInner, int kFragments, typename T, typename AddTerm>
+__device__ __forceinline__ auto sum_h_tile(const SumTerms<T>& terms, const AddTerm& add_term) {
   FragmentSums<T, kFragments> sums;
   Fragment<T> inner[kHasInner ? kFragments : 1] = {};
-  const auto add_term = [&](int term) {
-    Fragment<T> fragments[kFragments];
-    reader.next(term, fragments);
-    sums.add(fragments, reader[term].weight);
-  };
   if constexpr (kHasInner) {
 #pragma unroll 1
     for (int term = 0; term < terms.num_inner; ++term)
-      add_term(term);
+      add_term(sums, term);
     if (terms.num_inner > 0) {
 #pragma unroll
       for (int i = 0; i < kFragments; ++i)
@@ -352,7 +347,7 @@ __device__ inline auto sum_h_tile(RowReader<T, kIsAligned>& reader, const SumTer
     if constexpr (kHasInner)
       if (terms.num_inner > 0 && term - terms.num_inner == terms.own_position) sums.add(inner, 1.0f);
     if (term == terms.size()) break;
-    add_term(term);
+    add_term(sums, term);
   }
   return sums;
 }
@@ -368,7 +363,11 @@ __device__ __forceinline__ void sum_fragments(std::byte* shared, const SumTerms<
   reader.begin(terms.size());
 #pragma unroll 1
   for (int h_tile = 0; h_tile < reader.h_tiles(); ++h_tile) {
-    const auto sums = sum_h_tile<kHasInner>(reader, terms);
+    const auto sums = sum_h_tile<kHasInner, Reader::kWarpTiles>(terms, [&](auto& of_terms, int term) {
+      typename Reader::Fragments fragments;
+      reader.next(term, fragments);
+      of_terms.add(fragments, reader[term].weight);
+    });
 #pragma unroll
     for (int i = 0; i < Reader::kWarpTiles; ++i) {
       const int64_t h = int64_t{h_tile} * Reader::kHTile + i * kWarpTile + lane() * kFragment - lead;
@@ -387,35 +386,15 @@ __device__ __forceinline__ void sum_long_h_tiles(std::byte* shared, const SumTer
   T* target = to + lane() * kFragment;
 #pragma unroll 1
   for (int h_tile = Reader::h_tiles(hidden); h_tile > 0; --h_tile, target += Reader::kHTile) {
-    FragmentSums<T, kFragments> sums;
-    Fragment<T> inner[kHasInner ? kFragments : 1] = {};
-    const auto add_term = [&](int term) {
+    const auto sums = sum_h_tile<kHasInner, kFragments>(terms, [&](auto& of_terms, int term) {
       reader.next();
       const float weight = from_lane(terms.weights.own(0), term);
 #pragma unroll
       for (int i = 0; i < kFragments; ++i) {
-        sums.add(i, reader.fragment(i), weight);
+        of_terms.add(i, reader.fragment(i), weight);
         if (i % 2 == 1) __syncwarp(); // loads stay behind it, so that few fragments are in registers at a time
       }
-    };
-    if constexpr (kHasInner) {
-#pragma unroll 1
-      for (int term = 0; term < terms.num_inner; ++term)
-        add_term(term);
-      if (terms.num_inner > 0) {
-#pragma unroll
-        for (int i = 0; i < kFragments; ++i)
-          inner[i] = sums.rounded(i);
-        sums = {};
-      }
-    }
-#pragma unroll 1
-    for (int term = terms.num_inner;; ++term) {
-      if constexpr (kHasInner)
-        if (terms.num_inner > 0 && term - terms.num_inner == terms.own_position) sums.add(inner, 1.0f);
-      if (term == terms.size()) break;
-      add_term(term);
-    }
+    });
 #pragma unroll
     for (int i = 0; i < kFragments; ++i)
       store_vector(target + i * kWarpTile, sums.rounded(i));
