@@ -148,8 +148,8 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
     }
     return num_sms_ * per_sm;
   };
-  scatter_blocks_ = std::min(
-      {blocks_of_all(scatter_kernels()), blocks_of_all(rank_major_kernels()), blocks_of_all(rank_major_gather_kernels())});
+  scatter_blocks_ = std::min({blocks_of_all(scatter_kernels()), blocks_of_all(rank_major_kernels()),
+                              blocks_of_all(rank_major_gather_kernels()), kMaxPlanBlocks});
   gather_blocks_ = blocks_of_all(gather_kernels());
   if (prepare_blocks_ < 1 || prepare_dispatch_blocks_ < 1 || scatter_blocks_ < 1 || gather_blocks_ < 1)
     fail(EPX_ERROR_UNSUPPORTED, "this GPU cannot run a block of epx's kernels");

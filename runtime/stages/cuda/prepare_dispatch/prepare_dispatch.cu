@@ -29,6 +29,7 @@
 #include "runtime/stages/cuda/expert_ranks.cuh"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/prepare/prepare_steps.cuh"
+#include "runtime/stages/cuda/protocol/plan_parts.cuh"
 #include "runtime/stages/cuda/scatter/scatter.cuh"
 
 namespace epx::cuda {
@@ -42,33 +43,9 @@ struct PrepareDispatchParams : ScatterParams<MixedDispatch> {
   PrepareDispatchBlocks blocks;
 };
 
-// DeviceGroup::plan_packets has a packet of each block that prepares, which says that its part of the plan is complete, and
-// then the slots that PrepareRole::slot_packets describes.
-__device__ __forceinline__ LlPacket8* plan_ready_packet(const DeviceGroup& group, int block) {
-  return group.plan_packets + block;
-}
+// DeviceGroup::plan_packets has the flags of plan_parts.cuh, and then the slots that PrepareRole::slot_packets describes.
 __device__ __forceinline__ LlPacket8* slot_packets(const DeviceGroup& group) {
-  return group.plan_packets + kMaxPrepareBlocks;
-}
-
-// All threads of a block that prepares call this: its part of the plan is stored. A release at the scope of the GPU would do.
-__device__ __forceinline__ void signal_plan(const PrepareContext& c) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  fence_acq_rel_sys();
-  store_packet(c, plan_ready_packet(c.group, static_cast<int>(blockIdx.x)), 0);
-}
-// A warp waits for the parts of the blocks [first, end). Returns false, the same in all lanes, when the group has failed.
-__device__ __forceinline__ bool wait_for_plan(const DeviceGroup& group, const CallSession& call, int first, int end) {
-  bool ok = true;
-#pragma unroll 1
-  for (int block = first + lane(); block < end && ok; block += kWarp) {
-    LlPacket8 packet{};
-    ok = call.wait_for_packet(plan_ready_packet(group, block), packet, call.rank());
-  }
-  fence_acq_rel_sys();
-  __syncwarp(); // all lanes see what each has acquired: a vote orders no memory
-  return __all_sync(~0u, ok ? 1 : 0) != 0;
+  return group.plan_packets + kMaxPlanBlocks;
 }
 
 // The rows of a rank with few tokens: a warp takes a chunk of a row at a time.
@@ -220,7 +197,7 @@ __device__ __forceinline__ void receive_rows(const PrepareDispatchParams& params
     return;
   }
   const auto leader = static_cast<int>(params.blocks.prepare) - 1; // delivers the totals
-  if (!wait_for_plan(params.group, call, leader, leader + 1)) return;
+  if (!wait_for_plan_parts(params.group, call, leader, leader + 1)) return;
   TmaRowPipeline pipeline = pipeline_of_warp();
   clear_pads(params.operation, HandleReader(params.call.handle_mem, params.layout), params.experts.blocks, call.rank(),
              pipeline, rows.pad_partition());
@@ -236,7 +213,7 @@ __device__ __noinline__ void receive_unaligned_rows(const PrepareDispatchParams&
 
 // Some rank has many tokens, and its rows come with ready flags.
 __device__ __noinline__ void receive_mixed_rows(const PrepareDispatchParams& params, const CallSession call) {
-  if (!wait_for_plan(params.group, call, 0, static_cast<int>(params.blocks.prepare))) return;
+  if (!wait_for_plan_parts(params.group, call, 0, static_cast<int>(params.blocks.prepare))) return;
   const Movement movement(params, call);
   if (!movement.is_usable()) return; // the group has failed
   TmaRowPipeline pipeline = pipeline_of_warp();
@@ -272,7 +249,7 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
   const bool all_ll = all_ranks_send_ll(params, call);
   if (prepares) {
     const bool has_totals = prepare_behind_entry(c);
-    if (!all_ll || (params.operation.clears_pads() && params.call.alignment > 1)) signal_plan(c);
+    if (!all_ll || (params.operation.clears_pads() && params.call.alignment > 1)) signal_plan_part(params.group, call);
     __syncthreads(); // all threads of the block have stored the totals
     if (has_totals && threadIdx.x == 0) report_events(call.context(), params, call.descriptors(), true);
   }
@@ -301,7 +278,7 @@ size_t prepare_dispatch_shared_bytes(int num_experts) {
   return std::max(movement_shared_bytes(), sizeof(PrepareShared) + dynamic_shared_bytes(num_experts));
 }
 size_t plan_packet_words(const GroupShape& shape) {
-  return kMaxPrepareBlocks + static_cast<size_t>(shape.num_ranks * max_ll_tokens(shape) * shape.max_top_k);
+  return kMaxPlanBlocks + static_cast<size_t>(shape.num_ranks * max_ll_tokens(shape) * shape.max_top_k);
 }
 
 cudaError_t launch_prepare_dispatch(const DeviceGroup& group, LaunchPlan& plan, const PrepareDispatchCall& call,

@@ -31,6 +31,7 @@
 #include "base/device/launch.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/movement.cuh"
+#include "runtime/stages/cuda/protocol/plan_parts.cuh"
 #include "runtime/stages/cuda/rank_major/row_assignment.cuh"
 #include "runtime/stages/cuda/rows/ll_row.cuh"
 #include "runtime/stages/cuda/rows/rows.cuh"
@@ -134,11 +135,16 @@ public:
     return {shared, params_.role_counts.sender_warps, min(call_.num_ranks() - 1, kWarp)};
   }
 
-  // The high-throughput path of a sender: one of the block's `warps` send warps sends every `warps`-th token of the range.
-  __device__ void send(TmaRowPipeline& pipeline, int warps) {
+  // The high-throughput path of a sender. Warps take the tokens in ascending order, whichever block has assigned their rows: a warp
+  // that gets more of the wire sends more of them, and rows are ready about in the order in which receivers take them.
+  __device__ void send(TmaRowPipeline& pipeline, const WorkPartition& partition) {
 #pragma unroll 1
-    for (uint32_t token = tokens_.begin + threadIdx.x / kWarp; token < tokens_.end; token += static_cast<uint32_t>(warps))
-      send_token(pipeline, token);
+    for (int64_t token = partition.index; token < args_.num_tokens;
+         token = partition.count + call_.take_tile(group_.state->send_tiles_taken, args_.num_tokens)) {
+      const int block = block_of(token);
+      if (!wait_for_plan_parts(group_, call_, block, block + 1)) break;
+      send_token(pipeline, static_cast<uint32_t>(token));
+    }
     finish_row(pipeline);
     if (call_.num_ranks() > 1) signal_warp().close();
   }
@@ -238,6 +244,12 @@ private:
   }
   __device__ bool is_ll_source(int source) const {
     return takes_ll_path(call_.descriptors().num_tokens[source]);
+  }
+
+  // Returns the block whose part the token belongs to on the high-throughput path.
+  __device__ int block_of(int64_t token) const {
+    const auto blocks = static_cast<uint64_t>(num_sending_blocks());
+    return static_cast<int>((static_cast<uint64_t>(token + 1) * blocks - 1) / static_cast<uint64_t>(args_.num_tokens));
   }
 
   // The routes [K] of a token of the block's range on the low-latency path, in shared memory.
@@ -602,6 +614,7 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
   if (blockIdx.x == 0) call.post(params.descriptor, 0);
   if (!call.is_alone()) return;
   dispatch.assign_rows();
+  if (!dispatch.is_ll()) signal_plan_part(params.group, call);
 
   const bool is_single = params.group.context.shape.num_ranks == 1;
   const auto warp_of_block = static_cast<int>(threadIdx.x) / kWarp;
@@ -620,7 +633,7 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
 
   if (dispatch.is_ll() && threadIdx.x == 0) call.sent(gridDim.x);
   TmaRowPipeline pipeline = pipeline_of_warp();
-  if (warp.role == WarpRole::send) dispatch.send(pipeline, is_single ? kMovementWarps : params.role_counts.sender_warps);
+  if (warp.role == WarpRole::send) dispatch.send(pipeline, warp);
   if (warp.role == WarpRole::signal) {
     dispatch.signal_warp().run(call);
     if (lane() == 0) call.sent(static_cast<unsigned>(warp.count));

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// A plan that several blocks of a grid make, and other warps of the same grid read before the grid ends: each block signals that
+// its part is complete. All blocks of a grid are resident at the same time, so a warp may wait for a block.
+#pragma once
+
+#include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/protocol/call_session.cuh"
+
+namespace epx::cuda {
+
+// DeviceGroup::plan_packets begins with the flags of the blocks, by their index in the grid.
+__device__ inline Epoch* plan_part_flag(const DeviceGroup& group, int block) {
+  static_assert(sizeof(LlPacket8) == 2 * sizeof(Epoch));
+  return &group.plan_packets[block].epoch;
+}
+
+// All threads of a block call this: its part of the plan is stored. A release at the scope of the GPU would do.
+__device__ inline void signal_plan_part(const DeviceGroup& group, const CallSession& call) {
+  __syncthreads();
+  if (threadIdx.x == 0) call.signal(plan_part_flag(group, static_cast<int>(blockIdx.x)));
+}
+
+// A warp waits for the parts of the blocks [first, end). Returns false, the same in all lanes, when the group has failed.
+__device__ inline bool wait_for_plan_parts(const DeviceGroup& group, const CallSession& call, int first, int end) {
+  bool ok = true;
+#pragma unroll 1
+  for (int block = first + lane(); block < end && ok; block += kWarp)
+    ok = call.wait_ready(plan_part_flag(group, block), call.rank());
+  const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
+  __syncwarp(); // all lanes see what each has acquired: a vote orders no memory
+  return all;
+}
+
+} // namespace epx::cuda
