@@ -32,8 +32,9 @@ constexpr int kMinSplitFusedGrid = 8; // blocks
 constexpr int kFullGrid = 128; // blocks
 constexpr int kMaxSenderBlocks = 64;
 
-// With fewer ranks there are fewer senders: more rows stay on their rank, and the wire takes less of the time. dispatch on 2
-// H200 (4096 tokens of 7168 bfloat16, top-8 of 256) took 206 us with 32 sender blocks, 217 with 24.
+// With fewer ranks there are fewer sender blocks: more rows stay on their rank, and the wire takes less of the time. dispatch on 2
+// H200 (4096 tokens of 7168 bfloat16, top-8 of 256) took 206 us with 32 sender blocks, 217 with 24. Each then has more sender
+// warps: on 2 H100 combine_bwd of the rank-major layout took 178.0 us with 32 blocks of 12 warps and 182.4 with 32 of 6.
 //
 // In a smaller grid each sender block has more sender warps, so that most blocks are left to receivers, which have more to do.
 // On 100 SMs of 2 H200 (11264 tokens, top-3) dispatch took 408 us with 32 blocks of 12 sender warps or 40 of 9, and combine_bwd
@@ -42,18 +43,24 @@ constexpr int kMaxSenderBlocks = 64;
 // In the smallest grids all blocks send and receive, and whoever has no more to send or to signal receives: on 16 SMs (4096 tokens,
 // top-8) that made combine_bwd with weights' gradients 1030 us instead of 1390, and without them 718 instead of 779.
 //
-// The receivers of dispatch_rank_major take up routes alone where rows come in place, so that it has as many senders as there may
-// be. On 2 H200 (4096 tokens, top-8) it took 195 us with 64 sender blocks and 220 with 32, and on 16 SMs 345 with 10 sender warps
-// and 355 with 6.
-constexpr int kSenderWarps = 6, kSenderWarpsOfSmallGrid = 12, kSenderWarpsOfRankMajor = 10;
-constexpr int kMinSplitGrid = 48; // blocks; in smaller grids every block of scatter has senders and receivers
-static_assert(std::max(kSenderWarpsOfSmallGrid, kSenderWarpsOfRankMajor) <= kMaxSendersPerSignalWarp);
-WarpRoleCounts scatter_role_counts(int blocks, int num_ranks, ReceiverWork receivers) {
-  const bool only_routes = receivers == ReceiverWork::routes;
-  const int sender_blocks = only_routes ? kMaxSenderBlocks : std::min(16 * num_ranks, kMaxSenderBlocks);
-  if (blocks >= kFullGrid) return {sender_blocks, kSenderWarps, 1, false};
+constexpr int kSenderWarps = 6, kSenderWarpsOfSmallGrid = 12;
+constexpr int kSendersOfFullGrid = 384; // warps
+constexpr int kMinSplitGrid = 48;       // blocks; in smaller grids every block of scatter has senders and receivers
+static_assert(kSenderWarpsOfSmallGrid <= kMaxSendersPerSignalWarp);
+WarpRoleCounts scatter_role_counts(int blocks, int num_ranks) {
+  const int sender_blocks = std::min(16 * num_ranks, kMaxSenderBlocks);
+  if (blocks >= kFullGrid)
+    return {sender_blocks, std::clamp(kSendersOfFullGrid / sender_blocks, kSenderWarps, kSenderWarpsOfSmallGrid), 1, false};
   if (blocks >= kMinSplitGrid) return {std::min(sender_blocks, blocks / 3), kSenderWarpsOfSmallGrid, 1, false};
-  return {blocks, only_routes ? kSenderWarpsOfRankMajor : kSenderWarps, 1, !only_routes};
+  return {blocks, kSenderWarps, 1, true};
+}
+
+// The receivers of dispatch_rank_major take up routes alone where rows come in place, so that all blocks send, with as many warps
+// as the wire has use for, which receive in the end. On 16 SMs of 2 H100 (4096 tokens of 7168 bfloat16, top-8) it took 294.5 us
+// with 8 sender warps, 232.4 with 12 and 215.1 with 14; on 84 SMs 201.7 with 336 in 28 blocks, 193.4 with 672 in all blocks.
+constexpr int kSendersOfRankMajor = 768, kMaxSenderWarpsOfRankMajor = 14; // warps of the grid, of a block
+WarpRoleCounts rank_major_role_counts(int blocks) {
+  return {blocks, std::clamp(kSendersOfRankMajor / blocks, kSenderWarps, kMaxSenderWarpsOfRankMajor), 1, true};
 }
 
 // In gather senders have about as much to do as receivers. In a grid that leaves SMs to others they have SMs of their own and join
@@ -211,7 +218,7 @@ MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int ali
     if (tokens <= max_ll_tokens_ && room < blocks && 4 * room >= 3 * blocks) blocks = room;
   }
   return {next(blocks, kMovementThreads, movement_shared_bytes(), stream),
-          scatter_role_counts(blocks, num_ranks_, receivers)};
+          receivers == ReceiverWork::routes ? rank_major_role_counts(blocks) : scatter_role_counts(blocks, num_ranks_)};
 }
 
 MovementGrid LaunchPlan::next_gather(int64_t tokens, int64_t row_bytes, cudaStream_t stream) {

@@ -13,14 +13,15 @@
 //                     weights as LL packets into the staging of each peer, and
 //                     those that stay here into the outputs
 //   entry    all      the entry barrier
-//   send     send     high-throughput path: store each row once to each rank      a free cell of the signal warp
-//                     that it goes to, into its place there when the receive
-//                     rows lie in an allocation of the group, else into staging;
+//   send     send     high-throughput path: store each row once to each rank      a free cell of the signal warp;
+//                     that it goes to, into its place there when the receive      the part of the plan that has
+//                     rows lie in an allocation of the group, else into staging;  the token
 //                     routes and weights beside it
 //   signal   signal   store ready flags for the send warps of their CTA           the CTA's pending flags
 //                     (signal_warp.cuh)
 //   receive  receive  store a peer's rows, routes and weights into the outputs,   the peer's counts; then its LL packets,
-//                     and the plan into the handle memory                         or the row's ready flag
+//                     and the plan into the handle memory; send and signal warps  or the rows' ready flags
+//                     do so when nothing is left to send or to signal
 //   report   one      store the counts, the header and what was dropped           the counts of all ranks
 //
 // A rank that takes the low-latency path sends with all warps, and then receives with all warps. A row and its ready flag are
@@ -79,6 +80,12 @@ public:
   __device__ const CallSession& call() const { return call_; }
   // Returns whether this rank sends by the low-latency path.
   __device__ bool is_ll() const { return is_ll_; }
+  // Returns whether the blocks send each other's tokens: on the high-throughput path, when senders have several each.
+  __device__ bool shares_tokens() const {
+    constexpr int64_t kManyTokens = 2; // of each sender
+    const int64_t senders = int64_t{num_sending_blocks()} * senders_of_block();
+    return !is_ll_ && (args_.num_tokens > kManyTokens * senders || call_.takes_ht_path());
+  }
 
   // Gives the tokens of the block's range their rows, and tells the receivers how many there are. All threads of the block call
   // this before the entry barrier; it ends with a barrier.
@@ -135,15 +142,21 @@ public:
     return {shared, params_.role_counts.sender_warps, min(call_.num_ranks() - 1, kWarp)};
   }
 
-  // The high-throughput path of a sender. Warps take the tokens in ascending order, whichever block has assigned their rows: a warp
-  // that gets more of the wire sends more of them, and rows are ready about in the order in which receivers take them.
+  // The high-throughput path of a sender. Where senders have several tokens each, they take them in ascending order from one counter,
+  // whichever block has assigned their rows: a warp that gets more of the wire sends more of them, and rows are ready about in the
+  // order in which receivers take them. Where they have few, each block sends its own, and waits for no other block.
   __device__ void send(TmaRowPipeline& pipeline, const WorkPartition& partition) {
+    const bool shares = shares_tokens();
+    const int64_t end = shares ? args_.num_tokens : tokens_.end;
+    int64_t token = shares ? partition.index : tokens_.begin + threadIdx.x / kWarp;
 #pragma unroll 1
-    for (int64_t token = partition.index; token < args_.num_tokens;
-         token = partition.count + call_.take_tile(group_.state->send_tiles_taken, args_.num_tokens)) {
-      const int block = block_of(token);
-      if (!wait_for_plan_parts(group_, call_, block, block + 1)) break;
+    while (token < end) {
+      if (shares && !wait_for_row(token)) break;
       send_token(pipeline, static_cast<uint32_t>(token));
+      if (shares)
+        token = partition.count + call_.take_tile(group_.state->send_tiles_taken, args_.num_tokens);
+      else
+        token += senders_of_block();
     }
     finish_row(pipeline);
     if (call_.num_ranks() > 1) signal_warp().close();
@@ -175,24 +188,21 @@ public:
       }
     const auto peers = static_cast<uint32_t>(call_.num_ranks() - 1);
     const uint32_t ll_tiles = static_cast<uint32_t>(ll_rows) * peers * chunks_;
+    if (warp.index >= 0) // a warp that has joined takes no LL chunks
 #pragma unroll 1
-    for (auto tile = static_cast<uint32_t>(warp.index); tile < ll_tiles; tile += static_cast<uint32_t>(warp.count)) {
-      const uint32_t index = tile / chunks_;
-      const auto row = static_cast<int32_t>(index / peers);
-      const int source = peer_in_order(call_, row, static_cast<int>(index - static_cast<uint32_t>(row) * peers));
-      if (!is_ll_source(source) || row >= rows_of(source)) continue;
-      if (!receive_chunk<kUnaligned>(source, row, places().range_at(tile - index * chunks_))) return;
-    }
-    const int64_t tiles = static_cast<int64_t>(rows) * peers;
+      for (auto tile = static_cast<uint32_t>(warp.index); tile < ll_tiles; tile += static_cast<uint32_t>(warp.count)) {
+        const uint32_t index = tile / chunks_;
+        const auto [source, row] = peer_row(index);
+        if (!is_ll_source(source) || row >= rows_of(source)) continue;
+        if (!receive_chunk<kUnaligned>(source, row, places().range_at(tile - index * chunks_))) return;
+      }
+    const RowBatches batches(static_cast<uint32_t>(rows) * peers, max_batch_rows(), warp, call_.takes_ht_path());
+    const auto next_tile = [&] {
+      return warp.count + call_.take_tile(group_.state->receive_tiles_taken, batches.count + warp.joining);
+    };
 #pragma unroll 1
-    for (int64_t tile = warp.index; tile < tiles;
-         tile = warp.count + call_.take_tile(group_.state->receive_tiles_taken, tiles)) {
-      const auto row = static_cast<int32_t>(static_cast<uint32_t>(tile) / peers);
-      const int source =
-          peer_in_order(call_, row, static_cast<int>(static_cast<uint32_t>(tile) - static_cast<uint32_t>(row) * peers));
-      if (is_ll_source(source) || row >= rows_of(source)) continue;
-      if (!receive_row(pipeline, source, row)) break;
-    }
+    for (int64_t tile = warp.index >= 0 ? warp.index : next_tile(); tile < batches.count; tile = next_tile())
+      if (!receive_batch(pipeline, batches.first_row(tile), batches.first_row(tile + 1))) break;
     pipeline.finish();
   }
 
@@ -246,10 +256,15 @@ private:
     return takes_ll_path(call_.descriptors().num_tokens[source]);
   }
 
-  // Returns the block whose part the token belongs to on the high-throughput path.
-  __device__ int block_of(int64_t token) const {
+  __device__ int senders_of_block() const {
+    return call_.num_ranks() == 1 ? kMovementWarps : params_.role_counts.sender_warps;
+  }
+  // Waits until the block whose part the token belongs to has assigned its rows. Returns false when the group has failed.
+  __device__ bool wait_for_row(int64_t token) const {
     const auto blocks = static_cast<uint64_t>(num_sending_blocks());
-    return static_cast<int>((static_cast<uint64_t>(token + 1) * blocks - 1) / static_cast<uint64_t>(args_.num_tokens));
+    const auto block =
+        static_cast<int>((static_cast<uint64_t>(token + 1) * blocks - 1) / static_cast<uint64_t>(args_.num_tokens));
+    return wait_for_plan_parts(group_, call_, block, block + 1);
   }
 
   // The routes [K] of a token of the block's range on the low-latency path, in shared memory.
@@ -388,7 +403,7 @@ private:
         }
       }
       const uint64_t mask = routes.mask_of([&](const Route& route) { return route.rank == rank; });
-      if (rank == call_.rank()) store_record(rank, slot, partial_row, mask);
+      if (rank == call_.rank() && lane() == 0) store_record(rank, slot, partial_row, mask);
     });
   }
 
@@ -448,8 +463,48 @@ private:
     const int32_t kept = min(sent, static_cast<int32_t>(args_.slots_per_source)); // M is larger only where no source can be
     return max(0, is_ll_source(source) ? min(kept, call_.descriptors().num_tokens[source]) : kept);
   }
+  // `source` may differ by lane; all lanes call this.
   __device__ int32_t rows_of(int source) const {
-    return from_lane(rows_of_own_lane(source < kWarp ? 0 : kWarp), source % kWarp);
+    const int32_t low = from_lane(rows_of_own_lane(0), source % kWarp);
+    if (call_.num_ranks() <= kWarp) return low;
+    const int32_t high = from_lane(rows_of_own_lane(kWarp), source % kWarp);
+    return source < kWarp ? low : high;
+  }
+
+  // A row of a peer. The receivers number the rows of all peers: first the first row of each, then the second, and so on.
+  struct PeerRow {
+    int source;
+    int32_t row;
+  };
+  __device__ PeerRow peer_row(uint32_t index) const {
+    const auto peers = static_cast<uint32_t>(call_.num_ranks() - 1);
+    const auto row = static_cast<int32_t>(index / peers);
+    return {peer_in_order(call_, row, static_cast<int>(index - static_cast<uint32_t>(row) * peers)), row};
+  }
+
+  // A receiver's tile on the high-throughput path is a batch of rows, whose ready flags and routes it loads at the same time,
+  // since each is a chain of dependent loads. Where receivers have few rows, a batch is one row.
+  struct RowBatches {
+    uint32_t num_rows;
+    uint32_t batch_rows;
+    int64_t count;
+
+    // In tests `all` makes batches of all rows.
+    __device__ RowBatches(uint32_t rows, int max_batch_rows, const WarpAssignment& warp, bool all) : num_rows(rows) {
+      constexpr uint32_t kBatchesPerWarp = 2;
+      const auto warps = static_cast<uint32_t>(warp.count + warp.joining);
+      const auto most = static_cast<uint32_t>(max_batch_rows);
+      batch_rows = all ? most : min(most, max(rows / (kBatchesPerWarp * warps), 1u));
+      count = (rows + batch_rows - 1) / batch_rows;
+    }
+    __device__ uint32_t first_row(int64_t batch) const { return min(static_cast<uint32_t>(batch) * batch_rows, num_rows); }
+  };
+  // So many lanes receive the routes of a row; where K is larger, they take several each.
+  __device__ int lanes_per_row() const {
+    return args_.top_k >= kWarp ? kWarp : SlotBatch::room_for(args_.top_k);
+  }
+  __device__ int max_batch_rows() const {
+    return kWarp / lanes_per_row();
   }
 
   // Returns false when the group has failed.
@@ -483,51 +538,77 @@ private:
       mask |= static_cast<uint64_t>(__ballot_sync(~0u, route.expert >= 0 ? 1 : 0)) << first;
     }
     if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
-    store_record(source, slot_of(source, row), unpack_ll_route(from_lane(packed, 0)).partial_row, mask);
+    if (lane() == 0) store_record(source, slot_of(source, row), unpack_ll_route(packed).partial_row, mask);
     return true;
   }
 
-  // Returns false when the group has failed.
-  __device__ bool receive_row(TmaRowPipeline& pipeline, int source, int32_t row) const {
+  // Receives the rows [first, end) of peer_row(). Returns false when the group has failed.
+  __device__ bool receive_batch(TmaRowPipeline& pipeline, uint32_t first, uint32_t end) const {
     const int rank = call_.rank();
+    const uint32_t index = first + static_cast<uint32_t>(lane() / lanes_per_row());
+    PeerRow own = index < end ? peer_row(index) : PeerRow{0, 0}; // the row whose routes this lane receives
+    const bool has_row = own.row < rows_of(own.source) && index < end && !is_ll_source(own.source);
     bool ok = true;
-    if (lane() == 0) ok = call_.wait_ready(ready_flag_at(rank, source, row), source);
+    if (has_row && lane() % lanes_per_row() == 0)
+      ok = call_.wait_ready(ready_flag_at(rank, own.source, own.row), own.source);
     if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
-    __syncwarp(); // all lanes see what lane 0 has acquired: a vote orders no memory
-    const int32_t slot = slot_of(source, row);
-    const int64_t to = recv_row(source, row);
-    if (call_.descriptors().rows_allocation[rank] < 0)
-      begin_copy_row_to_destinations(pipeline, staged_row(rank, slot), row_bytes_,
-                                     lane() == 0 ? args_.recv_tokens + to * row_bytes_ : nullptr);
-    if (args_.sidecar_bytes > 0)
-      copy_row_to_destinations(staged_sidecar(rank, slot), args_.sidecar_bytes,
-                               lane() == 0 ? args_.recv_sidecar + to * args_.sidecar_bytes : nullptr);
-    receive_routes(source, row);
+    __syncwarp(); // all lanes see what the first lane of a row has acquired: a vote orders no memory
+    if (!has_row) own.source = -1;
+    const bool copies_rows = call_.descriptors().rows_allocation[rank] < 0;
+    if (copies_rows || args_.sidecar_bytes > 0)
+      for_each_row(own, [&](int source, int32_t row) {
+        const int32_t slot = slot_of(source, row);
+        const int64_t to = recv_row(source, row);
+        if (copies_rows)
+          begin_copy_row_to_destinations(pipeline, staged_row(rank, slot), row_bytes_,
+                                         lane() == 0 ? args_.recv_tokens + to * row_bytes_ : nullptr);
+        if (args_.sidecar_bytes > 0)
+          copy_row_to_destinations(staged_sidecar(rank, slot), args_.sidecar_bytes,
+                                   lane() == 0 ? args_.recv_sidecar + to * args_.sidecar_bytes : nullptr);
+      });
+    receive_routes(own);
     if (call_.scribbles_staging()) {
       pipeline.finish();
-      scribble_row(staged_row(rank, slot), row_bytes_);
-      scribble_row(staged_sidecar(rank, slot), args_.sidecar_bytes);
-      scribble_row(reinterpret_cast<std::byte*>(staged_routes(rank, slot)),
-                   args_.top_k * static_cast<int64_t>(sizeof(RankMajorRoute)));
+      for_each_row(own, [&](int source, int32_t row) { scribble(slot_of(source, row)); });
     }
     return true;
   }
-  __device__ void receive_routes(int source, int32_t row) const {
-    const int32_t slot = slot_of(source, row);
+  // Calls take(source, row) for each row of a batch, of which each lane passes its own; source -1: none.
+  template <typename Take>
+  __device__ void for_each_row(const PeerRow& own, const Take& take) const {
+#pragma unroll 1
+    for (int from = 0; from < kWarp; from += lanes_per_row())
+      if (const int source = from_lane(own.source, from); source >= 0) take(source, from_lane(own.row, from));
+  }
+  __device__ void scribble(int32_t slot) const {
+    const int rank = call_.rank();
+    scribble_row(staged_row(rank, slot), row_bytes_);
+    scribble_row(staged_sidecar(rank, slot), args_.sidecar_bytes);
+    scribble_row(reinterpret_cast<std::byte*>(staged_routes(rank, slot)),
+                 args_.top_k * static_cast<int64_t>(sizeof(RankMajorRoute)));
+  }
+  // The lanes of each row of a batch receive its routes.
+  __device__ void receive_routes(const PeerRow& own) const {
+    const int lanes = lanes_per_row();
+    const int first_lane = lane() / lanes * lanes;
+    const bool has_row = own.source >= 0;
+    const int32_t slot = has_row ? slot_of(own.source, own.row) : 0;
     const RankMajorRoute* const routes = staged_routes(call_.rank(), slot);
     uint64_t mask = 0;
-    RankMajorRoute route{};
+    int32_t partial_row = 0; // the first lane has that of the row
 #pragma unroll 1
-    for (int first = 0; first < args_.top_k; first += kWarp) {
-      const int k = first + lane();
-      const bool has_route = k < args_.top_k;
-      if (has_route) {
+    for (int first = 0; first < args_.top_k; first += lanes) {
+      const int k = first + lane() - first_lane;
+      RankMajorRoute route{-1, 0.0f, 0, 0};
+      if (has_row && k < args_.top_k) {
         route = routes[k];
-        store_route(source, row, k, route.expert, route.weight);
+        store_route(own.source, own.row, k, route.expert, route.weight);
       }
-      mask |= static_cast<uint64_t>(__ballot_sync(~0u, has_route && route.expert >= 0 ? 1 : 0)) << first;
+      const unsigned here = __ballot_sync(~0u, route.expert >= 0 ? 1 : 0) >> first_lane;
+      mask |= static_cast<uint64_t>(lanes < kWarp ? here & ((1u << lanes) - 1) : here) << first;
+      if (first == 0) partial_row = route.partial_row;
     }
-    store_record(source, slot, from_lane(route.partial_row, 0), mask);
+    if (has_row && lane() == first_lane) store_record(own.source, slot, partial_row, mask);
   }
 
   // ---- Outputs and the plan ----
@@ -543,9 +624,8 @@ private:
     store_integer(args_.recv_topk_idx, args_.recv_topk_idx_is_64, index, expert);
     if (args_.recv_weights != nullptr) args_.recv_weights[index] = weight;
   }
-  // One lane of the warp stores the record of a row.
+  // One lane stores the record of a row.
   __device__ void store_record(int source, int32_t slot, int32_t partial_row, uint64_t mask) const {
-    if (lane() != 0) return;
     const auto [token, rank_ordinal] = partial_row_at(group_.context.shape, partial_row, args_.top_k);
     plan_.slot_records[slot] = {token,
                                 -1,
@@ -614,7 +694,7 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
   if (blockIdx.x == 0) call.post(params.descriptor, 0);
   if (!call.is_alone()) return;
   dispatch.assign_rows();
-  if (!dispatch.is_ll()) signal_plan_part(params.group, call);
+  if (dispatch.shares_tokens()) signal_plan_part(params.group, call);
 
   const bool is_single = params.group.context.shape.num_ranks == 1;
   const auto warp_of_block = static_cast<int>(threadIdx.x) / kWarp;
@@ -638,6 +718,8 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
     dispatch.signal_warp().run(call);
     if (lane() == 0) call.sent(static_cast<unsigned>(warp.count));
   }
+  if (!is_single && (warp.role == WarpRole::send || warp.role == WarpRole::signal))
+    warp = join_receivers(params.role_counts);
   const bool reports = blockIdx.x == 0 && warp_of_block == report_warp;
   if (warp.role != WarpRole::receive && !reports) return;
   if (!dispatch.wait_for_counts()) return;

@@ -65,7 +65,9 @@ public:
     if (tokens == 0) return;
     const auto h_tiles =
         static_cast<uint32_t>((row_bytes_ + TmaRowPipeline::kStageBytes - 1) / TmaRowPipeline::kStageBytes);
-    const uint32_t parts_at_least = h_tiles < kMinHTilesToSplit ? 1 : kMinParts;
+    const bool is_whole =
+        h_tiles < kMinHTilesToSplit || tokens * kMinParts > kManyParts * static_cast<uint32_t>(warp.count);
+    const uint32_t parts_at_least = is_whole ? 1 : kMinParts;
     const uint32_t wanted = max(parts_at_least, min(static_cast<uint32_t>(warp.count) / tokens, h_tiles));
     const uint32_t h_tiles_of_part = (h_tiles + wanted - 1) / wanted;
     const uint32_t parts = (h_tiles + h_tiles_of_part - 1) / h_tiles_of_part;
@@ -84,6 +86,8 @@ private:
   // Shorter rows are not split where tokens are many: each part looks up its token's routes and waits for flags.
   static constexpr uint32_t kMinHTilesToSplit = 4;
   static constexpr uint32_t kMinParts = 2;
+  // Warps take whole tokens when each of them has more than so many parts to take.
+  static constexpr uint32_t kManyParts = 20;
 
   __device__ const T* row_of(int64_t slot) const {
     return reinterpret_cast<const T*>(params_.rows) + args_.row_of_slot(slot) * args_.hidden;
