@@ -123,6 +123,13 @@ void as_rank(const TempDirectory& directory, int rank, const std::function<void(
   epx_bootstrap_free(&bootstrap);
 }
 
+epx_status status_of(FaultRank& rank) {
+  epx_group_report report = {};
+  report.struct_size = sizeof(report);
+  check_ok(epx_group_status(rank.group(), &report), "epx_group_status");
+  return report.status;
+}
+
 // A test hook of one rank, where libepx has such: EPX_TEST_STALLS_IN or EPX_TEST_FAILS_TO_LAUNCH.
 struct Hook {
   int rank;
@@ -248,6 +255,30 @@ TEST_CASE("a rank that aborts the group is named by every rank of every node, an
       std::this_thread::sleep_for(1s); // the others do not see its end
     });
   }
+}
+
+// All rows are on rank 0. Rank 1 sums those of rank 3's tokens, and sends the sums to rank 3.
+TEST_CASE("a relay whose call has failed sends no rows that its rail peer would take for good" *
+          doctest::skip(std::string(transport()) == "host" || ranks_per_node() == 1)) {
+  ::setenv("EPX_TEST_VERDICT_DELAY_MS", "500", 1); // so long the ranks that have a failed call do not know of it
+  run_nodes(
+      {}, kLongMs,
+      [&](NodeRank& rank) {
+        if (rank.number() != 0) {
+          rank.rank().call(EPX_OP_COMBINE);
+          check(status_of(rank.rank()) != EPX_SUCCESS, "the combine of rank {} has ended, and the group is healthy",
+                rank.number());
+          return;
+        }
+        std::jthread aborting([&] {
+          std::this_thread::sleep_for(500ms); // the others wait for the rows of this rank
+          check_ok(epx_group_abort(rank.rank().group()), "epx_group_abort");
+        });
+        rank.rank().call(EPX_OP_COMBINE);
+        std::this_thread::sleep_for(kGrace); // the others do not see its end
+      },
+      Hook{0, "EPX_TEST_STALLS_IN", EPX_OP_COMBINE}, true);
+  ::unsetenv("EPX_TEST_VERDICT_DELAY_MS");
 }
 
 TEST_CASE("a rank whose kernel hangs in a call is named, though all ranks have come to it" *

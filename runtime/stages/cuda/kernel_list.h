@@ -15,8 +15,10 @@ int prepare_threads();
 size_t prepare_shared_bytes(int num_experts);
 size_t prepare_scratch_words(int num_experts, int blocks); // LL packets in DeviceGroup::prepare_scratch
 
-// So many blocks of a grid may make parts of a plan that others of the grid read (protocol/plan_parts.cuh).
+// So many blocks of a grid may make parts of a plan that others of the grid read (protocol/plan_parts.cuh). No grid that is
+// launched with the roles of scatter has more.
 constexpr int kMaxPlanBlocks = 256;
+static_assert(kMaxPrepareBlocks <= kMaxPlanBlocks);
 
 const void* prepare_dispatch_kernel_address(); // its blocks have the threads of a movement's
 size_t prepare_dispatch_shared_bytes(int num_experts);

@@ -26,7 +26,7 @@ constexpr int kMinPrepareBlocks = 17;
 // In a smaller grid all blocks of prepare_dispatch's kernel prepare and then move rows.
 constexpr int kMinSplitFusedGrid = 8; // blocks
 
-// Senders get SMs of their own where the grid is large enough: stores to peers that wait for the wire would delay the stores of
+// Senders get SMs of their own where the grid is large enough, but in dispatch_rank_major: stores to peers that wait for the wire would delay the stores of
 // receivers on the same SM. There are no more senders than fill the wire: the fewer rows are in flight at a time, the earlier
 // the first ones arrive, and the less work is left to receivers when the last ones have arrived.
 constexpr int kFullGrid = 128; // blocks
@@ -36,13 +36,12 @@ constexpr int kMaxSenderBlocks = 64;
 // H200 (4096 tokens of 7168 bfloat16, top-8 of 256) took 206 us with 32 sender blocks, 217 with 24. Each then has more sender
 // warps: on 2 H100 combine_bwd of the rank-major layout took 178.0 us with 32 blocks of 12 warps and 182.4 with 32 of 6.
 //
-// In a smaller grid each sender block has more sender warps, so that most blocks are left to receivers, which have more to do.
+// In a smaller grid there are fewer sender blocks, so that most are left to receivers, which have more to do; each has 12 sender warps.
 // On 100 SMs of 2 H200 (11264 tokens, top-3) dispatch took 408 us with 32 blocks of 12 sender warps or 40 of 9, and combine_bwd
 // 457; with 64 of 6 they took 409 and 621, and with senders and receivers in all blocks 456 and 694.
 //
 // In the smallest grids all blocks send and receive, and whoever has no more to send or to signal receives: on 16 SMs (4096 tokens,
 // top-8) that made combine_bwd with weights' gradients 1030 us instead of 1390, and without them 718 instead of 779.
-//
 constexpr int kSenderWarps = 6, kSenderWarpsOfSmallGrid = 12;
 constexpr int kSendersOfFullGrid = 384; // warps
 constexpr int kMinSplitGrid = 48;       // blocks; in smaller grids every block of scatter has senders and receivers
@@ -57,8 +56,11 @@ WarpRoleCounts scatter_role_counts(int blocks, int num_ranks) {
 
 // The receivers of dispatch_rank_major take up routes alone where rows come in place, so that all blocks send, with as many warps
 // as the wire has use for, which receive in the end. On 16 SMs of 2 H100 (4096 tokens of 7168 bfloat16, top-8) it took 294.5 us
-// with 8 sender warps, 232.4 with 12 and 215.1 with 14; on 84 SMs 201.7 with 336 in 28 blocks, 193.4 with 672 in all blocks.
+// with 8 sender warps in each block, 232.4 with 12 and 215.1 with 14; on 84 SMs 201.7 with 12 in each of 28 blocks, 193.4 with 8 and
+// 194.4 with 9 in each of all blocks. One warp of a block is left to receive from the beginning on.
 constexpr int kSendersOfRankMajor = 768, kMaxSenderWarpsOfRankMajor = 14; // warps of the grid, of a block
+static_assert(kMaxSenderWarpsOfRankMajor <= kMaxSendersPerSignalWarp &&
+              kMaxSenderWarpsOfRankMajor + 2 <= kMovementThreads / 32);
 WarpRoleCounts rank_major_role_counts(int blocks) {
   return {blocks, std::clamp(kSendersOfRankMajor / blocks, kSenderWarps, kMaxSenderWarpsOfRankMajor), 1, true};
 }

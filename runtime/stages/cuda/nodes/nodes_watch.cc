@@ -14,6 +14,7 @@
 #include "base/names.h"
 #include "base/suspension_aware_deadline.h"
 #include "runtime/stages/cuda/device_idle.h"
+#include "runtime/stages/cuda/protocol/test_hooks.h"
 #include "runtime/stages/reports.h"
 
 namespace epx::cuda {
@@ -231,6 +232,7 @@ void NodesWatch::end_work() noexcept {
 
 // A verdict between two calls is kept for the next one, which names it. A call that is in progress ends by it.
 void NodesWatch::end(const Verdict& verdict) {
+  std::this_thread::sleep_for(test_verdict_delay());
   {
     const std::scoped_lock lock(verdict_mutex_);
     verdict_ = verdict;

@@ -212,9 +212,13 @@ public:
     store_relaxed_sys(ready_flag, epoch());
   }
 
-  // A test hook: returns whether prepare takes the high-throughput path whatever the number of tokens is.
+  // Test hooks: return whether prepare takes the high-throughput path whatever the number of tokens is, and whether a call does
+  // there as if each warp had many tokens.
   __device__ bool takes_ht_path() const {
-    return kTestHooks && context_.group.hooks.alternates_paths && (context_.sequence * 0x9e3779b97f4a7c15u >> 40 & 1) != 0;
+    return alternates(40);
+  }
+  __device__ bool has_many_tokens() const {
+    return alternates(41);
   }
   // A test hook: returns whether staging is to be overwritten once it has been used.
   __device__ bool scribbles_staging() const {
@@ -222,6 +226,10 @@ public:
   }
 
 private:
+  // A test hook: returns true in about half of the calls, in others for another bit; the same on all ranks.
+  __device__ bool alternates(unsigned bit) const {
+    return kTestHooks && context_.group.hooks.alternates_paths && (context_.sequence * 0x9e3779b97f4a7c15u >> bit & 1) != 0;
+  }
   // A test hook: returns true after a stall that only the group's failure ends.
   __device__ bool stalls() const {
     if (!kTestHooks || context_.group.hooks.stalls_in != context_.operation) return false;

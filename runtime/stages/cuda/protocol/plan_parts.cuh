@@ -10,7 +10,6 @@ namespace epx::cuda {
 
 // DeviceGroup::plan_packets begins with the flags of the blocks, by their index in the grid.
 __device__ inline Epoch* plan_part_flag(const DeviceGroup& group, int block) {
-  static_assert(sizeof(LlPacket8) == 2 * sizeof(Epoch));
   return &group.plan_packets[block].epoch;
 }
 

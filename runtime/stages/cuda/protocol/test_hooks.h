@@ -3,6 +3,7 @@
 // It is compiled in with EPX_TEST_HOOKS, and libepx does not contain it.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 
@@ -22,8 +23,9 @@ struct TestHooks {
   epx_operation fails_to_launch = EPX_OP_NONE; // each launch of this operation fails
   uint32_t max_delay_ns = 0;                   // injected at random times before a rank signals or waits
   bool scribbles_staging = false;
-  bool alternates_paths =
-      false; // about every other prepare takes the high-throughput path whatever the number of tokens is
+  // About every other call that makes a plan takes the high-throughput path whatever the number of tokens is, and about half of
+  // these do as if each warp had many tokens.
+  bool alternates_paths = false;
 };
 
 // Reads the hooks from the environment of the process: EPX_TEST_STALLS_IN and EPX_TEST_FAILS_TO_LAUNCH (the number of an
@@ -42,6 +44,15 @@ inline TestHooks read_test_hooks() {
     hooks.alternates_paths = number("EPX_TEST_ALTERNATES_PATHS") != 0;
   }
   return hooks;
+}
+
+// The hook of the host: a rank of several nodes ends its work so much later than it learns of a verdict. Reads
+// EPX_TEST_VERDICT_DELAY_MS.
+inline std::chrono::milliseconds test_verdict_delay() {
+  if constexpr (kTestHooks)
+    if (const char* const text = std::getenv("EPX_TEST_VERDICT_DELAY_MS"))
+      return std::chrono::milliseconds(std::atol(text));
+  return std::chrono::milliseconds(0);
 }
 
 } // namespace epx::cuda

@@ -12,8 +12,8 @@ namespace epx::cuda {
 constexpr uint64_t kSlowNs = 1'000'000;  // a longer wait publishes whom it waits for, and polls the host's memory
 constexpr uint32_t kSpinsPerCheck = 256; // between two looks for abort records and at the clock
 constexpr unsigned kWaitBackoffNs = 200;
-// A wait for another block of this rank lasts up to so many timeouts: that block waits for peers itself, for one after the
-// other, and its wait is the one that runs out and finds the culprit.
+// A wait for another block of this rank lasts up to so many timeouts: that block may wait for peers itself, for one after the
+// other, and then its wait is the one that runs out and finds the culprit.
 constexpr uint64_t kOwnRankTimeouts = 4;
 
 // Waits until *place is the epoch of the call, which `peer` stores, or another block of this rank. It is out of line, so that

@@ -6,9 +6,11 @@
 // Each source chooses its path by its own number of tokens, which its descriptor tells the receivers, so that paths mix.
 //
 //   step     warps    do                                                          wait for
-//   assign   all      give the tokens of the block's range their rows; the last   barriers of the block
-//                     sending block stores how many there are for each rank on
-//                     that rank's exchange board (row_assignment.cuh)
+//   assign   all      give the tokens of the block's range their rows, and        barriers of the block
+//                     signal this part of the plan where senders have many
+//                     tokens; the last sending block stores how many there are
+//                     for each rank on that rank's exchange board
+//                     (row_assignment.cuh)
 //   LL send  all      low-latency path: store chunks of rows, their routes and    nothing
 //                     weights as LL packets into the staging of each peer, and
 //                     those that stay here into the outputs
@@ -80,11 +82,11 @@ public:
   __device__ const CallSession& call() const { return call_; }
   // Returns whether this rank sends by the low-latency path.
   __device__ bool is_ll() const { return is_ll_; }
-  // Returns whether the blocks send each other's tokens: on the high-throughput path, when senders have several each.
+  // Returns whether the blocks send each other's tokens: on the high-throughput path, when senders have more than two each.
   __device__ bool shares_tokens() const {
     constexpr int64_t kManyTokens = 2; // of each sender
     const int64_t senders = int64_t{num_sending_blocks()} * senders_of_block();
-    return !is_ll_ && (args_.num_tokens > kManyTokens * senders || call_.takes_ht_path());
+    return !is_ll_ && (args_.num_tokens > kManyTokens * senders || call_.has_many_tokens());
   }
 
   // Gives the tokens of the block's range their rows, and tells the receivers how many there are. All threads of the block call
@@ -136,7 +138,7 @@ public:
   // ---- Behind the entry barrier ----
 
   // A CTA with send warps has one signal warp, the last one, whose cells lie in the shared memory of its pipeline, as in
-  // scatter. It clears them before the barrier.
+  // scatter. It clears them before the barrier, and does not use its pipeline before SignalWarp::run() has returned.
   __device__ SignalWarp signal_warp() const {
     std::byte* const shared = dynamic_shared_memory<std::byte>() + (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes;
     return {shared, params_.role_counts.sender_warps, min(call_.num_ranks() - 1, kWarp)};
@@ -151,7 +153,7 @@ public:
     int64_t token = shares ? partition.index : tokens_.begin + threadIdx.x / kWarp;
 #pragma unroll 1
     while (token < end) {
-      if (shares && !wait_for_row(token)) break;
+      if (shares && !wait_for_row(token)) break; // the group has failed; the signal warp still waits for this sender
       send_token(pipeline, static_cast<uint32_t>(token));
       if (shares)
         token = partition.count + call_.take_tile(group_.state->send_tiles_taken, args_.num_tokens);
@@ -196,7 +198,7 @@ public:
         if (!is_ll_source(source) || row >= rows_of(source)) continue;
         if (!receive_chunk<kUnaligned>(source, row, places().range_at(tile - index * chunks_))) return;
       }
-    const RowBatches batches(static_cast<uint32_t>(rows) * peers, max_batch_rows(), warp, call_.takes_ht_path());
+    const RowBatches batches(static_cast<uint32_t>(rows) * peers, max_batch_rows(), warp, call_.has_many_tokens());
     const auto next_tile = [&] {
       return warp.count + call_.take_tile(group_.state->receive_tiles_taken, batches.count + warp.joining);
     };
@@ -489,7 +491,7 @@ private:
     uint32_t batch_rows;
     int64_t count;
 
-    // In tests `all` makes batches of all rows.
+    // In tests `all` gives each batch as many rows as fit.
     __device__ RowBatches(uint32_t rows, int max_batch_rows, const WarpAssignment& warp, bool all) : num_rows(rows) {
       constexpr uint32_t kBatchesPerWarp = 2;
       const auto warps = static_cast<uint32_t>(warp.count + warp.joining);
@@ -499,7 +501,7 @@ private:
     }
     __device__ uint32_t first_row(int64_t batch) const { return min(static_cast<uint32_t>(batch) * batch_rows, num_rows); }
   };
-  // So many lanes receive the routes of a row; where K is larger, they take several each.
+  // Returns how many lanes receive the routes of a row; where K is larger, each takes several.
   __device__ int lanes_per_row() const {
     return args_.top_k >= kWarp ? kWarp : SlotBatch::room_for(args_.top_k);
   }
@@ -595,7 +597,7 @@ private:
     const int32_t slot = has_row ? slot_of(own.source, own.row) : 0;
     const RankMajorRoute* const routes = staged_routes(call_.rank(), slot);
     uint64_t mask = 0;
-    int32_t partial_row = 0; // the first lane has that of the row
+    int32_t partial_row = 0; // of the first lane, which has a route each time
 #pragma unroll 1
     for (int first = 0; first < args_.top_k; first += lanes) {
       const int k = first + lane() - first_lane;
@@ -606,7 +608,7 @@ private:
       }
       const unsigned here = __ballot_sync(~0u, route.expert >= 0 ? 1 : 0) >> first_lane;
       mask |= static_cast<uint64_t>(lanes < kWarp ? here & ((1u << lanes) - 1) : here) << first;
-      if (first == 0) partial_row = route.partial_row;
+      partial_row = route.partial_row;
     }
     if (has_row && lane() == first_lane) store_record(own.source, slot, partial_row, mask);
   }

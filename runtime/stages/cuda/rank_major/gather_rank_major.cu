@@ -86,7 +86,7 @@ private:
   // Shorter rows are not split where tokens are many: each part looks up its token's routes and waits for flags.
   static constexpr uint32_t kMinHTilesToSplit = 4;
   static constexpr uint32_t kMinParts = 2;
-  // Warps take whole tokens when each of them has more than so many parts to take.
+  // Warps take whole tokens when each of them, those that join later not counted, has more than so many parts to take.
   static constexpr uint32_t kManyParts = 20;
 
   __device__ const T* row_of(int64_t slot) const {

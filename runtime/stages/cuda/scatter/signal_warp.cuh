@@ -35,8 +35,8 @@ public:
 
   // All lanes of sender warp `sender` call this after a barrier of the warp (TmaRowPipeline::finish): each passes the address
   // of a ready flag in a peer's window, or NULL. What any of them had stored, or seen complete, before that barrier comes
-  // before the store of the flag. `parity` alternates between 0 and 1. A sender waits for the signal warp alone, which waits
-  // for nobody, so that this wait needs no bound.
+  // before the store of the flag. `parity` alternates between 0 and 1. This wait is for the signal warp, which waits for
+  // nobody, so that it needs no bound.
   __device__ void enqueue(int sender, int parity, Epoch* ready_flag) const {
     // fence.acq_rel.cta and the CAS below are a release pattern. The matching acquire pattern is the signal warp's load of the
     // cell and then its fence.acq_rel.sys, which is cumulative, so the row is visible before the flag (PTX, Release and acquire
