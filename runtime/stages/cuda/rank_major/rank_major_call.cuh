@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+// A call of dispatch_rank_major as one thread sees it: where rows, routes and flags lie, and how the outputs and the plan are
+// written. Staging is used as by scatter: rows, sidecars and ready flags by (source, row) instead of (source, token), and the
+// routes of the high-throughput path in the place of slot records, which a prepare has read before.
+#pragma once
+
+#include "runtime/layout/rank_major.h"
+#include "runtime/stages/cuda/expert_ranks.cuh"
+#include "runtime/stages/cuda/movement.cuh"
+#include "runtime/stages/cuda/scatter/ll_dispatch_rows.cuh"
+
+namespace epx::cuda {
+
+struct RankMajorParams : MovementParams {
+  DispatchRankMajorCall args;
+  ExpertRanks experts;
+};
+
+class RankMajorCall {
+public:
+  __device__ explicit RankMajorCall(const RankMajorParams& params)
+      : params_(params), group_(params.group), args_(params.args), layout_(params.group.context.layout),
+        call_(params.group, EPX_OP_DISPATCH_RANK_MAJOR), plan_(args_.plan, params.layout),
+        row_bytes_(row_bytes(args_.dtype, args_.hidden)), chunks_(places().num_chunks()),
+        is_ll_(takes_ll_path(args_.num_tokens)) {}
+
+  __device__ const CallSession& call() const { return call_; }
+  // Returns whether this rank sends by the low-latency path.
+  __device__ bool is_ll() const { return is_ll_; }
+
+protected:
+  using ChunkRange = LlDispatchPlaces::ChunkRange;
+
+  __device__ bool is_ll_source(int source) const { return takes_ll_path(call_.descriptors().num_tokens[source]); }
+
+  // ---- Places ----
+
+  __device__ int32_t row_of(int source, int32_t slot) const {
+    return slot - static_cast<int32_t>(source * args_.slots_per_source);
+  }
+  __device__ int32_t slot_of(int source, int32_t row) const {
+    return static_cast<int32_t>(source * args_.slots_per_source) + row;
+  }
+  // Returns the row of the receive tensors; unlike MovementCall::row_of_slot without a division.
+  __device__ int64_t recv_row(int source, int32_t row) const { return source * args_.rows_per_source + row; }
+  __device__ LlPacket16* board_at(int owner, int source) const {
+    return group_.window().at<LlPacket16>(owner, layout_.board.offset + source * kExchangeRecordBytes) + call_.parity();
+  }
+  __device__ std::byte* staged_row(int receiver, int64_t slot) const {
+    return group_.window().at<std::byte>(receiver, layout_.scatter_rows.offset + slot * layout_.row_stride);
+  }
+  __device__ std::byte* staged_sidecar(int receiver, int64_t slot) const {
+    return group_.window().at<std::byte>(receiver, layout_.scatter_sidecars.offset + slot * layout_.sidecar_stride);
+  }
+  __device__ RankMajorRoute* staged_routes(int receiver, int64_t slot) const {
+    return group_.window().at<RankMajorRoute>(receiver, layout_.ll_slot_records.offset) +
+           rank_major_route(slot, args_.top_k);
+  }
+  // The places of the low-latency path. A member of this type made nvcc load more of this object from local memory.
+  __device__ LlDispatchPlaces places() const { return {group_, call_, args_}; }
+  __device__ Epoch* ready_flag_at(int receiver, int source, int32_t row) const {
+    return group_.window().at<Epoch>(receiver, layout_.scatter_ready_flags.offset) +
+           (source * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + row);
+  }
+  __device__ LlPacket8* staged_ll_route(int receiver, int source, int32_t row, int k) const {
+    const int64_t sender = call_.parity() * call_.num_ranks() + source;
+    return group_.window().at<LlPacket8>(receiver, layout_.gathered_routes.offset) +
+           sender * layout_.gathered_routes_per_rank + route_index(row, args_.top_k, k);
+  }
+  // A rank's receive rows where peers can store them in place; NULL when they lie in no allocation of the group.
+  __device__ std::byte* registered_rows(int rank) const {
+    const PeerDescriptors& descriptors = call_.descriptors();
+    if (descriptors.rows_allocation[rank] < 0) return nullptr;
+    const int64_t allocation = descriptors.rows_allocation[rank] % kMaxDeviceAllocations;
+    return group_.allocations[allocation * call_.num_ranks() + static_cast<int>(window_index(rank))] +
+           descriptors.rows_offset[rank];
+  }
+
+  // ---- Outputs and the plan ----
+
+  __device__ static void store_integer(void* tensor, bool is_64, int64_t index, int32_t value) {
+    if (is_64)
+      static_cast<int64_t*>(tensor)[index] = value;
+    else
+      static_cast<int32_t*>(tensor)[index] = value;
+  }
+  __device__ void store_route(int source, int32_t row, int k, int32_t expert, float weight) const {
+    const int64_t index = recv_row(source, row) * args_.top_k + k;
+    store_integer(args_.recv_topk_idx, args_.recv_topk_idx_is_64, index, expert);
+    if (args_.recv_weights != nullptr) args_.recv_weights[index] = weight;
+  }
+  // One lane stores the record of a row.
+  __device__ void store_record(int source, int32_t slot, int32_t partial_row, uint64_t mask) const {
+    const auto [token, rank_ordinal] = partial_row_at(group_.context.shape, partial_row, args_.top_k);
+    plan_.slot_records[slot] = {token,
+                                -1,
+                                static_cast<uint16_t>(source),
+                                static_cast<uint8_t>(mask == 0 ? 0 : lowest_bit(mask)),
+                                1,
+                                static_cast<uint8_t>(rank_ordinal & 0x7f)};
+    if (args_.top_k > 1)
+      plan_.masks(args_.num_slots(group_.context.shape))[slot] = {static_cast<uint32_t>(mask),
+                                                                  static_cast<uint32_t>(mask >> 32), 0};
+  }
+  // One thread stores the header. Movements take the low-latency path if every rank's tokens have taken it here.
+  __device__ void store_header() const {
+    int32_t ll_tokens = 0;
+    bool all_ll = true;
+#pragma unroll 1
+    for (int source = 0; source < call_.num_ranks(); ++source) {
+      all_ll &= is_ll_source(source);
+      ll_tokens = max(ll_tokens, call_.descriptors().num_tokens[source]);
+    }
+    HandleHeader header{};
+    header.magic = kHandleMagic;
+    header.group_id = group_.context.group_id;
+    header.plan_id = call_.sequence();
+    header.num_tokens = args_.num_tokens;
+    header.rows_in_use = args_.num_slots(group_.context.shape);
+    header.top_k = args_.top_k;
+    header.alignment = args_.alignment;
+    header.rank = call_.rank();
+    header.ll_tokens = all_ll ? ll_tokens : 0;
+    header.rows_per_source = args_.rows_per_source;
+    header.checksum = header_checksum(header);
+    *plan_.header = header;
+  }
+
+  const RankMajorParams& params_;
+  const DeviceGroup& group_;
+  const DispatchRankMajorCall& args_;
+  const WindowLayout& layout_;
+  CallSession call_;
+  HandleWriter plan_;
+  int64_t row_bytes_;
+  uint32_t chunks_; // LL chunks of a row of this call with its sidecar
+  bool is_ll_;
+
+private:
+  __device__ bool takes_ll_path(int64_t num_tokens) const {
+    return num_tokens <= layout_.ll_tokens && num_tokens * args_.top_k <= layout_.gathered_routes_per_rank &&
+           !call_.takes_ht_path();
+  }
+};
+
+} // namespace epx::cuda
