@@ -7,7 +7,6 @@
 #include "base/cuda.h"
 #include "runtime/layout/window_layout.h"
 #include "runtime/stages/cuda/kernel_list.h"
-#include "runtime/stages/cuda/rank_major/gather_rank_major.h"
 
 namespace epx::cuda {
 namespace {

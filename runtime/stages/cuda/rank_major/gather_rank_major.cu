@@ -22,6 +22,7 @@
 #include "base/device/launch.h"
 #include "runtime/stages/cuda/gather/gather_params.h"
 #include "runtime/stages/cuda/gather/ll_gather.cuh"
+#include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/rows/rows.cuh"
 #include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"

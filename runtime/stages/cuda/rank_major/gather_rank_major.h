@@ -2,8 +2,6 @@
 // The kernels of combine and dispatch_bwd of the rank-major layout. combine_bwd is that of kernels.h, on another plan.
 #pragma once
 
-#include <vector>
-
 #include <cuda_runtime_api.h>
 
 #include "runtime/stages/cuda/launch_plan.h"
@@ -16,7 +14,5 @@ cudaError_t launch_combine_rank_major(const DeviceGroup& group, LaunchPlan& plan
                                       cudaStream_t stream);
 cudaError_t launch_dispatch_rank_major_bwd(const DeviceGroup& group, LaunchPlan& plan, const DispatchBwdCall& call,
                                            cudaStream_t stream);
-
-std::vector<const void*> rank_major_gather_kernels(); // launched as those of scatter
 
 } // namespace epx::cuda
