@@ -25,9 +25,9 @@ constexpr int kMinPrepareBlocks = 17;
 // In a smaller grid all blocks of prepare_dispatch's kernel prepare and then move rows.
 constexpr int kMinSplitFusedGrid = 8; // blocks
 
-// Senders get SMs of their own where the grid is large enough, but in dispatch_rank_major: stores to peers that wait for the wire would delay the stores of
-// receivers on the same SM. There are no more senders than fill the wire: the fewer rows are in flight at a time, the earlier
-// the first ones arrive, and the less work is left to receivers when the last ones have arrived.
+// Senders get SMs of their own where the grid is large enough, except in dispatch_rank_major: stores to peers that wait for the
+// wire would delay the stores of receivers on the same SM. There are no more senders than fill the wire: the fewer rows are in
+// flight at a time, the earlier the first ones arrive, and the less work is left to receivers when the last ones have arrived.
 constexpr int kFullGrid = 128; // blocks
 constexpr int kMaxSenderBlocks = 64;
 
