@@ -98,8 +98,8 @@ TEST_CASE("a row reader of long h-tiles reads all of several rows in turn, betwe
         rows.push_back(row_of(static_cast<size_t>(hidden) * sizeof(Element), static_cast<unsigned>(row)));
       copies.assign(rows.size(), std::vector<std::byte>(rows[0].size()));
       std::vector<std::byte> cleared = rows[0];
-      emulation::run_grid(1, kWarp, TmaRowPipeline::kSharedBytes, [&] {
-        TmaRowPipeline pipeline(emulation::dynamic_shared_memory(), 0, 1);
+      emulation::run_grid(1, kWarp, Reader::kRingBytes + TmaRowPipeline::kBarriersBytes, [&] {
+        TmaRowPipeline pipeline(emulation::dynamic_shared_memory(), 0, 1, Reader::kRingBytes);
         for (int round = 0; round < 2; ++round) {
           const auto* const own =
               lane() < num_rows ? reinterpret_cast<const Element*>(rows[static_cast<size_t>(lane())].data()) : nullptr;

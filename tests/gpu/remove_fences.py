@@ -61,7 +61,7 @@ WEAKER = {
     'load_packet_acquire_sys(': ('load_packet_relaxed_sys(', 'relaxed'),
 }
 # Kernels are instantiated for each dtype; the soak needs one of them.
-DTYPES = re.compile(r'\b(gather_kernel|kernel_for|CombineBwd|launch_combine_bwd_as)<(?:float|__half)\b')
+DTYPES = re.compile(r'\b(gather_kernel|launch_as|CombineBwd|launch_combine_bwd_as)<(?:float|__half)\b')
 CALL = re.compile('|'.join(r'(?<![\w.])' + re.escape(verb) for verb in WEAKER))
 
 

@@ -67,9 +67,9 @@ WarpRoleCounts rank_major_role_counts(int blocks) {
 // In gather senders have about as much to do as receivers. In a grid that leaves SMs to others they have SMs of their own and join
 // the receivers in the end, so that no warp is left without work: on 84 SMs of 2 H200 combine took 205.7 us (4096 tokens, top-8)
 // and 420.1 (11264, top-3) instead of 218.8 and 443.2 with 10 senders in each block. Record 0014 in docs/decisions has more.
-WarpRoleCounts gather_role_counts(int blocks) {
-  if (blocks >= kFullGrid) return {kMaxSenderBlocks, kMovementThreads / 32, 0, false};
-  return {std::max(blocks * 5 / 8, 1), kMovementThreads / 32, 0, true};
+WarpRoleCounts gather_role_counts(int blocks, int warps) {
+  if (blocks >= kFullGrid) return {kMaxSenderBlocks, warps, 0, false};
+  return {std::max(blocks * 5 / 8, 1), warps, 0, true};
 }
 
 struct Device {
@@ -148,17 +148,20 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
   load(abort_kernel_address(), device);
   for (const void* kernel : checksum_kernels())
     load(kernel, device);
-  const auto blocks_of_all = [&](const std::vector<const void*>& kernels) {
+  const auto blocks_of_all = [&](const std::vector<const void*>& kernels, int threads = kMovementThreads,
+                                 size_t shared_bytes = movement_shared_bytes()) {
     int per_sm = kMovementBlocksPerSm;
     for (const void* kernel : kernels) {
       load(kernel, device);
-      per_sm = std::min(per_sm, blocks_per_sm(kernel, kMovementThreads, movement_shared_bytes()));
+      per_sm = std::min(per_sm, blocks_per_sm(kernel, threads, shared_bytes));
     }
     return num_sms_ * per_sm;
   };
   scatter_blocks_ = std::min({blocks_of_all(scatter_kernels()), blocks_of_all(rank_major_kernels()),
                               blocks_of_all(rank_major_gather_kernels()), kMaxPlanBlocks});
-  gather_blocks_ = blocks_of_all(gather_kernels());
+  gather_blocks_ =
+      std::min(blocks_of_all(gather_kernels()),
+               blocks_of_all(long_tile_gather_kernels(), kLongTileGatherThreads, long_tile_gather_shared_bytes()));
   if (prepare_blocks_ < 1 || prepare_dispatch_blocks_ < 1 || scatter_blocks_ < 1 || gather_blocks_ < 1)
     fail(EPX_ERROR_UNSUPPORTED, "this GPU cannot run a block of epx's kernels");
 }
@@ -222,9 +225,11 @@ MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int ali
           receivers == ReceiverWork::routes ? rank_major_role_counts(blocks) : scatter_role_counts(blocks, num_ranks_)};
 }
 
-MovementGrid LaunchPlan::next_gather(int64_t tokens, int64_t row_bytes, cudaStream_t stream) {
+MovementGrid LaunchPlan::next_gather(int64_t tokens, int64_t row_bytes, bool by_long_tiles, cudaStream_t stream) {
   const int blocks = movement_blocks(tokens, row_bytes, gather_blocks_);
-  return {next(blocks, kMovementThreads, movement_shared_bytes(), stream), gather_role_counts(blocks)};
+  const int threads = by_long_tiles ? kLongTileGatherThreads : kMovementThreads;
+  return {next(blocks, threads, by_long_tiles ? long_tile_gather_shared_bytes() : movement_shared_bytes(), stream),
+          gather_role_counts(blocks, threads / 32)};
 }
 
 } // namespace epx::cuda

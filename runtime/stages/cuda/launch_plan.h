@@ -30,9 +30,13 @@ struct WarpRoleCounts {
 // What the receivers of a kernel with the roles of scatter do. rows: they copy or sum rows. routes: they store the routes of
 // dispatch_rank_major, and copy rows only where these do not come in place.
 enum class ReceiverWork { rows, routes };
-constexpr int kMovementThreads = 512; // of each block of scatter and gather
-// Blocks of a movement on an SM. Role counts are for one, whose threads have 128 registers each. Kernels say it in their
-// __launch_bounds__, too, or ptxas may choose 64 registers for the sake of two blocks, and spill thousands of bytes.
+// Threads of each block of scatter and gather, and of the kernels of gather that read rows by long h-tiles. With three warps instead
+// of four on each quarter of an SM a thread may have 168 registers instead of 128: nothing of the loops is spilled, and the loads of
+// a whole h-tile from shared memory are in flight.
+constexpr int kMovementThreads = 512;
+constexpr int kLongTileGatherThreads = 384;
+// Blocks of a movement on an SM. Role counts are for one. Kernels say it in their __launch_bounds__, too, or ptxas may choose 64
+// registers for the sake of two blocks, and spill thousands of bytes.
 constexpr int kMovementBlocksPerSm = 1;
 constexpr int kMaxSendersPerSignalWarp = 15; // warps; with the signal warp they fill such a block
 
@@ -73,7 +77,10 @@ public:
   PrepareDispatchGrid next_prepare_dispatch(int64_t tokens, int top_k, int64_t row_bytes, int alignment,
                                             cudaStream_t stream);
   MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int alignment, ReceiverWork receivers, cudaStream_t stream);
-  MovementGrid next_gather(int64_t tokens, int64_t row_bytes, cudaStream_t stream);
+  // `by_long_tiles`: the grid is for a kernel of kLongTileGatherThreads, which never takes the low-latency path.
+  MovementGrid next_gather(int64_t tokens, int64_t row_bytes, bool by_long_tiles, cudaStream_t stream);
+  // Returns whether a call in which this rank has so many tokens may take the low-latency path.
+  bool may_take_ll_path(int64_t tokens) const { return tokens <= max_ll_tokens_; }
 
   // The next kernel is launched without PDL.
   void forget_last() { last_blocks_ = 0; }

@@ -46,8 +46,9 @@ inline MovementParams make_movement_params(const DeviceGroup& group, const WarpR
 
 constexpr int kMovementWarps = kMovementThreads / kWarp;
 
+template <int kWarps = kMovementWarps, int64_t kRingBytes = TmaRowPipeline::kStagesBytes>
 __device__ inline TmaRowPipeline pipeline_of_warp() {
-  return {dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kMovementWarps};
+  return {dynamic_shared_memory<std::byte>(), static_cast<int>(threadIdx.x) / kWarp, kWarps, kRingBytes};
 }
 
 // The index of a warp among the `count` warps that have the same role.

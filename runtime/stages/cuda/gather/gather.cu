@@ -30,8 +30,8 @@
 namespace epx::cuda {
 namespace {
 
-// With kFewSms the sums read rows by long h-tiles where the rows consist of those.
-template <typename T, bool kFewSms>
+// With kByLongTiles the sums read rows by long h-tiles.
+template <typename T, bool kByLongTiles>
 class Gather {
 public:
   __device__ Gather(const GatherParams& params, const Movement& movement, TmaRowPipeline& pipeline)
@@ -123,7 +123,7 @@ private:
       terms.weights = slots.map([&](int32_t slot) { return weight_of(slot); });
       terms.address_bits = reinterpret_cast<uint64_t>(params_.rows) | static_cast<uint64_t>(args_.hidden) * sizeof(T);
       const int64_t row = partial_staging_row(group_.context.shape, token, args_.top_k, found.rank_ordinal);
-      sum_rows<false, kFewSms>(pipeline_, terms, staged_row(home, row, split), split.size);
+      sum_rows<false, kByLongTiles>(pipeline_, terms, staged_row(home, row, split), split.size);
     }
     pipeline_.finish(); // what all lanes have stored comes before the releases
     if (lane() < split.count) call_.signal(ready_flag_at(home, token, found.rank_ordinal, split) + lane());
@@ -155,8 +155,8 @@ private:
     if (!wait_for_peers(token, split, routes, live & ~own)) return false;
     const SumTerms<T> terms =
         is_exact_ ? terms_of_routes(token, split, routes, live, own) : terms_of_ranks(token, split, routes, live, own);
-    sum_rows<true, kFewSms>(pipeline_, terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden + split.first,
-                            split.size);
+    sum_rows<true, kByLongTiles>(pipeline_, terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden + split.first,
+                                 split.size);
     if (params_.carried_out != nullptr && split.index == 0) collect_weights(token, routes, live);
     if (call_.scribbles_staging()) scribble_staging(token, split);
     return true;
@@ -261,17 +261,32 @@ private:
   int64_t split_size_; // elements
 };
 
-template <typename T, bool kFewSms>
+// The block and its shared memory. Long h-tiles need a larger ring.
+template <typename T, bool kByLongTiles>
+struct GatherBlock {
+  static constexpr int kThreads = kMovementThreads, kWarps = kThreads / kWarp;
+  static constexpr int64_t kRingBytes = TmaRowPipeline::kStagesBytes;
+};
+template <typename T>
+struct GatherBlock<T, true> {
+  static constexpr int kThreads = kLongTileGatherThreads, kWarps = kThreads / kWarp;
+  static constexpr int64_t kRingBytes = LongTileReader<T>::kRingBytes;
+};
+
+template <typename T, bool kByLongTiles>
 __device__ __forceinline__ void gather_rows(const GatherParams& params) {
+  using Block = GatherBlock<T, kByLongTiles>;
   Movement movement(params);
   movement.post();
-  if (params.group.context.shape.precision != EPX_COMBINE_EXACT && movement.takes_ll_path()) {
-    ll_gather<T>(params, movement);
-    return;
+  if constexpr (!kByLongTiles) { // the launch with long h-tiles is for more tokens
+    if (params.group.context.shape.precision != EPX_COMBINE_EXACT && movement.takes_ll_path()) {
+      ll_gather<T>(params, movement);
+      return;
+    }
   }
   if (!movement.begin()) return;
-  TmaRowPipeline pipeline = pipeline_of_warp();
-  const Gather<T, kFewSms> gather(params, movement, pipeline);
+  TmaRowPipeline pipeline = pipeline_of_warp<Block::kWarps, Block::kRingBytes>();
+  const Gather<T, kByLongTiles> gather(params, movement, pipeline);
   WarpAssignment warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
   if (warp.role == WarpRole::send) {
     gather.send(warp);
@@ -281,36 +296,40 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   if (warp.role == WarpRole::receive) gather.sum(warp);
 }
 
-// There are two kernels because a branch that is not taken costs time as well: with both kinds of h-tiles in one kernel, combine took
-// 5 % longer on 84 SMs.
-template <typename T, bool kFewSms>
-__global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
+// There are two kernels because long h-tiles take fewer instructions for each element, but more registers. On 2 H100 (4096 tokens
+// of 7168 bfloat16, top-8) combine took 249.8 us by long h-tiles in 12 warps of each of 84 SMs, and 254.8 by the others in 16.
+template <typename T, bool kByLongTiles>
+__global__ void __launch_bounds__(GatherBlock<T, kByLongTiles>::kThreads, kMovementBlocksPerSm)
     gather_kernel(const __grid_constant__ GatherParams params) {
   pdl_wait(params);
-  gather_rows<T, kFewSms>(params);
+  gather_rows<T, kByLongTiles>(params);
   leave(params.group);
 }
 
-// Grids of so few blocks are bound by their instructions, of which long h-tiles take fewer.
-constexpr int kMaxBlocksOfFewSms = 24;
+template <typename T>
+constexpr bool kHasLongTiles = sizeof(T) == 2;
 constexpr int64_t kMaxHidden = 1 << 30; // LongTileReader numbers the bytes of a row by an int
 
 template <typename T>
-auto* kernel_for(const Grid& grid, int64_t hidden) {
-  if constexpr (sizeof(T) == 2)
-    if (grid.blocks <= kMaxBlocksOfFewSms && hidden < kMaxHidden && LongTileReader<T>::takes(hidden))
-      return &gather_kernel<T, true>;
-  return &gather_kernel<T, false>;
-}
-
-cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const MovementCall& call, const GatherTensors& tensors,
-                   cudaStream_t stream) {
-  const auto [grid, role_counts] = plan.next_gather(call.num_tokens, row_bytes(call.dtype, call.hidden), stream);
+cudaError_t launch_as(const DeviceGroup& group, LaunchPlan& plan, const MovementCall& call, const GatherTensors& tensors,
+                      cudaStream_t stream) {
+  bool by_long_tiles = false;
+  if constexpr (kHasLongTiles<T>)
+    by_long_tiles =
+        call.hidden < kMaxHidden && LongTileReader<T>::takes(call.hidden) && !plan.may_take_ll_path(call.num_tokens);
+  const auto [grid, role_counts] =
+      plan.next_gather(call.num_tokens, row_bytes(call.dtype, call.hidden), by_long_tiles, stream);
   const int32_t weights = (tensors.row_weights != nullptr ? 1 : 0) | (tensors.carried_weights != nullptr ? 2 : 0);
   const GatherParams params{make_movement_params(group, role_counts, call, weights, 0, kNotRegistered), tensors};
-  if (call.dtype == EPX_FLOAT32) return launch_cooperative(kernel_for<float>(grid, call.hidden), grid, stream, params);
-  if (call.dtype == EPX_FLOAT16) return launch_cooperative(kernel_for<__half>(grid, call.hidden), grid, stream, params);
-  return launch_cooperative(kernel_for<__nv_bfloat16>(grid, call.hidden), grid, stream, params);
+  if constexpr (kHasLongTiles<T>)
+    if (by_long_tiles) return launch_cooperative(&gather_kernel<T, true>, grid, stream, params);
+  return launch_cooperative(&gather_kernel<T, false>, grid, stream, params);
+}
+cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const MovementCall& call, const GatherTensors& tensors,
+                   cudaStream_t stream) {
+  if (call.dtype == EPX_FLOAT32) return launch_as<float>(group, plan, call, tensors, stream);
+  if (call.dtype == EPX_FLOAT16) return launch_as<__half>(group, plan, call, tensors, stream);
+  return launch_as<__nv_bfloat16>(group, plan, call, tensors, stream);
 }
 
 } // namespace
@@ -318,9 +337,15 @@ cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const MovementCal
 std::vector<const void*> gather_kernels() {
   return {reinterpret_cast<const void*>(&gather_kernel<float, false>),
           reinterpret_cast<const void*>(&gather_kernel<__half, false>),
-          reinterpret_cast<const void*>(&gather_kernel<__half, true>),
-          reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16, false>),
+          reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16, false>)};
+}
+std::vector<const void*> long_tile_gather_kernels() {
+  return {reinterpret_cast<const void*>(&gather_kernel<__half, true>),
           reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16, true>)};
+}
+size_t long_tile_gather_shared_bytes() {
+  using Block = GatherBlock<__nv_bfloat16, true>; // as that of __half
+  return Block::kWarps * (Block::kRingBytes + TmaRowPipeline::kBarriersBytes);
 }
 
 cudaError_t launch_combine(const DeviceGroup& group, LaunchPlan& plan, const CombineCall& call, cudaStream_t stream) {

@@ -203,12 +203,14 @@ class LongTileReader {
 public:
   static constexpr int kWarpTiles = 7;
   static constexpr int kHTile = kWarpTiles * kWarpTile;
+  static constexpr int kStages = 5;
+  static constexpr int kRingBytes = kStages * kHTile * static_cast<int>(sizeof(T));
 
-  // `shared`: see RowReader. Begins to read as RowReader::begin() does; the lane passes a row, or anything if there are fewer.
+  // `shared` is TmaRowPipeline::begin_generic() of a pipeline whose ring has kRingBytes. Begins to read as RowReader::begin() does; the lane passes a row, or anything if there are fewer.
   __device__ LongTileReader(std::byte* shared, const T* own_row, int num_rows, int64_t hidden)
       : ring_(in_register(shared) + lane() * kFragmentBytes), own_row_(reinterpret_cast<const std::byte*>(own_row)),
         num_rows_(num_rows), loads_left_(h_tiles(hidden) * num_rows), next_offset_(lane() * kFragmentBytes) {
-    static_assert(sizeof(T) == 2 && kStages * kHTileBytes <= TmaRowPipeline::kStagesBytes);
+    static_assert(sizeof(T) == 2 && kRingBytes % 128 == 0 && kRingBytes >= TmaRowPipeline::kStagesBytes);
     __syncwarp(); // the reads come after what this warp has acquired
 #pragma unroll 1
     for (back_ = 0; back_ < (kStages - 1) * kHTileBytes; back_ += kHTileBytes)
@@ -241,7 +243,6 @@ public:
   }
 
 private:
-  static constexpr int kStages = 4;
   static constexpr int kFragmentBytes = sizeof(Fragment<T>), kWarpTileBytes = kWarp * kFragmentBytes;
   static constexpr int kHTileBytes = kWarpTiles * kWarpTileBytes;
 

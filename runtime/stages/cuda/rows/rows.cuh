@@ -390,10 +390,8 @@ __device__ __forceinline__ void sum_long_h_tiles(std::byte* shared, const SumTer
       reader.next();
       const float weight = from_lane(terms.weights.own(0), term);
 #pragma unroll
-      for (int i = 0; i < kFragments; ++i) {
+      for (int i = 0; i < kFragments; ++i)
         of_terms.add(i, reader.fragment(i), weight);
-        if (i % 2 == 1) __syncwarp(); // loads stay behind it, so that few fragments are in registers at a time
-      }
     });
 #pragma unroll
     for (int i = 0; i < kFragments; ++i)
@@ -417,9 +415,8 @@ __device__ __forceinline__ void sum_aligned_rows(std::byte* shared, const SumTer
   sum_fragments<kHasInner, true>(shared, terms, to, hidden);
 }
 
-// to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows. With kTakesLongTiles rows
-// that consist of long h-tiles are read by those, which takes fewer instructions; where the memory or the wire is the limit, the
-// h-tiles of RowReader are faster.
+// to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows. With kTakesLongTiles, which
+// takes up to 168 registers, rows that consist of long h-tiles are read by those.
 template <bool kHasInner, bool kTakesLongTiles = false, typename T>
 __device__ inline void sum_rows(TmaRowPipeline& pipeline, const SumTerms<T>& terms, T* to, int64_t hidden) {
   if (terms.size() == 0)

@@ -19,12 +19,14 @@ public:
   static constexpr int kStageBytes = 2048;
   static constexpr int64_t kStagesBytes = kStages * kStageBytes;
   static constexpr int64_t kHalfBytes = kStagesBytes / 2; // plain copies use the ring as a double buffer of two halves
-  static constexpr size_t kSharedBytes = kStagesBytes + kStages * sizeof(LoadBarrier);
+  static constexpr size_t kBarriersBytes = kStages * sizeof(LoadBarrier);
+  static constexpr size_t kSharedBytes = kStagesBytes + kBarriersBytes;
 
-  // All lanes call this. `shared` has kSharedBytes for each warp of the block and is 128 bytes aligned.
-  __device__ TmaRowPipeline(std::byte* shared, int warp, int num_warps)
-      : stages_(in_register(shared + warp * kStagesBytes)),
-        barriers_(in_register(reinterpret_cast<LoadBarrier*>(shared + num_warps * kStagesBytes) + warp * kStages)) {
+  // All lanes call this. `shared` has ring_bytes + kBarriersBytes for each warp of the block and is 128 bytes aligned. A ring
+  // may have more bytes than the stages, a multiple of 128, for a reader that needs them.
+  __device__ TmaRowPipeline(std::byte* shared, int warp, int num_warps, int64_t ring_bytes = kStagesBytes)
+      : stages_(in_register(shared + warp * ring_bytes)),
+        barriers_(in_register(reinterpret_cast<LoadBarrier*>(shared + num_warps * ring_bytes) + warp * kStages)) {
     if (lane() == 0) {
 #pragma unroll 1
       for (int stage = 0; stage < kStages; ++stage)
