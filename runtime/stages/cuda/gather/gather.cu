@@ -66,9 +66,9 @@ public:
 private:
   // Shorter rows are not split: each split looks up its token's routes and waits for flags.
   static constexpr int kMinHTilesToSplit = 4;
-  // Warps take all splits of a token at a time when each of them has more than so many to take. With long h-tiles on 84 SMs of 2 H200
-  // (4096 tokens of 7168 bfloat16, top-8) combine took 190.8 us by whole tokens, and 203.0 by halves.
-  static constexpr int kManySplits = kByLongTiles ? 6 : 24;
+  // Warps take all splits of a token at a time when each of them has more than so many to take. On 84 SMs of 2 H200 (4096 tokens of
+  // bfloat16, top-8) combine took 190.8 us by whole tokens and 203.0 by halves with H = 7168, 132.8 and 149.4 with H = 4096.
+  static constexpr int kManySplits = 6;
 
   // A warp takes elements [first, first + size) of a row, which are `count` splits from `index` on.
   struct RowSplits {
