@@ -17,8 +17,8 @@ MACHINE_CUDA = 190
 ATTRIBUTE_FRAME_SIZE, ATTRIBUTE_REGISTERS = 0x11, 0x2F  # of .nv.info: format 4, a symbol and a value
 SIZED_FORMAT = 0x04
 
-# Movements have one block on each SM, of 512 threads with up to 128 registers or of 384 with up to 168. The stack has arrays and
-# spills.
+# Movements have one block on each SM, of 512 threads with up to 128 registers or of 384 with up to 168. The stack has arrays
+# and spills.
 MOVEMENTS = re.compile(r"gather_kernel|scatter_kernel|rank_major_kernel|prepare_dispatch_kernel")
 # Those that take rows to and from the rails have such blocks too, but not all of them need so many registers.
 RAIL_ROWS = re.compile(r"(pack|forward|sum)_rows_kernel")

@@ -66,9 +66,10 @@ public:
 private:
   // Shorter rows are not split: each split looks up its token's routes and waits for flags.
   static constexpr int kMinHTilesToSplit = 4;
-  // Warps take all splits of a token at a time when each of them has more than so many to take. On 84 SMs of 2 H200 (4096 tokens of
-  // bfloat16, top-8) combine took 190.8 us by whole tokens and 203.0 by halves with H = 7168, 132.8 and 149.4 with H = 4096.
-  static constexpr int kManySplits = 6;
+  // Warps take all splits of a token at a time when each of them has more than so many to take. On 84 SMs of 2 H200 (4096
+  // tokens of bfloat16, top-8), where each has 10 or 13, combine took 190.8 us by whole tokens and 203.0 by halves with
+  // H = 7168, 132.8 and 149.4 with H = 4096.
+  static constexpr int kManySplits = 8;
 
   // A warp takes elements [first, first + size) of a row, which are `count` splits from `index` on.
   struct RowSplits {
@@ -297,8 +298,9 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   if (warp.role == WarpRole::receive) gather.sum(warp);
 }
 
-// There are two kernels because long h-tiles take fewer instructions for each element, but more registers. On 2 H100 (4096 tokens
-// of 7168 bfloat16, top-8) combine took 249.8 us by long h-tiles in 12 warps of each of 84 SMs, and 254.8 by the others in 16.
+// There are two kernels because long h-tiles take fewer instructions for each element, but more registers. On 2 H200 (4096
+// tokens of 7168 bfloat16, top-8, both by halves) combine took 203.3 us by long h-tiles in 12 warps of each of 84 SMs, and
+// 207.1 by the others in 16.
 template <typename T, bool kByLongTiles>
 __global__ void __launch_bounds__(GatherBlock<T, kByLongTiles>::kThreads, kMovementBlocksPerSm)
     gather_kernel(const __grid_constant__ GatherParams params) {

@@ -206,7 +206,8 @@ public:
   static constexpr int kStages = 5;
   static constexpr int kRingBytes = kStages * kHTile * static_cast<int>(sizeof(T));
 
-  // `shared` is TmaRowPipeline::begin_generic() of a pipeline whose ring has kRingBytes. Begins to read as RowReader::begin() does; the lane passes a row, or anything if there are fewer.
+  // `shared` is TmaRowPipeline::begin_generic() of a pipeline whose ring has kRingBytes. Begins to read as RowReader::begin()
+  // does; the lane passes a row, or anything if there are fewer.
   __device__ LongTileReader(std::byte* shared, const T* own_row, int num_rows, int64_t hidden)
       : ring_(in_register(shared) + lane() * kFragmentBytes), own_row_(reinterpret_cast<const std::byte*>(own_row)),
         num_rows_(num_rows), loads_left_(h_tiles(hidden) * num_rows), next_offset_(lane() * kFragmentBytes) {

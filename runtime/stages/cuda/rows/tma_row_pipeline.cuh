@@ -22,8 +22,8 @@ public:
   static constexpr size_t kBarriersBytes = kStages * sizeof(LoadBarrier);
   static constexpr size_t kSharedBytes = kStagesBytes + kBarriersBytes;
 
-  // All lanes call this. `shared` has ring_bytes + kBarriersBytes for each warp of the block and is 128 bytes aligned. A ring
-  // may have more bytes than the stages, a multiple of 128, for a reader that needs them.
+  // All lanes call this. `shared` has ring_bytes + kBarriersBytes for each warp of the block and is 128 bytes aligned. A
+  // ring may have more bytes than the stages, a multiple of 128, for a reader that needs them.
   __device__ TmaRowPipeline(std::byte* shared, int warp, int num_warps, int64_t ring_bytes = kStagesBytes)
       : stages_(in_register(shared + warp * ring_bytes)),
         barriers_(in_register(reinterpret_cast<LoadBarrier*>(shared + num_warps * ring_bytes) + warp * kStages)) {
