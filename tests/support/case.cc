@@ -28,7 +28,7 @@ int random_hidden(Rng& rng) {
   case 3:
     return rng.pick({3, 7, 31, 33, 127});
   case 4:
-    return rng.pick({1601, 2060, 3104, 3584, 4097}); // gather splits such rows; those of 3584 have longer h-tiles
+    return rng.pick({1601, 2060, 3104, 3584, 4097}); // gather splits such rows
   default:
     return static_cast<int>(rng.between(1, 60));
   }

@@ -30,13 +30,13 @@ struct WarpRoleCounts {
 // What the receivers of a kernel with the roles of scatter do. rows: they copy or sum rows. routes: they store the routes of
 // dispatch_rank_major, and copy rows only where these do not come in place.
 enum class ReceiverWork { rows, routes };
-// Threads of each block of scatter and gather, and of the kernels of gather that read rows by long h-tiles. With three warps
-// instead of four on each quarter of an SM a thread may have 168 registers instead of 128: nothing is spilled, and the loads
-// of a whole h-tile from shared memory are in flight.
+// Threads of each block of scatter and gather, and of the kernels of gather that read rows by long h-tiles. With three
+// warps instead of four on each quarter of an SM a thread may have 168 registers instead of 128: nothing is spilled, and
+// the loads of a whole h-tile from shared memory are in flight.
 constexpr int kMovementThreads = 512;
 constexpr int kLongTileGatherThreads = 384;
-// Blocks of a movement on an SM. Role counts are for one. Kernels say it in their __launch_bounds__, too, or ptxas may choose
-// 64 registers for the sake of two blocks, and spill thousands of bytes.
+// Blocks of a movement on an SM. Role counts are for one. Kernels say it in their __launch_bounds__, too, or ptxas may
+// choose 64 registers for the sake of two blocks, and spill thousands of bytes.
 constexpr int kMovementBlocksPerSm = 1;
 constexpr int kMaxSendersPerSignalWarp = 15; // warps; with the signal warp they fill such a block
 

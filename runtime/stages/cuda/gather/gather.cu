@@ -30,7 +30,7 @@
 namespace epx::cuda {
 namespace {
 
-// With kByLongTiles the sums read rows by long h-tiles.
+// With kByLongTiles the sums read by long h-tiles where what a warp takes of a row consists of them.
 template <typename T, bool kByLongTiles>
 class Gather {
 public:
@@ -38,10 +38,12 @@ public:
       : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()),
         pipeline_(pipeline), layout_(params.group.context.layout),
         is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {
-    constexpr int64_t kHTileElements = RowReader<T, true>::kHTile;
-    const int64_t h_tiles = (args_.hidden + kHTileElements - 1) / kHTileElements;
-    num_splits_ = h_tiles < kMinHTilesToSplit ? 1 : kMaxRowSplits;
-    split_size_ = (h_tiles + num_splits_ - 1) / num_splits_ * kHTileElements;
+    // Splits consist of long h-tiles where rows do, in both kernels: a peer may run the other one.
+    constexpr int64_t kHTile = RowReader<T, true>::kHTile;
+    const int64_t unit = LongTileReader<T>::takes(args_.hidden) ? LongTileReader<T>::kHTile : kHTile;
+    const int64_t units = (args_.hidden + unit - 1) / unit;
+    num_splits_ = args_.hidden <= (kMinHTilesToSplit - 1) * kHTile ? 1 : kMaxRowSplits;
+    split_size_ = (units + num_splits_ - 1) / num_splits_ * unit;
   }
 
   __device__ void send(const WarpAssignment& warp) const {
@@ -67,7 +69,7 @@ private:
   // Shorter rows are not split: each split looks up its token's routes and waits for flags.
   static constexpr int kMinHTilesToSplit = 4;
   // Warps take all splits of a token at a time when each of them has more than so many to take. On 84 SMs of 2 H200 (4096
-  // tokens of bfloat16, top-8), where each has 10 or 13, combine took 190.8 us by whole tokens and 203.0 by halves with
+  // tokens of bfloat16, top-8), where senders have 10 or 13, combine took 190.8 us by whole tokens and 203.0 by halves with
   // H = 7168, 132.8 and 149.4 with H = 4096.
   static constexpr int kManySplits = 8;
 
@@ -298,9 +300,8 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   if (warp.role == WarpRole::receive) gather.sum(warp);
 }
 
-// There are two kernels because long h-tiles take fewer instructions for each element, but more registers. On 2 H200 (4096
-// tokens of 7168 bfloat16, top-8, both by halves) combine took 203.3 us by long h-tiles in 12 warps of each of 84 SMs, and
-// 207.1 by the others in 16.
+// There are two kernels because long h-tiles take fewer instructions for each element, but more registers. On 16 SMs of 2
+// H200 (4096 tokens of 7168 bfloat16, top-8) combine took 483.9 us by long h-tiles in 12 warps, and 501.2 in 16.
 template <typename T, bool kByLongTiles>
 __global__ void __launch_bounds__(GatherBlock<T, kByLongTiles>::kThreads, kMovementBlocksPerSm)
     gather_kernel(const __grid_constant__ GatherParams params) {
@@ -309,22 +310,20 @@ __global__ void __launch_bounds__(GatherBlock<T, kByLongTiles>::kThreads, kMovem
   leave(params.group);
 }
 
-template <typename T>
-constexpr bool kHasLongTiles = sizeof(T) == 2;
 constexpr int64_t kMaxHidden = 1 << 30; // LongTileReader numbers the bytes of a row by an int
 
 template <typename T>
 cudaError_t launch_as(const DeviceGroup& group, LaunchPlan& plan, const MovementCall& call, const GatherTensors& tensors,
                       cudaStream_t stream) {
   bool by_long_tiles = false;
-  if constexpr (kHasLongTiles<T>)
+  if constexpr (LongTileReader<T>::kTakesType)
     by_long_tiles =
         call.hidden < kMaxHidden && LongTileReader<T>::takes(call.hidden) && !plan.may_take_ll_path(call.num_tokens);
   const auto [grid, role_counts] =
       plan.next_gather(call.num_tokens, row_bytes(call.dtype, call.hidden), by_long_tiles, stream);
   const int32_t weights = (tensors.row_weights != nullptr ? 1 : 0) | (tensors.carried_weights != nullptr ? 2 : 0);
   const GatherParams params{make_movement_params(group, role_counts, call, weights, 0, kNotRegistered), tensors};
-  if constexpr (kHasLongTiles<T>)
+  if constexpr (LongTileReader<T>::kTakesType)
     if (by_long_tiles) return launch_cooperative(&gather_kernel<T, true>, grid, stream, params);
   return launch_cooperative(&gather_kernel<T, false>, grid, stream, params);
 }

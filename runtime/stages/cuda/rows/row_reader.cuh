@@ -206,12 +206,14 @@ public:
   static constexpr int kStages = 5;
   static constexpr int kRingBytes = kStages * kHTile * static_cast<int>(sizeof(T));
 
-  // `shared` is TmaRowPipeline::begin_generic() of a pipeline whose ring has kRingBytes. Begins to read as RowReader::begin()
-  // does; the lane passes a row, or anything if there are fewer.
+  static constexpr bool kTakesType = sizeof(T) == 2;
+
+  // `shared` is TmaRowPipeline::begin_generic() of a pipeline whose ring has kRingBytes. Begins to read as
+  // RowReader::begin() does; the lane passes a row, or anything if there are fewer.
   __device__ LongTileReader(std::byte* shared, const T* own_row, int num_rows, int64_t hidden)
       : ring_(in_register(shared) + lane() * kFragmentBytes), own_row_(reinterpret_cast<const std::byte*>(own_row)),
         num_rows_(num_rows), loads_left_(h_tiles(hidden) * num_rows), next_offset_(lane() * kFragmentBytes) {
-    static_assert(sizeof(T) == 2 && kRingBytes % 128 == 0 && kRingBytes >= TmaRowPipeline::kStagesBytes);
+    static_assert(kTakesType && kRingBytes % 128 == 0 && kRingBytes >= TmaRowPipeline::kStagesBytes);
     __syncwarp(); // the reads come after what this warp has acquired
 #pragma unroll 1
     for (back_ = 0; back_ < (kStages - 1) * kHTileBytes; back_ += kHTileBytes)
@@ -220,7 +222,7 @@ public:
 
   // Whether rows of `hidden` elements consist of long h-tiles.
   __host__ __device__ static constexpr bool takes(int64_t hidden) {
-    return hidden % kHTile == 0;
+    return kTakesType && hidden % kHTile == 0;
   }
   __device__ static int h_tiles(int64_t hidden) {
     return static_cast<int>(hidden) / kHTile;

@@ -415,8 +415,8 @@ __device__ __forceinline__ void sum_aligned_rows(std::byte* shared, const SumTer
   sum_fragments<kHasInner, true>(shared, terms, to, hidden);
 }
 
-// to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows. With kTakesLongTiles,
-// which needs more than 128 registers, rows that consist of long h-tiles are read by those.
+// to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows. With
+// kTakesLongTiles, which needs more than 128 registers, rows that consist of long h-tiles are read by those.
 template <bool kHasInner, bool kTakesLongTiles = false, typename T>
 __device__ inline void sum_rows(TmaRowPipeline& pipeline, const SumTerms<T>& terms, T* to, int64_t hidden) {
   if (terms.size() == 0)
