@@ -315,10 +315,8 @@ constexpr int64_t kMaxHidden = 1 << 30; // LongTileReader numbers the bytes of a
 template <typename T>
 cudaError_t launch_as(const DeviceGroup& group, LaunchPlan& plan, const MovementCall& call, const GatherTensors& tensors,
                       cudaStream_t stream) {
-  bool by_long_tiles = false;
-  if constexpr (LongTileReader<T>::kTakesType)
-    by_long_tiles =
-        call.hidden < kMaxHidden && LongTileReader<T>::takes(call.hidden) && !plan.may_take_ll_path(call.num_tokens);
+  const bool by_long_tiles =
+      call.hidden < kMaxHidden && LongTileReader<T>::takes(call.hidden) && !plan.may_take_ll_path(call.num_tokens);
   const auto [grid, role_counts] =
       plan.next_gather(call.num_tokens, row_bytes(call.dtype, call.hidden), by_long_tiles, stream);
   const int32_t weights = (tensors.row_weights != nullptr ? 1 : 0) | (tensors.carried_weights != nullptr ? 2 : 0);
