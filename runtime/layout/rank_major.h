@@ -54,8 +54,9 @@ constexpr PartialRow partial_row_at(const GroupShape& shape, int32_t staging_row
   return {staging_row / ranks, staging_row % ranks};
 }
 
-// This travels for each (row, k) of dispatch_rank_major beside the row, in the place of slot records. It comes behind the row's
-// ready flag, but has an epoch where an LlSlotRecord has one, since a later prepare waits for that.
+// This travels for each (row, k) of dispatch_rank_major beside the row: on the low-latency path as an LL packet; else in the
+// place of slot records, behind the row's ready flag, but with an epoch where an LlSlotRecord has one, since a later prepare
+// waits for that.
 struct alignas(16) RankMajorRoute {
   int32_t expert;      // local on the receiver; -1: the route is masked or goes to another rank
   float weight;        // 0 where weights do not travel
@@ -69,15 +70,5 @@ static_assert(sizeof(RankMajorRoute) == sizeof(LlSlotRecord) &&
 constexpr int64_t rank_major_route(int64_t slot, int top_k) {
   return slot * top_k;
 }
-
-// On the low-latency path this travels for each (row, k) in an LL packet of gathered_routes. Kernels have fewer experts than an
-// int16 can number, and partial rows of so few tokens are less than 2^15.
-constexpr int32_t pack_ll_route(int32_t expert, int32_t partial_row) {
-  return (expert + 1) | partial_row << 16;
-}
-constexpr RankMajorRoute unpack_ll_route(int32_t packed) {
-  return {(packed & 0xffff) - 1, 0.0f, packed >> 16 & 0x7fff, 0};
-}
-static_assert(kMaxLlTokens * kMaxTopK <= 0x8000);
 
 } // namespace epx

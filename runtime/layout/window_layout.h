@@ -200,8 +200,9 @@ struct WindowLayout {
   // use it; the gather's exists in precision wire only.
   Region ll_scatter_rows;    // LlPacket16 [2, P, ll_tokens, ll_chunks, kLlChunkPackets], by source rank: row, then sidecar
   Region ll_scatter_weights; // LlPacket8 [2, P, ll_tokens, max_top_k], by source rank: the bits of floats
-  Region ll_gather_rows;     // LlPacket16 [2, ll_tokens, min(P, max_top_k), ll_row_chunks, kLlChunkPackets]
-  Region ll_gather_weights;  // LlPacket8 [2, ll_tokens, max_top_k]: the bits of floats
+  Region ll_rank_major_routes; // RankMajorRoute [2, P, ll_tokens, max_top_k], by source rank
+  Region ll_gather_rows;       // LlPacket16 [2, ll_tokens, min(P, max_top_k), ll_row_chunks, kLlChunkPackets]
+  Region ll_gather_weights;    // LlPacket8 [2, ll_tokens, max_top_k]: the bits of floats
 
   int64_t row_stride;           // bytes
   int64_t sidecar_stride;       // bytes
@@ -223,7 +224,7 @@ constexpr bool sends_ll_rows(const WindowLayout& layout, int64_t num_tokens, int
   return num_tokens >= 0 && num_tokens <= layout.ll_tokens && num_tokens * top_k <= layout.gathered_routes_per_rank;
 }
 
-constexpr int64_t kLlSlotRecordBytes = 16; // sizeof(LlSlotRecord), runtime/layout/slots.h
+constexpr int64_t kLlSlotRecordBytes = 16; // sizeof(LlSlotRecord), runtime/layout/slots.h, and sizeof(RankMajorRoute)
 
 // The layout for kernels is the larger one. Throws StatusError when the sizes cannot be represented.
 inline WindowLayout make_window_layout(const GroupShape& shape, WindowAccess access) {
@@ -275,6 +276,7 @@ inline WindowLayout make_window_layout(const GroupShape& shape, WindowAccess acc
   append_for_kernels(layout.ll_scatter_rows, checked_mul(ll_rows * ranks, layout.ll_chunks * kLlChunkPackets, what),
                      sizeof(LlPacket16));
   append_for_kernels(layout.ll_scatter_weights, ll_rows * ranks * shape.max_top_k, sizeof(LlPacket8));
+  append_for_kernels(layout.ll_rank_major_routes, ll_rows * ranks * shape.max_top_k, kLlSlotRecordBytes);
   append_for_kernels(layout.ll_gather_rows,
                      exact ? 0
                            : checked_mul(ll_rows * std::min(shape.num_ranks, shape.max_top_k),

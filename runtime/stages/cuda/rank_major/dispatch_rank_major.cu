@@ -3,7 +3,8 @@
 // tokens of this rank that go there. One kernel makes the plan and moves the rows; no rank waits for another one before it
 // sends, but for the entry barrier. The plan is one of the movements (runtime/layout/rank_major.h), which do the rest.
 //
-// Each source chooses its path by its own number of tokens, which its descriptor tells the receivers, so that paths mix.
+// This is the high-throughput path, for rows that the staging of the low-latency path has no place for (takes_ll_path);
+// ll_dispatch_rank_major.cu has the other one.
 //
 //   step     warps    do                                                          wait for
 //   assign   all      give the tokens of the block's range their rows, and        barriers of the block
@@ -11,39 +12,31 @@
 //                     tokens; the last sending block stores how many there are
 //                     for each rank on that rank's exchange board
 //                     (row_assignment.cuh)
-//   LL send  all      low-latency path: store chunks of rows, their routes and    nothing
-//                     weights as LL packets into the staging of each peer, and
-//                     those that stay here into the outputs
 //   entry    all      the entry barrier
-//   send     send     high-throughput path: store each row once to each rank      a free cell of the signal warp;
-//                     that it goes to, into its place there when the receive      the part of the plan that has
-//                     rows lie in an allocation of the group, else into staging;  the token
-//                     routes and weights beside it
+//   send     send     store each row once to each rank that it goes to, into      a free cell of the signal warp;
+//                     its place there when the receive rows lie in an             the part of the plan that has
+//                     allocation of the group, else into staging; routes and      the token
+//                     weights beside it
 //   signal   signal   store ready flags for the send warps of their CTA           the CTA's pending flags
 //                     (signal_warp.cuh)
-//   receive  receive  store a peer's rows, routes and weights into the outputs,   the peer's counts; then its LL packets,
-//                     and the plan into the handle memory; send and signal warps  or the rows' ready flags
+//   receive  receive  store a peer's rows, routes and weights into the outputs,   the peer's counts; then the rows' ready
+//                     and the plan into the handle memory; send and signal warps  flags
 //                     do so when nothing is left to send or to signal
 //   report   one      store the counts, the header and what was dropped           the counts of all ranks
 //
-// A rank that takes the low-latency path sends with all warps, and then receives with all warps. A row and its ready flag are
-// ordered as in scatter.cu.
+// A row and its ready flag are ordered as in scatter.cu.
 #include "runtime/stages/cuda/kernels.h"
 
 #include "base/device/launch.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/protocol/plan_parts.cuh"
+#include "runtime/stages/cuda/rank_major/ll_dispatch_rank_major.cuh"
 #include "runtime/stages/cuda/rank_major/rank_major_receiver.cuh"
 #include "runtime/stages/cuda/rank_major/row_assignment.cuh"
 #include "runtime/stages/cuda/scatter/signal_warp.cuh"
 
 namespace epx::cuda {
 namespace {
-
-struct BadRouteTotals {
-  int32_t number;
-  unsigned first_inverted; // ~ of the first bad route, so that atomicMax finds it
-};
 
 // The work of one block. What it needs of shared memory before the entry barrier lies in that of the TMA row pipelines, which
 // are made behind it.
@@ -53,22 +46,14 @@ class RankMajorDispatch : public RankMajorReceiver {
   };
 
 public:
-  __device__ explicit RankMajorDispatch(const RankMajorParams& params) : RankMajorReceiver(params) {
-    const auto tokens = static_cast<uint32_t>(args_.num_tokens);
-    tiles_ = part_of(is_ll_ ? tokens * chunks_ : tokens);
-    if (!is_ll_)
-      tokens_ = tiles_;
-    else if (tiles_.begin < tiles_.end)
-      tokens_ = {tiles_.begin / chunks_, (tiles_.end - 1) / chunks_ + 1};
-    else
-      tokens_ = {tokens, tokens};
-  }
+  __device__ explicit RankMajorDispatch(const RankMajorParams& params)
+      : RankMajorReceiver(params), tokens_(part_of(static_cast<uint32_t>(args_.num_tokens))) {}
 
-  // Returns whether the blocks send each other's tokens: on the high-throughput path, when senders have more than two each.
+  // Returns whether the blocks send each other's tokens: when senders have more than two each.
   __device__ bool shares_tokens() const {
     constexpr int64_t kManyTokens = 2; // of each sender
     const int64_t senders = int64_t{num_sending_blocks()} * senders_of_block();
-    return !is_ll_ && (args_.num_tokens > kManyTokens * senders || call_.has_many_tokens());
+    return args_.num_tokens > kManyTokens * senders || call_.has_many_tokens();
   }
 
   // Gives the tokens of the block's range their rows, and tells the receivers how many there are. All threads of the block call
@@ -84,8 +69,7 @@ public:
     assignment.count(tokens_.begin);
     __syncthreads();
     assignment.assign(tokens_.begin, tokens_.end, call_.rank(), [&](uint32_t token, int k, const Route& route) {
-      if (is_ll_) ll_routes(token)[k] = route;
-      if (!is_ll_ || token * chunks_ >= tiles_.begin) plan_.routes[route_index(token, args_.top_k, k)] = route;
+      plan_.routes[route_index(token, args_.top_k, k)] = route;
     });
     if (!has_last_token()) return;
     if (const RowAssignment::BadRoutes found = assignment.bad_routes(); found.number > 0) {
@@ -97,26 +81,6 @@ public:
     if (threadIdx.x == 0 && bad.number > 0) report_bad_routes(bad);
   }
 
-  // The low-latency path of a sender; it waits for nobody.
-  template <bool kUnaligned>
-  __device__ void send_ll() const {
-#pragma unroll 1
-    for (uint32_t tile = tiles_.begin + threadIdx.x / kWarp; tile < tiles_.end; tile += kMovementWarps) {
-      const uint32_t token = tile / chunks_;
-      const ChunkRange range = places().range_at(tile - token * chunks_);
-      const LlChunk chunk = load_chunk<kUnaligned>(places().token_data(range, token), range.bytes);
-      const PerRoute<Route> routes = routes_of(ll_routes(token));
-      for_each_destination(token, routes, [&](int rank, int32_t slot, int32_t) {
-        if (rank == call_.rank())
-          store_chunk<kUnaligned>(places().recv_data(range, recv_row(rank, row_of(rank, slot))), range.bytes, chunk);
-        else
-          send_chunk(places().staged_chunk(rank, call_.rank(), row_of(call_.rank(), slot), range), range.bytes, chunk,
-                     call_.epoch());
-      });
-      if (range.chunk == 0) send_routes(token, routes);
-    }
-  }
-
   // ---- Behind the entry barrier ----
 
   // A CTA with send warps has one signal warp, the last one, whose cells lie in the shared memory of its pipeline, as in
@@ -126,7 +90,7 @@ public:
     return {shared, params_.role_counts.sender_warps, min(call_.num_ranks() - 1, kWarp)};
   }
 
-  // The high-throughput path of a sender. Where senders have several tokens each, they take them in ascending order from one counter,
+  // What a sender does. Where senders have several tokens each, they take them in ascending order from one counter,
   // whichever block has assigned their rows: a warp that gets more of the wire sends more of them, and rows are ready about in the
   // order in which receivers take them. Where they have few, each block sends its own, and waits for no other block.
   __device__ void send(TmaRowPipeline& pipeline, const WorkPartition& partition) {
@@ -150,7 +114,7 @@ private:
   // ---- The block's part of the tokens ----
 
   __device__ int num_sending_blocks() const {
-    return is_ll_ || call_.num_ranks() == 1 ? static_cast<int>(gridDim.x) : params_.role_counts.sender_blocks;
+    return call_.num_ranks() == 1 ? static_cast<int>(gridDim.x) : params_.role_counts.sender_blocks;
   }
   __device__ bool has_last_token() const {
     return static_cast<int>(blockIdx.x) == num_sending_blocks() - 1;
@@ -172,14 +136,6 @@ private:
     return wait_for_plan_parts(group_, call_, block, block + 1);
   }
 
-  // The routes [K] of a token of the block's range on the low-latency path, in shared memory.
-  __device__ Route* ll_routes(uint32_t token) const {
-    static_assert(sizeof(RowAssignmentShared) % alignof(Route) == 0 &&
-                  sizeof(RowAssignmentShared) + kMaxGatheredRoutes * sizeof(Route) <=
-                      (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes); // where the signal warp's cells begin
-    return reinterpret_cast<Route*>(dynamic_shared_memory<std::byte>() + sizeof(RowAssignmentShared)) +
-           route_index(token - tokens_.begin, args_.top_k, 0);
-  }
   // The lanes load the routes [K] of a token.
   __device__ PerRoute<Route> routes_of(const Route* routes) const {
     const auto route = [&](int k) { return k < args_.top_k ? routes[k] : Route{-1, -1, 0}; };
@@ -200,16 +156,6 @@ private:
                                                                          static_cast<uint32_t>(shared.dropped[rank]), 0},
                                                                         call_.epoch()});
   }
-  __device__ void report_bad_routes(const BadRouteTotals& bad) const {
-    const uint32_t first = ~bad.first_inverted;
-    const auto top_k = static_cast<uint32_t>(args_.top_k);
-    record_event(call_.context(), EPX_EVENT_BAD_INDEX, bad.number, bad.number, index_of_route(first), first / top_k,
-                 first % top_k);
-  }
-  __device__ int64_t index_of_route(int64_t route) const {
-    return args_.topk_idx_is_64 ? static_cast<const int64_t*>(args_.topk_idx)[route]
-                                : static_cast<const int32_t*>(args_.topk_idx)[route];
-  }
 
   // ---- Sending ----
 
@@ -225,13 +171,6 @@ private:
       const int k = lowest_bit(first);
       take(rank, from_lane(routes.own(k).slot, k % kWarp), from_lane(routes.own(k).rank_ordinal, k % kWarp));
     }
-  }
-  // Returns the i-th rank that a token is stored to: the peers, rotated with the token, and then this rank.
-  __device__ int rank_in_order(int64_t token, int i) const {
-    return i < call_.num_ranks() - 1 ? peer_in_order(call_, token, i) : call_.rank();
-  }
-  __device__ float weight_of_route(int64_t route) const {
-    return args_.topk_weights != nullptr ? args_.topk_weights[route] : 0.0f;
   }
 
   // Tells each rank that keeps the token which of its experts the routes go to.
@@ -250,14 +189,8 @@ private:
         const float weight = goes_there ? weight_of_route(index) : 0.0f;
         if (rank == call_.rank()) {
           store_route(rank, row_of(rank, slot), k, expert, weight);
-        } else if (!is_ll_) {
-          staged_routes(rank, slot)[k] = {expert, weight, partial_row, call_.epoch()};
         } else {
-          const int32_t row = row_of(call_.rank(), slot);
-          store_packet_relaxed_sys(staged_ll_route(rank, call_.rank(), row, k),
-                                   LlPacket8{pack_ll_route(expert, partial_row), call_.epoch()});
-          if (goes_there && args_.topk_weights != nullptr)
-            send_weight(places().staged_weight(rank, call_.rank(), row, k), weight, call_.epoch());
+          staged_routes(rank, slot)[k] = {expert, weight, partial_row, call_.epoch()};
         }
       }
       const uint64_t mask = routes.mask_of([&](const Route& route) { return route.rank == rank; });
@@ -311,12 +244,11 @@ private:
     cell_ ^= 1;
   }
 
-  Range tiles_{}, tokens_{};      // the block's part; on the low-latency path tiles are chunks of tokens
+  Range tokens_;                  // the block's part
   int cell_ = 0;                  // of a sender, for the next enqueue()
   Epoch* pending_flag_ = nullptr; // of each lane of a sender: the ready flag of the last row
 };
 
-template <bool kUnaligned>
 __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& params) {
   RankMajorDispatch dispatch(params);
   const CallSession& call = dispatch.call();
@@ -326,21 +258,15 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
   if (dispatch.shares_tokens()) signal_plan_part(params.group, call);
 
   const bool is_single = params.group.context.shape.num_ranks == 1;
-  const auto warp_of_block = static_cast<int>(threadIdx.x) / kWarp;
-  WarpAssignment warp{partition_warps(0, kMovementWarps, 0, static_cast<int>(gridDim.x)), WarpRole::receive};
+  WarpAssignment warp{partition_warps(0, kMovementWarps, 0, static_cast<int>(gridDim.x)), WarpRole::send};
   int report_warp = kMovementWarps - 1;
-  if (dispatch.is_ll()) {
-    dispatch.send_ll<kUnaligned>();
-  } else if (is_single) {
-    warp.role = WarpRole::send;
-  } else {
+  if (!is_single) {
     warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
     report_warp = params.role_counts.sender_warps; // it neither sends nor signals
     if (warp.role == WarpRole::signal) dispatch.signal_warp().clear();
   }
   if (!call.enter(params.descriptor)) return;
 
-  if (dispatch.is_ll() && threadIdx.x == 0) call.sent(gridDim.x);
   TmaRowPipeline pipeline = pipeline_of_warp();
   if (warp.role == WarpRole::send) dispatch.send(pipeline, warp);
   if (warp.role == WarpRole::signal) {
@@ -349,31 +275,27 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
   }
   if (!is_single && (warp.role == WarpRole::send || warp.role == WarpRole::signal))
     warp = join_receivers(params.role_counts);
-  const bool reports = blockIdx.x == 0 && warp_of_block == report_warp;
+  const bool reports = blockIdx.x == 0 && static_cast<int>(threadIdx.x) / kWarp == report_warp;
   if (warp.role != WarpRole::receive && !reports) return;
+  dispatch.load_counts();
   if (!dispatch.wait_for_counts()) return;
   if (reports) dispatch.report();
-  if (warp.role == WarpRole::receive) dispatch.receive<kUnaligned>(pipeline, warp);
-}
-
-__device__ __noinline__ void dispatch_rank_major_unaligned(const RankMajorParams& params) {
-  dispatch_rank_major<true>(params);
+  if (warp.role == WarpRole::receive) dispatch.receive(pipeline, warp);
 }
 
 __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
     rank_major_kernel(const __grid_constant__ RankMajorParams params) {
   pdl_wait(params);
-  if (has_unaligned_rows(params.args))
-    dispatch_rank_major_unaligned(params);
-  else
-    dispatch_rank_major<false>(params);
+  dispatch_rank_major(params);
   leave(params.group);
 }
 
 } // namespace
 
 std::vector<const void*> rank_major_kernels() {
-  return {reinterpret_cast<const void*>(&rank_major_kernel)};
+  std::vector<const void*> kernels = ll_rank_major_kernels();
+  kernels.push_back(reinterpret_cast<const void*>(&rank_major_kernel));
+  return kernels;
 }
 
 cudaError_t launch_dispatch_rank_major(const DeviceGroup& group, LaunchPlan& plan, const DispatchRankMajorCall& call,
@@ -384,6 +306,7 @@ cudaError_t launch_dispatch_rank_major(const DeviceGroup& group, LaunchPlan& pla
   const RankMajorParams params{
       make_movement_params(group, role_counts, call, call.topk_weights != nullptr ? 1 : 0, call.sidecar_bytes, range), call,
       ExpertRanks(ExpertBlocks{shape.num_experts, shape.num_ranks})};
+  if (takes_ll_path(group.context.layout, call)) return launch_ll_dispatch_rank_major(params, grid, stream);
   return launch_cooperative(&rank_major_kernel, grid, stream, params);
 }
 

@@ -2,18 +2,30 @@
 // A call of dispatch_rank_major as one thread sees it: where rows, routes and flags lie, and how the outputs and the plan are
 // written. Staging is used as by scatter: rows, sidecars and ready flags by (source, row) instead of (source, token), and the
 // routes of the high-throughput path in the place of slot records, which a prepare has read before.
+//
+// M decides which path the call takes (takes_ll_path), so that all ranks take the same, and the launch knows it.
 #pragma once
 
 #include "runtime/layout/rank_major.h"
 #include "runtime/stages/cuda/expert_ranks.cuh"
 #include "runtime/stages/cuda/movement.cuh"
-#include "runtime/stages/cuda/scatter/ll_dispatch_rows.cuh"
 
 namespace epx::cuda {
+
+// Staging of the low-latency path has so many rows for each source.
+inline bool takes_ll_path(const WindowLayout& layout, const DispatchRankMajorCall& call) {
+  return call.rows_per_source <= layout.ll_tokens;
+}
 
 struct RankMajorParams : MovementParams {
   DispatchRankMajorCall args;
   ExpertRanks experts;
+};
+
+// The routes of this rank whose index is neither -1 nor that of an expert.
+struct BadRouteTotals {
+  int32_t number;
+  unsigned first_inverted; // ~ of the first bad route, so that atomicMax finds it
 };
 
 class RankMajorCall {
@@ -21,18 +33,11 @@ public:
   __device__ explicit RankMajorCall(const RankMajorParams& params)
       : params_(params), group_(params.group), args_(params.args), layout_(params.group.context.layout),
         call_(params.group, EPX_OP_DISPATCH_RANK_MAJOR), plan_(args_.plan, params.layout),
-        row_bytes_(row_bytes(args_.dtype, args_.hidden)), chunks_(places().num_chunks()),
-        is_ll_(takes_ll_path(args_.num_tokens)) {}
+        row_bytes_(row_bytes(args_.dtype, args_.hidden)) {}
 
   __device__ const CallSession& call() const { return call_; }
-  // Returns whether this rank sends by the low-latency path.
-  __device__ bool is_ll() const { return is_ll_; }
 
 protected:
-  using ChunkRange = LlDispatchPlaces::ChunkRange;
-
-  __device__ bool is_ll_source(int source) const { return takes_ll_path(call_.descriptors().num_tokens[source]); }
-
   // ---- Places ----
 
   __device__ int32_t row_of(int source, int32_t slot) const {
@@ -56,16 +61,9 @@ protected:
     return group_.window().at<RankMajorRoute>(receiver, layout_.ll_slot_records.offset) +
            rank_major_route(slot, args_.top_k);
   }
-  // The places of the low-latency path. A member of this type made nvcc load more of this object from local memory.
-  __device__ LlDispatchPlaces places() const { return {group_, call_, args_}; }
   __device__ Epoch* ready_flag_at(int receiver, int source, int32_t row) const {
     return group_.window().at<Epoch>(receiver, layout_.scatter_ready_flags.offset) +
            (source * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + row);
-  }
-  __device__ LlPacket8* staged_ll_route(int receiver, int source, int32_t row, int k) const {
-    const int64_t sender = call_.parity() * call_.num_ranks() + source;
-    return group_.window().at<LlPacket8>(receiver, layout_.gathered_routes.offset) +
-           sender * layout_.gathered_routes_per_rank + route_index(row, args_.top_k, k);
   }
   // A rank's receive rows where peers can store them in place; NULL when they lie in no allocation of the group.
   __device__ std::byte* registered_rows(int rank) const {
@@ -74,6 +72,38 @@ protected:
     const int64_t allocation = descriptors.rows_allocation[rank] % kMaxDeviceAllocations;
     return group_.allocations[allocation * call_.num_ranks() + static_cast<int>(window_index(rank))] +
            descriptors.rows_offset[rank];
+  }
+
+  // ---- Inputs ----
+
+  __device__ int64_t index_of_route(int64_t route) const {
+    return args_.topk_idx_is_64 ? static_cast<const int64_t*>(args_.topk_idx)[route]
+                                : static_cast<const int32_t*>(args_.topk_idx)[route];
+  }
+  __device__ float weight_of_route(int64_t route) const {
+    return args_.topk_weights != nullptr ? args_.topk_weights[route] : 0.0f;
+  }
+  // One thread of the rank calls this if there are any.
+  __device__ void report_bad_routes(const BadRouteTotals& bad) const {
+    const uint32_t first = ~bad.first_inverted;
+    const auto top_k = static_cast<uint32_t>(args_.top_k);
+    record_event(call_.context(), EPX_EVENT_BAD_INDEX, bad.number, bad.number, index_of_route(first), first / top_k,
+                 first % top_k);
+  }
+
+  // A row of a peer. The receivers number the rows of all peers: first the first row of each, then the second, and so on.
+  struct PeerRow {
+    int source;
+    int32_t row;
+  };
+  __device__ PeerRow peer_row(uint32_t index) const {
+    const auto peers = static_cast<uint32_t>(call_.num_ranks() - 1);
+    const auto row = static_cast<int32_t>(index / peers);
+    return {peer_in_order(call_, row, static_cast<int>(index - static_cast<uint32_t>(row) * peers)), row};
+  }
+  // Returns the i-th rank that a token is stored to: the peers, rotated with the token, and then this rank.
+  __device__ int rank_in_order(int64_t token, int i) const {
+    return i < call_.num_ranks() - 1 ? peer_in_order(call_, token, i) : call_.rank();
   }
 
   // ---- Outputs and the plan ----
@@ -102,13 +132,13 @@ protected:
       plan_.masks(args_.num_slots(group_.context.shape))[slot] = {static_cast<uint32_t>(mask),
                                                                   static_cast<uint32_t>(mask >> 32), 0};
   }
-  // One thread stores the header. Movements take the low-latency path if every rank's tokens have taken it here.
+  // One thread stores the header. Movements take the low-latency path if no rank has too many tokens for it.
   __device__ void store_header() const {
     int32_t ll_tokens = 0;
     bool all_ll = true;
 #pragma unroll 1
     for (int source = 0; source < call_.num_ranks(); ++source) {
-      all_ll &= is_ll_source(source);
+      all_ll &= may_take_ll_path(call_.descriptors().num_tokens[source]);
       ll_tokens = max(ll_tokens, call_.descriptors().num_tokens[source]);
     }
     HandleHeader header{};
@@ -133,11 +163,9 @@ protected:
   CallSession call_;
   HandleWriter plan_;
   int64_t row_bytes_;
-  uint32_t chunks_; // LL chunks of a row of this call with its sidecar
-  bool is_ll_;
 
 private:
-  __device__ bool takes_ll_path(int64_t num_tokens) const {
+  __device__ bool may_take_ll_path(int64_t num_tokens) const {
     return num_tokens <= layout_.ll_tokens && num_tokens * args_.top_k <= layout_.gathered_routes_per_rank &&
            !call_.takes_ht_path();
   }

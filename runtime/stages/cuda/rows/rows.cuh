@@ -34,7 +34,7 @@ __device__ inline void copy_units_to_destinations(const std::byte* from, int64_t
 }
 
 // Returns whether rows of `row_bytes` bytes at these addresses, OR-ed together, cannot be moved by 16-byte vectors.
-__device__ inline bool is_unaligned(uint64_t address_bits, int64_t row_bytes) {
+__host__ __device__ inline bool is_unaligned(uint64_t address_bits, int64_t row_bytes) {
   return (address_bits | static_cast<uint64_t>(row_bytes)) % sizeof(uint4) != 0;
 }
 

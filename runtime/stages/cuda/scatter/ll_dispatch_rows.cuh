@@ -15,7 +15,7 @@ namespace epx::cuda {
 
 constexpr int kPadWarps = 4; // of each CTA, where the low-latency path has pads to clear
 
-__device__ inline bool has_unaligned_rows(const DispatchCall& call) {
+__host__ __device__ inline bool has_unaligned_rows(const DispatchCall& call) {
   const auto bits = [](const void* place) { return reinterpret_cast<uint64_t>(place); };
   return is_unaligned(bits(call.tokens) | bits(call.recv_tokens), row_bytes(call.dtype, call.hidden)) ||
          (call.sidecar_bytes > 0 && is_unaligned(bits(call.sidecar) | bits(call.recv_sidecar), call.sidecar_bytes));
