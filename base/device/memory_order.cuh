@@ -57,7 +57,8 @@ __device__ inline void fence_acq_rel_block() {
 }
 
 // LL packets of 8 or 16 aligned bytes, at system scope. Their loads and stores are single-copy atomic: no thread sees half of a
-// packet.
+// packet. Whoever uses a part of a packet uses words that adjoin: of a load of 16 bytes of which the first and the last word alone
+// were used, ptxas (13.0) made two loads of 4 bytes.
 template <typename Word>
 constexpr bool kIsSingleCopyAtomic = alignof(Word) == sizeof(Word) && (sizeof(Word) == 8 || sizeof(Word) == 16);
 

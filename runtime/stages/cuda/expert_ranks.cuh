@@ -23,17 +23,17 @@ private:
 // ExpertBlocks::rank_of on the device. Kernels have fewer experts than an int16 can number (prepare_context.cuh).
 struct ExpertRanks {
   ExpertBlocks blocks;
-  int extra, in_larger_blocks;
+  int per_rank, extra, in_larger_blocks;
   FastDivisor larger, smaller;
 
   explicit ExpertRanks(const ExpertBlocks& experts)
-      : blocks(experts), extra(experts.num_experts % experts.num_ranks),
-        in_larger_blocks(extra * (experts.num_experts / experts.num_ranks + 1)),
-        larger(experts.num_experts / experts.num_ranks + 1), smaller(max_of_1(experts.num_experts / experts.num_ranks)) {}
+      : blocks(experts), per_rank(experts.num_experts / experts.num_ranks), extra(experts.num_experts % experts.num_ranks),
+        in_larger_blocks(extra * (per_rank + 1)), larger(per_rank + 1), smaller(max_of_1(per_rank)) {}
 
   __device__ int rank_of(int expert) const {
     return expert < in_larger_blocks ? larger.divide(expert) : extra + smaller.divide(expert - in_larger_blocks);
   }
+  __device__ int first_expert(int rank) const { return rank * per_rank + min(rank, extra); }
 
 private:
   static int max_of_1(int value) { return value < 1 ? 1 : value; } // a block without experts has no number to divide

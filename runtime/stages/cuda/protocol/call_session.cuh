@@ -271,12 +271,12 @@ private:
 
   // Thread `index` of `count` threads that read the descriptors of all ranks together. Returns false when the group has failed.
   __device__ bool read_descriptors(const CallDescriptor& descriptor, int index, int count, bool& same) const {
+    // A rank that is late sees the abort record here. All lanes of a warp look, so that the loads of the fields need not wait.
+    const bool may_have_ended = index >= count - kWarp && cuda::may_have_ended(context_);
     bool ok = true;
-    // A rank that is late sees the abort record here.
-    if (index == count - 1) ok = !may_have_ended(context_) || !peers_gave_up(context());
     for (int i = index; i < num_ranks() * kNumDescriptorWords && ok; i += count)
       ok = read_field(descriptor, i / kNumDescriptorWords, i % kNumDescriptorWords, same);
-    return ok;
+    return ok && (!may_have_ended || index < count - 1 || !peers_gave_up(context()));
   }
   // One thread reads one field of a peer's descriptor. `same` becomes false when an agreed field differs from this rank's.
   __device__ bool read_field(const CallDescriptor& mine, int peer, int word, bool& same) const {

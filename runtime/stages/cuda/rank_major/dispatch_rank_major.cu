@@ -151,10 +151,7 @@ private:
       __syncthreads();
       assignment.assign(0, tokens_.end, call_.rank(), [](uint32_t, int, const Route&) {});
     }
-    if (is_rank)
-      store_packet_relaxed_sys(board_at(rank, call_.rank()), LlPacket16{{static_cast<uint32_t>(shared.rows[rank]),
-                                                                         static_cast<uint32_t>(shared.dropped[rank]), 0},
-                                                                        call_.epoch()});
+    if (is_rank) store_counts(rank, shared.rows[rank], shared.dropped[rank]);
   }
 
   // ---- Sending ----
@@ -279,7 +276,10 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
   if (warp.role != WarpRole::receive && !reports) return;
   dispatch.load_counts();
   if (!dispatch.wait_for_counts()) return;
-  if (reports) dispatch.report();
+  if (reports) {
+    dispatch.report_plan();
+    dispatch.report_counts();
+  }
   if (warp.role == WarpRole::receive) dispatch.receive(pipeline, warp);
 }
 

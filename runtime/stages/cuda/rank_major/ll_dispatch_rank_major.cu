@@ -11,8 +11,9 @@
 //                                                                                              counts; the LL packets
 //   report   one warp stores the counts, the header and what was dropped                       the counts of all ranks
 //
-// A warp begins to load what it handles first before it waits: its first chunk to send before the votes, its first one to receive
-// and the counts before the entry barrier.
+// The time of such a call is the time of its instructions, which each come out of a cold instruction cache, and of the loads that
+// wait for each other. So loads are begun before what they do not depend on: a warp's first chunk or weights before the votes, and
+// the counts together with what it receives.
 #include "runtime/stages/cuda/rank_major/ll_dispatch_rank_major.cuh"
 
 #include <cmath>
@@ -39,13 +40,53 @@ struct LlRankMajorShared {
 static_assert(sizeof(LlRankMajorShared) <=
               kMovementWarps * TmaRowPipeline::kStagesBytes); // movement_shared_bytes() and more
 
-// A value for each rank: each lane holds that of rank `lane` in `low` and that of rank 32 + `lane` in `high`.
-template <typename T>
-using PerRank = PerRoute<T>;
+// A warp keeps the routes of a peer's row that it has loaded so far.
+class IncomingRoutes {
+public:
+  // Loads the packets of the `count` routes once. All lanes call this.
+  __device__ IncomingRoutes(RankMajorRoute* staged, int count) : staged_(staged), count_(count) {
+    if (lane() < count_) routes_.low = load_packet_relaxed_sys(staged_ + lane());
+    if (kWarp + lane() < count_) routes_.high = load_packet_relaxed_sys(staged_ + kWarp + lane());
+  }
+
+  // Waits until all packets carry the call's epoch; `peer` stores them. Returns false, in all lanes, when the group has failed.
+  __device__ bool wait(const CallSession& call, int peer) {
+    bool ok = wait_for(call, peer, lane(), routes_.low);
+    if (count_ > kWarp) ok &= wait_for(call, peer, kWarp + lane(), routes_.high);
+    return __all_sync(~0u, ok ? 1 : 0) != 0;
+  }
+  // Each lane's own, after wait() has returned true.
+  __device__ const PerRoute<RankMajorRoute>& get() const { return routes_; }
+  // See scribble_chunk().
+  __device__ void scribble() const {
+    for (int k = lane(); k < count_; k += kWarp)
+      staged_[k] = {0x5a5a, NAN, 0x5a5a, 0};
+  }
+
+private:
+  __device__ bool wait_for(const CallSession& call, int peer, int k, RankMajorRoute& route) const {
+    return k >= count_ || route.epoch == call.epoch() || call.wait_for_packet(staged_ + k, route, peer);
+  }
+
+  RankMajorRoute* staged_;
+  int count_;
+  PerRoute<RankMajorRoute> routes_{};
+};
 
 template <bool kUnaligned>
 class LlRankMajorDispatch : public RankMajorRowCounts {
   using ChunkRange = LlDispatchPlaces::ChunkRange;
+
+  // A tile is a part of a row: each chunk is one, and so are the routes, which come last.
+  struct Tile {
+    uint32_t row; // a token of this rank, or an index for peer_row()
+    uint32_t part;
+  };
+  // What a warp needs to send a tile.
+  struct TileData {
+    LlChunk chunk;
+    PerRoute<float> weights;
+  };
 
 public:
   __device__ explicit LlRankMajorDispatch(const RankMajorParams& params)
@@ -56,81 +97,96 @@ public:
   // this rank is in progress; the group has then failed.
   __device__ bool send() {
     const auto tokens = static_cast<uint32_t>(args_.num_tokens);
-    auto tile = static_cast<uint32_t>(partition_.index);
-    LlChunk chunk = load_tile(tile);
-    uint32_t first = 0, end = min(tokens, kVoteTokens);
-    vote(first, end);
-    if (!call_.begin_ll()) return false; // its barrier is also the one behind the votes
-    while (true) {
+    auto index = static_cast<uint32_t>(partition_.index);
+    Tile tile = tile_at(index);
+    TileData data = load(tile);
+#pragma unroll 1
+    for (uint32_t first = 0;;) {
+      const uint32_t end = min(tokens, first + kVoteTokens);
+      vote(first, end);
+      if (first > 0)
+        __syncthreads();
+      else if (!call_.begin_ll()) // its barrier is also the one behind the votes
+        return false;
       if (is_last_block()) {
         count_dropped(first, end);
-        if (end == tokens && reports()) publish_counts();
+        if (end == tokens && is_warp(kPublishWarp)) publish_counts();
       }
 #pragma unroll 1
-      for (; tile < end * parts(); tile += static_cast<uint32_t>(partition_.count)) {
-        const LlChunk to_send = chunk;
-        chunk = load_tile(tile + static_cast<uint32_t>(partition_.count));
-        send_tile(tile, first, to_send);
+      while (tile.row < end) {
+        send_tile(tile, first, data);
+        index += static_cast<uint32_t>(partition_.count);
+        tile = tile_at(index);
+        data = load(tile);
       }
       if (end == tokens) break;
       first = end;
-      end = min(tokens, first + kVoteTokens);
       __syncthreads(); // all warps have used the votes
-      vote(first, end);
-      __syncthreads();
     }
     call_.sent_by_warp(kMovementWarps);
     return true;
   }
 
-  // The other half, which begins before the entry barrier.
+  // Each warp calls this after send(), and enters by itself.
   __device__ void receive() {
-    load_counts();
-    uint32_t rows = static_cast<uint32_t>(args_.slots_per_source); // of the peer that has the most; M before that is known
-    bool has_entered = false;
+    bool has_entered = is_last_block() && is_warp(kReportWarp); // this one must: no kernel ends before the entry barrier
+    if (has_entered && !report()) return;
+    uint32_t rows =
+        has_entered ? static_cast<uint32_t>(most_rows_of_peers()) : static_cast<uint32_t>(args_.slots_per_source);
+    const auto peers = static_cast<uint32_t>(call_.num_ranks() - 1);
 #pragma unroll 1
-    for (auto tile = static_cast<uint32_t>(partition_.rotated_index());; tile += static_cast<uint32_t>(partition_.count)) {
-      const uint32_t index = tile / parts();
-      const uint32_t part = tile - index * parts();
-      if (index >= rows * static_cast<uint32_t>(call_.num_ranks() - 1)) break;
-      const auto [source, row] = peer_row(index);
-      const ChunkRange range = places_.range_at(part);
-      LlPacket16* const staged = places_.staged_chunk(call_.rank(), source, row, range);
-      IncomingLlChunk incoming(staged, part < places_.num_chunks() ? range.bytes : 0);
+    for (auto index = static_cast<uint32_t>(partition_.rotated_index());;
+         index += static_cast<uint32_t>(partition_.count)) {
+      const Tile tile = tile_at(index);
+      if (tile.row >= rows * peers) return;
       if (!has_entered) {
         if (!enter()) return;
-        has_entered = true;
+        load_counts();
+      }
+      const auto [source, row] = peer_row(tile.row);
+      const ChunkRange range = places_.range_at(tile.part);
+      IncomingLlChunk chunk(places_.staged_chunk(call_.rank(), source, row, range), has_chunk(tile) ? range.bytes : 0);
+      IncomingRoutes routes(staged_routes(call_.rank(), source, row), has_chunk(tile) ? 0 : args_.top_k);
+      if (!has_entered) {
+        if (!wait_for_counts()) return;
         rows = static_cast<uint32_t>(most_rows_of_peers());
+        has_entered = true;
       }
       if (row >= rows_of(source)) continue;
-      if (part == places_.num_chunks()) {
-        if (!receive_routes(source, row)) return;
-        continue;
-      }
-      if (!incoming.wait(call_, source)) return;
-      store_chunk<kUnaligned>(places_.recv_data(range, recv_row(source, row)), range.bytes, incoming.get());
-      if (call_.scribbles_staging()) scribble_chunk(staged);
+      if (!(has_chunk(tile) ? receive_chunk(source, row, range, chunk) : receive_routes(source, row, routes))) return;
     }
-    if (!reports()) return;
-    if (has_entered || enter()) report(); // the kernel must not end before the entry barrier
   }
 
 private:
   // ---- The block's part ----
 
-  // A tile is a part of a token of this rank, or of a row of a peer: each chunk is one, and so are the routes.
-  __device__ uint32_t parts() const {
-    return places_.num_chunks() + 1;
-  }
-  __device__ bool is_last_block() const {
+  // Warps of the last block that do something beside their tiles. The last warp of a block is not among them, since it waits for
+  // an atomic in begin_ll().
+  static constexpr int kPublishWarp = kMovementWarps - 3, kReportWarp = kMovementWarps - 2;
+  __device__ static bool is_last_block() {
     return blockIdx.x == gridDim.x - 1;
   }
-  // Returns whether this is the warp that stores what concerns the whole call.
-  __device__ bool reports() const {
-    return is_last_block() && static_cast<int>(threadIdx.x) / kWarp == kMovementWarps - 1;
+  __device__ static bool is_warp(int warp) {
+    return static_cast<int>(threadIdx.x) / kWarp == warp;
+  }
+  __device__ Tile tile_at(uint32_t index) const {
+    const uint32_t parts = places_.num_chunks() + 1;
+    const uint32_t row = index / parts;
+    return {row, index - row * parts};
+  }
+  __device__ bool has_chunk(const Tile& tile) const {
+    return tile.part < places_.num_chunks();
   }
   __device__ bool enter() {
-    return call_.enter_warp(params_.descriptor, shared_.descriptors[threadIdx.x / kWarp]) && wait_for_counts();
+    return call_.enter_warp(params_.descriptor, shared_.descriptors[threadIdx.x / kWarp]);
+  }
+  __device__ bool report() {
+    if (!enter()) return false;
+    load_counts();
+    report_plan();
+    if (!wait_for_counts()) return false;
+    report_counts();
+    return true;
   }
 
   // ---- Votes ----
@@ -140,30 +196,26 @@ private:
     const auto top_k = static_cast<uint32_t>(args_.top_k);
     const uint32_t begin_route = first * top_k;
     const uint32_t routes = (end - first) * top_k;
-    constexpr uint32_t kAhead = 4; // routes of each thread that are loaded before the barrier
-    int64_t ahead[kAhead];
-#pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i)
-      if (const uint32_t route = threadIdx.x + i * kMovementThreads; route < routes)
-        ahead[i] = index_of_route(begin_route + route);
-    add_batch_before(first);
+    int64_t ahead = -1; // the thread's first index, loaded before the barrier
+    if (threadIdx.x < routes) ahead = index_of_route(begin_route + threadIdx.x);
+    clear_votes(first);
     __syncthreads();
-#pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i)
-      if (const uint32_t route = threadIdx.x + i * kMovementThreads; route < routes) vote_for(route, ahead[i], begin_route);
 #pragma unroll 1
-    for (uint32_t route = threadIdx.x + kAhead * kMovementThreads; route < routes; route += kMovementThreads)
-      vote_for(route, index_of_route(begin_route + route), begin_route);
+    for (uint32_t route = threadIdx.x; route < routes;) {
+      vote_for(route, ahead, begin_route);
+      route += kMovementThreads;
+      if (route < routes) ahead = index_of_route(begin_route + route);
+    }
   }
-  // Clears the votes, whose tokens are behind those of the next ones.
-  __device__ void add_batch_before(uint32_t first) const {
+  // The tokens of the votes that are there are behind those of the next ones.
+  __device__ void clear_votes(uint32_t first) const {
     if (threadIdx.x >= kMaxDeviceRanks) return;
     const auto rank = static_cast<int>(threadIdx.x);
     if (first == 0) {
       shared_.rows_before[rank] = shared_.dropped[rank] = 0;
       if (rank == 0) shared_.bad = {0, 0};
     } else {
-      shared_.rows_before[rank] += rows_of_votes(rank);
+      shared_.rows_before[rank] += votes_for(rank);
     }
     for (uint32_t& word : shared_.votes[rank])
       word = 0;
@@ -184,11 +236,12 @@ private:
     return params_.experts.rank_of(static_cast<int>(index));
   }
 
-  __device__ int32_t rows_of_votes(int rank) const {
-    int32_t rows = 0;
+  __device__ int32_t votes_for(int rank) const {
+    int32_t votes = 0;
+#pragma unroll 1
     for (const uint32_t word : shared_.votes[rank])
-      rows += __popc(word);
-    return rows;
+      votes += __popc(word);
+    return votes;
   }
   // Returns the row of a token on a rank, below M or not; -1: it does not go there. `token` counts from the first one of the votes.
   __device__ int32_t row_on(int rank, uint32_t token) const {
@@ -213,7 +266,7 @@ private:
   // All threads of the last block call this.
   __device__ void count_dropped(uint32_t first, uint32_t end) const {
     const auto has_dropped = [&](int rank) {
-      return rank < call_.num_ranks() && shared_.rows_before[rank] + rows_of_votes(rank) > args_.rows_per_source;
+      return rank < call_.num_ranks() && shared_.rows_before[rank] + votes_for(rank) > args_.rows_per_source;
     };
     if (__any_sync(~0u, has_dropped(lane()) || has_dropped(kWarp + lane()) ? 1 : 0) == 0) return; // the same in all warps
     const auto top_k = static_cast<uint32_t>(args_.top_k);
@@ -229,122 +282,119 @@ private:
   __device__ void publish_counts() const {
 #pragma unroll 1
     for (int rank = lane(); rank < call_.num_ranks(); rank += kWarp) {
-      const int32_t rows = shared_.rows_before[rank] + rows_of_votes(rank);
-      store_packet_relaxed_sys(
-          board_at(rank, call_.rank()),
-          LlPacket16{{static_cast<uint32_t>(rows), static_cast<uint32_t>(shared_.dropped[rank]), 0}, call_.epoch()});
+      store_counts(rank, shared_.rows_before[rank] + votes_for(rank), shared_.dropped[rank]);
     }
     if (lane() == 0 && shared_.bad.number > 0) report_bad_routes(shared_.bad);
   }
 
   // ---- Sending ----
 
-  // The chunk of a tile to send; nothing if it has none.
-  __device__ LlChunk load_tile(uint32_t tile) const {
-    const uint32_t token = tile / parts();
-    const uint32_t part = tile - token * parts();
-    if (token >= args_.num_tokens || part == places_.num_chunks()) return {};
-    const ChunkRange range = places_.range_at(part);
-    return load_chunk<kUnaligned>(places_.token_data(range, token), range.bytes);
+  // Begins to load what a tile sends; nothing when it is beyond the last token.
+  __device__ TileData load(const Tile& tile) const {
+    TileData data{};
+    if (tile.row >= args_.num_tokens) return data;
+    if (has_chunk(tile)) {
+      const ChunkRange range = places_.range_at(tile.part);
+      data.chunk = load_chunk<kUnaligned>(places_.token_data(range, tile.row), range.bytes);
+    } else {
+      const int64_t first = route_index(tile.row, args_.top_k, 0);
+      if (lane() < args_.top_k) data.weights.low = weight_of_route(first + lane());
+      if (kWarp + lane() < args_.top_k) data.weights.high = weight_of_route(first + kWarp + lane());
+    }
+    return data;
   }
-  __device__ void send_tile(uint32_t tile, uint32_t first, const LlChunk& chunk) const {
-    const uint32_t token = tile / parts();
-    const uint32_t part = tile - token * parts();
-    const PerRank<int32_t> rows = kept_rows(token - first);
+  __device__ void send_tile(const Tile& tile, uint32_t first, const TileData& data) const {
+    const PerRank<int32_t> rows = kept_rows(tile.row - first);
     RankMask own_ranks;
     if (rows.low >= 0) own_ranks.set(lane());
     if (rows.high >= 0) own_ranks.set(kWarp + lane());
-    const RankMask ranks = RankMask::from_bits(or_of_lanes(own_ranks.bits()));
-    if (part == places_.num_chunks()) {
-      send_routes(token, rows, ranks);
-      return;
-    }
-    const ChunkRange range = places_.range_at(part);
+    const RankMask kept = RankMask::from_bits(or_of_lanes(own_ranks.bits()));
+    if (has_chunk(tile))
+      send_chunk_of(tile, rows, kept, data.chunk);
+    else
+      send_routes(tile.row, rows, kept, data.weights);
+  }
+  // Calls take(rank, row) for each rank that keeps the token.
+  template <typename Take>
+  __device__ void for_each_destination(uint32_t token, const PerRank<int32_t>& rows, RankMask kept,
+                                       const Take& take) const {
 #pragma unroll 1
-    for (int i = 0; i < call_.num_ranks(); ++i) {
-      const int rank = rank_in_order(token, i);
-      if (!ranks.contains(rank)) continue;
-      const int32_t row = rows[rank];
+    for (int i = 0; i < call_.num_ranks(); ++i)
+      if (const int rank = rank_in_order(token, i); kept.contains(rank)) take(rank, rows[rank]);
+  }
+  __device__ void send_chunk_of(const Tile& tile, const PerRank<int32_t>& rows, RankMask kept, const LlChunk& chunk) const {
+    const ChunkRange range = places_.range_at(tile.part);
+    for_each_destination(tile.row, rows, kept, [&](int rank, int32_t row) {
       if (rank == call_.rank())
         store_chunk<kUnaligned>(places_.recv_data(range, recv_row(rank, row)), range.bytes, chunk);
       else
         send_chunk(places_.staged_chunk(rank, call_.rank(), row, range), range.bytes, chunk, call_.epoch());
-    }
+    });
   }
 
   // Tells each rank that keeps the token which of its experts the routes go to, and stores the routes into the plan.
-  __device__ void send_routes(uint32_t token, const PerRank<int32_t>& rows, RankMask kept) const {
+  __device__ void send_routes(uint32_t token, const PerRank<int32_t>& rows, RankMask kept,
+                              const PerRoute<float>& weights) const {
+    const auto top_k = args_.top_k;
+    const int64_t first_route = route_index(token, top_k, 0);
     const auto expert_of = [&](int k) {
-      const int64_t index = k < args_.top_k ? index_of_route(route_index(token, args_.top_k, k)) : -1;
+      const int64_t index = k < top_k ? index_of_route(first_route + k) : -1;
       return is_expert(index) ? static_cast<int>(index) : -1;
     };
     const auto rank_of_expert = [&](int expert) { return expert >= 0 ? rank_of(expert) : -1; };
-    const auto weight_of = [&](int k) {
-      return k < args_.top_k ? weight_of_route(route_index(token, args_.top_k, k)) : 0.0f;
-    };
-    const PerRoute<int> experts{expert_of(lane()), expert_of(kWarp + lane())};
+    const PerRoute<int> experts{expert_of(lane()), top_k > kWarp ? expert_of(kWarp + lane()) : -1};
     const PerRoute<int> ranks{rank_of_expert(experts.low), rank_of_expert(experts.high)};
-    const PerRoute<float> weights{weight_of(lane()), weight_of(kWarp + lane())};
-    for (int first = 0; first < args_.top_k; first += kWarp) {
-      const int rank = ranks.own(first);
-      if (first + lane() < args_.top_k && (rank < 0 || !kept.contains(rank)))
-        plan_.routes[route_index(token, args_.top_k, first + lane())] = {-1, -1, 0};
-    }
-#pragma unroll 1
-    for (RankMask left = kept; !left.is_empty(); left.remove_lowest()) {
-      const int rank = left.lowest();
-      const int32_t row = rows[rank];
+    const auto first_partial_row = static_cast<int32_t>(partial_staging_row(group_.context.shape, token, top_k, 0));
+    for_each_destination(token, rows, kept, [&](int rank, int32_t row) {
       const int32_t slot = slot_of(call_.rank(), row);
       const int32_t rank_ordinal = kept.count_below(rank);
-      const auto partial_row =
-          static_cast<int32_t>(partial_staging_row(group_.context.shape, token, args_.top_k, rank_ordinal));
+      const int first_expert = params_.experts.first_expert(rank);
       const uint64_t mask = ranks.mask_of([&](int of_route) { return of_route == rank; });
-      const int first_expert = params_.experts.blocks.first_expert(rank);
 #pragma unroll 1
-      for (int first = 0; first < args_.top_k; first += kWarp) {
+      for (int first = 0; first < top_k; first += kWarp) {
         const int k = first + lane();
-        if (k >= args_.top_k) continue;
+        if (k >= top_k) continue;
         const bool goes_there = ranks.own(first) == rank;
         const RankMajorRoute route{goes_there ? experts.own(first) - first_expert : -1,
-                                   goes_there ? weights.own(first) : 0.0f, partial_row, call_.epoch()};
-        if (goes_there)
-          plan_.routes[route_index(token, args_.top_k, k)] = {k == lowest_bit(mask) ? slot : merged_slot(slot), rank,
-                                                              rank_ordinal};
+                                   goes_there ? weights.own(first) : 0.0f, first_partial_row + rank_ordinal, call_.epoch()};
         if (rank == call_.rank())
           store_route(rank, row, k, route.expert, route.weight);
         else
-          store_packet_relaxed_sys(staged_route(rank, call_.rank(), row, k), route);
+          store_packet_relaxed_sys(staged_routes(rank, call_.rank(), row) + k, route);
+        if (goes_there)
+          plan_.routes[first_route + k] = {k == lowest_bit(mask) ? slot : merged_slot(slot), rank, rank_ordinal};
       }
-      if (rank == call_.rank() && lane() == 0) store_record(rank, slot, partial_row, mask);
-    }
+      if (rank == call_.rank() && lane() == 0) store_record(rank, slot, first_partial_row + rank_ordinal, mask);
+    });
+    for (int first = 0; first < top_k; first += kWarp)
+      if (const int rank = ranks.own(first); first + lane() < top_k && (rank < 0 || !kept.contains(rank)))
+        plan_.routes[first_route + first + lane()] = {-1, -1, 0};
   }
 
   // ---- Receiving ----
 
-  __device__ RankMajorRoute* staged_route(int receiver, int source, int32_t row, int k) const {
+  __device__ RankMajorRoute* staged_routes(int receiver, int source, int32_t row) const {
     return group_.window().at<RankMajorRoute>(receiver, layout_.ll_rank_major_routes.offset) +
-           ll_scatter_weight(layout_, group_.context.shape, call_.parity(), source, row, k);
+           ll_scatter_weight(layout_, group_.context.shape, call_.parity(), source, row, 0);
   }
-  // Returns false, in all lanes, when the group has failed.
-  __device__ bool receive_routes(int source, int32_t row) const {
-    bool ok = true;
-    uint64_t mask = 0;
-    int32_t partial_row = 0; // of the lane's last route
-#pragma unroll 1
-    for (int first = 0; first < args_.top_k; first += kWarp) {
-      const int k = first + lane();
-      RankMajorRoute route{-1, 0.0f, 0, 0};
-      if (k < args_.top_k && ok) {
-        RankMajorRoute* const staged = staged_route(call_.rank(), source, row, k);
-        ok = call_.wait_for_packet(staged, route, source);
-        partial_row = route.partial_row;
-        if (ok) store_route(source, row, k, route.expert, route.weight);
-        if (call_.scribbles_staging()) *staged = {0x5a5a, NAN, 0x5a5a, 0};
-      }
-      mask |= static_cast<uint64_t>(__ballot_sync(~0u, route.expert >= 0 ? 1 : 0)) << first;
-    }
-    if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
-    if (lane() == 0) store_record(source, slot_of(source, row), partial_row, mask);
+  // These return false, in all lanes, when the group has failed.
+  __device__ bool receive_chunk(int source, int32_t row, const ChunkRange& range, IncomingLlChunk& incoming) const {
+    if (!incoming.wait(call_, source)) return false;
+    store_chunk<kUnaligned>(places_.recv_data(range, recv_row(source, row)), range.bytes, incoming.get());
+    if (call_.scribbles_staging()) scribble_chunk(places_.staged_chunk(call_.rank(), source, row, range));
+    return true;
+  }
+  __device__ bool receive_routes(int source, int32_t row, IncomingRoutes& incoming) const {
+    if (!incoming.wait(call_, source)) return false;
+    const PerRoute<RankMajorRoute>& routes = incoming.get();
+    const auto store = [&](int k, const RankMajorRoute& route) {
+      if (k < args_.top_k) store_route(source, row, k, route.expert, route.weight);
+      return k < args_.top_k && route.expert >= 0 ? 1 : 0;
+    };
+    uint64_t mask = __ballot_sync(~0u, store(lane(), routes.low));
+    if (args_.top_k > kWarp) mask |= static_cast<uint64_t>(__ballot_sync(~0u, store(kWarp + lane(), routes.high))) << kWarp;
+    if (lane() == 0) store_record(source, slot_of(source, row), routes.low.partial_row, mask);
+    if (call_.scribbles_staging()) incoming.scribble();
     return true;
   }
 

@@ -22,6 +22,10 @@ struct RankMajorParams : MovementParams {
   ExpertRanks experts;
 };
 
+// A value for each rank: each lane holds that of rank `lane` in `low` and that of rank 32 + `lane` in `high`.
+template <typename T>
+using PerRank = PerRoute<T>;
+
 // The routes of this rank whose index is neither -1 nor that of an expert.
 struct BadRouteTotals {
   int32_t number;

@@ -12,75 +12,71 @@ class RankMajorRowCounts : public RankMajorCall {
 public:
   using RankMajorCall::RankMajorCall;
 
-  // A warp that receives or reports calls these two: the first begins to load the numbers, which may be there or not, and the
-  // second, behind the entry barrier, waits for those that were not. It returns false when the group has failed.
+  // One thread tells a rank how many rows this one has for it, and the routes beyond M. The rows lie beside the epoch: who uses
+  // no other word may load these two alone, and ptxas makes that of it (memory_order.cuh).
+  __device__ void store_counts(int rank, int32_t rows, int32_t dropped) const {
+    store_packet_relaxed_sys(board_at(rank, call_.rank()),
+                             LlPacket16{{static_cast<uint32_t>(dropped), 0, static_cast<uint32_t>(rows)}, call_.epoch()});
+  }
+
+  // A warp that receives or reports calls these two behind the entry barrier: the first begins to load the numbers, and the
+  // second waits for those that were not there. It returns false when the group has failed.
   __device__ void load_counts() {
-    if (lane() < call_.num_ranks()) low_ = load_packet_relaxed_sys(board_at(call_.rank(), lane()));
-    if (kWarp + lane() < call_.num_ranks()) high_ = load_packet_relaxed_sys(board_at(call_.rank(), kWarp + lane()));
+    if (lane() < call_.num_ranks()) counts_.low = load_packet_relaxed_sys(board_at(call_.rank(), lane()));
+    if (kWarp + lane() < call_.num_ranks()) counts_.high = load_packet_relaxed_sys(board_at(call_.rank(), kWarp + lane()));
   }
   __device__ bool wait_for_counts() {
-    bool ok = true;
-#pragma unroll 1
-    for (int first = 0; first < call_.num_ranks(); first += kWarp) {
-      const int source = first + lane();
-      if (source >= call_.num_ranks() || !ok) continue;
-      LlPacket16& counts = first == 0 ? low_ : high_;
-      ok = counts.epoch == call_.epoch() || call_.wait_for_packet(board_at(call_.rank(), source), counts, source);
-    }
+    bool ok = wait_for_counts_of(lane(), counts_.low);
+    if (call_.num_ranks() > kWarp) ok &= wait_for_counts_of(kWarp + lane(), counts_.high);
     return __all_sync(~0u, ok ? 1 : 0) != 0;
   }
 
-  // One warp stores what concerns all rows.
-  __device__ void report() const {
-    int64_t dropped = 0;
-    int32_t most_rows = 0;
-#pragma unroll 1
-    for (int first = 0; first < call_.num_ranks(); first += kWarp) {
-      const int source = first + lane();
-      const LlPacket16& counts = first == 0 ? low_ : high_;
-      const int32_t rows = rows_of_own_lane(first);
-      if (source >= call_.num_ranks()) continue;
-      plan_.source_rows[source] = rows;
-      store_integer(args_.counts, args_.counts_are_64, source, rows);
-      dropped += counts.values[1];
-      most_rows = max(most_rows, static_cast<int32_t>(counts.values[0]));
-    }
+  // One warp calls these two, which store what concerns the whole call; the first one needs no counts.
+  __device__ void report_plan() const {
+    if (lane() == 0) store_header();
+  }
+  __device__ void report_counts() const {
+    const PerRank<int32_t> rows{kept_of(counts_.low), kept_of(counts_.high)};
+    store_count(lane(), rows.low);
+    store_count(kWarp + lane(), rows.high);
+    int64_t dropped = int64_t{counts_.low.values[0]} + counts_.high.values[0];
 #pragma unroll 1
     for (int distance = 1; distance < kWarp; distance *= 2)
       dropped += __shfl_xor_sync(~0u, dropped, distance);
-    most_rows = static_cast<int32_t>(__reduce_max_sync(~0u, static_cast<unsigned>(most_rows)));
-    if (lane() == 0) {
-      store_header();
-      if (dropped > 0)
-        record_event(call_.context(), EPX_EVENT_TOO_FEW_ROWS, dropped, dropped, args_.rows_per_source, most_rows);
-    }
+    const uint32_t most_rows = __reduce_max_sync(~0u, max(counts_.low.values[2], counts_.high.values[2]));
+    if (lane() == 0 && dropped > 0)
+      record_event(call_.context(), EPX_EVENT_TOO_FEW_ROWS, dropped, dropped, args_.rows_per_source, most_rows);
     if (group_.context.checks_handle_mem) store_pad_records();
   }
 
 protected:
   // How many rows of a source this rank keeps. `source` may differ by lane; all lanes call this.
   __device__ int32_t rows_of(int source) const {
-    const int32_t low = from_lane(rows_of_own_lane(0), source % kWarp);
+    const int32_t low = from_lane(kept_of(counts_.low), source % kWarp);
     if (call_.num_ranks() <= kWarp) return low;
-    const int32_t high = from_lane(rows_of_own_lane(kWarp), source % kWarp);
+    const int32_t high = from_lane(kept_of(counts_.high), source % kWarp);
     return source < kWarp ? low : high;
   }
   // The same of the peer that has the most.
   __device__ int32_t most_rows_of_peers() const {
-    int32_t most = 0;
-#pragma unroll 1
-    for (int source = 0; source < call_.num_ranks(); ++source)
-      if (source != call_.rank()) most = max(most, rows_of(source));
-    return most;
+    const int32_t low = lane() != call_.rank() ? kept_of(counts_.low) : 0;
+    const int32_t high = kWarp + lane() != call_.rank() ? kept_of(counts_.high) : 0;
+    return static_cast<int32_t>(__reduce_max_sync(~0u, static_cast<unsigned>(max(low, high))));
   }
 
 private:
-  // The peer's number may be anything.
-  __device__ int32_t rows_of_own_lane(int first) const {
-    const int source = first + lane();
-    if (source >= call_.num_ranks()) return 0;
-    const auto sent = static_cast<int32_t>((first == 0 ? low_ : high_).values[0]);
-    return max(0, min(sent, static_cast<int32_t>(args_.slots_per_source))); // M is larger only where no source can be
+  __device__ bool wait_for_counts_of(int source, LlPacket16& counts) const {
+    return source >= call_.num_ranks() || counts.epoch == call_.epoch() ||
+           call_.wait_for_packet(board_at(call_.rank(), source), counts, source);
+  }
+  // The peer's number may be anything; M is larger than slots_per_source only where no source can have so many rows.
+  __device__ int32_t kept_of(const LlPacket16& counts) const {
+    return max(0, min(static_cast<int32_t>(counts.values[2]), static_cast<int32_t>(args_.slots_per_source)));
+  }
+  __device__ void store_count(int source, int32_t rows) const {
+    if (source >= call_.num_ranks()) return;
+    plan_.source_rows[source] = rows;
+    store_integer(args_.counts, args_.counts_are_64, source, rows);
   }
 
   // EPX_CHECK_HANDLE_MEM sums up the records of all slots, so those without a row need contents. One warp stores them.
@@ -95,7 +91,7 @@ private:
       }
   }
 
-  LlPacket16 low_{}, high_{}; // of the sources `lane` and 32 + `lane`
+  PerRank<LlPacket16> counts_{}; // zeros where there is no such rank
 };
 
 } // namespace epx::cuda
