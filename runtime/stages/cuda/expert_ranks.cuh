@@ -34,6 +34,7 @@ struct ExpertRanks {
     return expert < in_larger_blocks ? larger.divide(expert) : extra + smaller.divide(expert - in_larger_blocks);
   }
   __device__ int first_expert(int rank) const { return rank * per_rank + min(rank, extra); }
+  __device__ int num_local_experts(int rank) const { return per_rank + (rank < extra ? 1 : 0); }
 
 private:
   static int max_of_1(int value) { return value < 1 ? 1 : value; } // a block without experts has no number to divide

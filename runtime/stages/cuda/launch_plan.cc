@@ -129,13 +129,14 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
   const Device device = this_device();
   num_sms_ = resolve_num_sms(num_comm_sms, 0);
   prepare_shared_bytes_ = prepare_shared_bytes(shape.num_experts);
-  const size_t max_shared_bytes = load(prepare_kernel_address(), device);
+  const size_t max_shared_bytes =
+      std::min(load(prepare_kernel_address(false), device), load(prepare_kernel_address(true), device));
   if (prepare_shared_bytes_ > max_shared_bytes)
     fail(EPX_ERROR_UNSUPPORTED, "epx_group_config.num_experts is {}; on this GPU prepare has shared memory for {}",
          shape.num_experts,
          (max_shared_bytes - prepare_shared_bytes(0)) / (prepare_shared_bytes(1) - prepare_shared_bytes(0)));
-  prepare_blocks_ = std::min(kMaxPrepareBlocks,
-                             num_sms_ * blocks_per_sm(prepare_kernel_address(), prepare_threads(), prepare_shared_bytes_));
+  const int blocks = blocks_per_sm(prepare_kernel_address(true), prepare_threads(), prepare_shared_bytes_);
+  prepare_blocks_ = std::min(kMaxPrepareBlocks, num_sms_ * blocks);
   prepare_dispatch_shared_bytes_ = cuda::prepare_dispatch_shared_bytes(shape.num_experts);
   if (const size_t max_bytes = load(prepare_dispatch_kernel_address(), device); prepare_dispatch_shared_bytes_ > max_bytes)
     fail(EPX_ERROR_UNSUPPORTED,
@@ -180,11 +181,11 @@ int LaunchPlan::room_beside_last(cudaStream_t stream) const {
   return last_blocks_ > 0 && last_stream_ == stream ? num_sms_ - last_blocks_ : 0;
 }
 
-Grid LaunchPlan::next_prepare(int64_t routes, cudaStream_t stream) {
+PrepareGrid LaunchPlan::next_prepare(int64_t routes, cudaStream_t stream) {
   const int64_t tiles = (routes + prepare_threads() - 1) / prepare_threads();
   const int blocks =
       static_cast<int>(std::clamp<int64_t>(tiles, std::min(kMinPrepareBlocks, prepare_blocks_), prepare_blocks_));
-  return next(blocks, prepare_threads(), prepare_shared_bytes_, stream);
+  return {next(blocks, prepare_threads(), prepare_shared_bytes_, stream), blocks > num_sms_};
 }
 
 // A call with so little data that each warp has at most one LL chunk gets less than half of the group's SMs, so that its kernel

@@ -46,6 +46,12 @@ struct MovementGrid {
   WarpRoleCounts role_counts;
 };
 
+// The grid of prepare; shares_sms: it has more blocks than the group has SMs.
+struct PrepareGrid {
+  Grid grid;
+  bool shares_sms;
+};
+
 // The blocks of prepare_dispatch's kernel: the first `prepare` blocks prepare, and those from `first_of_rows` on move rows.
 struct PrepareDispatchBlocks {
   unsigned prepare;
@@ -73,7 +79,7 @@ public:
 
   // Each returns the grid of the group's next kernel, which is then launched on `stream`. `routes` is the number of this rank's
   // routes; `tokens` and `row_bytes` are those of this rank's call. The caller serializes these calls.
-  Grid next_prepare(int64_t routes, cudaStream_t stream);
+  PrepareGrid next_prepare(int64_t routes, cudaStream_t stream);
   PrepareDispatchGrid next_prepare_dispatch(int64_t tokens, int top_k, int64_t row_bytes, int alignment,
                                             cudaStream_t stream);
   MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int alignment, ReceiverWork receivers, cudaStream_t stream);

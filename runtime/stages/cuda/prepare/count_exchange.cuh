@@ -33,20 +33,25 @@ __device__ __forceinline__ LlPacket8* routes_before(const PrepareContext& c, int
   return block_counts(c, static_cast<int>(c.role.num_blocks)) + int64_t{block} * c.shape.num_experts;
 }
 
-// One warp of the grid adds up and reports the bad indices of the `num_blocks` blocks; `packets` are those of block 0, and `stride` leads to
-// those of the next block. The warp does not poll before wait_long: its block has just waited for the counts of all blocks,
-// which are stored right before these packets.
+// One warp of the grid adds up and reports the bad indices of the `num_blocks` blocks; `packets` are those of block 0, and `stride`
+// leads to those of the next block.
 __device__ __noinline__ inline void report_bad_indices_of_blocks(const CallContext& call, const PrepareCall& args,
                                                                  const LlPacket8* packets, int stride, int num_blocks) {
   BadIndices sum{0, 0};
 #pragma unroll 1
   for (int block = lane(); block < num_blocks; block += kWarp) {
     const LlPacket8* const bad = packets + int64_t{block} * stride;
-    if (!wait_long(call, &bad[0].epoch, call.rank(), EPX_PHASE_COMPLETE) ||
-        !wait_long(call, &bad[1].epoch, call.rank(), EPX_PHASE_COMPLETE))
-      break;
-    sum.number += load_packet_relaxed_sys(&bad[0]).value;
-    sum.first_inverted = max(sum.first_inverted, static_cast<unsigned>(load_packet_relaxed_sys(&bad[1]).value));
+    LlPacket8 number = load_packet_relaxed_sys(&bad[0]); // both loads are in flight together
+    LlPacket8 first = load_packet_relaxed_sys(&bad[1]);
+    if (number.epoch != call.epoch() || first.epoch != call.epoch()) {
+      if (!wait_long(call, &bad[0].epoch, call.rank(), EPX_PHASE_COMPLETE) ||
+          !wait_long(call, &bad[1].epoch, call.rank(), EPX_PHASE_COMPLETE))
+        break;
+      number = load_packet_relaxed_sys(&bad[0]);
+      first = load_packet_relaxed_sys(&bad[1]);
+    }
+    sum.number += number.value;
+    sum.first_inverted = max(sum.first_inverted, static_cast<unsigned>(first.value));
   }
   for (int distance = 1; distance < kWarp; distance *= 2) {
     sum.number += __shfl_xor_sync(~0u, sum.number, distance);
@@ -116,8 +121,6 @@ __device__ __forceinline__ bool publish_counts(const PrepareContext& c) {
     for (int peer = lane(); peer < c.shape.num_ranks; peer += kWarp)
       store_packet(c, &counts_of(c, peer, c.call.rank())[first_expert + expert], total);
   }
-  if (blockIdx.x == 0 && warp == kWarps - 1)
-    report_bad_indices_of_blocks(c.call.context(), c.args, block_counts(c, 0) + num_experts, num_experts + 2, num_blocks);
   return true;
 }
 
@@ -133,34 +136,56 @@ __device__ __forceinline__ int source_of(const PrepareContext& c, int expert, in
   return source;
 }
 
+// Finds the demand for an expert, and how far from the begin of its zone the first route of this block is: in a zone the routes of the
+// ranks before this one come first, and then those of the blocks before this one. One thread calls this. Returns false when the
+// group has failed.
+__device__ __forceinline__ bool find_base(const PrepareContext& c, int expert) {
+  constexpr int kBatch = 4; // loads of counts that are in flight together, with that of routes_before
+  const int own_rank = c.call.rank();
+  // A count from the window, where anything may lie, is clamped to the routes that a rank can have to an expert.
+  const auto max_routes = static_cast<uint32_t>(c.shape.max_tokens_per_rank * c.args.top_k);
+  const LlPacket8* const before = &routes_before(c, static_cast<int>(blockIdx.x))[expert];
+  LlPacket8 routes = load_packet_relaxed_sys(before);
+  int32_t demand = 0, base = 0;
+#pragma unroll 1
+  for (int first = 0; first < c.shape.num_ranks; first += kBatch) {
+    LlPacket8 counts[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      if (first + i < c.shape.num_ranks) counts[i] = load_packet_relaxed_sys(&counts_of(c, own_rank, first + i)[expert]);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int source = first + i;
+      if (source >= c.shape.num_ranks) continue;
+      if (counts[i].epoch != c.call.epoch() &&
+          !c.call.wait_for_packet(&counts_of(c, own_rank, source)[expert], counts[i], source))
+        return false;
+      const auto count = static_cast<int32_t>(min(static_cast<uint32_t>(counts[i].value), max_routes));
+      demand += count;
+      if (source < own_rank) base += count;
+    }
+  }
+  if (routes.epoch != c.call.epoch() && !c.call.wait_for_packet(before, routes, own_rank)) return false;
+  c.demand[expert] = demand;
+  c.next[expert] = base + routes.value;
+  return true;
+}
+
 // Behind the entry barrier: this rank's counts are published.
 __device__ __forceinline__ void count_exchange(const PrepareContext& c) {
   const int num_experts = c.shape.num_experts;
   const int num_counts = c.shape.num_ranks * num_experts;
+  const int num_blocks = static_cast<int>(c.role.num_blocks);
   const int own_rank = c.call.rank();
 
-  // Find the bases: `next` becomes the slot of this block's first route to each expert. In a zone the routes of the ranks
-  // before this one come first, and then those of the blocks before this one.
+  if (blockIdx.x == 0 && threadIdx.x / kWarp == kWarps - 1) // while others find the bases of few experts
+    report_bad_indices_of_blocks(c.call.context(), c.args, block_counts(c, 0) + num_experts, num_experts + 2, num_blocks);
+
+  // Find the bases: `next` becomes the slot of this block's first route to each expert.
   bool ok = true;
 #pragma unroll 1
-  for (int e = threadIdx.x; e < num_experts && ok; e += kThreads) {
-    c.demand[e] = 0;
-    ok = wait_for_packet(c, &routes_before(c, static_cast<int>(blockIdx.x))[e], own_rank, c.next[e]);
-  }
-  __syncthreads();
-  // A count from the window, where anything may lie, is clamped to the routes that a rank can have to an expert.
-  const auto max_routes = static_cast<uint32_t>(c.shape.max_tokens_per_rank * c.args.top_k);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < num_counts && ok; i += kThreads) {
-    const int source = i / num_experts;
-    const int e = i % num_experts;
-    int32_t count = 0;
-    ok = wait_for_packet(c, &counts_of(c, own_rank, source)[e], source, count);
-    if (count == 0) continue;
-    const auto routes = static_cast<int32_t>(min(static_cast<uint32_t>(count), max_routes));
-    atomicAdd(&c.demand[e], routes);
-    if (source < own_rank) atomicAdd(&c.next[e], routes);
-  }
+  for (int e = threadIdx.x; e < num_experts && ok; e += kThreads)
+    ok = find_base(c, e);
   if (__syncthreads_and(ok ? 1 : 0) == 0) return;
   find_zones(c);
 #pragma unroll 1

@@ -4,6 +4,7 @@
 
 #include "base/device/warp.cuh"
 #include "runtime/layout/slots.h"
+#include "runtime/stages/cuda/expert_ranks.cuh"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/protocol/call_session.cuh"
 #include "runtime/stages/stages.h"
@@ -18,6 +19,7 @@ struct PrepareParams {
   PrepareCall call;
   HandleLayout layout;
   CallDescriptor descriptor;
+  ExpertRanks experts;
 };
 
 // How a kernel makes prepare's part of its call.
@@ -63,7 +65,7 @@ struct PrepareContext {
   const GroupShape& shape;
   const WindowLayout& layout;
   CallSession call;
-  ExpertBlocks experts;
+  const ExpertRanks& experts;
   HandleWriter plan; // the handle memory
   PrepareRole role;
   int32_t usable_slots;
@@ -76,11 +78,10 @@ struct PrepareContext {
   int16_t* gathered_experts; // the experts of the routes of all ranks; only the routing all-gather has them
 
   __device__ PrepareContext(const DeviceGroup& device_group, const PrepareCall& prepare_call,
-                            const HandleLayout& handle_layout, const CallSession& session, const PrepareRole& prepare_role,
-                            PrepareShared& static_shared, int32_t* dynamic_shared)
-      : group(device_group), args(prepare_call), shape(group.context.shape), layout(group.context.layout),
-        call(session), experts{shape.num_experts, shape.num_ranks}, plan(args.handle_mem, handle_layout),
-        role(prepare_role),
+                            const ExpertRanks& expert_ranks, const HandleLayout& handle_layout, const CallSession& session,
+                            const PrepareRole& prepare_role, PrepareShared& static_shared, int32_t* dynamic_shared)
+      : group(device_group), args(prepare_call), shape(group.context.shape), layout(group.context.layout), call(session),
+        experts(expert_ranks), plan(args.handle_mem, handle_layout), role(prepare_role),
         usable_slots(static_cast<int32_t>(static_cast<uint32_t>(shape.max_recv_tokens) /
                                           static_cast<uint32_t>(args.alignment) * static_cast<uint32_t>(args.alignment))),
         shared(static_shared), next(dynamic_shared), zone(next + shape.num_experts), demand(zone + shape.num_experts),

@@ -20,6 +20,7 @@ __device__ __forceinline__ int32_t inclusive_sum(int32_t value) {
 // This is zone_rows() in 32 bits: a 64-bit division takes long, and slots are int32.
 __device__ __forceinline__ int32_t rows_of_zone(const PrepareContext& c, int32_t demand) {
   const auto alignment = static_cast<uint32_t>(c.args.alignment);
+  if (alignment == 1) return demand;
   return static_cast<int32_t>((static_cast<uint32_t>(demand) + alignment - 1) / alignment * alignment);
 }
 
@@ -28,15 +29,19 @@ __device__ __forceinline__ int32_t rows_of_zone(const PrepareContext& c, int32_t
 __device__ __forceinline__ void find_zones(const PrepareContext& c) {
 #pragma unroll 1
   for (int rank = threadIdx.x / kWarp; rank < c.shape.num_ranks; rank += kWarps) {
-    int32_t before = 0;
+    const int end_of_rank = c.experts.first_expert(rank + 1);
+    const int per_lane = (c.experts.num_local_experts(rank) + kWarp - 1) / kWarp;
+    const int first = c.experts.first_expert(rank) + lane() * per_lane;
+    const int end = min(first + per_lane, end_of_rank);
+    int32_t rows = 0; // of the lane's experts
 #pragma unroll 1
-    for (int first = c.experts.first_expert(rank); first < c.experts.first_expert(rank + 1); first += kWarp) {
-      const int e = first + lane();
-      const bool is_expert = e < c.experts.first_expert(rank + 1);
-      const int32_t rows = is_expert ? rows_of_zone(c, c.demand[e]) : 0;
-      const int32_t sum = inclusive_sum(rows);
-      if (is_expert) c.zone[e] = before + sum - rows;
-      before += __shfl_sync(~0u, sum, kWarp - 1);
+    for (int e = first; e < end; ++e)
+      rows += rows_of_zone(c, c.demand[e]);
+    int32_t next = inclusive_sum(rows) - rows;
+#pragma unroll 1
+    for (int e = first; e < end; ++e) {
+      c.zone[e] = next;
+      next += rows_of_zone(c, c.demand[e]);
     }
   }
   __syncthreads();
@@ -121,16 +126,18 @@ __device__ __forceinline__ void assign_tile(const PrepareContext& c, int expert)
 __device__ __forceinline__ SlotRecord record_of_route(const PrepareContext& c, int source, int token, int k) {
   const int32_t* const slots = c.shared.tile_slots + (threadIdx.x - k); // [K]: the token's
   const int32_t* const ranks = c.shared.tile_ranks + (threadIdx.x - k);
+  const int32_t rank = ranks[k];
   RankMask lower_ranks; // that the token goes to
   int32_t next_slot = -1;
   bool is_first = true;
+#pragma unroll 1
   for (int other = c.args.top_k - 1; other >= 0; --other) {
+    const int32_t other_slot = slots[other];
     const int32_t other_rank = ranks[other];
-    if (other_rank < 0) continue;
-    if (other_rank < ranks[k]) lower_ranks.set(other_rank);
-    if (other_rank != ranks[k]) continue;
-    if (other > k) next_slot = slots[other];
-    if (other < k) is_first = false;
+    const bool is_same = other_rank == rank && rank >= 0;
+    if (other_rank >= 0 && other_rank < rank) lower_ranks.set(other_rank);
+    if (is_same && other > k) next_slot = other_slot;
+    if (is_same && other < k) is_first = false;
   }
   const SlotRecord record{token,
                           next_slot,
@@ -152,8 +159,11 @@ __device__ __forceinline__ void store_own_route(const PrepareContext& c, const S
 // Returns the first slot on `rank` of a token, which is a number in the tile; or -1.
 __device__ __forceinline__ int32_t first_slot_of(const PrepareContext& c, int token, int rank) {
   int32_t slot = -1;
-  for (int route = (token + 1) * c.args.top_k - 1; route >= token * c.args.top_k; --route)
-    if (c.shared.tile_ranks[route] == rank) slot = c.shared.tile_slots[route];
+#pragma unroll 1
+  for (int route = (token + 1) * c.args.top_k - 1; route >= token * c.args.top_k; --route) {
+    const int32_t slot_of_route = c.shared.tile_slots[route];
+    if (c.shared.tile_ranks[route] == rank) slot = slot_of_route;
+  }
   return slot;
 }
 

@@ -233,7 +233,7 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
   const bool prepares = blockIdx.x < params.blocks.prepare;
   const bool moves_rows = blockIdx.x >= params.blocks.first_of_rows;
   const PrepareRole role{params.blocks.prepare, gridDim.x, !moves_rows, slot_packets(params.group)};
-  const PrepareContext c(params.group, params.prepare, params.layout, call, role, shared,
+  const PrepareContext c(params.group, params.prepare, params.experts, params.layout, call, role, shared,
                          reinterpret_cast<int32_t*>(&shared + 1));
   if (prepares) begin_prepare(c, params.descriptor);
   if (!call.is_alone()) return;

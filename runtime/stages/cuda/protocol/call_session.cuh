@@ -103,8 +103,7 @@ public:
   __device__ bool enter(const CallDescriptor& descriptor) const {
     bool same = true;
     if (!is_alone_ && lane() == 0) report_overlap(context());
-    const bool ok =
-        is_alone_ && read_descriptors(descriptor, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), same);
+    const bool ok = is_alone_ && read_descriptors(descriptor, reverse_thread(), static_cast<int>(blockDim.x), same);
     if (__syncthreads_and(ok && same ? 1 : 0) != 0) {
       count_entered();
       return !stalls();
@@ -118,7 +117,7 @@ public:
   // false, the same in all threads, when the group has failed.
   __device__ bool enter_again(const CallDescriptor& descriptor) const {
     bool same = true;
-    const bool ok = read_descriptors(descriptor, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), same);
+    const bool ok = read_descriptors(descriptor, reverse_thread(), static_cast<int>(blockDim.x), same);
     return __syncthreads_and(ok ? 1 : 0) != 0;
   }
 
@@ -269,14 +268,18 @@ private:
     return true;
   }
 
+  // The last warps of a block read the descriptors, since the first ones often have more to do before the entry barrier.
+  __device__ static int reverse_thread() {
+    return static_cast<int>(blockDim.x - 1 - threadIdx.x);
+  }
   // Thread `index` of `count` threads that read the descriptors of all ranks together. Returns false when the group has failed.
   __device__ bool read_descriptors(const CallDescriptor& descriptor, int index, int count, bool& same) const {
     // A rank that is late sees the abort record here. All lanes of a warp look, so that the loads of the fields need not wait.
-    const bool may_have_ended = index >= count - kWarp && cuda::may_have_ended(context_);
+    const bool may_have_ended = index < kWarp && cuda::may_have_ended(context_);
     bool ok = true;
     for (int i = index; i < num_ranks() * kNumDescriptorWords && ok; i += count)
       ok = read_field(descriptor, i / kNumDescriptorWords, i % kNumDescriptorWords, same);
-    return ok && (!may_have_ended || index < count - 1 || !peers_gave_up(context()));
+    return ok && (!may_have_ended || index != 0 || !peers_gave_up(context()));
   }
   // One thread reads one field of a peer's descriptor. `same` becomes false when an agreed field differs from this rank's.
   __device__ bool read_field(const CallDescriptor& mine, int peer, int word, bool& same) const {
