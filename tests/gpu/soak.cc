@@ -29,7 +29,7 @@ constexpr uint64_t kCheckEvery = 1'000;   // iterations
 constexpr uint64_t kCheckTimeEvery = 100; // iterations
 constexpr int kLongRow = 3104;            // elements, which gather moves in two splits
 constexpr int kLongestRow = 7504;         // elements, more than both halves of a TMA row pipeline hold
-constexpr int kBusyRow = 1024;
+constexpr int kBusyRow = 3584;            // elements: each of the two splits is a long h-tile
 
 // Owns a layer, its graph, and a snapshot of its memory for each of its inputs.
 struct Subject {

@@ -128,6 +128,19 @@ TEST_CASE("rank-major: more tokens than the low-latency path takes, on some rank
   }
 }
 
+TEST_CASE("rank-major: few rows of many tokens, which take the low-latency path") {
+  for (const auto rows : {RankMajorRows::exact, RankMajorRows::fewer}) {
+    run_rank_major([&](Case& c) {
+      c.group.max_tokens = 1100; // blocks see 512 at a time
+      c.group.hidden_dim = c.layer.hidden = c.layer.combine_hidden = 24;
+      c.layer.percent_masked = 97;
+      c.layer.percent_bad = 1;
+      c.layer.rank_major = rows;
+      c.iterations = 1;
+    });
+  }
+}
+
 TEST_CASE("rank-major: a small receive capacity drops nothing") {
   run_rank_major([](Case& c) {
     c.group.max_recv_rows = 10 * c.group.num_ranks;
