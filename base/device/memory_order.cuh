@@ -57,8 +57,8 @@ __device__ inline void fence_acq_rel_block() {
 }
 
 // LL packets of 8 or 16 aligned bytes, at system scope. Their loads and stores are single-copy atomic: no thread sees half of a
-// packet. Whoever uses a part of a packet uses words that adjoin: of a load of 16 bytes of which the first and the last word alone
-// were used, ptxas (13.0) made two loads of 4 bytes.
+// packet. But ptxas (13.0) made two loads of 4 bytes of one of 16 whose first and last word alone were used. So whoever uses
+// only two words of such a packet uses two that lie beside each other.
 template <typename Word>
 constexpr bool kIsSingleCopyAtomic = alignof(Word) == sizeof(Word) && (sizeof(Word) == 8 || sizeof(Word) == 16);
 

@@ -209,7 +209,7 @@ struct WindowLayout {
   int64_t scatter_staging_rows; // rows
   int64_t gather_staging_rows;  // rows
   bool scatter_by_token;        // a staged row lies at (source, token); otherwise at the token's first slot
-  int64_t ll_tokens;            // largest T of any rank with which calls take the low-latency path
+  int64_t ll_tokens;            // largest T of any rank, or M of dispatch_rank_major, for the LL path
   int64_t gathered_routes_per_rank;
   int64_t ll_row_chunks;
   int64_t ll_chunks; // of a row and its sidecar

@@ -17,8 +17,8 @@ MACHINE_CUDA = 190
 ATTRIBUTE_FRAME_SIZE, ATTRIBUTE_REGISTERS = 0x11, 0x2F  # of .nv.info: format 4, a symbol and a value
 SIZED_FORMAT = 0x04
 
-# The kernels that are checked: at least so many registers, and at most so many bytes of stack, which has arrays and spills. The first
-# pattern that matches counts.
+# The kernels that are checked: at least so many registers, and at most so many bytes of stack, which has arrays and spills.
+# The first pattern that matches counts.
 LIMITS = [
     # Kernels that read rows by long h-tiles have 384 threads, which may have 168 registers, and spill nothing.
     (re.compile(r"13gather_kernelI(6__half|13__nv_bfloat16)Lb1E"), 136, 128),

@@ -9,7 +9,7 @@
 
 namespace epx::cuda {
 
-constexpr int kMaxPrepareBlocks = 64; // so many blocks sort 32768 routes with one tile each
+constexpr int kMaxPrepareBlocks = 64;                // so many blocks sort 32768 routes with one tile each
 const void* prepare_kernel_address(bool shares_sms); // for a grid that has two blocks on an SM
 int prepare_threads();
 size_t prepare_shared_bytes(int num_experts);

@@ -33,8 +33,8 @@ __device__ __forceinline__ LlPacket8* routes_before(const PrepareContext& c, int
   return block_counts(c, static_cast<int>(c.role.num_blocks)) + int64_t{block} * c.shape.num_experts;
 }
 
-// One warp of the grid adds up and reports the bad indices of the `num_blocks` blocks; `packets` are those of block 0, and `stride`
-// leads to those of the next block.
+// One warp of the grid adds up and reports the bad indices of the `num_blocks` blocks; `packets` are those of block 0, and
+// `stride` leads to those of the next block.
 __device__ __noinline__ inline void report_bad_indices_of_blocks(const CallContext& call, const PrepareCall& args,
                                                                  const LlPacket8* packets, int stride, int num_blocks) {
   BadIndices sum{0, 0};
@@ -136,9 +136,9 @@ __device__ __forceinline__ int source_of(const PrepareContext& c, int expert, in
   return source;
 }
 
-// Finds the demand for an expert, and how far from the begin of its zone the first route of this block is: in a zone the routes of the
-// ranks before this one come first, and then those of the blocks before this one. One thread calls this. Returns false when the
-// group has failed.
+// Finds the demand for an expert, and how far from the begin of its zone the first route of this block is: in a zone the routes
+// of the ranks before this one come first, and then those of the blocks before this one. One thread calls this. Returns false
+// when the group has failed.
 __device__ __forceinline__ bool find_base(const PrepareContext& c, int expert) {
   constexpr int kBatch = 4; // loads of counts that are in flight together, with that of routes_before
   const int own_rank = c.call.rank();

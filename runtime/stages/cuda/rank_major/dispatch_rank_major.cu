@@ -3,7 +3,7 @@
 // tokens of this rank that go there. One kernel makes the plan and moves the rows; no rank waits for another one before it
 // sends, but for the entry barrier. The plan is one of the movements (runtime/layout/rank_major.h), which do the rest.
 //
-// This is the high-throughput path, for rows that the staging of the low-latency path has no place for (takes_ll_path);
+// This is the high-throughput path, for more rows than the staging of the low-latency path has places for (takes_ll_path);
 // ll_dispatch_rank_major.cu has the other one.
 //
 //   step     warps    do                                                          wait for
@@ -306,7 +306,7 @@ cudaError_t launch_dispatch_rank_major(const DeviceGroup& group, LaunchPlan& pla
   const RankMajorParams params{
       make_movement_params(group, role_counts, call, call.topk_weights != nullptr ? 1 : 0, call.sidecar_bytes, range), call,
       ExpertRanks(ExpertBlocks{shape.num_experts, shape.num_ranks})};
-  if (takes_ll_path(group.context.layout, call)) return launch_ll_dispatch_rank_major(params, grid, stream);
+  if (takes_ll_path(group, call)) return launch_ll_dispatch_rank_major(params, grid, stream);
   return launch_cooperative(&rank_major_kernel, grid, stream, params);
 }
 

@@ -11,9 +11,9 @@
 //                                                                                              counts; the LL packets
 //   report   one warp stores the counts, the header and what was dropped                       the counts of all ranks
 //
-// The time of such a call is the time of its instructions, which each come out of a cold instruction cache, and of the loads that
-// wait for each other. So loads are begun before what they do not depend on: a warp's first chunk or weights before the votes, and
-// the counts together with what it receives.
+// Such a call takes as long as its instructions, which are fetched into a cold instruction cache, and the loads that wait for
+// each other. So a warp begins to load its first chunk or weights before the votes, and the counts together with what it
+// receives.
 #include "runtime/stages/cuda/rank_major/ll_dispatch_rank_major.cuh"
 
 #include <cmath>
@@ -37,8 +37,7 @@ struct LlRankMajorShared {
   BadRouteTotals bad;                   // of the last block
 };
 
-static_assert(sizeof(LlRankMajorShared) <=
-              kMovementWarps * TmaRowPipeline::kStagesBytes); // movement_shared_bytes() and more
+static_assert(sizeof(LlRankMajorShared) <= kMovementWarps * TmaRowPipeline::kStagesBytes); // a block has more than that
 
 // A warp keeps the routes of a peer's row that it has loaded so far.
 class IncomingRoutes {
@@ -243,7 +242,8 @@ private:
       votes += __popc(word);
     return votes;
   }
-  // Returns the row of a token on a rank, below M or not; -1: it does not go there. `token` counts from the first one of the votes.
+  // Returns the row of a token on a rank, below M or not; -1: it does not go there. `token` counts from the first one of the
+  // votes.
   __device__ int32_t row_on(int rank, uint32_t token) const {
     const uint32_t* const votes = shared_.votes[rank];
     const uint32_t word = votes[token / kWarp];
@@ -332,7 +332,7 @@ private:
     });
   }
 
-  // Tells each rank that keeps the token which of its experts the routes go to, and stores the routes into the plan.
+  // Sends each rank that keeps the token the experts that its routes go to there, and stores the routes into the plan.
   __device__ void send_routes(uint32_t token, const PerRank<int32_t>& rows, RankMask kept,
                               const PerRoute<float>& weights) const {
     const auto top_k = args_.top_k;

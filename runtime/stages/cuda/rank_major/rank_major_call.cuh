@@ -3,7 +3,7 @@
 // written. Staging is used as by scatter: rows, sidecars and ready flags by (source, row) instead of (source, token), and the
 // routes of the high-throughput path in the place of slot records, which a prepare has read before.
 //
-// M decides which path the call takes (takes_ll_path), so that all ranks take the same, and the launch knows it.
+// M decides which path the call takes (takes_ll_path), so that all ranks take the same path, and the launch knows it.
 #pragma once
 
 #include "runtime/layout/rank_major.h"
@@ -12,9 +12,12 @@
 
 namespace epx::cuda {
 
-// Staging of the low-latency path has so many rows for each source.
-inline bool takes_ll_path(const WindowLayout& layout, const DispatchRankMajorCall& call) {
-  return call.rows_per_source <= layout.ll_tokens;
+// The staging of the low-latency path has a limited number of rows for each source. A test hook makes about half of the calls
+// that fit take the high-throughput path; the ranks of a test launch the same calls.
+inline bool takes_ll_path(const DeviceGroup& group, const DispatchRankMajorCall& call) {
+  const bool takes_ht_path =
+      kTestHooks && group.hooks.alternates_paths && (group.launch * uint64_t{0x9e3779b97f4a7c15} >> 40 & 1) != 0;
+  return call.slots_per_source <= group.context.layout.ll_tokens && !takes_ht_path;
 }
 
 struct RankMajorParams : MovementParams {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many rows each rank has for this one in a call of dispatch_rank_major, which every rank tells by the exchange board; and
+// How many rows each rank has for this one in a call of dispatch_rank_major, which every rank stores on the exchange board; and
 // what follows from it for the call as a whole.
 #pragma once
 
@@ -12,8 +12,8 @@ class RankMajorRowCounts : public RankMajorCall {
 public:
   using RankMajorCall::RankMajorCall;
 
-  // One thread tells a rank how many rows this one has for it, and the routes beyond M. The rows lie beside the epoch: who uses
-  // no other word may load these two alone, and ptxas makes that of it (memory_order.cuh).
+  // One thread stores on a rank's board how many rows this one has for it, and how many routes lie beyond M. The rows lie beside
+  // the epoch, since most warps use these two words alone (memory_order.cuh).
   __device__ void store_counts(int rank, int32_t rows, int32_t dropped) const {
     store_packet_relaxed_sys(board_at(rank, call_.rank()),
                              LlPacket16{{static_cast<uint32_t>(dropped), 0, static_cast<uint32_t>(rows)}, call_.epoch()});

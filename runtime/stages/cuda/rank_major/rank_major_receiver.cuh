@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the receivers of dispatch_rank_major do on the high-throughput path: they store the peers' rows, routes and weights into the
-// outputs, and the plan into the handle memory.
+// What the receivers of dispatch_rank_major do on the high-throughput path: they store the peers' rows, routes and weights into
+// the outputs, and the plan into the handle memory.
 #pragma once
 
 #include "runtime/stages/cuda/rank_major/rank_major_counts.cuh"
@@ -121,8 +121,6 @@ private:
     }
     if (has_row && lane() == first_lane) store_record(own.source, slot, partial_row, mask);
   }
-
-  LlPacket16 low_counts_{}, high_counts_{}; // of the sources `lane` and 32 + `lane`
 };
 
 } // namespace epx::cuda
