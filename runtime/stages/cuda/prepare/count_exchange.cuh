@@ -157,15 +157,13 @@ __device__ __forceinline__ bool find_base(const PrepareContext& c, int expert) {
     for (int i = 0; i < kBatch; ++i) {
       const int source = first + i;
       if (source >= c.shape.num_ranks) continue;
-      if (counts[i].epoch != c.call.epoch() &&
-          !c.call.wait_for_packet(&counts_of(c, own_rank, source)[expert], counts[i], source))
-        return false;
+      if (!c.call.wait_for_loaded_packet(&counts_of(c, own_rank, source)[expert], counts[i], source)) return false;
       const auto count = static_cast<int32_t>(min(static_cast<uint32_t>(counts[i].value), max_routes));
       demand += count;
       if (source < own_rank) base += count;
     }
   }
-  if (routes.epoch != c.call.epoch() && !c.call.wait_for_packet(before, routes, own_rank)) return false;
+  if (!c.call.wait_for_loaded_packet(before, routes, own_rank)) return false;
   c.demand[expert] = demand;
   c.next[expert] = base + routes.value;
   return true;

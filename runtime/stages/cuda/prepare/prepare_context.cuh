@@ -4,6 +4,7 @@
 
 #include "base/device/warp.cuh"
 #include "runtime/layout/slots.h"
+#include "runtime/stages/cuda/bad_indices.cuh"
 #include "runtime/stages/cuda/expert_ranks.cuh"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/protocol/call_session.cuh"
@@ -31,12 +32,6 @@ struct PrepareRole {
   // prepare_dispatch: by (source, token, k), as HandleView::ll_slots, the slots on this rank go to the other blocks of the grid
   // as LL packets too; NULL: they do not.
   LlPacket8* slot_packets;
-};
-
-// The number of bad indices, and the first of them as ~ of its route, so that atomicMax finds it.
-struct BadIndices {
-  int32_t number;
-  unsigned first_inverted;
 };
 
 // The static shared memory of a block.
@@ -89,11 +84,6 @@ struct PrepareContext {
         gathered_experts(reinterpret_cast<int16_t*>(warp_base + kWarps * shape.num_experts + kMaxPrepareBlocks)) {}
 };
 
-__device__ __forceinline__ int64_t index_at(const PrepareCall& args, int64_t route) {
-  return args.topk_idx_is_64 ? static_cast<const int64_t*>(args.topk_idx)[route]
-                             : static_cast<const int32_t*>(args.topk_idx)[route];
-}
-
 // Returns the expert of a route of this rank, or -1 when the route is masked or its index is bad.
 __device__ __forceinline__ int expert_of_route(const PrepareContext& c, int64_t route) {
   const int64_t index = index_at(c.args, route);
@@ -102,16 +92,7 @@ __device__ __forceinline__ int expert_of_route(const PrepareContext& c, int64_t 
 
 // One thread calls this for a route that has no expert.
 __device__ __forceinline__ void count_if_bad(const PrepareContext& c, int64_t route) {
-  if (index_at(c.args, route) == -1) return; // masked
-  atomicAdd(&c.shared.bad_indices.number, 1);
-  atomicMax(&c.shared.bad_indices.first_inverted, ~static_cast<unsigned>(route));
-}
-
-__device__ __forceinline__ void report_bad_indices(const CallContext& call, const PrepareCall& args, BadIndices bad) {
-  if (bad.number == 0) return;
-  const uint32_t first = ~bad.first_inverted;
-  const auto top_k = static_cast<uint32_t>(args.top_k);
-  record_event(call, EPX_EVENT_BAD_INDEX, bad.number, bad.number, index_at(args, first), first / top_k, first % top_k);
+  if (index_at(c.args, route) != -1) count_bad_index(c.shared.bad_indices, static_cast<uint32_t>(route)); // else masked
 }
 
 // The number in a peer's descriptor may be anything, and it becomes an index, so it is clamped.

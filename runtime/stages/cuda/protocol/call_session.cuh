@@ -184,6 +184,12 @@ public:
     return true;
   }
 
+  // The same for a packet that the thread has loaded once, beside others.
+  template <typename Packet>
+  __device__ bool wait_for_loaded_packet(const Packet* place, Packet& packet, int peer) const {
+    return packet.epoch == epoch() || wait_for_packet(place, packet, peer);
+  }
+
   // Returns whether a ready flag, in this rank's window, has been signaled in this call.
   __device__ bool is_ready(const Epoch* ready_flag) const {
     // ld.acquire: what the peer stored before it signaled is read after this load (PTX, Release and acquire patterns), and not
@@ -275,11 +281,11 @@ private:
   // Thread `index` of `count` threads that read the descriptors of all ranks together. Returns false when the group has failed.
   __device__ bool read_descriptors(const CallDescriptor& descriptor, int index, int count, bool& same) const {
     // A rank that is late sees the abort record here. All lanes of a warp look, so that the loads of the fields need not wait.
-    const bool may_have_ended = index < kWarp && cuda::may_have_ended(context_);
+    const bool seems_ended = index < kWarp && may_have_ended(context_);
     bool ok = true;
     for (int i = index; i < num_ranks() * kNumDescriptorWords && ok; i += count)
       ok = read_field(descriptor, i / kNumDescriptorWords, i % kNumDescriptorWords, same);
-    return ok && (!may_have_ended || index != 0 || !peers_gave_up(context()));
+    return ok && (!seems_ended || index != 0 || !peers_gave_up(context()));
   }
   // One thread reads one field of a peer's descriptor. `same` becomes false when an agreed field differs from this rank's.
   __device__ bool read_field(const CallDescriptor& mine, int peer, int word, bool& same) const {

@@ -60,7 +60,7 @@ public:
   // this before the entry barrier; it ends with a barrier.
   __device__ void assign_rows() const {
     if (!has_last_token() && tokens_.begin == tokens_.end) return;
-    __shared__ BadRouteTotals bad;
+    __shared__ BadIndices bad;
     RowAssignmentShared& shared = *dynamic_shared_memory<RowAssignmentShared>();
     RowAssignment assignment(args_, params_.experts, call_.num_ranks(), shared);
     if (threadIdx.x == 0) bad = {0, 0};
@@ -78,7 +78,7 @@ public:
     }
     publish_counts(assignment, shared);
     __syncthreads();
-    if (threadIdx.x == 0 && bad.number > 0) report_bad_routes(bad);
+    if (threadIdx.x == 0) report_bad_indices(call_.context(), args_, bad);
   }
 
   // ---- Behind the entry barrier ----
@@ -181,7 +181,7 @@ private:
         const int k = first + lane();
         const int64_t index = route_index(token, args_.top_k, k);
         const bool goes_there = routes.own(first).rank == rank;
-        const int32_t expert = goes_there ? static_cast<int32_t>(index_of_route(index)) - first_expert : -1;
+        const int32_t expert = goes_there ? static_cast<int32_t>(index_at(args_, index)) - first_expert : -1;
         if (k >= args_.top_k) continue;
         const float weight = goes_there ? weight_of_route(index) : 0.0f;
         if (rank == call_.rank()) {

@@ -34,7 +34,7 @@ struct LlRankMajorShared {
   uint32_t votes[kMaxDeviceRanks][kVoteTokens / kWarp + 1];
   int32_t rows_before[kMaxDeviceRanks]; // by rank: rows of the tokens before
   int32_t dropped[kMaxDeviceRanks];     // by rank: routes whose row is at or above M; of the last block
-  BadRouteTotals bad;                   // of the last block
+  BadIndices bad;                       // of the last block
 };
 
 static_assert(sizeof(LlRankMajorShared) <= kMovementWarps * TmaRowPipeline::kStagesBytes); // a block has more than that
@@ -64,7 +64,7 @@ public:
 
 private:
   __device__ bool wait_for(const CallSession& call, int peer, int k, RankMajorRoute& route) const {
-    return k >= count_ || route.epoch == call.epoch() || call.wait_for_packet(staged_ + k, route, peer);
+    return k >= count_ || call.wait_for_loaded_packet(staged_ + k, route, peer);
   }
 
   RankMajorRoute* staged_;
@@ -196,14 +196,14 @@ private:
     const uint32_t begin_route = first * top_k;
     const uint32_t routes = (end - first) * top_k;
     int64_t ahead = -1; // the thread's first index, loaded before the barrier
-    if (threadIdx.x < routes) ahead = index_of_route(begin_route + threadIdx.x);
+    if (threadIdx.x < routes) ahead = index_at(args_, begin_route + threadIdx.x);
     clear_votes(first);
     __syncthreads();
 #pragma unroll 1
     for (uint32_t route = threadIdx.x; route < routes;) {
       vote_for(route, ahead, begin_route);
       route += kMovementThreads;
-      if (route < routes) ahead = index_of_route(begin_route + route);
+      if (route < routes) ahead = index_at(args_, begin_route + route);
     }
   }
   // The tokens of the votes that are there are behind those of the next ones.
@@ -224,8 +224,7 @@ private:
     if (is_expert(index)) {
       atomicOr(&shared_.votes[rank_of(index)][token / kWarp], 1u << token % kWarp);
     } else if (index != -1 && is_last_block()) {
-      atomicAdd(&shared_.bad.number, 1);
-      atomicMax(&shared_.bad.first_inverted, ~(begin_route + route));
+      count_bad_index(shared_.bad, begin_route + route);
     }
   }
   __device__ bool is_expert(int64_t index) const {
@@ -272,7 +271,7 @@ private:
     const auto top_k = static_cast<uint32_t>(args_.top_k);
 #pragma unroll 1
     for (uint32_t route = first * top_k + threadIdx.x; route < end * top_k; route += kMovementThreads) {
-      const int64_t index = index_of_route(route);
+      const int64_t index = index_at(args_, route);
       if (is_expert(index) && row_on(rank_of(index), route / top_k - first) >= args_.rows_per_source)
         atomicAdd(&shared_.dropped[rank_of(index)], 1);
     }
@@ -284,7 +283,7 @@ private:
     for (int rank = lane(); rank < call_.num_ranks(); rank += kWarp) {
       store_counts(rank, shared_.rows_before[rank] + votes_for(rank), shared_.dropped[rank]);
     }
-    if (lane() == 0 && shared_.bad.number > 0) report_bad_routes(shared_.bad);
+    if (lane() == 0) report_bad_indices(call_.context(), args_, shared_.bad);
   }
 
   // ---- Sending ----
@@ -338,7 +337,7 @@ private:
     const auto top_k = args_.top_k;
     const int64_t first_route = route_index(token, top_k, 0);
     const auto expert_of = [&](int k) {
-      const int64_t index = k < top_k ? index_of_route(first_route + k) : -1;
+      const int64_t index = k < top_k ? index_at(args_, first_route + k) : -1;
       return is_expert(index) ? static_cast<int>(index) : -1;
     };
     const auto rank_of_expert = [&](int expert) { return expert >= 0 ? rank_of(expert) : -1; };

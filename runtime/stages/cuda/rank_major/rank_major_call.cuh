@@ -7,6 +7,7 @@
 #pragma once
 
 #include "runtime/layout/rank_major.h"
+#include "runtime/stages/cuda/bad_indices.cuh"
 #include "runtime/stages/cuda/expert_ranks.cuh"
 #include "runtime/stages/cuda/movement.cuh"
 
@@ -28,12 +29,6 @@ struct RankMajorParams : MovementParams {
 // A value for each rank: each lane holds that of rank `lane` in `low` and that of rank 32 + `lane` in `high`.
 template <typename T>
 using PerRank = PerRoute<T>;
-
-// The routes of this rank whose index is neither -1 nor that of an expert.
-struct BadRouteTotals {
-  int32_t number;
-  unsigned first_inverted; // ~ of the first bad route, so that atomicMax finds it
-};
 
 class RankMajorCall {
 public:
@@ -83,19 +78,8 @@ protected:
 
   // ---- Inputs ----
 
-  __device__ int64_t index_of_route(int64_t route) const {
-    return args_.topk_idx_is_64 ? static_cast<const int64_t*>(args_.topk_idx)[route]
-                                : static_cast<const int32_t*>(args_.topk_idx)[route];
-  }
   __device__ float weight_of_route(int64_t route) const {
     return args_.topk_weights != nullptr ? args_.topk_weights[route] : 0.0f;
-  }
-  // One thread of the rank calls this if there are any.
-  __device__ void report_bad_routes(const BadRouteTotals& bad) const {
-    const uint32_t first = ~bad.first_inverted;
-    const auto top_k = static_cast<uint32_t>(args_.top_k);
-    record_event(call_.context(), EPX_EVENT_BAD_INDEX, bad.number, bad.number, index_of_route(first), first / top_k,
-                 first % top_k);
   }
 
   // A row of a peer. The receivers number the rows of all peers: first the first row of each, then the second, and so on.

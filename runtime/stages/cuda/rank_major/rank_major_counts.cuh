@@ -66,8 +66,7 @@ protected:
 
 private:
   __device__ bool wait_for_counts_of(int source, LlPacket16& counts) const {
-    return source >= call_.num_ranks() || counts.epoch == call_.epoch() ||
-           call_.wait_for_packet(board_at(call_.rank(), source), counts, source);
+    return source >= call_.num_ranks() || call_.wait_for_loaded_packet(board_at(call_.rank(), source), counts, source);
   }
   // The peer's number may be anything; M is larger than slots_per_source only where no source can have so many rows.
   __device__ int32_t kept_of(const LlPacket16& counts) const {

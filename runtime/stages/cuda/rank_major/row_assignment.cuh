@@ -10,6 +10,7 @@
 
 #include "base/device/warp.cuh"
 #include "runtime/layout/rank_major.h"
+#include "runtime/stages/cuda/bad_indices.cuh"
 #include "runtime/stages/cuda/expert_ranks.cuh"
 #include "runtime/stages/cuda/protocol/call_session.cuh"
 #include "runtime/stages/stages.h"
@@ -121,8 +122,7 @@ public:
 
   // Returns the expert of a route, or -1 when the route is masked or its index is bad.
   __device__ int expert_of(uint32_t route) {
-    const int64_t index = args_.topk_idx_is_64 ? static_cast<const int64_t*>(args_.topk_idx)[route]
-                                               : static_cast<const int32_t*>(args_.topk_idx)[route];
+    const int64_t index = index_at(args_, route);
     if (index >= 0 && index < experts_.blocks.num_experts) return static_cast<int>(index);
     if (index != -1) {
       ++bad_.number;
