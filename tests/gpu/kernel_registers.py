@@ -86,20 +86,21 @@ def kernels(image):
 def main():
     with open(sys.argv[1], "rb") as file:
         data = file.read()
-    checked, failed = 0, 0
+    found, failed = set(), 0
     for image in images(data):
         for name, (registers, stack_bytes) in sorted(kernels(image).items()):
-            limits = next(((low, high) for pattern, low, high in LIMITS if pattern.search(name)), None)
+            limits = next((limits for limits in LIMITS if limits[0].search(name)), None)
             if limits is None:
                 continue
-            min_registers, max_stack_bytes = limits
-            checked += 1
+            found.add(limits)
+            _, min_registers, max_stack_bytes = limits
             print(f"{registers:4} registers, {stack_bytes:5} bytes of stack: {name}")
             if registers < min_registers or stack_bytes > max_stack_bytes:
                 failed += 1
                 print(f"    it must have at least {min_registers} registers and at most {max_stack_bytes} bytes of stack")
-    if checked == 0:
-        sys.exit("kernel_registers.py: the library has none of the kernels that are checked")
+    for limits in LIMITS:
+        if limits not in found:
+            sys.exit(f"kernel_registers.py: the library has no kernel that matches {limits[0].pattern}")
     sys.exit(1 if failed else 0)
 
 
