@@ -90,10 +90,12 @@ public:
     }
   }
 
-  // All threads of a block call this if the block stores into a peer's window before enter(). Returns false, the same in all
-  // threads, when another call of this rank is in progress; the group has then failed.
+  // All threads of a block call this before the block stores into a peer's window or waits for a peer; enter() and begin_ll() do.
+  // Returns false, the same in all threads, when another call of this rank is in progress; the group has then failed.
   __device__ bool is_alone() const {
-    if (__syncthreads_and(is_alone_ ? 1 : 0) != 0) return true;
+    // When calls overlap, a thread that is late may read the sequence number behind that of its block, in which nobody posts.
+    const bool agrees = has_sequence_of_block();
+    if (__syncthreads_and(is_alone_ && agrees ? 1 : 0) != 0) return true;
     if (threadIdx.x == 0) report_overlap(context());
     return false;
   }
@@ -101,9 +103,9 @@ public:
   // The entry barrier: every block calls this once, with the descriptor that was posted, and waits until all ranks have posted
   // theirs. Returns false, the same in all threads, when the group has failed; every block of the grid then returns at once.
   __device__ bool enter(const CallDescriptor& descriptor) const {
+    if (!is_alone()) return false;
     bool same = true;
-    if (!is_alone_ && lane() == 0) report_overlap(context());
-    const bool ok = is_alone_ && read_descriptors(descriptor, reverse_thread(), static_cast<int>(blockDim.x), same);
+    const bool ok = read_descriptors(descriptor, reverse_thread(), static_cast<int>(blockDim.x), same);
     if (__syncthreads_and(ok && same ? 1 : 0) != 0) {
       count_entered();
       return !stalls();
@@ -272,6 +274,14 @@ private:
     }
     value = found.value;
     return true;
+  }
+
+  // Returns whether this thread has read the sequence number that thread 0 has. All threads of the block call this.
+  __device__ bool has_sequence_of_block() const {
+    __shared__ uint64_t sequence;
+    if (threadIdx.x == 0) sequence = context_.sequence;
+    __syncthreads();
+    return sequence == context_.sequence;
   }
 
   // The last warps of a block read the descriptors, since the first ones often have more to do before the entry barrier.
