@@ -98,8 +98,8 @@ std::unique_ptr<ControlConnection> make_control(const GroupContext& context, Exc
   return nullptr;
 }
 
-// Makes the exchanges by which groups of several nodes agree on the SMs of their rails, open those, and make the buffers of them,
-// in a group of one node of the same bootstrap.
+// Makes the exchanges by which groups of several nodes agree on the SMs of their rails, open those, and make the buffers of
+// them, in a group of one node of the same bootstrap.
 void stand_by_for_rails(Exchange& exchange) {
   for (int i = 0; i < 3; ++i)
     exchange.all_gather([] { return int32_t{0}; });
@@ -125,8 +125,8 @@ struct RankDevice {
   bool has_nccl = gpu.device >= 0 && why_no_nccl().empty();
 };
 
-// The call is collective. `auto` becomes nccl when each rank has an NCCL that epx can use, and a GPU that no other rank of its host
-// has.
+// The call is collective. `auto` becomes nccl when each rank has an NCCL that epx can use, and a GPU that no other rank of its
+// host has.
 TransportChoice choose_transport(epx_transport wanted, Exchange& exchange) {
   if (wanted != EPX_TRANSPORT_AUTO) return {wanted, "as configured"};
   const std::vector<RankDevice> devices = exchange.all_gather([] { return RankDevice(); });
@@ -166,6 +166,8 @@ std::unique_ptr<Backend> make_backend(GroupContext& context, const epx_group_con
   const auto choose_layout = [&](const Transport& transport, const GroupShape& shape_of_window) {
     context.window_access = transport.window_access();
     context.layout = make_window_layout(shape_of_window, context.window_access);
+    if (context.window_access == WindowAccess::by_kernels && !transport.keeps_lines_whole())
+      context.layout.ll_tokens = 0; // no call takes the low-latency path, whose rows travel in such lines
   };
   if (context.transport == EPX_TRANSPORT_NCCL && context.shape.num_nodes() > 1) {
     const int rail_ctas = agree_on_rail_ctas(config.num_comm_sms, exchange);

@@ -26,6 +26,10 @@ public:
   virtual ~Transport() = default;
   virtual WindowAccess window_access() const = 0;
 
+  // Returns whether a line of 128 bytes that a warp stores in one instruction reaches a peer's memory as a whole. It is the
+  // same on all ranks.
+  virtual bool keeps_lines_whole() const { return false; }
+
   // Returns an exchange of all ranks for what they agree on after the group has been created; NULL where only the group's calls
   // can exchange records. A transport whose windows kernels access has one; it may not be used while a call of the group waits
   // on the host.

@@ -116,6 +116,11 @@ __device__ inline void store_packet_relaxed_sys(Word* word, const Word& value) {
     store_relaxed_sys(reinterpret_cast<uint64_t*>(word), halves[0]);
 }
 
+// LL lines, as in NCCL's LL128 protocol: eight neighbouring lanes store the 16-byte packets of a line of 128 aligned bytes in
+// one instruction, and over NVLink whoever sees the flag in its last packet finds the other seven stored. PTX does not promise
+// that; NCCL relies on it, on Volta and later. Where it is false, the last packet is stored behind the others.
+constexpr bool kStoresLinesWhole = true;
+
 __device__ inline uint64_t compare_and_swap_sys(uint64_t* word, uint64_t expected, uint64_t desired) {
   return atomicCAS_system(reinterpret_cast<unsigned long long*>(word), expected, desired);
 }

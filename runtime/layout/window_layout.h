@@ -68,27 +68,31 @@ struct alignas(256) LlCallDescriptor {
 };
 static_assert(sizeof(LlCallDescriptor) == 256);
 
-// Rows of the low-latency path travel through staging of their own in LL packets of twelve data bytes each: that is more bytes
-// than the row has, but a packet can be used as soon as it is seen. A warp moves an LL chunk of a row at a time.
+// An LL packet of three words. Rows of the low-latency path travel through staging of their own in lines of eight such packets,
+// whose last one alone has an epoch (as in NCCL's LL128 protocol); in place of the others' epochs there is data. So they take
+// 4 % more bytes than the row has, and a line can be used as soon as its epoch is seen. A warp moves an LL chunk of a row at a
+// time: twelve lines, and half a line for the words that their epochs displace.
 struct alignas(16) LlPacket16 {
   uint32_t values[3];
   Epoch epoch;
 };
 constexpr int kLlChunkBytes = 1536;
-constexpr int64_t kLlChunkPackets = kLlChunkBytes / (3 * sizeof(uint32_t));
+constexpr int kLlLinePackets = 8;
+constexpr int64_t kLlChunkPackets = kLlChunkBytes / sizeof(LlPacket16) + kLlLinePackets;
+static_assert(kLlChunkPackets % kLlLinePackets == 0 &&
+              kRegionAlignment % (kLlLinePackets * sizeof(LlPacket16)) == 0); // of lines
 constexpr int64_t ll_chunks_of(int64_t row_bytes) {
   return (row_bytes + kLlChunkBytes - 1) / kLlChunkBytes;
 }
 
-// Limits of the low-latency path: tokens of one rank, bytes of rows that a rank sends at most, and tokens and routes of all ranks
-// together. With more bytes, what epochs take of the wire costs more than waiting until a row is complete. On 2 H200 (rows of 7168
-// bfloat16, top-8 of 256 experts) dispatch took 28.8 us on this path and 31.2 on the high-throughput one with 256 tokens, 40.0 and
-// 36.0 with 384; combine took 39.2 and 42.2, 50.2 and 48.9. Up to kMinLlTokens neither bytes nor routes count. More tokens must fit
-// into the routing all-gather with max_top_k routes each, so that the table of their slots keeps the handle memory within its
-// bound (epx.h).
+// Limits of the low-latency path: tokens of one rank, bytes of rows that a rank sends at most, and tokens and routes of all
+// ranks together. On 4 H200 (rows of 7168 bfloat16, top-8 of 256 experts, 132 SMs) prepare_dispatch and combine of 256 tokens
+// took 103.2 us on this path and 108.3 on the high-throughput one, in the rank-major layout dispatch and combine 92.9 and 98.4.
+// Up to kMinLlTokens neither bytes nor routes count. More tokens must fit into the routing all-gather with max_top_k routes
+// each, so that the table of their slots keeps the handle memory within its bound (epx.h).
 constexpr int kMaxLlTokens = 256;
 constexpr int kMinLlTokens = 128;
-constexpr int64_t kMaxLlBytes = int64_t{4} << 20;
+constexpr int64_t kMaxLlBytes = int64_t{16} << 20;
 constexpr int kMaxLlRows = 2048;
 constexpr int kMaxGatheredRoutes = 8192; // routes of the routing all-gather, all ranks together
 inline int64_t max_ll_tokens(const GroupShape& shape) {

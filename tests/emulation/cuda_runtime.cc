@@ -28,7 +28,11 @@
 namespace {
 
 constexpr int kDevices = 64;
-constexpr int kMultiprocessors = 3;
+// Streaming multiprocessors; tests set the environment variable while they run.
+int multiprocessors() {
+  const char* const text = std::getenv("EPX_EMULATED_SMS");
+  return text != nullptr ? std::atoi(text) : 3;
+}
 
 // 10 * major + minor; tests set the environment variable while they run.
 int compute_capability() {
@@ -44,8 +48,8 @@ constexpr size_t kExportedBlock = size_t{2} << 20; // other processes can open a
 using Task = std::function<void()>;
 using Tasks = std::vector<Task>;
 
-// A capture, which a stream begins, and which others join by waiting for an event of it. All streams that are captured must have
-// been waited for when it ends.
+// A capture, which a stream begins, and which others join by waiting for an event of it. All streams that are captured must
+// have been waited for when it ends.
 class GraphCapture {
 public:
   // By stream, how many tasks of it come before a place in the graph.
@@ -283,12 +287,12 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   *properties = {};
   std::strcpy(properties->name, "emulated");
   properties->uuid.bytes[0] = static_cast<char>(device);
-  properties->multiProcessorCount = kMultiprocessors;
+  properties->multiProcessorCount = multiprocessors();
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   if (attribute == cudaDevAttrMultiProcessorCount)
-    *value = kMultiprocessors;
+    *value = multiprocessors();
   else if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin)
     *value = kSharedBytes;
   else if (attribute == cudaDevAttrComputeCapabilityMajor)

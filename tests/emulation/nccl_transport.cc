@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -148,6 +149,7 @@ public:
       : host_(make_host_transport(rank, num_ranks)), exchange_(exchange) {}
 
   WindowAccess window_access() const override { return WindowAccess::by_kernels; }
+  bool keeps_lines_whole() const override { return std::getenv("EPX_TEST_WITHOUT_NVLINK") == nullptr; }
   Exchange* exchange() override { return &exchange_; }
   std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {
     require_equal_bytes(bytes, exchange);

@@ -216,13 +216,13 @@ TEST_CASE("LL staging: a place for each chunk, apart by parity, within its regio
   };
   CHECK(ll_tokens(4) == epx::kMaxLlTokens);
   CHECK(ll_tokens(64) == epx::kMaxLlRows / 64);
-  config.hidden_dim = 7168;
+  config.hidden_dim = 28672;
   config.max_token_dtype = EPX_BFLOAT16;
   CHECK(ll_tokens(1) == epx::kMaxLlTokens);
   CHECK(ll_tokens(2) == epx::kMaxLlTokens);
   CHECK(ll_tokens(4) == epx::kMinLlTokens);
-  config.hidden_dim = 2880;
-  CHECK(ll_tokens(4) == epx::kMaxLlBytes / (3 * 2 * 2880));
+  config.hidden_dim = 14336;
+  CHECK(ll_tokens(4) == epx::kMaxLlBytes / (3 * 2 * 14336));
   config.max_top_k = 2; // a row goes to two ranks at most
   CHECK(ll_tokens(4) == epx::kMaxLlTokens);
   config.max_top_k = 64;

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/nccl/nccl_transport.h"
 
+#include <algorithm>
 #include <chrono>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,6 +12,7 @@
 #include <nccl_device.h>
 
 #include "transport/nccl/communicator.h"
+#include "transport/nccl/gpu_fabric.h"
 #include "transport/nccl/gpu_identity.h"
 #include "transport/nccl/nccl_check.h"
 #include "transport/nccl/nccl_exchange.h"
@@ -25,11 +28,13 @@ constexpr int kWindowCtas = 1; // such a communicator carries small records only
 
 class NcclTransport final : public Transport {
 public:
-  NcclTransport(std::shared_ptr<Communicator> communicator, int rank, int num_ranks, std::chrono::milliseconds timeout)
-      : communicator_(std::move(communicator)), rank_(rank), num_ranks_(num_ranks),
+  NcclTransport(std::shared_ptr<Communicator> communicator, int rank, int num_ranks, bool has_nvlink,
+                std::chrono::milliseconds timeout)
+      : communicator_(std::move(communicator)), rank_(rank), num_ranks_(num_ranks), has_nvlink_(has_nvlink),
         exchange_(communicator_.get(), rank, num_ranks, timeout) {}
 
   WindowAccess window_access() const override { return WindowAccess::by_kernels; }
+  bool keeps_lines_whole() const override { return has_nvlink_; }
   Exchange* exchange() override { return &exchange_; }
 
   std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {
@@ -64,6 +69,7 @@ private:
   std::shared_ptr<Communicator> communicator_;
   int rank_;
   int num_ranks_;
+  bool has_nvlink_;
   NcclExchange exchange_;
 };
 
@@ -86,10 +92,17 @@ struct UniqueIds {
   ncclUniqueId node;  // made by the first rank of a node
 };
 
-// The call is collective. Returns what each rank has made, once all have been found to be able to use NCCL together.
-std::vector<UniqueIds> gather_unique_ids(bool makes_group_id, bool makes_node_id, Exchange& exchange) {
+struct Meeting {
+  std::vector<UniqueIds> ids; // what each rank has made
+  bool has_nvlink;            // this rank reaches all ranks of its node over NVLink
+};
+
+// The call is collective. It returns once all ranks have been found to be able to use NCCL together. `first_of_node` is the
+// first of the ranks_per_node ranks of this rank's node.
+Meeting meet(int rank, int first_of_node, int ranks_per_node, Exchange& exchange) {
   const std::vector<RankHello> hellos = exchange.all_gather([] { return RankHello{find_gpu(), loaded_nccl().code}; });
-  return exchange.all_gather([&] { // the UID all-gather
+  bool has_nvlink = false;
+  std::vector<UniqueIds> all_ids = exchange.all_gather([&] { // the UID all-gather
     std::vector<GpuIdentity> gpus;
     std::vector<int> codes;
     for (const RankHello& hello : hellos) {
@@ -103,11 +116,29 @@ std::vector<UniqueIds> gather_unique_ids(bool makes_group_id, bool makes_node_id
            "transport nccl needs a GPU of its own for every rank, but {}: call cudaSetDevice before epx_group_create", why);
     if (const std::string why = why_not_new_enough(gpus); !why.empty())
       fail(EPX_ERROR_UNSUPPORTED, "transport nccl: {}", why);
+    has_nvlink =
+        reaches_over_nvlink(gpus[static_cast<size_t>(rank)], std::span(gpus).subspan(static_cast<size_t>(first_of_node),
+                                                                                     static_cast<size_t>(ranks_per_node)));
+    const bool is_one_node = static_cast<size_t>(ranks_per_node) == gpus.size();
     UniqueIds ids{};
-    if (makes_group_id) check_nccl(nccl().GetUniqueId(&ids.group), "ncclGetUniqueId");
-    if (makes_node_id) check_nccl(nccl().GetUniqueId(&ids.node), "ncclGetUniqueId");
+    if (rank == 0) check_nccl(nccl().GetUniqueId(&ids.group), "ncclGetUniqueId");
+    if (rank == first_of_node && !is_one_node) check_nccl(nccl().GetUniqueId(&ids.node), "ncclGetUniqueId");
     return ids;
   });
+  return {std::move(all_ids), has_nvlink};
+}
+
+// The call is collective: make(), which makes the communicator of a rank's windows, runs on every rank. Returns whether all
+// ranks reach those of their nodes over NVLink.
+template <typename Make>
+bool make_communicators(bool has_nvlink, Exchange& exchange, const Make& make) {
+  const std::vector<int32_t> all = exchange.all_gather([&] {
+    make();
+    return int32_t{has_nvlink ? 1 : 0};
+  });
+  if (std::ranges::count(all, 0) == 0) return true;
+  log::transport().info("not all ranks reach each other over NVLink: calls with few tokens take the path of many");
+  return false;
 }
 
 // The call is collective in the ranks that have `id`, which must reach each other's memory.
@@ -138,38 +169,39 @@ std::string why_no_nccl() {
 
 std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
   const std::chrono::milliseconds timeout(timeout_ms);
-  const std::vector<UniqueIds> ids = gather_unique_ids(rank == 0, false, exchange);
+  const Meeting meeting = meet(rank, 0, num_ranks, exchange);
   std::shared_ptr<Communicator> communicator;
-  exchange.all_gather([&] {
-    if (num_ranks > 1) communicator = make_window_communicator(rank, num_ranks, ids.front().group, timeout);
-    return 0;
+  const bool has_nvlink = make_communicators(meeting.has_nvlink, exchange, [&] {
+    if (num_ranks > 1) communicator = make_window_communicator(rank, num_ranks, meeting.ids.front().group, timeout);
   });
-  return std::make_unique<NcclTransport>(std::move(communicator), rank, num_ranks, timeout);
+  return std::make_unique<NcclTransport>(std::move(communicator), rank, num_ranks, has_nvlink, timeout);
 }
 
 NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_node, int rail_ctas, int64_t timeout_ms,
                                          Exchange& exchange) {
   const std::chrono::milliseconds timeout(timeout_ms);
   const int index = rank % ranks_per_node;
-  const std::vector<UniqueIds> ids = gather_unique_ids(rank == 0, index == 0, exchange);
+  const Meeting meeting = meet(rank, rank - index, ranks_per_node, exchange);
   std::shared_ptr<Communicator> of_node;
   std::unique_ptr<NcclRails> rails;
-  exchange.all_gather([&] { // by itself, so that no node waits in the next one for a node that fails
+  // By itself, so that no node waits in the next one for a node that fails.
+  const bool has_nvlink = make_communicators(meeting.has_nvlink, exchange, [&] {
     if (ranks_per_node > 1)
-      of_node = make_window_communicator(index, ranks_per_node, ids[static_cast<size_t>(rank - index)].node, timeout);
-    return 0;
+      of_node =
+          make_window_communicator(index, ranks_per_node, meeting.ids[static_cast<size_t>(rank - index)].node, timeout);
   });
   exchange.all_gather([&] {
     log::transport().info("NCCL {}: a communicator of {} ranks begins, for the rails of {} nodes", loaded_nccl().name,
                           num_ranks, num_ranks / ranks_per_node);
     rails = std::make_unique<NcclRails>(
-        std::make_unique<Communicator>(loaded_nccl(), rank, num_ranks, ids.front().group, rail_ctas, timeout), rank,
+        std::make_unique<Communicator>(loaded_nccl(), rank, num_ranks, meeting.ids.front().group, rail_ctas, timeout), rank,
         num_ranks, ranks_per_node, timeout);
     rails->connect();
     log::transport().info("the rails are there");
     return 0;
   });
-  return {std::make_unique<NcclTransport>(std::move(of_node), index, ranks_per_node, timeout), std::move(rails)};
+  return {std::make_unique<NcclTransport>(std::move(of_node), index, ranks_per_node, has_nvlink, timeout),
+          std::move(rails)};
 }
 
 } // namespace epx

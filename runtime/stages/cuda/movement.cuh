@@ -3,6 +3,8 @@
 // which routes are live in this call, and assigns the warp roles and the tiles.
 #pragma once
 
+#include <limits>
+
 #include "base/device/launch.h"
 #include "base/device/warp.cuh"
 #include "runtime/layout/handle_limits.h"
@@ -55,14 +57,6 @@ __device__ inline TmaRowPipeline pipeline_of_warp() {
 struct WorkPartition {
   int64_t index;
   int64_t count;
-
-  // Returns the index rotated by half of `count`. When there are few tiles, those assigned by the rotated index go to other
-  // warps than those assigned by `index`, but still to the blocks with low numbers, which begin first (blocks have an even
-  // number of such warps).
-  __device__ int64_t rotated_index() const {
-    const int64_t half = count / 2;
-    return index >= half ? index - half : index + count - half;
-  }
 };
 
 // Partitions the work among `num_warps` warps of `num_blocks` blocks. Neighbouring indices are in different blocks, so that few
@@ -72,6 +66,44 @@ __device__ inline WorkPartition partition_warps(int first_warp, int num_warps, i
               (static_cast<int>(blockIdx.x) - first_block),
           static_cast<int64_t>(num_warps) * num_blocks};
 }
+
+// Shares the tiles of the low-latency path among `num_warps` warps of each block from `first_block` on, an even number. Where
+// few tiles are to be sent, all warps send and receive, and the first tiles are received by other warps than they are sent by.
+// Where there are more, the first half of the warps send, and the others receive from the beginning: stores to peers hold a
+// warp up while the wire is busy, and rows that have arrived would wait meanwhile.
+class LlWarpShare {
+public:
+  static constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
+
+  __device__ LlWarpShare(int num_warps, int first_block, uint32_t tiles_to_send)
+      : warp_(threadIdx.x / kWarp), half_(static_cast<uint32_t>(num_warps) / 2),
+        block_(blockIdx.x - static_cast<uint32_t>(first_block)), blocks_(gridDim.x - static_cast<uint32_t>(first_block)),
+        is_split_(tiles_to_send > half_ * blocks_) {}
+
+  // A warp takes every step()-th tile, from the first one on; kNone: it takes none.
+  __device__ uint32_t step() const { return (is_split_ ? half_ : 2 * half_) * blocks_; }
+  __device__ uint32_t first_to_send() const {
+    return warp_ >= (is_split_ ? half_ : 2 * half_) ? kNone : warp_ * blocks_ + block_;
+  }
+  __device__ uint32_t first_to_receive() const {
+    if (is_split_ && is_sender()) return kNone;
+    return (is_sender() ? warp_ + half_ : warp_ - half_) * blocks_ + block_;
+  }
+
+  // The same where the warps that send receive the last 5/16 of the tiles afterwards, which arrive about then.
+  __device__ uint32_t first_to_receive(uint32_t tiles) const {
+    return is_split_ && is_sender() ? late(tiles) + first_to_send() : first_to_receive();
+  }
+  // The end of the tiles that the warp receives, if there are so many.
+  __device__ uint32_t end_to_receive(uint32_t tiles) const { return is_split_ && !is_sender() ? late(tiles) : kNone; }
+
+private:
+  __device__ bool is_sender() const { return warp_ < half_; }
+  __device__ static uint32_t late(uint32_t tiles) { return tiles / 16 * 11; }
+
+  uint32_t warp_, half_, block_, blocks_;
+  bool is_split_;
+};
 
 enum class WarpRole { none, send, signal, receive };
 
@@ -151,8 +183,8 @@ struct TokenSlots {
   int32_t token = 0;
 };
 
-// The live slots of several tokens on this rank, which Movement::slots_of_batch looks up at the same time: lane t walks the slots
-// of token t.
+// The live slots of several tokens on this rank, which Movement::slots_of_batch looks up at the same time: lane t walks the
+// slots of token t.
 struct SlotBatch {
   static constexpr int kMaxTokens = 8;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // prepare_dispatch: the plan and the rows in one call. A rank with few tokens (sends_ll_rows) takes the kernel below. Its rows
-// leave as LL packets before any slot is known, since their staging is keyed by (source, token): to each rank that a valid
+// leave as LL lines before any slot is known, since their staging is keyed by (source, token): to each rank that a valid
 // expert of the token lives on. A rank with more tokens takes two kernels, prepare's and then scatter's (launch_first_half,
 // launch_second_half), which make one call. Each rank learns from the descriptors which path its peers have taken, so the
 // ranks of a call may take different ones.
@@ -12,8 +12,9 @@
 //                   tokens, slots go to the other blocks as LL packets
 //   those that      send: store a chunk of a token of this rank into the      nothing
 //   move rows, the  staging of each peer that the token goes to
-//   others          receive: store a chunk of any rank's token into its       the entry barrier; then the LL packets of the
-//                   slots here                                                token's slots and of the chunk
+//   others          receive: store a chunk of any rank's token into its       the entry barrier of the warp; then the LL
+//                   slots here; of many tiles, half of the warps do so from   packets of the token's slots and the lines of
+//                   the beginning (LlWarpShare)                               the chunk
 //                   pad warps clear pads (kPadWarps)                          the totals of the plan
 //   the same, where receive as the second half of the call does, each         the whole plan; then what the path of the token's
 //   a rank has many source by its own path                                    source makes a receiver wait for
@@ -57,15 +58,15 @@ class LlRowsOfNewPlan {
 public:
   __device__ LlRowsOfNewPlan(const PrepareDispatchParams& params, const CallSession& call)
       : params_(params), args_(params.operation.call), layout_(params.group.context.layout), call_(call),
-        rows_(params.group, call, args_) {}
+        rows_(params.group, call, args_),
+        share_(num_copy_warps(), static_cast<int>(params.blocks.first_of_rows),
+               params.blocks.first_of_rows > 0 && call.num_ranks() > 1 ? tiles_to_send() : 0) {}
 
   // Before the entry barrier.
   __device__ void send() const {
     if (call_.num_ranks() == 1) return;
-    const WorkPartition partition = partition_of_warps(0, kMovementWarps);
-    const auto tiles = static_cast<uint32_t>(args_.num_tokens) * rows_.num_chunks();
 #pragma unroll 1
-    for (auto tile = static_cast<uint32_t>(partition.index); tile < tiles; tile += static_cast<uint32_t>(partition.count)) {
+    for (uint32_t tile = share_.first_to_send(); tile < tiles_to_send(); tile += share_.step()) {
       const uint32_t token = tile / rows_.num_chunks();
       const ChunkRange range = rows_.range_at(tile - token * rows_.num_chunks());
       const LlChunk chunk = rows_.load(token, range);
@@ -82,9 +83,9 @@ public:
   __device__ void receive() const {
     const int num_ranks = call_.num_ranks();
     const auto tokens = static_cast<uint32_t>(max_tokens() * num_ranks);
-    const WorkPartition partition = partition_of_warps(0, num_copy_warps());
+    const uint32_t tiles = tokens * rows_.num_chunks();
 #pragma unroll 1
-    for (auto tile = static_cast<uint32_t>(partition.rotated_index());; tile += static_cast<uint32_t>(partition.count)) {
+    for (uint32_t tile = share_.first_to_receive(tiles); tile < share_.end_to_receive(tiles); tile += share_.step()) {
       const uint32_t index = tile / rows_.num_chunks();
       if (index >= tokens) return;
       const auto token = static_cast<int32_t>(index / static_cast<uint32_t>(num_ranks));
@@ -101,16 +102,17 @@ public:
     return static_cast<int>(threadIdx.x) / kWarp >= num_copy_warps();
   }
   __device__ WorkPartition pad_partition() const {
-    return partition_of_warps(num_copy_warps(), kMovementWarps);
+    const auto first_block = static_cast<int>(params_.blocks.first_of_rows);
+    return partition_warps(num_copy_warps(), kMovementWarps - num_copy_warps(), first_block,
+                           static_cast<int>(gridDim.x) - first_block);
   }
 
 private:
   __device__ int num_copy_warps() const {
     return args_.alignment > 1 && args_.clears_pads ? kMovementWarps - kPadWarps : kMovementWarps;
   }
-  __device__ WorkPartition partition_of_warps(int first, int end) const {
-    const auto first_block = static_cast<int>(params_.blocks.first_of_rows);
-    return partition_warps(first, end - first, first_block, static_cast<int>(gridDim.x) - first_block);
+  __device__ uint32_t tiles_to_send() const {
+    return static_cast<uint32_t>(args_.num_tokens) * rows_.num_chunks();
   }
   __device__ int32_t max_tokens() const {
     int32_t tokens = 0;
@@ -178,6 +180,7 @@ private:
   const WindowLayout& layout_;
   const CallSession& call_;
   Rows rows_;
+  LlWarpShare share_;
 };
 
 // Behind the entry barrier: returns whether all ranks have sent LL packets, and exchange their routes.
@@ -229,23 +232,33 @@ __device__ __noinline__ void receive_mixed_rows(const PrepareDispatchParams& par
 __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& params) {
   // Nearly all shared memory is dynamic, so that movements have their pipelines there.
   PrepareShared& shared = *dynamic_shared_memory<PrepareShared>();
-  const CallSession call(params.group, EPX_OP_PREPARE_DISPATCH);
+  CallSession call(params.group, EPX_OP_PREPARE_DISPATCH);
   const bool prepares = blockIdx.x < params.blocks.prepare;
   const bool moves_rows = blockIdx.x >= params.blocks.first_of_rows;
   const PrepareRole role{params.blocks.prepare, gridDim.x, !moves_rows, slot_packets(params.group)};
   const PrepareContext c(params.group, params.prepare, params.experts, params.layout, call, role, shared,
                          reinterpret_cast<int32_t*>(&shared + 1));
+  __shared__ int failed; // whether a warp that enters by itself has found that the group has failed
+  if (threadIdx.x == 0) failed = 0;
   if (prepares) begin_prepare(c, params.descriptor);
-  if (!call.is_alone()) return;
+  if (!(prepares ? call.is_alone() : call.begin_ll())) return;
   if (moves_rows) {
     if (has_unaligned_rows(params.operation.call))
       send_unaligned_rows(params, call);
     else
       LlRowsOfNewPlan<false>(params, call).send();
   }
-  if (prepares && !publish(c)) return;
-  if (!call.enter(params.descriptor)) return;              // the entry barrier
-  if (!prepares && threadIdx.x == 0) call.sent(gridDim.x); // the others send slot records, too, and then call it
+  if (prepares) {
+    if (!publish(c)) return;
+    if (!call.enter(params.descriptor)) return; // the entry barrier
+  } else {
+    // Each warp enters by itself, so that those that receive need not wait for those that send.
+    call.sent_by_warp(kMovementWarps); // the blocks that prepare send slot records, too
+    if (!call.enter_warp(params.descriptor, dynamic_shared_memory<PeerDescriptors>()[threadIdx.x / kWarp])) {
+      if (lane() == 0) failed = 1;
+      return;
+    }
+  }
   const bool all_ll = all_ranks_send_ll(params, call);
   if (prepares) {
     const bool has_totals = prepare_behind_entry(c);
@@ -254,12 +267,19 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
     if (has_totals && threadIdx.x == 0) report_events(call.context(), params, call.descriptors(), true);
   }
   if (!moves_rows) return;
-  if (!all_ll)
-    receive_mixed_rows(params, call);
-  else if (has_unaligned_rows(params.operation.call))
+  if (!all_ll) {
+    if (!prepares) {
+      // The pipelines need the shared memory in which the warps have their descriptors, so the block enters once more, as a
+      // whole.
+      __syncthreads(); // a warp that has failed comes to that of leave()
+      if (failed != 0 || !c.call.enter_again(params.descriptor)) return;
+    }
+    receive_mixed_rows(params, c.call);
+  } else if (has_unaligned_rows(params.operation.call)) {
     receive_unaligned_rows(params, call);
-  else
+  } else {
     receive_rows<false>(params, call);
+  }
 }
 
 __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)

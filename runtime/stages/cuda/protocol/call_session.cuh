@@ -8,7 +8,7 @@
 //             path each warp enters by itself (enter_warp), because waiting for the other warps would take too long.
 //   ...       Blocks, or some of their warps, store into the windows of the peers. A movement signals a ready flag for each row
 //             (signal; SignalWarp), and other warps wait for it (wait_ready). prepare and the LL path store LL packets
-//             (LlPacket8 and others), which carry their flag with the data (wait_for_packet).
+//             (LlPacket8 and others) and lines (ll_row.cuh), which carry their flag with the data (wait_for_packet).
 //   sent      The last sender of the grid stores this in the window of every peer. Only a rank whose wait times out reads it,
 //             to find the culprit.
 //
@@ -90,8 +90,8 @@ public:
     }
   }
 
-  // All threads of a block call this before the block stores into a peer's window or waits for a peer; enter() and begin_ll() do.
-  // Returns false, the same in all threads, when another call of this rank is in progress; the group has then failed.
+  // All threads of a block call this before the block stores into a peer's window or waits for a peer; enter() and begin_ll()
+  // do. Returns false, the same in all threads, when another call of this rank is in progress; the group has then failed.
   __device__ bool is_alone() const {
     // When calls overlap, a thread that is late may read the sequence number behind that of its block, in which nobody posts.
     const bool agrees = has_sequence_of_block();
@@ -115,8 +115,8 @@ public:
   }
 
   // In a kernel behind the one that made the call (kContinues): reads the descriptors of all ranks once more, which lie in the
-  // window until this rank has posted the next call but one. Every block calls this, with the descriptor that was posted. Returns
-  // false, the same in all threads, when the group has failed.
+  // window until this rank has posted the next call but one. Every block calls this, with the descriptor that was posted.
+  // Returns false, the same in all threads, when the group has failed.
   __device__ bool enter_again(const CallDescriptor& descriptor) const {
     bool same = true;
     const bool ok = read_descriptors(descriptor, reverse_thread(), static_cast<int>(blockDim.x), same);

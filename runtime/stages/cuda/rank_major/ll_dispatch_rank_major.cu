@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// dispatch_rank_major on the low-latency (LL) path. Rows and routes travel as LL packets into staging that is keyed by (source,
-// row) and may be written at any time, so that nothing is sent behind the entry barrier. All warps do the same:
+// dispatch_rank_major on the low-latency (LL) path. Rows travel as LL lines, and routes as LL packets, into staging that is
+// keyed by (source, row) and may be written at any time, so that nothing is sent behind the entry barrier. All warps do the
+// same, unless there are many tiles: then half of them send, and the others receive from the beginning (LlWarpShare):
 //
 //   vote     each block learns by itself which ranks each token goes to, and so the rows of    barriers of the block
 //            all tokens; the last one stores how many there are for each rank on that
@@ -8,7 +9,7 @@
 //   send     store a chunk of a token, or its routes and weights, into the staging of each     nothing
 //            peer that the token goes to; what stays here, into the outputs
 //   receive  store a chunk of a peer's row, or its routes and weights, into the outputs        the entry barrier; the peer's
-//                                                                                              counts; the LL packets
+//                                                                                              counts; the LL lines, packets
 //   report   one warp stores the counts, the header and what was dropped                       the counts of all ranks
 //
 // Such a call takes as long as its instructions, which are fetched into a cold instruction cache, and the loads that wait for
@@ -90,13 +91,13 @@ class LlRankMajorDispatch : public RankMajorRowCounts {
 public:
   __device__ explicit LlRankMajorDispatch(const RankMajorParams& params)
       : RankMajorRowCounts(params), shared_(*dynamic_shared_memory<LlRankMajorShared>()), places_(group_, call_, args_),
-        partition_(partition_warps(0, kMovementWarps, 0, static_cast<int>(gridDim.x))) {}
+        share_(kMovementWarps, 0, call_.num_ranks() > 1 ? tiles_to_send() : 0) {}
 
   // All threads of the block call this before the entry barrier. Returns false, the same in all threads, when another call of
   // this rank is in progress; the group has then failed.
   __device__ bool send() {
     const auto tokens = static_cast<uint32_t>(args_.num_tokens);
-    auto index = static_cast<uint32_t>(partition_.index);
+    uint32_t index = share_.first_to_send();
     Tile tile = tile_at(index);
     TileData data = load(tile);
 #pragma unroll 1
@@ -114,7 +115,7 @@ public:
 #pragma unroll 1
       while (tile.row < end) {
         send_tile(tile, first, data);
-        index += static_cast<uint32_t>(partition_.count);
+        index += share_.step();
         tile = tile_at(index);
         data = load(tile);
       }
@@ -133,9 +134,9 @@ public:
     uint32_t rows =
         has_entered ? static_cast<uint32_t>(most_rows_of_peers()) : static_cast<uint32_t>(args_.slots_per_source);
     const auto peers = static_cast<uint32_t>(call_.num_ranks() - 1);
+    const uint32_t tiles = tiles_to_send() * peers; // an estimate
 #pragma unroll 1
-    for (auto index = static_cast<uint32_t>(partition_.rotated_index());;
-         index += static_cast<uint32_t>(partition_.count)) {
+    for (uint32_t index = share_.first_to_receive(tiles); index < share_.end_to_receive(tiles); index += share_.step()) {
       const Tile tile = tile_at(index);
       if (tile.row >= rows * peers) return;
       if (!has_entered) {
@@ -159,8 +160,8 @@ public:
 private:
   // ---- The block's part ----
 
-  // Warps of the last block that do something beside their tiles. The last warp of a block is not among them, since it waits for
-  // an atomic in begin_ll().
+  // Warps of the last block that do something beside their tiles. The last warp of a block is not among them, since it waits
+  // for an atomic in begin_ll().
   static constexpr int kPublishWarp = kMovementWarps - 3, kReportWarp = kMovementWarps - 2;
   __device__ static bool is_last_block() {
     return blockIdx.x == gridDim.x - 1;
@@ -168,8 +169,14 @@ private:
   __device__ static bool is_warp(int warp) {
     return static_cast<int>(threadIdx.x) / kWarp == warp;
   }
+  __device__ uint32_t parts_of_row() const {
+    return places_.num_chunks() + 1;
+  }
+  __device__ uint32_t tiles_to_send() const {
+    return static_cast<uint32_t>(args_.num_tokens) * parts_of_row();
+  }
   __device__ Tile tile_at(uint32_t index) const {
-    const uint32_t parts = places_.num_chunks() + 1;
+    const uint32_t parts = parts_of_row();
     const uint32_t row = index / parts;
     return {row, index - row * parts};
   }
@@ -195,15 +202,26 @@ private:
     const auto top_k = static_cast<uint32_t>(args_.top_k);
     const uint32_t begin_route = first * top_k;
     const uint32_t routes = (end - first) * top_k;
-    int64_t ahead = -1; // the thread's first index, loaded before the barrier
-    if (threadIdx.x < routes) ahead = index_at(args_, begin_route + threadIdx.x);
+    int64_t index = -1; // the thread's first one, loaded before the barrier
+    if (threadIdx.x < routes) index = index_at(args_, begin_route + threadIdx.x);
     clear_votes(first);
     __syncthreads();
+    if (threadIdx.x < routes) vote_for(threadIdx.x, index, begin_route);
+    if (routes > kMovementThreads) vote_for_more(routes, begin_route);
+  }
+  // The routes of each thread but its first one: so many at a time, whose loads are in flight together.
+  __device__ void vote_for_more(uint32_t routes, uint32_t begin_route) const {
+    constexpr uint32_t kTogether = 4;
 #pragma unroll 1
-    for (uint32_t route = threadIdx.x; route < routes;) {
-      vote_for(route, ahead, begin_route);
-      route += kMovementThreads;
-      if (route < routes) ahead = index_at(args_, begin_route + route);
+    for (uint32_t from = kMovementThreads + threadIdx.x; from < routes; from += kTogether * kMovementThreads) {
+      int64_t indices[kTogether] = {};
+#pragma unroll
+      for (uint32_t i = 0; i < kTogether; ++i)
+        if (const uint32_t route = from + i * kMovementThreads; route < routes)
+          indices[i] = index_at(args_, begin_route + route);
+#pragma unroll
+      for (uint32_t i = 0; i < kTogether; ++i)
+        if (const uint32_t route = from + i * kMovementThreads; route < routes) vote_for(route, indices[i], begin_route);
     }
   }
   // The tokens of the votes that are there are behind those of the next ones.
@@ -399,7 +417,7 @@ private:
 
   LlRankMajorShared& shared_;
   LlDispatchPlaces places_;
-  WorkPartition partition_;
+  LlWarpShare share_;
 };
 
 template <bool kUnaligned>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // This file moves rows of the low-latency (LL) path. A warp holds a chunk of a row in its registers; between ranks the chunk
-// travels as LL packets (LlPacket16, flag in data), each stored and loaded by one single-copy atomic access of 16 bytes, so it
-// needs neither a fence nor a flag of its own.
+// travels as lines of 128 bytes with an epoch in the last word of each (flag in data, LlPacket16), so it needs neither a fence
+// nor a flag of its own. Eight lanes store a line in one instruction (kStoresLinesWhole, memory_order.cuh).
 #pragma once
 
 #include <bit>
@@ -13,13 +13,12 @@
 
 namespace epx::cuda {
 
-// A lane holds these words of a chunk: vectors lane, lane + 32 and lane + 64. Between ranks their words travel in four LL
-// packets: those at lane, lane + 32, lane + 64 and lane + 96.
+// A lane holds these words of a chunk: vectors lane, lane + 32 and lane + 64. Between ranks they travel as the packets of the
+// same numbers. Of the last vector of a line, the epoch takes the place of the fourth word: the lane sends the fourth words of
+// its three vectors in one more packet, which is number 96 + lane / 8.
 struct LlChunk {
   static constexpr int kVectors = kLlChunkBytes / (kWarp * sizeof(uint4));
-  static constexpr int kPackets = kLlChunkPackets / kWarp;
   static constexpr int kWords = kVectors * sizeof(uint4) / sizeof(uint32_t);
-  static_assert(kWords == 3 * kPackets);
 
   uint32_t words[kWords];
 
@@ -30,10 +29,10 @@ struct LlChunk {
     return static_cast<int>(static_cast<unsigned>(bytes - lane() * static_cast<int>(sizeof(uint4)) + kWarpVectorBytes - 1) /
                             kWarpVectorBytes);
   }
-  // The same for its packets: 4 v words in packets of 3 words, where v is 0..3.
-  __device__ static int packets_of(int bytes) {
-    const int vectors = vectors_of(bytes);
-    return vectors == 0 ? 0 : vectors + 1;
+  // The number of this lane's vectors that lie in a line of which a chunk of `bytes` bytes fills a part.
+  __device__ static int lines_of(int bytes) {
+    constexpr int kLineBytes = kLlLinePackets * sizeof(uint4);
+    return vectors_of((bytes + kLineBytes - 1) / kLineBytes * kLineBytes);
   }
 };
 
@@ -88,70 +87,106 @@ __device__ inline void store_chunk(std::byte* to, int bytes, const LlChunk& chun
   }
 }
 
-// Stores a chunk into a rank's window.
+// Returns whether the calling lane has the last packets of lines, those with an epoch.
+__device__ inline bool has_ll_flag() {
+  return lane() % kLlLinePackets == kLlLinePackets - 1;
+}
+// Stores a chunk into a rank's window. All lanes call this.
 __device__ inline void send_chunk(LlPacket16* to, int bytes, const LlChunk& chunk, Epoch epoch) {
-  const int num_packets = LlChunk::packets_of(bytes);
+  const int lines = LlChunk::lines_of(bytes);
+  const bool has_flag = has_ll_flag();
+  const auto store_vectors = [&](bool of_this_lane) {
+    __syncwarp(); // the lanes of a line store it together
 #pragma unroll
-  for (int i = 0; i < LlChunk::kPackets; ++i)
-    if (i < num_packets)
-      store_packet_relaxed_sys(to + i * kWarp + lane(),
-                               LlPacket16{{chunk.words[3 * i], chunk.words[3 * i + 1], chunk.words[3 * i + 2]}, epoch});
+    for (int i = 0; i < LlChunk::kVectors; ++i) {
+      const uint32_t* const words = chunk.words + 4 * i;
+      if (i < lines && of_this_lane)
+        store_packet_relaxed_sys(to + i * kWarp + lane(),
+                                 LlPacket16{{words[0], words[1], words[2]}, has_flag ? epoch : words[3]});
+    }
+  };
+  if constexpr (kStoresLinesWhole) {
+    store_vectors(true);
+  } else {
+    store_vectors(!has_flag);
+    store_vectors(has_flag);
+  }
+  if (lines > 0 && has_flag)
+    store_packet_relaxed_sys(to + LlChunk::kVectors * kWarp + lane() / kLlLinePackets,
+                             LlPacket16{{chunk.words[3], chunk.words[7], chunk.words[11]}, epoch});
 }
 // Tests overwrite a chunk in staging with this once it has been used.
 __device__ inline void scribble_chunk(LlPacket16* packets) {
   __syncwarp(); // all lanes have read it
-#pragma unroll
-  for (int i = 0; i < LlChunk::kPackets; ++i)
-    store_packet_relaxed_sys(packets + i * kWarp + lane(), LlPacket16{{0x5a5a5a5a, 0x5a5a5a5a, 0x5a5a5a5a}, 0x5a5a5a5a});
+  for (int i = lane(); i < kLlChunkPackets; i += kWarp)
+    store_packet_relaxed_sys(packets + i, LlPacket16{{0x5a5a5a5a, 0x5a5a5a5a, 0x5a5a5a5a}, 0x5a5a5a5a});
 }
 
-// A peer sends this chunk; the lane keeps the packets of it that it has loaded so far.
+// A peer sends this chunk; the lane keeps what it has loaded of it so far.
 class IncomingLlChunk {
 public:
-  // Loads the packets once. All lanes call this.
-  __device__ IncomingLlChunk(const LlPacket16* staged, int bytes)
-      : staged_(staged), num_packets_(LlChunk::packets_of(bytes)) {
-    load();
+  // Loads the packets with an epoch once. All lanes call this.
+  __device__ IncomingLlChunk(const LlPacket16* staged, int bytes) : staged_(staged), lines_(LlChunk::lines_of(bytes)) {
+    load_flags();
   }
 
-  // Waits until all packets carry the call's epoch; `peer` stores them. Returns false when the group has failed. All lanes call
-  // this.
+  // Waits until all lines carry the call's epoch, which `peer` stores, and loads the rest of them. Returns false when the group
+  // has failed. All lanes call this.
   __device__ bool wait(const CallSession& call, int peer) {
     const Epoch epoch = call.epoch();
 #pragma unroll 1
     while (true) {
       const LlPacket16* missing = nullptr; // a packet of this lane
+      if (has_ll_flag()) {
 #pragma unroll
-      for (int i = 0; i < LlChunk::kPackets; ++i)
-        if (i < num_packets_ && packets_[i].epoch != epoch) missing = staged_ + i * kWarp + lane();
+        for (int i = 0; i < LlChunk::kVectors; ++i)
+          if (i < lines_ && vectors_[i].epoch != epoch) missing = staged_ + i * kWarp + lane();
+        if (lines_ > 0 && rest_.epoch != epoch) missing = rest_place();
+      }
       const unsigned lanes = __ballot_sync(~0u, missing != nullptr ? 1 : 0);
-      if (lanes == 0) return true;
+      if (lanes == 0) break;
       bool ok = true;
       LlPacket16 packet;
       if (lane() == lowest_bit(lanes)) ok = call.wait_for_packet(missing, packet, peer); // one lane polls, not all
       if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
-      load();
+      load_flags();
     }
+    // Behind the epochs, as NCCL does: a load of a line beside its store may see the new epoch and old data.
+    if (!has_ll_flag()) load_vectors();
+    return true;
   }
   // Returns the chunk, after wait() has returned true.
   __device__ LlChunk get() const {
     LlChunk chunk;
 #pragma unroll
-    for (int i = 0; i < LlChunk::kWords; ++i)
-      chunk.words[i] = i / 3 < num_packets_ ? packets_[i / 3].values[i % 3] : 0;
+    for (int i = 0; i < LlChunk::kVectors; ++i) {
+#pragma unroll
+      for (int word = 0; word < 3; ++word)
+        chunk.words[4 * i + word] = i < lines_ ? vectors_[i].values[word] : 0;
+      chunk.words[4 * i + 3] = i >= lines_ ? 0 : has_ll_flag() ? rest_.values[i] : vectors_[i].epoch;
+    }
     return chunk;
   }
 
 private:
-  __device__ void load() {
+  __device__ const LlPacket16* rest_place() const {
+    return staged_ + LlChunk::kVectors * kWarp + lane() / kLlLinePackets;
+  }
+  __device__ void load_vectors() {
 #pragma unroll
-    for (int i = 0; i < LlChunk::kPackets; ++i)
-      if (i < num_packets_) packets_[i] = load_packet_relaxed_sys(staged_ + i * kWarp + lane());
+    for (int i = 0; i < LlChunk::kVectors; ++i)
+      if (i < lines_) vectors_[i] = load_packet_relaxed_sys(staged_ + i * kWarp + lane());
+  }
+  __device__ void load_flags() {
+    if (lines_ == 0 || !has_ll_flag()) return;
+    load_vectors();
+    rest_ = load_packet_relaxed_sys(rest_place());
   }
 
   const LlPacket16* staged_;
-  int num_packets_;
-  LlPacket16 packets_[LlChunk::kPackets] = {};
+  int lines_;
+  LlPacket16 vectors_[LlChunk::kVectors] = {};
+  LlPacket16 rest_ = {};
 };
 
 // ---- Weights travel with rows as LL packets too (LlPacket8), as the bits of floats ----

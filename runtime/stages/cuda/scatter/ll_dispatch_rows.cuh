@@ -3,7 +3,7 @@
 // decides about slots and ranks is left to the callers.
 //
 // A chunk leaves by st.relaxed.sys.b128 (send_chunk of ll_row.cuh) for ll_scatter_rows[parity, source, token, chunk] of the
-// peer's window. There the receiver polls it by ld.relaxed.sys.b128 until each packet has the call's epoch
+// peer's window. There the receiver polls it by ld.relaxed.sys.b128 until each line has the call's epoch
 // (IncomingLlChunk::wait). No send waits for a receiver, because the staging is double-buffered by the parity of the call, and
 // while this grid runs call n no peer is still in call n - 2 (call_session.cuh).
 #pragma once
@@ -21,8 +21,8 @@ __host__ __device__ inline bool has_unaligned_rows(const DispatchCall& call) {
          (call.sidecar_bytes > 0 && is_unaligned(bits(call.sidecar) | bits(call.recv_sidecar), call.sidecar_bytes));
 }
 
-// Where the chunks and weights of rows lie. Staging has a place for each row of a source: that of a token, or, in the rank-major
-// layout, of a row of the receiver.
+// Where the chunks and weights of rows lie. Staging has a place for each row of a source: that of a token, or, in the
+// rank-major layout, of a row of the receiver.
 class LlDispatchPlaces {
 public:
   // Says where a chunk of a row or of its sidecar lies.

@@ -81,6 +81,8 @@ void store_packet_relaxed_sys(Packet* packet, const Packet& value) {
     std::atomic_ref(*reinterpret_cast<uint64_t*>(packet)).store(std::bit_cast<uint64_t>(value), std::memory_order_relaxed);
 }
 
+constexpr bool kStoresLinesWhole = false; // lanes run one after the other, in any order
+
 inline void store_relaxed_sys(uint32_t* word, uint32_t value) {
   std::atomic_ref(*word).store(value, std::memory_order_relaxed);
 }
