@@ -167,7 +167,7 @@ std::unique_ptr<Backend> make_backend(GroupContext& context, const epx_group_con
     context.window_access = transport.window_access();
     context.layout = make_window_layout(shape_of_window, context.window_access);
     if (context.window_access == WindowAccess::by_kernels && !transport.keeps_lines_whole())
-      context.layout.ll_tokens = 0; // no call takes the low-latency path, whose rows travel in such lines
+      context.layout.ll_tokens = 0; // no row takes the low-latency path, on which rows travel in such lines
   };
   if (context.transport == EPX_TRANSPORT_NCCL && context.shape.num_nodes() > 1) {
     const int rail_ctas = agree_on_rail_ctas(config.num_comm_sms, exchange);

@@ -69,9 +69,9 @@ struct alignas(256) LlCallDescriptor {
 static_assert(sizeof(LlCallDescriptor) == 256);
 
 // An LL packet of three words. Rows of the low-latency path travel through staging of their own in lines of eight such packets,
-// whose last one alone has an epoch (as in NCCL's LL128 protocol); in place of the others' epochs there is data. So they take
-// 4 % more bytes than the row has, and a line can be used as soon as its epoch is seen. A warp moves an LL chunk of a row at a
-// time: twelve lines, and half a line for the words that their epochs displace.
+// of which the last one alone has an epoch (as in NCCL's LL128 protocol); in place of the others' epochs there is data. A warp
+// moves an LL chunk of a row at a time: twelve lines, and four packets for the words that their epochs displace. That is 4 %
+// more bytes than the row has, but a line can be loaded as soon as its epoch is seen.
 struct alignas(16) LlPacket16 {
   uint32_t values[3];
   Epoch epoch;

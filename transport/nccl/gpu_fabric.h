@@ -14,8 +14,7 @@ namespace epx {
 GpuFabric find_gpu_fabric() noexcept;
 
 // Returns whether the GPU reaches the memory of all `peers` over NVLink. Those that NVML does not know are taken to be
-// on other machines of its fabric, if it has one.
-// Returns false where NVML does not tell.
+// on other machines of its fabric, if it has one. Returns false where NVML does not tell.
 bool reaches_over_nvlink(const GpuIdentity& gpu, std::span<const GpuIdentity> peers);
 
 } // namespace epx

@@ -71,11 +71,11 @@ __device__ inline WorkPartition partition_warps(int first_warp, int num_warps, i
 // few tiles are to be sent, all warps send and receive, and the first tiles are received by other warps than they are sent by.
 // Where there are more, the first half of the warps send, and the others receive from the beginning: stores to peers hold a
 // warp up while the wire is busy, and rows that have arrived would wait meanwhile.
-class LlWarpShare {
+class LlWorkPartition {
 public:
   static constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
 
-  __device__ LlWarpShare(int num_warps, int first_block, uint32_t tiles_to_send)
+  __device__ LlWorkPartition(int num_warps, int first_block, uint32_t tiles_to_send)
       : warp_(threadIdx.x / kWarp), half_(static_cast<uint32_t>(num_warps) / 2),
         block_(blockIdx.x - static_cast<uint32_t>(first_block)), blocks_(gridDim.x - static_cast<uint32_t>(first_block)),
         is_split_(tiles_to_send > half_ * blocks_) {}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // This is the low-latency (LL) path of combine and dispatch_bwd, in precision wire. As in ll_dispatch.cuh, rows travel as LL
 // lines into staging that may be written at any time, and a warp takes a chunk of a row at a time. All warps do the same,
-// unless there are many tiles: then half of them do the first part, and the others the second (LlWarpShare).
+// unless there are many tiles: then half of them do the first part, and the others the second (LlWorkPartition).
 //
 //   first  sum a chunk of a peer's token over its slots here, and       waits for nothing
 //          store the sum into the home rank's staging
@@ -23,11 +23,11 @@ public:
         layout_(params.group.context.layout), row_bytes_(args_.hidden * static_cast<int64_t>(sizeof(T))),
         chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
         tiles_to_send_(static_cast<uint32_t>(movement.ll_tokens() * (call_.num_ranks() - 1)) * chunks_),
-        share_(kMovementWarps, 0, tiles_to_send_) {}
+        partition_(kMovementWarps, 0, tiles_to_send_) {}
 
   __device__ void send() const {
 #pragma unroll 1
-    for (uint32_t tile = share_.first_to_send(); tile < tiles_to_send_; tile += share_.step()) {
+    for (uint32_t tile = partition_.first_to_send(); tile < tiles_to_send_; tile += partition_.step()) {
       const uint32_t index = tile / chunks_;
       const Movement::PeerToken peer = movement_.peer_token(index);
       send_chunk_of(peer.rank, peer.token, tile - index * chunks_);
@@ -37,7 +37,7 @@ public:
   __device__ void sum() const {
     bool has_entered = false;
 #pragma unroll 1
-    for (uint32_t tile = share_.first_to_receive();; tile += share_.step()) {
+    for (uint32_t tile = partition_.first_to_receive();; tile += partition_.step()) {
       const uint32_t token = tile / chunks_;
       if (token >= args_.num_tokens) break;
       const uint32_t chunk = tile - token * chunks_;
@@ -176,7 +176,7 @@ private:
   int64_t row_bytes_;
   uint32_t chunks_; // LL chunks of a row of this call
   uint32_t tiles_to_send_;
-  LlWarpShare share_;
+  LlWorkPartition partition_;
 };
 
 template <typename T, bool kUnaligned>

@@ -47,7 +47,7 @@ __device__ __forceinline__ void prepare(const PrepareParams& params) {
   begin_prepare(c, params.descriptor);
   if (!c.call.is_alone()) return;
   if (!publish(c)) return;
-  if (!c.call.enter(params.descriptor)) return; // the entry barrier
+  if (!c.call.enter_alone(params.descriptor)) return; // the entry barrier
   prepare_behind_entry(c);
 }
 

@@ -14,7 +14,7 @@
 //   move rows, the  staging of each peer that the token goes to
 //   others          receive: store a chunk of any rank's token into its       the entry barrier of the warp; then the LL
 //                   slots here; of many tiles, half of the warps do so from   packets of the token's slots and the lines of
-//                   the beginning (LlWarpShare)                               the chunk
+//                   the beginning (LlWorkPartition)                               the chunk
 //                   pad warps clear pads (kPadWarps)                          the totals of the plan
 //   the same, where receive as the second half of the call does, each         the whole plan; then what the path of the token's
 //   a rank has many source by its own path                                    source makes a receiver wait for
@@ -59,14 +59,14 @@ public:
   __device__ LlRowsOfNewPlan(const PrepareDispatchParams& params, const CallSession& call)
       : params_(params), args_(params.operation.call), layout_(params.group.context.layout), call_(call),
         rows_(params.group, call, args_),
-        share_(num_copy_warps(), static_cast<int>(params.blocks.first_of_rows),
-               params.blocks.first_of_rows > 0 && call.num_ranks() > 1 ? tiles_to_send() : 0) {}
+        partition_(num_copy_warps(), static_cast<int>(params.blocks.first_of_rows),
+                   params.blocks.first_of_rows > 0 && call.num_ranks() > 1 ? tiles_to_send() : 0) {}
 
   // Before the entry barrier.
   __device__ void send() const {
     if (call_.num_ranks() == 1) return;
 #pragma unroll 1
-    for (uint32_t tile = share_.first_to_send(); tile < tiles_to_send(); tile += share_.step()) {
+    for (uint32_t tile = partition_.first_to_send(); tile < tiles_to_send(); tile += partition_.step()) {
       const uint32_t token = tile / rows_.num_chunks();
       const ChunkRange range = rows_.range_at(tile - token * rows_.num_chunks());
       const LlChunk chunk = rows_.load(token, range);
@@ -85,7 +85,8 @@ public:
     const auto tokens = static_cast<uint32_t>(max_tokens() * num_ranks);
     const uint32_t tiles = tokens * rows_.num_chunks();
 #pragma unroll 1
-    for (uint32_t tile = share_.first_to_receive(tiles); tile < share_.end_to_receive(tiles); tile += share_.step()) {
+    for (uint32_t tile = partition_.first_to_receive(tiles); tile < partition_.end_to_receive(tiles);
+         tile += partition_.step()) {
       const uint32_t index = tile / rows_.num_chunks();
       if (index >= tokens) return;
       const auto token = static_cast<int32_t>(index / static_cast<uint32_t>(num_ranks));
@@ -180,10 +181,10 @@ private:
   const WindowLayout& layout_;
   const CallSession& call_;
   Rows rows_;
-  LlWarpShare share_;
+  LlWorkPartition partition_;
 };
 
-// Behind the entry barrier: returns whether all ranks have sent LL packets, and exchange their routes.
+// Behind the entry barrier: returns whether all ranks have sent LL lines, and exchange their routes.
 __device__ __forceinline__ bool all_ranks_send_ll(const PrepareDispatchParams& params, const CallSession& call) {
   bool all = !call.takes_ht_path();
 #pragma unroll 1
@@ -250,8 +251,9 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
   }
   if (prepares) {
     if (!publish(c)) return;
-    if (!call.enter(params.descriptor)) return; // the entry barrier
+    if (!call.enter_alone(params.descriptor)) return; // the entry barrier
   } else {
+    static_assert((kMovementWarps - kPadWarps) * TmaRowPipeline::kStagesBytes >= kMovementWarps * sizeof(PeerDescriptors));
     // Each warp enters by itself, so that those that receive need not wait for those that send.
     call.sent_by_warp(kMovementWarps); // the blocks that prepare send slot records, too
     if (!call.enter_warp(params.descriptor, dynamic_shared_memory<PeerDescriptors>()[threadIdx.x / kWarp])) {

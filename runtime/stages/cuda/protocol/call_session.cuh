@@ -102,8 +102,9 @@ public:
 
   // The entry barrier: every block calls this once, with the descriptor that was posted, and waits until all ranks have posted
   // theirs. Returns false, the same in all threads, when the group has failed; every block of the grid then returns at once.
-  __device__ bool enter(const CallDescriptor& descriptor) const {
-    if (!is_alone()) return false;
+  __device__ bool enter(const CallDescriptor& descriptor) const { return is_alone() && enter_alone(descriptor); }
+  // The same for a block that has called is_alone().
+  __device__ bool enter_alone(const CallDescriptor& descriptor) const {
     bool same = true;
     const bool ok = read_descriptors(descriptor, reverse_thread(), static_cast<int>(blockDim.x), same);
     if (__syncthreads_and(ok && same ? 1 : 0) != 0) {
@@ -114,12 +115,15 @@ public:
     return false;
   }
 
-  // In a kernel behind the one that made the call (kContinues): reads the descriptors of all ranks once more, which lie in the
-  // window until this rank has posted the next call but one. Every block calls this, with the descriptor that was posted.
-  // Returns false, the same in all threads, when the group has failed.
+  // In a kernel behind the one that made the call (kContinues), or where all warps of the block have entered by themselves:
+  // reads the descriptors of all ranks once more, which lie in the window until this rank has posted the next call but one.
+  // All threads of the block call this, with the descriptor that was posted. Returns false, the same in all threads, when the
+  // group has failed.
   __device__ bool enter_again(const CallDescriptor& descriptor) const {
     bool same = true;
-    const bool ok = read_descriptors(descriptor, reverse_thread(), static_cast<int>(blockDim.x), same);
+    const bool agrees = has_sequence_of_block();
+    if (!agrees) report_overlap(context());
+    const bool ok = agrees && read_descriptors(descriptor, reverse_thread(), static_cast<int>(blockDim.x), same);
     return __syncthreads_and(ok ? 1 : 0) != 0;
   }
 

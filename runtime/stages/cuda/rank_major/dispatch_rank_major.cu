@@ -262,7 +262,7 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
     report_warp = params.role_counts.sender_warps; // it neither sends nor signals
     if (warp.role == WarpRole::signal) dispatch.signal_warp().clear();
   }
-  if (!call.enter(params.descriptor)) return;
+  if (!call.enter_alone(params.descriptor)) return;
 
   TmaRowPipeline pipeline = pipeline_of_warp();
   if (warp.role == WarpRole::send) dispatch.send(pipeline, warp);

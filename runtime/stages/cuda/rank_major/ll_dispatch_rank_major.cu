@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // dispatch_rank_major on the low-latency (LL) path. Rows travel as LL lines, and routes as LL packets, into staging that is
 // keyed by (source, row) and may be written at any time, so that nothing is sent behind the entry barrier. All warps do the
-// same, unless there are many tiles: then half of them send, and the others receive from the beginning (LlWarpShare):
+// same, unless there are many tiles: then half of them send, and the others receive from the beginning (LlWorkPartition):
 //
 //   vote     each block learns by itself which ranks each token goes to, and so the rows of    barriers of the block
 //            all tokens; the last one stores how many there are for each rank on that
@@ -91,13 +91,13 @@ class LlRankMajorDispatch : public RankMajorRowCounts {
 public:
   __device__ explicit LlRankMajorDispatch(const RankMajorParams& params)
       : RankMajorRowCounts(params), shared_(*dynamic_shared_memory<LlRankMajorShared>()), places_(group_, call_, args_),
-        share_(kMovementWarps, 0, call_.num_ranks() > 1 ? tiles_to_send() : 0) {}
+        partition_(kMovementWarps, 0, call_.num_ranks() > 1 ? tiles_to_send() : 0) {}
 
   // All threads of the block call this before the entry barrier. Returns false, the same in all threads, when another call of
   // this rank is in progress; the group has then failed.
   __device__ bool send() {
     const auto tokens = static_cast<uint32_t>(args_.num_tokens);
-    uint32_t index = share_.first_to_send();
+    uint32_t index = partition_.first_to_send();
     Tile tile = tile_at(index);
     TileData data = load(tile);
 #pragma unroll 1
@@ -115,7 +115,7 @@ public:
 #pragma unroll 1
       while (tile.row < end) {
         send_tile(tile, first, data);
-        index += share_.step();
+        index += partition_.step();
         tile = tile_at(index);
         data = load(tile);
       }
@@ -136,7 +136,8 @@ public:
     const auto peers = static_cast<uint32_t>(call_.num_ranks() - 1);
     const uint32_t tiles = tiles_to_send() * peers; // an estimate
 #pragma unroll 1
-    for (uint32_t index = share_.first_to_receive(tiles); index < share_.end_to_receive(tiles); index += share_.step()) {
+    for (uint32_t index = partition_.first_to_receive(tiles); index < partition_.end_to_receive(tiles);
+         index += partition_.step()) {
       const Tile tile = tile_at(index);
       if (tile.row >= rows * peers) return;
       if (!has_entered) {
@@ -417,7 +418,7 @@ private:
 
   LlRankMajorShared& shared_;
   LlDispatchPlaces places_;
-  LlWarpShare share_;
+  LlWorkPartition partition_;
 };
 
 template <bool kUnaligned>

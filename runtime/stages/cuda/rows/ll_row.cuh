@@ -152,6 +152,7 @@ public:
       load_flags();
     }
     // Behind the epochs, as NCCL does: a load of a line beside its store may see the new epoch and old data.
+    __syncwarp(); // the other lanes' loads come after what the vote has told: a vote orders no memory
     if (!has_ll_flag()) load_vectors();
     return true;
   }

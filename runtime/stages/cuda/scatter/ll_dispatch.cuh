@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the low-latency (LL) path of dispatch, for calls in which no rank has more than max_ll_tokens() tokens. The latency
+// This is the low-latency (LL) path of dispatch, for calls in which no rank has more than the layout's ll_tokens. The latency
 // of waits dominates there, so rows travel as lines like those of NCCL's LL128 protocol: 124 bytes of data and 4 of flag, the
 // epoch (ll_row.cuh). No send waits for a receiver, because the staging is double-buffered by the parity of the call, and while
 // this grid runs call n no peer is still in call n - 2 (call_session.cuh). A warp takes a chunk of a row at a time.
@@ -10,7 +10,7 @@
 //                 its slots here
 //   copy, then    receive: store a chunk of a peer's token into its       the entry barrier; then the chunk's LL lines
 //                 slots. Of many tiles, half of the copy warps receive
-//                 from the beginning (LlWarpShare)
+//                 from the beginning (LlWorkPartition)
 //   pad           clear pads, and do nothing else; each CTA has           nothing
 //                 kPadWarps of them where the alignment is above 1, unless
 //                 pads are left untouched
@@ -38,9 +38,9 @@ public:
   }
 
   __device__ void send() const {
-    const LlWarpShare share = copy_share();
+    const LlWorkPartition partition = copy_partition();
 #pragma unroll 1
-    for (uint32_t tile = share.first_to_send(); tile < tiles_to_send(); tile += share.step()) {
+    for (uint32_t tile = partition.first_to_send(); tile < tiles_to_send(); tile += partition.step()) {
       const uint32_t token = tile / rows_.num_chunks();
       const ChunkRange range = rows_.range_at(tile - token * rows_.num_chunks());
       const WarpRoutes routes = movement_.routes_of(token);
@@ -53,12 +53,13 @@ public:
   }
 
   __device__ void receive() const {
-    const LlWarpShare share = copy_share();
+    const LlWorkPartition partition = copy_partition();
     const auto tokens = static_cast<uint32_t>(movement_.ll_tokens() * (call_.num_ranks() - 1));
     const uint32_t tiles = tokens * rows_.num_chunks();
     bool has_entered = false;
 #pragma unroll 1
-    for (uint32_t tile = share.first_to_receive(tiles); tile < share.end_to_receive(tiles); tile += share.step()) {
+    for (uint32_t tile = partition.first_to_receive(tiles); tile < partition.end_to_receive(tiles);
+         tile += partition.step()) {
       const uint32_t index = tile / rows_.num_chunks();
       if (index >= tokens) break;
       const Movement::PeerToken peer = movement_.peer_token(index);
@@ -80,7 +81,7 @@ private:
   __device__ uint32_t tiles_to_send() const {
     return static_cast<uint32_t>(args_.num_tokens) * rows_.num_chunks();
   }
-  __device__ LlWarpShare copy_share() const {
+  __device__ LlWorkPartition copy_partition() const {
     return {num_copy_warps(), 0, call_.num_ranks() > 1 ? tiles_to_send() : 0};
   }
   __device__ static WorkPartition partition_of_warps(int first, int end) {

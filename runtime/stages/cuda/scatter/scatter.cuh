@@ -94,7 +94,7 @@ struct ScatterParams : MovementParams {
   Operation operation;
 };
 
-// Returns whether a rank is a peer that has sent its rows as LL packets, where each source has chosen its path (MixedDispatch).
+// Returns whether a rank is a peer that has sent its rows as LL lines, where each source has chosen its path (MixedDispatch).
 __device__ inline bool is_ll_peer(const DeviceGroup& group, const CallSession& call, int top_k, int rank) {
   return rank != call.rank() && sends_ll_rows(group.context.layout, call.descriptors().num_tokens[rank], top_k);
 }
@@ -132,7 +132,7 @@ public:
     signal_warp().close();
   }
 
-  // The tokens of this rank come first: they need no peer. Those of peers that have sent LL packets are left to
+  // The tokens of this rank come first: they need no peer. Those of peers that have sent LL lines are left to
   // receive_ll_peers().
   __device__ void receive(const WarpAssignment& warp) const {
     const Tiles tiles(static_cast<int32_t>(operation_.call.num_tokens + movement_.num_peer_tokens()), max_batch_tokens(),
@@ -376,7 +376,7 @@ __device__ __noinline__ inline void receive_all_ll_chunks(const ScatterParams<Mi
   else
     receive_ll_chunks<false>(params, movement, partition);
 }
-// Receives the tokens of those peers that have sent LL packets, if there are any. A warp that has joined has no part in it.
+// Receives the tokens of those peers that have sent LL lines, if there are any. A warp that has joined has no part in it.
 __device__ inline void receive_ll_peers(const ScatterParams<MixedDispatch>& params, const CallSession& call,
                                         const WorkPartition& partition) {
   bool any = false;
