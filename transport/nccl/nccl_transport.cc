@@ -137,7 +137,7 @@ bool make_communicators(bool has_nvlink, Exchange& exchange, const Make& make) {
     return int32_t{has_nvlink ? 1 : 0};
   });
   if (std::ranges::count(all, 0) == 0) return true;
-  log::transport().info("not all ranks reach each other over NVLink: calls with few tokens take the path of many");
+  log::transport().info("not all ranks reach each other over NVLink: calls with few tokens take the high-throughput path");
   return false;
 }
 

@@ -98,8 +98,7 @@ private:
   int movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const;
 
   int num_ranks_;
-  int64_t
-      max_ll_tokens_; // tokens per rank up to which the low-latency path is taken, if the group has it (ll_tokens of its layout)
+  int64_t max_ll_tokens_; // tokens per rank up to which the low-latency path is taken, where the group has one
   int num_sms_;
   int prepare_blocks_;
   size_t prepare_shared_bytes_;

@@ -73,32 +73,33 @@ __device__ inline WorkPartition partition_warps(int first_warp, int num_warps, i
 // warp up while the wire is busy, and rows that have arrived would wait meanwhile.
 class LlWorkPartition {
 public:
-  static constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
-
   __device__ LlWorkPartition(int num_warps, int first_block, uint32_t tiles_to_send)
       : warp_(threadIdx.x / kWarp), half_(static_cast<uint32_t>(num_warps) / 2),
         block_(blockIdx.x - static_cast<uint32_t>(first_block)), blocks_(gridDim.x - static_cast<uint32_t>(first_block)),
         is_split_(tiles_to_send > half_ * blocks_) {}
 
-  // A warp takes every step()-th tile, from the first one on; kNone: it takes none.
-  __device__ uint32_t step() const { return (is_split_ ? half_ : 2 * half_) * blocks_; }
-  __device__ uint32_t first_to_send() const {
-    return warp_ >= (is_split_ ? half_ : 2 * half_) ? kNone : warp_ * blocks_ + block_;
-  }
+  // A warp takes every step()-th tile, from the first one on. The first one of a warp that takes none lies beyond all tiles.
+  __device__ uint32_t step() const { return senders() * blocks_; }
+  __device__ uint32_t first_to_send() const { return warp_ < senders() ? warp_ * blocks_ + block_ : kNone; }
   __device__ uint32_t first_to_receive() const {
-    if (is_split_ && is_sender()) return kNone;
-    return (is_sender() ? warp_ + half_ : warp_ - half_) * blocks_ + block_;
+    if (is_split_ && is_in_first_half()) return kNone;
+    return (is_in_first_half() ? warp_ + half_ : warp_ - half_) * blocks_ + block_;
   }
 
   // The same where the warps that send receive the last 5/16 of the tiles afterwards, which arrive about then.
   __device__ uint32_t first_to_receive(uint32_t tiles) const {
-    return is_split_ && is_sender() ? late(tiles) + first_to_send() : first_to_receive();
+    return is_split_ && is_in_first_half() ? late(tiles) + first_to_send() : first_to_receive();
   }
   // The end of the tiles that the warp receives, if there are so many.
-  __device__ uint32_t end_to_receive(uint32_t tiles) const { return is_split_ && !is_sender() ? late(tiles) : kNone; }
+  __device__ uint32_t end_to_receive(uint32_t tiles) const {
+    return is_split_ && !is_in_first_half() ? late(tiles) : kNone;
+  }
 
 private:
-  __device__ bool is_sender() const { return warp_ < half_; }
+  static constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max(); // more than the number of any tile
+
+  __device__ uint32_t senders() const { return is_split_ ? half_ : 2 * half_; } // of each block; as many receive
+  __device__ bool is_in_first_half() const { return warp_ < half_; }
   __device__ static uint32_t late(uint32_t tiles) { return tiles / 16 * 11; }
 
   uint32_t warp_, half_, block_, blocks_;
