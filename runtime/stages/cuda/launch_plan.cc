@@ -2,6 +2,7 @@
 #include "runtime/stages/cuda/launch_plan.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "base/cuda.h"
@@ -31,6 +32,10 @@ constexpr int kMinSplitFusedGrid = 8; // blocks
 constexpr int kFullGrid = 128; // blocks
 constexpr int kMaxSenderBlocks = 64;
 
+// On 4 H200 (4096 tokens of 7168 bfloat16, top-8 of 256) dispatch took 476.1 us with 64 sender blocks of 6 warps and 473.9 with 64
+// of 4, with rows of 2016 elements 165.8 and 160.9, and with 512 tokens 80.6 and 78.4; with 2 warps the shorter rows took 166.6.
+// combine of the rank-major layout, whose receivers sum, took 81.7 us with 6 warps and 512 tokens, 82.7 with 4.
+//
 // With fewer ranks there are fewer sender blocks: more rows stay on their rank, and the wire takes less of the time. dispatch on 2
 // H200 (4096 tokens of 7168 bfloat16, top-8 of 256) took 206 us with 32 sender blocks, 217 with 24. Each then has more sender
 // warps: on 2 H100 combine_bwd of the rank-major layout took 178.0 us with 32 blocks of 12 warps and 182.4 with 32 of 6.
@@ -42,13 +47,17 @@ constexpr int kMaxSenderBlocks = 64;
 // In the smallest grids all blocks send and receive, and whoever has no more to send or to signal receives: on 16 SMs (4096 tokens,
 // top-8) that made combine_bwd with weights' gradients 1030 us instead of 1390, and without them 718 instead of 779.
 constexpr int kSenderWarps = 6, kSenderWarpsOfSmallGrid = 12;
-constexpr int kSendersOfFullGrid = 384; // warps
-constexpr int kMinSplitGrid = 48;       // blocks; in smaller grids every block of scatter has senders and receivers
+constexpr int kSendersOfFullGrid = 384, kSendersOfRowsOfFullGrid = 256; // warps
+constexpr int kMinSplitGrid = 48; // blocks; in smaller grids every block of scatter has senders and receivers
 static_assert(kSenderWarpsOfSmallGrid <= kMaxSendersPerSignalWarp);
-WarpRoleCounts scatter_role_counts(int blocks, int num_ranks) {
+WarpRoleCounts scatter_role_counts(int blocks, ReceiverWork receivers, int num_ranks) {
   const int sender_blocks = std::min(16 * num_ranks, kMaxSenderBlocks);
-  if (blocks >= kFullGrid)
-    return {sender_blocks, std::clamp(kSendersOfFullGrid / sender_blocks, kSenderWarps, kSenderWarpsOfSmallGrid), 1, false};
+  if (blocks >= kFullGrid) {
+    const bool fills_sender_blocks = sender_blocks == kMaxSenderBlocks;
+    const int senders =
+        fills_sender_blocks && receivers == ReceiverWork::rows ? kSendersOfRowsOfFullGrid : kSendersOfFullGrid;
+    return {sender_blocks, std::min(senders / sender_blocks, kSenderWarpsOfSmallGrid), 1, false};
+  }
   if (blocks >= kMinSplitGrid) return {std::min(sender_blocks, blocks / 3), kSenderWarpsOfSmallGrid, 1, false};
   return {blocks, kSenderWarps, 1, true};
 }
@@ -64,12 +73,24 @@ WarpRoleCounts rank_major_role_counts(int blocks) {
   return {blocks, std::clamp(kSendersOfRankMajor / blocks, kSenderWarps, kMaxSenderWarpsOfRankMajor), 1, true};
 }
 
-// In gather senders have about as much to do as receivers. In a grid that leaves SMs to others they have SMs of their own and join
-// the receivers in the end, so that no warp is left without work: on 84 SMs of 2 H200 combine took 205.7 us (4096 tokens, top-8)
-// and 420.1 (11264, top-3) instead of 218.8 and 443.2 with 10 senders in each block. Record 0014 in docs/decisions has more.
-WarpRoleCounts gather_role_counts(int blocks, int warps) {
-  if (blocks >= kFullGrid) return {kMaxSenderBlocks, warps, 0, false};
-  return {std::max(blocks * 5 / 8, 1), warps, 0, true};
+// Where gather has the whole GPU, its senders get as many of the blocks as their part of the rows is that all warps load and store:
+// of a token with experts everywhere alike, a rank sums the rows that its peers' tokens have here and stores one for each such
+// token, and as a receiver it sums the rows that its own tokens have here with those that the peers have sent. On 4 H200 (4096
+// tokens of 2016 bfloat16, top-8) combine took 180.0 us with 64 sender blocks, 166.8 with 80 and 167.7 with 96.
+//
+// In a grid that leaves SMs to others they join the receivers in the end, so that no warp is left without work: on 84 SMs of 2 H200
+// combine took 205.7 us (4096 tokens, top-8) and 420.1 (11264, top-3) instead of 218.8 and 443.2 with 10 senders in each block.
+// Record 0014 in docs/decisions has more.
+WarpRoleCounts gather_role_counts(int blocks, int warps, const GroupShape& shape, int top_k) {
+  if (blocks < kFullGrid) return {std::max(blocks * 5 / 8, 1), warps, 0, true};
+  const double peers = shape.num_ranks - 1;
+  const double rows_of_token = static_cast<double>(top_k) / shape.num_ranks; // on a rank
+  const double sent_of_token =
+      shape.precision == EPX_COMBINE_EXACT ? rows_of_token : 1 - std::pow(peers / shape.num_ranks, top_k);
+  const double senders = peers * (rows_of_token + sent_of_token);
+  const double receivers = rows_of_token + peers * sent_of_token + 1;
+  const int sender_blocks = static_cast<int>(std::lround(blocks * senders / (senders + receivers)));
+  return {std::clamp(sender_blocks, 1, blocks - 1), warps, 0, false};
 }
 
 struct Device {
@@ -124,8 +145,7 @@ int LaunchPlan::resolve_num_sms(int num_comm_sms, int others) {
   return std::max(num_sms - others, 1);
 }
 
-LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms)
-    : num_ranks_(shape.num_ranks), max_ll_tokens_(max_ll_tokens(shape)) {
+LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms) : shape_(shape), max_ll_tokens_(max_ll_tokens(shape)) {
   const Device device = this_device();
   num_sms_ = resolve_num_sms(num_comm_sms, 0);
   prepare_shared_bytes_ = prepare_shared_bytes(shape.num_experts);
@@ -191,7 +211,7 @@ PrepareGrid LaunchPlan::next_prepare(int64_t routes, cudaStream_t stream) {
 // A call with so little data that each warp has at most one LL chunk gets less than half of the group's SMs, so that its kernel
 // can be launched with PDL behind another one.
 int LaunchPlan::movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const {
-  const int64_t chunks = tokens * ll_chunks_of(row_bytes) * std::max(num_ranks_ - 1, 1);
+  const int64_t chunks = tokens * ll_chunks_of(row_bytes) * std::max(shape_.num_ranks - 1, 1);
   const int small_grid = (num_sms_ - kMinPrepareBlocks) / 2;
   constexpr int kWarps = 8; // per block, with one chunk each
   return small_grid >= 1 && chunks <= int64_t{small_grid} * kWarps ? std::min(small_grid, max_blocks) : max_blocks;
@@ -223,14 +243,16 @@ MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int ali
     if (tokens <= max_ll_tokens_ && room < blocks && 4 * room >= 3 * blocks) blocks = room;
   }
   return {next(blocks, kMovementThreads, movement_shared_bytes(), stream),
-          receivers == ReceiverWork::routes ? rank_major_role_counts(blocks) : scatter_role_counts(blocks, num_ranks_)};
+          receivers == ReceiverWork::routes ? rank_major_role_counts(blocks)
+                                            : scatter_role_counts(blocks, receivers, shape_.num_ranks)};
 }
 
-MovementGrid LaunchPlan::next_gather(int64_t tokens, int64_t row_bytes, bool by_long_tiles, cudaStream_t stream) {
+MovementGrid LaunchPlan::next_gather(int64_t tokens, int top_k, int64_t row_bytes, bool by_long_tiles,
+                                     cudaStream_t stream) {
   const int blocks = movement_blocks(tokens, row_bytes, gather_blocks_);
   const int threads = by_long_tiles ? kLongTileGatherThreads : kMovementThreads;
   return {next(blocks, threads, by_long_tiles ? long_tile_gather_shared_bytes() : movement_shared_bytes(), stream),
-          gather_role_counts(blocks, threads / 32)};
+          gather_role_counts(blocks, threads / 32, shape_, top_k)};
 }
 
 } // namespace epx::cuda

@@ -27,9 +27,9 @@ struct WarpRoleCounts {
   int signal_warps; // per sender block: 1, or 0 when the senders signal by themselves
   bool joins;       // a sender that has no more to send receives, and so does a signal warp then
 };
-// What the receivers of a kernel with the roles of scatter do. rows: they copy or sum rows. routes: they store the routes of
-// dispatch_rank_major, and copy rows only where these do not come in place.
-enum class ReceiverWork { rows, routes };
+// What the receivers of a kernel with the roles of scatter do. rows: they copy, scale or multiply rows. sums: they sum the rows that
+// ranks have sent of a token. routes: they store the routes of dispatch_rank_major, and copy rows only where these do not come in place.
+enum class ReceiverWork { rows, sums, routes };
 // Threads of each block of scatter and gather, and of the kernels of gather that read rows by long h-tiles. With three
 // warps instead of four on each quarter of an SM a thread may have 168 registers instead of 128: nothing is spilled, and
 // the loads of a whole h-tile from shared memory are in flight.
@@ -84,7 +84,7 @@ public:
                                             cudaStream_t stream);
   MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int alignment, ReceiverWork receivers, cudaStream_t stream);
   // `by_long_tiles`: the grid is for a kernel of kLongTileGatherThreads, which never takes the low-latency path.
-  MovementGrid next_gather(int64_t tokens, int64_t row_bytes, bool by_long_tiles, cudaStream_t stream);
+  MovementGrid next_gather(int64_t tokens, int top_k, int64_t row_bytes, bool by_long_tiles, cudaStream_t stream);
   // Returns whether a call in which this rank has so many tokens may take the low-latency path.
   bool may_take_ll_path(int64_t tokens) const { return tokens <= max_ll_tokens_; }
 
@@ -97,7 +97,7 @@ private:
   int room_beside_last(cudaStream_t stream) const;
   int movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const;
 
-  int num_ranks_;
+  GroupShape shape_;
   int64_t max_ll_tokens_; // tokens per rank up to which the low-latency path is taken, where the group has one
   int num_sms_;
   int prepare_blocks_;

@@ -318,7 +318,7 @@ cudaError_t launch_as(const DeviceGroup& group, LaunchPlan& plan, const Movement
   const bool by_long_tiles =
       call.hidden < kMaxHidden && LongTileReader<T>::takes(call.hidden) && !plan.may_take_ll_path(call.num_tokens);
   const auto [grid, role_counts] =
-      plan.next_gather(call.num_tokens, row_bytes(call.dtype, call.hidden), by_long_tiles, stream);
+      plan.next_gather(call.num_tokens, call.top_k, row_bytes(call.dtype, call.hidden), by_long_tiles, stream);
   const int32_t weights = (tensors.row_weights != nullptr ? 1 : 0) | (tensors.carried_weights != nullptr ? 2 : 0);
   const GatherParams params{make_movement_params(group, role_counts, call, weights, 0, kNotRegistered), tensors};
   if constexpr (LongTileReader<T>::kTakesType)

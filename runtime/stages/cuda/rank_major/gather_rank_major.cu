@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
 cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const MovementCall& call, const GatherTensors& tensors,
                    cudaStream_t stream) {
   const auto [grid, role_counts] =
-      plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1, ReceiverWork::rows, stream);
+      plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1, ReceiverWork::sums, stream);
   const int32_t weights = tensors.carried_weights != nullptr ? 2 : 0;
   const GatherParams params{make_movement_params(group, role_counts, call, weights, 0, kNotRegistered), tensors};
   if (call.dtype == EPX_FLOAT32) return launch_cooperative(&rank_major_gather_kernel<float>, grid, stream, params);
