@@ -21,8 +21,9 @@ epx_memory_plan plan_memory(const GroupShape& shape, epx_transport transport) {
   plan.slot_record_bytes = layout.ll_slot_records.bytes + layout.first_slots.bytes;
   plan.scatter_row_bytes = layout.scatter_rows.bytes + layout.ll_scatter_rows.bytes;
   plan.scatter_sidecar_bytes = layout.scatter_sidecars.bytes;
-  plan.scatter_weight_bytes = layout.scatter_weights.bytes + layout.scatter_ready_flags.bytes +
-                              layout.ll_scatter_weights.bytes + layout.ll_rank_major_routes.bytes;
+  plan.scatter_weight_bytes = layout.scatter_weights.bytes + layout.scatter_token_weights.bytes +
+                              layout.scatter_ready_flags.bytes + layout.ll_scatter_weights.bytes +
+                              layout.ll_rank_major_routes.bytes;
   plan.gather_row_bytes = layout.gather_rows.bytes + layout.ll_gather_rows.bytes;
   plan.gather_weight_bytes = layout.gather_weights.bytes + layout.gather_ready_flags.bytes + layout.ll_gather_weights.bytes;
   plan.scratch_bytes = has_rails ? rail_bytes(nodes) : host::Scratch::bytes(shape);

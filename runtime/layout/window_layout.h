@@ -41,6 +41,7 @@ struct alignas(128) CallDescriptor {
   int64_t recv_rows;       // N
   int64_t rows_allocation; // number of the allocation that holds the receive rows, which peers may write in place; -1: none
   int64_t rows_offset;     // bytes into that allocation
+  int64_t stages_rows; // prepare_dispatch: 1 if this rank's rows go into staging even where they could be written in place
   int64_t weights_allocation; // the same for the receive weights of a gather
   int64_t weights_offset;
   // The sequence number is stored last, with release order.
@@ -192,10 +193,11 @@ struct WindowLayout {
   Region ll_slot_records; // LlSlotRecord [R]; dispatch_rank_major: RankMajorRoute [P, min(M, max_tokens), K]
   Region first_slots;     // LlPacket8 [P, max_tokens]: each token's first slot here, by source rank; kernels only
   // Scatter (dispatch, combine_bwd), stored by the token's rank.
-  Region scatter_rows;        // [scatter_staging_rows, row_stride]
-  Region scatter_sidecars;    // [scatter_staging_rows, sidecar_stride]
-  Region scatter_weights;     // float [R], by slot
-  Region scatter_ready_flags; // Epoch [P, max_tokens]: last call that stored the token's row; kernels only
+  Region scatter_rows;          // [scatter_staging_rows, row_stride]
+  Region scatter_sidecars;      // [scatter_staging_rows, sidecar_stride]
+  Region scatter_weights;       // float [R], by slot
+  Region scatter_token_weights; // float [P, max_tokens, max_top_k], by source rank: those of prepare_dispatch; kernels only
+  Region scatter_ready_flags;   // Epoch [P, max_tokens]: last call that stored the token's row; kernels only
   // Gather (combine, dispatch_bwd), stored by the expert's rank.
   Region gather_rows;        // [gather_staging_rows, row_stride]
   Region gather_weights;     // float [max_tokens * max_top_k], by (token, k)
@@ -272,6 +274,7 @@ inline WindowLayout make_window_layout(const GroupShape& shape, WindowAccess acc
   append(layout.scatter_rows, layout.scatter_staging_rows, layout.row_stride);
   append(layout.scatter_sidecars, layout.scatter_staging_rows, layout.sidecar_stride);
   append(layout.scatter_weights, shape.max_recv_tokens, sizeof(float));
+  append_for_kernels(layout.scatter_token_weights, checked_mul(ranks * tokens, shape.max_top_k, what), sizeof(float));
   append_for_kernels(layout.scatter_ready_flags, ranks * tokens, sizeof(Epoch));
   append(layout.gather_rows, layout.gather_staging_rows, layout.row_stride);
   append(layout.gather_weights, tokens * shape.max_top_k, sizeof(float));

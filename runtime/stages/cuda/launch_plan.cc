@@ -32,20 +32,20 @@ constexpr int kMinSplitFusedGrid = 8; // blocks
 constexpr int kFullGrid = 128; // blocks
 constexpr int kMaxSenderBlocks = 64;
 
-// On 4 H200 (4096 tokens of 7168 bfloat16, top-8 of 256) dispatch took 476.1 us with 64 sender blocks of 6 warps and 473.9 with 64
-// of 4, with rows of 2016 elements 165.8 and 160.9, and with 512 tokens 80.6 and 78.4; with 2 warps the shorter rows took 166.6.
-// combine of the rank-major layout, whose receivers sum, took 81.7 us with 6 warps and 512 tokens, 82.7 with 4.
+// On 4 H200 (4096 tokens of 7168 bfloat16, top-8 of 256) dispatch took 476.1 us with 64 sender blocks of 6 warps and 473.9 with
+// 64 of 4, with rows of 2016 elements 165.8 and 160.9, and with 512 tokens 80.6 and 78.4; with 2 warps the shorter rows took
+// 166.6. combine of the rank-major layout, whose receivers sum, took 81.7 us with 6 warps and 512 tokens, 82.7 with 4.
 //
-// With fewer ranks there are fewer sender blocks: more rows stay on their rank, and the wire takes less of the time. dispatch on 2
-// H200 (4096 tokens of 7168 bfloat16, top-8 of 256) took 206 us with 32 sender blocks, 217 with 24. Each then has more sender
-// warps: on 2 H100 combine_bwd of the rank-major layout took 178.0 us with 32 blocks of 12 warps and 182.4 with 32 of 6.
+// With fewer ranks there are fewer sender blocks: more rows stay on their rank, and the wire takes less of the time. dispatch
+// on 2 H200 (4096 tokens of 7168 bfloat16, top-8 of 256) took 206 us with 32 sender blocks, 217 with 24. Each then has more
+// sender warps: on 2 H100 combine_bwd of the rank-major layout took 178.0 us with 32 blocks of 12 warps and 182.4 with 32 of 6.
 //
-// In a smaller grid there are fewer sender blocks, so that most are left to receivers, which have more to do; each has 12 sender warps.
-// On 100 SMs of 2 H200 (11264 tokens, top-3) dispatch took 408 us with 32 blocks of 12 sender warps or 40 of 9, and combine_bwd
-// 457; with 64 of 6 they took 409 and 621, and with senders and receivers in all blocks 456 and 694.
+// In a smaller grid there are fewer sender blocks, so that most are left to receivers, which have more to do; each has 12
+// sender warps. On 100 SMs of 2 H200 (11264 tokens, top-3) dispatch took 408 us with 32 blocks of 12 sender warps or 40 of 9,
+// and combine_bwd 457; with 64 of 6 they took 409 and 621, and with senders and receivers in all blocks 456 and 694.
 //
-// In the smallest grids all blocks send and receive, and whoever has no more to send or to signal receives: on 16 SMs (4096 tokens,
-// top-8) that made combine_bwd with weights' gradients 1030 us instead of 1390, and without them 718 instead of 779.
+// In the smallest grids all blocks send and receive, and whoever has no more to send or to signal receives: on 16 SMs (4096
+// tokens, top-8) that made combine_bwd with weights' gradients 1030 us instead of 1390, and without them 718 instead of 779.
 constexpr int kSenderWarps = 6, kSenderWarpsOfSmallGrid = 12;
 constexpr int kSendersOfFullGrid = 384, kSendersOfRowsOfFullGrid = 256; // warps
 constexpr int kMinSplitGrid = 48; // blocks; in smaller grids every block of scatter has senders and receivers
@@ -62,10 +62,10 @@ WarpRoleCounts scatter_role_counts(int blocks, ReceiverWork receivers, int num_r
   return {blocks, kSenderWarps, 1, true};
 }
 
-// The receivers of dispatch_rank_major take up routes alone where rows come in place, so that all blocks send, with as many warps
-// as the wire has use for, which receive in the end. On 16 SMs of 2 H100 (4096 tokens of 7168 bfloat16, top-8) it took 294.5 us
-// with 8 sender warps in each block, 232.4 with 12 and 215.1 with 14; on 84 SMs 201.7 with 12 in each of 28 blocks, 193.4 with 8 and
-// 194.4 with 9 in each of all blocks. One warp of a block is left to receive from the beginning on.
+// The receivers of dispatch_rank_major take up routes alone where rows come in place, so that all blocks send, with as many
+// warps as the wire has use for, which receive in the end. On 16 SMs of 2 H100 (4096 tokens of 7168 bfloat16, top-8) it took
+// 294.5 us with 8 sender warps in each block, 232.4 with 12 and 215.1 with 14; on 84 SMs 201.7 with 12 in each of 28 blocks,
+// 193.4 with 8 and 194.4 with 9 in each of all blocks. One warp of a block is left to receive from the beginning on.
 constexpr int kSendersOfRankMajor = 768, kMaxSenderWarpsOfRankMajor = 14; // warps of the grid, of a block
 static_assert(kMaxSenderWarpsOfRankMajor <= kMaxSendersPerSignalWarp &&
               kMaxSenderWarpsOfRankMajor + 2 <= kMovementThreads / 32);
@@ -73,14 +73,14 @@ WarpRoleCounts rank_major_role_counts(int blocks) {
   return {blocks, std::clamp(kSendersOfRankMajor / blocks, kSenderWarps, kMaxSenderWarpsOfRankMajor), 1, true};
 }
 
-// Where gather has the whole GPU, its senders get as many of the blocks as their part of the rows is that all warps load and store:
-// of a token with experts everywhere alike, a rank sums the rows that its peers' tokens have here and stores one for each such
-// token, and as a receiver it sums the rows that its own tokens have here with those that the peers have sent. On 4 H200 (4096
-// tokens of 2016 bfloat16, top-8) combine took 180.0 us with 64 sender blocks, 166.8 with 80 and 167.7 with 96.
+// Where gather has the whole GPU, its senders get as many of the blocks as their part of the rows is that all warps load and
+// store: of a token with experts everywhere alike, a rank sums the rows that its peers' tokens have here and stores one for
+// each such token, and as a receiver it sums the rows that its own tokens have here with those that the peers have sent. On 4
+// H200 (4096 tokens of 2016 bfloat16, top-8) combine took 180.0 us with 64 sender blocks, 166.8 with 80 and 167.7 with 96.
 //
-// In a grid that leaves SMs to others they join the receivers in the end, so that no warp is left without work: on 84 SMs of 2 H200
-// combine took 205.7 us (4096 tokens, top-8) and 420.1 (11264, top-3) instead of 218.8 and 443.2 with 10 senders in each block.
-// Record 0014 in docs/decisions has more.
+// In a grid that leaves SMs to others they join the receivers in the end, so that no warp is left without work: on 84 SMs of 2
+// H200 combine took 205.7 us (4096 tokens, top-8) and 420.1 (11264, top-3) instead of 218.8 and 443.2 with 10 senders in each
+// block. Record 0014 in docs/decisions has more.
 WarpRoleCounts gather_role_counts(int blocks, int warps, const GroupShape& shape, int top_k) {
   if (blocks < kFullGrid) return {std::max(blocks * 5 / 8, 1), warps, 0, true};
   const double peers = shape.num_ranks - 1;
@@ -158,14 +158,18 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms) : shape_(shape
   const int blocks = blocks_per_sm(prepare_kernel_address(true), prepare_threads(), prepare_shared_bytes_);
   prepare_blocks_ = std::min(kMaxPrepareBlocks, num_sms_ * blocks);
   prepare_dispatch_shared_bytes_ = cuda::prepare_dispatch_shared_bytes(shape.num_experts);
-  if (const size_t max_bytes = load(prepare_dispatch_kernel_address(), device); prepare_dispatch_shared_bytes_ > max_bytes)
+  if (const size_t max_bytes =
+          std::min(load(prepare_dispatch_kernel_address(), device), load(ht_prepare_dispatch_kernel_address(), device));
+      prepare_dispatch_shared_bytes_ > max_bytes)
     fail(EPX_ERROR_UNSUPPORTED,
          "epx_group_config.num_experts is {}; prepare_dispatch needs {} bytes of shared memory for them, and "
          "this GPU has {}",
          shape.num_experts, prepare_dispatch_shared_bytes_, max_bytes);
   prepare_dispatch_blocks_ =
-      num_sms_ * std::min(kMovementBlocksPerSm, blocks_per_sm(prepare_dispatch_kernel_address(), kMovementThreads,
-                                                              prepare_dispatch_shared_bytes_));
+      num_sms_ *
+      std::min({kMovementBlocksPerSm,
+                blocks_per_sm(prepare_dispatch_kernel_address(), kMovementThreads, prepare_dispatch_shared_bytes_),
+                blocks_per_sm(ht_prepare_dispatch_kernel_address(), kMovementThreads, prepare_dispatch_shared_bytes_)});
   load(abort_kernel_address(), device);
   for (const void* kernel : checksum_kernels())
     load(kernel, device);
@@ -230,6 +234,24 @@ PrepareDispatchGrid LaunchPlan::next_prepare_dispatch(int64_t tokens, int top_k,
   if (alignment <= 1) rows = movement_blocks(tokens, row_bytes, rows); // an aligned zone has many pads
   return {next(prepare + rows, kMovementThreads, prepare_dispatch_shared_bytes_, stream),
           {static_cast<unsigned>(prepare), static_cast<unsigned>(prepare)}};
+}
+
+// In a smaller grid the blocks that prepare would have to send, too, and the copies that rows in place spare would take longer
+// than prepare: on 16 SMs of 4 H200 (4096 tokens of 7168 bfloat16, top-8) one kernel took 797 us, two take 623. On 84 SMs it
+// takes 486 us instead of 494, and 512 tokens on 132 SMs 83 instead of 92.
+bool LaunchPlan::has_ht_prepare_dispatch() const {
+  return prepare_dispatch_blocks_ >= kMinSplitGrid && shape_.num_ranks > 1;
+}
+
+HtPrepareDispatchGrid LaunchPlan::next_ht_prepare_dispatch(int64_t tokens, int top_k, cudaStream_t stream) {
+  const int blocks = prepare_dispatch_blocks_;
+  const WarpRoleCounts role_counts = scatter_role_counts(blocks, ReceiverWork::rows, shape_.num_ranks);
+  const int64_t tiles = (tokens * top_k + prepare_threads() - 1) / prepare_threads();
+  const int most = std::min(blocks - role_counts.sender_blocks, prepare_blocks_); // senders begin at once
+  const int prepare = static_cast<int>(std::clamp<int64_t>(tiles, std::min(kMinPrepareBlocks, most), most));
+  return {next(blocks, kMovementThreads, prepare_dispatch_shared_bytes_, stream),
+          role_counts,
+          {static_cast<unsigned>(prepare), 0}};
 }
 
 MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int alignment, ReceiverWork receivers,

@@ -27,8 +27,9 @@ struct WarpRoleCounts {
   int signal_warps; // per sender block: 1, or 0 when the senders signal by themselves
   bool joins;       // a sender that has no more to send receives, and so does a signal warp then
 };
-// What the receivers of a kernel with the roles of scatter do. rows: they copy, scale or multiply rows. sums: they sum the rows that
-// ranks have sent of a token. routes: they store the routes of dispatch_rank_major, and copy rows only where these do not come in place.
+// What the receivers of a kernel with the roles of scatter do. rows: they copy, scale or multiply rows. sums: they sum the rows
+// that ranks have sent of a token. routes: they store the routes of dispatch_rank_major, and copy rows only where these do not
+// come in place.
 enum class ReceiverWork { rows, sums, routes };
 // Threads of each block of scatter and gather, and of the kernels of gather that read rows by long h-tiles. With three
 // warps instead of four on each quarter of an SM a thread may have 168 registers instead of 128: nothing is spilled, and
@@ -61,6 +62,12 @@ struct PrepareDispatchGrid {
   Grid grid;
   PrepareDispatchBlocks blocks;
 };
+// The same of the kernel for many tokens, in which the blocks that prepare receive rows afterwards.
+struct HtPrepareDispatchGrid {
+  Grid grid;
+  WarpRoleCounts role_counts;
+  PrepareDispatchBlocks blocks;
+};
 
 // Loads kernels that no LaunchPlan knows, before any of them is launched.
 void load_kernels(std::span<const void* const> kernels);
@@ -82,6 +89,9 @@ public:
   PrepareGrid next_prepare(int64_t routes, cudaStream_t stream);
   PrepareDispatchGrid next_prepare_dispatch(int64_t tokens, int top_k, int64_t row_bytes, int alignment,
                                             cudaStream_t stream);
+  // Returns whether the grid is large enough for the kernel of prepare_dispatch for many tokens.
+  bool has_ht_prepare_dispatch() const;
+  HtPrepareDispatchGrid next_ht_prepare_dispatch(int64_t tokens, int top_k, cudaStream_t stream);
   MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int alignment, ReceiverWork receivers, cudaStream_t stream);
   // `by_long_tiles`: the grid is for a kernel of kLongTileGatherThreads, which never takes the low-latency path.
   MovementGrid next_gather(int64_t tokens, int top_k, int64_t row_bytes, bool by_long_tiles, cudaStream_t stream);

@@ -61,10 +61,12 @@ struct WorkPartition {
 
 // Partitions the work among `num_warps` warps of `num_blocks` blocks. Neighbouring indices are in different blocks, so that few
 // tiles spread over many SMs.
-__device__ inline WorkPartition partition_warps(int first_warp, int num_warps, int first_block, int num_blocks) {
-  return {static_cast<int64_t>(static_cast<int>(threadIdx.x) / kWarp - first_warp) * num_blocks +
-              (static_cast<int>(blockIdx.x) - first_block),
+__device__ inline WorkPartition partition_warps(int first_warp, int num_warps, int first_block, int num_blocks, int block) {
+  return {static_cast<int64_t>(static_cast<int>(threadIdx.x) / kWarp - first_warp) * num_blocks + (block - first_block),
           static_cast<int64_t>(num_warps) * num_blocks};
+}
+__device__ inline WorkPartition partition_warps(int first_warp, int num_warps, int first_block, int num_blocks) {
+  return partition_warps(first_warp, num_warps, first_block, num_blocks, static_cast<int>(blockIdx.x));
 }
 
 // Shares the tiles of the low-latency path among `num_warps` warps of each block from `first_block` on, an even number. Where
@@ -120,22 +122,27 @@ __device__ inline int64_t joining_warps(const WarpRoleCounts& role_counts) {
 
 // Warp specialization of the high-throughput path: some warps send, and the ready flag of each row is signaled by its sender or
 // by a signal warp; the others receive, so that a rank's work on its rows overlaps the wire. With one rank, all warps receive.
-__device__ inline WarpAssignment assign_warp_role(const WarpRoleCounts& role_counts, int num_ranks) {
+// `block` is the number of the warp's block: role_counts.sender_blocks blocks from 0 on have senders.
+__device__ inline WarpAssignment assign_warp_role(const WarpRoleCounts& role_counts, int num_ranks, int block) {
   const int blocks = static_cast<int>(gridDim.x);
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  if (num_ranks == 1) return {partition_warps(0, warps, 0, blocks), WarpRole::receive};
+  if (num_ranks == 1) return {partition_warps(0, warps, 0, blocks, block), WarpRole::receive};
   const int sender_blocks = role_counts.sender_blocks;
   const int senders = role_counts.sender_warps;
   const int signals = role_counts.signal_warps;
   const int others = warps - senders - signals;
   const int64_t joining = joining_warps(role_counts);
-  if (static_cast<int>(blockIdx.x) >= sender_blocks)
-    return {partition_warps(0, warps, sender_blocks, blocks - sender_blocks), WarpRole::receive, joining};
-  if (warp < senders) return {partition_warps(0, senders, 0, sender_blocks), WarpRole::send};
-  if (warp >= senders + others) return {partition_warps(senders + others, signals, 0, sender_blocks), WarpRole::signal};
-  return {partition_warps(senders, others, 0, sender_blocks), sender_blocks == blocks ? WarpRole::receive : WarpRole::none,
-          joining};
+  if (block >= sender_blocks)
+    return {partition_warps(0, warps, sender_blocks, blocks - sender_blocks, block), WarpRole::receive, joining};
+  if (warp < senders) return {partition_warps(0, senders, 0, sender_blocks, block), WarpRole::send};
+  if (warp >= senders + others)
+    return {partition_warps(senders + others, signals, 0, sender_blocks, block), WarpRole::signal};
+  return {partition_warps(senders, others, 0, sender_blocks, block),
+          sender_blocks == blocks ? WarpRole::receive : WarpRole::none, joining};
+}
+__device__ inline WarpAssignment assign_warp_role(const WarpRoleCounts& role_counts, int num_ranks) {
+  return assign_warp_role(role_counts, num_ranks, static_cast<int>(blockIdx.x));
 }
 // The assignment of a sender that has no more to send, or of a signal warp that has no more to signal, if they join the
 // receivers.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// prepare_dispatch: the plan and the rows in one call. A rank with few tokens (sends_ll_rows) takes the kernel below. Its rows
-// leave as LL lines before any slot is known, since their staging is keyed by (source, token): to each rank that a valid
-// expert of the token lives on. A rank with more tokens takes two kernels, prepare's and then scatter's (launch_first_half,
-// launch_second_half), which make one call. Each rank learns from the descriptors which path its peers have taken, so the
-// ranks of a call may take different ones.
+// prepare_dispatch of a rank with few tokens (sends_ll_rows), on the low-latency path. Its rows leave as LL lines before any slot
+// is known, since their staging is keyed by (source, token): to each rank that a valid expert of the token lives on. A rank with
+// more tokens takes the kernel of ht_prepare_dispatch.cu, or in a small grid two kernels, prepare's and then scatter's
+// (launch_first_half, launch_second_half), which make one call. Each rank learns from the descriptors which path its peers have
+// taken, so the ranks of a call may take different ones.
 //
 //   blocks          do                                                        wait for
 //   those that      post the call descriptor (block 0); publish routes or     the entry barrier; LL packets of routes, counts,
@@ -14,10 +14,10 @@
 //   move rows, the  staging of each peer that the token goes to
 //   others          receive: store a chunk of any rank's token into its       the entry barrier of the warp; then the LL
 //                   slots here; of many tiles, half of the warps do so from   packets of the token's slots and the lines of
-//                   the beginning (LlWorkPartition)                               the chunk
+//                   the beginning (LlWorkPartition)                           the chunk
 //                   pad warps clear pads (kPadWarps)                          the totals of the plan
-//   the same, where receive as the second half of the call does, each         the whole plan; then what the path of the token's
-//   a rank has many source by its own path                                    source makes a receiver wait for
+//   the same, where receive by the path of each token's source                the whole plan; then what the path of the token's
+//   a rank has many                                                           source makes a receiver wait for
 //   tokens
 //
 // In a grid of few blocks all blocks do both, one after the other: rows are sent before any wait, so ranks cannot wait for each
@@ -27,22 +27,11 @@
 #include "runtime/stages/cuda/kernels.h"
 
 #include "base/device/launch.h"
-#include "runtime/stages/cuda/expert_ranks.cuh"
 #include "runtime/stages/cuda/kernel_list.h"
-#include "runtime/stages/cuda/prepare/prepare_steps.cuh"
-#include "runtime/stages/cuda/protocol/plan_parts.cuh"
-#include "runtime/stages/cuda/scatter/scatter.cuh"
+#include "runtime/stages/cuda/prepare_dispatch/prepare_dispatch.cuh"
 
 namespace epx::cuda {
 namespace {
-
-static_assert(kThreads == kMovementThreads);
-
-struct PrepareDispatchParams : ScatterParams<MixedDispatch> {
-  PrepareCall prepare;
-  ExpertRanks experts;
-  PrepareDispatchBlocks blocks;
-};
 
 // DeviceGroup::plan_packets has the flags of plan_parts.cuh, and then the slots that PrepareRole::slot_packets describes.
 __device__ __forceinline__ LlPacket8* slot_packets(const DeviceGroup& group) {
@@ -70,11 +59,8 @@ public:
       const uint32_t token = tile / rows_.num_chunks();
       const ChunkRange range = rows_.range_at(tile - token * rows_.num_chunks());
       const LlChunk chunk = rows_.load(token, range);
-      const PerRoute<int> ranks{rank_of_route(token, lane()), rank_of_route(token, lane() + kWarp)};
-      RankMask destinations;
-      if (ranks.low >= 0) destinations.set(ranks.low);
-      if (ranks.high >= 0) destinations.set(ranks.high);
-      rows_.send(token, range, RankMask::from_bits(or_of_lanes(destinations.bits())), chunk);
+      const PerRoute<int> ranks = ranks_by_experts(params_, token);
+      rows_.send(token, range, ranks_of_token(ranks), chunk);
       if (range.chunk == 0 && args_.topk_weights != nullptr) send_weights(token, ranks);
     }
   }
@@ -123,12 +109,6 @@ private:
     return tokens;
   }
 
-  // Returns the rank of a route's expert; -1: it is masked, its index is bad, or there is no such route.
-  __device__ int rank_of_route(int64_t token, int k) const {
-    if (k >= args_.top_k) return -1;
-    const int64_t index = index_at(params_.prepare, route_index(token, args_.top_k, k));
-    return index >= 0 && index < params_.experts.blocks.num_experts ? params_.experts.rank_of(static_cast<int>(index)) : -1;
-  }
   __device__ void send_weights(int64_t token, const PerRoute<int>& ranks) const {
     for (int first = 0; first < args_.top_k; first += kWarp)
       if (const int rank = ranks.own(first); rank >= 0 && rank != call_.rank())
@@ -217,17 +197,11 @@ __device__ __noinline__ void receive_unaligned_rows(const PrepareDispatchParams&
 
 // Some rank has many tokens, and its rows come with ready flags.
 __device__ __noinline__ void receive_mixed_rows(const PrepareDispatchParams& params, const CallSession call) {
-  if (!wait_for_plan_parts(params.group, call, 0, static_cast<int>(params.blocks.prepare))) return;
-  const Movement movement(params, call);
-  if (!movement.is_usable()) return; // the group has failed
-  TmaRowPipeline pipeline = pipeline_of_warp();
-  const Scatter scatter(params, movement, pipeline);
   const auto first_block = static_cast<int>(params.blocks.first_of_rows);
   const WarpAssignment warp{partition_warps(0, kMovementWarps, first_block, static_cast<int>(gridDim.x) - first_block),
                             WarpRole::receive};
-  if (params.operation.clears_pads()) scatter.clear_pads(warp);
-  scatter.receive(warp);
-  receive_ll_peers(params, call, warp);
+  TmaRowPipeline pipeline = pipeline_of_warp();
+  receive_by_plan(params, call, pipeline, warp);
 }
 
 __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& params) {
@@ -310,16 +284,20 @@ cudaError_t launch_prepare_dispatch(const DeviceGroup& group, LaunchPlan& plan, 
   const int64_t row_bytes = epx::row_bytes(dispatch.dtype, dispatch.hidden);
   const int32_t weights = dispatch.topk_weights != nullptr ? 1 : 0;
   MovementParams movement = make_movement_params(group, {}, dispatch, weights, dispatch.sidecar_bytes, range);
+  const ExpertRanks experts(ExpertBlocks{shape.num_experts, shape.num_ranks});
   if (!sends_ll_rows(group.context.layout, dispatch.num_tokens, dispatch.top_k)) {
+    if (group.context.layout.scatter_by_token && plan.has_ht_prepare_dispatch()) {
+      const auto [grid, role_counts, blocks] = plan.next_ht_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, stream);
+      movement.role_counts = role_counts;
+      movement.descriptor.stages_rows = 1;
+      return launch_ht_prepare_dispatch({{movement, {{dispatch, row_bytes}}}, call.prepare, experts, blocks}, grid, stream);
+    }
     const cudaError_t error = launch_first_half(group, plan, call.prepare, movement.descriptor, stream);
     return error != cudaSuccess ? error : launch_second_half(group, plan, dispatch, range, stream);
   }
   const int alignment = dispatch.clears_pads ? dispatch.alignment : 1; // of zones that have pads to clear
   const auto [grid, blocks] = plan.next_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, row_bytes, alignment, stream);
-  const PrepareDispatchParams params{{movement, {{dispatch, row_bytes}}},
-                                     call.prepare,
-                                     ExpertRanks(ExpertBlocks{shape.num_experts, shape.num_ranks}),
-                                     blocks};
+  const PrepareDispatchParams params{{movement, {{dispatch, row_bytes}}}, call.prepare, experts, blocks};
   return launch_cooperative(&prepare_dispatch_kernel, grid, stream, params);
 }
 

@@ -18,8 +18,8 @@
 // bounded, and ends when an abort record is seen, in this rank's window or in host memory; then the kernel ends without
 // touching anything more.
 //
-// prepare_dispatch of many tokens takes two kernels, which make one call: the first posts the descriptor and passes the entry
-// barrier, behind which the second may store into staging too (kContinues).
+// prepare_dispatch of many tokens on few SMs takes two kernels, which make one call: the first posts the descriptor and passes
+// the entry barrier, behind which the second may store into staging too (kContinues).
 //
 // Two calls of a group that nothing orders may overlap on the device, which ends the group. A block does not begin while
 // another launch makes the call that would be its own, or while blocks of the call before are still there (is_alone); and when
@@ -44,6 +44,7 @@ struct PeerDescriptors {
   int32_t rows_allocation[kMaxDeviceRanks];
   int32_t num_tokens[kMaxDeviceRanks];
   int32_t recv_rows[kMaxDeviceRanks]; // clamped to 2^31 - 1, since slots are int32
+  bool stages_rows[kMaxDeviceRanks];
 };
 
 class CallSession {
@@ -321,6 +322,9 @@ private:
       return true;
     case offsetof(CallDescriptor, rows_offset):
       descriptors.rows_offset[peer] = static_cast<int64_t>(value);
+      return true;
+    case offsetof(CallDescriptor, stages_rows):
+      descriptors.stages_rows[peer] = value != 0;
       return true;
     default:
       same &= value == reinterpret_cast<const uint64_t*>(&mine)[word];

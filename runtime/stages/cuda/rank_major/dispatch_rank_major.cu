@@ -90,9 +90,9 @@ public:
     return {shared, params_.role_counts.sender_warps, min(call_.num_ranks() - 1, kWarp)};
   }
 
-  // What a sender does. Where senders have several tokens each, they take them in ascending order from one counter,
-  // whichever block has assigned their rows: a warp that gets more of the wire sends more of them, and rows are ready about in the
-  // order in which receivers take them. Where they have few, each block sends its own, and waits for no other block.
+  // What a sender does. Where senders have several tokens each, they take them in ascending order from one counter, whichever
+  // block has assigned their rows: a warp that gets more of the wire sends more of them, and rows are ready about in the order
+  // in which receivers take them. Where they have few, each block sends its own, and waits for no other block.
   __device__ void send(TmaRowPipeline& pipeline, const WorkPartition& partition) {
     const bool shares = shares_tokens();
     const int64_t end = shares ? args_.num_tokens : tokens_.end;

@@ -196,8 +196,9 @@ private:
   int front_ = 0;            // offset of the stage of the oldest h-tile that has not been taken
 };
 
-// A row reader for aligned rows of 16-bit elements that consist of long h-tiles. A load moves more elements, so that there are fewer
-// instructions per element for addresses, loops and waits. The list of up to 32 rows lies in registers: lane i has the i-th.
+// A row reader for aligned rows of 16-bit elements that consist of long h-tiles. A load moves more elements, so that there are
+// fewer instructions per element for addresses, loops and waits. The list of up to 32 rows lies in registers: lane i has the
+// i-th.
 template <typename T>
 class LongTileReader {
 public:

@@ -54,8 +54,8 @@ __device__ __noinline__ inline void copy_row_to_destinations(const std::byte* fr
     copy_units_to_destinations<uint8_t>(from, bytes, lanes, to);
 }
 
-// Stores those elements of a lane's fragment that the row has. If !kIsAligned, fragments begin where the vectors of `to` do, and
-// the first and the last one may have fewer elements.
+// Stores those elements of a lane's fragment that the row has. If !kIsAligned, fragments begin where the vectors of `to` do,
+// and the first and the last one may have fewer elements.
 template <bool kIsAligned, typename T>
 __device__ inline void store_fragment(T* to, int64_t h, int64_t hidden, const Fragment<T>& fragment) {
   if (kIsAligned ? h < hidden : h >= 0 && h + kFragment <= hidden)
@@ -325,8 +325,8 @@ struct FragmentSums {
   }
 };
 
-// Returns the sum of the terms at a lane's fragments of an h-tile, before it is rounded. add_term(sums, term) takes the step of a term,
-// one term after the other. Without kHasInner, num_inner is 0.
+// Returns the sum of the terms at a lane's fragments of an h-tile, before it is rounded. add_term(sums, term) takes the step of
+// a term, one term after the other. Without kHasInner, num_inner is 0.
 template <bool kHasInner, int kFragments, typename T, typename AddTerm>
 __device__ __forceinline__ auto sum_h_tile(const SumTerms<T>& terms, const AddTerm& add_term) {
   FragmentSums<T, kFragments> sums;

@@ -52,7 +52,8 @@ struct Dispatch {
   }
 };
 
-// The dispatch of prepare_dispatch: each source has chosen its path by its own number of tokens (sends_ll_rows).
+// The dispatch of prepare_dispatch: each source has chosen its path by its own number of tokens (sends_ll_rows). Weights are
+// staged by token, since rows may leave before their slots are known.
 struct MixedDispatch : Dispatch {
   static constexpr bool kMixesPaths = true;
 };
@@ -94,9 +95,25 @@ struct ScatterParams : MovementParams {
   Operation operation;
 };
 
+// Returns all ranks that the lanes pass; -1: none.
+__device__ inline RankMask ranks_of_token(const PerRoute<int>& ranks) {
+  RankMask own_ranks;
+  if (ranks.low >= 0) own_ranks.set(ranks.low);
+  if (ranks.high >= 0) own_ranks.set(ranks.high);
+  return RankMask::from_bits(or_of_lanes(own_ranks.bits()));
+}
+
 // Returns whether a rank is a peer that has sent its rows as LL lines, where each source has chosen its path (MixedDispatch).
 __device__ inline bool is_ll_peer(const DeviceGroup& group, const CallSession& call, int top_k, int rank) {
   return rank != call.rank() && sends_ll_rows(group.context.layout, call.descriptors().num_tokens[rank], top_k);
+}
+
+// A CTA with send warps has one signal warp, the last one. Its cells lie in the shared memory of its TMA row pipeline, which it
+// does not use before SignalWarp::run() has returned.
+__device__ inline SignalWarp signal_warp_of_scatter(const WarpRoleCounts& role_counts, int num_ranks) {
+  static_assert(SignalWarp::kSharedBytes <= TmaRowPipeline::kStagesBytes);
+  std::byte* const shared = dynamic_shared_memory<std::byte>() + (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes;
+  return {shared, role_counts.sender_warps, min(num_ranks - 1, kWarp)};
 }
 
 // Each warp has one.
@@ -107,13 +124,7 @@ public:
       : params_(params), group_(params.group), operation_(params.operation), movement_(movement), call_(movement.call()),
         pipeline_(pipeline) {}
 
-  // A CTA with send warps has one signal warp, the last one. Its cells lie in the shared memory of its TMA row pipeline, which it
-  // does not use before SignalWarp::run() has returned.
-  __device__ SignalWarp signal_warp() const {
-    static_assert(SignalWarp::kSharedBytes <= TmaRowPipeline::kStagesBytes);
-    std::byte* const shared = dynamic_shared_memory<std::byte>() + (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes;
-    return {shared, params_.role_counts.sender_warps, min(call_.num_ranks() - 1, kWarp)};
-  }
+  __device__ SignalWarp signal_warp() const { return signal_warp_of_scatter(params_.role_counts, call_.num_ranks()); }
 
   // Begins to zero the pads of the zones.
   __device__ void clear_pads(const WorkPartition& partition) const {
@@ -128,6 +139,34 @@ public:
 #pragma unroll 1
     for (int64_t token = warp.index; token < tokens; token = movement_.next_tile(warp, tokens))
       send_token(token);
+    finish_row();
+    signal_warp().close();
+  }
+
+  // Sends tokens likewise before there is a plan: into staging, whose rows lie by token. ranks_of(token) returns the rank of
+  // each route; -1: it has none.
+  template <typename RanksOf>
+  __device__ void send_without_plan(const WarpAssignment& warp, const RanksOf& ranks_of) {
+    const int64_t tokens = operation_.call.num_tokens;
+#pragma unroll 1
+    for (int64_t token = warp.index; token < tokens; token = movement_.next_tile(warp, tokens)) {
+      const PerRoute<int> ranks = ranks_of(token);
+      if (operation_.input_weights() != nullptr)
+        for (int first = 0; first < operation_.call.top_k; first += kWarp)
+          if (const int rank = ranks.own(first); rank >= 0 && rank != call_.rank())
+            send_weight(rank, token, -1, first + lane());
+      const RankMask destinations = ranks_of_token(ranks);
+#pragma unroll 1
+      for (int first = 0; first < call_.num_ranks() - 1; first += kWarp) { // each lane has one peer
+        const int peer = first + lane() < call_.num_ranks() - 1 ? movement_.peer_in_order(token, first + lane()) : -1;
+        const bool goes_there = peer >= 0 && destinations.contains(peer);
+        if (__any_sync(~0u, goes_there ? 1 : 0) == 0) continue;
+        const int64_t staging = staging_row(call_.rank(), token, -1);
+        send_row(token, goes_there ? staged_row(peer, staging) : nullptr,
+                 goes_there ? staged_sidecar(peer, staging) : nullptr,
+                 goes_there ? ready_flag_at(peer, call_.rank(), token) : nullptr);
+      }
+    }
     finish_row();
     signal_warp().close();
   }
@@ -212,8 +251,16 @@ private:
     const WindowLayout& layout = group_.context.layout;
     return group_.window().template at<std::byte>(receiver, layout.scatter_sidecars.offset + row * layout.sidecar_stride);
   }
-  __device__ float* staged_weight(int receiver, int32_t slot) const {
-    return group_.window().template at<float>(receiver, group_.context.layout.scatter_weights.offset) + slot;
+  // The weight of a token's route k, which has the slot.
+  __device__ float* staged_weight(int receiver, int source, int64_t token, int32_t slot, int k) const {
+    const WindowLayout& layout = group_.context.layout;
+    if constexpr (Operation::kMixesPaths)
+      return group_.window().template at<float>(receiver, layout.scatter_token_weights.offset) +
+             (source * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token) *
+                 group_.context.shape.max_top_k +
+             k;
+    else
+      return group_.window().template at<float>(receiver, layout.scatter_weights.offset) + slot;
   }
   __device__ Epoch* ready_flag_at(int receiver, int source, int64_t token) const {
     const int64_t index = source * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token;
@@ -251,23 +298,31 @@ private:
     const int top_k = operation_.call.top_k;
     for (int first = 0; first < top_k; first += kWarp)
       if (const Route route = routes.own(first); route.rank != call_.rank() && movement_.is_live(route))
-        *staged_weight(route.rank, route.slot) = operation_.input_weights()[token * top_k + first + lane()];
+        send_weight(route.rank, token, route.slot, first + lane());
+  }
+  __device__ void send_weight(int peer, int64_t token, int32_t slot, int k) const {
+    *staged_weight(peer, call_.rank(), token, slot, k) =
+        operation_.input_weights()[route_index(token, operation_.call.top_k, k)];
   }
   // Each lane passes a peer and the token's first slots there; at least one lane has a live one.
   __device__ void send_to(int peer, int64_t token, int32_t first_slot, int32_t first_live) {
-    const int64_t row_bytes = operation_.row_bytes;
-    const int64_t sidecar_bytes = operation_.sidecar_bytes();
     std::byte* row = nullptr;
     std::byte* sidecar = nullptr;
     Epoch* ready_flag = nullptr;
     if (first_live >= 0) {
       const int64_t staging = staging_row(call_.rank(), token, first_slot);
       row = movement_.has_registered_rows(peer)
-                ? movement_.rows_of(peer) + operation_.call.row_of_slot(first_live) * row_bytes
+                ? movement_.rows_of(peer) + operation_.call.row_of_slot(first_live) * operation_.row_bytes
                 : staged_row(peer, staging);
-      if (sidecar_bytes > 0) sidecar = staged_sidecar(peer, staging);
+      sidecar = staged_sidecar(peer, staging);
       ready_flag = ready_flag_at(peer, call_.rank(), token);
     }
+    send_row(token, row, sidecar, ready_flag);
+  }
+  // Each lane passes where the token's row and sidecar go on a peer, and the row's ready flag there; or NULL.
+  __device__ void send_row(int64_t token, std::byte* row, std::byte* sidecar, Epoch* ready_flag) {
+    const int64_t row_bytes = operation_.row_bytes;
+    const int64_t sidecar_bytes = operation_.sidecar_bytes();
     finish_row();
     pending_flag_ = ready_flag;
     begin_copy_row_to_destinations(pipeline_, operation_.input_rows() + token * row_bytes, row_bytes, row);
@@ -309,7 +364,8 @@ private:
         __syncwarp(); // all lanes see what lane 0 has acquired: a vote orders no memory
       }
       const int32_t first_live = slots[0];
-      const bool in_place = movement_.has_registered_rows(rank);
+      const bool in_place =
+          movement_.has_registered_rows(rank) && !(Operation::kMixesPaths && call_.descriptors().stages_rows[source]);
       source_row = {in_place ? operation_.rows() + operation_.call.row_of_slot(first_live) * row_bytes
                              : staged_row(rank, staging),
                     staged_sidecar(rank, staging), in_place ? first_live : -1};
@@ -318,11 +374,14 @@ private:
          first -= kWarp) { // the first slot, which may be in place, comes last
       const int32_t slot = slots.has_own(first) ? slots.own(first) : -1;
       float weight = 0.0f;
-      if (operation_.input_weights() != nullptr && slot >= 0)
-        weight = source == rank ? operation_.input_weights()[token * operation_.call.top_k + movement_.k_of_slot(slot)]
-                                : *staged_weight(rank, slot);
+      float* staged = nullptr; // the weight of the lane's slot in staging
+      if (operation_.input_weights() != nullptr && slot >= 0) {
+        const int k = source == rank || Operation::kMixesPaths ? movement_.k_of_slot(slot) : 0;
+        if (source != rank) staged = staged_weight(rank, source, token, slot, k);
+        weight = staged != nullptr ? *staged : operation_.input_weights()[route_index(token, operation_.call.top_k, k)];
+      }
       operation_.store(pipeline_, source_row, slot, weight);
-      if (call_.scribbles_staging() && slot >= 0 && source != rank) *staged_weight(rank, slot) = NAN;
+      if (call_.scribbles_staging() && staged != nullptr) *staged = NAN;
     }
     if (call_.scribbles_staging() && source != rank) {
       pipeline_.finish();
