@@ -239,8 +239,8 @@ def prepare_dispatch(
     counts_dtype: torch.dtype = torch.int32,
     pads: str = "zero",
 ) -> tuple[Plan, torch.Tensor, torch.Tensor | None]:
-    """prepare and dispatch in one call, which is the faster form for few tokens. Collective, and so is its backward; all ranks
-    make this call, or all make the two others.
+    """prepare and dispatch in one call, which is the faster form unless tokens are many and SMs few. Collective, and so is its
+    backward; all ranks make this call, or all make the two others.
 
     The arguments are theirs. num_rows: N, which is chosen before plan.num_rows is known: group.max_recv_tokens_per_rank always
     suffices. Returns (plan, recv_tokens [N, H], recv_weights [N] float32 or None).

@@ -15,8 +15,8 @@ int prepare_threads();
 size_t prepare_shared_bytes(int num_experts);
 size_t prepare_scratch_words(int num_experts, int blocks); // LL packets in DeviceGroup::prepare_scratch
 
-// So many blocks of a grid may make parts of a plan that others of the grid read (protocol/plan_parts.cuh). No grid that is
-// launched with the roles of scatter has more.
+// So many blocks of a grid may make parts of a plan that others of the grid read (protocol/plan_parts.cuh): those of a grid of
+// dispatch_rank_major, and kMaxPrepareBlocks of prepare_dispatch.
 constexpr int kMaxPlanBlocks = 256;
 static_assert(kMaxPrepareBlocks <= kMaxPlanBlocks);
 

@@ -73,10 +73,11 @@ WarpRoleCounts rank_major_role_counts(int blocks) {
   return {blocks, std::clamp(kSendersOfRankMajor / blocks, kSenderWarps, kMaxSenderWarpsOfRankMajor), 1, true};
 }
 
-// Where gather has the whole GPU, its senders get as many of the blocks as their part of the rows is that all warps load and
-// store: of a token with experts everywhere alike, a rank sums the rows that its peers' tokens have here and stores one for
-// each such token, and as a receiver it sums the rows that its own tokens have here with those that the peers have sent. On 4
-// H200 (4096 tokens of 2016 bfloat16, top-8) combine took 180.0 us with 64 sender blocks, 166.8 with 80 and 167.7 with 96.
+// Where gather has the whole GPU, senders get that part of the blocks which they have of all rows loaded and stored: of a token
+// with experts everywhere alike, a rank sums the rows that its peers' tokens have here and stores one for each such token (in
+// exact it stores every row), and as a receiver it sums the rows that its own tokens have here with those that the peers have
+// sent. On 4 H200 (4096 tokens of 2016 bfloat16, top-8) combine took 180.0 us with 64 sender blocks, 166.8 with 80 and 167.7
+// with 96.
 //
 // In a grid that leaves SMs to others they join the receivers in the end, so that no warp is left without work: on 84 SMs of 2
 // H200 combine took 205.7 us (4096 tokens, top-8) and 420.1 (11264, top-3) instead of 218.8 and 443.2 with 10 senders in each
@@ -248,10 +249,8 @@ HtPrepareDispatchGrid LaunchPlan::next_ht_prepare_dispatch(int64_t tokens, int t
   const WarpRoleCounts role_counts = scatter_role_counts(blocks, ReceiverWork::rows, shape_.num_ranks);
   const int64_t tiles = (tokens * top_k + prepare_threads() - 1) / prepare_threads();
   const int most = std::min(blocks - role_counts.sender_blocks, prepare_blocks_); // senders begin at once
-  const int prepare = static_cast<int>(std::clamp<int64_t>(tiles, std::min(kMinPrepareBlocks, most), most));
-  return {next(blocks, kMovementThreads, prepare_dispatch_shared_bytes_, stream),
-          role_counts,
-          {static_cast<unsigned>(prepare), 0}};
+  const int prepare = static_cast<int>(std::clamp<int64_t>(tiles, kMinPrepareBlocks, most));
+  return {next(blocks, kMovementThreads, prepare_dispatch_shared_bytes_, stream), role_counts, prepare};
 }
 
 MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int alignment, ReceiverWork receivers,

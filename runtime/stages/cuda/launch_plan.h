@@ -66,7 +66,7 @@ struct PrepareDispatchGrid {
 struct HtPrepareDispatchGrid {
   Grid grid;
   WarpRoleCounts role_counts;
-  PrepareDispatchBlocks blocks;
+  int prepare_blocks;
 };
 
 // Loads kernels that no LaunchPlan knows, before any of them is launched.
@@ -89,7 +89,7 @@ public:
   PrepareGrid next_prepare(int64_t routes, cudaStream_t stream);
   PrepareDispatchGrid next_prepare_dispatch(int64_t tokens, int top_k, int64_t row_bytes, int alignment,
                                             cudaStream_t stream);
-  // Returns whether the grid is large enough for the kernel of prepare_dispatch for many tokens.
+  // Returns whether the group has several ranks, and SMs enough for the kernel of prepare_dispatch for many tokens.
   bool has_ht_prepare_dispatch() const;
   HtPrepareDispatchGrid next_ht_prepare_dispatch(int64_t tokens, int top_k, cudaStream_t stream);
   MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int alignment, ReceiverWork receivers, cudaStream_t stream);

@@ -287,6 +287,11 @@ public:
     }
   }
 
+  // Of a call whose plan is not there yet: it is not usable.
+  struct WithoutPlan {};
+  __device__ Movement(const MovementParams& params, const CallSession& session, WithoutPlan)
+      : params_(params), call_(session), is_usable_(false), plan_id_(0), ll_tokens_(0) {}
+
   // The kernel calls this before anything else.
   __device__ void post() const {
     if (blockIdx.x == 0) call_.post(params_.descriptor, is_usable_ ? plan_id_ : 0);

@@ -169,8 +169,9 @@ __device__ __forceinline__ bool find_base(const PrepareContext& c, int expert) {
   return true;
 }
 
-// Behind the entry barrier: this rank's counts are published.
-__device__ __forceinline__ void count_exchange(const PrepareContext& c) {
+// Behind the entry barrier: this rank's counts are published. Returns false, in some threads of a block or in all, when the
+// group has failed.
+__device__ __forceinline__ bool count_exchange(const PrepareContext& c) {
   const int num_experts = c.shape.num_experts;
   const int num_counts = c.shape.num_ranks * num_experts;
   const int num_blocks = static_cast<int>(c.role.num_blocks);
@@ -184,7 +185,7 @@ __device__ __forceinline__ void count_exchange(const PrepareContext& c) {
 #pragma unroll 1
   for (int e = threadIdx.x; e < num_experts && ok; e += kThreads)
     ok = find_base(c, e);
-  if (__syncthreads_and(ok ? 1 : 0) == 0) return;
+  if (__syncthreads_and(ok ? 1 : 0) == 0) return false;
   find_zones(c);
 #pragma unroll 1
   for (int e = threadIdx.x; e < num_experts; e += kThreads) {
@@ -232,7 +233,7 @@ __device__ __forceinline__ void count_exchange(const PrepareContext& c) {
     const int source = static_cast<int>(i / max_tokens);
     const bool is_token = static_cast<int>(i % max_tokens) < c.call.descriptors().num_tokens[source];
     int32_t slot = -1;
-    if (is_token && !wait_for_packet(c, first_slots_at(c, own_rank, 0) + i, source, slot)) return;
+    if (is_token && !wait_for_packet(c, first_slots_at(c, own_rank, 0) + i, source, slot)) return false;
     c.plan.first_slots[i] = slot;
   }
 #pragma unroll 1
@@ -242,15 +243,16 @@ __device__ __forceinline__ void count_exchange(const PrepareContext& c) {
     const int32_t index = static_cast<int32_t>(slot) - c.zone[e];
     LlSlotRecord packet{kPadRecord, c.call.epoch()};
     if (index < c.demand[e]) packet = load_packet_relaxed_sys(place);
-    if (packet.epoch != c.call.epoch() && !c.call.wait_for_packet(place, packet, source_of(c, e, index))) return;
+    if (packet.epoch != c.call.epoch() && !c.call.wait_for_packet(place, packet, source_of(c, e, index))) return false;
     store_slot_record(c, slot, packet.record);
   }
   deliver_unused_origins(c, rows_in_use);
-  if (c.args.global_counts == nullptr) return;
+  if (c.args.global_counts == nullptr) return true;
 #pragma unroll 1
   for (uint32_t i = thread_in_grid(); i < static_cast<uint32_t>(num_counts); i += threads_in_grid(c))
     store_count(c.args, c.args.global_counts, i,
                 count_of(c, static_cast<int>(i) / num_experts, static_cast<int>(i) % num_experts));
+  return true;
 }
 
 } // namespace epx::cuda

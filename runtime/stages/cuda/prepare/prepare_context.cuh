@@ -26,8 +26,7 @@ struct PrepareParams {
 // How a kernel makes prepare's part of its call.
 struct PrepareRole {
   unsigned num_blocks; // the first blocks of the grid, which prepare
-  unsigned
-      senders; // calls of CallSession::sent() in the grid, one for each block; 0: a later kernel of the call makes them
+  unsigned senders;    // calls of CallSession::sent() in the grid; 0: a later kernel of the call makes them
   bool triggers_successor;
   // prepare_dispatch: by (source, token, k), as HandleView::ll_slots, the slots on this rank go to the other blocks of the grid
   // as LL packets too; NULL: they do not.

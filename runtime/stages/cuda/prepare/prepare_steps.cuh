@@ -30,15 +30,17 @@ __device__ __forceinline__ bool publish(const PrepareContext& c) {
   return true;
 }
 
-// Behind the entry barrier. Returns whether this block has delivered the totals.
-__device__ __forceinline__ bool prepare_behind_entry(const PrepareContext& c) {
-  if (const int32_t max_tokens = max_tokens_of_ranks(c); fits_all_gather(c, max_tokens)) {
-    routing_all_gather(c, max_tokens);
-    return is_all_gather_leader(c);
-  }
-  if (fits_all_gather(c, c.args.num_tokens) && !publish_counts(c)) return false; // the routes of another rank do not fit
-  count_exchange(c);
-  return blockIdx.x == 0;
+struct PreparedPart {
+  bool ok;         // false, in some threads of the block or in all, when the group has failed
+  bool has_totals; // the block has delivered the totals
+};
+// Behind the entry barrier.
+__device__ __forceinline__ PreparedPart prepare_behind_entry(const PrepareContext& c) {
+  if (const int32_t max_tokens = max_tokens_of_ranks(c); fits_all_gather(c, max_tokens))
+    return {routing_all_gather(c, max_tokens), is_all_gather_leader(c)};
+  if (fits_all_gather(c, c.args.num_tokens) && !publish_counts(c)) // the routes of another rank do not fit
+    return {false, false};
+  return {count_exchange(c), blockIdx.x == 0};
 }
 
 } // namespace epx::cuda

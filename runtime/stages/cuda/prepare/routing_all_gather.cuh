@@ -131,8 +131,9 @@ __device__ __forceinline__ int32_t* ll_slots_of(const PrepareContext& c, int sou
   return c.plan.ll_slots + (source * c.layout.ll_tokens + token) * c.args.top_k;
 }
 
-// Behind the entry barrier: the routes of all ranks fit and are published. No rank has more than max_tokens tokens.
-__device__ __forceinline__ void routing_all_gather(const PrepareContext& c, int32_t max_tokens) {
+// Behind the entry barrier: the routes of all ranks fit and are published. No rank has more than max_tokens tokens. Returns
+// false, the same in all threads, when the group has failed.
+__device__ __forceinline__ bool routing_all_gather(const PrepareContext& c, int32_t max_tokens) {
   const int own_rank = c.call.rank();
   const int num_experts = c.shape.num_experts;
   int32_t* const token_offsets = c.shared.token_offsets;
@@ -148,7 +149,7 @@ __device__ __forceinline__ void routing_all_gather(const PrepareContext& c, int3
   // Count: `next` becomes the slot of this block's first route to each expert.
   const TokenRange tokens = partition_tokens(token_offsets[c.shape.num_ranks], max(c.role.num_blocks - 1, 1u));
   const bool ok = count_gathered_routes(c, static_cast<int>(tokens.begin) * c.args.top_k);
-  if (__syncthreads_and(ok ? 1 : 0) == 0) return;
+  if (__syncthreads_and(ok ? 1 : 0) == 0) return false;
   find_zones(c);
 #pragma unroll 1
   for (int e = threadIdx.x; e < num_experts; e += kThreads) {
@@ -217,7 +218,7 @@ __device__ __forceinline__ void routing_all_gather(const PrepareContext& c, int3
     if (const int e = expert_of_slot(c, slot); static_cast<int32_t>(slot) - c.zone[e] >= c.demand[e])
       store_slot_record(c, slot, kPadRecord);
   deliver_unused_origins(c, rows_in_use);
-  if (c.args.global_counts == nullptr) return;
+  if (c.args.global_counts == nullptr) return true;
 #pragma unroll 1
   for (int rank = static_cast<int>(blockIdx.x); rank < c.shape.num_ranks; rank += static_cast<int>(c.role.num_blocks)) {
     const int end = token_offsets[rank + 1] * c.args.top_k;
@@ -234,6 +235,7 @@ __device__ __forceinline__ void routing_all_gather(const PrepareContext& c, int3
     for (int e = threadIdx.x; e < num_experts; e += kThreads)
       store_count(c.args, c.args.global_counts, int64_t{rank} * num_experts + e, c.next[e]);
   }
+  return true;
 }
 
 } // namespace epx::cuda

@@ -4,16 +4,16 @@
 // rows could be written in place; the source's descriptor says so (stages_rows).
 //
 //   blocks, warps      do                                                     wait for
-//   the first blocks,  prepare, as in prepare.cu; then they are what the      as in prepare.cu
-//   all                other blocks are from the beginning
+//   the first blocks,  prepare, as in prepare.cu; then receive                as in prepare.cu
+//   all
 //   send               store a token's row once to each rank that a valid     the entry barrier; a free cell of the signal
 //                      expert of the token lives on                           warp
 //   signal             as in scatter.cu                                       the entry barrier; the CTA's pending flags
 //   receive            as in scatter.cu                                       the whole plan; then what the path of the
 //                                                                             token's source makes a receiver wait for
 //
-// Senders have SMs of their own, and the blocks that prepare are not among those: blocks with roles are numbered from the first
-// one that does not prepare (block_of_roles).
+// Senders have SMs of their own, where no block prepares: roles are assigned from the first block on that does not prepare
+// (block_of_roles). No warp joins another role in the end.
 #include "runtime/stages/cuda/kernels.h"
 
 #include "base/device/launch.h"
@@ -30,24 +30,24 @@ __device__ __forceinline__ int block_of_roles(const PrepareDispatchParams& param
 }
 
 // Returns how often the grid calls CallSession::sent(): each block that prepares does once, and each signal warp.
-__device__ __forceinline__ unsigned num_senders(const PrepareDispatchParams& params, const CallSession& call) {
-  const int signal_warps = call.num_ranks() > 1 ? params.role_counts.sender_blocks * params.role_counts.signal_warps : 0;
-  return params.blocks.prepare + static_cast<unsigned>(signal_warps);
+__device__ __forceinline__ unsigned num_senders(const PrepareDispatchParams& params) {
+  return params.blocks.prepare + static_cast<unsigned>(params.role_counts.sender_blocks * params.role_counts.signal_warps);
 }
 
 // Returns false, the same in all threads of the block, when the group has failed.
 __device__ __forceinline__ bool prepare(const PrepareDispatchParams& params, const CallSession& call) {
   PrepareShared& shared = *dynamic_shared_memory<PrepareShared>();
-  const PrepareRole role{params.blocks.prepare, num_senders(params, call), false, nullptr};
+  const PrepareRole role{params.blocks.prepare, num_senders(params), false, nullptr};
   const PrepareContext c(params.group, params.prepare, params.experts, params.layout, call, role, shared,
                          reinterpret_cast<int32_t*>(&shared + 1));
   begin_prepare(c, params.descriptor);
   if (!call.is_alone()) return false;
   if (!publish(c)) return false;
   if (!call.enter_alone(params.descriptor)) return false; // the entry barrier
-  const bool has_totals = prepare_behind_entry(c);
+  const PreparedPart part = prepare_behind_entry(c);
+  if (__syncthreads_and(part.ok ? 1 : 0) == 0) return false;
   signal_plan_part(params.group, call);
-  if (has_totals && threadIdx.x == 0) report_events(call.context(), params, call.descriptors(), true);
+  if (part.has_totals && threadIdx.x == 0) report_events(call.context(), params, call.descriptors(), true);
   return true;
 }
 
@@ -55,21 +55,20 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
   const CallSession call(params.group, EPX_OP_PREPARE_DISPATCH);
   if (!(blockIdx.x < params.blocks.prepare ? prepare(params, call) : call.enter(params.descriptor))) return;
   TmaRowPipeline pipeline = pipeline_of_warp();
-  WarpAssignment warp = assign_warp_role(params.role_counts, call.num_ranks(), block_of_roles(params));
-  const SignalWarp signal_warp = signal_warp_of_scatter(params.role_counts, call.num_ranks());
+  const WarpAssignment warp = assign_warp_role(params.role_counts, call.num_ranks(), block_of_roles(params));
+  const SignalWarp signal_warp = signal_warp_of_peers(params.role_counts, call.num_ranks());
   if (warp.role == WarpRole::signal) signal_warp.clear();
   __syncthreads();
   if (warp.role == WarpRole::send) {
-    const Movement movement(params, call); // its plan is not there yet, and is not used
+    const Movement movement(params, call, Movement::WithoutPlan{});
     Scatter rows(params, movement, pipeline);
     rows.send_without_plan(warp, [&](int64_t token) { return ranks_by_experts(params, token); });
-    warp = join_receivers(params.role_counts);
   } else if (warp.role == WarpRole::signal) {
     signal_warp.run(call);
-    if (lane() == 0) call.sent(num_senders(params, call));
-    warp = join_receivers(params.role_counts);
+    if (lane() == 0) call.sent(num_senders(params));
+  } else if (warp.role == WarpRole::receive) {
+    receive_by_plan(params, call, pipeline, warp);
   }
-  if (warp.role == WarpRole::receive) receive_by_plan(params, call, pipeline, warp);
 }
 
 __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // prepare_dispatch of a rank with few tokens (sends_ll_rows), on the low-latency path. Its rows leave as LL lines before any slot
 // is known, since their staging is keyed by (source, token): to each rank that a valid expert of the token lives on. A rank with
-// more tokens takes the kernel of ht_prepare_dispatch.cu, or in a small grid two kernels, prepare's and then scatter's
-// (launch_first_half, launch_second_half), which make one call. Each rank learns from the descriptors which path its peers have
-// taken, so the ranks of a call may take different ones.
+// more tokens takes the kernel of ht_prepare_dispatch.cu, or, in a small grid, a group of one rank, or where staging is keyed by
+// slot, two kernels, prepare's and then scatter's (launch_first_half, launch_second_half), which make one call. Each rank learns
+// from the descriptors which path its peers have taken, so the ranks of a call may take different ones.
 //
 //   blocks          do                                                        wait for
 //   those that      post the call descriptor (block 0); publish routes or     the entry barrier; LL packets of routes, counts,
@@ -60,7 +60,7 @@ public:
       const ChunkRange range = rows_.range_at(tile - token * rows_.num_chunks());
       const LlChunk chunk = rows_.load(token, range);
       const PerRoute<int> ranks = ranks_by_experts(params_, token);
-      rows_.send(token, range, ranks_of_token(ranks), chunk);
+      rows_.send(token, range, set_of_ranks(ranks), chunk);
       if (range.chunk == 0 && args_.topk_weights != nullptr) send_weights(token, ranks);
     }
   }
@@ -237,10 +237,10 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
   }
   const bool all_ll = all_ranks_send_ll(params, call);
   if (prepares) {
-    const bool has_totals = prepare_behind_entry(c);
+    const PreparedPart part = prepare_behind_entry(c);
+    if (__syncthreads_and(part.ok ? 1 : 0) == 0) return;
     if (!all_ll || (params.operation.clears_pads() && params.call.alignment > 1)) signal_plan_part(params.group, call);
-    __syncthreads(); // all threads of the block have stored the totals
-    if (has_totals && threadIdx.x == 0) report_events(call.context(), params, call.descriptors(), true);
+    if (part.has_totals && threadIdx.x == 0) report_events(call.context(), params, call.descriptors(), true);
   }
   if (!moves_rows) return;
   if (!all_ll) {
@@ -287,10 +287,11 @@ cudaError_t launch_prepare_dispatch(const DeviceGroup& group, LaunchPlan& plan, 
   const ExpertRanks experts(ExpertBlocks{shape.num_experts, shape.num_ranks});
   if (!sends_ll_rows(group.context.layout, dispatch.num_tokens, dispatch.top_k)) {
     if (group.context.layout.scatter_by_token && plan.has_ht_prepare_dispatch()) {
-      const auto [grid, role_counts, blocks] = plan.next_ht_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, stream);
+      const auto [grid, role_counts, prepare] = plan.next_ht_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, stream);
       movement.role_counts = role_counts;
       movement.descriptor.stages_rows = 1;
-      return launch_ht_prepare_dispatch({{movement, {{dispatch, row_bytes}}}, call.prepare, experts, blocks}, grid, stream);
+      return launch_ht_prepare_dispatch(
+          {{movement, {{dispatch, row_bytes}}}, call.prepare, experts, {static_cast<unsigned>(prepare), 0}}, grid, stream);
     }
     const cudaError_t error = launch_first_half(group, plan, call.prepare, movement.descriptor, stream);
     return error != cudaSuccess ? error : launch_second_half(group, plan, dispatch, range, stream);

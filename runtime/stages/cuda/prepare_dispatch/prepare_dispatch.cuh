@@ -32,14 +32,13 @@ __device__ inline PerRoute<int> ranks_by_experts(const PrepareDispatchParams& pa
 }
 
 // A warp receives rows once the whole plan is there, which the first blocks of the grid make: from each source by its own path.
-// Warps that have joined clear no pads.
 __device__ __forceinline__ void receive_by_plan(const PrepareDispatchParams& params, const CallSession& call,
                                                 TmaRowPipeline& pipeline, const WarpAssignment& warp) {
   if (!wait_for_plan_parts(params.group, call, 0, static_cast<int>(params.blocks.prepare))) return;
   const Movement movement(params, call);
   if (!movement.is_usable()) return; // the group has failed
   const Scatter scatter(params, movement, pipeline);
-  if (warp.index >= 0 && params.operation.clears_pads()) scatter.clear_pads(warp);
+  if (params.operation.clears_pads()) scatter.clear_pads(warp);
   scatter.receive(warp);
   receive_ll_peers(params, call, warp);
 }

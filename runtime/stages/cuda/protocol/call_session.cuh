@@ -18,7 +18,7 @@
 // bounded, and ends when an abort record is seen, in this rank's window or in host memory; then the kernel ends without
 // touching anything more.
 //
-// prepare_dispatch of many tokens on few SMs takes two kernels, which make one call: the first posts the descriptor and passes
+// prepare_dispatch of many tokens may take two kernels, which make one call: the first posts the descriptor and passes
 // the entry barrier, behind which the second may store into staging too (kContinues).
 //
 // Two calls of a group that nothing orders may overlap on the device, which ends the group. A block does not begin while

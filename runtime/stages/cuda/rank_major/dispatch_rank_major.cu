@@ -83,12 +83,8 @@ public:
 
   // ---- Behind the entry barrier ----
 
-  // A CTA with send warps has one signal warp, the last one, whose cells lie in the shared memory of its pipeline, as in
-  // scatter. It clears them before the barrier, and does not use its pipeline before SignalWarp::run() has returned.
-  __device__ SignalWarp signal_warp() const {
-    std::byte* const shared = dynamic_shared_memory<std::byte>() + (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes;
-    return {shared, params_.role_counts.sender_warps, min(call_.num_ranks() - 1, kWarp)};
-  }
+  // It clears its cells before the barrier.
+  __device__ SignalWarp signal_warp() const { return signal_warp_of_peers(params_.role_counts, call_.num_ranks()); }
 
   // What a sender does. Where senders have several tokens each, they take them in ascending order from one counter, whichever
   // block has assigned their rows: a warp that gets more of the wire sends more of them, and rows are ready about in the order

@@ -96,7 +96,7 @@ struct ScatterParams : MovementParams {
 };
 
 // Returns all ranks that the lanes pass; -1: none.
-__device__ inline RankMask ranks_of_token(const PerRoute<int>& ranks) {
+__device__ inline RankMask set_of_ranks(const PerRoute<int>& ranks) {
   RankMask own_ranks;
   if (ranks.low >= 0) own_ranks.set(ranks.low);
   if (ranks.high >= 0) own_ranks.set(ranks.high);
@@ -108,14 +108,6 @@ __device__ inline bool is_ll_peer(const DeviceGroup& group, const CallSession& c
   return rank != call.rank() && sends_ll_rows(group.context.layout, call.descriptors().num_tokens[rank], top_k);
 }
 
-// A CTA with send warps has one signal warp, the last one. Its cells lie in the shared memory of its TMA row pipeline, which it
-// does not use before SignalWarp::run() has returned.
-__device__ inline SignalWarp signal_warp_of_scatter(const WarpRoleCounts& role_counts, int num_ranks) {
-  static_assert(SignalWarp::kSharedBytes <= TmaRowPipeline::kStagesBytes);
-  std::byte* const shared = dynamic_shared_memory<std::byte>() + (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes;
-  return {shared, role_counts.sender_warps, min(num_ranks - 1, kWarp)};
-}
-
 // Each warp has one.
 template <typename Operation>
 class Scatter {
@@ -124,7 +116,7 @@ public:
       : params_(params), group_(params.group), operation_(params.operation), movement_(movement), call_(movement.call()),
         pipeline_(pipeline) {}
 
-  __device__ SignalWarp signal_warp() const { return signal_warp_of_scatter(params_.role_counts, call_.num_ranks()); }
+  __device__ SignalWarp signal_warp() const { return signal_warp_of_peers(params_.role_counts, call_.num_ranks()); }
 
   // Begins to zero the pads of the zones.
   __device__ void clear_pads(const WorkPartition& partition) const {
@@ -143,10 +135,11 @@ public:
     signal_warp().close();
   }
 
-  // Sends tokens likewise before there is a plan: into staging, whose rows lie by token. ranks_of(token) returns the rank of
-  // each route; -1: it has none.
+  // Sends tokens likewise before there is a plan, into staging, whose rows lie by token (scatter_by_token). ranks_of(token)
+  // returns the rank of each route; -1: it has none.
   template <typename RanksOf>
   __device__ void send_without_plan(const WarpAssignment& warp, const RanksOf& ranks_of) {
+    static_assert(Operation::kMixesPaths); // others stage weights by slot
     const int64_t tokens = operation_.call.num_tokens;
 #pragma unroll 1
     for (int64_t token = warp.index; token < tokens; token = movement_.next_tile(warp, tokens)) {
@@ -155,7 +148,7 @@ public:
         for (int first = 0; first < operation_.call.top_k; first += kWarp)
           if (const int rank = ranks.own(first); rank >= 0 && rank != call_.rank())
             send_weight(rank, token, -1, first + lane());
-      const RankMask destinations = ranks_of_token(ranks);
+      const RankMask destinations = set_of_ranks(ranks);
 #pragma unroll 1
       for (int first = 0; first < call_.num_ranks() - 1; first += kWarp) { // each lane has one peer
         const int peer = first + lane() < call_.num_ranks() - 1 ? movement_.peer_in_order(token, first + lane()) : -1;
