@@ -358,7 +358,7 @@ std::unique_ptr<NodeBackend> make_backend(const GroupContext& context, int num_c
     if (context.shape.num_ranks > kMaxDeviceRanks)
       fail(EPX_ERROR_UNSUPPORTED, "transport nccl serves at most {} ranks; the group has {}", kMaxDeviceRanks,
            context.shape.num_ranks);
-    plan.emplace(context.shape, num_comm_sms);
+    plan.emplace(context.shape, context.layout.ll_tokens, num_comm_sms);
     log::group().info("group {:016x}: the kernels are loaded", context.group_id);
     return int32_t{0};
   });

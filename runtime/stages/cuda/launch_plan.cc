@@ -146,7 +146,8 @@ int LaunchPlan::resolve_num_sms(int num_comm_sms, int others) {
   return std::max(num_sms - others, 1);
 }
 
-LaunchPlan::LaunchPlan(const GroupShape& shape, int num_comm_sms) : shape_(shape), max_ll_tokens_(max_ll_tokens(shape)) {
+LaunchPlan::LaunchPlan(const GroupShape& shape, int64_t max_ll_tokens, int num_comm_sms)
+    : shape_(shape), max_ll_tokens_(max_ll_tokens) {
   const Device device = this_device();
   num_sms_ = resolve_num_sms(num_comm_sms, 0);
   prepare_shared_bytes_ = prepare_shared_bytes(shape.num_experts);
@@ -216,6 +217,7 @@ PrepareGrid LaunchPlan::next_prepare(int64_t routes, cudaStream_t stream) {
 // A call with so little data that each warp has at most one LL chunk gets less than half of the group's SMs, so that its kernel
 // can be launched with PDL behind another one.
 int LaunchPlan::movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const {
+  if (max_ll_tokens_ == 0) return max_blocks;
   const int64_t chunks = tokens * ll_chunks_of(row_bytes) * std::max(shape_.num_ranks - 1, 1);
   const int small_grid = (num_sms_ - kMinPrepareBlocks) / 2;
   constexpr int kWarps = 8; // per block, with one chunk each

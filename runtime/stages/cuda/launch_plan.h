@@ -75,8 +75,8 @@ void load_kernels(std::span<const void* const> kernels);
 class LaunchPlan {
 public:
   // Loads all kernels, and chooses grids whose blocks are all resident at the same time on at most num_comm_sms SMs (0 stands
-  // for the default). Throws.
-  LaunchPlan(const GroupShape& shape, int num_comm_sms);
+  // for the default). max_ll_tokens: the window's ll_tokens. Throws.
+  LaunchPlan(const GroupShape& shape, int64_t max_ll_tokens, int num_comm_sms);
 
   // Returns how many SMs of this GPU are left of num_comm_sms (0: the default) when `others` are taken; at least 1.
   static int resolve_num_sms(int num_comm_sms, int others);
@@ -108,7 +108,7 @@ private:
   int movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const;
 
   GroupShape shape_;
-  int64_t max_ll_tokens_; // tokens per rank up to which the low-latency path is taken, where the group has one
+  int64_t max_ll_tokens_; // tokens per rank up to which the low-latency path is taken; 0: the group has none
   int num_sms_;
   int prepare_blocks_;
   size_t prepare_shared_bytes_;

@@ -90,7 +90,7 @@ private:
     const int32_t first_slot = slots[lowest_bit(slots.live)];
     const int64_t token = args_.is_rank_major() ? movement_.plan().slot_records[first_slot].token : index;
     const int rank_ordinal = movement_.rank_ordinal_of_slot(first_slot);
-    send_chunk(staged_chunk(home, token, rank_ordinal, chunk), bytes_of(chunk), sum_slots(slots, chunk), call_.epoch());
+    send_chunk(call_, staged_chunk(home, token, rank_ordinal, chunk), bytes_of(chunk), sum_slots(slots, chunk));
     if (chunk != 0 || params_.carried_weights == nullptr) return;
     if (args_.is_rank_major())
       send_row_weights(home, token, first_slot);

@@ -224,6 +224,10 @@ public:
     store_relaxed_sys(ready_flag, epoch());
   }
 
+  // A test hook: waits at random times.
+  __device__ void delay() const {
+    inject_delay(context_);
+  }
   // Test hooks: return whether prepare takes the high-throughput path whatever the number of tokens is, and whether a call does
   // there as if each warp had many tokens.
   __device__ bool takes_ht_path() const {

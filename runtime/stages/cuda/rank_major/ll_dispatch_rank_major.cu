@@ -346,7 +346,7 @@ private:
       if (rank == call_.rank())
         store_chunk<kUnaligned>(places_.recv_data(range, recv_row(rank, row)), range.bytes, chunk);
       else
-        send_chunk(places_.staged_chunk(rank, call_.rank(), row, range), range.bytes, chunk, call_.epoch());
+        send_chunk(call_, places_.staged_chunk(rank, call_.rank(), row, range), range.bytes, chunk);
     });
   }
 

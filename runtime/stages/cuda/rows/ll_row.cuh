@@ -92,7 +92,8 @@ __device__ inline bool has_ll_flag() {
   return lane() % kLlLinePackets == kLlLinePackets - 1;
 }
 // Stores a chunk into a rank's window. All lanes call this.
-__device__ inline void send_chunk(LlPacket16* to, int bytes, const LlChunk& chunk, Epoch epoch) {
+__device__ inline void send_chunk(const CallSession& call, LlPacket16* to, int bytes, const LlChunk& chunk) {
+  const Epoch epoch = call.epoch();
   const int lines = LlChunk::lines_of(bytes);
   const bool has_flag = has_ll_flag();
   const auto store_vectors = [&](bool of_this_lane) {
@@ -111,6 +112,7 @@ __device__ inline void send_chunk(LlPacket16* to, int bytes, const LlChunk& chun
     store_vectors(!has_flag);
     store_vectors(has_flag);
   }
+  call.delay(); // a receiver must not take the lines for the whole chunk
   if (lines > 0 && has_flag)
     store_packet_relaxed_sys(to + LlChunk::kVectors * kWarp + lane() / kLlLinePackets,
                              LlPacket16{{chunk.words[3], chunk.words[7], chunk.words[11]}, epoch});

@@ -90,7 +90,7 @@ public:
 #pragma unroll 1
     for (int i = 0; i < call_.num_ranks() - 1; ++i)
       if (const int peer = peer_in_order(call_, token, i); ranks.contains(peer))
-        send_chunk(staged_chunk(peer, call_.rank(), token, range), range.bytes, chunk, call_.epoch());
+        send_chunk(call_, staged_chunk(peer, call_.rank(), token, range), range.bytes, chunk);
   }
   // One thread sends the weight of a route to a peer.
   __device__ void send_weight_of(int peer, int64_t token, int k) const {
