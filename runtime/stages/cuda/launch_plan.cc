@@ -214,8 +214,8 @@ PrepareGrid LaunchPlan::next_prepare(int64_t routes, cudaStream_t stream) {
   return {next(blocks, prepare_threads(), prepare_shared_bytes_, stream), blocks > num_sms_};
 }
 
-// A call with so little data that each warp has at most one LL chunk gets less than half of the group's SMs, so that its kernel
-// can be launched with PDL behind another one.
+// Where a group has a low-latency path, a call with so little data that each warp has at most one LL chunk gets less than half of
+// the group's SMs, so that its kernel can be launched with PDL behind another one.
 int LaunchPlan::movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const {
   if (max_ll_tokens_ == 0) return max_blocks;
   const int64_t chunks = tokens * ll_chunks_of(row_bytes) * std::max(shape_.num_ranks - 1, 1);
@@ -247,6 +247,8 @@ bool LaunchPlan::has_ht_prepare_dispatch() const {
 }
 
 HtPrepareDispatchGrid LaunchPlan::next_ht_prepare_dispatch(int64_t tokens, int top_k, cudaStream_t stream) {
+  static_assert(kMinSplitGrid - kMinSplitGrid / 3 >= kMinPrepareBlocks &&
+                kFullGrid - kMaxSenderBlocks >= kMinPrepareBlocks);
   const int blocks = prepare_dispatch_blocks_;
   const WarpRoleCounts role_counts = scatter_role_counts(blocks, ReceiverWork::rows, shape_.num_ranks);
   const int64_t tiles = (tokens * top_k + prepare_threads() - 1) / prepare_threads();
@@ -263,7 +265,7 @@ MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int ali
     // A low-latency dispatch is faster with PDL behind a small prepare, on the SMs that prepare leaves, than later on all SMs:
     // on 2 H200 prepare, dispatch and combine of 128 tokens took 52.6 us with 67 blocks, 54.8 with 84 of 84 SMs.
     const int room = room_beside_last(stream);
-    if (tokens <= max_ll_tokens_ && room < blocks && 4 * room >= 3 * blocks) blocks = room;
+    if (may_take_ll_path(tokens) && room < blocks && 4 * room >= 3 * blocks) blocks = room;
   }
   return {next(blocks, kMovementThreads, movement_shared_bytes(), stream),
           receivers == ReceiverWork::routes ? rank_major_role_counts(blocks)

@@ -96,7 +96,7 @@ public:
   // `by_long_tiles`: the grid is for a kernel of kLongTileGatherThreads, which never takes the low-latency path.
   MovementGrid next_gather(int64_t tokens, int top_k, int64_t row_bytes, bool by_long_tiles, cudaStream_t stream);
   // Returns whether a call in which this rank has so many tokens may take the low-latency path.
-  bool may_take_ll_path(int64_t tokens) const { return tokens <= max_ll_tokens_; }
+  bool may_take_ll_path(int64_t tokens) const { return max_ll_tokens_ > 0 && tokens <= max_ll_tokens_; }
 
   // The next kernel is launched without PDL.
   void forget_last() { last_blocks_ = 0; }

@@ -287,7 +287,7 @@ public:
     }
   }
 
-  // Of a call whose plan is not there yet: it is not usable.
+  // A movement whose plan is not there yet is not usable: only call(), next_tile() and peer_in_order() may be called.
   struct WithoutPlan {};
   __device__ Movement(const MovementParams& params, const CallSession& session, WithoutPlan)
       : params_(params), call_(session), is_usable_(false), plan_id_(0), ll_tokens_(0) {}

@@ -83,7 +83,7 @@ public:
 
   // ---- Behind the entry barrier ----
 
-  // It clears its cells before the barrier.
+  // The signal warp clears its cells before the barrier.
   __device__ SignalWarp signal_warp() const { return signal_warp_of_peers(params_.role_counts, call_.num_ranks()); }
 
   // What a sender does. Where senders have several tokens each, they take them in ascending order from one counter, whichever

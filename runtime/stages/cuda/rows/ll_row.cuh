@@ -112,7 +112,7 @@ __device__ inline void send_chunk(const CallSession& call, LlPacket16* to, int b
     store_vectors(!has_flag);
     store_vectors(has_flag);
   }
-  call.delay(); // a receiver must not take the lines for the whole chunk
+  if (has_flag) call.delay(); // a receiver must not take the lines for the whole chunk
   if (lines > 0 && has_flag)
     store_packet_relaxed_sys(to + LlChunk::kVectors * kWarp + lane() / kLlLinePackets,
                              LlPacket16{{chunk.words[3], chunk.words[7], chunk.words[11]}, epoch});
