@@ -169,15 +169,20 @@ struct PerRoute {
   }
 };
 
+// Returns all ranks that the lanes pass; -1: none.
+__device__ inline RankMask set_of_ranks(const PerRoute<int>& ranks) {
+  RankMask own_ranks;
+  if (ranks.low >= 0) own_ranks.set(ranks.low);
+  if (ranks.high >= 0) own_ranks.set(ranks.high);
+  return RankMask::from_bits(or_of_lanes(own_ranks.bits()));
+}
+
 // The routes of one token.
 struct WarpRoutes : PerRoute<Route> {
   // Returns the ranks of the routes for which `holds` is true.
   template <typename Holds>
   __device__ RankMask ranks_of(const Holds& holds) const {
-    RankMask ranks;
-    if (holds(low)) ranks.set(low.rank);
-    if (holds(high)) ranks.set(high.rank);
-    return RankMask::from_bits(or_of_lanes(ranks.bits()));
+    return set_of_ranks({holds(low) ? low.rank : -1, holds(high) ? high.rank : -1});
   }
   __device__ int32_t slot(int k) const { return from_lane(own(k).slot, k % kWarp); }
   __device__ int32_t rank_ordinal(int k) const { return from_lane(own(k).rank_ordinal, k % kWarp); }

@@ -95,14 +95,6 @@ struct ScatterParams : MovementParams {
   Operation operation;
 };
 
-// Returns all ranks that the lanes pass; -1: none.
-__device__ inline RankMask set_of_ranks(const PerRoute<int>& ranks) {
-  RankMask own_ranks;
-  if (ranks.low >= 0) own_ranks.set(ranks.low);
-  if (ranks.high >= 0) own_ranks.set(ranks.high);
-  return RankMask::from_bits(or_of_lanes(own_ranks.bits()));
-}
-
 // Returns whether a rank is a peer that has sent its rows as LL lines, where each source has chosen its path (MixedDispatch).
 __device__ inline bool is_ll_peer(const DeviceGroup& group, const CallSession& call, int top_k, int rank) {
   return rank != call.rank() && sends_ll_rows(group.context.layout, call.descriptors().num_tokens[rank], top_k);
@@ -244,20 +236,22 @@ private:
     const WindowLayout& layout = group_.context.layout;
     return group_.window().template at<std::byte>(receiver, layout.scatter_sidecars.offset + row * layout.sidecar_stride);
   }
+  // The index of a source's token among all that the ranks may have.
+  __device__ int64_t index_of_token(int source, int64_t token) const {
+    return source * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token;
+  }
   // The weight of a token's route k, which has the slot.
   __device__ float* staged_weight(int receiver, int source, int64_t token, int32_t slot, int k) const {
     const WindowLayout& layout = group_.context.layout;
     if constexpr (Operation::kMixesPaths)
       return group_.window().template at<float>(receiver, layout.scatter_token_weights.offset) +
-             (source * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token) *
-                 group_.context.shape.max_top_k +
-             k;
+             route_index(index_of_token(source, token), group_.context.shape.max_top_k, k);
     else
       return group_.window().template at<float>(receiver, layout.scatter_weights.offset) + slot;
   }
   __device__ Epoch* ready_flag_at(int receiver, int source, int64_t token) const {
-    const int64_t index = source * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token;
-    return group_.window().template at<Epoch>(receiver, group_.context.layout.scatter_ready_flags.offset) + index;
+    return group_.window().template at<Epoch>(receiver, group_.context.layout.scatter_ready_flags.offset) +
+           index_of_token(source, token);
   }
 
   __device__ void send_token(int64_t token) {
