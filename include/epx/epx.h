@@ -676,9 +676,9 @@ typedef struct epx_prepare_dispatch_args {
 
 /** What epx_prepare() and then epx_dispatch() with its handle memory do, as one call with one sequence number: the same handle
  * memory but for that number, the same outputs, the same reports, of operation EPX_OP_PREPARE_DISPATCH. It is the faster form
- * for few tokens, and for many where a group takes 48 SMs or more and max_recv_tokens_per_rank is at least P *
- * max_tokens_per_rank: on GPUs the rows then leave before their slots are known. N is chosen before offsets[E_l] can be read.
- * All ranks of the group make this call, or all make the two others. */
+ * for few tokens, and for many where a group of several ranks on one node takes 48 SMs or more, and max_recv_tokens_per_rank
+ * is 0 or at least P * max_tokens_per_rank: on GPUs the rows then leave before their slots are known. N is chosen before
+ * offsets[E_l] can be read. All ranks of the group make this call, or all make the two others. */
 EPX_API epx_status epx_prepare_dispatch(epx_group group, const epx_prepare_dispatch_args* args);
 
 /** Arguments of epx_combine(). */

@@ -14,11 +14,11 @@ SOURCES = (
     ("local_gbs", "reads and writes of a GPU's own memory by all SMs", "GB/s",
      "measured: record 0014, bound of dispatch on one H200, 186 us for 52,478 rows"),
     ("call_us", "a call beside its rows", "us",
-     "measured: README, 4 H200, prepare, dispatch and combine of 1 token in 28.4 us, a third for each"),
+     "measured: record 0006, 4 H200, prepare, dispatch and combine of 1 token in 28.4 us, a third for each"),
     ("leg_us", "a leg of 1,024 tokens beside its rows", "us",
      "measured: record 0012, combine_bwd of 1,024 and 4,096 tokens on 2 H200 in 57.2 and 176.0 us, so that 4 calls in place of "
      "1 take 52.8 more"),
-    ("prepare_us", "prepare on one node", "us", "measured: README, 4 H200"),
+    ("prepare_us", "prepare on one node", "us", "measured: record 0006, 4 H200"),
     ("overlap_exponent", "an operation takes (wires^x + local^x)^(1/x)", "",
      "fitted to the figures of one node below; not a measurement"),
     ("rail_gbs", "a rail on paper, 400 Gb/s", "GB/s", None),
@@ -31,7 +31,7 @@ SOURCES = (
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A time that README or a decision record prints; `us` is the median of the slowest rank."""
+    """A time that a decision record prints; `us` is the median of the slowest rank."""
     ranks: int
     tokens: int
     top_k: int
@@ -48,8 +48,8 @@ class Measured:
 # bfloat16, H 7168, 256 experts, uniform routing, H200, windows, all SMs
 ONE_NODE = (
     Measured(4, 4096, 8, "dispatch", 1, 473.0, "the design page"),
-    Measured(4, 4096, 8, "dispatch", 128, 474.3, "README, 132 SMs"),
-    Measured(4, 4096, 8, "combine wire", 128, 485.9, "README, 132 SMs"),
+    Measured(4, 4096, 8, "dispatch", 128, 474.3, "record 0006, 132 SMs"),
+    Measured(4, 4096, 8, "combine wire", 128, 485.9, "record 0006, 132 SMs"),
     Measured(4, 4096, 8, "combine wire", 1, 482.0, "the design page"),
     Measured(2, 4096, 8, "dispatch", 128, 208.3, "record 0005"),
     Measured(2, 4096, 8, "combine wire", 128, 204.9, "record 0005"),
