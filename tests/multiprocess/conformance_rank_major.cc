@@ -110,25 +110,29 @@ TEST_CASE("rank-major: dtypes, odd hidden sizes, sidecars, weights, and memory t
 }
 
 TEST_CASE("rank-major: more rows than the low-latency path takes, whichever ranks have so many tokens") {
-  for (const auto tokens : {TokenCount::full, TokenCount::ragged, TokenCount::none_on_one}) {
-    for (const auto placement : {Placement::plain, Placement::in_place}) {
-      run_rank_major([&](Case& c) {
-        c.placement = placement;
-        c.arena_bytes = 1 << 20;
-        c.group.max_tokens = 260; // the low-latency path takes 256
-        c.group.hidden_dim = c.layer.hidden = c.layer.combine_hidden = 24;
-        c.group.num_comm_sms = placement == Placement::plain ? 0 : 2;
-        c.group.max_sidecar_bytes = 8;
-        c.layer.sidecar_bytes = 8;
-        c.layer.tokens = tokens;
-        c.layer.rank_major = RankMajorRows::max_tokens; // M decides the path
-        if (placement == Placement::in_place) {
-          c.layer.top_k = 33; // the routes of a row take a whole warp
-          c.group.max_top_k = 33;
-        }
-        c.iterations = 2;
-      });
-    }
+  struct Form {
+    TokenCount tokens;
+    Placement placement;
+    int iterations;
+  };
+  for (const Form& form : {Form{TokenCount::full, Placement::plain, 2}, Form{TokenCount::none_on_one, Placement::plain, 1},
+                           Form{TokenCount::ragged, Placement::in_place, 1}}) {
+    run_rank_major([&](Case& c) {
+      c.placement = form.placement;
+      c.arena_bytes = 1 << 20;
+      c.group.max_tokens = 260; // the low-latency path takes 256
+      c.group.hidden_dim = c.layer.hidden = c.layer.combine_hidden = 24;
+      c.group.num_comm_sms = form.placement == Placement::plain ? 0 : 2;
+      c.group.max_sidecar_bytes = 8;
+      c.layer.sidecar_bytes = 8;
+      c.layer.tokens = form.tokens;
+      c.layer.rank_major = RankMajorRows::max_tokens; // M decides the path
+      if (form.placement == Placement::in_place) {
+        c.layer.top_k = 33; // the routes of a row take a whole warp
+        c.group.max_top_k = 33;
+      }
+      c.iterations = form.iterations;
+    });
   }
 }
 
