@@ -238,10 +238,10 @@ cat "$results/threads.out"
 # tests can run beside each other.
 if was_built build; then
   start_lane run_tests build testlog-timing 1 --suite timing --no-suite emulation >"$results/timing-plain.out" 2>&1
-fi
-if [[ -e build/tests/emulation/control_faults_emulated ]]; then # not in builds without CUDA
-  start_lane run_tests build testlog-timing-emulation 1 --suite timing --no-suite unit --no-suite threads \
-    --no-suite processes --no-suite python >"$results/timing-emulation.out" 2>&1
+  if [[ -e build/tests/emulation/control_faults_emulated ]]; then # not in builds without CUDA
+    start_lane run_tests build testlog-timing-emulation 1 --suite timing --no-suite unit --no-suite threads \
+      --no-suite processes --no-suite python >"$results/timing-emulation.out" 2>&1
+  fi
 fi
 if was_built build-asan; then
   start_lane run_tests build-asan testlog-timing 4 --suite timing >"$results/timing-asan.out" 2>&1

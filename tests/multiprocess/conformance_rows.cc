@@ -111,7 +111,8 @@ TEST_CASE("rows of whole longer h-tiles, in sums of few and of many rows") {
         c.group.hidden_dim = 3584;
         c.layer.hidden = 3584;
         c.layer.combine_hidden = 1792;
-        const bool is_half = (precision == EPX_COMBINE_WIRE) == (top_k == 2); // each with either precision and either sum
+        // Each of the two types meets both precisions, and sums of few and of many rows.
+        const bool is_half = (precision == EPX_COMBINE_WIRE) == (top_k == 2);
         c.layer.dtype = c.layer.combine_dtype = is_half ? EPX_FLOAT16 : EPX_BFLOAT16;
         c.layer.top_k = top_k;
         c.iterations = 1;
