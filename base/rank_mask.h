@@ -24,6 +24,7 @@ public:
 
   constexpr uint64_t bits() const { return bits_; }
   constexpr void set(int rank) { bits_ |= bit_of(rank); }
+  constexpr void remove(int rank) { bits_ &= ~bit_of(rank); }
   constexpr bool contains(int rank) const { return (bits_ >> rank & 1) != 0; }
   constexpr bool is_empty() const { return bits_ == 0; }
   EPX_HOST_DEVICE int count() const { return count_of(bits_); }

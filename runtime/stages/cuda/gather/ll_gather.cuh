@@ -26,8 +26,9 @@ public:
         partition_(kMovementWarps, 0, tiles_to_send_) {}
 
   __device__ void send() const {
+    const LlWorkPartition::Tiles tiles = partition_.to_send(tiles_to_send_);
 #pragma unroll 1
-    for (uint32_t tile = partition_.first_to_send(); tile < tiles_to_send_; tile += partition_.step()) {
+    for (uint32_t tile = tiles.first; tile < tiles.end; tile += tiles.step) {
       const uint32_t index = tile / chunks_;
       const Movement::PeerToken peer = movement_.peer_token(index);
       send_chunk_of(peer.rank, peer.token, tile - index * chunks_);
@@ -35,11 +36,11 @@ public:
   }
 
   __device__ void sum() const {
+    const auto tiles = partition_.to_receive(static_cast<uint32_t>(args_.num_tokens) * chunks_);
     bool has_entered = false;
 #pragma unroll 1
-    for (uint32_t tile = partition_.first_to_receive();; tile += partition_.step()) {
+    for (uint32_t tile = tiles.first; tile < tiles.end; tile += tiles.step) {
       const uint32_t token = tile / chunks_;
-      if (token >= args_.num_tokens) break;
       const uint32_t chunk = tile - token * chunks_;
       const WarpRoutes routes = movement_.routes_of(token);
       const LlSlots own = movement_.ll_slots_here(routes);
@@ -88,9 +89,11 @@ private:
     const LlSlots slots = movement_.ll_slots_of(home, index);
     if (slots.live == 0) return;
     const int32_t first_slot = slots[lowest_bit(slots.live)];
-    const int64_t token = args_.is_rank_major() ? movement_.plan().slot_records[first_slot].token : index;
-    const int rank_ordinal = movement_.rank_ordinal_of_slot(first_slot);
-    send_chunk(call_, staged_chunk(home, token, rank_ordinal, chunk), bytes_of(chunk), sum_slots(slots, chunk));
+    const SlotRecord record = movement_.plan().slot_records[first_slot]; // used behind the loads of the rows
+    const LlChunk sum = sum_slots(slots, chunk);
+    const int64_t token = args_.is_rank_major() ? record.token : index;
+    send_chunk(call_, staged_chunk(home, token, movement_.rank_ordinal_of(record.rank_ordinal), chunk), bytes_of(chunk),
+               sum);
     if (chunk != 0 || params_.carried_weights == nullptr) return;
     if (args_.is_rank_major())
       send_row_weights(home, token, first_slot);
@@ -114,25 +117,42 @@ private:
     const auto is_live = [&](const Route& route) { return movement_.is_live(route); };
     const RankMask kept_ranks = routes.ranks_of([](const Route& route) { return route.slot >= 0; });
     const int bytes = bytes_of(chunk);
+    const RankMask live_ranks = routes.ranks_of(is_live);
+    if (!wait_for_peers(token, chunk, kept_ranks, live_ranks)) return false;
+    // No wait from here on: the accumulators of a loop that may call something are spilled, and local memory lies in the L2
+    // cache, since shared memory takes nearly all of the L1.
     LlChunkSum<T> sum;
 #pragma unroll 1
-    for (RankMask ranks = routes.ranks_of(is_live); !ranks.is_empty(); ranks.remove_lowest()) {
+    for (RankMask ranks = live_ranks; !ranks.is_empty(); ranks.remove_lowest()) {
       const int rank = ranks.lowest();
       if (rank == call_.rank()) {
         sum.add(own_sum, 1.0f);
         continue;
       }
-      const int rank_ordinal = kept_ranks.count_below(rank);
-      LlPacket16* const staged = staged_chunk(call_.rank(), token, rank_ordinal, chunk);
-      IncomingLlChunk incoming(staged, bytes);
-      if (!incoming.wait(call_, rank)) return false;
-      sum.add(incoming.get(), 1.0f);
+      LlPacket16* const staged = staged_chunk(call_.rank(), token, kept_ranks.count_below(rank), chunk);
+      sum.add(load_lines(staged, bytes), 1.0f);
       if (call_.scribbles_staging()) scribble_chunk(staged);
     }
     store_chunk<kUnaligned>(params_.out + token * row_bytes_ + static_cast<int64_t>(chunk) * kLlChunkBytes, bytes,
                             sum.rounded());
     if (chunk != 0 || params_.carried_out == nullptr) return true;
     return args_.is_rank_major() ? collect_row_weights(token) : collect_weights(token, routes, routes.mask_of(is_live));
+  }
+
+  // Waits for the chunks of all peers in `ranks`, two at a time: each half of the warp looks at those of one. Returns false, in
+  // all lanes, when the group has failed.
+  __device__ bool wait_for_peers(int64_t token, uint32_t chunk, const RankMask& kept_ranks, RankMask ranks) const {
+    ranks.remove(call_.rank());
+#pragma unroll 1
+    while (!ranks.is_empty()) {
+      int peer = ranks.lowest();
+      ranks.remove_lowest();
+      if (!ranks.is_empty() && lane() >= kWarp / 2) peer = ranks.lowest();
+      ranks.remove_lowest();
+      IncomingLlChunk incoming(staged_chunk(call_.rank(), token, kept_ranks.count_below(peer), chunk), bytes_of(chunk));
+      if (!incoming.wait(call_, peer)) return false;
+    }
+    return true;
   }
 
   // Returns false, in all lanes, when the group has failed.

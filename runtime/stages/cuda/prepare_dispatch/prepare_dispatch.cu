@@ -9,7 +9,8 @@
 //   those that      post the call descriptor (block 0); publish routes or     the entry barrier; LL packets of routes, counts,
 //   prepare, the    counts, assign slots, deliver the plan and the outputs,   slot records and first slots
 //   first ones      as prepare does (prepare.cu); where all ranks have few
-//                   tokens, slots go to the other blocks as LL packets
+//                   tokens, slots go to the other blocks as LL packets, and
+//                   of many tiles these blocks receive some afterwards
 //   those that      send: store a chunk of a token of this rank into the      nothing
 //   move rows, the  staging of each peer that the token goes to
 //   others          receive: store a chunk of any rank's token into its       the entry barrier of the warp; then the LL
@@ -49,13 +50,18 @@ public:
       : params_(params), args_(params.operation.call), layout_(params.group.context.layout), call_(call),
         rows_(params.group, call, args_),
         partition_(num_copy_warps(), static_cast<int>(params.blocks.first_of_rows),
-                   params.blocks.first_of_rows > 0 && call.num_ranks() > 1 ? tiles_to_send() : 0) {}
+                   params.blocks.first_of_rows > 0 && call.num_ranks() > 1 ? tiles_to_send() : 0,
+                   static_cast<int>(params.blocks.first_of_rows)) {}
+
+  // Returns whether the blocks that prepare receive rows afterwards.
+  __device__ bool has_helpers() const { return partition_.has_helpers(); }
 
   // Before the entry barrier.
   __device__ void send() const {
     if (call_.num_ranks() == 1) return;
+    const LlWorkPartition::Tiles tiles = partition_.to_send(tiles_to_send());
 #pragma unroll 1
-    for (uint32_t tile = partition_.first_to_send(); tile < tiles_to_send(); tile += partition_.step()) {
+    for (uint32_t tile = tiles.first; tile < tiles.end; tile += tiles.step) {
       const uint32_t token = tile / rows_.num_chunks();
       const ChunkRange range = rows_.range_at(tile - token * rows_.num_chunks());
       const LlChunk chunk = rows_.load(token, range);
@@ -69,12 +75,11 @@ public:
   __device__ void receive() const {
     const int num_ranks = call_.num_ranks();
     const auto tokens = static_cast<uint32_t>(max_tokens() * num_ranks);
-    const uint32_t tiles = tokens * rows_.num_chunks();
+    const auto tiles = partition_.to_receive_late(tokens * rows_.num_chunks());
+    const uint32_t end = min(tiles.end, tokens * rows_.num_chunks());
 #pragma unroll 1
-    for (uint32_t tile = partition_.first_to_receive(tiles); tile < partition_.end_to_receive(tiles);
-         tile += partition_.step()) {
+    for (uint32_t tile = tiles.first; tile < end; tile += tiles.step) {
       const uint32_t index = tile / rows_.num_chunks();
-      if (index >= tokens) return;
       const auto token = static_cast<int32_t>(index / static_cast<uint32_t>(num_ranks));
       const int i = static_cast<int>(index) - token * num_ranks;
       const int source = i < num_ranks - 1 ? peer_in_order(call_, token, i) : call_.rank();
@@ -180,6 +185,7 @@ __device__ __forceinline__ void receive_rows(const PrepareDispatchParams& params
     rows.receive();
     return;
   }
+  if (blockIdx.x < params.blocks.first_of_rows) return;            // the others clear pads
   const auto leader = static_cast<int>(params.blocks.prepare) - 1; // delivers the totals
   if (!wait_for_plan_parts(params.group, call, leader, leader + 1)) return;
   TmaRowPipeline pipeline = pipeline_of_warp();
@@ -210,7 +216,9 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
   CallSession call(params.group, EPX_OP_PREPARE_DISPATCH);
   const bool prepares = blockIdx.x < params.blocks.prepare;
   const bool moves_rows = blockIdx.x >= params.blocks.first_of_rows;
-  const PrepareRole role{params.blocks.prepare, gridDim.x, !moves_rows, slot_packets(params.group)};
+  // Of many rows, the blocks that prepare receive some afterwards.
+  const bool helps = !moves_rows && LlRowsOfNewPlan<false>(params, call).has_helpers();
+  const PrepareRole role{params.blocks.prepare, gridDim.x, !moves_rows && !helps, slot_packets(params.group)};
   const PrepareContext c(params.group, params.prepare, params.experts, params.layout, call, role, shared,
                          reinterpret_cast<int32_t*>(&shared + 1));
   __shared__ int failed; // whether a warp that enters by itself has found that the group has failed
@@ -242,7 +250,7 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
     if (!all_ll || (params.operation.clears_pads() && params.call.alignment > 1)) signal_plan_part(params.group, call);
     if (part.has_totals && threadIdx.x == 0) report_events(call.context(), params, call.descriptors(), true);
   }
-  if (!moves_rows) return;
+  if (!moves_rows && !(helps && all_ll)) return;
   if (!all_ll) {
     if (!prepares) {
       // The pipelines need the shared memory in which the warps have their descriptors, so the block enters once more, as a

@@ -191,6 +191,17 @@ public:
     return true;
   }
 
+  // The same for the epoch alone; the packet is loaded behind it.
+  __device__ bool wait_for_epoch(const Epoch* place, int peer) const {
+#pragma unroll 1
+    for (int spin = 0; spin < kShortSpins; ++spin)
+      if (load_relaxed_sys(place) == epoch()) return true;
+    do {
+      if (!wait_long(context(), place, peer, EPX_PHASE_COMPLETE)) return false;
+    } while (load_relaxed_sys(place) != epoch());
+    return true;
+  }
+
   // The same for a packet that the thread has loaded once, beside others.
   template <typename Packet>
   __device__ bool wait_for_loaded_packet(const Packet* place, Packet& packet, int peer) const {

@@ -97,7 +97,8 @@ public:
   // this rank is in progress; the group has then failed.
   __device__ bool send() {
     const auto tokens = static_cast<uint32_t>(args_.num_tokens);
-    uint32_t index = partition_.first_to_send();
+    const LlWorkPartition::Tiles tiles = partition_.to_send(tiles_to_send());
+    uint32_t index = tiles.first;
     Tile tile = tile_at(index);
     TileData data = load(tile);
 #pragma unroll 1
@@ -115,7 +116,7 @@ public:
 #pragma unroll 1
       while (tile.row < end) {
         send_tile(tile, first, data);
-        index += partition_.step();
+        index += tiles.step;
         tile = tile_at(index);
         data = load(tile);
       }
@@ -134,10 +135,9 @@ public:
     uint32_t rows =
         has_entered ? static_cast<uint32_t>(most_rows_of_peers()) : static_cast<uint32_t>(args_.slots_per_source);
     const auto peers = static_cast<uint32_t>(call_.num_ranks() - 1);
-    const uint32_t tiles = tiles_to_send() * peers; // an estimate
+    const auto tiles = partition_.to_receive_late(tiles_to_send() * peers); // an estimate
 #pragma unroll 1
-    for (uint32_t index = partition_.first_to_receive(tiles); index < partition_.end_to_receive(tiles);
-         index += partition_.step()) {
+    for (uint32_t index = tiles.first; index < tiles.end; index += tiles.step) {
       const Tile tile = tile_at(index);
       if (tile.row >= rows * peers) return;
       if (!has_entered) {

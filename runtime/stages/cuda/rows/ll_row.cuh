@@ -124,72 +124,71 @@ __device__ inline void scribble_chunk(LlPacket16* packets) {
     store_packet_relaxed_sys(packets + i, LlPacket16{{0x5a5a5a5a, 0x5a5a5a5a, 0x5a5a5a5a}, 0x5a5a5a5a});
 }
 
-// A peer sends this chunk; the lane keeps what it has loaded of it so far.
+// Loads a chunk whose lines and packets have all been seen to carry the call's epoch. All lanes call this.
+__device__ inline LlChunk load_lines(const LlPacket16* staged, int bytes) {
+  const int lines = LlChunk::lines_of(bytes);
+  LlPacket16 rest{}; // the fourth words of this lane's vectors, if it has the last packets of lines
+  if (lines > 0 && has_ll_flag())
+    rest = load_packet_relaxed_sys(staged + LlChunk::kVectors * kWarp + lane() / kLlLinePackets);
+  LlChunk chunk{};
+#pragma unroll
+  for (int i = 0; i < LlChunk::kVectors; ++i) {
+    if (i >= lines) continue;
+    const LlPacket16 vector = load_packet_relaxed_sys(staged + i * kWarp + lane());
+#pragma unroll
+    for (int word = 0; word < 3; ++word)
+      chunk.words[4 * i + word] = vector.values[word];
+    chunk.words[4 * i + 3] = has_ll_flag() ? rest.values[i] : vector.epoch;
+  }
+  return chunk;
+}
+
+// A peer sends this chunk. Each lane of a half of the warp looks at one of its epochs: those of its lines, and those of the
+// packets behind them. So the warp can wait for two chunks at a time, one for each half.
 class IncomingLlChunk {
 public:
-  // Loads the packets with an epoch once. All lanes call this.
-  __device__ IncomingLlChunk(const LlPacket16* staged, int bytes) : staged_(staged), lines_(LlChunk::lines_of(bytes)) {
-    load_flags();
+  // Loads the epochs once. All lanes call this; those of a half pass the same chunk.
+  __device__ IncomingLlChunk(const LlPacket16* staged, int bytes) : staged_(staged), bytes_(bytes) {
+    constexpr int kLines = LlChunk::kVectors * kLinesOfWarp;
+    static_assert(kLines + kLinesOfWarp == kWarp / 2);
+    const int index = lane() % (kWarp / 2);
+    const int line = index < kLines ? index : index - kLines; // a packet behind the lines is sent if that line is
+    const int packet = index < kLines ? index * kLlLinePackets + kLlLinePackets - 1 : LlChunk::kVectors * kWarp + line;
+    flag_ = line * kLlLinePackets * static_cast<int>(sizeof(LlPacket16)) < bytes ? &staged[packet].epoch : nullptr;
+    load_flag();
   }
 
-  // Waits until all lines carry the call's epoch, which `peer` stores, and loads the rest of them. Returns false when the group
-  // has failed. All lanes call this.
+  // Waits until all of them are the call's epoch, which `peer` stores. Returns false when the group has failed. All lanes call
+  // this; those of a half pass the same peer.
   __device__ bool wait(const CallSession& call, int peer) {
     const Epoch epoch = call.epoch();
 #pragma unroll 1
-    while (true) {
-      const LlPacket16* missing = nullptr; // a packet of this lane
-      if (has_ll_flag()) {
-#pragma unroll
-        for (int i = 0; i < LlChunk::kVectors; ++i)
-          if (i < lines_ && vectors_[i].epoch != epoch) missing = staged_ + i * kWarp + lane();
-        if (lines_ > 0 && rest_.epoch != epoch) missing = rest_place();
-      }
-      const unsigned lanes = __ballot_sync(~0u, missing != nullptr ? 1 : 0);
-      if (lanes == 0) break;
+    while (const unsigned missing = __ballot_sync(~0u, flag_ != nullptr && seen_ != epoch ? 1 : 0)) {
       bool ok = true;
-      LlPacket16 packet;
-      if (lane() == lowest_bit(lanes)) ok = call.wait_for_packet(missing, packet, peer); // one lane polls, not all
+      if (lane() == lowest_bit(missing)) ok = call.wait_for_epoch(flag_, peer); // one lane polls, not all
       if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
-      load_flags();
+      load_flag();
     }
-    // Behind the epochs, as NCCL does: a load of a line beside its store may see the new epoch and old data.
-    __syncwarp(); // the other lanes' loads come after what the vote has told: a vote orders no memory
-    if (!has_ll_flag()) load_vectors();
+    // Lines are loaded behind their epochs, as NCCL does: a load of a line beside its store may see the new epoch and old data.
+    __syncwarp(); // the loads of all lanes come after what the vote has told: a vote orders no memory
     return true;
   }
   // Returns the chunk, after wait() has returned true.
   __device__ LlChunk get() const {
-    LlChunk chunk;
-#pragma unroll
-    for (int i = 0; i < LlChunk::kVectors; ++i) {
-#pragma unroll
-      for (int word = 0; word < 3; ++word)
-        chunk.words[4 * i + word] = i < lines_ ? vectors_[i].values[word] : 0;
-      chunk.words[4 * i + 3] = i >= lines_ ? 0 : has_ll_flag() ? rest_.values[i] : vectors_[i].epoch;
-    }
-    return chunk;
+    return load_lines(staged_, bytes_);
   }
 
 private:
-  __device__ const LlPacket16* rest_place() const {
-    return staged_ + LlChunk::kVectors * kWarp + lane() / kLlLinePackets;
-  }
-  __device__ void load_vectors() {
-#pragma unroll
-    for (int i = 0; i < LlChunk::kVectors; ++i)
-      if (i < lines_) vectors_[i] = load_packet_relaxed_sys(staged_ + i * kWarp + lane());
-  }
-  __device__ void load_flags() {
-    if (lines_ == 0 || !has_ll_flag()) return;
-    load_vectors();
-    rest_ = load_packet_relaxed_sys(rest_place());
+  static constexpr int kLinesOfWarp = kWarp / kLlLinePackets; // that the warp stores in one instruction
+
+  __device__ void load_flag() {
+    if (flag_ != nullptr) seen_ = load_relaxed_sys(flag_);
   }
 
   const LlPacket16* staged_;
-  int lines_;
-  LlPacket16 vectors_[LlChunk::kVectors] = {};
-  LlPacket16 rest_ = {};
+  int bytes_;
+  const Epoch* flag_; // NULL: the lane has none
+  Epoch seen_ = 0;
 };
 
 // ---- Weights travel with rows as LL packets too (LlPacket8), as the bits of floats ----

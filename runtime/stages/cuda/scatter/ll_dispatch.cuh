@@ -38,9 +38,9 @@ public:
   }
 
   __device__ void send() const {
-    const LlWorkPartition partition = copy_partition();
+    const LlWorkPartition::Tiles tiles = copy_partition().to_send(tiles_to_send());
 #pragma unroll 1
-    for (uint32_t tile = partition.first_to_send(); tile < tiles_to_send(); tile += partition.step()) {
+    for (uint32_t tile = tiles.first; tile < tiles.end; tile += tiles.step) {
       const uint32_t token = tile / rows_.num_chunks();
       const ChunkRange range = rows_.range_at(tile - token * rows_.num_chunks());
       const WarpRoutes routes = movement_.routes_of(token);
@@ -53,15 +53,13 @@ public:
   }
 
   __device__ void receive() const {
-    const LlWorkPartition partition = copy_partition();
     const auto tokens = static_cast<uint32_t>(movement_.ll_tokens() * (call_.num_ranks() - 1));
-    const uint32_t tiles = tokens * rows_.num_chunks();
+    const auto tiles = copy_partition().to_receive_late(tokens * rows_.num_chunks());
+    const uint32_t end = min(tiles.end, tokens * rows_.num_chunks());
     bool has_entered = false;
 #pragma unroll 1
-    for (uint32_t tile = partition.first_to_receive(tiles); tile < partition.end_to_receive(tiles);
-         tile += partition.step()) {
+    for (uint32_t tile = tiles.first; tile < end; tile += tiles.step) {
       const uint32_t index = tile / rows_.num_chunks();
-      if (index >= tokens) break;
       const Movement::PeerToken peer = movement_.peer_token(index);
       const LlSlots slots = movement_.ll_slots_of(peer.rank, peer.token); // the loads overlap the entry barrier
       if (slots.live == 0) continue;
