@@ -99,8 +99,8 @@ public:
     if (blockIdx.x < first_block_) return {half_ * blocks_ + warp_ * helpers_ + blockIdx.x, tiles, receivers};
     return {is_in_first_half() ? tiles : (warp_ - half_) * blocks_ + block(), tiles, receivers};
   }
-  // The same where the warps that send receive the last 5/16 of the tiles afterwards, which arrive about then. `tiles` may be an
-  // estimate: the last ones have no end.
+  // The same where the warps that send receive the last 5/16 of the tiles afterwards, which arrive about then. `tiles` may be
+  // an estimate: the last ones have no end.
   __device__ Tiles to_receive_late(uint32_t tiles) const {
     if (!is_split_) return to_receive(kNoEnd);
     const uint32_t late = tiles / 16 * 11;

@@ -3,9 +3,10 @@
 // decides about slots and ranks is left to the callers.
 //
 // A chunk leaves by st.relaxed.sys.b128 (send_chunk of ll_row.cuh) for ll_scatter_rows[parity, source, token, chunk] of the
-// peer's window. There the receiver polls it by ld.relaxed.sys.b128 until each line has the call's epoch
-// (IncomingLlChunk::wait). No send waits for a receiver, because the staging is double-buffered by the parity of the call, and
-// while this grid runs call n no peer is still in call n - 2 (call_session.cuh).
+// peer's window. There the receiver polls the lines' epochs by ld.relaxed.sys.u32 until each is the call's
+// (IncomingLlChunk::wait), and then loads the lines by ld.relaxed.sys.b128. No send waits for a receiver, because the staging
+// is double-buffered by the parity of the call, and while this grid runs call n no peer is still in call n - 2
+// (call_session.cuh).
 #pragma once
 
 #include "runtime/stages/cuda/movement.cuh"
