@@ -3,8 +3,6 @@
 // which routes are live in this call, and assigns the warp roles and the tiles.
 #pragma once
 
-#include <limits>
-
 #include "base/device/launch.h"
 #include "base/device/warp.cuh"
 #include "runtime/layout/handle_limits.h"
@@ -72,8 +70,8 @@ __device__ inline WorkPartition partition_warps(int first_warp, int num_warps, i
 // Shares the tiles of the low-latency path among `num_warps` warps of each block from `first_block` on, an even number. Where
 // few tiles are to be sent, all warps send and receive, and the first tiles are received by other warps than they are sent by.
 // Where there are more, the first half of the warps send, and the others receive from the beginning: stores to peers hold a
-// warp up while the wire is busy, and rows that have arrived would wait meanwhile. Then these warps of the first `helpers`
-// blocks, which have done something else before, receive too.
+// warp up while the wire is busy, and rows that have arrived would wait meanwhile. Then `num_warps` warps of each block before
+// `first_block`, which have done something else, receive too.
 class LlWorkPartition {
 public:
   // A warp takes every step-th tile from the first one on, up to the end. It may have none.
@@ -81,13 +79,13 @@ public:
     uint32_t first, end, step;
   };
 
-  __device__ LlWorkPartition(int num_warps, int first_block, uint32_t tiles_to_send, int helpers = 0)
+  __device__ LlWorkPartition(int num_warps, int first_block, uint32_t tiles_to_send)
       : warp_(threadIdx.x / kWarp), half_(static_cast<uint32_t>(num_warps) / 2),
         first_block_(static_cast<uint32_t>(first_block)), blocks_(gridDim.x - first_block_),
-        helpers_(static_cast<uint32_t>(helpers)), is_split_(tiles_to_send > half_ * blocks_) {}
+        is_split_(tiles_to_send > half_ * blocks_) {}
 
-  // Returns whether the warps of the first blocks help to receive.
-  __device__ bool has_helpers() const { return is_split_ && helpers_ > 0; }
+  // Returns whether the blocks before `first_block`, if there are any, receive too.
+  __device__ bool has_helpers() const { return is_split_ && first_block_ > 0; }
 
   __device__ Tiles to_send(uint32_t tiles) const {
     return {warp_ < senders() ? warp_ * blocks_ + block() : tiles, tiles, senders() * blocks_};
@@ -95,27 +93,27 @@ public:
   __device__ Tiles to_receive(uint32_t tiles) const {
     if (!is_split_)
       return {(is_in_first_half() ? warp_ + half_ : warp_ - half_) * blocks_ + block(), tiles, senders() * blocks_};
-    const uint32_t receivers = half_ * (blocks_ + 2 * helpers_);
-    if (blockIdx.x < first_block_) return {half_ * blocks_ + warp_ * helpers_ + blockIdx.x, tiles, receivers};
+    const uint32_t receivers = half_ * (blocks_ + 2 * first_block_);
+    if (is_helper()) return {half_ * blocks_ + warp_ * first_block_ + blockIdx.x, tiles, receivers};
     return {is_in_first_half() ? tiles : (warp_ - half_) * blocks_ + block(), tiles, receivers};
   }
-  // The same where the warps that send receive the last 5/16 of the tiles afterwards, which arrive about then. `tiles` may be
-  // an estimate: the last ones have no end.
-  __device__ Tiles to_receive_late(uint32_t tiles) const {
-    if (!is_split_) return to_receive(kNoEnd);
-    const uint32_t late = tiles / 16 * 11;
-    if (blockIdx.x < first_block_ || !is_in_first_half()) return to_receive(late);
-    return {late + warp_ * blocks_ + block(), kNoEnd, half_ * blocks_};
+  // The same where the warps that send receive the last 5/16 of the tiles afterwards, which arrive about then. Where `tiles` is
+  // an upper bound, `expected` says how many there may be.
+  __device__ Tiles to_receive_late(uint32_t tiles, uint32_t expected) const {
+    if (!is_split_) return to_receive(tiles);
+    const uint32_t late = min(expected / 16 * 11, tiles);
+    if (is_helper() || !is_in_first_half()) return to_receive(late);
+    return {late + warp_ * blocks_ + block(), tiles, half_ * blocks_};
   }
+  __device__ Tiles to_receive_late(uint32_t tiles) const { return to_receive_late(tiles, tiles); }
 
 private:
-  static constexpr uint32_t kNoEnd = std::numeric_limits<uint32_t>::max();
-
+  __device__ bool is_helper() const { return blockIdx.x < first_block_; }
   __device__ uint32_t block() const { return blockIdx.x - first_block_; }
   __device__ uint32_t senders() const { return is_split_ ? half_ : 2 * half_; } // of each block; as many receive
   __device__ bool is_in_first_half() const { return warp_ < half_; }
 
-  uint32_t warp_, half_, first_block_, blocks_, helpers_;
+  uint32_t warp_, half_, first_block_, blocks_;
   bool is_split_;
 };
 

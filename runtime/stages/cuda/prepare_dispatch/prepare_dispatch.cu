@@ -50,8 +50,7 @@ public:
       : params_(params), args_(params.operation.call), layout_(params.group.context.layout), call_(call),
         rows_(params.group, call, args_),
         partition_(num_copy_warps(), static_cast<int>(params.blocks.first_of_rows),
-                   params.blocks.first_of_rows > 0 && call.num_ranks() > 1 ? tiles_to_send() : 0,
-                   static_cast<int>(params.blocks.first_of_rows)) {}
+                   params.blocks.first_of_rows > 0 && call.num_ranks() > 1 ? tiles_to_send() : 0) {}
 
   // Returns whether the blocks that prepare receive rows afterwards.
   __device__ bool has_helpers() const { return partition_.has_helpers(); }
@@ -76,9 +75,8 @@ public:
     const int num_ranks = call_.num_ranks();
     const auto tokens = static_cast<uint32_t>(max_tokens() * num_ranks);
     const auto tiles = partition_.to_receive_late(tokens * rows_.num_chunks());
-    const uint32_t end = min(tiles.end, tokens * rows_.num_chunks());
 #pragma unroll 1
-    for (uint32_t tile = tiles.first; tile < end; tile += tiles.step) {
+    for (uint32_t tile = tiles.first; tile < tiles.end; tile += tiles.step) {
       const uint32_t index = tile / rows_.num_chunks();
       const auto token = static_cast<int32_t>(index / static_cast<uint32_t>(num_ranks));
       const int i = static_cast<int>(index) - token * num_ranks;

@@ -196,10 +196,7 @@ public:
 #pragma unroll 1
     for (int spin = 0; spin < kShortSpins; ++spin)
       if (load_relaxed_sys(place) == epoch()) return true;
-    do {
-      if (!wait_long(context(), place, peer, EPX_PHASE_COMPLETE)) return false;
-    } while (load_relaxed_sys(place) != epoch());
-    return true;
+    return wait_long(context(), place, peer, EPX_PHASE_COMPLETE);
   }
 
   // The same for a packet that the thread has loaded once, beside others.

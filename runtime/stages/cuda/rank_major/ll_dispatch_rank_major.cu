@@ -135,7 +135,7 @@ public:
     uint32_t rows =
         has_entered ? static_cast<uint32_t>(most_rows_of_peers()) : static_cast<uint32_t>(args_.slots_per_source);
     const auto peers = static_cast<uint32_t>(call_.num_ranks() - 1);
-    const auto tiles = partition_.to_receive_late(tiles_to_send() * peers); // an estimate
+    const auto tiles = partition_.to_receive_late(rows * peers * parts_of_row(), tiles_to_send() * peers);
 #pragma unroll 1
     for (uint32_t index = tiles.first; index < tiles.end; index += tiles.step) {
       const Tile tile = tile_at(index);

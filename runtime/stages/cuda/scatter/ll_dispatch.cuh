@@ -55,10 +55,9 @@ public:
   __device__ void receive() const {
     const auto tokens = static_cast<uint32_t>(movement_.ll_tokens() * (call_.num_ranks() - 1));
     const auto tiles = copy_partition().to_receive_late(tokens * rows_.num_chunks());
-    const uint32_t end = min(tiles.end, tokens * rows_.num_chunks());
     bool has_entered = false;
 #pragma unroll 1
-    for (uint32_t tile = tiles.first; tile < end; tile += tiles.step) {
+    for (uint32_t tile = tiles.first; tile < tiles.end; tile += tiles.step) {
       const uint32_t index = tile / rows_.num_chunks();
       const Movement::PeerToken peer = movement_.peer_token(index);
       const LlSlots slots = movement_.ll_slots_of(peer.rank, peer.token); // the loads overlap the entry barrier
