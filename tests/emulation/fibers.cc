@@ -2,6 +2,7 @@
 #include "tests/emulation/fibers.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
@@ -220,6 +221,12 @@ private:
 
 thread_local Block* this_block = nullptr;
 
+// EPX_EMULATED_START_DELAY_US: about half of the blocks start so many microseconds after the others of their grid.
+std::chrono::microseconds start_delay() {
+  const char* const text = std::getenv("EPX_EMULATED_START_DELAY_US");
+  return std::chrono::microseconds(text != nullptr && random_u64() % 2 != 0 ? std::atol(text) : 0);
+}
+
 } // namespace
 
 void run_grid(int blocks, int threads, size_t shared_bytes, const std::function<void()>& kernel) {
@@ -227,6 +234,7 @@ void run_grid(int blocks, int threads, size_t shared_bytes, const std::function<
   workers.reserve(static_cast<size_t>(blocks));
   for (int index = 0; index < blocks; ++index)
     workers.emplace_back([&, index] {
+      if (const auto delay = start_delay(); delay.count() > 0) std::this_thread::sleep_for(delay);
       Block block({static_cast<unsigned>(index), 0, 0}, dim3(static_cast<unsigned>(blocks)), threads, shared_bytes, kernel);
       this_block = &block;
       block.run();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// graphs [--replays N]
-// Tests CUDA graphs, and calls that return while the stream is blocked. N: the number of replays that each report an event.
+// graphs [--replays N] [--overlaps N]
+// Tests CUDA graphs, and calls that return while the stream is blocked. --replays: the number of replays that each report an
+// event. --overlaps: the number of groups whose calls overlap.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -413,6 +414,7 @@ void test_blocked_stream(const RankContext& context) {
 int main(int argc, char** argv) {
   using namespace epx::test;
   const auto replays = static_cast<uint64_t>(option(argc, argv, "--replays", 1'000));
+  const long overlaps = option(argc, argv, "--overlaps", 1);
   return run_suite({
       [](const RankContext& context) { test_blocked_stream(context); }, // first, since nothing has been called yet
       [](const RankContext& context) { test_replays(context, EPX_COMBINE_WIRE, true); },
@@ -423,7 +425,10 @@ int main(int argc, char** argv) {
       test_destroy_behind_a_call,
       test_eager_streams,
       test_refused_beside_capture,
-      test_unordered_graphs,
+      [=](const RankContext& context) {
+        for (long i = 0; i < overlaps; ++i)
+          test_unordered_graphs(context);
+      },
       test_capture_on_one_rank,
       [=](const RankContext& context) { test_event_counts(context, replays); },
   });

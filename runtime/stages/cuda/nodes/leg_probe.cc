@@ -68,7 +68,7 @@ void LegProbe::begin_read() {
 
 // Returns none while no leg is running: all blocks that have begun one have left it.
 std::optional<LegProbe::Position> LegProbe::position_of(const DeviceState& state) {
-  const bool is_beginning = static_cast<uint32_t>(state.entered) != 0; // some of its blocks are past the entry barrier
+  const bool is_beginning = num_blocks_entered(state.entered) != 0; // some of its blocks are past the entry barrier
   if (!is_beginning && state.seen.blocks_left >= state.begun.blocks) return std::nullopt;
   return Position{state.begun.sequence, state.seen.blocks_left, state.entered};
 }

@@ -23,7 +23,8 @@
 //
 // Two calls of a group that nothing orders may overlap on the device, which ends the group. A block does not begin while
 // another launch makes the call that would be its own, or while blocks of the call before are still there (is_alone); and when
-// two launches get past this at the same moment, their blocks are more than either grid has (count_entered).
+// two launches get past this at the same moment, a block finds that those which have begun the call before it are not of its
+// own grid (count_entered).
 #pragma once
 
 #include <cstdint>
@@ -345,19 +346,21 @@ private:
   }
 
   // Every block calls this once all its threads have read the call's sequence number; the last block makes the call the last
-  // one begun. Blocks of two grids that make the same call are too many for either grid, and a block that finds that ends the
-  // group.
+  // one begun. A block that finds blocks of another grid in this call ends the group.
   __device__ void count_entered() const {
     if (threadIdx.x != blockDim.x - 1) return;
     DeviceState& state = *context_.group.state;
-    const unsigned long long entered = atomicAdd(&state.entered, 1ull);
-    const auto block = static_cast<uint32_t>(entered);
+    const uint32_t launch = context_.group.launch;
+    const bool is_first = blockIdx.x == 0;
+    const unsigned long long entered = atomicAdd(&state.entered, pack_entered(1, is_first ? 1 : 0, 0, launch));
+    const uint32_t blocks = num_blocks_entered(entered);
+    const uint32_t first_blocks = is_first ? 0 : min(num_first_blocks_entered(entered), 1u); // if all are of this grid
     const uint64_t begun = context_.sequence - (part_ == kBegins ? 1 : 0);
-    if (static_cast<Epoch>(entered >> 32) != static_cast<Epoch>(begun) || block >= gridDim.x) {
+    if (entered != pack_entered(blocks, first_blocks, begun, blocks * launch) || blocks >= gridDim.x) {
       report_overlap(context());
-    } else if (block == gridDim.x - 1) {
+    } else if (blocks == gridDim.x - 1) {
       store_packet_relaxed_sys(&state.begun, CallsBegun{context_.sequence, state.begun.blocks + gridDim.x});
-      atomicExch(&state.entered, static_cast<unsigned long long>(context_.sequence) << 32);
+      atomicExch(&state.entered, pack_entered(0, 0, context_.sequence, 0));
     }
   }
   __device__ uint64_t owner_word() const {

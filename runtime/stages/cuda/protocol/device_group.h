@@ -73,6 +73,20 @@ constexpr uint64_t owned_sequence(uint64_t owner) {
   return owner >> kLaunchBits;
 }
 
+// The blocks that have begun a call: bits 0 to 15 count them, and bits 16 to 23 those with index 0, of which a grid has one;
+// bits 24 to 39 have the sequence number of the call before, and bits 40 to 63 the sum of the blocks' launch numbers. Blocks
+// add to this word, and what the sum carries is lost.
+constexpr unsigned long long pack_entered(uint32_t blocks, uint32_t first_blocks, uint64_t begun_sequence,
+                                          uint32_t launches) {
+  return blocks | first_blocks << 16 | (begun_sequence & 0xffff) << 24 | uint64_t{launches} << 40;
+}
+constexpr uint32_t num_blocks_entered(uint64_t entered) {
+  return entered & 0xffff;
+}
+constexpr uint32_t num_first_blocks_entered(uint64_t entered) {
+  return entered >> 16 & 0xff;
+}
+
 struct alignas(16) CallsSeen {
   uint64_t owner;                 // pack_owner() of the last call whose descriptor was posted
   unsigned long long blocks_left; // blocks, of all calls, that have called leave()
@@ -83,9 +97,7 @@ struct alignas(32) DeviceState {
   // Overlapping calls are detected by this; see CallSession::is_alone and CallSession::count_entered. It shares a cache sector
   // with `begun`.
   CallsSeen seen;
-  // The low half counts the blocks that have begun the call after begun.sequence; the high half is the low half of
-  // begun.sequence.
-  unsigned long long entered;
+  unsigned long long entered; // pack_entered() of the blocks that have begun the call after begun.sequence
   // EPX_CHECK_HANDLE_MEM: the header of the call's handle memory as launch_check leaves it for the movement, with magic 0 when
   // the body's checksum is wrong.
   HandleHeader checked_header;
