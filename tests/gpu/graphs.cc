@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // graphs [--replays N] [--overlaps N]
 // Tests CUDA graphs, and calls that return while the stream is blocked. --replays: the number of replays that each report an
-// event. --overlaps: the number of groups whose calls overlap.
+// event. --overlaps: the number of groups of each kind whose calls overlap.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -274,11 +274,14 @@ void test_refused_beside_capture(const RankContext& context) {
   check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
 }
 
+using LayerCall = void (ResidentLayer::*)();
+
 // Two graphs are replayed on streams that nothing orders: as long as the group lives its rows are right, and when it fails it
-// reports the overlap. All ranks but one order theirs, so that the ranks' calls cannot change places.
-void test_unordered_graphs(const RankContext& context) {
+// reports the overlap. All ranks but one order theirs, so that the ranks' calls cannot change places; with several ranks both
+// graphs make the same calls.
+void test_unordered_graphs(const RankContext& context, LayerCall first_call, LayerCall second_call) {
   constexpr int kCulprit = 0;
-  constexpr int kDispatches = 8; // per graph
+  constexpr int kCalls = 8; // per graph
   GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
   if (num_nodes(shape) > 1) return; // whose calls are not found when they overlap: NCCL would serve two streams at a time
   shape.num_comm_sms = 2;           // so that both grids fit on the GPU
@@ -286,23 +289,23 @@ void test_unordered_graphs(const RankContext& context) {
   const LayerCase layer_case = small_layer(3, 1, RoutingStyle::uniform);
   ResidentLayer first(group, layer_case, false), second(group, layer_case, false);
   const Stream streams[2];
-  const auto graph_of = [&](ResidentLayer& layer, cudaStream_t stream) {
+  const auto graph_of = [&](ResidentLayer& layer, LayerCall call, cudaStream_t stream) {
     layer.set_stream(stream);
     return std::make_unique<Graph>(stream, [&] {
-      for (int i = 0; i < kDispatches; ++i)
-        layer.dispatch();
+      for (int i = 0; i < kCalls; ++i)
+        (layer.*call)();
     });
   };
   const Workload work = make_workload(shape, layer_case, 7000), other_work = make_workload(shape, layer_case, 7001);
   first.write(work);
   second.write(other_work);
-  first.prepare();
-  first.combine();
-  second.prepare();
-  second.combine();
+  for (ResidentLayer* const layer : {&first, &second}) {
+    layer->prepare_dispatch();
+    layer->combine();
+  }
   context.device->finish();
-  const auto first_graph = graph_of(first, streams[0].get());
-  const auto second_graph = graph_of(second, streams[context.rank == kCulprit ? 1 : 0].get());
+  const auto first_graph = graph_of(first, first_call, streams[0].get());
+  const auto second_graph = graph_of(second, second_call, streams[context.rank == kCulprit ? 1 : 0].get());
   context.gather(0);
   if (context.rank != kCulprit) std::this_thread::sleep_for(std::chrono::milliseconds(100));
   for (int round = 0; round < 500; ++round) {
@@ -426,8 +429,13 @@ int main(int argc, char** argv) {
       test_eager_streams,
       test_refused_beside_capture,
       [=](const RankContext& context) {
-        for (long i = 0; i < overlaps; ++i)
-          test_unordered_graphs(context);
+        for (long i = 0; i < overlaps; ++i) {
+          test_unordered_graphs(context, &ResidentLayer::dispatch, &ResidentLayer::dispatch);
+          test_unordered_graphs(context, &ResidentLayer::prepare_dispatch, &ResidentLayer::prepare_dispatch);
+          if (context.num_ranks > 1) continue;
+          test_unordered_graphs(context, &ResidentLayer::prepare, &ResidentLayer::dispatch);
+          test_unordered_graphs(context, &ResidentLayer::prepare_dispatch, &ResidentLayer::combine);
+        }
       },
       test_capture_on_one_rank,
       [=](const RankContext& context) { test_event_counts(context, replays); },

@@ -308,7 +308,6 @@ private:
     DeviceState state{};
     check_cuda(cudaMemcpy(&state, state_.get(), sizeof(state), cudaMemcpyDeviceToHost), "cudaMemcpy");
     state.begun.sequence += calls;
-    state.entered = pack_entered(0, 0, state.begun.sequence, 0);
     check_cuda(cudaMemcpy(state_.get(), &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // a copy from pageable memory may still be under way
     count_launched(calls);

@@ -68,9 +68,9 @@ void LegProbe::begin_read() {
 
 // Returns none while no leg is running: all blocks that have begun one have left it.
 std::optional<LegProbe::Position> LegProbe::position_of(const DeviceState& state) {
-  const bool is_beginning = num_blocks_entered(state.entered) != 0; // some of its blocks are past the entry barrier
+  const bool is_beginning = blocks_beginning(state.beginning) != 0; // some of its blocks have begun
   if (!is_beginning && state.seen.blocks_left >= state.begun.blocks) return std::nullopt;
-  return Position{state.begun.sequence, state.seen.blocks_left, state.entered};
+  return Position{state.begun.sequence, state.seen.blocks_left, state.beginning};
 }
 
 } // namespace epx::cuda

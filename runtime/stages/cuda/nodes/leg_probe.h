@@ -31,7 +31,7 @@ private:
   // How far the legs have come while one is running.
   struct Position {
     uint64_t begun, blocks_left;
-    unsigned long long entered;
+    unsigned long long beginning;
     bool operator==(const Position&) const = default;
   };
   static std::optional<Position> position_of(const DeviceState& state);

@@ -45,9 +45,9 @@ __device__ __forceinline__ void prepare(const PrepareParams& params) {
   const PrepareContext c(params.group, params.call, params.experts, params.layout, CallSession(params.group, operation),
                          role, shared, dynamic_shared_memory<int32_t>());
   begin_prepare(c, params.descriptor);
-  if (!c.call.is_alone()) return;
+  if (!c.call.begin()) return;
   if (!publish(c)) return;
-  if (!c.call.enter_alone(params.descriptor)) return; // the entry barrier
+  if (!c.call.enter_begun(params.descriptor)) return; // the entry barrier
   prepare_behind_entry(c);
 }
 

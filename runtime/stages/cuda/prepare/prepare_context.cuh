@@ -25,9 +25,9 @@ struct PrepareParams {
 
 // How a kernel makes prepare's part of its call.
 struct PrepareRole {
-  unsigned num_blocks; // the first blocks of the grid, which prepare
-  unsigned senders;    // calls of CallSession::sent() in the grid; 0: a later kernel of the call makes them
-  bool triggers_successor;
+  unsigned num_blocks;     // the first blocks of the grid, which prepare
+  unsigned senders;        // calls of CallSession::sent() in the grid; 0: a later kernel of the call makes them
+  bool triggers_successor; // false where the block waits for peers afterwards
   // prepare_dispatch: by (source, token, k), as HandleView::ll_slots, the slots on this rank go to the other blocks of the grid
   // as LL packets too; NULL: they do not.
   LlPacket8* slot_packets;

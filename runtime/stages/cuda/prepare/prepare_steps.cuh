@@ -22,7 +22,7 @@ __device__ __forceinline__ void begin_prepare(const PrepareContext& c, const Cal
   if (threadIdx.x == 0) c.shared.dropped_routes = 0;
 }
 
-// Before the entry barrier, once the block is alone (CallSession::is_alone). Returns false, the same in all threads, when the
+// Before the entry barrier, once the block has begun (CallSession::begin). Returns false, the same in all threads, when the
 // group has failed.
 __device__ __forceinline__ bool publish(const PrepareContext& c) {
   if (!fits_all_gather(c, c.args.num_tokens)) return publish_counts(c);

@@ -41,9 +41,9 @@ __device__ __forceinline__ bool prepare(const PrepareDispatchParams& params, con
   const PrepareContext c(params.group, params.prepare, params.experts, params.layout, call, role, shared,
                          reinterpret_cast<int32_t*>(&shared + 1));
   begin_prepare(c, params.descriptor);
-  if (!call.is_alone()) return false;
+  if (!call.begin()) return false;
   if (!publish(c)) return false;
-  if (!call.enter_alone(params.descriptor)) return false; // the entry barrier
+  if (!call.enter_begun(params.descriptor)) return false; // the entry barrier
   const PreparedPart part = prepare_behind_entry(c);
   if (__syncthreads_and(part.ok ? 1 : 0) == 0) return false;
   signal_plan_part(params.group, call);

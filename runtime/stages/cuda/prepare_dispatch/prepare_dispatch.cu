@@ -7,8 +7,8 @@
 //
 //   blocks          do                                                        wait for
 //   those that      post the call descriptor (block 0); publish routes or     the entry barrier; LL packets of routes, counts,
-//   prepare, the    counts, assign slots, deliver the plan and the outputs,   slot records and first slots
-//   first ones      as prepare does (prepare.cu); where all ranks have few
+//   prepare, the    counts, assign slots, deliver the plan and the outputs,   slot records and first slots; then, of many
+//   first ones      as prepare does (prepare.cu); where all ranks have few    tiles, what receivers wait for
 //                   tokens, slots go to the other blocks as LL packets, and
 //                   of many tiles these blocks receive some afterwards
 //   those that      send: store a chunk of a token of this rank into the      nothing
@@ -183,7 +183,7 @@ __device__ __forceinline__ void receive_rows(const PrepareDispatchParams& params
     rows.receive();
     return;
   }
-  if (blockIdx.x < params.blocks.first_of_rows) return;            // the others clear pads
+  if (blockIdx.x < params.blocks.first_of_rows) return;            // the others clear pads, and these warps do nothing more
   const auto leader = static_cast<int>(params.blocks.prepare) - 1; // delivers the totals
   if (!wait_for_plan_parts(params.group, call, leader, leader + 1)) return;
   TmaRowPipeline pipeline = pipeline_of_warp();
@@ -222,7 +222,7 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
   __shared__ int failed; // whether a warp that enters by itself has found that the group has failed
   if (threadIdx.x == 0) failed = 0;
   if (prepares) begin_prepare(c, params.descriptor);
-  if (!(prepares ? call.is_alone() : call.begin_ll())) return;
+  if (!(prepares ? call.begin() : call.begin_ll())) return;
   if (moves_rows) {
     if (has_unaligned_rows(params.operation.call))
       send_unaligned_rows(params, call);
@@ -231,7 +231,7 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
   }
   if (prepares) {
     if (!publish(c)) return;
-    if (!call.enter_alone(params.descriptor)) return; // the entry barrier
+    if (!call.enter_begun(params.descriptor)) return; // the entry barrier
   } else {
     static_assert((kMovementWarps - kPadWarps) * TmaRowPipeline::kStagesBytes >= kMovementWarps * sizeof(PeerDescriptors));
     // Each warp enters by itself, so that those that receive need not wait for those that send.

@@ -22,9 +22,8 @@
 // the entry barrier, behind which the second may store into staging too (kContinues).
 //
 // Two calls of a group that nothing orders may overlap on the device, which ends the group. A block does not begin while
-// another launch makes the call that would be its own, or while blocks of the call before are still there (is_alone); and when
-// two launches get past this at the same moment, a block finds that those which have begun the call before it are not of its
-// own grid (count_entered).
+// another launch makes the call that would be its own, or while blocks of the call before are still there; and each block that
+// begins checks that those which have begun in this kernel are of its own grid (begin).
 #pragma once
 
 #include <cstdint>
@@ -55,10 +54,11 @@ public:
 
   // Every thread of the block constructs one.
   __device__ CallSession(const DeviceGroup& group, epx_operation operation, Part part = kBegins)
-      : context_{group, operation, 0}, descriptors_(&descriptors_of_cta()), part_(part) {
+      : context_{group, operation, 0}, descriptors_(&descriptors_of_cta()) {
     const CallsBegun begun = group.state->begun; // every thread has two loads of one sector in flight together
     const CallsSeen seen = group.state->seen;
     context_.sequence = begun.sequence + (part == kBegins ? 1 : 0);
+    blocks_before_ = begun.blocks;
     const bool is_taken = (owned_sequence(seen.owner) == owned_sequence(owner_word())) & (seen.owner != owner_word());
     is_alone_ = (seen.blocks_left >= begun.blocks) & !is_taken; // >=, because blocks of this grid may have left already
   }
@@ -92,28 +92,29 @@ public:
     }
   }
 
-  // All threads of a block call this before the block stores into a peer's window or waits for a peer; enter() and begin_ll()
-  // do. Returns false, the same in all threads, when another call of this rank is in progress; the group has then failed.
-  __device__ bool is_alone() const {
+  // All threads of a block call this once, before the block stores into a peer's window or waits for another block or a peer;
+  // enter() and begin_ll() do. Returns false, the same in all threads, when another call of this rank is in progress; the group
+  // has then failed.
+  __device__ bool begin() const {
     // When calls overlap, a thread that is late may read the sequence number behind that of its block, in which nobody posts.
     const bool agrees = has_sequence_of_block();
-    if (__syncthreads_and(is_alone_ && agrees ? 1 : 0) != 0) return true;
+    if (__syncthreads_and(is_alone_ && agrees ? 1 : 0) != 0) {
+      count_beginning();
+      return true;
+    }
     if (threadIdx.x == 0) report_overlap(context());
     return false;
   }
 
   // The entry barrier: every block calls this once, with the descriptor that was posted, and waits until all ranks have posted
   // theirs. Returns false, the same in all threads, when the group has failed; every block of the grid then returns at once.
-  __device__ bool enter(const CallDescriptor& descriptor) const { return is_alone() && enter_alone(descriptor); }
-  // The same for a block that has called is_alone().
-  __device__ bool enter_alone(const CallDescriptor& descriptor) const {
+  __device__ bool enter(const CallDescriptor& descriptor) const { return begin() && enter_begun(descriptor); }
+  // The same for a block that has called begin().
+  __device__ bool enter_begun(const CallDescriptor& descriptor) const {
     bool same = true;
-    const bool ok = read_descriptors(descriptor, reverse_thread(), static_cast<int>(blockDim.x), same);
-    if (__syncthreads_and(ok && same ? 1 : 0) != 0) {
-      count_entered();
-      return !stalls();
-    }
-    if (__syncthreads_and(ok ? 1 : 0) != 0 && threadIdx.x == 0) report_disagreement(context());
+    const bool ok = read_descriptors(descriptor, descriptor_reader(), static_cast<int>(blockDim.x), same);
+    if (__syncthreads_and(ok && same ? 1 : 0) != 0) return !stalls();
+    if (__syncthreads_and(ok ? 1 : 0) != 0 && threadIdx.x == 0) report_disagreement(context(), descriptor);
     return false;
   }
 
@@ -125,7 +126,7 @@ public:
     bool same = true;
     const bool agrees = has_sequence_of_block();
     if (!agrees) report_overlap(context());
-    const bool ok = agrees && read_descriptors(descriptor, reverse_thread(), static_cast<int>(blockDim.x), same);
+    const bool ok = agrees && read_descriptors(descriptor, descriptor_reader(), static_cast<int>(blockDim.x), same);
     return __syncthreads_and(ok ? 1 : 0) != 0;
   }
 
@@ -138,16 +139,14 @@ public:
     const bool ok = read_descriptors(descriptor, lane(), kWarp, same);
     __syncwarp(); // makes each lane's stores to `descriptors` visible to the others: a vote orders no memory
     if (__all_sync(~0u, ok && same ? 1 : 0) != 0) return !stalls();
-    if (__all_sync(~0u, ok ? 1 : 0) != 0 && lane() == 0) report_disagreement(context());
+    if (__all_sync(~0u, ok ? 1 : 0) != 0 && lane() == 0) report_disagreement(context(), descriptor);
     return false;
   }
-  // All threads of the block call this before enter_warp(). Returns false as is_alone() does.
+  // begin() of a block whose warps call enter_warp().
   __device__ bool begin_ll() const {
     inject_delay(context_);
     if (threadIdx.x == 0) warps_sent() = 0;
-    if (!is_alone()) return false;
-    count_entered();
-    return true;
+    return begin();
   }
   // Each of the block's `warps` sender warps calls this after its last store to a peer; the last one calls sent() for the
   // block.
@@ -302,9 +301,11 @@ private:
     return sequence == context_.sequence;
   }
 
-  // The last warps of a block read the descriptors, since the first ones often have more to do before the entry barrier.
-  __device__ static int reverse_thread() {
-    return static_cast<int>(blockDim.x - 1 - threadIdx.x);
+  // Returns the number of a thread among those that read the descriptors: the first ones are in the last warps, since the first
+  // warps often have more to do before the entry barrier, but not in the very last one, which waits for count_beginning().
+  __device__ static int descriptor_reader() {
+    const int index = static_cast<int>(blockDim.x) - 1 - kWarp - static_cast<int>(threadIdx.x);
+    return index >= 0 ? index : index + static_cast<int>(blockDim.x);
   }
   // Thread `index` of `count` threads that read the descriptors of all ranks together. Returns false when the group has failed.
   __device__ bool read_descriptors(const CallDescriptor& descriptor, int index, int count, bool& same) const {
@@ -345,22 +346,22 @@ private:
     }
   }
 
-  // Every block calls this once all its threads have read the call's sequence number; the last block makes the call the last
-  // one begun. A block that finds blocks of another grid in this call ends the group.
-  __device__ void count_entered() const {
+  // Counts the block once all its threads have read `begun`, to which the last block of the grid adds the grid. A block that
+  // finds blocks of another grid in its place, or in that of one before it, ends the group.
+  __device__ void count_beginning() const {
     if (threadIdx.x != blockDim.x - 1) return;
     DeviceState& state = *context_.group.state;
     const uint32_t launch = context_.group.launch;
-    const bool is_first = blockIdx.x == 0;
-    const unsigned long long entered = atomicAdd(&state.entered, pack_entered(1, is_first ? 1 : 0, 0, launch));
-    const uint32_t blocks = num_blocks_entered(entered);
-    const uint32_t first_blocks = is_first ? 0 : min(num_first_blocks_entered(entered), 1u); // if all are of this grid
-    const uint64_t begun = context_.sequence - (part_ == kBegins ? 1 : 0);
-    if (entered != pack_entered(blocks, first_blocks, begun, blocks * launch) || blocks >= gridDim.x) {
+    const unsigned long long found = atomicAdd(&state.beginning, pack_beginning(1, blockIdx.x, 0, launch));
+    const uint32_t blocks = blocks_beginning(found);
+    const bool is_last = blocks == gridDim.x - 1;
+    const uint32_t indices = is_last ? gridDim.x * (gridDim.x - 1) / 2 - blockIdx.x : indices_beginning(found);
+    if (blocks >= gridDim.x || found != pack_beginning(blocks, indices, blocks_before_, blocks * launch)) {
       report_overlap(context());
-    } else if (blocks == gridDim.x - 1) {
-      store_packet_relaxed_sys(&state.begun, CallsBegun{context_.sequence, state.begun.blocks + gridDim.x});
-      atomicExch(&state.entered, pack_entered(0, 0, context_.sequence, 0));
+    } else if (is_last) {
+      const uint64_t all_blocks = blocks_before_ + gridDim.x;
+      store_packet_relaxed_sys(&state.begun, CallsBegun{context_.sequence, all_blocks});
+      atomicExch(&state.beginning, pack_beginning(0, 0, all_blocks, 0));
     }
   }
   __device__ uint64_t owner_word() const {
@@ -369,8 +370,8 @@ private:
 
   CallContext context_;
   PeerDescriptors* descriptors_;
-  Part part_;
-  bool is_alone_; // in this thread's view
+  uint64_t blocks_before_; // those in `begun`
+  bool is_alone_;          // in this thread's view
 };
 
 // All threads of the block call this at the end of every kernel that makes a call.

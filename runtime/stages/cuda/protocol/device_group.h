@@ -64,7 +64,7 @@ struct alignas(16) CallsBegun {
 };
 
 // The launch that makes a call, packed with the call's sequence number: two launches of the group that run at the same time
-// have different words.
+// have different words, unless a graph with the call runs twice.
 constexpr int kLaunchBits = 24;
 constexpr uint64_t pack_owner(uint64_t sequence, uint32_t launch) {
   return sequence << kLaunchBits | (launch & ((uint32_t{1} << kLaunchBits) - 1));
@@ -73,18 +73,17 @@ constexpr uint64_t owned_sequence(uint64_t owner) {
   return owner >> kLaunchBits;
 }
 
-// The blocks that have begun a call: bits 0 to 15 count them, and bits 16 to 23 those with index 0, of which a grid has one;
-// bits 24 to 39 have the sequence number of the call before, and bits 40 to 63 the sum of the blocks' launch numbers. Blocks
-// add to this word, and what the sum carries is lost.
-constexpr unsigned long long pack_entered(uint32_t blocks, uint32_t first_blocks, uint64_t begun_sequence,
-                                          uint32_t launches) {
-  return blocks | first_blocks << 16 | (begun_sequence & 0xffff) << 24 | uint64_t{launches} << 40;
+// The blocks of a kernel that have begun: bits 0 to 9 have their number, bits 10 to 25 the sum of their indices, bits 26 to 39
+// the low bits of CallsBegun::blocks before the kernel, and bits 40 to 63 the sum of their launch numbers. Each block adds
+// itself; what the last sum carries is lost.
+constexpr unsigned long long pack_beginning(uint32_t blocks, uint32_t indices, uint64_t blocks_before, uint32_t launches) {
+  return blocks | indices << 10 | (blocks_before & 0x3fff) << 26 | uint64_t{launches} << 40;
 }
-constexpr uint32_t num_blocks_entered(uint64_t entered) {
-  return entered & 0xffff;
+constexpr uint32_t blocks_beginning(uint64_t beginning) {
+  return beginning & 0x3ff;
 }
-constexpr uint32_t num_first_blocks_entered(uint64_t entered) {
-  return entered >> 16 & 0xff;
+constexpr uint32_t indices_beginning(uint64_t beginning) {
+  return beginning >> 10 & 0xffff;
 }
 
 struct alignas(16) CallsSeen {
@@ -94,10 +93,9 @@ struct alignas(16) CallsSeen {
 
 struct alignas(32) DeviceState {
   CallsBegun begun;
-  // Overlapping calls are detected by this; see CallSession::is_alone and CallSession::count_entered. It shares a cache sector
-  // with `begun`.
+  // Overlapping calls are detected by these two; see CallSession::begin. `seen` shares a cache sector with `begun`.
   CallsSeen seen;
-  unsigned long long entered; // pack_entered() of the blocks that have begun the call after begun.sequence
+  unsigned long long beginning; // pack_beginning() of the kernel whose blocks are not all in `begun`
   // EPX_CHECK_HANDLE_MEM: the header of the call's handle memory as launch_check leaves it for the movement, with magic 0 when
   // the body's checksum is wrong.
   HandleHeader checked_header;

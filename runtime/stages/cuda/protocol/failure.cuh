@@ -142,9 +142,19 @@ __device__ __noinline__ inline void report_overlap(const CallContext& call) {
   report_abort(call, abort_all(call, AbortRecord{EPX_ERROR_OUT_OF_SEQUENCE, call.operation, call.rank(), call.sequence}));
 }
 
-// One thread of each block reports that the agreed fields of the ranks differ; all ranks see the same descriptors, and fail
-// alike.
-__device__ __noinline__ inline void report_disagreement(const CallContext& call) {
+// One thread of each block reports that agreed fields of a rank's descriptor differ from those of `mine`; all ranks see the same
+// descriptors, and fail alike. Where this rank's own descriptor differs, another call of this rank has posted it.
+__device__ __noinline__ inline void report_disagreement(const CallContext& call, const CallDescriptor& mine) {
+  const auto* const my_words = reinterpret_cast<const uint64_t*>(&mine);
+  bool own_differs = false, peers_differ = false;
+  for (int rank = 0; rank < call.num_ranks(); ++rank)
+    for (int word = 0; word < kNumAgreedWords; ++word)
+      if (descriptor_at(call, call.rank(), rank, call.sequence)->words[word].value != my_words[word])
+        (rank == call.rank() ? own_differs : peers_differ) = true;
+  if (own_differs || !peers_differ) {
+    report_overlap(call);
+    return;
+  }
   if (atomicExch(&call.group.state->failed, 1u) != 0) return;
   FailureRecord& failure = call.group.record->failure;
   failure.status = EPX_ERROR_MISMATCH; // the host may make it OUT_OF_SEQUENCE when it compares the descriptors

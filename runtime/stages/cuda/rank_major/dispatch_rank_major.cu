@@ -246,7 +246,7 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
   RankMajorDispatch dispatch(params);
   const CallSession& call = dispatch.call();
   if (blockIdx.x == 0) call.post(params.descriptor, 0);
-  if (!call.is_alone()) return;
+  if (!call.begin()) return;
   dispatch.assign_rows();
   if (dispatch.shares_tokens()) signal_plan_part(params.group, call);
 
@@ -258,7 +258,7 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
     report_warp = params.role_counts.sender_warps; // it neither sends nor signals
     if (warp.role == WarpRole::signal) dispatch.signal_warp().clear();
   }
-  if (!call.enter_alone(params.descriptor)) return;
+  if (!call.enter_begun(params.descriptor)) return;
 
   TmaRowPipeline pipeline = pipeline_of_warp();
   if (warp.role == WarpRole::send) dispatch.send(pipeline, warp);
