@@ -84,7 +84,7 @@ public:
         first_block_(static_cast<uint32_t>(first_block)), blocks_(gridDim.x - first_block_),
         is_split_(tiles_to_send > half_ * blocks_) {}
 
-  // Returns whether the blocks before `first_block`, if there are any, receive too.
+  // Returns whether there are blocks before `first_block`, and they receive too.
   __device__ bool has_helpers() const { return is_split_ && first_block_ > 0; }
 
   __device__ Tiles to_send(uint32_t tiles) const {

@@ -89,7 +89,7 @@ private:
     const LlSlots slots = movement_.ll_slots_of(home, index);
     if (slots.live == 0) return;
     const int32_t first_slot = slots[lowest_bit(slots.live)];
-    const SlotRecord record = movement_.plan().slot_records[first_slot]; // used behind the loads of the rows
+    const SlotRecord record = movement_.plan().slot_records[first_slot]; // this load overlaps those of the rows
     const LlChunk sum = sum_slots(slots, chunk);
     const int64_t token = args_.is_rank_major() ? record.token : index;
     send_chunk(call_, staged_chunk(home, token, movement_.rank_ordinal_of(record.rank_ordinal), chunk), bytes_of(chunk),

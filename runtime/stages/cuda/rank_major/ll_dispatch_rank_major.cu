@@ -13,8 +13,8 @@
 //   report   one warp stores the counts, the header and what was dropped                       the counts of all ranks
 //
 // Such a call takes as long as its instructions, which are fetched into a cold instruction cache, and the loads that wait for
-// each other. So a warp begins to load its first chunk or weights before the votes, and the counts together with what it
-// receives.
+// each other. So a warp begins to load its first chunk or weights before the votes, and the counts together with the epochs or
+// routes that it waits for.
 #include "runtime/stages/cuda/rank_major/ll_dispatch_rank_major.cuh"
 
 #include <cmath>

@@ -104,11 +104,11 @@ public:
       store_chunk<kUnaligned>(recv_data(range, slots[lowest_bit(left)]), range.bytes, chunk);
   }
 
-  // Begins to load a chunk of a peer's token.
+  // Looks at the epochs of a chunk of a peer's token once.
   __device__ IncomingLlChunk incoming(int source, int64_t token, const ChunkRange& range) const {
     return {staged_chunk(call_.rank(), source, token, range), range.bytes};
   }
-  // Stores a chunk that incoming() has begun to load, once it is there. Returns false when the group has failed.
+  // Waits for the chunk of incoming(), and stores it. Returns false when the group has failed.
   __device__ bool receive(IncomingLlChunk& incoming, int source, int64_t token, const ChunkRange& range,
                           const LlSlots& slots) const {
     if (!incoming.wait(call_, source)) return false;
