@@ -23,21 +23,27 @@ inline cudaStream_t stream_of(const RankContext& context) {
 class Graph {
 public:
   Graph(cudaStream_t stream, const std::function<void()>& enqueue) : stream_(stream) {
-    cudaGraph_t graph = nullptr;
     check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
     enqueue();
-    check_cuda(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
-    check_cuda(cudaGraphInstantiate(&exec_, graph, 0), "cudaGraphInstantiate");
-    check_cuda(cudaGraphDestroy(graph), "cudaGraphDestroy");
+    check_cuda(cudaStreamEndCapture(stream, &captured_), "cudaStreamEndCapture");
+    check_cuda(cudaGraphInstantiate(&exec_, captured_, 0), "cudaGraphInstantiate");
+  }
+  // Instantiates what `other` has captured once more, for another stream.
+  Graph(cudaStream_t stream, const Graph& other) : stream_(stream) {
+    check_cuda(cudaGraphInstantiate(&exec_, other.captured_, 0), "cudaGraphInstantiate");
   }
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
-  ~Graph() { cudaGraphExecDestroy(exec_); }
+  ~Graph() {
+    cudaGraphExecDestroy(exec_);
+    if (captured_ != nullptr) cudaGraphDestroy(captured_);
+  }
 
   void launch() const { check_cuda(cudaGraphLaunch(exec_, stream_), "cudaGraphLaunch"); }
 
 private:
   cudaStream_t stream_;
+  cudaGraph_t captured_ = nullptr; // NULL: by another Graph
   cudaGraphExec_t exec_ = nullptr;
 };
 

@@ -278,7 +278,7 @@ using LayerCall = void (ResidentLayer::*)();
 
 // Two graphs are replayed on streams that nothing orders: as long as the group lives its rows are right, and when it fails it
 // reports the overlap. All ranks but one order theirs, so that the ranks' calls cannot change places; with several ranks both
-// graphs make the same calls.
+// graphs make the same calls. Where second_call is NULL, the second graph is the first one, instantiated once more.
 void test_unordered_graphs(const RankContext& context, LayerCall first_call, LayerCall second_call) {
   constexpr int kCulprit = 0;
   constexpr int kCalls = 8; // per graph
@@ -304,8 +304,10 @@ void test_unordered_graphs(const RankContext& context, LayerCall first_call, Lay
     layer->combine();
   }
   context.device->finish();
+  const cudaStream_t second_stream = streams[context.rank == kCulprit ? 1 : 0].get();
   const auto first_graph = graph_of(first, first_call, streams[0].get());
-  const auto second_graph = graph_of(second, second_call, streams[context.rank == kCulprit ? 1 : 0].get());
+  const auto second_graph = second_call != nullptr ? graph_of(second, second_call, second_stream)
+                                                   : std::make_unique<Graph>(second_stream, *first_graph);
   context.gather(0);
   if (context.rank != kCulprit) std::this_thread::sleep_for(std::chrono::milliseconds(100));
   for (int round = 0; round < 500; ++round) {
@@ -432,6 +434,7 @@ int main(int argc, char** argv) {
         for (long i = 0; i < overlaps; ++i) {
           test_unordered_graphs(context, &ResidentLayer::dispatch, &ResidentLayer::dispatch);
           test_unordered_graphs(context, &ResidentLayer::prepare_dispatch, &ResidentLayer::prepare_dispatch);
+          test_unordered_graphs(context, &ResidentLayer::dispatch, nullptr);
           if (context.num_ranks > 1) continue;
           test_unordered_graphs(context, &ResidentLayer::prepare, &ResidentLayer::dispatch);
           test_unordered_graphs(context, &ResidentLayer::prepare_dispatch, &ResidentLayer::combine);

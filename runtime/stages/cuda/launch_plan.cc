@@ -8,6 +8,7 @@
 #include "base/cuda.h"
 #include "runtime/layout/window_layout.h"
 #include "runtime/stages/cuda/kernel_list.h"
+#include "runtime/stages/cuda/protocol/device_group.h"
 
 namespace epx::cuda {
 namespace {
@@ -141,8 +142,9 @@ void load_kernels(std::span<const void* const> kernels) {
 }
 
 int LaunchPlan::resolve_num_sms(int num_comm_sms, int others) {
-  const Device device = this_device();
-  const int num_sms = num_comm_sms == 0 ? default_sms(device.num_sms) : std::min(num_comm_sms, device.num_sms);
+  static_assert(kMovementBlocksPerSm == 1); // so that no grid has more blocks than the group has SMs, but a small prepare
+  const int sms_of_gpu = std::min(this_device().num_sms, kMaxGridBlocks);
+  const int num_sms = num_comm_sms == 0 ? default_sms(sms_of_gpu) : std::min(num_comm_sms, sms_of_gpu);
   return std::max(num_sms - others, 1);
 }
 
@@ -184,8 +186,9 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int64_t max_ll_tokens, int num_c
     }
     return num_sms_ * per_sm;
   };
-  scatter_blocks_ = std::min({blocks_of_all(scatter_kernels()), blocks_of_all(rank_major_kernels()),
-                              blocks_of_all(rank_major_gather_kernels()), kMaxPlanBlocks});
+  static_assert(kMaxGridBlocks <= kMaxPlanBlocks);
+  scatter_blocks_ = std::min(
+      {blocks_of_all(scatter_kernels()), blocks_of_all(rank_major_kernels()), blocks_of_all(rank_major_gather_kernels())});
   gather_blocks_ =
       std::min(blocks_of_all(gather_kernels()),
                blocks_of_all(long_tile_gather_kernels(), kLongTileGatherThreads, long_tile_gather_shared_bytes()));

@@ -75,7 +75,9 @@ constexpr uint64_t owned_sequence(uint64_t owner) {
 
 // The blocks of a kernel that have begun: bits 0 to 9 have their number, bits 10 to 25 the sum of their indices, bits 26 to 39
 // the low bits of CallsBegun::blocks before the kernel, and bits 40 to 63 the sum of their launch numbers. Each block adds
-// itself; what the last sum carries is lost.
+// itself; what the last sum carries is lost, and the others have room for a grid of kMaxGridBlocks.
+constexpr int kMaxGridBlocks = 256;
+static_assert(kMaxGridBlocks < 1 << 10 && kMaxGridBlocks * (kMaxGridBlocks - 1) / 2 < 1 << 16);
 constexpr unsigned long long pack_beginning(uint32_t blocks, uint32_t indices, uint64_t blocks_before, uint32_t launches) {
   return blocks | indices << 10 | (blocks_before & 0x3fff) << 26 | uint64_t{launches} << 40;
 }
