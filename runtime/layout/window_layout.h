@@ -64,7 +64,7 @@ struct alignas(8) LlPacket8 {
 
 // Between kernels those words of a CallDescriptor that they use travel in an LL packet each.
 constexpr int kNumDescriptorWords = offsetof(CallDescriptor, weights_allocation) / sizeof(uint64_t);
-constexpr int kNumAgreedWords = offsetof(CallDescriptor, num_tokens) / sizeof(uint64_t); // the first ones
+constexpr int kNumAgreedWords = offsetof(CallDescriptor, num_tokens) / sizeof(uint64_t); // these come first
 struct alignas(256) LlCallDescriptor {
   LlField words[kNumDescriptorWords];
 };

@@ -346,8 +346,8 @@ private:
     }
   }
 
-  // Counts the block once all its threads have read `begun`, to which the last block of the grid adds the grid. A block that
-  // finds blocks of another grid in its place, or in that of one before it, ends the group.
+  // Counts the block once all its threads have read `begun`, to which the last block of the grid adds the grid. A block ends the
+  // group if those that have begun before it are not all of its grid, or if another kernel has begun since it read `begun`.
   __device__ void count_beginning() const {
     if (threadIdx.x != blockDim.x - 1) return;
     DeviceState& state = *context_.group.state;
@@ -370,7 +370,7 @@ private:
 
   CallContext context_;
   PeerDescriptors* descriptors_;
-  uint64_t blocks_before_; // those in `begun`
+  uint64_t blocks_before_; // begun.blocks, as this thread has read it
   bool is_alone_;          // in this thread's view
 };
 
