@@ -67,40 +67,103 @@ __device__ inline WorkPartition partition_warps(int first_warp, int num_warps, i
   return partition_warps(first_warp, num_warps, first_block, num_blocks, static_cast<int>(blockIdx.x));
 }
 
-// Shares the tiles of the low-latency path among `num_warps` warps of each block from `first_block` on, an even number. Where
-// few tiles are to be sent, all warps send and receive, and the first tiles are received by other warps than they are sent by.
-// Where there are more, the first half of the warps send, and the others receive from the beginning: stores to peers hold a
-// warp up while the wire is busy, and rows that have arrived would wait meanwhile. Then `num_warps` warps of each block before
-// `first_block`, which have done something else, receive too.
+// The tiles that one warp sends on the low-latency path. Either it takes every step-th tile, or, by a dynamic tile scheduler, the
+// next one that no other warp has taken. A warp begins to take its next tile before it works on the one that it has, so that
+// the atomic takes no time of its own.
+class LlTilesToSend {
+public:
+  // `step` warps have the first tiles. `taken` is the dynamic tile scheduler's counter in DeviceState; NULL: none.
+  __device__ LlTilesToSend(unsigned long long* taken, uint32_t first, uint32_t end, uint32_t step)
+      : taken_(taken), tile_(first), end_(end), step_(step) {}
+
+  __device__ bool has_tile() const { return tile_ < end_; }
+  __device__ uint32_t tile() const { return tile_; }
+  // A warp that has a tile calls both of these, the first one before it works on the tile and the second one afterwards.
+  __device__ void begin_next() {
+    if (taken_ != nullptr && lane() == 0) number_ = static_cast<uint32_t>(atomicAdd(taken_, 1ull));
+  }
+  __device__ void finish_next() {
+    if (taken_ == nullptr) {
+      tile_ += step_;
+      return;
+    }
+    const uint32_t number = from_lane(number_, 0);
+    if (lane() == 0 && number == end_ - 1)
+      atomicExch(taken_, 0ull); // there are as many numbers as tiles; for the next call
+    tile_ = step_ + number;
+  }
+
+private:
+  unsigned long long* taken_; // NULL: no dynamic tile scheduler
+  uint32_t tile_, end_, step_;
+  uint32_t number_ = 0; // in lane 0, between begin_next() and finish_next()
+};
+
+// Which blocks of a large grid do nothing but send on the low-latency path.
+struct LlSenderBlocks {
+  uint32_t most;      // so many, or half of the grid
+  uint32_t min_grid;  // blocks; of a smaller grid there are none
+  uint32_t min_tiles; // that each of their warps has to send; where there are fewer tiles, there are none
+};
+
+// On 4 H200 (256 tokens of 7168 bfloat16, top-8 of 256) prepare_dispatch took 41.7 us with 16 or 20 sender blocks of 132 and 43.9
+// with 30, dispatch_rank_major 45.5, 42.9 and 43.6. A sender of gather has rows to look up and to sum before it stores a tile, so
+// more of them fill the wire: combine took 48.5 us with 44 blocks, 46.2 with 50 and 46.7 with 60. Record 0002 has more.
+constexpr LlSenderBlocks kLlDispatchSenders{20, 40, 2}, kLlGatherSenders{50, 64, 4};
+
+// Shares the tiles of the low-latency path among `num_warps` warps of each block from `first_block` on, an even number.
+//
+// - Where few tiles are to be sent, all warps send and receive, and the first tiles are received by other warps than they are
+//   sent by.
+// - Where there are many, the first blocks of a large grid send, by a dynamic tile scheduler, since some get less of the wire
+//   than others. All others receive. There are no more senders than fill the wire: what they have stored beyond that queues up,
+//   and delays the loads of receivers, those of the same SM most of all.
+// - Otherwise, the first half of the warps of each block send, and the others receive from the beginning: stores to peers hold a
+//   warp up while the wire is busy, and rows that have arrived would wait meanwhile.
+//
+// In the last two cases `num_warps` warps of each block before `first_block`, which have done something else, receive too.
 class LlWorkPartition {
 public:
-  // A warp takes every step-th tile from the first one on, up to the end. It may have none.
+  // A warp receives every step-th tile from the first one on, up to the end. It may have none.
   struct Tiles {
     uint32_t first, end, step;
   };
 
-  __device__ LlWorkPartition(int num_warps, int first_block, uint32_t tiles_to_send)
+  __device__ LlWorkPartition(const CallSession& call, int num_warps, int first_block, uint32_t tiles_to_send,
+                             LlSenderBlocks senders)
       : warp_(threadIdx.x / kWarp), half_(static_cast<uint32_t>(num_warps) / 2),
         first_block_(static_cast<uint32_t>(first_block)), blocks_(gridDim.x - first_block_),
-        is_split_(tiles_to_send > half_ * blocks_) {}
+        sender_blocks_(min(senders.most, blocks_ / 2)),
+        split_(tiles_to_send > half_ * blocks_ ? Split::warps : Split::none) {
+    const bool has_enough = blocks_ >= senders.min_grid && tiles_to_send >= senders.min_tiles * 2 * half_ * sender_blocks_;
+    if (has_enough || (call.has_many_tokens() && tiles_to_send > 0 && sender_blocks_ > 0)) split_ = Split::blocks;
+  }
 
   // Returns whether there are blocks before `first_block`, and they receive too.
-  __device__ bool has_helpers() const { return is_split_ && first_block_ > 0; }
+  __device__ bool has_helpers() const { return split_ != Split::none && first_block_ > 0; }
 
-  __device__ Tiles to_send(uint32_t tiles) const {
-    return {warp_ < senders() ? warp_ * blocks_ + block() : tiles, tiles, senders() * blocks_};
+  __device__ LlTilesToSend to_send(const CallSession& call, uint32_t tiles) const {
+    const bool by_blocks = split_ == Split::blocks;
+    const uint32_t blocks = by_blocks ? sender_blocks_ : blocks_;
+    const uint32_t warps = split_ == Split::warps ? half_ : 2 * half_; // of each of these blocks
+    const uint32_t first = block() < blocks && warp_ < warps ? warp_ * blocks + block() : tiles;
+    return {by_blocks ? &call.state().send_tiles_taken : nullptr, first, tiles, warps * blocks};
   }
   __device__ Tiles to_receive(uint32_t tiles) const {
-    if (!is_split_)
-      return {(is_in_first_half() ? warp_ + half_ : warp_ - half_) * blocks_ + block(), tiles, senders() * blocks_};
-    const uint32_t receivers = half_ * (blocks_ + 2 * first_block_);
-    if (is_helper()) return {half_ * blocks_ + warp_ * first_block_ + blockIdx.x, tiles, receivers};
-    return {is_in_first_half() ? tiles : (warp_ - half_) * blocks_ + block(), tiles, receivers};
+    if (split_ == Split::none)
+      return {(is_in_first_half() ? warp_ + half_ : warp_ - half_) * blocks_ + block(), tiles, 2 * half_ * blocks_};
+    const bool by_blocks = split_ == Split::blocks;
+    const uint32_t blocks = by_blocks ? blocks_ - sender_blocks_ : blocks_;
+    const uint32_t receivers = (by_blocks ? 2 * half_ : half_) * blocks; // that have nothing else to do
+    const uint32_t step = receivers + 2 * half_ * first_block_;
+    if (is_helper()) return {receivers + warp_ * first_block_ + blockIdx.x, tiles, step};
+    if (by_blocks) return {block() < sender_blocks_ ? tiles : warp_ * blocks + block() - sender_blocks_, tiles, step};
+    return {is_in_first_half() ? tiles : (warp_ - half_) * blocks + block(), tiles, step};
   }
-  // The same where the warps that send receive the last 5/16 of the tiles afterwards, which arrive about then. Where `tiles` is
-  // an upper bound, `expected` says how many there may be.
+  // The same where the first half of the warps, if it sends, receives the last 5/16 of the tiles afterwards, which arrive about
+  // then. Where `tiles` is an upper bound, `expected` says how many there may be.
   __device__ Tiles to_receive_late(uint32_t tiles, uint32_t expected) const {
-    if (!is_split_) return to_receive(tiles);
+    if (split_ != Split::warps) return to_receive(tiles);
     const uint32_t late = min(expected / 16 * 11, tiles);
     if (is_helper() || !is_in_first_half()) return to_receive(late);
     return {late + warp_ * blocks_ + block(), tiles, half_ * blocks_};
@@ -108,13 +171,19 @@ public:
   __device__ Tiles to_receive_late(uint32_t tiles) const { return to_receive_late(tiles, tiles); }
 
 private:
+  // Which warps of the blocks from first_block_ on send; the others receive from the beginning.
+  enum class Split {
+    none,  // all, and all receive afterwards
+    warps, // the first half of each block
+    blocks // all of the first sender_blocks_ blocks, by a dynamic tile scheduler
+  };
+
   __device__ bool is_helper() const { return blockIdx.x < first_block_; }
   __device__ uint32_t block() const { return blockIdx.x - first_block_; }
-  __device__ uint32_t senders() const { return is_split_ ? half_ : 2 * half_; } // of each block; as many receive
   __device__ bool is_in_first_half() const { return warp_ < half_; }
 
-  uint32_t warp_, half_, first_block_, blocks_;
-  bool is_split_;
+  uint32_t warp_, half_, first_block_, blocks_, sender_blocks_;
+  Split split_;
 };
 
 enum class WarpRole { none, send, signal, receive };

@@ -23,15 +23,15 @@ public:
         layout_(params.group.context.layout), row_bytes_(args_.hidden * static_cast<int64_t>(sizeof(T))),
         chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
         tiles_to_send_(static_cast<uint32_t>(movement.ll_tokens() * (call_.num_ranks() - 1)) * chunks_),
-        partition_(kMovementWarps, 0, tiles_to_send_) {}
+        partition_(call_, kMovementWarps, 0, tiles_to_send_, kLlGatherSenders) {}
 
   __device__ void send() const {
-    const LlWorkPartition::Tiles tiles = partition_.to_send(tiles_to_send_);
 #pragma unroll 1
-    for (uint32_t tile = tiles.first; tile < tiles.end; tile += tiles.step) {
-      const uint32_t index = tile / chunks_;
+    for (LlTilesToSend tiles = partition_.to_send(call_, tiles_to_send_); tiles.has_tile(); tiles.finish_next()) {
+      tiles.begin_next();
+      const uint32_t index = tiles.tile() / chunks_;
       const Movement::PeerToken peer = movement_.peer_token(index);
-      send_chunk_of(peer.rank, peer.token, tile - index * chunks_);
+      send_chunk_of(peer.rank, peer.token, tiles.tile() - index * chunks_);
     }
   }
 

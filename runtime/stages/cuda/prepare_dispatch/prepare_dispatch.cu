@@ -49,8 +49,8 @@ public:
   __device__ LlRowsOfNewPlan(const PrepareDispatchParams& params, const CallSession& call)
       : params_(params), args_(params.operation.call), layout_(params.group.context.layout), call_(call),
         rows_(params.group, call, args_),
-        partition_(num_copy_warps(), static_cast<int>(params.blocks.first_of_rows),
-                   params.blocks.first_of_rows > 0 && call.num_ranks() > 1 ? tiles_to_send() : 0) {}
+        partition_(call, num_copy_warps(), static_cast<int>(params.blocks.first_of_rows),
+                   params.blocks.first_of_rows > 0 && call.num_ranks() > 1 ? tiles_to_send() : 0, kLlDispatchSenders) {}
 
   // Returns whether the blocks that prepare receive rows afterwards.
   __device__ bool has_helpers() const { return partition_.has_helpers(); }
@@ -58,11 +58,11 @@ public:
   // Before the entry barrier.
   __device__ void send() const {
     if (call_.num_ranks() == 1) return;
-    const LlWorkPartition::Tiles tiles = partition_.to_send(tiles_to_send());
 #pragma unroll 1
-    for (uint32_t tile = tiles.first; tile < tiles.end; tile += tiles.step) {
-      const uint32_t token = tile / rows_.num_chunks();
-      const ChunkRange range = rows_.range_at(tile - token * rows_.num_chunks());
+    for (LlTilesToSend tiles = partition_.to_send(call_, tiles_to_send()); tiles.has_tile(); tiles.finish_next()) {
+      tiles.begin_next();
+      const uint32_t token = tiles.tile() / rows_.num_chunks();
+      const ChunkRange range = rows_.range_at(tiles.tile() - token * rows_.num_chunks());
       const LlChunk chunk = rows_.load(token, range);
       const PerRoute<int> ranks = ranks_by_experts(params_, token);
       rows_.send(token, range, set_of_ranks(ranks), chunk);

@@ -69,6 +69,7 @@ public:
   __device__ Epoch epoch() const { return context_.epoch(); }
   __device__ int num_ranks() const { return context_.num_ranks(); }
   __device__ int rank() const { return context_.rank(); }
+  __device__ DeviceState& state() const { return *context_.group.state; }
 
   // Returns a copy for the functions of failure.cuh, waits.cuh and events.cuh that are not inlined; see CallContext.
   __device__ CallContext context() const { return context_; }

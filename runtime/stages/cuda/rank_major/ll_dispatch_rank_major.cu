@@ -91,15 +91,14 @@ class LlRankMajorDispatch : public RankMajorRowCounts {
 public:
   __device__ explicit LlRankMajorDispatch(const RankMajorParams& params)
       : RankMajorRowCounts(params), shared_(*dynamic_shared_memory<LlRankMajorShared>()), places_(group_, call_, args_),
-        partition_(kMovementWarps, 0, call_.num_ranks() > 1 ? tiles_to_send() : 0) {}
+        partition_(call_, kMovementWarps, 0, call_.num_ranks() > 1 ? tiles_to_send() : 0, kLlDispatchSenders) {}
 
   // All threads of the block call this before the entry barrier. Returns false, the same in all threads, when another call of
   // this rank is in progress; the group has then failed.
   __device__ bool send() {
     const auto tokens = static_cast<uint32_t>(args_.num_tokens);
-    const LlWorkPartition::Tiles tiles = partition_.to_send(tiles_to_send());
-    uint32_t index = tiles.first;
-    Tile tile = tile_at(index);
+    LlTilesToSend tiles = partition_.to_send(call_, tiles_to_send());
+    Tile tile = tile_at(tiles.tile());
     TileData data = load(tile);
 #pragma unroll 1
     for (uint32_t first = 0;;) {
@@ -115,9 +114,10 @@ public:
       }
 #pragma unroll 1
       while (tile.row < end) {
+        tiles.begin_next();
         send_tile(tile, first, data);
-        index += tiles.step;
-        tile = tile_at(index);
+        tiles.finish_next();
+        tile = tile_at(tiles.tile());
         data = load(tile);
       }
       if (end == tokens) break;

@@ -38,11 +38,11 @@ public:
   }
 
   __device__ void send() const {
-    const LlWorkPartition::Tiles tiles = copy_partition().to_send(tiles_to_send());
 #pragma unroll 1
-    for (uint32_t tile = tiles.first; tile < tiles.end; tile += tiles.step) {
-      const uint32_t token = tile / rows_.num_chunks();
-      const ChunkRange range = rows_.range_at(tile - token * rows_.num_chunks());
+    for (LlTilesToSend tiles = copy_partition().to_send(call_, tiles_to_send()); tiles.has_tile(); tiles.finish_next()) {
+      tiles.begin_next();
+      const uint32_t token = tiles.tile() / rows_.num_chunks();
+      const ChunkRange range = rows_.range_at(tiles.tile() - token * rows_.num_chunks());
       const WarpRoutes routes = movement_.routes_of(token);
       const LlChunk chunk = rows_.load(token, range);
       // Sends to every peer on which prepare assigned a slot; the receiver skips slots at or beyond its recv_rows.
@@ -79,7 +79,7 @@ private:
     return static_cast<uint32_t>(args_.num_tokens) * rows_.num_chunks();
   }
   __device__ LlWorkPartition copy_partition() const {
-    return {num_copy_warps(), 0, call_.num_ranks() > 1 ? tiles_to_send() : 0};
+    return {call_, num_copy_warps(), 0, call_.num_ranks() > 1 ? tiles_to_send() : 0, kLlDispatchSenders};
   }
   __device__ static WorkPartition partition_of_warps(int first, int end) {
     return partition_warps(first, end - first, 0, static_cast<int>(gridDim.x));
