@@ -160,6 +160,12 @@ int agree_on_rail_ctas(int num_comm_sms, Exchange& exchange) {
   return *std::ranges::min_element(all);
 }
 
+// The call is collective: ranks may have different num_comm_sms, and take the same path.
+int agree_on_num_sms(int num_comm_sms, Exchange& exchange) {
+  const std::vector<int32_t> all = exchange.all_gather([&] { return int32_t{cuda::resolve_num_sms(num_comm_sms)}; });
+  return *std::ranges::min_element(all);
+}
+
 // The call is collective. It also fills in what the transport decides of the context, which must outlive the backend.
 std::unique_ptr<Backend> make_backend(GroupContext& context, const epx_group_config& config,
                                       std::unique_ptr<ControlConnection> control, Exchange& exchange) {
@@ -167,7 +173,7 @@ std::unique_ptr<Backend> make_backend(GroupContext& context, const epx_group_con
     context.window_access = transport.window_access();
     context.layout = make_window_layout(shape_of_window, context.window_access);
     if (context.window_access == WindowAccess::by_kernels && !transport.keeps_lines_whole())
-      context.layout.ll_tokens = 0; // no row takes the low-latency path, on which rows travel in such lines
+      limit_ll_tokens(context.layout, shape_of_window.num_ranks, 0); // rows travel in such lines on the low-latency path
   };
   if (context.transport == EPX_TRANSPORT_NCCL && context.shape.num_nodes() > 1) {
     const int rail_ctas = agree_on_rail_ctas(config.num_comm_sms, exchange);
@@ -181,6 +187,7 @@ std::unique_ptr<Backend> make_backend(GroupContext& context, const epx_group_con
     std::unique_ptr<Transport> transport =
         make_nccl_transport(context.rank, context.shape.num_ranks, context.timeout_ms, exchange);
     choose_layout(*transport, context.shape);
+    limit_ll_tokens(context.layout, context.shape.num_ranks, agree_on_num_sms(config.num_comm_sms, exchange));
     return cuda::make_backend(context, config.num_comm_sms, std::move(transport), exchange);
   }
   std::unique_ptr<Transport> transport = make_host_transport(context.rank, context.shape.num_ranks);

@@ -425,7 +425,7 @@ typedef struct epx_memory_plan {
   int64_t count_bytes;              /**< of which: route counts, [2, P, E]; experts of the routing all-gather */
   int64_t slot_record_bytes;        /**< of which: origins of slots, [R]; first slots of tokens, [P, max_tokens] */
   int64_t scatter_row_bytes;        /**< of which: staged rows of dispatch and combine_bwd; dispatch has
-                                       places of their own for up to 256 tokens */
+                                       places of their own for up to 512 tokens */
   int64_t scatter_sidecar_bytes;    /**< of which: their sidecars */
   int64_t scatter_weight_bytes;     /**< of which: their weights, and which tokens have come */
   int64_t gather_row_bytes;         /**< of which: staged rows of combine and dispatch_bwd; the same */

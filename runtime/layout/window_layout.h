@@ -88,15 +88,25 @@ constexpr int64_t ll_chunks_of(int64_t row_bytes) {
 }
 
 // Limits of the low-latency path: tokens of one rank, bytes of rows that a rank sends at most, and tokens and routes of all
-// ranks together. On 4 H200 (rows of 7168 bfloat16, top-8 of 256 experts, 132 SMs) prepare_dispatch and combine of 256 tokens
-// took 103.2 us on this path and 108.3 on the high-throughput one, in the rank-major layout dispatch and combine 92.9 and 98.4.
+// ranks together. On 4 H200 (rows of 7168 bfloat16, top-8 of 256 experts, 132 SMs) prepare_dispatch and combine of 512 tokens
+// took 142.8 us on this path and 154.6 on the high-throughput one, in the rank-major layout dispatch and combine 142.5 and 157.9.
 // Up to kMinLlTokens neither bytes nor routes count. More tokens must fit into the routing all-gather with max_top_k routes
 // each, so that the table of their slots keeps the handle memory within its bound (epx.h).
-constexpr int kMaxLlTokens = 256;
+constexpr int kMaxLlTokens = 512;
 constexpr int kMinLlTokens = 128;
-constexpr int64_t kMaxLlBytes = int64_t{16} << 20;
+constexpr int64_t kMaxLlBytes = int64_t{32} << 20;
 constexpr int kMaxLlRows = 2048;
-constexpr int kMaxGatheredRoutes = 8192; // routes of the routing all-gather, all ranks together
+constexpr int kMaxGatheredRoutes = 16384; // routes of the routing all-gather, all ranks together
+
+// On few SMs the path is taken up to so many chunks of rows for each SM: it takes more instructions than the high-throughput one.
+// On 16 SMs (4 H200, the same rows, of 10 chunks each) prepare_dispatch and combine took 48.6 us with 32 tokens, where the
+// high-throughput path took 58.0, 81.1 and 74.4 with 64, and 288 and 142 with 256; on 32 SMs 52.7 and 63.5 with 64, and 94.1 and
+// 85.5 with 128; on 48 SMs 77.3 and 74.2 with 128; on 64 SMs 101.3 and 104.3 with 256, 182.0 and 166.6 with 512; on 84 SMs 149.3
+// and 162.2 with 512. Without the path more than so many routes are not gathered: prepare of 512 tokens takes 24.9 us with the
+// all-gather, 19.5 with the count exchange.
+constexpr int kManySms = 80;
+constexpr int kMaxLlChunksOfSm = 30;
+constexpr int kMaxGatheredRoutesOfFewSms = 8192;
 inline int64_t max_ll_tokens(const GroupShape& shape) {
   const int copies = std::max(1, std::min(shape.num_ranks - 1, shape.max_top_k)); // of a row, to other ranks
   const int64_t by_bytes = kMaxLlBytes / (row_bytes(shape.max_token_dtype, shape.hidden_dim) * copies);
@@ -229,6 +239,14 @@ struct WindowLayout {
 // others' (prepare_dispatch): its peers learn the number from its call descriptor.
 constexpr bool sends_ll_rows(const WindowLayout& layout, int64_t num_tokens, int top_k) {
   return num_tokens >= 0 && num_tokens <= layout.ll_tokens && num_tokens * top_k <= layout.gathered_routes_per_rank;
+}
+
+// Limits the low-latency path to what pays on `num_sms` SMs, the fewest that any rank of the group has. 0: no row takes it.
+inline void limit_ll_tokens(WindowLayout& layout, int num_ranks, int num_sms) {
+  if (num_sms >= kManySms) return;
+  layout.ll_tokens = std::min(layout.ll_tokens, int64_t{kMaxLlChunksOfSm} * num_sms / layout.ll_row_chunks);
+  layout.gathered_routes_per_rank =
+      std::min(layout.gathered_routes_per_rank, int64_t{kMaxGatheredRoutesOfFewSms} / num_ranks);
 }
 
 constexpr int64_t kLlSlotRecordBytes = 16; // sizeof(LlSlotRecord), runtime/layout/slots.h, and sizeof(RankMajorRoute)

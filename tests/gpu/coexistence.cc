@@ -55,8 +55,8 @@ public:
     RankContext own = context;
     own.device = &device_;
     GroupCase group_case = small_group(context, EPX_COMBINE_WIRE);
-    group_case.max_tokens = 300; // more than the low-latency path takes
-    group_case.max_recv_rows = 1200;
+    group_case.max_tokens = 600; // more than the low-latency path takes
+    group_case.max_recv_rows = 2400;
     group_case.hidden_dim = 1024;
     group_case.num_comm_sms = num_comm_sms;
     group_case.timeout_ms = timeout_ms;

@@ -222,13 +222,38 @@ TEST_CASE("LL staging: a place for each chunk, apart by parity, within its regio
   config.max_token_dtype = EPX_BFLOAT16;
   CHECK(ll_tokens(1) == epx::kMaxLlTokens);
   CHECK(ll_tokens(2) == epx::kMaxLlTokens);
+  CHECK(ll_tokens(4) == epx::kMaxLlBytes / (3 * 2 * 28672));
+  config.hidden_dim = 57344;
   CHECK(ll_tokens(4) == epx::kMinLlTokens);
   config.hidden_dim = 14336;
-  CHECK(ll_tokens(4) == epx::kMaxLlBytes / (3 * 2 * 14336));
   config.max_top_k = 2; // a row goes to two ranks at most
   CHECK(ll_tokens(4) == epx::kMaxLlTokens);
   config.max_top_k = 64;
   CHECK(ll_tokens(2) == epx::kMinLlTokens); // the routing all-gather carries 64 tokens of 64 routes
+}
+
+TEST_CASE("on few SMs fewer tokens take the low-latency path, and fewer routes are gathered") {
+  epx_group_config config = small_config();
+  config.max_tokens_per_rank = 4096;
+  config.hidden_dim = 7168;
+  config.max_token_dtype = EPX_BFLOAT16;
+  config.max_top_k = 8;
+  const epx::WindowLayout full = epx::make_window_layout(epx::resolve(config, 4), epx::WindowAccess::by_kernels);
+  const auto on_sms = [&](int num_sms) {
+    epx::WindowLayout layout = full;
+    epx::limit_ll_tokens(layout, 4, num_sms);
+    return layout;
+  };
+  CHECK(full.ll_row_chunks == 10);
+  CHECK(on_sms(84).ll_tokens == 512);
+  CHECK(on_sms(84).gathered_routes_per_rank == 4096);
+  CHECK(on_sms(16).ll_tokens == 48);
+  CHECK(on_sms(16).gathered_routes_per_rank == 2048);
+  CHECK(on_sms(0).ll_tokens == 0);
+  config.max_tokens_per_rank = 9;
+  epx::WindowLayout small = epx::make_window_layout(epx::resolve(config, 4), epx::WindowAccess::by_kernels);
+  epx::limit_ll_tokens(small, 4, 16);
+  CHECK(small.ll_tokens == 9);
 }
 
 TEST_CASE("the memory plan lists the regions of the window, for the transport that the config names") {
@@ -279,7 +304,7 @@ TEST_CASE("handle memory over nodes keeps to the formula of epx.h, and legs have
 
 TEST_CASE("handle memory keeps to the formula of the contract") {
   for (const int ranks : {1, 2, 4, 8, 64}) {
-    for (const int tokens : {1, 128, 256, 8192}) {
+    for (const int tokens : {1, 128, 256, 512, 8192}) {
       for (const int top_k : {1, 8, 32, 64}) {
         epx_group_config config = small_config();
         config.num_experts = 256;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "base/cuda.h"
@@ -93,6 +94,38 @@ WarpRoleCounts gather_role_counts(int blocks, int warps, const GroupShape& shape
   const double receivers = rows_of_token + peers * sent_of_token + 1;
   const int sender_blocks = static_cast<int>(std::lround(blocks * senders / (senders + receivers)));
   return {std::clamp(sender_blocks, 1, blocks - 1), warps, 0, false};
+}
+
+// Senders of the low-latency path. Since a sender stores tile after tile without a wait, few of them fill the wire; what more of
+// them have stored queues up, and delays the loads of receivers, those of the same SM most of all. On 4 H200 (256 tokens of 7168
+// bfloat16, top-8 of 256) prepare_dispatch took 41.7 us with 16 or 20 sender blocks of 132, 43.9 with 30 and 51.5 with half of
+// the warps of all blocks; on 2 H200 26.5 with 20, 31.6 with half of the blocks.
+//
+// Senders of dispatch and dispatch_rank_major also store the rows that stay on their rank, which are the more the fewer ranks
+// there are, and a tile goes to fewer others: on 4 H200 dispatch_rank_major took 45.5 us with 16 sender blocks, 42.9 with 20, 43.6
+// with 30 and 47.0 with half of the warps of all blocks; on 2 H200 29.2 with 20, 23.4 with 60 and 24.5.
+//
+// A sender of gather looks up and sums rows before it stores a tile, which goes to one rank: combine took 48.5 us with 44 blocks,
+// 46.2 with 50, 46.7 with 60, and 50.5 with half of the warps of all blocks. On 84 SMs it took 60.6 with 30 and 48.7 with 42.
+//
+// In smaller grids receivers would miss those blocks: combine of 64 SMs took 57.2 us instead of 56.6, of 48 SMs 70.1 instead of
+// 67.5, and dispatch of 32 SMs 68.6 instead of 67.3.
+constexpr int kLlSenderBlocks = 20, kLlSenderBlocksOfOneCopy = 60, kMinLlScatterGrid = 40, kMinTilesOfLlScatterSender = 2;
+constexpr int kLlGatherSenderBlocks = 50, kMinLlGatherGrid = 64, kMinTilesOfLlGatherSender = 4;
+constexpr LlSenders ll_senders(int blocks, int sender_blocks, int min_grid, int min_tiles) {
+  const auto senders = static_cast<uint32_t>(std::min(sender_blocks, blocks / 2));
+  return {senders, blocks >= min_grid ? senders * kMovementThreads / 32 * static_cast<uint32_t>(min_tiles)
+                                      : std::numeric_limits<uint32_t>::max()};
+}
+LlSenders ll_senders_of_prepare_dispatch(int blocks) {
+  return ll_senders(blocks, kLlSenderBlocks, kMinLlScatterGrid, kMinTilesOfLlScatterSender);
+}
+LlSenders ll_scatter_senders(int blocks, const GroupShape& shape) {
+  const int copies = std::max(std::min(shape.num_ranks - 1, shape.max_top_k), 1); // of a row, to other ranks
+  return ll_senders(blocks, std::max(kLlSenderBlocksOfOneCopy / copies, 1), kMinLlScatterGrid, kMinTilesOfLlScatterSender);
+}
+LlSenders ll_gather_senders(int blocks) {
+  return ll_senders(blocks, kLlGatherSenderBlocks, kMinLlGatherGrid, kMinTilesOfLlGatherSender);
 }
 
 struct Device {
@@ -233,13 +266,15 @@ PrepareDispatchGrid LaunchPlan::next_prepare_dispatch(int64_t tokens, int top_k,
   const int max_blocks = prepare_dispatch_blocks_;
   if (max_blocks < kMinSplitFusedGrid) // all blocks do both
     return {next(max_blocks, kMovementThreads, prepare_dispatch_shared_bytes_, stream),
-            {static_cast<unsigned>(std::min(max_blocks, prepare_blocks_)), 0}};
+            {static_cast<unsigned>(std::min(max_blocks, prepare_blocks_)), 0},
+            {}};
   const int prepare = static_cast<int>(
       std::min<int64_t>(std::max<int64_t>(tiles, kMinPrepareBlocks), std::min(max_blocks / 4, prepare_blocks_)));
   int rows = max_blocks - prepare;
   if (alignment <= 1) rows = movement_blocks(tokens, row_bytes, rows); // an aligned zone has many pads
   return {next(prepare + rows, kMovementThreads, prepare_dispatch_shared_bytes_, stream),
-          {static_cast<unsigned>(prepare), static_cast<unsigned>(prepare)}};
+          {static_cast<unsigned>(prepare), static_cast<unsigned>(prepare)},
+          ll_senders_of_prepare_dispatch(rows)};
 }
 
 // In a smaller grid the blocks that prepare would have to send, too, and the copies that rows in place spare would take longer
@@ -270,17 +305,20 @@ MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int ali
     const int room = room_beside_last(stream);
     if (may_take_ll_path(tokens) && room < blocks && 4 * room >= 3 * blocks) blocks = room;
   }
-  return {next(blocks, kMovementThreads, movement_shared_bytes(), stream),
-          receivers == ReceiverWork::routes ? rank_major_role_counts(blocks)
-                                            : scatter_role_counts(blocks, receivers, shape_.num_ranks)};
+  WarpRoleCounts role_counts = receivers == ReceiverWork::routes ? rank_major_role_counts(blocks)
+                                                                 : scatter_role_counts(blocks, receivers, shape_.num_ranks);
+  role_counts.ll_senders = ll_scatter_senders(blocks, shape_);
+  return {next(blocks, kMovementThreads, movement_shared_bytes(), stream), role_counts};
 }
 
 MovementGrid LaunchPlan::next_gather(int64_t tokens, int top_k, int64_t row_bytes, bool by_long_tiles,
                                      cudaStream_t stream) {
   const int blocks = movement_blocks(tokens, row_bytes, gather_blocks_);
   const int threads = by_long_tiles ? kLongTileGatherThreads : kMovementThreads;
+  WarpRoleCounts role_counts = gather_role_counts(blocks, threads / 32, shape_, top_k);
+  role_counts.ll_senders = ll_gather_senders(blocks);
   return {next(blocks, threads, by_long_tiles ? long_tile_gather_shared_bytes() : movement_shared_bytes(), stream),
-          gather_role_counts(blocks, threads / 32, shape_, top_k)};
+          role_counts};
 }
 
 } // namespace epx::cuda

@@ -18,6 +18,13 @@
 
 namespace epx::cuda {
 
+// How many blocks do nothing but send on the low-latency path, where at least `min_tiles` tiles are to be sent: the first ones
+// of those that move rows.
+struct LlSenders {
+  uint32_t blocks;
+  uint32_t min_tiles;
+};
+
 // Warp specialization of a movement's grid. In the first `sender_blocks` blocks the first `sender_warps` warps send, and the
 // last `signal_warps` warps signal. If these are all blocks of the grid, their other warps receive; otherwise all warps of the
 // other blocks receive.
@@ -26,6 +33,7 @@ struct WarpRoleCounts {
   int sender_warps; // per sender block
   int signal_warps; // per sender block: 1, or 0 when the senders signal by themselves
   bool joins;       // a sender that has no more to send receives, and so does a signal warp then
+  LlSenders ll_senders{};
 };
 // What the receivers of a kernel with the roles of scatter do. rows: they copy, scale or multiply rows. sums: they sum the rows
 // that ranks have sent of a token. routes: they store the routes of dispatch_rank_major, and copy rows only where these do not
@@ -61,6 +69,7 @@ struct PrepareDispatchBlocks {
 struct PrepareDispatchGrid {
   Grid grid;
   PrepareDispatchBlocks blocks;
+  LlSenders ll_senders;
 };
 // The same of the kernel for many tokens, in which the blocks that prepare receive rows afterwards.
 struct HtPrepareDispatchGrid {

@@ -99,25 +99,12 @@ private:
   uint32_t number_ = 0; // in lane 0, between begin_next() and finish_next()
 };
 
-// Which blocks of a large grid do nothing but send on the low-latency path.
-struct LlSenderBlocks {
-  uint32_t most;      // so many, or half of the grid
-  uint32_t min_grid;  // blocks; of a smaller grid there are none
-  uint32_t min_tiles; // that each of their warps has to send; where there are fewer tiles, there are none
-};
-
-// On 4 H200 (256 tokens of 7168 bfloat16, top-8 of 256) prepare_dispatch took 41.7 us with 16 or 20 sender blocks of 132 and 43.9
-// with 30, dispatch_rank_major 45.5, 42.9 and 43.6. A sender of gather has rows to look up and to sum before it stores a tile, so
-// more of them fill the wire: combine took 48.5 us with 44 blocks, 46.2 with 50 and 46.7 with 60. Record 0002 has more.
-constexpr LlSenderBlocks kLlDispatchSenders{20, 40, 2}, kLlGatherSenders{50, 64, 4};
-
 // Shares the tiles of the low-latency path among `num_warps` warps of each block from `first_block` on, an even number.
 //
 // - Where few tiles are to be sent, all warps send and receive, and the first tiles are received by other warps than they are
 //   sent by.
 // - Where there are many, the first blocks of a large grid send, by a dynamic tile scheduler, since some get less of the wire
-//   than others. All others receive. There are no more senders than fill the wire: what they have stored beyond that queues up,
-//   and delays the loads of receivers, those of the same SM most of all.
+//   than others; all others receive (LlSenders).
 // - Otherwise, the first half of the warps of each block send, and the others receive from the beginning: stores to peers hold a
 //   warp up while the wire is busy, and rows that have arrived would wait meanwhile.
 //
@@ -130,13 +117,12 @@ public:
   };
 
   __device__ LlWorkPartition(const CallSession& call, int num_warps, int first_block, uint32_t tiles_to_send,
-                             LlSenderBlocks senders)
+                             const LlSenders& senders)
       : warp_(threadIdx.x / kWarp), half_(static_cast<uint32_t>(num_warps) / 2),
-        first_block_(static_cast<uint32_t>(first_block)), blocks_(gridDim.x - first_block_),
-        sender_blocks_(min(senders.most, blocks_ / 2)),
+        first_block_(static_cast<uint32_t>(first_block)), blocks_(gridDim.x - first_block_), sender_blocks_(senders.blocks),
         split_(tiles_to_send > half_ * blocks_ ? Split::warps : Split::none) {
-    const bool has_enough = blocks_ >= senders.min_grid && tiles_to_send >= senders.min_tiles * 2 * half_ * sender_blocks_;
-    if (has_enough || (call.has_many_tokens() && tiles_to_send > 0 && sender_blocks_ > 0)) split_ = Split::blocks;
+    if (sender_blocks_ > 0 && tiles_to_send > 0 && (tiles_to_send >= senders.min_tiles || call.has_many_tokens()))
+      split_ = Split::blocks;
   }
 
   // Returns whether there are blocks before `first_block`, and they receive too.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // This is the low-latency (LL) path of combine and dispatch_bwd, in precision wire. As in ll_dispatch.cuh, rows travel as LL
 // lines into staging that may be written at any time, and a warp takes a chunk of a row at a time. All warps do the same,
-// unless there are many tiles: then half of them do the first part, and the others the second (LlWorkPartition).
+// unless there are many tiles: then some of them do the first part, and the others the second (LlWorkPartition).
 //
 //   first  sum a chunk of a peer's token over its slots here, and       waits for nothing
 //          store the sum into the home rank's staging
@@ -23,7 +23,7 @@ public:
         layout_(params.group.context.layout), row_bytes_(args_.hidden * static_cast<int64_t>(sizeof(T))),
         chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
         tiles_to_send_(static_cast<uint32_t>(movement.ll_tokens() * (call_.num_ranks() - 1)) * chunks_),
-        partition_(call_, kMovementWarps, 0, tiles_to_send_, kLlGatherSenders) {}
+        partition_(call_, kMovementWarps, 0, tiles_to_send_, params.role_counts.ll_senders) {}
 
   __device__ void send() const {
 #pragma unroll 1

@@ -14,8 +14,8 @@
 //   those that      send: store a chunk of a token of this rank into the      nothing
 //   move rows, the  staging of each peer that the token goes to
 //   others          receive: store a chunk of any rank's token into its       the entry barrier of the warp; then the LL
-//                   slots here; of many tiles, half of the warps do so from   packets of the token's slots and the lines of
-//                   the beginning (LlWorkPartition)                           the chunk
+//                   slots here; of many tiles, some warps only send, and the  packets of the token's slots and the lines of
+//                   others only receive (LlWorkPartition)                     the chunk
 //                   pad warps clear pads (kPadWarps)                          the totals of the plan
 //   the same, where receive by the path of each token's source                the whole plan; then what the path of the token's
 //   a rank has many                                                           source makes a receiver wait for
@@ -50,7 +50,8 @@ public:
       : params_(params), args_(params.operation.call), layout_(params.group.context.layout), call_(call),
         rows_(params.group, call, args_),
         partition_(call, num_copy_warps(), static_cast<int>(params.blocks.first_of_rows),
-                   params.blocks.first_of_rows > 0 && call.num_ranks() > 1 ? tiles_to_send() : 0, kLlDispatchSenders) {}
+                   params.blocks.first_of_rows > 0 && call.num_ranks() > 1 ? tiles_to_send() : 0,
+                   params.role_counts.ll_senders) {}
 
   // Returns whether the blocks that prepare receive rows afterwards.
   __device__ bool has_helpers() const { return partition_.has_helpers(); }
@@ -303,7 +304,9 @@ cudaError_t launch_prepare_dispatch(const DeviceGroup& group, LaunchPlan& plan, 
     return error != cudaSuccess ? error : launch_second_half(group, plan, dispatch, range, stream);
   }
   const int alignment = dispatch.clears_pads ? dispatch.alignment : 1; // of zones that have pads to clear
-  const auto [grid, blocks] = plan.next_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, row_bytes, alignment, stream);
+  const auto [grid, blocks, ll_senders] =
+      plan.next_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, row_bytes, alignment, stream);
+  movement.role_counts.ll_senders = ll_senders;
   const PrepareDispatchParams params{{movement, {{dispatch, row_bytes}}}, call.prepare, experts, blocks};
   return launch_cooperative(&prepare_dispatch_kernel, grid, stream, params);
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // dispatch_rank_major on the low-latency (LL) path. Rows travel as LL lines, and routes as LL packets, into staging that is
 // keyed by (source, row) and may be written at any time, so that nothing is sent behind the entry barrier. All warps do the
-// same, unless there are many tiles: then half of them send, and the others receive from the beginning (LlWorkPartition):
+// same, unless there are many tiles: then some of them only send, and the others only receive (LlWorkPartition):
 //
 //   vote     each block learns by itself which ranks each token goes to, and so the rows of    barriers of the block
 //            all tokens; the last one stores how many there are for each rank on that
@@ -91,7 +91,7 @@ class LlRankMajorDispatch : public RankMajorRowCounts {
 public:
   __device__ explicit LlRankMajorDispatch(const RankMajorParams& params)
       : RankMajorRowCounts(params), shared_(*dynamic_shared_memory<LlRankMajorShared>()), places_(group_, call_, args_),
-        partition_(call_, kMovementWarps, 0, call_.num_ranks() > 1 ? tiles_to_send() : 0, kLlDispatchSenders) {}
+        partition_(call_, kMovementWarps, 0, call_.num_ranks() > 1 ? tiles_to_send() : 0, params.role_counts.ll_senders) {}
 
   // All threads of the block call this before the entry barrier. Returns false, the same in all threads, when another call of
   // this rank is in progress; the group has then failed.

@@ -9,8 +9,8 @@
 //                 staging of each peer that the token goes to, and into
 //                 its slots here
 //   copy, then    receive: store a chunk of a peer's token into its       the entry barrier; then the chunk's LL lines
-//                 slots. Of many tiles, half of the copy warps receive
-//                 from the beginning (LlWorkPartition)
+//                 slots. Of many tiles, some copy warps only send,
+//                 and the others only receive (LlWorkPartition)
 //   pad           clear pads, and do nothing else; each CTA has           nothing
 //                 kPadWarps of them where the alignment is above 1, unless
 //                 pads are left untouched
@@ -26,8 +26,9 @@ class LlDispatch {
   using ChunkRange = typename Rows::ChunkRange;
 
 public:
-  __device__ LlDispatch(const DeviceGroup& group, Movement& movement, const DispatchCall& args)
-      : movement_(movement), call_(movement.call()), args_(args), rows_(group, movement.call(), args) {}
+  __device__ LlDispatch(const MovementParams& params, Movement& movement, const DispatchCall& args)
+      : params_(params), movement_(movement), call_(movement.call()), args_(args),
+        rows_(params.group, movement.call(), args) {}
 
   // Returns whether the calling warp is a pad warp.
   __device__ bool is_pad_warp() const { return static_cast<int>(threadIdx.x) / kWarp >= num_copy_warps(); }
@@ -79,7 +80,7 @@ private:
     return static_cast<uint32_t>(args_.num_tokens) * rows_.num_chunks();
   }
   __device__ LlWorkPartition copy_partition() const {
-    return {call_, num_copy_warps(), 0, call_.num_ranks() > 1 ? tiles_to_send() : 0, kLlDispatchSenders};
+    return {call_, num_copy_warps(), 0, call_.num_ranks() > 1 ? tiles_to_send() : 0, params_.role_counts.ll_senders};
   }
   __device__ static WorkPartition partition_of_warps(int first, int end) {
     return partition_warps(first, end - first, 0, static_cast<int>(gridDim.x));
@@ -96,6 +97,7 @@ private:
     }
   }
 
+  const MovementParams& params_;
   Movement& movement_;
   const CallSession& call_;
   const DispatchCall& args_;

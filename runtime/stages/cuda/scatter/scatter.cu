@@ -100,7 +100,7 @@ private:
 template <bool kUnaligned>
 __device__ void ll_scatter(const ScatterParams<Dispatch>& params, Movement& movement) {
   if (!movement.call().begin_ll()) return;
-  const LlDispatch<kUnaligned> dispatch(params.group, movement, params.operation.call);
+  const LlDispatch<kUnaligned> dispatch(params, movement, params.operation.call);
   if (dispatch.is_pad_warp()) {
     TmaRowPipeline pipeline = pipeline_of_warp();
     Scatter(params, movement, pipeline).clear_pads(dispatch.pad_partition());
