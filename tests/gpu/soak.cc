@@ -190,7 +190,7 @@ int main(int argc, char** argv) {
   options.iterations = static_cast<uint64_t>(option(argc, argv, "--iterations", 2'000));
   options.seconds = std::chrono::seconds(option(argc, argv, "--seconds", 0));
   options.seed = static_cast<uint64_t>(option(argc, argv, "--seed", 1));
-  options.busy_tokens = static_cast<int>(option(argc, argv, "--busy-tokens", 600));
+  options.busy_tokens = static_cast<int>(option(argc, argv, "--busy-tokens", 300));
   options.kinds = static_cast<unsigned>(option(argc, argv, "--kinds", 63));
   options.inputs = static_cast<int>(option(argc, argv, "--inputs", 12));
   const long max_delay_ns = option(argc, argv, "--max-delay-ns", 20'000);

@@ -13,7 +13,7 @@ namespace epx::test {
 namespace {
 
 // More tokens than the low-latency path takes.
-constexpr int kManyTokens = 260;
+constexpr int kManyTokens = 520;
 
 Case case_of_many_tokens() {
   Case c = base_case();
@@ -74,22 +74,26 @@ TEST_CASE("prepare_dispatch of rows that are not aligned, with duplicate experts
   }
 }
 
-// On GPUs a rank with few SMs writes rows in place, and another one into staging.
-TEST_CASE("prepare_dispatch of many tokens where a rank has few SMs and the others have more") {
-  for (const Placement placement : {Placement::plain, Placement::in_place}) {
-    Case c = case_of_many_tokens();
-    c.layer.tokens = TokenCount::full;
-    c.layer.dispatch_weights = true;
-    c.layer.sidecar_bytes = 20;
-    const Workload work = make_workload(c.group, c.layer, c.seed);
-    on_every_rank([&](const RankContext& context) {
-      GroupCase group_case = c.group;
-      group_case.num_comm_sms = context.rank == 0 ? 16 : 0;
-      GroupRun group(context, group_case);
-      group.add_arena(1 << 20);
-      LayerRun layer(group, c.layer, placement, c.seed);
-      run_iteration(group, layer, work);
-    });
+// On GPUs a rank with few SMs writes rows of many tokens in place, and another one into staging; 40 tokens are few, but more than
+// one SM takes on the low-latency path.
+TEST_CASE("many tokens, and 40, where a rank has few SMs and the others have more") {
+  for (const int num_comm_sms : {16, 1}) {
+    for (const Placement placement : {Placement::plain, Placement::in_place}) {
+      Case c = case_of_many_tokens();
+      if (num_comm_sms == 1) c.group.max_tokens = 40;
+      c.layer.tokens = TokenCount::full;
+      c.layer.dispatch_weights = true;
+      c.layer.sidecar_bytes = 20;
+      const Workload work = make_workload(c.group, c.layer, c.seed);
+      on_every_rank([&](const RankContext& context) {
+        GroupCase group_case = c.group;
+        group_case.num_comm_sms = context.rank == 0 ? num_comm_sms : 0;
+        GroupRun group(context, group_case);
+        group.add_arena(1 << 20);
+        LayerRun layer(group, c.layer, placement, c.seed);
+        run_iteration(group, layer, work);
+      });
+    }
   }
 }
 
