@@ -24,14 +24,14 @@ struct Kind {
   int num_nodes = 1;           // of the host transport
 };
 
-// The routing all-gather takes up to 16384 routes of all ranks, and the LL path up to 2048 tokens of all ranks
-// (runtime/layout/window_layout.h): on 40 ranks 409 routes each. So the kernels take the LL path for the first of each pair of
+// On one SM the routing all-gather takes up to 8192 routes of all ranks, and the LL path up to 2048 tokens of all ranks
+// (runtime/layout/window_layout.h): on 40 ranks 204 routes each. So the kernels take the LL path for the first of each pair of
 // these, and the HT path for the second, which the host transport leaves out.
 constexpr Kind kKinds[] = {
-    {EPX_COMBINE_WIRE, 40, 10, RoutingStyle::distinct}, {EPX_COMBINE_WIRE, 40, 11, RoutingStyle::distinct, true},
-    {EPX_COMBINE_EXACT, 64, 6, RoutingStyle::uniform},  {EPX_COMBINE_EXACT, 64, 7, RoutingStyle::uniform, true},
-    {EPX_COMBINE_WIRE, 64, 6, RoutingStyle::repeated},  {EPX_COMBINE_WIRE, 64, 7, RoutingStyle::repeated, true},
-    {EPX_COMBINE_EXACT, 3, 9, RoutingStyle::uniform},   {EPX_COMBINE_NODE, 64, 3, RoutingStyle::uniform, false, 5},
+    {EPX_COMBINE_WIRE, 40, 5, RoutingStyle::distinct}, {EPX_COMBINE_WIRE, 40, 7, RoutingStyle::distinct, true},
+    {EPX_COMBINE_EXACT, 64, 3, RoutingStyle::uniform}, {EPX_COMBINE_EXACT, 64, 5, RoutingStyle::uniform, true},
+    {EPX_COMBINE_WIRE, 64, 3, RoutingStyle::repeated}, {EPX_COMBINE_WIRE, 64, 5, RoutingStyle::repeated, true},
+    {EPX_COMBINE_EXACT, 3, 9, RoutingStyle::uniform},  {EPX_COMBINE_NODE, 64, 3, RoutingStyle::uniform, false, 5},
 };
 
 Case make_case(const Kind& kind, int num_ranks, const std::string& transport) {
