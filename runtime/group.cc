@@ -140,10 +140,17 @@ TransportChoice choose_transport(epx_transport wanted, Exchange& exchange) {
   return {EPX_TRANSPORT_NCCL, "auto: each rank has a GPU"};
 }
 
+// The call is collective: returns the least of what the ranks' calls of `value` return.
+template <typename Value>
+int least_of_ranks(Exchange& exchange, const Value& value) {
+  const std::vector<int32_t> all = exchange.all_gather([&] { return int32_t{value()}; });
+  return *std::ranges::min_element(all);
+}
+
 // The call is collective: ranks may have different num_comm_sms, and NCCL needs the same number of CTAs on both ends of a
 // transfer.
 int agree_on_rail_ctas(int num_comm_sms, Exchange& exchange) {
-  const std::vector<int32_t> all = exchange.all_gather([&] {
+  return least_of_ranks(exchange, [&] {
     if (num_comm_sms == 1)
       fail(EPX_ERROR_INVALID_ARGUMENT,
            "epx_group_config.num_comm_sms is {}; a group of several nodes needs at least 2, one of them for "
@@ -155,15 +162,8 @@ int agree_on_rail_ctas(int num_comm_sms, Exchange& exchange) {
            "a group of several nodes needs at least 2 SMs, one of them for transfers; with epx_group_config.num_comm_sms = "
            "{} it may use {} of this GPU",
            num_comm_sms, num_sms);
-    return int32_t{rail_ctas(num_sms)};
+    return rail_ctas(num_sms);
   });
-  return *std::ranges::min_element(all);
-}
-
-// The call is collective: ranks may have different num_comm_sms, and take the same path.
-int agree_on_num_sms(int num_comm_sms, Exchange& exchange) {
-  const std::vector<int32_t> all = exchange.all_gather([&] { return int32_t{cuda::resolve_num_sms(num_comm_sms)}; });
-  return *std::ranges::min_element(all);
 }
 
 // The call is collective. It also fills in what the transport decides of the context, which must outlive the backend.
@@ -187,7 +187,9 @@ std::unique_ptr<Backend> make_backend(GroupContext& context, const epx_group_con
     std::unique_ptr<Transport> transport =
         make_nccl_transport(context.rank, context.shape.num_ranks, context.timeout_ms, exchange);
     choose_layout(*transport, context.shape);
-    limit_ll_tokens(context.layout, context.shape.num_ranks, agree_on_num_sms(config.num_comm_sms, exchange));
+    // Ranks may have different num_comm_sms, and take the same path.
+    limit_ll_tokens(context.layout, context.shape.num_ranks,
+                    least_of_ranks(exchange, [&] { return cuda::resolve_num_sms(config.num_comm_sms); }));
     return cuda::make_backend(context, config.num_comm_sms, std::move(transport), exchange);
   }
   std::unique_ptr<Transport> transport = make_host_transport(context.rank, context.shape.num_ranks);

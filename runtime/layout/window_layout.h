@@ -87,6 +87,11 @@ constexpr int64_t ll_chunks_of(int64_t row_bytes) {
   return (row_bytes + kLlChunkBytes - 1) / kLlChunkBytes;
 }
 
+// Returns to how many other ranks a row may go; at least 1.
+inline int max_copies_of_row(const GroupShape& shape) {
+  return std::max(1, std::min(shape.num_ranks - 1, shape.max_top_k));
+}
+
 // Limits of the low-latency path: tokens of one rank, bytes of rows that a rank sends at most, and tokens and routes of all
 // ranks together. On 4 H200 (rows of 7168 bfloat16, top-8 of 256 experts, 132 SMs) prepare_dispatch and combine of 512 tokens
 // took 142.8 us on this path and 154.6 on the high-throughput one, in the rank-major layout dispatch and combine 142.5 and 157.9.
@@ -108,8 +113,7 @@ constexpr int kManySms = 80;
 constexpr int kMaxLlChunksOfSm = 30;
 constexpr int kMaxGatheredRoutesOfFewSms = 8192;
 inline int64_t max_ll_tokens(const GroupShape& shape) {
-  const int copies = std::max(1, std::min(shape.num_ranks - 1, shape.max_top_k)); // of a row, to other ranks
-  const int64_t by_bytes = kMaxLlBytes / (row_bytes(shape.max_token_dtype, shape.hidden_dim) * copies);
+  const int64_t by_bytes = kMaxLlBytes / (row_bytes(shape.max_token_dtype, shape.hidden_dim) * max_copies_of_row(shape));
   const int64_t by_routes = kMaxGatheredRoutes / (int64_t{shape.num_ranks} * shape.max_top_k);
   const int64_t tokens = std::clamp<int64_t>(std::min(by_bytes, by_routes), kMinLlTokens, kMaxLlTokens);
   return std::min({int64_t{shape.max_tokens_per_rank}, tokens, int64_t{kMaxLlRows / shape.num_ranks}});

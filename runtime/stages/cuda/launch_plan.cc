@@ -121,8 +121,8 @@ LlSenders ll_senders_of_prepare_dispatch(int blocks) {
   return ll_senders(blocks, kLlSenderBlocks, kMinLlScatterGrid, kMinTilesOfLlScatterSender);
 }
 LlSenders ll_scatter_senders(int blocks, const GroupShape& shape) {
-  const int copies = std::max(std::min(shape.num_ranks - 1, shape.max_top_k), 1); // of a row, to other ranks
-  return ll_senders(blocks, std::max(kLlSenderBlocksOfOneCopy / copies, 1), kMinLlScatterGrid, kMinTilesOfLlScatterSender);
+  const int sender_blocks = std::max(kLlSenderBlocksOfOneCopy / max_copies_of_row(shape), 1);
+  return ll_senders(blocks, sender_blocks, kMinLlScatterGrid, kMinTilesOfLlScatterSender);
 }
 LlSenders ll_gather_senders(int blocks) {
   return ll_senders(blocks, kLlGatherSenderBlocks, kMinLlGatherGrid, kMinTilesOfLlGatherSender);
