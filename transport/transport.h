@@ -30,6 +30,9 @@ public:
   // same on all ranks.
   virtual bool keeps_lines_whole() const { return false; }
 
+  // Returns false once peers' memory is no longer mapped, because a wait for them has timed out. Any thread may call it.
+  virtual bool reaches_peers() const { return true; }
+
   // Returns an exchange of all ranks for what they agree on after the group has been created; NULL where only the group's calls
   // can exchange records. A transport whose windows kernels access has one; it may not be used while a call of the group waits
   // on the host.

@@ -189,6 +189,13 @@ Failure timeout_failure(CallName call, const TimeOut& timeout, int64_t timeout_m
   return failure;
 }
 
+Failure lost_exchange_failure(CallName call, const std::string& why) {
+  Failure failure = failure_of(call, EPX_ERROR_TIMEOUT);
+  failure.phase = EPX_PHASE_ARRIVE;
+  failure.message = fmt::format("{}: {}, which ends the group", format(call), why);
+  return failure;
+}
+
 std::string kernel_words(CulpritKernel kernel, int culprit, epx_operation operation) {
   constexpr const char* kHeld =
       "kernels of other libraries that wait for peers may hold its SMs (see \"Beside other kernels\" "

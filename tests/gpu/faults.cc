@@ -124,6 +124,15 @@ private:
   std::byte* offsets_ = nullptr;
 };
 
+// Runs `what` and checks that it took no less than `least` and no more than `most` milliseconds.
+template <typename What>
+void check_duration(int64_t least, int64_t most, const char* name, const What& what) {
+  const auto begin = std::chrono::steady_clock::now();
+  what();
+  const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin).count();
+  check(took >= least && took <= most, "{} took {} ms, expected {} to {}", name, took, least, most);
+}
+
 // The last rank makes the second call too late: all others report it by its number, and it finds that the group has failed.
 void test_missing_rank(const RankContext& context) {
   Round round(context, kShortMs);
@@ -139,6 +148,93 @@ void test_missing_rank(const RankContext& context) {
         report.message);
   if (context.rank != absent && report.num_missing > 0) check_equal(report.missing[0], absent, "report.missing[0]");
   check_status(round.prepare(), EPX_ERROR_TIMEOUT, "epx_prepare on the failed group");
+  context.gather(0);
+}
+
+constexpr size_t kBytes = 4096; // of a piece of memory from epx_mem_alloc
+
+// The last rank comes too late to a call that allocates memory, or frees it, in which no kernel takes part: it is named, and
+// nothing waits any more.
+void test_missing_rank_of_memory_call(const RankContext& context) {
+  constexpr int64_t kAtOnceMs = kShortMs / 2;
+  const int absent = context.num_ranks - 1;
+  for (const epx_operation operation : {EPX_OP_MEM_ALLOC, EPX_OP_MEM_FREE}) {
+    Round round(context, kShortMs);
+    void* memory[2] = {};
+    for (void*& piece : memory)
+      check_ok(epx_mem_alloc(round.group(), kBytes, &piece), "epx_mem_alloc");
+    context.gather(0);
+    if (context.rank == absent) std::this_thread::sleep_for(std::chrono::milliseconds(2 * kShortMs));
+    const auto call = [&] {
+      void* more = nullptr;
+      return operation == EPX_OP_MEM_ALLOC ? epx_mem_alloc(round.group(), kBytes, &more)
+                                           : epx_mem_free(round.group(), memory[0]);
+    };
+    if (context.rank == absent) {
+      // A free is local once the group has failed.
+      check_duration(0, kAtOnceMs, "the call that comes too late", [&] {
+        check_status(call(), operation == EPX_OP_MEM_ALLOC ? EPX_ERROR_TIMEOUT : EPX_SUCCESS,
+                     "the call that comes too late");
+      });
+    } else {
+      check_duration(kShortMs / 2, 2 * kShortMs, "the call without the last rank",
+                     [&] { check_status(call(), EPX_ERROR_TIMEOUT, "the call without the last rank"); });
+    }
+    const epx_group_report report = round.check_failure(EPX_ERROR_TIMEOUT, absent);
+    check_equal(static_cast<int>(report.operation), static_cast<int>(operation), "report.operation");
+    if (context.rank != absent) {
+      check(contains(report.message, fmt::format("rank {}", absent)), "\"{}\" does not name rank {}", report.message,
+            absent);
+      check_equal(report.sequence, uint64_t{5}, "report.sequence"); // each epx_mem_alloc counts as two calls
+    }
+    check_duration(0, kAtOnceMs, "epx_group_abort and epx_mem_free after the failure", [&] {
+      check_ok(epx_group_abort(round.group()), "epx_group_abort");
+      check_ok(epx_mem_free(round.group(), memory[1]), "epx_mem_free");
+    });
+    round.check_context();
+    context.gather(0);
+  }
+}
+
+// Rank 0 has not read yet that the group has failed when it frees memory: that is local all the same.
+void test_free_before_status(const RankContext& context) {
+  Round round(context, kShortMs);
+  void* memory[2] = {};
+  for (void*& piece : memory)
+    check_ok(epx_mem_alloc(round.group(), kBytes, &piece), "epx_mem_alloc");
+  const int absent = context.num_ranks - 1;
+  if (context.rank != absent) check_ok(round.prepare(), "epx_prepare"); // its kernel waits, and the host does not
+  context.device->finish();
+  context.gather(0);
+  if (context.rank != 0 && context.rank != absent) round.check_failure(EPX_ERROR_TIMEOUT, absent);
+  if (context.rank != absent)
+    check_duration(0, kShortMs / 2, "epx_mem_free", [&] {
+      for (void* piece : memory)
+        check_ok(epx_mem_free(round.group(), piece), "epx_mem_free");
+    });
+  context.gather(0);
+}
+
+// All ranks but the last are in epx_mem_alloc when rank 0 aborts in another thread: all of them return at once.
+void test_abort_of_memory_call(const RankContext& context) {
+  constexpr int64_t kAtOnceMs = 10'000; // of a timeout of 60'000
+  Round round(context, 60'000);
+  context.gather(0);
+  if (context.rank != context.num_ranks - 1) {
+    std::thread aborter;
+    if (context.rank == 0)
+      aborter = std::thread([group = round.group()] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+        epx_group_abort(group);
+      });
+    check_duration(0, kAtOnceMs, "epx_mem_alloc", [&] {
+      void* memory = nullptr;
+      check_status(epx_mem_alloc(round.group(), kBytes, &memory), EPX_ERROR_ABORTED, "epx_mem_alloc");
+    });
+    if (aborter.joinable()) aborter.join();
+  }
+  context.gather(0);
+  round.check_failure(EPX_ERROR_ABORTED, 0);
   context.gather(0);
 }
 
@@ -182,15 +278,6 @@ void test_kernel_that_never_begins(const RankContext& context) {
                                    : "kernels of other libraries";
   check(contains(report.message, sentence), "\"{}\" does not say \"{}\"", report.message, sentence);
   context.gather(0);
-}
-
-// Runs `what` and checks that it took no less than `least` and no more than `most` milliseconds.
-template <typename What>
-void check_duration(int64_t least, int64_t most, const char* name, const What& what) {
-  const auto begin = std::chrono::steady_clock::now();
-  what();
-  const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin).count();
-  check(took >= least && took <= most, "{} took {} ms, expected {} to {}", name, took, least, most);
 }
 
 // A rank that destroys its group behind a call waits for peers that do not make the call, but for no longer than timeout_ms.
@@ -382,7 +469,8 @@ int main(int argc, char** argv) {
   // Groups of several nodes have control_faults for the rest.
   if (option(argc, argv, "--several-nodes", 0) != 0)
     return run_suite({test_failed_capture, test_destroy_beside_foreign_work});
-  return run_suite({test_missing_rank, test_stalled_rank, test_abort, test_kernel_that_never_begins,
-                    test_destroy_without_peers, test_destroy_beside_foreign_work, test_abort_after_destroy,
-                    test_damaged_board, test_failed_capture, test_failed_launch, test_dead_context});
+  return run_suite({test_missing_rank, test_missing_rank_of_memory_call, test_free_before_status, test_abort_of_memory_call,
+                    test_stalled_rank, test_abort, test_kernel_that_never_begins, test_destroy_without_peers,
+                    test_destroy_beside_foreign_work, test_abort_after_destroy, test_damaged_board, test_failed_capture,
+                    test_failed_launch, test_dead_context});
 }

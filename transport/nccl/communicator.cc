@@ -2,7 +2,6 @@
 #include "transport/nccl/communicator.h"
 
 #include <thread>
-#include <utility>
 
 #include "base/suspension_aware_deadline.h"
 #include "transport/nccl/nccl_check.h"
@@ -15,11 +14,18 @@ Communicator::Communicator(const NcclVersion& version, int rank, int num_ranks, 
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
   config.minCTAs = config.maxCTAs = ctas;
-  wait(nccl().CommInitRankConfig(&comm_, num_ranks, id, rank, &config), "ncclCommInitRankConfig");
+  ncclComm_t comm = nullptr;
+  const ncclResult_t result = nccl().CommInitRankConfig(&comm, num_ranks, id, rank, &config);
+  comm_ = comm;
+  wait(result, "ncclCommInitRankConfig");
 }
 
 Communicator::~Communicator() {
-  if (comm_ != nullptr) nccl().CommAbort(comm_); // the abort is local, never waits for a peer, and frees what is left
+  abort();
+}
+
+void Communicator::abort() noexcept {
+  if (const ncclComm_t comm = comm_.exchange(nullptr); comm != nullptr) nccl().CommAbort(comm);
 }
 
 void Communicator::wait(ncclResult_t result, const char* call) {
@@ -27,7 +33,7 @@ void Communicator::wait(ncclResult_t result, const char* call) {
   if (result == ncclSuccess) result = ncclInProgress; // ncclSuccess may mean that it has only begun
   while (result == ncclInProgress) {
     if (deadline.passed()) {
-      nccl().CommAbort(std::exchange(comm_, nullptr));
+      abort();
       fail(EPX_ERROR_TIMEOUT, "{}: not all ranks came within {} ms", call, timeout_.count());
     }
     std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -44,7 +50,7 @@ bool Communicator::leave(const std::function<bool()>& gives_up) {
     if (nccl().CommGetAsyncError(comm_, &result) != ncclSuccess) return false;
   }
   if (result != ncclSuccess) return false;
-  nccl().CommDestroy(std::exchange(comm_, nullptr));
+  nccl().CommDestroy(comm_.exchange(nullptr));
   return true;
 }
 

@@ -2,6 +2,7 @@
 // A Communicator owns a group's NCCL communicator.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 
@@ -22,11 +23,15 @@ public:
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  ncclComm_t get() const { return comm_; } // NULL after a timeout
+  // NULL after a timeout, and after abort(). Any thread may call it.
+  ncclComm_t get() const { return comm_; }
   const NcclVersion& version() const { return version_; }
 
   // Waits until NCCL has completed what `call` began. Throws TIMEOUT, SYSTEM.
   void wait(ncclResult_t result, const char* call);
+
+  // Ends NCCL's kernels, and unmaps the memory of the peers. It is local, and never waits for a peer.
+  void abort() noexcept;
 
   // Frees the communicator once NCCL has sent what it still has for peers; get() is NULL then. That may take until the peers
   // receive it. Returns false when it has not been done until `gives_up` returns true.
@@ -34,7 +39,7 @@ public:
 
 private:
   const NcclVersion& version_; // the loaded library's
-  ncclComm_t comm_ = nullptr;
+  std::atomic<ncclComm_t> comm_ = nullptr;
   std::chrono::milliseconds timeout_;
 };
 

@@ -35,6 +35,7 @@ public:
 
   WindowAccess window_access() const override { return WindowAccess::by_kernels; }
   bool keeps_lines_whole() const override { return has_nvlink_; }
+  bool reaches_peers() const override { return communicator_ == nullptr || communicator_->get() != nullptr; }
   Exchange* exchange() override { return &exchange_; }
 
   std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {

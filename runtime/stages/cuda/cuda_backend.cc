@@ -18,6 +18,7 @@
 #include "base/stream_order.h"
 #include "base/suspension_aware_deadline.h"
 #include "runtime/allocations.h"
+#include "runtime/stages/cuda/board_exchange.h"
 #include "runtime/stages/cuda/device_idle.h"
 #include "runtime/stages/cuda/device_reports.h"
 #include "runtime/stages/cuda/kernel_list.h"
@@ -42,6 +43,9 @@ public:
             make_device_memory<LlPacket8>(prepare_scratch_words(context.shape.num_experts, plan.max_prepare_blocks()))),
         plan_packets_(make_device_memory<LlPacket8>(plan_packet_words(context.shape))),
         reader_(context_, *record_, *board_, status_) {
+    if (!is_node_of_several() && board_->reaches_peers())
+      board_exchange_.emplace(*board_, context.rank, context.shape.num_ranks,
+                              std::chrono::milliseconds(context.timeout_ms));
     group_ = {context_,
               {},
               state_.get(),
@@ -75,25 +79,29 @@ public:
   Stages& stages() override { return *this; }
 
   void* allocate(int64_t bytes) override {
-    return add_allocation([&] { return transport_->open_window(bytes, *transport_->exchange()); });
+    return add_allocation([&](Exchange& exchange) { return transport_->open_window(bytes, exchange); });
   }
 
   void register_memory(std::byte* memory, int64_t bytes) override {
     if (allocations_.locate(memory, 1))
       fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_register: {} lies in memory that peers of this group can reach already",
            static_cast<void*>(memory));
-    add_allocation([&] { return transport_->adopt_window(memory, bytes, *transport_->exchange()); });
+    add_allocation([&](Exchange& exchange) { return transport_->adopt_window(memory, bytes, exchange); });
   }
 
   void free(void* data) override {
     const int64_t allocation = allocations_.require_start(data);
     const CudaDeviceScope scope(device_);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // kernels may still use it
-    if (status_.is_healthy()) {
-      if (const auto difference = transport_->exchange()->find_difference(allocation))
-        fail(EPX_ERROR_OUT_OF_SEQUENCE, "mem_free: rank {} frees its allocation number {}, rank {} number {}",
-             difference->rank, difference->value, difference->other_rank, difference->other_value);
-      advance_sequence(1);
+    if (is_healthy()) {
+      try {
+        meet_peers(EPX_OP_MEM_FREE, [&](Exchange& exchange) { require_same(allocation, exchange); });
+        advance_sequence(1);
+      } catch (const StatusError&) {
+        if (is_node_of_several()) throw;
+        allocations_.remove(allocation); // the group has failed, so freeing is local
+        throw;
+      }
     }
     allocations_.remove(allocation);
   }
@@ -104,6 +112,7 @@ public:
       status_.fail(abort_failure({EPX_OP_NONE, 0}, abort_record, context_.rank, 0));
     } catch (const StatusError&) { // the status board keeps it
     }
+    if (!transport_->reaches_peers()) return;
     try { // kernels poll their window more often than the host's memory
       const CudaDeviceScope scope(device_);
       check_cuda(launch_abort(group_, abort_record, abort_stream_.get()), "epx_group_abort");
@@ -296,10 +305,62 @@ private:
            allocations_.next_number(), allocations_.next_number() - kMaxDeviceAllocations, kMaxDeviceAllocations);
     const CudaDeviceScope scope(device_);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // peers must not write while the sequence is advanced
-    std::unique_ptr<Window> window = open();
+    std::unique_ptr<Window> window;
+    meet_peers(EPX_OP_MEM_ALLOC, [&](Exchange& exchange) { window = open(exchange); });
     copy_bases(allocation_bases_.get() + slot_of(allocations_.next_number()), *window);
     advance_sequence(2);
     return allocations_.add(std::move(window));
+  }
+
+  // In a group of several nodes NodesBackend ends the group.
+  bool is_node_of_several() const { return context_.has_ordered_calls; }
+
+  // Makes a call that has no kernel: body(exchange) agrees with the peers by that exchange. What it throws is the same on all
+  // ranks, and the group lives on, unless a rank does not come in time.
+  template <typename Body>
+  void meet_peers(epx_operation operation, const Body& body) {
+    try {
+      body(board_exchange_ ? *board_exchange_ : *transport_->exchange());
+    } catch (const StatusError& error) {
+      if (is_node_of_several()) throw;
+      reader_.read(next_call(operation)); // throws the failure, if a rank has ended the group meanwhile
+      if (error.status() == EPX_ERROR_TIMEOUT) lose_peers(operation, error);
+      throw;
+    }
+  }
+
+  [[noreturn]] void lose_peers(epx_operation operation, const StatusError& error) {
+    const CallName call = next_call(operation);
+    const auto* const missing = dynamic_cast<const MissingRanksError*>(&error);
+    if (missing == nullptr) status_.fail(lost_exchange_failure(call, error.message()));
+    const int culprit = missing->ranks().front();
+    const AbortRecord mine{EPX_ERROR_TIMEOUT, operation, culprit, call.sequence, EPX_PHASE_ARRIVE};
+    const AbortRecord verdict = board_->end_group(mine);
+    const uint64_t launched = board_->launched(culprit);
+    const uint64_t arrived_at = launched == RankBoard::kUnknown ? 0 : launched;
+    if (verdict.culprit != culprit || verdict.status != mine.status)
+      status_.fail(abort_failure(call, verdict, context_.rank, arrived_at));
+    status_.fail(timeout_failure(call, {EPX_PHASE_ARRIVE, missing->ranks(), culprit, arrived_at}, context_.timeout_ms));
+  }
+
+  // Throws OUT_OF_SEQUENCE, which ends the group, unless all ranks free the allocation with the same number.
+  void require_same(int64_t allocation, Exchange& exchange) {
+    const auto difference = exchange.find_difference(allocation);
+    if (!difference) return;
+    CallDescriptor one{}, other{};
+    one.operation = other.operation = EPX_OP_MEM_FREE;
+    one.subject = difference->value;
+    other.subject = difference->other_value;
+    const Failure failure =
+        *find_disagreement(next_call(EPX_OP_MEM_FREE), one, difference->rank, other, difference->other_rank);
+    if (is_node_of_several()) throw StatusError(failure.status, failure.message);
+    status_.fail(failure);
+  }
+
+  // The name of the call that comes after those which the host has launched.
+  CallName next_call(epx_operation operation) const {
+    const uint64_t sequence = launched_ == RankBoard::kUnknown ? 0 : launched_ + 1;
+    return {operation, reader_.name_of_call(sequence)};
   }
 
   // Counts calls that have no kernel. The ranks have synchronized on the host, and no kernel of the group is running.
@@ -329,7 +390,8 @@ private:
   int device_;
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<RankBoard> board_;
-  std::atomic<bool> was_ended_ = false; // by end(), whose caller waits for the device itself
+  std::optional<BoardExchange> board_exchange_; // none in a node of several, and where the board does not reach the peers
+  std::atomic<bool> was_ended_ = false;         // by end(), whose caller waits for the device itself
   std::unique_ptr<Window> window_;
   Allocations allocations_;
   LaunchPlan plan_;

@@ -8,12 +8,12 @@
 
 namespace epx::cuda {
 
-void RecordReader::read() {
+void RecordReader::read(std::optional<CallName> call) {
   const std::scoped_lock lock(mutex_);
   read_events();
   if (std::atomic_ref(record_.failed).load(std::memory_order_acquire) != 0) status_.fail(format(record_.failure));
   if (const uint64_t word = board_.abort_record(); word != 0) // there may be no kernel of this rank that would find it
-    status_.fail(format_abort(word));
+    status_.fail(format_abort(word, call));
   status_.require_healthy();
 }
 
@@ -78,11 +78,12 @@ Failure RecordReader::format(const FailureRecord& failure) const {
   return timeout_failure(call, timeout, context_.timeout_ms);
 }
 
-Failure RecordReader::format_abort(uint64_t word) const {
+Failure RecordReader::format_abort(uint64_t word, std::optional<CallName> call) const {
   const AbortRecord abort_record = unpack_abort_record(word);
   if (!is_sound_abort_record(word))
-    return damage_failure({EPX_OP_NONE, 0}, name_of_rank(context_.rank), abort_record_damage(word));
-  return abort_failure({abort_record.operation, 0}, named(abort_record), name_of_rank(context_.rank), 0);
+    return damage_failure(call.value_or(CallName{EPX_OP_NONE, 0}), name_of_rank(context_.rank), abort_record_damage(word));
+  return abort_failure(call.value_or(CallName{abort_record.operation, 0}), named(abort_record), name_of_rank(context_.rank),
+                       0);
 }
 
 AbortRecord RecordReader::named(AbortRecord abort_record) const {

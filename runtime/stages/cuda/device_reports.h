@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <optional>
 
 #include "runtime/group_context.h"
 #include "runtime/stages/cuda/protocol/device_group.h"
@@ -34,14 +35,15 @@ public:
   uint64_t name_of_call(uint64_t sequence) const { return names_.group_call ? names_.group_call(sequence) : sequence; }
   AbortRecord named(AbortRecord abort_record) const;
 
-  // Hands new events, and the failure if a kernel or a host has reported one, to the status board. Throws the failure.
-  void read();
+  // Hands new events, and the failure if a kernel or a host has reported one, to the status board. Throws the failure. `call`
+  // is the one without a kernel that this rank makes.
+  void read(std::optional<CallName> call = {});
 
 private:
   void read_events();
   Event format(const EventRecord& event) const;
   Failure format(const FailureRecord& failure) const;
-  Failure format_abort(uint64_t word) const;
+  Failure format_abort(uint64_t word, std::optional<CallName> call) const;
   Failure format_abort_record(const FailureRecord& record, CallName call) const;
   bool is_sound_abort_record(uint64_t word) const;
   CulpritKernel kernel_of(int rank, uint64_t sequence) const;

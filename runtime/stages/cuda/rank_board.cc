@@ -108,4 +108,16 @@ uint64_t RankBoard::launched(int rank) const {
   return entry != nullptr ? std::atomic_ref(entry->launched).load(std::memory_order_acquire) : kUnknown;
 }
 
+void RankBoard::post(const ExchangeRecord& record, uint64_t round) {
+  Post& post = own().posts[round % 2];
+  post.record = record;
+  std::atomic_ref(post.round).store(round, std::memory_order_release);
+}
+
+std::optional<ExchangeRecord> RankBoard::posted(int rank, uint64_t round) const {
+  Post& post = entries_[static_cast<size_t>(rank)]->posts[round % 2];
+  if (std::atomic_ref(post.round).load(std::memory_order_acquire) != round) return {};
+  return post.record;
+}
+
 } // namespace epx::cuda

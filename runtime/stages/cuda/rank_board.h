@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/cuda.h"
@@ -49,13 +50,23 @@ public:
   // Returns what `rank` has published, or kUnknown when its entry cannot be accessed.
   uint64_t launched(int rank) const;
 
+  // For BoardExchange. Publishes this rank's record of a round; rounds count from 1, and no rank may be two ahead of another.
+  void post(const ExchangeRecord& record, uint64_t round);
+  // Returns the record of `rank`, whose entry can be accessed, or nothing before it has posted one in this round.
+  std::optional<ExchangeRecord> posted(int rank, uint64_t round) const;
+
 private:
+  struct Post {
+    ExchangeRecord record;
+    uint64_t round;
+  };
   // Each word has cache lines of its own.
   struct Entry {
     alignas(128) uint64_t abort_record; // the group has ended: the record that the ranks agree on
     // The kernels of the entry's rank must end, because the group has ended or because this rank destroys it.
     alignas(128) uint64_t abort_record_of_kernels;
     alignas(128) uint64_t launched;
+    alignas(128) Post posts[2]; // by the parity of the round, since a slow rank may still read that of the round before
   };
 
   void open(int num_ranks, Exchange& exchange);
