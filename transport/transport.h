@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "transport/exchange.h"
@@ -30,8 +31,11 @@ public:
   // same on all ranks.
   virtual bool keeps_lines_whole() const { return false; }
 
-  // Returns false once peers' memory is no longer mapped, because a wait for them has timed out. Any thread may call it.
+  // Returns false once peers' memory is no longer mapped, because an exchange with them has failed. Any thread may call it.
   virtual bool reaches_peers() const { return true; }
+
+  // From here on a wait for peers ends, with ABORTED, once `has_ended` returns true.
+  virtual void end_waits_when(std::function<bool()> has_ended) { static_cast<void>(has_ended); }
 
   // Returns an exchange of all ranks for what they agree on after the group has been created; NULL where only the group's calls
   // can exchange records. A transport whose windows kernels access has one; it may not be used while a call of the group waits

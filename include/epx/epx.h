@@ -540,8 +540,9 @@ EPX_API epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr);
 EPX_API epx_status epx_mem_register(epx_group group, void* ptr, size_t bytes);
 
 /** Frees memory from epx_mem_alloc, or ends the registration of memory from epx_mem_register. Collective, in the same order
- * on all ranks, and counts as one call in sequence numbers; after a sticky error local, and no call. NULL is refused. Errors:
- * INVALID_ARGUMENT (not such memory); OUT_OF_SEQUENCE (ranks free different allocations; sticky); sticky ones. */
+ * on all ranks, and counts as one call in sequence numbers; after a sticky error local, and no call. A call that itself finds
+ * or makes a sticky error returns it, and has freed the memory. NULL is refused. Errors: INVALID_ARGUMENT (not such memory);
+ * OUT_OF_SEQUENCE (ranks free different allocations; sticky); sticky ones. */
 EPX_API epx_status epx_mem_free(epx_group group, void* ptr);
 
 /** @} */

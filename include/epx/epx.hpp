@@ -470,11 +470,12 @@ public:
   ~Memory() = default;
 
   // epx_mem_free, which is collective. The group must live. Does nothing when empty; empty afterwards. Throws Error, and
-  // then still has the memory.
+  // still has the memory only where that is INVALID_ARGUMENT: any other ends the group, and the memory is freed.
   void free() {
     if (group_ == nullptr) return;
-    require_success(epx_mem_free(group_, data()), "epx_mem_free");
-    static_cast<void>(release());
+    const epx_status status = epx_mem_free(group_, data());
+    if (status != EPX_ERROR_INVALID_ARGUMENT) static_cast<void>(release());
+    require_success(status, "epx_mem_free");
   }
   [[nodiscard]] std::byte* release() noexcept {
     group_ = nullptr;

@@ -189,10 +189,11 @@ Failure timeout_failure(CallName call, const TimeOut& timeout, int64_t timeout_m
   return failure;
 }
 
-Failure lost_exchange_failure(CallName call, const std::string& why) {
-  Failure failure = failure_of(call, EPX_ERROR_TIMEOUT);
-  failure.phase = EPX_PHASE_ARRIVE;
-  failure.message = fmt::format("{}: {}, which ends the group", format(call), why);
+Failure host_call_failure(CallName call, epx_status status, const std::string& why) {
+  Failure failure = failure_of(call, status);
+  failure.phase = status == EPX_ERROR_TIMEOUT ? EPX_PHASE_ARRIVE : EPX_PHASE_NONE;
+  failure.message =
+      status == EPX_ERROR_OUT_OF_SEQUENCE ? why : fmt::format("{}: {}, which ends the group", format(call), why);
   return failure;
 }
 

@@ -70,8 +70,8 @@ struct TimeOut {
 };
 Failure timeout_failure(CallName call, const TimeOut& timeout, int64_t timeout_ms);
 
-// Reports that an exchange of all ranks, which cannot tell who is missing, has not ended in time; `why` says so.
-Failure lost_exchange_failure(CallName call, const std::string& why);
+// Reports that a call without a kernel has failed as `why` says, which ends the group. It has no culprit that is known.
+Failure host_call_failure(CallName call, epx_status status, const std::string& why);
 
 // Returns the end of such a sentence: why the culprit's kernel, although launched, may not have arrived.
 std::string kernel_words(CulpritKernel kernel, int culprit, epx_operation operation);

@@ -85,6 +85,18 @@ public:
     return epx_prepare(group_, &args);
   }
 
+  // Captures prepare in a graph that never runs.
+  void capture_prepare() {
+    const auto stream = static_cast<cudaStream_t>(device_.stream());
+    check_equal(static_cast<int>(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal)),
+                static_cast<int>(cudaSuccess), "cudaStreamBeginCapture");
+    check_ok(prepare(), "epx_prepare, while captured");
+    cudaGraph_t graph = nullptr;
+    check_equal(static_cast<int>(cudaStreamEndCapture(stream, &graph)), static_cast<int>(cudaSuccess),
+                "cudaStreamEndCapture");
+    cudaGraphDestroy(graph);
+  }
+
   epx_group_report report() const {
     epx_group_report report = {};
     report.struct_size = sizeof(report);
@@ -164,18 +176,15 @@ void test_missing_rank_of_memory_call(const RankContext& context) {
     for (void*& piece : memory)
       check_ok(epx_mem_alloc(round.group(), kBytes, &piece), "epx_mem_alloc");
     context.gather(0);
-    if (context.rank == absent) std::this_thread::sleep_for(std::chrono::milliseconds(2 * kShortMs));
+    if (context.rank == absent) std::this_thread::sleep_for(std::chrono::milliseconds(3 * kShortMs));
     const auto call = [&] {
       void* more = nullptr;
       return operation == EPX_OP_MEM_ALLOC ? epx_mem_alloc(round.group(), kBytes, &more)
                                            : epx_mem_free(round.group(), memory[0]);
     };
     if (context.rank == absent) {
-      // A free is local once the group has failed.
-      check_duration(0, kAtOnceMs, "the call that comes too late", [&] {
-        check_status(call(), operation == EPX_OP_MEM_ALLOC ? EPX_ERROR_TIMEOUT : EPX_SUCCESS,
-                     "the call that comes too late");
-      });
+      check_duration(0, kAtOnceMs, "the call that comes too late",
+                     [&] { check_status(call(), EPX_ERROR_TIMEOUT, "the call that comes too late"); });
     } else {
       check_duration(kShortMs / 2, 2 * kShortMs, "the call without the last rank",
                      [&] { check_status(call(), EPX_ERROR_TIMEOUT, "the call without the last rank"); });
@@ -196,7 +205,8 @@ void test_missing_rank_of_memory_call(const RankContext& context) {
   }
 }
 
-// Rank 0 has not read yet that the group has failed when it frees memory: that is local all the same.
+// Rank 0 has not read yet that the group has failed when it frees memory: the call frees it, reports the failure, and waits for
+// nobody.
 void test_free_before_status(const RankContext& context) {
   Round round(context, kShortMs);
   void* memory[2] = {};
@@ -209,9 +219,63 @@ void test_free_before_status(const RankContext& context) {
   if (context.rank != 0 && context.rank != absent) round.check_failure(EPX_ERROR_TIMEOUT, absent);
   if (context.rank != absent)
     check_duration(0, kShortMs / 2, "epx_mem_free", [&] {
-      for (void* piece : memory)
-        check_ok(epx_mem_free(round.group(), piece), "epx_mem_free");
+      check_status(epx_mem_free(round.group(), memory[0]), context.rank == 0 ? EPX_ERROR_TIMEOUT : EPX_SUCCESS,
+                   "the first epx_mem_free");
+      check_ok(epx_mem_free(round.group(), memory[1]), "the second epx_mem_free");
+      check_status(epx_mem_free(round.group(), memory[0]), EPX_ERROR_INVALID_ARGUMENT, "epx_mem_free of freed memory");
     });
+  context.gather(0);
+}
+
+// The last rank makes another memory call than the others, or frees other memory: all report that, at once, and free what they
+// were to free. A call that was captured before keeps the host from counting calls.
+void test_different_memory_calls(const RankContext& context) {
+  constexpr int64_t kAtOnceMs = 5'000; // of a timeout of 60'000
+  const bool is_last = context.rank == context.num_ranks - 1;
+  for (const bool frees : {true, false})
+    for (const bool captures : {false, true}) {
+      Round round(context, 60'000);
+      void* memory[2] = {};
+      for (void*& piece : memory)
+        check_ok(epx_mem_alloc(round.group(), kBytes, &piece), "epx_mem_alloc");
+      if (captures) round.capture_prepare();
+      context.gather(0);
+      check_duration(0, kAtOnceMs, "a call that differs", [&] {
+        void* more = nullptr;
+        check_status(is_last && !frees ? epx_mem_alloc(round.group(), kBytes, &more)
+                                       : epx_mem_free(round.group(), memory[is_last ? 1 : 0]),
+                     EPX_ERROR_OUT_OF_SEQUENCE, "a call that differs");
+      });
+      const epx_group_report report = round.check_failure(EPX_ERROR_OUT_OF_SEQUENCE, -1);
+      check_equal(report.sequence, uint64_t{5}, "report.sequence"); // each epx_mem_alloc counts as two calls
+      const std::string sentence =
+          frees ? fmt::format("rank 0 frees its allocation number 0, rank {} number 1", context.num_ranks - 1)
+                : fmt::format("call 5 is mem_free on rank 0 and mem_alloc on rank {}", context.num_ranks - 1);
+      check(contains(report.message, sentence), "\"{}\" does not say \"{}\"", report.message, sentence);
+      check_status(epx_mem_free(round.group(), memory[0]), is_last ? EPX_SUCCESS : EPX_ERROR_INVALID_ARGUMENT,
+                   "epx_mem_free of number 0");
+      context.gather(0);
+    }
+}
+
+// Where ranks share no host memory, nobody knows which rank is missing; the group ends, and the GPU is idle, all the same.
+void test_missing_rank_without_board(const RankContext& context) {
+  setenv("EPX_TEST_WITHOUT_BOARD", "1", 1);
+  Round round(context, kShortMs);
+  unsetenv("EPX_TEST_WITHOUT_BOARD");
+  void* memory = nullptr;
+  check_ok(epx_mem_alloc(round.group(), kBytes, &memory), "epx_mem_alloc");
+  context.gather(0);
+  if (context.rank != context.num_ranks - 1) {
+    void* more = nullptr;
+    check_status(epx_mem_alloc(round.group(), kBytes, &more), EPX_ERROR_TIMEOUT, "epx_mem_alloc");
+    const epx_group_report report = round.check_failure(EPX_ERROR_TIMEOUT, -1);
+    check(contains(report.message, "mem_alloc (call 3): not all ranks came"), "the report says \"{}\"", report.message);
+    check_duration(0, kShortMs / 2, "epx_group_abort and epx_mem_free after the failure", [&] {
+      check_ok(epx_group_abort(round.group()), "epx_group_abort");
+      check_ok(epx_mem_free(round.group(), memory), "epx_mem_free");
+    });
+  }
   context.gather(0);
 }
 
@@ -221,9 +285,9 @@ void test_abort_of_memory_call(const RankContext& context) {
   Round round(context, 60'000);
   context.gather(0);
   if (context.rank != context.num_ranks - 1) {
-    std::thread aborter;
+    std::jthread aborter;
     if (context.rank == 0)
-      aborter = std::thread([group = round.group()] {
+      aborter = std::jthread([group = round.group()] {
         std::this_thread::sleep_for(std::chrono::milliseconds(300));
         epx_group_abort(group);
       });
@@ -231,7 +295,6 @@ void test_abort_of_memory_call(const RankContext& context) {
       void* memory = nullptr;
       check_status(epx_mem_alloc(round.group(), kBytes, &memory), EPX_ERROR_ABORTED, "epx_mem_alloc");
     });
-    if (aborter.joinable()) aborter.join();
   }
   context.gather(0);
   round.check_failure(EPX_ERROR_ABORTED, 0);
@@ -470,7 +533,8 @@ int main(int argc, char** argv) {
   if (option(argc, argv, "--several-nodes", 0) != 0)
     return run_suite({test_failed_capture, test_destroy_beside_foreign_work});
   return run_suite({test_missing_rank, test_missing_rank_of_memory_call, test_free_before_status, test_abort_of_memory_call,
-                    test_stalled_rank, test_abort, test_kernel_that_never_begins, test_destroy_without_peers,
-                    test_destroy_beside_foreign_work, test_abort_after_destroy, test_damaged_board, test_failed_capture,
-                    test_failed_launch, test_dead_context});
+                    test_different_memory_calls, test_missing_rank_without_board, test_stalled_rank, test_abort,
+                    test_kernel_that_never_begins, test_destroy_without_peers, test_destroy_beside_foreign_work,
+                    test_abort_after_destroy, test_damaged_board, test_failed_capture, test_failed_launch,
+                    test_dead_context});
 }

@@ -36,6 +36,10 @@ void Communicator::wait(ncclResult_t result, const char* call) {
       abort();
       fail(EPX_ERROR_TIMEOUT, "{}: not all ranks came within {} ms", call, timeout_.count());
     }
+    if (has_ended_ && has_ended_()) {
+      abort();
+      fail(EPX_ERROR_ABORTED, "{}: the group has ended", call);
+    }
     std::this_thread::sleep_for(std::chrono::microseconds(50));
     check_nccl(nccl().CommGetAsyncError(comm_, &result), "ncclCommGetAsyncError");
   }

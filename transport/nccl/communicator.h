@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <utility>
 
 #include <nccl.h>
 
@@ -27,10 +28,14 @@ public:
   ncclComm_t get() const { return comm_; }
   const NcclVersion& version() const { return version_; }
 
-  // Waits until NCCL has completed what `call` began. Throws TIMEOUT, SYSTEM.
+  // Waits until NCCL has completed what `call` began. Throws TIMEOUT, SYSTEM, ABORTED.
   void wait(ncclResult_t result, const char* call);
 
-  // Ends NCCL's kernels, and unmaps the memory of the peers. It is local, and never waits for a peer.
+  // From here on wait() aborts the communicator, and throws ABORTED, once `has_ended` returns true.
+  void end_waits_when(std::function<bool()> has_ended) { has_ended_ = std::move(has_ended); }
+
+  // Ends NCCL's kernels, and unmaps the memory of the peers. It is local, and never waits for a peer. The thread calls it that
+  // would call wait().
   void abort() noexcept;
 
   // Frees the communicator once NCCL has sent what it still has for peers; get() is NULL then. That may take until the peers
@@ -41,6 +46,7 @@ private:
   const NcclVersion& version_; // the loaded library's
   std::atomic<ncclComm_t> comm_ = nullptr;
   std::chrono::milliseconds timeout_;
+  std::function<bool()> has_ended_;
 };
 
 } // namespace epx

@@ -18,7 +18,7 @@ public:
 
 private:
   void gather_bytes(const void* mine, void* all, int64_t bytes, cudaStream_t stream) override;
-  void give_up() noexcept override { communicator_->abort(); } // or the kernel would wait for ever
+  void give_up() noexcept override { communicator_->abort(); } // else NCCL's kernel would wait for ever
 
   Communicator* communicator_;
 };

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <functional>
 #include <span>
 #include <string>
 #include <utility>
@@ -36,6 +37,9 @@ public:
   WindowAccess window_access() const override { return WindowAccess::by_kernels; }
   bool keeps_lines_whole() const override { return has_nvlink_; }
   bool reaches_peers() const override { return communicator_ == nullptr || communicator_->get() != nullptr; }
+  void end_waits_when(std::function<bool()> has_ended) override {
+    if (communicator_ != nullptr) communicator_->end_waits_when(std::move(has_ended));
+  }
   Exchange* exchange() override { return &exchange_; }
 
   std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {

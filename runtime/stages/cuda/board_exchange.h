@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "runtime/stages/cuda/rank_board.h"
+#include "runtime/stages/reports.h"
 #include "transport/exchange.h"
 
 namespace epx::cuda {
@@ -32,14 +33,20 @@ public:
   BoardExchange(RankBoard& board, int rank, int num_ranks, std::chrono::milliseconds timeout)
       : board_(board), rank_(rank), num_ranks_(num_ranks), timeout_(timeout) {}
 
+  // The exchanges from here on belong to `call`.
+  void begin(CallName call) { call_ = call; }
+
 private:
-  // Throws MissingRanksError, and ABORTED once a rank has ended the group.
+  // Throws MissingRanksError, OUT_OF_SEQUENCE on all ranks when they are in different calls, and ABORTED once a rank has ended
+  // the group.
   std::vector<ExchangeRecord> gather(ExchangeRecord mine) override;
+  void require_same_call(const std::vector<RankBoard::Post>& posts) const;
 
   RankBoard& board_;
   int rank_;
   int num_ranks_;
   std::chrono::milliseconds timeout_;
+  CallName call_{EPX_OP_NONE, 0};
   uint64_t round_ = 0;
 };
 

@@ -43,9 +43,11 @@ public:
             make_device_memory<LlPacket8>(prepare_scratch_words(context.shape.num_experts, plan.max_prepare_blocks()))),
         plan_packets_(make_device_memory<LlPacket8>(plan_packet_words(context.shape))),
         reader_(context_, *record_, *board_, status_) {
-    if (!is_node_of_several() && board_->reaches_peers())
+    if (!is_node_of_several() && board_->reaches_peers()) {
       board_exchange_.emplace(*board_, context.rank, context.shape.num_ranks,
                               std::chrono::milliseconds(context.timeout_ms));
+      transport_->end_waits_when([&board = *board_] { return board.abort_record() != 0; });
+    }
     group_ = {context_,
               {},
               state_.get(),
@@ -93,15 +95,12 @@ public:
     const int64_t allocation = allocations_.require_start(data);
     const CudaDeviceScope scope(device_);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // kernels may still use it
-    if (is_healthy()) {
-      try {
-        meet_peers(EPX_OP_MEM_FREE, [&](Exchange& exchange) { require_same(allocation, exchange); });
-        advance_sequence(1);
-      } catch (const StatusError&) {
-        if (is_node_of_several()) throw;
-        allocations_.remove(allocation); // the group has failed, so freeing is local
-        throw;
-      }
+    try {
+      if (status_.is_healthy())
+        make_host_call(EPX_OP_MEM_FREE, 1, [&](Exchange& exchange) { require_same(allocation, exchange); });
+    } catch (const StatusError&) { // the group has failed, so freeing is local
+      allocations_.remove(allocation);
+      throw;
     }
     allocations_.remove(allocation);
   }
@@ -112,7 +111,9 @@ public:
       status_.fail(abort_failure({EPX_OP_NONE, 0}, abort_record, context_.rank, 0));
     } catch (const StatusError&) { // the status board keeps it
     }
-    if (!transport_->reaches_peers()) return;
+    std::atomic_thread_fence(
+        std::memory_order_seq_cst); // with that of HostCall: it sees the record, or this thread sees it
+    if (!transport_->reaches_peers() || (is_in_host_call_ && board_->reaches_peers())) return;
     try { // kernels poll their window more often than the host's memory
       const CudaDeviceScope scope(device_);
       check_cuda(launch_abort(group_, abort_record, abort_stream_.get()), "epx_group_abort");
@@ -306,61 +307,104 @@ private:
     const CudaDeviceScope scope(device_);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // peers must not write while the sequence is advanced
     std::unique_ptr<Window> window;
-    meet_peers(EPX_OP_MEM_ALLOC, [&](Exchange& exchange) { window = open(exchange); });
-    copy_bases(allocation_bases_.get() + slot_of(allocations_.next_number()), *window);
-    advance_sequence(2);
+    make_host_call(
+        EPX_OP_MEM_ALLOC, 2, [&](Exchange& exchange) { window = open(exchange); },
+        [&] { copy_bases(allocation_bases_.get() + slot_of(allocations_.next_number()), *window); });
     return allocations_.add(std::move(window));
   }
 
-  // In a group of several nodes NodesBackend ends the group.
+  // This group is a node of a group of several, in which NodesBackend orders the calls, and ends the group.
   bool is_node_of_several() const { return context_.has_ordered_calls; }
 
-  // Makes a call that has no kernel: body(exchange) agrees with the peers by that exchange. What it throws is the same on all
-  // ranks, and the group lives on, unless a rank does not come in time.
-  template <typename Body>
-  void meet_peers(epx_operation operation, const Body& body) {
+  // While it lives, this rank is in a call that has no kernel, and epx_group_abort, in another thread, ends that by the board:
+  // the memory of peers that its kernel would access may be unmapped.
+  class HostCall {
+  public:
+    explicit HostCall(std::atomic<bool>& is_in_call) : is_in_call_(is_in_call) {
+      is_in_call_ = true;
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+    }
+    HostCall(const HostCall&) = delete;
+    HostCall& operator=(const HostCall&) = delete;
+    ~HostCall() { is_in_call_ = false; }
+
+  private:
+    std::atomic<bool>& is_in_call_;
+  };
+
+  // Makes a call that has no kernel and counts as `num_calls`, while the device is idle: body(exchange) agrees with the peers by
+  // that exchange, and then complete() does what else this rank has to do. The group lives on where all ranks have found that
+  // the call cannot be made. It ends where a rank does not come in time, where ranks make different calls, and where CUDA or the
+  // transport fails.
+  template <typename Body, typename Complete>
+  void make_host_call(epx_operation operation, uint64_t num_calls, const Body& body, const Complete& complete) {
+    const HostCall host_call(is_in_host_call_);
+    if (!is_node_of_several()) reader_.read();
+    const CallName call = next_call(operation);
     try {
+      if (board_exchange_) board_exchange_->begin(call);
       body(board_exchange_ ? *board_exchange_ : *transport_->exchange());
     } catch (const StatusError& error) {
       if (is_node_of_several()) throw;
-      reader_.read(next_call(operation)); // throws the failure, if a rank has ended the group meanwhile
-      if (error.status() == EPX_ERROR_TIMEOUT) lose_peers(operation, error);
-      throw;
+      end_host_call(call, error);
+    }
+    try {
+      complete();
+      advance_sequence(num_calls);
+    } catch (const StatusError& error) {
+      if (is_node_of_several()) throw;
+      board_->end_group({error.status(), operation, context_.rank, call.sequence}); // the peers have made the call
+      status_.fail(host_call_failure(call, error.status(), error.message()));
     }
   }
-
-  [[noreturn]] void lose_peers(epx_operation operation, const StatusError& error) {
-    const CallName call = next_call(operation);
-    const auto* const missing = dynamic_cast<const MissingRanksError*>(&error);
-    if (missing == nullptr) status_.fail(lost_exchange_failure(call, error.message()));
-    const int culprit = missing->ranks().front();
-    const AbortRecord mine{EPX_ERROR_TIMEOUT, operation, culprit, call.sequence, EPX_PHASE_ARRIVE};
-    const AbortRecord verdict = board_->end_group(mine);
-    const uint64_t launched = board_->launched(culprit);
-    const uint64_t arrived_at = launched == RankBoard::kUnknown ? 0 : launched;
-    if (verdict.culprit != culprit || verdict.status != mine.status)
-      status_.fail(abort_failure(call, verdict, context_.rank, arrived_at));
-    status_.fail(timeout_failure(call, {EPX_PHASE_ARRIVE, missing->ranks(), culprit, arrived_at}, context_.timeout_ms));
+  template <typename Body>
+  void make_host_call(epx_operation operation, uint64_t num_calls, const Body& body) {
+    make_host_call(operation, num_calls, body, [] {});
   }
 
-  // Throws OUT_OF_SEQUENCE, which ends the group, unless all ranks free the allocation with the same number.
-  void require_same(int64_t allocation, Exchange& exchange) {
+  // Throws what an exchange of the call has thrown, or the failure by which the group ends.
+  [[noreturn]] void end_host_call(CallName call, const StatusError& error) {
+    reader_.read(call); // throws the failure, if a rank has ended the group meanwhile
+    if (const auto* const missing = dynamic_cast<const MissingRanksError*>(&error)) lose_peers(call, missing->ranks());
+    const epx_status status = error.status();
+    const bool is_refused = status == EPX_ERROR_OUT_OF_MEMORY || status == EPX_ERROR_MISMATCH ||
+                            status == EPX_ERROR_UNSUPPORTED || status == EPX_ERROR_INVALID_ARGUMENT;
+    if (is_refused && transport_->reaches_peers()) throw StatusError(status, error.message());
+    status_.fail(host_call_failure(call, status, error.message()));
+  }
+
+  [[noreturn]] void lose_peers(CallName call, const std::vector<int>& missing) {
+    const AbortRecord mine{EPX_ERROR_TIMEOUT, call.operation, missing.front(), call.sequence, EPX_PHASE_ARRIVE};
+    const AbortRecord verdict = board_->end_group(mine);
+    const uint64_t launched = board_->launched(verdict.culprit);
+    const uint64_t arrived_at = launched == RankBoard::kUnknown ? 0 : launched;
+    if (verdict.culprit != mine.culprit || verdict.status != mine.status)
+      status_.fail(abort_failure(call, verdict, context_.rank, arrived_at));
+    status_.fail(timeout_failure(call, {EPX_PHASE_ARRIVE, missing, mine.culprit, arrived_at}, context_.timeout_ms));
+  }
+
+  // Throws OUT_OF_SEQUENCE on all ranks unless they free the allocation with the same number.
+  void require_same(int64_t allocation, Exchange& exchange) const {
     const auto difference = exchange.find_difference(allocation);
     if (!difference) return;
     CallDescriptor one{}, other{};
     one.operation = other.operation = EPX_OP_MEM_FREE;
     one.subject = difference->value;
     other.subject = difference->other_value;
-    const Failure failure =
-        *find_disagreement(next_call(EPX_OP_MEM_FREE), one, difference->rank, other, difference->other_rank);
-    if (is_node_of_several()) throw StatusError(failure.status, failure.message);
-    status_.fail(failure);
+    const auto failure =
+        find_disagreement(next_call(EPX_OP_MEM_FREE), one, difference->rank, other, difference->other_rank);
+    throw StatusError(failure->status, failure->message);
   }
 
-  // The name of the call that comes after those which the host has launched.
+  // The name of the call that comes after those which have been made, while the device is idle.
   CallName next_call(epx_operation operation) const {
-    const uint64_t sequence = launched_ == RankBoard::kUnknown ? 0 : launched_ + 1;
-    return {operation, reader_.name_of_call(sequence)};
+    uint64_t made = launched_;
+    if (made == RankBoard::kUnknown) { // the host does not count the replays of graphs
+      DeviceState state{};
+      made =
+          cudaMemcpy(&state, state_.get(), sizeof(state), cudaMemcpyDeviceToHost) == cudaSuccess ? state.begun.sequence : 0;
+    }
+    return {operation, reader_.name_of_call(made + 1)};
   }
 
   // Counts calls that have no kernel. The ranks have synchronized on the host, and no kernel of the group is running.
@@ -391,7 +435,8 @@ private:
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<RankBoard> board_;
   std::optional<BoardExchange> board_exchange_; // none in a node of several, and where the board does not reach the peers
-  std::atomic<bool> was_ended_ = false;         // by end(), whose caller waits for the device itself
+  std::atomic<bool> is_in_host_call_ = false;
+  std::atomic<bool> was_ended_ = false; // by end(), whose caller waits for the device itself
   std::unique_ptr<Window> window_;
   Allocations allocations_;
   LaunchPlan plan_;

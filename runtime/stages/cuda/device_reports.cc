@@ -7,14 +7,35 @@
 #include <utility>
 
 namespace epx::cuda {
+namespace {
+
+bool has_kernel(epx_operation operation) {
+  return operation != EPX_OP_MEM_ALLOC && operation != EPX_OP_MEM_FREE;
+}
+
+} // namespace
 
 void RecordReader::read(std::optional<CallName> call) {
   const std::scoped_lock lock(mutex_);
   read_events();
-  if (std::atomic_ref(record_.failed).load(std::memory_order_acquire) != 0) status_.fail(format(record_.failure));
+  if (std::atomic_ref(record_.failed).load(std::memory_order_acquire) != 0) {
+    tell_peers(record_.failure);
+    status_.fail(format(record_.failure));
+  }
   if (const uint64_t word = board_.abort_record(); word != 0) // there may be no kernel of this rank that would find it
     status_.fail(format_abort(word, call));
   status_.require_healthy();
+}
+
+// This rank comes to no call any more. Peers whose kernels have ended well may wait for it in a call that has no kernel, and
+// would take it for the cause. In a group of several nodes NodesWatch tells them, and where ranks disagree each has found it by
+// itself.
+void RecordReader::tell_peers(const FailureRecord& failure) {
+  if (context_.has_ordered_calls) return;
+  if (is_sound_abort_record(failure.abort_record))
+    board_.end_group(unpack_abort_record(failure.abort_record));
+  else if (failure.status == EPX_ERROR_TIMEOUT)
+    board_.end_group({failure.status, failure.operation, failure.culprit, failure.sequence, failure.phase});
 }
 
 void RecordReader::read_events() {
@@ -103,7 +124,7 @@ Failure RecordReader::format_abort_record(const FailureRecord& record, CallName 
   const bool had_arrived = abort_record.phase != EPX_PHASE_ARRIVE && abort_record.culprit != context_.rank &&
                            record.culprit_arrived_at >= abort_record.sequence;
   // The peer that gave up has looked at the launch counts; what the culprit had launched by then is no longer known here.
-  if (abort_record.status == EPX_ERROR_TIMEOUT && !had_arrived &&
+  if (abort_record.status == EPX_ERROR_TIMEOUT && !had_arrived && has_kernel(abort_record.operation) &&
       kernel_of(abort_record.culprit, abort_record.sequence) != CulpritKernel::none)
     failure.message += kernel_words(CulpritKernel::unknown, name_of_rank(abort_record.culprit), abort_record.operation);
   return failure;

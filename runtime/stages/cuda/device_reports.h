@@ -27,7 +27,7 @@ struct NodeNames {
 // Formats the events and the failure, each once.
 class RecordReader {
 public:
-  RecordReader(const GroupContext& context, StatusRecord& record, const RankBoard& board, StatusBoard& status)
+  RecordReader(const GroupContext& context, StatusRecord& record, RankBoard& board, StatusBoard& status)
       : context_(context), record_(record), board_(board), status_(status) {}
 
   void set_names(const NodeNames& names) { names_ = names; }
@@ -41,6 +41,7 @@ public:
 
 private:
   void read_events();
+  void tell_peers(const FailureRecord& failure);
   Event format(const EventRecord& event) const;
   Failure format(const FailureRecord& failure) const;
   Failure format_abort(uint64_t word, std::optional<CallName> call) const;
@@ -51,7 +52,7 @@ private:
 
   const GroupContext& context_;
   StatusRecord& record_;
-  const RankBoard& board_;
+  RankBoard& board_;
   StatusBoard& status_;
   NodeNames names_;
   std::mutex mutex_;

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "runtime/stages/cuda/protocol/test_hooks.h"
 #include "transport/host/host_transport.h"
 
 namespace epx::cuda {
@@ -46,6 +47,7 @@ RankBoard::RankBoard(int rank, int num_ranks, Exchange& exchange) : rank_(rank),
 }
 
 void RankBoard::open(int num_ranks, Exchange& exchange) {
+  if (is_without_board()) fail(EPX_ERROR_UNSUPPORTED, "EPX_TEST_WITHOUT_BOARD is set"); // on all ranks
   window_ = make_host_transport(rank_, num_ranks)->open_window(sizeof(Entry), exchange);
   for (int peer = 0; peer < num_ranks; ++peer)
     entries_[static_cast<size_t>(peer)] = window_->view().at<Entry>(peer, 0);
@@ -108,16 +110,16 @@ uint64_t RankBoard::launched(int rank) const {
   return entry != nullptr ? std::atomic_ref(entry->launched).load(std::memory_order_acquire) : kUnknown;
 }
 
-void RankBoard::post(const ExchangeRecord& record, uint64_t round) {
-  Post& post = own().posts[round % 2];
-  post.record = record;
-  std::atomic_ref(post.round).store(round, std::memory_order_release);
+void RankBoard::post(const Post& post, uint64_t round) {
+  Round& place = own().rounds[round % 2];
+  place.post = post;
+  std::atomic_ref(place.number).store(round, std::memory_order_release);
 }
 
-std::optional<ExchangeRecord> RankBoard::posted(int rank, uint64_t round) const {
-  Post& post = entries_[static_cast<size_t>(rank)]->posts[round % 2];
-  if (std::atomic_ref(post.round).load(std::memory_order_acquire) != round) return {};
-  return post.record;
+std::optional<RankBoard::Post> RankBoard::posted(int rank, uint64_t round) const {
+  Round& place = entries_[static_cast<size_t>(rank)]->rounds[round % 2];
+  if (std::atomic_ref(place.number).load(std::memory_order_acquire) != round) return {};
+  return place.post;
 }
 
 } // namespace epx::cuda

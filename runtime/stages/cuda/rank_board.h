@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Host memory of the node that every rank of the group can access by CPU, whatever has become of its GPU: a rank whose launch
-// fails can store nothing into its peers' windows. Kernels poll the entry of their rank while they wait.
+// fails can store nothing into its peers' windows. Kernels poll the entry of their rank while they wait. In calls that have no
+// kernel the ranks exchange records here (board_exchange.h).
 #pragma once
 
 #include <cstdint>
@@ -50,23 +51,27 @@ public:
   // Returns what `rank` has published, or kUnknown when its entry cannot be accessed.
   uint64_t launched(int rank) const;
 
-  // For BoardExchange. Publishes this rank's record of a round; rounds count from 1, and no rank may be two ahead of another.
-  void post(const ExchangeRecord& record, uint64_t round);
-  // Returns the record of `rank`, whose entry can be accessed, or nothing before it has posted one in this round.
-  std::optional<ExchangeRecord> posted(int rank, uint64_t round) const;
-
-private:
+  // For BoardExchange: what a rank brings to a round. Rounds count from 1, and no rank may be two ahead of another.
   struct Post {
     ExchangeRecord record;
-    uint64_t round;
+    epx_operation operation; // the call that the round belongs to
   };
-  // Each word has cache lines of its own.
+  void post(const Post& post, uint64_t round);
+  // Returns the post of `rank`, whose entry can be accessed, or nothing before it has posted in this round.
+  std::optional<Post> posted(int rank, uint64_t round) const;
+
+private:
+  struct Round {
+    Post post;
+    uint64_t number;
+  };
+  // What others poll has cache lines of its own.
   struct Entry {
     alignas(128) uint64_t abort_record; // the group has ended: the record that the ranks agree on
     // The kernels of the entry's rank must end, because the group has ended or because this rank destroys it.
     alignas(128) uint64_t abort_record_of_kernels;
     alignas(128) uint64_t launched;
-    alignas(128) Post posts[2]; // by the parity of the round, since a slow rank may still read that of the round before
+    alignas(128) Round rounds[2]; // by parity, since a slow rank may still read that of the round before
   };
 
   void open(int num_ranks, Exchange& exchange);

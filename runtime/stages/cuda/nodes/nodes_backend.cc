@@ -43,6 +43,7 @@ public:
         exchange_(all_, group.rank, group.shape.ranks_per_node) {}
 
   WindowAccess window_access() const override { return node_->window_access(); }
+  bool reaches_peers() const override { return node_->reaches_peers(); }
   Exchange* exchange() override { return &exchange_; }
   std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {
     return node_->open_window(bytes, exchange);
@@ -204,7 +205,7 @@ private:
   }
 
   // Runs `body`, which exchanges records of all ranks, as a call that counts as `num_calls` calls, as many as in a group of one
-  // node. Where the rails have broken or ended in it, so has the group.
+  // node. Where the rails have broken or ended in it, so has the group; and it ends where ranks free different memory.
   template <typename Body>
   void agree(epx_operation operation, uint64_t num_calls, const Body& body) {
     const CudaDeviceScope scope(device_);
@@ -215,7 +216,7 @@ private:
     } catch (const BrokenRailError& error) {
       watch_->end_call(operation, error);
     } catch (const StatusError& error) {
-      if (watch_->has_ended()) watch_->end_call(operation, error);
+      if (watch_->has_ended() || error.status() == EPX_ERROR_OUT_OF_SEQUENCE) watch_->end_call(operation, error);
       throw;
     }
     call.num_calls = num_calls;

@@ -357,8 +357,9 @@ void NodesWatch::end_call(epx_operation operation, const StatusError& error) {
   failure.operation = operation;
   failure.sequence = call.sequence;
   failure.message = error.message();
-  // A rank that waits in vain, or whose connection has broken, is not the cause.
-  if (broken == nullptr && error.status() != EPX_ERROR_TIMEOUT) failure.culprit = context_.rank;
+  // A rank that waits in vain, or whose connection has broken, is not the cause; nor is one that finds that ranks differ.
+  const bool is_cause = error.status() != EPX_ERROR_TIMEOUT && error.status() != EPX_ERROR_OUT_OF_SEQUENCE;
+  if (broken == nullptr && is_cause) failure.culprit = context_.rank;
   tell(failure);
   const std::optional<Verdict> verdict = control_->wait_for_verdict();
   end_work();

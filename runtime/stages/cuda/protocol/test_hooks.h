@@ -46,7 +46,12 @@ inline TestHooks read_test_hooks() {
   return hooks;
 }
 
-// The hook of the host: a rank of several nodes ends its work so much later than it learns of a verdict. Reads
+// The hooks of the host. All ranks have EPX_TEST_WITHOUT_BOARD, or none: they do as if they could not map each other's memory.
+inline bool is_without_board() {
+  return kTestHooks && std::getenv("EPX_TEST_WITHOUT_BOARD") != nullptr;
+}
+
+// A rank of several nodes ends its work so much later than it learns of a verdict. Reads
 // EPX_TEST_VERDICT_DELAY_MS.
 inline std::chrono::milliseconds test_verdict_delay() {
   if constexpr (kTestHooks)
