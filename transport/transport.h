@@ -35,7 +35,7 @@ public:
   virtual bool reaches_peers() const { return true; }
 
   // From here on a wait for peers ends, with ABORTED, once `has_ended` returns true.
-  virtual void end_waits_when(std::function<bool()> has_ended) { static_cast<void>(has_ended); }
+  virtual void end_waits_when(const std::function<bool()>& has_ended) { static_cast<void>(has_ended); }
 
   // Returns an exchange of all ranks for what they agree on after the group has been created; NULL where only the group's calls
   // can exchange records. A transport whose windows kernels access has one; it may not be used while a call of the group waits

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
-#include <utility>
 
 #include <nccl.h>
 
@@ -32,7 +31,7 @@ public:
   void wait(ncclResult_t result, const char* call);
 
   // From here on wait() aborts the communicator, and throws ABORTED, once `has_ended` returns true.
-  void end_waits_when(std::function<bool()> has_ended) { has_ended_ = std::move(has_ended); }
+  void end_waits_when(const std::function<bool()>& has_ended) { has_ended_ = has_ended; }
 
   // Ends NCCL's kernels, and unmaps the memory of the peers. It is local, and never waits for a peer. The thread calls it that
   // would call wait().

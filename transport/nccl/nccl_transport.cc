@@ -37,8 +37,8 @@ public:
   WindowAccess window_access() const override { return WindowAccess::by_kernels; }
   bool keeps_lines_whole() const override { return has_nvlink_; }
   bool reaches_peers() const override { return communicator_ == nullptr || communicator_->get() != nullptr; }
-  void end_waits_when(std::function<bool()> has_ended) override {
-    if (communicator_ != nullptr) communicator_->end_waits_when(std::move(has_ended));
+  void end_waits_when(const std::function<bool()>& has_ended) override {
+    if (communicator_ != nullptr) communicator_->end_waits_when(has_ended);
   }
   Exchange* exchange() override { return &exchange_; }
 

@@ -37,6 +37,8 @@ std::vector<ExchangeRecord> BoardExchange::gather(ExchangeRecord mine) {
   }
   std::vector<RankBoard::Post> posts;
   std::vector<ExchangeRecord> all;
+  posts.reserve(found.size());
+  all.reserve(found.size());
   for (const std::optional<RankBoard::Post>& post : found) {
     posts.push_back(*post);
     all.push_back(post->record);
