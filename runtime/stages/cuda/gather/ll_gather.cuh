@@ -10,6 +10,7 @@
 #pragma once
 
 #include "runtime/stages/cuda/gather/gather_params.h"
+#include "runtime/stages/cuda/ll_work_partition.cuh"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/rows/ll_row.cuh"
 

@@ -9,12 +9,16 @@
 // (call_session.cuh).
 #pragma once
 
+#include "runtime/stages/cuda/ll_work_partition.cuh"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/rows/ll_row.cuh"
 
 namespace epx::cuda {
 
-constexpr int kPadWarps = 4; // of each CTA, where the low-latency path has pads to clear
+// Of each CTA, where the low-latency path has pads to clear: the last warps, whose TMA row pipelines lie behind the descriptors
+// that all warps read by themselves (enter_warp).
+constexpr int kPadWarps = 4;
+static_assert((kMovementWarps - kPadWarps) * TmaRowPipeline::kStagesBytes >= kMovementWarps * sizeof(PeerDescriptors));
 
 __host__ __device__ inline bool has_unaligned_rows(const DispatchCall& call) {
   const auto bits = [](const void* place) { return reinterpret_cast<uint64_t>(place); };
