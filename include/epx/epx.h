@@ -749,8 +749,9 @@ EPX_API epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args
  * (EPX_EVENT_TOO_FEW_ROWS). M >= 0 is any number and the same on all ranks (else MISMATCH, sticky); M = max_tokens_per_rank is
  * never too few. The receive capacity R drops nothing here, but rows pass through staging of its size:
  * P * min(M, max_tokens_per_rank) * K must not exceed R, which it never does where R is the default (INVALID_ARGUMENT). On GPUs
- * the dispatch takes the low-latency path where NVLink connects all ranks and M is at most min(128, 2048 / P), or up to 256 in
- * groups of few ranks, and the high-throughput path otherwise, however few the tokens are: for few tokens, choose a small M.
+ * the dispatch takes the low-latency path where NVLink connects all ranks and min(M, max_tokens_per_rank) is at most a limit of
+ * the group, and the high-throughput path otherwise, however few the tokens are: for few tokens, choose a small M. The limit is
+ * min(512, 2048 / P), and less for long rows, a large max_top_k, or where a rank has fewer than 80 SMs for the call.
  *
  * The calls are collective, with the conventions and errors of the other operations (see there). A group of several nodes
  * refuses them (UNSUPPORTED; the message has the bytes of staging that they would take). layer.alignment is 0 or 1, as there

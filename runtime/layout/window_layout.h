@@ -92,18 +92,18 @@ inline int max_copies_of_row(const GroupShape& shape) {
   return std::max(1, std::min(shape.num_ranks - 1, shape.max_top_k));
 }
 
-// Limits of the low-latency path: tokens of one rank, bytes of rows that a rank sends at most, and tokens and routes of all
-// ranks together. On 4 H200 (rows of 7168 bfloat16, top-8 of 256 experts, 132 SMs) prepare_dispatch and combine of 512 tokens
-// took 142.8 us on this path and 154.6 on the high-throughput one, in the rank-major layout dispatch and combine 142.5 and 157.9.
-// Up to kMinLlTokens neither bytes nor routes count. More tokens must fit into the routing all-gather with max_top_k routes
-// each, so that the table of their slots keeps the handle memory within its bound (epx.h).
-constexpr int kMaxLlTokens = 512;
-constexpr int kMinLlTokens = 128;
-constexpr int64_t kMaxLlBytes = int64_t{32} << 20;
-constexpr int kMaxLlRows = 2048;
-constexpr int kMaxGatheredRoutes = 16384; // routes of the routing all-gather, all ranks together
+// Limits of the low-latency path. On 4 H200 (rows of 7168 bfloat16, top-8 of 256 experts, 132 SMs) prepare_dispatch and combine
+// of 512 tokens took 142.8 us on this path and 154.6 on the high-throughput one, in the rank-major layout dispatch and combine
+// 142.5 and 157.9. More than kMinLlTokens must fit into the routing all-gather with max_top_k routes each, so that the table of
+// their slots keeps the handle memory within its bound (epx.h).
+constexpr int kMaxLlTokens = 512;                  // of one rank
+constexpr int kMaxLlTokensOfAllRanks = 2048;       // together
+constexpr int kMinLlTokens = 128;                  // of one rank, to which the two limits below do not apply
+constexpr int64_t kMaxLlBytes = int64_t{32} << 20; // of rows that a rank sends, once for each rank that they may go to
+constexpr int kMaxGatheredRoutes = 16384;          // of the routing all-gather, all ranks together
 
-// On few SMs the path is taken up to so many chunks of rows for each SM: it takes more instructions than the high-throughput one.
+// On few SMs the path is taken up to so many chunks of one rank's longest rows for each SM, since it takes more instructions
+// than the high-throughput one. The limit is a compromise of these figures.
 // On 16 SMs (4 H200, the same rows, of 10 chunks each) prepare_dispatch and combine took 48.6 us with 32 tokens, where the
 // high-throughput path took 58.0, 81.1 and 74.4 with 64, and 288 and 142 with 256; on 32 SMs 52.7 and 63.5 with 64, and 94.1 and
 // 85.5 with 128; on 48 SMs 77.3 and 74.2 with 128; on 64 SMs 101.3 and 104.3 with 256, 182.0 and 166.6 with 512; on 84 SMs 149.3
@@ -116,7 +116,7 @@ inline int64_t max_ll_tokens(const GroupShape& shape) {
   const int64_t by_bytes = kMaxLlBytes / (row_bytes(shape.max_token_dtype, shape.hidden_dim) * max_copies_of_row(shape));
   const int64_t by_routes = kMaxGatheredRoutes / (int64_t{shape.num_ranks} * shape.max_top_k);
   const int64_t tokens = std::clamp<int64_t>(std::min(by_bytes, by_routes), kMinLlTokens, kMaxLlTokens);
-  return std::min({int64_t{shape.max_tokens_per_rank}, tokens, int64_t{kMaxLlRows / shape.num_ranks}});
+  return std::min({int64_t{shape.max_tokens_per_rank}, tokens, int64_t{kMaxLlTokensOfAllRanks / shape.num_ranks}});
 }
 
 // One rank's record has this size in an exchange of small host-side records (allocation of memory).

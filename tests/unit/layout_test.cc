@@ -217,7 +217,7 @@ TEST_CASE("LL staging: a place for each chunk, apart by parity, within its regio
     return epx::make_window_layout(epx::resolve(config, num_ranks), epx::WindowAccess::by_kernels).ll_tokens;
   };
   CHECK(ll_tokens(4) == epx::kMaxLlTokens);
-  CHECK(ll_tokens(64) == epx::kMaxLlRows / 64);
+  CHECK(ll_tokens(64) == epx::kMaxLlTokensOfAllRanks / 64);
   config.hidden_dim = 28672;
   config.max_token_dtype = EPX_BFLOAT16;
   CHECK(ll_tokens(1) == epx::kMaxLlTokens);

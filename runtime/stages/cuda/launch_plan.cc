@@ -103,16 +103,16 @@ WarpRoleCounts gather_role_counts(int blocks, int warps, const GroupShape& shape
 //
 // Senders of dispatch and dispatch_rank_major also store the rows that stay on their rank, which are the more the fewer ranks
 // there are, and a tile goes to fewer others: on 4 H200 dispatch_rank_major took 45.5 us with 16 sender blocks, 42.9 with 20, 43.6
-// with 30 and 47.0 with half of the warps of all blocks; on 2 H200 29.2 with 20, 23.4 with 60 and 24.5.
+// with 30 and 47.0 with half of the warps of all blocks; on 2 H200 29.2 with 20, 23.4 with 60 and 24.5 with half of the warps.
 //
 // A sender of gather looks up and sums rows before it stores a tile, which goes to one rank: combine took 48.5 us with 44 blocks,
 // 46.2 with 50, 46.7 with 60, and 50.5 with half of the warps of all blocks. On 84 SMs it took 60.6 with 30 and 48.7 with 42.
 // combine_rank_major of 512 tokens, whose senders sum nothing, took 105.8 with 20, 80.3 with 28, 74.0 with 36 and 73.6 with 50.
 //
 // In smaller grids receivers would miss those blocks: combine of 64 SMs took 57.2 us instead of 56.6, of 48 SMs 70.1 instead of
-// 67.5, and dispatch of 32 SMs 68.6 instead of 67.3.
+// 67.5, and dispatch of 32 SMs 68.6 instead of 67.3. So they would where a sender warp has fewer tiles than kMinTiles.
 constexpr int kLlSenderBlocks = 20, kLlSenderBlocksOfOneCopy = 60, kMinLlScatterGrid = 40, kMinTilesOfLlScatterSender = 2;
-constexpr int kLlGatherSenderBlocks = 50, kMinLlGatherGrid = 64, kMinTilesOfLlGatherSender = 4;
+constexpr int kLlGatherSenderBlocks = 50, kMinLlGatherGrid = 65, kMinTilesOfLlGatherSender = 4;
 constexpr LlSenders ll_senders(int blocks, int sender_blocks, int min_grid, int min_tiles) {
   const auto senders = static_cast<uint32_t>(std::min(sender_blocks, blocks / 2));
   return {senders, blocks >= min_grid ? senders * kMovementThreads / 32 * static_cast<uint32_t>(min_tiles)

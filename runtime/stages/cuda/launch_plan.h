@@ -19,7 +19,7 @@
 namespace epx::cuda {
 
 // How many blocks do nothing but send on the low-latency path, where at least `min_tiles` tiles are to be sent: the first ones
-// of those that move rows.
+// of those that move rows, and at most half of them. The largest min_tiles means never; tests may take them all the same.
 struct LlSenders {
   uint32_t blocks;
   uint32_t min_tiles;
@@ -71,7 +71,7 @@ struct PrepareDispatchGrid {
   PrepareDispatchBlocks blocks;
   LlSenders ll_senders;
 };
-// The same of the kernel for many tokens, in which the blocks that prepare receive rows afterwards.
+// The grid of the kernel for many tokens, in which the blocks that prepare come first, and always receive rows afterwards.
 struct HtPrepareDispatchGrid {
   Grid grid;
   WarpRoleCounts role_counts;

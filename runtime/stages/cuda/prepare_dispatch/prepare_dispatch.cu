@@ -14,8 +14,8 @@
 //   those that      send: store a chunk of a token of this rank into the      nothing
 //   move rows, the  staging of each peer that the token goes to
 //   others          receive: store a chunk of any rank's token into its       the entry barrier of the warp; then the LL
-//                   slots here; of many tiles, some warps only send, and the  packets of the token's slots and the lines of
-//                   others only receive (LlWorkPartition)                     the chunk
+//                   slots here; of many tiles, some warps send, and the       packets of the token's slots and the lines of
+//                   others receive from the beginning (LlWorkPartition)       the chunk
 //                   pad warps clear pads (kPadWarps)                          the totals of the plan
 //   the same, where receive by the path of each token's source                the whole plan; then what the path of the token's
 //   a rank has many                                                           source makes a receiver wait for
@@ -234,7 +234,6 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
     if (!publish(c)) return;
     if (!call.enter_begun(params.descriptor)) return; // the entry barrier
   } else {
-    static_assert((kMovementWarps - kPadWarps) * TmaRowPipeline::kStagesBytes >= kMovementWarps * sizeof(PeerDescriptors));
     // Each warp enters by itself, so that those that receive need not wait for those that send.
     call.sent_by_warp(kMovementWarps); // the blocks that prepare send slot records, too
     if (!call.enter_warp(params.descriptor, dynamic_shared_memory<PeerDescriptors>()[threadIdx.x / kWarp])) {

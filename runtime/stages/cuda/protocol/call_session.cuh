@@ -238,7 +238,7 @@ public:
     inject_delay(context_);
   }
   // Test hooks: return whether prepare takes the high-throughput path whatever the number of tokens is, and whether a call does
-  // there as if each warp had many tokens.
+  // as if each warp had many tokens there, or many tiles to send on the low-latency path.
   __device__ bool takes_ht_path() const {
     return alternates(40);
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // dispatch_rank_major on the low-latency (LL) path. Rows travel as LL lines, and routes as LL packets, into staging that is
 // keyed by (source, row) and may be written at any time, so that nothing is sent behind the entry barrier. All warps do the
-// same, unless there are many tiles: then some of them only send, and the others only receive (LlWorkPartition):
+// same, unless there are many tiles: then some of them send, and the others receive from the beginning (LlWorkPartition):
 //
 //   vote     each block learns by itself which ranks each token goes to, and so the rows of    barriers of the block
 //            all tokens; the last one stores how many there are for each rank on that
@@ -225,7 +225,7 @@ private:
         if (const uint32_t route = from + i * kMovementThreads; route < routes) vote_for(route, indices[i], begin_route);
     }
   }
-  // The tokens of the votes that are there are behind those of the next ones.
+  // The votes that are there are of the tokens before `first`: their sums go to rows_before before they are cleared.
   __device__ void clear_votes(uint32_t first) const {
     if (threadIdx.x >= kMaxDeviceRanks) return;
     const auto rank = static_cast<int>(threadIdx.x);

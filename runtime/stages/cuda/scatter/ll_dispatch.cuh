@@ -9,8 +9,9 @@
 //                 staging of each peer that the token goes to, and into
 //                 its slots here
 //   copy, then    receive: store a chunk of a peer's token into its       the entry barrier; then the chunk's LL lines
-//                 slots. Of many tiles, some copy warps only send,
-//                 and the others only receive (LlWorkPartition)
+//                 slots. Of many tiles, some copy warps send, and
+//                 the others receive from the beginning
+//                 (LlWorkPartition)
 //   pad           clear pads, and do nothing else; each CTA has           nothing
 //                 kPadWarps of them where the alignment is above 1, unless
 //                 pads are left untouched
