@@ -105,6 +105,22 @@ public:
     rank_.destroy();
   }
 
+  // Rank `different` frees other memory than all others.
+  void free_different_memory(int different) {
+    void* memory[2] = {};
+    for (void*& piece : memory)
+      check_ok(epx_mem_alloc(rank_.group(), 4096, &piece), "epx_mem_alloc");
+    const bool is_different = context_.rank == different;
+    const Clock::time_point begin = Clock::now();
+    const epx_status status = epx_mem_free(rank_.group(), memory[is_different ? 1 : 0]);
+    check_failed(rank_, status,
+                 {EPX_ERROR_OUT_OF_SEQUENCE, EPX_OP_MEM_FREE, {}, 6}); // each epx_mem_alloc counts as two calls
+    check(Clock::now() - begin < kSoon, "the call waited for something");
+    check_status(epx_mem_free(rank_.group(), memory[is_different ? 1 : 0]), EPX_ERROR_INVALID_ARGUMENT, "freed memory");
+    context_.gather(0);
+    rank_.destroy();
+  }
+
 private:
   RankContext context_;
   FaultRank rank_;
@@ -239,6 +255,13 @@ TEST_CASE("a rank that comes late to a call that allocates or frees memory is na
     run_nodes({}, kShortMs, [&](NodeRank& rank) { rank.lose_memory_call(late, EPX_OP_MEM_ALLOC, 2); });
   }
   run_nodes({}, kShortMs, [&](NodeRank& rank) { rank.lose_memory_call(2, EPX_OP_MEM_FREE, 4); });
+}
+
+TEST_CASE("ranks that free different memory are out of sequence on every rank of every node, and have freed it") {
+  for (const int different : {1, 2}) {
+    CAPTURE(different);
+    run_nodes({}, kLongMs, [&](NodeRank& rank) { rank.free_different_memory(different); });
+  }
 }
 
 TEST_CASE("a rank that aborts the group is named by every rank of every node, and by none as dead") {

@@ -216,7 +216,9 @@ private:
     } catch (const BrokenRailError& error) {
       watch_->end_call(operation, error);
     } catch (const StatusError& error) {
-      if (watch_->has_ended() || error.status() == EPX_ERROR_OUT_OF_SEQUENCE) watch_->end_call(operation, error);
+      const bool is_refused = error.status() == EPX_ERROR_INVALID_ARGUMENT;
+      const bool ends_group = watch_->has_ended() || error.status() == EPX_ERROR_OUT_OF_SEQUENCE;
+      if (ends_group && !is_refused) watch_->end_call(operation, error);
       throw;
     }
     call.num_calls = num_calls;
