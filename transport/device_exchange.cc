@@ -29,8 +29,7 @@ std::vector<ExchangeRecord> DeviceExchange::gather(ExchangeRecord mine) {
              "cudaMemcpyAsync");
   check_cuda(cudaStreamSynchronize(stream_.get()), "cudaStreamSynchronize");
   require_complete();
-  for (const ExchangeRecord& record : all)
-    if (record.status != EPX_SUCCESS && mine.status == EPX_SUCCESS) throw_peer_failure(record);
+  throw_peer_failure(mine, all);
   return all;
 }
 

@@ -82,8 +82,8 @@ public:
   }
 
 protected:
-  // Gathers the records of this rank's group. When a peer's record has a failure and this rank's has none, it throws that with
-  // throw_peer_failure. `refuses` is also set in a returned record when a rank refuses whose record is not returned.
+  // Gathers the records of this rank's group. When a peer's record has a failure and this rank's has none, it throws that
+  // (throw_peer_failure). `refuses` is also set in a returned record when a rank refuses whose record is not returned.
   virtual std::vector<ExchangeRecord> gather(ExchangeRecord mine) = 0;
 
   // Gathers the records of all ranks that take part in the exchange.
@@ -92,10 +92,15 @@ protected:
   // For exchanges that are made of others.
   static std::vector<ExchangeRecord> gather_by(Exchange& other, const ExchangeRecord& mine) { return other.gather(mine); }
 
-  [[noreturn]] static void throw_peer_failure(const ExchangeRecord& record) {
-    const std::string_view message(record.message,
-                                   ExchangeRecord::kMaxMessage); // a damaged record's may lack the final NUL
-    fail(record.status, "rank {}: {}", record.rank, message.substr(0, message.find('\0')));
+  // Throws the first failure among the gathered records, unless `mine`, this rank's, has one.
+  static void throw_peer_failure(const ExchangeRecord& mine, const std::vector<ExchangeRecord>& all) {
+    if (mine.status != EPX_SUCCESS) return;
+    for (const ExchangeRecord& record : all) {
+      if (record.status == EPX_SUCCESS) continue;
+      const std::string_view message(record.message,
+                                     ExchangeRecord::kMaxMessage); // a damaged record's may lack the final NUL
+      fail(record.status, "rank {}: {}", record.rank, message.substr(0, message.find('\0')));
+    }
   }
 
 private:

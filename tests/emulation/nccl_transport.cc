@@ -60,8 +60,7 @@ protected:
       }
       all.push_back(entry.record);
     }
-    for (const ExchangeRecord& record : all)
-      if (record.status != EPX_SUCCESS && mine.status == EPX_SUCCESS) throw_peer_failure(record);
+    throw_peer_failure(mine, all);
     return all;
   }
 

@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include "runtime/layout/window_layout.h"
+#include "tests/gpu/graph.h"
 #include "tests/gpu/suite.h"
 #include "tests/gpu/trap_kernel.h"
 #include "tests/support/check.h"
@@ -85,16 +86,10 @@ public:
     return epx_prepare(group_, &args);
   }
 
-  // Captures prepare in a graph that never runs.
-  void capture_prepare() {
-    const auto stream = static_cast<cudaStream_t>(device_.stream());
-    check_equal(static_cast<int>(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal)),
-                static_cast<int>(cudaSuccess), "cudaStreamBeginCapture");
-    check_ok(prepare(), "epx_prepare, while captured");
-    cudaGraph_t graph = nullptr;
-    check_equal(static_cast<int>(cudaStreamEndCapture(stream, &graph)), static_cast<int>(cudaSuccess),
-                "cudaStreamEndCapture");
-    cudaGraphDestroy(graph);
+  // Captures prepare, which returns `expected`, in a graph that never runs.
+  void capture_prepare(epx_status expected = EPX_SUCCESS) {
+    const Graph graph(static_cast<cudaStream_t>(device_.stream()),
+                      [&] { check_status(prepare(), expected, "epx_prepare, while captured"); });
   }
 
   epx_group_report report() const {
@@ -479,15 +474,8 @@ void test_failed_capture(const RankContext& context) {
   if (context.rank == failing) setenv("EPX_TEST_FAILS_TO_LAUNCH", std::to_string(EPX_OP_PREPARE).c_str(), 1);
   Round round(context, 60'000);
   unsetenv("EPX_TEST_FAILS_TO_LAUNCH");
-  const auto stream = static_cast<cudaStream_t>(context.device->stream());
   for (int i = 0; i < 2; ++i) {
-    check_equal(static_cast<int>(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal)),
-                static_cast<int>(cudaSuccess), "cudaStreamBeginCapture");
-    check_status(round.prepare(), context.rank == failing ? EPX_ERROR_SYSTEM : EPX_SUCCESS, "epx_prepare, while captured");
-    cudaGraph_t graph = nullptr;
-    check_equal(static_cast<int>(cudaStreamEndCapture(stream, &graph)), static_cast<int>(cudaSuccess),
-                "cudaStreamEndCapture");
-    cudaGraphDestroy(graph);
+    round.capture_prepare(context.rank == failing ? EPX_ERROR_SYSTEM : EPX_SUCCESS);
     context.gather(0);
     check_equal(static_cast<int>(round.report().status), static_cast<int>(EPX_SUCCESS), "report.status");
     void* memory = nullptr; // all ranks make this call, so none has heard of a failure

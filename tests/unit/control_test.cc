@@ -629,8 +629,7 @@ protected:
     test::check(bootstrap_.all_gather(bootstrap_.context, &mine, all.data(), sizeof(mine), kLong.count(), message,
                                       sizeof(message)) == EPX_SUCCESS,
                 "all-gather: {}", message);
-    for (const ExchangeRecord& record : all)
-      if (record.status != EPX_SUCCESS && mine.status == EPX_SUCCESS) throw_peer_failure(record);
+    throw_peer_failure(mine, all);
     ControlEndpoint endpoint{};
     std::memcpy(&endpoint, all.front().payload, sizeof(endpoint));
     if (round_++ == 0 && makes_strangers_) strangers_ = make_strangers(endpoint);

@@ -36,8 +36,7 @@ protected:
     if (status != EPX_SUCCESS)
       fail(status, "creating the group: {}", message[0] != '\0' ? message : "the bootstrap's all_gather failed");
     std::vector<ExchangeRecord> group;
-    for (const ExchangeRecord& record : world)
-      if (record.status != EPX_SUCCESS && mine.status == EPX_SUCCESS) throw_peer_failure(record);
+    throw_peer_failure(mine, world);
     for (const int member : members_)
       group.push_back(world[static_cast<size_t>(member)]);
     for (const ExchangeRecord& record : world)

@@ -44,8 +44,7 @@ std::vector<ExchangeRecord> BoardExchange::gather(ExchangeRecord mine) {
     all.push_back(post->record);
   }
   require_same_call(posts);
-  for (const ExchangeRecord& record : all)
-    if (record.status != EPX_SUCCESS && mine.status == EPX_SUCCESS) throw_peer_failure(record);
+  throw_peer_failure(mine, all);
   return all;
 }
 

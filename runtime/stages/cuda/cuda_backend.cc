@@ -229,13 +229,18 @@ private:
   // Ends the group: the peers have launched their kernels, or will, and would wait for this rank's kernel.
   [[noreturn]] void fail_launch(epx_operation operation, const std::string& why) {
     const uint64_t sequence = launched_ == RankBoard::kUnknown ? 0 : launched_ + 1;
-    const AbortRecord mine{EPX_ERROR_SYSTEM, operation, context_.rank, sequence};
-    const AbortRecord verdict = board_->end_group(mine);
     const CallName call{operation, reader_.name_of_call(sequence)};
     const int rank = reader_.name_of_rank(context_.rank);
-    if (verdict.culprit != mine.culprit || verdict.status != mine.status)
-      status_.fail(abort_failure(call, reader_.named(verdict), rank, 0));
+    if (const auto other = end_group({EPX_ERROR_SYSTEM, operation, context_.rank, sequence}))
+      status_.fail(abort_failure(call, reader_.named(*other), rank, 0));
     status_.fail(launch_failure(call, rank, why));
+  }
+
+  // Ends the group on all ranks. Returns the record that counts if it says something else.
+  std::optional<AbortRecord> end_group(const AbortRecord& mine) {
+    const AbortRecord verdict = board_->end_group(mine);
+    if (verdict.culprit == mine.culprit && verdict.status == mine.status) return {};
+    return verdict;
   }
 
   void count_launched(uint64_t calls) {
@@ -374,13 +379,14 @@ private:
   }
 
   [[noreturn]] void lose_peers(CallName call, const std::vector<int>& missing) {
-    const AbortRecord mine{EPX_ERROR_TIMEOUT, call.operation, missing.front(), call.sequence, EPX_PHASE_ARRIVE};
-    const AbortRecord verdict = board_->end_group(mine);
-    const uint64_t launched = board_->launched(verdict.culprit);
-    const uint64_t arrived_at = launched == RankBoard::kUnknown ? 0 : launched;
-    if (verdict.culprit != mine.culprit || verdict.status != mine.status)
-      status_.fail(abort_failure(call, verdict, context_.rank, arrived_at));
-    status_.fail(timeout_failure(call, {EPX_PHASE_ARRIVE, missing, mine.culprit, arrived_at}, context_.timeout_ms));
+    const int culprit = missing.front();
+    const auto arrived_at = [&](int rank) {
+      const uint64_t launched = board_->launched(rank);
+      return launched == RankBoard::kUnknown ? 0 : launched;
+    };
+    if (const auto other = end_group({EPX_ERROR_TIMEOUT, call.operation, culprit, call.sequence, EPX_PHASE_ARRIVE}))
+      status_.fail(abort_failure(call, *other, context_.rank, arrived_at(other->culprit)));
+    status_.fail(timeout_failure(call, {EPX_PHASE_ARRIVE, missing, culprit, arrived_at(culprit)}, context_.timeout_ms));
   }
 
   // Throws OUT_OF_SEQUENCE on all ranks unless they free the allocation with the same number.

@@ -110,7 +110,8 @@ WarpRoleCounts gather_role_counts(int blocks, int warps, const GroupShape& shape
 // combine_rank_major of 512 tokens, whose senders sum nothing, took 105.8 with 20, 80.3 with 28, 74.0 with 36 and 73.6 with 50.
 //
 // In smaller grids receivers would miss those blocks: combine of 64 SMs took 57.2 us instead of 56.6, of 48 SMs 70.1 instead of
-// 67.5, and dispatch of 32 SMs 68.6 instead of 67.3. So they would where a sender warp has fewer tiles than kMinTiles.
+// 67.5, and dispatch of 32 SMs 68.6 instead of 67.3. Nor are there such blocks where one of their warps would have fewer
+// tiles than the minimum below.
 constexpr int kLlSenderBlocks = 20, kLlSenderBlocksOfOneCopy = 60, kMinLlScatterGrid = 40, kMinTilesOfLlScatterSender = 2;
 constexpr int kLlGatherSenderBlocks = 50, kMinLlGatherGrid = 65, kMinTilesOfLlGatherSender = 4;
 constexpr LlSenders ll_senders(int blocks, int sender_blocks, int min_grid, int min_tiles) {

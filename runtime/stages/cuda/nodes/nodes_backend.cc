@@ -43,7 +43,6 @@ public:
         exchange_(all_, group.rank, group.shape.ranks_per_node) {}
 
   WindowAccess window_access() const override { return node_->window_access(); }
-  bool reaches_peers() const override { return node_->reaches_peers(); }
   Exchange* exchange() override { return &exchange_; }
   std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) override {
     return node_->open_window(bytes, exchange);

@@ -51,8 +51,7 @@ inline bool is_without_board() {
   return kTestHooks && std::getenv("EPX_TEST_WITHOUT_BOARD") != nullptr;
 }
 
-// A rank of several nodes ends its work so much later than it learns of a verdict. Reads
-// EPX_TEST_VERDICT_DELAY_MS.
+// A rank of several nodes ends its work EPX_TEST_VERDICT_DELAY_MS later than it learns of a verdict.
 inline std::chrono::milliseconds test_verdict_delay() {
   if constexpr (kTestHooks)
     if (const char* const text = std::getenv("EPX_TEST_VERDICT_DELAY_MS"))

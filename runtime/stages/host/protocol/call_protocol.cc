@@ -212,8 +212,7 @@ std::vector<ExchangeRecord> CallExchange::gather(ExchangeRecord mine) {
       protocol_.fail_as_damaged(fmt::format("the record of rank {} on the exchange board says rank {}, status {}", peer,
                                             record.rank, static_cast<int>(record.status)));
   }
-  for (const ExchangeRecord& record : records)
-    if (record.status != EPX_SUCCESS && mine.status == EPX_SUCCESS) throw_peer_failure(record);
+  throw_peer_failure(mine, records);
   return records;
 }
 
