@@ -113,6 +113,21 @@ __device__ inline WarpAssignment join_receivers(const WarpRoleCounts& role_count
   return {{-1, receivers}, role_counts.joins ? WarpRole::receive : WarpRole::none, joining_warps(role_counts)};
 }
 
+// The tiles of a role that takes batches of tokens, which a warp looks up at the same time. The last `singles` tokens or more are
+// tiles by themselves, so that all warps end at about the same time.
+struct TokenTiles {
+  int32_t more_tokens; // than one, of each batch
+  int32_t batches;
+  int32_t count;
+
+  __device__ TokenTiles(int32_t tokens, int batch_tokens, int32_t singles)
+      : more_tokens(batch_tokens - 1), batches(more_tokens > 0 ? max(tokens - singles, 0) / batch_tokens : 0),
+        count(tokens - batches * more_tokens) {}
+  __device__ int32_t first_token(int64_t tile) const {
+    return static_cast<int32_t>(tile) + min(static_cast<int32_t>(tile), batches) * more_tokens;
+  }
+};
+
 // A value for each k of a token: each lane holds that of k = `lane` in `low` and that of k = 32 + `lane` in `high`.
 template <typename T>
 struct PerRoute {
@@ -315,11 +330,12 @@ public:
     const auto route = [&](int k) {
       constexpr Route kNone{-1, -1, 0};
       if (k >= params_.call.top_k) return kNone;
-      const Route found = routes[k];
-      const bool is_kept = limits().is_route(found);
-      return Route{is_kept ? found.slot : -1, is_kept ? found.rank : -1, found.rank_ordinal};
+      return kept_or_none(routes[k]);
     };
     return {route(lane()), route(lane() + kWarp)};
+  }
+  __device__ Route route_of(int64_t token, int k) const {
+    return kept_or_none(plan().routes[route_index(token, params_.call.top_k, k)]);
   }
   // Return the rank ordinal of a route, or of a slot of this rank, in bounds.
   __device__ int rank_ordinal_of(int32_t rank_ordinal) const { return limits().rank_ordinal(rank_ordinal); }
@@ -459,6 +475,10 @@ private:
     return {shape, params_.call.top_k, params_.call.num_slots(shape)};
   }
 
+  __device__ Route kept_or_none(const Route& found) const {
+    const bool is_kept = limits().is_route(found);
+    return {is_kept ? found.slot : -1, is_kept ? found.rank : -1, found.rank_ordinal};
+  }
   // Returns a token's first slot on this rank, live or not; -1: none.
   __device__ int32_t first_slot_of(int rank, int64_t token) const {
     const int32_t slot =

@@ -159,36 +159,25 @@ public:
   // The tokens of this rank come first: they need no peer. Those of peers that have sent LL lines are left to
   // receive_ll_peers().
   __device__ void receive(const WarpAssignment& warp) const {
-    const Tiles tiles(static_cast<int32_t>(operation_.call.num_tokens + movement_.num_peer_tokens()), max_batch_tokens(),
-                      warp, call_.takes_ht_path());
+    const TokenTiles tiles = tiles_to_receive(warp);
 #pragma unroll 1
     for (int64_t tile = movement_.first_tile(warp, tiles.count); tile < tiles.count;
          tile = movement_.next_tile(warp, tiles.count))
-      if (!receive_tile(tiles.first_token(static_cast<int32_t>(tile)), tiles.first_token(static_cast<int32_t>(tile) + 1)))
-        break;
+      if (!receive_tile(tiles.first_token(tile), tiles.first_token(tile + 1))) break;
     pipeline_.finish();
   }
 
 private:
   // A receiver's tile is a batch of tokens where each warp has more than kManyTokens of them, since a look-up is a chain of
-  // dependent loads with no row in flight. The last tiles are of one token each, so that all warps end at about the same time.
-  struct Tiles {
-    static constexpr int kManyTokens = 32, kSinglesPerWarp = 4;
-    int32_t more_tokens; // than one, of each batch
-    int32_t batches;
-    int32_t count;
-
-    // In tests `all` makes batches of all tokens.
-    __device__ Tiles(int32_t tokens, int max_batch_tokens, const WarpAssignment& warp, bool all)
-        : more_tokens(max_batch_tokens - 1), batches(0) {
-      const auto receivers = static_cast<int32_t>(warp.count);
-      const int32_t singles = all ? 0 : kSinglesPerWarp * (receivers + static_cast<int32_t>(warp.joining));
-      if (more_tokens > 0 && (all || tokens > kManyTokens * receivers))
-        batches = max(tokens - singles, 0) / (more_tokens + 1);
-      count = tokens - batches * more_tokens;
-    }
-    __device__ int32_t first_token(int32_t tile) const { return tile + min(tile, batches) * more_tokens; }
-  };
+  // dependent loads with no row in flight.
+  __device__ TokenTiles tiles_to_receive(const WarpAssignment& warp) const {
+    constexpr int kManyTokens = 32, kSinglesPerWarp = 4;
+    const auto tokens = static_cast<int32_t>(operation_.call.num_tokens + movement_.num_peer_tokens());
+    if (call_.takes_ht_path()) return {tokens, max_batch_tokens(), 0}; // a test hook
+    const auto receivers = static_cast<int32_t>(warp.count);
+    return {tokens, tokens > kManyTokens * receivers ? max_batch_tokens() : 1,
+            kSinglesPerWarp * (receivers + static_cast<int32_t>(warp.joining))};
+  }
   __device__ int max_batch_tokens() const {
     return operation_.call.is_rank_major() || operation_.call.top_k > kWarp ? 1
                                                                             : SlotBatch::max_tokens(operation_.call.top_k);
