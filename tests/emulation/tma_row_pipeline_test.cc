@@ -123,6 +123,50 @@ TEST_CASE("a row reader of long h-tiles reads all of several rows in turn, betwe
     }
 }
 
+TEST_CASE("a row reader of long h-tiles goes from the rows of one sum to those of the next that has any") {
+  using Element = __nv_bfloat16;
+  using Reader = LongTileReader<Element, true>;
+  constexpr int kRoom = 8;
+  const std::vector<std::vector<int>> cases{{1}, {8, 8, 8, 8}, {0, 3, 0, 5}, {2, 0, 0, 1}, {4, 1, 2, 0}, {0, 0, 0, 0}};
+  for (const int64_t h_tiles : {1, 3})
+    for (const auto& sizes : cases)
+      for (int first_sum = 0; first_sum < static_cast<int>(sizes.size()); ++first_sum) {
+        CAPTURE(h_tiles);
+        CAPTURE(sizes);
+        CAPTURE(first_sum);
+        const int64_t hidden = h_tiles * Reader::kHTile;
+        const int num_sums = static_cast<int>(sizes.size()) - first_sum;
+        std::vector<std::vector<std::byte>> rows;
+        for (int row = 0; row < kWarp; ++row)
+          rows.push_back(row_of(static_cast<size_t>(hidden) * sizeof(Element), static_cast<unsigned>(row)));
+        auto copies = rows, expected = rows;
+        for (int row = 0; row < kWarp; ++row) {
+          std::vector<std::byte>& copy = copies[static_cast<size_t>(row)];
+          copy.assign(copy.size(), std::byte{0});
+          const auto sum = static_cast<size_t>(row / kRoom);
+          if (sum >= sizes.size() || row / kRoom < first_sum || row % kRoom >= sizes[sum])
+            expected[static_cast<size_t>(row)] = copy;
+        }
+        emulation::run_grid(1, kWarp, Reader::kRingBytes + TmaRowPipeline::kBarriersBytes, [&] {
+          TmaRowPipeline pipeline(emulation::dynamic_shared_memory(), 0, 1, Reader::kRingBytes);
+          const auto* const own = reinterpret_cast<const Element*>(rows[static_cast<size_t>(lane())].data());
+          const int size = lane() < static_cast<int>(sizes.size()) ? sizes[static_cast<size_t>(lane())] : -1;
+          Reader reader(pipeline.begin_generic(), {own, size, kRoom, first_sum, num_sums}, hidden);
+          for (int sum = first_sum; sum < first_sum + num_sums; ++sum)
+            for (int h_tile = 0; h_tile < Reader::h_tiles(hidden); ++h_tile)
+              for (int row = 0; row < sizes[static_cast<size_t>(sum)]; ++row) {
+                reader.next();
+                auto* const to = reinterpret_cast<Element*>(copies[static_cast<size_t>(sum * kRoom + row)].data()) +
+                                 h_tile * Reader::kHTile;
+                for (int i = 0; i < Reader::kWarpTiles; ++i)
+                  store_vector(to + i * kWarpTile + lane() * kFragment, reader.fragment(i));
+              }
+          reader.end();
+        });
+        CHECK(copies == expected);
+      }
+}
+
 TEST_CASE("a row reader reads unaligned rows") {
   for (const size_t bytes : {size_t{2}, size_t{18}, size_t{1536}, size_t{5762}})
     for (int first = 0; first < 8; ++first)

@@ -101,18 +101,18 @@ TEST_CASE("more bytes than any internal step is likely to move at once") {
 
 TEST_CASE("rows of whole longer h-tiles, in sums of few and of many rows") {
   for (const auto precision : kPrecisions) {
-    for (const int top_k : {2, 40}) {
+    for (const int top_k : {2, 7, 40}) { // of the first two, warps look several tokens up at a time
       run_changed([&](Case& c) {
         c.group.num_experts = 48;
         c.group.max_top_k = top_k;
         c.group.num_comm_sms = 1;
-        c.group.max_tokens = top_k == 2 ? 300 : 40; // 300 tokens take no low-latency path, and warps take whole rows
+        c.group.max_tokens = top_k == 40 ? 40 : 300; // 300 tokens take no low-latency path, and warps take whole rows
         c.group.precision = precision;
         c.group.hidden_dim = 3584;
         c.layer.hidden = 3584;
         c.layer.combine_hidden = 1792;
         // Each of the two types meets both precisions, and sums of few and of many rows.
-        const bool is_half = (precision == EPX_COMBINE_WIRE) == (top_k == 2);
+        const bool is_half = (precision == EPX_COMBINE_WIRE) == (top_k != 40);
         c.layer.dtype = c.layer.combine_dtype = is_half ? EPX_FLOAT16 : EPX_BFLOAT16;
         c.layer.top_k = top_k;
         c.iterations = 1;

@@ -198,8 +198,8 @@ private:
 
 // A row reader for aligned rows of 16-bit elements that consist of long h-tiles. A load moves more elements, so that there are
 // fewer instructions per element for addresses, loops and waits. The list of up to 32 rows lies in registers: lane i has the
-// i-th.
-template <typename T>
+// i-th. With kManySums it reads the rows of one sum after the other, without draining the ring in between.
+template <typename T, bool kManySums = false>
 class LongTileReader {
 public:
   static constexpr int kWarpTiles = 7;
@@ -216,18 +216,32 @@ public:
         num_rows_(num_rows), loads_left_(h_tiles(hidden) * num_rows), next_offset_(lane() * kFragmentBytes) {
     static_assert(kTakesType && kRingBytes % 128 == 0 && kRingBytes >= TmaRowPipeline::kStagesBytes);
     __syncwarp(); // the reads come after what this warp has acquired
-#pragma unroll 1
-    for (back_ = 0; back_ < (kStages - 1) * kHTileBytes; back_ += kHTileBytes)
-      load_next();
+    fill_ring();
+  }
+
+  // The rows of `num_sums` sums from `first_sum` on: lane s has the number of rows of sum s, and lane s * room + i the i-th of
+  // them.
+  struct Sums {
+    const T* own_row;
+    int own_size;
+    int room;
+    int first_sum;
+    int num_sums;
+  };
+  // Begins to read the rows of the first sum likewise, then those of the next one, and so on.
+  __device__ LongTileReader(std::byte* shared, const Sums& sums, int64_t hidden)
+      : ring_(in_register(shared) + lane() * kFragmentBytes),
+        own_row_(reinterpret_cast<const std::byte*>(sums.own_row)), sums_{sums.own_size, sums.room, sums.first_sum - 1,
+                                                                          sums.first_sum + sums.num_sums, h_tiles(hidden)} {
+    static_assert(kManySums);
+    __syncwarp(); // as above
+    begin_next_sum();
+    fill_ring();
   }
 
   // Whether rows of `hidden` elements consist of long h-tiles.
-  __host__ __device__ static constexpr bool takes(int64_t hidden) {
-    return kTakesType && hidden % kHTile == 0;
-  }
-  __device__ static int h_tiles(int64_t hidden) {
-    return static_cast<int>(hidden) / kHTile;
-  }
+  __host__ __device__ static constexpr bool takes(int64_t hidden) { return kTakesType && hidden % kHTile == 0; }
+  __device__ static int h_tiles(int64_t hidden) { return static_cast<int>(hidden) / kHTile; }
 
   // Waits for the next h-tile. fragment() returns the lane's fragments of it until the next call.
   __device__ void next() {
@@ -250,25 +264,52 @@ private:
   static constexpr int kFragmentBytes = sizeof(Fragment<T>), kWarpTileBytes = kWarp * kFragmentBytes;
   static constexpr int kHTileBytes = kWarpTiles * kWarpTileBytes;
 
+  __device__ void fill_ring() {
+#pragma unroll 1
+    for (back_ = 0; back_ < (kStages - 1) * kHTileBytes; back_ += kHTileBytes)
+      load_next();
+  }
   // Begins the next load, into the stage that was taken last; see RowReader::load_next().
   __device__ void load_next() {
     if (loads_left_ > 0) { // the same in all lanes
       --loads_left_;
-      begin_async_copies<kWarpTiles, kWarpTileBytes>(ring_ + back_, from_lane(own_row_, next_row_) + next_offset_);
+      begin_async_copies<kWarpTiles, kWarpTileBytes>(ring_ + back_,
+                                                     from_lane(own_row_, first_lane() + next_row_) + next_offset_);
     }
     end_async_copy_group();
     if (++next_row_ != num_rows_) return;
     next_row_ = 0;
     next_offset_ += kHTileBytes;
+    if constexpr (kManySums)
+      if (loads_left_ == 0) begin_next_sum();
+  }
+  // Goes on to the next sum that has rows, if there is one.
+  __device__ void begin_next_sum() {
+    num_rows_ = 0;
+#pragma unroll 1
+    while (num_rows_ == 0 && ++sums_.next < sums_.end)
+      num_rows_ = from_lane(sums_.own_size, sums_.next);
+    loads_left_ = sums_.h_tiles * num_rows_;
+    next_offset_ = lane() * kFragmentBytes;
+  }
+  // The lane that has the first row of the sum whose rows are loaded next.
+  __device__ int first_lane() const {
+    if constexpr (kManySums)
+      return sums_.next * sums_.room;
+    else
+      return 0;
   }
 
   std::byte* ring_; // the lane's first fragment in the first stage
   const std::byte* own_row_;
-  int num_rows_;
-  int loads_left_;
+  int num_rows_ = 0; // of the sum whose rows are loaded next
+  int loads_left_ = 0;
   int next_row_ = 0;
-  int next_offset_;          // of the lane's first fragment of the h-tile that is loaded next, in its row
+  int next_offset_ = 0;      // of the lane's first fragment of the h-tile that is loaded next, in its row
   int back_ = 0, front_ = 0; // see RowReader
+  struct {
+    int own_size, room, next, end, h_tiles;
+  } sums_{}; // with kManySums
 };
 
 } // namespace epx::cuda

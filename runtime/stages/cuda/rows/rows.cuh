@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "base/device/fragment.cuh"
 #include "base/device/warp.cuh"
@@ -295,14 +296,18 @@ struct SumTerms {
   }
 };
 
-// Takes one step of a sum, acc = fma(weight, x, acc). A sum without weights passes 1, and 1 * x + acc equals x + acc.
-template <typename T>
-__device__ inline void add_word(float* acc, uint32_t word, float weight) {
+using FirstStep = std::true_type;
+using NextStep = std::false_type;
+
+// Takes one step of a sum, acc = fma(weight, x, acc), where acc is 0 in the first step. A sum without weights passes 1, and
+// 1 * x + acc equals x + acc.
+template <typename T, bool kIsFirst = false>
+__device__ inline void add_word(float* acc, uint32_t word, float weight, std::bool_constant<kIsFirst> /*step*/ = {}) {
   float x[kElementsPerWord<T>];
   unpack_word<T>(word, x);
 #pragma unroll
   for (int i = 0; i < kElementsPerWord<T>; ++i)
-    acc[i] = __fmaf_rn(weight, x[i], acc[i]);
+    acc[i] = __fmaf_rn(weight, x[i], kIsFirst ? 0.0f : acc[i]);
 }
 
 // The sum so far of a lane's fragments, at the same elements of all rows.
@@ -310,31 +315,36 @@ template <typename T, int kFragments>
 struct FragmentSums {
   float acc[kFragments][kFragment] = {};
 
-  __device__ void add(int i, const Fragment<T>& fragment, float weight) {
+  template <typename Step>
+  __device__ void add(int i, const Fragment<T>& fragment, float weight, Step step) {
 #pragma unroll
     for (int word = 0; word < kFragment / kElementsPerWord<T>; ++word)
-      add_word<T>(acc[i] + word * kElementsPerWord<T>, fragment.words[word], weight);
+      add_word<T>(acc[i] + word * kElementsPerWord<T>, fragment.words[word], weight, step);
   }
-  __device__ void add(const Fragment<T> (&fragments)[kFragments], float weight) {
+  template <typename Step>
+  __device__ void add(const Fragment<T> (&fragments)[kFragments], float weight, Step step) {
 #pragma unroll
     for (int i = 0; i < kFragments; ++i)
-      add(i, fragments[i], weight);
+      add(i, fragments[i], weight, step);
   }
   __device__ Fragment<T> rounded(int i) const {
     return pack<T>(acc[i]);
   }
 };
 
-// Returns the sum of the terms at a lane's fragments of an h-tile, before it is rounded. add_term(sums, term) takes the step of
-// a term, one term after the other. Without kHasInner, num_inner is 0.
-template <bool kHasInner, int kFragments, typename T, typename AddTerm>
+// Returns the sum of the terms, of which there is at least one, at a lane's fragments of an h-tile, before it is rounded.
+// add_term(sums, term, step) takes the step of a term, one term after the other. Without kHasInner, num_inner is 0. With
+// kHasFirstStep the first step has code of its own, which spares setting the accumulators to 0.
+template <bool kHasInner, bool kHasFirstStep, int kFragments, typename T, typename AddTerm>
 __device__ __forceinline__ auto sum_h_tile(const SumTerms<T>& terms, const AddTerm& add_term) {
+  static_assert(!(kHasInner && kHasFirstStep));
   FragmentSums<T, kFragments> sums;
+  if constexpr (kHasFirstStep) add_term(sums, 0, FirstStep());
   Fragment<T> inner[kHasInner ? kFragments : 1] = {};
   if constexpr (kHasInner) {
 #pragma unroll 1
     for (int term = 0; term < terms.num_inner; ++term)
-      add_term(sums, term);
+      add_term(sums, term, NextStep());
     if (terms.num_inner > 0) {
 #pragma unroll
       for (int i = 0; i < kFragments; ++i)
@@ -343,11 +353,11 @@ __device__ __forceinline__ auto sum_h_tile(const SumTerms<T>& terms, const AddTe
     }
   }
 #pragma unroll 1
-  for (int term = terms.num_inner;; ++term) {
+  for (int term = kHasFirstStep ? 1 : terms.num_inner;; ++term) {
     if constexpr (kHasInner)
-      if (terms.num_inner > 0 && term - terms.num_inner == terms.own_position) sums.add(inner, 1.0f);
+      if (terms.num_inner > 0 && term - terms.num_inner == terms.own_position) sums.add(inner, 1.0f, NextStep());
     if (term == terms.size()) break;
-    add_term(sums, term);
+    add_term(sums, term, NextStep());
   }
   return sums;
 }
@@ -363,10 +373,10 @@ __device__ __forceinline__ void sum_fragments(std::byte* shared, const SumTerms<
   reader.begin(terms.size());
 #pragma unroll 1
   for (int h_tile = 0; h_tile < reader.h_tiles(); ++h_tile) {
-    const auto sums = sum_h_tile<kHasInner, Reader::kWarpTiles>(terms, [&](auto& of_terms, int term) {
+    const auto sums = sum_h_tile<kHasInner, false, Reader::kWarpTiles>(terms, [&](auto& of_terms, int term, auto step) {
       typename Reader::Fragments fragments;
       reader.next(term, fragments);
-      of_terms.add(fragments, reader[term].weight);
+      of_terms.add(fragments, reader[term].weight, step);
     });
 #pragma unroll
     for (int i = 0; i < Reader::kWarpTiles; ++i) {
@@ -377,27 +387,24 @@ __device__ __forceinline__ void sum_fragments(std::byte* shared, const SumTerms<
   reader.end();
 }
 
-// This does the same for rows that LongTileReader takes.
-template <bool kHasInner, typename T>
-__device__ __forceinline__ void sum_long_h_tiles(std::byte* shared, const SumTerms<T> terms, T* to, int64_t hidden) {
-  using Reader = LongTileReader<T>;
+// This does the same for the rows that are the next ones of a LongTileReader.
+template <bool kHasInner, bool kHasFirstStep, typename Reader, typename T>
+__device__ __forceinline__ void sum_long_h_tiles(Reader& reader, const SumTerms<T>& terms, T* to, int64_t hidden) {
   constexpr int kFragments = Reader::kWarpTiles;
-  Reader reader(shared, terms.rows.own(0), terms.size(), hidden);
   T* target = to + lane() * kFragment;
 #pragma unroll 1
   for (int h_tile = Reader::h_tiles(hidden); h_tile > 0; --h_tile, target += Reader::kHTile) {
-    const auto sums = sum_h_tile<kHasInner, kFragments>(terms, [&](auto& of_terms, int term) {
+    const auto sums = sum_h_tile<kHasInner, kHasFirstStep, kFragments>(terms, [&](auto& of_terms, int term, auto step) {
       reader.next();
       const float weight = from_lane(terms.weights.own(0), term);
 #pragma unroll
       for (int i = 0; i < kFragments; ++i)
-        of_terms.add(i, reader.fragment(i), weight);
+        of_terms.add(i, reader.fragment(i), weight, step);
     });
 #pragma unroll
     for (int i = 0; i < kFragments; ++i)
       store_vector(target + i * kWarpTile, sums.rounded(i));
   }
-  reader.end();
 }
 
 template <bool kHasInner, typename T>
@@ -409,7 +416,9 @@ template <bool kHasInner, bool kTakesLongTiles, typename T>
 __device__ __forceinline__ void sum_aligned_rows(std::byte* shared, const SumTerms<T>& terms, T* to, int64_t hidden) {
   if constexpr (kTakesLongTiles)
     if (LongTileReader<T>::takes(hidden) && terms.size() <= kWarp) {
-      sum_long_h_tiles<kHasInner>(shared, terms, to, hidden);
+      LongTileReader<T> reader(shared, terms.rows.own(0), terms.size(), hidden);
+      sum_long_h_tiles<kHasInner, false>(reader, terms, to, hidden);
+      reader.end();
       return;
     }
   sum_fragments<kHasInner, true>(shared, terms, to, hidden);

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// GatherRows says where the rows, weights and ready flags of combine and dispatch_bwd lie on the high-throughput path. Rows are
+// signaled in splits: each half of H has a ready flag of its own, or all of H where rows are short.
+#pragma once
+
+#include <cmath>
+
+#include "runtime/stages/cuda/gather/gather_params.h"
+#include "runtime/stages/cuda/movement.cuh"
+#include "runtime/stages/cuda/rows/rows.cuh"
+
+namespace epx::cuda {
+
+// Elements [first, first + size) of a row, which are `count` splits from `index` on.
+struct RowSplits {
+  int index;
+  int count;
+  int64_t first;
+  int64_t size;
+};
+
+template <typename T>
+class GatherRows {
+public:
+  __device__ GatherRows(const GatherParams& params, const CallSession& call)
+      : params_(params), call_(call), layout_(params.group.context.layout) {
+    // Splits consist of long h-tiles where rows do, in all kernels: a peer may run another one.
+    constexpr int64_t kHTile = RowReader<T, true>::kHTile;
+    const int64_t hidden = params.call.hidden;
+    const int64_t unit = LongTileReader<T>::takes(hidden) ? LongTileReader<T>::kHTile : kHTile;
+    const int64_t units = (hidden + unit - 1) / unit;
+    num_splits_ = hidden <= (kMinHTilesToSplit - 1) * kHTile ? 1 : kMaxRowSplits;
+    split_size_ = (units + num_splits_ - 1) / num_splits_ * unit;
+  }
+
+  __device__ int num_splits() const { return num_splits_; }
+  // Returns `count` splits from `index` on.
+  __device__ RowSplits splits(int index, int count) const {
+    const int64_t first = index * split_size_;
+    return {index, count, first, min(params_.call.hidden - first, count * split_size_)};
+  }
+
+  __device__ const T* row_of(int64_t slot, const RowSplits& split) const {
+    return reinterpret_cast<const T*>(params_.rows) + params_.call.row_of_slot(slot) * params_.call.hidden + split.first;
+  }
+  __device__ T* out(int64_t token, const RowSplits& split) const {
+    return reinterpret_cast<T*>(params_.out) + token * params_.call.hidden + split.first;
+  }
+  __device__ T* staged_row(int home, int64_t row, const RowSplits& split) const {
+    return params_.group.window().template at<T>(home, layout_.gather_rows.offset + row * layout_.row_stride) + split.first;
+  }
+  // Precision wire: the sum of a rank, which is one of those that the token goes to.
+  __device__ T* staged_sum(int home, int64_t token, int rank_ordinal, const RowSplits& split) const {
+    return staged_row(home, partial_staging_row(shape(), token, params_.call.top_k, rank_ordinal), split);
+  }
+  __device__ float* staged_weights(int home) const {
+    return params_.group.window().template at<float>(home, layout_.gather_weights.offset);
+  }
+  // The ready flag of the first of these splits; those of the others follow.
+  __device__ Epoch* ready_flag_at(int home, int64_t token, int rank_ordinal, const RowSplits& split) const {
+    return params_.group.window().template at<Epoch>(home, layout_.gather_ready_flags.offset) +
+           partial_staging_row(shape(), token, params_.call.top_k, rank_ordinal) * kMaxRowSplits + split.index;
+  }
+
+  // Returns the weight in the sum of this rank's own row in a slot; -1: there is none.
+  __device__ float weight_of(int32_t slot) const {
+    return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
+  }
+  // Stores the weight that has come home on a route of this rank, behind its ready flag; 0 if the route is not live.
+  __device__ void collect_weight(int64_t token, int k, const Route& route, bool is_live) const {
+    const int64_t index = route_index(token, params_.call.top_k, k);
+    float weight = 0.0f;
+    if (is_live)
+      weight = route.rank == call_.rank() ? params_.carried_weights[route.slot] : staged_weights(call_.rank())[index];
+    params_.carried_out[index] = weight;
+  }
+  // Tests overwrite staging once it has been used.
+  __device__ void scribble_staging(int64_t token, const RowSplits& split) const {
+    const bool is_exact = shape().precision == EPX_COMBINE_EXACT;
+    const int top_k = params_.call.top_k;
+    const int per_token = is_exact ? top_k : min(top_k, call_.num_ranks());
+    for (int64_t row = token * per_token; row < (token + 1) * per_token; ++row)
+      scribble_row(reinterpret_cast<std::byte*>(staged_row(call_.rank(), row, split)),
+                   split.size * static_cast<int64_t>(sizeof(T)));
+    // In precision exact both splits read the staged weights.
+    if (is_exact ? split.count < num_splits_ : split.index != 0) return;
+    for (int k = lane(); k < top_k; k += kWarp)
+      staged_weights(call_.rank())[route_index(token, top_k, k)] = NAN;
+  }
+
+private:
+  // Shorter rows are not split: each split looks up its token's routes and waits for flags.
+  static constexpr int kMinHTilesToSplit = 4;
+
+  __device__ const GroupShape& shape() const { return params_.group.context.shape; }
+
+  const GatherParams& params_;
+  const CallSession& call_;
+  const WindowLayout& layout_;
+  int num_splits_;
+  int64_t split_size_; // elements
+};
+
+} // namespace epx::cuda
