@@ -8,7 +8,7 @@
   remove_fences.py emulate BUILD [--only TEXT] [--jobs N]     without a GPU: kernels run on the CPU, where lanes run one after
                    the other and bulk copies are made as late as PTX allows; memory order is strong, so no fence is noticed
   remove_fences.py run OUT [--gpus 4] [--seconds 4] [--only TEXT] [-- SUITE ARGS...]     where GPUs are; OUT may be copied there
-                   SUITE and its arguments: soak --seconds T --kinds 26, which creates three groups, unless others are given
+                   SUITE and its arguments: soak --seconds T --kinds 90, which creates four groups, unless others are given
 
 A variant is libepx as the suites use it (tests/gpu/libepx_hooked.so, tests/emulation/libepx_emulated.so) with one call of an
 ordering function removed or weakened in the source text of runtime/stages/cuda. `run` starts the soak (or SUITE, a program of
@@ -61,7 +61,7 @@ WEAKER = {
     'load_packet_acquire_sys(': ('load_packet_relaxed_sys(', 'relaxed'),
 }
 # Kernels are instantiated for each dtype; the soak needs one of them.
-DTYPES = re.compile(r'\b(gather_kernel|launch_as|CombineBwd|launch_combine_bwd_as)<(?:float|__half)\b')
+DTYPES = re.compile(r'\b((?:batch_)?gather_kernel|launch_as|CombineBwd|launch_combine_bwd_as)<(?:float|__half)\b')
 CALL = re.compile('|'.join(r'(?<![\w.])' + re.escape(verb) for verb in WEAKER))
 
 
@@ -302,7 +302,7 @@ def run(options):
             archive.extractall(out)
     sites = [Site(**site) for site in json.loads((out / 'sites.json').read_text())]
     sites = [site for site in sites if options.only in f'{site.name} {site.verb}']
-    command = options.command or ['soak', '--seconds', str(options.seconds), '--kinds', '26']
+    command = options.command or ['soak', '--seconds', str(options.seconds), '--kinds', '90']
     pairs = [range(first, first + 2) for first in range(0, options.gpus - 1, 2)]
     groups = [pairs] if options.gpus < 4 else [pairs, [range(options.gpus)]]
     for gpus in (group[0] for group in groups):

@@ -96,6 +96,7 @@ std::vector<Kind> kinds_of(const Options& options) {
   if (options.busy_tokens > 0) {
     kinds.push_back({EPX_COMBINE_WIRE, 0, true});
     kinds.push_back({EPX_COMBINE_EXACT, 0, true});
+    kinds.push_back({EPX_COMBINE_WIRE, 16, true}); // gather takes batches of tokens
   }
   std::vector<Kind> chosen;
   for (size_t i = 0; i < kinds.size(); ++i)
@@ -191,7 +192,7 @@ int main(int argc, char** argv) {
   options.seconds = std::chrono::seconds(option(argc, argv, "--seconds", 0));
   options.seed = static_cast<uint64_t>(option(argc, argv, "--seed", 1));
   options.busy_tokens = static_cast<int>(option(argc, argv, "--busy-tokens", 300));
-  options.kinds = static_cast<unsigned>(option(argc, argv, "--kinds", 63));
+  options.kinds = static_cast<unsigned>(option(argc, argv, "--kinds", 127));
   options.inputs = static_cast<int>(option(argc, argv, "--inputs", 12));
   const long max_delay_ns = option(argc, argv, "--max-delay-ns", 20'000);
   setenv("EPX_TEST_MAX_DELAY_NS", std::to_string(max_delay_ns).c_str(), 1);

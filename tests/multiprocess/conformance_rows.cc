@@ -100,25 +100,31 @@ TEST_CASE("more bytes than any internal step is likely to move at once") {
 }
 
 TEST_CASE("rows of whole longer h-tiles, in sums of few and of many rows") {
-  for (const auto precision : kPrecisions) {
-    for (const int top_k : {2, 7, 40}) { // of the first two, warps look several tokens up at a time
-      run_changed([&](Case& c) {
-        c.group.num_experts = 48;
-        c.group.max_top_k = top_k;
-        c.group.num_comm_sms = 1;
-        c.group.max_tokens = top_k == 40 ? 40 : 300; // 300 tokens take no low-latency path, and warps take whole rows
-        c.group.precision = precision;
-        c.group.hidden_dim = 3584;
-        c.layer.hidden = 3584;
-        c.layer.combine_hidden = 1792;
-        // Each of the two types meets both precisions, and sums of few and of many rows.
-        const bool is_half = (precision == EPX_COMBINE_WIRE) == (top_k != 40);
-        c.layer.dtype = c.layer.combine_dtype = is_half ? EPX_FLOAT16 : EPX_BFLOAT16;
-        c.layer.top_k = top_k;
-        c.iterations = 1;
-      });
-    }
-  }
+  struct Rows {
+    epx_combine_precision precision;
+    int top_k;
+    int num_comm_sms;
+    epx_dtype dtype;
+  };
+  // In precision wire with up to 16 routes, warps take batches of tokens: on one SM of as many as they can, on four of two, too.
+  const auto cases = {Rows{EPX_COMBINE_WIRE, 1, 4, EPX_BFLOAT16},  Rows{EPX_COMBINE_WIRE, 2, 1, EPX_FLOAT16},
+                      Rows{EPX_COMBINE_WIRE, 7, 1, EPX_BFLOAT16},  Rows{EPX_COMBINE_WIRE, 7, 4, EPX_FLOAT16},
+                      Rows{EPX_COMBINE_WIRE, 16, 4, EPX_BFLOAT16}, Rows{EPX_COMBINE_WIRE, 40, 1, EPX_BFLOAT16},
+                      Rows{EPX_COMBINE_EXACT, 2, 1, EPX_BFLOAT16}, Rows{EPX_COMBINE_EXACT, 40, 1, EPX_FLOAT16}};
+  for (const Rows& rows : cases)
+    run_changed([&](Case& c) {
+      c.group.num_experts = 48;
+      c.group.max_top_k = rows.top_k;
+      c.group.num_comm_sms = rows.num_comm_sms;
+      c.group.max_tokens = rows.top_k == 40 ? 40 : 300; // 300 tokens take no low-latency path, and warps take whole rows
+      c.group.precision = rows.precision;
+      c.group.hidden_dim = 3584;
+      c.layer.hidden = 3584;
+      c.layer.combine_hidden = 1792;
+      c.layer.dtype = c.layer.combine_dtype = rows.dtype;
+      c.layer.top_k = rows.top_k;
+      c.iterations = 1;
+    });
 }
 
 TEST_CASE("rows longer than any internal step is likely to move at once") {

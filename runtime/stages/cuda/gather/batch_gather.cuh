@@ -5,7 +5,7 @@
 //   - They are looked up at the same time. A look-up is a chain of dependent loads, and takes hundreds of instructions.
 //   - Their rows are read one after the other, without draining the ring in between.
 //   - Their sums are signaled behind one fence, which waits until all that the SM has stored is complete. On 16 SMs of 4 H200 a
-//     fence for each token made combine 675 us instead of 576 (4096 tokens of 7168 bfloat16, top-8; 549 without fences).
+//     fence for each token made combine 675 us instead of 563 (4096 tokens of 7168 bfloat16, top-8; 549 without fences).
 //
 // Where warps have few tokens, batches would leave some of them without work at the end, and delay what receivers wait for.
 #pragma once
@@ -37,18 +37,19 @@ struct TermBatch {
     terms.own_position = from_lane(own_position, token);
     return terms;
   }
-  // Begins to read the rows of `count` tokens from `first` on.
+  // Begins to read the rows of `count` tokens from `first` on, behind a barrier of the warp: all lanes' copies come after what
+  // each lane has acquired.
   __device__ LongTileReader<T, true> reader_of(TmaRowPipeline& pipeline, int first, int count, int64_t hidden) const {
     return {pipeline.begin_generic(), {row, size, room, first, count}, hidden};
   }
 };
 
-// Returns the terms of tokens of this rank: its own rows in k order, and then the peers' sums in rank order. Lane t * room + k
+// Returns the terms of tokens of this rank, where room is below 32: its own rows in k order, and then the peers' sums in rank order. Lane t * room + k
 // passes route k of token t: whether it goes to this rank or to a peer, the rank ordinal there, and the row and its weight.
 template <typename T>
 __device__ TermBatch<T> terms_of_routes(int room, bool is_own, bool is_peer, int rank_ordinal, const T* row, float weight) {
   const int k = lane() % room;
-  const unsigned lanes_of_token = (room == kWarp ? ~0u : (1u << room) - 1) << (lane() - k);
+  const unsigned lanes_of_token = ((1u << room) - 1) << (lane() - k);
   const auto count_below = [](unsigned bits, int bit) { return __popc(bits & ((1u << bit) - 1)); };
   const unsigned own = __ballot_sync(~0u, is_own ? 1 : 0) & lanes_of_token;
   unsigned peers = is_peer ? 1u << rank_ordinal : 0; // the rank ordinals of all peers that the token goes to
@@ -200,9 +201,7 @@ private:
     if (rank >= 0)
       for (int i = 0; i < whole_.count && ok; ++i)
         ok = call_.wait_ready(rows_.ready_flag_at(call_.rank(), token, rank_ordinal, whole_) + i, rank);
-    const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
-    __syncwarp(); // all lanes see what each has acquired: a vote orders no memory
-    return all;
+    return __all_sync(~0u, ok ? 1 : 0) != 0; // a vote orders no memory: see reader_of()
   }
 
   const GatherParams& params_;

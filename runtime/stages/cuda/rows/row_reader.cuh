@@ -214,7 +214,6 @@ public:
   __device__ LongTileReader(std::byte* shared, const T* own_row, int num_rows, int64_t hidden)
       : ring_(in_register(shared) + lane() * kFragmentBytes), own_row_(reinterpret_cast<const std::byte*>(own_row)),
         num_rows_(num_rows), loads_left_(h_tiles(hidden) * num_rows), next_offset_(lane() * kFragmentBytes) {
-    static_assert(kTakesType && kRingBytes % 128 == 0 && kRingBytes >= TmaRowPipeline::kStagesBytes);
     __syncwarp(); // the reads come after what this warp has acquired
     fill_ring();
   }
@@ -254,7 +253,7 @@ public:
     return load_vector<T>(ring_ + back_ + warp_tile * kWarpTileBytes);
   }
 
-  // See RowReader::end().
+  // See RowReader::end(). A lane that signals afterwards has all lanes' stores behind it.
   __device__ void end() {
     fence_shared_before_bulk_copies();
     __syncwarp();
@@ -265,6 +264,7 @@ private:
   static constexpr int kHTileBytes = kWarpTiles * kWarpTileBytes;
 
   __device__ void fill_ring() {
+    static_assert(kTakesType && kRingBytes % 128 == 0 && kRingBytes >= TmaRowPipeline::kStagesBytes);
 #pragma unroll 1
     for (back_ = 0; back_ < (kStages - 1) * kHTileBytes; back_ += kHTileBytes)
       load_next();
