@@ -276,14 +276,16 @@ __global__ void __launch_bounds__(GatherBlock<T, true>::kThreads, kMovementBlock
 template <typename T>
 bool takes_batches(const GroupShape& shape, const MovementGrid& grid, const MovementCall& call,
                    const GatherTensors& tensors) {
-  constexpr int kMaxBatchGrid = 64, kMaxBatchGridOfOneRank = 160; // blocks
-  constexpr int kTokensForBatches = 8;                            // of each sender
+  constexpr int kMaxBatchGrid = 64, kMaxBatchGridsOfRanks = 160; // blocks; of one rank, of all together
+  constexpr int kTokensForBatches = 8;                           // of each sender; of one rank alone, of each receiver
+  const bool is_alone = shape.num_ranks == 1;
+  const int64_t tokens = call.num_tokens * (is_alone ? 1 : shape.num_ranks - 1);
+  const int64_t warps =
+      int64_t{is_alone ? grid.grid.blocks : grid.role_counts.sender_blocks} * grid.role_counts.sender_warps;
   const uint64_t address_bits = reinterpret_cast<uint64_t>(tensors.rows) | reinterpret_cast<uint64_t>(tensors.out);
-  const int64_t senders = int64_t{grid.role_counts.sender_blocks} * grid.role_counts.sender_warps;
-  return grid.grid.blocks <= std::min(kMaxBatchGrid, kMaxBatchGridOfOneRank / shape.num_ranks) &&
-         call.num_tokens * std::max(shape.num_ranks - 1, 1) > kTokensForBatches * senders &&
-         shape.precision != EPX_COMBINE_EXACT && call.top_k <= BatchGather<T>::kMaxTopK &&
-         !is_unaligned(address_bits, row_bytes(call.dtype, call.hidden));
+  return grid.grid.blocks <= std::min(kMaxBatchGrid, kMaxBatchGridsOfRanks / shape.num_ranks) &&
+         tokens > kTokensForBatches * warps && shape.precision != EPX_COMBINE_EXACT &&
+         call.top_k <= BatchGather<T>::kMaxTopK && !is_unaligned(address_bits, row_bytes(call.dtype, call.hidden));
 }
 
 constexpr int64_t kMaxHidden = 1 << 30; // LongTileReader numbers the bytes of a row by an int
