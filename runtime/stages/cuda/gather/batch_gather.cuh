@@ -44,8 +44,9 @@ struct TermBatch {
   }
 };
 
-// Returns the terms of tokens of this rank, where room is below 32: its own rows in k order, and then the peers' sums in rank order. Lane t * room + k
+// Returns the terms of tokens of this rank: its own rows in k order, and then the peers' sums in rank order. Lane t * room + k
 // passes route k of token t: whether it goes to this rank or to a peer, the rank ordinal there, and the row and its weight.
+// `room` is below 32.
 template <typename T>
 __device__ TermBatch<T> terms_of_routes(int room, bool is_own, bool is_peer, int rank_ordinal, const T* row, float weight) {
   const int k = lane() % room;

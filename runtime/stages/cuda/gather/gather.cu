@@ -247,8 +247,8 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   if (movement.begin()) send_and_sum<Gather<T, kByLongTiles>, GatherBlock<T, kByLongTiles>>(params, movement);
 }
 
-// Long h-tiles have a kernel of their own because they take fewer instructions for each element, but more registers. On 16 SMs of 2
-// H200 (4096 tokens of 7168 bfloat16, top-8) combine took 483.9 us by long h-tiles in 12 warps, and 501.2 in 16.
+// Long h-tiles have a kernel of their own because they take fewer instructions for each element, but more registers. On 16 SMs
+// of 2 H200 (4096 tokens of 7168 bfloat16, top-8) combine took 483.9 us by long h-tiles in 12 warps, and 501.2 in 16.
 template <typename T, bool kByLongTiles>
 __global__ void __launch_bounds__(GatherBlock<T, kByLongTiles>::kThreads, kMovementBlocksPerSm)
     gather_kernel(const __grid_constant__ GatherParams params) {
