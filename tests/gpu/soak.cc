@@ -96,7 +96,7 @@ std::vector<Kind> kinds_of(const Options& options) {
   if (options.busy_tokens > 0) {
     kinds.push_back({EPX_COMBINE_WIRE, 0, true});
     kinds.push_back({EPX_COMBINE_EXACT, 0, true});
-    kinds.push_back({EPX_COMBINE_WIRE, 16, true}); // gather takes batches of tokens
+    kinds.push_back({EPX_COMBINE_WIRE, 4, true}); // so few SMs that gather takes batches of tokens
   }
   std::vector<Kind> chosen;
   for (size_t i = 0; i < kinds.size(); ++i)

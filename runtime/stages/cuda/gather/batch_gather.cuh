@@ -44,11 +44,11 @@ struct TermBatch {
   }
 };
 
-// Returns the terms of tokens of this rank: its own rows in k order, and then the peers' sums in rank order. Lane t * room + k
-// passes route k of token t: whether it goes to this rank or to a peer, the rank ordinal there, and the row and its weight.
-// `room` is below 32.
+// Returns the terms of tokens of this rank, as Gather::terms_of_ranks does of one token: its own rows in k order, and then the
+// peers' sums in rank order. Lane t * room + k passes route k of token t: whether it goes to this rank or to a peer, the rank
+// ordinal there, and the row and its weight. `room` is below 32.
 template <typename T>
-__device__ TermBatch<T> terms_of_routes(int room, bool is_own, bool is_peer, int rank_ordinal, const T* row, float weight) {
+__device__ TermBatch<T> batch_of_routes(int room, bool is_own, bool is_peer, int rank_ordinal, const T* row, float weight) {
   const int k = lane() % room;
   const unsigned lanes_of_token = ((1u << room) - 1) << (lane() - k);
   const auto count_below = [](unsigned bits, int bit) { return __popc(bits & ((1u << bit) - 1)); };
@@ -171,7 +171,7 @@ private:
     const T* const row =
         is_own ? rows_.row_of(route.slot, whole_) : rows_.staged_sum(call_.rank(), token, rank_ordinal, whole_);
     const TermBatch<T> batch =
-        terms_of_routes(room, is_own, is_peer, rank_ordinal, row, rows_.weight_of(is_own ? route.slot : -1));
+        batch_of_routes(room, is_own, is_peer, rank_ordinal, row, rows_.weight_of(is_own ? route.slot : -1));
 
     const bool are_ready = __all_sync(~0u, awaited < 0 ? 1 : 0) != 0;
     const int at_a_time = are_ready ? end - first : 1; // tokens whose rows are read without draining the ring
@@ -198,10 +198,7 @@ private:
   }
   // The lane waits for the token's ready flags of a rank; -1: of none. Returns false, in all lanes, when the group has failed.
   __device__ bool wait_for_peers(int64_t token, int rank_ordinal, int rank) const {
-    bool ok = true;
-    if (rank >= 0)
-      for (int i = 0; i < whole_.count && ok; ++i)
-        ok = call_.wait_ready(rows_.ready_flag_at(call_.rank(), token, rank_ordinal, whole_) + i, rank);
+    const bool ok = rank < 0 || rows_.wait_ready(token, rank_ordinal, rank, whole_);
     return __all_sync(~0u, ok ? 1 : 0) != 0; // a vote orders no memory: see reader_of()
   }
 

@@ -12,10 +12,10 @@
 //   receive  sum what the peers have sent of a token of this rank with  the entry barrier; the ready flags of each peer that
 //            the rows of this rank's own slots, which stay here         the token goes to
 //
-// Where warps have few tiles, a tile is one split of a token's rows (gather_rows.cuh): smaller tiles let receivers start earlier
-// and leave them less to do when the last splits are ready, since the rows of all senders are in flight together. Where they
-// have more, a tile is all splits of a token's rows, which spares looking up the token twice. Where they have many, a tile is a
-// batch of tokens (batch_gather.cuh).
+// Where warps have few tiles, a tile is one split of a token's rows (gather_rows.cuh): smaller tiles let receivers start
+// earlier and leave them less to do when the last splits are ready, since the rows of all senders are in flight together. Where
+// they have more, a tile is all splits of a token's rows, which spares looking up the token twice. Where they have many, a tile
+// is a batch of tokens (batch_gather.cuh).
 #include "runtime/stages/cuda/kernels.h"
 
 #include <algorithm>
@@ -131,11 +131,8 @@ private:
   __device__ bool wait_for_peers(int64_t token, const RowSplits& split, const WarpRoutes& routes, uint64_t awaited) const {
     bool ok = true;
     for (int first = 0; first < args_.top_k; first += kWarp)
-      for (int i = 0; i < split.count; ++i)
-        if (const Route route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
-          ok = call_.wait_ready(
-              rows_.ready_flag_at(call_.rank(), token, movement_.rank_ordinal_of(route.rank_ordinal), split) + i,
-              route.rank);
+      if (const Route route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
+        ok = rows_.wait_ready(token, movement_.rank_ordinal_of(route.rank_ordinal), route.rank, split);
     const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
     __syncwarp(); // all lanes see what each has acquired: a vote orders no memory
     return all;
@@ -269,10 +266,10 @@ __global__ void __launch_bounds__(GatherBlock<T, true>::kThreads, kMovementBlock
   leave(params.group);
 }
 
-// Returns whether batch_gather_kernel makes a call by long h-tiles: where SMs are few, so that they are the limit. Where the wire
-// is, batches only delay what receivers wait for, and it is with the fewer SMs the more peers there are. 4096 tokens of 7168
-// bfloat16, top-8: on 4 H200 combine took 501.6 us with batches and 572.5 without on 32 SMs, 500.8 and 480.0 on 48, and 485.8
-// and 477.8 on 84; on 2 H200 207.1 and 217.0 on 48, and 198.5 and 191.2 on 84.
+// Returns whether batch_gather_kernel makes a call by long h-tiles: where SMs are few, so that they are the limit. Where the
+// wire is the limit, batches only delay what receivers wait for; the more peers there are, the fewer SMs fill the wire. 4096
+// tokens of 7168 bfloat16, top-8: on 4 H200 combine took 501.6 us with batches and 572.5 without on 32 SMs, 500.8 and 480.0 on
+// 48, and 485.8 and 477.8 on 84; on 2 H200 207.1 and 217.0 on 48, and 198.5 and 191.2 on 84.
 template <typename T>
 bool takes_batches(const GroupShape& shape, const MovementGrid& grid, const MovementCall& call,
                    const GatherTensors& tensors) {

@@ -62,6 +62,15 @@ public:
            partial_staging_row(shape(), token, params_.call.top_k, rank_ordinal) * kMaxRowSplits + split.index;
   }
 
+  // One lane waits until `rank`, which has the rank ordinal among those that the token goes to, has signaled these splits.
+  // Returns false when the group has failed.
+  __device__ bool wait_ready(int64_t token, int rank_ordinal, int rank, const RowSplits& split) const {
+    bool ok = true;
+    for (int i = 0; i < split.count && ok; ++i)
+      ok = call_.wait_ready(ready_flag_at(call_.rank(), token, rank_ordinal, split) + i, rank);
+    return ok;
+  }
+
   // Returns the weight in the sum of this rank's own row in a slot; -1: there is none.
   __device__ float weight_of(int32_t slot) const {
     return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
