@@ -65,6 +65,9 @@ struct alignas(8) LlPacket8 {
 // Between kernels those words of a CallDescriptor that they use travel in an LL packet each.
 constexpr int kNumDescriptorWords = offsetof(CallDescriptor, weights_allocation) / sizeof(uint64_t);
 constexpr int kNumAgreedWords = offsetof(CallDescriptor, num_tokens) / sizeof(uint64_t); // these come first
+// num_tokens, plan_id and recv_rows come behind those: what the low-latency path needs.
+constexpr int kNumLlPathWords = offsetof(CallDescriptor, rows_allocation) / sizeof(uint64_t) - kNumAgreedWords;
+static_assert(kNumLlPathWords == 3);
 struct alignas(256) LlCallDescriptor {
   LlField words[kNumDescriptorWords];
 };

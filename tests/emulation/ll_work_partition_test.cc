@@ -53,6 +53,7 @@ std::string check(const Case& c) {
       }
       LlWorkPartition::Tiles own = partition.tiles_to_send(c.tiles_to_send);
       if (is_helper && own.first < own.end) return "a block before first_block sends";
+      if (own.first < own.end && !partition.block_sends()) return "a warp sends of a block that does not";
       takes_tiles = partition.takes_tiles();
       if (takes_tiles) { // the scheduler's numbers are those of the tiles from `step` on
         own.end = std::min(own.end, own.step);

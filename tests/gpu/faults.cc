@@ -30,18 +30,19 @@ constexpr int kTopK = 2;
 constexpr int kAllGatherTokens = 8;
 constexpr int kCountExchangeTokens = kMaxGatheredRoutes / kTopK; // from two ranks on too many for the routing all-gather
 constexpr int kExperts = 8;
+constexpr int kHidden = 16;
 constexpr int64_t kShortMs = 1'500; // timeout_ms of groups that are to time out
 
-// Owns a group and the device memory of one prepare.
+// Owns a group and the device memory of one call: a prepare, or a dispatch_rank_major with M = T.
 class Round {
 public:
   Round(const RankContext& context, int64_t timeout_ms, int num_tokens = kAllGatherTokens)
-      : device_(*context.device), num_tokens_(num_tokens) {
+      : device_(*context.device), num_ranks_(context.num_ranks), num_tokens_(num_tokens) {
     epx_group_config config;
     check_ok(epx_group_config_init(&config), "epx_group_config_init");
     config.num_experts = kExperts;
     config.max_tokens_per_rank = num_tokens_;
-    config.hidden_dim = 16;
+    config.hidden_dim = kHidden;
     config.max_top_k = kTopK;
     config.max_token_dtype = EPX_BFLOAT16;
     config.transport = EPX_TRANSPORT_NCCL;
@@ -52,6 +53,10 @@ public:
     topk_idx_ = device_.allocate(num_tokens_ * kTopK * sizeof(int32_t));
     counts_ = device_.allocate(kExperts * sizeof(int32_t));
     offsets_ = device_.allocate((kExperts + 1) * sizeof(int32_t));
+    const size_t row_bytes = kHidden * sizeof(uint16_t);
+    tokens_ = device_.allocate(num_tokens_ * row_bytes);
+    recv_tokens_ = device_.allocate(num_ranks_ * num_tokens_ * row_bytes);
+    recv_topk_idx_ = device_.allocate(num_ranks_ * num_tokens_ * kTopK * sizeof(int32_t));
     const std::vector<int32_t> experts(num_tokens_ * kTopK, context.rank);
     device_.write(topk_idx_, experts.data(), experts.size() * sizeof(int32_t));
     epx_group_info info = {};
@@ -63,7 +68,7 @@ public:
   Round& operator=(const Round&) = delete;
   ~Round() {
     destroy();
-    for (std::byte* memory : {handle_, topk_idx_, counts_, offsets_})
+    for (std::byte* memory : {handle_, topk_idx_, counts_, offsets_, tokens_, recv_tokens_, recv_topk_idx_})
       device_.free(memory);
   }
 
@@ -84,6 +89,26 @@ public:
     args.counts = &counts;
     args.offsets = &offsets;
     return epx_prepare(group_, &args);
+  }
+
+  epx_status dispatch_rank_major() {
+    const epx_tensor tokens = epx_tensor_2d(tokens_, EPX_BFLOAT16, num_tokens_, kHidden);
+    const epx_tensor topk_idx = epx_tensor_2d(topk_idx_, EPX_INT32, num_tokens_, kTopK);
+    const epx_tensor recv_tokens = epx_tensor_3d(recv_tokens_, EPX_BFLOAT16, num_ranks_, num_tokens_, kHidden);
+    const epx_tensor recv_topk_idx = epx_tensor_3d(recv_topk_idx_, EPX_INT32, num_ranks_, num_tokens_, kTopK);
+    const epx_tensor counts = epx_tensor_1d(counts_, EPX_INT32, num_ranks_);
+    epx_dispatch_rank_major_args args = {};
+    args.struct_size = sizeof(args);
+    args.layer = layer_;
+    args.handle_mem = handle_;
+    args.handle_mem_bytes = handle_bytes_;
+    args.stream = device_.stream();
+    args.tokens = &tokens;
+    args.topk_idx = &topk_idx;
+    args.recv_tokens = &recv_tokens;
+    args.recv_topk_idx = &recv_topk_idx;
+    args.counts = &counts;
+    return epx_dispatch_rank_major(group_, &args);
   }
 
   // Captures prepare, which returns `expected`, in a graph that never runs.
@@ -120,7 +145,7 @@ public:
 
 private:
   Device& device_;
-  int num_tokens_;
+  int num_ranks_, num_tokens_;
   epx_group group_ = nullptr;
   epx_layer layer_ = {kTopK, 1};
   size_t handle_bytes_ = 0;
@@ -129,6 +154,9 @@ private:
   std::byte* topk_idx_ = nullptr;
   std::byte* counts_ = nullptr;
   std::byte* offsets_ = nullptr;
+  std::byte* tokens_ = nullptr;
+  std::byte* recv_tokens_ = nullptr;
+  std::byte* recv_topk_idx_ = nullptr;
 };
 
 // Runs `what` and checks that it took no less than `least` and no more than `most` milliseconds.
@@ -141,21 +169,31 @@ void check_duration(int64_t least, int64_t most, const char* name, const What& w
 }
 
 // The last rank makes the second call too late: all others report it by its number, and it finds that the group has failed.
-void test_missing_rank(const RankContext& context) {
+void miss_rank(const RankContext& context, epx_status (Round::*call)()) {
   Round round(context, kShortMs);
   check_ok(round.prepare(), "epx_prepare");
   context.device->finish();
   const int absent = context.num_ranks - 1;
   if (context.rank == absent) std::this_thread::sleep_for(std::chrono::milliseconds(3 * kShortMs));
-  const epx_status called = round.prepare(); // asynchronous: it succeeds, unless the failure has been seen already
-  check(called == EPX_SUCCESS || called == EPX_ERROR_TIMEOUT, "epx_prepare returned {}", epx_status_string(called));
+  const epx_status called = (round.*call)(); // asynchronous: it succeeds, unless the failure has been seen already
+  check(called == EPX_SUCCESS || called == EPX_ERROR_TIMEOUT, "the call returned {}", epx_status_string(called));
   const epx_group_report report = round.check_failure(EPX_ERROR_TIMEOUT, absent);
   check(contains(report.message, std::to_string(absent)), "\"{}\" does not name rank {}", report.message, absent);
   check(context.rank == absent || !contains(report.message, "never began"), "\"{}\" blames a kernel that was not launched",
         report.message);
-  if (context.rank != absent && report.num_missing > 0) check_equal(report.missing[0], absent, "report.missing[0]");
+  if (context.rank != absent && report.num_missing > 0) {
+    check_equal(report.missing[0], absent, "report.missing[0]");
+    check(report.phase == EPX_PHASE_ARRIVE, "\"{}\" is of another phase than that in which ranks arrive", report.message);
+  }
   check_status(round.prepare(), EPX_ERROR_TIMEOUT, "epx_prepare on the failed group");
   context.gather(0);
+}
+void test_missing_rank(const RankContext& context) {
+  miss_rank(context, &Round::prepare);
+}
+// Warps of this kernel wait for the ranks' counts, and do not enter.
+void test_missing_rank_of_rank_major(const RankContext& context) {
+  miss_rank(context, &Round::dispatch_rank_major);
 }
 
 constexpr size_t kBytes = 4096; // of a piece of memory from epx_mem_alloc
@@ -520,9 +558,9 @@ int main(int argc, char** argv) {
   // Groups of several nodes have control_faults for the rest.
   if (option(argc, argv, "--several-nodes", 0) != 0)
     return run_suite({test_failed_capture, test_destroy_beside_foreign_work});
-  return run_suite({test_missing_rank, test_missing_rank_of_memory_call, test_free_before_status, test_abort_of_memory_call,
-                    test_different_memory_calls, test_missing_rank_without_board, test_stalled_rank, test_abort,
-                    test_kernel_that_never_begins, test_destroy_without_peers, test_destroy_beside_foreign_work,
-                    test_abort_after_destroy, test_damaged_board, test_failed_capture, test_failed_launch,
-                    test_dead_context});
+  return run_suite({test_missing_rank, test_missing_rank_of_rank_major, test_missing_rank_of_memory_call,
+                    test_free_before_status, test_abort_of_memory_call, test_different_memory_calls,
+                    test_missing_rank_without_board, test_stalled_rank, test_abort, test_kernel_that_never_begins,
+                    test_destroy_without_peers, test_destroy_beside_foreign_work, test_abort_after_destroy,
+                    test_damaged_board, test_failed_capture, test_failed_launch, test_dead_context});
 }

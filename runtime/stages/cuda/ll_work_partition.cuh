@@ -81,6 +81,10 @@ public:
   // Returns whether there are blocks before `first_block`, and they receive too.
   __host__ __device__ constexpr bool has_helpers() const { return split_ != Split::none && first_block_ > 0; }
 
+  // Returns whether warps of the block send.
+  __host__ __device__ constexpr bool block_sends() const {
+    return !is_helper() && (split_ != Split::blocks || block() < sender_blocks_);
+  }
   // The warp sends these, or, by a dynamic tile scheduler, the first of these, and then what it takes.
   __host__ __device__ constexpr Tiles tiles_to_send(uint32_t tiles) const {
     const uint32_t blocks = takes_tiles() ? sender_blocks_ : blocks_;

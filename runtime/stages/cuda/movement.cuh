@@ -298,12 +298,15 @@ public:
   // The entry barrier of the low-latency path, where each warp enters by itself; see CallSession::enter_warp. Returns false,
   // the same in all lanes, when the group has failed.
   __device__ bool enter_warp() {
-    if (!call_.enter_warp(params_.descriptor, dynamic_shared_memory<PeerDescriptors>()[threadIdx.x / kWarp])) return false;
+    using Fields = CallSession::Fields;
+    if (!call_.enter_warp(params_.descriptor, must_enter() ? Fields::all : Fields::ll_path,
+                          dynamic_shared_memory<PeerDescriptors>()[threadIdx.x / kWarp]))
+      return false;
     if (must_enter() && lane() == 0) report();
     return true;
   }
   // Returns whether this is the warp that enters even if it has no tile, because the kernel must not end before the entry
-  // barrier. It is not the warp with the first tile.
+  // barrier. It also checks that the ranks agree, and is not the warp with the first tile.
   __device__ bool must_enter() const { return blockIdx.x == 0 && threadIdx.x / kWarp == 1; }
 
   __device__ const CallSession& call() const { return call_; }

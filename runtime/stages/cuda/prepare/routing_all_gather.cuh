@@ -187,11 +187,14 @@ __device__ __forceinline__ bool routing_all_gather(const PrepareContext& c, int3
       if (source == own_rank) store_own_route(c, record);
       if (slot >= 0) store_slot_record(c, slot, record);
     }
-    if (const uint32_t other = begin + threadIdx.x; other < end) { // so that neighbouring threads' stores coalesce
+    // One thread for each token, so that neighbouring threads' stores coalesce; the last threads, which have no route where
+    // the tokens are few.
+    if (const uint32_t number = kThreads - 1 - threadIdx.x; number < end - begin) {
+      const uint32_t other = begin + number;
       const int source = rank_of_token(c, other);
       const int64_t index =
           int64_t{source} * c.shape.max_tokens_per_rank + (static_cast<int>(other) - token_offsets[source]);
-      c.plan.first_slots[index] = first_slot_of(c, static_cast<int>(threadIdx.x), own_rank);
+      c.plan.first_slots[index] = first_slot_of(c, static_cast<int>(number), own_rank);
     }
     __syncthreads();
   }

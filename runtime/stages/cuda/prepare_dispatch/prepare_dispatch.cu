@@ -234,9 +234,11 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
     if (!publish(c)) return;
     if (!call.enter_begun(params.descriptor)) return; // the entry barrier
   } else {
-    // Each warp enters by itself, so that those that receive need not wait for those that send.
+    // Each warp enters by itself, so that those that receive need not wait for those that send. The blocks that prepare check
+    // that the ranks agree.
     call.sent_by_warp(kMovementWarps); // the blocks that prepare send slot records, too
-    if (!call.enter_warp(params.descriptor, dynamic_shared_memory<PeerDescriptors>()[threadIdx.x / kWarp])) {
+    if (!call.enter_warp(params.descriptor, CallSession::Fields::ll_path,
+                         dynamic_shared_memory<PeerDescriptors>()[threadIdx.x / kWarp])) {
       if (lane() == 0) failed = 1;
       return;
     }

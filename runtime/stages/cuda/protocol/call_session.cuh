@@ -74,7 +74,7 @@ public:
   // Returns a copy for the functions of failure.cuh, waits.cuh and events.cuh that are not inlined; see CallContext.
   __device__ CallContext context() const { return context_; }
 
-  // The descriptors are valid after enter() or enter_warp().
+  // The descriptors are valid after enter(), or those fields of them that enter_warp() has read.
   __device__ const PeerDescriptors& descriptors() const { return *descriptors_; }
 
   // One block calls this before anything else: it stores the descriptor in the window of every peer. plan_id comes separately,
@@ -113,7 +113,7 @@ public:
   // The same for a block that has called begin().
   __device__ bool enter_begun(const CallDescriptor& descriptor) const {
     bool same = true;
-    const bool ok = read_descriptors(descriptor, descriptor_reader(), static_cast<int>(blockDim.x), same);
+    const bool ok = read_descriptors(descriptor, Fields::all, descriptor_reader(), static_cast<int>(blockDim.x), same);
     if (__syncthreads_and(ok && same ? 1 : 0) != 0) return !stalls();
     if (__syncthreads_and(ok ? 1 : 0) != 0 && threadIdx.x == 0) report_disagreement(context(), descriptor);
     return false;
@@ -127,17 +127,24 @@ public:
     bool same = true;
     const bool agrees = has_sequence_of_block();
     if (!agrees) report_overlap(context());
-    const bool ok = agrees && read_descriptors(descriptor, descriptor_reader(), static_cast<int>(blockDim.x), same);
+    const bool ok =
+        agrees && read_descriptors(descriptor, Fields::all, descriptor_reader(), static_cast<int>(blockDim.x), same);
     return __syncthreads_and(ok ? 1 : 0) != 0;
   }
 
-  // The entry barrier of one warp, so that it waits for no other warp; begin_ll() comes first. `descriptors` lies in shared
-  // memory and belongs to the warp. The result is the same in all lanes.
-  __device__ bool enter_warp(const CallDescriptor& descriptor, PeerDescriptors& descriptors) {
+  // The fields of the descriptors that a warp reads.
+  enum class Fields {
+    all,    // it also checks that the ranks agree
+    ll_path // num_tokens, plan_id and recv_rows: so few that each lane reads one, where there are up to ten ranks
+  };
+  // The entry barrier of one warp, so that it waits for no other warp; begin_ll() comes first. At least one warp of the grid
+  // reads all fields: hundreds of warps that poll the same words delay each other. `descriptors` lies in shared memory and
+  // belongs to the warp. The result is the same in all lanes.
+  __device__ bool enter_warp(const CallDescriptor& descriptor, Fields fields, PeerDescriptors& descriptors) {
     inject_delay(context_);
     descriptors_ = &descriptors;
     bool same = true;
-    const bool ok = read_descriptors(descriptor, lane(), kWarp, same);
+    const bool ok = read_descriptors(descriptor, fields, lane(), kWarp, same);
     __syncwarp(); // makes each lane's stores to `descriptors` visible to the others: a vote orders no memory
     if (__all_sync(~0u, ok && same ? 1 : 0) != 0) return !stalls();
     if (__all_sync(~0u, ok ? 1 : 0) != 0 && lane() == 0) report_disagreement(context(), descriptor);
@@ -309,12 +316,15 @@ private:
     return index >= 0 ? index : index + static_cast<int>(blockDim.x);
   }
   // Thread `index` of `count` threads that read the descriptors of all ranks together. Returns false when the group has failed.
-  __device__ bool read_descriptors(const CallDescriptor& descriptor, int index, int count, bool& same) const {
+  __device__ bool read_descriptors(const CallDescriptor& descriptor, Fields fields, int index, int count,
+                                   bool& same) const {
     // A rank that is late sees the abort record here. All lanes of a warp look, so that the loads of the fields need not wait.
     const bool seems_ended = index < kWarp && may_have_ended(context_);
     bool ok = true;
-    for (int i = index; i < num_ranks() * kNumDescriptorWords && ok; i += count)
-      ok = read_field(descriptor, i / kNumDescriptorWords, i % kNumDescriptorWords, same);
+    const int first_word = fields == Fields::all ? 0 : kNumAgreedWords;
+    const int words = fields == Fields::all ? kNumDescriptorWords : kNumLlPathWords;
+    for (int i = index; i < num_ranks() * words && ok; i += count)
+      ok = read_field(descriptor, i / words, first_word + i % words, same);
     return ok && (!seems_ended || index != 0 || !peers_gave_up(context()));
   }
   // One thread reads one field of a peer's descriptor. `same` becomes false when an agreed field differs from this rank's.

@@ -114,9 +114,11 @@ __device__ inline int find_culprit(const CallContext& call, int missing) {
   return culprit;
 }
 
-// Ends the group because `peer`, and perhaps other peers, have not reached `phase` in time.
+// Ends the group because `peer`, and perhaps other peers, have not reached `phase` in time. Whoever has waited for data of a
+// peer that has not even entered reports that.
 __device__ __noinline__ inline void time_out(const CallContext& call, int peer, epx_phase phase) {
   if (peers_gave_up(call)) return;
+  if (progress_signaled(call, call.rank(), peer, EPX_PHASE_ARRIVE, call.sequence) < call.sequence) phase = EPX_PHASE_ARRIVE;
   RankMask missing;
   missing.set(peer);
   for (int other = 0; other < call.num_ranks(); ++other)

@@ -3,18 +3,21 @@
 // keyed by (source, row) and may be written at any time, so that nothing is sent behind the entry barrier. All warps do the
 // same, unless there are many tiles: then some of them send, and the others receive from the beginning (LlWorkPartition):
 //
-//   vote     each block learns by itself which ranks each token goes to, and so the rows of    barriers of the block
-//            all tokens; the last one stores how many there are for each rank on that
-//            rank's exchange board
+//   vote     each block that sends, and the last one, learns by itself which ranks each token   barriers of the block
+//            goes to, and so the rows of all tokens; the last one stores how many there are
+//            for each rank on that rank's exchange board
 //   send     store a chunk of a token, or its routes and weights, into the staging of each     nothing
 //            peer that the token goes to; what stays here, into the outputs
-//   receive  store a chunk of a peer's row, or its routes and weights, into the outputs        the entry barrier; the peer's
-//                                                                                              counts; the LL lines, packets
-//   report   one warp stores the counts, the header and what was dropped                       the counts of all ranks
+//   receive  store a chunk of a peer's row, or its routes and weights, into the outputs        the peer's counts; the LL lines,
+//                                                                                              packets
+//   report   one warp stores the counts, the header and what was dropped                       the entry barrier; the counts
+//
+// A rank that has stored its counts has posted the call, so that one warp alone passes the entry barrier, where it checks that
+// the ranks agree.
 //
 // Such a call takes as long as its instructions, which are fetched into a cold instruction cache, and the loads that wait for
-// each other. So a warp begins to load its first chunk or weights before the votes, and the counts together with the epochs or
-// routes that it waits for.
+// each other. So a warp begins to load its first chunk or weights before the votes, and a thread its first indices before the
+// barrier that comes before them.
 #include "runtime/stages/cuda/rank_major/ll_dispatch_rank_major.cuh"
 
 #include <cmath>
@@ -30,7 +33,7 @@ namespace {
 constexpr uint32_t kVoteTokens = kMovementWarps * kWarp; // tokens whose votes a block has at a time
 
 struct LlRankMajorShared {
-  PeerDescriptors descriptors[kMovementWarps]; // each warp passes the entry barrier by itself
+  PeerDescriptors descriptors; // of the warp that reports
   // Bit t % 32 of votes[rank][t / 32] says whether token t goes to the rank. The lanes of a warp read those of 32 ranks.
   uint32_t votes[kMaxDeviceRanks][kVoteTokens / kWarp + 1];
   int32_t rows_before[kMaxDeviceRanks]; // by rank: rows of the tokens before
@@ -103,14 +106,14 @@ public:
 #pragma unroll 1
     for (uint32_t first = 0;;) {
       const uint32_t end = min(tokens, first + kVoteTokens);
-      vote(first, end);
+      if (partition_.block_sends() || is_last_block()) vote(first, end); // no others need them
       if (first > 0)
         __syncthreads();
       else if (!call_.begin_ll()) // its barrier is also the one behind the votes
         return false;
       if (is_last_block()) {
         count_dropped(first, end);
-        if (end == tokens && is_warp(kPublishWarp)) publish_counts();
+        if (end == tokens && is_warp(kPublishWarp)) publish_counts(end - first);
       }
 #pragma unroll 1
       while (tile.row < end) {
@@ -128,32 +131,29 @@ public:
     return true;
   }
 
-  // Each warp calls this after send(), and enters by itself.
+  // Each warp calls this after send().
   __device__ void receive() {
-    bool has_entered = is_last_block() && is_warp(kReportWarp); // this one must: no kernel ends before the entry barrier
-    if (has_entered && !report()) return;
+    bool has_counts = is_last_block() && is_warp(kReportWarp);
+    if (has_counts && !report()) return;
     uint32_t rows =
-        has_entered ? static_cast<uint32_t>(most_rows_of_peers()) : static_cast<uint32_t>(args_.slots_per_source);
+        has_counts ? static_cast<uint32_t>(most_rows_of_peers()) : static_cast<uint32_t>(args_.slots_per_source);
     const auto peers = static_cast<uint32_t>(call_.num_ranks() - 1);
     const auto tiles = partition_.to_receive_late(rows * peers * parts_of_row(), tiles_to_send() * peers);
 #pragma unroll 1
     for (uint32_t index = tiles.first; index < tiles.end; index += tiles.step) {
       const Tile tile = tile_at(index);
       if (tile.row >= rows * peers) return;
-      if (!has_entered) {
-        if (!enter()) return;
+      if (!has_counts) {
         load_counts();
+        if (!wait_for_counts()) return;
+        rows = static_cast<uint32_t>(most_rows_of_peers());
+        has_counts = true;
       }
       const auto [source, row] = peer_row(tile.row);
+      if (row >= rows_of(source)) continue;
       const ChunkRange range = places_.range_at(tile.part);
       IncomingLlChunk chunk(places_.staged_chunk(call_.rank(), source, row, range), has_chunk(tile) ? range.bytes : 0);
       IncomingRoutes routes(staged_routes(call_.rank(), source, row), has_chunk(tile) ? 0 : args_.top_k);
-      if (!has_entered) {
-        if (!wait_for_counts()) return;
-        rows = static_cast<uint32_t>(most_rows_of_peers());
-        has_entered = true;
-      }
-      if (row >= rows_of(source)) continue;
       if (!(has_chunk(tile) ? receive_chunk(source, row, range, chunk) : receive_routes(source, row, routes))) return;
     }
   }
@@ -184,11 +184,9 @@ private:
   __device__ bool has_chunk(const Tile& tile) const {
     return tile.part < places_.num_chunks();
   }
-  __device__ bool enter() {
-    return call_.enter_warp(params_.descriptor, shared_.descriptors[threadIdx.x / kWarp]);
-  }
+  // One warp passes the entry barrier, before which no kernel ends, and reports. Returns false when the group has failed.
   __device__ bool report() {
-    if (!enter()) return false;
+    if (!call_.enter_warp(params_.descriptor, CallSession::Fields::all, shared_.descriptors)) return false;
     load_counts();
     report_plan();
     if (!wait_for_counts()) return false;
@@ -198,32 +196,37 @@ private:
 
   // ---- Votes ----
 
-  // Learns which ranks the tokens [first, end) go to. All threads of the block call this; a barrier must follow.
+  // Learns which ranks the tokens [first, end) go to. All threads of the block call this; a barrier must follow. The first
+  // indices are loaded before the barrier in between.
   __device__ void vote(uint32_t first, uint32_t end) const {
     const auto top_k = static_cast<uint32_t>(args_.top_k);
     const uint32_t begin_route = first * top_k;
     const uint32_t routes = (end - first) * top_k;
-    int64_t index = -1; // the thread's first one, loaded before the barrier
-    if (threadIdx.x < routes) index = index_at(args_, begin_route + threadIdx.x);
+    IndexBatch batch = load_indices(threadIdx.x, routes, begin_route);
     clear_votes(first);
     __syncthreads();
-    if (threadIdx.x < routes) vote_for(threadIdx.x, index, begin_route);
-    if (routes > kMovementThreads) vote_for_more(routes, begin_route);
-  }
-  // The routes of each thread but its first one: so many at a time, whose loads are in flight together.
-  __device__ void vote_for_more(uint32_t routes, uint32_t begin_route) const {
-    constexpr uint32_t kTogether = 4;
 #pragma unroll 1
-    for (uint32_t from = kMovementThreads + threadIdx.x; from < routes; from += kTogether * kMovementThreads) {
-      int64_t indices[kTogether] = {};
+    for (uint32_t from = threadIdx.x; from < routes;) {
 #pragma unroll
-      for (uint32_t i = 0; i < kTogether; ++i)
+      for (uint32_t i = 0; i < IndexBatch::kSize; ++i)
         if (const uint32_t route = from + i * kMovementThreads; route < routes)
-          indices[i] = index_at(args_, begin_route + route);
-#pragma unroll
-      for (uint32_t i = 0; i < kTogether; ++i)
-        if (const uint32_t route = from + i * kMovementThreads; route < routes) vote_for(route, indices[i], begin_route);
+          vote_for(route, batch.indices[i], begin_route);
+      from += IndexBatch::kSize * kMovementThreads;
+      batch = load_indices(from, routes, begin_route);
     }
+  }
+  // Indices that a thread loads at a time, of every kMovementThreads-th route.
+  struct IndexBatch {
+    static constexpr uint32_t kSize = 4;
+    int64_t indices[kSize];
+  };
+  __device__ IndexBatch load_indices(uint32_t from, uint32_t routes, uint32_t begin_route) const {
+    IndexBatch batch{};
+#pragma unroll
+    for (uint32_t i = 0; i < IndexBatch::kSize; ++i)
+      if (const uint32_t route = from + i * kMovementThreads; route < routes)
+        batch.indices[i] = index_at(args_, begin_route + route);
+    return batch;
   }
   // The votes that are there are of the tokens before `first`: their sums go to rows_before before they are cleared.
   __device__ void clear_votes(uint32_t first) const {
@@ -233,7 +236,7 @@ private:
       shared_.rows_before[rank] = shared_.dropped[rank] = 0;
       if (rank == 0) shared_.bad = {0, 0};
     } else {
-      shared_.rows_before[rank] += votes_for(rank);
+      shared_.rows_before[rank] += votes_for(rank, kVoteTokens);
     }
     for (uint32_t& word : shared_.votes[rank])
       word = 0;
@@ -253,11 +256,12 @@ private:
     return params_.experts.rank_of(static_cast<int>(index));
   }
 
-  __device__ int32_t votes_for(int rank) const {
+  // The votes of the first `tokens` tokens.
+  __device__ int32_t votes_for(int rank, uint32_t tokens) const {
     int32_t votes = 0;
 #pragma unroll 1
-    for (const uint32_t word : shared_.votes[rank])
-      votes += __popc(word);
+    for (uint32_t word = 0; word * kWarp < tokens; ++word)
+      votes += __popc(shared_.votes[rank][word]);
     return votes;
   }
   // Returns the row of a token on a rank, below M or not; -1: it does not go there. `token` counts from the first one of the
@@ -284,7 +288,7 @@ private:
   // All threads of the last block call this.
   __device__ void count_dropped(uint32_t first, uint32_t end) const {
     const auto has_dropped = [&](int rank) {
-      return rank < call_.num_ranks() && shared_.rows_before[rank] + votes_for(rank) > args_.rows_per_source;
+      return rank < call_.num_ranks() && shared_.rows_before[rank] + votes_for(rank, end - first) > args_.rows_per_source;
     };
     if (__any_sync(~0u, has_dropped(lane()) || has_dropped(kWarp + lane()) ? 1 : 0) == 0) return; // the same in all warps
     const auto top_k = static_cast<uint32_t>(args_.top_k);
@@ -296,12 +300,11 @@ private:
     }
     __syncthreads();
   }
-  // One warp calls this when the votes of the last tokens are there.
-  __device__ void publish_counts() const {
+  // One warp calls this when the votes of the last `tokens` tokens are there.
+  __device__ void publish_counts(uint32_t tokens) const {
 #pragma unroll 1
-    for (int rank = lane(); rank < call_.num_ranks(); rank += kWarp) {
-      store_counts(rank, shared_.rows_before[rank] + votes_for(rank), shared_.dropped[rank]);
-    }
+    for (int rank = lane(); rank < call_.num_ranks(); rank += kWarp)
+      store_counts(rank, shared_.rows_before[rank] + votes_for(rank, tokens), shared_.dropped[rank]);
     if (lane() == 0) report_bad_indices(call_.context(), args_, shared_.bad);
   }
 

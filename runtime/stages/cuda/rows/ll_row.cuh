@@ -162,10 +162,12 @@ public:
   // this; those of a half pass the same peer.
   __device__ bool wait(const CallSession& call, int peer) {
     const Epoch epoch = call.epoch();
+    const unsigned half = lane() < kWarp / 2 ? 0x0000ffffu : 0xffff0000u;
 #pragma unroll 1
     while (const unsigned missing = __ballot_sync(~0u, flag_ != nullptr && seen_ != epoch ? 1 : 0)) {
       bool ok = true;
-      if (lane() == lowest_bit(missing)) ok = call.wait_for_epoch(flag_, peer); // one lane polls, not all
+      // One lane of a half polls, not all: that of the last epoch, which is stored when the others are.
+      if (lane() == highest_bit(missing & half)) ok = call.wait_for_epoch(flag_, peer);
       if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
       load_flag();
     }
