@@ -12,7 +12,7 @@
 //                                                                                              packets
 //   report   one warp stores the counts, the header and what was dropped                       the entry barrier; the counts
 //
-// A rank that has stored its counts has posted the call, so that one warp alone passes the entry barrier, where it checks that
+// A rank that has stored its counts has begun the call, so that one warp alone passes the entry barrier, where it checks that
 // the ranks agree.
 //
 // Such a call takes as long as its instructions, which are fetched into a cold instruction cache, and the loads that wait for

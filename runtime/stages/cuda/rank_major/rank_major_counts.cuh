@@ -20,7 +20,7 @@ public:
   }
 
   // A warp calls these two: the first begins to load the numbers, and the second waits for those that were not there. It
-  // returns false when the group has failed. A rank that has stored its number has posted the call.
+  // returns false when the group has failed. A rank that has stored its number has begun the call.
   __device__ void load_counts() {
     if (lane() < call_.num_ranks()) counts_.low = load_packet_relaxed_sys(board_at(call_.rank(), lane()));
     if (kWarp + lane() < call_.num_ranks()) counts_.high = load_packet_relaxed_sys(board_at(call_.rank(), kWarp + lane()));
