@@ -32,8 +32,9 @@ constexpr int kCountExchangeTokens = kMaxGatheredRoutes / kTopK; // from two ran
 constexpr int kExperts = 8;
 constexpr int kHidden = 16;
 constexpr int64_t kShortMs = 1'500; // timeout_ms of groups that are to time out
+constexpr int64_t kLongMs = 60'000; // of groups that are to fail sooner
 
-// Owns a group and the device memory of one call: a prepare, or a dispatch_rank_major with M = T.
+// Owns a group and the device memory of its calls: prepare, or dispatch_rank_major with M = T and the combine behind it.
 class Round {
 public:
   Round(const RankContext& context, int64_t timeout_ms, int num_tokens = kAllGatherTokens)
@@ -91,11 +92,12 @@ public:
     return epx_prepare(group_, &args);
   }
 
-  epx_status dispatch_rank_major() {
+  epx_status dispatch_rank_major() { return dispatch_rank_major(num_tokens_); }
+  epx_status dispatch_rank_major(int max_rows) { // M
     const epx_tensor tokens = epx_tensor_2d(tokens_, EPX_BFLOAT16, num_tokens_, kHidden);
     const epx_tensor topk_idx = epx_tensor_2d(topk_idx_, EPX_INT32, num_tokens_, kTopK);
-    const epx_tensor recv_tokens = epx_tensor_3d(recv_tokens_, EPX_BFLOAT16, num_ranks_, num_tokens_, kHidden);
-    const epx_tensor recv_topk_idx = epx_tensor_3d(recv_topk_idx_, EPX_INT32, num_ranks_, num_tokens_, kTopK);
+    const epx_tensor recv_tokens = epx_tensor_3d(recv_tokens_, EPX_BFLOAT16, num_ranks_, max_rows, kHidden);
+    const epx_tensor recv_topk_idx = epx_tensor_3d(recv_topk_idx_, EPX_INT32, num_ranks_, max_rows, kTopK);
     const epx_tensor counts = epx_tensor_1d(counts_, EPX_INT32, num_ranks_);
     epx_dispatch_rank_major_args args = {};
     args.struct_size = sizeof(args);
@@ -109,6 +111,21 @@ public:
     args.recv_topk_idx = &recv_topk_idx;
     args.counts = &counts;
     return epx_dispatch_rank_major(group_, &args);
+  }
+
+  // Of rows of `hidden` elements.
+  epx_status combine_rank_major(int hidden) {
+    const epx_tensor expert_out = epx_tensor_3d(recv_tokens_, EPX_BFLOAT16, num_ranks_, num_tokens_, hidden);
+    const epx_tensor out = epx_tensor_2d(tokens_, EPX_BFLOAT16, num_tokens_, hidden);
+    epx_combine_rank_major_args args = {};
+    args.struct_size = sizeof(args);
+    args.layer = layer_;
+    args.handle_mem = handle_;
+    args.handle_mem_bytes = handle_bytes_;
+    args.stream = device_.stream();
+    args.expert_out = &expert_out;
+    args.out = &out;
+    return epx_combine_rank_major(group_, &args);
   }
 
   // Captures prepare, which returns `expected`, in a graph that never runs.
@@ -194,6 +211,25 @@ void test_missing_rank(const RankContext& context) {
 // Warps of this kernel wait for the ranks' counts, and do not enter.
 void test_missing_rank_of_rank_major(const RankContext& context) {
   miss_rank(context, &Round::dispatch_rank_major);
+}
+
+// Of the kernels of the low-latency path, one warp of the grid checks that the ranks agree, and the others wait for data.
+void test_disagreement(const RankContext& context) {
+  const bool is_first = context.rank == 0;
+  {
+    Round round(context, kLongMs);
+    check_ok(round.dispatch_rank_major(is_first ? kAllGatherTokens : kAllGatherTokens - 1), "epx_dispatch_rank_major");
+    const epx_group_report report = round.check_failure(EPX_ERROR_MISMATCH, -1);
+    check(contains(report.message, "rank 0 passes 8"), "\"{}\" does not say that rank 0 passes 8", report.message);
+    context.gather(0);
+  }
+  Round round(context, kLongMs);
+  check_ok(round.dispatch_rank_major(), "epx_dispatch_rank_major");
+  context.device->finish();
+  check_ok(round.combine_rank_major(is_first ? kHidden : kHidden / 2), "epx_combine_rank_major");
+  const epx_group_report report = round.check_failure(EPX_ERROR_MISMATCH, -1);
+  check(contains(report.message, "rank 0 passes 16"), "\"{}\" does not say that rank 0 passes 16", report.message);
+  context.gather(0);
 }
 
 constexpr size_t kBytes = 4096; // of a piece of memory from epx_mem_alloc
@@ -558,7 +594,7 @@ int main(int argc, char** argv) {
   // Groups of several nodes have control_faults for the rest.
   if (option(argc, argv, "--several-nodes", 0) != 0)
     return run_suite({test_failed_capture, test_destroy_beside_foreign_work});
-  return run_suite({test_missing_rank, test_missing_rank_of_rank_major, test_missing_rank_of_memory_call,
+  return run_suite({test_missing_rank, test_missing_rank_of_rank_major, test_disagreement, test_missing_rank_of_memory_call,
                     test_free_before_status, test_abort_of_memory_call, test_different_memory_calls,
                     test_missing_rank_without_board, test_stalled_rank, test_abort, test_kernel_that_never_begins,
                     test_destroy_without_peers, test_destroy_beside_foreign_work, test_abort_after_destroy,
