@@ -51,14 +51,15 @@ public:
     check_ok(epx_group_create(context.bootstrap, &config, &group_), "epx_group_create");
     check_ok(epx_handle_mem_size(group_, &layer_, &handle_bytes_), "epx_handle_mem_size");
     handle_ = device_.allocate(handle_bytes_);
-    topk_idx_ = device_.allocate(num_tokens_ * kTopK * sizeof(int32_t));
+    const auto tokens = static_cast<size_t>(num_tokens_), ranks = static_cast<size_t>(num_ranks_);
+    const size_t routes = tokens * kTopK, row_bytes = kHidden * sizeof(uint16_t);
+    topk_idx_ = device_.allocate(routes * sizeof(int32_t));
     counts_ = device_.allocate(kExperts * sizeof(int32_t));
     offsets_ = device_.allocate((kExperts + 1) * sizeof(int32_t));
-    const size_t row_bytes = kHidden * sizeof(uint16_t);
-    tokens_ = device_.allocate(num_tokens_ * row_bytes);
-    recv_tokens_ = device_.allocate(num_ranks_ * num_tokens_ * row_bytes);
-    recv_topk_idx_ = device_.allocate(num_ranks_ * num_tokens_ * kTopK * sizeof(int32_t));
-    const std::vector<int32_t> experts(num_tokens_ * kTopK, context.rank);
+    tokens_ = device_.allocate(tokens * row_bytes);
+    recv_tokens_ = device_.allocate(ranks * tokens * row_bytes);
+    recv_topk_idx_ = device_.allocate(ranks * routes * sizeof(int32_t));
+    const std::vector<int32_t> experts(routes, context.rank);
     device_.write(topk_idx_, experts.data(), experts.size() * sizeof(int32_t));
     epx_group_info info = {};
     info.struct_size = sizeof(info);
@@ -80,12 +81,7 @@ public:
     const epx_tensor topk_idx = epx_tensor_2d(topk_idx_, EPX_INT32, num_tokens_, kTopK);
     const epx_tensor counts = epx_tensor_1d(counts_, EPX_INT32, num_local_experts_);
     const epx_tensor offsets = epx_tensor_1d(offsets_, EPX_INT32, num_local_experts_ + 1);
-    epx_prepare_args args = {};
-    args.struct_size = sizeof(args);
-    args.layer = layer_;
-    args.handle_mem = handle_;
-    args.handle_mem_bytes = handle_bytes_;
-    args.stream = device_.stream();
+    auto args = make_args<epx_prepare_args>();
     args.topk_idx = &topk_idx;
     args.counts = &counts;
     args.offsets = &offsets;
@@ -99,12 +95,7 @@ public:
     const epx_tensor recv_tokens = epx_tensor_3d(recv_tokens_, EPX_BFLOAT16, num_ranks_, max_rows, kHidden);
     const epx_tensor recv_topk_idx = epx_tensor_3d(recv_topk_idx_, EPX_INT32, num_ranks_, max_rows, kTopK);
     const epx_tensor counts = epx_tensor_1d(counts_, EPX_INT32, num_ranks_);
-    epx_dispatch_rank_major_args args = {};
-    args.struct_size = sizeof(args);
-    args.layer = layer_;
-    args.handle_mem = handle_;
-    args.handle_mem_bytes = handle_bytes_;
-    args.stream = device_.stream();
+    auto args = make_args<epx_dispatch_rank_major_args>();
     args.tokens = &tokens;
     args.topk_idx = &topk_idx;
     args.recv_tokens = &recv_tokens;
@@ -117,12 +108,7 @@ public:
   epx_status combine_rank_major(int hidden) {
     const epx_tensor expert_out = epx_tensor_3d(recv_tokens_, EPX_BFLOAT16, num_ranks_, num_tokens_, hidden);
     const epx_tensor out = epx_tensor_2d(tokens_, EPX_BFLOAT16, num_tokens_, hidden);
-    epx_combine_rank_major_args args = {};
-    args.struct_size = sizeof(args);
-    args.layer = layer_;
-    args.handle_mem = handle_;
-    args.handle_mem_bytes = handle_bytes_;
-    args.stream = device_.stream();
+    auto args = make_args<epx_combine_rank_major_args>();
     args.expert_out = &expert_out;
     args.out = &out;
     return epx_combine_rank_major(group_, &args);
@@ -161,6 +147,18 @@ public:
   }
 
 private:
+  // The args without tensors.
+  template <typename Args>
+  Args make_args() const {
+    Args args = {};
+    args.struct_size = sizeof(args);
+    args.layer = layer_;
+    args.handle_mem = handle_;
+    args.handle_mem_bytes = handle_bytes_;
+    args.stream = device_.stream();
+    return args;
+  }
+
   Device& device_;
   int num_ranks_, num_tokens_;
   epx_group group_ = nullptr;
