@@ -42,9 +42,10 @@ __device__ __forceinline__ void prepare(const PrepareParams& params) {
   const auto operation = static_cast<epx_operation>(params.descriptor.operation);
   // In prepare_dispatch the kernel behind this one sends the rows, and ends the call.
   const PrepareRole role{gridDim.x, operation == EPX_OP_PREPARE ? gridDim.x : 0, true, nullptr};
-  const PrepareContext c(params.group, params.call, params.experts, params.layout, CallSession(params.group, operation),
-                         role, shared, dynamic_shared_memory<int32_t>());
-  begin_prepare(c, params.descriptor);
+  const CallSession call(params.group, operation);
+  begin_prepare(call, params.descriptor, shared);
+  const PrepareContext c(params.group, params.call, params.experts, params.layout, call, role, shared,
+                         dynamic_shared_memory<int32_t>());
   if (!c.call.begin()) return;
   if (!publish(c)) return;
   if (!c.call.enter_begun(params.descriptor)) return; // the entry barrier

@@ -16,10 +16,11 @@ __device__ __forceinline__ int32_t max_tokens_of_ranks(const PrepareContext& c) 
   return tokens;
 }
 
-// The blocks that prepare call this before anything else.
-__device__ __forceinline__ void begin_prepare(const PrepareContext& c, const CallDescriptor& descriptor) {
-  if (blockIdx.x == 0) c.call.post(descriptor, c.call.sequence()); // which is the id of the new plan
-  if (threadIdx.x == 0) c.shared.dropped_routes = 0;
+// The blocks that prepare call this before anything else, even before they have a context: peers wait for the descriptor.
+__device__ __forceinline__ void begin_prepare(const CallSession& call, const CallDescriptor& descriptor,
+                                              PrepareShared& shared) {
+  if (blockIdx.x == 0) call.post(descriptor, call.sequence()); // which is the id of the new plan
+  if (threadIdx.x == 0) shared.dropped_routes = 0;
 }
 
 // Before the entry barrier, once the block has begun (CallSession::begin). Returns false, the same in all threads, when the

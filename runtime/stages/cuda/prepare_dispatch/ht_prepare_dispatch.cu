@@ -37,10 +37,10 @@ __device__ __forceinline__ unsigned num_senders(const PrepareDispatchParams& par
 // Returns false, the same in all threads of the block, when the group has failed.
 __device__ __forceinline__ bool prepare(const PrepareDispatchParams& params, const CallSession& call) {
   PrepareShared& shared = *dynamic_shared_memory<PrepareShared>();
+  begin_prepare(call, params.descriptor, shared);
   const PrepareRole role{params.blocks.prepare, num_senders(params), false, nullptr};
   const PrepareContext c(params.group, params.prepare, params.experts, params.layout, call, role, shared,
                          reinterpret_cast<int32_t*>(&shared + 1));
-  begin_prepare(c, params.descriptor);
   if (!call.begin()) return false;
   if (!publish(c)) return false;
   if (!call.enter_begun(params.descriptor)) return false; // the entry barrier

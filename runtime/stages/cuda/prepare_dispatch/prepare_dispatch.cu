@@ -214,15 +214,13 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
   PrepareShared& shared = *dynamic_shared_memory<PrepareShared>();
   CallSession call(params.group, EPX_OP_PREPARE_DISPATCH);
   const bool prepares = blockIdx.x < params.blocks.prepare;
+  if (prepares) begin_prepare(call, params.descriptor, shared);
   const bool moves_rows = blockIdx.x >= params.blocks.first_of_rows;
-  // Of many rows, the blocks that prepare receive some afterwards.
-  const bool helps = !moves_rows && LlRowsOfNewPlan<false>(params, call).has_helpers();
-  const PrepareRole role{params.blocks.prepare, gridDim.x, !moves_rows && !helps, slot_packets(params.group)};
+  const PrepareRole role{params.blocks.prepare, gridDim.x, false, slot_packets(params.group)};
   const PrepareContext c(params.group, params.prepare, params.experts, params.layout, call, role, shared,
                          reinterpret_cast<int32_t*>(&shared + 1));
   __shared__ int failed; // whether a warp that enters by itself has found that the group has failed
   if (threadIdx.x == 0) failed = 0;
-  if (prepares) begin_prepare(c, params.descriptor);
   if (!(prepares ? call.begin() : call.begin_ll())) return;
   if (moves_rows) {
     if (has_unaligned_rows(params.operation.call))
@@ -250,7 +248,8 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
     if (!all_ll || (params.operation.clears_pads() && params.call.alignment > 1)) signal_plan_part(params.group, call);
     if (part.has_totals && threadIdx.x == 0) report_events(call.context(), params, call.descriptors(), true);
   }
-  if (!moves_rows && !(helps && all_ll)) return;
+  // Of many rows, the blocks that prepare receive some afterwards.
+  if (!moves_rows && !(all_ll && LlRowsOfNewPlan<false>(params, call).has_helpers())) return;
   if (!all_ll) {
     if (!prepares) {
       // The pipelines need the shared memory in which the warps have their descriptors, so the block enters once more, as a
