@@ -204,6 +204,7 @@ __device__ __forceinline__ bool count_exchange(const PrepareContext& c) {
     const uint32_t token = begin + threadIdx.x / c.args.top_k;
     const int k = threadIdx.x % c.args.top_k;
     assign_tile(c, token < end ? expert_of_route(c, route_index(token, c.args.top_k, k)) : -1);
+    __syncthreads();
     if (token < end) {
       const SlotRecord record = record_of_route(c, own_rank, static_cast<int>(token), k);
       store_own_route(c, record);

@@ -11,9 +11,9 @@ namespace epx::cuda {
 __device__ __forceinline__ int32_t max_tokens_of_ranks(const PrepareContext& c) {
   int32_t tokens = 0;
 #pragma unroll 1
-  for (int rank = 0; rank < c.shape.num_ranks; ++rank)
+  for (int rank = lane(); rank < c.shape.num_ranks; rank += kWarp)
     tokens = max(tokens, tokens_of(c, rank));
-  return tokens;
+  return static_cast<int32_t>(__reduce_max_sync(~0u, static_cast<unsigned>(tokens)));
 }
 
 // The blocks that prepare call this before anything else, even before they have a context: peers wait for the descriptor.

@@ -106,26 +106,6 @@ __device__ __forceinline__ int rank_of_token(const PrepareContext& c, uint32_t t
   return rank;
 }
 
-// With so few routes of all ranks a thread counts the routes before its own one by one, in less time than a sort takes. On one
-// H200 prepare_dispatch + combine took 20.4 us instead of 21.2 with 8 routes, 22.1 instead of 22.3 with 64, and 26.1 instead of
-// 23.5 with 256.
-constexpr int kMaxCountedRoutes = 64;
-
-// As assign_tile, for routes that are so few: each thread's route is number `route` of all ranks' routes.
-__device__ __forceinline__ void assign_counted_tile(const PrepareContext& c, int expert, uint32_t route) {
-  int32_t slot = -1;
-  if (expert >= 0) {
-    slot = c.zone[expert];
-#pragma unroll 4
-    for (uint32_t other = 0; other < route; ++other)
-      slot += c.gathered_experts[other] == expert ? 1 : 0;
-    if (static_cast<uint32_t>(slot) >= static_cast<uint32_t>(c.usable_slots)) slot = -1;
-  }
-  c.shared.tile_slots[threadIdx.x] = slot;
-  c.shared.tile_ranks[threadIdx.x] = slot >= 0 ? c.experts.rank_of(expert) : -1;
-  __syncthreads();
-}
-
 // The slots on this rank of the routes of a token [K]; movements read them on the low-latency path.
 __device__ __forceinline__ int32_t* ll_slots_of(const PrepareContext& c, int source, int token) {
   return c.plan.ll_slots + (source * c.layout.ll_tokens + token) * c.args.top_k;
@@ -139,7 +119,7 @@ __device__ __forceinline__ bool routing_all_gather(const PrepareContext& c, int3
   int32_t* const token_offsets = c.shared.token_offsets;
   if (static_cast<int>(threadIdx.x) <= c.shape.num_ranks) {
     int32_t tokens = 0;
-#pragma unroll 1
+#pragma unroll 4
     for (int rank = 0; rank < static_cast<int>(threadIdx.x); ++rank)
       tokens += tokens_of(c, rank);
     token_offsets[threadIdx.x] = tokens;
@@ -167,22 +147,22 @@ __device__ __forceinline__ bool routing_all_gather(const PrepareContext& c, int3
     const uint32_t end = min(begin + tile_tokens, tokens.end);
     const uint32_t token = begin + threadIdx.x / c.args.top_k;
     const int k = threadIdx.x % c.args.top_k;
-    const uint32_t route = token * static_cast<uint32_t>(c.args.top_k) + static_cast<uint32_t>(k);
-    const int expert = token < end ? c.gathered_experts[route] : -1;
-    if (token_offsets[c.shape.num_ranks] * c.args.top_k <= kMaxCountedRoutes)
-      assign_counted_tile(c, expert, route);
+    const int source = token < end ? rank_of_token(c, token) : 0;
+    const int token_of_source = static_cast<int>(token) - token_offsets[source];
+    const int expert = token < end ? c.gathered_experts[token * c.args.top_k + k] : -1;
+    if (begin == tokens.begin && (end - begin) * c.args.top_k <= kWarp)
+      assign_tile_of_one_warp(c, expert);
     else
       assign_tile(c, expert);
+    const int32_t slot = c.shared.tile_ranks[threadIdx.x] == own_rank ? c.shared.tile_slots[threadIdx.x] : -1;
+    if (token < end && ll_tokens > 0) {
+      int32_t* const ll_slot = &ll_slots_of(c, source, token_of_source)[k];
+      if (c.role.slot_packets != nullptr) // first, because other blocks wait for it
+        store_packet(c, c.role.slot_packets + (ll_slot - c.plan.ll_slots), slot);
+      *ll_slot = slot;
+    }
+    __syncthreads();
     if (token < end) {
-      const int source = rank_of_token(c, token);
-      const int token_of_source = static_cast<int>(token) - token_offsets[source];
-      const int32_t slot = c.shared.tile_ranks[threadIdx.x] == own_rank ? c.shared.tile_slots[threadIdx.x] : -1;
-      if (ll_tokens > 0) {
-        int32_t* const ll_slot = &ll_slots_of(c, source, token_of_source)[k];
-        if (c.role.slot_packets != nullptr) // first, because other blocks wait for it
-          store_packet(c, c.role.slot_packets + (ll_slot - c.plan.ll_slots), slot);
-        *ll_slot = slot;
-      }
       const SlotRecord record = record_of_route(c, source, token_of_source, k);
       if (source == own_rank) store_own_route(c, record);
       if (slot >= 0) store_slot_record(c, slot, record);

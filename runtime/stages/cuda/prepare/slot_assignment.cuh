@@ -83,8 +83,16 @@ __device__ __forceinline__ int expert_of_slot(const PrepareContext& c, int32_t s
 // The block walks its range of tokens in tiles of kThreads / K tokens, so that each thread has one route; the routes of a token
 // are in neighbouring threads.
 
+// Each thread calls this with the slot of its own route.
+__device__ __forceinline__ void store_tile_slot(const PrepareContext& c, int expert, int32_t slot) {
+  if (static_cast<uint32_t>(slot) >= static_cast<uint32_t>(c.usable_slots)) slot = -1;
+  c.shared.tile_slots[threadIdx.x] = slot;
+  c.shared.tile_ranks[threadIdx.x] = slot >= 0 ? c.experts.rank_of(expert) : -1;
+}
+
 // Assigns the slots of a tile: tile_slots and tile_ranks get those of each thread's route to `expert`, and `next` goes on to
-// the next tile. All threads of the block call this; it ends with a barrier, and another one comes before the next tile.
+// the next tile. All threads of the block call this. A barrier must follow before a thread reads those of others, and another
+// one before the next tile.
 __device__ __forceinline__ void assign_tile(const PrepareContext& c, int expert) {
   const int num_experts = c.shape.num_experts;
   const int thread = threadIdx.x;
@@ -115,11 +123,13 @@ __device__ __forceinline__ void assign_tile(const PrepareContext& c, int expert)
     c.next[e] = next;
   }
   __syncthreads();
-  int32_t slot = expert >= 0 ? base[expert] + __popc(before) : -1;
-  if (static_cast<uint32_t>(slot) >= static_cast<uint32_t>(c.usable_slots)) slot = -1;
-  c.shared.tile_slots[thread] = slot;
-  c.shared.tile_ranks[thread] = slot >= 0 ? c.experts.rank_of(expert) : -1;
-  __syncthreads();
+  store_tile_slot(c, expert, expert >= 0 ? base[expert] + __popc(before) : -1);
+}
+
+// The same where the first warp has all routes of the block's only tile, so that a vote takes the place of the sort.
+__device__ __forceinline__ void assign_tile_of_one_warp(const PrepareContext& c, int expert) {
+  const unsigned before = __match_any_sync(~0u, expert) & ((1u << lane()) - 1);
+  store_tile_slot(c, expert, expert >= 0 ? c.next[expert] + __popc(before) : -1);
 }
 
 // Returns the record of the slot of this thread's route, which is route k of a token of rank `source`.

@@ -248,9 +248,9 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
       return;
     }
   }
+  const PreparedPart part = prepares ? prepare_behind_entry(c) : PreparedPart{true, false};
   const bool all_ll = all_ranks_send_ll(params, call);
   if (prepares) {
-    const PreparedPart part = prepare_behind_entry(c);
     if (__syncthreads_and(part.ok ? 1 : 0) == 0) return;
     if (!all_ll || (params.operation.clears_pads() && params.call.alignment > 1)) signal_plan_part(params.group, call);
     if (part.has_totals && threadIdx.x == 0) report_events(call.context(), params, call.descriptors(), true);
