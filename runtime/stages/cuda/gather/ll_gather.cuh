@@ -122,22 +122,33 @@ private:
     if (!wait_for_peers(token, chunk, kept_ranks, live_ranks)) return false;
     // No wait from here on: the accumulators of a loop that may call something are spilled, and local memory lies in the L2
     // cache, since shared memory takes nearly all of the L1.
+    // The loads of two ranks' sums are in flight together. This rank's own sum takes its turn without a load.
     LlChunkSum<T> sum;
+    const auto load_sum = [&](int rank) {
+      return load_lines(staged_chunk(call_.rank(), token, kept_ranks.count_below(rank), chunk),
+                        rank == call_.rank() ? 0 : bytes);
+    };
 #pragma unroll 1
-    for (RankMask ranks = live_ranks; !ranks.is_empty(); ranks.remove_lowest()) {
+    for (RankMask ranks = live_ranks; !ranks.is_empty();) {
       const int rank = ranks.lowest();
-      if (rank == call_.rank()) {
-        sum.add(own_sum, 1.0f);
-        continue;
-      }
-      LlPacket16* const staged = staged_chunk(call_.rank(), token, kept_ranks.count_below(rank), chunk);
-      sum.add(load_lines(staged, bytes), 1.0f);
-      if (call_.scribbles_staging()) scribble_chunk(staged);
+      ranks.remove_lowest();
+      const int next = ranks.is_empty() ? call_.rank() : ranks.lowest();
+      const bool has_next = !ranks.is_empty();
+      ranks.remove_lowest();
+      LlChunk first = load_sum(rank);
+      LlChunk second = load_sum(next);
+      if (rank == call_.rank()) first = own_sum;
+      sum.add(first, 1.0f);
+      if (has_next && next == call_.rank()) second = own_sum;
+      sum.add(second, 1.0f); // +0 where there is none
     }
+    if (call_.scribbles_staging()) scribble_staging(token, chunk, kept_ranks, live_ranks);
     store_chunk<kUnaligned>(params_.out + token * row_bytes_ + static_cast<int64_t>(chunk) * kLlChunkBytes, bytes,
                             sum.rounded());
     if (chunk != 0 || params_.carried_out == nullptr) return true;
-    return args_.is_rank_major() ? collect_row_weights(token) : collect_weights(token, routes, routes.mask_of(is_live));
+    if (args_.is_rank_major()) return collect_row_weights(token);
+    const WarpRoutes again = movement_.routes_of(token); // so that they take no registers above
+    return collect_weights(token, again, again.mask_of(is_live));
   }
 
   // Waits for the chunks of all peers in `ranks`, two at a time: each half of the warp looks at those of one. Returns false, in
@@ -154,6 +165,13 @@ private:
       if (!incoming.wait(call_, peer)) return false;
     }
     return true;
+  }
+
+  // A test hook; see scribble_chunk().
+  __device__ void scribble_staging(int64_t token, uint32_t chunk, const RankMask& kept_ranks, RankMask ranks) const {
+    ranks.remove(call_.rank());
+    for (; !ranks.is_empty(); ranks.remove_lowest())
+      scribble_chunk(staged_chunk(call_.rank(), token, kept_ranks.count_below(ranks.lowest()), chunk));
   }
 
   // Returns false, in all lanes, when the group has failed.
