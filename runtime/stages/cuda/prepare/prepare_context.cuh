@@ -27,7 +27,7 @@ struct PrepareParams {
 struct PrepareRole {
   unsigned num_blocks;     // the first blocks of the grid, which prepare
   unsigned senders;        // calls of CallSession::sent() in the grid; 0: a later kernel of the call makes them
-  bool triggers_successor; // false where the block waits for peers afterwards
+  bool triggers_successor; // false in prepare_dispatch, where blocks that receive are not done before those that prepare
   // prepare_dispatch: by (source, token, k), as HandleView::ll_slots, the slots on this rank go to the other blocks of the grid
   // as LL packets too; NULL: they do not.
   LlPacket8* slot_packets;
