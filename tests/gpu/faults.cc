@@ -21,6 +21,7 @@
 #include "tests/gpu/graph.h"
 #include "tests/gpu/suite.h"
 #include "tests/gpu/trap_kernel.h"
+#include "tests/support/call_args.h"
 #include "tests/support/check.h"
 
 namespace epx::test {
@@ -150,13 +151,7 @@ private:
   // The args without tensors.
   template <typename Args>
   Args make_args() const {
-    Args args = {};
-    args.struct_size = sizeof(args);
-    args.layer = layer_;
-    args.handle_mem = handle_;
-    args.handle_mem_bytes = handle_bytes_;
-    args.stream = device_.stream();
-    return args;
+    return make_call_args<Args>(layer_, handle_, handle_bytes_, device_.stream());
   }
 
   Device& device_;
@@ -461,11 +456,11 @@ std::vector<uint64_t*> find_boards() {
   std::vector<uint64_t*> boards;
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
-    unsigned long begin = 0, end = 0;
-    if (std::sscanf(line.c_str(), "%lx-%lx", &begin, &end) == 2 &&
-        static_cast<long>(end - begin) == ::sysconf(_SC_PAGESIZE) && contains(line, " rw-s ") &&
-        contains(line, "epx-window"))
-      boards.push_back(reinterpret_cast<uint64_t*>(begin));
+    void *begin = nullptr, *end = nullptr;
+    if (std::sscanf(line.c_str(), "%p-%p", &begin, &end) == 2 &&
+        static_cast<std::byte*>(end) - static_cast<std::byte*>(begin) == ::sysconf(_SC_PAGESIZE) &&
+        contains(line, " rw-s ") && contains(line, "epx-window"))
+      boards.push_back(static_cast<uint64_t*>(begin));
   }
   return boards;
 }

@@ -8,6 +8,7 @@
 
 #include "base/dtypes.h"
 #include "tests/gpu/compare_kernel.h"
+#include "tests/support/call_args.h"
 #include "tests/support/check.h"
 #include "tests/support/compare.h"
 #include "tests/support/values.h"
@@ -159,13 +160,7 @@ epx_tensor ResidentLayer::floats(size_t memory, int64_t count, int64_t per_row) 
 
 template <typename Args>
 Args ResidentLayer::make_args() const {
-  Args args = {};
-  args.struct_size = sizeof(args);
-  args.layer = epx_layer_;
-  args.handle_mem = memories_[kHandle].data;
-  args.handle_mem_bytes = memories_[kHandle].bytes;
-  args.stream = stream_;
-  return args;
+  return make_call_args<Args>(epx_layer_, memories_[kHandle].data, memories_[kHandle].bytes, stream_);
 }
 
 void ResidentLayer::prepare() {

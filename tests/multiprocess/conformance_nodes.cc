@@ -16,6 +16,7 @@
 #include "runtime/reference/reference.h"
 #include "tests/multiprocess/conformance.h"
 #include "tests/multiprocess/fault_rank.h"
+#include "tests/support/call_args.h"
 #include "tests/support/check.h"
 
 namespace epx::test {
@@ -170,13 +171,7 @@ private:
 
   template <typename Args>
   Args make_args() const {
-    Args args = {};
-    args.struct_size = sizeof(args);
-    args.layer = layer_;
-    args.handle_mem = handle_;
-    args.handle_mem_bytes = handle_bytes_;
-    args.stream = device_.stream();
-    return args;
+    return make_call_args<Args>(layer_, handle_, handle_bytes_, device_.stream());
   }
   template <typename T>
   void write(int which, const std::vector<T>& values) {

@@ -3,6 +3,7 @@
 
 #include <chrono>
 
+#include "tests/support/call_args.h"
 #include "tests/support/check.h"
 
 namespace epx::test {
@@ -114,13 +115,7 @@ epx_status FaultRank::call(epx_operation operation, const CallFields& terms) {
 
 template <typename Args>
 Args FaultRank::make_args(const CallFields& terms) {
-  Args args = {};
-  args.struct_size = sizeof(args);
-  args.layer = {terms.top_k, terms.alignment};
-  args.handle_mem = memory_[kHandle];
-  args.handle_mem_bytes = handle_bytes_;
-  args.stream = device_.stream();
-  return args;
+  return make_call_args<Args>({terms.top_k, terms.alignment}, memory_[kHandle], handle_bytes_, device_.stream());
 }
 
 epx_tensor FaultRank::rows(int64_t count, const CallFields& terms, int which) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/dtypes.h"
+#include "tests/support/call_args.h"
 #include "tests/support/check.h"
 #include "tests/support/compare.h"
 #include "tests/support/group_run.h"
@@ -90,13 +91,8 @@ public:
 private:
   template <typename Args>
   Args make_args(CallBuffers& buffers) {
-    Args args = {};
-    args.struct_size = sizeof(args);
-    args.layer = layer_;
-    args.handle_mem = buffers.input("handle memory", handle_, 16);
-    args.handle_mem_bytes = handle_.size();
-    args.stream = group_.device().stream();
-    return args;
+    return make_call_args<Args>(layer_, buffers.input("handle memory", handle_, 16), handle_.size(),
+                                group_.device().stream());
   }
   CallBuffers buffers() { return {group_.device(), group_.arenas(), Placement::random, rng_}; }
 

@@ -13,6 +13,7 @@
 
 #include "base/dtypes.h"
 #include "tests/support/address_sanitizer.h"
+#include "tests/support/call_args.h"
 #include "tests/support/check.h"
 #include "tests/support/rng.h"
 #include "tests/support/values.h"
@@ -97,7 +98,7 @@ public:
   DamagedLayer& operator=(const DamagedLayer&) = delete;
   ~DamagedLayer() { allow(memory_, kMemoryBytes); }
 
-  static constexpr size_t kMemoryBytes = 32 * 1024;
+  static constexpr size_t kMemoryBytes = size_t{32} * 1024;
 
   void prepare();
   static constexpr int kMovements = 4;
@@ -163,13 +164,7 @@ private:
   void move_rank_major(int movement);
   template <typename Args>
   Args make_args() const {
-    Args args = {};
-    args.struct_size = sizeof(args);
-    args.layer = layer_;
-    args.handle_mem = at(kHandle);
-    args.handle_mem_bytes = places_[kHandle].bytes;
-    args.stream = device_.stream();
-    return args;
+    return make_call_args<Args>(layer_, at(kHandle), places_[kHandle].bytes, device_.stream());
   }
   void clear_outputs();
   void finish(epx_status status);
