@@ -140,7 +140,7 @@ private:
       if (rank == call_.rank()) first = own_sum;
       sum.add(first, 1.0f);
       if (has_next && next == call_.rank()) second = own_sum;
-      sum.add(second, 1.0f); // +0 where there is none
+      sum.add(second, 1.0f); // +0 where there is none, which changes no sum that began at +0
     }
     if (call_.scribbles_staging()) scribble_staging(token, chunk, kept_ranks, live_ranks);
     store_chunk<kUnaligned>(params_.out + token * row_bytes_ + static_cast<int64_t>(chunk) * kLlChunkBytes, bytes,
