@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tests/multiprocess/conformance.h"
+#include "tests/support/call_args.h"
 #include "tests/support/check.h"
 
 namespace epx::test {
@@ -72,10 +73,11 @@ private:
 // Round has all that one round reads and writes.
 struct Round {
   Round(Device& device, const GroupCase& group, size_t handle_bytes)
-      : topk_idx(device, kTokens * kTopK), handle(device, static_cast<int64_t>(handle_bytes)), counts(device, kExperts),
-        offsets(device, kExperts + 1), global_counts(device, static_cast<int64_t>(group.num_ranks) * kExperts),
-        slot_origin(device, 3 * recv_capacity(group)), tokens(device, kTokens * kHidden),
-        recv(device, recv_capacity(group) * kHidden), out(device, kTokens * kHidden) {}
+      : topk_idx(device, int64_t{kTokens} * kTopK), handle(device, static_cast<int64_t>(handle_bytes)),
+        counts(device, kExperts), offsets(device, kExperts + 1),
+        global_counts(device, static_cast<int64_t>(group.num_ranks) * kExperts),
+        slot_origin(device, 3 * recv_capacity(group)), tokens(device, int64_t{kTokens} * kHidden),
+        recv(device, recv_capacity(group) * kHidden), out(device, int64_t{kTokens} * kHidden) {}
 
   Array<int32_t> topk_idx;
   Array<std::byte> handle;
@@ -100,9 +102,11 @@ public:
       Round& data = rounds_.back();
       for (int token = 0; token < kTokens; ++token) {
         for (int k = 0; k < kTopK; ++k)
-          data.topk_idx.host()[static_cast<size_t>(token * kTopK + k)] = expert_of(group_.rank(), round, token, k);
+          data.topk_idx.host()[static_cast<size_t>(token) * kTopK + static_cast<size_t>(k)] =
+              expert_of(group_.rank(), round, token, k);
         for (int h = 0; h < kHidden; ++h)
-          data.tokens.host()[static_cast<size_t>(token * kHidden + h)] = value_of(group_.rank(), round, token, h);
+          data.tokens.host()[static_cast<size_t>(token) * kHidden + static_cast<size_t>(h)] =
+              value_of(group_.rank(), round, token, h);
       }
       data.topk_idx.upload();
       data.tokens.upload();
@@ -126,12 +130,7 @@ public:
     const epx_tensor offsets = epx_tensor_1d(data.offsets.data(), EPX_INT32, num_experts + 1);
     const epx_tensor global_counts = epx_tensor_2d(data.global_counts.data(), EPX_INT32, shape_.num_ranks, kExperts);
     const epx_tensor slot_origin = epx_tensor_2d(data.slot_origin.data(), EPX_INT32, recv_capacity(shape_), 3);
-    epx_prepare_args args = {};
-    args.struct_size = sizeof(args);
-    args.layer = layer_;
-    args.handle_mem = data.handle.data();
-    args.handle_mem_bytes = data.handle.bytes();
-    args.stream = device_.stream();
+    auto args = make_args<epx_prepare_args>(data);
     args.topk_idx = &topk_idx;
     args.counts = &counts;
     args.offsets = &offsets;
@@ -145,8 +144,7 @@ public:
     Round& data = rounds_[static_cast<size_t>(round)];
     const epx_tensor tokens = epx_tensor_2d(data.tokens.data(), EPX_FLOAT32, kTokens, kHidden);
     const epx_tensor recv = rows_of(data);
-    epx_dispatch_args args = {};
-    fill(args, data);
+    auto args = make_args<epx_dispatch_args>(data);
     args.tokens = &tokens;
     args.recv_tokens = &recv;
     check_ok(epx_dispatch(group_.handle(), &args), "epx_dispatch");
@@ -157,8 +155,7 @@ public:
     Round& data = rounds_[static_cast<size_t>(round)];
     const epx_tensor expert_out = rows_of(data);
     const epx_tensor out = epx_tensor_2d(data.out.data(), EPX_FLOAT32, kTokens, kHidden);
-    epx_combine_args args = {};
-    fill(args, data);
+    auto args = make_args<epx_combine_args>(data);
     args.expert_out = &expert_out;
     args.out = &out;
     check_ok(epx_combine(group_.handle(), &args), "epx_combine");
@@ -178,12 +175,8 @@ public:
 
 private:
   template <typename Args>
-  void fill(Args& args, const Round& data) const {
-    args.struct_size = sizeof(args);
-    args.layer = layer_;
-    args.handle_mem = data.handle.data();
-    args.handle_mem_bytes = data.handle.bytes();
-    args.stream = device_.stream();
+  Args make_args(const Round& data) const {
+    return make_call_args<Args>(layer_, data.handle.data(), data.handle.bytes(), device_.stream());
   }
 
   epx_tensor rows_of(const Round& data) const {
@@ -201,7 +194,7 @@ private:
     for (int rank = 0; rank < shape_.num_ranks; ++rank) {
       for (int token = 0; token < kTokens; ++token) {
         for (int k = 0; k < kTopK; ++k)
-          ++expected[static_cast<size_t>(rank * kExperts + expert_of(rank, round, token, k))];
+          ++expected[static_cast<size_t>(rank) * kExperts + static_cast<size_t>(expert_of(rank, round, token, k))];
       }
     }
     check(counts == expected, "round {}: global_counts are those of another call", round);
@@ -229,7 +222,7 @@ private:
     count_check();
     for (int token = 0; token < kTokens; ++token) {
       for (int h = 0; h < kHidden; ++h) {
-        const float have = out[static_cast<size_t>(token * kHidden + h)];
+        const float have = out[static_cast<size_t>(token) * kHidden + static_cast<size_t>(h)];
         const float want = kTopK * value_of(group_.rank(), round, token, h); // small integers: exact
         if (have != want) fail_check("round {}: token {} sums to {} instead of {}", round, token, have, want);
       }

@@ -117,12 +117,8 @@ private:
     const auto num_experts = static_cast<size_t>(group_.info().num_local_experts);
     const auto indices = part_of(problem_.topk_idx, first_, tokens_, problem_.top_k);
     const epx_tensor topk_idx = epx_tensor_2d(used.input("topk_idx", indices, 4), EPX_INT32, tokens_, problem_.top_k);
-    epx_prepare_args args = {};
-    args.struct_size = sizeof(args);
-    args.layer = layer_;
-    args.handle_mem = used.output("handle memory", handle_bytes, 16);
-    args.handle_mem_bytes = handle_bytes;
-    args.stream = group_.device().stream();
+    auto args = make_call_args<epx_prepare_args>(layer_, used.output("handle memory", handle_bytes, 16), handle_bytes,
+                                                 group_.device().stream());
     const epx_tensor counts =
         epx_tensor_1d(used.output("counts", num_experts * 4, 4), EPX_INT32, group_.info().num_local_experts);
     const epx_tensor offsets =

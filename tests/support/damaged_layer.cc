@@ -278,12 +278,7 @@ void DamagedLayer::prepare_rank_major() {
   const epx_tensor recv_tokens = rank_major(kRecvTokens, kDtype, hidden_);
   const epx_tensor recv_topk_idx = rank_major(kRecvTopkIdx, EPX_INT32, layer_.top_k);
   const epx_tensor counts = epx_tensor_1d(at(kCounts), EPX_INT32, group_.shape().num_ranks);
-  epx_dispatch_rank_major_args args = {};
-  args.struct_size = sizeof(args);
-  args.layer = layer_;
-  args.handle_mem = at(kHandle);
-  args.handle_mem_bytes = places_[kHandle].bytes;
-  args.stream = device_.stream();
+  auto args = make_args<epx_dispatch_rank_major_args>();
   args.tokens = &tokens;
   args.topk_idx = &topk_idx;
   args.recv_tokens = &recv_tokens;
@@ -324,12 +319,7 @@ void DamagedLayer::prepare_expert_major() {
   const epx_tensor topk_idx = epx_tensor_2d(at(kTopkIdx), EPX_INT32, num_tokens_, layer_.top_k);
   const epx_tensor counts = epx_tensor_1d(at(kCounts), EPX_INT32, num_experts);
   const epx_tensor offsets = epx_tensor_1d(at(kOffsets), EPX_INT32, num_experts + 1);
-  epx_prepare_args args = {};
-  args.struct_size = sizeof(args);
-  args.layer = layer_;
-  args.handle_mem = at(kHandle);
-  args.handle_mem_bytes = places_[kHandle].bytes;
-  args.stream = device_.stream();
+  auto args = make_args<epx_prepare_args>();
   args.topk_idx = &topk_idx;
   args.counts = &counts;
   args.offsets = &offsets;
