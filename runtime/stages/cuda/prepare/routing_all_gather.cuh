@@ -171,9 +171,8 @@ __device__ __forceinline__ bool routing_all_gather(const PrepareContext& c, int3
     // the tokens are few.
     if (const uint32_t number = kThreads - 1 - threadIdx.x; number < end - begin) {
       const uint32_t other = begin + number;
-      const int source = rank_of_token(c, other);
-      const int64_t index =
-          int64_t{source} * c.shape.max_tokens_per_rank + (static_cast<int>(other) - token_offsets[source]);
+      const int rank = rank_of_token(c, other);
+      const int64_t index = int64_t{rank} * c.shape.max_tokens_per_rank + (static_cast<int>(other) - token_offsets[rank]);
       c.plan.first_slots[index] = first_slot_of(c, static_cast<int>(number), own_rank);
     }
     __syncthreads();

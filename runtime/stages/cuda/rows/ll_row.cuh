@@ -160,7 +160,7 @@ public:
 
   // Returns whether all of them were the call's epoch when they were loaded, so that get() may follow. All lanes call this.
   __device__ bool is_there(const CallSession& call) const {
-    const bool is_there = __all_sync(~0u, flag_ == nullptr || seen_ == call.epoch() ? 1 : 0) != 0;
+    const bool is_there = __all_sync(~0u, is_missing(call.epoch()) ? 0 : 1) != 0;
     __syncwarp(); // see wait()
     return is_there;
   }
@@ -170,7 +170,7 @@ public:
     const Epoch epoch = call.epoch();
     const unsigned half = lane() < kWarp / 2 ? 0x0000ffffu : 0xffff0000u;
 #pragma unroll 1
-    while (const unsigned missing = __ballot_sync(~0u, flag_ != nullptr && seen_ != epoch ? 1 : 0)) {
+    while (const unsigned missing = __ballot_sync(~0u, is_missing(epoch) ? 1 : 0)) {
       bool ok = true;
       // One lane of a half polls, not all: that of the last epoch, which is stored when the others are.
       if (lane() == highest_bit(missing & half)) ok = call.wait_for_epoch(flag_, peer);
@@ -189,6 +189,10 @@ public:
 private:
   static constexpr int kLinesOfWarp = kWarp / kLlLinePackets; // that the warp stores in one instruction
 
+  // Returns whether the lane's epoch was not the call's when it was loaded.
+  __device__ bool is_missing(Epoch epoch) const {
+    return flag_ != nullptr && seen_ != epoch;
+  }
   __device__ void load_flag() {
     if (flag_ != nullptr) seen_ = load_relaxed_sys(flag_);
   }
