@@ -151,18 +151,11 @@ private:
     return true;
   }
   __device__ bool receive_chunk(int source, int32_t token, const ChunkRange& range) const {
-    IncomingLlChunk incoming = rows_.incoming(source, token, range);
-    const bool is_early = incoming.is_there(call_); // earlier than the slots
-    LlChunk chunk{};
-    if (is_early) chunk = incoming.get(); // overlaps the wait
+    IncomingLlChunk incoming = rows_.incoming(source, token, range); // overlaps the wait
     const auto [ok, slots] = wait_for_slots(source, token);
     if (!ok) return false;
     if (slots.live == 0) return true; // the token may not have been sent to this rank
-    if (!is_early) {
-      if (!incoming.wait(call_, source)) return false;
-      chunk = incoming.get();
-    }
-    rows_.store_received(chunk, source, token, range, slots);
+    if (!rows_.receive(incoming, source, token, range, slots)) return false;
     return range.chunk != 0 || args_.recv_weights == nullptr ||
            rows_.receive_weights(source, token, slots, true, Rows::k_of_place);
   }

@@ -158,12 +158,6 @@ public:
     load_flag();
   }
 
-  // Returns whether all of them were the call's epoch when they were loaded, so that get() may follow. All lanes call this.
-  __device__ bool is_there(const CallSession& call) const {
-    const bool is_there = __all_sync(~0u, is_missing(call.epoch()) ? 0 : 1) != 0;
-    __syncwarp(); // see wait()
-    return is_there;
-  }
   // Waits until all of them are the call's epoch, which `peer` stores. Returns false when the group has failed. All lanes call
   // this; those of a half pass the same peer.
   __device__ bool wait(const CallSession& call, int peer) {
@@ -181,7 +175,7 @@ public:
     __syncwarp(); // the loads of all lanes come after what the vote has told: a vote orders no memory
     return true;
   }
-  // Returns the chunk, after is_there() or wait() has returned true.
+  // Returns the chunk, after wait() has returned true.
   __device__ LlChunk get() const {
     return load_lines(staged_, bytes_);
   }

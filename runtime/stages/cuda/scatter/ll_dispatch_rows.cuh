@@ -112,18 +112,13 @@ public:
   __device__ IncomingLlChunk incoming(int source, int64_t token, const ChunkRange& range) const {
     return {staged_chunk(call_.rank(), source, token, range), range.bytes};
   }
-  // Waits for the chunk of incoming(), and stores it into slots. Returns false when the group has failed.
+  // Waits for the chunk of incoming(), and stores it. Returns false when the group has failed.
   __device__ bool receive(IncomingLlChunk& incoming, int source, int64_t token, const ChunkRange& range,
                           const LlSlots& slots) const {
     if (!incoming.wait(call_, source)) return false;
-    store_received(incoming.get(), source, token, range, slots);
-    return true;
-  }
-  // The second half of receive().
-  __device__ void store_received(const LlChunk& chunk, int source, int64_t token, const ChunkRange& range,
-                                 const LlSlots& slots) const {
-    store_into(slots, range, chunk);
+    store_into(slots, range, incoming.get());
     if (call_.scribbles_staging()) scribble_chunk(staged_chunk(call_.rank(), source, token, range));
+    return true;
   }
   // Stores the weights of the slots of a peer's token, zeros where it sends no rows. `k_of(first)` is the k of the lane's slot
   // among those from `first` on, which need not be in the order of k. Returns false, in all lanes, when the group has failed.
