@@ -17,7 +17,10 @@
 namespace epx {
 
 constexpr int64_t kRegionAlignment = 256; // bytes; regions share no cache line, and bulk copies are aligned
-constexpr int64_t kRowAlignment = 16;     // bytes; staged rows are padded to it, for vector loads and bulk copies
+constexpr int64_t kRowAlignment = 16;     // bytes, for vector loads and bulk copies; staged sidecars are padded to it
+// Staged rows are padded to lines, since bulk stores that begin between two lines take more of the wire: on 4 H200 (4096 tokens,
+// top-8) prepare_dispatch of rows of 7392 bytes took 281.7 us without it and 260.4 with it, of 4032 bytes 162.4 and 155.5.
+constexpr int64_t kStagedRowAlignment = 128;
 
 // A flag has two cache lines of its own, since the adjacent-line prefetcher fetches pairs.
 struct alignas(128) Flag {
@@ -41,7 +44,7 @@ struct alignas(128) CallDescriptor {
   int64_t recv_rows;       // N
   int64_t rows_allocation; // number of the allocation that holds the receive rows, which peers may write in place; -1: none
   int64_t rows_offset;     // bytes into that allocation
-  int64_t stages_rows; // prepare_dispatch: 1 if this rank's rows go into staging even where they could be written in place
+  int64_t stages_rows;     // scatter: 1 if this rank's rows go into staging even where they could be written in place
   int64_t weights_allocation; // the same for the receive weights of a gather
   int64_t weights_offset;
   // The sequence number is stored last, with release order.
@@ -274,7 +277,8 @@ inline WindowLayout make_window_layout(const GroupShape& shape, WindowAccess acc
     append(region, has_kernels ? count : 0, bytes_each);
   };
 
-  layout.row_stride = row_pitch(row_bytes(shape.max_token_dtype, shape.hidden_dim), what);
+  const int64_t max_row_bytes = row_pitch(row_bytes(shape.max_token_dtype, shape.hidden_dim), what);
+  layout.row_stride = checked_round_up(max_row_bytes, kStagedRowAlignment, what);
   layout.sidecar_stride = row_pitch(shape.max_sidecar_bytes, what);
   // A token's row is staged once per receiver: by (source, token), or, where that table would be the larger one, by slot.
   layout.scatter_by_token = ranks * tokens <= shape.max_recv_tokens;
@@ -284,7 +288,7 @@ inline WindowLayout make_window_layout(const GroupShape& shape, WindowAccess acc
 
   layout.ll_tokens = max_ll_tokens(shape);
   layout.gathered_routes_per_rank = kMaxGatheredRoutes / ranks;
-  layout.ll_row_chunks = ll_chunks_of(layout.row_stride);
+  layout.ll_row_chunks = ll_chunks_of(max_row_bytes);
   layout.ll_chunks = layout.ll_row_chunks + ll_chunks_of(layout.sidecar_stride);
 
   append(layout.abort_record, 1, sizeof(Flag));

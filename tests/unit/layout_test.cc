@@ -133,7 +133,7 @@ TEST_CASE("regions of the window are aligned, apart, and add up") {
       end = region.offset + region.bytes;
     }
     CHECK(end == layout.total_bytes);
-    CHECK(layout.row_stride == 80); // 33 bf16 = 66 bytes, padded to 16
+    CHECK(layout.row_stride == 128); // 33 bf16 = 66 bytes, padded to lines
     CHECK(layout.sidecar_stride == 16);
     CHECK(layout.gather_staging_rows == 6 * 3); // min(5 ranks, top-3) and 3 routes are the same here
     CHECK(layout.counts.bytes >= 2 * 5 * 10 * 4);

@@ -313,6 +313,12 @@ MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int ali
   return {next(blocks, kMovementThreads, movement_shared_bytes(), stream), role_counts};
 }
 
+// Rows that do not consist of lines take less of the wire in staging, whose rows begin at lines, and the copies that this costs
+// are hidden where receivers have SMs of their own. With two ranks the wire is not what limits a scatter.
+bool LaunchPlan::stages_rows(int blocks, int64_t row_bytes) const {
+  return row_bytes % kStagedRowAlignment != 0 && blocks >= kMinSplitGrid && shape_.num_ranks > 2;
+}
+
 MovementGrid LaunchPlan::next_gather(int64_t tokens, int top_k, int64_t row_bytes, bool by_long_tiles,
                                      cudaStream_t stream) {
   const int blocks = movement_blocks(tokens, row_bytes, gather_blocks_);

@@ -102,6 +102,8 @@ public:
   bool has_ht_prepare_dispatch() const;
   HtPrepareDispatchGrid next_ht_prepare_dispatch(int64_t tokens, int top_k, cudaStream_t stream);
   MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int alignment, ReceiverWork receivers, cudaStream_t stream);
+  // Returns whether a scatter on so many blocks is to stage its rows even where they could be written in place.
+  bool stages_rows(int blocks, int64_t row_bytes) const;
   // `by_long_tiles`: the grid is for a kernel of kLongTileGatherThreads, which never takes the low-latency path.
   MovementGrid next_gather(int64_t tokens, int top_k, int64_t row_bytes, bool by_long_tiles, cudaStream_t stream);
   // Returns whether a call in which this rank has so many tokens may take the low-latency path.

@@ -6,7 +6,8 @@
 //   warps    do                                                         wait for
 //   send     store a token's row once to each peer that it goes to:     the entry barrier; a free cell of the signal warp
 //            into the token's first live slot there when the receive
-//            rows lie in an allocation of the group, else into staging
+//            rows lie in an allocation of the group, else, and where
+//            this rank stages its rows, into staging
 //   signal   store ready flags for the send warps of their CTA          the entry barrier; the CTA's pending flags
 //            (signal_warp.cuh)
 //            In a small grid send and signal warps receive when
@@ -169,8 +170,9 @@ cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const Operation& 
   const int alignment = operation.clears_pads() ? call.alignment : 1; // of zones that have pads to clear
   const auto [grid, role_counts] =
       plan.next_scatter(call.num_tokens, operation.row_bytes, alignment, ReceiverWork::rows, stream);
-  const ScatterParams<Operation> params{
-      make_movement_params(group, role_counts, call, weights, operation.sidecar_bytes(), registered), operation};
+  MovementParams movement = make_movement_params(group, role_counts, call, weights, operation.sidecar_bytes(), registered);
+  if (!call.is_rank_major() && plan.stages_rows(grid.blocks, operation.row_bytes)) movement.descriptor.stages_rows = 1;
+  const ScatterParams<Operation> params{movement, operation};
   return launch_cooperative(&scatter_kernel<Operation>, grid, stream, params);
 }
 

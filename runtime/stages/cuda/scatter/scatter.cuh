@@ -243,6 +243,12 @@ private:
            index_of_token(source, token);
   }
 
+  // Returns whether a source stores its rows into the receive rows of a receiver. The source reads its own descriptor as its
+  // peers do.
+  __device__ bool is_in_place(int source, int receiver) const {
+    return movement_.has_registered_rows(receiver) && !call_.descriptors().stages_rows[source];
+  }
+
   __device__ void send_token(int64_t token) {
     if (!movement_.sends_rows(call_.rank())) return;
     const int top_k = operation_.call.top_k;
@@ -287,7 +293,7 @@ private:
     Epoch* ready_flag = nullptr;
     if (first_live >= 0) {
       const int64_t staging = staging_row(call_.rank(), token, first_slot);
-      row = movement_.has_registered_rows(peer)
+      row = is_in_place(call_.rank(), peer)
                 ? movement_.rows_of(peer) + operation_.call.row_of_slot(first_live) * operation_.row_bytes
                 : staged_row(peer, staging);
       sidecar = staged_sidecar(peer, staging);
@@ -340,8 +346,7 @@ private:
         __syncwarp(); // all lanes see what lane 0 has acquired: a vote orders no memory
       }
       const int32_t first_live = slots[0];
-      const bool in_place =
-          movement_.has_registered_rows(rank) && !(Operation::kMixesPaths && call_.descriptors().stages_rows[source]);
+      const bool in_place = is_in_place(source, rank);
       source_row = {in_place ? operation_.rows() + operation_.call.row_of_slot(first_live) * row_bytes
                              : staged_row(rank, staging),
                     staged_sidecar(rank, staging), in_place ? first_live : -1};
