@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // These scenarios vary the rows: length, dtype, sidecar, weights, and how rows are summed.
+#include <algorithm>
+
 #include <doctest/doctest.h>
 
 #include "tests/multiprocess/conformance.h"
@@ -99,18 +101,28 @@ TEST_CASE("more bytes than any internal step is likely to move at once") {
     });
 }
 
-TEST_CASE("rows of whole longer h-tiles, in sums of few and of many rows") {
+TEST_CASE("rows of whole longer h-tiles, and others, in sums of few and of many rows") {
   struct Rows {
     epx_combine_precision precision;
     int top_k;
     int num_comm_sms;
     epx_dtype dtype;
+    int hidden = 3584, combine_hidden = 1792;
   };
+  // Two h-tiles and a part of one, in two splits, and one h-tile and one fragment.
+  constexpr int kHidden = 3080, kCombineHidden = 1032;
   // In precision wire with up to 16 routes, warps take batches of tokens: on one SM of as many as they can, on four of two, too.
-  const auto cases = {Rows{EPX_COMBINE_WIRE, 1, 4, EPX_BFLOAT16},  Rows{EPX_COMBINE_WIRE, 2, 1, EPX_FLOAT16},
-                      Rows{EPX_COMBINE_WIRE, 7, 1, EPX_BFLOAT16},  Rows{EPX_COMBINE_WIRE, 7, 4, EPX_FLOAT16},
-                      Rows{EPX_COMBINE_WIRE, 16, 4, EPX_BFLOAT16}, Rows{EPX_COMBINE_WIRE, 40, 1, EPX_BFLOAT16},
-                      Rows{EPX_COMBINE_EXACT, 2, 1, EPX_BFLOAT16}, Rows{EPX_COMBINE_EXACT, 40, 1, EPX_FLOAT16}};
+  const auto cases = {Rows{EPX_COMBINE_WIRE, 1, 4, EPX_BFLOAT16},
+                      Rows{EPX_COMBINE_WIRE, 2, 1, EPX_FLOAT16},
+                      Rows{EPX_COMBINE_WIRE, 7, 1, EPX_BFLOAT16},
+                      Rows{EPX_COMBINE_WIRE, 7, 4, EPX_FLOAT16},
+                      Rows{EPX_COMBINE_WIRE, 16, 4, EPX_BFLOAT16},
+                      Rows{EPX_COMBINE_WIRE, 40, 1, EPX_BFLOAT16},
+                      Rows{EPX_COMBINE_EXACT, 2, 1, EPX_BFLOAT16},
+                      Rows{EPX_COMBINE_EXACT, 40, 1, EPX_FLOAT16},
+                      Rows{EPX_COMBINE_WIRE, 2, 4, EPX_FLOAT16, kHidden, kCombineHidden},
+                      Rows{EPX_COMBINE_WIRE, 40, 1, EPX_BFLOAT16, kHidden, kCombineHidden},
+                      Rows{EPX_COMBINE_EXACT, 7, 1, EPX_BFLOAT16, kCombineHidden, kHidden}};
   for (const Rows& rows : cases)
     run_changed([&](Case& c) {
       c.group.num_experts = 48;
@@ -118,9 +130,9 @@ TEST_CASE("rows of whole longer h-tiles, in sums of few and of many rows") {
       c.group.num_comm_sms = rows.num_comm_sms;
       c.group.max_tokens = rows.top_k == 40 ? 40 : 300; // 300 tokens take no low-latency path, and warps take whole rows
       c.group.precision = rows.precision;
-      c.group.hidden_dim = 3584;
-      c.layer.hidden = 3584;
-      c.layer.combine_hidden = 1792;
+      c.group.hidden_dim = std::max(rows.hidden, rows.combine_hidden);
+      c.layer.hidden = rows.hidden;
+      c.layer.combine_hidden = rows.combine_hidden;
       c.layer.dtype = c.layer.combine_dtype = rows.dtype;
       c.layer.top_k = rows.top_k;
       c.iterations = 1;

@@ -136,7 +136,7 @@ private:
 #pragma unroll 1
     for (int token = 0; token < end - first; ++token)
       if (const SumTerms<T> terms = batch.terms_of(token); terms.size() > 0)
-        sum_long_h_tiles<false, true>(reader, terms, from_lane(to, token), args_.hidden);
+        sum_listed_rows<false, true>(reader, terms, from_lane(to, token), args_.hidden);
     reader.end(); // a barrier of the warp: what all lanes have stored comes before the fence
     if (slots.size > 0) {
       fence_acq_rel_sys();
@@ -183,7 +183,7 @@ private:
       for (int i = begin; i < begin + at_a_time; ++i) {
         T* const out = rows_.out(first + i, whole_);
         if (const SumTerms<T> terms = batch.terms_of(i); terms.size() > 0)
-          sum_long_h_tiles<true, false>(reader, terms, out, args_.hidden);
+          sum_listed_rows<true, false>(reader, terms, out, args_.hidden);
         else
           zero_row(reinterpret_cast<std::byte*>(out), args_.hidden * static_cast<int64_t>(sizeof(T)));
       }

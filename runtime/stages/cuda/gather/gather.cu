@@ -32,8 +32,8 @@
 namespace epx::cuda {
 namespace {
 
-// With kByLongTiles the sums read by long h-tiles where what a warp takes of a row consists of them.
-template <typename T, bool kByLongTiles>
+// With kTile the sums read rows by such h-tiles of a ListReader.
+template <typename T, int kTile>
 class Gather {
 public:
   __device__ Gather(const GatherParams& params, const Movement& movement, TmaRowPipeline& pipeline)
@@ -93,7 +93,7 @@ private:
       terms.rows = slots.map([&](int32_t slot) { return rows_.row_of(slot, split); });
       terms.weights = slots.map([&](int32_t slot) { return rows_.weight_of(slot); });
       terms.address_bits = reinterpret_cast<uint64_t>(params_.rows) | static_cast<uint64_t>(args_.hidden) * sizeof(T);
-      sum_rows<false, kByLongTiles>(pipeline_, terms, rows_.staged_sum(home, token, found.rank_ordinal, split), split.size);
+      sum_rows<false, kTile>(pipeline_, terms, rows_.staged_sum(home, token, found.rank_ordinal, split), split.size);
     }
     pipeline_.finish(); // what all lanes have stored comes before the releases
     if (lane() < split.count) call_.signal(rows_.ready_flag_at(home, token, found.rank_ordinal, split) + lane());
@@ -121,7 +121,7 @@ private:
     if (!wait_for_peers(token, split, routes, live & ~own)) return false;
     const SumTerms<T> terms =
         is_exact_ ? terms_of_routes(token, split, routes, live, own) : terms_of_ranks(token, split, routes, live, own);
-    sum_rows<true, kByLongTiles>(pipeline_, terms, rows_.out(token, split), split.size);
+    sum_rows<true, kTile>(pipeline_, terms, rows_.out(token, split), split.size);
     if (params_.carried_out != nullptr && split.index == 0) collect_weights(token, routes, live);
     if (call_.scribbles_staging()) rows_.scribble_staging(token, split);
     return true;
@@ -206,13 +206,13 @@ private:
 };
 
 // The block and its shared memory. Long h-tiles need a larger ring.
-template <typename T, bool kByLongTiles>
+template <typename T, int kTile>
 struct GatherBlock {
   static constexpr int kThreads = kMovementThreads, kWarps = kThreads / kWarp;
   static constexpr int64_t kRingBytes = TmaRowPipeline::kStagesBytes;
 };
 template <typename T>
-struct GatherBlock<T, true> {
+struct GatherBlock<T, kLongTile> {
   static constexpr int kThreads = kLongTileGatherThreads, kWarps = kThreads / kWarp;
   static constexpr int64_t kRingBytes = LongTileReader<T>::kRingBytes;
 };
@@ -231,38 +231,39 @@ __device__ __forceinline__ void send_and_sum(const GatherParams& params, const M
   if (warp.role == WarpRole::receive) gather.sum(warp);
 }
 
-template <typename T, bool kByLongTiles>
+template <typename T, int kTile>
 __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   Movement movement(params);
   movement.post();
-  if constexpr (!kByLongTiles) { // the launches with long h-tiles are for more tokens
+  if constexpr (kTile == 0) { // the launches of the others are for more tokens
     if (params.group.context.shape.precision != EPX_COMBINE_EXACT && movement.takes_ll_path()) {
       ll_gather<T>(params, movement);
       return;
     }
   }
-  if (movement.begin()) send_and_sum<Gather<T, kByLongTiles>, GatherBlock<T, kByLongTiles>>(params, movement);
+  if (movement.begin()) send_and_sum<Gather<T, kTile>, GatherBlock<T, kTile>>(params, movement);
 }
 
 // Long h-tiles have a kernel of their own because they take fewer instructions for each element, but more registers. On 16 SMs
-// of 2 H200 (4096 tokens of 7168 bfloat16, top-8) combine took 483.9 us by long h-tiles in 12 warps, and 501.2 in 16.
-template <typename T, bool kByLongTiles>
-__global__ void __launch_bounds__(GatherBlock<T, kByLongTiles>::kThreads, kMovementBlocksPerSm)
+// of 2 H200 (4096 tokens of 7168 bfloat16, top-8) combine took 483.9 us by long h-tiles in 12 warps, and 501.2 in 16. Short ones
+// have one because the kernel without a tile has the low-latency path, too, and its sums spill registers.
+template <typename T, int kTile>
+__global__ void __launch_bounds__(GatherBlock<T, kTile>::kThreads, kMovementBlocksPerSm)
     gather_kernel(const __grid_constant__ GatherParams params) {
   pdl_wait(params);
-  gather_rows<T, kByLongTiles>(params);
+  gather_rows<T, kTile>(params);
   leave(params.group);
 }
 
 // Batches have a kernel of their own because with them in gather_kernel, calls without them took 2 to 5 % longer on 48 SMs of 2
 // H200.
 template <typename T>
-__global__ void __launch_bounds__(GatherBlock<T, true>::kThreads, kMovementBlocksPerSm)
+__global__ void __launch_bounds__(GatherBlock<T, kLongTile>::kThreads, kMovementBlocksPerSm)
     batch_gather_kernel(const __grid_constant__ GatherParams params) {
   pdl_wait(params);
   const Movement movement(params);
   movement.post();
-  if (movement.begin()) send_and_sum<BatchGather<T>, GatherBlock<T, true>>(params, movement);
+  if (movement.begin()) send_and_sum<BatchGather<T>, GatherBlock<T, kLongTile>>(params, movement);
   leave(params.group);
 }
 
@@ -285,13 +286,13 @@ bool takes_batches(const GroupShape& shape, const MovementGrid& grid, const Move
          call.top_k <= BatchGather<T>::kMaxTopK && !is_unaligned(address_bits, row_bytes(call.dtype, call.hidden));
 }
 
-constexpr int64_t kMaxHidden = 1 << 30; // LongTileReader numbers the bytes of a row by an int
+constexpr int64_t kMaxHidden = 1 << 30; // ListReader numbers the bytes of a row by an int
 
 template <typename T>
 cudaError_t launch_as(const DeviceGroup& group, LaunchPlan& plan, const MovementCall& call, const GatherTensors& tensors,
                       cudaStream_t stream) {
-  const bool by_long_tiles =
-      call.hidden < kMaxHidden && LongTileReader<T>::takes(call.hidden) && !plan.may_take_ll_path(call.num_tokens);
+  const bool takes_list_reader = call.hidden < kMaxHidden && !plan.may_take_ll_path(call.num_tokens);
+  const bool by_long_tiles = takes_list_reader && LongTileReader<T>::takes(call.hidden);
   const MovementGrid grid =
       plan.next_gather(call.num_tokens, call.top_k, row_bytes(call.dtype, call.hidden), by_long_tiles, stream);
   const int32_t weights = (tensors.row_weights != nullptr ? 1 : 0) | (tensors.carried_weights != nullptr ? 2 : 0);
@@ -299,9 +300,11 @@ cudaError_t launch_as(const DeviceGroup& group, LaunchPlan& plan, const Movement
   if constexpr (LongTileReader<T>::kTakesType) {
     if (by_long_tiles && takes_batches<T>(group.context.shape, grid, call, tensors))
       return launch_cooperative(&batch_gather_kernel<T>, grid.grid, stream, params);
-    if (by_long_tiles) return launch_cooperative(&gather_kernel<T, true>, grid.grid, stream, params);
+    if (by_long_tiles) return launch_cooperative(&gather_kernel<T, kLongTile>, grid.grid, stream, params);
+    if (takes_list_reader && ShortTileReader<T>::takes(call.hidden))
+      return launch_cooperative(&gather_kernel<T, kShortTile>, grid.grid, stream, params);
   }
-  return launch_cooperative(&gather_kernel<T, false>, grid.grid, stream, params);
+  return launch_cooperative(&gather_kernel<T, 0>, grid.grid, stream, params);
 }
 cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const MovementCall& call, const GatherTensors& tensors,
                    cudaStream_t stream) {
@@ -313,18 +316,19 @@ cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const MovementCal
 } // namespace
 
 std::vector<const void*> gather_kernels() {
-  return {reinterpret_cast<const void*>(&gather_kernel<float, false>),
-          reinterpret_cast<const void*>(&gather_kernel<__half, false>),
-          reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16, false>)};
+  return {reinterpret_cast<const void*>(&gather_kernel<float, 0>), reinterpret_cast<const void*>(&gather_kernel<__half, 0>),
+          reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16, 0>),
+          reinterpret_cast<const void*>(&gather_kernel<__half, kShortTile>),
+          reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16, kShortTile>)};
 }
 std::vector<const void*> long_tile_gather_kernels() {
-  return {reinterpret_cast<const void*>(&gather_kernel<__half, true>),
-          reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16, true>),
+  return {reinterpret_cast<const void*>(&gather_kernel<__half, kLongTile>),
+          reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16, kLongTile>),
           reinterpret_cast<const void*>(&batch_gather_kernel<__half>),
           reinterpret_cast<const void*>(&batch_gather_kernel<__nv_bfloat16>)};
 }
 size_t long_tile_gather_shared_bytes() {
-  using Block = GatherBlock<__nv_bfloat16, true>; // as that of __half
+  using Block = GatherBlock<__nv_bfloat16, kLongTile>; // as that of __half
   return Block::kWarps * (Block::kRingBytes + TmaRowPipeline::kBarriersBytes);
 }
 

@@ -196,24 +196,30 @@ private:
   int front_ = 0;            // offset of the stage of the oldest h-tile that has not been taken
 };
 
-// A row reader for aligned rows of 16-bit elements that consist of long h-tiles. A load moves more elements, so that there are
-// fewer instructions per element for addresses, loops and waits. The list of up to 32 rows lies in registers: lane i has the
-// i-th. With kManySums it reads the rows of one sum after the other, without draining the ring in between.
-template <typename T, bool kManySums = false>
-class LongTileReader {
+// The number of a lane's fragments in an h-tile of a list reader. A long h-tile takes fewer instructions per element for
+// addresses, loops and waits, but more registers, and only rows that consist of long h-tiles are read by them.
+constexpr int kShortTile = 4, kLongTile = 7;
+
+// A row reader for aligned rows of 16-bit elements. The list of up to 32 rows lies in registers: lane i has the i-th. With
+// kManySums it reads the rows of one sum after the other, without draining the ring in between.
+template <typename T, int kTile, bool kManySums = false>
+class ListReader {
 public:
-  static constexpr int kWarpTiles = 7;
+  static constexpr int kWarpTiles = kTile;
   static constexpr int kHTile = kWarpTiles * kWarpTile;
-  static constexpr int kStages = 5;
+  static constexpr bool kHasWholeTiles = kTile == kLongTile; // the last short h-tile of a row may have fewer elements
+  static constexpr int kStages = kHasWholeTiles ? 5 : 7;
   static constexpr int kRingBytes = kStages * kHTile * static_cast<int>(sizeof(T));
 
   static constexpr bool kTakesType = sizeof(T) == 2;
 
   // `shared` is TmaRowPipeline::begin_generic() of a pipeline whose ring has kRingBytes. Begins to read as
-  // RowReader::begin() does; the lane passes a row, or anything if there are fewer.
-  __device__ LongTileReader(std::byte* shared, const T* own_row, int num_rows, int64_t hidden)
+  // RowReader::begin() does; the lane passes a row, or anything if there are fewer. The rows have `hidden` elements, which
+  // takes() takes and whose bytes an int numbers.
+  __device__ ListReader(std::byte* shared, const T* own_row, int num_rows, int64_t hidden)
       : ring_(in_register(shared) + lane() * kFragmentBytes), own_row_(reinterpret_cast<const std::byte*>(own_row)),
-        num_rows_(num_rows), loads_left_(h_tiles(hidden) * num_rows), next_offset_(lane() * kFragmentBytes) {
+        row_bytes_(static_cast<int>(hidden) * static_cast<int>(sizeof(T))), num_rows_(num_rows),
+        loads_left_(h_tiles(hidden) * num_rows), next_offset_(lane() * kFragmentBytes) {
     __syncwarp(); // the reads come after what this warp has acquired
     fill_ring();
   }
@@ -228,21 +234,28 @@ public:
     int num_sums;
   };
   // Begins to read the rows of the first sum likewise, then those of the next one, and so on.
-  __device__ LongTileReader(std::byte* shared, const Sums& sums, int64_t hidden)
-      : ring_(in_register(shared) + lane() * kFragmentBytes),
-        own_row_(reinterpret_cast<const std::byte*>(sums.own_row)), sums_{sums.own_size, sums.room, sums.first_sum - 1,
-                                                                          sums.first_sum + sums.num_sums, h_tiles(hidden)} {
+  __device__ ListReader(std::byte* shared, const Sums& sums, int64_t hidden)
+      : ring_(in_register(shared) + lane() * kFragmentBytes), own_row_(reinterpret_cast<const std::byte*>(sums.own_row)),
+        row_bytes_(static_cast<int>(hidden) * static_cast<int>(sizeof(T))), sums_{sums.own_size, sums.room,
+                                                                                  sums.first_sum - 1,
+                                                                                  sums.first_sum + sums.num_sums,
+                                                                                  h_tiles(hidden)} {
     static_assert(kManySums);
     __syncwarp(); // as above
     begin_next_sum();
     fill_ring();
   }
 
-  // Whether rows of `hidden` elements consist of long h-tiles.
-  __host__ __device__ static constexpr bool takes(int64_t hidden) { return kTakesType && hidden % kHTile == 0; }
-  __device__ static int h_tiles(int64_t hidden) { return static_cast<int>(hidden) / kHTile; }
+  // Returns whether aligned rows of `hidden` elements are read by such h-tiles.
+  __host__ __device__ static constexpr bool takes(int64_t hidden) {
+    return kTakesType && hidden % (kHasWholeTiles ? kHTile : kFragment) == 0;
+  }
+  __device__ static int h_tiles(int64_t hidden) {
+    return (static_cast<int>(hidden) + (kHasWholeTiles ? 0 : kHTile - 1)) / kHTile;
+  }
 
-  // Waits for the next h-tile. fragment() returns the lane's fragments of it until the next call.
+  // Waits for the next h-tile. fragment() returns the lane's fragments of it until the next call; beyond the row's end they are
+  // undefined.
   __device__ void next() {
     load_next();
     wait_for_async_copies<kStages - 1>();
@@ -273,8 +286,15 @@ private:
   __device__ void load_next() {
     if (loads_left_ > 0) { // the same in all lanes
       --loads_left_;
-      begin_async_copies<kWarpTiles, kWarpTileBytes>(ring_ + back_,
-                                                     from_lane(own_row_, first_lane() + next_row_) + next_offset_);
+      const std::byte* const row = from_lane(own_row_, first_lane() + next_row_);
+      if constexpr (kHasWholeTiles) {
+        begin_async_copies<kWarpTiles, kWarpTileBytes>(ring_ + back_, row + next_offset_);
+      } else {
+#pragma unroll
+        for (int at = 0; at < kHTileBytes; at += kWarpTileBytes)
+          if (next_offset_ + at < row_bytes_)
+            begin_async_copies<1, kWarpTileBytes>(ring_ + back_ + at, row + next_offset_ + at);
+      }
     }
     end_async_copy_group();
     if (++next_row_ != num_rows_) return;
@@ -302,6 +322,7 @@ private:
 
   std::byte* ring_; // the lane's first fragment in the first stage
   const std::byte* own_row_;
+  int row_bytes_;
   int num_rows_ = 0; // of the sum whose rows are loaded next
   int loads_left_ = 0;
   int next_row_ = 0;
@@ -311,5 +332,9 @@ private:
     int own_size, room, next, end, h_tiles;
   } sums_{}; // with kManySums
 };
+template <typename T, bool kManySums = false>
+using LongTileReader = ListReader<T, kLongTile, kManySums>;
+template <typename T>
+using ShortTileReader = ListReader<T, kShortTile>;
 
 } // namespace epx::cuda

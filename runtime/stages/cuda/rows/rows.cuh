@@ -388,11 +388,12 @@ __device__ __forceinline__ void sum_fragments(std::byte* shared, const SumTerms<
   reader.end();
 }
 
-// This does the same for the rows that are the next ones of a LongTileReader.
+// This does the same for the rows that are the next ones of a ListReader.
 template <bool kHasInner, bool kHasFirstStep, typename Reader, typename T>
-__device__ __forceinline__ void sum_long_h_tiles(Reader& reader, const SumTerms<T>& terms, T* to, int64_t hidden) {
+__device__ __forceinline__ void sum_listed_rows(Reader& reader, const SumTerms<T>& terms, T* to, int64_t hidden) {
   constexpr int kFragments = Reader::kWarpTiles;
   T* target = to + lane() * kFragment;
+  const T* const end = to + hidden;
 #pragma unroll 1
   for (int h_tile = Reader::h_tiles(hidden); h_tile > 0; --h_tile, target += Reader::kHTile) {
     const auto sums = sum_h_tile<kHasInner, kHasFirstStep, kFragments>(terms, [&](auto& of_terms, int term, auto step) {
@@ -404,7 +405,7 @@ __device__ __forceinline__ void sum_long_h_tiles(Reader& reader, const SumTerms<
     });
 #pragma unroll
     for (int i = 0; i < kFragments; ++i)
-      store_vector(target + i * kWarpTile, sums.rounded(i));
+      if (Reader::kHasWholeTiles || target + i * kWarpTile < end) store_vector(target + i * kWarpTile, sums.rounded(i));
   }
 }
 
@@ -413,26 +414,28 @@ __device__ __noinline__ void sum_unaligned_fragments(std::byte* shared, const Su
   sum_fragments<kHasInner, false>(shared, terms, to, hidden);
 }
 
-template <bool kHasInner, bool kTakesLongTiles, typename T>
+template <bool kHasInner, int kTile, typename T>
 __device__ __forceinline__ void sum_aligned_rows(std::byte* shared, const SumTerms<T>& terms, T* to, int64_t hidden) {
-  if constexpr (kTakesLongTiles)
-    if (LongTileReader<T>::takes(hidden) && terms.size() <= kWarp) {
-      LongTileReader<T> reader(shared, terms.rows.own(0), terms.size(), hidden);
-      sum_long_h_tiles<kHasInner, false>(reader, terms, to, hidden);
+  if constexpr (kTile > 0) {
+    using Reader = ListReader<T, kTile>;
+    if (Reader::takes(hidden) && terms.size() <= kWarp) {
+      Reader reader(shared, terms.rows.own(0), terms.size(), hidden);
+      sum_listed_rows<kHasInner, false>(reader, terms, to, hidden);
       reader.end();
       return;
     }
+  }
   sum_fragments<kHasInner, true>(shared, terms, to, hidden);
 }
 
-// to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows. With
-// kTakesLongTiles, which needs more than 128 registers, rows that consist of long h-tiles are read by those.
-template <bool kHasInner, bool kTakesLongTiles = false, typename T>
+// to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows. With kTile a
+// ListReader of such h-tiles reads what it takes; kLongTile needs more than 128 registers.
+template <bool kHasInner, int kTile = 0, typename T>
 __device__ inline void sum_rows(TmaRowPipeline& pipeline, const SumTerms<T>& terms, T* to, int64_t hidden) {
   if (terms.size() == 0)
     zero_row(reinterpret_cast<std::byte*>(to), hidden * static_cast<int64_t>(sizeof(T)));
   else if (is_vectorizable(terms.address_bits | reinterpret_cast<uint64_t>(to), hidden))
-    sum_aligned_rows<kHasInner, kTakesLongTiles>(pipeline.begin_generic(), terms, to, hidden);
+    sum_aligned_rows<kHasInner, kTile>(pipeline.begin_generic(), terms, to, hidden);
   else
     sum_unaligned_fragments<kHasInner>(pipeline.begin_generic(), terms, to, hidden);
 }
