@@ -98,8 +98,9 @@ public:
   PrepareGrid next_prepare(int64_t routes, cudaStream_t stream);
   PrepareDispatchGrid next_prepare_dispatch(int64_t tokens, int top_k, int64_t row_bytes, int alignment,
                                             cudaStream_t stream);
-  // Returns whether the group has several ranks, and SMs enough for the kernel of prepare_dispatch for many tokens.
-  bool has_ht_prepare_dispatch() const;
+  // Returns whether one kernel makes prepare_dispatch of tokens that are too many for the low-latency path; their rows have so
+  // many bytes when each is counted once for each of the token's routes.
+  bool has_ht_prepare_dispatch(int64_t route_bytes) const;
   HtPrepareDispatchGrid next_ht_prepare_dispatch(int64_t tokens, int top_k, cudaStream_t stream);
   MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int alignment, ReceiverWork receivers, cudaStream_t stream);
   // Returns whether a scatter on so many blocks is to stage its rows even where they could be written in place.

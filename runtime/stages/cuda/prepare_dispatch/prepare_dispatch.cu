@@ -293,7 +293,8 @@ cudaError_t launch_prepare_dispatch(const DeviceGroup& group, LaunchPlan& plan, 
   MovementParams movement = make_movement_params(group, {}, dispatch, weights, dispatch.sidecar_bytes, range);
   const ExpertRanks experts(ExpertBlocks{shape.num_experts, shape.num_ranks});
   if (!sends_ll_rows(group.context.layout, dispatch.num_tokens, dispatch.top_k)) {
-    if (group.context.layout.scatter_by_token && plan.has_ht_prepare_dispatch()) {
+    const int64_t route_bytes = dispatch.num_tokens * dispatch.top_k * row_bytes;
+    if (group.context.layout.scatter_by_token && plan.has_ht_prepare_dispatch(route_bytes)) {
       const auto [grid, role_counts, prepare] = plan.next_ht_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, stream);
       movement.role_counts = role_counts;
       movement.descriptor.stages_rows = 1;
