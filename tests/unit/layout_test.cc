@@ -202,7 +202,7 @@ TEST_CASE("LL staging: a place for each chunk, apart by parity, within its regio
   CHECK(layout.ll_chunks == 3);
   CHECK(epx::ll_scatter_packet(layout, shape, 0, 0, 0, 2) == 2 * epx::kLlChunkPackets);
   CHECK(epx::ll_scatter_packet(layout, shape, 0, 0, 1, 0) == 3 * epx::kLlChunkPackets);
-  CHECK(epx::ll_scatter_packet(layout, shape, 1, 0, 0, 0) == 4 * 6 * 3 * epx::kLlChunkPackets);
+  CHECK(epx::ll_scatter_packet(layout, shape, 1, 0, 0, 0) == int64_t{4} * 6 * 3 * epx::kLlChunkPackets);
   CHECK((epx::ll_scatter_packet(layout, shape, 1, 3, 5, 2) + epx::kLlChunkPackets) * int64_t{sizeof(epx::LlPacket16)} ==
         layout.ll_scatter_rows.bytes);
   CHECK((epx::ll_gather_packet(layout, shape, 1, 5, 2, 1) + epx::kLlChunkPackets) * int64_t{sizeof(epx::LlPacket16)} ==
@@ -222,7 +222,7 @@ TEST_CASE("LL staging: a place for each chunk, apart by parity, within its regio
   config.max_token_dtype = EPX_BFLOAT16;
   CHECK(ll_tokens(1) == epx::kMaxLlTokens);
   CHECK(ll_tokens(2) == epx::kMaxLlTokens);
-  CHECK(ll_tokens(4) == epx::kMaxLlBytes / (3 * 2 * 28672));
+  CHECK(ll_tokens(4) == epx::kMaxLlBytes / (int64_t{3} * 2 * 28672));
   config.hidden_dim = 57344;
   CHECK(ll_tokens(4) == epx::kMinLlTokens);
   config.hidden_dim = 14336;
@@ -285,8 +285,8 @@ TEST_CASE("handle memory over nodes keeps to the formula of epx.h, and legs have
         const int64_t ranks = int64_t{8} * nodes, padded = tokens == 1030 ? 2048 : tokens;
         const epx::GroupShape group = epx::resolve(config, static_cast<int>(ranks));
         const int64_t bytes = epx::handle_mem_bytes(group, epx::WindowAccess::by_kernels, top_k);
-        CHECK(bytes <= 12 * (nodes + 1) * padded * top_k + (4 * ranks + 16 * nodes) * padded + 12 * group.max_recv_tokens +
-                           8 * ranks * 256 + 65536);
+        CHECK(bytes <= int64_t{12} * (nodes + 1) * padded * top_k + (4 * ranks + int64_t{16} * nodes) * padded +
+                           12 * group.max_recv_tokens + 8 * ranks * 256 + 65536);
         const epx::NodesShape shape = epx::make_nodes_shape(group, 9); // the second rank of the second node
         CHECK(shape.padded_tokens() == padded);
         const epx::NodesHandleLayout layout = epx::make_nodes_handle_layout(shape, top_k);
