@@ -62,6 +62,7 @@ private:
     std::unique_ptr<NcclWindow> window;
     exchange.all_gather([&] {
       window = make();
+      log::transport().info("the {} bytes of a window are there, and their registration begins", bytes);
       return bytes;
     });
     exchange.all_gather([&] {
@@ -105,7 +106,11 @@ struct Meeting {
 // The call is collective. It returns once all ranks have been found to be able to use NCCL together. `first_of_node` is the
 // first of the ranks_per_node ranks of this rank's node.
 Meeting meet(int rank, int first_of_node, int ranks_per_node, Exchange& exchange) {
-  const std::vector<RankHello> hellos = exchange.all_gather([] { return RankHello{find_gpu(), loaded_nccl().code}; });
+  const std::vector<RankHello> hellos = exchange.all_gather([] {
+    const RankHello hello{find_gpu(), loaded_nccl().code};
+    log::transport().info("NCCL {} is loaded, and the GPU is device {}", loaded_nccl().name, hello.gpu.device);
+    return hello;
+  });
   bool has_nvlink = false;
   std::vector<UniqueIds> all_ids = exchange.all_gather([&] { // the UID all-gather
     std::vector<GpuIdentity> gpus;
