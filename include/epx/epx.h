@@ -524,8 +524,9 @@ EPX_API epx_status epx_group_status(epx_group group, epx_group_report* report);
 /** Allocates `bytes` (> 0, the same on all ranks) of memory that peers can reach. Receive tensors that lie in it are written
  * in place by dispatch and combine_bwd, but on GPUs not where staging is faster, and may be read in place by combine and
  * dispatch_bwd (on the host transport: when those of all ranks, weights included, do); others are staged, with the same
- * result. The same holds for rank-major calls. Collective; counts as two calls in sequence numbers, and as fewer where it fails, on all
- * ranks alike. *ptr is aligned to 256 bytes and its contents are zero. On GPUs it and epx_mem_free synchronise the device.
+ * result. The same holds for rank-major calls. Collective; counts as two calls in sequence numbers, and as fewer where it
+ * fails, on all ranks alike. *ptr is aligned to 256 bytes and its contents are zero. On GPUs it and epx_mem_free
+ * synchronise the device.
  * Errors: INVALID_ARGUMENT; OUT_OF_MEMORY (on all ranks, if any lacks it; the group lives on); MISMATCH (bytes differ; the
  * group lives on); sticky ones. */
 EPX_API epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr);

@@ -109,7 +109,7 @@ TEST_CASE("rows of whole longer h-tiles, and others, in sums of few and of many 
     epx_dtype dtype;
     int hidden = 3584, combine_hidden = 1792;
   };
-  // Two h-tiles and a part of one, in two splits, and one h-tile and one fragment.
+  // Three short h-tiles and one fragment, in two splits; and one short h-tile and one fragment.
   constexpr int kHidden = 3080, kCombineHidden = 1032;
   // In precision wire with up to 16 routes, warps take batches of tokens: on one SM of as many as they can, on four of two, too.
   const auto cases = {Rows{EPX_COMBINE_WIRE, 1, 4, EPX_BFLOAT16},

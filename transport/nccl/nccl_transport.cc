@@ -107,9 +107,9 @@ struct Meeting {
 // first of the ranks_per_node ranks of this rank's node.
 Meeting meet(int rank, int first_of_node, int ranks_per_node, Exchange& exchange) {
   const std::vector<RankHello> hellos = exchange.all_gather([] {
-    const RankHello hello{find_gpu(), loaded_nccl().code};
-    log::transport().info("NCCL {} is loaded, and the GPU is device {}", loaded_nccl().name, hello.gpu.device);
-    return hello;
+    const NcclVersion& version = loaded_nccl();
+    log::transport().info("NCCL {} is loaded", version.name);
+    return RankHello{find_gpu(), version.code};
   });
   bool has_nvlink = false;
   std::vector<UniqueIds> all_ids = exchange.all_gather([&] { // the UID all-gather

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // prepare_dispatch of a rank with few tokens (sends_ll_rows), on the low-latency path. Its rows leave as LL lines before any slot
 // is known, since their staging is keyed by (source, token): to each rank that a valid expert of the token lives on. A rank with
-// more tokens takes the kernel of ht_prepare_dispatch.cu, or, in a small grid, a group of one rank, or where staging is keyed by
-// slot, two kernels, prepare's and then scatter's (launch_first_half, launch_second_half), which make one call. Each rank learns
-// from the descriptors which path its peers have taken, so the ranks of a call may take different ones.
+// more tokens takes the kernel of ht_prepare_dispatch.cu, or, where LaunchPlan::has_ht_prepare_dispatch() says that it does not
+// pay and where staging is keyed by slot, two kernels, prepare's and then scatter's (launch_first_half, launch_second_half),
+// which make one call. Each rank learns from the descriptors which path its peers have taken, so the ranks of a call may take
+// different ones.
 //
 //   blocks          do                                                        wait for
 //   those that      post the call descriptor (block 0); publish routes or     the entry barrier; LL packets of routes, counts,

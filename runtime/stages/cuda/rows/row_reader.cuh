@@ -218,8 +218,8 @@ public:
   // takes() takes and whose bytes an int numbers.
   __device__ ListReader(std::byte* shared, const T* own_row, int num_rows, int64_t hidden)
       : ring_(in_register(shared) + lane() * kFragmentBytes), own_row_(reinterpret_cast<const std::byte*>(own_row)),
-        row_bytes_(static_cast<int>(hidden) * static_cast<int>(sizeof(T))), num_rows_(num_rows),
-        loads_left_(h_tiles(hidden) * num_rows), next_offset_(lane() * kFragmentBytes) {
+        row_bytes_(bytes_of(hidden)), num_rows_(num_rows), loads_left_(h_tiles(hidden) * num_rows),
+        next_offset_(lane() * kFragmentBytes) {
     __syncwarp(); // the reads come after what this warp has acquired
     fill_ring();
   }
@@ -236,10 +236,8 @@ public:
   // Begins to read the rows of the first sum likewise, then those of the next one, and so on.
   __device__ ListReader(std::byte* shared, const Sums& sums, int64_t hidden)
       : ring_(in_register(shared) + lane() * kFragmentBytes), own_row_(reinterpret_cast<const std::byte*>(sums.own_row)),
-        row_bytes_(static_cast<int>(hidden) * static_cast<int>(sizeof(T))), sums_{sums.own_size, sums.room,
-                                                                                  sums.first_sum - 1,
-                                                                                  sums.first_sum + sums.num_sums,
-                                                                                  h_tiles(hidden)} {
+        row_bytes_(bytes_of(hidden)), sums_{sums.own_size, sums.room, sums.first_sum - 1, sums.first_sum + sums.num_sums,
+                                            h_tiles(hidden)} {
     static_assert(kManySums);
     __syncwarp(); // as above
     begin_next_sum();
@@ -276,8 +274,11 @@ private:
   static constexpr int kFragmentBytes = sizeof(Fragment<T>), kWarpTileBytes = kWarp * kFragmentBytes;
   static constexpr int kHTileBytes = kWarpTiles * kWarpTileBytes;
 
+  __device__ static int bytes_of(int64_t hidden) { return static_cast<int>(hidden) * static_cast<int>(sizeof(T)); }
   __device__ void fill_ring() {
     static_assert(kTakesType && kRingBytes % 128 == 0 && kRingBytes >= TmaRowPipeline::kStagesBytes);
+    // Short h-tiles need no larger ring than a pipeline has for its own stages.
+    static_assert(kHasWholeTiles || kRingBytes == TmaRowPipeline::kStagesBytes);
 #pragma unroll 1
     for (back_ = 0; back_ < (kStages - 1) * kHTileBytes; back_ += kHTileBytes)
       load_next();
