@@ -17,7 +17,12 @@ Communicator::Communicator(const NcclVersion& version, int rank, int num_ranks, 
   ncclComm_t comm = nullptr;
   const ncclResult_t result = nccl().CommInitRankConfig(&comm, num_ranks, id, rank, &config);
   comm_ = comm;
-  wait(result, "ncclCommInitRankConfig");
+  if (result != ncclInProgress) check_nccl(result, "ncclCommInitRankConfig");
+}
+
+void Communicator::wait_until_made() {
+  wait(ncclInProgress, "ncclCommInitRankConfig");
+  is_made_ = true;
 }
 
 Communicator::~Communicator() {

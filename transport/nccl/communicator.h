@@ -15,13 +15,17 @@ namespace epx {
 // The communicator is non-blocking: this class polls operations in progress, and aborts the communicator at the deadline.
 class Communicator {
 public:
-  // The call is collective in the ranks that have `id`. `version` is that of the library that is loaded. NCCL's kernels get
-  // `ctas` blocks each. Throws TIMEOUT, SYSTEM.
+  // Begins to make the communicator, in a thread of NCCL's own, and waits for nobody. The ranks that have `id` do so together.
+  // `version` is that of the library that is loaded. NCCL's kernels get `ctas` blocks each. Throws SYSTEM.
   Communicator(const NcclVersion& version, int rank, int num_ranks, const ncclUniqueId& id, int ctas,
                std::chrono::milliseconds timeout);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
+
+  // Returns when the communicator is made, which must be so before NCCL is called with it. Throws as wait() does.
+  void wait_until_made();
+  bool is_made() const { return is_made_; } // and has been waited for
 
   // NULL after a timeout, and after abort(). Any thread may call it.
   ncclComm_t get() const { return comm_; }
@@ -44,6 +48,7 @@ public:
 private:
   const NcclVersion& version_; // the loaded library's
   std::atomic<ncclComm_t> comm_ = nullptr;
+  bool is_made_ = false;
   std::chrono::milliseconds timeout_;
   std::function<bool()> has_ended_;
 };

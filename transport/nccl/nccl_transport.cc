@@ -27,6 +27,19 @@ namespace {
 
 constexpr int kWindowCtas = 1; // such a communicator carries small records only; channels cost time and memory
 
+// Returns when the communicator of a node's ranks is made. Throws TIMEOUT, SYSTEM, UNSUPPORTED.
+void wait_for_communicator(Communicator& communicator, int num_ranks) {
+  if (communicator.is_made()) return;
+  communicator.wait_until_made();
+  log::transport().info("the communicator is there");
+  const int lsa_ranks = nccl().TeamLsa(communicator.get()).nRanks;
+  if (lsa_ranks < num_ranks)
+    fail(EPX_ERROR_UNSUPPORTED,
+         "the group has {} ranks on this node, but only {} of them reach each other's memory over NVLink (NCCL's LSA "
+         "domain)",
+         num_ranks, lsa_ranks);
+}
+
 class NcclTransport final : public Transport {
 public:
   NcclTransport(std::shared_ptr<Communicator> communicator, int rank, int num_ranks, bool has_nvlink,
@@ -66,13 +79,14 @@ private:
       return bytes;
     });
     exchange.all_gather([&] {
+      if (communicator_ != nullptr) wait_for_communicator(*communicator_, num_ranks_);
       window->register_everywhere();
       return bytes;
     });
     return window;
   }
 
-  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<Communicator> communicator_; // NULL where the node has one rank; it is made before the first window is
   int rank_;
   int num_ranks_;
   bool has_nvlink_;
@@ -99,8 +113,8 @@ struct UniqueIds {
 };
 
 struct Meeting {
-  std::vector<UniqueIds> ids; // what each rank has made
-  bool has_nvlink;            // this rank reaches all ranks of its node over NVLink
+  std::vector<UniqueIds> ids;    // what each rank has made
+  std::vector<GpuIdentity> gpus; // of each rank
 };
 
 // The call is collective. It returns once all ranks have been found to be able to use NCCL together. `first_of_node` is the
@@ -111,14 +125,13 @@ Meeting meet(int rank, int first_of_node, int ranks_per_node, Exchange& exchange
     log::transport().info("NCCL {} is loaded", version.name);
     return RankHello{find_gpu(), version.code};
   });
-  bool has_nvlink = false;
+  std::vector<GpuIdentity> gpus;
+  std::vector<int> codes;
+  for (const RankHello& hello : hellos) {
+    gpus.push_back(hello.gpu);
+    codes.push_back(hello.nccl_code);
+  }
   std::vector<UniqueIds> all_ids = exchange.all_gather([&] { // the UID all-gather
-    std::vector<GpuIdentity> gpus;
-    std::vector<int> codes;
-    for (const RankHello& hello : hellos) {
-      gpus.push_back(hello.gpu);
-      codes.push_back(hello.nccl_code);
-    }
     if (const std::string why = why_not_one_nccl(codes); !why.empty())
       fail(EPX_ERROR_UNSUPPORTED, "{}: all ranks of a group need the same one", why);
     if (const std::string why = why_not_a_gpu_each(gpus); !why.empty())
@@ -126,44 +139,29 @@ Meeting meet(int rank, int first_of_node, int ranks_per_node, Exchange& exchange
            "transport nccl needs a GPU of its own for every rank, but {}: call cudaSetDevice before epx_group_create", why);
     if (const std::string why = why_not_new_enough(gpus); !why.empty())
       fail(EPX_ERROR_UNSUPPORTED, "transport nccl: {}", why);
-    has_nvlink =
-        reaches_over_nvlink(gpus[static_cast<size_t>(rank)], std::span(gpus).subspan(static_cast<size_t>(first_of_node),
-                                                                                     static_cast<size_t>(ranks_per_node)));
     const bool is_one_node = static_cast<size_t>(ranks_per_node) == gpus.size();
     UniqueIds ids{};
     if (rank == 0) check_nccl(nccl().GetUniqueId(&ids.group), "ncclGetUniqueId");
     if (rank == first_of_node && !is_one_node) check_nccl(nccl().GetUniqueId(&ids.node), "ncclGetUniqueId");
     return ids;
   });
-  return {std::move(all_ids), has_nvlink};
+  return {std::move(all_ids), std::move(gpus)};
 }
 
-// The call is collective: make(), which makes the communicator of a rank's windows, runs on every rank. Returns whether all
-// ranks reach those of their nodes over NVLink.
-template <typename Make>
-bool make_communicators(bool has_nvlink, Exchange& exchange, const Make& make) {
-  const std::vector<int32_t> all = exchange.all_gather([&] {
-    make();
-    return int32_t{has_nvlink ? 1 : 0};
-  });
+// The call is collective: bring() returns whether this rank reaches all of its node over NVLink. Returns whether all ranks do.
+template <typename Bring>
+bool all_have_nvlink(Exchange& exchange, const Bring& bring) {
+  const std::vector<int32_t> all = exchange.all_gather([&] { return int32_t{bring() ? 1 : 0}; });
   if (std::ranges::count(all, 0) == 0) return true;
   log::transport().info("not all ranks reach each other over NVLink: calls with few tokens take the high-throughput path");
   return false;
 }
 
-// The call is collective in the ranks that have `id`, which must reach each other's memory.
-std::shared_ptr<Communicator> make_window_communicator(int rank, int num_ranks, const ncclUniqueId& id,
-                                                       std::chrono::milliseconds timeout) {
+// Begins to make the communicator of the ranks that have `id`, which must reach each other's memory.
+std::shared_ptr<Communicator> begin_window_communicator(int rank, int num_ranks, const ncclUniqueId& id,
+                                                        std::chrono::milliseconds timeout) {
   log::transport().info("NCCL {}: a communicator of {} ranks begins", loaded_nccl().name, num_ranks);
-  auto communicator = std::make_shared<Communicator>(loaded_nccl(), rank, num_ranks, id, kWindowCtas, timeout);
-  log::transport().info("the communicator is there");
-  const int lsa_ranks = nccl().TeamLsa(communicator->get()).nRanks;
-  if (lsa_ranks < num_ranks)
-    fail(EPX_ERROR_UNSUPPORTED,
-         "the group has {} ranks on this node, but only {} of them reach each other's memory over NVLink (NCCL's LSA "
-         "domain)",
-         num_ranks, lsa_ranks);
-  return communicator;
+  return std::make_shared<Communicator>(loaded_nccl(), rank, num_ranks, id, kWindowCtas, timeout);
 }
 
 } // namespace
@@ -181,8 +179,9 @@ std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t 
   const std::chrono::milliseconds timeout(timeout_ms);
   const Meeting meeting = meet(rank, 0, num_ranks, exchange);
   std::shared_ptr<Communicator> communicator;
-  const bool has_nvlink = make_communicators(meeting.has_nvlink, exchange, [&] {
-    if (num_ranks > 1) communicator = make_window_communicator(rank, num_ranks, meeting.ids.front().group, timeout);
+  const bool has_nvlink = all_have_nvlink(exchange, [&] {
+    if (num_ranks > 1) communicator = begin_window_communicator(rank, num_ranks, meeting.ids.front().group, timeout);
+    return reaches_over_nvlink(meeting.gpus[static_cast<size_t>(rank)], meeting.gpus); // while NCCL makes the communicator
   });
   return std::make_unique<NcclTransport>(std::move(communicator), rank, num_ranks, has_nvlink, timeout);
 }
@@ -195,17 +194,21 @@ NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_
   std::shared_ptr<Communicator> of_node;
   std::unique_ptr<NcclRails> rails;
   // By itself, so that no node waits in the next one for a node that fails.
-  const bool has_nvlink = make_communicators(meeting.has_nvlink, exchange, [&] {
-    if (ranks_per_node > 1)
-      of_node =
-          make_window_communicator(index, ranks_per_node, meeting.ids[static_cast<size_t>(rank - index)].node, timeout);
+  const bool has_nvlink = all_have_nvlink(exchange, [&] {
+    const auto first = static_cast<size_t>(rank - index);
+    if (ranks_per_node > 1) of_node = begin_window_communicator(index, ranks_per_node, meeting.ids[first].node, timeout);
+    const bool reaches = reaches_over_nvlink(meeting.gpus[static_cast<size_t>(rank)],
+                                             std::span(meeting.gpus).subspan(first, static_cast<size_t>(ranks_per_node)));
+    if (of_node != nullptr) wait_for_communicator(*of_node, ranks_per_node);
+    return reaches;
   });
   exchange.all_gather([&] {
     log::transport().info("NCCL {}: a communicator of {} ranks begins, for the rails of {} nodes", loaded_nccl().name,
                           num_ranks, num_ranks / ranks_per_node);
-    rails = std::make_unique<NcclRails>(
-        std::make_unique<Communicator>(loaded_nccl(), rank, num_ranks, meeting.ids.front().group, rail_ctas, timeout), rank,
-        num_ranks, ranks_per_node, timeout);
+    auto communicator =
+        std::make_unique<Communicator>(loaded_nccl(), rank, num_ranks, meeting.ids.front().group, rail_ctas, timeout);
+    communicator->wait_until_made();
+    rails = std::make_unique<NcclRails>(std::move(communicator), rank, num_ranks, ranks_per_node, timeout);
     rails->connect();
     log::transport().info("the rails are there");
     return 0;
