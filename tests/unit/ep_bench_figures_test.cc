@@ -202,7 +202,8 @@ TEST_CASE("ep_bench report on GPUs: more lines, and ratios to the larger speed-o
   floors[1] = FloorFigures{.wire_us = 5,
                            .hbm_us = 4,
                            .wire_variant = "plain stores, 64 blocks",
-                           .hbm_variant = "plain stores, 132 blocks of 1024 threads"};
+                           .hbm_variant = "plain stores, 132 blocks of 1024 threads",
+                           .wire_us_of_variants = {{"plain stores, 64 blocks", 5}, {"bulk stores, 64 blocks", 5.5}}};
   floors[2] = FloorFigures{
       .wire_us = 1, .hbm_us = 2, .wire_variant = "bulk stores, 16 blocks", .hbm_variant = "bulk stores, 132 blocks"};
   results.figures = compute_figures(measurements, floors, {.sets = {{}, {}}}, results.options);
@@ -217,6 +218,7 @@ TEST_CASE("ep_bench report on GPUs: more lines, and ratios to the larger speed-o
   CHECK(operations.size() == 9);
   CHECK(operations["dispatch"]["floor"]["wire_us"] == 5);
   CHECK(operations["dispatch"]["floor"]["wire_variant"] == "plain stores, 64 blocks");
+  CHECK(operations["dispatch"]["floor"]["wire_us_of_variants"]["bulk stores, 64 blocks"] == 5.5);
   CHECK(operations["combine"]["floor"]["us"] == 2);
   CHECK(operations["combine"]["ratio"] == 4);
   CHECK(operations["prepare+dispatch+combine"]["floor"].is_null());

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -26,7 +27,8 @@ struct FloorFigures {
   double wire_us = 0;                    // each row stored once to each rank that it must reach; or rail_floor.h's time
   double hbm_us = 0;                     // local reads and writes; of one node
   std::string wire_variant, hbm_variant; // the fastest of the kernels that were tried; or what NCCL moves
-  double wire_us_on_sms = 0;             // the same on no more than options.num_comm_sms SMs; 0: not asked
+  std::map<std::string, double> wire_us_of_variants{}; // of all kernels that were tried; of one node
+  double wire_us_on_sms = 0;                           // the same on no more than options.num_comm_sms SMs; 0: not asked
   double hbm_us_on_sms = 0;
 
   double us() const { return wire_us > hbm_us ? wire_us : hbm_us; }

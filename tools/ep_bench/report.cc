@@ -126,6 +126,7 @@ nlohmann::json operation_json(const OperationFigures& figures, std::optional<int
     json["floor"] = {{"us", figures.floor->us()},
                      {"wire_us", figures.floor->wire_us},
                      {"wire_variant", figures.floor->wire_variant},
+                     {"wire_us_of_variants", figures.floor->wire_us_of_variants},
                      {"hbm_us", figures.floor->hbm_us},
                      {"hbm_variant", figures.floor->hbm_variant},
                      {"wire_us_on_comm_sms", figures.floor->wire_us_on_sms},

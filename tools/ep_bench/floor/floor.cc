@@ -190,10 +190,12 @@ private:
     FloorFigures best;
     const auto try_variant = [&](const char* kind, int blocks, auto&& launch) {
       const double us = median_us([&](size_t set) { return launch(wire_params(plans[set]), blocks, gpu_.cuda_stream()); });
+      const std::string variant = fmt::format("{} stores, {} blocks", kind, blocks);
+      best.wire_us_of_variants[variant] = us;
       if (blocks <= num_comm_sms_) best.wire_us_on_sms = lower(best.wire_us_on_sms, us);
       if (!best.wire_variant.empty() && us >= best.wire_us) return;
       best.wire_us = us;
-      best.wire_variant = fmt::format("{} stores, {} blocks", kind, blocks);
+      best.wire_variant = variant;
     };
     const auto try_both_variants = [&](int blocks) {
       try_variant("plain", blocks, launch_wire_floor);
