@@ -6,6 +6,7 @@
 //   threads  P ranks as threads of this process
 #include <doctest/doctest.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -53,6 +54,12 @@ void on_every_rank(const std::function<void(const RankContext&)>& scenario) {
   }
   REQUIRE_MESSAGE(failure.empty(), failure); // this is an assertion, since abort-after counts only these
   REQUIRE(num_checks() > before);
+}
+
+bool is_on_host() {
+  std::atomic<bool> is_host = false; // ranks may be threads
+  launcher().each_rank([&](const RankContext& context) { is_host = context.device->transport() == EPX_TRANSPORT_HOST; });
+  return is_host;
 }
 
 Case base_case() {

@@ -15,6 +15,9 @@ Launcher& launcher();
 // Runs one scenario on every rank that lives in this process, and fails the test case when a check fails or none was made.
 void on_every_rank(const std::function<void(const RankContext&)>& scenario);
 
+// Returns whether the ranks are on the host transport.
+bool is_on_host();
+
 // Returns a case of medium size for all ranks: 2.5 experts per rank, T that differs by rank, top-3, weights everywhere.
 Case base_case();
 

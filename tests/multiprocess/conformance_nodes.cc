@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <bit>
 #include <chrono>
 #include <limits>
@@ -22,12 +21,6 @@
 namespace epx::test {
 
 namespace {
-
-bool is_on_host() {
-  std::atomic<bool> is_host = false; // ranks may be threads
-  launcher().each_rank([&](const RankContext& context) { is_host = context.device->transport() == EPX_TRANSPORT_HOST; });
-  return is_host;
-}
 
 // Returns every number of ranks that a node can have here; 0 leaves it to the library.
 std::vector<int> node_sizes() {
