@@ -122,8 +122,10 @@ run_tests() { # BUILD_DIR LOG_NAME TIMEOUT_MULTIPLIER MESON_TEST_ARGS...
   say "$build_dir: testing${*:+ ($*)}"
   rm -f "$build_dir/meson-logs/$log.json"
   printf '%s\n' "$build_dir/meson-logs/$log.json" >>"$results/testlogs"
+  # More tests than cores at a time, since half of a test's time is waiting.
   "${unrandomised[@]}" meson test -C "$build_dir" --no-rebuild --print-errorlogs --logbase "$log" \
-    --timeout-multiplier "$multiplier" "$@" </dev/null || true # count_tests.py reads what failed
+    --num-processes "$(($(nproc) + 2))" --timeout-multiplier "$multiplier" "$@" </dev/null ||
+    true # count_tests.py reads what failed
   say "$build_dir: tested in $((SECONDS - begin)) s"
 }
 
@@ -199,9 +201,11 @@ if [[ $quick == yes ]]; then
   exit
 fi
 
-# Half of a test's time is waiting, so what only computes runs beside the tests, at a lower priority.
+# What has time runs beside the tests of the plain build, at a lower priority.
+lower_priority() { renice -n "$(($(nice) + 5))" -p "$BASHPID" >/dev/null || true; }
+
 compile_rest() {
-  renice -n "$(($(nice) + 5))" -p "$BASHPID" >/dev/null || true
+  lower_priority
   # By Clang, which takes half the time of GCC to compile with these sanitizers, and without optimization, which halves it
   # again: the loops over rows and the reference are optimized all the same (runtime/meson.build).
   CC='ccache clang-14' CXX='ccache clang++-14' \
@@ -213,8 +217,8 @@ compile_rest() {
   check clang-tidy tidy_is_quiet
 }
 
-# Beside those of the other sanitizer: many of either wait for their ranks most of the time, or run alone.
 test_threads() {
+  lower_priority
   if wait_for_build build-tsan; then
     run_tests build-tsan testlog 6 --suite threads --no-suite timing
   fi
@@ -222,10 +226,10 @@ test_threads() {
 
 build build all_targets "${plain_options[@]}"
 start_lane compile_rest
+start_lane test_threads >"$results/threads.out" 2>&1
 if was_built build; then
   run_tests build testlog 1 --no-suite timing
 fi
-start_lane test_threads >"$results/threads.out" 2>&1
 if wait_for_build build-asan; then
   run_tests build-asan testlog 4 --no-suite mpi --no-suite timing
   # Open MPI leaks, from modules that it has unloaded by then.
