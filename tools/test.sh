@@ -217,26 +217,26 @@ compile_rest() {
   check clang-tidy tidy_is_quiet
 }
 
-test_threads() {
+test_sanitized() {
   lower_priority
   if wait_for_build build-tsan; then
     run_tests build-tsan testlog 6 --suite threads --no-suite timing
+  fi
+  if wait_for_build build-asan; then
+    run_tests build-asan testlog 4 --no-suite mpi --no-suite timing
+    # Open MPI leaks, from modules that it has unloaded by then.
+    ASAN_OPTIONS+=:detect_leaks=0 run_tests build-asan testlog-mpi 4 --suite mpi --no-suite timing
   fi
 }
 
 build build all_targets "${plain_options[@]}"
 start_lane compile_rest
-start_lane test_threads >"$results/threads.out" 2>&1
+start_lane test_sanitized >"$results/sanitized.out" 2>&1
 if was_built build; then
   run_tests build testlog 1 --no-suite timing
 fi
-if wait_for_build build-asan; then
-  run_tests build-asan testlog 4 --no-suite mpi --no-suite timing
-  # Open MPI leaks, from modules that it has unloaded by then.
-  ASAN_OPTIONS+=:detect_leaks=0 run_tests build-asan testlog-mpi 4 --suite mpi --no-suite timing
-fi
 join_lanes
-cat "$results/threads.out"
+cat "$results/sanitized.out"
 
 # What checks times or kills ranks is left for the end, when nothing else computes. It sleeps most of the time: the builds'
 # tests can run beside each other.
