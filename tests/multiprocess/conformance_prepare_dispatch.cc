@@ -53,6 +53,25 @@ TEST_CASE("prepare_dispatch of many tokens on every rank, and of any number") {
   }
 }
 
+TEST_CASE("prepare_dispatch of a few tokens on every rank") {
+  for (const int tokens : {1, 6}) {
+    for (const bool pads_untouched : {false, true}) {
+      Case c = base_case();
+      c.group.max_tokens = tokens;
+      c.group.max_sidecar_bytes = 32;
+      c.group.hidden_dim = c.layer.hidden = c.layer.combine_hidden = 1032; // two LL chunks of bfloat16
+      c.layer.tokens = tokens == 1 ? TokenCount::full : TokenCount::ragged;
+      c.layer.alignment = pads_untouched ? 16 : 1;
+      c.layer.pads_untouched = pads_untouched;
+      c.layer.sidecar_bytes = pads_untouched ? 0 : 32;
+      c.layer.dispatch_weights = !pads_untouched;
+      c.layer.rows = RecvRows::any;
+      c.layer.percent_bad = 5;
+      run_everywhere(c);
+    }
+  }
+}
+
 TEST_CASE("prepare_dispatch of mixed numbers of tokens drops what overflows") {
   Case c = case_of_many_tokens();
   c.layer.tokens = TokenCount::mixed;
