@@ -17,6 +17,7 @@
 #include "tests/multiprocess/conformance.h"
 #include "tests/multiprocess/mpi_launcher.h"
 #include "tests/support/check.h"
+#include "tests/support/run_test_cases.h"
 
 namespace epx::test {
 
@@ -111,7 +112,7 @@ int main(int argc, char** argv) {
     epx::test::current_launcher = launcher.get();
     doctest::Context context(argc, argv);
     context.setOption("abort-after", 1); // ranks must not go on with different scenarios
-    const int code = context.run();
+    const int code = epx::test::run_test_cases(context, argc, argv);
     epx::test::current_launcher = nullptr;
     if (code != 0) std::_Exit(code); // peers may have ended, so no destructor may wait for them
     return 0;

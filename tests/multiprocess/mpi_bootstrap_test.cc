@@ -15,6 +15,7 @@
 
 #include <doctest/doctest.h>
 
+#include "tests/support/run_test_cases.h"
 #include "tests/support/time_limit.h"
 
 namespace {
@@ -353,7 +354,7 @@ int main(int argc, char** argv) {
   MPI_Init(&argc, &argv);
   epx_bootstrap outlives_mpi{};
   ok = ok && epx_bootstrap_mpi(MPI_COMM_WORLD, kPatient.count(), &outlives_mpi) == EPX_SUCCESS;
-  const int result = context.run();
+  const int result = epx::test::run_test_cases(context, argc, argv);
   {
     const TimeLimit limit(60);
     MPI_Finalize();
