@@ -201,7 +201,7 @@ if [[ $quick == yes ]]; then
   exit
 fi
 
-# What has time runs beside the tests of the plain build, at a lower priority.
+# Everything else runs beside the tests of the plain build, at a lower priority, so that those keep their time limits.
 lower_priority() { renice -n "$(($(nice) + 5))" -p "$BASHPID" >/dev/null || true; }
 
 compile_rest() {
@@ -217,15 +217,16 @@ compile_rest() {
   check clang-tidy tidy_is_quiet
 }
 
+# In the order in which compile_rest builds.
 test_sanitized() {
   lower_priority
-  if wait_for_build build-tsan; then
-    run_tests build-tsan testlog 6 --suite threads --no-suite timing
-  fi
   if wait_for_build build-asan; then
     run_tests build-asan testlog 4 --no-suite mpi --no-suite timing
     # Open MPI leaks, from modules that it has unloaded by then.
     ASAN_OPTIONS+=:detect_leaks=0 run_tests build-asan testlog-mpi 4 --suite mpi --no-suite timing
+  fi
+  if wait_for_build build-tsan; then
+    run_tests build-tsan testlog 6 --suite threads --no-suite timing
   fi
 }
 
