@@ -148,7 +148,8 @@ Meeting meet(int rank, int first_of_node, int ranks_per_node, Exchange& exchange
   return {std::move(all_ids), std::move(gpus)};
 }
 
-// The call is collective: bring() returns whether this rank reaches all of its node over NVLink. Returns whether all ranks do.
+// The call is collective: bring() returns whether this rank reaches all of its node over NVLink. Returns whether all ranks do;
+// those of other groups do not count, as they would in Exchange::all_of().
 template <typename Bring>
 bool all_have_nvlink(Exchange& exchange, const Bring& bring) {
   const std::vector<int32_t> all = exchange.all_gather([&] { return int32_t{bring() ? 1 : 0}; });

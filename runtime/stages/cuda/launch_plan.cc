@@ -284,9 +284,9 @@ PrepareDispatchGrid LaunchPlan::next_prepare_dispatch(int64_t tokens, int top_k,
 // takes 486 us instead of 494, and 512 tokens on 132 SMs 83 instead of 92.
 //
 // With two ranks local copies take more of the time than the wire, so that the copies of staged rows take longer than prepare
-// where routes have many bytes. On 2 H200 (bfloat16, top-8) prepare_dispatch + combine of rows of 7168 elements took 143.7 us with one kernel and 153.8
-// with two for 1024 tokens, 231.1 and 230.4 for 2048, and 405.6 and 393.6 for 4096; prepare_dispatch of 4096 rows of 4096
-// elements 140.7 and 135.0, of 3696 elements 128.6 and 134.2, and with top-1 of 5120 elements 79.8 and 92.0.
+// where routes have many bytes. On 2 H200 (bfloat16, top-8) prepare_dispatch + combine of rows of 7168 elements took 143.7 us
+// with one kernel and 153.8 with two for 1024 tokens, 231.1 and 230.4 for 2048, and 405.6 and 393.6 for 4096; prepare_dispatch
+// of 4096 rows of 4096 elements 140.7 and 135.0, of 3696 elements 128.6 and 134.2, and with top-1 of 5120 elements 79.8 and 92.0.
 bool LaunchPlan::has_ht_prepare_dispatch(int64_t route_bytes) const {
   constexpr int64_t kMaxRouteBytesOfTwoRanks = 250'000'000;
   return prepare_dispatch_blocks_ >= kMinSplitGrid && shape_.num_ranks > 1 &&
