@@ -13,8 +13,7 @@
 
 namespace epx {
 
-// Returns why this process cannot use NCCL (it cannot be loaded, or epx does not support the release); "" when it can. Loads
-// it.
+// Loads NCCL. Returns why this process cannot use it (it cannot be loaded, or epx does not support the release), or "".
 std::string why_no_nccl();
 
 // The call is collective over `exchange`; all ranks succeed or all throw: UNSUPPORTED (no GPU, two ranks on one GPU, no NCCL or
