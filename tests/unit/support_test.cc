@@ -204,4 +204,11 @@ TEST_CASE("leftovers in /dev/shm are seen") {
   CHECK_FALSE(watch.leftovers(100ms).contains(name));
 }
 
+TEST_CASE("a failure has the text of a const char *, and not its address") {
+  const char* text = "the other rank never came";
+  CHECK(doctest::toString(text) == text);
+  text = nullptr;
+  CHECK(doctest::toString(text) == "NULL");
+}
+
 } // namespace epx::test
