@@ -263,7 +263,8 @@ def run_suite(out, variant, gpus, command, seconds):
         return None
     if process.returncode == 77:
         return 'SKIPPED: ' + output.strip()[-150:]
-    own_words = [line for line in output.splitlines() if line.startswith('[') and 'checks passed' not in line]
+    own_words = [line for line in output.splitlines()
+                 if line.startswith('[') and 'checks passed' not in line and '] progress: ' not in line]
     if not own_words and 'stopped by the launcher' in output:
         return 'hang'
     return 'caught: ' + (own_words[0] if own_words else output.strip()[-150:])[:150]

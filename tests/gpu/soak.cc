@@ -8,6 +8,7 @@
 // all do. A layer has I inputs, or a quarter of that where its rows are long, since the oracle is slow.
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <string>
@@ -27,6 +28,7 @@ namespace {
 
 constexpr uint64_t kCheckEvery = 1'000;   // iterations
 constexpr uint64_t kCheckTimeEvery = 100; // iterations
+constexpr uint64_t kTellEvery = 10'000;   // iterations
 constexpr int kLongRow = 3104;            // elements, which gather moves in two splits
 constexpr int kLongestRow = 7504;         // elements, more than both halves of a TMA row pipeline hold
 constexpr int kBusyRow = 3584;            // elements: each of the two splits is a long h-tile
@@ -140,6 +142,15 @@ std::vector<Subject> subjects_of(const RankContext& context, GroupRun& group, co
   return subjects;
 }
 
+// Rank 0 says how far it is, for whoever finds that the run has been stopped. remove_fences.py knows this word.
+void tell_progress(const RankContext& context, const Kind& kind, uint64_t iterations, double seconds) {
+  if (context.rank != 0) return;
+  std::printf("progress: %s sums, num_comm_sms %d, %s layers: %llu iterations, %.1f s since the start\n",
+              kind.precision == EPX_COMBINE_EXACT ? "exact" : "wire", kind.num_comm_sms, kind.is_busy ? "busy" : "small",
+              static_cast<unsigned long long>(iterations), seconds);
+  std::fflush(stdout);
+}
+
 void soak(const RankContext& context, const Options& options) {
   const auto begin = std::chrono::steady_clock::now();
   const std::vector<Kind> kinds = kinds_of(options);
@@ -158,7 +169,12 @@ void soak(const RankContext& context, const Options& options) {
     Rng rng(options.seed); // the same on all ranks
     const bool is_timed = options.seconds.count() > 0;
     const uint64_t check_every = is_timed ? kCheckTimeEvery : kCheckEvery;
-    for (uint64_t iteration = 0; is_timed || iteration < options.iterations / kinds.size(); ++iteration) {
+    const auto tell = [&](uint64_t iterations) {
+      const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
+      tell_progress(context, kinds[number], iterations, passed.count());
+    };
+    uint64_t done = 0;
+    while (is_timed || done < options.iterations / kinds.size()) {
       const Subject& subject = subjects[rng.below(subjects.size())];
       const ResidentLayer::Snapshot& input = *subject.inputs[rng.below(subject.inputs.size())];
       const bool replays = rng.chance(50), is_fused = rng.chance(50);
@@ -169,12 +185,14 @@ void soak(const RankContext& context, const Options& options) {
       else
         subject.call(is_fused, times);
       subject.layer->count_wrong(input, wrong_bytes);
-      if (iteration % check_every != 0) continue;
+      if (done++ % check_every != 0) continue;
       context.device->read(&wrong, wrong_bytes, sizeof(wrong));
-      check(wrong == 0, "{} bytes are wrong within the first {} iterations", wrong, iteration + 1);
+      check(wrong == 0, "{} bytes are wrong within the first {} iterations", wrong, done);
+      if (done % kTellEvery == 1) tell(done);
       if (is_timed && time_is_up()) break;
     }
     context.device->read(&wrong, wrong_bytes, sizeof(wrong));
+    tell(done);
     context.device->free(memory);
     check(wrong == 0, "{} bytes are wrong", wrong);
     const epx_group_report report = group.view().status();
