@@ -142,24 +142,26 @@ std::vector<Subject> subjects_of(const RankContext& context, GroupRun& group, co
   return subjects;
 }
 
-// Rank 0 says how far it is, for whoever finds that the run has been stopped. remove_fences.py knows this word.
-void tell_progress(const RankContext& context, const Kind& kind, uint64_t iterations, double seconds) {
+using Clock = std::chrono::steady_clock;
+
+// Rank 0 prints how far it is, so that a run that is stopped from outside has said where it was. remove_fences.py does not take
+// lines of progress for the report of a failure.
+void tell_progress(const RankContext& context, const Kind& kind, uint64_t iterations, Clock::time_point begin) {
   if (context.rank != 0) return;
+  const std::chrono::duration<double> passed = Clock::now() - begin;
   std::printf("progress: %s sums, num_comm_sms %d, %s layers: %llu iterations, %.1f s since the start\n",
               kind.precision == EPX_COMBINE_EXACT ? "exact" : "wire", kind.num_comm_sms, kind.is_busy ? "busy" : "small",
-              static_cast<unsigned long long>(iterations), seconds);
+              static_cast<unsigned long long>(iterations), passed.count());
   std::fflush(stdout);
 }
 
 void soak(const RankContext& context, const Options& options) {
-  const auto begin = std::chrono::steady_clock::now();
+  const auto begin = Clock::now();
   const std::vector<Kind> kinds = kinds_of(options);
   for (size_t number = 0; number < kinds.size(); ++number) {
     const auto deadline = options.seconds * (number + 1) / static_cast<double>(kinds.size());
     // The clock of rank 0 decides for all.
-    const auto time_is_up = [&] {
-      return context.gather(std::chrono::steady_clock::now() - begin >= deadline ? 1 : 0).front() != 0;
-    };
+    const auto time_is_up = [&] { return context.gather(Clock::now() - begin >= deadline ? 1 : 0).front() != 0; };
     GroupRun group(context, group_of(context, kinds[number], options));
     const std::vector<Subject> subjects = subjects_of(context, group, kinds[number], options);
     std::byte* const memory = context.device->allocate(sizeof(unsigned long long));
@@ -169,10 +171,6 @@ void soak(const RankContext& context, const Options& options) {
     Rng rng(options.seed); // the same on all ranks
     const bool is_timed = options.seconds.count() > 0;
     const uint64_t check_every = is_timed ? kCheckTimeEvery : kCheckEvery;
-    const auto tell = [&](uint64_t iterations) {
-      const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
-      tell_progress(context, kinds[number], iterations, passed.count());
-    };
     uint64_t done = 0;
     while (is_timed || done < options.iterations / kinds.size()) {
       const Subject& subject = subjects[rng.below(subjects.size())];
@@ -188,11 +186,11 @@ void soak(const RankContext& context, const Options& options) {
       if (done++ % check_every != 0) continue;
       context.device->read(&wrong, wrong_bytes, sizeof(wrong));
       check(wrong == 0, "{} bytes are wrong within the first {} iterations", wrong, done);
-      if (done % kTellEvery == 1) tell(done);
+      if (done % kTellEvery == 1) tell_progress(context, kinds[number], done, begin);
       if (is_timed && time_is_up()) break;
     }
     context.device->read(&wrong, wrong_bytes, sizeof(wrong));
-    tell(done);
+    tell_progress(context, kinds[number], done, begin);
     context.device->free(memory);
     check(wrong == 0, "{} bytes are wrong", wrong);
     const epx_group_report report = group.view().status();
