@@ -49,6 +49,11 @@ int ranks_per_node() {
   return launched != nullptr ? std::atoi(launched) : 2;
 }
 
+// The shortest timeout of a group. It bounds the creation as well, and there NCCL connects GPUs of different nodes by sockets.
+std::chrono::milliseconds shortest_timeout() {
+  return std::chrono::milliseconds(std::string(transport()) == "host" ? 1'500 : kShortMs);
+}
+
 class NodeRank {
 public:
   NodeRank(const RankContext& context, int64_t timeout_ms, bool has_fixed_rail_tokens)
@@ -306,10 +311,10 @@ TEST_CASE("a relay whose call has failed sends no rows that its rail peer would 
 
 TEST_CASE("a rank whose kernel hangs in a call is named, though all ranks have come to it" *
           doctest::skip(std::string(transport()) == "host")) {
-  constexpr int64_t kTimeoutMs = 1'000;
+  const auto timeout = shortest_timeout();
   // Kernels wait longer over nodes. A node of one rank has no peer whose kernel waits, and finds the hang by itself.
-  const auto limit = std::chrono::milliseconds(2 * kTimeoutMs) + kGrace;
-  const auto limit_of_kernels = std::chrono::milliseconds(3 * kTimeoutMs) + 10s + 2 * kGrace;
+  const auto limit = 2 * timeout + kGrace;
+  const auto limit_of_kernels = 3 * timeout + 10s + 2 * kGrace;
   // With fixed sizes the peers of a combine wait in the same call; else these have what they need, and wait in the next one.
   struct Hang {
     epx_operation operation;
@@ -319,7 +324,7 @@ TEST_CASE("a rank whose kernel hangs in a call is named, though all ranks have c
     CAPTURE(operation_name(hang.operation));
     CAPTURE(hang.has_fixed_sizes);
     run_nodes(
-        {}, kTimeoutMs,
+        {}, timeout.count(),
         [&](NodeRank& rank) {
           rank.lose(1, ranks_per_node() == 1 ? limit : limit_of_kernels, EPX_ERROR_TIMEOUT, hang.operation);
         },
@@ -397,11 +402,11 @@ TEST_CASE("a rank whose connection a forked child keeps open is named by its sil
 }
 
 TEST_CASE("a job that is stopped and continued as a whole lives on") {
-  constexpr auto kTimeout = 1'500ms;
-  run_nodes({}, kTimeout.count(), [&](NodeRank& rank) {
+  const auto timeout = shortest_timeout();
+  run_nodes({}, timeout.count(), [&](NodeRank& rank) {
     if (rank.number() == 0 && ::fork() == 0) {
       ::setpgid(0, 0);
-      std::this_thread::sleep_for(2 * kTimeout + 500ms);
+      std::this_thread::sleep_for(2 * timeout + 500ms);
       for (int each = kRanks - 1; each >= 0; --each) {
         ::kill(rank.pid_of(each), SIGCONT);
         std::this_thread::sleep_for(100ms);
@@ -410,7 +415,7 @@ TEST_CASE("a job that is stopped and continued as a whole lives on") {
     }
     std::raise(SIGSTOP);
     check_ok(rank.rank().call(EPX_OP_DISPATCH), "epx_dispatch");
-    std::this_thread::sleep_for(kTimeout); // for a verdict that was on its way
+    std::this_thread::sleep_for(timeout); // for a verdict that was on its way
     check_ok(rank.rank().call(EPX_OP_COMBINE), "epx_combine");
   });
 }
@@ -438,8 +443,9 @@ TEST_CASE("a rank that has destroyed its group before a call is named by every r
 }
 
 TEST_CASE("a group whose ranks are in no call for longer than timeout_ms lives on") {
-  run_nodes({}, 1'000, [](NodeRank& rank) {
-    std::this_thread::sleep_for(2500ms);
+  const auto timeout = shortest_timeout();
+  run_nodes({}, timeout.count(), [&](NodeRank& rank) {
+    std::this_thread::sleep_for(timeout + 1500ms);
     check_ok(rank.rank().call(EPX_OP_DISPATCH), "epx_dispatch");
     check_ok(rank.rank().call(EPX_OP_COMBINE), "epx_combine");
   });
