@@ -72,9 +72,10 @@
  *   struct_size as the caller set it. It writes nothing behind struct_size bytes.
  *
  * ## Beside other kernels
- * - On GPUs a call is one kernel. It begins once it has all its SMs, at most num_comm_sms of them, and holds them while it
- *   waits for its peers. Kernels of others that wait for peers do the same: NCCL's, and those of another group. GPUs of
- *   different ranks may begin them in different orders.
+ * - On GPUs a call is one kernel, or in some cases a few in a row (epx_prepare_dispatch, several nodes, EPX_CHECK_HANDLE_MEM).
+ *   Each begins once it has all its SMs, at most num_comm_sms of them, and holds them while it waits for its peers. Kernels of
+ *   others that wait for peers do the same: NCCL's, and those of another group. GPUs of different ranks may begin them in
+ *   different orders.
  * - Guarantee: calls and such kernels end, in whatever order each rank enqueues them, as long as on each GPU those that run
  *   at the same time fit onto its SMs together, and each of their streams has a hardware queue of its own. They take
  *   num_comm_sms SMs for each group and an SM for each CTA of an NCCL communicator (ncclConfig_t.maxCTAs or NCCL_MAX_CTAS
@@ -103,9 +104,9 @@
  *   ranks must capture a call, or none.
  * - Arguments that differ between ranks end the group in the call that has them, prepare included: MISMATCH or OUT_OF_SEQUENCE
  *   on every rank, with two ranks and their values, or a rank that reports those. Let max_top_k be the largest K in use.
- * - Where a connection between nodes breaks and no rank has died, stopped or left, calls fail with SYSTEM; where transfers do not
- *   end although all ranks have made the call, with TIMEOUT. The culprit is -1 then, and the message says between which ranks, as
- *   far as that is known.
+ * - Where a connection between nodes breaks and no rank has died, stopped or left, calls fail with SYSTEM; where transfers do
+ *   not end although all ranks have made the call, with TIMEOUT. The culprit is -1 then, and the message says between which
+ *   ranks, as far as that is known.
  * - A rank that hangs in a kernel that makes calls of its node is the culprit, though all ranks have made the call: within
  *   3 * timeout_ms + 12 s, or 2 * timeout_ms + 2 s where it is alone on its node. Other kernels are not told from the network.
  * - All ranks end with the verdict of rank 0. The first call that finds a failure waits for it, epx_group_status and
@@ -115,8 +116,8 @@
  * - A rank whose handle memory is not that of the call (EPX_EVENT_HANDLE_MISMATCH) relays nothing: what its rail peers send
  *   through it is zero on its node, and what would go home through it takes no step in their sums. Beside the rank itself, the
  *   ranks of its node and its rail peers report it where its handle memory is of another prepare.
- * - prepare_dispatch is prepare and then dispatch there. Rank-major calls need a group of one node. Calls that overlap on the
- *   device are not found out: their transfers may mix.
+ * - prepare_dispatch is prepare and then dispatch there, and no call takes the low-latency path, however few its tokens are.
+ *   Rank-major calls need a group of one node. Calls that overlap on the device are not found out: their transfers may mix.
  */
 #ifndef EPX_EPX_H_
 #define EPX_EPX_H_
@@ -368,8 +369,9 @@ EPX_API epx_status epx_group_config_init(epx_group_config* config);
  * All memory that calls need is allocated here. The bootstrap and the config stay the caller's.
  * Errors: INVALID_ARGUMENT (this rank's config, or EPX_CHECK_HANDLE_MEM or EPX_LOG has no value that it may have); MISMATCH
  * (the message names the field, two ranks and their values); UNSUPPORTED (transport; ranks whose nodes transport nccl cannot
- * serve, with the nodes that were found; ranks on several machines with transport host); OUT_OF_MEMORY (the message says how
- * much was wanted); TIMEOUT (who is missing); SYSTEM. */
+ * serve, with the nodes that were found, or more than 64 ranks in one of them; more experts than the GPU's shared memory has
+ * room for; several nodes where a GPU leaves the group fewer than 2 SMs; ranks on several machines with transport host);
+ * OUT_OF_MEMORY (the message says how much was wanted); TIMEOUT (who is missing); SYSTEM. */
 EPX_API epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_group_config* config, epx_group* group);
 
 /** Frees the group. Accepts NULL; does nothing in a child of fork(). Every call on the group must have returned. Calls that
@@ -561,9 +563,9 @@ typedef struct epx_layer {
  * 64 KiB, and where R is below its default up to 4 * P * (max_tokens_per_rank + 128 * K) more. In a group of N > 1 nodes on
  * GPUs at most 12 * (N + 1) * T' * K + (4 * P + 16 * N) * T' + 12 * R + 8 * P * E + 64 KiB, where T' is max_tokens_per_rank,
  * above 1024 rounded up to a multiple of that. Local. The caller allocates it
- * where the tokens live, aligned to 16 bytes. epx_prepare or epx_dispatch_rank_major fills it in; then it is read-only for any
- * number of later calls in any order, also from a copy of its bytes, as long as the group lives; nobody writes to it while a
- * call runs. It needs no freeing beyond the caller's own. Errors: INVALID_ARGUMENT.
+ * where the tokens live, aligned to 16 bytes. epx_prepare, epx_prepare_dispatch or epx_dispatch_rank_major fills it in; then it
+ * is read-only for any number of later calls in any order, also from a copy of its bytes, as long as the group lives; nobody
+ * writes to it while a call runs. It needs no freeing beyond the caller's own. Errors: INVALID_ARGUMENT.
  *
  * What a call checks of it. Its header carries a checksum: a call with the handle memory of another layer,
  * group, T or prepare, or with a damaged header, reports EPX_EVENT_HANDLE_MISMATCH. The routing state behind the header is
@@ -577,7 +579,8 @@ typedef struct epx_layer {
  * With the environment variable EPX_CHECK_HANDLE_MEM=1 (default 0; read once, refused by epx_group_create when it is neither)
  * the call that fills it in also stores a checksum of the routing state, and each call verifies it: damage is then reported as
  * EPX_EVENT_HANDLE_MISMATCH. One word that differs is always found, more with probability 1 - 2^-64. It costs a pass over the
- * handle memory in each call, on GPUs by one more kernel before it; calls can still be captured in a graph. */
+ * handle memory in each call, on GPUs by one more kernel: behind a call that fills it in, before the others. Calls can still be
+ * captured in a graph. */
 EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, size_t* bytes);
 
 /** @} */
@@ -588,7 +591,8 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
  * sidecar bytes and choice of weights; each passes the handle memory that the same epx_prepare (or
  * epx_prepare_dispatch) filled in. All else may
  * differ between ranks: T, N, the dtypes of prepare's topk_idx and counts, its optional outputs, and where tensors lie. Only
- * dispatch takes sidecars; in another operation a tensor with one is refused.
+ * epx_dispatch, epx_prepare_dispatch and epx_dispatch_rank_major take sidecars; in another operation a tensor with one is
+ * refused.
  *
  * A rank whose handle memory is not that of the call (EPX_EVENT_HANDLE_MISMATCH) takes part without routes: none of its
  * tensors is touched, in memory that peers reach neither. To the others it is a rank whose tokens have no routes and whose
@@ -677,10 +681,11 @@ typedef struct epx_prepare_dispatch_args {
 } epx_prepare_dispatch_args;
 
 /** What epx_prepare() and then epx_dispatch() with its handle memory do, as one call with one sequence number: the same handle
- * memory but for that number, the same outputs, the same reports, of operation EPX_OP_PREPARE_DISPATCH. It is the faster form
- * for few tokens, and for many where a group of several ranks on one node takes 48 SMs or more, and max_recv_tokens_per_rank
- * is 0 or at least P * max_tokens_per_rank: on GPUs the rows then leave before their slots are known. N is chosen before
- * offsets[E_l] can be read. All ranks of the group make this call, or all make the two others. */
+ * memory but for that number, the same outputs, the same reports, of operation EPX_OP_PREPARE_DISPATCH. On the GPUs of one node
+ * it is the faster form for few tokens, and for many where the group has several ranks, takes 48 SMs or more, and
+ * max_recv_tokens_per_rank is 0 or at least P * max_tokens_per_rank, with two ranks up to 250 MB of T * K rows: the rows then
+ * leave before their slots are known. N is chosen before offsets[E_l] can be read. All ranks of the group make this call, or
+ * all make the two others. */
 EPX_API epx_status epx_prepare_dispatch(epx_group group, const epx_prepare_dispatch_args* args);
 
 /** Arguments of epx_combine(). */

@@ -232,9 +232,10 @@ constexpr const char* kFooter = R"(Figures
   A time is that of one call, in microseconds, on the slowest rank of an iteration; all ranks start together. 'slowest' is
   the rank that was that most often. Timed are prepare (counts and offsets only), dispatch with weights, combine with
   weights, combine_bwd with weights and their gradients, and dispatch_bwd with weights; on nccl also combine_bwd-nograd
-  (with weights, without their gradients) and prepare, dispatch and combine in a row as one. With --layout rank-major there
-  is no prepare, combine and combine_bwd have no weights, a row is one of a (token, rank) instead of one of a route, and on
-  nccl dispatch and combine in a row are timed as one.
+  (with weights, without their gradients), prepare, dispatch and combine in a row as one, prepare_dispatch, and
+  prepare_dispatch and combine in a row as one. With --layout rank-major there is no prepare, combine and combine_bwd have
+  no weights, a row is one of a (token, rank) instead of one of a route, and on nccl dispatch and combine in a row are timed
+  as one.
   On nccl a time is that between two CUDA events around the call on its stream, or with --graph around its replay: from
   before its first kernel to the last byte in place. Before it comes a barrier of all ranks' streams; the whole iteration
   is enqueued before any of it runs, so that the host's speed is in no time.
