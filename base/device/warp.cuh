@@ -51,8 +51,6 @@ template <typename T>
 class WarpList {
 public:
   WarpList() = default;
-  // A list of one value, which all lanes pass.
-  __device__ explicit WarpList(T value) : low_(value), size_(1) {}
   // A list of up to 32 values: lane i passes the i-th.
   __device__ WarpList(T value, int size) : low_(value), size_(size) {}
 

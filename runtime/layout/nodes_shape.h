@@ -24,10 +24,7 @@ struct NodesShape {
   constexpr int ranks_per_node() const { return group.ranks_per_node; } // G
   constexpr int index_in_node() const { return rank % ranks_per_node(); }
   constexpr int first_rank() const { return own_node * ranks_per_node(); } // of this node
-  constexpr int first_expert() const {                                     // of this node
-    return ExpertBlocks{group.num_experts, group.num_ranks}.first_expert(first_rank());
-  }
-  constexpr int chunk_tokens() const { return node.max_tokens_per_rank; } // C
+  constexpr int chunk_tokens() const { return node.max_tokens_per_rank; }  // C
   constexpr int num_chunks() const { return (group.max_tokens_per_rank + chunk_tokens() - 1) / chunk_tokens(); }
   constexpr int num_legs() const { return num_nodes() * num_chunks(); } // L
   // The first leg of a call is leg(own_node, 0).

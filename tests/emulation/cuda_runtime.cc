@@ -283,13 +283,6 @@ cudaError_t cudaSetDevice(int device) {
   current_device = device;
   return cudaSuccess;
 }
-cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
-  *properties = {};
-  std::strcpy(properties->name, "emulated");
-  properties->uuid.bytes[0] = static_cast<char>(device);
-  properties->multiProcessorCount = multiprocessors();
-  return cudaSuccess;
-}
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   if (attribute == cudaDevAttrMultiProcessorCount)
     *value = multiprocessors();
@@ -349,9 +342,6 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 }
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
   return allocate(memory, bytes, cudaMemoryTypeDevice);
-}
-cudaError_t cudaMallocManaged(void** memory, size_t bytes, unsigned) {
-  return allocate(memory, bytes, cudaMemoryTypeManaged);
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   *attributes = {};
@@ -534,12 +524,6 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     state->changed.notify_all();
   });
   return cudaSuccess;
-}
-cudaError_t cudaEventQuery(cudaEvent_t event) {
-  if (is_unsafe_beside_capture()) return cudaErrorStreamCaptureUnsupported;
-  if (event->is_of_capture) return cudaErrorCapturedEvent;
-  const std::scoped_lock lock(event->state->mutex);
-  return event->state->num_done == event->state->num_enqueued ? epx::emulation::context_error() : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   if (is_unsafe_beside_capture()) return cudaErrorStreamCaptureUnsupported;

@@ -62,9 +62,6 @@ inline int __syncthreads_or(int predicate) {
 inline int __syncthreads_and(int predicate) {
   return epx::emulation::reduce_block(predicate != 0 ? 0 : 1) == 0 ? 1 : 0;
 }
-inline int __syncthreads_count(int predicate) {
-  return static_cast<int>(epx::emulation::reduce_block(predicate != 0 ? 1 : 0));
-}
 
 // ---- Warp: all lanes must take part ----
 
@@ -84,11 +81,6 @@ template <typename T>
 T __shfl_up_sync(unsigned mask, T value, int distance) {
   const int from = epx::emulation::lane_id() - distance;
   return __shfl_sync(mask, value, from < 0 ? epx::emulation::lane_id() : from);
-}
-template <typename T>
-T __shfl_down_sync(unsigned mask, T value, int distance) {
-  const int from = epx::emulation::lane_id() + distance;
-  return __shfl_sync(mask, value, from > 31 ? epx::emulation::lane_id() : from);
 }
 template <typename T>
 unsigned __match_any_sync(unsigned, T value) {

@@ -41,7 +41,9 @@ bool is_all_ones(const std::vector<int>& count) {
 // Returns what is wrong; "": nothing.
 std::string check(const Case& c) {
   std::vector<int> sent(c.tiles_to_send), received(c.tiles_to_receive), received_late(c.tiles_to_receive);
+  std::vector<int> received_of_bound(c.tiles_to_receive); // the tiles are an upper bound, and half as many are expected
   bool takes_tiles = false;
+  uint32_t sending_blocks = 0;
   for (uint32_t block = 0; block < c.num_blocks; ++block)
     for (int warp = 0; warp < c.num_warps; ++warp) {
       const LlWorkPartition partition({static_cast<uint32_t>(warp), block, c.num_blocks}, c.num_warps, c.first_block,
@@ -50,21 +52,26 @@ std::string check(const Case& c) {
       if (!is_helper || partition.has_helpers()) {
         add(received, partition.to_receive(c.tiles_to_receive));
         add(received_late, partition.to_receive_late(c.tiles_to_receive));
+        add(received_of_bound, partition.to_receive_late(c.tiles_to_receive, c.tiles_to_receive / 2));
       }
       LlWorkPartition::Tiles own = partition.tiles_to_send(c.tiles_to_send);
       if (is_helper && own.first < own.end) return "a block before first_block sends";
       if (own.first < own.end && !partition.block_sends()) return "a warp sends of a block that does not";
       takes_tiles = partition.takes_tiles();
+      if (warp == 0 && partition.block_sends()) ++sending_blocks;
       if (takes_tiles) { // the scheduler's numbers are those of the tiles from `step` on
         own.end = std::min(own.end, own.step);
         if (block == 0 && warp == 0 && own.step < c.tiles_to_send) std::fill(sent.begin() + own.step, sent.end(), 1);
       }
       add(sent, own);
     }
+  if (sending_blocks != (takes_tiles ? c.senders.blocks : c.num_blocks - static_cast<uint32_t>(c.first_block)))
+    return "block_sends() is true of other blocks than those that send";
   if (!is_all_ones(sent))
     return takes_tiles ? "not each tile is sent once, by the scheduler" : "not each tile is sent once";
   if (!is_all_ones(received)) return "not each tile is received once";
   if (!is_all_ones(received_late)) return "not each tile is received once where some come late";
+  if (!is_all_ones(received_of_bound)) return "not each tile is received once where half of them are expected";
   return "";
 }
 

@@ -43,7 +43,7 @@ FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms, int ranks_p
 
 FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms, MayFail /*unused*/, int ranks_per_node,
                      bool has_fixed_rail_tokens)
-    : rank_(context.rank), num_ranks_(context.num_ranks), device_(*context.device) {
+    : num_ranks_(context.num_ranks), device_(*context.device) {
   GroupCase shape = fault_group(context.num_ranks, timeout_ms);
   shape.transport = device_.transport();
   shape.ranks_per_node = ranks_per_node;

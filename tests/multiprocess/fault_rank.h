@@ -37,7 +37,6 @@ public:
   ~FaultRank();
 
   epx_group group() const { return group_; }
-  int rank() const { return rank_; }
   epx_status created() const { return created_; }
   void destroy(); // calls epx_group_destroy, which must return soon
 
@@ -58,7 +57,6 @@ private:
   epx_tensor rows(int64_t count, const CallFields& terms, int which);
   epx_tensor floats(int64_t count, int64_t per_row, int which);
 
-  int rank_;
   int num_ranks_;
   Device& device_;
   epx_group group_ = nullptr;

@@ -12,6 +12,7 @@
 #include <fmt/format.h>
 
 #include "epx/epx.h"
+#include "tests/support/exit_codes.h"
 
 namespace epx::test {
 
@@ -25,7 +26,6 @@ class Skipped : public std::runtime_error {
 public:
   using std::runtime_error::runtime_error;
 };
-inline constexpr int kSkippedExitCode = 77; // as Meson knows it
 
 // Returns the number of checks made so far in this process, so that a test can require that there were any.
 int64_t num_checks();

@@ -625,6 +625,8 @@ DamageCounts run_damages(const RankContext& context, const DamageOptions& option
   DamageCounts counts;
   for (int64_t number = options.first; number < options.first + options.count;)
     number = run_group(context, options, number, counts);
+  // Of few damages none may be one that a call can see.
+  check(counts.reported > 0 || options.count < 1000, "none of {} damages was reported", options.count);
   return counts;
 }
 

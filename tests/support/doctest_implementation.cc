@@ -12,6 +12,7 @@
 
 #include <fnmatch.h>
 
+#include "tests/support/exit_codes.h"
 #include "tests/support/run_test_cases.h"
 
 namespace epx::test {
@@ -75,7 +76,8 @@ int run_test_cases(doctest::Context& context, int argc, const char* const* argv)
         all_chose = false;
       }
     }
-  return all_chose ? 0 : 1;
+  if (!all_chose) return 1;
+  return run_names.cases.empty() && !skipped_names.cases.empty() ? kSkippedExitCode : 0;
 }
 
 } // namespace epx::test

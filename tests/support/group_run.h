@@ -47,7 +47,6 @@ public:
   void add_arena(int64_t bytes); // collective: epx_mem_alloc
   void free_arena(size_t index); // collective: epx_mem_free
 
-  uint64_t calls() const { return calls_; } // collective calls that returned EPX_SUCCESS
   void count_call() { ++calls_; }
 
   // Records that the last counted call must have reported so many events; none when count is 0.

@@ -56,7 +56,6 @@ public:
         protocol_(context_, window_, status_), stages_(context_, window_, allocations_, protocol_, status_),
         handle_(make_handle_layout(context_.shape, kTopK).total_bytes / sizeof(Block) + 1) {}
 
-  const GroupContext& context() const { return context_; }
   const WindowLayout& layout() const { return context_.layout; }
   host::CallProtocol& protocol() { return protocol_; }
 

@@ -152,8 +152,7 @@ TEST_CASE("a process that is stopped is not dead") {
   CHECK_FALSE(is_there(maker.path()));
 }
 
-TEST_CASE("another user's name stays, whichever of the two users looks") {
-  if (::geteuid() != 0) return;
+TEST_CASE("another user's name stays, whichever of the two users looks" * doctest::skip(::geteuid() != 0)) {
   Maker others([] { check(::setuid(kNobody) == 0, "setuid failed"); });
   Maker own;
   REQUIRE(others.made());
@@ -178,8 +177,7 @@ TEST_CASE("another user's name stays, whichever of the two users looks") {
   ::unlink(roots.c_str());
 }
 
-TEST_CASE("a name of another PID namespace stays") {
-  if (::geteuid() != 0) return;
+TEST_CASE("a name of another PID namespace stays" * doctest::skip(::geteuid() != 0)) {
   SegmentAddress address{};
   int ends[2];
   REQUIRE(::pipe2(ends, O_CLOEXEC) == 0);

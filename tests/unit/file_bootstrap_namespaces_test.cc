@@ -85,16 +85,15 @@ bool may_unshare() {
 
 } // namespace
 
-TEST_CASE("file rendezvous: ranks of several mount and PID namespaces meet, and leave nothing") {
-  if (!may_unshare()) return;
+TEST_CASE("file rendezvous: ranks of several mount and PID namespaces meet, and leave nothing" *
+          doctest::skip(!may_unshare())) {
   run_on_machines([](const std::string& directory, int rank) {
     Bootstrap bootstrap(directory, "machines", rank, kRanks, kPatient);
     run_rounds(bootstrap, rank, kRanks, 10, kPatient);
   });
 }
 
-TEST_CASE("file rendezvous: a rank of another PID namespace that never comes is named") {
-  if (!may_unshare()) return;
+TEST_CASE("file rendezvous: a rank of another PID namespace that never comes is named" * doctest::skip(!may_unshare())) {
   run_on_machines([](const std::string& directory, int rank) {
     constexpr int kAbsent = 3;
     if (rank == kAbsent) return;
@@ -105,8 +104,8 @@ TEST_CASE("file rendezvous: a rank of another PID namespace that never comes is 
   });
 }
 
-TEST_CASE("the control connection joins ranks of several PID namespaces, and names one that dies") {
-  if (!may_unshare()) return;
+TEST_CASE("the control connection joins ranks of several PID namespaces, and names one that dies" *
+          doctest::skip(!may_unshare())) {
   run_on_machines([](const std::string& directory, int rank) {
     constexpr int kVictim = 2;
     std::optional<Bootstrap> bootstrap;

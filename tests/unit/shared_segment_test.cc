@@ -160,8 +160,7 @@ TEST_CASE("where one rank cannot share nameless memory, all ranks take names") {
   CHECK(watch.leftovers().empty());
 }
 
-TEST_CASE("ranks in two PID namespaces, each with its own /proc, take names") {
-  if (::geteuid() != 0) return;
+TEST_CASE("ranks in two PID namespaces, each with its own /proc, take names" * doctest::skip(::geteuid() != 0)) {
   const test::SharedMemoryWatch watch;
   CHECK_NOTHROW(run_rank_processes(2, [&](const epx_bootstrap& bootstrap) {
     if (bootstrap.rank == 0) {

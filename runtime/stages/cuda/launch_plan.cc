@@ -268,7 +268,7 @@ PrepareDispatchGrid LaunchPlan::next_prepare_dispatch(int64_t tokens, int top_k,
   const int max_blocks = prepare_dispatch_blocks_;
   if (max_blocks < kMinSplitFusedGrid) // all blocks do both
     return {next(max_blocks, kMovementThreads, prepare_dispatch_shared_bytes_, stream),
-            {static_cast<unsigned>(std::min(max_blocks, prepare_blocks_)), 0},
+            {static_cast<unsigned>(max_blocks), 0},
             {}};
   const int prepare = static_cast<int>(
       std::min<int64_t>(std::max<int64_t>(tiles, kMinPrepareBlocks), std::min(max_blocks / 4, prepare_blocks_)));

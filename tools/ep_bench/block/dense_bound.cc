@@ -58,7 +58,7 @@ private:
 };
 
 DenseBound::DenseBound(const Options& options, Gpu& gpu)
-    : options_(options), gpu_(gpu), library_(new Library), N_(int64_t{options.tokens} * options.top_k), H_(options.hidden),
+    : options_(options), library_(new Library), N_(int64_t{options.tokens} * options.top_k), H_(options.hidden),
       F_(options.block.ffn) {
   check_cublas(library_->create(&library_->cublas), "cublasCreate");
   check_cublas(library_->set_stream(library_->cublas, gpu.cuda_stream()), "cublasSetStream");

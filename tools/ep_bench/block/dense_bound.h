@@ -35,7 +35,6 @@ private:
   void multiply(const Product& product);
 
   Options options_;
-  Gpu& gpu_;
   std::unique_ptr<Library> library_;
   int64_t N_, H_, F_;
   Buffer hidden_, wide_, inner_;    // [N, H], [N, 2F], [N, F]
