@@ -64,8 +64,8 @@ public:
     int64_t other_value;
   };
 
-  // Compares the values `mine` of all ranks that take part in the exchange; these may be more than those whose records all_gather
-  // returns. All ranks get the same answer.
+  // Compares the values `mine` of all ranks that take part in the exchange; these may be more than those whose records
+  // all_gather returns. All ranks get the same answer.
   std::optional<Difference> find_difference(int64_t mine) {
     ExchangeRecord record{};
     std::memcpy(record.payload, &mine, sizeof(mine));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loads, stores and fences on memory that other GPUs access too; each name says memory order and scope. Apart from
-// bulk_copy.cuh and launch.h, inline PTX lives only here.
+// Loads, stores and fences on memory that other GPUs access too; each name says memory order and scope. Other inline PTX is in
+// async_copy.cuh, bulk_copy.cuh and launch.h alone.
 #pragma once
 
 #include <cstdint>

@@ -74,8 +74,8 @@ private:
 // Walks the slots of one token on this rank, in k order. It ends after K steps at most, even where damaged records form a ring.
 class SlotChain {
 public:
-  constexpr SlotChain(const HandleLimits& limits, const SlotRecord* records, int32_t head)
-      : records_(records), slot_(head), num_slots_(limits.num_slots), steps_left_(limits.top_k) {}
+  constexpr SlotChain(const HandleLimits& limits, const SlotRecord* records, int32_t first_slot)
+      : records_(records), slot_(first_slot), num_slots_(limits.num_slots), steps_left_(limits.top_k) {}
 
   constexpr bool has_slot() const {
     return static_cast<uint32_t>(slot_) < static_cast<uint32_t>(num_slots_) && steps_left_ > 0;

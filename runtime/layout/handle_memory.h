@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Handle memory holds the routing state of one layer in flight; the caller owns it. It contains no pointers, so that its
-// bytes may be copied. prepare or dispatch_rank_major writes it; it is read-only afterwards.
+// bytes may be copied. prepare, prepare_dispatch or dispatch_rank_major writes it; it is read-only afterwards.
 //
 //   HandleHeader | Route [max_tokens, K] | zone begin int32 [E_l + 1] | zone rows int32 [E_l] | SlotRecord [R]
 //   | first_slots int32 [P, max_tokens] | ll_slots int32 [P, ll_tokens, K]
@@ -27,9 +27,9 @@ constexpr uint64_t kHandleMagic = 0x3265'6c64'6e68'7865; // "exhndle2"
 struct HandleHeader {
   uint64_t magic;
   uint64_t group_id;
-  uint64_t plan_id;    // sequence number of the prepare
+  uint64_t plan_id;    // sequence number of the call that wrote the plan
   int64_t num_tokens;  // T
-  int64_t rows_in_use; // offsets[E_l]
+  int64_t rows_in_use; // offsets[E_l]; rank-major: P * slots_per_source, whether the slots have rows or not
   int32_t top_k;
   int32_t alignment; // effective
   int32_t rank;

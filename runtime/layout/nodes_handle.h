@@ -20,13 +20,14 @@ namespace epx {
 struct NodesHandleLayout {
   // Of this rank as the home of its tokens.
   int64_t home_routes;  // Route [T', K]: ranks are those of the group, and rank ordinals count those of the route's node
-  int64_t sent_tokens;  // int32 [N, T']: by node, the tokens that go there, ascending; -1 behind them
+  int64_t sent_tokens;  // int32 [N, T']: by node, the tokens that go there, ascending, of the own node all tokens; then -1
   int64_t positions;    // int32 [N, T']: the index of each token among those; -1: it does not go there
   int64_t token_counts; // int32 [2, N]: how many go to each node; then how many this rank relays for its rail peer there
-  // What comes home of the j-th token that goes to a node begins at this row of all that does from there; then their total.
-  // On the leg of the own node j is the token itself. EPX_COMBINE_NODE has no use of these, since row j is of token j.
+  // Where the rows that come home from a node begin: entry j is the index of the first row of the j-th token of sent_tokens,
+  // among all rows that come home from that node; the entry behind the last token is the number of all these rows.
+  // EPX_COMBINE_NODE does not use these tables, since one row comes home of each token, row j.
   int64_t home_back_rows;  // int32 [N, T' + 1]
-  int64_t relay_back_rows; // int32 [N, T' + 1]: the same of what this rank sends home as a relay
+  int64_t relay_back_rows; // int32 [N, T' + 1]: the same for the rows that this rank, as a relay, sends home to each node
   // Of this rank as an owner of experts, and of its node's legs.
   int64_t zone_begin;
   int64_t zone_rows;
@@ -67,8 +68,8 @@ inline NodesHandleLayout make_nodes_handle_layout(const NodesShape& shape, int t
   return layout;
 }
 
-// Added to the plan id of a leg, in its header and in the CallDescriptor: the rank stands for a rail peer that is not active. It
-// sends no rows of its tokens, and their slots get zeros; to the tokens of the other ranks it is a rank like any other.
+// Added to the plan id of a leg, in its header and in the CallDescriptor: the rank stands for a rail peer that is not active.
+// It sends no rows of its tokens, and their slots get zeros; to the tokens of the other ranks it is a rank like any other.
 constexpr uint64_t kSendsNoRows = uint64_t{1} << 63;
 
 // The places of a leg's plan in the handle memory. The first leg of a call has the zones, so that pads are cleared, and too few

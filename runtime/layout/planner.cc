@@ -26,7 +26,8 @@ epx_memory_plan plan_memory(const GroupShape& shape, epx_transport transport) {
                               layout.ll_rank_major_routes.bytes;
   plan.gather_row_bytes = layout.gather_rows.bytes + layout.ll_gather_rows.bytes;
   plan.gather_weight_bytes = layout.gather_weights.bytes + layout.gather_ready_flags.bytes + layout.ll_gather_weights.bytes;
-  plan.scratch_bytes = has_rails ? rail_bytes(nodes) : host::Scratch::bytes(shape);
+  if (access == WindowAccess::by_host) plan.scratch_bytes = host::Scratch::bytes(shape);
+  if (has_rails) plan.scratch_bytes = rail_bytes(nodes);
   plan.handle_mem_bytes = handle_mem_bytes(shape, access, shape.max_top_k);
   return plan;
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The planner counts every byte of a group before anything is allocated.
+// The planner computes what epx_group_memory_plan reports: the window, handle memory, and the scratch memory that grows with
+// the group's dimensions. It allocates nothing.
 #pragma once
 
 #include "epx/epx.h"
@@ -7,7 +8,8 @@
 
 namespace epx {
 
-// Without its struct_size. The plan for `auto` is that of nccl, which takes more than host.
+// Returns the plan with struct_size 0, which the C API sets. For EPX_TRANSPORT_AUTO it is the plan of nccl, which takes more
+// memory than host.
 epx_memory_plan plan_memory(const GroupShape& shape, epx_transport transport);
 
 } // namespace epx

@@ -12,8 +12,8 @@
 
 namespace epx {
 
-// What all ranks must pass alike in a call. Inside a node the descriptors of the legs are compared, and between nodes these are.
-// They travel as words.
+// What all ranks must pass alike in a call. Inside a node the descriptors of the legs are compared, and between nodes these
+// are. They travel as words.
 struct AgreedFields {
   int32_t operation;
   int32_t top_k;
@@ -33,8 +33,9 @@ constexpr int kAgreedWords = sizeof(AgreedFields) / sizeof(int32_t);
 constexpr bool may_drop_beyond_rails(const GroupShape& group) {
   return group.max_rail_tokens() < group.max_tokens_per_rank;
 }
-// In prepare each rank contributes to an all-gather int32 [E + kAgreedWords]: its routes to each expert, and its AgreedFields; and
-// behind them, where rails may have no room, [E]: the routes to each expert that are dropped for that, which are in no slot.
+// In prepare each rank contributes to an all-gather int32 [E + kAgreedWords]: its routes to each expert, and its AgreedFields;
+// and behind them, where rails may have no room, [E]: the routes to each expert that are dropped for that, which are in no
+// slot.
 constexpr int64_t beyond_rails_word(const GroupShape& group) {
   return int64_t{group.num_experts} + kAgreedWords;
 }
@@ -63,11 +64,11 @@ constexpr int64_t record_words(const NodesShape& shape) {
 // Rows of one direction with their weights and sidecars, of all nodes; see RailArea in
 // runtime/stages/cuda/nodes/nodes_kernels.h.
 struct RailRowsLayout {
-  int64_t node_rows;     // of one node
-  int64_t node_weights;  // floats of one node
-  int64_t row_bytes;     // of all nodes
-  int64_t weight_bytes;  // likewise
-  int64_t sidecar_bytes; // likewise
+  int64_t node_rows;      // of one node
+  int64_t node_weights;   // floats of one node
+  int64_t all_rows_bytes; // of all nodes
+  int64_t all_weights_bytes;
+  int64_t all_sidecars_bytes;
   int64_t total_bytes;
 };
 
@@ -83,9 +84,9 @@ inline RailRowsLayout make_rail_rows_layout(const NodesShape& shape) {
     layout.total_bytes = checked_add(layout.total_bytes, checked_round_up(bytes, kRegionAlignment, what), what);
     return checked_round_up(bytes, kRegionAlignment, what);
   };
-  layout.row_bytes = of_all_nodes(layout.node_rows, row_bytes(group.max_token_dtype, group.hidden_dim));
-  layout.weight_bytes = of_all_nodes(layout.node_weights, sizeof(float));
-  layout.sidecar_bytes = of_all_nodes(shape.padded_tokens(), group.max_sidecar_bytes);
+  layout.all_rows_bytes = of_all_nodes(layout.node_rows, row_bytes(group.max_token_dtype, group.hidden_dim));
+  layout.all_weights_bytes = of_all_nodes(layout.node_weights, sizeof(float));
+  layout.all_sidecars_bytes = of_all_nodes(shape.padded_tokens(), group.max_sidecar_bytes);
   return layout;
 }
 

@@ -16,8 +16,8 @@ constexpr int64_t kExpertMajor = -1; // takes the place of M in the expert-major
 constexpr int64_t slots_per_source(const GroupShape& shape, int64_t rows_per_source) {
   return rows_per_source < shape.max_tokens_per_rank ? rows_per_source : shape.max_tokens_per_rank;
 }
-// A route whose row an earlier k of the token to the same rank has already got the slot of has this in Route::slot; the
-// function is its own inverse.
+// Several routes of a token to one rank share a row, and so a slot. The route with the lowest k has that slot in Route::slot,
+// and the others have merged_slot(slot), which is below -1. The function is its own inverse.
 constexpr int32_t merged_slot(int32_t slot) {
   return -2 - slot;
 }
@@ -54,9 +54,9 @@ constexpr PartialRow partial_row_at(const GroupShape& shape, int32_t staging_row
   return {staging_row / ranks, staging_row % ranks};
 }
 
-// This travels for each (row, k) of dispatch_rank_major beside the row: on the low-latency path as an LL packet; else in the
-// place of slot records, behind the row's ready flag, but with an epoch where an LlSlotRecord has one, since a later prepare
-// waits for that.
+// A source sends this for each (row, k) of dispatch_rank_major beside the row. On the low-latency path it is an LL packet. On
+// the high-throughput path it lies in ll_slot_records, and is read behind the row's ready flag; its epoch lies where an
+// LlSlotRecord has one: a later prepare polls these words, and must find the epoch of an old call there, not arbitrary data.
 struct alignas(16) RankMajorRoute {
   int32_t expert;      // local on the receiver; -1: the route is masked or goes to another rank
   float weight;        // 0 where weights do not travel

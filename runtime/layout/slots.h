@@ -42,7 +42,8 @@ constexpr int64_t zone_rows(int64_t demand, int alignment) {
   return (demand + alignment - 1) / alignment * alignment;
 }
 
-// Says where the row in one slot comes from, and which other slot of this rank holds the same token. The source rank stores it.
+// Says where the row in one slot comes from, and which other slot of this rank holds the same token. In the routing all-gather
+// and in the rank-major layout the rank of the slot makes it; otherwise the source rank stores it into that rank's window.
 struct SlotRecord {
   static constexpr uint16_t kNoSource = 0xffff;
 
@@ -76,7 +77,7 @@ static_assert(sizeof(LlSlotRecord) == kLlSlotRecordBytes);
 
 // A route is one (token, k) pair as its home rank sees it, before call-time drops.
 struct Route {
-  int32_t slot;         // on `rank`; -1: masked or dropped
+  int32_t slot;         // on `rank`; -1: masked or dropped; below -1, in a rank-major plan: merged_slot()
   int32_t rank;         // owner of the expert; -1: masked or dropped
   int32_t rank_ordinal; // index of `rank` among the ranks that the token goes to, ascending
 };
@@ -87,14 +88,15 @@ constexpr int64_t scatter_staging_row(const WindowLayout& layout, const GroupSha
   return layout.scatter_by_token ? source * static_cast<int64_t>(shape.max_tokens_per_rank) + token : first_slot;
 }
 
-// These return the row of the home rank's gather staging: for the partial sum of the rank with this ordinal among the token's
-// (wire) ...
+// Returns the row of the home rank's gather staging for the partial row of a token from the rank with this rank ordinal
+// (precisions wire and node, and the rank-major layout).
 constexpr int64_t partial_staging_row(const GroupShape& shape, int64_t token, int top_k, int rank_ordinal) {
   const int ranks = top_k < shape.num_ranks ? top_k : shape.num_ranks;
   return token * ranks + rank_ordinal;
 }
 
-// ... and for one route (exact; weights in either precision).
+// Returns the index of a route in tensors and tables [T, K]. In precision exact it is the row of gather staging, too, and in
+// all precisions the index of a route's weight in gather_weights.
 constexpr int64_t route_index(int64_t token, int top_k, int k) {
   return token * top_k + k;
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // WindowLayout defines every offset and byte count of the group's window once, for host and device.
 //
-// Every rank has one such window, and every peer may store into it. The layout depends on who accesses windows only in that
-// regions which kernels alone use take no bytes where the host does.
+// Every rank has one such window, into which every rank of the group may store. Where kernels access the windows, LL packets
+// take the place of plain words in two regions (call_descriptors, counts), which are larger for that, and there are regions
+// that kernels alone use; these take no bytes where the host accesses the windows.
 #pragma once
 
 #include <algorithm>
@@ -18,13 +19,14 @@ namespace epx {
 
 constexpr int64_t kRegionAlignment = 256; // bytes; regions share no cache line, and bulk copies are aligned
 constexpr int64_t kRowAlignment = 16;     // bytes, for vector loads and bulk copies; staged sidecars are padded to it
-// Staged rows are padded to lines, since bulk stores that begin between two lines take more of the wire: on 4 H200 (4096 tokens,
-// top-8) prepare_dispatch of rows of 7392 bytes took 281.7 us without it and 260.4 with it, of 4032 bytes 162.4 and 155.5.
+// Staged rows are padded to lines, since bulk stores that begin between two lines take more of the wire: on 4 H200 (4096
+// tokens, top-8) prepare_dispatch of rows of 7392 bytes took 281.7 us without it and 260.4 with it, of 4032 bytes 162.4 and
+// 155.5.
 constexpr int64_t kStagedRowAlignment = 128;
 
 // A flag has two cache lines of its own, since the adjacent-line prefetcher fetches pairs.
 struct alignas(128) Flag {
-  uint64_t value; // a sequence number; only grows
+  uint64_t value; // in `complete` a sequence number, which only grows; in `abort_record` and `waiting` a packed word, or 0
 };
 
 // Each rank announces its call to every peer at the entry barrier: it writes a CallDescriptor into the peer's window.
@@ -39,15 +41,20 @@ struct alignas(128) CallDescriptor {
   int64_t sidecar_bytes; // per row
   int64_t subject;       // mem_free: number of the allocation; rank-major calls: M, the rows of a source
   // Fields of this rank.
-  int64_t num_tokens;      // T
-  uint64_t plan_id;        // sequence number of the prepare that filled the handle memory; 0: takes part without routes
-  int64_t recv_rows;       // N
-  int64_t rows_allocation; // number of the allocation that holds the receive rows, which peers may write in place; -1: none
-  int64_t rows_offset;     // bytes into that allocation
-  int64_t stages_rows;     // scatter: 1 if this rank's rows go into staging even where they could be written in place
-  int64_t weights_allocation; // the same for the receive weights of a gather
+  int64_t num_tokens; // T
+  // Movements: HandleHeader::plan_id, or 0 when the handle memory is not usable. prepare and prepare_dispatch of kernels: the
+  // sequence number of this call. Other calls: 0.
+  uint64_t plan_id;
+  int64_t recv_rows; // N
+  // Number of the allocation that holds the rows [N, H], and their offset in it in bytes; -1: none, or not used. In a scatter
+  // and in dispatch_rank_major peers store receive rows there; in a gather of the host transport they read the rows there.
+  int64_t rows_allocation;
+  int64_t rows_offset;
+  int64_t stages_rows; // scatter: 1 if this rank's rows go into staging even where they could be written in place
+  // Host transport only: the same for the weights of the rows of a gather.
+  int64_t weights_allocation;
   int64_t weights_offset;
-  // The sequence number is stored last, with release order.
+  // Host transport only: stored last, with release order. Kernels store the sequence number beside each word (LlField).
   uint64_t sequence;
 };
 
@@ -111,10 +118,10 @@ constexpr int kMaxGatheredRoutes = 16384;          // of the routing all-gather,
 // On few SMs the path is taken up to so many chunks of one rank's longest rows for each SM, since it takes more instructions
 // than the high-throughput one. The limit is a compromise of these figures.
 // On 16 SMs (4 H200, the same rows, of 10 chunks each) prepare_dispatch and combine took 48.6 us with 32 tokens, where the
-// high-throughput path took 58.0, 81.1 and 74.4 with 64, and 288 and 142 with 256; on 32 SMs 52.7 and 63.5 with 64, and 94.1 and
-// 85.5 with 128; on 48 SMs 77.3 and 74.2 with 128; on 64 SMs 101.3 and 104.3 with 256, 182.0 and 166.6 with 512; on 84 SMs 149.3
-// and 162.2 with 512. Without the path more than so many routes are not gathered: prepare of 512 tokens takes 24.9 us with the
-// all-gather, 19.5 with the count exchange.
+// high-throughput path took 58.0, 81.1 and 74.4 with 64, and 288 and 142 with 256; on 32 SMs 52.7 and 63.5 with 64, and 94.1
+// and 85.5 with 128; on 48 SMs 77.3 and 74.2 with 128; on 64 SMs 101.3 and 104.3 with 256, 182.0 and 166.6 with 512; on 84 SMs
+// 149.3 and 162.2 with 512. On so few SMs the routing all-gather takes at most kMaxGatheredRoutesOfFewSms routes of all ranks
+// together: prepare of 512 tokens takes 24.9 us with the all-gather, 19.5 with the count exchange.
 constexpr int kManySms = 80;
 constexpr int kMaxLlChunksOfSm = 30;
 constexpr int kMaxGatheredRoutesOfFewSms = 8192;

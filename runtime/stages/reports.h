@@ -82,8 +82,8 @@ Failure launch_failure(CallName call, int rank, const std::string& why);
 // Reports the abort record, which is sound, that a peer or this rank itself has stored.
 Failure abort_failure(CallName call, const AbortRecord& abort_record, int rank, uint64_t culprit_arrived_at);
 
-// Reports that transfers between nodes have failed in the call `where`, and no rank is to blame: the connection between `reporter`
-// and `peer` (-1: a rank that is not known) has broken (SYSTEM), or transfers of `reporter` do not end (TIMEOUT).
+// Reports that transfers between nodes have failed in the call `where`, and no rank is to blame: the connection between
+// `reporter` and `peer` (-1: a rank that is not known) has broken (SYSTEM), or transfers of `reporter` do not end (TIMEOUT).
 Failure network_failure(CallName call, epx_status status, CallName where, int reporter, int peer);
 
 // Reports that `culprit` hangs in the call `where`, in a kernel that waits for no peer. `rank` is this rank.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests what ends a group whose calls overlap: CallSession::begin for blocks of two launches in a given order, which no schedule
-// of streams makes for certain, and report_disagreement for descriptors that such calls leave.
+// Tests what ends a group whose calls overlap: CallSession::begin for blocks of two launches in a given order, which no
+// schedule of streams makes for certain, and report_disagreement for descriptors that such calls leave.
 #include <atomic>
 #include <memory>
 #include <sstream>

@@ -26,8 +26,8 @@ namespace {
 
 constexpr uint64_t kMailboxBytes = uint64_t{32} << 10;
 
-// Ranks that make different calls may expect other sizes than are sent. As with NCCL, such a transfer does not end well; the group
-// finds out why, and ends it. A size that is wrong for another reason is an error of the library, after this time.
+// Ranks that make different calls may expect other sizes than are sent. As with NCCL, such a transfer does not end well; the
+// group finds out why, and ends it. A size that is wrong for another reason is an error of the library, after this time.
 constexpr std::chrono::seconds kTimeToEnd{10};
 
 // A ring of bytes from one rank to another, in the window of the one that reads. Both counts only grow.
@@ -38,8 +38,9 @@ struct Mailbox {
   alignas(64) std::byte bytes[kMailboxBytes];
 };
 
-// What a task exchanges with a rank. As with NCCL, a size of 0 takes no part. In the mailbox a word comes before the bytes: their
-// number, and whether they are an all-gather's. NCCL has other connections for those, so that they never meet other transfers.
+// What a task exchanges with a rank. As with NCCL, a size of 0 takes no part. In the mailbox a word comes before the bytes:
+// their number, and whether they are an all-gather's. NCCL has other connections for those, so that they never meet other
+// transfers.
 constexpr int64_t kIsGathered = int64_t{1} << 62;
 struct Part {
   int peer;

@@ -329,7 +329,8 @@ void test_unordered_graphs(const RankContext& context, LayerCall first_call, Lay
   fail_check("none of the two graphs' calls overlapped, or nobody saw it");
 }
 
-// In a group of several nodes one rank captures a call that the others make at once, and launches the graph: each rank reports it.
+// In a group of several nodes one rank captures a call that the others make at once, and launches the graph: each rank reports
+// it.
 void test_capture_on_one_rank(const RankContext& context) {
   const GroupCase shape = small_group(context, EPX_COMBINE_WIRE);
   if (num_nodes(shape) == 1) return; // where rows travel alike

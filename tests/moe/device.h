@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the calls under test compute: on the host, or on CUDA when the program was started with --device cuda. Tensors are memory
-// of the host, so that the same tests read and write them; on CUDA each has a copy on the device, which calls are given.
+// Where the calls under test compute: on the host, or on CUDA when the program was started with --device cuda. Tensors are
+// memory of the host, so that the same tests read and write them; on CUDA each has a copy on the device, which calls are given.
 #pragma once
 
 #include <cstddef>

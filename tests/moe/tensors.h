@@ -48,8 +48,8 @@ inline constexpr epx_dtype kDtype<Float16> = EPX_FLOAT16;
 template <typename T>
 using RealOf = std::conditional_t<sizeof(T) == 2, float, T>;
 
-// A contiguous array and the descriptor that the C API takes. Its size is fixed, so what get() returns stays valid as long as it
-// lives; on CUDA get() also copies the values to the device.
+// A contiguous array and the descriptor that the C API takes. Its size is fixed, so what get() returns stays valid as long as
+// it lives; on CUDA get() also copies the values to the device.
 template <typename T>
 class Tensor {
 public:

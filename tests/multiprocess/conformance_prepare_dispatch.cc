@@ -93,8 +93,8 @@ TEST_CASE("prepare_dispatch of rows that are not aligned, with duplicate experts
   }
 }
 
-// On GPUs a rank with few SMs writes rows of many tokens in place, and another one into staging; 40 tokens are few, but more than
-// one SM takes on the low-latency path.
+// On GPUs a rank with few SMs writes rows of many tokens in place, and another one into staging; 40 tokens are few, but more
+// than one SM takes on the low-latency path.
 TEST_CASE("many tokens, and 40, where a rank has few SMs and the others have more") {
   for (const int num_comm_sms : {16, 1}) {
     for (const Placement placement : {Placement::plain, Placement::in_place}) {

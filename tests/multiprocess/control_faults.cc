@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks of groups of several nodes are killed, stopped, or late. The control connection tells every survivor who it was: much
-// sooner than timeout_ms where a process has died, and else within timeout_ms and two seconds. EPX_TEST_TRANSPORT is "host" if it
-// is not set. EPX_TEST_RANKS_PER_NODE is 2 if it is not set; on GPUs, ranks of different nodes may share one.
+// sooner than timeout_ms where a process has died, and else within timeout_ms and two seconds. EPX_TEST_TRANSPORT is "host" if
+// it is not set. EPX_TEST_RANKS_PER_NODE is 2 if it is not set; on GPUs, ranks of different nodes may share one.
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -13,8 +13,8 @@ namespace {
 constexpr size_t kGuardBytes = 64;
 constexpr size_t kBaseAlignment = 256;
 
-// memcmp, memcpy and memset are one access to a sanitizer, where a loop over bytes, or an algorithm that is one, makes an access
-// for each byte.
+// memcmp, memcpy and memset are one access to a sanitizer, where a loop over bytes, or an algorithm that is one, makes an
+// access for each byte.
 bool are_equal(const std::byte* one, const std::byte* other, size_t bytes) {
   return bytes == 0 || std::memcmp(one, other, bytes) == 0;
 }

@@ -74,8 +74,8 @@ private:
   bool useless_ = false;
 };
 
-// Runs prepare and dispatch, prepare_dispatch, combine, combine_bwd and dispatch_bwd, then the rank-major calls if `work` has data of them, and
-// checks the status.
+// Runs prepare and dispatch, prepare_dispatch, combine, combine_bwd and dispatch_bwd, then the rank-major calls if `work` has
+// data of them, and checks the status.
 void run_iteration(GroupRun& group, LayerRun& layer, const Workload& work);
 
 // Creates a group and runs all iterations of the Case on this rank.

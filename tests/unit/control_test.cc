@@ -315,9 +315,9 @@ void send_message(int fd, ControlKind kind, uint64_t sequence) {
   test::check(send_all(fd, std::as_bytes(std::span(&message, 1)), Deadline(5s)), "a message was not sent");
 }
 
-// Rank 0 reads the sockets of its peers one after the other. Behind its look at that of rank 1, which is empty, rank 1 tells that
-// it has come to call 4, and then rank 2 that it waits there: nobody is late. Two looks later that is judged, and rank 2 ends the
-// group.
+// Rank 0 reads the sockets of its peers one after the other. Behind its look at that of rank 1, which is empty, rank 1 tells
+// that it has come to call 4, and then rank 2 that it waits there: nobody is late. Two looks later that is judged, and rank 2
+// ends the group.
 TEST_CASE("a report is judged by all that was sent before it, in whatever order the sockets are read") {
   constexpr int kRanks = 3;
   std::atomic<int> heartbeat_fd{-1}, report_fd{-1};

@@ -267,6 +267,7 @@ TEST_CASE("the memory plan lists the regions of the window, for the transport th
               plan.scatter_sidecar_bytes + plan.scatter_weight_bytes + plan.gather_row_bytes + plan.gather_weight_bytes ==
           plan.window_bytes);
     CHECK(plan.handle_mem_bytes == epx::make_handle_layout(shape, 3).total_bytes);
+    CHECK((plan.scratch_bytes > 0) == (transport == EPX_TRANSPORT_HOST));
   }
   CHECK(epx::plan_memory(shape, EPX_TRANSPORT_AUTO).window_bytes ==
         epx::plan_memory(shape, EPX_TRANSPORT_NCCL).window_bytes);

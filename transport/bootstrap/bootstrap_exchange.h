@@ -11,8 +11,8 @@
 namespace epx {
 
 // All ranks of the bootstrap are members at first; set_members narrows them to one group once the groups are known. A failure
-// of any rank of the bootstrap, member or not, fails all of them, so that none waits for one that has left. A rank that has failed
-// throws its own error even where its peers do not come to be told.
+// of any rank of the bootstrap, member or not, fails all of them, so that none waits for one that has left. A rank that has
+// failed throws its own error even where its peers do not come to be told.
 class BootstrapExchange : public Exchange {
 public:
   // `bootstrap` must outlive the exchange.

@@ -9,8 +9,9 @@
 //   goodbye     a rank that destroys its group, after the last call that it has begun; its connection then ends without being
 //               a death
 //
-// Rank 0 decides for all; who loses rank 0 itself names it. Where rank 0 has left the group, a rank decides for itself. A process
-// that does not run for a while, as all of a suspended job's do, takes the silence of the others in that time for its own.
+// Rank 0 decides for all; who loses rank 0 itself names it. Where rank 0 has left the group, a rank decides for itself. A
+// process that does not run for a while, as all of a suspended job's do, takes the silence of the others in that time for its
+// own.
 #pragma once
 
 #include <atomic>
@@ -74,15 +75,15 @@ public:
   // that could decide any more, or when it does not within a second and a half.
   std::optional<Verdict> report_timeout(int missing, epx_operation operation, uint64_t sequence);
 
-  // Any thread: reports that a wait has run out, and does not wait for the verdict. Where nobody knows for whom this rank waits,
-  // `missing` is -1; there may be no verdict as long as rank 0 does not know it either, so the report goes on until it is
-  // withdrawn. Where rank 0 has left before the call, it is the culprit. The last report always gets a verdict, which blames
+  // Any thread: reports that a wait has run out, and does not wait for the verdict. Where nobody knows for whom this rank
+  // waits, `missing` is -1; there may be no verdict as long as rank 0 does not know it either, so the report goes on until it
+  // is withdrawn. Where rank 0 has left before the call, it is the culprit. The last report always gets a verdict, which blames
   // no rank when all have come.
   void report_stuck(int missing, epx_operation operation, uint64_t sequence, ReportKind kind = ReportKind::timeout);
   void withdraw_report(); // unless it says that a connection is broken
 
-  // Any thread: a connection of the rails is broken, to `peer` if that is known, else -1. Waits for the verdict: it names a rank
-  // that has died, has stopped, or has left before the call; when none is found within about three seconds, in which a
+  // Any thread: a connection of the rails is broken, to `peer` if that is known, else -1. Waits for the verdict: it names a
+  // rank that has died, has stopped, or has left before the call; when none is found within about three seconds, in which a
   // death or a failure elsewhere would have been told, it blames no rank. Returns none only when there is no verdict in time.
   std::optional<Verdict> report_broken_connection(int peer, epx_operation operation, uint64_t sequence);
 
@@ -90,7 +91,8 @@ public:
   // the verdict, if it is the first to reach rank 0.
   void report_failure(int culprit, epx_status status, epx_operation operation, uint64_t sequence);
 
-  // Any thread: this rank has come to the call and hangs there, in a kernel that waits for no peer. That is the verdict likewise.
+  // Any thread: this rank has come to the call and hangs there, in a kernel that waits for no peer. That is the verdict
+  // likewise.
   void report_hang(epx_operation operation, uint64_t sequence);
 
   // Waits for the verdict, no longer than a second and a half.

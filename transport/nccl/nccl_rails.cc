@@ -20,8 +20,8 @@
 namespace epx {
 namespace {
 
-// For NCCL to send what peers have not received yet, and to free the communicator, when the rails are destroyed. Where a graph has
-// captured the communicator, it is most likely the graph that is waited for.
+// For NCCL to send what peers have not received yet, and to free the communicator, when the rails are destroyed. Where a graph
+// has captured the communicator, it is most likely the graph that is waited for.
 constexpr std::chrono::seconds kTimeToLeave{10}, kTimeToLeaveGraph{1};
 constexpr std::chrono::seconds kTimeToFreeAtExit{3};
 constexpr std::chrono::microseconds kPollInterval{20};

@@ -22,8 +22,8 @@ public:
   // `timeout` until the host has enqueued a transfer, for which NCCL may have to connect ranks.
   NcclRails(std::unique_ptr<Communicator> communicator, int rank, int num_ranks, int ranks_per_node,
             std::chrono::milliseconds timeout);
-  // Lets NCCL send what it still has for peers, unless abort() was called. A communicator that cannot be freed soon is left to a
-  // thread of its own: neither ncclCommFinalize nor ncclCommAbort ends while a CUDA graph that has captured it exists.
+  // Lets NCCL send what it still has for peers, unless abort() was called. A communicator that cannot be freed soon is left to
+  // a thread of its own: neither ncclCommFinalize nor ncclCommAbort ends while a CUDA graph that has captured it exists.
   ~NcclRails() override;
   NcclRails(const NcclRails&) = delete;
   NcclRails& operator=(const NcclRails&) = delete;

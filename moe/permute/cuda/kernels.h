@@ -16,8 +16,8 @@ namespace epx::moe::cuda {
 // A warp sorts the routes of a chunk in order. There are at most so many chunks, since one block adds up their counts.
 constexpr int64_t kMinRoutesPerChunk = 256;
 constexpr int64_t kMaxChunks = 256;
-// Not by std::min: kernels call this too, and a reference to kMaxChunks would be one to a variable of the host, which NVCC compiles
-// to a trap.
+// Not by std::min: kernels call this too, and a reference to kMaxChunks would be one to a variable of the host, which NVCC
+// compiles to a trap.
 constexpr int64_t num_route_chunks(int64_t num_routes) {
   const int64_t chunks = (num_routes + kMinRoutesPerChunk - 1) / kMinRoutesPerChunk;
   return chunks < kMaxChunks ? chunks : kMaxChunks;

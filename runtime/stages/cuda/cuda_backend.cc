@@ -275,8 +275,9 @@ private:
     }
   }
 
-  // The device may still use this memory, and its release would wait for the device: so it is kept until the process ends. So are
-  // the stream and the event: another thread that frees memory may hold the driver's lock, for which their release would wait.
+  // The device may still use this memory, and its release would wait for the device: so it is kept until the process ends. So
+  // are the stream and the event: another thread that frees memory may hold the driver's lock, for which their release would
+  // wait.
   void keep_device_resources() {
     keep_until_exit(std::move(order_));
     keep_until_exit(std::move(abort_stream_));
@@ -337,10 +338,10 @@ private:
     std::atomic<bool>& is_in_call_;
   };
 
-  // Makes a call that has no kernel and counts as `num_calls`, while the device is idle: body(exchange) agrees with the peers by
-  // that exchange, and then complete() does what else this rank has to do. The group lives on where all ranks have found that
-  // the call cannot be made. It ends where a rank does not come in time, where ranks make different calls, and where CUDA or the
-  // transport fails.
+  // Makes a call that has no kernel and counts as `num_calls`, while the device is idle: body(exchange) agrees with the peers
+  // by that exchange, and then complete() does what else this rank has to do. The group lives on where all ranks have found
+  // that the call cannot be made. It ends where a rank does not come in time, where ranks make different calls, and where CUDA
+  // or the transport fails.
   template <typename Body, typename Complete>
   void make_host_call(epx_operation operation, uint64_t num_calls, const Body& body, const Complete& complete) {
     const HostCall host_call(is_in_host_call_);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of the kernels of the operations. Each operation is one kernel, launched asynchronously on the stream.
+// Launches of the kernels of the operations, which are asynchronous on the stream. Each operation is one kernel, but
+// prepare_dispatch of many tokens may be two.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -30,7 +31,7 @@ cudaError_t launch_second_half(const DeviceGroup& group, LaunchPlan& plan, const
                                const RegisteredRange& range, cudaStream_t stream);
 cudaError_t launch_dispatch_rank_major(const DeviceGroup& group, LaunchPlan& plan, const DispatchRankMajorCall& call,
                                        const RegisteredRange& range, cudaStream_t stream);
-// The other calls of the rank-major layout are these on another plan.
+// combine_bwd of the rank-major layout is this one on another plan.
 cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,
                                const RegisteredRange& range, cudaStream_t stream);
 cudaError_t launch_combine(const DeviceGroup& group, LaunchPlan& plan, const CombineCall& call, cudaStream_t stream);

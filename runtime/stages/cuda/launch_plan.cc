@@ -25,8 +25,8 @@ constexpr int default_sms(int sms_of_gpu) {
 // prepare has one block per tile of routes, but at least so many, since all blocks write the outputs.
 constexpr int kMinPrepareBlocks = 17;
 
-// In a smaller grid all blocks of prepare_dispatch's kernel prepare and then move rows.
-constexpr int kMinSplitFusedGrid = 8; // blocks
+// In a smaller grid every block of prepare_dispatch's kernel sends rows, prepares, and then receives rows.
+constexpr int kMinSplitPrepareDispatchGrid = 8; // blocks
 
 // Senders get SMs of their own where the grid is large enough, except in dispatch_rank_major: stores to peers that wait for the
 // wire would delay the stores of receivers on the same SM. There are no more senders than fill the wire: the fewer rows are in
@@ -48,31 +48,31 @@ constexpr int kMaxSenderBlocks = 64;
 //
 // In the smallest grids all blocks send and receive, and whoever has no more to send or to signal receives: on 16 SMs (4096
 // tokens, top-8) that made combine_bwd with weights' gradients 1030 us instead of 1390, and without them 718 instead of 779.
-constexpr int kSenderWarps = 6, kSenderWarpsOfSmallGrid = 12;
+constexpr int kSenderWarpsOfMixedBlock = 6, kMaxSenderWarps = 12; // of a block that also receives; of one that only sends
 constexpr int kSendersOfFullGrid = 384, kSendersOfRowsOfFullGrid = 256; // warps
 constexpr int kMinSplitGrid = 48; // blocks; in smaller grids every block of scatter has senders and receivers
-static_assert(kSenderWarpsOfSmallGrid <= kMaxSendersPerSignalWarp);
+static_assert(kMaxSenderWarps <= kMaxSendersPerSignalWarp);
 WarpRoleCounts scatter_role_counts(int blocks, ReceiverWork receivers, int num_ranks) {
   const int sender_blocks = std::min(16 * num_ranks, kMaxSenderBlocks);
   if (blocks >= kFullGrid) {
     const bool fills_sender_blocks = sender_blocks == kMaxSenderBlocks;
     const int senders =
         fills_sender_blocks && receivers == ReceiverWork::rows ? kSendersOfRowsOfFullGrid : kSendersOfFullGrid;
-    return {sender_blocks, std::min(senders / sender_blocks, kSenderWarpsOfSmallGrid), 1, false};
+    return {sender_blocks, std::min(senders / sender_blocks, kMaxSenderWarps), 1, false};
   }
-  if (blocks >= kMinSplitGrid) return {std::min(sender_blocks, blocks / 3), kSenderWarpsOfSmallGrid, 1, false};
-  return {blocks, kSenderWarps, 1, true};
+  if (blocks >= kMinSplitGrid) return {std::min(sender_blocks, blocks / 3), kMaxSenderWarps, 1, false};
+  return {blocks, kSenderWarpsOfMixedBlock, 1, true};
 }
 
 // The receivers of dispatch_rank_major take up routes alone where rows come in place, so that all blocks send, with as many
 // warps as the wire has use for, which receive in the end. On 16 SMs of 2 H100 (4096 tokens of 7168 bfloat16, top-8) it took
 // 294.5 us with 8 sender warps in each block, 232.4 with 12 and 215.1 with 14; on 84 SMs 201.7 with 12 in each of 28 blocks,
-// 193.4 with 8 and 194.4 with 9 in each of all blocks. One warp of a block is left to receive from the beginning on.
+// 193.4 with 8 and 194.4 with 9 in each of all blocks. At least one warp of each block receives from the beginning.
 constexpr int kSendersOfRankMajor = 768, kMaxSenderWarpsOfRankMajor = 14; // warps of the grid, of a block
 static_assert(kMaxSenderWarpsOfRankMajor <= kMaxSendersPerSignalWarp &&
               kMaxSenderWarpsOfRankMajor + 2 <= kMovementThreads / 32);
 WarpRoleCounts rank_major_role_counts(int blocks) {
-  return {blocks, std::clamp(kSendersOfRankMajor / blocks, kSenderWarps, kMaxSenderWarpsOfRankMajor), 1, true};
+  return {blocks, std::clamp(kSendersOfRankMajor / blocks, kSenderWarpsOfMixedBlock, kMaxSenderWarpsOfRankMajor), 1, true};
 }
 
 // Where gather has the whole GPU, senders get that part of the blocks which they have of all rows loaded and stored: of a token
@@ -96,18 +96,20 @@ WarpRoleCounts gather_role_counts(int blocks, int warps, const GroupShape& shape
   return {std::clamp(sender_blocks, 1, blocks - 1), warps, 0, false};
 }
 
-// Senders of the low-latency path. Since a sender stores tile after tile without a wait, few of them fill the wire; what more of
-// them have stored queues up, and delays the loads of receivers, those of the same SM most of all. On 4 H200 (256 tokens of 7168
-// bfloat16, top-8 of 256) prepare_dispatch took 41.7 us with 16 or 20 sender blocks of 132, 43.9 with 30 and 51.5 with half of
-// the warps of all blocks; on 2 H200 26.5 with 20, 31.6 with half of the blocks.
+// Senders of the low-latency path. Since a sender stores tile after tile without a wait, few of them fill the wire; what more
+// of them have stored queues up, and delays the loads of receivers, those of the same SM most of all. On 4 H200 (256 tokens of
+// 7168 bfloat16, top-8 of 256) prepare_dispatch took 41.7 us with 16 or 20 sender blocks of 132, 43.9 with 30 and 51.5 with
+// half of the warps of all blocks; on 2 H200 26.5 with 20, 31.6 with half of the blocks.
 //
 // Senders of dispatch and dispatch_rank_major also store the rows that stay on their rank, which are the more the fewer ranks
-// there are, and a tile goes to fewer others: on 4 H200 dispatch_rank_major took 45.5 us with 16 sender blocks, 42.9 with 20, 43.6
-// with 30 and 47.0 with half of the warps of all blocks; on 2 H200 29.2 with 20, 23.4 with 60 and 24.5 with half of the warps.
+// there are, and a tile goes to fewer others: on 4 H200 dispatch_rank_major took 45.5 us with 16 sender blocks, 42.9 with 20,
+// 43.6 with 30 and 47.0 with half of the warps of all blocks; on 2 H200 29.2 with 20, 23.4 with 60 and 24.5 with half of the
+// warps.
 //
-// A sender of gather looks up and sums rows before it stores a tile, which goes to one rank: combine took 48.5 us with 44 blocks,
-// 46.2 with 50, 46.7 with 60, and 50.5 with half of the warps of all blocks. On 84 SMs it took 60.6 with 30 and 48.7 with 42.
-// combine_rank_major of 512 tokens, whose senders sum nothing, took 105.8 with 20, 80.3 with 28, 74.0 with 36 and 73.6 with 50.
+// A sender of gather looks up and sums rows before it stores a tile, which goes to one rank: combine took 48.5 us with 44
+// blocks, 46.2 with 50, 46.7 with 60, and 50.5 with half of the warps of all blocks. On 84 SMs it took 60.6 with 30 and 48.7
+// with 42. combine_rank_major of 512 tokens, whose senders sum nothing, took 105.8 with 20, 80.3 with 28, 74.0 with 36 and 73.6
+// with 50.
 //
 // In smaller grids receivers would miss those blocks: combine of 64 SMs took 57.2 us instead of 56.6, of 48 SMs 70.1 instead of
 // 67.5, and dispatch of 32 SMs 68.6 instead of 67.3. Nor are there such blocks where one of their warps would have fewer
@@ -177,7 +179,7 @@ void load_kernels(std::span<const void* const> kernels) {
 }
 
 int LaunchPlan::resolve_num_sms(int num_comm_sms, int others) {
-  static_assert(kMovementBlocksPerSm == 1); // so that no grid has more blocks than the group has SMs, but a small prepare
+  static_assert(kMovementBlocksPerSm == 1); // so that only prepare's grid may have more blocks than the group has SMs
   const int sms_of_gpu = std::min(this_device().num_sms, kMaxGridBlocks);
   const int num_sms = num_comm_sms == 0 ? default_sms(sms_of_gpu) : std::min(num_comm_sms, sms_of_gpu);
   return std::max(num_sms - others, 1);
@@ -252,28 +254,28 @@ PrepareGrid LaunchPlan::next_prepare(int64_t routes, cudaStream_t stream) {
   return {next(blocks, prepare_threads(), prepare_shared_bytes_, stream), blocks > num_sms_};
 }
 
-// Where a group has a low-latency path, a call with so little data that each warp has at most one LL chunk gets less than half of
-// the group's SMs, so that its kernel can be launched with PDL behind another one.
+// Where a group has a low-latency path, a call with so little data that at most half of the warps have an LL chunk, one each,
+// gets less than half of the group's SMs, so that its kernel can be launched with PDL behind another one.
 int LaunchPlan::movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const {
   if (max_ll_tokens_ == 0) return max_blocks;
   const int64_t chunks = tokens * ll_chunks_of(row_bytes) * std::max(shape_.num_ranks - 1, 1);
   const int small_grid = (num_sms_ - kMinPrepareBlocks) / 2;
-  constexpr int kWarps = 8; // per block, with one chunk each
+  constexpr int kWarps = 8; // of a block's 16, with one chunk each
   return small_grid >= 1 && chunks <= int64_t{small_grid} * kWarps ? std::min(small_grid, max_blocks) : max_blocks;
 }
 
-PrepareDispatchGrid LaunchPlan::next_prepare_dispatch(int64_t tokens, int top_k, int64_t row_bytes, int alignment,
+PrepareDispatchGrid LaunchPlan::next_prepare_dispatch(int64_t tokens, int top_k, int64_t row_bytes, int pad_alignment,
                                                       cudaStream_t stream) {
   const int64_t tiles = (tokens * top_k + prepare_threads() - 1) / prepare_threads();
   const int max_blocks = prepare_dispatch_blocks_;
-  if (max_blocks < kMinSplitFusedGrid) // all blocks do both
+  if (max_blocks < kMinSplitPrepareDispatchGrid) // all blocks do both
     return {next(max_blocks, kMovementThreads, prepare_dispatch_shared_bytes_, stream),
             {static_cast<unsigned>(max_blocks), 0},
             {}};
   const int prepare = static_cast<int>(
       std::min<int64_t>(std::max<int64_t>(tiles, kMinPrepareBlocks), std::min(max_blocks / 4, prepare_blocks_)));
   int rows = max_blocks - prepare;
-  if (alignment <= 1) rows = movement_blocks(tokens, row_bytes, rows); // an aligned zone has many pads
+  if (pad_alignment <= 1) rows = movement_blocks(tokens, row_bytes, rows); // an aligned zone has many pads
   return {next(prepare + rows, kMovementThreads, prepare_dispatch_shared_bytes_, stream),
           {static_cast<unsigned>(prepare), static_cast<unsigned>(prepare)},
           ll_senders_of_prepare_dispatch(rows)};
@@ -286,7 +288,8 @@ PrepareDispatchGrid LaunchPlan::next_prepare_dispatch(int64_t tokens, int top_k,
 // With two ranks local copies take more of the time than the wire, so that the copies of staged rows take longer than prepare
 // where routes have many bytes. On 2 H200 (bfloat16, top-8) prepare_dispatch + combine of rows of 7168 elements took 143.7 us
 // with one kernel and 153.8 with two for 1024 tokens, 231.1 and 230.4 for 2048, and 405.6 and 393.6 for 4096; prepare_dispatch
-// of 4096 rows of 4096 elements 140.7 and 135.0, of 3696 elements 128.6 and 134.2, and with top-1 of 5120 elements 79.8 and 92.0.
+// of 4096 rows of 4096 elements 140.7 and 135.0, of 3696 elements 128.6 and 134.2, and with top-1 of 5120 elements 79.8 and
+// 92.0.
 bool LaunchPlan::has_ht_prepare_dispatch(int64_t route_bytes) const {
   constexpr int64_t kMaxRouteBytesOfTwoRanks = 250'000'000;
   return prepare_dispatch_blocks_ >= kMinSplitGrid && shape_.num_ranks > 1 &&
@@ -304,10 +307,10 @@ HtPrepareDispatchGrid LaunchPlan::next_ht_prepare_dispatch(int64_t tokens, int t
   return {next(blocks, kMovementThreads, prepare_dispatch_shared_bytes_, stream), role_counts, prepare};
 }
 
-MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int alignment, ReceiverWork receivers,
+MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int pad_alignment, ReceiverWork receivers,
                                       cudaStream_t stream) {
   int blocks = scatter_blocks_;
-  if (alignment <= 1) { // an aligned zone has many pads, however few the tokens are
+  if (pad_alignment <= 1) { // an aligned zone has many pads, however few the tokens are
     blocks = movement_blocks(tokens, row_bytes, scatter_blocks_);
     // A low-latency dispatch is faster with PDL behind a small prepare, on the SMs that prepare leaves, than later on all SMs:
     // on 2 H200 prepare, dispatch and combine of 128 tokens took 52.6 us with 67 blocks, 54.8 with 84 of 84 SMs.

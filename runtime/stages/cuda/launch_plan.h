@@ -35,9 +35,9 @@ struct WarpRoleCounts {
   bool joins;       // a sender that has no more to send receives, and so does a signal warp then
   LlSenders ll_senders{};
 };
-// What the receivers of a kernel with the roles of scatter do. rows: they copy, scale or multiply rows. sums: they sum the rows
-// that ranks have sent of a token. routes: they store the routes of dispatch_rank_major, and copy rows only where these do not
-// come in place.
+// What the receivers of a kernel with the roles of scatter do. rows: they copy or scale rows, or compute dot products. sums:
+// they sum the rows that ranks have sent of a token. routes: they store the routes of dispatch_rank_major, and copy rows only
+// where these do not come in place.
 enum class ReceiverWork { rows, sums, routes };
 // Threads of each block of scatter and gather, and of the kernels of gather that read rows by long h-tiles. With three
 // warps instead of four on each quarter of an SM a thread may have 168 registers instead of 128: nothing is spilled, and
@@ -94,15 +94,17 @@ public:
   int max_prepare_blocks() const { return prepare_blocks_; }
 
   // Each returns the grid of the group's next kernel, which is then launched on `stream`. `routes` is the number of this rank's
-  // routes; `tokens` and `row_bytes` are those of this rank's call. The caller serializes these calls.
+  // routes; `tokens` and `row_bytes` are those of this rank's call. `pad_alignment` is the alignment of zones whose pads the
+  // kernel clears; 1: it clears none. The caller serializes these calls.
   PrepareGrid next_prepare(int64_t routes, cudaStream_t stream);
-  PrepareDispatchGrid next_prepare_dispatch(int64_t tokens, int top_k, int64_t row_bytes, int alignment,
+  PrepareDispatchGrid next_prepare_dispatch(int64_t tokens, int top_k, int64_t row_bytes, int pad_alignment,
                                             cudaStream_t stream);
   // Returns whether one kernel makes prepare_dispatch of tokens that are too many for the low-latency path; their rows have so
   // many bytes when each is counted once for each of the token's routes.
   bool has_ht_prepare_dispatch(int64_t route_bytes) const;
   HtPrepareDispatchGrid next_ht_prepare_dispatch(int64_t tokens, int top_k, cudaStream_t stream);
-  MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int alignment, ReceiverWork receivers, cudaStream_t stream);
+  MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int pad_alignment, ReceiverWork receivers,
+                            cudaStream_t stream);
   // Returns whether a scatter on so many blocks is to stage its rows even where they could be written in place.
   bool stages_rows(int blocks, int64_t row_bytes) const;
   // `by_long_tiles`: the grid is for a kernel of kLongTileGatherThreads, which never takes the low-latency path.
@@ -115,7 +117,7 @@ public:
 
 private:
   Grid next(int blocks, int threads, size_t shared_bytes, cudaStream_t stream);
-  // Returns how many blocks a kernel may have that is launched with PDL behind the last one; 0 when PDL is not possible.
+  // Returns how many blocks a kernel may have that is launched with PDL behind the last one; 0 or less: no PDL.
   int room_beside_last(cudaStream_t stream) const;
   int movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const;
 

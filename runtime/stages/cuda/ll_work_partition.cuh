@@ -10,9 +10,9 @@
 
 namespace epx::cuda {
 
-// The tiles that one warp sends. Either it takes every step-th tile, or, by a dynamic tile scheduler, the next one that no other
-// warp has taken. A warp begins to take its next tile before it works on the one that it has, so that the atomic takes no time
-// of its own.
+// The tiles that one warp sends. Either it takes every step-th tile, or, by a dynamic tile scheduler, the next one that no
+// other warp has taken. A warp begins to take its next tile before it works on the one that it has, so that the atomic takes no
+// time of its own.
 class LlTilesToSend {
 public:
   // `step` warps have the first tiles. `taken` is the dynamic tile scheduler's counter in DeviceState; NULL: none.
@@ -48,7 +48,8 @@ private:
 //   sent by.
 // - Where there are many, the first blocks of a large grid send, by a dynamic tile scheduler, since some get less of the wire
 //   than others; all others receive (LlSenders).
-// - Otherwise, the first half of the warps of each block send, and the others receive from the beginning: stores to peers hold a
+// - Otherwise, the first half of the warps of each block send, and the others receive from the beginning: stores to peers hold
+// a
 //   warp up while the wire is busy, and rows that have arrived would wait meanwhile. In dispatch the first half receives the
 //   last tiles afterwards (to_receive_late).
 //
@@ -64,7 +65,8 @@ public:
     uint32_t warp, block, num_blocks;
   };
 
-  // For the warp at `place`. `has_many`: the senders are those of many tiles, however few there are, if there is one.
+  // For the warp at `place`. With `has_many`, a test hook, the first blocks send as where there are many tiles, however few
+  // there are, if there is a tile to send and senders.blocks is not 0.
   __host__ __device__ constexpr LlWorkPartition(const Place& place, int num_warps, int first_block, uint32_t tiles_to_send,
                                                 const LlSenders& senders, bool has_many)
       : warp_(place.warp), block_(place.block), half_(static_cast<uint32_t>(num_warps) / 2),
@@ -76,7 +78,7 @@ public:
   __device__ LlWorkPartition(const CallSession& call, int num_warps, int first_block, uint32_t tiles_to_send,
                              const LlSenders& senders)
       : LlWorkPartition({threadIdx.x / kWarp, blockIdx.x, gridDim.x}, num_warps, first_block, tiles_to_send, senders,
-                        call.has_many_tokens()) {}
+                        call.forces_many_tokens()) {}
 
   // Returns whether there are blocks before `first_block`, and they receive too.
   __host__ __device__ constexpr bool has_helpers() const { return split_ != Split::none && first_block_ > 0; }
@@ -108,8 +110,8 @@ public:
     if (by_blocks) return {block() < sender_blocks_ ? tiles : warp_ * blocks + block() - sender_blocks_, tiles, step};
     return {is_in_first_half() ? tiles : (warp_ - half_) * blocks + block(), tiles, step};
   }
-  // The same where the first half of the warps, if it sends, receives the last 5/16 of the tiles afterwards, which arrive about
-  // then. Where `tiles` is an upper bound, `expected` says how many there may be.
+  // The same, but where the first half of the warps sends, it receives the last 5/16 of the tiles afterwards, which arrive
+  // about then. Where `tiles` is only an upper bound, `expected` is the number of tiles that is likely.
   __host__ __device__ constexpr Tiles to_receive_late(uint32_t tiles, uint32_t expected) const {
     if (split_ != Split::warps) return to_receive(tiles);
     const uint32_t late = expected / 16 * 11 < tiles ? expected / 16 * 11 : tiles;

@@ -113,8 +113,8 @@ __device__ inline WarpAssignment join_receivers(const WarpRoleCounts& role_count
   return {{-1, receivers}, role_counts.joins ? WarpRole::receive : WarpRole::none, joining_warps(role_counts)};
 }
 
-// The tiles of a role that takes batches of tokens, which a warp looks up at the same time. The last `singles` tokens or more are
-// tiles by themselves, so that all warps end at about the same time.
+// The tiles of a role that takes batches of tokens, which a warp looks up at the same time. The last `singles` tokens or more
+// are tiles by themselves, so that all warps end at about the same time.
 struct TokenTiles {
   int32_t more_tokens; // than one, of each batch
   int32_t batches;
@@ -278,10 +278,10 @@ public:
   // Returns whether the handle memory belongs to this call; if not, outputs stay untouched. It is the same in all threads and
   // never changes.
   __device__ bool is_usable() const { return is_usable_; }
-  // Returns whether the movement takes the low-latency (LL) path. This and ll_tokens() are the same on all ranks with this
-  // plan.
+  // Returns whether the plan allows the low-latency (LL) path; combine_bwd, and gathers in precision exact, take the
+  // high-throughput path all the same. This and ll_tokens() are the same on all ranks with this plan.
   __device__ bool takes_ll_path() const {
-    return is_usable_ && ll_tokens_ > 0 && ll_tokens_ >= params_.call.num_tokens && // prepare stores no others
+    return is_usable_ && ll_tokens_ > 0 && ll_tokens_ >= params_.call.num_tokens && // prepare writes no other value
            ll_tokens_ <= params_.group.context.layout.ll_tokens;
   }
   // On the low-latency path, the number of tokens of the rank that has the most.
@@ -463,7 +463,8 @@ public:
     return max_tokens * (call_.num_ranks() - 1);
   }
 
-  // A rank's receive rows are written in place, at rows_of(rank), when they lie in an allocation of the group.
+  // Returns whether a rank's receive rows lie in an allocation of the group. Peers then store them in place, at rows_of(rank),
+  // unless the source stages its rows (PeerDescriptors::stages_rows; Scatter::is_in_place).
   __device__ bool has_registered_rows(int rank) const { return call_.descriptors().rows_allocation[rank] >= 0; }
   __device__ std::byte* rows_of(int rank) const {
     const int64_t allocation = call_.descriptors().rows_allocation[rank] % kMaxDeviceAllocations;

@@ -65,7 +65,7 @@ void describe_movement(CallDescriptor& descriptor, const MovementCall& call);
 // outlive the Movement.
 Movement movement_of_own_plan(HostGroup& group, const MovementCall& call);
 
-// Reports the routes of this rank whose slot is at or above N.
+// Reports the kept rows of this rank's plan that lie in slots at or above N.
 void report_rows_beyond(const Movement& movement);
 
 // Begins the call and passes its entry barrier, with a descriptor whose other fields this fills in. The group and the call must

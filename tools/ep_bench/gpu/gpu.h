@@ -20,8 +20,8 @@ void check_cuda(cudaError_t error, const char* call);
 class Gpu final : public Memory {
 public:
   // Takes the device with the number that the rank has on its machine, which Open MPI provides; without it, rank modulo the
-  // number of devices. With NCCL_HOSTID, ranks that NCCL takes for ranks of other machines share devices where there are too few.
-  // It becomes the calling thread's device. Throws RuntimeError.
+  // number of devices. With NCCL_HOSTID, ranks that NCCL takes for ranks of other machines share devices where there are too
+  // few. It becomes the calling thread's device. Throws RuntimeError.
   explicit Gpu(int rank);
   ~Gpu() override;
   Gpu(const Gpu&) = delete;

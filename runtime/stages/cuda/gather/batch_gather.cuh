@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// BatchGather is the high-throughput path of combine and dispatch_bwd where warps have many tokens to take, in precision wire
-// and by long h-tiles. It has the warp roles of gather.cu, but a tile is a batch of whole tokens:
+// BatchGather is the high-throughput path of combine and dispatch_bwd on few SMs, where senders have many tokens to take, in
+// precision wire and by long h-tiles (takes_batches, gather.cu). It has the warp roles of gather.cu, but a tile is a batch of
+// whole tokens:
 //
 //   - They are looked up at the same time. A look-up is a chain of dependent loads, and takes hundreds of instructions.
 //   - Their rows are read one after the other, without draining the ring in between.
@@ -126,7 +127,7 @@ private:
     batch.row = rows_.row_of(max(slots.slot, 0), whole_);
     batch.weight = rows_.weight_of(slots.slot);
     batch.size = slots.size;
-    if (params_.carried_weights != nullptr)
+    if (params_.weight_grads != nullptr)
       send_weight(slots.slot, from_lane(home, lane() / batch.room),
                   from_lane(static_cast<int32_t>(peer.token), lane() / batch.room));
     T* const to = rows_.staged_sum(home, peer.token, rank_ordinal, whole_);
@@ -148,7 +149,7 @@ private:
   __device__ void send_weight(int32_t slot, int home, int64_t token) const {
     if (slot < 0) return;
     const int64_t route = route_index(token, args_.top_k, movement_.k_of_slot(slot));
-    rows_.staged_weights(home)[route] = params_.carried_weights[slot];
+    rows_.staged_weights(home)[route] = params_.weight_grads[slot];
   }
 
   // Sums the rows of the tokens [first, end) of this rank. Returns false when the group has failed.
@@ -189,7 +190,7 @@ private:
       }
       reader.end();
     }
-    if (params_.carried_out != nullptr && has_route)
+    if (params_.weight_grads_out != nullptr && has_route)
       rows_.collect_weight(token, k, movement_.route_of(token, k), is_live); // to keep the route would take registers
     if (call_.scribbles_staging())
       for (int32_t i = first; i < end; ++i)

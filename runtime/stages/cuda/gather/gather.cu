@@ -14,8 +14,8 @@
 //
 // Where warps have few tiles, a tile is one split of a token's rows (gather_rows.cuh): smaller tiles let receivers start
 // earlier and leave them less to do when the last splits are ready, since the rows of all senders are in flight together. Where
-// they have more, a tile is all splits of a token's rows, which spares looking up the token twice. Where they have many, a tile
-// is a batch of tokens (batch_gather.cuh).
+// they have more, a tile is all splits of a token's rows, which spares looking up the token twice. On few SMs, and where they
+// have many, batch_gather_kernel takes a batch of tokens as a tile (takes_batches; batch_gather.cuh).
 #include "runtime/stages/cuda/kernels.h"
 
 #include <algorithm>
@@ -32,7 +32,8 @@
 namespace epx::cuda {
 namespace {
 
-// With kTile the sums read rows by such h-tiles of a ListReader.
+// kTile is the number of warp tiles in an h-tile of the ListReader through which sums read rows (kShortTile, kLongTile); 0: a
+// RowReader reads them.
 template <typename T, int kTile>
 class Gather {
 public:
@@ -84,7 +85,7 @@ private:
     const WarpList<int32_t>& slots = found.slots;
     if (slots.size() == 0) return;
     const float* weights = is_exact_ ? params_.row_weights : nullptr; // weights that these splits carry
-    if (params_.carried_weights != nullptr) weights = split.index == 0 ? params_.carried_weights : nullptr;
+    if (params_.weight_grads != nullptr) weights = split.index == 0 ? params_.weight_grads : nullptr;
     if (is_exact_ || weights != nullptr)
       for (int first = 0; first < slots.size(); first += kWarp)
         send_routes(home, token, split, slots.has_own(first) ? slots.own(first) : -1, weights);
@@ -122,7 +123,7 @@ private:
     const SumTerms<T> terms =
         is_exact_ ? terms_of_routes(token, split, routes, live, own) : terms_of_ranks(token, split, routes, live, own);
     sum_rows<true, kTile>(pipeline_, terms, rows_.out(token, split), split.size);
-    if (params_.carried_out != nullptr && split.index == 0) collect_weights(token, routes, live);
+    if (params_.weight_grads_out != nullptr && split.index == 0) collect_weights(token, routes, live);
     if (call_.scribbles_staging()) rows_.scribble_staging(token, split);
     return true;
   }
@@ -245,8 +246,8 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params) {
 }
 
 // Long h-tiles have a kernel of their own because they take fewer instructions for each element, but more registers. On 16 SMs
-// of 2 H200 (4096 tokens of 7168 bfloat16, top-8) combine took 483.9 us by long h-tiles in 12 warps, and 501.2 in 16. Short ones
-// have one because the kernel without a tile has the low-latency path, too, and its sums spill registers.
+// of 2 H200 (4096 tokens of 7168 bfloat16, top-8) combine took 483.9 us by long h-tiles in 12 warps, and 501.2 in 16. Short
+// ones have one because the kernel without a tile has the low-latency path, too, and its sums spill registers.
 template <typename T, int kTile>
 __global__ void __launch_bounds__(GatherBlock<T, kTile>::kThreads, kMovementBlocksPerSm)
     gather_kernel(const __grid_constant__ GatherParams params) {
@@ -295,7 +296,7 @@ cudaError_t launch_as(const DeviceGroup& group, LaunchPlan& plan, const Movement
   const bool by_long_tiles = takes_list_reader && LongTileReader<T>::takes(call.hidden);
   const MovementGrid grid =
       plan.next_gather(call.num_tokens, call.top_k, row_bytes(call.dtype, call.hidden), by_long_tiles, stream);
-  const int32_t weights = (tensors.row_weights != nullptr ? 1 : 0) | (tensors.carried_weights != nullptr ? 2 : 0);
+  const int32_t weights = (tensors.row_weights != nullptr ? 1 : 0) | (tensors.weight_grads != nullptr ? 2 : 0);
   const GatherParams params{make_movement_params(group, grid.role_counts, call, weights, 0, kNotRegistered), tensors};
   if constexpr (LongTileReader<T>::kTakesType) {
     if (by_long_tiles && takes_batches<T>(group.context.shape, grid, call, tensors))

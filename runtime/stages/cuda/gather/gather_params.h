@@ -7,11 +7,11 @@
 namespace epx::cuda {
 
 struct GatherTensors {
-  const std::byte* rows;        // [N, H]
-  const float* row_weights;     // [N]; applied in the sum; may be NULL
-  const float* carried_weights; // [N]; carried home beside the rows; may be NULL
-  std::byte* out;               // [T, H]
-  float* carried_out;           // [T, K]; NULL iff carried_weights is
+  const std::byte* rows;     // [N, H]
+  const float* row_weights;  // [N]; applied in the sum; may be NULL
+  const float* weight_grads; // dispatch_bwd: [N], rank-major [P, M, K]; sent home beside the rows; NULL: none
+  std::byte* out;            // [T, H]
+  float* weight_grads_out;   // [T, K]; NULL iff weight_grads is
 };
 
 struct GatherParams : MovementParams, GatherTensors {};

@@ -80,8 +80,8 @@ public:
     const int64_t index = route_index(token, params_.call.top_k, k);
     float weight = 0.0f;
     if (is_live)
-      weight = route.rank == call_.rank() ? params_.carried_weights[route.slot] : staged_weights(call_.rank())[index];
-    params_.carried_out[index] = weight;
+      weight = route.rank == call_.rank() ? params_.weight_grads[route.slot] : staged_weights(call_.rank())[index];
+    params_.weight_grads_out[index] = weight;
   }
   // Tests overwrite staging once it has been used.
   __device__ void scribble_staging(int64_t token, const RowSplits& split) const {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // This is the low-latency (LL) path of combine and dispatch_bwd, in precision wire. As in ll_dispatch.cuh, rows travel as LL
-// lines into staging that may be written at any time, and a warp takes a chunk of a row at a time. All warps do the same,
-// unless there are many tiles: then some of them do the first part, and the others the second (LlWorkPartition).
+// lines into staging that exists twice, by parity of the call, so that senders need not wait for the entry barrier; and a warp
+// takes a chunk of a row at a time. All warps do both steps below, unless there are many tiles: then some warps do the first
+// one only, and the others the second one only (LlWorkPartition).
 //
 //   first  sum a chunk of a peer's token over its slots here, and       waits for nothing
 //          store the sum into the home rank's staging
@@ -95,13 +96,13 @@ private:
     const int64_t token = args_.is_rank_major() ? record.token : index;
     send_chunk(call_, staged_chunk(home, token, movement_.rank_ordinal_of(record.rank_ordinal), chunk), bytes_of(chunk),
                sum);
-    if (chunk != 0 || params_.carried_weights == nullptr) return;
+    if (chunk != 0 || params_.weight_grads == nullptr) return;
     if (args_.is_rank_major())
       send_row_weights(home, token, first_slot);
     else
       for (int first = 0; first < args_.top_k; first += kWarp)
         if (const int32_t slot = slots.own(first); slot >= 0)
-          send_weight(staged_weight(home, token, first + lane()), params_.carried_weights[slot], call_.epoch());
+          send_weight(staged_weight(home, token, first + lane()), params_.weight_grads[slot], call_.epoch());
   }
 
   // Rank-major: sends the weights of the row's routes to this rank.
@@ -109,7 +110,7 @@ private:
     const uint64_t mask = movement_.mask_of_row(slot);
     for (int k = lane(); k < args_.top_k; k += kWarp)
       if ((mask >> k & 1) != 0)
-        send_weight(staged_weight(home, token, k), params_.carried_weights[args_.row_of_slot(slot) * args_.top_k + k],
+        send_weight(staged_weight(home, token, k), params_.weight_grads[args_.row_of_slot(slot) * args_.top_k + k],
                     call_.epoch());
   }
 
@@ -145,7 +146,7 @@ private:
     if (call_.scribbles_staging()) scribble_staging(token, chunk, kept_ranks, live_ranks);
     store_chunk<kUnaligned>(params_.out + token * row_bytes_ + static_cast<int64_t>(chunk) * kLlChunkBytes, bytes,
                             sum.rounded());
-    if (chunk != 0 || params_.carried_out == nullptr) return true;
+    if (chunk != 0 || params_.weight_grads_out == nullptr) return true;
     if (args_.is_rank_major()) return collect_row_weights(token);
     const WarpRoutes again = movement_.routes_of(token); // so that they take no registers above
     return collect_weights(token, again, again.mask_of(is_live));
@@ -183,11 +184,11 @@ private:
       const Route route = routes.own(first);
       float weight = 0.0f;
       if ((live >> k & 1) != 0 && route.rank == call_.rank()) {
-        weight = params_.carried_weights[route.slot];
+        weight = params_.weight_grads[route.slot];
       } else if ((live >> k & 1) != 0 && ok) {
         ok = receive_weight(call_, staged_weight(call_.rank(), token, k), route.rank, weight);
       }
-      if (ok) params_.carried_out[route_index(token, args_.top_k, k)] = weight;
+      if (ok) params_.weight_grads_out[route_index(token, args_.top_k, k)] = weight;
     }
     return __all_sync(~0u, ok ? 1 : 0) != 0;
   }
@@ -198,10 +199,10 @@ private:
       const Route route = movement_.kept_route(token, k);
       float weight = 0.0f;
       if (route.slot >= 0 && route.rank == call_.rank())
-        weight = params_.carried_weights[args_.row_of_slot(route.slot) * args_.top_k + k];
+        weight = params_.weight_grads[args_.row_of_slot(route.slot) * args_.top_k + k];
       else if (route.slot >= 0 && ok)
         ok = receive_weight(call_, staged_weight(call_.rank(), token, k), route.rank, weight);
-      if (ok) params_.carried_out[route_index(token, args_.top_k, k)] = weight;
+      if (ok) params_.weight_grads_out[route_index(token, args_.top_k, k)] = weight;
     }
     return __all_sync(~0u, ok ? 1 : 0) != 0;
   }

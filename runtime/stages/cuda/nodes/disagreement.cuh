@@ -13,8 +13,8 @@ struct AgreedFieldsOfRank {
   AgreedFields fields;
 };
 
-// One thread of the kernels of a call publishes the first disagreement that the group has had. The group fails because of it, so
-// that later ones count for nothing, and the host may be reading this one.
+// One thread of the kernels of a call publishes the first disagreement that the group has had. The group fails because of it,
+// so that later ones count for nothing, and the host may be reading this one.
 __device__ inline void publish_disagreement(const NodesDevice& nodes, const AgreedFieldsOfRank& one,
                                             const AgreedFieldsOfRank& other) {
   Disagreement& found = nodes.progress->disagreement;

@@ -29,10 +29,10 @@ public:
     for (int64_t token = warp.index; token < args_.num_tokens; token += warp.count) {
       const bool is_exact = shape_.group.precision == EPX_COMBINE_EXACT;
       PerRoute<int32_t> nodes{-1, -1};
-      if (is_exact || params_.call.carried_out != nullptr) nodes = nodes_of_routes(token);
+      if (is_exact || params_.call.weight_grads_out != nullptr) nodes = nodes_of_routes(token);
       const SumTerms<T> terms = is_exact ? terms_of_routes(token, nodes) : terms_of_nodes(token);
       sum_rows<false>(pipeline_, terms, reinterpret_cast<T*>(params_.call.out) + token * args_.hidden, args_.hidden);
-      if (params_.call.carried_out == nullptr) continue;
+      if (params_.call.weight_grads_out == nullptr) continue;
       store_weight(token, lane(), nodes.low);
       store_weight(token, kWarp + lane(), nodes.high);
     }
@@ -138,7 +138,7 @@ private:
     if (node >= 0)
       if (const int64_t position = position_of(node, token); position >= 0)
         weight = params_.call.area.weights_of(node)[route_index(position, args_.top_k, k)];
-    params_.call.carried_out[route_index(token, args_.top_k, k)] = weight;
+    params_.call.weight_grads_out[route_index(token, args_.top_k, k)] = weight;
   }
 
   const SumParams& params_;

@@ -14,8 +14,8 @@ using namespace std::chrono_literals;
 
 constexpr auto kReadInterval = 50ms;
 
-// The calling thread makes no other use of CUDA. Where the state is freed meanwhile, CUDA refuses the copy, or cudaFree waits for
-// it. In relaxed mode the calls break no capture that is under way in another thread.
+// The calling thread makes no other use of CUDA. Where the state is freed meanwhile, CUDA refuses the copy, or cudaFree waits
+// for it. In relaxed mode the calls break no capture that is under way in another thread.
 std::optional<DeviceState> read(const DeviceState* state, int device) {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaStream_t stream = nullptr;

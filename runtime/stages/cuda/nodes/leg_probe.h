@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The LegProbe finds out that a leg hangs on a node of one rank. Legs wait for nobody there, so that no kernel finds it; and NCCL,
-// in whose transfers the peers wait, does not tell for whom. Kernels do nothing for it: it reads the node's state from the GPU's
-// memory, and only once a call takes too long.
+// The LegProbe finds out that a leg hangs on a node of one rank. Legs wait for nobody there, so that no kernel finds it; and
+// NCCL, in whose transfers the peers wait, does not tell for whom. Kernels do nothing for it: it reads the node's state from
+// the GPU's memory, and only once a call takes too long.
 #pragma once
 
 #include <chrono>
@@ -20,8 +20,9 @@ public:
   LegProbe(const DeviceState* state, std::chrono::milliseconds timeout);
 
   // One thread calls this again and again while a call takes too long. Returns true when reads have found the same leg running
-  // for the timeout, and no block has left it meanwhile. Threads of their own make the reads, since a call of CUDA may wait: for
-  // another thread that has the driver's lock, or for the kernel (with CUDA_DEVICE_MAX_CONNECTIONS=1). Then nothing is found.
+  // for the timeout, and no block has left it meanwhile. Threads of their own make the reads, since a call of CUDA may wait:
+  // for another thread that has the driver's lock, or for the kernel (with CUDA_DEVICE_MAX_CONNECTIONS=1). Then nothing is
+  // found.
   bool finds_hanging_leg();
   // The call has gone on.
   void reset() { deadline_.reset(); }

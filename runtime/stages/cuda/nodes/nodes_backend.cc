@@ -367,9 +367,9 @@ private:
 
   // Rows go from slots to tokens. A leg leaves what goes home in `sent`, and that of the own node in `received`.
   template <typename Call> // CombineCall or DispatchBwdCall
-  void gather(const Call& call, const std::byte* rows, const float* row_weights, std::byte* out, float* carried_out,
+  void gather(const Call& call, const std::byte* rows, const float* row_weights, std::byte* out, float* weight_grads_out,
               cudaStream_t stream, bool has_fixed_sizes) {
-    const int weights = (row_weights != nullptr ? 1 : 0) | (carried_out != nullptr ? 2 : 0);
+    const int weights = (row_weights != nullptr ? 1 : 0) | (weight_grads_out != nullptr ? 2 : 0);
     const OpenLegs legs = open_legs(call, weights, 0, stream, has_fixed_sizes);
     const NodesCall& nodes = legs.nodes;
     const RailSizes& sizes = legs.sizes;
@@ -389,13 +389,13 @@ private:
       for_each_other_node([&](int node) { make_leg(node, chunk, sizes.leg_tokens(node, chunk), sent); });
       record(chunk_event(chunk), stream);
       wait(rails_on_, chunk_event(chunk));
-      if (sums_by_node) send_partials_home(call, sizes, carried_out != nullptr, chunk);
+      if (sums_by_node) send_partials_home(call, sizes, weight_grads_out != nullptr, chunk);
     });
-    if (!sums_by_node) send_rows_home(call, sizes, row_weights != nullptr, carried_out != nullptr);
+    if (!sums_by_node) send_rows_home(call, sizes, row_weights != nullptr, weight_grads_out != nullptr);
     for_each_chunk([&](int chunk) { make_leg(shape_.own_node, chunk, own_tokens(call, chunk), received); });
     join_rail_stream(stream);
     const bool is_weighted = row_weights != nullptr && shape_.group.precision == EPX_COMBINE_EXACT;
-    check_cuda(launch_sum_rows(nodes, {call, is_weighted, received, out, carried_out}, num_leg_sms(), stream),
+    check_cuda(launch_sum_rows(nodes, {call, is_weighted, received, out, weight_grads_out}, num_leg_sms(), stream),
                name_of(call.operation));
   }
 
@@ -494,8 +494,9 @@ private:
     for (int chunk = 0; chunk < shape_.num_chunks(); ++chunk)
       body(chunk);
   }
-  // Keeps what calls of CUDA release. Memory is freed only when the device is idle; the thread in which NCCL frees that of the rails
-  // (NcclRails) holds the driver's lock meanwhile, and to destroy a stream or an event another thread waits for that lock.
+  // Keeps what calls of CUDA release. Memory is freed only when the device is idle; the thread in which NCCL frees that of the
+  // rails (NcclRails) holds the driver's lock meanwhile, and to destroy a stream or an event another thread waits for that
+  // lock.
   void keep_device_resources() {
     keep_until_exit(std::move(order_));
     keep_until_exit(std::move(rail_stream_));

@@ -12,7 +12,8 @@
 
 namespace epx::cuda {
 
-// Returns how many SMs of this GPU the calls of a group may take: num_comm_sms, but no more than there are, or the default for 0.
+// Returns how many SMs of this GPU the calls of a group may take: num_comm_sms, but no more than there are, or the default for
+// 0.
 int resolve_num_sms(int num_comm_sms);
 
 // This is collective over `exchange`, which has all ranks of the group: all ranks succeed or all throw. The context must

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels of a group of several nodes, beside those of its legs: they make the plans of the legs (prepare), and take rows to
-// and from the rails. None of them waits for a peer, but for launch_deliver_leg, which is a call of the node; where the call has
-// failed, open_legs and hold_rows wait for the host.
+// and from the rails. None of them waits for a peer, but for launch_deliver_leg, which is a call of the node; where the call
+// has failed, open_legs and hold_rows wait for the host.
 //
 //   prepare    count_routes | all-gather of counts | assign_slots, list_tokens, make_tables | exchange of tables
 //              | check_transfer, list_relayed | deliver_leg for each leg
@@ -141,17 +141,17 @@ cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream);
 cudaError_t launch_post_records(const NodesCall& nodes, const MovementCall& call, const AgreedFields& agreed,
                                 cudaStream_t stream);
 // Writes the headers of the legs from the records that have come (NodesRecords::leg_tokens), and reports a rail peer that has
-// another plan, or passes other AgreedFields (NodesProgress::disagreement); in the latter case it waits for the group's end. The
-// leg of a rail peer that is not active has no rows (kSendsNoRows). Where this rank takes part without routes, each leg has a
-// header with magic 0. `group` is that of the legs. In the event, values[0] is 1: values[3] is a rank of the group and not of the
-// node.
+// another plan, or passes other AgreedFields (NodesProgress::disagreement); in the latter case it waits for the group's end.
+// The leg of a rail peer that is not active has no rows (kSendsNoRows). Where this rank takes part without routes, each leg has
+// a header with magic 0. `group` is that of the legs. In the event, values[0] is 1: values[3] is a rank of the group and not of
+// the node.
 cudaError_t launch_open_legs(const DeviceGroup& group, const NodesCall& nodes, const MovementCall& call,
                              bool has_fixed_sizes, cudaStream_t stream);
 // Before rows of a gather's legs go home: where a leg has failed, holds them back until the group has ended, since a rail peer
 // could not tell that they are wrong.
 cudaError_t launch_hold_rows(const DeviceGroup& group, cudaStream_t stream);
-// Behind a transfer, before legs relay what it has brought: where the host has aborted it, the legs do nothing. launch_open_legs
-// does the same.
+// Behind a transfer, before legs relay what it has brought: where the host has aborted it, the legs do nothing.
+// launch_open_legs does the same.
 cudaError_t launch_check_transfer(const DeviceGroup& group, cudaStream_t stream);
 
 // Copies the rows (and weights [K], and sidecars) of the tokens of a chunk that go to other nodes into `area`, each at the
@@ -183,14 +183,14 @@ cudaError_t launch_forward_rows(const DeviceGroup& group, const NodesCall& nodes
                                 cudaStream_t stream);
 
 // At home: out[t] is the sum of what has come of the token, from all nodes, in the order that the precision says, rounded
-// once. A token of which nothing comes gets zeros. If `carried_out` is not NULL it gets, for each route that was kept, the
+// once. A token of which nothing comes gets zeros. If `weight_grads_out` is not NULL it gets, for each route that was kept, the
 // weight that has come at area.weights [N, T', K], by (node, index of the token there, k), and 0 elsewhere.
 struct SumCall {
   MovementCall call;
   bool is_weighted; // exact: rows have weights
   RailArea area;    // of the own node, too
   std::byte* out;   // [T, H]
-  float* carried_out;
+  float* weight_grads_out;
 };
 cudaError_t launch_sum_rows(const NodesCall& nodes, const SumCall& call, int num_sms, cudaStream_t stream);
 

@@ -26,8 +26,8 @@ constexpr auto kPollInterval = 5ms;            // of the thread
 constexpr std::chrono::microseconds kSpin{20}; // of a call's wait on the host
 // How much later than the kernels of a node the watch gives up when nobody knows who is to blame.
 constexpr auto kAfterKernels = 2'000ms;
-// While a call goes on, the rails are asked so often whether a connection has broken. A rank that has ended its part of the last
-// call may exit, which breaks its connections: so the peers have some time to end that call, too.
+// While a call goes on, the rails are asked so often whether a connection has broken. A rank that has ended its part of the
+// last call may exit, which breaks its connections: so the peers have some time to end that call, too.
 constexpr auto kRailsInterval = 100ms;
 constexpr auto kTimeToEndCall = 1'000ms;
 
@@ -35,7 +35,8 @@ uint64_t load(const uint64_t& word) {
   return std::atomic_ref(const_cast<uint64_t&>(word)).load(std::memory_order_acquire); // a kernel stores it
 }
 
-// These are found by all ranks of a node alike, or by rail peers, each with a sentence of its own; other ranks only learn of it.
+// These are found by all ranks of a node alike, or by rail peers, each with a sentence of its own; other ranks only learn of
+// it.
 bool is_found_by_node(epx_status status) {
   return status != EPX_ERROR_TIMEOUT && status != EPX_ERROR_ABORTED && status != EPX_ERROR_SYSTEM;
 }

@@ -3,10 +3,10 @@
 // one. Transfers between nodes are NCCL's, which wait without a limit and do not tell for whom.
 //
 // A thread tells the control connection how far this rank's device has come, replays included. When the device has been within
-// one call for timeout_ms, or a connection of the rails has broken, that reports it; rank 0 decides who has died, stopped, or not
-// come, or that the network has failed. A failure within the node, which its kernels find, becomes the group's in the same way;
-// on a node of one rank, whose legs have no peer to find it, so does a leg that hangs (LegProbe). On the verdict each rank ends
-// its own kernels and its rails.
+// one call for timeout_ms, or a connection of the rails has broken, that reports it; rank 0 decides who has died, stopped, or
+// not come, or that the network has failed. A failure within the node, which its kernels find, becomes the group's in the same
+// way; on a node of one rank, whose legs have no peer to find it, so does a leg that hangs (LegProbe). On the verdict each rank
+// ends its own kernels and its rails.
 #pragma once
 
 #include <algorithm>
@@ -36,8 +36,8 @@
 namespace epx::cuda {
 
 // The timeout_ms of the node's own context. Its kernels know only their node: the rank that a kernel waits for may itself wait
-// for a rail peer, so the control connection has to decide first. It decides within timeout_ms and two seconds, or, where a rank
-// alone on its node hangs, within twice timeout_ms and two seconds.
+// for a rail peer, so the control connection has to decide first. It decides within timeout_ms and two seconds, or, where a
+// rank alone on its node hangs, within twice timeout_ms and two seconds.
 constexpr int64_t node_timeout_ms(int64_t timeout_ms) {
   constexpr int64_t kLongest = int64_t{1} << 48; // which is for ever
   return 3 * std::min(timeout_ms, kLongest) + 10'000;
@@ -65,8 +65,8 @@ public:
   void wait_for(cudaStream_t stream, epx_operation operation);
 
   // A call that has no kernel: its ranks exchange records on the host, while no kernel of the group is running. From its begin
-  // the watch tells of it and bounds it as it does calls of the device; when it has ended, it counts as `num_calls` calls, or as
-  // none where it has failed.
+  // the watch tells of it and bounds it as it does calls of the device; when it has ended, it counts as `num_calls` calls, or
+  // as none where it has failed.
   void begin_host_call(epx_operation operation);
   void end_host_call(uint64_t num_calls);
 
@@ -80,8 +80,8 @@ public:
   epx_group_report report();
 
   // Before the group is destroyed: waits until the GPU is idle, for as long as the group is healthy, but not longer than
-  // timeout_ms; then ends what waits for peers. Returns false when the GPU is not idle even then, or cannot be waited for: what its
-  // kernels may use must not be freed.
+  // timeout_ms; then ends what waits for peers. Returns false when the GPU is not idle even then, or cannot be waited for: what
+  // its kernels may use must not be freed.
   bool finish(int device) noexcept;
 
 private:

@@ -16,8 +16,8 @@ RailRows::RailRows(const NodesShape& shape) {
   const RailRowsLayout layout = make_rail_rows_layout(shape);
   memory_ = make_device_memory<std::byte>(count(layout.total_bytes));
   area_.rows = memory_.get();
-  area_.weights = reinterpret_cast<float*>(memory_.get() + layout.row_bytes);
-  area_.sidecars = memory_.get() + layout.row_bytes + layout.weight_bytes;
+  area_.weights = reinterpret_cast<float*>(memory_.get() + layout.all_rows_bytes);
+  area_.sidecars = memory_.get() + layout.all_rows_bytes + layout.all_weights_bytes;
   area_.node_rows = layout.node_rows;
   area_.node_weights = layout.node_weights;
   area_.node_tokens = shape.padded_tokens();

@@ -16,8 +16,8 @@ __device__ inline void end_calls(const DeviceGroup& group) {
   atomicExch(&group.state->failed, 1u);
 }
 
-// Behind a transfer, one thread ends the node's calls where the host has aborted it, since it may have brought nothing: the host
-// has stored its record before.
+// Behind a transfer, one thread ends the node's calls where the host has aborted it, since it may have brought nothing: the
+// host has stored its record before.
 __device__ inline void end_calls_if_aborted(const DeviceGroup& group) {
   if (load_relaxed_sys(group.host_abort_record) != 0) end_calls(group);
 }

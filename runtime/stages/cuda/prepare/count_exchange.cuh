@@ -16,7 +16,8 @@ __device__ __forceinline__ int32_t count_of(const PrepareContext& c, int source,
   return load_packet_relaxed_sys(&counts_of(c, c.call.rank(), source)[expert]).value;
 }
 
-// The LL packets of the records of the slots of `owner`, and of the first slots there of `source`'s tokens, in its window.
+// These return places in the window of `owner`: the LL packets of the records of its slots, and those of the first slots that
+// the tokens of `source` have on `owner`.
 __device__ __forceinline__ LlSlotRecord* records_at(const PrepareContext& c, int owner) {
   return c.group.window().at<LlSlotRecord>(owner, c.layout.ll_slot_records.offset);
 }
@@ -60,8 +61,9 @@ __device__ __noinline__ inline void report_bad_indices_of_blocks(const CallConte
   if (lane() == 0) report_bad_indices(call, args, sum);
 }
 
-// Before the entry barrier if this rank's routes do not fit the routing all-gather, otherwise behind it. Returns false, the
-// same in all threads, when the group has failed.
+// Counts the routes of this block's tokens by expert, adds up the counts of some experts over all blocks, and stores the sums
+// in the window of every rank. All threads of the block call this: before the entry barrier if this rank's routes do not fit
+// the routing all-gather, else behind it. Returns false, the same in all threads, when the group has failed.
 __device__ __forceinline__ bool publish_counts(const PrepareContext& c) {
   const int num_experts = c.shape.num_experts;
   const int num_blocks = static_cast<int>(c.role.num_blocks);
@@ -230,7 +232,7 @@ __device__ __forceinline__ bool count_exchange(const PrepareContext& c) {
   if (blockIdx.x == 0) deliver_totals(c, rows, 0, {0, 0});
   const auto max_tokens = static_cast<uint32_t>(c.shape.max_tokens_per_rank);
 #pragma unroll 1
-  for (uint32_t i = thread_in_grid(); i < c.shape.num_ranks * max_tokens; i += threads_in_grid(c)) {
+  for (uint32_t i = thread_in_grid(); i < c.shape.num_ranks * max_tokens; i += threads_that_prepare(c)) {
     const int source = static_cast<int>(i / max_tokens);
     const bool is_token = static_cast<int>(i % max_tokens) < c.call.descriptors().num_tokens[source];
     int32_t slot = -1;
@@ -238,7 +240,7 @@ __device__ __forceinline__ bool count_exchange(const PrepareContext& c) {
     c.plan.first_slots[i] = slot;
   }
 #pragma unroll 1
-  for (uint32_t slot = thread_in_grid(); slot < rows_in_use; slot += threads_in_grid(c)) {
+  for (uint32_t slot = thread_in_grid(); slot < rows_in_use; slot += threads_that_prepare(c)) {
     const LlSlotRecord* const place = records_at(c, own_rank) + slot;
     const int e = expert_of_slot(c, slot);
     const int32_t index = static_cast<int32_t>(slot) - c.zone[e];
@@ -250,7 +252,7 @@ __device__ __forceinline__ bool count_exchange(const PrepareContext& c) {
   deliver_unused_origins(c, rows_in_use);
   if (c.args.global_counts == nullptr) return true;
 #pragma unroll 1
-  for (uint32_t i = thread_in_grid(); i < static_cast<uint32_t>(num_counts); i += threads_in_grid(c))
+  for (uint32_t i = thread_in_grid(); i < static_cast<uint32_t>(num_counts); i += threads_that_prepare(c))
     store_count(c.args, c.args.global_counts, i,
                 count_of(c, static_cast<int>(i) / num_experts, static_cast<int>(i) % num_experts));
   return true;

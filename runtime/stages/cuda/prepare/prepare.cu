@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel of prepare. Blocks and ranks exchange LL packets (CallSession::wait_for_packet), which carry their flag with the
-// data, so no block fences, and none waits for all others.
+// data, so no block needs a fence, and the grid has no barrier: each block waits for exactly the packets that it reads.
 //
 // Count exchange (count_exchange.cuh): ranks exchange only their counts, and each computes its own slots by a stable counting
 // sort.
 //   count    Each block counts the routes of its own range of tokens, by expert.
-//   publish  Each block takes some experts, adds their counts up over the blocks, stores the sums in the window of every peer,
+//   publish  Each block takes some experts, adds their counts up over the blocks, stores the sums in the window of every rank,
 //            and stores for each block how many routes the blocks before it have.
 //   assign   Each block now knows where its routes of each expert begin: the zone, then the ranks before this one, then the
 //            blocks before this one. It walks its tokens tile by tile, gives every route its slot, and writes the
@@ -14,7 +14,7 @@
 //
 // Routing all-gather (routing_all_gather.cuh): when the routes of every rank are few enough, ranks exchange those, and each
 // computes the slots of all ranks, so that ranks wait for each other once, and blocks not at all.
-//   publish  Every block stores some of this rank's routes in the window of every peer.
+//   publish  Every block stores some of this rank's routes in the window of every rank.
 //   count    Each block counts all routes of all ranks, and those before its own range of the tokens of all ranks.
 //   assign   Each rank assigns the slots of all ranks' tokens as above, and keeps only its own slots and routes.
 //   deliver  The blocks write the other outputs. The leader CTA has no tokens to assign, so it starts with this.
@@ -24,7 +24,9 @@
 //   all                               count, assign, deliver                     entry barrier; LL packets of counts, routes,
 //                                                                                slot records and first slots
 //   block 0, one (count exchange)     also adds up and reports bad indices       LL packets of the other blocks
-//   leader CTA, last                  also reports totals and events             nothing more
+//   the block with the totals, last   also reports totals and events             nothing more
+//   (the leader CTA of the all-gather;
+//   block 0 of the count exchange)
 //
 // The kernel executes its code once and waits for instruction fetches, so loops stay rolled, except where unrolling keeps loads
 // in flight.

@@ -25,27 +25,30 @@ struct PrepareParams {
 
 // How a kernel makes prepare's part of its call.
 struct PrepareRole {
-  unsigned num_blocks;     // the first blocks of the grid, which prepare
-  unsigned senders;        // calls of CallSession::sent() in the grid; 0: a later kernel of the call makes them
-  bool triggers_successor; // false in prepare_dispatch, where blocks that receive are not done before those that prepare
+  unsigned num_blocks; // the first blocks of the grid, which prepare
+  unsigned sent_calls; // how often the grid calls CallSession::sent(); 0: a later kernel of the call does
+  // Whether the blocks call trigger_successor() after the routing all-gather. False in the kernels that also move rows, in
+  // which warps wait for peers until the grid ends.
+  bool triggers_successor;
   // prepare_dispatch: by (source, token, k), as HandleView::ll_slots, the slots on this rank go to the other blocks of the grid
   // as LL packets too; NULL: they do not.
   LlPacket8* slot_packets;
 };
 
-// The static shared memory of a block.
+// The shared memory of a block: static in prepare's kernel; at the beginning of the dynamic one in those of prepare_dispatch.
 struct PrepareShared {
   int32_t tile_slots[kThreads]; // of the tile's routes; -1: masked or dropped
   int32_t tile_ranks[kThreads]; // the ranks that own these slots; -1: none
   // The exclusive prefix sum of the ranks' numbers of tokens, and then their total; only the routing all-gather has it.
   int32_t token_offsets[kMaxDeviceRanks + 1];
   BadIndices bad_indices;
-  uint32_t dropped_routes; // in the leader CTA: the routes of this rank that are dropped
+  uint32_t dropped_routes; // in the block that calls deliver_totals(): the routes of this rank that are dropped
 };
 
-// The dynamic shared memory is int32 next[E] | int32 zone[E] | int32 demand[E] | int32 warp_base[kWarps, E] |
-// int32 [kMaxPrepareBlocks] | int16 gathered_experts[kMaxGatheredRoutes]. publish_counts() adds up fewer than E + blocks counts
-// in warp_base and the words behind it. Shared memory has no room for more experts than an int16 can number.
+// The dynamic shared memory (in prepare_dispatch's kernels behind PrepareShared) is
+// int32 next[E] | int32 zone[E] | int32 demand[E] | int32 warp_base[kWarps, E] | int32 [kMaxPrepareBlocks] |
+// int16 gathered_experts[kMaxGatheredRoutes]. publish_counts() adds up fewer than E + blocks counts in warp_base and the words
+// behind it. Shared memory has no room for more experts than an int16 can number.
 constexpr size_t dynamic_shared_bytes(int num_experts) {
   return sizeof(int32_t) * (static_cast<size_t>(num_experts) * (3 + kWarps) + kMaxPrepareBlocks) +
          sizeof(int16_t) * kMaxGatheredRoutes;
@@ -73,12 +76,12 @@ struct PrepareContext {
 
   __device__ PrepareContext(const DeviceGroup& device_group, const PrepareCall& prepare_call,
                             const ExpertRanks& expert_ranks, const HandleLayout& handle_layout, const CallSession& session,
-                            const PrepareRole& prepare_role, PrepareShared& static_shared, int32_t* dynamic_shared)
+                            const PrepareRole& prepare_role, PrepareShared& prepare_shared, int32_t* arrays)
       : group(device_group), args(prepare_call), shape(group.context.shape), layout(group.context.layout), call(session),
         experts(expert_ranks), plan(args.handle_mem, handle_layout), role(prepare_role),
         usable_slots(static_cast<int32_t>(static_cast<uint32_t>(shape.max_recv_tokens) /
                                           static_cast<uint32_t>(args.alignment) * static_cast<uint32_t>(args.alignment))),
-        shared(static_shared), next(dynamic_shared), zone(next + shape.num_experts), demand(zone + shape.num_experts),
+        shared(prepare_shared), next(arrays), zone(next + shape.num_experts), demand(zone + shape.num_experts),
         warp_base(demand + shape.num_experts),
         gathered_experts(reinterpret_cast<int16_t*>(warp_base + kWarps * shape.num_experts + kMaxPrepareBlocks)) {}
 };
@@ -104,12 +107,12 @@ __device__ __forceinline__ uint32_t thread_in_grid() {
   return blockIdx.x * kThreads + threadIdx.x;
 }
 // The threads of the blocks that prepare.
-__device__ __forceinline__ uint32_t threads_in_grid(const PrepareContext& c) {
+__device__ __forceinline__ uint32_t threads_that_prepare(const PrepareContext& c) {
   return c.role.num_blocks * kThreads;
 }
 // One thread of each block calls this after its last store to a peer.
 __device__ __forceinline__ void sent(const PrepareContext& c) {
-  if (c.role.senders != 0) c.call.sent(c.role.senders);
+  if (c.role.sent_calls != 0) c.call.sent(c.role.sent_calls);
 }
 
 struct TokenRange {

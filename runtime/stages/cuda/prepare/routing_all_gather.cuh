@@ -10,7 +10,7 @@ namespace epx::cuda {
 
 // Returns whether the routes of a rank with so many tokens fit the routing all-gather.
 __device__ __forceinline__ bool fits_all_gather(const PrepareContext& c, int64_t num_tokens) {
-  return num_tokens * c.args.top_k <= c.layout.gathered_routes_per_rank && !c.call.takes_ht_path();
+  return num_tokens * c.args.top_k <= c.layout.gathered_routes_per_rank && !c.call.forces_ht_path();
 }
 
 // The LL packets of the experts of `source`'s routes, in the window of `owner`.
@@ -31,12 +31,12 @@ __device__ __forceinline__ int32_t* counts_before_own(const PrepareContext& c) {
   return c.warp_base + c.shape.num_experts;
 }
 
-// Before the entry barrier: all blocks together store this rank's routes in the window of every peer.
+// Before the entry barrier: all blocks together store this rank's routes in the window of every rank, this one included.
 __device__ __forceinline__ void publish_routes(const PrepareContext& c) {
   const auto routes = static_cast<uint32_t>(c.args.num_tokens * c.args.top_k);
   const uint32_t packets = routes * static_cast<uint32_t>(c.shape.num_ranks);
 #pragma unroll 1
-  for (uint32_t i = thread_in_grid(); i < packets; i += threads_in_grid(c)) {
+  for (uint32_t i = thread_in_grid(); i < packets; i += threads_that_prepare(c)) {
     const uint32_t peer = i / routes;
     const uint32_t route = i - peer * routes;
     store_packet(c, routes_of(c, static_cast<int>(peer), c.call.rank()) + route, expert_of_route(c, route));
@@ -52,8 +52,10 @@ __device__ __forceinline__ void publish_routes(const PrepareContext& c) {
     if (expert_of_route(c, route) < 0) count_if_bad(c, route);
 }
 
-// All threads of a block together wait for the routes of all ranks, and count them: all, and those before begin_route, which
-// is a number among the routes of all ranks. Returns false when the group has failed.
+// The block waits for the routes of all ranks and copies their experts to gathered_experts. It adds the routes of all ranks to
+// `demand`, by expert, and those numbered below begin_route to `next`; routes are numbered through all ranks, in rank order.
+// The leader CTA also counts the routes of this rank, and those of the ranks before it. Returns false, in the threads that
+// find it, when the group has failed.
 __device__ __forceinline__ bool count_gathered_routes(const PrepareContext& c, int begin_route) {
   constexpr int kBatch = 4; // loads that a thread has in flight together
   struct GatheredRoute {
@@ -98,7 +100,7 @@ __device__ __forceinline__ bool count_gathered_routes(const PrepareContext& c, i
   return true;
 }
 
-// Returns the rank of a token among those of all ranks.
+// Returns the source rank of a token; `token` is a number among the tokens of all ranks, in rank order.
 __device__ __forceinline__ int rank_of_token(const PrepareContext& c, uint32_t token) {
   int rank = 0;
   while (static_cast<uint32_t>(c.shared.token_offsets[rank + 1]) <= token)
@@ -167,8 +169,8 @@ __device__ __forceinline__ bool routing_all_gather(const PrepareContext& c, int3
       if (source == own_rank) store_own_route(c, record);
       if (slot >= 0) store_slot_record(c, slot, record);
     }
-    // One thread for each token, so that neighbouring threads' stores coalesce; the last threads, which have no route where
-    // the tokens are few.
+    // One thread stores each token's first slot, so that neighbouring threads' stores coalesce. The last threads do it, since
+    // they have no route where the tokens are few.
     if (const uint32_t number = kThreads - 1 - threadIdx.x; number < end - begin) {
       const uint32_t other = begin + number;
       const int rank = rank_of_token(c, other);
@@ -179,14 +181,14 @@ __device__ __forceinline__ bool routing_all_gather(const PrepareContext& c, int3
   }
   if (threadIdx.x == kThreads - 1) sent(c);
 
-  // Deliver the totals, -1 for the tokens that a source does not have, because the handle memory may hold anything, such as the
-  // slots of an earlier prepare, and the records of the pads.
+  // Deliver the totals, the entries of the tokens that a source does not have, and the records of the pads. Those entries
+  // become -1, because the handle memory may hold anything, such as the slots of an earlier prepare.
   const int32_t rows = rows_needed(c);
   const auto rows_in_use = static_cast<uint32_t>(clamp_rows(rows, c.usable_slots));
   if (is_all_gather_leader(c)) deliver_totals(c, rows, ll_tokens, c.shared.bad_indices);
   const auto max_tokens_per_rank = static_cast<uint32_t>(c.shape.max_tokens_per_rank);
 #pragma unroll 1
-  for (uint32_t i = thread_in_grid(); i < c.shape.num_ranks * max_tokens_per_rank; i += threads_in_grid(c)) {
+  for (uint32_t i = thread_in_grid(); i < c.shape.num_ranks * max_tokens_per_rank; i += threads_that_prepare(c)) {
     const int source = static_cast<int>(i / max_tokens_per_rank);
     const int token = static_cast<int>(i % max_tokens_per_rank);
     if (token < c.call.descriptors().num_tokens[source]) continue;
@@ -196,7 +198,7 @@ __device__ __forceinline__ bool routing_all_gather(const PrepareContext& c, int3
       ll_slots_of(c, source, token)[k] = -1;
   }
 #pragma unroll 1
-  for (uint32_t slot = thread_in_grid(); slot < rows_in_use; slot += threads_in_grid(c))
+  for (uint32_t slot = thread_in_grid(); slot < rows_in_use; slot += threads_that_prepare(c))
     if (const int e = expert_of_slot(c, slot); static_cast<int32_t>(slot) - c.zone[e] >= c.demand[e])
       store_slot_record(c, slot, kPadRecord);
   deliver_unused_origins(c, rows_in_use);

@@ -201,11 +201,12 @@ __device__ __forceinline__ void deliver_unused_origins(const PrepareContext& c, 
   if (c.args.slot_origin == nullptr) return;
   const auto slots = static_cast<uint32_t>(c.shape.max_recv_tokens);
 #pragma unroll 1
-  for (uint32_t slot = rows_in_use + thread_in_grid(); slot < slots; slot += threads_in_grid(c))
+  for (uint32_t slot = rows_in_use + thread_in_grid(); slot < slots; slot += threads_that_prepare(c))
     store_slot_origin(c, slot, kPadRecord);
 }
 
-// The leader CTA writes the header, the zones and the counts, and reports the totals.
+// One block calls this: the leader CTA of the routing all-gather, or block 0 in the count exchange. It writes the header, the
+// zones and the counts, and reports the totals.
 __device__ __forceinline__ void deliver_totals(const PrepareContext& c, int32_t rows_needed, int32_t ll_tokens,
                                                BadIndices bad) {
   const int num_local = c.experts.num_local_experts(c.call.rank());

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// prepare_dispatch of a rank with few tokens (sends_ll_rows), on the low-latency path. Its rows leave as LL lines before any slot
-// is known, since their staging is keyed by (source, token): to each rank that a valid expert of the token lives on. A rank with
-// more tokens takes the kernel of ht_prepare_dispatch.cu, or, where LaunchPlan::has_ht_prepare_dispatch() says that it does not
-// pay and where staging is keyed by slot, two kernels, prepare's and then scatter's (launch_first_half, launch_second_half),
-// which make one call. Each rank learns from the descriptors which path its peers have taken, so the ranks of a call may take
-// different ones.
+// prepare_dispatch of a rank with few tokens (sends_ll_rows), on the low-latency path. Its rows leave as LL lines before any
+// slot is known, since their staging is keyed by (source, token): to each rank that a valid expert of the token lives on. A
+// rank with more tokens takes the kernel of ht_prepare_dispatch.cu where staging is keyed by (source, token) and that kernel
+// pays (LaunchPlan::has_ht_prepare_dispatch()); otherwise it takes two kernels, prepare's and then scatter's
+// (launch_first_half, launch_second_half), which make one call. Each rank learns from the descriptors which path its peers have
+// taken, so the ranks of a call may take different ones.
 //
 //   blocks          do                                                        wait for
 //   those that      post the call descriptor (block 0); publish routes or     the entry barrier; LL packets of routes, counts,
@@ -171,7 +171,7 @@ private:
 
 // Behind the entry barrier: returns whether all ranks have sent LL lines, and exchange their routes.
 __device__ __forceinline__ bool all_ranks_send_ll(const PrepareDispatchParams& params, const CallSession& call) {
-  bool all = !call.takes_ht_path();
+  bool all = !call.forces_ht_path();
 #pragma unroll 1
   for (int rank = 0; rank < call.num_ranks(); ++rank)
     all &= sends_ll_rows(params.group.context.layout, call.descriptors().num_tokens[rank], params.call.top_k);
@@ -255,7 +255,7 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
     if (!prepares) {
       // The pipelines need the shared memory in which the warps have their descriptors, so the block enters once more, as a
       // whole.
-      __syncthreads(); // a warp that has failed comes to that of leave()
+      __syncthreads(); // meets the one of leave(), which warps that have failed call; `failed` is then complete
       if (failed != 0 || !c.call.enter_again(params.descriptor)) return;
     }
     receive_mixed_rows(params, c.call);

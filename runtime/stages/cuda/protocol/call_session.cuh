@@ -2,15 +2,15 @@
 // The call session: how the kernels of all ranks make one call together. It is the protocol of
 // runtime/stages/host/protocol/call_protocol.h on GPUs.
 //
-//   post      One block stores this rank's call descriptor in the window of every peer.
-//   enter     The entry barrier: every block waits until the descriptors of all peers are there. A peer that has posted call n
+//   post      One block stores this rank's call descriptor in the window of every rank, its own included.
+//   enter     The entry barrier: every block waits until the descriptors of all ranks are there. A peer that has posted call n
 //             has ended call n - 1, so its staging may be written, and its descriptor says where else. On the low-latency (LL)
 //             path each warp enters by itself (enter_warp), because waiting for the other warps would take too long.
 //   ...       Blocks, or some of their warps, store into the windows of the peers. A movement signals a ready flag for each row
 //             (signal; SignalWarp), and other warps wait for it (wait_ready). prepare and the LL path store LL packets
 //             (LlPacket8 and others) and lines (ll_row.cuh), which carry their flag with the data (wait_for_packet).
-//   sent      The last sender of the grid stores this in the window of every peer. Only a rank whose wait times out reads it,
-//             to find the culprit.
+//   sent      The last sender of the grid stores a complete flag in the window of every rank. Only a rank whose wait times out
+//             reads these flags, to find the culprit.
 //
 // Grids are launched cooperatively: all blocks of a grid are resident at the same time, so a block may wait for a peer whose
 // progress needs another block of this grid. Descriptors are double-buffered by the parity of the call, because a slow block
@@ -49,7 +49,8 @@ struct PeerDescriptors {
 
 class CallSession {
 public:
-  // kContinues: the kernel before this one, of the same launch, has begun the call, and this one does the rest of it.
+  // kContinues: an earlier kernel has begun the call. This one does the rest of it (the second kernel of prepare_dispatch), or
+  // reads what it has left behind (forward_rows_kernel).
   enum Part : bool { kBegins, kContinues };
 
   // Every thread of the block constructs one.
@@ -77,8 +78,8 @@ public:
   // The descriptors are valid after enter(), or those fields of them that enter_warp() has read.
   __device__ const PeerDescriptors& descriptors() const { return *descriptors_; }
 
-  // One block calls this before anything else: it stores the descriptor in the window of every peer. plan_id comes separately,
-  // since only the device knows it.
+  // One block calls this before anything else: it stores the descriptor in the window of every rank, its own included. plan_id
+  // comes separately, since only the device knows it.
   __device__ void post(const CallDescriptor& descriptor, uint64_t plan_id) const {
     if (!is_alone_) return;
     if (threadIdx.x == 0) store_relaxed_sys(&context_.group.state->seen.owner, owner_word());
@@ -93,9 +94,9 @@ public:
     }
   }
 
-  // All threads of a block call this once, before the block stores into a peer's window or waits for another block or a peer;
-  // enter() and begin_ll() do. Returns false, the same in all threads, when another call of this rank is in progress; the group
-  // has then failed.
+  // All threads of a block call this once, before the block stores anything but the call descriptor (post) into a window, or
+  // waits for another block or a peer; enter() and begin_ll() do. Returns false, the same in all threads, when another call of
+  // this rank is in progress; the group has then failed.
   __device__ bool begin() const {
     // When calls overlap, a thread that is late may read the sequence number behind that of its block, in which nobody posts.
     const bool agrees = has_sequence_of_block();
@@ -119,10 +120,10 @@ public:
     return false;
   }
 
-  // In a kernel behind the one that made the call (kContinues), or where all warps of the block have entered by themselves:
-  // reads the descriptors of all ranks once more, which lie in the window until this rank has posted the next call but one.
-  // All threads of the block call this, with the descriptor that was posted. Returns false, the same in all threads, when the
-  // group has failed.
+  // In a kernel that reads what a call has left behind (forward_rows_kernel), or where all warps of the block have entered by
+  // themselves: reads the descriptors of all ranks once more, and begins no call. They lie in the window until this rank posts
+  // its next call: from then on a peer may post the call after that, which takes the same half. All threads of the block call
+  // this, with the descriptor that was posted. Returns false, the same in all threads, when the group has failed.
   __device__ bool enter_again(const CallDescriptor& descriptor) const {
     bool same = true;
     const bool agrees = has_sequence_of_block();
@@ -244,12 +245,13 @@ public:
   __device__ void delay() const {
     inject_delay(context_);
   }
-  // Test hooks: return whether prepare takes the high-throughput path whatever the number of tokens is, and whether a call does
-  // as if each warp had many tokens there, or many tiles to send on the low-latency path.
-  __device__ bool takes_ht_path() const {
+  // Test hooks, always false in libepx. forces_ht_path: a call that makes a plan takes the high-throughput path whatever the
+  // number of tokens is, and scatter's receivers take batches of tokens. forces_many_tokens: dispatch_rank_major's senders take
+  // each other's tokens and its receivers full batches, and LlWorkPartition splits as for many tiles.
+  __device__ bool forces_ht_path() const {
     return alternates(40);
   }
-  __device__ bool has_many_tokens() const {
+  __device__ bool forces_many_tokens() const {
     return alternates(41);
   }
   // A test hook: returns whether staging is to be overwritten once it has been used.
@@ -357,8 +359,8 @@ private:
     }
   }
 
-  // Counts the block once all its threads have read `begun`, to which the last block of the grid adds the grid. A block ends the
-  // group if those that have begun before it are not all of its grid, or if another kernel has begun since it read `begun`.
+  // Counts the block once all its threads have read `begun`, to which the last block of the grid adds the grid. A block ends
+  // the group if those that have begun before it are not all of its grid, or if another kernel has begun since it read `begun`.
   __device__ void count_beginning() const {
     if (threadIdx.x != blockDim.x - 1) return;
     DeviceState& state = *context_.group.state;

@@ -36,8 +36,8 @@ struct FailureRecord {
   int32_t culprit;
   uint64_t sequence;
   uint64_t culprit_arrived_at;
-  RankMask missing;                            // TIMEOUT
-  uint64_t abort_record;                       // found in this rank's window; 0 when this rank failed by itself
+  RankMask missing;      // TIMEOUT
+  uint64_t abort_record; // what ended the group, of any rank or host; 0: TIMEOUT found here, or MISMATCH
   CallDescriptor descriptors[kMaxDeviceRanks]; // MISMATCH, OUT_OF_SEQUENCE: the ranks' call descriptors
 };
 

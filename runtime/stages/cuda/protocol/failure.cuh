@@ -144,8 +144,8 @@ __device__ __noinline__ inline void report_overlap(const CallContext& call) {
   report_abort(call, abort_all(call, AbortRecord{EPX_ERROR_OUT_OF_SEQUENCE, call.operation, call.rank(), call.sequence}));
 }
 
-// One thread of each block reports that agreed fields of a rank's descriptor differ from those of `mine`; all ranks see the same
-// descriptors, and fail alike. Where this rank's own descriptor differs, another call of this rank has posted it.
+// One thread of each block reports that agreed fields of a rank's descriptor differ from those of `mine`; all ranks see the
+// same descriptors, and fail alike. Where this rank's own descriptor differs, another call of this rank has posted it.
 __device__ __noinline__ inline void report_disagreement(const CallContext& call, const CallDescriptor& mine) {
   const auto* const my_words = reinterpret_cast<const uint64_t*>(&mine);
   bool own_differs = false, peers_differ = false;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plan that several blocks of a grid make, and other warps of the same grid read before the grid ends: each block signals that
-// its part is complete. All blocks of a grid are resident at the same time, so a warp may wait for a block.
+// A plan that several blocks of a grid make, and other warps of the same grid read before the grid ends: each block signals
+// that its part is complete. All blocks of a grid are resident at the same time, so a warp may wait for a block.
 #pragma once
 
 #include "runtime/stages/cuda/kernel_list.h"

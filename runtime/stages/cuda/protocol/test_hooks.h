@@ -23,8 +23,9 @@ struct TestHooks {
   epx_operation fails_to_launch = EPX_OP_NONE; // each launch of this operation fails
   uint32_t max_delay_ns = 0;                   // injected at random times before a rank signals or waits
   bool scribbles_staging = false;
-  // About every other call that makes a plan takes the high-throughput path whatever the number of tokens is. Independently of
-  // that, about every other call does as if each warp had many tokens there, or many tiles to send on the low-latency path.
+  // About every other call that makes a plan takes the high-throughput path whatever the number of tokens is, and in about
+  // every other call the receivers of scatter take batches of tokens. Independently of that, about every other call does as if
+  // warps had many rows to take (dispatch_rank_major), or many tiles to send on the low-latency path.
   bool alternates_paths = false;
 };
 

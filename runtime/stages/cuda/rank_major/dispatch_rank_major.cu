@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // dispatch_rank_major: each token goes once to each rank that it has a route to, at the row that is the number of earlier
 // tokens of this rank that go there. One kernel makes the plan and moves the rows; no rank waits for another one before it
-// sends, but for the entry barrier. The plan is one of the movements (runtime/layout/rank_major.h), which do the rest.
+// sends, but for the entry barrier. The plan has the form that the movements take (runtime/layout/rank_major.h), so that these
+// serve the other calls of the rank-major layout.
 //
 // This is the high-throughput path, for more rows than the staging of the low-latency path has places for (takes_ll_path);
 // ll_dispatch_rank_major.cu has the other one.
@@ -53,7 +54,7 @@ public:
   __device__ bool shares_tokens() const {
     constexpr int64_t kManyTokens = 2; // of each sender
     const int64_t senders = int64_t{num_sending_blocks()} * senders_of_block();
-    return args_.num_tokens > kManyTokens * senders || call_.has_many_tokens();
+    return args_.num_tokens > kManyTokens * senders || call_.forces_many_tokens();
   }
 
   // Gives the tokens of the block's range their rows, and tells the receivers how many there are. All threads of the block call
@@ -115,11 +116,11 @@ private:
   __device__ bool has_last_token() const {
     return static_cast<int>(blockIdx.x) == num_sending_blocks() - 1;
   }
-  __device__ Range part_of(uint32_t tiles) const {
+  __device__ Range part_of(uint32_t tokens) const {
     const auto blocks = static_cast<unsigned>(num_sending_blocks());
-    if (blockIdx.x >= blocks) return {tiles, tiles};
-    return {static_cast<uint32_t>(uint64_t{tiles} * blockIdx.x / blocks),
-            static_cast<uint32_t>(uint64_t{tiles} * (blockIdx.x + 1) / blocks)};
+    if (blockIdx.x >= blocks) return {tokens, tokens};
+    return {static_cast<uint32_t>(uint64_t{tokens} * blockIdx.x / blocks),
+            static_cast<uint32_t>(uint64_t{tokens} * (blockIdx.x + 1) / blocks)};
   }
   __device__ int senders_of_block() const {
     return call_.num_ranks() == 1 ? kMovementWarps : params_.role_counts.sender_warps;

@@ -5,7 +5,7 @@
 //
 //   warps    do                                                         wait for
 //   send     store a peer's row into the home rank's staging            the entry barrier; a free cell of the signal warp
-//   signal   store ready flags for the send warps of their CTA          the CTA's pending flags
+//   signal   store ready flags for the send warps of their CTA          the entry barrier; the CTA's pending flags
 //            (signal_warp.cuh)
 //            In a small grid send and signal warps receive when
 //            nothing is left to send or to signal
@@ -114,11 +114,11 @@ private:
     if (lane() == 0) pending_flag_ = ready_flag_at(home, to);
     begin_copy_row_to_destinations(pipeline_, reinterpret_cast<const std::byte*>(row_of(slot)), row_bytes_,
                                    lane() == 0 ? reinterpret_cast<std::byte*>(staged_row(home, to)) : nullptr);
-    if (params_.carried_weights == nullptr) return;
+    if (params_.weight_grads == nullptr) return;
     const uint64_t mask = movement_.mask_of_row(slot);
     for (int k = lane(); k < args_.top_k; k += kWarp)
       if ((mask >> k & 1) != 0)
-        *staged_weight(home, found.token, k) = params_.carried_weights[args_.row_of_slot(slot) * args_.top_k + k];
+        *staged_weight(home, found.token, k) = params_.weight_grads[args_.row_of_slot(slot) * args_.top_k + k];
   }
   // Completes the row before, if there is one.
   __device__ void finish_row() {
@@ -154,7 +154,7 @@ private:
                    first);
     }
     sum_rows<false>(pipeline_, terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden + first, size);
-    if (params_.carried_out != nullptr && first == 0) collect_weights(token);
+    if (params_.weight_grads_out != nullptr && first == 0) collect_weights(token);
     if (call_.scribbles_staging()) scribble_staging(token, first, size);
     return true;
   }
@@ -176,9 +176,9 @@ private:
       const Route route = movement_.kept_route(token, k);
       float weight = 0.0f;
       if (route.slot >= 0)
-        weight = route.rank == call_.rank() ? params_.carried_weights[args_.row_of_slot(route.slot) * args_.top_k + k]
+        weight = route.rank == call_.rank() ? params_.weight_grads[args_.row_of_slot(route.slot) * args_.top_k + k]
                                             : *staged_weight(call_.rank(), token, k);
-      params_.carried_out[route_index(token, args_.top_k, k)] = weight;
+      params_.weight_grads_out[route_index(token, args_.top_k, k)] = weight;
     }
   }
 
@@ -232,7 +232,7 @@ cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const MovementCal
                    cudaStream_t stream) {
   const auto [grid, role_counts] =
       plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1, ReceiverWork::sums, stream);
-  const int32_t weights = tensors.carried_weights != nullptr ? 2 : 0;
+  const int32_t weights = tensors.weight_grads != nullptr ? 2 : 0;
   const GatherParams params{make_movement_params(group, role_counts, call, weights, 0, kNotRegistered), tensors};
   if (call.dtype == EPX_FLOAT32) return launch_cooperative(&rank_major_gather_kernel<float>, grid, stream, params);
   if (call.dtype == EPX_FLOAT16) return launch_cooperative(&rank_major_gather_kernel<__half>, grid, stream, params);

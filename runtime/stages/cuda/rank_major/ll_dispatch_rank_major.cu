@@ -34,7 +34,8 @@ constexpr uint32_t kVoteTokens = kMovementWarps * kWarp; // tokens whose votes a
 
 struct LlRankMajorShared {
   PeerDescriptors descriptors; // of the warp that reports
-  // Bit t % 32 of votes[rank][t / 32] says whether token t goes to the rank. The lanes of a warp read those of 32 ranks.
+  // Bit t % 32 of votes[rank][t / 32] says whether token t goes to the rank. The lanes of a warp read the same word of 32
+  // ranks; one more word for each rank puts these into different banks.
   uint32_t votes[kMaxDeviceRanks][kVoteTokens / kWarp + 1];
   int32_t rows_before[kMaxDeviceRanks]; // by rank: rows of the tokens before
   int32_t dropped[kMaxDeviceRanks];     // by rank: routes whose row is at or above M; of the last block

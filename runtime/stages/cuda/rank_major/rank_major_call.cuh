@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A call of dispatch_rank_major as one thread sees it: where rows, routes and flags lie, and how the outputs and the plan are
-// written. Staging is used as by scatter: rows, sidecars and ready flags by (source, row) instead of (source, token), and the
-// routes of the high-throughput path in the place of slot records, which a prepare has read before.
+// written. Staging is used as by scatter: rows, sidecars and ready flags by (source, row) instead of (source, token). The
+// routes of the high-throughput path lie in ll_slot_records, whose slot records an earlier prepare has already copied.
 //
 // M decides which path the call takes (takes_ll_path), so that all ranks take the same path, and the launch knows it.
 #pragma once
@@ -16,9 +16,9 @@ namespace epx::cuda {
 // The staging of the low-latency path has a limited number of rows for each source. A test hook makes about half of the calls
 // that fit take the high-throughput path; the ranks of a test launch the same calls.
 inline bool takes_ll_path(const DeviceGroup& group, const DispatchRankMajorCall& call) {
-  const bool takes_ht_path =
+  const bool forces_ht_path =
       kTestHooks && group.hooks.alternates_paths && (group.launch * uint64_t{0x9e3779b97f4a7c15} >> 40 & 1) != 0;
-  return call.slots_per_source <= group.context.layout.ll_tokens && !takes_ht_path;
+  return call.slots_per_source <= group.context.layout.ll_tokens && !forces_ht_path;
 }
 
 struct RankMajorParams : MovementParams {
@@ -158,7 +158,7 @@ protected:
 private:
   __device__ bool may_take_ll_path(int64_t num_tokens) const {
     return num_tokens <= layout_.ll_tokens && num_tokens * args_.top_k <= layout_.gathered_routes_per_rank &&
-           !call_.takes_ht_path();
+           !call_.forces_ht_path();
   }
 };
 

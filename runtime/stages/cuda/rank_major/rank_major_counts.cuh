@@ -12,8 +12,8 @@ class RankMajorRowCounts : public RankMajorCall {
 public:
   using RankMajorCall::RankMajorCall;
 
-  // One thread stores on a rank's board how many rows this one has for it, and how many routes lie beyond M. The rows lie beside
-  // the epoch, since most warps use these two words alone (memory_order.cuh).
+  // One thread stores on a rank's board how many rows this one has for it, and how many routes lie beyond M. The rows lie
+  // beside the epoch, since most warps use these two words alone (memory_order.cuh).
   __device__ void store_counts(int rank, int32_t rows, int32_t dropped) const {
     store_packet_relaxed_sys(board_at(rank, call_.rank()),
                              LlPacket16{{static_cast<uint32_t>(dropped), 0, static_cast<uint32_t>(rows)}, call_.epoch()});

@@ -17,7 +17,7 @@ public:
   // Stores the peers' rows into the outputs, and their records into the plan.
   __device__ void receive(TmaRowPipeline& pipeline, const WarpAssignment& warp) const {
     const auto rows = static_cast<uint32_t>(most_rows_of_peers()) * static_cast<uint32_t>(call_.num_ranks() - 1);
-    const RowBatches batches(rows, max_batch_rows(), warp, call_.has_many_tokens());
+    const RowBatches batches(rows, max_batch_rows(), warp, call_.forces_many_tokens());
     const auto next_tile = [&] {
       return warp.count + call_.take_tile(group_.state->receive_tiles_taken, batches.count + warp.joining);
     };

@@ -22,7 +22,8 @@ struct LlChunk {
 
   uint32_t words[kWords];
 
-  // The number of this lane's vectors that a chunk of `bytes` bytes fills, wholly or in part; 1 <= bytes <= kLlChunkBytes.
+  // Returns the number of this lane's vectors that a chunk of `bytes` bytes fills, wholly or in part;
+  // 0 <= bytes <= kLlChunkBytes.
   __device__ static int vectors_of(int bytes) {
     constexpr int kWarpVectorBytes = kWarp * sizeof(uint4);
     static_assert(kVectors * kWarpVectorBytes == kLlChunkBytes);

@@ -20,9 +20,10 @@ constexpr int kReaderStageBytes = 2048;
 
 // Rows that are aligned to 16 bytes and have a multiple of kFragment elements: a lane copies the fragments that it reads.
 //
-// Other rows: an h-tile is shorter than a stage, which takes all aligned granules of 16 bytes that have bytes of it. A
-// lane reads two granules for each of its own and shifts them. Up to 15 bytes in front of a row are read, which belong to the
-// same allocation since those are aligned to more; nothing beyond its end is.
+// Other rows: an h-tile is shorter than a stage, which takes all aligned granules of 16 bytes that have bytes of the h-tile. A
+// lane reads one granule more than its fragment fills (2 with 16-bit elements, 3 with float), and shifts them. Up to 15 bytes
+// in front of a row are read, which belong to the row's allocation, since allocations are aligned to more; nothing beyond the
+// row's end is read.
 template <typename T, bool kIsAligned>
 class RowReader {
 public:
@@ -52,7 +53,7 @@ public:
   // Sets one of at most 64 rows. begin() must follow.
   __device__ void set(int row, const Row& value) { rows()[row] = value; }
   // Begins to read the first `num_rows` rows: h-tile 0 of every row, then h-tile 1, and so on. The reads come after what this
-  // warp has acquired. All lanes call this and what follows.
+  // warp has acquired. All lanes call begin(), next() and end().
   __device__ void begin(int num_rows) {
     __syncwarp(); // the list is complete
     num_rows_ = num_rows;
@@ -264,7 +265,7 @@ public:
     return load_vector<T>(ring_ + back_ + warp_tile * kWarpTileBytes);
   }
 
-  // See RowReader::end(). A lane that signals afterwards has all lanes' stores behind it.
+  // See RowReader::end(). All lanes' stores come before what a lane signals afterwards.
   __device__ void end() {
     fence_shared_before_bulk_copies();
     __syncwarp();

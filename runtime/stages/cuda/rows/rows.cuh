@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One warp copies, converts, multiplies and sums rows of elements, with the arithmetic that the contract fixes. Each operation
-// has a form for rows that are aligned to 16 bytes, and one for other rows. Aligned rows are copied, and scaled, through a
-// TmaRowPipeline; sums, of unaligned rows too, and products read rows through a RowReader.
+// One warp copies, scales and sums rows of elements, and computes dot products of two, with the arithmetic that the contract
+// fixes. Each operation has a form for rows that are aligned to 16 bytes, and one for other rows. Aligned rows are copied, and
+// scaled, through a TmaRowPipeline. Sums, dot products of aligned rows, and copies and scaled copies of unaligned rows read
+// through a RowReader, or a ListReader; other forms use plain loads and stores.
 #pragma once
 
 #include <cstdint>
@@ -207,8 +208,8 @@ __device__ inline void add_products(float (&acc)[kFragment], const Fragment<T>& 
     if (i < count) acc[i] = __fmaf_rn(x[i], y[i], acc[i]);
 }
 
-// Returns the product of grad and x, by the fixed tree; and to = round(weight * grad), or the same bits if !is_weighted.
-// `to` may be `grad` itself.
+// Returns the dot product of grad and x, by the fixed tree (reduce_tree); and to = round(weight * grad), or the same bits if
+// !is_weighted. `to` may be `grad` itself.
 template <typename T>
 __device__ __noinline__ float scale_and_multiply_elements(const T* grad, const T* x, int64_t hidden, T* to,
                                                           bool is_weighted, float weight) {
@@ -286,7 +287,7 @@ struct SumTerms {
   WarpList<float> weights;
   int num_inner = 0;
   int own_position = 0;
-  uint64_t address_bits = 0; // all rows' addresses, OR-ed together
+  uint64_t address_bits = 0; // low 4 bits 0: all rows are aligned; their addresses, or their base and size, OR-ed together
 
   __device__ int size() const { return rows.size(); }
   __device__ void append(const T* row, float weight = 1.0f) {
@@ -334,8 +335,8 @@ struct FragmentSums {
 
 // Returns the sum of the terms, of which there is at least one, at a lane's fragments of an h-tile, before it is rounded.
 // add_term(sums, term, step) takes the step of a term, one term after the other. Without kHasInner, num_inner is 0. With
-// kHasFirstStep the first step has code of its own, which spares setting the accumulators to 0; where kernels have more kinds of
-// sums, it made them no faster.
+// kHasFirstStep the first step has code of its own, which spares setting the accumulators to 0; where kernels have more kinds
+// of sums, it made them no faster.
 template <bool kHasInner, bool kHasFirstStep, int kFragments, typename T, typename AddTerm>
 __device__ __forceinline__ auto sum_h_tile(const SumTerms<T>& terms, const AddTerm& add_term) {
   static_assert(!(kHasInner && kHasFirstStep));
@@ -428,8 +429,9 @@ __device__ __forceinline__ void sum_aligned_rows(std::byte* shared, const SumTer
   sum_fragments<kHasInner, true>(shared, terms, to, hidden);
 }
 
-// to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows. With kTile a
-// ListReader of such h-tiles reads what it takes; kLongTile needs more than 128 registers.
+// to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows. With kTile > 0 a
+// ListReader with h-tiles of kTile warp tiles reads the rows where takes(hidden) is true and there are at most 32 of them;
+// kLongTile needs more than 128 registers.
 template <bool kHasInner, int kTile = 0, typename T>
 __device__ inline void sum_rows(TmaRowPipeline& pipeline, const SumTerms<T>& terms, T* to, int64_t hidden) {
   if (terms.size() == 0)

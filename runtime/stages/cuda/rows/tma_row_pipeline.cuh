@@ -39,8 +39,8 @@ public:
   TmaRowPipeline(const TmaRowPipeline&) = delete;
   TmaRowPipeline& operator=(const TmaRowPipeline&) = delete;
 
-  // Returns the shared memory of the stages, kStagesBytes and 16 bytes aligned, once earlier stores have read it: the warp may
-  // use it until it calls another function of this. All lanes call this.
+  // Returns the shared memory of the ring, 128 bytes aligned, as many bytes as the constructor was passed, once earlier stores
+  // have read it: the warp may use it until it calls another function of this class. All lanes call this.
   __device__ std::byte* begin_generic() {
     wait_for_idle_stages();
     return stages_;
@@ -56,9 +56,9 @@ public:
   }
 
   // Reads `bytes` bytes of a row: take(offset, data, data_bytes) is called for one h-tile after the other, with its offset in
-  // the row; `data` is in shared memory. The loads come after what this warp has acquired. A stage is loaded again after the
-  // call, so that the loads of all but long rows precede what the calls store; dispersed among stores they took more of the
-  // time of the memory. All lanes call this, and each sees the whole h-tile.
+  // the row; `data` is in shared memory. The loads come after what this warp has acquired. A stage is loaded again only after
+  // take() has read it, so that the loads of the first kStages h-tiles precede all stores that take() makes: loads that were
+  // dispersed among stores took more of the memory's time. All lanes call this, and each sees the whole h-tile.
   template <typename Take>
   __device__ void read(const std::byte* row, int64_t bytes, const Take& take) {
     begin();
@@ -105,7 +105,8 @@ public:
     }
   }
 
-  // Fills the stages with zeros for clear(), which must follow with nothing else in between. All lanes call this.
+  // Fills the first half of the ring with zeros for clear(), which must follow with nothing else in between. All lanes call
+  // this.
   __device__ void make_zeros() {
     begin();
     for (int64_t i = lane(); i < kHalfBytes / 16; i += kWarp)
@@ -137,9 +138,9 @@ private:
   __device__ void begin() {
     if (lane() == 0) wait_for_store_reads<0>(); // earlier stores have read the stages
     __syncwarp(); // so every lane may overwrite the stages; and each lane sees what the others have acquired
-    // fence.proxy.async in each lane that may begin a copy: rows that this warp has acquired by generic loads are read in the
-    // async proxy (PTX, Proxies and Async proxy). No test notices that it is missing: the copy reads from the L2 cache, after
-    // the branch that depends on the acquired flag.
+    // fence.proxy.async in every lane, of which lane 0 begins all copies: rows that this warp has acquired by generic loads are
+    // read in the async proxy (PTX, Proxies and Async proxy). No test notices that it is missing: the copy reads from the L2
+    // cache, after the branch that depends on the acquired flag.
     fence_global_before_bulk_copies();
   }
   __device__ static uint32_t bytes_of(int64_t offset, int64_t bytes) {

@@ -15,8 +15,8 @@
 
 namespace epx::cuda {
 
-// Of each CTA, where the low-latency path has pads to clear: the last warps, whose TMA row pipelines lie behind the descriptors
-// that all warps read by themselves (enter_warp).
+// Where the low-latency path has pads to clear, the last kPadWarps warps of each CTA clear them. Their TMA row pipelines lie
+// behind the descriptors that each warp reads for itself (enter_warp).
 constexpr int kPadWarps = 4;
 static_assert((kMovementWarps - kPadWarps) * TmaRowPipeline::kStagesBytes >= kMovementWarps * sizeof(PeerDescriptors));
 

@@ -173,7 +173,7 @@ private:
   __device__ TokenTiles tiles_to_receive(const WarpAssignment& warp) const {
     constexpr int kManyTokens = 32, kSinglesPerWarp = 4;
     const auto tokens = static_cast<int32_t>(operation_.call.num_tokens + movement_.num_peer_tokens());
-    if (call_.takes_ht_path()) return {tokens, max_batch_tokens(), 0}; // a test hook
+    if (call_.forces_ht_path()) return {tokens, max_batch_tokens(), 0}; // a test hook
     const auto receivers = static_cast<int32_t>(warp.count);
     return {tokens, tokens > kManyTokens * receivers ? max_batch_tokens() : 1,
             kSinglesPerWarp * (receivers + static_cast<int32_t>(warp.joining))};

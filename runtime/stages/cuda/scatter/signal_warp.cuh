@@ -2,9 +2,9 @@
 // The signal warp stores ready flags for the send warps of its CTA. fence.acq_rel.sys lasts until all outstanding stores of the
 // SM are performed, several microseconds while NVLink is busy, so one warp per CTA waits for it on behalf of all send warps: a
 // send warp, once the stores of its row are complete, enqueues the address of the ready flag in shared memory and goes on; the
-// signal warp stores all flags that it finds enqueued behind one fence. The senders of gather.cu signal by themselves, since they
-// sum several rows for each one that they store; on few SMs, where fences took a fifth of their time all the same, they signal
-// batches of tokens (batch_gather.cuh).
+// signal warp stores all flags that it finds enqueued behind one fence. The senders of gather.cu signal by themselves, since
+// they sum several rows for each one that they store; on few SMs, where fences took a fifth of their time all the same, they
+// signal batches of tokens (batch_gather.cuh).
 #pragma once
 
 #include "base/device/bulk_copy.cuh"

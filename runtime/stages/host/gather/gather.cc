@@ -25,11 +25,11 @@ namespace epx::host {
 namespace {
 
 struct GatherTensors {
-  const std::byte* rows;        // [N, H]
-  const float* row_weights;     // [N]; applied in the sum; may be NULL
-  const float* carried_weights; // [N]; carried home beside the rows; may be NULL
-  std::byte* out;               // [T, H]
-  float* carried_out;           // [T, K]; NULL iff carried_weights is
+  const std::byte* rows;     // [N, H]
+  const float* row_weights;  // [N]; applied in the sum; may be NULL
+  const float* weight_grads; // dispatch_bwd: [N], rank-major [P, M, K]; sent home beside the rows; NULL: none
+  std::byte* out;            // [T, H]
+  float* weight_grads_out;   // [T, K]; NULL iff weight_grads is
 };
 
 void send_partials_home(const Movement& movement, const GatherTensors& tensors) {
@@ -176,7 +176,7 @@ void collect_weights_at_home(const Movement& movement, const GatherTensors& tens
   const MovementCall& call = movement.call;
   const auto* staged = movement.group.window.local<float>(movement.group.context.layout.gather_weights.offset);
   for (int64_t route = 0; route < call.num_tokens * call.top_k; ++route)
-    tensors.carried_out[route] = movement.is_live(movement.plan.routes[route]) ? staged[route] : 0.0f;
+    tensors.weight_grads_out[route] = movement.is_live(movement.plan.routes[route]) ? staged[route] : 0.0f;
 }
 
 void gather(HostGroup& group, const MovementCall& call, const GatherTensors& tensors, const CallDescriptor& descriptor) {
@@ -191,17 +191,17 @@ void gather(HostGroup& group, const MovementCall& call, const GatherTensors& ten
       send_routes_home(movement, tensors);
     else
       send_partials_home(movement, tensors);
-    if (tensors.carried_weights != nullptr && call.is_rank_major())
-      send_rank_major_weights_home(movement, tensors.carried_weights);
-    else if (tensors.carried_weights != nullptr)
-      send_weights_home(movement, tensors.carried_weights);
+    if (tensors.weight_grads != nullptr && call.is_rank_major())
+      send_rank_major_weights_home(movement, tensors.weight_grads);
+    else if (tensors.weight_grads != nullptr)
+      send_weights_home(movement, tensors.weight_grads);
   }
   group.protocol.complete(); // after it all staged rows are here, and all rows that are read in place have been read
   if (!movement.takes_part) return;
   if (!is_in_place) sum_at_home(movement, tensors);
-  if (tensors.carried_out != nullptr && call.is_rank_major())
-    collect_rank_major_weights(movement, tensors.carried_out);
-  else if (tensors.carried_out != nullptr)
+  if (tensors.weight_grads_out != nullptr && call.is_rank_major())
+    collect_rank_major_weights(movement, tensors.weight_grads_out);
+  else if (tensors.weight_grads_out != nullptr)
     collect_weights_at_home(movement, tensors);
 }
 

@@ -2,8 +2,8 @@
 // The CallProtocol synchronises the ranks of a group in one call on the host transport.
 //
 //   begin      gives the call its sequence number
-//   arrive     is the entry barrier: it stores this rank's call descriptor into every peer's window, waits for those of all
-//              peers, and checks that their agreed fields are equal
+//   arrive     is the entry barrier: it stores this rank's call descriptor into every rank's window, waits for those of all
+//              ranks, and checks that their agreed fields are equal
 //   ...        ranks store into each other's windows
 //   complete   is the exit barrier: it signals every peer that this rank's data is in place, and waits for the signals of all
 //              peers
@@ -37,16 +37,18 @@ public:
   // out. It must outlive all calls.
   void use(ControlConnection& control) { control_ = &control; }
 
-  // Throws the sticky error if there is one. Returns the sequence number of the call, from 1.
+  // Throws the sticky error if there is one, and the error of an abort record that a peer has stored. Returns the sequence
+  // number of the call, from 1.
   uint64_t begin(epx_operation operation);
 
-  // Fills in `descriptor.operation` and `descriptor.sequence`. Throws TIMEOUT, ABORTED, OUT_OF_SEQUENCE or MISMATCH (sticky).
+  // Fills in `descriptor.operation` and `descriptor.sequence`. Throws TIMEOUT, ABORTED, OUT_OF_SEQUENCE, MISMATCH or INTERNAL
+  // (sticky).
   void arrive(CallDescriptor descriptor);
 
   // Returns a rank's descriptor of this call. It is valid after arrive.
   const CallDescriptor& descriptor_of(int rank) const { return descriptors_[static_cast<size_t>(rank)]; }
 
-  // Throws TIMEOUT or ABORTED (sticky).
+  // Throws TIMEOUT, ABORTED or INTERNAL (sticky).
   void complete();
 
   CallName name() const { return {operation_, sequence_}; }

@@ -74,8 +74,8 @@ void send_rows(const Movement& movement, const ScatterInput& input) {
     send_token(movement, input, token);
 }
 
-// Calls the receiver for every slot below N: store(ReceivedRow), or zero(slot) for pads and for rows whose source took part
-// without routes.
+// Passes each kept slot below N to receiver.store(), or to receiver.zero() where the slot's source rank is not active; and each
+// pad below N to receiver.zero() where receiver.clears_pads().
 template <typename Receiver>
 void receive_rows(const Movement& movement, const Receiver& receiver) {
   const MovementCall& call = movement.call;
