@@ -14,21 +14,12 @@ public:
   static constexpr std::chrono::hours kForever{24 * 3650}; // ten years; the clock would overflow with the largest int64_t
 
   explicit Deadline(std::chrono::milliseconds timeout)
-      : timeout_(timeout), end_(Clock::now() + std::min<std::chrono::milliseconds>(timeout, kForever)) {}
+      : end_(Clock::now() + std::min<std::chrono::milliseconds>(timeout, kForever)) {}
 
   bool passed() const { return Clock::now() >= end_; }
   Clock::time_point end() const { return end_; }
-  std::chrono::milliseconds timeout() const { return timeout_; }
-
-  // The copy ends later by `grace`; timeout(), which messages name, stays the same.
-  Deadline with_grace(std::chrono::milliseconds grace) const {
-    Deadline later = *this;
-    later.end_ += grace;
-    return later;
-  }
 
 private:
-  std::chrono::milliseconds timeout_;
   Clock::time_point end_;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The arguments of the operations are checked here and turned into the calls of runtime/stages/stages.h. What is refused
-// throws INVALID_ARGUMENT before anything has happened.
+// throws INVALID_ARGUMENT, or UNSUPPORTED for rank-major calls of a group of several nodes, before anything has happened.
 #pragma once
 
 #include "epx/epx.h"

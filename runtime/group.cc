@@ -74,8 +74,8 @@ void require_consistent(const std::vector<RankHello>& world) {
   }
 }
 
-// Returns the ranks of each node of this rank's group. Throws UNSUPPORTED and INVALID_ARGUMENT, on each rank of the group
-// alike.
+// Returns how many ranks each node of this rank's group has. All ranks of the group throw alike: UNSUPPORTED or
+// INVALID_ARGUMENT.
 int resolve_ranks_per_node(const GroupShape& shape, const epx_group_config& config, epx_transport transport,
                            std::span<const RankPlace> places) {
   if (transport == EPX_TRANSPORT_HOST) { // its memory reaches all ranks, so that nodes are what the config says
@@ -125,8 +125,8 @@ struct RankDevice {
   bool has_nccl = gpu.device >= 0 && why_no_nccl().empty();
 };
 
-// The call is collective. `auto` becomes nccl when each rank has an NCCL that epx can use, and a GPU that no other rank of its
-// host has.
+// The call is collective. `auto` becomes nccl when each rank has an NCCL that epx can use, and a GPU that is new enough for the
+// kernels and that no other rank of its host has.
 TransportChoice choose_transport(epx_transport wanted, Exchange& exchange) {
   if (wanted != EPX_TRANSPORT_AUTO) return {wanted, "as configured"};
   const std::vector<RankDevice> devices = exchange.all_gather([] { return RankDevice(); });
@@ -187,7 +187,7 @@ std::unique_ptr<Backend> make_backend(GroupContext& context, const epx_group_con
     std::unique_ptr<Transport> transport =
         make_nccl_transport(context.rank, context.shape.num_ranks, context.timeout_ms, exchange);
     choose_layout(*transport, context.shape);
-    // Ranks may have different num_comm_sms, and take the same path.
+    // All ranks must take the same path although their num_comm_sms may differ, so the smallest number of SMs decides.
     limit_ll_tokens(context.layout, context.shape.num_ranks,
                     least_of_ranks(exchange, [&] { return cuda::resolve_num_sms(config.num_comm_sms); }));
     return cuda::make_backend(context, config.num_comm_sms, std::move(transport), exchange);

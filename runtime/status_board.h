@@ -35,8 +35,8 @@ struct Event {
   std::string message;
 };
 
-// Whether an event is told instead of one that was recorded before. The kinds of one call come in no order, since blocks of a
-// kernel report them side by side; the lowest is told, so that the same calls are always reported alike.
+// Returns whether an event replaces `recorded` as the report's first event. Blocks of a kernel report the kinds of one call in
+// any order; the lowest kind is kept, so that the same calls always give the same report.
 inline bool precedes(epx_event_kind kind, uint64_t sequence, const Event& recorded) {
   return sequence == recorded.sequence && kind < recorded.kind;
 }

@@ -34,7 +34,13 @@ template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_combine_bwd_args> = {"epx_combine_bwd_args", 80};
 template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_dispatch_bwd_args> = {"epx_dispatch_bwd_args", 72};
-// These are newer; here are their first sizes.
+template <>
+inline constexpr GrowingStruct kGrowingStruct<epx_group_info> = {"epx_group_info", 88};
+template <>
+inline constexpr GrowingStruct kGrowingStruct<epx_memory_plan> = {"epx_memory_plan", 104};
+template <>
+inline constexpr GrowingStruct kGrowingStruct<epx_group_report> = {"epx_group_report", 1480};
+// These structs are newer than 0.1; the sizes are those of the first version that has them.
 template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_dispatch_rank_major_args> = {"epx_dispatch_rank_major_args", 96};
 template <>
@@ -45,12 +51,6 @@ template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_dispatch_rank_major_bwd_args> = {"epx_dispatch_rank_major_bwd_args", 72};
 template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_prepare_dispatch_args> = {"epx_prepare_dispatch_args", 136};
-template <>
-inline constexpr GrowingStruct kGrowingStruct<epx_group_info> = {"epx_group_info", 88};
-template <>
-inline constexpr GrowingStruct kGrowingStruct<epx_memory_plan> = {"epx_memory_plan", 104};
-template <>
-inline constexpr GrowingStruct kGrowingStruct<epx_group_report> = {"epx_group_report", 1480};
 
 // The structs that never grow, since what fills them in, or reads them as a part of another one, is not told their size.
 static_assert(sizeof(epx_group_config) == 128 && sizeof(epx_bootstrap) == 64 && sizeof(epx_tensor) == 80 &&

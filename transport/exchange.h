@@ -64,8 +64,8 @@ public:
     int64_t other_value;
   };
 
-  // Compares the values `mine` of all ranks that take part in the exchange; these may be more than those whose records
-  // all_gather returns. All ranks get the same answer.
+  // Compares the values `mine` of all ranks of the group. In a NodeExchange these are more than the ranks whose records
+  // all_gather returns: those of the other nodes count as well. All ranks get the same answer.
   std::optional<Difference> find_difference(int64_t mine) {
     ExchangeRecord record{};
     std::memcpy(record.payload, &mine, sizeof(mine));
@@ -86,7 +86,7 @@ protected:
   // (throw_peer_failure). `refuses` is also set in a returned record when a rank refuses whose record is not returned.
   virtual std::vector<ExchangeRecord> gather(ExchangeRecord mine) = 0;
 
-  // Gathers the records of all ranks that take part in the exchange.
+  // Gathers the records of all ranks of the group; NodeExchange overrides it, since its gather() returns those of one node.
   virtual std::vector<ExchangeRecord> gather_all(ExchangeRecord mine) { return gather(mine); }
 
   // For exchanges that are made of others.

@@ -15,7 +15,7 @@ namespace epx {
 enum class WindowAccess { by_host, by_kernels };
 
 // The index of a rank's window among those that this rank can access. Tables of base addresses are indexed by it, and by
-// nothing else: it is the rank's number only because all ranks of a group share one node.
+// nothing else. It equals the rank's number among the ranks that share the windows: in a group of several nodes, in its node.
 enum class WindowIndex : int {};
 
 constexpr WindowIndex window_index(int rank) {

@@ -56,8 +56,8 @@ inline int only_peer(std::span<const RailTransfer> transfers, int rank, int rank
   return node < 0 ? -1 : node * ranks_per_node + rank % ranks_per_node;
 }
 
-// All calls are asynchronous on the stream, which may be captured, and all ranks make the same ones in the same order. They
-// throw SYSTEM, of which a BrokenRailError is one, TIMEOUT, and ABORTED after abort().
+// all_gather() and exchange() return once their work is on the stream, which may be captured. All ranks make the same of these
+// calls in the same order. They throw SYSTEM, of which a BrokenRailError is one, TIMEOUT, and ABORTED after abort().
 class Rails {
 public:
   virtual ~Rails() = default;

@@ -13,8 +13,8 @@
 
 namespace epx {
 
-// A Window owns one rank's memory of a symmetric window, and its mappings of the peers'. Its destructor frees that memory and
-// unmaps the peers'; it is local.
+// A Window maps the peers' memory of a symmetric window, and owns this rank's own unless adopt_window() has made it. The
+// destructor unmaps the peers' memory and frees what the window owns. It waits for no peer.
 class Window {
 public:
   virtual ~Window() = default;
@@ -43,7 +43,8 @@ public:
   virtual Exchange* exchange() = 0;
 
   // Opens a window of `bytes` zero bytes on every rank. The call is collective over `exchange`; all ranks succeed or all throw:
-  // MISMATCH when bytes differ, OUT_OF_MEMORY, SYSTEM.
+  // MISMATCH when bytes differ, OUT_OF_MEMORY, SYSTEM; over NCCL also UNSUPPORTED (no NVLink or symmetric memory), TIMEOUT, and
+  // ABORTED after end_waits_when().
   virtual std::unique_ptr<Window> open_window(int64_t bytes, Exchange& exchange) = 0;
 
   // Opens a window over memory that the caller keeps. The call is collective over `exchange`; all ranks succeed or all throw:

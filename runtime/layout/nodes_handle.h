@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Handle memory of a group of several nodes on GPUs. It holds the state of this rank as a home, as a relay and as an owner of
-// experts, and is read-only after prepare. The places of the last group of tables are those that HandleLayout has, so that each
-// leg of a call finds a plan of its own in it.
+// experts, and is read-only after prepare. The tables from `zone begin` on are those of a HandleLayout: leg_layout() returns
+// the offsets of one leg's plan, so that the kernels of one node can read it.
 //
 //   HandleHeader | home: Route [T', K] | sent tokens int32 [N, T'] | position int32 [N, T'] | number of tokens int32 [2, N]
 //   | home back rows int32 [N, T' + 1] | relay back rows int32 [N, T' + 1]
@@ -31,7 +31,7 @@ struct NodesHandleLayout {
   // Of this rank as an owner of experts, and of its node's legs.
   int64_t zone_begin;
   int64_t zone_rows;
-  int64_t no_zones; // int32 [E_l + 1]: zeros, for legs that are not the first one
+  int64_t no_zones; // int32 [E_l + 1]: zeros, for all legs but leg(own_node, 0)
   int64_t
       slot_records;   // SlotRecord [R]: `token` and `source` are of the group, `rank_ordinal` counts the ranks of this node
   int64_t leg_routes; // Route [L, C, K]: ranks are indices in this node; -1 beyond the tokens
@@ -72,14 +72,14 @@ inline NodesHandleLayout make_nodes_handle_layout(const NodesShape& shape, int t
 // It sends no rows of its tokens, and their slots get zeros; to the tokens of the other ranks it is a rank like any other.
 constexpr uint64_t kSendsNoRows = uint64_t{1} << 63;
 
-// The places of a leg's plan in the handle memory. The first leg of a call has the zones, so that pads are cleared, and too few
-// rows are reported, once.
+// Returns the places of a leg's plan in the handle memory. Only leg(own_node, 0) has the zones, so that pads are cleared, and
+// too few rows are reported, once in a call.
 constexpr HandleLayout leg_layout(const NodesHandleLayout& layout, const NodesShape& shape, int top_k, int leg) {
-  const bool is_first = leg == shape.leg(shape.own_node, 0);
+  const bool has_zones = leg == shape.leg(shape.own_node, 0);
   HandleLayout plan{};
   plan.routes = layout.leg_routes + static_cast<int64_t>(sizeof(Route)) * leg * shape.chunk_tokens() * top_k;
-  plan.zone_begin = is_first ? layout.zone_begin : layout.no_zones;
-  plan.zone_rows = is_first ? layout.zone_rows : layout.no_zones;
+  plan.zone_begin = has_zones ? layout.zone_begin : layout.no_zones;
+  plan.zone_rows = has_zones ? layout.zone_rows : layout.no_zones;
   plan.slot_records = layout.slot_records;
   plan.first_slots =
       layout.leg_first_slots + static_cast<int64_t>(sizeof(int32_t)) * leg * shape.ranks_per_node() * shape.chunk_tokens();
@@ -110,7 +110,6 @@ struct NodesHandleView {
         no_zones(reinterpret_cast<Ptr<int32_t>>(base + layout.no_zones)),
         slot_records(reinterpret_cast<Ptr<SlotRecord>>(base + layout.slot_records)),
         leg_routes(reinterpret_cast<Ptr<Route>>(base + layout.leg_routes)),
-        leg_first_slots(reinterpret_cast<Ptr<int32_t>>(base + layout.leg_first_slots)),
         sent_counts(reinterpret_cast<Ptr<int32_t>>(base + layout.token_counts)),
         relay_counts(sent_counts + shape.num_nodes()),
         sent_tokens_(reinterpret_cast<Ptr<int32_t>>(base + layout.sent_tokens)),
@@ -132,7 +131,6 @@ struct NodesHandleView {
   Ptr<int32_t> no_zones;
   Ptr<SlotRecord> slot_records;
   Ptr<Route> leg_routes;
-  Ptr<int32_t> leg_first_slots;
   Ptr<int32_t> sent_counts;  // [N]; that of the own node is T
   Ptr<int32_t> relay_counts; // [N]; that of the own node is T
 

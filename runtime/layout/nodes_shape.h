@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // On GPUs, a group of several nodes makes each of its calls as calls of this rank's node alone, its *legs*. A leg moves rows
 // between a node's tokens and the slots of this node, for one chunk of the tokens of each rank of that node: a rank stands for
-// its rail peer on the leg's node, whose tokens come and go by rail (docs/decisions/0018).
+// its rail peer on the leg's node, whose tokens come and go by rail (docs/decisions/0019).
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,8 @@ struct NodesShape {
   constexpr int chunk_tokens() const { return node.max_tokens_per_rank; }  // C
   constexpr int num_chunks() const { return (group.max_tokens_per_rank + chunk_tokens() - 1) / chunk_tokens(); }
   constexpr int num_legs() const { return num_nodes() * num_chunks(); } // L
-  // The first leg of a call is leg(own_node, 0).
+  // leg(own_node, 0) clears pads and reports events, once for the call. It is the first leg of prepare and of a scatter; in a
+  // gather the legs of the other nodes come before it.
   constexpr int leg(int node_index, int chunk) const { return node_index * num_chunks() + chunk; }
   // Returns how many tokens of a chunk there are, if there are `tokens` in all.
   constexpr int64_t tokens_in_chunk(int64_t tokens, int chunk) const {

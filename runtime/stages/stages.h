@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every transport implements these operations, which are behind the C API. Their arguments have been checked: shapes fit the
+// Every backend implements these operations, which are behind the C API. Their arguments have been checked: shapes fit the
 // group, and required pointers are not NULL.
 //
 // There are two movements. *Scatter* carries rows from tokens to slots: dispatch and combine_bwd. *Gather* carries rows

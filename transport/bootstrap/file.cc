@@ -37,12 +37,14 @@ milliseconds answer_time(milliseconds timeout) {
   return std::min<milliseconds>(60ms + timeout * 6 / 100, 2s);
 }
 
-// Rank 0 waits this long for the files that report a failure to be read before it removes them.
+// After a failure a rank waits this long for the files that report it to be read: rank 0 for its answers and rejections, the
+// others for their quit files.
 milliseconds linger_time(milliseconds timeout) {
   return std::min<milliseconds>(40ms + timeout / 25, 250ms);
 }
 
-// No file of a live job is as old as this: each wait for one ends earlier, as long as jobs of the same id use similar timeouts.
+// No file of a live job but its locked alive files is as old as this: each wait for one ends earlier, as long as jobs of the
+// same id use similar timeouts.
 std::chrono::seconds leftover_age(milliseconds timeout) {
   constexpr milliseconds kLongest = 365 * 24h; // twice this does not overflow
   return std::max<std::chrono::seconds>(10min, std::chrono::ceil<std::chrono::seconds>(2 * std::min(timeout, kLongest)));

@@ -12,8 +12,8 @@
 namespace epx {
 
 // An AliveFile marks this process as alive: the file alive.<rank>.<nonce> exists, locked, from before the process's first other
-// file until after its last. The kernel releases the lock when the process ends, however it ends (and with it those that it
-// forked and that outlive it).
+// file until after its last. The kernel releases the lock when this process and all children of fork() that inherited it have
+// ended, however they end.
 class AliveFile {
 public:
   AliveFile(RendezvousDirectory& directory, int rank, int num_ranks, const std::string& nonce);

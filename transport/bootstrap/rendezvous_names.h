@@ -6,7 +6,8 @@
 //   welcome.<rank>.<nonce>            rank 0: "you are in session S"; removed by the rank that has this nonce
 //   reject.<rank>.<nonce>             rank 0, or who else claims the rank: "you cannot come in, because ..."
 //   in.<round>.<rank>.<session>       rank: its contribution to an all-gather; removed by rank 0, or by the rank if it gives up
-//   quit.<round>.<rank>.<session>     rank: "my deadline has passed"; rank 0 decides now, if it lives; removed by the rank
+//   quit.<round>.<rank>.<session>     rank: "my deadline has passed"; rank 0 decides now, if it lives; removed by the rank, or
+//                                     by rank 0 if the rank has left
 //   out.<round>.<rank>.<session>      rank 0: all contributions, or why there are none; removed by the rank
 //   tmp.<origin>.<nonce>.<number>     a file before it is renamed, written by the process that has this nonce; the origin is
 //                                     the hash of its ProcessOrigin

@@ -4,14 +4,13 @@
 //
 //   heartbeat   every rank, several times in timeout_ms: the last call that it has begun, and which operation it is
 //   report      a rank whose wait has run out, or whose connection to a rail peer is broken
-//   failure     a rank that has ended the group for a reason of its own
+//   failure     a rank that has ended the group, that hangs in a kernel, or that has given up rank 0
 //   verdict     rank 0, once: who the culprit is, or that none is. Every rank gets the same one
 //   goodbye     a rank that destroys its group, after the last call that it has begun; its connection then ends without being
 //               a death
 //
-// Rank 0 decides for all; who loses rank 0 itself names it. Where rank 0 has left the group, a rank decides for itself. A
-// process that does not run for a while, as all of a suspended job's do, takes the silence of the others in that time for its
-// own.
+// Rank 0 decides for all; a rank that loses rank 0 itself names it. Where rank 0 has left the group, a rank decides for itself.
+// A process that has been suspended, as in a stopped job, does not count that time as silence of its peers.
 #pragma once
 
 #include <atomic>
@@ -83,8 +82,9 @@ public:
   void withdraw_report(); // unless it says that a connection is broken
 
   // Any thread: a connection of the rails is broken, to `peer` if that is known, else -1. Waits for the verdict: it names a
-  // rank that has died, has stopped, or has left before the call; when none is found within about three seconds, in which a
-  // death or a failure elsewhere would have been told, it blames no rank. Returns none only when there is no verdict in time.
+  // rank that has died, has stopped, or has left before the call. When none is found within time_to_tell_ (one to three
+  // seconds), in which a death or a failure elsewhere would have been reported, the verdict blames no rank. Returns none only
+  // when there is no verdict in time.
   std::optional<Verdict> report_broken_connection(int peer, epx_operation operation, uint64_t sequence);
 
   // Any thread: this rank has found that the group has failed because of `culprit` (-1: of no rank), or ends it itself. That is

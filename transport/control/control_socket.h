@@ -41,7 +41,7 @@ std::vector<SocketAddress> local_addresses();
 // Connects; returns no descriptor, and why in `why`, when that fails or takes until the deadline. The socket is non-blocking.
 FileDescriptor connect_to(const SocketAddress& address, uint16_t port, const Deadline& deadline, std::string& why);
 
-// Makes an accepted socket non-blocking and closed by exec, and sends its small messages at once.
+// Sets O_NONBLOCK, FD_CLOEXEC and TCP_NODELAY, by which small messages are not held back.
 void prepare_socket(int fd);
 
 // Both wait no longer than the deadline, and return whether all bytes were sent or received.

@@ -11,12 +11,12 @@
 
 namespace epx {
 
-// Why a rank is the culprit.
+// What a verdict says: `failed` of Verdict::reporter, `died`, `silent`, `late` and `hangs` of Verdict::culprit.
 enum class Cause : int32_t {
   died = 1,   // its connection has ended without a word
   silent = 2, // its heartbeats have ceased: its process is stopped, or its machine cannot be reached
   late = 3,   // it lives, and has not come to a call that others wait in
-  failed = 4, // it has ended the group for a reason of its own, which Verdict::status tells
+  failed = 4, // the reporter has ended the group with Verdict::status; the culprit is the rank that it blames, or -1
   hangs = 5,  // it says that its device hangs in a call, in a kernel that waits for no peer
   // No rank is the culprit:
   network = 6,        // transfers between nodes have failed, and no rank is known to have died, stopped, or not come
@@ -31,7 +31,7 @@ struct Verdict {
   epx_operation operation; // the call in which a rank waited; NONE where none did
   uint64_t sequence;       // of that call; else the last that the culprit has begun
   epx_status status = EPX_ERROR_TIMEOUT;
-  int reporter = -1;   // failed, network: the rank that has found it; out_of_sequence: the rank that makes `operation`
+  int reporter = -1;   // failed, hangs, network: who has reported it; out_of_sequence: the rank that makes `operation`
   int other_rank = -1; // network: the other end of the connection, -1 if it is not known; out_of_sequence: the other rank
   epx_operation other_operation = EPX_OP_NONE; // out_of_sequence: what other_rank makes
 };
@@ -48,7 +48,7 @@ struct RankState {
 
 enum class ReportKind : int32_t {
   timeout = 0,   // a wait has run out
-  last = 1,      // it goes on although no rank was to blame: so long that kernels would have found one of their own node
+  last = 1,      // the wait has outlasted the timeout of a node's kernels, which have found no culprit: rank 0 decides now
   connection = 2 // a connection of the rails is broken; it stays so
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Communicator owns a group's NCCL communicator.
+// A Communicator owns an NCCL communicator: that of a group, or of the ranks of one node.
 #pragma once
 
 #include <atomic>
@@ -37,8 +37,8 @@ public:
   // From here on wait() aborts the communicator, and throws ABORTED, once `has_ended` returns true.
   void end_waits_when(const std::function<bool()>& has_ended) { has_ended_ = has_ended; }
 
-  // Ends NCCL's kernels, and unmaps the memory of the peers. It is local, and never waits for a peer. The thread calls it that
-  // would call wait().
+  // Ends NCCL's kernels, and unmaps the memory of the peers. It is local, and never waits for a peer. No thread may be in
+  // wait() meanwhile.
   void abort() noexcept;
 
   // Frees the communicator once NCCL has sent what it still has for peers; get() is NULL then. That may take until the peers

@@ -112,14 +112,14 @@ struct UniqueIds {
   ncclUniqueId node;  // made by the first rank of a node
 };
 
-struct Meeting {
+struct CheckedRanks {
   std::vector<UniqueIds> ids;    // what each rank has made
   std::vector<GpuIdentity> gpus; // of each rank
 };
 
 // The call is collective. It returns once all ranks have been found to be able to use NCCL together. `first_of_node` is the
 // first of the ranks_per_node ranks of this rank's node.
-Meeting meet(int rank, int first_of_node, int ranks_per_node, Exchange& exchange) {
+CheckedRanks check_ranks_and_make_ids(int rank, int first_of_node, int ranks_per_node, Exchange& exchange) {
   const std::vector<RankHello> hellos = exchange.all_gather([] {
     const NcclVersion& version = loaded_nccl();
     log::transport().info("NCCL {} is loaded", version.name);
@@ -178,11 +178,11 @@ std::string why_no_nccl() {
 
 std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
   const std::chrono::milliseconds timeout(timeout_ms);
-  const Meeting meeting = meet(rank, 0, num_ranks, exchange);
+  const CheckedRanks ranks = check_ranks_and_make_ids(rank, 0, num_ranks, exchange);
   std::shared_ptr<Communicator> communicator;
   const bool has_nvlink = all_have_nvlink(exchange, [&] {
-    if (num_ranks > 1) communicator = begin_window_communicator(rank, num_ranks, meeting.ids.front().group, timeout);
-    return reaches_over_nvlink(meeting.gpus[static_cast<size_t>(rank)], meeting.gpus); // while NCCL makes the communicator
+    if (num_ranks > 1) communicator = begin_window_communicator(rank, num_ranks, ranks.ids.front().group, timeout);
+    return reaches_over_nvlink(ranks.gpus[static_cast<size_t>(rank)], ranks.gpus); // while NCCL makes the communicator
   });
   return std::make_unique<NcclTransport>(std::move(communicator), rank, num_ranks, has_nvlink, timeout);
 }
@@ -191,15 +191,16 @@ NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_
                                          Exchange& exchange) {
   const std::chrono::milliseconds timeout(timeout_ms);
   const int index = rank % ranks_per_node;
-  const Meeting meeting = meet(rank, rank - index, ranks_per_node, exchange);
+  const CheckedRanks ranks = check_ranks_and_make_ids(rank, rank - index, ranks_per_node, exchange);
   std::shared_ptr<Communicator> of_node;
   std::unique_ptr<NcclRails> rails;
-  // By itself, so that no node waits in the next one for a node that fails.
+  // The node's communicator is made in an exchange before that of the rails: a node that fails here fails all ranks, and no
+  // other node begins to wait for it in the communicator of the rails.
   const bool has_nvlink = all_have_nvlink(exchange, [&] {
     const auto first = static_cast<size_t>(rank - index);
-    if (ranks_per_node > 1) of_node = begin_window_communicator(index, ranks_per_node, meeting.ids[first].node, timeout);
-    const bool reaches = reaches_over_nvlink(meeting.gpus[static_cast<size_t>(rank)],
-                                             std::span(meeting.gpus).subspan(first, static_cast<size_t>(ranks_per_node)));
+    if (ranks_per_node > 1) of_node = begin_window_communicator(index, ranks_per_node, ranks.ids[first].node, timeout);
+    const bool reaches = reaches_over_nvlink(ranks.gpus[static_cast<size_t>(rank)],
+                                             std::span(ranks.gpus).subspan(first, static_cast<size_t>(ranks_per_node)));
     if (of_node != nullptr) wait_for_communicator(*of_node, ranks_per_node);
     return reaches;
   });
@@ -207,7 +208,7 @@ NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_
     log::transport().info("NCCL {}: a communicator of {} ranks begins, for the rails of {} nodes", loaded_nccl().name,
                           num_ranks, num_ranks / ranks_per_node);
     auto communicator =
-        std::make_unique<Communicator>(loaded_nccl(), rank, num_ranks, meeting.ids.front().group, rail_ctas, timeout);
+        std::make_unique<Communicator>(loaded_nccl(), rank, num_ranks, ranks.ids.front().group, rail_ctas, timeout);
     communicator->wait_until_made();
     rails = std::make_unique<NcclRails>(std::move(communicator), rank, num_ranks, ranks_per_node, timeout);
     rails->connect();

@@ -31,7 +31,7 @@ public:
              NcclMemory owner);
   ~NcclWindow() override;
 
-  // The call is collective in the communicator. Throws UNSUPPORTED (no symmetric memory), TIMEOUT, SYSTEM.
+  // The call is collective in the communicator. Throws UNSUPPORTED (no symmetric memory), TIMEOUT, ABORTED, SYSTEM.
   void register_everywhere();
 
   PeerWindow view() const override { return {bases_.data(), rank_, num_ranks_}; }

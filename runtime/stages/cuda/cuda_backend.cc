@@ -111,8 +111,8 @@ public:
       status_.fail(abort_failure({EPX_OP_NONE, 0}, abort_record, context_.rank, 0));
     } catch (const StatusError&) { // the status board keeps it
     }
-    std::atomic_thread_fence(
-        std::memory_order_seq_cst); // with that of HostCall: it sees the record, or this thread sees it
+    // This fence pairs with the one in HostCall: that call sees the abort record, or this thread sees is_in_host_call_.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
     if (!transport_->reaches_peers() || (is_in_host_call_ && board_->reaches_peers())) return;
     try { // kernels poll their window more often than the host's memory
       const CudaDeviceScope scope(device_);
@@ -130,7 +130,6 @@ public:
     return status_.report();
   }
 
-  void require_healthy() override { reader_.read(); }
   void make_call(epx_operation operation, epx_stream stream, const Launch& launch_kernel) override {
     launch(operation, stream, launch_kernel);
   }
@@ -322,8 +321,8 @@ private:
   // This group is a node of a group of several, in which NodesBackend orders the calls, and ends the group.
   bool is_node_of_several() const { return context_.has_ordered_calls; }
 
-  // While it lives, this rank is in a call that has no kernel, and epx_group_abort, in another thread, ends that by the board:
-  // the memory of peers that its kernel would access may be unmapped.
+  // While one lives, this rank is in a call that has no kernel. epx_group_abort in another thread then stores its record in the
+  // board only: it launches no abort kernel, which would access peers' memory that may be unmapped.
   class HostCall {
   public:
     explicit HostCall(std::atomic<bool>& is_in_call) : is_in_call_(is_in_call) {

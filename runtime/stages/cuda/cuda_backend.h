@@ -21,9 +21,6 @@ namespace epx::cuda {
 // The backend of a group of one node, or of this rank's node in a group of several, which makes calls of its own there.
 class NodeBackend : public Backend {
 public:
-  // Throws the failure that a kernel or a host has reported, if there is one.
-  virtual void require_healthy() = 0;
-
   // Makes a call of the node: `launch` launches its kernel on the stream.
   using Launch = std::function<cudaError_t(const DeviceGroup& group, cudaStream_t stream)>;
   virtual void make_call(epx_operation operation, epx_stream stream, const Launch& launch) = 0;

@@ -38,8 +38,9 @@ cudaError_t launch_combine(const DeviceGroup& group, LaunchPlan& plan, const Com
 cudaError_t launch_dispatch_bwd(const DeviceGroup& group, LaunchPlan& plan, const DispatchBwdCall& call,
                                 cudaStream_t stream);
 
-// The kernels behind EPX_CHECK_HANDLE_MEM. launch_seal stores the checksum of what prepare or dispatch_rank_major has written
-// in the handle header; launch_check verifies it before a movement, which finds the result in DeviceState::checked_header.
+// The kernels behind EPX_CHECK_HANDLE_MEM. launch_seal stores in the handle header the checksum of what prepare,
+// prepare_dispatch or dispatch_rank_major has written; launch_check verifies it before a movement, which finds the result in
+// DeviceState::checked_header.
 cudaError_t launch_seal(const DeviceGroup& group, int top_k, std::byte* handle_mem, cudaStream_t stream);
 cudaError_t launch_check(const DeviceGroup& group, const MovementCall& call, cudaStream_t stream);
 

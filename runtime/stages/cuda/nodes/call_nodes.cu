@@ -30,7 +30,8 @@ __global__ void begin_call_kernel(const __grid_constant__ NodesDevice nodes, epx
   if (threadIdx.x != 0) return;
   const uint64_t sequence = ++nodes.state->sequence;
   nodes.progress->operations[sequence % NodesProgress::kCalls] = operation;
-  // A leg that has failed at its entry barrier is not counted. It is of the call before, and this one makes none.
+  // A leg that failed at its entry barrier has not advanced begun.sequence, so begun.sequence + 1 is its number, and it belongs
+  // to the call before. The legs of this call end at once, so ~0 keeps reports from naming this call (NodesWatch::call_of_leg).
   nodes.progress->first_leg[sequence % NodesProgress::kCalls] =
       nodes.node_state->failed != 0 ? ~uint64_t{0} : nodes.node_state->begun.sequence + 1;
   // st.release: a host that has acquired `begun` sees the two stores above.
@@ -46,7 +47,8 @@ struct CallParams {
   MovementCall call;
 };
 
-// The same conditions as in Movement.
+// Returns whether the header fits this call: it checks what Movement checks, and that the counts fit the group, because
+// write_record uses them as indices.
 __device__ bool is_usable(const CallParams& params, const HandleHeader& header) {
   const MovementCall& call = params.call;
   const NodesShape& shape = params.nodes.shape;
@@ -108,7 +110,7 @@ __device__ uint64_t first_own_leg(const DeviceGroup& group, const NodesShape& sh
 __device__ void report_mismatch(const DeviceGroup& group, const CallParams& params, const NodesRecords& records) {
   const NodesShape& shape = params.nodes.shape;
   const HandleHeader& header = params.nodes.state->header;
-  if (header.magic != kHandleMagic) return; // the first leg reports this rank's handle memory
+  if (header.magic != kHandleMagic) return; // leg(own_node, 0) reports this rank's handle memory
   for (int node = 0; node < shape.num_nodes(); ++node) {
     const uint64_t plan_id = records.plan_id(node);
     if (plan_id == 0 || records.is_active(node)) continue;

@@ -87,12 +87,12 @@ private:
     SumTerms<T> terms;
 #pragma unroll 1
     for (int first = 0; first < shape_.num_nodes(); first += kWarp) {
-      const int own_node = first + lane(); // of this lane
-      const Rows own = own_node < shape_.num_nodes() ? rows_of(own_node, token) : Rows{0, 0};
+      const int node = first + lane(); // which this lane looks up
+      const Rows found = node < shape_.num_nodes() ? rows_of(node, token) : Rows{0, 0};
 #pragma unroll 1
-      for (unsigned left = __ballot_sync(~0u, own.count > 0 ? 1 : 0); left != 0; left &= left - 1) {
+      for (unsigned left = __ballot_sync(~0u, found.count > 0 ? 1 : 0); left != 0; left &= left - 1) {
         const int one = lowest_bit(left);
-        const Rows rows{from_lane(own.first, one), from_lane(own.count, one)};
+        const Rows rows{from_lane(found.first, one), from_lane(found.count, one)};
 #pragma unroll 1
         for (int64_t i = 0; i < rows.count && terms.size() < kMaxTopK; ++i)
           terms.append(row_at(first + one, rows.first + i));

@@ -124,10 +124,10 @@ private:
   struct LegCall {
     LegCall(const NodesBackend& backend, const NodesCall& nodes, const Call& whole, int leg_node, int chunk, int64_t tokens)
         : call(whole), node(leg_node), first_token(backend.first_token(chunk)),
-          is_first(node == backend.shape_.own_node && chunk == 0),
+          reports_events(node == backend.shape_.own_node && chunk == 0),
           layout(leg_layout(nodes.layout, backend.shape_, whole.top_k, backend.shape_.leg(node, chunk))) {
       call.num_tokens = tokens;
-      call.reports_events = is_first;
+      call.reports_events = reports_events;
       call.layout = &layout;
       call.checked_header = reinterpret_cast<const std::byte*>(nodes.leg_headers + backend.shape_.leg(node, chunk));
     }
@@ -137,7 +137,7 @@ private:
     Call call;
     int node;
     int64_t first_token; // of the chunk
-    bool is_first;       // of the group's call
+    bool reports_events; // it is leg(own_node, 0), which also clears pads
     HandleLayout layout;
   };
 
@@ -348,7 +348,7 @@ private:
     const bool is_own = node == shape_.own_node;
     const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
     LegCall<DispatchCall> leg(*this, nodes, call, node, chunk, tokens);
-    leg.call.clears_pads = call.clears_pads && leg.is_first;
+    leg.call.clears_pads = call.clears_pads && leg.reports_events;
     leg.call.tokens = (is_own ? call.tokens : received.rows_of(node, row_bytes)) + leg.first_token * row_bytes;
     if (const int64_t bytes = call.sidecar_bytes; bytes > 0)
       leg.call.sidecar = (is_own ? call.sidecar : received.sidecars_of(node, bytes)) + leg.first_token * bytes;
@@ -441,7 +441,7 @@ private:
 
   // ---- Transfers ----
 
-  // So many elements go to a rail peer, and so many come from it, of both from the one with number `first` on.
+  // The elements of one transfer with a rail peer: `out` elements are sent and `in` received, both from index `first` on.
   struct RailRange {
     int64_t first, out, in;
 
@@ -471,7 +471,7 @@ private:
     });
     rails_->exchange(transfers_, rails_on_);
   }
-  // All rail peers have so many words for each other.
+  // Each pair of rail peers exchanges `words` words.
   void exchange_words(const int32_t* sent, int32_t* received, int64_t words, cudaStream_t stream) {
     const int64_t bytes = words * static_cast<int64_t>(sizeof(*sent));
     transfers_.clear();
@@ -494,9 +494,8 @@ private:
     for (int chunk = 0; chunk < shape_.num_chunks(); ++chunk)
       body(chunk);
   }
-  // Keeps what calls of CUDA release. Memory is freed only when the device is idle; the thread in which NCCL frees that of the
-  // rails (NcclRails) holds the driver's lock meanwhile, and to destroy a stream or an event another thread waits for that
-  // lock.
+  // Keeps all CUDA resources until the process ends. To free memory waits for an idle device, and to destroy a stream or an
+  // event waits for the driver's lock, which the thread that frees NCCL's memory of the rails (NcclRails) may hold.
   void keep_device_resources() {
     keep_until_exit(std::move(order_));
     keep_until_exit(std::move(rail_stream_));
@@ -514,7 +513,8 @@ private:
       if (node != shape_.own_node) body(node);
   }
 
-  // ---- The rail stream: all that uses the rails is on it, in one order, while the legs of eager calls are on theirs ----
+  // ---- The rail stream: eager calls have their transfers and pack_rows on it, in one order, and their legs on the caller's
+  // stream. A captured call has both on its own stream, so that there is nothing to fork or join ----
 
   void fork_rail_stream(cudaStream_t stream) {
     if (rails_on_ == stream) return;

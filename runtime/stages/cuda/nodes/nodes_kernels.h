@@ -3,11 +3,13 @@
 // and from the rails. None of them waits for a peer, but for launch_deliver_leg, which is a call of the node; where the call
 // has failed, open_legs and hold_rows wait for the host.
 //
-//   prepare    count_routes | all-gather of counts | assign_slots, list_tokens, make_tables | exchange of tables
+//   every call begin_call | what follows | end_call
+//   prepare    count_routes | all-gather of counts | assign_slots, list_tokens | exchange of tables
 //              | check_transfer, list_relayed | deliver_leg for each leg
-//   movements  begin_call, post_records | exchange of records | open_legs | then, for each chunk:
+//   movements  post_records | exchange of records | open_legs | then, for each chunk:
 //     scatter  pack_rows | exchange of rows | check_transfer, dispatch or combine_bwd of the legs
-//     gather   combine or dispatch_bwd of the legs, forward_rows, hold_rows | exchange of rows; behind the last chunk sum_rows
+//     gather   combine or dispatch_bwd of the legs. Precision node: hold_rows | exchange of rows; wire and exact: forward_rows,
+//              and once behind all chunks hold_rows | exchange of rows. sum_rows is last.
 #pragma once
 
 #include <vector>
@@ -33,7 +35,7 @@ struct RailArea {
   std::byte* sidecars;
   int64_t node_rows;
   int64_t node_weights; // floats; in precision exact node_rows
-  int64_t node_tokens;  // tokens of a node that have sidecars
+  int64_t node_tokens;  // tokens of a node for whose sidecars there is room
 
   EPX_HOST_DEVICE std::byte* rows_of(int node, int64_t row_bytes) const { return rows + node * node_rows * row_bytes; }
   EPX_HOST_DEVICE float* weights_of(int node) const { return weights + node * node_weights; }

@@ -51,8 +51,9 @@ public:
     return rows;
   }
 
-  // In received records: returns how many tokens the leg of a node and chunk has. A rail peer that is not active has as many
-  // as it can have, without rows (kSendsNoRows), since this rank does not know which of them its own plan has slots for.
+  // In received records: returns how many tokens the leg of a node and chunk has. With fixed sizes each rail peer has as many
+  // as it can have. So has, with exact sizes too, one that is not active: it sends no rows (kSendsNoRows), and this rank does
+  // not know for which of its tokens the own plan has slots.
   EPX_HOST_DEVICE int64_t leg_tokens(int node, int chunk, bool has_fixed_sizes) const {
     const bool has_all = node != shape_.own_node && (has_fixed_sizes || !is_active(node));
     return shape_.tokens_in_chunk(has_all ? max_tokens(node) : num_tokens(node), chunk);

@@ -45,8 +45,8 @@ __device__ __forceinline__ void count_part(const NodesPrepareParams& params) {
   }
 }
 
-// Each warp adds the counts of an expert up over the parts, which get the routes of the parts before them. One thread writes
-// what travels beside the sums.
+// Each warp replaces one expert's counts of all parts by their exclusive prefix sum, and stores the total in `counts`. One
+// thread writes this rank's AgreedFields behind the totals.
 __device__ __forceinline__ void add_parts(const NodesPrepareParams& params) {
   if (blockIdx.x == 0 && threadIdx.x == 0)
     store_agreed_fields(params.buffers.counts + params.nodes.shape.group.num_experts,
@@ -95,7 +95,8 @@ __device__ __forceinline__ ExpertDemand demand_of(const NodesPrepareParams& para
   return demand;
 }
 
-// The sums of one rank's experts, and the dropped routes of this rank to any, in shared memory.
+// In shared memory: the sums over this rank's experts, and dropped_of_mine, which counts this rank's routes that are dropped at
+// any expert of the group.
 struct ZoneSums {
   unsigned long long demand, kept, rows_needed, dropped_of_mine;
 };

@@ -35,8 +35,8 @@ uint64_t load(const uint64_t& word) {
   return std::atomic_ref(const_cast<uint64_t&>(word)).load(std::memory_order_acquire); // a kernel stores it
 }
 
-// These are found by all ranks of a node alike, or by rail peers, each with a sentence of its own; other ranks only learn of
-// it.
+// Returns whether failures of this status are found by each rank of a node, or by both rail peers, which each have a message of
+// their own. All other ranks have only the verdict.
 bool is_found_by_node(epx_status status) {
   return status != EPX_ERROR_TIMEOUT && status != EPX_ERROR_ABORTED && status != EPX_ERROR_SYSTEM;
 }

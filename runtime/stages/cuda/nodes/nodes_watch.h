@@ -58,7 +58,7 @@ public:
   NodesWatch& operator=(const NodesWatch&) = delete;
 
   // Before a call: throws the group's failure, if there is one. It is the same on all ranks; where this rank's kernels have
-  // found one, the verdict is waited for, but not longer than two seconds. report() and finish() wait likewise.
+  // found one, this waits for the verdict, but no longer than a second and a half. report() and finish() wait likewise.
   void require_healthy(epx_operation operation);
 
   // Waits until the stream has done all its work. Throws the group's failure, and SYSTEM.

@@ -5,7 +5,7 @@
 //   count_routes   find_token_ends  Only with fixed_rail_tokens: block m finds the first token too many for node m. Routes to
 //                                   that node from this token on are dropped: they are counted as such, by expert.
 //                  count_part    Each block counts the routes of its part of this rank's tokens, by expert.
-//                  add_parts     The parts' counts become the routes of the parts before, and the counts of this rank.
+//                  add_parts     An exclusive prefix sum over the parts' counts of each expert; its total is this rank's count.
 //   assign_slots   find_zones    From the counts of all ranks: zones, totals, the header, and the first slot of this rank's
 //                                routes to each expert, which is behind those of the ranks before.
 //                  assign_slots  The routes of each part get their slots, in order, behind those of the parts before.

@@ -16,14 +16,14 @@ __device__ inline void end_calls(const DeviceGroup& group) {
   atomicExch(&group.state->failed, 1u);
 }
 
-// Behind a transfer, one thread ends the node's calls where the host has aborted it, since it may have brought nothing: the
-// host has stored its record before.
+// One thread, behind a transfer, ends the node's calls if the host has aborted that transfer, which may then have brought
+// nothing. The host stores its abort record before it aborts the rails, so the record is visible here.
 __device__ inline void end_calls_if_aborted(const DeviceGroup& group) {
   if (load_relaxed_sys(group.host_abort_record) != 0) end_calls(group);
 }
 
 // One thread waits until the host has ended the group, on a verdict that the peers get too, so that no transfer behind this
-// kernel brings anything. If no verdict comes, as where rank 0 has died, the wait lasts as long as one for a peer.
+// kernel brings anything. If none comes, as where this rank's own process is stopped, the wait lasts as long as one for a peer.
 __device__ inline void wait_for_end(const DeviceGroup& group) {
   uint64_t begin = nanoseconds();
   while (load_relaxed_sys(group.host_abort_record) == 0 && nanoseconds() - begin < group.timeout_ns)
