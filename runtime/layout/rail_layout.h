@@ -68,7 +68,6 @@ struct RailRowsLayout {
   int64_t node_weights;   // floats of one node
   int64_t all_rows_bytes; // of all nodes
   int64_t all_weights_bytes;
-  int64_t all_sidecars_bytes;
   int64_t total_bytes;
 };
 
@@ -86,7 +85,7 @@ inline RailRowsLayout make_rail_rows_layout(const NodesShape& shape) {
   };
   layout.all_rows_bytes = of_all_nodes(layout.node_rows, row_bytes(group.max_token_dtype, group.hidden_dim));
   layout.all_weights_bytes = of_all_nodes(layout.node_weights, sizeof(float));
-  layout.all_sidecars_bytes = of_all_nodes(shape.padded_tokens(), group.max_sidecar_bytes);
+  of_all_nodes(shape.padded_tokens(), group.max_sidecar_bytes);
   return layout;
 }
 

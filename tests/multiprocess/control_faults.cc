@@ -466,8 +466,10 @@ int main(int argc, char** argv) {
       return kSkippedExitCode;
     }
   });
-  if (!looked.front().succeeded()) std::fputs(looked.front().output.c_str(), stderr);
-  if (!looked.front().succeeded()) return looked.front().exit_code;
+  if (!looked.front().succeeded()) {
+    std::fputs(looked.front().output.c_str(), stderr);
+    return looked.front().exit_code;
+  }
   doctest::Context context(argc, argv);
   return run_test_cases(context, argc, argv);
 }

@@ -124,10 +124,9 @@ private:
   struct LegCall {
     LegCall(const NodesBackend& backend, const NodesCall& nodes, const Call& whole, int leg_node, int chunk, int64_t tokens)
         : call(whole), node(leg_node), first_token(backend.first_token(chunk)),
-          reports_events(node == backend.shape_.own_node && chunk == 0),
           layout(leg_layout(nodes.layout, backend.shape_, whole.top_k, backend.shape_.leg(node, chunk))) {
       call.num_tokens = tokens;
-      call.reports_events = reports_events;
+      call.reports_events = node == backend.shape_.own_node && chunk == 0; // leg(own_node, 0), which also clears pads
       call.layout = &layout;
       call.checked_header = reinterpret_cast<const std::byte*>(nodes.leg_headers + backend.shape_.leg(node, chunk));
     }
@@ -137,7 +136,6 @@ private:
     Call call;
     int node;
     int64_t first_token; // of the chunk
-    bool reports_events; // it is leg(own_node, 0), which also clears pads
     HandleLayout layout;
   };
 
@@ -348,7 +346,7 @@ private:
     const bool is_own = node == shape_.own_node;
     const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
     LegCall<DispatchCall> leg(*this, nodes, call, node, chunk, tokens);
-    leg.call.clears_pads = call.clears_pads && leg.reports_events;
+    leg.call.clears_pads = call.clears_pads && leg.call.reports_events;
     leg.call.tokens = (is_own ? call.tokens : received.rows_of(node, row_bytes)) + leg.first_token * row_bytes;
     if (const int64_t bytes = call.sidecar_bytes; bytes > 0)
       leg.call.sidecar = (is_own ? call.sidecar : received.sidecars_of(node, bytes)) + leg.first_token * bytes;

@@ -23,7 +23,8 @@ __device__ inline void end_calls_if_aborted(const DeviceGroup& group) {
 }
 
 // One thread waits until the host has ended the group, on a verdict that the peers get too, so that no transfer behind this
-// kernel brings anything. If none comes, as where this rank's own process is stopped, the wait lasts as long as one for a peer.
+// kernel brings anything. If no verdict comes, as where this rank's own process is stopped, the wait lasts as long as one for a
+// peer.
 __device__ inline void wait_for_end(const DeviceGroup& group) {
   uint64_t begin = nanoseconds();
   while (load_relaxed_sys(group.host_abort_record) == 0 && nanoseconds() - begin < group.timeout_ns)
