@@ -32,7 +32,8 @@ Environment read_environment() {
 } // namespace
 
 const Environment& environment() {
-  static const Environment kEnvironment = read_environment();
+  static const Environment& kEnvironment =
+      *new Environment(read_environment()); // never destroyed: calls may outlive main()
   return kEnvironment;
 }
 

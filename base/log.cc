@@ -11,7 +11,7 @@ namespace {
 
 // The logger is not entered in spdlog's registry, which belongs to the application.
 std::shared_ptr<spdlog::logger> make_logger(const std::string& name) {
-  static const auto kSink = std::make_shared<spdlog::sinks::stderr_sink_mt>();
+  static const auto& kSink = *new std::shared_ptr<spdlog::sinks::sink>(std::make_shared<spdlog::sinks::stderr_sink_mt>());
   auto logger = std::make_shared<spdlog::logger>(name, kSink);
   logger->set_level(spdlog::level::from_str(environment().log_level));
   return logger;
@@ -41,13 +41,14 @@ void Logger::write(Level level, const std::string& message) const {
   logger_->log(level_of(level), message);
 }
 
+// The loggers are never destroyed, since a thread may be in a call while the process exits.
 const Logger& group() {
-  static const Logger logger("epx.group");
+  static const Logger& logger = *new Logger("epx.group");
   return logger;
 }
 
 const Logger& transport() {
-  static const Logger logger("epx.transport");
+  static const Logger& logger = *new Logger("epx.transport");
   return logger;
 }
 
