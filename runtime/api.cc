@@ -9,8 +9,11 @@
 #include <utility>
 
 #include "base/c_boundary.h"
+#include "base/deadline.h"
 #include "base/env.h"
 #include "base/error.h"
+#include "base/keep_until_exit.h"
+#include "base/log.h"
 #include "base/names.h"
 #include "epx/epx.h"
 #include "runtime/arguments.h"
@@ -22,9 +25,11 @@
 #include "runtime/layout/slots.h"
 #include "runtime/struct_size.h"
 #include "transport/bootstrap/file.h"
+#include "transport/interrupt.h"
 
 using namespace epx;
 
+// What a handle names outlives its group, so that a call that comes too late is refused instead of reading freed memory.
 struct epx_group_s {
   explicit epx_group_s(std::unique_ptr<Group> created) : group(std::move(created)) {}
 
@@ -36,12 +41,24 @@ namespace {
 
 constexpr int32_t kDefaultMaxAlignment = 128; // rows of a tile of the usual grouped matrix products
 
+constexpr std::chrono::seconds kTimeToLeave{10}; // for the threads that are in a call when its group is destroyed
+
 thread_local std::string last_error;
 
-Group& require_group(const char* function, epx_group group) {
+// Runs `body` with the group, which is there until it returns.
+template <typename Body>
+void with_group(const char* function, epx_group group, Body&& body) {
   require_pointer(function, "group", group);
-  group->guard.require_own_process(function);
-  return *group->group;
+  const GroupGuard::Use use(group->guard, function);
+  body(*group->group);
+}
+
+// Runs `body`, which may wait for peers. Where an interrupt has ended it, the thread's next call waits again.
+template <typename Body>
+epx_status waiting_call(Body&& body) {
+  const epx_status status = at_c_boundary(std::forward<Body>(body));
+  if (status == EPX_ERROR_ABORTED) take_interrupt();
+  return status;
 }
 
 epx_group_info info_of(const Group& group) {
@@ -72,10 +89,11 @@ epx_group_info info_of(const Group& group) {
 // Runs `body` as a call of the group's sequence, of which one thread makes one at a time.
 template <typename Body>
 epx_status in_call(const char* function, epx_group group, Body&& body) {
-  return at_c_boundary([&] {
-    Group& target = require_group(function, group);
-    const GroupGuard::Call call(group->guard, function);
-    body(target);
+  return waiting_call([&] {
+    with_group(function, group, [&](Group& target) {
+      const GroupGuard::Call call(group->guard, function);
+      body(target);
+    });
   });
 }
 
@@ -106,9 +124,21 @@ void epx_set_last_error(const char* message) {
   last_error = message == nullptr ? "" : message;
 }
 
+void epx_interrupt(void) {
+  interrupt();
+}
+
+int32_t epx_interrupted(void) {
+  return take_interrupt() ? 1 : 0;
+}
+
+void epx_set_interrupt_check(int32_t (*check)(void)) {
+  set_interrupt_check(check);
+}
+
 epx_status epx_bootstrap_file(const char* directory, const char* job_id, int32_t rank, int32_t num_ranks,
                               int64_t timeout_ms, epx_bootstrap* bootstrap) {
-  return at_c_boundary([&] {
+  return waiting_call([&] {
     require_pointer("epx_bootstrap_file", "directory", directory);
     require_pointer("epx_bootstrap_file", "job_id", job_id);
     require_pointer("epx_bootstrap_file", "bootstrap", bootstrap);
@@ -140,7 +170,7 @@ epx_status epx_group_config_init(epx_group_config* config) {
 }
 
 epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_group_config* config, epx_group* group) {
-  return at_c_boundary([&] {
+  return waiting_call([&] {
     require_pointer("epx_group_create", "bootstrap", bootstrap);
     require_pointer("epx_group_create", "config", config);
     require_pointer("epx_group_create", "group", group);
@@ -150,19 +180,30 @@ epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_group_conf
 
 void epx_group_destroy(epx_group group) {
   // In a child of fork() the windows, their names and everything on a GPU belong to the parent.
-  if (group != nullptr && !group->guard.is_own_process()) return;
-  delete group;
+  if (group == nullptr || !group->guard.is_own_process() || !group->guard.close()) return;
+  if (!group->guard.wait_until_unused(Deadline(std::chrono::milliseconds(0)))) {
+    at_c_boundary([&] { group->group->backend().abort(); });
+    if (!group->guard.wait_until_unused(Deadline(kTimeToLeave))) {
+      log::group().warn(
+          "group {:016x} is not freed: a thread has not left its call within {} s after the group was aborted",
+          group->group->context().group_id, kTimeToLeave.count());
+      return keep_until_exit(std::unique_ptr<epx_group_s>(group));
+    }
+  }
+  group->group.reset();
+  keep_until_exit(std::unique_ptr<epx_group_s>(group));
 }
 
 epx_status epx_group_abort(epx_group group) {
-  return at_c_boundary([&] { require_group("epx_group_abort", group).backend().abort(); });
+  return at_c_boundary([&] { with_group("epx_group_abort", group, [](Group& target) { target.backend().abort(); }); });
 }
 
 epx_status epx_group_query(epx_group group, epx_group_info* info) {
   return at_c_boundary([&] {
-    const Group& target = require_group("epx_group_query", group);
-    require_pointer("epx_group_query", "info", info);
-    write_output(info, [&] { return info_of(target); });
+    with_group("epx_group_query", group, [&](const Group& target) {
+      require_pointer("epx_group_query", "info", info);
+      write_output(info, [&] { return info_of(target); });
+    });
   });
 }
 
@@ -180,9 +221,10 @@ epx_status epx_group_memory_plan(const epx_group_config* config, int32_t num_ran
 
 epx_status epx_group_status(epx_group group, epx_group_report* report) {
   return at_c_boundary([&] {
-    Group& target = require_group("epx_group_status", group);
-    require_pointer("epx_group_status", "report", report);
-    write_output(report, [&] { return target.backend().report(); });
+    with_group("epx_group_status", group, [&](Group& target) {
+      require_pointer("epx_group_status", "report", report);
+      write_output(report, [&] { return target.backend().report(); });
+    });
   });
 }
 
@@ -213,11 +255,12 @@ epx_status epx_mem_free(epx_group group, void* ptr) {
 
 epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, size_t* bytes) {
   return at_c_boundary([&] {
-    const Group& target = require_group("epx_handle_mem_size", group);
-    require_pointer("epx_handle_mem_size", "layer", layer);
-    require_pointer("epx_handle_mem_size", "bytes", bytes);
-    require_layer(target.context(), *layer, "epx_handle_mem_size");
-    *bytes = static_cast<size_t>(handle_mem_bytes(target.context().shape, target.context().window_access, layer->top_k));
+    with_group("epx_handle_mem_size", group, [&](const Group& target) {
+      require_pointer("epx_handle_mem_size", "layer", layer);
+      require_pointer("epx_handle_mem_size", "bytes", bytes);
+      require_layer(target.context(), *layer, "epx_handle_mem_size");
+      *bytes = static_cast<size_t>(handle_mem_bytes(target.context().shape, target.context().window_access, layer->top_k));
+    });
   });
 }
 

@@ -31,6 +31,7 @@
 #include "transport/control/control_connection.h"
 #include "transport/control/control_join.h"
 #include "transport/host/host_transport.h"
+#include "transport/interrupt.h"
 #include "transport/topology/nodes.h"
 #include "transport/topology/rank_place.h"
 
@@ -249,6 +250,7 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
   const std::vector<RankHello> world = exchange.all_gather([&] {
     validate(config);
     require_environment();
+    require_not_interrupted("epx_group_create");
     return RankHello{EPX_VERSION_MAJOR * 10000 + EPX_VERSION_MINOR * 100 + EPX_VERSION_PATCH, config, random_u64()};
   });
   require_consistent(world);

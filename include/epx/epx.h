@@ -40,9 +40,10 @@
  *   are left out of that: the caller orders the replays among each other and beside eager calls, by stream or event, and no
  *   edge is drawn between a stream that is being captured and another one. Two calls of a group that overlap on the device all
  *   the same end the group (EPX_ERROR_OUT_OF_SEQUENCE; the culprit is the rank on whose device they did).
- * - One group is used by one thread at a time, except epx_group_abort and epx_group_status, which any thread may call. Where
- *   one of the operations or epx_mem_* finds another thread in one, it is refused (INVALID_ARGUMENT).
+ * - One group is used by one thread at a time, except epx_group_abort, epx_group_status and epx_group_destroy, which any thread
+ *   may call. Where one of the operations or epx_mem_* finds another thread in one, it is refused (INVALID_ARGUMENT).
  *   Groups are independent of each other.
+ * - A signal handler may call epx_interrupt, and no other function of epx.
  * - One group is used by the process that created it. In a child of fork() every function that takes the group is refused
  *   (INVALID_ARGUMENT), and epx_group_destroy does nothing; the parent's group lives on. Memory from epx_mem_alloc is
  *   shared with the parent there.
@@ -175,6 +176,25 @@ EPX_API const char* epx_last_error(void);
  * libepx_mpi does. The string is copied; NULL means "". */
 EPX_API void epx_set_last_error(const char* message);
 
+/** Ends the waits of this process: on each thread the call that is in progress, or else the thread's next call that may wait
+ * for peers. They are epx_bootstrap_file, epx_bootstrap_mpi, epx_group_create, epx_mem_*, and the operations where the host
+ * waits (the host transport, several nodes). Such a call returns EPX_ERROR_ABORTED, and its peers learn that this rank was
+ * interrupted. Each call of epx_interrupt() ends at most one call of each thread. An operation of a group that is interrupted
+ * ends the group. A call that has no need to wait succeeds all the same. epx_group_destroy stops waiting for the GPU, and
+ * aborts its calls. A thread that has not used epx before does not hear of earlier interrupts.
+ * Async-signal-safe: a signal handler may call it. Waits for nothing. */
+EPX_API void epx_interrupt(void);
+
+/** Returns 1 when this thread has been interrupted, by epx_interrupt() or by its check function, else 0; and forgets the
+ * interrupt. For an epx_bootstrap.all_gather of the caller's own: it asks while it waits, and then returns EPX_ERROR_ABORTED.
+ * A program calls it where it has learned of the signal by itself and makes its next call on purpose. */
+EPX_API int32_t epx_interrupted(void);
+
+/** Sets this thread's check function; NULL removes it. While a call of this thread waits, it calls the function now and then,
+ * at most 50 times a second, and ends as by epx_interrupt() when that returns another value than 0. For language bindings whose
+ * signal handlers run in the interpreter, as Python's do. The function may take its time, and must not call epx. */
+EPX_API void epx_set_interrupt_check(int32_t (*check)(void));
+
 /** @} */
 
 /** @defgroup tensors Tensors
@@ -236,7 +256,8 @@ typedef struct epx_bootstrap {
   int32_t num_ranks;  /**< ranks that create groups together, 1..65535 */
   /** Every rank passes bytes_per_rank bytes at `send`; recv gets num_ranks * bytes_per_rank bytes in rank order. Blocks, but
    * for no longer than timeout_ms milliseconds. On failure returns another status than EPX_SUCCESS and may write one
-   * zero-terminated sentence of at most message_bytes bytes to `message` (name the ranks that are missing). */
+   * zero-terminated sentence of at most message_bytes bytes to `message` (name the ranks that are missing). While it waits it
+   * asks epx_interrupted(). */
   epx_status (*all_gather)(void* context, const void* send, void* recv, size_t bytes_per_rank, int64_t timeout_ms,
                            char* message, size_t message_bytes);
   void (*release)(void* context); /**< frees the context; called by epx_bootstrap_free; may be NULL */
@@ -374,8 +395,12 @@ EPX_API epx_status epx_group_config_init(epx_group_config* config);
  * OUT_OF_MEMORY (the message says how much was wanted); TIMEOUT (who is missing); SYSTEM. */
 EPX_API epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_group_config* config, epx_group* group);
 
-/** Frees the group. Accepts NULL; does nothing in a child of fork(). Every call on the group must have returned. Calls that
- * are still under way on the GPU are waited for, and with them everything else on the device, for up to timeout_ms; then
+/** Frees the group. Accepts NULL, and a group that has been destroyed; does nothing in a child of fork(). Any thread may call it
+ * at any time. A call that another thread is in is ended: the group is aborted, so that the call returns EPX_ERROR_ABORTED and
+ * peers learn of it, and this function waits until the thread has left the call, for up to 10 s; then the group is not freed,
+ * and a warning says so. A call that comes later is refused (EPX_ERROR_ABORTED): less than 100 bytes of each group are kept for
+ * that until the process exits.
+ * Calls that are still under way on the GPU, and that no thread is in, are waited for, and with them everything else on the device, for up to timeout_ms; then
  * they are aborted, as they are at once when the group has failed or was aborted. Besides, no peer is waited for. Memory from
  * epx_mem_alloc is freed with it. A device that other work keeps busy for 2 s more than timeout_ms (3 s with several nodes) is
  * not waited for: the group's memory, streams and events there are then not freed, and a warning says so. Freeing GPU memory

@@ -152,7 +152,7 @@ constexpr epx_operation kLastOperation = EPX_OP_PREPARE_DISPATCH; // the largest
 // while nobody has.
 struct AbortRecord {
   epx_status status;
-  epx_operation operation;
+  epx_operation operation; // ABORTED: the call that was interrupted; NONE where epx_group_abort was called
   int32_t culprit;
   uint64_t sequence;
   epx_phase phase = EPX_PHASE_NONE; // TIMEOUT: the phase in which the rank that gave up had waited

@@ -228,9 +228,11 @@ Failure abort_failure(CallName call, const AbortRecord& abort_record, int rank, 
   const std::string who = is_self ? "this rank" : fmt::format("rank {}", abort_record.culprit);
   const std::string where = format({abort_record.operation, abort_record.sequence});
   if (abort_record.status == EPX_ERROR_ABORTED) {
-    failure.message =
-        fmt::format("{}{} aborted the group", call.operation == EPX_OP_NONE ? "" : format(call) + ": ", // in no call
-                    who);
+    const std::string what = abort_record.operation == EPX_OP_NONE ? "aborted the group"
+                             : is_self                             ? "was interrupted while it waited for its peers"
+                                                                   : fmt::format("was interrupted in {}", where);
+    failure.message = fmt::format("{}{} {}", call.operation == EPX_OP_NONE ? "" : format(call) + ": ", // in no call
+                                  who, what);
   } else if (abort_record.status == EPX_ERROR_INTERNAL) {
     failure.message = fmt::format("{}: rank {} found in {} that the control words of its window are damaged", format(call),
                                   abort_record.culprit, where);

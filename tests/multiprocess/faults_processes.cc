@@ -5,6 +5,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <string>
 #include <thread>
@@ -14,6 +15,7 @@
 #include <unistd.h>
 
 #include "tests/multiprocess/fault_rank.h"
+#include "tests/multiprocess/sentences.h"
 #include "tests/support/check.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/system_state.h"
@@ -135,6 +137,39 @@ TEST_CASE("a rank that is stopped is named, and its call fails when it continues
   });
   check_all_succeeded(results);
   CHECK(results.size() == 3);
+}
+
+TEST_CASE("a process whose main thread returns while another one is in a call exits with its own code") {
+  const TempDirectory directory;
+  const std::vector<ProcessResult> results = run_processes(2, kTimeLimit, [&](int rank) {
+    auto* const bootstrap = new epx_bootstrap{}; // nothing here is freed, as in a program that just returns
+    check_ok(epx_bootstrap_file(directory.path().c_str(), "job", rank, 2, kRendezvousMs, bootstrap), "epx_bootstrap_file");
+    const RankContext context{rank, 2, bootstrap, make_device("host", rank, 1).release()};
+    auto* const peer = new FaultRank(context, kTimeoutMs);
+    if (rank == 0) std::thread([peer] { peer->call(EPX_OP_PREPARE); }).detach();
+    std::this_thread::sleep_for(300ms);
+    std::exit(7);
+  });
+  for (const ProcessResult& result : results)
+    CHECK_MESSAGE(result.exit_code == 7, result.describe());
+}
+
+TEST_CASE("a signal handler ends a rendezvous whose peers do not come") {
+  for (const int rank : {0, 1}) {
+    const TempDirectory directory;
+    const std::vector<ProcessResult> results = run_processes(1, kTimeLimit, [&](int) {
+      std::signal(SIGALRM, [](int) { epx_interrupt(); });
+      ::ualarm(200'000, 0);
+      epx_bootstrap bootstrap{};
+      const auto begin = std::chrono::steady_clock::now();
+      check_status(epx_bootstrap_file(directory.path().c_str(), "job", rank, 2, kRendezvousMs, &bootstrap),
+                   EPX_ERROR_ABORTED, "epx_bootstrap_file");
+      check(std::chrono::steady_clock::now() - begin < 10s, "epx_bootstrap_file went on after the signal");
+      check_tells(epx_last_error(), {"job 'job'", fmt::format("rank {} was interrupted", rank)}, "epx_bootstrap_file");
+    });
+    CHECK_MESSAGE(results.front().succeeded(), results.front().describe());
+    CHECK(directory.entries().empty());
+  }
 }
 
 } // namespace epx::test

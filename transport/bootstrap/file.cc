@@ -20,6 +20,7 @@
 #include "transport/bootstrap/file_messages.h"
 #include "transport/bootstrap/rendezvous_directory.h"
 #include "transport/bootstrap/rendezvous_names.h"
+#include "transport/interrupt.h"
 
 namespace epx {
 namespace {
@@ -43,6 +44,9 @@ milliseconds linger_time(milliseconds timeout) {
   return std::min<milliseconds>(40ms + timeout / 25, 250ms);
 }
 
+// A rank that was interrupted waits no longer than this for rank 0 to tell the others.
+constexpr auto kTimeToBeHeard = 100ms;
+
 // No file of a live job but its locked alive files is as old as this: each wait for one ends earlier, as long as jobs of the
 // same id use similar timeouts.
 std::chrono::seconds leftover_age(milliseconds timeout) {
@@ -52,6 +56,10 @@ std::chrono::seconds leftover_age(milliseconds timeout) {
 
 std::string who_waited(int rank, const SuspensionAwareDeadline& deadline) {
   return fmt::format("rank {} waited {} ms for the others to come", rank, deadline.timeout().count());
+}
+
+std::string who_was_interrupted(int rank) {
+  return fmt::format("rank {} was interrupted while it waited for the others to come", rank);
 }
 
 // FileSession is one rank's end of a session: a sequence of all-gathers in which rank 0 collects and answers. The first of them
@@ -78,6 +86,7 @@ private:
   void look_for_quitters(const RendezvousDirectory::Names& names, std::vector<Contribution>& contributions);
   std::string take_contributions(const std::string& mine, std::vector<Contribution>& contributions);
   void answer(int rank, epx_status status, const std::string& body);
+  void remove_messages() noexcept;
   void report_failure(const StatusError& error, const JoinServer* join_server, std::vector<Contribution>& contributions);
   [[noreturn]] void fail_too_late(const std::string& who_waited, const std::vector<Contribution>& contributions) const;
   [[noreturn]] void fail_incomplete(const std::vector<Contribution>& contributions) const;
@@ -129,16 +138,22 @@ FileSession::~FileSession() {
   }
   for (const std::string& file : to_read_)
     directory_.remove(file);
-  if (failure_ && !session_.empty()) {
-    directory_.remove(in_file(participant_.rank));
-    directory_.remove(out_file(participant_.rank));
-  }
+  if (!session_.empty()) remove_messages();
   // Another process that claimed this rank may have written its rejection late.
   directory_.remove(reject_name(participant_.rank, participant_.nonce));
   alive_.reset();
   if (directory_.leave()) return;
   remove_files_of_dead_jobs(directory_); // it may be the last live rank that can remove the files of dead ranks of this job
   directory_.leave();
+}
+
+// Removes what this rank has written and nobody reads any more, and what others have left for it: a rank that was interrupted
+// waits for nobody to read its quit file, nor does rank 0 for its answers.
+void FileSession::remove_messages() noexcept {
+  if (failure_) directory_.remove(in_file(participant_.rank));
+  directory_.remove(out_file(participant_.rank));
+  for (int rank = 1; rank < participant_.num_ranks && participant_.rank == 0; ++rank)
+    directory_.remove(quit_file(rank));
 }
 
 void FileSession::rendezvous(milliseconds timeout) {
@@ -241,22 +256,25 @@ void FileSession::wait_for_contributions(SuspensionAwareDeadline& deadline, Join
     if (std::find(contributions.begin(), contributions.end(), Contribution::kAbsent) == contributions.end()) return;
     look_for_quitters(names, contributions);
     if (join_server != nullptr) join_server->serve(names);
+    if (is_interrupted()) fail(EPX_ERROR_ABORTED, "{}: {}", what(), who_was_interrupted(0));
     if (last_look) fail_too_late(who_waited(0, deadline), contributions);
   }
 }
 
-// A rank whose deadline has passed fails the round for all ranks at once instead of at the deadline of rank 0.
+// A rank that has given up fails the round for all ranks at once instead of at the deadline of rank 0.
 void FileSession::look_for_quitters(const RendezvousDirectory::Names& names, std::vector<Contribution>& contributions) {
   for (int rank = 1; rank < participant_.num_ranks; ++rank) {
     if (!names.contains(quit_file(rank))) continue;
     const std::optional<Message> quit = read_message(directory_, quit_file(rank), MessageKind::kQuit);
     if (!quit || quit->status == EPX_SUCCESS || !is_mine(*quit, rank)) continue;
-    // The rank still waits for the verdict of rank 0, which knows best who is missing.
-    if (contributions[static_cast<size_t>(rank)] == Contribution::kPresent)
+    Contribution& contribution = contributions[static_cast<size_t>(rank)];
+    // A rank whose deadline has passed still waits for the verdict of rank 0, which knows best who is missing.
+    if (contribution == Contribution::kPresent && quit->status == EPX_ERROR_TIMEOUT)
       fail_too_late(quit->body.substr(0, quit->body.find(';')), contributions);
-    // The rank had left when rank 0 came.
-    if (!directory_.remove(quit_file(rank))) continue;
-    contributions[static_cast<size_t>(rank)] = Contribution::kGone;
+    if (contribution != Contribution::kPresent) { // the rank had left when rank 0 came
+      if (!directory_.remove(quit_file(rank))) continue;
+      contribution = Contribution::kGone;
+    }
     throw StatusError(quit->status, fmt::format("{}: {}", what(), quit->body));
   }
 }
@@ -321,7 +339,9 @@ void FileSession::report_failure(const StatusError& error, const JoinServer* joi
     if (contribution == Contribution::kPresent)
       contribution = directory_.remove(in_file(rank)) ? Contribution::kTaken : Contribution::kGone;
     if (contribution == Contribution::kGone || contribution == Contribution::kAnswered) continue;
-    if (contribution == Contribution::kAbsent) to_read_.insert({in_file(rank), out_file(rank)});
+    // After an interrupt the answer stays: the rank may come long afterwards, and removes it in any case.
+    const bool stays = error.status() == EPX_ERROR_ABORTED && round_ > 0;
+    if (contribution == Contribution::kAbsent && !stays) to_read_.insert({in_file(rank), out_file(rank)});
     try {
       answer(rank, error.status(), error.message());
     } catch (const StatusError&) { // then that rank fails by its own deadline
@@ -356,32 +376,32 @@ std::string FileSession::follow(const std::string& mine, SuspensionAwareDeadline
       directory_.refresh();
     }
     if (const std::optional<Message> message = take_answer()) return open_answer(*message, answer_bytes);
-    if (last_look) break;
+    if (last_look || is_interrupted()) break;
   }
+  const bool was_interrupted = is_interrupted();
 
   // Only rank 0 knows who has come to this round: if it lives, it decides now. If it does not, it is the rank to name,
   // whatever files there are: a rank that waits for it may be a round behind, or may not have joined yet.
-  const std::string waited = who_waited(participant_.rank, deadline);
+  const epx_status status = was_interrupted ? EPX_ERROR_ABORTED : EPX_ERROR_TIMEOUT;
+  const std::string why =
+      was_interrupted ? who_was_interrupted(participant_.rank)
+                      : fmt::format("{}; {}", who_waited(participant_.rank, deadline), why_no_answer(rank_0_has_come));
   try {
     write_message(directory_, quit_file(participant_.rank),
-                  {MessageKind::kQuit,
-                   participant_.rank,
-                   participant_.num_ranks,
-                   EPX_ERROR_TIMEOUT,
-                   session_,
-                   fmt::format("{}; {}", waited, why_no_answer(rank_0_has_come)),
-                   {}});
+                  {MessageKind::kQuit, participant_.rank, participant_.num_ranks, status, session_, why, {}});
   } catch (const StatusError&) { // rank 0 will see that the contribution has been removed
   }
   const milliseconds answer = answer_time(deadline.timeout());
-  SuspensionAwareDeadline decision = deadline.with_grace(answer);
+  SuspensionAwareDeadline decision =
+      was_interrupted ? SuspensionAwareDeadline(kTimeToBeHeard) : deadline.with_grace(answer);
   if (const std::optional<Message> message = wait_for_answer(decision)) return open_answer(*message, answer_bytes);
   if (directory_.remove(in_file(participant_.rank))) {
+    if (was_interrupted) fail(status, "{}: {}", what(), why); // the quit file stays until rank 0 has read it
     if (round_ == 0)
       directory_.remove(quit_file(participant_.rank));
     else
       to_read_.insert(quit_file(participant_.rank)); // rank 0 may come yet and read it
-    fail(EPX_ERROR_TIMEOUT, "{}: {}; {}", what(), waited, why_no_answer(rank_0_has_come));
+    fail(status, "{}: {}", what(), why);
   }
 
   // Rank 0 has taken this rank's contribution at the last moment and is about to answer; only its death can prevent that.
@@ -462,6 +482,7 @@ epx_bootstrap make_file_bootstrap(const std::string& directory, const std::strin
                                   std::chrono::milliseconds timeout) {
   check_arguments(directory, job_id, rank, num_ranks, timeout);
   auto session = std::make_unique<FileSession>(directory, Participant{job_id, rank, num_ranks, draw_nonce()});
+  require_not_interrupted(fmt::format("job '{}'", job_id));
   session->rendezvous(timeout);
   epx_bootstrap bootstrap{};
   bootstrap.struct_size = sizeof(bootstrap);

@@ -9,6 +9,7 @@
 #include "base/names.h"
 #include "transport/bootstrap/file_liveness.h"
 #include "transport/bootstrap/rendezvous_names.h"
+#include "transport/interrupt.h"
 
 namespace epx {
 namespace {
@@ -82,6 +83,9 @@ std::string join(RendezvousDirectory& directory, const Participant& participant,
     const std::optional<Message> welcome = read_message(directory, welcome_file, MessageKind::kWelcome);
     // Rank 0 may withdraw the welcome; whichever rank removes the file decides.
     if (welcome && directory.remove(welcome_file)) return welcome->nonce;
+    if (is_interrupted())
+      fail(EPX_ERROR_ABORTED, "job '{}': rank {} was interrupted while it waited for rank 0", participant.job_id,
+           participant.rank);
     if (last_look) break;
   }
   std::vector<int> missing{0}; // a live rank 0 would have welcomed this rank

@@ -180,6 +180,9 @@ void MpiSession::gather(const void* send, char* recv, size_t bytes, SuspensionAw
     // A message that is not sent yet progresses only while this rank polls.
     const bool sent = has_been_sent(*outgoing_.back());
     if (missing.empty() && sent) break;
+    if (epx_interrupted() != 0)
+      fail(EPX_ERROR_ABORTED, "all-gather {} over MPI: rank {} was interrupted while it waited for the others", round_,
+           rank_);
     if (last_look && missing.empty())
       fail(EPX_ERROR_TIMEOUT, "all-gather {} over MPI: rank {} could not send its part within {} ms", round_, rank_,
            deadline.timeout().count());

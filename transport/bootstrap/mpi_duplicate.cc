@@ -156,11 +156,18 @@ public:
                                         : fmt::format("{} of {} never came", name_ranks(missing), num_ranks())));
   }
 
+  // Throws ABORTED where epx_interrupt() or the thread's check says so; the other ranks get the sentence.
+  void give_up_if_interrupted() {
+    if (epx_interrupted() != 0)
+      give_up(fmt::format("epx_bootstrap_mpi: rank {} was interrupted while it waited for the others", messages_.rank()),
+              EPX_ERROR_ABORTED);
+  }
+
   // Sends the sentence to the other ranks, so that they need not wait for their own deadlines.
-  [[noreturn]] void give_up(const std::string& sentence) {
+  [[noreturn]] void give_up(const std::string& sentence, epx_status status = EPX_ERROR_TIMEOUT) {
     messages_.send_to_others(std::string_view(sentence).substr(0, kMaxMessageBytes));
     (void)messages_.all_sent(); // MPI progresses the sends in this call
-    throw StatusError(EPX_ERROR_TIMEOUT, sentence);
+    throw StatusError(status, sentence);
   }
 
 private:
@@ -179,6 +186,7 @@ void wait_for(MPI_Request& request, const char* call, Hellos& hellos, Suspension
     check_mpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), call);
     if (done != 0) return;
     hellos.say_if_due();
+    hellos.give_up_if_interrupted();
     if (last_look) hellos.give_up(call, deadline.timeout());
   }
 }
@@ -233,6 +241,7 @@ void settle(MPI_Comm duplicate, Hellos& hellos, SuspensionAwareDeadline& deadlin
     std::erase_if(owing, [&](int rank) { return hellos.has_heard(rank); });
     const bool sent = messages.all_sent() && hellos.all_sent();
     if (open.empty() && owing.empty() && sent) return;
+    hellos.give_up_if_interrupted();
     if (last_look) {
       open.insert(open.end(), owing.begin(), owing.end());
       hellos.give_up(fmt::format("epx_bootstrap_mpi: rank {} waited {} ms; {} of {} came, but did not go on",

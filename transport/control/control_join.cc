@@ -17,6 +17,7 @@
 #include "base/names.h"
 #include "base/random.h"
 #include "transport/control/control_socket.h"
+#include "transport/interrupt.h"
 
 namespace epx {
 namespace {
@@ -68,6 +69,7 @@ public:
       if (deadline.passed())
         fail(EPX_ERROR_SYSTEM, "{} did not open the control connection to rank 0 within {} ms: is a firewall between them?",
              name_ranks(missing()), limit.count());
+      require_not_interrupted(fmt::format("the wait for the control connection of {} to rank 0", name_ranks(missing())));
       poll();
       accept_newcomers();
       for (Newcomer& newcomer : newcomers_)

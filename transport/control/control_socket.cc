@@ -16,6 +16,7 @@
 #include <sys/socket.h>
 
 #include "base/error.h"
+#include "transport/interrupt.h"
 
 namespace epx {
 namespace {
@@ -36,13 +37,14 @@ SocketAddress mapped(const in_addr& ipv4) {
 // Returns how long poll() may wait, in milliseconds.
 int left_of(const Deadline& deadline) {
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline.end() - Deadline::Clock::now());
-  return static_cast<int>(std::clamp<int64_t>(left.count() + 1, 0, 1000));
+  return static_cast<int>(std::clamp<int64_t>(left.count() + 1, 0, 50)); // then an interrupt is looked for
 }
 
 // Waits until the socket is ready for `events`; returns false at the deadline.
 bool wait_for(int fd, short events, const Deadline& deadline) {
   while (!deadline.passed()) {
     pollfd polled{fd, events, 0};
+    require_not_interrupted("the control connection to rank 0");
     const int ready = ::poll(&polled, 1, left_of(deadline));
     if (ready > 0) return true;
     if (ready < 0 && errno != EINTR) return false;

@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "base/suspension_aware_deadline.h"
+#include "transport/interrupt.h"
 #include "transport/nccl/nccl_check.h"
 
 namespace epx {
@@ -40,6 +41,10 @@ void Communicator::wait(ncclResult_t result, const char* call) {
     if (deadline.passed()) {
       abort();
       fail(EPX_ERROR_TIMEOUT, "{}: not all ranks came within {} ms", call, timeout_.count());
+    }
+    if (is_interrupted()) {
+      abort();
+      fail(EPX_ERROR_ABORTED, "{}: interrupted while it waited for the other ranks", call);
     }
     if (has_ended_ && has_ended_()) {
       abort();

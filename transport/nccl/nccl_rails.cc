@@ -14,6 +14,7 @@
 #include "base/home_process.h"
 #include "base/log.h"
 #include "base/suspension_aware_deadline.h"
+#include "transport/interrupt.h"
 #include "transport/nccl/nccl_check.h"
 #include "transport/stream_wait.h"
 
@@ -163,6 +164,10 @@ void NcclRails::run(const char* call, int peer, cudaStream_t stream, const std::
       check_nccl(nccl().CommGetAsyncError(state.communicator->get(), &result), "ncclCommGetAsyncError");
     }
     if (result != ncclInProgress) break;
+    if (is_interrupted()) {
+      abort();
+      fail(EPX_ERROR_ABORTED, "{}: interrupted before NCCL had enqueued it", call);
+    }
     if (deadline.passed()) {
       abort();
       fail(EPX_ERROR_TIMEOUT, "{}: NCCL has not enqueued it within {} ms", call, timeout_.count());

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "base/suspension_aware_deadline.h"
+#include "transport/interrupt.h"
 
 namespace epx::cuda {
 namespace {
@@ -31,6 +32,7 @@ std::vector<ExchangeRecord> BoardExchange::gather(ExchangeRecord mine) {
     }
     if (board_.abort_record() != 0) fail(EPX_ERROR_ABORTED, "a rank has ended the group");
     if (missing.empty()) break;
+    require_not_interrupted("the wait for the other ranks");
     if (deadline.passed())
       throw MissingRanksError(fmt::format("not all ranks came within {} ms", timeout_.count()), std::move(missing));
     std::this_thread::sleep_for(std::chrono::microseconds(20));

@@ -27,6 +27,7 @@
 #include "runtime/stages/cuda/rank_major/gather_rank_major.h"
 #include "runtime/stages/reports.h"
 #include "runtime/status_board.h"
+#include "transport/interrupt.h"
 
 namespace epx::cuda {
 namespace {
@@ -248,16 +249,17 @@ private:
   }
 
   // Waits until the calls in progress have ended, and aborts them when their peers do not come in time, or at once when the
-  // group has failed. Returns false when the device is not idle even then.
+  // group has failed or this thread is interrupted. Returns false when the device is not idle even then.
   bool finish_calls() {
     const std::future<cudaError_t> idle = synchronize_in_background(device_);
     SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
     if (is_healthy()) {
-      if (comes_before(deadline, idle)) return true;
-      log::group().warn(
-          "group {:016x} is destroyed, but its GPU is not idle after {} ms: calls of the group that wait for peers, "
-          "if there are any, are aborted",
-          context_.group_id, context_.timeout_ms);
+      if (comes_before(deadline, idle, is_interrupted)) return true;
+      if (deadline.passed())
+        log::group().warn(
+            "group {:016x} is destroyed, but its GPU is not idle after {} ms: calls of the group that wait for peers, "
+            "if there are any, are aborted",
+            context_.group_id, context_.timeout_ms);
     }
     board_->end_own_kernels();
     SuspensionAwareDeadline last_deadline =
@@ -372,6 +374,10 @@ private:
     reader_.read(call); // throws the failure, if a rank has ended the group meanwhile
     if (const auto* const missing = dynamic_cast<const MissingRanksError*>(&error)) lose_peers(call, missing->ranks());
     const epx_status status = error.status();
+    if (status == EPX_ERROR_ABORTED) { // this rank was interrupted: its peers still wait for it
+      const AbortRecord mine{status, call.operation, context_.rank, call.sequence, EPX_PHASE_ARRIVE};
+      status_.fail(abort_failure(call, end_group(mine).value_or(mine), context_.rank, 0));
+    }
     const bool is_refused = status == EPX_ERROR_OUT_OF_MEMORY || status == EPX_ERROR_MISMATCH ||
                             status == EPX_ERROR_UNSUPPORTED || status == EPX_ERROR_INVALID_ARGUMENT;
     if (is_refused && transport_->reaches_peers()) throw StatusError(status, error.message());

@@ -214,7 +214,8 @@ private:
       watch_->end_call(operation, error);
     } catch (const StatusError& error) {
       const bool is_refused = error.status() == EPX_ERROR_INVALID_ARGUMENT;
-      const bool ends_group = watch_->has_ended() || error.status() == EPX_ERROR_OUT_OF_SEQUENCE;
+      const bool ends_group = watch_->has_ended() || error.status() == EPX_ERROR_OUT_OF_SEQUENCE ||
+                              error.status() == EPX_ERROR_ABORTED; // this rank was interrupted
       if (ends_group && !is_refused) watch_->end_call(operation, error);
       throw;
     }

@@ -16,6 +16,7 @@
 #include "runtime/stages/cuda/device_idle.h"
 #include "runtime/stages/cuda/protocol/test_hooks.h"
 #include "runtime/stages/reports.h"
+#include "transport/interrupt.h"
 
 namespace epx::cuda {
 namespace {
@@ -337,6 +338,7 @@ void NodesWatch::wait_for(cudaStream_t stream, epx_operation operation) {
       check_cuda(error, name_of(operation));
       return;
     }
+    require_not_interrupted(name_of(operation));
     std::this_thread::sleep_for(kSpin);
   }
 }
@@ -401,12 +403,12 @@ bool NodesWatch::finish(int device) noexcept {
   try {
     const std::future<cudaError_t> idle = synchronize_in_background(device);
     SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
-    while (status_.is_healthy() && !deadline.passed()) {
+    while (status_.is_healthy() && !deadline.passed() && !is_interrupted()) {
       const bool is_idle = idle.wait_for(5ms) == std::future_status::ready;
       keep_failure_of_kernels(); // also of the last call, whose failure is logged here
       if (is_idle && status_.is_healthy()) return true;
     }
-    if (status_.is_healthy())
+    if (status_.is_healthy() && deadline.passed())
       log::group().warn("group {:016x} is destroyed, but its GPU is not idle after {} ms: calls of the group that wait for "
                         "peers, if there are any, are aborted",
                         context_.group_id, context_.timeout_ms);

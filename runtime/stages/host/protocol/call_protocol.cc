@@ -14,6 +14,7 @@
 #include "base/suspension_aware_deadline.h"
 #include "runtime/stages/reports.h"
 #include "transport/host/backoff.h"
+#include "transport/interrupt.h"
 
 namespace epx::host {
 namespace {
@@ -90,6 +91,8 @@ void CallProtocol::wait_for_peers(epx_phase phase) {
       if (backoff.is_long()) {
         store_release(waiting, pack(Waiting{sequence_, phase, peer}));
         signaled = true;
+        if (is_interrupted())
+          fail_as_aborted(abort_all(AbortRecord{EPX_ERROR_ABORTED, operation_, window_.rank, sequence_, phase}));
         if (deadline.passed()) time_out(phase, deadline.suspended());
       }
       backoff.pause();
