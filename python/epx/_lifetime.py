@@ -2,19 +2,21 @@
 """When groups, and the memory of blocks and arenas, are freed.
 
 destroy() and the end of the interpreter destroy a group at once; that may wait for what is under way on a GPU, for up to
-timeout_ms. A finalizer runs at any time and on any thread, so it never waits: it leaves the group to the next creation,
-destroy() or the end of the interpreter. So it is with a block or an arena, of which it frees what is this rank's own: what
+timeout_ms, and ends a call that another thread is in. Calls of JAX and PyTorch may end first, unless the interpreter ends. A
+finalizer runs at any time and on any thread, so it never waits: it leaves the group to the next creation, destroy() or the end
+of the interpreter. So it is with a block or an arena, of which it frees what is this rank's own: what
 peers reach is the group's, and is freed with it. A healthy group is aborted only when an exception ends the interpreter, so
 that its peers learn of it at once instead of waiting for a rank that is gone.
 """
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
 import weakref
 
-from . import _structs
+from . import _interrupt, _structs
 
 _lock = threading.Lock()
 _abandoned = []  # handles of objects that nobody refers to any more
@@ -29,9 +31,12 @@ class Handle:
         self.users = []
 
     def destroy(self):
+        """Ends the calls that other threads are in."""
         value, self.value = self.value, None
         if value is not None:
             _structs.epx_group_destroy(value)
+            self.is_idle()  # by now; the users forget the group
+            _interrupt.reraise()
 
     def is_idle(self):
         return all([end() for end in self.users])
@@ -98,15 +103,26 @@ def _exception_ends_interpreter():
     return getattr(sys, "last_value", None) is not None and not interactive
 
 
+def _destroy_all_abandoned():
+    """Also those that a computation still uses: it would outlive the interpreter."""
+    with _lock:
+        handles, _abandoned[:] = _abandoned[:], []
+    with contextlib.ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.destroy)
+
+
 @atexit.register
 def _at_exit():
     failed = _exception_ends_interpreter()
     # The process's own memory ends with it; freeing that of a GPU would wait for whatever runs there.
     _abandoned[:] = [handle for handle in _abandoned if isinstance(handle, Handle)]
-    for group in list(_living):
-        if group.process != os.getpid():
-            continue  # that of the parent, whose child of fork() this is
-        if failed and not group.is_destroyed:
-            group.abort()
-        group.destroy()
-    destroy_abandoned()
+    with contextlib.ExitStack() as stack:  # Ctrl-C ends the wait of one of them, and the others come all the same
+        stack.callback(_interrupt.stop_listening)
+        stack.callback(_destroy_all_abandoned)
+        for group in list(_living):
+            if group.process != os.getpid():
+                continue  # that of the parent, whose child of fork() this is
+            if failed and not group.is_destroyed:
+                group.abort()
+            stack.callback(group.destroy)

@@ -3,7 +3,7 @@
 
 import ctypes
 import enum
-from ctypes import POINTER, c_char, c_char_p, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_char, c_char_p, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 
 from ._library import libepx
 
@@ -301,12 +301,14 @@ def _declare(library, name, result, *arguments):
 
 
 GROUP = c_void_p
+INTERRUPT_CHECK = CFUNCTYPE(c_int32)
 epx_last_error = _declare(libepx, "epx_last_error", c_char_p)
 epx_bootstrap_file = _declare(
     libepx, "epx_bootstrap_file", c_int32, c_char_p, c_char_p, c_int32, c_int32, c_int64, POINTER(Bootstrap)
 )
 epx_bootstrap_free = _declare(libepx, "epx_bootstrap_free", None, POINTER(Bootstrap))
 epx_group_config_init = _declare(libepx, "epx_group_config_init", c_int32, POINTER(GroupConfig))
+epx_set_interrupt_check = _declare(libepx, "epx_set_interrupt_check", None, INTERRUPT_CHECK)
 epx_group_create = _declare(libepx, "epx_group_create", c_int32, POINTER(Bootstrap), POINTER(GroupConfig), POINTER(GROUP))
 epx_group_destroy = _declare(libepx, "epx_group_destroy", None, GROUP)
 epx_group_abort = _declare(libepx, "epx_group_abort", c_int32, GROUP)

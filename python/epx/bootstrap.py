@@ -5,12 +5,13 @@ with epx.bootstrap.from_directory("/tmp/job", "run-1", rank, num_ranks) as boots
     group = epx.Group(bootstrap, num_experts=8, ...)
 """
 
+import contextlib
 import ctypes
 import itertools
 import os
 import time
 
-from . import _structs
+from . import _interrupt, _structs
 from ._lifetime import Unique
 from ._structs import Status
 from ._values import integer, milliseconds
@@ -18,6 +19,7 @@ from .errors import Error, raise_if_failed
 
 DEFAULT_TIMEOUT = 300.0
 _POLL_SECONDS = 0.0002
+_STORE_SECONDS = 0.05  # of one look into a store: Ctrl-C is heard after it
 
 
 class Bootstrap(Unique):
@@ -62,6 +64,7 @@ def from_directory(directory, job_id, rank, num_ranks, timeout=DEFAULT_TIMEOUT) 
     """Ranks find each other through files below `directory`, which exists and which all of them can write to; see
     epx_bootstrap_file. Waits for all ranks, for `timeout` seconds."""
     struct = _structs.Bootstrap()
+    _interrupt.listen()
     raise_if_failed(
         _structs.epx_bootstrap_file(
             os.fsencode(directory),
@@ -115,22 +118,28 @@ def local() -> Bootstrap:
     return from_all_gather(0, 1, lambda data, timeout: [data])
 
 
+_DATA_TAG, _FAILURE_TAG = 0, 1
+
+
 def from_mpi(communicator) -> Bootstrap:
     """Ranks are those of an mpi4py communicator, an intracommunicator. Collective, and so is close(): messages travel in a
     duplicate of it. MPI must not have been finalised before close()."""
     duplicate = communicator.Dup()
     rank, num_ranks = duplicate.Get_rank(), duplicate.Get_size()
     others = [peer for peer in range(num_ranks) if peer != rank]
+    farewells = []  # MPI needs what has not been sent yet
 
-    def all_gather(data, timeout):
+    def gather(data, timeout):
         received = {peer: bytearray(len(data)) for peer in others}
-        receives = {peer: duplicate.Irecv([received[peer], len(data)], source=peer) for peer in others}
-        sends = [duplicate.Isend([data, len(data)], dest=peer) for peer in others]
+        receives = {peer: duplicate.Irecv([received[peer], len(data)], source=peer, tag=_DATA_TAG) for peer in others}
+        sends = [duplicate.Isend([data, len(data)], dest=peer, tag=_DATA_TAG) for peer in others]
         deadline = time.monotonic() + timeout
         while True:
             missing = [peer for peer in others if not receives[peer].Test()]
             if not missing and all([send.Test() for send in sends]):
                 break
+            if duplicate.Iprobe(tag=_FAILURE_TAG):
+                raise RuntimeError(duplicate.recv(tag=_FAILURE_TAG))
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"no message from ranks {missing} within {timeout:g} s"
@@ -139,6 +148,15 @@ def from_mpi(communicator) -> Bootstrap:
                 )
             time.sleep(_POLL_SECONDS)
         return [data if peer == rank else bytes(received[peer]) for peer in range(num_ranks)]
+
+    def all_gather(data, timeout):
+        try:
+            return gather(data, timeout)
+        except TimeoutError:
+            raise
+        except BaseException as error:  # Ctrl-C too: the others need not wait for this rank
+            farewells[:] = [duplicate.isend(f"rank {rank} has failed: {error!r}", peer, _FAILURE_TAG) for peer in others]
+            raise
 
     return from_all_gather(rank, num_ranks, all_gather, duplicate.Free)
 
@@ -158,30 +176,59 @@ def from_jax(name=None) -> Bootstrap:
     client = distributed.global_state.client
     if client is None:
         return local()
-    rank, num_ranks = distributed.global_state.process_id, distributed.global_state.num_processes
-    prefix = f"epx/bootstrap/{next(_jax_names) if name is None else name}"
+
+    def get(key, seconds):
+        try:
+            return client.blocking_key_value_get_bytes(key, max(int(seconds * 1000), 1))
+        except Exception as error:  # jaxlib's, whose class has changed its name
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return None
+
+    return from_store(
+        distributed.global_state.process_id,
+        distributed.global_state.num_processes,
+        f"epx/bootstrap/{next(_jax_names) if name is None else name}",
+        _jax_stale_keys,
+        put=client.key_value_set_bytes,
+        get=get,
+        delete=client.key_value_delete,
+    )
+
+
+def from_store(rank, num_ranks, prefix, stale, *, put, get, delete) -> Bootstrap:
+    """Ranks find each other by a store that all of them reach. put(key, data: bytes), delete(key), and get(key, seconds), which
+    returns the data, or None where it has not come within that time. All keys begin with `prefix`, which no other bootstrap of
+    the store has. stale: a list of this rank's keys that bootstraps of the same ranks share, so that later ones delete them."""
     rounds = itertools.count()
+    failure = f"{prefix}/failure"
+
+    def wait_for(key, deadline):
+        """None at the deadline."""
+        while (data := get(key, min(max(deadline - time.monotonic(), 0), _STORE_SECONDS))) is None:
+            if (sentence := get(failure, 0)) is not None:
+                raise RuntimeError(sentence.decode())
+            if time.monotonic() > deadline:
+                break
+        return data
 
     def all_gather(data, timeout):
         number = next(rounds)
         own = f"{prefix}/{number}/{rank}"
-        client.key_value_set_bytes(own, data)
         deadline = time.monotonic() + timeout
-        parts, missing = [], []
-        for peer in range(num_ranks):
-            left_ms = max(int((deadline - time.monotonic()) * 1000), 1)
-            try:
-                parts.append(client.blocking_key_value_get_bytes(f"{prefix}/{number}/{peer}", left_ms))
-            except Exception as error:  # jaxlib's, whose class has changed its name
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-                missing.append(peer)
-        if missing:
+        try:
+            put(own, data)
+            parts = [wait_for(f"{prefix}/{number}/{peer}", deadline) for peer in range(num_ranks)]
+        except BaseException as error:  # Ctrl-C too: the others need not wait for this rank
+            with contextlib.suppress(Exception):  # a peer may have been the first
+                put(failure, f"rank {rank} has failed: {error!r}".encode())
+            raise
+        if missing := [peer for peer, part in enumerate(parts) if part is None]:
             raise TimeoutError(f"ranks {missing} have not come within {timeout:g} s")
         # Who has come to this round has read what all wrote in the ones before.
-        for key in _jax_stale_keys:
-            client.key_value_delete(key)
-        _jax_stale_keys[:] = [own]
+        for key in stale:
+            delete(key)
+        stale[:] = [own]
         return parts
 
     return from_all_gather(rank, num_ranks, all_gather)

@@ -4,7 +4,7 @@ one."""
 
 import ctypes
 
-from . import _structs
+from . import _interrupt, _structs
 from ._structs import Operation, Phase, Status, known
 
 
@@ -60,12 +60,24 @@ def _kind_of(status):
 def raise_if_failed(status, sentence=last_sentence):
     """Raises the exception of a call that no group is behind."""
     if status != Status.SUCCESS:
+        _interrupt.reraise()
         raise _kind_of(status)(sentence(), known(Status, status))
 
 
-def read_report(group):
+def read_report_or_none(group):
+    """None where another thread has destroyed the group."""
     report = _structs.GroupReport(struct_size=ctypes.sizeof(_structs.GroupReport))
-    raise_if_failed(_structs.epx_group_status(group, report))
+    status = _structs.epx_group_status(group, report)
+    if status == Status.ABORTED:
+        return None
+    raise_if_failed(status)
+    return report
+
+
+def read_report(group):
+    report = read_report_or_none(group)
+    if report is None:
+        raise GroupError(last_sentence(), Status.ABORTED)
     return report
 
 
@@ -86,8 +98,11 @@ def raise_call_failed(group, status):
     """Raises the exception of a failed call of a group. The report is read only when the group has ended, since reading it
     clears the recoverable events, which are check()'s to tell."""
     sentence = last_sentence()
+    _interrupt.reraise()
     if status not in (Status.INVALID_ARGUMENT, Status.UNSUPPORTED):
-        report = read_report(group)
+        report = read_report_or_none(group)
+        if report is None:  # another thread has destroyed the group meanwhile
+            raise GroupError(sentence, known(Status, status))
         if report.status != Status.SUCCESS:
             raise group_error(report)
     raise _kind_of(status)(sentence, known(Status, status))

@@ -11,7 +11,7 @@ import weakref
 
 import numpy
 
-from . import _lifetime, _structs
+from . import _interrupt, _lifetime, _structs
 from ._config import make_config
 from ._plans import Plan, RankMajorPlan, read_only, require_plan
 from ._structs import CombinePrecision, EventKind, Operation, Pads, Status, Transport, known
@@ -69,6 +69,7 @@ class Group:
     def __init__(self, bootstrap, **config):
         self._destroyed = True  # until there is one
         _lifetime.destroy_abandoned()
+        _interrupt.listen()
         made = make_config(**config)
         value = _structs.GROUP()
         status = _structs.epx_group_create(bootstrap.struct, made, value)
@@ -144,7 +145,10 @@ class Group:
         )
 
     def destroy(self) -> None:
-        """Frees the group; a second time it does nothing. Waits for calls that are under way on the GPU, for up to timeout."""
+        """Frees the group, from any thread; a second time it does nothing. Waits for calls that are under way on the GPU, for up
+        to timeout. A call on numpy arrays that another thread is in is ended: it raises GroupError, and peers learn of it. A
+        call of JAX or PyTorch that a thread is in may end first, and the group is freed when it has; after abort() that is
+        soon."""
         if not self._destroyed:
             self._destroyed = True
             self._finalizer.detach()

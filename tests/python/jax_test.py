@@ -3,6 +3,7 @@
 differences: process-local jit and shard_map."""
 
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import gc
@@ -540,7 +541,8 @@ class Lifetime(unittest.TestCase):
         self.assertEqual(files_in_the_end - files, collections.Counter())
 
     def test_2_the_process_ends_cleanly(self):
-        """With a group that lives, one that is only part of a compiled program, and a call that nobody has waited for."""
+        """With a group that lives, one that is only part of a compiled program, a call that nobody has waited for, and one in
+        which a thread waits for a peer."""
         if RANK != 0:
             self.skipTest("rank 0 starts the processes")
         for ending in ENDINGS:
@@ -792,7 +794,32 @@ def end(ending):
     print("made")
 
 
-ENDINGS = "alive", "compiled", "under way"
+def end_in_a_call():
+    """A thread waits, in a compiled program, for a peer that does not come."""
+    made = [None, None]
+    with tempfile.TemporaryDirectory() as directory:
+
+        def create(rank):
+            made[rank] = group_of_two(directory, rank, ranks.TIMEOUT_SECONDS)
+
+        threads = [threading.Thread(target=create, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    prepared = jax.jit(lambda idx, token: epx.jax.prepare(made[0], idx, token)[1])
+    compiled = prepared.lower(jnp.zeros((1, 1), jnp.int32), epx.jax.first_token()).compile()
+
+    def call():
+        with contextlib.suppress(Exception):
+            jax.block_until_ready(compiled(jnp.zeros((1, 1), jnp.int32), epx.jax.first_token()))
+
+    threading.Thread(target=call, daemon=True).start()
+    time.sleep(0.5)
+    print("made")
+
+
+ENDINGS = "alive", "compiled", "under way", "in a call"
 
 
 def several_devices():
@@ -831,7 +858,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--several-devices"]:
         several_devices()
     elif sys.argv[1:2] == ["--ending"]:
-        end(sys.argv[2])
+        end_in_a_call() if sys.argv[2] == "in a call" else end(sys.argv[2])
     elif sys.argv[1:2] == ["--peer-dies"]:
         peer_dies(sys.argv[2])
     elif sys.argv[1:2] == ["--peer-late"]:

@@ -39,6 +39,65 @@ def num_mappings():
         return sum(1 for _ in file)
 
 
+def at_once(*functions):
+    """Calls each in a thread of its own. Returns their results."""
+    results = [None] * len(functions)
+
+    def run(i):
+        results[i] = functions[i]()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def two_bootstraps(directory):
+    return at_once(*(lambda rank=rank: epx.bootstrap.from_directory(directory, "two", rank, 2, 30) for rank in (0, 1)))
+
+
+def two_groups():
+    """Both ranks of a group as this process."""
+    with tempfile.TemporaryDirectory() as directory:
+        bootstraps = two_bootstraps(directory)
+        groups = at_once(*(lambda each=each: epx.Group(each, **CONFIG, timeout=60) for each in bootstraps))
+        for bootstrap in bootstraps:
+            bootstrap.close()
+    return groups
+
+
+def end_in_call(ending):
+    """Ends this interpreter while a thread is in a call whose peer does not come."""
+    group, _peer = two_groups()
+
+    def call():
+        try:
+            group.prepare(INDEX)
+        except epx.Error as error:
+            print("in the thread:", error.status.name, flush=True)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    print("main ends", flush=True)
+    if ending == "raises":
+        raise ZeroDivisionError("the program has failed")
+    if ending == "leaves with":
+        try:
+            with group:
+                raise ValueError
+        except ValueError:
+            thread.join(30)
+    if ending == "aborts":
+        group.abort()
+        group.destroy()
+        thread.join(30)
+    if ending != "returns":
+        sys.exit(3)
+
+
 class Lifetime(unittest.TestCase):
     def test_1000_groups_dropped(self):
         def create(count):
@@ -121,6 +180,99 @@ class Lifetime(unittest.TestCase):
             timer.join()
             group.destroy()
             self.assertEqual(ranks.finish(other)[0], 0)
+
+    def test_interpreter_ends_while_a_thread_is_in_a_call(self):
+        for ending, right_code in {"returns": 0, "exits": 3, "raises": 1, "leaves with": 3, "aborts": 3}.items():
+            with self.subTest(ending=ending):
+                code, output = ranks.finish(ranks.start(__file__, "--in-call", ending))
+                self.assertEqual(code, right_code, output)
+                self.assertIn("main ends", output)
+                if ending in ("leaves with", "aborts"):
+                    self.assertIn("in the thread: ABORTED", output)
+
+    def test_destroy_from_another_thread(self):
+        group, peer = two_groups()
+        timer = threading.Timer(0.1, group.destroy)
+        timer.start()
+        with self.assertRaises(epx.Error) as caught:
+            group.prepare(INDEX)
+        self.assertEqual(caught.exception.status, epx.Status.ABORTED)
+        timer.join()
+        with self.assertRaises(epx.GroupError) as caught:
+            peer.prepare(INDEX)
+        self.assertEqual((caught.exception.status, caught.exception.culprit), (epx.Status.ABORTED, 0))
+        peer.destroy()
+
+    def check_interrupted(self, wait):
+        """Has the waiting call end by Ctrl-C soon."""
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        begin = time.monotonic()
+        with self.assertRaises(KeyboardInterrupt):
+            wait()
+        self.assertLess(time.monotonic() - begin, 5)  # not the timeout of 60 s
+
+    def test_interrupts(self):
+        def raise_interrupt(_number, _frame):
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, raise_interrupt)
+        with tempfile.TemporaryDirectory() as directory:
+            for rank in (0, 1):
+                self.check_interrupted(lambda: epx.bootstrap.from_directory(directory, "alone", rank, 2, 60))
+            self.assertEqual(os.listdir(directory), [])
+            group, peer = two_groups()
+            self.check_interrupted(lambda: group.prepare(INDEX))
+            with self.assertRaisesRegex(epx.GroupError, "rank 0 was interrupted in prepare"):
+                peer.prepare(INDEX)
+            group.destroy()
+            peer.destroy()
+            # A rank that is interrupted while it creates its group, and a peer that comes later.
+            bootstraps = two_bootstraps(directory)
+            self.check_interrupted(lambda: epx.Group(bootstraps[0], **CONFIG, timeout=60))
+            with self.assertRaisesRegex(epx.Error, "rank 0 was interrupted"):
+                epx.Group(bootstraps[1], **CONFIG, timeout=60)
+            for bootstrap in bootstraps:
+                bootstrap.close()
+            self.assertEqual(os.listdir(directory), [])
+
+    def test_interrupted_in_a_store(self):
+        """The peers of a rank that is interrupted in an all-gather by a store find its exception there."""
+        store = {}
+
+        def get(key, seconds):
+            deadline = time.monotonic() + seconds
+            while key not in store and time.monotonic() < deadline:
+                time.sleep(0.001)
+            return store.get(key)
+
+        def bootstrap(rank, prefix="interrupted"):
+            return epx.bootstrap.from_store(rank, 2, prefix, [], put=store.__setitem__, get=get, delete=store.pop)
+
+        def raise_interrupt(_number, _frame):
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, raise_interrupt)
+        self.check_interrupted(lambda: epx.Group(bootstrap(0), **CONFIG, timeout=60))
+        with self.assertRaisesRegex(epx.Error, "rank 0 has failed: KeyboardInterrupt"):
+            epx.Group(bootstrap(1), **CONFIG, timeout=60)
+        groups = at_once(*(lambda rank=rank: epx.Group(bootstrap(rank, "good"), **CONFIG, timeout=60) for rank in (0, 1)))
+        at_once(*(lambda group=group: group.prepare(INDEX) for group in groups))
+        for group in groups:
+            group.destroy()
+
+    def test_signals_whose_handler_does_not_raise(self):
+        """They run while a call waits, and do not end it."""
+        heard = []
+        signal.signal(signal.SIGALRM, lambda *_: heard.append(1))
+        group, peer = two_groups()
+        late = threading.Timer(0.4, peer.prepare, (INDEX,))
+        late.start()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        group.prepare(INDEX)
+        late.join()
+        self.assertEqual(heard, [1])
+        group.destroy()
+        peer.destroy()
 
     def test_killed_peer(self):
         with tempfile.TemporaryDirectory() as directory:
@@ -224,6 +376,8 @@ def fork_and_raise():
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--ending"]:
         ENDINGS[sys.argv[2]]()
+    elif sys.argv[1:2] == ["--in-call"]:
+        end_in_call(sys.argv[2])
     elif sys.argv[1:2] == ["--child-raises"]:
         fork_and_raise()
     elif sys.argv[1:2] and sys.argv[1].startswith("--peer"):

@@ -3,6 +3,7 @@
 layer, the end of the interpreter in any order, a killed peer, fork(), two threads. One rank, which starts others. With
 EPX_TEST_DEVICE=cuda on the first GPU, which a peer shares."""
 
+import contextlib
 import copy
 import gc
 import os
@@ -187,12 +188,88 @@ class Lifetime(unittest.TestCase):
         group.destroy()
         self.assertEqual(ranks.finish(peer)[0], -signal.SIGKILL)
 
+    def test_interrupts(self):
+        """Ctrl-C while an operation, and its backward, wait for a peer. The layer's would wait in the same calls."""
+        if ON_GPU:
+            self.skipTest("operations do not wait there")
+
+        def raise_interrupt(_number, _frame):
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, raise_interrupt)
+        idx = torch.zeros(1, 1, dtype=torch.int32)
+        leaf = torch.ones(1, HIDDEN, requires_grad=True)
+
+        def prepare(group):
+            return epx.torch.prepare(group, idx)
+
+        def dispatch(group):
+            return epx.torch.dispatch(prepare(group), leaf, num_rows=2)[0]
+
+        for before, waits in ((lambda group: None, lambda group, _: prepare(group)), (dispatch, lambda _, rows: rows.sum().backward())):
+            group, peer = groups_of_two()
+            results = at_once(lambda: before(group), lambda: before(peer))
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            begin = time.monotonic()
+            with self.assertRaises(KeyboardInterrupt):
+                waits(group, results[0])
+            self.assertLess(time.monotonic() - begin, 5)
+            with self.assertRaisesRegex(epx.GroupError, "rank 0 was interrupted"):
+                prepare(peer)
+            group.destroy()
+            peer.destroy()
+
+    def test_ends_while_a_thread_is_in_a_call(self):
+        if ON_GPU:
+            self.skipTest("prepare does not wait for the peer there")
+        code, output = ranks.finish(ranks.start(__file__, "--in-call"), 120)
+        self.assertEqual((code, output.strip()), (0, "main ends"))
+
     def test_ends_cleanly_in_any_order(self):
         children = {ending: ranks.start(__file__, "--ending", ending) for ending in ENDINGS}
         for ending, child in children.items():
             code, output = ranks.finish(child, 120)
             with self.subTest(ending=ending):
                 self.assertEqual((code, output.strip()), (3 if ending == "sys_exit" else 0, ""))
+
+
+def at_once(*functions):
+    """Calls each in a thread of its own. Returns their results."""
+    results = [None] * len(functions)
+
+    def run(i):
+        results[i] = functions[i]()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def groups_of_two():
+    """Both ranks of a group as this process."""
+    with tempfile.TemporaryDirectory() as directory:
+
+        def create(rank):
+            with epx.bootstrap.from_directory(directory, "two", rank, 2, 60) as bootstrap:
+                return epx.torch.Group(bootstrap, **torch_model.config(timeout=60))
+
+        return at_once(lambda: create(0), lambda: create(1))
+
+
+def end_in_a_call():
+    """Ends the interpreter while a thread waits for a peer that does not come."""
+    group, _peer = groups_of_two()
+
+    def call():
+        with contextlib.suppress(epx.Error):
+            epx.torch.prepare(group, torch.zeros(1, 1, dtype=torch.int32))
+
+    threading.Thread(target=call, daemon=True).start()
+    time.sleep(0.3)
+    print("main ends", flush=True)
 
 
 def end_with_globals():
@@ -247,6 +324,8 @@ if __name__ == "__main__":
         torch.cuda.set_device(DEVICE)
     if sys.argv[1:2] == ["--ending"]:
         ENDINGS[sys.argv[2]]()
+    elif sys.argv[1:2] == ["--in-call"]:
+        end_in_a_call()
     elif sys.argv[1:2] == ["--peer"]:
         run_peer(*sys.argv[2:])
     else:

@@ -3,7 +3,6 @@
 
 import collections
 import contextlib
-import datetime
 import itertools
 import math
 import time
@@ -20,6 +19,8 @@ from ..group import Group as _Group
 from ._library import groups, lib, ops
 
 _names = collections.defaultdict(itertools.count)  # by process group, which has one name on all of its ranks
+_stale_keys = collections.defaultdict(list)  # likewise
+_POLL_SECONDS = 0.001
 
 
 def from_process_group(process_group: "torch.distributed.ProcessGroup | None" = None, name: str | None = None) -> Bootstrap:
@@ -38,34 +39,17 @@ def from_process_group(process_group: "torch.distributed.ProcessGroup | None" = 
     # PyTorch has no public name for the store of a group, which gives each group a prefix of its own.
     store = distributed_c10d._get_process_group_store(process_group)
     prefix = f"epx/{next(_names[process_group.group_name]) if name is None else name}"
-    rounds = itertools.count()
-    stale = []
 
-    def all_gather(data, timeout):
-        number = next(rounds)
-        own = f"{prefix}/{number}/{rank}"
-        store.set(own, data)
-        deadline = time.monotonic() + timeout
-        parts, missing = [], []
-        for peer in range(num_ranks):
-            key = f"{prefix}/{number}/{peer}"
-            left = max(deadline - time.monotonic(), 0.001)
-            try:
-                store.wait([key], datetime.timedelta(seconds=left))
-                parts.append(store.get(key))
-            except Exception:  # DistStoreError, or a RuntimeError that tells of a timeout
-                if time.monotonic() < deadline and not missing:
-                    raise
-                missing.append(peer)
-        if missing:
-            raise TimeoutError(f"ranks {missing} have not come within {timeout:g} s")
-        # Who has come to this round has read what all wrote in the ones before.
-        for key in stale:
-            store.delete_key(key)
-        stale[:] = [own]
-        return parts
+    def get(key, seconds):
+        deadline = time.monotonic() + seconds
+        while not store.check([key]):  # store.wait() would not hear Ctrl-C
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_POLL_SECONDS)
+        return store.get(key)
 
-    return bootstrap.from_all_gather(rank, num_ranks, all_gather)
+    stale = _stale_keys[process_group.group_name]
+    return bootstrap.from_store(rank, num_ranks, prefix, stale, put=store.set, get=get, delete=store.delete_key)
 
 
 class OutOfMemoryError(Error, torch.OutOfMemoryError):
