@@ -6,6 +6,7 @@
 #include <climits>
 #include <cstdint>
 #include <cstdio>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -295,6 +296,52 @@ TEST_CASE("a rank that is late for epx_bootstrap_mpi is named by all, and hears 
     CAPTURE(message);
     CHECK(contains(message, "within " + std::to_string(kMeeting.count()) + " ms"));
     CHECK(contains(message, "rank " + std::to_string(late) + " of " + std::to_string(size) + " never came"));
+    MPI_Barrier(MPI_COMM_WORLD);
+  }
+}
+
+// While it lives, the waits of this thread end.
+struct Interrupted {
+  Interrupted() {
+    epx_set_interrupt_check([] { return int32_t{1}; });
+  }
+  ~Interrupted() {
+    epx_set_interrupt_check(nullptr);
+    epx_interrupted();
+  }
+};
+
+TEST_CASE("a rank that is interrupted returns at once, and the others are told") {
+  const TimeLimit limit(60);
+  const int size = size_of(MPI_COMM_WORLD);
+  if (size < 2) return;
+  for (const int interrupted : {0, size - 1}) {
+    CAPTURE(interrupted);
+    const std::string named = "rank " + std::to_string(interrupted) + " was interrupted";
+    MPI_Comm comm = another_world();
+    const bool is_it = rank_in(comm) == interrupted;
+    if (!is_it) std::this_thread::sleep_for(kShort); // it would not wait for ranks that are there
+    {
+      const std::optional<Interrupted> interrupt = is_it ? std::optional<Interrupted>(std::in_place) : std::nullopt;
+      epx_bootstrap bootstrap{};
+      const Clock::time_point begin = Clock::now();
+      CHECK(epx_bootstrap_mpi(comm, kPatient.count(), &bootstrap) == EPX_ERROR_ABORTED);
+      CHECK(Clock::now() - begin < kSlack);
+      CHECK_MESSAGE(contains(epx_last_error(), named), epx_last_error());
+    }
+    MPI_Barrier(MPI_COMM_WORLD);
+
+    Bootstrap bootstrap(MPI_COMM_WORLD);
+    check_round(bootstrap, 0, 100);
+    if (!is_it) std::this_thread::sleep_for(kShort);
+    {
+      const std::optional<Interrupted> interrupt = is_it ? std::optional<Interrupted>(std::in_place) : std::nullopt;
+      epx_status status = bootstrap.all_gather({1, 2, 3}, kPatient);
+      // The contribution of the rank is there, so that this round may succeed for a late one; the next one tells.
+      if (status == EPX_SUCCESS) status = bootstrap.all_gather({1, 2, 3}, kPatient);
+      CHECK(status == EPX_ERROR_ABORTED);
+      CHECK_MESSAGE(contains(bootstrap.message, named), bootstrap.message);
+    }
     MPI_Barrier(MPI_COMM_WORLD);
   }
 }

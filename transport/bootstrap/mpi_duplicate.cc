@@ -24,6 +24,7 @@ using std::chrono::milliseconds;
 
 constexpr int kTimeoutsPerHello = 4; // hellos are sent after a quarter of the timeout
 constexpr size_t kMaxMessageBytes = 1024;
+constexpr char kInterrupted = 'i', kTooLate = 't'; // why a rank has given up
 
 struct Message {
   int from = MPI_PROC_NULL;
@@ -113,8 +114,8 @@ private:
   std::unique_ptr<Incoming> incoming_; // MPI is writing it
 };
 
-// Hellos tracks which ranks have come, by messages in the caller's communicator. An empty message is a hello; any other is the
-// sentence with which its sender has given up.
+// Hellos tracks which ranks have come, by messages in the caller's communicator. An empty message is a hello; any other is
+// one byte, why its sender has given up, and the sentence for it.
 class Hellos {
 public:
   Hellos(MPI_Comm comm, milliseconds timeout)
@@ -135,13 +136,14 @@ public:
     messages_.send_to_others({});
   }
 
-  // Receives the messages that have come from a rank, or from any of them. Throws TIMEOUT with the sentence of a rank that has
-  // given up.
+  // Receives the messages that have come from a rank, or from any of them. Throws the status and the sentence of a rank that
+  // has given up.
   void poll(int from = MPI_ANY_SOURCE) {
     while (const std::optional<Message> message = messages_.receive(from)) {
       heard_[static_cast<size_t>(message->from)] = true;
       if (!message->bytes.empty())
-        throw StatusError(EPX_ERROR_TIMEOUT, std::string(message->bytes.begin(), message->bytes.end()));
+        throw StatusError(message->bytes.front() == kInterrupted ? EPX_ERROR_ABORTED : EPX_ERROR_TIMEOUT,
+                          std::string(message->bytes.begin() + 1, message->bytes.end()));
       if (from != MPI_ANY_SOURCE) return; // a second message may belong to a later call
     }
   }
@@ -165,7 +167,8 @@ public:
 
   // Sends the sentence to the other ranks, so that they need not wait for their own deadlines.
   [[noreturn]] void give_up(const std::string& sentence, epx_status status = EPX_ERROR_TIMEOUT) {
-    messages_.send_to_others(std::string_view(sentence).substr(0, kMaxMessageBytes));
+    messages_.send_to_others((status == EPX_ERROR_ABORTED ? kInterrupted : kTooLate) +
+                             sentence.substr(0, kMaxMessageBytes));
     (void)messages_.all_sent(); // MPI progresses the sends in this call
     throw StatusError(status, sentence);
   }
