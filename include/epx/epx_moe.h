@@ -140,14 +140,19 @@ typedef struct epx_moe_router_config {
   int32_t top_k;       /**< K, 1..E; required */
   epx_moe_score score; /**< default TOPK_THEN_SOFTMAX */
   int32_t num_groups;  /**< > 1: experts are split into this many contiguous groups of equal size, and a token selects only
-                            from the topk_groups best; a group's score is the sum of its K / topk_groups best (score + bias),
-                            best first. Must divide E. Default 1 */
-  int32_t topk_groups; /**< 1..num_groups; must divide K, and K / topk_groups <= E / num_groups. Default 1 */
+                            from the topk_groups groups of the highest scores (see group_score_top_k), ties by the lower
+                            group. Must divide E. Default 1 */
+  int32_t topk_groups; /**< 1..num_groups, and they must have K experts: K <= topk_groups * E / num_groups. Default 1 */
   int32_t renormalize; /**< 1: the K weights of a token are divided by their sum (+ 1e-20). No effect on TOPK_THEN_SOFTMAX,
                             whose weights add up to 1. Default 0 */
-  double scaling_factor; /**< multiplies the weights, after renormalisation; finite. Default 1 */
-  double aux_loss_coeff; /**< c of the load-balance loss; finite; 0 (default): no such loss */
-  int64_t reserved[4];   /**< 0 */
+  double scaling_factor;     /**< multiplies the weights, after renormalisation; finite. Default 1 */
+  double aux_loss_coeff;     /**< c of the load-balance loss; finite; 0 (default): no such loss */
+  int32_t group_score_top_k; /**< a group's score is the sum of this many of its best (score + bias), added best first:
+                                  1..E / num_groups. DeepSeek-V2 takes 1, DeepSeek-V3 takes 2, and Hugging Face's code does
+                                  as they do. 0 (default): K / topk_groups, as Megatron takes; topk_groups must then divide K.
+                                  No effect with one group */
+  int32_t reserved0;         /**< 0 */
+  int64_t reserved[3];       /**< 0 */
 } epx_moe_router_config;
 
 /** Fills in defaults; num_experts and top_k are left 0 and must be set. `struct_size` is sizeof(epx_moe_router_config) of the

@@ -46,7 +46,9 @@ class RouterConfig(ctypes.Structure):
         ("renormalize", c_int32),
         ("scaling_factor", c_double),
         ("aux_loss_coeff", c_double),
-        ("reserved", c_int64 * 4),
+        ("group_score_top_k", c_int32),
+        ("reserved0", c_int32),
+        ("reserved", c_int64 * 3),
     ]
 
 

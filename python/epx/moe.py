@@ -24,7 +24,8 @@ _UINT8 = numpy.dtype(numpy.uint8)
 @dataclasses.dataclass(frozen=True)
 class Router:
     """How experts are selected and weighed. score: "topk_then_softmax" (Mixtral), "softmax_then_topk" (Switch, DeepSeek-V2) or
-    "sigmoid" (DeepSeek-V3). The other fields are those of epx_moe_router_config."""
+    "sigmoid" (DeepSeek-V3). The other fields are those of epx_moe_router_config: group_score_top_k is 1 for the groups of
+    DeepSeek-V2, 2 for those of DeepSeek-V3, and 0 for Megatron's."""
 
     top_k: int
     score: str = "topk_then_softmax"
@@ -33,6 +34,7 @@ class Router:
     renormalize: bool = False
     scaling_factor: float = 1.0
     aux_loss_coeff: float = 0.0
+    group_score_top_k: int = 0
 
     def to_c(self, num_experts):
         config = _moe_structs.RouterConfig()
@@ -47,6 +49,7 @@ class Router:
             renormalize=bool(self.renormalize),
             scaling_factor=self.scaling_factor,
             aux_loss_coeff=self.aux_loss_coeff,
+            group_score_top_k=self.group_score_top_k,
         )
         return config
 

@@ -74,6 +74,29 @@ TEST_CASE("random backwards and load-balance losses are those of the host in flo
   }
 }
 
+// The keys are the logits themselves here, so that no exponential may differ in its last bits.
+TEST_CASE("groups and experts are those that the host selects, ties included") {
+  for (uint64_t seed = 0; seed < num_cases(50); ++seed) {
+    CAPTURE(seed);
+    Rng rng(mix(seed, 0x9a3));
+    const int group_size = static_cast<int>(rng.between(1, 70));
+    epx_moe_router_config config = router_config(1, 1);
+    config.num_groups = static_cast<int>(rng.between(1, 9));
+    config.topk_groups = static_cast<int>(rng.between(1, config.num_groups));
+    config.num_experts = config.num_groups * group_size;
+    config.top_k = static_cast<int>(rng.between(1, std::min(config.topk_groups * group_size, 16)));
+    config.group_score_top_k = static_cast<int>(rng.between(1, group_size));
+    auto logits = random_tensor<float>({20, config.num_experts}, rng);
+    const auto bias = random_tensor<float>({config.num_experts}, rng);
+    const bool ties = rng.chance(50);
+    for (int64_t i = 0; i < logits.count() && ties; ++i)
+      logits[i] = rng.pick({0.0f, 0.5f});
+    const auto selected = run_router(config, logits, ties ? nullptr : &bias).topk_idx;
+    const OnHost and_now;
+    CHECK(difference(selected, run_router(config, logits, ties ? nullptr : &bias).topk_idx) == "");
+  }
+}
+
 TEST_CASE("the same input has the same bits") {
   Rng rng(71);
   epx_moe_router_config config = router_config(90, 6, EPX_MOE_SIGMOID);

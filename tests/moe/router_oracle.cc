@@ -79,13 +79,17 @@ struct Choice {
   std::vector<double> weights;
 };
 
+int keys_of_group(const epx_moe_router_config& config) {
+  return config.group_score_top_k != 0 ? config.group_score_top_k : config.top_k / config.topk_groups;
+}
+
 // Returns the sum of the group's best keys, added best first.
 double group_score(const epx_moe_router_config& config, const std::vector<double>& keys, int group, double& gap) {
   const int group_size = config.num_experts / config.num_groups;
   std::vector<int> members = iota(group * group_size, group_size);
   sort_by_key(members, keys, largest_finite(keys), gap);
   double score = 0;
-  for (int i = 0; i < config.top_k / config.topk_groups; ++i)
+  for (int i = 0; i < keys_of_group(config); ++i)
     score += keys[static_cast<size_t>(members[static_cast<size_t>(i)])];
   return score;
 }
@@ -97,7 +101,7 @@ std::vector<int> candidates(const epx_moe_router_config& config, const std::vect
     group_scores.push_back(group_score(config, keys, group, gap));
   if (has_nan(group_scores)) return {};
   std::vector<int> groups = iota(0, config.num_groups);
-  sort_by_key(groups, group_scores, largest_finite(keys) * config.top_k / config.topk_groups, gap);
+  sort_by_key(groups, group_scores, largest_finite(keys) * keys_of_group(config), gap);
   groups.resize(static_cast<size_t>(config.topk_groups));
   std::sort(groups.begin(), groups.end()); // so that experts stay in ascending order
   std::vector<int> experts;

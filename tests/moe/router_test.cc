@@ -17,7 +17,7 @@ namespace {
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-constexpr int kMaxTopK = 64; // unless more groups are to be selected
+constexpr int kMaxTopK = 64; // unless more groups are to be selected, each with an expert
 
 struct Tally {
   int64_t tokens = 0;
@@ -34,8 +34,13 @@ epx_moe_router_config random_config(int max_experts, Rng& rng) {
     config.topk_groups = static_cast<int>(rng.between(1, config.num_groups));
   }
   const int group_size = config.num_experts / config.num_groups;
-  const int max_per_group = std::min(group_size, std::max(1, kMaxTopK / config.topk_groups));
-  config.top_k = config.topk_groups * static_cast<int>(rng.between(1, max_per_group));
+  if (rng.chance(50)) {
+    config.group_score_top_k = static_cast<int>(rng.between(1, group_size));
+    config.top_k = static_cast<int>(rng.between(1, std::min(config.topk_groups * group_size, kMaxTopK)));
+  } else {
+    const int max_per_group = std::min(group_size, std::max(1, kMaxTopK / config.topk_groups));
+    config.top_k = config.topk_groups * static_cast<int>(rng.between(1, max_per_group));
+  }
   config.renormalize = static_cast<int>(rng.below(2));
   config.scaling_factor = rng.pick({1.0, 2.5, -0.5});
   return config;
@@ -237,12 +242,18 @@ TEST_CASE("ties go to the lower index, among experts and among groups") {
   }
 }
 
-TEST_CASE("a group's score is the sum of its K / topk_groups best") {
+TEST_CASE("a group's score is the sum of its K / topk_groups best, or of its group_score_top_k best") {
   epx_moe_router_config config = router_config(6, 2);
   config.num_groups = 2;
   const Tensor<double> logits({2, 6}, {9, 0, 0, 5, 5, 0, 9, 2, 0, 5, 5, 0});
   CHECK(values(run_router(config, logits).topk_idx) == std::vector<int64_t>{3, 4, 0, 1}); // 9 + 0 < 5 + 5 < 9 + 2
+  config.group_score_top_k = 1;
+  CHECK(values(run_router(config, logits).topk_idx) == std::vector<int64_t>{0, 1, 0, 1});
+  config.group_score_top_k = 2;
+  CHECK(values(run_router(config, logits).topk_idx) == std::vector<int64_t>{3, 4, 0, 1});
   config.topk_groups = 2;
+  CHECK(values(run_router(config, logits).topk_idx) == std::vector<int64_t>{0, 3, 0, 3});
+  config.group_score_top_k = 0;
   CHECK(values(run_router(config, logits).topk_idx) == std::vector<int64_t>{0, 3, 0, 3});
 }
 
@@ -281,6 +292,7 @@ TEST_CASE("the defaults of a router") {
   CHECK(config.renormalize == 0);
   CHECK(config.scaling_factor == 1);
   CHECK(config.aux_loss_coeff == 0);
+  CHECK(config.group_score_top_k == 0);
   CHECK(epx_moe_router_config_init(nullptr, sizeof(config)) == EPX_ERROR_INVALID_ARGUMENT);
 }
 

@@ -168,6 +168,16 @@ class Blocks(unittest.TestCase):
         with self.assertRaisesRegex(epx.InvalidArgumentError, "destroyed"):
             block.forward(tokens, logits, params)
 
+    def test_5_group_scores(self):
+        logits = numpy.array([[9.0, 0, 0, 5, 5, 0]])  # 9 > 5, and 9 + 0 < 5 + 5
+        for group_score_top_k, experts in {0: [3, 4], 1: [0, 1], 2: [3, 4]}.items():
+            router = epx.moe.Router(2, num_groups=2, group_score_top_k=group_score_top_k)
+            options = dict(num_experts=6, dtype="float64", max_tokens_per_rank=1)
+            with epx.moe.Block(None, router=router, ffn=epx.moe.Ffn(HIDDEN, FFN), **options) as block:
+                params = {name: numpy.zeros(shape) for name, shape in block.params_shapes.items()}
+                output = block.forward(numpy.zeros((1, HIDDEN)), logits, params)
+            numpy.testing.assert_array_equal(output.topk_idx, [experts])
+
 
 if __name__ == "__main__":
     ranks.main()

@@ -15,6 +15,7 @@
 
 #include "base/device/kernel_addresses.h"
 #include "moe/router/cuda/scores.cuh"
+#include "moe/router/rules.h"
 
 namespace epx::moe::cuda {
 namespace {
@@ -144,7 +145,7 @@ private:
       float score = 0;
       Choice last = before_all();
 #pragma unroll 1
-      for (int i = 0; i < config_.top_k / config_.topk_groups; ++i) {
+      for (int i = 0; i < experts_in_group_score(config_); ++i) {
         last = next(first, first + group_size(), last);
         score += from_ordered_bits(last.key);
       }

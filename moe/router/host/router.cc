@@ -7,6 +7,8 @@
 #include <numeric>
 #include <span>
 
+#include "moe/router/rules.h"
+
 namespace epx::moe {
 namespace {
 
@@ -104,7 +106,7 @@ private:
   // Empty when a group's score is not a number.
   std::span<int> experts_of_best_groups() {
     const int64_t group_size = config_.num_experts / config_.num_groups;
-    const int per_group = config_.top_k / config_.topk_groups;
+    const int per_group = experts_in_group_score(config_);
     all_experts();
     for (int g = 0; g < config_.num_groups; ++g) {
       const std::span<int> members = std::span(experts_).subspan(g * group_size, group_size);
