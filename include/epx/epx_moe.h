@@ -130,7 +130,8 @@ EPX_API epx_status epx_moe_errors_read(epx_moe_errors errors, epx_moe_errors_rep
 typedef enum epx_moe_score EPX_ENUM_INT32 {
   EPX_MOE_TOPK_THEN_SOFTMAX = 0, /**< select by logit; weights are the softmax over the selected logits (Mixtral) */
   EPX_MOE_SOFTMAX_THEN_TOPK = 1, /**< softmax over all experts, then select (Switch, DeepSeek-V2) */
-  EPX_MOE_SIGMOID = 2            /**< sigmoid of each logit (DeepSeek-V3) */
+  EPX_MOE_SIGMOID = 2            /**< sigmoid of each logit (DeepSeek-V3). It is 0 below -88.7 (FLOAT64: -709.8), so that
+                                      selection takes such experts as equal; shares of them are right all the same */
 } epx_moe_score;
 
 /** How a router selects experts, and weighs them. */
@@ -143,8 +144,10 @@ typedef struct epx_moe_router_config {
                             from the topk_groups groups of the highest scores (see group_score_top_k), ties by the lower
                             group. Must divide E. Default 1 */
   int32_t topk_groups; /**< 1..num_groups, and they must have K experts: K <= topk_groups * E / num_groups. Default 1 */
-  int32_t renormalize; /**< 1: the K weights of a token are divided by their sum (+ 1e-20). No effect on TOPK_THEN_SOFTMAX,
-                            whose weights add up to 1. Default 0 */
+  int32_t renormalize; /**< 1: the K weights of a token are divided by their sum. They add up to 1 also where the scores
+                            underflow: the shares then come from the logits, and of logits far below 0 those of sigmoids are
+                            those of a softmax. 0 where all K logits are -infinity. No effect on TOPK_THEN_SOFTMAX, whose
+                            weights add up to 1. Default 0 */
   double scaling_factor;     /**< multiplies the weights, after renormalisation; finite. Default 1 */
   double aux_loss_coeff;     /**< c of the load-balance loss; finite; 0 (default): no such loss */
   int32_t group_score_top_k; /**< a group's score is the sum of this many of its best (score + bias), added best first:
@@ -213,7 +216,8 @@ typedef struct epx_moe_aux_loss_args {
 /** The load-balance loss of Switch Transformer (arXiv:2101.03961, eq. 4) over the T_g tokens of all ranks that are not masked:
  *   aux = E * c / (K * T_g^2) * sum_e (sum_t p[t, e]) * n_e
  * where n_e is the sum of global_counts over the ranks, T_g = sum_e n_e / K, and p the softmax over all experts, or with
- * EPX_MOE_SIGMOID the sigmoids divided by their sum (+ 1e-20). n_e counts as a constant in the gradient. */
+ * EPX_MOE_SIGMOID the sigmoids divided by their sum, as renormalised weights are: equal logits of any value have p = 1 / E.
+ * n_e counts as a constant in the gradient. */
 EPX_API epx_status epx_moe_aux_loss(const epx_moe_router_config* config, const epx_moe_aux_loss_args* args);
 /** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_aux_loss_workspace(const epx_moe_router_config* config, const epx_moe_aux_loss_args* args,

@@ -29,9 +29,9 @@ std::vector<double> sigmoid(std::vector<double> values) {
 }
 
 void divide_by_sum(std::vector<double>& values) {
-  const double sum = std::accumulate(values.begin(), values.end(), 0.0) + 1e-20;
+  const double sum = std::accumulate(values.begin(), values.end(), 0.0);
   for (double& value : values)
-    value /= sum;
+    value /= sum != 0 ? sum : 1; // all of them are 0 where all logits are -infinity
 }
 
 std::vector<double> scores_of(const epx_moe_router_config& config, const std::vector<double>& logits) {

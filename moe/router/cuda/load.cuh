@@ -37,13 +37,17 @@ class BalanceProbabilities {
 public:
   __device__ BalanceProbabilities(const epx_moe_router_config& config, const Logit* logits)
       : is_sigmoid_(config.score == EPX_MOE_SIGMOID) {
+    const auto logit_of = [&](int e) { return static_cast<float>(logits[e]); };
     if (!is_sigmoid_) {
-      softmax_ = make_softmax(config.num_experts, [&](int e) { return static_cast<float>(logits[e]); });
+      softmax_ = make_softmax(config.num_experts, logit_of);
       return;
     }
     float sum = 0;
-    for_each_of_lane(config.num_experts, [&](int e) { sum += sigmoid(static_cast<float>(logits[e])); });
-    sum_ = sum_of_lanes(sum) + kTinySum;
+    for_each_of_lane(config.num_experts, [&](int e) { sum += sigmoid(logit_of(e)); });
+    sum_ = sum_of_lanes(sum);
+    if (!(sum_ < kSmallSum<float>)) return;
+    softmax_ = make_shares(config.num_experts, logit_of);
+    is_sigmoid_ = false;
   }
 
   __device__ float operator()(float logit) const { return is_sigmoid_ ? sigmoid(logit) / sum_ : softmax_(logit); }
@@ -56,7 +60,7 @@ public:
   }
 
 private:
-  bool is_sigmoid_;
+  bool is_sigmoid_; // sigmoids divided by their sum; else the softmax
   Softmax softmax_;
   float sum_ = 1; // of the sigmoids
 };

@@ -188,16 +188,19 @@ private:
     const auto score_at = [&](int k) { return score_of(selected_logit(k)); };
     Softmax softmax;
     float divisor = 1;
-    if (config_.score == EPX_MOE_TOPK_THEN_SOFTMAX) {
+    bool is_softmax = config_.score == EPX_MOE_TOPK_THEN_SOFTMAX;
+    if (is_softmax) {
       softmax = make_softmax(config_.top_k, selected_logit);
     } else if (config_.renormalize != 0) {
       float sum = 0;
       for_each_of_lane(config_.top_k, [&](int k) { sum += score_at(k); });
-      divisor = sum_of_lanes(sum) + kTinySum;
+      divisor = sum_of_lanes(sum);
+      is_softmax = divisor < kSmallSum<float>;
+      if (is_softmax) softmax = make_shares(config_.top_k, selected_logit);
     }
     bool has_nan = false;
     for_each_of_lane(config_.top_k, [&](int k) {
-      float weight = config_.score == EPX_MOE_TOPK_THEN_SOFTMAX ? softmax(selected_logit(k)) : score_at(k) / divisor;
+      float weight = is_softmax ? softmax(selected_logit(k)) : score_at(k) / divisor;
       weight *= scaling_factor_;
       has_nan |= is_nan(weight);
       call_.topk_weights[route_of(k)] = weight;

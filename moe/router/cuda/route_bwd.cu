@@ -33,9 +33,14 @@ public:
     if (score_ != EPX_MOE_TOPK_THEN_SOFTMAX && config.renormalize != 0) {
       float sum = 0;
       for_each_of_lane(config.top_k, [&](int k) { sum += score_of(logit_at(k)); });
-      sum = sum_of_lanes(sum) + kTinySum;
-      renormalized_mean_ = dot() / sum;
-      renormalized_sum_ = sum;
+      sum = sum_of_lanes(sum);
+      if (sum < kSmallSum<float>) { // the weights are shares of the selected logits, as those of a softmax are
+        softmax_ = make_shares(config.top_k, logit_at);
+        score_ = EPX_MOE_TOPK_THEN_SOFTMAX;
+      } else {
+        renormalized_mean_ = dot() / sum;
+        renormalized_sum_ = sum;
+      }
     }
     if (score_ != EPX_MOE_SIGMOID) mean_ = dot();
   }

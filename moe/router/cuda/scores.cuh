@@ -10,10 +10,9 @@
 
 #include "epx/epx_moe.h"
 #include "moe/cuda/warps.cuh"
+#include "moe/router/rules.h"
 
 namespace epx::moe::cuda {
-
-constexpr float kTinySum = 1e-20f; // keeps a division by a sum of underflowed sigmoids finite
 
 __device__ inline bool is_nan(float x) {
   return x != x;
@@ -62,6 +61,14 @@ __device__ inline Softmax make_softmax(int count, const LogitOf& logit_of) {
   for_each_of_lane(count, [&](int i) { sum += expf(logit_of(i) - softmax.top); });
   softmax.sum = sum_of_lanes(sum);
   return softmax;
+}
+
+// The shares in their sum of scores, of a softmax or sigmoids, that add up to less than kSmallSum: sigmoid(logit) is exp(logit)
+// there, since 1 + exp(logit) is 1 in float32. 0 where all logits are -infinity.
+template <typename LogitOf>
+__device__ inline Softmax make_shares(int count, const LogitOf& logit_of) {
+  const Softmax softmax = make_softmax(count, logit_of);
+  return softmax.top == -INFINITY ? Softmax{0, 1} : softmax;
 }
 
 } // namespace epx::moe::cuda

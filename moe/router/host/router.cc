@@ -12,7 +12,10 @@
 namespace epx::moe {
 namespace {
 
-constexpr double kTinySum = 1e-20; // keeps a division by a sum of underflowed sigmoids finite
+template <typename T>
+T sigmoid(T logit) {
+  return 1 / (1 + std::exp(-logit));
+}
 
 // softmax of `logits` into `out`; NaN when no logit is finite, or one is NaN or +infinity.
 template <typename T>
@@ -37,23 +40,50 @@ void score(epx_moe_score how, std::span<const T> logits, std::span<T> scores) {
     return;
   case EPX_MOE_SIGMOID:
     for (size_t e = 0; e < logits.size(); ++e)
-      scores[e] = 1 / (1 + std::exp(-logits[e]));
+      scores[e] = sigmoid(logits[e]);
     return;
   }
 }
 
-// The K weights of a token from the scores (for TOPK_THEN_SOFTMAX: logits) of its experts.
+// The shares of scores in their sum, from the logits: those of softmax are exp(logit) and those of sigmoids exp(logit) / (1 +
+// exp(logit)), up to a factor. 0 where all logits are -infinity.
 template <typename T>
-void weigh(const epx_moe_router_config& config, std::span<const T> selected, std::span<T> weights) {
+void shares_of_logits(epx_moe_score how, std::span<const T> logits, std::span<T> shares) {
+  const T top = *std::max_element(logits.begin(), logits.end());
+  if (top == -std::numeric_limits<T>::infinity()) {
+    std::fill(shares.begin(), shares.end(), T{0});
+    return;
+  }
+  T sum = 0;
+  for (size_t i = 0; i < logits.size(); ++i)
+    sum += shares[i] = std::exp(logits[i] - top) / (how == EPX_MOE_SIGMOID ? 1 + std::exp(logits[i]) : 1);
+  for (T& share : shares)
+    share /= sum;
+}
+
+// Divides the scores of these logits by their sum. Returns the sum, or 0 where it is so small that the shares are made of the
+// logits.
+template <typename T>
+T divide_by_sum(epx_moe_score how, std::span<const T> logits, std::span<T> scores) {
+  const T sum = std::accumulate(scores.begin(), scores.end(), T{0});
+  if (sum < kSmallSum<T>) {
+    shares_of_logits(how, logits, scores);
+    return 0;
+  }
+  for (T& score : scores)
+    score /= sum;
+  return sum;
+}
+
+// The K weights of a token from the logits and the scores of its experts.
+template <typename T>
+void weigh(const epx_moe_router_config& config, std::span<const T> logits, std::span<const T> scores,
+           std::span<T> weights) {
   if (config.score == EPX_MOE_TOPK_THEN_SOFTMAX) {
-    softmax(selected, weights);
+    softmax(logits, weights);
   } else {
-    std::copy(selected.begin(), selected.end(), weights.begin());
-    if (config.renormalize != 0) {
-      const T sum = std::accumulate(weights.begin(), weights.end(), T{0}) + static_cast<T>(kTinySum);
-      for (T& weight : weights)
-        weight /= sum;
-    }
+    std::copy(scores.begin(), scores.end(), weights.begin());
+    if (config.renormalize != 0) divide_by_sum(config.score, logits, weights);
   }
   for (T& weight : weights)
     weight *= static_cast<T>(config.scaling_factor);
@@ -71,7 +101,7 @@ public:
   Selector(const epx_moe_router_config& config, const T* selection_bias)
       : config_(config), bias_(selection_bias), scores_(config.num_experts), keys_(config.num_experts),
         group_scores_(config.num_groups), experts_(config.num_experts), groups_(config.num_groups),
-        selected_(config.top_k) {}
+        selected_logits_(config.top_k), selected_scores_(config.top_k) {}
 
   // False when the token is bad. experts() then mean nothing.
   bool select(std::span<const T> logits, std::span<T> weights) {
@@ -83,9 +113,11 @@ public:
     const std::span<int> candidates = config_.num_groups > 1 ? experts_of_best_groups() : all_experts();
     if (candidates.empty()) return false;
     order_best_first(candidates, config_.top_k, keys_);
-    for (int k = 0; k < config_.top_k; ++k)
-      selected_[k] = scores_[experts_[k]];
-    weigh<T>(config_, selected_, weights);
+    for (int k = 0; k < config_.top_k; ++k) {
+      selected_logits_[k] = logits[experts_[k]];
+      selected_scores_[k] = scores_[experts_[k]];
+    }
+    weigh<T>(config_, selected_logits_, selected_scores_, weights);
     return !any_nan<T>(weights);
   }
 
@@ -126,11 +158,11 @@ private:
 
   const epx_moe_router_config& config_;
   const T* bias_;
-  std::vector<T> scores_, keys_; // [E]
-  std::vector<T> group_scores_;  // [num_groups]
-  std::vector<int> experts_;     // [E]; the selected ones first
-  std::vector<int> groups_;      // [num_groups]
-  std::vector<T> selected_;      // [K]: scores of the selected ones
+  std::vector<T> scores_, keys_;                     // [E]
+  std::vector<T> group_scores_;                      // [num_groups]
+  std::vector<int> experts_;                         // [E]; the selected ones first
+  std::vector<int> groups_;                          // [num_groups]
+  std::vector<T> selected_logits_, selected_scores_; // [K]
 };
 
 // What an expert's share of the load weighs in the loss: E * c / (K * T_g^2).
@@ -140,7 +172,7 @@ double aux_scale(const epx_moe_router_config& config, const ExpertLoad& load) {
   return config.num_experts * config.aux_loss_coeff / (config.top_k * tokens * tokens);
 }
 
-// p[t, :] of the load-balance loss. Returns what the scores were divided by (1 for a softmax).
+// p[t, :] of the load-balance loss. Returns what divide_by_sum() does (1 for a softmax).
 template <typename T>
 T balance_probabilities(epx_moe_score how, std::span<const T> logits, std::span<T> p) {
   if (how != EPX_MOE_SIGMOID) {
@@ -148,10 +180,7 @@ T balance_probabilities(epx_moe_score how, std::span<const T> logits, std::span<
     return 1;
   }
   score(how, logits, p);
-  const T sum = std::accumulate(p.begin(), p.end(), T{0}) + static_cast<T>(kTinySum);
-  for (T& value : p)
-    value /= sum;
-  return sum;
+  return divide_by_sum(how, logits, p);
 }
 
 template <typename T>
@@ -165,7 +194,7 @@ class Backward {
 public:
   Backward(const epx_moe_router_config& config, const ExpertLoad* load, double aux_loss_grad)
       : config_(config), load_(load), aux_scale_(load != nullptr ? aux_scale(config, *load) * aux_loss_grad : 0),
-        scores_(config.num_experts), grad_scores_(config.num_experts), selected_(config.top_k), weights_(config.top_k),
+        scores_(config.num_experts), grad_scores_(config.num_experts), selected_(config.top_k), shares_(config.top_k),
         grads_(config.top_k) {}
 
   void run(std::span<const T> logits, std::span<const int> experts, std::span<const T> grad_weights,
@@ -180,20 +209,23 @@ private:
     const int top_k = config_.top_k;
     for (int k = 0; k < top_k; ++k)
       grads_[k] = grad_weights[k] * static_cast<T>(config_.scaling_factor);
+    for (int k = 0; k < top_k; ++k)
+      selected_[k] = logits[experts[k]];
     if (config_.score == EPX_MOE_TOPK_THEN_SOFTMAX) {
-      for (int k = 0; k < top_k; ++k)
-        selected_[k] = logits[experts[k]];
-      softmax<T>(selected_, weights_);
-      const T mean = dot<T>(weights_, grads_);
-      for (int k = 0; k < top_k; ++k)
-        grad_logits[experts[k]] += weights_[k] * (grads_[k] - mean);
-      return;
+      softmax<T>(selected_, shares_);
+      return through_shares(logits, experts, grad_logits);
     }
     score<T>(config_.score, logits, scores_);
     if (config_.renormalize != 0) {
-      T sum = static_cast<T>(kTinySum);
+      T sum = 0;
       for (int k = 0; k < top_k; ++k)
-        sum += selected_[k] = scores_[experts[k]];
+        sum += scores_[experts[k]];
+      if (sum < kSmallSum<T>) {
+        shares_of_logits<T>(config_.score, selected_, shares_);
+        return through_shares(logits, experts, grad_logits);
+      }
+      for (int k = 0; k < top_k; ++k)
+        selected_[k] = scores_[experts[k]];
       const T mean = dot<T>(selected_, grads_) / sum;
       for (int k = 0; k < top_k; ++k)
         grads_[k] = (grads_[k] - mean) / sum;
@@ -204,12 +236,27 @@ private:
     through_scores(grad_logits);
   }
 
+  // From grads_ to the logits, where the weights are shares_ of the selected logits.
+  void through_shares(std::span<const T> logits, std::span<const int> experts, std::span<T> grad_logits) {
+    const T mean = dot<T>(shares_, grads_);
+    for (int k = 0; k < config_.top_k; ++k)
+      grad_logits[experts[k]] += shares_[k] * (grads_[k] - mean) * derivative_of_log(logits[experts[k]]);
+  }
+
+  // By how much the logarithm of an expert's share grows with its logit while those of the others stay.
+  T derivative_of_log(T logit) const { return config_.score == EPX_MOE_SIGMOID ? 1 - sigmoid(logit) : T{1}; }
+
   void through_balance(std::span<const T> logits, std::span<T> grad_logits) {
     const T sum = balance_probabilities<T>(config_.score, logits, scores_);
     for (int e = 0; e < config_.num_experts; ++e)
       grad_scores_[e] = static_cast<T>(aux_scale_ * load_->routes(e));
     if (config_.score == EPX_MOE_SIGMOID) {
       const T mean = dot<T>(scores_, grad_scores_);
+      if (sum == 0) {
+        for (int e = 0; e < config_.num_experts; ++e)
+          grad_logits[e] += scores_[e] * (grad_scores_[e] - mean) * derivative_of_log(logits[e]);
+        return;
+      }
       for (int e = 0; e < config_.num_experts; ++e) {
         grad_scores_[e] = (grad_scores_[e] - mean) / sum;
         scores_[e] *= sum;
@@ -230,8 +277,8 @@ private:
   const epx_moe_router_config& config_;
   const ExpertLoad* load_;
   double aux_scale_;
-  std::vector<T> scores_, grad_scores_;       // [E]
-  std::vector<T> selected_, weights_, grads_; // [K]
+  std::vector<T> scores_, grad_scores_;      // [E]
+  std::vector<T> selected_, shares_, grads_; // [K]
 };
 
 } // namespace
