@@ -215,9 +215,10 @@ typedef struct epx_moe_aux_loss_args {
 
 /** The load-balance loss of Switch Transformer (arXiv:2101.03961, eq. 4) over the T_g tokens of all ranks that are not masked:
  *   aux = E * c / (K * T_g^2) * sum_e (sum_t p[t, e]) * n_e
- * where n_e is the sum of global_counts over the ranks, T_g = sum_e n_e / K, and p the softmax over all experts, or with
- * EPX_MOE_SIGMOID the sigmoids divided by their sum, as renormalised weights are: equal logits of any value have p = 1 / E.
- * n_e counts as a constant in the gradient. */
+ * where n_e is the sum of global_counts over the ranks, and T_g = sum_e n_e / K. n_e counts as a constant in the gradient.
+ * p is the softmax over all experts. With EPX_MOE_SIGMOID it is the sigmoids divided by their sum, as renormalised weights
+ * are: equal logits of any value have p = 1 / E. Without routes (T_g = 0) the loss is 0, and so is its gradient. A rank
+ * without tokens, or whose tokens are all masked, has a share of 0. */
 EPX_API epx_status epx_moe_aux_loss(const epx_moe_router_config* config, const epx_moe_aux_loss_args* args);
 /** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_aux_loss_workspace(const epx_moe_router_config* config, const epx_moe_aux_loss_args* args,
@@ -232,7 +233,9 @@ typedef struct epx_moe_bias_update_args {
   const epx_tensor* selection_bias; /**< [in, out] [E] real */
 } epx_moe_bias_update_args;
 
-/** Balances without a loss (arXiv:2408.15664): selection_bias[e] += rate * sign(mean of n - n_e). No workspace is needed. */
+/** Balances without a loss (arXiv:2408.15664): selection_bias[e] += rate * sign(mean of n - n_e). Sums and mean are FLOAT64.
+ * The sign is exact while all counts together are below 2^53 (9e15); beyond that, an n_e that FLOAT64 does not tell from the
+ * mean counts as equal to it, and its bias stays. No workspace is needed. */
 EPX_API epx_status epx_moe_bias_update(const epx_moe_bias_update_args* args);
 
 /** @} */

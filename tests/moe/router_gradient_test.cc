@@ -160,6 +160,29 @@ TEST_CASE("the parts of three ranks add up to the load-balance loss of all token
   }
 }
 
+TEST_CASE("without tokens the load-balance loss and its gradient are 0") {
+  for (const epx_moe_score score : kScores) {
+    CAPTURE(score);
+    epx_moe_router_config config = router_config(5, 2, score);
+    config.aux_loss_coeff = 0.5;
+    const Tensor<int32_t> none({2, 5}); // no rank has routes
+    CHECK(aux_loss(config, Tensor<double>({0, 5}), Tensor<int64_t>({0, 2}), none) == 0);
+
+    const Tensor<double> logits({3, 5}, 0.25);
+    const Tensor<int64_t> masked({3, 2}, -1);
+    CHECK(aux_loss(config, logits, masked, none) == 0);
+    CHECK(max_abs(run_router_bwd(config, logits, masked, {nullptr, &none, 1})) == 0);
+    // Counts that do not have this rank's routes, as a caller may give them by mistake, divide nothing by 0.
+    const Tensor<int64_t> selected({3, 2}, {0, 1, 2, 3, 4, 0});
+    CHECK(aux_loss(config, logits, selected, none) == 0);
+    CHECK(max_abs(run_router_bwd(config, logits, selected, {nullptr, &none, 1})) == 0);
+
+    const Tensor<int32_t> of_others({2, 5}, 4); // those of this rank are 0
+    CHECK(aux_loss(config, Tensor<double>({0, 5}), Tensor<int64_t>({0, 2}), of_others) == 0);
+    CHECK(aux_loss(config, logits, masked, of_others) == 0);
+  }
+}
+
 TEST_CASE("a perfectly even load has a loss of c") {
   epx_moe_router_config config = router_config(4, 2, EPX_MOE_SOFTMAX_THEN_TOPK);
   config.aux_loss_coeff = 0.125;

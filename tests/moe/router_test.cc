@@ -240,6 +240,14 @@ TEST_CASE("ties go to the lower index, among experts and among groups") {
     CHECK(values(routed.topk_idx) == std::vector<int64_t>{2, 4, 5, 3});
     check_near(routed.topk_weights, Tensor<double>({1, 4}, weight)); // the bias has no weight
   }
+  // Groups whose scores are equal though their experts differ: 1 + 3 and 2 + 2, then 3, then 2.
+  epx_moe_router_config config = router_config(6, 2);
+  config.num_groups = 3;
+  const Tensor<double> sums({2, 6}, {0, 0, 2, 2, 1, 3, 1, 3, 2, 2, 0, 0});
+  CHECK(values(run_router(config, sums).topk_idx) == std::vector<int64_t>{2, 3, 1, 0});
+  config.group_score_top_k = 1;
+  const Tensor<double> bests({1, 6}, {0, 2, 3, 1, 3, 2});
+  CHECK(values(run_router(config, bests).topk_idx) == std::vector<int64_t>{2, 3});
 }
 
 TEST_CASE("a group's score is the sum of its K / topk_groups best, or of its group_score_top_k best") {
@@ -323,6 +331,24 @@ TEST_CASE("the bias goes up for experts below the mean and down for those above"
     update_bias(counts, 0.5, bias);
     CHECK(difference(bias, expected) == "");
   }
+}
+
+TEST_CASE("one route more than the mean counts while all routes together are below 2^53") {
+  for (int64_t experts = 2; experts <= 9; ++experts) {
+    CAPTURE(experts);
+    const int64_t most = ((int64_t{1} << 53) - 2) / experts;
+    Tensor<int64_t> counts({1, experts}, most);
+    Tensor<float> bias({experts}), expected({experts}, 0.5f);
+    ++counts[experts - 1];
+    expected[experts - 1] = -0.5f;
+    update_bias(counts, 0.5, bias);
+    CHECK(difference(bias, expected) == "");
+  }
+  // Beyond, counts that are the same in float64 are equal to the mean.
+  const Tensor<int64_t> counts({1, 2}, {int64_t{1} << 53, (int64_t{1} << 53) + 1});
+  Tensor<float> bias({2});
+  update_bias(counts, 0.5, bias);
+  CHECK(difference(bias, Tensor<float>({2})) == "");
 }
 
 } // namespace
