@@ -67,6 +67,8 @@ constexpr const char* name_of(epx_operation operation) {
     return "dispatch_rank_major_bwd";
   case EPX_OP_PREPARE_DISPATCH:
     return "prepare_dispatch";
+  case EPX_OP_ALL_GATHER:
+    return "all_gather";
   }
   return "unknown operation";
 }

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -250,6 +251,23 @@ epx_status epx_mem_free(epx_group group, void* ptr) {
   return in_call("epx_mem_free", group, [&](Group& target) {
     require_pointer("epx_mem_free", "ptr", ptr);
     target.backend().free(ptr);
+  });
+}
+
+epx_status epx_group_all_gather(epx_group group, const void* send, void* recv, size_t bytes_per_rank) {
+  return in_call("epx_group_all_gather", group, [&](Group& target) {
+    require_pointer("epx_group_all_gather", "send", send);
+    require_pointer("epx_group_all_gather", "recv", recv);
+    if (bytes_per_rank == 0 || bytes_per_rank > EPX_MAX_RECORD_BYTES)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_all_gather: bytes_per_rank is {}; it must be 1..{}", bytes_per_rank,
+           static_cast<int>(EPX_MAX_RECORD_BYTES));
+    GroupRecord mine{};
+    std::memcpy(mine.data(), send, bytes_per_rank);
+    std::byte* next = static_cast<std::byte*>(recv);
+    for (const GroupRecord& record : target.backend().all_gather(mine, static_cast<int64_t>(bytes_per_rank))) {
+      std::memcpy(next, record.data(), bytes_per_rank);
+      next += bytes_per_rank;
+    }
   });
 }
 

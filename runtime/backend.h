@@ -3,13 +3,19 @@
 // chooses one at creation and uses it only through this interface.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "epx/epx.h"
 #include "runtime/stages/stages.h"
+#include "transport/transport.h"
 
 namespace epx {
+
+// What a rank brings to epx_group_all_gather, of which the call uses the first bytes.
+using GroupRecord = std::array<std::byte, EPX_MAX_RECORD_BYTES>;
 
 class Backend {
 public:
@@ -23,9 +29,19 @@ public:
   virtual void register_memory(std::byte* memory, int64_t bytes) = 0;
   virtual void free(void* data) = 0;
 
+  // This is collective; see epx_group_all_gather. Returns the records in rank order.
+  virtual std::vector<GroupRecord> all_gather(const GroupRecord& mine, int64_t bytes) = 0;
+
   // Any thread may call these.
   virtual void abort() = 0;
   virtual epx_group_report report() = 0;
+
+protected:
+  // Throws MISMATCH on all ranks where their `bytes` differ.
+  static std::vector<GroupRecord> gather_records(const GroupRecord& mine, int64_t bytes, Exchange& exchange) {
+    require_equal_bytes(bytes, exchange);
+    return exchange.all_gather_of_group(mine);
+  }
 };
 
 } // namespace epx

@@ -37,15 +37,16 @@ public:
   template <typename Bring>
   auto all_gather(Bring&& bring) -> std::vector<std::invoke_result_t<Bring>> {
     using Payload = std::invoke_result_t<Bring>;
-    static_assert(std::is_trivially_copyable_v<Payload> && sizeof(Payload) <= ExchangeRecord::kMaxPayload);
-    const std::vector<ExchangeRecord> records = gather_after([&](ExchangeRecord& mine) {
-      const Payload payload = bring();
-      std::memcpy(mine.payload, &payload, sizeof(Payload));
-    });
-    std::vector<Payload> payloads(records.size());
-    for (size_t i = 0; i < records.size(); ++i)
-      std::memcpy(&payloads[i], records[i].payload, sizeof(Payload));
-    return payloads;
+    const std::vector<ExchangeRecord> records =
+        gather_after([&](ExchangeRecord& mine) { mine = record_with<Payload>(bring()); });
+    return payloads_of<Payload>(records);
+  }
+
+  // Gathers `mine` of every rank of the group, in rank order. In a NodeExchange these are more than the ranks whose records
+  // all_gather returns: those of the other nodes count as well.
+  template <typename Payload>
+  std::vector<Payload> all_gather_of_group(const Payload& mine) {
+    return payloads_of<Payload>(gather_all(record_with(mine)));
   }
 
   // Returns whether `bring` returned true on every rank; throws as all_gather does. While groups are created, the ranks of all
@@ -64,20 +65,12 @@ public:
     int64_t other_value;
   };
 
-  // Compares the values `mine` of all ranks of the group. In a NodeExchange these are more than the ranks whose records
-  // all_gather returns: those of the other nodes count as well. All ranks get the same answer.
+  // Compares the values `mine` of all ranks of the group, those of other nodes too. All ranks get the same answer.
   std::optional<Difference> find_difference(int64_t mine) {
-    ExchangeRecord record{};
-    std::memcpy(record.payload, &mine, sizeof(mine));
-    const std::vector<ExchangeRecord> records = gather_all(record);
-    const auto value_of = [](const ExchangeRecord& of_rank) {
-      int64_t value = 0;
-      std::memcpy(&value, of_rank.payload, sizeof(value));
-      return value;
-    };
-    const ExchangeRecord& first = records.front();
-    for (const ExchangeRecord& other : records)
-      if (value_of(other) != value_of(first)) return Difference{first.rank, value_of(first), other.rank, value_of(other)};
+    const std::vector<ExchangeRecord> records = gather_all(record_with(mine));
+    const std::vector<int64_t> values = payloads_of<int64_t>(records);
+    for (size_t i = 1; i < values.size(); ++i)
+      if (values[i] != values[0]) return Difference{records[0].rank, values[0], records[i].rank, values[i]};
     return {};
   }
 
@@ -104,6 +97,21 @@ protected:
   }
 
 private:
+  template <typename Payload>
+  static ExchangeRecord record_with(const Payload& payload) {
+    static_assert(std::is_trivially_copyable_v<Payload> && sizeof(Payload) <= ExchangeRecord::kMaxPayload);
+    ExchangeRecord record{};
+    std::memcpy(record.payload, &payload, sizeof(Payload));
+    return record;
+  }
+  template <typename Payload>
+  static std::vector<Payload> payloads_of(const std::vector<ExchangeRecord>& records) {
+    std::vector<Payload> payloads(records.size());
+    for (size_t i = 0; i < records.size(); ++i)
+      std::memcpy(&payloads[i], records[i].payload, sizeof(Payload));
+    return payloads;
+  }
+
   // Gathers the record that `fill` fills in, or its error.
   template <typename Fill>
   std::vector<ExchangeRecord> gather_after(Fill&& fill) {

@@ -53,7 +53,7 @@ public:
   virtual std::unique_ptr<Window> adopt_window(std::byte* memory, int64_t bytes, Exchange& exchange) = 0;
 };
 
-// Throws MISMATCH on all ranks, those of other nodes too, unless all of them pass the same size of a window.
+// Throws MISMATCH on all ranks, those of other nodes too, unless all of them pass the same size, of a window for instance.
 inline void require_equal_bytes(int64_t bytes, Exchange& exchange) {
   if (const auto difference = exchange.find_difference(bytes))
     fail(EPX_ERROR_MISMATCH, "bytes differ between ranks: rank {} asks for {}, rank {} for {}", difference->rank,

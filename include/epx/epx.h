@@ -41,7 +41,8 @@
  *   edge is drawn between a stream that is being captured and another one. Two calls of a group that overlap on the device all
  *   the same end the group (EPX_ERROR_OUT_OF_SEQUENCE; the culprit is the rank on whose device they did).
  * - One group is used by one thread at a time, except epx_group_abort, epx_group_status and epx_group_destroy, which any thread
- *   may call. Where one of the operations or epx_mem_* finds another thread in one, it is refused (INVALID_ARGUMENT).
+ *   may call. Where one of the operations, epx_mem_* or epx_group_all_gather finds another thread in one, it is refused
+ *   (INVALID_ARGUMENT).
  *   Groups are independent of each other.
  * - A signal handler may call epx_interrupt, and no other function of epx.
  * - One group is used by the process that created it. In a child of fork() every function that takes the group is refused
@@ -468,6 +469,20 @@ typedef struct epx_memory_plan {
  * INVALID_ARGUMENT; UNSUPPORTED. */
 EPX_API epx_status epx_group_memory_plan(const epx_group_config* config, int32_t num_ranks, epx_memory_plan* plan);
 
+/* After 0.1: */
+
+/** The largest record of epx_group_all_gather(), in bytes. */
+enum { EPX_MAX_RECORD_BYTES = 256 };
+
+/** Gathers a small record of each rank, for what ranks have to agree on between calls: the options of a layer for instance.
+ *   send            [bytes_per_rank] this rank's record
+ *   recv            [P, bytes_per_rank] the records of all ranks, in rank order; written only where the call succeeds
+ *   bytes_per_rank  1..EPX_MAX_RECORD_BYTES, the same on all ranks
+ * Both are host memory, which may overlap, whatever the transport is. Collective; counts as epx_mem_alloc does in sequence
+ * numbers; the call has finished when it returns. On GPUs it synchronises the device, and is no call for a training step.
+ * Errors: INVALID_ARGUMENT; MISMATCH (bytes_per_rank differs; the group lives on); sticky ones. */
+EPX_API epx_status epx_group_all_gather(epx_group group, const void* send, void* recv, size_t bytes_per_rank);
+
 /** @} */
 
 /** @defgroup status Status
@@ -488,7 +503,8 @@ typedef enum epx_operation EPX_ENUM_INT32 {
   EPX_OP_COMBINE_RANK_MAJOR = 9,
   EPX_OP_COMBINE_RANK_MAJOR_BWD = 10,
   EPX_OP_DISPATCH_RANK_MAJOR_BWD = 11,
-  EPX_OP_PREPARE_DISPATCH = 12
+  EPX_OP_PREPARE_DISPATCH = 12,
+  EPX_OP_ALL_GATHER = 13
 } epx_operation;
 
 /** Where in a call a rank waits. */

@@ -44,6 +44,7 @@
 #include <string_view>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "epx/epx.h"
 
@@ -548,6 +549,15 @@ public:
   [[nodiscard]] Memory mem_register(std::span<std::byte> memory) const {
     require_success(epx_mem_register(group_, memory.data(), memory.size()), "epx_mem_register");
     return {group_, memory.data(), memory.size()};
+  }
+
+  // Returns the records of all ranks, in rank order. The size of a Record is the same on all ranks.
+  template <typename Record>
+  requires std::is_trivially_copyable_v<Record> &&(sizeof(Record) <= EPX_MAX_RECORD_BYTES)
+      [[nodiscard]] std::vector<Record> all_gather(const Record& mine) const {
+    std::vector<Record> all(static_cast<size_t>(query().num_ranks));
+    require_success(epx_group_all_gather(group_, &mine, all.data(), sizeof(Record)), "epx_group_all_gather");
+    return all;
   }
 
   void prepare(const PrepareArgs& args) const {

@@ -39,6 +39,7 @@ class Operation(enum.IntEnum):
     COMBINE_RANK_MAJOR_BWD = 10
     DISPATCH_RANK_MAJOR_BWD = 11
     PREPARE_DISPATCH = 12
+    ALL_GATHER = 13
 
 
 class Phase(enum.IntEnum):

@@ -146,7 +146,7 @@ struct Region {
   int64_t bytes;
 };
 
-constexpr epx_operation kLastOperation = EPX_OP_PREPARE_DISPATCH; // the largest number of one
+constexpr epx_operation kLastOperation = EPX_OP_ALL_GATHER; // the largest number of one
 
 // Says who ended the group and why. It is packed into one word so that one compare-and-swap publishes all of it. The word is 0
 // while nobody has.

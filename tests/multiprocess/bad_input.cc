@@ -77,6 +77,7 @@ TEST_CASE("the calls around the operations refuse bad arguments") {
     void* memory = &bytes;
     void* const before = memory;
     char not_epx_memory = 0;
+    char record[512] = {};
 
     struct Case {
       const char* name;
@@ -126,6 +127,15 @@ TEST_CASE("the calls around the operations refuse bad arguments") {
         {"mem_register: no bytes", [&] { return epx_mem_register(group, before, 0); }, {"bytes", "0"}},
         {"mem_free: group NULL", [&] { return epx_mem_free(nullptr, before); }, {"group", "NULL"}},
         {"mem_free: ptr NULL", [&] { return epx_mem_free(group, nullptr); }, {"NULL"}},
+        {"all_gather: group NULL", [&] { return epx_group_all_gather(nullptr, record, record, 8); }, {"group", "NULL"}},
+        {"all_gather: send NULL", [&] { return epx_group_all_gather(group, nullptr, record, 8); }, {"send", "NULL"}},
+        {"all_gather: recv NULL", [&] { return epx_group_all_gather(group, record, nullptr, 8); }, {"recv", "NULL"}},
+        {"all_gather: no bytes",
+         [&] { return epx_group_all_gather(group, record, record, 0); },
+         {"bytes_per_rank", "0", "1..256"}},
+        {"all_gather: too many bytes",
+         [&] { return epx_group_all_gather(group, record, record, 257); },
+         {"bytes_per_rank", "257", "1..256"}},
         {"mem_free: not such memory", [&] { return epx_mem_free(group, &not_epx_memory); }, {"epx_mem_alloc"}},
     };
     std::string wrong;

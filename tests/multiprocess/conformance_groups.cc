@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <set>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -207,6 +208,52 @@ TEST_CASE("memory is allocated, freed and refused") {
     while (!group.arenas().empty())
       group.free_arena(group.arenas().size() - 1);
     run_iteration(group, layer, work);
+  });
+}
+
+// Gathers records of `bytes` bytes, which differ between ranks and rounds, into memory that ends with a guard byte.
+void gather_records(epx_group group, const RankContext& context, int64_t bytes, int round) {
+  const auto byte_of = [&](int rank, int64_t i) { return static_cast<unsigned char>(31 * rank + 7 * i + round + 1); };
+  std::vector<unsigned char> send(static_cast<size_t>(bytes));
+  for (size_t i = 0; i < send.size(); ++i)
+    send[i] = byte_of(context.rank, static_cast<int64_t>(i));
+  constexpr unsigned char kGuard = 0xa5;
+  std::vector<unsigned char> recv(send.size() * static_cast<size_t>(context.num_ranks) + 1, kGuard);
+  check_ok(epx_group_all_gather(group, send.data(), recv.data(), send.size()), "epx_group_all_gather");
+  for (int64_t i = 0; i < bytes * context.num_ranks; ++i)
+    check(recv[static_cast<size_t>(i)] == byte_of(static_cast<int>(i / bytes), i % bytes),
+          "byte {} of the {} of rank {} is {}", i % bytes, bytes, i / bytes, recv[static_cast<size_t>(i)]);
+  check(recv.back() == kGuard, "epx_group_all_gather wrote behind the records of all ranks");
+}
+
+TEST_CASE("records of all ranks are gathered between calls") {
+  Case c = base_case();
+  const Workload work = make_workload(c.group, c.layer, 62);
+  on_every_rank([&](const RankContext& context) {
+    GroupRun group(context, c.group);
+    LayerRun layer(group, c.layer, Placement::in_place, 63);
+    run_iteration(group, layer, work);
+    int round = 0;
+    for (const int64_t bytes : {1, 8, 100, 256}) {
+      gather_records(group.handle(), context, bytes, ++round);
+      run_iteration(group, layer, work);
+    }
+    if (context.num_ranks > 1) {
+      std::vector<unsigned char> recv(256 * static_cast<size_t>(context.num_ranks), 9);
+      const size_t bytes = context.rank == 0 ? 8 : 24;
+      check_status(epx_group_all_gather(group.handle(), &round, recv.data(), sizeof(int)), EPX_SUCCESS, "equal sizes");
+      std::fill(recv.begin(), recv.end(), static_cast<unsigned char>(9));
+      check_status(epx_group_all_gather(group.handle(), recv.data(), recv.data(), bytes), EPX_ERROR_MISMATCH,
+                   "epx_group_all_gather of different sizes");
+      const std::string sentence = epx_last_error();
+      check(contains(sentence, "rank 0") && contains(sentence, "rank 1") && contains(sentence, "8") &&
+                contains(sentence, "24"),
+            "\"{}\" does not have two ranks and their bytes", sentence);
+      check(std::all_of(recv.begin(), recv.end(), [](unsigned char byte) { return byte == 9; }), "a refused call wrote");
+    }
+    gather_records(group.handle(), context, 16, ++round);
+    run_iteration(group, layer, work);
+    group.check_status();
   });
 }
 

@@ -44,6 +44,7 @@ const std::vector<Entry>& calls_of_one_thread() {
       {"epx_mem_alloc", [](epx_group group) { return epx_mem_alloc(group, 4096, nullptr); }},
       {"epx_mem_register", [](epx_group group) { return epx_mem_register(group, nullptr, 0); }},
       {"epx_mem_free", [](epx_group group) { return epx_mem_free(group, nullptr); }},
+      {"epx_group_all_gather", [](epx_group group) { return epx_group_all_gather(group, nullptr, nullptr, 0); }},
   };
   return kEntries;
 }

@@ -92,16 +92,15 @@ public:
   }
   void lose_in_time(int culprit) { lose(culprit, timeout_ + kGrace); }
 
-  // Makes a call that allocates memory, or one that frees it, to which `late` comes too late; `number` is that of the call.
-  void lose_memory_call(int late, epx_operation operation, uint64_t number) {
+  // Makes a call that has no kernel, to which `late` comes too late; `number` is that of the call.
+  void lose_host_call(int late, epx_operation operation, uint64_t number) {
     void* memory = nullptr;
     if (operation == EPX_OP_MEM_FREE) check_ok(epx_mem_alloc(rank_.group(), 4096, &memory), "epx_mem_alloc");
     if (late == context_.rank) std::this_thread::sleep_for(timeout_ + kGrace);
     if (late == context_.rank && operation == EPX_OP_MEM_FREE)
       return; // which is no call any more where it knows of the failure
     const Clock::time_point begin = Clock::now();
-    const epx_status status =
-        operation == EPX_OP_MEM_FREE ? epx_mem_free(rank_.group(), memory) : epx_mem_alloc(rank_.group(), 4096, &memory);
+    const epx_status status = operation == EPX_OP_MEM_FREE ? epx_mem_free(rank_.group(), memory) : rank_.call(operation);
     const auto waited = Clock::now() - begin;
     check(waited < timeout_ + kGrace, "the call of rank {} ended after {} ms", context_.rank, waited / 1ms);
     ExpectedFailure expected{EPX_ERROR_TIMEOUT, operation, late, number};
@@ -254,12 +253,13 @@ TEST_CASE("a rank that is late is named by every rank within timeout_ms and two 
   }
 }
 
-TEST_CASE("a rank that comes late to a call that allocates or frees memory is named by every rank of every node") {
+TEST_CASE("a rank that comes late to a call that has no kernel is named by every rank of every node") {
   for (const int late : {0, 1, 3}) {
     CAPTURE(late);
-    run_nodes({}, kShortMs, [&](NodeRank& rank) { rank.lose_memory_call(late, EPX_OP_MEM_ALLOC, 2); });
+    run_nodes({}, kShortMs, [&](NodeRank& rank) { rank.lose_host_call(late, EPX_OP_MEM_ALLOC, 2); });
   }
-  run_nodes({}, kShortMs, [&](NodeRank& rank) { rank.lose_memory_call(2, EPX_OP_MEM_FREE, 4); });
+  run_nodes({}, kShortMs, [&](NodeRank& rank) { rank.lose_host_call(2, EPX_OP_MEM_FREE, 4); });
+  run_nodes({}, kShortMs, [&](NodeRank& rank) { rank.lose_host_call(1, EPX_OP_ALL_GATHER, 2); });
 }
 
 TEST_CASE("ranks that free different memory are out of sequence on every rank of every node, and have freed it") {

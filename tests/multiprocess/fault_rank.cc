@@ -81,6 +81,7 @@ void FaultRank::prepare() {
 epx_status FaultRank::call(epx_operation operation, const CallFields& terms) {
   epx_status status = EPX_ERROR_INTERNAL;
   void* memory = nullptr;
+  std::vector<int> records(static_cast<size_t>(num_ranks_));
   switch (operation) {
   case EPX_OP_PREPARE:
     status = call_prepare(terms);
@@ -105,6 +106,9 @@ epx_status FaultRank::call(epx_operation operation, const CallFields& terms) {
     break;
   case EPX_OP_MEM_ALLOC:
     status = epx_mem_alloc(group_, 4096, &memory);
+    break;
+  case EPX_OP_ALL_GATHER:
+    status = epx_group_all_gather(group_, &num_ranks_, records.data(), sizeof(num_ranks_));
     break;
   default:
     fail_check("no such call");
@@ -257,7 +261,8 @@ const char* operation_name(epx_operation operation) {
                                     "combine_rank_major",
                                     "combine_rank_major_bwd",
                                     "dispatch_rank_major_bwd",
-                                    "prepare_dispatch"};
+                                    "prepare_dispatch",
+                                    "all_gather"};
   return kNames[operation];
 }
 
@@ -284,7 +289,7 @@ epx_group_report check_failed(FaultRank& rank, epx_status returned, const Expect
   const auto begin = Clock::now();
   for (const epx_operation operation :
        {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD,
-        EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE_DISPATCH, EPX_OP_MEM_ALLOC}) {
+        EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE_DISPATCH, EPX_OP_MEM_ALLOC, EPX_OP_ALL_GATHER}) {
     if (operation == EPX_OP_DISPATCH_RANK_MAJOR && has_several_nodes) continue; // it is refused in any case
     check_status(rank.call(operation), expected.status, fmt::format("epx_{} after the failure", operation_name(operation)));
   }

@@ -134,7 +134,7 @@ void disagree_on(epx_operation operation, void (*change)(CallFields&), const std
 TEST_CASE("a rank that does not come is named by all, and its own late call fails") {
   for (const epx_operation operation :
        {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD,
-        EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE_DISPATCH, EPX_OP_MEM_ALLOC}) {
+        EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE_DISPATCH, EPX_OP_MEM_ALLOC, EPX_OP_ALL_GATHER}) {
     CAPTURE(std::string(operation_name(operation)));
     stay_away_from(operation);
   }
@@ -218,7 +218,7 @@ TEST_CASE("ranks that make different calls are out of sequence") {
       {EPX_OP_DISPATCH, EPX_OP_COMBINE},         {EPX_OP_PREPARE, EPX_OP_DISPATCH},
       {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD}, {EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE},
       {EPX_OP_PREPARE_DISPATCH, EPX_OP_PREPARE}, {EPX_OP_DISPATCH, EPX_OP_PREPARE_DISPATCH},
-      {EPX_OP_MEM_ALLOC, EPX_OP_DISPATCH}};
+      {EPX_OP_MEM_ALLOC, EPX_OP_DISPATCH},       {EPX_OP_ALL_GATHER, EPX_OP_MEM_ALLOC}};
   for (const auto& pair : pairs) {
     const std::string first = operation_name(pair.first), second = operation_name(pair.second);
     CAPTURE(first);

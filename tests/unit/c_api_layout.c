@@ -266,6 +266,7 @@ IS(EPX_OP_COMBINE_RANK_MAJOR, 9);
 IS(EPX_OP_COMBINE_RANK_MAJOR_BWD, 10);
 IS(EPX_OP_DISPATCH_RANK_MAJOR_BWD, 11);
 IS(EPX_OP_PREPARE_DISPATCH, 12);
+IS(EPX_OP_ALL_GATHER, 13);
 
 SIZE(epx_pads, 4);
 IS(EPX_PADS_ZERO, 0);
@@ -285,6 +286,7 @@ IS(EPX_EVENT_HANDLE_MISMATCH, 3);
 IS(EPX_MAX_EVENT_KINDS, 16);
 IS(EPX_MAX_REPORTED_RANKS, 64);
 IS(EPX_MAX_MESSAGE_BYTES, 1024);
+IS(EPX_MAX_RECORD_BYTES, 256);
 
 /* The compiler and the linker check here that no signature has changed and no function is gone. */
 const struct {
@@ -300,6 +302,7 @@ const struct {
   epx_status (*group_abort)(epx_group);
   epx_status (*group_query)(epx_group, epx_group_info*);
   epx_status (*group_memory_plan)(const epx_group_config*, int32_t, epx_memory_plan*);
+  epx_status (*group_all_gather)(epx_group, const void*, void*, size_t);
   epx_status (*group_status)(epx_group, epx_group_report*);
   epx_status (*mem_alloc)(epx_group, size_t, void**);
   epx_status (*mem_register)(epx_group, void*, size_t);
@@ -328,6 +331,7 @@ const struct {
     .group_abort = epx_group_abort,
     .group_query = epx_group_query,
     .group_memory_plan = epx_group_memory_plan,
+    .group_all_gather = epx_group_all_gather,
     .group_status = epx_group_status,
     .mem_alloc = epx_mem_alloc,
     .mem_register = epx_mem_register,

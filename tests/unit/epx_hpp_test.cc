@@ -197,6 +197,7 @@ TEST_CASE("calls on an empty view or owner are refused with their names") {
            {"epx_group_status", [&] { group.status(); }},
            {"epx_mem_alloc", [&] { static_cast<void>(group.mem_alloc(1)); }},
            {"epx_mem_register", [&] { static_cast<void>(group.mem_register({})); }},
+           {"epx_group_query", [&] { static_cast<void>(group.all_gather(1)); }}, // which counts the ranks
            {"epx_prepare", [&] { group.prepare({}); }},
            {"epx_dispatch", [&] { group.dispatch({}); }},
            {"epx_combine", [&] { group.combine({}); }},
@@ -528,6 +529,19 @@ TEST_CASE("memory of the group: a rank may drop it alone, and only free() is a c
     const epx::Error error = error_of([&] { stale.free(); });
     require(error.status() == EPX_ERROR_INVALID_ARGUMENT && contains(error.what(), "epx_mem_free"), error.what());
     require(static_cast<bool>(stale), "what cannot be freed stays");
+  });
+}
+
+TEST_CASE("records of all ranks are gathered") {
+  with_group(3, [](epx::Group& group, int rank) {
+    struct Record {
+      int32_t rank;
+      double value;
+    };
+    const std::vector<Record> all = group.all_gather(Record{rank, rank * 0.5});
+    require(all.size() == 3, "a record of each rank");
+    for (int i = 0; i < 3; ++i)
+      require(all[static_cast<size_t>(i)].rank == i && all[static_cast<size_t>(i)].value == i * 0.5, "in rank order");
   });
 }
 

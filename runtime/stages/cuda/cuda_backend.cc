@@ -106,6 +106,15 @@ public:
     allocations_.remove(allocation);
   }
 
+  std::vector<GroupRecord> all_gather(const GroupRecord& mine, int64_t bytes) override {
+    reader_.read();
+    const CudaDeviceScope scope(device_);
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // peers must not write while the sequence is advanced
+    std::vector<GroupRecord> records;
+    make_host_call(EPX_OP_ALL_GATHER, 2, [&](Exchange& exchange) { records = gather_records(mine, bytes, exchange); });
+    return records;
+  }
+
   void abort() override {
     const AbortRecord abort_record = board_->end_group({EPX_ERROR_ABORTED, EPX_OP_NONE, context_.rank, 0});
     try { // kernels that need not wait do not poll, so the next call is refused here

@@ -10,7 +10,7 @@ namespace epx::cuda {
 namespace {
 
 bool has_kernel(epx_operation operation) {
-  return operation != EPX_OP_MEM_ALLOC && operation != EPX_OP_MEM_FREE;
+  return operation != EPX_OP_MEM_ALLOC && operation != EPX_OP_MEM_FREE && operation != EPX_OP_ALL_GATHER;
 }
 
 } // namespace

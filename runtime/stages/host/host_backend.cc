@@ -2,6 +2,7 @@
 #include "runtime/stages/host/host_backend.h"
 
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "runtime/allocations.h"
@@ -53,6 +54,11 @@ public:
       }
     }
     allocations_.remove(allocation);
+  }
+
+  std::vector<GroupRecord> all_gather(const GroupRecord& mine, int64_t bytes) override {
+    CallExchange exchange(protocol_, context_, window_->view(), EPX_OP_ALL_GATHER, CallDescriptor{});
+    return gather_records(mine, bytes, exchange);
   }
 
   void abort() override { protocol_.abort(); }

@@ -112,6 +112,12 @@ public:
   void free(void* data) override {
     agree(EPX_OP_MEM_FREE, 1, [&] { node_->free(data); });
   }
+  std::vector<GroupRecord> all_gather(const GroupRecord& mine, int64_t bytes) override {
+    watch_->require_healthy(EPX_OP_ALL_GATHER);
+    std::vector<GroupRecord> records;
+    agree(EPX_OP_ALL_GATHER, 2, [&] { records = node_->all_gather(mine, bytes); }); // of all nodes: see NodeTransport
+    return records;
+  }
 
   void abort() override { watch_->abort(); }
   epx_group_report report() override { return watch_->report(); }
