@@ -447,7 +447,9 @@ typedef enum epx_moe_weighting EPX_ENUM_INT32 {
   EPX_MOE_WEIGHT_EARLY = 1 /**< in the FFN, before the down projection */
 } epx_moe_weighting;
 
-/** The parts of an MoE layer, and what it is created for. What it points to need not outlive the call that it is passed to. */
+/** The parts of an MoE layer, and what it is created for. What it points to need not outlive the call that it is passed to.
+ * Ranks of a group agree on every field, those of `router` and `ffn` too, except ffn->num_local_experts, max_tokens_per_rank and
+ * recompute. */
 typedef struct epx_moe_block_config {
   size_t struct_size;                  /**< set by epx_moe_block_config_init */
   const epx_moe_router_config* router; /**< required; num_experts must be the group's */
@@ -460,14 +462,14 @@ typedef struct epx_moe_block_config {
   int32_t max_in_flight;       /**< the flights of the block's own arena, >= 1; with a shared one: ignored. Default 1 */
   int32_t max_tokens_per_rank; /**< without a group: the largest T, required; with one: ignored, the group has it */
   int32_t recompute;   /**< 1: a flight does not keep pre_act; the backward computes it again from the rows received.
-                                    The results have the same bits. Default 0 */
+                                    The results have the same bits, and ranks may differ in it. Default 0 */
   int64_t reserved[4]; /**< 0 */
 } epx_moe_block_config;
 
 /** Fills in defaults. */
 EPX_API epx_status epx_moe_block_config_init(epx_moe_block_config* config, size_t struct_size);
 
-/** What an arena is created for. */
+/** What an arena is created for. Ranks agree on every field, and on those of `block` as for a block. */
 typedef struct epx_moe_arena_config {
   size_t struct_size;                /**< set by epx_moe_arena_config_init */
   const epx_moe_block_config* block; /**< required: a block whose flights must fit; its arena and max_in_flight are ignored.
@@ -483,9 +485,9 @@ typedef struct epx_moe_arena_config {
 /** Fills in defaults. */
 EPX_API epx_status epx_moe_arena_config_init(epx_moe_arena_config* config, size_t struct_size);
 
-/** Creates an arena. Collective over the group, which must outlive it, and with the same arguments on every rank; with group =
- * NULL for local blocks. The rows that peers reach lie in memory from epx_mem_alloc, the rest in memory of this process or of
- * the group's GPU. Errors: as epx_moe_block_create without an arena. */
+/** Creates an arena. Collective over the group, which must outlive it; with group = NULL for local blocks. The rows that peers
+ * reach lie in memory from epx_mem_alloc, the rest in memory of this process or of the group's GPU. Errors: as
+ * epx_moe_block_create without an arena. */
 EPX_API epx_status epx_moe_arena_create(epx_group group, const epx_moe_arena_config* config, epx_moe_arena* arena);
 
 /** Frees the arena, also where it returns an error. The blocks that use it are destroyed before. Collective over the arena's
@@ -516,12 +518,14 @@ EPX_API epx_status epx_moe_arena_query(epx_moe_arena arena, epx_moe_arena_info* 
 /** Creates the layer. With group = NULL it is local: all experts are on this rank, nothing is exchanged, it computes on the
  * host, and the results have the bits of a group with EPX_COMBINE_EXACT. Otherwise the group must offer the dtype and outlive
  * the block; with the host transport the block computes on the host, else on the group's GPU, which must be the calling
- * thread's current device in each call. Without an arena the block gets one of its own, and the call is collective over the
- * group; with an arena the call is local.
- * Errors: INVALID_ARGUMENT (the config; or it does not fit the group or the arena, and then the group has made no call);
- * UNSUPPORTED (a group on GPUs in a build without CUDA); OUT_OF_MEMORY (of memory that peers reach: on all ranks, and the
- * group lives on; of this process or GPU: without an arena the group is aborted, since its other ranks have the block
- * already); the sticky ones of epx_mem_alloc. */
+ * thread's current device in each call. Without an arena the block gets one of its own. Collective over the group, with an
+ * arena too, since the ranks compare their options (by epx_group_all_gather).
+ * Errors: INVALID_ARGUMENT where a config is NULL or has another struct_size: on this rank alone, and the group has made no
+ * call. On all ranks alike, and the group lives on: MISMATCH (an option differs between ranks; the message names it, two ranks
+ * and their values), and where options agree, what one rank finds: INVALID_ARGUMENT (the config; it does not fit the group or
+ * the arena), UNSUPPORTED (a group on GPUs in a build without CUDA), SYSTEM, and OUT_OF_MEMORY of memory that peers reach.
+ * OUT_OF_MEMORY of this process or GPU aborts the group, whose other ranks may have the block already. Sticky: those of
+ * epx_mem_alloc. */
 EPX_API epx_status epx_moe_block_create(epx_group group, const epx_moe_block_config* config, epx_moe_block* block);
 
 /** Frees the block, also where it returns an error; before its arena and its group, and on a GPU after its calls have ended

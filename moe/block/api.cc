@@ -2,6 +2,7 @@
 // The part of the C API that is about blocks and their arenas.
 #include "base/c_boundary.h"
 #include "epx/epx_moe.h"
+#include "moe/block/agreement.h"
 #include "moe/block/arena.h"
 #include "moe/block/block.h"
 #include "moe/tensors.h"
@@ -19,8 +20,8 @@ struct epx_moe_block_s {
 
 namespace {
 
-// Runs `create`, which is collective over the group. What is refused, or fails in epx, is so on every rank; what else fails
-// does so here alone, and the others would wait.
+// Runs `create`, which is collective over the group. What throws a StatusError does so on every rank (agree_after); what else
+// fails does so here alone, and the others would wait.
 template <typename Create>
 void create_together(epx_group group, const Create& create) {
   try {
@@ -38,7 +39,19 @@ Block& require_block(epx_moe_block block) {
   return block->block;
 }
 
+void require_block_config(const epx_moe_block_config* config, const char* name) {
+  require_struct(config, name);
+  require_struct(config->router, "config.router");
+  require_struct(config->ffn, "config.ffn");
+}
+
 BlockPlan plan_with_rows(epx_group group, const epx_moe_arena_config& config) {
+  if (config.num_flights < 1)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "num_flights is {}; it must be at least 1", config.num_flights);
+  if (config.reserved0 != 0) fail(EPX_ERROR_INVALID_ARGUMENT, "reserved0 is {}; it must be 0", config.reserved0);
+  for (const int64_t reserved : config.reserved)
+    if (reserved != 0)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "a reserved field of the arena's config is {}; it must be 0", reserved);
   BlockPlan plan = plan_block(group, *config.block).plan;
   if (group == nullptr && config.max_rows != 0)
     fail(EPX_ERROR_INVALID_ARGUMENT, "max_rows is {}; without a group no route can be dropped, and it must be 0",
@@ -47,6 +60,7 @@ BlockPlan plan_with_rows(epx_group group, const epx_moe_arena_config& config) {
     fail(EPX_ERROR_INVALID_ARGUMENT, "max_rows is {}; it must be 0..{}, the group's max_recv_tokens_per_rank",
          config.max_rows, plan.shape.row_capacity);
   if (config.max_rows > 0) plan.num_rows = config.max_rows;
+  arena_bytes(footprint_of(plan), config.num_flights); // refuses what is too large
   return plan;
 }
 
@@ -71,16 +85,11 @@ epx_status epx_moe_arena_config_init(epx_moe_arena_config* config, size_t struct
 epx_status epx_moe_arena_create(epx_group group, const epx_moe_arena_config* config, epx_moe_arena* arena) {
   return at_c_boundary(__func__, [&] {
     require_struct(config, "config");
-    require_struct(config->block, "config.block");
+    require_block_config(config->block, "config.block");
     if (arena == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "arena is NULL");
-    if (config->num_flights < 1)
-      fail(EPX_ERROR_INVALID_ARGUMENT, "num_flights is {}; it must be at least 1", config->num_flights);
-    if (config->reserved0 != 0) fail(EPX_ERROR_INVALID_ARGUMENT, "reserved0 is {}; it must be 0", config->reserved0);
-    for (const int64_t reserved : config->reserved)
-      if (reserved != 0)
-        fail(EPX_ERROR_INVALID_ARGUMENT, "a reserved field of the arena's config is {}; it must be 0", reserved);
     create_together(group, [&] {
-      const BlockPlan plan = plan_with_rows(group, *config);
+      BlockPlan plan{};
+      agree_after(group, Options(*config), [&] { plan = plan_with_rows(group, *config); });
       *arena = new epx_moe_arena_s{Arena(group, plan, config->num_flights)};
     });
   });
@@ -107,11 +116,10 @@ epx_status epx_moe_arena_query(epx_moe_arena arena, epx_moe_arena_info* info) {
 
 epx_status epx_moe_block_create(epx_group group, const epx_moe_block_config* config, epx_moe_block* block) {
   return at_c_boundary(__func__, [&] {
-    require_struct(config, "config");
+    require_block_config(config, "config");
     if (block == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "block is NULL");
     Arena* const shared = config->arena != nullptr ? &config->arena->arena : nullptr;
-    create_together(shared == nullptr ? group : nullptr,
-                    [&] { *block = new epx_moe_block_s{Block(group, *config, shared)}; });
+    create_together(group, [&] { *block = new epx_moe_block_s{Block(group, *config, shared)}; });
   });
 }
 

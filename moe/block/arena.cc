@@ -24,24 +24,29 @@ void require_room(const char* what, int64_t wanted, int64_t there) {
 
 } // namespace
 
+ArenaBytes arena_bytes(const Footprint& footprint, int32_t num_flights) {
+  const ArenaBytes bytes = {total_bytes(footprint.flight_window, num_flights, footprint.shared_window),
+                            total_bytes(footprint.flight_local, num_flights, footprint.shared_local)};
+  total_bytes(bytes.window, 1, bytes.local); // which info() adds up
+  return bytes;
+}
+
 Arena::Arena(epx_group group, const BlockPlan& plan, int32_t num_flights)
     : group_(group), footprint_(footprint_of(plan)), num_rows_(plan.num_rows) {
-  const int64_t window_bytes = total_bytes(footprint_.flight_window, num_flights, footprint_.shared_window);
-  const int64_t local_bytes = total_bytes(footprint_.flight_local, num_flights, footprint_.shared_local);
-  total_bytes(window_bytes, 1, local_bytes); // which info() adds up
+  const ArenaBytes bytes = arena_bytes(footprint_, num_flights);
   if (group == nullptr) {
-    host_window_ = make_host_memory(static_cast<size_t>(window_bytes));
-    allocate_local(local_bytes, num_flights);
+    host_window_ = make_host_memory(static_cast<size_t>(bytes.window));
+    allocate_local(bytes.local, num_flights);
     return;
   }
-  window_ = with_group([&] { return group_.mem_alloc(static_cast<size_t>(window_bytes)); });
+  window_ = with_group([&] { return group_.mem_alloc(static_cast<size_t>(bytes.window)); });
   try {
     if (plan.is_on_gpu())
       enqueue_on_cuda([&](auto) {
         device_ = cuda::device_of(window());
         order_ = cuda::make_stream_order(device_);
       });
-    allocate_local(local_bytes, num_flights);
+    allocate_local(bytes.local, num_flights);
   } catch (...) {
     group_.abort(); // the other ranks have their arenas, and would wait for this one
     epx_mem_free(group, window_.data());

@@ -13,9 +13,16 @@
 
 namespace epx::moe {
 
+// The bytes of an arena. Throws when an int64 cannot count them.
+struct ArenaBytes {
+  int64_t window, local;
+};
+ArenaBytes arena_bytes(const Footprint& footprint, int32_t num_flights);
+
 class Arena {
 public:
-  // Collective over the group, which may be NULL. The first blocks that the arena serves are like the plan's.
+  // Collective over the group, which may be NULL. The first blocks that the arena serves are like the plan's, which is the same
+  // on all ranks, and so is num_flights.
   Arena(epx_group group, const BlockPlan& plan, int32_t num_flights);
 
   // Gives back what the group lends. Collective; before the destructor.

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "base/error.h"
+#include "moe/block/agreement.h"
 #include "moe/block/call.h"
 #include "moe/ffn/calls.h"
 #include "moe/router/calls.h"
@@ -47,17 +48,6 @@ void require_backward(const BlockPlan& plan, int64_t num_tokens, const epx_moe_b
   require_tensor(args.grad_tokens, "grad_tokens", {plan.dtype}, {tokens, hidden});
 }
 
-// Runs `make`, which may fail on this rank alone while the others wait for it.
-template <typename Make>
-void or_abort(GroupView group, const Make& make) {
-  try {
-    make();
-  } catch (...) {
-    group.abort();
-    throw;
-  }
-}
-
 } // namespace
 
 void Block::FreeRecord::operator()(epx_moe_errors_s* errors) const noexcept {
@@ -66,24 +56,24 @@ void Block::FreeRecord::operator()(epx_moe_errors_s* errors) const noexcept {
 }
 
 Block::Block(epx_group group, const epx_moe_block_config& config, Arena* shared) : arena_(shared) {
-  if (shared == nullptr && config.max_in_flight < 1)
-    fail(EPX_ERROR_INVALID_ARGUMENT, "max_in_flight is {}; it must be at least 1", config.max_in_flight);
-  PlannedBlock planned = plan_block(group, config);
-  plan_ = planned.plan;
-  exchange_ = std::move(planned.exchange);
-  if (shared != nullptr)
-    plan_.num_rows = shared->require_fit(group, plan_);
-  else
-    footprint_of(plan_); // refuses what is too large for any arena before the other ranks wait
-  if (plan_.is_on_gpu())
-    enqueue_on_cuda([&](auto) {
-      or_abort(shared == nullptr ? group : nullptr, [&] {
+  agree_after(group, Options(config), [&] {
+    if (shared == nullptr && config.max_in_flight < 1)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "max_in_flight is {}; it must be at least 1", config.max_in_flight);
+    PlannedBlock planned = plan_block(group, config);
+    plan_ = planned.plan;
+    exchange_ = std::move(planned.exchange);
+    if (shared != nullptr)
+      plan_.num_rows = shared->require_fit(group, plan_);
+    else
+      arena_bytes(footprint_of(plan_), config.max_in_flight); // refuses what is too large for any arena
+    if (plan_.is_on_gpu())
+      enqueue_on_cuda([&](auto) {
         cuda::load_block_kernels(plan_.dtype);
         auto record = std::make_unique<epx_moe_errors_s>();
         record->record = make_error_record();
         errors_.reset(record.release());
       });
-    });
+  });
   if (shared == nullptr) {
     own_arena_ = std::make_unique<Arena>(group, plan_, config.max_in_flight);
     arena_ = own_arena_.get();

@@ -14,8 +14,8 @@ namespace epx::moe {
 
 class Block {
 public:
-  // Uses `shared`, or makes an arena of max_in_flight flights. Collective over the group, which may be NULL, in the second
-  // case. Throws before the group makes a call if the config is invalid.
+  // Uses `shared`, or makes an arena of max_in_flight flights. Collective over the group, which may be NULL. The config and
+  // what it points to have passed require_struct; all ranks throw where another thing of it is wrong on one of them.
   Block(epx_group group, const epx_moe_block_config& config, Arena* shared);
 
   // Check their arguments before anything happens; throw.

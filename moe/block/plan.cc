@@ -11,8 +11,6 @@ namespace {
 
 // Checks all that needs no group.
 void require_config(const epx_moe_block_config& config) {
-  require_struct(config.router, "config.router");
-  require_struct(config.ffn, "config.ffn");
   validate(*config.router);
   make_ffn_shape(*config.ffn);
   if (!is_token_dtype(config.dtype) && config.dtype != EPX_FLOAT64)

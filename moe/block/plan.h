@@ -30,7 +30,8 @@ struct PlannedBlock {
   std::unique_ptr<Exchange> exchange;
 };
 
-// Local: the group, which may be NULL, makes no call. Throws when the config is no good, or does not fit the group.
+// Local: the group, which may be NULL, makes no call. The config, its router and its ffn have passed require_struct. Throws when
+// the config is no good, or does not fit the group.
 PlannedBlock plan_block(epx_group group, const epx_moe_block_config& config);
 
 } // namespace epx::moe

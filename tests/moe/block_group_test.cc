@@ -119,7 +119,7 @@ TEST_CASE("routes beyond max_rows are dropped, as those beyond R are") {
   }
 }
 
-TEST_CASE("an arena that does not do is refused before any call on the group") {
+TEST_CASE("an arena that does not do is refused on all ranks, and the group lives on") {
   each_rank(kSplits[1], group_config(EPX_COMBINE_EXACT), [](const Rank& rank) { check_arena_refusals<float>(rank, 0); });
 }
 
@@ -144,7 +144,7 @@ TEST_CASE("no rank waits for one whose logits have a NaN") {
   });
 }
 
-TEST_CASE("a block that does not fit its group is refused before any call on the group") {
+TEST_CASE("a block that does not fit its group is refused on all ranks, and the group lives on") {
   using Config = BlockConfig;
   struct Refusal {
     std::function<void(Config&)> spoil;
@@ -161,7 +161,7 @@ TEST_CASE("a block that does not fit its group is refused before any call on the
   epx_group_config narrow = group_config(EPX_COMBINE_EXACT);
   narrow.max_top_k = 3;
   each_rank(kSplits[1], narrow, [&](const Rank& rank) {
-    for (size_t i = static_cast<size_t>(rank.rank); i < table.size(); i += 2) { // each rank takes configs of its own
+    for (size_t i = 0; i < table.size(); ++i) {
       Config config = layer.config;
       table[i].spoil(config);
       epx_moe_block block = nullptr;
@@ -181,6 +181,154 @@ TEST_CASE("a block that does not fit its group is refused before any call on the
     const std::string fault =
         not_refused(epx_moe_block_create(rank.group, &view, &block), {"max_token_dtype", "bfloat16", "float32"});
     check(fault.empty(), "{}", fault);
+  });
+}
+
+// What a rank passes to epx_moe_block_create, or, where has_arena_config is set, to epx_moe_arena_create.
+struct CreationArgs {
+  BlockConfig block;
+  bool has_arena_config = false;
+  int32_t num_flights = 2;
+  int64_t max_rows = 0;
+};
+
+// Creates, and returns the sentence of the error, or "" after destroying what was created.
+std::string create(const Rank& rank, const CreationArgs& args, epx_status& status) {
+  const epx_moe_block_config view = args.block.view();
+  epx_moe_block block = nullptr;
+  epx_moe_arena arena = nullptr;
+  if (args.has_arena_config) {
+    epx_moe_arena_config config;
+    require_ok(epx_moe_arena_config_init(&config, sizeof(config)), "epx_moe_arena_config_init");
+    config.block = &view;
+    config.num_flights = args.num_flights;
+    config.max_rows = args.max_rows;
+    status = epx_moe_arena_create(rank.group, &config, &arena);
+  } else {
+    status = epx_moe_block_create(rank.group, &view, &block);
+  }
+  std::string sentence = status == EPX_SUCCESS ? "" : epx_last_error();
+  require_ok(epx_moe_block_destroy(block), "epx_moe_block_destroy");
+  require_ok(epx_moe_arena_destroy(arena), "epx_moe_arena_destroy");
+  return sentence;
+}
+
+TEST_CASE("an option that differs between ranks is named on all ranks, with both values, and the group lives on") {
+  struct Difference {
+    std::function<void(CreationArgs&)> both, spoil; // on all ranks; then on one of them
+    const char* words;                              // %: the rank that has the second value
+  };
+  const auto nothing = [](CreationArgs&) {};
+  const auto on_arena = [](CreationArgs& args) { args.has_arena_config = true; };
+  using Args = CreationArgs;
+  const std::vector<Difference> table = {
+      {nothing, [](Args& a) { a.block.router.num_experts = 9; },
+       "block's router.num_experts ?: rank 0 has 7, rank % has 9"},
+      {nothing, [](Args& a) { a.block.router.top_k = 99; }, "block's router.top_k ?: rank 0 has 2, rank % has 99"},
+      {nothing, [](Args& a) { a.block.router.score = EPX_MOE_SOFTMAX_THEN_TOPK; },
+       "block's router.score ?: rank 0 has sigmoid, rank % has softmax_then_topk"},
+      {[](Args& a) { a.block.router.score = EPX_MOE_TOPK_THEN_SOFTMAX; },
+       [](Args& a) { a.block.router.score = static_cast<epx_moe_score>(5); },
+       "block's router.score ?: rank 0 has topk_then_softmax, rank % has 5"},
+      {nothing, [](Args& a) { a.block.router.num_groups = 7; }, "block's router.num_groups ?: rank 0 has 1, rank % has 7"},
+      {nothing, [](Args& a) { a.block.router.topk_groups = 2; },
+       "block's router.topk_groups ?: rank 0 has 1, rank % has 2"},
+      {nothing, [](Args& a) { a.block.router.renormalize = 0; },
+       "block's router.renormalize ?: rank 0 has 1, rank % has 0"},
+      {nothing, [](Args& a) { a.block.router.scaling_factor = 2.5; },
+       "block's router.scaling_factor ?: rank 0 has 1, rank % has 2.5"},
+      {nothing, [](Args& a) { a.block.router.aux_loss_coeff = 1e-300; },
+       "block's router.aux_loss_coeff ?: rank 0 has 0, rank % has 1e-300"},
+      {nothing, [](Args& a) { a.block.ffn.hidden_dim = 32; }, "block's ffn.hidden_dim ?: rank 0 has 33, rank % has 32"},
+      {nothing, [](Args& a) { a.block.ffn.ffn_dim = 40; }, "block's ffn.ffn_dim ?: rank 0 has 9, rank % has 40"},
+      {nothing, [](Args& a) { a.block.ffn.activation = EPX_MOE_GELU; },
+       "block's ffn.activation ?: rank 0 has swiglu, rank % has gelu"},
+      {[](Args& a) { a.block.ffn.activation = EPX_MOE_GELU; }, [](Args& a) { a.block.ffn.activation = EPX_MOE_RELU2; },
+       "block's ffn.activation ?: rank 0 has gelu, rank % has relu2"},
+      {nothing, [](Args& a) { a.block.dtype = EPX_BFLOAT16; }, "block's dtype ?: rank 0 has float32, rank % has bfloat16"},
+      {nothing, [](Args& a) { a.block.weighting = EPX_MOE_WEIGHT_EARLY; },
+       "block's weighting ?: rank 0 has late, rank % has early"},
+      {nothing, [](Args& a) { a.block.alignment = 4; }, "block's alignment ?: rank 0 has 1, rank % has 4"},
+      {nothing, [](Args& a) { a.block.max_in_flight = 3; }, "block's max_in_flight ?: rank 0 has 2, rank % has 3"},
+      {on_arena, [](Args& a) { a.num_flights = 4; }, "arena's num_flights ?: rank 0 has 2, rank % has 4"},
+      {on_arena, [](Args& a) { a.max_rows = 5; }, "arena's max_rows ?: rank 0 has 0, rank % has 5"},
+      {on_arena, [](Args& a) { a.block.weighting = EPX_MOE_WEIGHT_EARLY; },
+       "arena's block.weighting ?: rank 0 has late, rank % has early"},
+      {on_arena, [](Args& a) { a.block.ffn.ffn_dim = 40; }, "arena's block.ffn.ffn_dim ?: rank 0 has 9, rank % has 40"},
+      {on_arena, [](Args& a) { a.block.router.top_k = 1; }, "arena's block.router.top_k ?: rank 0 has 2, rank % has 1"},
+  };
+  const Layer layer = make_layer(45, {2});
+  each_rank(kSplits[2], group_config(EPX_COMBINE_EXACT), [&](const Rank& rank) {
+    const BlockArena arena(rank.group, layer.config, 2);
+    const auto replaced = [](std::string text, const std::string& what, const std::string& by) {
+      return text.replace(text.find(what), what.size(), by);
+    };
+    const auto check_refused = [&](const CreationArgs& args, const std::string& expected) {
+      epx_status status = EPX_SUCCESS;
+      const std::string function = args.has_arena_config ? "epx_moe_arena_create" : "epx_moe_block_create";
+      const std::string sentence = create(rank, args, status);
+      check(status == EPX_ERROR_MISMATCH && sentence == function + ": " + expected,
+            "expected \"{}\", rank {} has status {} and says \"{}\"", expected, rank.rank, static_cast<int>(status),
+            sentence);
+    };
+    for (size_t i = 0; i < table.size(); ++i) {
+      const Difference& difference = table[i];
+      const int other = i % 2 == 0 ? 2 : 1;
+      CreationArgs args{layer.config};
+      difference.both(args);
+      if (rank.rank >= other) difference.spoil(args); // rank 2 as rank 1: the first that differs is named
+      const std::string words = replaced(difference.words, "?", "differs between ranks");
+      check_refused(args, "the " + replaced(words, "%", std::to_string(other)));
+      if (args.has_arena_config || contains(words, "max_in_flight")) continue;
+      args.block.arena = arena.handle();
+      check_refused(args, "the " + replaced(words, "%", std::to_string(other)));
+    }
+    CreationArgs shared{layer.config};
+    if (rank.rank == 1) shared.block.arena = arena.handle();
+    check_refused(shared, "the block's arena differs between ranks: rank 0 has NULL, rank 1 has a shared one");
+    CreationArgs other_thing{layer.config};
+    other_thing.has_arena_config = rank.rank == 2;
+    check_refused(other_thing, "ranks create different things: rank 0 a block, rank 2 an arena");
+
+    RankBlock(rank, layer).run();
+    RankBlock(rank, layer, arena.serve(layer.config)).run();
+    check_status_clean(rank);
+  });
+}
+
+TEST_CASE("ranks may differ in what changes nothing for their peers") {
+  const Layer layer = make_layer(46, {2});
+  each_rank(kSplits[1], group_config(EPX_COMBINE_EXACT), [&](const Rank& rank) {
+    BlockConfig config = layer.config;
+    config.recompute = rank.rank;
+    config.alignment = rank.rank; // 0 means 1
+    config.max_tokens_per_rank = 3 + rank.rank;
+    config.ffn.num_local_experts = rank.rank;
+    RankBlock(rank, layer, config).run();
+    const BlockArena arena(rank.group, config, 2);
+    config = arena.serve(config);
+    config.max_in_flight = rank.rank;
+    RankBlock(rank, layer, config).run();
+    check_status_clean(rank);
+  });
+}
+
+TEST_CASE("what one rank cannot create fails on all ranks, and the group lives on") {
+  const Layer layer = make_layer(47, {2});
+  each_rank(kSplits[1], group_config(EPX_COMBINE_EXACT), [&](const Rank& rank) {
+    for (const bool is_arena : {false, true}) {
+      CreationArgs args{layer.config};
+      args.has_arena_config = is_arena;
+      if (rank.rank == 1) args.block.router.reserved[1] = 77;
+      epx_status status = EPX_SUCCESS;
+      const std::string sentence = create(rank, args, status);
+      check(status == EPX_ERROR_INVALID_ARGUMENT, "rank {} has status {}", rank.rank, static_cast<int>(status));
+      const std::string words = rank.rank == 1 ? "reserved field of the router's config is 77"
+                                               : "rank 1 could not create its " + std::string(is_arena ? "arena" : "block");
+      check(contains(sentence, words), "rank {} says \"{}\"", rank.rank, sentence);
+    }
+    RankBlock(rank, layer).run();
+    check_status_clean(rank);
   });
 }
 

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Names of the enumerators of epx_moe.h, for messages.
+#pragma once
+
+#include "epx/epx_moe.h"
+
+namespace epx {
+
+constexpr const char* name_of(epx_moe_score score) {
+  switch (score) {
+  case EPX_MOE_TOPK_THEN_SOFTMAX:
+    return "topk_then_softmax";
+  case EPX_MOE_SOFTMAX_THEN_TOPK:
+    return "softmax_then_topk";
+  case EPX_MOE_SIGMOID:
+    return "sigmoid";
+  }
+  return "unknown score";
+}
+
+constexpr const char* name_of(epx_moe_activation activation) {
+  switch (activation) {
+  case EPX_MOE_SWIGLU:
+    return "swiglu";
+  case EPX_MOE_GELU:
+    return "gelu";
+  case EPX_MOE_RELU2:
+    return "relu2";
+  }
+  return "unknown activation";
+}
+
+constexpr const char* name_of(epx_moe_weighting weighting) {
+  switch (weighting) {
+  case EPX_MOE_WEIGHT_LATE:
+    return "late";
+  case EPX_MOE_WEIGHT_EARLY:
+    return "early";
+  }
+  return "unknown weighting";
+}
+
+} // namespace epx
