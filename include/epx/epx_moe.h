@@ -454,7 +454,8 @@ typedef struct epx_moe_block_config {
   size_t struct_size;                  /**< set by epx_moe_block_config_init */
   const epx_moe_router_config* router; /**< required; num_experts must be the group's */
   const epx_moe_ffn_config* ffn;       /**< required; num_local_experts is not used: the group has it */
-  epx_moe_arena arena; /**< shared memory, of the same group; must outlive the block. NULL: the block has its own */
+  epx_moe_arena arena; /**< shared memory, of the same group, into which the block fits (epx_moe_arena_config); must outlive
+                            the block. NULL: the block has its own */
   epx_dtype dtype;     /**< of the tokens, the parameters and the experts' products. FLOAT32 (default); with a group on GPUs
                                     also BFLOAT16 or FLOAT16, without a group also FLOAT64 */
   epx_moe_weighting weighting; /**< default LATE */
@@ -469,11 +470,21 @@ typedef struct epx_moe_block_config {
 /** Fills in defaults. */
 EPX_API epx_status epx_moe_block_config_init(epx_moe_block_config* config, size_t struct_size);
 
-/** What an arena is created for. Ranks agree on every field, and on those of `block` as for a block. */
+/** What an arena is created for. Ranks agree on every field, and on those of `block` as for a block.
+ *
+ * Another block of the group fits into the arena where it needs, with the arena's max_rows in the place of R, no more than
+ * `block` of each of these four kinds of memory, in bytes. The FFN's inner rows have 2F elements with SWIGLU, else F:
+ * - rows that peers reach for a flight: recv_tokens, recv_weights and, with EPX_MOE_WEIGHT_LATE, expert_out;
+ * - rows that peers reach for all flights: the gradients of these three, whatever the weighting;
+ * - memory for a flight: handle memory, the router's results and logits, and the FFN's inner rows unless `recompute` is 1;
+ * - workspace: the gradient of the weights, the FFN's inner rows if `recompute` is 1, and on a GPU the workspace of the calls.
+ *
+ * So dtype, H, F, K, activation, weighting and recompute decide; score, alignment and the like do not matter, except that a
+ * load-balance loss needs a little workspace on a GPU. Kinds do not stand in for each other: an arena for a block that
+ * recomputes takes none that does not, nor the other way round. */
 typedef struct epx_moe_arena_config {
   size_t struct_size;                /**< set by epx_moe_arena_config_init */
-  const epx_moe_block_config* block; /**< required: a block whose flights must fit; its arena and max_in_flight are ignored.
-                                          Blocks that need no more memory than this one may use the arena too */
+  const epx_moe_block_config* block; /**< required: a block that fits; its arena and max_in_flight are ignored */
   int32_t num_flights; /**< forwards, of all blocks together, whose backward is still to come; >= 1; default 1 */
   int32_t reserved0;   /**< 0 */
   int64_t max_rows; /**< the most rows that a rank receives in a call, at most the group's R; 0 (default): R. A route whose

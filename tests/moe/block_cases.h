@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -117,6 +118,61 @@ void check_max_rows(const epx_bootstrap& bootstrap, const std::vector<int64_t>& 
     }
     check(dropped > 0, "no route was dropped");
   }
+}
+
+// Which blocks fit into an arena for another one, and which of the four kinds of memory they lack else (epx_moe_arena_config).
+template <typename T>
+void check_arena_fit(const Rank& rank, double tolerance) {
+  const LayerOf<T> layer = make_layer_of<T>(145, {3});
+  struct Fit {
+    std::function<void(BlockConfig&)> of_arena, of_block; // what they change of the layer's config
+    std::string lacks;                                    // "": it fits
+  };
+  const std::string flight_rows = "rows that peers reach for a flight",
+                    shared_rows = "rows that peers reach for all flights", flight = "memory for a flight",
+                    workspace = "workspace";
+  const auto same = [](BlockConfig&) {};
+  const auto early = [](BlockConfig& c) { c.weighting = EPX_MOE_WEIGHT_EARLY; };
+  const auto recomputes = [](BlockConfig& c) { c.recompute = 1; };
+  const auto narrow = [](BlockConfig& c) { c.ffn.hidden_dim = 16; };
+  const auto early_and_wider = [](BlockConfig& c) {
+    c.weighting = EPX_MOE_WEIGHT_EARLY; // 24 columns in a flight, where 2 * 16 are
+    c.ffn.hidden_dim = 24;
+  };
+  const std::vector<Fit> table = {
+      {same, same, ""},
+      {same, early, ""},
+      {same, narrow, ""},
+      {same, [](BlockConfig& c) { c.router.top_k = 1; }, ""},
+      {same, [](BlockConfig& c) { c.ffn.ffn_dim = 8; }, ""},
+      {same, [](BlockConfig& c) { c.ffn.activation = EPX_MOE_RELU2; }, ""},
+      {same, [](BlockConfig& c) { c.router.score = EPX_MOE_SOFTMAX_THEN_TOPK, c.router.aux_loss_coeff = 0.1; }, ""},
+      {same, [](BlockConfig& c) { c.alignment = kMaxAlignment; }, ""},
+      {early, same, flight_rows},
+      {narrow, same, flight_rows},
+      {narrow, early_and_wider, shared_rows},
+      {same, [](BlockConfig& c) { c.router.top_k = kMaxTopK; }, flight},
+      {same, [](BlockConfig& c) { c.ffn.ffn_dim = 500; }, flight},
+      {recomputes, same, flight},
+      {same, recomputes, workspace},
+  };
+  for (size_t i = 0; i < table.size(); ++i) {
+    BlockConfig of_arena = layer.config, of_block = layer.config;
+    table[i].of_arena(of_arena);
+    table[i].of_block(of_block);
+    const BlockArena arena(rank.group, of_arena, 1);
+    const BlockConfig served = arena.serve(of_block);
+    const epx_moe_block_config view = served.view();
+    epx_moe_block block = nullptr;
+    const epx_status status = epx_moe_block_create(rank.group, &view, &block);
+    const std::string sentence = status == EPX_SUCCESS ? "" : epx_last_error();
+    epx_moe_block_destroy(block);
+    check_status(status, table[i].lacks.empty() ? EPX_SUCCESS : EPX_ERROR_INVALID_ARGUMENT, "case " + std::to_string(i));
+    check(contains(sentence, table[i].lacks), "case {}: \"{}\"", i, sentence);
+  }
+  const BlockArena arena(rank.group, layer.config, 1);
+  RankBlockOf<T>(rank, layer, arena.serve(layer.config)).run(tolerance);
+  check_status_clean(rank);
 }
 
 template <typename T>

@@ -74,6 +74,7 @@ void test_arenas(const RankContext& context) {
   check_recompute<Bfloat16>(group.rank(), kTwoBytes);
   check_many_blocks<Bfloat16>(group.rank(), kTwoBytes);
   check_arena_refusals<float>(group.rank(), kFloat32);
+  check_arena_fit<float>(group.rank(), kFloat32);
 }
 
 void test_max_rows(const RankContext& context) {

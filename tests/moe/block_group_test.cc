@@ -123,6 +123,10 @@ TEST_CASE("an arena that does not do is refused on all ranks, and the group live
   each_rank(kSplits[1], group_config(EPX_COMBINE_EXACT), [](const Rank& rank) { check_arena_refusals<float>(rank, 0); });
 }
 
+TEST_CASE("a block fits into an arena by four kinds of memory") {
+  each_rank(kSplits[1], group_config(EPX_COMBINE_EXACT), [](const Rank& rank) { check_arena_fit<float>(rank, 0); });
+}
+
 TEST_CASE("no rank waits for one whose logits have a NaN") {
   constexpr int64_t kBadToken = 4; // it belongs to rank 1 of 3
   const Layer clean = make_layer(30, {});
