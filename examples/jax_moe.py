@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """A small MoE language model in JAX, trained on a text with epx and, step by step beside it, with JAX's own collectives: from
-the same parameters, on the same batches. Those are ragged_all_to_all on GPUs of one machine, and all_to_all of padded rows on
-CPUs and between machines, where XLA has no ragged one. Prints both losses and step times, and draws the curves.
+the same parameters, on the same batches. Those are ragged_all_to_all on GPUs of one machine, and all_to_all of padded rows
+between machines and on CPUs, where XLA has no ragged one. Prints both losses and step times, and draws the curves.
 
 examples/jax_moe.py --processes 2                  # on GPUs where there are enough, else on CPUs; one process for each device
 
@@ -28,6 +28,20 @@ import epx.jax
 
 MAX_DIFFERENCE = 1e-3
 AXIS = "ep"
+# From JAX 0.11 on XLA refuses ragged_all_to_all between processes unless this allows it to send and receive through NCCL.
+RAGGED_OPTIONS = {"xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback": True}
+
+
+def known_options(options):
+    """Returns these compiler options, or none where this XLA does not know one of them. In XLA_FLAGS, which stay the user's, a
+    flag that XLA does not know ends the process."""
+    try:
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return {}
+    return options
 
 
 def route(gate_weight, tokens, top_k):
@@ -44,6 +58,8 @@ def run_experts(layer, rows, counts):
 
 class Epx:
     """The MoE layer on epx."""
+
+    compiler_options = {}
 
     def __init__(self, group, top_k):
         self.group, self.top_k = group, top_k
@@ -63,6 +79,7 @@ class Native:
 
     def __init__(self, num_ranks, top_k, is_ragged):
         self.num_ranks, self.top_k, self.is_ragged = num_ranks, top_k, is_ragged
+        self.compiler_options = known_options(RAGGED_OPTIONS) if is_ragged else {}
 
     def layer(self, gate_weight, layer, tokens, token):
         topk_idx, weights = route(gate_weight, tokens, self.top_k)
@@ -219,7 +236,7 @@ class Trainer:
             out_specs=(by_part, by_state, PartitionSpec()),
             check_vma=False,
         )
-        self.compiled = jax.jit(sharded, donate_argnums=(0, 1))
+        self.compiled = jax.jit(sharded, donate_argnums=(0, 1), compiler_options=moe.compiler_options)
 
     def step(self, batch):
         begin = time.perf_counter()

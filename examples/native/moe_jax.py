@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""An MoE layer on JAX's collectives: ragged_all_to_all and ragged_dot under shard_map, in one process that has all GPUs.
+"""An MoE layer on JAX's collectives: ragged_all_to_all and ragged_dot under shard_map, in one process that has all GPUs. With a
+process for each GPU, XLA wants a compiler option for ragged_all_to_all: see RAGGED_OPTIONS of examples/jax_moe.py.
 
 --variant usual is the layer as it is usually written. --variant best sends 64 updates to each peer, which XLA copies side by
 side, and computes the experts as one batched product over rows padded to the fullest expert, rounded up to a multiple of 16 or

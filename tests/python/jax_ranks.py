@@ -12,6 +12,7 @@ import ranks
 ON_GPU = ranks.on_gpu()
 os.environ["JAX_PLATFORMS"] = "cuda" if ON_GPU else "cpu"  # which JAX reads when it is imported
 if ON_GPU:
+    ranks.require_jax_on_gpus(ranks.ranks_per_node())
     # Windows and NCCL want some, too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2" if ranks.shares_gpu() else "0.5")
 ranks.require("numpy", "jax")

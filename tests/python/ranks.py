@@ -8,6 +8,7 @@ ranks have a GPU each; ranks of several nodes (epx_test_launch --ranks-per-node)
 import ctypes
 import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 import unittest
@@ -67,6 +68,20 @@ def num_gpus():
 def shares_gpu():
     """Whether ranks of several nodes share GPUs."""
     return on_gpu() and num_gpus() < num_ranks()
+
+
+def require_jax_on_gpus(count):
+    """Ends this process as skipped where there are fewer GPUs, or JAX has no plugin for them. It does not import JAX."""
+    if num_gpus() < count:
+        print(f"skipped: {count} ranks need a GPU each; this machine has {num_gpus()}")
+        sys.exit(SKIPPED)
+    try:
+        plugins = [module.name for module in pkgutil.iter_modules(importlib.import_module("jax_plugins").__path__)]
+    except ModuleNotFoundError:
+        plugins = []
+    if not any(name.startswith("xla_cuda") for name in plugins):
+        print("skipped: JAX has no plugin for CUDA")
+        sys.exit(SKIPPED)
 
 
 def gpu():
