@@ -177,12 +177,12 @@ EPX_API const char* epx_last_error(void);
  * libepx_mpi does. The string is copied; NULL means "". */
 EPX_API void epx_set_last_error(const char* message);
 
-/** Ends the waits of this process: on each thread the call that is in progress, or else the thread's next call that may wait
- * for peers. They are epx_bootstrap_file, epx_bootstrap_mpi, epx_group_create, epx_mem_*, and the operations where the host
- * waits (the host transport, several nodes). Such a call returns EPX_ERROR_ABORTED, and its peers learn that this rank was
- * interrupted. Each call of epx_interrupt() ends at most one call of each thread. An operation of a group that is interrupted
- * ends the group. A call that has no need to wait succeeds all the same. epx_group_destroy stops waiting for the GPU, and
- * aborts its calls. A thread that has not used epx before does not hear of earlier interrupts.
+/** Ends waits for peers in this process: on each thread those of the call in progress, or else of its next call that waits.
+ * That call returns EPX_ERROR_ABORTED, and its peers learn that this rank was interrupted. One epx_interrupt() ends at most
+ * one call of each thread; a call that need not wait succeeds all the same. These wait on the host: epx_bootstrap_file,
+ * epx_bootstrap_mpi, epx_group_create, epx_group_all_gather, epx_mem_*, and the operations of the host transport and of
+ * several nodes. An interrupted call of a group ends the group. epx_group_destroy stops waiting for the GPU, and aborts what
+ * runs there. A thread that has not used epx yet does not hear of earlier interrupts.
  * Async-signal-safe: a signal handler may call it. Waits for nothing. */
 EPX_API void epx_interrupt(void);
 

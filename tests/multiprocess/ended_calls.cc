@@ -31,7 +31,7 @@ constexpr auto kSoon = 10s;
 
 constexpr epx_operation kOperations[] = {EPX_OP_PREPARE,          EPX_OP_DISPATCH,     EPX_OP_COMBINE,
                                          EPX_OP_COMBINE_BWD,      EPX_OP_DISPATCH_BWD, EPX_OP_DISPATCH_RANK_MAJOR,
-                                         EPX_OP_PREPARE_DISPATCH, EPX_OP_MEM_ALLOC};
+                                         EPX_OP_PREPARE_DISPATCH, EPX_OP_MEM_ALLOC,    EPX_OP_ALL_GATHER};
 
 void with_ranks(int num_ranks, const std::function<void(const RankContext&)>& fn) {
   const int64_t before = num_checks();
@@ -74,6 +74,7 @@ void check_all_refuse(epx_group group) {
   refused(epx_handle_mem_size(group, &layer, &bytes), "epx_handle_mem_size");
   refused(epx_mem_alloc(group, 16, &memory), "epx_mem_alloc");
   refused(epx_mem_free(group, memory), "epx_mem_free");
+  refused(epx_group_all_gather(group, &bytes, &bytes, sizeof(bytes)), "epx_group_all_gather");
   refused(epx_prepare(group, nullptr), "epx_prepare");
 }
 
