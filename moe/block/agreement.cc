@@ -105,6 +105,8 @@ constexpr std::array kRouterMembers = {
     agreed<&RouterConfig::renormalize>("renormalize"),
     agreed<&RouterConfig::scaling_factor>("scaling_factor"),
     agreed<&RouterConfig::aux_loss_coeff>("aux_loss_coeff"),
+    agreed<&RouterConfig::group_score_top_k>("group_score_top_k"),
+    may_differ<&RouterConfig::reserved0>(),
     may_differ<&RouterConfig::reserved>(),
 };
 

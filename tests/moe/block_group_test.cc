@@ -243,6 +243,8 @@ TEST_CASE("an option that differs between ranks is named on all ranks, with both
        "block's router.scaling_factor ?: rank 0 has 1, rank % has 2.5"},
       {nothing, [](Args& a) { a.block.router.aux_loss_coeff = 1e-300; },
        "block's router.aux_loss_coeff ?: rank 0 has 0, rank % has 1e-300"},
+      {nothing, [](Args& a) { a.block.router.group_score_top_k = 1; },
+       "block's router.group_score_top_k ?: rank 0 has 0, rank % has 1"},
       {nothing, [](Args& a) { a.block.ffn.hidden_dim = 32; }, "block's ffn.hidden_dim ?: rank 0 has 33, rank % has 32"},
       {nothing, [](Args& a) { a.block.ffn.ffn_dim = 40; }, "block's ffn.ffn_dim ?: rank 0 has 9, rank % has 40"},
       {nothing, [](Args& a) { a.block.ffn.activation = EPX_MOE_GELU; },
