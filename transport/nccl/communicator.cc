@@ -1,17 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/nccl/communicator.h"
 
+#include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "base/suspension_aware_deadline.h"
 #include "transport/interrupt.h"
 #include "transport/nccl/nccl_check.h"
 
 namespace epx {
+namespace {
 
-Communicator::Communicator(const NcclVersion& version, int rank, int num_ranks, const ncclUniqueId& id, int ctas,
-                           std::chrono::milliseconds timeout)
-    : version_(version), timeout_(timeout) {
+constexpr std::chrono::milliseconds kTimeToBeMade{5'000}; // when nobody needs it any more
+
+} // namespace
+
+Communicator::Communicator(const NcclVersion& version, int rank, int num_ranks, const ncclUniqueId& id,
+                           std::unique_ptr<BootstrapRoot> root, int ctas, std::chrono::milliseconds timeout)
+    : version_(version), root_(std::move(root)), timeout_(timeout) {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
   config.minCTAs = config.maxCTAs = ctas;
@@ -24,9 +31,18 @@ Communicator::Communicator(const NcclVersion& version, int rank, int num_ranks, 
 void Communicator::wait_until_made() {
   wait(ncclInProgress, "ncclCommInitRankConfig");
   is_made_ = true;
+  if (root_ != nullptr) root_->all_ranks_have_come();
+  root_.reset();
 }
 
 Communicator::~Communicator() {
+  if (can_be_made_ && !is_made_ && comm_ != nullptr) {
+    timeout_ = std::min(timeout_, kTimeToBeMade);
+    try {
+      wait_until_made();
+    } catch (const StatusError&) { // a rank has died, and what NCCL leaves cannot be helped
+    }
+  }
   abort();
 }
 

@@ -5,9 +5,11 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <memory>
 
 #include <nccl.h>
 
+#include "transport/nccl/bootstrap_root.h"
 #include "transport/nccl/nccl_versions.h"
 
 namespace epx {
@@ -16,9 +18,10 @@ namespace epx {
 class Communicator {
 public:
   // Begins to make the communicator, in a thread of NCCL's own, and waits for nobody. The ranks that have `id` do so together.
-  // `version` is that of the library that is loaded. NCCL's kernels get `ctas` blocks each. Throws SYSTEM.
-  Communicator(const NcclVersion& version, int rank, int num_ranks, const ncclUniqueId& id, int ctas,
-               std::chrono::milliseconds timeout);
+  // `root` is that of `id` on the rank that has made it, and NULL on the others. `version` is that of the library that is loaded.
+  // NCCL's kernels get `ctas` blocks each. Throws SYSTEM.
+  Communicator(const NcclVersion& version, int rank, int num_ranks, const ncclUniqueId& id,
+               std::unique_ptr<BootstrapRoot> root, int ctas, std::chrono::milliseconds timeout);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -26,6 +29,10 @@ public:
   // Returns when the communicator is made, which must be so before NCCL is called with it. Throws as wait() does.
   void wait_until_made();
   bool is_made() const { return is_made_; } // and has been waited for
+
+  // All ranks have begun to make it. From here on the destructor waits for NCCL to make it, for a few seconds at most, before it
+  // aborts it: of a communicator that is aborted sooner NCCL leaves sockets and memory, on the GPU too.
+  void all_ranks_have_begun() { can_be_made_ = true; }
 
   // NULL after a timeout, and after abort(). Any thread may call it.
   ncclComm_t get() const { return comm_; }
@@ -46,9 +53,11 @@ public:
   bool leave(const std::function<bool()>& gives_up);
 
 private:
-  const NcclVersion& version_; // the loaded library's
+  const NcclVersion& version_;          // the loaded library's
+  std::unique_ptr<BootstrapRoot> root_; // until the communicator is made
   std::atomic<ncclComm_t> comm_ = nullptr;
   bool is_made_ = false;
+  bool can_be_made_ = false;
   std::chrono::milliseconds timeout_;
   std::function<bool()> has_ended_;
 };

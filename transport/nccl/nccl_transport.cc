@@ -12,6 +12,7 @@
 #include <nccl.h>
 #include <nccl_device.h>
 
+#include "transport/nccl/bootstrap_root.h"
 #include "transport/nccl/communicator.h"
 #include "transport/nccl/gpu_fabric.h"
 #include "transport/nccl/gpu_identity.h"
@@ -112,10 +113,21 @@ struct UniqueIds {
   ncclUniqueId node;  // made by the first rank of a node
 };
 
+// The roots of the ids that this rank has made; NULL where it made none.
+struct BootstrapRoots {
+  std::unique_ptr<BootstrapRoot> group, node;
+};
+
 struct CheckedRanks {
   std::vector<UniqueIds> ids;    // what each rank has made
   std::vector<GpuIdentity> gpus; // of each rank
+  BootstrapRoots own;
 };
+
+ncclUniqueId make_id(std::unique_ptr<BootstrapRoot>& root) {
+  root = std::make_unique<BootstrapRoot>();
+  return root->id();
+}
 
 // The call is collective. It returns once all ranks have been found to be able to use NCCL together. `first_of_node` is the
 // first of the ranks_per_node ranks of this rank's node.
@@ -131,6 +143,7 @@ CheckedRanks check_ranks_and_make_ids(int rank, int first_of_node, int ranks_per
     gpus.push_back(hello.gpu);
     codes.push_back(hello.nccl_code);
   }
+  BootstrapRoots own;
   std::vector<UniqueIds> all_ids = exchange.all_gather([&] { // the UID all-gather
     if (const std::string why = why_not_one_nccl(codes); !why.empty())
       fail(EPX_ERROR_UNSUPPORTED, "{}: all ranks of a group need the same one", why);
@@ -141,11 +154,12 @@ CheckedRanks check_ranks_and_make_ids(int rank, int first_of_node, int ranks_per
       fail(EPX_ERROR_UNSUPPORTED, "transport nccl: {}", why);
     const bool is_one_node = static_cast<size_t>(ranks_per_node) == gpus.size();
     UniqueIds ids{};
-    if (rank == 0) check_nccl(nccl().GetUniqueId(&ids.group), "ncclGetUniqueId");
-    if (rank == first_of_node && !is_one_node) check_nccl(nccl().GetUniqueId(&ids.node), "ncclGetUniqueId");
+    // One rank needs no communicator.
+    if (rank == 0 && gpus.size() > 1) ids.group = make_id(own.group);
+    if (rank == first_of_node && ranks_per_node > 1 && !is_one_node) ids.node = make_id(own.node);
     return ids;
   });
-  return {std::move(all_ids), std::move(gpus)};
+  return {std::move(all_ids), std::move(gpus), std::move(own)};
 }
 
 // The call is collective: bring() returns whether this rank reaches all of its node over NVLink. Returns whether all ranks do;
@@ -158,11 +172,13 @@ bool all_have_nvlink(Exchange& exchange, const Bring& bring) {
   return false;
 }
 
-// Begins to make the communicator of the ranks that have `id`, which must reach each other's memory.
+// Begins to make the communicator of the ranks that have `id`, which must reach each other's memory. `root` is as Communicator
+// takes it.
 std::shared_ptr<Communicator> begin_window_communicator(int rank, int num_ranks, const ncclUniqueId& id,
+                                                        std::unique_ptr<BootstrapRoot> root,
                                                         std::chrono::milliseconds timeout) {
   log::transport().info("NCCL {}: a communicator of {} ranks begins", loaded_nccl().name, num_ranks);
-  return std::make_shared<Communicator>(loaded_nccl(), rank, num_ranks, id, kWindowCtas, timeout);
+  return std::make_shared<Communicator>(loaded_nccl(), rank, num_ranks, id, std::move(root), kWindowCtas, timeout);
 }
 
 } // namespace
@@ -178,12 +194,15 @@ std::string why_no_nccl() {
 
 std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t timeout_ms, Exchange& exchange) {
   const std::chrono::milliseconds timeout(timeout_ms);
-  const CheckedRanks ranks = check_ranks_and_make_ids(rank, 0, num_ranks, exchange);
+  CheckedRanks ranks = check_ranks_and_make_ids(rank, 0, num_ranks, exchange);
   std::shared_ptr<Communicator> communicator;
   const bool has_nvlink = all_have_nvlink(exchange, [&] {
-    if (num_ranks > 1) communicator = begin_window_communicator(rank, num_ranks, ranks.ids.front().group, timeout);
+    if (num_ranks > 1)
+      communicator =
+          begin_window_communicator(rank, num_ranks, ranks.ids.front().group, std::move(ranks.own.group), timeout);
     return reaches_over_nvlink(ranks.gpus[static_cast<size_t>(rank)], ranks.gpus); // while NCCL makes the communicator
   });
+  if (communicator != nullptr) communicator->all_ranks_have_begun();
   return std::make_unique<NcclTransport>(std::move(communicator), rank, num_ranks, has_nvlink, timeout);
 }
 
@@ -191,14 +210,15 @@ NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_
                                          Exchange& exchange) {
   const std::chrono::milliseconds timeout(timeout_ms);
   const int index = rank % ranks_per_node;
-  const CheckedRanks ranks = check_ranks_and_make_ids(rank, rank - index, ranks_per_node, exchange);
+  CheckedRanks ranks = check_ranks_and_make_ids(rank, rank - index, ranks_per_node, exchange);
   std::shared_ptr<Communicator> of_node;
   std::unique_ptr<NcclRails> rails;
   // The node's communicator is made in an exchange before that of the rails: a node that fails here fails all ranks, and no
   // other node begins to wait for it in the communicator of the rails.
   const bool has_nvlink = all_have_nvlink(exchange, [&] {
     const auto first = static_cast<size_t>(rank - index);
-    if (ranks_per_node > 1) of_node = begin_window_communicator(index, ranks_per_node, ranks.ids[first].node, timeout);
+    if (ranks_per_node > 1)
+      of_node = begin_window_communicator(index, ranks_per_node, ranks.ids[first].node, std::move(ranks.own.node), timeout);
     const bool reaches = reaches_over_nvlink(ranks.gpus[static_cast<size_t>(rank)],
                                              std::span(ranks.gpus).subspan(first, static_cast<size_t>(ranks_per_node)));
     if (of_node != nullptr) wait_for_communicator(*of_node, ranks_per_node);
@@ -207,8 +227,8 @@ NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_
   exchange.all_gather([&] {
     log::transport().info("NCCL {}: a communicator of {} ranks begins, for the rails of {} nodes", loaded_nccl().name,
                           num_ranks, num_ranks / ranks_per_node);
-    auto communicator =
-        std::make_unique<Communicator>(loaded_nccl(), rank, num_ranks, ranks.ids.front().group, rail_ctas, timeout);
+    auto communicator = std::make_unique<Communicator>(loaded_nccl(), rank, num_ranks, ranks.ids.front().group,
+                                                       std::move(ranks.own.group), rail_ctas, timeout);
     communicator->wait_until_made();
     rails = std::make_unique<NcclRails>(std::move(communicator), rank, num_ranks, ranks_per_node, timeout);
     rails->connect();
