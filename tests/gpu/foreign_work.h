@@ -41,6 +41,7 @@ public:
   const Stream& own_stream() const { return stream_; }
   epx_transport transport() const override { return device_.transport(); }
   int num_sms() const override { return device_.num_sms(); }
+  int64_t bytes_in_use() const override { return device_.bytes_in_use(); }
   epx_stream stream() const override { return stream_.get(); }
   std::byte* allocate(size_t bytes) override { return device_.allocate(bytes); }
   void free(std::byte* memory) noexcept override { device_.free(memory); }

@@ -51,6 +51,11 @@ public:
     check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
     return count;
   }
+  int64_t bytes_in_use() const override {
+    size_t free_bytes = 0, total_bytes = 0;
+    check_cuda(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+    return static_cast<int64_t>(total_bytes - free_bytes);
+  }
 
 private:
   void copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {

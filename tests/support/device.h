@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -24,6 +25,7 @@ public:
   virtual void read(void* host, const void* from, size_t bytes) = 0; // from memory of the device
   virtual void finish() = 0;                                         // waits for the stream
   virtual int num_sms() const = 0;                                   // of the GPU; 0 for the host
+  virtual int64_t bytes_in_use() const = 0; // of the GPU's memory, by all processes; 0 for the host
 };
 
 // `transport` is "host", or "nccl" where the build has it; throws CheckFailure for others, and Skipped
