@@ -18,6 +18,7 @@
 #include "transport/bootstrap/file_join.h"
 #include "transport/bootstrap/file_liveness.h"
 #include "transport/bootstrap/file_messages.h"
+#include "transport/bootstrap/file_pace.h"
 #include "transport/bootstrap/rendezvous_directory.h"
 #include "transport/bootstrap/rendezvous_names.h"
 #include "transport/interrupt.h"
@@ -27,9 +28,6 @@ namespace {
 
 using namespace std::chrono_literals;
 using std::chrono::milliseconds;
-
-constexpr auto kFirstSleep = 200us;
-constexpr auto kLongestSleep = 5ms;
 
 // epx.h promises that a rank returns within 100 ms + 10 % after its deadline. The rank waits this long for the verdict of rank
 // 0, which a live rank 0 gives at once, and a third longer when rank 0 is known to be answering; the rest is left to the
@@ -129,7 +127,7 @@ FileSession::~FileSession() {
     if (failure_ && !to_read_.empty()) {
       // A plain deadline is enough since the session has failed already: a suspension need not prolong this.
       const Deadline deadline(linger_time_);
-      for (PollingPace pace(kFirstSleep, kLongestSleep); !deadline.passed(); pace.sleep(deadline)) {
+      for (PollingPace pace = polling_pace(participant_.num_ranks); !deadline.passed(); pace.sleep(deadline)) {
         const RendezvousDirectory::Names names = directory_.list();
         if (std::none_of(to_read_.begin(), to_read_.end(), [&](const auto& file) { return names.contains(file); })) break;
       }
@@ -241,7 +239,7 @@ std::string FileSession::lead(const std::string& mine, SuspensionAwareDeadline& 
 
 void FileSession::wait_for_contributions(SuspensionAwareDeadline& deadline, JoinServer* join_server,
                                          std::vector<Contribution>& contributions) {
-  for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
+  for (PollingPace pace = polling_pace(1);; pace.sleep(deadline)) {
     const bool last_look = deadline.passed();
     const RendezvousDirectory::Names names = directory_.list();
     for (int rank = 1; rank < participant_.num_ranks; ++rank) {
@@ -365,16 +363,14 @@ std::string FileSession::follow(const std::string& mine, SuspensionAwareDeadline
   const size_t answer_bytes = mine.size() * static_cast<size_t>(participant_.num_ranks);
   bool rank_0_has_come = round_ == 0; // rank 0 has welcomed this rank
   hand_in(mine);
-  Every look_around(50ms);
-  for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
+  Every look_around(listing_interval(participant_.num_ranks));
+  for (PollingPace pace = polling_pace(participant_.num_ranks);; pace.sleep(deadline)) {
     const bool last_look = deadline.passed();
-    if (look_around.due() || last_look) {
-      const RendezvousDirectory::Names names = directory_.list();
-      if (round_ == 0) attendance_.note(names);
-      if (names.contains(in_file(0))) rank_0_has_come = true;
-    } else {
+    if (round_ == 0 && (look_around.due() || last_look))
+      attendance_.note(directory_.list());
+    else
       directory_.refresh();
-    }
+    if (!rank_0_has_come) rank_0_has_come = directory_.contains(in_file(0));
     if (const std::optional<Message> message = take_answer()) return open_answer(*message, answer_bytes);
     if (last_look || is_interrupted()) break;
   }
@@ -413,7 +409,7 @@ std::string FileSession::follow(const std::string& mine, SuspensionAwareDeadline
 }
 
 std::optional<Message> FileSession::wait_for_answer(SuspensionAwareDeadline& deadline) {
-  for (PollingPace pace(kFirstSleep, kLongestSleep);; pace.sleep(deadline)) {
+  for (PollingPace pace = polling_pace(participant_.num_ranks);; pace.sleep(deadline)) {
     const bool last_look = deadline.passed();
     directory_.refresh();
     std::optional<Message> message = take_answer();

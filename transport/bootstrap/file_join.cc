@@ -8,13 +8,12 @@
 #include "base/error.h"
 #include "base/names.h"
 #include "transport/bootstrap/file_liveness.h"
+#include "transport/bootstrap/file_pace.h"
 #include "transport/bootstrap/rendezvous_names.h"
 #include "transport/interrupt.h"
 
 namespace epx {
 namespace {
-
-using namespace std::chrono_literals;
 
 Message rejection(const Participant& participant, int rank, const std::string& nonce, const std::string& sentence) {
   return {MessageKind::kReject, rank, participant.num_ranks, EPX_ERROR_MISMATCH, nonce, sentence, {}};
@@ -71,8 +70,8 @@ std::string join(RendezvousDirectory& directory, const Participant& participant,
                  Attendance& attendance) {
   const std::string welcome_file = welcome_name(participant.rank, participant.nonce);
   Claim claim(directory, participant);
-  Every look_around(50ms);
-  for (PollingPace pace(200us, 5ms);; pace.sleep(deadline)) {
+  Every look_around(listing_interval(participant.num_ranks));
+  for (PollingPace pace = polling_pace(participant.num_ranks);; pace.sleep(deadline)) {
     const bool last_look = deadline.passed();
     if (look_around.due() || last_look) {
       attendance.note(directory.list());
