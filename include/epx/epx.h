@@ -274,8 +274,8 @@ typedef struct epx_bootstrap {
  *               its own timeout_ms, on a machine and a file system that do not stall for longer than 20 ms. A job that is
  *               suspended and resumed as a whole does not fail for that: each wait treats suspensions as described at
  *               timeout_ms of epx_group_config.
- * Returns once all ranks have come. Files have mode 0600 in a subdirectory `epx-<job_id>` of mode 0700; all of them are gone
- * when the last rank has freed its bootstrap. Release with epx_bootstrap_free.
+ * Returns once all ranks have come. Files have mode 0600 in a subdirectory `epx-<job_id>` of mode 0700, whatever the umask is;
+ * all of them are gone when the last rank has freed its bootstrap. Release with epx_bootstrap_free.
  * A subdirectory that another user owns, that has another mode, or that holds anything but this user's files of a rendezvous
  * (and `.nfs*`) is refused as it is, whoever put it there and when; whoever puts another one in its place gets no file of it.
  * What a killed rank left is removed by the last of its job that outlives it, or by the next start with the same job_id,

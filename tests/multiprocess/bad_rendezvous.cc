@@ -335,5 +335,55 @@ TEST_CASE("files are private") {
   umask(mask);
 }
 
+// Returns how the modes of what the rendezvous has made differ from 0700 and 0600; "" when they do not.
+std::string wrong_modes(const fs::path& job) {
+  std::string wrong;
+  std::vector<fs::path> paths = entries_of(job.string());
+  paths.push_back(job);
+  for (const fs::path& path : paths) {
+    struct stat stats {};
+    if (lstat(path.c_str(), &stats) != 0 || path.filename().string().starts_with("tmp.")) continue;
+    if ((stats.st_mode & 07777) != (S_ISDIR(stats.st_mode) ? 0700 : 0600))
+      wrong += fmt::format(" {} has mode {:04o}", path.string(), stats.st_mode & 07777);
+  }
+  return wrong;
+}
+
+TEST_CASE("ranks meet and create a group whatever their umask is") {
+  constexpr int kRanks = 3;
+  for (const mode_t mask : {0000, 0022, 0077, 0177, 0277, 0477, 0777}) {
+    CAPTURE(fmt::format("{:04o}", mask));
+    const TempDirectory directory;
+    const SharedMemoryWatch shared_memory;
+    fs::permissions(directory.path(), fs::perms::all);
+    const std::vector<ProcessResult> results = run_processes(kRanks, std::chrono::seconds(30), [&](int rank) {
+      signal(SIGCHLD, [](int) { _exit(3); }); // a program may wait for children of its own
+      // Permissions mean nothing to root. Such a process is hidden from its peers, so that segments get names.
+      check(geteuid() != 0 || setuid(65534) == 0, "setuid failed");
+      umask(mask);
+      epx_bootstrap bootstrap{};
+      check_ok(epx_bootstrap_file(directory.path().c_str(), "job", rank, kRanks, kLongMs, &bootstrap),
+               "epx_bootstrap_file");
+      const std::string wrong = wrong_modes(directory.path() / "epx-job");
+      check(wrong.empty(), "{}", wrong);
+      epx_group_config config{};
+      epx_group_config_init(&config);
+      config.num_experts = kRanks;
+      config.max_tokens_per_rank = config.max_top_k = 1;
+      config.hidden_dim = 4;
+      config.max_token_dtype = EPX_FLOAT32;
+      config.transport = EPX_TRANSPORT_HOST;
+      epx_group group = nullptr;
+      check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
+      epx_group_destroy(group);
+      epx_bootstrap_free(&bootstrap);
+      check(umask(0) == mask, "the umask has changed");
+    });
+    CHECK_NOTHROW(check_all_succeeded(results));
+    CHECK(num_files(directory) == 0);
+    CHECK(shared_memory.leftovers().empty());
+  }
+}
+
 } // namespace
 } // namespace epx::test

@@ -18,6 +18,7 @@
 
 #include "base/error.h"
 #include "transport/bootstrap/file_messages.h"
+#include "transport/bootstrap/private_directory.h"
 #include "transport/bootstrap/rendezvous_names.h"
 
 namespace epx {
@@ -108,6 +109,8 @@ std::string why_foreign(int directory, const std::string& name) {
   if (!is_rendezvous_name(name)) return "which epx did not write";
   if (std::string why = why_foreign(info); !why.empty()) return why;
   const FileDescriptor in = open_to_read(directory, name);
+  // Under a umask that takes it from the owner, the file that a rank is writing cannot be read until it has its mode.
+  if (!in && errno == EACCES && is_temporary(name)) return "";
   if (!in) return is_gone(errno) ? "" : fmt::format("which cannot be read: {}", words(errno));
   std::string start(kMagicBytes, '\0');
   if (const int error = read_all(in.get(), start); error != 0)
@@ -130,11 +133,14 @@ RendezvousDirectory::RendezvousDirectory(const std::string& parent, const std::s
 
 void RendezvousDirectory::enter() {
   for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
-    if (::mkdirat(parent_.get(), name_.c_str(), 0700) != 0 && errno != EEXIST)
-      fail(EPX_ERROR_SYSTEM, "file rendezvous: cannot create '{}': {}; the directory '{}' must exist and be writable",
-           path_, words(errno), parent_path_);
     FileDescriptor directory = open_directory(parent_.get(), name_);
-    if (!directory && is_gone(errno)) continue; // a rank that leaves has just removed it
+    if (!directory && is_gone(errno)) {
+      const int error = make_private_directory(parent_.get(), name_);
+      if (error != 0 && error != EEXIST)
+        fail(EPX_ERROR_SYSTEM, "file rendezvous: cannot create '{}': {}; the directory '{}' must exist and be writable",
+             path_, words(error), parent_path_);
+      continue; // a rank that leaves may remove it before this one opens it
+    }
     if (!directory) fail_on("open as a directory", path_, errno);
     examine(directory);
     directory_ = std::move(directory);
@@ -200,8 +206,8 @@ FileDescriptor RendezvousDirectory::create(std::string_view name, std::string_vi
       continue;
     }
     if (!out) fail_on("create", file(temporary), errno);
-    int error = 0;
-    if (locked && ::flock(out.get(), LOCK_EX | LOCK_NB) != 0 && has_reliable_locks()) error = errno;
+    int error = ::fchmod(out.get(), 0600) == 0 ? 0 : errno; // the umask may have taken permissions from the owner
+    if (error == 0 && locked && ::flock(out.get(), LOCK_EX | LOCK_NB) != 0 && has_reliable_locks()) error = errno;
     if (error == 0) error = write_all(out.get(), content);
     if (!locked && out.close() != 0 && error == 0) error = errno;
     if (error == 0 && ::renameat(directory_.get(), temporary.c_str(), directory_.get(), final_name.c_str()) == 0)
@@ -232,8 +238,8 @@ std::optional<std::string> RendezvousDirectory::read_start(std::string_view name
 
 std::optional<std::string> RendezvousDirectory::read_checked(std::string_view name, size_t max_bytes, bool whole) const {
   const FileDescriptor in = open_to_read(directory_.get(), std::string(name));
-  // ELOOP means a symbolic link, which no rank makes; ENXIO means a FIFO or a socket.
-  if (!in && (is_gone(errno) || errno == ELOOP || errno == ENXIO)) return std::nullopt;
+  // ELOOP means a symbolic link, which no rank makes; ENXIO means a FIFO or a socket; EACCES means another mode than a rank's.
+  if (!in && (is_gone(errno) || errno == ELOOP || errno == ENXIO || errno == EACCES)) return std::nullopt;
   if (!in) fail_on("open", file(name), errno);
   struct stat info {};
   if (::fstat(in.get(), &info) != 0) {

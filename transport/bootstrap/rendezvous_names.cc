@@ -115,8 +115,12 @@ std::optional<int> rank_of_alive(std::string_view name) {
   return matches(name, {"alive", "nx"}) ? rank_behind("alive.", name) : std::nullopt;
 }
 
+bool is_temporary(std::string_view name) {
+  return matches(name, {"tmp", "oxn"});
+}
+
 bool is_temporary_of(std::string_view name, uint64_t origin_hash) {
-  return matches(name, {"tmp", "oxn"}) && name.starts_with(fmt::format("tmp.{:016x}.", origin_hash));
+  return is_temporary(name) && name.starts_with(fmt::format("tmp.{:016x}.", origin_hash));
 }
 
 bool is_rendezvous_name(std::string_view name) {

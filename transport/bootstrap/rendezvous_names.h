@@ -41,7 +41,8 @@ std::string temporary_name(uint64_t origin_hash, std::string_view nonce, unsigne
 std::optional<int> rank_of_hello(std::string_view name);
 std::optional<int> rank_of_alive(std::string_view name);
 
-// Returns whether temporary_name made this name for a process of this origin.
+// Return whether temporary_name made this name, and for a process of this origin.
+bool is_temporary(std::string_view name);
 bool is_temporary_of(std::string_view name, uint64_t origin_hash);
 
 // Returns whether one of the functions above can have made this name.

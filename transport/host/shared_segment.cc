@@ -242,6 +242,7 @@ std::shared_ptr<SharedSegment> SharedSegment::create_named(int64_t bytes) {
   const int64_t file_bytes = segment_file_bytes(bytes);
   FileDescriptor file(::open(kDirectory, O_TMPFILE | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR));
   if (!file) fail_creating("O_TMPFILE");
+  if (::fchmod(file.get(), S_IRUSR | S_IWUSR) != 0) fail_creating("fchmod"); // the umask may have taken some of it
   if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) fail_creating("flock");
   reserve(file.get(), SegmentKind::kNamed, file_bytes, bytes);
   const SegmentRecord record = make_segment_record(bytes);
