@@ -107,6 +107,28 @@ constexpr const char* name_of(epx_transport transport) {
   return "unknown transport";
 }
 
+constexpr const char* name_of(epx_combine_precision precision) {
+  switch (precision) {
+  case EPX_COMBINE_WIRE:
+    return "wire";
+  case EPX_COMBINE_EXACT:
+    return "exact";
+  case EPX_COMBINE_NODE:
+    return "node";
+  }
+  return "unknown precision";
+}
+
+constexpr const char* name_of(epx_overflow overflow) {
+  switch (overflow) {
+  case EPX_OVERFLOW_ERROR:
+    return "error";
+  case EPX_OVERFLOW_DROP:
+    return "drop";
+  }
+  return "unknown overflow policy";
+}
+
 constexpr const char* name_of(epx_phase phase) {
   switch (phase) {
   case EPX_PHASE_NONE:

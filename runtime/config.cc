@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <string>
 
 #include "base/checked_math.h"
 #include "base/env.h"
@@ -22,11 +23,28 @@ void require_at_least(const char* field, int64_t value, int64_t low) {
   if (value < low) fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_config.{} is {}; it must be at least {}", field, value, low);
 }
 
-// Ranks must agree on each of these fields.
+// For an enum of which `first` to `last` are the values.
+template <typename Enum>
+void require_known(const char* field, Enum value, Enum first, Enum last) {
+  if (value >= first && value <= last) return;
+  std::string known;
+  for (int32_t each = first; each <= last; ++each)
+    known += fmt::format("{}{} ({})", known.empty() ? "" : ", ", name_of(static_cast<Enum>(each)), each);
+  fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_config.{} is {}; it must be one of {}", field, static_cast<int32_t>(value),
+       known);
+}
+
+// Ranks must agree on each of these fields; `format` formats a value for messages.
 struct AgreedField {
   const char* name;
   int64_t (*value)(const epx_group_config&);
+  std::string (*format)(int64_t value) = [](int64_t value) { return std::to_string(value); };
 };
+
+template <typename Enum>
+std::string format_enum(int64_t value) {
+  return name_of(static_cast<Enum>(value));
+}
 
 constexpr std::array kAgreedFields = {
     AgreedField{"num_experts", [](const epx_group_config& c) -> int64_t { return c.num_experts; }},
@@ -34,13 +52,15 @@ constexpr std::array kAgreedFields = {
     AgreedField{"hidden_dim", [](const epx_group_config& c) -> int64_t { return c.hidden_dim; }},
     AgreedField{"max_top_k", [](const epx_group_config& c) -> int64_t { return c.max_top_k; }},
     AgreedField{"max_alignment", [](const epx_group_config& c) -> int64_t { return c.max_alignment; }},
-    AgreedField{"max_token_dtype", [](const epx_group_config& c) -> int64_t { return c.max_token_dtype; }},
+    AgreedField{"max_token_dtype", [](const epx_group_config& c) -> int64_t { return c.max_token_dtype; },
+                format_enum<epx_dtype>},
     AgreedField{"max_recv_tokens_per_rank",
                 [](const epx_group_config& c) -> int64_t { return c.max_recv_tokens_per_rank; }},
     AgreedField{"max_sidecar_bytes", [](const epx_group_config& c) -> int64_t { return c.max_sidecar_bytes; }},
-    AgreedField{"combine_precision", [](const epx_group_config& c) -> int64_t { return c.combine_precision; }},
-    AgreedField{"overflow", [](const epx_group_config& c) -> int64_t { return c.overflow; }},
-    AgreedField{"transport", [](const epx_group_config& c) -> int64_t { return c.transport; }},
+    AgreedField{"combine_precision", [](const epx_group_config& c) -> int64_t { return c.combine_precision; },
+                format_enum<epx_combine_precision>},
+    AgreedField{"overflow", [](const epx_group_config& c) -> int64_t { return c.overflow; }, format_enum<epx_overflow>},
+    AgreedField{"transport", [](const epx_group_config& c) -> int64_t { return c.transport; }, format_enum<epx_transport>},
     AgreedField{"ranks_per_node", [](const epx_group_config& c) -> int64_t { return c.ranks_per_node; }},
     AgreedField{"fixed_rail_tokens", [](const epx_group_config& c) -> int64_t { return c.fixed_rail_tokens; }},
 };
@@ -72,9 +92,9 @@ void validate(const epx_group_config& config) {
          static_cast<int>(config.max_token_dtype), name_of(config.max_token_dtype));
   require_range("max_recv_tokens_per_rank", config.max_recv_tokens_per_rank, 0, kMaxInt);
   require_at_least("max_sidecar_bytes", config.max_sidecar_bytes, 0);
-  require_range("combine_precision", config.combine_precision, EPX_COMBINE_WIRE, EPX_COMBINE_NODE);
-  require_range("overflow", config.overflow, EPX_OVERFLOW_ERROR, EPX_OVERFLOW_DROP);
-  require_range("transport", config.transport, EPX_TRANSPORT_AUTO, EPX_TRANSPORT_NCCL);
+  require_known("combine_precision", config.combine_precision, EPX_COMBINE_WIRE, EPX_COMBINE_NODE);
+  require_known("overflow", config.overflow, EPX_OVERFLOW_ERROR, EPX_OVERFLOW_DROP);
+  require_known("transport", config.transport, EPX_TRANSPORT_AUTO, EPX_TRANSPORT_NCCL);
   require_at_least("num_comm_sms", config.num_comm_sms, 0);
   require_at_least("timeout_ms", config.timeout_ms, 1);
   require_at_least("ranks_per_node", config.ranks_per_node, 0);
@@ -141,7 +161,7 @@ void require_agreement(std::span<const epx_group_config> configs, std::span<cons
     const auto other = std::find_if(configs.begin(), configs.end(), differs);
     if (other == configs.end()) continue;
     fail(EPX_ERROR_MISMATCH, "epx_group_config.{} differs between ranks: rank {} has {}, rank {} has {}", field.name,
-         world_ranks[0], first, world_ranks[other - configs.begin()], field.value(*other));
+         world_ranks[0], field.format(first), world_ranks[other - configs.begin()], field.format(field.value(*other)));
   }
 }
 

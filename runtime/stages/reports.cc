@@ -309,8 +309,8 @@ Failure damage_failure(CallName call, int rank, const std::string& what) {
 
 std::string abort_record_damage(uint64_t word) {
   const AbortRecord abort_record = unpack_abort_record(word);
-  return fmt::format("its abort record {:#018x} says status {}, operation {}, rank {}", word,
-                     static_cast<int>(abort_record.status), static_cast<int>(abort_record.operation), abort_record.culprit);
+  return fmt::format("its abort record {:#018x} says status {}, operation {}, rank {}", word, name_of(abort_record.status),
+                     name_of(abort_record.operation), abort_record.culprit);
 }
 
 } // namespace epx

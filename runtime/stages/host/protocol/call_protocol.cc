@@ -212,8 +212,8 @@ std::vector<ExchangeRecord> CallExchange::gather(ExchangeRecord mine) {
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
     const ExchangeRecord& record = records[static_cast<size_t>(peer)];
     if (record.rank != peer || record.status < EPX_SUCCESS || record.status > EPX_ERROR_INTERNAL)
-      protocol_.fail_as_damaged(fmt::format("the record of rank {} on the exchange board says rank {}, status {}", peer,
-                                            record.rank, static_cast<int>(record.status)));
+      protocol_.fail_as_damaged(fmt::format("the record of rank {} on the exchange board says rank {}, status {} ({})",
+                                            peer, record.rank, static_cast<int>(record.status), name_of(record.status)));
   }
   throw_peer_failure(mine, records);
   return records;
