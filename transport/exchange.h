@@ -13,20 +13,33 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/printable.h"
 #include "epx/epx.h"
 
 namespace epx {
 
-// The record has a fixed size, so that the ranks agree on it whatever their payloads are.
+// A BootstrapExchange seals its records, since the all-gather that carries them may be anybody's; other exchanges leave it 0.
+struct RecordSeal {
+  uint32_t magic;
+  int32_t version;   // the sender's, of libepx
+  int32_t num_ranks; // of the sender's bootstrap
+  uint32_t round;    // of this creation: all-gathers before this one
+  uint32_t checksum; // of the record whose checksum is 0
+};
+
+// The record has a fixed size, so that the ranks agree on it whatever their payloads are. Size and offsets are those of 0.1,
+// which had no seal and a longer message: so ranks of both versions can tell each other that their versions differ.
 struct ExchangeRecord {
-  static constexpr size_t kMaxMessage = 224;
+  static constexpr size_t kMaxMessage = 204;
   static constexpr size_t kMaxPayload = 256;
   epx_status status; // the sender's; EPX_SUCCESS: the payload is valid
   int32_t rank;      // the sender's, as messages name it
   int32_t refuses;   // 1: the sender contributes false to all_of
   char message[kMaxMessage];
+  RecordSeal seal;
   std::byte payload[kMaxPayload];
 };
+static_assert(sizeof(ExchangeRecord) == 492 && offsetof(ExchangeRecord, payload) == 236);
 
 class Exchange {
 public:
@@ -90,9 +103,7 @@ protected:
     if (mine.status != EPX_SUCCESS) return;
     for (const ExchangeRecord& record : all) {
       if (record.status == EPX_SUCCESS) continue;
-      const std::string_view message(record.message,
-                                     ExchangeRecord::kMaxMessage); // a damaged record's may lack the final NUL
-      fail(record.status, "rank {}: {}", record.rank, message.substr(0, message.find('\0')));
+      fail(record.status, "rank {}: {}", record.rank, printable({record.message, ExchangeRecord::kMaxMessage}));
     }
   }
 

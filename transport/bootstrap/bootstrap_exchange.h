@@ -10,9 +10,13 @@
 
 namespace epx {
 
+inline constexpr int32_t kLibraryVersion = EPX_VERSION_MAJOR * 10000 + EPX_VERSION_MINOR * 100 + EPX_VERSION_PATCH;
+
 // All ranks of the bootstrap are members at first; set_members narrows them to one group once the groups are known. A failure
 // of any rank of the bootstrap, member or not, fails all of them, so that none waits for one that has left. A rank that has
 // failed throws its own error even where its peers do not come to be told.
+// The caller's all_gather is not trusted: what it returns for each rank must be that rank's record of this all-gather. Anything
+// else is INVALID_ARGUMENT, with the rank and what is wrong. A rank that finds it tells the others in the next all-gather.
 class BootstrapExchange : public Exchange {
 public:
   // `bootstrap` must outlive the exchange.
@@ -25,28 +29,16 @@ public:
   void set_members(std::vector<int> members) { members_ = std::move(members); }
 
 protected:
-  std::vector<ExchangeRecord> gather(ExchangeRecord mine) override {
-    mine.rank = bootstrap_.rank;
-    std::vector<ExchangeRecord> world(static_cast<size_t>(bootstrap_.num_ranks));
-    char message[EPX_MAX_MESSAGE_BYTES] = "";
-    const epx_status status = bootstrap_.all_gather(bootstrap_.context, &mine, world.data(), sizeof(ExchangeRecord),
-                                                    timeout_ms_, message, sizeof(message));
-    message[sizeof(message) - 1] = '\0';
-    if (status != EPX_SUCCESS && mine.status != EPX_SUCCESS) throw StatusError(mine.status, mine.message);
-    if (status != EPX_SUCCESS)
-      fail(status, "creating the group: {}", message[0] != '\0' ? message : "the bootstrap's all_gather failed");
-    std::vector<ExchangeRecord> group;
-    throw_peer_failure(mine, world);
-    for (const int member : members_)
-      group.push_back(world[static_cast<size_t>(member)]);
-    for (const ExchangeRecord& record : world)
-      group.front().refuses |= record.refuses;
-    return group;
-  }
+  std::vector<ExchangeRecord> gather(ExchangeRecord mine) override;
 
 private:
+  std::vector<ExchangeRecord> gather_world(ExchangeRecord mine, int64_t timeout_ms);
+  void require_sound(const std::vector<ExchangeRecord>& world) const;
+  void tell_peers(const StatusError& failure) noexcept;
+
   const epx_bootstrap& bootstrap_;
   int64_t timeout_ms_;
+  uint32_t round_ = 0;
   std::vector<int> members_;
 };
 

@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "base/home_process.h"
 #include "base/names.h"
+#include "base/printable.h"
 #include "base/suspension_aware_deadline.h"
 #include "transport/bootstrap/bootstrap_callback.h"
 #include "transport/bootstrap/file_join.h"
@@ -268,12 +269,12 @@ void FileSession::look_for_quitters(const RendezvousDirectory::Names& names, std
     Contribution& contribution = contributions[static_cast<size_t>(rank)];
     // A rank whose deadline has passed still waits for the verdict of rank 0, which knows best who is missing.
     if (contribution == Contribution::kPresent && quit->status == EPX_ERROR_TIMEOUT)
-      fail_too_late(quit->body.substr(0, quit->body.find(';')), contributions);
+      fail_too_late(printable(quit->body.substr(0, quit->body.find(';'))), contributions);
     if (contribution != Contribution::kPresent) { // the rank had left when rank 0 came
       if (!directory_.remove(quit_file(rank))) continue;
       contribution = Contribution::kGone;
     }
-    throw StatusError(quit->status, fmt::format("{}: {}", what(), quit->body));
+    throw StatusError(quit->status, fmt::format("{}: {}", what(), printable(quit->body)));
   }
 }
 
@@ -436,7 +437,7 @@ std::string FileSession::why_no_answer(bool rank_0_has_come) const {
 std::string FileSession::open_answer(const Message& message, size_t expected_bytes) const {
   directory_.remove(in_file(participant_.rank)); // it is still there when rank 0 failed before it saw it
   directory_.remove(quit_file(participant_.rank));
-  if (message.status != EPX_SUCCESS) throw StatusError(message.status, message.body);
+  if (message.status != EPX_SUCCESS) throw StatusError(message.status, printable(message.body));
   if (message.body.size() != expected_bytes)
     fail(EPX_ERROR_SYSTEM, "{}: rank 0 answered with {} bytes instead of {}", what(), message.body.size(), expected_bytes);
   return message.body;

@@ -7,6 +7,7 @@
 #include "base/deadline.h"
 #include "base/error.h"
 #include "base/names.h"
+#include "base/printable.h"
 #include "transport/bootstrap/file_liveness.h"
 #include "transport/bootstrap/file_pace.h"
 #include "transport/bootstrap/rendezvous_names.h"
@@ -52,7 +53,7 @@ void Claim::say_hello() {
 void Claim::check() {
   if (const std::optional<Message> no =
           read_message(directory_, reject_name(participant_.rank, participant_.nonce), MessageKind::kReject))
-    throw StatusError(no->status == EPX_SUCCESS ? EPX_ERROR_MISMATCH : no->status, no->body);
+    throw StatusError(no->status == EPX_SUCCESS ? EPX_ERROR_MISMATCH : no->status, printable(no->body));
   const std::optional<Message> hello = read_message(directory_, hello_name(participant_.rank), MessageKind::kHello);
   if (!hello) {
     say_hello();
