@@ -35,6 +35,13 @@ def memory_plan(num_ranks, **config) -> dict[str, int]:
     return {name: getattr(plan, name) for name, _ in plan._fields_ if name != "struct_size"}
 
 
+def _counts_dtype(dtype):
+    dtype = numpy.dtype(dtype)
+    if dtype.isnative and dtype not in _INDEX_DTYPES:  # tensor() refuses another byte order
+        refuse(f"counts_dtype is {dtype}; it must be int32 or int64")
+    return dtype
+
+
 class Group:
     """The ranks that share the experts, as one of them sees it.
 
@@ -201,6 +208,13 @@ class Group:
             size = self._handle_mem_bytes[top_k, alignment] = bytes_.value
         return size
 
+    def require_layer(self, top_k, alignment=1) -> None:
+        """Refuses the K of a topk_idx, or an alignment, that the group was not created for."""
+        if not 1 <= top_k <= self.max_top_k:
+            refuse(f"topk_idx has K = {top_k}; it must be 1 to {self.max_top_k}, the group's max_top_k")
+        if not 0 <= integer("alignment", alignment) <= self.max_alignment:
+            refuse(f"alignment is {alignment}; it must be 0 to {self.max_alignment}, the group's max_alignment")
+
     def prepare(self, topk_idx, *, alignment=1, counts_dtype=numpy.int32, with_slot=False, with_slot_origin=False) -> Plan:
         """Turns top-k indices into a plan. Collective.
 
@@ -357,6 +371,7 @@ class Group:
         self._require_host()
         indices = tensor("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
         num_tokens, top_k = topk_idx.shape
+        self.require_layer(top_k)
         sent = with_sidecar(tensor("tokens", tokens, (num_tokens, None)), "sidecar", tokens, sidecar)
         rows_per_rank = self.max_tokens_per_rank if rows_per_rank is None else count("rows_per_rank", rows_per_rank)
         rows = self.num_ranks, rows_per_rank
@@ -365,7 +380,7 @@ class Group:
             num_tokens,
             rows_per_rank,
             aligned_bytes(self.handle_mem_size(top_k)),
-            counts=numpy.empty(self.num_ranks, counts_dtype),
+            counts=numpy.empty(self.num_ranks, _counts_dtype(counts_dtype)),
             topk_idx=numpy.full((*rows, top_k), -1, numpy.int32),
         )
         recv_tokens = numpy.zeros((*rows, tokens.shape[1]), tokens.dtype)
@@ -454,7 +469,8 @@ class Group:
 
     def _new_plan(self, num_tokens, top_k, alignment, counts_dtype, with_slot, with_slot_origin):
         """A plan whose arrays are still to be written, and the outputs of epx_prepare_args that are views of them."""
-        dtype = numpy.dtype(counts_dtype)
+        self.require_layer(top_k, alignment)
+        dtype = _counts_dtype(counts_dtype)
         plan = Plan(
             top_k,
             alignment,

@@ -41,9 +41,18 @@ Args make_args(const Group& group, int64_t top_k, int64_t alignment, const Tenso
   return args;
 }
 
+// Refuses the K of a topk_idx, or an alignment, that the group was not created for.
+inline void require_layer(const Group& group, const epx_layer& layer) {
+  if (layer.top_k < 1 || layer.top_k > group.info.max_top_k)
+    refuse("topk_idx has K = ", layer.top_k, "; it must be 1 to ", group.info.max_top_k, ", the group's max_top_k");
+  if (layer.alignment < 0 || layer.alignment > group.info.max_alignment)
+    refuse("alignment is ", layer.alignment, "; it must be 0 to ", group.info.max_alignment, ", the group's max_alignment");
+}
+
 // Handle memory for an operation that fills it in, which gets its address.
 template <typename Args>
 Tensor new_handle_mem(const Group& group, Args& args) {
+  require_layer(group, args.layer);
   throw_if_failed(epx_handle_mem_size(group.group, &args.layer, &args.handle_mem_bytes));
   Tensor handle_mem = new_tensor(group.place, {static_cast<int64_t>(args.handle_mem_bytes)}, ScalarType::Byte);
   args.handle_mem = handle_mem.data_ptr();

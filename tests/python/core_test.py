@@ -324,8 +324,14 @@ class Layer(unittest.TestCase):
                 "topk_weights is float64": lambda: group.dispatch(plan, x, w.astype(float)),
                 "topk_idx is float32": lambda: group.prepare(x),
                 "topk_idx has shape": lambda: group.prepare(idx[RANK][0]),
-                "top_k": lambda: group.prepare(numpy.zeros((2, TOP_K + 1), int)),
-                "alignment": lambda: group.prepare(idx[RANK], alignment=-1),
+                "topk_idx has K = 4; it must be 1 to 3": lambda: group.prepare(numpy.zeros((2, TOP_K + 1), int)),
+                "topk_idx has K = 0; it must be": lambda: group.prepare_dispatch(numpy.zeros((4, 0), int), x),
+                "K = 9; it must be": lambda: group.dispatch_rank_major(numpy.zeros((4, 9), int), x),
+                "alignment is -1; it must be 0 to 128": lambda: group.prepare(idx[RANK], alignment=-1),
+                "counts_dtype is int16; it must be int32 or int64": lambda: group.prepare(idx[RANK], counts_dtype="int16"),
+                "counts_dtype is float32; it must be int32 or int64": lambda: group.dispatch_rank_major(
+                    idx[RANK], x, counts_dtype=numpy.float32
+                ),
                 "recv_weights has shape": lambda: group.combine(plan, x, w),
                 "expert_out has shape": lambda: group.combine_bwd(plan, x, numpy.zeros((4, HIDDEN + 1), numpy.float32)),
                 "pads is 'none'": lambda: group.dispatch(plan, x, pads="none"),

@@ -243,9 +243,12 @@ class Exchange(unittest.TestCase):
             for words, call in {
                 "topk_idx is float32": lambda: prepare(group, idx.float()),
                 "topk_idx has shape": lambda: prepare(group, idx[0]),
-                "top_k": lambda: prepare(group, idx.repeat(1, 9)),
-                "alignment": lambda: prepare(group, idx, alignment=10_000),
-                "counts_dtype": lambda: prepare(group, idx, counts_dtype=torch.int16),
+                "topk_idx has K = 18; it must be 1 to 3": lambda: prepare(group, idx.repeat(1, 9)),
+                "topk_idx has K = 0; it must be 1 to 3": lambda: prepare(group, idx[:, :0].contiguous()),
+                "alignment is 10000; it must be 0 to 16": lambda: prepare(group, idx, alignment=10_000),
+                "counts_dtype is torch.int16; it must be torch.int32 or torch.int64": lambda: prepare(
+                    group, idx, counts_dtype=torch.int16
+                ),
                 "tokens is float64": lambda: dispatch(plan, tokens.double()),
                 "tokens is list, not a tensor": lambda: dispatch(plan, [1.0]),
                 "tokens has shape": lambda: dispatch(plan, tokens[0]),

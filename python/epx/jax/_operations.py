@@ -200,6 +200,7 @@ def _saturated(words):
 
 def _planned(group, top_k, alignment):
     """What a call makes of top-k indices: handle_mem, counts, offsets, global_counts and the words of info."""
+    group.require_layer(top_k, alignment)
     local = group.num_local_experts
     return [
         _struct((group.handle_mem_size(top_k, alignment),), jnp.uint8),
@@ -436,6 +437,7 @@ def dispatch_rank_major(
     if group.ranks_per_node != group.num_ranks:
         refuse(f"{group!r} has {group.num_ranks // group.ranks_per_node} nodes; rank-major calls need a group of one node")
     num_tokens, top_k = _require_topk_idx(group, topk_idx)
+    group.require_layer(top_k)
     _require_rows(group, "tokens", tokens, num_tokens)
     rows_per_rank = group.max_tokens_per_rank if rows_per_rank is None else count("rows_per_rank", rows_per_rank)
     staged = group.num_ranks * min(rows_per_rank, group.max_tokens_per_rank) * top_k

@@ -49,6 +49,7 @@ def size_of_info(dtype):
 
 def _plan(group, topk_idx, alignment, int64_counts):
     known = groups[group]
+    known.require_layer(topk_idx.shape[1], alignment)
     dtype = torch.int64 if int64_counts else torch.int32
     num_counts = 2 * known.num_local_experts + 1 + known.num_ranks * known.num_experts
     return (
