@@ -4,6 +4,8 @@ taken part. autocast, forward mode, torch.func, default dtypes, devices of group
 EPX_TEST_DEVICE=cuda, see ranks.py."""
 
 import copy
+import pathlib
+import tempfile
 import unittest
 
 import ranks
@@ -143,6 +145,19 @@ class Modes(unittest.TestCase):
         with self.assertRaises(RuntimeError) as caught:
             epx.torch.dispatch(plan, self.tokens, num_rows="many")
         self.assertNotIn("2147483648", str(caught.exception))
+
+    def test_8b_package_without_the_library(self):
+        """The import says how to build it."""
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("libepx.so.0", "libepx_moe.so.0"):
+                maps = pathlib.Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+                path = next(line.split()[-1] for line in maps if name in line)
+                pathlib.Path(folder, name).symlink_to(path)
+            process = ranks.start("-c", "import epx.torch", environment={**ranks.ALONE, "LD_LIBRARY_PATH": folder})
+            status, output = ranks.finish(process)
+        self.assertEqual(status, 1)
+        self.assertIn("ImportError: epx: libepx_torch.so.0 is neither part of this package nor installed", output)
+        self.assertIn('pip install . --no-build-isolation --config-settings=setup-args=-Dtorch_python="$(command', output)
 
     def test_9_too_little_memory(self):
         for limit in (-1, 2**31 - 1):

@@ -16,7 +16,13 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
         f"epx.torch: PyTorch is {torch.__version__}; libepx_torch needs {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer"
     )
 
-lib = load("libepx_torch.so.0")
+try:
+    lib = load("libepx_torch.so.0")
+except ImportError as error:
+    raise ImportError(
+        f"{error}. epx.torch needs it; a package that is built beside PyTorch has it: pip install . --no-build-isolation "
+        '--config-settings=setup-args=-Dtorch_python="$(command -v python)"'
+    ) from error
 lib.epx_torch_take_failure.restype = ctypes.c_int32
 lib.epx_torch_register_group.restype = ctypes.c_int64
 lib.epx_torch_register_group.argtypes = [ctypes.c_void_p, ctypes.c_int32]
