@@ -595,6 +595,15 @@ class Refusals(unittest.TestCase):
         self.check_refused(refused)
         with self.assertRaisesRegex(epx.InvalidArgumentError, "epx.jax.finish"):
             jax.grad(lambda x: jnp.sum(epx.jax.dispatch(group, plan, x, None, token)[0]))(tokens)
+
+        def square_of_rows(x):
+            rows, _, end = epx.jax.dispatch(group, plan, x, None, token)
+            return epx.jax.finish(jnp.sum(rows**2), end)
+
+        first = jax.grad(square_of_rows)
+        for second in (jax.grad(lambda x: jnp.sum(first(x) ** 2)), jax.jit(jax.jacrev(first))):
+            with self.assertRaisesRegex(epx.UnsupportedError, "second derivatives of epx's operations are not supported"):
+                second(tokens)
         with self.assertRaisesRegex(epx.InvalidArgumentError, "epx.jax.finish"):
             jax.grad(
                 lambda x: jnp.sum(epx.jax.checkpoint(lambda x, t: epx.jax.dispatch(group, plan, x, None, t)[::2])(x, token)[0])

@@ -79,6 +79,22 @@ class Modes(unittest.TestCase):
             with self.assertRaisesRegex(epx.InvalidArgumentError, "have no forward-mode derivatives"):
                 torch.autograd.grad(out, tokens, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
 
+    def test_2b_second_derivatives_are_refused(self):
+        """Also where the gradient that arrives requires none, as that of a sum: what flows through saved tensors would be
+        missing without a word."""
+        for call in self.calls():
+            for loss in (lambda out: out.sum(), lambda out: out.pow(2).sum()):
+                tokens = self.tokens.clone().requires_grad_()
+                (grad,) = torch.autograd.grad(loss(call(tokens)), tokens, create_graph=True)
+                with self.assertRaisesRegex(epx.UnsupportedError, "second derivatives of epx's operations are not supported"):
+                    grad.pow(2).sum().backward()
+        layer = make_layer(self.group)
+        (grad,) = torch.autograd.grad(layer(self.tokens).sum(), layer.gate_weight, create_graph=True)
+        (once,) = torch.autograd.grad(layer(self.tokens).sum(), layer.gate_weight)
+        torch.testing.assert_close(grad.detach(), once, rtol=0, atol=0)
+        with self.assertRaisesRegex(epx.UnsupportedError, "second derivatives of epx's operations are not supported"):
+            grad.sum().backward()
+
     def test_3_autocast(self):
         """The router computes in float32, since a rounded logit selects other experts, and tokens take the layer's dtype."""
         layer = make_layer(self.group)

@@ -12,11 +12,12 @@ import weakref
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from .._library import load
+from .._structs import Status
 from .._values import refuse
-from ..errors import last_sentence
+from ..errors import UnsupportedError, last_sentence
 
 _OPERATIONS = (
     "prepare",
@@ -90,7 +91,16 @@ def _refuse_vmap(*_, operation, **__):
     refuse(f"{operation} is called under vmap: a call moves the tokens of one batch, so flatten the batch into the tokens")
 
 
+def _refuse_jvp(*_, **__):
+    # The operations have a custom_vjp, so what is differentiated here is a call of their gradient.
+    raise UnsupportedError(
+        "second derivatives of epx's operations are not supported: a function of their gradient is differentiated",
+        Status.UNSUPPORTED,
+    )
+
+
 mlir.register_lowering(_primitive, _lower)
+ad.primitive_jvps[_primitive] = _refuse_jvp
 batching.primitive_batchers[_primitive] = _refuse_vmap
 
 

@@ -8,7 +8,6 @@ import functools
 import math
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _moe_structs
 from .._lifetime import LocalMemory, destroy_abandoned, finalize
@@ -18,6 +17,7 @@ from .._tensors import CODES
 from .._values import member, refuse, set_fields
 from ..errors import last_sentence, raise_call_failed, raise_if_failed
 from ..moe import Ffn, Router
+from ._derivatives import differentiable_once
 from ._group import Group, OutOfMemoryError, call
 from ._library import layers, lib, ops
 from ._ops import _records, _refuse_transforms, _require_usable
@@ -39,7 +39,7 @@ class _Block(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad_out, *_):
         block, group, aux_loss_grad = ctx.layer
         flight, logits, first, down, first_bias, down_bias = ctx.saved_tensors

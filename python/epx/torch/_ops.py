@@ -9,11 +9,11 @@ import dataclasses
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from .._structs import Pads
 from .._values import refuse
+from ._derivatives import differentiable_once
 from ._group import Group, call
 from ._library import ops, size_of_info
 
@@ -79,7 +79,7 @@ class _Dispatch(torch.autograd.Function):
         return call(number, _dispatch, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad_recv, grad_recv_weights):
         return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
 
@@ -94,7 +94,7 @@ class _DispatchInto(torch.autograd.Function):
         return recv_tokens, weights
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad_recv, grad_recv_weights):
         return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
 
@@ -111,7 +111,7 @@ class _PrepareDispatch(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, *grads):
         _, _, grad_tokens, grad_weights, *_ = _dispatch_backward(ctx, *grads[2:])
         return None, None, grad_tokens, grad_weights, None, None, None, None
@@ -138,7 +138,7 @@ class _Combine(torch.autograd.Function):
         return call(number, _combine, number, handle_mem, expert_out, recv_weights, top_k, alignment, num_tokens)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad_out):
         number, top_k, alignment, num_rows = ctx.layer
         handle_mem, expert_out, recv_weights = ctx.saved_tensors

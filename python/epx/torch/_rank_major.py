@@ -7,10 +7,10 @@ Symbols in shapes: those of epx.group, and M, the rows of the receive tensors fo
 import dataclasses
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from .._values import refuse
+from ._derivatives import differentiable_once
 from ._group import Group, call
 from ._library import ops
 from ._ops import _records, _refuse_transforms, _require_plan, _require_usable, _require_writable
@@ -51,7 +51,7 @@ class _Dispatch(torch.autograd.Function):
         return _save_dispatch(ctx, number, tokens, topk_idx, topk_weights, outputs)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad_recv, _handle_mem, _topk_idx, grad_recv_weights, _counts):
         return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
 
@@ -64,7 +64,7 @@ class _DispatchInto(torch.autograd.Function):
         return _save_dispatch(ctx, number, tokens, topk_idx, topk_weights, (recv_tokens, *outputs))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad_recv, _handle_mem, _topk_idx, grad_recv_weights, _counts):
         return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
 
@@ -97,7 +97,7 @@ class _Combine(torch.autograd.Function):
         return call(number, _combine, number, handle_mem, expert_out, top_k, num_tokens)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad_out):
         number, top_k, max_rows = ctx.layer
         (handle_mem,) = ctx.saved_tensors
