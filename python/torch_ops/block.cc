@@ -6,12 +6,12 @@
 #include <memory>
 #include <tuple>
 
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <epx/epx_moe.h>
 
 #include "failure.h"
+#include "on_device.h"
 #include "registry.h"
 #include "row_major.h"
 #include "tensors.h"
@@ -73,21 +73,6 @@ void view_params(Params& params, const Block& block, const Tensor& first, const 
   params.point(block.has_gate, first_bias.has_value(), down_bias.has_value());
 }
 
-epx_moe_cuda make_cuda(const Place& place) {
-  epx_moe_cuda cuda = {};
-  cuda.struct_size = sizeof(cuda);
-  cuda.stream = current_stream(place);
-  return cuda;
-}
-
-// Blocks compute on the calling thread's current device, which must be the group's.
-struct OnDevice {
-  explicit OnDevice(const Place& place) {
-    if (place.is_cuda) guard.emplace(place.device_index);
-  }
-  optional<torch::stable::accelerator::DeviceGuard> guard;
-};
-
 tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
 block_fwd(int64_t id, const Tensor& tokens, const Tensor& logits, const optional<Tensor>& selection_bias,
           const optional<Tensor>& token_mask, const Tensor& first_weight, const Tensor& down_weight,
@@ -119,8 +104,8 @@ block_fwd(int64_t id, const Tensor& tokens, const Tensor& logits, const optional
     args.token_mask = &mask_view;
   }
   const Tensor out = new_tensor(place, {num_tokens, block->hidden_dim}, type_of(block->dtype)),
-               topk_idx = new_tensor(place, {num_tokens, block->top_k}, ScalarType::Int),
-               topk_weights = new_tensor(place, {num_tokens, block->top_k}, ScalarType::Float),
+               topk_idx = new_tensor(place, {num_tokens, block->router.top_k}, ScalarType::Int),
+               topk_weights = new_tensor(place, {num_tokens, block->router.top_k}, ScalarType::Float),
                global_counts = new_tensor(place, {info.num_ranks, info.num_experts}, ScalarType::Long),
                call_info = new_tensor(place, {kNumInfo}, ScalarType::Long);
   const epx_tensor out_view = view_of_new(out), idx_view = view_of_new(topk_idx), weights_view = view_of_new(topk_weights),

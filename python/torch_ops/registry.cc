@@ -155,14 +155,14 @@ int64_t epx_torch_register_flights(int32_t count) {
   return number_or_zero([&] { return flights().add(std::make_shared<Flights>(count)); });
 }
 
-int64_t epx_torch_register_block(int64_t group_id, int64_t flights_id, epx_moe_block block, int32_t hidden_dim,
-                                 int32_t top_k, int32_t dtype, int32_t has_gate) {
+int64_t epx_torch_register_block(int64_t group_id, int64_t flights_id, epx_moe_block block,
+                                 const epx_moe_router_config* router, int32_t hidden_dim, int32_t dtype, int32_t has_gate) {
   return number_or_zero([&] {
     auto entry = std::make_shared<Block>();
     entry->group = groups().find(group_id);
     entry->block = block;
+    entry->router = *router;
     entry->hidden_dim = hidden_dim;
-    entry->top_k = top_k;
     entry->dtype = static_cast<epx_dtype>(dtype);
     entry->has_gate = has_gate != 0;
     entry->flights = flights().find(flights_id);

@@ -54,7 +54,8 @@ private:
 struct Block {
   std::shared_ptr<Group> group;
   epx_moe_block block = nullptr;
-  int32_t hidden_dim = 0, top_k = 0;
+  epx_moe_router_config router = {};
+  int32_t hidden_dim = 0;
   epx_dtype dtype = EPX_FLOAT32;
   bool has_gate = false;
   std::shared_ptr<Flights> flights;
@@ -98,8 +99,9 @@ EPX_API int64_t epx_torch_register_flights(int32_t count);
 
 /** Registers a block of a registered group and of registered flights. Returns its number, from 1, or 0 where there is no memory
  * for it. */
-EPX_API int64_t epx_torch_register_block(int64_t group_id, int64_t flights_id, epx_moe_block block, int32_t hidden_dim,
-                                         int32_t top_k, int32_t dtype, int32_t has_gate);
+EPX_API int64_t epx_torch_register_block(int64_t group_id, int64_t flights_id, epx_moe_block block,
+                                         const epx_moe_router_config* router, int32_t hidden_dim, int32_t dtype,
+                                         int32_t has_gate);
 
 /** Flights are registered for the blocks that use them; from now on no other block can. */
 EPX_API void epx_torch_retire_flights(int64_t id);

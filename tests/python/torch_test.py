@@ -506,6 +506,18 @@ class Layers(unittest.TestCase):
             layer.selection_bias.copy_(on_device(torch.tensor([100.0, 100.0] + [0.0] * (EXPERTS - 2))))
             _, routing = layer(tokens, with_routing=True)
             self.assertTrue(((routing.topk_idx == 0) | (routing.topk_idx == 1)).all())
+            # Counts are compared as integers: float32 has not all of these.
+            for counts, signs in (
+                ([2**24 + 1] + [2**24] * 4, [-1, 1, 1, 1, 1]),
+                ([2**24] * 2 + [2**24 + 2, 2**24 + 1, 2**24 + 2], [1, 1, -1, 0, -1]),
+                ([8_400_002, 8_399_999, 8_400_001, 8_400_000, 8_399_998], [-1, 1, -1, 0, 1]),
+            ):
+                counts = on_device(torch.tensor([counts], dtype=torch.int64))
+                layer.selection_bias.zero_()
+                layer.update_selection_bias(dataclasses.replace(routing, global_counts=counts), 0.5)
+                self.assertEqual(layer.selection_bias.tolist(), [0.5 * sign for sign in signs])
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "rate"):
+                layer.update_selection_bias(routing, float("nan"))
             layer.destroy()
 
     def test_5_refusals(self):

@@ -23,6 +23,7 @@ from ._library import layers, lib, ops
 from ._ops import _records, _refuse_transforms, _require_usable
 
 _block_fwd, _block_bwd = ops.block_fwd.default, ops.block_bwd.default
+_aux_loss, _update_selection_bias = ops.aux_loss.default, ops.update_selection_bias.default
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -252,7 +253,7 @@ class MoELayer(torch.nn.Module):
         flights = _require_number(lib.epx_torch_register_flights(max_in_flight), free) if arena is None else arena._flights
         has_gate = int(self.ffn.activation == "swiglu")
         number = lib.epx_torch_register_block(
-            group.number, flights, block.value, self.ffn.hidden_dim, self.router.top_k, config.dtype, has_gate
+            group.number, flights, block.value, config.router, self.ffn.hidden_dim, config.dtype, has_gate
         )
         _require_number(number, free)
         if arena is None:
@@ -333,26 +334,16 @@ class MoELayer(torch.nn.Module):
         """This rank's share of the load-balance loss (epx_moe_aux_loss), [] float64; the loss is the sum over the ranks. Its
         gradient, times aux_loss_grad (default 1), is part of every backward already, so do not add it to the loss that is
         differentiated."""
-        logits = routing.logits.double()
-        if self.router.score == "sigmoid":
-            scores = logits.sigmoid()
-            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        else:
-            scores = logits.softmax(-1)
-        scores = scores[routing.topk_idx[:, 0] >= 0]
-        routes = routing.global_counts.sum(0).double()
-        num_tokens = routes.sum() / self.router.top_k
-        experts, top_k = self.group.num_experts, self.router.top_k
-        scale = experts * self.router.aux_loss_coeff / (top_k * num_tokens.clamp(min=1) ** 2)
-        return scale * (scores.sum(0) * routes).sum()
+        number, group = self._numbers
+        return call(group, _aux_loss, number, routing.logits, routing.topk_idx, routing.global_counts).view(())
 
     @torch.no_grad()
     def update_selection_bias(self, routing: Routing, rate: float) -> None:
         """Balances without a loss (arXiv:2408.15664): adds rate * sign(mean - n_e) to the bias of expert e."""
         if self.selection_bias is None:
             refuse("the layer was created without selection_bias")
-        routes = routing.global_counts.sum(0).float()
-        self.selection_bias += rate * torch.sign(routes.mean() - routes)
+        number, group = self._numbers
+        call(group, _update_selection_bias, number, routing.global_counts, rate, self.selection_bias)
 
     def expert_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that differ from rank to rank of the group."""

@@ -29,7 +29,7 @@ lib.epx_torch_register_group.argtypes = [ctypes.c_void_p, ctypes.c_int32]
 lib.epx_torch_retire_group.restype = ctypes.c_int32
 lib.epx_torch_retire_group.argtypes = [ctypes.c_int64]
 lib.epx_torch_register_block.restype = ctypes.c_int64
-lib.epx_torch_register_block.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p] + 4 * [ctypes.c_int32]
+lib.epx_torch_register_block.argtypes = 2 * [ctypes.c_int64] + 2 * [ctypes.c_void_p] + 3 * [ctypes.c_int32]
 lib.epx_torch_register_flights.restype = ctypes.c_int64
 lib.epx_torch_register_flights.argtypes = [ctypes.c_int32]
 lib.epx_torch_retire_flights.restype = None
@@ -165,6 +165,16 @@ def _(block, flight, grad_out, logits, first_weight, down_weight, first_bias, do
         nothing if first_bias is None else torch.empty_like(first_bias),
         nothing.clone() if down_bias is None else torch.empty_like(down_bias),
     )
+
+
+@torch.library.register_fake("epx::aux_loss")
+def _(block, logits, topk_idx, global_counts):
+    return _new(logits, 1, dtype=torch.float64)
+
+
+@torch.library.register_fake("epx::update_selection_bias")
+def _(block, global_counts, rate, selection_bias):
+    return None
 
 
 _FUNCTIONAL = (
