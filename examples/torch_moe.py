@@ -36,6 +36,9 @@ class NativeMoE(torch.nn.Module):
         self.num_local, self.num_ranks = layer.group.num_local_experts, layer.group.num_ranks
         for name, parameter in layer.named_parameters():
             setattr(self, name, torch.nn.Parameter(parameter.detach().clone()))
+        for parameter in self.expert_parameters():
+            # They have the gradients of all ranks' tokens, which MoELayer turns into those of the mean over the ranks.
+            parameter.register_hook(lambda gradient: gradient / self.num_ranks)
 
     def expert_parameters(self):
         return [self.first_weight, self.down_weight]
@@ -106,9 +109,8 @@ class Model(torch.nn.Module):
 class Trainer:
     def __init__(self, model, options, device):
         self.model, self.device = model.to(device), device
-        experts = {id(parameter) for block in model.blocks for parameter in block.moe.expert_parameters()}
-        self.experts = [parameter for parameter in model.parameters() if id(parameter) in experts]
-        self.shared = [parameter for parameter in model.parameters() if id(parameter) not in experts]
+        experts = {parameter for block in model.blocks for parameter in block.moe.expert_parameters()}
+        self.shared = [parameter for parameter in model.parameters() if parameter not in experts]
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
         self.losses, self.times = [], []
 
@@ -120,13 +122,12 @@ class Trainer:
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         self.optimizer.zero_grad()
         loss.backward()
-        # The mean over the ranks: experts have the gradients of all ranks' tokens already, the rest is summed here.
+        # The mean over the ranks, of all at once. It leaves gate_weight's gradient as it is where the layer has made it the mean.
         gradients = torch.cat([parameter.grad.flatten() for parameter in self.shared])
         dist.all_reduce(gradients)
+        gradients /= dist.get_world_size()
         for parameter, gradient in zip(self.shared, gradients.split([parameter.numel() for parameter in self.shared])):
             parameter.grad = gradient.view_as(parameter)
-        for parameter in self.shared + self.experts:
-            parameter.grad /= dist.get_world_size()
         self.optimizer.step()
         wait(self.device)
         self.times.append(time.perf_counter() - begin)

@@ -109,11 +109,8 @@ class Distributed(unittest.TestCase):
             self.assertEqual(names, ["0.first_weight", "0.down_weight"])
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
             parallel = DistributedDataParallel(model)
+            epx.torch.average_gradients(layer.expert_parameters(), axes["dp"].get_group())
             parallel(on_device(tokens_of(RANK))).sin().sum().backward()
-            for each in layer.expert_parameters():
-                # These have the tokens of their EP group. The mean is over all ranks, and DP groups differ in tokens alone.
-                torch.distributed.all_reduce(each.grad, group=axes["dp"].get_group())
-                each.grad /= RANKS
             self.check_gradients(layer, {name: each.grad for name, each in layer.named_parameters()})
             layer.destroy()
             group.check()
@@ -132,10 +129,7 @@ class Distributed(unittest.TestCase):
             found = {}
             for name, each in layer.named_parameters():
                 self.assertIsInstance(each, DTensor)
-                grad = each.grad.full_tensor()  # the mean over the DP groups
-                if name == "gate_weight":
-                    torch.distributed.all_reduce(grad, group=axes["ep"].get_group())
-                found[name] = grad / group.num_ranks
+                found[name] = each.grad.full_tensor()
             self.check_gradients(layer, found)
             layer.destroy()
             group.check()
@@ -149,11 +143,11 @@ class Distributed(unittest.TestCase):
             with epx.torch.Group(axes["ep"].get_group(), **config()) as group:
                 layer = make_layer(group, dtype=torch.bfloat16)
                 fully_shard(layer, mesh=axes["dp"], ignored_params={layer.gate_weight})
+                epx.torch.average_gradients(layer.gate_weight, axes["dp"].get_group())
                 layer(on_device(tokens_of(RANK)).bfloat16()).float().sin().sum().backward()
-                torch.distributed.all_reduce(layer.gate_weight.grad)
-                found = {"gate_weight": layer.gate_weight.grad / RANKS}
+                found = {"gate_weight": layer.gate_weight.grad}
                 for name in ("first_weight", "down_weight"):
-                    found[name] = getattr(layer, name).grad.full_tensor() / group.num_ranks
+                    found[name] = getattr(layer, name).grad.full_tensor()
                 self.check_gradients(layer, found, tolerance=0.1)
                 layer.destroy()
                 group.check()

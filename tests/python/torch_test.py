@@ -30,6 +30,7 @@ from torch_model import (
 import epx
 import epx.moe
 import epx.torch
+from epx.torch._means import create_mean_routes
 
 NUM_TOKENS = [0 if RANKS > 1 and rank == RANKS - 1 else 3 + 2 * rank for rank in range(RANKS)]
 
@@ -364,14 +365,19 @@ class Layers(unittest.TestCase):
         layer.zero_grad()
         out.sin().sum().backward()
         names = [name for name, _ in layer.named_parameters()]
-        local = gradients(losses[RANK], [data.tokens[RANK], everything["gate_weight"]], keep=True)
-        torch.testing.assert_close(tokens.grad.double().cpu(), local[0], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(layer.gate_weight.grad.double().cpu(), local[1], rtol=1e-4, atol=1e-4)
+        (wanted,) = gradients(losses[RANK], [data.tokens[RANK]], keep=True)
+        torch.testing.assert_close(tokens.grad.double().cpu(), wanted, rtol=1e-4, atol=1e-4)
         own = slice(group.first_local_expert, group.first_local_expert + group.num_local_experts)
-        experts = [name for name in names if name != "gate_weight"]
-        for name, grad in zip(experts, gradients(sum(losses), [everything[name] for name in experts])):
+        all_losses = sum(losses) / (RANKS if layer.reduce_gradients == "mean" else 1)
+        for name in names:
+            is_local = name == "gate_weight" and layer.reduce_gradients == "none"
+            (grad,) = gradients(losses[RANK] if is_local else all_losses, [everything[name]], keep=True)
             torch.testing.assert_close(
-                getattr(layer, name).grad.double().cpu(), grad[own], rtol=1e-4, atol=1e-4, msg=lambda m: f"{name}: {m}"
+                getattr(layer, name).grad.double().cpu(),
+                grad if name == "gate_weight" else grad[own],
+                rtol=1e-4,
+                atol=1e-4,
+                msg=lambda m: f"{name}: {m}",
             )
         group.check()
         return routing
@@ -384,6 +390,7 @@ class Layers(unittest.TestCase):
                     {"top_k": 3, "alignment": 16, "weighting": "early"},
                     {"activation": "gelu", "bias": True},
                     {"score": "softmax_then_topk", "recompute": True, "bias": True},
+                    {"reduce_gradients": "none", "bias": True},
                 )
             ):
                 layer = self.make_layer(group, seed=number, **options)
@@ -482,8 +489,8 @@ class Layers(unittest.TestCase):
 
     def test_4_balance(self):
         with make_group() as group:
-            router = epx.moe.Router(2, aux_loss_coeff=0.5)
-            layer = epx.torch.MoELayer(group, router=router, ffn=epx.moe.Ffn(HIDDEN, INNER), selection_bias=True)
+            options = dict(router=epx.moe.Router(2, aux_loss_coeff=0.5), ffn=epx.moe.Ffn(HIDDEN, INNER), selection_bias=True)
+            layer, local = (epx.torch.MoELayer(group, reduce_gradients=each, **options) for each in ("mean", "none"))
             data = Data(NUM_TOKENS, 2, seed=9)
             tokens = single(data.tokens[RANK])
             out, routing = layer(tokens, with_routing=True)
@@ -494,13 +501,16 @@ class Layers(unittest.TestCase):
             shares = [((source.detach() @ gate.t()).softmax(-1).sum(0) * counts).sum() for source in data.tokens]
             losses = [EXPERTS * 0.5 / (2 * total**2) * share for share in shares]
             torch.testing.assert_close(layer.aux_loss(routing).cpu(), losses[RANK].detach(), rtol=1e-5, atol=1e-7)
-            layer.aux_loss_grad = 3.0
             (out * 0).sum().backward()  # leaves the gradient of the loss that no output has
             layer.zero_grad()
-            layer(tokens).mul(0).sum().backward()
-            torch.testing.assert_close(
-                layer.gate_weight.grad.double().cpu(), 3 * gradients(losses[RANK], [gate])[0], rtol=1e-4, atol=1e-6
-            )
+            # The mean over the ranks has all of the load-balance loss, as it has on one rank with the tokens of all.
+            for each, loss in (layer, sum(losses)), (local, losses[RANK]):
+                each.aux_loss_grad = 3.0
+                each(tokens).mul(0).sum().backward()
+                torch.testing.assert_close(
+                    each.gate_weight.grad.double().cpu(), 3 * gradients(loss, [gate], keep=True)[0], rtol=1e-4, atol=1e-6
+                )
+            local.destroy()
             layer.update_selection_bias(routing, 0.25)
             torch.testing.assert_close(layer.selection_bias.double().cpu(), 0.25 * torch.sign(counts.mean() - counts))
             layer.selection_bias.copy_(on_device(torch.tensor([100.0, 100.0] + [0.0] * (EXPERTS - 2))))
@@ -545,6 +555,79 @@ class Layers(unittest.TestCase):
             with self.assertRaisesRegex(epx.InvalidArgumentError, "not as a copy"):
                 out.sum().backward()
             layer.destroy()
+
+    def test_5b_means_of_gradients(self):
+        """The operator behind gate_weight's mean, in groups that have room for few rows, or for rows of a narrower dtype."""
+        special = torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1e-41, 3e38, 1 / 3])
+        for number, changes in enumerate(
+            (
+                {},
+                {"max_tokens_per_rank": 2},
+                {"fixed_rail_tokens": 3},
+                {"max_recv_tokens_per_rank": RANKS, "max_alignment": 1},
+                {"num_experts": 1},
+                {"num_experts": 11, "max_tokens_per_rank": 4, "combine_precision": "exact"},
+                {"max_token_dtype": "bfloat16"},
+                {"max_token_dtype": "float16", "max_tokens_per_rank": 9},
+                {"max_token_dtype": "bfloat16", "max_recv_tokens_per_rank": 5 * RANKS, "max_alignment": 1},
+            )
+        ):
+            with make_group(**changes) as group:
+                create_mean_routes(group)
+                limit = changes.get("fixed_rail_tokens", group.max_tokens_per_rank)  # of what another node takes
+                self.assertLessEqual(group.mean_routes.num_rows * group.mean_routes.parts, limit)
+                for hidden in (1, HIDDEN - 1, HIDDEN):
+                    rows = [
+                        torch.randn(group.num_experts, hidden, generator=torch.Generator().manual_seed(10 * number + rank))
+                        for rank in range(RANKS)
+                    ]
+                    if hidden == len(special):
+                        rows[RANKS - 1][0] = special
+                    found = torch.ops.epx.mean_over_ranks(group.number, on_device(rows[RANK])).cpu()
+                    wanted = torch.stack(rows).sum(0) / RANKS
+                    torch.testing.assert_close(
+                        found, wanted, rtol=1e-6, atol=0, equal_nan=True, msg=lambda m: f"{changes}: {m}"
+                    )
+                group.check()
+
+    def test_5c_what_takes_part_in_means(self):
+        with make_group() as group:
+            layer = self.make_layer(group, max_in_flight=2)
+            tokens = single(Data(NUM_TOKENS, 2, seed=14).tokens[RANK])
+            calls_of_means = int(RANKS > 1)
+            with count_calls() as calls:
+                layer(tokens).sum().backward()
+            self.assertEqual(calls["mean_over_ranks"], calls_of_means)
+            once = [parameter.grad.clone() for parameter in layer.parameters()]
+            for _ in range(2):  # accumulated gradients, of two flights
+                one, two = layer(tokens), layer(tokens)
+                (one + two).sum().backward()
+            torch.testing.assert_close([each.grad for each in layer.parameters()], [5 * each for each in once])
+            with count_calls() as calls, torch.no_grad():
+                layer(tokens)
+            self.assertEqual(dict(calls), {"block_fwd": 1})
+            logits = on_device(torch.randn(len(tokens), EXPERTS)).requires_grad_()
+            layer.zero_grad()
+            with count_calls() as calls:
+                layer(tokens, logits=logits).sum().backward()
+            self.assertEqual((dict(calls), layer.gate_weight.grad), ({"block_fwd": 1, "block_bwd": 1}, None))
+            layer.gate_weight.requires_grad_(False)
+            with count_calls() as calls:
+                layer(tokens).sum().backward()
+            self.assertEqual((dict(calls), layer.gate_weight.grad), ({"block_fwd": 1, "block_bwd": 1}, None))
+            layer.destroy()
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "reduce_gradients is 'sum'; it must be 'mean' or 'none'"):
+                self.make_layer(group, reduce_gradients="sum")
+        if RANKS > 1:
+            with make_group(max_recv_tokens_per_rank=RANKS - 1, max_alignment=1) as group:
+                layer = self.make_layer(group)
+                with torch.no_grad():
+                    layer(tokens[:0])
+                with self.assertRaisesRegex(
+                    epx.InvalidArgumentError, f"max_recv_tokens_per_rank {RANKS - 1}: .* reduce_gradients='none'"
+                ):
+                    layer(tokens[:0])
+                layer.destroy()
 
     def test_6_training_reaches_a_target(self):
         with make_group() as group:

@@ -11,6 +11,7 @@ effect, so that they stay in the order of the program on every rank.
 
 from ._group import Group, OutOfMemoryError, empty, from_process_group
 from ._layer import Arena, MoELayer, Routing, expert_parameter_names
+from ._means import average_gradients
 from ._ops import Plan, combine, dispatch, prepare, prepare_dispatch, saves_exchange
 from ._rank_major import RankMajorPlan, combine_rank_major, dispatch_rank_major
 
@@ -22,6 +23,7 @@ __all__ = [
     "Plan",
     "RankMajorPlan",
     "Routing",
+    "average_gradients",
     "combine",
     "combine_rank_major",
     "dispatch",

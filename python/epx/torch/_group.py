@@ -100,6 +100,8 @@ class Group(_Group):
         self.add_user(lambda: lib.epx_torch_retire_group(number) == 1)
         groups[number] = self
         self._windows = set()  # addresses of empty()
+        self.max_call_tokens = config.get("fixed_rail_tokens", 0) or self.max_tokens_per_rank  # that any node takes
+        self.mean_routes = None  # of _means, when a layer needs them
 
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor in memory that peers reach, in which dispatch writes rows in place. Collective: all ranks

@@ -20,6 +20,7 @@ from ..moe import Ffn, Router
 from ._derivatives import differentiable_once
 from ._group import Group, OutOfMemoryError, call
 from ._library import layers, lib, ops
+from ._means import create_mean_routes, with_mean_gradient
 from ._ops import _records, _refuse_transforms, _require_usable
 
 _block_fwd, _block_bwd = ops.block_fwd.default, ops.block_bwd.default
@@ -28,13 +29,15 @@ _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "
 
 
 class _Block(torch.autograd.Function):
+    """numbers: those of the block and of its group, and the number of ranks that experts' gradients are a mean over."""
+
     @staticmethod
     def forward(ctx, numbers, aux_loss_grad, selection_bias, token_mask, tokens, logits, first, down, first_bias, down_bias):
-        block, group = numbers
+        block, group, _ = numbers
         *outputs, flight = call(
             group, _block_fwd, block, tokens, logits, selection_bias, token_mask, first, down, first_bias, down_bias, True
         )
-        ctx.layer = block, group, aux_loss_grad
+        ctx.layer = *numbers, aux_loss_grad
         ctx.save_for_backward(flight, logits, first, down, first_bias, down_bias)
         ctx.mark_non_differentiable(*outputs[1:])
         return tuple(outputs)
@@ -42,24 +45,23 @@ class _Block(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, grad_out, *_):
-        block, group, aux_loss_grad = ctx.layer
+        block, group, num_ranks, aux_loss_grad = ctx.layer
         flight, logits, first, down, first_bias, down_bias = ctx.saved_tensors
         _refuse_transforms(grad_out)
-        grad_tokens, grad_logits, grad_first, grad_down, grad_first_bias, grad_down_bias = call(
+        # Experts' gradients are sums over the ranks. What arrives is scaled instead of them, because they are much larger than
+        # tokens, and by a power of two, which rounds nothing that is a normal number.
+        scale = 0.5 ** (num_ranks.bit_length() - 1)
+        if num_ranks > 1:
+            grad_out, aux_loss_grad = grad_out * scale, aux_loss_grad * scale * num_ranks
+        grad_tokens, grad_logits, *grads = call(
             group, _block_bwd, block, flight, grad_out.contiguous(), logits, first, down, first_bias, down_bias, aux_loss_grad
         )
-        return (
-            None,
-            None,
-            None,
-            None,
-            grad_tokens,
-            grad_logits,
-            grad_first,
-            grad_down,
-            None if first_bias is None else grad_first_bias,
-            None if down_bias is None else grad_down_bias,
-        )
+        grads = [None if each is None else grad for each, grad in zip((first, down, first_bias, down_bias), grads)]
+        if num_ranks > 1:
+            grad_tokens, grad_logits = grad_tokens / scale, grad_logits / scale
+        if scale * num_ranks != 1:
+            grads = [None if grad is None else grad.div_(scale * num_ranks) for grad in grads]
+        return None, None, None, None, grad_tokens, grad_logits, *grads
 
 
 class _BlockConfig:
@@ -189,14 +191,20 @@ class MoELayer(torch.nn.Module):
     (DeepSeek-V3), a buffer that update_selection_bias() changes.  dtype: of tokens and experts; float32 on the host transport.
     weighting: "late" or "early".  alignment: rows that zones are padded to.  max_in_flight: forwards whose backward is still to
     come; a checkpointed forward is none.  arena: an Arena that it shares with other layers, instead of max_in_flight flights of
-    its own.  recompute: the backward computes the FFN's activations again.  seed: experts and router are drawn from it alone,
-    so all ranks have the same router, and the experts do not depend on the number of ranks; with None all parameters are 0.
+    its own.  recompute: the backward computes the FFN's activations again.  reduce_gradients: "mean" or "none", see below.
+    seed: experts and router are drawn from it alone, so all ranks have the same router, and the experts do not depend on the
+    number of ranks; with None all parameters are 0.
 
-    Parameters: gate_weight [E, H] (the router's, float32; it is the same on all ranks, and its gradient is of this rank's
-    tokens: sum it over the ranks as for any layer of a data-parallel model); first_weight [E_l, 2F, H] (gate and up stacked;
-    [E_l, F, H] without a gate), down_weight [E_l, H, F], first_bias, down_bias: of this rank's experts, and their gradients
-    already have the tokens of all ranks of the group: expert_parameters() tells them, to leave them out of a reduction over the
-    group.
+    Parameters: gate_weight [E, H] (the router's, float32), the same on all ranks; first_weight [E_l, 2F, H] (gate and up
+    stacked; [E_l, F, H] without a gate), down_weight [E_l, H, F], first_bias, down_bias: of this rank's experts, which
+    expert_parameters() tells.
+
+    Gradients: with reduce_gradients "mean" those of all parameters are of the mean over the group's ranks of their losses, to
+    which each adds the load-balance loss of all tokens. So an optimizer can use them as they are; a further mean over the ranks
+    leaves those of gate_weight as they are, and is wrong for experts, which differ from rank to rank. With "none", for a
+    framework that reduces gradients itself, gate_weight's are of this rank's loss and share of the load-balance loss, and
+    experts' are of the sum of all ranks' losses. All ranks freeze gate_weight (requires_grad_(False)) or none does, and all ask
+    for the same gradients.
 
     Created by all ranks. destroy() is collective. Of a layer that nobody refers to any more, this rank's own memory is freed by
     the next creation or destroy(), and what peers reach at the end of the group.
@@ -216,11 +224,15 @@ class MoELayer(torch.nn.Module):
         max_in_flight: int = 1,
         arena: Arena | None = None,
         recompute: bool = False,
+        reduce_gradients: str = "mean",
         seed: int | None = 0,
     ):
         super().__init__()
-        self.group, self.router, self.ffn = group, router, ffn
+        if reduce_gradients not in ("mean", "none"):
+            refuse(f"reduce_gradients is {reduce_gradients!r}; it must be 'mean' or 'none'")
+        self.group, self.router, self.ffn, self.reduce_gradients = group, router, ffn, reduce_gradients
         self.aux_loss_grad = 1.0
+        self._takes_mean = reduce_gradients == "mean" and group.num_ranks > 1
         self._create(_BlockConfig(group, router, ffn, dtype, weighting, alignment, recompute).struct, arena, max_in_flight)
         local, hidden, inner = group.num_local_experts, ffn.hidden_dim, ffn.ffn_dim
         first = 2 * inner if ffn.activation == "swiglu" else inner
@@ -265,8 +277,10 @@ class MoELayer(torch.nn.Module):
             needs=(group, arena),
         )
         self._finalizer = finalize(self, self._memory)
-        self._numbers = number, group.number
+        self._numbers = number, group.number, group.num_ranks if self._takes_mean else 1
         layers[number] = self
+        if self._takes_mean:
+            create_mean_routes(group)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
@@ -319,7 +333,7 @@ class MoELayer(torch.nn.Module):
         if _records(flat, logits, *params):
             outputs = _Block.apply(self._numbers, self.aux_loss_grad, self.selection_bias, token_mask, flat, logits, *params)
         else:
-            block, group = self._numbers
+            block, group, _ = self._numbers
             outputs = call(group, _block_fwd, block, flat, logits, self.selection_bias, token_mask, *params, False)[:-1]
         out = outputs[0].view(shape)
         return (out, Routing(logits.detach(), *outputs[1:])) if with_routing else out
@@ -327,14 +341,17 @@ class MoELayer(torch.nn.Module):
     def _gate(self, tokens):
         """[T, E] logits, in float32 also under autocast: a rounded logit selects other experts."""
         with torch.autocast(tokens.device.type, enabled=False):
-            return torch.nn.functional.linear(tokens.float(), self.gate_weight.float())
+            weight = self.gate_weight.float()
+            if self._takes_mean and _records(weight):
+                weight = with_mean_gradient(self.group, "gate_weight", weight)
+            return torch.nn.functional.linear(tokens.float(), weight)
 
     @torch.no_grad()
     def aux_loss(self, routing: Routing) -> torch.Tensor:
         """This rank's share of the load-balance loss (epx_moe_aux_loss), [] float64; the loss is the sum over the ranks. Its
         gradient, times aux_loss_grad (default 1), is part of every backward already, so do not add it to the loss that is
         differentiated."""
-        number, group = self._numbers
+        number, group, _ = self._numbers
         return call(group, _aux_loss, number, routing.logits, routing.topk_idx, routing.global_counts).view(())
 
     @torch.no_grad()
@@ -342,7 +359,7 @@ class MoELayer(torch.nn.Module):
         """Balances without a loss (arXiv:2408.15664): adds rate * sign(mean - n_e) to the bias of expert e."""
         if self.selection_bias is None:
             refuse("the layer was created without selection_bias")
-        number, group = self._numbers
+        number, group, _ = self._numbers
         call(group, _update_selection_bias, number, routing.global_counts, rate, self.selection_bias)
 
     def expert_parameters(self) -> list[torch.nn.Parameter]:

@@ -200,8 +200,12 @@ def _refuse_vmap(name):
     return refuse
 
 
-# torch.compile threads the calls that have this effect through a token, forward and backward: it neither merges, drops,
-# reorders nor recomputes them, whatever the shapes of a rank let it do with other operators.
+def keep_in_order(name):
+    """Gives an operator the effect by which torch.compile threads it through a token, forward and backward: it neither merges,
+    drops, reorders nor recomputes the call, whatever the shapes of a rank let it do with other operators."""
+    torch.library._register_effectful_op(f"epx::{name}", torch._library.effects.EffectType.ORDERED)
+    torch.library.register_vmap(f"epx::{name}", _refuse_vmap(name))
+
+
 for _name in _FUNCTIONAL:
-    torch.library._register_effectful_op(f"epx::{_name}", torch._library.effects.EffectType.ORDERED)
-    torch.library.register_vmap(f"epx::{_name}", _refuse_vmap(_name))
+    keep_in_order(_name)
