@@ -473,15 +473,15 @@ EPX_API epx_status epx_moe_block_config_init(epx_moe_block_config* config, size_
 /** What an arena is created for. Ranks agree on every field, and on those of `block` as for a block.
  *
  * Another block of the group fits into the arena where it needs, with the arena's max_rows in the place of R, no more than
- * `block` of each of these four kinds of memory, in bytes. The FFN's inner rows have 2F elements with SWIGLU, else F:
+ * `block` of each of these four kinds of memory, in bytes:
  * - rows that peers reach for a flight: recv_tokens, recv_weights and, with EPX_MOE_WEIGHT_LATE, expert_out;
  * - rows that peers reach for all flights: the gradients of these three, whatever the weighting;
  * - memory for a flight: handle memory, the router's results and logits, and the FFN's inner rows unless `recompute` is 1;
  * - workspace: the gradient of the weights, the FFN's inner rows if `recompute` is 1, and on a GPU the workspace of the calls.
  *
- * So dtype, H, F, K, activation, weighting and recompute decide; score, alignment and the like do not matter, except that a
- * load-balance loss needs a little workspace on a GPU. Kinds do not stand in for each other: an arena for a block that
- * recomputes takes none that does not, nor the other way round. */
+ * The FFN's inner rows have 2F elements with SWIGLU, else F. So dtype, H, F, K, activation, weighting and recompute decide.
+ * Score, alignment and the like do not matter, except that a load-balance loss needs a little workspace on a GPU. Kinds do not
+ * stand in for each other: an arena for a block that recomputes takes none that does not, nor the other way round. */
 typedef struct epx_moe_arena_config {
   size_t struct_size;                /**< set by epx_moe_arena_config_init */
   const epx_moe_block_config* block; /**< required: a block that fits; its arena and max_in_flight are ignored */
@@ -531,12 +531,14 @@ EPX_API epx_status epx_moe_arena_query(epx_moe_arena arena, epx_moe_arena_info* 
  * the block; with the host transport the block computes on the host, else on the group's GPU, which must be the calling
  * thread's current device in each call. Without an arena the block gets one of its own. Collective over the group, with an
  * arena too, since the ranks compare their options (by epx_group_all_gather).
- * Errors: INVALID_ARGUMENT where a config is NULL or has another struct_size: on this rank alone, and the group has made no
- * call. On all ranks alike, and the group lives on: MISMATCH (an option differs between ranks; the message names it, two ranks
- * and their values), and where options agree, what one rank finds: INVALID_ARGUMENT (the config; it does not fit the group or
- * the arena), UNSUPPORTED (a group on GPUs in a build without CUDA), SYSTEM, and OUT_OF_MEMORY of memory that peers reach.
- * OUT_OF_MEMORY of this process or GPU aborts the group, whose other ranks may have the block already. Sticky: those of
- * epx_mem_alloc. */
+ * Errors:
+ * - on this rank alone, before the group makes a call: INVALID_ARGUMENT (a config is NULL or has another struct_size);
+ * - on all ranks alike, and the group lives on: MISMATCH (an option differs between ranks; the message names it, two ranks and
+ *   their values), INVALID_ARGUMENT (the config; it does not fit the group or the arena), UNSUPPORTED (a group on GPUs in a
+ *   build without CUDA), SYSTEM, OUT_OF_MEMORY (of memory that peers reach). What one rank alone finds fails on the others
+ *   with its number;
+ * - OUT_OF_MEMORY of this process or GPU: the group is aborted, since its other ranks may have the block already;
+ * - sticky: those of epx_mem_alloc. */
 EPX_API epx_status epx_moe_block_create(epx_group group, const epx_moe_block_config* config, epx_moe_block* block);
 
 /** Frees the block, also where it returns an error; before its arena and its group, and on a GPU after its calls have ended

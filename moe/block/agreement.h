@@ -34,9 +34,9 @@ private:
 };
 
 // Runs `make`, which is this rank's own part of the creation, and compares the options with those of the other ranks. Collective
-// over the group, which may be NULL: then there is nothing to compare. All ranks succeed, or all throw: MISMATCH where options
-// differ, by the same sentence; else what `make` has thrown, if that is a StatusError, and on the other ranks its status with
-// the number of the rank. The group lives on.
+// over the group, which may be NULL: then there is nothing to compare. All ranks succeed, or all throw, and the group lives on.
+// Where options differ, it is MISMATCH by the same sentence. Else a rank throws the StatusError that its `make` has thrown, and
+// the others the same status with the number of that rank.
 void agree_after(GroupView group, const Options& options, const std::function<void()>& make);
 
 } // namespace epx::moe

@@ -115,11 +115,12 @@ public:
     void* memory[2] = {};
     for (void*& piece : memory)
       check_ok(epx_mem_alloc(rank_.group(), 4096, &piece), "epx_mem_alloc");
+    check_ok(rank_.call(EPX_OP_ALL_GATHER), "epx_group_all_gather");
     const bool is_different = context_.rank == different;
     const Clock::time_point begin = Clock::now();
     const epx_status status = epx_mem_free(rank_.group(), memory[is_different ? 1 : 0]);
     check_failed(rank_, status,
-                 {EPX_ERROR_OUT_OF_SEQUENCE, EPX_OP_MEM_FREE, {}, 6}); // each epx_mem_alloc counts as two calls
+                 {EPX_ERROR_OUT_OF_SEQUENCE, EPX_OP_MEM_FREE, {}, 8}); // each of the three calls before counts as two
     check(Clock::now() - begin < kSoon, "the call waited for something");
     check_status(epx_mem_free(rank_.group(), memory[is_different ? 1 : 0]), EPX_ERROR_INVALID_ARGUMENT, "freed memory");
     context_.gather(0);
