@@ -66,7 +66,8 @@
  * - Args structs (epx_prepare_args and the like) and outputs (epx_group_info, epx_memory_plan, epx_group_report) grow at their
  *   end, by a multiple of 8 bytes without implicit padding. The caller sets struct_size to sizeof(the struct), which tells
  *   the library which fields he knows. It takes every multiple of 8 from the size in 0.1 to 4096; another struct_size is
- *   refused (INVALID_ARGUMENT).
+ *   refused (INVALID_ARGUMENT). Since then epx_dispatch_args has grown from 72 bytes, and epx_group_info from 88. The others of
+ *   0.1 have the size that they had. A newer struct names its smallest struct_size where it is declared.
  * - Args: a field that the caller's struct does not have is 0, which means what was before. Bytes that the library does not
  *   know, of a newer caller, must be 0; else the call is refused (INVALID_ARGUMENT), and the sentence names the struct, both
  *   sizes and the offset of the first byte that is not 0. So zero the whole struct before setting fields.
@@ -518,12 +519,14 @@ typedef enum epx_phase EPX_ENUM_INT32 {
 typedef enum epx_event_kind EPX_ENUM_INT32 {
   EPX_EVENT_BAD_INDEX = 0,    /**< a topk_idx entry < -1 or >= E; the route was treated as masked */
   EPX_EVENT_OVERFLOW = 1,     /**< routes to this rank exceeded R (overflow policy ERROR); they were dropped */
-  EPX_EVENT_TOO_FEW_ROWS = 2, /**< N was smaller than offsets[E_l] of the handle; routes beyond N were dropped.
+  EPX_EVENT_TOO_FEW_ROWS = 2, /**< N was smaller than offsets[E_l] of the handle; routes beyond N were dropped. Each call
+                                 reports it that passes such an N.
                                  dispatch_rank_major: a rank had more than M tokens for this one; the routes of the others
                                  were dropped */
   EPX_EVENT_HANDLE_MISMATCH =
       3 /**< handle memory of another layer, group, T or prepare, or damaged (epx_handle_mem_size says
-                                    what is checked); this rank, or the two ranks that disagree, took part without routes */
+                                    what is checked). This rank took part without routes, or the routes between it and
+                                    ranks with handle memory of another prepare were dropped; see "operations" */
 } epx_event_kind;
 
 /** Sizes of the arrays of epx_group_report. */
@@ -635,9 +638,14 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
  * epx_dispatch, epx_prepare_dispatch and epx_dispatch_rank_major take sidecars; in another operation a tensor with one is
  * refused.
  *
- * A rank whose handle memory is not that of the call (EPX_EVENT_HANDLE_MISMATCH) takes part without routes: none of its
- * tensors is touched, in memory that peers reach neither. To the others it is a rank whose tokens have no routes and whose
- * experts have no rows: what came from it is zero, and what would have gone to it takes no step in their sums.
+ * A rank may pass handle memory that is not that of the call (EPX_EVENT_HANDLE_MISMATCH).
+ * - The call cannot use it: it is of another layer, group or T, nobody has filled it in, or it is damaged. This rank then takes
+ *   part without routes. None of its tensors is touched, in memory that peers reach neither. It alone reports the event.
+ * - It is valid, but of another prepare than that of some ranks. The call then drops the routes between ranks whose prepares
+ *   differ, and keeps those between ranks of the same prepare. A rank's routes to itself stay, by the plan that it passed. All
+ *   its tensors are written as that plan says. Each rank that has met another prepare reports the event, once for the call.
+ * To a rank whose routes with another are dropped, that one's tokens have no routes, and its experts have no rows. What would
+ * have come from it is zero. What would have gone to it takes no step in sums.
  *
  * A pointer to a tensor that is NULL means "not wanted" where the comment says optional. Each args struct starts with
  * struct_size = sizeof(the struct); zero the rest first, since later versions may have more fields (see "How this API grows").
@@ -699,7 +707,8 @@ typedef struct epx_dispatch_args {
  * of a rank that took part without routes become zero in either case. Rows at or above offsets[E_l] are not touched. */
 EPX_API epx_status epx_dispatch(epx_group group, const epx_dispatch_args* args);
 
-/** Arguments of epx_prepare_dispatch(): those of epx_prepare() and of epx_dispatch(), each once. */
+/** Arguments of epx_prepare_dispatch(): those of epx_prepare() and of epx_dispatch(), each once. The smallest struct_size is
+ * 136. */
 typedef struct epx_prepare_dispatch_args {
   size_t struct_size;
   epx_layer layer;
@@ -793,20 +802,22 @@ EPX_API epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args
  *
  * *Row* i of source rank r is r's i-th token, in ascending order, that has a route to this rank. A row is *kept* when it is
  * below M; the routes of the others are dropped, whatever the group's overflow policy is, and this rank reports them
- * (EPX_EVENT_TOO_FEW_ROWS). M >= 0 is any number and the same on all ranks (else MISMATCH, sticky); M = max_tokens_per_rank is
- * never too few. The receive capacity R drops nothing here, but rows pass through staging of its size:
- * P * min(M, max_tokens_per_rank) * K must not exceed R, which it never does where R is the default (INVALID_ARGUMENT). On GPUs
- * the dispatch takes the low-latency path where NVLink connects all ranks and min(M, max_tokens_per_rank) is at most a limit of
- * the group, and the high-throughput path otherwise, however few the tokens are: for few tokens, choose a small M. The limit is
- * min(512, 2048 / P), and less for long rows, a large max_top_k, or where a rank has fewer than 80 SMs for the call.
+ * (EPX_EVENT_TOO_FEW_ROWS). epx_dispatch_rank_major alone reports them: the later calls with its handle memory do not. M >= 0
+ * is any number and the same on all ranks (else MISMATCH, sticky); M = max_tokens_per_rank is never too few. The receive
+ * capacity R drops nothing here, but rows pass through staging of its size: P * min(M, max_tokens_per_rank) * K must not
+ * exceed R, which it never does where R is the default (INVALID_ARGUMENT). On GPUs the dispatch takes the low-latency path
+ * where NVLink connects all ranks and min(M, max_tokens_per_rank) is at most a limit of the group, and the high-throughput
+ * path otherwise, however few the tokens are: for few tokens, choose a small M. The limit is min(512, 2048 / P), and less for
+ * long rows, a large max_top_k, or where a rank has fewer than 80 SMs for the call.
  *
- * The calls are collective, with the conventions and errors of the other operations (see there). A group of several nodes
- * refuses them (UNSUPPORTED; the message has the bytes of staging that they would take). layer.alignment is 0 or 1, as there
- * are no zones. Handle memory has epx_handle_mem_size() bytes. What a call checks of it, and what damage can do, is said there;
- * that of epx_prepare, or that of an epx_dispatch_rank_major with another M, is reported as EPX_EVENT_HANDLE_MISMATCH.
+ * The calls are collective, with the conventions and errors of the other operations (see there). The dtypes of topk_idx,
+ * recv_topk_idx and counts may differ between ranks, and from each other. A group of several nodes refuses them (UNSUPPORTED;
+ * the message has the bytes of staging that they would take). layer.alignment is 0 or 1, as there are no zones. Handle memory
+ * has epx_handle_mem_size() bytes. What a call checks of it, and what damage can do, is said there; that of epx_prepare, or
+ * that of an epx_dispatch_rank_major with another M, is reported as EPX_EVENT_HANDLE_MISMATCH.
  * @{ */
 
-/** Arguments of epx_dispatch_rank_major(). */
+/** Arguments of epx_dispatch_rank_major(). The smallest struct_size is 96. */
 typedef struct epx_dispatch_rank_major_args {
   size_t struct_size;
   epx_layer layer;
@@ -830,7 +841,7 @@ typedef struct epx_dispatch_rank_major_args {
  * token stay two k. Rows at or beyond counts[r] are not touched, in any tensor. */
 EPX_API epx_status epx_dispatch_rank_major(epx_group group, const epx_dispatch_rank_major_args* args);
 
-/** Arguments of epx_combine_rank_major(). */
+/** Arguments of epx_combine_rank_major(). The smallest struct_size is 56. */
 typedef struct epx_combine_rank_major_args {
   size_t struct_size;
   epx_layer layer;
@@ -848,7 +859,7 @@ typedef struct epx_combine_rank_major_args {
  * INVALID_ARGUMENT in a group of precision `exact`, whose results do not depend on the number of ranks. */
 EPX_API epx_status epx_combine_rank_major(epx_group group, const epx_combine_rank_major_args* args);
 
-/** Arguments of epx_combine_rank_major_bwd(). */
+/** Arguments of epx_combine_rank_major_bwd(). The smallest struct_size is 56. */
 typedef struct epx_combine_rank_major_bwd_args {
   size_t struct_size;
   epx_layer layer;
@@ -863,7 +874,7 @@ typedef struct epx_combine_rank_major_bwd_args {
  * without routes become zero. Rows at or beyond counts are not touched. */
 EPX_API epx_status epx_combine_rank_major_bwd(epx_group group, const epx_combine_rank_major_bwd_args* args);
 
-/** Arguments of epx_dispatch_rank_major_bwd(). */
+/** Arguments of epx_dispatch_rank_major_bwd(). The smallest struct_size is 72. */
 typedef struct epx_dispatch_rank_major_bwd_args {
   size_t struct_size;
   epx_layer layer;

@@ -181,6 +181,33 @@ TEST_CASE("with handle memory of an earlier prepare no rows travel between ranks
   });
 }
 
+TEST_CASE("with handle memory of an earlier prepare of other routing a rank follows that") {
+  Case c = base_case();
+  c.layer.tokens = TokenCount::full; // T is that of both
+  c.group.max_sidecar_bytes = 8;
+  c.layer.sidecar_bytes = 8;
+  const int lost_rank = c.group.num_ranks - 1;
+  const Workload early = make_workload(c.group, c.layer, 9, {lost_rank, true});
+  const Workload late = make_workload(c.group, c.layer, 10, {lost_rank, true});
+  on_every_rank([&](const RankContext& context) {
+    GroupRun group(context, c.group);
+    group.add_arena(1 << 18);
+    LayerRun layer(group, c.layer, Placement::random, 6);
+    layer.prepare(early);
+    const Bytes earlier = layer.handle();
+    layer.prepare(late);
+    const bool is_lost = group.rank() == lost_rank;
+    if (is_lost) layer.use_foreign_handle(earlier);
+    if (c.group.num_ranks > 1) layer.expect_mismatch(false);
+    const Workload& work = is_lost ? early : late; // no row travels between ranks that have different ones
+    layer.dispatch(work);
+    layer.combine(work);
+    layer.combine_bwd(work);
+    layer.dispatch_bwd(work);
+    group.check_status();
+  });
+}
+
 TEST_CASE("handle memory with a damaged header") {
   Case c = base_case();
   const int lost_rank = c.group.num_ranks - 1;

@@ -2,6 +2,7 @@
 // These scenarios run the rank-major layout.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -57,6 +58,43 @@ TEST_CASE("rank-major: duplicate, masked and bad indices, int32 and int64") {
     });
   }
   run_rank_major([](Case& c) { c.layer.percent_masked = 100; });
+}
+
+TEST_CASE("rank-major: integers of other dtypes on each rank") {
+  Case c = base_case();
+  c.layer.rank_major = RankMajorRows::exact;
+  const Workload work = make_workload(c.group, c.layer, 60);
+  for (const int first : {0, 1}) {
+    on_every_rank([&](const RankContext& context) {
+      LayerCase mine = c.layer;
+      const bool has_wide_indices = (context.rank + first) % 2 == 0;
+      mine.index_dtype = has_wide_indices ? EPX_INT64 : EPX_INT32;
+      mine.counts_dtype = has_wide_indices ? EPX_INT32 : EPX_INT64; // of recv_topk_idx too
+      GroupRun group(context, c.group);
+      LayerRun layer(group, mine, Placement::random, 61);
+      run_iteration(group, layer, work);
+    });
+  }
+}
+
+TEST_CASE("rank-major: rows beyond M are reported by the dispatch alone") {
+  Case c = base_case();
+  c.layer.rank_major = RankMajorRows::fewer;
+  c.layer.routing = RoutingStyle::hot; // on the rank of the hot expert
+  const Workload work = make_workload(c.group, c.layer, 62);
+  CHECK(std::ranges::any_of(work.rank_major->plan.ranks, [](const auto& rank) { return rank.dropped_here > 0; }));
+  on_every_rank([&](const RankContext& context) {
+    GroupRun group(context, c.group);
+    LayerRun layer(group, c.layer, Placement::random, 63);
+    layer.dispatch_rank_major(work);
+    group.check_status(); // takes its event
+    layer.combine_rank_major(work);
+    group.check_status();
+    layer.combine_rank_major_bwd(work);
+    group.check_status();
+    layer.dispatch_rank_major_bwd(work);
+    group.check_status();
+  });
 }
 
 TEST_CASE("rank-major: one hot expert, fewer experts than ranks, and ranks without tokens") {

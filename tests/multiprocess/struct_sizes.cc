@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // These tests call as newer callers do, whose structs are larger than this library's, and as older ones do, whose outputs are
-// smaller. (epx_dispatch_args has grown since 0.1: caller_0_1 passes the smaller one.)
+// smaller.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -74,6 +74,22 @@ TEST_CASE("larger args with zeros beyond what this library knows are taken") {
       round.check_results();
     }
     round.run_all();
+  });
+}
+
+TEST_CASE("args of the size that their struct had at first are taken") {
+  with_group(round_config(), [](epx_group group, int rank) {
+    LayerRound round(group, rank);
+    round.scribble_outputs();
+    for_each_operation([&]<typename Args>(const Operation<Args>& operation) {
+      const auto calls = round.calls();
+      CallersStruct<Args> callers;
+      callers.known() = (*calls).*operation.args;
+      callers.known().struct_size = kBytes01<Args>;
+      std::memset(callers.storage + kBytes01<Args>, 0xa5, sizeof(callers.storage) - kBytes01<Args>);
+      check_ok(operation.function(group, &callers.known()), operation.struct_name);
+    });
+    round.check_results();
   });
 }
 
