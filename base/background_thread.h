@@ -12,6 +12,7 @@
 #include <pthread.h>
 
 #include "base/error.h"
+#include "base/resource_limits.h"
 
 namespace epx {
 
@@ -28,7 +29,7 @@ std::thread start_background_thread(const char* what, Body&& body) {
     return thread;
   } catch (const std::system_error& error) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    fail(EPX_ERROR_SYSTEM, "{} cannot be started: {}", what, error.what());
+    fail(EPX_ERROR_SYSTEM, "{} cannot be started: {}", what, describe_thread_errno(error.code().value()));
   }
 }
 

@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "base/resource_limits.h"
 #include "epx/epx.h"
 
 namespace epx {
@@ -32,9 +33,9 @@ epx_status at_c_boundary(const char* function, Body&& body) noexcept {
   } catch (const StatusError& error) {
     return report(error.status(), error.what());
   } catch (const std::bad_alloc&) {
-    return report(EPX_ERROR_OUT_OF_MEMORY, "out of host memory");
+    return report(EPX_ERROR_OUT_OF_MEMORY, OutOfMemoryText().get());
   } catch (const std::length_error&) { // more than a container can hold
-    return report(EPX_ERROR_OUT_OF_MEMORY, "out of host memory");
+    return report(EPX_ERROR_OUT_OF_MEMORY, OutOfMemoryText().get());
   } catch (const std::exception& error) {
     return report(EPX_ERROR_INTERNAL, error.what());
   } catch (...) {

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/resource_limits.h"
 #include "epx/epx.h"
 
 namespace epx {
@@ -28,7 +29,7 @@ epx_status run_callback(char* message, size_t message_bytes, Body&& body) noexce
     set_message(error.message());
     return error.status();
   } catch (const std::bad_alloc&) {
-    set_message("out of host memory");
+    set_message(OutOfMemoryText().get());
     return EPX_ERROR_OUT_OF_MEMORY;
   } catch (const std::exception& error) {
     set_message(error.what());

@@ -6,7 +6,6 @@
 #include <cerrno>
 #include <cstdint>
 #include <memory>
-#include <system_error>
 #include <utility>
 
 #include <dirent.h>
@@ -17,6 +16,7 @@
 #include <unistd.h>
 
 #include "base/error.h"
+#include "base/resource_limits.h"
 #include "transport/bootstrap/file_messages.h"
 #include "transport/bootstrap/private_directory.h"
 #include "transport/bootstrap/rendezvous_names.h"
@@ -27,12 +27,8 @@ namespace {
 // A writer begins anew so often after a rank that leaves has removed the directory in between.
 constexpr int kMaxAttempts = 1000;
 
-std::string words(int error) {
-  return std::generic_category().message(error);
-}
-
 [[noreturn]] void fail_on(const char* what, const std::string& path, int error) {
-  fail(EPX_ERROR_SYSTEM, "file rendezvous: cannot {} '{}': {}", what, path, words(error));
+  fail(EPX_ERROR_SYSTEM, "file rendezvous: cannot {} '{}': {}", what, path, describe_errno(error));
 }
 
 // A file is gone when it was removed on this machine (ENOENT) or, while this one looked, on another (ESTALE).
@@ -105,16 +101,16 @@ std::string why_foreign(int directory, const std::string& name) {
     return ""; // a network file system gives this name to a file that was removed while it was open
   struct stat info {};
   if (::fstatat(directory, name.c_str(), &info, AT_SYMLINK_NOFOLLOW) != 0)
-    return is_gone(errno) ? "" : fmt::format("which cannot be examined: {}", words(errno));
+    return is_gone(errno) ? "" : fmt::format("which cannot be examined: {}", describe_errno(errno));
   if (!is_rendezvous_name(name)) return "which epx did not write";
   if (std::string why = why_foreign(info); !why.empty()) return why;
   const FileDescriptor in = open_to_read(directory, name);
   // Under a umask that takes it from the owner, the file that a rank is writing cannot be read until it has its mode.
   if (!in && errno == EACCES && is_temporary(name)) return "";
-  if (!in) return is_gone(errno) ? "" : fmt::format("which cannot be read: {}", words(errno));
+  if (!in) return is_gone(errno) ? "" : fmt::format("which cannot be read: {}", describe_errno(errno));
   std::string start(kMagicBytes, '\0');
   if (const int error = read_all(in.get(), start); error != 0)
-    return is_gone(error) ? "" : fmt::format("which cannot be read: {}", words(error));
+    return is_gone(error) ? "" : fmt::format("which cannot be read: {}", describe_errno(error));
   if (begins_like_older_message(start))
     return "which an older epx wrote (if no job with that epx and this job_id runs any more, remove the directory)";
   return begins_like_message(start) ? "" : "which epx did not write";
@@ -125,10 +121,16 @@ std::string why_foreign(int directory, const std::string& name) {
 RendezvousDirectory::RendezvousDirectory(const std::string& parent, const std::string& job_id, std::string nonce)
     : parent_path_(parent), name_("epx-" + job_id), path_(parent + "/" + name_), nonce_(std::move(nonce)),
       origin_(this_process_origin()), parent_(::open(parent.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC)) {
-  if (!parent_)
-    fail(EPX_ERROR_SYSTEM, "file rendezvous: cannot create '{}': {}; the directory '{}' must exist and be writable", path_,
-         words(errno), parent_path_);
+  if (!parent_) fail_creating(errno);
   enter();
+}
+
+void RendezvousDirectory::fail_creating(int error) const {
+  const std::string why = describe_thread_errno(error); // a child may have to make the directory
+  if (error == EMFILE || error == ENFILE || error == EAGAIN)
+    fail(EPX_ERROR_SYSTEM, "file rendezvous: cannot create '{}': {}", path_, why);
+  fail(EPX_ERROR_SYSTEM, "file rendezvous: cannot create '{}': {}; the directory '{}' must exist and be writable", path_,
+       why, parent_path_);
 }
 
 void RendezvousDirectory::enter() {
@@ -136,14 +138,13 @@ void RendezvousDirectory::enter() {
     FileDescriptor directory = open_directory(parent_.get(), name_);
     if (!directory && is_gone(errno)) {
       const int error = make_private_directory(parent_.get(), name_);
-      if (error != 0 && error != EEXIST)
-        fail(EPX_ERROR_SYSTEM, "file rendezvous: cannot create '{}': {}; the directory '{}' must exist and be writable",
-             path_, words(error), parent_path_);
+      if (error != 0 && error != EEXIST) fail_creating(error);
       continue; // a rank that leaves may remove it before this one opens it
     }
     if (!directory) fail_on("open as a directory", path_, errno);
     examine(directory);
     directory_ = std::move(directory);
+    if (!spare_) spare_ = FileDescriptor(::openat(parent_.get(), ".", O_PATH | O_DIRECTORY | O_CLOEXEC));
     return;
   }
   fail(EPX_ERROR_SYSTEM, "file rendezvous: '{}' is removed as often as it is created", path_);
@@ -196,6 +197,8 @@ std::string RendezvousDirectory::file(std::string_view name) const {
 }
 
 FileDescriptor RendezvousDirectory::create(std::string_view name, std::string_view content, bool locked) {
+  require_file_size(EPX_ERROR_SYSTEM, fmt::format("file rendezvous: writing '{}'", file(name)),
+                    static_cast<int64_t>(content.size()));
   const std::string final_name(name);
   const std::string temporary = temporary_name(origin_.hash(), nonce_, num_written_++);
   for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {

@@ -64,11 +64,16 @@ public:
   // Returns seconds, by the clock of the file system.
   std::optional<int64_t> last_written(std::string_view name) const;
 
+  // Gives up a descriptor that this object keeps for this moment: a process that has no other left can write one more file, which
+  // tells its peers.
+  void release_spare() noexcept { spare_.close(); }
+
   // Removes the directory if it is empty. Returns true when it does not exist any more.
   bool leave() const noexcept;
 
 private:
   void enter();
+  [[noreturn]] void fail_creating(int error) const;
   FileDescriptor look();
   void examine(const FileDescriptor& directory) const;
   FileDescriptor create(std::string_view name, std::string_view content, bool locked);
@@ -82,6 +87,7 @@ private:
   ProcessOrigin origin_;
   FileDescriptor parent_;
   FileDescriptor directory_;
+  FileDescriptor spare_;
   unsigned num_written_ = 0;
 };
 

@@ -16,6 +16,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/names.h"
+#include "base/resource_limits.h"
 #include "transport/control/control_join.h"
 
 namespace epx {
@@ -151,7 +152,8 @@ void ControlConnection::deliver_to(const OnVerdict& on_verdict) {
 void ControlConnection::start() {
   wake_ = FileDescriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake_)
-    fail(EPX_ERROR_SYSTEM, "the watchdog of the control connection cannot be started: no eventfd, errno {}", errno);
+    fail(EPX_ERROR_SYSTEM, "the watchdog of the control connection cannot be started: no eventfd: {}",
+         describe_errno(errno));
   watchdog_ = start_background_thread("the watchdog of the control connection", [this] { watch(); });
 }
 

@@ -16,6 +16,7 @@
 #include <sys/socket.h>
 
 #include "base/error.h"
+#include "base/resource_limits.h"
 #include "transport/interrupt.h"
 
 namespace epx {
@@ -50,10 +51,6 @@ bool wait_for(int fd, short events, const Deadline& deadline) {
     if (ready < 0 && errno != EINTR) return false;
   }
   return false;
-}
-
-std::string error_text(int error) {
-  return std::strerror(error); // NOLINT(concurrency-mt-unsafe): glibc's is safe for known numbers
 }
 
 // Runs `transfer`, which moves some bytes as ::send and ::recv do, until all have been moved.
@@ -103,7 +100,7 @@ FileDescriptor listen_anywhere(uint16_t& port) {
   socklen_t size = has_ipv6 ? sizeof(ipv6) : sizeof(ipv4);
   if (!fd || ::bind(fd.get(), address, size) != 0 || ::listen(fd.get(), SOMAXCONN) != 0 ||
       ::getsockname(fd.get(), address, &size) != 0)
-    fail(EPX_ERROR_SYSTEM, "the control connection cannot listen on a TCP port: {}", error_text(errno));
+    fail(EPX_ERROR_SYSTEM, "the control connection cannot listen on a TCP port: {}", describe_errno(errno));
   port = ntohs(has_ipv6 ? ipv6.sin6_port : ipv4.sin_port);
   return fd;
 }
@@ -111,7 +108,7 @@ FileDescriptor listen_anywhere(uint16_t& port) {
 std::vector<SocketAddress> local_addresses() {
   ifaddrs* interfaces = nullptr;
   if (::getifaddrs(&interfaces) != 0)
-    fail(EPX_ERROR_SYSTEM, "the control connection cannot list the network interfaces: {}", error_text(errno));
+    fail(EPX_ERROR_SYSTEM, "the control connection cannot list the network interfaces: {}", describe_errno(errno));
   std::vector<SocketAddress> addresses, loopback;
   for (const ifaddrs* each = interfaces; each != nullptr; each = each->ifa_next) {
     if (each->ifa_addr == nullptr || (each->ifa_flags & IFF_UP) == 0) continue;
@@ -161,7 +158,7 @@ FileDescriptor connect_to(const SocketAddress& address, uint16_t port, const Dea
     }
   }
   if (error != 0) {
-    why = error_text(error);
+    why = describe_errno(error);
     return FileDescriptor();
   }
   prepare_socket(fd.get());

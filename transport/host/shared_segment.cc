@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <exception>
 #include <limits>
 #include <map>
@@ -21,6 +20,7 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/resource_limits.h"
 #include "transport/host/memory_limit.h"
 
 #if !defined(MFD_NOEXEC_SEAL)
@@ -102,6 +102,7 @@ void reserve(int fd, SegmentKind kind, int64_t file_bytes, int64_t window_bytes)
   constexpr int64_t kMinStep = int64_t{256} << 10;
   constexpr int64_t kMaxStep = int64_t{16} << 20;
   constexpr int64_t kFractionOfFree = 256; // a step is at most 1/256 of what is free
+  require_file_size(EPX_ERROR_OUT_OF_MEMORY, fmt::format("reserving {} bytes of shared memory", window_bytes), file_bytes);
   int64_t max_step = kMaxStep;
   for (int64_t reserved = 0; reserved < file_bytes;) {
     const MemoryLimit limit = current_limit(kind);
@@ -118,7 +119,7 @@ void reserve(int fd, SegmentKind kind, int64_t file_bytes, int64_t window_bytes)
     } else {
       const bool full = error == ENOSPC || error == ENOMEM || error == EFBIG;
       fail(full ? EPX_ERROR_OUT_OF_MEMORY : EPX_ERROR_SYSTEM, "reserving {} bytes of shared memory failed: {}; {}",
-           window_bytes, std::strerror(error), describe(current_limit(kind), reserved));
+           window_bytes, describe_errno(error), describe(current_limit(kind), reserved));
     }
   }
 }
@@ -127,8 +128,15 @@ std::byte* map(int fd, int64_t bytes, int flags, const char* what) {
   void* data = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, flags, fd, 0);
   if (data == MAP_FAILED)
     fail(errno == ENOMEM ? EPX_ERROR_OUT_OF_MEMORY : EPX_ERROR_SYSTEM, "mapping {} bytes of {} failed: {}", bytes, what,
-         std::strerror(errno));
+         describe_errno(errno));
   return static_cast<std::byte*>(data);
+}
+
+// Says which step failed, by errno. A process without descriptors could not take another way either, so this throws then.
+void set_why_not(std::string& why_not, const std::string& step) {
+  const int error = errno;
+  why_not = fmt::format("{} failed: {}", step, describe_errno(error));
+  if (error == EMFILE || error == ENFILE) fail(EPX_ERROR_SYSTEM, "sharing memory with the other ranks: {}", why_not);
 }
 
 // ---- Nameless memory ----
@@ -136,7 +144,7 @@ std::byte* map(int fd, int64_t bytes, int flags, const char* what) {
 FileDescriptor make_nameless_file(std::string& why_not) {
   FileDescriptor file(::memfd_create("epx-window", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL));
   if (!file && errno == EINVAL) file = FileDescriptor(::memfd_create("epx-window", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!file) why_not = fmt::format("memfd_create failed: {}", std::strerror(errno));
+  if (!file) set_why_not(why_not, "memfd_create");
   return file;
 }
 
@@ -161,7 +169,7 @@ FileDescriptor open_nameless(const SegmentAddress& address, std::string& why_not
   const std::string path = fmt::format("/proc/{}/fd/{}", address.pid, address.fd);
   const FileDescriptor handle(::open(path.c_str(), O_PATH | O_CLOEXEC));
   if (!handle) {
-    why_not = fmt::format("opening {} failed: {}", path, std::strerror(errno));
+    set_why_not(why_not, "opening " + path);
     return FileDescriptor();
   }
   if (!is_the_file_of(address, handle.get())) {
@@ -170,7 +178,7 @@ FileDescriptor open_nameless(const SegmentAddress& address, std::string& why_not
   }
   FileDescriptor file(::open(path_of_descriptor(handle).c_str(), O_RDWR | O_CLOEXEC));
   if (!file) {
-    why_not = fmt::format("opening {} to write failed: {}", path, std::strerror(errno));
+    set_why_not(why_not, fmt::format("opening {} to write", path));
   } else if ((::fcntl(file.get(), F_GET_SEALS) & kSeals) != kSeals) {
     why_not = fmt::format("{} is not sealed", path);
     file.close();
@@ -184,7 +192,7 @@ FileDescriptor open_named(const SegmentAddress& address, std::string& why_not) {
   const std::string path = path_of(address.record);
   FileDescriptor file(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC));
   if (!file) {
-    why_not = fmt::format("opening {} failed: {}", path, std::strerror(errno));
+    set_why_not(why_not, "opening " + path);
   } else if (!is_the_file_of(address, file.get())) {
     why_not = fmt::format("{} is not the peer's segment", path);
     file.close();
@@ -201,7 +209,7 @@ bool link_file(const FileDescriptor& file, const std::string& path) {
 [[noreturn]] void fail_creating(const char* step) {
   const int error = errno;
   fail(error == ENOSPC || error == ENOMEM ? EPX_ERROR_OUT_OF_MEMORY : EPX_ERROR_SYSTEM,
-       "creating shared memory in {} failed: {}: {}", SharedSegment::kDirectory, step, std::strerror(error));
+       "creating shared memory in {} failed: {}: {}", SharedSegment::kDirectory, step, describe_errno(error));
 }
 
 SegmentAddress make_address(const SegmentRecord& record, const FileDescriptor& file, SegmentKind kind) {
@@ -216,7 +224,7 @@ std::shared_ptr<SharedSegment> SharedSegment::create_nameless(int64_t bytes, std
   const int64_t file_bytes = segment_file_bytes(bytes);
   const std::optional<int32_t> pid = pid_in_proc();
   if (!pid) {
-    why_not = fmt::format("reading /proc/self failed: {}", std::strerror(errno));
+    why_not = fmt::format("reading /proc/self failed: {}", describe_errno(errno));
     return nullptr;
   }
   FileDescriptor file = make_nameless_file(why_not);
@@ -225,7 +233,7 @@ std::shared_ptr<SharedSegment> SharedSegment::create_nameless(int64_t bytes, std
   const SegmentRecord record = make_segment_record(bytes);
   if (::fchmod(file.get(), S_IRUSR | S_IWUSR) != 0 || !write_segment_record(file.get(), record) ||
       ::fcntl(file.get(), F_ADD_SEALS, kSeals) != 0) {
-    why_not = fmt::format("sealing nameless memory failed: {}", std::strerror(errno));
+    why_not = fmt::format("sealing nameless memory failed: {}", describe_errno(errno));
     return nullptr;
   }
   std::shared_ptr<SharedSegment> segment(new SharedSegment(make_address(record, file, SegmentKind::kNameless)));
@@ -289,7 +297,7 @@ void SharedSegment::remove_name(const SegmentAddress& address) noexcept {
     const FileDescriptor file(::open(path.c_str(), O_PATH | O_NOFOLLOW | O_CLOEXEC));
     if (!file || !is_the_file_of(address, file.get())) return;
     if (::unlink(path.c_str()) != 0 && errno != ENOENT) // ENOENT: a peer was quicker
-      log::transport().warn("removing {} failed: {}", path, std::strerror(errno));
+      log::transport().warn("removing {} failed: {}", path, describe_errno(errno));
   } catch (const std::exception& error) {
     log::transport().warn("removing the name of a segment failed: {}", error.what());
   }
@@ -299,7 +307,7 @@ void SharedSegment::remove_name(const SegmentAddress& address) noexcept {
 SharedSegment::~SharedSegment() {
   withdraw();
   if (data_ != nullptr && ::munmap(data_, static_cast<size_t>(bytes())) != 0)
-    log::transport().warn("unmapping {} bytes of shared memory failed: {}", bytes(), std::strerror(errno));
+    log::transport().warn("unmapping {} bytes of shared memory failed: {}", bytes(), describe_errno(errno));
   if (address_.kind == SegmentKind::kPrivate) return;
   try {
     registry().remove(segment_name(address_.record));

@@ -40,7 +40,7 @@ public:
   // /dev/shm) is an error here, not a SIGBUS or an out-of-memory kill later. Peers can open it until withdraw(). They throw
   // OUT_OF_MEMORY or SYSTEM.
 
-  // Returns NULL and says why where the system has no such memory.
+  // Returns NULL and says why where the system has no such memory. Throws SYSTEM too when the process has no descriptor left.
   static std::shared_ptr<SharedSegment> create_nameless(int64_t bytes, std::string& why_not);
   // The file gets its name, with mode 0600, when it is complete and locked. The lock is held as long as the name exists (see
   // dead_segments.h).
@@ -50,7 +50,7 @@ public:
   static std::shared_ptr<SharedSegment> create_private(int64_t bytes);
 
   // Maps a segment that another rank created. Returns NULL and says why if it cannot be opened or is not the one of `address`.
-  // Throws OUT_OF_MEMORY or SYSTEM when mapping it fails.
+  // Throws OUT_OF_MEMORY or SYSTEM when mapping it fails, and SYSTEM when the process has no descriptor left.
   static std::shared_ptr<SharedSegment> open(const SegmentAddress& address, std::string& why_not);
 
   // Removes the name of a segment if it still has one. The surviving ranks call it, since the segment's creator may have died.
