@@ -4,11 +4,13 @@
 #pragma once
 
 #include <exception>
+#include <new>
 #include <string>
 #include <utility>
 
 #include <fmt/format.h>
 
+#include "base/resource_limits.h"
 #include "epx/epx.h"
 
 namespace epx {
@@ -30,6 +32,24 @@ private:
 template <typename... Args>
 [[noreturn]] void fail(epx_status status, fmt::format_string<Args...> format, Args&&... args) {
   throw StatusError(status, fmt::format(format, std::forward<Args>(args)...));
+}
+
+// Returns what reports to peers say of an exception that is no StatusError.
+inline StatusError status_error_of(const std::exception& error) {
+  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) return {EPX_ERROR_OUT_OF_MEMORY, OutOfMemoryText().get()};
+  return {EPX_ERROR_INTERNAL, error.what()};
+}
+
+// Runs `body`. Whatever it throws is thrown on as a StatusError, so that one kind of failure is left to report to peers.
+template <typename Body>
+decltype(auto) as_status_error(Body&& body) {
+  try {
+    return std::forward<Body>(body)();
+  } catch (const StatusError&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw status_error_of(error);
+  }
 }
 
 } // namespace epx

@@ -243,6 +243,18 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
   // A rank whose config is refused still reports that to the others, and waits for them as long as ranks do by default.
   const bool has_timeout = config.struct_size == sizeof(config) && config.timeout_ms > 0;
   BootstrapExchange exchange(bootstrap, has_timeout ? config.timeout_ms : default_timeout_ms());
+  try {
+    return create(bootstrap, config, exchange);
+  } catch (const StatusError&) {
+    throw;                                // in an exchange all ranks have learned it
+  } catch (const std::exception& error) { // such as a lack of memory, between two exchanges
+    exchange.tell_peers(status_error_of(error));
+    throw;
+  }
+}
+
+std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_group_config& config,
+                                     BootstrapExchange& exchange) {
   const std::vector<RankHello> world = exchange.all_gather([&] {
     validate(config);
     require_environment();
@@ -277,6 +289,7 @@ std::unique_ptr<Group> Group::create(const epx_bootstrap& bootstrap, const epx_g
   group->backend_ = make_backend(group->context_, config, std::move(control), exchange);
   if (!all_have_one_node && context.transport == EPX_TRANSPORT_NCCL && context.shape.num_nodes() == 1)
     stand_by_for_rails(exchange);
+  exchange.all_gather([] { return int32_t{0}; }); // a rank whose memory has ended since the last exchange says so here
   log::group().info(
       "group {:016x}: rank {} of {}, {} ranks per node, transport {} ({}), window {} bytes, receive capacity {} rows",
       context.group_id, context.rank, context.shape.num_ranks, context.shape.ranks_per_node, name_of(context.transport),

@@ -10,6 +10,8 @@
 
 namespace epx {
 
+class BootstrapExchange;
+
 class Group {
 public:
   // The call is collective over the bootstrap; all ranks succeed or all throw.
@@ -20,6 +22,8 @@ public:
   const Backend& backend() const { return *backend_; }
 
 private:
+  static std::unique_ptr<Group> create(const epx_bootstrap& bootstrap, const epx_group_config& config,
+                                       BootstrapExchange& exchange);
   explicit Group(const GroupContext& context) : context_(context) {}
 
   GroupContext context_;

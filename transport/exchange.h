@@ -129,7 +129,7 @@ private:
     ExchangeRecord mine{};
     std::string own_failure;
     try {
-      fill(mine);
+      as_status_error([&] { fill(mine); });
     } catch (const StatusError& error) {
       mine.status = error.status();
       own_failure = error.message();

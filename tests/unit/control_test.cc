@@ -677,7 +677,8 @@ TEST_CASE("a rank with another secret is refused, and every rank says why") {
   });
   CHECK(messages[0].starts_with("rank 2 did not open the control connection to rank 0 within 1500 ms"));
   CHECK(messages[1].find("did not open the control connection") != std::string::npos);
-  CHECK(messages[2].starts_with("the control connection to rank 0, TCP port "));
+  CHECK(messages[2].starts_with("rank 0: rank 2 did not open the control connection"));
+  CHECK(messages[2].find("here: the control connection to rank 0, TCP port ") != std::string::npos);
   CHECK(messages[2].find("does not answer as rank 0 does") != std::string::npos);
 }
 

@@ -61,16 +61,15 @@ std::string why_wrong(const ExchangeRecord& record, int rank, const RecordSeal& 
 
 std::vector<ExchangeRecord> BootstrapExchange::gather(ExchangeRecord mine) {
   mine.rank = bootstrap_.rank;
+  const uint32_t round = round_;
   const std::vector<ExchangeRecord> world = gather_world(mine, timeout_ms_);
   try {
-    require_sound(world);
+    require_sound(world, round);
   } catch (const StatusError& error) {
-    ++round_;
     if (error.status() == EPX_ERROR_INVALID_ARGUMENT) tell_peers(error);
     if (mine.status != EPX_SUCCESS) throw StatusError(mine.status, mine.message);
     throw;
   }
-  ++round_;
   throw_peer_failure(mine, world);
   std::vector<ExchangeRecord> group;
   for (const int member : members_)
@@ -87,6 +86,7 @@ std::vector<ExchangeRecord> BootstrapExchange::gather_world(ExchangeRecord mine,
   char message[EPX_MAX_MESSAGE_BYTES] = "";
   const epx_status status = bootstrap_.all_gather(bootstrap_.context, &mine, world.data(), sizeof(ExchangeRecord),
                                                   timeout_ms, message, sizeof(message));
+  ++round_;
   message[sizeof(message) - 1] = '\0';
   if (status != EPX_SUCCESS && mine.status != EPX_SUCCESS) throw StatusError(mine.status, mine.message);
   if (status < EPX_SUCCESS || status > EPX_ERROR_INTERNAL)
@@ -97,14 +97,14 @@ std::vector<ExchangeRecord> BootstrapExchange::gather_world(ExchangeRecord mine,
 }
 
 // Versions come first, since records of other versions may differ in everything else.
-void BootstrapExchange::require_sound(const std::vector<ExchangeRecord>& world) const {
+void BootstrapExchange::require_sound(const std::vector<ExchangeRecord>& world, uint32_t round) const {
   for (int rank = 0; rank < bootstrap_.num_ranks; ++rank) {
-    const int32_t version = version_of(world[static_cast<size_t>(rank)], rank, round_);
+    const int32_t version = version_of(world[static_cast<size_t>(rank)], rank, round);
     if (version != 0 && version != kLibraryVersion)
       fail(EPX_ERROR_MISMATCH, "the version of libepx differs between ranks: rank {} has {}, rank {} has {}",
            bootstrap_.rank, kLibraryVersion, rank, version);
   }
-  const RecordSeal own{kSealMagic, kLibraryVersion, bootstrap_.num_ranks, round_, 0};
+  const RecordSeal own{kSealMagic, kLibraryVersion, bootstrap_.num_ranks, round, 0};
   for (int rank = 0; rank < bootstrap_.num_ranks; ++rank) {
     const ExchangeRecord& record = world[static_cast<size_t>(rank)];
     if (const std::string why = why_wrong(record, rank, own, bootstrap_.rank); !why.empty())
@@ -115,7 +115,7 @@ void BootstrapExchange::require_sound(const std::vector<ExchangeRecord>& world) 
   }
 }
 
-// Peers whose records came well are in the next all-gather, where a record with a failure fails them too.
+// They are in the next all-gather, where a record with a failure fails them too.
 void BootstrapExchange::tell_peers(const StatusError& failure) noexcept {
   try {
     ExchangeRecord mine{};

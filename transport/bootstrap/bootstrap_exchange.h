@@ -28,17 +28,19 @@ public:
   // `members` are ranks of the bootstrap, in the order of the group.
   void set_members(std::vector<int> members) { members_ = std::move(members); }
 
+  // Tells the other ranks that this one has failed outside an exchange; they learn it in theirs.
+  void tell_peers(const StatusError& failure) noexcept;
+
 protected:
   std::vector<ExchangeRecord> gather(ExchangeRecord mine) override;
 
 private:
   std::vector<ExchangeRecord> gather_world(ExchangeRecord mine, int64_t timeout_ms);
-  void require_sound(const std::vector<ExchangeRecord>& world) const;
-  void tell_peers(const StatusError& failure) noexcept;
+  void require_sound(const std::vector<ExchangeRecord>& world, uint32_t round) const;
 
   const epx_bootstrap& bootstrap_;
   int64_t timeout_ms_;
-  uint32_t round_ = 0;
+  uint32_t round_ = 0; // all-gathers that have been made
   std::vector<int> members_;
 };
 

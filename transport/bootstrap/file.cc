@@ -90,6 +90,9 @@ private:
   [[noreturn]] void fail_too_late(const std::string& who_waited, const std::vector<Contribution>& contributions) const;
   [[noreturn]] void fail_incomplete(const std::vector<Contribution>& contributions) const;
   std::string follow(const std::string& mine, SuspensionAwareDeadline& deadline);
+  std::optional<Message> hand_in_and_poll(const std::string& mine, SuspensionAwareDeadline& deadline,
+                                          bool& rank_0_has_come);
+  void report_to_rank_0(const StatusError& error) noexcept;
   std::optional<Message> take_answer() const;
   std::string open_answer(const Message& message, size_t expected_bytes) const;
   std::optional<Message> wait_for_answer(SuspensionAwareDeadline& deadline);
@@ -186,12 +189,9 @@ void FileSession::all_gather(const void* send, void* recv, size_t bytes_per_rank
   const std::string mine(static_cast<const char*>(send), bytes_per_rank);
   std::string all;
   try {
-    all = run_round(mine, timeout);
+    all = as_status_error([&] { return run_round(mine, timeout); });
   } catch (const StatusError& error) {
     failure_ = error;
-    throw;
-  } catch (const std::exception& error) { // such as bad_alloc; the state of the round is unknown
-    failure_ = StatusError(EPX_ERROR_INTERNAL, fmt::format("{}: {}", what(), error.what()));
     throw;
   }
   ++round_;
@@ -201,7 +201,6 @@ void FileSession::all_gather(const void* send, void* recv, size_t bytes_per_rank
 std::string FileSession::run_round(const std::string& mine, milliseconds timeout) {
   SuspensionAwareDeadline deadline(timeout);
   if (participant_.num_ranks == 1) return mine;
-  alive_->keep();
   if (participant_.rank == 0) return lead(mine, deadline, nullptr);
   return follow(mine, deadline);
 }
@@ -217,16 +216,19 @@ std::string FileSession::lead(const std::string& mine, SuspensionAwareDeadline& 
   std::vector<Contribution> contributions(static_cast<size_t>(participant_.num_ranks), Contribution::kAbsent);
   std::string all;
   try {
-    hand_in(""); // ranks that give up see by it that rank 0 has come; nobody reads its data
-    contributions[0] = Contribution::kTaken;
-    wait_for_contributions(deadline, join_server, contributions);
-    if (join_server != nullptr) join_server->close();
-    all = take_contributions(mine, contributions);
-    for (int rank = 1; rank < participant_.num_ranks; ++rank) {
-      answer(rank, EPX_SUCCESS, all);
-      contributions[static_cast<size_t>(rank)] = Contribution::kAnswered;
-    }
-    directory_.remove(in_file(0));
+    as_status_error([&] {
+      alive_->keep();
+      hand_in(""); // ranks that give up see by it that rank 0 has come; nobody reads its data
+      contributions[0] = Contribution::kTaken;
+      wait_for_contributions(deadline, join_server, contributions);
+      if (join_server != nullptr) join_server->close();
+      all = take_contributions(mine, contributions);
+      for (int rank = 1; rank < participant_.num_ranks; ++rank) {
+        answer(rank, EPX_SUCCESS, all);
+        contributions[static_cast<size_t>(rank)] = Contribution::kAnswered;
+      }
+      directory_.remove(in_file(0));
+    });
   } catch (const StatusError& error) {
     if (join_server != nullptr) join_server->close();
     report_failure(error, join_server, contributions);
@@ -270,7 +272,7 @@ void FileSession::look_for_quitters(const RendezvousDirectory::Names& names, std
     // A rank whose deadline has passed still waits for the verdict of rank 0, which knows best who is missing.
     if (contribution == Contribution::kPresent && quit->status == EPX_ERROR_TIMEOUT)
       fail_too_late(printable(quit->body.substr(0, quit->body.find(';'))), contributions);
-    if (contribution != Contribution::kPresent) { // the rank had left when rank 0 came
+    if (contribution != Contribution::kPresent) { // the rank had left when rank 0 came, or has failed
       if (!directory_.remove(quit_file(rank))) continue;
       contribution = Contribution::kGone;
     }
@@ -332,6 +334,7 @@ void FileSession::answer(int rank, epx_status status, const std::string& body) {
 // Reports the failure to every rank that knows the session and has not given up, also to late ones, which may come yet.
 void FileSession::report_failure(const StatusError& error, const JoinServer* join_server,
                                  std::vector<Contribution>& contributions) {
+  directory_.release_spare();
   for (int rank = 1; rank < participant_.num_ranks; ++rank) {
     Contribution& contribution = contributions[static_cast<size_t>(rank)];
     if (contribution == Contribution::kAbsent && join_server != nullptr && !join_server->joined(rank)) continue;
@@ -360,9 +363,10 @@ std::optional<Message> FileSession::take_answer() const {
   return message;
 }
 
-std::string FileSession::follow(const std::string& mine, SuspensionAwareDeadline& deadline) {
-  const size_t answer_bytes = mine.size() * static_cast<size_t>(participant_.num_ranks);
-  bool rank_0_has_come = round_ == 0; // rank 0 has welcomed this rank
+// Returns no message when rank 0 has not answered by the deadline or an interrupt.
+std::optional<Message> FileSession::hand_in_and_poll(const std::string& mine, SuspensionAwareDeadline& deadline,
+                                                     bool& rank_0_has_come) {
+  alive_->keep();
   hand_in(mine);
   Every look_around(listing_interval(participant_.num_ranks));
   for (PollingPace pace = polling_pace(participant_.num_ranks);; pace.sleep(deadline)) {
@@ -372,9 +376,42 @@ std::string FileSession::follow(const std::string& mine, SuspensionAwareDeadline
     else
       directory_.refresh();
     if (!rank_0_has_come) rank_0_has_come = directory_.contains(in_file(0));
-    if (const std::optional<Message> message = take_answer()) return open_answer(*message, answer_bytes);
-    if (last_look || is_interrupted()) break;
+    std::optional<Message> message = take_answer();
+    if (message || last_look || is_interrupted()) return message;
   }
+}
+
+// Reports the failure of this rank. Where rank 0 has taken the rank's data of this round already, it is in the next one.
+void FileSession::report_to_rank_0(const StatusError& error) noexcept {
+  directory_.release_spare();
+  try {
+    for (const uint64_t round : {round_, round_ + 1}) {
+      const std::string file = quit_name(round, participant_.rank, session_);
+      to_read_.insert(file);
+      write_message(directory_, file,
+                    {MessageKind::kQuit,
+                     participant_.rank,
+                     participant_.num_ranks,
+                     error.status(),
+                     session_,
+                     fmt::format("rank {}: {}", participant_.rank, error.message()),
+                     {}});
+    }
+  } catch (...) { // the others find out by their timeout
+  }
+}
+
+std::string FileSession::follow(const std::string& mine, SuspensionAwareDeadline& deadline) {
+  const size_t answer_bytes = mine.size() * static_cast<size_t>(participant_.num_ranks);
+  bool rank_0_has_come = round_ == 0; // rank 0 has welcomed this rank
+  std::optional<Message> first_answer;
+  try {
+    first_answer = as_status_error([&] { return hand_in_and_poll(mine, deadline, rank_0_has_come); });
+  } catch (const StatusError& error) {
+    report_to_rank_0(error);
+    throw;
+  }
+  if (first_answer) return open_answer(*first_answer, answer_bytes);
   const bool was_interrupted = is_interrupted();
 
   // Only rank 0 knows who has come to this round: if it lives, it decides now. If it does not, it is the rank to name,

@@ -16,6 +16,7 @@
 #include "base/error.h"
 #include "base/names.h"
 #include "base/random.h"
+#include "base/resource_limits.h"
 #include "transport/control/control_socket.h"
 #include "transport/interrupt.h"
 
@@ -91,6 +92,9 @@ private:
     const size_t max_newcomers = joined_.size() + 64; // beyond the ranks there are only strangers
     while (newcomers_.size() < max_newcomers) {
       FileDescriptor socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      // Without descriptors none of the ranks that wait in the queue could ever join.
+      if (!socket && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
+        fail(EPX_ERROR_SYSTEM, "rank 0 cannot accept the control connections of its peers: {}", describe_errno(errno));
       if (!socket) return;
       prepare_socket(socket.get());
       Challenge challenge{random_u64()};
@@ -181,13 +185,28 @@ std::vector<FileDescriptor> join_control(int rank, int num_ranks, std::chrono::m
     return endpoint;
   });
   std::vector<FileDescriptor> sockets;
-  exchange.all_gather([&] {
-    if (rank == 0)
-      sockets = Acceptor(std::move(listener), endpoints.front().secret, num_ranks).run(limit);
-    else
-      sockets.push_back(join_rank_0(endpoints.front(), rank, limit));
-    return 0;
-  });
+  std::string why_not; // this rank's, which may be a consequence of what rank 0 met
+  std::vector<int32_t> have_joined;
+  try {
+    have_joined = exchange.all_gather([&]() -> int32_t {
+      if (rank == 0) {
+        sockets = Acceptor(std::move(listener), endpoints.front().secret, num_ranks).run(limit);
+        return 1;
+      }
+      try {
+        sockets.push_back(join_rank_0(endpoints.front(), rank, limit));
+      } catch (const StatusError& error) {
+        why_not = error.message();
+      }
+      return sockets.empty() ? 0 : 1;
+    });
+  } catch (const StatusError& error) {
+    if (why_not.empty()) throw;
+    fail(error.status(), "{}; here: {}", error.message(), why_not);
+  }
+  if (!why_not.empty()) fail(EPX_ERROR_SYSTEM, "{}", why_not);
+  if (const auto without = std::ranges::find(have_joined, 0); without != have_joined.end())
+    fail(EPX_ERROR_SYSTEM, "rank {} did not join the control connection", without - have_joined.begin());
   return sockets;
 }
 
