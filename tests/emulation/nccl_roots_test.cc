@@ -288,7 +288,8 @@ struct Shape {
 constexpr std::array kShapes{Shape{1, 1}, Shape{2, 2}, Shape{3, 3}, Shape{2, 1}, Shape{4, 2}};
 
 TEST_CASE("no bootstrap root is left of a group") {
-  for (const auto [num_ranks, ranks_per_node] : kShapes) {
+  for (const Shape& shape : kShapes) {
+    const int num_ranks = shape.num_ranks, ranks_per_node = shape.ranks_per_node;
     CAPTURE(num_ranks);
     CAPTURE(ranks_per_node);
     CHECK(create(num_ranks, ranks_per_node, kNever));
@@ -297,7 +298,8 @@ TEST_CASE("no bootstrap root is left of a group") {
 }
 
 TEST_CASE("no bootstrap root is left of a group whose creation fails in any exchange") {
-  for (const auto [num_ranks, ranks_per_node] : kShapes) {
+  for (const Shape& shape : kShapes) {
+    const int num_ranks = shape.num_ranks, ranks_per_node = shape.ranks_per_node;
     CAPTURE(num_ranks);
     CAPTURE(ranks_per_node);
     int round = 1;
@@ -312,7 +314,8 @@ TEST_CASE("no bootstrap root is left of a group whose creation fails in any exch
 }
 
 TEST_CASE("no bootstrap root is left to which some of its ranks have come") {
-  for (const auto [num_ranks, ranks_per_node] : {Shape{2, 2}, Shape{3, 3}, Shape{2, 1}, Shape{4, 2}}) {
+  for (const Shape& shape : {Shape{2, 2}, Shape{3, 3}, Shape{2, 1}, Shape{4, 2}}) {
+    const int num_ranks = shape.num_ranks, ranks_per_node = shape.ranks_per_node;
     CAPTURE(num_ranks);
     CAPTURE(ranks_per_node);
     failing_rank =
