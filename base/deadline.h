@@ -30,11 +30,21 @@ public:
 
   template <typename AnyDeadline>
   void sleep(const AnyDeadline& deadline) {
-    std::this_thread::sleep_until(std::min(Deadline::Clock::now() + next_, deadline.end()));
+    sleep(deadline, [] { return false; });
+  }
+
+  // Ends the sleep soon after gives_up() returns true.
+  template <typename AnyDeadline, typename GivesUp>
+  void sleep(const AnyDeadline& deadline, const GivesUp& gives_up) {
+    const Deadline::Clock::time_point end = std::min(Deadline::Clock::now() + next_, deadline.end());
+    for (auto now = Deadline::Clock::now(); now < end && !gives_up(); now = Deadline::Clock::now())
+      std::this_thread::sleep_until(std::min(now + kMaxSlice, end));
     next_ = std::min(next_ * 3 / 2, max_);
   }
 
 private:
+  static constexpr std::chrono::milliseconds kMaxSlice{50};
+
   std::chrono::microseconds next_;
   std::chrono::microseconds max_;
 };

@@ -2,6 +2,7 @@
 // The C boundary of libepx: checks what it is handed, calls, and turns exceptions into statuses. Nothing else is extern
 // "C".
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstring>
@@ -13,7 +14,6 @@
 #include "base/deadline.h"
 #include "base/env.h"
 #include "base/error.h"
-#include "base/keep_until_exit.h"
 #include "base/log.h"
 #include "base/names.h"
 #include "epx/epx.h"
@@ -36,6 +36,7 @@ struct epx_group_s {
 
   std::unique_ptr<Group> group;
   GroupGuard guard;
+  epx_group_s* kept_before = nullptr; // in the list of keep_handle()
 };
 
 namespace {
@@ -50,16 +51,49 @@ thread_local std::string last_error;
 template <typename Body>
 void with_group(const char* function, epx_group group, Body&& body) {
   require_pointer(function, "group", group);
-  const GroupGuard::Use use(group->guard, function);
+  struct Freer {
+    epx_group group;
+    ~Freer() {
+      if (group->guard.must_free()) group->group.reset();
+    }
+  } freer{group};
+  const GroupGuard::Use use(group->guard, function); // ends before the freer does
   body(*group->group);
 }
 
 // Runs `body`, which may wait for peers. Where an interrupt has ended it, the thread's next call waits again.
 template <typename Body>
 epx_status waiting_call(Body&& body) {
+  begin_waiting_call();
   const epx_status status = at_c_boundary(std::forward<Body>(body));
-  if (status == EPX_ERROR_ABORTED) take_interrupt();
+  if (status != EPX_SUCCESS && was_interrupted()) take_interrupt();
   return status;
+}
+
+// What the handle of a destroyed group names is never freed; leak checkers find it here.
+void keep_handle(epx_group group) noexcept {
+  static std::atomic<epx_group> last{nullptr};
+  group->kept_before = last.load();
+  while (!last.compare_exchange_weak(group->kept_before, group)) {
+  }
+}
+
+// Ends the calls that threads are in, and frees the group, at the latest when the last of them has left.
+void free_group(epx_group_s& handle) noexcept {
+  if (!handle.guard.wait_until_unused(Deadline(std::chrono::milliseconds(0)))) {
+    at_c_boundary([&] { handle.group->backend().abort(); });
+    // A signal handler of an interpreter: the call of this thread goes on when it returns.
+    const bool is_in_own_call = is_in_interrupt_check();
+    if (is_in_own_call || !handle.guard.wait_until_unused(Deadline(kTimeToLeave))) {
+      if (!is_in_own_call)
+        log::group().warn("group {:016x} is freed later: a thread has not left its call within {} s after the group was "
+                          "aborted",
+                          handle.group->context().group_id, kTimeToLeave.count());
+      handle.guard.free_when_unused();
+      if (!handle.guard.must_free()) return;
+    }
+  }
+  handle.group.reset();
 }
 
 epx_group_info info_of(const Group& group) {
@@ -182,17 +216,10 @@ epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_group_conf
 void epx_group_destroy(epx_group group) {
   // In a child of fork() the windows, their names and everything on a GPU belong to the parent.
   if (group == nullptr || !group->guard.is_own_process() || !group->guard.close()) return;
-  if (!group->guard.wait_until_unused(Deadline(std::chrono::milliseconds(0)))) {
-    at_c_boundary([&] { group->group->backend().abort(); });
-    if (!group->guard.wait_until_unused(Deadline(kTimeToLeave))) {
-      log::group().warn(
-          "group {:016x} is not freed: a thread has not left its call within {} s after the group was aborted",
-          group->group->context().group_id, kTimeToLeave.count());
-      return keep_until_exit(std::unique_ptr<epx_group_s>(group));
-    }
-  }
-  group->group.reset();
-  keep_until_exit(std::unique_ptr<epx_group_s>(group));
+  keep_handle(group);
+  begin_waiting_call();
+  free_group(*group);
+  if (was_interrupted()) take_interrupt(); // it has ended a wait for the GPU
 }
 
 epx_status epx_group_abort(epx_group group) {

@@ -28,6 +28,12 @@ public:
     return true;
   }
 
+  // Has the last Use that ends free the group, where nobody waits for it: see must_free().
+  void free_when_unused() noexcept { is_abandoned_.store(true); }
+
+  // Returns true for one caller after free_when_unused(), when no Use is left.
+  bool must_free() noexcept { return is_abandoned_.load() && num_uses_.load() == 0 && is_abandoned_.exchange(false); }
+
   // While a Use lives the group does too. Any number of threads may have one at any time.
   class Use {
   public:
@@ -74,6 +80,7 @@ public:
 private:
   const HomeProcess creator_{};
   std::atomic<bool> is_closed_{false};
+  std::atomic<bool> is_abandoned_{false};
   std::atomic<int> num_uses_{0};
   std::atomic<const char*> in_progress_{nullptr}; // the function's name
 };

@@ -194,7 +194,8 @@ EPX_API int32_t epx_interrupted(void);
 
 /** Sets this thread's check function; NULL removes it. While a call of this thread waits, it calls the function now and then,
  * at most 50 times a second, and ends as by epx_interrupt() when that returns another value than 0. For language bindings whose
- * signal handlers run in the interpreter, as Python's do. The function may take its time, and must not call epx. */
+ * signal handlers run in the interpreter, as Python's do. The function may take its time. Calls of
+ * epx that it makes do not call it again, and none may belong to the sequence of a group in whose call the thread is. */
 EPX_API void epx_set_interrupt_check(int32_t (*check)(void));
 
 /** @} */
@@ -399,8 +400,9 @@ EPX_API epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_gr
 
 /** Frees the group. Accepts NULL, and a group that has been destroyed; does nothing in a child of fork(). Any thread may call it
  * at any time. A call that another thread is in is ended: the group is aborted, so that the call returns EPX_ERROR_ABORTED and
- * peers learn of it, and this function waits until the thread has left the call, for up to 10 s; then the group is not freed,
- * and a warning says so. A call that comes later is refused (EPX_ERROR_ABORTED): less than 100 bytes of each group are kept for
+ * peers learn of it, and this function waits until the thread has left the call, for up to 10 s; later the group is freed when
+ * the thread has left, and a warning says so. It does not wait for a call of the calling thread itself, in whose check function
+ * (epx_set_interrupt_check) it is called. A call that comes later is refused (EPX_ERROR_ABORTED): less than 100 bytes of each group are kept for
  * that until the process exits.
  * Calls that are still under way on the GPU, and that no thread is in, are waited for, and with them everything else on the device, for up to timeout_ms; then
  * they are aborted, as they are at once when the group has failed or was aborted. Besides, no peer is waited for. Memory from
@@ -559,7 +561,7 @@ typedef struct epx_group_report {
 } epx_group_report;
 
 /** Reads the group's status without synchronising, and clears the events (not the sticky failure). Returns EPX_SUCCESS when
- * the report was written, whatever it says. Errors: INVALID_ARGUMENT. */
+ * the report was written, whatever it says. Errors: INVALID_ARGUMENT; ABORTED (the group has been destroyed). */
 EPX_API epx_status epx_group_status(epx_group group, epx_group_report* report);
 
 /** @} */

@@ -83,13 +83,7 @@ def abandon(handle):
 
 def destroy_abandoned():
     """Destroys what finalizers have left, but for what a computation still uses."""
-    with _lock:
-        handles = [_abandoned.pop() for _ in range(len(_abandoned))]
-    for handle in handles:
-        if handle.is_idle():
-            handle.destroy()
-        else:
-            abandon(handle)
+    _destroy_abandoned_if(lambda handle: handle.is_idle())
 
 
 def keep(group):
@@ -103,13 +97,12 @@ def _exception_ends_interpreter():
     return getattr(sys, "last_value", None) is not None and not interactive
 
 
-def _destroy_all_abandoned():
-    """Also those that a computation still uses: it would outlive the interpreter."""
+def _destroy_abandoned_if(may_destroy):
     with _lock:
-        handles, _abandoned[:] = _abandoned[:], []
-    with contextlib.ExitStack() as stack:
+        handles = [_abandoned.pop() for _ in range(len(_abandoned))]
+    with contextlib.ExitStack() as stack:  # Ctrl-C ends the wait of one of them, and the others are destroyed all the same
         for handle in handles:
-            stack.callback(handle.destroy)
+            stack.callback(handle.destroy if may_destroy(handle) else lambda handle=handle: abandon(handle))
 
 
 @atexit.register
@@ -117,9 +110,9 @@ def _at_exit():
     failed = _exception_ends_interpreter()
     # The process's own memory ends with it; freeing that of a GPU would wait for whatever runs there.
     _abandoned[:] = [handle for handle in _abandoned if isinstance(handle, Handle)]
-    with contextlib.ExitStack() as stack:  # Ctrl-C ends the wait of one of them, and the others come all the same
+    with contextlib.ExitStack() as stack:
         stack.callback(_interrupt.stop_listening)
-        stack.callback(_destroy_all_abandoned)
+        stack.callback(_destroy_abandoned_if, lambda _: True)  # a computation that uses one would outlive the interpreter
         for group in list(_living):
             if group.process != os.getpid():
                 continue  # that of the parent, whose child of fork() this is

@@ -310,6 +310,7 @@ epx_bootstrap_file = _declare(
 epx_bootstrap_free = _declare(libepx, "epx_bootstrap_free", None, POINTER(Bootstrap))
 epx_group_config_init = _declare(libepx, "epx_group_config_init", c_int32, POINTER(GroupConfig))
 epx_set_interrupt_check = _declare(libepx, "epx_set_interrupt_check", None, INTERRUPT_CHECK)
+epx_interrupted = _declare(libepx, "epx_interrupted", c_int32)
 epx_group_create = _declare(libepx, "epx_group_create", c_int32, POINTER(Bootstrap), POINTER(GroupConfig), POINTER(GROUP))
 epx_group_destroy = _declare(libepx, "epx_group_destroy", None, GROUP)
 epx_group_abort = _declare(libepx, "epx_group_abort", c_int32, GROUP)

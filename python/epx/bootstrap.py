@@ -19,7 +19,18 @@ from .errors import Error, raise_if_failed
 
 DEFAULT_TIMEOUT = 300.0
 _POLL_SECONDS = 0.0002
-_STORE_SECONDS = 0.05  # of one look into a store: Ctrl-C is heard after it
+_STORE_SECONDS, _STORE_SECONDS_PER_RANK = 0.05, 0.0002  # of one look into a store: Ctrl-C is heard after it
+
+
+class _PeerFailed(RuntimeError):
+    """Another rank has told that it failed."""
+
+
+def _raise_pending():
+    """Called by waits when they have sent what this rank has to say: Ctrl-C may have ended a wait of C in this creation."""
+    error = _interrupt.pending()
+    if error is not None:
+        raise error
 
 
 class Bootstrap(Unique):
@@ -75,6 +86,11 @@ def from_directory(directory, job_id, rank, num_ranks, timeout=DEFAULT_TIMEOUT) 
             struct,
         )
     )
+    try:
+        _interrupt.reraise()
+    except BaseException:
+        _structs.epx_bootstrap_free(struct)
+        raise
     return Bootstrap(struct, lambda: _structs.epx_bootstrap_free(struct))
 
 
@@ -139,7 +155,8 @@ def from_mpi(communicator) -> Bootstrap:
             if not missing and all([send.Test() for send in sends]):
                 break
             if duplicate.Iprobe(tag=_FAILURE_TAG):
-                raise RuntimeError(duplicate.recv(tag=_FAILURE_TAG))
+                raise _PeerFailed(duplicate.recv(tag=_FAILURE_TAG))
+            _raise_pending()
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"no message from ranks {missing} within {timeout:g} s"
@@ -152,7 +169,7 @@ def from_mpi(communicator) -> Bootstrap:
     def all_gather(data, timeout):
         try:
             return gather(data, timeout)
-        except TimeoutError:
+        except (TimeoutError, _PeerFailed):
             raise
         except BaseException as error:  # Ctrl-C too: the others need not wait for this rank
             farewells[:] = [duplicate.isend(f"rank {rank} has failed: {error!r}", peer, _FAILURE_TAG) for peer in others]
@@ -203,11 +220,14 @@ def from_store(rank, num_ranks, prefix, stale, *, put, get, delete) -> Bootstrap
     rounds = itertools.count()
     failure = f"{prefix}/failure"
 
+    look_seconds = max(_STORE_SECONDS, num_ranks * _STORE_SECONDS_PER_RANK)
+
     def wait_for(key, deadline):
         """None at the deadline."""
-        while (data := get(key, min(max(deadline - time.monotonic(), 0), _STORE_SECONDS))) is None:
+        while (data := get(key, min(max(deadline - time.monotonic(), 0), look_seconds))) is None:
             if (sentence := get(failure, 0)) is not None:
-                raise RuntimeError(sentence.decode())
+                raise _PeerFailed(sentence.decode())
+            _raise_pending()
             if time.monotonic() > deadline:
                 break
         return data
@@ -219,8 +239,10 @@ def from_store(rank, num_ranks, prefix, stale, *, put, get, delete) -> Bootstrap
         try:
             put(own, data)
             parts = [wait_for(f"{prefix}/{number}/{peer}", deadline) for peer in range(num_ranks)]
+        except _PeerFailed:
+            raise
         except BaseException as error:  # Ctrl-C too: the others need not wait for this rank
-            with contextlib.suppress(Exception):  # a peer may have been the first
+            with contextlib.suppress(Exception):  # a store may refuse a second one
                 put(failure, f"rank {rank} has failed: {error!r}".encode())
             raise
         if missing := [peer for peer, part in enumerate(parts) if part is None]:

@@ -79,6 +79,7 @@ class Group:
         _interrupt.listen()
         made = make_config(**config)
         value = _structs.GROUP()
+        bootstrap.error = None
         status = _structs.epx_group_create(bootstrap.struct, made, value)
         try:
             raise_if_failed(status)
@@ -90,6 +91,11 @@ class Group:
         self._finalizer.atexit = False
         self._destroyed = False
         _lifetime.keep(self)
+        try:
+            _interrupt.reraise()
+        except BaseException:  # the others have the group, and would wait for this rank
+            self.abort()
+            raise
         self._info = _structs.GroupInfo(struct_size=_SIZE_OF[_structs.GroupInfo])
         raise_if_failed(_structs.epx_group_query(value, self._info))
         self._layers, self._handle_mem_bytes = {}, {}
@@ -538,3 +544,4 @@ class Group:
         status = function(handle, args)
         if status:
             raise_call_failed(handle, status)
+        _interrupt.reraise()

@@ -170,6 +170,29 @@ TEST_CASE("a thread's check function ends its call, and peers are told which ran
   }
 }
 
+TEST_CASE("a check function may destroy the group in whose call its thread is") {
+  static thread_local epx_group destroyed_by_check = nullptr;
+  std::atomic<bool> has_ended{false};
+  with_ranks(2, [&](const RankContext& context) {
+    FaultRank rank(context, kLongMs);
+    rank.prepare();
+    if (context.rank == 1) {
+      wait_until([&] { return has_ended.load(); });
+      check_failed(rank, rank.call(EPX_OP_DISPATCH), {EPX_ERROR_ABORTED, EPX_OP_DISPATCH, 0, 2});
+      return;
+    }
+    destroyed_by_check = rank.group();
+    epx_set_interrupt_check([] {
+      epx_group_destroy(destroyed_by_check);
+      return int32_t{0};
+    });
+    check_soon("the call", [&] { check_status(rank.call(EPX_OP_DISPATCH), EPX_ERROR_ABORTED, "epx_dispatch"); });
+    epx_set_interrupt_check(nullptr);
+    check_all_refuse(rank.group());
+    has_ended = true;
+  });
+}
+
 TEST_CASE("epx_interrupt ends one call of each thread, the one in progress or the next that waits") {
   std::atomic<int> num_ended{0};
   with_ranks(3, [&](const RankContext& context) {

@@ -188,7 +188,7 @@ class Lifetime(unittest.TestCase):
                 self.assertEqual(code, right_code, output)
                 self.assertIn("main ends", output)
                 if ending in ("leaves with", "aborts"):
-                    self.assertIn("in the thread: ABORTED", output)
+                    self.assertRegex(output, "in the thread: (ABORTED|INVALID_ARGUMENT)")  # refused, where it comes too late
 
     def test_destroy_from_another_thread(self):
         group, peer = two_groups()
@@ -196,7 +196,8 @@ class Lifetime(unittest.TestCase):
         timer.start()
         with self.assertRaises(epx.Error) as caught:
             group.prepare(INDEX)
-        self.assertEqual(caught.exception.status, epx.Status.ABORTED)
+        # On a busy machine the call may come too late, and is refused.
+        self.assertIn(caught.exception.status, (epx.Status.ABORTED, epx.Status.INVALID_ARGUMENT))
         timer.join()
         with self.assertRaises(epx.GroupError) as caught:
             peer.prepare(INDEX)
@@ -209,7 +210,7 @@ class Lifetime(unittest.TestCase):
         begin = time.monotonic()
         with self.assertRaises(KeyboardInterrupt):
             wait()
-        self.assertLess(time.monotonic() - begin, 5)  # not the timeout of 60 s
+        self.assertLess(time.monotonic() - begin, 3)  # 0.2 s, the test's timer and a busy machine; the timeout is 60 s
 
     def test_interrupts(self):
         def raise_interrupt(_number, _frame):
@@ -235,6 +236,54 @@ class Lifetime(unittest.TestCase):
                 bootstrap.close()
             self.assertEqual(os.listdir(directory), [])
 
+    def test_two_signals_at_once(self):
+        """Both handlers raise while a call waits. One exception ends the call, and the next signal is heard as well."""
+
+        def raise_interrupt(_number, _frame):
+            raise KeyboardInterrupt
+
+        def raise_other(_number, _frame):
+            raise ZeroDivisionError
+
+        signal.signal(signal.SIGALRM, raise_interrupt)
+        signal.signal(signal.SIGUSR1, raise_other)
+
+        def send_both():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGALRM)
+
+        for _ in range(3):
+            group, peer = two_groups()
+            timer = threading.Timer(0.2, send_both)
+            timer.start()
+            begin = time.monotonic()
+            with self.assertRaises((KeyboardInterrupt, ZeroDivisionError)):
+                try:
+                    group.prepare(INDEX)
+                finally:
+                    timer.join()  # a signal that the call has not heard is heard here
+            self.assertLess(time.monotonic() - begin, 3)
+            group.destroy()
+            peer.destroy()
+        group, peer = two_groups()
+        self.check_interrupted(lambda: group.prepare(INDEX))
+        group.destroy()
+        peer.destroy()
+
+    def test_handler_that_destroys(self):
+        """A handler destroys the group whose call waits, in the thread that waits."""
+        group, peer = two_groups()
+        signal.signal(signal.SIGALRM, lambda *_: group.destroy())
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        begin = time.monotonic()
+        with self.assertRaises(epx.GroupError) as caught:
+            group.prepare(INDEX)
+        self.assertLess(time.monotonic() - begin, 3)
+        self.assertEqual(caught.exception.status, epx.Status.ABORTED)
+        with self.assertRaises(epx.GroupError):
+            peer.prepare(INDEX)
+        peer.destroy()
+
     def test_interrupted_in_a_store(self):
         """The peers of a rank that is interrupted in an all-gather by a store find its exception there."""
         store = {}
@@ -255,6 +304,12 @@ class Lifetime(unittest.TestCase):
         self.check_interrupted(lambda: epx.Group(bootstrap(0), **CONFIG, timeout=60))
         with self.assertRaisesRegex(epx.Error, "rank 0 has failed: KeyboardInterrupt"):
             epx.Group(bootstrap(1), **CONFIG, timeout=60)
+        self.assertIn("rank 0", store["interrupted/failure"].decode())  # a peer that is told puts no sentence of its own
+        # A wait of C has heard Ctrl-C, and the rank comes to an all-gather of Python to tell the others.
+        epx._interrupt._raised.append(KeyboardInterrupt())
+        with self.assertRaises(KeyboardInterrupt):
+            epx.Group(bootstrap(0, "heard"), **CONFIG, timeout=60)
+        self.assertIn("heard/failure", store)
         groups = at_once(*(lambda rank=rank: epx.Group(bootstrap(rank, "good"), **CONFIG, timeout=60) for rank in (0, 1)))
         at_once(*(lambda group=group: group.prepare(INDEX) for group in groups))
         for group in groups:

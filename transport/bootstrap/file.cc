@@ -369,7 +369,7 @@ std::optional<Message> FileSession::hand_in_and_poll(const std::string& mine, Su
   alive_->keep();
   hand_in(mine);
   Every look_around(listing_interval(participant_.num_ranks));
-  for (PollingPace pace = polling_pace(participant_.num_ranks);; pace.sleep(deadline)) {
+  for (PollingPace pace = polling_pace(participant_.num_ranks);; pace.sleep(deadline, is_interrupted)) {
     const bool last_look = deadline.passed();
     if (round_ == 0 && (look_around.due() || last_look))
       attendance_.note(directory_.list());

@@ -72,7 +72,7 @@ std::string join(RendezvousDirectory& directory, const Participant& participant,
   const std::string welcome_file = welcome_name(participant.rank, participant.nonce);
   Claim claim(directory, participant);
   Every look_around(listing_interval(participant.num_ranks));
-  for (PollingPace pace = polling_pace(participant.num_ranks);; pace.sleep(deadline)) {
+  for (PollingPace pace = polling_pace(participant.num_ranks);; pace.sleep(deadline, is_interrupted)) {
     const bool last_look = deadline.passed();
     if (look_around.due() || last_look) {
       attendance.note(directory.list());

@@ -196,6 +196,7 @@ std::vector<FileDescriptor> join_control(int rank, int num_ranks, std::chrono::m
       try {
         sockets.push_back(join_rank_0(endpoints.front(), rank, limit));
       } catch (const StatusError& error) {
+        if (error.status() == EPX_ERROR_ABORTED) throw; // interrupted
         why_not = error.message();
       }
       return sockets.empty() ? 0 : 1;

@@ -40,7 +40,7 @@ Communicator::~Communicator() {
     timeout_ = std::min(timeout_, kTimeToBeMade);
     try {
       wait_until_made();
-    } catch (const StatusError&) { // a rank has died, and what NCCL leaves cannot be helped
+    } catch (...) { // a rank has died, and what NCCL leaves cannot be helped
     }
   }
   abort();

@@ -3,14 +3,14 @@
 
 import collections
 import contextlib
+import datetime
 import itertools
 import math
-import time
 import types
 
 import torch
 
-from .. import _structs, bootstrap
+from .. import _interrupt, _structs, bootstrap
 from .._structs import Status, Transport
 from .._values import member, refuse
 from ..bootstrap import Bootstrap
@@ -20,7 +20,6 @@ from ._library import groups, lib, ops
 
 _names = collections.defaultdict(itertools.count)  # by process group, which has one name on all of its ranks
 _stale_keys = collections.defaultdict(list)  # likewise
-_POLL_SECONDS = 0.001
 
 
 def from_process_group(process_group: "torch.distributed.ProcessGroup | None" = None, name: str | None = None) -> Bootstrap:
@@ -41,12 +40,10 @@ def from_process_group(process_group: "torch.distributed.ProcessGroup | None" = 
     prefix = f"epx/{next(_names[process_group.group_name]) if name is None else name}"
 
     def get(key, seconds):
-        deadline = time.monotonic() + seconds
-        while not store.check([key]):  # store.wait() would not hear Ctrl-C
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(_POLL_SECONDS)
-        return store.get(key)
+        if seconds > 0:
+            with contextlib.suppress(Exception):  # DistStoreError, or a RuntimeError that tells of a timeout
+                store.wait([key], datetime.timedelta(seconds=seconds))
+        return store.get(key) if store.check([key]) else None  # which raises where the store cannot be reached
 
     stale = _stale_keys[process_group.group_name]
     return bootstrap.from_store(rank, num_ranks, prefix, stale, put=store.set, get=get, delete=store.delete_key)
@@ -170,9 +167,11 @@ def _as_failure(number, error):
 def call(number, op, *args):
     """Calls an operator, with the package's exceptions for its failures."""
     try:
-        return op(*args)
+        result = op(*args)
     except RuntimeError as error:
         raise _as_failure(number, error) from None
+    _interrupt.reraise()
+    return result
 
 
 __all__ = ["Group", "OutOfMemoryError", "empty", "from_process_group"]

@@ -49,8 +49,8 @@ class _Block(torch.autograd.Function):
         flight, logits, first, down, first_bias, down_bias = ctx.saved_tensors
         _refuse_transforms(grad_out)
         # Experts' gradients are sums over the ranks. What arrives is scaled instead of them, because they are much larger than
-        # tokens, and by a power of two, which rounds nothing that is a normal number.
-        scale = 0.5 ** (num_ranks.bit_length() - 1)
+        # tokens, and by a power of two, which rounds nothing that is a normal number. Gradients in float16 are too small for that.
+        scale = 1.0 if grad_out.dtype == torch.float16 else 0.5 ** (num_ranks.bit_length() - 1)
         if num_ranks > 1:
             grad_out, aux_loss_grad = grad_out * scale, aux_loss_grad * scale * num_ranks
         grad_tokens, grad_logits, *grads = call(

@@ -383,7 +383,7 @@ private:
     reader_.read(call); // throws the failure, if a rank has ended the group meanwhile
     if (const auto* const missing = dynamic_cast<const MissingRanksError*>(&error)) lose_peers(call, missing->ranks());
     const epx_status status = error.status();
-    if (status == EPX_ERROR_ABORTED) { // this rank was interrupted: its peers still wait for it
+    if (status == EPX_ERROR_ABORTED && is_interrupted()) { // its peers still wait for this rank
       const AbortRecord mine{status, call.operation, context_.rank, call.sequence, EPX_PHASE_ARRIVE};
       status_.fail(abort_failure(call, end_group(mine).value_or(mine), context_.rank, 0));
     }

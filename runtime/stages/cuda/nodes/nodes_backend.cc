@@ -18,6 +18,7 @@
 #include "runtime/stages/cuda/nodes/nodes_watch.h"
 #include "runtime/stages/cuda/nodes/rail_buffers.h"
 #include "runtime/stages/cuda/nodes/rail_sizes.h"
+#include "transport/interrupt.h"
 #include "transport/node_exchange.h"
 #include "transport/rails_exchange.h"
 
@@ -221,7 +222,7 @@ private:
     } catch (const StatusError& error) {
       const bool is_refused = error.status() == EPX_ERROR_INVALID_ARGUMENT;
       const bool ends_group = watch_->has_ended() || error.status() == EPX_ERROR_OUT_OF_SEQUENCE ||
-                              error.status() == EPX_ERROR_ABORTED; // this rank was interrupted
+                              (error.status() == EPX_ERROR_ABORTED && is_interrupted());
       if (ends_group && !is_refused) watch_->end_call(operation, error);
       throw;
     }
