@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks find each other while a group is created. A bootstrap is needed only for that: close it afterwards.
+"""How ranks find each other while a group is created. A bootstrap is needed only for that: close it afterwards. The end of the
+interpreter closes those of directories, whose files would stay.
 
 with epx.bootstrap.from_directory("/tmp/job", "run-1", rank, num_ranks) as bootstrap:
     group = epx.Group(bootstrap, num_experts=8, ...)
 """
 
+import atexit
 import contextlib
 import ctypes
 import itertools
@@ -39,6 +41,7 @@ class Bootstrap(Unique):
     def __init__(self, struct, release):
         self._struct = struct
         self._release = release
+        self._num_users = 0  # groups that are being created
         self.error = None  # what the all-gather of the last group raised
 
     @property
@@ -58,10 +61,20 @@ class Bootstrap(Unique):
             raise ValueError("the bootstrap has been closed")
         return self._struct
 
+    @contextlib.contextmanager
+    def in_use(self):
+        """Has the end of the interpreter leave the bootstrap open meanwhile: a thread may be in a call with it."""
+        self._num_users += 1
+        try:
+            yield self.struct
+        finally:
+            self._num_users -= 1
+
     def close(self) -> None:
         """Releases what the bootstrap holds. Groups that were created with it live on."""
         if self._struct is not None:
             self._struct = None
+            _open_directories.discard(self)
             self._release()
 
     def __enter__(self) -> "Bootstrap":
@@ -69,6 +82,16 @@ class Bootstrap(Unique):
 
     def __exit__(self, *_):
         self.close()
+
+
+_open_directories = set()  # also those that nobody refers to any more
+
+
+@atexit.register
+def _close_directories():
+    for bootstrap in list(_open_directories):
+        if bootstrap._num_users == 0:
+            bootstrap.close()
 
 
 def from_directory(directory, job_id, rank, num_ranks, timeout=DEFAULT_TIMEOUT) -> Bootstrap:
@@ -86,12 +109,14 @@ def from_directory(directory, job_id, rank, num_ranks, timeout=DEFAULT_TIMEOUT) 
             struct,
         )
     )
+    bootstrap = Bootstrap(struct, lambda: _structs.epx_bootstrap_free(struct))
+    _open_directories.add(bootstrap)
     try:
         _interrupt.reraise()
     except BaseException:
-        _structs.epx_bootstrap_free(struct)
+        bootstrap.close()
         raise
-    return Bootstrap(struct, lambda: _structs.epx_bootstrap_free(struct))
+    return bootstrap
 
 
 def from_all_gather(rank, num_ranks, all_gather, release=None) -> Bootstrap:

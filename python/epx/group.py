@@ -80,7 +80,8 @@ class Group:
         made = make_config(**config)
         value = _structs.GROUP()
         bootstrap.error = None
-        status = _structs.epx_group_create(bootstrap.struct, made, value)
+        with bootstrap.in_use() as struct:
+            status = _structs.epx_group_create(struct, made, value)
         try:
             raise_if_failed(status)
         except Error as error:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The five operations on numpy arrays, against a dense reference in float64; events, refusals and failures as exceptions."""
 
+import os
 import unittest
 
 import ranks
@@ -426,6 +427,28 @@ class Layer(unittest.TestCase):
                 transport="host",
                 timeout=5,
             )
+
+    def test_7_a_bootstrap_that_returns_nonsense(self):
+        nonsense = {
+            "the record of rank 0, this rank's own, in the place of rank 1": lambda data: [data, data],
+            "something else than the record of rank 1": lambda data: [data, os.urandom(len(data))],
+            "no record of rank 1": lambda data: [data, bytes(len(data))],
+            "a damaged record of rank 1": lambda data: [data, data[:300].ljust(len(data), b"?")],
+            "instead of 2 parts": lambda data: [data, data[:-1]],
+            "expected a bytes-like object": lambda data: [data, "?" * len(data)],
+        }
+        for sentence, gather in nonsense.items():
+            with self.subTest(sentence), self.assertRaisesRegex(epx.Error, sentence):
+                epx.Group(
+                    epx.bootstrap.from_all_gather(0, 2, lambda data, timeout, gather=gather: gather(data)),
+                    num_experts=1,
+                    max_tokens_per_rank=1,
+                    hidden_dim=1,
+                    max_top_k=1,
+                    max_token_dtype="float32",
+                    transport="host",
+                    timeout=5,
+                )
 
     def test_8_failures_have_the_fields_of_the_report(self):
         if RANKS == 1:

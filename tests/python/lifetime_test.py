@@ -367,6 +367,37 @@ class Lifetime(unittest.TestCase):
                 self.assertEqual(code, 3 if ending == "sys_exit" else 0, output)
                 self.assertEqual(output.strip(), "")
 
+    def test_open_bootstrap_leaves_no_files(self):
+        for ending in BOOTSTRAP_ENDINGS:
+            with self.subTest(ending=ending), tempfile.TemporaryDirectory() as directory:
+                others = [ranks.start(__file__, "--open-bootstrap", ending, directory, str(rank)) for rank in range(2)]
+                for other in others:
+                    code, output = ranks.finish(other)
+                    self.assertEqual(code, 1 if ending == "raises" else 0, output)
+                # What a thread still uses is not taken from it. The next start removes those files.
+                self.assertEqual(os.listdir(directory), ["epx-job"] if ending == "in_use" else [])
+
+
+def end_with_open_bootstrap(ending, directory, rank):
+    bootstrap = epx.bootstrap.from_directory(directory, "job", rank, 2, 30)
+    group = epx.Group(bootstrap, **CONFIG, timeout=60)
+    if ending == "kept":
+        globals()["kept"] = bootstrap, group
+    elif ending == "dropped":
+        del bootstrap
+        gc.collect()
+    elif ending == "in_use" and rank == 0:  # by a creation to which the peer, which has left, does not come
+        threading.Thread(target=lambda: epx.Group(bootstrap, **CONFIG, timeout=60), daemon=True).start()
+        deadline = time.monotonic() + 30
+        while any(".1." in name for name in os.listdir(f"{directory}/epx-job")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    elif ending == "raises":
+        globals()["kept"] = bootstrap
+        raise ZeroDivisionError("the program has failed")
+
+
+BOOTSTRAP_ENDINGS = ("kept", "dropped", "raises", "in_use")
+
 
 def end_with_global():
     globals()["kept"] = make_group()
@@ -433,6 +464,8 @@ if __name__ == "__main__":
         ENDINGS[sys.argv[2]]()
     elif sys.argv[1:2] == ["--in-call"]:
         end_in_call(sys.argv[2])
+    elif sys.argv[1:2] == ["--open-bootstrap"]:
+        end_with_open_bootstrap(sys.argv[2], sys.argv[3], int(sys.argv[4]))
     elif sys.argv[1:2] == ["--child-raises"]:
         fork_and_raise()
     elif sys.argv[1:2] and sys.argv[1].startswith("--peer"):
