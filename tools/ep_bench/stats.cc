@@ -3,11 +3,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numbers>
 
 namespace epx::bench {
 namespace {
 
 constexpr double kNsPerUs = 1e3;
+constexpr double kTail = 0.025; // on either side of an interval of 95 %
+constexpr double kOutlierRanges = 3;
 
 // Returns one value per iteration, from one column of timings.
 template <typename Reduce>
@@ -30,6 +33,21 @@ int64_t first_begin(std::span<const Series> ranks, size_t iteration) {
 
 const Series& slowest(std::span<const Series> ranks, size_t iteration) {
   return *std::ranges::max_element(ranks, {}, [=](const Series& series) { return elapsed_ns(series[iteration]); });
+}
+
+// Returns how many of the smallest values lie below the interval of the median of n values; as many lie above it.
+size_t skipped_by_median_interval(size_t n) {
+  // The number of values below the median is binomial with p = 1/2. Logarithms, since 2^-n is 0 in a double from n = 1075 on.
+  double log_probability = -static_cast<double>(n) * std::numbers::ln2;
+  double tail = std::exp(log_probability);
+  size_t skipped = 0;
+  while (skipped + 1 < n) {
+    log_probability += std::log(static_cast<double>(n - skipped) / static_cast<double>(skipped + 1));
+    tail += std::exp(log_probability);
+    if (tail > kTail) break;
+    ++skipped;
+  }
+  return skipped;
 }
 
 } // namespace
@@ -73,6 +91,19 @@ double percentile(std::vector<double> values, double percent) {
 
 double minimum(std::span<const double> values) {
   return *std::ranges::min_element(values);
+}
+
+Interval median_interval(std::vector<double> values) {
+  std::ranges::sort(values);
+  const size_t skipped = skipped_by_median_interval(values.size());
+  return {values[skipped], values[values.size() - 1 - skipped]};
+}
+
+int64_t count_outliers(const std::vector<double>& values) {
+  const double lower = percentile(values, 25);
+  const double upper = percentile(values, 75);
+  const double distance = kOutlierRanges * (upper - lower);
+  return std::ranges::count_if(values, [=](double value) { return value < lower - distance || value > upper + distance; });
 }
 
 } // namespace epx::bench

@@ -37,4 +37,19 @@ double median(std::vector<double> values);
 double percentile(std::vector<double> values, double percent);
 double minimum(std::span<const double> values);
 
+struct Interval {
+  double lo = 0;
+  double hi = 0;
+};
+
+// Returns the 95 % confidence interval of the median of what at least one value was drawn from, by order statistics: the k-th
+// smallest to the k-th largest value, for the largest k at which the binomial distribution leaves at most 2.5 % on either side
+// (Conover, Practical Nonparametric Statistics, 3.2). No shape of the distribution is assumed, and the values are taken as
+// independent. From fewer than 6 values no such interval reaches 95 %, and the result is the smallest to the largest value.
+Interval median_interval(std::vector<double> values);
+
+// Returns how many of at least one value lie more than 3 interquartile ranges below the lower or above the upper quartile
+// (Tukey's "far out").
+int64_t count_outliers(const std::vector<double>& values);
+
 } // namespace epx::bench
