@@ -15,7 +15,7 @@ run_bench() { # NAME ROUTING
   say "Running ep_bench --verify on $ranks ranks, routing $2"
   timeout --kill-after=10 "$limit_s" mpirun -n "$ranks" --oversubscribe "$bench" \
     --transport host --tokens 512 --hidden 1024 --experts 32 --top-k 4 --dtype bf16 --routing "$2" --seed 1 \
-    --verify --json "$json" || die "ep_bench failed (exit status $?) on routing $2"
+    --iters 20 --verify --json "$json" || die "ep_bench failed (exit status $?) on routing $2"
   say "Right; the figures are in $json"
 }
 

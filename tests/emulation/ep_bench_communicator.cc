@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -67,6 +68,10 @@ private:
 
 std::unique_ptr<Communicator> make_communicator(const Peers& peers, Gpu&) {
   return std::make_unique<BootstrapCommunicator>(peers);
+}
+
+std::string nccl_version() {
+  return "emulation";
 }
 
 } // namespace epx::bench

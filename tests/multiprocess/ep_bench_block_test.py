@@ -21,6 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "moe_tutorial"))
 import cases  # noqa: E402
 import correctness  # noqa: E402
+import programs  # noqa: E402
 import sessions  # noqa: E402
 
 import moe_data  # noqa: E402  (correctness has found examples/native)
@@ -44,7 +45,7 @@ class Block(unittest.TestCase):
             output = directory / "out.json"
             commands = self.commands(directory, case, ranks, "--iters", 1, "--verify", *options)
             sessions.run_ranks("ep_bench", commands, [{}] * ranks, directory, LIMIT_S)
-            result = json.loads(output.read_text(encoding="utf-8"))
+            result = programs.of_ep_bench(json.loads(output.read_text(encoding="utf-8")))
             tensors = correctness.compare(case, ranks, directory, ["block", "native"], bf16=False)
         self.assertEqual(set(result["block"]["lines"]), {"block fwd", "block fwd+bwd"})
         self.assertEqual(set(result["block"]["differences"]), set(tensors))
@@ -68,7 +69,7 @@ class Block(unittest.TestCase):
             commands = self.commands(directory, cases.CHECK, ranks, "--iters", 5, "--rounds", 2, "--paced", "--dump-rows", rows)
             running = {"ep_bench": sessions.Session("ep_bench", commands, [{}] * ranks, directory, LIMIT_S)}
             self.assertEqual(sessions.run_in_turns(running, phases=4), {})
-            result = json.loads((directory / "out.json").read_text(encoding="utf-8"))
+            result = programs.of_ep_bench(json.loads((directory / "out.json").read_text(encoding="utf-8")))
             differences = correctness.differences(ranks, directory)["native"]
             sampled = correctness.read(directory, "block", "grad_gate_up", ranks)
             expected = moe_data.reference(moe_data.Shape(ranks, 192, 256, 192, 16, 4, biases=True, zipf=1.2, bf16=False))

@@ -19,14 +19,14 @@
 namespace epx::bench {
 
 // Returns options from a command line that builds with and without MPI accept.
-inline std::variant<Options, RequestedText> parse(std::vector<const char*> arguments) {
+inline std::variant<Sweep, RequestedText> parse(std::vector<const char*> arguments) {
   std::vector<const char*> argv{"ep_bench", "--bootstrap", "file:/tmp", "--rank", "0", "--ranks", "1"};
   argv.insert(argv.end(), arguments.begin(), arguments.end());
   return parse_options(static_cast<int>(argv.size()), argv.data());
 }
 
 inline Options options_of(std::vector<const char*> arguments) {
-  return std::get<Options>(parse(std::move(arguments)));
+  return std::get<Sweep>(parse(std::move(arguments))).common();
 }
 
 // Returns the sentence of the UsageError that `action` throws.

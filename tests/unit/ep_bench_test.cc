@@ -118,7 +118,7 @@ TEST_CASE("ep_bench options: defaults and borders") {
 
   std::vector<const char*> bare{"ep_bench"};
   if (built_with_mpi())
-    CHECK(std::get<Options>(parse_options(1, bare.data())).bootstrap_directory.empty());
+    CHECK(std::get<Sweep>(parse_options(1, bare.data())).common().bootstrap_directory.empty());
   else
     CHECK(contains(refusal(bare), "--bootstrap"));
 }

@@ -56,6 +56,10 @@ OperationFigures figures_of(const Line& line, const OperationSeries& series, con
   figures.p99_us = percentile(times, 99);
   figures.min_us = minimum(times);
   figures.slowest_rank = most_often_slowest(series.call);
+  figures.interval_us = median_interval(times);
+  figures.samples = static_cast<int64_t>(times.size());
+  figures.outliers = count_outliers(times);
+  figures.converged = is_converged(times, options.noise.value_or(NoiseTarget{}).percent);
   if (!line.moves_rows()) return figures;
   figures.logical_rows = rows.logical;
   figures.wire_rows = rows.wire;
@@ -74,6 +78,11 @@ OperationFigures figures_of(const Line& line, const OperationSeries& series, con
 }
 
 } // namespace
+
+double noise_percent(const OperationFigures& figures) {
+  const double half = std::max(figures.interval_us.hi - figures.median_us, figures.median_us - figures.interval_us.lo);
+  return 100 * half / figures.median_us;
+}
 
 Figures compute_figures(const Measurements& measurements, const Floors& floors, const Survey& survey,
                         const Options& options) {

@@ -10,6 +10,7 @@
 
 #include "tools/ep_bench/measure.h"
 #include "tools/ep_bench/options.h"
+#include "tools/ep_bench/stats.h"
 #include "tools/ep_bench/workload/traffic.h"
 
 namespace epx::bench {
@@ -43,6 +44,11 @@ struct OperationFigures {
   double p99_us = 0;
   double min_us = 0;
   int slowest_rank = 0;
+  Interval interval_us; // 95 % interval of the median
+  int64_t samples = 0;
+  int64_t outliers = 0;                // among the samples, see count_outliers()
+  std::optional<int64_t> throttled;    // samples while a GPU was throttled; empty where nothing tells
+  bool converged = false;              // interval_us lies within the percentage of --noise
   std::optional<double> start_skew_us; // median time from the first rank's begin to the last's; ranks on one machine
   // These are empty where the line does not move the rows of one operation.
   double logical_rows = 0;
@@ -59,6 +65,10 @@ struct OperationFigures {
 
 using Figures = std::vector<OperationFigures>; // in the order of lines_of(options)
 
+// Returns half of the interval of the median, the longer half, in percent of the median.
+double noise_percent(const OperationFigures& figures);
+
+// `options` have the iterations that took place.
 Figures compute_figures(const Measurements& measurements, const Floors& floors, const Survey& survey,
                         const Options& options);
 

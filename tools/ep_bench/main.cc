@@ -1,217 +1,108 @@
 // SPDX-License-Identifier: Apache-2.0
 // ep_bench: measures and verifies the exchange from the command line. Wiring only.
-#include <algorithm>
-#include <array>
 #include <cstdio>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
-#include <utility>
 #include <variant>
 #include <vector>
 
 #include <fmt/format.h>
-#include <nlohmann/json.hpp>
 
 #include "epx/epx.hpp"
 #if defined(EPX_BENCH_HAS_MOE)
-#include "tools/ep_bench/block/bench.h"
 #include "tools/ep_bench/block/npy.h"
 #endif
+#include "tools/ep_bench/document.h"
 #include "tools/ep_bench/errors.h"
 #include "tools/ep_bench/exchange.h"
-#include "tools/ep_bench/figures.h"
-#include "tools/ep_bench/json_file.h"
+#include "tools/ep_bench/interrupt.h"
 #include "tools/ep_bench/launcher.h"
 #include "tools/ep_bench/machines.h"
-#include "tools/ep_bench/measure.h"
+#include "tools/ep_bench/memory.h"
 #include "tools/ep_bench/memory_need.h"
-#include "tools/ep_bench/native/native_figures.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/pacer.h"
 #include "tools/ep_bench/peers.h"
+#include "tools/ep_bench/point.h"
+#include "tools/ep_bench/progress.h"
 #include "tools/ep_bench/report.h"
-#include "tools/ep_bench/workload/traffic.h"
-#include "tools/ep_bench/workload/verify.h"
-#include "tools/ep_bench/workload/workload.h"
+#include "tools/ep_bench/starts.h"
+#include "tools/ep_bench/sweep.h"
 #if defined(EPX_WITH_CUDA)
-#include "tools/ep_bench/floor/floor.h"
-#include "tools/ep_bench/floor/rail_floor.h"
-#include "tools/ep_bench/gpu/gpu.h"
-#include "tools/ep_bench/gpu/measure_gpu.h"
-#include "tools/ep_bench/gpu/stream_blocker.h"
-#include "tools/ep_bench/native/native.h"
+#include "tools/ep_bench/gpu/communicator.h"
+#include "tools/ep_bench/gpu/gpu_monitor.h"
 #endif
 
 namespace epx::bench {
 namespace {
 
-// The receive tensors have so many rows beyond those in use, which no call may touch.
-constexpr int64_t kSpareRows = 8;
+using Arguments = std::span<const char* const>;
 
-std::array<uint64_t, EPX_MAX_EVENT_KINDS> gather_events(Exchange& exchange, const Peers& peers) {
-  peers.together([&] { exchange.finish(); });
-  std::array<uint64_t, EPX_MAX_EVENT_KINDS> events{};
-  for (const auto& of_rank : peers.gather(exchange.events()))
-    for (int kind = 0; kind < EPX_MAX_EVENT_KINDS; ++kind)
-      events[kind] += of_rank[kind];
-  return events;
-}
-
-std::string nodes_text(const epx_group_info& group) {
-  return fmt::format("the group has {} nodes of {} ranks", group.num_ranks / group.ranks_per_node, group.ranks_per_node);
-}
-
-void check_nodes(const Options& options, const epx_group_info& group) {
-  if (options.is_rank_major() && group.ranks_per_node < group.num_ranks)
-    throw AgreedError(
-        kExitUsage,
-        fmt::format("--layout is 'rank-major' and {}; rank-major rows do not travel between nodes", nodes_text(group)));
-}
-
-// The speed-of-light bound and the native way are measured for the whole routing, so no route may be dropped; and the serial
-// reference drops none for the sake of --fixed-rail-tokens.
-void check_drops(const Options& options, const Survey& survey, const epx_group_info& group) {
-  const double dropped = dropped_routes(survey, options.top_k);
-  if (dropped == 0) return;
-  const bool is_whole = options.floor || options.native;
-  const char* const option = options.floor ? "--floor" : options.native ? "--native" : "--verify";
-  const char* const what = options.floor    ? "the speed-of-light bound"
-                           : options.native ? "the native way"
-                                            : "the serial reference";
-  if (options.fixed_rail_tokens > 0 && group.ranks_per_node < group.num_ranks && (is_whole || options.verify))
-    throw AgreedError(
-        kExitUsage,
-        fmt::format("{} is given, --fixed-rail-tokens is {} and {}, and {:.1f} routes per iteration are dropped; "
-                    "{} is for routing whose tokens all find a place on the rails",
-                    option, options.fixed_rail_tokens, nodes_text(group), dropped, what));
-  if (is_whole)
-    throw AgreedError(kExitUsage,
-                      fmt::format("{} is given and {} is {}, which drops {:.1f} routes per iteration; "
-                                  "{} is for routing without drops",
-                                  option, options.is_rank_major() ? "--max-rows" : "--capacity",
-                                  options.is_rank_major() ? options.max_rows : options.capacity, dropped, what));
-}
-
+// The device of `options` has been made.
+MachineFacts describe_machine([[maybe_unused]] const Options& options) {
+  MachineFacts machine = this_machine_facts();
 #if defined(EPX_WITH_CUDA)
-struct GpuFigures {
-  Figures figures;
-  std::optional<NativeFigures> native;
-};
-
-GpuFigures bench_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Workload& workload,
-                        const Options& options, const Peers& peers, Gpu& gpu) {
-  StreamBlocker blocker(gpu, peers, exchange.info().timeout_ms);
-  const Measurements measurements = measure_on_gpu(exchange, sets, options, peers, gpu, blocker);
-  Floors floors;
-  if (options.floor) {
-    const std::vector<int32_t> first_experts = peers.gather(exchange.info().first_local_expert);
-    std::vector<RoutingOfAll> routing;
-    for (int set = 0; set < std::ssize(sets); ++set) {
-      routing.push_back({{},
-                         first_experts,
-                         options.experts,
-                         options.top_k,
-                         options.alignment,
-                         options.pads == EPX_PADS_ZERO,
-                         options.layout});
-      for (int rank = 0; rank < peers.num_ranks(); ++rank)
-        routing.back().topk_idx.push_back(workload.topk_idx(set, rank));
-    }
-    const epx_group_info& group = exchange.info();
-    floors = group.ranks_per_node == group.num_ranks
-                 ? measure_floors(routing, options, peers, gpu, blocker)
-                 : measure_rail_floors(routing, group.ranks_per_node, options, peers, gpu, blocker);
+  if (options.transport == EPX_TRANSPORT_NCCL) {
+    GpuMonitor().describe(machine);
+    machine.nccl = nccl_version();
   }
-  std::optional<NativeMeasurements> native;
-  if (options.native) native = measure_native(exchange, sets, workload, options, peers, gpu, blocker);
-  blocker.release(peers);
-  GpuFigures result{compute_figures(measurements, floors, survey, options), {}};
-  if (native) result.native = compute_native_figures(*native, result.figures, survey, options);
-  return result;
-}
 #endif
+  return machine;
+}
 
-Results bench(const Launcher& launcher, const Options& options) {
-  const int64_t timeout_ms = group_config(options).timeout_ms;
-  const epx::Bootstrap bootstrap = launcher.make_bootstrap(options, timeout_ms);
+int bench(const Launcher& launcher, const Sweep& sweep, Arguments arguments) {
+  const Options& common = sweep.common();
+  const int64_t timeout_ms = group_config(common).timeout_ms;
+  const epx::Bootstrap bootstrap = launcher.make_bootstrap(common, timeout_ms);
   const Peers peers(bootstrap, timeout_ms);
-
-  Pacer pacer(options.is_paced);
-  std::optional<JsonFile> json_file; // only on rank 0
+  const bool is_root = peers.rank() == 0;
   const int ranks_here = Machines(peers).num_ranks_here();
+
+  Pacer pacer(common.is_paced);
+  std::unique_ptr<Memory> memory;
+  std::optional<Document> document; // only on rank 0
   peers.together([&] {
-    require_memory(options, peers.num_ranks(), 0, available_memory(ranks_here));
-    if (peers.rank() == 0 && !options.json_file.empty()) json_file.emplace(options.json_file);
+    if (sweep.points.size() == 1) require_memory(common, peers.num_ranks(), 0, available_memory(ranks_here));
 #if defined(EPX_BENCH_HAS_MOE)
-    if (!options.block.dump_directory.empty()) require_directory(options.block.dump_directory);
+    if (!common.block.dump_directory.empty()) require_directory(common.block.dump_directory);
 #endif
     pacer.begin();
   });
-
-  std::optional<Workload> workload;
-  std::unique_ptr<Memory> memory;
-  std::optional<Exchange> exchange;
-  std::vector<InputSet> sets(options.num_input_sets());
-  peers.together([&] { workload.emplace(options, peers.num_ranks()); });
-  peers.together([&] { memory = make_memory(options, peers.rank()); });
-  peers.together([&] { exchange.emplace(bootstrap, options, *memory); }); // refuses shapes too large for memory
+  peers.together([&] { memory = make_memory(common, peers.rank()); });
   peers.together([&] {
-    for (int set = 0; set < std::ssize(sets); ++set)
-      sets[set].by_token = workload->token_inputs(set, peers.rank());
-  });
-  check_nodes(options, exchange->info());
-  const Survey survey = bench::survey(*exchange, sets, options, peers);
-  check_drops(options, survey, exchange->info());
-  const int64_t rows = survey.max_rows + (options.is_rank_major() ? 0 : kSpareRows); // rank-major: their number is P * M
-  peers.together([&] { require_memory(options, peers.num_ranks(), rows, available_memory(ranks_here)); });
-  peers.together([&] {
-    exchange->allocate_rows(rows);
-    const int row_sets = memory->is_host() ? static_cast<int>(sets.size()) : 1; // see measure_on_gpu()
-    for (int set = 0; set < row_sets; ++set)
-      sets[set].by_row = workload->row_inputs(set, peers.rank(), exchange->rows());
+    if (!is_root || common.json_file.empty()) return;
+    document.emplace(
+        sweep, RunFacts{{arguments.begin(), arguments.end()}, utc_now(), peers.num_ranks(), describe_machine(common)});
   });
 
-  Results results;
-  results.options = options;
-  results.library_version = epx_version();
-  results.group = exchange->info();
-  results.group_creation_ms = std::ranges::max(peers.gather(exchange->creation_ms()));
-  results.handle_mem_bytes = static_cast<int64_t>(exchange->handle_mem_bytes());
-  results.handle_mem_limit = handle_memory_limit(options, exchange->info());
-  results.dropped_routes = dropped_routes(survey, options.top_k);
-  if (options.verify) results.wrong = verify(*exchange, *workload, options, peers);
-#if defined(EPX_WITH_CUDA)
-  if (options.transport == EPX_TRANSPORT_NCCL) {
-    GpuFigures on_gpu = bench_on_gpu(*exchange, sets, survey, *workload, options, peers, dynamic_cast<Gpu&>(*memory));
-    results.figures = std::move(on_gpu.figures);
-    results.native = std::move(on_gpu.native);
-  } else
-#endif
-    results.figures = compute_figures(measure(*exchange, sets, survey, options, peers), {}, survey, options);
-#if defined(EPX_BENCH_HAS_MOE)
-  if (options.block.is_measured)
-    results.block = bench_block(*exchange, sets, results.figures, options, peers, *memory, pacer);
-#endif
-  results.events = gather_events(*exchange, peers);
-
+  Progress progress(sweep.points.size(), is_root);
+  const auto measure = [&](const Options& options) {
+    return measure_point(options, bootstrap, peers, *memory, ranks_here, pacer);
+  };
+  const auto report = [&](std::span<const PointResult> points, bool is_last) {
+    if (!is_root) return;
+    if (is_last) fmt::print("{}", to_table(sweep, points));
+    std::fflush(stdout);
+    if (document) document->write(points, is_last);
+  };
+  const std::vector<PointResult> points = run_sweep(sweep, peers, measure, report, progress);
   peers.together([&] {
-    if (peers.rank() != 0) return;
-    fmt::print("{}", to_table(results));
-    if (json_file) json_file->write(to_json(results));
+    for (const PointResult& point : points)
+      if (point.results && point.results->block && !point.results->block->dump_failure.empty())
+        throw RuntimeError(point.results->block->dump_failure);
   });
-  peers.together([&] {
-    if (results.block && !results.block->dump_failure.empty()) throw RuntimeError(results.block->dump_failure);
-  });
-  return results;
+  return exit_status(points);
 }
 
 // One rank prints a failure that all ranks know of; any other is printed by each rank.
-int run(const Options& options) {
-  Launcher launcher(options);
+int run(const Sweep& sweep, Arguments arguments) {
+  if (sweep.common().starts > 1) return run_starts(arguments, sweep.common());
+  Launcher launcher(sweep.common());
+  catch_signals();
   try {
-    return passed(bench(launcher, options)) ? 0 : kExitFailure;
+    return bench(launcher, sweep, arguments);
   } catch (const AgreedError& error) {
     if (launcher.rank() == 0) fmt::print(stderr, "ep_bench: {}\n", error.what());
     return error.exit_code();
@@ -228,8 +119,8 @@ int run(const Options& options) {
 int main(int argc, char** argv) {
   using namespace epx::bench;
   try {
-    const std::variant<Options, RequestedText> parsed = parse_options(argc, argv);
-    if (const auto* options = std::get_if<Options>(&parsed)) return run(*options);
+    const std::variant<Sweep, RequestedText> parsed = parse_options(argc, argv);
+    if (const auto* sweep = std::get_if<Sweep>(&parsed)) return run(*sweep, {argv, argv + argc});
     say_once(stdout, std::get<RequestedText>(parsed).text, {argv, argv + argc});
     return 0;
   } catch (const UsageError& error) {

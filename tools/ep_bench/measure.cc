@@ -70,7 +70,7 @@ std::vector<Series> gather_by_rank(const Series& mine, const Peers& peers) {
 } // namespace
 
 Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Options& options,
-                     const Peers& peers) {
+                     const Peers& peers, Sampler& sampler) {
   const auto rows = copied_rows(survey, options, peers.num_ranks());
   std::vector<int64_t> row_counts;
   for (const auto& of_operation : rows)
@@ -86,11 +86,11 @@ Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const S
   const std::span<const Line> lines = operations_of(options.layout);
   std::vector<Series> calls(lines.size()), copies(lines.size());
   Failure failure; // the last call's; the next barrier carries it to the other ranks
-  for (int iteration = 0; iteration < options.warmup + options.iterations; ++iteration) {
-    const size_t set = iteration % sets.size();
+  while (sampler.next()) {
+    const size_t set = sampler.iteration() % sets.size();
     exchange.load(sets[set].by_row);
     for (size_t op = 0; op < lines.size(); ++op) {
-      const bool keep = iteration >= options.warmup;
+      const bool keep = sampler.is_timed();
       if (lines[op].moves_rows()) {
         peers.start_together(failure);
         const Timing timing = timed([&] { copy_like(lines[op].operation, *baseline, exchange, sets[set], rows[op][set]); });
@@ -98,6 +98,7 @@ Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const S
       }
       peers.start_together(failure);
       const Timing timing = timed([&] { failure = attempt([&] { exchange.call(lines[op], tensors[set]); }); });
+      sampler.add(op, timing.end_ns - timing.begin_ns);
       if (keep) calls[op].push_back(timing);
     }
   }

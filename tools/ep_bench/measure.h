@@ -9,6 +9,7 @@
 #include "tools/ep_bench/exchange.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/peers.h"
+#include "tools/ep_bench/sampler.h"
 #include "tools/ep_bench/stats.h"
 #include "tools/ep_bench/workload/traffic.h"
 #include "tools/ep_bench/workload/workload.h"
@@ -23,11 +24,11 @@ struct OperationSeries {
 
 using Measurements = std::vector<OperationSeries>; // in the order of lines_of(options)
 
-// Runs all operations of the layout options.warmup + options.iterations times on the host transport and keeps the times of the
-// latter. Iteration i takes input set i modulo the number of sets. A memcpy of as many rows as the operation writes and a
+// Runs all operations of the layout on the host transport, as often as the sampler says, and keeps the times of the timed
+// iterations. Iteration i takes input set i modulo the number of sets. A memcpy of as many rows as the operation writes and a
 // barrier precede each operation; its time includes neither. The call is collective.
 Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Options& options,
-                     const Peers& peers);
+                     const Peers& peers, Sampler& sampler);
 
 // Returns the durations of all ranks, [rank][i], from the same number of each. The call is collective.
 std::vector<Series> gather_durations(std::span<const int64_t> mine_ns, const Peers& peers);

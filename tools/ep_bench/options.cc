@@ -9,12 +9,16 @@
 #include <optional>
 #include <span>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
 #include "tools/ep_bench/errors.h"
+#include "tools/ep_bench/lists.h"
+#include "tools/ep_bench/options_check.h"
+#include "tools/ep_bench/options_help.h"
 
 namespace epx::bench {
 namespace {
@@ -117,97 +121,6 @@ CLI::Option* add_number(CLI::App& app, const char* name, Number& number, const c
   });
 }
 
-void check_range(const char* option, int64_t value, int64_t low, int64_t high) {
-  if (value < low || value > high)
-    throw UsageError(fmt::format("{} is {}; it must be between {} and {}", option, value, low, high));
-}
-
-void check_shape(const Options& options) {
-  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
-  check_range("--tokens", options.tokens, 0, kMax);
-  check_range("--hidden", options.hidden, 1, kMax);
-  check_range("--experts", options.experts, 1, kMax);
-  check_range("--top-k", options.top_k, 1, 64);
-  check_range("--alignment", options.alignment, 0, kMax);
-  check_range("--capacity", options.capacity, 0, kMax);
-  check_range("--num-comm-sms", options.num_comm_sms, 0, kMax);
-  check_range("--ranks-per-node", options.ranks_per_node, 0, kMax);
-  check_range("--fixed-rail-tokens", options.fixed_rail_tokens, 0, std::max(options.tokens, 1));
-  check_range("--iters", options.iterations, 1, 1'000'000);
-  check_range("--warmup", options.warmup, 0, 1'000'000);
-  check_range("--input-sets", options.input_sets, 1, 1024);
-  check_range("--timeout-ms", options.timeout_ms, 0, std::numeric_limits<int64_t>::max());
-  if (options.routing.kind != RoutingSpec::Kind::Text && options.top_k > options.experts)
-    throw UsageError(
-        fmt::format("--top-k is {} and --experts is {}; with --routing {} the experts of a token are distinct, "
-                    "so there must be as many",
-                    options.top_k, options.experts, to_string(options.routing)));
-  if (options.routing.kind == RoutingSpec::Kind::Hot && options.top_k == options.experts)
-    throw UsageError(
-        fmt::format("--top-k and --experts are {}; with --routing {} there must be more experts, so that a token "
-                    "can do without the hot one",
-                    options.top_k, to_string(options.routing)));
-}
-
-void check_transport(const Options& options) {
-  if (options.transport == EPX_TRANSPORT_NCCL) {
-    if (!built_with_cuda()) throw UsageError("--transport is 'nccl', but this ep_bench was built without CUDA; use host");
-    return;
-  }
-  for (const auto& [option, is_given] :
-       {std::pair("--graph", options.graph), std::pair("--floor", options.floor), std::pair("--native", options.native),
-        std::pair("--fixed-rail-tokens", options.fixed_rail_tokens != 0)})
-    if (is_given)
-      throw UsageError(
-          fmt::format("{} is given, but --transport is '{}'; it belongs to nccl", option, to_string(options.transport)));
-}
-
-void check_layout(const Options& options) {
-  check_range("--max-rows", options.max_rows, 0, std::numeric_limits<int32_t>::max());
-  if (!options.is_rank_major()) {
-    if (options.max_rows > 0)
-      throw UsageError(
-          fmt::format("--max-rows is {} and --layout is 'expert-major'; it belongs to rank-major", options.max_rows));
-    return;
-  }
-  const auto refuse = [](const char* option, const auto& value, const char* reason) {
-    throw UsageError(fmt::format("{} is {} and --layout is 'rank-major'; {}", option, value, reason));
-  };
-  if (options.alignment > 1) refuse("--alignment", options.alignment, "that layout has no zones to align");
-  if (options.pads != EPX_PADS_ZERO) refuse("--pads", to_string(options.pads), "that layout has no pads");
-  if (options.capacity > 0) refuse("--capacity", options.capacity, "--max-rows bounds the rows of that layout");
-  if (options.combine_precision != EPX_COMBINE_WIRE)
-    refuse("--combine-precision", to_string(options.combine_precision), "that layout has combine in 'wire' only");
-  if (options.block.is_measured)
-    throw UsageError("--block is given and --layout is 'rank-major'; the block is expert-major");
-  if (options.native) throw UsageError("--native is given and --layout is 'rank-major'; the native way is expert-major");
-}
-
-void refuse_with_block(const char* option, const std::string& value, const char* reason) {
-  throw UsageError(fmt::format("{} is '{}' and --block is given; {}", option, value, reason));
-}
-
-void check_block(const Options& options) {
-  if (!options.block.is_measured) return;
-  if (!built_with_moe()) throw UsageError("--block is given, but this ep_bench was built without libepx_moe");
-  check_range("--ffn", options.block.ffn, 1, std::numeric_limits<int32_t>::max() / 2);
-  check_range("--pause-ms", options.block.pause_ms, 0, 60'000);
-  check_range("--rounds", options.block.rounds, 1, options.iterations);
-  check_range("--dump-rows", options.block.dump_rows, 0, std::numeric_limits<int32_t>::max());
-  check_range("--experts", options.experts, 1, 4096); // so many have distinct logits, see block_logits()
-  const bool is_on_host = options.transport == EPX_TRANSPORT_HOST;
-  if (is_on_host && options.dtype != EPX_FLOAT32)
-    refuse_with_block("--dtype", to_string(options.dtype), "on the host the block computes in fp32");
-  if (options.dtype == EPX_FLOAT16) refuse_with_block("--dtype", "fp16", "the block is measured in bf16 and fp32");
-  if (is_on_host && options.block.pause_ms > 0)
-    refuse_with_block("--pause-ms", fmt::format("{}", options.block.pause_ms), "pauses belong to --transport nccl");
-  if (options.routing.kind != RoutingSpec::Kind::Uniform && options.routing.kind != RoutingSpec::Kind::Zipf)
-    refuse_with_block("--routing", to_string(options.routing), "a router makes the block's routing: uniform or zipf:S");
-  if (options.capacity > 0)
-    refuse_with_block("--capacity", fmt::format("{}", options.capacity), "the native layer beside it drops no routes");
-  if (options.tokens == 0) refuse_with_block("--tokens", "0", "there must be a token, or nothing is computed");
-}
-
 void check_ranks(Options& options, const std::string& bootstrap) {
   constexpr std::string_view kFile = "file:";
   if (bootstrap == "mpi") {
@@ -228,72 +141,67 @@ void check_ranks(Options& options, const std::string& bootstrap) {
     refuse("--rank", options.rank, fmt::format("between 0 and {} (--ranks - 1)", options.num_ranks - 1));
 }
 
-constexpr const char* kFooter = R"(Figures
-  A time is that of one call, in microseconds, on the slowest rank of an iteration; all ranks start together. 'slowest' is
-  the rank that was that most often. Timed are prepare (counts and offsets only), dispatch with weights, combine with
-  weights, combine_bwd with weights and their gradients, and dispatch_bwd with weights; on nccl also combine_bwd-nograd
-  (with weights, without their gradients), prepare, dispatch and combine in a row as one, prepare_dispatch, and
-  prepare_dispatch and combine in a row as one. With --layout rank-major there is no prepare, combine and combine_bwd have
-  no weights, a row is one of a (token, rank) instead of one of a route, and on nccl dispatch and combine in a row are timed
-  as one.
-  On nccl a time is that between two CUDA events around the call on its stream, or with --graph around its replay: from
-  before its first kernel to the last byte in place. Before it comes a barrier of all ranks' streams; the whole iteration
-  is enqueued before any of it runs, so that the host's speed is in no time.
-  A row is --hidden elements of --dtype; 1 GB is 1e9 bytes; rows are means over the ranks, and times are medians.
-  logical GB/s   rows that a rank receives in dispatch (combine, dispatch_bwd: sends back) x row bytes / time
-  wire GB/s      rows that must reach another rank x row bytes / time: one per (token, remote rank), and for the combine
-                 and dispatch_bwd of --combine-precision exact one per remote route
-  memcpy ratio   host transport: (rows that the operation must write x row bytes / time) / (bytes/s of a plain memcpy of as
-                 many rows of the operation's input, by all ranks at once, timed beside the operation in the same
-                 iteration, from the first rank's start to the last rank's end). dispatch and combine_bwd write one row per
-                 route, their memcpy goes to scattered places; combine and dispatch_bwd write one row per (token, expert
-                 rank), with exact one per route, and one per token, and their memcpy comes from scattered places
-  floor us       --floor: the speed-of-light bound, the larger of two times, measured after the iterations by all ranks
-                 at once, with the same input sets, barrier and events; each is the median of 24 runs on the slowest
-                 rank, and the best of several kernels. Wire bound: each row is read once and stored once to each
-                 distinct rank that it must reach, the own one too (dispatch and combine_bwd: one per (token, expert
-                 rank); combine and dispatch_bwd: the same back, with exact one per route), by 16, 32, 64, 96, 128 and
-                 as many blocks as the GPU has SMs, with plain and with bulk stores. HBM bound: as many rows read and
-                 written locally as the operation must, each once, by all SMs, with plain and with bulk stores, reads
-                 among the writes and after them:
-                 dispatch reads the tokens and what arrived for several slots, and writes the rows in use (with --pads
-                 untouched without their pads); combine_bwd reads the tokens, what arrived and (with gradients)
-                 expert_out, and writes what arrives and the rows in use; combine and dispatch_bwd read their slots and
-                 what came back, and write what comes back and the tokens. Rank-major: dispatch and combine_bwd read the
-                 tokens and write their rows, own ones too.
-                 With --num-comm-sms the bound on no more SMs than that is printed beside it, and the ratio to it
-                 Several nodes: the time that NCCL alone needs, for one group of ncclSend and ncclRecv between all rail peers,
-                 for the distinct rows that must cross between nodes, also where a call sends more ('rails' above the table
-                 has the bytes of both): dispatch and combine_bwd one row for each (token, other node), combine and
-                 dispatch_bwd the same with node, with wire one for each (token, rank of another node), with exact one for
-                 each route there. Calls made one by one are then enqueued while the stream runs, since they may wait on the
-                 host, which is in their times
-  ratio          --floor: median time / speed-of-light bound
-  native/epx     --native, a table of its own: median time of the native call / median time of the line that it is compared
-                 with, in the same run, with the same input sets, iterations, barrier and events. The native dispatch sends
-                 each expert's count of routes to its rank by ncclSend and ncclRecv, copies the counts to the host, which
-                 waits for them once, packs one row per route by expert, sends them in one group of ncclSend and ncclRecv
-                 between all ranks, the own one too, and permutes what arrives into expert-major order. It is compared with
-                 dispatch, and with prepare_dispatch, which begins with the counts too. dispatch-nocounts is the same without
-                 the exchange of counts. The native combine goes the way back, and sums each token's rows in fp32 with their
-                 weights. The communicator has NCCL's defaults. In favour of the native way, its routes are sorted beforehand,
-                 weights do not travel, and calls that do not wait on the host are enqueued while the stream is blocked. It is
-                 never replayed from a graph, and has no backward. --verify compares it with the serial reference
-  wrong          elements that differ from the serial reference, all ranks together (--verify)
-  With --block the router selects the routing, the same for the exchange, its floor and the block, and a second table has
-  the whole block of libepx_moe, the pieces of it that are no exchange, and beside it on nccl the same layer on collectives
-  only (native: counts to the host, ncclSend and ncclRecv of permuted rows, the same grouped FFN), and the dense bound: one
-  cuBLAS product for each grouped one, of T * K rows. fwd+bwd writes the experts' gradients too, in --dtype. Times are those
-  between events after a barrier of the streams, as above; whole layers (block, native) are enqueued while the stream runs,
-  so that the host's work is in them where the GPU waits for it.
-  TFLOP/s        of a rank: (forward 6, forward and backward 18) x T x K x H x F / time
-  paused us      --pause-ms: the median of a quarter of the iterations, 5 at least, each after a pause of all ranks
-  iqr us         the distance between the quartiles of the times that 'median us' is of
-  dense us       the dense bound of the same products, in the same run
-  wire us        --floor: the sum of the wire bounds of the operations that the line contains
-  ratio          median / (dense us + wire us); max ratio: median / the larger of the two
-Of an option that is repeated, the last counts.
-Exit status: 0; 1 when a call failed or a result is wrong; 2 when the command line is.)";
+std::vector<Layout> parse_layouts(const std::string& text) {
+  if (text == "both") return {Layout::ExpertMajor, Layout::RankMajor};
+  std::vector<Layout> layouts;
+  for (const std::string& layout : split_list(text))
+    layouts.push_back(value_of<Layout>("--layout", layout, kLayouts));
+  return layouts;
+}
+
+// TokenRange has -b, -e and -f.
+struct TokenRange {
+  int32_t first = kNotGiven, last = kNotGiven, factor = 2;
+};
+
+std::vector<int32_t> parse_tokens(const std::string& text, const TokenRange& range) {
+  constexpr int32_t kMax = std::numeric_limits<int32_t>::max();
+  if (range.first == kNotGiven && range.last == kNotGiven) return parse_numbers("--tokens", text, 0, kMax);
+  if (range.first == kNotGiven || range.last == kNotGiven)
+    throw UsageError(fmt::format("{} is given without {}; a range of tokens has both ends",
+                                 range.first == kNotGiven ? "-e" : "-b", range.first == kNotGiven ? "-b" : "-e"));
+  check_range("-b", range.first, 1, kMax);
+  check_range("-e", range.last, range.first, kMax);
+  check_range("-f", range.factor, 2, kMax);
+  return geometric(range.first, range.last, range.factor);
+}
+
+// `has_target`: --noise or --budget is given.
+void check_noise(Options& options, const NoiseTarget& target, bool has_iterations, bool has_warmup, bool has_target) {
+  if (has_iterations) {
+    if (has_target)
+      throw UsageError(fmt::format("--noise or --budget is given and --iters is {}; the iterations end by one or the other",
+                                   options.iterations));
+    return;
+  }
+  if (!(target.percent >= 0.01 && target.percent <= 100))
+    throw UsageError(fmt::format("--noise is {}; it must be a percentage between 0.01 and 100", target.percent));
+  if (!(target.budget_s >= 0.001 && target.budget_s <= 3600))
+    throw UsageError(fmt::format("--budget is {}; it must be seconds between 0.001 and 3600", target.budget_s));
+  options.noise = target;
+  options.warms_up_until_stable = !has_warmup;
+}
+
+void check_runs(const Options& options, size_t num_points) {
+  constexpr size_t kMaxPoints = 4096;
+  if (num_points > kMaxPoints)
+    throw UsageError(fmt::format("--tokens, --layout, --routing and --num-comm-sms have {} combinations; a run measures at "
+                                 "most {}",
+                                 num_points, kMaxPoints));
+  check_range("--starts", options.starts, 1, 1000);
+  if (options.json_file.empty() && (options.appends || options.starts > 1))
+    throw UsageError(fmt::format("{} is given and --json is not; it must name the file of the starts",
+                                 options.appends ? "--append" : "--starts"));
+  const bool is_by_mpi = options.bootstrap_directory.empty();
+  if (options.starts > 1 && is_by_mpi)
+    throw UsageError(
+        fmt::format("--starts is {} and --bootstrap is 'mpi', whose processes cannot start again; run the command "
+                    "{} times, from the second time on with --append",
+                    options.starts, options.starts));
+  if (num_points > 1 && (options.is_paced || !options.block.dump_directory.empty()))
+    throw UsageError(fmt::format("{} is given and there are {} points; it belongs to a run of one",
+                                 options.is_paced ? "--paced" : "--dump", num_points));
+}
 
 } // namespace
 
@@ -321,10 +229,12 @@ bool built_with_mpi() {
 #endif
 }
 
-std::variant<Options, RequestedText> parse_options(int argc, const char* const* argv) {
+std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* argv) {
   Options options;
   std::string transport = "host", dtype = "bf16", routing = "uniform", precision = "wire", pads = "zero",
-              layout = "expert-major", seed = "1";
+              layout = "expert-major", seed = "1", tokens = "512", num_comm_sms = "0";
+  TokenRange token_range;
+  NoiseTarget noise;
   std::string bootstrap = built_with_mpi() ? "mpi" : "";
 
   CLI::App app("Measures the exchange of Mixture-of-Experts tokens: prepare, dispatch, combine and their backwards.",
@@ -333,7 +243,15 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.set_version_flag("--version",
                        fmt::format("ep_bench {}.{}.{}", EPX_VERSION_MAJOR, EPX_VERSION_MINOR, EPX_VERSION_PATCH));
   app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-  add_number(app, "--tokens", options.tokens, "Tokens per rank, T; may be 0");
+  CLI::Option* const token_list = app.add_option(
+      "--tokens", tokens, "Tokens per rank, T, may be 0; or a list such as 1,8,64..4096, whose ranges double");
+  for (const auto& [name, value, description] :
+       {std::tuple("-b", &token_range.first, "Instead of --tokens: the fewest of a range of tokens"),
+        std::tuple("-e", &token_range.last, "The most of that range"),
+        std::tuple("-f", &token_range.factor, "The factor between one number of it and the next")}) {
+    CLI::Option* const end = add_number(app, name, *value, description)->excludes(token_list);
+    if (*value == kNotGiven) end->default_str("");
+  }
   add_number(app, "--hidden", options.hidden, "Elements per token row, H");
   add_number(app, "--experts", options.experts, "Experts of all ranks together, E");
   add_number(app, "--top-k", options.top_k, "Routes per token, K, 1..64");
@@ -342,10 +260,12 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
       "--routing", routing,
       "uniform: K distinct experts per token; zipf:S: K distinct experts, drawn by weight 1/n^S over one order of "
       "the experts; hot:F: one expert on the fraction F of the tokens, the other experts of each token uniform and "
-      "distinct; text:FILE: each word of FILE, at most 64 MiB, is a token whose experts are K hashes of it (Hash Layers)");
+      "distinct; text:FILE: each word of FILE, at most 64 MiB, is a token whose experts are K hashes of it (Hash Layers); "
+      "or a "
+      "list of these");
   app.add_option("--layout", layout,
                  "Of receive tensors: expert-major (a row per route, in the zone of its expert), or rank-major (a row per "
-                 "token and rank, [P, M, H], without prepare)");
+                 "token and rank, [P, M, H], without prepare); both, or a list");
   add_number(app, "--max-rows", options.max_rows,
              "--layout rank-major: rows for each source rank, M; those beyond it are dropped; 0: --tokens");
   add_number(app, "--alignment", options.alignment, "Rows that an expert's zone is padded to a multiple of; 0 means 1");
@@ -366,12 +286,22 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   app.add_flag("--staged", options.staged, "Receive tensors in plain memory instead of memory from epx_mem_alloc");
   app.add_flag("--graph", options.graph,
                "nccl: each timed call is the replay of a CUDA graph, captured once per input set");
-  add_number(app, "--num-comm-sms", options.num_comm_sms,
-             "Streaming multiprocessors that a call may use on GPUs; 0: the library's default");
+  app.add_option("--num-comm-sms", num_comm_sms,
+                 "Streaming multiprocessors that a call may use on GPUs; 0: the library's default; or a list");
   add_number(app, "--timeout-ms", options.timeout_ms,
              "Longest wait for a rank, milliseconds; 0: EPX_TIMEOUT_MS if set, else 300000");
-  add_number(app, "--iters", options.iterations, "Timed iterations of all operations");
-  add_number(app, "--warmup", options.warmup, "Untimed iterations before them");
+  CLI::Option* const iterations =
+      add_number(app, "--iters", options.iterations,
+                 "Timed iterations of all operations; without this option as many as --noise and --budget ask for")
+          ->default_str("");
+  CLI::Option* const warmup = add_number(app, "--warmup", options.warmup,
+                                         "Untimed iterations before them; without this option and --iters until times are "
+                                         "stable, else 5")
+                                  ->default_str("");
+  CLI::Option* const noise_percent = app.add_option(
+      "--noise", noise.percent, "A point ends when the 95 % interval of each median lies within this of it, percent");
+  CLI::Option* const budget = app.add_option(
+      "--budget", noise.budget_s, "It ends at the latest after so much time for each line of the table, seconds");
   add_number(app, "--input-sets", options.input_sets, "Different inputs per rank that the iterations take in turn, sets");
   app.add_flag("--verify", options.verify, "First compare every output of two input sets with the serial reference");
   app.add_flag("--floor", options.floor,
@@ -405,7 +335,13 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
              "--dump: only so many rows of each tensor, drawn by --seed, for large shapes; 0: all")
       ->needs(dump);
   app.add_option("--json", options.json_file,
-                 "File for all figures and the configuration, written by rank 0 after the run, opened before it");
+                 "File for all figures and the configuration, written by rank 0 after each point, opened before the run");
+  app.add_flag("--append", options.appends,
+               "Add the run to the file of --json as another start; it must be of the same points and the same machine");
+  add_number(
+      app, "--starts", options.starts,
+      "file:DIR: run so many times, each in new processes, into one file of --json; another start is another draw of "
+      "addresses and clocks");
   app.add_option("--bootstrap", bootstrap,
                  "How ranks meet: mpi (started by mpirun), or file:DIR (a directory that all ranks share)");
   add_number(app, "--rank", options.rank, "With file:DIR: number of this process, from 0")->default_str("");
@@ -433,17 +369,30 @@ std::variant<Options, RequestedText> parse_options(int argc, const char* const* 
   options.transport = value_of<epx_transport>("--transport", transport, kTransports);
   options.dtype = value_of<epx_dtype>("--dtype", dtype, kDtypes);
   options.combine_precision = value_of<epx_combine_precision>("--combine-precision", precision, kPrecisions);
-  options.layout = value_of<Layout>("--layout", layout, kLayouts);
   options.pads = value_of<epx_pads>("--pads", pads, kPads);
-  options.routing = parse_routing(routing);
   options.seed = parse_seed(seed);
-  check_transport(options);
-  check_shape(options);
-  check_layout(options);
-  check_block(options);
+  check_noise(options, noise, iterations->count() > 0, warmup->count() > 0, noise_percent->count() + budget->count() > 0);
   check_ranks(options, bootstrap);
   check_job_id(options.job_id);
-  return options;
+
+  const std::vector<Layout> layouts = parse_layouts(layout);
+  const std::vector<int32_t> sms = parse_numbers("--num-comm-sms", num_comm_sms, 0, std::numeric_limits<int32_t>::max());
+  const std::vector<int32_t> token_counts = parse_tokens(tokens, token_range);
+  const std::vector<std::string> routings = split_routings(routing);
+  check_runs(options, layouts.size() * sms.size() * token_counts.size() * routings.size());
+  Sweep sweep;
+  for (const std::string& of_point : routings)
+    for (const Layout of_layout : layouts)
+      for (const int32_t of_sms : sms)
+        for (const int32_t of_tokens : token_counts) {
+          Options& point = sweep.points.emplace_back(options);
+          point.routing = parse_routing(of_point);
+          point.layout = of_layout;
+          point.num_comm_sms = of_sms;
+          point.tokens = of_tokens;
+          check_point(point);
+        }
+  return sweep;
 }
 
 std::string to_string(const RoutingSpec& routing) {

@@ -4,8 +4,10 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <string>
 #include <variant>
+#include <vector>
 
 #include "base/dtypes.h"
 #include "epx/epx.h"
@@ -32,6 +34,12 @@ struct BlockOptions {
   int32_t rounds = 1;         // the iterations of its lines are split into so many
   std::string dump_directory; // empty: none
   int32_t dump_rows = 0;      // of each tensor; 0: all
+};
+
+// A NoiseTarget says when the iterations of a point may end.
+struct NoiseTarget {
+  double percent = 1;  // of a median: its 95 % interval shall lie within so much of it
+  double budget_s = 2; // the timed iterations may take so long for each line
 };
 
 inline constexpr int32_t kNotGiven = std::numeric_limits<int32_t>::min();
@@ -62,13 +70,17 @@ struct Options {
   int64_t timeout_ms = 0;        // 0: the library's default
 
   // How often, and what comes out.
-  int32_t iterations = 20;
-  int32_t warmup = 5; // iterations
+  int32_t iterations = 20;          // with `noise` only those of --native and --block
+  int32_t warmup = 5;               // iterations
+  std::optional<NoiseTarget> noise; // empty: exactly `iterations`
+  bool warms_up_until_stable = false;
   int32_t input_sets = 4;
   bool verify = false;
   bool floor = false;    // also measure what the hardware needs for the rows alone; nccl
   bool native = false;   // also measure dispatch and combine the native way; nccl
   std::string json_file; // empty: none
+  bool appends = false;  // adds a start to the file
+  int32_t starts = 1;    // of the run, each in new processes
   bool is_paced = false; // phases begin when standard input says so, see pacer.h
   BlockOptions block;
 
@@ -84,6 +96,13 @@ struct Options {
   int num_input_sets() const { return verify && input_sets < 2 ? 2 : input_sets; }
 };
 
+// A Sweep is what a run measures. Its points differ in tokens, layout, routing and num_comm_sms, and in nothing else.
+struct Sweep {
+  std::vector<Options> points; // at least one
+
+  const Options& common() const { return points.front(); } // for all other fields
+};
+
 // RequestedText is what --help or --version asks for.
 struct RequestedText {
   std::string text;
@@ -94,7 +113,7 @@ bool built_with_cuda();
 bool built_with_moe();
 
 // Throws UsageError with one sentence that has the option and its value.
-std::variant<Options, RequestedText> parse_options(int argc, const char* const* argv);
+std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* argv);
 
 // Returns the spelling of the command line.
 std::string to_string(const RoutingSpec& routing); // "zipf:1.2"

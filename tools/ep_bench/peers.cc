@@ -11,6 +11,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "tools/ep_bench/interrupt.h"
+
 namespace epx::bench {
 namespace {
 
@@ -43,13 +45,16 @@ std::string join(std::span<const Message> messages, std::span<const int32_t> exi
 
 void Peers::all_gather(const void* mine, void* all, size_t bytes_per_rank) const {
   Message why{};
+  const KeepWaiting keep_waiting; // else a signal would end this wait on one rank only
   const epx_status status =
       bootstrap_.all_gather(bootstrap_.context, mine, all, bytes_per_rank, timeout_ms_, why.data(), why.size());
   if (status != EPX_SUCCESS)
     throw RuntimeError(fmt::format("all-gather of {} ranks: {}: {}", num_ranks(), epx_status_string(status), why.data()));
 }
 
-void Peers::agree(const Failure& mine) const {
+void Peers::agree(const Failure& failure) const {
+  const Failure interrupt = interruption();
+  const Failure& mine = interrupt.exit_code != 0 ? interrupt : failure;
   const std::vector<int32_t> exit_codes = gather(static_cast<int32_t>(mine.exit_code));
   const int32_t worst = *std::ranges::max_element(exit_codes);
   if (worst == 0) return;

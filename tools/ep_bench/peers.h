@@ -35,8 +35,9 @@ public:
     return gather(std::span<const T>(&mine, 1));
   }
 
-  // A barrier that gathers the ranks' failures. When any rank passes a failure, all throw the same AgreedError.
-  void agree(const Failure& mine) const;
+  // A barrier that gathers the ranks' failures. When any rank passes a failure, or has got a signal (interrupt.h), all throw the
+  // same AgreedError.
+  void agree(const Failure& failure) const;
   void barrier() const { agree({}); }
 
   // Does what agree() does, and then returns on all ranks at the same time: ranks leave an all-gather up to some milliseconds

@@ -20,10 +20,6 @@ std::string event_name(size_t kind) {
   return kind < kEventNames.size() ? kEventNames[kind] : fmt::format("{}", kind);
 }
 
-std::string version_string(int32_t version) {
-  return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
-}
-
 // Returns "-" where there is no figure.
 template <typename T>
 std::string cell(const std::optional<T>& value, const char* format) {
@@ -61,47 +57,34 @@ std::optional<CopyFigures> dispatch_copy(const Results& results) {
   return results.figures[std::ranges::find(lines, EPX_OP_DISPATCH, &Line::operation) - lines.begin()].copy;
 }
 
+int64_t samples_of(const Results& results) {
+  return results.figures.front().samples;
+}
+
 const char* receive_memory(const Options& options) {
   return options.staged ? "plain (staged)" : "window";
 }
 
-nlohmann::json config_json(const Results& results) {
-  const Options& options = results.options;
-  const bool by_file = !options.bootstrap_directory.empty();
-  return {{"tokens", options.tokens},
-          {"hidden", options.hidden},
-          {"experts", options.experts},
-          {"top_k", options.top_k},
-          {"dtype", to_string(options.dtype)},
-          {"routing", to_string(options.routing)},
-          {"layout", to_string(options.layout)},
-          {"max_rows", options.is_rank_major() ? nlohmann::json(options.rows_per_source()) : nlohmann::json(nullptr)},
-          {"alignment", options.alignment},
-          {"pads", to_string(options.pads)},
-          {"capacity", options.capacity},
-          {"seed", options.seed},
-          {"transport", to_string(options.transport)},
-          {"combine_precision", to_string(options.combine_precision)},
-          {"staged", options.staged},
-          {"graph", options.graph},
-          {"num_comm_sms", results.group.num_comm_sms},
-          {"ranks_per_node", results.group.ranks_per_node},
-          {"fixed_rail_tokens", options.fixed_rail_tokens},
-          {"timeout_ms", results.group.timeout_ms},
-          {"iters", options.iterations},
-          {"warmup", options.warmup},
-          {"input_sets", options.num_input_sets()},
-          {"verify", options.verify},
-          {"floor", options.floor},
-          {"native", options.native},
-          {"bootstrap", by_file ? "file:" + options.bootstrap_directory : "mpi"},
-          {"job_id", by_file ? nlohmann::json(options.job_id) : nlohmann::json(nullptr)}};
+nlohmann::json range_json(const std::optional<Range>& range) {
+  return range ? nlohmann::json{range->min, range->median, range->max} : nlohmann::json(nullptr);
+}
+
+nlohmann::json environment_json(const Environment& environment) {
+  return {{"sm_clock_mhz", range_json(environment.sm_clock_mhz)},
+          {"power_w", range_json(environment.power_w)},
+          {"temperature_c", range_json(environment.temperature_c)},
+          {"throttled_samples", json_or_null(environment.throttled_samples)}};
 }
 
 nlohmann::json operation_json(const OperationFigures& figures, std::optional<int64_t> wrong) {
   nlohmann::json json{{"median_us", figures.median_us},
                       {"p99_us", figures.p99_us},
                       {"min_us", figures.min_us},
+                      {"interval_us", {figures.interval_us.lo, figures.interval_us.hi}},
+                      {"samples", figures.samples},
+                      {"outliers", figures.outliers},
+                      {"throttled", json_or_null(figures.throttled)},
+                      {"converged", figures.converged},
                       {"slowest_rank", figures.slowest_rank},
                       {"start_skew_us", json_or_null(figures.start_skew_us)},
                       {"logical_rows", figures.logical_rows},
@@ -157,7 +140,7 @@ std::string header(const Results& results) {
                      num_nodes(results) == 1 ? "" : "s", results.group.ranks_per_node, to_string(results.group.transport),
                      options.tokens, options.hidden, to_string(options.dtype), options.top_k, options.experts,
                      to_string(options.routing), layout_text(options), to_string(options.combine_precision),
-                     results.group.max_recv_tokens_per_rank, receive_memory(options), options.seed, options.iterations,
+                     results.group.max_recv_tokens_per_rank, receive_memory(options), options.seed, samples_of(results),
                      results.handle_mem_bytes, results.handle_mem_limit, results.group.window_bytes,
                      results.group_creation_ms);
 }
@@ -261,6 +244,10 @@ nlohmann::json native_json(const NativeFigures& native) {
 
 } // namespace
 
+std::string version_string(int32_t version) {
+  return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
+}
+
 int64_t handle_memory_limit(const Options& options, const epx_group_info& group) {
   const int64_t max_tokens = std::max(options.tokens, 1);
   const int64_t num_ranks = group.num_ranks, num_nodes = num_ranks / group.ranks_per_node;
@@ -312,6 +299,39 @@ std::string to_table(const Results& results) {
   return text;
 }
 
+nlohmann::json config_json(const Options& options) {
+  const auto given = [](bool is_given, auto value) { return is_given ? nlohmann::json(value) : nlohmann::json(nullptr); };
+  const NoiseTarget target = options.noise.value_or(NoiseTarget{});
+  return {{"tokens", options.tokens},
+          {"hidden", options.hidden},
+          {"experts", options.experts},
+          {"top_k", options.top_k},
+          {"dtype", to_string(options.dtype)},
+          {"routing", to_string(options.routing)},
+          {"layout", to_string(options.layout)},
+          {"max_rows", given(options.is_rank_major(), options.rows_per_source())},
+          {"alignment", options.alignment},
+          {"pads", to_string(options.pads)},
+          {"capacity", options.capacity},
+          {"seed", options.seed},
+          {"transport", to_string(options.transport)},
+          {"combine_precision", to_string(options.combine_precision)},
+          {"staged", options.staged},
+          {"graph", options.graph},
+          {"num_comm_sms", options.num_comm_sms},
+          {"ranks_per_node", options.ranks_per_node},
+          {"fixed_rail_tokens", options.fixed_rail_tokens},
+          {"iters", given(!options.noise, options.iterations)},
+          {"warmup", given(!options.warms_up_until_stable, options.warmup)},
+          {"noise_percent", given(options.noise.has_value(), target.percent)},
+          {"budget_s", given(options.noise.has_value(), target.budget_s)},
+          {"input_sets", options.num_input_sets()},
+          {"verify", options.verify},
+          {"floor", options.floor},
+          {"native", options.native},
+          {"block", options.block.is_measured}};
+}
+
 nlohmann::json to_json(const Results& results) {
   nlohmann::json operations, events;
   for (size_t line = 0; line < results.figures.size(); ++line)
@@ -319,17 +339,18 @@ nlohmann::json to_json(const Results& results) {
   for (size_t kind = 0; kind < results.events.size(); ++kind)
     if (kind < kEventNames.size() || results.events[kind] != 0) events[event_name(kind)] = results.events[kind];
   const auto copy = dispatch_copy(results);
-  return {{"epx_version", version_string(results.library_version)},
-          {"ranks", results.group.num_ranks},
-          {"nodes", num_nodes(results)},
-          {"transport", to_string(results.group.transport)},
-          {"config", config_json(results)},
-          {"group_creation_ms", results.group_creation_ms},
-          {"memory",
-           {{"handle_mem_bytes", results.handle_mem_bytes},
+  return {{"config", config_json(results.options)},
+          {"group",
+           {{"nodes", num_nodes(results)},
+            {"ranks_per_node", results.group.ranks_per_node},
+            {"num_comm_sms", results.group.num_comm_sms},
+            {"timeout_ms", results.group.timeout_ms},
+            {"creation_ms", results.group_creation_ms},
+            {"handle_mem_bytes", results.handle_mem_bytes},
             {"handle_mem_limit_bytes", results.handle_mem_limit},
             {"window_bytes", results.group.window_bytes},
             {"max_recv_tokens_per_rank", results.group.max_recv_tokens_per_rank}}},
+          {"environment", environment_json(results.environment)},
           {"memcpy_total_gbps", copy ? nlohmann::json(copy->gbps) : nlohmann::json(nullptr)},
           {"memcpy_gbps_per_rank", copy ? nlohmann::json(copy->gbps / results.group.num_ranks) : nlohmann::json(nullptr)},
           {"dropped_routes", results.dropped_routes},

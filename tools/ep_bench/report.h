@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prints the table, and writes the JSON of --json.
+// Prints the tables, and makes the JSON of a point.
 #pragma once
 
 #include <array>
@@ -11,6 +11,7 @@
 
 #include "epx/epx.h"
 #include "tools/ep_bench/block/results.h"
+#include "tools/ep_bench/environment.h"
 #include "tools/ep_bench/figures.h"
 #include "tools/ep_bench/native/native_figures.h"
 #include "tools/ep_bench/options.h"
@@ -18,7 +19,7 @@
 
 namespace epx::bench {
 
-// Results are everything that a run measured.
+// Results are everything that was measured of a point.
 struct Results {
   Options options;
   int32_t library_version = 0;  // epx_version()
@@ -31,8 +32,11 @@ struct Results {
   std::optional<NativeFigures> native;                // with --native
   std::optional<WrongCounts> wrong;                   // with --verify
   std::optional<BlockResults> block;                  // with --block
-  std::array<uint64_t, EPX_MAX_EVENT_KINDS> events{}; // of all ranks, over the whole run
+  std::array<uint64_t, EPX_MAX_EVENT_KINDS> events{}; // of all ranks, over all calls
+  Environment environment;
 };
+
+std::string version_string(int32_t version); // "0.2.0"
 
 // Returns 16 * (max_tokens_per_rank * K + R) + 8 * P * E + 64 KiB, or what epx_handle_mem_size tells for several nodes.
 int64_t handle_memory_limit(const Options& options, const epx_group_info& group);
@@ -42,6 +46,9 @@ int64_t handle_memory_limit(const Options& options, const epx_group_info& group)
 bool passed(const Results& results);
 
 std::string to_table(const Results& results);
+
+// Return what a document (document.h) has of a point: what its options ask for, and what was measured.
+nlohmann::json config_json(const Options& options);
 nlohmann::json to_json(const Results& results);
 
 } // namespace epx::bench

@@ -6,6 +6,8 @@
 
 #include <fmt/format.h>
 
+#include "tools/ep_bench/gpu/communicator.h"
+
 namespace epx::bench {
 namespace {
 
@@ -16,13 +18,10 @@ std::string cuda_version(int number) {
 } // namespace
 
 std::map<std::string, std::string> loaded_libraries() {
-  int runtime = 0, driver = 0, nccl = 0;
+  int runtime = 0, driver = 0;
   check_cuda(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
   check_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
-  check_nccl(ncclGetVersion(&nccl), "ncclGetVersion");
-  return {{"CUDA runtime", cuda_version(runtime)},
-          {"CUDA driver", cuda_version(driver)},
-          {"NCCL", fmt::format("{}.{}.{}", nccl / 10000, nccl / 100 % 100, nccl % 100)}};
+  return {{"CUDA runtime", cuda_version(runtime)}, {"CUDA driver", cuda_version(driver)}, {"NCCL", nccl_version()}};
 }
 
 NcclRowExchange::NcclRowExchange(const Peers& peers, Gpu& gpu, int32_t num_experts, int64_t max_rows)

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 
 #include <cuda_runtime_api.h>
 
@@ -40,5 +41,8 @@ public:
 // Returns a communicator of all ranks over NCCL, with calls ncclSend, ncclRecv and ncclAllReduce. `gpu` must outlive it.
 // Collective. Throws AgreedError.
 std::unique_ptr<Communicator> make_communicator(const Peers& peers, Gpu& gpu);
+
+// Returns the version of the NCCL that is loaded, such as "2.28.3". Throws RuntimeError.
+std::string nccl_version();
 
 } // namespace epx::bench

@@ -6,6 +6,8 @@
 #include <fmt/format.h>
 #include <nvtx3/nvtx3.hpp>
 
+#include "tools/ep_bench/gpu/gpu_monitor.h"
+
 namespace epx::bench {
 namespace {
 
@@ -20,8 +22,8 @@ std::vector<Graph> capture(Exchange& exchange, std::span<const Line> lines, cons
 
 } // namespace
 
-Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers,
-                            Gpu& gpu, StreamBlocker& blocker) {
+GpuMeasurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Options& options,
+                               const Peers& peers, Gpu& gpu, StreamBlocker& blocker, Sampler& sampler) {
   const cudaStream_t stream = gpu.cuda_stream();
   const std::span<const Line> lines = lines_of(options);
   // Calls of a group of several nodes may wait on the host for the stream, and they are many launches each.
@@ -46,16 +48,18 @@ Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, 
     exchange.finish();
   });
 
+  GpuMonitor monitor;
+  std::vector<GpuReading> readings;
   std::vector<std::vector<int64_t>> times(lines.size());
-  for (int iteration = 0; iteration < options.warmup + options.iterations; ++iteration) {
-    const size_t set = iteration % sets.size();
+  while (sampler.next()) {
+    const size_t set = sampler.iteration() % sets.size();
     Failure failure;
     if (is_blocked) blocker.block();
     for (size_t line = 0; line < lines.size(); ++line) {
       blocker.rank_barrier(); // it is queued after a failure, too, because the others wait for this rank
       if (failure.exit_code != 0) continue;
       failure = attempt([&] {
-        const nvtx3::scoped_range range(fmt::format("{} {}", lines[line].name, iteration));
+        const nvtx3::scoped_range range(fmt::format("{} {}", lines[line].name, sampler.iteration()));
         watches[line].start(stream);
         if (options.graph)
           graphs[set][line].replay(stream);
@@ -71,14 +75,18 @@ Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, 
         blocker.check();
       });
     peers.agree(failure);
-    if (iteration < options.warmup) continue;
-    for (size_t line = 0; line < lines.size(); ++line)
-      times[line].push_back(watches[line].elapsed_ns());
+    for (size_t line = 0; line < lines.size(); ++line) {
+      const int64_t elapsed_ns = watches[line].elapsed_ns();
+      sampler.add(line, elapsed_ns);
+      if (sampler.is_timed()) times[line].push_back(elapsed_ns);
+    }
+    if (sampler.is_timed()) readings.push_back(monitor.read());
   }
 
-  Measurements measurements;
+  GpuMeasurements measurements;
   for (const std::vector<int64_t>& of_line : times)
-    measurements.push_back({.call = gather_durations(of_line, peers), .copy = {}});
+    measurements.lines.push_back({.call = gather_durations(of_line, peers), .copy = {}});
+  measurements.environment = summarise(peers.gather(std::span<const GpuReading>(readings)), peers.num_ranks());
   return measurements;
 }
 

@@ -4,6 +4,7 @@
 
 #include <span>
 
+#include "tools/ep_bench/environment.h"
 #include "tools/ep_bench/exchange.h"
 #include "tools/ep_bench/gpu/gpu.h"
 #include "tools/ep_bench/gpu/stream_blocker.h"
@@ -14,12 +15,18 @@
 
 namespace epx::bench {
 
+struct GpuMeasurements {
+  Measurements lines;
+  Environment environment; // of the timed iterations, all ranks
+};
+
 // Does the same as measure() on GPUs. A time is the one between two events on the stream around a call, or around its graph
 // replay with options.graph; a barrier of all ranks' streams precedes the first event. Only differences of begin and end are
 // known. Nothing waits for the host within an iteration, but
 // for calls that a group of several nodes makes one by one: these are enqueued while the stream runs. The rows that stand for
-// the experts' outputs are those of the first input set throughout, since their values change no time. The call is collective.
-Measurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers,
-                            Gpu& gpu, StreamBlocker& blocker);
+// the experts' outputs are those of the first input set throughout, since their values change no time. The GPU's clocks are
+// read between iterations. The call is collective.
+GpuMeasurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Options& options,
+                               const Peers& peers, Gpu& gpu, StreamBlocker& blocker, Sampler& sampler);
 
 } // namespace epx::bench

@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include <fmt/format.h>
 #include <nccl.h>
 
 #include "tools/ep_bench/gpu/nccl_comm.h"
@@ -45,6 +46,12 @@ std::unique_ptr<Communicator> make_communicator(const Peers& peers, Gpu& gpu) {
   std::unique_ptr<Communicator> communicator;
   peers.together([&] { communicator = std::make_unique<NcclCommunicator>(std::move(comm), gpu); });
   return communicator;
+}
+
+std::string nccl_version() {
+  int version = 0;
+  check_nccl(ncclGetVersion(&version), "ncclGetVersion");
+  return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
 }
 
 } // namespace epx::bench

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tools/ep_bench/options_check.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "tools/ep_bench/errors.h"
+
+namespace epx::bench {
+namespace {
+
+void check_shape(const Options& options) {
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  check_range("--hidden", options.hidden, 1, kMax);
+  check_range("--experts", options.experts, 1, kMax);
+  check_range("--top-k", options.top_k, 1, 64);
+  check_range("--alignment", options.alignment, 0, kMax);
+  check_range("--capacity", options.capacity, 0, kMax);
+  check_range("--ranks-per-node", options.ranks_per_node, 0, kMax);
+  check_range("--fixed-rail-tokens", options.fixed_rail_tokens, 0, std::max(options.tokens, 1));
+  check_range("--iters", options.iterations, 1, 1'000'000);
+  check_range("--warmup", options.warmup, 0, 1'000'000);
+  check_range("--input-sets", options.input_sets, 1, 1024);
+  check_range("--timeout-ms", options.timeout_ms, 0, std::numeric_limits<int64_t>::max());
+  if (options.routing.kind != RoutingSpec::Kind::Text && options.top_k > options.experts)
+    throw UsageError(
+        fmt::format("--top-k is {} and --experts is {}; with --routing {} the experts of a token are distinct, "
+                    "so there must be as many",
+                    options.top_k, options.experts, to_string(options.routing)));
+  if (options.routing.kind == RoutingSpec::Kind::Hot && options.top_k == options.experts)
+    throw UsageError(
+        fmt::format("--top-k and --experts are {}; with --routing {} there must be more experts, so that a token "
+                    "can do without the hot one",
+                    options.top_k, to_string(options.routing)));
+}
+
+void check_transport(const Options& options) {
+  if (options.transport == EPX_TRANSPORT_NCCL) {
+    if (!built_with_cuda()) throw UsageError("--transport is 'nccl', but this ep_bench was built without CUDA; use host");
+    return;
+  }
+  for (const auto& [option, is_given] :
+       {std::pair("--graph", options.graph), std::pair("--floor", options.floor), std::pair("--native", options.native),
+        std::pair("--fixed-rail-tokens", options.fixed_rail_tokens != 0)})
+    if (is_given)
+      throw UsageError(
+          fmt::format("{} is given, but --transport is '{}'; it belongs to nccl", option, to_string(options.transport)));
+}
+
+void check_layout(const Options& options) {
+  check_range("--max-rows", options.max_rows, 0, std::numeric_limits<int32_t>::max());
+  if (!options.is_rank_major()) {
+    if (options.max_rows > 0)
+      throw UsageError(
+          fmt::format("--max-rows is {} and --layout is 'expert-major'; it belongs to rank-major", options.max_rows));
+    return;
+  }
+  const auto refuse = [](const char* option, const auto& value, const char* reason) {
+    throw UsageError(fmt::format("{} is {} and --layout is 'rank-major'; {}", option, value, reason));
+  };
+  if (options.alignment > 1) refuse("--alignment", options.alignment, "that layout has no zones to align");
+  if (options.pads != EPX_PADS_ZERO) refuse("--pads", to_string(options.pads), "that layout has no pads");
+  if (options.capacity > 0) refuse("--capacity", options.capacity, "--max-rows bounds the rows of that layout");
+  if (options.combine_precision != EPX_COMBINE_WIRE)
+    refuse("--combine-precision", to_string(options.combine_precision), "that layout has combine in 'wire' only");
+  if (options.block.is_measured)
+    throw UsageError("--block is given and --layout is 'rank-major'; the block is expert-major");
+  if (options.native) throw UsageError("--native is given and --layout is 'rank-major'; the native way is expert-major");
+}
+
+void refuse_with_block(const char* option, const std::string& value, const char* reason) {
+  throw UsageError(fmt::format("{} is '{}' and --block is given; {}", option, value, reason));
+}
+
+void check_block(const Options& options) {
+  if (!options.block.is_measured) return;
+  if (!built_with_moe()) throw UsageError("--block is given, but this ep_bench was built without libepx_moe");
+  check_range("--ffn", options.block.ffn, 1, std::numeric_limits<int32_t>::max() / 2);
+  check_range("--pause-ms", options.block.pause_ms, 0, 60'000);
+  check_range("--rounds", options.block.rounds, 1, options.iterations);
+  check_range("--dump-rows", options.block.dump_rows, 0, std::numeric_limits<int32_t>::max());
+  check_range("--experts", options.experts, 1, 4096); // so many have distinct logits, see block_logits()
+  const bool is_on_host = options.transport == EPX_TRANSPORT_HOST;
+  if (is_on_host && options.dtype != EPX_FLOAT32)
+    refuse_with_block("--dtype", to_string(options.dtype), "on the host the block computes in fp32");
+  if (options.dtype == EPX_FLOAT16) refuse_with_block("--dtype", "fp16", "the block is measured in bf16 and fp32");
+  if (is_on_host && options.block.pause_ms > 0)
+    refuse_with_block("--pause-ms", fmt::format("{}", options.block.pause_ms), "pauses belong to --transport nccl");
+  if (options.routing.kind != RoutingSpec::Kind::Uniform && options.routing.kind != RoutingSpec::Kind::Zipf)
+    refuse_with_block("--routing", to_string(options.routing), "a router makes the block's routing: uniform or zipf:S");
+  if (options.capacity > 0)
+    refuse_with_block("--capacity", fmt::format("{}", options.capacity), "the native layer beside it drops no routes");
+  if (options.tokens == 0) refuse_with_block("--tokens", "0", "there must be a token, or nothing is computed");
+}
+
+} // namespace
+
+void check_range(const char* option, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high)
+    throw UsageError(fmt::format("{} is {}; it must be between {} and {}", option, value, low, high));
+}
+
+void check_point(const Options& options) {
+  check_transport(options);
+  check_shape(options);
+  check_layout(options);
+  check_block(options);
+}
+
+} // namespace epx::bench
