@@ -66,6 +66,7 @@ void StoppingRule::after_warmup(const std::vector<std::vector<double>>& times, d
   warmup_ += batch_;
   if (!options_.warms_up_until_stable) return begin_timed();
   std::vector<double> medians;
+  medians.reserve(times.size());
   for (const std::vector<double>& of_line : times)
     medians.push_back(median(of_line));
   bool is_stable = !last_medians_.empty();

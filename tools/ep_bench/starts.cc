@@ -47,6 +47,7 @@ std::vector<std::string> arguments_of_start(std::span<const char* const> argumen
 // Returns the exit status of the process, or 128 + the number of the signal that ended it.
 int run_process(const std::vector<std::string>& arguments) {
   std::vector<char*> argv;
+  argv.reserve(arguments.size() + 1);
   for (const std::string& argument : arguments)
     argv.push_back(const_cast<char*>(argument.c_str()));
   argv.push_back(nullptr);
