@@ -38,7 +38,7 @@ nlohmann::json point_json(const PointResult& point) {
   return json;
 }
 
-[[noreturn]] void refuse(const std::string& file, const std::string& reason) {
+[[noreturn]] void refuse_to_append(const std::string& file, const std::string& reason) {
   throw UsageError(fmt::format("cannot add to '{}' of --json: {}", file, reason));
 }
 
@@ -48,10 +48,10 @@ nlohmann::json read_document(const std::string& file) {
   const std::string text{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
   if (text.empty()) return nullptr;
   nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
-  if (json.is_discarded()) refuse(file, "it is not JSON");
+  if (json.is_discarded()) refuse_to_append(file, "it is not JSON");
   const nlohmann::json schema{{"name", "ep_bench"}, {"version", kSchemaVersion}};
   if (!json.is_object() || !json.contains("schema") || json["schema"] != schema)
-    refuse(file, fmt::format("it is no file of ep_bench with version {} of its schema", kSchemaVersion));
+    refuse_to_append(file, fmt::format("it is no file of ep_bench with version {} of its schema", kSchemaVersion));
   return json;
 }
 
@@ -59,7 +59,7 @@ void check_fits(const nlohmann::json& earlier, const Sweep& sweep, const RunFact
   const std::string& file = sweep.common().json_file;
   const auto compare = [&](const char* what, const nlohmann::json& of_file, const nlohmann::json& of_run) {
     if (of_file != of_run)
-      refuse(file, fmt::format("its {} is {} and that of this run is {}", what, of_file.dump(), of_run.dump()));
+      refuse_to_append(file, fmt::format("its {} is {} and that of this run is {}", what, of_file.dump(), of_run.dump()));
   };
   try {
     compare("number of ranks", earlier.at("run").at("ranks"), facts.num_ranks);
@@ -74,7 +74,7 @@ void check_fits(const nlohmann::json& earlier, const Sweep& sweep, const RunFact
         compare(fmt::format("{} of point {}", field, i).c_str(), points[i].at("config").at(field), value);
     }
   } catch (const nlohmann::json::exception& error) {
-    refuse(file, fmt::format("it lacks what every file of ep_bench has ({})", error.what()));
+    refuse_to_append(file, fmt::format("it lacks what every file of ep_bench has ({})", error.what()));
   }
 }
 
@@ -104,7 +104,7 @@ Document::Document(const Sweep& sweep, RunFacts facts) : facts_(std::move(facts)
   if (sweep.common().appends) earlier_ = read_document(file);
   if (!earlier_.is_null()) check_fits(earlier_, sweep, facts_);
   file_.emplace(file);
-  if (sweep.common().appends && file_->is_pipe()) refuse(file, "it is no regular file");
+  if (sweep.common().appends && file_->is_pipe()) refuse_to_append(file, "it is no regular file");
 }
 
 nlohmann::json Document::to_json(std::span<const PointResult> points) const {

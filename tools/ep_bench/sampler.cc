@@ -24,11 +24,6 @@ constexpr double kWarmupPart = 0.25;
 constexpr int kFirstBatch = 20, kGrowth = 4;
 constexpr int kMaxTimed = 100'000;
 
-int64_t now_ns() {
-  using std::chrono::steady_clock;
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(steady_clock::now().time_since_epoch()).count();
-}
-
 } // namespace
 
 bool is_converged(const std::vector<double>& times, double percent) {
@@ -102,7 +97,7 @@ Sampler::Sampler(const Options& options, size_t num_lines, const Peers& peers)
 bool Sampler::next() {
   if (left_ == 0) end_batch();
   if (rule_.is_done()) return false;
-  if (left_ == rule_.batch()) batch_began_ns_ = now_ns();
+  if (left_ == rule_.batch()) batch_began_ = std::chrono::steady_clock::now();
   --left_;
   ++iteration_;
   return true;
@@ -112,7 +107,8 @@ void Sampler::end_batch() {
   std::vector<std::vector<double>> times(mine_ns_.size());
   double elapsed_s = 0;
   if (rule_.needs_times()) {
-    elapsed_s = static_cast<double>(peers_.gather(now_ns() - batch_began_ns_)[0]) * 1e-9;
+    const std::chrono::duration<double> mine = std::chrono::steady_clock::now() - batch_began_;
+    elapsed_s = peers_.gather(mine.count())[0];
     for (size_t line = 0; line < times.size(); ++line)
       times[line] = slowest_us(gather_durations(mine_ns_[line], peers_));
   }

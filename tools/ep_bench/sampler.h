@@ -2,6 +2,7 @@
 // Decides how often the calls of a point are made: exactly so often, or until their times are known well enough.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -68,7 +69,7 @@ private:
   const Peers& peers_;
   StoppingRule rule_;
   int iteration_ = -1, left_;
-  int64_t batch_began_ns_ = 0;
+  std::chrono::steady_clock::time_point batch_began_;
   std::vector<std::vector<int64_t>> mine_ns_; // [line][iteration of the batch]
 };
 
