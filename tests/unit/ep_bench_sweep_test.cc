@@ -88,8 +88,9 @@ TEST_CASE("ep_bench lists: a bad one is refused with its option and value") {
   check({"--layout", "both,flat"}, {"--layout is 'both'", "rank-major"});
   check({"--routing", "uniform,"}, {"--routing is ''"});
   check({"--layout", "both", "--alignment", "16"}, {"--alignment is 16", "rank-major"});
-  check({"-b", "8"}, {"-b is given without -e"});
-  check({"-e", "8"}, {"-e is given without -b"});
+  check({"-b", "8"}, {"-b requires -e"});
+  check({"-e", "8"}, {"-e requires -b"});
+  check({"-f", "8"}, {"-f requires -b"});
   check({"-b", "8", "-e", "4"}, {"-e is 4", "between 8"});
   check({"-b", "0", "-e", "4"}, {"-b is 0"});
   check({"-b", "1", "-e", "4", "-f", "1"}, {"-f is 1"});
@@ -265,8 +266,12 @@ Results results_of(const Options& options) {
 struct SweepRun {
   std::vector<PointResult> points;
   std::string error; // of the exception that ended it
-  nlohmann::json document;
 };
+
+nlohmann::json document_of(const Sweep& sweep) {
+  std::ifstream stream(sweep.common().json_file);
+  return nlohmann::json::parse(stream, nullptr, false);
+}
 
 // Runs a sweep of one rank whose points `measure` makes, into `file`.
 SweepRun run(const Sweep& sweep, const MeasurePoint& measure) {
@@ -285,8 +290,6 @@ SweepRun run(const Sweep& sweep, const MeasurePoint& measure) {
   } catch (const std::exception& error) {
     result.error = error.what();
   }
-  std::ifstream stream(sweep.common().json_file);
-  result.document = nlohmann::json::parse(stream, nullptr, false);
   return result;
 }
 
@@ -306,11 +309,12 @@ TEST_CASE("ep_bench sweep: a point that fails is marked, and the next one runs")
   });
   CHECK(all.error.empty());
   CHECK(exit_status(all.points) == kExitFailure);
-  CHECK(all.document["status"] == "partial");
-  CHECK(statuses(all.document["starts"][0]) == std::vector<std::string>{"complete", "failed", "complete"});
-  CHECK(all.document["starts"][0]["points"][1]["error"] == "two is too many");
-  CHECK(all.document["starts"][0]["points"][1]["config"]["tokens"] == 2);
-  CHECK(all.document["starts"][0]["points"][2]["operations"]["combine"]["samples"] == 8);
+  const nlohmann::json document = document_of(sweep);
+  CHECK(document["status"] == "partial");
+  CHECK(statuses(document["starts"][0]) == std::vector<std::string>{"complete", "failed", "complete"});
+  CHECK(document["starts"][0]["points"][1]["error"] == "two is too many");
+  CHECK(document["starts"][0]["points"][1]["config"]["tokens"] == 2);
+  CHECK(document["starts"][0]["points"][2]["operations"]["combine"]["samples"] == 8);
   const std::string table = to_table(sweep, all.points);
   CHECK_MESSAGE(contains(table, "failed: two is too many"), table);
   CHECK_MESSAGE(contains(table, "3 tokens  dispatch_bwd"), table);
@@ -325,14 +329,15 @@ TEST_CASE("ep_bench sweep: a rank that dies or a signal leaves the finished poin
     return results_of(options);
   });
   CHECK(dead.error == "rank 1 does not answer");
-  CHECK(dead.document["status"] == "partial");
-  CHECK(statuses(dead.document["starts"][0]) == expected);
+  const nlohmann::json document = document_of(sweep);
+  CHECK(document["status"] == "partial");
+  CHECK(statuses(document["starts"][0]) == expected);
   const SweepRun interrupted = run(sweep, [](const Options& options) {
     if (options.tokens == 2) throw AgreedError(kExitSignal + 2, "interrupted");
     return results_of(options);
   });
   CHECK(interrupted.error == "interrupted");
-  CHECK(statuses(interrupted.document["starts"][0]) == expected);
+  CHECK(statuses(document_of(sweep)["starts"][0]) == expected);
 }
 
 TEST_CASE("ep_bench sweep: where no point is complete, the file stays as it was") {
@@ -349,10 +354,12 @@ TEST_CASE("ep_bench sweep: where no point is complete, the file stays as it was"
 TEST_CASE("ep_bench --append adds a start of the same points, and refuses all else") {
   const TemporaryFile file("");
   const auto append = [&](const char* tokens) {
-    return run(sweep_of({"--tokens", tokens, "--json", file.name(), "--append"}), results_of);
+    const Sweep sweep = sweep_of({"--tokens", tokens, "--json", file.name(), "--append"});
+    run(sweep, results_of);
+    return document_of(sweep);
   };
-  CHECK(append("1,2").document["starts"].size() == 1); // the file was empty
-  const nlohmann::json two = append("1,2").document;
+  CHECK(append("1,2")["starts"].size() == 1); // the file was empty
+  const nlohmann::json two = append("1,2");
   REQUIRE(two["starts"].size() == 2);
   CHECK(two["starts"][1]["start"] == 1);
   CHECK(two["status"] == "complete");

@@ -9,7 +9,6 @@
 #include <optional>
 #include <span>
 #include <string_view>
-#include <tuple>
 #include <utility>
 
 #include <CLI/CLI.hpp>
@@ -156,10 +155,7 @@ struct TokenRange {
 
 std::vector<int32_t> parse_tokens(const std::string& text, const TokenRange& range) {
   constexpr int32_t kMax = std::numeric_limits<int32_t>::max();
-  if (range.first == kNotGiven && range.last == kNotGiven) return parse_numbers("--tokens", text, 0, kMax);
-  if (range.first == kNotGiven || range.last == kNotGiven)
-    throw UsageError(fmt::format("{} is given without {}; a range of tokens has both ends",
-                                 range.first == kNotGiven ? "-e" : "-b", range.first == kNotGiven ? "-b" : "-e"));
+  if (range.first == kNotGiven) return parse_numbers("--tokens", text, 0, kMax);
   check_range("-b", range.first, 1, kMax);
   check_range("-e", range.last, range.first, kMax);
   check_range("-f", range.factor, 2, kMax);
@@ -245,13 +241,14 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
   app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   CLI::Option* const token_list = app.add_option(
       "--tokens", tokens, "Tokens per rank, T, may be 0; or a list such as 1,8,64..4096, whose ranges double");
-  for (const auto& [name, value, description] :
-       {std::tuple("-b", &token_range.first, "Instead of --tokens: the fewest of a range of tokens"),
-        std::tuple("-e", &token_range.last, "The most of that range"),
-        std::tuple("-f", &token_range.factor, "The factor between one number of it and the next")}) {
-    CLI::Option* const end = add_number(app, name, *value, description)->excludes(token_list);
-    if (*value == kNotGiven) end->default_str("");
-  }
+  CLI::Option* const first =
+      add_number(app, "-b", token_range.first, "Instead of --tokens: the fewest of a range of tokens")->default_str("");
+  CLI::Option* const last = add_number(app, "-e", token_range.last, "The most of that range")->default_str("");
+  CLI::Option* const factor =
+      add_number(app, "-f", token_range.factor, "The factor between one number of that range and the next");
+  first->excludes(token_list)->needs(last);
+  last->needs(first);
+  factor->needs(first);
   add_number(app, "--hidden", options.hidden, "Elements per token row, H");
   add_number(app, "--experts", options.experts, "Experts of all ranks together, E");
   add_number(app, "--top-k", options.top_k, "Routes per token, K, 1..64");
