@@ -260,6 +260,12 @@ class Inputs(unittest.TestCase):
                 self.refuse("--append", "--hidden", 64, "--json", self.json, words=[str(self.json), words])
                 self.assertEqual(self.json.read_text(), content)
 
+    def test_append_to_what_is_no_result(self):
+        self.refuse("--append", "--json", "/dev/zero", words=["'/dev/zero' of --json", "no regular file"])
+        self.json.touch()
+        os.truncate(self.json, 65 << 20)
+        self.refuse("--append", "--json", self.json, words=[str(self.json), f"it has {65 << 20} bytes"])
+
     def test_starts_that_fail(self):
         run = self.run_it("--starts", 3, "--json", self.json, "--routing", "text:/missing")
         self.assertEqual((run.returncode, len(run.stderr.splitlines())), (USAGE, 1), run)

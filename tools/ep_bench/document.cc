@@ -3,15 +3,19 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <ctime>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <system_error>
 #include <utility>
 
 #include <fmt/format.h>
 
 #include "epx/epx.h"
 #include "tools/ep_bench/errors.h"
+#include "tools/ep_bench/workload/text_file.h"
 
 namespace epx::bench {
 namespace {
@@ -42,8 +46,12 @@ nlohmann::json point_json(const PointResult& point) {
   throw UsageError(fmt::format("cannot add to '{}' of --json: {}", file, reason));
 }
 
-// Returns null for a file that is not there or empty.
+// Returns null for a file that is empty.
 nlohmann::json read_document(const std::string& file) {
+  std::error_code error;
+  const uintmax_t bytes = std::filesystem::file_size(file, error);
+  if (error || bytes > static_cast<uintmax_t>(kMaxTextBytes))
+    refuse_to_append(file, error ? error.message() : fmt::format("it has {} bytes, more than {}", bytes, kMaxTextBytes));
   std::ifstream stream(file, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
   if (text.empty()) return nullptr;
@@ -101,10 +109,11 @@ nlohmann::json start_json(int number, std::span<const PointResult> points) {
 
 Document::Document(const Sweep& sweep, RunFacts facts) : facts_(std::move(facts)) {
   const std::string& file = sweep.common().json_file;
-  if (sweep.common().appends) earlier_ = read_document(file);
-  if (!earlier_.is_null()) check_fits(earlier_, sweep, facts_);
   file_.emplace(file);
-  if (sweep.common().appends && file_->is_pipe()) refuse_to_append(file, "it is no regular file");
+  if (!sweep.common().appends) return;
+  if (file_->is_pipe()) refuse_to_append(file, "it is no regular file");
+  earlier_ = read_document(file);
+  if (!earlier_.is_null()) check_fits(earlier_, sweep, facts_);
 }
 
 nlohmann::json Document::to_json(std::span<const PointResult> points) const {
