@@ -14,6 +14,7 @@
 #if defined(EPX_BENCH_HAS_MOE)
 #include "tools/ep_bench/block/npy.h"
 #endif
+#include "tools/ep_bench/compare/command.h"
 #include "tools/ep_bench/document.h"
 #include "tools/ep_bench/errors.h"
 #include "tools/ep_bench/exchange.h"
@@ -118,6 +119,7 @@ int run(const Sweep& sweep, Arguments arguments) {
 
 int main(int argc, char** argv) {
   using namespace epx::bench;
+  if (argc > 1 && argv[1] == kCompare) return run_compare({argv + 1, argv + argc});
   try {
     const std::variant<Sweep, RequestedText> parsed = parse_options(argc, argv);
     if (const auto* sweep = std::get_if<Sweep>(&parsed)) return run(*sweep, {argv, argv + argc});

@@ -233,7 +233,8 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
   NoiseTarget noise;
   std::string bootstrap = built_with_mpi() ? "mpi" : "";
 
-  CLI::App app("Measures the exchange of Mixture-of-Experts tokens: prepare, dispatch, combine and their backwards.",
+  CLI::App app("Measures the exchange of Mixture-of-Experts tokens: prepare, dispatch, combine and their backwards. "
+               "'ep_bench compare A.json B.json' compares two files of --json; 'ep_bench compare --help' says how.",
                "ep_bench");
   app.footer(kFooter);
   app.set_version_flag("--version",

@@ -48,7 +48,7 @@ int32_t hash_expert(std::string_view word, uint64_t seed, int k, int32_t num_exp
 }
 
 std::vector<std::string> read_words(const std::string& file) {
-  std::istringstream text(read_text(file));
+  std::istringstream text(read_text(file, fmt::format("'{}' of --routing text", file)));
   const std::vector<std::string> words{std::istream_iterator<std::string>(text), {}};
   if (words.empty()) throw UsageError(fmt::format("'{}' of --routing text has no words", file));
   return words;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads a text that the command line names.
+// Reads a text that the command line names (of --routing text, or to compare).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,8 @@ namespace epx::bench {
 
 inline constexpr int64_t kMaxTextBytes = int64_t{64} << 20; // a word takes a string of its own
 
-// Returns the contents of a regular file of at most kMaxTextBytes; a device or a fifo is refused at once. Throws UsageError.
-std::string read_text(const std::string& file);
+// Returns the contents of a regular file of at most kMaxTextBytes; a device or a fifo is refused at once. Throws UsageError, whose
+// sentence calls the file `name`.
+std::string read_text(const std::string& file, const std::string& name);
 
 } // namespace epx::bench
