@@ -135,6 +135,23 @@ class Page(unittest.TestCase):
             self.assertRegex(PAGE, rf"\| {transport} \| [\d.]+ % \| [\d.]+ \| {margin[index]} % \| {same[index]} % \|")
 
 
+class Written(unittest.TestCase):
+    def test_file_of_a_run_is_as_the_page_says(self):
+        with tempfile.TemporaryDirectory(prefix="ep_bench_written.") as directory:
+            file = pathlib.Path(directory) / "out.json"
+            for more in ([], ["--append"]):
+                command = [EP_BENCH, "--bootstrap", f"file:{directory}", "--rank", "0", "--ranks", "1", "--tokens", "1,8", "--layout",
+                           "both", "--iters", "3", "--verify", "--json", file, *more]
+                subprocess.run(command, timeout=LIMIT_S, capture_output=True, check=True)
+            document = json.loads(file.read_text())
+            self.assertEqual(faults_of(document, TABLES), [])
+            self.assertEqual([len(start["points"]) for start in document["starts"]], [4, 4])
+            run = subprocess.run([EP_BENCH, "compare", file, file], timeout=LIMIT_S, capture_output=True, text=True, check=True)
+            self.assertIn("out.json, epx", run.stdout)
+            self.assertIn(" of 18 rows", run.stdout)  # 2 x (5 + 4) lines
+            self.assertNotRegex(run.stdout, "only in|failed|not run")
+
+
 class Files(unittest.TestCase):
     def setUp(self):
         directory = tempfile.TemporaryDirectory(prefix="ep_bench_compare.")

@@ -10,6 +10,7 @@
 
 #include <fmt/format.h>
 
+#include "tools/ep_bench/document.h"
 #include "tools/ep_bench/errors.h"
 #include "tools/ep_bench/workload/text_file.h"
 
@@ -17,8 +18,6 @@ namespace epx::bench {
 namespace {
 
 using nlohmann::json;
-
-constexpr int kSchemaVersion = 2;
 
 // These fields of a config say how often and beside what the calls were measured, and not what a call does. --block does change
 // the calls: its router selects the routing.
