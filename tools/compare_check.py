@@ -16,6 +16,10 @@ On the host transport of 2 ranks, with calls that spin for 10 % of their time:
 
     export LD_PRELOAD=$PWD/build/tests/multiprocess/slowed_calls.so
     tools/compare_check.py DIR --slowed EPX_SLOWED_PERCENT=10 -- mpirun -n 2 build/tools/ep_bench/ep_bench --transport host
+
+On one GPU, with calls that take 3 % longer on their stream:
+
+    tools/compare_check.py DIR --slowed EPX_SLOWED_PERCENT=3 -- mpirun -n 1 build/tools/ep_bench/ep_bench --transport nccl --graph
 """
 import argparse
 import collections

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+// slowed_calls.cc slows the calls on a stream by these kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace epx::test {
+
+// Both are asynchronous on the stream, and may be captured in a graph. The work between them takes `fraction` longer. A process has one
+// such stream at a time.
+cudaError_t launch_note_begin(cudaStream_t stream);
+cudaError_t launch_spin(double fraction, cudaStream_t stream);
+
+} // namespace epx::test
