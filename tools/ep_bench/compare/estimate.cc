@@ -82,9 +82,8 @@ Verdict verdict_of(const Interval& ratio, const Tolerance& tolerance) {
 } // namespace
 
 const Tolerance& tolerance_of(epx_transport transport) {
-  // `same` is the change that one start on either side is to find. It needs a deviation below 1.4 % and 0.4 %: tools/compare_check.py
-  // measures the deviation, and counts what these numbers make of many pairs. of_samples of the host: on 2 cores that five other
-  // programs shared, medians of 8 starts differed by 0.3 to 1 of the samples' deviation, which was 10 to 60 %.
+  // `same` is the change that one start on either side is to find, which needs a deviation between starts below 1.4 % and 0.4 %.
+  // These numbers are assumed so: tools/compare_check.py measures the deviation, and counts what they make of many pairs.
   static constexpr Tolerance kHost{.between_starts = 0.012, .of_samples = 0.3, .margin = 0.01, .same = 0.1};
   static constexpr Tolerance kNccl{.between_starts = 0.003, .of_samples = 0.1, .margin = 0.005, .same = 0.03};
   return transport == EPX_TRANSPORT_NCCL ? kNccl : kHost;
