@@ -39,30 +39,15 @@ def num_mappings():
         return sum(1 for _ in file)
 
 
-def at_once(*functions):
-    """Calls each in a thread of its own. Returns their results."""
-    results = [None] * len(functions)
-
-    def run(i):
-        results[i] = functions[i]()
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 def two_bootstraps(directory):
-    return at_once(*(lambda rank=rank: epx.bootstrap.from_directory(directory, "two", rank, 2, 30) for rank in (0, 1)))
+    return ranks.at_once(*(lambda rank=rank: epx.bootstrap.from_directory(directory, "two", rank, 2, 30) for rank in (0, 1)))
 
 
 def two_groups():
     """Both ranks of a group as this process."""
     with tempfile.TemporaryDirectory() as directory:
         bootstraps = two_bootstraps(directory)
-        groups = at_once(*(lambda each=each: epx.Group(each, **CONFIG, timeout=60) for each in bootstraps))
+        groups = ranks.at_once(*(lambda each=each: epx.Group(each, **CONFIG, timeout=60) for each in bootstraps))
         for bootstrap in bootstraps:
             bootstrap.close()
     return groups
@@ -310,8 +295,8 @@ class Lifetime(unittest.TestCase):
         with self.assertRaises(KeyboardInterrupt):
             epx.Group(bootstrap(0, "heard"), **CONFIG, timeout=60)
         self.assertIn("heard/failure", store)
-        groups = at_once(*(lambda rank=rank: epx.Group(bootstrap(rank, "good"), **CONFIG, timeout=60) for rank in (0, 1)))
-        at_once(*(lambda group=group: group.prepare(INDEX) for group in groups))
+        groups = ranks.at_once(*(lambda rank=rank: epx.Group(bootstrap(rank, "good"), **CONFIG, timeout=60) for rank in (0, 1)))
+        ranks.at_once(*(lambda group=group: group.prepare(INDEX) for group in groups))
         for group in groups:
             group.destroy()
 

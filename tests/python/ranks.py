@@ -11,6 +11,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+import threading
 import unittest
 
 SKIPPED = 77
@@ -134,6 +135,21 @@ def finish(process, timeout=60):
         output, _ = process.communicate()
         output += "\n[killed by the test after its time limit]"
     return process.returncode, output
+
+
+def at_once(*functions):
+    """Calls each in a thread of its own. Returns their results."""
+    results = [None] * len(functions)
+
+    def run(i):
+        results[i] = functions[i]()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
 
 
 def main():

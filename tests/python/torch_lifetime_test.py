@@ -208,7 +208,7 @@ class Lifetime(unittest.TestCase):
 
         for before, waits in ((lambda group: None, lambda group, _: prepare(group)), (dispatch, lambda _, rows: rows.sum().backward())):
             group, peer = groups_of_two()
-            results = at_once(lambda: before(group), lambda: before(peer))
+            results = ranks.at_once(lambda: before(group), lambda: before(peer))
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             begin = time.monotonic()
             with self.assertRaises(KeyboardInterrupt):
@@ -233,21 +233,6 @@ class Lifetime(unittest.TestCase):
                 self.assertEqual((code, output.strip()), (3 if ending == "sys_exit" else 0, ""))
 
 
-def at_once(*functions):
-    """Calls each in a thread of its own. Returns their results."""
-    results = [None] * len(functions)
-
-    def run(i):
-        results[i] = functions[i]()
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 def groups_of_two():
     """Both ranks of a group as this process."""
     with tempfile.TemporaryDirectory() as directory:
@@ -256,7 +241,7 @@ def groups_of_two():
             with epx.bootstrap.from_directory(directory, "two", rank, 2, 60) as bootstrap:
                 return epx.torch.Group(bootstrap, **torch_model.config(timeout=60))
 
-        return at_once(lambda: create(0), lambda: create(1))
+        return ranks.at_once(lambda: create(0), lambda: create(1))
 
 
 def end_in_a_call():
