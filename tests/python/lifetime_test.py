@@ -374,6 +374,8 @@ def end_with_open_bootstrap(ending, directory, rank):
     elif ending == "in_use" and rank == 0:  # by a creation to which the peer, which has left, does not come
         threading.Thread(target=lambda: epx.Group(bootstrap, **CONFIG, timeout=60), daemon=True).start()
         deadline = time.monotonic() + 30
+        while not bootstrap._num_users and time.monotonic() < deadline:
+            time.sleep(0.01)
         while any(".1." in name for name in os.listdir(f"{directory}/epx-job")) and time.monotonic() < deadline:
             time.sleep(0.01)
     elif ending == "raises":
