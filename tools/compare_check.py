@@ -8,8 +8,8 @@ COMMAND runs ep_bench once, with --tokens, --layout and --json to be added at it
 pair is two runs, or three with --slowed: the third has NAME=VALUE in its environment, which must make the build slower. The runs
 take turns, so that what drifts on the machine is the same for all. --starts N gives each file N starts, by --append.
 
-Printed are the share of rows that are the same, the share that is called slower, and the standard deviation of medians between
-starts: docs/ep_bench-json.md has those that compare assumes. The exit status is 1 where a share is below --min-same (95 %) or
+Printed are the share of rows that are the same, the share that is called slower, the standard deviation of medians between starts
+(docs/ep_bench-json.md has those that compare assumes), and by how much NAME=VALUE has slowed each row. The exit status is 1 where a share is below --min-same (95 %) or
 --min-slower (90 %), and 2 where a run failed.
 
 On the host transport of 2 ranks, with calls that spin for 10 % of their time:
@@ -17,7 +17,7 @@ On the host transport of 2 ranks, with calls that spin for 10 % of their time:
     export LD_PRELOAD=$PWD/build/tests/multiprocess/slowed_calls.so
     tools/compare_check.py DIR --slowed EPX_SLOWED_PERCENT=10 -- mpirun -n 2 build/tools/ep_bench/ep_bench --transport host
 
-On one GPU, with calls that take 3 % longer on their stream:
+On one GPU, with calls that take about 3 % longer on their stream:
 
     tools/compare_check.py DIR --slowed EPX_SLOWED_PERCENT=3 -- mpirun -n 1 build/tools/ep_bench/ep_bench --transport nccl --graph
 """
@@ -86,10 +86,10 @@ def compare(options, before, after):
     return verdicts
 
 
-def medians_of(options, names):
-    """Returns the medians of all starts, by tokens, layout and line."""
+def medians_of(options, *names):
+    """Returns the medians of all starts of the runs NAME0, NAME1 and so on, by tokens, layout and line."""
     medians = collections.defaultdict(list)
-    for name in names:
+    for name in (f"{name}{pair}" for pair in range(options.pairs) for name in names):
         for layout, _ in POINTS:
             for start in json.loads((options.directory / f"{name}.{layout}.json").read_text())["starts"]:
                 for point in start["points"]:
@@ -106,6 +106,14 @@ def print_deviations(medians):
               f"between {len(values)} starts {100 * deviation:6.2f} %")
     mean_square = statistics.fmean(deviation**2 for deviation in deviations.values())
     print(f"standard deviation between starts, root of the mean square: {100 * math.sqrt(mean_square):.2f} %")
+
+
+def print_shifts(before, after):
+    """Prints by how much the slowed runs are slower, as all of them together tell."""
+    shifts = {key: 100 * (statistics.median(after[key]) / statistics.median(values) - 1) for key, values in before.items()}
+    for (tokens, layout, line), shift in shifts.items():
+        print(f"{tokens:6} {layout:13} {line:25} slowed by {shift:6.2f} %")
+    print(f"slowed by, all rows: {min(shifts.values()):.2f} to {max(shifts.values()):.2f} %, median {statistics.median(shifts.values()):.2f} %")
 
 
 def print_share(what, verdicts, verdict, least):
@@ -128,7 +136,10 @@ def main():
             measure(options, f"slowed{pair}", dict([options.slowed.split("=", 1)]))
             slowed += compare(options, f"a{pair}", f"slowed{pair}")
         print(f"pair {pair + 1} of {options.pairs}: {dict(unchanged)}, slowed {dict(slowed)}", file=sys.stderr, flush=True)
-    print_deviations(medians_of(options, [f"{name}{pair}" for pair in range(options.pairs) for name in "ab"]))
+    before = medians_of(options, "a", "b")
+    print_deviations(before)
+    if options.slowed is not None:
+        print_shifts(before, medians_of(options, "slowed"))
     passed = print_share("one build", unchanged, "same", options.min_same)
     if options.slowed is not None:
         passed &= print_share(options.slowed, slowed, "slower", options.min_slower)

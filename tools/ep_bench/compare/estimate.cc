@@ -82,9 +82,9 @@ Verdict verdict_of(const Interval& ratio, const Tolerance& tolerance) {
 } // namespace
 
 const Tolerance& tolerance_of(epx_transport transport) {
-  // `same` is the change that one start on either side is to find, which needs a deviation between starts below 1.4 % and 0.4 %.
-  // These numbers are assumed so: tools/compare_check.py measures the deviation, and counts what they make of many pairs.
-  static constexpr Tolerance kHost{.between_starts = 0.012, .of_samples = 0.3, .margin = 0.01, .same = 0.1};
+  // `same` is the change that is to be found. docs/ep_bench-json.md has the measured deviations between starts: on GPUs one start
+  // finds it, on a host it takes many. tools/compare_check.py measures the deviation, and counts the verdicts of many pairs.
+  static constexpr Tolerance kHost{.between_starts = 0.07, .of_samples = 0.3, .margin = 0.01, .same = 0.1};
   static constexpr Tolerance kNccl{.between_starts = 0.003, .of_samples = 0.1, .margin = 0.005, .same = 0.03};
   return transport == EPX_TRANSPORT_NCCL ? kNccl : kHost;
 }
