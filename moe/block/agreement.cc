@@ -12,7 +12,7 @@
 
 #include "base/error.h"
 #include "base/names.h"
-#include "moe/block/exchange.h"
+#include "moe/block/group.h"
 #include "moe/names.h"
 
 namespace epx::moe {
@@ -205,8 +205,8 @@ Options::Options(const ArenaConfig& arena) : is_arena_(true) {
   add_block_options(list_, "block.", block);
 }
 
-void agree_after(GroupView group, const Options& options, const std::function<void()>& make) {
-  if (!group) return make();
+void agree_after(epx_group group, const Options& options, const std::function<void()>& make) {
+  if (group == nullptr) return make();
   std::optional<StatusError> failure;
   try {
     make();
@@ -218,7 +218,8 @@ void agree_after(GroupView group, const Options& options, const std::function<vo
   mine.is_arena = options.is_arena() ? 1 : 0;
   for (size_t i = 0; i < options.list().size(); ++i)
     mine.values[i] = options.list()[i].value;
-  const std::vector<Record> ranks = with_group([&] { return group.all_gather(mine); });
+  std::vector<Record> ranks(static_cast<size_t>(query(group).num_ranks));
+  throw_if_failed(epx_group_all_gather(group, &mine, ranks.data(), sizeof(Record)));
   require_equal(options, ranks);
   if (failure) throw *failure;
   for (size_t rank = 0; rank < ranks.size(); ++rank)

@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "epx/epx.hpp"
 #include "epx/epx_moe.h"
 
 namespace epx::moe {
@@ -37,6 +36,6 @@ private:
 // over the group, which may be NULL: then there is nothing to compare. All ranks succeed, or all throw, and the group lives on.
 // Where options differ, it is MISMATCH by the same sentence. Else a rank throws the StatusError that its `make` has thrown, and
 // the others the same status with the number of that rank.
-void agree_after(GroupView group, const Options& options, const std::function<void()>& make);
+void agree_after(epx_group group, const Options& options, const std::function<void()>& make);
 
 } // namespace epx::moe

@@ -29,7 +29,7 @@ void create_together(epx_group group, const Create& create) {
   } catch (const StatusError&) {
     throw;
   } catch (...) {
-    if (group != nullptr) GroupView(group).abort();
+    if (group != nullptr) epx_group_abort(group);
     throw;
   }
 }

@@ -2,7 +2,10 @@
 // Each kind of memory is one allocation: the flights one after the other, then what they share.
 #include "moe/block/arena.h"
 
+#include <utility>
+
 #include "base/error.h"
+#include "moe/block/group.h"
 #include "moe/cuda/cuda_call.h"
 
 namespace epx::moe {
@@ -39,7 +42,9 @@ Arena::Arena(epx_group group, const BlockPlan& plan, int32_t num_flights)
     allocate_local(bytes.local, num_flights);
     return;
   }
-  window_ = with_group([&] { return group_.mem_alloc(static_cast<size_t>(bytes.window)); });
+  void* window_memory = nullptr;
+  throw_if_failed(epx_mem_alloc(group, static_cast<size_t>(bytes.window), &window_memory));
+  group_window_ = static_cast<std::byte*>(window_memory);
   try {
     if (plan.is_on_gpu())
       enqueue_on_cuda([&](auto) {
@@ -48,8 +53,8 @@ Arena::Arena(epx_group group, const BlockPlan& plan, int32_t num_flights)
       });
     allocate_local(bytes.local, num_flights);
   } catch (...) {
-    group_.abort(); // the other ranks have their arenas, and would wait for this one
-    epx_mem_free(group, window_.data());
+    epx_group_abort(group); // the other ranks have their arenas, and would wait for this one
+    epx_mem_free(group, group_window_);
     throw;
   }
 }
@@ -63,13 +68,13 @@ void Arena::allocate_local(int64_t bytes, int32_t num_flights) {
 }
 
 void Arena::release() {
-  with_group([&] { window_.free(); });
+  if (group_ != nullptr) throw_if_failed(epx_mem_free(group_, std::exchange(group_window_, nullptr)));
 }
 
 int64_t Arena::require_fit(epx_group group, const BlockPlan& plan) const {
-  if (group != group_.get())
+  if (group != group_)
     fail(EPX_ERROR_INVALID_ARGUMENT, "config.arena belongs to {}; the block's group is at {}",
-         group_.get() == nullptr ? "no group" : fmt::format("the group at {}", static_cast<void*>(group_.get())),
+         group_ == nullptr ? "no group" : fmt::format("the group at {}", static_cast<void*>(group_)),
          static_cast<void*>(group));
   BlockPlan here = plan;
   if (group != nullptr) here.num_rows = num_rows_;
@@ -89,7 +94,7 @@ epx_moe_arena_info Arena::info() const {
   info.flight_bytes = footprint_.flight_window + footprint_.flight_local;
   info.workspace_bytes = footprint_.shared_window + footprint_.shared_local;
   info.total_bytes = info.num_flights * info.flight_bytes + info.workspace_bytes;
-  if (group_) info.window_bytes = info.num_flights * footprint_.flight_window + footprint_.shared_window;
+  if (group_ != nullptr) info.window_bytes = info.num_flights * footprint_.flight_window + footprint_.shared_window;
   return info;
 }
 

@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "epx/epx.hpp"
+#include "epx/epx_moe.h"
 #include "moe/block/layout.h"
 #include "moe/block/memory.h"
 #include "moe/block/plan.h"
@@ -31,7 +31,7 @@ public:
   // Throws unless a block of this group, planned without an arena, fits. Returns the rows that its tensors have here.
   int64_t require_fit(epx_group group, const BlockPlan& plan) const;
 
-  epx_group group() const { return group_.get(); } // or NULL
+  epx_group group() const { return group_; } // or NULL
   int32_t num_flights() const { return static_cast<int32_t>(flights_.size()); }
   epx_moe_arena_info info() const;
   int device() const { return device_; }
@@ -68,18 +68,18 @@ public:
 private:
   bool begin_call(std::string_view call, epx_stream stream); // returns whether the call is captured
   void end_call(epx_stream stream);
-  std::byte* window() const { return window_ ? window_.data() : host_window_.get(); }
+  std::byte* window() const { return group_ != nullptr ? group_window_ : host_window_.get(); }
   std::byte* local() const { return device_memory_ != nullptr ? device_memory_.get() : host_memory_.get(); }
   void allocate_local(int64_t bytes, int32_t num_flights);
 
-  GroupView group_; // or none
+  epx_group group_; // or NULL
   Footprint footprint_;
   int64_t num_rows_;
   std::vector<Filled> flights_;
   int device_ = -1;
   int64_t num_blocks_ = 0;
-  Memory window_;          // with a group
-  HostMemory host_window_; // without
+  std::byte* group_window_ = nullptr; // with a group, which owns it until release()
+  HostMemory host_window_;            // without
   HostMemory host_memory_;
   cuda::DeviceMemory device_memory_{nullptr};
   cuda::OwnedStreamOrder order_; // on a GPU

@@ -21,6 +21,18 @@ Args make_args(const CallPlace& place) {
   return args;
 }
 
+// Those of an operation of the group, on the handle memory of these tensors.
+template <typename Args>
+Args make_args(const BlockPlan& plan, const CallPlace& place, const CallTensors& tensors) {
+  Args args{};
+  args.struct_size = sizeof(args);
+  args.layer = plan.layer;
+  args.handle_mem = tensors.handle_mem.data();
+  args.handle_mem_bytes = tensors.handle_mem.size();
+  args.stream = place.stream();
+  return args;
+}
+
 // Checks the tensors of a forward that no part of the block checks. Returns T.
 int64_t require_forward(const BlockPlan& plan, const epx_moe_block_fwd_args& args) {
   const Dim hidden{"H", plan.ffn.hidden};
@@ -102,7 +114,7 @@ template <typename Run>
 void Block::run_or_abort(const Run& run) {
   CallState state;
   const auto abort = [&] {
-    if (!state.is_captured) GroupView(arena_->group()).abort();
+    if (!state.is_captured && arena_->group() != nullptr) epx_group_abort(arena_->group());
   };
   try {
     run(state);
@@ -155,36 +167,32 @@ void Block::forward(const epx_moe_block_fwd_args& args, CallState& state) {
   const CheckedFfn ffn(plan_.ffn, &ffn_args);
 
   Arena::Filled& filled = arena_->filled(flight);
-  const Layer layer = {plan_.layer.top_k, plan_.layer.alignment};
-  const auto late = [&](const Tensor& tensor) { return plan_.is_early ? Tensor() : tensor; };
+  const auto late = [&](const Tensor& tensor) { return plan_.is_early ? nullptr : tensor.get(); };
+  auto prepare = make_args<epx_prepare_args>(plan_, place, mine);
+  prepare.topk_idx = mine.topk_idx.get();
+  prepare.counts = mine.counts.get();
+  prepare.offsets = mine.offsets.get();
+  prepare.global_counts = mine.global_counts.get();
+  auto dispatch = make_args<epx_dispatch_args>(plan_, place, mine);
+  dispatch.tokens = args.tokens;
+  dispatch.topk_weights = mine.topk_weights.get();
+  dispatch.recv_tokens = mine.recv_tokens.get();
+  dispatch.recv_weights = mine.recv_weights.get();
+  auto combine = make_args<epx_combine_args>(plan_, place, mine);
+  combine.expert_out = mine.expert_out.get();
+  combine.recv_weights = late(mine.recv_weights);
+  combine.out = args.out;
   arena_->run_in_order("the forward", place.stream(), [&](bool is_captured) {
     state.is_captured = is_captured;
     filled.num_tokens = -1;
     place.copy(ConstTensor(*args.logits), *mine.logits.get());
     router.run();
-    exchange_->prepare({.layer = layer,
-                        .handle_mem = mine.handle_mem,
-                        .stream = place.stream(),
-                        .topk_idx = mine.topk_idx,
-                        .counts = mine.counts,
-                        .offsets = mine.offsets,
-                        .global_counts = mine.global_counts});
+    exchange_->prepare(prepare);
     state.has_called_group = true;
     if (plan_.num_rows < plan_.shape.row_capacity) place.clamp_zones(mine.counts, mine.offsets, plan_.num_rows);
-    exchange_->dispatch({.layer = layer,
-                         .handle_mem = mine.handle_mem,
-                         .stream = place.stream(),
-                         .tokens = ConstTensor(*args.tokens),
-                         .topk_weights = mine.topk_weights,
-                         .recv_tokens = mine.recv_tokens,
-                         .recv_weights = mine.recv_weights});
+    exchange_->dispatch(dispatch);
     ffn.run();
-    exchange_->combine({.layer = layer,
-                        .handle_mem = mine.handle_mem,
-                        .stream = place.stream(),
-                        .expert_out = mine.expert_out,
-                        .recv_weights = late(mine.recv_weights),
-                        .out = Tensor(*args.out)});
+    exchange_->combine(combine);
     if (args.topk_idx != nullptr) place.copy_integers(mine.topk_idx, *args.topk_idx);
     if (args.topk_weights != nullptr) place.copy(mine.topk_weights, *args.topk_weights);
     if (args.global_counts != nullptr) place.copy_integers(mine.global_counts, *args.global_counts);
@@ -235,28 +243,25 @@ void Block::backward(const epx_moe_block_bwd_args& args, CallState& state) {
   router_args.grad_logits = args.grad_logits;
   const CheckedRouterBwd router(plan_.router, &router_args);
 
-  const Layer layer = {plan_.layer.top_k, plan_.layer.alignment};
-  const auto late = [&](const Tensor& tensor) { return plan_.is_early ? Tensor() : tensor; };
+  const auto late = [&](const Tensor& tensor) { return plan_.is_early ? nullptr : tensor.get(); };
+  auto combine = make_args<epx_combine_bwd_args>(plan_, place, mine);
+  combine.grad_out = args.grad_out;
+  combine.expert_out = late(mine.expert_out);
+  combine.recv_weights = late(mine.recv_weights);
+  combine.grad_expert_out = mine.grad_expert_out.get();
+  combine.grad_recv_weights = late(mine.grad_recv_weights);
+  auto dispatch = make_args<epx_dispatch_bwd_args>(plan_, place, mine);
+  dispatch.grad_recv = mine.grad_recv.get();
+  dispatch.grad_recv_weights = mine.grad_recv_weights.get();
+  dispatch.grad_tokens = args.grad_tokens;
+  dispatch.grad_topk_weights = mine.grad_topk_weights.get();
   arena_->run_in_order("the backward", place.stream(), [&](bool is_captured) {
     state.is_captured = is_captured;
-    exchange_->combine_bwd({.layer = layer,
-                            .handle_mem = mine.handle_mem,
-                            .stream = place.stream(),
-                            .grad_out = ConstTensor(*args.grad_out),
-                            .expert_out = late(mine.expert_out),
-                            .recv_weights = late(mine.recv_weights),
-                            .grad_expert_out = mine.grad_expert_out,
-                            .grad_recv_weights = late(mine.grad_recv_weights)});
+    exchange_->combine_bwd(combine);
     state.has_called_group = true;
     if (again) again->run();
     ffn.run();
-    exchange_->dispatch_bwd({.layer = layer,
-                             .handle_mem = mine.handle_mem,
-                             .stream = place.stream(),
-                             .grad_recv = mine.grad_recv,
-                             .grad_recv_weights = mine.grad_recv_weights,
-                             .grad_tokens = Tensor(*args.grad_tokens),
-                             .grad_topk_weights = mine.grad_topk_weights});
+    exchange_->dispatch_bwd(dispatch);
     router.run();
   });
 }

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <memory>
 
-#include "epx/epx.hpp"
 #include "epx/epx_moe.h"
 #include "moe/tensors.h"
 
@@ -27,32 +26,21 @@ public:
   const Shape& shape() const { return shape_; }
 
   // As in epx.h, collective; failures are thrown.
-  virtual void prepare(const PrepareArgs& args) = 0;
-  virtual void dispatch(const DispatchArgs& args) = 0;
-  virtual void combine(const CombineArgs& args) = 0;
-  virtual void combine_bwd(const CombineBwdArgs& args) = 0;
-  virtual void dispatch_bwd(const DispatchBwdArgs& args) = 0;
+  virtual void prepare(const epx_prepare_args& args) = 0;
+  virtual void dispatch(const epx_dispatch_args& args) = 0;
+  virtual void combine(const epx_combine_args& args) = 0;
+  virtual void combine_bwd(const epx_combine_bwd_args& args) = 0;
+  virtual void dispatch_bwd(const epx_dispatch_bwd_args& args) = 0;
 
 protected:
   Shape shape_;
 };
 
 // Over a group. Local. Throws, with the names and values, when the block does not fit the group. The config has been checked.
-std::unique_ptr<Exchange> make_group_exchange(GroupView group, const epx_moe_block_config& config);
+std::unique_ptr<Exchange> make_group_exchange(epx_group group, const epx_moe_block_config& config);
 
 // All experts here, on the host; T = float or double.
 template <typename T>
 std::unique_ptr<Exchange> make_local_exchange(const epx_moe_block_config& config);
-
-// Runs `call`, which calls a group. A failure of the group is thrown as Error, of the C++ API; inside this library it is a
-// StatusError with the same status and sentence.
-template <typename Call>
-decltype(auto) with_group(Call&& call) {
-  try {
-    return call();
-  } catch (const Error& error) {
-    throw StatusError(error.status(), error.what());
-  }
-}
 
 } // namespace epx::moe

@@ -2,6 +2,7 @@
 #include "base/dtypes.h"
 #include "base/error.h"
 #include "moe/block/exchange.h"
+#include "moe/block/group.h"
 #include "moe/cuda/cuda_call.h"
 #include "moe/tensors.h"
 
@@ -10,33 +11,20 @@ namespace {
 
 class GroupExchange final : public Exchange {
 public:
-  GroupExchange(GroupView group, const epx_moe_block_config& config) : group_(group) {
-    const epx_group_info info = with_group([&] { return group_.query(); });
+  GroupExchange(epx_group group, const epx_moe_block_config& config) : group_(group) {
+    const epx_group_info info = query(group);
     require_fit(info, config);
-    const Layer layer = {.top_k = config.router->top_k, .alignment = config.alignment};
-    shape_ = {info.transport == EPX_TRANSPORT_HOST ? Place::host : Place::cuda,
-              info.num_ranks,
-              info.num_local_experts,
-              info.max_tokens_per_rank,
-              info.max_recv_tokens_per_rank,
-              with_group([&] { return group_.handle_mem_size(layer); })};
+    const epx_layer layer = {config.router->top_k, config.alignment};
+    shape_ = {info.transport == EPX_TRANSPORT_HOST ? Place::host : Place::cuda, info.num_ranks, info.num_local_experts,
+              info.max_tokens_per_rank, info.max_recv_tokens_per_rank};
+    throw_if_failed(epx_handle_mem_size(group, &layer, &shape_.handle_mem_bytes));
   }
 
-  void prepare(const PrepareArgs& args) override {
-    with_group([&] { group_.prepare(args); });
-  }
-  void dispatch(const DispatchArgs& args) override {
-    with_group([&] { group_.dispatch(args); });
-  }
-  void combine(const CombineArgs& args) override {
-    with_group([&] { group_.combine(args); });
-  }
-  void combine_bwd(const CombineBwdArgs& args) override {
-    with_group([&] { group_.combine_bwd(args); });
-  }
-  void dispatch_bwd(const DispatchBwdArgs& args) override {
-    with_group([&] { group_.dispatch_bwd(args); });
-  }
+  void prepare(const epx_prepare_args& args) override { throw_if_failed(epx_prepare(group_, &args)); }
+  void dispatch(const epx_dispatch_args& args) override { throw_if_failed(epx_dispatch(group_, &args)); }
+  void combine(const epx_combine_args& args) override { throw_if_failed(epx_combine(group_, &args)); }
+  void combine_bwd(const epx_combine_bwd_args& args) override { throw_if_failed(epx_combine_bwd(group_, &args)); }
+  void dispatch_bwd(const epx_dispatch_bwd_args& args) override { throw_if_failed(epx_dispatch_bwd(group_, &args)); }
 
 private:
   static void require_fit(const epx_group_info& info, const epx_moe_block_config& config) {
@@ -64,12 +52,12 @@ private:
            name_of(config.dtype), name_of(info.max_token_dtype));
   }
 
-  GroupView group_;
+  epx_group group_;
 };
 
 } // namespace
 
-std::unique_ptr<Exchange> make_group_exchange(GroupView group, const epx_moe_block_config& config) {
+std::unique_ptr<Exchange> make_group_exchange(epx_group group, const epx_moe_block_config& config) {
   return std::make_unique<GroupExchange>(group, config);
 }
 

@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "base/dtypes.h"
 #include "base/error.h"
 #include "moe/block/exchange.h"
 #include "moe/permute/permute.h"
@@ -29,61 +30,56 @@ public:
     weights_.resize(routes);
   }
 
-  void prepare(const PrepareArgs& args) override {
-    const int64_t tokens = args.topk_idx.size(0);
-    const Integers counts(args.counts.get());
-    const Integers global_counts(args.global_counts.get());
-    const Integers offsets(args.offsets.get());
-    auto* const handle = reinterpret_cast<int32_t*>(args.handle_mem.data());
-    make_row_map(Integers(args.topk_idx.get()), tokens, top_k_, num_experts_, alignment_, counts, offsets, handle + 1);
+  void prepare(const epx_prepare_args& args) override {
+    const int64_t tokens = args.topk_idx->sizes[0];
+    const Integers counts(args.counts);
+    const Integers global_counts(args.global_counts);
+    const Integers offsets(args.offsets);
+    auto* const handle = static_cast<int32_t*>(args.handle_mem);
+    make_row_map(Integers(args.topk_idx), tokens, top_k_, num_experts_, alignment_, counts, offsets, handle + 1);
     handle[0] = static_cast<int32_t>(offsets[num_experts_]);
     for (int e = 0; e < num_experts_; ++e)
       global_counts.set(e, counts[e]);
   }
 
-  void dispatch(const DispatchArgs& args) override {
-    const RowMap map = row_map(args, args.tokens);
-    scatter_tokens(map, args.tokens.data(), args.recv_tokens.data(), row_bytes(args.tokens));
-    scatter_routes(map, args.topk_weights.data(), args.recv_weights.data(), sizeof(T));
+  void dispatch(const epx_dispatch_args& args) override {
+    const RowMap map = row_map(args.handle_mem, *args.tokens);
+    scatter_tokens(map, args.tokens->data, args.recv_tokens->data, row_bytes(kDtypeOf<T>, args.tokens->sizes[1]));
+    scatter_routes(map, args.topk_weights->data, args.recv_weights->data, sizeof(T));
   }
 
-  void combine(const CombineArgs& args) override {
-    const RowMap map = row_map(args, args.out);
-    sum_rows<T>(map, data_of<T>(args.expert_out.get()), weights_by_route(map, args.recv_weights), args.out.size(1),
-                data_of<T>(args.out.get()));
+  void combine(const epx_combine_args& args) override {
+    const RowMap map = row_map(args.handle_mem, *args.out);
+    sum_rows<T>(map, data_of<T>(args.expert_out), weights_by_route(map, args.recv_weights), args.out->sizes[1],
+                data_of<T>(args.out));
   }
 
-  void combine_bwd(const CombineBwdArgs& args) override {
-    const RowMap map = row_map(args, args.grad_out);
-    const T* const grad_out = data_of<T>(args.grad_out.get());
-    const int64_t hidden = args.grad_out.size(1);
-    scatter_weighted<T>(map, grad_out, weights_by_route(map, args.recv_weights), hidden,
-                        data_of<T>(args.grad_expert_out.get()));
-    if (!args.grad_recv_weights) return;
-    dot_rows<T>(map, grad_out, data_of<T>(args.expert_out.get()), hidden, weights_.data());
-    scatter_routes(map, weights_.data(), args.grad_recv_weights.data(), sizeof(T));
+  void combine_bwd(const epx_combine_bwd_args& args) override {
+    const RowMap map = row_map(args.handle_mem, *args.grad_out);
+    const T* const grad_out = data_of<T>(args.grad_out);
+    const int64_t hidden = args.grad_out->sizes[1];
+    scatter_weighted<T>(map, grad_out, weights_by_route(map, args.recv_weights), hidden, data_of<T>(args.grad_expert_out));
+    if (args.grad_recv_weights == nullptr) return;
+    dot_rows<T>(map, grad_out, data_of<T>(args.expert_out), hidden, weights_.data());
+    scatter_routes(map, weights_.data(), args.grad_recv_weights->data, sizeof(T));
   }
 
-  void dispatch_bwd(const DispatchBwdArgs& args) override {
-    const RowMap map = row_map(args, args.grad_tokens);
-    sum_rows<T>(map, data_of<T>(args.grad_recv.get()), nullptr, args.grad_tokens.size(1),
-                data_of<T>(args.grad_tokens.get()));
-    gather_routes<T>(map, data_of<T>(args.grad_recv_weights.get()), data_of<T>(args.grad_topk_weights.get()));
+  void dispatch_bwd(const epx_dispatch_bwd_args& args) override {
+    const RowMap map = row_map(args.handle_mem, *args.grad_tokens);
+    sum_rows<T>(map, data_of<T>(args.grad_recv), nullptr, args.grad_tokens->sizes[1], data_of<T>(args.grad_tokens));
+    gather_routes<T>(map, data_of<T>(args.grad_recv_weights), data_of<T>(args.grad_topk_weights));
   }
 
 private:
-  static int64_t row_bytes(const ConstTensor& rows) { return epx::row_bytes(kDtypeOf<T>, rows.size(1)); }
-
-  template <typename Args>
-  RowMap row_map(const Args& args, const ConstTensor& tokens) const {
-    const auto* const handle = reinterpret_cast<const int32_t*>(args.handle_mem.data());
-    return {handle + 1, tokens.size(0), top_k_, handle[0]};
+  RowMap row_map(const void* handle_mem, const epx_tensor& tokens) const {
+    const auto* const handle = static_cast<const int32_t*>(handle_mem);
+    return {handle + 1, tokens.sizes[0], top_k_, handle[0]};
   }
 
-  // [T, K] from [N]; NULL where there are none.
-  const T* weights_by_route(const RowMap& map, const ConstTensor& recv_weights) {
-    if (!recv_weights) return nullptr;
-    gather_routes<T>(map, data_of<T>(recv_weights.get()), weights_.data());
+  // [T, K] from [N]; NULL for NULL.
+  const T* weights_by_route(const RowMap& map, const epx_tensor* recv_weights) {
+    if (recv_weights == nullptr) return nullptr;
+    gather_routes<T>(map, data_of<T>(recv_weights), weights_.data());
     return weights_.data();
   }
 

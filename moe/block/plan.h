@@ -4,7 +4,6 @@
 
 #include <memory>
 
-#include "epx/epx.hpp"
 #include "epx/epx_moe.h"
 #include "moe/block/exchange.h"
 #include "moe/ffn/ffn.h"
