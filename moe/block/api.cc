@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The part of the C API that is about blocks and their arenas.
+#include <memory>
+#include <utility>
+
 #include "base/c_boundary.h"
 #include "epx/epx_moe.h"
 #include "moe/block/agreement.h"
 #include "moe/block/arena.h"
 #include "moe/block/block.h"
+#include "moe/block/path.h"
 #include "moe/tensors.h"
 
 using namespace epx;
@@ -45,23 +49,29 @@ void require_block_config(const epx_moe_block_config* config, const char* name) 
   require_struct(config->ffn, "config.ffn");
 }
 
-BlockPlan plan_with_rows(epx_group group, const epx_moe_arena_config& config) {
+// What an arena is made for.
+struct ArenaPlan {
+  std::unique_ptr<BlockPath> path;
+  int64_t num_rows;
+};
+ArenaPlan plan_arena(epx_group group, const epx_moe_arena_config& config) {
   if (config.num_flights < 1)
     fail(EPX_ERROR_INVALID_ARGUMENT, "num_flights is {}; it must be at least 1", config.num_flights);
   if (config.reserved0 != 0) fail(EPX_ERROR_INVALID_ARGUMENT, "reserved0 is {}; it must be 0", config.reserved0);
   for (const int64_t reserved : config.reserved)
     if (reserved != 0)
       fail(EPX_ERROR_INVALID_ARGUMENT, "a reserved field of the arena's config is {}; it must be 0", reserved);
-  BlockPlan plan = plan_block(group, *config.block).plan;
+  std::unique_ptr<BlockPath> path = make_dispatch_path(group, *config.block);
+  const int64_t capacity = path->plan().row_capacity;
   if (group == nullptr && config.max_rows != 0)
     fail(EPX_ERROR_INVALID_ARGUMENT, "max_rows is {}; without a group no route can be dropped, and it must be 0",
          config.max_rows);
-  if (config.max_rows < 0 || config.max_rows > plan.shape.row_capacity)
+  if (config.max_rows < 0 || config.max_rows > capacity)
     fail(EPX_ERROR_INVALID_ARGUMENT, "max_rows is {}; it must be 0..{}, the group's max_recv_tokens_per_rank",
-         config.max_rows, plan.shape.row_capacity);
-  if (config.max_rows > 0) plan.num_rows = config.max_rows;
-  arena_bytes(footprint_of(plan), config.num_flights); // refuses what is too large
-  return plan;
+         config.max_rows, capacity);
+  const int64_t num_rows = config.max_rows > 0 ? config.max_rows : capacity;
+  arena_bytes(footprint_of(*path, num_rows), config.num_flights); // refuses what is too large
+  return {std::move(path), num_rows};
 }
 
 } // namespace
@@ -88,9 +98,9 @@ epx_status epx_moe_arena_create(epx_group group, const epx_moe_arena_config* con
     require_block_config(config->block, "config.block");
     if (arena == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "arena is NULL");
     create_together(group, [&] {
-      BlockPlan plan{};
-      agree_after(group, Options(*config), [&] { plan = plan_with_rows(group, *config); });
-      *arena = new epx_moe_arena_s{Arena(group, plan, config->num_flights)};
+      ArenaPlan plan;
+      agree_after(group, Options(*config), [&] { plan = plan_arena(group, *config); });
+      *arena = new epx_moe_arena_s{Arena(group, *plan.path, plan.num_rows, config->num_flights)};
     });
   });
 }

@@ -34,8 +34,8 @@ ArenaBytes arena_bytes(const Footprint& footprint, int32_t num_flights) {
   return bytes;
 }
 
-Arena::Arena(epx_group group, const BlockPlan& plan, int32_t num_flights)
-    : group_(group), footprint_(footprint_of(plan)), num_rows_(plan.num_rows) {
+Arena::Arena(epx_group group, const BlockPath& path, int64_t num_rows, int32_t num_flights)
+    : group_(group), footprint_(footprint_of(path, num_rows)), num_rows_(num_rows) {
   const ArenaBytes bytes = arena_bytes(footprint_, num_flights);
   if (group == nullptr) {
     host_window_ = make_host_memory(static_cast<size_t>(bytes.window));
@@ -46,7 +46,7 @@ Arena::Arena(epx_group group, const BlockPlan& plan, int32_t num_flights)
   throw_if_failed(epx_mem_alloc(group, static_cast<size_t>(bytes.window), &window_memory));
   group_window_ = static_cast<std::byte*>(window_memory);
   try {
-    if (plan.is_on_gpu())
+    if (path.plan().is_on_gpu())
       enqueue_on_cuda([&](auto) {
         device_ = cuda::device_of(window());
         order_ = cuda::make_stream_order(device_);
@@ -71,19 +71,18 @@ void Arena::release() {
   if (group_ != nullptr) throw_if_failed(epx_mem_free(group_, std::exchange(group_window_, nullptr)));
 }
 
-int64_t Arena::require_fit(epx_group group, const BlockPlan& plan) const {
+int64_t Arena::require_fit(epx_group group, const BlockPath& path) const {
   if (group != group_)
     fail(EPX_ERROR_INVALID_ARGUMENT, "config.arena belongs to {}; the block's group is at {}",
          group_ == nullptr ? "no group" : fmt::format("the group at {}", static_cast<void*>(group_)),
          static_cast<void*>(group));
-  BlockPlan here = plan;
-  if (group != nullptr) here.num_rows = num_rows_;
-  const Footprint needed = footprint_of(here);
+  const int64_t num_rows = group != nullptr ? num_rows_ : path.plan().row_capacity;
+  const Footprint needed = footprint_of(path, num_rows);
   require_room("rows that peers reach for a flight", needed.flight_window, footprint_.flight_window);
   require_room("rows that peers reach for all flights", needed.shared_window, footprint_.shared_window);
   require_room("memory for a flight", needed.flight_local, footprint_.flight_local);
   require_room("workspace", needed.shared_local, footprint_.shared_local);
-  return here.num_rows;
+  return num_rows;
 }
 
 epx_moe_arena_info Arena::info() const {
@@ -98,16 +97,10 @@ epx_moe_arena_info Arena::info() const {
   return info;
 }
 
-FlightTensors Arena::flight_tensors(const BlockPlan& plan, int32_t flight) const {
-  Carver window_part(window() + flight * footprint_.flight_window);
-  Carver local_part(local() + flight * footprint_.flight_local);
-  return {plan, window_part, local_part};
-}
-
-SharedTensors Arena::shared_tensors(const BlockPlan& plan) const {
-  Carver window_part(window() + num_flights() * footprint_.flight_window);
-  Carver local_part(local() + num_flights() * footprint_.flight_local);
-  return {plan, window_part, local_part};
+CallMemory Arena::memory(int32_t flight) const {
+  return {Carver(window() + flight * footprint_.flight_window), Carver(local() + flight * footprint_.flight_local),
+          Carver(window() + num_flights() * footprint_.flight_window),
+          Carver(local() + num_flights() * footprint_.flight_local)};
 }
 
 bool Arena::begin_call(std::string_view call, epx_stream stream) {

@@ -9,7 +9,7 @@
 #include "epx/epx_moe.h"
 #include "moe/block/layout.h"
 #include "moe/block/memory.h"
-#include "moe/block/plan.h"
+#include "moe/block/path.h"
 
 namespace epx::moe {
 
@@ -21,15 +21,15 @@ ArenaBytes arena_bytes(const Footprint& footprint, int32_t num_flights);
 
 class Arena {
 public:
-  // Collective over the group, which may be NULL. The first blocks that the arena serves are like the plan's, which is the same
-  // on all ranks, and so is num_flights.
-  Arena(epx_group group, const BlockPlan& plan, int32_t num_flights);
+  // Collective over the group, which may be NULL. A block on this path fits, with receive tensors of num_rows rows. That number
+  // is the same on all ranks, and so is num_flights.
+  Arena(epx_group group, const BlockPath& path, int64_t num_rows, int32_t num_flights);
 
   // Gives back what the group lends. Collective; before the destructor.
   void release();
 
-  // Throws unless a block of this group, planned without an arena, fits. Returns the rows that its tensors have here.
-  int64_t require_fit(epx_group group, const BlockPlan& plan) const;
+  // Throws unless a block of this group on this path fits. Returns the rows that its tensors have here.
+  int64_t require_fit(epx_group group, const BlockPath& path) const;
 
   epx_group group() const { return group_; } // or NULL
   int32_t num_flights() const { return static_cast<int32_t>(flights_.size()); }
@@ -45,8 +45,7 @@ public:
   };
   Filled& filled(int32_t flight) { return flights_[static_cast<size_t>(flight)]; }
 
-  FlightTensors flight_tensors(const BlockPlan& plan, int32_t flight) const;
-  SharedTensors shared_tensors(const BlockPlan& plan) const;
+  CallMemory memory(int32_t flight) const;
 
   // Runs enqueue(is_captured), which launches what a call consists of, after the arena's calls before, whatever stream these
   // were made on. On a GPU it throws, and runs nothing, when a capture keeps the call from being launched.

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// One MoE layer: router -> prepare -> dispatch -> FFN -> combine, and back. It is a sequence of calls on tensors of its arena,
-// the same on the host and on GPUs, with a group and without.
+// One MoE layer: the router, and a path to the experts and back. It is a sequence of calls on tensors of its arena, the same on
+// the host and on GPUs, with a group and without.
 #pragma once
 
 #include <memory>
 
 #include "epx/epx_moe.h"
 #include "moe/block/arena.h"
-#include "moe/block/exchange.h"
-#include "moe/block/plan.h"
+#include "moe/block/path.h"
 
 namespace epx::moe {
 
@@ -46,8 +45,11 @@ private:
   template <typename Run>
   void run_or_abort(const Run& run);
 
-  BlockPlan plan_;
-  std::unique_ptr<Exchange> exchange_;
+  CallPlace make_place(const epx_moe_cuda* cuda, CallMemory& memory) const; // takes the workspace of the memory
+
+  std::unique_ptr<BlockPath> path_;
+  int64_t num_rows_ = 0;                                 // of its receive tensors
+  int64_t workspace_bytes_ = 0;                          // of its calls on a GPU
   std::unique_ptr<epx_moe_errors_s, FreeRecord> errors_; // on a GPU
   std::unique_ptr<Arena> own_arena_;
   Arena* arena_;

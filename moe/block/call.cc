@@ -20,43 +20,20 @@ int64_t elements_of(const ConstTensor& tensor) {
   return elements;
 }
 
-// A tensor of rows, or none.
-Tensor rows_or_none(void* data, epx_dtype dtype, int64_t rows, int64_t columns) {
-  return data != nullptr ? Tensor(data, dtype, {rows, columns}) : Tensor();
-}
-
 } // namespace
 
-CallTensors::CallTensors(const BlockPlan& plan, const FlightTensors& flight, const SharedTensors& shared,
-                         int64_t num_tokens, epx_dtype logits_dtype)
-    : handle_mem(flight.handle_mem, plan.shape.handle_mem_bytes),
-      recv_tokens(flight.recv_tokens, plan.dtype, {plan.num_rows, plan.ffn.hidden}),
-      expert_out(plan.is_early ? shared.grad_expert_out : flight.expert_out, plan.dtype, {plan.num_rows, plan.ffn.hidden}),
-      recv_weights(flight.recv_weights, plan.real, plan.num_rows),
-      topk_idx(flight.topk_idx, EPX_INT32, {num_tokens, plan.router.top_k}),
-      topk_weights(flight.topk_weights, plan.real, {num_tokens, plan.router.top_k}),
-      logits(flight.logits, logits_dtype, {num_tokens, plan.router.num_experts}),
-      counts(flight.counts, EPX_INT32, plan.ffn.num_experts), offsets(flight.offsets, EPX_INT32, plan.ffn.num_experts + 1),
-      global_counts(flight.global_counts, EPX_INT32, {plan.shape.num_ranks, plan.router.num_experts}),
-      pre_act(
-          rows_or_none(plan.recomputes ? shared.pre_act : flight.pre_act, plan.dtype, plan.num_rows, plan.ffn.pre_act())),
-      grad_expert_out(shared.grad_expert_out, plan.dtype, {plan.num_rows, plan.ffn.hidden}),
-      grad_recv(shared.grad_recv, plan.dtype, {plan.num_rows, plan.ffn.hidden}),
-      grad_recv_weights(shared.grad_recv_weights, plan.real, plan.num_rows),
-      grad_topk_weights(shared.grad_topk_weights, plan.real, {num_tokens, plan.router.top_k}) {}
-
-CallPlace::CallPlace(const BlockPlan& plan, const epx_moe_cuda* cuda, int device, const SharedTensors& shared,
-                     epx_moe_errors errors)
+CallPlace::CallPlace(const BlockPlan& plan, const epx_moe_cuda* cuda, int device, std::byte* workspace,
+                     int64_t workspace_bytes, epx_moe_errors errors)
     : on_gpu_(plan.is_on_gpu()) {
   if (on_gpu_ && cuda == nullptr)
     fail(EPX_ERROR_INVALID_ARGUMENT, "cuda is NULL; the block computes on GPU {}, where its group is", device);
   if (!on_gpu_ && cuda != nullptr)
     fail(EPX_ERROR_INVALID_ARGUMENT, "cuda is given; a block {} computes on the host, pass NULL",
-         plan.shape.num_ranks == 1 ? "without a group on GPUs" : "on the host transport");
+         plan.num_ranks == 1 ? "without a group on GPUs" : "on the host transport");
   if (!on_gpu_) return;
   cuda_ = *cuda;
-  cuda_.workspace = shared.workspace;
-  cuda_.workspace_bytes = static_cast<size_t>(shared.workspace_bytes);
+  cuda_.workspace = workspace;
+  cuda_.workspace_bytes = static_cast<size_t>(workspace_bytes);
   if (cuda_.errors == nullptr) cuda_.errors = errors;
   enqueue_on_cuda([&](auto) {
     if (const int current = current_device(); current != device)

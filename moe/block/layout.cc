@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "moe/block/layout.h"
 
-#include <algorithm>
 #include <optional>
 
 #include "base/dtypes.h"
 #include "base/error.h"
-#include "moe/ffn/workspace.h"
-#include "moe/router/cuda/kernels.h"
 
 namespace epx::moe {
 namespace {
@@ -16,13 +13,6 @@ constexpr int64_t kAlignment = 256; // bytes
 
 [[noreturn]] void refuse_size() {
   fail(EPX_ERROR_INVALID_ARGUMENT, "the block's memory has more bytes than an int64 can count");
-}
-
-int64_t workspace_bytes(const BlockPlan& plan) {
-  if (!plan.is_on_gpu()) return 0; // the host's functions have their own
-  return static_cast<int64_t>(
-      std::max({ffn_fwd_bytes(plan.ffn, plan.dtype, plan.num_rows, !plan.recomputes),
-                ffn_bwd_bytes(plan.ffn, plan.dtype, plan.num_rows), cuda::route_bwd_bytes(plan.router)}));
 }
 
 } // namespace
@@ -36,39 +26,23 @@ std::byte* Carver::take_bytes(int64_t bytes) {
   return part;
 }
 
-void* Carver::take(int64_t rows, int64_t columns, epx_dtype dtype) {
-  const std::optional<int64_t> bytes = checked_bytes_of_rows(dtype, rows, columns);
+Tensor Carver::take(epx_dtype dtype, Shape shape) {
+  const std::span<const int64_t> sizes = shape.sizes();
+  const std::optional<int64_t> bytes = checked_bytes_of_rows(dtype, sizes[0], sizes.size() > 1 ? sizes[1] : 1);
   if (!bytes) refuse_size();
-  return take_bytes(*bytes);
+  return {take_bytes(*bytes), dtype, shape};
 }
 
-FlightTensors::FlightTensors(const BlockPlan& plan, Carver& window, Carver& local)
-    : recv_tokens(window.take(plan.num_rows, plan.ffn.hidden, plan.dtype)),
-      expert_out(plan.is_early ? nullptr : window.take(plan.num_rows, plan.ffn.hidden, plan.dtype)),
-      recv_weights(window.take(plan.num_rows, 1, plan.real)),
-      handle_mem(local.take_bytes(static_cast<int64_t>(plan.shape.handle_mem_bytes))),
-      topk_idx(local.take(plan.shape.max_tokens, plan.router.top_k, EPX_INT32)),
-      topk_weights(local.take(plan.shape.max_tokens, plan.router.top_k, plan.real)),
-      logits(local.take(plan.shape.max_tokens, plan.router.num_experts, plan.real)),
-      counts(local.take(plan.ffn.num_experts, 1, EPX_INT32)), offsets(local.take(plan.ffn.num_experts + 1, 1, EPX_INT32)),
-      global_counts(local.take(plan.shape.num_ranks, plan.router.num_experts, EPX_INT32)),
-      pre_act(plan.recomputes ? nullptr : local.take(plan.num_rows, plan.ffn.pre_act(), plan.dtype)) {}
-
-SharedTensors::SharedTensors(const BlockPlan& plan, Carver& window, Carver& local)
-    : grad_expert_out(window.take(plan.num_rows, plan.ffn.hidden, plan.dtype)),
-      grad_recv(window.take(plan.num_rows, plan.ffn.hidden, plan.dtype)),
-      grad_recv_weights(window.take(plan.num_rows, 1, plan.real)),
-      grad_topk_weights(local.take(plan.shape.max_tokens, plan.router.top_k, plan.real)),
-      pre_act(plan.recomputes ? local.take(plan.num_rows, plan.ffn.pre_act(), plan.dtype) : nullptr), workspace(nullptr),
-      workspace_bytes(epx::moe::workspace_bytes(plan)) {
-  workspace = local.take_bytes(workspace_bytes);
-}
-
-Footprint footprint_of(const BlockPlan& plan) {
-  Carver flight_window, flight_local, shared_window, shared_local;
-  const FlightTensors flight(plan, flight_window, flight_local);
-  const SharedTensors shared(plan, shared_window, shared_local);
-  return {flight_window.bytes(), flight_local.bytes(), shared_window.bytes(), shared_local.bytes()};
+RoutingTensors::RoutingTensors(const BlockPlan& plan, int64_t num_tokens, epx_dtype logits_dtype, CallMemory& memory) {
+  const auto take = [&](Carver& carver, epx_dtype dtype, int64_t columns) {
+    return Tensor(carver.take(dtype, {plan.max_tokens, columns}).data(), dtype, {num_tokens, columns});
+  };
+  topk_idx = take(memory.flight_local, EPX_INT32, plan.router.top_k);
+  topk_weights = take(memory.flight_local, plan.real, plan.router.top_k);
+  logits = Tensor(take(memory.flight_local, plan.real, plan.router.num_experts).data(), logits_dtype,
+                  {num_tokens, plan.router.num_experts});
+  global_counts = memory.flight_local.take(EPX_INT32, {plan.num_ranks, plan.router.num_experts});
+  grad_topk_weights = take(memory.shared_local, plan.real, plan.router.top_k);
 }
 
 } // namespace epx::moe

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the tensors of a block lie in its arena. The same functions measure and hand out.
+// Where tensors lie in the arena. The constructors that lay them out also measure: memory that is NULL is only counted.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "epx/epx.hpp"
 #include "moe/block/plan.h"
 
 namespace epx::moe {
@@ -14,7 +15,7 @@ class Carver {
 public:
   explicit Carver(std::byte* memory = nullptr) : memory_(memory) {}
 
-  void* take(int64_t rows, int64_t columns, epx_dtype dtype);
+  Tensor take(epx_dtype dtype, Shape shape); // one or two dimensions
   std::byte* take_bytes(int64_t bytes);
   int64_t bytes() const { return bytes_; }
 
@@ -23,40 +24,33 @@ private:
   int64_t bytes_ = 0;
 };
 
-// What a forward leaves for its backward. Rows that peers reach are carved from `window`.
-struct FlightTensors {
-  FlightTensors(const BlockPlan& plan, Carver& window, Carver& local);
-
-  void* recv_tokens;  // [N, H] dtype, of the window, as the next two
-  void* expert_out;   // [N, H] dtype; with early weighting NULL, since the backward does not read it
-  void* recv_weights; // [N] real
-  std::byte* handle_mem;
-  void* topk_idx;      // [T, K] INT32
-  void* topk_weights;  // [T, K] real
-  void* logits;        // [T, E] real, or BFLOAT16
-  void* counts;        // [E_l] INT32
-  void* offsets;       // [E_l + 1] INT32
-  void* global_counts; // [P, E] INT32
-  void* pre_act;       // [N, 2F or F] dtype; NULL where it is computed again
-};
-
-// What a call needs while it runs.
-struct SharedTensors {
-  SharedTensors(const BlockPlan& plan, Carver& window, Carver& local);
-
-  void* grad_expert_out; // [N, H] dtype, of the window, as the next two; with early weighting also the forward's expert_out
-  void* grad_recv;       // [N, H] dtype
-  void* grad_recv_weights; // [N] real
-  void* grad_topk_weights; // [T, K] real
-  void* pre_act;           // [N, 2F or F] dtype; NULL unless it is computed again
-  std::byte* workspace;    // of the router's and the FFN's calls on CUDA
-  int64_t workspace_bytes;
-};
-
-// The bytes of both kinds.
+// The bytes of each kind of memory of an arena: what one flight keeps from its forward to its backward, and what a call needs
+// while it runs, which all flights share. Peers reach the windows.
 struct Footprint {
   int64_t flight_window = 0, flight_local = 0, shared_window = 0, shared_local = 0;
 };
-Footprint footprint_of(const BlockPlan& plan);
+
+// The memory of one call, for the tensors of the block and then for those of its path.
+struct CallMemory {
+  Carver flight_window, flight_local, shared_window, shared_local;
+
+  Footprint footprint() const {
+    return {flight_window.bytes(), flight_local.bytes(), shared_window.bytes(), shared_local.bytes()};
+  }
+};
+
+// What the router writes and reads, whatever the path.
+struct RoutingTensors {
+  // For num_tokens tokens, in memory that has room for the plan's max_tokens, and logits of the plan's `real` or narrower.
+  RoutingTensors(const BlockPlan& plan, int64_t num_tokens, epx_dtype logits_dtype, CallMemory& memory);
+
+  // Of the flight.
+  Tensor topk_idx;      // [T, K] INT32
+  Tensor topk_weights;  // [T, K] real
+  Tensor logits;        // [T, E]
+  Tensor global_counts; // [P, E] INT32
+  // Shared.
+  Tensor grad_topk_weights; // [T, K] real
+};
 
 } // namespace epx::moe

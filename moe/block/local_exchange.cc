@@ -2,11 +2,9 @@
 // The five operations where all experts are on one rank: the local permutation, with the bits of EPX_COMBINE_EXACT. Its
 // handle memory is the number of rows in use and the row map.
 #include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "base/dtypes.h"
-#include "base/error.h"
 #include "moe/block/exchange.h"
 #include "moe/permute/permute.h"
 #include "moe/tensors.h"
@@ -17,18 +15,11 @@ namespace {
 template <typename T>
 class LocalExchange final : public Exchange {
 public:
-  explicit LocalExchange(const epx_moe_block_config& config)
-      : num_experts_(config.router->num_experts), top_k_(config.router->top_k), alignment_(std::max(config.alignment, 1)) {
-    const int64_t tokens = config.max_tokens_per_rank;
-    const int64_t routes = tokens * top_k_;
-    const int64_t rows = routes + num_experts_ * (alignment_ - 1);
-    if (rows > std::numeric_limits<int32_t>::max())
-      fail(EPX_ERROR_INVALID_ARGUMENT,
-           "max_tokens_per_rank = {}, top_k = {} and alignment = {} make {} rows, more than an int32 can count", tokens,
-           top_k_, alignment_, rows);
-    shape_ = {Place::host, 1, num_experts_, tokens, rows, static_cast<size_t>(1 + routes) * sizeof(int32_t)};
-    weights_.resize(routes);
-  }
+  explicit LocalExchange(const BlockPlan& plan)
+      : num_experts_(plan.router.num_experts), top_k_(plan.layer.top_k), alignment_(std::max(plan.layer.alignment, 1)),
+        weights_(static_cast<size_t>(plan.max_tokens * top_k_)) {}
+
+  size_t handle_mem_bytes() const override { return (1 + weights_.size()) * sizeof(int32_t); }
 
   void prepare(const epx_prepare_args& args) override {
     const int64_t tokens = args.topk_idx->sizes[0];
@@ -91,12 +82,9 @@ private:
 
 } // namespace
 
-template <typename T>
-std::unique_ptr<Exchange> make_local_exchange(const epx_moe_block_config& config) {
-  return std::make_unique<LocalExchange<T>>(config);
+std::unique_ptr<Exchange> make_local_exchange(const BlockPlan& plan) {
+  return with_real(plan.dtype,
+                   [&]<typename T>(T) -> std::unique_ptr<Exchange> { return std::make_unique<LocalExchange<T>>(plan); });
 }
-
-template std::unique_ptr<Exchange> make_local_exchange<float>(const epx_moe_block_config&);
-template std::unique_ptr<Exchange> make_local_exchange<double>(const epx_moe_block_config&);
 
 } // namespace epx::moe

@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "moe/block/plan.h"
 
+#include <algorithm>
+#include <limits>
+
+#include "base/dtypes.h"
 #include "base/error.h"
+#include "moe/block/group.h"
+#include "moe/cuda/cuda_call.h"
 #include "moe/router/cuda/kernels.h"
 #include "moe/router/router.h"
-#include "moe/tensors.h"
 
 namespace epx::moe {
 namespace {
@@ -31,37 +36,82 @@ void require_config(const epx_moe_block_config& config) {
   });
 }
 
-std::unique_ptr<Exchange> make_exchange(epx_group group, const epx_moe_block_config& config) {
-  if (group != nullptr) return make_group_exchange(group, config);
+void require_fit(const epx_group_info& info, const epx_moe_block_config& config) {
+  const bool on_gpu = info.transport != EPX_TRANSPORT_HOST;
+  if (on_gpu && !kWithCuda)
+    fail(EPX_ERROR_UNSUPPORTED, "the group's tensors are in GPU memory, and this build of the library has no CUDA");
+  if (on_gpu ? !is_token_dtype(config.dtype) : config.dtype != EPX_FLOAT32)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "dtype is {}; with a group {}", name_of(config.dtype),
+         on_gpu ? "on GPUs a block computes in float32, float16 or bfloat16"
+                : "on the host transport a block computes in float32");
+  if (config.router->num_experts != info.num_experts)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "router.num_experts is {}; the group has {}", config.router->num_experts,
+         info.num_experts);
+  if (config.ffn->hidden_dim > info.hidden_dim)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "ffn.hidden_dim is {}; the group's hidden_dim is {}", config.ffn->hidden_dim,
+         info.hidden_dim);
+  if (config.router->top_k > info.max_top_k)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "router.top_k is {}; the group's max_top_k is {}", config.router->top_k,
+         info.max_top_k);
+  if (config.alignment > info.max_alignment)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "alignment is {}; the group's max_alignment is {}", config.alignment,
+         info.max_alignment);
+  if (single_element_bytes(config.dtype) > single_element_bytes(info.max_token_dtype))
+    fail(EPX_ERROR_INVALID_ARGUMENT, "dtype is {}, which is wider than the group's max_token_dtype, {}",
+         name_of(config.dtype), name_of(info.max_token_dtype));
+}
+
+void plan_with_group(const epx_group_info& info, BlockPlan& plan) {
+  plan.place = info.transport == EPX_TRANSPORT_HOST ? Place::host : Place::cuda;
+  plan.ffn.num_experts = info.num_local_experts;
+  plan.num_ranks = info.num_ranks;
+  plan.max_tokens = info.max_tokens_per_rank;
+  plan.row_capacity = info.max_recv_tokens_per_rank;
+  if (plan.is_on_gpu() && plan.router.num_groups > cuda::kMaxGroups)
+    fail(EPX_ERROR_UNSUPPORTED, "router.num_groups is {}; on CUDA it is at most {}", plan.router.num_groups,
+         cuda::kMaxGroups);
+}
+
+// All experts are here, on the host.
+void plan_alone(const epx_moe_block_config& config, BlockPlan& plan) {
   if (config.dtype != EPX_FLOAT32 && config.dtype != EPX_FLOAT64)
     fail(EPX_ERROR_INVALID_ARGUMENT, "dtype is {}; without a group a block computes on the host, in float32 or float64",
          name_of(config.dtype));
   if (config.max_tokens_per_rank < 1)
     fail(EPX_ERROR_INVALID_ARGUMENT, "max_tokens_per_rank is {}; without a group it must be at least 1",
          config.max_tokens_per_rank);
-  return with_real(config.dtype, [&]<typename T>(T) { return make_local_exchange<T>(config); });
+  const int32_t alignment = std::max(config.alignment, 1);
+  plan.place = Place::host;
+  plan.ffn.num_experts = plan.router.num_experts;
+  plan.num_ranks = 1;
+  plan.max_tokens = config.max_tokens_per_rank;
+  plan.row_capacity = plan.max_tokens * plan.router.top_k + int64_t{plan.router.num_experts} * (alignment - 1);
+  if (plan.row_capacity > std::numeric_limits<int32_t>::max())
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "max_tokens_per_rank = {}, top_k = {} and alignment = {} make {} rows, more than an int32 can count",
+         plan.max_tokens, plan.router.top_k, alignment, plan.row_capacity);
 }
 
 } // namespace
 
-PlannedBlock plan_block(epx_group group, const epx_moe_block_config& config) {
+BlockPlan plan_block(epx_group group, const epx_moe_block_config& config) {
   require_config(config);
-  std::unique_ptr<Exchange> exchange = make_exchange(group, config);
   BlockPlan plan{};
   plan.router = *config.router;
   plan.ffn = make_ffn_shape(*config.ffn);
-  plan.ffn.num_experts = exchange->shape().num_local_experts;
   plan.dtype = config.dtype;
   plan.real = config.dtype == EPX_FLOAT64 ? EPX_FLOAT64 : EPX_FLOAT32;
   plan.layer = {config.router->top_k, config.alignment};
   plan.is_early = config.weighting == EPX_MOE_WEIGHT_EARLY;
   plan.recomputes = config.recompute == 1;
-  plan.shape = exchange->shape();
-  plan.num_rows = plan.shape.row_capacity;
-  if (plan.is_on_gpu() && plan.router.num_groups > cuda::kMaxGroups)
-    fail(EPX_ERROR_UNSUPPORTED, "router.num_groups is {}; on CUDA it is at most {}", plan.router.num_groups,
-         cuda::kMaxGroups);
-  return {plan, std::move(exchange)};
+  if (group == nullptr) {
+    plan_alone(config, plan);
+  } else {
+    const epx_group_info info = query(group);
+    require_fit(info, config);
+    plan_with_group(info, plan);
+  }
+  return plan;
 }
 
 } // namespace epx::moe

@@ -2,11 +2,9 @@
 // A block's config, checked, with what its group tells: all that the sizes of its memory follow from.
 #pragma once
 
-#include <memory>
-
 #include "epx/epx_moe.h"
-#include "moe/block/exchange.h"
 #include "moe/ffn/ffn.h"
+#include "moe/tensors.h"
 
 namespace epx::moe {
 
@@ -18,19 +16,16 @@ struct BlockPlan {
   epx_layer layer;
   bool is_early;
   bool recomputes;
-  Exchange::Shape shape;
-  int64_t num_rows; // N: rows of its tensors; R, or the max_rows of its arena
+  Place place; // of tensors
+  int num_ranks;
+  int64_t max_tokens;   // T, per rank
+  int64_t row_capacity; // R, the most rows that a rank's experts receive
 
-  bool is_on_gpu() const { return shape.place == Place::cuda; }
+  bool is_on_gpu() const { return place == Place::cuda; }
 };
 
-struct PlannedBlock {
-  BlockPlan plan;
-  std::unique_ptr<Exchange> exchange;
-};
-
-// Local: the group, which may be NULL, makes no call. The config, its router and its ffn have passed require_struct. Throws when
-// the config is no good, or does not fit the group.
-PlannedBlock plan_block(epx_group group, const epx_moe_block_config& config);
+// Local: the group, which may be NULL, makes no call. The config, its router and its ffn have passed require_struct. Throws
+// when the config is no good, or does not fit the group.
+BlockPlan plan_block(epx_group group, const epx_moe_block_config& config);
 
 } // namespace epx::moe
