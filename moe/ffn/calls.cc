@@ -54,35 +54,6 @@ Dim pre_act_columns(const FfnShape& shape) {
   return {shape.has_gate() ? "2F" : "F", shape.pre_act()};
 }
 
-template <typename T>
-void forward_on_host(const FfnShape& shape, const ParamTensors& params, const epx_moe_ffn_args& args) {
-  FfnForward<T> call;
-  call.params = typed<T>(params);
-  call.zones = host_zones(args, shape);
-  call.recv_tokens = data_of<T>(args.recv_tokens);
-  call.recv_weights = data_of<T>(args.recv_weights);
-  call.expert_out = data_of<T>(args.expert_out);
-  call.pre_act = data_of<T>(args.pre_act);
-  ffn_fwd(shape, call);
-}
-
-template <typename T>
-void backward_on_host(const FfnShape& shape, const ParamTensors& params, const ParamTensors& grads,
-                      const epx_moe_ffn_bwd_args& args) {
-  FfnBackward<T> call;
-  call.params = typed<T>(params);
-  call.zones = host_zones(args, shape);
-  call.grads = typed<T>(grads);
-  call.recv_tokens = data_of<T>(args.recv_tokens);
-  call.recv_weights = data_of<T>(args.recv_weights);
-  call.pre_act = data_of<T>(args.pre_act);
-  call.grad_expert_out = data_of<T>(args.grad_expert_out);
-  call.grad_recv = data_of<T>(args.grad_recv);
-  call.grad_recv_weights = data_of<T>(args.grad_recv_weights);
-  call.accumulate = args.accumulate == 1;
-  ffn_bwd(shape, call);
-}
-
 // Gradients are added up in fp32; on the host they are of the type that it computes in.
 void require_sums(const epx_moe_ffn_params* grads, const ParamTensors& tensors) {
   if (grads == nullptr) return;
@@ -116,7 +87,8 @@ CheckedFfn::CheckedFfn(const FfnShape& shape, const epx_moe_ffn_args* args, FfnO
 
 void CheckedFfn::run() const {
   if (cuda_) return enqueue_on_cuda([&](auto) { cuda::enqueue(shape_, params_, args_, *cuda_); });
-  with_real(args_.recv_tokens->dtype, [&]<typename T>(T) { forward_on_host<T>(shape_, params_, args_); });
+  const Zones zones = host_zones(args_, shape_);
+  with_real(args_.recv_tokens->dtype, [&]<typename T>(T) { ffn_fwd<T>(shape_, params_, zones, args_); });
 }
 
 CheckedFfnBwd::CheckedFfnBwd(const FfnShape& shape, const epx_moe_ffn_bwd_args* args) : shape_(shape) {
@@ -145,7 +117,8 @@ CheckedFfnBwd::CheckedFfnBwd(const FfnShape& shape, const epx_moe_ffn_bwd_args* 
 
 void CheckedFfnBwd::run() const {
   if (cuda_) return enqueue_on_cuda([&](auto) { cuda::enqueue(shape_, params_, grads_, args_, *cuda_); });
-  with_real(args_.recv_tokens->dtype, [&]<typename T>(T) { backward_on_host<T>(shape_, params_, grads_, args_); });
+  const Zones zones = host_zones(args_, shape_);
+  with_real(args_.recv_tokens->dtype, [&]<typename T>(T) { ffn_bwd<T>(shape_, params_, grads_, zones, args_); });
 }
 
 } // namespace epx::moe

@@ -75,33 +75,11 @@ struct Zones {
 // Throws unless the zones follow each other within num_rows rows.
 void validate(const Zones& zones, int num_experts, int64_t num_rows);
 
+// Compute on the host, in T. The args have been checked, and so have the zones. Without expert_out only pre_act is computed.
 template <typename T>
-struct FfnForward {
-  FfnParams<T> params;
-  Zones zones;
-  const T* recv_tokens = nullptr;  // [N, H]
-  const T* recv_weights = nullptr; // [N] or NULL
-  T* expert_out = nullptr;         // [N, H]; NULL: only pre_act is wanted
-  T* pre_act = nullptr;            // [N, shape.pre_act()] or NULL
-};
-
+void ffn_fwd(const FfnShape& shape, const ParamTensors& params, const Zones& zones, const epx_moe_ffn_args& args);
 template <typename T>
-struct FfnBackward {
-  FfnParams<T> params;
-  Zones zones;
-  const T* recv_tokens = nullptr;
-  const T* recv_weights = nullptr;
-  const T* pre_act = nullptr;
-  const T* grad_expert_out = nullptr;
-  T* grad_recv = nullptr;
-  T* grad_recv_weights = nullptr; // or NULL
-  FfnParams<T> grads;
-  bool accumulate = false;
-};
-
-template <typename T>
-void ffn_fwd(const FfnShape& shape, const FfnForward<T>& call);
-template <typename T>
-void ffn_bwd(const FfnShape& shape, const FfnBackward<T>& call);
+void ffn_bwd(const FfnShape& shape, const ParamTensors& params, const ParamTensors& grads, const Zones& zones,
+             const epx_moe_ffn_bwd_args& args);
 
 } // namespace epx::moe

@@ -5,16 +5,10 @@
 #include <iterator>
 
 #include "moe/cuda/cuda_call.h"
-#include "moe/ffn/cuda/ffn.h"
-#include "moe/ffn/cuda/kernels.h"
 #include "moe/ffn/workspace.h"
 
 namespace epx::moe::cuda {
 namespace {
-
-DeviceZones zones_of(const FfnShape& shape, const epx_tensor& counts, const epx_tensor& offsets, int64_t num_rows) {
-  return {Integers(&counts), Integers(&offsets), shape.num_experts, num_rows};
-}
 
 struct Member {
   const epx_tensor* epx_moe_ffn_params::*tensor;
@@ -80,19 +74,6 @@ CudaCall make_call(const FfnShape& shape, const epx_moe_ffn_args& args) {
   return call;
 }
 
-void enqueue(const FfnShape& shape, const ParamTensors& params, const epx_moe_ffn_args& args, const CudaCall& call) {
-  DeviceFfnForward forward;
-  forward.dtype = args.recv_tokens->dtype;
-  forward.params = params;
-  forward.zones = zones_of(shape, *args.counts, *args.offsets, args.recv_tokens->sizes[0]);
-  forward.recv_tokens = args.recv_tokens->data;
-  forward.recv_weights = data_of<float>(args.recv_weights);
-  forward.expert_out = data_of<void>(args.expert_out);
-  forward.pre_act = data_of<void>(args.pre_act);
-  call.require_launched(launch_check_zones(forward.zones, call.errors(), call.target()));
-  ffn_fwd(shape, forward, call);
-}
-
 CudaCall make_call(const FfnShape& shape, const epx_moe_ffn_bwd_args& args) {
   const epx_dtype dtype = args.recv_tokens->dtype;
   const int64_t rows = args.recv_tokens->sizes[0];
@@ -115,24 +96,6 @@ CudaCall make_call(const FfnShape& shape, const epx_moe_ffn_bwd_args& args) {
   alignment.require(args.grad_recv, "grad_recv");
   alignment.require_weights(args.grads, "grads");
   return call;
-}
-
-void enqueue(const FfnShape& shape, const ParamTensors& params, const ParamTensors& grads, const epx_moe_ffn_bwd_args& args,
-             const CudaCall& call) {
-  DeviceFfnBackward backward;
-  backward.dtype = args.recv_tokens->dtype;
-  backward.params = params;
-  backward.zones = zones_of(shape, *args.counts, *args.offsets, args.recv_tokens->sizes[0]);
-  backward.recv_tokens = args.recv_tokens->data;
-  backward.recv_weights = data_of<float>(args.recv_weights);
-  backward.pre_act = args.pre_act->data;
-  backward.grad_expert_out = args.grad_expert_out->data;
-  backward.grad_recv = args.grad_recv->data;
-  backward.grad_recv_weights = data_of<float>(args.grad_recv_weights);
-  backward.grads = grads;
-  backward.accumulate = args.accumulate == 1;
-  call.require_launched(launch_check_zones(backward.zones, call.errors(), call.target()));
-  ffn_bwd(shape, backward, call);
 }
 
 } // namespace epx::moe::cuda

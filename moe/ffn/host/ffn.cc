@@ -143,8 +143,12 @@ void clear_grads(const FfnShape& shape, const FfnParams<T>& grads) {
 } // namespace
 
 template <typename T>
-void ffn_fwd(const FfnShape& shape, const FfnForward<T>& call) {
-  const auto& [params, zones, recv_tokens, recv_weights, expert_out, pre_act] = call;
+void ffn_fwd(const FfnShape& shape, const ParamTensors& tensors, const Zones& zones, const epx_moe_ffn_args& args) {
+  const FfnParams<T> params = typed<T>(tensors);
+  const T* const recv_tokens = data_of<T>(args.recv_tokens);
+  const T* const recv_weights = data_of<T>(args.recv_weights);
+  T* const expert_out = data_of<T>(args.expert_out);
+  T* const pre_act = data_of<T>(args.pre_act);
   const GemmKernels<T>& product = gemm<T>();
   TileBuffer<T> x(shape.hidden), gate(shape.has_gate() ? shape.inner : 0), up(shape.inner), inner(shape.inner),
       y(shape.hidden);
@@ -176,39 +180,44 @@ void ffn_fwd(const FfnShape& shape, const FfnForward<T>& call) {
 }
 
 template <typename T>
-void ffn_bwd(const FfnShape& shape, const FfnBackward<T>& call) {
-  const FfnParams<T>& params = call.params;
-  const FfnParams<T>& grads = call.grads;
+void ffn_bwd(const FfnShape& shape, const ParamTensors& param_tensors, const ParamTensors& grad_tensors, const Zones& zones,
+             const epx_moe_ffn_bwd_args& args) {
+  const FfnParams<T> params = typed<T>(param_tensors);
+  const FfnParams<T> grads = typed<T>(grad_tensors);
+  const T* const recv_tokens = data_of<T>(args.recv_tokens);
+  const T* const recv_weights = data_of<T>(args.recv_weights);
+  const T* const pre_act = data_of<T>(args.pre_act);
+  T* const grad_recv_weights = data_of<T>(args.grad_recv_weights);
   const GemmKernels<T>& product = gemm<T>();
   const int64_t hidden = shape.hidden;
   const int64_t inner_size = shape.inner;
   const int64_t gate_size = shape.has_gate() ? inner_size : 0;
   TileBuffer<T> x(hidden), gate(gate_size), up(inner_size), inner(inner_size);
   TileBuffer<T> grad_y(hidden), grad_gate(gate_size), grad_inner(inner_size), grad_x(hidden);
-  if (!call.accumulate) clear_grads(shape, grads);
+  if (args.accumulate == 0) clear_grads(shape, grads);
 
-  TileScheduler scheduler(call.zones, shape.num_experts);
+  TileScheduler scheduler(zones, shape.num_experts);
   for (Tile tile; scheduler.next(tile);) {
     const int e = tile.expert;
-    const T* const tokens = full_tile(tile, call.recv_tokens, hidden, x);
-    grad_y.load(tile, call.grad_expert_out, hidden);
-    if (shape.has_gate()) gate.load(tile, call.pre_act, shape.pre_act());
-    up.load(tile, call.pre_act + gate_size, shape.pre_act());
+    const T* const tokens = full_tile(tile, recv_tokens, hidden, x);
+    grad_y.load(tile, data_of<T>(args.grad_expert_out), hidden);
+    if (shape.has_gate()) gate.load(tile, pre_act, shape.pre_act());
+    up.load(tile, pre_act + gate_size, shape.pre_act());
     activate(shape, tile, gate, up, inner);
 
     // Through the down projection; its weight gradient sees the weighted activations, or the weighted gradient.
     grad_inner.clear();
     product.add_a_b(grad_y.data(), params.down.of(e), grad_inner.data(), inner_size, hidden);
-    if (call.grad_recv_weights != nullptr) {
+    if (grad_recv_weights != nullptr) {
       for (int64_t r = 0; r < tile.num_rows; ++r) {
-        T& grad = call.grad_recv_weights[tile.first_row + r];
+        T& grad = grad_recv_weights[tile.first_row + r];
         grad = dot(grad_inner.row(r), inner.row(r), inner_size);
         if (params.down_bias) grad += dot(grad_y.row(r), params.down_bias.of(e), hidden);
       }
     }
-    if (call.recv_weights != nullptr) {
-      grad_inner.scale_rows(tile, call.recv_weights);
-      grad_y.scale_rows(tile, call.recv_weights);
+    if (recv_weights != nullptr) {
+      grad_inner.scale_rows(tile, recv_weights);
+      grad_y.scale_rows(tile, recv_weights);
     }
     if (grads.down) product.add_at_b(grad_y.data(), inner.data(), grads.down.of(e), hidden, inner_size);
     if (grads.down_bias) grad_y.add_rows_to(tile, grads.down_bias.of(e));
@@ -224,13 +233,15 @@ void ffn_bwd(const FfnShape& shape, const FfnBackward<T>& call) {
     product.add_a_b(grad_inner.data(), params.up.of(e), grad_x.data(), hidden, inner_size);
     if (grads.up) product.add_at_b(grad_inner.data(), tokens, grads.up.of(e), inner_size, hidden);
     if (grads.up_bias) grad_inner.add_rows_to(tile, grads.up_bias.of(e));
-    grad_x.store(tile, call.grad_recv, hidden);
+    grad_x.store(tile, data_of<T>(args.grad_recv), hidden);
   }
 }
 
-template void ffn_fwd(const FfnShape&, const FfnForward<float>&);
-template void ffn_fwd(const FfnShape&, const FfnForward<double>&);
-template void ffn_bwd(const FfnShape&, const FfnBackward<float>&);
-template void ffn_bwd(const FfnShape&, const FfnBackward<double>&);
+template void ffn_fwd<float>(const FfnShape&, const ParamTensors&, const Zones&, const epx_moe_ffn_args&);
+template void ffn_fwd<double>(const FfnShape&, const ParamTensors&, const Zones&, const epx_moe_ffn_args&);
+template void ffn_bwd<float>(const FfnShape&, const ParamTensors&, const ParamTensors&, const Zones&,
+                             const epx_moe_ffn_bwd_args&);
+template void ffn_bwd<double>(const FfnShape&, const ParamTensors&, const ParamTensors&, const Zones&,
+                              const epx_moe_ffn_bwd_args&);
 
 } // namespace epx::moe
