@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "epx/epx_moe.h"
+#include "moe/permute/row_map.h"
 #include "moe/tensors.h"
 
 namespace epx::moe {
@@ -13,16 +14,6 @@ namespace epx::moe {
 // Writes counts[E], offsets[E + 1] and row_map[T, K].
 void make_row_map(Integers topk_idx, int64_t num_tokens, int64_t top_k, int64_t num_experts, int64_t alignment,
                   Integers counts, Integers offsets, int32_t* row_map);
-
-// [T, K]: the row of each route, -1 for none.
-struct RowMap {
-  const int32_t* rows = nullptr;
-  int64_t num_tokens = 0;
-  int64_t top_k = 0;
-  int64_t num_rows = 0; // N
-
-  int32_t at(int64_t token, int64_t k) const { return rows[token * top_k + k]; }
-};
 
 // Throws for a row >= N or < -1, and for one that two routes have.
 void validate(const RowMap& map);

@@ -21,4 +21,18 @@ constexpr int experts_in_group_score(const epx_moe_router_config& config) {
 template <typename T>
 constexpr T kSmallSum = T{1} / static_cast<T>(int64_t{1} << (66 - std::numeric_limits<T>::digits)); // 2^-42 or 2^-13
 
+// What an expert's share of the load weighs in the load-balance loss, E * c / (K * T_g^2), from the routes of all ranks.
+constexpr double aux_scale(const epx_moe_router_config& config, double total_routes) {
+  if (total_routes == 0) return 0;
+  const double tokens = total_routes / config.top_k;
+  return config.num_experts * config.aux_loss_coeff / (config.top_k * tokens * tokens);
+}
+
+// What an expert with so many routes gets added to its selection bias.
+template <typename T>
+constexpr T bias_step(double mean_routes, double routes, T rate) {
+  const double lack = mean_routes - routes;
+  return lack > 0 ? rate : lack < 0 ? -rate : T{0};
+}
+
 } // namespace epx::moe

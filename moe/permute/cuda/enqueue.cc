@@ -6,13 +6,6 @@
 #include "moe/tensors.h"
 
 namespace epx::moe::cuda {
-namespace {
-
-DeviceRowMap on_device(const RowMap& map) {
-  return {map.rows, map.num_tokens, map.top_k, map.num_rows};
-}
-
-} // namespace
 
 void enqueue(const epx_moe_row_map_args& args) {
   const int64_t top_k = args.topk_idx->sizes[1];
@@ -38,9 +31,9 @@ void enqueue(const epx_moe_permute_args& args, const RowMap& map) {
                        {args.row_weights, "row_weights"}});
   const bool has_weights = args.topk_weights != nullptr;
   call.require_launched(
-      launch_permute({on_device(map), args.tokens->data, args.rows->data,
-                      row_bytes(args.tokens->dtype, args.tokens->sizes[1]), data_of<void>(args.topk_weights),
-                      data_of<void>(args.row_weights), has_weights ? single_element_bytes(args.topk_weights->dtype) : 0,
+      launch_permute({map, args.tokens->data, args.rows->data, row_bytes(args.tokens->dtype, args.tokens->sizes[1]),
+                      data_of<void>(args.topk_weights), data_of<void>(args.row_weights),
+                      has_weights ? single_element_bytes(args.topk_weights->dtype) : 0,
                       static_cast<uint32_t*>(call.workspace()), call.errors()},
                      call.target()));
 }
@@ -52,8 +45,8 @@ void enqueue(const epx_moe_permute_bwd_args& args, const RowMap& map) {
                        {args.grad_row_weights, "grad_row_weights"},
                        {args.grad_tokens, "grad_tokens"},
                        {args.grad_topk_weights, "grad_topk_weights"}});
-  call.require_launched(launch_sum({on_device(map), args.grad_rows->data, args.grad_rows->dtype, args.grad_rows->sizes[1],
-                                    nullptr, args.grad_tokens->data, data_of<float>(args.grad_row_weights),
+  call.require_launched(launch_sum({map, args.grad_rows->data, args.grad_rows->dtype, args.grad_rows->sizes[1], nullptr,
+                                    args.grad_tokens->data, data_of<float>(args.grad_row_weights),
                                     data_of<float>(args.grad_topk_weights), call.errors()},
                                    call.target()));
 }
@@ -62,7 +55,7 @@ void enqueue(const epx_moe_unpermute_args& args, const RowMap& map) {
   const CudaCall call(
       *args.cuda, EPX_MOE_OP_UNPERMUTE, 0,
       {{args.row_map, "row_map"}, {args.rows, "rows"}, {args.topk_weights, "topk_weights"}, {args.tokens, "tokens"}});
-  call.require_launched(launch_sum({on_device(map), args.rows->data, args.rows->dtype, args.rows->sizes[1],
+  call.require_launched(launch_sum({map, args.rows->data, args.rows->dtype, args.rows->sizes[1],
                                     data_of<float>(args.topk_weights), args.tokens->data, nullptr, nullptr, call.errors()},
                                    call.target()));
 }
@@ -76,9 +69,9 @@ void enqueue(const epx_moe_unpermute_bwd_args& args, const RowMap& map) {
                        {args.grad_rows, "grad_rows"},
                        {args.grad_topk_weights, "grad_topk_weights"}});
   call.require_launched(launch_unpermute_bwd(
-      {on_device(map), args.grad_tokens->data, args.grad_tokens->dtype, args.grad_tokens->sizes[1],
-       data_of<float>(args.topk_weights), args.grad_rows->data, data_of<void>(args.rows),
-       data_of<float>(args.grad_topk_weights), static_cast<uint32_t*>(call.workspace()), call.errors()},
+      {map, args.grad_tokens->data, args.grad_tokens->dtype, args.grad_tokens->sizes[1], data_of<float>(args.topk_weights),
+       args.grad_rows->data, data_of<void>(args.rows), data_of<float>(args.grad_topk_weights),
+       static_cast<uint32_t*>(call.workspace()), call.errors()},
       call.target()));
 }
 

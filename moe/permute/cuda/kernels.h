@@ -10,6 +10,7 @@
 #include "moe/cuda/error_record.h"
 #include "moe/cuda/launch_target.h"
 #include "moe/integers.h"
+#include "moe/permute/row_map.h"
 
 namespace epx::moe::cuda {
 
@@ -38,18 +39,12 @@ struct RowMapCall {
 };
 int launch_row_map(const RowMapCall& call, const LaunchTarget& target);
 
-// RowMap of permute.h, whose entries have not been looked at: they may be anything.
-struct DeviceRowMap {
-  const int32_t* rows; // [T, K]
-  int64_t num_tokens, top_k, num_rows;
-};
-
 constexpr size_t owners_bytes(int64_t num_rows) {
   return round_up_workspace(static_cast<size_t>(num_rows) * sizeof(uint32_t));
 }
 
 struct PermuteCall {
-  DeviceRowMap map;
+  RowMap map;
   const void* tokens; // [T, H] of any dtype, as the rows
   void* rows;         // [N, H]
   int64_t row_bytes;
@@ -62,7 +57,7 @@ struct PermuteCall {
 int launch_permute(const PermuteCall& call, const LaunchTarget& target);
 
 struct SumCall {
-  DeviceRowMap map;
+  RowMap map;
   const void* rows; // [N, H] of `dtype`, as the tokens
   epx_dtype dtype;
   int64_t hidden;
@@ -75,7 +70,7 @@ struct SumCall {
 int launch_sum(const SumCall& call, const LaunchTarget& target);
 
 struct UnpermuteBwdCall {
-  DeviceRowMap map;
+  RowMap map;
   const void* grad_tokens; // [T, H] of `dtype`, as all rows
   epx_dtype dtype;
   int64_t hidden;

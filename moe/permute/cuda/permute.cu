@@ -11,17 +11,17 @@ namespace {
 
 constexpr uint32_t kNoOwner = ~0u; // what owners are set to; there are fewer routes
 
-__device__ inline int64_t num_routes(const DeviceRowMap& map) {
+__device__ inline int64_t num_routes(const RowMap& map) {
   return map.num_tokens * map.top_k;
 }
 
 // Returns the row of a route, or -1 for none and for a bad one.
-__device__ inline int64_t row_of(const DeviceRowMap& map, int64_t route) {
+__device__ inline int64_t row_of(const RowMap& map, int64_t route) {
   const int64_t row = map.rows[route];
   return row >= 0 && row < map.num_rows ? row : -1;
 }
 
-__device__ inline void report_bad_row(const DeviceRowMap& map, int64_t route, const ErrorSink& errors) {
+__device__ inline void report_bad_row(const RowMap& map, int64_t route, const ErrorSink& errors) {
   const int64_t row = map.rows[route];
   if (row < -1 || row >= map.num_rows)
     report(errors, EPX_MOE_ERROR_ROW, route / map.top_k, route % map.top_k, row, map.num_rows);
@@ -29,7 +29,7 @@ __device__ inline void report_bad_row(const DeviceRowMap& map, int64_t route, co
 
 // A thread takes one route after the other.
 __global__ void __launch_bounds__(kThreads)
-    owner_kernel(const __grid_constant__ DeviceRowMap map, uint32_t* owners, const __grid_constant__ ErrorSink errors) {
+    owner_kernel(const __grid_constant__ RowMap map, uint32_t* owners, const __grid_constant__ ErrorSink errors) {
   const int64_t num_threads = static_cast<int64_t>(gridDim.x) * kThreads;
 #pragma unroll 1
   for (int64_t route = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; route < num_routes(map);
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-cudaError_t find_owners(const DeviceRowMap& map, uint32_t* owners, const ErrorSink& errors, const LaunchTarget& target) {
+cudaError_t find_owners(const RowMap& map, uint32_t* owners, const ErrorSink& errors, const LaunchTarget& target) {
   if (map.num_rows > 0)
     if (const cudaError_t error =
             cudaMemsetAsync(owners, 0xff, static_cast<size_t>(map.num_rows) * sizeof(*owners), stream_of(target));
@@ -54,17 +54,17 @@ cudaError_t find_owners(const DeviceRowMap& map, uint32_t* owners, const ErrorSi
 }
 
 // The items of a kernel that writes rows: first the routes, then the rows, 32 at a time.
-__device__ inline int64_t num_row_items(const DeviceRowMap& map) {
+__device__ inline int64_t num_row_items(const RowMap& map) {
   return num_routes(map) + (map.num_rows + kWarp - 1) / kWarp;
 }
-epx::cuda::Grid grid_of_rows(const DeviceRowMap& map, const LaunchTarget& target) {
+epx::cuda::Grid grid_of_rows(const RowMap& map, const LaunchTarget& target) {
   return grid_of_warps(map.num_tokens * map.top_k + (map.num_rows + kWarp - 1) / kWarp, target);
 }
 
 // Calls write(route, row), where row is -1 if the route owns none, and zero(row) for rows that no route owns. All lanes call
 // both.
 template <typename Write, typename Zero>
-__device__ inline void for_each_row_item(const DeviceRowMap& map, const uint32_t* owners, const ErrorSink& errors,
+__device__ inline void for_each_row_item(const RowMap& map, const uint32_t* owners, const ErrorSink& errors,
                                          const Write& write, const Zero& zero) {
   for_each_item(num_row_items(map), [&](int64_t item) {
     if (item < num_routes(map)) {
@@ -116,7 +116,7 @@ constexpr int64_t kItemElements = kTilesPerItem * kWarpTile;
 //   all    sum 1024 elements of the rows of a token, one item after the other        nothing
 template <typename T, bool kVector>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ SumCall call) {
-  const DeviceRowMap& map = call.map;
+  const RowMap& map = call.map;
   const int64_t items_per_token = (call.hidden + kItemElements - 1) / kItemElements;
   for_each_item(map.num_tokens * items_per_token, [&](int64_t item) {
     const int64_t token = item / items_per_token;

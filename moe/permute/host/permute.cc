@@ -16,7 +16,7 @@ template <typename Visit>
 void for_each_route(const RowMap& map, Visit&& visit) {
   for (int64_t t = 0; t < map.num_tokens; ++t)
     for (int64_t k = 0; k < map.top_k; ++k)
-      if (const int32_t row = map.at(t, k); row >= 0) visit(t, k, static_cast<int64_t>(row));
+      if (const int32_t row = map.rows[t * map.top_k + k]; row >= 0) visit(t, k, static_cast<int64_t>(row));
 }
 
 void zero_rows_without_route(const RowMap& map, std::byte* to, int64_t row_bytes) {
@@ -88,7 +88,7 @@ void validate(const RowMap& map) {
   std::vector<bool> is_taken(map.num_rows);
   for (int64_t t = 0; t < map.num_tokens; ++t) {
     for (int64_t k = 0; k < map.top_k; ++k) {
-      const int32_t row = map.at(t, k);
+      const int32_t row = map.rows[t * map.top_k + k];
       if (row < -1 || row >= map.num_rows)
         fail(EPX_ERROR_INVALID_ARGUMENT, "row_map[{}, {}] is {}; there are {} rows (-1 means none)", t, k, row,
              map.num_rows);

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kBlockThreads) loss_kernel(const __grid_consta
   for (int64_t chunk = threadIdx.x; chunk < num_chunks(call.logits.num_tokens); chunk += kBlockThreads)
     own += call.partials[chunk];
   const double sum = sum_of_block(own);
-  if (threadIdx.x == 0) *call.loss = aux_scale(call.config, call.load) * sum;
+  if (threadIdx.x == 0) *call.loss = aux_scale(call.config, call.load[call.config.num_experts]) * sum;
 }
 
 // The counts are read twice, so that the routes need no memory.
@@ -64,10 +64,8 @@ __global__ void __launch_bounds__(kBlockThreads) update_bias_kernel(const __grid
   for (int e = static_cast<int>(threadIdx.x); e < call.num_experts; e += kBlockThreads)
     own += routes(e, call.errors);
   const double mean = sum_of_block(own) / call.num_experts;
-  for (int e = static_cast<int>(threadIdx.x); e < call.num_experts; e += kBlockThreads) {
-    const double lack = mean - routes(e, {});
-    call.selection_bias[e] += lack > 0 ? call.rate : lack < 0 ? -call.rate : 0.0f;
-  }
+  for (int e = static_cast<int>(threadIdx.x); e < call.num_experts; e += kBlockThreads)
+    call.selection_bias[e] += bias_step(mean, routes(e, {}), call.rate);
 }
 
 } // namespace

@@ -23,14 +23,6 @@ __device__ inline double routes_to(const Integers& global_counts, int64_t num_ra
   return routes;
 }
 
-// What an expert's share of the load weighs in the loss: E * c / (K * T_g^2).
-__device__ inline double aux_scale(const epx_moe_router_config& config, const double* load) {
-  const double total = load[config.num_experts];
-  if (total == 0) return 0;
-  const double tokens = total / config.top_k;
-  return config.num_experts * config.aux_loss_coeff / (config.top_k * tokens * tokens);
-}
-
 // p[t, e] of the load-balance loss for one token. All lanes construct it.
 template <typename Logit>
 class BalanceProbabilities {

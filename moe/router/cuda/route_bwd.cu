@@ -75,7 +75,7 @@ class BalanceGradient {
 public:
   __device__ BalanceGradient(const RouteBwdCall& call, const Logit* logits)
       : load_(call.load), probabilities_(call.config, logits) {
-    scale_ = aux_scale(call.config, load_) * call.aux_loss_grad;
+    scale_ = aux_scale(call.config, load_[call.config.num_experts]) * call.aux_loss_grad;
     float sum = 0;
     for_each_of_lane(call.config.num_experts,
                      [&](int e) { sum += probabilities_(static_cast<float>(logits[e])) * grad_of(e); });

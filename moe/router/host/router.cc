@@ -165,13 +165,6 @@ private:
   std::vector<T> selected_logits_, selected_scores_; // [K]
 };
 
-// What an expert's share of the load weighs in the loss: E * c / (K * T_g^2).
-double aux_scale(const epx_moe_router_config& config, const ExpertLoad& load) {
-  if (load.total() == 0) return 0;
-  const double tokens = load.total() / config.top_k;
-  return config.num_experts * config.aux_loss_coeff / (config.top_k * tokens * tokens);
-}
-
 // p[t, :] of the load-balance loss. Returns what divide_by_sum() does (1 for a softmax).
 template <typename T>
 T balance_probabilities(epx_moe_score how, std::span<const T> logits, std::span<T> p) {
@@ -193,7 +186,7 @@ template <typename T>
 class Backward {
 public:
   Backward(const epx_moe_router_config& config, const ExpertLoad* load, double aux_loss_grad)
-      : config_(config), load_(load), aux_scale_(load != nullptr ? aux_scale(config, *load) * aux_loss_grad : 0),
+      : config_(config), load_(load), aux_scale_(load != nullptr ? aux_scale(config, load->total()) * aux_loss_grad : 0),
         scores_(config.num_experts), grad_scores_(config.num_experts), selected_(config.top_k), shares_(config.top_k),
         grads_(config.top_k) {}
 
@@ -342,16 +335,14 @@ double aux_loss(const epx_moe_router_config& config, int64_t num_tokens, const T
     for (int e = 0; e < experts; ++e)
       sum += static_cast<double>(p[e]) * load.routes(e);
   }
-  return aux_scale(config, load) * sum;
+  return aux_scale(config, load.total()) * sum;
 }
 
 template <typename T>
 void update_bias(const ExpertLoad& load, double rate, int num_experts, T* selection_bias) {
   const double mean = load.total() / num_experts;
-  for (int e = 0; e < num_experts; ++e) {
-    const double lack = mean - load.routes(e);
-    selection_bias[e] += static_cast<T>(lack > 0 ? rate : lack < 0 ? -rate : 0);
-  }
+  for (int e = 0; e < num_experts; ++e)
+    selection_bias[e] += bias_step(mean, load.routes(e), static_cast<T>(rate));
 }
 
 template RouterInfo route(const epx_moe_router_config&, const RouterInputs<float>&, Integers, float*);
