@@ -24,23 +24,6 @@ struct FfnShape {
 // Throws with the field and its value.
 FfnShape make_ffn_shape(const epx_moe_ffn_config& config);
 
-// One parameter of all experts; NULL where it is not given.
-template <typename T>
-struct ParamView {
-  T* data = nullptr;
-  int64_t stride = 0; // elements from expert to expert
-
-  explicit operator bool() const { return data != nullptr; }
-  T* of(int expert) const { return data != nullptr ? data + expert * stride : nullptr; }
-};
-
-// Parameters, or their gradients, whether they were given stacked or separately.
-template <typename T>
-struct FfnParams {
-  ParamView<T> gate, up, down;                // [F, H], [F, H], [H, F] of each expert
-  ParamView<T> gate_bias, up_bias, down_bias; // [F], [F], [H]
-};
-
 // The dtypes that parameters may have.
 struct ParamDtypes {
   std::initializer_list<epx_dtype> weights, biases;
@@ -58,13 +41,6 @@ template <typename T>
 inline constexpr std::initializer_list<epx_dtype> kOnly = {kDtypeOf<T>};
 template <typename T>
 inline constexpr ParamDtypes kHostDtypes = {kOnly<T>, kOnly<T>};
-
-template <typename T>
-FfnParams<T> typed(const ParamTensors& params) {
-  const auto view = [](const ParamTensor& param) { return ParamView<T>{static_cast<T*>(param.data), param.stride}; };
-  return {view(params.gate),      view(params.up),      view(params.down),
-          view(params.gate_bias), view(params.up_bias), view(params.down_bias)};
-}
 
 // Which rows belong to which expert.
 struct Zones {

@@ -15,6 +15,12 @@ struct ParamTensor {
   epx_dtype dtype = EPX_DTYPE_UNSET;
 
   explicit operator bool() const { return data != nullptr; }
+
+  // The elements of one expert, of the dtype of T; NULL where there is no parameter.
+  template <typename T>
+  T* of(int expert) const {
+    return data != nullptr ? static_cast<T*>(data) + expert * stride : nullptr;
+  }
 };
 
 struct ParamTensors {

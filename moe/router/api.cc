@@ -57,9 +57,8 @@ epx_status epx_moe_aux_loss(const epx_moe_router_config* config, const epx_moe_a
     if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*config, *args); });
     require_selection(*args->topk_idx, *config);
     const ExpertLoad load = load_of(*args->global_counts, config->num_experts);
-    *data_of<double>(args->loss) = with_real(args->logits->dtype, [&]<typename T>(T) {
-      return aux_loss<T>(*config, tokens, data_of<T>(args->logits), Integers(args->topk_idx), load);
-    });
+    *data_of<double>(args->loss) =
+        with_real(args->logits->dtype, [&]<typename T>(T) { return aux_loss<T>(*config, *args, load); });
   });
 }
 

@@ -33,12 +33,7 @@ CheckedRouter::CheckedRouter(const epx_moe_router_config& config, const epx_moe_
 
 void CheckedRouter::run() const {
   if (cuda_) return enqueue_on_cuda([&](auto) { cuda::enqueue(config_, args_, *cuda_); });
-  const RouterInfo info = with_real(args_.logits->dtype, [&]<typename T>(T) {
-    const RouterInputs<T> inputs{args_.logits->sizes[0], data_of<T>(args_.logits), data_of<T>(args_.selection_bias),
-                                 data_of<uint8_t>(args_.token_mask)};
-    return route<T>(config_, inputs, Integers(args_.topk_idx), data_of<T>(args_.topk_weights));
-  });
-  if (args_.info != nullptr) write_info(info, *args_.info);
+  with_real(args_.logits->dtype, [&]<typename T>(T) { route<T>(config_, args_); });
 }
 
 CheckedRouterBwd::CheckedRouterBwd(const epx_moe_router_config& config, const epx_moe_router_bwd_args* args)
@@ -68,11 +63,7 @@ void CheckedRouterBwd::run() const {
   require_selection(*args_.topk_idx, config_);
   std::optional<ExpertLoad> load;
   if (args_.global_counts != nullptr) load = load_of(*args_.global_counts, config_.num_experts);
-  with_real(args_.logits->dtype, [&]<typename T>(T) {
-    route_bwd<T>(config_, args_.logits->sizes[0], data_of<T>(args_.logits), Integers(args_.topk_idx),
-                 data_of<T>(args_.grad_topk_weights), load ? &*load : nullptr, args_.aux_loss_grad,
-                 data_of<T>(args_.grad_logits));
-  });
+  with_real(args_.logits->dtype, [&]<typename T>(T) { route_bwd<T>(config_, args_, load ? &*load : nullptr); });
 }
 
 } // namespace epx::moe

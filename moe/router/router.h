@@ -13,30 +13,9 @@ namespace epx::moe {
 // Throws with the field and its value.
 void validate(const epx_moe_router_config& config);
 
+// Computes on the host, in T, as the functions below. The args have been checked.
 template <typename T>
-struct RouterInputs {
-  int64_t num_tokens = 0;
-  const T* logits = nullptr;           // [T, E]
-  const T* selection_bias = nullptr;   // [E] or NULL
-  const uint8_t* token_mask = nullptr; // [T] or NULL
-};
-
-struct RouterInfo {
-  int64_t masked_tokens = 0;
-  int64_t bad_tokens = 0;
-  int64_t first_bad_token = -1;
-};
-
-inline void write_info(const RouterInfo& info, const epx_tensor& tensor) {
-  auto* const values = data_of<int64_t>(&tensor); // [3]
-  values[0] = info.masked_tokens;
-  values[1] = info.bad_tokens;
-  values[2] = info.first_bad_token;
-}
-
-// Writes topk_idx[T, K] and topk_weights[T, K].
-template <typename T>
-RouterInfo route(const epx_moe_router_config& config, const RouterInputs<T>& inputs, Integers topk_idx, T* topk_weights);
+void route(const epx_moe_router_config& config, const epx_moe_router_args& args);
 
 // counts_by_rank[P, E] summed over the ranks, as what the load-balance loss needs of it.
 class ExpertLoad {
@@ -51,15 +30,13 @@ private:
   double total_ = 0;
 };
 
-// Writes grad_logits[T, E]. grad_topk_weights may be NULL; so may `load`, without a load-balance loss.
+// `load` may be NULL, without a load-balance loss.
 template <typename T>
-void route_bwd(const epx_moe_router_config& config, int64_t num_tokens, const T* logits, Integers topk_idx,
-               const T* grad_topk_weights, const ExpertLoad* load, double aux_loss_grad, T* grad_logits);
+void route_bwd(const epx_moe_router_config& config, const epx_moe_router_bwd_args& args, const ExpertLoad* load);
 
-// The share of these tokens in the load-balance loss.
+// The share of the args' tokens in the load-balance loss.
 template <typename T>
-double aux_loss(const epx_moe_router_config& config, int64_t num_tokens, const T* logits, Integers topk_idx,
-                const ExpertLoad& load);
+double aux_loss(const epx_moe_router_config& config, const epx_moe_aux_loss_args& args, const ExpertLoad& load);
 
 template <typename T>
 void update_bias(const ExpertLoad& load, double rate, int num_experts, T* selection_bias);

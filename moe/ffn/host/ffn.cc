@@ -127,10 +127,10 @@ T dot(const T* a, const T* b, int64_t size) {
 }
 
 template <typename T>
-void clear_grads(const FfnShape& shape, const FfnParams<T>& grads) {
-  const auto clear = [&](const ParamView<T>& view, int64_t size) {
-    for (int e = 0; view && e < shape.num_experts; ++e)
-      std::fill_n(view.of(e), size, T{0});
+void clear_grads(const FfnShape& shape, const ParamTensors& grads) {
+  const auto clear = [&](const ParamTensor& grad, int64_t size) {
+    for (int e = 0; grad && e < shape.num_experts; ++e)
+      std::fill_n(grad.of<T>(e), size, T{0});
   };
   clear(grads.gate, shape.inner * shape.hidden);
   clear(grads.up, shape.inner * shape.hidden);
@@ -143,8 +143,7 @@ void clear_grads(const FfnShape& shape, const FfnParams<T>& grads) {
 } // namespace
 
 template <typename T>
-void ffn_fwd(const FfnShape& shape, const ParamTensors& tensors, const Zones& zones, const epx_moe_ffn_args& args) {
-  const FfnParams<T> params = typed<T>(tensors);
+void ffn_fwd(const FfnShape& shape, const ParamTensors& params, const Zones& zones, const epx_moe_ffn_args& args) {
   const T* const recv_tokens = data_of<T>(args.recv_tokens);
   const T* const recv_weights = data_of<T>(args.recv_weights);
   T* const expert_out = data_of<T>(args.expert_out);
@@ -157,11 +156,11 @@ void ffn_fwd(const FfnShape& shape, const ParamTensors& tensors, const Zones& zo
     const int e = tile.expert;
     const T* const tokens = full_tile(tile, recv_tokens, shape.hidden, x);
     if (shape.has_gate()) {
-      gate.fill(params.gate_bias.of(e));
-      product.add_a_bt(tokens, params.gate.of(e), gate.data(), shape.inner, shape.hidden);
+      gate.fill(params.gate_bias.of<T>(e));
+      product.add_a_bt(tokens, params.gate.of<T>(e), gate.data(), shape.inner, shape.hidden);
     }
-    up.fill(params.up_bias.of(e));
-    product.add_a_bt(tokens, params.up.of(e), up.data(), shape.inner, shape.hidden);
+    up.fill(params.up_bias.of<T>(e));
+    product.add_a_bt(tokens, params.up.of<T>(e), up.data(), shape.inner, shape.hidden);
     if (pre_act != nullptr) {
       if (shape.has_gate()) gate.store(tile, pre_act, shape.pre_act());
       up.store(tile, pre_act + shape.pre_act() - shape.inner, shape.pre_act());
@@ -169,21 +168,19 @@ void ffn_fwd(const FfnShape& shape, const ParamTensors& tensors, const Zones& zo
     if (expert_out == nullptr) continue;
 
     activate(shape, tile, gate, up, inner);
-    y.fill(params.down_bias.of(e));
+    y.fill(params.down_bias.of<T>(e));
     if (recv_weights != nullptr) {
       inner.scale_rows(tile, recv_weights);
       y.scale_rows(tile, recv_weights);
     }
-    product.add_a_bt(inner.data(), params.down.of(e), y.data(), shape.hidden, shape.inner);
+    product.add_a_bt(inner.data(), params.down.of<T>(e), y.data(), shape.hidden, shape.inner);
     y.store(tile, expert_out, shape.hidden);
   }
 }
 
 template <typename T>
-void ffn_bwd(const FfnShape& shape, const ParamTensors& param_tensors, const ParamTensors& grad_tensors, const Zones& zones,
+void ffn_bwd(const FfnShape& shape, const ParamTensors& params, const ParamTensors& grads, const Zones& zones,
              const epx_moe_ffn_bwd_args& args) {
-  const FfnParams<T> params = typed<T>(param_tensors);
-  const FfnParams<T> grads = typed<T>(grad_tensors);
   const T* const recv_tokens = data_of<T>(args.recv_tokens);
   const T* const recv_weights = data_of<T>(args.recv_weights);
   const T* const pre_act = data_of<T>(args.pre_act);
@@ -194,7 +191,7 @@ void ffn_bwd(const FfnShape& shape, const ParamTensors& param_tensors, const Par
   const int64_t gate_size = shape.has_gate() ? inner_size : 0;
   TileBuffer<T> x(hidden), gate(gate_size), up(inner_size), inner(inner_size);
   TileBuffer<T> grad_y(hidden), grad_gate(gate_size), grad_inner(inner_size), grad_x(hidden);
-  if (args.accumulate == 0) clear_grads(shape, grads);
+  if (args.accumulate == 0) clear_grads<T>(shape, grads);
 
   TileScheduler scheduler(zones, shape.num_experts);
   for (Tile tile; scheduler.next(tile);) {
@@ -207,32 +204,32 @@ void ffn_bwd(const FfnShape& shape, const ParamTensors& param_tensors, const Par
 
     // Through the down projection; its weight gradient sees the weighted activations, or the weighted gradient.
     grad_inner.clear();
-    product.add_a_b(grad_y.data(), params.down.of(e), grad_inner.data(), inner_size, hidden);
+    product.add_a_b(grad_y.data(), params.down.of<T>(e), grad_inner.data(), inner_size, hidden);
     if (grad_recv_weights != nullptr) {
       for (int64_t r = 0; r < tile.num_rows; ++r) {
         T& grad = grad_recv_weights[tile.first_row + r];
         grad = dot(grad_inner.row(r), inner.row(r), inner_size);
-        if (params.down_bias) grad += dot(grad_y.row(r), params.down_bias.of(e), hidden);
+        if (params.down_bias) grad += dot(grad_y.row(r), params.down_bias.of<T>(e), hidden);
       }
     }
     if (recv_weights != nullptr) {
       grad_inner.scale_rows(tile, recv_weights);
       grad_y.scale_rows(tile, recv_weights);
     }
-    if (grads.down) product.add_at_b(grad_y.data(), inner.data(), grads.down.of(e), hidden, inner_size);
-    if (grads.down_bias) grad_y.add_rows_to(tile, grads.down_bias.of(e));
+    if (grads.down) product.add_at_b(grad_y.data(), inner.data(), grads.down.of<T>(e), hidden, inner_size);
+    if (grads.down_bias) grad_y.add_rows_to(tile, grads.down_bias.of<T>(e));
 
     // Through the activation, gate and up.
     activate_bwd(shape, tile, gate, up, grad_gate, grad_inner);
     grad_x.clear();
     if (shape.has_gate()) {
-      product.add_a_b(grad_gate.data(), params.gate.of(e), grad_x.data(), hidden, inner_size);
-      if (grads.gate) product.add_at_b(grad_gate.data(), tokens, grads.gate.of(e), inner_size, hidden);
-      if (grads.gate_bias) grad_gate.add_rows_to(tile, grads.gate_bias.of(e));
+      product.add_a_b(grad_gate.data(), params.gate.of<T>(e), grad_x.data(), hidden, inner_size);
+      if (grads.gate) product.add_at_b(grad_gate.data(), tokens, grads.gate.of<T>(e), inner_size, hidden);
+      if (grads.gate_bias) grad_gate.add_rows_to(tile, grads.gate_bias.of<T>(e));
     }
-    product.add_a_b(grad_inner.data(), params.up.of(e), grad_x.data(), hidden, inner_size);
-    if (grads.up) product.add_at_b(grad_inner.data(), tokens, grads.up.of(e), inner_size, hidden);
-    if (grads.up_bias) grad_inner.add_rows_to(tile, grads.up_bias.of(e));
+    product.add_a_b(grad_inner.data(), params.up.of<T>(e), grad_x.data(), hidden, inner_size);
+    if (grads.up) product.add_at_b(grad_inner.data(), tokens, grads.up.of<T>(e), inner_size, hidden);
+    if (grads.up_bias) grad_inner.add_rows_to(tile, grads.up_bias.of<T>(e));
     grad_x.store(tile, data_of<T>(args.grad_recv), hidden);
   }
 }

@@ -277,22 +277,26 @@ private:
 } // namespace
 
 template <typename T>
-RouterInfo route(const epx_moe_router_config& config, const RouterInputs<T>& inputs, Integers topk_idx, T* topk_weights) {
-  const int64_t experts = config.num_experts;
+void route(const epx_moe_router_config& config, const epx_moe_router_args& args) {
   const int64_t top_k = config.top_k;
-  RouterInfo info;
-  Selector<T> selector(config, inputs.selection_bias);
-  for (int64_t t = 0; t < inputs.num_tokens; ++t) {
+  const T* const logits = data_of<T>(args.logits);
+  const auto* const mask = data_of<uint8_t>(args.token_mask);
+  const Integers topk_idx(args.topk_idx);
+  T* const topk_weights = data_of<T>(args.topk_weights);
+  const auto experts = static_cast<size_t>(config.num_experts);
+  int64_t info[3] = {0, 0, -1}; // masked tokens, bad tokens, the first of these
+  Selector<T> selector(config, data_of<T>(args.selection_bias));
+  for (int64_t t = 0; t < args.logits->sizes[0]; ++t) {
     const std::span<T> weights(topk_weights + t * top_k, static_cast<size_t>(top_k));
-    const bool masked = inputs.token_mask != nullptr && inputs.token_mask[t] == 0;
-    const bool good = !masked && selector.select({inputs.logits + t * experts, static_cast<size_t>(experts)}, weights);
+    const bool masked = mask != nullptr && mask[t] == 0;
+    const bool good = !masked && selector.select({logits + t * config.num_experts, experts}, weights);
     if (!good) std::fill(weights.begin(), weights.end(), T{0});
     for (int64_t k = 0; k < top_k; ++k)
       topk_idx.set(t * top_k + k, good ? selector.experts()[k] : -1);
-    info.masked_tokens += masked;
-    if (!masked && !good && info.bad_tokens++ == 0) info.first_bad_token = t;
+    info[0] += masked;
+    if (!masked && !good && info[1]++ == 0) info[2] = t;
   }
-  return info;
+  if (args.info != nullptr) std::copy_n(info, 3, data_of<int64_t>(args.info));
 }
 
 ExpertLoad::ExpertLoad(Integers counts_by_rank, int64_t num_ranks, int num_experts) : routes_(num_experts) {
@@ -304,11 +308,15 @@ ExpertLoad::ExpertLoad(Integers counts_by_rank, int64_t num_ranks, int num_exper
 }
 
 template <typename T>
-void route_bwd(const epx_moe_router_config& config, int64_t num_tokens, const T* logits, Integers topk_idx,
-               const T* grad_topk_weights, const ExpertLoad* load, double aux_loss_grad, T* grad_logits) {
+void route_bwd(const epx_moe_router_config& config, const epx_moe_router_bwd_args& args, const ExpertLoad* load) {
+  const int64_t num_tokens = args.logits->sizes[0];
   const int64_t experts = config.num_experts;
   const int64_t top_k = config.top_k;
-  Backward<T> backward(config, load, aux_loss_grad);
+  const T* const logits = data_of<T>(args.logits);
+  const T* const grad_topk_weights = data_of<T>(args.grad_topk_weights);
+  T* const grad_logits = data_of<T>(args.grad_logits);
+  const Integers topk_idx(args.topk_idx);
+  Backward<T> backward(config, load, args.aux_loss_grad);
   std::vector<int> selected(top_k);
   std::fill_n(grad_logits, num_tokens * experts, T{0});
   for (int64_t t = 0; t < num_tokens; ++t) {
@@ -324,12 +332,13 @@ void route_bwd(const epx_moe_router_config& config, int64_t num_tokens, const T*
 }
 
 template <typename T>
-double aux_loss(const epx_moe_router_config& config, int64_t num_tokens, const T* logits, Integers topk_idx,
-                const ExpertLoad& load) {
+double aux_loss(const epx_moe_router_config& config, const epx_moe_aux_loss_args& args, const ExpertLoad& load) {
   const int64_t experts = config.num_experts;
+  const T* const logits = data_of<T>(args.logits);
+  const Integers topk_idx(args.topk_idx);
   std::vector<T> p(experts);
   double sum = 0;
-  for (int64_t t = 0; t < num_tokens; ++t) {
+  for (int64_t t = 0; t < args.logits->sizes[0]; ++t) {
     if (topk_idx[t * config.top_k] < 0) continue;
     balance_probabilities<T>(config.score, {logits + t * experts, static_cast<size_t>(experts)}, p);
     for (int e = 0; e < experts; ++e)
@@ -345,14 +354,12 @@ void update_bias(const ExpertLoad& load, double rate, int num_experts, T* select
     selection_bias[e] += bias_step(mean, load.routes(e), static_cast<T>(rate));
 }
 
-template RouterInfo route(const epx_moe_router_config&, const RouterInputs<float>&, Integers, float*);
-template RouterInfo route(const epx_moe_router_config&, const RouterInputs<double>&, Integers, double*);
-template void route_bwd(const epx_moe_router_config&, int64_t, const float*, Integers, const float*, const ExpertLoad*,
-                        double, float*);
-template void route_bwd(const epx_moe_router_config&, int64_t, const double*, Integers, const double*, const ExpertLoad*,
-                        double, double*);
-template double aux_loss(const epx_moe_router_config&, int64_t, const float*, Integers, const ExpertLoad&);
-template double aux_loss(const epx_moe_router_config&, int64_t, const double*, Integers, const ExpertLoad&);
+template void route<float>(const epx_moe_router_config&, const epx_moe_router_args&);
+template void route<double>(const epx_moe_router_config&, const epx_moe_router_args&);
+template void route_bwd<float>(const epx_moe_router_config&, const epx_moe_router_bwd_args&, const ExpertLoad*);
+template void route_bwd<double>(const epx_moe_router_config&, const epx_moe_router_bwd_args&, const ExpertLoad*);
+template double aux_loss<float>(const epx_moe_router_config&, const epx_moe_aux_loss_args&, const ExpertLoad&);
+template double aux_loss<double>(const epx_moe_router_config&, const epx_moe_aux_loss_args&, const ExpertLoad&);
 template void update_bias(const ExpertLoad&, double, int, float*);
 template void update_bias(const ExpertLoad&, double, int, double*);
 
