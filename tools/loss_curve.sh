@@ -6,7 +6,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 cd "$source_root"
 
-readonly train=build/examples/train_moe/train_moe limit_s=300
+readonly train=build/apps/train_moe/train_moe limit_s=300
 
 run_training() { # NAME RANKS OPTION...
   say "Training: $1"

@@ -8,7 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 cd "$source_root"
 
 readonly ranks=4 limit_s=300
-readonly bench=build/tools/ep_bench/ep_bench train=build/examples/train_moe/train_moe
+readonly bench=build/tools/ep_bench/ep_bench train=build/apps/train_moe/train_moe
 
 run_bench() { # NAME ROUTING
   local json=build/quickstart-$1.json

@@ -130,7 +130,7 @@ run_tests() { # BUILD_DIR LOG_NAME TIMEOUT_MULTIPLIER MESON_TEST_ARGS...
 }
 
 source_files() { # FIND_TEST...
-  find include base runtime transport moe python tools tests examples -type f \( "$@" \) 2>/dev/null || true # not every folder is there
+  find include base runtime transport moe python tools tests apps examples -type f \( "$@" \) 2>/dev/null || true # not every folder is there
 }
 
 format_is_right() { source_files -name '*.h' -o -name '*.hpp' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' | xargs -r clang-format-14 --dry-run -Werror; }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The functions of cuBLAS that train_moe uses, on a CPU.
-#include "examples/train_moe/cuda/cublas.h"
+#include "apps/train_moe/cuda/cublas.h"
 
 #include <cstddef>
 

@@ -1,4 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/emulation/device.h"
 
-#include "examples/train_moe/cuda/kernels.cu"
+#include "apps/train_moe/cuda/kernels.cu"

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// A Job is one run of train_moe: it reads its files, trains, and writes the results. Every function is collective.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "apps/train_moe/device.h"
+#include "apps/train_moe/options.h"
+#include "apps/train_moe/output.h"
+#include "apps/train_moe/text.h"
+#include "apps/train_moe/trainer.h"
+#include "apps/train_moe/world.h"
+
+namespace train {
+
+class Job {
+public:
+  // Throws AgreedError for everything that can be refused, before a file of an earlier run is changed.
+  Job(const World& world, const Options& options);
+
+  void train();
+
+  // Measures the held-out loss, and writes the closing line and the table of times.
+  void finish();
+
+private:
+  void resume();
+  void save(int64_t step);
+  StepResult train_step(int64_t step);
+  void print_times() const;
+
+  const World& world_;
+  const Options& options_;
+  Text text_;
+  std::unique_ptr<Device> device_;                 // outlives the trainers
+  std::vector<std::unique_ptr<Trainer>> trainers_; // one, or one per exchange side by side
+  std::vector<std::vector<double>> seconds_;       // by trainer, of its steps
+  int64_t done_ = 0;                               // steps before this run's first
+  std::unique_ptr<LineWriter> log_;                // only on rank 0
+  std::optional<RoutingRecord> routing_;
+};
+
+} // namespace train

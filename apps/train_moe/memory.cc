@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "apps/train_moe/memory.h"
+
+#include "apps/train_moe/chunks.h"
+#include "apps/train_moe/errors.h"
+#include "apps/train_moe/moe_layer.h"
+
+namespace train {
+namespace {
+
+// Need is in bytes, as double, since a product of options may be more than any integer type holds.
+struct Need {
+  double parameters = 0;      // with their gradients and AdamW's moments
+  double chunk_gradients = 0; // of the replicated parameters, one copy per chunk
+  double activations = 0;     // of a step
+
+  double all() const { return parameters + chunk_gradients + activations; }
+};
+
+// Computes the need from the shapes that Model declares.
+Need need_of(const ModelOptions& model, const Chunks& chunks, int64_t experts_here, bool replicates_experts) {
+  constexpr double kBytesOfFloat = sizeof(float);
+  constexpr double kByteValues = 256;
+  constexpr double kAdamCopies = 4; // values, gradients, two moments
+  const double hidden = model.hidden, embedding = model.embedding, layers = model.layers;
+  const double embedded = model.context * embedding;
+  const double experts = layers * 3 * static_cast<double>(experts_here) * model.ffn * hidden;
+  const double shared = kByteValues * embedding + hidden * embedded + hidden + layers * model.experts * hidden +
+                        kByteValues * hidden + kByteValues;
+  const double tokens = static_cast<double>(chunks.num_tokens());
+  Need need;
+  need.parameters = kBytesOfFloat * kAdamCopies * (shared + experts);
+  need.chunk_gradients =
+      kBytesOfFloat * static_cast<double>(chunks.count()) * (replicates_experts ? shared + experts : shared);
+  need.activations =
+      kBytesOfFloat * (tokens * (layers * (2 * hidden + model.experts) + 4 * hidden + kByteValues) + kChunk * embedded);
+  return need;
+}
+
+} // namespace
+
+void require_memory(const World& world, const Options& options, const Device& device) {
+  const ModelOptions& model = options.model;
+  const bool is_dense = options.exchange == Exchange::dense;
+  const Ownership mine = ownership(model.experts, world.rank(), world.size());
+  const Need need =
+      need_of(model, Chunks(model.batch, world.rank(), world.size()), is_dense ? model.experts : mine.count, is_dense);
+  const double models = options.exchange == Exchange::both ? 2 : 1;
+  const double available = device.available_memory();
+  if (models * need.all() <= available) return;
+  fail(kExitUsage,
+       "--hidden {}, --ffn {}, --experts {}, --layers {}, --embedding {}, --context {} and --batch {} need at least {:.0f} "
+       "bytes of memory on rank {}: {:.0f} for parameters, gradients and AdamW's moments, {:.0f} for gradients by chunk, "
+       "{:.0f} for activations{}; {} can have {:.0f}",
+       model.hidden, model.ffn, model.experts, model.layers, model.embedding, model.context, model.batch,
+       models * need.all(), world.rank(), need.parameters, need.chunk_gradients, need.activations,
+       models > 1 ? ", for each of two exchanges" : "", device.is_host() ? "a process" : "a process on its GPU", available);
+}
+
+} // namespace train

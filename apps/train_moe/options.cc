@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "apps/train_moe/options.h"
+
+#include <charconv>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <utility>
+
+#include <CLI/CLI.hpp>
+
+#include "apps/train_moe/errors.h"
+#include "epx/epx.h"
+
+namespace train {
+namespace {
+
+const std::map<std::string, Exchange> kExchanges{
+    {"epx", Exchange::epx}, {"alltoallv", Exchange::alltoallv}, {"both", Exchange::both}};
+
+const std::map<std::string, DeviceKind> kDevices{{"host", DeviceKind::host}, {"cuda", DeviceKind::cuda}};
+const std::map<std::string, Dtype> kDtypes{{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}};
+
+const char* const kFooter = "Trains a byte-level language model with Mixture-of-Experts layers. The curve does not depend "
+                            "on the number of ranks: the\n"
+                            "batch is split into chunks of 32 bytes, ranks take contiguous runs of chunks, and gradients "
+                            "are summed chunk by chunk in\n"
+                            "that order. Prints one JSON line per step {\"step\", \"loss\" (nats per byte), \"load\" (per "
+                            "layer: the busiest expert's\n"
+                            "routes over the mean)} and, at the end, one with the held-out loss.\n"
+                            "\n"
+                            "A tenth of the text, its end, is held out. Of an option that is repeated, the last counts. "
+                            "Exit status: 0, 1 (a call\n"
+                            "failed or training cannot go on), 2 (the command line or a file is no good).\n"
+                            "\n"
+                            "Example: mpirun -n 4 train_moe --text FILE --steps 200 --experts 8 --top-k 2";
+
+// CLI11 takes "-1" for 2^64 - 1.
+uint64_t parse_seed(const std::string& text) {
+  uint64_t seed = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, seed);
+  if (error != std::errc() || stop != end)
+    fail(kExitUsage, "--seed is '{}'; it must be a whole number from 0 to 2^64 - 1", text);
+  return seed;
+}
+
+} // namespace
+
+const char* name_of(Exchange exchange) {
+  switch (exchange) {
+  case Exchange::epx:
+    return "epx";
+  case Exchange::alltoallv:
+    return "alltoallv";
+  case Exchange::dense:
+    return "dense";
+  case Exchange::both:
+    return "both";
+  }
+  return "unknown";
+}
+
+std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
+  Options options;
+  ModelOptions& model = options.model;
+  bool dense = false;
+  std::string exchange_name = "epx", device_name = "host", dtype_name = "fp32", seed = std::to_string(model.seed);
+  CLI::App app("train_moe: expert-parallel training on a text");
+  app.footer(kFooter);
+  app.set_version_flag("--version",
+                       fmt::format("train_moe (epx {}.{}.{})", EPX_VERSION_MAJOR, EPX_VERSION_MINOR, EPX_VERSION_PATCH));
+  app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  const CLI::Range positive(1, std::numeric_limits<int>::max());
+
+  app.add_option("--text", options.text, "file to learn, of at most 1 GiB")->capture_default_str();
+  app.add_option("--steps", options.steps, "number of the last step")->check(positive)->capture_default_str();
+  app.add_option("--batch", model.batch, "bytes predicted per step, over all ranks")
+      ->check(positive)
+      ->capture_default_str();
+  app.add_option("--experts", model.experts, "experts per layer")->check(positive)->capture_default_str();
+  app.add_option("--top-k", model.top_k, "experts per token")->check(CLI::Range(1, 64))->capture_default_str();
+  app.add_option("--layers", model.layers, "MoE layers")->check(positive)->capture_default_str();
+  app.add_option("--hidden", model.hidden, "hidden size")->check(positive)->capture_default_str();
+  app.add_option("--ffn", model.ffn, "inner size of an expert")->check(positive)->capture_default_str();
+  app.add_option("--context", model.context, "bytes that the model sees")->check(positive)->capture_default_str();
+  app.add_option("--embedding", model.embedding, "size of a byte's embedding")->check(positive)->capture_default_str();
+  app.add_option("--seed", seed, "of parameters and batches, from 0 to 2^64 - 1")->capture_default_str();
+  app.add_option("--lr", options.learning_rate, "AdamW's learning rate, after 10 steps of warm-up")->capture_default_str();
+  app.add_option("--weight-decay", options.weight_decay, "of matrices")->capture_default_str();
+  app.add_option("--aux-loss", options.aux_loss, "coefficient of the load-balance loss")->capture_default_str();
+  auto* exchange =
+      app.add_option("--exchange", exchange_name,
+                     "how tokens reach their experts: epx, alltoallv (MPI_Alltoallv of permuted rows), or both side "
+                     "by side, with the time per step of each");
+  exchange->check(CLI::IsMember({"epx", "alltoallv", "both"}))->capture_default_str();
+  app.add_flag("--dense", dense, "no exchange: each rank computes all experts")->excludes(exchange);
+  app.add_option("--device", device_name, "what computes: host, or cuda (a GPU for each rank, with --exchange epx)")
+      ->check(CLI::IsMember({"host", "cuda"}))
+      ->capture_default_str();
+  app.add_option("--dtype", dtype_name,
+                 "of the experts and their tokens: fp32, or bf16 (with --device cuda; AdamW keeps float32 parameters)")
+      ->check(CLI::IsMember({"fp32", "bf16"}))
+      ->capture_default_str();
+  app.add_option("--checkpoint", options.checkpoint_file, "write a checkpoint here after the last step");
+  app.add_option("--checkpoint-every", options.checkpoint_every, "and after every so many steps")->check(positive);
+  app.add_option("--resume", options.resume_file, "go on from this checkpoint, on any number of ranks and any device");
+  app.add_option("--record-routing", options.routing_file,
+                 "write every step's top-k indices here (docs/routing-record.md)");
+  app.add_option("--log", options.log_file, "write the JSON lines here instead of to standard output");
+  app.add_option("--progress", options.progress, "bar on standard error: auto (on a terminal), on, off")
+      ->check(CLI::IsMember({"auto", "on", "off"}))
+      ->capture_default_str();
+  app.add_option("--timeout-ms", options.timeout_ms, "longest wait for another rank")
+      ->check(positive)
+      ->capture_default_str();
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    return RequestedText{app.help()};
+  } catch (const CLI::CallForVersion&) {
+    return RequestedText{app.version() + "\n"};
+  } catch (const CLI::ParseError& error) {
+    fail(kExitUsage, "{}", error.what());
+  }
+  for (const auto& [name, value] : {std::pair{"--lr", options.learning_rate},
+                                    {"--weight-decay", options.weight_decay},
+                                    {"--aux-loss", options.aux_loss}})
+    if (!std::isfinite(value) || value < 0)
+      fail(kExitUsage, "{} is {}; it must be a number that is not negative", name, value);
+  model.seed = parse_seed(seed);
+  options.exchange = dense ? Exchange::dense : kExchanges.at(exchange_name);
+  options.device = kDevices.at(device_name);
+  options.dtype = kDtypes.at(dtype_name);
+  if (options.device == DeviceKind::cuda && options.exchange != Exchange::epx)
+    fail(kExitUsage, "{} is for --device host; --device cuda computes with --exchange epx only",
+         dense ? "--dense" : "--exchange " + exchange_name);
+  if (options.device == DeviceKind::host && options.dtype != Dtype::fp32)
+    fail(kExitUsage, "--dtype {} is for --device cuda; --device host computes in fp32 only", dtype_name);
+  if (model.top_k > model.experts)
+    fail(kExitUsage, "--top-k is {}; it must not exceed --experts, {}", model.top_k, model.experts);
+  if (options.checkpoint_every > 0 && options.checkpoint_file.empty())
+    fail(kExitUsage, "--checkpoint-every {} is given without --checkpoint FILE", options.checkpoint_every);
+  if (options.exchange == Exchange::both && !(options.checkpoint_file + options.routing_file).empty())
+    fail(kExitUsage, "--exchange both trains two models; --checkpoint and --record-routing are for one");
+  return options;
+}
+
+} // namespace train

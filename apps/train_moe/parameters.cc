@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "apps/train_moe/parameters.h"
+
+#include <cmath>
+#include <functional>
+#include <numeric>
+#include <random>
+
+namespace train {
+int64_t Tensor::row_size() const {
+  return std::accumulate(shape.begin() + 1, shape.end(), int64_t{1}, std::multiplies<>());
+}
+
+Parameters::Id Parameters::add_replicated(const std::string& name, std::vector<int64_t> shape, double init_limit,
+                                          bool decays) {
+  Tensor tensor{name, std::move(shape), false, decays, init_limit};
+  tensor.count = tensor.shape[0];
+  return add(std::move(tensor));
+}
+
+Parameters::Id Parameters::add_sharded(const std::string& name, std::vector<int64_t> shape, double init_limit,
+                                       int64_t first, int64_t count) {
+  Tensor tensor{name, std::move(shape), true, true, init_limit, first, count};
+  return add(std::move(tensor));
+}
+
+Parameters::Id Parameters::add(Tensor tensor) {
+  Area& home = area(tensor);
+  tensor.offset = home.size;
+  home.size += tensor.size();
+  tensors_.push_back(std::move(tensor));
+  return static_cast<Id>(tensors_.size()) - 1;
+}
+
+void Parameters::allocate(Area& area) {
+  for (Array<float>* values : {&area.values, &area.grads, &area.first_moments, &area.second_moments}) {
+    values->resize(area.size);
+    values->clear();
+  }
+}
+
+void Parameters::initialise(uint64_t seed) {
+  allocate(replicated_);
+  allocate(sharded_);
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const Tensor& tensor = tensors_[i];
+    std::seed_seq words{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), static_cast<uint32_t>(i)};
+    std::mt19937_64 random(words);
+    random.discard(static_cast<unsigned long long>(tensor.first * tensor.row_size()));
+    std::vector<float> values(tensor.size());
+    for (float& value : values) {
+      const double unit = static_cast<double>(random() >> 11) * 0x1p-53; // [0, 1)
+      value = static_cast<float>((2 * unit - 1) * tensor.init_limit);
+    }
+    area(tensor).values.copy_in(tensor.offset, values);
+  }
+}
+
+void Parameters::step(int64_t step, double learning_rate, double weight_decay) {
+  const double correction1 = 1 - std::pow(kAdamBeta1, static_cast<double>(step));
+  const double correction2 = 1 - std::pow(kAdamBeta2, static_cast<double>(step));
+  for (const Tensor& tensor : tensors_) {
+    Area& home = area(tensor);
+    const auto decay = static_cast<float>(tensor.decays ? learning_rate * weight_decay : 0);
+    device_.adamw({learning_rate, correction1, correction2, decay}, tensor.size(),
+                  {home.values.data() + tensor.offset, home.grads.data() + tensor.offset,
+                   home.first_moments.data() + tensor.offset, home.second_moments.data() + tensor.offset});
+  }
+}
+
+} // namespace train

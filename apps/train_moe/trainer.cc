@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "apps/train_moe/trainer.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <span>
+
+namespace train {
+namespace {
+
+constexpr int64_t kWarmUpSteps = 10;
+
+// Returns the most tokens that a rank gets in a step.
+int64_t most_tokens(const ModelOptions& model, int num_ranks) {
+  int64_t most = 0;
+  for (int rank = 0; rank < num_ranks; ++rank)
+    most = std::max(most, Chunks(model.batch, rank, num_ranks).num_tokens());
+  return most;
+}
+
+// RouterReport is what a rank sends to the others about one layer's router.
+struct RouterReport {
+  int64_t bad_tokens, first_bad_token;
+};
+
+} // namespace
+
+Trainer::Trainer(const World& world, Device& device, const Options& options, const Text& text, Exchange exchange)
+    : world_(world), device_(device), options_(options), text_(text), exchange_(exchange), parameters_(device),
+      model_(device, options.model, parameters_, ownership(options.model.experts, world.rank(), world.size()),
+             exchange == Exchange::dense),
+      chunk_grads_(device, parameters_) {
+  parameters_.initialise(options.model.seed);
+  if (exchange == Exchange::epx) group_ = make_group(world, device, options, most_tokens(options.model, world.size()));
+  std::vector<std::unique_ptr<MoeLayer>> layers;
+  for (const Experts& experts : model_.experts()) {
+    if (exchange == Exchange::epx)
+      layers.push_back(make_epx_layer(group_, world, device, options, parameters_, experts));
+    else if (exchange == Exchange::alltoallv)
+      layers.push_back(make_alltoallv_layer(world, options.model, options.aux_loss, parameters_, experts));
+    else
+      layers.push_back(make_dense_layer(world, options.model, options.aux_loss, parameters_, experts));
+  }
+  model_.set_layers(std::move(layers));
+}
+
+StepResult Trainer::step(int64_t step) {
+  world_.barrier();
+  const auto begin = std::chrono::steady_clock::now();
+  const std::vector<int64_t> positions = train_positions(text_, options_.model, step);
+  const Chunks chunks(options_.model.batch, world_.rank(), world_.size());
+  StepResult result;
+  result.loss = mean_loss(positions, chunks, "step", step);
+  model_.backward(chunk_grads_);
+  const std::span<const float> chunk_grads = chunk_grads_.on_host(chunk_grads_mirror_);
+  if (group_) require_no_events(group_); // a GPU has finished the backward by now
+  for (const auto& layer : model_.layers())
+    layer->require_no_device_errors();
+  summed_grads_.resize(parameters_.replicated().size);
+  world_.ordered_sum(chunk_grads, summed_grads_);
+  parameters_.replicated().grads.assign(summed_grads_);
+  const double warm = std::min(1.0, static_cast<double>(step) / kWarmUpSteps);
+  parameters_.step(step, options_.learning_rate * warm, options_.weight_decay);
+  device_.synchronize();
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+  result.seconds = world_.slowest(seconds.count());
+  for (const auto& layer : model_.layers())
+    result.load.push_back(layer->load());
+  return result;
+}
+
+double Trainer::held_out_loss() {
+  const std::vector<int64_t> all = held_out_positions(text_, options_.model);
+  double loss = 0;
+  for (size_t first = 0; first < all.size(); first += options_.model.batch) {
+    const size_t size = std::min<size_t>(options_.model.batch, all.size() - first);
+    const std::vector<int64_t> positions(all.begin() + first, all.begin() + first + size);
+    const Chunks chunks(static_cast<int64_t>(size), world_.rank(), world_.size());
+    loss += mean_loss(positions, chunks, "held-out batch", static_cast<int64_t>(first / options_.model.batch) + 1) *
+            static_cast<double>(size);
+  }
+  return loss / static_cast<double>(all.size());
+}
+
+double Trainer::mean_loss(const std::vector<int64_t>& positions, const Chunks& chunks, const char* when, int64_t number) {
+  const std::vector<double> losses = world_.gather(std::span<const double>(model_.forward(text_, positions, chunks)));
+  std::vector<RouterReport> reports;
+  for (const auto& layer : model_.layers())
+    reports.push_back({layer->bad_tokens(), layer->first_bad_token()});
+  const std::vector<RouterReport> all = world_.gather(std::span<const RouterReport>(reports));
+  for (size_t i = 0; i < all.size(); ++i)
+    if (all[i].bad_tokens > 0)
+      throw AgreedError(
+          kExitFailure,
+          fmt::format("{} {}: the router of layer {} on rank {} got logits that are not numbers, for {} tokens "
+                      "(the first is token {}); a smaller --lr may help",
+                      when, number, i % reports.size(), i / reports.size(), all[i].bad_tokens, all[i].first_bad_token));
+  double sum = 0;
+  for (const double loss : losses) // in chunk order
+    sum += loss;
+  const double mean = sum / static_cast<double>(positions.size());
+  if (!std::isfinite(mean))
+    throw AgreedError(kExitFailure, fmt::format("{} {}: the loss is {}; a smaller --lr may help", when, number, mean));
+  return mean;
+}
+
+} // namespace train
