@@ -18,7 +18,7 @@ except ImportError:
     sys.exit(77)
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools" / "moe_tutorial"))
+sys.path.insert(0, str(ROOT / "docs" / "moe_tutorial"))
 import cases  # noqa: E402
 import correctness  # noqa: E402
 import programs  # noqa: E402
@@ -87,7 +87,7 @@ class Block(unittest.TestCase):
 
     def test_tutorial_in_its_quick_form(self):
         with tempfile.TemporaryDirectory(prefix="moe_tutorial.") as name:
-            run = subprocess.run([sys.executable, "-B", ROOT / "tools" / "moe_tutorial" / "moe_tutorial.py", "--quick", "--cpu",
+            run = subprocess.run([sys.executable, "-B", ROOT / "docs" / "moe_tutorial" / "moe_tutorial.py", "--quick", "--cpu",
                                   "--programs", "ep_bench", "--ep-bench", self.ep_bench, "--out", name, "--iters", "2",
                                   "--rounds", "2", "--commit", "abc"], capture_output=True, text=True, timeout=LIMIT_S, check=True)
             results = json.loads((pathlib.Path(name) / "results.json").read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ import xml.etree.ElementTree
 from fractions import Fraction
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "tools" / "cost_model"
+FOLDER = ROOT / "docs" / "cost_model"
 sys.path.insert(0, str(FOLDER))
 import cost_model  # noqa: E402
 import costs  # noqa: E402
@@ -347,7 +347,7 @@ class Page(unittest.TestCase):
 
     def test_the_page_is_up_to_date(self):
         page = cost_model.PAGE.read_text(encoding="utf-8")
-        self.assertEqual(tables.write(page, RATES), page, "tools/cost_model/cost_model.py --write has to be run")
+        self.assertEqual(tables.write(page, RATES), page, "docs/cost_model/cost_model.py --write has to be run")
         self.assertEqual(picture.draw(RATES), cost_model.PICTURE.read_text(encoding="utf-8"))
         self.assertIn(f"{figures.GATE_DISTINCT_NODES} distinct nodes", " ".join(page.split()))
 

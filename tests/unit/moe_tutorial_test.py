@@ -11,7 +11,7 @@ import unittest
 import xml.etree.ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools" / "moe_tutorial"))
+sys.path.insert(0, str(ROOT / "docs" / "moe_tutorial"))
 import cases  # noqa: E402
 import picture  # noqa: E402
 import sessions  # noqa: E402

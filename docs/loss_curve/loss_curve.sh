@@ -3,7 +3,7 @@
 # loss_curve.sh [OPTION...]: draws docs/loss-curve.svg: trains on 1 and on 4 ranks through epx, and without exchange, 200 steps
 # each, and plots the three. The options, --device cuda for instance, are given to the trainings through epx.
 # shellcheck source=tools/lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../../tools/lib.sh"
 cd "$source_root"
 
 readonly train=build/apps/train_moe/train_moe limit_s=300
@@ -22,6 +22,6 @@ trap 'rm -rf "$logs"' EXIT
 run_training one 1 "$@"
 run_training four 4 "$@"
 run_training dense 1 --dense
-/usr/bin/python3 tools/loss_curve.py --output docs/loss-curve.svg \
+/usr/bin/python3 docs/loss_curve/loss_curve.py --output docs/loss-curve.svg \
   "epx, 1 rank${*:+ }$*=$logs/one.jsonl" "epx, 4 ranks${*:+ }$*=$logs/four.jsonl" "without exchange, 1 rank=$logs/dense.jsonl"
 say "docs/loss-curve.svg is drawn"
