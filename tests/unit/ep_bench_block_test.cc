@@ -18,7 +18,7 @@
 #include "tools/ep_bench/block/layer.h"
 #include "tools/ep_bench/block/report.h"
 #include "tools/ep_bench/block/shape.h"
-#include "tools/ep_bench/exchange.h"
+#include "tools/ep_bench/measured_group.h"
 #include "tools/ep_bench/memory_need.h"
 
 namespace epx::bench {

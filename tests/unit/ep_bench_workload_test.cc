@@ -21,8 +21,8 @@
 
 #include "tests/unit/ep_bench_support.h"
 #include "tools/ep_bench/errors.h"
-#include "tools/ep_bench/exchange.h"
 #include "tools/ep_bench/json_file.h"
+#include "tools/ep_bench/measured_group.h"
 #include "tools/ep_bench/memory_need.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/workload/random.h"

@@ -42,17 +42,17 @@ std::vector<std::vector<int64_t>> copied_rows(const Survey& survey, const Option
 }
 
 // Copies `rows` rows of the operation's own input, scattered as the operation's are, by plain memcpy.
-void copy_like(epx_operation operation, CopyBaseline& baseline, const Exchange& exchange, const InputSet& set,
+void copy_like(epx_operation operation, CopyBaseline& baseline, const MeasuredGroup& measured, const InputSet& set,
                int64_t rows) {
   switch (operation) {
   case EPX_OP_DISPATCH:
     return baseline.scatter(set.by_token.tokens, rows);
   case EPX_OP_COMBINE:
-    return baseline.gather(exchange.expert_rows().expert_out.bytes(), rows);
+    return baseline.gather(measured.expert_rows().expert_out.bytes(), rows);
   case EPX_OP_COMBINE_BWD:
     return baseline.scatter(set.by_token.grad_out, rows);
   case EPX_OP_DISPATCH_BWD:
-    return baseline.gather(exchange.expert_rows().grad_recv.bytes(), rows);
+    return baseline.gather(measured.expert_rows().grad_recv.bytes(), rows);
   default:
     return;
   }
@@ -69,7 +69,7 @@ std::vector<Series> gather_by_rank(const Series& mine, const Peers& peers) {
 
 } // namespace
 
-Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Options& options,
+Measurements measure(MeasuredGroup& measured, std::span<const InputSet> sets, const Survey& survey, const Options& options,
                      const Peers& peers, Sampler& sampler) {
   const auto rows = copied_rows(survey, options, peers.num_ranks());
   std::vector<int64_t> row_counts;
@@ -80,7 +80,7 @@ Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const S
   peers.together([&] {
     baseline.emplace(row_counts, row_bytes(options), options.seed);
     for (const InputSet& set : sets)
-      tensors.push_back(exchange.tensors_of(set.by_token));
+      tensors.push_back(measured.tensors_of(set.by_token));
   });
 
   const std::span<const Line> lines = operations_of(options.layout);
@@ -88,16 +88,16 @@ Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const S
   Failure failure; // the last call's; the next barrier carries it to the other ranks
   while (sampler.next()) {
     const size_t set = sampler.iteration() % sets.size();
-    exchange.load(sets[set].by_row);
+    measured.load(sets[set].by_row);
     for (size_t op = 0; op < lines.size(); ++op) {
       const bool keep = sampler.is_timed();
       if (lines[op].moves_rows()) {
         peers.start_together(failure);
-        const Timing timing = timed([&] { copy_like(lines[op].operation, *baseline, exchange, sets[set], rows[op][set]); });
+        const Timing timing = timed([&] { copy_like(lines[op].operation, *baseline, measured, sets[set], rows[op][set]); });
         if (keep) copies[op].push_back(timing);
       }
       peers.start_together(failure);
-      const Timing timing = timed([&] { failure = attempt([&] { exchange.call(lines[op], tensors[set]); }); });
+      const Timing timing = timed([&] { failure = attempt([&] { measured.call(lines[op], tensors[set]); }); });
       sampler.add(op, timing.end_ns - timing.begin_ns);
       if (keep) calls[op].push_back(timing);
     }

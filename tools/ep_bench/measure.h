@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "tools/ep_bench/exchange.h"
+#include "tools/ep_bench/measured_group.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/peers.h"
 #include "tools/ep_bench/sampler.h"
@@ -27,7 +27,7 @@ using Measurements = std::vector<OperationSeries>; // in the order of lines_of(o
 // Runs all operations of the layout on the host transport, as often as the sampler says, and keeps the times of the timed
 // iterations. Iteration i takes input set i modulo the number of sets. A memcpy of as many rows as the operation writes and a
 // barrier precede each operation; its time includes neither. The call is collective.
-Measurements measure(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Options& options,
+Measurements measure(MeasuredGroup& measured, std::span<const InputSet> sets, const Survey& survey, const Options& options,
                      const Peers& peers, Sampler& sampler);
 
 // Returns the durations of all ranks, [rank][i], from the same number of each. The call is collective.

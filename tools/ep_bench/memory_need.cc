@@ -10,7 +10,7 @@
 #include <fmt/format.h>
 
 #include "tools/ep_bench/errors.h"
-#include "tools/ep_bench/exchange.h"
+#include "tools/ep_bench/measured_group.h"
 
 namespace epx::bench {
 namespace {

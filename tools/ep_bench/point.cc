@@ -15,9 +15,9 @@
 #include "tools/ep_bench/block/bench.h"
 #endif
 #include "tools/ep_bench/errors.h"
-#include "tools/ep_bench/exchange.h"
 #include "tools/ep_bench/figures.h"
 #include "tools/ep_bench/measure.h"
+#include "tools/ep_bench/measured_group.h"
 #include "tools/ep_bench/memory_need.h"
 #include "tools/ep_bench/native/native_figures.h"
 #include "tools/ep_bench/sampler.h"
@@ -39,10 +39,10 @@ namespace {
 // The receive tensors have so many rows beyond those in use, which no call may touch.
 constexpr int64_t kSpareRows = 8;
 
-std::array<uint64_t, EPX_MAX_EVENT_KINDS> gather_events(Exchange& exchange, const Peers& peers) {
-  peers.together([&] { exchange.finish(); });
+std::array<uint64_t, EPX_MAX_EVENT_KINDS> gather_events(MeasuredGroup& measured, const Peers& peers) {
+  peers.together([&] { measured.finish(); });
   std::array<uint64_t, EPX_MAX_EVENT_KINDS> events{};
-  for (const auto& of_rank : peers.gather(exchange.events()))
+  for (const auto& of_rank : peers.gather(measured.events()))
     for (int kind = 0; kind < EPX_MAX_EVENT_KINDS; ++kind)
       events[kind] += of_rank[kind];
   return events;
@@ -90,14 +90,14 @@ struct GpuFigures {
   Environment environment;
 };
 
-GpuFigures bench_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Survey& survey, const Workload& workload,
-                        const Options& options, const Peers& peers, Gpu& gpu) {
-  StreamBlocker blocker(gpu, peers, exchange.info().timeout_ms);
+GpuFigures bench_on_gpu(MeasuredGroup& measured, std::span<const InputSet> sets, const Survey& survey,
+                        const Workload& workload, const Options& options, const Peers& peers, Gpu& gpu) {
+  StreamBlocker blocker(gpu, peers, measured.info().timeout_ms);
   Sampler sampler(options, lines_of(options).size(), peers);
-  const GpuMeasurements measurements = measure_on_gpu(exchange, sets, options, peers, gpu, blocker, sampler);
+  const GpuMeasurements measurements = measure_on_gpu(measured, sets, options, peers, gpu, blocker, sampler);
   Floors floors;
   if (options.floor) {
-    const std::vector<int32_t> first_experts = peers.gather(exchange.info().first_local_expert);
+    const std::vector<int32_t> first_experts = peers.gather(measured.info().first_local_expert);
     std::vector<RoutingOfAll> routing;
     for (int set = 0; set < std::ssize(sets); ++set) {
       routing.push_back({{},
@@ -110,13 +110,13 @@ GpuFigures bench_on_gpu(Exchange& exchange, std::span<const InputSet> sets, cons
       for (int rank = 0; rank < peers.num_ranks(); ++rank)
         routing.back().topk_idx.push_back(workload.topk_idx(set, rank));
     }
-    const epx_group_info& group = exchange.info();
+    const epx_group_info& group = measured.info();
     floors = group.ranks_per_node == group.num_ranks
                  ? measure_floors(routing, options, peers, gpu, blocker)
                  : measure_rail_floors(routing, group.ranks_per_node, options, peers, gpu, blocker);
   }
   std::optional<NativeMeasurements> native;
-  if (options.native) native = measure_native(exchange, sets, workload, options, peers, gpu, blocker);
+  if (options.native) native = measure_native(measured, sets, workload, options, peers, gpu, blocker);
   blocker.release(peers);
   GpuFigures result{
       compute_figures(measurements.lines, floors, survey, sampler.counted(options)), {}, measurements.environment};
@@ -133,38 +133,38 @@ Results measure_point(const Options& options, const epx_bootstrap& bootstrap, co
                       int ranks_here, [[maybe_unused]] Pacer& pacer) {
   peers.together([&] { require_memory(options, peers.num_ranks(), 0, available_memory(ranks_here)); });
   std::optional<Workload> workload;
-  std::optional<Exchange> exchange;
+  std::optional<MeasuredGroup> measured;
   std::vector<InputSet> sets(options.num_input_sets());
   peers.together([&] { workload.emplace(options, peers.num_ranks()); });
-  peers.together([&] { exchange.emplace(bootstrap, options, memory); }); // refuses shapes too large for memory
+  peers.together([&] { measured.emplace(bootstrap, options, memory); }); // refuses shapes too large for memory
   peers.together([&] {
     for (int set = 0; set < std::ssize(sets); ++set)
       sets[set].by_token = workload->token_inputs(set, peers.rank());
   });
-  check_nodes(options, exchange->info());
-  const Survey survey = bench::survey(*exchange, sets, options, peers);
-  check_drops(options, survey, exchange->info());
+  check_nodes(options, measured->info());
+  const Survey survey = bench::survey(*measured, sets, options, peers);
+  check_drops(options, survey, measured->info());
   const int64_t rows = survey.max_rows + (options.is_rank_major() ? 0 : kSpareRows); // rank-major: their number is P * M
   peers.together([&] { require_memory(options, peers.num_ranks(), rows, available_memory(ranks_here)); });
   peers.together([&] {
-    exchange->allocate_rows(rows);
+    measured->allocate_rows(rows);
     const int row_sets = memory.is_host() ? static_cast<int>(sets.size()) : 1; // see measure_on_gpu()
     for (int set = 0; set < row_sets; ++set)
-      sets[set].by_row = workload->row_inputs(set, peers.rank(), exchange->rows());
+      sets[set].by_row = workload->row_inputs(set, peers.rank(), measured->rows());
   });
 
   Results results;
   results.options = options;
   results.library_version = epx_version();
-  results.group = exchange->info();
-  results.group_creation_ms = std::ranges::max(peers.gather(exchange->creation_ms()));
-  results.handle_mem_bytes = static_cast<int64_t>(exchange->handle_mem_bytes());
-  results.handle_mem_limit = handle_memory_limit(options, exchange->info());
+  results.group = measured->info();
+  results.group_creation_ms = std::ranges::max(peers.gather(measured->creation_ms()));
+  results.handle_mem_bytes = static_cast<int64_t>(measured->handle_mem_bytes());
+  results.handle_mem_limit = handle_memory_limit(options, measured->info());
   results.dropped_routes = dropped_routes(survey, options.top_k);
-  if (options.verify) results.wrong = verify(*exchange, *workload, options, peers);
+  if (options.verify) results.wrong = verify(*measured, *workload, options, peers);
 #if defined(EPX_WITH_CUDA)
   if (options.transport == EPX_TRANSPORT_NCCL) {
-    GpuFigures on_gpu = bench_on_gpu(*exchange, sets, survey, *workload, options, peers, dynamic_cast<Gpu&>(memory));
+    GpuFigures on_gpu = bench_on_gpu(*measured, sets, survey, *workload, options, peers, dynamic_cast<Gpu&>(memory));
     results.figures = std::move(on_gpu.figures);
     results.native = std::move(on_gpu.native);
     results.environment = on_gpu.environment;
@@ -172,14 +172,14 @@ Results measure_point(const Options& options, const epx_bootstrap& bootstrap, co
 #endif
   {
     Sampler sampler(options, lines_of(options).size(), peers);
-    const Measurements measurements = measure(*exchange, sets, survey, options, peers, sampler);
+    const Measurements measurements = measure(*measured, sets, survey, options, peers, sampler);
     results.figures = compute_figures(measurements, {}, survey, sampler.counted(options));
   }
 #if defined(EPX_BENCH_HAS_MOE)
   if (options.block.is_measured)
-    results.block = bench_block(*exchange, sets, results.figures, options, peers, memory, pacer);
+    results.block = bench_block(*measured, sets, results.figures, options, peers, memory, pacer);
 #endif
-  results.events = gather_events(*exchange, peers);
+  results.events = gather_events(*measured, peers);
   return results;
 }
 

@@ -45,27 +45,28 @@ std::unique_ptr<RowExchange> make_row_exchange([[maybe_unused]] const Options& o
 }
 
 // The block is first, the native layer second.
-Layers make_layers(Exchange& exchange, const Options& options, const Peers& peers, const BlockData& data, Memory& memory) {
-  const std::vector<int32_t> first_experts = peers.gather(exchange.info().first_local_expert);
-  std::unique_ptr<RowExchange> row_exchange = make_row_exchange(options, peers, memory, exchange.rows());
+Layers make_layers(MeasuredGroup& measured, const Options& options, const Peers& peers, const BlockData& data,
+                   Memory& memory) {
+  const std::vector<int32_t> first_experts = peers.gather(measured.info().first_local_expert);
+  std::unique_ptr<RowExchange> row_exchange = make_row_exchange(options, peers, memory, measured.rows());
   Layers layers(2);
-  peers.together([&] { layers[0] = std::make_unique<EpxLayer>(exchange.group(), options, data, memory); });
+  peers.together([&] { layers[0] = std::make_unique<EpxLayer>(measured.group(), options, data, memory); });
   peers.together([&] {
-    layers[1] = std::make_unique<NativeLayer>(options, peers.rank(), first_experts, exchange.rows(), data, memory,
+    layers[1] = std::make_unique<NativeLayer>(options, peers.rank(), first_experts, measured.rows(), data, memory,
                                               std::move(row_exchange));
   });
   return layers;
 }
 
 // Returns what the layer writes over outputs that were no numbers before.
-std::vector<BlockData::Output> run_once(BlockLayer& layer, Exchange& exchange, const BlockData& data,
+std::vector<BlockData::Output> run_once(BlockLayer& layer, MeasuredGroup& measured, const BlockData& data,
                                         const Options& options, const Peers& peers) {
   std::vector<BlockData::Output> outputs;
   peers.together([&] {
     data.scribble();
     layer.forward();
     layer.backward();
-    exchange.finish();
+    measured.finish();
     outputs = data.outputs(options.block.dump_rows);
   });
   return outputs;
@@ -192,23 +193,23 @@ std::vector<BlockFigures> measure_on_host(BlockLayer& block, const Options& opti
 #if defined(EPX_WITH_CUDA)
 
 // Sums up the wire bounds of the operations from `first` to `last` of the exchange's lines.
-std::optional<double> wire_us(const Figures& exchange, std::initializer_list<epx_operation> operations) {
+std::optional<double> wire_us(const Figures& exchange_figures, std::initializer_list<epx_operation> operations) {
   double sum = 0;
   for (const epx_operation operation : operations) {
     const auto line = std::ranges::find(kLines, operation, &Line::operation) - kLines.begin();
-    if (!exchange[line].floor) return std::nullopt;
-    sum += exchange[line].floor->wire_us;
+    if (!exchange_figures[line].floor) return std::nullopt;
+    sum += exchange_figures[line].floor->wire_us;
   }
   return sum;
 }
 
 class GpuBlockBench {
 public:
-  GpuBlockBench(Exchange& exchange, const Options& options, const Peers& peers, Gpu& gpu)
-      : exchange_(exchange), options_(options), peers_(peers), gpu_(gpu), blocker_(gpu, peers, exchange.info().timeout_ms) {
+  GpuBlockBench(MeasuredGroup& measured, const Options& options, const Peers& peers, Gpu& gpu)
+      : measured_(measured), options_(options), peers_(peers), gpu_(gpu), blocker_(gpu, peers, measured.info().timeout_ms) {
   }
 
-  std::vector<BlockFigures> measure(Layers& layers, BlockPieces& pieces, DenseBound& dense, const Figures& exchange,
+  std::vector<BlockFigures> measure(Layers& layers, BlockPieces& pieces, DenseBound& dense, const Figures& exchange_figures,
                                     Pacer& pacer) {
     std::vector<BlockLine> lines{{"router", 0, [&] { pieces.router(); }},
                                  {"ffn", 1, [&] { pieces.ffn(); }},
@@ -235,7 +236,7 @@ public:
     std::vector<BlockFigures> figures = measure_in_rounds(
         lines, options_, peers_, pacer, [this](const BlockLine& line, LineTimes& times) { add_round(line, times); });
     for (size_t i = 0; i < lines.size(); ++i)
-      set_bounds(figures[i], lines[i], figures, exchange);
+      set_bounds(figures[i], lines[i], figures, exchange_figures);
     return figures;
   }
 
@@ -258,7 +259,7 @@ private:
     Failure failure;
     for (Stopwatch& watch : watches) {
       if (has_pauses) {
-        if (failure.exit_code == 0) failure = attempt([&] { exchange_.finish(); });
+        if (failure.exit_code == 0) failure = attempt([&] { measured_.finish(); });
         peers_.agree(failure);
         std::this_thread::sleep_for(std::chrono::milliseconds(options_.block.pause_ms));
       }
@@ -273,7 +274,7 @@ private:
     std::vector<int64_t> times;
     if (failure.exit_code == 0)
       failure = attempt([&] {
-        exchange_.finish();
+        measured_.finish();
         blocker_.check();
         for (size_t i = static_cast<size_t>(warmup); i < watches.size(); ++i)
           times.push_back(watches[i].elapsed_ns());
@@ -283,74 +284,75 @@ private:
   }
 
   static void set_bounds(BlockFigures& figures, const BlockLine& line, std::span<const BlockFigures> all,
-                         const Figures& exchange) {
+                         const Figures& exchange_figures) {
     if (line.products == 0) return;
     const char* const bound = line.products == 1 ? "dense fwd" : line.products == 2 ? "dense bwd" : "dense fwd+bwd";
     const auto dense = std::ranges::find(all, bound, &BlockFigures::name);
     figures.dense_us = dense->median_us;
     figures.paused_dense_us = dense->paused_us;
     if (!line.name.starts_with("block") && !line.name.starts_with("native")) return;
-    figures.wire_us = line.products == 1
-                          ? wire_us(exchange, {EPX_OP_DISPATCH, EPX_OP_COMBINE})
-                          : wire_us(exchange, {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD});
+    figures.wire_us =
+        line.products == 1
+            ? wire_us(exchange_figures, {EPX_OP_DISPATCH, EPX_OP_COMBINE})
+            : wire_us(exchange_figures, {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD});
   }
 
-  Exchange& exchange_;
+  MeasuredGroup& measured_;
   const Options& options_;
   const Peers& peers_;
   Gpu& gpu_;
   StreamBlocker blocker_;
 };
 
-std::vector<BlockFigures> measure_on_gpu(Layers& layers, Exchange& exchange, const InputSet& set, const Figures& figures,
-                                         const Options& options, const Peers& peers, const BlockData& data, Gpu& gpu,
-                                         Pacer& pacer) {
+std::vector<BlockFigures> measure_on_gpu(Layers& layers, MeasuredGroup& measured, const InputSet& set,
+                                         const Figures& figures, const Options& options, const Peers& peers,
+                                         const BlockData& data, Gpu& gpu, Pacer& pacer) {
   std::unique_ptr<BlockPieces> pieces;
   std::unique_ptr<DenseBound> dense;
   peers.together([&] {
-    pieces = std::make_unique<BlockPieces>(options, exchange, data, gpu);
+    pieces = std::make_unique<BlockPieces>(options, measured, data, gpu);
     dense = std::make_unique<DenseBound>(options, gpu);
-    const TokenTensors inputs = exchange.tensors_of(set.by_token);
-    exchange.prepare(inputs);
-    exchange.dispatch(inputs);
-    exchange.combine_bwd(inputs);
+    const TokenTensors inputs = measured.tensors_of(set.by_token);
+    measured.prepare(inputs);
+    measured.dispatch(inputs);
+    measured.combine_bwd(inputs);
     pieces->router();
     pieces->ffn();
     pieces->ffn_bwd();
     pieces->router_bwd();
-    exchange.finish();
+    measured.finish();
     pieces->keep_memory();
   });
-  GpuBlockBench bench(exchange, options, peers, gpu);
-  std::vector<BlockFigures> measured = bench.measure(layers, *pieces, *dense, figures, pacer);
+  GpuBlockBench bench(measured, options, peers, gpu);
+  std::vector<BlockFigures> lines = bench.measure(layers, *pieces, *dense, figures, pacer);
   bench.release();
-  return measured;
+  return lines;
 }
 
 #endif
 
 } // namespace
 
-BlockResults bench_block(Exchange& exchange, [[maybe_unused]] std::span<const InputSet> sets,
+BlockResults bench_block(MeasuredGroup& measured, [[maybe_unused]] std::span<const InputSet> sets,
                          [[maybe_unused]] const Figures& exchange_figures, const Options& options, const Peers& peers,
                          Memory& memory, Pacer& pacer) {
   BlockResults results;
-  const OwnedExperts experts{exchange.info().first_local_expert, exchange.info().num_local_experts};
+  const OwnedExperts experts{measured.info().first_local_expert, measured.info().num_local_experts};
   std::unique_ptr<BlockData> data;
   peers.together([&] { data = std::make_unique<BlockData>(options, peers.rank(), experts, memory); });
-  Layers layers = make_layers(exchange, options, peers, *data, memory);
+  Layers layers = make_layers(measured, options, peers, *data, memory);
   for (const std::unique_ptr<BlockLayer>& layer : layers)
     peers.together([&] {
       layer->forward();
       layer->backward();
-      exchange.finish();
+      measured.finish();
       layer->keep_memory();
     });
 
   if (memory.is_host()) results.lines = measure_on_host(*layers[0], options, peers, pacer);
 #if defined(EPX_WITH_CUDA)
   else {
-    results.lines = measure_on_gpu(layers, exchange, sets[0], exchange_figures, options, peers, *data,
+    results.lines = measure_on_gpu(layers, measured, sets[0], exchange_figures, options, peers, *data,
                                    dynamic_cast<Gpu&>(memory), pacer);
     results.libraries = loaded_libraries();
   }
@@ -360,7 +362,7 @@ BlockResults bench_block(Exchange& exchange, [[maybe_unused]] std::span<const In
   if (options.verify || !options.block.dump_directory.empty()) {
     std::vector<std::vector<BlockData::Output>> outputs;
     for (const std::unique_ptr<BlockLayer>& layer : layers) {
-      outputs.push_back(run_once(*layer, exchange, *data, options, peers));
+      outputs.push_back(run_once(*layer, measured, *data, options, peers));
       if (!options.block.dump_directory.empty() && results.dump_failure.empty())
         results.dump_failure = attempt([&] { dump(outputs.back(), *layer, options, peers.rank()); }).message;
     }

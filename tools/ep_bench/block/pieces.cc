@@ -5,15 +5,15 @@
 
 namespace epx::bench {
 
-BlockPieces::BlockPieces(const Options& options, Exchange& exchange, const BlockData& data, Memory& memory)
-    : options_(options), exchange_(exchange), data_(data), calls_(memory), router_(router_config(options)),
-      ffn_(ffn_config(options, exchange.info().num_local_experts)) {
+BlockPieces::BlockPieces(const Options& options, MeasuredGroup& measured, const BlockData& data, Memory& memory)
+    : options_(options), measured_(measured), data_(data), calls_(memory), router_(router_config(options)),
+      ffn_(ffn_config(options, measured.info().num_local_experts)) {
   const size_t routes = static_cast<size_t>(options.tokens) * options.top_k;
   topk_idx_ = Buffer::plain(memory, routes * sizeof(int32_t));
   topk_weights_ = Buffer::plain(memory, routes * sizeof(float));
   grad_topk_weights_ = Buffer::plain(memory, routes * sizeof(float));
   pre_act_ = Buffer::plain(
-      memory, static_cast<size_t>(exchange.rows() * epx::row_bytes(options.dtype, int64_t{2} * options.block.ffn)));
+      memory, static_cast<size_t>(measured.rows() * epx::row_bytes(options.dtype, int64_t{2} * options.block.ffn)));
 }
 
 void BlockPieces::router() {
@@ -27,11 +27,11 @@ void BlockPieces::router() {
 }
 
 void BlockPieces::ffn() {
-  const epx_tensor recv_tokens = rows(exchange_.by_row().recv_tokens),
-                   expert_out = rows(exchange_.expert_rows().expert_out);
-  const epx_tensor counts = integers(exchange_.counts()), offsets = integers(exchange_.offsets());
+  const epx_tensor recv_tokens = rows(measured_.by_row().recv_tokens),
+                   expert_out = rows(measured_.expert_rows().expert_out);
+  const epx_tensor counts = integers(measured_.counts()), offsets = integers(measured_.offsets());
   const epx_tensor pre_act =
-      epx_tensor_2d(pre_act_.data(), options_.dtype, exchange_.rows(), int64_t{2} * options_.block.ffn);
+      epx_tensor_2d(pre_act_.data(), options_.dtype, measured_.rows(), int64_t{2} * options_.block.ffn);
   epx_moe_ffn_args args{};
   args.params = &data_.params();
   args.recv_tokens = &recv_tokens;
@@ -45,11 +45,11 @@ void BlockPieces::ffn() {
 }
 
 void BlockPieces::ffn_bwd() {
-  const epx_tensor recv_tokens = rows(exchange_.by_row().recv_tokens), grad_recv = rows(exchange_.expert_rows().grad_recv);
-  const epx_tensor grad_expert_out = rows(exchange_.by_row().grad_expert_out);
-  const epx_tensor counts = integers(exchange_.counts()), offsets = integers(exchange_.offsets());
+  const epx_tensor recv_tokens = rows(measured_.by_row().recv_tokens), grad_recv = rows(measured_.expert_rows().grad_recv);
+  const epx_tensor grad_expert_out = rows(measured_.by_row().grad_expert_out);
+  const epx_tensor counts = integers(measured_.counts()), offsets = integers(measured_.offsets());
   const epx_tensor pre_act =
-      epx_tensor_2d(pre_act_.data(), options_.dtype, exchange_.rows(), int64_t{2} * options_.block.ffn);
+      epx_tensor_2d(pre_act_.data(), options_.dtype, measured_.rows(), int64_t{2} * options_.block.ffn);
   epx_moe_ffn_bwd_args args{};
   args.params = &data_.params();
   args.recv_tokens = &recv_tokens;
@@ -78,7 +78,7 @@ void BlockPieces::router_bwd() {
 }
 
 epx_tensor BlockPieces::rows(const Buffer& buffer) const {
-  return epx_tensor_2d(buffer.data(), options_.dtype, exchange_.rows(), options_.hidden);
+  return epx_tensor_2d(buffer.data(), options_.dtype, measured_.rows(), options_.hidden);
 }
 
 epx_tensor BlockPieces::integers(const Buffer& buffer) const {

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pieces of a block that are no exchange, each as a call of its own on the tensors of an Exchange.
+// The pieces of a block that are no exchange, each as a call of its own on the tensors of a MeasuredGroup.
 #pragma once
 
 #include "tools/ep_bench/block/data.h"
 #include "tools/ep_bench/block/moe_calls.h"
-#include "tools/ep_bench/exchange.h"
+#include "tools/ep_bench/measured_group.h"
 
 namespace epx::bench {
 
 class BlockPieces {
 public:
-  // The exchange has prepared and dispatched set 0. What is passed by reference must outlive this.
-  BlockPieces(const Options& options, Exchange& exchange, const BlockData& data, Memory& memory);
+  // `measured` has prepared and dispatched set 0. What is passed by reference must outlive this.
+  BlockPieces(const Options& options, MeasuredGroup& measured, const BlockData& data, Memory& memory);
 
   void router();
   void ffn();
@@ -24,7 +24,7 @@ private:
   epx_tensor integers(const Buffer& buffer) const;
 
   Options options_;
-  Exchange& exchange_;
+  MeasuredGroup& measured_;
   const BlockData& data_;
   MoeCalls calls_;
   epx_moe_router_config router_;

@@ -12,40 +12,40 @@ namespace epx::bench {
 namespace {
 
 // Captures one graph per line of the table, with one input set.
-std::vector<Graph> capture(Exchange& exchange, std::span<const Line> lines, const TokenTensors& inputs,
+std::vector<Graph> capture(MeasuredGroup& measured, std::span<const Line> lines, const TokenTensors& inputs,
                            cudaStream_t stream) {
   std::vector<Graph> graphs;
   for (const Line& line : lines)
-    graphs.push_back(Graph::capture(stream, [&] { exchange.call(line, inputs); }));
+    graphs.push_back(Graph::capture(stream, [&] { measured.call(line, inputs); }));
   return graphs;
 }
 
 } // namespace
 
-GpuMeasurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Options& options,
+GpuMeasurements measure_on_gpu(MeasuredGroup& measured, std::span<const InputSet> sets, const Options& options,
                                const Peers& peers, Gpu& gpu, StreamBlocker& blocker, Sampler& sampler) {
   const cudaStream_t stream = gpu.cuda_stream();
   const std::span<const Line> lines = lines_of(options);
   // Calls of a group of several nodes may wait on the host for the stream, and they are many launches each.
-  const bool is_blocked = options.graph || exchange.info().ranks_per_node == exchange.info().num_ranks;
+  const bool is_blocked = options.graph || measured.info().ranks_per_node == measured.info().num_ranks;
   std::vector<TokenTensors> tensors;
   std::vector<std::vector<Graph>> graphs; // [set][line]
   std::vector<Stopwatch> watches(lines.size());
   peers.together([&] {
     for (const InputSet& set : sets)
-      tensors.push_back(exchange.tensors_of(set.by_token));
-    exchange.load(sets[0].by_row);
+      tensors.push_back(measured.tensors_of(set.by_token));
+    measured.load(sets[0].by_row);
     if (options.graph)
       for (const TokenTensors& inputs : tensors)
-        graphs.push_back(capture(exchange, lines, inputs, stream));
+        graphs.push_back(capture(measured, lines, inputs, stream));
     // One call of each line precedes the first block(): a first launch may wait for the stream, which would then wait for the
     // host.
     for (const Line& line : lines)
-      exchange.call(line, tensors[0]);
+      measured.call(line, tensors[0]);
     for (const std::vector<Graph>& of_set : graphs)
       for (const Graph& graph : of_set)
         graph.replay(stream);
-    exchange.finish();
+    measured.finish();
   });
 
   GpuMonitor monitor;
@@ -64,14 +64,14 @@ GpuMeasurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> set
         if (options.graph)
           graphs[set][line].replay(stream);
         else
-          exchange.call(lines[line], tensors[set]);
+          measured.call(lines[line], tensors[set]);
         watches[line].stop(stream);
       });
     }
     if (is_blocked) blocker.unblock();
     if (failure.exit_code == 0)
       failure = attempt([&] {
-        exchange.finish();
+        measured.finish();
         blocker.check();
       });
     peers.agree(failure);

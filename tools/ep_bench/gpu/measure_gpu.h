@@ -5,10 +5,10 @@
 #include <span>
 
 #include "tools/ep_bench/environment.h"
-#include "tools/ep_bench/exchange.h"
 #include "tools/ep_bench/gpu/gpu.h"
 #include "tools/ep_bench/gpu/stream_blocker.h"
 #include "tools/ep_bench/measure.h"
+#include "tools/ep_bench/measured_group.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/peers.h"
 #include "tools/ep_bench/workload/workload.h"
@@ -26,7 +26,7 @@ struct GpuMeasurements {
 // for calls that a group of several nodes makes one by one: these are enqueued while the stream runs. The rows that stand for
 // the experts' outputs are those of the first input set throughout, since their values change no time. The GPU's clocks are
 // read between iterations. The call is collective.
-GpuMeasurements measure_on_gpu(Exchange& exchange, std::span<const InputSet> sets, const Options& options,
+GpuMeasurements measure_on_gpu(MeasuredGroup& measured, std::span<const InputSet> sets, const Options& options,
                                const Peers& peers, Gpu& gpu, StreamBlocker& blocker, Sampler& sampler);
 
 } // namespace epx::bench

@@ -29,15 +29,15 @@ void make_call(NativeExchange& native, NativeCall call, size_t set) {
 // The expert-major order has no pads, and each sum one rounding: those of the library with alignment 1 and precision exact.
 class NativeVerifier : SetVerifier {
 public:
-  NativeVerifier(Exchange& exchange, const Workload& workload, const Options& options, const Peers& peers, Gpu& gpu,
+  NativeVerifier(MeasuredGroup& measured, const Workload& workload, const Options& options, const Peers& peers, Gpu& gpu,
                  NativeExchange& native, size_t set)
-      : SetVerifier(exchange, workload, options, peers, static_cast<int>(set)), gpu_(gpu), native_(native), set_(set),
+      : SetVerifier(measured, workload, options, peers, static_cast<int>(set)), gpu_(gpu), native_(native), set_(set),
         plan_(reference::prepare(native_problem(), all_.routing)) {}
 
   // Counts this rank's wrong elements. Collective.
   NativeWrongCounts run() {
-    auto expert_rows = scribbled_matrices(peers_.num_ranks(), options_.dtype, exchange_.rows(), options_.hidden);
-    auto weights = scribbled_vectors<float>(peers_.num_ranks(), exchange_.rows());
+    auto expert_rows = scribbled_matrices(peers_.num_ranks(), options_.dtype, measured_.rows(), options_.hidden);
+    auto weights = scribbled_vectors<float>(peers_.num_ranks(), measured_.rows());
     reference::dispatch(plan_, {.tokens = all_.tokens,
                                 .sidecars = {},
                                 .topk_weights = all_.topk_weights,
@@ -139,9 +139,9 @@ private:
 
 } // namespace
 
-NativeMeasurements measure_native(Exchange& exchange, std::span<const InputSet> sets, const Workload& workload,
+NativeMeasurements measure_native(MeasuredGroup& measured, std::span<const InputSet> sets, const Workload& workload,
                                   const Options& options, const Peers& peers, Gpu& gpu, StreamBlocker& blocker) {
-  NativeExchange native(sets, peers.gather(exchange.info().first_local_expert), exchange.rows(), options, peers, gpu);
+  NativeExchange native(sets, peers.gather(measured.info().first_local_expert), measured.rows(), options, peers, gpu);
   NativeRun run(native, sets.size(), options, peers, gpu, blocker);
   run.warm_up();
   NativeMeasurements measurements;
@@ -149,7 +149,7 @@ NativeMeasurements measure_native(Exchange& exchange, std::span<const InputSet> 
     measurements.wrong.emplace();
     for (size_t set = 0; set < kVerifiedSets; ++set)
       for (const NativeWrongCounts& of_rank :
-           peers.gather(NativeVerifier(exchange, workload, options, peers, gpu, native, set).run()))
+           peers.gather(NativeVerifier(measured, workload, options, peers, gpu, native, set).run()))
         for (size_t call = 0; call < of_rank.size(); ++call)
           (*measurements.wrong)[call] += of_rank[call];
   }

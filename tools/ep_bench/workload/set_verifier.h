@@ -9,7 +9,7 @@
 
 #include "base/dtypes.h"
 #include "runtime/reference/reference.h"
-#include "tools/ep_bench/exchange.h"
+#include "tools/ep_bench/measured_group.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/peers.h"
 #include "tools/ep_bench/workload/verify.h"
@@ -54,21 +54,21 @@ struct SetInputs {
 // SetVerifier has the inputs of one input set, and compares the outputs of calls on them.
 class SetVerifier {
 public:
-  SetVerifier(Exchange& exchange, const Workload& workload, const Options& options, const Peers& peers, int set)
-      : exchange_(exchange), options_(options), peers_(peers) {
+  SetVerifier(MeasuredGroup& measured, const Workload& workload, const Options& options, const Peers& peers, int set)
+      : measured_(measured), options_(options), peers_(peers) {
     for (int rank = 0; rank < peers.num_ranks(); ++rank) {
       TokenInputs by_token = workload.token_inputs(set, rank);
-      RowInputs by_row = workload.row_inputs(set, rank, exchange.rows());
+      RowInputs by_row = workload.row_inputs(set, rank, measured.rows());
       if (rank == peers.rank()) mine_ = {by_token, by_row};
       all_.routing.push_back({.num_tokens = options.tokens, .topk_idx = std::move(by_token.topk_idx)});
       all_.topk_weights.push_back(std::move(by_token.topk_weights));
       all_.tokens.push_back(matrix(std::move(by_token.tokens), options.tokens));
       all_.grad_out.push_back(matrix(std::move(by_token.grad_out), options.tokens));
-      all_.expert_out.push_back(matrix(std::move(by_row.expert_out), exchange.rows()));
-      all_.grad_recv.push_back(matrix(std::move(by_row.grad_recv), exchange.rows()));
+      all_.expert_out.push_back(matrix(std::move(by_row.expert_out), measured.rows()));
+      all_.grad_recv.push_back(matrix(std::move(by_row.grad_recv), measured.rows()));
       all_.grad_recv_weights.push_back(std::move(by_row.grad_recv_weights));
     }
-    inputs_ = exchange.tensors_of(mine_.by_token);
+    inputs_ = measured.tensors_of(mine_.by_token);
   }
 
 protected:
@@ -76,18 +76,18 @@ protected:
     return {.num_experts = options_.experts,
             .top_k = options_.top_k,
             .alignment = options_.alignment,
-            .max_recv_tokens = exchange_.info().max_recv_tokens_per_rank,
+            .max_recv_tokens = measured_.info().max_recv_tokens_per_rank,
             .precision = options_.combine_precision,
-            .ranks_per_node = exchange_.info().ranks_per_node};
+            .ranks_per_node = measured_.info().ranks_per_node};
   }
 
   // Scribbles over the outputs and runs one call of the library, which all ranks enter and leave together.
   template <typename Call>
   void call(Call&& library_call) {
-    exchange_.scribble();
+    measured_.scribble();
     peers_.together([&] {
       library_call();
-      exchange_.finish();
+      measured_.finish();
     });
   }
 
@@ -102,7 +102,7 @@ protected:
     return reference::count_wrong(expected[peers_.rank()], actual.read<float>(), false);
   }
 
-  Exchange& exchange_;
+  MeasuredGroup& measured_;
   const Options& options_;
   const Peers& peers_;
   InputSet mine_;
@@ -116,8 +116,9 @@ private:
 };
 
 // Returns this rank's wrong elements of one input set, in the order of operations_of(layout). Collective.
-WrongCounts verify_set(Exchange& exchange, const Workload& workload, const Options& options, const Peers& peers, int set);
-WrongCounts verify_rank_major_set(Exchange& exchange, const Workload& workload, const Options& options, const Peers& peers,
-                                  int set);
+WrongCounts verify_set(MeasuredGroup& measured, const Workload& workload, const Options& options, const Peers& peers,
+                       int set);
+WrongCounts verify_rank_major_set(MeasuredGroup& measured, const Workload& workload, const Options& options,
+                                  const Peers& peers, int set);
 
 } // namespace epx::bench

@@ -120,10 +120,10 @@ double dropped_routes(const Survey& survey, int top_k) {
   return dropped / static_cast<double>(survey.sets.size());
 }
 
-Survey survey(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers) {
-  const std::vector<int32_t> first_experts = peers.gather(exchange.info().first_local_expert);
+Survey survey(MeasuredGroup& measured, std::span<const InputSet> sets, const Options& options, const Peers& peers) {
+  const std::vector<int32_t> first_experts = peers.gather(measured.info().first_local_expert);
   Survey result;
-  result.ranks_per_node = exchange.info().ranks_per_node;
+  result.ranks_per_node = measured.info().ranks_per_node;
   for (const InputSet& set : sets) {
     std::vector<int32_t> slot; // [T, K]
     int64_t rows = peers.num_ranks() * options.rows_per_source();
@@ -131,10 +131,10 @@ Survey survey(Exchange& exchange, std::span<const InputSet> sets, const Options&
       slot = rank_major_rows(set.by_token.topk_idx, options.top_k, first_experts, options.rows_per_source());
     else
       peers.together([&] {
-        const TokenTensors inputs = exchange.tensors_of(set.by_token);
-        exchange.prepare_fully(inputs);
-        exchange.finish();
-        PrepareOutputs prepared = exchange.prepared();
+        const TokenTensors inputs = measured.tensors_of(set.by_token);
+        measured.prepare_fully(inputs);
+        measured.finish();
+        PrepareOutputs prepared = measured.prepared();
         slot = std::move(prepared.slot);
         rows = prepared.offsets.back();
       });

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "epx/epx.h"
-#include "tools/ep_bench/exchange.h"
+#include "tools/ep_bench/measured_group.h"
 #include "tools/ep_bench/peers.h"
 #include "tools/ep_bench/workload/workload.h"
 
@@ -64,6 +64,6 @@ struct Survey {
 double dropped_routes(const Survey& survey, int top_k);
 
 // Prepares each set once, in the expert-major layout. Collective.
-Survey survey(Exchange& exchange, std::span<const InputSet> sets, const Options& options, const Peers& peers);
+Survey survey(MeasuredGroup& measured, std::span<const InputSet> sets, const Options& options, const Peers& peers);
 
 } // namespace epx::bench

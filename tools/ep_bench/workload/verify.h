@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "tools/ep_bench/exchange.h"
+#include "tools/ep_bench/measured_group.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/peers.h"
 #include "tools/ep_bench/workload/workload.h"
@@ -19,6 +19,6 @@ inline constexpr int kVerifiedSets = 2;
 // Runs all operations of the layout on the first kVerifiedSets input sets, with scribbled outputs, and compares every output,
 // rows that must stay untouched too, with the reference. Every rank makes the inputs of all ranks again and runs the reference
 // on them. Returns the wrong elements of all ranks together. Collective.
-WrongCounts verify(Exchange& exchange, const Workload& workload, const Options& options, const Peers& peers);
+WrongCounts verify(MeasuredGroup& measured, const Workload& workload, const Options& options, const Peers& peers);
 
 } // namespace epx::bench

@@ -9,8 +9,8 @@ namespace {
 
 class RankMajorVerifier : SetVerifier {
 public:
-  RankMajorVerifier(Exchange& exchange, const Workload& workload, const Options& options, const Peers& peers, int set)
-      : SetVerifier(exchange, workload, options, peers, set),
+  RankMajorVerifier(MeasuredGroup& measured, const Workload& workload, const Options& options, const Peers& peers, int set)
+      : SetVerifier(measured, workload, options, peers, set),
         plan_(reference::plan_rank_major(problem(), all_.routing, options.rows_per_source())) {}
 
   // Counts this rank's wrong elements. Collective.
@@ -19,7 +19,7 @@ public:
 private:
   int64_t dispatch() {
     const int num_ranks = peers_.num_ranks();
-    const int64_t rows = exchange_.rows(), routes = rows * options_.top_k;
+    const int64_t rows = measured_.rows(), routes = rows * options_.top_k;
     auto recv_tokens = scribbled_matrices(num_ranks, options_.dtype, rows, options_.hidden);
     auto recv_topk_idx = scribbled_vectors<int64_t>(num_ranks, routes);
     auto recv_weights = scribbled_vectors<float>(num_ranks, routes);
@@ -32,8 +32,8 @@ private:
                                            .recv_topk_idx = recv_topk_idx,
                                            .recv_weights = recv_weights,
                                            .counts = counts});
-    call([&] { exchange_.dispatch(inputs_); });
-    const RowOutputs& actual = exchange_.by_row();
+    call([&] { measured_.dispatch(inputs_); });
+    const RowOutputs& actual = measured_.by_row();
     return wrong_elements(recv_tokens, actual.recv_tokens, false) + wrong_elements(recv_weights, actual.recv_weights) +
            count_different(recv_topk_idx[peers_.rank()], actual.recv_topk_idx.read<int64_t>()) +
            count_different(counts[peers_.rank()], actual.source_counts.read<int64_t>());
@@ -42,16 +42,16 @@ private:
   int64_t combine() {
     auto out = scribbled_matrices(peers_.num_ranks(), options_.dtype, options_.tokens, options_.hidden);
     reference::combine_rank_major(plan_, all_.expert_out, out);
-    exchange_.load(mine_.by_row);
-    call([&] { exchange_.combine(); });
-    return wrong_elements(out, exchange_.by_token().out, true);
+    measured_.load(mine_.by_row);
+    call([&] { measured_.combine(); });
+    return wrong_elements(out, measured_.by_token().out, true);
   }
 
   int64_t combine_bwd() {
-    auto grad_expert_out = scribbled_matrices(peers_.num_ranks(), options_.dtype, exchange_.rows(), options_.hidden);
+    auto grad_expert_out = scribbled_matrices(peers_.num_ranks(), options_.dtype, measured_.rows(), options_.hidden);
     reference::combine_rank_major_bwd(plan_, all_.grad_out, grad_expert_out);
-    call([&] { exchange_.combine_bwd(inputs_); });
-    return wrong_elements(grad_expert_out, exchange_.by_row().grad_expert_out, false);
+    call([&] { measured_.combine_bwd(inputs_); });
+    return wrong_elements(grad_expert_out, measured_.by_row().grad_expert_out, false);
   }
 
   int64_t dispatch_bwd() {
@@ -61,9 +61,9 @@ private:
                                                .grad_recv_weights = all_.grad_recv_weights,
                                                .grad_tokens = grad_tokens,
                                                .grad_topk_weights = grad_topk_weights});
-    call([&] { exchange_.dispatch_bwd(); });
-    return wrong_elements(grad_tokens, exchange_.by_token().grad_tokens, true) +
-           wrong_elements(grad_topk_weights, exchange_.by_token().grad_topk_weights);
+    call([&] { measured_.dispatch_bwd(); });
+    return wrong_elements(grad_tokens, measured_.by_token().grad_tokens, true) +
+           wrong_elements(grad_topk_weights, measured_.by_token().grad_topk_weights);
   }
 
   reference::RankMajorPlan plan_;
@@ -71,9 +71,9 @@ private:
 
 } // namespace
 
-WrongCounts verify_rank_major_set(Exchange& exchange, const Workload& workload, const Options& options, const Peers& peers,
-                                  int set) {
-  return RankMajorVerifier(exchange, workload, options, peers, set).run();
+WrongCounts verify_rank_major_set(MeasuredGroup& measured, const Workload& workload, const Options& options,
+                                  const Peers& peers, int set) {
+  return RankMajorVerifier(measured, workload, options, peers, set).run();
 }
 
 } // namespace epx::bench

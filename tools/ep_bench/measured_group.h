@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An Exchange is one rank's group, layer and tensors, with the operations of its layout on them.
+// A MeasuredGroup is one rank's group, layer and tensors, with the operations of its layout on them.
 #pragma once
 
 #include <array>
@@ -60,12 +60,12 @@ struct TokenOutputs {
 // Returns the group's config for the options. Throws epx::Error.
 GroupConfig group_config(const Options& options);
 
-class Exchange {
+class MeasuredGroup {
 public:
   // Creates the group: collective over the bootstrap. `memory` must outlive this. Throws epx::Error.
-  Exchange(const epx_bootstrap& bootstrap, const Options& options, Memory& memory);
-  Exchange(const Exchange&) = delete;
-  Exchange& operator=(const Exchange&) = delete;
+  MeasuredGroup(const epx_bootstrap& bootstrap, const Options& options, Memory& memory);
+  MeasuredGroup(const MeasuredGroup&) = delete;
+  MeasuredGroup& operator=(const MeasuredGroup&) = delete;
 
   // Allocates receive tensors of N rows, the same N on all ranks. It is collective and precedes all operations but prepare.
   void allocate_rows(int64_t rows);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/ep_bench/exchange.h"
+#include "tools/ep_bench/measured_group.h"
 
 #include <algorithm>
 #include <chrono>
@@ -46,7 +46,7 @@ GroupConfig group_config(const Options& options) {
   return config;
 }
 
-Exchange::Exchange(const epx_bootstrap& bootstrap, const Options& options, Memory& memory)
+MeasuredGroup::MeasuredGroup(const epx_bootstrap& bootstrap, const Options& options, Memory& memory)
     : options_(options), memory_(memory), layer_{.top_k = options.top_k, .alignment = options.alignment} {
   using std::chrono::steady_clock;
   const GroupConfig config = group_config(options);
@@ -70,7 +70,7 @@ Exchange::Exchange(const epx_bootstrap& bootstrap, const Options& options, Memor
   by_token_.grad_topk_weights = plain(routes, sizeof(float));
 }
 
-void Exchange::allocate_rows(int64_t rows) {
+void MeasuredGroup::allocate_rows(int64_t rows) {
   const auto allocate = [this](size_t bytes) {
     return options_.staged ? Buffer::plain(memory_, bytes) : Buffer::window(memory_, group_, bytes);
   };
@@ -90,33 +90,33 @@ void Exchange::allocate_rows(int64_t rows) {
   expert_rows_.grad_recv_weights = allocate(weights * sizeof(float));
 }
 
-TokenTensors Exchange::tensors_of(const TokenInputs& inputs) const {
+TokenTensors MeasuredGroup::tensors_of(const TokenInputs& inputs) const {
   return {.topk_idx = Buffer::input(memory_, bytes_of(inputs.topk_idx)),
           .topk_weights = Buffer::input(memory_, bytes_of(inputs.topk_weights)),
           .tokens = Buffer::input(memory_, bytes_of(inputs.tokens)),
           .grad_out = Buffer::input(memory_, bytes_of(inputs.grad_out))};
 }
 
-void Exchange::load(const RowInputs& inputs) {
+void MeasuredGroup::load(const RowInputs& inputs) {
   expert_rows_.expert_out.write(inputs.expert_out);
   expert_rows_.grad_recv.write(inputs.grad_recv);
   expert_rows_.grad_recv_weights.write(inputs.grad_recv_weights);
 }
 
-void Exchange::load_recv_weights(const std::vector<float>& recv_weights) {
+void MeasuredGroup::load_recv_weights(const std::vector<float>& recv_weights) {
   by_row_.recv_weights.write(recv_weights);
 }
 
-Tensor Exchange::rows_tensor(const Buffer& buffer, int64_t rows) const {
+Tensor MeasuredGroup::rows_tensor(const Buffer& buffer, int64_t rows) const {
   return {buffer.data(), options_.dtype, {rows, options_.hidden}};
 }
 
-Tensor Exchange::by_source(const Buffer& buffer, epx_dtype dtype, int64_t columns) const {
+Tensor MeasuredGroup::by_source(const Buffer& buffer, epx_dtype dtype, int64_t columns) const {
   return {buffer.data(), dtype, {info_.num_ranks, options_.rows_per_source(), columns}};
 }
 
 template <typename Args>
-void Exchange::pass_plan_tensors(const TokenTensors& inputs, bool every_output, Args& args) {
+void MeasuredGroup::pass_plan_tensors(const TokenTensors& inputs, bool every_output, Args& args) {
   const Shape routes(options_.tokens, options_.top_k);
   args.layer = layer_;
   args.handle_mem = handle_mem_.bytes();
@@ -131,13 +131,13 @@ void Exchange::pass_plan_tensors(const TokenTensors& inputs, bool every_output, 
   args.slot_origin = {prepared_.slot_origin.data(), EPX_INT32, {info_.max_recv_tokens_per_rank, 3}};
 }
 
-void Exchange::run_prepare(const TokenTensors& inputs, bool every_output) {
+void MeasuredGroup::run_prepare(const TokenTensors& inputs, bool every_output) {
   PrepareArgs args;
   pass_plan_tensors(inputs, every_output, args);
   group_.prepare(args);
 }
 
-void Exchange::run_prepare_dispatch(const TokenTensors& inputs, bool every_output) {
+void MeasuredGroup::run_prepare_dispatch(const TokenTensors& inputs, bool every_output) {
   PrepareDispatchArgs args;
   pass_plan_tensors(inputs, every_output, args);
   args.tokens = rows_tensor(inputs.tokens, options_.tokens);
@@ -148,18 +148,18 @@ void Exchange::run_prepare_dispatch(const TokenTensors& inputs, bool every_outpu
   group_.prepare_dispatch(args);
 }
 
-void Exchange::prepare(const TokenTensors& inputs) {
+void MeasuredGroup::prepare(const TokenTensors& inputs) {
   run_prepare(inputs, false);
 }
-void Exchange::prepare_fully(const TokenTensors& inputs) {
+void MeasuredGroup::prepare_fully(const TokenTensors& inputs) {
   run_prepare(inputs, true);
 }
 
-void Exchange::prepare_dispatch_fully(const TokenTensors& inputs) {
+void MeasuredGroup::prepare_dispatch_fully(const TokenTensors& inputs) {
   run_prepare_dispatch(inputs, true);
 }
 
-void Exchange::dispatch(const TokenTensors& inputs) {
+void MeasuredGroup::dispatch(const TokenTensors& inputs) {
   if (options_.is_rank_major()) return dispatch_rank_major(inputs);
   group_.dispatch({.layer = layer_,
                    .handle_mem = handle_mem_.bytes(),
@@ -171,7 +171,7 @@ void Exchange::dispatch(const TokenTensors& inputs) {
                    .pads = options_.pads});
 }
 
-void Exchange::combine() {
+void MeasuredGroup::combine() {
   if (options_.is_rank_major()) return combine_rank_major();
   group_.combine({.layer = layer_,
                   .handle_mem = handle_mem_.bytes(),
@@ -181,7 +181,7 @@ void Exchange::combine() {
                   .out = rows_tensor(by_token_.out, options_.tokens)});
 }
 
-void Exchange::run_combine_bwd(const TokenTensors& inputs, bool with_weight_gradients) {
+void MeasuredGroup::run_combine_bwd(const TokenTensors& inputs, bool with_weight_gradients) {
   if (options_.is_rank_major()) return combine_rank_major_bwd(inputs);
   CombineBwdArgs args = {.layer = layer_,
                          .handle_mem = handle_mem_.bytes(),
@@ -196,11 +196,11 @@ void Exchange::run_combine_bwd(const TokenTensors& inputs, bool with_weight_grad
   group_.combine_bwd(args);
 }
 
-void Exchange::combine_bwd(const TokenTensors& inputs) {
+void MeasuredGroup::combine_bwd(const TokenTensors& inputs) {
   run_combine_bwd(inputs, true);
 }
 
-void Exchange::dispatch_bwd() {
+void MeasuredGroup::dispatch_bwd() {
   if (options_.is_rank_major()) return dispatch_rank_major_bwd();
   group_.dispatch_bwd(
       {.layer = layer_,
@@ -212,7 +212,7 @@ void Exchange::dispatch_bwd() {
        .grad_topk_weights = {by_token_.grad_topk_weights.data(), EPX_FLOAT32, {options_.tokens, options_.top_k}}});
 }
 
-void Exchange::dispatch_rank_major(const TokenTensors& inputs) {
+void MeasuredGroup::dispatch_rank_major(const TokenTensors& inputs) {
   const Shape routes(options_.tokens, options_.top_k);
   group_.dispatch_rank_major({.layer = layer_,
                               .handle_mem = handle_mem_.bytes(),
@@ -226,7 +226,7 @@ void Exchange::dispatch_rank_major(const TokenTensors& inputs) {
                               .counts = integers(by_row_.source_counts)});
 }
 
-void Exchange::combine_rank_major() {
+void MeasuredGroup::combine_rank_major() {
   group_.combine_rank_major({.layer = layer_,
                              .handle_mem = handle_mem_.bytes(),
                              .stream = memory_.stream(),
@@ -234,7 +234,7 @@ void Exchange::combine_rank_major() {
                              .out = rows_tensor(by_token_.out, options_.tokens)});
 }
 
-void Exchange::combine_rank_major_bwd(const TokenTensors& inputs) {
+void MeasuredGroup::combine_rank_major_bwd(const TokenTensors& inputs) {
   group_.combine_rank_major_bwd({.layer = layer_,
                                  .handle_mem = handle_mem_.bytes(),
                                  .stream = memory_.stream(),
@@ -242,7 +242,7 @@ void Exchange::combine_rank_major_bwd(const TokenTensors& inputs) {
                                  .grad_expert_out = by_source(by_row_.grad_expert_out, options_.dtype, options_.hidden)});
 }
 
-void Exchange::dispatch_rank_major_bwd() {
+void MeasuredGroup::dispatch_rank_major_bwd() {
   group_.dispatch_rank_major_bwd(
       {.layer = layer_,
        .handle_mem = handle_mem_.bytes(),
@@ -253,7 +253,7 @@ void Exchange::dispatch_rank_major_bwd() {
        .grad_topk_weights = {by_token_.grad_topk_weights.data(), EPX_FLOAT32, {options_.tokens, options_.top_k}}});
 }
 
-void Exchange::call(const Line& line, const TokenTensors& inputs) {
+void MeasuredGroup::call(const Line& line, const TokenTensors& inputs) {
   switch (line.operation) {
   case EPX_OP_PREPARE:
     return prepare(inputs);
@@ -276,7 +276,7 @@ void Exchange::call(const Line& line, const TokenTensors& inputs) {
   }
 }
 
-void Exchange::finish() {
+void MeasuredGroup::finish() {
   memory_.finish();
   const epx_group_report report = group_.status();
   for (int kind = 0; kind < EPX_MAX_EVENT_KINDS; ++kind)
@@ -285,7 +285,7 @@ void Exchange::finish() {
     throw RuntimeError(fmt::format("{}: {}", epx_status_string(report.status), report.message));
 }
 
-PrepareOutputs Exchange::prepared() const {
+PrepareOutputs MeasuredGroup::prepared() const {
   PrepareOutputs outputs{.counts = prepared_.counts.read<int64_t>(),
                          .offsets = prepared_.offsets.read<int64_t>(),
                          .global_counts = prepared_.global_counts.read<int64_t>(),
@@ -295,7 +295,7 @@ PrepareOutputs Exchange::prepared() const {
   return outputs;
 }
 
-void Exchange::scribble() {
+void MeasuredGroup::scribble() {
   for (const Buffer* buffer :
        {&prepared_.counts, &prepared_.offsets, &prepared_.global_counts, &prepared_.info, &prepared_.slot,
         &prepared_.slot_origin, &by_row_.recv_tokens, &by_row_.recv_weights, &by_row_.grad_expert_out,
