@@ -21,7 +21,7 @@
 #include "runtime/config.h"
 #include "runtime/group.h"
 #include "runtime/group_guard.h"
-#include "runtime/layout/nodes_handle.h"
+#include "runtime/layout/multi_node_handle.h"
 #include "runtime/layout/planner.h"
 #include "runtime/layout/slots.h"
 #include "runtime/struct_size.h"

@@ -13,7 +13,7 @@
 #include "base/dtypes.h"
 #include "base/error.h"
 #include "base/names.h"
-#include "runtime/layout/nodes_handle.h"
+#include "runtime/layout/multi_node_handle.h"
 #include "runtime/layout/slots.h"
 
 namespace epx {

@@ -15,13 +15,13 @@
 #include "base/log.h"
 #include "base/names.h"
 #include "base/random.h"
-#include "runtime/layout/nodes_shape.h"
+#include "runtime/layout/multi_node_shape.h"
 #include "runtime/layout/planner.h"
 #include "runtime/stages/host/host_backend.h"
 #include "runtime/struct_size.h"
 #if defined(EPX_WITH_CUDA)
+#include "runtime/nodes/multi_node_backend.h"
 #include "runtime/stages/cuda/cuda_backend.h"
-#include "runtime/stages/cuda/nodes/nodes_backend.h"
 #include "transport/nccl/gpu_fabric.h"
 #include "transport/nccl/gpu_identity.h"
 #include "transport/nccl/nccl_transport.h"
@@ -174,11 +174,12 @@ std::unique_ptr<Backend> make_backend(GroupContext& context, const epx_group_con
   };
   if (context.transport == EPX_TRANSPORT_NCCL && context.shape.num_nodes() > 1) {
     const int rail_ctas = agree_on_rail_ctas(config.num_comm_sms, exchange);
-    NodesTransport transport = make_nccl_nodes_transport(
+    MultiNodeTransport transport = make_nccl_multi_node_transport(
         context.rank, context.shape.num_ranks, context.shape.ranks_per_node, rail_ctas, context.timeout_ms, exchange);
-    choose_layout(*transport.node, make_nodes_shape(context.shape, 0).node); // no node has more experts than that of rank 0
-    return cuda::make_nodes_backend(context, config.num_comm_sms, rail_ctas, std::move(transport), std::move(control),
-                                    exchange);
+    choose_layout(*transport.node,
+                  make_multi_node_shape(context.shape, 0).node); // no node has more experts than that of rank 0
+    return cuda::make_multi_node_backend(context, config.num_comm_sms, rail_ctas, std::move(transport), std::move(control),
+                                         exchange);
   }
   if (context.transport == EPX_TRANSPORT_NCCL) {
     std::unique_ptr<Transport> transport =

@@ -11,7 +11,7 @@
 #include "base/host_device.h"
 #include "runtime/group_context.h"
 #include "runtime/layout/handle_memory.h"
-#include "runtime/layout/nodes_handle.h"
+#include "runtime/layout/multi_node_handle.h"
 #include "runtime/layout/slots.h"
 
 namespace epx {
@@ -52,8 +52,8 @@ constexpr std::array<BodySection, 6> body_sections(const HandleHeader& header, c
 }
 
 // The same of a group of several nodes on GPUs: all that its prepare writes.
-constexpr std::array<BodySection, 12> body_sections(const HandleHeader& header, const NodesHandleLayout& layout,
-                                                    const NodesShape& shape) {
+constexpr std::array<BodySection, 12> body_sections(const HandleHeader& header, const MultiNodeHandleLayout& layout,
+                                                    const MultiNodeShape& shape) {
   constexpr auto kWord = static_cast<int64_t>(sizeof(uint32_t));
   constexpr int64_t kRouteWords = sizeof(Route) / sizeof(uint32_t);
   constexpr int64_t kRecordWords = sizeof(SlotRecord) / sizeof(uint32_t);

@@ -81,7 +81,7 @@ public:
 };
 
 // The transports of a group of several nodes: windows of the ranks of this node, by index in the node, and rails.
-struct NodesTransport {
+struct MultiNodeTransport {
   std::unique_ptr<Transport> node;
   std::unique_ptr<Rails> rails;
 };

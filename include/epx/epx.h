@@ -94,33 +94,19 @@
  *
  * ## Several nodes
  *
- * - A node is a set of ranks whose GPUs reach each other over NVLink. A group of several has windows inside each node, and
- *   rails between them: rank i of a node exchanges rows with rank i of each other node through NCCL, over the network that
- *   NCCL finds. A token crosses to each node once, whatever number of its experts live there; the rank that gets it, its
- *   relay, passes it on inside the node. Ranks of a node follow each other in rank order, and nodes have the same number of
- *   ranks.
- * - The calls are the same, and so are slots and bits: of EPX_COMBINE_EXACT and EPX_COMBINE_WIRE those of one node. Rows come
- *   home one for each (token, node) with EPX_COMBINE_NODE, (token, rank) with WIRE, and route with EXACT.
- * - dispatch, combine and their backward make several kernels of a call. Outside of a graph they first learn on the host how
- *   many rows there are, so the calling thread waits until the stream has come to the call and the rail peers have made it,
- *   too. In a graph that captures the call, and with fixed_rail_tokens, nobody waits: as many rows travel as there can be. All
- *   ranks must capture a call, or none.
+ * - A node is a set of ranks whose GPUs reach each other over NVLink. Its ranks follow each other in rank order, and all nodes
+ *   have the same number of ranks. Between nodes rows travel through NCCL: docs/scaling.md tells how, what that takes, and what
+ *   becomes of a group when a rank or a connection fails.
+ * - The calls, the slots and the bits are those of one node; EPX_COMBINE_NODE has its own. Rank-major calls need a group of one
+ *   node.
+ * - dispatch, combine and their backward first learn on the host how many rows there are. So the calling thread waits until the
+ *   stream has come to the call, and the ranks of the other nodes have made it. In a graph that captures the call, and with
+ *   fixed_rail_tokens, nobody waits: as many rows travel as there can be. All ranks must capture a call, or none.
  * - Arguments that differ between ranks end the group in the call that has them, prepare included: MISMATCH or OUT_OF_SEQUENCE
- *   on every rank, with two ranks and their values, or a rank that reports those. Let max_top_k be the largest K in use.
- * - Where a connection between nodes breaks and no rank has died, stopped or left, calls fail with SYSTEM; where transfers do
- *   not end although all ranks have made the call, with TIMEOUT. The culprit is -1 then, and the message says between which
- *   ranks, as far as that is known.
- * - A rank that hangs in a kernel that makes calls of its node is the culprit, though all ranks have made the call: within
- *   3 * timeout_ms + 12 s, or 2 * timeout_ms + 2 s where it is alone on its node. Other kernels are not told from the network.
- * - All ranks end with the verdict of rank 0. The first call that finds a failure waits for it, epx_group_status and
- *   epx_group_destroy too: a round trip to rank 0, or about five seconds where a connection has broken.
- * - Transfers between nodes take up to 8 of the num_comm_sms SMs, but no more than half of them on the rank with the fewest, so
- *   that num_comm_sms is 0 or at least 2 (else INVALID_ARGUMENT).
- * - A rank whose handle memory is not that of the call (EPX_EVENT_HANDLE_MISMATCH) relays nothing: what its rail peers send
- *   through it is zero on its node, and what would go home through it takes no step in their sums. Beside the rank itself, the
- *   ranks of its node and its rail peers report it where its handle memory is of another prepare.
- * - prepare_dispatch is prepare and then dispatch there, and no call takes the low-latency path, however few its tokens are.
- *   Rank-major calls need a group of one node. Calls that overlap on the device are not found out: their transfers may mix.
+ *   on every rank. Let max_top_k be the largest K in use.
+ * - Where no rank is known to have failed, the culprit of a failure is -1, and the message says between which ranks it was.
+ * - num_comm_sms is 0 or at least 2 (else INVALID_ARGUMENT), since transfers take some of the SMs.
+ * - Calls that overlap on the device are not found out: their transfers may mix.
  */
 #ifndef EPX_EPX_H_
 #define EPX_EPX_H_

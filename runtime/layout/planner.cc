@@ -2,7 +2,7 @@
 #include "runtime/layout/planner.h"
 
 #include "runtime/layout/host_scratch.h"
-#include "runtime/layout/nodes_handle.h"
+#include "runtime/layout/multi_node_handle.h"
 #include "runtime/layout/rail_layout.h"
 #include "runtime/layout/window_layout.h"
 
@@ -11,7 +11,7 @@ namespace epx {
 epx_memory_plan plan_memory(const GroupShape& shape, epx_transport transport) {
   const WindowAccess access = transport == EPX_TRANSPORT_HOST ? WindowAccess::by_host : WindowAccess::by_kernels;
   const bool has_rails = access == WindowAccess::by_kernels && shape.num_nodes() > 1;
-  const NodesShape nodes = make_nodes_shape(shape, 0); // whose node has as many experts as any
+  const MultiNodeShape nodes = make_multi_node_shape(shape, 0); // whose node has as many experts as any
   const WindowLayout layout = make_window_layout(has_rails ? nodes.node : shape, access);
   epx_memory_plan plan{};
   plan.max_recv_tokens_per_rank = shape.max_recv_tokens;

@@ -7,7 +7,7 @@
 
 #include "base/checked_math.h"
 #include "base/dtypes.h"
-#include "runtime/layout/nodes_shape.h"
+#include "runtime/layout/multi_node_shape.h"
 #include "runtime/layout/window_layout.h"
 
 namespace epx {
@@ -48,7 +48,7 @@ constexpr int64_t count_words(const GroupShape& group) {
 // or -1, -1 for a k that does not go there or was dropped. Beyond the number of tokens a table has anything. Tables have room
 // for the largest K of the group and travel whole, so that ranks that do not pass the same K still send what the others expect.
 constexpr int kTableHeaderWords = 4;
-constexpr int64_t table_words(const NodesShape& shape) {
+constexpr int64_t table_words(const MultiNodeShape& shape) {
   return kTableHeaderWords + shape.padded_tokens() * (1 + 2 * int64_t{shape.group.max_top_k});
 }
 
@@ -57,12 +57,12 @@ constexpr int64_t table_words(const NodesShape& shape) {
 // for each chunk, how many rows come home of the tokens up to its end.
 constexpr int kRecordAgreedWord = 3;
 constexpr int kRecordHeaderWords = kRecordAgreedWord + kAgreedWords;
-constexpr int64_t record_words(const NodesShape& shape) {
+constexpr int64_t record_words(const MultiNodeShape& shape) {
   return kRecordHeaderWords + shape.num_chunks();
 }
 
 // Rows of one direction with their weights and sidecars, of all nodes; see RailArea in
-// runtime/stages/cuda/nodes/nodes_kernels.h.
+// runtime/nodes/multi_node_kernels.h.
 struct RailRowsLayout {
   int64_t node_rows;      // of one node
   int64_t node_weights;   // floats of one node
@@ -72,7 +72,7 @@ struct RailRowsLayout {
 };
 
 // Throws StatusError when the sizes cannot be represented.
-inline RailRowsLayout make_rail_rows_layout(const NodesShape& shape) {
+inline RailRowsLayout make_rail_rows_layout(const MultiNodeShape& shape) {
   const char* what = "the rows beside the rails";
   const GroupShape& group = shape.group;
   RailRowsLayout layout{};
@@ -90,7 +90,7 @@ inline RailRowsLayout make_rail_rows_layout(const NodesShape& shape) {
 }
 
 // Rows to and from the rails, and prepare's tables of both directions.
-inline int64_t rail_bytes(const NodesShape& shape) {
+inline int64_t rail_bytes(const MultiNodeShape& shape) {
   const char* what = "the rows beside the rails";
   const int64_t words = checked_mul(shape.num_nodes(), table_words(shape), what);
   return checked_mul(

@@ -260,7 +260,7 @@ bool create(int num_ranks, int ranks_per_node, int failing_round) {
         const auto transport = make_nccl_transport(rank, num_ranks, kNcclTimeoutMs, exchange);
         transport->open_window(kWindowBytes, exchange);
       } else {
-        const auto transport = make_nccl_nodes_transport(rank, num_ranks, ranks_per_node, 1, kNcclTimeoutMs, exchange);
+        const auto transport = make_nccl_multi_node_transport(rank, num_ranks, ranks_per_node, 1, kNcclTimeoutMs, exchange);
         NodeExchange of_node(exchange, rank, ranks_per_node);
         transport.node->open_window(kWindowBytes, of_node);
       }

@@ -201,8 +201,8 @@ std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t 
   return std::make_unique<EmulatedTransport>(rank, num_ranks, WindowExchange(shared, 0, num_ranks, timeout_ms));
 }
 
-NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_node, int /*rail_ctas*/, int64_t timeout_ms,
-                                         Exchange& exchange) {
+MultiNodeTransport make_nccl_multi_node_transport(int rank, int num_ranks, int ranks_per_node, int /*rail_ctas*/,
+                                                  int64_t timeout_ms, Exchange& exchange) {
   const int64_t mailboxes = WindowExchange::bytes(num_ranks);
   const std::shared_ptr<Window> shared =
       make_host_transport(rank, num_ranks)->open_window(mailboxes + emulation::mailbox_bytes(num_ranks), exchange);

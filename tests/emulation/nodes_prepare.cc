@@ -1,4 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/emulation/device.h"
 
-#include "runtime/stages/cuda/nodes/prepare_nodes.cu"
+#include "runtime/nodes/multi_node_prepare.cu"

@@ -13,11 +13,11 @@
 #include <cuda_runtime_api.h>
 #include <doctest/doctest.h>
 
+#include "runtime/nodes/multi_node_kernels.h"
+#include "runtime/nodes/multi_node_prepare_params.h"
+#include "runtime/nodes/rail_records.h"
 #include "runtime/reference/reference.h"
 #include "runtime/stages/cuda/kernel_list.h"
-#include "runtime/stages/cuda/nodes/nodes_kernels.h"
-#include "runtime/stages/cuda/nodes/nodes_prepare_params.h"
-#include "runtime/stages/cuda/nodes/nodes_records.h"
 #include "tests/support/rng.h"
 
 namespace epx::cuda {
@@ -41,7 +41,7 @@ struct NodesCase {
   int max_top_k = 0; // of the group; 0: top_k
 };
 
-NodesShape shape_of(const NodesCase& test_case) {
+MultiNodeShape shape_of(const NodesCase& test_case) {
   GroupShape group;
   group.num_ranks = test_case.num_ranks;
   group.ranks_per_node = test_case.ranks_per_node;
@@ -59,7 +59,7 @@ NodesShape shape_of(const NodesCase& test_case) {
   group.max_token_dtype = EPX_FLOAT32;
   group.precision = test_case.precision;
   group.fixed_rail_tokens = test_case.fixed_rail_tokens;
-  NodesShape shape = make_nodes_shape(group, 0);
+  MultiNodeShape shape = make_multi_node_shape(group, 0);
   shape.node.max_tokens_per_rank = std::min(test_case.chunk_tokens, test_case.max_tokens);
   return shape;
 }
@@ -72,19 +72,19 @@ using Stream = std::unique_ptr<cudaStream_t, StreamDeleter>;
 
 // One rank: what its group and its caller own.
 struct Rank {
-  NodesShape shape;
+  MultiNodeShape shape;
   Stream stream;
   std::vector<LlCallDescriptor> window; // of bytes; only the alignment matters
   DeviceState device_state{};
   std::unique_ptr<StatusRecord> record = std::make_unique<StatusRecord>();
   uint64_t host_abort_record = 0;
   DeviceGroup group{};
-  NodesState state{};
-  std::unique_ptr<NodesProgress> progress = std::make_unique<NodesProgress>();
-  NodesDevice device{};
+  MultiNodeState state{};
+  std::unique_ptr<MultiNodeProgress> progress = std::make_unique<MultiNodeProgress>();
+  MultiNodeDevice device{};
   std::vector<int32_t> block_counts, own_counts, all_counts, sent_tables, received_tables, token_ends;
-  NodesPrepareTotals totals{};
-  NodesPrepareBuffers buffers{};
+  MultiNodePrepareTotals totals{};
+  MultiNodePrepareBuffers buffers{};
 
   reference::Routing routing;
   std::vector<int32_t> topk_idx_32;
@@ -97,8 +97,10 @@ struct Rank {
   PrepareCall call{};
   epx_operation operation = EPX_OP_PREPARE;
 
-  NodesPrepareParams params() const { return make_nodes_prepare_params(device, buffers, call, operation); }
-  NodesHandleReader plan() const { return {handle_mem.data(), make_nodes_handle_layout(shape, call.top_k), shape}; }
+  MultiNodePrepareParams params() const { return make_multi_node_prepare_params(device, buffers, call, operation); }
+  MultiNodeHandleReader plan() const {
+    return {handle_mem.data(), make_multi_node_handle_layout(shape, call.top_k), shape};
+  }
 };
 
 // A group of several nodes whose ranks are streams of this process.
@@ -183,7 +185,7 @@ public:
   }
 
 private:
-  const NodesShape& shape() const { return ranks_.front()->shape; }
+  const MultiNodeShape& shape() const { return ranks_.front()->shape; }
   Rank& rank_at(int rank) const { return *ranks_[static_cast<size_t>(rank)]; }
   Rank& rail_peer(const Rank& rank, int node) const {
     return rank_at(node * case_.ranks_per_node + rank.shape.index_in_node());
@@ -194,7 +196,7 @@ private:
     rank->shape = shape_of(case_);
     rank->shape.rank = number;
     rank->shape.own_node = rank->shape.group.node_of(number);
-    const NodesShape& shape = rank->shape;
+    const MultiNodeShape& shape = rank->shape;
     const ExpertBlocks experts{case_.num_experts, case_.num_ranks};
     rank->shape.node.num_experts =
         experts.first_expert(shape.first_rank() + case_.ranks_per_node) - experts.first_expert(shape.first_rank());
@@ -256,7 +258,8 @@ private:
     rank.slot.assign(rank.routing.topk_idx.size(), kGarbage);
     rank.slot_origin.assign(static_cast<size_t>(3 * shape().group.max_recv_tokens), kGarbage);
     // The first prepare has handle memory of anything, the others that of the call before.
-    rank.handle_mem.resize(static_cast<size_t>(make_nodes_handle_layout(rank.shape, top_k).total_bytes), std::byte{0x5a});
+    rank.handle_mem.resize(static_cast<size_t>(make_multi_node_handle_layout(rank.shape, top_k).total_bytes),
+                           std::byte{0x5a});
     rank.state.sequence = kFirstSequence + prepares_;
     rank.call = {};
     rank.call.top_k = top_k;
@@ -426,7 +429,7 @@ private:
   }
 
   void check_home(const Rank& rank) const {
-    const NodesHandleReader plan = rank.plan();
+    const MultiNodeHandleReader plan = rank.plan();
     const HandleHeader& header = *plan.header;
     CHECK(header.magic == kHandleMagic);
     CHECK(header.group_id == kGroupId);
@@ -473,7 +476,7 @@ private:
   }
 
   void check_relay(const Rank& rank) const {
-    const NodesHandleReader plan = rank.plan();
+    const MultiNodeHandleReader plan = rank.plan();
     const int own_node = rank.shape.own_node;
     for (int node = 0; node < shape().num_nodes(); ++node) {
       CAPTURE(node);
@@ -490,7 +493,7 @@ private:
         }
         // The place of a leg's routes is that of leg_layout, which the kernels of movements read.
         const int chunk = static_cast<int>(row / shape().chunk_tokens());
-        const HandleReader leg(rank.handle_mem.data(), leg_layout(make_nodes_handle_layout(rank.shape, case_.top_k),
+        const HandleReader leg(rank.handle_mem.data(), leg_layout(make_multi_node_handle_layout(rank.shape, case_.top_k),
                                                                   rank.shape, case_.top_k, rank.shape.leg(node, chunk)));
         const Route* const found = leg.routes + row % shape().chunk_tokens() * case_.top_k;
         CHECK(std::equal(expected.begin(), expected.end(), found, [](const Route& a, const Route& b) {
@@ -508,7 +511,7 @@ private:
     for (int node = 0; node < shape().num_nodes(); ++node)
       for (int chunk = 0; chunk < shape().num_chunks(); ++chunk) {
         const int number = rank.shape.leg(node, chunk);
-        const HandleReader leg(rank.handle_mem.data(), leg_layout(make_nodes_handle_layout(rank.shape, case_.top_k),
+        const HandleReader leg(rank.handle_mem.data(), leg_layout(make_multi_node_handle_layout(rank.shape, case_.top_k),
                                                                   rank.shape, case_.top_k, number));
         CHECK(leg.zone_begin[num_local] == (number == rank.shape.leg(rank.shape.own_node, 0) ? rows_in_use : 0));
         for (int e = 0; e < num_local && number != rank.shape.leg(rank.shape.own_node, 0); ++e) {
@@ -542,7 +545,7 @@ private:
           }
         }
       }
-    const NodesHandleReader plan = rank.plan();
+    const MultiNodeHandleReader plan = rank.plan();
     for (int e = 0; e < num_local; ++e) {
       const reference::RankPlan& expected = oracle_.ranks[static_cast<size_t>(rank.shape.rank)];
       CHECK(plan.zone_begin[e] == expected.offsets[static_cast<size_t>(e)]);
@@ -554,7 +557,7 @@ private:
 
   // A route in a damaged table is kept if its token, its slot and its rank are some of the group's.
   void check_plan_of_damaged_table(const Rank& rank, int node) const {
-    const NodesHandleReader plan = rank.plan();
+    const MultiNodeHandleReader plan = rank.plan();
     const bool is_own = node == rank.shape.own_node;
     const int top_k = rank.call.top_k;
     const int32_t* const table = rank.received_tables.data() + node * table_words(shape());

@@ -17,9 +17,9 @@
 #include <doctest/doctest.h>
 
 #include "base/dtypes.h"
+#include "runtime/nodes/multi_node_kernels.h"
+#include "runtime/nodes/rail_records.h"
 #include "runtime/reference/reference.h"
-#include "runtime/stages/cuda/nodes/nodes_kernels.h"
-#include "runtime/stages/cuda/nodes/nodes_records.h"
 #include "tests/support/rng.h"
 
 namespace epx::cuda {
@@ -54,7 +54,7 @@ struct Guarded {
 };
 
 struct Area {
-  Area(const NodesShape& shape, const Case& c, int64_t sidecar_bytes)
+  Area(const MultiNodeShape& shape, const Case& c, int64_t sidecar_bytes)
       : node_rows(shape.padded_tokens() * shape.max_back_rows(c.top_k)), node_weights(shape.padded_tokens() * c.top_k),
         node_tokens(shape.padded_tokens()), rows(static_cast<size_t>(c.nodes * node_rows * row_bytes(c.dtype, c.hidden))),
         weights(static_cast<size_t>(c.nodes * node_weights) * sizeof(float)),
@@ -74,10 +74,10 @@ constexpr int64_t kSidecarBytes = 5;
 // One rank with all its memory.
 struct Rank {
   Rank(const Case& c, const GroupShape& group, int number)
-      : shape(make_nodes_shape(group, number)), has_shape(set_chunk(c)), layout(make_nodes_handle_layout(shape, c.top_k)),
-        handle(static_cast<size_t>(layout.total_bytes)), headers(static_cast<size_t>(shape.num_legs())),
-        sent_records(static_cast<size_t>(c.nodes * record_words(shape))), received_records(sent_records),
-        to_rails(shape, c, kSidecarBytes), from_rails(shape, c, kSidecarBytes) {
+      : shape(make_multi_node_shape(group, number)), has_shape(set_chunk(c)),
+        layout(make_multi_node_handle_layout(shape, c.top_k)), handle(static_cast<size_t>(layout.total_bytes)),
+        headers(static_cast<size_t>(shape.num_legs())), sent_records(static_cast<size_t>(c.nodes * record_words(shape))),
+        received_records(sent_records), to_rails(shape, c, kSidecarBytes), from_rails(shape, c, kSidecarBytes) {
     context.shape = shape.node;
     context.layout = make_window_layout(shape.node, WindowAccess::by_kernels);
     context.group_id = kGroupId;
@@ -94,7 +94,7 @@ struct Rank {
     shape.node.max_tokens_per_rank = c.chunk_tokens;
     return true;
   }
-  NodesCall device() {
+  MultiNodeCall device() {
     return {
         {shape, kGroupId, &state, &progress, headers.data(), sent_records.data(), received_records.data(), &device_state},
         layout};
@@ -118,18 +118,18 @@ struct Rank {
     group.timeout_ns = 1'000'000; // no host ends the group here
     return group;
   }
-  NodesHandleWriter plan() { return {handle.data(), layout, shape}; }
+  MultiNodeHandleWriter plan() { return {handle.data(), layout, shape}; }
   bool is_intact() const { return to_rails.is_intact() && from_rails.is_intact(); }
 
-  NodesShape shape;
+  MultiNodeShape shape;
   bool has_shape;
-  NodesHandleLayout layout;
+  MultiNodeHandleLayout layout;
   HandleLayout plan_of_leg{};
   std::vector<std::byte> handle;
   GroupContext context{};
   std::vector<std::byte> window;
-  NodesState state{};
-  NodesProgress progress{};
+  MultiNodeState state{};
+  MultiNodeProgress progress{};
   DeviceState device_state{};
   std::unique_ptr<StatusRecord> record = std::make_unique<StatusRecord>();
   uint64_t host_abort_record = 0;
@@ -262,7 +262,7 @@ private:
   }
   void write_home(Rank& rank) {
     write_header(rank);
-    const NodesHandleWriter to = rank.plan();
+    const MultiNodeHandleWriter to = rank.plan();
     const int r = rank.shape.rank;
     for (int64_t i = 0; i < rank.shape.padded_tokens() * c.top_k; ++i)
       to.home_routes[i] = {-1, -1, 0};
@@ -292,10 +292,10 @@ private:
   }
   // The tables that travel by rail in prepare.
   void write_relay(Rank& rank) {
-    const NodesHandleWriter to = rank.plan();
+    const MultiNodeHandleWriter to = rank.plan();
     for (int node = 0; node < c.nodes; ++node) {
       Rank& home = *ranks[at(rail_peer(rank, node))];
-      const NodesHandleWriter from = home.plan();
+      const MultiNodeHandleWriter from = home.plan();
       const int own = rank.shape.own_node;
       to.relay_counts[node] = from.sent_counts[own];
       std::copy_n(from.home_back_rows(own), rank.shape.padded_tokens() + 1, to.relay_back_rows(node));
@@ -412,7 +412,7 @@ private:
     RailArea area = (node == relay.shape.own_node ? relay.from_rails : relay.to_rails).view();
     write_descriptors(world_, relay, header, static_cast<uint64_t>(sequence));
     const Rank& home_rank = *world_.ranks[World::at(home)];
-    const NodesHandleReader plan(home_rank.handle.data(), home_rank.layout, home_rank.shape);
+    const MultiNodeHandleReader plan(home_rank.handle.data(), home_rank.layout, home_rank.shape);
     for (int64_t i = 0; i < header.num_tokens; ++i) {
       const int64_t j = int64_t{chunk} * c_.chunk_tokens + i;
       const int32_t token = plan.sent_tokens(relay.shape.own_node)[j];
@@ -473,7 +473,7 @@ private:
   void send_home(Rank& relay, Rank& home) {
     const int to = home.shape.own_node, from = relay.shape.own_node;
     const int last = relay.shape.num_chunks() - 1;
-    const NodesRecords sent(relay.shape, relay.received_records.data()), expected(home.shape, home.sent_records.data());
+    const RailRecords sent(relay.shape, relay.received_records.data()), expected(home.shape, home.sent_records.data());
     const int64_t rows = sent.back_rows(to, c_.top_k, last), tokens = sent.num_tokens(to);
     REQUIRE(rows == expected.back_rows(from, c_.top_k, last));
     REQUIRE(tokens == expected.num_tokens(from));
@@ -566,8 +566,8 @@ TEST_CASE("records say what prepare has found, and each leg has a header") {
     world.open_legs(EPX_OP_COMBINE, has_fixed_sizes);
     for (auto& rank : world.ranks) {
       CAPTURE(rank->shape.rank);
-      const NodesRecords sent(rank->shape, rank->sent_records.data()), received(rank->shape, rank->received_records.data());
-      const NodesHandleWriter plan = rank->plan();
+      const RailRecords sent(rank->shape, rank->sent_records.data()), received(rank->shape, rank->received_records.data());
+      const MultiNodeHandleWriter plan = rank->plan();
       for (int node = 0; node < world.c.nodes; ++node) {
         CAPTURE(node);
         const Rank& peer = *world.ranks[World::at(world.rail_peer(*rank, node))];
@@ -678,7 +678,7 @@ void check_packed(World& world, Rank& relay, int node, const std::vector<Scatter
   const Case& c = world.c;
   Rank& home = *world.ranks[World::at(world.rail_peer(relay, node))];
   const ScatterInputs& in = inputs[World::at(home.shape.rank)];
-  const NodesHandleWriter plan = home.plan();
+  const MultiNodeHandleWriter plan = home.plan();
   const RailArea area = relay.from_rails.view();
   const auto row_bytes = World::at(world.bytes_of_row());
   for (int64_t j = 0; j < plan.sent_counts[relay.shape.own_node]; ++j) {
@@ -721,7 +721,7 @@ TEST_CASE("a rail peer with another plan is a rank without rows, and is reported
     CAPTURE(r);
     const bool has_lost_peer = r % 2 == 1; // rank 1 is the rail peer of rank 3
     const Rank& rank = *world.ranks[World::at(r)];
-    const NodesRecords received(rank.shape, rank.received_records.data());
+    const RailRecords received(rank.shape, rank.received_records.data());
     const int other = 1 - rank.shape.own_node;
     CHECK(received.is_active(other) == !has_lost_peer);
     CHECK(rank.headers[World::at(rank.shape.leg(other, 0))].num_tokens ==
@@ -798,7 +798,7 @@ TEST_CASE("a rank whose handle memory does not fit the call takes part without r
     CHECK(rank.state.header.magic == 0);
     for (const HandleHeader& header : rank.headers)
       CHECK(header.magic == 0);
-    const NodesRecords sent(rank.shape, rank.sent_records.data());
+    const RailRecords sent(rank.shape, rank.sent_records.data());
     CHECK(sent.plan_id(1) == 0);
     CHECK(sent.num_tokens(1) == 0);
     CHECK(rank.record->num_events == 0); // the first leg reports it
@@ -881,7 +881,7 @@ TEST_CASE("no record makes sizes that do not fit the group") {
     for (int32_t& word : words)
       word =
           static_cast<int32_t>(world.rng.chance(50) ? world.rng.next() : static_cast<uint64_t>(world.rng.between(-2, 40)));
-    const NodesRecords records(rank.shape, words.data());
+    const RailRecords records(rank.shape, words.data());
     for (int node = 0; node < 2; ++node) {
       const int64_t tokens = records.num_tokens(node);
       CHECK(tokens == std::clamp<int64_t>(words[World::at(node * record_words(rank.shape) + 2)], 0, world.c.max_tokens));
@@ -954,15 +954,15 @@ TEST_CASE("a transfer that the host has aborted ends the calls of the node, anot
 TEST_CASE("the host sees which call has begun and ended, and its first leg") {
   World world({2, 1, 1, 8, EPX_FLOAT32, EPX_COMBINE_WIRE}, 1);
   Rank& rank = *world.ranks[0];
-  for (uint64_t call = 1; call <= 2 * NodesProgress::kCalls; call += 100) {
+  for (uint64_t call = 1; call <= 2 * MultiNodeProgress::kCalls; call += 100) {
     rank.state.sequence = call - 1;
     rank.device_state.begun.sequence = 7 * call;
     finish(launch_begin_call(rank.device(), EPX_OP_COMBINE_BWD, nullptr));
     CHECK(rank.state.sequence == call);
     CHECK(rank.progress.begun == call);
     CHECK(rank.progress.ended < call);
-    CHECK(rank.progress.operations[rank.progress.begun % NodesProgress::kCalls] == EPX_OP_COMBINE_BWD);
-    CHECK(rank.progress.first_leg[call % NodesProgress::kCalls] == 7 * call + 1);
+    CHECK(rank.progress.operations[rank.progress.begun % MultiNodeProgress::kCalls] == EPX_OP_COMBINE_BWD);
+    CHECK(rank.progress.first_leg[call % MultiNodeProgress::kCalls] == 7 * call + 1);
     finish(launch_end_call(rank.device(), nullptr));
     CHECK(rank.progress.ended == call);
   }

@@ -35,7 +35,7 @@ constexpr int kMaxTransfers = 4; // with each node, in one exchange
 struct RankOfNodes {
   int rank, num_ranks, ranks_per_node;
   Exchange& exchange; // of all ranks, by the bootstrap
-  NodesTransport transport;
+  MultiNodeTransport transport;
   cudaStream_t stream;
 
   int num_nodes() const { return num_ranks / ranks_per_node; }
@@ -54,7 +54,7 @@ void each_rank(int num_nodes, int ranks_per_node, const std::function<void(RankO
                      num_ranks,
                      ranks_per_node,
                      exchange,
-                     make_nccl_nodes_transport(rank, num_ranks, ranks_per_node, 1, kTimeoutMs, exchange),
+                     make_nccl_multi_node_transport(rank, num_ranks, ranks_per_node, 1, kTimeoutMs, exchange),
                      nullptr};
     cudaStreamCreateWithFlags(&self.stream, cudaStreamNonBlocking);
     body(self);

@@ -11,9 +11,9 @@
                    SUITE and its arguments: soak --seconds T --kinds 90, which creates four groups, unless others are given
 
 A variant is libepx as the suites use it (tests/gpu/libepx_hooked.so, tests/emulation/libepx_emulated.so) with one call of an
-ordering function removed or weakened in the source text of runtime/stages/cuda. `run` starts the soak (or SUITE, a program of
-OUT/bin) on 2 ranks, as many at a time as there are GPUs for, then on all GPUs, for so many seconds each, and prints for each
-variant
+ordering function removed or weakened in the source text of runtime/stages/cuda and runtime/nodes. `run` starts the soak (or
+SUITE, a program of OUT/bin) on 2 ranks, as many at a time as there are GPUs for, then on all GPUs, for so many seconds each,
+and prints for each variant
 
   caught   a suite failed, and its first words
   hang     it did not end in time, and was killed
@@ -37,7 +37,7 @@ import tarfile
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-STAGES = pathlib.Path('runtime/stages/cuda')
+KERNELS = [pathlib.Path('runtime/stages/cuda'), pathlib.Path('runtime/nodes')]
 VARIANTS = 'variants.tar.xz'
 SUITES = ['soak', 'random_layers', 'faults', 'graphs']
 LAUNCHER = 'tests/support/epx_test_launch'
@@ -88,7 +88,7 @@ class Site:
 
 def find_sites(root, only=''):
     sites = []
-    for path in sorted((root / STAGES).rglob('*.cu*')):
+    for path in sorted(path for folder in KERNELS for path in (root / folder).rglob('*.cu*')):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             code = line.split('//')[0]
             for call in CALL.finditer(code):
@@ -213,9 +213,10 @@ def build_variants(built, out, options, is_bfloat16=False):
     """Builds all variants into OUT/variants; returns the sites."""
     sources = out / 'work/sources'  # a copy, since the sources may be edited meanwhile
     shutil.rmtree(out / 'work', ignore_errors=True)
-    shutil.copytree(ROOT / STAGES, sources / STAGES)
+    for folder in KERNELS:
+        shutil.copytree(ROOT / folder, sources / folder)
     if is_bfloat16:
-        for path in (sources / STAGES).rglob('*.cu'):
+        for path in sources.rglob('*.cu'):
             path.write_text(DTYPES.sub(r'\1<__nv_bfloat16', path.read_text()))
     sites = find_sites(sources, options.only)
     (out / 'work/plain').mkdir()

@@ -12,7 +12,7 @@
 #include "base/error.h"
 #include "runtime/config.h"
 #include "runtime/layout/handle_memory.h"
-#include "runtime/layout/nodes_handle.h"
+#include "runtime/layout/multi_node_handle.h"
 #include "runtime/layout/planner.h"
 #include "runtime/layout/rank_major.h"
 #include "runtime/layout/slots.h"
@@ -288,9 +288,9 @@ TEST_CASE("handle memory over nodes keeps to the formula of epx.h, and legs have
         const int64_t bytes = epx::handle_mem_bytes(group, epx::WindowAccess::by_kernels, top_k);
         CHECK(bytes <= int64_t{12} * (nodes + 1) * padded * top_k + (4 * ranks + int64_t{16} * nodes) * padded +
                            12 * group.max_recv_tokens + 8 * ranks * 256 + 65536);
-        const epx::NodesShape shape = epx::make_nodes_shape(group, 9); // the second rank of the second node
+        const epx::MultiNodeShape shape = epx::make_multi_node_shape(group, 9); // the second rank of the second node
         CHECK(shape.padded_tokens() == padded);
-        const epx::NodesHandleLayout layout = epx::make_nodes_handle_layout(shape, top_k);
+        const epx::MultiNodeHandleLayout layout = epx::make_multi_node_handle_layout(shape, top_k);
         const int last = shape.num_legs() - 1, first = shape.leg(1, 0);
         const epx::HandleLayout plan = epx::leg_layout(layout, shape, top_k, last);
         const int64_t chunk = shape.chunk_tokens();

@@ -206,8 +206,8 @@ std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t 
   return std::make_unique<NcclTransport>(std::move(communicator), rank, num_ranks, has_nvlink, timeout);
 }
 
-NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_node, int rail_ctas, int64_t timeout_ms,
-                                         Exchange& exchange) {
+MultiNodeTransport make_nccl_multi_node_transport(int rank, int num_ranks, int ranks_per_node, int rail_ctas,
+                                                  int64_t timeout_ms, Exchange& exchange) {
   const std::chrono::milliseconds timeout(timeout_ms);
   const int index = rank % ranks_per_node;
   CheckedRanks ranks = check_ranks_and_make_ids(rank, rank - index, ranks_per_node, exchange);

@@ -27,7 +27,7 @@ std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t 
 // ranks. All communicators are made when it returns. Windows of the node's transport are opened over a NodeExchange of the
 // ranks of this node. The call makes one exchange more than make_nccl_transport; a group of one node of the same bootstrap has
 // to stand by for it.
-NodesTransport make_nccl_nodes_transport(int rank, int num_ranks, int ranks_per_node, int rail_ctas, int64_t timeout_ms,
-                                         Exchange& exchange);
+MultiNodeTransport make_nccl_multi_node_transport(int rank, int num_ranks, int ranks_per_node, int rail_ctas,
+                                                  int64_t timeout_ms, Exchange& exchange);
 
 } // namespace epx

@@ -8,9 +8,9 @@
 //   thread 0 of warp 0 then stores the checksum (seal_kernel) or the checked header (check_kernel)
 #include "base/device/launch.h"
 #include "runtime/handle_checksum.h"
+#include "runtime/nodes/multi_node_kernels.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
-#include "runtime/stages/cuda/nodes/nodes_kernels.h"
 
 namespace epx::cuda {
 namespace {
@@ -25,9 +25,9 @@ struct OneNodeBody {
   __device__ bool fits(const HandleHeader& header) const { return counts_fit(header, group.shape, group.layout.ll_tokens); }
 };
 // The same in a group of several.
-struct NodesBody {
-  NodesHandleLayout layout;
-  NodesShape group;
+struct MultiNodeBody {
+  MultiNodeHandleLayout layout;
+  MultiNodeShape group;
 
   __device__ bool fits(const HandleHeader& header) const { return counts_fit(header, group.group, 0); }
 };
@@ -80,16 +80,17 @@ __global__ void __launch_bounds__(kThreads)
 ChecksumParams<OneNodeBody> params_of(const DeviceGroup& group, int top_k) {
   return {{make_handle_layout(group.context.shape, top_k), group.context}, top_k, &group.state->checked_header};
 }
-ChecksumParams<NodesBody> params_of(const NodesDevice& nodes, int top_k) {
-  return {{make_nodes_handle_layout(nodes.shape, top_k), nodes.shape}, top_k, &nodes.state->header};
+ChecksumParams<MultiNodeBody> params_of(const MultiNodeDevice& nodes, int top_k) {
+  return {{make_multi_node_handle_layout(nodes.shape, top_k), nodes.shape}, top_k, &nodes.state->header};
 }
 
 } // namespace
 
 std::vector<const void*> checksum_kernels() {
   return {reinterpret_cast<const void*>(&seal_kernel<OneNodeBody>),
-          reinterpret_cast<const void*>(&check_kernel<OneNodeBody>), reinterpret_cast<const void*>(&seal_kernel<NodesBody>),
-          reinterpret_cast<const void*>(&check_kernel<NodesBody>)};
+          reinterpret_cast<const void*>(&check_kernel<OneNodeBody>),
+          reinterpret_cast<const void*>(&seal_kernel<MultiNodeBody>),
+          reinterpret_cast<const void*>(&check_kernel<MultiNodeBody>)};
 }
 
 cudaError_t launch_seal(const DeviceGroup& group, int top_k, std::byte* handle_mem, cudaStream_t stream) {
@@ -100,12 +101,12 @@ cudaError_t launch_check(const DeviceGroup& group, const MovementCall& call, cud
   return launch(&check_kernel<OneNodeBody>, {1, kThreads}, stream, params_of(group, call.top_k), call.handle_mem);
 }
 
-cudaError_t launch_seal(const NodesDevice& nodes, int top_k, std::byte* handle_mem, cudaStream_t stream) {
-  return launch(&seal_kernel<NodesBody>, {1, kThreads}, stream, params_of(nodes, top_k), handle_mem);
+cudaError_t launch_seal(const MultiNodeDevice& nodes, int top_k, std::byte* handle_mem, cudaStream_t stream) {
+  return launch(&seal_kernel<MultiNodeBody>, {1, kThreads}, stream, params_of(nodes, top_k), handle_mem);
 }
 
-cudaError_t launch_check(const NodesDevice& nodes, const MovementCall& call, cudaStream_t stream) {
-  return launch(&check_kernel<NodesBody>, {1, kThreads}, stream, params_of(nodes, call.top_k), call.handle_mem);
+cudaError_t launch_check(const MultiNodeDevice& nodes, const MovementCall& call, cudaStream_t stream) {
+  return launch(&check_kernel<MultiNodeBody>, {1, kThreads}, stream, params_of(nodes, call.top_k), call.handle_mem);
 }
 
 } // namespace epx::cuda

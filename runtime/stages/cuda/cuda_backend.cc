@@ -32,7 +32,7 @@
 namespace epx::cuda {
 namespace {
 
-class CudaBackend final : public NodeBackend, private Stages {
+class CudaBackend final : public LegBackend, private Stages {
 public:
   CudaBackend(const GroupContext& context, int device, std::unique_ptr<Transport> transport,
               std::unique_ptr<RankBoard> board, std::unique_ptr<Window> window, const LaunchPlan& plan)
@@ -329,7 +329,7 @@ private:
     return allocations_.add(std::move(window));
   }
 
-  // This group is a node of a group of several, in which NodesBackend orders the calls, and ends the group.
+  // This group is a node of a group of several, in which MultiNodeBackend orders the calls, and ends the group.
   bool is_node_of_several() const { return context_.has_ordered_calls; }
 
   // While one lives, this rank is in a call that has no kernel. epx_group_abort in another thread then stores its record in the
@@ -478,8 +478,8 @@ private:
 
 } // namespace
 
-std::unique_ptr<NodeBackend> make_backend(const GroupContext& context, int num_comm_sms,
-                                          std::unique_ptr<Transport> transport, Exchange& exchange) {
+std::unique_ptr<LegBackend> make_backend(const GroupContext& context, int num_comm_sms,
+                                         std::unique_ptr<Transport> transport, Exchange& exchange) {
   std::optional<LaunchPlan> plan;
   exchange.all_gather([&] {
     if (context.shape.num_ranks > kMaxDeviceRanks)
@@ -493,7 +493,7 @@ std::unique_ptr<NodeBackend> make_backend(const GroupContext& context, int num_c
   std::unique_ptr<Window> window = transport->open_window(context.layout.total_bytes, exchange);
   log::group().info("group {:016x}: all ranks have mapped the windows of {} bytes", context.group_id,
                     context.layout.total_bytes);
-  std::unique_ptr<NodeBackend> backend;
+  std::unique_ptr<LegBackend> backend;
   exchange.all_gather([&] { // no rank makes a call before all ranks are ready for it
     int device = 0;
     check_cuda(cudaGetDevice(&device), "cudaGetDevice");

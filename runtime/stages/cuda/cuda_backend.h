@@ -18,10 +18,10 @@
 
 namespace epx::cuda {
 
-// The backend of a group of one node, or of this rank's node in a group of several, which makes calls of its own there.
-class NodeBackend : public Backend {
+// The backend of a group of one node, and of this rank's node in a group of several, which makes its legs by make_call().
+class LegBackend : public Backend {
 public:
-  // Makes a call of the node: `launch` launches its kernel on the stream.
+  // Makes a call of the node, a leg for instance: `launch` launches its kernel on the stream.
   using Launch = std::function<cudaError_t(const DeviceGroup& group, cudaStream_t stream)>;
   virtual void make_call(epx_operation operation, epx_stream stream, const Launch& launch) = 0;
 
@@ -40,7 +40,7 @@ public:
 
 // This is collective over `exchange`: all ranks succeed or all throw. The context must outlive the backend. Kernels must be
 // able to access the transport's windows.
-std::unique_ptr<NodeBackend> make_backend(const GroupContext& context, int num_comm_sms,
-                                          std::unique_ptr<Transport> transport, Exchange& exchange);
+std::unique_ptr<LegBackend> make_backend(const GroupContext& context, int num_comm_sms,
+                                         std::unique_ptr<Transport> transport, Exchange& exchange);
 
 } // namespace epx::cuda

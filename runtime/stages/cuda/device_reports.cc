@@ -28,7 +28,7 @@ void RecordReader::read(std::optional<CallName> call) {
 }
 
 // This rank comes to no call any more. Peers whose kernels have ended well may wait for it in a call that has no kernel, and
-// would take it for the cause. In a group of several nodes NodesWatch tells them, and where ranks disagree each has found it by
+// would take it for the cause. In a group of several nodes MultiNodeWatch tells them, and where ranks disagree each has found it by
 // itself.
 void RecordReader::tell_peers(const FailureRecord& failure) {
   if (context_.has_ordered_calls) return;

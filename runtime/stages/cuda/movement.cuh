@@ -6,7 +6,7 @@
 #include "base/device/launch.h"
 #include "base/device/warp.cuh"
 #include "runtime/layout/handle_limits.h"
-#include "runtime/layout/nodes_handle.h"
+#include "runtime/layout/multi_node_handle.h"
 #include "runtime/layout/slots.h"
 #include "runtime/stages/cuda/kernels.h"
 #include "runtime/stages/cuda/protocol/call_session.cuh"

@@ -5,15 +5,15 @@
 #include <cstdint>
 
 #include "base/cuda.h"
+#include "runtime/nodes/multi_node_kernels.h"
 #include "runtime/stages/cuda/kernel_list.h"
-#include "runtime/stages/cuda/nodes/nodes_kernels.h"
 
 namespace epx::cuda {
 
 // Rows of one direction, weights and sidecars, of each node; the own node's part is scratch or holds its own partials.
 class RailRows {
 public:
-  explicit RailRows(const NodesShape& shape);
+  explicit RailRows(const MultiNodeShape& shape);
 
   const RailArea& area() const { return area_; }
 
@@ -23,18 +23,18 @@ private:
 };
 
 struct RailBuffers {
-  explicit RailBuffers(const NodesShape& shape);
+  explicit RailBuffers(const MultiNodeShape& shape);
 
-  NodesPrepareBuffers prepare() const;
+  MultiNodePrepareBuffers prepare() const;
 
-  DeviceMemory<NodesState> state;
-  MappedMemory<NodesProgress> progress;
+  DeviceMemory<MultiNodeState> state;
+  MappedMemory<MultiNodeProgress> progress;
   DeviceMemory<HandleHeader> leg_headers;
   DeviceMemory<int32_t> sent_records, received_records;
   PinnedMemory<int32_t> records_on_host; // [2, N, record_words]: sent, then received
   DeviceMemory<int32_t> block_counts;    // of prepare
   DeviceMemory<int32_t> counts;          // of prepare: [1 + P, count_words]: this rank's, and then those of all ranks
-  DeviceMemory<NodesPrepareTotals> totals;
+  DeviceMemory<MultiNodePrepareTotals> totals;
   DeviceMemory<int32_t> token_ends;
   DeviceMemory<int32_t> sent_tables, received_tables;
   RailRows to_rails, from_rails;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The NodesWatch ends a group of several nodes when one of its ranks fails, so that every rank of every node names the same
+// The MultiNodeWatch ends a group of several nodes when one of its ranks fails, so that every rank of every node names the same
 // one. Transfers between nodes are NCCL's, which wait without a limit and do not tell for whom.
 //
 // A thread tells the control connection how far this rank's device has come, replays included. When the device has been within
@@ -25,10 +25,10 @@
 #include "base/error.h"
 #include "epx/epx.h"
 #include "runtime/group_context.h"
-#include "runtime/layout/nodes_shape.h"
+#include "runtime/layout/multi_node_shape.h"
+#include "runtime/nodes/leg_probe.h"
+#include "runtime/nodes/multi_node_kernels.h"
 #include "runtime/stages/cuda/cuda_backend.h"
-#include "runtime/stages/cuda/nodes/leg_probe.h"
-#include "runtime/stages/cuda/nodes/nodes_kernels.h"
 #include "runtime/status_board.h"
 #include "transport/control/control_connection.h"
 #include "transport/rails.h"
@@ -48,14 +48,14 @@ constexpr std::chrono::milliseconds host_exchange_timeout(int64_t timeout_ms) {
   return std::chrono::milliseconds(node_timeout_ms(timeout_ms) + 5'000);
 }
 
-class NodesWatch {
+class MultiNodeWatch {
 public:
   // All arguments but `control` must outlive the watch. `progress` is in host memory. The thread runs from here on.
-  NodesWatch(const GroupContext& context, const NodesShape& shape, NodeBackend& node, Rails& rails,
-             std::unique_ptr<ControlConnection> control, const NodesProgress& progress);
-  ~NodesWatch(); // leaves the group; see finish()
-  NodesWatch(const NodesWatch&) = delete;
-  NodesWatch& operator=(const NodesWatch&) = delete;
+  MultiNodeWatch(const GroupContext& context, const MultiNodeShape& shape, LegBackend& node, Rails& rails,
+                 std::unique_ptr<ControlConnection> control, const MultiNodeProgress& progress);
+  ~MultiNodeWatch(); // leaves the group; see finish()
+  MultiNodeWatch(const MultiNodeWatch&) = delete;
+  MultiNodeWatch& operator=(const MultiNodeWatch&) = delete;
 
   // Before a call: throws the group's failure, if there is one. It is the same on all ranks; where this rank's kernels have
   // found one, this waits for the verdict, but no longer than a second and a half. report() and finish() wait likewise.
@@ -111,9 +111,9 @@ private:
   CallName call_or_next(epx_operation next) const;
 
   const GroupContext& context_;
-  NodeBackend& node_;
+  LegBackend& node_;
   Rails& rails_;
-  const NodesProgress& progress_;
+  const MultiNodeProgress& progress_;
   std::optional<LegProbe> leg_probe_; // where legs wait for nobody; the thread's alone
   StatusBoard status_;
   std::mutex mutex_;

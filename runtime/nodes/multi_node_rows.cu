@@ -8,10 +8,10 @@
 #include <algorithm>
 
 #include "base/device/launch.h"
-#include "runtime/stages/cuda/nodes/forward_rows.cuh"
-#include "runtime/stages/cuda/nodes/home_sums.cuh"
-#include "runtime/stages/cuda/nodes/nodes_kernels.h"
-#include "runtime/stages/cuda/nodes/pack_rows.cuh"
+#include "runtime/nodes/forward_rows.cuh"
+#include "runtime/nodes/home_sums.cuh"
+#include "runtime/nodes/multi_node_kernels.h"
+#include "runtime/nodes/pack_rows.cuh"
 
 namespace epx::cuda {
 namespace {
@@ -53,7 +53,7 @@ cudaError_t launch_rows(void (*kernel)(Params), int64_t items, int num_sms, cuda
 
 } // namespace
 
-std::vector<const void*> nodes_row_kernels() {
+std::vector<const void*> multi_node_row_kernels() {
   return {reinterpret_cast<const void*>(&pack_rows_kernel),
           reinterpret_cast<const void*>(&forward_rows_kernel<float>),
           reinterpret_cast<const void*>(&forward_rows_kernel<__half>),
@@ -63,13 +63,13 @@ std::vector<const void*> nodes_row_kernels() {
           reinterpret_cast<const void*>(&sum_rows_kernel<__nv_bfloat16>)};
 }
 
-cudaError_t launch_pack_rows(const NodesCall& nodes, const PackCall& call, int num_sms, cudaStream_t stream) {
+cudaError_t launch_pack_rows(const MultiNodeCall& nodes, const PackCall& call, int num_sms, cudaStream_t stream) {
   const PackParams params{nodes, call, row_bytes(call.call.dtype, call.call.hidden)};
   const int64_t rows = int64_t{nodes.shape.num_nodes() - 1} * nodes.shape.chunk_tokens();
   return launch_rows(&pack_rows_kernel, rows, num_sms, stream, params);
 }
 
-cudaError_t launch_forward_rows(const DeviceGroup& group, const NodesCall& nodes, const ForwardCall& call, int num_sms,
+cudaError_t launch_forward_rows(const DeviceGroup& group, const MultiNodeCall& nodes, const ForwardCall& call, int num_sms,
                                 cudaStream_t stream) {
   const MovementCall& args = call.call;
   const ForwardParams params{make_movement_params(group, {}, args, 0, 0, kNotRegistered),
@@ -84,7 +84,7 @@ cudaError_t launch_forward_rows(const DeviceGroup& group, const NodesCall& nodes
   return launch_rows(&forward_rows_kernel<__nv_bfloat16>, tokens, num_sms, stream, params);
 }
 
-cudaError_t launch_sum_rows(const NodesCall& nodes, const SumCall& call, int num_sms, cudaStream_t stream) {
+cudaError_t launch_sum_rows(const MultiNodeCall& nodes, const SumCall& call, int num_sms, cudaStream_t stream) {
   const SumParams params{nodes, call};
   const int64_t tokens = call.call.num_tokens;
   if (call.call.dtype == EPX_FLOAT32) return launch_rows(&sum_rows_kernel<float>, tokens, num_sms, stream, params);

@@ -16,7 +16,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "runtime/layout/nodes_handle.h"
+#include "runtime/layout/multi_node_handle.h"
 #include "runtime/layout/rail_layout.h"
 #include "runtime/stages/cuda/kernels.h"
 #include "runtime/stages/cuda/protocol/device_group.h"
@@ -44,7 +44,7 @@ struct RailArea {
 
 // ---- The group in device memory ----
 
-struct NodesState {
+struct MultiNodeState {
   uint64_t sequence; // number of the group's last call that has begun, replays included
   // The header of the call's handle memory; its magic is 0 when this rank takes part without routes. launch_check leaves its
   // copy here, too, from which launch_post_records takes it.
@@ -60,9 +60,9 @@ struct Disagreement {
 };
 
 // Host memory that kernels write and the host reads at any time, also while a graph is replayed.
-struct NodesProgress {
+struct MultiNodeProgress {
   static constexpr uint64_t kCalls = 256;
-  uint64_t begun; // NodesState::sequence
+  uint64_t begun; // MultiNodeState::sequence
   uint64_t ended; // the last call of the group that has ended
   Disagreement disagreement;
   int32_t operations[kCalls]; // by sequence % kCalls, stored before `begun`
@@ -70,26 +70,26 @@ struct NodesProgress {
   uint64_t first_leg[kCalls]; // by sequence % kCalls: the node's sequence number of the call's first leg
 };
 
-struct NodesDevice {
-  NodesShape shape;
+struct MultiNodeDevice {
+  MultiNodeShape shape;
   uint64_t group_id;
-  NodesState* state;
-  NodesProgress* progress;       // host memory
+  MultiNodeState* state;
+  MultiNodeProgress* progress;   // host memory
   HandleHeader* leg_headers;     // [L]: what MovementCall::checked_header of each leg points to
   int32_t* sent_records;         // [N, record_words]
-  int32_t* received_records;     // [N, record_words]; see NodesRecords
+  int32_t* received_records;     // [N, record_words]; see RailRecords
   const DeviceState* node_state; // of the legs' group
 };
 
 // The same as the kernels of one movement see it, which read the handle memory of a layer.
-struct NodesCall : NodesDevice {
-  NodesHandleLayout layout;
+struct MultiNodeCall : MultiNodeDevice {
+  MultiNodeHandleLayout layout;
 };
 
 // ---- prepare ----
 
 // What prepare counts on this rank, in routes and rows. Its first leg reports bad indices and the overflow from it.
-struct NodesPrepareTotals {
+struct MultiNodePrepareTotals {
   unsigned long long bad_indices;
   unsigned long long first_bad_inverted; // ~(t * K + k) of the first bad index, so that atomicMax finds it
   unsigned long long beyond_rails;       // routes of tokens beyond GroupShape::max_rail_tokens()
@@ -97,57 +97,57 @@ struct NodesPrepareTotals {
 };
 
 // Buffers of prepare in device memory; the group owns them.
-struct NodesPrepareBuffers {
+struct MultiNodePrepareBuffers {
   int32_t* block_counts; // [kMaxPrepareBlocks, E]: routes of each block of count_routes; then of the blocks before it
   // [count_words]: routes of this rank to each expert; bad ones and those to no expert are not counted. From assign_slots on,
   // their first slot. Behind them this rank's AgreedFields, and the routes that fixed_rail_tokens leaves no room for.
   int32_t* counts;
   int32_t* all_counts; // [P, count_words]
-  NodesPrepareTotals* totals;
+  MultiNodePrepareTotals* totals;
   int32_t* token_ends;      // [N]: the routes to a node of tokens from this one on are dropped; see max_rail_tokens()
   int32_t* sent_tables;     // [N, table_words]
   int32_t* received_tables; // [N, table_words]
 };
 
-struct NodesPrepareParams; // nodes_prepare_params.h: what all kernels of one prepare get
+struct MultiNodePrepareParams; // multi_node_prepare_params.h: what all kernels of one prepare get
 
 // Counts this rank's routes by expert, of each block and in all, and writes its AgreedFields.
-cudaError_t launch_count_routes(const NodesPrepareParams& params, cudaStream_t stream);
+cudaError_t launch_count_routes(const MultiNodePrepareParams& params, cudaStream_t stream);
 // Gives this rank's routes their slots, from all ranks' counts, and writes the header, home routes, zones and no_zones, and the
 // outputs counts, offsets, global_counts, info and slot. slot_origin, if wanted, becomes -1 everywhere. Reports ranks whose
-// AgreedFields differ (NodesProgress::disagreement).
-cudaError_t launch_assign_slots(const NodesPrepareParams& params, cudaStream_t stream);
+// AgreedFields differ (MultiNodeProgress::disagreement).
+cudaError_t launch_assign_slots(const MultiNodePrepareParams& params, cudaStream_t stream);
 // Lists the tokens that go to each node: sent_tokens, positions, sent_counts, home_back_rows; and makes the tables.
-cudaError_t launch_list_tokens(const NodesPrepareParams& params, cudaStream_t stream);
+cudaError_t launch_list_tokens(const MultiNodePrepareParams& params, cudaStream_t stream);
 // Writes relay_counts, relay_back_rows and the routes of all legs, from the tables that have come and, for the own node, from
 // the home routes.
-cudaError_t launch_list_relayed(const NodesPrepareParams& params, cudaStream_t stream);
+cudaError_t launch_list_relayed(const MultiNodePrepareParams& params, cudaStream_t stream);
 // One call of the node: delivers slot records, slot_origin and first slots of a leg's tokens to the owners of the slots.
 // `group` is that of the legs. The first leg's call also reports bad indices and the overflow, as events of prepare or
 // prepare_dispatch. The kernel takes at most `num_sms` SMs.
-cudaError_t launch_deliver_leg(const DeviceGroup& group, const NodesPrepareParams& prepare, int leg, int num_sms,
+cudaError_t launch_deliver_leg(const DeviceGroup& group, const MultiNodePrepareParams& prepare, int leg, int num_sms,
                                cudaStream_t stream);
 
 // ---- Movements ----
 
 // Begins a call of the group: counts it, and publishes that it has begun.
-cudaError_t launch_begin_call(const NodesDevice& nodes, epx_operation operation, cudaStream_t stream);
+cudaError_t launch_begin_call(const MultiNodeDevice& nodes, epx_operation operation, cudaStream_t stream);
 // EPX_CHECK_HANDLE_MEM, as in kernels.h: launch_seal comes behind the last leg of prepare, and launch_check before
 // launch_post_records. They are in checksum.cu.
-cudaError_t launch_seal(const NodesDevice& nodes, int top_k, std::byte* handle_mem, cudaStream_t stream);
-cudaError_t launch_check(const NodesDevice& nodes, const MovementCall& call, cudaStream_t stream);
+cudaError_t launch_seal(const MultiNodeDevice& nodes, int top_k, std::byte* handle_mem, cudaStream_t stream);
+cudaError_t launch_check(const MultiNodeDevice& nodes, const MovementCall& call, cudaStream_t stream);
 // Publishes that the call has ended.
-cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream);
+cudaError_t launch_end_call(const MultiNodeDevice& nodes, cudaStream_t stream);
 // Checks the header of the handle memory for this call (MovementCall::checked_header), and writes the records that go to the
 // rail peers.
-cudaError_t launch_post_records(const NodesCall& nodes, const MovementCall& call, const AgreedFields& agreed,
+cudaError_t launch_post_records(const MultiNodeCall& nodes, const MovementCall& call, const AgreedFields& agreed,
                                 cudaStream_t stream);
-// Writes the headers of the legs from the records that have come (NodesRecords::leg_tokens), and reports a rail peer that has
-// another plan, or passes other AgreedFields (NodesProgress::disagreement); in the latter case it waits for the group's end.
+// Writes the headers of the legs from the records that have come (RailRecords::leg_tokens), and reports a rail peer that has
+// another plan, or passes other AgreedFields (MultiNodeProgress::disagreement); in the latter case it waits for the group's end.
 // The leg of a rail peer that is not active has no rows (kSendsNoRows). Where this rank takes part without routes, each leg has
 // a header with magic 0. `group` is that of the legs. In the event, values[0] is 1: values[3] is a rank of the group and not of
 // the node.
-cudaError_t launch_open_legs(const DeviceGroup& group, const NodesCall& nodes, const MovementCall& call,
+cudaError_t launch_open_legs(const DeviceGroup& group, const MultiNodeCall& nodes, const MovementCall& call,
                              bool has_fixed_sizes, cudaStream_t stream);
 // Before rows of a gather's legs go home: where a leg has failed, holds them back until the group has ended, since a rail peer
 // could not tell that they are wrong.
@@ -167,7 +167,7 @@ struct PackCall {
   RailArea area;
   int chunk;
 };
-cudaError_t launch_pack_rows(const NodesCall& nodes, const PackCall& call, int num_sms, cudaStream_t stream);
+cudaError_t launch_pack_rows(const MultiNodeCall& nodes, const PackCall& call, int num_sms, cudaStream_t stream);
 
 // Behind the gather of a leg in the precisions wire and exact: copies what that has staged on this rank to `area`, without
 // gaps. wire: a token's partial sums of the ranks of this node, in rank order. exact: its routes' rows in k order, and beside
@@ -181,7 +181,7 @@ struct ForwardCall {
   int node; // of the leg
   int chunk;
 };
-cudaError_t launch_forward_rows(const DeviceGroup& group, const NodesCall& nodes, const ForwardCall& call, int num_sms,
+cudaError_t launch_forward_rows(const DeviceGroup& group, const MultiNodeCall& nodes, const ForwardCall& call, int num_sms,
                                 cudaStream_t stream);
 
 // At home: out[t] is the sum of what has come of the token, from all nodes, in the order that the precision says, rounded
@@ -194,11 +194,11 @@ struct SumCall {
   std::byte* out;   // [T, H]
   float* weight_grads_out;
 };
-cudaError_t launch_sum_rows(const NodesCall& nodes, const SumCall& call, int num_sms, cudaStream_t stream);
+cudaError_t launch_sum_rows(const MultiNodeCall& nodes, const SumCall& call, int num_sms, cudaStream_t stream);
 
 // All of these, to be loaded before any is launched.
-std::vector<const void*> nodes_prepare_kernels();
-std::vector<const void*> nodes_row_kernels(); // with the shared memory of movements
-std::vector<const void*> nodes_call_kernels();
+std::vector<const void*> multi_node_prepare_kernels();
+std::vector<const void*> multi_node_row_kernels(); // with the shared memory of movements
+std::vector<const void*> multi_node_call_kernels();
 
 } // namespace epx::cuda

@@ -14,7 +14,7 @@ namespace epx {
 
 constexpr int kMaxChunkTokens = 1024;
 
-struct NodesShape {
+struct MultiNodeShape {
   GroupShape group; // of all ranks
   GroupShape node;  // of a leg: this node's ranks and experts, and the tokens of a chunk
   int rank;         // of the group
@@ -46,8 +46,8 @@ struct NodesShape {
 };
 
 // Within a node, experts are in blocks by the same rule as in the group, because the ranks with one more come first.
-constexpr NodesShape make_nodes_shape(const GroupShape& group, int rank) {
-  NodesShape shape{group, group, rank, group.node_of(rank)};
+constexpr MultiNodeShape make_multi_node_shape(const GroupShape& group, int rank) {
+  MultiNodeShape shape{group, group, rank, group.node_of(rank)};
   const ExpertBlocks experts{group.num_experts, group.num_ranks};
   shape.node.num_ranks = group.ranks_per_node;
   shape.node.num_experts =

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "base/device/memory_order.cuh"
-#include "runtime/stages/cuda/nodes/nodes_kernels.h"
-#include "runtime/stages/cuda/nodes/nodes_records.h"
+#include "runtime/nodes/multi_node_kernels.h"
+#include "runtime/nodes/rail_records.h"
 
 namespace epx::cuda {
 
@@ -15,7 +15,7 @@ struct AgreedFieldsOfRank {
 
 // One thread of the kernels of a call publishes the first disagreement that the group has had. The group fails because of it,
 // so that later ones count for nothing, and the host may be reading this one.
-__device__ inline void publish_disagreement(const NodesDevice& nodes, const AgreedFieldsOfRank& one,
+__device__ inline void publish_disagreement(const MultiNodeDevice& nodes, const AgreedFieldsOfRank& one,
                                             const AgreedFieldsOfRank& other) {
   Disagreement& found = nodes.progress->disagreement;
   if (found.is_known != 0) return;

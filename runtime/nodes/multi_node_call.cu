@@ -14,10 +14,10 @@
 #include "base/device/launch.h"
 #include "base/device/memory_order.cuh"
 #include "base/device/warp.cuh"
-#include "runtime/stages/cuda/nodes/disagreement.cuh"
-#include "runtime/stages/cuda/nodes/nodes_kernels.h"
-#include "runtime/stages/cuda/nodes/nodes_records.h"
-#include "runtime/stages/cuda/nodes/wait_for_end.cuh"
+#include "runtime/nodes/disagreement.cuh"
+#include "runtime/nodes/multi_node_kernels.h"
+#include "runtime/nodes/rail_records.h"
+#include "runtime/nodes/wait_for_end.cuh"
 #include "runtime/stages/cuda/protocol/events.cuh"
 #include "runtime/stages/cuda/protocol/failure.cuh"
 
@@ -26,24 +26,24 @@ namespace {
 
 constexpr int kThreads = 128;
 
-__global__ void begin_call_kernel(const __grid_constant__ NodesDevice nodes, epx_operation operation) {
+__global__ void begin_call_kernel(const __grid_constant__ MultiNodeDevice nodes, epx_operation operation) {
   if (threadIdx.x != 0) return;
   const uint64_t sequence = ++nodes.state->sequence;
-  nodes.progress->operations[sequence % NodesProgress::kCalls] = operation;
+  nodes.progress->operations[sequence % MultiNodeProgress::kCalls] = operation;
   // A leg that failed at its entry barrier has not advanced begun.sequence, so begun.sequence + 1 is its number, and it belongs
-  // to the call before. The legs of this call end at once, so ~0 keeps reports from naming this call (NodesWatch::call_of_leg).
-  nodes.progress->first_leg[sequence % NodesProgress::kCalls] =
+  // to the call before. The legs of this call end at once, so ~0 keeps reports from naming this call (MultiNodeWatch::call_of_leg).
+  nodes.progress->first_leg[sequence % MultiNodeProgress::kCalls] =
       nodes.node_state->failed != 0 ? ~uint64_t{0} : nodes.node_state->begun.sequence + 1;
   // st.release: a host that has acquired `begun` sees the two stores above.
   store_release_sys(&nodes.progress->begun, sequence);
 }
 
-__global__ void end_call_kernel(const __grid_constant__ NodesDevice nodes) {
+__global__ void end_call_kernel(const __grid_constant__ MultiNodeDevice nodes) {
   if (threadIdx.x == 0) store_release_sys(&nodes.progress->ended, nodes.state->sequence);
 }
 
 struct CallParams {
-  NodesCall nodes;
+  MultiNodeCall nodes;
   MovementCall call;
 };
 
@@ -51,7 +51,7 @@ struct CallParams {
 // write_record uses them as indices.
 __device__ bool is_usable(const CallParams& params, const HandleHeader& header) {
   const MovementCall& call = params.call;
-  const NodesShape& shape = params.nodes.shape;
+  const MultiNodeShape& shape = params.nodes.shape;
   return header.magic == kHandleMagic && header.checksum == header_checksum(header) &&
          header.group_id == params.nodes.group_id && header.rank == shape.rank && header.top_k == call.top_k &&
          header.alignment == call.alignment && header.num_tokens == call.num_tokens &&
@@ -59,9 +59,9 @@ __device__ bool is_usable(const CallParams& params, const HandleHeader& header) 
 }
 
 // Writes the record for a node. Handle memory is not trusted; what does not fit is made to fit by those who read the record.
-__device__ void write_record(const CallParams& params, const NodesHandleReader& plan, const AgreedFields& agreed, int node,
-                             int32_t* record) {
-  const NodesShape& shape = params.nodes.shape;
+__device__ void write_record(const CallParams& params, const MultiNodeHandleReader& plan, const AgreedFields& agreed,
+                             int node, int32_t* record) {
+  const MultiNodeShape& shape = params.nodes.shape;
   const HandleHeader& header = params.nodes.state->header;
   const bool is_usable = header.magic == kHandleMagic;
   const uint64_t plan_id = is_usable ? header.plan_id : 0;
@@ -82,15 +82,15 @@ __device__ void write_record(const CallParams& params, const NodesHandleReader& 
 
 __global__ void __launch_bounds__(kThreads)
     post_records_kernel(const __grid_constant__ CallParams params, const __grid_constant__ AgreedFields agreed) {
-  const NodesDevice& nodes = params.nodes;
+  const MultiNodeDevice& nodes = params.nodes;
   if (threadIdx.x == 0) {
     HandleHeader header = *reinterpret_cast<const HandleHeader*>(params.call.checked_header);
     if (!is_usable(params, header)) header.magic = 0;
     nodes.state->header = header;
-    nodes.progress->tokens[nodes.state->sequence % NodesProgress::kCalls] = params.call.num_tokens;
+    nodes.progress->tokens[nodes.state->sequence % MultiNodeProgress::kCalls] = params.call.num_tokens;
   }
   __syncthreads();
-  const NodesHandleReader plan(params.call.handle_mem, params.nodes.layout, nodes.shape);
+  const MultiNodeHandleReader plan(params.call.handle_mem, params.nodes.layout, nodes.shape);
   for (int node = static_cast<int>(threadIdx.x); node < nodes.shape.num_nodes(); node += kThreads) {
     write_record(params, plan, agreed, node, nodes.sent_records + node * record_words(nodes.shape));
     if (node == nodes.shape.own_node) // which no rail brings
@@ -100,15 +100,15 @@ __global__ void __launch_bounds__(kThreads)
 
 // The number that the leg of the own node's first chunk will have, in which this rank's events are: in a gather the legs of the
 // other nodes come before it.
-__device__ uint64_t first_own_leg(const DeviceGroup& group, const NodesShape& shape, epx_operation operation) {
+__device__ uint64_t first_own_leg(const DeviceGroup& group, const MultiNodeShape& shape, epx_operation operation) {
   const bool is_gather = operation == EPX_OP_COMBINE || operation == EPX_OP_DISPATCH_BWD;
   return group.state->begun.sequence + 1 + (is_gather ? (shape.num_nodes() - 1) * shape.num_chunks() : 0);
 }
 
 // Reports the first rail peer that takes part with another plan than this rank, as the ranks of its own node do. A rail peer
 // that takes part without routes reports that itself.
-__device__ void report_mismatch(const DeviceGroup& group, const CallParams& params, const NodesRecords& records) {
-  const NodesShape& shape = params.nodes.shape;
+__device__ void report_mismatch(const DeviceGroup& group, const CallParams& params, const RailRecords& records) {
+  const MultiNodeShape& shape = params.nodes.shape;
   const HandleHeader& header = params.nodes.state->header;
   if (header.magic != kHandleMagic) return; // leg(own_node, 0) reports this rank's handle memory
   for (int node = 0; node < shape.num_nodes(); ++node) {
@@ -122,8 +122,8 @@ __device__ void report_mismatch(const DeviceGroup& group, const CallParams& para
 }
 
 // Returns whether all rail peers pass what this rank passes; reports the first one that does not.
-__device__ bool agrees_with_rail_peers(const NodesDevice& nodes, const NodesRecords& records) {
-  const NodesShape& shape = nodes.shape;
+__device__ bool agrees_with_rail_peers(const MultiNodeDevice& nodes, const RailRecords& records) {
+  const MultiNodeShape& shape = nodes.shape;
   const AgreedFields own = records.agreed(shape.own_node);
   for (int node = 0; node < shape.num_nodes(); ++node) {
     if (records.agreed(node) == own) continue;
@@ -137,9 +137,9 @@ __device__ bool agrees_with_rail_peers(const NodesDevice& nodes, const NodesReco
 __global__ void __launch_bounds__(kThreads)
     open_legs_kernel(const __grid_constant__ DeviceGroup group, const __grid_constant__ CallParams params,
                      bool has_fixed_sizes) {
-  const NodesDevice& nodes = params.nodes;
-  const NodesShape& shape = nodes.shape;
-  const NodesRecords records(shape, nodes.received_records);
+  const MultiNodeDevice& nodes = params.nodes;
+  const MultiNodeShape& shape = nodes.shape;
+  const RailRecords records(shape, nodes.received_records);
   for (int leg = static_cast<int>(threadIdx.x); leg < shape.num_legs(); leg += kThreads) {
     const int node = leg / shape.num_chunks();
     HandleHeader header = nodes.state->header;
@@ -171,26 +171,26 @@ __global__ void check_transfer_kernel(const __grid_constant__ DeviceGroup group)
 
 } // namespace
 
-std::vector<const void*> nodes_call_kernels() {
+std::vector<const void*> multi_node_call_kernels() {
   return {reinterpret_cast<const void*>(&begin_call_kernel),   reinterpret_cast<const void*>(&end_call_kernel),
           reinterpret_cast<const void*>(&post_records_kernel), reinterpret_cast<const void*>(&open_legs_kernel),
           reinterpret_cast<const void*>(&hold_rows_kernel),    reinterpret_cast<const void*>(&check_transfer_kernel)};
 }
 
-cudaError_t launch_begin_call(const NodesDevice& nodes, epx_operation operation, cudaStream_t stream) {
+cudaError_t launch_begin_call(const MultiNodeDevice& nodes, epx_operation operation, cudaStream_t stream) {
   return launch(&begin_call_kernel, {1, kWarp}, stream, nodes, operation);
 }
 
-cudaError_t launch_end_call(const NodesDevice& nodes, cudaStream_t stream) {
+cudaError_t launch_end_call(const MultiNodeDevice& nodes, cudaStream_t stream) {
   return launch(&end_call_kernel, {1, kWarp}, stream, nodes);
 }
 
-cudaError_t launch_post_records(const NodesCall& nodes, const MovementCall& call, const AgreedFields& agreed,
+cudaError_t launch_post_records(const MultiNodeCall& nodes, const MovementCall& call, const AgreedFields& agreed,
                                 cudaStream_t stream) {
   return launch(&post_records_kernel, {1, kThreads}, stream, CallParams{nodes, call}, agreed);
 }
 
-cudaError_t launch_open_legs(const DeviceGroup& group, const NodesCall& nodes, const MovementCall& call,
+cudaError_t launch_open_legs(const DeviceGroup& group, const MultiNodeCall& nodes, const MovementCall& call,
                              bool has_fixed_sizes, cudaStream_t stream) {
   return launch(&open_legs_kernel, {1, kThreads}, stream, group, CallParams{nodes, call}, has_fixed_sizes);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "runtime/stages/cuda/nodes/nodes_backend.h"
+#include "runtime/nodes/multi_node_backend.h"
 
 #include <algorithm>
 #include <span>
@@ -12,12 +12,12 @@
 #include "base/log.h"
 #include "base/names.h"
 #include "base/stream_order.h"
+#include "runtime/nodes/multi_node_kernels.h"
+#include "runtime/nodes/multi_node_prepare_params.h"
+#include "runtime/nodes/multi_node_watch.h"
+#include "runtime/nodes/rail_buffers.h"
+#include "runtime/nodes/rail_sizes.h"
 #include "runtime/stages/cuda/cuda_backend.h"
-#include "runtime/stages/cuda/nodes/nodes_kernels.h"
-#include "runtime/stages/cuda/nodes/nodes_prepare_params.h"
-#include "runtime/stages/cuda/nodes/nodes_watch.h"
-#include "runtime/stages/cuda/nodes/rail_buffers.h"
-#include "runtime/stages/cuda/nodes/rail_sizes.h"
 #include "transport/interrupt.h"
 #include "transport/node_exchange.h"
 #include "transport/rails_exchange.h"
@@ -25,7 +25,7 @@
 namespace epx::cuda {
 namespace {
 
-GroupContext make_node_context(const GroupContext& group, const NodesShape& shape) {
+GroupContext make_node_context(const GroupContext& group, const MultiNodeShape& shape) {
   GroupContext node = group;
   node.shape = shape.node;
   node.rank = shape.index_in_node();
@@ -37,9 +37,9 @@ GroupContext make_node_context(const GroupContext& group, const NodesShape& shap
 }
 
 // The transport of this rank's node in a group of several: what its ranks agree on later on, all ranks of the group do.
-class NodeTransport final : public Transport {
+class LegTransport final : public Transport {
 public:
-  NodeTransport(std::unique_ptr<Transport> node, Rails& rails, const GroupContext& group)
+  LegTransport(std::unique_ptr<Transport> node, Rails& rails, const GroupContext& group)
       : node_(std::move(node)), all_(rails, group.rank, group.shape.num_ranks, host_exchange_timeout(group.timeout_ms)),
         exchange_(all_, group.rank, group.shape.ranks_per_node) {}
 
@@ -69,11 +69,11 @@ AgreedFields agreed_fields(const MovementCall& call, int weights, int64_t sideca
           has_fixed_sizes ? 1 : 0};
 }
 
-class NodesBackend final : public Backend, private Stages {
+class MultiNodeBackend final : public Backend, private Stages {
 public:
-  NodesBackend(const NodesShape& shape, const GroupContext& context, std::unique_ptr<GroupContext> node_context,
-               std::unique_ptr<NodeBackend> node, std::unique_ptr<Rails> rails, int rail_ctas,
-               std::unique_ptr<ControlConnection> control)
+  MultiNodeBackend(const MultiNodeShape& shape, const GroupContext& context, std::unique_ptr<GroupContext> node_context,
+                   std::unique_ptr<LegBackend> node, std::unique_ptr<Rails> rails, int rail_ctas,
+                   std::unique_ptr<ControlConnection> control)
       : shape_(shape), context_(context), rail_ctas_(rail_ctas), buffers_(shape), node_context_(std::move(node_context)),
         rails_(std::move(rails)), node_(std::move(node)),
         chunk_events_(static_cast<size_t>(shape.num_chunks())), nodes_{shape,
@@ -85,9 +85,9 @@ public:
                                                                        buffers_.received_records.get(),
                                                                        node_->device_group().state} {
     check_cuda(cudaGetDevice(&device_), "cudaGetDevice");
-    watch_ = std::make_unique<NodesWatch>(context_, shape_, *node_, *rails_, std::move(control), *buffers_.progress);
+    watch_ = std::make_unique<MultiNodeWatch>(context_, shape_, *node_, *rails_, std::move(control), *buffers_.progress);
   }
-  ~NodesBackend() override {
+  ~MultiNodeBackend() override {
     const bool is_idle = watch_->finish(device_);
     watch_.reset();
     if (is_idle) return;
@@ -116,7 +116,7 @@ public:
   std::vector<GroupRecord> all_gather(const GroupRecord& mine, int64_t bytes) override {
     watch_->require_healthy(EPX_OP_ALL_GATHER);
     std::vector<GroupRecord> records;
-    agree(EPX_OP_ALL_GATHER, 2, [&] { records = node_->all_gather(mine, bytes); }); // of all nodes: see NodeTransport
+    agree(EPX_OP_ALL_GATHER, 2, [&] { records = node_->all_gather(mine, bytes); }); // of all nodes: see LegTransport
     return records;
   }
 
@@ -129,7 +129,8 @@ private:
   // The arguments of a leg, except for its tensors of tokens.
   template <typename Call>
   struct LegCall {
-    LegCall(const NodesBackend& backend, const NodesCall& nodes, const Call& whole, int leg_node, int chunk, int64_t tokens)
+    LegCall(const MultiNodeBackend& backend, const MultiNodeCall& nodes, const Call& whole, int leg_node, int chunk,
+            int64_t tokens)
         : call(whole), node(leg_node), first_token(backend.first_token(chunk)),
           layout(leg_layout(nodes.layout, backend.shape_, whole.top_k, backend.shape_.leg(node, chunk))) {
       call.num_tokens = tokens;
@@ -232,18 +233,18 @@ private:
 
   // While it lives, this rank is in a call that has no kernel.
   struct HostCall {
-    HostCall(NodesWatch& of_group, epx_operation operation) : watch(of_group) { watch.begin_host_call(operation); }
+    HostCall(MultiNodeWatch& of_group, epx_operation operation) : watch(of_group) { watch.begin_host_call(operation); }
     ~HostCall() { watch.end_host_call(num_calls); }
     HostCall(const HostCall&) = delete;
     HostCall& operator=(const HostCall&) = delete;
 
-    NodesWatch& watch;
+    MultiNodeWatch& watch;
     uint64_t num_calls = 0; // where it has succeeded
   };
 
   // Counts calls that have no kernel, while no kernel of the group is running.
   void count_calls(uint64_t calls) {
-    NodesState state{};
+    MultiNodeState state{};
     check_cuda(cudaMemcpy(&state, nodes_.state, sizeof(state), cudaMemcpyDeviceToHost), "cudaMemcpy");
     state.sequence += calls;
     check_cuda(cudaMemcpy(nodes_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
@@ -253,8 +254,8 @@ private:
   // ---- prepare ----
 
   void make_plan(const PrepareCall& call, epx_operation operation, cudaStream_t stream) {
-    const NodesPrepareBuffers buffers = buffers_.prepare();
-    const NodesPrepareParams params = make_nodes_prepare_params(nodes_, buffers, call, operation);
+    const MultiNodePrepareBuffers buffers = buffers_.prepare();
+    const MultiNodePrepareParams params = make_multi_node_prepare_params(nodes_, buffers, call, operation);
     check_cuda(launch_count_routes(params, stream), "prepare");
     fork_rail_stream(stream);
     rails_->all_gather(buffers.counts, buffers.all_counts,
@@ -278,7 +279,7 @@ private:
   // ---- Movements ----
 
   struct OpenLegs {
-    NodesCall nodes;
+    MultiNodeCall nodes;
     RailSizes sizes; // of the transfers that follow
   };
   // Tells the rail peers how many tokens this rank has for them. Where sizes are exact, the host waits for the peers' here.
@@ -286,7 +287,7 @@ private:
   OpenLegs open_legs(const MovementCall& call, int weights, int64_t sidecar_bytes, cudaStream_t stream,
                      bool has_fixed_sizes) {
     const char* const name = name_of(call.operation);
-    const NodesCall nodes{nodes_, make_nodes_handle_layout(shape_, call.top_k)};
+    const MultiNodeCall nodes{nodes_, make_multi_node_handle_layout(shape_, call.top_k)};
     MovementCall posted = call;
     if (context_.checks_handle_mem) {
       check_cuda(launch_check(nodes_, call, stream), "the check of the handle memory");
@@ -313,7 +314,7 @@ private:
   template <typename Call> // DispatchCall or CombineBwdCall
   void scatter(const Call& call, cudaStream_t stream, bool has_fixed_sizes) {
     const OpenLegs legs = open_legs(call, weights_of(call), pack_call(call, {}, 0).sidecar_bytes, stream, has_fixed_sizes);
-    const NodesCall& nodes = legs.nodes;
+    const MultiNodeCall& nodes = legs.nodes;
     const RailSizes& sizes = legs.sizes;
     const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
     const RailArea& sent = buffers_.to_rails.area();
@@ -349,7 +350,7 @@ private:
     return {call, call.grad_out, nullptr, nullptr, 0, area, chunk};
   }
 
-  void scatter_leg(const NodesCall& nodes, const DispatchCall& call, int node, int chunk, int64_t tokens,
+  void scatter_leg(const MultiNodeCall& nodes, const DispatchCall& call, int node, int chunk, int64_t tokens,
                    const RailArea& received) {
     const bool is_own = node == shape_.own_node;
     const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
@@ -362,7 +363,7 @@ private:
       leg.call.topk_weights = (is_own ? call.topk_weights : received.weights_of(node)) + leg.first_token * call.top_k;
     node_->stages().dispatch(leg.call);
   }
-  void scatter_leg(const NodesCall& nodes, const CombineBwdCall& call, int node, int chunk, int64_t tokens,
+  void scatter_leg(const MultiNodeCall& nodes, const CombineBwdCall& call, int node, int chunk, int64_t tokens,
                    const RailArea& received) {
     const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
     LegCall<CombineBwdCall> leg(*this, nodes, call, node, chunk, tokens);
@@ -377,7 +378,7 @@ private:
               cudaStream_t stream, bool has_fixed_sizes) {
     const int weights = (row_weights != nullptr ? 1 : 0) | (weight_grads_out != nullptr ? 2 : 0);
     const OpenLegs legs = open_legs(call, weights, 0, stream, has_fixed_sizes);
-    const NodesCall& nodes = legs.nodes;
+    const MultiNodeCall& nodes = legs.nodes;
     const RailSizes& sizes = legs.sizes;
     const RailArea& sent = buffers_.to_rails.area();
     const RailArea& received = buffers_.from_rails.area();
@@ -540,22 +541,22 @@ private:
     check_cuda(cudaStreamWaitEvent(stream, event.get(), 0), "cudaStreamWaitEvent");
   }
 
-  NodesShape shape_;
+  MultiNodeShape shape_;
   const GroupContext& context_;
   int rail_ctas_; // SMs that transfers take at most
   RailBuffers buffers_;
   std::unique_ptr<GroupContext> node_context_;
   std::unique_ptr<Rails> rails_;
-  std::unique_ptr<NodeBackend> node_;
+  std::unique_ptr<LegBackend> node_;
   std::vector<RailTransfer> transfers_; // of the exchange that is being enqueued
   std::vector<CudaEvent> chunk_events_;
   CudaEvent fork_, join_;
   CudaStream rail_stream_;
   cudaStream_t rails_on_ = nullptr; // in the call in progress
   StreamOrder order_;
-  NodesDevice nodes_;
+  MultiNodeDevice nodes_;
   int device_ = 0;
-  std::unique_ptr<NodesWatch> watch_; // last: its thread uses the others
+  std::unique_ptr<MultiNodeWatch> watch_; // last: its thread uses the others
 };
 
 } // namespace
@@ -564,21 +565,21 @@ int resolve_num_sms(int num_comm_sms) {
   return LaunchPlan::resolve_num_sms(num_comm_sms, 0);
 }
 
-std::unique_ptr<Backend> make_nodes_backend(const GroupContext& context, int num_comm_sms, int rail_ctas,
-                                            NodesTransport transport, std::unique_ptr<ControlConnection> control,
-                                            Exchange& exchange) {
-  const NodesShape shape = make_nodes_shape(context.shape, context.rank);
+std::unique_ptr<Backend> make_multi_node_backend(const GroupContext& context, int num_comm_sms, int rail_ctas,
+                                                 MultiNodeTransport transport, std::unique_ptr<ControlConnection> control,
+                                                 Exchange& exchange) {
+  const MultiNodeShape shape = make_multi_node_shape(context.shape, context.rank);
   NodeExchange of_node(exchange, context.rank, context.shape.ranks_per_node);
   auto node_context = std::make_unique<GroupContext>(make_node_context(context, shape));
   const int node_sms = LaunchPlan::resolve_num_sms(num_comm_sms, rail_ctas);
-  auto node_transport = std::make_unique<NodeTransport>(std::move(transport.node), *transport.rails, context);
-  std::unique_ptr<NodeBackend> node = make_backend(*node_context, node_sms, std::move(node_transport), of_node);
+  auto node_transport = std::make_unique<LegTransport>(std::move(transport.node), *transport.rails, context);
+  std::unique_ptr<LegBackend> node = make_backend(*node_context, node_sms, std::move(node_transport), of_node);
   std::unique_ptr<Backend> backend;
   exchange.all_gather([&] {
-    for (const auto& kernels : {nodes_prepare_kernels(), nodes_row_kernels(), nodes_call_kernels()})
+    for (const auto& kernels : {multi_node_prepare_kernels(), multi_node_row_kernels(), multi_node_call_kernels()})
       load_kernels(kernels);
-    backend = std::make_unique<NodesBackend>(shape, context, std::move(node_context), std::move(node),
-                                             std::move(transport.rails), rail_ctas, std::move(control));
+    backend = std::make_unique<MultiNodeBackend>(shape, context, std::move(node_context), std::move(node),
+                                                 std::move(transport.rails), rail_ctas, std::move(control));
     return int32_t{0};
   });
   return backend;

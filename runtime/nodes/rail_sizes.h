@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "runtime/stages/cuda/nodes/nodes_records.h"
+#include "runtime/nodes/rail_records.h"
 
 namespace epx::cuda {
 
@@ -12,10 +12,10 @@ namespace epx::cuda {
 class RailSizes {
 public:
   // Exact sizes, by the records that this rank has sent and received.
-  RailSizes(const NodesShape& shape, int top_k, const int32_t* sent, const int32_t* received)
+  RailSizes(const MultiNodeShape& shape, int top_k, const int32_t* sent, const int32_t* received)
       : shape_(&shape), top_k_(top_k), sent_(sent), received_(received) {}
   // Fixed sizes: all that there can be.
-  RailSizes(const NodesShape& shape, int top_k) : RailSizes(shape, top_k, nullptr, nullptr) {}
+  RailSizes(const MultiNodeShape& shape, int top_k) : RailSizes(shape, top_k, nullptr, nullptr) {}
 
   // Tokens of a chunk that this rank sends to `node`, or relays for its rail peer there.
   int64_t home_tokens(int node, int chunk) const { return tokens_in_chunk(sent_, node, chunk); }
@@ -33,7 +33,7 @@ public:
 
 private:
   bool are_fixed() const { return sent_ == nullptr; }
-  NodesRecords of(const int32_t* records) const { return {*shape_, records}; }
+  RailRecords of(const int32_t* records) const { return {*shape_, records}; }
   int64_t tokens(const int32_t* records, int node) const {
     return are_fixed() ? shape_->max_rail_tokens() : of(records).num_tokens(node);
   }
@@ -45,7 +45,7 @@ private:
                        : of(records).back_rows(node, top_k_, shape_->num_chunks() - 1);
   }
 
-  const NodesShape* shape_;
+  const MultiNodeShape* shape_;
   int top_k_;
   const int32_t* sent_;
   const int32_t* received_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "runtime/stages/cuda/nodes/nodes_watch.h"
+#include "runtime/nodes/multi_node_watch.h"
 
 #include <algorithm>
 #include <atomic>
@@ -44,8 +44,8 @@ bool is_found_by_node(epx_status status) {
 
 } // namespace
 
-NodesWatch::NodesWatch(const GroupContext& context, const NodesShape& shape, NodeBackend& node, Rails& rails,
-                       std::unique_ptr<ControlConnection> control, const NodesProgress& progress)
+MultiNodeWatch::MultiNodeWatch(const GroupContext& context, const MultiNodeShape& shape, LegBackend& node, Rails& rails,
+                               std::unique_ptr<ControlConnection> control, const MultiNodeProgress& progress)
     : context_(context), node_(node), rails_(rails), progress_(progress), control_(std::move(control)) {
   if (shape.ranks_per_node() == 1)
     leg_probe_.emplace(node_.device_group().state, std::chrono::milliseconds(context_.timeout_ms));
@@ -61,7 +61,7 @@ NodesWatch::NodesWatch(const GroupContext& context, const NodesShape& shape, Nod
   }
 }
 
-NodesWatch::~NodesWatch() {
+MultiNodeWatch::~MultiNodeWatch() {
   {
     const std::scoped_lock lock(mutex_);
     stops_ = true;
@@ -73,7 +73,7 @@ NodesWatch::~NodesWatch() {
   node_.set_names({});
 }
 
-void NodesWatch::watch() {
+void MultiNodeWatch::watch() {
   const std::chrono::milliseconds timeout(context_.timeout_ms);
   const std::chrono::milliseconds last_timeout =
       std::chrono::milliseconds(node_timeout_ms(context_.timeout_ms)) + kAfterKernels;
@@ -125,7 +125,7 @@ void NodesWatch::watch() {
   }
 }
 
-NodesWatch::Position NodesWatch::position() const {
+MultiNodeWatch::Position MultiNodeWatch::position() const {
   const std::scoped_lock lock(host_mutex_);
   // First, so that a call that ends now is not taken for one in progress.
   const uint64_t ended = std::max(load(progress_.ended), last_host_call_);
@@ -134,33 +134,33 @@ NodesWatch::Position NodesWatch::position() const {
   for (;;) { // the device may make many calls meanwhile, of which a later one takes the place of this one's operation
     const epx_operation operation = begun == last_host_call_ ? EPX_OP_NONE : operation_of(begun);
     const uint64_t now = std::max(load(progress_.begun), last_host_call_);
-    if (now - begun < NodesProgress::kCalls - 1) return {begun, ended, operation, false};
+    if (now - begun < MultiNodeProgress::kCalls - 1) return {begun, ended, operation, false};
     begun = now;
   }
 }
 
-void NodesWatch::begin_host_call(epx_operation operation) {
+void MultiNodeWatch::begin_host_call(epx_operation operation) {
   const std::scoped_lock lock(host_mutex_);
   host_operation_ = operation;
 }
 
-void NodesWatch::end_host_call(uint64_t num_calls) {
+void MultiNodeWatch::end_host_call(uint64_t num_calls) {
   const std::scoped_lock lock(host_mutex_);
   if (num_calls > 0) last_host_call_ = std::max(load(progress_.begun), last_host_call_) + num_calls;
   host_operation_ = EPX_OP_NONE;
 }
 
-// Returns the operation of a call that is no older than NodesProgress::kCalls calls; NONE where none has begun.
-epx_operation NodesWatch::operation_of(uint64_t call) const {
-  const int32_t& operation = progress_.operations[call % NodesProgress::kCalls];
+// Returns the operation of a call that is no older than MultiNodeProgress::kCalls calls; NONE where none has begun.
+epx_operation MultiNodeWatch::operation_of(uint64_t call) const {
+  const int32_t& operation = progress_.operations[call % MultiNodeProgress::kCalls];
   return static_cast<epx_operation>(std::atomic_ref(const_cast<int32_t&>(operation)).load(std::memory_order_relaxed));
 }
 
-CallName NodesWatch::call_in_progress() const {
+CallName MultiNodeWatch::call_in_progress() const {
   return call_or_next(EPX_OP_NONE);
 }
 
-CallName NodesWatch::call_or_next(epx_operation next) const {
+CallName MultiNodeWatch::call_or_next(epx_operation next) const {
   const Position now = position(); // one, since a call may begin meanwhile
   if (now.begun > now.ended) return {now.operation, now.begun};
   return next == EPX_OP_NONE ? CallName{EPX_OP_NONE, 0} : CallName{next, now.begun + 1};
@@ -168,22 +168,22 @@ CallName NodesWatch::call_or_next(epx_operation next) const {
 
 // Returns the last call whose first leg has a sequence number up to `leg`. The device may be storing that of the next call,
 // which takes the place of the oldest one.
-uint64_t NodesWatch::call_of_leg(uint64_t leg) const {
+uint64_t MultiNodeWatch::call_of_leg(uint64_t leg) const {
   if (leg == 0) return 0;
   const uint64_t begun = load(progress_.begun);
-  const uint64_t oldest = begun > NodesProgress::kCalls - 2 ? begun - (NodesProgress::kCalls - 2) : 1;
+  const uint64_t oldest = begun > MultiNodeProgress::kCalls - 2 ? begun - (MultiNodeProgress::kCalls - 2) : 1;
   uint64_t call = begun;
-  while (call > oldest && load(progress_.first_leg[call % NodesProgress::kCalls]) > leg)
+  while (call > oldest && load(progress_.first_leg[call % MultiNodeProgress::kCalls]) > leg)
     --call;
   return call;
 }
 
 // Returns T of that call.
-int64_t NodesWatch::tokens_of_leg(uint64_t leg) const {
-  return static_cast<int64_t>(load(progress_.tokens[call_of_leg(leg) % NodesProgress::kCalls]));
+int64_t MultiNodeWatch::tokens_of_leg(uint64_t leg) const {
+  return static_cast<int64_t>(load(progress_.tokens[call_of_leg(leg) % MultiNodeProgress::kCalls]));
 }
 
-void NodesWatch::tell(const Failure& failure) {
+void MultiNodeWatch::tell(const Failure& failure) {
   {
     const std::scoped_lock lock(verdict_mutex_);
     if (!told_) told_ = failure;
@@ -192,18 +192,18 @@ void NodesWatch::tell(const Failure& failure) {
 }
 
 // What ranks of several nodes do not agree on comes before what the node has found, which may be the same.
-std::optional<Failure> NodesWatch::found_by_kernels() {
+std::optional<Failure> MultiNodeWatch::found_by_kernels() {
   if (auto failure = disagreement()) return failure;
   return node_.failure();
 }
 
 // Kernels behind transfers that were aborted compare what has never come: only what was found before counts.
-bool NodesWatch::has_disagreement() const {
+bool MultiNodeWatch::has_disagreement() const {
   const bool is_known = load(progress_.disagreement.is_known) != 0; // read first: an abort comes before what follows it
   return is_known && (disagreed_before_end_.load() || !rails_.has_ended());
 }
 
-std::optional<Failure> NodesWatch::disagreement() const {
+std::optional<Failure> MultiNodeWatch::disagreement() const {
   if (!has_disagreement()) return std::nullopt;
   const Disagreement& found = progress_.disagreement;
   CallDescriptor descriptors[2] = {};
@@ -225,7 +225,7 @@ std::optional<Failure> NodesWatch::disagreement() const {
   return capture_failure(call, found.ranks[capturing], found.ranks[1 - capturing]);
 }
 
-void NodesWatch::end_work() noexcept {
+void MultiNodeWatch::end_work() noexcept {
   if (has_disagreement()) disagreed_before_end_.store(true);
   ends_work_.store(true); // the failure that the node has from now on is none that the group must learn of
   node_.end();            // before the rails: what comes behind them on the streams looks for it (end_calls_if_aborted)
@@ -233,7 +233,7 @@ void NodesWatch::end_work() noexcept {
 }
 
 // A verdict between two calls is kept for the next one, which names it. A call that is in progress ends by it.
-void NodesWatch::end(const Verdict& verdict) {
+void MultiNodeWatch::end(const Verdict& verdict) {
   std::this_thread::sleep_for(test_verdict_delay());
   {
     const std::scoped_lock lock(verdict_mutex_);
@@ -243,7 +243,7 @@ void NodesWatch::end(const Verdict& verdict) {
   end_work();
 }
 
-void NodesWatch::keep_verdict(CallName call) {
+void MultiNodeWatch::keep_verdict(CallName call) {
   std::optional<Verdict> verdict;
   {
     const std::scoped_lock lock(verdict_mutex_);
@@ -256,7 +256,7 @@ void NodesWatch::keep_verdict(CallName call) {
   }
 }
 
-Failure NodesWatch::failure_of(const Verdict& verdict, CallName call) {
+Failure MultiNodeWatch::failure_of(const Verdict& verdict, CallName call) {
   const bool is_mine = verdict.reporter == context_.rank;
   const CallName where{verdict.operation, verdict.sequence};
   if (verdict.cause == Cause::network) {
@@ -293,7 +293,7 @@ Failure NodesWatch::failure_of(const Verdict& verdict, CallName call) {
   return abort_failure(call, {verdict.status, verdict.operation, verdict.culprit, verdict.sequence}, context_.rank, 0);
 }
 
-void NodesWatch::require_healthy(epx_operation operation) {
+void MultiNodeWatch::require_healthy(epx_operation operation) {
   status_.require_healthy();
   keep_verdict(call_or_next(operation));
   status_.require_healthy();
@@ -301,7 +301,7 @@ void NodesWatch::require_healthy(epx_operation operation) {
 }
 
 // The node's kernels may have ended because of a verdict that has not come here yet.
-void NodesWatch::fail_with(const Failure& failure, CallName call) {
+void MultiNodeWatch::fail_with(const Failure& failure, CallName call) {
   tell(failure);
   const std::optional<Verdict> verdict = control_->wait_for_verdict();
   if (!verdict) end_work(); // rank 0 does not answer
@@ -310,13 +310,13 @@ void NodesWatch::fail_with(const Failure& failure, CallName call) {
 }
 
 // An abort record of the node that no kernel of this rank has found names no call of this rank.
-void NodesWatch::fail(Failure failure, CallName call) {
+void MultiNodeWatch::fail(Failure failure, CallName call) {
   if (failure.sequence == 0) failure.sequence = call.sequence;
   status_.fail(failure);
 }
 
 // Outside of calls.
-void NodesWatch::keep_failure_of_kernels() {
+void MultiNodeWatch::keep_failure_of_kernels() {
   const bool ends_work = ends_work_.load(); // first: the verdict that ends the work is there before
   keep_verdict(call_in_progress());
   if (!status_.is_healthy() || ends_work) return;
@@ -329,7 +329,7 @@ void NodesWatch::keep_failure_of_kernels() {
   }
 }
 
-void NodesWatch::wait_for(cudaStream_t stream, epx_operation operation) {
+void MultiNodeWatch::wait_for(cudaStream_t stream, epx_operation operation) {
   const RelaxedCaptureScope scope;
   for (;;) {
     const cudaError_t error = cudaStreamQuery(stream);
@@ -343,7 +343,7 @@ void NodesWatch::wait_for(cudaStream_t stream, epx_operation operation) {
   }
 }
 
-void NodesWatch::end_call(epx_operation operation, const StatusError& error) {
+void MultiNodeWatch::end_call(epx_operation operation, const StatusError& error) {
   require_healthy(operation);
   const CallName call = call_or_next(operation);
   const auto* const broken = dynamic_cast<const BrokenRailError*>(&error);
@@ -369,7 +369,7 @@ void NodesWatch::end_call(epx_operation operation, const StatusError& error) {
   fail(verdict ? failure_of(*verdict, call) : failure, call);
 }
 
-void NodesWatch::abort() {
+void MultiNodeWatch::abort() {
   const AbortRecord record{EPX_ERROR_ABORTED, EPX_OP_NONE, context_.rank, 0};
   try {
     status_.fail(abort_failure({EPX_OP_NONE, 0}, record, context_.rank, 0));
@@ -380,7 +380,7 @@ void NodesWatch::abort() {
 }
 
 // The events are the node's, which makes all calls; the failure is the group's.
-epx_group_report NodesWatch::report() {
+epx_group_report MultiNodeWatch::report() {
   keep_failure_of_kernels();
   epx_group_report report = node_.report();
   const epx_group_report of_group = status_.report();
@@ -399,7 +399,7 @@ epx_group_report NodesWatch::report() {
   return report;
 }
 
-bool NodesWatch::finish(int device) noexcept {
+bool MultiNodeWatch::finish(int device) noexcept {
   try {
     const std::future<cudaError_t> idle = synchronize_in_background(device);
     SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parameters that the kernels of prepare over nodes have in common. See prepare_nodes.cu.
+// The parameters that the kernels of prepare over nodes have in common. See multi_node_prepare.cu.
 #pragma once
 
 #include <algorithm>
 
+#include "runtime/nodes/multi_node_kernels.h"
 #include "runtime/stages/cuda/kernel_list.h"
-#include "runtime/stages/cuda/nodes/nodes_kernels.h"
 
 namespace epx::cuda {
 
-struct NodesPrepareParams {
-  NodesDevice nodes;
-  NodesPrepareBuffers buffers;
+struct MultiNodePrepareParams {
+  MultiNodeDevice nodes;
+  MultiNodePrepareBuffers buffers;
   PrepareCall call;
   epx_operation operation; // prepare or prepare_dispatch
-  NodesHandleLayout layout;
+  MultiNodeHandleLayout layout;
   int num_parts; // the tokens of this rank are partitioned among so many blocks, at most kMaxPrepareBlocks
 
-  EPX_HOST_DEVICE NodesHandleWriter plan() const { return {call.handle_mem, layout, nodes.shape}; }
+  EPX_HOST_DEVICE MultiNodeHandleWriter plan() const { return {call.handle_mem, layout, nodes.shape}; }
   // Counts of routes by expert [E] of one part, and later of the parts before it.
   EPX_HOST_DEVICE int32_t* part_counts(int part) const {
     return buffers.block_counts + int64_t{part} * nodes.shape.group.num_experts;
@@ -36,14 +36,15 @@ struct NodesPrepareParams {
 // The routes that a part has at least, while there are several parts.
 constexpr int64_t kRoutesPerPart = 512;
 
-inline NodesPrepareParams make_nodes_prepare_params(const NodesDevice& nodes, const NodesPrepareBuffers& buffers,
-                                                    const PrepareCall& call, epx_operation operation) {
+inline MultiNodePrepareParams make_multi_node_prepare_params(const MultiNodeDevice& nodes,
+                                                             const MultiNodePrepareBuffers& buffers,
+                                                             const PrepareCall& call, epx_operation operation) {
   const int64_t parts = (call.num_tokens * call.top_k + kRoutesPerPart - 1) / kRoutesPerPart;
   return {nodes,
           buffers,
           call,
           operation,
-          make_nodes_handle_layout(nodes.shape, call.top_k),
+          make_multi_node_handle_layout(nodes.shape, call.top_k),
           static_cast<int>(std::clamp<int64_t>(parts, 1, kMaxPrepareBlocks))};
 }
 

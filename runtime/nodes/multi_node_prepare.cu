@@ -20,38 +20,38 @@
 //
 // These kernels take microseconds beside transfers between nodes that take tens of them, so they keep their counters in device
 // memory instead of shared memory, which would limit the number of experts of the whole group.
-#include "runtime/stages/cuda/nodes/nodes_kernels.h"
+#include "runtime/nodes/multi_node_kernels.h"
 
 #include "base/device/launch.h"
-#include "runtime/stages/cuda/nodes/deliver_leg.cuh"
-#include "runtime/stages/cuda/nodes/node_tokens.cuh"
-#include "runtime/stages/cuda/nodes/nodes_slots.cuh"
+#include "runtime/nodes/deliver_leg.cuh"
+#include "runtime/nodes/multi_node_slots.cuh"
+#include "runtime/nodes/node_tokens.cuh"
 
 namespace epx::cuda {
 namespace {
 
-__global__ void __launch_bounds__(kThreads) find_token_ends_kernel(const __grid_constant__ NodesPrepareParams params) {
+__global__ void __launch_bounds__(kThreads) find_token_ends_kernel(const __grid_constant__ MultiNodePrepareParams params) {
   find_token_ends(params);
 }
-__global__ void __launch_bounds__(kThreads) count_part_kernel(const __grid_constant__ NodesPrepareParams params) {
+__global__ void __launch_bounds__(kThreads) count_part_kernel(const __grid_constant__ MultiNodePrepareParams params) {
   count_part(params);
 }
-__global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ NodesPrepareParams params) {
+__global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ MultiNodePrepareParams params) {
   add_parts(params);
 }
-__global__ void __launch_bounds__(kThreads) find_zones_kernel(const __grid_constant__ NodesPrepareParams params) {
+__global__ void __launch_bounds__(kThreads) find_zones_kernel(const __grid_constant__ MultiNodePrepareParams params) {
   find_zones(params);
 }
-__global__ void __launch_bounds__(kWarp) assign_slots_kernel(const __grid_constant__ NodesPrepareParams params) {
+__global__ void __launch_bounds__(kWarp) assign_slots_kernel(const __grid_constant__ MultiNodePrepareParams params) {
   assign_slots(params);
 }
-__global__ void __launch_bounds__(kThreads) fill_outputs_kernel(const __grid_constant__ NodesPrepareParams params) {
+__global__ void __launch_bounds__(kThreads) fill_outputs_kernel(const __grid_constant__ MultiNodePrepareParams params) {
   fill_outputs(params);
 }
-__global__ void __launch_bounds__(kThreads) list_tokens_kernel(const __grid_constant__ NodesPrepareParams params) {
+__global__ void __launch_bounds__(kThreads) list_tokens_kernel(const __grid_constant__ MultiNodePrepareParams params) {
   list_tokens(params);
 }
-__global__ void __launch_bounds__(kThreads) list_relayed_kernel(const __grid_constant__ NodesPrepareParams params) {
+__global__ void __launch_bounds__(kThreads) list_relayed_kernel(const __grid_constant__ MultiNodePrepareParams params) {
   list_relayed(params);
 }
 __global__ void __launch_bounds__(kThreads) deliver_leg_kernel(const __grid_constant__ DeliverLegParams params) {
@@ -69,7 +69,7 @@ int blocks_for(int64_t items, int64_t max_blocks) {
 
 } // namespace
 
-std::vector<const void*> nodes_prepare_kernels() {
+std::vector<const void*> multi_node_prepare_kernels() {
   return {reinterpret_cast<const void*>(&find_token_ends_kernel), reinterpret_cast<const void*>(&count_part_kernel),
           reinterpret_cast<const void*>(&add_parts_kernel),       reinterpret_cast<const void*>(&find_zones_kernel),
           reinterpret_cast<const void*>(&assign_slots_kernel),    reinterpret_cast<const void*>(&fill_outputs_kernel),
@@ -77,8 +77,8 @@ std::vector<const void*> nodes_prepare_kernels() {
           reinterpret_cast<const void*>(&deliver_leg_kernel)};
 }
 
-cudaError_t launch_count_routes(const NodesPrepareParams& params, cudaStream_t stream) {
-  NodesPrepareTotals* const totals = params.buffers.totals;
+cudaError_t launch_count_routes(const MultiNodePrepareParams& params, cudaStream_t stream) {
+  MultiNodePrepareTotals* const totals = params.buffers.totals;
   if (const cudaError_t error = cudaMemsetAsync(totals, 0, sizeof(*totals), stream); error != cudaSuccess) return error;
   const GroupShape& group = params.nodes.shape.group;
   if (may_drop_beyond_rails(group))
@@ -98,7 +98,7 @@ cudaError_t launch_count_routes(const NodesPrepareParams& params, cudaStream_t s
   return launch(&add_parts_kernel, {blocks, kThreads}, stream, params);
 }
 
-cudaError_t launch_assign_slots(const NodesPrepareParams& params, cudaStream_t stream) {
+cudaError_t launch_assign_slots(const MultiNodePrepareParams& params, cudaStream_t stream) {
   if (const cudaError_t error = launch(&find_zones_kernel, {1, kThreads}, stream, params); error != cudaSuccess)
     return error;
   if (const cudaError_t error = launch(&assign_slots_kernel, {params.num_parts, kWarp}, stream, params);
@@ -108,17 +108,17 @@ cudaError_t launch_assign_slots(const NodesPrepareParams& params, cudaStream_t s
                 stream, params);
 }
 
-cudaError_t launch_list_tokens(const NodesPrepareParams& params, cudaStream_t stream) {
+cudaError_t launch_list_tokens(const MultiNodePrepareParams& params, cudaStream_t stream) {
   return launch(&list_tokens_kernel, {params.nodes.shape.num_nodes(), kThreads}, stream, params);
 }
 
-cudaError_t launch_list_relayed(const NodesPrepareParams& params, cudaStream_t stream) {
+cudaError_t launch_list_relayed(const MultiNodePrepareParams& params, cudaStream_t stream) {
   return launch(&list_relayed_kernel, {params.nodes.shape.num_nodes(), kThreads}, stream, params);
 }
 
-cudaError_t launch_deliver_leg(const DeviceGroup& group, const NodesPrepareParams& prepare, int leg, int num_sms,
+cudaError_t launch_deliver_leg(const DeviceGroup& group, const MultiNodePrepareParams& prepare, int leg, int num_sms,
                                cudaStream_t stream) {
-  const NodesShape& shape = prepare.nodes.shape;
+  const MultiNodeShape& shape = prepare.nodes.shape;
   const PrepareCall& call = prepare.call;
   CallDescriptor descriptor{};
   descriptor.operation = prepare.operation;

@@ -12,12 +12,12 @@
 #pragma once
 
 #include "runtime/layout/handle_memory.h"
-#include "runtime/layout/nodes_shape.h"
+#include "runtime/layout/multi_node_shape.h"
 #include "transport/peer_window.h"
 
 namespace epx {
 
-struct NodesHandleLayout {
+struct MultiNodeHandleLayout {
   // Of this rank as the home of its tokens.
   int64_t home_routes;  // Route [T', K]: ranks are those of the group, and rank ordinals count those of the route's node
   int64_t sent_tokens;  // int32 [N, T']: by node, the tokens that go there, ascending, of the own node all tokens; then -1
@@ -39,13 +39,13 @@ struct NodesHandleLayout {
   int64_t total_bytes;
 };
 
-inline NodesHandleLayout make_nodes_handle_layout(const NodesShape& shape, int top_k) {
+inline MultiNodeHandleLayout make_multi_node_handle_layout(const MultiNodeShape& shape, int top_k) {
   const char* what = "handle memory";
   const GroupShape& group = shape.group;
   const int64_t experts = (static_cast<int64_t>(group.num_experts) + group.num_ranks - 1) / group.num_ranks;
   const int64_t nodes = shape.num_nodes();
   const int64_t tokens = shape.padded_tokens();
-  NodesHandleLayout layout{};
+  MultiNodeHandleLayout layout{};
   int64_t end = checked_round_up(sizeof(HandleHeader), kRowAlignment, what);
   const auto append = [&](int64_t count, int64_t bytes_each) {
     const int64_t offset = end;
@@ -74,7 +74,7 @@ constexpr uint64_t kSendsNoRows = uint64_t{1} << 63;
 
 // Returns the places of a leg's plan in the handle memory. Only leg(own_node, 0) has the zones, so that pads are cleared, and
 // too few rows are reported, once in a call.
-constexpr HandleLayout leg_layout(const NodesHandleLayout& layout, const NodesShape& shape, int top_k, int leg) {
+constexpr HandleLayout leg_layout(const MultiNodeHandleLayout& layout, const MultiNodeShape& shape, int top_k, int leg) {
   const bool has_zones = leg == shape.leg(shape.own_node, 0);
   HandleLayout plan{};
   plan.routes = layout.leg_routes + static_cast<int64_t>(sizeof(Route)) * leg * shape.chunk_tokens() * top_k;
@@ -92,17 +92,17 @@ constexpr HandleLayout leg_layout(const NodesHandleLayout& layout, const NodesSh
 // it has this layout, else that of handle_memory.h.
 inline int64_t handle_mem_bytes(const GroupShape& shape, WindowAccess access, int top_k) {
   return access == WindowAccess::by_kernels && shape.num_nodes() > 1
-             ? make_nodes_handle_layout(make_nodes_shape(shape, 0), top_k).total_bytes
+             ? make_multi_node_handle_layout(make_multi_node_shape(shape, 0), top_k).total_bytes
              : make_handle_layout(shape, top_k).total_bytes;
 }
 
 // Gives typed access to handle memory at `base`; the pointers are const if the memory is.
 template <typename Byte>
-struct NodesHandleView {
+struct MultiNodeHandleView {
   template <typename T>
   using Ptr = std::conditional_t<std::is_const_v<Byte>, const T*, T*>;
 
-  EPX_HOST_DEVICE NodesHandleView(Byte* base, const NodesHandleLayout& layout, const NodesShape& shape)
+  EPX_HOST_DEVICE MultiNodeHandleView(Byte* base, const MultiNodeHandleLayout& layout, const MultiNodeShape& shape)
       : header(reinterpret_cast<Ptr<HandleHeader>>(base)),
         home_routes(reinterpret_cast<Ptr<Route>>(base + layout.home_routes)),
         zone_begin(reinterpret_cast<Ptr<int32_t>>(base + layout.zone_begin)),
@@ -142,7 +142,7 @@ private:
   int64_t padded_tokens_;
 };
 
-using NodesHandleReader = NodesHandleView<const std::byte>;
-using NodesHandleWriter = NodesHandleView<std::byte>;
+using MultiNodeHandleReader = MultiNodeHandleView<const std::byte>;
+using MultiNodeHandleWriter = MultiNodeHandleView<std::byte>;
 
 } // namespace epx

@@ -9,7 +9,7 @@
 #include <cstring>
 
 #include "base/host_device.h"
-#include "runtime/layout/nodes_shape.h"
+#include "runtime/layout/multi_node_shape.h"
 #include "runtime/layout/rail_layout.h"
 
 namespace epx::cuda {
@@ -26,10 +26,10 @@ EPX_HOST_DEVICE inline void store_agreed_fields(int32_t* words, const AgreedFiel
 
 // Reads the records of all nodes [N, record_words]: those that this rank has sent, or has received. In both, the record of the
 // own node is this rank's own: it has all of the rank's tokens.
-class NodesRecords {
+class RailRecords {
 public:
   // The records are not copied, and neither is the shape.
-  EPX_HOST_DEVICE NodesRecords(const NodesShape& shape, const int32_t* records) : shape_(shape), records_(records) {}
+  EPX_HOST_DEVICE RailRecords(const MultiNodeShape& shape, const int32_t* records) : shape_(shape), records_(records) {}
 
   EPX_HOST_DEVICE uint64_t plan_id(int node) const {
     const int32_t* const words = record(node);
@@ -69,7 +69,7 @@ private:
     return std::min(num_tokens(node), end) * shape_.max_back_rows(top_k);
   }
 
-  const NodesShape& shape_;
+  const MultiNodeShape& shape_;
   const int32_t* records_;
 };
 

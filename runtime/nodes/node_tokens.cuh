@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tokens that go from one node to another: their lists at home and at the relay, and the tables that tell the relay of
-// them. See prepare_nodes.cu.
+// them. See multi_node_prepare.cu.
 #pragma once
 
-#include "runtime/stages/cuda/nodes/nodes_prepare_params.h"
+#include "runtime/nodes/multi_node_prepare_params.h"
 #include "runtime/stages/cuda/prepare/prepare_context.cuh"
 
 namespace epx::cuda {
@@ -70,8 +70,8 @@ __device__ __forceinline__ void fill_by_block(int32_t* values, int64_t begin, in
 // ---- Before routes are counted ----
 
 // Where each rank sends a fixed number of tokens to a node, block m finds the first token beyond them.
-__device__ __forceinline__ void find_token_ends(const NodesPrepareParams& params) {
-  const NodesShape& shape = params.nodes.shape;
+__device__ __forceinline__ void find_token_ends(const MultiNodePrepareParams& params) {
+  const MultiNodeShape& shape = params.nodes.shape;
   const PrepareCall& call = params.call;
   const int node = static_cast<int>(blockIdx.x);
   const ExpertBlocks experts = params.experts();
@@ -100,16 +100,16 @@ __device__ __forceinline__ void find_token_ends(const NodesPrepareParams& params
 // ---- At home ----
 
 // Returns a route of this rank as the ranks of `node` see it: its rank is the index in the node. Slot -1: it does not go there.
-__device__ __forceinline__ Route home_route_to(const NodesPrepareParams& params, int node, int64_t route) {
+__device__ __forceinline__ Route home_route_to(const MultiNodePrepareParams& params, int node, int64_t route) {
   const Route found = params.plan().home_routes[route];
   const int index = found.rank - node * params.nodes.shape.ranks_per_node();
   return found.slot >= 0 && index >= 0 && index < params.nodes.shape.ranks_per_node() ? Route{found.slot, index, 0}
                                                                                       : Route{-1, -1, 0};
 }
 
-__device__ __forceinline__ void store_table(const NodesPrepareParams& params, int node, int32_t count) {
+__device__ __forceinline__ void store_table(const MultiNodePrepareParams& params, int node, int32_t count) {
   const int top_k = params.call.top_k;
-  const NodesHandleWriter plan = params.plan();
+  const MultiNodeHandleWriter plan = params.plan();
   int32_t* const table = params.buffers.sent_tables + node * table_words(params.nodes.shape);
   if (threadIdx.x < kTableHeaderWords) table[threadIdx.x] = threadIdx.x == 0 ? count : 0;
   const int places = 1 + top_k; // the token, and each k
@@ -130,9 +130,9 @@ __device__ __forceinline__ void store_table(const NodesPrepareParams& params, in
 }
 
 // Block m lists the tokens that go to node m. Those of the own node are all tokens, in place.
-__device__ __forceinline__ void list_tokens(const NodesPrepareParams& params) {
-  const NodesShape& shape = params.nodes.shape;
-  const NodesHandleWriter plan = params.plan();
+__device__ __forceinline__ void list_tokens(const MultiNodePrepareParams& params) {
+  const MultiNodeShape& shape = params.nodes.shape;
+  const MultiNodeHandleWriter plan = params.plan();
   const int node = static_cast<int>(blockIdx.x);
   const bool is_own = node == shape.own_node;
   const int top_k = params.call.top_k;
@@ -167,13 +167,14 @@ __device__ __forceinline__ void list_tokens(const NodesPrepareParams& params) {
 // ---- At the relay ----
 
 // What a rail peer has stored in its table may be anything. A row whose token is none of its tokens has no routes.
-__device__ __forceinline__ int32_t relayed_tokens(const NodesPrepareParams& params, const int32_t* table) {
+__device__ __forceinline__ int32_t relayed_tokens(const MultiNodePrepareParams& params, const int32_t* table) {
   return max(0, min(table[0], params.nodes.shape.group.max_tokens_per_rank));
 }
 __device__ __forceinline__ int32_t token_of_row(const int32_t* table, int top_k, int64_t row) {
   return table[kTableHeaderWords + row * (1 + 2 * int64_t{top_k})];
 }
-__device__ __forceinline__ Route route_of_row(const NodesPrepareParams& params, const int32_t* table, int64_t row, int k) {
+__device__ __forceinline__ Route route_of_row(const MultiNodePrepareParams& params, const int32_t* table, int64_t row,
+                                              int k) {
   const GroupShape& group = params.nodes.shape.group;
   const int32_t token = token_of_row(table, params.call.top_k, row);
   const int32_t* const words = table + kTableHeaderWords + row * (1 + 2 * int64_t{params.call.top_k}) + 1 + 2 * int64_t{k};
@@ -183,9 +184,9 @@ __device__ __forceinline__ Route route_of_row(const NodesPrepareParams& params, 
 }
 
 // Block m makes the plans of the legs of node m, from its table; those of the own node come from the home routes.
-__device__ __forceinline__ void list_relayed(const NodesPrepareParams& params) {
-  const NodesShape& shape = params.nodes.shape;
-  const NodesHandleWriter plan = params.plan();
+__device__ __forceinline__ void list_relayed(const MultiNodePrepareParams& params) {
+  const MultiNodeShape& shape = params.nodes.shape;
+  const MultiNodeHandleWriter plan = params.plan();
   const int node = static_cast<int>(blockIdx.x);
   const bool is_own = node == shape.own_node;
   const int top_k = params.call.top_k;

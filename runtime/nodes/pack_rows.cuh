@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a scatter beside the rails: those of the tokens that go to other nodes are packed. See rows_nodes.cu.
+// Rows of a scatter beside the rails: those of the tokens that go to other nodes are packed. See multi_node_rows.cu.
 #pragma once
 
+#include "runtime/nodes/multi_node_kernels.h"
 #include "runtime/stages/cuda/movement.cuh"
-#include "runtime/stages/cuda/nodes/nodes_kernels.h"
 #include "runtime/stages/cuda/rows/rows.cuh"
 
 namespace epx::cuda {
 
 struct PackParams {
-  NodesCall nodes;
+  MultiNodeCall nodes;
   PackCall call;
   int64_t row_bytes;
 };
@@ -37,8 +37,8 @@ private:
 // memory anywhere, the list has numbers that are no tokens of this rank.
 __device__ inline void pack_rows(const PackParams& params, TmaRowPipeline& pipeline) {
   const PackCall& call = params.call;
-  const NodesShape& shape = params.nodes.shape;
-  const NodesHandleReader plan(call.call.handle_mem, params.nodes.layout, shape);
+  const MultiNodeShape& shape = params.nodes.shape;
+  const MultiNodeHandleReader plan(call.call.handle_mem, params.nodes.layout, shape);
   const WorkPartition warp = partition_warps(0, kMovementWarps, 0, static_cast<int>(gridDim.x));
   const auto others = static_cast<unsigned>(shape.num_nodes() - 1);
   const auto rows = others * static_cast<unsigned>(shape.chunk_tokens());

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // One call of the node: the ranks deliver the slot records and first slots of a leg's tokens to the owners of the slots. See
-// prepare_nodes.cu.
+// multi_node_prepare.cu.
 #pragma once
 
-#include "runtime/stages/cuda/nodes/node_tokens.cuh"
-#include "runtime/stages/cuda/nodes/nodes_prepare_params.h"
+#include "runtime/nodes/multi_node_prepare_params.h"
+#include "runtime/nodes/node_tokens.cuh"
 #include "runtime/stages/cuda/prepare/prepare_context.cuh"
 
 namespace epx::cuda {
 
 struct DeliverLegParams {
   DeviceGroup group; // of the legs
-  NodesPrepareParams prepare;
+  MultiNodePrepareParams prepare;
   HandleLayout plan_layout;  // of the leg
   CallDescriptor descriptor; // without the number of tokens, which only the device knows
   int node, chunk;           // of the leg
@@ -31,7 +31,7 @@ struct DeliverLegContext {
         num_tokens(static_cast<uint32_t>(leg_params.prepare.nodes.shape.tokens_in_chunk(
             leg_params.prepare.plan().relay_counts[leg_params.node], leg_params.chunk))) {}
 
-  __device__ const NodesShape& shape() const { return params.prepare.nodes.shape; }
+  __device__ const MultiNodeShape& shape() const { return params.prepare.nodes.shape; }
   __device__ const WindowLayout& layout() const { return params.group.context.layout; }
   __device__ uint32_t top_k() const { return static_cast<uint32_t>(params.prepare.call.top_k); }
   __device__ LlSlotRecord* records_at(int owner) const {
@@ -145,9 +145,9 @@ __device__ __forceinline__ void receive_leg(const DeliverLegContext& c) {
 }
 
 // One thread reports what this rank has counted.
-__device__ __noinline__ inline void report_prepare(const CallContext& context, const NodesPrepareParams& params,
+__device__ __noinline__ inline void report_prepare(const CallContext& context, const MultiNodePrepareParams& params,
                                                    epx_overflow overflow) {
-  const NodesPrepareTotals totals = *params.buffers.totals;
+  const MultiNodePrepareTotals totals = *params.buffers.totals;
   if (totals.bad_indices != 0) {
     const auto first = static_cast<int64_t>(~totals.first_bad_inverted);
     const auto number = static_cast<int64_t>(totals.bad_indices);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The slots of this rank's routes, from the counts of all ranks of the group. See prepare_nodes.cu.
+// The slots of this rank's routes, from the counts of all ranks of the group. See multi_node_prepare.cu.
 #pragma once
 
-#include "runtime/stages/cuda/nodes/disagreement.cuh"
-#include "runtime/stages/cuda/nodes/nodes_prepare_params.h"
+#include "runtime/nodes/disagreement.cuh"
+#include "runtime/nodes/multi_node_prepare_params.h"
 #include "runtime/stages/cuda/prepare/slot_assignment.cuh"
 
 namespace epx::cuda {
@@ -11,15 +11,15 @@ namespace epx::cuda {
 // ---- Counts ----
 
 // Returns whether a route is dropped because its token is beyond those that travel to the expert's node.
-__device__ __forceinline__ bool is_beyond_rails(const NodesPrepareParams& params, int64_t route, int64_t expert) {
-  const NodesShape& shape = params.nodes.shape;
+__device__ __forceinline__ bool is_beyond_rails(const MultiNodePrepareParams& params, int64_t route, int64_t expert) {
+  const MultiNodeShape& shape = params.nodes.shape;
   if (!params.limits_rail_tokens()) return false;
   const int node = shape.group.node_of(params.experts().rank_of(static_cast<int>(expert)));
   return route / params.call.top_k >= params.buffers.token_ends[node];
 }
 
 // A block counts the routes of its part of the tokens by expert.
-__device__ __forceinline__ void count_part(const NodesPrepareParams& params) {
+__device__ __forceinline__ void count_part(const MultiNodePrepareParams& params) {
   const PrepareCall& call = params.call;
   const int num_experts = params.nodes.shape.group.num_experts;
   int32_t* const counts = params.part_counts(static_cast<int>(blockIdx.x));
@@ -47,7 +47,7 @@ __device__ __forceinline__ void count_part(const NodesPrepareParams& params) {
 
 // Each warp replaces one expert's counts of all parts by their exclusive prefix sum, and stores the total in `counts`. One
 // thread writes this rank's AgreedFields behind the totals.
-__device__ __forceinline__ void add_parts(const NodesPrepareParams& params) {
+__device__ __forceinline__ void add_parts(const MultiNodePrepareParams& params) {
   if (blockIdx.x == 0 && threadIdx.x == 0)
     store_agreed_fields(params.buffers.counts + params.nodes.shape.group.num_experts,
                         {.operation = params.operation, .top_k = params.call.top_k, .alignment = params.call.alignment});
@@ -81,7 +81,7 @@ struct ExpertDemand {
   int64_t all;
   int64_t of_earlier_ranks; // than this one
 };
-__device__ __forceinline__ ExpertDemand demand_of(const NodesPrepareParams& params, int expert) {
+__device__ __forceinline__ ExpertDemand demand_of(const MultiNodePrepareParams& params, int expert) {
   const GroupShape& group = params.nodes.shape.group;
   const int64_t max_routes = int64_t{group.max_tokens_per_rank} * params.call.top_k;
   ExpertDemand demand{0, 0};
@@ -103,9 +103,9 @@ struct ZoneSums {
 
 // One warp finds the zones of the experts of `rank` and the first slots there of this rank's routes, and, where the rank is
 // this one, writes its zones and counts.
-__device__ __forceinline__ void find_zones_of_rank(const NodesPrepareParams& params, int rank, ZoneSums& sums) {
+__device__ __forceinline__ void find_zones_of_rank(const MultiNodePrepareParams& params, int rank, ZoneSums& sums) {
   const PrepareCall& call = params.call;
-  const NodesHandleWriter plan = params.plan();
+  const MultiNodeHandleWriter plan = params.plan();
   const ExpertBlocks experts = params.experts();
   const int64_t usable = params.usable_slots();
   const bool is_own = rank == params.nodes.shape.rank;
@@ -141,9 +141,9 @@ __device__ __forceinline__ void find_zones_of_rank(const NodesPrepareParams& par
 }
 
 // One thread writes the header, the end of the zones, and the totals.
-__device__ __forceinline__ void deliver_nodes_totals(const NodesPrepareParams& params, const ZoneSums& sums) {
+__device__ __forceinline__ void deliver_nodes_totals(const MultiNodePrepareParams& params, const ZoneSums& sums) {
   const PrepareCall& call = params.call;
-  const NodesHandleWriter plan = params.plan();
+  const MultiNodeHandleWriter plan = params.plan();
   const int num_local = params.experts().num_local_experts(params.nodes.shape.rank);
   const auto demand = static_cast<int64_t>(sums.demand);
   const auto kept = static_cast<int64_t>(sums.kept);
@@ -176,7 +176,7 @@ __device__ __forceinline__ void deliver_nodes_totals(const NodesPrepareParams& p
 }
 
 // One thread compares what the ranks of the group must pass alike.
-__device__ __forceinline__ void compare_ranks(const NodesPrepareParams& params) {
+__device__ __forceinline__ void compare_ranks(const MultiNodePrepareParams& params) {
   const GroupShape& group = params.nodes.shape.group;
   const AgreedFields first = load_agreed_fields(params.counts_of(0) + group.num_experts);
 #pragma unroll 1
@@ -189,7 +189,7 @@ __device__ __forceinline__ void compare_ranks(const NodesPrepareParams& params) 
 }
 
 // One block: each warp takes some ranks.
-__device__ __forceinline__ void find_zones(const NodesPrepareParams& params) {
+__device__ __forceinline__ void find_zones(const MultiNodePrepareParams& params) {
   __shared__ ZoneSums sums;
   if (threadIdx.x == 0) sums = {0, 0, 0, 0};
   __syncthreads();
@@ -205,10 +205,10 @@ __device__ __forceinline__ void find_zones(const NodesPrepareParams& params) {
 
 // A block of one warp walks its part of the tokens, 32 routes at a time, and numbers the routes to each expert. The slot of a
 // route is its number added to the expert's first slot.
-__device__ __forceinline__ void assign_slots(const NodesPrepareParams& params) {
+__device__ __forceinline__ void assign_slots(const MultiNodePrepareParams& params) {
   const PrepareCall& call = params.call;
-  const NodesHandleWriter plan = params.plan();
-  const NodesShape& shape = params.nodes.shape;
+  const MultiNodeHandleWriter plan = params.plan();
+  const MultiNodeShape& shape = params.nodes.shape;
   const ExpertBlocks experts = params.experts();
   const int64_t usable = params.usable_slots();
   int32_t* const next = params.part_counts(static_cast<int>(blockIdx.x));
@@ -250,7 +250,7 @@ __device__ __forceinline__ void assign_slots(const NodesPrepareParams& params) {
 }
 
 // Returns how many routes a rank has to an expert, before drops; peers' counts may be anything.
-__device__ __forceinline__ int64_t global_count(const NodesPrepareParams& params, int rank, int expert) {
+__device__ __forceinline__ int64_t global_count(const MultiNodePrepareParams& params, int rank, int expert) {
   const int32_t* const counts = params.counts_of(rank);
   const GroupShape& group = params.nodes.shape.group;
   const int64_t kept = counts[expert];
@@ -259,9 +259,9 @@ __device__ __forceinline__ int64_t global_count(const NodesPrepareParams& params
 
 // Behind find_zones: slots have no origin yet, those in use have the records of pads, and the counts of all ranks become
 // an output.
-__device__ __forceinline__ void fill_outputs(const NodesPrepareParams& params) {
+__device__ __forceinline__ void fill_outputs(const MultiNodePrepareParams& params) {
   const PrepareCall& call = params.call;
-  const NodesHandleWriter plan = params.plan();
+  const MultiNodeHandleWriter plan = params.plan();
   const GroupShape& group = params.nodes.shape.group;
   const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t threads = int64_t{gridDim.x} * kThreads;

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a gather: the home rank sums what has come of its tokens from all nodes. See rows_nodes.cu.
+// The end of a gather: the home rank sums what has come of its tokens from all nodes. See multi_node_rows.cu.
 #pragma once
 
+#include "runtime/nodes/multi_node_kernels.h"
+#include "runtime/nodes/rail_records.h"
 #include "runtime/stages/cuda/movement.cuh"
-#include "runtime/stages/cuda/nodes/nodes_kernels.h"
-#include "runtime/stages/cuda/nodes/nodes_records.h"
 #include "runtime/stages/cuda/rows/rows.cuh"
 
 namespace epx::cuda {
 
 struct SumParams {
-  NodesCall nodes;
+  MultiNodeCall nodes;
   SumCall call;
 };
 
@@ -143,9 +143,9 @@ private:
 
   const SumParams& params_;
   const MovementCall& args_;
-  const NodesShape& shape_;
-  NodesHandleReader plan_;
-  NodesRecords records_;
+  const MultiNodeShape& shape_;
+  MultiNodeHandleReader plan_;
+  RailRecords records_;
   TmaRowPipeline& pipeline_;
 };
 

@@ -18,8 +18,8 @@ int resolve_num_sms(int num_comm_sms);
 
 // This is collective over `exchange`, which has all ranks of the group: all ranks succeed or all throw. The context must
 // outlive the backend; its layout is that of the node's window.
-std::unique_ptr<Backend> make_nodes_backend(const GroupContext& context, int num_comm_sms, int rail_ctas,
-                                            NodesTransport transport, std::unique_ptr<ControlConnection> control,
-                                            Exchange& exchange);
+std::unique_ptr<Backend> make_multi_node_backend(const GroupContext& context, int num_comm_sms, int rail_ctas,
+                                                 MultiNodeTransport transport, std::unique_ptr<ControlConnection> control,
+                                                 Exchange& exchange);
 
 } // namespace epx::cuda

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of a gather on their way home, in the precisions wire and exact: behind a leg, the relay copies what the ranks of the
-// node have staged on it for the leg's tokens, and adds what its own slots contribute. See rows_nodes.cu.
+// node have staged on it for the leg's tokens, and adds what its own slots contribute. See multi_node_rows.cu.
 #pragma once
 
+#include "runtime/nodes/multi_node_kernels.h"
 #include "runtime/stages/cuda/movement.cuh"
-#include "runtime/stages/cuda/nodes/nodes_kernels.h"
 #include "runtime/stages/cuda/rows/rows.cuh"
 
 namespace epx::cuda {
@@ -25,8 +25,8 @@ struct ForwardTensors {
 
 // The movement is that of the leg, whose call has ended on this rank.
 struct ForwardParams : MovementParams, ForwardTensors {
-  NodesShape shape;
-  NodesHandleLayout nodes_layout;
+  MultiNodeShape shape;
+  MultiNodeHandleLayout nodes_layout;
   int node; // of the leg
   int chunk;
 };
@@ -59,7 +59,7 @@ public:
 private:
   // The row of the area at which what goes home of a token begins.
   __device__ int64_t first_row_of(int64_t token) const {
-    const NodesHandleReader plan(args_.handle_mem, params_.nodes_layout, params_.shape);
+    const MultiNodeHandleReader plan(args_.handle_mem, params_.nodes_layout, params_.shape);
     const int64_t position = int64_t{params_.chunk} * params_.shape.chunk_tokens() + token;
     return params_.node == params_.shape.own_node ? plan.home_back_rows(params_.node)[position]
                                                   : plan.relay_back_rows(params_.node)[position];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "runtime/stages/cuda/nodes/leg_probe.h"
+#include "runtime/nodes/leg_probe.h"
 
 #include <cuda_runtime_api.h>
 
